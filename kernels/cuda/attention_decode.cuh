@@ -68,14 +68,6 @@ DEVICE int shared_each(int pages, int splits) { return (pages + splits - 1) / sp
 // 8-dim tiles of a warp's part of the output.
 constexpr int DIM_TILES = HEAD_DIM / 8 / ATTENTION_WARPS;
 
-// Rounds a pair to FP16, high part and what rounding lost.
-DEVICE void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) {
-    __half2 h = __float22half2_rn(make_float2(x, y));
-    float2 f = __half22float2(h);
-    hi = half2_bits(h);
-    lo = half2_bits(__float22half2_rn(make_float2(x - f.x, y - f.y)));
-}
-
 template <bool INT8>
 struct ScalesShared {};
 template <>

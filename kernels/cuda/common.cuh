@@ -91,6 +91,15 @@ DEVICE void load_shared_16_if(uint4& v, int which, int mine, uint32_t at) {
         "@p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n"
         "}\n" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(at), "r"(which), "r"(mine));
 }
+// As `load_shared_16_if`, to the first two words.
+DEVICE void load_shared_8_if(uint4& v, int which, int mine, uint32_t at) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.eq.s32 p, %3, %4;\n"
+        "@p ld.shared.v2.u32 {%0,%1}, [%2];\n"
+        "}\n" : "+r"(v.x), "+r"(v.y) : "r"(at), "r"(which), "r"(mine));
+}
 DEVICE uint2 load_shared_8(uint32_t at) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));

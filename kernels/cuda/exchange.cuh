@@ -46,7 +46,7 @@ DEVICE void wait_sent(uint32_t barrier, uint32_t parity) {
 DEVICE void init_barrier(uint32_t barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-DEVICE void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void arrive_times(uint32_t barrier, int times) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory"); }
 
 // Two values with a stamp each.
 DEVICE uint4 load_stamped(const uint64_t* p) {
@@ -59,6 +59,10 @@ DEVICE float2 values_of(const uint4& w) { return make_float2(__uint_as_float(w.x
 DEVICE uint64_t stamped(float v, uint32_t stamp) { return uint64_t(stamp) << 32 | __float_as_uint(v); }
 DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(stamped(v, stamp)) : "memory");
+}
+
+DEVICE void store_stamped_two(uint64_t* to, float2 v, uint32_t stamp) {
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(stamped(v.x, stamp)), "l"(stamped(v.y, stamp)) : "memory");
 }
 
 // As `barrier_wait` and `barrier_expect`, by address.
@@ -74,13 +78,19 @@ DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) {
 DEVICE void barrier_expect_at(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// As `copy_bulk_stream`, by address.
+// As `copy_bulk`, by address. ONCE: of data that is not read again soon.
+template <bool ONCE>
 DEVICE void copy_bulk_at(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-        "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+    if constexpr (ONCE) {
+        uint64_t policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+            "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+    } else {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                     "r"(barrier) : "memory");
+    }
 }
 // True in one lane of a converged warp. The compiler knows that it is one: operands of bulk copies that
 // are the same for the warp need no loop over its lanes.
@@ -95,11 +105,10 @@ DEVICE bool elect() {
     return one != 0;
 }
 
-// Waits for `N` threads of the block, which name the same barrier.
-template <int NAME, int N>
-DEVICE void sync_some() { asm volatile("bar.sync %0, %1;" ::"n"(NAME), "n"(N) : "memory"); }
+// Waits for so many threads of the block, which name the same barrier.
+DEVICE void sync_some(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
 
-DEVICE void store_shared_4(uint32_t at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+DEVICE void store_shared_4(uint32_t at, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 
 DEVICE uint64_t nanoseconds() {
     uint64_t now;

@@ -58,6 +58,14 @@ DEVICE char4 int8_codes(float4 v, __half& scale) {
     return make_char4(code(v.x), code(v.y), code(v.z), code(v.w));
 }
 
+// Rounds a pair to FP16, high part and what rounding lost.
+DEVICE void split_pair(float x, float y, uint32_t& hi, uint32_t& lo) {
+    __half2 h = __float22half2_rn(make_float2(x, y));
+    float2 f = __half22float2(h);
+    hi = half2_bits(h);
+    lo = half2_bits(__float22half2_rn(make_float2(x - f.x, y - f.y)));
+}
+
 // One head's key (`which` 0) or value (1) as it is kept: 8 bytes, or 4 of codes, per lane.
 struct Kept {
     uint2 half;

@@ -309,21 +309,23 @@ fn steps_of_all_layers_at_once_agree_with_the_cpu() {
         num_key_value_heads: 8,
         ..fused_config()
     };
-    let store = Store::random(&config, 8).quantized(INT4);
-    let cpu = nq(&config, &store);
-    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
-        return;
-    };
-    for kv in [KvType::F16, KvType::Int8] {
-        let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
-        let what = format!("all layers at once {kv}");
-        compare(
-            &mut *fused_session(&*gpu, kv),
-            &mut *fused_session(&*cpu, kv),
-            (&what[..], config.vocab_size),
-            close,
-            0,
-        );
+    let store = Store::random(&config, 8);
+    for (name, store) in [("INT4", store.quantized(INT4)), ("a mix", store.mixed())] {
+        let cpu = nq(&config, &store);
+        let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+            return;
+        };
+        for kv in [KvType::F16, KvType::Int8] {
+            let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
+            let what = format!("all layers of {name} at once {kv}");
+            compare(
+                &mut *fused_session(&*gpu, kv),
+                &mut *fused_session(&*cpu, kv),
+                (&what[..], config.vocab_size),
+                close,
+                0,
+            );
+        }
     }
 }
 

@@ -154,6 +154,10 @@ pub(super) use kernels;
 pub(super) const KINDS: usize = SCHEMES + 1;
 /// Of these, kinds of integer codes.
 pub(super) const SCHEMES: usize = 18;
+/// The first of them are INT4 with a scale for 64 inputs or more; those from TWO_LEVEL on have scales in two
+/// levels.
+pub(super) const UNIFORM: usize = 3;
+pub(super) const TWO_LEVEL: usize = 12;
 
 /// Index of a kind in [`names`].
 pub(super) fn kind_index(kind: PackedKind) -> usize {
@@ -169,7 +173,7 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
     // Kernels read a scale per 32 inputs, or per 64.
     let slot = usize::from(groups == 8);
     if two_level {
-        return 12 + 2 * (bits.width() - 4) + slot;
+        return TWO_LEVEL + 2 * (bits.width() - 4) + slot;
     }
     let bits = match bits {
         Bits::B4 => 0,

@@ -200,6 +200,11 @@ impl PackedKind {
         }
     }
 
+    /// Bytes of a record's codes.
+    pub(super) fn codes_bytes(self) -> usize {
+        TILE * SPAN * self.bits() / 8
+    }
+
     /// Number of the kind of zero-points in `cuda/weights.cuh`.
     pub fn zero_code(self) -> usize {
         match self {

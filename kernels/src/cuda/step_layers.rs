@@ -4,10 +4,11 @@ use super::attention::{Heads, LayerPages};
 use super::driver::{
     Address, Buffer, Checked, Gpu, GpuInfo, LaunchShape, Mapped, Operands, Stream,
 };
-use super::kernel::{Instance, kernels, kind_index};
+use super::kernel::{Instance, TWO_LEVEL, UNIFORM, kernels, kind_index};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
 use super::rows::Step;
+use crate::cpu::PAGE;
 use crate::error::Result;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,29 +33,31 @@ pub struct StepLayer<'a> {
     pub down: &'a DeviceLinear,
 }
 
-/// `LAYERS_WARPS` of `cuda/step_layers.cuh`.
+/// `LAYERS_WARPS` of `cuda/layers.cuh`.
 const WARPS: usize = 12;
-/// `TEAM` of `cuda/step_layers.cuh`.
+/// `TEAM` of `cuda/layers.cuh`.
 const TEAM: usize = 4;
-/// `ATTEND_WARPS` of `cuda/step_layers.cuh`.
-const ATTEND_WARPS: usize = 8;
-/// `MOST_SOURCES` of `cuda/step_layers.cuh`.
-const MOST_SOURCES: usize = 8;
-/// `MOST_PARTS` of `cuda/step_layers.cuh`.
+/// `MOST_SOURCES` of `cuda/layers.cuh`.
+const MOST_SOURCES: usize = 16;
+/// `MOST_PAGES` of `cuda/layers.cuh`.
+const MOST_PAGES: usize = 32;
+/// `MOST_PARTS` of `cuda/layers.cuh`.
 const MOST_PARTS: usize = 4;
-/// `MOST_RING` of `cuda/step_layers.cuh`.
+/// `MOST_RING` of `cuda/layers.cuh`.
 const MOST_RING: usize = 32;
-/// `MOST_LAYERS` of `cuda/step_layers.cuh`.
+/// `LEAST_AHEAD` of `cuda/layers.cuh`.
+const LEAST_AHEAD: usize = 4;
+/// `MOST_LAYERS` of `cuda/layers.cuh`.
 const MOST_LAYERS: usize = 64;
-/// `CLUSTER` of `cuda/step_layers.cuh`.
+/// `CLUSTER` of `cuda/layers.cuh`.
 const CLUSTER: usize = 8;
-/// Size of `PairedDigits` of `cuda/products.cuh`.
+/// Size of `SpanDigits` of `cuda/products.cuh`.
 const DIGITS_BYTES: usize = 576;
-/// Size of a record's codes.
-const CODES_BYTES: usize = 2048;
+/// Most bytes that a stage of the ring has of keys and values: those of `cuda/layers_attention.cuh` in int8.
+const PAGE_STAGE: usize = 8320;
 /// Bytes of shared memory in front of the numbers of parts: `COUNTS` of `cuda/step_layers.cuh`.
 const HEAD_BYTES: usize = 1024;
-/// `PHASES` of `cuda/step_layers.cuh`.
+/// `PHASES` of `cuda/layers.cuh`.
 const PHASES: usize = 5;
 /// Their names in a profile, while blocks wait for inputs.
 const WAITS: [&str; PHASES] = [
@@ -66,37 +69,21 @@ const WAITS: [&str; PHASES] = [
 ];
 /// Their names, while blocks work.
 const WORKS: [&str; PHASES] = ["qkv", "attention", "o", "gate_up", "down"];
-/// Query heads of a key head for which there are instances.
-const GROUPS: [usize; 4] = [2, 4, 5, 8];
+/// `MOST_GROUP` of `cuda/layers.cuh`.
+const MOST_GROUP: usize = 8;
 
 kernels! {
     STEP_LAYERS: LayersArgs = "step_layers" in "step_layers.cu",
         test "kernels/tests/cuda/layers.rs::all_layers_at_once", bench "step_layers",
         instances &[
-            "step_layers_int4_sym_64_2",
-            "step_layers_int4_int_64_2",
-            "step_layers_int4_offset_64_2",
-            "step_layers_int4_sym_64_4",
-            "step_layers_int4_int_64_4",
-            "step_layers_int4_offset_64_4",
-            "step_layers_int4_sym_64_5",
-            "step_layers_int4_int_64_5",
-            "step_layers_int4_offset_64_5",
-            "step_layers_int4_sym_64_8",
-            "step_layers_int4_int_64_8",
-            "step_layers_int4_offset_64_8",
-            "step_layers_int4_sym_64_2_timed",
-            "step_layers_int4_int_64_2_timed",
-            "step_layers_int4_offset_64_2_timed",
-            "step_layers_int4_sym_64_4_timed",
-            "step_layers_int4_int_64_4_timed",
-            "step_layers_int4_offset_64_4_timed",
-            "step_layers_int4_sym_64_5_timed",
-            "step_layers_int4_int_64_5_timed",
-            "step_layers_int4_offset_64_5_timed",
-            "step_layers_int4_sym_64_8_timed",
-            "step_layers_int4_int_64_8_timed",
-            "step_layers_int4_offset_64_8_timed",
+            "step_layers_int4_sym_64",
+            "step_layers_int4_int_64",
+            "step_layers_int4_offset_64",
+            "step_layers_mix",
+            "step_layers_int4_sym_64_timed",
+            "step_layers_int4_int_64_timed",
+            "step_layers_int4_offset_64_timed",
+            "step_layers_mix_timed",
         ];
 }
 
@@ -144,12 +131,18 @@ impl LayersSizes {
         })
     }
 
+    /// Query heads of a key head.
+    fn group(self) -> usize {
+        self.heads / self.kv_heads
+    }
+
     /// True if the products can be dealt to this many blocks.
     fn fit(self, blocks: usize) -> bool {
         let [_, o, _, down] = self.products();
         // Each block gathers some of the inputs of `o`.
         let gathers = self.heads * 128 / 64 >= CLUSTER;
-        blocks >= self.kv_heads && gathers && o.fits(blocks) && down.fits(blocks)
+        let heads = self.group() <= MOST_GROUP && self.heads.is_multiple_of(self.kv_heads);
+        heads && blocks >= self.kv_heads && gathers && o.fits(blocks) && down.fits(blocks)
     }
 }
 
@@ -173,7 +166,7 @@ impl LayersScratch {
     }
 }
 
-/// `LayerArgs` of `cuda/step_layers.cuh`.
+/// `LayerArgs` of `cuda/layers.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct LayerArgs {
@@ -184,9 +177,22 @@ struct LayerArgs {
     k_gain: Address,
     keys: Address,
     values: Address,
+    key_scales: Address,
+    value_scales: Address,
+    kind: [RecordKind; 4],
 }
 
-/// `ProductShape` of `cuda/step_layers.cuh`.
+/// `RecordKind` of `cuda/layers.cuh`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+struct RecordKind {
+    scheme: u8,
+    groups: u8,
+    meta_bytes: u16,
+    codes_bytes: u32,
+}
+
+/// `ProductShape` of `cuda/layers.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 struct ProductShape {
@@ -194,7 +200,7 @@ struct ProductShape {
     spans: i32,
 }
 
-/// `LayersRoom` of `cuda/step_layers.cuh`.
+/// `LayersRoom` of `cuda/layers.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 struct Room {
@@ -205,7 +211,7 @@ struct Room {
     ring: i32,
 }
 
-/// `LayersArgs` of `cuda/step_layers.cuh`.
+/// `LayersArgs` of `cuda/layers.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct LayersArgs {
@@ -226,8 +232,8 @@ struct LayersArgs {
     hidden: i32,
     heads: i32,
     kv_heads: i32,
-    groups: i32,
-    meta_bytes: i32,
+    group: i32,
+    stage: i32,
     depth: i32,
     window: i32,
     eps: f32,
@@ -238,10 +244,9 @@ struct LayersArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayersPlan {
     sizes: LayersSizes,
-    /// Of all weights.
-    kind: PackedKind,
-    /// Index in [`GROUPS`].
-    group: usize,
+    weights: Weights,
+    /// Bytes of a stage of the ring.
+    stage: usize,
     layers: usize,
     blocks: usize,
     /// Stages of the ring.
@@ -250,28 +255,87 @@ pub struct LayersPlan {
     shared: usize,
 }
 
+/// The weights for which there are instances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Weights {
+    /// All of one kind: INT4 with a scale for 64 inputs or more.
+    Uniform(PackedKind),
+    /// Each of its own kind, with codes of 4 to 6 bits and scales in two levels.
+    Mix,
+}
+
+impl Weights {
+    /// `None` if there is no instance.
+    fn of(layers: &[StepLayer<'_>]) -> Option<Self> {
+        let kinds = || {
+            layers
+                .iter()
+                .flat_map(|l| l.weights().map(DeviceLinear::kind))
+        };
+        let first = kinds().next()?;
+        if kinds().all(PackedKind::is_two_level) {
+            return Some(Weights::Mix);
+        }
+        // The first kinds are those of INT4 with a scale for 64 inputs or more.
+        let uniform = kind_index(first) < UNIFORM && kinds().all(|k| k == first);
+        uniform.then_some(Weights::Uniform(first))
+    }
+
+    /// The kernel, or the one that takes the time of its parts.
+    fn kernel(self, timed: bool) -> Instance<LayersArgs> {
+        let instance = match self {
+            Weights::Uniform(kind) => kind_index(kind),
+            Weights::Mix => UNIFORM,
+        };
+        STEP_LAYERS.instance(usize::from(timed) * (UNIFORM + 1) + instance)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Weights::Uniform(kind) => kind.name(),
+            Weights::Mix => "mix",
+        }
+    }
+}
+
+impl RecordKind {
+    fn of(kind: PackedKind) -> Self {
+        let (meta_bytes, codes_bytes) = (kind.meta_bytes(), kind.codes_bytes());
+        RecordKind {
+            scheme: kind_index(kind).saturating_sub(TWO_LEVEL) as u8,
+            groups: kind.groups() as u8,
+            meta_bytes: meta_bytes as u16,
+            codes_bytes: codes_bytes as u32,
+        }
+    }
+}
+
 impl StepLayer<'_> {
-    /// The model's sizes and the kind of its weights; `None` if the kernel does not support them.
-    fn of(&self) -> Option<(LayersSizes, PackedKind)> {
+    fn weights(&self) -> [&DeviceLinear; 4] {
+        [self.qkv, self.o, self.gate_up, self.down]
+    }
+
+    /// The model's sizes; `None` if the kernel does not support them.
+    fn sizes(&self) -> Option<LayersSizes> {
         let sizes = LayersSizes {
             hidden: self.qkv.inputs(),
             heads: self.heads.heads,
             kv_heads: self.cache.kv_heads(),
             intermediate: self.down.inputs(),
         };
-        let kind = self.qkv.kind();
-        let all = [self.qkv, self.o, self.gate_up, self.down];
-        let matches = |(w, (rows, inputs)): (&&DeviceLinear, (usize, usize))| {
-            w.kind() == kind
-                && (w.rows(), w.inputs()) == (rows, inputs)
-                && inputs.is_multiple_of(256)
+        let serves = |(w, (rows, inputs)): (&DeviceLinear, (usize, usize))| {
+            (w.rows(), w.inputs()) == (rows, inputs) && inputs.is_multiple_of(256)
         };
-        // The first kinds are those of INT4 with a scale for 64 inputs or more.
-        let serves = kind_index(kind) < 3
-            && !self.cache.is_int8()
-            && all.iter().zip(sizes.shapes()).all(matches);
-        serves.then_some((sizes, kind))
+        let mut all = self.weights().into_iter().zip(sizes.shapes());
+        all.all(serves).then_some(sizes)
     }
+}
+
+/// What a model's layers have in common; `None` if the kernel does not support them.
+fn common(layers: &[StepLayer<'_>]) -> Option<(LayersSizes, Weights)> {
+    let sizes = layers.first()?.sizes()?;
+    let same = layers.iter().all(|l| l.sizes() == Some(sizes));
+    Some((sizes, Weights::of(layers).filter(|_| same)?))
 }
 
 impl LayersPlan {
@@ -282,53 +346,45 @@ impl LayersPlan {
     /// Errors of the driver.
     pub fn new(gpu: &Gpu, layers: &[StepLayer<'_>]) -> Result<Option<Self>> {
         let info = gpu.info();
-        let Some(first) = layers.first().and_then(StepLayer::of) else {
+        let Some((sizes, weights)) = common(layers) else {
             return Ok(None);
         };
         // Of kernels of two processes, each could have only a part of its blocks running.
-        if info.capability != (9, 0)
-            || info.multi_process
-            || layers.len() > MOST_LAYERS
-            || layers.iter().any(|l| l.of() != Some(first))
-        {
+        if info.capability != (9, 0) || info.multi_process || layers.len() > MOST_LAYERS {
             return Ok(None);
         }
-        let (sizes, kind) = first;
-        let heads = sizes.heads / sizes.kv_heads.max(1);
-        let Some(group) = GROUPS.iter().position(|g| *g == heads) else {
-            return Ok(None);
-        };
-        let stage = TEAM * (CODES_BYTES + kind.meta_room());
-        let Some((room, depth, shared)) = Self::room(info, sizes, heads, stage) else {
+        let kinds = layers
+            .iter()
+            .flat_map(|l| l.weights().map(DeviceLinear::kind));
+        let records = kinds.map(|k| TEAM * (k.codes_bytes() + k.meta_bytes()));
+        let stage = records.max().unwrap_or_default().max(PAGE_STAGE);
+        let Some((room, depth, shared)) = Self::room(info, sizes, stage) else {
             return Ok(None);
         };
         let plan = LayersPlan {
             sizes,
-            kind,
-            group,
+            weights,
+            stage,
             layers: layers.len(),
             blocks: CLUSTER,
             depth,
             room,
             shared,
         };
-        let kernel = plan.kernel(false);
+        let kernel = plan.weights.kernel(false);
         if !gpu.has_kernel(&kernel) {
             return Ok(None);
         }
         let most = gpu.clusters_at_once(&kernel, plan.shape())?;
         let mut blocks = (1..=most).rev().map(|clusters| clusters * CLUSTER);
-        let blocks = blocks.find(|&blocks| sizes.fit(blocks));
+        let pages = layers[0].cache.places().positions / PAGE;
+        let fits = |blocks| sizes.fit(blocks) && pages <= MOST_PAGES * sources(blocks, sizes);
+        let blocks = blocks.find(|&blocks| fits(blocks));
         Ok(blocks.map(|blocks| LayersPlan { blocks, ..plan }))
     }
 
     /// The layout of shared memory, the stages of the ring, and the bytes in all.
-    fn room(
-        info: &GpuInfo,
-        sizes: LayersSizes,
-        group: usize,
-        stage: usize,
-    ) -> Option<(Room, usize, usize)> {
+    fn room(info: &GpuInfo, sizes: LayersSizes, stage: usize) -> Option<(Room, usize, usize)> {
         let mut end = (HEAD_BYTES + sizes.hidden / 8).next_multiple_of(128);
         let mut take = |bytes: usize| {
             let at = end;
@@ -336,26 +392,18 @@ impl LayersPlan {
             at as i32
         };
         let digits = |inputs: usize| inputs / 256 * DIGITS_BYTES;
-        let attention = (ATTEND_WARPS / 4 * 128 + 32) * group * 4;
         let room = Room {
             digits: [
                 take(digits(sizes.hidden)),
                 take(digits((sizes.heads * 128).max(sizes.intermediate))),
             ],
             x: take((sizes.hidden / 64).div_ceil(CLUSTER) * 64 * 4),
-            sums: take((2 * WARPS * WARPS * 16 * 4).max(attention)),
-            queries: take((group + 2) * 512),
+            sums: take(2 * WARPS * WARPS * 16 * 4),
+            queries: take((sizes.group() + 1) * 512),
             ring: take(0),
         };
         let depth = (info.shared_memory.checked_sub(end)? / stage).min(MOST_RING);
-        // Enough for a window, and for each team to have a stage.
-        (depth > window(sizes.hidden)).then_some((room, depth, end + depth * stage))
-    }
-
-    /// The kernel, or the one that takes the time of its parts.
-    fn kernel(&self, timed: bool) -> Instance<LayersArgs> {
-        let groups = self.group + usize::from(timed) * GROUPS.len();
-        STEP_LAYERS.instance(groups * 3 + kind_index(self.kind))
+        (depth >= window(sizes.hidden) + LEAST_AHEAD).then_some((room, depth, end + depth * stage))
     }
 
     fn shape(&self) -> LaunchShape {
@@ -377,12 +425,16 @@ impl ProductShape {
     }
 }
 
+/// Blocks among which the pages of a key head are dealt.
+fn sources(blocks: usize, sizes: LayersSizes) -> usize {
+    MOST_SOURCES.min(blocks / sizes.kv_heads)
+}
+
 /// Most stages that are requested and not there yet, as measured on an H200: the more there are, the longer the
 /// values of `x` take from block to block.
 fn window(hidden: usize) -> usize {
     match hidden {
         ..=3072 => 3,
-        3073..=4096 => 4,
         _ => 5,
     }
 }
@@ -411,10 +463,8 @@ impl Stream {
             kv_heads,
             intermediate,
         } = plan.sizes;
-        let fits = layers.len() == plan.layers
-            && layers
-                .iter()
-                .all(|l| l.of() == Some((plan.sizes, plan.kind)));
+        let fits =
+            layers.len() == plan.layers && common(layers) == Some((plan.sizes, plan.weights));
         let Some(first) = layers.first().filter(|_| fits) else {
             return o.refuse("layers", "those of the plan", layers.len());
         };
@@ -445,8 +495,8 @@ impl Stream {
             hidden: hidden as i32,
             heads: heads as i32,
             kv_heads: kv_heads as i32,
-            groups: plan.kind.groups() as i32,
-            meta_bytes: plan.kind.meta_bytes() as i32,
+            group: plan.sizes.group() as i32,
+            stage: plan.stage as i32,
             depth: plan.depth as i32,
             window: window(hidden) as i32,
             eps: first.heads.eps,
@@ -456,7 +506,7 @@ impl Stream {
         let shapes = [qkv, (heads, 128), o, gate_up, down];
         let timed = self.gpu().is_profiling();
         let times = Arc::clone(&scratch.times);
-        let kind = plan.kind.name();
+        let kind = plan.weights.name();
         let parts = move || {
             let time = |i| Duration::from_nanos(times.load(i));
             let wait = |i: usize| ((WAITS[i], "between blocks", shapes[i]), time(2 * i));
@@ -468,7 +518,7 @@ impl Stream {
         self.timed_in_parts(key, 0, Some(Box::new(parts)), || {
             // SAFETY: the operands were checked, and that the step is in the cache; all blocks fit on the
             // device, where no other such kernel runs.
-            self.alone(|| unsafe { self.launch(plan.kernel(timed), plan.shape(), &args) })
+            self.alone(|| unsafe { self.launch(plan.weights.kernel(timed), plan.shape(), &args) })
         })
     }
 }
@@ -483,6 +533,9 @@ impl LayerArgs {
             k_gain: Address::NULL,
             keys: Address::NULL,
             values: Address::NULL,
+            key_scales: Address::NULL,
+            value_scales: Address::NULL,
+            kind: [RecordKind::default(); 4],
         }
     }
 
@@ -498,12 +551,14 @@ impl LayerArgs {
             k_gain: heads.k_gain,
             keys: cache.keys,
             values: cache.values,
+            key_scales: cache.key_scales,
+            value_scales: cache.value_scales,
             ..Self::none()
         };
-        let weights = [layer.qkv, layer.o, layer.gate_up, layer.down];
-        for (i, w) in weights.into_iter().enumerate() {
+        for (i, w) in layer.weights().into_iter().enumerate() {
             let p = w.args(o)?;
             (args.codes[i], args.meta[i]) = (p.codes, p.meta);
+            args.kind[i] = RecordKind::of(w.kind());
         }
         Ok(args)
     }
@@ -543,13 +598,14 @@ mod tests {
             for blocks in [120, 104, 72] {
                 assert!(sizes.fit(blocks), "{sizes:?} {blocks}");
             }
-            let group = sizes.heads / sizes.kv_heads;
-            assert!(GROUPS.contains(&group), "{sizes:?}");
-            let stage = TEAM * (CODES_BYTES + 160);
-            let (_, depth, shared) =
-                LayersPlan::room(&info, sizes, group, stage).expect("it fits in shared memory");
-            assert!(depth > WARPS / TEAM, "{sizes:?}: {depth}");
-            assert!(shared <= info.shared_memory, "{sizes:?}: {shared}");
+            // INT4; 6 bits in groups of 32, the longest records of a mix.
+            for record in [2048 + 160, 3072 + 160] {
+                let (_, depth, shared) = LayersPlan::room(&info, sizes, TEAM * record)
+                    .expect("it fits in shared memory");
+                let least = window(sizes.hidden) + LEAST_AHEAD;
+                assert!(depth >= least, "{sizes:?}: {depth}");
+                assert!(shared <= info.shared_memory, "{sizes:?}: {shared}");
+            }
         }
     }
 

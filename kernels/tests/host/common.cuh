@@ -187,6 +187,11 @@ DEVICE uint32_t load_shared_1(uint32_t at) { return load_shared<uint8_t>(at); }
 DEVICE void load_shared_16_if(uint4& v, int which, int mine, uint32_t at) {
     if (which == mine) v = load_shared_16(at);
 }
+DEVICE void load_shared_8_if(uint4& v, int which, int mine, uint32_t at) {
+    if (which != mine) return;
+    const uint2 w = load_shared_8(at);
+    v.x = w.x, v.y = w.y;
+}
 DEVICE uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
 DEVICE uint2 load_stream_8(const void* p) { return *static_cast<const uint2*>(p); }
 DEVICE uint32_t load_stream_4(const void* p) { return *static_cast<const uint32_t*>(p); }
@@ -237,6 +242,23 @@ DEVICE void mma_16832(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32
     auto right = [&](int k, int column) { return int(int8_t(byte(all[column * 4 + k % 16 / 4][4 + k / 16], k))); };
     for (int i = 0; i < 4; i++)
         for (int k = 0; k < 32; k++) d[i] += left(lane / 4 + i / 2 * 8, k) * right(k, lane % 4 * 2 + i % 2);
+    __syncwarp();
+}
+
+DEVICE void mma_16816(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    auto& all = operands[warp_of_grid()];
+    const int lane = threadIdx.x % 32;
+    all[lane] = {a0, a1, a2, a3, b0, b1};
+    __syncwarp();
+    auto half = [](uint32_t word, int k) {
+        __half2 pair;
+        memcpy(&pair, &word, 4);
+        return k % 2 ? __high2float(pair) : __low2float(pair);
+    };
+    auto left = [&](int row, int k) { return half(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k); };
+    auto right = [&](int k, int column) { return half(all[column * 4 + k % 8 / 2][4 + k / 8], k); };
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++) d[i] += left(lane / 4 + i / 2 * 8, k) * right(k, lane % 4 * 2 + i % 2);
     __syncwarp();
 }
 

@@ -20,7 +20,9 @@ DEVICE void init_barrier(uint32_t barrier, uint32_t arrivals) {
     Barrier& b = barrier_at(barrier);
     b.arrivals = b.missing = arrivals;
 }
-DEVICE void arrive(uint32_t barrier) { arrive_at(barrier_at(barrier)); }
+DEVICE void arrive_times(uint32_t barrier, int times) {
+    for (int i = 0; i < times; i++) arrive_at(barrier_at(barrier));
+}
 
 DEVICE uint4 load_stamped(const uint64_t* p) {
     yield();   // whoever looks again and again lets others write
@@ -29,6 +31,10 @@ DEVICE uint4 load_stamped(const uint64_t* p) {
 DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
 DEVICE float2 values_of(const uint4& w) { return make_float2(float_of(w.x), float_of(w.z)); }
 DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) { *to = uint64_t(stamp) << 32 | bits_of(v); }
+DEVICE void store_stamped_two(uint64_t* to, float2 v, uint32_t stamp) {
+    if (intptr_t(to) % 16 != 0) fail("two words that are not aligned");
+    store_stamped(to, v.x, stamp), store_stamped(to + 1, v.y, stamp);
+}
 
 DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) { wait_for(barrier, parity); }
 DEVICE void barrier_expect_at(uint32_t barrier, uint32_t bytes) {
@@ -36,6 +42,7 @@ DEVICE void barrier_expect_at(uint32_t barrier, uint32_t bytes) {
     b.bytes += bytes;
     arrive_at(b);
 }
+template <bool ONCE>
 DEVICE void copy_bulk_at(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
     if (bytes % 16 != 0 || intptr_t(from) % 16 != 0) fail("a bulk copy of other than whole 16 bytes");
     memcpy(at_shared(to, 16), from, bytes);
@@ -45,8 +52,7 @@ DEVICE bool elect() {
     __syncwarp();
     return threadIdx.x % 32 == 0;
 }
-template <int NAME, int N>
-DEVICE void sync_some() { meet_block(NAME, N); }
-DEVICE void store_shared_4(uint32_t at, float v) { memcpy(at_shared(at, 4), &v, 4); }
+DEVICE void sync_some(int name, int threads) { meet_block(name, threads); }
+DEVICE void store_shared_4(uint32_t at, uint32_t v) { memcpy(at_shared(at, 4), &v, 4); }
 DEVICE uint64_t nanoseconds() { return 0; }
 DEVICE uint8_t* dynamic_shared() { return own_shared(); }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1] / "cuda"
-HEADERS = ["weights.cuh", "rows.cuh", "products.cuh", "step_layers.cuh"]
+HEADERS = ["weights.cuh", "rows.cuh", "products.cuh", "layers.cuh", "layers_attention.cuh", "step_layers.cuh"]
 STAND_INS = ["common.cuh", "exchange.cuh"]
 
 

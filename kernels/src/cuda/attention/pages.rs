@@ -81,8 +81,8 @@ pub struct LayerPages<'a> {
 pub(crate) struct CacheArgs {
     pub(in crate::cuda) keys: Address,
     pub(in crate::cuda) values: Address,
-    key_scales: Address,
-    value_scales: Address,
+    pub(in crate::cuda) key_scales: Address,
+    pub(in crate::cuda) value_scales: Address,
     pub(in crate::cuda) tables: Address,
     kv_heads: i32,
     pub(in crate::cuda) table_len: i32,

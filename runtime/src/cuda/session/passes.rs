@@ -15,9 +15,6 @@ use nq_kernels::{Error, Result};
 /// attention, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
 const FLOOD: usize = 4 << 20;
 
-/// Most parts of a context ([`StepKind::splits`]) for which all layers by one kernel are the fastest.
-const MOST_SPLITS_AT_ONCE: usize = 4;
-
 /// The resources that all layers of a step share.
 #[derive(Clone, Copy)]
 pub(super) struct Device<'a> {
@@ -49,12 +46,8 @@ impl Device<'_> {
 
     /// Queues all layers of a step of one row as one kernel, if that is the fastest way; true if it did.
     fn queue_at_once(self, step: &mut StepRows) -> Result<bool> {
-        let StepKind { m, splits, .. } = self.kind;
-        let scratch = step
-            .layers
-            .as_mut()
-            .filter(|_| m == 1 && splits <= MOST_SPLITS_AT_ONCE);
-        let Some(scratch) = scratch else {
+        let one_row = self.kind.m == 1;
+        let Some(scratch) = step.layers.as_mut().filter(|_| one_row) else {
             return Ok(false);
         };
         let layers = self.model.layers.iter().map(|l| self.step_layer(l));

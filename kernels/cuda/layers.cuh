@@ -1,0 +1,154 @@
+// What the kernel of all layers (`step_layers.cuh`) is called with, and the ring in shared memory through
+// which what it reads once flows: weights, and keys and values of earlier positions.
+#pragma once
+
+#include "exchange.cuh"
+#include "rows.cuh"
+
+constexpr int LAYERS_WARPS = 12;    // that multiply
+constexpr int TEAM = 4;             // warps that share a stage of weights
+constexpr int TEAMS = LAYERS_WARPS / TEAM;
+constexpr int MOST_GROUP = 8;       // query heads of a key head
+constexpr int MOST_SOURCES = 16;    // blocks among which the pages of a head are dealt
+constexpr int MOST_PAGES = 32;      // of a source
+constexpr int MOST_PARTS = 4;       // of a tile of x
+constexpr int MOST_RING = 32;       // stages
+constexpr int LEAST_AHEAD = 4;      // stages between two that a warp waits for, at most (`Ring::wait`)
+constexpr int MOST_LAYERS = 64;
+constexpr int CLUSTER = 8;          // blocks
+constexpr int PHASES = 5;           // of a layer, that leave stamped values
+constexpr int STAMPS = 512;         // of a step
+
+enum LayerProduct { QKV = 0, OUT = 1, GATED = 2, DOWN = 3, END = 4 };
+
+// The records of a weight.
+struct RecordKind {
+    uint8_t scheme;        // of a mix, in the order of `LayersBlock::multiply`
+    uint8_t groups;        // scale groups of a span
+    uint16_t meta_bytes;
+    uint32_t codes_bytes;
+};
+
+struct LayerArgs {
+    const uint8_t* codes[4];   // records [tiles][spans] of each product
+    const uint8_t* meta[4];
+    const float* gains[2];     // [hidden], of the norms before qkv and before gate and up
+    const float* q_gain;       // [128]
+    const float* k_gain;
+    void* keys;                // as of `Cache`
+    void* values;
+    __half* key_scales;        // null: keys and values are FP16
+    __half* value_scales;
+    RecordKind kind[4];        // of each product
+};
+
+struct ProductShape {
+    int tiles;
+    int spans;
+};
+
+// Where things lie in shared memory, in bytes.
+struct LayersRoom {
+    int digits[2];   // SpanDigits [spans], of qkv or gate and up; of o or down
+    int x;           // float [inputs of x that the block gathers]
+    int sums;        // float [2][LAYERS_WARPS tiles][LAYERS_WARPS][16]; or `AttentionRoom`
+    int queries;     // uint4 [group][32], left operands; then the new key and value, 256 bytes each
+    int ring;        // [depth] stages
+};
+
+struct LayersArgs {
+    float* x;                // [hidden]
+    uint64_t* qkv;           // [(heads + 2 kv_heads) * 128]
+    uint64_t* attended;      // [MOST_SOURCES][heads * 128 and heads * 2]: sums of values; greatest scores, weights
+    uint64_t* gated;         // [intermediate]
+    uint64_t* parts[2];      // [MOST_PARTS][hidden], of o and of down
+    uint32_t* epoch;         // of the step, from 1 on
+    const float2* cos_sin;   // [positions][64]
+    const uint32_t* tables;  // as of `Cache`
+    const Step* step;
+    uint64_t* times;         // TIMED: [PHASES][2]: nanoseconds that block 0 waited for the inputs of qkv, attention, o,
+                             // gate and up, and down, and worked on them
+    LayersRoom at;
+    ProductShape shape[4];
+    int table_len;
+    int layers;
+    int hidden;              // a multiple of 256, as the inputs of all products
+    int heads;
+    int kv_heads;
+    int group;               // heads / kv_heads, at most MOST_GROUP
+    int stage;               // bytes of a stage of the ring
+    int depth;               // stages of the ring, at least `window` + LEAST_AHEAD, at most MOST_RING
+    int window;              // stages requested and not there yet, at most
+    float eps;
+    LayerArgs layer[MOST_LAYERS];
+};
+
+#if __CUDA_ARCH__ >= 900
+
+DEVICE void sync_layers() { sync_some(1, LAYERS_WARPS * 32); }
+
+// A place in the ring.
+struct RingPlace {
+    int slot;
+    uint32_t parity;
+    // n: at most `depth`
+    DEVICE void step(int n, int depth) {
+        slot += n;
+        if (slot >= depth) slot -= depth, parity ^= 1;
+    }
+    DEVICE void skip(int n, int depth) {
+        slot += n;
+        while (slot >= depth) slot -= depth, parity ^= 1;
+    }
+};
+
+// The ring: addresses in shared memory of its stages and their barriers. A stage is empty when it has been
+// let go of TEAM times.
+struct Ring {
+    uint32_t full, empty;   // barriers
+    uint32_t stages;
+    uint32_t stage;         // bytes of one
+    int depth;
+
+    DEVICE uint32_t at(const RingPlace& place) const { return stages + place.slot * stage; }
+    // Waits for what was requested, with the whole warp.
+    //
+    // A barrier tells only even from odd uses of its stage. No more than `window` stages are on their way, so a
+    // warp that has seen stage n, or met one that has, knows that those up to n - window are there, and can
+    // wait for those up to n - window + depth.
+    DEVICE void wait(const RingPlace& place) const {
+        barrier_wait_at(full + place.slot * 8, place.parity);
+        __syncwarp();
+    }
+    // Lets go of a stage `times` times, when all lanes have read.
+    DEVICE void leave(const RingPlace& place, int times, int lane) const {
+        __syncwarp();
+        if (lane == 0) arrive_times(empty + place.slot * 8, times);
+    }
+};
+
+// Requests stages one after the other, by one warp.
+struct Requests {
+    const Ring ring;
+    const int window;
+    RingPlace place = {0, 1}, behind = {0, 0};
+    int n = 0;
+
+    // Waits until the next stage is empty, and no more than `window` stages are on their way.
+    DEVICE void wait() {
+        if (n >= ring.depth) barrier_wait_at(ring.empty + place.slot * 8, place.parity);
+        if (n >= window) {
+            barrier_wait_at(ring.full + behind.slot * 8, behind.parity);
+            behind.step(1, ring.depth);
+        }
+    }
+    // Of the next stage.
+    DEVICE uint32_t at() const { return ring.at(place); }
+    DEVICE uint32_t barrier() const { return ring.full + place.slot * 8; }
+    DEVICE void next() {
+        n++;
+        place.step(1, ring.depth);
+    }
+};
+
+#endif
