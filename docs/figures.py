@@ -170,15 +170,20 @@ def gpu_quantize():
 
 GPU_PAGES = "2026-11-22-gpu-pages.csv"
 DECODE = "2026-11-22-gpu-decode.csv"
-LAYERS = "2026-11-24-gpu-decode.csv"   # of one sequence in INT4
+LAYERS = "2026-11-24-gpu-layers.csv"   # of one sequence in INT4 or the mix
 GPU_OTHERS = "2026-11-22-gpu-against-others.csv"
+
+
+def one_row(model, weights, kv="16", depth="16"):
+    """nq's decode of one sequence, all layers by one kernel."""
+    return row(LAYERS, preset=model, weights=weights, kv=kv, depth=depth)
 
 
 def batch(model, sequences):
     """nq's INT4 decode of several sequences."""
     depth = "512" if sequences > 16 else "16"
     if sequences == 1:
-        return whole(row(LAYERS, preset=model, bits="4", batch="1", test="tg128")["tok_s"])
+        return whole(one_row(model, "simple")["tok_s"])
     r = row(GPU_PAGES, preset=model, kv="16", test="tg128", depth=depth, batch=str(sequences))
     return whole(r["tok_s"])
 
@@ -258,15 +263,30 @@ def gpu_speed():
     lines = []
     for preset in PRESETS:
         cells, prefill = [preset.upper()], []
+        for weights in ["mix", "simple"]:
+            r = one_row(preset, weights)
+            cells.append(f"{whole(r['tok_s'])} ({percent(r['share'], 0)})")
         for bits in ["4", "8", "16"]:
             one = {"preset": preset, "bits": bits, "kv": "16", "depth": "16", "batch": "1", "kernels": "fused"}
-            newer = [r for file in [LAYERS, DECODE] for r in rows(file, test="tg128", batch="1") if (r["preset"], r["bits"]) == (preset, bits)]
-            r = newer[0] if newer else row(file, test="tg128", **one)
-            cells.append(f"{whole(r['tok_s'])} ({percent(r['bandwidth_share'], 0)})")
+            if bits != "4":
+                newer = [r for r in rows(DECODE, test="tg128", batch="1") if (r["preset"], r["bits"]) == (preset, bits)]
+                r = newer[0] if newer else row(file, test="tg128", **one)
+                cells.append(f"{whole(r['tok_s'])} ({percent(r['bandwidth_share'], 0)})")
             if (preset, bits) != ("32b", "16"):
                 prefill.append(whole(row(file, test="pp512", **one)["tok_s"]))
         lines.append([*cells, " / ".join(prefill)])
-    return table(["Qwen3", "INT4", "INT8", "FP16", "prefill of 512, INT4 / INT8 / FP16"], lines)
+    return table(["Qwen3", "mix", "INT4", "INT8", "FP16", "prefill of 512, INT4 / INT8 / FP16"], lines)
+
+
+def gpu_depth():
+    lines = []
+    for label, weights, kv in [("INT4", "simple", "16"), ("INT4, 8-bit KV cache", "simple", "8"), ("mix", "mix", "16")]:
+        speeds = [float(one_row("8b", weights, kv, depth)["tok_s"]) for depth in DEPTHS]
+        lines.append([label, *(f"{whole(v)}" + ("" if v is speeds[0] else f" ({percent(v / speeds[0], 0)})") for v in speeds)])
+    return table(["Qwen3-8B, tok/s at a depth of", *(f"{int(d):,}" for d in DEPTHS)], lines)
+
+
+DEPTHS = ["16", "1100", "8192", "32640"]
 
 
 def gpu_batch():
@@ -291,12 +311,14 @@ def serve_load():
 
 
 def drafts():
-    gpu, cpu = "2026-11-23-gpu-drafts.csv", "2026-11-23-cpu-drafts.csv"
+    gpu, cpu = "2026-11-24-gpu-drafts.csv", "2026-11-23-cpu-drafts.csv"
     lines = []
-    for name, found in [("Qwen3-8B, H200", rows(gpu, model="8b", variant="pages once") + rows(gpu, model="8b", text="prose")),
+    for name, found in [("Qwen3-8B, H200", rows(gpu, model="8b")),
                         ("Qwen3-0.6B, two cores", rows(cpu, preset="0.6b"))]:
         for what, text in [("an edit, 60 % copied", " 0.6"), ("an edit, 80 % copied", " 0.8"), ("prose", "prose")]:
-            of = [r for r in found if text in r["text"] and "long" not in r["text"]]
+            of = [r for r in found if text in r["text"]]
+            if not of:
+                continue
             speeds = [f"{float(r['tok_s_without']):.0f} / {float(r['tok_s_with']):.0f}" for r in of]
             lines.append([f"{name}: {what}", ", ".join(speeds), ", ".join(f"{float(r['speed_up']):.2f}" for r in of)])
     return table(["drafts from the text", "tok/s without / with", "ratio"], lines)
