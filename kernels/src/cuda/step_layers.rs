@@ -339,8 +339,8 @@ fn common(layers: &[StepLayer<'_>]) -> Option<(LayersSizes, Weights)> {
 }
 
 impl LayersPlan {
-    /// The plan for a model's layers; `None` if the kernel does not support their shapes, their kinds or
-    /// the device, or is not the fastest.
+    /// The plan for a model's layers; `None` if the kernel does not support their shapes, their kinds, the
+    /// greatest context or the device.
     ///
     /// # Errors
     /// Errors of the driver.
