@@ -51,5 +51,5 @@ pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
-pub use step_layers::{LayersPlan, LayersScratch, LayersSizes, StepLayer};
+pub use step_layers::{LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE, StepLayer};
 pub use table::table;

@@ -33,6 +33,10 @@ pub struct StepLayer<'a> {
     pub down: &'a DeviceLinear,
 }
 
+/// Most positions of a sequence that [`Stream::step_layers`] attends to: the longest context that Qwen3 models
+/// are trained for without scaling. Steps beyond need a kernel for each operation.
+pub const MOST_POSITIONS_AT_ONCE: usize = 40_960;
+
 /// `LAYERS_WARPS` of `cuda/layers.cuh`.
 const WARPS: usize = 12;
 /// `TEAM` of `cuda/layers.cuh`.
@@ -339,8 +343,8 @@ fn common(layers: &[StepLayer<'_>]) -> Option<(LayersSizes, Weights)> {
 }
 
 impl LayersPlan {
-    /// The plan for a model's layers; `None` if the kernel does not support their shapes, their kinds, the
-    /// greatest context or the device.
+    /// The plan for a model's layers; `None` if the kernel does not support their shapes, their kinds or
+    /// the device.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -377,7 +381,8 @@ impl LayersPlan {
         }
         let most = gpu.clusters_at_once(&kernel, plan.shape())?;
         let mut blocks = (1..=most).rev().map(|clusters| clusters * CLUSTER);
-        let pages = layers[0].cache.places().positions / PAGE;
+        let positions = layers[0].cache.places().positions;
+        let pages = positions.min(MOST_POSITIONS_AT_ONCE).div_ceil(PAGE);
         let fits = |blocks| sizes.fit(blocks) && pages <= MOST_PAGES * sources(blocks, sizes);
         let blocks = blocks.find(|&blocks| fits(blocks));
         Ok(blocks.map(|blocks| LayersPlan { blocks, ..plan }))
@@ -441,7 +446,8 @@ fn window(hidden: usize) -> usize {
 
 impl Stream {
     /// Runs the layers of a step of one row: `x` `[hidden]` becomes their output, and the row's keys and
-    /// values are appended. `plan` must be that of these layers.
+    /// values are appended. `plan` must be that of these layers, and the row's position below
+    /// [`MOST_POSITIONS_AT_ONCE`].
     ///
     /// Its blocks wait for each other, so no two of these kernels run side by side on a device, in whatever
     /// streams they are.

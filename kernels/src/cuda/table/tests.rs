@@ -326,7 +326,7 @@ fn rows_have_tests_and_benches() {
 
 /// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
-const CONSTANTS: [[&str; 4]; 37] = [
+const CONSTANTS: [[&str; 4]; 39] = [
     ["cpu/kv.rs", "PAGE", "rows.cuh", "PAGE"],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
     [
@@ -420,50 +420,52 @@ const CONSTANTS: [[&str; 4]; 37] = [
         "COLUMNS",
     ],
     ["cuda/second_order/factor.rs", "SIDE", "factor.cu", "SIDE"],
+    ["cuda/step_layers.rs", "WARPS", "layers.cuh", "LAYERS_WARPS"],
+    ["cuda/step_layers.rs", "TEAM", "layers.cuh", "TEAM"],
     [
         "cuda/step_layers.rs",
-        "WARPS",
-        "step_layers.cuh",
-        "LAYERS_WARPS",
-    ],
-    ["cuda/step_layers.rs", "TEAM", "step_layers.cuh", "TEAM"],
-    [
-        "cuda/step_layers.rs",
-        "ATTEND_WARPS",
-        "step_layers.cuh",
-        "ATTEND_WARPS",
+        "MOST_GROUP",
+        "layers.cuh",
+        "MOST_GROUP",
     ],
     [
         "cuda/step_layers.rs",
         "MOST_SOURCES",
-        "step_layers.cuh",
+        "layers.cuh",
         "MOST_SOURCES",
+    ],
+    [
+        "cuda/step_layers.rs",
+        "MOST_PAGES",
+        "layers.cuh",
+        "MOST_PAGES",
     ],
     [
         "cuda/step_layers.rs",
         "MOST_PARTS",
-        "step_layers.cuh",
+        "layers.cuh",
         "MOST_PARTS",
     ],
     [
         "cuda/step_layers.rs",
         "MOST_RING",
-        "step_layers.cuh",
+        "layers.cuh",
         "MOST_RING",
     ],
     [
         "cuda/step_layers.rs",
-        "MOST_LAYERS",
-        "step_layers.cuh",
-        "MOST_LAYERS",
+        "LEAST_AHEAD",
+        "layers.cuh",
+        "LEAST_AHEAD",
     ],
     [
         "cuda/step_layers.rs",
-        "CLUSTER",
-        "step_layers.cuh",
-        "CLUSTER",
+        "MOST_LAYERS",
+        "layers.cuh",
+        "MOST_LAYERS",
     ],
-    ["cuda/step_layers.rs", "PHASES", "step_layers.cuh", "PHASES"],
+    ["cuda/step_layers.rs", "CLUSTER", "layers.cuh", "CLUSTER"],
+    ["cuda/step_layers.rs", "PHASES", "layers.cuh", "PHASES"],
 ];
 
 /// The number that a line with `const` assigns to `name`.

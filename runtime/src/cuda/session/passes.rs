@@ -46,8 +46,8 @@ impl Device<'_> {
 
     /// Queues all layers of a step of one row as one kernel, if that is the fastest way; true if it did.
     fn queue_at_once(self, step: &mut StepRows) -> Result<bool> {
-        let one_row = self.kind.m == 1;
-        let Some(scratch) = step.layers.as_mut().filter(|_| one_row) else {
+        let at_once = self.kind.at_once;
+        let Some(scratch) = step.layers.as_mut().filter(|_| at_once) else {
             return Ok(false);
         };
         let layers = self.model.layers.iter().map(|l| self.step_layer(l));

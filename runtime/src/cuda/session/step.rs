@@ -14,8 +14,8 @@ use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
     Columns, DeviceLinear, Gpu, Graph, LayersScratch, LayersSizes, Logprobs, MOST_LOGPROBS,
-    MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling,
-    SharedPrefix, Step, StepBounds, best_len, wide_best_len,
+    MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums,
+    Places, Sampling, SharedPrefix, Step, StepBounds, best_len, wide_best_len,
 };
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -224,9 +224,9 @@ impl StepRows {
 #[derive(Default)]
 pub(super) struct Graphs {
     recorded: HashMap<StepKind, Graph>,
-    /// Kinds of steps that have run (rows, end, runs, sharing of pages): their kernels are loaded and
-    /// their shared memory is reserved, which cannot be recorded.
-    warm: HashSet<(usize, StepEnd, bool, bool)>,
+    /// Kinds of steps that have run (rows, all layers at once, end, runs, sharing of pages): their kernels are
+    /// loaded and their shared memory is reserved, which cannot be recorded.
+    warm: HashSet<(usize, bool, StepEnd, bool, bool)>,
 }
 
 /// The parameters by which recorded steps differ.
@@ -236,6 +236,8 @@ pub(super) struct StepKind {
     pub(super) m: usize,
     /// Most parts that attention cuts contexts into: a short context starts few blocks.
     pub(super) splits: usize,
+    /// True if one kernel may run all layers.
+    pub(super) at_once: bool,
     pub(super) end: StepEnd,
     /// True if the host has written its tokens: the step begins by looking them up, and several of its
     /// rows may belong to one sequence.
@@ -353,7 +355,8 @@ impl CudaSession {
     /// recording has its own events.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
         let profiling = self.model.gpu.is_profiling();
-        let warm = (kind.m, kind.end, kind.runs, kind.shared.is_some());
+        let shares = kind.shared.is_some();
+        let warm = (kind.m, kind.at_once, kind.end, kind.runs, shares);
         if !profiling && self.graphs.warm.insert(warm) {
             return Ok(self.queue_step(kind)?);
         }
@@ -383,6 +386,7 @@ impl CudaSession {
         StepKind {
             m,
             splits: AttentionScratch::splits(&self.model.gpu, kv_heads, m, positions),
+            at_once: m == 1 && positions <= MOST_POSITIONS_AT_ONCE,
             end,
             runs: end == StepEnd::Logits,
             shared: None,
