@@ -328,8 +328,8 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
         .any(|g| g.multi_process && g.compute_capability == "9.0")
     {
         problems.push(Problem {
-            problem: "CUDA's Multi-Process Service is on: one sequence decodes more slowly, because the kernel \
-                      that runs all layers at once needs the GPU for itself"
+            problem: "CUDA's Multi-Process Service is on: one sequence of a 4-bit model decodes more slowly, \
+                      because the kernel that runs all layers at once needs the GPU for itself"
                 .into(),
             remedy: "end the service, unless several programs share the GPU".into(),
         });
