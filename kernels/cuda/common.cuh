@@ -129,33 +129,42 @@ DEVICE void barrier_init(uint64_t* b) {
 // Makes initialized barriers visible to the copy engine.
 DEVICE void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-DEVICE void barrier_expect(uint64_t* b, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
-}
-
-DEVICE void barrier_wait(uint64_t* b, uint32_t parity) {
+// By address in shared memory, which is cheaper in loops than by pointer.
+DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
-        "}\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
+        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+DEVICE void barrier_expect_at(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// `bytes` is a multiple of 16. ONCE: of data that is not read again soon.
+template <bool ONCE>
+DEVICE void copy_bulk_at(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
+    if constexpr (ONCE) {
+        uint64_t policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+            "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+    } else {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                     "r"(barrier) : "memory");
+    }
 }
 
-// `bytes` is a multiple of 16.
+DEVICE void barrier_wait(uint64_t* b, uint32_t parity) { barrier_wait_at(shared_address(b), parity); }
+DEVICE void barrier_expect(uint64_t* b, uint32_t bytes) { barrier_expect_at(shared_address(b), bytes); }
 DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* b) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+    copy_bulk_at<false>(shared_address(to), static_cast<const uint8_t*>(from), bytes, shared_address(b));
 }
-
-// As `copy_bulk`, of data that is read once.
+// Of data that is not read again soon.
 DEVICE void copy_bulk_stream(void* to, const void* from, uint32_t bytes, uint64_t* b) {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+    copy_bulk_at<true>(shared_address(to), static_cast<const uint8_t*>(from), bytes, shared_address(b));
 }
 #endif
 

@@ -1,6 +1,5 @@
 // What blocks on different multiprocessors send each other: to shared memory of their cluster, or as words
-// with a stamp through global memory; and barriers and copies by address in shared memory, which is
-// cheaper in loops than by pointer.
+// with a stamp through global memory.
 //
 // Everything in PTX that `step_layers.cuh` needs beside `common.cuh`: a stand-in of this file runs it on
 // the host (`tests/host`).
@@ -60,38 +59,10 @@ DEVICE uint64_t stamped(float v, uint32_t stamp) { return uint64_t(stamp) << 32 
 DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(stamped(v, stamp)) : "memory");
 }
-
 DEVICE void store_stamped_two(uint64_t* to, float2 v, uint32_t stamp) {
     asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(stamped(v.x, stamp)), "l"(stamped(v.y, stamp)) : "memory");
 }
 
-// As `barrier_wait` and `barrier_expect`, by address.
-DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier), "r"(parity) : "memory");
-}
-DEVICE void barrier_expect_at(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// As `copy_bulk`, by address. ONCE: of data that is not read again soon.
-template <bool ONCE>
-DEVICE void copy_bulk_at(uint32_t to, const uint8_t* from, uint32_t bytes, uint32_t barrier) {
-    if constexpr (ONCE) {
-        uint64_t policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-            "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-    } else {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                     "r"(barrier) : "memory");
-    }
-}
 // True in one lane of a converged warp. The compiler knows that it is one: operands of bulk copies that
 // are the same for the warp need no loop over its lanes.
 DEVICE bool elect() {
