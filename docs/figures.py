@@ -313,10 +313,11 @@ def serve_load():
 def drafts():
     gpu, cpu = "2026-11-24-gpu-drafts.csv", "2026-11-23-cpu-drafts.csv"
     lines = []
-    for name, found in [("Qwen3-8B, H200", rows(gpu, model="8b")),
+    for name, found in [("Qwen3-8B, H200", rows(gpu, model="8b", draft="ngram")),
                         ("Qwen3-0.6B, two cores", rows(cpu, preset="0.6b"))]:
         for what, text in [("an edit, 60 % copied", " 0.6"), ("an edit, 80 % copied", " 0.8"), ("prose", "prose")]:
-            of = [r for r in found if text in r["text"]]
+            # Of each text the latest measurement.
+            of = list({r["text"]: r for r in found if text in r["text"]}.values())
             if not of:
                 continue
             speeds = [f"{float(r['tok_s_without']):.0f} / {float(r['tok_s_with']):.0f}" for r in of]

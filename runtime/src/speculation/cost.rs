@@ -126,13 +126,15 @@ impl CostModel {
         let Some((measured, seconds)) = below else {
             return one;
         };
-        // Beyond the measured steps, a row costs as much as measured rows do on average.
+        // Beyond the measured steps, a row costs as much as measured rows do on average, but no more than was
+        // assumed at first: where steps of two rows have other kernels than steps of one, the second row may
+        // cost more than all further ones.
         let first = (0..measured).find_map(|i| Some((i + 1, known(i)?)));
         let row = match first {
             Some((rows, first)) if rows < measured => (seconds - first) / (measured - rows) as f64,
             _ => ROW * one,
         };
-        seconds + row.max(0.0) * (rows - measured) as f64
+        seconds + row.clamp(0.0, ROW * one) * (rows - measured) as f64
     }
 
     /// Rows and seconds of the steps that were measured.
@@ -316,6 +318,36 @@ mod tests {
             costs.stepped(rows, if rows < 4 { 1.25 } else { rows as f64 });
         }
         assert!((1..20).contains(&wide), "{wide}");
+    }
+
+    /// The second row of a step may cost more than all further ones, as with Qwen3-32B on an H200.
+    #[test]
+    fn a_dear_second_row_does_not_end_drafts() {
+        let milliseconds = |rows: usize| match rows {
+            1 => 4.85,
+            2 => 7.66,
+            ..=8 => 8.26,
+            _ => 11.0,
+        };
+        let mut costs = CostModel {
+            rounded: |rows| rows.next_power_of_two(),
+            ..CostModel::expensive()
+        };
+        let demands = [Demand {
+            acceptance: 0.7,
+            most: 15,
+        }];
+        costs.stepped(1, milliseconds(1));
+        costs.stepped(2, milliseconds(2));
+        (0..3).for_each(|_| costs.drafted(0.36));
+        for _ in 0..100 {
+            let mut planned = costs.plan(1, 15, &demands);
+            assert!(planned[0] > 0);
+            costs.explore(1, 15, &demands, &mut planned);
+            costs.stepped(1 + planned[0], milliseconds(1 + planned[0]));
+            costs.drafted(0.36);
+        }
+        assert!((3..8).contains(&alone(&costs, 0.7, 15)));
     }
 
     /// Steps of 5 to 8 rows take the same time: one measurement covers them all.
