@@ -171,6 +171,7 @@ def gpu_quantize():
 GPU_PAGES = "2026-11-22-gpu-pages.csv"
 DECODE = "2026-11-22-gpu-decode.csv"
 LAYERS = "2026-11-24-gpu-layers.csv"   # of one sequence in INT4 or the mix
+FEW = "2026-11-24-gpu-batches.csv"   # of up to eight sequences
 GPU_OTHERS = "2026-11-22-gpu-against-others.csv"
 
 
@@ -184,6 +185,8 @@ def batch(model, sequences):
     depth = "512" if sequences > 16 else "16"
     if sequences == 1:
         return whole(one_row(model, "simple")["tok_s"])
+    if sequences <= 8:
+        return whole(row(FEW, variant="few, prepared", preset=model, depth=depth, batch=str(sequences))["tok_s"])
     r = row(GPU_PAGES, preset=model, kv="16", test="tg128", depth=depth, batch=str(sequences))
     return whole(r["tok_s"])
 

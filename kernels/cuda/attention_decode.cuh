@@ -27,7 +27,7 @@
 // Bytes: 2 x 256 (int8: 2 x 130) per position and key/value head.
 #pragma once
 
-#include "activations.cuh"
+#include "columns.cuh"
 #include "rows.cuh"
 
 struct AttentionArgs {
@@ -39,6 +39,7 @@ struct AttentionArgs {
     const Step* step;       // [m]: position of the new token, and its slot
     float* out;             // [m][heads * 128]
     __half* half;           // unless null, instead: [m][padded] in FP16, in operand order
+    uint8_t* columns;       // unless null, instead: DigitColumns [m / column_rows, rounded up][heads * 2]
     float4* partial;        // [m][heads][parts][32]: sums
     float2* tops;           // [m][heads][parts]: greatest score, weight
     int* arrived;           // [m][kv_heads], zero between launches
@@ -47,6 +48,8 @@ struct AttentionArgs {
     int shared_splits;      // of the latter, at most
     int heads;
     int padded;
+    int column_rows;        // of a group of columns: 8 or 4
+    int nibbles;            // columns meet codes in the order of those of 4 bits
     float eps;
     int late;               // release the successor only after the predecessor's end
 };
@@ -56,8 +59,10 @@ constexpr int WARP_POSITIONS = 32;
 // Positions that one pass of a block covers.
 constexpr int BLOCK_POSITIONS = ATTENTION_WARPS * WARP_POSITIONS;
 static_assert(BLOCK_POSITIONS == PAGE, "a pass covers a page");
-// Positions from which on a context is split: joining the parts costs more than some passes.
+// Positions beyond which a context is split, as joining the parts costs more than some passes; and of a
+// part, at least.
 constexpr int LEAST_SPLIT = 256;
+constexpr int LEAST_PART = PAGE;
 // Parts of a context, at most.
 constexpr int MOST_SPLITS = 64;
 // Rows of one sequence, at most.
@@ -122,7 +127,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const int slot = __ldcg(&p.step[sequence].slot);
     const int shared = SHARED ? min(__ldcg(p.shared + sequence), position / PAGE) : 0;
     const int length = position + 1 - shared * PAGE;   // what this kernel reads
-    const int most = min((length + LEAST_SPLIT - 1) / LEAST_SPLIT, int(gridDim.y));
+    const int most = length <= LEAST_SPLIT ? 1 : min((length + LEAST_PART - 1) / LEAST_PART, int(gridDim.y));
     const int share = ((length + most - 1) / most + PAGE - 1) / PAGE * PAGE;
     const int splits = (length + share - 1) / share;
     if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its predecessor
@@ -403,9 +408,15 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         *reinterpret_cast<__half2*>(half + operand_index(kv * heads * HEAD_DIM + dim)) =
             __float22half2_rn(make_float2(clamp_half(x), clamp_half(y)));
     };
+    // All outputs of a head, four a lane, by a warp.
+    auto store_columns = [&](int head, float4 v) {
+        const int rows = p.column_rows, slot = (sequence / rows * p.heads + kv * heads + head) * 2;
+        put_four(p.columns + size_t(slot) * (rows == 8 ? sizeof(DigitColumns<8>) : sizeof(DigitColumns<4>)), rows, sequence % rows, p.nibbles, v, lane);
+    };
     const int joined = shared == 0 ? splits : splits + (shared - 1) / shared_each(shared, p.shared_splits) + 1;
     if (joined == 1) {
         const float inv = 1.f / total;
+        float* const outputs = reinterpret_cast<float*>(sm.keys);   // [heads][128], for columns: keys have been read
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++) {
             const int dim = g * HEAD_DIM + 8 * (DIM_TILES * warp + n) + 2 * t;
@@ -413,8 +424,11 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             if (g < heads && p.half != nullptr)
                 store_half(dim, v.x, v.y);
             else if (g < heads)
-                *reinterpret_cast<float2*>(to + dim) = v;
+                *reinterpret_cast<float2*>((p.columns != nullptr ? outputs : to) + dim) = v;
         }
+        if (p.columns == nullptr) return;
+        __syncthreads();
+        for (int head = warp; head < heads; head += ATTENTION_WARPS) store_columns(head, reinterpret_cast<const float4*>(outputs)[head * 32 + lane]);
         return;
     }
     const float4* const parts = p.partial + size_t(head0) * p.parts * (HEAD_DIM / 4);
@@ -473,6 +487,8 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         if (p.half != nullptr) {
             store_half(4 * i, v.x, v.y);
             store_half(4 * i + 2, v.z, v.w);
+        } else if (p.columns != nullptr) {
+            store_columns(head, v);
         } else {
             reinterpret_cast<float4*>(to)[i] = v;
         }

@@ -4,10 +4,11 @@
 // partial results of both.
 //
 // Grid (kv_heads, splits, groups). A block serves the query heads of one key/value head, of all
-// rows of a group (at most 64), over its part of the pages. Warp w computes for queries 8w .. 8w+7:
-// their scores of a page, the softmax weights, the sums of values, in registers. Both products run
-// on tensor cores, with the left operand in FP16 and what that rounding lost, as in
-// `attention_decode.cuh`. The next page is fetched while one is read.
+// rows of a group (at most 64), over its part of the pages. A warp computes for eight queries, of a
+// page: their scores, the softmax weights, the sums of values, in registers. Where the queries are
+// few, several warps have the same eight, and each some of a page's positions: their results meet in
+// shared memory at the end. Both products run on tensor cores, with the left operand in FP16 and what
+// that rounding lost, as in `attention_decode.cuh`. The next page is fetched while one is read.
 //
 // Bytes: of each page and key/value head 2 x 256 (int8: 2 x 130) per position.
 #include "attention_decode.cuh"
@@ -39,6 +40,7 @@ struct SharedArgs {
 
 constexpr int SHARED_WARPS = 8;
 constexpr int MOST_QUERIES = 8 * SHARED_WARPS;
+constexpr int CHUNKS = PAGE / 32;   // of a page: positions that a warp takes at once
 
 // Of a page and a head; each row's 16-byte units are permuted so that lanes meet no bank twice.
 template <bool INT8>
@@ -57,6 +59,12 @@ struct GroupShared {
     PageShared<INT8> pages[2];
     uint4 q[2][MOST_QUERIES][16];   // high and low parts, [query][128] FP16
 };
+// What warps leave for those with the same queries, where pages were.
+struct SlicesShared {
+    float2 out[SHARED_WARPS][HEAD_DIM / 8][32];   // dims 8n + 2t, + 1 of query g
+    float2 tops[SHARED_WARPS][8];                 // greatest score, weight
+};
+static_assert(sizeof(SlicesShared) <= sizeof(PageShared<true>[2]));
 // What the launcher asks for.
 static_assert(sizeof(GroupShared<false>) == 163904 && sizeof(GroupShared<true>) == 99328);
 
@@ -137,15 +145,18 @@ DEVICE void attention_shared(const SharedArgs& p) {
         reinterpret_cast<uint2*>(sm.q[1][query])[lane] = lo;
     }
     __syncthreads();
-    const bool works = 8 * warp < queries;
+    // Eights of queries, rounded up to a power of two, and the slices of a page's positions.
+    const int eights = queries > 32 ? 8 : queries > 16 ? 4 : 2, slices = SHARED_WARPS / eights;
+    const int eight = warp % eights, slice = warp / eights;
+    const bool works = 8 * eight < queries;
     // Dims 8 EIGHTS (4i + t) and on, in the order of a lane's loads of keys.
     uint4 hi[4], lo[4];
     if (works) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int eight = EIGHTS * (4 * (i / EIGHTS) + t) + i % EIGHTS;
-            hi[i] = sm.q[0][8 * warp + g][eight];
-            lo[i] = sm.q[1][8 * warp + g][eight];
+            const int unit = EIGHTS * (4 * (i / EIGHTS) + t) + i % EIGHTS;
+            hi[i] = sm.q[0][8 * eight + g][unit];
+            lo[i] = sm.q[1][8 * eight + g][unit];
         }
     }
     float top = -INFINITY, total = 0.f;   // of query g; the lane's part of its weights
@@ -162,78 +173,71 @@ DEVICE void attention_shared(const SharedArgs& p) {
             copy_wait<0>();
         }
         __syncthreads();
-        if (works) {
+#pragma unroll 1
+        for (int b = slice * CHUNKS / slices; works && b < (slice + 1) * CHUNKS / slices; b++) {
             // Column n of product j is position 32b + 8 (n / 2) + 2j + n % 2, so that lane (g, t)
             // ends with the scores of positions 32b + 8t .. + 7.
-            float score[4][8];
+            float score[8];
             float peak = top;
+            float s[4][4] = {};
 #pragma unroll
-            for (int b = 0; b < 4; b++) {
-                float s[4][4] = {};
+            for (int c = 0; c < 4 / EIGHTS; c++) {
 #pragma unroll
-                for (int c = 0; c < 4 / EIGHTS; c++) {
+                for (int j = 0; j < 4; j++) {
+                    const int row = 32 * b + 8 * (g / 2) + 2 * j + g % 2;
+                    const uint4 loaded = page.keys[row][PageShared<INT8>::key_unit(row, 4 * c + t)];
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const int row = 32 * b + 8 * (g / 2) + 2 * j + g % 2;
-                        const uint4 loaded = page.keys[row][PageShared<INT8>::key_unit(row, 4 * c + t)];
-#pragma unroll
-                        for (int h = 0; h < EIGHTS; h++) {
-                            const uint4 w = eight_of<INT8>(loaded, h);
-                            const uint4 a = hi[EIGHTS * c + h], z = lo[EIGHTS * c + h];
-                            mma_16816(s[j], a.x, z.x, a.y, z.y, w.x, w.y);
-                            mma_16816(s[j], a.z, z.z, a.w, z.w, w.z, w.w);
-                        }
+                    for (int h = 0; h < EIGHTS; h++) {
+                        const uint4 w = eight_of<INT8>(loaded, h);
+                        const uint4 a = hi[EIGHTS * c + h], z = lo[EIGHTS * c + h];
+                        mma_16816(s[j], a.x, z.x, a.y, z.y, w.x, w.y);
+                        mma_16816(s[j], a.z, z.z, a.w, z.w, w.z, w.w);
                     }
                 }
-                uint4 scales;
-                if constexpr (INT8) scales = page.scales[0][4 * b + t];
+            }
+            uint4 key_scales, value_scales;
+            if constexpr (INT8) key_scales = page.scales[0][4 * b + t], value_scales = page.scales[1][4 * b + t];
 #pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    float v = s[k / 2][k % 2] + s[k / 2][k % 2 + 2];
-                    if constexpr (INT8) v *= __half2float(reinterpret_cast<const __half*>(&scales)[k]);
-                    score[b][k] = v;
-                    peak = fmaxf(peak, v);
-                }
+            for (int k = 0; k < 8; k++) {
+                score[k] = s[k / 2][k % 2] + s[k / 2][k % 2 + 2];
+                if constexpr (INT8) score[k] *= __half2float(reinterpret_cast<const __half*>(&key_scales)[k]);
+                peak = fmaxf(peak, score[k]);
             }
             peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
             peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-            const float shrink = exp2f(top - peak);   // top = -inf at first: 0
-            top = peak;
-            total *= shrink;
+            if (__any_sync(~0u, peak > top)) {
+                const float shrink = exp2f(top - peak);   // top = -inf at first: 0
+                top = peak;
+                total *= shrink;
 #pragma unroll
-            for (int n = 0; n < TILES; n++)
+                for (int n = 0; n < TILES; n++)
 #pragma unroll
-                for (int k = 0; k < 4; k++) out[n][k] *= shrink;
+                    for (int k = 0; k < 4; k++) out[n][k] *= shrink;
+            }
+            uint32_t a[4], z[4];
 #pragma unroll
-            for (int b = 0; b < 4; b++) {
-                uint4 scales;
-                if constexpr (INT8) scales = page.scales[1][4 * b + t];
-                uint32_t a[4], z[4];
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    float x = exp2f(score[b][2 * k] - top), y = exp2f(score[b][2 * k + 1] - top);
-                    total += x + y;
-                    if constexpr (INT8) {
-                        x *= __half2float(reinterpret_cast<const __half*>(&scales)[2 * k]);
-                        y *= __half2float(reinterpret_cast<const __half*>(&scales)[2 * k + 1]);
-                    }
-                    split_pair(x, y, a[k], z[k]);
+            for (int k = 0; k < 4; k++) {
+                float x = exp2f(score[2 * k] - top), y = exp2f(score[2 * k + 1] - top);
+                total += x + y;
+                if constexpr (INT8) {
+                    x *= __half2float(reinterpret_cast<const __half*>(&value_scales)[2 * k]);
+                    y *= __half2float(reinterpret_cast<const __half*>(&value_scales)[2 * k + 1]);
                 }
+                split_pair(x, y, a[k], z[k]);
+            }
 #pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    const int row = 8 * n + g;
-                    uint4 w;
-                    if constexpr (INT8) {
-                        const int eight = 4 * b + t;   // of the page's positions
-                        const uint4* unit = &page.values[row][PageShared<INT8>::value_unit(row, eight / 2)];
-                        const uint2 codes = reinterpret_cast<const uint2*>(unit)[eight % 2];
-                        w = bytes_to_halves(codes.x, codes.y);
-                    } else {
-                        w = page.values[row][PageShared<INT8>::value_unit(row, 4 * b + t)];
-                    }
-                    mma_16816(out[n], a[0], z[0], a[1], z[1], w.x, w.y);
-                    mma_16816(out[n], a[2], z[2], a[3], z[3], w.z, w.w);
+            for (int n = 0; n < TILES; n++) {
+                const int row = 8 * n + g, unit = 4 * b + t;   // the unit of the page's positions
+                uint4 w;
+                if constexpr (INT8) {
+                    const uint4* from = &page.values[row][PageShared<INT8>::value_unit(row, unit / 2)];
+                    const uint2 codes = reinterpret_cast<const uint2*>(from)[unit % 2];
+                    w = bytes_to_halves(codes.x, codes.y);
+                } else {
+                    w = page.values[row][PageShared<INT8>::value_unit(row, unit)];
                 }
+                mma_16816(out[n], a[0], z[0], a[1], z[1], w.x, w.y);
+                mma_16816(out[n], a[2], z[2], a[3], z[3], w.z, w.w);
             }
         }
         __syncthreads();   // the page is read
@@ -241,14 +245,48 @@ DEVICE void attention_shared(const SharedArgs& p) {
 
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    const int query = 8 * warp + g;
+    SlicesShared& met = *reinterpret_cast<SlicesShared*>(sm.pages);
+    if (works && slices > 1) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++) met.out[warp][n][lane] = make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]);
+        if (t == 0) met.tops[warp][g] = make_float2(top, total);
+    }
+    __syncthreads();
+    const int query = 8 * eight + g;
     const int row = query < queries ? __ldcg(group->rows + query / heads) : p.m;
     if (row >= p.m) return;   // no query, or of a row that this step does not have
     const int head = row * p.heads + kv * heads + query % heads;
     const size_t part = size_t(head) * p.parts + p.first + blockIdx.y;
     float2* const to = reinterpret_cast<float2*>(p.partial + part * (HEAD_DIM / 4));
+    if (slices == 1) {
 #pragma unroll
-    for (int n = 0; n < TILES; n++) __stcg(to + 4 * n + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
+        for (int n = 0; n < TILES; n++) __stcg(to + 4 * n + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
+    } else {
+        // Each warp some of the dims, of all slices.
+        float weights[4] = {};
+        float peak = -INFINITY;
+        for (int i = 0; i < slices; i++) peak = fmaxf(peak, met.tops[i * eights + eight][g].x);
+        total = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i >= slices) break;
+            const float2 of = met.tops[i * eights + eight][g];
+            weights[i] = exp2f(of.x - peak);
+            total = fmaf(weights[i], of.y, total);
+        }
+        top = peak;
+        for (int n = slice * TILES / slices; n < (slice + 1) * TILES / slices; n++) {
+            float2 v = make_float2(0.f, 0.f);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (i >= slices) break;
+                const float2 of = met.out[i * eights + eight][n][lane];
+                v.x = fmaf(weights[i], of.x, v.x), v.y = fmaf(weights[i], of.y, v.y);
+            }
+            __stcg(to + 4 * n + t, v);
+        }
+        if (slice > 0) return;
+    }
     if (t == 0) __stcg(p.tops + part, make_float2(top, total));
 }
 

@@ -1,4 +1,4 @@
-// Rows of activations, prepared for `gemv_batch` (`columns.cuh`): weighted by the gain of an
+// Rows of activations, prepared for products of several rows (`columns.cuh`): weighted by the gain of an
 // RMSNorm where one follows, whose factors 1 / rms(x) are left to the product.
 //
 // Grid (m, parts): a block takes a row's spans in turn; with a norm there is one part.
@@ -9,7 +9,7 @@
 struct ColumnsArgs {
     const float* x;      // [m][inputs]
     const float* gain;   // [inputs]; null: no norm
-    void* columns;       // [m / 8, rounded up][spans * 4]
+    void* columns;       // [m / ROWS, rounded up][spans * 4]
     float* factors;      // [m], with a norm
     int inputs;          // a multiple of 8
     int spans;
@@ -19,14 +19,14 @@ struct ColumnsArgs {
 
 constexpr int WARPS = 16;
 
-template <int BITS>
+template <int BITS, int ROWS>
 DEVICE void columns(const ColumnsArgs& p) {
-    using Columns = std::conditional_t<BITS == 16, HalfColumns, DigitColumns>;
+    using Columns = std::conditional_t<BITS == 16, HalfColumns, DigitColumns<ROWS>>;
     __shared__ float squares[WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = blockIdx.x;
     const float* const x = p.x + size_t(row) * p.inputs;
-    Columns* const to = static_cast<Columns*>(p.columns) + size_t(row / 8) * p.spans * 4;
+    Columns* const to = static_cast<Columns*>(p.columns) + size_t(row / ROWS) * p.spans * 4;
     if (!p.late) release_successor();
     wait_for_predecessor();
     if (p.late) release_successor();
@@ -51,7 +51,7 @@ DEVICE void columns(const ColumnsArgs& p) {
                 v[j] *= gain[j];
             }
         }
-        put_cell<BITS>(to + span * 4, row % 8, v, lane);
+        put_cell<BITS>(to + span * 4, row % ROWS, v, lane);
     }
     if (!p.gain) return;
     square = warp_sum(square);
@@ -63,9 +63,11 @@ DEVICE void columns(const ColumnsArgs& p) {
     }
 }
 
-#define COLUMNS(bits, name) \
-    extern "C" __global__ __launch_bounds__(WARPS * 32) void columns_##name(const __grid_constant__ ColumnsArgs p) { columns<bits>(p); }
+#define COLUMNS(bits, name, rows) \
+    extern "C" __global__ __launch_bounds__(WARPS * 32) void columns_##name##_##rows(const __grid_constant__ ColumnsArgs p) { columns<bits, rows>(p); }
 
-COLUMNS(4, int4)
-COLUMNS(8, int8)
-COLUMNS(16, fp16)
+COLUMNS(4, int4, 8)
+COLUMNS(8, int8, 8)
+COLUMNS(16, fp16, 8)
+COLUMNS(4, int4, 4)
+COLUMNS(8, int8, 4)

@@ -32,6 +32,13 @@ DEVICE void send_16(uint32_t to, float4 v, uint32_t barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),
                  "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
 }
+// To shared memory of a block of the cluster; seen after a barrier of the cluster.
+DEVICE void send(uint32_t to, const float (&v)[4]) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+DEVICE void send(uint32_t to, const float (&v)[2]) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v[0]), "f"(v[1]) : "memory");
+}
 // Until what is sent is there.
 DEVICE void wait_sent(uint32_t barrier, uint32_t parity) {
     asm volatile(

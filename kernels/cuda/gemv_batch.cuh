@@ -59,7 +59,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     constexpr int PARTS = SLOTS * 64 / SLOT;  // of a piece: inputs of one scale
     using WeightRing = Ring<S::STAGE, S::META, 1>;
     constexpr int TILE_SUMS = NB * 8 * SUM_STRIDE;
-    using Columns = std::conditional_t<BITS == 16, HalfColumns, DigitColumns>;
+    using Columns = std::conditional_t<BITS == 16, HalfColumns, DigitColumns<8>>;
 #if __CUDA_ARCH__ >= 900
     constexpr int PIECE_BYTES = SLOTS * sizeof(Columns);   // of x
 #endif
@@ -225,12 +225,8 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
                         x_scale[s][n] = load(reinterpret_cast<const float2*>(from.scales) + t);
                         const float2 a = load(reinterpret_cast<const float2*>(from.sums[0]) + t);
                         const float2 b = load(reinterpret_cast<const float2*>(from.sums[1]) + t);
-                        if constexpr (SLOT == 32) {
-                            x_sum[s][n][0] = a;
-                            x_sum[s][n][1] = b;
-                        } else {
-                            x_sum[s][n][0] = make_float2(a.x + b.x, a.y + b.y);
-                        }
+                        x_sum[s][n][0] = SLOT == 32 ? make_float2(a.x - b.x, a.y - b.y) : a;
+                        if constexpr (SLOT == 32) x_sum[s][n][1] = b;
                     }
                 }
 #pragma unroll

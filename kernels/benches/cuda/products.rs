@@ -154,7 +154,7 @@ pub(crate) fn gemv(t: &mut Timing) -> Result<()> {
         let weights = t.weights(Scheme::Int8, VOCAB, model.hidden)?;
         let w = &weights[0];
         let mut b = Operands::new(t, 1, VOCAB, model.hidden)?;
-        let blocks = best_len(&t.gpu, w, 1);
+        let blocks = best_len(&t.gpu, w, 1)?;
         let mut best = t.gpu.zeros("a benchmark", blocks)?;
         let what = format!("{} head {VOCAB} x {} int8", model.name, model.hidden);
         t.chained(&what, w.bytes(), |_| {
@@ -171,7 +171,7 @@ pub(crate) fn gemv(t: &mut Timing) -> Result<()> {
 
 pub(crate) fn gemv_batch(t: &mut Timing) -> Result<()> {
     of_layers(t, &SCHEMES, |t, what, product, weights| {
-        for m in [2, 8, 16] {
+        for m in [2, 4, 8, 16] {
             let (out, inp) = (weights[0].rows(), weights[0].inputs());
             let mut b = Operands::new(t, m, out, inp)?;
             let mut columns = Columns::new(&t.gpu, m, inp)?;

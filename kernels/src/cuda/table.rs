@@ -7,13 +7,15 @@ use super::{
 use super::{prefill, rows, second_order, step_layers};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 21] = [
+static TABLE: [&[&KernelRow]; 23] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
     attention::pages::ROWS,
     bandwidth::ROWS,
     batch::ROWS,
+    batch::groups::ROWS,
+    batch::rows::ROWS,
     experts::ROWS,
     gemm::ROWS,
     gemm_step::ROWS,

@@ -18,6 +18,9 @@ use nq_kernels::reference;
 /// Numbers of sequences that kernels are tested with.
 const SEQUENCES: [usize; 8] = [1, 2, 3, 7, 8, 9, 13, 16];
 
+/// A shape with so many tiles that products of up to four rows have a kernel of their own, in all schemes.
+const MANY_TILES: (usize, usize) = (4104, 264);
+
 /// Rows whose magnitudes differ widely, like those of residual streams.
 fn activations(m: usize, inp: usize, seed: u64) -> Vec<f32> {
     let mut x = normal(m * inp, seed);
@@ -79,7 +82,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         }
 
         let mut logits = guarded(gpu, &vec![GUARD; m * out]);
-        let blocks = best_len(gpu, &packed, m);
+        let blocks = best_len(gpu, &packed, m).unwrap();
         if m > 1 {
             let mut best = gpu.zeros("a test", m * blocks).unwrap();
             let output = GemvOutput::Head(norm, &mut logits, &mut best);
@@ -132,7 +135,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
 fn products_of_several_sequences() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
-    for (out, inp) in EDGES {
+    for (out, inp) in EDGES.into_iter().chain([MANY_TILES]) {
         let rows: Vec<usize> = (0..out).collect();
         for w in weights(out, inp, 31) {
             check(&gpu, &stream, &w, &rows);
@@ -174,7 +177,8 @@ fn products_of_several_sequences_in_real_shapes() {
 fn gates_and_ups_of_several_sequences() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
-    for (width, inp) in [(8, 256), (40, 72), (264, 1000)] {
+    let many = (MANY_TILES.0 / 2, MANY_TILES.1);
+    for (width, inp) in [(8, 256), (40, 72), (264, 1000), many] {
         for (gate, up) in weights(width, inp, 41).iter().zip(&weights(width, inp, 43)) {
             let packed = pack(&gpu, &[gate, up], Stack::Interleave);
             let x = activations(MOST_SEQUENCES, inp, 75);
@@ -279,6 +283,43 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
             "attention_decode {name}: not the same again"
         );
         before = Some(found);
+    }
+    // Prepared for a product: as if it had been prepared from these.
+    let weights = [
+        (Bits::B4, 64, Zeros::Integer),
+        (Bits::B4, 32, Zeros::None),
+        (Bits::B8, 128, Zeros::None),
+    ];
+    for (i, (bits, group, zeros)) in weights.into_iter().enumerate() {
+        let scheme = AffineScheme::new(bits, Group::Size(group), zeros);
+        // Few rows of a weight, and enough that products of up to eight rows have their own kernel.
+        for rows in [48, 4096] {
+            let w = pack(
+                gpu,
+                &[&affine(scheme, rows, outputs, None, i as u64)],
+                Stack::Concat,
+            );
+            if m > MOST_SEQUENCES || !Columns::suit(&w) {
+                continue;
+            }
+            let mut columns = Columns::new(gpu, m, outputs).unwrap();
+            let full = gpu.upload("a test", before.as_ref().unwrap()).unwrap();
+            let residual = normal(m * rows, 91);
+            let mut expected = guarded(gpu, &residual);
+            let output = GemvOutput::Add(&mut expected);
+            stream
+                .gemv_batch(&w, &full, output, &mut columns, m, false)
+                .unwrap();
+            let mut columns = Columns::new(gpu, m, outputs).unwrap();
+            run(AttentionOutput::Columns(&mut columns, &w));
+            let mut y = guarded(gpu, &residual);
+            stream.multiply_columns(&w, &columns, &mut y, m).unwrap();
+            assert!(
+                finish(&stream, &y) == finish(&stream, &expected),
+                "attention_decode {name}: columns for {} x {rows}",
+                w.kind().name()
+            );
+        }
     }
     // The same in FP16; values past the outputs are not changed.
     let padded = outputs.next_multiple_of(256);

@@ -352,7 +352,9 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
     }
 
     let mut logits = guarded(gpu, &vec![GUARD; out]);
-    let mut best = gpu.zeros("a test", best_len(gpu, &packed, 1)).unwrap();
+    let mut best = gpu
+        .zeros("a test", best_len(gpu, &packed, 1).unwrap())
+        .unwrap();
     let output = GemvOutput::Head(norm, &mut logits, &mut best);
     stream.gemv(&packed, &x_device, output, true).unwrap();
     let found = finish(stream, &logits);

@@ -3,10 +3,13 @@
 pub(super) mod cascade;
 pub(super) mod pages;
 
+use super::batch::Columns;
 use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::kernels;
+use super::linear::DeviceLinear;
 use super::pack::SPAN;
 use super::rows::{Row, Step, shape};
+use crate::cpu::PAGE;
 use crate::error::Result;
 pub use cascade::{Cascade, CascadeShape, SharedPrefix};
 pub(super) use pages::CacheArgs;
@@ -82,6 +85,8 @@ pub enum AttentionOutput<'a> {
     /// `[m, heads * 128 padded to 256]` in FP16, in operand order
     /// ([`operand_index`](super::pack::operand_index)); values past `heads * 128` are not changed.
     Half(&'a mut Buffer<u16>),
+    /// Prepared for [`Stream::multiply_columns`] by this weight, if [`Columns::suit`] it.
+    Columns(&'a mut Columns, &'a DeviceLinear),
 }
 
 /// Scratch memory in which the splits of long contexts are combined.
@@ -102,6 +107,8 @@ impl AttentionScratch {
     const JOBS: usize = (8 + 2 * MOST_RUN) * 4 * HEAD_DIM;
     /// `LEAST_SPLIT` of `cuda/attention_decode.cuh`.
     const LEAST_SPLIT: usize = 256;
+    /// `LEAST_PART` of `cuda/attention_decode.cuh`.
+    const LEAST_PART: usize = PAGE;
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
     const MOST_SPLITS: usize = 64;
 
@@ -137,7 +144,10 @@ impl AttentionScratch {
     /// `positions`, including new ones. A power of two or the maximum, so that few recorded steps
     /// serve a growing sequence.
     pub fn splits(gpu: &Gpu, kv_heads: usize, m: usize, positions: usize) -> usize {
-        let wanted = positions.div_ceil(Self::LEAST_SPLIT).next_power_of_two();
+        let wanted = match positions {
+            ..=Self::LEAST_SPLIT => 1,
+            _ => positions.div_ceil(Self::LEAST_PART).next_power_of_two(),
+        };
         wanted.min(Self::most_splits(gpu, kv_heads, m))
     }
 }
@@ -200,6 +210,7 @@ struct AttentionArgs {
     step: Address,
     out: Address,
     half: Address,
+    columns: Address,
     partial: Address,
     tops: Address,
     arrived: Address,
@@ -208,6 +219,8 @@ struct AttentionArgs {
     shared_splits: i32,
     heads: i32,
     padded: i32,
+    column_rows: i32,
+    nibbles: i32,
     eps: f32,
     late: i32,
 }
@@ -311,10 +324,17 @@ impl Stream {
             cos_sin,
         } = heads.args(&o, cache)?;
         let padded = (count * HEAD_DIM).next_multiple_of(SPAN);
-        let (out, half) = match out {
-            AttentionOutput::Full(out) => (o.of("out", out, &[m, count, HEAD_DIM])?, Address::NULL),
-            AttentionOutput::Half(out) => (Address::NULL, o.of("FP16 output", out, &[m, padded])?),
-        };
+        let (mut full, mut half, mut columns) = (Address::NULL, Address::NULL, None);
+        match out {
+            AttentionOutput::Full(out) => full = o.of("out", out, &[m, count, HEAD_DIM])?,
+            AttentionOutput::Half(out) => half = o.of("FP16 output", out, &[m, padded])?,
+            AttentionOutput::Columns(out, w) => {
+                if w.inputs() != count * HEAD_DIM {
+                    return o.refuse("inputs of the weight", count * HEAD_DIM, w.inputs());
+                }
+                columns = Some(out.target(&o, w, m)?);
+            }
+        }
         o.at_least("splits", 1, splits)?;
         let shared_splits = shared.map_or(0, |(_, of)| of.splits());
         let splits = splits.min(AttentionScratch::MOST_SPLITS - shared_splits);
@@ -330,8 +350,9 @@ impl Stream {
             cos_sin,
             cache: cache.args(&o)?,
             step: o.of("step", step.values(), &[m])?,
-            out,
+            out: full,
             half,
+            columns: columns.map_or(Address::NULL, |c| c.words),
             partial: o.of("scratch", &scratch.partial, &[m, count, parts])?,
             tops: o.of("scratch", &scratch.tops, &[m, count, parts])?,
             arrived: o.of("scratch", &scratch.arrived, &[m, kv_heads])?,
@@ -340,6 +361,8 @@ impl Stream {
             shared_splits: shared_splits as i32,
             heads: count as i32,
             padded: padded as i32,
+            column_rows: columns.map_or(0, |c| c.rows),
+            nibbles: columns.map_or(0, |c| c.nibbles),
             eps: heads.eps,
             late: i32::from(late),
         };

@@ -326,7 +326,7 @@ fn rows_have_tests_and_benches() {
 
 /// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
-const CONSTANTS: [[&str; 4]; 39] = [
+const CONSTANTS: [[&str; 4]; 40] = [
     ["cpu/kv.rs", "PAGE", "rows.cuh", "PAGE"],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
     [
@@ -400,9 +400,10 @@ const CONSTANTS: [[&str; 4]; 39] = [
         "attention_shared.cu",
         "SHARED_WARPS",
     ],
-    ["cuda/batch.rs", "WARPS", "gemv_batch.cu", "WARPS"],
-    ["cuda/batch.rs", "TILES", "gemv_batch.cu", "TILES"],
-    ["cuda/batch.rs", "MOST_DEPTH", "ring.cuh", "MOST_DEPTH"],
+    ["cuda/batch/groups.rs", "WARPS", "gemv_batch.cu", "WARPS"],
+    ["cuda/batch/groups.rs", "TILES", "gemv_batch.cu", "TILES"],
+    ["cuda/batch/mod.rs", "MOST_DEPTH", "ring.cuh", "MOST_DEPTH"],
+    ["cuda/batch/rows.rs", "WARPS", "gemv_rows.cu", "WARPS"],
     [
         "cuda/gemm_step.rs",
         "MOST_STAGES",

@@ -88,6 +88,11 @@ impl Device<'_> {
         })
     }
 
+    /// True if attention prepares its output for the product with `o`, as a narrow step of several rows does.
+    fn prepares(&self, o: &DeviceLinear) -> bool {
+        self.kind.m > 1 && Columns::suit(o)
+    }
+
     fn norm<'b>(&self, gain: &'b Buffer<f32>) -> Norm<'b> {
         Norm {
             gain,
@@ -256,7 +261,11 @@ impl Ops for NarrowPass<'_> {
     ) -> Result<()> {
         let step = &mut *self.step;
         let late = self.device.kind.m == 1 && attention.o.linear.bytes() > FLOOD;
-        let out = AttentionOutput::Full(&mut step.attended);
+        let o = &attention.o.linear;
+        let out = match &mut step.columns {
+            Some(columns) if self.device.prepares(o) => AttentionOutput::Columns(columns, o),
+            _ => AttentionOutput::Full(&mut step.attended),
+        };
         let from = (&step.qkv, &step.step);
         let memory = (&mut step.attention, step.cascade.as_ref());
         self.device
@@ -264,13 +273,19 @@ impl Ops for NarrowPass<'_> {
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
-        let step = &mut *self.step;
-        let operand = match operand {
-            Operand::Attended => &step.attended,
-            Operand::Gated => &step.gated,
+        let (device, step) = (self.device, &mut *self.step);
+        let operand = match (operand, &step.columns) {
+            (Operand::Attended, Some(columns)) if device.prepares(&w.linear) => {
+                let (name, w, m) = (w.spec.name, &w.linear, device.kind.m);
+                return product(device.stream, name, w, || {
+                    device.stream.multiply_columns(w, columns, &mut step.x, m)
+                });
+            }
+            (Operand::Attended, _) => &step.attended,
+            (Operand::Gated, _) => &step.gated,
         };
         let (w, out) = ((w.spec.name, &w.linear), GemvOutput::Add(&mut step.x));
-        Self::multiply(self.device, w, operand, out, &mut step.columns, false)
+        Self::multiply(device, w, operand, out, &mut step.columns, false)
     }
 
     fn add_experts(

@@ -112,11 +112,11 @@ pub(super) fn most_rows(spec: &SessionSpec, together: usize) -> usize {
 }
 
 /// Values per row that the head's product of `m` rows leaves in [`StepRows::best`].
-fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> usize {
+fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> nq_kernels::Result<usize> {
     if m <= MOST_SEQUENCES {
         best_len(gpu, head, m)
     } else {
-        wide_best_len(gpu, head, m)
+        Ok(wide_best_len(gpu, head, m))
     }
 }
 
@@ -149,7 +149,10 @@ impl StepRows {
         let bounds = StepBounds { places, tokens };
         let narrow = rows.min(MOST_SEQUENCES);
         let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
-        let blocks = (1..=rows).map(|m| m * head_blocks(gpu, head, m));
+        let mut blocks = 1;
+        for m in 1..=rows {
+            blocks = blocks.max(m * head_blocks(gpu, head, m)?);
+        }
         let columns = match narrow {
             1 => None,
             _ => Some(Columns::new(gpu, narrow, w.widest_input())?),
@@ -191,7 +194,7 @@ impl StepRows {
             },
             wide,
             logits: f32s(rows, w.vocab)?,
-            best: gpu.zeros("activations", blocks.max().unwrap_or(1))?,
+            best: gpu.zeros("activations", blocks)?,
             sampling: gpu.zeros("activations", rows)?,
             sampled_by: vec![Sampling::default(); rows],
             candidates: Candidates::new(gpu, w.vocab, rows)?,
@@ -279,7 +282,7 @@ impl CudaSession {
     fn queue_advance(&mut self, m: usize, lists: bool) -> nq_kernels::Result<()> {
         let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
-        let blocks = head_blocks(&model.gpu, &model.head, m);
+        let blocks = head_blocks(&model.gpu, &model.head, m)?;
         let key = ("sample", "fused", (m, vocab));
         if lists && let Some(candidates) = &mut step.candidates {
             self.stream.timed(key, 4 * m * vocab, || {

@@ -1,0 +1,308 @@
+// Up to 4 or 8 rows of activations times a packed weight of integer codes, for one reading of the weight.
+//
+//   y[c][r] = factor[c] sum_k w[r][k] x[c][k]
+//
+// As in `gemv.cuh` the weights are the left operand, codes as they are and in integers. The right one, which
+// `columns.cu` has made, lies in shared memory: all of it, or where that is much, in parts, one in each block
+// of a cluster, which multiply the same tiles.
+//
+// The records of a block, tile by tile, are cut into ranges of equal length, one a warp. Where a tile goes on
+// in the ranges of further warps, the warp that began it adds their sums, in the order of the warps; if there
+// are parts, one of the blocks adds those, in the order of the parts. Weights stream through `ring.cuh`, and
+// are requested before the predecessor has ended.
+//
+// Epilogues as in `gemv_batch.cuh`.
+//
+// Grid (groups of tiles x parts): as many blocks as run at once.
+// Bytes: codes + scales + zeros once; x once a block, from L2.
+#pragma once
+
+#include "columns.cuh"
+#include "exchange.cuh"
+#include "ring.cuh"
+#include "weights.cuh"
+
+struct GemvRowsArgs {
+    const uint8_t* codes;    // records [tiles][spans]
+    const uint8_t* meta;     // records [tiles][spans]
+    const void* columns;     // [spans * 4]
+    const float* factors;    // [m]; null: 1
+    float* out;              // [m][rows]; SILU: [m][rows / 2]
+    float2* best;            // HEAD: [m][gridDim], the greatest logit and its row (as bits)
+    int m;
+    int rows;
+    int tiles;
+    int spans;
+    int groups;              // scale groups of a span
+    int meta_bytes;          // of a record
+    int parts;               // of the inputs, at most `spans`: blocks of a cluster
+    int part_spans;          // most spans of a part
+    int depth;               // of the ring, at most MOST_DEPTH
+    int epilogue;
+};
+
+#if __CUDA_ARCH__ >= 900
+
+// The sums of a tile that a lane (g, t) has: of 8 rows columns 2t and 2t + 1 of outputs g and g + 8; of 4 rows
+// column t of both.
+template <class S, int ROWS>
+struct RowsProduct {
+    static constexpr int BITS = S::BITS, SLOT = S::SLOT, SLOTS = 4 / S::STAGES, PARTS = SLOTS * 64 / SLOT, OUT = ROWS / 2;
+    using Columns = DigitColumns<ROWS>;
+    float y[OUT];
+    uint32_t scale_at[PARTS], zero_at[PARTS];
+    const int lane, g, t;
+
+    DEVICE RowsProduct(int groups, int lane) : lane(lane), g(lane / 4), t(lane % 4) {
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) {
+            const int group = SLOT == 32 ? i : i * groups >> 2;
+            scale_at[i] = keep(S::ROWS + (group * 8 + g) * S::SCALE);
+            zero_at[i] = keep(S::ROWS + groups * (8 * S::SCALE) + (group * 8 + g) * S::ZERO_BYTES);
+        }
+        clear();
+    }
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < OUT; i++) y[i] = 0.f;
+    }
+
+    // Adds the products of a stage of a record and columns at `x`. `half`: which of the record's stages it is, of
+    // 8 bits.
+    DEVICE void add(uint32_t codes, uint32_t meta, uint32_t x, int groups, int half) {
+        Unit<BITS> u[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u[i].words = load_shared_16(codes + i * S::UNIT + lane * 16);
+            u[i].load_upper_shared(codes + i * S::UNIT + Unit<BITS>::AT + lane * (Unit<BITS>::WIDTH * 4));
+        }
+        GroupMeta<S> of[PARTS];
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) {
+            uint32_t scale = scale_at[i], zero = zero_at[i];
+            if (S::STAGES == 2 && half) {   // the second two slots of four
+                const uint32_t further = SLOT == 32 ? 4 : groups >> 1;
+                scale += further * (8 * S::SCALE), zero += further * (8 * S::ZERO_BYTES);
+            }
+            of[i].load_scale_shared(meta + scale, meta + g * 4);
+            of[i].load_zero_shared(meta + zero);
+        }
+        constexpr uint32_t SLOT_BYTES = sizeof(Columns), SCALES = offsetof(Columns, scales), SUMS = offsetof(Columns, sums);
+#pragma unroll
+        for (int s = 0; s < SLOTS; s++) {
+            uint4 b[ROWS / 4];
+#pragma unroll
+            for (int d = 0; d < ROWS / 4; d++) b[d] = load_shared_16(x + s * SLOT_BYTES + (d * 32 + lane) * 16);
+            float2 xs, sum[2];
+            if constexpr (ROWS == 8) {
+                xs = as_float2(load_shared_8(x + s * SLOT_BYTES + SCALES + t * 8));
+                sum[0] = as_float2(load_shared_8(x + s * SLOT_BYTES + SUMS + t * 8));
+                if (SLOT == 32) sum[1] = as_float2(load_shared_8(x + s * SLOT_BYTES + SUMS + 32 + t * 8));
+            } else {
+                xs.x = __uint_as_float(load_shared_4(x + s * SLOT_BYTES + SCALES + t * 4));
+                sum[0].x = __uint_as_float(load_shared_4(x + s * SLOT_BYTES + SUMS + t * 4));
+                if (SLOT == 32) sum[1].x = __uint_as_float(load_shared_4(x + s * SLOT_BYTES + SUMS + 16 + t * 4));
+            }
+            if (SLOT == 32) sum[0].x -= sum[1].x, sum[0].y -= sum[1].y;
+            int d[ROWS / 4][4] = {};
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                uint32_t a0, a1, a2, a3;
+                if constexpr (BITS < 8) {
+                    a0 = u[s].bytes(2 * c, 0), a1 = u[s].bytes(2 * c + 1, 0), a2 = u[s].bytes(2 * c, 1), a3 = u[s].bytes(2 * c + 1, 1);
+                } else {
+                    const uint4 v = u[2 * s + c].words;
+                    a0 = v.x, a1 = v.y, a2 = v.z, a3 = v.w;
+                }
+#pragma unroll
+                for (int i = 0; i < ROWS / 4; i++) mma_16832(d[i], a0, a1, a2, a3, c ? b[i].z : b[i].x, c ? b[i].w : b[i].y);
+                if (SLOT == 64 && c == 0) continue;
+                const GroupMeta<S>& m = of[SLOT == 32 ? 2 * s + c : s];
+                const float2 scale = m.scales(), zero = m.zeros();
+                const float2 of_sum = sum[SLOT == 32 ? c : 0];
+#pragma unroll
+                for (int i = 0; i < OUT; i++) {
+                    const bool second = ROWS == 8 && i % 2, upper = ROWS == 8 ? i / 2 : i;   // column, output
+                    const int high = ROWS == 8 ? d[0][i] : d[0][2 * upper], low = ROWS == 8 ? d[ROWS / 4 - 1][i] : d[0][2 * upper + 1];
+                    const int v = high * 256 + low;
+                    const float a = second ? xs.y : xs.x, total = second ? of_sum.y : of_sum.x;
+                    const float sc = upper ? scale.y : scale.x, z = upper ? zero.y : zero.x;
+                    if constexpr (S::ZERO == OFFSET)
+                        y[i] += fmaf(sc, float(v) * a, z * total);
+                    else
+                        y[i] = fmaf(sc, fmaf(float(v), a, -z * total), y[i]);
+                }
+                if (SLOT == 32) {
+#pragma unroll
+                    for (int i = 0; i < ROWS / 4; i++)
+#pragma unroll
+                        for (int j = 0; j < 4; j++) d[i][j] = 0;
+                }
+            }
+        }
+    }
+
+    static DEVICE float2 as_float2(uint2 v) { return make_float2(__uint_as_float(v.x), __uint_as_float(v.y)); }
+};
+
+// The better of two logits with their rows (as bits): of equals that of the lower row.
+DEVICE float2 better(float2 a, float2 b) {
+    return b.x > a.x || (b.x == a.x && __float_as_int(b.y) < __float_as_int(a.y)) ? b : a;
+}
+
+template <class S, int ROWS, int WARPS>
+DEVICE void gemv_rows(const GemvRowsArgs& p) {
+    constexpr int STAGES = S::STAGES, OUT = ROWS / 2;
+    using Product = RowsProduct<S, ROWS>;
+    using Columns = typename Product::Columns;
+    using WeightRing = Ring<S::STAGE, S::META>;
+    struct Sums {
+        float v[32][OUT];
+    };
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    extern __shared__ __align__(128) uint4 shared[];
+    __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
+    __shared__ uint64_t x_there;
+    __shared__ float2 tops[WARPS][ROWS];
+    const int parts = p.parts, part = parts == 1 ? 0 : int(cluster_rank());
+    const int cluster = blockIdx.x / parts, clusters = gridDim.x / parts;
+    const int first_span = part * p.spans / parts, of_part = (part + 1) * p.spans / parts - first_span;
+    const int n = of_part * STAGES;   // stages of a tile in this part
+    const int first_tile = cluster * p.tiles / clusters, tiles = (cluster + 1) * p.tiles / clusters - first_tile;
+    const int range = (tiles * n + WARPS - 1) / WARPS;
+    const int begin = min(warp * range, tiles * n), end = min(begin + range, tiles * n);
+
+    uint4* const ring_at = shared + warp * p.depth * WeightRing::STAGE_WORDS;
+    Columns* const x = reinterpret_cast<Columns*>(shared + WARPS * p.depth * WeightRing::STAGE_WORDS);
+    Sums* const met = reinterpret_cast<Sums*>(x + p.part_spans * 4);   // [WARPS], then [tiles that end here][parts]
+    if (threadIdx.x == 0) barrier_init(&x_there);
+    WeightRing ring(ring_at, barriers[warp], p.depth);
+    release_successor();
+
+    const int begin_tile = begin / n, begin_stage = begin - begin_tile * n;
+    int ahead = begin, ahead_stage = begin_stage;
+    const uint8_t* ahead_codes = p.codes + ((size_t(first_tile + begin_tile) * p.spans + first_span) * STAGES + begin_stage) * S::STAGE;
+    size_t ahead_record = size_t(first_tile + begin_tile) * p.spans + first_span;
+    auto request = [&]() {
+        const bool any = ahead < end;
+        ring.request(ahead_codes, p.meta + (ahead_record + ahead_stage / STAGES) * p.meta_bytes, p.meta_bytes, any);
+        if (any) {
+            ahead++;
+            ahead_codes += S::STAGE;
+            if (++ahead_stage == n) {
+                ahead_stage = 0;
+                ahead_codes += size_t(p.spans - of_part) * (STAGES * S::STAGE);
+                ahead_record += p.spans;
+            }
+        }
+    };
+#pragma unroll 1
+    for (int i = 0; i < p.depth; i++) request();
+    if (p.epilogue == HEAD && lane < ROWS) tops[warp][lane] = make_float2(-INFINITY, 0.f);
+    cluster_arrive();
+    wait_for_predecessor();
+    cluster_wait();   // all blocks of the cluster have begun, and see this block's barriers
+    if (threadIdx.x == 0) {
+        barrier_expect(&x_there, of_part * 4 * sizeof(Columns));
+        copy_bulk(x, static_cast<const Columns*>(p.columns) + first_span * 4, of_part * 4 * sizeof(Columns), &x_there);
+    }
+    float factors[ROWS / 4];
+#pragma unroll
+    for (int i = 0; i < ROWS / 4; i++) {
+        const int c = ROWS == 8 ? 2 * t + i : t;
+        factors[i] = p.factors && c < p.m ? __ldcg(p.factors + c) : 1.f;
+    }
+
+    // Ends a tile.
+    auto finish = [&](int tile, const float (&y)[OUT]) {
+        float v[OUT];
+#pragma unroll
+        for (int i = 0; i < OUT; i++) v[i] = y[i] * factors[ROWS == 8 ? i % 2 : 0];
+        if (p.epilogue == SILU) {
+#pragma unroll
+            for (int i = 0; i < OUT / 2; i++) {
+                const int c = ROWS == 8 ? 2 * t + i : t;
+                if (c < p.m && tile * 16 + g < p.rows)
+                    p.out[size_t(c) * (p.rows / 2) + tile * 8 + g] = __fdividef(v[i], 1.f + __expf(-v[i])) * v[i + OUT / 2];
+            }
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < OUT; i++) {
+            const int c = ROWS == 8 ? 2 * t + i % 2 : t, row = tile * 16 + g + (ROWS == 8 ? i / 2 : i) * 8;
+            const bool there = c < p.m && row < p.rows;
+            float* const to = p.out + size_t(c) * p.rows + row;
+            if (there) *to = p.epilogue == ADD ? v[i] + __ldcg(to) : v[i];
+            if (!there) v[i] = -INFINITY;
+        }
+        if (p.epilogue == HEAD) {
+#pragma unroll
+            for (int i = 0; i < OUT / 2; i++) {
+                float2 best = make_float2(v[i], __int_as_float(tile * 16 + g));
+                best = better(best, make_float2(v[i + OUT / 2], __int_as_float(tile * 16 + g + 8)));
+#pragma unroll
+                for (int m = 16; m > 2; m >>= 1)
+                    best = better(best, make_float2(__shfl_xor_sync(~0u, best.x, m), __shfl_xor_sync(~0u, best.y, m)));
+                float2& top = tops[warp][ROWS == 8 ? 2 * t + i : t];
+                if (g == 0) top = better(top, best);
+                __syncwarp();
+            }
+        }
+    };
+    // With the sums of all warps: ends a tile of this block, or sends them to the block that does.
+    auto deliver = [&](int tile, const float (&y)[OUT]) {
+        if (parts == 1) return finish(first_tile + tile, y);
+        send(map_rank(shared_address(met[WARPS + tile / parts * parts + part].v[lane]), tile % parts), y);
+    };
+
+    Product product(p.groups, lane);
+    const uint32_t x_at = keep(shared_address(x));
+    int stage = begin_stage, tile = begin_tile;
+    if (begin < end) barrier_wait(&x_there, 0);
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+        const uint32_t from = ring.wait_at();
+        product.add(from, from + S::STAGE, x_at + stage * uint32_t(4 / STAGES * sizeof(Columns)), p.groups, stage % STAGES);
+        __syncwarp();
+        request();
+        if (++stage == n) {
+            if (i + 1 - begin >= n)   // begun here
+                deliver(tile, product.y);
+            else
+                send(shared_address(met[warp].v[lane]), product.y);
+            product.clear();
+            stage = 0, tile++;
+        }
+    }
+    const bool goes_on = stage > 0, begun = goes_on && end - begin >= stage;
+    if (goes_on && !begun) send(shared_address(met[warp].v[lane]), product.y);
+    __syncthreads();
+    if (begun) {
+        int rest = n - stage;
+        for (int w = warp + 1; rest > 0; w++, rest -= range)
+#pragma unroll
+            for (int i = 0; i < OUT; i++) product.y[i] += met[w].v[lane][i];
+        deliver(tile, product.y);
+    }
+    if (parts > 1) {
+        cluster_arrive();
+        cluster_wait();
+        for (int own = warp; own * parts + part < tiles; own += WARPS) {
+            float y[OUT] = {};
+            for (int q = 0; q < parts; q++)
+#pragma unroll
+                for (int i = 0; i < OUT; i++) y[i] += met[WARPS + own * parts + q].v[lane][i];
+            finish(first_tile + own * parts + part, y);
+        }
+    }
+    if (p.epilogue == HEAD) {
+        __syncthreads();
+        if (threadIdx.x < p.m) {
+            float2 best = tops[0][threadIdx.x];
+            for (int i = 1; i < WARPS; i++) best = better(best, tops[i][threadIdx.x]);
+            p.best[size_t(threadIdx.x) * gridDim.x + blockIdx.x] = best;
+        }
+    }
+}
+#endif

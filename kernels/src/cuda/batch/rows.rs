@@ -1,0 +1,188 @@
+//! The product of up to eight rows with integer codes, for devices with clusters of blocks.
+
+use super::{Columns, Group, MOST_DEPTH};
+use crate::cuda::driver::{Address, Gpu, LaunchShape, Operands, Stream};
+use crate::cuda::gemv::Output;
+use crate::cuda::kernel::{Instance, SCHEMES, kernels, kind_index, names};
+use crate::cuda::linear::DeviceLinear;
+use crate::cuda::pack::PackedKind;
+use crate::error::Result;
+
+/// Most rows of this kernel.
+const MOST_ROWS: usize = Group::Eight.rows();
+
+/// `WARPS` of `cuda/gemv_rows.cu`.
+const WARPS: usize = 12;
+/// Parts that inputs are cut into, one for each block of a cluster.
+const PARTS: [usize; 4] = [1, 2, 4, 8];
+/// Most spans of x that one block alone has: with more, two blocks are faster.
+const MOST_SPANS: usize = 24;
+/// Stages of a warp's ring: with more, x comes later.
+const DEPTH: usize = 2;
+/// Records a warp from which on this kernel is faster than `gemv_batch`; and tiles a multiprocessor, in halves,
+/// from which on it is for up to four rows, whatever the records.
+const LEAST_RECORDS: usize = 3;
+const LEAST_HALF_TILES: usize = 3;
+/// Shared memory with which a multiprocessor takes only one block: with two on one, another has none.
+const ALONE: usize = 116 << 10;
+
+/// How a product is cut: see `cuda/gemv_rows.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Plan {
+    parts: usize,
+    /// Most spans of a part.
+    part_spans: usize,
+    blocks: usize,
+    shared: usize,
+}
+
+impl Plan {
+    /// The plan for `m` rows: with as few parts as have room. `None` for FP16 weights and more rows than this
+    /// kernel takes, on a device without it, where nothing fits, and where `gemv_batch` is faster.
+    pub(super) fn new(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<Option<Self>> {
+        if w.kind() == PackedKind::Fp16 || m > MOST_ROWS {
+            return Ok(None);
+        }
+        let multiprocessors = gpu.info().multiprocessors;
+        let records = w.tiles() * w.spans() / (multiprocessors * WARPS);
+        let tiles = 2 * w.tiles() / multiprocessors;
+        let fast =
+            records >= LEAST_RECORDS || Group::of(m) == Group::Four && tiles >= LEAST_HALF_TILES;
+        let kernel = instance(w, m);
+        if !fast || !gpu.has_kernel(&kernel) {
+            return Ok(None);
+        }
+        for parts in PARTS.into_iter().filter(|&p| p <= w.spans()) {
+            if let Some(plan) = Self::of(gpu, w, m, parts, &kernel)? {
+                return Ok(Some(plan));
+            }
+        }
+        Ok(None)
+    }
+
+    fn of(
+        gpu: &Gpu,
+        w: &DeviceLinear,
+        m: usize,
+        parts: usize,
+        kernel: &Instance<GemvRowsArgs>,
+    ) -> Result<Option<Self>> {
+        let (info, group) = (gpu.info(), Group::of(m));
+        let part_spans = w.spans().div_ceil(parts);
+        let x = group.bytes(w.kind().bits(), part_spans);
+        if parts == 1 && part_spans > MOST_SPANS {
+            return Ok(None);
+        }
+        let plan = |clusters: usize, shared| Plan {
+            parts,
+            part_spans,
+            blocks: clusters * parts,
+            shared,
+        };
+        let clusters = match parts {
+            1 => info.multiprocessors,
+            _ => gpu.clusters_at_once(kernel, plan(1, ALONE.min(info.shared_memory)).shape())?,
+        };
+        let clusters = clusters.min(w.tiles());
+        if clusters == 0 {
+            return Ok(None);
+        }
+        // Sums of tiles that end in another warp, and of all parts of those that end in this block.
+        let tiles = w.tiles().div_ceil(clusters);
+        let met = WARPS
+            + if parts > 1 {
+                tiles.next_multiple_of(parts)
+            } else {
+                0
+            };
+        let stages = DEPTH * WARPS * (w.kind().stage_bytes() + w.kind().meta_room());
+        let shared = stages + x + met * 16 * group.rows() * size_of::<f32>();
+        // Static arrays of the kernel: barriers, best rows.
+        let fixed = (WARPS * 8 * (MOST_DEPTH + group.rows()) + 8).next_multiple_of(128);
+        let room = info.shared_memory.saturating_sub(fixed);
+        Ok((shared <= room).then_some(plan(clusters, shared.max(ALONE.min(room)))))
+    }
+
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    fn shape(&self) -> LaunchShape {
+        LaunchShape::new((self.blocks, 1, 1), WARPS * 32)
+            .shared(self.shared)
+            .overlapping()
+            .clusters_of(self.parts)
+    }
+}
+
+/// The kernel for weights of integer codes.
+fn instance(w: &DeviceLinear, m: usize) -> Instance<GemvRowsArgs> {
+    let eight = usize::from(Group::of(m) == Group::Eight);
+    GEMV_ROWS.instance(eight * SCHEMES + kind_index(w.kind()))
+}
+
+kernels! {
+    GEMV_ROWS: GemvRowsArgs = "gemv_rows" in "gemv_rows.cu",
+        test "kernels/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
+        instances names!(schemes "gemv_rows"; "_4", "_8");
+}
+
+/// `GemvRowsArgs` of `cuda/gemv_rows.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GemvRowsArgs {
+    codes: Address,
+    meta: Address,
+    columns: Address,
+    factors: Address,
+    out: Address,
+    best: Address,
+    m: i32,
+    rows: i32,
+    tiles: i32,
+    spans: i32,
+    groups: i32,
+    meta_bytes: i32,
+    parts: i32,
+    part_spans: i32,
+    depth: i32,
+    epilogue: i32,
+}
+
+impl Stream {
+    /// Multiplies the `m` rows in `columns` by `w`.
+    pub(super) fn multiply_rows(
+        &self,
+        o: &Operands<'_>,
+        w: &DeviceLinear,
+        plan: &Plan,
+        columns: &Columns,
+        output: &Output<'_>,
+        m: usize,
+    ) -> Result<()> {
+        let bytes = Group::of(m).bytes(w.kind().bits(), w.spans());
+        let factors = output.norm.map(|_| &columns.factors);
+        let (out, best) = output.addresses(o, m, plan.blocks)?;
+        let packed = w.args(o)?;
+        let args = GemvRowsArgs {
+            codes: packed.codes,
+            meta: packed.meta,
+            columns: o.of("columns", &columns.words, &[bytes])?,
+            factors: o.optional("factors", factors, &[m])?,
+            out,
+            best,
+            m: m as i32,
+            rows: packed.rows,
+            tiles: w.tiles() as i32,
+            spans: packed.spans,
+            groups: packed.groups,
+            meta_bytes: packed.meta_bytes,
+            parts: plan.parts as i32,
+            part_spans: plan.part_spans as i32,
+            depth: DEPTH as i32,
+            epilogue: output.epilogue,
+        };
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(instance(w, m), plan.shape(), &args) }
+    }
+}
