@@ -258,7 +258,7 @@ impl Drafts {
     pub fn speculation(&self, session: &mut dyn Session) -> nq_runtime::Result<Speculation> {
         match self {
             Drafts::Ngram => Ok(Speculation::ngram()),
-            Drafts::Eagle(eagle) => Ok(Speculation::new(Box::new(eagle.drafter(session)?))),
+            Drafts::Eagle(eagle) => Ok(Speculation::new(eagle.drafter(session)?)),
             Drafts::Model { engine, vocab, ctx } => {
                 let spec = session.spec();
                 let spec = SessionSpec {

@@ -23,7 +23,10 @@ use crate::files::{CONFIG, Files};
 use crate::models::{ModelConfig, Rope};
 use crate::names::{EMBEDDING, HEAD};
 use crate::shards::Shards;
-use crate::store::WeightStore;
+use crate::store::{TensorEntry, WeightStore};
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use bytes::Bytes;
 use std::path::{Path, PathBuf};
 
 /// Number of residual streams that a head reads.
@@ -156,6 +159,73 @@ fn taps(obj: &Object<'_>) -> Result<Option<[usize; TAPS]>> {
     }
 }
 
+/// The inputs of q, k and v: a token's embedding, or a stream. A [`Half`]'s name is appended to that of the
+/// projection.
+const HALVES: [&str; 2] = [".of_embedding", ".of_stream"];
+
+/// One half of the inputs of q, k and v.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Half {
+    /// A token's normalized embedding.
+    Embedding,
+    /// The normalized stream before it.
+    Stream,
+}
+
+/// The weights of a head, q, k and v also by halves.
+struct HalvedStore(DenseStore);
+
+impl WeightStore for HalvedStore {
+    fn format(&self) -> &'static str {
+        self.0.format()
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.0.contains(name)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.0.vector(name, len)
+    }
+
+    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+        let half = HALVES.iter().position(|half| name.ends_with(half));
+        let Some(half) = half else {
+            return self.0.matrix(name, (rows, cols));
+        };
+        let whole = name.trim_end_matches(HALVES[half]);
+        match self.0.matrix(whole, (rows, 2 * cols))? {
+            Weight::Dense(whole) => Ok(Weight::Dense(columns(&whole, half * cols, cols)?)),
+            whole => Ok(whole),
+        }
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.0.entries()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.0.file_bytes()
+    }
+
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        self.0.quantization()
+    }
+}
+
+/// The `n` columns of a matrix from `first` on.
+fn columns(matrix: &Tensor, first: usize, n: usize) -> Result<Tensor> {
+    let (rows, size) = (matrix.shape()[0], matrix.dtype().size());
+    let row = matrix.data().len() / rows.max(1);
+    let data: Vec<u8> = matrix
+        .data()
+        .chunks_exact(row.max(1))
+        .flat_map(|row| &row[first * size..(first + n) * size])
+        .copied()
+        .collect();
+    Tensor::new(matrix.dtype(), vec![rows, n], Bytes::from(data))
+}
+
 /// An opened head.
 pub struct EagleHead {
     /// Its shape.
@@ -192,7 +262,7 @@ impl EagleHead {
         Ok(EagleHead {
             prefixes: (layer.unwrap_or(layers[0]), others),
             config,
-            store: Box::new(DenseStore { shards }),
+            store: Box::new(HalvedStore(DenseStore { shards })),
             tokens,
             has_embedding,
             path: path.into(),
@@ -214,6 +284,11 @@ impl EagleHead {
             part if part.starts_with('.') => format!("{}{part}", self.prefixes.0),
             part => format!("{}{part}", self.prefixes.1),
         }
+    }
+
+    /// The name of one half of the inputs of the stored projection `part` (`.self_attn.q_proj`, k or v).
+    pub fn half(&self, part: &str, half: Half) -> String {
+        self.name(part) + HALVES[half as usize]
     }
 
     /// Refuses a model that the head was not made for.

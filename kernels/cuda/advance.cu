@@ -32,6 +32,7 @@ struct AdvanceArgs {
     Shortlist* shortlists;    // [m], likewise
     PackedWeight embedding;
     float* x;                 // [m][inputs]
+    const uint32_t* ids;      // [vocab]: tokens by the numbers of their logits; null: the same numbers
     int blocks;
     int vocab;
     int ring_size;            // a power of two
@@ -506,10 +507,11 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
         const int most = min(how.logprobs - 1, MOST_LOGPROBS);
         if (!report(p.logits + size_t(row) * p.vocab, p.vocab, chosen, most, p.logprobs[place], s)) chosen = NOT_FINITE;
     }
-    const uint32_t token = chosen < NONE_ALLOWED ? chosen : 0;
+    const uint32_t number = chosen < NONE_ALLOWED ? chosen : 0;
+    const uint32_t token = p.ids ? p.ids[number] : number;
     if (threadIdx.x == 0) {
         if (how.adjusts & PENALIZED) {
-            uint16_t* const seen = p.adjust.seen + size_t(row) * p.vocab + token;
+            uint16_t* const seen = p.adjust.seen + size_t(row) * p.vocab + number;
             const uint16_t state = __ldcg(seen);
             if ((state & MOST_COUNTED) < MOST_COUNTED) *seen = state + 1;
         }
@@ -519,7 +521,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
         now.drawn++;
         now.token = token;
         p.step[row] = now;
-        p.ring[place] = chosen;
+        p.ring[place] = chosen < NONE_ALLOWED ? token : chosen;
         __threadfence_system();
     }
     for (int k = threadIdx.x; k < p.embedding.inputs; k += THREADS)

@@ -7,7 +7,7 @@
 
 use crate::batch::StepsAhead;
 use crate::error::{Error, Result};
-use crate::speculation::Tapped;
+use crate::speculation::{Drafter, Eagle, Tapped};
 use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::Routes;
@@ -301,20 +301,22 @@ pub trait Session: Send {
         self.exact_rows()
     }
 
-    /// Keeps, from now on, the residual streams after these numbers of layers, for [`Session::take_tapped`].
+    /// The drafter of an EAGLE-3 head for this session, which gives it its residual streams from now on.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the engine cannot; [`Error::Request`] for layers that the model does not have.
-    fn tap(&mut self, after: &[usize]) -> Result<()> {
+    /// [`Error::Unsupported`] if the engine cannot, or if the head is on another device; errors of the device.
+    fn eagle_drafts(&mut self, head: &Eagle) -> Result<Box<dyn Drafter>> {
+        let _ = head;
         Err(Error::Unsupported {
             engine: "nq",
             what: "drafts from residual streams (EAGLE-3)",
-            expected: "a model on a CPU".into(),
-            found: format!("streams after layers {after:?}"),
+            expected: "a model that runs on nq's fused kernels".into(),
+            found: "one that does not".into(),
         })
     }
 
-    /// The streams that were kept of the sequence in `slot` since the last call; `None` if there are none.
+    /// The streams of the sequence in `slot` that were kept for a drafter since the last call; `None` if there are
+    /// none, or if the drafter has read them already.
     fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {
         let _ = slot;
         None

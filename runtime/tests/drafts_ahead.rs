@@ -3,7 +3,7 @@
 mod common;
 
 use common::device::{DEPTH, Device, VOCAB, alone, piece};
-use common::oracle::{Futures, oracle};
+use common::oracle::{Futures, oracle, reading_oracle};
 use nq_kernels::rng::Philox;
 use nq_runtime::speculation::DraftCounts;
 use nq_runtime::{Batch, DraftModel, Error, Result, Speculation};
@@ -98,6 +98,52 @@ fn drafts_change_no_sequence() {
             // As far as it pays.
             at_random(positions, oracle(&texts, wrong_in, free), &texts);
         }
+        for wrong_in in [1, 3] {
+            at_random(positions, reading_oracle(&texts, wrong_in).always(), &texts);
+            at_random(positions, reading_oracle(&texts, wrong_in), &texts);
+        }
+    }
+}
+
+/// While a drafter reads the streams of every step, the host writes the tokens of all of them, also of those that
+/// check nothing and of those beside which a sequence joins.
+#[test]
+fn no_step_runs_ahead_of_a_drafter_that_reads_streams() {
+    let texts: Futures = Arc::new(Mutex::new(Vec::new()));
+    let prompts = [vec![1, 2, 3], vec![5, 6], vec![9]];
+    for (slot, prompt) in prompts.iter().enumerate() {
+        let text = [&prompt[..], &alone(slot as u64, prompt, 40)].concat();
+        texts.lock().unwrap().push(text);
+    }
+    for (wrong_in, drafts) in [(4, 8), (4, 0)] {
+        let mut device = Device::new(3, 3, 1000).checking(9);
+        let mut speculation = reading_oracle(&texts, wrong_in).always().at_most(drafts);
+        let mut batch = Batch::new(&mut device).with_drafts(Some(&mut speculation));
+        let mut drawn = vec![Vec::new(); 3];
+        let mut step = 0;
+        while step < 10 || batch.running() > 0 {
+            // One sequence joins every third step.
+            let slot = step / 3;
+            let joins = step % 3 == 0 && slot < 3;
+            let mut pieces = Vec::new();
+            if joins {
+                let drafts = batch.speculation().expect("it drafts");
+                drafts.follow(slot, prompts[slot].clone());
+                pieces.push(piece(slot, &prompts[slot], slot as u64, 30));
+            }
+            let each = &mut |slot: usize, token: Result<u32>| {
+                drawn[slot].push(token.expect("there is room"));
+                ControlFlow::Continue(())
+            };
+            batch.step(pieces, each).unwrap();
+            step += 1;
+        }
+        drop(batch);
+        for (slot, drawn) in drawn.iter().enumerate() {
+            assert_eq!(*drawn, alone(slot as u64, &prompts[slot], 30));
+        }
+        assert_eq!(device.ahead, 0);
+        assert_eq!(speculation.counts().accepted > 20, drafts > 0);
     }
 }
 

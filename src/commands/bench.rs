@@ -87,7 +87,7 @@ pub struct BenchArgs {
     /// Number of layers of the preset that drafts [default: that of its published shape]
     #[arg(long, value_name = "N", requires = "draft", value_parser = parse_count)]
     pub draft_layers: Option<usize>,
-    /// Acceptance rate to give a draft model (0 to 1), if the text itself is the answer
+    /// Acceptance rate to give a drafter with weights (0 to 1), if the text itself is the answer
     #[arg(long, value_name = "SHARE", requires = "draft", value_parser = parse_share)]
     pub draft_right: Option<f64>,
 }

@@ -113,7 +113,7 @@ pub struct ChatArgs {
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
     /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), a
-    /// smaller MODEL with the same tokenizer drafts, eagle3:FOLDER asks an EAGLE-3 head made for the model (CPU),
+    /// smaller MODEL with the same tokenizer drafts, eagle3:FOLDER asks an EAGLE-3 head made for the model,
     /// none turns it off [default: ngram on devices where answers stay exactly the same, such as CPUs with
     /// quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]

@@ -13,7 +13,7 @@ use nq_runtime::{
     DraftModel, Eagle, Engine, Generated, KvType, Limits, Sampler, SamplingParams, Sequence,
     Session, SessionSpec, Speculation,
 };
-use replay::Replay;
+use replay::{Replay, Told};
 use std::ops::ControlFlow;
 
 /// The text that a measurement decodes.
@@ -33,7 +33,7 @@ pub enum Answer<'a> {
         prompt: &'a [u32],
         /// The answer.
         answer: &'a [u32],
-        /// Acceptance rate to give a draft model, by replacing its tokens with right and wrong ones at random.
+        /// Acceptance rate to give a drafter with weights, by replacing its tokens with right and wrong ones at random.
         /// `None`: its tokens are its own.
         right: Option<f64>,
     },
@@ -51,7 +51,12 @@ pub enum DraftBy<'a> {
         vocab: usize,
     },
     /// An EAGLE-3 head.
-    Eagle(&'a Eagle),
+    Eagle {
+        /// The head.
+        head: &'a Eagle,
+        /// Number of tokens of the model.
+        vocab: usize,
+    },
 }
 
 /// A measurement of speculative decoding.
@@ -105,7 +110,22 @@ impl TextSpec<'_> {
     fn speculation(&self, session: &mut dyn Session) -> Result<Speculation> {
         let speculation = match &self.drafts.0 {
             DraftBy::Ngram => Speculation::ngram(),
-            DraftBy::Eagle(eagle) => Speculation::new(Box::new(eagle.drafter(session)?)),
+            DraftBy::Eagle { head, vocab } => {
+                let drafter = head.drafter(session)?;
+                Speculation::new(match self.answer {
+                    Answer::Replayed {
+                        prompt,
+                        answer,
+                        right: Some(right),
+                    } => Box::new(Told {
+                        drafter,
+                        text: [prompt, answer].concat(),
+                        right,
+                        vocab: *vocab,
+                    }),
+                    _ => drafter,
+                })
+            }
             DraftBy::Model { engine, vocab } => {
                 let right = match self.answer {
                     Answer::Replayed { right, .. } => right,

@@ -131,6 +131,7 @@ pub(crate) fn sampling(t: &mut Timing) -> Result<()> {
                     ring: &mut ring,
                     logprobs: &mut logprobs,
                     ring_len: RING,
+                    ids: None,
                     embedding,
                     x: &mut x,
                     idle: 1,

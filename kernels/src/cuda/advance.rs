@@ -289,7 +289,9 @@ pub struct Advance<'a> {
     pub logprobs: &'a mut Mapped<Logprobs>,
     /// Length of a ring; a power of two.
     pub ring_len: usize,
-    /// `[vocab, hidden]`
+    /// The token of each row of logits' `vocab` values; `None` if their numbers are the tokens.
+    pub ids: Option<&'a Checked<u32>>,
+    /// `[tokens, hidden]`; without `ids`, `vocab` tokens.
     pub embedding: &'a DeviceLinear,
     /// `[m, hidden]`: receives the next residuals.
     pub x: &'a mut Buffer<f32>,
@@ -335,6 +337,7 @@ struct AdvanceArgs {
     short: Address,
     embedding: PackedArgs,
     x: Address,
+    ids: Address,
     blocks: i32,
     vocab: i32,
     ring_size: i32,
@@ -387,11 +390,13 @@ impl Stream {
     /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     pub fn advance(&self, a: Advance<'_>) -> Result<()> {
         let o = self.operands("advance");
-        let (m, vocab, width) = (a.m, a.embedding.rows(), a.embedding.inputs());
+        let (m, width) = (a.m, a.embedding.inputs());
+        let vocab = a.ids.map_or(a.embedding.rows(), |ids| ids.values().len());
+        let tokens = a.ids.map_or(vocab, |ids| *ids.bounds());
         let bounds = *a.step.bounds();
         o.at_least("blocks", 1, a.blocks)?;
         o.at_most("vocabulary", MOST_RANKED, vocab)?;
-        o.at_most("vocabulary", bounds.tokens, vocab)?;
+        o.at_most("tokens", bounds.tokens.min(a.embedding.rows()), tokens)?;
         if !a.ring_len.is_power_of_two() {
             return o.refuse("ring", "a power of two", a.ring_len);
         }
@@ -409,6 +414,7 @@ impl Stream {
             short,
             embedding: a.embedding.args(&o)?,
             x: o.of("x", a.x, &[m, width])?,
+            ids: o.optional("ids", a.ids.map(Checked::values), &[vocab])?,
             blocks: a.blocks as i32,
             vocab: vocab as i32,
             ring_size: a.ring_len as i32,

@@ -37,7 +37,7 @@ pub use attention::{
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use driver::{
     Buffer, Checked, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark, Pinned,
-    Stream, check_device, device_count, driver_needed,
+    Stream, Strided, check_device, device_count, driver_needed,
 };
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width};
 pub use gemm::GemmOutput;

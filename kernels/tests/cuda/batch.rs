@@ -177,7 +177,8 @@ fn products_of_several_sequences_in_real_shapes() {
 fn gates_and_ups_of_several_sequences() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
-    let many = (MANY_TILES.0 / 2, MANY_TILES.1);
+    // Gates and ups alternate every eight rows.
+    let many = ((MANY_TILES.0 / 2).next_multiple_of(8), MANY_TILES.1);
     for (width, inp) in [(8, 256), (40, 72), (264, 1000), many] {
         for (gate, up) in weights(width, inp, 41).iter().zip(&weights(width, inp, 43)) {
             let packed = pack(&gpu, &[gate, up], Stack::Interleave);

@@ -2,9 +2,51 @@
 
 use super::{dense, gpu, pack};
 use nq_formats::DType;
-use nq_kernels::cuda::{GemvOutput, Gpu, HostWork, Norm, Stack, table};
+use nq_kernels::cuda::{GemvOutput, Gpu, HostWork, Norm, Stack, Strided, table};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Rows go from one place to another, in a stream and in a graph; what is beside them stays.
+#[test]
+fn rows_are_copied() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let values: Vec<f32> = (0..40).map(|i| i as f32).collect();
+    let from = gpu.upload("a test", &values).unwrap();
+    let strided = |at, stride| Strided { at, stride };
+    for recorded in [false, true] {
+        let mut to = gpu.upload("a test", &[-1f32; 30]).unwrap();
+        let mut copy =
+            || stream.copy_rows((&from, strided(3, 9)), (&mut to, strided(1, 7)), (4, 5));
+        match recorded {
+            false => copy().unwrap(),
+            true => {
+                let graph = stream.record(&mut copy).unwrap();
+                stream.run(&graph).unwrap();
+            }
+        }
+        stream.synchronize().unwrap();
+        let mut found = [0f32; 30];
+        to.read(0, &mut found).unwrap();
+        for (at, &found) in found.iter().enumerate() {
+            let (row, column) = (at.wrapping_sub(1) / 7, at.wrapping_sub(1) % 7);
+            let expected = match at > 0 && row < 4 && column < 5 {
+                true => (3 + 9 * row + column) as f32,
+                false => -1.0,
+            };
+            assert_eq!(found, expected, "value {at}");
+        }
+        // Nothing of no rows, past no end, and no row into the next one.
+        let mut copy = |from_at, to_at, rows, width| {
+            let to = (&mut to, strided(to_at, 7));
+            stream.copy_rows((&from, strided(from_at, 9)), to, (rows, width))
+        };
+        copy(50, 50, 0, 5).unwrap();
+        copy(9, 1, 4, 5).unwrap_err();
+        copy(3, 5, 4, 5).unwrap_err();
+        copy(3, 1, 3, 8).unwrap_err();
+    }
+}
 
 /// Values put in a stream are in order with the work before and after, whatever happens to the
 /// host's values afterwards.

@@ -151,6 +151,7 @@ impl Bench {
             ring: &mut self.ring,
             logprobs: &mut self.logprobs,
             ring_len: RING,
+            ids: None,
             embedding: &self.embedding,
             x: &mut self.x,
             idle: M,
@@ -483,6 +484,57 @@ fn rows_change_hands() {
     assert_eq!(bench.run(true)[2].0, 19);
 }
 
+/// Where logits have numbers of their own, tokens and embeddings are those that the numbers stand for.
+#[test]
+fn numbers_of_logits_stand_for_tokens() {
+    let Some(gpu) = gpu() else { return };
+    const TOKENS: usize = 3000;
+    let mut bench = Bench::new(&gpu, 700);
+    let (logits, _) = plain(&mut bench, Sampling::default());
+    let embedding = dense(DType::F16, TOKENS, HIDDEN, 6);
+    bench.embedding = pack(&gpu, &[&embedding], Stack::Concat);
+    bench.step = Checked::new(&gpu, "a test", M, Step::default(), bounds(TOKENS)).unwrap();
+    let tokens: Vec<u32> = (0..700).map(|number| 4 * number + 5).collect();
+    let ids = Checked::upload(&gpu, "a test", &tokens, TOKENS).unwrap();
+    let mut advance = |ids: &Checked<u32>| {
+        bench.stream.advance(Advance {
+            m: M,
+            logits: &bench.logits,
+            best: &bench.best,
+            blocks: bench.blocks,
+            candidates: None,
+            sampling: &bench.sampling,
+            adjust: &mut bench.adjust,
+            step: &mut bench.step,
+            ring: &mut bench.ring,
+            logprobs: &mut bench.logprobs,
+            ring_len: RING,
+            ids: Some(ids),
+            embedding: &bench.embedding,
+            x: &mut bench.x,
+            idle: M,
+        })
+    };
+    // Ids that the embedding may not have are refused.
+    let wide = Checked::upload(&gpu, "a test", &tokens, TOKENS + 1).unwrap();
+    advance(&wide).unwrap_err();
+    advance(&ids).unwrap();
+    bench.stream.synchronize().unwrap();
+    let mut steps = [Step::default(); M];
+    bench.step.values().read(0, &mut steps).unwrap();
+    for (row, (step, logits)) in steps.iter().zip(logits.chunks(700)).enumerate() {
+        let best = (0..700).max_by(|&a, &b| logits[a].total_cmp(&logits[b]));
+        let token = tokens[best.unwrap()];
+        assert_eq!((step.token, bench.ring.load(row * RING)), (token, token));
+        let (mut x, mut expected) = (vec![0f32; HIDDEN], vec![0f32; HIDDEN]);
+        bench.x.read(row * HIDDEN, &mut x).unwrap();
+        embedding
+            .dequantize_row(token as usize, &mut expected)
+            .unwrap();
+        assert_eq!(x, expected);
+    }
+}
+
 #[test]
 fn operands_that_do_not_fit_are_refused() {
     let Some(gpu) = gpu() else { return };
@@ -515,6 +567,7 @@ fn operands_that_do_not_fit_are_refused() {
             ring: &mut bench.ring,
             logprobs,
             ring_len: RING,
+            ids: None,
             embedding: &bench.embedding,
             x: &mut bench.x,
             idle: M,

@@ -192,25 +192,39 @@ impl Batch<'_> {
                 device.check(piece.tokens, sampler)?;
             }
         }
-        if pieces.is_empty() {
+        // False if steps run ahead, or have to.
+        let mut waits = self.members.is_empty();
+        if pieces.is_empty() || self.reads_every_step() {
             match self.drafts_ahead() {
-                Drafts::None => {}
-                Drafts::Coming => return self.receive(each),
+                Drafts::Coming if pieces.is_empty() => return self.receive(each),
                 Drafts::Here(drafts) => {
-                    if self.check_drafts(&drafts, each)? {
+                    waits = self.check_drafts(&drafts, each)?;
+                    if waits && pieces.is_empty() {
                         return Ok(());
                     }
                 }
+                Drafts::Coming | Drafts::None => {}
             }
         }
         // Steps of running sequences go before prompts, so that their tokens do not wait.
-        self.fill()?;
+        if !waits {
+            self.fill()?;
+        }
         let prompts = self.queue_prompts(&pieces)?;
         for piece in pieces {
             if let Some(&token) = piece.tokens.last() {
                 let len = self.session.len(piece.slot);
                 self.join(piece.slot, token, len, piece.then);
             }
+        }
+        if waits && self.reads_every_step() {
+            while self.queue.steps() > 0 {
+                self.receive(each)?;
+            }
+            while !self.queue.is_empty() {
+                self.finish_prompts()?;
+            }
+            return Ok(());
         }
         self.fill()?;
         self.tell_blocked(each);

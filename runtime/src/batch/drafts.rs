@@ -15,7 +15,7 @@ pub(super) enum Drafts {
     None,
     /// There will be drafts once the queued steps have been received.
     Coming,
-    /// The drafted tokens of each member.
+    /// The drafted tokens of each member; there may be none, if the drafter reads every step.
     Here(Vec<Vec<u32>>),
 }
 
@@ -29,10 +29,15 @@ impl Batch<'_> {
             })
     }
 
+    /// True if a drafter reads the streams of every step: those of steps that run ahead would be missing.
+    pub(super) fn reads_every_step(&self) -> bool {
+        self.is_drafting() && (self.speculation.as_ref()).is_some_and(|s| s.reads_streams())
+    }
+
     /// The drafts after the text that the host knows.
     pub(super) fn drafts_ahead(&mut self) -> Drafts {
         let (ctx, most_rows) = (self.session.spec().ctx, self.session.draft_rows());
-        let queued = self.queue.steps();
+        let (queued, reads) = (self.queue.steps(), self.reads_every_step());
         let (Some(speculation), false) = (&mut self.speculation, self.queue.has_prompts()) else {
             return Drafts::None;
         };
@@ -62,9 +67,9 @@ impl Batch<'_> {
             };
         }
         let drafts = speculation.draft(&wanted, wanted.len(), most_rows);
-        match drafts.iter().all(Vec::is_empty) {
-            true => Drafts::None,
-            false => Drafts::Here(drafts),
+        match reads || drafts.iter().any(|d| !d.is_empty()) {
+            true => Drafts::Here(drafts),
+            false => Drafts::None,
         }
     }
 

@@ -2,14 +2,14 @@
 
 use super::layer::pack;
 use super::session::embed;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::load::LoadOptions;
 use crate::models;
 use crate::rope::Rotary;
 use crate::sampler::best_token;
+use crate::speculation::head::{HeadProduct, HeadWeights, NOT_FINITE, rotary};
 use crate::weights::Census;
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
-use nq_formats::names::HEAD;
 use nq_formats::{ModelConfig, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
 
@@ -22,16 +22,7 @@ pub(crate) struct EagleModel {
     cpu: Cpu,
     rotary: Rotary,
     embedding: Weight, // [vocab, hidden]
-    fc: Linear,        // [hidden, 3 hidden]
-    token_norm: Vec<f32>,
-    hidden_norm: Vec<f32>,
-    qkv: Linear, // [q_dim + 2 kv_dim, 2 hidden]
-    o: Linear,
-    mlp_norm: Vec<f32>,
-    gate_up: Linear,
-    down: Linear,
-    norm: Vec<f32>,
-    head: Linear, // [draft vocab, hidden]
+    weights: HeadWeights<Linear, Vec<f32>>,
     /// The model's token for each of the head's.
     tokens: Vec<u32>,
 }
@@ -47,62 +38,21 @@ impl EagleModel {
         options: &LoadOptions,
     ) -> Result<Self> {
         head.check_model(model)?;
-        let (cpu, c, store) = (options.cpu()?, &head.config, head.store.as_ref());
-        let (h, d) = (c.hidden_size, c.head_dim);
-        let (q, kv) = (c.num_attention_heads * d, c.num_key_value_heads * d);
+        let cpu = options.cpu()?;
         let mut census = Census::default();
-        let mut linear =
-            |product: &'static str, parts: &[(&str, usize, usize)]| -> Result<Linear> {
-                let read = |&(part, out, inputs): &(&str, usize, usize)| {
-                    store.matrix(&head.name(part), (out, inputs))
-                };
-                let weights: Vec<Weight> = parts.iter().map(read).collect::<Result<_, _>>()?;
-                let parts: Vec<&Weight> = weights.iter().collect();
-                pack(&cpu, options, (product, 1), &parts, &mut census)
-            };
-        let fc = linear("fc", &[("fc", h, TAPS * h)])?;
-        let qkv = linear(
-            "qkv",
-            &[
-                (".self_attn.q_proj", q, 2 * h),
-                (".self_attn.k_proj", kv, 2 * h),
-                (".self_attn.v_proj", kv, 2 * h),
-            ],
-        )?;
-        let o = linear("o", &[(".self_attn.o_proj", h, q)])?;
-        let width = c.intermediate_size;
-        let gate_up = linear(
-            "gate_up",
-            &[(".mlp.gate_proj", width, h), (".mlp.up_proj", width, h)],
-        )?;
-        let down = linear("down", &[(".mlp.down_proj", h, width)])?;
-        let drafted = linear("draft head", &[(HEAD, c.draft_vocab_size, h)])?;
-        let norm =
-            |part: &str| -> Result<Vec<f32>> { Ok(store.vector(&head.name(part), h)?.to_f32()?) };
-        let shape = ModelConfig {
-            head_dim: d,
-            rope: c.rope,
-            ..model.clone()
+        let linear = |product: HeadProduct, parts: &[&Weight]| {
+            pack(&cpu, options, (product.0, 1), parts, &mut census)
         };
         Ok(EagleModel {
-            token_norm: norm(".input_layernorm")?,
-            hidden_norm: norm(".hidden_norm")?,
-            mlp_norm: norm(".post_attention_layernorm")?,
-            norm: norm("norm")?,
+            weights: HeadWeights::read(head, linear, Ok)?,
             embedding: match head.has_embedding {
-                true => models::embedding(store, model)?,
+                true => models::embedding(head.store.as_ref(), model)?,
                 false => models::embedding(target, model)?,
             },
-            rotary: Rotary::new(&shape),
-            config: c.clone(),
+            rotary: rotary(head, model),
+            config: head.config.clone(),
             tokens: head.tokens.clone(),
-            head: drafted,
             cpu,
-            fc,
-            qkv,
-            o,
-            gate_up,
-            down,
         })
     }
 
@@ -127,65 +77,59 @@ impl EagleModel {
         for (i, (tokens, streams)) in rows.enumerate() {
             let mut x = vec![0.0; tokens.len() * h];
             self.cpu
-                .linear(&self.fc, streams, &mut x, Epilogue::Store)?;
-            self.layer((cache, table), position + i * ROWS, tokens, &mut x)?;
-            last = x[x.len() - h..].to_vec();
+                .linear(&self.weights.fc, streams, &mut x, Epilogue::Store)?;
+            last = self.layer((cache, table), position + i * ROWS, tokens, x)?;
         }
         Ok(last)
     }
 
-    /// Feeds the drafted `token`; `x` `[hidden]` is the stream after the token before it, and becomes that after
-    /// this one.
+    /// Feeds the drafted `token`; `x` `[hidden]` is the stream after the token before it. Returns that after this
+    /// one.
     pub(crate) fn feed_draft(
         &self,
         cache: (&mut KvPages, &[u32]),
         position: usize,
         token: u32,
-        x: &mut [f32],
-    ) -> Result<()> {
+        x: Vec<f32>,
+    ) -> Result<Vec<f32>> {
         self.layer(cache, position, &[token], x)
     }
 
     /// The likeliest token after the stream `x` `[hidden]`.
     pub(crate) fn draft(&self, x: &[f32]) -> Result<u32> {
+        let (c, w) = (&self.config, &self.weights);
         let mut normed = vec![0.0; x.len()];
-        (self.cpu).rms_norm(x, &self.norm, self.config.rms_norm_eps, &mut normed);
-        let mut logits = vec![0.0; self.config.draft_vocab_size];
-        (self.cpu).linear(&self.head, &normed, &mut logits, Epilogue::Store)?;
+        (self.cpu).rms_norm(x, &w.norm, c.rms_norm_eps, &mut normed);
+        let mut logits = vec![0.0; c.draft_vocab_size];
+        (self.cpu).linear(&w.head, &normed, &mut logits, Epilogue::Store)?;
         Ok(self.tokens[best_token(&logits)? as usize])
     }
 
-    /// The layer over rows of one sequence: `x` `[rows, hidden]` is its input and becomes its output.
+    /// The layer over rows of one sequence, whose input streams are `x` `[rows, hidden]`: the stream after the
+    /// last row. Of the others only keys and values are needed.
     fn layer(
         &self,
         (cache, table): (&mut KvPages, &[u32]),
         position: usize,
         tokens: &[u32],
-        x: &mut [f32],
-    ) -> Result<()> {
-        let (cpu, c, m) = (&self.cpu, &self.config, tokens.len());
+        mut x: Vec<f32>,
+    ) -> Result<Vec<f32>> {
+        let (cpu, c, w, m) = (&self.cpu, &self.config, &self.weights, tokens.len());
         let (h, d, eps) = (c.hidden_size, c.head_dim, c.rms_norm_eps);
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
         let (q_dim, kv_dim) = (heads * d, kv_heads * d);
         let stride = q_dim + 2 * kv_dim;
 
         let (mut rows, mut normed) = (vec![0.0; m * h], vec![0.0; m * h]);
-        let mut both = vec![0.0; m * 2 * h];
-        let mut place = |normed: &[f32], half: usize| {
-            let pairs = both.chunks_exact_mut(2 * h).zip(normed.chunks_exact(h));
-            pairs.for_each(|(to, from)| to[half * h..][..h].copy_from_slice(from));
-        };
-        embed(&self.embedding, tokens.iter(), &mut rows)?;
-        cpu.rms_norm(&rows, &self.token_norm, eps, &mut normed);
-        place(&normed, 0);
-        cpu.rms_norm(x, &self.hidden_norm, eps, &mut normed);
-        place(&normed, 1);
-        if c.norm_before_residual {
-            x.copy_from_slice(&normed);
-        }
-
         let mut qkv = vec![0.0; m * stride];
-        cpu.linear(&self.qkv, &both, &mut qkv, Epilogue::Store)?;
+        embed(&self.embedding, tokens.iter(), &mut rows)?;
+        cpu.rms_norm(&rows, &w.embedding_norm, eps, &mut normed);
+        cpu.linear(&w.qkv_of_embedding, &normed, &mut qkv, Epilogue::Store)?;
+        cpu.rms_norm(&x, &w.stream_norm, eps, &mut normed);
+        cpu.linear(&w.qkv_of_stream, &normed, &mut qkv, Epilogue::Add)?;
+        let residual = if c.norm_before_residual { normed } else { x };
+        x = residual[(m - 1) * h..].to_vec();
+
         let mut angles = vec![(0.0, 0.0); d / 2];
         for (r, row) in qkv.chunks_exact_mut(stride).enumerate() {
             self.rotary.row(position + r, &mut angles);
@@ -196,27 +140,26 @@ impl EagleModel {
             let at = position + r;
             cache.store(table[at / PAGE], at % PAGE, &rotated[q_dim..], values);
         }
-        let mut attended = vec![0.0; m * q_dim];
+        let last = &qkv[(m - 1) * stride..];
+        let mut attended = vec![0.0; q_dim];
         let span = Span {
             row: 0,
-            len: m,
-            position,
+            len: 1,
+            position: position + m - 1,
         };
         let cache = &*cache;
         let sequence = |_: usize| KvSequence::new(cache, table);
-        cpu.attention_batch(&qkv, stride, &[span], heads, d, sequence, &mut attended);
-        cpu.linear(&self.o, &attended, x, Epilogue::Add)?;
+        cpu.attention_batch(last, stride, &[span], heads, d, sequence, &mut attended);
+        cpu.linear(&w.o, &attended, &mut x, Epilogue::Add)?;
 
-        cpu.rms_norm(x, &self.mlp_norm, eps, &mut normed);
-        let mut gated = vec![0.0; m * c.intermediate_size];
-        cpu.linear(&self.gate_up, &normed, &mut gated, Epilogue::SiluMul)?;
-        cpu.linear(&self.down, &gated, x, Epilogue::Add)?;
-        match crate::engine::all_finite(x) {
-            true => Ok(()),
-            false => Err(Error::NotFinite {
-                what: "the EAGLE-3 head behind the output",
-                layer: 0,
-            }),
+        let mut normed = vec![0.0; h];
+        cpu.rms_norm(&x, &w.mlp_norm, eps, &mut normed);
+        let mut gated = vec![0.0; c.intermediate_size];
+        cpu.linear(&w.gate_up, &normed, &mut gated, Epilogue::SiluMul)?;
+        cpu.linear(&w.down, &gated, &mut x, Epilogue::Add)?;
+        match crate::engine::all_finite(&x) {
+            true => Ok(x),
+            false => Err(NOT_FINITE),
         }
     }
 }

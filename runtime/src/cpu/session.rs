@@ -8,7 +8,7 @@ use crate::engine::{
 };
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
-use crate::speculation::Tapped;
+use crate::speculation::{Drafter, Eagle, EagleDrafts, Tapped};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Epilogue, FEW_ROWS, KvPages, Linear};
 use std::sync::Arc;
@@ -243,20 +243,13 @@ impl Session for CpuSession {
         self.taps.truncate(slot, len, hidden);
     }
 
-    fn tap(&mut self, after: &[usize]) -> Result<()> {
-        let layers = self.model.layers.len();
-        if let Some(found) = after.iter().find(|a| !(1..=layers).contains(*a)) {
-            return Err(Error::Request {
-                what: "layers to read residual streams after",
-                expected: format!("1 to {layers}"),
-                found: found.to_string(),
-            });
-        }
+    fn eagle_drafts(&mut self, head: &Eagle) -> Result<Box<dyn Drafter>> {
+        let drafts = EagleDrafts::new(head.on_cpu()?, &self.spec);
         self.taps = Taps {
-            after: after.to_vec(),
+            after: head.taps().to_vec(),
             slots: vec![Tapped::default(); self.spec.slots],
         };
-        Ok(())
+        Ok(Box::new(drafts))
     }
 
     fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {

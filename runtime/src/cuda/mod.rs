@@ -1,5 +1,6 @@
 //! The GPU engine: nq's own forward over `nq_kernels::cuda`.
 
+mod eagle;
 mod host_experts;
 mod model;
 mod plan;
@@ -10,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::kv::least_prefix;
 use crate::load::{ActivationChoice, LoadOptions};
 use crate::memory::Kinds;
+pub(crate) use eagle::CudaEagle;
 use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::cpu::OpTiming;

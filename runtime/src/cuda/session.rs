@@ -3,7 +3,9 @@
 mod passes;
 mod rows;
 mod step;
+mod taps;
 
+use super::eagle::EagleRun;
 use super::model::CudaModel;
 use crate::batch::StepsAhead;
 use crate::engine::{
@@ -11,17 +13,20 @@ use crate::engine::{
 };
 use crate::error::{Error, Result};
 use crate::kv::{PageCopy, PageTables};
+use crate::speculation::{Drafter, Eagle};
 use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, DevicePages, Gpu, GroupedRows, HEAD_DIM, HostStage, Mark,
-    PageEntry, PageStaging, PagesShape, Pinned, Places, Row, Stream, gated_width,
+    Buffer, Checked, DeviceLinear, DevicePages, Gpu, GroupedRows, HEAD_DIM, HostStage,
+    MOST_SEQUENCES, Mark, PageEntry, PageStaging, PagesShape, Pinned, Places, Row, Stream,
+    gated_width,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
 use step::{Graphs, StepRows, most_rows};
 pub(super) use step::{least_shared_pages, most_together};
+use taps::Taps;
 
 /// Rows of logits computed and copied at a time.
 pub(super) const LOGIT_ROWS: usize = 64;
@@ -40,6 +45,8 @@ pub(super) struct CudaSession {
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, head_dim / 2]
     step: StepRows,
     many: ManyRows,
+    /// Reads the residual streams of the rows that the host has written.
+    eagle: Option<EagleRun>,
     /// Start and end of queued chunks that have not been waited for.
     prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
@@ -64,6 +71,7 @@ struct ManyRows {
     logits: Buffer<f32>,   // [LOGIT_ROWS, vocab]
     experts: Option<ExpertRows>,
     full: Option<FullRows>,
+    taps: Option<Taps>,
 }
 
 /// Buffers for layers with experts.
@@ -167,6 +175,7 @@ impl ManyRows {
                 KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
                 KernelSet::Fused => None,
             },
+            taps: None,
         })
     }
 }
@@ -241,6 +250,7 @@ impl CudaSession {
             cos_sin,
             step: memory.step,
             many: memory.many,
+            eagle: None,
             prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
@@ -267,27 +277,38 @@ impl CudaSession {
         }
     }
 
-    /// Makes room for more positions of sequences, given as (slot, positions): queues the copies of
-    /// shared pages and the changes of the device's page tables.
+    /// Makes room for more positions of sequences, given as (slot, positions).
     fn reserve(&mut self, growth: impl Iterator<Item = (usize, usize)> + Clone) -> Result<()> {
-        for PageCopy { from, to, .. } in self.tables.reserve(growth.clone())? {
-            // Copies all rows: those past the shared ones are written before they are read.
-            self.stream.copy_page(&mut self.pages, from, to)?;
-        }
-        let mut entries = Vec::new();
-        for (slot, _) in growth {
-            let placed = &mut self.placed[slot];
-            for (index, &page) in self.tables.all()[slot].iter().enumerate() {
-                match placed.get_mut(index) {
-                    Some(there) if *there == page => continue,
-                    Some(there) => *there = page,
-                    None => placed.push(page),
-                }
-                entries.push(PageEntry { slot, index, page });
-            }
-        }
-        Ok(self.stream.set_pages(&mut self.pages, &entries)?)
+        let tables = (&mut self.tables, &mut self.placed[..]);
+        reserve_pages(&self.stream, tables, &mut self.pages, growth)
     }
+}
+
+/// Makes room for more positions of sequences, given as (slot, positions): queues the copies of shared
+/// pages and the changes of the device's page tables, of which `placed` is a copy.
+pub(super) fn reserve_pages(
+    stream: &Stream,
+    (tables, placed): (&mut PageTables, &mut [Vec<u32>]),
+    pages: &mut DevicePages,
+    growth: impl Iterator<Item = (usize, usize)> + Clone,
+) -> Result<()> {
+    for PageCopy { from, to, .. } in tables.reserve(growth.clone())? {
+        // Copies all rows: those past the shared ones are written before they are read.
+        stream.copy_page(pages, from, to)?;
+    }
+    let mut entries = Vec::new();
+    for (slot, _) in growth {
+        let placed = &mut placed[slot];
+        for (index, &page) in tables.all()[slot].iter().enumerate() {
+            match placed.get_mut(index) {
+                Some(there) if *there == page => continue,
+                Some(there) => *there = page,
+                None => placed.push(page),
+            }
+            entries.push(PageEntry { slot, index, page });
+        }
+    }
+    Ok(stream.set_pages(pages, &entries)?)
 }
 
 /// Host memory for copying pages, allocated at its first use.
@@ -324,10 +345,17 @@ impl Session for CudaSession {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         self.tables.truncate(slot, len);
+        if let Some(eagle) = &self.eagle {
+            eagle.truncate(slot, len);
+        }
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
-        self.tables.fork(from, to, len)
+        self.tables.fork(from, to, len)?;
+        if let Some(eagle) = &self.eagle {
+            eagle.truncate(to, 0);
+        }
+        Ok(())
     }
 
     fn free_pages(&self) -> Option<usize> {
@@ -387,6 +415,26 @@ impl Session for CudaSession {
             KernelSet::Fused => self.step.most_run(),
             KernelSet::Reference => 1,
         }
+    }
+
+    fn eagle_drafts(&mut self, head: &Eagle) -> Result<Box<dyn Drafter>> {
+        let (model, spec) = (&self.model, &self.spec);
+        if model.kernels == KernelSet::Reference {
+            return Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "EAGLE-3 heads",
+                expected: "--kernels fused".into(),
+                found: model.kernels.to_string(),
+            });
+        }
+        let run = EagleRun::new(head.on_gpu()?, model, &self.stream, spec)?;
+        let taps = |rows: usize| Taps::new(&model.gpu, head.taps(), rows, model.config.hidden_size);
+        self.step.taps = Some(taps(MOST_SEQUENCES)?);
+        self.many.taps = Some(taps(spec.max_rows.max(1))?);
+        self.eagle = Some(run.clone());
+        // The recorded steps keep no streams.
+        self.graphs = Graphs::default();
+        Ok(Box::new(run))
     }
 
     fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {

@@ -9,6 +9,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::load::LoadOptions;
 use crate::stepper::LayerStepper;
+use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::Moments;
@@ -29,6 +30,13 @@ pub(crate) fn count() -> Result<usize, String> {
 
 pub(crate) fn first() -> Result<usize, String> {
     count()
+}
+
+/// There are no heads on a GPU.
+pub(crate) enum GpuEagle {}
+
+pub(crate) fn load_eagle(_: &EagleHead, _: &ModelConfig, ordinal: usize) -> Result<GpuEagle> {
+    absent(ordinal)
 }
 
 pub(crate) fn load(

@@ -1,12 +1,13 @@
 //! The functions of a build with CUDA.
 
 use super::{GpuMemory, GpuSizes};
-use crate::cuda::{CudaEngine, planned};
+use crate::cuda::{CudaEagle, CudaEngine, planned};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::full_precision;
 use crate::load::LoadOptions;
 use crate::stepper::LayerStepper;
+use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::cuda::{
     CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count,
@@ -29,6 +30,17 @@ pub(crate) fn first() -> Result<usize, String> {
     let check = |n| check_device(n).map_err(|e| e.to_string());
     let usable = (0..count()?).find(|&n| check(n).is_ok());
     usable.map_or_else(|| check(0).map(|()| 0), Ok)
+}
+
+pub(crate) use crate::cuda::CudaEagle as GpuEagle;
+
+/// Packs `head` for GPU `ordinal`.
+pub(crate) fn load_eagle(
+    head: &EagleHead,
+    model: &ModelConfig,
+    ordinal: usize,
+) -> Result<GpuEagle> {
+    CudaEagle::load(&Gpu::open(ordinal)?, head, model)
 }
 
 /// Loads the engine of GPU `ordinal`.

@@ -4,8 +4,9 @@
 use super::{Draft, Drafter, Tapped};
 use crate::cpu::eagle::EagleModel;
 use crate::device::Device;
-use crate::engine::Session;
+use crate::engine::{Session, SessionSpec};
 use crate::error::{Error, Result};
+use crate::gpu::{self, GpuEagle};
 use crate::load::LoadOptions;
 use nq_formats::eagle::{EagleHead, TAPS};
 use nq_formats::{ModelConfig, WeightStore};
@@ -15,61 +16,94 @@ use std::sync::Arc;
 /// A loaded head.
 #[derive(Clone)]
 pub struct Eagle {
-    model: Arc<EagleModel>,
+    on: On,
     taps: [usize; TAPS],
 }
 
+/// The weights on their device.
+#[derive(Clone)]
+enum On {
+    Cpu(Arc<EagleModel>),
+    Gpu(Arc<GpuEagle>),
+}
+
 impl Eagle {
-    /// Packs `head` for the model of `target`.
+    /// Packs `head` for the model of `target`, on the device of `options`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a device other than the CPU; a missing or misshapen tensor; a model that the
-    /// head was not made for.
+    /// A missing or misshapen tensor; a model that the head was not made for; on a GPU, a shape that its kernels do
+    /// not serve, and [`Error::Kernel`] if there is no memory for it.
     pub fn load(
         head: &EagleHead,
         target: (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
     ) -> Result<Self> {
-        if options.device.resolve()? != Device::Cpu {
-            return Err(Error::Unsupported {
-                engine: "nq",
-                what: "EAGLE-3 heads",
-                expected: "--device cpu".into(),
-                found: "a GPU".into(),
-            });
-        }
+        head.check_model(target.0)?;
         Ok(Eagle {
             taps: head.config.taps_of(target.0.num_hidden_layers),
-            model: Arc::new(EagleModel::load(head, target, options)?),
+            on: match options.device.resolve()? {
+                Device::Cpu => On::Cpu(Arc::new(EagleModel::load(head, target, options)?)),
+                Device::Cuda(ordinal) => {
+                    On::Gpu(Arc::new(gpu::load_eagle(head, target.0, ordinal)?))
+                }
+            },
         })
     }
 
-    /// Drafts for `session`, which keeps the residual streams that the head reads from now on.
+    /// Drafts for `session`, whose residual streams the head reads from now on.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for sessions that cannot keep them.
-    pub fn drafter(&self, session: &mut dyn Session) -> Result<EagleDrafts> {
-        session.tap(&self.taps)?;
-        let spec = session.spec();
-        let pages = spec.ctx.div_ceil(PAGE);
-        let slot = |slot: usize| Slot {
-            table: (slot * pages..(slot + 1) * pages)
-                .map(|p| p as u32)
-                .collect(),
-            ..Slot::default()
-        };
-        Ok(EagleDrafts {
-            cache: self.model.cache(spec.slots * pages),
-            slots: (0..spec.slots).map(slot).collect(),
-            ctx: spec.ctx,
-            eagle: self.clone(),
-        })
+    /// [`Error::Unsupported`] for sessions that do not give them to it; on a GPU, [`Error::Kernel`] if there is no
+    /// memory for the head's context.
+    pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
+        session.eagle_drafts(self)
+    }
+
+    /// The numbers of layers after which the head reads the residual stream.
+    pub(crate) fn taps(&self) -> [usize; TAPS] {
+        self.taps
+    }
+
+    /// The head on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it is on a GPU.
+    pub(crate) fn on_cpu(&self) -> Result<&Arc<EagleModel>> {
+        match &self.on {
+            On::Cpu(model) => Ok(model),
+            On::Gpu(_) => Err(elsewhere("the CPU", "a GPU")),
+        }
+    }
+
+    /// The head on a GPU.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it is on the CPU.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "for sessions on GPUs")
+    )]
+    pub(crate) fn on_gpu(&self) -> Result<&Arc<GpuEagle>> {
+        match &self.on {
+            On::Cpu(_) => Err(elsewhere("a GPU", "the CPU")),
+            On::Gpu(model) => Ok(model),
+        }
     }
 }
 
-/// The drafter of an [`Eagle`].
-pub struct EagleDrafts {
-    eagle: Eagle,
+/// The error of a head that is not where its target is.
+fn elsewhere(expected: &str, found: &str) -> Error {
+    Error::Unsupported {
+        engine: "nq",
+        what: "an EAGLE-3 head on another device than its model",
+        expected: expected.into(),
+        found: found.into(),
+    }
+}
+
+/// The drafter of an [`Eagle`] on the CPU.
+pub(crate) struct EagleDrafts {
+    model: Arc<EagleModel>,
     cache: KvPages,
     slots: Vec<Slot>,
     ctx: usize,
@@ -116,14 +150,31 @@ impl Slot {
 }
 
 impl EagleDrafts {
+    /// Drafts with `model` for a session of `spec`.
+    pub(crate) fn new(model: &Arc<EagleModel>, spec: &SessionSpec) -> Self {
+        let pages = spec.ctx.div_ceil(PAGE);
+        let slot = |slot: usize| Slot {
+            table: (slot * pages..(slot + 1) * pages)
+                .map(|p| p as u32)
+                .collect(),
+            ..Slot::default()
+        };
+        EagleDrafts {
+            cache: model.cache(spec.slots * pages),
+            slots: (0..spec.slots).map(slot).collect(),
+            ctx: spec.ctx,
+            model: Arc::clone(model),
+        }
+    }
+
     fn width(&self) -> usize {
-        TAPS * self.eagle.model.config.hidden_size
+        TAPS * self.model.config.hidden_size
     }
 
     /// Feeds the rows of the draft's text that are new. False if nothing can be drafted: the streams of its last
     /// tokens are unknown, or the text has tokens that the model does not know.
     fn catch_up(&mut self, draft: &Draft<'_>) -> Result<bool> {
-        let (width, model) = (self.width(), &self.eagle.model);
+        let (width, model) = (self.width(), &self.model);
         let Some(slot) = self.slots.get_mut(draft.slot) else {
             return Ok(false);
         };
@@ -169,7 +220,7 @@ impl Drafter for EagleDrafts {
             if !self.catch_up(draft)? {
                 continue;
             }
-            let (model, slot) = (&self.eagle.model, &mut self.slots[draft.slot]);
+            let (model, slot) = (&self.model, &mut self.slots[draft.slot]);
             let (mut x, mut at) = (slot.last.clone(), slot.fed.len());
             let capacity = slot.table.len() * PAGE;
             while draft.tokens.len() < draft.most {
@@ -179,7 +230,7 @@ impl Drafter for EagleDrafts {
                     break;
                 }
                 // The rows of drafted tokens are written over by those of the text.
-                model.feed_draft((&mut self.cache, &slot.table), at, token, &mut x)?;
+                x = model.feed_draft((&mut self.cache, &slot.table), at, token, x)?;
                 at += 1;
             }
         }

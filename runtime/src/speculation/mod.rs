@@ -13,10 +13,12 @@
 
 mod cost;
 mod eagle;
+pub(crate) mod head;
 mod model;
 mod ngram;
 
-pub use eagle::{Eagle, EagleDrafts};
+pub use eagle::Eagle;
+pub(crate) use eagle::EagleDrafts;
 pub use model::DraftModel;
 pub use ngram::Ngram;
 
@@ -37,7 +39,8 @@ pub trait Drafter: Send {
     /// Those of the drafter. After an error nothing is drafted any more.
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()>;
 
-    /// True if it reads residual streams of the target, which [`Drafter::see`] passes to it.
+    /// True if it reads residual streams of the target: those of a step that draws tokens one by one on the device
+    /// itself would be missing. [`Drafter::see`] passes on what the target has not given it already.
     fn reads_streams(&self) -> bool {
         false
     }
@@ -230,6 +233,11 @@ impl Speculation {
                 self.drafter.see(slot, tapped);
             }
         }
+    }
+
+    /// True if the drafter reads residual streams.
+    pub(crate) fn reads_streams(&self) -> bool {
+        self.drafter.reads_streams()
     }
 
     /// For a device that computes `rounded(rows)` rows in a step that needs `rows`.

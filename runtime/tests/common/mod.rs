@@ -3,6 +3,7 @@
 
 pub(crate) mod device;
 pub(crate) mod oracle;
+pub(crate) mod published;
 
 use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};

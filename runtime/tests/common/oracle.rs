@@ -12,6 +12,7 @@ struct Oracle {
     texts: Futures,
     wrong_in: usize,
     free: bool,
+    reads: bool,
 }
 
 impl Drafter for Oracle {
@@ -32,6 +33,10 @@ impl Drafter for Oracle {
     fn is_free(&self) -> bool {
         self.free
     }
+
+    fn reads_streams(&self) -> bool {
+        self.reads
+    }
 }
 
 /// Drafts by `texts`; one of `wrong_in` tokens is wrong, with 1 all are.
@@ -40,5 +45,16 @@ pub(crate) fn oracle(texts: &Futures, wrong_in: usize, free: bool) -> Speculatio
         texts: texts.clone(),
         wrong_in,
         free,
+        reads: false,
+    }))
+}
+
+/// The same, by a drafter that reads the streams of every step.
+pub(crate) fn reading_oracle(texts: &Futures, wrong_in: usize) -> Speculation {
+    Speculation::new(Box::new(Oracle {
+        texts: texts.clone(),
+        wrong_in,
+        free: false,
+        reads: true,
     }))
 }

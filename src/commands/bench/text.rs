@@ -96,7 +96,10 @@ pub(super) fn run(
         drafts: (
             match &drafts {
                 Drafts::Ngram => DraftBy::Ngram,
-                Drafts::Eagle(eagle) => DraftBy::Eagle(eagle),
+                Drafts::Eagle(head) => DraftBy::Eagle {
+                    head,
+                    vocab: checkpoint.config().vocab_size,
+                },
                 Drafts::Model { engine, vocab, .. } => DraftBy::Model {
                     engine: engine.as_ref(),
                     vocab: *vocab,

@@ -2,9 +2,10 @@
 
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::{Drawn, Run};
-use nq_runtime::speculation::Tapped;
+use nq_runtime::speculation::{Draft, Tapped};
 use nq_runtime::{
-    Chunk, Logits, LogitsWanted, Observer, Result, Sampler, Session, SessionSpec, StepsAhead,
+    Chunk, Drafter, Eagle, Logits, LogitsWanted, Observer, Result, Sampler, Session, SessionSpec,
+    StepsAhead,
 };
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -44,17 +45,52 @@ impl Replay {
 
     /// The token to draw after `position`.
     fn next(&self, position: usize) -> u32 {
-        let token = self.text.get(position + 1).map_or(0, |&t| t);
-        let [word, ..] = Philox::block([7, 7], 0, position as u64);
-        match f64::from(word) < self.right * 2f64.powi(32) {
-            true => token,
-            false => (token + 1) % self.vocab as u32,
-        }
+        said(&self.text, position, self.right, self.vocab)
     }
 
     fn device(&mut self) -> &mut dyn StepsAhead {
         let device = self.session.steps_ahead();
         device.expect("only a session that has a device hands it out")
+    }
+}
+
+/// The token after `position` of `text` or, at a share of `1 - right` of all positions, a different one.
+fn said(text: &[u32], position: usize, right: f64, vocab: usize) -> u32 {
+    let token = text.get(position + 1).map_or(0, |&t| t);
+    let [word, ..] = Philox::block([7, 7], 0, position as u64);
+    match f64::from(word) < right * 2f64.powi(32) {
+        true => token,
+        false => (token + 1) % vocab as u32,
+    }
+}
+
+/// A drafter that computes its drafts, but then says tokens of a known text instead of them.
+pub(super) struct Told {
+    pub(super) drafter: Box<dyn Drafter>,
+    pub(super) text: Vec<u32>,
+    /// Share of positions at which it says the text's token; at the others it says a different one.
+    pub(super) right: f64,
+    pub(super) vocab: usize,
+}
+
+impl Drafter for Told {
+    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
+        self.drafter.draft(drafts)?;
+        for draft in drafts {
+            for (i, token) in draft.tokens.iter_mut().enumerate() {
+                let position = (draft.text.len() + i).saturating_sub(1);
+                *token = said(&self.text, position, self.right, self.vocab);
+            }
+        }
+        Ok(())
+    }
+
+    fn reads_streams(&self) -> bool {
+        self.drafter.reads_streams()
+    }
+
+    fn see(&mut self, slot: usize, tapped: Tapped) {
+        self.drafter.see(slot, tapped);
     }
 }
 
@@ -71,8 +107,8 @@ impl Session for Replay {
         self.session.truncate(slot, len);
     }
 
-    fn tap(&mut self, after: &[usize]) -> Result<()> {
-        self.session.tap(after)
+    fn eagle_drafts(&mut self, head: &Eagle) -> Result<Box<dyn Drafter>> {
+        self.session.eagle_drafts(head)
     }
 
     fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {

@@ -16,6 +16,7 @@
 mod blas;
 mod checked;
 mod code;
+mod copy;
 mod found;
 mod gpu;
 mod host;
@@ -31,6 +32,7 @@ pub use checked::{Checked, Followed};
 pub use code::driver_needed;
 #[cfg(test)]
 pub(in crate::cuda) use code::targets;
+pub use copy::Strided;
 pub use found::{check_device, device_count};
 pub use gpu::{Gpu, GpuInfo};
 pub use host::{HostStage, HostWork};

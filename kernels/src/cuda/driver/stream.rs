@@ -588,6 +588,8 @@ pub struct Mark {
 
 // SAFETY: as for streams.
 unsafe impl Send for Mark {}
+// SAFETY: as for streams.
+unsafe impl Sync for Mark {}
 
 impl Mark {
     /// Moves the mark behind the work queued in `stream` so far.

@@ -303,6 +303,16 @@ impl Ops for NarrowPass<'_> {
         let on = (device.stream, device.model, device.host);
         add_experts(on, layer, experts, rows, None, &mut step.x, device.kind.m)
     }
+
+    fn end_layer(&mut self, layer: usize) -> Result<()> {
+        let (device, step) = (self.device, &mut *self.step);
+        match &mut step.taps {
+            Some(taps) if device.kind.runs => {
+                taps.keep(device.stream, layer, &step.x, device.kind.m)
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// More rows: a product that is added leaves its sums in parts, which the following norm adds up.

@@ -220,6 +220,10 @@ impl Ops for Pass<'_, '_> {
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
+        let many = &mut *self.many;
+        if let Some(taps) = &mut many.taps {
+            taps.keep(self.stream, layer, &many.x, self.m)?;
+        }
         if let Some(observer) = &mut *self.observer {
             let n = self.m * self.model.config.hidden_size;
             observer.layer_output(layer, &fetch(self.stream, &self.many.x, n)?);
@@ -327,6 +331,12 @@ impl CudaSession {
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
         self.run_layers(&sequences, tokens.len(), observer)?;
+        if let (Some(eagle), Some(taps)) = (&self.eagle, &self.many.taps) {
+            for (chunk, rows) in chunks.iter().zip(&sequences) {
+                let streams = (taps.streams(), rows.row);
+                eagle.take(rows.slot, rows.position, chunk.tokens, streams)?;
+            }
+        }
         Ok(wanted)
     }
 

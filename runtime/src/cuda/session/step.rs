@@ -4,7 +4,7 @@
 mod ahead;
 
 use super::passes::Device;
-use super::{CudaSession, ExpertRows, LOGIT_ROWS, Widths, padded};
+use super::{CudaSession, ExpertRows, LOGIT_ROWS, Taps, Widths, padded};
 use crate::batch::{Run, bucket};
 use crate::engine::{Chunk, LogitsWanted, SessionSpec};
 use crate::error::Result;
@@ -59,6 +59,7 @@ pub(super) struct StepRows {
     pub(super) experts: Option<ExpertRows>,
     pub(super) layers: Option<LayersScratch>, // of a step of one row
     pub(super) wide: Option<WideRows>,        // of more rows than `MOST_SEQUENCES`
+    pub(super) taps: Option<Taps>,            // of up to `MOST_SEQUENCES` rows
     pub(super) logits: Buffer<f32>,           // [rows, vocab]
     pub(super) best: Buffer<[f32; 2]>,        // [rows, blocks of the head]
     sampling: Buffer<Sampling>,               // [rows]
@@ -193,6 +194,7 @@ impl StepRows {
                 _ => None,
             },
             wide,
+            taps: None,
             logits: f32s(rows, w.vocab)?,
             best: gpu.zeros("activations", blocks)?,
             sampling: gpu.zeros("activations", rows)?,
@@ -310,6 +312,7 @@ impl CudaSession {
             ring: &mut step.ring,
             logprobs: &mut step.logprobs,
             ring_len: RING,
+            ids: None,
             embedding: model.embedding(),
             x: &mut step.x,
             idle: self.pages.idle_slot(),
@@ -383,17 +386,34 @@ impl CudaSession {
         Ok(())
     }
 
-    /// The kind of a step of `m` rows whose longest sequence has `positions`, including new ones.
-    fn kind(&self, m: usize, positions: usize, end: StepEnd) -> StepKind {
+    /// The kind of a step of `m` rows whose longest sequence has `positions`, including new ones; with `runs`, the
+    /// host has written its tokens.
+    fn kind(&self, m: usize, positions: usize, end: StepEnd, runs: bool) -> StepKind {
         let kv_heads = self.model.config.num_key_value_heads;
+        // One kernel for all layers shows no stream between them.
+        let tapped = runs && self.step.taps.is_some();
         StepKind {
             m,
             splits: AttentionScratch::splits(&self.model.gpu, kv_heads, m, positions),
-            at_once: m == 1 && positions <= MOST_POSITIONS_AT_ONCE,
+            at_once: m == 1 && positions <= MOST_POSITIONS_AT_ONCE && !tapped,
             end,
-            runs: end == StepEnd::Logits,
+            runs,
             shared: None,
         }
+    }
+
+    /// Hands the streams that a step has kept to the drafter that reads them: of each of its runs, the slot, the
+    /// position and the tokens, in the order of its rows.
+    fn hand_over<'t>(&self, runs: impl Iterator<Item = (usize, usize, &'t [u32])>) -> Result<()> {
+        let (Some(eagle), Some(taps)) = (&self.eagle, &self.step.taps) else {
+            return Ok(());
+        };
+        let mut row = 0;
+        for (slot, position, tokens) in runs {
+            eagle.take(slot, position, tokens, (taps.streams(), row))?;
+            row += tokens.len();
+        }
+        Ok(())
     }
 
     /// Tells the device which pages the seated sequences share.
@@ -441,7 +461,11 @@ impl CudaSession {
     /// step computes for every row.
     pub(super) fn fit_a_step(&self, chunks: &[Chunk<'_>]) -> bool {
         let rows: usize = chunks.iter().map(|c| c.tokens.len()).sum();
-        rows <= self.step.rows
+        let most = match self.step.taps {
+            Some(_) => MOST_SEQUENCES.min(self.step.rows),
+            None => self.step.rows,
+        };
+        rows <= most
             && chunks.iter().all(|c| c.tokens.len() <= MOST_RUN)
             && chunks.iter().any(|c| c.logits != LogitsWanted::None)
     }
@@ -465,9 +489,11 @@ impl CudaSession {
         }
         let m = bucket(rows.len()).min(self.step.rows);
         let longest = rows.iter().map(|r| r.position as usize + 1).max();
-        let kind = self.kind(m, longest.unwrap_or(1), StepEnd::Logits);
+        let kind = self.kind(m, longest.unwrap_or(1), StepEnd::Logits, true);
         self.stream.put_checked(&mut self.step.step, 0, &rows)?;
         self.run_step(kind)?;
+        let runs = chunks.iter();
+        self.hand_over(runs.map(|c| (c.slot, self.tables.len(c.slot), c.tokens)))?;
         for (row, step) in rows.iter_mut().enumerate() {
             let drawn = self.step.seats.get(row).map_or(0, |s| s.drawn);
             *step = idle_step(self.pages.idle_slot(), drawn);

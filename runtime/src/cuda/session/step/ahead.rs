@@ -245,7 +245,7 @@ impl StepsAhead for CudaSession {
         }
         let kind = StepKind {
             shared: self.step.shared,
-            ..self.kind(m, longest.unwrap_or(1), end)
+            ..self.kind(m, longest.unwrap_or(1), end, false)
         };
         self.run_step(kind)?;
         self.step.queued.push_back(self.step.seats[..m].to_vec());
@@ -287,10 +287,11 @@ impl StepsAhead for CudaSession {
             false => StepEnd::Greedy,
         };
         self.run_step(StepKind {
-            runs: true,
             shared,
-            ..self.kind(m, longest, end)
+            ..self.kind(m, longest, end, true)
         })?;
+        let fed = runs.iter();
+        self.hand_over(fed.map(|r| (r.slot, self.tables.len(r.slot) - r.tokens.len(), r.tokens)))?;
         seats.extend_from_slice(&self.step.seats[rows..m]);
         for (seat, done) in self.step.seats.iter_mut().zip(&seats) {
             *seat = Seat {

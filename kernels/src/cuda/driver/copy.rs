@@ -1,0 +1,66 @@
+//! Copies within device memory.
+
+use super::gpu::check;
+use super::memory::Buffer;
+use super::stream::Stream;
+use crate::error::Result;
+use bytemuck::Pod;
+use cudarc::driver::sys;
+use std::ptr;
+
+/// Where rows of values lie in a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Strided {
+    /// Index of the first row's first value.
+    pub at: usize,
+    /// Values from the beginning of a row to that of the next one.
+    pub stride: usize,
+}
+
+impl Stream {
+    /// Copies `rows` rows of `width` values from `from` to `to`, in order with the stream's other work. A
+    /// graph may contain it.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if the rows are not within the buffers, or overlap; errors of the
+    /// driver.
+    pub fn copy_rows<T: Pod>(
+        &self,
+        (from, begin): (&Buffer<T>, Strided),
+        (to, end): (&mut Buffer<T>, Strided),
+        (rows, width): (usize, usize),
+    ) -> Result<()> {
+        let o = self.operands("copy_rows");
+        let Some(further) = rows.checked_sub(1).filter(|_| width > 0) else {
+            return Ok(());
+        };
+        o.at_least("stride", width, begin.stride.min(end.stride))?;
+        let all = |s: Strided| further.saturating_mul(s.stride).saturating_add(width);
+        let from = o.part("rows", from, begin.at, &[all(begin)])?;
+        let to = o.part("rows", to, end.at, &[all(end)])?;
+        let bytes = |values: usize| values * size_of::<T>();
+        let device = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: device,
+            srcHost: ptr::null(),
+            srcDevice: from.0,
+            srcArray: ptr::null_mut(),
+            srcPitch: bytes(begin.stride),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: device,
+            dstHost: ptr::null_mut(),
+            dstDevice: to.0,
+            dstArray: ptr::null_mut(),
+            dstPitch: bytes(end.stride),
+            WidthInBytes: bytes(width),
+            Height: rows,
+        };
+        self.gpu().0.bind()?;
+        // SAFETY: both ranges were checked, and stay valid as operands do.
+        let copied = unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.raw()) };
+        check("copying in device memory", copied.result())
+    }
+}
