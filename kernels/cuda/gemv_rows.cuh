@@ -1,4 +1,4 @@
-// Up to 4 or 8 rows of activations times a packed weight of integer codes, for one reading of the weight.
+// Up to 4, 8 or 16 rows of activations times a packed weight of integer codes, for one reading of the weight.
 //
 //   y[c][r] = factor[c] sum_k w[r][k] x[c][k]
 //
@@ -25,7 +25,7 @@
 struct GemvRowsArgs {
     const uint8_t* codes;    // records [tiles][spans]
     const uint8_t* meta;     // records [tiles][spans]
-    const void* columns;     // [spans * 4]
+    const void* columns;     // [GROUPS][spans * 4]
     const float* factors;    // [m]; null: 1
     float* out;              // [m][rows]; SILU: [m][rows / 2]
     float2* best;            // HEAD: [m][gridDim], the greatest logit and its row (as bits)
@@ -43,13 +43,13 @@ struct GemvRowsArgs {
 
 #if __CUDA_ARCH__ >= 900
 
-// The sums of a tile that a lane (g, t) has: of 8 rows columns 2t and 2t + 1 of outputs g and g + 8; of 4 rows
-// column t of both.
-template <class S, int ROWS>
+// The sums of a tile that a lane (g, t) has: of each group of 8 rows columns 2t and 2t + 1 of outputs g and g + 8; of
+// one of 4 rows column t of both.
+template <class S, int ROWS, int GROUPS>
 struct RowsProduct {
     static constexpr int BITS = S::BITS, SLOT = S::SLOT, SLOTS = 4 / S::STAGES, PARTS = SLOTS * 64 / SLOT, OUT = ROWS / 2;
     using Columns = DigitColumns<ROWS>;
-    float y[OUT];
+    float y[GROUPS * OUT];
     uint32_t scale_at[PARTS], zero_at[PARTS];
     const int lane, g, t;
 
@@ -64,12 +64,12 @@ struct RowsProduct {
     }
     DEVICE void clear() {
 #pragma unroll
-        for (int i = 0; i < OUT; i++) y[i] = 0.f;
+        for (int i = 0; i < GROUPS * OUT; i++) y[i] = 0.f;
     }
 
-    // Adds the products of a stage of a record and columns at `x`. `half`: which of the record's stages it is, of
-    // 8 bits.
-    DEVICE void add(uint32_t codes, uint32_t meta, uint32_t x, int groups, int half) {
+    // Adds the products of a stage of a record and columns at `x`, those of further groups `group` bytes on. `half`:
+    // which of the record's stages it is, of 8 bits.
+    DEVICE void add(uint32_t codes, uint32_t meta, uint32_t x, uint32_t group, int groups, int half) {
         Unit<BITS> u[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -90,21 +90,25 @@ struct RowsProduct {
         constexpr uint32_t SLOT_BYTES = sizeof(Columns), SCALES = offsetof(Columns, scales), SUMS = offsetof(Columns, sums);
 #pragma unroll
         for (int s = 0; s < SLOTS; s++) {
-            uint4 b[ROWS / 4];
+            uint4 b[GROUPS][ROWS / 4];
+            float2 xs[GROUPS], sum[GROUPS][2];
 #pragma unroll
-            for (int d = 0; d < ROWS / 4; d++) b[d] = load_shared_16(x + s * SLOT_BYTES + (d * 32 + lane) * 16);
-            float2 xs, sum[2];
-            if constexpr (ROWS == 8) {
-                xs = as_float2(load_shared_8(x + s * SLOT_BYTES + SCALES + t * 8));
-                sum[0] = as_float2(load_shared_8(x + s * SLOT_BYTES + SUMS + t * 8));
-                if (SLOT == 32) sum[1] = as_float2(load_shared_8(x + s * SLOT_BYTES + SUMS + 32 + t * 8));
-            } else {
-                xs.x = __uint_as_float(load_shared_4(x + s * SLOT_BYTES + SCALES + t * 4));
-                sum[0].x = __uint_as_float(load_shared_4(x + s * SLOT_BYTES + SUMS + t * 4));
-                if (SLOT == 32) sum[1].x = __uint_as_float(load_shared_4(x + s * SLOT_BYTES + SUMS + 16 + t * 4));
+            for (int q = 0; q < GROUPS; q++) {
+                const uint32_t at = x + q * group + s * SLOT_BYTES;
+#pragma unroll
+                for (int d = 0; d < ROWS / 4; d++) b[q][d] = load_shared_16(at + (d * 32 + lane) * 16);
+                if constexpr (ROWS == 8) {
+                    xs[q] = as_float2(load_shared_8(at + SCALES + t * 8));
+                    sum[q][0] = as_float2(load_shared_8(at + SUMS + t * 8));
+                    if (SLOT == 32) sum[q][1] = as_float2(load_shared_8(at + SUMS + 32 + t * 8));
+                } else {
+                    xs[q].x = __uint_as_float(load_shared_4(at + SCALES + t * 4));
+                    sum[q][0].x = __uint_as_float(load_shared_4(at + SUMS + t * 4));
+                    if (SLOT == 32) sum[q][1].x = __uint_as_float(load_shared_4(at + SUMS + 16 + t * 4));
+                }
+                if (SLOT == 32) sum[q][0].x -= sum[q][1].x, sum[q][0].y -= sum[q][1].y;
             }
-            if (SLOT == 32) sum[0].x -= sum[1].x, sum[0].y -= sum[1].y;
-            int d[ROWS / 4][4] = {};
+            int d[GROUPS][ROWS / 4][4] = {};
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 uint32_t a0, a1, a2, a3;
@@ -115,28 +119,36 @@ struct RowsProduct {
                     a0 = v.x, a1 = v.y, a2 = v.z, a3 = v.w;
                 }
 #pragma unroll
-                for (int i = 0; i < ROWS / 4; i++) mma_16832(d[i], a0, a1, a2, a3, c ? b[i].z : b[i].x, c ? b[i].w : b[i].y);
+                for (int q = 0; q < GROUPS; q++)
+#pragma unroll
+                    for (int i = 0; i < ROWS / 4; i++)
+                        mma_16832(d[q][i], a0, a1, a2, a3, c ? b[q][i].z : b[q][i].x, c ? b[q][i].w : b[q][i].y);
                 if (SLOT == 64 && c == 0) continue;
                 const GroupMeta<S>& m = of[SLOT == 32 ? 2 * s + c : s];
                 const float2 scale = m.scales(), zero = m.zeros();
-                const float2 of_sum = sum[SLOT == 32 ? c : 0];
 #pragma unroll
-                for (int i = 0; i < OUT; i++) {
-                    const bool second = ROWS == 8 && i % 2, upper = ROWS == 8 ? i / 2 : i;   // column, output
-                    const int high = ROWS == 8 ? d[0][i] : d[0][2 * upper], low = ROWS == 8 ? d[ROWS / 4 - 1][i] : d[0][2 * upper + 1];
-                    const int v = high * 256 + low;
-                    const float a = second ? xs.y : xs.x, total = second ? of_sum.y : of_sum.x;
-                    const float sc = upper ? scale.y : scale.x, z = upper ? zero.y : zero.x;
-                    if constexpr (S::ZERO == OFFSET)
-                        y[i] += fmaf(sc, float(v) * a, z * total);
-                    else
-                        y[i] = fmaf(sc, fmaf(float(v), a, -z * total), y[i]);
-                }
-                if (SLOT == 32) {
+                for (int q = 0; q < GROUPS; q++) {
+                    const float2 of_sum = sum[q][SLOT == 32 ? c : 0];
 #pragma unroll
-                    for (int i = 0; i < ROWS / 4; i++)
+                    for (int i = 0; i < OUT; i++) {
+                        const bool second = ROWS == 8 && i % 2, upper = ROWS == 8 ? i / 2 : i;   // column, output
+                        const int high = ROWS == 8 ? d[q][0][i] : d[q][0][2 * upper];
+                        const int low = ROWS == 8 ? d[q][ROWS / 4 - 1][i] : d[q][0][2 * upper + 1];
+                        const int v = high * 256 + low;
+                        const float a = second ? xs[q].y : xs[q].x, total = second ? of_sum.y : of_sum.x;
+                        const float sc = upper ? scale.y : scale.x, z = upper ? zero.y : zero.x;
+                        float& to = y[q * OUT + i];
+                        if constexpr (S::ZERO == OFFSET)
+                            to += fmaf(sc, float(v) * a, z * total);
+                        else
+                            to = fmaf(sc, fmaf(float(v), a, -z * total), to);
+                    }
+                    if (SLOT == 32) {
 #pragma unroll
-                        for (int j = 0; j < 4; j++) d[i][j] = 0;
+                        for (int i = 0; i < ROWS / 4; i++)
+#pragma unroll
+                            for (int j = 0; j < 4; j++) d[q][i][j] = 0;
+                    }
                 }
             }
         }
@@ -150,21 +162,21 @@ DEVICE float2 better(float2 a, float2 b) {
     return b.x > a.x || (b.x == a.x && __float_as_int(b.y) < __float_as_int(a.y)) ? b : a;
 }
 
-template <class S, int ROWS, int WARPS>
+template <class S, int ROWS, int GROUPS, int WARPS>
 DEVICE void gemv_rows(const GemvRowsArgs& p) {
-    constexpr int STAGES = S::STAGES, OUT = ROWS / 2;
-    using Product = RowsProduct<S, ROWS>;
+    constexpr int STAGES = S::STAGES, OUT = ROWS / 2, ALL = GROUPS * OUT;
+    using Product = RowsProduct<S, ROWS, GROUPS>;
     using Columns = typename Product::Columns;
     using WeightRing = Ring<S::STAGE, S::META>;
     struct Sums {
-        float v[32][OUT];
+        float v[32][ALL];
     };
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
     __shared__ uint64_t x_there;
-    __shared__ float2 tops[WARPS][ROWS];
+    __shared__ float2 tops[WARPS][GROUPS * ROWS];
     const int parts = p.parts, part = parts == 1 ? 0 : int(cluster_rank());
     const int cluster = blockIdx.x / parts, clusters = gridDim.x / parts;
     const int first_span = part * p.spans / parts, of_part = (part + 1) * p.spans / parts - first_span;
@@ -175,7 +187,7 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
 
     uint4* const ring_at = shared + warp * p.depth * WeightRing::STAGE_WORDS;
     Columns* const x = reinterpret_cast<Columns*>(shared + WARPS * p.depth * WeightRing::STAGE_WORDS);
-    Sums* const met = reinterpret_cast<Sums*>(x + p.part_spans * 4);   // [WARPS], then [tiles that end here][parts]
+    Sums* const met = reinterpret_cast<Sums*>(x + GROUPS * p.part_spans * 4);   // [WARPS], then [tiles that end here][parts]
     if (threadIdx.x == 0) barrier_init(&x_there);
     WeightRing ring(ring_at, barriers[warp], p.depth);
     release_successor();
@@ -199,30 +211,33 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
     };
 #pragma unroll 1
     for (int i = 0; i < p.depth; i++) request();
-    if (p.epilogue == HEAD && lane < ROWS) tops[warp][lane] = make_float2(-INFINITY, 0.f);
+    if (p.epilogue == HEAD && lane < GROUPS * ROWS) tops[warp][lane] = make_float2(-INFINITY, 0.f);
     cluster_arrive();
     wait_for_predecessor();
     cluster_wait();   // all blocks of the cluster have begun, and see this block's barriers
     if (threadIdx.x == 0) {
-        barrier_expect(&x_there, of_part * 4 * sizeof(Columns));
-        copy_bulk(x, static_cast<const Columns*>(p.columns) + first_span * 4, of_part * 4 * sizeof(Columns), &x_there);
-    }
-    float factors[ROWS / 4];
+        const Columns* const from = static_cast<const Columns*>(p.columns) + first_span * 4;
+        barrier_expect(&x_there, GROUPS * of_part * 4 * sizeof(Columns));
 #pragma unroll
-    for (int i = 0; i < ROWS / 4; i++) {
-        const int c = ROWS == 8 ? 2 * t + i : t;
+        for (int q = 0; q < GROUPS; q++)
+            copy_bulk(x + q * p.part_spans * 4, from + size_t(q) * p.spans * 4, of_part * 4 * sizeof(Columns), &x_there);
+    }
+    float factors[GROUPS * ROWS / 4];
+#pragma unroll
+    for (int i = 0; i < GROUPS * ROWS / 4; i++) {
+        const int c = ROWS == 8 ? i / 2 * 8 + 2 * t + i % 2 : t;
         factors[i] = p.factors && c < p.m ? __ldcg(p.factors + c) : 1.f;
     }
 
-    // Ends a tile.
-    auto finish = [&](int tile, const float (&y)[OUT]) {
+    // Ends a tile of columns 8q .. 8q + 7.
+    auto finish_group = [&](int tile, int q, const float (&y)[ALL]) {
         float v[OUT];
 #pragma unroll
-        for (int i = 0; i < OUT; i++) v[i] = y[i] * factors[ROWS == 8 ? i % 2 : 0];
+        for (int i = 0; i < OUT; i++) v[i] = y[q * OUT + i] * factors[ROWS == 8 ? 2 * q + i % 2 : 0];
         if (p.epilogue == SILU) {
 #pragma unroll
             for (int i = 0; i < OUT / 2; i++) {
-                const int c = ROWS == 8 ? 2 * t + i : t;
+                const int c = ROWS == 8 ? 8 * q + 2 * t + i : t;
                 if (c < p.m && tile * 16 + g < p.rows)
                     p.out[size_t(c) * (p.rows / 2) + tile * 8 + g] = __fdividef(v[i], 1.f + __expf(-v[i])) * v[i + OUT / 2];
             }
@@ -230,7 +245,7 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
         }
 #pragma unroll
         for (int i = 0; i < OUT; i++) {
-            const int c = ROWS == 8 ? 2 * t + i % 2 : t, row = tile * 16 + g + (ROWS == 8 ? i / 2 : i) * 8;
+            const int c = ROWS == 8 ? 8 * q + 2 * t + i % 2 : t, row = tile * 16 + g + (ROWS == 8 ? i / 2 : i) * 8;
             const bool there = c < p.m && row < p.rows;
             float* const to = p.out + size_t(c) * p.rows + row;
             if (there) *to = p.epilogue == ADD ? v[i] + __ldcg(to) : v[i];
@@ -244,55 +259,70 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
 #pragma unroll
                 for (int m = 16; m > 2; m >>= 1)
                     best = better(best, make_float2(__shfl_xor_sync(~0u, best.x, m), __shfl_xor_sync(~0u, best.y, m)));
-                float2& top = tops[warp][ROWS == 8 ? 2 * t + i : t];
+                float2& top = tops[warp][ROWS == 8 ? 8 * q + 2 * t + i : t];
                 if (g == 0) top = better(top, best);
                 __syncwarp();
             }
         }
     };
+    // Ends a tile.
+    auto finish = [&](int tile, const float (&y)[ALL]) {
+#pragma unroll
+        for (int q = 0; q < GROUPS; q++) finish_group(tile, q, y);
+    };
+    // Sends a lane's sums to shared memory of a block of the cluster.
+    auto send_all = [&](uint32_t to, const float (&y)[ALL]) {
+#pragma unroll
+        for (int q = 0; q < GROUPS; q++) {
+            float v[OUT];
+#pragma unroll
+            for (int i = 0; i < OUT; i++) v[i] = y[q * OUT + i];
+            send(to + q * sizeof v, v);
+        }
+    };
     // With the sums of all warps: ends a tile of this block, or sends them to the block that does.
-    auto deliver = [&](int tile, const float (&y)[OUT]) {
+    auto deliver = [&](int tile, const float (&y)[ALL]) {
         if (parts == 1) return finish(first_tile + tile, y);
-        send(map_rank(shared_address(met[WARPS + tile / parts * parts + part].v[lane]), tile % parts), y);
+        send_all(map_rank(shared_address(met[WARPS + tile / parts * parts + part].v[lane]), tile % parts), y);
     };
 
     Product product(p.groups, lane);
-    const uint32_t x_at = keep(shared_address(x));
+    const uint32_t x_at = keep(shared_address(x)), group = p.part_spans * uint32_t(4 * sizeof(Columns));
     int stage = begin_stage, tile = begin_tile;
     if (begin < end) barrier_wait(&x_there, 0);
 #pragma unroll 1
     for (int i = begin; i < end; i++) {
         const uint32_t from = ring.wait_at();
-        product.add(from, from + S::STAGE, x_at + stage * uint32_t(4 / STAGES * sizeof(Columns)), p.groups, stage % STAGES);
+        product.add(from, from + S::STAGE, x_at + stage * uint32_t(4 / STAGES * sizeof(Columns)), group, p.groups, stage % STAGES);
         __syncwarp();
         request();
         if (++stage == n) {
             if (i + 1 - begin >= n)   // begun here
                 deliver(tile, product.y);
             else
-                send(shared_address(met[warp].v[lane]), product.y);
+                send_all(shared_address(met[warp].v[lane]), product.y);
             product.clear();
             stage = 0, tile++;
         }
     }
     const bool goes_on = stage > 0, begun = goes_on && end - begin >= stage;
-    if (goes_on && !begun) send(shared_address(met[warp].v[lane]), product.y);
+    if (goes_on && !begun) send_all(shared_address(met[warp].v[lane]), product.y);
     __syncthreads();
     if (begun) {
         int rest = n - stage;
         for (int w = warp + 1; rest > 0; w++, rest -= range)
 #pragma unroll
-            for (int i = 0; i < OUT; i++) product.y[i] += met[w].v[lane][i];
+            for (int i = 0; i < ALL; i++) product.y[i] += met[w].v[lane][i];
         deliver(tile, product.y);
     }
     if (parts > 1) {
         cluster_arrive();
         cluster_wait();
         for (int own = warp; own * parts + part < tiles; own += WARPS) {
-            float y[OUT] = {};
+            float y[ALL] = {};
             for (int q = 0; q < parts; q++)
 #pragma unroll
-                for (int i = 0; i < OUT; i++) y[i] += met[WARPS + own * parts + q].v[lane][i];
+                for (int i = 0; i < ALL; i++) y[i] += met[WARPS + own * parts + q].v[lane][i];
             finish(first_tile + own * parts + part, y);
         }
     }

@@ -4,7 +4,7 @@ use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
 use super::common::{affine, dense, nmse, normal};
 use super::{
     EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, is_sanitizing,
-    pack, weights,
+    kinds, pack, weights,
 };
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
@@ -20,6 +20,10 @@ const SEQUENCES: [usize; 8] = [1, 2, 3, 7, 8, 9, 13, 16];
 
 /// A shape with so many tiles that products of up to four rows have a kernel of their own, in all schemes.
 const MANY_TILES: (usize, usize) = (4104, 264);
+
+/// A shape with so many records that products of any number of rows have that kernel, on devices of up to 135
+/// multiprocessors.
+const MANY_RECORDS: (usize, usize) = (4864, 4096);
 
 /// Rows whose magnitudes differ widely, like those of residual streams.
 fn activations(m: usize, inp: usize, seed: u64) -> Vec<f32> {
@@ -171,6 +175,13 @@ fn products_of_several_sequences_in_real_shapes() {
             check(&gpu, &stream, &w, &rows);
         }
     }
+    // In all schemes a shape with so many records that the kernel with x in shared memory takes any number of rows.
+    let (out, inp) = MANY_RECORDS;
+    let rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
+    let small = |s: &AffineScheme| [Group::Size(32), Group::Size(64)].contains(&s.group);
+    for scheme in kinds().into_iter().filter(small) {
+        check(&gpu, &stream, &affine(scheme, out, inp, None, 5), &rows);
+    }
 }
 
 #[test]
@@ -179,8 +190,19 @@ fn gates_and_ups_of_several_sequences() {
     let stream = gpu.stream().unwrap();
     // Gates and ups alternate every eight rows.
     let many = ((MANY_TILES.0 / 2).next_multiple_of(8), MANY_TILES.1);
-    for (width, inp) in [(8, 256), (40, 72), (264, 1000), many] {
-        for (gate, up) in weights(width, inp, 41).iter().zip(&weights(width, inp, 43)) {
+    let small = [(8, 256), (40, 72), (264, 1000), many].map(|(width, inp)| {
+        let ups = weights(width, inp, 43);
+        weights(width, inp, 41).into_iter().zip(ups).collect()
+    });
+    let (out, inp) = MANY_RECORDS;
+    let of = |scheme, seed| affine(scheme, out / 2, inp, None, seed);
+    let large: Vec<(Weight, Weight)> = [Bits::B4, Bits::B8]
+        .map(|bits| AffineScheme::new(bits, Group::Size(64), Zeros::Integer))
+        .map(|scheme| (of(scheme, 41), of(scheme, 43)))
+        .into();
+    for pairs in small.into_iter().chain([large]) {
+        for (gate, up) in &pairs {
+            let (width, inp) = gate.dims();
             let packed = pack(&gpu, &[gate, up], Stack::Interleave);
             let x = activations(MOST_SEQUENCES, inp, 75);
             let ones = vec![1f32; inp];

@@ -1,5 +1,5 @@
-//! The products of a decode step of several rows. [`Stream::gemv_batch`] has two kernels for them: one for up to
-//! eight rows, on devices with clusters of blocks, and one for more rows and other devices.
+//! The products of a decode step of several rows. [`Stream::gemv_batch`] has two kernels for them: one for
+//! weights of integer codes on devices with clusters of blocks, and one for other weights, small ones and other devices.
 
 pub(in crate::cuda) mod groups;
 pub(in crate::cuda) mod rows;

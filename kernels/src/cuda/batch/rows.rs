@@ -1,15 +1,12 @@
-//! The product of up to eight rows with integer codes, for devices with clusters of blocks.
+//! The product of up to 16 rows with integer codes, for devices with clusters of blocks.
 
-use super::{Columns, Group, MOST_DEPTH};
+use super::{Columns, Group, MOST_DEPTH, MOST_SEQUENCES};
 use crate::cuda::driver::{Address, Gpu, LaunchShape, Operands, Stream};
 use crate::cuda::gemv::Output;
 use crate::cuda::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use crate::cuda::linear::DeviceLinear;
 use crate::cuda::pack::PackedKind;
 use crate::error::Result;
-
-/// Most rows of this kernel.
-const MOST_ROWS: usize = Group::Eight.rows();
 
 /// `WARPS` of `cuda/gemv_rows.cu`.
 const WARPS: usize = 12;
@@ -40,7 +37,7 @@ impl Plan {
     /// The plan for `m` rows: with as few parts as have room. `None` for FP16 weights and more rows than this
     /// kernel takes, on a device without it, where nothing fits, and where `gemv_batch` is faster.
     pub(super) fn new(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<Option<Self>> {
-        if w.kind() == PackedKind::Fp16 || m > MOST_ROWS {
+        if w.kind() == PackedKind::Fp16 || m > MOST_SEQUENCES {
             return Ok(None);
         }
         let multiprocessors = gpu.info().multiprocessors;
@@ -68,8 +65,10 @@ impl Plan {
         kernel: &Instance<GemvRowsArgs>,
     ) -> Result<Option<Self>> {
         let (info, group) = (gpu.info(), Group::of(m));
+        let groups = m.div_ceil(group.rows());
+        let rows = groups * group.rows();
         let part_spans = w.spans().div_ceil(parts);
-        let x = group.bytes(w.kind().bits(), part_spans);
+        let x = groups * group.bytes(w.kind().bits(), part_spans);
         if parts == 1 && part_spans > MOST_SPANS {
             return Ok(None);
         }
@@ -96,9 +95,9 @@ impl Plan {
                 0
             };
         let stages = DEPTH * WARPS * (w.kind().stage_bytes() + w.kind().meta_room());
-        let shared = stages + x + met * 16 * group.rows() * size_of::<f32>();
+        let shared = stages + x + met * 16 * rows * size_of::<f32>();
         // Static arrays of the kernel: barriers, best rows.
-        let fixed = (WARPS * 8 * (MOST_DEPTH + group.rows()) + 8).next_multiple_of(128);
+        let fixed = (WARPS * 8 * (MOST_DEPTH + rows) + 8).next_multiple_of(128);
         let room = info.shared_memory.saturating_sub(fixed);
         Ok((shared <= room).then_some(plan(clusters, shared.max(ALONE.min(room)))))
     }
@@ -117,14 +116,18 @@ impl Plan {
 
 /// The kernel for weights of integer codes.
 fn instance(w: &DeviceLinear, m: usize) -> Instance<GemvRowsArgs> {
-    let eight = usize::from(Group::of(m) == Group::Eight);
-    GEMV_ROWS.instance(eight * SCHEMES + kind_index(w.kind()))
+    let most = match m {
+        ..=4 => 0,
+        5..=8 => 1,
+        _ => 2,
+    };
+    GEMV_ROWS.instance(most * SCHEMES + kind_index(w.kind()))
 }
 
 kernels! {
     GEMV_ROWS: GemvRowsArgs = "gemv_rows" in "gemv_rows.cu",
         test "kernels/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
-        instances names!(schemes "gemv_rows"; "_4", "_8");
+        instances names!(schemes "gemv_rows"; "_4", "_8", "_16");
 }
 
 /// `GemvRowsArgs` of `cuda/gemv_rows.cuh`.
@@ -160,7 +163,8 @@ impl Stream {
         output: &Output<'_>,
         m: usize,
     ) -> Result<()> {
-        let bytes = Group::of(m).bytes(w.kind().bits(), w.spans());
+        let group = Group::of(m);
+        let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
         let factors = output.norm.map(|_| &columns.factors);
         let (out, best) = output.addresses(o, m, plan.blocks)?;
         let packed = w.args(o)?;
