@@ -56,7 +56,7 @@ pub trait Drafter: Send {
     }
 }
 
-/// Residual streams of consecutive tokens of a sequence, which a session kept ([`Session::tap`]).
+/// Residual streams of consecutive tokens of a sequence, which a session kept for a drafter ([`Session::eagle_drafts`]).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tapped {
     /// Position of the first token.
