@@ -172,6 +172,7 @@ GPU_PAGES = "2026-11-22-gpu-pages.csv"
 DECODE = "2026-11-22-gpu-decode.csv"
 LAYERS = "2026-11-24-gpu-layers.csv"   # of one sequence in INT4 or the mix
 FEW = "2026-11-24-gpu-batches.csv"   # of up to eight sequences
+SIXTEEN = "2026-11-25-gpu-batches.csv"   # of sixteen
 GPU_OTHERS = "2026-11-22-gpu-against-others.csv"
 
 
@@ -187,6 +188,8 @@ def batch(model, sequences):
         return whole(one_row(model, "simple")["tok_s"])
     if sequences <= 8:
         return whole(row(FEW, variant="few, prepared", preset=model, depth=depth, batch=str(sequences))["tok_s"])
+    if sequences == 16:
+        return whole(row(SIXTEEN, variant="rows, n 128", preset=model)["tok_s"])
     r = row(GPU_PAGES, preset=model, kv="16", test="tg128", depth=depth, batch=str(sequences))
     return whole(r["tok_s"])
 
@@ -314,9 +317,9 @@ def serve_load():
 
 
 def drafts():
-    gpu, cpu = "2026-11-24-gpu-drafts.csv", "2026-11-23-cpu-drafts.csv"
+    gpu, cpu = "2026-11-25-gpu-drafts.csv", "2026-11-23-cpu-drafts.csv"
     lines = []
-    for name, found in [("Qwen3-8B, H200", rows(gpu, model="8b", draft="ngram")),
+    for name, found in [("Qwen3-8B, H200", rows(gpu, variant="rows", model="8b", draft="ngram")),
                         ("Qwen3-0.6B, two cores", rows(cpu, preset="0.6b"))]:
         for what, text in [("an edit, 60 % copied", " 0.6"), ("an edit, 80 % copied", " 0.8"), ("prose", "prose")]:
             # Of each text the latest measurement.
