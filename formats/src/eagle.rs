@@ -163,7 +163,7 @@ fn taps(obj: &Object<'_>) -> Result<Option<[usize; TAPS]>> {
 /// projection.
 const HALVES: [&str; 2] = [".of_embedding", ".of_stream"];
 
-/// One half of the inputs of q, k and v.
+/// One half of the inputs of q, k and v: `[rows, hidden]` of `[rows, 2 hidden]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Half {
     /// A token's normalized embedding.
@@ -189,15 +189,15 @@ impl WeightStore for HalvedStore {
     }
 
     fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
-        let half = HALVES.iter().position(|half| name.ends_with(half));
-        let Some(half) = half else {
+        let mut halves = HALVES.iter().enumerate();
+        let part = halves.find_map(|(half, suffix)| Some((half, name.strip_suffix(suffix)?)));
+        let Some((half, whole)) = part else {
             return self.0.matrix(name, (rows, cols));
         };
-        let whole = name.trim_end_matches(HALVES[half]);
-        match self.0.matrix(whole, (rows, 2 * cols))? {
-            Weight::Dense(whole) => Ok(Weight::Dense(columns(&whole, half * cols, cols)?)),
-            whole => Ok(whole),
-        }
+        let Weight::Dense(whole) = self.0.matrix(whole, (rows, 2 * cols))? else {
+            unreachable!("the store is dense");
+        };
+        Ok(Weight::Dense(columns(&whole, half * cols, cols)?))
     }
 
     fn entries(&self) -> Vec<TensorEntry> {

@@ -289,7 +289,8 @@ pub struct Advance<'a> {
     pub logprobs: &'a mut Mapped<Logprobs>,
     /// Length of a ring; a power of two.
     pub ring_len: usize,
-    /// The token of each row of logits' `vocab` values; `None` if their numbers are the tokens.
+    /// `[vocab]`: the token that each logit of a row stands for, also where log-probabilities give indices of logits;
+    /// `None` if the indices are the tokens.
     pub ids: Option<&'a Checked<u32>>,
     /// `[tokens, hidden]`; without `ids`, `vocab` tokens.
     pub embedding: &'a DeviceLinear,

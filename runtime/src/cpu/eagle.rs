@@ -7,7 +7,7 @@ use crate::load::LoadOptions;
 use crate::models;
 use crate::rope::Rotary;
 use crate::sampler::best_token;
-use crate::speculation::head::{HeadProduct, HeadWeights, NOT_FINITE, rotary};
+use crate::speculation::head::{HeadWeights, NOT_FINITE, rotary};
 use crate::weights::Census;
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight, WeightStore};
@@ -31,17 +31,16 @@ impl EagleModel {
     /// Packs `head` for the model `target`.
     ///
     /// # Errors
-    /// A missing or misshapen tensor; a model that the head was not made for.
+    /// A missing or misshapen tensor.
     pub(crate) fn load(
         head: &EagleHead,
         (model, target): (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
     ) -> Result<Self> {
-        head.check_model(model)?;
         let cpu = options.cpu()?;
         let mut census = Census::default();
-        let linear = |product: HeadProduct, parts: &[&Weight]| {
-            pack(&cpu, options, (product.0, 1), parts, &mut census)
+        let linear = |product: &'static str, parts: &[&Weight]| {
+            pack(&cpu, options, (product, 1), parts, &mut census)
         };
         Ok(EagleModel {
             weights: HeadWeights::read(head, linear, Ok)?,

@@ -6,21 +6,24 @@
 //! drafts when the next draft is asked for, since only then is it known which of its rows stay. Drafting reads only
 //! the stream behind the last row, so the others go no further than their keys and values.
 
-use super::model::CudaModel;
-use super::session::{padded, reserve_pages};
+mod buffers;
+
+use super::model::{CudaModel, refuse};
+use super::session::reserve_pages;
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use crate::kv::PageTables;
 use crate::rope::Rotary;
-use crate::speculation::head::{GATE_UP, HeadProduct, HeadWeights, NOT_FINITE, rotary};
+use crate::speculation::head::{GATE_UP, HeadWeights, NOT_FINITE, rotary};
 use crate::speculation::{Draft, Drafter};
+use buffers::{Few, Many, Widths};
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cuda::{
-    Adjustments, Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked,
-    Columns, DeviceLinear, DevicePages, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Heads, Logprobs,
-    MOST_RUN, Mapped, NOT_FINITE as NO_NUMBER, Norm, PagesShape, Places, Row, RowsOut, Sampling,
-    Stack, Step, StepBounds, Stream, Strided, Uploader, best_len,
+    Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, Columns,
+    DeviceLinear, DevicePages, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Heads, MOST_RUN,
+    NOT_FINITE as NO_NUMBER, Norm, PagesShape, Row, RowsOut, Stack, Step, Stream, Strided,
+    Uploader, best_len,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -54,7 +57,7 @@ impl CudaEagle {
         let c = &head.config;
         check_shape(c)?;
         let mut uploader = Uploader::new(gpu)?;
-        let linear = |product: HeadProduct, parts: &[&Weight]| {
+        let linear = |product: &str, parts: &[&Weight]| {
             let stack = match product == GATE_UP {
                 true => Stack::Interleave,
                 false => Stack::Concat,
@@ -96,14 +99,6 @@ impl CudaEagle {
 
 /// Refuses shapes that the kernels do not serve.
 fn check_shape(c: &EagleConfig) -> Result<()> {
-    let refuse = |what, expected: &str, found: usize| {
-        Err(Error::Unsupported {
-            engine: "nq on a GPU",
-            what,
-            expected: expected.into(),
-            found: found.to_string(),
-        })
-    };
     if c.head_dim != HEAD_DIM {
         return refuse("head_dim of an EAGLE-3 head", "128", c.head_dim);
     }
@@ -124,17 +119,6 @@ fn check_shape(c: &EagleConfig) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Row widths of the buffers.
-#[derive(Clone, Copy)]
-struct Widths {
-    hidden: usize,
-    /// Of the target's streams that the head reads, side by side.
-    streams: usize,
-    q: usize,
-    qkv: usize,
-    mlp: usize,
 }
 
 /// The drafter of a [`CudaEagle`]; its target's session holds the other reference.
@@ -176,11 +160,10 @@ impl EagleRun {
         let positions = places.positions * HEAD_DIM / 2;
         let mut cos_sin = gpu.zeros("the rotary table", positions)?;
         cos_sin.write(0, &eagle.rotary.pairs(places.positions))?;
-        let width = w.streams.max(HEAD_DIM);
         Ok(EagleRun(Arc::new(Mutex::new(State {
             few: Few::new(gpu, eagle, places)?,
             many: Many::new(gpu, &w, places, c.vocab_size)?,
-            no_gain: gpu.upload(WHAT, &vec![NO_NORM.1; width])?,
+            no_gain: gpu.upload(WHAT, &vec![NO_NORM.1; w.streams])?,
             no_head_gain: gpu.upload(WHAT, &[NO_NORM.1; HEAD_DIM])?,
             tables: PageTables::new(spec),
             placed: vec![Vec::new(); spec.slots],
@@ -257,100 +240,6 @@ struct State {
     stream: Stream,
     target: Arc<CudaModel>,
     eagle: Arc<CudaEagle>,
-}
-
-/// Buffers for up to [`MOST_RUN`] rows, of which the last drafts.
-struct Few {
-    tokens: Checked<u32>,
-    step: Checked<Step>,
-    embedded: Buffer<f32>, // [rows, hidden]
-    x: Buffer<f32>,        // [rows, hidden]
-    normed: Buffer<f32>,   // [rows, hidden]
-    qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
-    attended: Buffer<f32>, // [rows, q_dim]
-    columns: Option<Columns>,
-    attention: AttentionScratch,
-    zeros: Buffer<f32>, // [rows, hidden]
-    last: Last,
-}
-
-/// Buffers of the last row, from which tokens are drafted.
-struct Last {
-    attended: Buffer<f32>,      // [q_dim]
-    x: Buffer<f32>,             // [hidden]
-    gated: Buffer<f32>,         // [intermediate]
-    logits: Buffer<f32>,        // [draft vocab]
-    best: Buffer<[f32; 2]>,     // [blocks of the head]
-    sampling: Buffer<Sampling>, // the best token
-    adjust: Adjustments,
-    ring: Mapped<u32>,
-    logprobs: Mapped<Logprobs>,
-}
-
-/// Buffers for [`ROWS`] rows of prompts.
-struct Many {
-    tokens: Checked<u32>,
-    rows: Checked<Row>,
-    streams: Buffer<f32>,  // [rows, 3 hidden]
-    half: Buffer<u16>,     // [rows, 3 hidden padded]
-    embedded: Buffer<f32>, // [rows, hidden]
-    x: Buffer<f32>,        // [rows, hidden]
-    normed: Buffer<u16>,   // [rows, hidden padded]
-    qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
-}
-
-impl Few {
-    fn new(gpu: &Gpu, eagle: &CudaEagle, places: Places) -> Result<Self> {
-        let (c, w) = (&eagle.config, eagle.widths());
-        let f32s = |n: usize| gpu.zeros::<f32>(WHAT, n);
-        let bounds = StepBounds {
-            places,
-            tokens: c.vocab_size,
-        };
-        let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
-        let widest = w.streams.max(w.q).max(w.mlp);
-        let head = &eagle.weights.head;
-        Ok(Few {
-            tokens: Checked::new(gpu, WHAT, MOST_RUN, 0, c.vocab_size)?,
-            step: Checked::new(gpu, WHAT, MOST_RUN, Step::default(), bounds)?,
-            embedded: f32s(MOST_RUN * w.hidden)?,
-            x: f32s(MOST_RUN * w.hidden)?,
-            normed: f32s(MOST_RUN * w.hidden)?,
-            qkv: f32s(MOST_RUN * w.qkv)?,
-            attended: f32s(MOST_RUN * w.q)?,
-            columns: Some(Columns::new(gpu, MOST_RUN, widest)?),
-            attention: AttentionScratch::new(gpu, heads, kv_heads, MOST_RUN)?,
-            zeros: f32s(MOST_RUN * w.hidden)?,
-            last: Last {
-                attended: f32s(w.q)?,
-                x: f32s(w.hidden)?,
-                gated: f32s(w.mlp)?,
-                logits: f32s(c.draft_vocab_size)?,
-                best: gpu.zeros(WHAT, best_len(gpu, head, 1)?)?,
-                sampling: gpu.zeros(WHAT, 1)?,
-                adjust: Adjustments::new(gpu, c.draft_vocab_size, 1)?,
-                ring: gpu.mapped(WHAT, RING, 0)?,
-                logprobs: gpu.mapped(WHAT, RING, Logprobs::default())?,
-            },
-        })
-    }
-}
-
-impl Many {
-    fn new(gpu: &Gpu, w: &Widths, places: Places, vocab: usize) -> Result<Self> {
-        let f32s = |n: usize| gpu.zeros::<f32>(WHAT, ROWS * n);
-        let halves = |n: usize| gpu.zeros::<u16>(WHAT, ROWS * padded(n));
-        Ok(Many {
-            tokens: Checked::new(gpu, WHAT, ROWS, 0, vocab)?,
-            rows: Checked::new(gpu, WHAT, ROWS, Row::default(), places)?,
-            streams: f32s(w.streams)?,
-            half: halves(w.streams)?,
-            embedded: f32s(w.hidden)?,
-            x: f32s(w.hidden)?,
-            normed: halves(w.hidden)?,
-            qkv: f32s(w.qkv)?,
-        })
-    }
 }
 
 /// Queues the product of `m` rows `x` with `w`, of few rows.

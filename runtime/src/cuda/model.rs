@@ -292,16 +292,18 @@ impl CudaModel {
     }
 }
 
+/// The error of a size that the kernels do not serve.
+pub(super) fn refuse<T>(what: &'static str, expected: &str, found: usize) -> Result<T> {
+    Err(Error::Unsupported {
+        engine: "nq on a GPU",
+        what,
+        expected: expected.into(),
+        found: found.to_string(),
+    })
+}
+
 /// Refuses shapes that the kernels do not serve.
 fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
-    let refuse = |what, expected: &str, found: usize| {
-        Err(Error::Unsupported {
-            engine: "nq on a GPU",
-            what,
-            expected: expected.into(),
-            found: found.to_string(),
-        })
-    };
     if config.head_dim != HEAD_DIM {
         return refuse("head_dim", "128", config.head_dim);
     }

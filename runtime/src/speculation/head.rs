@@ -32,22 +32,18 @@ pub(crate) struct HeadWeights<L, N> {
     pub(crate) head: L,
 }
 
-/// A product of a head: the name under which profiles list it.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct HeadProduct(pub(crate) &'static str);
-
 /// The product whose outputs an epilogue takes in pairs.
-pub(crate) const GATE_UP: HeadProduct = HeadProduct("gate_up");
+pub(crate) const GATE_UP: &str = "gate_up";
 
 impl<L, N> HeadWeights<L, N> {
-    /// Reads `head`: weights through `linear`, which gets those that share an input together, gains through
-    /// `norm`.
+    /// Reads `head`: weights through `linear`, which gets the name of a product and the weights that share its
+    /// input, gains through `norm`.
     ///
     /// # Errors
     /// A missing or misshapen tensor; errors of the two functions.
     pub(crate) fn read(
         head: &EagleHead,
-        mut linear: impl FnMut(HeadProduct, &[&Weight]) -> Result<L>,
+        mut linear: impl FnMut(&'static str, &[&Weight]) -> Result<L>,
         mut norm: impl FnMut(Vec<f32>) -> Result<N>,
     ) -> Result<Self> {
         let (c, store) = (&head.config, head.store.as_ref());
@@ -57,7 +53,7 @@ impl<L, N> HeadWeights<L, N> {
             let read = |(part, rows): &(String, usize)| store.matrix(part, (*rows, inputs));
             let weights: Vec<Weight> = parts.iter().map(read).collect::<Result<_, _>>()?;
             let parts: Vec<&Weight> = weights.iter().collect();
-            linear(HeadProduct(name), &parts)
+            linear(name, &parts)
         };
         let qkv = |half: Half| {
             let part = |(part, rows): (&str, usize)| (head.half(part, half), rows);
@@ -80,7 +76,7 @@ impl<L, N> HeadWeights<L, N> {
             o: product("o", &[part(".self_attn.o_proj", h)], q)?,
             mlp_norm: gains(".post_attention_layernorm")?,
             gate_up: product(
-                GATE_UP.0,
+                GATE_UP,
                 &[part(".mlp.gate_proj", width), part(".mlp.up_proj", width)],
                 h,
             )?,

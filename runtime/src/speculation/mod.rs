@@ -39,8 +39,8 @@ pub trait Drafter: Send {
     /// Those of the drafter. After an error nothing is drafted any more.
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()>;
 
-    /// True if it reads residual streams of the target: those of a step that draws tokens one by one on the device
-    /// itself would be missing. [`Drafter::see`] passes on what the target has not given it already.
+    /// True if it reads residual streams of the target. Then no step runs ahead of the host, as its streams would be
+    /// missing. [`Drafter::see`] passes on those that the target has not handed over itself.
     fn reads_streams(&self) -> bool {
         false
     }
