@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Runs the commands that README and docs show.
 
-    docs/commands.py target/debug/nq
+    docs/commands.py            all but the tests
+    docs/commands.py --tests    README's command for the tests
 
-Blocks marked `sh` are run in order, all in one new folder, with the given program as `nq` and folders of its
-own for models. A block after `<!-- not run: REASON -->` (a download, a GPU, a build) is checked instead: by
-bash for its syntax, and for flags that the program does not know. `nq serve` runs in the background
+README's block after `<!-- first -->` installs the program and uses it; it is run first, in the repository, with a
+new folder as home and as the place of installed programs. The other blocks marked `sh` are run in order in that
+folder, with that program. A block after `<!-- not run: REASON -->` (a download, a GPU, a build) is checked instead:
+by bash for its syntax, and for flags that the program does not know. `nq serve` runs in the background
 until its block ends.
 """
 
@@ -21,14 +23,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]*) -->\n)?```sh\n(?P<text>.*?)```", re.S)
+BLOCK = re.compile(r"(?:<!-- (?P<mark>not run: [^>]*|first|tests) -->\n)?```sh\n(?P<text>.*?)```", re.S)
 
 
 def blocks(page):
-    """Line, reason for not running it or None, and text of each block."""
+    """Line, mark or None, and text of each block."""
     text = page.read_text()
     for found in BLOCK.finditer(text):
-        yield text.count("\n", 0, found.start("text")) + 1, found["why"], found["text"]
+        yield text.count("\n", 0, found.start("text")) + 1, found["mark"], found["text"]
+
+
+def marked(mark):
+    """Line and text of README's one block with a mark."""
+    found = [(line, text) for line, of, text in blocks(PAGES[0]) if of == mark]
+    if len(found) != 1:
+        raise SystemExit(f"README.md: {len(found)} blocks after <!-- {mark} -->, expected one")
+    return found[0]
 
 
 def fail(page, line, why):
@@ -79,7 +89,7 @@ def run(page, line, text, env, folder):
     began = time.monotonic()
     try:
         done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", "\n".join(rest)], cwd=folder, env=env,
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900)
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1800)
     finally:
         for server in servers:
             server.terminate()
@@ -90,23 +100,30 @@ def run(page, line, text, env, folder):
 
 
 def main():
-    program = Path(sys.argv[1]).resolve()
+    if sys.argv[1:] == ["--tests"]:
+        _, text = marked("tests")
+        raise SystemExit(subprocess.run(["bash", "-e", "-c", text], cwd=ROOT).returncode)
+    real_home = Path.home()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        (folder / "bin").mkdir()
-        (folder / "bin/nq").symlink_to(program)
         env = {
+            "CARGO_HOME": str(real_home / ".cargo"),
+            "RUSTUP_HOME": str(real_home / ".rustup"),
             **os.environ,
+            "CARGO_INSTALL_ROOT": str(folder),
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(folder),
             "NQ_HOME": str(folder / "models"),
             "HF_HUB_OFFLINE": "1",
         }
+        run(PAGES[0], *marked("first"), env, ROOT)
         for page in PAGES:
-            for line, why, text in blocks(page):
-                if why:
+            for line, mark, text in blocks(page):
+                if mark in ("first", "tests"):
+                    continue
+                if mark:
                     check(page, line, text, env)
-                    print(f"checked  {page.relative_to(ROOT)}:{line} ({why})", flush=True)
+                    print(f"checked  {page.relative_to(ROOT)}:{line} ({mark.removeprefix('not run: ')})", flush=True)
                 else:
                     run(page, line, text, env, folder)
 
