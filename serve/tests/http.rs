@@ -423,8 +423,9 @@ fn the_page_is_a_fixed_table_under_a_strict_policy() {
         "{}",
         page.body
     );
-    for script in ["/page/app.js", "/page/store.js", "/page/markdown.js"] {
-        let text = server.get(script).body;
+    for script in ["app", "store", "markdown", "math", "highlight"] {
+        let text = server.get(&format!("/page/{script}.js")).body;
+        assert!(text.contains("export ") || script == "app", "{script}");
         for banned in ["innerHTML", "insertAdjacentHTML", "document.write", "eval("] {
             assert!(!text.contains(banned), "{script}: {banned}");
         }

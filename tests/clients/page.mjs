@@ -1,8 +1,9 @@
-// The page at `/` in a real browser: a chat with branches, hostile text, a phone's width, the keyboard.
+// The page at `/` in a real browser: a chat with branches, several tabs, hostile text, settings, files, a phone's
+// width, the keyboard.
 // Screenshots go to the folder of this file.
 
 import assert from "node:assert/strict";
-import { existsSync } from "node:fs";
+import { existsSync, writeFileSync } from "node:fs";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 import puppeteer from "puppeteer-core";
@@ -17,11 +18,18 @@ if (!existsSync(executablePath)) {
   args = chromium.args;
 }
 const browser = await puppeteer.launch({ executablePath, args, headless: true });
-const page = await browser.newPage();
 const [problems, outside] = [[], []];
-page.on("console", (m) => ["error", "warn"].includes(m.type()) && problems.push(m.text()));
-page.on("pageerror", (e) => problems.push(e.message));
-page.on("request", (r) => /^(data:|blob:)/.test(r.url()) || r.url().startsWith(url) || outside.push(r.url()));
+const tab = async () => {
+  const page = await browser.newPage();
+  page.on("console", (m) => ["error", "warn"].includes(m.type()) && problems.push(m.text()));
+  page.on("pageerror", (e) => problems.push(e.message));
+  page.on("request", (r) => /^(data:|blob:)/.test(r.url()) || r.url().startsWith(url) || outside.push(r.url()));
+  await page.setViewport({ width: 1280, height: 800 });
+  await page.goto(`${url}/`);
+  await page.waitForSelector("#model option");
+  return page;
+};
+const page = await tab();
 const shot = (name) => page.screenshot({ path: join(here, `${name}.png`) });
 const text = (selector) => page.$eval(selector, (e) => e.textContent);
 const answered = (n) =>
@@ -31,42 +39,73 @@ const answered = (n) =>
     n,
   );
 
-await page.setViewport({ width: 1200, height: 800 });
-await page.goto(`${url}/`);
-await page.waitForSelector("#model option");
 await page.type("#text", "Hello!");
 await page.keyboard.press("Enter");
 await answered("tokens");
 assert.ok((await text(".assistant .body")).length > 0);
-assert.match(await text(".assistant .figures"), /tok\/s.*prompt tokens from the cache/);
+assert.match(await text(".assistant .figures"), /\d+ tokens in [\d.]+ s.*prompt tokens from the cache/);
 await shot("chat");
 
-await page.click(".assistant .foot button[title='Answer again']");
+await page.click(".assistant .foot button[title='Regenerate answer']");
 await answered("2 / 2");
-await page.click(".assistant .foot button[title='The branch before']");
+await page.click(".assistant .foot button[title='Previous version']");
 await answered("1 / 2");
-await page.click(".user .foot button[title='Edit this message']");
+await page.click(".user .foot button[title='Edit message']");
 await page.$eval(".user textarea", (e) => (e.value = ""));
 await page.type(".user textarea", "I would like to find a restaurant.");
-await page.click(".user .foot button[title='Send what was edited']");
+await page.click(".user .foot button[title='Send the edited message']");
 await answered("tokens");
 assert.equal(await text(".user .body"), "I would like to find a restaurant.");
 assert.match(await text(".user .foot"), /2 \/ 2/);
 
 // What a model writes becomes text, whatever it is, and is kept across a reload.
-const hostile = "# Head\n\n**bold** [bad](javascript:alert(1)) <img src=x onerror=alert(1)> ![p](https://example.org/x.png)\n\n```html\n<script>alert(1)</script>\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |";
-await page.evaluate((hostile) => {
-  const all = JSON.parse(localStorage.getItem("nq.conversations"));
-  Object.assign(all[0].nodes[all[0].head], { content: hostile, reasoning: "<b>hm</b>" });
-  localStorage.setItem("nq.conversations", JSON.stringify(all));
-}, hostile);
+const written = String.raw`# Head
+
+**bold** [bad](javascript:alert(1)) <img src=x onerror=alert(1)> ![p](https://example.org/x.png)
+
+[Rust](https://en.wikipedia.org/wiki/Rust_(language)) and https://en.wikipedia.org/wiki/C_(language).
+
+~~~js
+const a = "x"; // <script>alert(1)</script>
+~~~
+
+| left | middle | right |
+|:--|:-:|--:|
+| 1 | 2 \| 3 | 4 |
+
+Inline $\frac{a}{b^2}$ costs $5 or $6, \(\sqrt{x}\) and
+
+$$
+\sum_{i=1}^n \mathbb{R}_i \left( \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} \right) \unknown
+$$
+
+$$ \frac{ $$`;
+/// Changes the shown message as another tab would.
+const store = (text, reasoning) =>
+  page.evaluate((content, reasoning) => {
+    const place = Object.keys(localStorage).find((k) => k.startsWith("nq.conversation."));
+    const chat = JSON.parse(localStorage.getItem(place));
+    Object.assign(chat.nodes[chat.head], { content, reasoning });
+    localStorage.setItem(place, JSON.stringify(chat));
+  }, text, reasoning);
+await store(written, "<b>hm</b>");
 await page.reload();
 await page.waitForSelector(".assistant pre");
 assert.equal(await page.$$eval(".message img, .message script, .message b", (e) => e.length), 0);
 assert.equal(await page.$$eval(".message a", (all) => all.filter((a) => !/^https?:/.test(a.href)).length), 0);
 assert.match(await text(".assistant pre code"), /<script>/);
+assert.deepEqual(await page.$$eval(".assistant pre span", (all) => all.map((e) => e.className)), ["word", "string", "comment"]);
 assert.equal(await page.$eval(".assistant details", (e) => e.open), false);
-assert.equal(await text(".assistant td"), "1");
+const cells = await page.$$eval(".assistant td", (all) => all.map((e) => [e.textContent, e.style.textAlign]));
+assert.deepEqual(cells, [["1", "left"], ["2 | 3", "center"], ["4", "right"]]);
+const links = await page.$$eval(".message a", (all) => all.map((a) => [a.textContent, a.href]));
+const wiki = "https://en.wikipedia.org/wiki";
+assert.ok(links.some(([t, a]) => t === "Rust" && a === `${wiki}/Rust_(language)`), links);
+assert.ok(links.some(([t, a]) => t === a && a === `${wiki}/C_(language)`), links);
+assert.equal(await page.$$eval(".assistant mfrac, .assistant msqrt", (e) => e.length), 2);
+assert.equal(await page.$$eval('.assistant math[display="block"] munderover, .assistant mtd', (e) => e.length), 5);
+const said = await text(".assistant .body");
+assert.ok(said.includes("costs $5 or $6") && said.includes("\\unknown") && said.includes("\\frac{") && said.includes("ℝ"), said);
 
 // The key is kept for this tab alone, unless it is to be remembered.
 const stored = () => page.evaluate(() => [localStorage, sessionStorage].map((s) => JSON.stringify({ ...s }).includes("a-secret-key")));
@@ -87,21 +126,133 @@ await page.evaluate(() => {
 });
 await page.waitForSelector(".assistant pre");
 
+// A setting that the server would refuse is not taken, however the dialog is left; its button is in view.
+await page.click("#settings-open");
+await page.type("#temperature", "5");
+await page.keyboard.press("Tab");
+assert.ok(await page.$eval("dialog .end button", (e) => e.getBoundingClientRect().bottom <= innerHeight));
+await page.keyboard.press("Escape");
+await page.waitForFunction(() => !document.getElementById("settings").open);
+await page.click("#settings-open");
+assert.equal(await page.$eval("#temperature", (e) => e.value), "");
+await page.type("#max_tokens", "30");
+await page.click("dialog .end button");
+assert.equal(await page.evaluate(() => JSON.parse(localStorage.getItem("nq.settings")).temperature ?? null), null);
+
 await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
 await shot("dark");
 await page.setViewport({ width: 380, height: 700 });
 assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth));
 await shot("phone");
+await page.setViewport({ width: 1280, height: 800 });
 
-await page.setViewport({ width: 1200, height: 800 });
+// Two tabs with the same conversation, one after the other: no message is lost.
+const questions = (of) =>
+  of.evaluate(() => {
+    const stored = Object.keys(localStorage).filter((k) => k.startsWith("nq.conversation."));
+    const nodes = stored.flatMap((k) => Object.values(JSON.parse(localStorage.getItem(k)).nodes));
+    return nodes.filter((n) => n.role === "user").map((n) => n.content);
+  });
+const ask = async (of, what) => {
+  await of.bringToFront();
+  await of.type("#text", what);
+  await of.keyboard.press("Enter");
+  // A fast machine may have answered before this looks.
+  const shown = (what) => [...document.querySelectorAll(".user .body")].some((e) => e.textContent === what);
+  await of.waitForFunction(shown, {}, what);
+};
+const idle = (of) => of.waitForFunction(() => document.getElementById("stop").hidden, { timeout: 60000 });
+const other = await tab();
+await page.bringToFront();
 await page.click("#new");
-await page.type("#text", "Continue this passage: It was a dark and stormy night, and");
-await page.keyboard.press("Enter");
-// A fast machine may have answered before this looks.
-await page.waitForFunction(() => !document.getElementById("stop").hidden || document.querySelector(".assistant .foot"));
+await ask(page, "First of A");
+await idle(page);
+await other.bringToFront();
+await other.click("#new");
+await ask(other, "First of B");
+await idle(other);
+await ask(page, "Second of A");
+await idle(page);
+for (const of of [page, other]) {
+  const all = await questions(of);
+  for (const wanted of ["First of A", "First of B", "Second of A"]) assert.ok(all.includes(wanted), all);
+}
+await other.waitForFunction(() => document.getElementById("list").textContent.includes("First of A"));
+// Deleted here, gone there.
+await other.bringToFront();
+other.on("dialog", (d) => d.accept());
+await other.click('#list .entry[aria-current] button[title="Delete"]');
+await page.waitForFunction(() => !document.getElementById("list").textContent.includes("First of B"));
+await other.close();
+await page.bringToFront();
+
+// Another chat can be begun while one is answered, and an answer can be stopped.
+await page.evaluate(() => {
+  document.getElementById("max_tokens").value = "";
+  document.getElementById("max_tokens").dispatchEvent(new Event("change"));
+});
+await ask(page, "Continue this passage: It was a dark and stormy night, and");
+await page.click("#new");
+assert.equal(await text("#title"), "New chat");
+assert.equal(await page.$$eval(".message", (e) => e.length), 0);
+await ask(page, "Tell me about a film.");
 await page.keyboard.press("Escape");
-await page.waitForFunction(() => document.getElementById("stop").hidden);
-assert.equal(await page.$$eval("#list .entry", (e) => e.length), 2);
+await idle(page);
+await page.click("#list .entry:nth-child(2) button");
+await idle(page);
+assert.ok((await text(".assistant .body")).length > 0);
+
+// Left in mid-answer: what was there is kept, and can be answered again.
+await page.click("#new");
+await ask(page, "I would like to find a museum.");
+await page.reload();
+await page.waitForSelector("#model option");
+await page.waitForSelector(".assistant .foot button[title='Regenerate answer']");
+
+// Titles, search and files.
+await page.hover("#list .entry[aria-current]");
+await page.click("#list .entry[aria-current] button[title='Rename']");
+await page.keyboard.type("Of museums");
+await page.keyboard.press("Enter");
+assert.equal(await text("#title"), "Of museums");
+await page.type("#search", "stormy NIGHT");
+assert.equal(await page.$$eval("#list .entry", (e) => e.length), 1);
+await page.$eval("#search", (e) => {
+  e.value = "";
+  e.dispatchEvent(new Event("input"));
+});
+const exported = await page.evaluate(async () => {
+  const kept = URL.createObjectURL;
+  const file = new Promise((resolve) => (URL.createObjectURL = (blob) => (resolve(blob.text()), kept(blob))));
+  document.getElementById("export").click();
+  return file;
+});
+const messages = JSON.parse(exported).messages;
+assert.deepEqual(messages[0], { role: "user", content: "I would like to find a museum." });
+const files = { "exported.json": exported, "saved.json": JSON.stringify({ model: "demo", messages: [{ role: "system", content: "x" }, ...messages] }) };
+for (const [name, content] of Object.entries({ ...files, "wrong.json": '{"nodes": {"a": {"id": "a", "parent": "a", "role": "user", "content": "x"}}}' })) {
+  writeFileSync(join(here, name), content);
+  const input = await page.$("#file");
+  const before = await page.$$eval("#list .entry", (e) => e.length);
+  await input.uploadFile(join(here, name));
+  if (name in files) {
+    await page.waitForFunction((n) => document.querySelectorAll("#list .entry").length === n + 1, {}, before);
+    assert.equal(await text(".user .body"), "I would like to find a museum.");
+  } else {
+    await page.waitForFunction(() => document.getElementById("note").textContent.includes("wrong.json: expected"));
+  }
+}
+assert.equal(await page.$eval("#list .entry[aria-current]", (e) => e.textContent.includes("I would like")), true);
+
+// A server that is gone is named as such.
+await page.setRequestInterception(true);
+page.on("request", (r) => (r.url().includes("/v1/chat") ? r.abort() : r.continue()));
+await page.click("#new");
+await page.type("#text", "Anyone?");
+await page.keyboard.press("Enter");
+await page.waitForSelector(".assistant .error");
+assert.match(await text(".assistant .error"), /server does not answer/);
+assert.ok(problems.pop().includes("ERR_FAILED"));
 
 assert.deepEqual(problems, []);
 assert.deepEqual(outside, []);

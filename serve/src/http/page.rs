@@ -5,7 +5,7 @@ use axum::response::Response;
 use hyper::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue};
 
 /// Path, content type and text of each file.
-pub(super) const FILES: [(&str, &str, &str); 5] = [
+pub(super) const FILES: [(&str, &str, &str); 7] = [
     (
         "/",
         "text/html; charset=utf-8",
@@ -30,6 +30,16 @@ pub(super) const FILES: [(&str, &str, &str); 5] = [
         "/page/markdown.js",
         "text/javascript; charset=utf-8",
         include_str!("../page/markdown.js"),
+    ),
+    (
+        "/page/math.js",
+        "text/javascript; charset=utf-8",
+        include_str!("../page/math.js"),
+    ),
+    (
+        "/page/highlight.js",
+        "text/javascript; charset=utf-8",
+        include_str!("../page/highlight.js"),
     ),
 ];
 

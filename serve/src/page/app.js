@@ -1,14 +1,20 @@
 // The page: what is shown, and what goes to the server and comes back.
 
 import { markdown } from "./markdown.js";
-import { add, conversations, create, path, remove, save, settings, show, siblings } from "./store.js";
+import {
+  add, conversations, create, exported, imported, path, remove, save, saveSettings, settings, show, siblings, touch,
+  watch,
+} from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
+const SETTINGS = [...NUMBERS, "system", "thinking", "theme", "key", "remember"];
+/// Milliseconds between two times that an answer under way is kept.
+const KEEPING = 1000;
 
 let current = conversations[0] ?? create();
-/// Ends the answer under way.
-let running = null;
+/// What ends the answer under way, by the id of its conversation.
+const running = new Map();
 
 function node(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -21,8 +27,9 @@ function note(text, error = false) {
   $("note").classList.toggle("error", error);
 }
 
-function keep() {
-  if (!save()) note("This browser has no room left: delete a conversation.", true);
+/// Keeps a conversation, unless it was deleted.
+function keep(conversation) {
+  if (conversations.includes(conversation) && !save(conversation)) note("This browser has no room left: delete a conversation.", true);
 }
 
 function headers() {
@@ -34,8 +41,18 @@ function headers() {
 async function failure(response) {
   const body = await response.json().catch(() => null);
   const wait = response.headers.get("retry-after");
-  const later = wait ? ` (again in ${wait} s)` : "";
+  const later = wait ? ` (try again in ${wait} s)` : "";
   return new Error((body?.error?.message ?? `the server says ${response.status}`) + later);
+}
+
+/// A request to the server; browsers word a server that is gone in their own ways.
+async function call(path, options) {
+  try {
+    return await fetch(path, { headers: headers(), ...options });
+  } catch (e) {
+    if (e.name === "AbortError") throw e;
+    throw new Error("The server does not answer. Is nq serve still running?");
+  }
 }
 
 /// The pieces of an event stream's data.
@@ -43,8 +60,11 @@ async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
+    const { done, value } = await reader.read().catch((e) => {
+      if (e.name === "AbortError") throw e;
+      return { done: true };
+    });
+    if (done) throw new Error("The connection to the server was lost.");
     held += value;
     const lines = held.split("\n");
     held = lines.pop();
@@ -76,53 +96,54 @@ async function answer(parent) {
   const messages = path(conversation, parent.id);
   const made = add(conversation, parent.id, "assistant", "");
   made.reasoning = "";
-  running = new AbortController();
-  busy(true);
+  // Until it is complete: should the page be left, this much is kept.
+  made.stopped = true;
+  const stop = new AbortController();
+  running.set(conversation.id, stop);
+  keep(conversation);
   render();
   const begun = performance.now();
-  let first = 0;
+  const since = () => (performance.now() - begun) / 1000;
+  let kept = begun;
   try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST",
-      headers: headers(),
-      body: JSON.stringify(request(messages)),
-      signal: running.signal,
-    });
+    const body = JSON.stringify(request(messages));
+    const response = await call("v1/chat/completions", { method: "POST", body, signal: stop.signal });
     if (!response.ok) throw await failure(response);
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       const delta = event.choices?.[0]?.delta ?? {};
-      if ((delta.content || delta.reasoning_content) && !first) first = performance.now();
+      if (delta.content || delta.reasoning_content) made.wait ??= since();
+      if (delta.content) made.thought ??= since();
       made.reasoning += delta.reasoning_content ?? "";
       made.content += delta.content ?? "";
       if (event.choices?.[0]?.finish_reason === "length") made.cut = true;
       if (event.usage) made.usage = event.usage;
+      if (performance.now() - kept > KEEPING) {
+        kept = performance.now();
+        touch(conversation, made);
+        keep(conversation);
+      }
       update(made);
     }
-    const seconds = (performance.now() - (first || begun)) / 1000;
-    made.speed = made.usage && seconds > 0 ? (made.usage.completion_tokens - 1) / seconds : 0;
-    made.wait = first ? (first - begun) / 1000 : 0;
+    made.stopped = false;
     note("");
   } catch (e) {
-    if (e.name === "AbortError") made.stopped = true;
-    else made.error = e.message;
+    if (e.name !== "AbortError") {
+      made.stopped = false;
+      made.error = e.message;
+    }
   }
-  running = null;
-  busy(false);
-  keep();
-  render();
-}
-
-function busy(is) {
-  $("send").hidden = is;
-  $("stop").hidden = !is;
+  made.seconds = since();
+  running.delete(conversation.id);
+  touch(conversation, made);
+  keep(conversation);
+  if (conversation === current) render();
+  else list();
 }
 
 function ask(text) {
-  if (running || !text.trim()) return;
-  const message = add(current, current.head, "user", text.trim());
-  keep();
-  answer(message);
+  if (running.has(current.id) || !text.trim()) return;
+  answer(add(current, current.head, "user", text.trim()));
 }
 
 function button(text, title, action) {
@@ -132,6 +153,24 @@ function button(text, title, action) {
   return made;
 }
 
+/// Tokens per second are shown only if they came over this many seconds: text arrives in portions.
+const LEAST_SECONDS = 1;
+
+function figures(message) {
+  const all = [];
+  if (message.usage) {
+    const { prompt_tokens: prompt, completion_tokens: tokens, prompt_tokens_details: details } = message.usage;
+    const streamed = message.seconds - message.wait;
+    if (streamed >= LEAST_SECONDS) all.push(`${((tokens - 1) / streamed).toFixed(1)} tok/s`);
+    all.push(`${tokens} tokens in ${message.seconds.toFixed(1)} s`);
+    if (message.wait) all.push(`first after ${message.wait.toFixed(2)} s`);
+    all.push(`${details?.cached_tokens ?? 0} of ${prompt} prompt tokens from the cache`);
+  }
+  if (message.cut) all.push("length limit reached");
+  if (message.stopped) all.push("stopped");
+  return all.join(" · ");
+}
+
 /// What stands below a message: branches, what can be done, figures.
 function foot(message) {
   const row = node("div", { className: "foot" });
@@ -139,43 +178,47 @@ function foot(message) {
   const at = all.indexOf(message);
   const to = (i) => () => {
     show(current, all[i]);
-    keep();
+    keep(current);
     render();
   };
   if (all.length > 1) {
-    const before = button("‹", "The branch before", to(at - 1));
-    const after = button("›", "The next branch", to(at + 1));
+    const before = button("‹", "Previous version", to(at - 1));
+    const after = button("›", "Next version", to(at + 1));
     before.disabled = at === 0;
     after.disabled = at === all.length - 1;
     row.append(before, `${at + 1} / ${all.length}`, after);
   }
-  if (!running) {
-    if (message.role === "user") row.append(button("edit", "Edit this message", () => edit(message)));
-    else row.append(button("again", "Answer again", () => answer(current.nodes[message.parent])));
+  const busy = running.has(current.id);
+  if (!busy && message.role === "user") {
+    row.append(button("Edit", "Edit message", () => edit(message)));
+    if (message.id === current.head) row.append(button("Answer", "Answer this message", () => answer(message)));
+  } else if (!busy && message.parent) {
+    row.append(button("Regenerate", "Regenerate answer", () => answer(current.nodes[message.parent])));
   }
-  row.append(button("copy", "Copy this message", () => navigator.clipboard?.writeText(message.content)));
-  const figures = [];
-  if (message.speed > 0) figures.push(`${message.speed.toFixed(1)} tok/s`);
-  if (message.wait) figures.push(`first after ${message.wait.toFixed(2)} s`);
-  if (message.usage) {
-    const { prompt_tokens: prompt, completion_tokens: tokens, prompt_tokens_details: details } = message.usage;
-    figures.push(`${tokens} tokens`, `${details?.cached_tokens ?? 0} of ${prompt} prompt tokens from the cache`);
-  }
-  if (message.cut) figures.push("cut off");
-  if (message.stopped) figures.push("stopped");
-  row.append(node("span", { className: "figures" }, figures.join(" · ")));
+  row.append(button("Copy", "Copy message", () => navigator.clipboard?.writeText(message.content)));
+  if (!isRunning(message)) row.append(node("span", { className: "figures" }, figures(message)));
   return row;
 }
+
+const isRunning = (message) => running.has(current.id) && message.id === current.head;
 
 function fill(element, message) {
   const body = node("div", { className: "body" });
   if (message.role === "user") body.textContent = message.content;
   else body.append(markdown(message.content));
-  const open = element.querySelector("details")?.open ?? false;
   const parts = [];
+  const busy = isRunning(message);
+  const seconds = Math.round((Date.now() - message.made) / 1000);
   if (message.reasoning) {
-    const thought = node("details", { open }, node("summary", {}, "Thinking"), node("div", {}, message.reasoning));
-    parts.push(thought);
+    const open = element.querySelector("details")?.open ?? false;
+    const thinking = busy && !message.content;
+    const word = thinking ? `Thinking… ${seconds} s` : "Thought";
+    const thought = Math.round((message.thought ?? 0) - (message.wait ?? 0));
+    const took = !thinking && thought > 0 ? ` for ${thought} s` : "";
+    const summary = node("summary", { className: thinking ? "busy" : "" }, word + took);
+    parts.push(node("details", { open }, summary, node("div", {}, message.reasoning)));
+  } else if (busy && !message.content) {
+    parts.push(node("p", { className: "busy" }, seconds < 2 ? "Waiting…" : `Waiting… ${seconds} s`));
   }
   parts.push(body);
   if (message.error) parts.push(node("p", { className: "error", role: "alert" }, message.error));
@@ -183,50 +226,106 @@ function fill(element, message) {
 }
 
 function edit(message) {
-  const element = document.querySelector(`[data-id="${message.id}"]`);
   const text = node("textarea", { value: message.content, rows: 3 });
-  text.setAttribute("aria-label", "Edit this message");
-  const send = button("send", "Send what was edited", () => {
+  text.setAttribute("aria-label", "Edit message");
+  const send = button("Send", "Send the edited message", () => {
     if (!text.value.trim()) return;
-    const edited = add(current, message.parent, "user", text.value.trim());
-    keep();
-    answer(edited);
+    answer(add(current, message.parent, "user", text.value.trim()));
   });
-  element.replaceChildren(text, node("div", { className: "foot" }, send, button("cancel", "Leave it as it was", render)));
+  shown(message.id)?.replaceChildren(text, node("div", { className: "foot" }, send, button("Cancel", "Cancel", render)));
   text.focus();
 }
 
-/// Shows what has come of a message; the view follows if it was at the end.
+const shown = (id) => $("chat").querySelector(`[data-id="${CSS.escape(id)}"]`);
+
+let due = null;
+
+/// Shows what has come of a message with the next frame; the view follows if it was at the end.
 function update(message) {
-  const chat = $("chat");
-  const element = chat.querySelector(`[data-id="${message.id}"]`);
-  if (!element) return;
-  const follows = chat.scrollHeight - chat.scrollTop - chat.clientHeight < 60;
-  fill(element, message);
-  if (follows) chat.scrollTop = chat.scrollHeight;
+  due ??= requestAnimationFrame(() => {
+    due = null;
+    const element = shown(message.id);
+    if (!element) return;
+    const chat = $("chat");
+    const follows = chat.scrollHeight - chat.scrollTop - chat.clientHeight < 60;
+    fill(element, message);
+    if (follows) chat.scrollTop = chat.scrollHeight;
+  });
 }
 
-function render() {
-  const entries = conversations.map((conversation) => {
-    const open = button(conversation.title || "New conversation", conversation.title || "New conversation", () => {
-      if (running) return;
-      current = conversation;
-      $("side").classList.remove("open");
-      render();
-    });
-    const drop = button("×", "Delete this conversation", () => {
-      if (running || !confirm("Delete this conversation?")) return;
+// A clock beside what is waited for.
+setInterval(() => {
+  const last = current.nodes[current.head];
+  if (last && isRunning(last) && !last.content) update(last);
+}, 1000);
+
+function open(conversation) {
+  current = conversation;
+  $("side").classList.remove("open");
+  render();
+}
+
+function rename(conversation, entry) {
+  const input = node("input", { value: conversation.title, maxLength: 60 });
+  input.setAttribute("aria-label", "Title");
+  let over = false;
+  const done = (kept) => {
+    // Taking the field away takes the focus from it, too.
+    if (over) return;
+    over = true;
+    if (kept && input.value.trim()) {
+      conversation.title = input.value.trim();
+      touch(conversation);
+      keep(conversation);
+    }
+    render();
+  };
+  input.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.key === "Enter") done(true);
+    if (event.key === "Escape") done(false);
+  });
+  input.addEventListener("blur", () => done(true));
+  entry.replaceChildren(input);
+  input.select();
+}
+
+/// The list of conversations, those that hold what is searched for.
+function list() {
+  const wanted = $("search").value.trim().toLowerCase();
+  const holds = (c) =>
+    [c.title, ...Object.values(c.nodes).map((n) => n.content)].some((text) => text.toLowerCase().includes(wanted));
+  const entries = conversations.filter((c) => !wanted || holds(c)).map((conversation) => {
+    const entry = node("div", { className: "entry" });
+    const title = conversation.title || "New chat";
+    const drop = () => {
+      if (!confirm(`Delete "${title}"?`)) return;
+      running.get(conversation.id)?.abort();
       remove(conversation.id);
       if (conversation === current) current = conversations[0] ?? create();
-      keep();
       render();
-    });
-    const entry = node("div", { className: "entry" }, open, drop);
+    };
+    const label = button(title, title, () => open(conversation));
+    if (running.has(conversation.id)) label.classList.add("busy");
+    entry.append(
+      label,
+      button("✎", "Rename", () => rename(conversation, entry)),
+      button("×", "Delete", drop),
+    );
     if (conversation === current) entry.setAttribute("aria-current", "true");
     return entry;
   });
   $("list").replaceChildren(...entries);
-  $("title").textContent = current.title || "New conversation";
+}
+
+function render() {
+  list();
+  const busy = running.has(current.id);
+  $("send").hidden = busy;
+  $("stop").hidden = !busy;
+  $("chat").setAttribute("aria-busy", busy);
+  $("title").textContent = current.title || "New chat";
+  $("export").disabled = !current.head;
   const messages = path(current).map((message) => {
     const element = node("article", { className: `message ${message.role}` });
     element.dataset.id = message.id;
@@ -238,27 +337,62 @@ function render() {
 }
 
 function begin() {
-  if (running) return;
-  if (path(current).length) current = conversations.find((c) => !c.head) ?? create();
-  $("side").classList.remove("open");
-  render();
+  open(conversations.find((c) => !c.head) ?? create());
   $("text").focus();
+}
+
+function download() {
+  const file = new Blob([exported(current, $("model").value)], { type: "application/json" });
+  const link = node("a", { href: URL.createObjectURL(file), download: `${current.title.replace(/[^\w-]+/g, "-") || "chat"}.json` });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+async function upload(file) {
+  try {
+    const conversation = imported(await file.text(), file.name);
+    keep(conversation);
+    open(conversation);
+  } catch (e) {
+    note(e instanceof SyntaxError ? `${file.name}: not JSON` : e.message, true);
+  }
 }
 
 async function models() {
   try {
-    const response = await fetch("v1/models", { headers: headers() });
+    const response = await call("v1/models");
     if (response.status === 401) {
-      $("settings").showModal();
+      preferences();
       $("key").focus();
     }
     if (!response.ok) throw await failure(response);
     const { data } = await response.json();
     $("model").replaceChildren(...data.map((m) => node("option", { value: m.id }, m.id)));
+    if (data.some((m) => m.id === settings.model)) $("model").value = settings.model;
     note("");
   } catch (e) {
     note(e.message, true);
   }
+}
+
+const kind = (input) => (input.type === "checkbox" ? "checked" : "value");
+
+/// The settings as they are, whatever was typed and not taken.
+function fields() {
+  for (const name of SETTINGS) $(name)[kind($(name))] = settings[name] ?? (kind($(name)) === "checked" ? false : "");
+  document.documentElement.dataset.theme = settings.theme ?? "";
+}
+
+function preferences() {
+  fields();
+  $("settings").showModal();
+}
+
+/// Takes a setting from its field, if it is one that the server takes.
+function set(name, value) {
+  settings[name] = value;
+  if (!saveSettings()) note("This browser has no room left: delete a conversation.", true);
+  document.documentElement.dataset.theme = settings.theme ?? "";
 }
 
 function bind() {
@@ -269,7 +403,7 @@ function bind() {
   };
   const submit = (event) => {
     event.preventDefault();
-    if (running) return;
+    if (running.has(current.id)) return;
     ask(text.value);
     text.value = "";
     grow();
@@ -278,36 +412,56 @@ function bind() {
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
     // As in a shell: the last message again, to be edited.
-    if (event.key === "ArrowUp" && !text.value && !running) {
+    if (event.key === "ArrowUp" && !text.value && !running.has(current.id)) {
       const last = path(current).findLast((m) => m.role === "user");
       if (last) edit(last);
     }
   });
   $("ask").addEventListener("submit", submit);
-  $("stop").addEventListener("click", () => running?.abort());
+  $("stop").addEventListener("click", () => running.get(current.id)?.abort());
   $("new").addEventListener("click", begin);
+  $("search").addEventListener("input", list);
   $("show").addEventListener("click", () => $("side").classList.add("open"));
   $("hide").addEventListener("click", () => $("side").classList.remove("open"));
-  $("settings-open").addEventListener("click", () => $("settings").showModal());
-  $("settings").addEventListener("close", models);
+  $("export").addEventListener("click", download);
+  $("import").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", async () => {
+    for (const file of $("file").files) await upload(file);
+    $("file").value = "";
+  });
+  $("model").addEventListener("change", () => set("model", $("model").value));
+  $("settings-open").addEventListener("click", preferences);
+  $("settings").addEventListener("close", () => {
+    fields();
+    models();
+  });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running && !$("settings").open) running.abort();
+    if (event.key === "Escape" && !$("settings").open) running.get(current.id)?.abort();
     if (event.key === "O" && event.ctrlKey && event.shiftKey) {
       event.preventDefault();
       begin();
     }
   });
-  for (const name of [...NUMBERS, "system", "thinking", "theme", "key", "remember"]) {
+  for (const name of SETTINGS) {
     const input = $(name);
-    const kind = input.type === "checkbox" ? "checked" : "value";
-    if (settings[name] !== undefined) input[kind] = settings[name];
-    input.addEventListener("change", () => {
-      settings[name] = input[kind];
-      keep();
-      document.documentElement.dataset.theme = settings.theme ?? "";
-    });
+    input.addEventListener("change", () => input.checkValidity() && set(name, input[kind(input)]));
   }
-  document.documentElement.dataset.theme = settings.theme ?? "";
+  fields();
+  // What an earlier page took and the server refuses.
+  for (const name of NUMBERS) if (!$(name).checkValidity()) set(name, undefined);
+  fields();
+  window.addEventListener("pagehide", () => {
+    for (const conversation of conversations) if (running.has(conversation.id)) save(conversation);
+  });
+  watch((id) => {
+    if (id === null && !$("settings").open) fields();
+    if (id && !conversations.some((c) => c.id === id)) running.get(id)?.abort();
+    if (!conversations.includes(current)) current = conversations[0] ?? create();
+    const busy = running.has(current.id) || $("chat").querySelector("textarea") || $("list").querySelector("input");
+    if (busy) return;
+    if (id === null || id === current.id) render();
+    else list();
+  });
 }
 
 bind();

@@ -1,7 +1,22 @@
 // Markdown as elements. Text only ever becomes text: nothing a model writes is read as HTML, and no
 // image or other address is loaded by itself.
 
-const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*([\s\S]+?)\*\*|~~([\s\S]+?)~~|\*([^*\s](?:[^*]*[^*\s])?)\*|!?\[([^\]]*)\]\(([^()\s]+)\)|(https?:\/\/[^\s<>()\]]+[^\s<>()\].,;:!?'"])/;
+import { highlighted } from "./highlight.js";
+import { math } from "./math.js";
+
+/// What stands within a line, in the order in which it is looked for.
+const KINDS = {
+  code: /(?<ticks>`+)(?<code>[^`]|[^`][\s\S]*?[^`])\k<ticks>(?!`)/,
+  display: /\$\$(?<dollars>[^$]+)\$\$|\\\[(?<brackets>[\s\S]+?)\\\]/,
+  formula: /\\\((?<parens>[\s\S]+?)\\\)|\$(?![\s$])(?<dollar>(?:[^$\n\\]|\\.)*(?:[^\s$\\]|\\[^\s]))\$(?!\d)/,
+  escaped: /\\(?<escaped>[!-\/:-@[-`{-~])/,
+  bold: /\*\*(?<bold>[\s\S]+?)\*\*|(?<!\w)__(?<under>[^_]+)__(?!\w)/,
+  struck: /~~(?<struck>[\s\S]+?)~~/,
+  slanted: /\*(?<star>[^*\s](?:[^*]*[^*\s])?)\*|(?<!\w)_(?<line>[^_\s](?:[^_]*[^_\s])?)_(?!\w)/,
+  link: /!?\[(?<label>[^\]]*)\]\(\s*<?(?<address>(?:[^()\s<>]|\([^()\s]*\))+)>?(?:\s+"[^"]*")?\s*\)/,
+  plain: /(?<plain>https?:\/\/(?:[^\s<>()]|\([^\s<>()]*\))*(?:[^\s<>().,;:!?'"*\]]|\([^\s<>()]*\)))/,
+};
+const INLINE = new RegExp(Object.values(KINDS).map((k) => k.source).join("|"));
 
 function element(name, ...children) {
   const node = document.createElement(name);
@@ -25,14 +40,21 @@ function inline(text) {
     const found = INLINE.exec(text);
     if (!found) break;
     if (found.index) out.push(text.slice(0, found.index));
-    const [all, , code, bold, struck, slanted, label, address, plain] = found;
-    if (code !== undefined) out.push(element("code", code));
+    const g = found.groups;
+    const formula = g.parens ?? g.dollar;
+    const display = g.dollars ?? g.brackets;
+    const bold = g.bold ?? g.under;
+    const slanted = g.star ?? g.line;
+    if (g.code !== undefined) out.push(element("code", g.code));
+    else if (display !== undefined) out.push(math(display, true));
+    else if (formula !== undefined) out.push(math(formula, false));
+    else if (g.escaped !== undefined) out.push(g.escaped);
     else if (bold !== undefined) out.push(element("strong", ...inline(bold)));
-    else if (struck !== undefined) out.push(element("del", ...inline(struck)));
+    else if (g.struck !== undefined) out.push(element("del", ...inline(g.struck)));
     else if (slanted !== undefined) out.push(element("em", ...inline(slanted)));
-    else if (address !== undefined) out.push(link(label, address));
-    else out.push(link(plain, plain));
-    text = text.slice(found.index + all.length);
+    else if (g.address !== undefined) out.push(link(g.label, g.address));
+    else out.push(link(g.plain, g.plain));
+    text = text.slice(found.index + found[0].length);
   }
   if (text) out.push(text);
   return out;
@@ -40,16 +62,44 @@ function inline(text) {
 
 function code(lines, language) {
   const text = lines.join("\n");
-  const copy = element("button", "copy");
+  const copy = element("button", "Copy");
   copy.className = "copy plain";
   copy.type = "button";
   copy.addEventListener("click", () => navigator.clipboard?.writeText(text));
-  const body = element("code", text);
+  const body = element("code", ...highlighted(text, language));
   if (language) body.dataset.language = language;
   return element("pre", copy, body);
 }
 
-const cells = (row) => row.trim().replace(/^\||\|$/g, "").split("|").map((c) => c.trim());
+const cells = (row) => row.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((c) => c.trim());
+
+/// A row of a table, each cell to the side that the line below the head says.
+function tr(kind, row, sides) {
+  const made = cells(row).map((c, i) => {
+    const cell = element(kind, ...inline(c));
+    cell.style.textAlign = sides[i] ?? "left";
+    return cell;
+  });
+  return element("tr", ...made);
+}
+
+const side = (rule) => (/^:-*:$/.test(rule) ? "center" : rule.endsWith(":") ? "right" : "left");
+
+/// The formula that begins in the line `at` and takes whole lines, and the line after it.
+function formula(lines, at) {
+  const opening = /^\s*(\$\$|\\\[)/.exec(lines[at])[1];
+  const closing = opening === "$$" ? "$$" : "\\]";
+  const begin = lines[at].indexOf(opening) + opening.length;
+  let text = "";
+  for (let i = at; i < lines.length; i++) {
+    const line = i === at ? lines[i].slice(begin) : lines[i];
+    const end = line.indexOf(closing);
+    if (end >= 0) return line.slice(end + 2).trim() ? null : [math(text + line.slice(0, end), true), i + 1];
+    text += `${line}\n`;
+  }
+  return null;
+}
+
 const ITEM = /^(\s*)([-*+]|\d+[.)])\s+(.*)$/;
 
 /// Items from `at` on that are indented by `depth` or more.
@@ -82,6 +132,7 @@ export function markdown(text) {
   const lines = text.split("\n");
   const out = document.createDocumentFragment();
   let at = 0;
+  let made;
   while (at < lines.length) {
     const line = lines[at];
     const fence = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)/.exec(line);
@@ -93,6 +144,9 @@ export function markdown(text) {
       out.append(code(body, fence[2]));
     } else if (!line.trim()) {
       at++;
+    } else if (/^\s*(\$\$|\\\[)/.test(line) && (made = formula(lines, at))) {
+      out.append(made[0]);
+      at = made[1];
     } else if (heading) {
       out.append(element(`h${Math.min(6, heading[1].length + 2)}`, ...inline(heading[2])));
       at++;
@@ -108,17 +162,15 @@ export function markdown(text) {
       out.append(node);
       at = next;
     } else if (line.includes("|") && /^[\s|:-]+$/.test(lines[at + 1] ?? "") && lines[at + 1].includes("-")) {
-      const head = element("tr", ...cells(line).map((c) => element("th", ...inline(c))));
-      const table = element("table", element("thead", head));
+      const sides = cells(lines[at + 1]).map(side);
+      const table = element("table", element("thead", tr("th", line, sides)));
       const body = element("tbody");
-      for (at += 2; at < lines.length && lines[at].includes("|"); at++) {
-        body.append(element("tr", ...cells(lines[at]).map((c) => element("td", ...inline(c)))));
-      }
+      for (at += 2; at < lines.length && lines[at].includes("|"); at++) body.append(tr("td", lines[at], sides));
       table.append(body);
       out.append(table);
     } else {
       const body = [];
-      const ends = (l) => !l.trim() || /^\s*(`{3,}|~{3,}|>|#{1,6}\s)/.test(l) || ITEM.test(l);
+      const ends = (l) => !l.trim() || /^\s*(`{3,}|~{3,}|>|#{1,6}\s|\$\$|\\\[)/.test(l) || ITEM.test(l);
       do body.push(lines[at++]);
       while (at < lines.length && !ends(lines[at]));
       const paragraph = element("p");

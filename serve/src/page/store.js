@@ -1,9 +1,9 @@
-// Conversations, kept in this browser alone. Each is a tree: an edited message or an answer made
+// Conversations, kept in this browser alone, each under a key of its own: tabs write only what they
+// changed and take over what others wrote. A conversation is a tree: an edited message or an answer made
 // again stands beside the former one, and `head` says which branch is shown.
 
-const PLACE = "nq.conversations";
+const PLACE = "nq.conversation.";
 const SETTINGS = "nq.settings";
-
 const KEY = "nq.key";
 
 // A browser that keeps nothing for pages throws at their very names.
@@ -15,35 +15,108 @@ const read = (store, place, otherwise) => {
   }
 };
 
-export const settings = read("localStorage", SETTINGS, { thinking: true });
-// Unless it is to be remembered, the key lives as long as its tab.
-settings.key = read("sessionStorage", KEY, settings.key);
-export const conversations = read("localStorage", PLACE, []);
-
-/// False if the browser has no more room.
-export function save() {
+const write = (store, place, value) => {
   try {
-    localStorage.setItem(PLACE, JSON.stringify(conversations.filter((c) => Object.keys(c.nodes).length)));
-    sessionStorage.setItem(KEY, JSON.stringify(settings.key ?? ""));
-    const kept = { ...settings, key: settings.remember ? settings.key : undefined };
-    localStorage.setItem(SETTINGS, JSON.stringify(kept));
+    if (value === undefined) window[store].removeItem(place);
+    else window[store].setItem(place, JSON.stringify(value));
     return true;
   } catch {
     return false;
   }
+};
+
+const places = () => {
+  try {
+    return Object.keys(localStorage).filter((place) => place.startsWith(PLACE));
+  } catch {
+    return [];
+  }
+};
+
+export const settings = read("localStorage", SETTINGS, { thinking: true });
+// Unless it is to be remembered, the key lives as long as its tab.
+settings.key = read("sessionStorage", KEY, settings.key);
+export const conversations = places().map((place) => read("localStorage", place, null)).filter((c) => c?.nodes);
+const sort = () => conversations.sort((a, b) => (b.changed ?? 0) - (a.changed ?? 0));
+sort();
+
+/// False if the browser has no more room.
+export function saveSettings() {
+  const kept = write("sessionStorage", KEY, settings.key ?? "");
+  return write("localStorage", SETTINGS, { ...settings, key: settings.remember ? settings.key : undefined }) && kept;
+}
+
+/// Takes over what another tab has made of a conversation.
+function merge(conversation, other) {
+  for (const node of Object.values(other.nodes)) {
+    const mine = conversation.nodes[node.id];
+    if (!mine || (node.changed ?? 0) > (mine.changed ?? 0)) conversation.nodes[node.id] = node;
+  }
+  if ((other.changed ?? 0) > (conversation.changed ?? 0)) {
+    conversation.title = other.title;
+    conversation.changed = other.changed;
+  }
+}
+
+/// Keeps a conversation, with the messages that other tabs have added to it; false if the browser has no
+/// more room. An empty one is not kept.
+export function save(conversation) {
+  if (!conversation.head) return true;
+  const stored = read("localStorage", PLACE + conversation.id, null);
+  if (stored?.nodes) merge(conversation, stored);
+  return write("localStorage", PLACE + conversation.id, conversation);
+}
+
+/// Notes that a conversation and one of its messages have changed.
+export function touch(conversation, node) {
+  conversation.changed = Date.now();
+  if (node) node.changed = conversation.changed;
+  sort();
+}
+
+/// Calls `changed` with the id of each conversation that another tab changes, or with null for settings.
+export function watch(changed) {
+  window.addEventListener("storage", (event) => {
+    if (event.key === SETTINGS) {
+      const { key } = settings;
+      Object.assign(settings, read("localStorage", SETTINGS, {}));
+      settings.key ??= key;
+      changed(null);
+    }
+    if (!event.key?.startsWith(PLACE)) return;
+    const id = event.key.slice(PLACE.length);
+    const mine = conversations.find((c) => c.id === id);
+    const other = read("localStorage", event.key, null);
+    if (!other?.nodes) {
+      forget(id);
+    } else if (!mine) {
+      conversations.push(other);
+    } else {
+      merge(mine, other);
+      // What was asked there continues what is shown here.
+      if (path(other).some((node) => node.id === mine.head)) mine.head = other.head;
+    }
+    sort();
+    changed(id);
+  });
 }
 
 const name = () => Math.random().toString(36).slice(2, 10);
 
 export function create() {
-  const conversation = { id: name(), title: "", nodes: {}, head: null };
+  const conversation = { id: name(), title: "", nodes: {}, head: null, changed: Date.now() };
   conversations.unshift(conversation);
   return conversation;
 }
 
-export function remove(id) {
+function forget(id) {
   const at = conversations.findIndex((c) => c.id === id);
   if (at >= 0) conversations.splice(at, 1);
+}
+
+export function remove(id) {
+  forget(id);
+  write("localStorage", PLACE + id, undefined);
 }
 
 /// Adds a message behind `parent` (null: at the beginning) and shows it.
@@ -52,6 +125,7 @@ export function add(conversation, parent, role, content) {
   conversation.nodes[node.id] = node;
   conversation.head = node.id;
   if (role === "user" && !conversation.title) conversation.title = content.slice(0, 60);
+  touch(conversation, node);
   return node;
 }
 
@@ -76,4 +150,48 @@ export function show(conversation, node) {
     node = children.sort((a, b) => b.made - a.made)[0];
   }
   conversation.head = node.id;
+}
+
+/// A conversation as a file, which `/load` of `nq chat` reads too.
+export function exported(conversation, model) {
+  const messages = path(conversation).map(({ role, content }) => ({ role, content }));
+  const { title, nodes, head } = conversation;
+  return JSON.stringify({ model, title, messages, nodes, head }, null, 1);
+}
+
+/// The conversation of a file: one that was exported here, or one that `nq chat` saved.
+export function imported(text, file) {
+  const read = JSON.parse(text);
+  const refuse = () => {
+    throw new Error(`${file}: expected a conversation that was exported here or saved by nq chat`);
+  };
+  const plain = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
+  const conversation = { id: name(), title: String(read?.title ?? "").slice(0, 60), nodes: {}, head: null };
+  const nodes = Object.values(read?.nodes ?? {});
+  if (nodes.length) {
+    // Messages get new ids; each must follow one before it.
+    const ids = new Map([[null, null]]);
+    let rest = nodes;
+    while (rest.length) {
+      const ready = rest.filter((n) => plain(n) && ids.has(n.parent) && !ids.has(n.id));
+      if (!ready.length) refuse();
+      for (const { id, parent, role, content, made } of ready) {
+        const node = { id: name(), parent: ids.get(parent), role, content, made: Number(made) || 0 };
+        conversation.nodes[node.id] = node;
+        ids.set(id, node.id);
+      }
+      rest = rest.filter((n) => !ready.includes(n));
+    }
+    show(conversation, conversation.nodes[ids.get(read.head)] ?? Object.values(conversation.nodes)[0]);
+  } else {
+    // A saved chat may begin with its system prompt, which is a setting here.
+    const list = Array.isArray(read) ? read : read?.messages;
+    const messages = Array.isArray(list) ? list.filter((m) => m?.role !== "system") : [];
+    if (!messages.length || !messages.every(plain)) refuse();
+    for (const { role, content } of messages) add(conversation, conversation.head, role, content);
+  }
+  conversation.title ||= path(conversation)[0].content.slice(0, 60);
+  conversations.unshift(conversation);
+  touch(conversation);
+  return conversation;
 }
