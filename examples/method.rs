@@ -69,7 +69,7 @@ fn main() -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(Path::new(folder))?;
     let options = QuantizeOptions {
         eval_tokens: 2048,
-        ..QuantizeOptions::new(Bits::B8, out)
+        ..QuantizeOptions::new(checkpoint.config(), Bits::B8, out)?
     };
     let method = Box::new(Stochastic { seed: 0 });
     let report = Job::with_method(&checkpoint, &options, method, &())?.run()?;

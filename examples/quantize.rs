@@ -16,7 +16,7 @@ fn main() -> anyhow::Result<()> {
     let options = QuantizeOptions {
         method: "rtn".into(), // "gptq" takes longer and gives better quality
         eval_tokens: 2048,
-        ..QuantizeOptions::new(Bits::B4, out)
+        ..QuantizeOptions::new(checkpoint.config(), Bits::B4, out)?
     };
     let report = Job::new(&checkpoint, &options, &())?.run()?;
     println!("{} bytes of tensors", report.tensor_bytes);

@@ -31,6 +31,7 @@ pub enum Command {
     /// Quantize a checkpoint to 3 to 8 bits and measure the loss in quality
     Quantize(commands::quantize::QuantizeArgs),
     /// Talk to a model
+    #[command(visible_alias = "run")]
     Chat(commands::chat::ChatArgs),
     /// Serve models to many clients over HTTP, in OpenAI's and Anthropic's protocols
     Serve(commands::serve::ServeArgs),
@@ -151,7 +152,8 @@ const EXAMPLES: [(&str, &str); 15] = [
     ),
     (
         "convert",
-        "nq convert demo-int4 demo.gguf --format gguf\n\
+        "nq convert demo demo.gguf --format gguf\n\
+         nq convert demo-int4 demo-int4.gguf --format gguf --requantize\n\
          nq convert model.gguf ./model --format nq --verify",
     ),
     (

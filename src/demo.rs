@@ -1,7 +1,7 @@
 //! The demo model and its evaluation text, built into the program by the feature `demo` if the
 //! sources have them (`build.rs`).
 
-use nq_formats::Files;
+use nq_formats::{Checkpoint, Files, ModelConfig};
 
 /// Name of the built-in model in messages.
 pub const LABEL: &str = "demo";
@@ -36,6 +36,12 @@ pub fn files() -> Option<Files> {
     });
     #[cfg(not(demo))]
     None
+}
+
+/// True if a model has the shape of the demo model, whatever it was quantized to.
+pub fn is_demo(config: &ModelConfig) -> bool {
+    let demo = files().and_then(|files| Checkpoint::open_files(files).ok());
+    demo.is_some_and(|demo| demo.config() == config)
 }
 
 /// Text sampled from the demo model at temperature 1: on this text, the model's perplexity is its

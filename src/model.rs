@@ -88,6 +88,10 @@ fn open_named(model: &OsStr, global: &Global, progress: &dyn Progress) -> anyhow
     if !model.is_empty() && !model.contains(['/', '\\']) && own.exists() {
         return open_path(&own);
     }
+    if let Some(id) = published(model) {
+        progress.note(&format!("{model} is {id} on the hub"));
+        return open_hub(&id, global, progress);
+    }
     if HubId::parse(model).is_none() {
         bail!(
             "no model {model:?}: it is neither `demo`, a folder or file, a name in {}, nor a hub \
@@ -100,6 +104,35 @@ fn open_named(model: &OsStr, global: &Global, progress: &dyn Progress) -> anyhow
         );
     }
     open_hub(model, global, progress)
+}
+
+/// Models that their makers publish under `Qwen/`.
+const PUBLISHED: [&str; 16] = [
+    "Qwen3-0.6B",
+    "Qwen3-1.7B",
+    "Qwen3-4B",
+    "Qwen3-8B",
+    "Qwen3-14B",
+    "Qwen3-32B",
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen3-Embedding-0.6B",
+    "Qwen3-Embedding-4B",
+    "Qwen3-Embedding-8B",
+    "Qwen3-Reranker-0.6B",
+    "Qwen3-Reranker-4B",
+    "Qwen3-Reranker-8B",
+    "Qwen3-4B-Instruct-2507",
+];
+
+/// The hub id of a model that goes by its bare name, or by its name in ollama: `Qwen3-0.6B`, `qwen3:0.6b`.
+fn published(name: &str) -> Option<String> {
+    let name = name.to_lowercase().replace(':', "-");
+    let begins = |p: &str| p.to_lowercase().starts_with(&format!("{name}-a"));
+    let same = PUBLISHED.iter().find(|p| p.to_lowercase() == name);
+    let found = same.or_else(|| PUBLISHED.iter().find(|p| begins(p)))?;
+    Some(format!("Qwen/{found}"))
 }
 
 /// The name most similar to `model`, of those in nq's folder and `demo`, if any.
@@ -193,10 +226,9 @@ pub fn fetch(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Resu
 fn open_hub(id: &str, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
     let path = fetch(id, global, progress)?;
     // In the cache, a file's real name is its hash; the id has its usual name.
-    let (id_name, _) = id.split_once('@').unwrap_or((id, ""));
-    let name = id_name.rsplit('/').next().unwrap_or(id_name);
+    let name = HubId::parse(id).map_or_else(|| id.to_owned(), |id| id.name());
     Ok(Model {
-        name: name.trim_end_matches(".gguf").into(),
+        name,
         source: id.into(),
         checkpoint: Checkpoint::open(&path)?,
     })
@@ -251,4 +283,24 @@ fn open_path(path: &Path) -> anyhow::Result<Model> {
         source: absolute.display().to_string(),
         checkpoint,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::published;
+
+    #[test]
+    fn names_from_elsewhere_are_known() {
+        for (name, id) in [
+            ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+            ("qwen3:0.6b", "Qwen/Qwen3-0.6B"),
+            ("qwen3:30b", "Qwen/Qwen3-30B-A3B"),
+            ("qwen3-embedding:4b", "Qwen/Qwen3-Embedding-4B"),
+        ] {
+            assert_eq!(published(name).as_deref(), Some(id), "{name}");
+        }
+        for name in ["qwen3", "qwen3:7b", "Qwen/Qwen3-0.6B", "llama3:8b", ""] {
+            assert_eq!(published(name), None, "{name}");
+        }
+    }
 }

@@ -11,9 +11,10 @@ pub use nq_formats::human_bytes;
 use nq_formats::{Progress, Unit};
 use std::borrow::Cow;
 use std::collections::HashSet;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::Duration;
+use unicode_width::UnicodeWidthStr;
 
 /// Exit code after an interrupt.
 pub const INTERRUPTED: u8 = 130;
@@ -157,27 +158,74 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     out.into()
 }
 
-/// Escapes control characters in the text written: see [`printable`]. Each write must be whole
-/// characters.
-pub struct Printable<W>(pub W);
-
-impl<W: Write> Write for Printable<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let text = String::from_utf8_lossy(bytes);
-        self.0.write_all(printable(&text).as_bytes())?;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
-    }
-}
-
 /// Columns of the terminal on stdout; `None` if stdout is not a terminal or its width is unknown.
 pub fn width() -> Option<usize> {
     let dumb = std::env::var_os("TERM").is_some_and(|v| v == "dumb");
     let (width, _) = terminal_size::terminal_size_of(io::stdout()).filter(|_| !dumb)?;
     Some(usize::from(width.0))
+}
+
+/// True if text on this stream may have colours: a terminal that has them, of a user who wants them.
+pub fn has_colours(stream: &impl IsTerminal) -> bool {
+    let off = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty())
+        || std::env::var_os("TERM").is_some_and(|v| v == "dumb");
+    stream.is_terminal() && !off
+}
+
+/// `text` with lines broken between words at `width` columns, if there is a width; all but its first line begin
+/// with `indent` spaces.
+pub fn filled(text: &str, width: Option<usize>, indent: usize) -> String {
+    let Some(width) = width.filter(|w| *w > 2 * indent) else {
+        return text.into();
+    };
+    let (mut out, mut column) = (String::new(), 0);
+    for (i, word) in text.split(' ').enumerate() {
+        let wide = word.width();
+        if i > 0 && column + 1 + wide > width {
+            out.push('\n');
+            out.push_str(&" ".repeat(indent));
+            column = indent;
+        } else if i > 0 {
+            out.push(' ');
+            column += 1;
+        }
+        out.push_str(word);
+        column += wide;
+    }
+    out
+}
+
+/// The stream for notes: stderr with control characters escaped, and notes of nq in grey where colours are.
+pub struct Notes {
+    colours: bool,
+}
+
+impl Notes {
+    /// Over this process's stderr.
+    pub fn new() -> Self {
+        let colours = has_colours(&io::stderr());
+        Notes { colours }
+    }
+}
+
+impl Write for Notes {
+    /// Each write must be whole characters.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(bytes);
+        let text = printable(&text);
+        let mut out = io::stderr().lock();
+        match text.strip_suffix('\n') {
+            Some(line) if self.colours && line.starts_with("nq: ") => {
+                writeln!(out, "\x1b[90m{line}\x1b[0m")?;
+            }
+            _ => out.write_all(text.as_bytes())?,
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
 }
 
 /// `text` as a word for a shell: quoted if necessary.
@@ -192,8 +240,7 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Printable, printable, shell_word, shortened};
-    use std::io::Write;
+    use super::{filled, printable, shell_word, shortened};
 
     #[test]
     fn control_characters_are_written_out() {
@@ -205,14 +252,20 @@ mod tests {
             ("\u{9b}31m\u{90}", r"\u009b31m\u0090"),
         ] {
             assert_eq!(printable(text), expected);
-            let mut written = Vec::new();
-            write!(Printable(&mut written), "{text}").unwrap();
-            assert_eq!(String::from_utf8(written).unwrap(), expected);
         }
         // Escaped JSON has the same value.
         let json = serde_json::to_string("\u{9b}\u{7f}").unwrap();
         let read: String = serde_json::from_str(&printable(&json)).unwrap();
         assert_eq!(read, "\u{9b}\u{7f}");
+    }
+
+    #[test]
+    fn lines_are_filled_to_the_width() {
+        let text = "one two three four";
+        assert_eq!(filled(text, None, 2), text);
+        assert_eq!(filled(text, Some(9), 2), "one two\n  three\n  four");
+        assert_eq!(filled("日本 日本", Some(8), 0), "日本\n日本");
+        assert_eq!(filled("a  b", Some(80), 0), "a  b");
     }
 
     #[test]

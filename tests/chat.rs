@@ -86,7 +86,11 @@ fn a_prompt_is_answered_as_transformers_does() {
     let output = run(&with(&["--no-think", "-p", &message]), None);
     assert!(output.status.success(), "{}", err(&output));
     assert_eq!(out(&output), format!("{answer}\n"));
-    let last = err(&output).lines().last().unwrap();
+    // Few figures, unless more are asked for.
+    let brief = err(&output).lines().last().unwrap();
+    assert!(brief.starts_with("nq: ") && brief.ends_with(" tok/s"), "{brief}");
+    let all = run(&with(&["--no-think", "-v", "-p", &message]), None);
+    let last = err(&all).lines().last().unwrap();
     for part in [
         "nq: ",
         " tokens, first after ",
@@ -320,6 +324,9 @@ fn a_closed_pipe_is_success() {
     assert_eq!(output.status.code(), Some(0), "{}", err(&output));
 }
 
+/// A part of the line after an answer of several tokens.
+const SAID: &str = " tokens, ";
+
 /// Starts a conversation in a pseudo-terminal and waits for its prompt.
 fn terminal(home: &tempfile::TempDir, args: &[&str], env: &[(&str, &str)]) -> Pty {
     let mut command = nq(home);
@@ -333,7 +340,7 @@ fn terminal(home: &tempfile::TempDir, args: &[&str], env: &[(&str, &str)]) -> Pt
 #[test]
 fn a_conversation_in_a_terminal() {
     let home = home();
-    let mut pty = terminal(&home, &with(&["--no-think", "--system", "Be kind."]), &[]);
+    let mut pty = terminal(&home, &with(&["--no-think", "-v", "--system", "Be kind."]), &[]);
     pty.line("/help");
     pty.wait_for("answer the last message again");
     pty.answer(">>> ", "Hello!");
@@ -357,14 +364,20 @@ fn a_conversation_in_a_terminal() {
     pty.answer(">>> ", &format!("/save {path}"));
     pty.wait_for("--force overwrites it");
     pty.answer(">>> ", "/stats");
+    pty.wait_for("last answer: ");
+    pty.wait_for("of them cached");
     pty.wait_for("2 answers");
     pty.answer(">>> ", "/clear");
     pty.wait_for("forgotten");
     pty.answer(">>> ", "/regen");
     pty.wait_for("no message to answer again");
     pty.answer(">>> ", &format!("/load {path}"));
-    pty.wait_for("5 messages from");
-    pty.answer(">>> ", "/exit");
+    // What was said stands there again.
+    let shown = pty.wait_for("5 messages from");
+    for part in ["system: Be kind.", ">>> Hello!", ">>> Tell me more."] {
+        assert!(shown.contains(part), "{part}: {shown}");
+    }
+    pty.answer(">>> ", "/bye");
     assert_eq!(pty.exit_code(), 0);
     let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     assert_eq!(saved["messages"][0]["content"], "Be kind.");
@@ -383,11 +396,11 @@ fn messages_of_several_lines() {
     pty.line("first");
     pty.wait_for("... ");
     pty.line("second\"\"\"");
-    pty.wait_for("of them cached");
+    pty.wait_for(SAID);
     pty.answer(">>> ", "third\\");
     pty.wait_for("... ");
     pty.line("fourth");
-    pty.wait_for("of them cached");
+    pty.wait_for(SAID);
     let file = home.path().join("chat.json");
     pty.answer(">>> ", &format!("/save {}", file.display()));
     pty.wait_for("saved to");
@@ -397,6 +410,25 @@ fn messages_of_several_lines() {
     let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     assert_eq!(saved["messages"][0]["content"], "first\nsecond");
     assert_eq!(saved["messages"][2]["content"], "third\nfourth");
+}
+
+/// Lines that come at once, as from a program or a terminal that does not mark what is pasted.
+#[test]
+fn lines_in_one_burst_are_all_answered() {
+    let home = home();
+    let mut pty = terminal(&home, &["--max-tokens", "3"], &[]);
+    pty.send(b"first\rsecond\r\"\"\"\ra\rb\r\"\"\"\r");
+    for _ in 0..3 {
+        pty.wait_for(SAID);
+    }
+    let file = home.path().join("chat.json");
+    pty.answer(">>> ", &format!("/save {}", file.display()));
+    pty.wait_for("saved to");
+    pty.answer(">>> ", "/exit");
+    assert_eq!(pty.exit_code(), 0);
+    let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let said = |i: usize| saved["messages"][2 * i]["content"].as_str().unwrap().to_owned();
+    assert_eq!([said(0), said(1), said(2)], ["first", "second", "a\nb"]);
 }
 
 /// A temperature so high that the model babbles until the context is full.
@@ -456,7 +488,7 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     let home = home();
     let mut pty = terminal(&home, &with(&["--max-tokens", "40"]), &[]);
     pty.line(sum);
-    let text = pty.wait_for("of them cached");
+    let text = pty.wait_for(SAID);
     assert!(
         text.contains("\x1b[2m") && text.contains("\x1b[0m"),
         "{text:?}"
@@ -471,7 +503,7 @@ fn thinking_is_dimmed_unless_colours_are_off() {
         &[],
     );
     pty.line(sum);
-    let text = pty.wait_for("of them cached");
+    let text = pty.wait_for(SAID);
     assert!(
         text.contains("thinking 0s") && !text.contains("\x1b[2m"),
         "{text:?}"
@@ -479,14 +511,14 @@ fn thinking_is_dimmed_unless_colours_are_off() {
     for off in [("TERM", "dumb"), ("NO_COLOR", "1")] {
         pty = terminal(&home, &with(&["--max-tokens", "40"]), &[off]);
         pty.line(sum);
-        let text = pty.wait_for("of them cached");
+        let text = pty.wait_for(SAID);
         assert!(
             text.contains("<think>") && !text.contains("\x1b[2m"),
             "{text:?}"
         );
     }
     pty.answer(">>> ", "Why? /no_think");
-    let text = pty.wait_for("of them cached");
+    let text = pty.wait_for(SAID);
     assert!(
         text.contains("thinking is off") && !text.contains("<think>"),
         "{text:?}"

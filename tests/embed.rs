@@ -193,6 +193,35 @@ fn vectors_come_line_by_line_and_as_an_array() {
     assert!(cosine(&rounded[0], &all[1]) > 0.999);
 }
 
+/// A blank line keeps its place, and a run that fails at once leaves no file.
+#[test]
+fn a_line_without_tokens_has_zeros() {
+    let home = tempfile::tempdir().unwrap();
+    let (home, folder) = (home.path(), embedder(home.path()));
+    // Without the end token that its makers would add.
+    std::fs::copy(Path::new(DEMO).join("tokenizer.json"), folder.join("tokenizer.json")).unwrap();
+    let (texts, npy) = (home.join("texts.txt"), home.join("v.npy"));
+    let run = |lines: &str, more: &[&str]| {
+        std::fs::write(&texts, lines).unwrap();
+        let words = ["embed", folder.to_str().unwrap(), "--device", "cpu", "-f"];
+        let words = [&words[..], &[texts.to_str().unwrap()], more].concat();
+        nq(home, &words)
+    };
+    let out = run("\none\n\n\ntwo\n\n", &[]);
+    assert!(out.status.success(), "{}", stderr(&out));
+    let all = vectors(&stdout(&out));
+    let full: Vec<usize> = (0..all.len()).filter(|&i| all[i].iter().any(|x| *x != 0.0)).collect();
+    assert_eq!((all.len(), full), (6, vec![1, 4]));
+    assert!(stderr(&out).contains("line 3: no text: its vector is zeros"));
+    let to_file = ["--out", npy.to_str().unwrap(), "--ctx", "4"];
+    let out = run("one\n\ntwo three four five six seven", &to_file);
+    assert!(!out.status.success() && stderr(&out).contains("line 3"));
+    assert!(!npy.exists(), "{}", stderr(&out));
+    assert!(run("one\n\n", &to_file).status.success());
+    let header = std::fs::read(&npy).unwrap();
+    assert!(String::from_utf8_lossy(&header[10..128]).contains("(2, 512)"));
+}
+
 /// What says that a model is for embeddings goes with it into other formats.
 #[test]
 fn conversions_stay_embedding_models() {

@@ -259,7 +259,7 @@ impl Sample {
             device: d.device.clone(),
             threads: d.threads,
             tok_s,
-            tok_s_std: stats::std_dev(&rates),
+            tok_s_std: (rates.len() > 1).then(|| stats::std_dev(&rates)),
             gb_s,
             bandwidth_share: gb_s / machine_gb_s,
             ms_per_token_p50: stats::quantile(&steps, 0.5),
@@ -268,13 +268,14 @@ impl Sample {
             machine_gb_s,
             bytes_per_token: bytes,
             streaming_overhead: None,
+            bare_tok_s: None,
             note: None,
             measurement_error: None,
             drafts: None,
             breakdown: None,
         };
         machine.judge(&mut row);
-        if let Some(wide) = spread_note(row.tok_s, row.tok_s_std) {
+        if let Some(wide) = row.tok_s_std.and_then(|std| spread_note(row.tok_s, std)) {
             row.note = Some(row.note.map_or(wide.clone(), |n| format!("{wide}; {n}")));
         }
         row
@@ -457,6 +458,7 @@ pub fn streaming(
     }
     let overhead = seconds.iter().zip(&bare_seconds).map(|(s, b)| s / b - 1.0);
     let overhead = stats::quantile(&stats::sorted(overhead), 0.5);
+    let bare = stats::sorted(bare_seconds.iter().map(|s| (n - 1) as f64 / s));
     let step_ms = seconds.iter().map(|s| 1e3 * s / (n - 1) as f64).collect();
     let sample = Sample {
         test,
@@ -468,6 +470,7 @@ pub fn streaming(
     };
     let mut row = sample.row(engine, &BenchSpec { batch: 1, ..*spec }, machine);
     row.streaming_overhead = Some(overhead);
+    row.bare_tok_s = Some(stats::quantile(&bare, 0.5));
     Ok(row)
 }
 

@@ -114,8 +114,8 @@ pub struct BenchRow {
     pub threads: usize,
     /// Tokens per second of all sequences together, median over repeats.
     pub tok_s: f64,
-    /// Standard deviation of `tok_s` over repeats.
-    pub tok_s_std: f64,
+    /// Standard deviation of `tok_s` over repeats, if there are several.
+    pub tok_s_std: Option<f64>,
     /// Bytes of weights read per second, in 10^9 bytes.
     pub gb_s: f64,
     /// `gb_s` divided by the bandwidth measured in the same run.
@@ -136,6 +136,9 @@ pub struct BenchRow {
     /// share of a token's time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub streaming_overhead: Option<f64>,
+    /// In chat rows: tokens per second of that bare loop, median over the repeats.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bare_tok_s: Option<f64>,
     /// A caveat about the row.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,

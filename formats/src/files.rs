@@ -98,7 +98,7 @@ impl Files {
             Files::Folder(dir) => {
                 let path = dir.join(name);
                 match map_file(&path) {
-                    Ok(bytes) => Ok(Some(bytes)),
+                    Ok(bytes) => check_downloaded(&path, &bytes).map(|()| Some(bytes)),
                     Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
                     Err(e) => Err(Error::io(path, "open", e)),
                 }
@@ -134,6 +134,38 @@ impl Files {
         };
         names.sort();
         Ok(names)
+    }
+}
+
+/// Refuses what downloads leave where a file was not downloaded: a Git LFS pointer, a page of HTML.
+fn check_downloaded(path: &Path, bytes: &[u8]) -> Result<()> {
+    const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+    let found = if bytes.starts_with(POINTER) {
+        "a Git LFS pointer: the file was not downloaded; `git lfs pull` in its folder does that"
+    } else if bytes.trim_ascii_start().get(..9).is_some_and(is_page) {
+        "a page of HTML: the file was not downloaded"
+    } else {
+        return Ok(());
+    };
+    Err(Error::Malformed {
+        path: path.into(),
+        what: "contents".into(),
+        expected: "the file itself".into(),
+        found: found.into(),
+    })
+}
+
+fn is_page(bytes: &[u8]) -> bool {
+    bytes.eq_ignore_ascii_case(b"<!doctype") || bytes[..5].eq_ignore_ascii_case(b"<html")
+}
+
+/// An error about a file that ends before what its header describes: `needed` bytes in all.
+pub(crate) fn incomplete(path: &Path, needed: u64, found: u64) -> Error {
+    Error::Malformed {
+        path: path.into(),
+        what: "contents".into(),
+        expected: format!("{needed} bytes, as the header says"),
+        found: format!("{found}: an incomplete download; download the file again"),
     }
 }
 

@@ -6,6 +6,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::files::incomplete;
 use crate::store::TensorEntry;
 use crate::tensor::Tensor;
 use bytes::Bytes;
@@ -70,20 +71,20 @@ impl SafetensorsFile {
             return Err(malformed(
                 "safetensors header length",
                 format!("at most {MAX_HEADER} bytes"),
-                format!("{length} bytes"),
+                match bytes.first_chunk::<LENGTH>().map(|b| (b, b.iter().all(|c| (b' '..=b'~').contains(c)))) {
+                    Some((text, true)) => format!("text that begins with \"{}\"", text.escape_ascii()),
+                    _ => format!("{length} bytes"),
+                },
             ));
         }
         let length = length as usize;
         let Some(header) = rest.get(..length) else {
-            return Err(malformed(
-                "header",
-                format!("{length} bytes"),
-                format!("{} bytes before the file ends", rest.len()),
-            ));
+            let needed = (LENGTH + length) as u64;
+            return Err(incomplete(path, needed, bytes.len() as u64));
         };
         let data = bytes.slice(LENGTH + length..);
         let Header { metadata, tensors } = Header::parse(path, header)?;
-        let tensors = check_layout(path, tensors, data.len())?;
+        let tensors = check_layout(path, tensors, (LENGTH + length, data.len()))?;
         Ok(SafetensorsFile {
             path: path.into(),
             file_bytes: bytes.len() as u64,
@@ -141,6 +142,14 @@ struct RawInfo {
     dtype: String,
     shape: Vec<u64>,
     data_offsets: (u64, u64),
+}
+
+impl RawInfo {
+    /// Bytes of its elements; `None` if its type is unknown or there are more than 2^64.
+    fn bytes(&self) -> Option<u64> {
+        let size = DType::from_name(&self.dtype)?.size() as u64;
+        self.shape.iter().try_fold(size, |n, &d| n.checked_mul(d))
+    }
 }
 
 struct Header {
@@ -215,14 +224,23 @@ impl<'de> Visitor<'de> for HeaderVisitor<'_> {
     }
 }
 
-/// Checks that the tensors fill the data section of `data_len` bytes, as the format requires:
+/// Checks that the tensors fill the data section of `data_len` bytes after the header, as the format requires:
 /// no overlap, no gap, nothing past the end.
 fn check_layout(
     path: &Path,
     mut tensors: Vec<(String, RawInfo)>,
-    data_len: usize,
+    (header_len, data_len): (usize, usize),
 ) -> Result<BTreeMap<String, Info>> {
     tensors.sort_by_key(|(_, t)| t.data_offsets);
+    // A file whose tensors are consistent with each other, but go on after its end, was cut off.
+    let last = tensors.iter().map(|(_, t)| t.data_offsets.1).max();
+    let consistent = (tensors.windows(2))
+        .all(|t| t[0].1.data_offsets.1 == t[1].1.data_offsets.0)
+        && tensors.iter().all(|(_, t)| t.bytes() == t.data_offsets.1.checked_sub(t.data_offsets.0));
+    if let Some(end) = last.filter(|&end| consistent && end > data_len as u64) {
+        let needed = end.saturating_add(header_len as u64);
+        return Err(incomplete(path, needed, (header_len + data_len) as u64));
+    }
     let mut checked = BTreeMap::new();
     let mut end = 0;
     let mut previous = String::new();
@@ -248,10 +266,7 @@ fn check_layout(
             ));
         }
         let (from, to) = (from as usize, to as usize); // at most data_len
-        let bytes = raw
-            .shape
-            .iter()
-            .try_fold(dtype.size() as u64, |n, &d| n.checked_mul(d));
+        let bytes = raw.bytes();
         if bytes != Some((to - from) as u64) {
             let bytes = bytes.map_or("more than 2^64".into(), |n| n.to_string());
             return Err(error(

@@ -522,6 +522,19 @@ fn gguf_repositories_give_a_file() {
         HubProblem::NotFound,
         &["no file m-Q5_0.gguf"],
     );
+    // By its kind, as other programs name it.
+    let path = hub.fetch_model("hf.co/Some/Model-1B:q4_0", &()).unwrap();
+    assert_eq!(fs::read(path).unwrap(), b"GGUF m-Q4_0.gguf");
+    names(
+        hub.fetch_model("Some/Model-1B:Q4_K_M", &()),
+        &["no GGUF file of Q4_K_M", "m-Q4_0.gguf, m-Q8_0.gguf"],
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let split = gguf(&["m-IQ4_XS-00001-of-00002.gguf", "m-IQ4_XS-00002-of-00002.gguf", "m-Q8_0.gguf"]);
+    let hub = Hub::new(options(&split.endpoint, dir.path()));
+    let path = hub.fetch_model("Some/Model-1B:IQ4_XS", &()).unwrap();
+    assert!(path.ends_with("m-IQ4_XS-00001-of-00002.gguf"));
+    assert!(path.with_file_name("m-IQ4_XS-00002-of-00002.gguf").exists());
 }
 
 #[test]
@@ -567,6 +580,16 @@ fn the_environment_is_honoured() {
     );
     assert_eq!(parse("a/b@refs/pr/1"), id("a/b", "refs/pr/1", None));
     assert_eq!(parse("a/b/c.gguf"), id("a/b", "main", Some("c.gguf")));
+    for page in ["hf.co/a/b", "https://huggingface.co/a/b", "https://hf.co/a/b/?x=1"] {
+        assert_eq!(parse(page), id("a/b", "main", None), "{page}");
+    }
+    assert_eq!(parse("https://huggingface.co/a/b/tree/v2"), id("a/b", "v2", None));
+    let file = "https://huggingface.co/a/b/resolve/main/c.gguf?download=true";
+    assert_eq!(parse(file), id("a/b", "main", Some("c.gguf")));
+    let of = |text| HubId::parse(text).map(|id| (id.name(), id.kind));
+    let name = |name: &str, kind: Option<&str>| Some((name.to_owned(), kind.map(String::from)));
+    assert_eq!(of("a/B-GGUF:Q4_K_M"), name("B-Q4_K_M", Some("Q4_K_M")));
+    assert_eq!(of("a/b/c.gguf@v2"), name("c", None));
     for bad in [
         "a",
         "a/",
@@ -578,6 +601,10 @@ fn the_environment_is_honoured() {
         "a/b@../c",
         "a b/c",
         "a/b/../c.gguf",
+        "a/b:../c",
+        "a/b/c.gguf:Q8_0",
+        "https://example.org/a/b",
+        "https://huggingface.co/a",
     ] {
         assert_eq!(parse(bad), None, "{bad}");
     }

@@ -150,12 +150,15 @@ fn broken_headers_are_named() {
     for n in 8..whole.len() {
         let cut = Bytes::copy_from_slice(&whole[..n]);
         let err = SafetensorsFile::parse(Path::new(file), cut);
-        if n < 8 + ok.len() {
-            names(err, &[file, "header", "before the file ends"])
-        } else {
-            names(err, &[file, "tensor a", "0 to 8"])
-        }
+        let needed = if n < 8 + ok.len() { 8 + ok.len() } else { whole.len() };
+        let expected = format!("{needed} bytes, as the header says");
+        names(err, &[file, &expected, &format!("found {n}: an incomplete download")]);
     }
+    let text = Bytes::from_static(b"Entry not found");
+    names(
+        SafetensorsFile::parse(Path::new(file), text),
+        &[file, "text that begins with \"Entry no"],
+    );
     names(parse(&ok, &[0; 9]), &[file, "8 bytes", "9 bytes"]);
     names(parse("[]", &[]), &[file, "header", "object"]);
     names(parse("{}x", &[]), &[file, "header", "trailing"]);
@@ -202,6 +205,27 @@ fn broken_headers_are_named() {
     names(
         parse(&format!("{{{a},{a}}}"), &[0; 8]),
         &["tensor a", "once", "twice"],
+    );
+}
+
+/// Where git or a browser left something else in place of a file, whichever it is, that is said.
+#[test]
+fn what_was_not_downloaded_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let put = |name: &str, contents: &str| fs::write(dir.path().join(name), contents).unwrap();
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1192135096\n";
+    put("config.json", &tiny_config(""));
+    put("model.safetensors", pointer);
+    names(
+        Checkpoint::open(dir.path()),
+        &["model.safetensors", "a Git LFS pointer", "not downloaded", "git lfs pull"],
+    );
+    put("config.json", "\n<!DOCTYPE html><html>");
+    names(Checkpoint::open(dir.path()), &["config.json", "a page of HTML"]);
+    put("model.gguf", pointer);
+    names(
+        Checkpoint::open(&dir.path().join("model.gguf")),
+        &["model.gguf", "a Git LFS pointer"],
     );
 }
 

@@ -9,7 +9,7 @@
 //! use std::path::Path;
 //!
 //! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
-//! let options = QuantizeOptions::new(Bits::B4, "demo-int4");
+//! let options = QuantizeOptions::new(checkpoint.config(), Bits::B4, "demo-int4")?;
 //! let report = Job::new(&checkpoint, &options, &())?.run()?;
 //! let against = report.quality.and_then(|q| q.against).ok_or("every run is measured")?;
 //! println!("mean KL divergence {}", against.kld.mean);

@@ -14,7 +14,7 @@ use crate::linalg::Matrix;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
 use nq_formats::models::LinearKind;
-use nq_formats::{AffineScheme, ModelConfig};
+use nq_formats::{AffineScheme, Bits, ModelConfig};
 use nq_kernels::rng::Philox;
 
 /// `base` with those of `candidates` that are expected to lose least in the bytes that `base` takes for
@@ -57,6 +57,39 @@ pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[AffineScheme]) 
     })
 }
 
+/// The fewest bits in a mix at the size of `bits`: at 4 bits and more, nothing gets fewer than 4.
+pub fn least(bits: Bits) -> Bits {
+    bits.min(Bits::B4)
+}
+
+/// The schemes that nq chooses by default for `bits`: at fewer than 8 a mix.
+///
+/// # Errors
+/// Errors of [`mixed`].
+pub fn usual(config: &ModelConfig, bits: Bits) -> Result<Schemes> {
+    let mixing = (bits < Bits::B8).then(|| allocation::candidates(least(bits)));
+    let others = allocation::candidates(bits);
+    initial(config, Schemes::defaults(bits), mixing.as_deref(), &others)
+}
+
+/// The schemes that a run begins with: `base`, or a mix of the schemes `mixing` at its size; schemes that do
+/// not fit a weight's rows give way to those of `others`.
+///
+/// # Errors
+/// Errors of [`mixed`].
+pub fn initial(
+    config: &ModelConfig,
+    base: Schemes,
+    mixing: Option<&[AffineScheme]>,
+    others: &[AffineScheme],
+) -> Result<Schemes> {
+    let schemes = match mixing {
+        Some(candidates) => mixed(config, &base, candidates)?,
+        None => base,
+    };
+    Ok(schemes.fitted(config, others))
+}
+
 fn elements(group: &WeightGroup) -> usize {
     group.weights.iter().map(|w| w.1.0 * w.1.1).sum()
 }
@@ -89,7 +122,6 @@ fn error(scheme: AffineScheme) -> Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::Bits;
     use nq_formats::models::Preset;
     use nq_formats::names::EMBEDDING;
 

@@ -12,21 +12,22 @@ use rustyline::{
     Cmd, CompletionType, ConditionalEventHandler, Context, Editor, Event, EventContext,
     EventHandler, Helper, KeyEvent, Movement, RepeatCount,
 };
+use std::borrow::Cow;
 use std::path::Path;
 
 /// Entries kept in the history file.
 const HISTORY: usize = 1000;
 
-/// A line editor that completes nq's commands.
+/// A line editor that completes nq's commands, with a coloured prompt if there are colours.
 ///
 /// # Errors
 /// If the terminal cannot be used.
-pub fn new() -> rustyline::Result<Editor<Commands, DefaultHistory>> {
+pub fn new(colours: bool) -> rustyline::Result<Editor<Commands, DefaultHistory>> {
     let mut editor = Editor::new()?;
     editor.set_max_history_size(HISTORY)?;
     editor.set_auto_add_history(false);
     editor.set_completion_type(CompletionType::List);
-    editor.set_helper(Some(Commands));
+    editor.set_helper(Some(Commands { colours }));
     let clear = EventHandler::Conditional(Box::new(ClearFirst));
     editor.bind_sequence(KeyEvent::ctrl('C'), clear);
     Ok(editor)
@@ -42,7 +43,9 @@ impl ConditionalEventHandler for ClearFirst {
 }
 
 /// Completes commands, the settings of `/set` and the files of `/save` and `/load`.
-pub struct Commands;
+pub struct Commands {
+    colours: bool,
+}
 
 impl Completer for Commands {
     type Candidate = Pair;
@@ -65,7 +68,14 @@ impl Completer for Commands {
 impl Hinter for Commands {
     type Hint = String;
 }
-impl Highlighter for Commands {}
+impl Highlighter for Commands {
+    fn highlight_prompt<'b, 's: 'b, 'p: 'b>(&'s self, prompt: &'p str, _: bool) -> Cow<'b, str> {
+        match self.colours {
+            true => format!("\x1b[1;36m{prompt}\x1b[0m").into(),
+            false => prompt.into(),
+        }
+    }
+}
 impl Validator for Commands {}
 impl Helper for Commands {}
 

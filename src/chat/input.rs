@@ -1,5 +1,7 @@
 //! User input: messages of several lines, and commands.
 
+use crate::terminal::filled;
+
 /// Marks the first and the last line of a message of several lines.
 const BLOCK: &str = "\"\"\"";
 
@@ -24,7 +26,8 @@ impl Lines {
         if !self.open
             && let Some(rest) = line.trim_start().strip_prefix(BLOCK)
         {
-            line = rest;
+            // A terminal may hand over a pasted block as one line.
+            line = rest.strip_prefix('\n').unwrap_or(rest);
             self.open = true;
             self.in_block = true;
             if line.is_empty() {
@@ -173,7 +176,7 @@ pub const COMMANDS: [Listed; 11] = [
         "show all settings or set one",
         "E.g. /set temperature 0.7; max_tokens none and thinking auto undo what was set.",
     ),
-    listed("/stats", "", "tokens, context and rates", ""),
+    listed("/stats", "", "all figures: tokens, context and rates", ""),
     listed(
         "/think",
         "",
@@ -186,7 +189,7 @@ pub const COMMANDS: [Listed; 11] = [
         "thinking off; also as the last word of a message",
         "",
     ),
-    listed("/exit", "", "leave (also /quit, Ctrl-D)", ""),
+    listed("/exit", "", "leave (also /quit, /bye, Ctrl-D)", ""),
 ];
 
 /// The settings that `/set` knows.
@@ -205,25 +208,28 @@ pub const SETTINGS: [&str; 12] = [
     "on_overflow",
 ];
 
-/// Help for all commands, or for one.
-pub fn help(command: Option<&str>) -> String {
+/// Help for all commands, or for one, in lines of `width` columns.
+pub fn help(command: Option<&str>, width: Option<usize>) -> String {
     let line = |c: &Listed| {
         let call = format!("{} {}", c.name, c.arguments);
-        format!("{call:<22} {}", c.does)
+        filled(&format!("{call:<22} {}", c.does), width, 23)
     };
     let Some(name) = command else {
-        let lines: Vec<String> = COMMANDS.iter().map(line).collect();
-        return format!(
-            "{}\nSeveral lines: end a line with \\, or put the text between two \"\"\".\n\
-             Tab completes commands, settings and files.\n\
-             Ctrl-C stops an answer; at the prompt it clears what is typed, and on an empty line \
-             the second one leaves.",
-            lines.join("\n")
+        let mut lines: Vec<String> = COMMANDS.iter().map(line).collect();
+        lines.extend(
+            [
+                "Several lines: end a line with \\, or put the text between two \"\"\".",
+                "Tab completes commands, settings and files.",
+                "Ctrl-C stops an answer; at the prompt it clears what is typed, and on an empty line the \
+                 second one leaves.",
+            ]
+            .map(|l| filled(l, width, 0)),
         );
+        return lines.join("\n");
     };
     match COMMANDS.iter().find(|c| c.name == name) {
         Some(c) if c.more.is_empty() => line(c),
-        Some(c) => format!("{}\n{}", line(c), c.more),
+        Some(c) => format!("{}\n{}", line(c), filled(c.more, width, 0)),
         None => format!("no command {name}: /help lists them"),
     }
 }
@@ -291,7 +297,7 @@ fn command(word: &str, rest: &str) -> Result<Command, String> {
         "/clear" => bare(Command::Clear),
         "/regen" => bare(Command::Regen),
         "/stats" => bare(Command::Stats),
-        "/exit" | "/quit" => bare(Command::Exit),
+        "/exit" | "/quit" | "/bye" => bare(Command::Exit),
         "/think" => bare(Command::Think(true)),
         "/no_think" => bare(Command::Think(false)),
         "/load" => Ok(Command::Load((!rest.is_empty()).then(|| rest.to_owned()))),
@@ -337,6 +343,7 @@ mod tests {
         assert_eq!(entries(&["\"\"\"a\"\"\"", "b"]), ["a", "b"]);
         assert_eq!(entries(&["\"\"\"", "a\\", "b", "\"\"\""]), ["a\\\nb"]);
         assert_eq!(entries(&["\"\"\"", "\"\"\""]), [""]);
+        assert_eq!(entries(&["\"\"\"\na\nb\n\"\"\"", "c"]), ["a\nb", "c"]);
         assert_eq!(entries(&["say \"\"\" twice"]), ["say \"\"\" twice"]);
         let mut reader = Lines::default();
         assert_eq!(reader.push("a\\"), None);
@@ -396,14 +403,14 @@ mod tests {
     #[test]
     fn every_command_is_listed_and_known() {
         for c in &COMMANDS {
-            assert!(help(None).contains(c.name), "{}", c.name);
-            assert!(help(Some(c.name)).starts_with(c.name));
+            assert!(help(None, None).contains(c.name), "{}", c.name);
+            assert!(help(Some(c.name), None).starts_with(c.name));
             assert_eq!(
                 command(c.name, "--help"),
                 Ok(Command::Help(Some(c.name.to_owned())))
             );
         }
-        assert!(help(Some("/save")).contains("--force") && help(Some("/x")).contains("no command"));
+        assert!(help(Some("/save"), None).contains("--force") && help(Some("/x"), None).contains("no command"));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use super::input::{Command, Entry, Lines, help, parse};
 use super::interrupt::Answering;
 use super::printer::{Printer, Thinking};
 use super::{Overflow, editor, report, saved};
-use crate::terminal::{INTERRUPTED, Printable, print_line, say, width};
+use crate::terminal::{INTERRUPTED, Notes, filled, has_colours, print_line, printable, say, width};
 use anyhow::{Context, bail};
 use nq_runtime::{Engine, Error as RuntimeError, Stats, StopReason};
 use rustyline::error::ReadlineError;
@@ -29,17 +29,33 @@ pub struct Repl<'m> {
     pub shown: Thinking,
     /// True if thinking is hidden.
     pub hide_thinking: bool,
-    /// True to leave out the line of figures after an answer.
-    pub quiet: bool,
+    /// Which figures follow an answer.
+    pub figures: Figures,
     /// Sums over all answers.
     pub totals: Totals,
     /// Folder for the history and the last chat, if any.
     pub folder: Option<PathBuf>,
 }
 
+/// Which figures follow an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Figures {
+    /// None.
+    Quiet,
+    /// The number of tokens and their rate.
+    Brief,
+    /// All.
+    All,
+}
+
 /// Sums over all answers of a process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Totals {
+    /// The last answer.
+    last: Option<(Stats, End)>,
+    /// Read bandwidth of the memory with the weights, in bytes per second, measured once: on a busy machine
+    /// it would be another one after each answer.
+    bandwidth: Option<f64>,
     answers: usize,
     prompt_tokens: usize,
     reused_tokens: usize,
@@ -48,7 +64,8 @@ pub struct Totals {
 }
 
 impl Totals {
-    fn add(&mut self, s: &Stats) {
+    fn add(&mut self, s: &Stats, end: End) {
+        self.last = Some((*s, end));
         self.answers += 1;
         self.prompt_tokens += s.prompt_tokens;
         self.reused_tokens += s.reused_tokens;
@@ -57,9 +74,10 @@ impl Totals {
     }
 }
 
-/// The stream for notes.
-fn stderr() -> Printable<io::Stderr> {
-    Printable(io::stderr())
+/// Writes a note of nq, in lines as wide as the terminal. In one piece, so that it may have a colour of its own.
+fn note(err: &mut dyn Write, text: &str) -> io::Result<()> {
+    let text = filled(&format!("nq: {}", printable(text)), width(), 4);
+    err.write_all(format!("{text}\n").as_bytes())
 }
 
 /// What to do after an entry.
@@ -81,16 +99,17 @@ impl Repl<'_> {
         json: bool,
     ) -> anyhow::Result<ExitCode> {
         if switch.is_some() {
-            self.switch_thinking(switch, &mut stderr())?;
+            self.switch_thinking(switch, &mut Notes::new())?;
         }
         let turn = if json {
             let mut nothing = io::sink();
-            let turn = self.turn(Some(text), &mut nothing, &mut stderr(), Thinking::Hidden)?;
-            print_line(&self.json(&turn).to_string())?;
+            let turn = self.turn(Some(text), &mut nothing, &mut Notes::new(), Thinking::Hidden)?;
+            let json = self.json(&turn);
+            print_line(&json.to_string())?;
             turn
         } else {
             let thinking = self.thinking();
-            self.turn(Some(text), &mut io::stdout(), &mut stderr(), thinking)?
+            self.turn(Some(text), &mut io::stdout(), &mut Notes::new(), thinking)?
         };
         Ok(match turn.end {
             End::Generated(StopReason::Interrupted) => ExitCode::from(INTERRUPTED),
@@ -100,7 +119,7 @@ impl Repl<'_> {
 
     /// Reads and handles entries until the user quits.
     pub fn run(&mut self) -> anyhow::Result<ExitCode> {
-        let mut editor = editor::new()?;
+        let mut editor = editor::new(has_colours(&io::stdout()))?;
         let history = self.folder.as_ref().map(|dir| dir.join("chat_history"));
         if let Some(path) = history.as_deref().filter(|p| p.exists())
             && let Err(e) = editor.load_history(path)
@@ -123,7 +142,7 @@ impl Repl<'_> {
                     if !entry.trim().is_empty() {
                         editor.add_history_entry(entry.as_str())?;
                     }
-                    match self.handle(&entry, &mut io::stdout(), &mut stderr()) {
+                    match self.handle(&entry, &mut io::stdout(), &mut Notes::new()) {
                         Ok(Flow::Continue) => {}
                         Ok(Flow::Exit) => break ExitCode::SUCCESS,
                         Err(e) if crate::terminal::is_broken_pipe(&e) => return Err(e),
@@ -210,17 +229,17 @@ impl Repl<'_> {
             }
             Entry::Command(Command::Exit) => return Ok(Flow::Exit),
             Entry::Command(Command::Help(about)) => {
-                writeln!(err, "{}", help(about.as_deref()))?;
+                writeln!(err, "{}", help(about.as_deref(), width()))?;
             }
             Entry::Command(Command::Clear) => {
                 self.conversation.chat.clear();
-                writeln!(err, "nq: all messages are forgotten")?;
+                note(err, "all messages are forgotten")?;
             }
             Entry::Command(Command::Save { path, force }) => {
                 let path = saved::at_home(&path);
                 let messages = self.conversation.chat.messages();
                 saved::save(&path, force, &self.model, &messages)?;
-                writeln!(err, "nq: saved to {}", path.display())?;
+                note(err, &format!("saved to {}", path.display()))?;
             }
             Entry::Command(Command::Load(path)) => {
                 let path = match path {
@@ -228,18 +247,19 @@ impl Repl<'_> {
                     None => self.last_chat().context("/load needs a file")?,
                 };
                 let n = self.load(&path)?;
-                writeln!(err, "nq: {n} messages from {}", path.display())?;
+                self.show_messages(err)?;
+                note(err, &format!("{n} messages from {}", path.display()))?;
             }
             Entry::Command(Command::System(None)) => match self.conversation.chat.system() {
                 Some(text) => writeln!(err, "{text}")?,
-                None => writeln!(err, "nq: there is no system prompt")?,
+                None => note(err, "there is no system prompt")?,
             },
             Entry::Command(Command::System(_)) if self.conversation.is_raw() => {
                 bail!("--raw has no system prompt: write it where the model expects it")
             }
             Entry::Command(Command::System(text)) => {
                 self.conversation.chat.set_system(text);
-                writeln!(err, "nq: the system prompt is set")?;
+                note(err, "the system prompt is set")?;
             }
             Entry::Command(Command::Think(on)) => self.switch_thinking(Some(on), err)?,
             Entry::Command(Command::Set(None)) => self.show_settings(err)?,
@@ -271,7 +291,7 @@ impl Repl<'_> {
         thinking: Thinking,
     ) -> anyhow::Result<Turn> {
         let answering = Answering::begin();
-        let mut notes = stderr();
+        let mut notes = Notes::new();
         let turn = {
             let raw = self.shown == Thinking::Aside; // stdout is no terminal
             let width = width().filter(|_| !raw);
@@ -281,7 +301,7 @@ impl Repl<'_> {
                     Event::Piece(part, text) => printer.piece(part, text)?,
                     Event::Note(note) => {
                         printer.finish()?;
-                        writeln!(notes, "nq: {note}")?;
+                        self::note(&mut notes, &note)?;
                     }
                 }
                 Ok(())
@@ -302,17 +322,49 @@ impl Repl<'_> {
             })?
         };
         drop(answering);
-        self.totals.add(&turn.stats);
-        let line = report::line(
-            &turn.stats,
-            turn.end,
-            self.engine.map(Engine::bytes_per_token),
-            self.engine.and_then(Engine::memory_bandwidth),
-        );
-        if !self.quiet {
-            writeln!(err, "nq: {line}")?;
+        self.totals.add(&turn.stats, turn.end);
+        match self.figures {
+            Figures::Quiet => {}
+            Figures::Brief => {
+                let context = self.conversation.context();
+                note(err, &report::brief(&turn.stats, turn.end, context))?;
+            }
+            Figures::All => {
+                let line = self.all_figures(&turn.stats, turn.end);
+                note(err, &line)?;
+            }
         }
         Ok(turn)
+    }
+
+    /// All figures of an answer.
+    fn all_figures(&mut self, stats: &Stats, end: End) -> String {
+        let bandwidth = self.bandwidth();
+        report::line(stats, end, self.engine.map(Engine::bytes_per_token), bandwidth)
+    }
+
+    fn bandwidth(&mut self) -> Option<f64> {
+        let measured = self.totals.bandwidth;
+        self.totals.bandwidth = measured.or_else(|| self.engine?.memory_bandwidth());
+        self.totals.bandwidth
+    }
+
+    /// Shows the messages as they would stand in the terminal.
+    fn show_messages(&self, err: &mut dyn Write) -> io::Result<()> {
+        for message in self.conversation.chat.messages() {
+            let text = message.text();
+            match message.role.as_str() {
+                "user" => writeln!(err, ">>> {text}")?,
+                "assistant" => {
+                    // As a template does, which strips the thinking.
+                    let answer = text.rsplit("</think>").next().unwrap_or(text).trim();
+                    let lines = answer.lines().map(|line| filled(line, width(), 0));
+                    writeln!(err, "{}", lines.collect::<Vec<_>>().join("\n"))?;
+                }
+                role => writeln!(err, "{role}: {text}")?,
+            }
+        }
+        Ok(())
     }
 
     fn thinking(&self) -> Thinking {
@@ -323,11 +375,11 @@ impl Repl<'_> {
         }
     }
 
-    fn json(&self, turn: &Turn) -> serde_json::Value {
+    fn json(&mut self, turn: &Turn) -> serde_json::Value {
         let s = &turn.stats;
         let per_token = self.engine.map(Engine::bytes_per_token);
         let bytes = per_token.and_then(|b| s.bytes_per_second(b));
-        let share = match (bytes, self.engine.and_then(Engine::memory_bandwidth)) {
+        let share = match (bytes, self.bandwidth()) {
             (Some(b), Some(limit)) => Some(b / limit),
             _ => None,
         };
@@ -352,7 +404,7 @@ impl Repl<'_> {
 
     fn switch_thinking(&mut self, to: Option<bool>, err: &mut dyn Write) -> io::Result<()> {
         if let Some(why) = self.conversation.refuses("thinking") {
-            return writeln!(err, "nq: {why}");
+            return note(err, why);
         }
         self.conversation.chat.settings.thinking = to;
         let state = match to {
@@ -360,7 +412,7 @@ impl Repl<'_> {
             Some(false) => "off",
             None => "as the template has it",
         };
-        writeln!(err, "nq: thinking is {state}")
+        note(err, &format!("thinking is {state}"))
     }
 
     fn load(&mut self, path: &Path) -> anyhow::Result<usize> {
@@ -441,7 +493,11 @@ impl Repl<'_> {
         )
     }
 
-    fn show_stats(&self, err: &mut dyn Write) -> io::Result<()> {
+    fn show_stats(&mut self, err: &mut dyn Write) -> io::Result<()> {
+        if let Some((stats, end)) = self.totals.last {
+            let line = self.all_figures(&stats, end);
+            writeln!(err, "{}", filled(&format!("last answer: {line}"), width(), 2))?;
+        }
         let t = &self.totals;
         let (used, capacity) = self.conversation.context();
         let runs = match self.engine {

@@ -1,9 +1,25 @@
-//! The line of figures that `nq chat` prints after an answer.
+//! The figures that `nq chat` prints after an answer.
 
 use super::conversation::End;
 use nq_runtime::{Stats, StopReason};
 
-/// The line after an answer. `bandwidth` is the measured read speed of the memory with the weights, in
+/// Share of the context from which the line after an answer says how full it is.
+const FULL: f64 = 0.5;
+
+/// The line after an answer. `context`: tokens in the cache, and how many fit.
+pub fn brief(stats: &Stats, end: End, (used, capacity): (usize, usize)) -> String {
+    let mut line = format!("{} tokens", stats.tokens);
+    if let Some(rate) = stats.tokens_per_second() {
+        line += &format!(", {rate:.1} tok/s");
+    }
+    let share = used as f64 / capacity.max(1) as f64;
+    if share >= FULL {
+        line += &format!(", context {:.0} % full", 100.0 * share);
+    }
+    line + ending(end)
+}
+
+/// All figures of an answer. `bandwidth` is the measured read speed of the memory with the weights, in
 /// bytes per second.
 pub fn line(
     stats: &Stats,
@@ -33,14 +49,17 @@ pub fn line(
         "; prompt {} tokens, {} of them cached",
         stats.prompt_tokens, stats.reused_tokens
     );
-    line += match end {
+    line + ending(end)
+}
+
+fn ending(end: End) -> &'static str {
+    match end {
         End::Generated(StopReason::Eos(_)) => "",
         End::Generated(StopReason::MaxTokens) => "; ended by --max-tokens",
         End::Generated(StopReason::ContextFull) => "; ended by the context",
         End::Generated(StopReason::Interrupted) => "; interrupted",
         End::Text => "; ended by --stop",
-    };
-    line
+    }
 }
 
 /// The JSON name of how an answer ended.
@@ -96,6 +115,9 @@ mod tests {
             drafted.contains(", 1.50 drafted tokens accepted per step (6 of 10);"),
             "{drafted}"
         );
+        let short = |used| brief(&stats, most, (used, 100));
+        assert_eq!(short(49), "11 tokens, 5.0 tok/s; ended by --max-tokens");
+        assert_eq!(short(63), "11 tokens, 5.0 tok/s, context 63 % full; ended by --max-tokens");
         let one = Stats { tokens: 1, ..stats };
         assert!(!line(&one, End::Text, Some(1), None).contains("tok/s"));
     }

@@ -15,8 +15,7 @@ use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::synth::{self, Preset};
 use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
-use nq_quantize::allocation;
-use nq_quantize::mix::mixed;
+use nq_quantize::mix;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
@@ -39,9 +38,10 @@ pub struct BenchArgs {
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
-    /// With --preset: the mix of schemes that `nq quantize` chooses for --bits
+    /// With --preset and --bits: one scheme for all layers, with an 8-bit embedding and head, instead of the
+    /// mix that `nq quantize` makes by default
     #[arg(long, requires_all = ["preset", "bits"])]
-    pub mixed: bool,
+    pub simple: bool,
     /// Prompt tokens of the prefill test; 0 skips it
     #[arg(short = 'p', long, default_value_t = 512, value_name = "N", value_parser = parse_tokens)]
     pub prompt_tokens: usize,
@@ -265,7 +265,7 @@ fn open(
     random(
         preset,
         preset.config().num_hidden_layers,
-        (args.bits, args.mixed),
+        (args.bits, args.simple),
         0,
     )
 }
@@ -274,7 +274,7 @@ fn open(
 fn random(
     preset: &Preset,
     layers: usize,
-    (bits, mixed_schemes): (Option<u32>, bool),
+    (bits, simple): (Option<u32>, bool),
     seed: u64,
 ) -> anyhow::Result<(String, Checkpoint)> {
     let mut config = preset.config();
@@ -287,15 +287,11 @@ fn random(
     let checkpoint = match bits {
         None | Some(16) => synth::checkpoint(&label, &config, seed)?,
         Some(n) => {
-            let least = Bits::try_from(n)?;
-            let mut schemes = Schemes::defaults(least);
-            if mixed_schemes {
-                schemes = mixed(
-                    &config,
-                    &schemes,
-                    &allocation::candidates(least.min(Bits::B4)),
-                )?;
-            }
+            let bits = Bits::try_from(n)?;
+            let schemes = match simple {
+                true => Schemes::defaults(bits),
+                false => mix::usual(&config, bits)?,
+            };
             synth::quantized_checkpoint(&label, &config, seed, move |name| schemes.of(name))?
         }
     };
@@ -381,8 +377,8 @@ fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow
     let mut out = format!(
         "{name}: {} bits, {:.1} MB of weights read per token\n\
          {d}\n\
-         last-level cache {:.1} MB; what memory reads was measured between the repeats\n\n\
-         | test | depth | batch | tok/s | GB/s | of what memory reads | ms/token p50 | p99 | repeats |\n\
+         last-level cache {:.1} MB; the memory's bandwidth was measured between the repeats\n\n\
+         | test | depth | batch | tok/s | GB/s | of the memory's bandwidth | ms/token p50 | p99 | repeats |\n\
          |---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
         d.bits,
         engine.bytes_per_token() as f64 / 1e6,
@@ -399,21 +395,22 @@ fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow
             ),
         };
         out.push_str(&format!(
-            "| {}{} | {} | {} | {:.2} ± {:.2} | {:.2} | {share} | {:.3} | {:.3} | {} |\n",
+            "| {}{} | {} | {} | {:.2}{} | {:.2} | {share} | {:.3} | {:.3} | {} |\n",
             r.test,
             r.drafts.as_ref().map_or("", |_| ", drafts"),
             r.depth,
             r.batch,
             r.tok_s,
-            r.tok_s_std,
+            r.tok_s_std.map_or(String::new(), |std| format!(" ± {std:.2}")),
             r.gb_s,
             r.ms_per_token_p50,
             r.ms_per_token_p99,
             r.repeats
         ));
-        if let Some(overhead) = r.streaming_overhead {
+        if let (Some(overhead), Some(bare)) = (r.streaming_overhead, r.bare_tok_s) {
             notes.push(format!(
-                "{}: sampling, detokenizing and writing add {:.1} % to the bare decode loop",
+                "{}: sampling, detokenizing and writing add {:.1} % to the bare decode loop, which \
+                 reached {bare:.2} tok/s between the repeats of this test",
                 r.test,
                 100.0 * overhead
             ));

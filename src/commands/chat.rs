@@ -6,11 +6,12 @@ use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
-use crate::chat::repl::{Repl, Totals};
+use crate::chat::repl::{Figures, Repl, Totals};
 use crate::cli::{self, Global, parse_kv, parse_load_bits};
+use crate::demo;
 use crate::draft::{self, DraftFrom, DraftWeights, parse_draft};
 use crate::model;
-use crate::terminal::{Terminal, human_bytes};
+use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
@@ -201,12 +202,27 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         model: name,
         shown: shown_thinking(),
         hide_thinking: args.hide_thinking,
-        quiet: args.quiet,
+        figures: figures(args, global),
         totals: Totals::default(),
         folder: folder(),
     };
     let place = engine.description().device.clone();
+    if question.is_none() && demo::is_demo(config) {
+        terminal.note(
+            "the demo model is tiny and knows little; it can do this: Tell me about the film The Silent \
+             River (1931).",
+        );
+    }
     talk(&mut repl, question, &place, ctx, global, &terminal)
+}
+
+/// Which figures follow an answer.
+fn figures(args: &ChatArgs, global: &Global) -> Figures {
+    match (args.quiet, global.verbose) {
+        (true, _) => Figures::Quiet,
+        (false, true) => Figures::All,
+        (false, false) => Figures::Brief,
+    }
 }
 
 /// Answers the question, or holds a conversation.
@@ -256,7 +272,7 @@ fn remote(
         model,
         shown: shown_thinking(),
         hide_thinking: args.hide_thinking,
-        quiet: args.quiet,
+        figures: figures(args, global),
         totals: Totals::default(),
         folder: folder(),
     };
@@ -441,11 +457,9 @@ fn parse_stop(text: &str) -> Result<String, String> {
 
 /// Dims thinking on a terminal (with NO_COLOR: tags it), and keeps it out of a pipe.
 fn shown_thinking() -> Thinking {
-    let no_color = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty())
-        || std::env::var_os("TERM").is_some_and(|v| v == "dumb");
-    match (io::stdout().is_terminal(), no_color) {
-        (true, false) => Thinking::Dimmed,
-        (true, true) => Thinking::Tagged,
+    match (io::stdout().is_terminal(), has_colours(&io::stdout())) {
+        (_, true) => Thinking::Dimmed,
+        (true, false) => Thinking::Tagged,
         (false, _) => Thinking::Aside,
     }
 }

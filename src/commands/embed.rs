@@ -69,37 +69,12 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let mut lines = Lines::open(&args.texts, args.read.file.as_deref())?;
     let mut out = Output::create(args.out.as_deref(), dimensions)?;
     let mut session = Session::new(&checkpoint, Row::Hidden, &args.read, global, &terminal)?;
-    let (begun, mut count, mut tokens) = (Instant::now(), 0, 0);
-    loop {
-        let block = lines.take(BLOCK.0, BLOCK.1)?;
-        if block.is_empty() {
-            break;
-        }
-        let mut encoded = Vec::with_capacity(block.len());
-        for line in &block {
-            let mut ids = texts.encode(&session.tokenizer, &line.text, &purpose)?;
-            if args.read.truncate {
-                texts.truncate(&mut ids, session.ctx);
-            }
-            session.check_length(line, &ids)?;
-            tokens += ids.len();
-            encoded.push(ids);
-        }
-        let mut failed = None;
-        let result = session.encoder.encode(0, &encoded, &mut |i, state| {
-            let vector = unit(state, dimensions)?;
-            out.write(&block[i], &vector).map_err(|e| {
-                failed = Some(e);
-                Error::Interrupted
-            })
-        });
-        if let Some(e) = failed {
-            return Err(e);
-        }
-        result?;
-        count += block.len();
-        out.commit()?;
-    }
+    let begun = Instant::now();
+    let reading = (&mut lines, &texts, &purpose);
+    let (count, tokens) = match write_all(args, reading, &mut session, &mut out, &terminal) {
+        Ok(counts) => counts,
+        Err(e) => return Err(out.left(e)),
+    };
     let seconds = begun.elapsed().as_secs_f64();
     terminal.note(&format!(
         "{count} texts, {tokens} tokens in {seconds:.1} s ({:.0} tokens/s)",
@@ -108,8 +83,69 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Embeds all lines and writes the vectors; returns the number of texts and of their tokens.
+fn write_all(
+    args: &EmbedArgs,
+    (lines, texts, purpose): (&mut Lines, &EmbeddingTexts, &Purpose),
+    session: &mut Session,
+    out: &mut Output,
+    terminal: &Terminal,
+) -> anyhow::Result<(usize, usize)> {
+    let (mut count, mut tokens) = (0, 0);
+    loop {
+        let block = lines.take(BLOCK.0, BLOCK.1)?;
+        if block.is_empty() {
+            return Ok((count, tokens));
+        }
+        let mut encoded = Vec::with_capacity(block.len());
+        // The lines with tokens: a line without any has no direction, and gets zeros in its place.
+        let mut full = Vec::with_capacity(block.len());
+        for (i, line) in block.iter().enumerate() {
+            let mut ids = texts.encode(&session.tokenizer, &line.text, purpose)?;
+            if args.read.truncate {
+                texts.truncate(&mut ids, session.ctx);
+            }
+            if ids.is_empty() {
+                terminal.note(&format!("{}: no text: its vector is zeros", line.place));
+                continue;
+            }
+            session.check_length(line, &ids)?;
+            tokens += ids.len();
+            encoded.push(ids);
+            full.push(i);
+        }
+        let mut failed = None;
+        let mut next = 0;
+        let result = session.encoder.encode(0, &encoded, &mut |i, state| {
+            let vector = unit(state, out.dimensions)?;
+            let zeros = out.write_zeros(&block[next..full[i]]);
+            next = full[i] + 1;
+            let written = zeros.and_then(|()| out.write(&block[full[i]], &vector));
+            written.map_err(|e| {
+                failed = Some(e);
+                Error::Interrupted
+            })
+        });
+        if let Some(e) = failed {
+            return Err(e);
+        }
+        result?;
+        out.write_zeros(&block[next..])?;
+        count += block.len();
+        out.commit()?;
+    }
+}
+
 /// The output for vectors: each is written as soon as it is computed.
-enum Output {
+struct Output {
+    place: Place,
+    /// Numbers of a vector.
+    dimensions: usize,
+    /// Vectors written.
+    rows: usize,
+}
+
+enum Place {
     Stdout,
     Lines(File, PathBuf),
     Npy(Npy, PathBuf),
@@ -117,18 +153,46 @@ enum Output {
 
 impl Output {
     fn create(path: Option<&Path>, dimensions: usize) -> anyhow::Result<Self> {
+        let output = |place| Output {
+            place,
+            dimensions,
+            rows: 0,
+        };
         let Some(path) = path else {
-            return Ok(Output::Stdout);
+            return Ok(output(Place::Stdout));
         };
         let name = || path.display().to_string();
         // Vectors are written as they come: nothing whole could take an older file's place.
         let file = File::options().write(true).create_new(true).open(path);
         let file = file.with_context(name)?;
         let path = path.to_owned();
-        Ok(match path.extension().is_some_and(|e| e == "npy") {
-            true => Output::Npy(Npy::new(file, dimensions).with_context(name)?, path),
-            false => Output::Lines(file, path),
-        })
+        Ok(output(match path.extension().is_some_and(|e| e == "npy") {
+            true => Place::Npy(Npy::new(file, dimensions).with_context(name)?, path),
+            false => Place::Lines(file, path),
+        }))
+    }
+
+    fn write_zeros(&mut self, lines: &[Line]) -> anyhow::Result<()> {
+        let zeros = vec![0.0; self.dimensions];
+        lines.iter().try_for_each(|line| self.write(line, &zeros))
+    }
+
+    /// Takes the file away if nothing is in it; `error` is why there is no more.
+    fn left(mut self, error: anyhow::Error) -> anyhow::Error {
+        let committed = self.commit();
+        let (Place::Lines(_, path) | Place::Npy(_, path)) = &self.place else {
+            return error;
+        };
+        let path = path.clone();
+        if self.rows == 0 {
+            // The error that stands is the one before.
+            let _ = std::fs::remove_file(&path);
+            return error;
+        }
+        match committed {
+            Ok(()) => error.context(format!("{} has the {} vectors before this", path.display(), self.rows)),
+            Err(_) => error,
+        }
     }
 
     fn write(&mut self, line: &Line, vector: &[f32]) -> anyhow::Result<()> {
@@ -139,14 +203,15 @@ impl Output {
             }
             object.to_string()
         };
-        match self {
-            Output::Stdout => Ok(print_line(&object())?),
-            Output::Lines(file, path) => {
+        self.rows += 1;
+        match &mut self.place {
+            Place::Stdout => Ok(print_line(&object())?),
+            Place::Lines(file, path) => {
                 let line = object() + "\n";
                 let written = file.write_all(line.as_bytes());
                 written.with_context(|| path.display().to_string())
             }
-            Output::Npy(npy, path) => {
+            Place::Npy(npy, path) => {
                 let written = npy.write(vector);
                 written.with_context(|| path.display().to_string())
             }
@@ -155,12 +220,12 @@ impl Output {
 
     /// Makes the vectors written so far permanent, whatever happens next.
     fn commit(&mut self) -> anyhow::Result<()> {
-        match self {
-            Output::Npy(npy, path) => {
+        match &mut self.place {
+            Place::Npy(npy, path) => {
                 let written = npy.write_header();
                 written.with_context(|| path.display().to_string())
             }
-            Output::Stdout | Output::Lines(..) => Ok(()),
+            Place::Stdout | Place::Lines(..) => Ok(()),
         }
     }
 }

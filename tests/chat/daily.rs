@@ -8,7 +8,7 @@ fn nothing_typed_or_said_is_lost() {
     let home = home();
     let mut pty = terminal(&home, &with(&["--no-think", "--max-tokens", "8"]), &[]);
     pty.line("Hello!");
-    pty.wait_for("of them cached");
+    pty.wait_for(SAID);
     pty.wait_for(">>> ");
     pty.send(b"half a line");
     pty.wait_for("half a line");
@@ -53,9 +53,10 @@ fn lines_break_between_words_at_the_terminals_width() {
     };
     let mut pty = Pty::with_columns(command, 40);
     let words: Vec<&str> = out(&whole).split_whitespace().collect();
-    let shown = pty.wait_for(words.last().unwrap());
+    let printed = pty.wait_for(words.last().unwrap());
     assert_eq!(pty.exit_code(), 0);
-    let shown = &shown[shown.find(words[0]).unwrap()..]; // behind the progress bar
+    let printed = &printed[printed.find(words[0]).unwrap()..]; // behind the progress bar
+    let shown = without_taken_back(printed, 40);
     let lines: Vec<&str> = shown.lines().map(str::trim_end).collect();
     assert!(
         lines.len() > 3 && lines.iter().all(|l| l.chars().count() <= 40),
@@ -63,6 +64,30 @@ fn lines_break_between_words_at_the_terminals_width() {
     );
     let again: Vec<&str> = shown.split_whitespace().collect();
     assert_eq!(again, words[..again.len()]);
+}
+
+/// What a terminal shows after a program has taken words back: cursor to the left, rest of the line erased.
+fn without_taken_back(printed: &str, width: usize) -> String {
+    let mut line = |line: &str| {
+        let mut shown = String::new();
+        for (i, part) in line.split("\x1b[").enumerate() {
+            let (code, rest) = match i {
+                0 => ("", part),
+                _ => part.split_at(part.find(|c: char| c.is_ascii_alphabetic()).unwrap() + 1),
+            };
+            // In the last column, the cursor stays on the character.
+            let at = shown.len().min(width - 1);
+            match code.strip_suffix('D') {
+                Some(n) => shown.truncate(at - n.parse::<usize>().unwrap()),
+                None if code == "K" && shown.len() == width => shown.truncate(at),
+                None => {}
+            }
+            shown.push_str(rest);
+        }
+        shown
+    };
+    let lines: Vec<String> = printed.lines().map(&mut line).collect();
+    lines.join("\n")
 }
 
 /// Without a template the model continues the text itself, and an answer ends before a stop text.

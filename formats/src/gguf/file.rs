@@ -4,6 +4,7 @@
 use super::types::BlockType;
 use super::value::{Array, Reader, Value, malformed};
 use crate::error::{Error, Result};
+use crate::files::incomplete;
 use crate::store::TensorEntry;
 use bytes::Bytes;
 use std::collections::BTreeMap;
@@ -70,7 +71,7 @@ impl GgufFile {
         } else {
             bytes.slice(start.min(bytes.len())..)
         };
-        let tensors = check_layout(path, table, alignment, data.len() as u64)?;
+        let tensors = check_layout(path, table, alignment, (data.len() as u64, bytes.len() as u64, start as u64))?;
         Ok(GgufFile {
             path: path.into(),
             version,
@@ -357,16 +358,25 @@ fn read_table(path: &Path, reader: &mut Reader<'_>, count: u64) -> Result<Vec<Ra
     Ok(table)
 }
 
-/// Checks names and positions: aligned, within the data section of `length` bytes, one after another.
+/// Checks names and positions: aligned, within the data section of `length` bytes at `start` of `file` bytes,
+/// one after another.
 /// The format leaves nothing but alignment between tensors and after the last: if the space that a
 /// tensor takes differs from its size, its type or shape is wrong.
 fn check_layout(
     path: &Path,
     mut table: Vec<Raw>,
     alignment: u64,
-    length: u64,
+    (length, file, start): (u64, u64, u64),
 ) -> Result<BTreeMap<String, TensorInfo>> {
     table.sort_by_key(|t| t.offset);
+    // A file whose tensors follow each other as they must, but go on after its end, was cut off.
+    let end = table.iter().try_fold(0u64, |due, t| {
+        let follows = t.offset == due.checked_next_multiple_of(alignment)?;
+        t.offset.checked_add(t.bytes).filter(|_| follows)
+    });
+    if let Some(end) = end.filter(|&end| end > length) {
+        return Err(incomplete(path, start.saturating_add(end), file));
+    }
     let mut tensors = BTreeMap::new();
     let (mut end, mut next) = (0, 0);
     let mut previous = String::new();

@@ -318,7 +318,10 @@ impl<'a> Reader<'a> {
     /// Skips `n` bytes and returns the position where they start.
     fn advance(&mut self, what: &str, n: u64) -> Result<usize> {
         if n > self.left() {
-            let found = format!("{} before the file ends", self.left());
+            let found = format!(
+                "{} before the file ends, as after an incomplete download",
+                self.left()
+            );
             return Err(malformed(self.path, what, format!("{n} bytes"), found));
         }
         let start = self.at;

@@ -77,7 +77,8 @@ impl HubOptions {
     }
 }
 
-/// A hub id: `OWNER/NAME`, with an optional `@REVISION` or file: `OWNER/NAME/FILE.gguf`.
+/// A hub id: `OWNER/NAME`, with an optional `@REVISION`, file (`OWNER/NAME/FILE.gguf`) or kind of GGUF
+/// file (`OWNER/NAME:Q4_K_M`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubId {
     /// `OWNER/NAME`.
@@ -86,30 +87,90 @@ pub struct HubId {
     pub revision: String,
     /// The weight file to use; `None`: the safetensors files, or the only GGUF file.
     pub file: Option<String>,
+    /// The kind of GGUF file to use, as its name has it.
+    pub kind: Option<String>,
 }
 
+/// Beginnings of addresses of the hub's pages.
+const PAGES: [&str; 2] = ["huggingface.co/", "hf.co/"];
+
 impl HubId {
-    /// Parses an id; `None` if `text` does not have the form of one.
+    /// Parses an id, or the address of a page of a model or of one of its files; `None` if `text` does not
+    /// have the form of one.
     pub fn parse(text: &str) -> Option<Self> {
+        let bare = text.strip_prefix("https://").unwrap_or(text);
+        if let Some(page) = PAGES.iter().find_map(|host| bare.strip_prefix(host)) {
+            let page = page.split(['?', '#']).next().unwrap_or(page);
+            let parts: Vec<&str> = page.trim_end_matches('/').split('/').collect();
+            return match parts[..] {
+                [owner, name, "tree", revision] => {
+                    Self::of(&format!("{owner}/{name}@{revision}"))
+                }
+                [owner, name, "blob" | "resolve", revision, file] => {
+                    Self::of(&format!("{owner}/{name}/{file}@{revision}"))
+                }
+                _ => Self::of(page.trim_end_matches('/')),
+            };
+        }
+        Self::of(text)
+    }
+
+    fn of(text: &str) -> Option<Self> {
         let plain = |p: &str| {
             let known = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
             !p.is_empty() && !p.starts_with('.') && p.chars().all(known)
         };
         let (text, revision) = text.split_once('@').unwrap_or((text, "main"));
+        let (text, kind) = match text.split_once(':') {
+            Some((text, kind)) => (text, Some(kind)),
+            None => (text, None),
+        };
         let parts: Vec<&str> = text.split('/').collect();
         let (repo, file) = match parts[..] {
             [owner, name] => ([owner, name], None),
-            [owner, name, file] if file.ends_with(".gguf") => ([owner, name], Some(file)),
+            [owner, name, file] if file.ends_with(".gguf") && kind.is_none() => {
+                ([owner, name], Some(file))
+            }
             _ => return None,
         };
-        let good = repo.iter().chain(&file).all(|p| plain(p));
+        let good = repo.iter().chain(&file).chain(&kind).all(|p| plain(p));
         let revision_good = revision.split('/').all(plain);
         (good && revision_good).then(|| HubId {
             repo: repo.join("/"),
             revision: revision.into(),
             file: file.map(String::from),
+            kind: kind.map(String::from),
         })
     }
+
+    /// A short name, usable for a folder: that of the repository or the file, without the owner.
+    pub fn name(&self) -> String {
+        let repo = self.repo.rsplit('/').next().unwrap_or(&self.repo);
+        match (&self.file, &self.kind) {
+            (Some(file), _) => file.trim_end_matches(".gguf").into(),
+            (None, Some(kind)) => format!("{}-{kind}", repo.trim_end_matches("-GGUF")),
+            (None, None) => repo.trim_end_matches(".gguf").into(),
+        }
+    }
+}
+
+/// True if `file` is a GGUF file of a kind such as `Q4_K_M`, whole or the first of several.
+fn is_kind(file: &str, kind: &str) -> bool {
+    let lower = file.to_ascii_lowercase();
+    let Some(stem) = lower.strip_suffix(".gguf") else {
+        return false;
+    };
+    let stem = match stem.rsplit_once("-of-") {
+        Some((before, count)) if count.chars().all(|c| c.is_ascii_digit()) => {
+            match before.strip_suffix("-00001") {
+                Some(first) => first,
+                None => return false,
+            }
+        }
+        _ => stem,
+    };
+    let before = stem.strip_suffix(&kind.to_ascii_lowercase());
+    before.is_some_and(|b| b.ends_with(['-', '.', '_']))
 }
 
 /// The hub and its cache.
@@ -343,6 +404,19 @@ fn weight_files(id: &HubId, names: &[&str]) -> Weights {
             Weights::None(format!("it has no file {file}"))
         };
     }
+    if let Some(kind) = &id.kind {
+        let all = ending(".gguf");
+        let fitting: Vec<&str> = all.iter().copied().filter(|n| is_kind(n, kind)).collect();
+        return match fitting[..] {
+            [one] => Weights::Files(split_set(one)),
+            [] => Weights::None(format!("it has no GGUF file of {kind}; it has {}", all.join(", "))),
+            _ => Weights::None(format!(
+                "name one of its files of {kind}, as {}/FILE: {}",
+                id.repo,
+                fitting.join(", ")
+            )),
+        };
+    }
     if has(SINGLE) {
         return Weights::Files(vec![SINGLE.into()]);
     }
@@ -358,7 +432,7 @@ fn weight_files(id: &HubId, names: &[&str]) -> Weights {
         ([], [_, ..]) => {
             let list = ending(".gguf").join(", ");
             return Weights::None(format!(
-                "name one of its files, as {}/FILE: {list}",
+                "name one of its files, as {0}/FILE, or its kind, as {0}:Q4_K_M: {list}",
                 id.repo
             ));
         }
@@ -367,6 +441,19 @@ fn weight_files(id: &HubId, names: &[&str]) -> Weights {
     match single {
         Some(one) => Weights::Files(vec![one]),
         None => Weights::None("it has neither safetensors nor GGUF weights".into()),
+    }
+}
+
+/// A GGUF file, and those that follow it if it is the first of several.
+fn split_set(first: &str) -> Vec<String> {
+    let numbered = first
+        .strip_suffix(".gguf")
+        .and_then(|stem| stem.rsplit_once("-00001-of-"));
+    match numbered.and_then(|(stem, of)| Some((stem, of, of.parse::<u32>().ok()?))) {
+        Some((stem, of, count)) if count <= 1000 => (1..=count)
+            .map(|i| format!("{stem}-{i:05}-of-{of}.gguf"))
+            .collect(),
+        _ => vec![first.into()],
     }
 }
 

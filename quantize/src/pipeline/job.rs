@@ -6,6 +6,7 @@ use crate::device_memory::DeviceEstimate;
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::methods::{self, Method, Needs};
+use crate::mix;
 use crate::quality::{self, Limits};
 use crate::schemes::Schemes;
 use crate::stages::Stages;
@@ -63,11 +64,15 @@ pub struct QuantizeOptions {
 }
 
 impl QuantizeOptions {
-    /// The options of `nq quantize --bits BITS --out OUT`, on the first GPU or else the CPU.
-    pub fn new(bits: Bits, out: impl Into<PathBuf>) -> Self {
-        QuantizeOptions {
+    /// The options of `nq quantize --bits BITS --out OUT` for a model of this shape, on the first GPU or else
+    /// the CPU: at fewer than 8 bits a mix of schemes. [`Schemes::defaults`] are those of `--simple`.
+    ///
+    /// # Errors
+    /// None for the shape of a model that was opened.
+    pub fn new(config: &ModelConfig, bits: Bits, out: impl Into<PathBuf>) -> Result<Self> {
+        Ok(QuantizeOptions {
             bits,
-            schemes: Schemes::defaults(bits),
+            schemes: mix::usual(config, bits)?,
             candidates: allocation::candidates(bits),
             target: None,
             head_fixed: false,
@@ -85,7 +90,7 @@ impl QuantizeOptions {
             source: SourceRecord::default(),
             load: LoadOptions::default(),
             device_memory: None,
-        }
+        })
     }
 }
 

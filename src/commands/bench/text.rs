@@ -227,7 +227,7 @@ fn drafts(
             let layers = args
                 .draft_layers
                 .unwrap_or(preset.config().num_hidden_layers);
-            let (name, checkpoint) = random(&preset, layers, (args.bits, false), 1)?;
+            let (name, checkpoint) = random(&preset, layers, (args.bits, true), 1)?;
             DraftCheckpoint {
                 name,
                 checkpoint,

@@ -8,6 +8,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_quantize::methods::{self, METHODS};
+use nq_quantize::mix;
 use nq_quantize::pipeline::QuantizeOptions;
 use nq_quantize::schemes::default_scheme;
 use nq_quantize::{CalibrationSource, Effort, Limits, Schemes, TargetSize, TuneOptions};
@@ -313,7 +314,7 @@ impl QuantizeArgs {
     }
 
     /// The schemes to begin with, where each weight may have its own.
-    pub(super) fn schemes(&self) -> anyhow::Result<Schemes> {
+    fn schemes(&self) -> anyhow::Result<Schemes> {
         let bits = Bits::try_from(self.bits)?;
         let (default, head) = self.usual(default_scheme(bits), self.head_bits)?;
         let zeros = match (self.asym, self.sym) {
@@ -376,13 +377,23 @@ impl QuantizeArgs {
     }
 
     /// True if layers, embedding and head get a mix of schemes, that is, if no flag asks for one scheme.
-    pub(super) fn mixes(&self) -> bool {
+    fn mixes(&self) -> bool {
         let mixes = self.chooses() && !self.is_one();
         mixes && self.target().is_none() && self.bits < 8
     }
 
+    /// The schemes that the run begins with, and those among which weights can choose if these do not do.
+    pub(super) fn initial(&self, config: &ModelConfig) -> anyhow::Result<(Schemes, Vec<AffineScheme>)> {
+        let base = self.schemes()?;
+        let bits = base.linears.bits;
+        let mixing = self.mixes().then(|| self.candidates(config, mix::least(bits)));
+        let candidates = self.candidates(config, bits);
+        let schemes = mix::initial(config, base, mixing.as_deref(), &candidates)?;
+        Ok((schemes, candidates))
+    }
+
     /// The schemes of at least `least` bits among which weights can choose; empty if the flags leave no choice.
-    pub(super) fn candidates(&self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
+    fn candidates(&self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
         match self.chooses() {
             true => self.format.candidates(config, least),
             false => Vec::new(),
@@ -428,9 +439,10 @@ impl QuantizeArgs {
 
 #[cfg(test)]
 mod tests {
-    use super::{parse_share, parse_size};
+    use super::{Bits, QuantizeOptions, SourceRecord, parse_share, parse_size};
     use crate::cli::{Cli, Command};
     use clap::Parser;
+    use nq_formats::models::Preset;
 
     #[test]
     fn names_say_what_differs_from_the_formats_defaults() {
@@ -458,6 +470,27 @@ mod tests {
             };
             let schemes = args.schemes().unwrap();
             assert_eq!(args.default_name("demo", &schemes).unwrap(), expected);
+        }
+    }
+
+    /// A program that asks the library gets what the command makes.
+    #[test]
+    fn the_library_has_the_defaults_of_the_command() {
+        for preset in ["qwen3-0.6b", "qwen3-8b"] {
+            let config = Preset::find(preset).unwrap().config();
+            for bits in Bits::ALL {
+                let flag = u32::from(bits).to_string();
+                let words = ["nq", "quantize", "demo", "--bits", &flag];
+                let cli = Cli::try_parse_from(words).unwrap();
+                let Command::Quantize(args) = cli.command else {
+                    panic!("parsed as another command")
+                };
+                let (schemes, candidates) = args.initial(&config).unwrap();
+                let source = SourceRecord::default();
+                let command = args.options(&cli.global, schemes, candidates, "out".into(), source);
+                let library = QuantizeOptions::new(&config, bits, "out").unwrap();
+                assert_eq!(format!("{command:?}"), format!("{library:?}"));
+            }
         }
     }
 

@@ -10,8 +10,7 @@ use crate::terminal::{Terminal, human_bytes, leave_interrupted, print_line, say,
 use anyhow::{Context, bail};
 pub use args::{QuantizeArgs, parse_size};
 use nq_formats::nq::{SourceRecord, staging};
-use nq_formats::{Bits, Progress, Task};
-use nq_quantize::mix::mixed;
+use nq_formats::{Progress, Task};
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
 use std::path::Path;
@@ -30,16 +29,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
             model.source
         );
     }
-    let mut schemes = args.schemes()?;
-    let config = model.checkpoint.config();
-    // At 4 bits and more, nothing gets fewer than 4.
-    let least = schemes.linears.bits;
-    if args.mixes() {
-        let candidates = args.candidates(config, least.min(Bits::B4));
-        schemes = mixed(config, &schemes, &candidates)?;
-    }
-    let candidates = args.candidates(config, least);
-    schemes = schemes.fitted(config, &candidates);
+    let (schemes, candidates) = args.initial(model.checkpoint.config())?;
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
         None => {
