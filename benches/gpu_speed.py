@@ -40,13 +40,13 @@ def measure(nq, path, presets):
     """Writes the rows of every preset and width to `path`."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         file.write(f"# {datetime.date.today()}, one {driver()}; random weights; medians of 5\n")
-        file.write("# nq bench --preset qwen3-PRESET --bits BITS --device cuda --depth 16 -p 512 -n 128\n")
+        file.write("# nq bench --preset qwen3-PRESET --bits BITS --simple --device cuda --depth 16 -p 512 -n 128\n")
         file.write("# (other depths, batches, caches and kernels, as columns say: -p 0 -n 128)\n")
         out = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         out.writeheader()
         for preset in presets:
             for bits in BITS:
-                base = [nq, "bench", "--preset", f"qwen3-{preset}", "--bits", str(bits), "--device", "cuda", "--json"]
+                base = [nq, "bench", "--preset", f"qwen3-{preset}", "--bits", str(bits), "--simple", "--device", "cuda", "--json"]
                 chat = [] if (preset, bits) in CHAT else ["--no-chat"]
                 runs = [["-p", "512", "-n", "128", "--depth", "16", *chat]]
                 for flags in MORE.get((preset, bits), []):

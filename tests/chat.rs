@@ -88,7 +88,10 @@ fn a_prompt_is_answered_as_transformers_does() {
     assert_eq!(out(&output), format!("{answer}\n"));
     // Few figures, unless more are asked for.
     let brief = err(&output).lines().last().unwrap();
-    assert!(brief.starts_with("nq: ") && brief.ends_with(" tok/s"), "{brief}");
+    assert!(
+        brief.starts_with("nq: ") && brief.ends_with(" tok/s"),
+        "{brief}"
+    );
     let all = run(&with(&["--no-think", "-v", "-p", &message]), None);
     let last = err(&all).lines().last().unwrap();
     for part in [
@@ -340,7 +343,11 @@ fn terminal(home: &tempfile::TempDir, args: &[&str], env: &[(&str, &str)]) -> Pt
 #[test]
 fn a_conversation_in_a_terminal() {
     let home = home();
-    let mut pty = terminal(&home, &with(&["--no-think", "-v", "--system", "Be kind."]), &[]);
+    let mut pty = terminal(
+        &home,
+        &with(&["--no-think", "-v", "--system", "Be kind."]),
+        &[],
+    );
     pty.line("/help");
     pty.wait_for("answer the last message again");
     pty.answer(">>> ", "Hello!");
@@ -427,7 +434,12 @@ fn lines_in_one_burst_are_all_answered() {
     pty.answer(">>> ", "/exit");
     assert_eq!(pty.exit_code(), 0);
     let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
-    let said = |i: usize| saved["messages"][2 * i]["content"].as_str().unwrap().to_owned();
+    let said = |i: usize| {
+        saved["messages"][2 * i]["content"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
     assert_eq!([said(0), said(1), said(2)], ["first", "second", "a\nb"]);
 }
 

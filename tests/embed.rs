@@ -5,7 +5,8 @@ mod common;
 
 use common::{command, nq, stderr, stdout};
 use serde_json::{Value, json};
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -199,7 +200,11 @@ fn a_line_without_tokens_has_zeros() {
     let home = tempfile::tempdir().unwrap();
     let (home, folder) = (home.path(), embedder(home.path()));
     // Without the end token that its makers would add.
-    std::fs::copy(Path::new(DEMO).join("tokenizer.json"), folder.join("tokenizer.json")).unwrap();
+    std::fs::copy(
+        Path::new(DEMO).join("tokenizer.json"),
+        folder.join("tokenizer.json"),
+    )
+    .unwrap();
     let (texts, npy) = (home.join("texts.txt"), home.join("v.npy"));
     let run = |lines: &str, more: &[&str]| {
         std::fs::write(&texts, lines).unwrap();
@@ -210,7 +215,9 @@ fn a_line_without_tokens_has_zeros() {
     let out = run("\none\n\n\ntwo\n\n", &[]);
     assert!(out.status.success(), "{}", stderr(&out));
     let all = vectors(&stdout(&out));
-    let full: Vec<usize> = (0..all.len()).filter(|&i| all[i].iter().any(|x| *x != 0.0)).collect();
+    let full: Vec<usize> = (0..all.len())
+        .filter(|&i| all[i].iter().any(|x| *x != 0.0))
+        .collect();
     assert_eq!((all.len(), full), (6, vec![1, 4]));
     assert!(stderr(&out).contains("line 3: no text: its vector is zeros"));
     let to_file = ["--out", npy.to_str().unwrap(), "--ctx", "4"];
@@ -220,6 +227,61 @@ fn a_line_without_tokens_has_zeros() {
     assert!(run("one\n\n", &to_file).status.success());
     let header = std::fs::read(&npy).unwrap();
     assert!(String::from_utf8_lossy(&header[10..128]).contains("(2, 512)"));
+}
+
+/// The request that the server suggests is one that it answers.
+#[test]
+fn a_server_suggests_what_its_model_can_do() {
+    let home = tempfile::tempdir().unwrap();
+    let folder = embedder(home.path());
+    let args = [
+        "serve",
+        folder.to_str().unwrap(),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ];
+    let mut child = command(home.path(), &args)
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = Vec::new();
+    for line in BufReader::new(child.stderr.take().unwrap()).lines() {
+        said.push(line.unwrap());
+        if said.last().unwrap().contains("listening on") {
+            break;
+        }
+    }
+    let said = said.join("\n");
+    let (_, call) = said.split_once("try: curl http://").unwrap();
+    let (address, rest) = call.split_once('/').unwrap();
+    let path = rest.split(' ').next().unwrap();
+    let body = rest
+        .split_once("-d '")
+        .unwrap()
+        .1
+        .split('\'')
+        .next()
+        .unwrap();
+    let mut stream = TcpStream::connect(address).unwrap();
+    let length = body.len();
+    write!(
+        stream,
+        "POST /{path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n\
+         Content-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+    )
+    .unwrap();
+    let mut answer = String::new();
+    let read = stream.read_to_string(&mut answer);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    read.unwrap();
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("embedding"),
+        "{said}\n{answer}"
+    );
 }
 
 /// What says that a model is for embeddings goes with it into other formats.

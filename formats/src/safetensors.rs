@@ -71,8 +71,13 @@ impl SafetensorsFile {
             return Err(malformed(
                 "safetensors header length",
                 format!("at most {MAX_HEADER} bytes"),
-                match bytes.first_chunk::<LENGTH>().map(|b| (b, b.iter().all(|c| (b' '..=b'~').contains(c)))) {
-                    Some((text, true)) => format!("text that begins with \"{}\"", text.escape_ascii()),
+                match bytes
+                    .first_chunk::<LENGTH>()
+                    .map(|b| (b, b.iter().all(|c| (b' '..=b'~').contains(c))))
+                {
+                    Some((text, true)) => {
+                        format!("text that begins with \"{}\"", text.escape_ascii())
+                    }
                     _ => format!("{length} bytes"),
                 },
             ));
@@ -234,9 +239,10 @@ fn check_layout(
     tensors.sort_by_key(|(_, t)| t.data_offsets);
     // A file whose tensors are consistent with each other, but go on after its end, was cut off.
     let last = tensors.iter().map(|(_, t)| t.data_offsets.1).max();
-    let consistent = (tensors.windows(2))
-        .all(|t| t[0].1.data_offsets.1 == t[1].1.data_offsets.0)
-        && tensors.iter().all(|(_, t)| t.bytes() == t.data_offsets.1.checked_sub(t.data_offsets.0));
+    let consistent = (tensors.windows(2)).all(|t| t[0].1.data_offsets.1 == t[1].1.data_offsets.0)
+        && tensors
+            .iter()
+            .all(|(_, t)| t.bytes() == t.data_offsets.1.checked_sub(t.data_offsets.0));
     if let Some(end) = last.filter(|&end| consistent && end > data_len as u64) {
         let needed = end.saturating_add(header_len as u64);
         return Err(incomplete(path, needed, (header_len + data_len) as u64));

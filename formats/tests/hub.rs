@@ -530,7 +530,11 @@ fn gguf_repositories_give_a_file() {
         &["no GGUF file of Q4_K_M", "m-Q4_0.gguf, m-Q8_0.gguf"],
     );
     let dir = tempfile::tempdir().unwrap();
-    let split = gguf(&["m-IQ4_XS-00001-of-00002.gguf", "m-IQ4_XS-00002-of-00002.gguf", "m-Q8_0.gguf"]);
+    let split = gguf(&[
+        "m-IQ4_XS-00001-of-00002.gguf",
+        "m-IQ4_XS-00002-of-00002.gguf",
+        "m-Q8_0.gguf",
+    ]);
     let hub = Hub::new(options(&split.endpoint, dir.path()));
     let path = hub.fetch_model("Some/Model-1B:IQ4_XS", &()).unwrap();
     assert!(path.ends_with("m-IQ4_XS-00001-of-00002.gguf"));
@@ -580,10 +584,17 @@ fn the_environment_is_honoured() {
     );
     assert_eq!(parse("a/b@refs/pr/1"), id("a/b", "refs/pr/1", None));
     assert_eq!(parse("a/b/c.gguf"), id("a/b", "main", Some("c.gguf")));
-    for page in ["hf.co/a/b", "https://huggingface.co/a/b", "https://hf.co/a/b/?x=1"] {
+    for page in [
+        "hf.co/a/b",
+        "https://huggingface.co/a/b",
+        "https://hf.co/a/b/?x=1",
+    ] {
         assert_eq!(parse(page), id("a/b", "main", None), "{page}");
     }
-    assert_eq!(parse("https://huggingface.co/a/b/tree/v2"), id("a/b", "v2", None));
+    assert_eq!(
+        parse("https://huggingface.co/a/b/tree/v2"),
+        id("a/b", "v2", None)
+    );
     let file = "https://huggingface.co/a/b/resolve/main/c.gguf?download=true";
     assert_eq!(parse(file), id("a/b", "main", Some("c.gguf")));
     let of = |text| HubId::parse(text).map(|id| (id.name(), id.kind));

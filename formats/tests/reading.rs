@@ -150,9 +150,20 @@ fn broken_headers_are_named() {
     for n in 8..whole.len() {
         let cut = Bytes::copy_from_slice(&whole[..n]);
         let err = SafetensorsFile::parse(Path::new(file), cut);
-        let needed = if n < 8 + ok.len() { 8 + ok.len() } else { whole.len() };
+        let needed = if n < 8 + ok.len() {
+            8 + ok.len()
+        } else {
+            whole.len()
+        };
         let expected = format!("{needed} bytes, as the header says");
-        names(err, &[file, &expected, &format!("found {n}: an incomplete download")]);
+        names(
+            err,
+            &[
+                file,
+                &expected,
+                &format!("found {n}: an incomplete download"),
+            ],
+        );
     }
     let text = Bytes::from_static(b"Entry not found");
     names(
@@ -218,10 +229,18 @@ fn what_was_not_downloaded_is_named() {
     put("model.safetensors", pointer);
     names(
         Checkpoint::open(dir.path()),
-        &["model.safetensors", "a Git LFS pointer", "not downloaded", "git lfs pull"],
+        &[
+            "model.safetensors",
+            "a Git LFS pointer",
+            "not downloaded",
+            "git lfs pull",
+        ],
     );
     put("config.json", "\n<!DOCTYPE html><html>");
-    names(Checkpoint::open(dir.path()), &["config.json", "a page of HTML"]);
+    names(
+        Checkpoint::open(dir.path()),
+        &["config.json", "a page of HTML"],
+    );
     put("model.gguf", pointer);
     names(
         Checkpoint::open(&dir.path().join("model.gguf")),

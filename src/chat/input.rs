@@ -410,7 +410,10 @@ mod tests {
                 Ok(Command::Help(Some(c.name.to_owned())))
             );
         }
-        assert!(help(Some("/save"), None).contains("--force") && help(Some("/x"), None).contains("no command"));
+        assert!(
+            help(Some("/save"), None).contains("--force")
+                && help(Some("/x"), None).contains("no command")
+        );
     }
 
     #[test]

@@ -103,7 +103,12 @@ impl Repl<'_> {
         }
         let turn = if json {
             let mut nothing = io::sink();
-            let turn = self.turn(Some(text), &mut nothing, &mut Notes::new(), Thinking::Hidden)?;
+            let turn = self.turn(
+                Some(text),
+                &mut nothing,
+                &mut Notes::new(),
+                Thinking::Hidden,
+            )?;
             let json = self.json(&turn);
             print_line(&json.to_string())?;
             turn
@@ -340,7 +345,12 @@ impl Repl<'_> {
     /// All figures of an answer.
     fn all_figures(&mut self, stats: &Stats, end: End) -> String {
         let bandwidth = self.bandwidth();
-        report::line(stats, end, self.engine.map(Engine::bytes_per_token), bandwidth)
+        report::line(
+            stats,
+            end,
+            self.engine.map(Engine::bytes_per_token),
+            bandwidth,
+        )
     }
 
     fn bandwidth(&mut self) -> Option<f64> {
@@ -496,7 +506,11 @@ impl Repl<'_> {
     fn show_stats(&mut self, err: &mut dyn Write) -> io::Result<()> {
         if let Some((stats, end)) = self.totals.last {
             let line = self.all_figures(&stats, end);
-            writeln!(err, "{}", filled(&format!("last answer: {line}"), width(), 2))?;
+            writeln!(
+                err,
+                "{}",
+                filled(&format!("last answer: {line}"), width(), 2)
+            )?;
         }
         let t = &self.totals;
         let (used, capacity) = self.conversation.context();

@@ -117,7 +117,10 @@ mod tests {
         );
         let short = |used| brief(&stats, most, (used, 100));
         assert_eq!(short(49), "11 tokens, 5.0 tok/s; ended by --max-tokens");
-        assert_eq!(short(63), "11 tokens, 5.0 tok/s, context 63 % full; ended by --max-tokens");
+        assert_eq!(
+            short(63),
+            "11 tokens, 5.0 tok/s, context 63 % full; ended by --max-tokens"
+        );
         let one = Stats { tokens: 1, ..stats };
         assert!(!line(&one, End::Text, Some(1), None).contains("tok/s"));
     }

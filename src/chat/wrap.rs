@@ -138,7 +138,10 @@ mod tests {
             let line = lines.last_mut().unwrap();
             match c {
                 '\x1b' => {
-                    let code: String = rest.by_ref().take_while(|c| !c.is_ascii_alphabetic()).collect();
+                    let code: String = rest
+                        .by_ref()
+                        .take_while(|c| !c.is_ascii_alphabetic())
+                        .collect();
                     // `take_while` has taken the letter: only a move has a number.
                     match code[1..].parse::<usize>() {
                         Ok(n) => column = column.min(WIDTH - 1) - n,
@@ -163,7 +166,10 @@ mod tests {
                 }
             }
         }
-        let lines: Vec<String> = lines.iter().map(|l| l.concat().trim_end().to_owned()).collect();
+        let lines: Vec<String> = lines
+            .iter()
+            .map(|l| l.concat().trim_end().to_owned())
+            .collect();
         lines.join("\n")
     }
 

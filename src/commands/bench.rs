@@ -42,6 +42,9 @@ pub struct BenchArgs {
     /// mix that `nq quantize` makes by default
     #[arg(long, requires_all = ["preset", "bits"])]
     pub simple: bool,
+    /// What `--simple` leaves out, by its former name
+    #[arg(long, hide = true, conflicts_with = "simple")]
+    pub mixed: bool,
     /// Prompt tokens of the prefill test; 0 skips it
     #[arg(short = 'p', long, default_value_t = 512, value_name = "N", value_parser = parse_tokens)]
     pub prompt_tokens: usize,
@@ -155,6 +158,9 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         cli::refuse("bench", "nothing to measure: -p and -n are both 0");
     }
     let terminal = Terminal::new();
+    if args.mixed {
+        terminal.note("--mixed does nothing: the mix is measured unless --simple is given");
+    }
     let (name, checkpoint) = open(args, global, &terminal)?;
     if let Some(file) = &args.text {
         return text::run(args, file, (&name, &checkpoint), global, &terminal);
@@ -401,7 +407,8 @@ fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow
             r.depth,
             r.batch,
             r.tok_s,
-            r.tok_s_std.map_or(String::new(), |std| format!(" ± {std:.2}")),
+            r.tok_s_std
+                .map_or(String::new(), |std| format!(" ± {std:.2}")),
             r.gb_s,
             r.ms_per_token_p50,
             r.ms_per_token_p99,

@@ -3,6 +3,7 @@
 use crate::cli::{self, Global};
 use crate::model;
 use crate::terminal::{Terminal, print_line};
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use nq_formats::export::gguf::Mix;
 use nq_formats::export::{
@@ -13,7 +14,7 @@ use nq_formats::names::{Shape, parameters};
 use nq_formats::{Checkpoint, Exactness};
 use nq_quantize::requantize;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -173,7 +174,24 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
         let lines = report_lines(args, checkpoint, &report, differences.as_deref());
         print_line(&lines.join("\n"))?;
     }
+    if let Some(name) = differences.and_then(|all| unannounced(&report, &all)) {
+        bail!(
+            "{}: {name} differs from the source, which the report above does not say",
+            args.out.display()
+        );
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A weight that was to be the same and is not.
+fn unannounced(report: &ExportReport, differences: &[Difference]) -> Option<String> {
+    let same = report
+        .weights
+        .iter()
+        .filter(|w| w.change == Change::Kept(Exactness::Exact));
+    let same: BTreeSet<&str> = same.map(|w| w.name.as_str()).collect();
+    let differs = |d: &&Difference| d.changed > 0 && same.contains(d.name.as_str());
+    differences.iter().find(differs).map(|d| d.name.clone())
 }
 
 /// The scheme of a matrix in its file.
@@ -256,7 +274,7 @@ fn verification_line(differences: &[Difference]) -> String {
     {
         None => format!("  verified: all {values} numbers are equal"),
         Some(worst) => format!(
-            "  verified: {} of {} parameters differ; most {} ({} -> {}): relative rms {:.3e}, \
+            "  verified: {} of {} parameters differ, as said above; most {} ({} -> {}): relative rms {:.3e}, \
              largest {:.3e}",
             changed.len(),
             differences.len(),

@@ -190,7 +190,11 @@ impl Output {
             return error;
         }
         match committed {
-            Ok(()) => error.context(format!("{} has the {} vectors before this", path.display(), self.rows)),
+            Ok(()) => error.context(format!(
+                "{} has the {} vectors before this",
+                path.display(),
+                self.rows
+            )),
             Err(_) => error,
         }
     }

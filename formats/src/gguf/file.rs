@@ -71,7 +71,12 @@ impl GgufFile {
         } else {
             bytes.slice(start.min(bytes.len())..)
         };
-        let tensors = check_layout(path, table, alignment, (data.len() as u64, bytes.len() as u64, start as u64))?;
+        let tensors = check_layout(
+            path,
+            table,
+            alignment,
+            (data.len() as u64, bytes.len() as u64, start as u64),
+        )?;
         Ok(GgufFile {
             path: path.into(),
             version,

@@ -103,9 +103,7 @@ impl HubId {
             let page = page.split(['?', '#']).next().unwrap_or(page);
             let parts: Vec<&str> = page.trim_end_matches('/').split('/').collect();
             return match parts[..] {
-                [owner, name, "tree", revision] => {
-                    Self::of(&format!("{owner}/{name}@{revision}"))
-                }
+                [owner, name, "tree", revision] => Self::of(&format!("{owner}/{name}@{revision}")),
                 [owner, name, "blob" | "resolve", revision, file] => {
                     Self::of(&format!("{owner}/{name}/{file}@{revision}"))
                 }
@@ -409,7 +407,10 @@ fn weight_files(id: &HubId, names: &[&str]) -> Weights {
         let fitting: Vec<&str> = all.iter().copied().filter(|n| is_kind(n, kind)).collect();
         return match fitting[..] {
             [one] => Weights::Files(split_set(one)),
-            [] => Weights::None(format!("it has no GGUF file of {kind}; it has {}", all.join(", "))),
+            [] => Weights::None(format!(
+                "it has no GGUF file of {kind}; it has {}",
+                all.join(", ")
+            )),
             _ => Weights::None(format!(
                 "name one of its files of {kind}, as {}/FILE: {}",
                 id.repo,

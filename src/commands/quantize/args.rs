@@ -383,10 +383,15 @@ impl QuantizeArgs {
     }
 
     /// The schemes that the run begins with, and those among which weights can choose if these do not do.
-    pub(super) fn initial(&self, config: &ModelConfig) -> anyhow::Result<(Schemes, Vec<AffineScheme>)> {
+    pub(super) fn initial(
+        &self,
+        config: &ModelConfig,
+    ) -> anyhow::Result<(Schemes, Vec<AffineScheme>)> {
         let base = self.schemes()?;
         let bits = base.linears.bits;
-        let mixing = self.mixes().then(|| self.candidates(config, mix::least(bits)));
+        let mixing = self
+            .mixes()
+            .then(|| self.candidates(config, mix::least(bits)));
         let candidates = self.candidates(config, bits);
         let schemes = mix::initial(config, base, mixing.as_deref(), &candidates)?;
         Ok((schemes, candidates))

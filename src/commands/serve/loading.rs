@@ -10,7 +10,7 @@ use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
 use nq_formats::hash::sha256_hex;
-use nq_formats::{Checkpoint, Files, Progress};
+use nq_formats::{Checkpoint, Files, Progress, Task};
 use nq_kernels::cpu::PAGE;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
@@ -139,6 +139,10 @@ impl Loadable {
 
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(super) fn task(&self) -> Task {
+        self.checkpoint.task().clone()
     }
 
     /// Loads it and reports the memory reserved.

@@ -10,9 +10,10 @@ use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
 use anyhow::{Context, bail};
 use clap::Args;
 use loading::{Loadable, Loaded, Settings};
-use nq_formats::Progress;
+use nq_formats::{Progress, Task};
 use nq_runtime::KvType;
 use nq_serve::{Limits, Models, Security, Server};
+use serde_json::json;
 use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -136,6 +137,8 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
 /// The report about the models: their names, and the memory reserved for the loaded one.
 struct Served {
     names: Vec<String>,
+    /// What the first of them is for.
+    task: Task,
     first: Option<Reserved>,
 }
 
@@ -166,6 +169,7 @@ fn models(
     let mut models = Models::default();
     let mut served = Served {
         names: Vec::new(),
+        task: Task::Generate,
         first: None,
     };
     let draft = match (&args.draft, &first) {
@@ -190,6 +194,7 @@ fn models(
             read_once_from,
         } = first.load()?;
         served.names.push(first.name().to_owned());
+        served.task = first.task();
         served.first = Some(Reserved {
             device,
             ctx: spec.ctx,
@@ -206,6 +211,9 @@ fn models(
         let model = model::open(Some(path.as_str()), global, &**terminal)
             .with_context(|| format!("--model {name}={path}"))?;
         let model = Loadable::new(Some(name), model, &settings, terminal)?;
+        if served.names.is_empty() {
+            served.task = model.task();
+        }
         models.add(name, Box::new(model));
         served.names.push(name.clone());
     }
@@ -271,12 +279,24 @@ fn announce(url: &str, served: &Served, keyed: bool, terminal: &Terminal) {
     } else {
         ""
     };
-    let body = serde_json::json!({
-        "model": served.names[0], "messages": [{"role": "user", "content": "Hello!"}],
-    });
+    let name = &served.names[0];
+    let (path, body) = match served.task {
+        Task::Embed(_) => ("embeddings", json!({"model": name, "input": "Hello!"})),
+        Task::Rerank => (
+            "rerank",
+            json!({"model": name, "query": "A river?", "documents": ["The Nile", "A cat"]}),
+        ),
+        Task::Generate => (
+            "chat/completions",
+            json!({"model": name, "messages": [{"role": "user", "content": "Hello!"}]}),
+        ),
+    };
     terminal.note(&format!(
-        "try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {}",
+        "try: curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {}",
         shell_word(&body.to_string())
     ));
+    if !matches!(served.task, Task::Embed(_)) {
+        terminal.note(&format!("chat in a browser: {url}"));
+    }
     terminal.note(&format!("listening on {url}"));
 }
