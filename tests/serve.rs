@@ -182,7 +182,7 @@ fn a_terminal_talks_to_a_server() {
             text(&output.stderr),
         )
     };
-    let (ok, answer, said) = talk(&["-p", "Hello!", "--no-think"], Some(key));
+    let (ok, answer, said) = talk(&["-v", "-p", "Hello!", "--no-think"], Some(key));
     assert!(ok && !answer.trim().is_empty(), "{said}");
     assert!(said.contains("tok/s") && said.contains("cached"), "{said}");
     let json = [
