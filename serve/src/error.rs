@@ -20,6 +20,8 @@ pub struct ApiError {
     pub message: String,
     /// Suggested time until the next attempt.
     pub retry_after: Option<Duration>,
+    /// Tokens of a prompt that does not fit, and the most that would.
+    pub overflow: Option<(usize, usize)>,
 }
 
 impl ApiError {
@@ -31,6 +33,7 @@ impl ApiError {
             param: None,
             message: message.into(),
             retry_after: None,
+            overflow: None,
         }
     }
 
@@ -121,7 +124,6 @@ impl From<Refused> for ApiError {
             },
             Refused::ContextFull { .. } => ApiError {
                 code: Some("context_length_exceeded"),
-                param: Some("messages".into()),
                 ..ApiError::invalid(message)
             },
             Refused::Invalid(_) => ApiError::invalid(message),

@@ -1,8 +1,8 @@
 //! Answers to one prompt, independent of the protocol: the request and its events.
 
-use crate::engine::{Answers, Client, Constraint, Event, Finish, Request};
+use crate::engine::{Answers, Client, Constraint, Event, Finish, Refused, Request, ThinkingBudget};
 use crate::error::ApiError;
-use crate::grammar::{Format, Start};
+use crate::grammar::{Conformant, Format, Start};
 use crate::model::Model;
 use crate::output::{Piece, Reader, ReaderOptions};
 use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
@@ -12,9 +12,9 @@ use std::time::Instant;
 /// A request for answers.
 #[derive(Clone, Debug)]
 pub struct Generation {
-    /// The prompt.
-    pub prompt: Vec<u32>,
-    /// Number of answers.
+    /// The prompts, at least one.
+    pub prompts: Vec<Vec<u32>>,
+    /// Number of answers to each prompt.
     pub n: usize,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
@@ -30,6 +30,47 @@ pub struct Generation {
     pub reader: ReaderOptions,
     /// The constraint on the answer, and where in the answer it begins.
     pub format: Option<(Format, Start)>,
+    /// Tokens that the format has read already: the answer goes on behind them.
+    pub begun: Vec<u32>,
+    /// The most that is thought.
+    pub thinking: Option<ThinkingBudget>,
+    /// What errors call parts of the request.
+    pub names: Names,
+    /// What errors call the schemas of the tools that the format may call.
+    pub schemas: Vec<String>,
+}
+
+/// What a protocol calls parts of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Names {
+    /// The prompt.
+    pub prompt: &'static str,
+    /// The format of the answer.
+    pub format: &'static str,
+}
+
+impl Generation {
+    /// One answer to no prompt yet, with the model's own settings.
+    pub fn of(model: &Model) -> Self {
+        Generation {
+            prompts: Vec::new(),
+            n: 1,
+            sampling: model.sampling(),
+            bias: LogitBias::default(),
+            logprobs: None,
+            max_tokens: None,
+            ignore_eos: false,
+            reader: ReaderOptions::default(),
+            format: None,
+            begun: Vec::new(),
+            thinking: None,
+            names: Names {
+                prompt: "messages",
+                format: "response_format",
+            },
+            schemas: Vec::new(),
+        }
+    }
 }
 
 /// How an answer ended.
@@ -102,10 +143,7 @@ pub fn start(
 ) -> Result<Stream, ApiError> {
     let constraint = match &generation.format {
         None => None,
-        Some((format, start)) => {
-            let compiled = model.grammars()?.compile(format, *start);
-            Some(compiled.map_err(|why| ApiError::field("response_format", why))?)
-        }
+        Some((format, start)) => Some(constraint(model, generation, format, *start)?),
     };
     let past = generation
         .bias
@@ -116,14 +154,19 @@ pub fn start(
         let what = format!("expected token ids below {}, found {token}", model.vocab());
         return Err(ApiError::field("logit_bias", what));
     }
-    let room = model.context().saturating_sub(generation.prompt.len());
+    let n = generation.n;
+    let room = |index: usize| {
+        model
+            .context()
+            .saturating_sub(generation.prompts[index / n].len())
+    };
     let request = |index: usize| Request {
-        prompt: generation.prompt.clone(),
+        prompt: generation.prompts[index / n].clone(),
         sampling: generation.sampling,
-        stream: index as u64,
+        stream: (index % n) as u64,
         bias: generation.bias.clone(),
         logprobs: generation.logprobs,
-        max_tokens: generation.max_tokens.unwrap_or(room.max(1)),
+        max_tokens: generation.max_tokens.unwrap_or(room(index).max(1)),
         stop: if generation.ignore_eos {
             Vec::new()
         } else {
@@ -133,10 +176,12 @@ pub fn start(
         constraint: constraint
             .clone()
             .map(|c| Box::new(c) as Box<dyn Constraint>),
+        thinking: generation.thinking.clone(),
         client,
         deadline,
     };
-    let requests = (0..generation.n).map(request).collect();
+    let answers = n * generation.prompts.len();
+    let requests = (0..answers).map(request).collect();
     let choice = || Choice {
         reader: Reader::new(model.tokenizer(), &generation.reader),
         logprobs: Vec::new(),
@@ -144,13 +189,72 @@ pub fn start(
     };
     Ok(Stream {
         _model: Arc::clone(model),
-        answers: model.engine().submit(requests)?,
-        choices: (0..generation.n).map(|_| choice()).collect(),
+        answers: (model.engine().submit(requests)).map_err(|e| generation.names.refused(e))?,
+        choices: (0..answers).map(|_| choice()).collect(),
         usage: Usage {
-            prompt: generation.prompt.len(),
+            prompt: generation.prompts.iter().map(Vec::len).sum(),
             ..Usage::default()
         },
     })
+}
+
+/// The constraint of a request, behind what the answer begins with.
+///
+/// # Errors
+/// A format that cannot be served, by the name of its field.
+fn constraint(
+    model: &Model,
+    generation: &Generation,
+    format: &Format,
+    start: Start,
+) -> Result<Conformant, ApiError> {
+    let grammars = model.grammars()?;
+    let mut compiled = grammars.compile(format, start).map_err(|why| {
+        let Format::Calls { tools, .. } = format else {
+            return ApiError::field(generation.names.format, why);
+        };
+        // Which of the tools it was.
+        for (tool, place) in tools.iter().zip(&generation.schemas) {
+            let alone = Format::Calls {
+                tools: vec![tool.clone()],
+                several: false,
+            };
+            if let Err(why) = grammars.compile(&alone, start) {
+                return ApiError::field(place, why);
+            }
+        }
+        ApiError::field("tools", why)
+    })?;
+    for &token in &generation.begun {
+        compiled.accept(token).map_err(|why| {
+            let what = format!("what the answer begins with does not fit the format: {why}");
+            ApiError::field(generation.names.prompt, what)
+        })?;
+    }
+    Ok(compiled)
+}
+
+impl Names {
+    /// The error for a request that the engine refuses, in the words that clients look for: on these, they
+    /// shorten a conversation.
+    fn refused(self, refused: Refused) -> ApiError {
+        let Refused::ContextFull { prompt, ctx } = refused else {
+            return refused.into();
+        };
+        let of = match self.prompt {
+            "messages" => "messages",
+            _ => "prompt",
+        };
+        ApiError {
+            code: Some("context_length_exceeded"),
+            param: Some(self.prompt.to_owned()),
+            overflow: Some((prompt, ctx - 1)),
+            ..ApiError::invalid(format!(
+                "This model's maximum context length is {ctx} tokens. However, your {of} resulted in {prompt} \
+                 tokens. Please reduce the length of the {of}: at least one token is for the answer."
+            ))
+        }
+    }
 }
 
 impl Stream {

@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+mod dialect;
 pub mod disk;
 pub mod engine;
 pub mod error;
@@ -21,6 +22,7 @@ pub mod scheduler;
 pub use disk::{ModelPages, PageStore};
 pub use engine::{
     Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, OpenDrafts, Request,
+    ThinkingBudget,
 };
 pub use error::ApiError;
 pub use http::{Limits, Security, Server, Stopper};

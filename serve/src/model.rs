@@ -1,9 +1,11 @@
 //! A model that is served: its text side and its engine.
 
-use crate::engine::{Engine, EngineOptions};
+use crate::dialect::Dialect;
+use crate::engine::{Engine, EngineOptions, ThinkingBudget};
 use crate::error::ApiError;
 use crate::grammar::{Format, Grammars, Start};
 use crate::output::{CallForm, CallParser};
+use crate::protocol::thinking::Thinking;
 use nq_formats::{Checkpoint, Task};
 use nq_runtime::embedding::EmbeddingTexts;
 use nq_runtime::rerank::Reranker;
@@ -34,6 +36,7 @@ pub struct Model {
     reads: Reads,
     engine: Engine,
     grammars: OnceLock<Result<Grammars, String>>,
+    dialect: Dialect,
 }
 
 /// What a model can compute from a text besides a continuation.
@@ -50,6 +53,8 @@ pub struct Prompt {
     pub text: String,
     /// As tokens.
     pub tokens: Vec<u32>,
+    /// The tokens at its end that the answer begins with.
+    pub begun: Vec<u32>,
 }
 
 impl Model {
@@ -83,6 +88,7 @@ impl Model {
             reads,
             width: checkpoint.config().hidden_size,
             tool_prompt: template.as_ref().map_or(ToolPrompt::Described, tool_prompt),
+            dialect: template.as_ref().map(Dialect::of).unwrap_or_default(),
             tokenizer,
             template,
             stop: checkpoint.eos_token_ids().to_vec(),
@@ -200,29 +206,100 @@ impl Model {
         }
     }
 
-    /// Renders the chat as text and tokens, with the assistant's turn begun.
+    /// What a request for thinking means to this model, if `most` tokens are the most that anyone gets.
+    pub fn thinking(&self, asked: Thinking, most: Option<usize>) -> Thinking {
+        let reads_effort = self
+            .template
+            .as_ref()
+            .is_some_and(ChatTemplate::reads_effort);
+        let budget = asked.tokens(reads_effort, most);
+        let mut switches = asked.switches;
+        let effort = switches.reasoning_effort.as_deref();
+        let known = |e| self.template.as_ref().and_then(|t| t.effort(e));
+        switches.reasoning_effort = effort.and_then(known).map(str::to_owned);
+        if budget == Some(0) {
+            switches.enable_thinking = Some(false);
+        }
+        Thinking { switches, budget }
+    }
+
+    /// How an answer to `prompt` is held to so many tokens of thinking; `None`: it need not be.
+    pub fn thinking_budget(&self, prompt: &str, tokens: Option<usize>) -> Option<ThinkingBudget> {
+        let id = |token| self.tokenizer.token_id(token);
+        let (begin, end) = (id("<think>")?, id("</think>")?);
+        let close = self.tokenizer.encode(&self.dialect.thinking_end).ok()?;
+        Some(ThinkingBudget {
+            tokens: tokens?,
+            thinks: prompt.trim_end().ends_with("<think>"),
+            begin,
+            end,
+            close,
+        })
+    }
+
+    /// Renders the chat as text and tokens, with the assistant's turn begun or, if the answer `continues` the
+    /// last message, with that message's text at its end.
     ///
     /// # Errors
     /// A template that refuses the chat, or a model without one.
     pub fn prompt(
         &self,
-        messages: Vec<Message>,
+        mut messages: Vec<Message>,
         tools: Option<&[Value]>,
-        thinking: Option<bool>,
+        thinking: &Thinking,
+        continues: bool,
     ) -> Result<Prompt, ApiError> {
         let Some(template) = &self.template else {
             let what = "this model has no chat template: it serves /v1/completions";
             return Err(ApiError::invalid(what));
         };
+        let last = if continues { messages.pop() } else { None };
         let (messages, tools) = match self.tool_prompt {
             ToolPrompt::Template(_) => (messages, tools),
             ToolPrompt::Described => (described(messages, tools), None),
         };
+        let messages = self.dialect.arranged(messages);
+        let mut switches = thinking.switches.clone();
+        let thought = last
+            .as_ref()
+            .and_then(|m| m.extra.get("reasoning_content")?.as_str());
+        if last.is_some() {
+            switches.enable_thinking = Some(thought.is_some());
+        }
         let control = self.tokenizer.control_tokens();
-        let prompt = template.prompt(control, &messages, tools, true, thinking)?;
+        let prompt = template.prompt(control, &messages, tools, true, switches)?;
+        let mut text = prompt.text().into_owned();
+        let mut tokens = self.tokenizer.encode_prompt(&prompt)?;
+        let mut begun = Vec::new();
+        if last.is_none() && thinking.budget == Some(0) && text.trim_end().ends_with("<think>") {
+            // A template that opens thinking whatever it is told.
+            tokens.extend(self.tokenizer.encode(&self.dialect.thinking_end)?);
+            text += &self.dialect.thinking_end;
+        }
+        if let Some(last) = &last {
+            // What the template would write around the message's parts, and the parts as text.
+            let opened = text.trim_end().ends_with("<think>");
+            let open = if thought.is_some() && !opened {
+                "<think>\n"
+            } else {
+                ""
+            };
+            let close = match opened || thought.is_some() {
+                true => self.dialect.thinking_end.as_str(),
+                false => "",
+            };
+            let thought = thought.unwrap_or_default().trim();
+            tokens.extend(self.tokenizer.encode(open)?);
+            tokens.extend(self.tokenizer.encode_quoted(thought)?);
+            tokens.extend(self.tokenizer.encode(close)?);
+            begun = self.tokenizer.encode_quoted(last.text())?;
+            tokens.extend_from_slice(&begun);
+            text += &[open, thought, close, last.text()].concat();
+        }
         Ok(Prompt {
-            tokens: self.tokenizer.encode_prompt(&prompt)?,
-            text: prompt.text().into_owned(),
+            tokens,
+            text,
+            begun,
         })
     }
 }

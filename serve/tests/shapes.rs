@@ -129,7 +129,7 @@ fn errors_of_messages_are_in_their_shape() {
     assert_eq!(refused(json!({"messages": hello})), invalid);
     assert_eq!(refused(json!({"messages": [], "max_tokens": 3})), invalid);
     assert_eq!(
-        refused(json!({"messages": hello, "max_tokens": 3, "mcp_servers": []})),
+        refused(json!({"messages": hello, "max_tokens": 3, "mcp_servers": [{}]})),
         invalid
     );
     let image = json!([{"role": "user", "content": [{"type": "image", "source": {}}]}]);
@@ -194,14 +194,19 @@ fn responses_are_answered_whole_and_as_a_stream_alike() {
     body["max_output_tokens"] = 5.into();
     let events = named(&server, "/v1/responses", &body);
     assert_eq!(events.last().unwrap().0, "response.incomplete");
-    for (field, value) in [
-        ("previous_response_id", json!("resp_1")),
-        ("store", json!(true)),
-        ("input", json!([{"type": "item_reference", "id": "x"}])),
+    for (field, value, status) in [
+        ("previous_response_id", json!("resp_1"), 400),
+        ("input", json!([{"type": "item_reference", "id": "x"}]), 404),
     ] {
         let mut wrong = body.clone();
         wrong[field] = value;
-        assert_eq!(server.post("/v1/responses", &wrong).status, 400, "{field}");
+        let response = server.post("/v1/responses", &wrong);
+        assert_eq!(response.status, status, "{field}");
+        assert!(
+            response.error().2.contains("not found"),
+            "{}",
+            response.body
+        );
     }
 }
 
@@ -260,6 +265,9 @@ fn the_description_is_that_of_the_server() {
     let mut fields = 0;
     for (path, methods) in document["paths"].as_object().unwrap() {
         let path = path.replace("{name}", "demo");
+        if path.contains("{id}") {
+            continue;
+        }
         if methods.get("get").is_some() {
             assert_eq!(server.get(&path).status, 200, "{path}");
         }
@@ -310,7 +318,7 @@ fn the_description_is_that_of_the_server() {
             fields += 1;
         }
         base["nonsense"] = 1.into();
-        assert_eq!(server.post(&path, &base).status, 400, "{path}");
+        assert_eq!(server.post(&path, &base).status, 200, "{path}");
     }
     assert!(fields > 60, "{fields}");
 }

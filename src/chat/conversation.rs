@@ -1,6 +1,7 @@
 //! A conversation with a model: messages in, an answer out. It does not know the terminal, nor whether
 //! the model is in this process or behind a server.
 
+mod events;
 mod local;
 mod remote;
 

@@ -255,11 +255,15 @@ fn remote(
     let key = std::env::var("NQ_API_KEY").ok().filter(|k| !k.is_empty());
     // A server's model names are text.
     let name = args.model.as_deref().map(OsStr::to_string_lossy);
-    let remote = Remote::connect(url, name.as_deref(), key)?;
+    let mut remote = Remote::connect(url, name.as_deref(), key)?;
     let defaults = remote.sampling();
     defaults.validate().with_context(|| url.to_owned())?;
+    let sampling = sampling(args, defaults);
+    if args.seed.is_none() {
+        remote.leave_seed(sampling.seed);
+    }
     let settings = Settings {
-        sampling: sampling(args, defaults),
+        sampling,
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
         overflow: args.on_overflow,

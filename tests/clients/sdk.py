@@ -96,7 +96,7 @@ def errors():
             "context_length_exceeded",
         ),
         (
-            dict(model="demo", messages=HELLO, extra_body={"nonsense": 1}),
+            dict(model="demo", messages=HELLO, extra_body={"audio": {}}),
             openai.BadRequestError,
             "unsupported_parameter",
         ),

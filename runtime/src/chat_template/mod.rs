@@ -58,6 +58,26 @@ impl Message {
     }
 }
 
+/// Variables by which a template lets its caller steer thinking; those that are `None` stay undefined.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Switches {
+    /// Whether the model is to think.
+    pub enable_thinking: Option<bool>,
+    /// Whether the thinking of earlier turns is shown.
+    pub preserve_thinking: Option<bool>,
+    /// How much it is to think, in the template's words.
+    pub reasoning_effort: Option<String>,
+}
+
+impl From<Option<bool>> for Switches {
+    fn from(enable_thinking: Option<bool>) -> Self {
+        Switches {
+            enable_thinking,
+            ..Switches::default()
+        }
+    }
+}
+
 /// The chat template of a model.
 ///
 /// A template is an untrusted program from the model's makers. Its source length, the instructions of a
@@ -72,7 +92,13 @@ pub struct ChatTemplate {
     /// Special tokens by their role (`eos_token`, ...), as templates may use them.
     special_tokens: Map<String, Value>,
     switches_thinking: bool,
+    reads_effort: bool,
+    /// Efforts that the source names in quotes.
+    efforts: Vec<&'static str>,
 }
+
+/// Words for effort, from the least.
+const EFFORTS: [&str; 5] = ["low", "medium", "high", "xhigh", "max"];
 
 /// Where a template runs.
 #[derive(Debug)]
@@ -131,7 +157,11 @@ impl ChatTemplate {
         templates: Vec<(String, String)>,
         special_tokens: Map<String, Value>,
     ) -> Result<Self> {
-        let switches_thinking = templates.iter().any(|t| t.1.contains("enable_thinking"));
+        let reads = |text: &str| templates.iter().any(|t| t.1.contains(text));
+        let (switches_thinking, reads_effort) =
+            (reads("enable_thinking"), reads("reasoning_effort"));
+        let named = |word: &&str| reads(&format!("'{word}'")) || reads(&format!("\"{word}\""));
+        let efforts = EFFORTS.into_iter().filter(named).collect();
         let renderer = match worker::isolation() {
             None => Templates::compile(&templates)
                 .map(Renderer::Here)
@@ -145,12 +175,28 @@ impl ChatTemplate {
             path,
             special_tokens,
             switches_thinking,
+            reads_effort,
+            efforts,
         })
     }
 
     /// True if the template reads `enable_thinking`.
     pub fn switches_thinking(&self) -> bool {
         self.switches_thinking
+    }
+
+    /// True if the template reads `reasoning_effort`.
+    pub fn reads_effort(&self) -> bool {
+        self.reads_effort
+    }
+
+    /// The template's word for an effort: the same, or the next higher or lower one that it names; `None` if
+    /// it reads none.
+    pub fn effort(&self, asked: &str) -> Option<&'static str> {
+        let rank = |word: &str| EFFORTS.iter().position(|e| *e == word);
+        let asked = rank(asked).filter(|_| self.reads_effort)?;
+        let above = self.efforts.iter().find(|e| rank(e) >= Some(asked));
+        above.or(self.efforts.last()).copied()
     }
 
     /// The chat as [`ChatTemplate::render`] gives it, for [`Tokenizer::encode_prompt`]: wherever a
@@ -171,15 +217,15 @@ impl ChatTemplate {
         messages: &[Message],
         tools: Option<&[Value]>,
         add_generation_prompt: bool,
-        enable_thinking: Option<bool>,
+        switches: impl Into<Switches>,
     ) -> Result<Prompt> {
         Prompt::new(control, messages, tools, |messages, tools| {
-            self.render(messages, tools, add_generation_prompt, enable_thinking)
+            self.render(messages, tools, add_generation_prompt, switches)
         })
     }
 
     /// The chat as text. `tools` are JSON schemas of functions. `add_generation_prompt` opens
-    /// the assistant's next message. `enable_thinking` is left undefined if `None`.
+    /// the assistant's next message. `switches` may be `enable_thinking` alone.
     ///
     /// # Errors
     /// [`Error::Text`] with the template's line, or with the error that it raised or the limit that it
@@ -189,12 +235,23 @@ impl ChatTemplate {
         messages: &[Message],
         tools: Option<&[Value]>,
         add_generation_prompt: bool,
-        enable_thinking: Option<bool>,
+        switches: impl Into<Switches>,
     ) -> Result<String> {
+        let switches = switches.into();
         let mut variables = self.special_tokens.clone();
         variables.insert("add_generation_prompt".into(), add_generation_prompt.into());
-        if let Some(thinking) = enable_thinking {
-            variables.insert("enable_thinking".into(), thinking.into());
+        for (name, value) in [
+            ("enable_thinking", switches.enable_thinking.map(Value::from)),
+            (
+                "preserve_thinking",
+                switches.preserve_thinking.map(Value::from),
+            ),
+            (
+                "reasoning_effort",
+                switches.reasoning_effort.map(Value::from),
+            ),
+        ] {
+            variables.extend(value.map(|value| (name.to_owned(), value)));
         }
         let context = Context {
             messages,

@@ -1,7 +1,7 @@
 //! A request in progress.
 
 use super::keep::Restore;
-use super::{Event, Finish, Request};
+use super::{Event, Finish, Request, ThinkingBudget};
 use nq_runtime::{Result, Sampler};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,6 +29,8 @@ pub(super) struct Job {
     pub(super) reported: usize,
     /// True once the sampler has the mask for the next token.
     pub(super) masked: bool,
+    /// Number of drawn tokens at which thinking has spent its budget, until that was looked at.
+    pub(super) look: Option<usize>,
     /// True once its start was reported.
     pub(super) started: bool,
     pub(super) arrived: Instant,
@@ -70,6 +72,10 @@ impl Job {
         sampler.begin(&request.prompt);
         Ok(Job {
             tokens: request.prompt.clone(),
+            look: request
+                .thinking
+                .as_ref()
+                .map(|t| t.tokens.max(1) + usize::from(!t.thinks)),
             request,
             index,
             events,
@@ -96,6 +102,24 @@ impl Job {
     pub(super) fn left(&self, ctx: usize) -> usize {
         let room = ctx - self.request.prompt.len();
         room.min(self.request.max_tokens) - self.drawn()
+    }
+
+    /// Number of tokens that the batch may draw before the engine has to look at them.
+    pub(super) fn run(&self, ctx: usize) -> usize {
+        match (&self.request.constraint, self.look) {
+            // What may follow under a constraint is known one token at a time.
+            (Some(_), _) => 1,
+            (None, Some(look)) => self.left(ctx).min(look - self.drawn()),
+            (None, None) => self.left(ctx),
+        }
+    }
+
+    /// True if it is thinking: a beginning of it was the prompt's or was drawn, and no end was.
+    pub(super) fn is_thinking(&self) -> bool {
+        let drawn = &self.tokens[self.request.prompt.len()..];
+        let thinks =
+            |t: &ThinkingBudget| (t.thinks || drawn.contains(&t.begin)) && !drawn.contains(&t.end);
+        self.request.thinking.as_ref().is_some_and(thinks)
     }
 
     /// Tokens of its prompt that a step may still be fed: all but the last of one that is to be read,

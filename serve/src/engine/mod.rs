@@ -88,6 +88,21 @@ pub trait Constraint: Send {
     fn accept(&mut self, token: u32) -> Result<(), String>;
 }
 
+/// The most tokens of thinking in an answer, and how it is closed when they are spent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ThinkingBudget {
+    /// Tokens of thinking, at least one.
+    pub tokens: usize,
+    /// True if the prompt has begun the thinking.
+    pub thinks: bool,
+    /// The token that begins it.
+    pub begin: u32,
+    /// The token that ends it.
+    pub end: u32,
+    /// What is written to close it, with that token.
+    pub close: Vec<u32>,
+}
+
 /// A prompt to continue.
 pub struct Request {
     /// Token ids, at least one and fewer than the context.
@@ -108,6 +123,8 @@ pub struct Request {
     pub row: Option<Row>,
     /// The constraint on the answer.
     pub constraint: Option<Box<dyn Constraint>>,
+    /// The most that is thought; `None`: no limit.
+    pub thinking: Option<ThinkingBudget>,
     /// The sender.
     pub client: Client,
     /// When the request ends with [`Failure::Timeout`], finished or not.
@@ -127,6 +144,7 @@ impl Request {
             stop: Vec::new(),
             row: None,
             constraint: None,
+            thinking: None,
             client: Client::default(),
             deadline: None,
         }

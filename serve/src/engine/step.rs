@@ -80,30 +80,33 @@ impl Worker<'_> {
         }
     }
 
-    /// The tokens to feed: the last token of each sequence with a constraint, and as much of
-    /// the prompts as time allows.
+    /// The tokens to feed: what sequences that were looked at do not hold yet, and as much of the prompts as
+    /// time allows.
     fn plan(&self, batch: &Batch<'_>) -> Vec<Fed> {
         let mut fed = Vec::new();
         let then = |job: &Job, sampler: &Sampler| Continuation {
             sampler: sampler.clone(),
-            tokens: match job.request.constraint {
-                Some(_) => 1,
-                None => job.left(self.spec.ctx),
-            },
+            tokens: job.run(self.spec.ctx),
         };
+        let mut decoding = batch.running();
         for (&id, job) in &self.jobs {
             if let (Phase::Answer, Some(slot), Some(sampler)) = (job.phase, job.slot, &job.sampler)
             {
+                let rows = job.unfed();
+                // Those whose thinking was closed have several; the others of them come next.
+                if rows > 1 && decoding > 0 && decoding + rows > self.spec.max_rows {
+                    continue;
+                }
+                decoding += rows;
                 fed.push(Fed {
                     id,
                     slot,
-                    from: job.tokens.len() - 1,
+                    from: job.fed,
                     to: job.tokens.len(),
                     then: Some(then(job, sampler)),
                 });
             }
         }
-        let decoding = batch.running() + fed.len();
         let room = self.spec.max_rows.saturating_sub(decoding);
         let prompts: Vec<(u64, &Job)> = self
             .jobs
@@ -300,15 +303,41 @@ impl Worker<'_> {
         if job.left(self.spec.ctx) == 0 {
             return Some(Finish::Length);
         }
-        let constraint = job.request.constraint.as_mut()?;
+        let spent = job.look == Some(job.drawn());
+        if job.request.constraint.is_none() && !spent {
+            return None;
+        }
         // It left the batch by itself, so that its constraint can set the next mask.
         job.sampler = batch.leave(slot);
         job.masked = false;
-        match catch_unwind(AssertUnwindSafe(|| constraint.accept(token))) {
-            Ok(Ok(())) => None,
-            Ok(Err(why)) => Some(Finish::Failed(Failure::Constraint(why))),
-            Err(_) => Some(Finish::Failed(Failure::Constraint("it panicked".into()))),
+        job.fed = job.tokens.len() - 1;
+        if let Err(finish) = accept(job, token) {
+            return Some(finish);
         }
+        if !spent {
+            return None;
+        }
+        job.look = None;
+        if !job.is_thinking() {
+            return None;
+        }
+        let close = job.request.thinking.as_ref().map(|t| t.close.clone());
+        let close = close.unwrap_or_default();
+        if job.left(self.spec.ctx) <= close.len() {
+            return Some(Finish::Length);
+        }
+        for token in close {
+            job.tokens.push(token);
+            job.sampler.iter_mut().for_each(|s| s.accept(token));
+            job.tell(Event::Token {
+                id: token,
+                logprobs: None,
+            });
+            if let Err(finish) = accept(job, token) {
+                return Some(finish);
+            }
+        }
+        None
     }
 
     /// Handles a step that was refused as a whole.
@@ -361,6 +390,21 @@ impl Worker<'_> {
             }
             e => Err(e),
         }
+    }
+}
+
+/// Advances a request's constraint, if it has one.
+///
+/// # Errors
+/// How the answer ends, if the constraint fails.
+fn accept(job: &mut Job, token: u32) -> std::result::Result<(), Finish> {
+    let Some(constraint) = &mut job.request.constraint else {
+        return Ok(());
+    };
+    match catch_unwind(AssertUnwindSafe(|| constraint.accept(token))) {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(why)) => Err(Finish::Failed(Failure::Constraint(why))),
+        Err(_) => Err(Finish::Failed(Failure::Constraint("it panicked".into()))),
     }
 }
 

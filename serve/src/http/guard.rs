@@ -24,7 +24,80 @@ pub struct Security {
     /// Names of this server, besides `localhost` and IP addresses.
     hosts: Vec<String>,
     /// Origins whose pages have access, besides the server's own.
-    origins: Vec<String>,
+    origins: Vec<Origins>,
+}
+
+/// An origin, or all that differ from it in their port (`http://localhost:*`) or in the names before its
+/// own (`https://*.example.org`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Origins {
+    scheme: String,
+    host: String,
+    /// The part behind the host, with its colon; `None`: any.
+    port: Option<String>,
+    /// True: names of more parts that end with the host, and not the host itself.
+    below: bool,
+}
+
+impl Origins {
+    fn new(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "origin: expected a scheme and a host such as https://example.org, http://localhost:* or \
+                 https://*.example.org, found {text}"
+            )
+        };
+        let origin = text.to_ascii_lowercase();
+        let (scheme, rest) = origin.split_once("://").ok_or_else(wrong)?;
+        let (below, rest) = match rest.strip_prefix("*.") {
+            // A name of one part, such as com, is nobody's.
+            Some(rest) if !rest.contains('.') => return Err(wrong()),
+            Some(rest) => (true, rest),
+            None => (false, rest),
+        };
+        let (host, any_port) = match rest.strip_suffix(":*") {
+            Some(host) => (host, true),
+            None => (rest, false),
+        };
+        // What remains is an origin without any wildcard.
+        let uri: Option<Uri> = format!("{scheme}://{host}").parse().ok();
+        let fits = uri.is_some_and(|u| u.host().is_some_and(|h| !h.is_empty()) && u.path() == "/");
+        if !fits || host.contains('*') || host.ends_with('/') || (any_port && split(host).1 != "") {
+            return Err(wrong());
+        }
+        let (host, port) = split(host);
+        Ok(Origins {
+            scheme: scheme.to_owned(),
+            host: host.to_owned(),
+            port: (!any_port).then(|| port.to_owned()),
+            below,
+        })
+    }
+
+    /// True for an origin in lower case that this admits.
+    fn admits(&self, origin: &str) -> bool {
+        let Some((scheme, rest)) = origin.split_once("://") else {
+            return false;
+        };
+        let (host, port) = split(rest);
+        let named = match self.below {
+            false => host == self.host,
+            true => host
+                .strip_suffix(&self.host)
+                .is_some_and(|before| before.len() > 1 && before.ends_with('.')),
+        };
+        let digits = port.strip_prefix(':').is_none_or(is_port);
+        scheme == self.scheme && named && digits && self.port.as_deref().is_none_or(|p| p == port)
+    }
+}
+
+/// The host of an authority, and its port with the colon.
+fn split(authority: &str) -> (&str, &str) {
+    let end = authority.rfind(']').map_or(0, |at| at + 1);
+    match authority[end..].find(':') {
+        Some(at) => authority.split_at(end + at),
+        None => (authority, ""),
+    }
 }
 
 impl fmt::Debug for Security {
@@ -52,27 +125,15 @@ impl Security {
                 ));
             }
         }
-        for origin in origins {
-            let uri: Option<Uri> = origin.parse().ok();
-            let fits = uri.is_some_and(|u| {
-                u.scheme().is_some()
-                    && u.host().is_some()
-                    && u.path() == "/"
-                    && !origin.ends_with('/')
-            });
-            if !fits {
-                return Err(format!(
-                    "origin: expected a scheme and a host such as https://example.org, found {origin}"
-                ));
-            }
-        }
+        let origins: Result<Vec<Origins>, String> =
+            origins.iter().map(|o| Origins::new(o)).collect();
         Ok(Security {
             keys: keys
                 .iter()
                 .map(|k| Sha256::digest(k.as_bytes()).into())
                 .collect(),
             hosts: hosts.iter().map(|h| h.to_ascii_lowercase()).collect(),
-            origins: origins.iter().map(|o| o.to_ascii_lowercase()).collect(),
+            origins: origins?,
         })
     }
 
@@ -146,7 +207,7 @@ impl Security {
         if own.is_some_and(|((_, authority), host)| authority == host.to_ascii_lowercase()) {
             return Ok(None);
         }
-        if self.origins.contains(&origin) {
+        if self.origins.iter().any(|o| o.admits(&origin)) {
             Ok(Some(origin))
         } else {
             refuse()
@@ -332,6 +393,76 @@ mod tests {
             ("sec-fetch-mode", "no-cors"),
         ];
         assert_eq!(check(&script, Method::GET), Err(403));
+    }
+
+    #[test]
+    fn wildcards_of_origins_match_or_are_refused() {
+        for (pattern, admitted, others) in [
+            (
+                "http://localhost:*",
+                vec![
+                    "http://localhost",
+                    "http://localhost:1",
+                    "http://localhost:65535",
+                ],
+                vec![
+                    "https://localhost:1",
+                    "http://localhost.evil:1",
+                    "http://localhost:1.evil",
+                    "http://x:1",
+                ],
+            ),
+            (
+                "https://*.example.com",
+                vec!["https://a.example.com", "https://a.b.example.com"],
+                vec![
+                    "https://example.com",
+                    "https://.example.com",
+                    "https://aexample.com",
+                    "https://a.example.com:81",
+                    "https://a.example.com.evil",
+                    "http://a.example.com",
+                ],
+            ),
+            (
+                "http://[::1]:*",
+                vec!["http://[::1]:81"],
+                vec!["http://[::2]:81"],
+            ),
+            (
+                "tauri://localhost",
+                vec!["tauri://localhost"],
+                vec!["http://localhost"],
+            ),
+            (
+                "App://obsidian.md",
+                vec!["app://obsidian.md"],
+                vec!["app://obsidian.me"],
+            ),
+        ] {
+            let origins = Origins::new(pattern).unwrap();
+            admitted
+                .iter()
+                .for_each(|o| assert!(origins.admits(o), "{pattern} {o}"));
+            others
+                .iter()
+                .for_each(|o| assert!(!origins.admits(o), "{pattern} {o}"));
+        }
+        for wrong in [
+            "*",
+            "https://*",
+            "https://*.com",
+            "*://a.example",
+            "https://a.*.example",
+            "https://*a.example",
+            "http://a.example:8*",
+            "http://a.example:80:*",
+            "https://a.example/*",
+            "https://a.example/",
+            "a.example",
+        ] {
+            assert!(Security::new(&[], &[], &[wrong.into()]).is_err(), "{wrong}");
+        }
     }
 
     #[test]

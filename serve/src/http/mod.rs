@@ -2,15 +2,21 @@
 
 mod body;
 pub mod guard;
+mod noted;
+mod openapi;
 mod page;
 mod routes;
 mod server;
 mod stream;
 
 pub use guard::Security;
+pub use noted::Report;
 pub use server::{Limits, Server, Stopper};
 
 use crate::models::Models;
+use crate::protocol::kept::Kept;
+use crate::protocol::reading::Rules;
+use noted::Ledger;
 use std::sync::Arc;
 
 /// State that all requests share.
@@ -21,4 +27,10 @@ pub struct App {
     pub security: Security,
     /// Limits on a request or connection.
     pub limits: Limits,
+    /// How requests are read.
+    pub rules: Rules,
+    /// Responses that requests may refer to.
+    pub kept: Arc<Kept>,
+    /// What requests had that nq does not know.
+    ledger: Ledger,
 }

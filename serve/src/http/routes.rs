@@ -1,12 +1,15 @@
 //! The routes and their handlers.
 
-use super::{App, body, page, stream};
+use super::stream::{self, Silence, patient};
+use super::{App, body, openapi, page};
 use crate::engine::Client;
 use crate::error::ApiError;
 use crate::generation;
 use crate::model::Model;
 use crate::models::Listed;
 use crate::protocol::fields::Fields;
+use crate::protocol::reading::{Reading, plain};
+use crate::protocol::responses::number;
 use crate::protocol::{Parsed, chat, completions, embeddings, messages, rerank, responses, tokens};
 use crate::reading;
 use axum::body::Body;
@@ -23,66 +26,46 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The address that a connection comes from.
-#[derive(Clone, Copy)]
-pub(super) struct Peer(pub(super) IpAddr);
-
-/// How a protocol reads a request, and how it reports errors.
-#[derive(Clone, Copy)]
-struct Protocol {
-    parse: fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>,
-    error: fn(&ApiError) -> Value,
+/// The other end of a connection.
+#[derive(Clone)]
+pub(super) struct Peer {
+    /// Its address.
+    pub(super) address: IpAddr,
+    /// Becomes true when it sends no more.
+    pub(super) silence: Silence,
 }
 
-impl Protocol {
-    const fn openai(parse: fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>) -> Self {
-        Protocol {
-            parse,
-            error: ApiError::body,
-        }
-    }
-}
-
-const MESSAGES: Protocol = Protocol {
-    parse: messages::parse,
-    error: messages::error,
-};
+/// How a protocol reads a request.
+type Parse = fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>;
 /// A handler of requests that do not need the engine.
 type Answer = fn(&Arc<Model>, Fields) -> Result<Value, ApiError>;
 
 /// All routes, behind the guard.
 pub(super) fn router(app: Arc<App>) -> Router {
     let generates =
-        |p: Protocol| post(move |app, client, request| generate(app, client, request, p));
+        |p: Parse| post(move |app, client, peer, request| generate(app, client, peer, request, p));
     let answers = |f: Answer| post(move |app, request| answer(app, request, f));
     let mut router = Router::new();
     for (path, kind, text) in page::FILES {
         router = router.route(path, get(move || async move { page::file(kind, text) }));
     }
     router
-        .route(
-            "/v1/chat/completions",
-            generates(Protocol::openai(chat::parse)),
-        )
-        .route(
-            "/v1/completions",
-            generates(Protocol::openai(completions::parse)),
-        )
-        .route(
-            "/v1/responses",
-            generates(Protocol::openai(responses::parse)),
-        )
-        .route("/v1/messages", generates(MESSAGES))
+        .route("/v1/chat/completions", generates(chat::parse))
+        .route("/v1/completions", generates(completions::parse))
+        .route("/v1/responses", generates(responses::parse))
+        .route("/v1/responses/{id}", get(response).delete(forget))
+        .route("/v1/messages", generates(messages::parse))
         .route("/v1/messages/count_tokens", answers(messages::count))
         .route("/v1/models", get(models))
-        .route("/v1/models/{name}", get(model))
+        .route("/v1/models/", get(models))
+        .route("/v1/models/{*name}", get(model))
         .route("/v1/embeddings", post(embed))
         .route("/v1/rerank", post(score))
         .route("/tokenize", answers(tokens::tokenize))
         .route("/detokenize", answers(tokens::detokenize))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
-        .route("/openapi.json", get(openapi))
+        .route("/openapi.json", get(description))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(from_fn_with_state(Arc::clone(&app), guard))
@@ -92,39 +75,44 @@ pub(super) fn router(app: Arc<App>) -> Router {
 /// Lets requests with access through, and attaches the client.
 async fn guard(
     State(app): State<Arc<App>>,
-    Extension(Peer(peer)): Extension<Peer>,
+    Extension(peer): Extension<Peer>,
     mut request: Request,
     next: Next,
 ) -> Response {
+    let path = request.uri().path().to_owned();
     let (headers, uri) = (request.headers(), request.uri());
     let lines = headers
         .iter()
         .map(|(name, value)| name.as_str().len() + value.len());
     if lines.sum::<usize>() + uri.path().len() > app.limits.head {
         let what = format!("the headers: expected at most {} bytes", app.limits.head);
-        return failure(&ApiError::bounds(431, what));
+        return worded(failure(&ApiError::bounds(431, what)), &path);
     }
     let checked = app.security.check_host(headers, uri);
     let checked = checked.and_then(|()| app.security.check_origin(headers, request.method()));
     let origin = match checked {
         Ok(origin) => origin,
-        Err(e) => return failure(&e),
+        Err(e) => return worded(failure(&e), &path),
     };
-    let mut response = if *request.method() == Method::OPTIONS && origin.is_some() {
-        preflight()
+    let response = if *request.method() == Method::OPTIONS && origin.is_some() {
+        preflight(request.headers())
     } else {
         // Monitoring has no key, and a browser has none yet when it fetches the page that asks for
         // one.
-        let path = request.uri().path();
         let open = path == "/health" || page::FILES.iter().any(|f| f.0 == path);
-        match app.security.client(request.headers(), peer) {
+        match app.security.client(request.headers(), peer.address) {
             Err(e) if !open => failure(&e),
             client => {
-                request.extensions_mut().insert(client.unwrap_or_default());
-                next.run(request).await
+                let client = client.unwrap_or_default();
+                let reading = Reading::new(app.rules.clone(), client, Arc::clone(&app.kept));
+                let reading = Arc::new(reading);
+                request.extensions_mut().insert(client);
+                request.extensions_mut().insert(Arc::clone(&reading));
+                told(&app, &reading, next.run(request).await)
             }
         }
     };
+    let mut response = worded(response, &path);
     let headers = response.headers_mut();
     headers.insert(
         "x-content-type-options",
@@ -132,26 +120,60 @@ async fn guard(
     );
     if let Some(origin) = origin.and_then(|o| HeaderValue::from_str(&o).ok()) {
         headers.insert("access-control-allow-origin", origin);
-        headers.insert(VARY, HeaderValue::from_static("origin"));
+        headers.append(VARY, HeaderValue::from_static("origin"));
+        let shown = HeaderValue::from_static("retry-after, x-nq-left-out");
+        headers.insert("access-control-expose-headers", shown);
     }
     response
 }
 
-/// Answers a preflight request of a page whose origin is in the list.
-fn preflight() -> Response {
+/// Counts what reading a request found, and says in a header what was left out of it.
+fn told(app: &App, reading: &Reading, mut response: Response) -> Response {
+    let found = reading.found();
+    app.ledger.count(&found);
+    let mut line = found.left_out.join(", ");
+    line.truncate(1000); // They are of ASCII.
+    if let (false, Ok(line)) = (line.is_empty(), HeaderValue::from_str(&line)) {
+        response.headers_mut().insert("x-nq-left-out", line);
+    }
+    response
+}
+
+/// Writes the body of an error in the form of the route's protocol.
+fn worded(mut response: Response, path: &str) -> Response {
+    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
+        let anthropic = path == "/v1/messages" || path.starts_with("/v1/messages/");
+        let body = match anthropic {
+            true => messages::error(&error),
+            false => error.body(),
+        };
+        *response.body_mut() = Body::from(body.to_string());
+    }
+    response
+}
+
+/// Answers a preflight request of a page whose origin is in the list: it may send any header, because what
+/// it may do is decided by its origin and its key.
+fn preflight(asked: &HeaderMap) -> Response {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::NO_CONTENT;
+    let headers = response.headers_mut();
     for (name, value) in [
-        ("access-control-allow-methods", "GET, POST"),
-        (
-            "access-control-allow-headers",
-            "authorization, content-type, x-api-key",
-        ),
+        ("access-control-allow-methods", "GET, POST, DELETE"),
         ("access-control-max-age", "600"),
     ] {
-        response
-            .headers_mut()
-            .insert(name, HeaderValue::from_static(value));
+        headers.insert(name, HeaderValue::from_static(value));
+    }
+    let allowed = asked.get("access-control-request-headers").cloned();
+    let common = HeaderValue::from_static("authorization, content-type, x-api-key");
+    headers.insert("access-control-allow-headers", allowed.unwrap_or(common));
+    headers.append(
+        VARY,
+        HeaderValue::from_static("access-control-request-headers"),
+    );
+    if asked.contains_key("access-control-request-private-network") {
+        let yes = HeaderValue::from_static("true");
+        headers.insert("access-control-allow-private-network", yes);
     }
     response
 }
@@ -160,30 +182,28 @@ fn preflight() -> Response {
 async fn generate(
     State(app): State<Arc<App>>,
     Extension(client): Extension<Client>,
+    Extension(peer): Extension<Peer>,
     request: Request,
-    protocol: Protocol,
+    parse: Parse,
 ) -> Response {
-    let failure = |e: &ApiError| failure_in(e, &(protocol.error)(e));
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let begun = begin(&app, client, request, protocol, deadline).await;
+    let begun = begin(&app, client, request, parse, deadline).await;
     let (stream, parsed) = match begun {
         Ok(begun) => begun,
         Err(e) => return failure(&e),
     };
     if parsed.stream {
-        return stream::events(stream, parsed.shape, app.limits);
+        return stream::events(stream, parsed.shape, app.limits, peer.silence);
     }
-    match stream::whole(stream, parsed.shape).await {
-        Ok(whole) => json_response(StatusCode::OK, &whole),
-        Err(e) => failure(&e),
-    }
+    let answer = stream::whole(stream, parsed.shape);
+    whole(patient(answer, peer.silence, app.limits).await)
 }
 
 async fn begin(
     app: &Arc<App>,
     client: Client,
     request: Request,
-    protocol: Protocol,
+    parse: Parse,
     deadline: Option<Instant>,
 ) -> Result<(generation::Stream, Parsed), ApiError> {
     let (model, fields) = asked(app, request).await?;
@@ -198,7 +218,7 @@ async fn begin(
     }
     // Templates, tokenizers and grammars take their time, and may panic: not here.
     blocking(move || {
-        let parsed = (protocol.parse)(&model, fields)?;
+        let parsed = parse(&model, fields)?;
         let stream = generation::start(&model, &parsed.generation, client, deadline)?;
         Ok((stream, parsed))
     })
@@ -217,7 +237,8 @@ async fn blocking<T: Send + 'static>(
 async fn asked(app: &App, request: Request) -> Result<(Arc<Model>, Fields), ApiError> {
     let (parts, body) = request.into_parts();
     let body = body::read(&parts.headers, body, &app.limits).await?;
-    let mut fields = Fields::parse(&body)?;
+    let reading = parts.extensions.get().cloned().unwrap_or_default();
+    let mut fields = Fields::parse(&body, reading)?;
     let name: Option<String> = fields.take("model")?;
     Ok((app.models.get(name.as_deref()).await?, fields))
 }
@@ -251,9 +272,10 @@ fn card(listed: Listed<'_>) -> Value {
         };
         card["max_model_len"] = model.context().into();
         card["default_sampling"] = json!({
-            "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p,
-            "repetition_penalty": p.repetition_penalty,
-            "frequency_penalty": p.frequency_penalty, "presence_penalty": p.presence_penalty,
+            "temperature": number(p.temperature), "top_k": p.top_k, "top_p": number(p.top_p),
+            "min_p": number(p.min_p), "repetition_penalty": number(p.repetition_penalty),
+            "frequency_penalty": number(p.frequency_penalty),
+            "presence_penalty": number(p.presence_penalty),
         });
     }
     card
@@ -274,10 +296,43 @@ async fn model(
     }
 }
 
+/// A response that is kept.
+async fn response(
+    State(app): State<Arc<App>>,
+    Extension(client): Extension<Client>,
+    axum::extract::Path(id): axum::extract::Path<String>,
+) -> Response {
+    match app.kept.whole(client.id, &id) {
+        Some(text) => json_text(StatusCode::OK, text),
+        None => failure(&no_response(&id)),
+    }
+}
+
+/// Forgets a response that is kept.
+async fn forget(
+    State(app): State<Arc<App>>,
+    Extension(client): Extension<Client>,
+    axum::extract::Path(id): axum::extract::Path<String>,
+) -> Response {
+    match app.kept.forget(client.id, &id) {
+        true => {
+            let gone = json!({"id": id, "object": "response.deleted", "deleted": true});
+            json_response(StatusCode::OK, &gone)
+        }
+        false => failure(&no_response(&id)),
+    }
+}
+
+fn no_response(id: &str) -> ApiError {
+    let what = format!("Response with id '{}' not found.", plain(id));
+    ApiError::not_found(what, "response_not_found")
+}
+
 /// A request for embeddings.
 async fn embed(
     State(app): State<Arc<App>>,
     Extension(client): Extension<Client>,
+    Extension(peer): Extension<Peer>,
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
@@ -287,8 +342,11 @@ async fn embed(
         let mut asked = blocking(move || embeddings::parse(&of, fields)).await?;
         let texts = std::mem::take(&mut asked.texts);
         let tokens = texts.iter().map(Vec::len).sum();
-        let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
-        blocking(move || embeddings::answer(&model, &asked, &rows, tokens)).await
+        let answer = async move {
+            let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
+            blocking(move || embeddings::answer(&model, &asked, &rows, tokens)).await
+        };
+        patient(answer, peer.silence, app.limits).await
     };
     whole(answered.await)
 }
@@ -297,6 +355,7 @@ async fn embed(
 async fn score(
     State(app): State<Arc<App>>,
     Extension(client): Extension<Client>,
+    Extension(peer): Extension<Peer>,
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
@@ -307,16 +366,19 @@ async fn score(
         let row = rerank::reranker(&model)?.row();
         let prompts = std::mem::take(&mut asked.prompts);
         let tokens = prompts.iter().map(Vec::len).sum();
-        let rows = reading::read(&model, &row, prompts, client, deadline).await?;
-        blocking(move || rerank::answer(&model, &asked, &rows, tokens)).await
+        let answer = async move {
+            let rows = reading::read(&model, &row, prompts, client, deadline).await?;
+            blocking(move || rerank::answer(&model, &asked, &rows, tokens)).await
+        };
+        patient(answer, peer.silence, app.limits).await
     };
     whole(answered.await)
 }
 
 /// An answer in JSON, or an error.
-fn whole(answer: Result<String, ApiError>) -> Response {
+fn whole(answer: Result<Body, ApiError>) -> Response {
     match answer {
-        Ok(json) => json_text(StatusCode::OK, json),
+        Ok(json) => json_body(StatusCode::OK, json),
         Err(e) => failure(&e),
     }
 }
@@ -331,7 +393,12 @@ async fn health(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let mut response = Response::new(Body::from(app.models.metrics()));
+    let text = format!(
+        "{}{}# EOF\n",
+        app.models.metrics().replace("# EOF\n", ""),
+        app.ledger.text()
+    );
+    let mut response = Response::new(Body::from(text));
     response.headers_mut().insert(
         CONTENT_TYPE,
         HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8"),
@@ -340,16 +407,24 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
 }
 
 /// The description of all routes (OpenAPI 3.1).
-async fn openapi() -> Response {
-    let text = include_str!("openapi.json").replace("VERSION", env!("CARGO_PKG_VERSION"));
-    let mut response = Response::new(Body::from(text));
-    let json = HeaderValue::from_static("application/json");
-    response.headers_mut().insert(CONTENT_TYPE, json);
-    response
+async fn description() -> Response {
+    json_response(StatusCode::OK, openapi::description())
 }
 
 async fn no_route(request: Request) -> Response {
-    let what = format!("there is no {} {}", request.method(), request.uri().path());
+    let path = request.uri().path();
+    let mut what = format!("there is no {} {path}", request.method());
+    // Base addresses with a slash too many, or without /v1.
+    let parts: Vec<&str> = path.split('/').filter(|p| !p.is_empty()).collect();
+    let plain = format!("/{}", parts.join("/"));
+    let meant = [plain.clone(), format!("/v1{plain}")];
+    let known = &openapi::description()["paths"];
+    if let Some(meant) = meant
+        .iter()
+        .find(|m| **m != path && known.get(m.as_str()).is_some())
+    {
+        what += &format!(": {meant} is meant, perhaps");
+    }
     failure(&ApiError::not_found(what, "not_found"))
 }
 
@@ -358,15 +433,11 @@ async fn no_method(request: Request) -> Response {
     failure(&ApiError::bounds(405, what))
 }
 
-/// The response for an error, in OpenAI's format.
+/// The response for an error; [`worded`] writes its body.
 fn failure(error: &ApiError) -> Response {
-    failure_in(error, &error.body())
-}
-
-/// The response for an error, with `body`.
-fn failure_in(error: &ApiError, body: &Value) -> Response {
     let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut response = json_response(status, body);
+    let mut response = json_text(status, String::new());
+    response.extensions_mut().insert(error.clone());
     if let Some(after) = error.retry_after {
         let seconds = after.as_secs_f64().ceil().max(1.0) as u64;
         response.headers_mut().insert(RETRY_AFTER, seconds.into());
@@ -383,7 +454,11 @@ fn json_response(status: StatusCode, value: &Value) -> Response {
 }
 
 fn json_text(status: StatusCode, json: String) -> Response {
-    let mut response = Response::new(Body::from(json));
+    json_body(status, Body::from(json))
+}
+
+fn json_body(status: StatusCode, json: Body) -> Response {
+    let mut response = Response::new(json);
     *response.status_mut() = status;
     let headers: &mut HeaderMap = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));

@@ -1,8 +1,10 @@
 //! Connections: their number, time limits and shutdown.
 
+use super::noted::{Ledger, Report};
 use super::routes::{Peer, router};
 use super::{App, Security};
 use crate::models::Models;
+use crate::protocol::reading::Rules;
 use axum::Extension;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -11,6 +13,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::Interest;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
@@ -57,7 +60,7 @@ impl Default for Limits {
 /// A listening server.
 pub struct Server {
     listener: StdListener,
-    app: Arc<App>,
+    app: App,
     stop: watch::Receiver<Option<Duration>>,
     stopper: Stopper,
 }
@@ -95,14 +98,24 @@ impl Server {
         let (sender, stop) = watch::channel(None);
         Ok(Server {
             listener,
-            app: Arc::new(App {
+            app: App {
                 models: Arc::new(models.into()),
                 security,
                 limits,
-            }),
+                rules: Rules::default(),
+                kept: Arc::default(),
+                ledger: Ledger::new(Box::new(|_| {})),
+            },
             stop,
             stopper: Stopper(Arc::new(sender)),
         })
+    }
+
+    /// Reads requests by these rules, and reports what they have that nq does not know.
+    pub fn reading(mut self, rules: Rules, report: Report) -> Self {
+        self.app.rules = rules;
+        self.app.ledger = Ledger::new(report);
+        self
     }
 
     /// The address it listens on.
@@ -136,8 +149,9 @@ impl Server {
 
     async fn serve(mut self) -> io::Result<()> {
         let listener = TcpListener::from_std(self.listener)?;
-        let router = router(Arc::clone(&self.app));
-        let room = Arc::new(Semaphore::new(self.app.limits.connections));
+        let app = Arc::new(self.app);
+        let router = router(Arc::clone(&app));
+        let room = Arc::new(Semaphore::new(app.limits.connections));
         let (finish, finishing) = watch::channel(false);
         let mut connections = JoinSet::new();
         let grace = loop {
@@ -155,16 +169,22 @@ impl Server {
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             };
-            let router = router.clone().layer(Extension(Peer(peer.ip())));
-            let (limits, finishing) = (self.app.limits, finishing.clone());
+            let (silent, silence) = watch::channel(false);
+            let peer = Peer {
+                address: peer.ip(),
+                silence,
+            };
+            let router = router.clone().layer(Extension(peer));
+            let (limits, finishing) = (app.limits, finishing.clone());
             connections.spawn(async move {
-                connection(stream, router, limits, finishing).await;
+                // What the system does not give leaves the connection without its answer.
+                let _ = connection(stream, router, limits, finishing, silent).await;
                 drop(permit);
             });
         };
         drop(listener);
         let _ = finish.send(true);
-        let models = Arc::clone(&self.app.models);
+        let models = Arc::clone(&app.models);
         let _ = tokio::task::spawn_blocking(move || models.close(grace)).await;
         // Send the engine's last events to those who still listen.
         let rest = async { while connections.join_next().await.is_some() {} };
@@ -191,22 +211,54 @@ async fn connection(
     router: axum::Router,
     limits: Limits,
     mut finishing: watch::Receiver<bool>,
-) {
+    silent: watch::Sender<bool>,
+) -> io::Result<()> {
     // Tokens are small and must not wait for more data.
     let _ = stream.set_nodelay(true);
+    let stream = stream.into_std()?;
+    let same = TcpStream::from_std(stream.try_clone()?)?;
+    let stream = TcpStream::from_std(stream)?;
     let service = TowerToHyperService::new(router);
     let served = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.head_time)
         .max_headers(limits.headers)
         .max_buf_size(limits.head.max(8 << 10))
+        // A client that sends no more may still wait for its answer.
+        .half_close(true)
         .serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);
+    let mut gone = std::pin::pin!(gone(&same, &silent));
     tokio::select! {
         // A broken connection is not the server's concern.
-        _ = served.as_mut() => return,
+        _ = served.as_mut() => return Ok(()),
+        _ = gone.as_mut() => return Ok(()),
         _ = finishing.wait_for(|f| *f) => {}
     }
     served.as_mut().graceful_shutdown();
-    let _ = served.await;
+    tokio::select! {
+        _ = served => {}
+        _ = gone => {}
+    }
+    Ok(())
+}
+
+/// Waits until nobody listens at the other end. A client that has closed its sending side may listen or be
+/// gone: which of them, only an error after something was sent to it tells, so this says that it is silent.
+async fn gone(stream: &TcpStream, silent: &watch::Sender<bool>) {
+    loop {
+        match stream.ready(Interest::READABLE).await {
+            Err(_) => return,
+            Ok(ready) if ready.is_read_closed() => break,
+            // There is data for the connection; the next event is the one to wait for.
+            Ok(_) => {
+                let wait = || Err::<(), _>(io::ErrorKind::WouldBlock.into());
+                let _ = stream.try_io(Interest::READABLE, wait);
+            }
+        }
+    }
+    while matches!(stream.take_error(), Ok(None)) {
+        silent.send_replace(true);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }

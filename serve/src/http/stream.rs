@@ -9,10 +9,11 @@ use axum::body::Body;
 use axum::response::Response;
 use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
-use serde_json::Value;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::task::{Context, Poll};
+use std::time::Duration;
 use tokio::sync::mpsc::{Sender, channel};
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 /// Chunks buffered for a slow reader while the engine continues.
@@ -21,11 +22,30 @@ const WAITING: usize = 64;
 /// A comment, which clients ignore.
 const PING: &[u8] = b": keep-alive\n\n";
 
+/// How often something is sent to a client that has closed its sending side, to learn whether it is there.
+const PROBE: Duration = Duration::from_millis(250);
+
+/// Becomes true when a client has closed its sending side.
+pub(super) type Silence = watch::Receiver<bool>;
+
+/// Waits until a client has closed its sending side.
+async fn silent(silence: &mut Silence) {
+    if silence.wait_for(|s| *s).await.is_err() {
+        // Nobody can say so any more.
+        std::future::pending::<()>().await;
+    }
+}
+
 /// Sends events as they come. A panic while making them ends the stream with an error.
-pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) -> Response {
+pub(super) fn events(
+    stream: Stream,
+    mut shape: Box<dyn Shape>,
+    limits: Limits,
+    silence: Silence,
+) -> Response {
     let (sender, receiver) = channel(WAITING);
     tokio::spawn(async move {
-        if guarded(tell(stream, shape.as_mut(), &sender, &limits))
+        if guarded(tell(stream, shape.as_mut(), &sender, &limits, silence))
             .await
             .is_err()
         {
@@ -43,13 +63,24 @@ pub(super) fn events(stream: Stream, mut shape: Box<dyn Shape>, limits: Limits) 
 }
 
 /// Sends all events of a stream, until it ends or its reader is gone.
-async fn tell(mut stream: Stream, shape: &mut dyn Shape, sender: &Sender<Bytes>, limits: &Limits) {
+async fn tell(
+    mut stream: Stream,
+    shape: &mut dyn Shape,
+    sender: &Sender<Bytes>,
+    limits: &Limits,
+    mut silence: Silence,
+) {
+    let mut beat = limits.keep_alive;
     let mut events = shape.begin(stream.usage());
     while send(sender, &events, limits).await {
         // A reader that is gone is noticed at once, not at the next token.
         let next = tokio::select! {
             () = sender.closed() => return,
-            next = timeout(limits.keep_alive, stream.next()) => next,
+            () = silent(&mut silence), if beat > PROBE => {
+                (beat, events) = (PROBE, Vec::new());
+                continue;
+            }
+            next = timeout(beat, stream.next()) => next,
         };
         let (more, over) = match next {
             Err(_) => {
@@ -110,14 +141,14 @@ async fn send_bytes(sender: &Sender<Bytes>, bytes: Bytes, limits: &Limits) -> bo
     matches!(timeout(limits.stall, sender.send(bytes)).await, Ok(Ok(())))
 }
 
-/// Sends all answers at once.
+/// All answers at once, as JSON text.
 ///
 /// # Errors
 /// The first answer's error, or a panic.
 pub(super) async fn whole(
     mut stream: Stream,
     mut shape: Box<dyn Shape>,
-) -> Result<Value, ApiError> {
+) -> Result<String, ApiError> {
     let told = guarded(async {
         while let Some(output) = stream.next().await {
             if let Some(Err(e)) = output.end {
@@ -125,9 +156,50 @@ pub(super) async fn whole(
             }
             shape.collect(output);
         }
-        Ok(shape.whole(stream.usage()))
+        Ok(shape.whole(stream.usage()).to_string())
     });
     told.await.unwrap_or_else(|_| Err(panicked()))
+}
+
+/// Waits for an answer, and drops it if its client goes. One that has closed its sending side is sent white
+/// space, which JSON may begin with, until the answer comes or the client turns out to be gone; an error then
+/// comes with the status of an answer.
+///
+/// # Errors
+/// Those of the answer.
+pub(super) async fn patient(
+    answer: impl Future<Output = Result<String, ApiError>> + Send + 'static,
+    mut silence: Silence,
+    limits: Limits,
+) -> Result<Body, ApiError> {
+    let mut answer = Box::pin(answer);
+    tokio::select! {
+        biased;
+        done = answer.as_mut() => return done.map(Body::from),
+        () = silent(&mut silence) => {}
+    }
+    let (sender, receiver) = channel(WAITING);
+    tokio::spawn(async move {
+        loop {
+            let done = tokio::select! {
+                () = sender.closed() => return,
+                done = timeout(PROBE, answer.as_mut()) => done,
+            };
+            let text = match done {
+                Err(_) => {
+                    if !send_bytes(&sender, Bytes::from_static(b" "), &limits).await {
+                        return;
+                    }
+                    continue;
+                }
+                Ok(Ok(text)) => text,
+                Ok(Err(e)) => e.body().to_string(),
+            };
+            send_bytes(&sender, text.into(), &limits).await;
+            return;
+        }
+    });
+    Ok(Body::new(Channel(receiver)))
 }
 
 #[cfg(test)]
@@ -141,7 +213,13 @@ mod tests {
     use http_body_util::BodyExt;
     use nq_formats::Checkpoint;
     use nq_runtime::{DeviceChoice, LoadOptions, SessionSpec};
+    use serde_json::Value;
     use std::sync::Arc;
+
+    /// A client that has not closed its sending side.
+    fn hearing() -> Silence {
+        watch::channel(false).1
+    }
 
     /// A protocol with a fault: it panics at the second piece.
     struct Faulty(Box<dyn Shape>, usize);
@@ -203,7 +281,7 @@ mod tests {
         let body = br#"{"messages":[{"role":"user","content":"Hello!"}],"max_tokens":20,
                         "temperature":0,"ignore_eos":true}"#;
         let begin = || {
-            let parsed = chat::parse(&model, Fields::parse(body).unwrap()).unwrap();
+            let parsed = chat::parse(&model, Fields::parse(body, Arc::default()).unwrap()).unwrap();
             let stream = start(&model, &parsed.generation, Client::default(), None).unwrap();
             (stream, parsed.shape)
         };
@@ -217,7 +295,12 @@ mod tests {
             let failed = whole(stream, Box::new(Faulty(shape, 0))).await;
             assert_eq!(failed.unwrap_err().status, 500);
             let (stream, shape) = begin();
-            let told = events(stream, Box::new(Faulty(shape, 0)), Limits::default());
+            let told = events(
+                stream,
+                Box::new(Faulty(shape, 0)),
+                Limits::default(),
+                hearing(),
+            );
             let text = told.into_body().collect().await.unwrap().to_bytes();
             let text = String::from_utf8(text.to_vec()).unwrap();
             let last = text.lines().rfind(|l| l.starts_with("data: ")).unwrap();
@@ -225,7 +308,8 @@ mod tests {
                 last.contains("server_error") && last.contains("a panic"),
                 "{text}"
             );
-            let answer = whole(well, its_shape).await.unwrap();
+            let answer: Value =
+                serde_json::from_str(&whole(well, its_shape).await.unwrap()).unwrap();
             assert_eq!(answer["usage"]["completion_tokens"], 20);
         });
         assert!(model.engine().is_healthy());

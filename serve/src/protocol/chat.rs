@@ -1,12 +1,15 @@
 //! `POST /v1/chat/completions`.
 
 use super::fields::Fields;
+use super::reading::Reading;
 use super::streaming::{Told, streaming};
-use super::tools::{Choice, made};
-use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, tools, unique};
+use super::text::{Place, text};
+use super::thinking::{self, Thinking};
+use super::tools::{self, Choice, Tools, made};
+use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
-use crate::generation::{Ending, Generation, Output, Usage};
-use crate::grammar::Format;
+use crate::generation::{Ending, Generation, Names, Output, Usage};
+use crate::grammar::{Format, Start};
 use crate::model::{Model, message};
 use crate::output::{Piece, ReaderOptions};
 use nq_runtime::{Message, TokenLogprobs, Tokenizer};
@@ -16,59 +19,75 @@ use std::sync::Arc;
 /// Most messages in one request.
 const MOST_MESSAGES: usize = 4096;
 
-/// Accepted fields that do not affect the answer.
-const WITHOUT_EFFECT: [&str; 6] = [
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "service_tier",
-];
+const NAMES: Names = Names {
+    prompt: "messages",
+    format: "response_format",
+};
 
 /// A chat and its options, independent of the protocol.
 pub struct ChatRequest {
     /// Its messages.
     pub messages: Vec<Message>,
-    /// Tools in OpenAI's form.
-    pub tools: Vec<Value>,
+    /// Its tools.
+    pub tools: Tools,
     /// Which tools the model may call.
     pub choice: Choice,
     /// True if several calls may be made at once.
     pub several_calls: bool,
-    /// `enable_thinking`, if given.
-    pub thinking: Option<bool>,
+    /// How much the model may think.
+    pub thinking: Thinking,
     /// The format that the answer must have.
     pub format: Option<Format>,
+    /// True: the answer continues the last message.
+    pub continues: bool,
+    /// How the request was read.
+    pub reading: Arc<Reading>,
 }
 
 /// Reads a request.
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
-    fields.ignore(&WITHOUT_EFFECT);
-    fields.only("store", &[json!(false)])?;
-    fields.only("modalities", &[json!(["text"])])?;
-    fields.only("verbosity", &[json!("medium")])?;
-    let messages = messages(fields.require("messages")?)?;
-    let tools = tools::read(fields.take("tools")?)?;
-    let choice = tools::choice(fields.take("tool_choice")?, &tools)?;
+pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+    let mut fields = fields.under("chat")?;
+    let (messages, prefix) = messages(&mut fields)?;
+    let given = fields.objects("tools", "chat.tool", tools::MOST_TOOLS)?;
+    let mut tools = tools::read(given, "function", |mut tool| {
+        let place = tool.name("function");
+        let function = tool.object("function", "chat.function")?;
+        let function = function.ok_or_else(|| ApiError::field(&place, "expected an object"))?;
+        tool.finish()?;
+        Ok((function, "parameters"))
+    })?;
+    let choice = tools::choice(fields.take("tool_choice")?, &mut tools)?;
+    let goes_on: bool = fields.take("continue_final_message")?.unwrap_or(false);
+    let begins: Option<bool> = fields.take("add_generation_prompt")?;
+    if begins == Some(goes_on) {
+        let what = format!("expected {} beside continue_final_message", !goes_on);
+        return Err(ApiError::field("add_generation_prompt", what));
+    }
+    let continues = goes_on || prefix;
+    if continues && messages.last().is_none_or(|m| m.role != "assistant") {
+        let what = "expected the assistant's message at the end, which the answer continues";
+        return Err(ApiError::field("messages", what));
+    }
+    let (format, format_name) = format(&mut fields)?;
     let chat = ChatRequest {
         messages,
         choice,
         several_calls: fields.take("parallel_tool_calls")?.unwrap_or(true),
-        thinking: thinking(&mut fields)?,
-        format: format(fields.take("response_format")?)?,
+        thinking: thinking::read(&mut fields)?,
+        format,
         tools,
+        continues,
+        reading: Arc::clone(fields.reading()),
     };
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
-    let max_tokens = fields.count("max_completion_tokens", 1, usize::MAX)?;
-    let older = fields.count("max_tokens", 1, usize::MAX)?;
+    let max_tokens = fields.most_tokens("max_completion_tokens")?;
+    let older = fields.most_tokens("max_tokens")?;
     let (streams, told) = streaming(&mut fields)?;
     let logprobs = sampling::chat_logprobs(&mut fields)?;
     let partial = Generation {
-        prompt: Vec::new(),
         n,
         sampling: sampling::params(&mut fields, model.sampling())?,
         bias: sampling::bias(&mut fields)?,
@@ -79,7 +98,11 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
             stop: sampling::stop(&mut fields, "stop")?,
             ..ReaderOptions::default()
         },
-        format: None,
+        names: Names {
+            format: format_name,
+            ..NAMES
+        },
+        ..Generation::of(model)
     };
     fields.finish()?;
     let generation = render(model, chat, partial)?;
@@ -101,23 +124,45 @@ pub fn render(
 ) -> Result<Generation, ApiError> {
     let shown = match chat.choice {
         Choice::None => None,
-        _ => Some(chat.tools.as_slice()).filter(|t| !t.is_empty()),
+        _ => Some(chat.tools.list.as_slice()).filter(|t| !t.is_empty()),
     };
-    let prompt = model.prompt(chat.messages, shown, chat.thinking)?;
     let must_call = matches!(chat.choice, Choice::Required | Choice::Named(_));
+    let most = chat.reading.rules.reasoning_budget;
+    let thinking = model.thinking(chat.thinking, most);
+    let messages = told(chat.messages, &chat.reading.found().told);
+    let prompt = model.prompt(messages, shown, &thinking, chat.continues)?;
     let format = match (&chat.choice, chat.format) {
         (Choice::Required | Choice::Named(_), _) if !model.constrains_calls() => {
             let why = "nq cannot hold this model's form of calls to a schema: auto and none are \
                        served";
             return Err(ApiError::unsupported("tool_choice", why));
         }
-        (Choice::Required, _) => Some(model.calls_format(&chat.tools, None, chat.several_calls)),
-        (Choice::Named(name), _) => Some(model.calls_format(&chat.tools, Some(name), false)),
+        (Choice::Required, _) => {
+            Some(model.calls_format(&chat.tools.list, None, chat.several_calls))
+        }
+        (Choice::Named(name), _) => Some(model.calls_format(&chat.tools.list, Some(name), false)),
         (_, format) => format,
     };
-    let start = model.start(&prompt.text, chat.thinking);
+    let start = match chat.continues {
+        true => Start::Answer,
+        false => model.start(&prompt.text, thinking.switches.enable_thinking),
+    };
+    let schemas = match &chat.choice {
+        Choice::Named(name) => {
+            let named = |t: &Value| t["function"]["name"] == name.as_str();
+            let both = chat.tools.list.iter().zip(chat.tools.schemas);
+            both.filter(|(t, _)| named(t)).map(|(_, s)| s).collect()
+        }
+        _ => chat.tools.schemas,
+    };
     Ok(Generation {
-        prompt: prompt.tokens,
+        prompts: vec![prompt.tokens],
+        begun: if format.is_some() {
+            prompt.begun
+        } else {
+            Vec::new()
+        },
+        thinking: model.thinking_budget(&prompt.text, thinking.budget),
         reader: ReaderOptions {
             thinking: Some(prompt.text),
             calls: shown.is_some(),
@@ -128,54 +173,64 @@ pub fn render(
             },
         },
         format: format.map(|f| (f, start)),
+        schemas,
         ..partial
     })
 }
 
-/// Reads the options for thinking.
-fn thinking(fields: &mut Fields) -> Result<Option<bool>, ApiError> {
-    let mut asked = None;
-    if let Some(object) = fields.take::<Value>("chat_template_kwargs")? {
-        let mut inner = Fields::of(object, "chat_template_kwargs")?;
-        asked = inner.take("enable_thinking")?;
-        inner.finish()?;
+/// Messages of which the first, the system's, says what was left out.
+fn told(mut messages: Vec<Message>, left_out: &[String]) -> Vec<Message> {
+    if left_out.is_empty() {
+        return messages;
     }
-    let effort: Option<String> = fields.take("reasoning_effort")?;
-    let by_effort = match effort.as_deref() {
-        None => None,
-        Some("none" | "minimal") => Some(false),
-        Some("low" | "medium" | "high" | "xhigh") => Some(true),
-        Some(other) => {
-            let what = format!("expected none, minimal, low, medium or high, found {other}");
-            return Err(ApiError::field("reasoning_effort", what));
-        }
-    };
-    Ok(asked.or(by_effort))
+    let words = format!(
+        "Not available here, and left out of this conversation: {}.",
+        left_out.join(", ")
+    );
+    match messages.first_mut().filter(|m| m.role == "system") {
+        Some(system) => system.content = format!("{}\n\n{words}", system.text()).into(),
+        None => messages.insert(0, Message::new("system", words)),
+    }
+    messages
 }
 
 /// Reads `response_format`: OpenAI's formats, and `{"type": "regex", "pattern"}`, `{"type": "lark",
-/// "grammar"}`.
-fn format(value: Option<Value>) -> Result<Option<Format>, ApiError> {
-    let Some(value) = value else {
-        return Ok(None);
+/// "grammar"}`. Returns the name of the part that says what the answer is, too.
+fn format(fields: &mut Fields) -> Result<(Option<Format>, &'static str), ApiError> {
+    let Some(mut fields) = fields.object("response_format", "response_format")? else {
+        return Ok((None, NAMES.format));
     };
-    let mut fields = Fields::of(value, "response_format")?;
     let kind: String = fields.require("type")?;
-    let format = match kind.as_str() {
-        "text" => None,
-        "json_object" => Some(Format::Object),
+    let schema: Option<Value> = fields.take("schema")?;
+    let inner = fields.object("json_schema", "json_schema")?;
+    let (pattern, grammar) = (fields.take::<String>("pattern")?, fields.take("grammar")?);
+    let missing = |name: &str| ApiError::field(name, "expected a value, found none");
+    let (format, name) = match kind.as_str() {
+        "text" => (None, NAMES.format),
+        "json_object" => match schema {
+            None => (Some(Format::Object), NAMES.format),
+            Some(schema) => (Some(Format::Schema(schema)), "response_format.schema"),
+        },
         "json_schema" => {
-            let mut inner = Fields::of(
-                fields.require("json_schema")?,
-                "response_format.json_schema",
-            )?;
-            inner.ignore(&["name", "description", "strict"]);
+            let place = "response_format.json_schema";
+            let mut inner = inner.ok_or_else(|| missing(place))?;
             let schema = inner.require("schema")?;
             inner.finish()?;
-            Some(Format::Schema(schema))
+            (
+                Some(Format::Schema(schema)),
+                "response_format.json_schema.schema",
+            )
         }
-        "regex" => Some(Format::Regex(fields.require("pattern")?)),
-        "lark" => Some(Format::Lark(fields.require("grammar")?)),
+        "regex" => {
+            let name = "response_format.pattern";
+            let pattern = pattern.ok_or_else(|| missing(name))?;
+            (Some(Format::Regex(pattern)), name)
+        }
+        "lark" => {
+            let name = "response_format.grammar";
+            let grammar = grammar.ok_or_else(|| missing(name))?;
+            (Some(Format::Lark(grammar)), name)
+        }
         other => {
             let why =
                 format!("nq serves text, json_object, json_schema, regex and lark, found {other}");
@@ -183,21 +238,30 @@ fn format(value: Option<Value>) -> Result<Option<Format>, ApiError> {
         }
     };
     fields.finish()?;
-    Ok(format)
+    Ok((format, name))
 }
 
-/// Reads messages.
-fn messages(values: Vec<Value>) -> Result<Vec<Message>, ApiError> {
-    if values.is_empty() || values.len() > MOST_MESSAGES {
-        let what = format!("expected 1 to {MOST_MESSAGES}, found {}", values.len());
-        return Err(ApiError::field("messages", what));
+/// Reads messages; true if the last one is to be continued (DeepSeek's `prefix`).
+fn messages(fields: &mut Fields) -> Result<(Vec<Message>, bool), ApiError> {
+    let given = fields.objects("messages", "chat.message", MOST_MESSAGES)?;
+    if given.is_empty() {
+        return Err(ApiError::field(
+            "messages",
+            "expected at least one, found none",
+        ));
     }
-    let one = |(i, value): (usize, Value)| one_message(value, &format!("messages[{i}]"));
-    values.into_iter().enumerate().map(one).collect()
+    let last = given.len() - 1;
+    let (mut messages, mut prefix) = (Vec::with_capacity(given.len()), false);
+    for (i, fields) in given.into_iter().enumerate() {
+        let (message, prefixes) = one_message(fields)?;
+        messages.push(message);
+        prefix = prefixes && i == last;
+    }
+    Ok((messages, prefix))
 }
 
-fn one_message(value: Value, place: &str) -> Result<Message, ApiError> {
-    let mut fields = Fields::of(value, place)?;
+fn one_message(mut fields: Fields) -> Result<(Message, bool), ApiError> {
+    let reading = Arc::clone(fields.reading());
     let role: String = fields.require("role")?;
     let role = match role.as_str() {
         // Templates use the older name.
@@ -209,56 +273,59 @@ fn one_message(value: Value, place: &str) -> Result<Message, ApiError> {
         }
     };
     let mut extra = Map::new();
-    let content = match fields.take::<Value>("content")? {
-        None => String::new(),
-        Some(content) => text(content, &fields.name("content"))?,
+    let place = if role == "tool" {
+        Place::Result
+    } else {
+        Place::Message
     };
+    let content: Value = fields.take("content")?.unwrap_or_default();
+    let content = text(content, &fields.name("content"), place, &reading)?;
+    let newer: Option<Value> = fields.take("reasoning")?;
+    let older: Option<Value> = fields.take("reasoning_content")?;
+    let calls = fields.objects("tool_calls", "chat.call", usize::MAX)?;
     if role == "assistant" {
-        let newer: Option<String> = fields.take("reasoning")?;
-        let older: Option<String> = fields.take("reasoning_content")?;
-        if let Some(thinking) = older.or(newer) {
+        let thinking = older.or(newer);
+        if let Some(thinking) = thinking.as_ref().and_then(Value::as_str) {
             extra.insert("reasoning_content".into(), thinking.into());
         }
-        if let Some(calls) = fields
-            .take::<Vec<Value>>("tool_calls")?
-            .filter(|c| !c.is_empty())
-        {
-            let calls = made(calls, &fields.name("tool_calls"))?;
-            extra.insert("tool_calls".into(), calls);
+        if !calls.is_empty() {
+            let calls: Result<Value, ApiError> = calls.into_iter().map(call).collect();
+            extra.insert("tool_calls".into(), calls?);
         }
-        fields.ignore(&["refusal", "annotations"]);
     }
     for field in ["name", "tool_call_id"] {
         if let Some(value) = fields.take::<String>(field)? {
             extra.insert(field.into(), value.into());
         }
     }
+    let prefix: bool = fields.take("prefix")?.unwrap_or(false);
     fields.finish()?;
-    Ok(message(role, content, extra))
+    Ok((message(role, content, extra), prefix))
 }
 
-/// Content as text: a string, or parts of type text.
-///
-/// # Errors
-/// A part of another type.
-pub fn text(content: Value, place: &str) -> Result<String, ApiError> {
-    let parts = match content {
-        Value::String(text) => return Ok(text),
-        Value::Array(parts) => parts,
-        _ => return Err(ApiError::field(place, "expected a text or a list of parts")),
-    };
-    let mut texts = Vec::with_capacity(parts.len());
-    for (i, part) in parts.into_iter().enumerate() {
-        let kind = part["type"].as_str().unwrap_or_default();
-        match (kind, part["text"].as_str()) {
-            ("text" | "input_text" | "output_text", Some(text)) => texts.push(text.to_owned()),
-            _ => {
-                let why = format!("nq serves parts of type text alone, found {kind:?}");
-                return Err(ApiError::unsupported(&format!("{place}[{i}].type"), &why));
-            }
+/// A call as templates read it; a call of a custom tool is one with its input.
+fn call(mut fields: Fields) -> Result<Value, ApiError> {
+    let reading = Arc::clone(fields.reading());
+    let id: Value = fields.take("id")?.unwrap_or_default();
+    let function: Option<Value> = fields.take("function")?;
+    let custom: Option<Value> = fields.take("custom")?;
+    let (place, name, arguments) = match (function, custom) {
+        (None, Some(custom)) => (
+            fields.name("custom"),
+            custom["name"].clone(),
+            json!({"input": custom["input"]}),
+        ),
+        (function, _) => {
+            let function = function.unwrap_or_default();
+            (
+                fields.name("function"),
+                function["name"].clone(),
+                function["arguments"].clone(),
+            )
         }
-    }
-    Ok(texts.join("\n"))
+    };
+    let name = name.as_str().map(str::to_owned);
+    made(id, name, Some(arguments), &place, &reading)
 }
 
 /// OpenAI's word for how an answer ended.

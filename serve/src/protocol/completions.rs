@@ -5,7 +5,7 @@ use super::fields::Fields;
 use super::streaming::{Told, streaming};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
-use crate::generation::{Generation, Output, Usage};
+use crate::generation::{Generation, Names, Output, Usage};
 use crate::model::Model;
 use crate::output::{Piece, ReaderOptions};
 use nq_runtime::TokenLogprobs;
@@ -17,7 +17,15 @@ use std::sync::Arc;
 /// Most tokens of an answer if the request does not say, as in OpenAI's API.
 const DEFAULT_TOKENS: usize = 16;
 
-/// A prompt as text or tokens, alone or in a list.
+/// Most answers of one request, over all its prompts.
+const MOST_PROMPTS: usize = 128;
+
+const NAMES: Names = Names {
+    prompt: "prompt",
+    format: "response_format",
+};
+
+/// A prompt as text or tokens, or a list of either.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Prompt {
@@ -31,42 +39,61 @@ enum Prompt {
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
-    fields.ignore(&["user"]);
-    fields.only("echo", &[json!(false)])?;
-    fields.only("suffix", &[json!("")])?;
-    let encode = |text: &str| model.tokenizer().encode(text);
-    let prompt = match fields.require("prompt")? {
-        Prompt::Text(text) => encode(&text)?,
-        Prompt::Tokens(tokens) => tokens,
-        Prompt::Texts(texts) if texts.len() == 1 => encode(&texts[0])?,
-        Prompt::TokenLists(mut lists) if lists.len() == 1 => lists.remove(0),
-        _ => {
-            let why = "nq serves one prompt a request; `n` asks for several answers to it";
-            return Err(ApiError::unsupported("prompt", why));
-        }
+pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+    let mut fields = fields.under("completions")?;
+    let encode = |text: &String| model.tokenizer().encode(text);
+    let given: Value = fields.require("prompt")?;
+    let given = Prompt::deserialize(given).map_err(|_| {
+        let what = "expected a text, a list of texts, token ids, or a list of lists of token ids";
+        ApiError::field("prompt", what)
+    })?;
+    let prompts = match given {
+        Prompt::Text(text) => vec![encode(&text)?],
+        Prompt::Tokens(tokens) => vec![tokens],
+        Prompt::Texts(texts) if texts.len() > MOST_PROMPTS => vec![Vec::new(); texts.len()],
+        Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
+        Prompt::TokenLists(lists) => lists,
     };
-    if prompt.is_empty() {
-        return Err(ApiError::field("prompt", "expected at least one token"));
-    }
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
-    fields.only("best_of", &[json!(1), json!(n)])?;
+    if prompts.len() * n > MOST_PROMPTS {
+        let found = prompts.len() * n;
+        let what = format!("expected at most {MOST_PROMPTS} answers to all prompts, found {found}");
+        return Err(ApiError::field("prompt", what));
+    }
+    if let Some(i) = prompts.iter().position(Vec::is_empty) {
+        let name = if prompts.len() == 1 {
+            "prompt".to_owned()
+        } else {
+            format!("prompt[{i}]")
+        };
+        return Err(ApiError::field(&name, "expected at least one token"));
+    }
+    if let Some(best) = fields
+        .count("best_of", 1, usize::MAX)?
+        .filter(|&best| best != n)
+    {
+        let why = format!("nq serves as many as n, which is {n}, found {best}");
+        return Err(ApiError::unsupported("best_of", &why));
+    }
     let logprobs = fields.count("logprobs", 0, MOST_LOGPROBS)?;
     let (streams, told) = streaming(&mut fields)?;
-    let max_tokens = fields.count("max_tokens", 1, usize::MAX)?;
+    let default = (!fields.is_unlimited("max_tokens")).then_some(DEFAULT_TOKENS);
+    let max_tokens = fields.most_tokens("max_tokens")?;
+    let answers = vec![Answer::default(); n * prompts.len()];
     let generation = Generation {
-        prompt,
+        prompts,
         n,
         sampling: sampling::params(&mut fields, model.sampling())?,
         bias: sampling::bias(&mut fields)?,
         logprobs,
-        max_tokens: Some(max_tokens.unwrap_or(DEFAULT_TOKENS)),
+        max_tokens: max_tokens.or(default),
         ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
         reader: ReaderOptions {
             stop: sampling::stop(&mut fields, "stop")?,
             ..ReaderOptions::default()
         },
-        format: None,
+        names: NAMES,
+        ..Generation::of(model)
     };
     fields.finish()?;
     Ok(Parsed {
@@ -76,7 +103,7 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
             created: now(),
             logprobs: logprobs.is_some(),
             told,
-            answers: vec![Answer::default(); n],
+            answers,
         }),
         generation,
         stream: streams,
@@ -88,8 +115,9 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
 struct Answer {
     text: String,
     tokens: Vec<TokenLogprobs>,
-    /// Number of characters of the tokens reported so far, for their offsets.
-    told: usize,
+    /// The text of the tokens reported so far, for their offsets: a token within a character is where
+    /// that begins.
+    told: Characters,
     finish: Option<&'static str>,
 }
 
@@ -131,23 +159,68 @@ impl Completion {
 
     fn logprobs(&mut self, index: usize, tokens: &[TokenLogprobs]) -> Value {
         let bytes = self.model.tokenizer().token_bytes();
-        let text = |id: u32| String::from_utf8_lossy(bytes.get(id)).into_owned();
         let (mut texts, mut own, mut offsets, mut top) = (vec![], vec![], vec![], vec![]);
         for token in tokens {
-            let written = text(token.token);
-            offsets.push(self.answers[index].told);
-            self.answers[index].told += written.chars().count();
-            texts.push(written);
+            let told = &mut self.answers[index].told;
+            offsets.push(told.next(bytes.get(token.token)));
+            told.push(bytes.get(token.token));
+            texts.push(key(bytes.get(token.token)));
             own.push(token.logprob.max(-9999.0));
             let best = token
                 .top
                 .iter()
-                .map(|&(id, p)| (text(id), p.max(-9999.0).into()));
+                .map(|&(id, p)| (key(bytes.get(id)), p.max(-9999.0).into()));
             top.push(Value::Object(best.collect::<Map<String, Value>>()));
         }
         json!({
             "tokens": texts, "token_logprobs": own, "text_offset": offsets, "top_logprobs": top,
         })
+    }
+}
+
+/// A token's text or, if it is a part of a character, its bytes as OpenAI writes them: texts of parts would
+/// be the same for all.
+fn key(bytes: &[u8]) -> String {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => text.to_owned(),
+        Err(_) => bytes.iter().fold("bytes:".to_owned(), |text, byte| {
+            format!("{text}\\x{byte:02x}")
+        }),
+    }
+}
+
+/// Counts the characters of a text that comes in pieces of bytes.
+#[derive(Clone, Debug, Default)]
+struct Characters {
+    whole: usize,
+    /// The beginning of a character.
+    rest: Vec<u8>,
+}
+
+impl Characters {
+    /// Where `bytes` begin: within the character that they go on with, or behind what is none.
+    fn next(&self, bytes: &[u8]) -> usize {
+        let goes_on = bytes.first().is_some_and(|b| b & 0xc0 == 0x80);
+        self.whole + usize::from(!self.rest.is_empty() && !goes_on)
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        self.rest.extend_from_slice(bytes);
+        while let Err(e) = std::str::from_utf8(&self.rest) {
+            let before = e.valid_up_to();
+            self.whole += String::from_utf8_lossy(&self.rest[..before])
+                .chars()
+                .count();
+            // What is no character is shown as one.
+            let wrong = e.error_len();
+            self.whole += usize::from(wrong.is_some());
+            self.rest.drain(..before + wrong.unwrap_or(0));
+            if wrong.is_none() {
+                return;
+            }
+        }
+        self.whole += String::from_utf8_lossy(&self.rest).chars().count();
+        self.rest.clear();
     }
 }
 

@@ -36,7 +36,7 @@ pub struct Embeddings {
 ///
 /// # Errors
 /// If the model makes no embeddings, or a field is invalid or not supported.
-pub fn parse(model: &Model, mut fields: Fields) -> Result<Embeddings, ApiError> {
+pub fn parse(model: &Model, fields: Fields) -> Result<Embeddings, ApiError> {
     let Some(texts) = model.embedding() else {
         return Err(ApiError {
             code: Some("no_embeddings"),
@@ -46,7 +46,7 @@ pub fn parse(model: &Model, mut fields: Fields) -> Result<Embeddings, ApiError> 
             ))
         });
     };
-    fields.ignore(&["user"]);
+    let mut fields = fields.under("embeddings")?;
     let format: Option<String> = fields.take("encoding_format")?;
     let base64 = match format.as_deref() {
         None | Some("float") => false,

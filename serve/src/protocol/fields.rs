@@ -1,45 +1,113 @@
-//! The fields of a request's JSON object: each is read once, and any left over are refused by name.
+//! The fields of a request's JSON objects, read through the table that says what nq does with each.
 
+use super::reading::Reading;
+use super::table::{Table, Use};
 use crate::error::ApiError;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use std::sync::Arc;
 
-/// The fields that have not been read.
+/// The fields of an object that have not been read.
 #[derive(Clone, Debug)]
 pub struct Fields {
     map: Map<String, Value>,
     /// Prefix of field names in messages, for a nested object: empty, or `messages[0].`.
     place: String,
+    table: &'static Table,
+    reading: Arc<Reading>,
+}
+
+/// What an object's `type` makes of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// It is read as an object of this type.
+    Served(String),
+    /// It is dropped: no answer changes.
+    Dropped,
+    /// It is left out: its type, and what it is in words.
+    LeftOut(String, &'static str),
 }
 
 impl Fields {
-    /// The fields of a request's body.
+    /// The fields of a request's body, under no table yet.
     ///
     /// # Errors
     /// A body that is not a JSON object.
-    pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
+    pub fn parse(body: &[u8], reading: Arc<Reading>) -> Result<Self, ApiError> {
+        // Some Windows programs write this mark before UTF-8.
+        let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
         match serde_json::from_slice(body) {
             Ok(Value::Object(map)) => Ok(Fields {
                 map,
                 place: String::new(),
+                table: Table::named("openai"),
+                reading,
             }),
             Ok(_) => Err(ApiError::invalid("the body: expected a JSON object")),
             Err(e) => Err(ApiError::invalid(format!("the body is not JSON: {e}"))),
         }
     }
 
-    /// The fields of an object inside a request, at `place`.
+    /// The fields of an object inside this request, at `place`, by the table of that name.
     ///
     /// # Errors
-    /// A value that is not an object.
-    pub fn of(value: Value, place: &str) -> Result<Self, ApiError> {
+    /// A value that is not an object; errors of [`Fields::under`].
+    pub fn of(
+        value: Value,
+        place: &str,
+        table: &str,
+        reading: &Arc<Reading>,
+    ) -> Result<Self, ApiError> {
         match value {
-            Value::Object(map) => Ok(Fields {
+            Value::Object(map) => Fields {
                 map,
                 place: format!("{place}."),
-            }),
+                table: Table::named(table),
+                reading: Arc::clone(reading),
+            }
+            .under(table),
             _ => Err(ApiError::field(place, "expected an object")),
         }
+    }
+
+    /// Drops, notes and refuses fields as the table of that name says; the served ones remain to be read.
+    ///
+    /// # Errors
+    /// A field that is refused, by name.
+    pub fn under(mut self, table: &str) -> Result<Self, ApiError> {
+        self.table = Table::named(table);
+        for (field, value) in std::mem::take(&mut self.map) {
+            if value.is_null() {
+                continue;
+            }
+            let name = self.name(&field);
+            match self.table.field(&field) {
+                Use::Served => {
+                    self.map.insert(field, value);
+                }
+                Use::NoEffect => {}
+                Use::Only(values) if values.contains(&value) => {}
+                Use::Only([]) => {
+                    let why = "nq serves null alone";
+                    return Err(ApiError::unsupported(&name, why));
+                }
+                Use::Only(values) => {
+                    let values: Vec<String> = values.iter().map(Value::to_string).collect();
+                    let values = values.join(" or ");
+                    let why = format!("nq serves {values} alone, found {}", short(&value));
+                    return Err(ApiError::unsupported(&name, &why));
+                }
+                Use::LeftOut(words) => self.reading.left_out_and_told(&name, "", words),
+                Use::Refused(why) => return Err(ApiError::unsupported(&name, why)),
+                Use::Unknown => self.reading.unknown(&name)?,
+            }
+        }
+        Ok(self)
+    }
+
+    /// The reading that these fields belong to.
+    pub fn reading(&self) -> &Arc<Reading> {
+        &self.reading
     }
 
     /// A field's name with the prefix.
@@ -47,11 +115,61 @@ impl Fields {
         format!("{}{field}", self.place)
     }
 
+    /// The place of the object itself.
+    pub fn place(&self) -> &str {
+        self.place.strip_suffix('.').unwrap_or(&self.place)
+    }
+
+    /// True if the table serves such a field.
+    pub fn has(&self, field: &str) -> bool {
+        self.table.field(field) == Use::Served
+    }
+
+    /// Takes `type` and says what the table makes of it; `otherwise` is the type of objects without one.
+    /// What is left out or unknown is noted, except for the words to the model.
+    ///
+    /// # Errors
+    /// A type that is refused.
+    pub fn kind(&mut self, otherwise: &str) -> Result<Kind, ApiError> {
+        let kind: String = self.take("type")?.unwrap_or_else(|| otherwise.to_owned());
+        let name = self.name("type");
+        let left_out = match self.table.kind(&kind) {
+            Use::Served => return Ok(Kind::Served(kind)),
+            Use::NoEffect | Use::Only(_) => {
+                self.map.clear();
+                return Ok(Kind::Dropped);
+            }
+            Use::LeftOut(words) => words,
+            Use::Refused(why) => {
+                let why = format!("{why}, found {kind:?}");
+                return Err(ApiError::unsupported(&name, &why));
+            }
+            Use::Unknown => match self.table.rest() {
+                Some(words) => {
+                    self.reading.unknown(&format!("{name}:{kind}"))?;
+                    words
+                }
+                None => {
+                    let why = format!("nq serves no such type, found {kind:?}");
+                    return Err(ApiError::unsupported(&name, &why));
+                }
+            },
+        };
+        let called = self.map.get("name").and_then(Value::as_str);
+        let what = match called {
+            Some(called) => format!("{kind} {called}"),
+            None => kind,
+        };
+        self.map.clear();
+        Ok(Kind::LeftOut(what, left_out))
+    }
+
     /// Takes a field; `None` if it is absent or null.
     ///
     /// # Errors
     /// A value of another type; the message says where, and what was found.
     pub fn take<T: DeserializeOwned>(&mut self, field: &str) -> Result<Option<T>, ApiError> {
+        debug_assert!(self.has(field), "no table has {}", self.name(field));
         match self.map.remove(field) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => match serde_path_to_error::deserialize(value) {
@@ -80,6 +198,38 @@ impl Fields {
         found.ok_or_else(|| ApiError::field(&name, "expected a value, found none"))
     }
 
+    /// Takes an object with a table of its own.
+    ///
+    /// # Errors
+    /// Errors of [`Fields::of`].
+    pub fn object(&mut self, field: &str, table: &str) -> Result<Option<Fields>, ApiError> {
+        let name = self.name(field);
+        let value: Option<Value> = self.take(field)?;
+        value
+            .map(|value| Fields::of(value, &name, table, &self.reading))
+            .transpose()
+    }
+
+    /// Takes a list of at most `most` objects with a table of their own.
+    ///
+    /// # Errors
+    /// Errors of [`Fields::of`]; a longer list.
+    pub fn objects(
+        &mut self,
+        field: &str,
+        table: &str,
+        most: usize,
+    ) -> Result<Vec<Fields>, ApiError> {
+        let name = self.name(field);
+        let list: Vec<Value> = self.take(field)?.unwrap_or_default();
+        if list.len() > most {
+            let what = format!("expected at most {most}, found {}", list.len());
+            return Err(ApiError::field(&name, what));
+        }
+        let one = |(i, value)| Fields::of(value, &format!("{name}[{i}]"), table, &self.reading);
+        list.into_iter().enumerate().map(one).collect()
+    }
+
     /// Takes a number within limits.
     ///
     /// # Errors
@@ -95,10 +245,28 @@ impl Fields {
         }
     }
 
+    /// Takes an integer, which may be written as 4.0.
+    ///
+    /// # Errors
+    /// Errors of [`Fields::take`]; a number that is no integer.
+    pub fn integer(&mut self, field: &str) -> Result<Option<i128>, ApiError> {
+        let name = self.name(field);
+        let number: Option<serde_json::Number> = self.take(field)?;
+        let Some(number) = number else {
+            return Ok(None);
+        };
+        let written = number
+            .as_f64()
+            .filter(|x| x.fract() == 0.0 && x.abs() < 1e15);
+        let whole = (number.as_i128()).or(written.map(|x| x as i128));
+        let whole = whole.map(Some);
+        whole.ok_or_else(|| ApiError::field(&name, format!("expected an integer, found {number}")))
+    }
+
     /// Takes an integer within limits.
     ///
     /// # Errors
-    /// Errors of [`Fields::number`].
+    /// Errors of [`Fields::integer`]; one outside the limits.
     pub fn count(
         &mut self,
         field: &str,
@@ -106,13 +274,17 @@ impl Fields {
         most: usize,
     ) -> Result<Option<usize>, ApiError> {
         let name = self.name(field);
-        match self.take::<u64>(field)? {
+        match self.integer(field)? {
             None => Ok(None),
             Some(n) => match usize::try_from(n)
                 .ok()
                 .filter(|n| (least..=most).contains(n))
             {
                 Some(n) => Ok(Some(n)),
+                None if most == usize::MAX => Err(ApiError::field(
+                    &name,
+                    format!("expected {least} or more, found {n}"),
+                )),
                 None => Err(ApiError::field(
                     &name,
                     format!("expected {least} to {most}, found {n}"),
@@ -121,42 +293,48 @@ impl Fields {
         }
     }
 
-    /// Drops fields that do not affect the answer.
-    pub fn ignore(&mut self, fields: &[&str]) {
-        for field in fields {
-            self.map.remove(*field);
-        }
+    /// True if a limit is -1, which is none.
+    pub fn is_unlimited(&self, field: &str) -> bool {
+        self.map.get(field).and_then(Value::as_f64) == Some(-1.0)
     }
 
-    /// Checks a field for which only these values are supported.
+    /// A field as the client sent it; null if it is absent.
+    pub fn peek(&self, field: &str) -> &Value {
+        self.map.get(field).unwrap_or(&Value::Null)
+    }
+
+    /// Takes the most tokens of an answer: -1 is as many as fit, as if it were absent.
     ///
     /// # Errors
-    /// Another value.
-    pub fn only(&mut self, field: &str, values: &[Value]) -> Result<(), ApiError> {
-        match self.map.remove(field) {
-            None | Some(Value::Null) => Ok(()),
-            Some(value) if values.contains(&value) => Ok(()),
-            Some(value) => {
-                let values: Vec<String> = values.iter().map(Value::to_string).collect();
-                let values = values.join(" or ");
-                let why = format!("nq serves {values} alone, found {value}");
-                Err(ApiError::unsupported(&self.name(field), &why))
-            }
+    /// Errors of [`Fields::count`].
+    pub fn most_tokens(&mut self, field: &str) -> Result<Option<usize>, ApiError> {
+        if self.is_unlimited(field) {
+            self.map.remove(field);
         }
+        self.count(field, 1, usize::MAX)
     }
 
-    /// Refuses fields that have not been read, except nulls.
+    /// Ends the reading: a served field that is left is one that the parser forgot.
     ///
     /// # Errors
     /// The first such field.
     pub fn finish(self) -> Result<(), ApiError> {
-        match self.map.iter().find(|(_, value)| !value.is_null()) {
+        match self.map.keys().next() {
             None => Ok(()),
-            Some((field, _)) => {
-                let why = "nq does not know this parameter";
-                Err(ApiError::unsupported(&self.name(field), why))
-            }
+            Some(field) => Err(ApiError::internal(format!(
+                "{} was not read",
+                self.name(field)
+            ))),
         }
+    }
+}
+
+/// A value as text, cut.
+fn short(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(80) {
+        Some((at, _)) => format!("{}...", &text[..at]),
+        None => text,
     }
 }
 
@@ -165,31 +343,52 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn fields(body: &Value) -> Result<Fields, ApiError> {
+        Fields::parse(body.to_string().as_bytes(), Arc::default())
+    }
+
     #[test]
-    fn fields_are_read_once_and_the_rest_is_refused_by_name() {
-        let body = json!({"a": 1, "b": {"c": ["x", 2]}, "n": null, "t": "auto", "x": 0});
-        let mut fields = Fields::parse(body.to_string().as_bytes()).unwrap();
-        assert_eq!(fields.take::<u32>("a").unwrap(), Some(1));
-        assert_eq!(fields.take::<u32>("n").unwrap(), None);
+    fn fields_are_read_as_the_table_says() {
+        let body = json!({
+            "n": 1, "messages": {"c": ["x", 2]}, "seed": null, "user": 7, "best_of": 1, "max_tokens": 4.0,
+            "nonsense": 0, "web_search_options": {}, "top_k": 1.5, "max_completion_tokens": -1,
+        });
+        let mut read = fields(&body).unwrap().under("chat").unwrap();
+        assert_eq!(read.take::<u32>("n").unwrap(), Some(1));
+        assert_eq!(read.take::<u32>("seed").unwrap(), None);
+        assert_eq!(read.most_tokens("max_tokens").unwrap(), Some(4));
+        assert_eq!(read.most_tokens("max_completion_tokens").unwrap(), None);
+        assert!(read.integer("top_k").is_err());
         #[derive(serde::Deserialize, Debug)]
         struct B {
             #[allow(dead_code)]
             c: Vec<String>,
         }
-        let e = fields.clone().take::<B>("b").unwrap_err();
-        assert_eq!(e.param.as_deref(), Some("b.c[1]"), "{e}");
-        fields.ignore(&["b"]);
-        fields.clone().only("t", &[json!("auto")]).unwrap();
-        let e = fields.clone().only("t", &[json!("never")]).unwrap_err();
-        assert!(e.to_string().contains("\"never\" alone"), "{e}");
-        fields.ignore(&["t"]);
-        assert!(fields.clone().count("x", 1, 5).is_err());
-        let e = fields.finish().unwrap_err();
-        assert_eq!((e.param.as_deref(), e.status), (Some("x"), 400));
+        let e = read.clone().take::<B>("messages").unwrap_err();
+        assert_eq!(e.param.as_deref(), Some("messages.c[1]"), "{e}");
+        let found = read.reading().found();
+        assert!(found.unknown.contains("nonsense") && found.unknown.len() == 1);
+        assert_eq!(found.left_out, ["web_search_options"]);
+        // What is served and not read is a fault of the parser.
+        assert_eq!(read.finish().unwrap_err().status, 500);
+        let e = fields(&json!({"best_of": 2}))
+            .unwrap()
+            .under("chat")
+            .unwrap_err();
+        assert!(e.to_string().contains("nq serves 1 alone, found 2"), "{e}");
+        let e = fields(&json!({"audio": {}}))
+            .unwrap()
+            .under("chat")
+            .unwrap_err();
+        assert_eq!((e.param.as_deref(), e.status), (Some("audio"), 400));
         for bad in ["", "[]", "3", "{", "{\"a\":1}x"] {
-            assert!(Fields::parse(bad.as_bytes()).is_err(), "{bad}");
+            assert!(
+                Fields::parse(bad.as_bytes(), Arc::default()).is_err(),
+                "{bad}"
+            );
         }
+        assert!(Fields::parse(b"\xef\xbb\xbf{}", Arc::default()).is_ok());
         let deep = "[".repeat(100_000);
-        assert!(Fields::parse(deep.as_bytes()).is_err());
+        assert!(Fields::parse(deep.as_bytes(), Arc::default()).is_err());
     }
 }

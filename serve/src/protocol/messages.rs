@@ -2,47 +2,50 @@
 
 use super::blocks::{Block, Blocks, Change};
 use super::chat::{ChatRequest, render};
-use super::fields::Fields;
-use super::tools::{self, Choice, made};
+use super::fields::{Fields, Kind};
+use super::reading::Reading;
+use super::text::{Place, text, words};
+use super::thinking;
+use super::tools::{self, Choice, Tools, made};
 use super::{Parsed, Shape, SseEvent, sampling, unique};
 use crate::error::ApiError;
-use crate::generation::{Ending, Generation, Output, Usage};
+use crate::generation::{Ending, Generation, Names, Output, Usage};
+use crate::grammar::Format;
 use crate::model::{Model, message};
 use crate::output::ReaderOptions;
-use nq_runtime::{LogitBias, Message};
+use nq_runtime::Message;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
+
+const NAMES: Names = Names {
+    prompt: "messages",
+    format: "output_config.format.schema",
+};
+
+/// Most turns in one request, and blocks in one turn.
+const MOST: usize = 16_384;
 
 /// Reads a request.
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
+pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+    let mut fields = fields.under("messages")?;
     let max_tokens = fields.count("max_tokens", 1, usize::MAX)?;
     let max_tokens =
         max_tokens.ok_or_else(|| ApiError::field("max_tokens", "expected a value, found none"))?;
-    fields.ignore(&["metadata", "service_tier"]);
     let stop = sampling::stop(&mut fields, "stop_sequences")?;
     let stream = fields.take("stream")?.unwrap_or(false);
-    let sampling = sampling::params(&mut fields, model.sampling())?;
-    let generation = prompt(
-        model,
-        fields,
-        Generation {
-            prompt: Vec::new(),
-            n: 1,
-            sampling,
-            bias: LogitBias::default(),
-            logprobs: None,
-            max_tokens: Some(max_tokens),
-            ignore_eos: false,
-            reader: ReaderOptions {
-                stop,
-                ..ReaderOptions::default()
-            },
-            format: None,
+    let partial = Generation {
+        sampling: sampling::params(&mut fields, model.sampling())?,
+        max_tokens: Some(max_tokens),
+        reader: ReaderOptions {
+            stop,
+            ..ReaderOptions::default()
         },
-    )?;
+        ..Generation::of(model)
+    };
+    let generation = prompt(model, fields, partial)?;
     Ok(Parsed {
         generation,
         shape: Box::new(Answer {
@@ -62,19 +65,9 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
 /// # Errors
 /// Errors of [`parse`].
 pub fn count(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
-    let nothing = Generation {
-        prompt: Vec::new(),
-        n: 1,
-        sampling: model.sampling(),
-        bias: LogitBias::default(),
-        logprobs: None,
-        max_tokens: None,
-        ignore_eos: false,
-        reader: ReaderOptions::default(),
-        format: None,
-    };
-    let generation = prompt(model, fields, nothing)?;
-    Ok(json!({"input_tokens": generation.prompt.len()}))
+    let generation = prompt(model, fields.under("count_tokens")?, Generation::of(model))?;
+    let tokens: usize = generation.prompts.iter().map(Vec::len).sum();
+    Ok(json!({"input_tokens": tokens}))
 }
 
 /// Reads the parts of the prompt.
@@ -83,70 +76,91 @@ fn prompt(
     mut fields: Fields,
     partial: Generation,
 ) -> Result<Generation, ApiError> {
+    let reading = Arc::clone(fields.reading());
     let mut messages = Vec::new();
     if let Some(system) = fields.take::<Value>("system")? {
-        let text = super::chat::text(system, "system")?;
+        let text = text(system, "system", Place::Message, &reading)?;
         messages.push(Message::new("system", text));
     }
-    let turns: Vec<Value> = fields.require("messages")?;
+    let turns = fields.objects("messages", "messages.turn", MOST)?;
     if turns.is_empty() {
         return Err(ApiError::field("messages", "expected at least one"));
     }
-    for (i, turn) in turns.into_iter().enumerate() {
-        read_turn(turn, &format!("messages[{i}]"), &mut messages)?;
+    for turn in turns {
+        read_turn(turn, &mut messages)?;
     }
-    let mut tools = Vec::new();
-    let given: Vec<Value> = fields.take("tools")?.unwrap_or_default();
-    for (i, tool) in given.into_iter().enumerate() {
-        let mut tool = Fields::of(tool, &format!("tools[{i}]"))?;
-        tool.only("type", &[json!("custom")])?;
-        tool.ignore(&["cache_control", "strict"]);
-        let (name, text) = (tool.require("name")?, tool.take("description")?);
-        let schema = tool.require("input_schema")?;
-        tool.finish()?;
-        tools.push(tools::function(name, text.unwrap_or_default(), schema));
-    }
-    let tools = tools::read(Some(tools))?;
-    let (choice, several_calls) = choice(fields.take("tool_choice")?, &tools)?;
-    let thinking = match fields.take::<Value>("thinking")? {
-        None => None,
-        Some(value) => {
-            let mut inner = Fields::of(value, "thinking")?;
-            let kind: String = inner.require("type")?;
-            inner.ignore(&["budget_tokens", "display"]);
-            inner.finish()?;
-            match kind.as_str() {
-                "enabled" | "adaptive" => Some(true),
-                "disabled" => Some(false),
-                _ => {
-                    let what = "expected enabled, adaptive or disabled";
-                    return Err(ApiError::field("thinking.type", what));
-                }
+    let given = fields.objects("tools", "messages.tool", tools::MOST_TOOLS)?;
+    let mut tools = tools::read(given, "custom", |tool| {
+        match tool.peek("input_schema").is_null() {
+            true => {
+                let name = tool.name("input_schema");
+                Err(ApiError::field(&name, "expected a value, found none"))
             }
+            false => Ok((tool, "input_schema")),
         }
+    })?;
+    let (choice, several_calls) = choice(&mut fields, &mut tools)?;
+    let mut thinking = thinking::read(&mut fields)?;
+    let mut format = None;
+    if let Some(mut config) = fields.object("output_config", "output_config")? {
+        thinking = thinking::with_effort(thinking, thinking::effort(&mut config, "effort")?);
+        format = config.object("format", "output_format")?;
+        config.finish()?;
+    }
+    let older = fields.object("output_format", "output_format")?;
+    let name = match (&format, &older) {
+        (None, Some(_)) => "output_format.schema",
+        _ => NAMES.format,
     };
+    let format = format.or(older).map(schema).transpose()?;
     fields.finish()?;
+    // The answer continues a turn of the assistant at the end, unless it ends with calls.
+    let continues = messages
+        .last()
+        .is_some_and(|m: &Message| m.role == "assistant" && !m.extra.contains_key("tool_calls"));
     let chat = ChatRequest {
         messages,
         tools,
         choice,
         several_calls,
         thinking,
-        format: None,
+        format,
+        continues,
+        reading,
     };
-    render(model, chat, partial)
+    let names = Names {
+        format: name,
+        ..NAMES
+    };
+    render(model, chat, Generation { names, ..partial })
 }
 
-fn choice(value: Option<Value>, tools: &[Value]) -> Result<(Choice, bool), ApiError> {
-    let Some(value) = value else {
+/// Reads a format: a JSON schema.
+fn schema(mut fields: Fields) -> Result<Format, ApiError> {
+    let kind: String = fields.require("type")?;
+    if kind != "json_schema" {
+        let why = format!("nq serves json_schema alone, found {kind}");
+        return Err(ApiError::unsupported(&fields.name("type"), &why));
+    }
+    let schema = fields.require("schema")?;
+    fields.finish()?;
+    Ok(Format::Schema(schema))
+}
+
+fn choice(fields: &mut Fields, tools: &mut Tools) -> Result<(Choice, bool), ApiError> {
+    let Some(mut fields) = fields.object("tool_choice", "messages.choice")? else {
         return Ok((Choice::Auto, true));
     };
-    let mut fields = Fields::of(value, "tool_choice")?;
     let kind: String = fields.require("type")?;
     let one = fields.take("disable_parallel_tool_use")?.unwrap_or(false);
+    let name: Option<String> = fields.take("name")?;
     let word = match kind.as_str() {
-        "any" => json!("required"),
-        "tool" => json!({"name": fields.require::<String>("name")?}),
+        "tool" => {
+            let name = name.ok_or_else(|| {
+                ApiError::field("tool_choice.name", "expected a value, found none")
+            })?;
+            json!({"name": name})
+        }
         other => json!(other),
     };
     fields.finish()?;
@@ -154,51 +168,63 @@ fn choice(value: Option<Value>, tools: &[Value]) -> Result<(Choice, bool), ApiEr
 }
 
 /// Reads a turn: tool results in it become separate messages.
-fn read_turn(turn: Value, place: &str, out: &mut Vec<Message>) -> Result<(), ApiError> {
-    let mut fields = Fields::of(turn, place)?;
+fn read_turn(mut fields: Fields, out: &mut Vec<Message>) -> Result<(), ApiError> {
     let role: String = fields.require("role")?;
-    if role != "user" && role != "assistant" {
-        let what = format!("expected user or assistant, found {role}");
+    if !matches!(role.as_str(), "user" | "assistant" | "system") {
+        let what = format!("expected user, assistant or system, found {role}");
         return Err(ApiError::field(&fields.name("role"), what));
     }
+    let (reading, place) = (Arc::clone(fields.reading()), fields.name("content"));
     let content: Value = fields.require("content")?;
-    let place = fields.name("content");
     fields.finish()?;
     let blocks = match content {
         Value::String(text) => {
             out.push(Message::new(role, text));
             return Ok(());
         }
-        Value::Array(blocks) => blocks,
+        Value::Array(blocks) if blocks.len() <= MOST => blocks,
         _ => {
-            return Err(ApiError::field(
-                &place,
-                "expected a text or a list of blocks",
-            ));
+            let what = format!("expected a text or a list of at most {MOST} blocks");
+            return Err(ApiError::field(&place, what));
         }
     };
     let (mut texts, mut thinking, mut calls) = (Vec::new(), String::new(), Vec::new());
     for (i, block) in blocks.into_iter().enumerate() {
         let place = format!("{place}[{i}]");
-        let text = |key: &str| block[key].as_str().map(str::to_owned);
-        match (block["type"].as_str().unwrap_or_default(), role.as_str()) {
-            ("text", _) => {
-                let text = text("text");
-                texts.push(text.ok_or_else(|| ApiError::field(&place, "expected a text"))?);
+        let mut block = Fields::of(block, &place, "block", &reading)?;
+        let kind = match block.kind("text")? {
+            Kind::Served(kind) => kind,
+            Kind::Dropped => continue,
+            Kind::LeftOut(what, words) => {
+                reading.left_out_and_told(&place, &what, words);
+                continue;
             }
-            ("thinking", "assistant") => thinking += &text("thinking").unwrap_or_default(),
-            ("tool_use", "assistant") => calls.push(json!({
-                "id": block["id"],
-                "function": {"name": block["name"], "arguments": block["input"]},
-            })),
+        };
+        match (kind.as_str(), role.as_str()) {
+            ("thinking", "assistant") => {
+                thinking += &block.take::<String>("thinking")?.unwrap_or_default();
+            }
+            ("tool_use", "assistant") => {
+                let id: Value = block.take("id")?.unwrap_or_default();
+                let (name, input) = (block.take("name")?, block.take("input")?);
+                calls.push(made(id, name, input, &block.name("input"), &reading)?);
+            }
             ("tool_result", "user") => {
-                let content = match &block["content"] {
-                    Value::Null => String::new(),
-                    content => super::chat::text(content.clone(), &place)?,
-                };
+                let (id, content): (Value, Option<Value>) = (
+                    block.take("tool_use_id")?.unwrap_or_default(),
+                    block.take("content")?,
+                );
+                let content = result(
+                    content.unwrap_or_default(),
+                    &block.name("content"),
+                    &reading,
+                )?;
                 let mut extra = Map::new();
-                extra.insert("tool_call_id".into(), block["tool_use_id"].clone());
+                extra.insert("tool_call_id".into(), id);
                 out.push(message("tool", content, extra));
+            }
+            ("text" | "document" | "search_result", _) => {
+                texts.extend(shown(&kind, block, Place::Message)?);
             }
             (kind, _) => {
                 let why = format!("nq serves no blocks of type {kind:?} here");
@@ -211,12 +237,62 @@ fn read_turn(turn: Value, place: &str, out: &mut Vec<Message>) -> Result<(), Api
         extra.insert("reasoning_content".into(), thinking.into());
     }
     if !calls.is_empty() {
-        extra.insert("tool_calls".into(), made(calls, &place)?);
+        extra.insert("tool_calls".into(), calls.into());
     }
     if !texts.is_empty() || !extra.is_empty() {
         out.push(message(&role, texts.join("\n"), extra));
     }
     Ok(())
+}
+
+/// A tool's result as text.
+fn result(content: Value, place: &str, reading: &Arc<Reading>) -> Result<String, ApiError> {
+    let Value::Array(blocks) = content else {
+        return text(content, place, Place::Result, reading);
+    };
+    let mut texts = Vec::with_capacity(blocks.len());
+    for (i, block) in blocks.into_iter().enumerate() {
+        let mut block = Fields::of(block, &format!("{place}[{i}]"), "block.result", reading)?;
+        match block.kind("text")? {
+            Kind::Served(kind) => texts.extend(shown(&kind, block, Place::Result)?),
+            Kind::Dropped => {}
+            Kind::LeftOut(what, words_) => {
+                reading.left_out(block.place(), &what);
+                texts.push(words(words_));
+            }
+        }
+    }
+    Ok(texts.join("\n"))
+}
+
+/// A block that is text, or has some.
+fn shown(kind: &str, mut block: Fields, at: Place) -> Result<Option<String>, ApiError> {
+    let reading = Arc::clone(block.reading());
+    if kind == "text" {
+        return block.require("text").map(Some);
+    }
+    let title: Option<String> = block.take("title")?;
+    let (source, content): (Option<Value>, Option<Value>) =
+        (block.take("source")?, block.take("content")?);
+    let source = source.unwrap_or_default();
+    let inner = |value: Value, name: &str| text(value, &block.name(name), at, &reading);
+    let body = match (kind, source["type"].as_str()) {
+        ("search_result", _) => inner(content.unwrap_or_default(), "content")?,
+        (_, Some("text")) => inner(source["data"].clone(), "source.data")?,
+        (_, Some("content")) => inner(source["content"].clone(), "source.content")?,
+        _ if at == Place::Result => {
+            reading.left_out(block.place(), "document");
+            return Ok(Some(words("document")));
+        }
+        (_, found) => {
+            let why = format!("nq serves documents of text alone, found {found:?}");
+            return Err(ApiError::unsupported(&block.name("source.type"), &why));
+        }
+    };
+    let parts = [title, source.as_str().map(str::to_owned), Some(body)];
+    Ok(Some(
+        parts.into_iter().flatten().collect::<Vec<_>>().join("\n"),
+    ))
 }
 
 /// An error in Anthropic's format.
@@ -232,7 +308,12 @@ pub fn error(error: &ApiError) -> Value {
         503 => "overloaded_error",
         _ => "api_error",
     };
-    json!({"type": "error", "error": {"type": kind, "message": error.message}})
+    // The words on which clients shorten a conversation.
+    let message = match error.overflow {
+        Some((found, most)) => format!("prompt is too long: {found} tokens > {most} maximum"),
+        None => error.message.clone(),
+    };
+    json!({"type": "error", "error": {"type": kind, "message": message}})
 }
 
 fn usage_of(usage: Usage) -> Value {
@@ -369,7 +450,8 @@ impl Shape for Answer {
                 name,
                 arguments,
             } => {
-                let input: Value = serde_json::from_str(arguments).unwrap_or_default();
+                // A call that was cut off has no input; the protocol wants an object.
+                let input: Map<String, Value> = serde_json::from_str(arguments).unwrap_or_default();
                 json!({"type": "tool_use", "id": id, "name": name, "input": input})
             }
         };

@@ -6,11 +6,16 @@ pub mod chat;
 pub mod completions;
 pub mod embeddings;
 pub mod fields;
+pub mod kept;
 pub mod messages;
+pub mod reading;
 pub mod rerank;
 pub mod responses;
 pub mod sampling;
 pub mod streaming;
+pub mod table;
+pub mod text;
+pub mod thinking;
 pub mod tokens;
 pub mod tools;
 

@@ -49,9 +49,9 @@ pub fn reranker(model: &Model) -> Result<&Reranker, ApiError> {
 ///
 /// # Errors
 /// A model that is no reranker; a field that is wrong or not served, by name.
-pub fn parse(model: &Model, mut fields: Fields) -> Result<Rerank, ApiError> {
+pub fn parse(model: &Model, fields: Fields) -> Result<Rerank, ApiError> {
     let reranker = reranker(model)?;
-    fields.ignore(&["user"]);
+    let mut fields = fields.under("rerank")?;
     let query: String = fields.require("query")?;
     let instruction: Option<String> = fields.take("instruction")?;
     let instruction = instruction.as_deref().unwrap_or(DEFAULT_TASK);

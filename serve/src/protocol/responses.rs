@@ -1,91 +1,106 @@
-//! `POST /v1/responses`: OpenAI's newer protocol, without state: each request contains its whole
-//! conversation.
+//! `POST /v1/responses`: OpenAI's newer protocol. Responses are kept for a while ([`super::kept`]).
 
 use super::blocks::{Block, Blocks, Change};
-use super::chat::{ChatRequest, render, text};
-use super::fields::Fields;
+use super::chat::{ChatRequest, render};
+use super::fields::{Fields, Kind};
+use super::kept::Item;
+use super::reading::{Reading, plain};
+use super::text::{Place, text};
+use super::thinking;
 use super::tools::{self, made};
 use super::{Parsed, Shape, SseEvent, now, sampling, unique};
 use crate::error::ApiError;
-use crate::generation::{Ending, Generation, Output, Usage};
+use crate::generation::{Ending, Generation, Names, Output, Usage};
 use crate::grammar::Format;
 use crate::model::{Model, message};
-use crate::output::ReaderOptions;
-use nq_runtime::{LogitBias, Message};
+use nq_runtime::Message;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Accepted fields that do not affect the answer.
-const WITHOUT_EFFECT: [&str; 7] = [
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "service_tier",
-    "client_metadata",
-];
+const NAMES: Names = Names {
+    prompt: "input",
+    format: "text.format.schema",
+};
+
+/// Most items in one request, with those of responses before it.
+const MOST: usize = 16_384;
 
 /// Reads a request.
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError> {
-    fields.ignore(&WITHOUT_EFFECT);
-    fields.only("store", &[json!(false)])?;
-    fields.only("background", &[json!(false)])?;
-    fields.only("truncation", &[json!("disabled")])?;
-    fields.only("stream_options", &[json!({"include_obfuscation": false})])?;
-    // Answers contain nothing of this kind.
-    fields.only(
-        "include",
-        &[json!([]), json!(["reasoning.encrypted_content"])],
-    )?;
+pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+    let mut fields = fields.under("responses")?;
+    let reading = Arc::clone(fields.reading());
+    // The answer repeats these as they came.
+    let repeated: Vec<(&str, Value)> = REPEATED
+        .iter()
+        .map(|name| (*name, fields.peek(name).clone()))
+        .collect();
+    let store: bool = fields.take("store")?.unwrap_or(true);
+    let previous: Option<String> = fields.take("previous_response_id")?;
+    let (_, _): (Option<Value>, Option<Value>) = (fields.take("metadata")?, fields.take("user")?);
+    let _: Option<Value> = fields.take("service_tier")?;
+    let truncation: Option<String> = fields.take("truncation")?;
+    if let Some(other) = truncation.filter(|t| !matches!(t.as_str(), "auto" | "disabled")) {
+        let what = format!("expected auto or disabled, found {other}");
+        return Err(ApiError::field("truncation", what));
+    }
     let instructions: Option<String> = fields.take("instructions")?;
+    let input = conversation(previous.as_deref(), fields.require("input")?, &reading)?;
     let mut messages: Vec<Message> = Vec::new();
-    messages.extend(
-        instructions
-            .clone()
-            .map(|text| Message::new("system", text)),
-    );
-    read_input(fields.require("input")?, &mut messages)?;
-    let tools = read_tools(fields.take("tools")?.unwrap_or_default())?;
-    let choice = tools::choice(fields.take("tool_choice")?, &tools)?;
-    let max_tokens = fields.count("max_output_tokens", 1, usize::MAX)?;
+    messages.extend(instructions.map(|text| Message::new("system", text)));
+    read_input(&input, &reading, &mut messages)?;
+    let given = fields.objects("tools", "responses.tool", tools::MOST_TOOLS)?;
+    let mut tools = tools::read(given, "function", |tool| Ok((tool, "parameters")))?;
+    let choice = tools::choice(fields.take("tool_choice")?, &mut tools)?;
+    let max_tokens = fields.most_tokens("max_output_tokens")?;
     let stream = fields.take("stream")?.unwrap_or(false);
     let chat = ChatRequest {
         messages,
         choice,
         several_calls: fields.take("parallel_tool_calls")?.unwrap_or(true),
-        thinking: effort(fields.take("reasoning")?)?,
-        format: format(fields.take("text")?)?,
+        thinking: thinking::read(&mut fields)?,
+        format: format(&mut fields)?,
         tools,
+        continues: false,
+        reading: Arc::clone(&reading),
     };
     let sampling = sampling::params(&mut fields, model.sampling())?;
     fields.finish()?;
-    let settings = json!({
-        "instructions": instructions,
+    let mut settings = json!({
         "max_output_tokens": max_tokens,
         "parallel_tool_calls": chat.several_calls,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "tool_choice": "auto",
-        "tools": [],
-        "metadata": {},
-        "previous_response_id": null,
-        "store": false,
-        "truncation": "disabled",
+        "temperature": number(sampling.temperature),
+        "top_p": number(sampling.top_p),
+        "previous_response_id": previous,
+        "store": store,
+        "background": false,
+        "service_tier": "default",
+        "top_logprobs": 0,
     });
+    for (name, value) in repeated {
+        settings[name] = match (name, value) {
+            ("tools", Value::Array(tools)) => tools.into_iter().map(tool).collect(),
+            ("tools", _) => json!([]),
+            ("tool_choice", Value::Null) => json!("auto"),
+            ("metadata", Value::Null) => json!({}),
+            ("truncation", Value::Null) => json!("disabled"),
+            ("text", Value::Object(map)) if map.contains_key("format") => map.into(),
+            ("text", Value::Object(mut map)) => {
+                map.insert("format".into(), json!({"type": "text"}));
+                map.into()
+            }
+            ("text", _) => json!({"format": {"type": "text"}}),
+            ("reasoning", Value::Null) => json!({"effort": null, "summary": null}),
+            (_, value) => value,
+        };
+    }
     let partial = Generation {
-        prompt: Vec::new(),
-        n: 1,
         sampling,
-        bias: LogitBias::default(),
-        logprobs: None,
         max_tokens,
-        ignore_eos: false,
-        reader: ReaderOptions::default(),
-        format: None,
+        names: NAMES,
+        ..Generation::of(model)
     };
     Ok(Parsed {
         generation: render(model, chat, partial)?,
@@ -98,52 +113,61 @@ pub fn parse(model: &Arc<Model>, mut fields: Fields) -> Result<Parsed, ApiError>
             ids: Vec::new(),
             length: false,
             events: 0,
+            kept: store.then(|| (reading, input)),
         }),
         stream,
     })
 }
 
-/// Reads `reasoning`.
-fn effort(value: Option<Value>) -> Result<Option<bool>, ApiError> {
-    let Some(value) = value else {
-        return Ok(None);
-    };
-    let mut fields = Fields::of(value, "reasoning")?;
-    let effort: Option<String> = fields.take("effort")?;
-    // Answers contain the thinking itself, so there is nothing to summarize.
-    fields.ignore(&["summary", "generate_summary"]);
-    fields.finish()?;
-    match effort.as_deref() {
-        None => Ok(None),
-        Some("none" | "minimal") => Ok(Some(false)),
-        Some("low" | "medium" | "high" | "xhigh") => Ok(Some(true)),
-        Some(other) => Err(ApiError::field(
-            "reasoning.effort",
-            format!("expected none, minimal, low, medium or high, found {other}"),
-        )),
+/// Fields that the answer repeats as they came.
+const REPEATED: [&str; 8] = [
+    "instructions",
+    "metadata",
+    "tools",
+    "tool_choice",
+    "text",
+    "reasoning",
+    "truncation",
+    "user",
+];
+
+/// A number of a few digits: those of an f32, not those of its neighbour among the f64.
+pub fn number(x: f32) -> Value {
+    x.to_string()
+        .parse::<f64>()
+        .map_or(Value::Null, Value::from)
+}
+
+/// A tool as the answer repeats it: with the fields that the protocol always has.
+fn tool(mut tool: Value) -> Value {
+    if let Some(map) = tool.as_object_mut().filter(|t| t["type"] == "function") {
+        map.entry("parameters").or_insert(Value::Null);
+        map.entry("strict").or_insert(Value::Null);
     }
+    tool
 }
 
 /// Reads `text`.
-fn format(value: Option<Value>) -> Result<Option<Format>, ApiError> {
-    let Some(value) = value else {
+fn format(fields: &mut Fields) -> Result<Option<Format>, ApiError> {
+    let Some(mut fields) = fields.object("text", "responses.text")? else {
         return Ok(None);
     };
-    let mut fields = Fields::of(value, "text")?;
-    fields.only("verbosity", &[json!("medium")])?;
-    let format = fields.take::<Value>("format")?;
+    let format = fields.object("format", "responses.format")?;
     fields.finish()?;
-    let Some(format) = format else {
+    let Some(mut fields) = format else {
         return Ok(None);
     };
-    let mut fields = Fields::of(format, "text.format")?;
-    fields.ignore(&["name", "description", "strict"]);
     let kind: String = fields.require("type")?;
-    let format = match kind.as_str() {
-        "text" => None,
-        "json_object" => Some(Format::Object),
-        "json_schema" => Some(Format::Schema(fields.require("schema")?)),
-        other => {
+    let schema: Option<Value> = fields.take("schema")?;
+    let format = match (kind.as_str(), schema) {
+        ("text", _) => None,
+        ("json_object", None) => Some(Format::Object),
+        ("json_object" | "json_schema", Some(schema)) => Some(Format::Schema(schema)),
+        ("json_schema", None) => {
+            let name = fields.name("schema");
+            return Err(ApiError::field(&name, "expected a value, found none"));
+        }
+        (other, _) => {
             let why = format!("nq serves text, json_object and json_schema, found {other}");
             return Err(ApiError::unsupported("text.format.type", &why));
         }
@@ -152,32 +176,38 @@ fn format(value: Option<Value>) -> Result<Option<Format>, ApiError> {
     Ok(format)
 }
 
-fn read_tools(given: Vec<Value>) -> Result<Vec<Value>, ApiError> {
-    let mut tools = Vec::with_capacity(given.len());
-    for (i, tool) in given.into_iter().enumerate() {
-        let mut tool = Fields::of(tool, &format!("tools[{i}]"))?;
-        tool.only("type", &[json!("function")])?;
-        tool.ignore(&["strict"]);
-        let (name, text) = (tool.require("name")?, tool.take("description")?);
-        let schema = tool.take("parameters")?;
-        tool.finish()?;
-        tools.push(tools::function(
-            name,
-            text.unwrap_or_default(),
-            schema.unwrap_or_default(),
-        ));
-    }
-    tools::read(Some(tools))
-}
-
-/// Reads `input`: a text, or a list of messages, calls and their results.
-fn read_input(input: Value, out: &mut Vec<Message>) -> Result<(), ApiError> {
-    let items = match input {
-        Value::String(text) => {
-            out.push(Message::new("user", text));
-            return Ok(());
-        }
-        Value::Array(items) if !items.is_empty() => items,
+/// All items of a conversation: those up to the response that the request continues, and its own, with those
+/// that it names by their ids.
+///
+/// # Errors
+/// A response or an item that is not kept, in the words of OpenAI's API.
+fn conversation(
+    previous: Option<&str>,
+    input: Value,
+    reading: &Reading,
+) -> Result<Vec<Item>, ApiError> {
+    let owner = reading.client.id;
+    let gone = |param: &str, code, what: String| ApiError {
+        param: Some(param.to_owned()),
+        ..ApiError::not_found(what, code)
+    };
+    let mut items = match previous {
+        None => Vec::new(),
+        Some(id) => reading
+            .kept
+            .conversation(owner, id)
+            .ok_or_else(|| ApiError {
+                status: 400,
+                ..gone(
+                    "previous_response_id",
+                    "previous_response_not_found",
+                    format!("Previous response with id '{}' not found.", plain(id)),
+                )
+            })?,
+    };
+    let given = match input {
+        Value::String(text) => vec![json!({"role": "user", "content": text})],
+        Value::Array(given) if !given.is_empty() || previous.is_some() => given,
         _ => {
             return Err(ApiError::field(
                 "input",
@@ -185,12 +215,61 @@ fn read_input(input: Value, out: &mut Vec<Message>) -> Result<(), ApiError> {
             ));
         }
     };
+    if items.len() + given.len() > MOST {
+        let what = format!(
+            "expected at most {MOST} items, found {}",
+            items.len() + given.len()
+        );
+        return Err(ApiError::field("input", what));
+    }
+    let mut known = None;
+    for (i, item) in given.into_iter().enumerate() {
+        let refers = match item["type"].as_str() {
+            Some(kind) => kind == "item_reference",
+            None => item["role"].is_null() && item["id"].is_string(),
+        };
+        if !refers {
+            items.push(Item::new(&item));
+            continue;
+        }
+        let known = known.get_or_insert_with(|| reading.kept.items(owner));
+        let id = item["id"].as_str().unwrap_or_default();
+        let item = known.get(id).ok_or_else(|| {
+            let what = format!(
+                "Item with id '{}' not found. Items of responses with `store: false` are not kept, and older \
+                 ones make room for newer ones: send the item itself.",
+                plain(id)
+            );
+            gone(&format!("input[{i}].id"), "item_not_found", what)
+        })?;
+        items.push(item.clone());
+    }
+    Ok(items)
+}
+
+/// Reads the items of a conversation: messages, calls and their results.
+fn read_input(
+    items: &[Item],
+    reading: &Arc<Reading>,
+    out: &mut Vec<Message>,
+) -> Result<(), ApiError> {
     let mut thinking: Option<String> = None;
-    for (i, item) in items.into_iter().enumerate() {
+    for (i, item) in items.iter().enumerate() {
         let place = format!("input[{i}]");
-        match item["type"].as_str().unwrap_or("message") {
+        let mut item = Fields::of(item.value(), &place, "item", reading)?;
+        let kind = match item.kind("message")? {
+            Kind::Served(kind) => kind,
+            Kind::Dropped => continue,
+            Kind::LeftOut(what, words) => {
+                reading.left_out_and_told(&place, &what, words);
+                continue;
+            }
+        };
+        let content: Value = item.take("content")?.unwrap_or_default();
+        match kind.as_str() {
             "message" => {
-                let role = match item["role"].as_str() {
+                let role: Option<String> = item.take("role")?;
+                let role = match role.as_deref() {
                     Some("developer" | "system") => "system",
                     Some(role @ ("user" | "assistant")) => role,
                     _ => {
@@ -198,19 +277,20 @@ fn read_input(input: Value, out: &mut Vec<Message>) -> Result<(), ApiError> {
                         return Err(ApiError::field(&format!("{place}.role"), what));
                     }
                 };
-                let content = text(item["content"].clone(), &format!("{place}.content"))?;
+                let content = text(
+                    content,
+                    &format!("{place}.content"),
+                    Place::Message,
+                    reading,
+                )?;
                 let mut extra = Map::new();
                 if let Some(thinking) = thinking.take().filter(|_| role == "assistant") {
                     extra.insert("reasoning_content".into(), thinking.into());
                 }
                 out.push(message(role, content, extra));
             }
-            "function_call" => {
-                let call = json!({
-                    "id": item["call_id"],
-                    "function": {"name": item["name"], "arguments": item["arguments"]},
-                });
-                let made = made(vec![call], &place)?;
+            "function_call" | "custom_tool_call" | "local_shell_call" => {
+                let call = call(&kind, &mut item, reading)?;
                 // Calls of a turn go into its message.
                 if !matches!(out.last(), Some(m) if m.role == "assistant") {
                     let mut extra = Map::new();
@@ -219,32 +299,51 @@ fn read_input(input: Value, out: &mut Vec<Message>) -> Result<(), ApiError> {
                     }
                     out.push(message("assistant", String::new(), extra));
                 }
-                if let (Some(last), Value::Array(made)) = (out.last_mut(), made) {
+                if let Some(last) = out.last_mut() {
                     let calls = last.extra.entry("tool_calls").or_insert_with(|| json!([]));
                     calls
                         .as_array_mut()
                         .into_iter()
-                        .for_each(|c| c.extend(made.clone()));
+                        .for_each(|c| c.push(call.clone()));
                 }
             }
-            "function_call_output" => {
-                let content = text(item["output"].clone(), &format!("{place}.output"))?;
-                let mut extra = Map::new();
-                extra.insert("tool_call_id".into(), item["call_id"].clone());
-                out.push(message("tool", content, extra));
-            }
             "reasoning" => {
-                let parts = item["content"].as_array().into_iter().flatten();
+                let parts = content.as_array().into_iter().flatten();
                 let texts: Vec<&str> = parts.filter_map(|p| p["text"].as_str()).collect();
                 thinking = Some(texts.join("\n")).filter(|t| !t.is_empty());
             }
-            kind => {
-                let why = format!("nq serves no items of type {kind}");
-                return Err(ApiError::unsupported(&format!("{place}.type"), &why));
+            // The results of calls.
+            _ => {
+                let output: Value = item.take("output")?.unwrap_or_default();
+                let content = text(output, &format!("{place}.output"), Place::Result, reading)?;
+                let mut extra = Map::new();
+                let id: Value = item.take("call_id")?.unwrap_or_default();
+                extra.insert("tool_call_id".into(), id);
+                out.push(message("tool", content, extra));
             }
         }
     }
     Ok(())
+}
+
+/// A call as templates read it; one of a tool that is no function is shown as one with its input.
+fn call(kind: &str, item: &mut Fields, reading: &Reading) -> Result<Value, ApiError> {
+    let (id, name): (Option<Value>, Option<String>) = (item.take("call_id")?, item.take("name")?);
+    let (name, arguments) = match kind {
+        "function_call" => (name, item.take("arguments")?),
+        "custom_tool_call" => {
+            let input: Option<Value> = item.take("input")?;
+            (name, Some(json!({"input": input})))
+        }
+        _ => (Some("local_shell".to_owned()), item.take("action")?),
+    };
+    made(
+        id.unwrap_or_default(),
+        name,
+        arguments,
+        &item.name("arguments"),
+        reading,
+    )
 }
 
 /// The formats of this protocol.
@@ -259,6 +358,8 @@ struct Response {
     ids: Vec<String>,
     length: bool,
     events: usize,
+    /// Where it is kept, and the items that led to it; `None` if it is not to be kept.
+    kept: Option<(Arc<Reading>, Vec<Item>)>,
 }
 
 impl Response {
@@ -280,7 +381,7 @@ impl Response {
             },
             "usage": usage.map(|u| json!({
                 "input_tokens": u.prompt,
-                "input_tokens_details": {"cached_tokens": u.cached},
+                "input_tokens_details": {"cached_tokens": u.cached, "cache_write_tokens": 0},
                 "output_tokens": u.completion,
                 "output_tokens_details": {"reasoning_tokens": u.reasoning},
                 "total_tokens": u.prompt + u.completion,
@@ -295,7 +396,12 @@ impl Response {
     /// A block as an item: `whole`, or as it begins.
     fn item(&self, index: usize, whole: bool) -> Value {
         let id = &self.ids[index];
-        let status = if whole { "completed" } else { "in_progress" };
+        // The length limit cuts off the last item.
+        let status = match (whole, self.length && index + 1 == self.ids.len()) {
+            (false, _) => "in_progress",
+            (true, true) => "incomplete",
+            (true, false) => "completed",
+        };
         let part = |part: Value| if whole { json!([part]) } else { json!([]) };
         match &self.blocks.list()[index] {
             Block::Reasoning(text) => json!({
@@ -411,6 +517,15 @@ impl Response {
             .collect()
     }
 
+    /// The response at its end, which is kept.
+    fn ended(&mut self, usage: Usage) -> Value {
+        let frame = self.frame(self.status(), Some(usage), Value::Null);
+        if let Some((reading, input)) = self.kept.take() {
+            reading.kept.keep(reading.client.id, &frame, input);
+        }
+        frame
+    }
+
     fn status(&self) -> &'static str {
         if self.length {
             "incomplete"
@@ -446,7 +561,7 @@ impl Shape for Response {
         } else {
             "response.completed"
         };
-        let frame = self.frame(self.status(), Some(usage), Value::Null);
+        let frame = self.ended(usage);
         events.push(self.event(name, json!({"response": frame})));
         events
     }
@@ -463,6 +578,6 @@ impl Shape for Response {
     }
 
     fn whole(&mut self, usage: Usage) -> Value {
-        self.frame(self.status(), Some(usage), Value::Null)
+        self.ended(usage)
     }
 }

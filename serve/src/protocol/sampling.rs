@@ -4,14 +4,13 @@ use super::fields::Fields;
 use crate::error::ApiError;
 use nq_runtime::sampler::MOST_LOGPROBS;
 use nq_runtime::{LogitBias, SamplingParams};
-use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 /// Most answers to one prompt.
 pub const MOST_ANSWERS: usize = 16;
 /// Most stop strings, and bytes of one.
-const MOST_STOPS: usize = 16;
+const MOST_STOPS: usize = 64;
 const MOST_STOP_BYTES: usize = 1024;
 /// Most tokens with a bias.
 const MOST_BIASES: usize = 1024;
@@ -22,7 +21,7 @@ const MOST_BIASES: usize = 1024;
 /// A value outside its limits, by name.
 pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingParams, ApiError> {
     let top_k =
-        match fields.take::<i64>("top_k")? {
+        match fields.integer("top_k")? {
             // As in vLLM, -1 keeps all.
             Some(-1) => Some(0),
             Some(k) => Some(usize::try_from(k).map_err(|_| {
@@ -30,7 +29,16 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
             })?),
             None => None,
         };
-    let seed = fields.take::<i64>("seed")?;
+    // Any number of 64 bits, with or without a sign.
+    let seed = match fields.integer("seed")? {
+        None => None,
+        Some(seed) => Some(
+            i64::try_from(seed)
+                .map(|s| s as u64)
+                .or_else(|_| u64::try_from(seed))
+                .map_err(|_| ApiError::field("seed", format!("expected 64 bits, found {seed}")))?,
+        ),
+    };
     let params = SamplingParams {
         temperature: fields
             .number("temperature", 0.0, 2.0)?
@@ -47,7 +55,7 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
         presence_penalty: fields
             .number("presence_penalty", -2.0, 2.0)?
             .unwrap_or(model.presence_penalty),
-        seed: seed.map_or_else(random, |seed| seed as u64),
+        seed: seed.unwrap_or_else(random),
     };
     params.validate()?;
     Ok(params)
@@ -90,16 +98,11 @@ pub fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
 /// # Errors
 /// Too many, too long or empty strings.
 pub fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Stop {
-        One(String),
-        Many(Vec<String>),
-    }
-    let stop = match fields.take::<Stop>(name)? {
+    let wrong = || ApiError::field(name, "expected a text or a list of texts");
+    let stop: Vec<String> = match fields.take::<Value>(name)? {
         None => Vec::new(),
-        Some(Stop::One(one)) => vec![one],
-        Some(Stop::Many(many)) => many,
+        Some(Value::String(one)) => vec![one],
+        Some(many) => serde_json::from_value(many).map_err(|_| wrong())?,
     };
     if stop.len() > MOST_STOPS
         || stop

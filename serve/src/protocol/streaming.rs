@@ -4,7 +4,7 @@ use super::fields::Fields;
 use super::openai_usage;
 use crate::error::ApiError;
 use crate::generation::Usage;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// Reads `stream` and `stream_options`.
 ///
@@ -12,11 +12,9 @@ use serde_json::{Value, json};
 /// Options that nq does not serve.
 pub fn streaming(fields: &mut Fields) -> Result<(bool, Told), ApiError> {
     let streams = fields.take("stream")?.unwrap_or(false);
-    let Some(options) = fields.take::<Value>("stream_options")? else {
+    let Some(mut options) = fields.object("stream_options", "stream_options")? else {
         return Ok((streams, Told::Never));
     };
-    let mut options = Fields::of(options, "stream_options")?;
-    options.only("include_obfuscation", &[json!(false)])?;
     let last = options.take("include_usage")?.unwrap_or(false);
     let each = options.take("continuous_usage_stats")?.unwrap_or(false);
     options.finish()?;

@@ -10,9 +10,8 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// An invalid field.
-pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
-    fields.only("add_special_tokens", &[json!(true), json!(false)])?;
-    fields.only("parse_special", &[json!(true)])?;
+pub fn tokenize(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
+    let mut fields = fields.under("tokenize")?;
     let prompt: Option<String> = fields.take("prompt")?;
     let content: Option<String> = fields.take("content")?;
     let with_pieces: bool = fields.take("return_token_strs")?.unwrap_or(false);
@@ -35,7 +34,8 @@ pub fn tokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiErro
 ///
 /// # Errors
 /// An invalid field.
-pub fn detokenize(model: &Arc<Model>, mut fields: Fields) -> Result<Value, ApiError> {
+pub fn detokenize(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
+    let mut fields = fields.under("detokenize")?;
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;
     let text = model.tokenizer().decode(&tokens, false);

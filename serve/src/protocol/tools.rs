@@ -1,10 +1,14 @@
 //! Tools in the format of OpenAI's chat, and the choice among them.
 
+use super::fields::{Fields, Kind};
+use super::reading::Reading;
 use crate::error::ApiError;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
+use std::collections::HashSet;
+use std::sync::Arc;
 
 /// Most tools in one request.
-const MOST_TOOLS: usize = 128;
+pub const MOST_TOOLS: usize = 1024;
 
 /// Which tools the model may call.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -20,129 +24,164 @@ pub enum Choice {
     Named(String),
 }
 
-/// Reads the tools of a request.
+/// The tools that a model is shown.
+#[derive(Clone, Debug, Default)]
+pub struct Tools {
+    /// In the format of OpenAI's chat.
+    pub list: Vec<Value>,
+    /// The names of their schemas' fields in the request, for errors.
+    pub schemas: Vec<String>,
+}
+
+/// Reads the tools of a request; `otherwise` is the type of those without one. `read` takes one of type function, whose name, description and schema it
+/// finds in the fields that it returns, the schema by the name that it returns. What else is there is left
+/// out, and the model is told so.
 ///
 /// # Errors
-/// Too many tools; a tool that is not a function, has an invalid name, or a name given twice.
-pub fn read(tools: Option<Vec<Value>>) -> Result<Vec<Value>, ApiError> {
-    let tools = tools.unwrap_or_default();
-    if tools.len() > MOST_TOOLS {
-        let what = format!("expected at most {MOST_TOOLS}, found {}", tools.len());
-        return Err(ApiError::field("tools", what));
-    }
-    let mut names: Vec<&str> = Vec::new();
-    for (i, tool) in tools.iter().enumerate() {
-        let place = format!("tools[{i}]");
-        if tool["type"] != "function" {
-            let why = "nq serves tools of type function alone";
-            return Err(ApiError::unsupported(&format!("{place}.type"), why));
+/// Too many tools; a function that has an invalid name, or one given twice, or no schema.
+pub fn read(
+    given: Vec<Fields>,
+    otherwise: &str,
+    mut read: impl FnMut(Fields) -> Result<(Fields, &'static str), ApiError>,
+) -> Result<Tools, ApiError> {
+    let mut tools = Tools::default();
+    let mut names: HashSet<String> = HashSet::new();
+    for mut tool in given {
+        match tool.kind(otherwise)? {
+            Kind::Served(_) => {}
+            Kind::Dropped => continue,
+            Kind::LeftOut(what, words) => {
+                let reading = Arc::clone(tool.reading());
+                reading.left_out_and_told(tool.place(), &what, words);
+                continue;
+            }
         }
-        let name = tool["function"]["name"].as_str().unwrap_or_default();
+        let (mut function, schema) = read(tool)?;
+        let place = function.name("name");
+        let name: String = function.require("name")?;
         let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
-        if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
-            let what = "expected 1 to 64 letters, digits, _, - and .";
-            return Err(ApiError::field(&format!("{place}.function.name"), what));
+        if name.is_empty() || name.len() > 128 || !name.chars().all(fits) {
+            let what = "expected 1 to 128 letters, digits, _, - and .";
+            return Err(ApiError::field(&place, what));
         }
-        if names.contains(&name) {
-            let what = format!("{name} is there twice");
-            return Err(ApiError::field(&format!("{place}.function.name"), what));
+        if !names.insert(name.clone()) {
+            return Err(ApiError::field(&place, format!("{name} is there twice")));
         }
-        let parameters = &tool["function"]["parameters"];
+        let description: Option<String> = function.take("description")?;
+        let place = function.name(schema);
+        let parameters: Option<Value> = function.take(schema)?;
+        function.finish()?;
+        let parameters = parameters.unwrap_or_default();
         if !parameters.is_null() && !parameters.is_object() {
-            let what = "expected a JSON schema";
-            return Err(ApiError::field(
-                &format!("{place}.function.parameters"),
-                what,
-            ));
+            return Err(ApiError::field(&place, "expected a JSON schema"));
         }
-        names.push(name);
+        let mut function = json!({"name": name, "parameters": parameters});
+        if let Some(description) = description {
+            function["description"] = description.into();
+        }
+        tools
+            .list
+            .push(json!({"type": "function", "function": function}));
+        tools.schemas.push(place);
     }
     Ok(tools)
 }
 
-/// Reads `tool_choice`.
+impl Tools {
+    /// Keeps the tools of these names.
+    fn keep(&mut self, names: &[&str]) {
+        let kept = |tool: &Value| {
+            let name = tool["function"]["name"].as_str().unwrap_or_default();
+            names.contains(&name)
+        };
+        let schemas = std::mem::take(&mut self.schemas);
+        let both = self.list.iter().zip(schemas);
+        self.schemas = both.filter(|(t, _)| kept(t)).map(|(_, s)| s).collect();
+        self.list.retain(kept);
+    }
+}
+
+/// Reads `tool_choice`; where it allows some tools alone, the others are not shown.
 ///
 /// # Errors
 /// An invalid choice, or an unknown tool.
-pub fn choice(value: Option<Value>, tools: &[Value]) -> Result<Choice, ApiError> {
+pub fn choice(value: Option<Value>, tools: &mut Tools) -> Result<Choice, ApiError> {
+    let wrong = || {
+        let what = "expected auto, none, required, allowed_tools or a function";
+        ApiError::field("tool_choice", what)
+    };
+    let named = |value: &Value| {
+        let name = value["function"]["name"]
+            .as_str()
+            .or(value["name"].as_str());
+        name.map(str::to_owned)
+    };
+    let word = |word: &str| match word {
+        "auto" => Some(Choice::Auto),
+        "none" => Some(Choice::None),
+        "required" | "any" => Some(Choice::Required),
+        _ => None,
+    };
     let choice = match &value {
         None => Choice::Auto,
-        Some(Value::String(word)) => match word.as_str() {
-            "auto" => Choice::Auto,
-            "none" => Choice::None,
-            "required" => Choice::Required,
-            _ => {
-                let what = "expected auto, none, required or a function";
+        Some(Value::String(text)) => word(text).ok_or_else(wrong)?,
+        Some(object) => match (object["type"].as_str(), named(object)) {
+            (Some("allowed_tools"), _) => {
+                let inner = object.get("allowed_tools").unwrap_or(object);
+                let list = inner["tools"].as_array().ok_or_else(wrong)?;
+                let names: Vec<String> = list.iter().filter_map(named).collect();
+                tools.keep(&names.iter().map(String::as_str).collect::<Vec<_>>());
+                let mode = inner["mode"].as_str().unwrap_or("auto");
+                word(mode).ok_or_else(wrong)?
+            }
+            (_, Some(name))
+                if tools
+                    .list
+                    .iter()
+                    .any(|t| t["function"]["name"] == name.as_str()) =>
+            {
+                Choice::Named(name)
+            }
+            (_, Some(name)) => {
+                let what = format!("expected one of the tools, found {name}");
                 return Err(ApiError::field("tool_choice", what));
             }
+            (kind, None) => kind.and_then(word).ok_or_else(wrong)?,
         },
-        Some(object) => {
-            let name = object["function"]["name"]
-                .as_str()
-                .or(object["name"].as_str());
-            match name {
-                Some(name) if tools.iter().any(|t| t["function"]["name"] == name) => {
-                    Choice::Named(name.to_owned())
-                }
-                Some(name) => {
-                    let what = format!("expected one of the tools, found {name}");
-                    return Err(ApiError::field("tool_choice", what));
-                }
-                None => {
-                    let what = "expected auto, none, required or a function";
-                    return Err(ApiError::field("tool_choice", what));
-                }
-            }
-        }
     };
     match choice {
-        Choice::Required | Choice::Named(_) if tools.is_empty() => {
+        Choice::Required | Choice::Named(_) if tools.list.is_empty() => {
             Err(ApiError::field("tool_choice", "expected tools beside it"))
         }
         choice => Ok(choice),
     }
 }
 
-/// A tool in the format of OpenAI's chat.
-pub fn function(name: Value, description: Value, parameters: Value) -> Value {
-    let mut function = serde_json::json!({"name": name, "parameters": parameters});
-    if !description.is_null() {
-        function["description"] = description;
-    }
-    serde_json::json!({"type": "function", "function": function})
-}
-
-/// The calls of an assistant's message in the form that templates read: arguments are objects.
+/// A call of an assistant's message in the form that templates read: its arguments are an object. A model
+/// does not always write one, and a length limit may cut it off: such arguments are left out.
 ///
 /// # Errors
-/// A call without a name, or whose arguments are not a JSON object.
-pub fn made(calls: Vec<Value>, place: &str) -> Result<Value, ApiError> {
-    let mut out = Vec::with_capacity(calls.len());
-    for (i, call) in calls.into_iter().enumerate() {
-        let place = format!("{place}[{i}].function");
-        let name = call["function"]["name"].as_str();
-        let name = name.ok_or_else(|| ApiError::field(&place, "expected a name"))?;
-        let arguments: Map<String, Value> = match &call["function"]["arguments"] {
-            Value::Null => Map::new(),
-            Value::Object(map) => map.clone(),
-            Value::String(text) if text.trim().is_empty() => Map::new(),
-            Value::String(text) => serde_json::from_str(text).map_err(|e| {
-                ApiError::field(
-                    &format!("{place}.arguments"),
-                    format!("not a JSON object: {e}"),
-                )
-            })?,
-            _ => {
-                return Err(ApiError::field(
-                    &place,
-                    "expected arguments in a JSON string",
-                ));
-            }
-        };
-        out.push(serde_json::json!({
-            "id": call["id"], "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }));
+/// A call without a name.
+pub fn made(
+    id: Value,
+    name: Option<String>,
+    arguments: Option<Value>,
+    place: &str,
+    reading: &Reading,
+) -> Result<Value, ApiError> {
+    let name = name.ok_or_else(|| ApiError::field(place, "expected a name"))?;
+    let object = match arguments.unwrap_or_default() {
+        Value::Null => Some(Map::new()),
+        Value::Object(map) => Some(map),
+        Value::String(text) if matches!(text.trim(), "" | "null") => Some(Map::new()),
+        Value::String(text) => serde_json::from_str(&text).ok(),
+        _ => None,
+    };
+    if object.is_none() {
+        reading.left_out(place, "arguments");
     }
-    Ok(Value::Array(out))
+    Ok(json!({
+        "id": id, "type": "function",
+        "function": {"name": name, "arguments": object.unwrap_or_default()},
+    }))
 }

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use nq_formats::task::{MODULES, POOLING};
 use nq_formats::{Checkpoint, Files, VirtualFiles};
 use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec};
+use nq_serve::protocol::reading::Rules;
 use nq_serve::{EngineOptions, Limits, Model, Models, Security, Server, Stopper};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -15,6 +16,35 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+// The routes of the four protocols.
+pub const CHAT: &str = "/v1/chat/completions";
+pub const COMPLETIONS: &str = "/v1/completions";
+pub const RESPONSES: &str = "/v1/responses";
+pub const MESSAGES: &str = "/v1/messages";
+
+/// `a` with the fields of `b`.
+pub fn with(mut a: Value, b: &Value) -> Value {
+    for (key, value) in b.as_object().unwrap() {
+        a[key] = value.clone();
+    }
+    a
+}
+
+/// A short request in a protocol.
+pub fn base(path: &str) -> Value {
+    let hello = json!([{"role": "user", "content": "Hello!"}]);
+    match path {
+        RESPONSES => json!({"input": "Hello!", "max_output_tokens": 4, "temperature": 0}),
+        COMPLETIONS => json!({"prompt": "Once", "max_tokens": 4, "temperature": 0}),
+        _ => json!({"messages": hello, "max_tokens": 4, "temperature": 0}),
+    }
+}
+
+/// A message of the user.
+pub fn user(text: &str) -> Value {
+    json!({"role": "user", "content": text})
+}
 
 /// The demo model's folder.
 pub fn demo() -> &'static Path {
@@ -134,6 +164,12 @@ pub fn as_reranker() -> Checkpoint {
     ])
 }
 
+/// The demo model with another template.
+pub fn templated(template: &str) -> Arc<Model> {
+    let checkpoint = changed([("chat_template.jinja", template.to_owned())]);
+    Arc::new(serving("demo", &checkpoint, EngineOptions::default()))
+}
+
 /// [`as_embedder`], served.
 pub fn embedder(options: EngineOptions) -> Arc<Model> {
     Arc::new(serving("embedder", &as_embedder(), options))
@@ -183,8 +219,32 @@ impl Running {
 
     /// Serves all models; [`Running::until`] looks at `model`.
     pub fn all(models: Models, model: Arc<Model>, security: Security, limits: Limits) -> Self {
+        Running::set(models, model, security, limits, |server| server)
+    }
+
+    /// The demo model under these rules.
+    pub fn ruled(rules: Rules) -> Self {
+        Running::ruled_over(model(None, EngineOptions::default()), rules)
+    }
+
+    /// A model under these rules.
+    pub fn ruled_over(model: Arc<Model>, rules: Rules) -> Self {
+        let models = vec![Arc::clone(&model)];
+        let (security, limits) = (Security::default(), Limits::default());
+        Running::set(models.into(), model, security, limits, |server| {
+            server.reading(rules, Box::new(|_| {}))
+        })
+    }
+
+    fn set(
+        models: Models,
+        model: Arc<Model>,
+        security: Security,
+        limits: Limits,
+        set: impl FnOnce(Server) -> Server,
+    ) -> Self {
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
-        let server = Server::bind(address, models, security, limits).unwrap();
+        let server = set(Server::bind(address, models, security, limits).unwrap());
         Running {
             address: server.address().unwrap(),
             model,
@@ -210,8 +270,13 @@ impl Running {
 
     /// Sends a request exactly as given and reads the response to its end.
     pub fn raw(&self, request: &str) -> Response {
+        self.bytes(request.as_bytes())
+    }
+
+    /// Like [`Running::raw`], for a request that is not text.
+    pub fn bytes(&self, request: &[u8]) -> Response {
         let mut stream = self.connect();
-        stream.write_all(request.as_bytes()).unwrap();
+        stream.write_all(request).unwrap();
         Response::read(stream)
     }
 

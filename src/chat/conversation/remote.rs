@@ -1,17 +1,19 @@
 //! Answers from a server that speaks OpenAI's chat protocol.
 
+use super::events::Events;
 use super::{Answerer, Chat, End, Event, OnEvent, Settings, Turn};
 use anyhow::{Context, bail};
 use nq_runtime::thinking::Part;
 use nq_runtime::{Message, SamplingParams, Stats, StopReason};
 use serde_json::{Map, Value, json};
-use std::io::{BufRead, BufReader, Read};
+use std::io::BufReader;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-/// Most bytes in a line from a server.
-const MOST_LINE: u64 = 16 << 20;
+/// Most bytes of an answer that comes whole.
+const MOST_WHOLE: u64 = 16 << 20;
 /// How often to check for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -27,8 +29,8 @@ pub struct Remote {
     used: usize,
 }
 
-/// A line of an event stream, or why there is none.
-type Line = Result<String, String>;
+/// The data of an event, or why there is none.
+type Data = Result<String, String>;
 
 impl Remote {
     /// Connects to the model `model` of the server at `url` (`http://127.0.0.1:8080`), or to its
@@ -41,10 +43,14 @@ impl Remote {
         if !base.starts_with("http://") && !base.starts_with("https://") {
             bail!("--server: expected an address such as http://127.0.0.1:8080, found {url}");
         }
-        let config = ureq::Agent::config_builder()
+        let mut config = ureq::Agent::config_builder()
             .http_status_as_error(false)
-            .timeout_connect(Some(Duration::from_secs(10)))
-            .build();
+            .timeout_connect(Some(Duration::from_secs(10)));
+        if is_here(&base) {
+            // A proxy does not reach this machine.
+            config = config.proxy(None);
+        }
+        let config = config.build();
         let mut remote = Remote {
             agent: config.into(),
             base,
@@ -89,6 +95,12 @@ impl Remote {
         self.sampling
     }
 
+    /// Takes a seed that nobody has chosen: the server chooses one itself, because some know seeds of 32 bits
+    /// alone.
+    pub fn leave_seed(&mut self, seed: u64) {
+        self.sampling.seed = seed;
+    }
+
     fn with_key<B>(&self, request: ureq::RequestBuilder<B>) -> ureq::RequestBuilder<B> {
         match &self.key {
             Some(key) => request.header("authorization", format!("Bearer {key}")),
@@ -104,9 +116,11 @@ impl Remote {
             "messages": messages,
             "stream": true,
             "stream_options": {"include_usage": true},
-            "seed": settings.sampling.seed as i64,
         });
         let (asked, own) = (&settings.sampling, &self.sampling);
+        if asked.seed != own.seed {
+            body["seed"] = json!(asked.seed as i64);
+        }
         for (name, asked, own) in [
             ("temperature", asked.temperature, own.temperature),
             ("top_p", asked.top_p, own.top_p),
@@ -147,7 +161,7 @@ impl Remote {
     }
 
     /// Sends the request and reads the events in a separate thread: interrupts need not wait for one.
-    fn ask(&self, body: &Value) -> anyhow::Result<Receiver<Line>> {
+    fn ask(&self, body: &Value) -> anyhow::Result<Receiver<Data>> {
         let request = self
             .agent
             .post(format!("{}/v1/chat/completions", self.base));
@@ -157,25 +171,64 @@ impl Remote {
         let response = request
             .send(body.to_string())
             .with_context(|| self.base.clone())?;
-        let mut reader = BufReader::new(checked(response)?.into_body().into_reader());
-        let (sender, lines) = sync_channel(64);
+        let response = checked(response)?;
+        let (sender, events) = sync_channel(64);
+        let kind = response.headers().get("content-type");
+        let kind = kind.and_then(|k| k.to_str().ok()).unwrap_or_default();
+        if kind.starts_with("application/json") {
+            // A server that does not stream sends the whole answer, as one event does.
+            std::thread::spawn(move || sender.send(text(response).map_err(|e| e.to_string())));
+            return Ok(events);
+        }
+        let mut reader = Events::new(BufReader::new(response.into_body().into_reader()));
         std::thread::spawn(move || {
             loop {
-                let mut line = String::new();
-                let read = reader.by_ref().take(MOST_LINE).read_line(&mut line);
-                let line = match read {
-                    Ok(0) => return,
-                    Ok(_) => Ok(line),
+                let data = match reader.next() {
+                    Ok(None) => return,
+                    Ok(Some(data)) => Ok(data),
                     Err(e) => Err(e.to_string()),
                 };
-                let over = line.is_err();
-                if sender.send(line).is_err() || over {
+                let over = data.is_err();
+                if sender.send(data).is_err() || over {
                     return;
                 }
             }
         });
-        Ok(lines)
+        Ok(events)
     }
+}
+
+/// True for an address of this machine.
+fn is_here(base: &str) -> bool {
+    let uri: Option<ureq::http::Uri> = base.parse().ok();
+    let host = uri.as_ref().and_then(|u| u.host()).unwrap_or_default();
+    let address = host
+        .trim_start_matches('[')
+        .trim_end_matches(']')
+        .parse::<IpAddr>();
+    host == "localhost" || address.is_ok_and(|a| a.is_loopback())
+}
+
+/// What an error says, in the forms that servers have for one.
+fn said(answer: &Value) -> Option<String> {
+    let error = &answer["error"];
+    let text = |v: &Value| v.as_str().map(str::to_owned);
+    let plain = text(&error["message"]).or(text(error));
+    let whole = (answer["object"] == "error" || answer["type"] == "error")
+        .then(|| text(&answer["message"]));
+    let detail = match &answer["detail"] {
+        Value::Null => None,
+        Value::String(detail) => Some(detail.clone()),
+        detail => Some(detail[0]["msg"].as_str().map_or(detail.to_string(), |msg| {
+            let place = detail[0]["loc"].as_array().into_iter().flatten();
+            let place: Vec<String> = place
+                .map(|p| text(p).unwrap_or_else(|| p.to_string()))
+                .collect();
+            format!("{}: {msg}", place.join("."))
+        })),
+    };
+    let other = (!error.is_null()).then(|| error.to_string());
+    plain.or(whole.flatten()).or(detail).or(other)
 }
 
 /// Checks that a response has no error status.
@@ -189,15 +242,13 @@ fn checked(
     if status.is_success() {
         return Ok(response);
     }
-    let said: Value = serde_json::from_str(&text(response)?).unwrap_or_default();
-    let said = said["error"]["message"]
-        .as_str()
-        .unwrap_or("no reason is given");
+    let answer: Value = serde_json::from_str(&text(response)?).unwrap_or_default();
+    let said = said(&answer).unwrap_or_else(|| "no reason is given".to_owned());
     bail!("the server says {}: {said}", status.as_u16())
 }
 
 fn text(response: ureq::http::Response<ureq::Body>) -> anyhow::Result<String> {
-    let body = response.into_body().into_with_config().limit(MOST_LINE);
+    let body = response.into_body().into_with_config().limit(MOST_WHOLE);
     Ok(body.read_to_string()?)
 }
 
@@ -225,40 +276,48 @@ impl Answerer for Remote {
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<Turn> {
         let begun = Instant::now();
-        let lines = self.ask(&self.body(&chat.messages(), &chat.settings))?;
+        let events = self.ask(&self.body(&chat.messages(), &chat.settings))?;
         let (mut thinking, mut answer) = (String::new(), String::new());
         let mut stats = Stats::default();
         let mut end = End::Generated(StopReason::Eos(0));
+        let mut finished = false;
         loop {
             if interrupt.load(Ordering::Relaxed) {
                 end = End::Generated(StopReason::Interrupted);
                 break;
             }
-            let line = match lines.recv_timeout(LOOK) {
-                Ok(line) => line.map_err(anyhow::Error::msg)?,
+            let data = match events.recv_timeout(LOOK) {
+                Ok(data) => data.map_err(anyhow::Error::msg)?,
                 Err(RecvTimeoutError::Timeout) => continue,
+                // Some servers end with the reason why the answer ends.
+                Err(RecvTimeoutError::Disconnected) if finished => break,
                 Err(RecvTimeoutError::Disconnected) => {
                     bail!("the server closed the connection within an answer")
                 }
             };
-            let Some(data) = line.trim_end().strip_prefix("data: ") else {
-                continue;
-            };
-            if data == "[DONE]" {
+            if data.trim() == "[DONE]" {
                 break;
             }
-            let event: Value = serde_json::from_str(data).context("the server's event")?;
-            if let Some(error) = event["error"]["message"].as_str() {
-                bail!("the server says: {error}");
+            let event: Value = serde_json::from_str(&data).context("the server's event")?;
+            if let Some(said) = said(&event) {
+                bail!("the server says: {said}");
             }
             let choice = &event["choices"][0];
-            let delta = &choice["delta"];
+            finished |= choice["finish_reason"].is_string();
+            let delta = match &choice["delta"] {
+                Value::Null => &choice["message"],
+                delta => delta,
+            };
             let thought = delta["reasoning_content"]
                 .as_str()
                 .or(delta["reasoning"].as_str());
             for (part, text, all) in [
                 (Part::Thinking, thought, &mut thinking),
-                (Part::Answer, delta["content"].as_str(), &mut answer),
+                (
+                    Part::Answer,
+                    delta["content"].as_str().or(choice["text"].as_str()),
+                    &mut answer,
+                ),
             ] {
                 let Some(text) = text.filter(|t| !t.is_empty()) else {
                     continue;

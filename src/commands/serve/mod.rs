@@ -12,6 +12,7 @@ use clap::Args;
 use loading::{Loadable, Loaded, Settings};
 use nq_formats::{Progress, Task};
 use nq_runtime::KvType;
+use nq_serve::protocol::reading::Rules;
 use nq_serve::{Limits, Models, Security, Server};
 use serde_json::json;
 use std::ffi::OsString;
@@ -44,7 +45,8 @@ pub struct ServeArgs {
     /// Another name of this machine, besides localhost and its addresses
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
-    /// Origin, a scheme and a host, whose pages may use the server
+    /// Origin, a scheme and a host, whose pages may use the server; http://localhost:* and
+    /// https://*.example.org stand for many
     #[arg(long, value_name = "ORIGIN")]
     pub allow_origin: Vec<String>,
     /// Name of MODEL for clients [default: its own]
@@ -85,6 +87,12 @@ pub struct ServeArgs {
     /// Largest size of --cache-dir; the least recently used files are removed
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "8GB", requires = "cache_dir")]
     pub cache_size: u64,
+    /// Most tokens of thinking in an answer; requests may ask for fewer. 0 turns thinking off
+    #[arg(long, value_name = "N")]
+    pub reasoning_budget: Option<usize>,
+    /// Refuse requests with fields that nq does not know, instead of noting them
+    #[arg(long)]
+    pub strict: bool,
     /// Seconds that a request may take, including its time in the queue; 0: unlimited
     #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
     pub timeout: u64,
@@ -123,6 +131,12 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let keyed = security.needs_key();
     let server = Server::bind(address, models, security, limits)
         .with_context(|| format!("--host {} --port {}", args.host, args.port))?;
+    let rules = Rules {
+        strict: args.strict,
+        reasoning_budget: args.reasoning_budget,
+    };
+    let notes = Arc::clone(&terminal);
+    let server = server.reading(rules, Box::new(move |note| notes.note(note)));
     stop_on_signals(&server, Duration::from_secs(args.grace))?;
     let url = format!("http://{}", server.address()?);
     if global.json {

@@ -1,0 +1,191 @@
+//! How much a model may think, in all the words in which clients say it.
+
+use super::fields::Fields;
+use crate::error::ApiError;
+use nq_runtime::chat_template::Switches;
+
+/// Tokens of thinking at low and medium effort, for models whose template knows no efforts.
+const LOW: usize = 1024;
+const MEDIUM: usize = 8192;
+
+/// What a request says about thinking.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Thinking {
+    /// What the template is told.
+    pub switches: Switches,
+    /// Most tokens of thinking, if the request says so itself.
+    pub budget: Option<usize>,
+}
+
+impl Thinking {
+    /// Most tokens of thinking: those that were asked for, or those of the effort, but at most `most`.
+    pub fn tokens(&self, reads_effort: bool, most: Option<usize>) -> Option<usize> {
+        let by_effort = match self.switches.reasoning_effort.as_deref() {
+            Some("low") if !reads_effort => Some(LOW),
+            Some("medium") if !reads_effort => Some(MEDIUM),
+            _ => None,
+        };
+        let asked = self.budget.or(by_effort);
+        asked.into_iter().chain(most).min()
+    }
+}
+
+/// Reads whatever a request says. What says most clearly counts: a switch before a kind of thinking, and that
+/// before an effort.
+///
+/// # Errors
+/// A value that is none of those known, by name.
+pub fn read(fields: &mut Fields) -> Result<Thinking, ApiError> {
+    let mut budget = fields.count("thinking_budget", 0, usize::MAX)?;
+    let mut preserve: Option<bool> = fields.take("preserve_thinking")?;
+    let mut switch: Option<bool> = fields.take("enable_thinking")?;
+    let mut asked: Option<Effort> = None;
+    if let Some(mut inner) = fields.object("chat_template_kwargs", "chat_template_kwargs")? {
+        let older: Option<bool> = inner.take("thinking")?;
+        switch = inner.take("enable_thinking")?.or(older).or(switch);
+        preserve = inner.take("preserve_thinking")?.or(preserve);
+        budget = inner.count("thinking_budget", 0, usize::MAX)?.or(budget);
+        asked = effort(&mut inner, "reasoning_effort")?;
+        inner.finish()?;
+    }
+    if let Some(mut inner) = fields.object("thinking", "thinking.object")? {
+        let kind: String = inner.require("type")?;
+        let by_kind = match kind.as_str() {
+            "enabled" | "adaptive" => Some(true),
+            "auto" => None,
+            "disabled" => Some(false),
+            other => {
+                let what = format!("expected enabled, adaptive, auto or disabled, found {other}");
+                return Err(ApiError::field("thinking.type", what));
+            }
+        };
+        switch = switch.or(by_kind);
+        budget = budget.or(inner.count("budget_tokens", 0, usize::MAX)?);
+        inner.finish()?;
+    }
+    if let Some(mut inner) = fields.object("reasoning", "reasoning")? {
+        asked = asked.or(effort(&mut inner, "effort")?);
+        let enabled: Option<bool> = inner.take("enabled")?;
+        switch = switch.or(enabled);
+        budget = budget.or(inner.count("max_tokens", 0, usize::MAX)?);
+        inner.finish()?;
+    }
+    asked = asked.or(effort(fields, "reasoning_effort")?);
+    Ok(settled(switch, preserve, budget, asked))
+}
+
+/// An effort: thinking or not, and its name for a template.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Effort(Option<bool>, Option<String>);
+
+/// Reads an effort.
+///
+/// # Errors
+/// Another word.
+pub fn effort(fields: &mut Fields, field: &str) -> Result<Option<Effort>, ApiError> {
+    let name = fields.name(field);
+    let Some(word) = fields.take::<String>(field)? else {
+        return Ok(None);
+    };
+    match word.as_str() {
+        "none" | "minimal" => Ok(Some(Effort(Some(false), None))),
+        "low" | "medium" | "high" | "xhigh" | "max" => Ok(Some(Effort(Some(true), Some(word)))),
+        "auto" | "default" => Ok(None),
+        other => {
+            let what = format!(
+                "expected none, minimal, low, medium, high, xhigh, max, auto or default, found {other}"
+            );
+            Err(ApiError::field(&name, what))
+        }
+    }
+}
+
+/// Adds an effort that a protocol has elsewhere to what [`read`] found.
+pub fn with_effort(found: Thinking, effort: Option<Effort>) -> Thinking {
+    let switches = found.switches;
+    let of_effort = switches.reasoning_effort.map(|e| Effort(None, Some(e)));
+    settled(
+        switches.enable_thinking,
+        switches.preserve_thinking,
+        found.budget,
+        of_effort.or(effort),
+    )
+}
+
+fn settled(
+    switch: Option<bool>,
+    preserve: Option<bool>,
+    budget: Option<usize>,
+    effort: Option<Effort>,
+) -> Thinking {
+    let Effort(by_effort, word) = effort.unwrap_or(Effort(None, None));
+    let budget_of_none = budget.filter(|&b| b == 0).map(|_| false);
+    Thinking {
+        switches: Switches {
+            enable_thinking: switch.or(budget_of_none).or(by_effort),
+            preserve_thinking: preserve,
+            reasoning_effort: word,
+        },
+        budget,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+    use std::sync::Arc;
+
+    fn of(body: Value) -> Result<Thinking, ApiError> {
+        let fields = Fields::parse(body.to_string().as_bytes(), Arc::default())?;
+        read(&mut fields.under("thinking")?)
+    }
+
+    #[test]
+    fn all_words_for_thinking_are_read() {
+        let on = |body| of(body).unwrap().switches.enable_thinking;
+        for off in [
+            json!({"enable_thinking": false}),
+            json!({"chat_template_kwargs": {"enable_thinking": false}}),
+            json!({"thinking": {"type": "disabled"}}),
+            json!({"reasoning": {"effort": "none"}}),
+            json!({"reasoning": {"enabled": false}}),
+            json!({"reasoning_effort": "minimal"}),
+            json!({"thinking_budget": 0}),
+            json!({"enable_thinking": false, "reasoning_effort": "high"}),
+        ] {
+            assert_eq!(on(off.clone()), Some(false), "{off}");
+        }
+        for on_ in [
+            json!({"thinking": {"type": "adaptive", "display": "summarized"}}),
+            json!({"reasoning_effort": "max"}),
+            json!({"reasoning": {"effort": "xhigh", "summary": "auto"}}),
+        ] {
+            assert_eq!(on(on_.clone()), Some(true), "{on_}");
+        }
+        for open in [
+            json!({}),
+            json!({"reasoning_effort": "auto"}),
+            json!({"reasoning_effort": null}),
+        ] {
+            assert_eq!(on(open.clone()), None, "{open}");
+        }
+        let budget = |body, most| of(body).unwrap().tokens(false, most);
+        let asked = json!({"thinking": {"type": "enabled", "budget_tokens": 2000}});
+        assert_eq!(budget(asked.clone(), None), Some(2000));
+        assert_eq!(budget(asked, Some(100)), Some(100));
+        assert_eq!(budget(json!({"reasoning_effort": "low"}), None), Some(LOW));
+        assert_eq!(budget(json!({"reasoning_effort": "high"}), None), None);
+        let low = of(json!({"reasoning_effort": "low"})).unwrap();
+        assert_eq!(low.tokens(true, None), None);
+        let kept = of(json!({"chat_template_kwargs": {"preserve_thinking": true}})).unwrap();
+        assert_eq!(kept.switches.preserve_thinking, Some(true));
+        for wrong in [
+            json!({"reasoning_effort": "much"}),
+            json!({"thinking": {"type": "loud"}}),
+            json!({"chat_template_kwargs": {"messages": []}}),
+        ] {
+            assert_eq!(of(wrong.clone()).unwrap_err().status, 400, "{wrong}");
+        }
+    }
+}
