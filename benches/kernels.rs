@@ -126,19 +126,11 @@ fn norms(criterion: &mut Criterion) {
         });
         let mut qk = weight::values(rows * heads * d);
         group.throughput(Throughput::Bytes(8 * (rows * heads * d) as u64));
-        group.bench_function(BenchmarkId::new("qk_norm_rope", isa.name()), |b| {
+        group.bench_function(BenchmarkId::new("turn_heads", isa.name()), |b| {
             b.iter(|| {
                 let width = heads * d;
-                cpu.qk_norm_rope(
-                    &mut qk,
-                    width,
-                    0,
-                    heads,
-                    &gain[..d],
-                    1e-6,
-                    &angles,
-                    &positions,
-                );
+                let gains = (Some(&gain[..d]), 1e-6);
+                cpu.turn_heads(&mut qk, width, (0, heads, d), gains, &angles, &positions);
             });
         });
     }

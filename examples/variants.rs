@@ -143,14 +143,14 @@ fn main() -> anyhow::Result<()> {
     let mut scaled = source;
     let path = model.join(files::CONFIG);
     let config = ModelConfig::parse(&path, &std::fs::read(&path)?)?;
-    let spec = config.layer();
     // In one layer before attention, in another before the MLP.
     let mut layers = [1, 3].into_iter();
-    for product in spec.products() {
+    for product in config.layer(0).products() {
         if let Source::Norm(kind) = product.source
             && let Some(layer) = layers.next()
         {
-            outliers(&mut scaled, layer, spec.norm(kind), product)?;
+            let norm = config.layer(layer).norm(kind);
+            outliers(&mut scaled, layer, norm, product)?;
         }
     }
     write((model, &out.join("outliers")), scaled, |_| {})

@@ -2,7 +2,9 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::models::{self, Architecture, Experts, ModelConfig, Rope, RopeScaling};
+use crate::models::{
+    self, Architecture, Experts, LayerSpec, ModelConfig, NormKind, Rope, RopeScaling,
+};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -29,8 +31,8 @@ impl ModelConfig {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`], naming it, for another architecture, biases, sliding windows or a
-    /// rope scaling other than YaRN; [`Error::Malformed`] for missing,
+    /// [`Error::Unsupported`], naming it, for another architecture, biases or norms that it has not, sliding
+    /// windows or a rope scaling other than YaRN and Llama 3's; [`Error::Malformed`] for missing,
     /// mistyped or inconsistent keys.
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
         let obj = Object::parse(path, json)?;
@@ -46,7 +48,7 @@ impl ModelConfig {
             num_hidden_layers: obj.dim("num_hidden_layers")?,
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
-            head_dim: obj.dim("head_dim")?,
+            head_dim: obj.head_dim(architecture)?,
             vocab_size: obj.dim("vocab_size")?,
             max_position_embeddings: obj.dim("max_position_embeddings")?,
             rms_norm_eps: obj.epsilon()?,
@@ -64,11 +66,12 @@ impl ModelConfig {
             ));
         }
         // Each dimension is in range; their product must be too, or sizes overflow later.
-        let layer: u128 = (cfg.layer().matrices())
-            .map(|l| l.dims(&cfg))
-            .map(|(out, inputs)| out as u128 * inputs as u128)
-            .sum();
-        let total = layer * cfg.num_hidden_layers as u128
+        let layer = |spec: &LayerSpec| -> u128 {
+            let dims = spec.matrices().map(|l| l.dims(&cfg));
+            dims.map(|(out, inputs)| out as u128 * inputs as u128).sum()
+        };
+        let largest = architecture.kinds.iter().map(layer).max().unwrap_or(0);
+        let total = largest * cfg.num_hidden_layers as u128
             + 2 * cfg.vocab_size as u128 * cfg.hidden_size as u128;
         if total > MAX_PARAMETERS {
             return Err(obj.bad(
@@ -112,6 +115,18 @@ impl ModelConfig {
                 "beta_slow": beta_slow,
                 "attention_factor": attention_factor,
             }),
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => json!({
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low_freq_factor,
+                "high_freq_factor": high_freq_factor,
+                "original_max_position_embeddings": original_max_position_embeddings,
+            }),
         };
         let eos = match self.eos_token_ids.as_slice() {
             [] => Value::Null,
@@ -130,7 +145,6 @@ impl ModelConfig {
         let eps: f64 = self.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
         let Value::Object(mut map) = json!({
             "architectures": [self.architecture.class],
-            "attention_bias": false,
             "attention_dropout": 0.0,
             "eos_token_id": eos,
             "head_dim": self.head_dim,
@@ -156,6 +170,9 @@ impl ModelConfig {
         }) else {
             unreachable!("written as an object")
         };
+        if self.architecture.matrices().all(|l| !l.bias) {
+            map.insert("attention_bias".into(), false.into());
+        }
         if let Some(experts) = self.experts {
             let keys = [
                 ("decoder_sparse_step", json!(1)),
@@ -305,6 +322,21 @@ impl<'a> Object<'a> {
         }
     }
 
+    /// Width of a head: `head_dim`, or in families that may leave it out, an equal share of the residual
+    /// stream for each query head.
+    fn head_dim(&self, architecture: &Architecture) -> Result<usize> {
+        const KEY: &str = "head_dim";
+        if self.get(KEY).is_some() || !architecture.heads_split_hidden {
+            return self.dim(KEY);
+        }
+        let (hidden, heads) = (self.dim("hidden_size")?, self.dim("num_attention_heads")?);
+        if !hidden.is_multiple_of(heads) {
+            let expected = format!("a multiple of num_attention_heads ({heads}), or a {KEY}");
+            return Err(self.bad("hidden_size", expected, hidden.to_string()));
+        }
+        Ok(hidden / heads)
+    }
+
     /// RMSNorm's epsilon; 1e-6 if absent.
     pub(crate) fn epsilon(&self) -> Result<f32> {
         const KEY: &str = "rms_norm_eps";
@@ -380,15 +412,20 @@ impl<'a> Object<'a> {
     /// Refuses features that the architecture's layers do not have.
     fn check_layers(&self, architecture: &Architecture) -> Result<()> {
         let family = architecture.family;
-        for bias in ["attention_bias", "qkv_bias"] {
-            if self.bool(bias)?.unwrap_or(false) {
-                let why = format!("{family} has none");
-                return Err(self.unsupported(format!("{bias} true"), &why));
+        let biased = architecture.matrices().any(|l| l.bias);
+        let norms = architecture.kinds.iter().flat_map(LayerSpec::norms);
+        let head_norms = norms.into_iter().any(|n| n.kind == NormKind::Q);
+        for (key, has, what) in [
+            ("attention_bias", biased, "biases in attention"),
+            ("qkv_bias", biased, "biases of queries, keys and values"),
+            ("mlp_bias", false, "biases in the MLP"),
+            ("use_qk_norm", head_norms, "norms of queries and keys"),
+        ] {
+            if self.bool(key)?.is_some_and(|says| says != has) {
+                let no = if has { "" } else { "no " };
+                let why = format!("{family} has {no}{what}");
+                return Err(self.unsupported(format!("{key} {}", !has), &why));
             }
-        }
-        if !self.bool("use_qk_norm")?.unwrap_or(true) {
-            let why = format!("{family} normalizes queries and keys");
-            return Err(self.unsupported("use_qk_norm false".into(), &why));
         }
         if self.bool("use_sliding_window")?.unwrap_or(false) {
             return Err(self.unsupported("use_sliding_window true".into(), "nq attends fully"));
@@ -403,7 +440,7 @@ impl<'a> Object<'a> {
     /// The experts of a mixture, which every layer must have: a layer has none if
     /// `mlp_only_layers` lists it or `decoder_sparse_step` does not divide its number, counted from 1.
     fn experts(&self, architecture: &Architecture) -> Result<Option<Experts>> {
-        if architecture.layer.mlp.router().is_none() {
+        if architecture.router().is_none() {
             return Ok(None);
         }
         let some_without = |what: String| {
@@ -514,9 +551,35 @@ impl<'a> Object<'a> {
                         .unwrap_or_else(|| 0.1 * factor.ln() + 1.0),
                 })
             }
+            Some("llama3") => {
+                let positive = |key: &str| match self.f64(key)? {
+                    Some(v) if v.is_finite() && v > 0.0 => Ok(v),
+                    v => {
+                        let found = v.map_or("no such key".into(), |v| v.to_string());
+                        let key = format!("rope_scaling.{key}");
+                        Err(self.bad(&key, "a positive number".into(), found))
+                    }
+                };
+                let (low, high) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
+                if low >= high {
+                    let expected = format!("above low_freq_factor ({low})");
+                    return Err(self.bad(
+                        "rope_scaling.high_freq_factor",
+                        expected,
+                        high.to_string(),
+                    ));
+                }
+                Ok(RopeScaling::Llama3 {
+                    factor: positive("factor")?,
+                    low_freq_factor: low,
+                    high_freq_factor: high,
+                    original_max_position_embeddings: self
+                        .dim("original_max_position_embeddings")?,
+                })
+            }
             Some(other) => Err(self.unsupported(
                 format!("rope_scaling of type {other}"),
-                "nq implements none and yarn",
+                "nq implements none, yarn and llama3",
             )),
         }
     }

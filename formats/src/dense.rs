@@ -3,6 +3,7 @@
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::models::tensor_name;
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
@@ -25,28 +26,23 @@ pub(crate) fn open(source: Source) -> Result<Checkpoint> {
     source.into_checkpoint(Box::new(DenseStore { shards }))
 }
 
-/// The stored name of the parameter `name`.
-pub(crate) fn weight_name(name: &str) -> String {
-    format!("{name}.weight")
-}
-
 impl WeightStore for DenseStore {
     fn format(&self) -> &'static str {
         "safetensors"
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.shards.contains(&weight_name(name))
+        self.shards.contains(&tensor_name(name))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&weight_name(name), &FLOATS, &[len])
+        self.shards.require(&tensor_name(name), &FLOATS, &[len])
     }
 
     fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
         let tensor = self
             .shards
-            .require(&weight_name(name), &FLOATS, &[rows, cols])?;
+            .require(&tensor_name(name), &FLOATS, &[rows, cols])?;
         Ok(Weight::Dense(tensor))
     }
 

@@ -1,8 +1,8 @@
-//! Parameters of a model by their Hugging Face names (without `.weight`). Names outside the layers
+//! Parameters of a model by their Hugging Face names: those of their tensors, without `.weight`. Names outside the layers
 //! are the same in every architecture; those within layers are in [`crate::models`].
 
-use crate::models::{ARCHITECTURES, LAYERS, LinearSpec, ModelConfig};
-pub use crate::models::{Shape, in_layer};
+use crate::models::{ARCHITECTURES, LAYERS, LayerSpec, LinearSpec, ModelConfig};
+pub use crate::models::{Shape, in_layer, parameter_of, tensor_name};
 
 /// Token embedding `[vocab, hidden]`; also the head if they are tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
@@ -25,8 +25,8 @@ pub fn head(c: &ModelConfig) -> &'static str {
 
 /// The parameters of layer `layer`, in the order they are used.
 pub fn layer_parameters(c: &ModelConfig, layer: usize) -> impl Iterator<Item = (String, Shape)> {
-    let all = c.layer().parameters().into_iter();
-    all.map(move |p| (in_layer(layer, p.suffix()), p.shape(c)))
+    let all = c.layer(layer).parameters().into_iter();
+    all.map(move |p| (in_layer(layer, &p.suffix()), p.shape(c)))
 }
 
 /// Every parameter of a model of this shape, in the order they are used. A tied head is not listed
@@ -58,7 +58,8 @@ pub fn layer_of(name: &str) -> Option<usize> {
 /// The layer, and its Linear whose weight has this name.
 pub fn layer_linear(name: &str) -> Option<(usize, &'static LinearSpec)> {
     let (layer, suffix) = split(name)?;
-    let mut linears = ARCHITECTURES.iter().flat_map(|a| a.layer.linears());
+    let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
+    let mut linears = kinds.flat_map(LayerSpec::linears);
     Some((layer, linears.find(|l| l.suffix == suffix)?))
 }
 
@@ -69,7 +70,7 @@ pub fn stack(name: &str) -> Option<(usize, &'static LinearSpec)> {
 
 /// True for the weight that scores the experts of a layer.
 pub fn is_router(name: &str) -> bool {
-    let mut routers = ARCHITECTURES.iter().filter_map(|a| a.layer.mlp.router());
+    let mut routers = ARCHITECTURES.iter().filter_map(|a| a.router());
     split(name).is_some_and(|(_, suffix)| routers.any(|r| r.suffix == suffix))
 }
 

@@ -9,7 +9,7 @@ use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
 use crate::models::ModelConfig;
 pub use crate::models::Preset;
-use crate::names::{Shape, parameters, stack};
+use crate::names::{Shape, parameter_of, parameters, stack, tensor_name};
 use crate::pack;
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
@@ -42,7 +42,7 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
     let tensors = parameters(config).into_iter();
     let tensors = tensors.flat_map(|(name, shape)| tensors_of(&name, shape, config));
     let specs = tensors.map(|(name, shape)| TensorSpec {
-        name: format!("{name}.weight"),
+        name: tensor_name(&name),
         dtype: DType::BF16,
         shape: shape.dims(),
     });
@@ -51,8 +51,8 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
     let files = files(config)?;
     let mut buffer = vec![0; 1 << 24];
     write_folder(dest, &files, &layout, progress, &mut |spec, sink| {
-        let name = spec.name.trim_end_matches(".weight");
-        let stream = Stream::new(seed, name, spec.shape.len() == 1);
+        let name = parameter_of(&spec.name).expect("every tensor here holds a parameter");
+        let stream = Stream::new(seed, name, is_norm(name, spec.shape.len()));
         let mut done = 0;
         while done < spec.bytes() {
             let n = (spec.bytes() - done).min(buffer.len() as u64);
@@ -258,10 +258,15 @@ pub fn random_quantized(
     AffineWeight::assemble(scheme, (rows, cols), parts)
 }
 
+/// True for gains of norms: vectors that are no biases, which are drawn like weights.
+fn is_norm(name: &str, dimensions: usize) -> bool {
+    dimensions == 1 && tensor_name(name) != name
+}
+
 /// The random bf16 parameter `name` of a model drawn with `seed`.
 pub fn random_tensor(seed: u64, name: &str, shape: Shape) -> Tensor {
     let mut bytes = vec![0; 2 * shape.elements()];
-    Stream::new(seed, name, matches!(shape, Shape::Vector(_))).fill(0, &mut bytes);
+    Stream::new(seed, name, is_norm(name, shape.dims().len())).fill(0, &mut bytes);
     let tensor = Tensor::new(DType::BF16, shape.dims(), bytes.into());
     tensor.expect("the buffer was made for the shape")
 }
@@ -308,7 +313,7 @@ impl WeightStore for RandomStore {
                 _ => (DType::BF16.name().into(), 2 * shape.elements()),
             };
             TensorEntry {
-                name: format!("{name}.weight"),
+                name: tensor_name(name),
                 dtype,
                 shape: shape.dims(),
                 bytes: bytes as u64,

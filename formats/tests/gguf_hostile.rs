@@ -280,8 +280,8 @@ fn models_at_odds_with_themselves_are_refused() {
     assert!(model(|_| ()).1.is_ok());
     refused(
         "general.architecture",
-        "llama".into(),
-        &["architecture llama"],
+        "gemma".into(),
+        &["architecture gemma"],
     );
     refused(
         "general.architecture",

@@ -32,8 +32,7 @@
 
 struct AttentionArgs {
     const float* qkv;       // [m][(heads + 2 kv_heads) * 128]
-    const float* q_gain;    // [128]
-    const float* k_gain;    // [128]
+    HeadVectors vectors;
     const float2* cos_sin;  // [positions][64]
     Cache cache;            // of this layer
     const Step* step;       // [m]: position of the new token, and its slot
@@ -184,8 +183,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     // What else no kernel of this step writes.
     const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
     const float4 c0 = __ldg(angles), c1 = __ldg(angles + 1);
-    const float4 q_gain = __ldg(reinterpret_cast<const float4*>(p.q_gain) + lane);
-    const float4 k_gain = __ldg(reinterpret_cast<const float4*>(p.k_gain) + lane);
+    const HeadGain q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane);
 
     wait_for_predecessor();
     if (p.late) release_successor();
@@ -209,7 +207,8 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     }
     auto keep_job = [&](int job, float4 v) {
         if (job < heads) {
-            v = norm_rope(v, q_gain, c0, c1, p.eps, lane);
+            v = add_bias(v, p.vectors, 0, kv * heads + job, lane);
+            v = turn_head(v, q_gain, c0, c1, p.eps, lane);
             const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
             uint2 hi, lo;
             split_pair(v.x * s, v.y * s, hi.x, lo.x);
@@ -219,10 +218,11 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             return;
         }
         const int which = (job - heads) % 2, r = (job - heads) / 2, pos = fresh_from + r;
+        v = add_bias(v, p.vectors, 1 + which, kv, lane);
         if (which == 0) {
             const float4* const turn = angles - (position - pos) * 32;
-            v = ROWS == 1 ? norm_rope(v, k_gain, c0, c1, p.eps, lane)
-                          : norm_rope(v, k_gain, __ldg(turn), __ldg(turn + 1), p.eps, lane);
+            v = ROWS == 1 ? turn_head(v, k_gain, c0, c1, p.eps, lane)
+                          : turn_head(v, k_gain, __ldg(turn), __ldg(turn + 1), p.eps, lane);
         }
         const Kept kept = round_row<INT8>(v);
         if constexpr (INT8) {

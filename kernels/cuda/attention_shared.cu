@@ -24,7 +24,7 @@ struct RowGroup {
 
 struct SharedArgs {
     const float* qkv;         // [m][(heads + 2 kv_heads) * 128]
-    const float* q_gain;      // [128]
+    HeadVectors vectors;
     const float2* cos_sin;    // [positions][64]
     Cache cache;              // of this layer
     const Step* step;         // [m]
@@ -109,7 +109,7 @@ DEVICE void attention_shared(const SharedArgs& p) {
     uint32_t next = page_at(start + 1);
     request(page_at(start), sm.pages[0]);
     // What no kernel of this step writes of the warp's queries, and then, together, the queries.
-    const float4 q_gain = __ldg(reinterpret_cast<const float4*>(p.q_gain) + lane);
+    const HeadGain q_gain(p.vectors.gains[0], lane);
     float4 v[8], c0[8], c1[8];
     const float* from[8];
 #pragma unroll
@@ -136,7 +136,8 @@ DEVICE void attention_shared(const SharedArgs& p) {
         if (query >= (queries + 7) / 8 * 8) break;
         uint2 hi = make_uint2(0, 0), lo = hi;
         if (query < queries) {
-            const float4 q = norm_rope(v[i], q_gain, c0[i], c1[i], p.eps, lane);
+            const float4 biased = add_bias(v[i], p.vectors, 0, kv * heads + query % heads, lane);
+            const float4 q = turn_head(biased, q_gain, c0[i], c1[i], p.eps, lane);
             const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
             split_pair(q.x * s, q.y * s, hi.x, lo.x);
             split_pair(q.z * s, q.w * s, hi.y, lo.y);

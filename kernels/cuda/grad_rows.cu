@@ -140,10 +140,10 @@ DEVICE long long head_at(const Heads& s, long long row, int head) {
     return ((row / s.seq * s.heads + head) * s.capacity + s.at + row % s.seq) * s.dim;
 }
 
-// Norm of every head, then rotation; rows to head-major. A head of a row a warp.
+// Norm of every head, if there is one, then rotation; rows to head-major. A head of a row a warp.
 struct GradRopeArgs {
     const float* x;
-    const float* gain;       // [dim]
+    const float* gain;       // [dim]; null: no norm
     const float2* cos_sin;   // [positions][dim / 2]
     float* y;
     float* inv;              // [rows][heads]
@@ -160,11 +160,14 @@ extern "C" __global__ void grad_rope(const __grid_constant__ GradRopeArgs p) {
     const float* x = p.x + i * p.s.dim;
     float* y = p.y + head_at(p.s, row, int(i % p.s.heads));
     const float2* turn = p.cos_sin + (long long)(p.s.position + row % p.s.seq) * half;
-    float sum = 0.f;
-    for (int d = lane; d < p.s.dim; d += 32) sum = fmaf(x[d], x[d], sum);
-    const float inv = rsqrtf(warp_sum(sum) / p.s.dim + p.eps);
+    float inv = 1.f;
+    if (p.gain) {
+        float sum = 0.f;
+        for (int d = lane; d < p.s.dim; d += 32) sum = fmaf(x[d], x[d], sum);
+        inv = rsqrtf(warp_sum(sum) / p.s.dim + p.eps);
+    }
     for (int d = lane; d < half; d += 32) {
-        const float a = x[d] * inv * p.gain[d], b = x[d + half] * inv * p.gain[d + half];
+        const float a = x[d] * inv * (p.gain ? p.gain[d] : 1.f), b = x[d + half] * inv * (p.gain ? p.gain[d + half] : 1.f);
         y[d] = a * turn[d].x - b * turn[d].y;
         y[d + half] = b * turn[d].x + a * turn[d].y;
     }

@@ -33,8 +33,7 @@ struct LayerArgs {
     const uint8_t* codes[4];   // records [tiles][spans] of each product
     const uint8_t* meta[4];
     const float* gains[2];     // [hidden], of the norms before qkv and before gate and up
-    const float* q_gain;       // [128]
-    const float* k_gain;
+    HeadVectors vectors;
     void* keys;                // as of `Cache`
     void* values;
     __half* key_scales;        // null: keys and values are FP16

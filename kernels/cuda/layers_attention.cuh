@@ -1,7 +1,7 @@
 // Attention of the kernel of all layers (`step_layers.cuh`): of the query heads of one key head to some pages
 // of the sequence, by one block.
 //
-//   scores[h, position] = norm_rope(q[h]) . K[position] / sqrt(128)
+//   scores[h, position] = turn_head(q[h]) . K[position] / sqrt(128)
 //   out[h] = sum of exp(scores[h, position]) V[position], with the greatest score and the sum of weights
 //
 // The pages come through the ring, requested behind the weights of qkv and without a wait for queries.
@@ -112,10 +112,10 @@ struct PageAttention {
     // Prepares what a warp has of the queries, and of the new key and value: head `job` of `qkv`, which its
     // lanes have four elements each of. Writes it to `queries`, and the new ones to the cache, where the
     // position is in head `newest` of all pages' heads.
-    static DEVICE void prepare(const LayersArgs& p, const LayerArgs& layer, const AttentionShare& share, size_t newest, int job, float4 v, float4 gain,
+    static DEVICE void prepare(const LayersArgs& p, const LayerArgs& layer, const AttentionShare& share, size_t newest, int job, float4 v, const HeadGain& gain,
                                float4 c0, float4 c1, uint8_t* queries, int lane) {
         const int group = p.group;
-        if (job <= group) v = norm_rope(v, gain, c0, c1, p.eps, lane);
+        if (job <= group) v = turn_head(v, gain, c0, c1, p.eps, lane);
         if (job < group) {
             const float s = 1.4426950408889634f * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
             // In the order in which lanes (g, t) read: for each load of a vector, its fours, the head, t.

@@ -42,11 +42,11 @@ extern "C" __global__ void embed(const __grid_constant__ EmbedArgs p) {
         p.x[size_t(m) * p.w.inputs + k] = element(p.w, int(p.tokens[m]), k);
 }
 
-// y[m] = x[rows[m]] / rms * gain, of a width that is a multiple of 4. Grid (m).
+// y[m] = x[rows[m]] / rms * gain, or x[rows[m]] itself, of a width that is a multiple of 4. Grid (m).
 struct NormArgs {
     const float* x;      // [.][width]
     const int* rows;     // null: row m
-    const float* gain;   // [width]
+    const float* gain;   // [width]; null: no norm
     float* y;            // [m][width], or null
     __half* half;        // [m][padded] in operand order, zero past `width`, or null
     int width;
@@ -67,11 +67,11 @@ extern "C" __global__ void rms_norm(const __grid_constant__ NormArgs p) {
     if (lane == 0) part[threadIdx.x / 32] = sum;
     __syncthreads();
     sum = warp_sum(lane < warps ? part[lane] : 0.f);
-    const float r = rsqrtf(sum / p.width + p.eps);
+    const float r = p.gain ? rsqrtf(sum / p.width + p.eps) : 1.f;
     for (int k = threadIdx.x * 4; k < p.padded; k += blockDim.x * 4) {
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
         if (k < p.width) {
-            const float4 gain = *reinterpret_cast<const float4*>(p.gain + k);
+            const float4 gain = p.gain ? *reinterpret_cast<const float4*>(p.gain + k) : make_float4(1.f, 1.f, 1.f, 1.f);
             v = *reinterpret_cast<const float4*>(x + k);
             v.x *= r * gain.x, v.y *= r * gain.y, v.z *= r * gain.z, v.w *= r * gain.w;
             if (p.y) *reinterpret_cast<float4*>(p.y + size_t(m) * p.width + k) = v;
@@ -86,13 +86,12 @@ extern "C" __global__ void rms_norm(const __grid_constant__ NormArgs p) {
     }
 }
 
-// Per-head RMSNorm and rotary embedding of queries (in place) and keys, and keys and values to
+// Biases, per-head RMSNorm and rotary embedding of queries (in place) and keys, and keys and values to
 // the cache. Grid (m / 8, heads + 2 kv_heads); a warp takes one row.
 struct AppendArgs {
     float* qkv;             // [m][(heads + 2 kv_heads) * 128]
     const Row* rows;        // [m]
-    const float* q_gain;
-    const float* k_gain;
+    HeadVectors vectors;
     const float2* cos_sin;  // [positions][64]
     Cache cache;
     int m;
@@ -135,16 +134,18 @@ DEVICE void append(const AppendArgs& p) {
     float4* at = reinterpret_cast<float4*>(p.qkv + (size_t(m) * width + head) * HEAD_DIM) + lane;
     float4 v = *at;
     const int which = head < p.heads ? -1 : (head - p.heads) / p.cache.kv_heads;
+    const int of_kind = which < 0 ? head : (head - p.heads) % p.cache.kv_heads;
+    v = add_bias(v, p.vectors, which + 1, of_kind, lane);
     if (which < 1) {
         const float4* cs = reinterpret_cast<const float4*>(p.cos_sin + size_t(row.position) * 64) + lane % 16 * 2;
-        const float4 gain = reinterpret_cast<const float4*>(which < 0 ? p.q_gain : p.k_gain)[lane];
-        v = norm_rope(v, gain, cs[0], cs[1], p.eps, lane);
+        const HeadGain gain(p.vectors.gains[which + 1], lane);
+        v = turn_head(v, gain, cs[0], cs[1], p.eps, lane);
     }
     if (which < 0) {
         if (mine) *at = v;
         return;
     }
-    const size_t kv = p.cache.head(p.cache.page(row.slot, row.position), (head - p.heads) % p.cache.kv_heads);
+    const size_t kv = p.cache.head(p.cache.page(row.slot, row.position), of_kind);
     const Kept kept = round_row<INT8>(v);
     // The same for the whole block, as are the barriers.
     const bool together = mine && first.position % APPEND_ROWS == 0 && row.slot == first.slot && row.position == first.position + warp;

@@ -32,11 +32,39 @@ struct Cache {
     DEVICE size_t head(uint32_t page, int kv) const { return size_t(page) * kv_heads + kv; }
 };
 
-// RMSNorm and rotary embedding of one head by one warp; lane l holds elements 4l .. 4l+3, `w`
-// their gains, `c0` and `c1` the cosines and sines of their pairs.
-DEVICE float4 norm_rope(float4 v, float4 w, float4 c0, float4 c1, float eps, int lane) {
-    float r = rsqrtf(warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / HEAD_DIM + eps);
-    v.x *= r * w.x, v.y *= r * w.y, v.z *= r * w.z, v.w *= r * w.w;
+// What happens to a layer's queries, keys and values before attention: biases are added, then the heads of
+// queries and keys are normalized.
+struct HeadVectors {
+    const float* gains[2];    // [128], of queries and of keys; null: no norm
+    const float* biases[3];   // of queries [heads][128], of keys and of values [kv_heads][128]; null: none
+};
+
+// Gains of a norm, of which lane l holds elements 4l .. 4l+3.
+struct HeadGain {
+    float4 w;
+    bool norm;   // false: there is no norm
+
+    DEVICE HeadGain(const float* from, int lane) : w(make_float4(1.f, 1.f, 1.f, 1.f)), norm(from != nullptr) {
+        if (norm) w = __ldg(reinterpret_cast<const float4*>(from) + lane);
+    }
+};
+
+// Adds the bias of head `head` of queries (`which` 0), keys (1) or values (2), if they have one.
+DEVICE float4 add_bias(float4 v, const HeadVectors& vectors, int which, int head, int lane) {
+    const float* const from = vectors.biases[which];
+    if (from == nullptr) return v;
+    const float4 b = __ldg(reinterpret_cast<const float4*>(from + head * HEAD_DIM) + lane);
+    return make_float4(v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w);
+}
+
+// RMSNorm, if there is one, and rotary embedding of one head by one warp; lane l holds elements 4l .. 4l+3,
+// `gain` their gains, `c0` and `c1` the cosines and sines of their pairs.
+DEVICE float4 turn_head(float4 v, const HeadGain& gain, float4 c0, float4 c1, float eps, int lane) {
+    if (gain.norm) {
+        const float4 w = gain.w;
+        float r = rsqrtf(warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / HEAD_DIM + eps);
+        v.x *= r * w.x, v.y *= r * w.y, v.z *= r * w.z, v.w *= r * w.w;
+    }
     float4 o;   // the other half of each pair
     o.x = __shfl_xor_sync(~0u, v.x, 16);
     o.y = __shfl_xor_sync(~0u, v.y, 16);

@@ -142,13 +142,18 @@ fn heads<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
         .collect();
     let turns = put(ops, &turns);
     let (mut y, mut inv) = (on.f(s.room(), 14), on.f(s.rows() * 4, 15));
-    ops.head_norm_rope(&x, &gain, &turns, &mut y, &mut inv, s, 1e-6)
+    ops.head_norm_rope(&x, Some(&gain), &turns, &mut y, &mut inv, s, 1e-6)
         .unwrap();
     let (mut dx, mut dgain) = (on.f(s.values(), 16), on.f(32, 17));
     ops.head_norm_rope_grad(&x, &gain, &turns, &inv, &dy, &mut dx, &mut dgain, s)
         .unwrap();
     let out = vec![on.r(&y, s.room()), on.r(&dx, s.values()), on.r(&dgain, 32)];
     cases.push(("head_norm_rope", 1e-6, out));
+    ops.head_norm_rope(&x, None, &turns, &mut y, &mut inv, s, 1e-6)
+        .unwrap();
+    ops.head_rope_grad(&turns, &dy, &mut dx, s).unwrap();
+    let out = vec![on.r(&y, s.room()), on.r(&dx, s.values())];
+    cases.push(("head_rope", 1e-6, out));
     let one = HeadShape {
         seq: 1,
         capacity: 10,
@@ -156,7 +161,7 @@ fn heads<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
         position: 6,
         ..s
     };
-    ops.head_norm_rope(&x, &gain, &turns, &mut y, &mut inv, one, 1e-6)
+    ops.head_norm_rope(&x, Some(&gain), &turns, &mut y, &mut inv, one, 1e-6)
         .unwrap();
     let mut z = on.f(one.room(), 18);
     ops.rows_to_heads(&x, &mut z, one).unwrap();

@@ -25,9 +25,10 @@ fn rms_norm() {
 }
 
 #[test]
-fn qk_norm_rope() {
+fn turn_heads() {
+    let shapes = [(1, 2, 128), (5, 3, 64), (40, 4, 128), (3, 1, 10)];
     for isa in isas() {
-        for (m, heads, d) in [(1, 2, 128), (5, 3, 64), (40, 4, 128), (3, 1, 10)] {
+        for ((m, heads, d), norm) in shapes.into_iter().flat_map(|s| [(s, true), (s, false)]) {
             let (start, stride) = (d, (heads + 3) * d);
             let x = normal(m * stride, 1);
             let w = normal(d, 2);
@@ -38,14 +39,17 @@ fn qk_norm_rope() {
             let mut expected = x.clone();
             for (row, &p) in expected.chunks_exact_mut(stride).zip(&positions) {
                 for head in row[start..start + heads * d].chunks_exact_mut(d) {
-                    let mut normed = vec![0.0; d];
-                    reference::rms_norm(head, &w, 1e-6, &mut normed);
+                    let mut normed = head.to_vec();
+                    if norm {
+                        reference::rms_norm(head, &w, 1e-6, &mut normed);
+                    }
                     reference::rope(&mut normed, &table[p * (d / 2)..(p + 1) * (d / 2)]);
                     head.copy_from_slice(&normed);
                 }
             }
             let mut y = x.clone();
-            cpu(isa, 2).qk_norm_rope(&mut y, stride, start, heads, &w, 1e-6, &table, &positions);
+            let gains = (norm.then_some(&w[..]), 1e-6);
+            cpu(isa, 2).turn_heads(&mut y, stride, (start, heads, d), gains, &table, &positions);
             assert!(nmse(&y, &expected) < 1e-13, "d={d} {isa}");
             // Values outside the heads are not changed.
             for (y, x) in y.chunks_exact(stride).zip(x.chunks_exact(stride)) {

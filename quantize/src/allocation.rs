@@ -73,7 +73,7 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
         weights: vec![(EMBEDDING.into(), ends)],
     }];
     for index in 0..config.num_hidden_layers {
-        for (place, product) in config.layer().products().into_iter().enumerate() {
+        for (place, product) in config.layer(index).products().into_iter().enumerate() {
             let linears = product.linears.iter();
             groups.push(WeightGroup {
                 name: format!("layers.{index} {}", product.words()),

@@ -215,11 +215,11 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Resul
     let head = moments(n);
     round(a, c.vocab_size.min(PIECE / n), n, work);
     drop(head);
-    let products = c.layer().products().into_iter();
+    let products = c.largest_layer().products().into_iter();
     let all = products.flat_map(|p| (0..p.shares(c)).map(|_| p.inputs(c)));
     let _moments: Vec<_> = all.map(moments).collect();
     let _pass = run(a, c, rows)?;
-    for product in c.layer().products() {
+    for product in c.largest_layer().products() {
         for linear in product.linears {
             let (out, inputs) = linear.dims(c);
             round(a, out / product.shares(c), inputs, work);

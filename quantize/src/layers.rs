@@ -76,9 +76,14 @@ impl Hits {
 }
 
 impl<'a> Gather<'a> {
-    /// For a model of this shape; `progress` advances by rows.
-    pub fn new(config: &ModelConfig, needs: Needs, progress: &'a dyn Progress) -> Self {
-        let products = config.layer().products();
+    /// For layer `layer` of a model of this shape; `progress` advances by rows.
+    pub fn new(
+        config: &ModelConfig,
+        layer: usize,
+        needs: Needs,
+        progress: &'a dyn Progress,
+    ) -> Self {
+        let products = config.layer(layer).products();
         let moments = |p: &&Product| {
             let one = |_| Moments::new(p.inputs(config), needs == Needs::Hessian);
             (0..p.shares(config)).map(one).collect()
@@ -169,6 +174,9 @@ pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Resul
         spec,
         linears,
         norms: norms.collect::<Result<_>>()?,
+        biases: (weights.biases.iter())
+            .map(|(&kind, bias)| Ok((kind, bias.to_f32()?)))
+            .collect::<Result<_>>()?,
         head_dim: config.head_dim,
     })
 }
@@ -205,7 +213,11 @@ pub fn quantize(
             let gains = Tensor::from_f32(vec![gains.len()], gains.clone())?;
             weights.norms.insert(kind, gains);
         }
-        if let Some(router) = source.spec.mlp.router() {
+        for (&kind, bias) in &layer.biases {
+            let bias = Tensor::from_f32(vec![bias.len()], bias.clone())?;
+            weights.biases.insert(kind, bias);
+        }
+        if let Some(router) = source.spec.router() {
             let scaled = layer.linear(router.kind);
             let tensor = Tensor::from_f32(vec![scaled.rows, scaled.cols], scaled.data.clone())?;
             weights.linears.insert(router.kind, Weight::Dense(tensor));
@@ -342,7 +354,7 @@ pub fn gather(
     needs: Needs,
     progress: &dyn Progress,
 ) -> Result<(LayerStats, Hits)> {
-    let mut gather = Gather::new(stepper.config(), needs, progress);
+    let mut gather = Gather::new(stepper.config(), index, needs, progress);
     if needs == Needs::Hessian
         && let Some(moments) = stepper.moments(index, weights, hidden, &mut gather)?
     {

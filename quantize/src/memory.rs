@@ -158,7 +158,7 @@ fn measure(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
 
 /// A model is copied to a GPU: of its weights, the largest is read and packed at a time.
 fn copy_to_gpu(a: &Account, c: &ModelConfig, dtype: DType) {
-    let products = c.layer().products().into_iter();
+    let products = c.largest_layer().products().into_iter();
     let product = |p: &Product| p.linears.iter().map(|l| l.elements(c)).sum();
     let largest = products
         .map(product)
@@ -168,7 +168,8 @@ fn copy_to_gpu(a: &Account, c: &ModelConfig, dtype: DType) {
 
 /// Stage: embedding and head are quantized, then the layers.
 fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
-    let (linears, products) = (c.layer().linears(), c.layer().products());
+    let spec = c.largest_layer();
+    let (linears, products) = (spec.linears(), spec.products());
     let hessian = work.needs == Needs::Hessian;
     let if_hessian = |bytes: usize| if hessian { bytes } else { 0 };
     let if_moments_here = |bytes: usize| if work.on_gpu { 0 } else { if_hessian(bytes) };

@@ -101,7 +101,7 @@ fn importance(config: &ModelConfig, group: &WeightGroup) -> f64 {
     let Place::Layer { index, product } = group.place else {
         return 2.0;
     };
-    let kind = config.layer().products()[product].linears[0].kind;
+    let kind = config.layer(index).products()[product].linears[0].kind;
     match (index, kind) {
         (0, LinearKind::Q | LinearKind::O) => 4.0,
         (0, LinearKind::Down) => 3.0,

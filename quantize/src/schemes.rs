@@ -104,7 +104,7 @@ impl Schemes {
     /// # Errors
     /// Errors of [`Grid::new`].
     pub fn grids(&self, config: &ModelConfig, layer: usize) -> Result<Grids> {
-        let linears = config.layer().linears().into_iter();
+        let linears = config.layer(layer).linears().into_iter();
         let grids = linears.map(|linear| {
             let scheme = self.of(&linear.name(layer)).unwrap_or(self.linears);
             Ok((linear.kind, Grid::new(scheme)?))
@@ -120,7 +120,7 @@ impl Schemes {
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
         let mut weights: Vec<(String, usize)> = vec![(EMBEDDING.into(), config.hidden_size)];
         for layer in 0..config.num_hidden_layers {
-            for linear in config.layer().linears() {
+            for linear in config.layer(layer).linears() {
                 weights.push((linear.name(layer), linear.dims(config).1));
             }
         }

@@ -1,52 +1,63 @@
-//! The forward of a layer, written once: its operations in their order. Each device
+//! The forward of a layer, written once: its blocks' operations in their order. Each device
 //! runs them its own way, over its own buffers, and may queue or record them.
 
 use nq_formats::ModelConfig;
-use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
+use nq_formats::models::{AttentionSpec, LayerSpec, LinearSpec, Mixer, NormSpec, Product};
 
-/// A layer's weights as a device holds them: matrices as `L`, gains of norms as `N`.
+/// A layer's weights as a device holds them: matrices as `L`, vectors (gains of norms, biases) as `N`.
 pub struct Layer<L, N> {
     /// Its number, from 0.
     pub index: usize,
-    /// The first half: attention.
-    pub attention: Attention<L, N>,
-    /// The second half: the MLP or the experts.
-    pub mlp: Mlp<L, N>,
+    /// Its blocks, in running order.
+    pub blocks: Vec<Block<L, N>>,
 }
 
-/// A layer's first half.
-pub struct Attention<L, N> {
-    /// `[hidden]`
+/// A step of a layer: `x += mixer(norm(x))`.
+pub struct Block<L, N> {
+    /// Gains of the norm, `[hidden]`.
     pub norm: N,
+    /// What is added.
+    pub mixer: Mix<L, N>,
+}
+
+/// The weights of a block's [`Mixer`].
+pub enum Mix<L, N> {
+    /// See [`Mixer::Attention`].
+    Attention(Attention<L, N>),
+    /// See [`Mixer::Mlp`].
+    Mlp(Mlp<L>),
+    /// See [`Mixer::Experts`].
+    Experts(Experts<L>),
+}
+
+/// Attention.
+pub struct Attention<L, N> {
     /// `[q_dim + 2 kv_dim, hidden]`
     pub qkv: Packed<L>,
-    /// `[head_dim]`
-    pub q_norm: N,
-    /// `[head_dim]`
-    pub k_norm: N,
+    /// What happens to queries, keys and values before they are attended to.
+    pub heads: HeadVectors<N>,
     /// `[hidden, q_dim]`
     pub o: Packed<L>,
 }
 
-/// A layer's second half.
-pub enum Mlp<L, N> {
-    /// See [`MlpSpec::SwiGlu`].
-    SwiGlu {
-        /// `[hidden]`
-        norm: N,
-        /// `[2 intermediate, hidden]`
-        gate_up: Packed<L>,
-        /// `[hidden, intermediate]`
-        down: Packed<L>,
-    },
-    /// See [`MlpSpec::Experts`].
-    Experts(Experts<L, N>),
+/// The vectors that prepare queries, keys and values: biases are added, then heads are normalized.
+pub struct HeadVectors<N> {
+    /// Biases of the queries `[q_dim]`, the keys and the values `[kv_dim]`; empty if they have none.
+    pub biases: Vec<N>,
+    /// Gains of the norms of a head of the queries and of the keys, `[head_dim]`, if they are normalized.
+    pub norms: Option<[N; 2]>,
+}
+
+/// A SwiGLU.
+pub struct Mlp<L> {
+    /// `[2 intermediate, hidden]`
+    pub gate_up: Packed<L>,
+    /// `[hidden, intermediate]`
+    pub down: Packed<L>,
 }
 
 /// A mixture of experts.
-pub struct Experts<L, N> {
-    /// `[hidden]`
-    pub norm: N,
+pub struct Experts<L> {
     /// `[experts, hidden]`
     pub router: Packed<L>,
     /// `[2 width, hidden]` for every expert.
@@ -61,6 +72,33 @@ pub struct Packed<L> {
     pub spec: &'static Product,
     /// Its weight.
     pub linear: L,
+}
+
+/// A vector of a layer.
+#[derive(Clone, Copy, Debug)]
+pub enum VectorSpec {
+    /// The gains of a norm.
+    Norm(&'static NormSpec),
+    /// The bias of a Linear.
+    Bias(&'static LinearSpec),
+}
+
+impl VectorSpec {
+    /// Number of its values in a model of shape `c`.
+    pub fn len(&self, c: &ModelConfig) -> usize {
+        match self {
+            VectorSpec::Norm(norm) => norm.len.of(c),
+            VectorSpec::Bias(linear) => linear.dims(c).0,
+        }
+    }
+
+    /// Its name in layer `layer`.
+    pub fn name(&self, layer: usize) -> String {
+        match self {
+            VectorSpec::Norm(norm) => norm.name(layer),
+            VectorSpec::Bias(linear) => linear.bias_name(layer),
+        }
+    }
 }
 
 /// Destination of [`Ops::project`].
@@ -88,8 +126,8 @@ pub enum Operand {
 pub trait Ops {
     /// Type of a product's weight.
     type Linear;
-    /// Type of a norm's gains.
-    type Gains;
+    /// Type of a vector: a norm's gains, a bias.
+    type Vector;
     /// Type of the device's errors.
     type Error;
 
@@ -97,17 +135,18 @@ pub trait Ops {
     fn project(
         &mut self,
         layer: usize,
-        norm: &Self::Gains,
+        norm: &Self::Vector,
         w: &Packed<Self::Linear>,
         to: Projection,
     ) -> Result<(), Self::Error>;
 
-    /// Normalizes and rotates queries and keys, appends keys and values to the rows' sequences, and
-    /// lets each row attend to the positions up to its own.
+    /// Prepares queries, keys and values as `heads` says, rotates queries and keys, appends keys and
+    /// values to the rows' sequences, and lets each row attend to the positions up to its own.
     fn attend(
         &mut self,
         layer: usize,
-        attention: &Attention<Self::Linear, Self::Gains>,
+        heads: &HeadVectors<Self::Vector>,
+        o: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
     /// Computes `x += operand w^T`.
@@ -118,11 +157,12 @@ pub trait Ops {
         w: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
-    /// Adds the mixture of `experts` to `x`.
+    /// Adds the mixture of `experts` of `norm(x)` to `x`.
     fn add_experts(
         &mut self,
         layer: usize,
-        experts: &Experts<Self::Linear, Self::Gains>,
+        norm: &Self::Vector,
+        experts: &Experts<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
     /// Called when `x` is the layer's output.
@@ -132,8 +172,48 @@ pub trait Ops {
     }
 }
 
+impl<N> HeadVectors<N> {
+    fn new<E>(
+        spec: &'static AttentionSpec,
+        mut vector: impl FnMut(VectorSpec) -> Result<N, E>,
+    ) -> Result<Self, E> {
+        let biased = spec.qkv.linears.iter().filter(|l| l.bias);
+        let biases = biased.map(|l| vector(VectorSpec::Bias(l)));
+        let biases = biases.collect::<Result<_, E>>()?;
+        let mut norm = |norm| vector(VectorSpec::Norm(norm));
+        Ok(HeadVectors {
+            biases,
+            norms: match &spec.head_norms {
+                Some(norms) => Some([norm(&norms.q)?, norm(&norms.k)?]),
+                None => None,
+            },
+        })
+    }
+}
+
+impl<L, N> Mix<L, N> {
+    /// Its weights in the order they run, without a router's.
+    fn linears(&self) -> [&L; 2] {
+        let [first, last] = match self {
+            Mix::Attention(a) => [&a.qkv, &a.o],
+            Mix::Mlp(m) => [&m.gate_up, &m.down],
+            Mix::Experts(e) => [&e.gate_up, &e.down],
+        };
+        [&first.linear, &last.linear]
+    }
+
+    fn linears_mut(&mut self) -> [&mut L; 2] {
+        let [first, last] = match self {
+            Mix::Attention(a) => [&mut a.qkv, &mut a.o],
+            Mix::Mlp(m) => [&mut m.gate_up, &mut m.down],
+            Mix::Experts(e) => [&mut e.gate_up, &mut e.down],
+        };
+        [&mut first.linear, &mut last.linear]
+    }
+}
+
 impl<L, N> Layer<L, N> {
-    /// Builds layer `index` as described by `spec`: weights from `linear`, gains from `norm`.
+    /// Builds layer `index` as described by `spec`: weights from `linear`, vectors from `vector`.
     ///
     /// # Errors
     /// The first error that either returns.
@@ -141,122 +221,114 @@ impl<L, N> Layer<L, N> {
         index: usize,
         spec: &'static LayerSpec,
         mut linear: impl FnMut(&'static Product) -> Result<L, E>,
-        mut norm: impl FnMut(&'static NormSpec) -> Result<N, E>,
+        mut vector: impl FnMut(VectorSpec) -> Result<N, E>,
     ) -> Result<Self, E> {
         let mut pack = |spec: &'static Product| -> Result<Packed<L>, E> {
             let linear = linear(spec)?;
             Ok(Packed { spec, linear })
         };
-        let a = &spec.attention;
-        let attention = Attention {
-            norm: norm(&a.norm)?,
-            qkv: pack(&a.qkv)?,
-            q_norm: norm(&a.q_norm)?,
-            k_norm: norm(&a.k_norm)?,
-            o: pack(&a.o)?,
+        let mut block = |spec: &'static nq_formats::models::Block| -> Result<_, E> {
+            let norm = vector(VectorSpec::Norm(&spec.norm))?;
+            let mixer = match &spec.mixer {
+                Mixer::Attention(a) => Mix::Attention(Attention {
+                    qkv: pack(&a.qkv)?,
+                    heads: HeadVectors::new(a, &mut vector)?,
+                    o: pack(&a.o)?,
+                }),
+                Mixer::Mlp(m) => Mix::Mlp(Mlp {
+                    gate_up: pack(&m.gate_up)?,
+                    down: pack(&m.down)?,
+                }),
+                Mixer::Experts(e) => Mix::Experts(Experts {
+                    router: pack(&e.router)?,
+                    gate_up: pack(&e.gate_up)?,
+                    down: pack(&e.down)?,
+                }),
+            };
+            Ok(Block { norm, mixer })
         };
-        let mlp = match &spec.mlp {
-            MlpSpec::SwiGlu {
-                norm: gains,
-                gate_up,
-                down,
-            } => Mlp::SwiGlu {
-                norm: norm(gains)?,
-                gate_up: pack(gate_up)?,
-                down: pack(down)?,
-            },
-            MlpSpec::Experts {
-                norm: gains,
-                router,
-                gate_up,
-                down,
-            } => Mlp::Experts(Experts {
-                norm: norm(gains)?,
-                router: pack(router)?,
-                gate_up: pack(gate_up)?,
-                down: pack(down)?,
-            }),
-        };
-        Ok(Layer {
-            index,
-            attention,
-            mlp,
-        })
+        let blocks = spec
+            .blocks
+            .iter()
+            .map(&mut block)
+            .collect::<Result<_, E>>()?;
+        Ok(Layer { index, blocks })
     }
 
     /// Bytes of its weights that one token reads, `bytes` of each weight: of experts, only the
     /// chosen ones.
     pub fn bytes_per_token(&self, c: &ModelConfig, bytes: impl Fn(&L) -> usize) -> usize {
-        let all: usize = self.linears().chain(self.router()).map(&bytes).sum();
-        let Mlp::Experts(Experts { gate_up, down, .. }) = &self.mlp else {
-            return all;
-        };
-        let stacks = bytes(&gate_up.linear) + bytes(&down.linear);
         let (count, routed) = c.experts.map_or((1, 1), |e| (e.count, e.per_token));
-        all - stacks + stacks / count * routed
+        let of = |block: &Block<L, N>| -> usize {
+            let all: usize = block.mixer.linears().into_iter().map(&bytes).sum();
+            match &block.mixer {
+                Mix::Experts(e) => bytes(&e.router.linear) + all / count * routed,
+                Mix::Attention(_) | Mix::Mlp(_) => all,
+            }
+        };
+        self.blocks.iter().map(of).sum()
     }
 
     /// Its weights in the order they run, without the router's.
     pub fn linears(&self) -> impl Iterator<Item = &L> {
-        let (Mlp::SwiGlu { gate_up, down, .. } | Mlp::Experts(Experts { gate_up, down, .. })) =
-            &self.mlp;
-        let a = &self.attention;
-        [&a.qkv, &a.o, gate_up, down].into_iter().map(|p| &p.linear)
+        self.blocks.iter().flat_map(|b| b.mixer.linears())
     }
 
     /// The weight that scores its experts, if it has any.
     pub fn router(&self) -> Option<&L> {
-        match &self.mlp {
-            Mlp::SwiGlu { .. } => None,
-            Mlp::Experts(experts) => Some(&experts.router.linear),
-        }
+        self.blocks.iter().find_map(|b| match &b.mixer {
+            Mix::Experts(experts) => Some(&experts.router.linear),
+            Mix::Attention(_) | Mix::Mlp(_) => None,
+        })
     }
 
-    /// Gains of its norms, in the order of the architecture's table.
-    pub fn norms(&self) -> impl Iterator<Item = &N> {
-        let (Mlp::SwiGlu { norm, .. } | Mlp::Experts(Experts { norm, .. })) = &self.mlp;
-        let a = &self.attention;
-        [&a.norm, norm, &a.q_norm, &a.k_norm].into_iter()
+    /// Its vectors: the gains of the residual stream's norms, then those of heads and biases.
+    pub fn vectors(&self) -> impl Iterator<Item = &N> {
+        let stream = self.blocks.iter().map(|b| &b.norm);
+        let within = self.blocks.iter().filter_map(|b| match &b.mixer {
+            Mix::Attention(a) => Some(&a.heads),
+            Mix::Mlp(_) | Mix::Experts(_) => None,
+        });
+        stream.chain(within.flat_map(|h| h.norms.iter().flatten().chain(&h.biases)))
     }
 
-    /// [`Layer::linears`] and [`Layer::norms`], mutable.
-    pub fn parts_mut(&mut self) -> (impl Iterator<Item = &mut L>, impl Iterator<Item = &mut N>) {
-        let (Mlp::SwiGlu {
-            norm,
-            gate_up,
-            down,
+    /// [`Layer::linears`] and [`Layer::vectors`], mutable.
+    pub fn parts_mut(&mut self) -> (Vec<&mut L>, Vec<&mut N>) {
+        let (mut linears, mut stream, mut within) = (Vec::new(), Vec::new(), Vec::new());
+        for Block { norm, mixer } in &mut self.blocks {
+            stream.push(norm);
+            if let Mix::Attention(a) = mixer {
+                // Its vectors and its weights are borrowed apart.
+                let HeadVectors { biases, norms } = &mut a.heads;
+                within.extend(norms.iter_mut().flatten().chain(biases));
+                linears.extend([&mut a.qkv.linear, &mut a.o.linear]);
+            } else {
+                linears.extend(mixer.linears_mut());
+            }
         }
-        | Mlp::Experts(Experts {
-            norm,
-            gate_up,
-            down,
-            ..
-        })) = &mut self.mlp;
-        let a = &mut self.attention;
-        let linears = [&mut a.qkv, &mut a.o, gate_up, down].into_iter();
-        let norms = [&mut a.norm, norm, &mut a.q_norm, &mut a.k_norm];
-        (linears.map(|p| &mut p.linear), norms.into_iter())
+        stream.extend(within);
+        (linears, stream)
     }
 
     /// Runs the layer over the rows of a pass.
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn run<O: Ops<Linear = L, Gains = N>>(&self, ops: &mut O) -> Result<(), O::Error> {
-        let (layer, attention) = (self.index, &self.attention);
-        ops.project(layer, &attention.norm, &attention.qkv, Projection::Qkv)?;
-        ops.attend(layer, attention)?;
-        ops.add(layer, Operand::Attended, &attention.o)?;
-        match &self.mlp {
-            Mlp::SwiGlu {
-                norm,
-                gate_up,
-                down,
-            } => {
-                ops.project(layer, norm, gate_up, Projection::Gated)?;
-                ops.add(layer, Operand::Gated, down)?;
+    pub fn run<O: Ops<Linear = L, Vector = N>>(&self, ops: &mut O) -> Result<(), O::Error> {
+        let layer = self.index;
+        for Block { norm, mixer } in &self.blocks {
+            match mixer {
+                Mix::Attention(a) => {
+                    ops.project(layer, norm, &a.qkv, Projection::Qkv)?;
+                    ops.attend(layer, &a.heads, &a.o)?;
+                    ops.add(layer, Operand::Attended, &a.o)?;
+                }
+                Mix::Mlp(m) => {
+                    ops.project(layer, norm, &m.gate_up, Projection::Gated)?;
+                    ops.add(layer, Operand::Gated, &m.down)?;
+                }
+                Mix::Experts(experts) => ops.add_experts(layer, norm, experts)?,
             }
-            Mlp::Experts(experts) => ops.add_experts(layer, experts)?,
         }
         ops.end_layer(layer)
     }

@@ -53,7 +53,8 @@ pub fn hold_model(
         });
     }
     for layer in 0..c.num_hidden_layers {
-        let linears = c.layer().matrices();
+        let spec = c.layer(layer);
+        let linears = spec.matrices();
         let linears = linears.map(|l| (kinds(&l.name(layer)), l.dims(c)));
         let linears: Vec<_> = linears.collect();
         let read = linears.iter().map(|(kind, dims)| kind.bytes(*dims)).sum();
@@ -61,8 +62,9 @@ pub fn hold_model(
         linears
             .into_iter()
             .for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
-        let norms = c.layer().norms().into_iter();
-        norms.for_each(|n| held.add(size_of::<f32>() * n.len.of(c)));
+        let norms = spec.norms().into_iter().map(|n| n.len.of(c));
+        let biases = spec.biased().map(|l| l.dims(c).0);
+        (norms.chain(biases)).for_each(|n| held.add(size_of::<f32>() * n));
     }
     held.add(size_of::<f32>() * c.hidden_size);
     held

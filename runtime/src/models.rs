@@ -1,7 +1,8 @@
 //! A model's weights in canonical form, read from a store as listed by its architecture.
 
 use crate::error::Result;
-use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, NormSpec, Product};
+use crate::forward::VectorSpec;
+use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, Product};
 use nq_formats::names::{self, EMBEDDING, NORM};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
 use std::collections::BTreeMap;
@@ -15,6 +16,8 @@ pub struct LayerWeights {
     pub linears: BTreeMap<LinearKind, Weight>,
     /// Gains of its norms.
     pub norms: BTreeMap<NormKind, Tensor>,
+    /// Biases of those Linears that have one.
+    pub biases: BTreeMap<LinearKind, Tensor>,
 }
 
 impl LayerWeights {
@@ -24,20 +27,20 @@ impl LayerWeights {
     /// A missing tensor, or one whose shape does not match the config.
     pub fn read(store: &dyn WeightStore, config: &ModelConfig, index: usize) -> Result<Self> {
         Self::collect(
-            config.layer(),
+            config.layer(index),
             |linear| Ok(store.matrix(&linear.name(index), linear.dims(config))?),
-            |norm| Ok(store.vector(&norm.name(index), norm.len.of(config))?),
+            |vector| Ok(store.vector(&vector.name(index), vector.len(config))?),
         )
     }
 
-    /// Collects the results of `linear` and `norm` for all parts of the layer.
+    /// Collects the results of `linear` and `vector` for all parts of the layer.
     ///
     /// # Errors
     /// The first error that either returns.
     pub fn collect<E>(
         spec: &'static LayerSpec,
         mut linear: impl FnMut(&LinearSpec) -> Result<Weight, E>,
-        mut norm: impl FnMut(&NormSpec) -> Result<Tensor, E>,
+        mut vector: impl FnMut(VectorSpec) -> Result<Tensor, E>,
     ) -> Result<Self, E> {
         let norms = spec.norms().into_iter();
         Ok(LayerWeights {
@@ -46,7 +49,10 @@ impl LayerWeights {
                 .map(|l| Ok((l.kind, linear(l)?)))
                 .collect::<Result<_, E>>()?,
             norms: norms
-                .map(|n| Ok((n.kind, norm(n)?)))
+                .map(|n| Ok((n.kind, vector(VectorSpec::Norm(n))?)))
+                .collect::<Result<_, E>>()?,
+            biases: (spec.biased())
+                .map(|l| Ok((l.kind, vector(VectorSpec::Bias(l))?)))
                 .collect::<Result<_, E>>()?,
         })
     }
@@ -65,6 +71,14 @@ impl LayerWeights {
     /// The gains of one norm.
     pub fn norm(&self, kind: NormKind) -> &Tensor {
         &self.norms[&kind]
+    }
+
+    /// The values of a vector.
+    pub fn vector(&self, spec: VectorSpec) -> &Tensor {
+        match spec {
+            VectorSpec::Norm(norm) => self.norm(norm.kind),
+            VectorSpec::Bias(linear) => &self.biases[&linear.kind],
+        }
     }
 }
 

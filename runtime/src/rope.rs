@@ -11,17 +11,21 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// The frequencies of `config`: `theta^(-2i/d)`, stretched if it uses YaRN.
+    /// The frequencies of `config`: `theta^(-2i/d)`, stretched as it says.
     pub fn new(config: &ModelConfig) -> Self {
         let d = config.head_dim;
         let base: Vec<f64> = (0..d / 2)
             .map(|i| config.rope.theta.powf(-2.0 * i as f64 / d as f64))
             .collect();
-        match config.rope.scaling {
-            RopeScaling::None => Rotary {
-                inv_freq: base.iter().map(|&f| f as f32).collect(),
-                attention_factor: 1.0,
-            },
+        let scaling = config.rope.scaling;
+        match scaling {
+            RopeScaling::None | RopeScaling::Llama3 { .. } => {
+                let scaled = |&f: &f64| (f / scaling.divisor(f).unwrap_or(1.0)) as f32;
+                Rotary {
+                    inv_freq: base.iter().map(scaled).collect(),
+                    attention_factor: 1.0,
+                }
+            }
             RopeScaling::Yarn {
                 factor,
                 original_max_position_embeddings,

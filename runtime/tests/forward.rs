@@ -4,8 +4,8 @@ mod common;
 
 use common::{Store, candle, distance, feed, nq, options, session, small_config, tokens};
 use nq_formats::models::{
-    ARCHITECTURES, Architecture, AttentionSpec, LayerSpec, LinearKind, LinearSpec, MlpSpec,
-    NormSpec, Product,
+    ARCHITECTURES, Architecture, AttentionSpec, Block, HeadNorms, LayerSpec, LinearKind,
+    LinearSpec, Mixer, MlpSpec, NormSpec, Product,
 };
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_runtime::{
@@ -306,7 +306,7 @@ fn an_observer_sees_every_input_in_order() {
 
     let expected = (0..config.num_hidden_layers).flat_map(|layer| {
         config
-            .layer()
+            .layer(layer)
             .products()
             .into_iter()
             .map(move |p| (layer, *p))
@@ -537,7 +537,6 @@ fn candle_names_what_it_does_not_do() {
 
 /// Qwen3's layers under other names.
 fn renamed() -> &'static Architecture {
-    let layer = ARCHITECTURES[0].layer;
     let name = |n: &str| -> &'static str { format!("other.{n}").leak() };
     let norm = |n: NormSpec| NormSpec {
         suffix: name(n.suffix),
@@ -551,35 +550,38 @@ fn renamed() -> &'static Architecture {
         linears: p.linears.iter().map(linear).collect::<Vec<_>>().leak(),
         ..p
     };
-    let attention = layer.attention;
-    let MlpSpec::SwiGlu {
-        norm: before,
-        gate_up,
-        down,
-    } = layer.mlp
-    else {
-        panic!("a dense layer");
+    let block = |block: &Block| Block {
+        norm: norm(block.norm),
+        mixer: match block.mixer {
+            Mixer::Attention(a) => Mixer::Attention(AttentionSpec {
+                qkv: product(a.qkv),
+                head_norms: a.head_norms.map(|h| HeadNorms {
+                    q: norm(h.q),
+                    k: norm(h.k),
+                }),
+                o: product(a.o),
+            }),
+            Mixer::Mlp(m) => Mixer::Mlp(MlpSpec {
+                gate_up: product(m.gate_up),
+                down: product(m.down),
+            }),
+            Mixer::Experts(_) => panic!("a dense layer"),
+        },
     };
+    let layer = |layer: &LayerSpec| LayerSpec {
+        blocks: layer.blocks.iter().map(block).collect::<Vec<_>>().leak(),
+    };
+    let qwen3 = ARCHITECTURES[0];
     Box::leak(Box::new(Architecture {
         family: "Other",
         title: "Other",
         class: "OtherForCausalLM",
         model_type: "other",
         gguf: "other",
-        layer: LayerSpec {
-            attention: AttentionSpec {
-                norm: norm(attention.norm),
-                qkv: product(attention.qkv),
-                q_norm: norm(attention.q_norm),
-                k_norm: norm(attention.k_norm),
-                o: product(attention.o),
-            },
-            mlp: MlpSpec::SwiGlu {
-                norm: norm(before),
-                gate_up: product(gate_up),
-                down: product(down),
-            },
-        },
+        kinds: qwen3.kinds.iter().map(layer).collect::<Vec<_>>().leak(),
+        kind_of: qwen3.kind_of,
+        heads_split_hidden: false,
+        gguf_pairs: false,
         presets: &[],
     }))
 }

@@ -431,7 +431,7 @@ fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
 /// Number of positions that the model was trained for.
 pub fn longest_context(config: &ModelConfig) -> usize {
     match config.rope.scaling {
-        RopeScaling::None => config.max_position_embeddings,
+        RopeScaling::None | RopeScaling::Llama3 { .. } => config.max_position_embeddings,
         RopeScaling::Yarn {
             factor,
             original_max_position_embeddings: original,

@@ -3,12 +3,12 @@
 use super::{Change, ExportOptions, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
-use crate::durable::{Sink, check_space, parent};
+use crate::durable::{check_space, parent};
 use crate::error::{Error, Result};
 use crate::gguf::affine::{self, Blocks};
 use crate::gguf::writer::{GgufPlan, TensorPlan};
-use crate::gguf::{BlockType, encode, metadata, names};
-use crate::models::LinearKind;
+use crate::gguf::{BlockType, ROPE_FACTORS, encode, is_rotated, metadata, names, paired};
+use crate::models::{LinearKind, ModelConfig, RopeScaling, tensor_name};
 use crate::names::{EMBEDDING, HEAD, Shape, is_router, layer_linear, parameters, stack};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
@@ -178,13 +178,17 @@ pub fn export(
             (Some(_), Shape::Matrix(rows, cols), Some(e)) => vec![e.count, rows / e.count, cols],
             _ => p.shape.dims(),
         };
-        file.add(format!("{stored}.weight"), p.kind, dims)?;
+        file.add(tensor_name(&stored), p.kind, dims)?;
+    }
+    let divisors = rope_divisors(checkpoint.config());
+    if let Some(divisors) = &divisors {
+        file.add(ROPE_FACTORS.into(), BlockType::F32, vec![divisors.len()])?;
     }
     check_space(&parent(out), file.file_bytes())?;
     let mut next = plans.iter();
-    file.write(out, progress, &mut |tensor, sink| {
-        let plan = next.next().expect("as many tensors as plans");
-        write_parameter(checkpoint, plan, tensor, sink)
+    file.write(out, progress, &mut |tensor, sink| match next.next() {
+        Some(plan) => write_parameter(checkpoint, plan, tensor, &mut |bytes| sink.write(bytes)),
+        None => sink.write(bytemuck::cast_slice(divisors.as_deref().unwrap_or(&[]))),
     })?;
     let matrices = plans.iter().zip(file.tensors());
     let matrices = matrices.filter(|(p, _)| matches!(p.shape, Shape::Matrix(..)));
@@ -201,6 +205,17 @@ pub fn export(
         file_bytes: file.file_bytes(),
         notes: vec![engines::GGUF.into()],
     })
+}
+
+/// The divisors of the rotary frequencies, which files of Llama's architecture have as a tensor; `None`
+/// without scaling.
+fn rope_divisors(c: &ModelConfig) -> Option<Vec<f32>> {
+    if !matches!(c.rope.scaling, RopeScaling::Llama3 { .. }) {
+        return None;
+    }
+    let frequency = |i: usize| c.rope.theta.powf(-2.0 * i as f64 / c.head_dim as f64);
+    let divisor = |i| Some(c.rope.scaling.divisor(frequency(i))? as f32);
+    (0..c.head_dim / 2).map(divisor).collect()
 }
 
 /// Chooses every parameter's type.
@@ -386,16 +401,39 @@ fn most_common(plans: &[Plan]) -> BlockType {
     most.unwrap_or(BlockType::F32)
 }
 
+/// Writes a parameter, its rows in the order that the architecture's files have.
 fn write_parameter(
     checkpoint: &Checkpoint,
     plan: &Plan,
     tensor: &TensorPlan,
-    sink: &mut Sink,
+    sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let config = checkpoint.config();
+    let Shape::Matrix(rows, _) = plan.shape else {
+        return write_rows(checkpoint, plan, tensor, sink);
+    };
+    if !(config.architecture.gguf_pairs && is_rotated(&plan.name)) {
+        return write_rows(checkpoint, plan, tensor, sink);
+    }
+    let mut all = Vec::with_capacity(tensor.bytes() as usize);
+    write_rows(checkpoint, plan, tensor, &mut |bytes| {
+        all.extend_from_slice(bytes);
+        Ok(())
+    })?;
+    sink(&paired(&all, rows, config.head_dim))
+}
+
+/// Writes a parameter, its rows in their usual order.
+fn write_rows(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    tensor: &TensorPlan,
+    sink: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let (rows, cols) = match plan.shape {
         Shape::Vector(len) => {
             let values = checkpoint.store().vector(&plan.name, len)?.to_f32()?;
-            return sink.write(bytemuck::cast_slice(&values));
+            return sink(bytemuck::cast_slice(&values));
         }
         Shape::Matrix(rows, cols) => (rows, cols),
     };
@@ -415,8 +453,8 @@ fn write_parameter(
         other => other,
     };
     match (plan.how, &weight) {
-        (How::Copy, StoredWeight::GgufBlocks(b)) => sink.write(b.data()),
-        (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => sink.write(t.data()),
+        (How::Copy, StoredWeight::GgufBlocks(b)) => sink(b.data()),
+        (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => sink(t.data()),
         (How::Repack, StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a)))) => {
             let blocks = Blocks::new(a, plan.kind);
             let mut bytes = vec![0u8; rows * row_bytes];
@@ -424,7 +462,7 @@ fn write_parameter(
                 .par_chunks_mut(row_bytes)
                 .enumerate()
                 .for_each(|(row, out)| blocks.row(row, out));
-            sink.write(&bytes)
+            sink(&bytes)
         }
         _ => {
             let step = (CHUNK / cols).max(1);
@@ -439,7 +477,7 @@ fn write_parameter(
                 let end = (start + step).min(rows);
                 let rows: Result<Vec<_>> = (start..end).into_par_iter().map(encode).collect();
                 for row in rows.map_err(wrap)? {
-                    sink.write(&row)?;
+                    sink(&row)?;
                 }
             }
             Ok(())

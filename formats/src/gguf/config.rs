@@ -1,15 +1,12 @@
 //! `config.json` and `generation_config.json` from GGUF metadata.
 
 use super::file::GgufFile;
-use super::tokenizer::{TokenKind, Vocabulary};
+use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
 use super::types::BlockType;
 use super::value::malformed;
 use crate::error::{Error, Result};
-use crate::models::{self, Architecture};
+use crate::models::{self, Architecture, RopeScaling};
 use serde_json::{Map, Value, json};
-
-/// Control tokens that end a turn in Qwen3's vocabulary; files name only one of them.
-pub(super) const END_TOKENS: [&str; 2] = ["<|im_end|>", "<|endoftext|>"];
 
 /// A float as its shortest decimal: 1e-6, not the f64 nearest to its f32 value.
 fn decimal(v: f64) -> Value {
@@ -57,7 +54,8 @@ pub(super) fn is_pooled(file: &GgufFile, architecture: &Architecture) -> Result<
 }
 
 /// The object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
-/// `tied` says that there is no `output.weight`.
+/// `tied` says that there is no `output.weight`, `factors` are the divisors of the rotary frequencies if the
+/// file has them.
 ///
 /// # Errors
 /// [`Error::Malformed`], naming a key that is absent, has another type, or contradicts others.
@@ -65,7 +63,7 @@ pub(super) fn config(
     file: &GgufFile,
     architecture: &Architecture,
     (kind, shape): (BlockType, &[usize]),
-    tied: bool,
+    (tied, factors): (bool, Option<&[f32]>),
     vocabulary: &Vocabulary<'_>,
 ) -> Result<Map<String, Value>> {
     let key = |name: &str| format!("{}.{name}", architecture.gguf);
@@ -115,7 +113,6 @@ pub(super) fn config(
     let dtype = dtype.iter().find(|(t, _)| *t == kind).map(|(_, name)| name);
     let config = json!({
         "architectures": [architecture.class],
-        "attention_bias": false,
         "bos_token_id": file.u64("tokenizer.ggml.bos_token_id")?,
         "eos_token_id": file.u64("tokenizer.ggml.eos_token_id")?,
         "head_dim": head_dim,
@@ -129,7 +126,10 @@ pub(super) fn config(
         "num_key_value_heads": kv_heads,
         "pad_token_id": file.u64("tokenizer.ggml.padding_token_id")?,
         "rms_norm_eps": decimal(eps),
-        "rope_scaling": rope_scaling(file, key)?,
+        "rope_scaling": match factors {
+            None => rope_scaling(file, key)?,
+            Some(factors) => llama3(file, factors, (theta, head_dim))?,
+        },
         "rope_theta": decimal(theta),
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
@@ -139,7 +139,7 @@ pub(super) fn config(
     let Value::Object(mut config) = config else {
         unreachable!("the literal above is an object");
     };
-    if architecture.layer.mlp.router().is_some() {
+    if architecture.router().is_some() {
         for (name, json) in [
             ("expert_count", "num_experts"),
             ("expert_used_count", "num_experts_per_tok"),
@@ -151,6 +151,44 @@ pub(super) fn config(
         config.insert("norm_topk_prob".into(), true.into());
     }
     Ok(config)
+}
+
+/// The `rope_scaling` of Llama 3.1 and later that gives these divisors of the frequencies. Files keep
+/// the divisors alone; all published models stretch a context of 8,192 with the same bounds, by
+/// different factors, the divisor of the lowest frequency.
+fn llama3(file: &GgufFile, factors: &[f32], (theta, head_dim): (f64, u64)) -> Result<Value> {
+    let factor = factors.last().copied().unwrap_or(1.0);
+    let scaling = RopeScaling::Llama3 {
+        factor: f64::from(factor),
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    };
+    let close = |(i, &found): (usize, &f32)| {
+        let frequency = theta.powf(-2.0 * i as f64 / head_dim as f64);
+        let divisor = scaling.divisor(frequency).unwrap_or(1.0);
+        (f64::from(found) - divisor).abs() <= 1e-4 * divisor
+    };
+    let right = factors.len() as u64 == head_dim / 2 && factors.iter().enumerate().all(close);
+    if !right {
+        return Err(Error::Tensor {
+            path: file.path().into(),
+            tensor: super::store::ROPE_FACTORS.into(),
+            expected: format!(
+                "{} divisors of frequencies as in Llama 3.1 (from 8192 positions, between wave lengths of a \
+                 fourth of them and all of them)",
+                head_dim / 2
+            ),
+            found: format!("{} others, the last {factor}", factors.len()),
+        });
+    }
+    Ok(json!({
+        "rope_type": "llama3",
+        "factor": decimal(factor.into()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }))
 }
 
 fn rope_scaling(file: &GgufFile, key: impl Fn(&str) -> String) -> Result<Value> {
@@ -179,8 +217,7 @@ fn rope_scaling(file: &GgufFile, key: impl Fn(&str) -> String) -> Result<Value> 
     Ok(scaling)
 }
 
-/// The tokens that end a text: those that keys name, and the control tokens that end Qwen3's
-/// turns.
+/// The tokens that end a text: those that keys name, and the control tokens that end turns.
 pub(super) fn eos_ids(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Vec<u32>> {
     let mut ids = Vec::new();
     for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {

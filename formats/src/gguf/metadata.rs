@@ -1,7 +1,7 @@
 //! Builds a GGUF file's metadata from a checkpoint's configuration, tokenizer and chat template.
 
 use super::config::LAST_TOKEN;
-use super::tokenizer::{ADD_END, PATTERN, PRE, TokenKind};
+use super::tokenizer::{ADD_END, Pre, TokenKind};
 use super::value::{Array, Value};
 use super::writer::GgufPlan;
 use crate::checkpoint::Checkpoint;
@@ -117,6 +117,8 @@ struct AddedToken {
 struct Model {
     #[serde(rename = "type")]
     kind: String,
+    #[serde(default)]
+    ignore_merges: bool,
     vocab: BTreeMap<String, u32>,
     merges: Vec<Merge>,
 }
@@ -133,7 +135,7 @@ enum Merge {
 ///
 /// # Errors
 /// [`Error::Missing`] without a tokenizer.json; [`Error::Unsupported`] for one that is not
-/// byte-level BPE with Qwen2's pre-tokenizer; [`Error::Malformed`] for ids past the
+/// byte-level BPE with a pre-tokenizer that GGUF has a name for; [`Error::Malformed`] for ids past the
 /// embedding or given twice.
 pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Result<()> {
     let files = checkpoint.files();
@@ -147,7 +149,7 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
     let json = files.require(TOKENIZER)?;
     let tokenizer: Tokenizer = serde_json::from_slice(&json)
         .map_err(|e| malformed("contents", "a tokenizer".into(), e.to_string()))?;
-    require_qwen2(&path, &tokenizer)?;
+    let pre = pre_of(&path, &tokenizer)?;
     let rows = checkpoint.config().vocab_size;
     let mut tokens: Vec<Option<(&str, TokenKind)>> = vec![None; rows];
     let mut put = |id: u32, text, kind| match tokens.get_mut(id as usize) {
@@ -191,12 +193,12 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
     });
     let merges: Vec<String> = merges.collect();
     plan.set("tokenizer.ggml.model", "gpt2");
-    plan.set("tokenizer.ggml.pre", PRE);
+    plan.set("tokenizer.ggml.pre", pre.name);
     plan.set("tokenizer.ggml.tokens", Array::of_strings(&texts));
     plan.set("tokenizer.ggml.token_type", Array::of_i32s(&kinds));
     plan.set("tokenizer.ggml.merges", Array::of_strings(&merges));
     describe_special_tokens(plan, checkpoint, &texts)?;
-    plan.set("tokenizer.ggml.add_bos_token", false);
+    plan.set("tokenizer.ggml.add_bos_token", pre.adds_bos);
     if matches!(checkpoint.task(), Task::Embed(_)) {
         let Around { before, after } = around(&path, &json)?;
         let eos = checkpoint.eos_token_ids().first().copied();
@@ -222,13 +224,12 @@ fn looks_special(text: &str) -> bool {
     text.len() > 4 && text.starts_with("<|") && text.ends_with("|>")
 }
 
-fn require_qwen2(path: &Path, tokenizer: &Tokenizer) -> Result<()> {
+/// GGUF's name for what a tokenizer does before BPE.
+fn pre_of(path: &Path, tokenizer: &Tokenizer) -> Result<&'static Pre> {
     let unsupported = |what: String| Error::Unsupported {
         path: path.into(),
         what,
-        why: format!(
-            "GGUF knows Qwen3's tokenizer by the name {PRE}, which means byte-level BPE over NFC with Qwen2's pattern"
-        ),
+        why: format!("GGUF has names for byte-level BPE as in {}", Pre::known()),
     };
     if tokenizer.model.kind != "BPE" {
         return Err(unsupported(format!("a {} tokenizer", tokenizer.model.kind)));
@@ -236,21 +237,25 @@ fn require_qwen2(path: &Path, tokenizer: &Tokenizer) -> Result<()> {
     let at = |json: &Option<Json>, pointer: &str| {
         json.as_ref()?.pointer(pointer)?.as_str().map(String::from)
     };
-    let normalizer = at(&tokenizer.normalizer, "/type");
-    if normalizer.as_deref() != Some("NFC") {
-        return Err(unsupported(format!("the normalizer {normalizer:?}")));
-    }
     let pattern = at(&tokenizer.pre_tokenizer, "/pretokenizers/0/pattern/Regex");
-    if pattern.as_deref() != Some(PATTERN) {
+    let Some(pre) = Pre::find(|pre| Some(pre.pattern) == pattern.as_deref()) else {
         return Err(unsupported(format!(
             "the pre-tokenizer pattern {pattern:?}"
         )));
+    };
+    let normalizer = at(&tokenizer.normalizer, "/type");
+    if normalizer.as_deref() != pre.normalizer {
+        return Err(unsupported(format!("the normalizer {normalizer:?}")));
     }
     let second = at(&tokenizer.pre_tokenizer, "/pretokenizers/1/type");
     if second.as_deref() != Some("ByteLevel") {
         return Err(unsupported(format!("the second pre-tokenizer {second:?}")));
     }
-    Ok(())
+    if tokenizer.model.ignore_merges != pre.ignore_merges {
+        let what = format!("ignore_merges {}", tokenizer.model.ignore_merges);
+        return Err(unsupported(what));
+    }
+    Ok(pre)
 }
 
 /// Adds the ids of the special tokens: end of text from the configuration, the others by their names
@@ -270,7 +275,7 @@ fn describe_special_tokens(
     let pad = named("pad_token").or(eos.get(1).copied());
     for (key, id) in [
         ("eos", eos.first().copied().or_else(|| named("eos_token"))),
-        // Qwen3 has no start token; readers expect one and are told not to add it.
+        // Qwen has no start token; readers expect one and are told not to add it.
         ("bos", named("bos_token").or(pad)),
         ("padding", pad),
     ] {
@@ -281,7 +286,7 @@ fn describe_special_tokens(
     // A second end of text has no other key; end tokens that readers know by text need none.
     let other = eos.iter().skip(1).find(|&&id| {
         let text = texts.get(id as usize).map(String::as_str);
-        !text.is_some_and(|t| super::config::END_TOKENS.contains(&t))
+        !text.is_some_and(|t| super::tokenizer::END_TOKENS.contains(&t))
     });
     if let Some(&id) = other {
         plan.set("tokenizer.ggml.eot_token_id", id);

@@ -21,7 +21,7 @@ pub mod weight;
 pub mod writer;
 
 pub use file::{GgufFile, MAGIC};
-pub(crate) use store::{find, open};
+pub(crate) use store::{ROPE_FACTORS, find, is_rotated, open, paired};
 pub use types::BlockType;
 pub use value::{Array, Value};
 pub use weight::BlockWeight;

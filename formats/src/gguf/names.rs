@@ -2,6 +2,7 @@
 
 use crate::models::{Architecture, LAYERS, Parameter};
 use crate::names::{EMBEDDING, HEAD, NORM};
+use std::borrow::Cow;
 
 /// Names outside the layers: (Hugging Face, GGUF), the same in every architecture.
 const MODEL: [(&str, &str); 3] = [
@@ -19,7 +20,7 @@ fn translate(
     name: &str,
     mut outside: impl Iterator<Item = (&'static str, &'static str)>,
     (prefix, other): (&str, &str),
-    within: impl Fn(&Parameter) -> (&'static str, &'static str),
+    within: impl Fn(&Parameter) -> (Cow<'static, str>, Cow<'static, str>),
     architecture: &Architecture,
 ) -> Option<String> {
     if let Some((_, to)) = outside.find(|(from, _)| *from == name) {
@@ -30,9 +31,8 @@ fn translate(
     if number.to_string() != layer {
         return None; // "+1", "01"
     }
-    let parameters = architecture.layer.parameters();
-    let mut pairs = parameters.iter().map(within);
-    let (_, to) = pairs.find(|(from, _)| *from == rest)?;
+    let mut pairs = architecture.parameters().map(|p| within(&p));
+    let (_, to) = pairs.find(|(from, _)| from == rest)?;
     Some(format!("{other}{layer}.{to}"))
 }
 

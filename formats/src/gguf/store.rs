@@ -12,9 +12,9 @@ use crate::config::GenerationDefaults;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
-use crate::models::Architecture;
 use crate::models::ModelConfig;
-use crate::names::{layer_of, stack};
+use crate::models::{Architecture, LinearKind};
+use crate::names::{layer_linear, layer_of, parameter_of, stack, tensor_name};
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::task::{MODULES, POOLING, Task};
@@ -128,6 +128,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         files,
         by_name,
         experts: 0,
+        head_dim: 0,
     };
     let embedding = store
         .info("token_embd.weight")
@@ -139,7 +140,25 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         })?;
     let tied = store.info("output.weight").is_none();
     let shape = (embedding.kind, &embedding.shape[..]);
-    let json = config::config(&first, architecture, shape, tied, &vocabulary)?;
+    let factors = match store.info(ROPE_FACTORS).filter(|_| architecture.gguf_pairs) {
+        Some(info) => {
+            let len = [info.shape.iter().product()];
+            let (stored, kind, bytes) = store.require(ROPE_FACTORS, &len)?;
+            let values = match float(kind) {
+                Some(dtype) => Tensor::new(dtype, len.to_vec(), bytes)?.to_f32()?,
+                None => return Err(store.error(&stored, "F32".into(), kind.name().into())),
+            };
+            Some(values)
+        }
+        None => None,
+    };
+    let json = config::config(
+        &first,
+        architecture,
+        shape,
+        (tied, factors.as_deref()),
+        &vocabulary,
+    )?;
     let eos = config::eos_ids(&first, &vocabulary)?;
     let generation = config::generation(&first, &eos)?;
     let contents = |map: Map<String, Value>| -> Bytes { Value::Object(map).to_string().into() };
@@ -152,6 +171,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     let config = ModelConfig::parse(&metadata.root(), &metadata.config)?;
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
     store.experts = config.experts.map_or(0, |e| e.count);
+    store.head_dim = config.head_dim;
     store.check_names(config.num_hidden_layers)?;
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
@@ -223,14 +243,14 @@ struct GgufStore {
     files: Vec<GgufFile>,
     by_name: BTreeMap<String, usize>, // GGUF name -> index into files
     experts: usize,                   // of a layer; 0 if there are none
+    head_dim: usize,
     quantization: Option<Value>,
 }
 
 impl GgufStore {
     /// The name of a parameter in the file.
     fn stored_name(&self, name: &str) -> Option<String> {
-        let stored = names::to_gguf(self.architecture, name)?;
-        Some(format!("{stored}.weight"))
+        names::to_gguf(self.architecture, name).map(|stored| tensor_name(&stored))
     }
 
     fn info(&self, stored: &str) -> Option<&super::file::TensorInfo> {
@@ -274,9 +294,10 @@ impl GgufStore {
     /// wrong.
     fn check_names(&self, layers: usize) -> Result<()> {
         for (stored, &i) in &self.by_name {
-            let name = stored.strip_suffix(".weight");
+            let name = parameter_of(stored);
             let name = name.and_then(|n| names::from_gguf(self.architecture, n));
-            let known = name.is_some_and(|n| layer_of(&n).is_none_or(|l| l < layers));
+            let known = name.is_some_and(|n| layer_of(&n).is_none_or(|l| l < layers))
+                || (self.architecture.gguf_pairs && stored == ROPE_FACTORS);
             if !known {
                 return Err(Error::Unsupported {
                     path: self.files[i].path().into(),
@@ -313,6 +334,11 @@ impl GgufStore {
         }))
     }
 
+    /// True if the file keeps the rows of `name` as [`Architecture::gguf_pairs`] says.
+    fn pairs_of(&self, name: &str) -> bool {
+        self.architecture.gguf_pairs && is_rotated(name)
+    }
+
     fn blocks(&self, name: &str, dims: (usize, usize)) -> Result<Stored> {
         let (stored, kind, bytes) = self.require(name, &self.shape(name, dims))?;
         let wrap = |e: Error| match e {
@@ -323,6 +349,10 @@ impl GgufStore {
             } => self.error(&stored, format!("{what}: {expected}"), found),
             other => other,
         };
+        let bytes = match self.pairs_of(name) {
+            true => apart(&bytes, dims.0, self.head_dim).into(),
+            false => bytes,
+        };
         match float(kind) {
             Some(dtype) => Tensor::new(dtype, vec![dims.0, dims.1], bytes)
                 .map(Stored::Dense)
@@ -332,6 +362,39 @@ impl GgufStore {
                 .map_err(wrap),
         }
     }
+}
+
+/// The divisors of the rotary frequencies, where files of an architecture have them as a tensor.
+pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// True for queries and keys, whose heads are rotated.
+pub(crate) fn is_rotated(name: &str) -> bool {
+    let kind = layer_linear(name).map(|(_, linear)| linear.kind);
+    matches!(kind, Some(LinearKind::Q | LinearKind::K))
+}
+
+/// The rows of a matrix whose heads of `head_dim` rows are kept in pairs
+/// ([`Architecture::gguf_pairs`]), with the rows of a pair half a head apart.
+fn apart(bytes: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
+    reorder(bytes, rows, |row| {
+        let (head, place) = (row / head_dim, row % head_dim);
+        head * head_dim + place % (head_dim / 2) * 2 + place / (head_dim / 2)
+    })
+}
+
+/// The inverse of [`apart`].
+pub(crate) fn paired(bytes: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
+    reorder(bytes, rows, |row| {
+        let (head, place) = (row / head_dim, row % head_dim);
+        head * head_dim + place % 2 * (head_dim / 2) + place / 2
+    })
+}
+
+/// The rows of a matrix in another order: row `i` of the result is row `from(i)`.
+fn reorder(bytes: &[u8], rows: usize, from: impl Fn(usize) -> usize) -> Vec<u8> {
+    let width = bytes.len() / rows.max(1);
+    let row = |i| &bytes[from(i) * width..][..width];
+    (0..rows).flat_map(row).copied().collect()
 }
 
 enum Stored {

@@ -12,18 +12,79 @@ use serde::ser::{SerializeMap, SerializeSeq, Serializer};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 
-/// The pre-tokenizer that Qwen2 and Qwen3 share.
-pub const PRE: &str = "qwen2";
+/// What a tokenizer does before BPE, which GGUF gives by a name.
+pub(super) struct Pre {
+    /// The name.
+    pub(super) name: &'static str,
+    /// Whose tokenizers do it, for messages.
+    family: &'static str,
+    /// The pattern by which it splits text.
+    pub(super) pattern: &'static str,
+    /// The Unicode normal form that text is brought into.
+    pub(super) normalizer: Option<&'static str>,
+    /// True if a word that is a token needs no merges.
+    pub(super) ignore_merges: bool,
+    /// True if readers put the start token in front of a text.
+    pub(super) adds_bos: bool,
+    /// The class that tokenizer_config.json names.
+    class: &'static str,
+}
 
-/// The pattern by which [`PRE`] splits text before BPE.
-pub(super) const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Every pre-tokenizer that nq knows.
+static PRES: [Pre; 2] = [
+    Pre {
+        name: "qwen2",
+        family: "Qwen2 and Qwen3",
+        pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        normalizer: Some("NFC"),
+        ignore_merges: false,
+        adds_bos: false,
+        class: "Qwen2Tokenizer",
+    },
+    Pre {
+        name: "llama-bpe",
+        family: "Llama 3",
+        pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        normalizer: None,
+        ignore_merges: true,
+        adds_bos: true,
+        class: "PreTrainedTokenizerFast",
+    },
+];
+
+/// Control tokens that end a turn in the vocabularies of these families; files name only some of them.
+pub(super) const END_TOKENS: [&str; 4] = [
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+];
+
+impl Pre {
+    /// The first that `is` holds for.
+    pub(super) fn find(is: impl Fn(&Pre) -> bool) -> Option<&'static Pre> {
+        PRES.iter().find(|pre| is(pre))
+    }
+
+    /// The known ones, for messages.
+    pub(super) fn known() -> String {
+        let named = |pre: &Pre| format!("{} ({})", pre.family, pre.name);
+        PRES.each_ref().map(named).join(", ")
+    }
+
+    /// A pre-tokenizer of tokenizer.json that splits text by the pattern and writes bytes as characters.
+    fn json(&self) -> Value {
+        let split = json!({
+            "type": "Split", "pattern": { "Regex": self.pattern }, "behavior": "Isolated",
+            "invert": false
+        });
+        json!({ "type": "Sequence", "pretokenizers": [split, byte_level()] })
+    }
+}
 
 /// A pre-tokenizer that splits text as Qwen's tokenizers do and writes bytes as characters.
 pub(crate) fn pre_tokenizer() -> Value {
-    let split = json!({
-        "type": "Split", "pattern": { "Regex": PATTERN }, "behavior": "Isolated", "invert": false
-    });
-    json!({ "type": "Sequence", "pretokenizers": [split, byte_level()] })
+    PRES[0].json()
 }
 
 /// A pre-tokenizer or decoder that writes bytes as characters.
@@ -70,6 +131,7 @@ impl TokenKind {
 
 /// A file's tokens by id.
 pub struct Vocabulary<'a> {
+    pre: &'static Pre,
     tokens: Vec<&'a str>,
     kinds: Vec<TokenKind>,
 }
@@ -78,7 +140,7 @@ impl<'a> Vocabulary<'a> {
     /// Reads tokens and kinds.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a tokenizer other than byte-level BPE with [`PRE`];
+    /// [`Error::Unsupported`] for a tokenizer other than byte-level BPE with a known pre-tokenizer;
     /// [`Error::Malformed`] for keys that are absent, mistyped or of different lengths.
     pub fn read(file: &'a GgufFile) -> Result<Self> {
         let unsupported = |what: String, why: String| Error::Unsupported {
@@ -89,22 +151,22 @@ impl<'a> Vocabulary<'a> {
         let text = |key| file.required(key, file.str(key)?);
         let model = text("tokenizer.ggml.model")?;
         if model != "gpt2" {
-            let why = "Qwen3's is byte-level BPE (gpt2)".into();
+            let why = "nq runs byte-level BPE (gpt2)".into();
             return Err(unsupported(format!("tokenizer model {model}"), why));
         }
-        let pre = text("tokenizer.ggml.pre")?;
-        if pre != PRE {
-            let why = format!("Qwen3's is {PRE}");
-            return Err(unsupported(format!("pre-tokenizer {pre}"), why));
-        }
+        let name = text("tokenizer.ggml.pre")?;
+        let Some(pre) = Pre::find(|pre| pre.name == name) else {
+            let why = format!("nq knows those of {}", Pre::known());
+            return Err(unsupported(format!("pre-tokenizer {name}"), why));
+        };
         let key = "tokenizer.ggml.add_bos_token";
-        if file.bool(key)? == Some(true) {
-            let why = "Qwen3 adds no token before a text".into();
+        if file.bool(key)? == Some(true) && !pre.adds_bos {
+            let why = format!("{} add no token before a text", pre.family);
             return Err(unsupported(format!("{key} true"), why));
         }
         let pooled = || config::is_pooled(file, config::architecture(file)?);
         if file.bool(ADD_END)? == Some(true) && !pooled()? {
-            let why = "Qwen3 adds a token to a text where it embeds it alone".into();
+            let why = "nq adds a token to a text where a model embeds it alone".into();
             return Err(unsupported(format!("{ADD_END} true"), why));
         }
         let tokens = file.required(TOKENS, file.strings(TOKENS)?)?;
@@ -134,7 +196,7 @@ impl<'a> Vocabulary<'a> {
             ));
         }
         let kinds = ids.enumerate().map(kind).collect::<Result<_>>()?;
-        Ok(Vocabulary { tokens, kinds })
+        Ok(Vocabulary { pre, tokens, kinds })
     }
 
     /// Number of ids.
@@ -219,17 +281,17 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
         })
         .collect();
     let bytes = byte_level();
-    let post_processor = match file.bool(ADD_END)? {
-        Some(true) => with_end(file, &vocabulary)?,
-        _ => bytes.clone(),
-    };
+    let post_processor = post_processor(file, &vocabulary)?;
     let tokenizer = Tokenizer {
         version: "1.0",
         truncation: (),
         padding: (),
         added_tokens: &added,
-        normalizer: json!({ "type": "NFC" }),
-        pre_tokenizer: pre_tokenizer(),
+        normalizer: match vocabulary.pre.normalizer {
+            Some(form) => json!({ "type": form }),
+            None => Value::Null,
+        },
+        pre_tokenizer: vocabulary.pre.json(),
         post_processor,
         decoder: bytes,
         model: Bpe {
@@ -240,7 +302,7 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
             end_of_word_suffix: "",
             fuse_unk: false,
             byte_fallback: false,
-            ignore_merges: false,
+            ignore_merges: vocabulary.pre.ignore_merges,
             vocab: Vocab(&vocabulary),
             merges: Merges(&merges),
         },
@@ -251,24 +313,48 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
 /// Whether a text's end token is added to it: embedding models do.
 pub(super) const ADD_END: &str = "tokenizer.ggml.add_eos_token";
 
-/// A post-processor that adds the end token.
-fn with_end(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value> {
-    let key = "tokenizer.ggml.eos_token_id";
-    let id = file.required(key, file.u64(key)?)?;
-    let Some((id, token, _)) = usize::try_from(id)
-        .ok()
-        .and_then(|id| vocabulary.iter().nth(id))
-    else {
-        let expected = format!("below {}, the number of tokens", vocabulary.len());
-        return Err(malformed(file.path(), key, expected, id.to_string()));
-    };
+/// The post-processor, which adds the start token and the end token if the file says so.
+fn post_processor(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value> {
     let text = |name: &str| json!({ "Sequence": { "id": name, "type_id": 0 } });
-    let end = json!({ "SpecialToken": { "id": token, "type_id": 0 } });
+    let mut special = Map::new();
+    let mut token = |adds: bool, key: &str| -> Result<Option<Value>> {
+        if !adds {
+            return Ok(None);
+        }
+        let id = file.required(key, file.u64(key)?)?;
+        let found = usize::try_from(id)
+            .ok()
+            .and_then(|id| vocabulary.iter().nth(id));
+        let Some((id, token, _)) = found else {
+            let expected = format!("below {}, the number of tokens", vocabulary.len());
+            return Err(malformed(file.path(), key, expected, id.to_string()));
+        };
+        special.insert(
+            token.into(),
+            json!({ "id": token, "ids": [id], "tokens": [token] }),
+        );
+        Ok(Some(
+            json!({ "SpecialToken": { "id": token, "type_id": 0 } }),
+        ))
+    };
+    let adds_end = file.bool(ADD_END)? == Some(true);
+    let end = token(adds_end, "tokenizer.ggml.eos_token_id")?;
+    let start = token(vocabulary.pre.adds_bos, "tokenizer.ggml.bos_token_id")?;
+    if start.is_none() && end.is_none() {
+        return Ok(byte_level());
+    }
+    let around = |name: &str| [start.clone(), Some(text(name)), end.clone()];
+    let single: Vec<Value> = around("A").into_iter().flatten().collect();
+    let pair: Vec<Value> = around("A")
+        .into_iter()
+        .chain(around("B"))
+        .flatten()
+        .collect();
     let template = json!({
         "type": "TemplateProcessing",
-        "single": [text("A"), end],
-        "pair": [text("A"), end, text("B"), end],
-        "special_tokens": { token: { "id": token, "ids": [id], "tokens": [token] } },
+        "single": single,
+        "pair": pair,
+        "special_tokens": special,
     });
     Ok(json!({ "type": "Sequence", "processors": [byte_level(), template] }))
 }
@@ -301,7 +387,7 @@ pub fn tokenizer_config_json(file: &GgufFile) -> Result<Vec<u8>> {
         .map(|(id, content, kind)| (id.to_string(), added_token(content, kind).into()))
         .collect();
     let mut config = json!({
-        "add_bos_token": false,
+        "add_bos_token": vocabulary.pre.adds_bos,
         "add_prefix_space": false,
         "added_tokens_decoder": added,
         "bos_token": token("bos")?,
@@ -310,7 +396,7 @@ pub fn tokenizer_config_json(file: &GgufFile) -> Result<Vec<u8>> {
         "errors": "replace",
         "pad_token": token("padding")?,
         "split_special_tokens": false,
-        "tokenizer_class": "Qwen2Tokenizer",
+        "tokenizer_class": vocabulary.pre.class,
         "unk_token": null,
     });
     if let Some(template) = file.str("tokenizer.chat_template")? {

@@ -8,9 +8,10 @@
 
 use super::Settings;
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::{FLOATS, weight_name};
+use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::models::tensor_name;
 use crate::shards::Shards;
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
@@ -74,7 +75,7 @@ pub fn e4m3(byte: u8) -> f32 {
 
 impl Fp8Store {
     fn is_fp8(&self, name: &str) -> bool {
-        let tensor = self.shards.get(&weight_name(name));
+        let tensor = self.shards.get(&tensor_name(name));
         tensor.is_some_and(|t| t.dtype() == DType::F8E4M3)
     }
 
@@ -86,7 +87,7 @@ impl Fp8Store {
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {
-        let full = weight_name(name);
+        let full = tensor_name(name);
         let tensor = self
             .shards
             .require(&full, &[DType::F8E4M3], &[rows, cols])?;
@@ -127,11 +128,11 @@ impl WeightStore for Fp8Store {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.shards.contains(&weight_name(name))
+        self.shards.contains(&tensor_name(name))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&weight_name(name), &FLOATS, &[len])
+        self.shards.require(&tensor_name(name), &FLOATS, &[len])
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
@@ -140,7 +141,7 @@ impl WeightStore for Fp8Store {
             self.dequantize(name, dims, DType::BF16, encode)?
         } else {
             self.shards
-                .require(&weight_name(name), &FLOATS, &[dims.0, dims.1])?
+                .require(&tensor_name(name), &FLOATS, &[dims.0, dims.1])?
         };
         Ok(Weight::Dense(tensor))
     }

@@ -7,10 +7,12 @@ pub mod fp8;
 pub mod gptq;
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::{FLOATS, weight_name};
+use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::CONFIG;
+use crate::models::{Architecture, ModelConfig, tensor_name};
+use crate::names::layer_of;
 use crate::pack;
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use crate::shards::Shards;
@@ -109,6 +111,7 @@ fn fit_f16(scales: &[f32]) -> bool {
 
 /// The parameters of a checkpoint in a [`Layout`].
 struct ImportStore<L> {
+    architecture: &'static Architecture,
     shards: Shards,
     layout: L,
     value: Value,
@@ -118,7 +121,10 @@ struct ImportStore<L> {
 pub(crate) fn open_with(source: Source, layout: impl Layout + 'static) -> Result<Checkpoint> {
     let shards = source.shards()?;
     let value = source.quantization().cloned().unwrap_or_default();
+    let files = source.files();
+    let config = ModelConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;
     source.into_checkpoint(Box::new(ImportStore {
+        architecture: config.architecture,
         shards,
         layout,
         value,
@@ -130,7 +136,7 @@ impl<L: Layout> ImportStore<L> {
         if !self.layout.is_quantized(&self.shards, name) {
             return Ok(None);
         }
-        refuse_bias(&self.shards, name)?;
+        refuse_bias(&self.shards, self.architecture, name)?;
         let parts = self.layout.read(&self.shards, name, dims)?;
         // Checked before any value is used: scales decide how a weight is read.
         if let Some((i, s)) = (0..).zip(&parts.scales).find(|(_, s)| !s.is_finite()) {
@@ -145,13 +151,20 @@ impl<L: Layout> ImportStore<L> {
     fn dense(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
         let tensor = self
             .shards
-            .require(&weight_name(name), &FLOATS, &[rows, cols])?;
+            .require(&tensor_name(name), &FLOATS, &[rows, cols])?;
         Ok(Weight::Dense(tensor))
     }
 }
 
-/// Refuses nonzero biases: Qwen3's Linears have none, but some tools write one of zeros.
-fn refuse_bias(shards: &Shards, name: &str) -> Result<()> {
+/// Refuses nonzero biases of Linears that have none; some tools write one of zeros.
+fn refuse_bias(shards: &Shards, architecture: &Architecture, name: &str) -> Result<()> {
+    let biased = layer_of(name).is_some_and(|layer| {
+        let mut linears = architecture.matrices().filter(|l| l.bias);
+        linears.any(|l| l.name(layer) == name)
+    });
+    if biased {
+        return Ok(());
+    }
     let bias = format!("{name}.bias");
     let Some(tensor) = shards.get(&bias) else {
         return Ok(());
@@ -169,11 +182,11 @@ impl<L: Layout> WeightStore for ImportStore<L> {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.layout.is_quantized(&self.shards, name) || self.shards.contains(&weight_name(name))
+        self.layout.is_quantized(&self.shards, name) || self.shards.contains(&tensor_name(name))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&weight_name(name), &FLOATS, &[len])
+        self.shards.require(&tensor_name(name), &FLOATS, &[len])
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {

@@ -1,10 +1,10 @@
 //! A row of the table of architectures.
 
-use super::layer::LayerSpec;
-use super::shape::Experts;
+use super::layer::{LayerSpec, LinearSpec, Parameter};
+use super::shape::{Experts, ModelConfig, RopeScaling};
 use std::fmt;
 
-/// A family of models with identical layers.
+/// A family of models with the same kinds of layers.
 pub struct Architecture {
     /// The family, for messages: `Qwen3`.
     pub family: &'static str,
@@ -16,10 +16,39 @@ pub struct Architecture {
     pub model_type: &'static str,
     /// GGUF's `general.architecture`, which is also the prefix of its metadata keys.
     pub gguf: &'static str,
-    /// Its layers, which are all alike.
-    pub layer: LayerSpec,
+    /// The kinds of layers that its models have.
+    pub kinds: &'static [LayerSpec],
+    /// Which of [`Architecture::kinds`] layer `index` of a model is.
+    pub kind_of: fn(&ModelConfig, usize) -> usize,
+    /// True if `head_dim` may be absent from config.json, and is then `hidden_size / num_attention_heads`.
+    pub heads_split_hidden: bool,
+    /// True if a GGUF file keeps the rows of a head of queries and keys so that the two values that a
+    /// rotation turns are neighbours, where the rest of nq has them half a head apart.
+    pub gguf_pairs: bool,
     /// Its published models.
     pub presets: &'static [Preset],
+}
+
+/// The [`Architecture::kind_of`] of models whose layers are all alike.
+pub(super) fn all_alike(_: &ModelConfig, _: usize) -> usize {
+    0
+}
+
+impl Architecture {
+    /// All matrices of its kinds of layers.
+    pub fn matrices(&self) -> impl Iterator<Item = &'static LinearSpec> {
+        self.kinds.iter().flat_map(LayerSpec::matrices)
+    }
+
+    /// The parameters of its kinds of layers.
+    pub fn parameters(&self) -> impl Iterator<Item = Parameter> {
+        self.kinds.iter().flat_map(LayerSpec::parameters)
+    }
+
+    /// The Linear that scores the experts of its layers, if they have any.
+    pub fn router(&self) -> Option<&'static LinearSpec> {
+        self.kinds.iter().find_map(LayerSpec::router)
+    }
 }
 
 impl PartialEq for Architecture {
@@ -54,6 +83,7 @@ pub struct Preset {
     pub(super) positions: usize,
     pub(super) eps: f32,
     pub(super) theta: f64,
+    pub(super) scaling: RopeScaling,
     pub(super) tied: bool,
-    pub(super) eos: u32,
+    pub(super) eos: &'static [u32],
 }

@@ -1,66 +1,103 @@
 //! Specification of a layer: its parameters' names and shapes, and what it computes.
 
+use std::borrow::Cow;
 use std::fmt;
 
 /// Prefix of the names of layers' parameters, before the layer's number.
 pub(crate) const LAYERS: &str = "model.layers.";
+
+/// End of the names of biases, whose tensors are called so too.
+const BIAS: &str = ".bias";
+
+/// The name of the tensor that holds the parameter `name`, in Hugging Face and GGUF files:
+/// `model.norm.weight` for `model.norm`, and a bias's own name.
+pub fn tensor_name(name: &str) -> String {
+    if name.ends_with(BIAS) {
+        name.into()
+    } else {
+        format!("{name}.weight")
+    }
+}
+
+/// The parameter that the tensor `name` holds, the inverse of [`tensor_name`]; `None` if it holds none.
+pub fn parameter_of(name: &str) -> Option<&str> {
+    name.strip_suffix(".weight")
+        .or_else(|| name.ends_with(BIAS).then_some(name))
+}
 
 /// The full name of a parameter of layer `layer`.
 pub fn in_layer(layer: usize, suffix: &str) -> String {
     format!("{LAYERS}{layer}.{suffix}")
 }
 
-/// A layer: its two halves in order. Each adds its output to the residual stream.
+/// A kind of layer: its blocks in running order.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerSpec {
-    /// The first half.
-    pub attention: AttentionSpec,
-    /// The second half.
-    pub mlp: MlpSpec,
+    /// Its blocks.
+    pub blocks: &'static [Block],
 }
 
-/// `o(attention(q(n), k(n), v(n)))` with `n = norm(x)`. Every head of the queries and keys is
-/// normalized and rotated by its position.
+/// A step of a layer, which changes the residual stream: `x += mixer(norm(x))`.
+#[derive(Clone, Copy, Debug)]
+pub struct Block {
+    /// The norm of the mixer's input.
+    pub norm: NormSpec,
+    /// What is added.
+    pub mixer: Mixer,
+}
+
+/// What a block computes from its normalized input `n`.
+#[derive(Clone, Copy, Debug)]
+pub enum Mixer {
+    /// Attention to the positions up to a row's own.
+    Attention(AttentionSpec),
+    /// A SwiGLU.
+    Mlp(MlpSpec),
+    /// A mixture of experts, each a SwiGLU.
+    Experts(ExpertsSpec),
+}
+
+/// `o(attention(q(n), k(n), v(n)))`, where every head of the queries and keys is rotated by its
+/// position, and normalized before if there are norms for it. The Linears of `qkv` may have biases.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSpec {
-    /// The norm of the input.
-    pub norm: NormSpec,
     /// Queries, keys and values.
     pub qkv: Product,
-    /// The norm of each head of the queries.
-    pub q_norm: NormSpec,
-    /// The norm of each head of the keys.
-    pub k_norm: NormSpec,
+    /// The norms of each head of the queries and of the keys.
+    pub head_norms: Option<HeadNorms>,
     /// The output projection.
     pub o: Product,
 }
 
-/// A layer's second half.
+/// Norms of single heads.
 #[derive(Clone, Copy, Debug)]
-pub enum MlpSpec {
-    /// `down(silu(gate(n)) * up(n))` with `n = norm(x)` (Shazeer, arXiv 2002.05202).
-    SwiGlu {
-        /// The norm of the input.
-        norm: NormSpec,
-        /// Gate and up projections.
-        gate_up: Product,
-        /// Down projection.
-        down: Product,
-    },
-    /// A mixture of experts, each a SwiGLU: with `n = norm(x)` and `p = softmax(router(n))` in f32,
-    /// the sum of `p_e expert_e(n)` over the experts with the greatest `p`, divided by the sum of
-    /// these `p` if the model's configuration says so (Fedus, Zoph, Shazeer, arXiv 2101.03961;
-    /// Qwen3, arXiv 2505.09388).
-    Experts {
-        /// The norm of the input.
-        norm: NormSpec,
-        /// Scores the experts. It is never quantized.
-        router: Product,
-        /// Gate and up projections of every expert.
-        gate_up: Product,
-        /// Down projection of every expert.
-        down: Product,
-    },
+pub struct HeadNorms {
+    /// Of the queries' heads.
+    pub q: NormSpec,
+    /// Of the keys' heads.
+    pub k: NormSpec,
+}
+
+/// `down(silu(gate(n)) * up(n))` (Shazeer, arXiv 2002.05202).
+#[derive(Clone, Copy, Debug)]
+pub struct MlpSpec {
+    /// Gate and up projections.
+    pub gate_up: Product,
+    /// Down projection.
+    pub down: Product,
+}
+
+/// With `p = softmax(router(n))` in f32, the sum of `p_e expert_e(n)` over the experts with the
+/// greatest `p`, divided by the sum of these `p` if the model's configuration says so (Fedus, Zoph,
+/// Shazeer, arXiv 2101.03961; Qwen3, arXiv 2505.09388). Each expert is a SwiGLU.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertsSpec {
+    /// Scores the experts. It is never quantized.
+    pub router: Product,
+    /// Gate and up projections of every expert.
+    pub gate_up: Product,
+    /// Down projection of every expert.
+    pub down: Product,
 }
 
 /// Linears that share one input: kernels multiply the input by all of them at once.
@@ -102,6 +139,8 @@ pub struct LinearSpec {
     pub inputs: Width,
     /// True if every expert has one.
     pub stacked: bool,
+    /// True if a bias `[out]` is added to its outputs.
+    pub bias: bool,
 }
 
 /// An RMSNorm of a layer.
@@ -132,6 +171,20 @@ pub(super) const fn linear(
         out,
         inputs,
         stacked: false,
+        bias: false,
+    }
+}
+
+/// Like [`linear`], for one whose outputs a bias is added to.
+pub(super) const fn biased(
+    kind: LinearKind,
+    suffix: &'static str,
+    gguf: &'static str,
+    dims: (Width, Width),
+) -> LinearSpec {
+    LinearSpec {
+        bias: true,
+        ..linear(kind, suffix, gguf, dims)
     }
 }
 
@@ -223,44 +276,43 @@ pub enum Parameter {
     Norm(NormSpec),
     /// The weight of a Linear.
     Linear(LinearSpec),
+    /// The bias of a Linear.
+    Bias(LinearSpec),
 }
 
-impl MlpSpec {
-    /// The norm of its input.
-    pub fn norm(&self) -> &NormSpec {
+impl Mixer {
+    /// The products whose weights can be quantized, in running order: all but a router.
+    pub fn products(&self) -> [&Product; 2] {
         match self {
-            MlpSpec::SwiGlu { norm, .. } | MlpSpec::Experts { norm, .. } => norm,
+            Mixer::Attention(a) => [&a.qkv, &a.o],
+            Mixer::Mlp(m) => [&m.gate_up, &m.down],
+            Mixer::Experts(e) => [&e.gate_up, &e.down],
         }
     }
 
-    /// Gate and up projections.
-    pub fn gate_up(&self) -> &Product {
+    /// The product that scores its experts, if it has any.
+    fn router(&self) -> Option<&Product> {
         match self {
-            MlpSpec::SwiGlu { gate_up, .. } | MlpSpec::Experts { gate_up, .. } => gate_up,
+            Mixer::Experts(e) => Some(&e.router),
+            Mixer::Attention(_) | Mixer::Mlp(_) => None,
         }
     }
 
-    /// Down projection.
-    pub fn down(&self) -> &Product {
-        match self {
-            MlpSpec::SwiGlu { down, .. } | MlpSpec::Experts { down, .. } => down,
-        }
-    }
-
-    /// The Linear that scores the experts, if there are any.
-    pub fn router(&self) -> Option<&LinearSpec> {
-        match self {
-            MlpSpec::SwiGlu { .. } => None,
-            MlpSpec::Experts { router, .. } => Some(&router.linears[0]),
-        }
+    /// The norms within it.
+    fn norms(&self) -> impl Iterator<Item = &NormSpec> {
+        let heads = match self {
+            Mixer::Attention(a) => a.head_norms.as_ref(),
+            Mixer::Mlp(_) | Mixer::Experts(_) => None,
+        };
+        heads.into_iter().flat_map(|h| [&h.q, &h.k])
     }
 }
 
 impl LayerSpec {
-    /// The products whose weights can be quantized, in running order: all but the router.
-    pub fn products(&self) -> Vec<&Product> {
-        let (attention, mlp) = (&self.attention, &self.mlp);
-        vec![&attention.qkv, &attention.o, mlp.gate_up(), mlp.down()]
+    /// The products whose weights can be quantized, in running order: all but routers.
+    pub fn products(&self) -> Vec<&'static Product> {
+        let blocks = self.blocks.iter();
+        blocks.flat_map(|b| b.mixer.products()).collect()
     }
 
     /// The Linears of [`LayerSpec::products`].
@@ -269,35 +321,46 @@ impl LayerSpec {
         products.flat_map(|p| p.linears).collect()
     }
 
-    /// All matrices of a layer: the router and [`LayerSpec::linears`].
-    pub fn matrices(&self) -> impl Iterator<Item = &LinearSpec> {
-        self.mlp.router().into_iter().chain(self.linears())
+    /// The Linear that scores the experts, if there are any.
+    pub fn router(&self) -> Option<&'static LinearSpec> {
+        let mut routers = self.blocks.iter().filter_map(|b| b.mixer.router());
+        routers.next().map(|p| &p.linears[0])
     }
 
-    /// Its norms, in the order of [`NormKind`].
-    pub fn norms(&self) -> Vec<&NormSpec> {
-        let a = &self.attention;
-        vec![&a.norm, self.mlp.norm(), &a.q_norm, &a.k_norm]
+    /// All matrices of a layer: the router and [`LayerSpec::linears`].
+    pub fn matrices(&self) -> impl Iterator<Item = &'static LinearSpec> {
+        self.router().into_iter().chain(self.linears())
+    }
+
+    /// Its norms: those of the residual stream, then those within mixers.
+    pub fn norms(&self) -> Vec<&'static NormSpec> {
+        let stream = self.blocks.iter().map(|b| &b.norm);
+        let within = self.blocks.iter().flat_map(|b| b.mixer.norms());
+        stream.chain(within).collect()
+    }
+
+    /// The Linears with a bias.
+    pub fn biased(&self) -> impl Iterator<Item = &'static LinearSpec> {
+        self.linears().into_iter().filter(|l| l.bias)
     }
 
     /// All parameters, in the order they are used.
     pub fn parameters(&self) -> Vec<Parameter> {
-        let product = |p: &Product| p.linears.iter().copied().map(Parameter::Linear);
-        let AttentionSpec {
-            norm,
-            qkv,
-            q_norm,
-            k_norm,
-            o,
-        } = &self.attention;
-        let mut all = vec![Parameter::Norm(*norm)];
-        all.extend(product(qkv));
-        all.extend([*q_norm, *k_norm].map(Parameter::Norm));
-        all.extend(product(o));
-        let mlp = &self.mlp;
-        all.push(Parameter::Norm(*mlp.norm()));
-        all.extend(mlp.router().copied().map(Parameter::Linear));
-        all.extend(product(mlp.gate_up()).chain(product(mlp.down())));
+        fn linears(product: &Product) -> impl Iterator<Item = Parameter> {
+            product.linears.iter().flat_map(|&l| {
+                let bias = l.bias.then_some(Parameter::Bias(l));
+                [Parameter::Linear(l)].into_iter().chain(bias)
+            })
+        }
+        let mut all = Vec::new();
+        for Block { norm, mixer } in self.blocks {
+            all.push(Parameter::Norm(*norm));
+            let [first, last] = mixer.products();
+            all.extend(mixer.router().into_iter().flat_map(linears));
+            all.extend(linears(first));
+            all.extend(mixer.norms().map(|&n| Parameter::Norm(n)));
+            all.extend(linears(last));
+        }
         all
     }
 
@@ -305,7 +368,7 @@ impl LayerSpec {
     ///
     /// # Panics
     /// If the layer has none.
-    pub fn linear(&self, kind: LinearKind) -> &LinearSpec {
+    pub fn linear(&self, kind: LinearKind) -> &'static LinearSpec {
         self.matrices()
             .find(|l| l.kind == kind)
             .unwrap_or_else(|| panic!("a layer without {kind}"))
@@ -315,7 +378,7 @@ impl LayerSpec {
     ///
     /// # Panics
     /// If the layer has none.
-    pub fn norm(&self, kind: NormKind) -> &NormSpec {
+    pub fn norm(&self, kind: NormKind) -> &'static NormSpec {
         let mut all = self.norms().into_iter();
         all.find(|n| n.kind == kind)
             .unwrap_or_else(|| panic!("a layer without {kind:?}"))
@@ -334,6 +397,11 @@ impl LinearSpec {
     /// The full name of its weight in layer `layer`, without `.weight`.
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)
+    }
+
+    /// The full name of its bias in layer `layer`.
+    pub fn bias_name(&self, layer: usize) -> String {
+        format!("{}{BIAS}", self.name(layer))
     }
 
     /// The name of one expert's weight in files that store experts separately:
@@ -367,19 +435,21 @@ impl fmt::Display for LinearKind {
 }
 
 impl Parameter {
-    /// Its Hugging Face name within a layer, without `.weight`.
-    pub fn suffix(&self) -> &'static str {
+    /// Its Hugging Face name within a layer: that of its tensor, without `.weight`.
+    pub fn suffix(&self) -> Cow<'static, str> {
         match self {
-            Parameter::Norm(n) => n.suffix,
-            Parameter::Linear(l) => l.suffix,
+            Parameter::Norm(n) => n.suffix.into(),
+            Parameter::Linear(l) => l.suffix.into(),
+            Parameter::Bias(l) => format!("{}{BIAS}", l.suffix).into(),
         }
     }
 
     /// Its GGUF name within a block, without `.weight`.
-    pub fn gguf(&self) -> &'static str {
+    pub fn gguf(&self) -> Cow<'static, str> {
         match self {
-            Parameter::Norm(n) => n.gguf,
-            Parameter::Linear(l) => l.gguf,
+            Parameter::Norm(n) => n.gguf.into(),
+            Parameter::Linear(l) => l.gguf.into(),
+            Parameter::Bias(l) => format!("{}{BIAS}", l.gguf).into(),
         }
     }
 }

@@ -1,24 +1,33 @@
 //! The architectures that nq supports: the names and dimensions of a layer's weights,
 //! which of them share an input, and what a layer computes. All other code walks these tables.
 //!
-//! A new architecture is a file here and a row of [`ARCHITECTURES`]. One whose layers compute
-//! something else also needs a variant of [`MlpSpec`] and kernels.
+//! A layer is a list of blocks. A new architecture whose blocks the others have is a file here and a
+//! row of [`ARCHITECTURES`]; one whose layers compute something else also needs a variant of [`Mixer`]
+//! and kernels.
 
 mod architecture;
 mod layer;
+mod llama;
+mod qwen2;
 mod qwen3;
 mod shape;
 
 pub use architecture::{Architecture, Preset};
 pub(crate) use layer::LAYERS;
 pub use layer::{
-    AttentionSpec, LayerSpec, LinearKind, LinearSpec, MlpSpec, NormKind, NormSpec, Parameter,
-    Product, Source, Width, in_layer,
+    AttentionSpec, Block, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, LinearSpec, Mixer,
+    MlpSpec, NormKind, NormSpec, Parameter, Product, Source, Width, in_layer, parameter_of,
+    tensor_name,
 };
 pub use shape::{Experts, ModelConfig, Rope, RopeScaling, Shape};
 
 /// Every architecture.
-pub static ARCHITECTURES: &[&Architecture] = &[&qwen3::QWEN3, &qwen3::QWEN3_MOE];
+pub static ARCHITECTURES: &[&Architecture] = &[
+    &qwen3::QWEN3,
+    &qwen3::QWEN3_MOE,
+    &qwen2::QWEN2,
+    &llama::LLAMA,
+];
 
 /// The architecture whose `key` is `value`, e.g. the one whose `model_type` is `qwen3`.
 pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'static Architecture> {
@@ -49,6 +58,7 @@ impl Preset {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::borrow::Cow;
     use std::collections::BTreeSet;
 
     /// Properties that all other code assumes of a row.
@@ -59,17 +69,19 @@ mod tests {
             assert_eq!(find(|a| a.model_type, a.model_type), Some(a));
             assert_eq!(find(|a| a.gguf, a.gguf), Some(a));
             assert!(!ARCHITECTURES[..i].contains(&a), "{a:?} twice");
-            let parameters = a.layer.parameters();
-            let distinct = |name: fn(&Parameter) -> &'static str| {
-                let names: BTreeSet<_> = parameters.iter().map(name).collect();
-                assert_eq!(names.len(), parameters.len(), "{a:?}: {names:?}");
-            };
-            distinct(Parameter::suffix);
-            distinct(Parameter::gguf);
-            let kinds: BTreeSet<_> = a.layer.matrices().map(|l| l.kind).collect();
-            assert_eq!(kinds.len(), a.layer.matrices().count(), "{a:?}: {kinds:?}");
-            let norms: BTreeSet<_> = a.layer.norms().iter().map(|n| n.kind).collect();
-            assert_eq!(norms.len(), a.layer.norms().len(), "{a:?}: {norms:?}");
+            for kind in a.kinds {
+                let parameters = kind.parameters();
+                let distinct = |name: fn(&Parameter) -> Cow<'static, str>| {
+                    let names: BTreeSet<_> = parameters.iter().map(name).collect();
+                    assert_eq!(names.len(), parameters.len(), "{a:?}: {names:?}");
+                };
+                distinct(Parameter::suffix);
+                distinct(Parameter::gguf);
+                let kinds: BTreeSet<_> = kind.matrices().map(|l| l.kind).collect();
+                assert_eq!(kinds.len(), kind.matrices().count(), "{a:?}: {kinds:?}");
+                let norms: BTreeSet<_> = kind.norms().iter().map(|n| n.kind).collect();
+                assert_eq!(norms.len(), kind.norms().len(), "{a:?}: {norms:?}");
+            }
         }
     }
 
@@ -80,11 +92,13 @@ mod tests {
             for preset in a.presets {
                 let c = preset.config();
                 assert_eq!(c.architecture, a);
-                for product in a.layer.products() {
+                for (layer, product) in
+                    (c.layers()).flat_map(|l| l.products().into_iter().map(move |p| (l, p)))
+                {
                     let inputs = product.inputs(&c);
                     assert!(product.linears.iter().all(|l| l.dims(&c).1 == inputs));
                     match product.source {
-                        Source::Norm(kind) => assert_eq!(a.layer.norm(kind).len.of(&c), inputs),
+                        Source::Norm(kind) => assert_eq!(layer.norm(kind).len.of(&c), inputs),
                         Source::Rows(kind) => {
                             assert_eq!(kind.dims(&c).0, inputs * product.shares(&c));
                         }

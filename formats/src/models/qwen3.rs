@@ -1,39 +1,25 @@
 //! Qwen3, dense and mixtures of experts (arXiv 2505.09388).
 
-use super::architecture::{Architecture, Preset};
+use super::architecture::{Architecture, Preset, all_alike};
 use super::layer::{
-    AttentionSpec, LayerSpec, LinearKind, MlpSpec, NormKind, NormSpec, Product, Source, Width,
-    linear, norm, stack,
+    AttentionSpec, Block, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, Mixer, NormKind, Product,
+    Source, Width, linear, norm, stack,
 };
-use super::shape::Experts;
+use super::llama;
+use super::shape::{Experts, RopeScaling};
 
 #[rustfmt::skip]
-const ATTENTION: AttentionSpec = AttentionSpec {
-    norm: norm(NormKind::Attention, "input_layernorm", "attn_norm", Width::Hidden),
-    qkv: Product {
-        name: "qkv",
-        linears: &[
-            linear(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::Heads, Width::Hidden)),
-            linear(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
-            linear(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
-        ],
-        source: Source::Norm(NormKind::Attention),
-    },
-    q_norm: norm(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
-    k_norm: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
-    o: Product {
-        name: "o",
-        linears: &[
-            linear(LinearKind::O, "self_attn.o_proj", "attn_output", (Width::Hidden, Width::Heads)),
-        ],
-        source: Source::Heads(LinearKind::V),
-    },
+const ATTENTION: Block = Block {
+    norm: llama::ATTENTION_NORM,
+    mixer: Mixer::Attention(AttentionSpec {
+        qkv: llama::QKV,
+        head_norms: Some(HeadNorms {
+            q: norm(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
+            k: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
+        }),
+        o: llama::O,
+    }),
 };
-
-/// The norm before the MLP.
-#[rustfmt::skip]
-const MLP_NORM: NormSpec =
-    norm(NormKind::Mlp, "post_attention_layernorm", "ffn_norm", Width::Hidden);
 
 #[rustfmt::skip]
 pub(super) static QWEN3: Architecture = Architecture {
@@ -42,27 +28,12 @@ pub(super) static QWEN3: Architecture = Architecture {
     class: "Qwen3ForCausalLM",
     model_type: "qwen3",
     gguf: "qwen3",
-    layer: LayerSpec {
-        attention: ATTENTION,
-        mlp: MlpSpec::SwiGlu {
-            norm: MLP_NORM,
-            gate_up: Product {
-                name: "gate_up",
-                linears: &[
-                    linear(LinearKind::Gate, "mlp.gate_proj", "ffn_gate", (Width::Mlp, Width::Hidden)),
-                    linear(LinearKind::Up, "mlp.up_proj", "ffn_up", (Width::Mlp, Width::Hidden)),
-                ],
-                source: Source::Norm(NormKind::Mlp),
-            },
-            down: Product {
-                name: "down",
-                linears: &[
-                    linear(LinearKind::Down, "mlp.down_proj", "ffn_down", (Width::Hidden, Width::Mlp)),
-                ],
-                source: Source::Rows(LinearKind::Up),
-            },
-        },
-    },
+    kinds: &[LayerSpec {
+        blocks: &[ATTENTION, llama::MLP],
+    }],
+    kind_of: all_alike,
+    heads_split_hidden: false,
+    gguf_pairs: false,
     presets: &[
         preset(("qwen3-0.6b", "Qwen/Qwen3-0.6B"), (1024, 3072), 28, 16, true),
         preset(("qwen3-1.7b", "Qwen/Qwen3-1.7B"), (2048, 6144), 28, 16, true),
@@ -79,40 +50,47 @@ pub(super) static QWEN3: Architecture = Architecture {
 };
 
 #[rustfmt::skip]
+const EXPERTS: Block = Block {
+    norm: llama::MLP_NORM,
+    mixer: Mixer::Experts(ExpertsSpec {
+        router: Product {
+            name: "router",
+            linears: &[
+                linear(LinearKind::Router, "mlp.gate", "ffn_gate_inp", (Width::Experts, Width::Hidden)),
+            ],
+            source: Source::Norm(NormKind::Mlp),
+        },
+        gate_up: Product {
+            name: "gate_up",
+            linears: &[
+                stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", (Width::Expert, Width::Hidden)),
+                stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", (Width::Expert, Width::Hidden)),
+            ],
+            source: Source::Norm(NormKind::Mlp),
+        },
+        down: Product {
+            name: "down",
+            linears: &[
+                stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", (Width::Hidden, Width::Expert)),
+            ],
+            source: Source::Rows(LinearKind::Up),
+        },
+    }),
+};
+
+#[rustfmt::skip]
 pub(super) static QWEN3_MOE: Architecture = Architecture {
     family: "Qwen3",
     title: "Qwen3 mixture-of-experts",
     class: "Qwen3MoeForCausalLM",
     model_type: "qwen3_moe",
     gguf: "qwen3moe",
-    layer: LayerSpec {
-        attention: ATTENTION,
-        mlp: MlpSpec::Experts {
-            norm: MLP_NORM,
-            router: Product {
-                name: "router",
-                linears: &[
-                    linear(LinearKind::Router, "mlp.gate", "ffn_gate_inp", (Width::Experts, Width::Hidden)),
-                ],
-                source: Source::Norm(NormKind::Mlp),
-            },
-            gate_up: Product {
-                name: "gate_up",
-                linears: &[
-                    stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", (Width::Expert, Width::Hidden)),
-                    stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", (Width::Expert, Width::Hidden)),
-                ],
-                source: Source::Norm(NormKind::Mlp),
-            },
-            down: Product {
-                name: "down",
-                linears: &[
-                    stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", (Width::Hidden, Width::Expert)),
-                ],
-                source: Source::Rows(LinearKind::Up),
-            },
-        },
-    },
+    kinds: &[LayerSpec {
+        blocks: &[ATTENTION, EXPERTS],
+    }],
+    kind_of: all_alike,
+    heads_split_hidden: false,
+    gguf_pairs: false,
     presets: &[
         mixture(("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"), (2048, 6144), 48, (32, 4), (128, 768)),
         mixture(("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B"), (4096, 12288), 94, (64, 4), (128, 1536)),
@@ -170,7 +148,8 @@ const fn preset(
         positions: 40_960,
         eps: 1e-6,
         theta: 1e6,
+        scaling: RopeScaling::None,
         tied,
-        eos: 151_645,
+        eos: &[151_645],
     }
 }

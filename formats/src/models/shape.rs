@@ -79,12 +79,47 @@ pub enum RopeScaling {
         /// Scale of queries and keys; `0.1 ln(factor) + 1` if the config does not give it.
         attention_factor: f64,
     },
+    /// Llama 3.1's, whose low frequencies are divided by a factor and whose high ones are kept
+    /// (arXiv 2407.21783; transformers' `rope_type` `llama3`).
+    Llama3 {
+        /// Divisor of low frequencies.
+        factor: f64,
+        /// A wave of more than the original length divided by this is a low frequency.
+        low_freq_factor: f64,
+        /// A wave of less than the original length divided by this is a high frequency.
+        high_freq_factor: f64,
+        /// Length before stretching.
+        original_max_position_embeddings: usize,
+    },
+}
+
+impl RopeScaling {
+    /// The divisor of the rotary frequency `frequency`, in radians a position, where scaling divides each
+    /// frequency by a number of its own: 1 without scaling, `None` for YaRN.
+    pub fn divisor(&self, frequency: f64) -> Option<f64> {
+        match *self {
+            RopeScaling::None => Some(1.0),
+            RopeScaling::Yarn { .. } => None,
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => {
+                let length = original_max_position_embeddings as f64;
+                let waves = length * frequency / std::f64::consts::TAU; // within the original length
+                let kept = (waves - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                let kept = kept.clamp(0.0, 1.0);
+                Some(1.0 / ((1.0 - kept) / factor + kept))
+            }
+        }
+    }
 }
 
 /// A parameter's shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
-    /// `[len]`: a norm.
+    /// `[len]`: a norm or a bias.
     Vector(usize),
     /// `[out_features, in_features]`: a Linear or the embedding.
     Matrix(usize, usize),
@@ -122,15 +157,20 @@ impl ModelConfig {
     /// Number of parameters of the model; a tied head counts once.
     pub fn parameters(&self) -> usize {
         let h = self.hidden_size;
-        let layer = self.layer().parameters();
-        let layer: usize = layer.iter().map(|p| p.shape(self).elements()).sum();
+        let layer = |spec: &LayerSpec| -> usize {
+            let parameters = spec.parameters().into_iter();
+            parameters.map(|p| p.shape(self).elements()).sum()
+        };
         let heads = if self.tie_word_embeddings { 1 } else { 2 };
-        self.num_hidden_layers * layer + h + heads * self.vocab_size * h
+        self.over_layers(layer) + h + heads * self.vocab_size * h
     }
 
-    /// Width of the MLP of a layer, or of one of its experts.
+    /// The greatest width of the MLP of a layer, or of one of its experts.
     pub fn mlp_width(&self) -> usize {
-        self.layer().mlp.down().inputs(self)
+        match self.experts {
+            None => self.intermediate_size,
+            Some(experts) => experts.width,
+        }
     }
 
     /// Number of parameters used for one token; all if there are no experts. The embedding counts
@@ -139,14 +179,41 @@ impl ModelConfig {
         let Some(experts) = self.experts else {
             return self.parameters();
         };
-        let stacks = self.layer().linears().into_iter().filter(|l| l.stacked);
-        let expert: usize = stacks.map(|l| l.elements(self) / experts.count).sum();
-        self.parameters() - self.num_hidden_layers * expert * (experts.count - experts.per_token)
+        let expert = |spec: &LayerSpec| -> usize {
+            let stacks = spec.linears().into_iter().filter(|l| l.stacked);
+            stacks.map(|l| l.elements(self) / experts.count).sum()
+        };
+        self.parameters() - self.over_layers(expert) * (experts.count - experts.per_token)
     }
 
-    /// The specification of its layers.
-    pub fn layer(&self) -> &'static LayerSpec {
-        &self.architecture.layer
+    /// The specification of layer `index`.
+    pub fn layer(&self, index: usize) -> &'static LayerSpec {
+        let Architecture { kinds, kind_of, .. } = self.architecture;
+        &kinds[kind_of(self, index)]
+    }
+
+    /// The specification of the layer with the most parameters, for plans of memory that layers use in
+    /// turn.
+    pub fn largest_layer(&self) -> &'static LayerSpec {
+        let size = |spec: &&'static LayerSpec| -> usize {
+            let parameters = spec.parameters().into_iter();
+            parameters.map(|p| p.shape(self).elements()).sum()
+        };
+        let largest = self.architecture.kinds.iter().max_by_key(size);
+        largest.unwrap_or_else(|| panic!("{:?} without layers", self.architecture))
+    }
+
+    /// The specifications of its layers, in running order.
+    pub fn layers(&self) -> impl Iterator<Item = &'static LayerSpec> {
+        (0..self.num_hidden_layers).map(|index| self.layer(index))
+    }
+
+    /// The sum over its layers of what `of` returns for a layer.
+    pub fn over_layers(&self, of: impl Fn(&LayerSpec) -> usize) -> usize {
+        let kinds: Vec<usize> = self.architecture.kinds.iter().map(of).collect();
+        let kind_of = self.architecture.kind_of;
+        let layers = 0..self.num_hidden_layers;
+        layers.map(|index| kinds[kind_of(self, index)]).sum()
     }
 }
 
@@ -167,10 +234,10 @@ impl Preset {
             rms_norm_eps: self.eps,
             rope: Rope {
                 theta: self.theta,
-                scaling: RopeScaling::None,
+                scaling: self.scaling,
             },
             tie_word_embeddings: self.tied,
-            eos_token_ids: vec![self.eos],
+            eos_token_ids: self.eos.to_vec(),
             dtype: Some(DType::BF16),
         }
     }
@@ -217,9 +284,12 @@ impl LinearKind {
     /// `(out_features, in_features)` in a model of shape `c`.
     ///
     /// # Panics
-    /// If its layers have no such Linear.
+    /// If no kind of its layers has such a Linear.
     pub fn dims(self, c: &ModelConfig) -> (usize, usize) {
-        c.layer().linear(self).dims(c)
+        let mut all = c.architecture.matrices();
+        let spec = all.find(|l| l.kind == self);
+        spec.unwrap_or_else(|| panic!("layers without {self}"))
+            .dims(c)
     }
 }
 
@@ -247,6 +317,7 @@ impl Parameter {
                 let (out, inputs) = l.dims(c);
                 Shape::Matrix(out, inputs)
             }
+            Parameter::Bias(l) => Shape::Vector(l.dims(c).0),
         }
     }
 }

@@ -10,10 +10,11 @@ pub use staging::{at_work, staging};
 pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_files};
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::{FLOATS, weight_name};
+use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::models::ModelConfig;
+use crate::models::tensor_name;
 use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
@@ -84,7 +85,7 @@ impl NqStore {
     pub(crate) fn new(shards: Shards, record: QuantizationRecord, value: Value) -> Result<Self> {
         for name in record.overrides.keys() {
             if !shards.contains(&format!("{name}{}", part::CODES))
-                && !shards.contains(&weight_name(name))
+                && !shards.contains(&tensor_name(name))
             {
                 let expected = "a tensor, as quantization_config.overrides names it".into();
                 return Err(shards.error(name, expected, "no such tensor".into()));
@@ -113,19 +114,19 @@ impl WeightStore for NqStore {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.shards.contains(&weight_name(name))
+        self.shards.contains(&tensor_name(name))
             || self.shards.contains(&format!("{name}{}", part::CODES))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&weight_name(name), &FLOATS, &[len])
+        self.shards.require(&tensor_name(name), &FLOATS, &[len])
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         match self.record.scheme(name) {
             Some(scheme) => read_affine(&self.shards, name, scheme, dims),
             None => {
-                let name = weight_name(name);
+                let name = tensor_name(name);
                 let tensor = self.shards.require(&name, &FLOATS, &[dims.0, dims.1])?;
                 Ok(Weight::Dense(tensor))
             }
@@ -286,7 +287,7 @@ fn name_part(shards: &Shards, name: &str, error: Error) -> Error {
 /// The tensors that store `weight`, by name.
 fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
     let affine = match weight {
-        Weight::Dense(tensor) => return Ok(vec![(weight_name(name), tensor.clone())]),
+        Weight::Dense(tensor) => return Ok(vec![(tensor_name(name), tensor.clone())]),
         Weight::Quantized(QuantizedWeight::Affine(affine)) => affine,
     };
     let little = |values: &[f16]| values.iter().flat_map(|v| v.to_le_bytes()).collect();

@@ -10,7 +10,7 @@ use super::staging::{
 };
 use super::{NqStore, parts, read_affine, verify};
 use crate::checkpoint::Checkpoint;
-use crate::dense::{FLOATS, weight_name};
+use crate::dense::FLOATS;
 use crate::durable::{
     COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent,
     rename_folder, sync_folder, write_bytes,
@@ -18,6 +18,7 @@ use crate::durable::{
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::hash;
+use crate::models::tensor_name;
 use crate::progress::Progress;
 use crate::safetensors::SafetensorsFile;
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_tensors};
@@ -283,7 +284,7 @@ impl Writer {
         let mut schemes = BTreeMap::new();
         for (name, param) in params {
             match param {
-                Param::Vector(t) => tensors.push((weight_name(name), (*t).clone())),
+                Param::Vector(t) => tensors.push((tensor_name(name), (*t).clone())),
                 Param::Matrix(weight) => {
                     schemes.insert(name, scheme_of(weight));
                     tensors.extend(parts(name, weight)?);
@@ -450,7 +451,7 @@ impl Staged {
             Some(Some(scheme)) => read_affine(&self.shards, name, *scheme, dims),
             _ => {
                 let shape = [dims.0, dims.1];
-                let tensor = self.shards.require(&weight_name(name), &FLOATS, &shape)?;
+                let tensor = self.shards.require(&tensor_name(name), &FLOATS, &shape)?;
                 Ok(Weight::Dense(tensor))
             }
         }
@@ -461,7 +462,7 @@ impl Staged {
     /// # Errors
     /// [`Error::Tensor`] if it is not in this step or has another length.
     pub fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&weight_name(name), &FLOATS, &[len])
+        self.shards.require(&tensor_name(name), &FLOATS, &[len])
     }
 
     fn specs(&self) -> Vec<TensorSpec> {

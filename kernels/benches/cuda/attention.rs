@@ -51,8 +51,8 @@ impl Layers {
     fn heads(&self, heads: usize) -> Heads<'_> {
         Heads {
             heads,
-            q_gain: &self.gain,
-            k_gain: &self.gain,
+            gains: Some([&self.gain; 2]),
+            biases: &[],
             cos_sin: &self.table,
             eps: 1e-6,
         }

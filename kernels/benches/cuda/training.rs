@@ -95,7 +95,7 @@ impl Training<'_> {
         let (mut y, mut inv) = (self.floats(n)?, self.floats(ROWS * heads)?);
         let (mut dx, mut dgain) = (self.floats(n)?, self.floats(128)?);
         self.time("norm and rotation of heads", 8 * n, |_| {
-            ops.head_norm_rope(&x, &gain, &cos_sin, &mut y, &mut inv, s, 1e-6)
+            ops.head_norm_rope(&x, Some(&gain), &cos_sin, &mut y, &mut inv, s, 1e-6)
         })?;
         self.time("gradient of that", 20 * n, |_| {
             ops.head_norm_rope_grad(&x, &gain, &cos_sin, &inv, &y, &mut dx, &mut dgain, s)

@@ -225,20 +225,43 @@ impl Stream {
         m: usize,
         eps: f32,
     ) -> Result<()> {
+        self.copy_normed(x, rows, (Some((gain, eps)), gain.len()), out, m)
+    }
+
+    /// Copies `m` rows `[m, width]` to each of `out`, unchanged but for rounding.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    pub fn convert_rows(
+        &self,
+        x: &Buffer<f32>,
+        out: &RowsOut<'_>,
+        (m, width): (usize, usize),
+    ) -> Result<()> {
+        self.copy_normed(x, None, (None, width), out, m)
+    }
+
+    fn copy_normed(
+        &self,
+        x: &Buffer<f32>,
+        rows: Option<&Checked<u32>>,
+        (norm, width): (Option<(&Buffer<f32>, f32)>, usize),
+        out: &RowsOut<'_>,
+        m: usize,
+    ) -> Result<()> {
         let o = self.operands("rms_norm");
-        let width = gain.len();
         o.multiple("width", 4, width)?;
         let there = rows.map_or(m, |rows| *rows.bounds());
         let (y, half) = out.addresses(&o, m, width)?;
         let args = NormArgs {
             x: o.of("x", x, &[there, width])?,
             rows: o.optional("rows", rows.map(Checked::values), &[m])?,
-            gain: o.of("gain", gain, &[width])?,
+            gain: o.optional("gain", norm.map(|(gain, _)| gain), &[width])?,
             y,
             half,
             width: width as i32,
             padded: width.next_multiple_of(SPAN) as i32,
-            eps,
+            eps: norm.map_or(0.0, |(_, eps)| eps),
         };
         // SAFETY: the operands were checked; x has every listed row.
         unsafe { self.launch(&RMS_NORM, shape((m, 1), 256), &args) }

@@ -1,6 +1,6 @@
 //! Runs all layers of a decode step of one row with one kernel.
 
-use super::attention::{Heads, LayerPages};
+use super::attention::{HeadVectors, Heads, LayerPages};
 use super::driver::{
     Address, Buffer, Checked, Gpu, GpuInfo, LaunchShape, Mapped, Operands, Stream,
 };
@@ -177,8 +177,7 @@ struct LayerArgs {
     codes: [Address; 4],
     meta: [Address; 4],
     gains: [Address; 2],
-    q_gain: Address,
-    k_gain: Address,
+    vectors: HeadVectors,
     keys: Address,
     values: Address,
     key_scales: Address,
@@ -535,8 +534,7 @@ impl LayerArgs {
             codes: [Address::NULL; 4],
             meta: [Address::NULL; 4],
             gains: [Address::NULL; 2],
-            q_gain: Address::NULL,
-            k_gain: Address::NULL,
+            vectors: HeadVectors::NONE,
             keys: Address::NULL,
             values: Address::NULL,
             key_scales: Address::NULL,
@@ -553,8 +551,7 @@ impl LayerArgs {
                 o.of("gain", layer.attention_norm, &[hidden])?,
                 o.of("gain", layer.mlp_norm, &[hidden])?,
             ],
-            q_gain: heads.q_gain,
-            k_gain: heads.k_gain,
+            vectors: heads.vectors,
             keys: cache.keys,
             values: cache.values,
             key_scales: cache.key_scales,

@@ -399,14 +399,14 @@ pub trait LayerOps: Buffers {
         shape: (usize, usize),
     ) -> Result<()>;
 
-    /// RMSNorm of every head, then the rotation by its position (of halves, as in Qwen3), from rows to
-    /// head-major. `cos_sin` is `[positions, dim / 2]` of (cos, sin) pairs, `inv`
+    /// RMSNorm of every head if there is a gain for it, then the rotation by its position (of halves, as in
+    /// Qwen3), from rows to head-major. `cos_sin` is `[positions, dim / 2]` of (cos, sin) pairs, `inv`
     /// `[rows, heads]`.
     #[expect(clippy::too_many_arguments, reason = "inputs and two outputs")]
     fn head_norm_rope(
         &self,
         x: &Self::Floats,
-        gain: &Self::Floats,
+        gain: Option<&Self::Floats>,
         cos_sin: &Self::Floats,
         y: &mut Self::Floats,
         inv: &mut Self::Floats,
@@ -414,7 +414,16 @@ pub trait LayerOps: Buffers {
         eps: f32,
     ) -> Result<()>;
 
-    /// The gradient of [`LayerOps::head_norm_rope`] for whole sequences: writes `dx` and
+    /// The gradient of [`LayerOps::head_norm_rope`] without a norm for whole sequences: writes `dx`.
+    fn head_rope_grad(
+        &self,
+        cos_sin: &Self::Floats,
+        dy: &Self::Floats,
+        dx: &mut Self::Floats,
+        shape: HeadShape,
+    ) -> Result<()>;
+
+    /// The gradient of [`LayerOps::head_norm_rope`] with a norm for whole sequences: writes `dx` and
     /// adds to `dgain`.
     #[expect(
         clippy::too_many_arguments,

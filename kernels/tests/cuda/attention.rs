@@ -17,7 +17,9 @@ pub(super) struct Case {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     pub(super) kv: KvType,
-    pub(super) gains: [Vec<f32>; 2],
+    pub(super) gains: Option<[Vec<f32>; 2]>,
+    /// Of queries, keys and values; empty: none.
+    pub(super) biases: Vec<Vec<f32>>,
     pub(super) table: Vec<(f32, f32)>,
     pub(super) qkv: Vec<f32>,
     pub(super) len: usize,
@@ -41,10 +43,22 @@ impl Case {
             heads,
             kv_heads,
             kv,
-            gains: [gain(61), gain(62)],
+            gains: Some([gain(61), gain(62)]),
+            biases: Vec::new(),
             table,
             qkv: normal(len * (heads + 2 * kv_heads) * HEAD_DIM, 63),
             len,
+        }
+    }
+
+    /// With biases in place of norms.
+    pub(super) fn biased(heads: usize, kv_heads: usize, kv: KvType, len: usize) -> Self {
+        let bias = |(i, heads): (usize, usize)| normal(heads * HEAD_DIM, 64 + i as u64);
+        let counts = [heads, kv_heads, kv_heads].into_iter().enumerate();
+        Case {
+            gains: None,
+            biases: counts.map(bias).collect(),
+            ..Case::new(heads, kv_heads, kv, len)
         }
     }
 
@@ -58,28 +72,35 @@ impl Case {
         let group = self.heads / self.kv_heads;
         let mut pages = KvPages::new(self.kv, self.len.div_ceil(PAGE), self.kv_heads, d);
         let place = |p: usize| ((p / PAGE) as u32, p % PAGE);
-        let rotated = |x: &[f32], gain: &[f32], position: usize| {
-            let mut v = vec![0f32; d];
-            reference::rms_norm(x, gain, 1e-6, &mut v);
+        let rotated = |x: &[f32], kind: usize, position: usize| {
+            let mut v = x.to_vec();
+            if let Some(gains) = &self.gains {
+                reference::rms_norm(x, &gains[kind], 1e-6, &mut v);
+            }
             reference::rope(
                 &mut v,
                 &self.table[position * d / 2..(position + 1) * d / 2],
             );
             v
         };
-        for (position, row) in self.qkv.chunks(self.width()).enumerate() {
+        let mut qkv = self.qkv.clone();
+        for row in qkv
+            .chunks_mut(self.width())
+            .filter(|_| !self.biases.is_empty())
+        {
+            let bias = self.biases.iter().flatten();
+            row.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
+        }
+        for (position, row) in qkv.chunks(self.width()).enumerate() {
             let (k, v) = row[self.heads * d..].split_at(self.kv_heads * d);
-            let k = k
-                .chunks(d)
-                .flat_map(|k| rotated(k, &self.gains[1], position));
+            let k = k.chunks(d).flat_map(|k| rotated(k, 1, position));
             let (page, at) = place(position);
             pages.store(page, at, &k.collect::<Vec<f32>>(), v);
         }
         let mut out = Vec::new();
         for &r in rows {
             for h in 0..self.heads {
-                let q = &self.qkv[r * self.width() + h * d..][..d];
-                let q = rotated(q, &self.gains[0], r);
+                let q = rotated(&qkv[r * self.width() + h * d..][..d], 0, r);
                 let (mut k, mut v) = (vec![0f32; (r + 1) * d], vec![0f32; (r + 1) * d]);
                 for position in 0..=r {
                     let row = position * d..(position + 1) * d;
@@ -98,18 +119,19 @@ impl Case {
 /// A case's gains and rotary table on a device.
 pub(super) struct Uploaded {
     heads: usize,
-    q_gain: Buffer<f32>,
-    k_gain: Buffer<f32>,
+    gains: Option<[Buffer<f32>; 2]>,
+    biases: Vec<Buffer<f32>>,
     table: Buffer<[f32; 2]>,
 }
 
 impl Uploaded {
     pub(super) fn new(gpu: &Gpu, case: &Case) -> Self {
         let table: Vec<[f32; 2]> = case.table.iter().map(|&(c, s)| [c, s]).collect();
+        let upload = |values: &[f32]| gpu.upload("a test", values).unwrap();
         Uploaded {
             heads: case.heads,
-            q_gain: gpu.upload("a test", &case.gains[0]).unwrap(),
-            k_gain: gpu.upload("a test", &case.gains[1]).unwrap(),
+            gains: (case.gains.as_ref()).map(|g| g.each_ref().map(|g| upload(g))),
+            biases: case.biases.iter().map(|b| upload(b)).collect(),
             table: gpu.upload("a test", &table).unwrap(),
         }
     }
@@ -117,8 +139,8 @@ impl Uploaded {
     pub(super) fn settings(&self) -> Heads<'_> {
         Heads {
             heads: self.heads,
-            q_gain: &self.q_gain,
-            k_gain: &self.k_gain,
+            gains: self.gains.as_ref().map(|g| g.each_ref()),
+            biases: &self.biases,
             cos_sin: &self.table,
             eps: 1e-6,
         }
@@ -428,6 +450,9 @@ fn attention() {
                 continue;
             }
             check_attention(&gpu, &Case::new(heads, kv_heads, kv, len));
+            if len <= 300 {
+                check_attention(&gpu, &Case::biased(heads, kv_heads, kv, len));
+            }
         }
     }
 }

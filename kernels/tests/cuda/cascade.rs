@@ -155,11 +155,13 @@ fn shared_pages() {
         if !Cascade::fits(&gpu, kv) {
             continue;
         }
-        for ((heads, kv_heads), positions, prefixes) in cases.clone() {
+        let both = [Case::new, Case::biased].into_iter();
+        let all = both.flat_map(|new| cases.clone().into_iter().map(move |case| (new, case)));
+        for (new, ((heads, kv_heads), positions, prefixes)) in all {
             if positions.len() > 3 && is_sanitizing() {
                 continue;
             }
-            let case = Case::new(heads, kv_heads, kv, positions.iter().max().unwrap() + 1);
+            let case = new(heads, kv_heads, kv, positions.iter().max().unwrap() + 1);
             let together = Together {
                 gpu: &gpu,
                 stream: gpu.stream().unwrap(),

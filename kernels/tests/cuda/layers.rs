@@ -113,9 +113,14 @@ impl Plain {
 /// appended keys and values are tested by later steps. Products of all layers take their schemes from
 /// `schemes` in turn.
 fn check(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], kv: KvType, len: usize) {
+    let case = Case::new(shape.heads, KV_HEADS, kv, len);
+    check_case(gpu, shape, schemes, case);
+}
+
+fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
     let stream = gpu.stream().unwrap();
     let Shape { hidden, heads, mlp } = shape;
-    let case = Case::new(heads, KV_HEADS, kv, len);
+    let (kv, len) = (case.kv, case.len);
     let on_device = Uploaded::new(gpu, &case);
     let mut turns = schemes.iter().cycle();
     let mut next = || std::array::from_fn(|_| *turns.next().unwrap());
@@ -243,6 +248,11 @@ fn all_layers_at_once() {
     }
     check(&gpu, of(256, 16, 1280), mix, f16, 3);
     check(&gpu, of(512, 32, 768), other_mix, f16, 3);
+    for kv in [f16, int8] {
+        let biased = |heads, len| Case::biased(heads, KV_HEADS, kv, len);
+        check_case(&gpu, of(256, 16, 1280), usual, biased(16, 140));
+        check_case(&gpu, of(512, 40, 768), usual, biased(40, 5));
+    }
     for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
         for group in [Group::Size(64), Group::Size(128), Group::Channel] {
             check(&gpu, of(256, 16, 1280), &[scheme(zeros, group)], f16, 3);

@@ -113,7 +113,7 @@ struct Model {
             layer.kind[i] = {uint8_t(of.scheme), uint8_t(of.groups), uint16_t(meta_bytes), uint32_t(codes_bytes)};
             stage = max(stage, TEAM * (codes_bytes + meta_bytes));
         }
-        layer.gains[0] = layer.gains[1] = gain.data(), layer.q_gain = q_gain.data(), layer.k_gain = k_gain.data();
+        layer.gains[0] = layer.gains[1] = gain.data(), layer.vectors = {{q_gain.data(), k_gain.data()}, {}};
         const size_t rows = tables.size() * c.kv_heads * PAGE, cached = rows * HEAD_DIM;
         for (void** cache : {&layer.keys, &layer.values}) {
             if (c.int8) {

@@ -276,7 +276,7 @@ fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
             for (gain, s) in layer.norms.get_mut(&kind).into_iter().flatten().zip(scales) {
                 *gain /= s;
             }
-            if let (NormKind::Mlp, Some(router)) = (kind, layer.spec.mlp.router()) {
+            if let (NormKind::Mlp, Some(router)) = (kind, layer.spec.router()) {
                 scale_columns(&mut layer.linear_mut(router.kind).data, scales);
             }
         }
@@ -285,9 +285,11 @@ fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
             let values = layer.linear_mut(kind);
             let (rows, cols) = (values.rows, values.cols);
             let heads = scales.len() / rows;
-            divide_rows(&mut values.data, cols, &|i| {
-                scales[i / d * heads * d + i % d]
-            });
+            let scale_of = |i: usize| scales[i / d * heads * d + i % d];
+            divide_rows(&mut values.data, cols, &scale_of);
+            if let Some(bias) = layer.biases.get_mut(&kind) {
+                divide_rows(bias, 1, &scale_of);
+            }
         }
         Source::Rows(kind) => {
             let rows = layer.linear_mut(kind);

@@ -64,6 +64,8 @@ pub struct Layer {
     pub linears: BTreeMap<LinearKind, Matrix>,
     /// Gains of the norms whose outputs are inputs of Linears.
     pub norms: BTreeMap<NormKind, Vec<f32>>,
+    /// Biases of those Linears that have one.
+    pub biases: BTreeMap<LinearKind, Vec<f32>>,
     /// Width of an attention head.
     pub head_dim: usize,
 }

@@ -308,7 +308,7 @@ fn awq_folds_scales_without_changing_the_layer() {
         normal(inner, hidden, 0.1, 75),
         normal(hidden, inner, 0.1, 76),
     ];
-    let spec = &ARCHITECTURES[0].layer;
+    let spec = &ARCHITECTURES[0].kinds[0];
     let kinds = || spec.linears().into_iter().map(|l| l.kind);
     let gains = |gain: fn(f32) -> f32| (0..hidden).map(|i| gain(i as f32)).collect();
     let layer = Layer {
@@ -320,6 +320,7 @@ fn awq_folds_scales_without_changing_the_layer() {
             (NormKind::Mlp, gains(|i| 2.0 - i / 40.0)),
         ]
         .into(),
+        biases: Default::default(),
         head_dim,
     };
     let grid = grid(Bits::B4, Group::Size(16), Zeros::Integer);
@@ -400,7 +401,7 @@ fn awq_folds_scales_without_changing_the_layer() {
 #[test]
 fn folded_scales_leave_a_mixture_as_it_was() {
     let (count, hidden, inner) = (3, 32, 48);
-    let spec = &ARCHITECTURES[1].layer;
+    let spec = &ARCHITECTURES[1].kinds[0];
     let kinds = || spec.linears().into_iter().map(|l| l.kind);
     let linears = [
         (LinearKind::Q, normal(64, hidden, 0.1, 70)),
@@ -421,6 +422,7 @@ fn folded_scales_leave_a_mixture_as_it_was() {
             (NormKind::Mlp, vec![1.5; hidden]),
         ]
         .into(),
+        biases: Default::default(),
         head_dim: 16,
     };
     let grid = grid(Bits::B4, Group::Size(16), Zeros::Integer);

@@ -46,7 +46,8 @@ impl Job<'_> {
             None => None,
         };
         let tokens = calibration.map_or(0, Sequences::tokens) as u64;
-        let share = tokens.max(config.layer().linears().len() as u64); // of a layer's rounding
+        let linears = config.layers().map(|l| l.linears().len()).max();
+        let share = tokens.max(linears.unwrap_or(0) as u64); // of a layer's rounding
         let total = layers as u64 * (2 * tokens + share);
         self.progress
             .begin("quantizing layers", total, Unit::Tokens);
@@ -159,7 +160,7 @@ impl Job<'_> {
             }
             None => None,
         };
-        let linears = config.layer().linears().into_iter();
+        let linears = config.layer(index).linears().into_iter();
         let all: u64 = linears.map(|l| l.elements(config) as u64).sum();
         let (mut seen, mut reported) = (0, 0);
         let advance = |linear: &LinearSpec| {
@@ -183,7 +184,9 @@ pub(super) fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)>
     let norms = (w.norms.iter()).map(|(&k, t)| (w.spec.norm(k).name(index), Param::Vector(t)));
     let linears =
         (w.linears.iter()).map(|(&k, m)| (w.spec.linear(k).name(index), Param::Matrix(m)));
-    norms.chain(linears).collect()
+    let biases =
+        (w.biases.iter()).map(|(&k, t)| (w.spec.linear(k).bias_name(index), Param::Vector(t)));
+    norms.chain(linears).chain(biases).collect()
 }
 
 /// Reads a staged layer.
@@ -193,8 +196,8 @@ pub(super) fn staged_layer(
     index: usize,
 ) -> Result<LayerWeights> {
     LayerWeights::collect(
-        config.layer(),
+        config.layer(index),
         |linear| Ok(staged.matrix(&linear.name(index), linear.dims(config))?),
-        |norm| Ok(staged.vector(&norm.name(index), norm.len.of(config))?),
+        |vector| Ok(staged.vector(&vector.name(index), vector.len(config))?),
     )
 }

@@ -49,10 +49,16 @@ impl Probe<'_> {
     fn work(&self, config: &ModelConfig) -> u64 {
         let layers = config.num_hidden_layers;
         let tokens: usize = self.text.iter().map(Vec::len).sum();
-        let per_layer = config.layer().products().len();
         let begin = 3; // the source, the embedding's variant and that of all layers
         // Each layer runs the variants that branched off before it, then those of its own groups.
-        let runs: usize = (0..layers).map(|l| begin + per_layer * l + per_layer).sum();
+        let mut variants = begin;
+        let runs: usize = config
+            .layers()
+            .map(|layer| {
+                variants += layer.products().len();
+                variants
+            })
+            .sum();
         let calibration = self.calibration.unwrap_or_default();
         let calibration: usize = calibration.iter().map(Vec::len).sum();
         (tokens * runs + calibration * layers) as u64

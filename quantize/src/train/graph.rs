@@ -8,8 +8,9 @@ use super::no_experts;
 use super::params::{Matrix, Model, Values};
 use crate::error::Result;
 use nq_formats::ModelConfig;
+use nq_formats::models::LayerSpec;
 use nq_kernels::grad::{Allocate, Gemm, GradOps, HeadShape, Occurrences};
-use nq_runtime::forward::{Attention, Layer, Mlp, Packed};
+use nq_runtime::forward::{Attention, Block, Mix, Mlp, Packed};
 use nq_runtime::full_precision::{
     AttentionProducts, Load, Pass, Tape, Workspace, attention_weights,
 };
@@ -50,8 +51,9 @@ fn head_rows(c: &ModelConfig, rows: usize) -> usize {
 
 /// Number of elements of the largest weight.
 fn largest_weight(c: &ModelConfig) -> usize {
-    let linears = c.layer().linears().into_iter();
-    linears
+    let kinds = c.architecture.kinds.iter();
+    kinds
+        .flat_map(LayerSpec::linears)
         .map(|l| l.elements(c))
         .max()
         .unwrap_or(0)
@@ -214,9 +216,13 @@ impl<O: GradOps> Graph<O> {
         self.forward(ops, student, rows)?;
         let loss = self.head_gradient(ops, teacher, student, rows, share / rows as f32)?;
         for layer in (0..self.config.num_hidden_layers).rev() {
-            let Layer { attention, mlp, .. } = &mut student.layers[layer];
-            self.mlp_gradient(ops, mlp, layer, rows)?;
-            self.attention_gradient(ops, attention, layer, rows)?;
+            for Block { norm, mixer } in student.layers[layer].blocks.iter_mut().rev() {
+                match mixer {
+                    Mix::Attention(a) => self.attention_gradient(ops, (norm, a), layer, rows)?,
+                    Mix::Mlp(mlp) => self.mlp_gradient(ops, (norm, mlp), layer, rows)?,
+                    Mix::Experts(_) => return Err(no_experts()),
+                }
+            }
         }
         if student.embedding.is_tuned() {
             let width = self.config.hidden_size;
@@ -350,18 +356,10 @@ impl<O: GradOps> Graph<O> {
     fn mlp_gradient(
         &mut self,
         ops: &O,
-        mlp: &mut Mlp<Vec<Matrix<O>>, Values<O>>,
+        (norm, mlp): (&mut Values<O>, &mut Mlp<Vec<Matrix<O>>>),
         layer: usize,
         rows: usize,
     ) -> Result<()> {
-        let Mlp::SwiGlu {
-            norm,
-            gate_up,
-            down,
-        } = mlp
-        else {
-            return Err(no_experts());
-        };
         let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
         let (shape, values) = ((rows, c.hidden_size), rows * c.intermediate_size);
         let mut product = Products {
@@ -372,11 +370,11 @@ impl<O: GradOps> Graph<O> {
             dw: &mut self.dw,
         };
         ops.silu_mul(&s.gate, &s.up, &mut f.wide, values)?;
-        product.gradient(down, &[&self.dx], &f.wide, &mut self.wide2)?;
+        product.gradient(&mut mlp.down, &[&self.dx], &f.wide, &mut self.wide2)?;
         ops.silu_mul_grad(&mut s.gate, &mut s.up, &self.wide2, values)?;
         let gain = &norm.value;
         ops.rms_norm(&s.mid, gain, &mut f.h, &mut s.inv2, shape, c.rms_norm_eps)?;
-        product.gradient(gate_up, &[&s.gate, &s.up], &f.h, &mut self.dh)?;
+        product.gradient(&mut mlp.gate_up, &[&s.gate, &s.up], &f.h, &mut self.dh)?;
         let dx = (&mut self.dx, true);
         norm_gradient(ops, norm, (&s.mid, &s.inv2), &self.dh, dx, shape)
     }
@@ -385,7 +383,7 @@ impl<O: GradOps> Graph<O> {
     fn attention_gradient(
         &mut self,
         ops: &O,
-        attention: &mut Attention<Vec<Matrix<O>>, Values<O>>,
+        (norm, attention): (&mut Values<O>, &mut Attention<Vec<Matrix<O>>, Values<O>>),
         layer: usize,
         rows: usize,
     ) -> Result<()> {
@@ -414,18 +412,25 @@ impl<O: GradOps> Graph<O> {
         ops.gemm(a.queries_grad, &self.dp, &s.kh, &mut f.heads)?;
         ops.gemm(a.keys_grad, &self.dp, &s.qh, &mut f.kv)?;
         let turns = &f.cos_sin;
-        let (q_norm, k_norm) = (&mut attention.q_norm, &mut attention.k_norm);
+        let [q_norm, k_norm] = match &mut attention.heads.norms {
+            Some(norms) => norms.each_mut().map(Some),
+            None => [None, None],
+        };
         for (norm, x, inv, dy, dx, shape) in [
             (q_norm, &s.q, &s.inv_q, &f.heads, &mut f.wide, qs),
             (k_norm, &s.k, &s.inv_k, &f.kv, &mut self.dk, ks),
         ] {
-            if let Some(state) = &mut norm.state {
-                let (gain, grad) = (&norm.value, &mut state.grad);
-                ops.head_norm_rope_grad(x, gain, turns, inv, dy, dx, grad, shape)?;
+            match norm.map(|norm| (&norm.value, &mut norm.state)) {
+                Some((gain, Some(state))) => {
+                    let grad = &mut state.grad;
+                    ops.head_norm_rope_grad(x, gain, turns, inv, dy, dx, grad, shape)?;
+                }
+                Some((_, None)) => {}
+                None => ops.head_rope_grad(turns, dy, dx, shape)?,
             }
         }
 
-        let (x, norm, shape) = (&self.xs[layer], &mut attention.norm, (rows, c.hidden_size));
+        let (x, shape) = (&self.xs[layer], (rows, c.hidden_size));
         let (gain, eps) = (&norm.value, c.rms_norm_eps);
         ops.rms_norm(x, gain, &mut f.h, &mut s.inv1, shape, eps)?;
         let dqkv = [&f.wide, &self.dk, &self.dv];

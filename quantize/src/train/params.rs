@@ -11,8 +11,9 @@ use nq_formats::{
     AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, Zeros, pack,
 };
 use nq_kernels::grad::{Adam, Allocate, GradOps, Rounding};
+use nq_runtime::forward::{self, VectorSpec};
 use nq_runtime::full_precision::Load;
-use nq_runtime::{LayerWeights, forward, models};
+use nq_runtime::{LayerWeights, models};
 use rayon::prelude::*;
 
 /// Kind of a parameter vector: each kind has its own learning rate.
@@ -371,8 +372,10 @@ fn layer<O: GradOps>(
         });
         matrix.collect::<Result<_>>()
     };
-    forward::Layer::new(index, w.spec, product, |norm| {
-        Values::gains(ops, norm.name(index), w.norm(norm.kind), source.is_some())
+    forward::Layer::new(index, w.spec, product, |vector| {
+        // Biases stay as they are.
+        let tuned = source.is_some() && matches!(vector, VectorSpec::Norm(_));
+        Values::gains(ops, vector.name(index), w.vector(vector), tuned)
     })
 }
 
@@ -526,7 +529,7 @@ impl<O: GradOps> Model<O> {
         all.extend(self.head.iter().flat_map(Matrix::values));
         for layer in &self.layers {
             all.extend(layer.linears().flatten().flat_map(Matrix::values));
-            all.extend(layer.norms());
+            all.extend(layer.vectors());
         }
         all.push(&self.final_norm);
         all.retain(|v| v.state.is_some());
@@ -538,9 +541,9 @@ impl<O: GradOps> Model<O> {
         let mut all = self.embedding.values_mut();
         all.extend(self.head.iter_mut().flat_map(Matrix::values_mut));
         for layer in &mut self.layers {
-            let (linears, norms) = layer.parts_mut();
-            all.extend(linears.flatten().flat_map(Matrix::values_mut));
-            all.extend(norms);
+            let (linears, vectors) = layer.parts_mut();
+            all.extend(linears.into_iter().flatten().flat_map(Matrix::values_mut));
+            all.extend(vectors);
         }
         all.push(&mut self.final_norm);
         all.retain(|v| v.state.is_some());
@@ -587,7 +590,7 @@ pub fn rounded<'a>(
         groups.for_each(|((codes, latent), &params)| out.grid.round(params, latent, codes));
         out.to_weight()
     };
-    let norm = |name: String, t: &Tensor| -> Result<Tensor> {
+    let vector = |name: String, t: &Tensor| -> Result<Tensor> {
         match lookup(&name) {
             None => Ok(t.clone()),
             Some(values) => {
@@ -601,12 +604,12 @@ pub fn rounded<'a>(
         layers.push(LayerWeights::collect(
             w.spec,
             |l| weight(&l.name(layer), w.linear(l.kind)),
-            |n| norm(n.name(layer), w.norm(n.kind)),
+            |v| vector(v.name(layer), w.vector(v)),
         )?);
     }
     Ok(Canonical {
         layers,
-        final_norm: norm(NORM.into(), &base.final_norm)?,
+        final_norm: vector(NORM.into(), &base.final_norm)?,
         embedding: weight(EMBEDDING, &base.embedding)?,
         head: match &base.head {
             Some(head) => Some(weight(HEAD, head)?),

@@ -5,8 +5,8 @@ use super::params::{Matrix, Model, Values};
 use crate::error::{Error, Result};
 use nq_formats::ModelConfig;
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
-use nq_runtime::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
-use nq_runtime::full_precision::{Load, multiply};
+use nq_runtime::forward::{Experts, HeadVectors, Operand, Ops, Packed, Projection};
+use nq_runtime::full_precision::{Load, add_biases, multiply, ones};
 use nq_runtime::rope::Rotary;
 
 /// Keys, values and activations of sequences that are sampled together.
@@ -30,6 +30,7 @@ pub struct Sampler<O: Allocate> {
     outputs: O::Floats,     // [slots, length, hidden], after the final norm
     logits: O::Floats,      // [slots, vocab]
     w: O::Floats,           // unused by a teacher: its weights are dense
+    ones: O::Floats,        // [slots], if there are biases
 }
 
 impl<O: Allocate> Sampler<O> {
@@ -50,6 +51,7 @@ impl<O: Allocate> Sampler<O> {
         let mut cos_sin = ops.floats("rotations", 2 * rotations.len())?;
         ops.write(&mut cos_sin, rotations.as_flattened())?;
         Ok(Sampler {
+            ones: ones(ops, c, slots)?,
             config: c.clone(),
             slots,
             length,
@@ -174,7 +176,7 @@ struct Step<'a, O: GradOps> {
 
 impl<O: GradOps> Ops for Step<'_, O> {
     type Linear = Vec<Matrix<O>>;
-    type Gains = Values<O>;
+    type Vector = Values<O>;
     type Error = Error;
 
     fn project(
@@ -204,7 +206,8 @@ impl<O: GradOps> Ops for Step<'_, O> {
     fn attend(
         &mut self,
         layer: usize,
-        attention: &Attention<Vec<Matrix<O>>, Values<O>>,
+        vectors: &HeadVectors<Values<O>>,
+        _o: &Packed<Vec<Matrix<O>>>,
     ) -> Result<()> {
         let (ops, s, batch, t) = (self.ops, &mut *self.of, self.batch, self.t);
         let (c, inv, turns) = (&s.config, &mut s.inv, &s.cos_sin);
@@ -217,7 +220,10 @@ impl<O: GradOps> Ops for Step<'_, O> {
         };
         let qs = shape(c.num_attention_heads, 1, 0);
         let ks = shape(c.num_key_value_heads, s.length, t);
-        let (q_gain, k_gain) = (&attention.q_norm.value, &attention.k_norm.value);
+        let qkv = [&mut s.q, &mut s.k, &mut s.up];
+        add_biases((ops, c), &vectors.biases, (&s.ones, batch), qkv)?;
+        let norms = vectors.norms.as_ref();
+        let (q_gain, k_gain) = (norms.map(|n| &n[0].value), norms.map(|n| &n[1].value));
         let eps = c.rms_norm_eps;
         ops.head_norm_rope(&s.q, q_gain, turns, &mut s.qh, inv, qs, eps)?;
         ops.head_norm_rope(&s.k, k_gain, turns, keys, inv, ks, eps)?;
@@ -236,7 +242,8 @@ impl<O: GradOps> Ops for Step<'_, O> {
     fn add_experts(
         &mut self,
         _layer: usize,
-        _experts: &Experts<Vec<Matrix<O>>, Values<O>>,
+        _norm: &Values<O>,
+        _experts: &Experts<Vec<Matrix<O>>>,
     ) -> Result<()> {
         Err(no_experts())
     }

@@ -8,13 +8,14 @@ use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg;
 use crate::methods::rtn;
-use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind};
+use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind, find};
 use nq_formats::{
     AffineScheme, Bits, Group, ModelConfig, Rope, RopeScaling, Tensor, Weight, Zeros,
 };
 use nq_kernels::grad::{CpuOps, UNKNOWN};
 use nq_kernels::rng::Philox;
 use nq_runtime::LayerWeights;
+use nq_runtime::forward::Mix;
 use nq_runtime::full_precision::Load;
 use std::collections::BTreeMap;
 
@@ -53,7 +54,8 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
         let values = normal(out * inp, 0.0, gain / (inp as f32).sqrt());
         Weight::Dense(Tensor::from_f32(vec![out, inp], values).unwrap())
     };
-    let linears = || c.layer().linears().into_iter();
+    let spec = c.layer(0);
+    let linears = || spec.linears().into_iter();
     let layers: Vec<BTreeMap<LinearKind, Weight>> = (0..c.num_hidden_layers)
         .map(|_| {
             linears()
@@ -63,19 +65,22 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
         .collect();
     let embedding = matrix((c.vocab_size, c.hidden_size), 2.0);
     let head = (!c.tie_word_embeddings).then(|| matrix((c.vocab_size, c.hidden_size), 2.0));
-    let mut norm = |n: usize| Tensor::from_f32(vec![n], normal(n, 1.0, 0.2)).unwrap();
+    let mut vector = |n: usize, mean: f32| Tensor::from_f32(vec![n], normal(n, mean, 0.2)).unwrap();
     Canonical {
         layers: layers
             .into_iter()
             .map(|linears| LayerWeights {
-                spec: c.layer(),
+                spec,
                 linears,
-                norms: (c.layer().norms().into_iter())
-                    .map(|n| (n.kind, norm(n.len.of(c))))
+                norms: (spec.norms().into_iter())
+                    .map(|n| (n.kind, vector(n.len.of(c), 1.0)))
+                    .collect(),
+                biases: (spec.biased())
+                    .map(|l| (l.kind, vector(l.dims(c).0, 0.0)))
                     .collect(),
             })
             .collect(),
-        final_norm: norm(c.hidden_size),
+        final_norm: vector(c.hidden_size, 1.0),
         embedding,
         head,
     }
@@ -114,8 +119,8 @@ fn tokens(c: &ModelConfig, n: usize) -> Vec<u32> {
 /// Compares the gradient of every tuned tensor along a random direction with the difference of
 /// losses. The direction moves latent weights by a whole step of their grid, so that their
 /// codes really change.
-fn check_gradients(tied: bool, codes: bool) {
-    let (ops, c) = (CpuOps, config(tied));
+fn check_gradients(c: ModelConfig, codes: bool) {
+    let ops = CpuOps;
     let (batch, seq) = (3, 8);
     let source = random(&c, 1);
     // An unrelated model: the loss is then far from its minimum, where it would be flat.
@@ -195,12 +200,25 @@ fn step_sizes(model: &Model<CpuOps>, i: usize) -> Vec<f32> {
 
 #[test]
 fn gradients_of_scales_and_gains_with_fixed_codes() {
-    check_gradients(true, false);
+    check_gradients(config(true), false);
 }
 
 #[test]
 fn gradients_of_an_untied_head_with_fixed_codes() {
-    check_gradients(false, false);
+    check_gradients(config(false), false);
+}
+
+/// A model whose queries, keys and values have biases and no norms.
+fn biased() -> ModelConfig {
+    ModelConfig {
+        architecture: find(|a| a.gguf, "qwen2").unwrap(),
+        ..config(false)
+    }
+}
+
+#[test]
+fn gradients_of_a_model_with_biases() {
+    check_gradients(biased(), false);
 }
 
 /// A latent weight's gradient is that of its weight wherever its code is free to move.
@@ -285,7 +303,11 @@ fn gradients_of_passes_add_up() {
 /// Text comes with the teacher's outputs: gradients are those of running it again.
 #[test]
 fn sampling_leaves_the_outputs_of_the_teacher() {
-    let (ops, c) = (CpuOps, config(false));
+    [config(false), biased()].map(check_outputs_of_sampling);
+}
+
+fn check_outputs_of_sampling(c: ModelConfig) {
+    let ops = CpuOps;
     let source = random(&c, 1);
     let quantized = quantized(&source, Bits::B4);
     let teacher = Model::teacher(&ops, &c, &source).unwrap();
@@ -328,7 +350,10 @@ fn nothing_tuned_is_nothing_changed() {
     let quantized = quantized(&source, Bits::B4);
     let model = Model::student(&ops, &c, &quantized, &source, true).unwrap();
     let mut scratch = vec![0.0; c.q_dim() * c.hidden_size];
-    let query = &model.layers[0].attention.qkv.linear[0];
+    let Mix::Attention(attention) = &model.layers[0].blocks[0].mixer else {
+        panic!("a layer begins with attention");
+    };
+    let query = &attention.qkv.linear[0];
     assert!(query.is_tuned());
     let w = query.load(&ops, &mut scratch).unwrap();
     let expected =

@@ -129,13 +129,15 @@ impl EagleModel {
         let residual = if c.norm_before_residual { normed } else { x };
         x = residual[(m - 1) * h..].to_vec();
 
-        let mut angles = vec![(0.0, 0.0); d / 2];
-        for (r, row) in qkv.chunks_exact_mut(stride).enumerate() {
-            self.rotary.row(position + r, &mut angles);
-            let (rotated, values) = row.split_at_mut(q_dim + kv_dim);
-            rotated
-                .chunks_exact_mut(d)
-                .for_each(|head| rotate(head, &angles));
+        let mut angles = vec![(0.0, 0.0); m * d / 2];
+        for (r, angles) in angles.chunks_exact_mut((d / 2).max(1)).enumerate() {
+            self.rotary.row(position + r, angles);
+        }
+        let rows: Vec<usize> = (0..m).collect();
+        let all = (0, heads + kv_heads, d);
+        cpu.turn_heads(&mut qkv, stride, all, (None, eps), &angles, &rows);
+        for (r, row) in qkv.chunks_exact(stride).enumerate() {
+            let (rotated, values) = row.split_at(q_dim + kv_dim);
             let at = position + r;
             cache.store(table[at / PAGE], at % PAGE, &rotated[q_dim..], values);
         }
@@ -160,13 +162,5 @@ impl EagleModel {
             true => Ok(x),
             false => Err(NOT_FINITE),
         }
-    }
-}
-
-/// Rotates a head by the angles of its position, halves as pairs.
-fn rotate(head: &mut [f32], angles: &[(f32, f32)]) {
-    let (first, second) = head.split_at_mut(angles.len());
-    for ((a, b), &(cos, sin)) in first.iter_mut().zip(second).zip(angles) {
-        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
     }
 }

@@ -2,12 +2,12 @@
 
 use crate::engine::Observer;
 use crate::error::{Error, Result};
-use crate::forward::{self, Attention, Experts, Operand, Ops, Packed, Projection};
+use crate::forward::{self, Experts, HeadVectors, Operand, Ops, Packed, Projection, VectorSpec};
 use crate::load::LoadOptions;
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
-use nq_formats::models::{LinearKind, NormSpec, Product};
+use nq_formats::models::{LinearKind, Product};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Cpu, Epilogue, FEW_ROWS, KvPages, KvSequence, Linear, PAGE, Span};
 use nq_kernels::{Activations, Routes};
@@ -39,14 +39,14 @@ pub(crate) fn pack_layer(
             census,
         )
     };
-    let norm = |norm: &NormSpec| Ok(weights.norm(norm.kind).to_f32()?);
-    Layer::new(index, weights.spec, linear, norm)
+    let vector = |vector: VectorSpec| Ok(weights.vector(vector).to_f32()?);
+    Layer::new(index, weights.spec, linear, vector)
 }
 
 /// Bytes of a layer that one token reads.
 pub(crate) fn layer_bytes(config: &ModelConfig, layer: &Layer) -> usize {
-    let norms = layer.norms().map(|n| 4 * n.len()).sum::<usize>();
-    norms + layer.bytes_per_token(config, Linear::bytes)
+    let vectors = layer.vectors().map(|v| 4 * v.len()).sum::<usize>();
+    vectors + layer.bytes_per_token(config, Linear::bytes)
 }
 
 /// Repacks weights that share an input, rounded as `options` say, and counts them in `census`.
@@ -83,7 +83,7 @@ pub(crate) struct Pass<'a> {
 
 impl Ops for Pass<'_> {
     type Linear = Linear;
-    type Gains = Vec<f32>;
+    type Vector = Vec<f32>;
     type Error = Error;
 
     fn project(
@@ -110,16 +110,32 @@ impl Ops for Pass<'_> {
         Ok(self.cpu.linear(&w.linear, normed, out, epilogue)?)
     }
 
-    fn attend(&mut self, _layer: usize, attention: &Attention<Linear, Vec<f32>>) -> Result<()> {
+    fn attend(
+        &mut self,
+        _layer: usize,
+        vectors: &HeadVectors<Vec<f32>>,
+        _o: &Packed<Linear>,
+    ) -> Result<()> {
         let (cpu, c, batch) = (self.cpu, self.config, self.batch);
         let (heads, kv_heads, d) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
         let (q_dim, kv_dim, eps) = (c.q_dim(), c.kv_dim(), c.rms_norm_eps);
         let (m, stride) = (batch.rows(), q_dim + 2 * kv_dim);
         let qkv = &mut self.scratch.qkv[..m * stride];
         let (table, rows) = (&batch.cos_sin, &batch.row_ids);
-        let Attention { q_norm, k_norm, .. } = attention;
-        cpu.qk_norm_rope(qkv, stride, 0, heads, q_norm, eps, table, rows);
-        cpu.qk_norm_rope(qkv, stride, q_dim, kv_heads, k_norm, eps, table, rows);
+        for row in qkv
+            .chunks_exact_mut(stride)
+            .filter(|_| !vectors.biases.is_empty())
+        {
+            let bias = vectors.biases.iter().flatten();
+            row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+        }
+        let norms = vectors.norms.as_ref();
+        for (start, heads, norm) in [
+            (0, heads, norms.map(|[q, _]| &q[..])),
+            (q_dim, kv_heads, norms.map(|[_, k]| &k[..])),
+        ] {
+            cpu.turn_heads(qkv, stride, (start, heads, d), (norm, eps), table, rows);
+        }
         let tables = self.tables;
         for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
             for r in 0..span.len {
@@ -147,14 +163,19 @@ impl Ops for Pass<'_> {
         Ok(self.cpu.linear(&w.linear, operand, self.x, Epilogue::Add)?)
     }
 
-    fn add_experts(&mut self, layer: usize, experts: &Experts<Linear, Vec<f32>>) -> Result<()> {
+    fn add_experts(
+        &mut self,
+        layer: usize,
+        norm: &Vec<f32>,
+        experts: &Experts<Linear>,
+    ) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
         let Some(shape) = &c.experts else {
             unreachable!("layers with experts have an expert shape");
         };
         let normed = &mut self.scratch.normed[..m * c.hidden_size];
         let scores = &mut self.scratch.scores[..m * shape.count];
-        cpu.rms_norm(self.x, &experts.norm, c.rms_norm_eps, normed);
+        cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
         // Few rows go one by one: float sums depend on how many rows go together, and the choice of
         // experts depends on those sums.
         let rows = if m <= FEW_ROWS { 1 } else { m };

@@ -31,9 +31,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const ROWS: usize = 512;
 /// Places for drafted tokens: more than a step can check, and a power of two.
 const RING: usize = 2 * MOST_RUN;
-/// An epsilon of RMSNorm that its mean of squares does not change, and a gain that undoes it: a norm with both leaves
-/// values as they are. Powers of two lose no bits.
-const NO_NORM: (f32, f32) = ((1u128 << 100) as f32, (1u64 << 50) as f32);
 const WHAT: &str = "the EAGLE-3 head";
 
 /// A head packed for a GPU.
@@ -163,8 +160,6 @@ impl EagleRun {
         Ok(EagleRun(Arc::new(Mutex::new(State {
             few: Few::new(gpu, eagle, places)?,
             many: Many::new(gpu, &w, places, c.vocab_size)?,
-            no_gain: gpu.upload(WHAT, &vec![NO_NORM.1; w.streams])?,
-            no_head_gain: gpu.upload(WHAT, &[NO_NORM.1; HEAD_DIM])?,
             tables: PageTables::new(spec),
             placed: vec![Vec::new(); spec.slots],
             slots: (0..spec.slots).map(|_| Slot::default()).collect(),
@@ -229,8 +224,6 @@ struct State {
     // Buffers go before the stream that works on them.
     few: Few,
     many: Many,
-    no_gain: Buffer<f32>,      // [3 hidden]
-    no_head_gain: Buffer<f32>, // [128]
     pages: DevicePages,
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, 64]
     tables: PageTables,
@@ -357,8 +350,6 @@ impl State {
     fn feed_many(&mut self, slot: usize, n: usize) -> Result<()> {
         let State {
             many,
-            no_gain,
-            no_head_gain,
             pages,
             cos_sin,
             tables,
@@ -379,7 +370,8 @@ impl State {
         let tokens = &slots[slot].tokens[done + 1..][..n];
         stream.write_checked(&mut many.tokens, tokens)?;
         let streams = halves(&mut many.half);
-        stream.rms_norm(&many.streams, None, no_gain, &streams, n, NO_NORM.0)?;
+        let taps = (n, TAPS * c.hidden_size);
+        stream.convert_rows(&many.streams, &streams, taps)?;
         stream.gemm(&w.fc, &many.half, GemmOutput::Store(&mut many.x), n)?;
         stream.embed(embedding, &many.tokens, &mut many.embedded, n)?;
         for (x, gain, product, adds) in [
@@ -399,7 +391,7 @@ impl State {
             };
             stream.gemm(product, &many.normed, out, n)?;
         }
-        let heads = heads(c, no_head_gain, cos_sin);
+        let heads = heads(c, cos_sin);
         stream.append(&mut many.qkv, &many.rows, &heads, pages.layer(0), n)?;
         tables.advance(slot, n);
         Ok(())
@@ -506,7 +498,6 @@ impl State {
     fn attend(&mut self, n: usize, positions: usize, drawn: bool) -> Result<()> {
         let State {
             few,
-            no_head_gain,
             pages,
             cos_sin,
             stream,
@@ -548,7 +539,7 @@ impl State {
         }
         let out = GemvOutput::Add(qkv);
         multiply(stream, &w.qkv_of_stream, normed, out, columns, n)?;
-        let heads = heads(c, no_head_gain, cos_sin);
+        let heads = heads(c, cos_sin);
         let shape = AttentionShape {
             m: n,
             splits: AttentionScratch::splits(&eagle.gpu, c.num_key_value_heads, n, positions),
@@ -626,17 +617,13 @@ fn halves(half: &mut Buffer<u16>) -> RowsOut<'_> {
 }
 
 /// The parameters of the head's attention, which has no norms.
-fn heads<'a>(
-    c: &EagleConfig,
-    no_gain: &'a Buffer<f32>,
-    cos_sin: &'a Buffer<[f32; 2]>,
-) -> Heads<'a> {
+fn heads<'a>(c: &EagleConfig, cos_sin: &'a Buffer<[f32; 2]>) -> Heads<'a> {
     Heads {
         heads: c.num_attention_heads,
-        q_gain: no_gain,
-        k_gain: no_gain,
+        gains: None,
+        biases: &[],
         cos_sin,
-        eps: NO_NORM.0,
+        eps: c.rms_norm_eps,
     }
 }
 

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::load::LoadOptions;
 use crate::models::LayerWeights;
 use crate::weights::Census;
-use nq_formats::models::{LayerSpec, MlpSpec, Product};
+use nq_formats::models::{Block, LayerSpec, Mixer, Product};
 use nq_formats::{Experts, ModelConfig, Progress};
 use nq_kernels::Routes;
 use nq_kernels::cpu::Cpu;
@@ -31,10 +31,10 @@ struct HostLayer {
 
 /// True for the products of `spec` that hold the weights of experts.
 pub(super) fn is_of_experts(spec: &LayerSpec, product: &Product) -> bool {
-    match &spec.mlp {
-        MlpSpec::SwiGlu { .. } => false,
-        MlpSpec::Experts { gate_up, down, .. } => gate_up == product || down == product,
-    }
+    spec.blocks.iter().any(|block| match &block.mixer {
+        Mixer::Attention(_) | Mixer::Mlp(_) => false,
+        Mixer::Experts(e) => e.gate_up == *product || e.down == *product,
+    })
 }
 
 impl HostExperts {
@@ -81,15 +81,16 @@ impl HostExperts {
         options: &LoadOptions,
         weights: &LayerWeights,
     ) -> Result<()> {
-        let (
-            Some(experts),
-            MlpSpec::Experts {
-                norm,
-                gate_up,
-                down,
-                ..
-            },
-        ) = (config.experts, &weights.spec.mlp)
+        let mut blocks = weights
+            .spec
+            .blocks
+            .iter()
+            .map(|Block { norm, mixer }| match mixer {
+                Mixer::Experts(experts) => Some((norm, &experts.gate_up, &experts.down)),
+                Mixer::Attention(_) | Mixer::Mlp(_) => None,
+            });
+        let (Some(experts), Some((norm, gate_up, down))) =
+            (config.experts, blocks.find_map(|of_experts| of_experts))
         else {
             unreachable!("`wanted` lets no other model through");
         };

@@ -5,12 +5,12 @@ use super::plan::{self, Request, no_weight, stored_by_layer, told_kinds, weight_
 use super::session::most_together;
 use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Layer};
+use crate::forward::{HeadVectors, Layer, VectorSpec};
 use crate::load::LoadOptions;
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
-use nq_formats::models::{LayerSpec, MlpSpec, NormSpec, Product};
+use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore, human_bytes};
 use nq_kernels::cuda::pack::{SPAN, TILE};
@@ -91,22 +91,21 @@ fn pack_layer(
         if experts_on_host && is_of_experts(weights.spec, product) {
             return Ok(no_weight(&gpu)?);
         }
-        let stack = stack(weights.spec, product);
+        let stack = stack(product);
         halves.pack(uploader, &weights.product(product), stack)
     };
-    let norm = |norm: &NormSpec| Ok(gpu.upload("a norm", &weights.norm(norm.kind).to_f32()?)?);
-    Layer::new(index, weights.spec, linear, norm)
+    let vector = |vector: VectorSpec| {
+        let values = weights.vector(vector).to_f32()?;
+        Ok(gpu.upload("a norm", &values)?)
+    };
+    Layer::new(index, weights.spec, linear, vector)
 }
 
 /// How the outputs of a product's Linears are laid out: interleaved if an epilogue takes them in
 /// pairs.
-fn stack(spec: &LayerSpec, product: &Product) -> Stack {
-    match &spec.mlp {
-        MlpSpec::SwiGlu { gate_up, .. } | MlpSpec::Experts { gate_up, .. }
-            if gate_up == product =>
-        {
-            Stack::Interleave
-        }
+fn stack(product: &Product) -> Stack {
+    match product.linears[0].kind {
+        LinearKind::Gate => Stack::Interleave,
         _ => Stack::Concat,
     }
 }
@@ -265,12 +264,12 @@ impl CudaModel {
 
     /// Bytes that decoding one token reads.
     pub(super) fn bytes_per_token(&self) -> usize {
-        let norms = self.layers.iter().flat_map(Layer::norms);
+        let vectors = self.layers.iter().flat_map(Layer::vectors);
         let layers = self.layers.iter();
         layers
             .map(|l| l.bytes_per_token(&self.config, DeviceLinear::bytes))
             .sum::<usize>()
-            + norms.map(Buffer::bytes).sum::<usize>()
+            + vectors.map(Buffer::bytes).sum::<usize>()
             + self.host.bytes_per_token(self.config.experts.as_ref())
             + self.norm.bytes()
             + self.head.bytes()
@@ -279,13 +278,13 @@ impl CudaModel {
     /// The parameters of a layer's attention.
     pub(super) fn heads<'a>(
         &self,
-        attention: &'a Attention<DeviceLinear, Buffer<f32>>,
+        vectors: &'a HeadVectors<Buffer<f32>>,
         cos_sin: &'a Buffer<[f32; 2]>,
     ) -> Heads<'a> {
         Heads {
             heads: self.config.num_attention_heads,
-            q_gain: &attention.q_norm,
-            k_gain: &attention.k_norm,
+            gains: vectors.norms.as_ref().map(|norms| norms.each_ref()),
+            biases: &vectors.biases,
             cos_sin,
             eps: self.config.rms_norm_eps,
         }

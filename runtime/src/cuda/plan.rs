@@ -6,9 +6,9 @@ use super::model::CudaLayer;
 use super::session::SessionMemory;
 use crate::engine::{DeviceMemory, SessionSpec};
 use crate::error::{Error, Result};
-use crate::forward::Layer;
+use crate::forward::{Layer, VectorSpec};
 use crate::memory::Kinds;
-use nq_formats::models::{NormSpec, Product};
+use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, TensorEntry, WeightStore, human_bytes};
 use nq_kernels::cpu::KvType;
@@ -49,9 +49,9 @@ pub(super) fn weight_bytes(
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
     let layer = |index: usize, on_host: bool| -> Result<usize> {
         let before = account.held();
-        let norm = |norm: &NormSpec| -> Result<_> { Ok(gpu.zeros("a norm", norm.len.of(c))?) };
+        let vector = |vector: VectorSpec| -> Result<_> { Ok(gpu.zeros("a norm", vector.len(c))?) };
         let pack = |product: &'static Product| {
-            if on_host && is_of_experts(c.layer(), product) {
+            if on_host && is_of_experts(c.layer(index), product) {
                 return Ok(no_weight(gpu)?);
             }
             let rows = product.linears.iter().map(|l| l.dims(c).0).sum();
@@ -60,7 +60,7 @@ pub(super) fn weight_bytes(
             let kind = PackedKind::of_stack(parts, inputs)?;
             Ok(DeviceLinear::zeros(gpu, kind, (rows, inputs))?)
         };
-        let _layer: CudaLayer = Layer::new(index, c.layer(), pack, norm)?;
+        let _layer: CudaLayer = Layer::new(index, c.layer(index), pack, vector)?;
         Ok(account.held() - before)
     };
     let layers = match stored {
@@ -276,7 +276,7 @@ pub(super) fn told_kinds(
 ) -> Option<BTreeMap<String, WeightKind>> {
     let layers = 0..config.num_hidden_layers;
     let names = layers.flat_map(|layer| {
-        let linears = config.layer().linears().into_iter();
+        let linears = config.layer(layer).linears().into_iter();
         linears.map(move |linear| linear.name(layer))
     });
     let kind = |name: String| {

@@ -9,7 +9,7 @@ mod stepper;
 pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Experts, Layer, Operand, Ops, Packed, Projection};
+use crate::forward::{Experts, HeadVectors, Layer, Operand, Ops, Packed, Projection};
 use crate::rope::Rotary;
 use nq_formats::ModelConfig;
 use nq_formats::models::Product;
@@ -100,6 +100,8 @@ pub struct Workspace<O: Allocate> {
     pub p: O::Floats,
     /// Room for the largest weight whose values are computed.
     pub w: O::Floats,
+    /// `[rows]` ones, which spread biases over rows; empty if there are no biases.
+    pub ones: O::Floats,
     experts: Option<ExpertWork<O>>,
 }
 
@@ -137,6 +139,7 @@ impl<O: Allocate> Workspace<O> {
             kv: floats(rows * c.kv_dim())?,
             p: floats(batch * c.num_attention_heads * seq * seq)?,
             w: floats(largest)?,
+            ones: ones(ops, c, rows)?,
             experts: match c.experts {
                 None => None,
                 Some(experts) => Some(ExpertWork {
@@ -244,9 +247,40 @@ pub fn multiply<O: LayerOps, M: Load<O>>(
     Ok(())
 }
 
+/// `[rows]` ones, which spread biases over rows; empty if no Linear of a model of shape `c` has one.
+///
+/// # Errors
+/// If the device has not enough memory.
+pub fn ones<O: Allocate>(ops: &O, c: &ModelConfig, rows: usize) -> Result<O::Floats> {
+    let biased = c.architecture.matrices().any(|l| l.bias);
+    let values = vec![1.0; if biased { rows } else { 0 }];
+    let mut ones = ops.floats("ones", values.len())?;
+    ops.write(&mut ones, &values)?;
+    Ok(ones)
+}
+
+/// Adds to each of the first `rows` rows of queries, keys and values its bias, if they have biases; `ones`
+/// `[rows]` spreads them.
+///
+/// # Errors
+/// Errors of the device.
+pub fn add_biases<O: LayerOps, G: AsRef<O::Floats>>(
+    (ops, c): (&O, &ModelConfig),
+    biases: &[G],
+    (ones, rows): (&O::Floats, usize),
+    to: [&mut O::Floats; 3],
+) -> Result<()> {
+    let widths = [c.q_dim(), c.kv_dim(), c.kv_dim()];
+    for ((bias, to), width) in biases.iter().zip(to).zip(widths) {
+        let spread = Gemm::linear(rows, width, 1).add();
+        ops.gemm(spread, ones, bias.as_ref(), to)?;
+    }
+    Ok(())
+}
+
 impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
     type Linear = Vec<M>;
-    type Gains = G;
+    type Vector = G;
     type Error = Error;
 
     fn project(
@@ -280,36 +314,42 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         }
     }
 
-    fn attend(&mut self, _layer: usize, attention: &Attention<Vec<M>, G>) -> Result<()> {
+    fn attend(
+        &mut self,
+        _layer: usize,
+        vectors: &HeadVectors<G>,
+        _o: &Packed<Vec<M>>,
+    ) -> Result<()> {
         let (ops, batch, seq) = (self.ops, self.batch, self.seq);
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let c = &work.config;
         let shape = |heads| HeadShape::whole(batch, seq, heads, c.head_dim);
         let (qs, ks) = (shape(c.num_attention_heads), shape(c.num_key_value_heads));
-        let turn = |x: &_, gain: &G, y: &mut _, inv: &mut _, shape| {
-            ops.head_norm_rope(
-                x,
-                gain.as_ref(),
-                &work.cos_sin,
-                y,
-                inv,
-                shape,
-                c.rms_norm_eps,
-            )
-        };
-        turn(
+        add_biases(
+            (ops, c),
+            &vectors.biases,
+            (&work.ones, batch * seq),
+            [&mut tape.q, &mut tape.k, &mut work.kv],
+        )?;
+        let (turns, eps, norms) = (&work.cos_sin, c.rms_norm_eps, vectors.norms.as_ref());
+        let (q_norm, k_norm) = (norms.map(|n| n[0].as_ref()), norms.map(|n| n[1].as_ref()));
+        ops.head_norm_rope(
             &tape.q,
-            &attention.q_norm,
+            q_norm,
+            turns,
             &mut tape.qh,
             &mut tape.inv_q,
             qs,
+            eps,
         )?;
-        turn(
+        ops.head_norm_rope(
             &tape.k,
-            &attention.k_norm,
+            k_norm,
+            turns,
             &mut tape.kh,
             &mut tape.inv_k,
             ks,
+            eps,
         )?;
         ops.rows_to_heads(&work.kv, &mut tape.vh, ks)?;
         let values = AttentionProducts::of(c, batch, seq).values;
@@ -333,7 +373,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
 
     /// Sends every row through every expert that some row is routed to: 16 times the work of a mixture
     /// of 8 in 128 experts, but statistics of inputs need it.
-    fn add_experts(&mut self, _layer: usize, experts: &Experts<Vec<M>, G>) -> Result<()> {
+    fn add_experts(&mut self, _layer: usize, norm: &G, experts: &Experts<Vec<M>>) -> Result<()> {
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let (c, scratch) = (&work.config, &mut work.w);
@@ -341,7 +381,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             unreachable!("layers with experts have an expert shape");
         };
         let (hidden, width, stream) = (c.hidden_size, shape.width, (rows, c.hidden_size));
-        let (norm, eps) = (experts.norm.as_ref(), c.rms_norm_eps);
+        let (norm, eps) = (norm.as_ref(), c.rms_norm_eps);
         ops.rms_norm(&tape.mid, norm, &mut work.h, &mut tape.inv2, stream, eps)?;
         (self.shown)(Seen::Input(experts.gate_up.spec, 0, &work.h))?;
         let router = experts.router.linear[0].load(ops, scratch)?;

@@ -4,10 +4,10 @@
 use super::{Load, Pass, Seen, Shown, Tape, Workspace};
 use crate::engine::{Hidden, Observer, all_finite};
 use crate::error::{Error, Result};
-use crate::forward;
+use crate::forward::{self, VectorSpec};
 use crate::models::LayerWeights;
 use crate::stepper::{Cut, Head, LayerDevice, LayerStepper, Piece, ProductMoments, Stepper};
-use nq_formats::models::{LinearSpec, NormSpec, Product};
+use nq_formats::models::{LinearSpec, Product};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::Account;
 use nq_kernels::grad::{Allocate, Gemm, LayerOps};
@@ -37,7 +37,7 @@ pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
         let each = |l: &LinearSpec| vec![l.elements(c) / l.copies(c); l.copies(c)];
         p.linears.iter().flat_map(each).map(dense).collect()
     };
-    let layer: Layer<Account> = Layer::new(0, c.layer(), product, |n| dense(n.len.of(c)))?;
+    let layer: Layer<Account> = Layer::new(0, c.largest_layer(), product, |v| dense(v.len(c)))?;
     Ok(layer)
 }
 
@@ -129,10 +129,10 @@ impl<O: LayerOps> Dense<O> {
         Ok(Dense(ops.rows("weights", weight.dims(), row)?))
     }
 
-    fn gains(ops: &O, gains: &Tensor) -> Result<Self> {
-        let gains = gains.to_f32()?;
-        let mut to = ops.floats("norm", gains.len())?;
-        ops.write(&mut to, &gains)?;
+    fn vector(ops: &O, values: &Tensor) -> Result<Self> {
+        let values = values.to_f32()?;
+        let mut to = ops.floats("norm", values.len())?;
+        ops.write(&mut to, &values)?;
         Ok(Dense(to))
     }
 }
@@ -155,8 +155,8 @@ fn pack<O: LayerOps>(
         }
         Ok(all)
     };
-    let norm = |norm: &NormSpec| Dense::gains(ops, weights.norm(norm.kind));
-    Layer::new(index, weights.spec, product, norm)
+    let vector = |vector: VectorSpec| Dense::vector(ops, weights.vector(vector));
+    Layer::new(index, weights.spec, product, vector)
 }
 
 impl<O: LayerOps> FullPrecision<O> {
@@ -199,7 +199,7 @@ impl<O: LayerOps> FullPrecision<O> {
         observer: &mut dyn Observer,
     ) -> Result<Vec<Vec<O::Floats>>> {
         let (ops, c) = (Arc::clone(&self.ops), self.config.clone());
-        let products = c.layer().products();
+        let products = c.layer(index).products();
         let zeros = |p: &&Product| {
             let n = p.inputs(&c);
             let one = |_| Ok(ops.floats("moments of a layer's inputs", n * n)?);
@@ -312,8 +312,8 @@ where
         let Some(device) = self.ops.second_order() else {
             return Ok(None);
         };
+        let products = layer.1.spec.products();
         let sums = self.sums(layer, hidden, pieces, observer)?;
-        let products = self.config.layer().products();
         let moments = sums.into_iter().zip(products).map(|(sums, product)| {
             let n = product.inputs(&self.config);
             let own = sums.into_iter();
@@ -329,7 +329,7 @@ where
         let (vocab, hidden) = head.dims();
         Ok(Box::new(OpsHead {
             weight: Dense::matrix(ops.as_ref(), "head", head)?,
-            gains: Dense::gains(ops.as_ref(), norm)?,
+            gains: Dense::vector(ops.as_ref(), norm)?,
             room: HeadRoom::new(ops.as_ref(), (vocab, hidden), rows)?,
             host: Vec::new(),
             shape: (vocab, hidden),
@@ -449,7 +449,7 @@ mod tests {
     impl Seen {
         /// Mean squares, by product, expert and element.
         fn squares(&self, c: &ModelConfig) -> Vec<Vec<f32>> {
-            let products = c.layer().products().into_iter();
+            let products = c.layer(0).products().into_iter();
             let all = products.flat_map(|p| (0..p.shares(c)).map(move |expert| (p, expert)));
             type One = (&'static str, usize, Vec<f32>);
             let mean = |((product, expert), (name, seen, x)): ((&Product, usize), &One)| {

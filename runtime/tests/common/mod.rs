@@ -87,20 +87,23 @@ impl Store {
             matrix(&mut store, HEAD.into(), vocab);
         }
         for layer in 0..c.num_hidden_layers {
-            for linear in c.layer().matrices() {
+            for linear in c.layer(layer).matrices() {
                 matrix(&mut store, linear.name(layer), linear.dims(c));
             }
         }
-        let mut vector = |name: String, n: usize| {
-            let t = Tensor::from_f32(vec![n], normal(n, 1.0, 0.2)).unwrap();
+        let mut vector = |name: String, n: usize, mean: f32| {
+            let t = Tensor::from_f32(vec![n], normal(n, mean, 0.2)).unwrap();
             store.vectors.insert(name, t);
         };
         for layer in 0..c.num_hidden_layers {
-            for norm in c.layer().norms() {
-                vector(norm.name(layer), norm.len.of(c));
+            for norm in c.layer(layer).norms() {
+                vector(norm.name(layer), norm.len.of(c), 1.0);
+            }
+            for linear in c.layer(layer).biased() {
+                vector(linear.bias_name(layer), linear.dims(c).0, 0.0);
             }
         }
-        vector(NORM.into(), c.hidden_size);
+        vector(NORM.into(), c.hidden_size, 1.0);
         store
     }
 

@@ -46,26 +46,19 @@ impl Cpu {
             .end(begin, "rms_norm", self.isa.name(), (1, n), 4 * x.len());
     }
 
-    /// Per-head RMSNorm (`weight` `[head_dim]`), then rotary embedding, of `heads`
-    /// consecutive heads that start at column `start` of each row of `x` `[m, stride]`,
-    /// in place. `cos_sin` is `[positions, head_dim / 2]`, `positions[i]` the position of
-    /// row `i`.
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "one flat description of a strided view"
-    )]
-    pub fn qk_norm_rope(
+    /// Per-head RMSNorm, if there are gains `[head_dim]` for it, then rotary embedding, of `heads`
+    /// consecutive heads of `d` values that start at column `start` of each row of `x`
+    /// `[m, stride]`, in place. `cos_sin` is `[positions, d / 2]`, `positions[i]` the
+    /// position of row `i`.
+    pub fn turn_heads(
         &self,
         x: &mut [f32],
         stride: usize,
-        start: usize,
-        heads: usize,
-        weight: &[f32],
-        eps: f32,
+        (start, heads, d): (usize, usize, usize),
+        (gains, eps): (Option<&[f32]>, f32),
         cos_sin: &[(f32, f32)],
         positions: &[usize],
     ) {
-        let d = weight.len();
         let rows = x.len() / stride.max(1);
         let begin = self.profile.begin();
         let x = Shared::new(x);
@@ -76,14 +69,17 @@ impl Cpu {
                 // SAFETY: each row is written once.
                 let row = unsafe { x.part(i * stride..(i + 1) * stride) };
                 for head in row[start..start + heads * d].chunks_exact_mut(d) {
-                    (self.table.norm_rope)(head, weight, eps, table);
+                    match gains {
+                        Some(gains) => (self.table.norm_rope)(head, gains, eps, table),
+                        None => rows::rope(head, table),
+                    }
                 }
             }
         });
         let bytes = 4 * rows * heads * d;
         let isa = self.isa.name();
         self.profile
-            .end(begin, "qk_norm_rope", isa, (heads, d), bytes);
+            .end(begin, "turn_heads", isa, (heads, d), bytes);
     }
 
     /// Causal attention of one sequence's new tokens over its cache, which already holds

@@ -76,6 +76,14 @@ pub(crate) fn rms_norm<S: Simd>(s: S, x: &[f32], weight: &[f32], eps: f32, y: &m
     }
 }
 
+/// Rotary embedding of one head, pairing `i` with `i + d / 2`, in place.
+pub(crate) fn rope(head: &mut [f32], cos_sin: &[(f32, f32)]) {
+    let (low, high) = head.split_at_mut(head.len() / 2);
+    for ((a, b), &(cos, sin)) in low.iter_mut().zip(high).zip(cos_sin) {
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+}
+
 /// RMSNorm of one head, then rotary embedding pairing `i` with `i + d / 2`, in place.
 #[inline(always)]
 pub(crate) fn norm_rope<S: Simd>(

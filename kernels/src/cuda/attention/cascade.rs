@@ -173,7 +173,7 @@ kernels! {
 #[repr(C)]
 struct SharedArgs {
     qkv: Address,
-    q_gain: Address,
+    vectors: super::HeadVectors,
     cos_sin: Address,
     cache: super::CacheArgs,
     step: Address,
@@ -204,7 +204,7 @@ impl Stream {
         let int8 = cache.is_int8();
         let args = SharedArgs {
             qkv: of.qkv,
-            q_gain: of.q_gain,
+            vectors: of.vectors,
             cos_sin: of.cos_sin,
             cache: of.cache,
             step: of.step,

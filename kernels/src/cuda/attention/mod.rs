@@ -22,10 +22,10 @@ pub const HEAD_DIM: usize = 128;
 pub struct Heads<'a> {
     /// Query heads.
     pub heads: usize,
-    /// `[128]`
-    pub q_gain: &'a Buffer<f32>,
-    /// `[128]`
-    pub k_gain: &'a Buffer<f32>,
+    /// Gains `[128]` of the norms of queries and of keys, if they are normalized.
+    pub gains: Option<[&'a Buffer<f32>; 2]>,
+    /// Biases of queries `[heads * 128]`, keys and values `[kv_heads * 128]`; empty if there are none.
+    pub biases: &'a [Buffer<f32>],
     /// `[positions, 64]` of (cos, sin).
     pub cos_sin: &'a Buffer<[f32; 2]>,
     /// Epsilon of RMSNorm.
@@ -34,9 +34,24 @@ pub struct Heads<'a> {
 
 /// [`Heads`] as a kernel argument.
 pub(super) struct HeadArgs {
-    pub(super) q_gain: Address,
-    pub(super) k_gain: Address,
+    pub(super) vectors: HeadVectors,
     pub(super) cos_sin: Address,
+}
+
+/// `HeadVectors` of `cuda/rows.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct HeadVectors {
+    gains: [Address; 2],
+    biases: [Address; 3],
+}
+
+impl HeadVectors {
+    /// Neither norms nor biases.
+    pub(super) const NONE: Self = HeadVectors {
+        gains: [Address::NULL; 2],
+        biases: [Address::NULL; 3],
+    };
 }
 
 impl Heads<'_> {
@@ -49,9 +64,19 @@ impl Heads<'_> {
             return o.refuse("query heads", expected, self.heads);
         }
         let positions = cache.places().positions;
+        let mut vectors = HeadVectors::NONE;
+        for (to, gain) in vectors.gains.iter_mut().zip(self.gains.iter().flatten()) {
+            *to = o.of("gain of heads", gain, &[HEAD_DIM])?;
+        }
+        if !matches!(self.biases.len(), 0 | 3) {
+            return o.refuse("biases", "none, or those of q, k and v", self.biases.len());
+        }
+        let counts = [self.heads, kv_heads, kv_heads];
+        for ((to, bias), count) in vectors.biases.iter_mut().zip(self.biases).zip(counts) {
+            *to = o.of("bias of heads", bias, &[count, HEAD_DIM])?;
+        }
         Ok(HeadArgs {
-            q_gain: o.of("gain of queries", self.q_gain, &[HEAD_DIM])?,
-            k_gain: o.of("gain of keys", self.k_gain, &[HEAD_DIM])?,
+            vectors,
             cos_sin: o.of("rotary table", self.cos_sin, &[positions, HEAD_DIM / 2])?,
         })
     }
@@ -178,8 +203,7 @@ kernels! {
 struct AppendArgs {
     qkv: Address,
     rows: Address,
-    q_gain: Address,
-    k_gain: Address,
+    vectors: HeadVectors,
     cos_sin: Address,
     cache: CacheArgs,
     m: i32,
@@ -203,8 +227,7 @@ struct AttendArgs {
 #[repr(C)]
 struct AttentionArgs {
     qkv: Address,
-    q_gain: Address,
-    k_gain: Address,
+    vectors: HeadVectors,
     cos_sin: Address,
     cache: CacheArgs,
     step: Address,
@@ -241,17 +264,12 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("append");
         rows.bounds().check(&o, cache.places())?;
-        let HeadArgs {
-            q_gain,
-            k_gain,
-            cos_sin,
-        } = heads.args(&o, cache)?;
+        let HeadArgs { vectors, cos_sin } = heads.args(&o, cache)?;
         let width = heads.heads + 2 * cache.kv_heads();
         let args = AppendArgs {
             qkv: o.of("qkv", qkv, &[m, width, HEAD_DIM])?,
             rows: o.of("rows", rows.values(), &[m])?,
-            q_gain,
-            k_gain,
+            vectors,
             cos_sin,
             cache: cache.args(&o)?,
             m: m as i32,
@@ -318,11 +336,7 @@ impl Stream {
         } = shape;
         let (count, kv_heads) = (heads.heads, cache.kv_heads());
         step.bounds().places.check(&o, cache.places())?;
-        let HeadArgs {
-            q_gain,
-            k_gain,
-            cos_sin,
-        } = heads.args(&o, cache)?;
+        let HeadArgs { vectors, cos_sin } = heads.args(&o, cache)?;
         let padded = (count * HEAD_DIM).next_multiple_of(SPAN);
         let (mut full, mut half, mut columns) = (Address::NULL, Address::NULL, None);
         match out {
@@ -345,8 +359,7 @@ impl Stream {
         };
         let args = AttentionArgs {
             qkv: o.of("qkv", qkv, &[m, count + 2 * kv_heads, HEAD_DIM])?,
-            q_gain,
-            k_gain,
+            vectors,
             cos_sin,
             cache: cache.args(&o)?,
             step: o.of("step", step.values(), &[m])?,

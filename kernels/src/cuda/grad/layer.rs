@@ -365,7 +365,7 @@ impl LayerOps for CudaOps {
     fn head_norm_rope(
         &self,
         x: &Buffer<f32>,
-        gain: &Buffer<f32>,
+        gain: Option<&Buffer<f32>>,
         cos_sin: &Buffer<f32>,
         y: &mut Buffer<f32>,
         inv: &mut Buffer<f32>,
@@ -377,7 +377,10 @@ impl LayerOps for CudaOps {
         let heads = s.rows() * s.heads;
         let args = RopeArgs {
             x: o.of("x", x, &[s.values()])?,
-            gain: o.of("gain", gain, &[s.dim])?,
+            gain: match gain {
+                Some(gain) => o.of("gain", gain, &[s.dim])?,
+                None => Address::NULL,
+            },
             cos_sin: o.of("cos_sin", cos_sin, &[s.position + s.seq, s.dim])?,
             y: o.of("y", y, &[s.room()])?,
             inv: o.of("inv", inv, &[heads])?,
@@ -387,6 +390,26 @@ impl LayerOps for CudaOps {
         };
         // SAFETY: all operands were checked.
         unsafe { self.launch(&ROPE, blocks(heads, THREADS / 32), THREADS, &args) }
+    }
+
+    fn head_rope_grad(
+        &self,
+        cos_sin: &Buffer<f32>,
+        dy: &Buffer<f32>,
+        dx: &mut Buffer<f32>,
+        s: HeadShape,
+    ) -> Result<()> {
+        let o = self.operands("head_rope_grad");
+        o.at_most("positions", s.capacity, s.at + s.seq)?;
+        let args = TurnBackArgs {
+            dy: o.of("dy", dy, &[s.room()])?,
+            cos_sin: o.of("cos_sin", cos_sin, &[s.position + s.seq, s.dim])?,
+            dx: o.of("dx", dx, &[s.values()])?,
+            s: s.into(),
+        };
+        let heads = s.rows() * s.heads;
+        // SAFETY: all operands were checked.
+        unsafe { self.launch(&TURN_BACK, blocks(heads, THREADS / 32), THREADS, &args) }
     }
 
     fn head_norm_rope_grad(

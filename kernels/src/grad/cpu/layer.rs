@@ -167,7 +167,7 @@ impl LayerOps for CpuOps {
     fn head_norm_rope(
         &self,
         x: &Vec<f32>,
-        gain: &Vec<f32>,
+        gain: Option<&Vec<f32>>,
         cos_sin: &Vec<f32>,
         y: &mut Vec<f32>,
         inv: &mut Vec<f32>,
@@ -182,12 +182,42 @@ impl LayerOps for CpuOps {
         let head = |r: usize, h: usize| &x[(r * s.heads + h) * s.dim..][..s.dim];
         let heads = inv.par_iter_mut().with_min_len(ROWS).enumerate();
         let heads = heads.take(s.rows() * s.heads);
-        heads.for_each(|(i, inv)| *inv = inverse_rms(head(i / s.heads, i % s.heads), eps));
+        let ones = vec![1.0; s.dim];
+        let gain = gain.map(|gain| &gain[..s.dim]);
+        heads.for_each(|(i, inv)| {
+            *inv = match gain {
+                Some(_) => inverse_rms(head(i / s.heads, i % s.heads), eps),
+                None => 1.0,
+            }
+        });
+        let gain = gain.unwrap_or(&ones);
         let inv = &*inv;
         Self::fill_heads(y, s, |r, h, position, y| {
             let (x, inv) = (head(r, h), inv[r * s.heads + h]);
             let rotation = &cos_sin[position * s.dim..][..s.dim];
-            rows::norm_rope(x, &gain[..s.dim], inv, rotation, y);
+            rows::norm_rope(x, gain, inv, rotation, y);
+        });
+        Ok(())
+    }
+
+    fn head_rope_grad(
+        &self,
+        cos_sin: &Vec<f32>,
+        dy: &Vec<f32>,
+        dx: &mut Vec<f32>,
+        s: HeadShape,
+    ) -> Result<()> {
+        let op = "head_rope_grad";
+        enough(op, "dx", s.values(), dx.len())?;
+        enough(op, "dy", s.room(), dy.len())?;
+        let rows = dx[..s.values()].par_chunks_mut(s.heads * s.dim);
+        rows.with_min_len(ROWS).enumerate().for_each(|(r, dx)| {
+            let t = r % s.seq;
+            let rotation = &cos_sin[(s.position + t) * s.dim..][..s.dim];
+            for (h, dx) in dx.chunks_mut(s.dim).enumerate() {
+                let dy = &dy[head_at(&s, r / s.seq, h, t)..][..s.dim];
+                rows::rope_grad(dy, rotation, dx);
+            }
         });
         Ok(())
     }

@@ -3,7 +3,7 @@
 use super::step::{StepKind, StepRows, WideRows};
 use super::{ExpertRows, GROUPED_ROWS, product};
 use crate::cuda::model::{CudaLayer, CudaModel};
-use crate::forward::{Attention, Experts, Mlp, Operand, Ops, Packed, Projection};
+use crate::forward::{Block, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
     DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, HostStage, LayersPlan, MOST_SEQUENCES, Norm,
@@ -62,29 +62,34 @@ impl Device<'_> {
         Ok(true)
     }
 
-    /// A layer in the form that [`Stream::step_layers`] runs; `None` for layers with experts.
+    /// A layer in the form that [`Stream::step_layers`] runs; `None` for layers of other blocks than
+    /// attention and an MLP.
     fn step_layer<'b>(&self, layer: &'b CudaLayer) -> Option<StepLayer<'b>>
     where
         Self: 'b,
     {
-        let attention = &layer.attention;
-        let Mlp::SwiGlu {
-            norm,
-            gate_up,
-            down,
-        } = &layer.mlp
+        let [
+            Block {
+                norm: attention_norm,
+                mixer: Mix::Attention(attention),
+            },
+            Block {
+                norm: mlp_norm,
+                mixer: Mix::Mlp(mlp),
+            },
+        ] = &layer.blocks[..]
         else {
             return None;
         };
         Some(StepLayer {
-            attention_norm: &attention.norm,
+            attention_norm,
             qkv: &attention.qkv.linear,
-            heads: self.model.heads(attention, self.cos_sin),
+            heads: self.model.heads(&attention.heads, self.cos_sin),
             cache: self.pages.layer(layer.index),
             o: &attention.o.linear,
-            mlp_norm: norm,
-            gate_up: &gate_up.linear,
-            down: &down.linear,
+            mlp_norm,
+            gate_up: &mlp.gate_up.linear,
+            down: &mlp.down.linear,
         })
     }
 
@@ -103,7 +108,7 @@ impl Device<'_> {
     fn attend(
         &self,
         layer: usize,
-        attention: &Attention<DeviceLinear, Buffer<f32>>,
+        vectors: &HeadVectors<Buffer<f32>>,
         (qkv, step): (&Buffer<f32>, &Checked<Step>),
         (scratch, cascade): (&mut AttentionScratch, Option<&Cascade>),
         out: AttentionOutput<'_>,
@@ -123,7 +128,7 @@ impl Device<'_> {
             runs: runs && m > 1,
             shared: shared.and_then(|shape| Some((cascade?, shape))),
         };
-        let heads = self.model.heads(attention, self.cos_sin);
+        let heads = self.model.heads(vectors, self.cos_sin);
         let cache = self.pages.layer(layer);
         // Only the device knows how many keys and values are read.
         let key = ("attention", "fused", (heads.heads, HEAD_DIM));
@@ -141,7 +146,7 @@ impl Device<'_> {
 pub(super) fn add_experts(
     (stream, model, host): (&Stream, &CudaModel, Option<&HostStage>),
     layer: usize,
-    experts: &Experts<DeviceLinear, Buffer<f32>>,
+    (gain, experts): (&Buffer<f32>, &Experts<DeviceLinear>),
     rows: &mut ExpertRows,
     normed: Option<&Buffer<u16>>,
     x: &mut Buffer<f32>,
@@ -161,7 +166,7 @@ pub(super) fn add_experts(
         return stream.timed(key, 0, || stream.on_host(stage, work, (x, n), (scores, k)));
     }
     let norm = Norm {
-        gain: &experts.norm,
+        gain,
         eps: model.config.rms_norm_eps,
     };
     let key = |w: &Packed<DeviceLinear>| {
@@ -231,7 +236,7 @@ impl NarrowPass<'_> {
 
 impl Ops for NarrowPass<'_> {
     type Linear = DeviceLinear;
-    type Gains = Buffer<f32>;
+    type Vector = Buffer<f32>;
     type Error = Error;
 
     fn project(
@@ -257,19 +262,19 @@ impl Ops for NarrowPass<'_> {
     fn attend(
         &mut self,
         layer: usize,
-        attention: &Attention<DeviceLinear, Buffer<f32>>,
+        vectors: &HeadVectors<Buffer<f32>>,
+        o: &Packed<DeviceLinear>,
     ) -> Result<()> {
         let step = &mut *self.step;
-        let late = self.device.kind.m == 1 && attention.o.linear.bytes() > FLOOD;
-        let o = &attention.o.linear;
+        let o = &o.linear;
+        let late = self.device.kind.m == 1 && o.bytes() > FLOOD;
         let out = match &mut step.columns {
             Some(columns) if self.device.prepares(o) => AttentionOutput::Columns(columns, o),
             _ => AttentionOutput::Full(&mut step.attended),
         };
         let from = (&step.qkv, &step.step);
         let memory = (&mut step.attention, step.cascade.as_ref());
-        self.device
-            .attend(layer, attention, from, memory, out, late)
+        self.device.attend(layer, vectors, from, memory, out, late)
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
@@ -291,16 +296,18 @@ impl Ops for NarrowPass<'_> {
     fn add_experts(
         &mut self,
         layer: usize,
-        experts: &Experts<DeviceLinear, Buffer<f32>>,
+        norm: &Buffer<f32>,
+        experts: &Experts<DeviceLinear>,
     ) -> Result<()> {
         let (device, step) = (self.device, &mut *self.step);
         let Some(rows) = &mut step.experts else {
             unreachable!("sessions of mixtures have them");
         };
         let router = (experts.router.spec.name, &experts.router.linear);
-        let out = GemvOutput::Store(device.norm(&experts.norm), &mut rows.scores);
+        let out = GemvOutput::Store(device.norm(norm), &mut rows.scores);
         Self::multiply(device, router, &step.x, out, &mut step.columns, false)?;
         let on = (device.stream, device.model, device.host);
+        let experts = (norm, experts);
         add_experts(on, layer, experts, rows, None, &mut step.x, device.kind.m)
     }
 
@@ -407,7 +414,7 @@ impl<'a> WidePass<'a> {
 
 impl Ops for WidePass<'_> {
     type Linear = DeviceLinear;
-    type Gains = Buffer<f32>;
+    type Vector = Buffer<f32>;
     type Error = Error;
 
     fn project(
@@ -429,13 +436,13 @@ impl Ops for WidePass<'_> {
     fn attend(
         &mut self,
         layer: usize,
-        attention: &Attention<DeviceLinear, Buffer<f32>>,
+        vectors: &HeadVectors<Buffer<f32>>,
+        _o: &Packed<DeviceLinear>,
     ) -> Result<()> {
         let out = AttentionOutput::Half(&mut self.rows.attended);
         let from = (&*self.qkv, self.step);
         let memory = (&mut *self.scratch, self.cascade);
-        self.device
-            .attend(layer, attention, from, memory, out, false)
+        self.device.attend(layer, vectors, from, memory, out, false)
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
@@ -457,10 +464,11 @@ impl Ops for WidePass<'_> {
     fn add_experts(
         &mut self,
         layer: usize,
-        experts: &Experts<DeviceLinear, Buffer<f32>>,
+        norm: &Buffer<f32>,
+        experts: &Experts<DeviceLinear>,
     ) -> Result<()> {
         // The norm adds pending sums to `x`.
-        self.norm(&experts.norm)?;
+        self.norm(norm)?;
         self.pending = false;
         let Some(rows) = &mut *self.experts else {
             unreachable!("sessions of mixtures have them");
@@ -478,7 +486,7 @@ impl Ops for WidePass<'_> {
         add_experts(
             (stream, model, host),
             layer,
-            experts,
+            (norm, experts),
             rows,
             normed,
             self.x,

@@ -5,7 +5,7 @@ use super::passes::add_experts;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::engine::{Chunk, Observer};
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Experts, Operand, Ops, Packed, Projection};
+use crate::forward::{Experts, HeadVectors, Operand, Ops, Packed, Projection};
 use nq_formats::models::Product;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
@@ -120,7 +120,7 @@ impl Pass<'_, '_> {
 
 impl Ops for Pass<'_, '_> {
     type Linear = DeviceLinear;
-    type Gains = Buffer<f32>;
+    type Vector = Buffer<f32>;
     type Error = Error;
 
     fn project(
@@ -152,10 +152,11 @@ impl Ops for Pass<'_, '_> {
     fn attend(
         &mut self,
         layer: usize,
-        attention: &Attention<DeviceLinear, Buffer<f32>>,
+        vectors: &HeadVectors<Buffer<f32>>,
+        _o: &Packed<DeviceLinear>,
     ) -> Result<()> {
         let (stream, m) = (self.stream, self.m);
-        let settings = self.model.heads(attention, self.cos_sin);
+        let settings = self.model.heads(vectors, self.cos_sin);
         let (heads, cache) = (settings.heads, self.pages.layer(layer));
         let many = &mut *self.many;
         let shape = (heads, HEAD_DIM);
@@ -195,9 +196,10 @@ impl Ops for Pass<'_, '_> {
     fn add_experts(
         &mut self,
         layer: usize,
-        experts: &Experts<DeviceLinear, Buffer<f32>>,
+        norm: &Buffer<f32>,
+        experts: &Experts<DeviceLinear>,
     ) -> Result<()> {
-        self.norm(&experts.norm)?;
+        self.norm(norm)?;
         let (device, m) = ((self.stream, self.model.kernels), self.m);
         let many = &mut *self.many;
         let Some(rows) = &mut many.experts else {
@@ -211,7 +213,7 @@ impl Ops for Pass<'_, '_> {
         Ok(add_experts(
             on,
             layer,
-            experts,
+            (norm, experts),
             rows,
             normed,
             &mut many.x,

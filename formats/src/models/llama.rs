@@ -1,0 +1,141 @@
+//! Llama 3, 3.1, 3.2 and 3.3 (arXiv 2407.21783), whose blocks other families have too.
+
+use super::architecture::{Architecture, Preset, all_alike};
+use super::layer::{
+    AttentionSpec, Block, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind, NormSpec, Product,
+    Source, Width, linear, norm,
+};
+use super::shape::RopeScaling;
+
+/// The norm before attention.
+#[rustfmt::skip]
+pub(super) const ATTENTION_NORM: NormSpec =
+    norm(NormKind::Attention, "input_layernorm", "attn_norm", Width::Hidden);
+
+/// Queries, keys and values.
+#[rustfmt::skip]
+pub(super) const QKV: Product = Product {
+    name: "qkv",
+    linears: &[
+        linear(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::Heads, Width::Hidden)),
+        linear(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
+        linear(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
+    ],
+    source: Source::Norm(NormKind::Attention),
+};
+
+/// The output projection of attention.
+#[rustfmt::skip]
+pub(super) const O: Product = Product {
+    name: "o",
+    linears: &[
+        linear(LinearKind::O, "self_attn.o_proj", "attn_output", (Width::Hidden, Width::Heads)),
+    ],
+    source: Source::Heads(LinearKind::V),
+};
+
+/// The norm before the MLP.
+#[rustfmt::skip]
+pub(super) const MLP_NORM: NormSpec =
+    norm(NormKind::Mlp, "post_attention_layernorm", "ffn_norm", Width::Hidden);
+
+/// A SwiGLU.
+#[rustfmt::skip]
+pub(super) const MLP: Block = Block {
+    norm: MLP_NORM,
+    mixer: Mixer::Mlp(MlpSpec {
+        gate_up: Product {
+            name: "gate_up",
+            linears: &[
+                linear(LinearKind::Gate, "mlp.gate_proj", "ffn_gate", (Width::Mlp, Width::Hidden)),
+                linear(LinearKind::Up, "mlp.up_proj", "ffn_up", (Width::Mlp, Width::Hidden)),
+            ],
+            source: Source::Norm(NormKind::Mlp),
+        },
+        down: Product {
+            name: "down",
+            linears: &[
+                linear(LinearKind::Down, "mlp.down_proj", "ffn_down", (Width::Hidden, Width::Mlp)),
+            ],
+            source: Source::Rows(LinearKind::Up),
+        },
+    }),
+};
+
+const ATTENTION: Block = Block {
+    norm: ATTENTION_NORM,
+    mixer: Mixer::Attention(AttentionSpec {
+        qkv: QKV,
+        head_norms: None,
+        o: O,
+    }),
+};
+
+#[rustfmt::skip]
+pub(super) static LLAMA: Architecture = Architecture {
+    family: "Llama",
+    title: "Llama 3",
+    class: "LlamaForCausalLM",
+    model_type: "llama",
+    gguf: "llama",
+    kinds: &[LayerSpec {
+        blocks: &[ATTENTION, MLP],
+    }],
+    kind_of: all_alike,
+    heads_split_hidden: true,
+    gguf_pairs: true,
+    presets: &[
+        Preset {
+            head_dim: 64,
+            scaling: stretched(32.0),
+            tied: true,
+            ..preset(("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct"), (2048, 8192), 16, 32)
+        },
+        Preset {
+            scaling: stretched(32.0),
+            tied: true,
+            ..preset(("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct"), (3072, 8192), 28, 24)
+        },
+        preset(("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"), (4096, 14336), 32, 32),
+        preset(("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct"), (8192, 28672), 80, 64),
+    ],
+};
+
+/// The published stretch of the context from 8,192 positions.
+const fn stretched(factor: f64) -> RopeScaling {
+    RopeScaling::Llama3 {
+        factor,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    }
+}
+
+/// A published size: names, widths of the residual stream and the MLP, layers and query heads.
+/// Other values are Llama 3.1's.
+const fn preset(
+    (name, hub_id): (&'static str, &'static str),
+    (hidden, intermediate): (usize, usize),
+    layers: usize,
+    heads: usize,
+) -> Preset {
+    Preset {
+        name,
+        hub_id,
+        architecture: &LLAMA,
+        hidden,
+        intermediate,
+        experts: None,
+        layers,
+        heads,
+        kv_heads: 8,
+        head_dim: 128,
+        vocab: 128_256,
+        positions: 131_072,
+        eps: 1e-5,
+        theta: 5e5,
+        scaling: stretched(8.0),
+        tied: false,
+        eos: &[128_001, 128_008, 128_009],
+    }
+}
