@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
-use nq_formats::models::{ARCHITECTURES, Product};
+use nq_formats::models::{ARCHITECTURES, Product, find};
 use nq_formats::names::is_router;
 use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
@@ -258,8 +258,14 @@ fn mixtures_that_have_no_kernels_are_refused_by_name() {
 
 #[test]
 fn agrees_with_the_cpu() {
-    for tied in [true, false] {
+    for (family, tied) in [
+        ("qwen3", true),
+        ("qwen3", false),
+        ("qwen2", false),
+        ("llama", false),
+    ] {
         let config = ModelConfig {
+            architecture: find(|a| a.gguf, family).unwrap(),
             tie_word_embeddings: tied,
             ..fused_config()
         };
@@ -283,7 +289,7 @@ fn agrees_with_the_cpu() {
                     (_, _) => assert_eq!(rounds, "f16 + int16 g64 in steps"),
                 }
                 for kv in [KvType::F16, KvType::Int8] {
-                    let what = format!("{name} tied {tied} {kernels} {kv}");
+                    let what = format!("{family} {name} tied {tied} {kernels} {kv}");
                     // A key's code that rounds the other way is half a step off.
                     let close = if kv == KvType::Int8 { 4e-2 } else { 1.5e-2 };
                     compare(
@@ -309,10 +315,18 @@ fn steps_of_all_layers_at_once_agree_with_the_cpu() {
         num_key_value_heads: 8,
         ..fused_config()
     };
+    let qwen2 = ModelConfig {
+        architecture: find(|a| a.gguf, "qwen2").unwrap(),
+        ..config.clone()
+    };
     let store = Store::random(&config, 8);
-    for (name, store) in [("INT4", store.quantized(INT4)), ("a mix", store.mixed())] {
-        let cpu = nq(&config, &store);
-        let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+    for (name, config, store) in [
+        ("INT4", &config, store.quantized(INT4)),
+        ("a mix", &config, store.mixed()),
+        ("biases", &qwen2, Store::random(&qwen2, 8).quantized(INT4)),
+    ] {
+        let cpu = nq(config, &store);
+        let Some(gpu) = gpu_engine(config, &store, KernelSet::Fused) else {
             return;
         };
         for kv in [KvType::F16, KvType::Int8] {
