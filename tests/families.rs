@@ -1,0 +1,80 @@
+//! Models of other families than Qwen3 through the real binary: quantized, and written for other engines.
+
+mod common;
+
+use common::{nq, stderr, stdout};
+use nq_formats::models::find;
+use nq_formats::{DType, ModelConfig, Rope, RopeScaling, synth};
+use serde_json::Value;
+use std::path::Path;
+
+/// Runs `nq` with `--json` and returns its report.
+#[track_caller]
+fn report(home: &Path, args: &[&str]) -> Value {
+    let output = nq(home, &[args, &["--json"]].concat());
+    assert!(output.status.success(), "{args:?}: {}", stderr(&output));
+    serde_json::from_str(&stdout(&output)).unwrap()
+}
+
+fn config(gguf: &str) -> ModelConfig {
+    ModelConfig {
+        architecture: find(|a| a.gguf, gguf).unwrap(),
+        hidden_size: 128,
+        intermediate_size: 256,
+        experts: None,
+        num_hidden_layers: 2,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        vocab_size: 512,
+        max_position_embeddings: 1024,
+        rms_norm_eps: 1e-6,
+        rope: Rope {
+            theta: 1e5,
+            scaling: RopeScaling::None,
+        },
+        tie_word_embeddings: false,
+        eos_token_ids: vec![300],
+        dtype: Some(DType::BF16),
+    }
+}
+
+/// Every method leaves a model of the same function, biases included, and every format keeps it.
+#[test]
+fn families_are_quantized_and_exported() {
+    for family in ["qwen2", "llama"] {
+        let home = tempfile::tempdir().unwrap();
+        let path = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
+        synth::write(&home.path().join("source"), &config(family), 5, &()).unwrap();
+        let divergence = |model: &str| {
+            let args = ["eval", &path(model), "--against", &path("source")];
+            let text = ["--text", &path("text"), "--ctx", "64", "--device", "cpu"];
+            let seen = report(home.path(), &[&args[..], &text].concat());
+            seen["models"][0]["kld"]["mean"].as_f64().unwrap()
+        };
+        std::fs::write(path("text"), "The river runs to the sea. ".repeat(12)).unwrap();
+        for method in ["rtn", "awq", "gptq"] {
+            let args = ["quantize", &path("source"), "--out", &path(method)];
+            let how = ["--method", method, "--bits", "8", "--simple"];
+            let text = ["--calib-tokens", "512", "--eval-tokens", "256"];
+            let on = ["--device", "cpu"];
+            let made = report(home.path(), &[&args[..], &how, &text, &on].concat());
+            let mean = made["quality"]["kld"]["mean"].as_f64().unwrap();
+            assert!(mean < 2e-5, "{family} by {method}: {mean:e}");
+        }
+        let biases = |model: &str| {
+            let seen = report(home.path(), &["inspect", &path(model), "--verify"]);
+            let names = seen["tensors"].as_array().unwrap();
+            let bias = |t: &&Value| t["name"].as_str().unwrap().ends_with(".bias");
+            names.iter().filter(bias).count()
+        };
+        let expected = if family == "qwen2" { 6 } else { 0 };
+        for format in ["nq", "gptq", "compressed-tensors", "gguf"] {
+            let args = ["convert", &path("rtn"), &path(format), "--format", format];
+            report(home.path(), &args);
+            assert_eq!(biases(format), expected, "{family} as {format}");
+            let mean = divergence(format);
+            assert!(mean < 2e-5, "{family} as {format}: {mean:e}");
+        }
+    }
+}
