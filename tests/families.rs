@@ -50,7 +50,7 @@ fn families_are_quantized_and_exported() {
             let args = ["eval", &path(model), "--against", &path("source")];
             let text = ["--text", &path("text"), "--ctx", "64", "--device", "cpu"];
             let seen = report(home.path(), &[&args[..], &text].concat());
-            seen["models"][0]["kld"]["mean"].as_f64().unwrap()
+            seen[0]["kld"]["mean"].as_f64().unwrap()
         };
         std::fs::write(path("text"), "The river runs to the sea. ".repeat(12)).unwrap();
         for method in ["rtn", "awq", "gptq"] {
