@@ -126,6 +126,24 @@ def main():
                     print(f"checked  {page.relative_to(ROOT)}:{line} ({mark.removeprefix('not run: ')})", flush=True)
                 else:
                     run(page, line, text, env, folder)
+        for command in examples(env):
+            # A file that is there from a page's command would be refused.
+            fresh = Path(tempfile.mkdtemp(dir=folder))
+            run(ROOT / "src/cli.rs", 0, command + "\n", env, fresh)
+
+
+def examples(env):
+    """Commands of the help that need nothing but the demo model, and its quantized copy which is there."""
+    listed = subprocess.run(["nq", "--help"], env=env, capture_output=True, text=True).stdout
+    names = re.findall(r"^  (\w+) ", listed.split("Commands:")[1].split("Options:")[0], re.M)
+    for name in names:
+        help = subprocess.run(["nq", name, "--help"], env=env, capture_output=True, text=True).stdout
+        for line in help.partition("Examples:\n")[2].splitlines():
+            words = shlex.split(line.strip())
+            files = [w for w in words if re.search(r"\.(txt|npy|jsonl)$|^\./|/", w)]
+            models = [w for w in words if w.startswith("demo")]
+            if words[:1] == ["nq"] and models and not files and words[1] not in ("rm", "quantize") and len(words) > 3:
+                yield line.strip()
 
 
 if __name__ == "__main__":

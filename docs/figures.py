@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Tables of README and docs, made from benches/records.
+"""Tables and pictures of README and docs, made from benches/records.
 
-    docs/figures.py            fails where a table differs from the records
-    docs/figures.py --write    makes the tables anew
+    docs/figures.py            fails where a table or a picture differs from the records
+    docs/figures.py --write    makes them anew
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function below. To show a
-newer measurement, put its rows into benches/records and name the file in the function.
+A table stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function below. PICTURES names the
+pictures. To show a newer measurement, put its rows into benches/records and name the file in the function.
 """
 
 import csv
+import math
 import re
 import sys
 from pathlib import Path
@@ -75,8 +76,8 @@ def quality():
             label,
             f"{int(r['tensor_bytes']) / 1e6:.2f} MB",
             "0" if float(kld) == 0 else f"{float(kld):.5f}" if float(kld) < 0.001 else f"{float(kld):.4f}",
-            f"{float(ppl):.2f}" if ppl else "",
-            percent(same) if same else "",
+            f"{float(ppl):.2f}" if ppl else "not measured",
+            percent(same) if same else "not measured",
         ])
     return table(["demo model", "size", "mean KLD", "perplexity", "same best token"], lines)
 
@@ -101,6 +102,65 @@ def rungs(file, wiki):
         ])
     head = ["size", "llama.cpp", "KLD", "nq", "nq, as GGUF"]
     return table(head + (["llama.cpp on WikiText", "nq on WikiText"] if wiki else []), lines)
+
+
+# Files of about the same size, in pairs.
+BESIDE = [("llama.cpp", "Q4_K_S"), ("nq", "--bits 4"), ("llama.cpp", "Q4_K_M"), ("nq", "--target-size 8721408B"),
+          ("llama.cpp", "Q6_K"), ("nq", "--target-size 11424768B"), ("llama.cpp", "Q8_0"), ("nq", "--bits 8")]
+
+
+def beside():
+    lines = []
+    for maker, how in BESIDE:
+        r = row(LADDER, maker=maker, how=how)
+        size = f"{int(r['tensor_bytes']) / 1e6:.2f} MB"
+        short = how.replace(how.split()[-1], size) if "size" in how else how
+        lines.append([
+            f"{maker} `{short}`", size, f"{float(r['books_kld']):.4f}", f"{float(r['books_kld_99']):.4f}",
+            f"{float(r['books_ppl']):.2f}", percent(r["books_same_top1"]),
+        ])
+    return table(["demo model", "size", "KL divergence", "99 % of tokens below", "perplexity", "same best token"], lines)
+
+
+def ladder_picture():
+    """KL divergence against size, on a logarithmic scale: llama.cpp's types and nq's files of the same sizes."""
+    width, height, left, right, top, bottom = 640, 330, 64, 20, 46, 48
+    series = []
+    for maker, colour in [("llama.cpp", "#c2571a"), ("nq", "#1b6fb8")]:
+        found = [r for r in rows(LADDER, maker=maker) if maker != "nq" or "target-size" in r["how"]]
+        points = [(int(r["tensor_bytes"]) / 1e6, float(r["books_kld"]), r["how"]) for r in found]
+        series.append((maker, colour, sorted(points)))
+    sizes = range(7, 16)
+    x = lambda size: left + (size - sizes[0]) / (sizes[-1] - sizes[0]) * (width - left - right)
+    y = lambda kld: top + (math.log10(0.1) - math.log10(kld)) / 3 * (height - top - bottom)
+    text = lambda at, down, what, more="": f'<text x="{at:.1f}" y="{down:.1f}"{more}>{what}</text>'
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12" fill="#444">',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        text(left, 20, "The demo model, quantized by nq and by llama.cpp to the same sizes", ' font-size="14" fill="#111"'),
+        text(left, 37, "mean KL divergence from the source on books, in nats per token; lower is better"),
+    ]
+    for kld in [0.1, 0.01, 0.001, 0.0001]:
+        out.append(f'<line x1="{left}" x2="{width - right}" y1="{y(kld):.1f}" y2="{y(kld):.1f}" stroke="#ddd"/>')
+        out.append(text(left - 8, y(kld) + 4, f"{kld:g}" if kld > 0.0001 else "0.0001", ' text-anchor="end"'))
+    for size in sizes:
+        out.append(text(x(size), height - bottom + 20, f"{size} MB", ' text-anchor="middle"'))
+    for maker, colour, points in series:
+        line = " ".join(f"{x(size):.1f},{y(kld):.1f}" for size, kld, _ in points)
+        out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for size, kld, how in points:
+            out.append(f'<circle cx="{x(size):.1f}" cy="{y(kld):.1f}" r="3.5" fill="{colour}"/>')
+            if maker == "llama.cpp":
+                # Two of about the same size stand above each other.
+                up = 24 if how == "Q4_K_S" else 8
+                anchor = ' text-anchor="end"' if size > 14 else ""
+                out.append(text(x(size) + (-2 if size > 14 else 7), y(kld) - up, how, f'{anchor} fill="{colour}" font-size="11"'))
+    for i, (maker, colour, _) in enumerate(series):
+        down = height - 12
+        out.append(f'<line x1="{left + 110 * i}" x2="{left + 110 * i + 24}" y1="{down - 4}" y2="{down - 4}" stroke="{colour}" stroke-width="3"/>')
+        out.append(text(left + 110 * i + 30, down, maker))
+    return "\n".join([*out, "</svg>", ""])
 
 
 def ladder():
@@ -201,7 +261,7 @@ def gpu_peers():
         for sequences in [1, 16, 64]:
             lines.append([f"Qwen3-{name}, {sequences} sequence{'s' if sequences > 1 else ''}", batch(model, sequences),
                           *(whole(p[str(sequences)]) for p in peers.values())])
-    return table(["one H200, decode, tok/s of all", "nq INT4", "vLLM 0.26 GPTQ INT4", "llama.cpp Q4_0"], lines)
+    return table(["one H200, decode, tok/s of all sequences together", "nq INT4", "vLLM 0.26 GPTQ INT4", "llama.cpp Q4_0"], lines)
 
 
 MIXTURE = "2026-11-23-gpu-mixture.csv"
@@ -213,7 +273,7 @@ def gpu_mixture():
                                    *((f"decode, {n} sequences", "tg", n) for n in [8, 16, 64])]:
         found = [row(MIXTURE, engine=e, experts_on_cpu="0", test=test, sequences=str(sequences)) for e in ["nq", "llama.cpp"]]
         lines.append([label, *(whole(r["tok_s"]) for r in found)])
-    return table(["Qwen3-30B-A3B, one H200, tok/s of all", "nq INT4", "llama.cpp Q4_0"], lines)
+    return table(["Qwen3-30B-A3B, one H200, tok/s of all sequences together", "nq INT4", "llama.cpp Q4_0"], lines)
 
 
 def cpu_experts():
@@ -331,6 +391,50 @@ def drafts():
     return table(["drafts from the text", "tok/s without / with", "ratio"], lines)
 
 
+def fields(file, name):
+    """The fields of a report and their meaning, from the structure that is written as JSON."""
+    text = (ROOT / file).read_text()
+    body = re.search(rf"pub struct {name} {{\n(.*?)\n}}", text, re.S)[1]
+    lines, doc, flat = [], [], False
+    for line in map(str.strip, body.splitlines()):
+        renamed = re.search(r'rename = "(\w+)"', line)
+        if line.startswith("///"):
+            doc.append(line[3:].strip())
+        elif line.startswith("#["):
+            flat = flat or "flatten" in line
+            key = renamed[1] if renamed else None
+            if key:
+                doc.append(f"\0{key}")
+        elif line.startswith("pub "):
+            key = next((d[1:] for d in doc if d.startswith("\0")), line.split()[1].rstrip(":"))
+            meaning = " ".join(d for d in doc if not d.startswith("\0")).replace("|", "\\|")
+            meaning = re.sub(r"\[(`[^`]+`)\]", r"\1", meaning)
+            if not flat:
+                lines.append([f"`{key}`", meaning])
+            doc, flat = [], False
+    return table(["field", "meaning"], lines, right=False)
+
+
+def json_quantize():
+    return fields("quantize/src/report.rs", "QuantizeReport")
+
+
+def json_eval():
+    return fields("evals/src/report.rs", "EvalReport")
+
+
+def json_comparison():
+    return fields("evals/src/report.rs", "Comparison")
+
+
+def json_bench():
+    return fields("evals/src/report.rs", "BenchRow")
+
+
+# Pictures by their file, from the repository's root.
+PICTURES = {"docs/ladder.svg": ladder_picture}
+
+
 def main():
     write = "--write" in sys.argv[1:]
     block = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
@@ -342,8 +446,14 @@ def main():
             differ.append(str(page.relative_to(ROOT)))
             if write:
                 page.write_text(made)
+    for name, make in PICTURES.items():
+        file = ROOT / name
+        if not file.exists() or file.read_text() != make():
+            differ.append(name)
+            if write:
+                file.write_text(make())
     if differ and not write:
-        raise SystemExit(f"tables differ from benches/records in {', '.join(differ)}: docs/figures.py --write")
+        raise SystemExit(f"figures differ from benches/records in {', '.join(differ)}: docs/figures.py --write")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ use nq_formats::{Progress, Unit};
 use std::borrow::Cow;
 use std::collections::HashSet;
 use std::io::{self, IsTerminal, Write};
-use std::sync::Mutex;
-use std::time::Duration;
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 use unicode_width::UnicodeWidthStr;
 
 /// Exit code after an interrupt.
@@ -34,11 +34,102 @@ pub fn leave_on_signals() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Draws stages on stderr; each note is printed once.
+/// Seconds between two lines about a stage where no bar can be drawn.
+const SILENCE: f64 = 30.0;
+
+/// Draws stages on stderr, or prints a line about them now and then if that is no terminal; each note is
+/// printed once.
 #[derive(Default)]
 pub struct Terminal {
-    bar: Mutex<Option<ProgressBar>>,
+    stage: Mutex<Option<Stage>>,
+    plan: Mutex<Plan>,
     said: Mutex<HashSet<String>>,
+}
+
+/// A stage under way.
+struct Stage {
+    bar: ProgressBar,
+    name: String,
+    begun: Instant,
+    /// When the last line was printed.
+    said: Instant,
+}
+
+impl Stage {
+    /// The share of the stage that is done.
+    fn done(&self) -> f64 {
+        let total = self.bar.length().unwrap_or(0).max(1);
+        (self.bar.position() as f64 / total as f64).min(1.0)
+    }
+}
+
+/// The stages of a run, and how long they take.
+#[derive(Default)]
+struct Plan {
+    stages: Vec<Planned>,
+    /// The stage under way.
+    at: Option<usize>,
+}
+
+struct Planned {
+    name: String,
+    /// Estimated seconds.
+    estimate: f64,
+    /// Seconds that it took.
+    took: Option<f64>,
+}
+
+impl Plan {
+    fn begin(&mut self, stage: &str) {
+        self.at = self.stages.iter().position(|s| s.name == stage);
+    }
+
+    fn end(&mut self, seconds: f64) {
+        if let Some(at) = self.at.take() {
+            let took = &mut self.stages[at].took;
+            *took = Some(took.unwrap_or(0.0) + seconds);
+        }
+    }
+
+    /// Seconds left of all stages, `done` of the one under way after `seconds`; `None` where nothing is known.
+    /// What took longer than estimated lets the rest take longer too.
+    fn left(&self, done: f64, seconds: f64) -> Option<f64> {
+        let at = self.at?;
+        let now = self.stages[at].estimate;
+        let over = self.stages[..at]
+            .iter()
+            .filter_map(|s| Some((s.estimate, s.took?)));
+        let (estimated, took) = over.fold((done * now, seconds), |(e, t), s| (e + s.0, t + s.1));
+        let rest: f64 = self.stages[at + 1..].iter().map(|s| s.estimate).sum();
+        if now <= 0.0 || estimated <= 0.0 {
+            return None;
+        }
+        // A stage's first steps tell little about it.
+        let slower = if done > 0.02 { took / estimated } else { 1.0 };
+        let of_this = if done > 0.02 {
+            seconds * (1.0 - done) / done
+        } else {
+            now
+        };
+        Some(of_this + slower * rest)
+    }
+
+    /// `step 2 of 5`, if the stage under way is one of several.
+    fn step(&self) -> Option<String> {
+        let at = self.at?;
+        Some(format!("step {} of {}", at + 1, self.stages.len()))
+    }
+}
+
+/// A time for people, as nobody knows it exactly: `about 6 minutes`.
+pub fn about(seconds: f64) -> String {
+    let (n, unit) = match seconds {
+        s if s < 90.0 => ((s / 10.0).ceil().max(1.0) * 10.0, "second"),
+        s if s < 90.0 * 60.0 => ((s / 60.0).round(), "minute"),
+        s => ((s / 3600.0).round(), "hour"),
+    };
+    let plural = if n == 1.0 { "" } else { "s" };
+    format!("about {n:.0} {unit}{plural}")
 }
 
 impl Terminal {
@@ -46,34 +137,84 @@ impl Terminal {
     pub fn new() -> Self {
         Self::default()
     }
+
+    fn stage(&self) -> MutexGuard<'_, Option<Stage>> {
+        self.stage.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn planned(&self) -> MutexGuard<'_, Plan> {
+        self.plan.lock().unwrap_or_else(|e| e.into_inner())
+    }
 }
 
 impl Progress for Terminal {
+    fn plan(&self, stages: &[(&str, f64)]) {
+        let planned = stages.iter().map(|&(name, estimate)| Planned {
+            name: name.into(),
+            estimate,
+            took: None,
+        });
+        let stages = planned.collect();
+        *self.planned() = Plan { stages, at: None };
+    }
+
     fn begin(&self, stage: &str, total: u64, unit: Unit) {
         let counts = match unit {
             Unit::Bytes => "{bytes}/{total_bytes} {bytes_per_sec}",
             Unit::Tokens => "{human_pos}/{human_len} tokens",
             Unit::Items => "{human_pos}/{human_len}",
         };
-        let template = format!("{{msg:28}} {{bar:24}} {counts}  {{elapsed}} (ETA {{eta}})");
+        let mut plan = self.planned();
+        plan.begin(stage);
+        let (message, end) = match plan.step() {
+            Some(step) => (format!("{step}: {stage}"), "{prefix}"),
+            None => (stage.to_owned(), "{elapsed} (ETA {eta})"),
+        };
+        let template = format!("{{msg:28}} {{bar:24}} {counts}  {end}");
         let style = ProgressStyle::with_template(&template)
             .unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = ProgressBar::new(total)
             .with_style(style)
-            .with_message(printable(stage).into_owned());
+            .with_message(printable(&message).into_owned());
         bar.enable_steady_tick(Duration::from_millis(200));
-        *self.bar.lock().unwrap_or_else(|e| e.into_inner()) = Some(bar);
+        let now = Instant::now();
+        *self.stage() = Some(Stage {
+            bar,
+            name: message,
+            begun: now,
+            said: now,
+        });
     }
 
     fn advance(&self, n: u64) {
-        if let Some(bar) = &*self.bar.lock().unwrap_or_else(|e| e.into_inner()) {
-            bar.inc(n);
+        let mut stage = self.stage();
+        let Some(stage) = &mut *stage else {
+            return;
+        };
+        stage.bar.inc(n);
+        let (done, seconds) = (stage.done(), stage.begun.elapsed().as_secs_f64());
+        let left = self.planned().left(done, seconds);
+        if let Some(left) = left {
+            stage.bar.set_prefix(format!("{} left in all", about(left)));
+        }
+        if stage.bar.is_hidden() && stage.said.elapsed().as_secs_f64() >= SILENCE {
+            stage.said = Instant::now();
+            let left = match left {
+                Some(left) => format!("{} left", about(left)),
+                None => format!("{} gone", about(seconds)),
+            };
+            say(&format!(
+                "nq: {}: {:.0} %, {left}",
+                stage.name,
+                100.0 * done
+            ));
         }
     }
 
     fn end(&self) {
-        if let Some(bar) = self.bar.lock().unwrap_or_else(|e| e.into_inner()).take() {
-            bar.finish_and_clear();
+        if let Some(stage) = self.stage().take() {
+            self.planned().end(stage.begun.elapsed().as_secs_f64());
+            stage.bar.finish_and_clear();
         }
     }
 
@@ -87,8 +228,8 @@ impl Progress for Terminal {
             return;
         }
         let print = || say(&format!("nq: {message}"));
-        match &*self.bar.lock().unwrap_or_else(|e| e.into_inner()) {
-            Some(bar) => bar.suspend(print),
+        match &*self.stage() {
+            Some(stage) => stage.bar.suspend(print),
             None => print(),
         }
     }
@@ -240,7 +381,7 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
 
 #[cfg(test)]
 mod tests {
-    use super::{filled, printable, shell_word, shortened};
+    use super::{Plan, Planned, about, filled, printable, shell_word, shortened};
 
     #[test]
     fn control_characters_are_written_out() {
@@ -257,6 +398,44 @@ mod tests {
         let json = serde_json::to_string("\u{9b}\u{7f}").unwrap();
         let read: String = serde_json::from_str(&printable(&json)).unwrap();
         assert_eq!(read, "\u{9b}\u{7f}");
+    }
+
+    #[test]
+    fn what_is_left_follows_from_what_was_done() {
+        let stage = |name: &str, estimate| Planned {
+            name: name.into(),
+            estimate,
+            took: None,
+        };
+        let stages = vec![stage("a", 100.0), stage("b", 200.0), stage("c", 50.0)];
+        let mut plan = Plan { stages, at: None };
+        assert_eq!((plan.left(0.5, 1.0), plan.step()), (None, None));
+        plan.begin("a");
+        assert_eq!(plan.step().as_deref(), Some("step 1 of 3"));
+        assert_eq!(plan.left(0.5, 50.0), Some(300.0));
+        // Half the speed.
+        assert_eq!(plan.left(0.5, 100.0), Some(600.0));
+        plan.end(200.0);
+        plan.begin("loading weights");
+        assert_eq!(plan.left(0.5, 1.0), None);
+        plan.end(1.0);
+        plan.begin("c");
+        assert_eq!(plan.left(0.25, 25.0), Some(75.0));
+        let unknown = vec![stage("a", 0.0)];
+        let mut plan = Plan {
+            stages: unknown,
+            at: None,
+        };
+        plan.begin("a");
+        assert_eq!(plan.left(0.5, 50.0), None);
+        for (seconds, words) in [
+            (1.0, "about 10 seconds"),
+            (61.0, "about 70 seconds"),
+            (360.0, "about 6 minutes"),
+            (7200.0, "about 2 hours"),
+        ] {
+            assert_eq!(about(seconds), words);
+        }
     }
 
     #[test]

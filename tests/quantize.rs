@@ -316,6 +316,77 @@ fn a_dry_run_writes_nothing() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+/// The stages to come are known beforehand, and how long they may take.
+#[test]
+fn a_dry_run_lists_the_stages() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("x");
+    let stages = |more: &[&str]| -> Vec<String> {
+        let report = report(&quantize(&out, &[&["--dry-run"], more].concat()));
+        let all = report["stages"].as_array().unwrap().iter();
+        all.map(|s| {
+            assert!(s["seconds"].as_f64().unwrap() > 0.0, "{report}");
+            s["name"].as_str().unwrap().to_owned()
+        })
+        .collect()
+    };
+    let layers = "quantizing layers";
+    let (calibration, held_out) = ("sampling calibration text", "sampling held-out text");
+    assert_eq!(
+        stages(&[]),
+        [calibration, held_out, layers, "KL divergence"]
+    );
+    assert_eq!(stages(&["--no-measure"]), [calibration, layers]);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    let said = command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
+    let said = said.arg(&out).output().unwrap();
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(
+        said.contains("time: about ") && said.contains(layers),
+        "{said}"
+    );
+}
+
+/// What was not measured is not claimed, in the report or in the file.
+#[test]
+fn a_run_without_measuring_says_so_in_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("x");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+    command.args([
+        "quantize",
+        "demo",
+        "--json",
+        "--device",
+        "cpu",
+        "--method",
+        "rtn",
+        "--no-measure",
+        "--out",
+    ]);
+    let output = command.arg(&out).output().unwrap();
+    let made = report(&output);
+    assert!(made["quality"].is_null(), "{made}");
+    let stages: Vec<&str> = made["stages"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|s| s["name"].as_str().unwrap())
+        .collect();
+    assert!(
+        !stages
+            .iter()
+            .any(|s| s.contains("sampling") || s.contains("KL")),
+        "{stages:?}"
+    );
+    let checkpoint = nq_formats::Checkpoint::open(&out).unwrap();
+    let record = nq_formats::nq::record(&checkpoint).unwrap().unwrap();
+    assert!(record.quality.is_none());
+    assert_eq!(record.settings["measured"], false);
+    let refused = quantize(&dir.path().join("y"), &["--no-measure", "--max-kld", "0.1"]);
+    assert_eq!(refused.status.code(), Some(2));
+}
+
 #[test]
 fn requests_that_fit_no_model_are_refused() {
     let dir = tempfile::tempdir().unwrap();

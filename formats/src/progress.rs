@@ -13,6 +13,11 @@ pub enum Unit {
 
 /// Receives the progress of long work. Stages do not overlap; `()` ignores everything.
 pub trait Progress: Send + Sync {
+    /// The stages to come, with estimates of their seconds; 0 where nothing is known.
+    fn plan(&self, stages: &[(&str, f64)]) {
+        let _ = stages;
+    }
+
     /// A stage begins that will count to `total`.
     fn begin(&self, stage: &str, total: u64, unit: Unit) {
         let _ = (stage, total, unit);

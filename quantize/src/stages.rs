@@ -72,6 +72,10 @@ impl<'a> Stages<'a> {
 }
 
 impl Progress for Stages<'_> {
+    fn plan(&self, stages: &[(&str, f64)]) {
+        self.progress.plan(stages);
+    }
+
     fn begin(&self, stage: &str, total: u64, unit: Unit) {
         let mut state = self.state();
         state.finish();

@@ -45,6 +45,8 @@ pub struct QuantizeOptions {
     pub seed: u64,
     /// Limits on the measured quality.
     pub limits: Limits,
+    /// Measures the quality of the result. If not, the file says so.
+    pub measure: bool,
     /// Text for measuring quality; `None`: held-out text sampled from the model.
     pub eval_text: Option<PathBuf>,
     /// Most tokens for measuring quality.
@@ -82,6 +84,7 @@ impl QuantizeOptions {
             tuning: None,
             seed: 0,
             limits: Limits::default(),
+            measure: true,
             eval_text: None,
             eval_tokens: 8192,
             out: out.into(),
@@ -143,6 +146,14 @@ impl<'a> Job<'a> {
         if checkpoint.config().experts.is_some() && options.tuning.is_some() {
             return Err(no_experts());
         }
+        let limited = options.limits.max_kld.is_some() || options.limits.min_top1.is_some();
+        if limited && !options.measure {
+            return Err(Error::Request {
+                what: "limits on the quality",
+                expected: "a run that measures it".into(),
+                found: "one that does not".into(),
+            });
+        }
         let first = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0)?;
         if let Some(quantized) = crate::layers::quantized(&first) {
             return Err(Error::Request {
@@ -176,6 +187,11 @@ impl<'a> Job<'a> {
         (n, length)
     }
 
+    /// True if quality is measured on text that the source samples.
+    pub(super) fn samples_held_out(&self) -> bool {
+        self.options.measure && self.options.eval_text.is_none()
+    }
+
     /// Most sequences sampled; 0 if none are.
     pub(super) fn sampled(&self) -> usize {
         let (n, _) = self.shape();
@@ -183,7 +199,7 @@ impl<'a> Job<'a> {
         if self.options.calibration == CalibrationSource::SelfSampled {
             sampled = n;
         }
-        if self.options.eval_text.is_none() {
+        if self.samples_held_out() {
             let (n, _) = quality::held_out_shape(self.config(), self.options.eval_tokens);
             sampled = sampled.max(n);
         }

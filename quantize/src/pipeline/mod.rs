@@ -14,6 +14,7 @@ mod guard;
 mod job;
 mod kept;
 mod layers;
+mod plan;
 mod search;
 mod state;
 mod texts;
@@ -33,10 +34,14 @@ use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOpt
 use nq_formats::{Checkpoint, Progress, hash, mapping};
 use nq_kernels::Account;
 use nq_runtime::load;
+pub use plan::PlannedStage;
 use serde_json::{Map, Value, json};
 use state::{Attempt, State};
 use std::time::Instant;
 pub use tune::TuningEstimate;
+
+/// A setting in the record of a file whose quality was not measured: false.
+pub const MEASURED: &str = "measured";
 
 impl Job<'_> {
     /// All settings that determine the result, for the record and for resuming.
@@ -84,6 +89,13 @@ impl Job<'_> {
         let start = Instant::now();
         Account::of_all_gpus().begin();
         self.device_estimate()?;
+        self.progress.plan(
+            &self
+                .stages()
+                .iter()
+                .map(|s| (s.name, s.seconds))
+                .collect::<Vec<_>>(),
+        );
         let (checkpoint, options) = (self.checkpoint, self.options);
         let mut source = options.source.clone();
         if source.sha256.is_empty() {
@@ -117,12 +129,15 @@ impl Job<'_> {
             self.enter(&mut writer, &mut state, &schemes)?;
             let texts = (calibration.as_ref(), held_out.as_ref());
             let (measured, record) = self.attempt(&writer, &mut state, &schemes, &source, texts)?;
-            let broken = options.limits.broken(&measured.evaluation.report);
+            let broken = match &measured {
+                Some(measured) => options.limits.broken(&measured.evaluation.report),
+                None => Vec::new(),
+            };
             match self.decide(&writer, &mut state, &schemes, &broken, calibration.as_ref())? {
                 Next::Done => break (measured, record),
                 Next::Schemes(next) => schemes = next,
                 Next::Hopeless(more) => {
-                    let mut report = self.report(&state, &schemes, &measured, &record);
+                    let mut report = self.report(&state, &schemes, measured.as_ref(), &record);
                     report.seconds = start.elapsed().as_secs_f64();
                     report.peak_rss_bytes = memory::peak_rss();
                     report.peak_device_bytes = Account::of_all_gpus().peak() as u64;
@@ -140,7 +155,7 @@ impl Job<'_> {
                 }
             }
         };
-        let mut report = self.report(&state, &schemes, &measured, &record);
+        let mut report = self.report(&state, &schemes, measured.as_ref(), &record);
         // The disk need not hold models that were not chosen besides the result.
         writer.retain_sets(&[state.set])?;
         let written = writer.finish(record, &self.progress)?;
@@ -164,7 +179,7 @@ impl Job<'_> {
         schemes: &Schemes,
         source: &SourceRecord,
         (calibration, held_out): (Option<&Sequences>, Option<&Sequences>),
-    ) -> Result<(Measured, QuantizationRecord)> {
+    ) -> Result<(Option<Measured>, QuantizationRecord)> {
         self.prepare_tuning(writer, state, schemes)?;
         if !self.is_staged(writer, state, schemes)? {
             let stream = self.quantize_layers(writer, state, schemes, calibration)?;
@@ -172,17 +187,21 @@ impl Job<'_> {
             self.progress.time("quantizing embedding and head", ends)?;
         }
         mapping::trim_heap();
-        let measure = |state: &mut State| -> Result<(Measured, QuantizationRecord)> {
+        let measure = |state: &mut State| -> Result<(Option<Measured>, QuantizationRecord)> {
             let mut record = self.record(state, source, calibration, schemes);
+            if !self.options.measure {
+                record.settings.insert(MEASURED.into(), false.into());
+                return Ok((None, record));
+            }
             let measured = self.measure(writer, state, &record, held_out)?;
             mapping::trim_heap();
             record.quality = serde_json::to_value(&measured.evaluation.report).ok();
-            Ok((measured, record))
+            Ok((Some(measured), record))
         };
         let mut untuned = None;
         if self.checks_before_tuning(state, schemes)? {
             let (measured, record) = measure(state)?;
-            let found = self.found(schemes, &measured);
+            let found = self.found(schemes, measured.as_ref());
             if let Some(found) = found.filter(|found| !self.is_within_reach(state, found)) {
                 let out_of_reach = true;
                 note_attempt(
@@ -195,20 +214,22 @@ impl Job<'_> {
                 )?;
                 return Ok((measured, record));
             }
-            untuned = self.found(schemes, &measured).map(|found| found.kld);
+            untuned = self
+                .found(schemes, measured.as_ref())
+                .map(|found| found.kld);
         }
         self.tune(writer, state, schemes)?;
         mapping::trim_heap();
         let (measured, record) = measure(state)?;
-        if let Some(found) = self.found(schemes, &measured) {
+        if let Some(found) = self.found(schemes, measured.as_ref()) {
             note_attempt(writer, state, Attempt { untuned, ..found })?;
         }
         Ok((measured, record))
     }
 
     /// The attempt that records the measurement of `schemes` against the source.
-    fn found(&self, schemes: &Schemes, measured: &Measured) -> Option<Attempt> {
-        let found = measured.evaluation.report.against.as_ref()?;
+    fn found(&self, schemes: &Schemes, measured: Option<&Measured>) -> Option<Attempt> {
+        let found = measured?.evaluation.report.against.as_ref()?;
         Some(Attempt {
             overrides: schemes.overrides.clone(),
             bytes: self.bytes(schemes),
@@ -270,7 +291,7 @@ impl Job<'_> {
         &self,
         state: &State,
         schemes: &Schemes,
-        measured: &Measured,
+        measured: Option<&Measured>,
         record: &QuantizationRecord,
     ) -> QuantizeReport {
         let rows = state.steps.values().flat_map(|s| s.rows.clone()).collect();
@@ -292,8 +313,8 @@ impl Job<'_> {
             estimated_peak_bytes: self.estimate().peak,
             fallbacks: record.fallbacks.clone(),
             layers: rows,
-            quality: Some(measured.evaluation.report.clone()),
-            worst_tokens: measured.worst.clone(),
+            quality: measured.map(|m| m.evaluation.report.clone()),
+            worst_tokens: measured.map(|m| m.worst.clone()).unwrap_or_default(),
             allocation: self.choices(state, schemes).unwrap_or_default(),
             tuning: state.tuning.as_ref().and_then(Tuning::report),
             self_noise: state.noise,

@@ -9,7 +9,6 @@ use crate::allocation::{self, Place};
 use crate::calibration::CalibrationSource;
 use crate::methods::Needs;
 use crate::quality;
-use nq_formats::Progress;
 use nq_kernels::matrix::{Target, Threads, View, multiply};
 use nq_runtime::device::Device;
 use serde::Serialize;
@@ -61,7 +60,11 @@ impl Job<'_> {
         };
         let mut stages = Vec::new();
         if calibration > 0.0 && o.calibration == CalibrationSource::SelfSampled {
-            stages.push(stage("sampling calibration text", calibration * all, SAMPLING));
+            stages.push(stage(
+                "sampling calibration text",
+                calibration * all,
+                SAMPLING,
+            ));
         }
         if self.samples_held_out() {
             stages.push(stage("sampling held-out text", held_out * all, SAMPLING));

@@ -27,7 +27,7 @@ impl Job<'_> {
         let mut held_out = state.held_out.as_ref().and_then(Text::sequences);
         let sample_calibration =
             n > 0 && calibration.is_none() && o.calibration == CalibrationSource::SelfSampled;
-        let sample_held_out = o.eval_text.is_none() && held_out.is_none();
+        let sample_held_out = self.samples_held_out() && held_out.is_none();
         let mut prompter = None;
         if n > 0 || sample_held_out {
             prompter = Some(self.prompter()?);

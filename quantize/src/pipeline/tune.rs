@@ -121,6 +121,15 @@ impl GradWork for Work<'_> {
 }
 
 impl Job<'_> {
+    /// The seconds that tuning may take; 0 if they follow from a number of steps.
+    pub(super) fn tuning_seconds(&self, on_cpu: bool) -> f64 {
+        match self.options.tuning.as_ref().map(|t| t.effort) {
+            Some(Effort::Budget(time)) => time.as_secs_f64(),
+            Some(Effort::Default) => default_seconds(self.config().parameters(), on_cpu),
+            Some(Effort::Steps { .. }) | None => 0.0,
+        }
+    }
+
     /// Makes sure that tuning under `schemes` depends on them alone: weights that were tuned under
     /// others are rounded again. The schedule stays as it was chosen.
     ///

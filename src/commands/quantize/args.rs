@@ -95,6 +95,10 @@ pub struct QuantizeArgs {
     /// The same until the best token agrees at this share of positions, e.g. 0.95 or 95%
     #[arg(long, value_name = "Y", value_parser = parse_share)]
     pub min_top1: Option<f64>,
+    /// Do not measure the quality of the result; the file says so. Saves the time of sampling a text for that, and
+    /// of running source and result on it
+    #[arg(long, conflicts_with_all = ["max_kld", "min_top1", "eval_text"])]
+    pub no_measure: bool,
     /// Text to measure quality on [default: held-out text sampled from the model]
     #[arg(long, value_name = "FILE")]
     pub eval_text: Option<PathBuf>,
@@ -104,7 +108,7 @@ pub struct QuantizeArgs {
     /// Use at most this much GPU memory, e.g. 12GB [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub device_memory: Option<u64>,
-    /// Print the plan and the memory it needs, and stop
+    /// Print the plan, the time and the memory it needs, and stop
     #[arg(long)]
     pub dry_run: bool,
     /// Continue an interrupted run
@@ -267,6 +271,7 @@ impl QuantizeArgs {
                 max_kld: self.max_kld,
                 min_top1: self.min_top1,
             },
+            measure: !self.no_measure,
             eval_text: self.eval_text.clone(),
             eval_tokens: self.eval_tokens,
             out,

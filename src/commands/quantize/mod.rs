@@ -6,12 +6,14 @@ mod target;
 
 use crate::cli::Global;
 use crate::model;
-use crate::terminal::{Terminal, human_bytes, leave_interrupted, print_line, say, shell_word};
+use crate::terminal::{
+    Terminal, about, human_bytes, leave_interrupted, print_line, say, shell_word,
+};
 use anyhow::{Context, bail};
 pub use args::{QuantizeArgs, parse_size};
 use nq_formats::nq::{SourceRecord, staging};
 use nq_formats::{Progress, Task};
-use nq_quantize::pipeline::{Job, QuantizeOptions};
+use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
 use std::path::Path;
 use std::process::ExitCode;
@@ -58,6 +60,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;
     let estimate = job.estimate();
     let mut lines = plan(&model.name, &options, &estimate);
+    lines.extend(time_plan(&job.stages()));
     match job.device_estimate()? {
         Some(device) => lines.push(device_plan(&device)),
         None if args.device_memory.is_some() => {
@@ -126,6 +129,7 @@ fn dry_run(
     let tuning = job.tuning_estimate()?;
     if global.json {
         let mut json = serde_json::to_value(estimate)?;
+        json["stages"] = serde_json::to_value(job.stages())?;
         json["tuning"] = serde_json::to_value(tuning)?;
         json["device"] = serde_json::to_value(job.device_estimate()?)?;
         json["out"] = target.out.display().to_string().into();
@@ -139,6 +143,23 @@ fn dry_run(
     };
     lines.push(format!("out: {}{there}", target.out.display()));
     Ok(print_line(&lines.join("\n"))?)
+}
+
+/// A line about the time of a run, if its stages can be estimated.
+fn time_plan(stages: &[PlannedStage]) -> Option<String> {
+    let total: f64 = stages.iter().map(|s| s.seconds).sum();
+    // Less than a tenth is not worth a mention.
+    let long = stages.iter().filter(|s| s.seconds >= 0.1 * total);
+    let long: Vec<String> = long
+        .map(|s| format!("{} {:.0} %", s.name, 100.0 * s.seconds / total))
+        .collect();
+    (total > 0.0).then(|| {
+        format!(
+            "time: {} at the speed this machine has now ({})",
+            about(total),
+            long.join(", ")
+        )
+    })
 }
 
 /// A line about the GPU memory that a run takes.

@@ -21,7 +21,10 @@ pub(super) fn show(
         return Ok(print_line(&serde_json::to_string_pretty(&report)?)?);
     }
     let mut lines = file_lines(report);
-    lines.extend(report.quality.iter().flat_map(quality_lines));
+    match &report.quality {
+        Some(quality) => lines.extend(quality_lines(quality)),
+        None => lines.push(row("quality", "not measured, and the file says so")),
+    }
     lines.extend(cost_lines(report));
     lines.extend(allocation_lines(report));
     lines.extend(worst_layer_lines(report));

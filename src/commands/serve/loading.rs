@@ -184,8 +184,8 @@ impl Loadable {
             (false, _) => "; nothing is kept for prompts to come".to_owned(),
             (true, None) => ", shared where prompts begin alike".to_owned(),
             (true, Some(tokens)) => format!(
-                ", shared where prompts begin alike: {tokens} tokens and more that all {parallel} \
-                 begin with are read once a step"
+                ", shared where prompts begin alike; a beginning of {tokens} tokens or more that all \
+                 {parallel} requests share is read once per step"
             ),
         };
         self.terminal.note(&format!(
