@@ -144,6 +144,7 @@ fn main() -> anyhow::Result<()> {
                 tuning: None,
                 seed: 0,
                 limits: Limits::default(),
+                measure: true,
                 eval_text: Some(text.into()),
                 eval_tokens: tokens.parse()?,
                 out: scratch.path().join("made"),

@@ -30,7 +30,8 @@ fn a_checkpoint_is_listed_and_verified() {
 
     let out = nq(home.path(), &["inspect", &demo()]);
     let table = String::from_utf8(out.stdout).expect("UTF-8");
-    assert!(table.starts_with("TENSOR"), "{table}");
+    // What sums it up first: the table of tensors may be long.
+    assert!(table.starts_with("demo (") && table.contains("\n\nTENSOR"), "{table}");
     for part in [
         "model.norm.weight",
         "[1024, 512]",
@@ -59,8 +60,8 @@ fn a_truncated_file_is_named() {
     let said = stderr(&out);
     for part in [
         "model-00002-of-00002.safetensors",
-        "tensor model.",
-        "offsets within",
+        "bytes, as the header says",
+        "an incomplete download",
     ] {
         assert!(said.contains(part), "{part:?} is not in {said}");
     }

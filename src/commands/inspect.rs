@@ -118,36 +118,6 @@ fn describe(
     record: Option<&QuantizationRecord>,
 ) -> fmt::Result {
     let c = checkpoint.config();
-    let shapes: Vec<String> = report
-        .tensors
-        .iter()
-        .map(|t| format!("{:?}", t.shape))
-        .collect();
-    let names: Vec<_> = report
-        .tensors
-        .iter()
-        .map(|t| shortened(&t.name, LONGEST_NAME))
-        .collect();
-    let width = |items: &mut dyn Iterator<Item = &str>, least: usize| {
-        let longest = items.map(|i| i.chars().count()).max();
-        longest.unwrap_or(0).clamp(least, LONGEST_NAME)
-    };
-    let name = width(&mut names.iter().map(|n| &**n), 6);
-    let shape = width(&mut shapes.iter().map(String::as_str), 5);
-    let dtype = width(&mut report.tensors.iter().map(|t| t.dtype.as_str()), 5);
-    writeln!(
-        out,
-        "{:name$}  {:dtype$}  {:>shape$}  {:>7}  {:>12}  FILE",
-        "TENSOR", "DTYPE", "SHAPE", "BITS", "BYTES"
-    )?;
-    for ((t, dims), shown) in report.tensors.iter().zip(&shapes).zip(&names) {
-        writeln!(
-            out,
-            "{shown:name$}  {:dtype$}  {dims:>shape$}  {:>7.4}  {:>12}  {}",
-            t.dtype, t.bits, t.tensor_bytes, t.file
-        )?;
-    }
-    writeln!(out)?;
     writeln!(out, "{} ({})", report.name, report.source)?;
     writeln!(out, "  format           {}", report.format)?;
     writeln!(
@@ -211,6 +181,41 @@ fn describe(
         writeln!(
             out,
             "  verified         every value of every parameter is finite; the tokenizer loads"
+        )?;
+    }
+    writeln!(out)?;
+    describe_tensors(out, report)
+}
+
+/// The table of tensors, which may be long.
+fn describe_tensors(out: &mut String, report: &Report) -> fmt::Result {
+    let shapes: Vec<String> = report
+        .tensors
+        .iter()
+        .map(|t| format!("{:?}", t.shape))
+        .collect();
+    let names: Vec<_> = report
+        .tensors
+        .iter()
+        .map(|t| shortened(&t.name, LONGEST_NAME))
+        .collect();
+    let width = |items: &mut dyn Iterator<Item = &str>, least: usize| {
+        let longest = items.map(|i| i.chars().count()).max();
+        longest.unwrap_or(0).clamp(least, LONGEST_NAME)
+    };
+    let name = width(&mut names.iter().map(|n| &**n), 6);
+    let shape = width(&mut shapes.iter().map(String::as_str), 5);
+    let dtype = width(&mut report.tensors.iter().map(|t| t.dtype.as_str()), 5);
+    writeln!(
+        out,
+        "{:name$}  {:dtype$}  {:>shape$}  {:>7}  {:>12}  FILE",
+        "TENSOR", "DTYPE", "SHAPE", "BITS", "BYTES"
+    )?;
+    for ((t, dims), shown) in report.tensors.iter().zip(&shapes).zip(&names) {
+        writeln!(
+            out,
+            "{shown:name$}  {:dtype$}  {dims:>shape$}  {:>7.4}  {:>12}  {}",
+            t.dtype, t.bits, t.tensor_bytes, t.file
         )?;
     }
     Ok(())

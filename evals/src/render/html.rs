@@ -1,7 +1,7 @@
 //! Renders reports as one HTML file: styles and plots are inside it, and it loads nothing.
 
 use super::plots;
-use super::{Document, WORST_HEAD, protocol_line, reference_lines, table};
+use super::{Document, WORST_HEAD, protocol_line, reference_lines, table, title};
 use crate::error::Result;
 use std::fmt::Write as _;
 
@@ -23,10 +23,11 @@ td:not(.text),td:first-child,th{white-space:nowrap}svg{width:100%;height:auto}.n
 /// [`crate::Error::Plot`] if a plot cannot be drawn.
 pub fn html(document: &Document<'_>) -> Result<String> {
     let mut out = String::from("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">");
+    let title = escape(&title(document));
     let _ = write!(
         out,
-        "<meta name=\"viewport\" content=\"width=device-width\"><title>Evaluation</title>\
-         <style>{STYLE}</style></head><body>\n<h1>Evaluation</h1>\n<p>Measured by {} on {}. Text: \
+        "<meta name=\"viewport\" content=\"width=device-width\"><title>{title}</title>\
+         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<p>Measured by {} on {}. Text: \
          {}.</p>\n<pre class=\"note\">{}</pre>\n",
         escape(&document.program),
         escape(&document.date),
@@ -96,7 +97,12 @@ pub fn html(document: &Document<'_>) -> Result<String> {
 }
 
 /// A table whose first `text_columns` columns are text, aligned left; the others are numbers.
-fn push_table(out: &mut String, head: &[&str], rows: &[Vec<String>], text_columns: usize) {
+fn push_table(
+    out: &mut String,
+    head: &[impl AsRef<str>],
+    rows: &[Vec<String>],
+    text_columns: usize,
+) {
     let class = |i: usize| {
         if i < text_columns {
             " class=\"text\""
@@ -106,7 +112,7 @@ fn push_table(out: &mut String, head: &[&str], rows: &[Vec<String>], text_column
     };
     out.push_str("<div class=\"scroll\"><table><thead><tr>");
     for (i, h) in head.iter().enumerate() {
-        let _ = write!(out, "<th{}>{}</th>", class(i), escape(h));
+        let _ = write!(out, "<th{}>{}</th>", class(i), escape(h.as_ref()));
     }
     out.push_str("</tr></thead><tbody>\n");
     for row in rows {

@@ -1,12 +1,12 @@
 //! Renders reports as Markdown.
 
 use super::plots::Histogram;
-use super::{Document, WORST_HEAD, protocol_line, reference_lines, table};
+use super::{Document, WORST_HEAD, protocol_line, reference_lines, table, title};
 use std::fmt::Write as _;
 
 /// The document as GitHub-flavoured Markdown.
 pub fn markdown(document: &Document<'_>) -> String {
-    let mut out = String::from("# Evaluation\n\n");
+    let mut out = format!("# {}\n\n", escape(&title(document)));
     let _ = writeln!(
         out,
         "Measured by {} on {}. Text: {}.\n\n    {}\n",
@@ -83,8 +83,9 @@ pub fn markdown(document: &Document<'_>) -> String {
     out
 }
 
-fn push_table(out: &mut String, head: &[&str], rows: &[Vec<String>]) {
-    let _ = writeln!(out, "| {} |", head.join(" | "));
+fn push_table(out: &mut String, head: &[impl AsRef<str>], rows: &[Vec<String>]) {
+    let names: Vec<&str> = head.iter().map(AsRef::as_ref).collect();
+    let _ = writeln!(out, "| {} |", names.join(" | "));
     let _ = writeln!(out, "|{}", "---|".repeat(head.len()));
     for row in rows {
         let _ = writeln!(out, "| {} |", row.join(" | "));

@@ -42,7 +42,7 @@ pub struct Section<'a> {
     pub evaluation: &'a Evaluation,
     /// The positions at which it differs most from the reference.
     pub worst: Vec<WorstLine>,
-    /// KL divergence of the reference from itself with different rounding and portions.
+    /// KL divergence of the reference from itself with other rounding, and in pieces of other sizes.
     pub self_noise: Option<KldStats>,
 }
 
@@ -126,8 +126,33 @@ impl Kind {
     }
 }
 
-/// The table in both forms: for each row, a heading and one cell per model.
-fn table(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
+/// The title: the models, and what they are compared with.
+fn title(document: &Document<'_>) -> String {
+    let names: Vec<&str> = document.models.iter().map(|m| m.name.as_str()).collect();
+    match &document.reference {
+        Some(reference) => format!("{} against {reference}", names.join(", ")),
+        None => format!("Evaluation of {}", names.join(", ")),
+    }
+}
+
+/// The figures as head and rows: a row for each of several models; of one model a row for each figure, as one line
+/// would be too wide.
+fn table(document: &Document<'_>) -> (Vec<String>, Vec<Vec<String>>) {
+    let (head, rows) = by_model(document);
+    let mut head: Vec<String> = head.into_iter().map(str::to_owned).collect();
+    match &rows[..] {
+        [one] => {
+            let figures = head.drain(1..).zip(&one[1..]);
+            let rows = figures
+                .map(|(name, cell)| vec![name, cell.clone()])
+                .collect();
+            (vec!["figure".into(), one[0].clone()], rows)
+        }
+        _ => (head, rows),
+    }
+}
+
+fn by_model(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
     let mut head = vec!["model", "MB", "bits/weight", "perplexity"];
     if document.reference.is_some() {
         head.extend([
@@ -202,7 +227,7 @@ fn reference_lines(document: &Document<'_>) -> Vec<String> {
     if let Some(noise) = first.and_then(|m| m.self_noise) {
         lines.push(format!(
             "Floor: the reference strays {} (mean; max {}) from itself when its KV cache is \
-             kept in f32 and its tokens are fed in other portions.",
+             kept in f32 and the text is processed in pieces of other sizes.",
             kld_cell(noise.mean),
             kld_cell(noise.max)
         ));
