@@ -31,7 +31,10 @@ fn a_checkpoint_is_listed_and_verified() {
     let out = nq(home.path(), &["inspect", &demo()]);
     let table = String::from_utf8(out.stdout).expect("UTF-8");
     // What sums it up first: the table of tensors may be long.
-    assert!(table.starts_with("demo (") && table.contains("\n\nTENSOR"), "{table}");
+    assert!(
+        table.starts_with("demo (") && table.contains("\n\nTENSOR"),
+        "{table}"
+    );
     for part in [
         "model.norm.weight",
         "[1024, 512]",
