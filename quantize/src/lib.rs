@@ -40,6 +40,7 @@ pub mod sensitivity;
 pub mod stages;
 pub mod streamed;
 pub mod train;
+pub mod trellis;
 
 pub use calibration::CalibrationSource;
 pub use device_memory::DeviceEstimate;
