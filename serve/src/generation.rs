@@ -298,7 +298,7 @@ impl Stream {
             Event::Token { id, logprobs } => {
                 self.usage.completion += 1;
                 let thinking = choice.reader.push(id, &mut pieces);
-                let stopped = choice.reader.stopped_by().is_some();
+                let stopped = choice.reader.stopped_by().is_some() || choice.reader.is_over();
                 choice.logprobs.extend(logprobs.filter(|_| !thinking));
                 if stopped {
                     self.answers.cancel(index);
@@ -306,7 +306,8 @@ impl Stream {
                 stopped.then_some(Ok(Ending::StopString))
             }
             Event::Finished(finish) => {
-                choice.reader.finish(&mut pieces);
+                let cut = !matches!(finish, Finish::Stop(_) | Finish::Cancelled);
+                choice.reader.finish(cut, &mut pieces);
                 Some(match finish {
                     Finish::Stop(_) => {
                         self.usage.completion += 1;

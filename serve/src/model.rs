@@ -3,7 +3,7 @@
 use crate::dialect::Dialect;
 use crate::engine::{Engine, EngineOptions, ThinkingBudget};
 use crate::error::ApiError;
-use crate::grammar::{Format, Grammars, Start};
+use crate::grammar::{Grammars, Start};
 use crate::output::{CallForm, CallParser};
 use crate::protocol::thinking::Thinking;
 use nq_formats::{Checkpoint, Task};
@@ -162,7 +162,7 @@ impl Model {
     pub fn grammars(&self) -> Result<&Grammars, ApiError> {
         let grammars = self
             .grammars
-            .get_or_init(|| Grammars::new(&self.tokenizer, self.vocab, &self.stop));
+            .get_or_init(|| Grammars::new(&self.tokenizer, self.vocab, &self.stop, self.form()));
         grammars.as_ref().map_err(|e| ApiError::internal(e.clone()))
     }
 
@@ -182,27 +182,11 @@ impl Model {
         }
     }
 
-    /// True if its calls have the form that a constraint can enforce.
-    pub fn constrains_calls(&self) -> bool {
-        self.tool_prompt != ToolPrompt::Template(CallForm::Xml)
-    }
-
-    /// A format that makes the model call one of `tools`.
-    pub fn calls_format(&self, tools: &[Value], name: Option<&str>, several: bool) -> Format {
-        let function = |tool: &Value| {
-            let function = &tool["function"];
-            let called = function["name"].as_str().unwrap_or_default().to_owned();
-            (called, function["parameters"].clone())
-        };
-        let tools = tools.iter().map(function);
-        let tools = tools.filter(|(called, _)| name.is_none_or(|n| n == called));
-        let object = |schema: Value| match schema {
-            Value::Null => json!({"type": "object"}),
-            schema => schema,
-        };
-        Format::Calls {
-            tools: tools.map(|(name, schema)| (name, object(schema))).collect(),
-            several,
+    /// How it writes calls.
+    fn form(&self) -> CallForm {
+        match self.tool_prompt {
+            ToolPrompt::Template(form) => form,
+            ToolPrompt::Described => CallForm::Json,
         }
     }
 

@@ -3,14 +3,19 @@
 //! Its Earley parser walks the tokens' bytes, so an answer is valid whatever the sampling, as long
 //! as it is not cut off. Thinking is free: a constraint begins after it.
 
+mod calls;
+mod disjoint;
 mod schema;
 
 use crate::engine::Constraint;
+use crate::output::{CallForm, CallParser};
+use calls::Writing;
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use nq_runtime::Tokenizer;
-use schema::{compact, narrowed, prepared};
+pub use schema::unenforced;
+use schema::{compact, prepared};
 use serde_json::{Value, json};
 use std::fmt;
 use std::sync::Arc;
@@ -40,12 +45,22 @@ pub enum Format {
     Regex(String),
     /// A text of this Lark grammar, whose first rule is `start`.
     Lark(String),
-    /// One or more tool calls in Hermes' form: (name, schema of the arguments).
+    /// One or more tool calls in the model's form.
     Calls {
-        /// Tools that may be called.
+        /// Tools that may be called, and schemas of their arguments.
         tools: Vec<(String, Value)>,
         /// True if several calls may be made.
         several: bool,
+    },
+    /// Calls of tools, or an answer of a format of JSON. The calls are those that the model may make unasked: their
+    /// arguments are any.
+    CallsOr {
+        /// Tools that may be called, and schemas of their arguments.
+        tools: Vec<(String, Value)>,
+        /// True if several calls may be made.
+        several: bool,
+        /// The format of an answer that is no call: [`Format::Object`] or [`Format::Schema`].
+        answer: Box<Format>,
     },
 }
 
@@ -64,6 +79,7 @@ pub enum Start {
 pub struct Grammars {
     factory: ParserFactory,
     words: usize,
+    writing: Writing,
     think: Option<(u32, u32)>,
     /// Tokens of white space alone.
     blank: Vec<u32>,
@@ -78,11 +94,16 @@ impl fmt::Debug for Grammars {
 }
 
 impl Grammars {
-    /// For a model with `vocab` tokens, of which `stop` end an answer.
+    /// For a model with `vocab` tokens, of which `stop` end an answer, that writes calls in `form`.
     ///
     /// # Errors
     /// If no token ends an answer, or one is past the vocabulary.
-    pub fn new(tokenizer: &Tokenizer, vocab: usize, stop: &[u32]) -> Result<Self, String> {
+    pub fn new(
+        tokenizer: &Tokenizer,
+        vocab: usize,
+        stop: &[u32],
+        form: CallForm,
+    ) -> Result<Self, String> {
         if stop.is_empty() || stop.iter().any(|&t| t as usize >= vocab) {
             return Err(format!(
                 "expected a token below {vocab} that ends an answer, found {stop:?}"
@@ -127,6 +148,12 @@ impl Grammars {
         Ok(Grammars {
             factory,
             words: count,
+            writing: Writing {
+                form,
+                tokens: [CallParser::OPEN, CallParser::CLOSE]
+                    .iter()
+                    .all(|tag| tokenizer.token_id(tag).is_some()),
+            },
             think: tokenizer
                 .token_id("<think>")
                 .zip(tokenizer.token_id("</think>")),
@@ -140,10 +167,10 @@ impl Grammars {
     /// # Errors
     /// The part of the format that cannot be served, and why.
     pub fn compile(&self, format: &Format, start: Start) -> Result<Conformant, String> {
-        let grammar = grammar(format)?;
+        let grammar = self.grammar(format)?;
         let matcher = Matcher::new(self.factory.create_parser(grammar));
         if let Some(why) = matcher.get_error() {
-            return Err(first_line(&why));
+            return Err(reason(&why));
         }
         let state = match (start, self.think) {
             (Start::Thinking, Some((_, end))) => State::Thinking(end),
@@ -159,10 +186,46 @@ impl Grammars {
             unended: self.unended.clone().into(),
         })
     }
+
+    fn grammar(&self, format: &Format) -> Result<TopLevelGrammar, String> {
+        match format {
+            Format::Object | Format::Schema(_) => {
+                Ok(TopLevelGrammar::from_json_schema(json(format)?))
+            }
+            Format::Regex(text) | Format::Lark(text) if text.len() > MOST_BYTES => Err(format!(
+                "expected at most {MOST_BYTES} bytes, found {}",
+                text.len()
+            )),
+            Format::Regex(text) => Ok(TopLevelGrammar::from_regex(text)),
+            Format::Lark(text) => Ok(TopLevelGrammar::from_lark(text.clone())),
+            Format::Calls { tools, several } => {
+                let lark = calls::lark(self.writing, tools, *several, None)?;
+                Ok(TopLevelGrammar::from_lark(lark))
+            }
+            Format::CallsOr {
+                tools,
+                several,
+                answer,
+            } => {
+                let lark = calls::lark(self.writing, tools, *several, Some(&json(answer)?))?;
+                Ok(TopLevelGrammar::from_lark(lark))
+            }
+        }
+    }
 }
 
-fn first_line(why: &str) -> String {
-    let line = why.lines().next().unwrap_or_default();
+/// What is wrong, in one line.
+fn reason(why: &str) -> String {
+    let mut lines = why.lines().map(str::trim);
+    let line = lines.next().unwrap_or_default();
+    if let Some((before, _)) = line.split_once("regex parse error:") {
+        // The pattern, a line that points into it, and the reason.
+        let pattern = lines.next().unwrap_or_default();
+        let reason = lines
+            .find_map(|l| l.strip_prefix("error: "))
+            .unwrap_or("invalid");
+        return format!("{before}pattern {pattern}: {reason}");
+    }
     match line.contains("'coerce_one_of'") {
         // The author of the schema must know where to set this option.
         true => format!("{line}: \"x-guidance\": {{\"coerce_one_of\": true}} in the schema"),
@@ -177,48 +240,11 @@ fn set(mask: &mut [u32], id: u32, to: bool) {
     }
 }
 
-fn grammar(format: &Format) -> Result<TopLevelGrammar, String> {
+/// The schema of a format of JSON.
+fn json(format: &Format) -> Result<Value, String> {
     match format {
-        Format::Object => {
-            let schema = compact(json!({"type": "object"}), " ?")?;
-            Ok(TopLevelGrammar::from_json_schema(schema))
-        }
-        Format::Schema(schema) => {
-            let schema = prepared(schema, " ?")?;
-            Ok(TopLevelGrammar::from_json_schema(schema))
-        }
-        Format::Regex(text) | Format::Lark(text) if text.len() > MOST_BYTES => Err(format!(
-            "expected at most {MOST_BYTES} bytes, found {}",
-            text.len()
-        )),
-        Format::Regex(text) => Ok(TopLevelGrammar::from_regex(text)),
-        Format::Lark(text) => Ok(TopLevelGrammar::from_lark(text.clone())),
-        Format::Calls { tools, several } => {
-            let mut calls = Vec::new();
-            for (name, schema) in tools {
-                let arguments = match schema.get("type") {
-                    None => json!({"type": "object"}),
-                    Some(_) => narrowed(schema)?,
-                };
-                let call = json!({
-                    "type": "object",
-                    "properties": {"name": {"const": name}, "arguments": arguments},
-                    "required": ["name", "arguments"],
-                    "additionalProperties": false,
-                });
-                // As templates write calls that were made: the next turn finds them in the cache.
-                calls.push(compact(call, " ")?);
-            }
-            let rules: Vec<String> = (0..calls.len()).map(|i| format!("call{i}")).collect();
-            let times = if *several { "{1,16}" } else { "" };
-            let mut lark = format!("start: (call){times}\ncall: <tool_call> \"\\n\" (");
-            lark += &rules.join(" | ");
-            lark += ") \"\\n\" </tool_call>\n";
-            for (rule, schema) in rules.iter().zip(&calls) {
-                lark += &format!("{rule}: %json {schema}\n");
-            }
-            Ok(TopLevelGrammar::from_lark(lark))
-        }
+        Format::Schema(schema) => prepared(schema, " ?"),
+        _ => compact(json!({"type": "object"}), " ?"),
     }
 }
 
@@ -261,7 +287,7 @@ impl Constraint for Conformant {
         let allowed: SimpleVob = self
             .matcher
             .compute_mask_or_eos()
-            .map_err(|e| first_line(&e.to_string()))?;
+            .map_err(|e| reason(&e.to_string()))?;
         self.mask.clear();
         self.mask.extend_from_slice(allowed.as_slice());
         self.mask.resize(self.words, 0);
@@ -300,6 +326,6 @@ impl Constraint for Conformant {
         self.state = State::Answer;
         self.matcher
             .consume_token(token)
-            .map_err(|e| first_line(&e.to_string()))
+            .map_err(|e| reason(&e.to_string()))
     }
 }

@@ -2,6 +2,8 @@
 //! that is necessary or helps the model.
 
 use super::MOST_BYTES;
+use super::disjoint::settle_one_of;
+use crate::output::resolved;
 use serde_json::{Map, Value, json};
 
 /// How deep a schema may nest.
@@ -51,8 +53,88 @@ pub(super) fn prepared(schema: &Value, space: &str) -> Result<Value, String> {
 pub(super) fn narrowed(schema: &Value) -> Result<Value, String> {
     check(schema)?;
     let mut schema = closed(schema);
-    settle_formats(&mut schema);
+    let root = schema.clone();
+    each(&mut schema, &mut |map| {
+        settle_format(map);
+        settle_names(map, &root);
+        settle_one_of(map, &root);
+        // `false` says nothing. That items differ cannot be enforced: [`unenforced`] tells of it.
+        map.remove("uniqueItems");
+    });
     Ok(schema)
+}
+
+/// A keyword of `schema` that answers are not held to, if there is one.
+pub fn unenforced(schema: &Value) -> Option<&'static str> {
+    let mut found = None;
+    each(&mut schema.clone(), &mut |map| {
+        if map.get("uniqueItems") == Some(&Value::Bool(true)) {
+            found = Some("uniqueItems");
+        }
+    });
+    found
+}
+
+/// A schema of objects that allows nothing that `schema` does not: what a tool's arguments must be.
+///
+/// # Errors
+/// If `schema` allows no objects; errors of [`narrowed`].
+pub(super) fn of_objects(schema: &Value) -> Result<Value, String> {
+    let mut schema = narrowed(schema)?;
+    let allows = |name: &Value| name == "object";
+    match schema.get("type") {
+        _ if schema == Value::Bool(true) => return Ok(json!({"type": "object"})),
+        Some(kind) if allows(kind) => return Ok(schema),
+        Some(Value::Array(kinds)) if kinds.iter().any(allows) => {}
+        None if schema.is_object() => {}
+        _ => {
+            let kind = schema.get("type").unwrap_or(&schema);
+            return Err(format!("expected a schema of objects, found {kind}"));
+        }
+    }
+    if has_reference(&schema, "#") {
+        // Where the schema refers to itself, it may mean more than objects.
+        let asked = schema
+            .as_object_mut()
+            .and_then(|map| map.remove("x-guidance"));
+        schema = within(&schema, &json!({"$ref": "#"}));
+        if let Some(asked) = asked {
+            schema["x-guidance"] = asked;
+        }
+    }
+    schema["type"] = "object".into();
+    Ok(schema)
+}
+
+/// `schema`, which stands in `root`, as a schema of its own: it means the same.
+pub(super) fn within(root: &Value, schema: &Value) -> Value {
+    let moved = |schema: &Value| {
+        let (mut schema, mut refers) = (schema.clone(), false);
+        each(&mut schema, &mut |map| {
+            if let Some(Value::String(to)) = map.get_mut("$ref")
+                && let Some(pointer) = to.strip_prefix('#')
+                && (pointer.is_empty() || pointer.starts_with('/'))
+            {
+                *to = format!("#/$defs/schema{pointer}");
+                refers = true;
+            }
+        });
+        (schema, refers)
+    };
+    let (mut schema, refers) = moved(schema);
+    if refers {
+        schema["$defs"] = json!({"schema": moved(root).0});
+    }
+    schema
+}
+
+/// True if a schema in `schema` refers to `reference`.
+fn has_reference(schema: &Value, reference: &str) -> bool {
+    let mut found = false;
+    each(&mut schema.clone(), &mut |map| {
+        found |= map.get("$ref").is_some_and(|r| r == reference)
+    });
+    found
 }
 
 /// Restricts white space in the answer to `space`, a regular expression, after commas and colons: if any white
@@ -179,36 +261,94 @@ const NARROWER: [(&str, &str); 6] = [
 /// Formats of the standard that are refused: none of [`FORMATS`] allows less.
 const REFUSED: [&str; 3] = ["regex", "json-pointer", "relative-json-pointer"];
 
-/// Puts formats that llguidance knows in place of others of the standard, and drops names that the
-/// standard does not have: it calls them annotations.
-fn settle_formats(schema: &mut Value) {
+/// Puts a format that llguidance knows in place of another one of the standard, and drops names that the standard
+/// does not have: it calls them annotations.
+fn settle_format(map: &mut Map<String, Value>) {
+    let Some(format) = map.get("format").and_then(Value::as_str) else {
+        return;
+    };
+    let narrower = NARROWER.iter().find(|n| n.0 == format);
+    if let Some((_, narrower)) = narrower {
+        map.insert("format".into(), (*narrower).into());
+    } else if !FORMATS.contains(&format) && !REFUSED.contains(&format) {
+        map.remove("format");
+    }
+}
+
+/// Says of properties what `propertyNames` says of their names, where that is the same: names are strings anyhow, a
+/// list of names is one of properties, a pattern one of `patternProperties`.
+fn settle_names(map: &mut Map<String, Value>, root: &Value) {
+    let Some(mut names) = map.get("propertyNames") else {
+        return;
+    };
+    if let Some(reference) = names.get("$ref").and_then(Value::as_str) {
+        names = resolved(root, reference).unwrap_or(names);
+    }
+    let says = |known: &[&str]| {
+        let notes = ["type", "title", "description", "$schema"];
+        let keys = names.as_object().into_iter().flat_map(Map::keys);
+        let known = |k: &String| known.contains(&k.as_str()) || notes.contains(&k.as_str());
+        names.get("type").is_none_or(|t| t == "string") && keys.into_iter().all(known)
+    };
+    let alone = !["properties", "patternProperties"]
+        .iter()
+        .any(|k| map.contains_key(*k));
+    let values = map
+        .get("additionalProperties")
+        .cloned()
+        .unwrap_or(Value::Bool(true));
+    let listed = match (names.get("enum"), names.get("const")) {
+        (Some(Value::Array(list)), None) => Some(list.clone()),
+        (None, Some(name)) => Some(vec![name.clone()]),
+        _ => None,
+    };
+    if *names == Value::Bool(true) || names.is_object() && says(&[]) {
+        map.remove("propertyNames");
+    } else if let Some(list) = listed.filter(|_| alone && says(&["enum", "const"])) {
+        let property = |name: &Value| Some((name.as_str()?.to_owned(), values.clone()));
+        map.insert(
+            "properties".into(),
+            Value::Object(list.iter().filter_map(property).collect()),
+        );
+        map.insert("additionalProperties".into(), false.into());
+        map.remove("propertyNames");
+    } else if let Some(pattern) = names
+        .get("pattern")
+        .and_then(Value::as_str)
+        .filter(|_| alone && says(&["pattern"]))
+    {
+        let patterns = json!({pattern: values});
+        map.insert("patternProperties".into(), patterns);
+        map.insert("additionalProperties".into(), false.into());
+        map.remove("propertyNames");
+    }
+}
+
+/// Calls `settle` with every schema in `schema` and `schema` itself, the outer ones last. Schemas that are negated
+/// are left out: what allows less there would allow more.
+fn each(schema: &mut Value, settle: &mut dyn FnMut(&mut Map<String, Value>)) {
     let Some(map) = schema.as_object_mut() else {
         return;
     };
-    if let Some(format) = map.get("format").and_then(Value::as_str) {
-        let narrower = NARROWER.iter().find(|n| n.0 == format);
-        if let Some((_, narrower)) = narrower {
-            map.insert("format".into(), (*narrower).into());
-        } else if !FORMATS.contains(&format) && !REFUSED.contains(&format) {
-            map.remove("format");
-        }
-    }
-    for (key, inner) in map {
+    for (key, inner) in map.iter_mut() {
         match (key.as_str(), inner) {
             (
                 "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas",
                 Value::Object(inner),
-            ) => inner.values_mut().for_each(settle_formats),
+            ) => inner.values_mut().for_each(|s| each(s, settle)),
             ("items" | "prefixItems" | "anyOf" | "oneOf" | "allOf", Value::Array(inner)) => {
-                inner.iter_mut().for_each(settle_formats);
+                inner.iter_mut().for_each(|s| each(s, settle));
             }
-            // Where a schema is negated, what allows less would allow more.
-            ("items" | "additionalProperties" | "contains" | "propertyNames", inner) => {
-                settle_formats(inner);
+            (
+                "items" | "additionalItems" | "additionalProperties" | "contains" | "propertyNames",
+                inner,
+            ) => {
+                each(inner, settle);
             }
             _ => {}
         }
     }
+    settle(map);
 }
 
 #[cfg(test)]

@@ -1,13 +1,22 @@
 //! Reads tool calls in an answer's text.
 //!
-//! Two forms are supported, both between `<tool_call>` and `</tool_call>`: the Hermes JSON of Qwen2.5
-//! and Qwen3, `{"name": ..., "arguments": {...}}`, whose arguments are passed on as they come, and the
-//! XML of Qwen3-Coder and Qwen3.5, `<function=NAME><parameter=KEY>VALUE</parameter></function>`,
-//! which becomes JSON at its end. Anything else stays text: nothing that a model wrote is lost.
+//! Two forms are supported: the Hermes JSON of Qwen2.5 and Qwen3, `{"name": ..., "arguments": {...}}`, and the XML of
+//! Qwen3-Coder and Qwen3.5, `<function=NAME><parameter=KEY>VALUE</parameter></function>`, both between `<tool_call>`
+//! and `</tool_call>`. Arguments are passed on as they come, as valid JSON.
+//!
+//! Models forget a tag now and then. A call is recognized without its opening tag if it names a tool, and ends where
+//! something else begins if its closing tag is missing; a block may hold several calls. Tags that no call follows are
+//! text: nothing that a model wrote is lost.
 
+use super::arguments::{Arguments, Progress, quoted};
+use super::json_call::{Head, call, head};
+use super::signature::{Tools, Types, typed};
+use super::tags::{
+    self, AFTER_PARAMETER, CLOSES, END_FUNCTION, END_PARAMETER, FENCE, FUNCTION, Found, MOST_NAME,
+    PARAMETER, begins_with, behind_marks, call_in, is_begun, named,
+};
 use super::{Piece, join};
 use nq_runtime::thinking::overlap;
-use serde_json::{Map, Value};
 
 /// How a model writes calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,9 +30,16 @@ pub enum CallForm {
 /// Finds calls in text that comes in pieces.
 #[derive(Debug, Default)]
 pub struct CallParser {
+    tools: Tools,
     state: State,
     held: String,
     count: usize,
+    /// The text so far ends within a line.
+    inside_line: bool,
+    /// No more text comes.
+    last: bool,
+    /// A call has ended, and one was all that was allowed.
+    over: bool,
 }
 
 #[derive(Debug, Default)]
@@ -31,148 +47,208 @@ enum State {
     /// Outside a call.
     #[default]
     Text,
-    /// In a call whose name is not known yet.
-    Head,
-    /// In a call that is read as a whole at its end.
-    Whole,
-    /// In the arguments.
-    Arguments(Braces),
-    /// Behind the arguments.
+    /// Behind a call, where its block may end or hold another one.
+    Block,
+    /// In a JSON call whose name is not known yet. Text that it is if it turns out to be none.
+    Head(Lead),
+    /// In a JSON call that is read as a whole at its end.
+    Whole(Lead, Whole),
+    /// In arguments that are JSON.
+    Arguments(Arguments),
+    /// Behind the arguments, in the call's object.
     Tail,
+    /// In the rest of the call's object.
+    Rest(Arguments),
+    /// In an XML call, between parameters.
+    Xml(Xml),
+    /// In the value of a parameter.
+    Value(Xml, Parameter),
 }
 
-/// Position in a JSON object.
-#[derive(Debug, Default)]
-struct Braces {
-    depth: usize,
-    in_string: bool,
-    escaped: bool,
+/// Text before a JSON call.
+#[derive(Clone, Debug, Default)]
+struct Lead {
+    text: String,
+    /// Without an opening tag: only the closing one makes it a call.
+    bare: bool,
 }
 
-impl Braces {
-    /// Takes a character; true if it ends the object.
-    fn push(&mut self, c: char) -> bool {
-        match (self.in_string, c) {
-            (true, _) if self.escaped => self.escaped = false,
-            (true, '\\') => self.escaped = true,
-            (_, '"') => self.in_string = !self.in_string,
-            (false, '{' | '[') => self.depth += 1,
-            (false, '}' | ']') => self.depth = self.depth.saturating_sub(1),
-            _ => {}
-        }
-        !self.in_string && self.depth == 0
-    }
+/// How far an object has been read.
+#[derive(Clone, Debug, Default)]
+struct Whole {
+    object: Arguments,
+    /// Bytes of the held text.
+    read: usize,
+    /// Its end, if that has been read.
+    end: Option<usize>,
 }
 
-/// The beginning of a call.
-enum Head {
-    /// Incomplete.
-    Open,
-    /// A name, and where its arguments, an object, begin.
-    Named(String, usize),
-    /// Another form.
-    Other,
+/// An XML call.
+#[derive(Clone, Debug, Default)]
+struct Xml {
+    name: String,
+    parameters: usize,
+    /// Text in it that is no parameter.
+    stray: String,
+}
+
+/// A parameter's value.
+#[derive(Clone, Debug)]
+struct Parameter {
+    types: Types,
+    /// Its text so far, if it is converted at its end.
+    text: String,
+    begun: bool,
+}
+
+/// Where a value ends.
+enum End {
+    /// After this many bytes; what follows begins after so many.
+    At(usize, usize),
+    /// Not within this many bytes.
+    NotBefore(usize),
 }
 
 impl CallParser {
     /// The text that begins a call.
-    pub const OPEN: &'static str = "<tool_call>";
+    pub const OPEN: &'static str = tags::OPEN;
     /// The text that ends it.
-    pub const CLOSE: &'static str = "</tool_call>";
+    pub const CLOSE: &'static str = tags::CLOSE;
+
+    /// A parser for an answer that may call `tools`.
+    pub fn new(tools: Tools) -> Self {
+        CallParser {
+            tools,
+            ..CallParser::default()
+        }
+    }
 
     /// Number of calls begun.
     pub fn count(&self) -> usize {
         self.count
     }
 
+    /// True once nothing that follows can be part of the answer: the only call that may be made has ended.
+    pub fn is_over(&self) -> bool {
+        self.over
+    }
+
+    /// True if a call begins in `text`, which follows [`CallParser::OPEN`]; `None` if that is not certain yet.
+    pub(super) fn opens_call(text: &str) -> Option<bool> {
+        match call_in(text, false) {
+            Found::Unknown => None,
+            Found::Nothing => Some(false),
+            Found::Json(_) | Found::Xml(..) => Some(true),
+        }
+    }
+
     /// Takes more text and appends the pieces that are certain to `out`.
     pub fn push(&mut self, text: &str, out: &mut Vec<Piece>) {
         self.held.push_str(text);
-        while self.advance(out) {}
+        while !self.over && self.advance(out) {}
     }
 
-    /// Ends the text.
-    pub fn finish(&mut self, out: &mut Vec<Piece>) {
+    /// Ends the text. `cut`: the model had not ended it, and what is not complete stays so.
+    pub fn finish(&mut self, cut: bool, out: &mut Vec<Piece>) {
+        self.last = !cut;
+        while !self.over && self.advance(out) {}
         let rest = std::mem::take(&mut self.held);
+        if self.over {
+            return;
+        }
         match std::mem::take(&mut self.state) {
             // White space after a call is not part of the text.
-            State::Text if self.count > 0 && rest.trim().is_empty() => {}
-            State::Text if !rest.is_empty() => join(out, Piece::Text(rest)),
-            State::Head | State::Whole => self.whole(&rest, "", out),
+            State::Text | State::Block if self.count > 0 && rest.trim().is_empty() => {}
+            // Of a call that was cut off, the tag alone is no text.
+            State::Text if cut && is_begun(&rest) => {
+                let at = rest.find(Self::OPEN).unwrap_or(0);
+                self.emit(rest[..at].trim_end(), out);
+            }
+            State::Text | State::Block => self.emit(&rest, out),
+            State::Head(lead) => match head(&rest) {
+                Head::Open(Some(name)) if cut && !lead.bare => self.start(name, out),
+                Head::Open(None) if cut && !lead.bare => {}
+                _ => self.emit(&(lead.text + &rest), out),
+            },
+            State::Whole(lead, _) => self.whole(lead, &rest, out),
+            State::Arguments(mut arguments) if !cut => {
+                let mut text = String::new();
+                arguments.close(&mut text);
+                self.more(text, out);
+            }
+            State::Value(mut xml, mut parameter) => {
+                // What is held back of a value that was cut off may belong to a tag.
+                if !cut {
+                    let rest = rest.strip_suffix('\n').unwrap_or(&rest);
+                    self.value(&mut parameter, rest, out);
+                }
+                self.end_value(&parameter, cut, out);
+                if !cut {
+                    self.end_xml(&mut xml, out);
+                }
+            }
+            State::Xml(mut xml) if !cut => {
+                xml.stray += &rest;
+                self.end_xml(&mut xml, out);
+            }
+            State::Xml(xml) if !xml.stray.is_empty() => self.emit(&xml.stray, out),
             _ => {}
         }
     }
 
     /// Makes one step; false if more text is needed.
     fn advance(&mut self, out: &mut Vec<Piece>) -> bool {
-        match &mut self.state {
-            State::Text => {
-                let found = self.held.find(Self::OPEN);
-                let end = found.unwrap_or(self.held.len() - overlap(&self.held, Self::OPEN));
-                // White space before a call is not part of the text; whether a call follows is not
-                // known yet.
-                let certain = self.held[..end].trim_end().len();
-                if certain > 0 {
-                    join(out, Piece::Text(self.held[..certain].to_owned()));
-                }
-                let Some(at) = found else {
-                    self.held.drain(..certain);
+        match std::mem::take(&mut self.state) {
+            State::Text => self.text(out),
+            State::Block => self.block(out),
+            State::Head(lead) => self.head(lead, out),
+            State::Whole(lead, whole) => self.object(lead, whole, out),
+            State::Arguments(arguments) => self.arguments(arguments, out),
+            State::Tail => self.tail(),
+            State::Rest(mut arguments) => {
+                let progress = arguments.push(&self.held, &mut String::new());
+                let (Progress::End(at) | Progress::Broken(at)) = progress else {
+                    self.held.clear();
+                    self.state = State::Rest(arguments);
                     return false;
                 };
-                self.held.drain(..at + Self::OPEN.len());
-                self.state = State::Head;
-                true
+                self.held.drain(..at);
+                self.ended()
             }
-            State::Head => match head(&self.held) {
-                Head::Open => self.close(out),
-                Head::Other => {
-                    self.state = State::Whole;
-                    true
+            State::Xml(xml) => self.xml(xml, out),
+            State::Value(xml, mut parameter) => match self.end_of_value(&xml, parameter.begun) {
+                End::NotBefore(at) => {
+                    let text: String = self.held.drain(..at).collect();
+                    self.value(&mut parameter, &text, out);
+                    self.state = State::Value(xml, parameter);
+                    false
                 }
-                Head::Named(name, at) => {
-                    self.start(name, out);
-                    self.held.drain(..at);
-                    self.state = State::Arguments(Braces::default());
+                End::At(at, next) => {
+                    let text: String = self.held.drain(..next).collect();
+                    let value = &text[..at];
+                    let value = value.strip_suffix('\n').unwrap_or(value);
+                    self.value(&mut parameter, value, out);
+                    self.end_value(&parameter, false, out);
+                    self.state = State::Xml(xml);
                     true
                 }
             },
-            State::Whole => self.close(out),
-            State::Arguments(braces) => {
-                let mut chars = self.held.char_indices();
-                let end = chars
-                    .find(|&(_, c)| braces.push(c))
-                    .map(|(i, c)| i + c.len_utf8());
-                let text: String = self.held.drain(..end.unwrap_or(self.held.len())).collect();
-                let index = self.count - 1;
-                if !text.is_empty() {
-                    join(out, Piece::CallArguments { index, text });
-                }
-                if end.is_some() {
-                    self.state = State::Tail;
-                }
-                end.is_some()
-            }
-            State::Tail => {
-                let Some(at) = self.held.find(Self::CLOSE) else {
-                    return false;
-                };
-                self.held.drain(..at + Self::CLOSE.len());
-                self.state = State::Text;
-                true
-            }
         }
     }
 
-    /// Ends a call that is read as a whole, if its end has come.
-    fn close(&mut self, out: &mut Vec<Piece>) -> bool {
-        let Some(at) = self.held.find(Self::CLOSE) else {
-            return false;
-        };
-        let call: String = self.held.drain(..at).collect();
-        self.held.drain(..Self::CLOSE.len());
-        self.state = State::Text;
-        self.whole(&call, Self::CLOSE, out);
-        true
+    /// A call has ended.
+    fn ended(&mut self) -> bool {
+        self.state = State::Block;
+        self.over = !self.tools.several;
+        !self.over
+    }
+
+    /// Passes text on.
+    fn emit(&mut self, text: &str, out: &mut Vec<Piece>) {
+        if !text.is_empty() {
+            self.inside_line = !text.ends_with('\n');
+            join(out, Piece::Text(text.to_owned()));
+        }
     }
 
     fn start(&mut self, name: String, out: &mut Vec<Piece>) {
@@ -181,200 +257,377 @@ impl CallParser {
         out.push(Piece::CallStart { index, name });
     }
 
-    /// Reads a complete call; anything else stays text.
-    fn whole(&mut self, call: &str, close: &str, out: &mut Vec<Piece>) {
-        match json_call(call).or_else(|| xml_call(call)) {
-            Some((name, text)) => {
-                self.start(name, out);
-                let index = self.count - 1;
-                join(out, Piece::CallArguments { index, text });
-            }
-            None => {
-                let text = format!("{}{call}{close}", Self::OPEN);
-                join(out, Piece::Text(text));
-            }
+    /// Adds to the arguments of the last call.
+    fn more(&self, text: String, out: &mut Vec<Piece>) {
+        if !text.is_empty() {
+            let index = self.count - 1;
+            join(out, Piece::CallArguments { index, text });
         }
     }
-}
 
-/// Reads `{"name": "...", "arguments": {` in that order.
-fn head(text: &str) -> Head {
-    let mut rest = text;
-    // The text must be a beginning of what is expected, otherwise it has another form.
-    let open = |rest: &str, wanted: &str| {
-        if wanted.starts_with(rest) {
-            Head::Open
+    /// Looks for a call in text.
+    fn text(&mut self, out: &mut Vec<Piece>) -> bool {
+        let held = &self.held;
+        let open = held.find(Self::OPEN).map(|at| (at, Self::OPEN));
+        let function = held.find(FUNCTION).map(|at| (at, FUNCTION));
+        let brace = self.line_with_brace().map(|at| (at, "{"));
+        let first = [open, function, brace].into_iter().flatten().min();
+        let tail = overlap(held, Self::OPEN).max(overlap(held, FUNCTION));
+        let at = first.map_or(held.len() - tail, |(at, _)| at);
+        // White space before a call is not part of the text; whether a call follows is not known yet.
+        let certain = held[..at].trim_end().len();
+        let text: String = self.held.drain(..certain).collect();
+        self.emit(&text, out);
+        let Some((at, tag)) = first.map(|(at, tag)| (at - certain, tag)) else {
+            return false;
+        };
+        let behind = if tag == Self::OPEN {
+            at + tag.len()
         } else {
-            Head::Other
+            at
+        };
+        let found = match (tag, call_in(&self.held[behind..], self.last)) {
+            ("{", _) => self.bare(at),
+            (FUNCTION, Found::Xml(name, _)) if self.tools.schema(&name).is_none() => Found::Nothing,
+            (_, found) => found,
+        };
+        match found {
+            Found::Unknown => return false,
+            Found::Nothing => {
+                let text: String = self.held.drain(..at + tag.len()).collect();
+                self.emit(&text, out);
+            }
+            Found::Json(object) => {
+                let text: String = self.held.drain(..behind + object).collect();
+                let bare = tag == "{";
+                self.state = State::Head(Lead { text, bare });
+            }
+            Found::Xml(name, end) => {
+                self.held.drain(..behind + end);
+                self.begin_xml(name, out);
+            }
         }
-    };
-    for wanted in ["{", "\"name\"", ":"] {
-        rest = rest.trim_start();
-        match rest.strip_prefix(wanted) {
-            Some(after) => rest = after,
-            None => return open(rest, wanted),
-        }
+        true
     }
-    rest = rest.trim_start();
-    let Some(inner) = rest.strip_prefix('"') else {
-        return open(rest, "\"");
-    };
-    let mut escaped = false;
-    let end = inner.find(|c| {
-        let ends = c == '"' && !escaped;
-        escaped = c == '\\' && !escaped;
-        ends
-    });
-    let Some(end) = end else {
-        return Head::Open;
-    };
-    let Ok(name) = serde_json::from_str(&rest[..end + 2]) else {
-        return Head::Other;
-    };
-    rest = &inner[end + 1..];
-    for wanted in [",", "\"arguments\"", ":"] {
-        rest = rest.trim_start();
-        match rest.strip_prefix(wanted) {
-            Some(after) => rest = after,
-            None => return open(rest, wanted),
-        }
-    }
-    rest = rest.trim_start();
-    if rest.starts_with('{') {
-        Head::Named(name, text.len() - rest.len())
-    } else {
-        open(rest, "{")
-    }
-}
 
-/// A JSON call whose keys are in any order, or whose arguments are JSON in a string.
-fn json_call(text: &str) -> Option<(String, String)> {
-    let call: Map<String, Value> = serde_json::from_str(text.trim()).ok()?;
-    let name = call.get("name")?.as_str()?.to_owned();
-    let arguments = call.get("arguments").or_else(|| call.get("parameters"));
-    let text = match arguments {
-        None | Some(Value::Null) => "{}".to_owned(),
-        Some(Value::String(text)) => match serde_json::from_str::<Map<String, Value>>(text) {
-            Ok(_) => text.clone(),
-            Err(_) => return None,
-        },
-        Some(object @ Value::Object(_)) => object.to_string(),
-        Some(_) => return None,
-    };
-    Some((name, text))
-}
-
-/// An XML call. A value that is JSON, but not a string, is kept as JSON.
-fn xml_call(text: &str) -> Option<(String, String)> {
-    let rest = text.trim().strip_prefix("<function=")?;
-    let (name, mut rest) = rest.split_once('>')?;
-    let mut arguments = Map::new();
-    while let Some((_, after)) = rest.split_once("<parameter=") {
-        let (key, after) = after.split_once('>')?;
-        let (value, after) = after.split_once("</parameter>")?;
-        let value = value.strip_prefix('\n').unwrap_or(value);
-        let value = value.strip_suffix('\n').unwrap_or(value);
-        let parsed = serde_json::from_str::<Value>(value)
-            .ok()
-            .filter(|v| !v.is_string());
-        arguments.insert(
-            key.trim().to_owned(),
-            parsed.unwrap_or_else(|| value.into()),
-        );
-        rest = after;
+    /// The first line that begins with a brace.
+    fn line_with_brace(&self) -> Option<usize> {
+        let at = |(at, _): (usize, &str)| {
+            let line = &self.held[..at];
+            let before = line.trim_end_matches([' ', '\t']);
+            let begins = before.ends_with('\n') || before.is_empty() && !self.inside_line;
+            begins.then_some(at)
+        };
+        self.held.match_indices('{').find_map(at)
     }
-    Some((name.trim().to_owned(), Value::Object(arguments).to_string()))
+
+    /// A JSON object at the beginning of a line, without an opening tag.
+    fn bare(&self, at: usize) -> Found {
+        match head(&self.held[at..]) {
+            Head::Open(_) if !self.last => Found::Unknown,
+            Head::Named(name, _) if self.tools.schema(&name).is_some() => Found::Json(0),
+            _ => Found::Nothing,
+        }
+    }
+
+    /// Behind a call: the end of the block, another call in it, or text.
+    fn block(&mut self, out: &mut Vec<Piece>) -> bool {
+        let rest = behind_marks(&self.held);
+        let at = self.held.len() - rest.len();
+        let close = CLOSES.iter().find(|close| rest.starts_with(**close));
+        if let Some(close) = close {
+            self.held.drain(..at + close.len());
+            self.state = State::Block;
+            return true;
+        }
+        if rest.starts_with('{') {
+            let text: String = self.held.drain(..at).collect();
+            self.state = State::Head(Lead { text, bare: false });
+            return true;
+        }
+        let may_be = [&CLOSES[..], &[FENCE]].concat();
+        if begins_with(rest, &may_be, self.last).is_none() {
+            self.state = State::Block;
+            return false;
+        }
+        if self.last && rest.is_empty() {
+            self.held.clear();
+            return false;
+        }
+        self.text(out)
+    }
+
+    fn head(&mut self, lead: Lead, out: &mut Vec<Piece>) -> bool {
+        match head(&self.held) {
+            Head::Named(name, at) if !lead.bare => {
+                self.start(name, out);
+                self.held.drain(..at);
+                self.state = State::Arguments(Arguments::default());
+                true
+            }
+            Head::Open(_) => {
+                self.state = State::Head(lead);
+                false
+            }
+            _ => {
+                self.state = State::Whole(lead, Whole::default());
+                true
+            }
+        }
+    }
+
+    /// In an object that is read as a whole.
+    fn object(&mut self, lead: Lead, mut whole: Whole, out: &mut Vec<Piece>) -> bool {
+        let end = match whole.end {
+            Some(end) => end,
+            None => {
+                let new = &self.held[whole.read..];
+                match whole.object.push(new, &mut String::new()) {
+                    Progress::More => {
+                        whole.read = self.held.len();
+                        self.state = State::Whole(lead, whole);
+                        return false;
+                    }
+                    Progress::End(at) => whole.read + at,
+                    Progress::Broken(at) => {
+                        let text: String = self.held.drain(..whole.read + at).collect();
+                        self.emit(&(lead.text + &text), out);
+                        return true;
+                    }
+                }
+            }
+        };
+        let closes = !lead.bare || {
+            match begins_with(self.held[end..].trim_start(), &CLOSES, self.last) {
+                Some(closes) => closes,
+                None => {
+                    whole.end = Some(end);
+                    self.state = State::Whole(lead, whole);
+                    return false;
+                }
+            }
+        };
+        let text: String = self.held.drain(..end).collect();
+        let before = self.count;
+        if closes {
+            self.whole(lead, &text, out);
+        } else {
+            self.emit(&(lead.text + &text), out);
+        }
+        self.count == before || self.ended()
+    }
+
+    /// Reads a whole object; one that is no call stays text.
+    fn whole(&mut self, lead: Lead, text: &str, out: &mut Vec<Piece>) {
+        match call(text) {
+            Some((name, arguments)) => {
+                self.start(name, out);
+                self.more(arguments, out);
+            }
+            None => self.emit(&(lead.text + text), out),
+        }
+    }
+
+    fn arguments(&mut self, mut arguments: Arguments, out: &mut Vec<Piece>) -> bool {
+        let mut text = String::new();
+        let progress = arguments.push(&self.held, &mut text);
+        let more = match progress {
+            Progress::More => {
+                self.held.clear();
+                self.state = State::Arguments(arguments);
+                false
+            }
+            Progress::End(at) => {
+                self.held.drain(..at);
+                self.state = State::Tail;
+                true
+            }
+            Progress::Broken(at) => {
+                self.held.drain(..at);
+                arguments.close(&mut text);
+                self.state = State::Tail;
+                true
+            }
+        };
+        self.more(text, out);
+        more
+    }
+
+    /// Behind the arguments: the rest of the object, if it is not missing.
+    fn tail(&mut self) -> bool {
+        let rest = self.held.trim_start();
+        let at = self.held.len() - rest.len();
+        match rest.chars().next() {
+            None => {
+                self.state = State::Tail;
+                return false;
+            }
+            Some('}') => {
+                self.held.drain(..=at);
+            }
+            Some(',') => {
+                self.held.drain(..=at);
+                let mut rest = Arguments::default();
+                rest.push("{", &mut String::new());
+                self.state = State::Rest(rest);
+                return true;
+            }
+            Some(_) => {}
+        }
+        self.ended()
+    }
+
+    fn begin_xml(&mut self, name: String, out: &mut Vec<Piece>) {
+        self.start(name.clone(), out);
+        self.state = State::Xml(Xml {
+            name,
+            ..Xml::default()
+        });
+    }
+
+    /// Between the parameters of an XML call.
+    fn xml(&mut self, mut xml: Xml, out: &mut Vec<Piece>) -> bool {
+        let rest = self.held.trim_start();
+        let at = self.held.len() - rest.len();
+        let ends = [Self::OPEN, Self::CLOSE, "</tool_calls>", FUNCTION];
+        if rest.starts_with(END_FUNCTION) || ends.iter().any(|end| rest.starts_with(end)) {
+            self.held.drain(..at);
+            self.end_xml(&mut xml, out);
+            return self.ended();
+        }
+        if rest.starts_with('{') && xml.parameters == 0 {
+            self.held.drain(..at);
+            self.state = State::Arguments(Arguments::default());
+            return true;
+        }
+        if let Some(tag) = rest.strip_prefix(PARAMETER) {
+            if let Some((name, inner)) = named(tag) {
+                let begin = if xml.parameters == 0 { "{" } else { "," };
+                let types = self.tools.types(&xml.name, name);
+                let text = format!("{begin}{}:", quoted(name));
+                let end = self.held.len() - inner.len();
+                self.held.drain(..end);
+                self.more(text, out);
+                xml.parameters += 1;
+                let parameter = Parameter {
+                    types,
+                    text: String::new(),
+                    begun: false,
+                };
+                self.state = State::Value(xml, parameter);
+                return true;
+            }
+            if !tag.contains('>') && tag.len() <= MOST_NAME && !self.last {
+                self.state = State::Xml(xml);
+                return false;
+            }
+        } else if begins_with(rest, &AFTER_PARAMETER, self.last).is_none() {
+            self.state = State::Xml(xml);
+            return false;
+        }
+        // Neither a parameter nor the end.
+        let rest = &self.held[at..];
+        let end = match rest.strip_prefix(END_PARAMETER) {
+            Some(_) => 0,
+            None => {
+                let mut tags = rest.match_indices('<').map(|(i, _)| i);
+                tags.find(|&i| i > 0).unwrap_or(rest.len())
+            }
+        };
+        xml.stray += &self.held[..at + end];
+        let skipped = if end == 0 && !rest.is_empty() {
+            END_PARAMETER.len()
+        } else {
+            end
+        };
+        self.held.drain(..at + skipped);
+        self.state = State::Xml(xml);
+        skipped > 0
+    }
+
+    fn end_xml(&mut self, xml: &mut Xml, out: &mut Vec<Piece>) {
+        let end = if xml.parameters == 0 { "{}" } else { "}" };
+        self.more(end.to_owned(), out);
+        let stray = std::mem::take(&mut xml.stray);
+        self.emit(stray.trim(), out);
+    }
+
+    /// More of a value. Strings are passed on as they come.
+    fn value(&self, parameter: &mut Parameter, text: &str, out: &mut Vec<Piece>) {
+        if text.is_empty() {
+            return;
+        }
+        let text = match parameter.begun {
+            true => text,
+            false => text.strip_prefix('\n').unwrap_or(text),
+        };
+        if parameter.types.is_text() {
+            let json = quoted(text);
+            let end = json.len() - 1;
+            let from = usize::from(parameter.begun);
+            self.more(json[from..end].to_owned(), out);
+        } else {
+            parameter.text.push_str(text);
+        }
+        parameter.begun = true;
+    }
+
+    fn end_value(&self, parameter: &Parameter, cut: bool, out: &mut Vec<Piece>) {
+        let text = match (parameter.types.is_text(), parameter.begun) {
+            (true, _) if cut => return,
+            (true, true) => "\"".to_owned(),
+            (true, false) => "\"\"".to_owned(),
+            (false, _) if cut && parameter.text.is_empty() => return,
+            (false, _) => typed(&parameter.text, parameter.types),
+        };
+        self.more(text, out);
+    }
+
+    /// Where the value ends that the held text begins with or goes on. A tag in it counts if what follows it fits, or
+    /// if it begins a line; others belong to the value.
+    fn end_of_value(&self, xml: &Xml, begun: bool) -> End {
+        let held = self.held.as_str();
+        let before = |at: usize| held[..at].strip_suffix('\n').map_or(at, str::len);
+        for (at, _) in held.match_indices('<') {
+            let tag = &held[at..];
+            let unknown = End::NotBefore(before(at));
+            let line = at == 0 && !begun || held[..at].ends_with('\n');
+            let tags = [END_PARAMETER, PARAMETER, END_FUNCTION, CallParser::CLOSE];
+            match begins_with(tag, &tags, self.last) {
+                None => return unknown,
+                Some(false) => continue,
+                Some(true) => {}
+            }
+            if let Some(name) = tag.strip_prefix(PARAMETER).filter(|_| line) {
+                match named(name) {
+                    Some((name, _)) if self.tools.has(&xml.name, name) => return End::At(at, at),
+                    None if !name.contains('>') && name.len() <= MOST_NAME && !self.last => {
+                        return unknown;
+                    }
+                    _ => continue,
+                }
+            }
+            let (after, next): (&str, &[&str]) = match tag.strip_prefix(END_PARAMETER) {
+                Some(after) => (after, &AFTER_PARAMETER),
+                None if !line => continue,
+                None => match tag.strip_prefix(END_FUNCTION) {
+                    Some(after) => (after, &[CallParser::CLOSE, FUNCTION, CallParser::OPEN]),
+                    None => (&tag[CallParser::CLOSE.len()..], &[CallParser::OPEN]),
+                },
+            };
+            let after = after.trim_start();
+            match begins_with(after, next, self.last) {
+                None => return unknown,
+                Some(false) if !(self.last && after.is_empty()) => {}
+                _ if tag.starts_with(END_PARAMETER) => {
+                    return End::At(at, at + END_PARAMETER.len());
+                }
+                _ => return End::At(at, at),
+            }
+        }
+        End::NotBefore(before(held.len()))
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The text, and calls as (name, arguments).
-    fn parse(text: &str, size: usize) -> (String, Vec<(String, String)>) {
-        let (mut parser, mut out) = (CallParser::default(), Vec::new());
-        let chars: Vec<char> = text.chars().collect();
-        for piece in chars.chunks(size) {
-            parser.push(&piece.iter().collect::<String>(), &mut out);
-        }
-        parser.finish(&mut out);
-        let (mut text, mut calls) = (String::new(), Vec::new());
-        for piece in out {
-            match piece {
-                Piece::Text(t) => text.push_str(&t),
-                Piece::CallStart { index, name } => {
-                    assert_eq!(index, calls.len());
-                    calls.push((name, String::new()));
-                }
-                Piece::CallArguments { index, text } => calls[index].1.push_str(&text),
-                Piece::Reasoning(_) => unreachable!(),
-            }
-        }
-        (text, calls)
-    }
-
-    #[test]
-    fn calls_are_the_same_whatever_the_pieces() {
-        let check = |text: &str, plain: &str, calls: &[(&str, &str)]| {
-            let owned = calls
-                .iter()
-                .map(|(n, a)| ((*n).to_owned(), (*a).to_owned()));
-            let expected = (plain.to_owned(), owned.collect::<Vec<_>>());
-            for size in 1..=text.chars().count() {
-                assert_eq!(parse(text, size), expected, "{text:?} by {size}");
-            }
-        };
-        check(
-            "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"x} </tool_call> \\\" \u{e9}\", \"b\": [1, {}]}}\n</tool_call>",
-            "",
-            &[(
-                "f",
-                "{\"a\": \"x} </tool_call> \\\" \u{e9}\", \"b\": [1, {}]}",
-            )],
-        );
-        check(
-            "Let me see.\n\n<tool_call>{\"name\":\"f\",\"arguments\":{}}</tool_call>\n\
-             <tool_call>{\"arguments\": {\"a\": 1}, \"name\": \"g\"}</tool_call> done",
-            "Let me see. done",
-            &[("f", "{}"), ("g", "{\"a\":1}")],
-        );
-        check(
-            "<tool_call>\n<function=run>\n<parameter=line>\nls -l\n</parameter>\n\
-             <parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
-            "",
-            &[("run", "{\"line\":\"ls -l\",\"n\":3}")],
-        );
-        check("a <tool_cal", "a <tool_cal", &[]);
-        check("a < b", "a < b", &[]);
-        check(
-            "<tool_call>no call</tool_call> b",
-            "<tool_call>no call</tool_call> b",
-            &[],
-        );
-        check("<tool_call>{\"name\": 3}", "<tool_call>{\"name\": 3}", &[]);
-        check(
-            "<tool_call>{\"name\": \"f\", \"arguments\": \"{\\\"a\\\": 1}\"}</tool_call>",
-            "",
-            &[("f", "{\"a\": 1}")],
-        );
-        // Cut off in the arguments: what has come is passed on.
-        check(
-            "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": ",
-            "",
-            &[("f", "{\"a\": ")],
-        );
-    }
-
-    #[test]
-    fn arguments_stream() {
-        let (mut parser, mut out) = (CallParser::default(), Vec::new());
-        parser.push(
-            "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\"",
-            &mut out,
-        );
-        assert_eq!(out.len(), 2, "{out:?}");
-        parser.push(": 1", &mut out);
-        let text = "{\"a\": 1".to_owned();
-        assert_eq!(out[1], Piece::CallArguments { index: 0, text });
-    }
-}
+mod tests;

@@ -3,9 +3,15 @@
 //! tokens -> characters -> thinking or answer -> text or tool call -> text up to a stop string.
 //! Each stage holds back only text that it cannot classify yet.
 
+mod arguments;
 mod calls;
+mod json_call;
+mod signature;
+mod tags;
 
 pub use calls::{CallForm, CallParser};
+pub use signature::Tools;
+pub(crate) use signature::{may_be_text, resolved};
 
 use nq_runtime::thinking::{Part, Splitter, overlap};
 use nq_runtime::{Detokenizer, StopTexts, Tokenizer};
@@ -38,8 +44,8 @@ pub enum Piece {
 pub struct ReaderOptions {
     /// Separates thinking from the answer; the prompt's text tells whether thinking has begun.
     pub thinking: Option<String>,
-    /// Recognizes tool calls.
-    pub calls: bool,
+    /// Recognizes calls of these tools.
+    pub calls: Option<Tools>,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
 }
@@ -62,7 +68,7 @@ impl Reader {
             detokenizer: Detokenizer::new(tokenizer, true),
             thinking: options.thinking.as_deref().map(Splitter::after),
             held: String::new(),
-            calls: options.calls.then(CallParser::default),
+            calls: options.calls.clone().map(CallParser::new),
             stop: StopTexts::new(&options.stop),
             reasoning_tokens: 0,
         }
@@ -85,8 +91,13 @@ impl Reader {
         self.stop.ended_by()
     }
 
-    /// Ends the tokens and appends what was held back.
-    pub fn finish(&mut self, out: &mut Vec<Piece>) {
+    /// True once nothing that follows is part of the answer, because the one call that may be made has ended.
+    pub fn is_over(&self) -> bool {
+        self.calls.as_ref().is_some_and(CallParser::is_over)
+    }
+
+    /// Ends the tokens and appends what was held back. `cut`: the model had not ended the answer.
+    pub fn finish(&mut self, cut: bool, out: &mut Vec<Piece>) {
         if let Some(rest) = self.detokenizer.flush() {
             self.text(&rest, out);
         }
@@ -94,7 +105,7 @@ impl Reader {
         self.split(&held, true, out);
         let mut after = Vec::new();
         if let Some(calls) = &mut self.calls {
-            calls.finish(&mut after);
+            calls.finish(cut, &mut after);
         }
         self.deliver(after, out);
         let rest = self.stop.finish();
@@ -121,23 +132,33 @@ impl Reader {
             let held = std::mem::take(&mut self.held);
             return self.split(&(held + text), false, out);
         }
-        // A tool call ends the thinking.
+        // A tool call ends the thinking; a mention of its tag does not.
         self.held.push_str(text);
-        let held = std::mem::take(&mut self.held);
-        match held.find(CallParser::OPEN) {
-            Some(at) => {
-                self.split(&held[..at], false, out);
-                if self.is_thinking() {
-                    self.split("</think>", false, out);
+        while let Some(at) = self.held.find(CallParser::OPEN) {
+            let end = at + CallParser::OPEN.len();
+            match CallParser::opens_call(&self.held[end..]) {
+                None => {
+                    let before: String = self.held.drain(..at).collect();
+                    return self.split(&before, false, out);
                 }
-                self.split(&held[at..], false, out);
-            }
-            None => {
-                let certain = held.len() - overlap(&held, CallParser::OPEN);
-                self.held = held[certain..].to_owned();
-                self.split(&held[..certain], false, out);
+                Some(true) => {
+                    let call = self.held.split_off(at);
+                    let before = std::mem::take(&mut self.held);
+                    self.split(&before, false, out);
+                    if self.is_thinking() {
+                        self.split("</think>", false, out);
+                    }
+                    return self.split(&call, false, out);
+                }
+                Some(false) => {
+                    let mention: String = self.held.drain(..end).collect();
+                    self.split(&mention, false, out);
+                }
             }
         }
+        let certain = self.held.len() - overlap(&self.held, CallParser::OPEN);
+        let before: String = self.held.drain(..certain).collect();
+        self.split(&before, false, out);
     }
 
     /// Separates thinking from the answer.

@@ -9,9 +9,9 @@ use super::tools::{self, Choice, Tools, made};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Names, Output, Usage};
-use crate::grammar::{Format, Start};
+use crate::grammar::{Format, Start, unenforced};
 use crate::model::{Model, message};
-use crate::output::{Piece, ReaderOptions};
+use crate::output::{self, Piece, ReaderOptions};
 use nq_runtime::{Message, TokenLogprobs, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -131,16 +131,24 @@ pub fn render(
     let thinking = model.thinking(chat.thinking, most);
     let messages = told(chat.messages, &chat.reading.found().told);
     let prompt = model.prompt(messages, shown, &thinking, chat.continues)?;
+    let several = chat.several_calls;
     let format = match (&chat.choice, chat.format) {
-        (Choice::Required | Choice::Named(_), _) if !model.constrains_calls() => {
-            let why = "nq cannot hold this model's form of calls to a schema: auto and none are \
-                       served";
-            return Err(ApiError::unsupported("tool_choice", why));
+        (Choice::Required, _) => Some(Format::Calls {
+            tools: tools::signatures(&chat.tools.list, None),
+            several,
+        }),
+        (Choice::Named(name), _) => Some(Format::Calls {
+            tools: tools::signatures(&chat.tools.list, Some(name)),
+            several: false,
+        }),
+        // A grammar or a pattern is of the whole answer, calls included.
+        (Choice::Auto, Some(answer @ (Format::Object | Format::Schema(_)))) if shown.is_some() => {
+            Some(Format::CallsOr {
+                tools: tools::signatures(&chat.tools.list, None),
+                several,
+                answer: Box::new(answer),
+            })
         }
-        (Choice::Required, _) => {
-            Some(model.calls_format(&chat.tools.list, None, chat.several_calls))
-        }
-        (Choice::Named(name), _) => Some(model.calls_format(&chat.tools.list, Some(name), false)),
         (_, format) => format,
     };
     let start = match chat.continues {
@@ -155,6 +163,24 @@ pub fn render(
         }
         _ => chat.tools.schemas,
     };
+    let left_out = |place: &str, schema: &Value| {
+        if let Some(keyword) = unenforced(schema) {
+            chat.reading.left_out(place, keyword);
+        }
+    };
+    match &format {
+        Some(Format::Calls { tools, .. }) => {
+            let both = tools.iter().zip(&schemas);
+            both.for_each(|((_, schema), place): (_, &String)| left_out(place, schema));
+        }
+        Some(Format::CallsOr { answer, .. }) => {
+            if let Format::Schema(schema) = answer.as_ref() {
+                left_out(partial.names.format, schema);
+            }
+        }
+        Some(Format::Schema(schema)) => left_out(partial.names.format, schema),
+        _ => {}
+    }
     Ok(Generation {
         prompts: vec![prompt.tokens],
         begun: if format.is_some() {
@@ -165,7 +191,10 @@ pub fn render(
         thinking: model.thinking_budget(&prompt.text, thinking.budget),
         reader: ReaderOptions {
             thinking: Some(prompt.text),
-            calls: shown.is_some(),
+            calls: shown.map(|tools| output::Tools {
+                list: tools::signatures(tools, None),
+                several,
+            }),
             stop: if must_call {
                 Vec::new()
             } else {

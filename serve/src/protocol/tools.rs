@@ -101,6 +101,20 @@ impl Tools {
     }
 }
 
+/// Names of tools, and schemas of their arguments; `name`: of this tool alone.
+pub fn signatures(tools: &[Value], name: Option<&str>) -> Vec<(String, Value)> {
+    let function = |tool: &Value| {
+        let called = tool["function"]["name"].as_str().unwrap_or_default();
+        let schema = match &tool["function"]["parameters"] {
+            Value::Null => json!({"type": "object"}),
+            schema => schema.clone(),
+        };
+        name.is_none_or(|n| n == called)
+            .then(|| (called.to_owned(), schema))
+    };
+    tools.iter().filter_map(function).collect()
+}
+
 /// Reads `tool_choice`; where it allows some tools alone, the others are not shown.
 ///
 /// # Errors

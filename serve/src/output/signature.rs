@@ -1,0 +1,281 @@
+//! What the schemas of tools say about their parameters: XML calls write values without their types.
+
+use super::arguments::{mended, quoted};
+use serde_json::Value;
+
+/// How many references and alternatives are followed one inside the other.
+const MOST_DEPTH: usize = 16;
+
+/// The tools that an answer may call.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tools {
+    /// Names, and schemas of the arguments.
+    pub list: Vec<(String, Value)>,
+    /// True if an answer may make several calls.
+    pub several: bool,
+}
+
+impl Tools {
+    /// The schema of a tool's arguments, if there is such a tool.
+    pub(super) fn schema(&self, name: &str) -> Option<&Value> {
+        let found = self.list.iter().find(|(known, _)| known == name);
+        found.map(|(_, schema)| schema)
+    }
+
+    /// The types that a tool's schema allows for a parameter; any if it does not say.
+    pub(super) fn types(&self, name: &str, parameter: &str) -> Types {
+        let of = |root| of_parameter(root, root, parameter, 0);
+        self.schema(name).and_then(of).unwrap_or(Types::ANY)
+    }
+
+    /// True if a tool has this parameter, as far as its schema says.
+    pub(super) fn has(&self, name: &str, parameter: &str) -> bool {
+        let of = |root| of_parameter(root, root, parameter, 0);
+        self.schema(name).is_none_or(|root| of(root).is_some())
+    }
+}
+
+/// A set of JSON types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Types(u8);
+
+impl Types {
+    const NONE: Types = Types(0);
+    const NULL: Types = Types(1);
+    const BOOLEAN: Types = Types(2);
+    const NUMBER: Types = Types(4);
+    const TEXT: Types = Types(8);
+    const LIST: Types = Types(16);
+    const OBJECT: Types = Types(32);
+    const ANY: Types = Types(63);
+
+    fn has(self, other: Types) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    fn or(self, other: Types) -> Types {
+        Types(self.0 | other.0)
+    }
+
+    fn and(self, other: Types) -> Types {
+        Types(self.0 & other.0)
+    }
+
+    /// True if values are strings, which are written as they are.
+    pub(super) fn is_text(self) -> bool {
+        self == Types::TEXT
+    }
+
+    fn named(name: &str) -> Types {
+        match name {
+            "null" => Types::NULL,
+            "boolean" => Types::BOOLEAN,
+            "number" | "integer" => Types::NUMBER,
+            "string" => Types::TEXT,
+            "array" => Types::LIST,
+            "object" => Types::OBJECT,
+            _ => Types::ANY,
+        }
+    }
+
+    fn of(value: &Value) -> Types {
+        match value {
+            Value::Null => Types::NULL,
+            Value::Bool(_) => Types::BOOLEAN,
+            Value::Number(_) => Types::NUMBER,
+            Value::String(_) => Types::TEXT,
+            Value::Array(_) => Types::LIST,
+            Value::Object(_) => Types::OBJECT,
+        }
+    }
+}
+
+/// The schema that a reference inside `root` points to.
+pub(crate) fn resolved<'a>(root: &'a Value, reference: &str) -> Option<&'a Value> {
+    root.pointer(reference.strip_prefix('#')?)
+}
+
+/// True if a schema in `root` allows strings.
+pub(crate) fn may_be_text(root: &Value, schema: &Value) -> bool {
+    types(root, schema, 0).has(Types::TEXT)
+}
+
+/// The types that a schema allows.
+fn types(root: &Value, schema: &Value, depth: usize) -> Types {
+    let Value::Object(map) = schema else {
+        return Types::ANY;
+    };
+    if depth > MOST_DEPTH {
+        return Types::ANY;
+    }
+    let all = |list: &[Value], of: &dyn Fn(&Value) -> Types| {
+        list.iter().map(of).fold(Types::NONE, Types::or)
+    };
+    let named = |name: &Value| name.as_str().map_or(Types::ANY, Types::named);
+    let inner = |schema: &Value| types(root, schema, depth + 1);
+    let mut allowed = Types::ANY;
+    for (key, value) in map {
+        let found = match (key.as_str(), value) {
+            ("type", Value::Array(names)) => all(names, &named),
+            ("type", name) => named(name),
+            ("enum", Value::Array(values)) => all(values, &Types::of),
+            ("const", value) => Types::of(value),
+            ("anyOf" | "oneOf", Value::Array(schemas)) => all(schemas, &inner),
+            ("allOf", Value::Array(schemas)) => {
+                schemas.iter().map(inner).fold(Types::ANY, Types::and)
+            }
+            ("$ref", Value::String(reference)) => {
+                resolved(root, reference).map_or(Types::ANY, inner)
+            }
+            _ => continue,
+        };
+        allowed = allowed.and(found);
+    }
+    allowed
+}
+
+/// The types of a parameter of an object; `None` if the schema does not mention it.
+fn of_parameter(root: &Value, schema: &Value, parameter: &str, depth: usize) -> Option<Types> {
+    if depth > MOST_DEPTH {
+        return None;
+    }
+    let mut found = schema["properties"]
+        .get(parameter)
+        .map(|s| types(root, s, 0));
+    let mut add = |more: Option<Types>| {
+        found = match (found, more) {
+            (Some(a), Some(b)) => Some(a.or(b)),
+            (a, b) => a.or(b),
+        }
+    };
+    for key in ["anyOf", "oneOf", "allOf"] {
+        for inner in schema[key].as_array().into_iter().flatten() {
+            add(of_parameter(root, inner, parameter, depth + 1));
+        }
+    }
+    if let Some(inner) = schema["$ref"].as_str().and_then(|r| resolved(root, r)) {
+        add(of_parameter(root, inner, parameter, depth + 1));
+    }
+    if found.is_none() && schema["additionalProperties"].is_object() {
+        found = Some(types(root, &schema["additionalProperties"], 0));
+    }
+    found
+}
+
+/// The value that a text stands for, as JSON. A text that is none of the types stays a string.
+pub(super) fn typed(text: &str, types: Types) -> String {
+    if types.is_text() {
+        return quoted(text);
+    }
+    let value = text.trim();
+    if let Ok(json) = serde_json::from_str::<Value>(value)
+        && !json.is_string()
+        && types.has(Types::of(&json))
+    {
+        return value.to_owned();
+    }
+    // As Python writes them. Where any type is allowed, they may be words.
+    if types != Types::ANY {
+        match value {
+            "True" | "TRUE" if types.has(Types::BOOLEAN) => return "true".into(),
+            "False" | "FALSE" if types.has(Types::BOOLEAN) => return "false".into(),
+            "None" | "NULL" | "Null" if types.has(Types::NULL) => return "null".into(),
+            _ => {}
+        }
+    }
+    let begins = |c, of| types.has(of) && value.starts_with(c);
+    let slipped = begins('{', Types::OBJECT) || begins('[', Types::LIST);
+    match mended(value).filter(|_| slipped) {
+        Some(json) => json,
+        None => quoted(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn values_have_the_types_of_the_schema() {
+        let schema = json!({
+            "properties": {
+                "text": {"type": "string"},
+                "maybe": {"type": ["string", "null"]},
+                "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "flag": {"type": "boolean"},
+                "count": {"type": "integer"},
+                "ratio": {"anyOf": [{"type": "number"}, {"type": "string"}]},
+                "kind": {"enum": ["1", "a"]},
+                "level": {"const": 1},
+                "list": {"type": "array"},
+                "pet": {"$ref": "#/$defs/Pet"},
+                "named": {"$ref": "#/$defs/Name"},
+                "both": {"allOf": [{"$ref": "#/$defs/Name"}, {"type": ["string", "integer"]}]},
+                "loop": {"$ref": "#/properties/loop"},
+                "any": {},
+            },
+            "$defs": {"Pet": {"type": "object"}, "Name": {"type": "string"}},
+        });
+        let tools = Tools {
+            list: vec![("f".into(), schema)],
+            several: true,
+        };
+        for (parameter, text, expected) in [
+            ("text", "{\"a\": 1}", r#""{\"a\": 1}""#),
+            ("text", "12345", r#""12345""#),
+            ("text", " true ", r#"" true ""#),
+            ("text", "\"x\"", r#""\"x\"""#),
+            ("maybe", "null", "null"),
+            ("maybe", "1", r#""1""#),
+            ("optional", "None", "null"),
+            ("flag", "True", "true"),
+            ("flag", "false", "false"),
+            ("flag", "yes", r#""yes""#),
+            (
+                "count",
+                " 12345678901234567890123 ",
+                "12345678901234567890123",
+            ),
+            ("count", "three", r#""three""#),
+            ("ratio", "1.50", "1.50"),
+            ("ratio", "1.5 m", r#""1.5 m""#),
+            ("kind", "1", r#""1""#),
+            ("level", "1", "1"),
+            ("list", "['a', 1,]", r#"["a", 1]"#),
+            ("list", "a, b", r#""a, b""#),
+            ("pet", "{\"n\": 1.0}", "{\"n\": 1.0}"),
+            ("pet", "{'n': True}", r#"{"n": true}"#),
+            ("named", "7", r#""7""#),
+            ("both", "7", r#""7""#),
+            ("loop", "7", "7"),
+            ("any", "7", "7"),
+            ("any", "seven", r#""seven""#),
+            ("any", "True", r#""True""#),
+            ("any", "None", r#""None""#),
+            ("unknown", "[1]", "[1]"),
+        ] {
+            let found = typed(text, tools.types("f", parameter));
+            assert_eq!(found, expected, "{parameter}: {text}");
+        }
+        assert!(tools.has("f", "text") && !tools.has("f", "unknown") && tools.has("g", "x"));
+    }
+
+    #[test]
+    fn parameters_are_found_in_references_and_alternatives() {
+        let cat = json!({"properties": {"t": {"const": "1"}, "m": {"type": "integer"}}});
+        let dog = json!({"properties": {"m": {"type": "string"}}});
+        for schema in [
+            json!({"$ref": "#/$defs/Cat", "$defs": {"Cat": cat}}),
+            json!({"anyOf": [cat, dog]}),
+            json!({"allOf": [{"properties": {"x": {}}}, cat]}),
+            json!({"additionalProperties": {"type": "string"}}),
+        ] {
+            let tools = Tools {
+                list: vec![("f".into(), schema.clone())],
+                several: true,
+            };
+            assert_eq!(typed("1", tools.types("f", "t")), r#""1""#, "{schema}");
+        }
+    }
+}
