@@ -21,7 +21,7 @@ pub struct ApiError {
     /// Suggested time until the next attempt.
     pub retry_after: Option<Duration>,
     /// Tokens of a prompt that does not fit, and the most that would.
-    pub overflow: Option<(usize, usize)>,
+    pub overflow: Option<(u32, u32)>,
 }
 
 impl ApiError {

@@ -248,7 +248,7 @@ impl Names {
         ApiError {
             code: Some("context_length_exceeded"),
             param: Some(self.prompt.to_owned()),
-            overflow: Some((prompt, ctx - 1)),
+            overflow: Some((prompt as u32, ctx as u32 - 1)),
             ..ApiError::invalid(format!(
                 "This model's maximum context length is {ctx} tokens. However, your {of} resulted in {prompt} \
                  tokens. Please reduce the length of the {of}: at least one token is for the answer."

@@ -62,7 +62,11 @@ impl Origins {
         // What remains is an origin without any wildcard.
         let uri: Option<Uri> = format!("{scheme}://{host}").parse().ok();
         let fits = uri.is_some_and(|u| u.host().is_some_and(|h| !h.is_empty()) && u.path() == "/");
-        if !fits || host.contains('*') || host.ends_with('/') || (any_port && split(host).1 != "") {
+        if !fits
+            || host.contains('*')
+            || host.ends_with('/')
+            || (any_port && !split(host).1.is_empty())
+        {
             return Err(wrong());
         }
         let (host, port) = split(host);

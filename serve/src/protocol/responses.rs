@@ -113,7 +113,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
             ids: Vec::new(),
             length: false,
             events: 0,
-            kept: store.then(|| (reading, input)),
+            kept: store.then_some((reading, input)),
         }),
         stream,
     })
