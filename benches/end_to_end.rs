@@ -4,6 +4,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use nq_formats::{Bits, Checkpoint};
 use nq_quantize::{Schemes, quantize_at_load};
+use nq_runtime::generate::rewind;
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load,
 };
@@ -59,11 +60,11 @@ fn end_to_end(c: &mut Criterion) {
 
         let mut group = c.benchmark_group(name);
         group.throughput(Throughput::Elements(PROMPT as u64));
-        let mut forward = |keep: usize, tokens: &[u32]| {
-            session.truncate(0, keep);
+        let mut forward = |keep: usize, fed: &[u32]| {
+            rewind(&mut *session, 0, &tokens[..keep]).expect("it fits");
             let chunk = Chunk {
                 slot: 0,
-                tokens,
+                tokens: fed,
                 logits: LogitsWanted::Last,
             };
             let logits = session.forward(&[chunk], None).expect("it fits");

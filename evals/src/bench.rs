@@ -10,9 +10,10 @@ use crate::stats;
 use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
+use nq_runtime::generate::{generate, rewind};
 use nq_runtime::{
     Batch, Chunk, Continuation, Detokenizer, Engine, Generated, KvType, Limits, LogitsWanted,
-    Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer, generate::generate,
+    Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -129,7 +130,7 @@ impl BenchSpec {
         engine: &dyn Engine,
         tokens: usize,
         progress: &dyn Progress,
-    ) -> Result<Box<dyn Session>> {
+    ) -> Result<AtDepth> {
         let positions = engine.config().max_position_embeddings;
         let ctx = self.depth + tokens;
         let at_least_1 = |what, n: usize| match n {
@@ -151,18 +152,30 @@ impl BenchSpec {
             });
         }
         let mut session = engine.session(self.session_spec(tokens))?;
+        let texts = RandomTokens::new(engine, 1).sequences(self.batch, self.depth);
         if self.depth > 0 {
             let stage = format!("filling {} tokens", self.depth);
             let _stage = Stage::begin(progress, &stage, 1, Unit::Items);
-            let mut random = RandomTokens::new(engine, 1);
-            feed(session.as_mut(), &random.sequences(self.batch, self.depth))?;
+            feed(session.as_mut(), &texts)?;
         }
-        Ok(session)
+        Ok(AtDepth { session, texts })
     }
+}
 
+/// A session whose sequences were filled up to the depth of a test.
+struct AtDepth {
+    session: Box<dyn Session>,
+    /// By slot.
+    texts: Vec<Vec<u32>>,
+}
+
+impl AtDepth {
     /// Drops the tokens after the depth.
-    fn rewind(&self, session: &mut dyn Session) {
-        (0..self.batch).for_each(|slot| session.truncate(slot, self.depth));
+    fn rewind(&mut self) -> Result<()> {
+        for (slot, text) in self.texts.iter().enumerate() {
+            rewind(self.session.as_mut(), slot, text)?;
+        }
+        Ok(())
     }
 }
 
@@ -302,12 +315,12 @@ pub fn prefill(
     for repeat in 0..=spec.repeats {
         let sequences = random.sequences(spec.batch, n);
         let start = Instant::now();
-        passes = feed(session.as_mut(), &sequences)?;
+        passes = feed(session.session.as_mut(), &sequences)?;
         if repeat > 0 {
             seconds.push(start.elapsed().as_secs_f64());
             read_gb_s.push((machine.read_gb_s)()?);
         }
-        spec.rewind(session.as_mut());
+        session.rewind()?;
         progress.advance(1);
     }
     let tokens = n * spec.batch;
@@ -343,13 +356,13 @@ pub fn decode(
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
         let first: Vec<u32> = (0..spec.batch).map(|_| random.next()).collect();
-        let steps = decode_greedily(session.as_mut(), &first, n)?;
+        let steps = decode_greedily(session.session.as_mut(), &first, n)?;
         if repeat > 0 {
             seconds.push(steps.iter().sum::<f64>() / 1e3);
             step_ms.extend(steps);
             read_gb_s.push((machine.read_gb_s)()?);
         }
-        spec.rewind(session.as_mut());
+        session.rewind()?;
         progress.advance(1);
     }
     let sample = Sample {
@@ -428,7 +441,7 @@ pub fn streaming(
         ..*spec
     };
     let depth = spec.depth.max(1);
-    let mut session = alone.session(engine, depth + n, &())?;
+    let mut session = alone.session(engine, depth + n, &())?.session;
     let prompt = RandomTokens::new(engine, 4).sequences(1, depth).remove(0);
     let mut sequence = Sequence::new(session.as_mut(), 0);
     let test = format!("chat{n}");
@@ -446,9 +459,9 @@ pub fn streaming(
             tokenizer,
             out,
         )?;
-        session.truncate(0, depth);
+        rewind(session.as_mut(), 0, &prompt)?;
         let steps = decode_greedily(session.as_mut(), &answer.tokens[..1], n - 1)?;
-        session.truncate(0, depth);
+        rewind(session.as_mut(), 0, &prompt)?;
         if repeat > 0 {
             seconds.push(answer.stats.decode.as_secs_f64());
             bare_seconds.push(steps.iter().sum::<f64>() / 1e3);
@@ -538,22 +551,22 @@ pub fn breakdown(
     };
     let mut session = spec.session(engine, n, progress)?;
     let mut random = RandomTokens::new(engine, 5);
-    let mut pass = |session: &mut dyn Session| -> Result<f64> {
+    let mut pass = |at: &mut AtDepth| -> Result<f64> {
         let sequences = random.sequences(spec.batch, n);
         let start = Instant::now();
         if decoding {
             let first: Vec<u32> = sequences.iter().map(|s| s[0]).collect();
-            decode_greedily(session, &first, n)?;
+            decode_greedily(at.session.as_mut(), &first, n)?;
         } else {
-            feed(session, &sequences)?;
+            feed(at.session.as_mut(), &sequences)?;
         }
         let seconds = start.elapsed().as_secs_f64();
-        spec.rewind(session);
+        at.rewind()?;
         Ok(seconds)
     };
-    pass(session.as_mut())?; // warm-up
+    pass(&mut session)?; // warm-up
     engine.start_profile();
-    let seconds = pass(session.as_mut());
+    let seconds = pass(&mut session);
     let timings = engine.stop_profile();
     let seconds = seconds?;
     if timings.is_empty() {

@@ -235,7 +235,9 @@ impl<'a> Plan<'a> {
                 progress.advance((slots * piece.len()) as u64);
             }
             for session in sessions.iter_mut() {
-                (0..slots).for_each(|slot| session.truncate(slot, 0));
+                for slot in 0..slots {
+                    session.truncate(slot, 0);
+                }
             }
         }
         Ok(())

@@ -153,8 +153,23 @@ impl Session for StreamedSession {
         self.fed[slot].len()
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
         self.fed[slot].truncate(len);
+        self.fed[slot].len()
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> nq_runtime::Result<usize> {
+        self.fed[to] = self.fed[from][..len].to_vec();
+        Ok(len)
+    }
+
+    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> nq_runtime::Result<()> {
+        Err(nq_runtime::Error::Unsupported {
+            engine: "a source run layer by layer",
+            what: "output",
+            expected: "logits".into(),
+            found: "hidden states".into(),
+        })
     }
 
     fn forward(

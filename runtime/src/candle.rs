@@ -2,11 +2,12 @@
 //! own forward is tested and measured against. Unquantized models run in f32; a GGUF file runs
 //! as it is, through candle's quantized Qwen3.
 
-use crate::engine::{
-    Chunk, Engine, EngineDescription, Logits, Observer, Session, SessionSpec, check_chunks,
-};
+use crate::checks::check_chunks;
 use crate::error::{Error, Result};
-use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
+use crate::interface::{
+    ActivationChoice, Chunk, DeviceChoice, Engine, EngineDescription, LoadOptions, Logits,
+    Observer, Session, SessionSpec,
+};
 use crate::models::{self, LayerWeights};
 use crate::weights::{Census, LoadProgress};
 use candle_core::quantized::gguf_file;
@@ -379,7 +380,7 @@ impl Session for CandleSession {
         self.tokens.len()
     }
 
-    fn truncate(&mut self, _slot: usize, len: usize) {
+    fn truncate(&mut self, _slot: usize, len: usize) -> usize {
         if len < self.tokens.len() {
             self.tokens.truncate(len);
             self.cached = usize::MAX; // longer than any sequence: compute it again
@@ -388,6 +389,16 @@ impl Session for CandleSession {
                 self.cached = usize::MAX; // the next forward tries again, and says why not
             }
         }
+        self.tokens.len()
+    }
+
+    fn fork(&mut self, from: usize, to: usize, _len: usize) -> Result<usize> {
+        let found = format!("slot {from} to {to}");
+        Err(unsupported("fork", "one sequence", found))
+    }
+
+    fn hidden(&mut self, _chunks: &[Chunk<'_>], _out: &mut Vec<f32>) -> Result<()> {
+        Err(unsupported("output", "logits", "hidden states".into()))
     }
 
     fn forward(

@@ -1,8 +1,7 @@
 //! `--engine candle` in a build without it.
 
-use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::load::LoadOptions;
+use crate::interface::{Engine, LoadOptions};
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use std::sync::Arc;
 

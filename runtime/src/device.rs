@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::gpu;
-use crate::load::DeviceChoice;
+use crate::interface::DeviceChoice;
 use nq_kernels::grad::{CpuOps, GradWork};
 use std::fs;
 use std::path::Path;

@@ -27,8 +27,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
+use crate::interface::{Chunk, LogitsWanted, Session};
 use nq_kernels::cpu::PAGE;
 use std::collections::VecDeque;
 
@@ -58,13 +58,13 @@ impl Row {
         match self {
             Row::Hidden => {
                 let mut hidden = Vec::new();
-                session.forward_hidden(chunks, &mut hidden)?;
+                session.hidden(chunks, &mut hidden)?;
                 let width = hidden.len() / ends.max(1);
                 rows.extend(hidden.chunks_exact(width.max(1)).map(<[f32]>::to_vec));
             }
             Row::Logits(tokens) => {
                 let logits = session.forward(chunks, None)?;
-                crate::engine::check_tokens(tokens, logits.vocab)?;
+                crate::checks::check_tokens(tokens, logits.vocab)?;
                 let row = |i: usize| {
                     let logits = logits.row(i);
                     tokens.iter().map(|&t| logits[t as usize]).collect()
@@ -172,12 +172,12 @@ impl Encoder {
                 && text.len().div_ceil(PAGE) <= pages
                 && let Some(slot) = free.pop()
             {
-                if shared > 0 {
-                    self.session.fork(0, slot, shared)?;
-                }
+                let fed = match shared {
+                    0 => 0,
+                    _ => self.session.fork(0, slot, shared)?,
+                };
                 pages -= text.len().div_ceil(PAGE);
-                rows += text.len() - shared;
-                let fed = shared;
+                rows += text.len() - fed;
                 seats.push_back(Seat {
                     slot,
                     text: next,

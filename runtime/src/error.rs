@@ -141,3 +141,13 @@ pub enum Error {
         layer: usize,
     },
 }
+
+impl Error {
+    /// True for activations or logits that are not finite: an error of the sequence that they belong to.
+    pub(crate) fn is_not_finite(&self) -> bool {
+        matches!(
+            self,
+            Error::NotFinite { .. } | Error::LogitsNotFinite | Error::Logits { .. }
+        )
+    }
+}

@@ -2,8 +2,8 @@
 
 use crate::batch::decode;
 use crate::detokenizer::Detokenizer;
-use crate::engine::{Chunk, Logits, LogitsWanted, Session};
 use crate::error::{Error, Result};
+use crate::interface::{Chunk, Logits, LogitsWanted, Session};
 use crate::sampler::Sampler;
 use crate::speculation::{DraftCounts, Speculation};
 use crate::tokenizer::Tokenizer;
@@ -54,16 +54,34 @@ impl Sequence {
         &self.tokens
     }
 
-    /// Keeps the part of the cache that `prompt` begins with, and returns its length: less than the
-    /// prompt's, as the last token must be fed for its logits.
+    /// Keeps the part of the cache that `prompt` begins with, as far as the session can be cut there, and returns
+    /// its length: less than the prompt's, as the last token must be fed for its logits.
     fn reuse(&mut self, session: &mut dyn Session, prompt: &[u32]) -> usize {
         let most = prompt.len().saturating_sub(1);
         let same = self.tokens.iter().zip(&prompt[..most]);
         let common = same.take_while(|(a, b)| a == b).count();
-        self.tokens.truncate(common);
-        session.truncate(self.slot, common);
-        common
+        let reached = session.truncate(self.slot, common);
+        self.tokens.truncate(reached);
+        reached
     }
+}
+
+/// Cuts the sequence in `slot` to `text`, with which it begins: feeds again what the session lost besides.
+///
+/// # Errors
+/// Errors of the session.
+pub fn rewind(session: &mut dyn Session, slot: usize, text: &[u32]) -> Result<()> {
+    let reached = session.truncate(slot, text.len());
+    let rows = session.spec().max_rows.max(1);
+    for tokens in text[reached.min(text.len())..].chunks(rows) {
+        let chunk = Chunk {
+            slot,
+            tokens,
+            logits: LogitsWanted::None,
+        };
+        session.forward(&[chunk], None)?;
+    }
+    Ok(())
 }
 
 /// Conditions that end an answer.

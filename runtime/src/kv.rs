@@ -7,8 +7,8 @@
 //! the sequence's own: the first write after a fork in mid-page copies the rows before it
 //! (copy on write, as in PagedAttention, arXiv 2309.06180).
 
-use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
+use crate::interface::SessionSpec;
 use nq_kernels::cpu::PAGE;
 #[cfg(feature = "cuda")]
 use nq_kernels::cuda::SharedPrefix;

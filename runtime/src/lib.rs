@@ -35,6 +35,7 @@ pub mod batch;
 #[cfg_attr(not(feature = "candle"), path = "candle_absent.rs")]
 mod candle;
 pub mod chat_template;
+mod checks;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -42,12 +43,12 @@ mod detokenizer;
 pub mod device;
 pub mod embedding;
 mod encoder;
-mod engine;
 mod error;
 pub mod forward;
 pub mod full_precision;
 pub mod generate;
 pub mod gpu;
+pub mod interface;
 mod kv;
 pub mod load;
 mod memory;
@@ -62,23 +63,24 @@ pub mod thinking;
 pub mod tokenizer;
 mod weights;
 
-pub use batch::{Batch, Continuation, Piece, Ran, StepsAhead};
+pub use batch::{Batch, Continuation, Piece, Ran};
 pub use chat_template::{ChatTemplate, Message};
 pub use cpu::stepper_bytes;
 pub use detokenizer::Detokenizer;
 pub use encoder::{Encoder, Row};
-pub use engine::{
-    Chunk, DeviceMemory, Engine, EngineDescription, Hidden, Logits, LogitsWanted, Observer,
-    Session, SessionSpec,
-};
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
-pub use load::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, load, stepper};
+pub use interface::{
+    ActivationChoice, Chunk, DeviceChoice, DeviceMemory, Drafter, Engine, EngineDescription,
+    EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Pages, Session, SessionSpec,
+    StepsAhead, Streams,
+};
+pub use load::{load, stepper};
 pub use memory::{Kinds, WeightSource, hold_model, hold_session, kv_bytes, weight_kinds};
 pub use models::LayerWeights;
 pub use nq_kernels::cpu::{KvType, OpTiming};
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
-pub use speculation::{DraftModel, Drafter, Eagle, Speculation};
-pub use stepper::{Head, LayerStepper, ProductMoments};
+pub use speculation::{DraftModel, Eagle, Speculation};
+pub use stepper::{Head, Hidden, LayerStepper, ProductMoments};
 pub use stop::StopTexts;
 pub use tokenizer::Tokenizer;

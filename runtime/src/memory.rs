@@ -2,8 +2,8 @@
 //! loading and running, on an account.
 
 use crate::cpu::session_bytes;
-use crate::engine::SessionSpec;
 use crate::error::Result;
+use crate::interface::SessionSpec;
 use nq_formats::names::{self, EMBEDDING, Shape};
 use nq_formats::{ModelConfig, WeightStore};
 use nq_kernels::cpu::Linear;

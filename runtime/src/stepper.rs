@@ -1,13 +1,77 @@
 //! The forward one layer at a time, on any device: cutting a residual stream into pieces, and the
 //! interface of a device that runs one.
 
-use crate::engine::{Hidden, Observer, check_finite};
-use crate::error::Result;
+use crate::checks::{check_finite, check_tokens};
+use crate::error::{Error, Result};
+use crate::interface::Observer;
 use crate::models::LayerWeights;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::second_order::Moments;
+use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// The residual stream of a set of whole sequences, kept between layers.
+#[derive(Clone, Debug, Default)]
+pub struct Hidden {
+    /// `[rows, hidden]`: one sequence after another.
+    pub data: Vec<f32>,
+    /// Tokens of each sequence, in order.
+    pub lengths: Vec<usize>,
+}
+
+impl Hidden {
+    /// Looks up `sequences` of token ids in the embedding `[vocab, hidden]`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a token id past the vocabulary.
+    pub fn embed(embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Self> {
+        let (vocab, width) = embedding.dims();
+        let tokens = sequences.concat();
+        check_tokens(&tokens, vocab)?;
+        let mut data = vec![0.0; tokens.len() * width];
+        data.par_chunks_mut(width)
+            .zip(&tokens)
+            .try_for_each(|(row, &token)| embedding.dequantize_row(token as usize, row))?;
+        Ok(Hidden {
+            data,
+            lengths: sequences.iter().map(Vec::len).collect(),
+        })
+    }
+
+    /// Checks that the stream has the number of rows given by its lengths, each of `width` values.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if it does not.
+    pub fn check(&self, width: usize) -> Result<()> {
+        let rows: usize = self.lengths.iter().sum();
+        if self.data.len() == rows * width {
+            return Ok(());
+        }
+        Err(Error::Request {
+            what: "residual stream",
+            expected: format!("[{rows}, {width}]"),
+            found: format!("{} values", self.data.len()),
+        })
+    }
+
+    /// Like [`Hidden::check`], and checks that `rows` are among its rows.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if they are not.
+    pub fn check_rows(&self, width: usize, rows: &Range<usize>) -> Result<()> {
+        self.check(width)?;
+        let all: usize = self.lengths.iter().sum();
+        if rows.start <= rows.end && rows.end <= all {
+            return Ok(());
+        }
+        Err(Error::Request {
+            what: "rows of the head",
+            expected: format!("within 0..{all}"),
+            found: format!("{rows:?}"),
+        })
+    }
+}
 
 /// Second moments of the inputs of each of a layer's products, in their order; for each expert where
 /// experts have inputs of their own ([`Product::shares`](nq_formats::models::Product::shares)).

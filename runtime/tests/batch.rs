@@ -8,8 +8,8 @@ use nq_formats::ModelConfig;
 use nq_kernels::cpu::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Batch, Chunk, Continuation, DraftModel, Engine, Error, KvType, Logits, Observer, Piece, Result,
-    Sampler, SamplingParams, Session, SessionSpec, Speculation, StepsAhead,
+    Batch, Chunk, Continuation, DraftModel, Engine, Error, KvType, Logits, Observer, Pages, Piece,
+    Result, Sampler, SamplingParams, Session, SessionSpec, Speculation, StepsAhead,
 };
 use std::ops::ControlFlow;
 
@@ -69,6 +69,14 @@ impl Known {
     }
 }
 
+fn pages(session: &mut dyn Session) -> &mut dyn Pages {
+    session.pages().expect("it has pages")
+}
+
+fn free(session: &mut dyn Session) -> Option<usize> {
+    session.pages().map(|pages| pages.free())
+}
+
 /// A session that takes f32 products of few rows for exact: they differ by less than ever changes a
 /// draw here.
 struct Exact(Box<dyn Session>);
@@ -82,16 +90,20 @@ impl Session for Exact {
         self.0.len(slot)
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
-        self.0.truncate(slot, len);
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
+        self.0.truncate(slot, len)
     }
 
-    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.0.fork(from, to, len)
     }
 
-    fn free_pages(&self) -> Option<usize> {
-        self.0.free_pages()
+    fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+        self.0.hidden(chunks, out)
+    }
+
+    fn pages(&mut self) -> Option<&mut dyn Pages> {
+        self.0.pages()
     }
 
     fn forward(
@@ -106,8 +118,8 @@ impl Session for Exact {
         8
     }
 
-    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
-        self.0.steps_ahead()
+    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        self.0.ahead()
     }
 }
 
@@ -250,23 +262,23 @@ fn at_random<const SLOTS: usize>(
     for slot in 0..SLOTS {
         session.truncate(slot, 0);
     }
-    assert_eq!(session.free_pages(), Some(pages));
+    assert_eq!(free(&mut session), Some(pages));
 }
 
 /// Sequences that share 2 1/2 pages take pages of their own only for the rest.
 fn forks_share(engine: &dyn Engine) {
     let mut session = engine.session(spec(4, None)).expect("it fits");
     let text = tokens(2 * PAGE + PAGE / 2, 8);
-    let all = session.free_pages().expect("it has pages");
+    let all = free(&mut *session).expect("it has pages");
     feed(&mut *session, 0, &text[..200]);
     feed(&mut *session, 0, &text[200..]);
-    assert_eq!(session.free_pages(), Some(all - 3));
+    assert_eq!(free(&mut *session), Some(all - 3));
     let others = tokens(20, 9);
     for slot in 1..4 {
         session
             .fork(0, slot, text.len() - slot)
             .expect("it has so many");
-        assert_eq!(session.free_pages(), Some(all - 2 - slot));
+        assert_eq!(free(&mut *session), Some(all - 2 - slot));
         let found = feed(&mut *session, slot, &others[slot..]);
         let mut alone = engine.session(spec(1, None)).expect("it fits");
         feed(&mut *alone, 0, &text[..200]);
@@ -274,7 +286,7 @@ fn forks_share(engine: &dyn Engine) {
         let expected = feed(&mut *alone, 0, &others[slot..]);
         assert!(common::distance(&found, &expected) == 0.0, "slot {slot}");
         assert_eq!(
-            session.free_pages(),
+            free(&mut *session),
             Some(all - 3 - slot),
             "one page of its own"
         );
@@ -450,14 +462,16 @@ fn pages_go_to_another_session(engine: &dyn Engine, types: &[KvType]) {
         feed(&mut *from, 1, &text[200..2 * PAGE]);
         feed(&mut *from, 1, &text[2 * PAGE..2 * PAGE + 10]);
         let mut to = engine.session(spec).expect("it fits");
-        let bytes = from.page_bytes().expect("it gives pages");
+        let bytes = pages(&mut *from).page_bytes();
         for index in 0..2 {
             let mut page = Vec::new();
-            from.read_page(1, index, &mut page).expect("it has so many");
+            pages(&mut *from)
+                .read(1, index, &mut page)
+                .expect("it has so many");
             assert_eq!(page.len(), bytes);
-            to.append_page(0, &page).expect("it fits");
+            pages(&mut *to).append(0, &page).expect("it fits");
         }
-        assert_eq!((to.len(0), to.free_pages()), (2 * PAGE, Some(1)));
+        assert_eq!((to.len(0), free(&mut *to)), (2 * PAGE, Some(1)));
         feed(&mut *to, 0, &text[2 * PAGE..2 * PAGE + 10]);
         let expected = feed(&mut *from, 1, &text[2 * PAGE + 10..]);
         let found = feed(&mut *to, 0, &text[2 * PAGE + 10..]);
@@ -465,23 +479,32 @@ fn pages_go_to_another_session(engine: &dyn Engine, types: &[KvType]) {
 
         let mut page = Vec::new();
         for (slot, index) in [(1, 2), (0, 0), (2, 0)] {
-            assert!(from.read_page(slot, index, &mut page).is_err());
+            assert!(pages(&mut *from).read(slot, index, &mut page).is_err());
         }
-        from.read_page(1, 0, &mut page).expect("it has it");
-        assert!(to.append_page(0, &page).is_err(), "it ends within a page");
-        assert!(to.append_page(2, &page).is_err(), "there is no such slot");
-        assert!(to.append_page(1, &page[1..]).is_err(), "a byte is missing");
+        pages(&mut *from).read(1, 0, &mut page).expect("it has it");
+        assert!(
+            pages(&mut *to).append(0, &page).is_err(),
+            "it ends within a page"
+        );
+        assert!(
+            pages(&mut *to).append(2, &page).is_err(),
+            "there is no such slot"
+        );
+        assert!(
+            pages(&mut *to).append(1, &page[1..]).is_err(),
+            "a byte is missing"
+        );
         assert!(matches!(
-            to.append_page(1, &page),
+            pages(&mut *to).append(1, &page),
             Err(Error::PagesFull { .. })
         ));
         to.truncate(0, PAGE);
         for _ in 0..2 {
-            to.append_page(0, &page).expect("it fits");
+            pages(&mut *to).append(0, &page).expect("it fits");
         }
         to.truncate(1, 0);
         assert!(matches!(
-            to.append_page(0, &page),
+            pages(&mut *to).append(0, &page),
             Err(Error::ContextFull { .. })
         ));
     }

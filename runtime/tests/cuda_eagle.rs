@@ -246,7 +246,7 @@ fn heads_that_do_not_fit_are_refused() {
     let eagle = nan.load((&c, &store), &on_gpu()).unwrap();
     let mut drafter = eagle.drafter(&mut *session).unwrap();
     feed(&mut *session, 0, &[1, 2, 3]);
-    let mut drafts = [nq_runtime::speculation::Draft {
+    let mut drafts = [nq_runtime::interface::Draft {
         slot: 0,
         text: &[1, 2, 3, 4],
         most: 2,

@@ -324,7 +324,7 @@ fn many_sequences_continue_as_each_alone() {
             let slot = |i: usize| (3 * i + 2) % 64;
             let prompts: Vec<Vec<u32>> = (0..m).map(|i| tokens(1 + 2 * i, 40 + i as u64)).collect();
             let mut ours = gpu.session(spec).expect("it fits");
-            let rows = ours.steps_ahead().map(|device| device.rows());
+            let rows = ours.ahead().map(|device| device.rows());
             assert_eq!(rows, gpu.sampled_together());
             let mut samplers = Vec::new();
             for (i, prompt) in prompts.iter().enumerate() {

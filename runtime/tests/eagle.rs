@@ -7,7 +7,7 @@ use common::{Store, feed, options, small_config, tokens};
 use nq_formats::names::EMBEDDING;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
 use nq_runtime::generate::{Limits, Sequence, generate};
-use nq_runtime::speculation::Draft;
+use nq_runtime::interface::Draft;
 use nq_runtime::{
     ActivationChoice, Eagle, Engine, EngineKind, KvType, LoadOptions, Sampler, SamplingParams,
     Session, SessionSpec, Speculation,
@@ -236,7 +236,7 @@ fn hostile_heads_are_refused() {
     let mut session = session(&*engine);
     let mut drafter = eagle.drafter(&mut *session).unwrap();
     feed(&mut *session, 0, &[1, 2, 3]);
-    drafter.see(0, session.take_tapped(0).unwrap());
+    drafter.see(0, session.streams().unwrap().take(0).unwrap());
     let mut drafts = [Draft {
         slot: 0,
         text: &[1, 2, 3, 4],

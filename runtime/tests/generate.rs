@@ -75,8 +75,18 @@ impl Session for Fake {
         self.sequences[slot].len()
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
         self.sequences[slot].truncate(len);
+        self.sequences[slot].len()
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        self.sequences[to] = self.sequences[from][..len].to_vec();
+        Ok(len)
+    }
+
+    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
+        unreachable!("only logits are asked for")
     }
 
     fn forward(

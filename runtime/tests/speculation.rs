@@ -6,7 +6,7 @@ use common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::cpu::{FEW_ROWS, Isa, IsaChoice};
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
-use nq_runtime::speculation::Draft;
+use nq_runtime::interface::Draft;
 use nq_runtime::{
     ActivationChoice, Batch, Chunk, Continuation, DraftModel, Drafter, Engine, EngineKind, KvType,
     LoadOptions, LogitBias, LogitsWanted, Piece, Sampler, SamplingParams, Session, SessionSpec,

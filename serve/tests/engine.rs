@@ -1,7 +1,7 @@
 //! The engine over a session without a model: its logits follow from the tokens, a step takes a
 //! set time, and some tokens cause failures.
 
-use nq_runtime::speculation::Draft;
+use nq_runtime::interface::Draft;
 use nq_runtime::{
     Chunk, Drafter, Error, KvType, Logits, Observer, Result, Session, SessionSpec, Speculation,
 };
@@ -74,17 +74,22 @@ impl Session for Fake {
         self.sequences[slot].len()
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
         self.sequences[slot].truncate(len);
+        self.sequences[slot].len()
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        self.sequences[to] = self.sequences[from][..len].to_vec();
+        Ok(len)
+    }
+
+    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
+        unreachable!("only logits are asked for")
     }
 
     fn exact_rows(&self) -> usize {
         8
-    }
-
-    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
-        self.sequences[to] = self.sequences[from][..len].to_vec();
-        Ok(())
     }
 
     fn forward(

@@ -109,8 +109,18 @@ impl Session for FakeSession {
         self.slots[slot].len()
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
         self.slots[slot].truncate(len);
+        self.slots[slot].len()
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        self.slots[to] = self.slots[from][..len].to_vec();
+        Ok(len)
+    }
+
+    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
+        unreachable!("only logits are asked for")
     }
 
     fn forward(

@@ -2,98 +2,11 @@
 
 use super::drafts::Drafts;
 use super::{Batch, Each, Member, Piece, Ran};
-use crate::engine::{Chunk, LogitsWanted};
 use crate::error::{Error, Result};
+use crate::interface::{Chunk, Drawn, LogitsWanted, StepsAhead, bucket};
 use crate::sampler::{Sampler, TokenLogprobs};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
-
-/// A device that runs steps and draws their tokens by itself, ahead of the host: the part of a
-/// session that a [`Batch`] drives. Each sequence sits in a row of the step; free rows run idle.
-/// Queued work runs in order.
-pub trait StepsAhead {
-    /// Most rows of a step.
-    fn rows(&self) -> usize;
-
-    /// Most steps to queue ahead of the tokens that the host has received.
-    fn depth(&self) -> usize;
-
-    /// Refuses tokens and samplers that [`StepsAhead::queue_prompts`] and [`StepsAhead::seat`]
-    /// cannot take.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for a token past the vocabulary, or a sampler that names one.
-    fn check(&self, tokens: &[u32], sampler: Option<&Sampler>) -> Result<()>;
-
-    /// Queues the rows of prompts, without logits, behind the work queued so far. None of the
-    /// sequences may be seated; their lengths include the new rows when this returns.
-    ///
-    /// # Errors
-    /// [`Error::PagesFull`] before anything is queued; errors of the device.
-    fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()>;
-
-    /// Waits for the oldest queued prompts that have not been waited for; returns the time they took.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    fn finish_prompts(&mut self) -> Result<Duration>;
-
-    /// Seats the sequence in `slot` in row `row`. The next step queued feeds it `token`.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()>;
-
-    /// Frees a row: steps queued from here on leave its sequence alone.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    fn vacate(&mut self, row: usize) -> Result<()>;
-
-    /// Queues a step of all seated sequences.
-    ///
-    /// # Errors
-    /// [`Error::PagesFull`] before anything is queued; errors of the device.
-    fn queue(&mut self) -> Result<()>;
-
-    /// Queues a step over these sequences only. It has a row for each of their tokens, in order, and draws a
-    /// token in every row. No sequence may be seated, and no step queued. When this returns, the sequences'
-    /// lengths include all rows.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for more rows than [`Session::draft_rows`](crate::Session::draft_rows) and for
-    /// samplers that [adjust](Sampler::adjusts) logits; [`Error::ContextFull`] and [`Error::PagesFull`]
-    /// before anything is queued; errors of the device.
-    fn queue_runs(&mut self, runs: &[Run<'_>]) -> Result<()>;
-
-    /// Waits for the oldest queued step that has not been received, and passes each of its rows, in
-    /// order, and the token drawn in it to `each`. There may be more rows than sequences sat in.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()>;
-}
-
-/// Tokens of one sequence in a step that draws a token after each of them.
-#[derive(Clone, Copy, Debug)]
-pub struct Run<'a> {
-    /// The sequence.
-    pub slot: usize,
-    /// Tokens to append to it: at least one.
-    pub tokens: &'a [u32],
-    /// The sampler in its state for the draw after the first token. It draws after the others as it would in
-    /// later steps.
-    pub sampler: &'a Sampler,
-}
-
-/// A token that a device drew.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Drawn {
-    /// Its id.
-    pub token: u32,
-    /// Its log-probability and the best tokens with theirs, if the sampler asks for them.
-    pub logprobs: Option<(f32, Vec<(u32, f32)>)>,
-}
 
 /// Work queued on a device that the host has not waited for.
 #[derive(Default)]
@@ -181,12 +94,12 @@ impl Batch<'_> {
     pub(super) fn runs_ahead(&mut self, pieces: &[Piece<'_>]) -> bool {
         let joining = pieces.iter().filter(|p| p.then.is_some()).count();
         let all = self.members.len() + joining;
-        let device = self.session.steps_ahead();
+        let device = self.session.ahead();
         device.is_some_and(|device| all <= device.rows())
     }
 
     pub(super) fn step_ahead(&mut self, pieces: Vec<Piece<'_>>, each: &mut Each<'_>) -> Result<()> {
-        if let Some(device) = self.session.steps_ahead() {
+        if let Some(device) = self.session.ahead() {
             for piece in &pieces {
                 let sampler = piece.then.as_ref().map(|t| &t.sampler);
                 device.check(piece.tokens, sampler)?;
@@ -251,7 +164,7 @@ impl Batch<'_> {
             })
             .filter(|c| !c.tokens.is_empty())
             .collect();
-        let (Some(device), false) = (self.session.steps_ahead(), chunks.is_empty()) else {
+        let (Some(device), false) = (self.session.ahead(), chunks.is_empty()) else {
             return Ok(false);
         };
         device.queue_prompts(&chunks)?;
@@ -260,10 +173,38 @@ impl Batch<'_> {
         Ok(true)
     }
 
+    /// Queues the tokens that sequences have lost, like prompts. One for which there are no pages is blocked.
+    pub(super) fn queue_lost(&mut self) -> Result<()> {
+        let rows = self.session.spec().max_rows.max(1);
+        let Some(device) = self.session.ahead() else {
+            return Ok(());
+        };
+        for member in &mut self.members {
+            while member.feed.len() > 1 && member.blocked.is_none() {
+                let n = rows.min(member.feed.len() - 1);
+                let chunk = Chunk {
+                    slot: member.slot,
+                    tokens: &member.feed[..n],
+                    logits: LogitsWanted::None,
+                };
+                match device.queue_prompts(&[chunk]) {
+                    Ok(()) => {
+                        member.feed.drain(..n);
+                        member.len += n;
+                        self.queue.push(Work::Prompts(n));
+                    }
+                    Err(e @ Error::PagesFull { .. }) => member.blocked = Some(e),
+                    Err(e) => return Err(e),
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Waits for the prompts at the front of the queue.
-    fn finish_prompts(&mut self) -> Result<()> {
+    pub(super) fn finish_prompts(&mut self) -> Result<()> {
         if let (Some(Work::Prompts(rows)), Some(device)) =
-            (self.queue.work.front(), self.session.steps_ahead())
+            (self.queue.work.front(), self.session.ahead())
         {
             let prompt_rows = *rows;
             self.queue.work.pop_front();
@@ -283,16 +224,17 @@ impl Batch<'_> {
         let told = |m: &Member| m.queued == 0 && m.blocked.is_some();
         while let Some(at) = self.members.iter().position(told) {
             if let Some(e) = self.members[at].blocked.take() {
-                self.deliver(at, Err(e), 0, each);
+                self.deliver(at, Err(e), false, each);
             }
         }
     }
 
     /// Keeps the device ahead: seats members that have no row, and queues steps.
     fn fill(&mut self) -> Result<()> {
+        self.queue_lost()?;
         let (ctx, drafting) = (self.session.spec().ctx, self.is_drafting());
         loop {
-            let Some(device) = self.session.steps_ahead() else {
+            let Some(device) = self.session.ahead() else {
                 return Ok(());
             };
             if self.queue.steps() >= self.queue.depth(device.depth(), drafting) {
@@ -320,7 +262,7 @@ impl Batch<'_> {
             }
             let mut going = 0;
             for member in &mut self.members {
-                let full = member.len + member.queued >= ctx;
+                let full = member.text_len() + member.queued >= ctx;
                 if full && member.left > 0 && member.blocked.is_none() {
                     member.blocked = Some(Error::ContextFull {
                         capacity: ctx,
@@ -336,7 +278,8 @@ impl Batch<'_> {
                     // Its token is known to the host once nothing is queued for it.
                     (None, true) if member.queued == 0 => {
                         let row = taken.iter().position(|t| !t).expect("rows were counted");
-                        device.seat(row, member.slot, member.token, &member.sampler)?;
+                        let token = member.feed.last().copied().unwrap_or_default();
+                        device.seat(row, member.slot, token, &member.sampler)?;
                         taken[row] = true;
                         member.row = Some(row);
                     }
@@ -375,7 +318,7 @@ impl Batch<'_> {
             self.finish_prompts()?;
         }
         let (Some(Work::Step(rows)), Some(device)) =
-            (self.queue.work.pop_front(), self.session.steps_ahead())
+            (self.queue.work.pop_front(), self.session.ahead())
         else {
             return Ok(());
         };
@@ -407,7 +350,7 @@ impl Batch<'_> {
             if let (Some(speculation), true) = (&mut self.speculation, token.is_ok()) {
                 speculation.checked(slot, 0, 0);
             }
-            self.deliver(at, token, 1, each);
+            self.deliver(at, token, true, each);
         }
         self.tell_blocked(each);
         Ok(())
@@ -426,11 +369,4 @@ pub(super) fn record(sampler: &mut Sampler, Drawn { token, logprobs }: Drawn) ->
         }),
     }
     token
-}
-
-/// Rows that a device runs for this many sequences: a size for which steps are recorded.
-pub(crate) fn bucket(rows: usize) -> usize {
-    const SIZES: [usize; 10] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64];
-    let fits = SIZES.into_iter().find(|&s| s >= rows);
-    fits.unwrap_or(rows.next_multiple_of(64))
 }

@@ -1,9 +1,10 @@
 //! Drafts on a device that draws tokens itself. A step that checks drafts is queued only after the host has
 //! received all tokens drawn so far, and the host waits for that step.
 
-use super::ahead::{Drawn, Run, record};
+use super::ahead::record;
 use super::{Batch, Each, Member, Ran};
 use crate::error::{Error, Result};
+use crate::interface::{Drawn, Run};
 use std::time::Instant;
 
 /// With more sequences than this, nothing is drafted: steps would have to stop running ahead for all of them.
@@ -48,18 +49,15 @@ impl Batch<'_> {
                  them for one token of a sequence at a time",
             );
         }
-        let can_draft =
-            |m: &Member| m.blocked.is_none() && !m.sampler.adjusts() && m.len + m.queued < ctx;
+        let can_draft = |m: &Member| {
+            m.blocked.is_none() && !m.sampler.adjusts() && m.text_len() + m.queued < ctx
+        };
         let few = (1..=MOST_SEQUENCES).contains(&self.members.len());
         if !few || !self.members.iter().all(can_draft) {
             return Drafts::None;
         }
-        // A step draws one token more than it checks.
-        let most = |m: &Member| {
-            let room = ctx - m.len - m.queued - 1;
-            m.left.saturating_sub(1).min(room)
-        };
-        let wanted: Vec<(usize, usize)> = self.members.iter().map(|m| (m.slot, most(m))).collect();
+        let members = self.members.iter();
+        let wanted: Vec<(usize, usize)> = members.map(|m| (m.slot, m.most_drafts(ctx))).collect();
         if queued > 0 {
             return match speculation.would_draft(&wanted, wanted.len(), most_rows) {
                 true => Drafts::Coming,
@@ -80,7 +78,11 @@ impl Batch<'_> {
         drafts: &[Vec<u32>],
         each: &mut Each<'_>,
     ) -> Result<bool> {
-        let Some(device) = self.session.steps_ahead() else {
+        self.queue_lost()?;
+        if self.members.iter().any(|m| m.blocked.is_some()) {
+            return Ok(false);
+        }
+        let Some(device) = self.session.ahead() else {
             return Ok(false);
         };
         for member in &mut self.members {
@@ -89,9 +91,7 @@ impl Batch<'_> {
             }
         }
         let members = self.members.iter().zip(drafts);
-        let fed: Vec<Vec<u32>> = members
-            .map(|(m, d)| [&[m.token], &d[..]].concat())
-            .collect();
+        let fed: Vec<Vec<u32>> = members.map(|(m, d)| [&m.feed[..], d].concat()).collect();
         let members = self.members.iter().zip(&fed);
         let runs: Vec<Run<'_>> = members
             .map(|(m, tokens)| Run {
@@ -105,8 +105,13 @@ impl Batch<'_> {
             Err(Error::PagesFull { .. }) => return Ok(false),
             queued => queued?,
         }
+        while self.queue.has_prompts() {
+            self.finish_prompts()?;
+        }
         let mut drawn = Vec::new();
-        device.receive(&mut |_, token| drawn.push(token))?;
+        if let Some(device) = self.session.ahead() {
+            device.receive(&mut |_, token| drawn.push(token))?;
+        }
         let took = begun.elapsed();
         self.ran.push(Ran {
             took,
@@ -148,10 +153,8 @@ impl Batch<'_> {
             let member = &mut self.members[at];
             let token = token.map(|drawn| record(&mut member.sampler, drawn));
             member.left -= usize::from(token.is_ok());
-            self.deliver(at, token, 1, each);
+            self.deliver(at, token, true, each);
         }
-        if let Some(member) = self.members.iter().find(|m| m.slot == slot) {
-            self.session.truncate(slot, member.len);
-        }
+        self.forget_drafts(slot);
     }
 }

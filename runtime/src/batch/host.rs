@@ -2,8 +2,8 @@
 //! are drafted for it.
 
 use super::{Batch, Each, Member, Piece, Ran, Result};
-use crate::engine::{Chunk, Logits, LogitsWanted, Session};
 use crate::error::Error;
+use crate::interface::{Chunk, Logits, LogitsWanted, Session};
 use crate::sampler::Sampler;
 use rayon::prelude::*;
 use std::time::{Duration, Instant};
@@ -27,9 +27,13 @@ impl Batch<'_> {
         each: &mut Each<'_>,
     ) -> Result<()> {
         for member in &mut self.members {
-            if let (Some(row), Some(device)) = (member.row.take(), self.session.steps_ahead()) {
+            if let (Some(row), Some(device)) = (member.row.take(), self.session.ahead()) {
                 device.vacate(row)?;
             }
+        }
+        let piece_rows: usize = pieces.iter().map(|p| p.tokens.len()).sum();
+        if let Err(e) = self.catch_up(piece_rows) {
+            return self.without_the_last(e, pieces, each);
         }
         self.tell_full(each);
         if self.members.is_empty() && pieces.is_empty() {
@@ -39,7 +43,6 @@ impl Batch<'_> {
         let begun = Instant::now();
         let joins = |p: &&Piece<'_>| p.tokens.len() == 1 && p.then.is_some();
         let joining = pieces.iter().filter(joins).count();
-        let piece_rows: usize = pieces.iter().map(|p| p.tokens.len()).sum();
         let (decoding, prompt_rows) = (self.members.len() + joining, piece_rows - joining);
         let mut drafts = self.draft(piece_rows);
         let (drawn, took) = loop {
@@ -49,17 +52,7 @@ impl Batch<'_> {
                 Err(Error::PagesFull { .. }) if drafts.iter().any(|d| !d.is_empty()) => {
                     drafts.iter_mut().for_each(Vec::clear);
                 }
-                Err(Error::PagesFull { .. }) if pieces.is_empty() && !self.members.is_empty() => {
-                    // The sequence that joined last ends, which frees its pages.
-                    let error = Error::PagesFull {
-                        needed: 1,
-                        free: self.session.free_pages().unwrap_or(0),
-                        pages: self.session.spec().page_count(),
-                    };
-                    self.deliver(self.members.len() - 1, Err(error), 0, each);
-                    return self.step_on_host(pieces, each);
-                }
-                Err(e) => return Err(e),
+                Err(e) => return self.without_the_last(e, pieces, each),
             }
         };
         self.ran.push(Ran {
@@ -67,7 +60,7 @@ impl Batch<'_> {
             decoding,
             prompt_rows,
         });
-        let rows = self.members.len() + piece_rows + drafts.iter().map(Vec::len).sum::<usize>();
+        let rows = self.member_rows() + piece_rows + drafts.iter().map(Vec::len).sum::<usize>();
         if let (Some(speculation), Some(took)) = (self.speculation(), took) {
             speculation.measured(rows, took.as_secs_f64());
         }
@@ -85,16 +78,74 @@ impl Batch<'_> {
         Ok(())
     }
 
+    /// Rows of the members in a step without drafts.
+    fn member_rows(&self) -> usize {
+        self.members.iter().map(|m| m.feed.len()).sum()
+    }
+
+    /// Feeds the tokens that sequences have lost if a step of `piece_rows` further rows has no room for them:
+    /// few at a time, so that their rows are computed as they were before.
+    fn catch_up(&mut self, piece_rows: usize) -> Result<()> {
+        let most = self.session.spec().max_rows;
+        let few = self.session.draft_rows().clamp(1, most.max(1));
+        let fits = self.member_rows() + piece_rows <= most;
+        if fits && self.members.iter().all(|m| m.feed.len() <= few) {
+            return Ok(());
+        }
+        for member in &mut self.members {
+            while member.feed.len() > 1 && member.blocked.is_none() {
+                let n = few.min(member.feed.len() - 1);
+                let chunk = Chunk {
+                    slot: member.slot,
+                    tokens: &member.feed[..n],
+                    logits: LogitsWanted::None,
+                };
+                match self.session.forward(&[chunk], None).map(drop) {
+                    Ok(()) => {
+                        member.feed.drain(..n);
+                        member.len += n;
+                    }
+                    Err(e) if e.is_not_finite() => member.blocked = Some(e),
+                    Err(e) => return Err(e),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// After a step that failed with `e`: if it lacked pages, the sequence that joined last ends, which frees
+    /// its pages, and the step is run again.
+    fn without_the_last(
+        &mut self,
+        e: Error,
+        pieces: Vec<Piece<'_>>,
+        each: &mut Each<'_>,
+    ) -> Result<()> {
+        let last = self.members.len().checked_sub(1);
+        match (e, last) {
+            (Error::PagesFull { .. }, Some(last)) if pieces.is_empty() => {
+                let error = Error::PagesFull {
+                    needed: 1,
+                    free: self.session.pages().map_or(0, |pages| pages.free()),
+                    pages: self.session.spec().page_count(),
+                };
+                self.deliver(last, Err(error), false, each);
+                self.step_on_host(pieces, each)
+            }
+            (e, _) => Err(e),
+        }
+    }
+
     /// Takes those out that cannot go on.
     fn tell_full(&mut self, each: &mut Each<'_>) {
         let capacity = self.session.spec().ctx;
         let mut at = 0;
         while at < self.members.len() {
-            let needed = self.members[at].len + 1;
+            let needed = self.members[at].text_len() + 1;
             let blocked = self.members[at].blocked.take();
             let full = (needed > capacity).then_some(Error::ContextFull { capacity, needed });
             match blocked.or(full) {
-                Some(e) => self.deliver(at, Err(e), 0, each),
+                Some(e) => self.deliver(at, Err(e), false, each),
                 None => at += 1,
             }
         }
@@ -104,13 +155,12 @@ impl Batch<'_> {
     fn draft(&mut self, piece_rows: usize) -> Vec<Vec<u32>> {
         let (ctx, most_rows) = (self.session.spec().ctx, self.session.draft_rows());
         let members = self.members.iter();
-        // A step draws one token more than it checks.
-        let most = |m: &Member| (m.left.saturating_sub(1)).min(ctx - m.len - 1);
-        let wanted: Vec<(usize, usize)> = members.map(|m| (m.slot, most(m))).collect();
+        let wanted = members.map(|m| (m.slot, m.most_drafts(ctx)));
+        let (wanted, rows): (Vec<(usize, usize)>, _) = (wanted.collect(), self.member_rows());
         match &mut self.speculation {
             Some(speculation) => {
                 speculation.see(self.session, wanted.iter().map(|w| w.0));
-                speculation.draft(&wanted, wanted.len() + piece_rows, most_rows)
+                speculation.draft(&wanted, rows + piece_rows, most_rows)
             }
             None => vec![Vec::new(); wanted.len()],
         }
@@ -131,14 +181,12 @@ impl Batch<'_> {
             };
             left -= 1;
             self.members[at].left -= 1;
-            self.deliver(at, Ok(token), 1, each);
+            self.deliver(at, Ok(token), true, each);
         }
         let member = self.members.iter().position(|m| m.slot == slot);
         match (member, drawn.error) {
-            (Some(at), Some(e)) => self.deliver(at, Err(e), 0, each),
-            (Some(at), None) if !draft.is_empty() => {
-                self.session.truncate(slot, self.members[at].len);
-            }
+            (Some(at), Some(e)) => self.deliver(at, Err(e), false, each),
+            (Some(_), None) if !draft.is_empty() => self.forget_drafts(slot),
             // It has left: its sampler has recorded what was not given out.
             (None, _) if left > 0 => {
                 if let Some((_, sampler)) = self.left.iter_mut().find(|l| l.0 == slot) {
@@ -161,8 +209,12 @@ fn forward(
     pieces: &mut [Piece<'_>],
     each: &mut Each<'_>,
 ) -> Result<DrawnByAll> {
-    let fed = |(m, draft): (&Member, &Vec<u32>)| (m.slot, [&[m.token], &draft[..]].concat());
-    let fed: Vec<(usize, Vec<u32>)> = members.iter().zip(drafts).map(fed).collect();
+    let fed = |(m, draft): (&Member, &Vec<u32>)| Fed {
+        slot: m.slot,
+        tokens: [&m.feed[..], draft].concat(),
+        before: m.feed.len() - 1,
+    };
+    let fed: Vec<Fed> = members.iter().zip(drafts).map(fed).collect();
     let chunks = chunks_of(&fed, pieces);
     let begun = Instant::now();
     match session.forward(&chunks, None) {
@@ -175,7 +227,7 @@ fn forward(
             let drafts = drafts.iter().map(Vec::as_slice);
             return Ok((draw(samplers, drafts, logits), Some(took)));
         }
-        Err(Error::NotFinite { .. } | Error::LogitsNotFinite | Error::Logits { .. }) => {}
+        Err(e) if e.is_not_finite() => {}
         Err(e) => return Err(e),
     }
     let mut alone = |chunk: &[Chunk<'_>], sampler: Option<&mut Sampler>| {
@@ -184,8 +236,12 @@ fn forward(
     };
     let mut drawn = Vec::new();
     for member in members {
-        let fed = [(member.slot, vec![member.token])];
-        let token = alone(&chunks_of(&fed, &[]), Some(&mut member.sampler));
+        let fed = Fed {
+            slot: member.slot,
+            tokens: member.feed.clone(),
+            before: member.feed.len() - 1,
+        };
+        let token = alone(&chunks_of(&[fed], &[]), Some(&mut member.sampler));
         drawn.extend(token.transpose().map(Drawn::from));
     }
     for piece in pieces {
@@ -224,15 +280,25 @@ fn wanted(draws: bool) -> LogitsWanted {
     }
 }
 
-/// The chunks of `fed` (slot and tokens), with the logits of all rows, and of the pieces, with the logits of the
-/// last row if they join the batch.
-fn chunks_of<'a>(fed: &'a [(usize, Vec<u32>)], pieces: &'a [Piece<'_>]) -> Vec<Chunk<'a>> {
-    let members = fed.iter().map(|(slot, tokens)| Chunk {
-        slot: *slot,
-        tokens,
-        logits: match tokens.len() {
-            1 => LogitsWanted::Last,
-            _ => LogitsWanted::All,
+/// What a member is fed in a step.
+struct Fed {
+    slot: usize,
+    /// The tokens that were lost, the one drawn last, and its draft.
+    tokens: Vec<u32>,
+    /// Number of tokens that were lost.
+    before: usize,
+}
+
+/// The chunks of `fed`, with the logits of the token drawn last and of its draft, and of the pieces, with the logits
+/// of the last row if they join the batch.
+fn chunks_of<'a>(fed: &'a [Fed], pieces: &'a [Piece<'_>]) -> Vec<Chunk<'a>> {
+    let members = fed.iter().map(|fed| Chunk {
+        slot: fed.slot,
+        tokens: &fed.tokens,
+        logits: match (fed.before, fed.tokens.len()) {
+            (before, all) if before + 1 == all => LogitsWanted::Last,
+            (0, _) => LogitsWanted::All,
+            (before, all) => LogitsWanted::Window(before..all),
         },
     });
     let pieces = pieces.iter().map(|p| Chunk {

@@ -2,7 +2,7 @@
 //!
 //! A [`Batch`] runs over a [`Session`]. Each of its sequences has its own sampler, end and error:
 //! an event in one does not delay the others, and no step computed for them is wasted. A device
-//! that draws tokens itself ([`StepsAhead`]) is kept some steps ahead of the host, and prompts are
+//! that draws tokens itself ([`StepsAhead`](crate::StepsAhead)) is kept some steps ahead of the host, and prompts are
 //! queued between its steps; a sequence that joins is in the steps queued from then on, and the
 //! results of steps that were queued for one that has left are skipped.
 //!
@@ -15,13 +15,10 @@ mod drafts;
 mod host;
 mod sample;
 
-#[cfg(feature = "cuda")]
-pub(crate) use ahead::bucket;
-pub use ahead::{Drawn, Run, StepsAhead};
 pub use sample::{BatchRequest, sample_sequences};
 
-use crate::engine::Session;
 use crate::error::{Error, Result};
+use crate::interface::{Session, bucket};
 use crate::sampler::Sampler;
 use crate::speculation::Speculation;
 use ahead::Queue;
@@ -66,8 +63,8 @@ pub type Each<'a> = dyn FnMut(usize, Result<u32>) -> ControlFlow<()> + 'a;
 struct Member {
     slot: usize,
     sampler: Sampler,
-    /// Token to feed next, as far as the host knows.
-    token: u32,
+    /// Tokens to feed next, as far as the host knows: those that the session has lost, and the one drawn last.
+    feed: Vec<u32>,
     /// Tokens still to draw, not counting queued ones.
     left: usize,
     /// Its length before the steps that have not been received.
@@ -78,6 +75,19 @@ struct Member {
     row: Option<usize>,
     /// Why it cannot continue; reported once everything queued has been received.
     blocked: Option<Error>,
+}
+
+impl Member {
+    /// Tokens of its text before the one drawn last, as far as the host knows.
+    fn text_len(&self) -> usize {
+        self.len + self.feed.len() - 1
+    }
+
+    /// Tokens that a step may draft for it at most, in a context of `ctx` tokens: one less than the step draws.
+    fn most_drafts(&self, ctx: usize) -> usize {
+        let room = ctx.saturating_sub(self.text_len() + self.queued + 1);
+        self.left.saturating_sub(1).min(room)
+    }
 }
 
 /// Sequences of a session that decode together.
@@ -113,10 +123,8 @@ impl<'s> Batch<'s> {
     /// drafts if the device computes a few rows exactly as it computes one ([`Session::exact_rows`]).
     pub fn with_drafts(mut self, speculation: Option<&'s mut Speculation>) -> Self {
         self.speculation = speculation.filter(|_| self.session.draft_rows() > 1);
-        if let (Some(speculation), true) =
-            (&mut self.speculation, self.session.steps_ahead().is_some())
-        {
-            speculation.rounds_rows(ahead::bucket);
+        if let (Some(speculation), true) = (&mut self.speculation, self.session.ahead().is_some()) {
+            speculation.rounds_rows(bucket);
         }
         self
     }
@@ -155,8 +163,8 @@ impl<'s> Batch<'s> {
     }
 
     /// Takes the sequence in `slot` out of the batch. The sequence then holds everything fed before
-    /// its drawn tokens, and all drawn tokens but the last. Returns its sampler, also if it had left by
-    /// itself.
+    /// its drawn tokens, and all drawn tokens but the last; or less, if more was queued for it and the session
+    /// cannot be cut there ([`Session::len`] tells). Returns its sampler, also if it had left by itself.
     pub fn leave(&mut self, slot: usize) -> Option<Sampler> {
         if let Some(at) = self.members.iter().position(|m| m.slot == slot) {
             self.remove(at);
@@ -167,7 +175,7 @@ impl<'s> Batch<'s> {
 
     fn remove(&mut self, at: usize) {
         let member = self.members.remove(at);
-        if let (Some(row), Some(device)) = (member.row, self.session.steps_ahead()) {
+        if let (Some(row), Some(device)) = (member.row, self.session.ahead()) {
             // A device that fails here fails in its next step too, which reports it.
             let _ = device.vacate(row);
         }
@@ -268,7 +276,7 @@ impl<'s> Batch<'s> {
             self.join(piece.slot, 0, len, piece.then);
             let at = self.members.len() - 1;
             self.members[at].left -= 1;
-            self.deliver(at, token, 0, each);
+            self.deliver(at, token, false, each);
         }
     }
 
@@ -278,7 +286,7 @@ impl<'s> Batch<'s> {
             self.members.push(Member {
                 slot,
                 sampler,
-                token,
+                feed: vec![token],
                 left: tokens,
                 len,
                 queued: 0,
@@ -288,14 +296,14 @@ impl<'s> Batch<'s> {
         }
     }
 
-    /// Gives member `at` the token drawn after `fed` tokens, which the sampler has recorded; removes
-    /// the member if it is done.
-    fn deliver(&mut self, at: usize, drawn: Result<u32>, fed: usize, each: &mut Each<'_>) {
+    /// Gives member `at` the token that it drew, which the sampler has recorded, after it was `fed` its tokens;
+    /// removes the member if it is done.
+    fn deliver(&mut self, at: usize, drawn: Result<u32>, fed: bool, each: &mut Each<'_>) {
         let member = &mut self.members[at];
         let over = match drawn {
             Ok(token) => {
-                member.len += fed;
-                member.token = token;
+                member.len += if fed { member.feed.len() } else { 0 };
+                member.feed = vec![token];
                 if let Some(speculation) = &mut self.speculation {
                     speculation.push(member.slot, token);
                 }
@@ -311,6 +319,32 @@ impl<'s> Batch<'s> {
             self.remove(at);
         }
     }
+
+    /// Forgets the drafts that were wrong, which the session holds behind the text of the sequence in `slot`. What
+    /// the session must forget with them is fed again.
+    fn forget_drafts(&mut self, slot: usize) {
+        let Some(member) = self.members.iter_mut().find(|m| m.slot == slot) else {
+            return;
+        };
+        let (len, reached) = (member.len, self.session.truncate(slot, member.len));
+        if reached == len {
+            return;
+        }
+        let text = self.speculation.as_ref().and_then(|s| s.text(slot));
+        match text.and_then(|text| text.get(reached..len)) {
+            Some(lost) => {
+                member.feed.splice(..0, lost.iter().copied());
+                member.len = reached;
+            }
+            None => {
+                member.blocked = Some(Error::Request {
+                    what: "the text of a sequence with drafts",
+                    expected: format!("at least {len} tokens"),
+                    found: format!("{}", text.map_or(0, <[u32]>::len)),
+                });
+            }
+        }
+    }
 }
 
 impl Drop for Batch<'_> {
@@ -320,7 +354,7 @@ impl Drop for Batch<'_> {
             let slot = member.slot;
             self.leave(slot);
         }
-        if let Some(device) = self.session.steps_ahead() {
+        if let Some(device) = self.session.ahead() {
             self.queue.drain(device);
         }
     }

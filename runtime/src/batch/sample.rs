@@ -1,8 +1,8 @@
 //! Many sequences sampled at once, for calibration on a model's own text.
 
 use super::{Batch, Continuation, Piece};
-use crate::engine::Session;
 use crate::error::{Error, Result};
+use crate::interface::Session;
 use crate::sampler::{Sampler, SamplingParams};
 use nq_formats::Progress;
 use std::ops::ControlFlow;

@@ -3,7 +3,7 @@
 use super::layer::pack;
 use super::session::embed;
 use crate::error::Result;
-use crate::load::LoadOptions;
+use crate::interface::LoadOptions;
 use crate::models;
 use crate::rope::Rotary;
 use crate::sampler::best_token;
@@ -158,7 +158,7 @@ impl EagleModel {
         let mut gated = vec![0.0; c.intermediate_size];
         cpu.linear(&w.gate_up, &normed, &mut gated, Epilogue::SiluMul)?;
         cpu.linear(&w.down, &gated, &mut x, Epilogue::Add)?;
-        match crate::engine::all_finite(&x) {
+        match crate::checks::all_finite(&x) {
             true => Ok(x),
             false => Err(NOT_FINITE),
         }

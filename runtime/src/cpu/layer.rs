@@ -1,9 +1,8 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
-use crate::engine::Observer;
 use crate::error::{Error, Result};
 use crate::forward::{self, Experts, HeadVectors, Operand, Ops, Packed, Projection, VectorSpec};
-use crate::load::LoadOptions;
+use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;

@@ -1,6 +1,7 @@
 //! The CPU engine: nq's own forward over `nq_kernels::cpu`.
 
 pub(crate) mod eagle;
+mod eagle_drafts;
 pub(crate) mod layer;
 mod session;
 mod stepper;
@@ -10,10 +11,11 @@ pub(crate) use stepper::CpuLayers;
 pub use stepper::stepper_bytes;
 
 use crate::device::available_memory;
-use crate::engine::{Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
+use crate::interface::{
+    ActivationChoice, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+};
 use crate::kv::least_prefix;
-use crate::load::{ActivationChoice, LoadOptions};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};

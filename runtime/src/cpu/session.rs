@@ -1,14 +1,14 @@
 //! [`Session`] on the CPU.
 
 use super::CpuModel;
+use super::eagle_drafts::EagleDrafts;
 use super::layer::{Batch, Layer, Pass, Scratch};
-use crate::engine::{
-    Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks, check_finite,
-    check_page,
-};
+use crate::checks::{all_finite, check_chunks, check_finite, check_page};
 use crate::error::{Error, Result};
+use crate::interface::{
+    Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams, Tapped,
+};
 use crate::kv::{PageCopy, PageTables};
-use crate::speculation::{Drafter, Eagle, EagleDrafts, Tapped};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Epilogue, FEW_ROWS, KvPages, Linear};
 use std::sync::Arc;
@@ -237,60 +237,24 @@ impl Session for CpuSession {
         self.tables.len(slot)
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
         self.tables.truncate(slot, len);
         let hidden = self.model.config.hidden_size;
         self.taps.truncate(slot, len, hidden);
+        self.tables.len(slot)
     }
 
-    fn eagle_drafts(&mut self, head: &Eagle) -> Result<Box<dyn Drafter>> {
-        let drafts = EagleDrafts::new(head.on_cpu()?, &self.spec);
-        self.taps = Taps {
-            after: head.taps().to_vec(),
-            slots: vec![Tapped::default(); self.spec.slots],
-        };
-        Ok(Box::new(drafts))
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        self.tables.fork(from, to, len)?;
+        Ok(len)
     }
 
-    fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {
-        let kept = self.taps.slots.get_mut(slot)?;
-        let next = Tapped {
-            position: self.tables.len(slot),
-            rows: Vec::new(),
-        };
-        let taken = std::mem::replace(kept, next);
-        (!taken.rows.is_empty()).then_some(taken)
+    fn pages(&mut self) -> Option<&mut dyn Pages> {
+        Some(self)
     }
 
-    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
-        self.tables.fork(from, to, len)
-    }
-
-    fn free_pages(&self) -> Option<usize> {
-        Some(self.tables.free_pages())
-    }
-
-    fn page_bytes(&self) -> Option<usize> {
-        let c = &self.model.config;
-        let layer = KvPages::page_bytes(self.spec.kv, c.num_key_value_heads, c.head_dim);
-        Some(c.num_hidden_layers * layer)
-    }
-
-    fn read_page(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
-        let page = self.tables.whole_page(slot, index)?;
-        self.kv.iter().for_each(|layer| layer.read_page(page, out));
-        Ok(())
-    }
-
-    fn append_page(&mut self, slot: usize, page: &[u8]) -> Result<()> {
-        let expected = self.page_bytes().unwrap_or(0);
-        check_page(page, expected)?;
-        let at = self.tables.append_page(slot, self.spec.ctx)?;
-        let layers = page.chunks_exact(expected / self.kv.len());
-        for (layer, bytes) in self.kv.iter_mut().zip(layers) {
-            layer.write_page(at, bytes);
-        }
-        Ok(())
+    fn streams(&mut self) -> Option<&mut dyn Streams> {
+        Some(self)
     }
 
     fn exact_rows(&self) -> usize {
@@ -323,7 +287,7 @@ impl Session for CpuSession {
         })
     }
 
-    fn forward_hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+    fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
         self.run(chunks, &mut ())?;
         self.run_norm(chunks);
         if !all_finite(&self.head_in) {
@@ -335,6 +299,56 @@ impl Session for CpuSession {
         out.extend_from_slice(&self.head_in);
         self.advance(chunks);
         Ok(())
+    }
+}
+
+impl Pages for CpuSession {
+    fn free(&self) -> usize {
+        self.tables.free_pages()
+    }
+
+    fn page_bytes(&self) -> usize {
+        let c = &self.model.config;
+        let layer = KvPages::page_bytes(self.spec.kv, c.num_key_value_heads, c.head_dim);
+        c.num_hidden_layers * layer
+    }
+
+    fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+        let page = self.tables.whole_page(slot, index)?;
+        self.kv.iter().for_each(|layer| layer.read_page(page, out));
+        Ok(())
+    }
+
+    fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        let expected = self.page_bytes();
+        check_page(page, expected)?;
+        let at = self.tables.append_page(slot, self.spec.ctx)?;
+        let layers = page.chunks_exact(expected / self.kv.len());
+        for (layer, bytes) in self.kv.iter_mut().zip(layers) {
+            layer.write_page(at, bytes);
+        }
+        Ok(())
+    }
+}
+
+impl Streams for CpuSession {
+    fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>> {
+        let drafts = EagleDrafts::new(&head.weights("the CPU")?, &self.spec);
+        self.taps = Taps {
+            after: head.taps.to_vec(),
+            slots: vec![Tapped::default(); self.spec.slots],
+        };
+        Ok(Box::new(drafts))
+    }
+
+    fn take(&mut self, slot: usize) -> Option<Tapped> {
+        let kept = self.taps.slots.get_mut(slot)?;
+        let next = Tapped {
+            position: self.tables.len(slot),
+            rows: Vec::new(),
+        };
+        let taken = std::mem::replace(kept, next);
+        (!taken.rows.is_empty()).then_some(taken)
     }
 }
 

@@ -1,9 +1,8 @@
 //! The CPU as a device of the layer stepper.
 
 use super::layer::{Batch, Layer, Pass, Scratch, pack, pack_layer};
-use crate::engine::Observer;
 use crate::error::Result;
-use crate::load::LoadOptions;
+use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::stepper::{Cut, Head, LayerDevice, Piece};

@@ -10,12 +10,11 @@ mod buffers;
 
 use super::model::{CudaModel, refuse};
 use super::session::reserve_pages;
-use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
+use crate::interface::{Draft, Drafter, SessionSpec};
 use crate::kv::PageTables;
 use crate::rope::Rotary;
 use crate::speculation::head::{GATE_UP, HeadWeights, NOT_FINITE, rotary};
-use crate::speculation::{Draft, Drafter};
 use buffers::{Few, Many, Widths};
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight};

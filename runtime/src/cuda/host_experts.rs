@@ -7,7 +7,7 @@
 use crate::cpu::layer::pack;
 use crate::device::available_memory;
 use crate::error::{Error, Result};
-use crate::load::LoadOptions;
+use crate::interface::LoadOptions;
 use crate::models::LayerWeights;
 use crate::weights::Census;
 use nq_formats::models::{Block, LayerSpec, Mixer, Product};

@@ -6,10 +6,11 @@ mod model;
 mod plan;
 mod session;
 
-use crate::engine::{DeviceMemory, Engine, EngineDescription, Session, SessionSpec};
 use crate::error::{Error, Result};
+use crate::interface::{
+    ActivationChoice, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+};
 use crate::kv::least_prefix;
-use crate::load::{ActivationChoice, LoadOptions};
 use crate::memory::Kinds;
 pub(crate) use eagle::CudaEagle;
 use model::CudaModel;

@@ -3,10 +3,9 @@
 use super::host_experts::{HostExperts, is_of_experts};
 use super::plan::{self, Request, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::session::most_together;
-use crate::engine::SessionSpec;
 use crate::error::{Error, Result};
 use crate::forward::{HeadVectors, Layer, VectorSpec};
-use crate::load::LoadOptions;
+use crate::interface::{LoadOptions, SessionSpec};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};

@@ -4,9 +4,9 @@
 use super::host_experts::is_of_experts;
 use super::model::CudaLayer;
 use super::session::SessionMemory;
-use crate::engine::{DeviceMemory, SessionSpec};
 use crate::error::{Error, Result};
 use crate::forward::{Layer, VectorSpec};
+use crate::interface::{DeviceMemory, SessionSpec};
 use crate::memory::Kinds;
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING};

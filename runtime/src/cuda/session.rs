@@ -7,13 +7,12 @@ mod taps;
 
 use super::eagle::EagleRun;
 use super::model::CudaModel;
-use crate::batch::StepsAhead;
-use crate::engine::{
-    Chunk, Logits, Observer, Session, SessionSpec, all_finite, check_chunks, check_page,
-};
+use crate::checks::{all_finite, check_chunks, check_page};
 use crate::error::{Error, Result};
+use crate::interface::{
+    Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
+};
 use crate::kv::{PageCopy, PageTables};
-use crate::speculation::{Drafter, Eagle};
 use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::PAGE;
@@ -68,7 +67,7 @@ struct ManyRows {
     attended: Buffer<u16>, // [rows, q_dim padded]
     mlp: Buffer<u16>,      // [rows, intermediate padded]
     head_in: Buffer<u16>,  // [LOGIT_ROWS, hidden padded]
-    logits: Buffer<f32>,   // [LOGIT_ROWS, vocab]
+    logits: Buffer<f32>,   // [LOGIT_ROWS, vocab], or hidden states of as many rows
     experts: Option<ExpertRows>,
     full: Option<FullRows>,
     taps: Option<Taps>,
@@ -343,45 +342,20 @@ impl Session for CudaSession {
         self.tables.len(slot)
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
         self.tables.truncate(slot, len);
         if let Some(eagle) = &self.eagle {
             eagle.truncate(slot, len);
         }
+        self.tables.len(slot)
     }
 
-    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
         if let Some(eagle) = &self.eagle {
             eagle.truncate(to, 0);
         }
-        Ok(())
-    }
-
-    fn free_pages(&self) -> Option<usize> {
-        Some(self.tables.free_pages())
-    }
-
-    fn page_bytes(&self) -> Option<usize> {
-        Some(self.pages.page_bytes())
-    }
-
-    fn read_page(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
-        let page = self.tables.whole_page(slot, index)?;
-        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
-        Ok(self.stream.read_page(&self.pages, page, through, out)?)
-    }
-
-    fn append_page(&mut self, slot: usize, page: &[u8]) -> Result<()> {
-        check_page(page, self.pages.page_bytes())?;
-        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
-        let at = self.tables.append_page(slot, self.spec.ctx)?;
-        // The device's page table changes when the sequence next grows.
-        let written = (self.stream).write_page(&mut self.pages, at, through, page);
-        if written.is_err() {
-            self.tables.truncate(slot, self.tables.len(slot) - PAGE);
-        }
-        Ok(written?)
+        Ok(len)
     }
 
     fn forward(
@@ -410,6 +384,24 @@ impl Session for CudaSession {
         })
     }
 
+    fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+        self.check_chunks(chunks)?;
+        let first = out.len();
+        if !chunks.is_empty() {
+            self.hidden_many(chunks, out)?;
+        }
+        if !all_finite(&out[first..]) {
+            return Err(Error::NotFinite {
+                what: "the final norm behind the output",
+                layer: self.model.layers.len() - 1,
+            });
+        }
+        for chunk in chunks {
+            self.tables.advance(chunk.slot, chunk.tokens.len());
+        }
+        Ok(())
+    }
+
     fn draft_rows(&self) -> usize {
         match self.model.kernels {
             KernelSet::Fused => self.step.most_run(),
@@ -417,7 +409,52 @@ impl Session for CudaSession {
         }
     }
 
-    fn eagle_drafts(&mut self, head: &Eagle) -> Result<Box<dyn Drafter>> {
+    fn pages(&mut self) -> Option<&mut dyn Pages> {
+        Some(self)
+    }
+
+    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        match self.model.kernels {
+            KernelSet::Fused => Some(self),
+            KernelSet::Reference => None,
+        }
+    }
+
+    fn streams(&mut self) -> Option<&mut dyn Streams> {
+        Some(self)
+    }
+}
+
+impl Pages for CudaSession {
+    fn free(&self) -> usize {
+        self.tables.free_pages()
+    }
+
+    fn page_bytes(&self) -> usize {
+        self.pages.page_bytes()
+    }
+
+    fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+        let page = self.tables.whole_page(slot, index)?;
+        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
+        Ok(self.stream.read_page(&self.pages, page, through, out)?)
+    }
+
+    fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        check_page(page, self.pages.page_bytes())?;
+        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
+        let at = self.tables.append_page(slot, self.spec.ctx)?;
+        // The device's page table changes when the sequence next grows.
+        let written = (self.stream).write_page(&mut self.pages, at, through, page);
+        if written.is_err() {
+            self.tables.truncate(slot, self.tables.len(slot) - PAGE);
+        }
+        Ok(written?)
+    }
+}
+
+impl Streams for CudaSession {
+    fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>> {
         let (model, spec) = (&self.model, &self.spec);
         if model.kernels == KernelSet::Reference {
             return Err(Error::Unsupported {
@@ -427,20 +464,13 @@ impl Session for CudaSession {
                 found: model.kernels.to_string(),
             });
         }
-        let run = EagleRun::new(head.on_gpu()?, model, &self.stream, spec)?;
-        let taps = |rows: usize| Taps::new(&model.gpu, head.taps(), rows, model.config.hidden_size);
+        let run = EagleRun::new(&head.weights("a GPU")?, model, &self.stream, spec)?;
+        let taps = |rows: usize| Taps::new(&model.gpu, head.taps, rows, model.config.hidden_size);
         self.step.taps = Some(taps(MOST_SEQUENCES)?);
         self.many.taps = Some(taps(spec.max_rows.max(1))?);
         self.eagle = Some(run.clone());
         // The recorded steps keep no streams.
         self.graphs = Graphs::default();
         Ok(Box::new(run))
-    }
-
-    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
-        match self.model.kernels {
-            KernelSet::Fused => Some(self),
-            KernelSet::Reference => None,
-        }
     }
 }

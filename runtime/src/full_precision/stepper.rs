@@ -2,11 +2,14 @@
 //! goes through a layer. Second moments of the inputs of Linears are summed and kept on the device.
 
 use super::{Load, Pass, Seen, Shown, Tape, Workspace};
-use crate::engine::{Hidden, Observer, all_finite};
+use crate::checks::all_finite;
 use crate::error::{Error, Result};
 use crate::forward::{self, VectorSpec};
+use crate::interface::Observer;
 use crate::models::LayerWeights;
-use crate::stepper::{Cut, Head, LayerDevice, LayerStepper, Piece, ProductMoments, Stepper};
+use crate::stepper::{
+    Cut, Head, Hidden, LayerDevice, LayerStepper, Piece, ProductMoments, Stepper,
+};
 use nq_formats::models::{LinearSpec, Product};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::Account;
@@ -393,7 +396,7 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{ActivationChoice, DeviceChoice, LoadOptions};
+    use crate::interface::{ActivationChoice, DeviceChoice, LoadOptions};
     use crate::models;
     use nq_formats::Checkpoint;
     use nq_formats::synth::{self, Preset};

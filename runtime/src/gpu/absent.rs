@@ -5,9 +5,8 @@
 )]
 
 use super::{GpuMemory, GpuSizes};
-use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::load::LoadOptions;
+use crate::interface::{Engine, LoadOptions};
 use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
@@ -32,10 +31,7 @@ pub(crate) fn first() -> Result<usize, String> {
     count()
 }
 
-/// There are no heads on a GPU.
-pub(crate) enum GpuEagle {}
-
-pub(crate) fn load_eagle(_: &EagleHead, _: &ModelConfig, ordinal: usize) -> Result<GpuEagle> {
+pub(crate) fn load_eagle(_: &EagleHead, _: &ModelConfig, ordinal: usize) -> Result<()> {
     absent(ordinal)
 }
 

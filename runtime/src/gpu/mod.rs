@@ -8,11 +8,11 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
-pub(crate) use here::{GpuEagle, count, first, load, load_eagle, run, stepper};
+pub(crate) use here::{count, first, load, load_eagle, run, stepper};
 pub use here::{memory, moments, sizes};
 
-use crate::engine::{DeviceMemory, SessionSpec};
 use crate::error::Result;
+use crate::interface::{DeviceMemory, SessionSpec};
 use crate::memory::Kinds;
 use nq_formats::ModelConfig;
 

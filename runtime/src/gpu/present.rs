@@ -2,10 +2,9 @@
 
 use super::{GpuMemory, GpuSizes};
 use crate::cuda::{CudaEagle, CudaEngine, planned};
-use crate::engine::Engine;
 use crate::error::Result;
 use crate::full_precision;
-use crate::load::LoadOptions;
+use crate::interface::{Engine, LoadOptions};
 use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
@@ -32,14 +31,12 @@ pub(crate) fn first() -> Result<usize, String> {
     usable.map_or_else(|| check(0).map(|()| 0), Ok)
 }
 
-pub(crate) use crate::cuda::CudaEagle as GpuEagle;
-
 /// Packs `head` for GPU `ordinal`.
 pub(crate) fn load_eagle(
     head: &EagleHead,
     model: &ModelConfig,
     ordinal: usize,
-) -> Result<GpuEagle> {
+) -> Result<CudaEagle> {
     CudaEagle::load(&Gpu::open(ordinal)?, head, model)
 }
 

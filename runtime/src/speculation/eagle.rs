@@ -1,31 +1,18 @@
 //! Drafts by an EAGLE-3 head (arXiv 2503.01840): one layer that reads the target's residual streams, and from its
 //! second token on its own.
 
-use super::{Draft, Drafter, Tapped};
 use crate::cpu::eagle::EagleModel;
 use crate::device::Device;
-use crate::engine::{Session, SessionSpec};
 use crate::error::{Error, Result};
-use crate::gpu::{self, GpuEagle};
-use crate::load::LoadOptions;
-use nq_formats::eagle::{EagleHead, TAPS};
+use crate::gpu;
+use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
+use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, WeightStore};
-use nq_kernels::cpu::{KvPages, PAGE};
 use std::sync::Arc;
 
 /// A loaded head.
 #[derive(Clone)]
-pub struct Eagle {
-    on: On,
-    taps: [usize; TAPS],
-}
-
-/// The weights on their device.
-#[derive(Clone)]
-enum On {
-    Cpu(Arc<EagleModel>),
-    Gpu(Arc<GpuEagle>),
-}
+pub struct Eagle(StreamHead);
 
 impl Eagle {
     /// Packs `head` for the model of `target`, on the device of `options`.
@@ -39,15 +26,19 @@ impl Eagle {
         options: &LoadOptions,
     ) -> Result<Self> {
         head.check_model(target.0)?;
-        Ok(Eagle {
-            taps: head.config.taps_of(target.0.num_hidden_layers),
-            on: match options.device.resolve()? {
-                Device::Cpu => On::Cpu(Arc::new(EagleModel::load(head, target, options)?)),
-                Device::Cuda(ordinal) => {
-                    On::Gpu(Arc::new(gpu::load_eagle(head, target.0, ordinal)?))
-                }
+        let taps = head.config.taps_of(target.0.num_hidden_layers);
+        Ok(Eagle(match options.device.resolve()? {
+            Device::Cpu => StreamHead {
+                taps,
+                device: "the CPU",
+                weights: Arc::new(EagleModel::load(head, target, options)?),
             },
-        })
+            Device::Cuda(ordinal) => StreamHead {
+                taps,
+                device: "a GPU",
+                weights: Arc::new(gpu::load_eagle(head, target.0, ordinal)?),
+            },
+        }))
     }
 
     /// Drafts for `session`, whose residual streams the head reads from now on.
@@ -56,205 +47,14 @@ impl Eagle {
     /// [`Error::Unsupported`] for sessions that do not give them to it; on a GPU, [`Error::Kernel`] if there is no
     /// memory for the head's context.
     pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
-        session.eagle_drafts(self)
-    }
-
-    /// The numbers of layers after which the head reads the residual stream.
-    pub(crate) fn taps(&self) -> [usize; TAPS] {
-        self.taps
-    }
-
-    /// The head on the CPU.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if it is on a GPU.
-    pub(crate) fn on_cpu(&self) -> Result<&Arc<EagleModel>> {
-        match &self.on {
-            On::Cpu(model) => Ok(model),
-            On::Gpu(_) => Err(elsewhere("the CPU", "a GPU")),
+        match session.streams() {
+            Some(streams) => streams.drafter(&self.0),
+            None => Err(Error::Unsupported {
+                engine: "nq",
+                what: "drafts from residual streams (EAGLE-3)",
+                expected: "a model that runs on nq's fused kernels".into(),
+                found: "one that does not".into(),
+            }),
         }
-    }
-
-    /// The head on a GPU.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if it is on the CPU.
-    #[cfg_attr(
-        not(feature = "cuda"),
-        expect(dead_code, reason = "for sessions on GPUs")
-    )]
-    pub(crate) fn on_gpu(&self) -> Result<&Arc<GpuEagle>> {
-        match &self.on {
-            On::Cpu(_) => Err(elsewhere("a GPU", "the CPU")),
-            On::Gpu(model) => Ok(model),
-        }
-    }
-}
-
-/// The error of a head that is not where its target is.
-fn elsewhere(expected: &str, found: &str) -> Error {
-    Error::Unsupported {
-        engine: "nq",
-        what: "an EAGLE-3 head on another device than its model",
-        expected: expected.into(),
-        found: found.into(),
-    }
-}
-
-/// The drafter of an [`Eagle`] on the CPU.
-pub(crate) struct EagleDrafts {
-    model: Arc<EagleModel>,
-    cache: KvPages,
-    slots: Vec<Slot>,
-    ctx: usize,
-}
-
-/// What the head knows of a sequence. Row `i` is the token at `first + i + 1` of the text with the residual streams of
-/// the token before it.
-#[derive(Default)]
-struct Slot {
-    table: Vec<u32>,
-    /// Position of the first token whose streams are known.
-    first: usize,
-    /// Tokens of the rows that the cache holds.
-    fed: Vec<u32>,
-    /// Streams of the rows after those, `[rows, 3 hidden]`.
-    streams: Vec<f32>,
-    /// The head's own stream after the last row that was fed.
-    last: Vec<f32>,
-}
-
-impl Slot {
-    /// Number of rows whose streams were seen.
-    fn seen(&self, width: usize) -> usize {
-        self.fed.len() + self.streams.len() / width
-    }
-
-    /// Begins a sequence of its own with the streams that wait: the text has changed before them, and with it the
-    /// token of a row whose streams are not kept.
-    fn restart(&mut self) {
-        self.first += self.fed.len();
-        self.fed.clear();
-        self.last.clear();
-    }
-
-    /// Forgets all but the first `rows` rows.
-    fn truncate(&mut self, rows: usize, width: usize) {
-        let waiting = rows.saturating_sub(self.fed.len());
-        self.streams.truncate(waiting * width);
-        if rows < self.fed.len() {
-            self.fed.truncate(rows);
-            self.last.clear();
-        }
-    }
-}
-
-impl EagleDrafts {
-    /// Drafts with `model` for a session of `spec`.
-    pub(crate) fn new(model: &Arc<EagleModel>, spec: &SessionSpec) -> Self {
-        let pages = spec.ctx.div_ceil(PAGE);
-        let slot = |slot: usize| Slot {
-            table: (slot * pages..(slot + 1) * pages)
-                .map(|p| p as u32)
-                .collect(),
-            ..Slot::default()
-        };
-        EagleDrafts {
-            cache: model.cache(spec.slots * pages),
-            slots: (0..spec.slots).map(slot).collect(),
-            ctx: spec.ctx,
-            model: Arc::clone(model),
-        }
-    }
-
-    fn width(&self) -> usize {
-        TAPS * self.model.config.hidden_size
-    }
-
-    /// Feeds the rows of the draft's text that are new. False if nothing can be drafted: the streams of its last
-    /// tokens are unknown, or the text has tokens that the model does not know.
-    fn catch_up(&mut self, draft: &Draft<'_>) -> Result<bool> {
-        let (width, model) = (self.width(), &self.model);
-        let Some(slot) = self.slots.get_mut(draft.slot) else {
-            return Ok(false);
-        };
-        let text = draft.text;
-        if text.len() > self.ctx {
-            return Ok(false);
-        }
-        let same = |(fed, token): (&u32, &u32)| fed == token;
-        if !slot
-            .fed
-            .iter()
-            .zip(text.iter().skip(slot.first + 1))
-            .all(same)
-        {
-            slot.restart();
-        }
-        let Some(tokens) = text.get(slot.first + 1..).filter(|t| !t.is_empty()) else {
-            return Ok(false);
-        };
-        slot.truncate(tokens.len(), width);
-        if slot.seen(width) < tokens.len() {
-            return Ok(false);
-        }
-        let new = &tokens[slot.fed.len()..];
-        let vocab = model.config.vocab_size;
-        if new.iter().any(|&t| t as usize >= vocab) {
-            return Ok(false);
-        }
-        if !new.is_empty() {
-            let at = slot.fed.len();
-            let cache = (&mut self.cache, &slot.table[..]);
-            slot.last = model.feed(cache, at, new, &slot.streams)?;
-            slot.fed.extend_from_slice(new);
-            slot.streams.clear();
-        }
-        Ok(!slot.last.is_empty())
-    }
-}
-
-impl Drafter for EagleDrafts {
-    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
-        for draft in drafts {
-            if !self.catch_up(draft)? {
-                continue;
-            }
-            let (model, slot) = (&self.model, &mut self.slots[draft.slot]);
-            let (mut x, mut at) = (slot.last.clone(), slot.fed.len());
-            let capacity = slot.table.len() * PAGE;
-            while draft.tokens.len() < draft.most {
-                let token = model.draft(&x)?;
-                draft.tokens.push(token);
-                if draft.tokens.len() == draft.most || at == capacity {
-                    break;
-                }
-                // The rows of drafted tokens are written over by those of the text.
-                x = model.feed_draft((&mut self.cache, &slot.table), at, token, x)?;
-                at += 1;
-            }
-        }
-        Ok(())
-    }
-
-    fn reads_streams(&self) -> bool {
-        true
-    }
-
-    fn see(&mut self, slot: usize, tapped: Tapped) {
-        let width = self.width();
-        let Some(slot) = self.slots.get_mut(slot) else {
-            return;
-        };
-        let end = slot.first + slot.seen(width);
-        if (slot.first..=end).contains(&tapped.position) {
-            slot.truncate(tapped.position - slot.first, width);
-        } else {
-            // What is between is unknown: the head sees the text from here on.
-            slot.truncate(0, width);
-            slot.streams.clear();
-            slot.first = tapped.position;
-        }
-        slot.streams.extend_from_slice(&tapped.rows);
     }
 }

@@ -18,71 +18,15 @@ mod model;
 mod ngram;
 
 pub use eagle::Eagle;
-pub(crate) use eagle::EagleDrafts;
 pub use model::DraftModel;
 pub use ngram::Ngram;
 
-use crate::engine::Session;
 use crate::error::{Error, Result};
+use crate::interface::{Draft, Drafter, KINDS, Session};
 use cost::{CostModel, Demand};
 use std::collections::BTreeMap;
 use std::ops::Sub;
 use std::time::Instant;
-
-/// Guesses the next tokens of texts.
-pub trait Drafter: Send {
-    /// Adds to each draft the tokens that are most likely to follow its text, at most [`Draft::most`], and none
-    /// if nothing is likely. If a sequence has grown or was truncated since the last call, only the new part
-    /// needs to be computed.
-    ///
-    /// # Errors
-    /// Those of the drafter. After an error nothing is drafted any more.
-    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()>;
-
-    /// True if it reads residual streams of the target. Then no step runs ahead of the host, as its streams would be
-    /// missing. [`Drafter::see`] passes on those that the target has not handed over itself.
-    fn reads_streams(&self) -> bool {
-        false
-    }
-
-    /// Residual streams of the sequence in `slot` that the target has computed since the last call.
-    fn see(&mut self, slot: usize, tapped: Tapped) {
-        let _ = (slot, tapped);
-    }
-
-    /// True if drafting takes no time compared with a step of the model.
-    fn is_free(&self) -> bool {
-        false
-    }
-}
-
-/// Residual streams of consecutive tokens of a sequence, which a session kept for a drafter ([`Session::eagle_drafts`]).
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Tapped {
-    /// Position of the first token.
-    pub position: usize,
-    /// `[tokens, taps, hidden]`
-    pub rows: Vec<f32>,
-}
-
-/// A guess asked of a [`Drafter`].
-#[derive(Debug)]
-pub struct Draft<'a> {
-    /// The sequence.
-    pub slot: usize,
-    /// All its tokens, the one that is fed next included.
-    pub text: &'a [u32],
-    /// Tokens wanted at most.
-    pub most: usize,
-    /// The guess.
-    pub tokens: Vec<u32>,
-    /// How certain the guess is, below [`KINDS`]; 0 is the least certain. Guesses of one kind have about the same
-    /// acceptance rate, which is estimated per kind.
-    pub kind: usize,
-}
-
-/// Number of kinds of guesses.
-pub const KINDS: usize = 3;
 
 /// Counts of drafted and accepted tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -227,8 +171,11 @@ impl Speculation {
         if !self.drafter.reads_streams() {
             return;
         }
+        let Some(streams) = session.streams() else {
+            return;
+        };
         for slot in slots {
-            let tapped = session.take_tapped(slot).filter(|_| self.follows(slot));
+            let tapped = streams.take(slot).filter(|_| self.follows(slot));
             if let Some(tapped) = tapped {
                 self.drafter.see(slot, tapped);
             }
@@ -243,6 +190,11 @@ impl Speculation {
     /// For a device that computes `rounded(rows)` rows in a step that needs `rows`.
     pub(crate) fn rounds_rows(&mut self, rounded: fn(usize) -> usize) {
         self.costs.rounded = rounded;
+    }
+
+    /// All tokens of the sequence in `slot`, the one that is fed next included, if it is followed.
+    pub(crate) fn text(&self, slot: usize) -> Option<&[u32]> {
+        self.followed.get(&slot).map(|f| &f.text[..])
     }
 
     /// True if tokens of the sequence in `slot` may be drafted.

@@ -6,9 +6,8 @@
 
 mod ahead;
 
-use super::{Draft, Drafter};
-use crate::engine::{Chunk, LogitsWanted, Session};
 use crate::error::{Error, Result};
+use crate::interface::{Chunk, Draft, Drafter, LogitsWanted, Session};
 use crate::sampler::best_token;
 
 /// The session of a draft model. It drafts for the sequences in the same slots of another session.
@@ -43,16 +42,16 @@ impl DraftModel {
         }
     }
 
-    /// Truncates the slot to the tokens that it shares with `text`, and returns the rest of `text`, at least its
+    /// Truncates the slot to tokens that it shares with `text`, and returns the rest of `text`, at least its
     /// last token.
     fn missing<'t>(&mut self, slot: usize, text: &'t [u32]) -> &'t [u32] {
         let held = &mut self.held[slot];
         let most = text.len() - 1;
         let same = held.iter().zip(&text[..most]);
         let common = same.take_while(|(a, b)| a == b).count();
-        held.truncate(common);
-        self.session.truncate(slot, common);
-        &text[common..]
+        let reached = self.session.truncate(slot, common);
+        held.truncate(reached);
+        &text[reached..]
     }
 
     /// The drafts that can be made now, with the tokens of their texts that are still to be fed. A text that is
@@ -169,7 +168,7 @@ impl DraftModel {
 impl Drafter for DraftModel {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
         let active = self.begin(drafts)?;
-        let rows = self.session.steps_ahead().map(|device| device.rows());
+        let rows = self.session.ahead().map(|device| device.rows());
         match rows {
             Some(rows) if active.len() <= rows => self.draft_ahead(drafts, active),
             _ => self.draft_on_host(drafts, active),

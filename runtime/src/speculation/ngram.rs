@@ -1,8 +1,8 @@
 //! Prompt lookup: finds the text's last tokens earlier in the text, and drafts the tokens that followed there.
 //! That works for quotations, edits and code; in new prose it finds nothing and costs nothing.
 
-use super::{Draft, Drafter};
 use crate::error::Result;
+use crate::interface::{Draft, Drafter};
 use std::collections::BTreeMap;
 
 /// Drafts what followed an earlier occurrence of the text's last tokens.

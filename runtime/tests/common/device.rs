@@ -1,7 +1,7 @@
 //! A fake device that is steps ahead of the host: its steps are computed at once and handed out later,
 //! and idle rows draw nonsense.
 
-use nq_runtime::batch::{Drawn, Run};
+use nq_runtime::interface::{Drawn, Run};
 use nq_runtime::{
     Chunk, Continuation, Error, KvType, Logits, LogitsWanted, Observer, Piece, Result, Sampler,
     SamplingParams, Session, SessionSpec, StepsAhead,
@@ -104,8 +104,18 @@ impl Session for Device {
         self.sequences[slot].len()
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
         self.sequences[slot].truncate(len);
+        self.sequences[slot].len()
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        self.sequences[to] = self.sequences[from][..len].to_vec();
+        Ok(len)
+    }
+
+    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
+        unreachable!("only logits are asked for")
     }
 
     fn forward(
@@ -131,7 +141,7 @@ impl Session for Device {
         self.draft_rows
     }
 
-    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
         Some(self)
     }
 }

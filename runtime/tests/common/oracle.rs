@@ -1,6 +1,6 @@
 //! A drafter that knows texts.
 
-use nq_runtime::speculation::Draft;
+use nq_runtime::interface::Draft;
 use nq_runtime::{Drafter, Result, Speculation};
 use std::sync::{Arc, Mutex};
 

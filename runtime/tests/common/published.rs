@@ -3,7 +3,7 @@
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Weight, WeightStore};
 use nq_kernels::rng::Philox;
-use nq_runtime::speculation::Draft;
+use nq_runtime::interface::Draft;
 use nq_runtime::{Drafter, Eagle, Engine, KvType, LoadOptions, Observer, Session, SessionSpec};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -279,7 +279,7 @@ pub(crate) fn ask(
     slot: usize,
     text: &[u32],
 ) -> Vec<u32> {
-    if let Some(tapped) = session.take_tapped(slot) {
+    if let Some(tapped) = session.streams().and_then(|s| s.take(slot)) {
         drafter.see(slot, tapped);
     }
     let mut drafts = [Draft {

@@ -21,7 +21,7 @@ pub(super) struct Job {
     pub(super) tokens: Vec<u32>,
     /// Its slot, if it has one.
     pub(super) slot: Option<usize>,
-    /// Tokens that the session holds so far, while the prompt is computed.
+    /// Tokens that the session holds, while the batch does not have the sequence.
     pub(super) fed: usize,
     /// Pages on disk that are being read back.
     pub(super) restore: Option<Restore>,

@@ -81,7 +81,10 @@ impl Worker<'_> {
         last.saved = last.saved.max(disk.beginning(&last.keys));
         let mut page = Vec::new();
         let key = last.keys.get(last.saved);
-        let read = key.map(|key| (key, session.read_page(last.slot, last.saved, &mut page)));
+        let read = key.zip(session.pages()).map(|(key, pages)| {
+            let read = pages.read(last.slot, last.saved, &mut page);
+            (key, read)
+        });
         match read {
             Some((key, Ok(()))) => {
                 disk.write(key, &page);
@@ -127,11 +130,10 @@ impl Worker<'_> {
             }
             return;
         }
-        session.truncate(slot, held * PAGE);
-        job.fed = held * PAGE;
+        job.fed = cut_to_pages(session, slot, held);
         job.phase = Phase::Restore;
         keys.truncate(found);
-        keys.drain(..held);
+        keys.drain(..job.fed / PAGE);
         job.restore = Some(Restore {
             keys: keys.into_iter(),
         });
@@ -164,10 +166,13 @@ impl Worker<'_> {
             return false;
         };
         let begun = Instant::now();
-        let bytes = session.page_bytes().unwrap_or(0);
-        let page = restore.keys.next().and_then(|key| disk.read(&key, bytes));
-        // Without free pages the prompt is computed like any other, and any shortage is reported then.
-        if page.is_some_and(|page| session.append_page(slot, &page).is_ok()) {
+        let restored = session.pages().is_some_and(|pages| {
+            let bytes = pages.page_bytes();
+            let page = restore.keys.next().and_then(|key| disk.read(&key, bytes));
+            // Without free pages the prompt is computed like any other, and any shortage is reported then.
+            page.is_some_and(|page| pages.append(slot, &page).is_ok())
+        });
+        if restored {
             self.restore_times.learn(begun.elapsed());
             job.fed += PAGE;
             self.shared.metrics.restored_tokens.inc_by(PAGE as u64);
@@ -178,6 +183,15 @@ impl Worker<'_> {
         job.start(&self.shared.metrics);
         false
     }
+}
+
+/// Cuts a sequence to `pages` whole pages, or to fewer where the session must; returns its length.
+fn cut_to_pages(session: &mut dyn Session, slot: usize, pages: usize) -> usize {
+    let mut reached = session.truncate(slot, pages * PAGE);
+    while !reached.is_multiple_of(PAGE) {
+        reached = session.truncate(slot, reached / PAGE * PAGE);
+    }
+    reached
 }
 
 impl Job {

@@ -303,7 +303,7 @@ impl Engine {
                 });
             }
         }
-        if options.disk.is_some() && session.page_bytes().is_none() {
+        if options.disk.is_some() && session.pages().is_none() {
             return Err(nq_runtime::Error::Request {
                 what: "pages on disk",
                 expected: "an engine that reads and writes keys and values".into(),

@@ -117,8 +117,8 @@ impl Worker<'_> {
         let session = batch.session();
         let spared = found.map(|f| f.slot);
         while session
-            .free_pages()
-            .is_some_and(|free| free < needed + promised)
+            .pages()
+            .is_some_and(|pages| pages.free() < needed + promised)
         {
             if !self.seats.give_up(session, spared) {
                 // A single request always fits: the session has pages for a whole context.
@@ -150,7 +150,8 @@ impl Worker<'_> {
         job.fed = 0;
         if let Some(found) = found.filter(|f| session.len(f.slot) >= f.len) {
             match session.fork(found.slot, slot, found.len) {
-                Ok(()) => job.fed = found.len,
+                // What the session could not share is computed.
+                Ok(reached) => job.fed = reached,
                 Err(_) => self.seats.sharing = false,
             }
             self.seats
@@ -192,9 +193,8 @@ impl Worker<'_> {
             job.sampler = Some(sampler);
         }
         let session = batch.session();
-        let len = session.len(slot).min(job.tokens.len());
         // Drafts that were right may lie behind the token that ended the answer.
-        session.truncate(slot, len);
+        let len = session.truncate(slot, job.tokens.len());
         let keeps = sound && self.options.prefix_cache && self.seats.sharing;
         if !keeps || len < WORTH_KEEPING {
             self.seats.clear(session, slot);

@@ -310,7 +310,11 @@ impl Worker<'_> {
         // It left the batch by itself, so that its constraint can set the next mask.
         job.sampler = batch.leave(slot);
         job.masked = false;
-        job.fed = job.tokens.len() - 1;
+        job.fed = batch.session().len(slot);
+        if job.fed + 1 < job.tokens.len() {
+            // What the session has lost is fed as the rest of a prompt is.
+            job.phase = Phase::Prompt;
+        }
         if let Err(finish) = accept(job, token) {
             return Some(finish);
         }

@@ -255,8 +255,8 @@ impl Worker<'_> {
     fn measure(&mut self, batch: &mut Batch<'_>) {
         let metrics = &self.shared.metrics;
         let waiting = self.queue.len();
-        if let Some(free) = batch.session().free_pages() {
-            metrics.pages_free.set(free as i64);
+        if let Some(pages) = batch.session().pages() {
+            metrics.pages_free.set(pages.free() as i64);
         }
         metrics.waiting.set(waiting as i64);
         metrics.running.set((self.jobs.len() - waiting) as i64);

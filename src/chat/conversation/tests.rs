@@ -68,8 +68,17 @@ impl Session for Parrot {
         self.held.len()
     }
 
-    fn truncate(&mut self, _: usize, len: usize) {
+    fn truncate(&mut self, _: usize, len: usize) -> usize {
         self.held.truncate(len);
+        self.held.len()
+    }
+
+    fn fork(&mut self, _: usize, _: usize, _: usize) -> nq_runtime::Result<usize> {
+        unreachable!("there is one slot")
+    }
+
+    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> nq_runtime::Result<()> {
+        unreachable!("only logits are asked for")
     }
 
     fn forward(

@@ -1,11 +1,10 @@
 //! A session that computes every step, but then draws the next token of a known text instead of its own.
 
 use nq_kernels::rng::Philox;
-use nq_runtime::batch::{Drawn, Run};
-use nq_runtime::speculation::{Draft, Tapped};
+use nq_runtime::interface::{Draft, Drawn, Run, Tapped};
 use nq_runtime::{
-    Chunk, Drafter, Eagle, Logits, LogitsWanted, Observer, Result, Sampler, Session, SessionSpec,
-    StepsAhead,
+    Chunk, Drafter, Logits, LogitsWanted, Observer, Pages, Result, Sampler, Session, SessionSpec,
+    StepsAhead, Streams,
 };
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -49,7 +48,7 @@ impl Replay {
     }
 
     fn device(&mut self) -> &mut dyn StepsAhead {
-        let device = self.session.steps_ahead();
+        let device = self.session.ahead();
         device.expect("only a session that has a device hands it out")
     }
 }
@@ -103,16 +102,24 @@ impl Session for Replay {
         self.session.len(slot)
     }
 
-    fn truncate(&mut self, slot: usize, len: usize) {
-        self.session.truncate(slot, len);
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
+        self.session.truncate(slot, len)
     }
 
-    fn eagle_drafts(&mut self, head: &Eagle) -> Result<Box<dyn Drafter>> {
-        self.session.eagle_drafts(head)
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        self.session.fork(from, to, len)
     }
 
-    fn take_tapped(&mut self, slot: usize) -> Option<Tapped> {
-        self.session.take_tapped(slot)
+    fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+        self.session.hidden(chunks, out)
+    }
+
+    fn pages(&mut self) -> Option<&mut dyn Pages> {
+        self.session.pages()
+    }
+
+    fn streams(&mut self) -> Option<&mut dyn Streams> {
+        self.session.streams()
     }
 
     fn exact_rows(&self) -> usize {
@@ -149,8 +156,8 @@ impl Session for Replay {
         })
     }
 
-    fn steps_ahead(&mut self) -> Option<&mut dyn StepsAhead> {
-        let device = self.session.steps_ahead()?;
+    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        let device = self.session.ahead()?;
         self.limits = (device.rows(), device.depth());
         Some(self)
     }
@@ -245,7 +252,15 @@ mod tests {
             fn len(&self, _: usize) -> usize {
                 0
             }
-            fn truncate(&mut self, _: usize, _: usize) {}
+            fn truncate(&mut self, _: usize, _: usize) -> usize {
+                0
+            }
+            fn fork(&mut self, _: usize, _: usize, _: usize) -> Result<usize> {
+                Ok(0)
+            }
+            fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
+                Ok(())
+            }
             fn forward(
                 &mut self,
                 _: &[Chunk<'_>],

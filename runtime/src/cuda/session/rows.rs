@@ -3,9 +3,9 @@
 use super::super::model::CudaModel;
 use super::passes::add_experts;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
-use crate::engine::{Chunk, Observer};
 use crate::error::{Error, Result};
 use crate::forward::{Experts, HeadVectors, Operand, Ops, Packed, Projection};
+use crate::interface::{Chunk, Observer};
 use nq_formats::models::Product;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
@@ -364,6 +364,35 @@ impl CudaSession {
             self.many.full = None;
         }
         Ok(())
+    }
+
+    /// Appends to `out` the hidden states after the final norm of the rows that the chunks want. They pass
+    /// through the memory of logits.
+    pub(super) fn hidden_many(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+        let wanted = self.queue_rows(chunks, &mut None)?;
+        let Self {
+            stream,
+            model,
+            many,
+            logits_host,
+            ..
+        } = self;
+        let (h, eps) = (model.config.hidden_size, model.config.rms_norm_eps);
+        let most = (many.logits.len() / h).clamp(1, LOGIT_ROWS);
+        for rows in wanted.chunks(most) {
+            let m = rows.len();
+            many.wanted.write(0, rows)?;
+            let normed = RowsOut {
+                full: Some(&mut many.logits),
+                half: None,
+            };
+            stream.rms_norm(&many.x, Some(&many.wanted), &model.norm, &normed, m, eps)?;
+            stream.read(&many.logits, 0, logits_host, 0..m * h)?;
+            stream.synchronize()?;
+            out.extend_from_slice(&logits_host.values()?[..m * h]);
+        }
+        self.stream.synchronize()?;
+        self.settle_profile()
     }
 
     /// Queues the chunks, without logits.

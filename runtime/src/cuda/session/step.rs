@@ -5,9 +5,8 @@ mod ahead;
 
 use super::passes::Device;
 use super::{CudaSession, ExpertRows, LOGIT_ROWS, Taps, Widths, padded};
-use crate::batch::{Run, bucket};
-use crate::engine::{Chunk, LogitsWanted, SessionSpec};
 use crate::error::Result;
+use crate::interface::{Chunk, LogitsWanted, Run, SessionSpec, bucket};
 use ahead::PENDING;
 use nq_formats::ModelConfig;
 use nq_kernels::cpu::KvType;

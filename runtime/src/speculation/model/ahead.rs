@@ -2,11 +2,9 @@
 //! token.
 
 use super::{Active, DraftModel};
-use crate::batch::StepsAhead;
-use crate::engine::{Chunk, LogitsWanted};
 use crate::error::{Error, Result};
+use crate::interface::{Chunk, Draft, LogitsWanted, StepsAhead};
 use crate::sampler::{Sampler, SamplingParams};
-use crate::speculation::Draft;
 
 /// From this number on, tokens of a text are computed together like a prompt; fewer get a step each.
 const FEW: usize = 3;
@@ -47,7 +45,7 @@ impl DraftModel {
     /// stay in `active`.
     fn queue(&mut self, active: &mut [Active], queued: &mut Queued) -> Result<()> {
         let best = Sampler::new(SamplingParams::greedy(), 0)?;
-        let Some(device) = self.session.steps_ahead() else {
+        let Some(device) = self.session.ahead() else {
             return Ok(());
         };
         let mut prompts = 0;
@@ -95,7 +93,7 @@ impl DraftModel {
         active: &[Active],
         queued: &Queued,
     ) -> Result<()> {
-        let Some(device) = self.session.steps_ahead() else {
+        let Some(device) = self.session.ahead() else {
             return Ok(());
         };
         let mut failed = None;

@@ -1,9 +1,9 @@
 //! Steps whose tokens the device draws.
 
 use super::{CudaSession, RING, Seat, StepEnd, StepKind, idle_step};
-use crate::batch::{Drawn, Run, StepsAhead, bucket};
-use crate::engine::{Chunk, LogitsWanted, Session, check_tokens};
+use crate::checks::check_tokens;
 use crate::error::{Error, Result};
+use crate::interface::{Chunk, Drawn, LogitsWanted, Run, Session, StepsAhead, bucket};
 use crate::sampler::Sampler;
 use nq_kernels::cuda::{MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling, Step};
 use std::time::Duration;

@@ -1,0 +1,109 @@
+//! A model on a device.
+
+use super::session::{Session, SessionSpec};
+use crate::error::Result;
+use nq_formats::ModelConfig;
+use nq_kernels::cpu::OpTiming;
+use std::fmt;
+
+/// A model on a device, ready to run. Weights are shared by all its sessions.
+pub trait Engine: Send + Sync {
+    /// Shape of the model.
+    fn config(&self) -> &ModelConfig;
+
+    /// The device, engine, kernels and activations that run it.
+    fn description(&self) -> &EngineDescription;
+
+    /// Bytes of weights read to decode one token: all layers and the head, but of the embedding
+    /// only rows that are looked up.
+    fn bytes_per_token(&self) -> usize;
+
+    /// Measured read bandwidth, in bytes per second, of the memory that holds the weights, for
+    /// comparing rates with their limit. Measured on the first call (a fraction of a second)
+    /// and kept; `None` if the engine cannot measure it.
+    fn memory_bandwidth(&self) -> Option<f64> {
+        None
+    }
+
+    /// Memory that weights and a session take on a device with its own memory; `None` on others.
+    fn device_memory(&self, _spec: &SessionSpec) -> Option<DeviceMemory> {
+        None
+    }
+
+    /// Most sequences whose next tokens one step of a [`Batch`](crate::batch::Batch) can draw without
+    /// copying logits to the host; `None` if logits are always copied.
+    fn sampled_together(&self) -> Option<usize> {
+        None
+    }
+
+    /// Tokens from which on a prefix that `sequences` of a session have in common is read once for
+    /// all of them in a step; `None` if each reads it for itself.
+    fn read_once_from(&self, _spec: &SessionSpec, _sequences: usize) -> Option<usize> {
+        None
+    }
+
+    /// Allocates a KV cache and scratch.
+    ///
+    /// # Errors
+    /// If the device does not have enough memory; the error says what did not fit.
+    fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>>;
+
+    /// Starts profiling the cost of each operation, from zero, over all sessions; false if this
+    /// engine cannot.
+    fn start_profile(&self) -> bool {
+        false
+    }
+
+    /// Stops profiling and returns the counts, the most expensive operation first. Work that a forward
+    /// does between operations is not included.
+    fn stop_profile(&self) -> Vec<OpTiming> {
+        Vec::new()
+    }
+}
+
+/// The device, engine, kernels and activations of a model, for reports.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EngineDescription {
+    /// `nq` or `candle`.
+    pub engine: String,
+    /// Device and instruction set or compute capability, e.g. `cpu (avx512)`.
+    pub device: String,
+    /// `fused` or `reference`.
+    pub kernels: String,
+    /// `f32`, `int8 g32`, ...
+    pub activations: String,
+    /// Bits of most weights, e.g. 4, 8 or 16.
+    pub bits: usize,
+    /// Number of CPU threads; 0 on a GPU.
+    pub threads: usize,
+}
+
+impl fmt::Display for EngineDescription {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} on {}, {} kernels, activations {}, {} threads",
+            self.engine, self.device, self.kernels, self.activations, self.threads
+        )
+    }
+}
+
+/// Use of a device's own memory, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Weights.
+    pub weights: usize,
+    /// Keys and values of a session.
+    pub kv: usize,
+    /// Activations and tables of that session.
+    pub scratch: usize,
+    /// Free memory at the time of asking.
+    pub free: usize,
+}
+
+impl DeviceMemory {
+    /// Sum of weights, keys and values, and scratch.
+    pub fn total(&self) -> usize {
+        self.weights + self.kv + self.scratch
+    }
+}

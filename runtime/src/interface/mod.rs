@@ -1,0 +1,24 @@
+//! The interfaces of the runtime: what a device offers, whatever it is, and what is asked of it. They know none of
+//! the modules that use or implement them.
+//!
+//! One forward serves chat, evaluation, calibration and sensitivity: [`Session::forward`] takes a batch of token
+//! chunks, appends them to sequences whose state the session owns, and returns the logits wanted; an
+//! [`Observer`] may look on. What only some devices can do are parts of a session that it may have: [`Pages`],
+//! [`StepsAhead`], [`Streams`].
+
+mod ahead;
+mod drafts;
+mod engine;
+mod observer;
+mod options;
+mod pages;
+mod session;
+
+pub(crate) use ahead::bucket;
+pub use ahead::{Drawn, Run, StepsAhead};
+pub use drafts::{Draft, Drafter, KINDS, StreamHead, Streams, Tapped};
+pub use engine::{DeviceMemory, Engine, EngineDescription};
+pub use observer::Observer;
+pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
+pub use pages::Pages;
+pub use session::{Chunk, Logits, LogitsWanted, Session, SessionSpec};

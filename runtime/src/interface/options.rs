@@ -1,0 +1,217 @@
+//! How a model is placed on a device.
+
+use super::session::SessionSpec;
+use crate::error::{Error, Result};
+use crate::weights::bits;
+use nq_formats::{DType, Weight};
+use nq_kernels::cpu::{Cpu, IsaChoice, TeamOptions};
+use nq_kernels::{Activations, KernelSet};
+use std::fmt;
+use std::str::FromStr;
+
+/// Which device to run on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The first usable GPU, otherwise the CPU; the choice and its reason are reported.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU of this ordinal; an error if it is absent.
+    Cuda(usize),
+}
+
+/// Type that Linears round their inputs to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ActivationChoice {
+    /// Per weight: int8 in groups of 32 for 4-bit weights, int16 in groups of 128 for 8-bit
+    /// ones, where the device has such kernels; f32 for others.
+    #[default]
+    Auto,
+    /// No rounding.
+    F32,
+    /// bf16, for bf16 weights; f32 for others.
+    Bf16,
+    /// Signed 8-bit codes with a scale per group, for all quantized weights; f32 for others.
+    Int8 {
+        /// Inputs that share a scale.
+        group: usize,
+    },
+    /// Like `Int8`, with codes of almost 16 bits.
+    Int16 {
+        /// Inputs that share a scale.
+        group: usize,
+    },
+}
+
+/// Group sizes that a name may give, and the default group of int8 and of int16.
+const GROUPS: [usize; 4] = [16, 32, 64, 128];
+const INT8_GROUP: usize = 32;
+const INT16_GROUP: usize = 128;
+/// Weights of more bits than this would lose more to int8 inputs than prefill gains.
+const INT8_BITS: usize = 5;
+
+impl FromStr for ActivationChoice {
+    type Err = String;
+
+    /// Parses `auto`, `f32`, `bf16`, `int8` or `int16`; the last two may be followed by `-g16`, `-g32`,
+    /// `-g64` or `-g128` for another group than the default.
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        let expected = "expected auto, f32, bf16, int8 or int16, \
+                        or the last two with -g16, -g32, -g64 or -g128";
+        let (name, group) = match s.split_once("-g") {
+            None => (s, None),
+            Some((name, group)) => {
+                let group = group.parse().ok().filter(|g| GROUPS.contains(g));
+                (name, Some(group.ok_or(expected)?))
+            }
+        };
+        match (name, group) {
+            ("auto", None) => Ok(Self::Auto),
+            ("f32", None) => Ok(Self::F32),
+            ("bf16", None) => Ok(Self::Bf16),
+            ("int8", group) => Ok(Self::Int8 {
+                group: group.unwrap_or(INT8_GROUP),
+            }),
+            ("int16", group) => Ok(Self::Int16 {
+                group: group.unwrap_or(INT16_GROUP),
+            }),
+            _ => Err(expected.into()),
+        }
+    }
+}
+
+impl fmt::Display for ActivationChoice {
+    /// Writes a name that [`ActivationChoice::from_str`] parses.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::F32 => f.write_str("f32"),
+            Self::Bf16 => f.write_str("bf16"),
+            Self::Int8 { group } => write!(f, "int8-g{group}"),
+            Self::Int16 { group } => write!(f, "int16-g{group}"),
+        }
+    }
+}
+
+/// Which implementation runs the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineKind {
+    /// nq's own engine.
+    #[default]
+    Nq,
+    /// candle-transformers, the baseline: unquantized models and GGUF files, on the CPU only, with
+    /// the feature `candle`.
+    Candle,
+}
+
+/// Options for placing a model on a device.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LoadOptions {
+    /// Device.
+    pub device: DeviceChoice,
+    /// Implementation.
+    pub engine: EngineKind,
+    /// CPU threads; `None`: one per physical core.
+    pub threads: Option<usize>,
+    /// Bind CPU threads to cores.
+    pub pin: bool,
+    /// CPU instruction set.
+    pub isa: IsaChoice,
+    /// Rounding of Linear inputs.
+    pub activations: ActivationChoice,
+    /// Family of kernels.
+    pub kernels: KernelSet,
+    /// Of a mixture of experts on a GPU: number of layers, from the first on, whose experts stay in the
+    /// computer's memory and run on the CPU; `None`: as few as the GPU's memory requires.
+    pub cpu_experts: Option<usize>,
+    /// A session that will be opened later: a GPU must have room for it too, which is checked before
+    /// anything is allocated.
+    pub session: Option<SessionSpec>,
+}
+
+impl LoadOptions {
+    /// The CPU with the requested threads and instruction set.
+    ///
+    /// # Errors
+    /// A forced instruction set that this CPU lacks; binding threads to cores on a system that cannot
+    /// do it.
+    pub fn cpu(&self) -> Result<Cpu> {
+        if self.pin && !cfg!(target_os = "linux") {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "threads bound to cores",
+                expected: "Linux".into(),
+                found: std::env::consts::OS.into(),
+            });
+        }
+        let team = TeamOptions {
+            threads: self.threads,
+            pin: self.pin,
+        };
+        Ok(Cpu::with(team, self.isa)?)
+    }
+}
+
+impl ActivationChoice {
+    /// Resolves the rounding of the input of the stacked `parts`, where the device has a kernel, which
+    /// `supports` tells. Unquantized weights never take integers, nor quantized ones bf16.
+    ///
+    /// `Auto` rounds for quantized weights: the product then runs in integers, at several times
+    /// the speed, and adds an error far below that of the weights. For weights of 6 and 8 bits, int8
+    /// inputs would add an error almost as large as the weights' own; two bytes add none that can be
+    /// measured. They cost decoding nothing, as it waits for memory, but double prefill's products.
+    pub fn resolve(
+        self,
+        parts: &[&Weight],
+        supports: impl Fn(&Weight, Activations) -> bool,
+    ) -> Activations {
+        let quantized = parts.iter().all(|w| matches!(w, Weight::Quantized(_)));
+        let bf16 = |w: &&Weight| matches!(w, Weight::Dense(t) if t.dtype() == DType::BF16);
+        match self {
+            ActivationChoice::Int8 { group } if quantized => Activations::Int8 { group },
+            ActivationChoice::Int16 { group } if quantized => Activations::Int16 { group },
+            ActivationChoice::Bf16 if parts.iter().all(bf16) => Activations::Bf16,
+            ActivationChoice::Auto if quantized => {
+                let rounded = if parts.iter().any(|w| bits(w) <= INT8_BITS) {
+                    Activations::Int8 { group: INT8_GROUP }
+                } else {
+                    Activations::Int16 { group: INT16_GROUP }
+                };
+                if parts.iter().all(|w| supports(w, rounded)) {
+                    rounded
+                } else {
+                    Activations::F32
+                }
+            }
+            _ => Activations::F32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_read_as_they_are_written() {
+        let mut all = vec![
+            ActivationChoice::Auto,
+            ActivationChoice::F32,
+            ActivationChoice::Bf16,
+        ];
+        for group in GROUPS {
+            all.push(ActivationChoice::Int8 { group });
+            all.push(ActivationChoice::Int16 { group });
+        }
+        for choice in all {
+            assert_eq!(choice.to_string().parse(), Ok(choice));
+        }
+        assert_eq!("int8".parse(), Ok(ActivationChoice::Int8 { group: 32 }));
+        assert_eq!("int16".parse(), Ok(ActivationChoice::Int16 { group: 128 }));
+        for bad in ["", "int4", "int8-", "int8-g8", "int8-g0", "f32-g32", "INT8"] {
+            let refused = bad.parse::<ActivationChoice>().expect_err(bad);
+            assert!(refused.contains("int16"), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Sequences in progress over a model, and what is fed to them.
+
+use super::ahead::StepsAhead;
+use super::drafts::Streams;
+use super::observer::Observer;
+use super::pages::Pages;
+use crate::error::Result;
+use nq_kernels::cpu::{KvType, PAGE};
+use std::ops::Range;
+
+/// Size of a session.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SessionSpec {
+    /// Most sequences held at once.
+    pub slots: usize,
+    /// Most positions per sequence.
+    pub ctx: usize,
+    /// Pages of [`PAGE`] positions for all sequences together; `None`: enough to fill every
+    /// slot.
+    pub pages: Option<usize>,
+    /// Type that keys and values are rounded to.
+    pub kv: KvType,
+    /// Most tokens of one `forward` (all chunks together); longer inputs must be fed in parts.
+    pub max_rows: usize,
+}
+
+impl SessionSpec {
+    /// Number of pages for keys and values.
+    pub fn page_count(&self) -> usize {
+        let all = self.slots * self.ctx.div_ceil(PAGE);
+        self.pages.unwrap_or(all)
+    }
+}
+
+/// New tokens of one sequence, at positions `len(slot) ..` of it.
+#[derive(Clone, Debug)]
+pub struct Chunk<'a> {
+    /// The sequence.
+    pub slot: usize,
+    /// Token ids, at least one.
+    pub tokens: &'a [u32],
+    /// Rows whose logits are wanted.
+    pub logits: LogitsWanted,
+}
+
+/// Which rows of a chunk get logits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LogitsWanted {
+    /// None: the head is not run.
+    None,
+    /// The last row.
+    Last,
+    /// Every row.
+    All,
+    /// These rows of the chunk.
+    Window(Range<usize>),
+}
+
+impl LogitsWanted {
+    /// The rows of a chunk of `len` tokens that get logits.
+    pub fn rows(&self, len: usize) -> Range<usize> {
+        match self {
+            LogitsWanted::None => 0..0,
+            LogitsWanted::Last => len.saturating_sub(1)..len,
+            LogitsWanted::All => 0..len,
+            LogitsWanted::Window(r) => r.clone(),
+        }
+    }
+}
+
+/// Logits of one forward: the wanted rows of all chunks, in chunk order.
+#[derive(Clone, Copy, Debug)]
+pub struct Logits<'a> {
+    /// `[rows, vocab]`, row-major.
+    pub data: &'a [f32],
+    /// Tokens in the vocabulary, the length of a row.
+    pub vocab: usize,
+}
+
+impl<'a> Logits<'a> {
+    /// Logits of row `i`.
+    pub fn row(&self, i: usize) -> &'a [f32] {
+        &self.data[i * self.vocab..(i + 1) * self.vocab]
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.data.len() / self.vocab.max(1)
+    }
+}
+
+/// Sequences in progress: their state and the scratch of a forward.
+///
+/// The state of a sequence may be one that cannot be cut at every length. [`Session::truncate`] and
+/// [`Session::fork`] therefore return the length that they reached, and the caller feeds the tokens that are
+/// missing.
+pub trait Session: Send {
+    /// The size it was made with.
+    fn spec(&self) -> SessionSpec;
+
+    /// Tokens held by a sequence.
+    fn len(&self, slot: usize) -> usize;
+
+    /// Forgets all but the first `len` tokens of a sequence. Returns the length reached, now the sequence's
+    /// length: less than `len` if its state cannot be cut there. `len` tokens or fewer stay as they are; a cut at
+    /// 0 is always reached.
+    fn truncate(&mut self, slot: usize, len: usize) -> usize;
+
+    /// Makes the sequence in slot `to` the first `len` tokens of the sequence in `from`; `to`'s previous
+    /// tokens are dropped. Returns the length reached, now that of the sequence in `to`: less than `len` if the
+    /// state in `from` cannot be cut there. What both have in common takes memory once where it can be shared.
+    ///
+    /// # Errors
+    /// [`Error::Request`](crate::Error::Request) if a slot does not exist, or if `from` has fewer tokens;
+    /// [`Error::Unsupported`](crate::Error::Unsupported) if sequences of this engine never share anything.
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize>;
+
+    /// Runs the chunks through the model and appends them to their sequences. Several
+    /// chunks must name different slots.
+    ///
+    /// # Errors
+    /// [`crate::Error::ContextFull`], [`crate::Error::PagesFull`] or [`crate::Error::Request`]
+    /// before anything is computed; the sequences are then unchanged.
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Logits<'_>>;
+
+    /// As [`Session::forward`], but for the rows that want logits appends the head's inputs to `out` instead:
+    /// their hidden states after the final norm, `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// As [`Session::forward`]; [`crate::Error::Unsupported`] if the engine gives out logits only.
+    fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()>;
+
+    /// Rows of one sequence up to which a step gives the logits, bit for bit, that as many steps of one
+    /// row give: an answer with drafts is then the answer without.
+    fn exact_rows(&self) -> usize {
+        1
+    }
+
+    /// Rows up to which a step of a [`Batch`](crate::Batch) checks drafted tokens. Where that is more than
+    /// [`Session::exact_rows`], an answer with drafts may differ from one without where two tokens are
+    /// nearly as likely.
+    fn draft_rows(&self) -> usize {
+        self.exact_rows()
+    }
+
+    /// The pages that hold its keys and values, if it has any to count, read and append.
+    fn pages(&mut self) -> Option<&mut dyn Pages> {
+        None
+    }
+
+    /// Steps ahead of the host, whose tokens the device draws, if it can.
+    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        None
+    }
+
+    /// The residual streams that it can give to drafters, if it can.
+    fn streams(&mut self) -> Option<&mut dyn Streams> {
+        None
+    }
+}
