@@ -2,13 +2,12 @@
 //! The flags of each subcommand are next to its code in [`crate::commands`].
 
 use crate::commands;
-use crate::terminal::say;
+use crate::flags::{Conflict, Global};
+use crate::terminal::{leave_on_signals, print_line};
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
-use nq_kernels::KernelSet;
-use nq_kernels::cpu::{Isa, IsaChoice};
-use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use std::process::ExitCode;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -207,170 +206,60 @@ pub fn parse() -> Cli {
     Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit())
 }
 
-/// Flags that every subcommand takes.
-#[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Shared options")]
-pub struct Global {
-    /// Where to run: auto, cpu, cuda or cuda:N
-    #[arg(long, global = true, default_value = "auto", value_parser = parse_device)]
-    pub device: DeviceChoice,
-    /// CPU threads [default: one per physical core]
-    #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
-    pub threads: Option<usize>,
-    /// Bind every CPU thread to a physical core (Linux)
-    #[arg(long, global = true)]
-    pub pin: bool,
-    /// Of a mixture on a GPU: layers whose experts stay in the computer's memory and run on the CPU
-    /// [default: as few as the GPU's memory requires]
-    #[arg(
-        long = "cpu-experts",
-        id = "cpu-experts",
-        global = true,
-        value_name = "N"
-    )]
-    pub cpu_experts: Option<usize>,
-    /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16; the
-    /// last two may end in -g16, -g32, -g64 or -g128 for groups other than 32 and 128
-    #[arg(long, global = true, value_name = "A", default_value = "auto")]
-    pub activations: ActivationChoice,
-    /// Fused kernels, or the plain ones used as reference
-    #[arg(long, global = true, value_enum, default_value_t = KernelArg::Fused)]
-    pub kernels: KernelArg,
-    /// CPU instruction set
-    #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
-    pub isa: IsaArg,
-    /// Do not use the network
-    #[arg(long, global = true)]
-    pub offline: bool,
-    /// Print the report as JSON on stdout
-    #[arg(long, global = true)]
-    pub json: bool,
-    /// Print more (kernel choices, timings of stages)
-    #[arg(short, long, global = true)]
-    pub verbose: bool,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum KernelArg {
-    /// The fastest for the device
-    Fused,
-    /// Plain, unfused
-    Reference,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum IsaArg {
-    /// The best available
-    Auto,
-    /// Plain Rust
-    Scalar,
-    /// AVX2, FMA, F16C
-    Avx2,
-    /// AVX2 and 256-bit VNNI
-    Avxvnni,
-    /// AVX-512 with VNNI
-    Avx512,
-    /// AVX-512 with VNNI and BF16
-    Avx512bf16,
-    /// Arm NEON with dot product
-    Neon,
-}
-
-impl Global {
-    /// Prints a note if there are more threads than cores.
-    pub fn note_threads(&self) {
-        let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
-        if let Some(threads) = self.threads.filter(|&n| n > cores) {
-            say(&format!(
-                "nq: --threads {threads} on {cores} cores: slower than --threads {cores}"
-            ));
-        }
-    }
-
-    /// Prints a note on why the CPU is used if there is a GPU and `--device` does not ask for the CPU.
-    pub fn note_gpu(&self) {
-        if self.device != DeviceChoice::Auto {
-            return;
-        }
-        if let Some(why) = DeviceChoice::why_no_gpu() {
-            say(&format!(
-                "nq: using the CPU (--device cpu leaves out this note): {why}"
-            ));
-        }
-    }
-
-    /// The library's load options for these flags.
-    pub fn load_options(&self) -> LoadOptions {
-        LoadOptions {
-            device: self.device,
-            threads: self.threads,
-            pin: self.pin,
-            cpu_experts: self.cpu_experts,
-            activations: self.activations,
-            kernels: match self.kernels {
-                KernelArg::Fused => KernelSet::Fused,
-                KernelArg::Reference => KernelSet::Reference,
-            },
-            isa: match self.isa {
-                IsaArg::Auto => IsaChoice::Auto,
-                IsaArg::Scalar => IsaChoice::Force(Isa::Scalar),
-                IsaArg::Avx2 => IsaChoice::Force(Isa::Avx2),
-                IsaArg::Avxvnni => IsaChoice::Force(Isa::AvxVnni),
-                IsaArg::Avx512 => IsaChoice::Force(Isa::Avx512),
-                IsaArg::Avx512bf16 => IsaChoice::Force(Isa::Avx512Bf16),
-                IsaArg::Neon => IsaChoice::Force(Isa::Neon),
-            },
-            ..LoadOptions::default()
-        }
-    }
-}
-
-/// Exits as clap does for conflicting flags of `subcommand`, for conflicts that clap's
-/// rules cannot express.
-pub fn refuse(subcommand: &str, message: &str) -> ! {
+/// Exits as clap does for conflicting flags.
+pub fn refuse(conflict: &Conflict) -> ! {
     let mut program = program();
     program.build();
     let command = program
-        .find_subcommand_mut(subcommand)
+        .find_subcommand_mut(conflict.subcommand)
         .expect("named by its own code");
-    command.error(ErrorKind::ArgumentConflict, message).exit()
+    let error = command.error(ErrorKind::ArgumentConflict, &conflict.message);
+    error.exit()
 }
 
-/// Parses the bits that a model is quantized to at load; 16 for none.
-pub fn parse_load_bits(s: &str) -> Result<u32, String> {
-    match s {
-        "3" | "4" | "5" | "6" | "8" | "16" => Ok(s.parse().expect("a number")),
-        _ => Err("expected 3, 4, 5, 6, 8 or 16".into()),
+/// Runs the chosen subcommand.
+pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    let Cli { command, global } = cli;
+    global.note_threads();
+    match &command {
+        Command::Chat(args) if args.server.is_some() => {}
+        Command::Quantize(_)
+        | Command::Chat(_)
+        | Command::Serve(_)
+        | Command::Embed(_)
+        | Command::Rerank(_)
+        | Command::Eval(_)
+        | Command::Bench(_) => global.note_gpu(),
+        _ => {}
     }
-}
-
-/// Parses the bits of the KV cache; 32 is for comparison with f32 references.
-pub fn parse_kv(s: &str) -> Result<KvType, String> {
-    match s {
-        "8" => Ok(KvType::Int8),
-        "16" => Ok(KvType::F16),
-        "32" => Ok(KvType::F32),
-        _ => Err("expected 8, 16 or 32".into()),
+    // The other subcommands handle signals themselves.
+    if !matches!(
+        command,
+        Command::Quantize(_) | Command::Chat(_) | Command::Serve(_)
+    ) {
+        leave_on_signals()?;
     }
-}
-
-fn parse_device(s: &str) -> Result<DeviceChoice, String> {
-    match s.split_once(':') {
-        None if s == "auto" => Ok(DeviceChoice::Auto),
-        None if s == "cpu" => Ok(DeviceChoice::Cpu),
-        None if s == "cuda" => Ok(DeviceChoice::Cuda(0)),
-        Some(("cuda", n)) => n
-            .parse()
-            .map(DeviceChoice::Cuda)
-            .map_err(|_| format!("cuda:N needs a number, found {n:?}")),
-        _ => Err("expected auto, cpu, cuda or cuda:N".into()),
-    }
-}
-
-fn parse_threads(s: &str) -> Result<usize, String> {
-    match s.parse() {
-        Ok(n @ 1..=1024) => Ok(n),
-        _ => Err("expected 1 to 1024".into()),
+    match command {
+        Command::Quantize(args) => commands::quantize::run(&args, &global),
+        Command::Chat(args) => commands::chat::run(&args, &global),
+        Command::Serve(args) => commands::serve::run(&args, &global),
+        Command::Embed(args) => commands::embed::run(&args, &global),
+        Command::Rerank(args) => commands::rerank::run(&args, &global),
+        Command::Eval(args) => commands::eval::run(&args, &global),
+        Command::Bench(args) => commands::bench::run(&args, &global),
+        Command::Convert(args) => commands::convert::run(&args, &global),
+        Command::Inspect(args) => commands::inspect::run(&args, &global),
+        Command::List => commands::models::list(&global),
+        Command::Pull(args) => commands::models::pull(&args, &global),
+        Command::Rm(args) => commands::models::remove(&args),
+        Command::Doctor => commands::doctor::run(&global),
+        Command::Synth(args) => commands::synth::run(&args, &global),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "nq", &mut script);
+            print_line(String::from_utf8(script)?.trim_end())?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 

@@ -1,13 +1,13 @@
 //! `--draft`: the choice of a drafter for speculative decoding.
 
-use crate::cli::Global;
-use crate::commands::chat::{at_load, longest_context};
+use crate::at_load::{self, at_load, longest_context};
+use crate::flags::Global;
 use crate::model;
 use crate::terminal::human_bytes;
 use anyhow::Context;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{Bits, Checkpoint, Progress};
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use nq_quantize::OnTheFly;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::speculation::check_drafts;
@@ -96,7 +96,7 @@ impl DraftCheckpoint {
 
     /// Bytes of keys and values of the draft model's session, on a CPU, for a target's session of `spec`.
     pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
-        nq_runtime::kv_bytes(self.checkpoint.config(), &self.spec(spec)) as u64
+        nq_runtime::memory::kv_bytes(self.checkpoint.config(), &self.spec(spec)) as u64
     }
 
     /// Loads it on the device of its target.
@@ -313,7 +313,7 @@ pub fn drafts(
 /// Those of its weights.
 fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> anyhow::Result<(String, u64)> {
     let spec = draft.spec(spec);
-    let memory = nq_quantize::memory::running(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
+    let memory = at_load::memory(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
     let words = format!(
         "{} for the draft model {}, {} of it for its context",
         human_bytes(memory.peak),

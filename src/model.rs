@@ -1,7 +1,7 @@
 //! Resolves MODEL: `demo`, a folder or file, a name in nq's model folder, or a hub id.
 
-use crate::cli::Global;
 use crate::demo;
+use crate::flags::Global;
 use anyhow::{Context, bail};
 use nq_formats::gguf::BlockType;
 use nq_formats::hub::{Hub, HubId, HubOptions};

@@ -13,6 +13,8 @@ pub mod error;
 pub mod grad;
 pub mod math;
 pub mod matrix;
+pub mod pages;
+pub mod profile;
 pub mod reference;
 pub mod registry;
 pub mod rng;

@@ -4,7 +4,8 @@
 mod common;
 
 use common::{Guarded, cpu, isas, nmse, normal};
-use nq_kernels::cpu::{KvPages, KvSequence, KvType, PAGE, Span};
+use nq_kernels::cpu::{KvPages, KvSequence, Span};
+use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::reference;
 
 #[test]

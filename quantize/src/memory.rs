@@ -5,7 +5,6 @@
 //! stage are counted on an account, and the largest of the three peaks counts.
 
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
-use crate::error::Result;
 use crate::layers::PIECE;
 use crate::linalg::factor_bytes;
 use crate::methods::Needs;
@@ -13,13 +12,11 @@ use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, Shape};
-use nq_formats::{Checkpoint, DType, Files, ModelConfig, Weight};
+use nq_formats::{Checkpoint, DType, ModelConfig, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
-use nq_runtime::{
-    Kinds, KvType, LayerWeights, SessionSpec, WeightSource, hold_model, hold_session, kv_bytes,
-    stepper_bytes, weight_kinds,
-};
+use nq_runtime::memory::{Kinds, WeightSource, hold_model, hold_session, program_bytes};
+use nq_runtime::{KvType, LayerWeights, SessionSpec, stepper_bytes};
 use serde::Serialize;
 
 /// Memory and disk space that a run needs, in bytes.
@@ -64,15 +61,9 @@ pub struct Work<'a> {
     pub on_gpu: bool,
 }
 
-/// The resident program, its threads, and a tokenizer of a few thousand tokens.
-const BASE: u64 = 22 << 20;
-
 /// Memory given back by earlier stages that the allocator keeps in the arenas of the threads: the
 /// measured excess over the sum of allocations, for models of 10 to 14 million parameters.
 const KEPT: u64 = 20 << 20;
-
-/// Memory of a tokenizer, in bytes per byte of its file.
-const TOKENIZER: u64 = 9;
 
 /// Most bytes of logits, of one model, that evaluation asks for at once.
 const LOGITS: usize = 128 << 20;
@@ -93,7 +84,7 @@ impl Estimate {
             (measuring, "measuring quality"),
         ];
         let (most, stage) = stages.into_iter().max().unwrap_or_default();
-        let (program, mapped) = fixed(checkpoint);
+        let (program, mapped) = program_bytes(checkpoint);
         Estimate {
             peak: program + KEPT + mapped + most,
             mapped,
@@ -222,69 +213,8 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
     }
 }
 
-/// Memory for running a model, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Running {
-    /// Peak resident memory of the process, including loading, once the context is full.
-    pub peak: u64,
-    /// The part of it for keys and values. They take memory as the context fills.
-    pub kv: u64,
-}
-
-/// Memory of a process that loads `checkpoint`, quantized at load by `at_load` if given, and
-/// runs it on the CPU in sessions of `spec`, which ask for the logits of one row at a time.
-/// Reads the kind of every weight, which means unpacking weights in other tools' formats.
-///
-/// # Errors
-/// A missing or misshapen tensor.
-pub fn running(
-    checkpoint: &Checkpoint,
-    at_load: Option<&Schemes>,
-    spec: &SessionSpec,
-) -> Result<Running> {
-    let c = checkpoint.config();
-    let run = |kinds: Kinds<'_>, source| {
-        host_peak(|a| {
-            let _model = hold_model(a, c, kinds, source, spec.slots * spec.ctx);
-            let _session = hold_session(a, c, spec, 1);
-        })
-    };
-    let peak = match at_load {
-        Some(schemes) => {
-            let dtype = dense_type(checkpoint);
-            run(&|name| schemes.kind(name, dtype), WeightSource::Made)
-        }
-        None => {
-            let kinds = weight_kinds(c, checkpoint.store())?;
-            run(&|name| kinds[name], WeightSource::Mapped)
-        }
-    };
-    let (program, mapped) = fixed(checkpoint);
-    Ok(Running {
-        peak: program + mapped + peak,
-        kv: kv_bytes(c, spec) as u64,
-    })
-}
-
-/// Memory that every process using `checkpoint` takes: the program and the tokenizer; and the
-/// files, if they are built into the program.
-fn fixed(checkpoint: &Checkpoint) -> (u64, u64) {
-    let mapped = match checkpoint.files() {
-        Files::Embedded { files, .. } => files.iter().map(|f| f.1.len() as u64).sum(),
-        _ => 0,
-    };
-    let tokenizer = match checkpoint
-        .files()
-        .get(nq_runtime::tokenizer::TOKENIZER_FILE)
-    {
-        Ok(Some(json)) => TOKENIZER * json.len() as u64,
-        _ => 0,
-    };
-    (BASE + tokenizer, mapped)
-}
-
 /// The type of the source's weights.
-pub(crate) fn dense_type(checkpoint: &Checkpoint) -> DType {
+pub fn dense_type(checkpoint: &Checkpoint) -> DType {
     let layer = LayerWeights::read(checkpoint.store(), checkpoint.config(), 0);
     match layer.ok().and_then(|l| l.linears.into_values().next()) {
         Some(Weight::Dense(t)) => t.dtype(),

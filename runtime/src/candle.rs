@@ -19,7 +19,7 @@ use nq_formats::gguf::names::to_gguf;
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{ModelConfig, Progress, RopeScaling, Weight, WeightStore};
 use nq_kernels::Activations;
-use nq_kernels::cpu::KvType;
+use nq_kernels::pages::KvType;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::BufReader;

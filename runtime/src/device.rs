@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::gpu;
+pub use crate::host::{available_memory, peak_memory, total_memory};
 use crate::interface::DeviceChoice;
 use nq_kernels::grad::{CpuOps, GradWork};
 use std::fs;
@@ -149,29 +150,6 @@ impl GpuMeter {
     pub fn cache_bytes(&self) -> u64 {
         self.0.info().l2_bytes as u64
     }
-}
-
-/// Bytes that the system can still hand out without swapping; `None` if it does not say.
-pub fn available_memory() -> Option<u64> {
-    proc_bytes("meminfo", "MemAvailable:")
-}
-
-/// Bytes of the machine's memory; `None` if the system does not say.
-pub fn total_memory() -> Option<u64> {
-    proc_bytes("meminfo", "MemTotal:")
-}
-
-/// The peak resident memory of this process so far, in bytes; `None` if the system does not say.
-pub fn peak_memory() -> Option<u64> {
-    proc_bytes("self/status", "VmHWM:")
-}
-
-/// The bytes given by the line of a file in /proc that begins with `line`.
-fn proc_bytes(file: &str, line: &str) -> Option<u64> {
-    let info = std::fs::read_to_string(format!("/proc/{file}")).ok()?;
-    let kib = info.lines().find_map(|l| l.strip_prefix(line))?;
-    let kib: u64 = kib.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }
 
 #[cfg(test)]

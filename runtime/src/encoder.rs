@@ -29,7 +29,7 @@
 
 use crate::error::{Error, Result};
 use crate::interface::{Chunk, LogitsWanted, Session};
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use std::collections::VecDeque;
 
 /// The row that is computed from a text.

@@ -1,7 +1,7 @@
 //! The one error type of this crate.
 
 use nq_formats::human_bytes;
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use std::path::PathBuf;
 
 /// Shorthand for this crate's results.

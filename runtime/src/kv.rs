@@ -9,9 +9,9 @@
 
 use crate::error::{Error, Result};
 use crate::interface::SessionSpec;
-use nq_kernels::cpu::PAGE;
 #[cfg(feature = "cuda")]
 use nq_kernels::cuda::SharedPrefix;
+use nq_kernels::pages::PAGE;
 #[cfg(feature = "cuda")]
 use std::ops::Range;
 

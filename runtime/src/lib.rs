@@ -48,10 +48,11 @@ pub mod forward;
 pub mod full_precision;
 pub mod generate;
 pub mod gpu;
+mod host;
 pub mod interface;
 mod kv;
 pub mod load;
-mod memory;
+pub mod memory;
 pub mod models;
 pub mod rerank;
 pub mod rope;
@@ -76,9 +77,9 @@ pub use interface::{
     StepsAhead, Streams,
 };
 pub use load::{load, stepper};
-pub use memory::{Kinds, WeightSource, hold_model, hold_session, kv_bytes, weight_kinds};
 pub use models::LayerWeights;
-pub use nq_kernels::cpu::{KvType, OpTiming};
+pub use nq_kernels::pages::KvType;
+pub use nq_kernels::profile::OpTiming;
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use speculation::{DraftModel, Eagle, Speculation};
 pub use stepper::{Head, Hidden, LayerStepper, ProductMoments};

@@ -8,7 +8,7 @@ use crate::gpu;
 use crate::interface::{Engine, EngineKind, LoadOptions};
 use crate::stepper::{LayerStepper, Stepper};
 use nq_formats::{ModelConfig, Progress, WeightStore};
-use nq_kernels::cpu::KvType;
+use nq_kernels::pages::KvType;
 use std::sync::Arc;
 
 /// Loads a model: reads every weight from `store`, repacks it for the device and reports

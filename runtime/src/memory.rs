@@ -5,7 +5,7 @@ use crate::cpu::session_bytes;
 use crate::error::Result;
 use crate::interface::SessionSpec;
 use nq_formats::names::{self, EMBEDDING, Shape};
-use nq_formats::{ModelConfig, WeightStore};
+use nq_formats::{Checkpoint, Files, ModelConfig, WeightStore};
 use nq_kernels::cpu::Linear;
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Held};
@@ -16,6 +16,12 @@ const PAGE: usize = 4096;
 
 /// Most distinct tokens of a text: longer texts repeat theirs.
 const DISTINCT: usize = 8192;
+
+/// The resident program, its threads, and a tokenizer of a few thousand tokens.
+const BASE: u64 = 22 << 20;
+
+/// Memory of a tokenizer, in bytes per byte of its file.
+const TOKENIZER: u64 = 9;
 
 /// The kind of each matrix of a model, by name.
 pub type Kinds<'a> = &'a dyn Fn(&str) -> WeightKind;
@@ -105,4 +111,59 @@ pub fn weight_kinds(
         }
     }
     Ok(kinds)
+}
+
+/// Memory for running a model, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Running {
+    /// Peak resident memory of the process, including loading, once the context is full.
+    pub peak: u64,
+    /// The part of it for keys and values. They take memory as the context fills.
+    pub kv: u64,
+}
+
+/// Memory of a process that loads `checkpoint`, whose weights are made of the kinds `at_load` if these are given, and
+/// runs it on the CPU in sessions of `spec`, which ask for the logits of one row at a time.
+/// Reads the kind of every weight, which means unpacking weights in other tools' formats.
+///
+/// # Errors
+/// A missing or misshapen tensor.
+pub fn running(
+    checkpoint: &Checkpoint,
+    at_load: Option<Kinds<'_>>,
+    spec: &SessionSpec,
+) -> Result<Running> {
+    let c = checkpoint.config();
+    let run = |kinds: Kinds<'_>, source| {
+        let account = Account::host();
+        let _model = hold_model(&account, c, kinds, source, spec.slots * spec.ctx);
+        let _session = hold_session(&account, c, spec, 1);
+        account.peak() as u64
+    };
+    let peak = match at_load {
+        Some(kinds) => run(kinds, WeightSource::Made),
+        None => {
+            let kinds = weight_kinds(c, checkpoint.store())?;
+            run(&|name| kinds[name], WeightSource::Mapped)
+        }
+    };
+    let (program, mapped) = program_bytes(checkpoint);
+    Ok(Running {
+        peak: program + mapped + peak,
+        kv: kv_bytes(c, spec) as u64,
+    })
+}
+
+/// Memory that every process using `checkpoint` takes: the program and the tokenizer; and the
+/// files, if they are built into the program.
+pub fn program_bytes(checkpoint: &Checkpoint) -> (u64, u64) {
+    let mapped = match checkpoint.files() {
+        Files::Embedded { files, .. } => files.iter().map(|f| f.1.len() as u64).sum(),
+        _ => 0,
+    };
+    let tokenizer = match checkpoint.files().get(crate::tokenizer::TOKENIZER_FILE) {
+        Ok(Some(json)) => TOKENIZER * json.len() as u64,
+        _ => 0,
+    };
+    (BASE + tokenizer, mapped)
 }

@@ -5,7 +5,7 @@ mod common;
 
 use common::{Store, feed, nq, small_config, tokens};
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::{
     Batch, Chunk, Continuation, DraftModel, Engine, Error, KvType, Logits, Observer, Pages, Piece,

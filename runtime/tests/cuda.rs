@@ -419,6 +419,75 @@ fn observers_see_what_the_cpu_shows() {
     }
 }
 
+/// Of prompts in one piece and in several, of some of their rows, of both slots at once, and more rows than pass
+/// through the memory of logits together.
+#[test]
+fn hidden_states_agree_with_the_cpu() {
+    let config = fused_config();
+    let plain = Store::random(&config, 9);
+    for (name, store) in [
+        ("int4", plain.quantized(INT4)),
+        ("int8", plain.quantized(INT8)),
+        ("dense", plain),
+    ] {
+        let cpu = nq(&config, &store);
+        for kernels in [KernelSet::Fused, KernelSet::Reference] {
+            let Some(gpu) = gpu_engine(&config, &store, kernels) else {
+                return;
+            };
+            let mut ours = fused_session(&*gpu, KvType::F16);
+            let mut theirs = fused_session(&*cpu, KvType::F16);
+            let (long, short) = (tokens(60, 3), tokens(20, 4));
+            let chunk = |slot, tokens, logits| Chunk {
+                slot,
+                tokens,
+                logits,
+            };
+            let steps: [Vec<Chunk<'_>>; 5] = [
+                vec![chunk(0, &long[..21], LogitsWanted::Last)],
+                vec![chunk(0, &long[21..55], LogitsWanted::All)],
+                vec![
+                    chunk(0, &long[55..59], LogitsWanted::None),
+                    chunk(1, &short[..15], LogitsWanted::Window(3..9)),
+                ],
+                vec![
+                    chunk(1, &short[15..16], LogitsWanted::Last),
+                    chunk(0, &long[59..], LogitsWanted::Last),
+                ],
+                vec![chunk(1, &short[16..], LogitsWanted::None)],
+            ];
+            for (i, chunks) in steps.iter().enumerate() {
+                let rows: usize =
+                    (chunks.iter().map(|c| c.logits.rows(c.tokens.len()).len())).sum();
+                let (mut found, mut expected) = (vec![7.0], vec![7.0]);
+                ours.hidden(chunks, &mut found).unwrap();
+                theirs.hidden(chunks, &mut expected).unwrap();
+                assert_eq!(found.len(), 1 + rows * config.hidden_size);
+                let norm = |x: &[f32]| x.iter().map(|v| v * v).sum::<f32>().sqrt();
+                let off: Vec<f32> = found.iter().zip(&expected).map(|(a, b)| a - b).collect();
+                // The bound of `observers_see_what_the_cpu_shows`, after all layers.
+                let close = match kernels {
+                    KernelSet::Fused => 2.5e-3,
+                    KernelSet::Reference => 3e-4,
+                };
+                let off = norm(&off) / norm(&expected);
+                assert!(off < close, "{name} {kernels}, step {i}: {off}");
+            }
+            for slot in [0, 1] {
+                assert_eq!(ours.len(slot), theirs.len(slot));
+            }
+            // What follows is computed as after a forward.
+            let next = tokens(1, 8);
+            let (a, b) = (feed(&mut *ours, 0, &next), feed(&mut *theirs, 0, &next));
+            assert!(
+                distance(&a, &b) < 1.5e-2,
+                "{name} {kernels}: {}",
+                distance(&a, &b)
+            );
+        }
+    }
+}
+
 #[test]
 fn requests_that_do_not_fit_are_refused() {
     let config = fused_config();

@@ -9,7 +9,7 @@ mod common;
 use common::{Store, feed, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::{Account, KernelSet};
-use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec, load};
+use nq_runtime::{Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load};
 
 #[test]
 fn plans_are_what_is_taken() {
@@ -65,6 +65,18 @@ fn plans_are_what_is_taken() {
             feed(&mut *session, 0, &tokens(90, 1));
             feed(&mut *session, 0, &tokens(1, 2));
             assert_eq!(held() - before, plan.total(), "{what}, while it runs");
+            let (text, mut rows) = (tokens(60, 3), Vec::new());
+            let chunk = Chunk {
+                slot: 0,
+                tokens: &text,
+                logits: LogitsWanted::All,
+            };
+            Account::of_all_gpus().begin();
+            session.hidden(&[chunk], &mut rows).unwrap();
+            assert_eq!(rows.len(), 60 * config.hidden_size, "{what}");
+            assert_eq!(held() - before, plan.total(), "{what}, with hidden states");
+            let most = Account::of_all_gpus().peak() - before;
+            assert_eq!(most, plan.total(), "{what}, with hidden states");
         }
     }
 }

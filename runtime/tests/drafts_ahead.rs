@@ -15,10 +15,22 @@ type Known = Option<(u64, Vec<u32>, Vec<u32>)>;
 
 /// Lets sequences begin, be cancelled, end at a token, at their length, at the end of the context and
 /// where there are no pages, at random; each draws what it draws alone.
-fn at_random(positions: usize, mut speculation: Speculation, texts: &Futures) -> DraftCounts {
+fn at_random(positions: usize, speculation: Speculation, texts: &Futures) -> DraftCounts {
+    at_random_cut(positions, speculation, texts, 1)
+}
+
+/// As [`at_random`], where sequences can be cut only at multiples of `every` tokens.
+fn at_random_cut(
+    positions: usize,
+    mut speculation: Speculation,
+    texts: &Futures,
+    every: usize,
+) -> DraftCounts {
     const SLOTS: usize = 5;
     const END: u32 = 3;
-    let mut device = Device::new(SLOTS, SLOTS, positions).checking(9);
+    let mut device = Device::new(SLOTS, SLOTS, positions)
+        .checking(9)
+        .cut_at(every);
     let mut batch = Batch::new(&mut device).with_drafts(Some(&mut speculation));
     let mut known: Vec<Known> = vec![None; SLOTS];
     let (mut ended, mut errors) = (0, 0);
@@ -68,7 +80,9 @@ fn at_random(positions: usize, mut speculation: Speculation, texts: &Futures) ->
                 ended += 1;
                 assert_eq!(drawn, alone(stream, &prompt, drawn.len()), "step {step}");
                 let fed = (prompt.len() + drawn.len()).saturating_sub(1);
-                assert_eq!(batch.session().len(slot), fed, "step {step}");
+                let held = batch.session().len(slot);
+                let whole = held == fed || every > 1 && held == fed / every * every;
+                assert!(whole, "step {step}: {held} of {fed}");
                 if let Some(sampler) = batch.sampler(slot) {
                     assert_eq!(sampler.position() as usize, fed + 1, "step {step}");
                 }
@@ -101,6 +115,23 @@ fn drafts_change_no_sequence() {
         for wrong_in in [1, 3] {
             at_random(positions, reading_oracle(&texts, wrong_in).always(), &texts);
             at_random(positions, reading_oracle(&texts, wrong_in), &texts);
+        }
+    }
+}
+
+/// What cannot be kept when a draft is cut off is fed again.
+#[test]
+fn drafts_change_no_sequence_that_is_cut_elsewhere() {
+    let texts: Futures = Arc::new(Mutex::new(vec![Vec::new(); 5]));
+    for every in [2, 7, 1000] {
+        for positions in [400, 90] {
+            for wrong_in in [1, 3] {
+                let drafts = oracle(&texts, wrong_in, true).always();
+                let counts = at_random_cut(positions, drafts, &texts, every);
+                assert!(counts.drafted > counts.accepted, "{counts:?}");
+                let drafts = reading_oracle(&texts, wrong_in).always();
+                at_random_cut(positions, drafts, &texts, every);
+            }
         }
     }
 }

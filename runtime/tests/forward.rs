@@ -8,9 +8,10 @@ use nq_formats::models::{
     LinearSpec, Mixer, MlpSpec, NormSpec, Product,
 };
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_runtime::memory::weight_kinds;
 use nq_runtime::{
     ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LoadOptions, Logits,
-    LogitsWanted, Observer, SessionSpec, load, weight_kinds,
+    LogitsWanted, Observer, SessionSpec, load,
 };
 
 /// Logits are of order 1; two f32 implementations agree to this.

@@ -8,7 +8,7 @@
 //! A file appears whole or not at all, and is used only if its digest is correct.
 
 use nq_formats::{Progress, durable};
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::fs::{self, File};

@@ -38,6 +38,17 @@ struct Fake {
     sequences: Vec<Vec<u32>>,
     logits: Vec<f32>,
     log: Arc<Log>,
+    /// Sequences can be cut only at multiples of this, and where they end.
+    every: usize,
+}
+
+impl Fake {
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        match len < self.sequences[slot].len() {
+            true => len / self.every * self.every,
+            false => len,
+        }
+    }
 }
 
 /// Logits that change with any change of `tokens`; the two harmful tokens are never the best.
@@ -75,11 +86,13 @@ impl Session for Fake {
     }
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
+        let len = self.reach(slot, len);
         self.sequences[slot].truncate(len);
         self.sequences[slot].len()
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        let len = self.reach(from, len);
         self.sequences[to] = self.sequences[from][..len].to_vec();
         Ok(len)
     }
@@ -131,6 +144,11 @@ impl Session for Fake {
 }
 
 fn engine(step_ms: u64, options: EngineOptions) -> (Engine, Arc<Log>) {
+    engine_cut_at(1, step_ms, options)
+}
+
+/// An engine whose session's sequences can be cut only at multiples of `every` tokens.
+fn engine_cut_at(every: usize, step_ms: u64, options: EngineOptions) -> (Engine, Arc<Log>) {
     let log = Arc::new(Log::default());
     let spec = SessionSpec {
         slots: options.parallel + 4,
@@ -148,6 +166,7 @@ fn engine(step_ms: u64, options: EngineOptions) -> (Engine, Arc<Log>) {
             sequences: vec![Vec::new(); spec.slots],
             logits: Vec::new(),
             log: Arc::clone(&of_session),
+            every,
         }) as Box<dyn Session>)
     });
     (Engine::start(open, VOCAB, options).unwrap(), log)
@@ -231,12 +250,14 @@ fn until(what: impl Fn() -> bool) {
 
 #[test]
 fn many_at_once_are_answered_as_each_alone() {
-    answer_many(few(3));
-    answer_many(drafted(3));
+    for every in [1, 2, 7, 64, 1000] {
+        answer_many(every, few(3));
+        answer_many(every, drafted(3));
+    }
 }
 
-fn answer_many(options: EngineOptions) {
-    let (engine, log) = engine(0, options);
+fn answer_many(every: usize, options: EngineOptions) {
+    let (engine, log) = engine_cut_at(every, 0, options);
     let prompts: Vec<Vec<u32>> = (0..20).map(|i| prompt(i, 1 + 13 * i as usize)).collect();
     let answers: Vec<Answers> = prompts
         .iter()

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Running, model};
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use nq_serve::{EngineOptions, Limits, Security};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};

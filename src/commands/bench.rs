@@ -3,8 +3,9 @@
 mod text;
 
 use super::synth::parse_preset;
-use crate::cli::{self, Global, parse_kv, parse_load_bits};
+use crate::at_load;
 use crate::draft::{DraftFrom, parse_draft};
+use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
 use crate::model;
 use crate::system;
 use crate::terminal::{Terminal, print_line};
@@ -155,7 +156,10 @@ const BANDWIDTH_BYTES: usize = 1 << 30;
 /// Runs `nq bench`. A row that exceeds the machine's limit makes the exit code 1.
 pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.prompt_tokens == 0 && args.gen_tokens == 0 {
-        cli::refuse("bench", "nothing to measure: -p and -n are both 0");
+        return Err(conflict(
+            "bench",
+            "nothing to measure: -p and -n are both 0",
+        ));
     }
     let terminal = Terminal::new();
     if args.mixed {
@@ -185,7 +189,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let session = spec.largest_session();
     if session.slots * session.ctx > MANY && options.device.resolve()? == Device::Cpu {
-        let memory = nq_quantize::memory::running(&checkpoint, None, &session)?;
+        let memory = at_load::memory(&checkpoint, None, &session)?;
         system::check_memory(
             memory.peak,
             "a smaller --batch, --depth, -p or -n needs less",
@@ -264,7 +268,7 @@ fn open(
 ) -> anyhow::Result<(String, Checkpoint)> {
     let Some(preset) = &args.preset else {
         let model = model::open(args.model.as_deref(), global, terminal)?;
-        let (checkpoint, _) = super::chat::at_load(model.checkpoint, args.bits, terminal)?;
+        let (checkpoint, _) = at_load::at_load(model.checkpoint, args.bits, terminal)?;
         model::note_growth(&checkpoint, terminal);
         return Ok((model.name, checkpoint));
     };

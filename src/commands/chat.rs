@@ -1,5 +1,6 @@
 //! `nq chat`: a conversation in the terminal, or a single answer for a script.
 
+use crate::at_load::{self, at_load, longest_context};
 use crate::chat::Overflow;
 use crate::chat::conversation::{Conversation, Form, Remote, Settings};
 use crate::chat::input::thinking_switch;
@@ -7,15 +8,14 @@ use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Figures, Repl, Totals};
-use crate::cli::{self, Global, parse_kv, parse_load_bits};
 use crate::demo;
 use crate::draft::{self, DraftFrom, DraftWeights, parse_draft};
+use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
 use crate::model;
 use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
-use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
-use nq_quantize::quantize_at_load;
+use nq_formats::{Checkpoint, ModelConfig, Progress};
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{
@@ -140,7 +140,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         let file = checkpoint.files().path("generation_config.json");
         file.display().to_string()
     })?;
-    let sampling = sampling(args, defaults);
+    let sampling = sampling(args, defaults)?;
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
@@ -258,7 +258,7 @@ fn remote(
     let mut remote = Remote::connect(url, name.as_deref(), key)?;
     let defaults = remote.sampling();
     defaults.validate().with_context(|| url.to_owned())?;
-    let sampling = sampling(args, defaults);
+    let sampling = sampling(args, defaults)?;
     if args.seed.is_none() {
         remote.leave_seed(sampling.seed);
     }
@@ -355,7 +355,7 @@ fn load(
     terminal: &Terminal,
 ) -> anyhow::Result<Arc<dyn Engine>> {
     if global.verbose && global.device.resolve()? == Device::Cpu {
-        let memory = nq_quantize::memory::running(checkpoint, schemes, spec)?;
+        let memory = at_load::memory(checkpoint, schemes, spec)?;
         terminal.note(&format!(
             "memory: {} on a CPU once the context of {} tokens is full, {} of it for the context",
             human_bytes(memory.peak),
@@ -386,28 +386,8 @@ fn load(
     Ok(engine)
 }
 
-/// The checkpoint, quantized at load if 4 or 8 bits are requested and it is unquantized, and the
-/// schemes that it then gets.
-pub fn at_load(
-    checkpoint: Checkpoint,
-    bits: Option<u32>,
-    progress: &dyn Progress,
-) -> anyhow::Result<(Checkpoint, Option<Schemes>)> {
-    let Some(bits) = bits.filter(|n| *n != 16) else {
-        return Ok((checkpoint, None));
-    };
-    if checkpoint.store().quantization().is_some() {
-        progress.note("--bits is ignored: the model is quantized already");
-        return Ok((checkpoint, None));
-    }
-    progress.note("quantizing at load by rounding; `nq quantize` gives better quality");
-    let schemes = Schemes::defaults(Bits::try_from(bits)?);
-    let checkpoint = quantize_at_load(checkpoint, schemes.clone())?;
-    Ok((checkpoint, Some(schemes)))
-}
-
 /// The model's sampling settings, which are valid, overridden by the flags.
-fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
+fn sampling(args: &ChatArgs, model: SamplingParams) -> anyhow::Result<SamplingParams> {
     let clock = || {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         since.map_or(0, |d| d.as_nanos() as u64)
@@ -422,23 +402,9 @@ fn sampling(args: &ChatArgs, model: SamplingParams) -> SamplingParams {
         presence_penalty: args.presence_penalty.unwrap_or(model.presence_penalty),
         seed: args.seed.unwrap_or_else(clock),
     };
-    if let Err(e) = sampling.validate() {
-        cli::refuse("chat", &format!("{e}"));
-    }
-    sampling
-}
-
-/// Number of positions that the model was trained for.
-pub fn longest_context(config: &ModelConfig) -> usize {
-    match config.rope.scaling {
-        RopeScaling::None | RopeScaling::Llama3 { .. } => config.max_position_embeddings,
-        RopeScaling::Yarn {
-            factor,
-            original_max_position_embeddings: original,
-            ..
-        } => config
-            .max_position_embeddings
-            .max((factor * original as f64) as usize),
+    match sampling.validate() {
+        Ok(()) => Ok(sampling),
+        Err(e) => Err(conflict("chat", e.to_string())),
     }
 }
 

@@ -1,6 +1,6 @@
 //! `nq convert`: a checkpoint in another format, with the same numbers if that can hold them.
 
-use crate::cli::{self, Global};
+use crate::flags::{Global, conflict};
 use crate::model;
 use crate::terminal::{Terminal, print_line};
 use anyhow::bail;
@@ -123,10 +123,10 @@ impl TypeArg {
 /// Runs `nq convert`.
 pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.kind.is_some() && args.format != FormatArg::Gguf {
-        cli::refuse(
+        return Err(conflict(
             "convert",
             "--type chooses the tensor types of --format gguf; other formats have one each",
-        );
+        ));
     }
     let terminal = Terminal::new();
     let source = model::open(Some(&args.model), global, &terminal)?;

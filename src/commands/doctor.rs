@@ -1,6 +1,6 @@
 //! `nq doctor`: a report on this machine, with remedies for problems.
 
-use crate::cli::Global;
+use crate::flags::Global;
 use crate::model;
 use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line};

@@ -1,8 +1,8 @@
 //! `nq embed`: vectors of texts.
 
-use crate::cli::Global;
-use crate::commands::chat::at_load;
+use crate::at_load::at_load;
 use crate::commands::reading::{Line, Lines, ReadArgs, Session};
+use crate::flags::Global;
 use crate::model;
 use crate::terminal::{Terminal, print_line};
 use anyhow::{Context, bail};

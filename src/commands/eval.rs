@@ -1,6 +1,6 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
-use crate::cli::{self, Global, parse_kv};
+use crate::flags::{Global, conflict, parse_kv};
 use crate::model::{self, Model};
 use crate::terminal::{Terminal, shell_word, width};
 use crate::texts::{self, Text};
@@ -117,7 +117,7 @@ struct Json<'a> {
 pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.report {
         if let Err(e) = render::Kind::of(path) {
-            cli::refuse("eval", &e.to_string());
+            return Err(conflict("eval", e.to_string()));
         }
         check_report(path)?; // before hours of work, not after
     }

@@ -1,6 +1,6 @@
 //! `nq inspect`: shows the contents of a checkpoint.
 
-use crate::cli::Global;
+use crate::flags::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
 use clap::Args;

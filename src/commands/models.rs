@@ -1,6 +1,6 @@
 //! `nq list` and `nq rm`: nq's own model folder; `nq pull`: the hub's cache.
 
-use crate::cli::Global;
+use crate::flags::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, printable, say, shortened};
 use anyhow::{Context, bail};

@@ -1,14 +1,14 @@
 //! Texts that a model reads and does not continue: their flags, where they come from, and the model's
 //! session.
 
-use crate::cli::{Global, parse_load_bits};
-use crate::commands::chat::longest_context;
+use crate::at_load::longest_context;
+use crate::flags::{Global, parse_load_bits};
 use crate::model;
 use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Checkpoint, Progress};
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use nq_runtime::device::Device;
 use nq_runtime::{Encoder, KvType, LoadOptions, Row, SessionSpec, Tokenizer};
 use serde_json::Value;

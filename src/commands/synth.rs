@@ -1,6 +1,6 @@
 //! `nq synth`: a random checkpoint of a published shape.
 
-use crate::cli::Global;
+use crate::flags::Global;
 use crate::terminal::{Terminal, human_bytes, print_line, say};
 use anyhow::Context;
 use clap::Args;

@@ -2,12 +2,12 @@
 
 use super::timing::{MODELS, Model, Scheme, Timing};
 use nq_kernels::Result;
-use nq_kernels::cpu::{KvType, PAGE};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages,
     HEAD_DIM, Heads, LayersPlan, LayersScratch, LayersSizes, PageEntry, PagesShape, Row,
     SequenceRows, SharedPrefix, Step, StepBounds, StepLayer,
 };
+use nq_kernels::pages::{KvType, PAGE};
 
 /// Layers used in turn, so that pages come out of memory rather than the cache.
 const LAYERS: usize = 8;

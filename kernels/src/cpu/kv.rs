@@ -1,46 +1,9 @@
 //! Keys and values of one layer, stored in pages.
 
 use super::memory::Buffer;
+use crate::pages::{KvType, PAGE};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use std::fmt;
-
-/// The type that keys and values are rounded to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum KvType {
-    /// Not rounded, for comparison with f32 references.
-    F32,
-    /// IEEE binary16.
-    #[default]
-    F16,
-    /// Signed 8-bit codes, one f16 scale (absmax / 127) per head and position.
-    Int8,
-}
-
-impl KvType {
-    /// Bytes of one head's key (or value) at one position.
-    pub const fn bytes(self, head_dim: usize) -> usize {
-        match self {
-            KvType::F32 => 4 * head_dim,
-            KvType::F16 => 2 * head_dim,
-            KvType::Int8 => head_dim + 2,
-        }
-    }
-}
-
-impl fmt::Display for KvType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            KvType::F32 => "f32",
-            KvType::F16 => "f16",
-            KvType::Int8 => "int8",
-        })
-    }
-}
-
-/// Positions in a page: as many as one pass of a GPU's decode attention covers. A sequence leaves
-/// half a page unused on average.
-pub const PAGE: usize = 128;
 
 /// Keys and values of one layer, in pages that belong to sequences through their page tables. Each
 /// page has `[kv_heads, PAGE, head_dim]` keys and as many values.

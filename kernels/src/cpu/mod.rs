@@ -10,22 +10,19 @@ pub mod kv;
 pub mod linear;
 mod memory;
 pub mod ops;
-pub mod profile;
 mod simd;
 mod table;
 pub mod team;
 
 pub use bandwidth::{Bandwidth, BandwidthBuffer};
 pub use isa::{Isa, IsaChoice};
-pub use kv::{KvPages, KvSequence, KvType, PAGE};
+pub use kv::{KvPages, KvSequence};
 pub use linear::{Epilogue, Linear, held_bits};
 pub use ops::{FEW_ROWS, Span};
-#[cfg(feature = "cuda")]
-pub(crate) use profile::Key;
-pub use profile::{OpTiming, Profile};
 pub use team::{Team, TeamOptions};
 
 use crate::error::Result;
+use crate::profile::Profile;
 pub(crate) use memory::with_scratch;
 use table::Table;
 

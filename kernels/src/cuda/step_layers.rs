@@ -8,8 +8,8 @@ use super::kernel::{Instance, TWO_LEVEL, UNIFORM, kernels, kind_index};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
 use super::rows::Step;
-use crate::cpu::PAGE;
 use crate::error::Result;
+use crate::pages::PAGE;
 use std::sync::Arc;
 use std::time::Duration;
 

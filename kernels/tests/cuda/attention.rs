@@ -3,12 +3,13 @@
 use super::common::{nmse, normal};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
-use nq_kernels::cpu::{KvPages, KvType, PAGE};
+use nq_kernels::cpu::KvPages;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
     HEAD_DIM, Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, SharedPrefix, Step,
     StepBounds, Stream, operand_index,
 };
+use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::reference;
 use std::ops::Range;
 

@@ -8,11 +8,11 @@ use super::{
 };
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
-use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Checked, Columns, GemvOutput, Gpu, HEAD_DIM,
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len, operand_index,
 };
+use nq_kernels::pages::KvType;
 use nq_kernels::reference;
 
 /// Numbers of sequences that kernels are tested with.

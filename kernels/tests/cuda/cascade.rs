@@ -4,11 +4,11 @@ use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
 use super::common::nmse;
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use half::f16;
-use nq_kernels::cpu::{KvType, PAGE};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
     HEAD_DIM, PageEntry, Row, SharedPrefix, Step, Stream, operand_index,
 };
+use nq_kernels::pages::{KvType, PAGE};
 
 /// Rows at positions of one case's sequence: each in its own slot, with its first `pages` pages
 /// shared with another slot.

@@ -4,12 +4,12 @@ use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::common::{affine, nmse, normal, two_level};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
-use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeviceLinear, DevicePages,
     GemvOutput, Gpu, HEAD_DIM, LayersPlan, LayersScratch, LayersSizes, Norm, Stack, Step,
     StepLayer, Stream,
 };
+use nq_kernels::pages::KvType;
 
 const KV_HEADS: usize = 8;
 const SLOT: usize = 1;

@@ -1,10 +1,9 @@
 //! A batch on a device that runs steps and draws their tokens by itself, ahead of the host.
 
 use super::drafts::Drafts;
-use super::{Batch, Each, Member, Piece, Ran};
+use super::{Batch, Each, Member, Piece, Ran, record};
 use crate::error::{Error, Result};
 use crate::interface::{Chunk, Drawn, LogitsWanted, StepsAhead, bucket};
-use crate::sampler::{Sampler, TokenLogprobs};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -355,18 +354,4 @@ impl Batch<'_> {
         self.tell_blocked(each);
         Ok(())
     }
-}
-
-/// Records in the sequence's sampler what the device drew for it.
-pub(super) fn record(sampler: &mut Sampler, Drawn { token, logprobs }: Drawn) -> u32 {
-    match logprobs {
-        None => sampler.accept(token),
-        Some((logprob, top)) => sampler.accept_with(TokenLogprobs {
-            position: sampler.position(),
-            token,
-            logprob,
-            top,
-        }),
-    }
-    token
 }

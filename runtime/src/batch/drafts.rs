@@ -1,8 +1,7 @@
 //! Drafts on a device that draws tokens itself. A step that checks drafts is queued only after the host has
 //! received all tokens drawn so far, and the host waits for that step.
 
-use super::ahead::record;
-use super::{Batch, Each, Member, Ran};
+use super::{Batch, Each, Member, Ran, record};
 use crate::error::{Error, Result};
 use crate::interface::{Drawn, Run};
 use std::time::Instant;

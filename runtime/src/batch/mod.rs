@@ -18,8 +18,8 @@ mod sample;
 pub use sample::{BatchRequest, sample_sequences};
 
 use crate::error::{Error, Result};
-use crate::interface::{Session, bucket};
-use crate::sampler::Sampler;
+use crate::interface::{Drawn, Session, bucket};
+use crate::sampler::{Sampler, TokenLogprobs};
 use crate::speculation::Speculation;
 use ahead::Queue;
 use std::ops::ControlFlow;
@@ -358,6 +358,20 @@ impl Drop for Batch<'_> {
             self.queue.drain(device);
         }
     }
+}
+
+/// Records in the sequence's sampler what the device drew for it.
+fn record(sampler: &mut Sampler, Drawn { token, logprobs }: Drawn) -> u32 {
+    match logprobs {
+        None => sampler.accept(token),
+        Some((logprob, top)) => sampler.accept_with(TokenLogprobs {
+            position: sampler.position(),
+            token,
+            logprob,
+            top,
+        }),
+    }
+    token
 }
 
 /// Feeds `token` to the sequence in `slot`, draws its successor, feeds that, and so on, at most

@@ -1,7 +1,7 @@
 //! An EAGLE-3 head on the CPU.
 
+use super::embed;
 use super::layer::pack;
-use super::session::embed;
 use crate::error::Result;
 use crate::interface::LoadOptions;
 use crate::models;
@@ -11,7 +11,8 @@ use crate::speculation::head::{HeadWeights, NOT_FINITE, rotary};
 use crate::weights::Census;
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight, WeightStore};
-use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, PAGE, Span};
+use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
+use nq_kernels::pages::PAGE;
 
 /// Rows computed together.
 const ROWS: usize = 256;

@@ -4,7 +4,8 @@ use super::eagle::EagleModel;
 use crate::error::Result;
 use crate::interface::{Draft, Drafter, SessionSpec, Tapped};
 use nq_formats::eagle::TAPS;
-use nq_kernels::cpu::{KvPages, PAGE};
+use nq_kernels::cpu::KvPages;
+use nq_kernels::pages::PAGE;
 use std::sync::Arc;
 
 /// Drafts with an [`EagleModel`].

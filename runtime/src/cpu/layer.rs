@@ -8,7 +8,8 @@ use crate::rope::Rotary;
 use crate::weights::Census;
 use nq_formats::models::{LinearKind, Product};
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, FEW_ROWS, KvPages, KvSequence, Linear, PAGE, Span};
+use nq_kernels::cpu::{Cpu, Epilogue, FEW_ROWS, KvPages, KvSequence, Linear, Span};
+use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
 
 /// The weights of a layer, repacked for this CPU.

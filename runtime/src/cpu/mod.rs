@@ -10,8 +10,8 @@ pub(crate) use session::session_bytes;
 pub(crate) use stepper::CpuLayers;
 pub use stepper::stepper_bytes;
 
-use crate::device::available_memory;
 use crate::error::{Error, Result};
+use crate::host::available_memory;
 use crate::interface::{
     ActivationChoice, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
 };
@@ -21,7 +21,8 @@ use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
 use layer::{Layer, layer_bytes, pack, pack_layer};
 use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore};
-use nq_kernels::cpu::{Cpu, Linear, OpTiming};
+use nq_kernels::cpu::{Cpu, Linear};
+use nq_kernels::profile::OpTiming;
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
 
@@ -177,4 +178,18 @@ impl Engine for CpuEngine {
             _ => Ok(Box::new(CpuSession::new(self.model.clone(), spec))),
         }
     }
+}
+
+/// Looks up `tokens`, all within the vocabulary, in `embedding` `[vocab, hidden]`:
+/// `x` `[tokens, hidden]`.
+fn embed<'a>(
+    embedding: &Weight,
+    tokens: impl Iterator<Item = &'a u32>,
+    x: &mut [f32],
+) -> Result<()> {
+    let h = embedding.dims().1;
+    for (&token, x) in tokens.zip(x.chunks_exact_mut(h)) {
+        embedding.dequantize_row(token as usize, x)?;
+    }
+    Ok(())
 }

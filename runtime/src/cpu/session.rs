@@ -1,15 +1,15 @@
 //! [`Session`] on the CPU.
 
-use super::CpuModel;
 use super::eagle_drafts::EagleDrafts;
 use super::layer::{Batch, Layer, Pass, Scratch};
+use super::{CpuModel, embed};
 use crate::checks::{all_finite, check_chunks, check_finite, check_page};
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams, Tapped,
 };
 use crate::kv::{PageCopy, PageTables};
-use nq_formats::{ModelConfig, Weight};
+use nq_formats::ModelConfig;
 use nq_kernels::cpu::{Epilogue, FEW_ROWS, KvPages, Linear};
 use std::sync::Arc;
 
@@ -350,18 +350,4 @@ impl Streams for CpuSession {
         let taken = std::mem::replace(kept, next);
         (!taken.rows.is_empty()).then_some(taken)
     }
-}
-
-/// Looks up `tokens`, all within the vocabulary, in `embedding` `[vocab, hidden]`:
-/// `x` `[tokens, hidden]`.
-pub(super) fn embed<'a>(
-    embedding: &Weight,
-    tokens: impl Iterator<Item = &'a u32>,
-    x: &mut [f32],
-) -> Result<()> {
-    let h = embedding.dims().1;
-    for (&token, x) in tokens.zip(x.chunks_exact_mut(h)) {
-        embedding.dequantize_row(token as usize, x)?;
-    }
-    Ok(())
 }

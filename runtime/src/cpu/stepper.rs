@@ -8,7 +8,8 @@ use crate::rope::Rotary;
 use crate::stepper::{Cut, Head, LayerDevice, Piece};
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvType, Linear, PAGE};
+use nq_kernels::cpu::{Cpu, Epilogue, KvPages, Linear};
+use nq_kernels::pages::{KvType, PAGE};
 use std::sync::Arc;
 
 /// Rows that run through a layer at once: enough to keep the products efficient, few enough

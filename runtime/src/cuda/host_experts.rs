@@ -5,8 +5,8 @@
 //! copies the residual stream back; this is part of the recorded step.
 
 use crate::cpu::layer::pack;
-use crate::device::available_memory;
 use crate::error::{Error, Result};
+use crate::host::available_memory;
 use crate::interface::LoadOptions;
 use crate::models::LayerWeights;
 use crate::weights::Census;

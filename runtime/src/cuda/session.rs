@@ -15,12 +15,12 @@ use crate::interface::{
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
-use nq_kernels::cpu::PAGE;
 use nq_kernels::cuda::{
     Buffer, Checked, DeviceLinear, DevicePages, Gpu, GroupedRows, HEAD_DIM, HostStage,
     MOST_SEQUENCES, Mark, PageEntry, PageStaging, PagesShape, Pinned, Places, Row, Stream,
     gated_width,
 };
+use nq_kernels::pages::PAGE;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use step::{Graphs, StepRows, most_rows};

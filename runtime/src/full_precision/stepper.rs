@@ -400,8 +400,8 @@ mod tests {
     use crate::models;
     use nq_formats::Checkpoint;
     use nq_formats::synth::{self, Preset};
-    use nq_kernels::cpu::KvType;
     use nq_kernels::grad::CpuOps;
+    use nq_kernels::pages::KvType;
     use std::path::Path;
 
     fn demo() -> Checkpoint {

@@ -1,6 +1,6 @@
 //! Steps whose tokens the device draws.
 
-use super::session::Chunk;
+use super::chunk::Chunk;
 use crate::error::Result;
 use crate::sampler::Sampler;
 use std::time::Duration;

@@ -3,7 +3,7 @@
 use super::session::{Session, SessionSpec};
 use crate::error::Result;
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::OpTiming;
+use nq_kernels::profile::OpTiming;
 use std::fmt;
 
 /// A model on a device, ready to run. Weights are shared by all its sessions.

@@ -7,6 +7,7 @@
 //! [`StepsAhead`], [`Streams`].
 
 mod ahead;
+mod chunk;
 mod drafts;
 mod engine;
 mod observer;
@@ -16,9 +17,10 @@ mod session;
 
 pub(crate) use ahead::bucket;
 pub use ahead::{Drawn, Run, StepsAhead};
+pub use chunk::{Chunk, Logits, LogitsWanted};
 pub use drafts::{Draft, Drafter, KINDS, StreamHead, Streams, Tapped};
 pub use engine::{DeviceMemory, Engine, EngineDescription};
 pub use observer::Observer;
 pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
 pub use pages::Pages;
-pub use session::{Chunk, Logits, LogitsWanted, Session, SessionSpec};
+pub use session::{Session, SessionSpec};

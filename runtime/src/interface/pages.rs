@@ -3,7 +3,7 @@
 use crate::error::Result;
 
 /// The pages of a session that its sequences are made of, each of
-/// [`PAGE`](nq_kernels::cpu::PAGE) positions of all layers.
+/// [`PAGE`](nq_kernels::pages::PAGE) positions of all layers.
 pub trait Pages {
     /// Pages that no sequence uses.
     fn free(&self) -> usize;

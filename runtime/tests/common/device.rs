@@ -33,6 +33,8 @@ pub(crate) struct Device {
     positions: usize,
     /// Rows of a step that checks drafts.
     draft_rows: usize,
+    /// Sequences are cut at multiples of this.
+    every: usize,
     sequences: Vec<Vec<u32>>,
     seats: Vec<Option<Seat>>,
     queued: VecDeque<Vec<u32>>,
@@ -59,6 +61,7 @@ impl Device {
             },
             positions,
             draft_rows: 1,
+            every: 1,
             sequences: vec![Vec::new(); slots],
             seats: (0..rows).map(|_| None).collect(),
             queued: VecDeque::new(),
@@ -73,6 +76,12 @@ impl Device {
     /// A device that checks drafts.
     pub(crate) fn checking(mut self, rows: usize) -> Self {
         self.draft_rows = rows;
+        self
+    }
+
+    /// A device whose sequences can be cut only at multiples of `every` tokens, and where they end.
+    pub(crate) fn cut_at(mut self, every: usize) -> Self {
+        self.every = every;
         self
     }
 
@@ -105,7 +114,9 @@ impl Session for Device {
     }
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
-        self.sequences[slot].truncate(len);
+        if len < self.sequences[slot].len() {
+            self.sequences[slot].truncate(len / self.every * self.every);
+        }
         self.sequences[slot].len()
     }
 

@@ -1,6 +1,7 @@
 //! Random models for tests.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub(crate) mod cut;
 pub(crate) mod device;
 pub(crate) mod oracle;
 pub(crate) mod published;

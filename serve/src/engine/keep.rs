@@ -5,7 +5,7 @@ use super::Event;
 use super::job::{Job, Phase};
 use super::worker::Worker;
 use crate::disk::{Key, ModelPages};
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use nq_runtime::{Batch, Session};
 use std::time::{Duration, Instant};
 

@@ -5,7 +5,7 @@ use super::keep::Unsaved;
 use super::worker::Worker;
 use crate::prefix::{Found, PrefixTree, common};
 use crate::scheduler::Admission;
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use nq_runtime::{Batch, Session};
 use std::sync::atomic::Ordering;
 

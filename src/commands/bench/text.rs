@@ -2,9 +2,9 @@
 
 use super::super::synth::parse_preset;
 use super::{BenchArgs, Meter, random, show};
-use crate::cli::{self, Global};
-use crate::commands::chat::longest_context;
+use crate::at_load::longest_context;
 use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights, Drafts};
+use crate::flags::{Global, conflict};
 use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use nq_evals::DraftRow;
@@ -81,10 +81,10 @@ pub(super) fn run(
         },
     };
     if args.draft_right.is_some() && !replayed {
-        cli::refuse(
+        return Err(conflict(
             "bench",
             "--draft-right is for a text that is given: --before or --preset",
-        );
+        ));
     }
     let meter = Meter::new(&global.load_options())?;
     let options = global.load_options();

@@ -1,7 +1,7 @@
 //! Flags of `nq quantize`, and what they ask of the library.
 
-use crate::cli::{self, Global};
 use crate::commands::convert::FormatArg;
+use crate::flags::{Global, conflict, parse_size};
 use anyhow::{Context, bail};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
@@ -165,29 +165,6 @@ fn parse_share(s: &str) -> Result<f64, String> {
     }
 }
 
-/// Bytes: a number with a unit, such as `4GB` or `512MiB`.
-pub fn parse_size(s: &str) -> Result<u64, String> {
-    const UNITS: [(&str, f64); 7] = [
-        ("KiB", 1024.0),
-        ("MiB", 1_048_576.0),
-        ("GiB", 1_073_741_824.0),
-        ("KB", 1e3),
-        ("MB", 1e6),
-        ("GB", 1e9),
-        ("B", 1.0),
-    ];
-    let found = UNITS.iter().find_map(|&(unit, factor)| {
-        let end = s.len().checked_sub(unit.len())?;
-        let matches = s.is_char_boundary(end) && s[end..].eq_ignore_ascii_case(unit);
-        matches.then(|| (&s[..end], factor))
-    });
-    let (number, factor) = found.unwrap_or((s, 1.0));
-    match number.trim().replace('_', "").parse::<f64>() {
-        Ok(x) if x > 0.0 && x * factor <= 1e15 => Ok((x * factor) as u64),
-        _ => Err("expected a size such as 400MB, 1.5GB or 8580000".into()),
-    }
-}
-
 fn parse_tokens(s: &str) -> Result<usize, String> {
     match s.replace('_', "").parse() {
         Ok(n @ 1..=1_000_000_000) => Ok(n),
@@ -223,14 +200,14 @@ impl QuantizeArgs {
         ];
         let given = tuning.into_iter().find(|(given, _)| *given);
         if let Some((_, flag)) = given.filter(|_| self.method != AUTO) {
-            cli::refuse("quantize", &format!("{flag} needs --method auto"));
+            return Err(conflict("quantize", format!("{flag} needs --method auto")));
         }
         if self.target().is_some() && !self.chooses() {
-            cli::refuse(
+            return Err(conflict(
                 "quantize",
                 "--target-bpw and --target-size choose among schemes: expected --format nq, or gguf \
                  without --method auto",
-            );
+            ));
         }
         if let CalibrationSource::File(path) = self.calibration() {
             check_text(&path, "--calib")?;
@@ -449,10 +426,21 @@ impl QuantizeArgs {
 
 #[cfg(test)]
 mod tests {
-    use super::{Bits, QuantizeOptions, SourceRecord, parse_share, parse_size};
-    use crate::cli::{Cli, Command};
+    use super::{Bits, Global, QuantizeArgs, QuantizeOptions, SourceRecord, parse_share};
     use clap::Parser;
     use nq_formats::models::Preset;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        args: QuantizeArgs,
+    }
+
+    #[derive(Parser)]
+    struct Shared {
+        #[command(flatten)]
+        global: Global,
+    }
 
     #[test]
     fn names_say_what_differs_from_the_formats_defaults() {
@@ -472,12 +460,8 @@ mod tests {
             ("--simple", "demo-int4-simple"),
             ("--bits 6 --head-bits 6", "demo-int6-head6"),
         ] {
-            let words = ["nq", "quantize"]
-                .into_iter()
-                .chain(flags.split_whitespace());
-            let Command::Quantize(args) = Cli::try_parse_from(words).unwrap().command else {
-                panic!("parsed as another command")
-            };
+            let words = ["nq", "demo"].into_iter().chain(flags.split_whitespace());
+            let Program { args } = Program::try_parse_from(words).unwrap();
             let schemes = args.schemes().unwrap();
             assert_eq!(args.default_name("demo", &schemes).unwrap(), expected);
         }
@@ -490,14 +474,12 @@ mod tests {
             let config = Preset::find(preset).unwrap().config();
             for bits in Bits::ALL {
                 let flag = u32::from(bits).to_string();
-                let words = ["nq", "quantize", "demo", "--bits", &flag];
-                let cli = Cli::try_parse_from(words).unwrap();
-                let Command::Quantize(args) = cli.command else {
-                    panic!("parsed as another command")
-                };
+                let words = ["nq", "demo", "--bits", &flag];
+                let Program { args } = Program::try_parse_from(words).unwrap();
+                let Shared { global } = Shared::try_parse_from(["nq"]).unwrap();
                 let (schemes, candidates) = args.initial(&config).unwrap();
                 let source = SourceRecord::default();
-                let command = args.options(&cli.global, schemes, candidates, "out".into(), source);
+                let command = args.options(&global, schemes, candidates, "out".into(), source);
                 let library = QuantizeOptions::new(&config, bits, "out").unwrap();
                 assert_eq!(format!("{command:?}"), format!("{library:?}"));
             }
@@ -511,25 +493,6 @@ mod tests {
         }
         for text in ["95", "101%", "-1%", "%", "nan", "nan%", ""] {
             assert!(parse_share(text).is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn sizes_have_units() {
-        for (text, bytes) in [
-            ("8580000", 8_580_000),
-            ("8_580_000", 8_580_000),
-            ("400MB", 400_000_000),
-            ("1.5 gb", 1_500_000_000),
-            ("2KiB", 2048),
-            ("7B", 7),
-        ] {
-            assert_eq!(parse_size(text), Ok(bytes), "{text}");
-        }
-        for text in [
-            "", "MB", "0", "-1MB", "nan", "inf", "1e30GB", "4 apples", "é",
-        ] {
-            assert!(parse_size(text).is_err(), "{text}");
         }
     }
 }

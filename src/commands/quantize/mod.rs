@@ -4,13 +4,13 @@ mod args;
 mod report;
 mod target;
 
-use crate::cli::Global;
+use crate::flags::Global;
 use crate::model;
 use crate::terminal::{
     Terminal, about, human_bytes, leave_interrupted, print_line, say, shell_word,
 };
 use anyhow::{Context, bail};
-pub use args::{QuantizeArgs, parse_size};
+pub use args::QuantizeArgs;
 use nq_formats::nq::{SourceRecord, staging};
 use nq_formats::{Progress, Task};
 use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};

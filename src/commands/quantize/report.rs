@@ -1,6 +1,6 @@
 //! The report that `nq quantize` prints.
 
-use crate::cli::Global;
+use crate::flags::Global;
 use crate::terminal::{human_bytes, print_line};
 use nq_evals::EvalReport;
 use nq_formats::Group;

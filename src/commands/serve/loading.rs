@@ -2,16 +2,16 @@
 //! their sequences.
 
 use super::ServeArgs;
-use crate::cli::Global;
-use crate::commands::chat::{at_load, longest_context};
+use crate::at_load::{self, at_load, longest_context};
 use crate::draft::{self, DraftFrom, DraftWeights, Drafts};
+use crate::flags::Global;
 use crate::model;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
 use nq_formats::hash::sha256_hex;
 use nq_formats::{Checkpoint, Files, Progress, Task};
-use nq_kernels::cpu::PAGE;
+use nq_kernels::pages::PAGE;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, KvType, LoadOptions, SessionSpec};
@@ -154,7 +154,7 @@ impl Loadable {
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
         if options.device.resolve()? == Device::Cpu {
             let least = self.spec(PAGE, 1);
-            let running = nq_quantize::memory::running(checkpoint, schemes, &least)?;
+            let running = at_load::memory(checkpoint, schemes, &least)?;
             let draft = self.draft.as_ref().map(|d| d.memory(&least));
             let needed = running.peak + draft.transpose()?.map_or(0, |(_, bytes)| bytes);
             let free = available_memory().unwrap_or(u64::MAX);
@@ -269,7 +269,7 @@ impl Loadable {
                 Some(memory) => memory.kv as u64,
                 None => {
                     let schemes = self.schemes.as_ref();
-                    nq_quantize::memory::running(&self.checkpoint, schemes, &spec)?.kv
+                    at_load::memory(&self.checkpoint, schemes, &spec)?.kv
                 }
             };
             // A draft model has a page for each.

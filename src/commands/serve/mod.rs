@@ -2,9 +2,8 @@
 
 mod loading;
 
-use crate::cli::{Global, parse_kv, parse_load_bits};
-use crate::commands::quantize::parse_size;
 use crate::draft::{DraftFrom, DraftWeights, parse_draft};
+use crate::flags::{Global, parse_kv, parse_load_bits, parse_size};
 use crate::model;
 use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
 use anyhow::{Context, bail};

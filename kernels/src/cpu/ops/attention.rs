@@ -6,9 +6,10 @@
 //! one token that share a key head: it puts the head's dimensions in the lanes and reads
 //! every key and value once.
 
-use crate::cpu::kv::{KvData, KvView, PAGE};
+use crate::cpu::kv::{KvData, KvView};
 use crate::cpu::linear::float::tile;
 use crate::cpu::simd::{LANES, Simd};
+use crate::pages::PAGE;
 use half::f16;
 use std::ops::Range;
 

@@ -2,11 +2,11 @@
 //! of them, as in cascade attention (FlashInfer, arXiv 2501.01005, section 3.1.2).
 
 use super::{AttentionArgs, HEAD_DIM, LayerPages};
-use crate::cpu::{KvType, PAGE};
 use crate::cuda::driver::{Address, Buffer, Checked, Followed, Gpu, LaunchShape, Operands, Stream};
 use crate::cuda::kernel::kernels;
 use crate::cuda::rows::Places;
 use crate::error::Result;
+use crate::pages::{KvType, PAGE};
 use bytemuck::{Pod, Zeroable};
 
 /// `MOST_GROUP` of `cuda/attention_shared.cu`.

@@ -1,11 +1,11 @@
 //! Keys and values on the device, in pages.
 
 use super::HEAD_DIM;
-use crate::cpu::{KvType, PAGE};
 use crate::cuda::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
 use crate::cuda::kernel::kernels;
 use crate::cuda::rows::{Places, shape};
 use crate::error::{Error, Result};
+use crate::pages::{KvType, PAGE};
 use std::ops::Range;
 
 /// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.

@@ -3,9 +3,9 @@
 use super::gpu::{Gpu, GpuInfo, Parts, Timed, check};
 use super::host::Call;
 use super::memory::Allocation;
-use crate::cpu::Key;
 use crate::cuda::kernel::Instance;
 use crate::error::{Error, Result};
+use crate::profile::Key;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use std::collections::{BTreeMap, HashMap};

@@ -9,13 +9,13 @@ use crate::error::Result;
 use crate::interface::{Chunk, LogitsWanted, Run, SessionSpec, bucket};
 use ahead::PENDING;
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::KvType;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
     Columns, DeviceLinear, Gpu, Graph, LayersScratch, LayersSizes, Logprobs, MOST_LOGPROBS,
     MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums,
     Places, Sampling, SharedPrefix, Step, StepBounds, best_len, wide_best_len,
 };
+use nq_kernels::pages::KvType;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 /// Most tokens of a sequence that the device may be ahead of the host; a power of two.

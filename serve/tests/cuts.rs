@@ -1,0 +1,111 @@
+//! Kept sequences that cannot be cut everywhere: prompts that share a part of them get the same answers.
+
+#[path = "../../runtime/tests/common/cut.rs"]
+mod cut;
+
+mod common;
+
+use cut::Cut;
+use nq_runtime::{KvType, Session, SessionSpec};
+use nq_serve::{Engine, EngineOptions, Event, Finish, PageStore, Request};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// An engine over the demo model, whose sequences can be cut at multiples of `every` tokens.
+fn engine(every: usize, options: EngineOptions) -> (Engine, Arc<AtomicUsize>) {
+    let model = common::load();
+    let vocab = model.config().vocab_size;
+    let short = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&short);
+    let open = Box::new(move || {
+        let session = model.session(SessionSpec {
+            slots: 5,
+            ctx: 700,
+            pages: None,
+            kv: KvType::F16,
+            max_rows: 128,
+        })?;
+        let short = Arc::clone(&counted);
+        Ok(Box::new(Cut {
+            session,
+            every,
+            short,
+        }) as Box<dyn Session>)
+    });
+    (Engine::start(open, vocab, options).unwrap(), short)
+}
+
+fn options() -> EngineOptions {
+    EngineOptions {
+        parallel: 3,
+        ..EngineOptions::default()
+    }
+}
+
+fn text(seed: u32, len: u32) -> Vec<u32> {
+    (0..len).map(|i| 300 + (seed * 31 + i * i) % 900).collect()
+}
+
+/// The answers to each of `prompts`, submitted together.
+fn ask(engine: &Engine, prompts: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let requests = prompts.iter().map(|p| Request::new(p.clone(), 20));
+    let mut answers = engine.submit(requests.collect()).unwrap();
+    let mut all = vec![Vec::new(); prompts.len()];
+    while let Some((index, event)) = answers.next_blocking() {
+        match event {
+            Event::Token { id, .. } => all[index].push(id),
+            Event::Finished(finish) => assert_eq!(finish, Finish::Length),
+            Event::Started { .. } | Event::Row(_) => {}
+        }
+    }
+    all
+}
+
+/// A prompt, what continues it, the same again, edits of it, and several that begin alike at once.
+fn talk(engine: &Engine) -> Vec<Vec<u32>> {
+    let first = text(1, 300);
+    let mut answers = ask(engine, std::slice::from_ref(&first));
+    let second = [&first[..], &answers[0], &text(2, 40)].concat();
+    answers.extend(ask(engine, &[second]));
+    answers.extend(ask(engine, std::slice::from_ref(&first)));
+    let edited = |at: usize| [&first[..at], &text(3, 50)].concat();
+    answers.extend(ask(engine, &[edited(200)]));
+    answers.extend(ask(engine, &[edited(130), edited(131), edited(290)]));
+    answers
+}
+
+#[test]
+fn answers_stay_where_prompts_share_less_than_they_could() {
+    let (alone, _) = engine(
+        1,
+        EngineOptions {
+            prefix_cache: false,
+            ..options()
+        },
+    );
+    let plain = talk(&alone);
+    assert_eq!(plain[0], plain[2]);
+    for every in [1, 50, 10_000] {
+        let folder = tempfile::tempdir().unwrap();
+        let on_disk = || EngineOptions {
+            disk: Some(
+                PageStore::open(folder.path(), 1 << 30, Arc::new(()))
+                    .unwrap()
+                    .of_model(b"the demo model"),
+            ),
+            ..options()
+        };
+        // The second engine reads the pages that the first has left.
+        for restored in [false, true] {
+            let (engine, short) = engine(every, on_disk());
+            assert_eq!(talk(&engine), plain, "cut at multiples of {every}");
+            let metrics = engine.metrics();
+            let cached = metrics.cached_tokens.get();
+            assert!(cached > 0 || every > 1000, "{cached}");
+            assert_eq!(short.load(Ordering::Relaxed) > 0, every > 1);
+            assert!(metrics.restored_tokens.get() > 0 || !restored);
+            engine.close(Duration::from_secs(10));
+        }
+    }
+}

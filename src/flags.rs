@@ -1,0 +1,237 @@
+//! Flags that several subcommands have, and what their values mean.
+
+use crate::terminal::say;
+use clap::{Args, ValueEnum};
+use nq_kernels::KernelSet;
+use nq_kernels::cpu::{Isa, IsaChoice};
+use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
+use std::fmt;
+
+/// Flags that every subcommand takes.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Shared options")]
+pub struct Global {
+    /// Where to run: auto, cpu, cuda or cuda:N
+    #[arg(long, global = true, default_value = "auto", value_parser = parse_device)]
+    pub device: DeviceChoice,
+    /// CPU threads [default: one per physical core]
+    #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
+    pub threads: Option<usize>,
+    /// Bind every CPU thread to a physical core (Linux)
+    #[arg(long, global = true)]
+    pub pin: bool,
+    /// Of a mixture on a GPU: layers whose experts stay in the computer's memory and run on the CPU
+    /// [default: as few as the GPU's memory requires]
+    #[arg(
+        long = "cpu-experts",
+        id = "cpu-experts",
+        global = true,
+        value_name = "N"
+    )]
+    pub cpu_experts: Option<usize>,
+    /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16; the
+    /// last two may end in -g16, -g32, -g64 or -g128 for groups other than 32 and 128
+    #[arg(long, global = true, value_name = "A", default_value = "auto")]
+    pub activations: ActivationChoice,
+    /// Fused kernels, or the plain ones used as reference
+    #[arg(long, global = true, value_enum, default_value_t = KernelArg::Fused)]
+    pub kernels: KernelArg,
+    /// CPU instruction set
+    #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
+    pub isa: IsaArg,
+    /// Do not use the network
+    #[arg(long, global = true)]
+    pub offline: bool,
+    /// Print the report as JSON on stdout
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Print more (kernel choices, timings of stages)
+    #[arg(short, long, global = true)]
+    pub verbose: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum KernelArg {
+    /// The fastest for the device
+    Fused,
+    /// Plain, unfused
+    Reference,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum IsaArg {
+    /// The best available
+    Auto,
+    /// Plain Rust
+    Scalar,
+    /// AVX2, FMA, F16C
+    Avx2,
+    /// AVX2 and 256-bit VNNI
+    Avxvnni,
+    /// AVX-512 with VNNI
+    Avx512,
+    /// AVX-512 with VNNI and BF16
+    Avx512bf16,
+    /// Arm NEON with dot product
+    Neon,
+}
+
+impl Global {
+    /// Prints a note if there are more threads than cores.
+    pub fn note_threads(&self) {
+        let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
+        if let Some(threads) = self.threads.filter(|&n| n > cores) {
+            say(&format!(
+                "nq: --threads {threads} on {cores} cores: slower than --threads {cores}"
+            ));
+        }
+    }
+
+    /// Prints a note on why the CPU is used if there is a GPU and `--device` does not ask for the CPU.
+    pub fn note_gpu(&self) {
+        if self.device != DeviceChoice::Auto {
+            return;
+        }
+        if let Some(why) = DeviceChoice::why_no_gpu() {
+            say(&format!(
+                "nq: using the CPU (--device cpu leaves out this note): {why}"
+            ));
+        }
+    }
+
+    /// The library's load options for these flags.
+    pub fn load_options(&self) -> LoadOptions {
+        LoadOptions {
+            device: self.device,
+            threads: self.threads,
+            pin: self.pin,
+            cpu_experts: self.cpu_experts,
+            activations: self.activations,
+            kernels: match self.kernels {
+                KernelArg::Fused => KernelSet::Fused,
+                KernelArg::Reference => KernelSet::Reference,
+            },
+            isa: match self.isa {
+                IsaArg::Auto => IsaChoice::Auto,
+                IsaArg::Scalar => IsaChoice::Force(Isa::Scalar),
+                IsaArg::Avx2 => IsaChoice::Force(Isa::Avx2),
+                IsaArg::Avxvnni => IsaChoice::Force(Isa::AvxVnni),
+                IsaArg::Avx512 => IsaChoice::Force(Isa::Avx512),
+                IsaArg::Avx512bf16 => IsaChoice::Force(Isa::Avx512Bf16),
+                IsaArg::Neon => IsaChoice::Force(Isa::Neon),
+            },
+            ..LoadOptions::default()
+        }
+    }
+}
+
+/// Flags of a subcommand that contradict one another in a way that clap's rules cannot express: the program ends
+/// as clap ends it.
+#[derive(Debug)]
+pub struct Conflict {
+    pub subcommand: &'static str,
+    pub message: String,
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Conflict {}
+
+/// The error of flags of `subcommand` that contradict one another.
+pub fn conflict(subcommand: &'static str, message: impl Into<String>) -> anyhow::Error {
+    let message = message.into();
+    Conflict {
+        subcommand,
+        message,
+    }
+    .into()
+}
+
+/// Parses the bits that a model is quantized to at load; 16 for none.
+pub fn parse_load_bits(s: &str) -> Result<u32, String> {
+    match s {
+        "3" | "4" | "5" | "6" | "8" | "16" => Ok(s.parse().expect("a number")),
+        _ => Err("expected 3, 4, 5, 6, 8 or 16".into()),
+    }
+}
+
+/// Parses the bits of the KV cache; 32 is for comparison with f32 references.
+pub fn parse_kv(s: &str) -> Result<KvType, String> {
+    match s {
+        "8" => Ok(KvType::Int8),
+        "16" => Ok(KvType::F16),
+        "32" => Ok(KvType::F32),
+        _ => Err("expected 8, 16 or 32".into()),
+    }
+}
+
+fn parse_device(s: &str) -> Result<DeviceChoice, String> {
+    match s.split_once(':') {
+        None if s == "auto" => Ok(DeviceChoice::Auto),
+        None if s == "cpu" => Ok(DeviceChoice::Cpu),
+        None if s == "cuda" => Ok(DeviceChoice::Cuda(0)),
+        Some(("cuda", n)) => n
+            .parse()
+            .map(DeviceChoice::Cuda)
+            .map_err(|_| format!("cuda:N needs a number, found {n:?}")),
+        _ => Err("expected auto, cpu, cuda or cuda:N".into()),
+    }
+}
+
+fn parse_threads(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n @ 1..=1024) => Ok(n),
+        _ => Err("expected 1 to 1024".into()),
+    }
+}
+
+/// Bytes: a number with a unit, such as `4GB` or `512MiB`.
+pub fn parse_size(s: &str) -> Result<u64, String> {
+    const UNITS: [(&str, f64); 7] = [
+        ("KiB", 1024.0),
+        ("MiB", 1_048_576.0),
+        ("GiB", 1_073_741_824.0),
+        ("KB", 1e3),
+        ("MB", 1e6),
+        ("GB", 1e9),
+        ("B", 1.0),
+    ];
+    let found = UNITS.iter().find_map(|&(unit, factor)| {
+        let end = s.len().checked_sub(unit.len())?;
+        let matches = s.is_char_boundary(end) && s[end..].eq_ignore_ascii_case(unit);
+        matches.then(|| (&s[..end], factor))
+    });
+    let (number, factor) = found.unwrap_or((s, 1.0));
+    match number.trim().replace('_', "").parse::<f64>() {
+        Ok(x) if x > 0.0 && x * factor <= 1e15 => Ok((x * factor) as u64),
+        _ => Err("expected a size such as 400MB, 1.5GB or 8580000".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_size;
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [
+            ("8580000", 8_580_000),
+            ("8_580_000", 8_580_000),
+            ("400MB", 400_000_000),
+            ("1.5 gb", 1_500_000_000),
+            ("2KiB", 2048),
+            ("7B", 7),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for text in [
+            "", "MB", "0", "-1MB", "nan", "inf", "1e30GB", "4 apples", "é",
+        ] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+}
