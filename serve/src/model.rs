@@ -182,6 +182,17 @@ impl Model {
         }
     }
 
+    /// True if its template presents tools and reads their results.
+    pub fn knows_tools(&self) -> bool {
+        matches!(self.tool_prompt, ToolPrompt::Template(_))
+    }
+
+    /// True if its template lets a request turn thinking on and off.
+    pub fn switches_thinking(&self) -> bool {
+        let template = self.template.as_ref();
+        template.is_some_and(ChatTemplate::switches_thinking)
+    }
+
     /// How it writes calls.
     fn form(&self) -> CallForm {
         match self.tool_prompt {

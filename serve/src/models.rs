@@ -6,7 +6,7 @@ use crate::metrics;
 use crate::model::Model;
 use nq_formats::human_bytes;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A model that can be loaded repeatedly.
 pub trait Source: Send + Sync {
@@ -50,8 +50,10 @@ struct Entry {
 
 #[derive(Default)]
 struct States {
-    /// For each entry, the model while it is loaded, and the time of its last request.
+    /// For each entry, the model while it is loaded, and the number of its last request.
     loaded: Vec<(Option<Arc<Model>>, u64)>,
+    /// When each was last seen in use.
+    used: Vec<Instant>,
     clock: u64,
     closed: bool,
 }
@@ -96,7 +98,9 @@ impl Models {
             created: since.map_or(0, |d| d.as_secs()),
             source,
         });
-        self.states().loaded.push((model, 0));
+        let mut states = self.states();
+        states.loaded.push((model, 0));
+        states.used.push(Instant::now());
     }
 
     fn states(&self) -> MutexGuard<'_, States> {
@@ -172,6 +176,7 @@ impl Models {
         }
         states.clock += 1;
         let clock = states.clock;
+        states.used[at] = Instant::now();
         let (model, used) = &mut states.loaded[at];
         *used = clock;
         Ok(model.clone())
@@ -193,6 +198,8 @@ impl Models {
                     let model = Arc::new(model);
                     let mut states = self.states();
                     if !states.closed {
+                        // Loading may have taken longer than a model may be idle.
+                        states.used[at] = Instant::now();
                         states.loaded[at].0 = Some(Arc::clone(&model));
                     }
                     return Ok(model);
@@ -231,6 +238,28 @@ impl Models {
             model.engine().close(Duration::ZERO);
         }
         model.is_some()
+    }
+
+    /// Unloads the models that nobody has used for `idle`; their next requests load them again.
+    pub fn unload_unused(&self, idle: Duration) {
+        let mut gone = Vec::new();
+        {
+            let mut states = self.states();
+            let states = &mut *states;
+            let both = states.loaded.iter_mut().zip(&mut states.used);
+            for (entry, ((model, _), used)) in self.entries.iter().zip(both) {
+                match model {
+                    Some(model) if Arc::strong_count(model) > 1 => *used = Instant::now(),
+                    Some(_) if entry.source.is_some() && used.elapsed() >= idle => {
+                        gone.extend(model.take());
+                    }
+                    _ => {}
+                }
+            }
+        }
+        for model in gone {
+            model.engine().close(Duration::ZERO);
+        }
     }
 
     fn no_room(&self, name: &str, needed: u64, free: u64) -> ApiError {

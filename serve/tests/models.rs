@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
 
 const CHAT: &str = "/v1/chat/completions";
 const MIB: u64 = 1 << 20;
@@ -179,4 +180,25 @@ fn the_one_unused_for_longest_makes_room_and_none_that_is_used() {
         refused.body
     );
     assert_eq!(refused.header("retry-after"), "");
+}
+
+#[test]
+fn models_that_nobody_uses_are_unloaded() {
+    let memory = Arc::new(Memory::default());
+    let mut models = Models::default();
+    models.add("a", Box::new(Demo("a", Arc::clone(&memory))));
+    let models = Arc::new(models);
+    let loaded = || models.each(|listed| listed.model.is_some()) == [true];
+    let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+    for loads in 1..3 {
+        let used = runtime.block_on(models.get(Some("a"))).unwrap();
+        assert_eq!(memory.loads.load(Ordering::Relaxed), loads);
+        models.unload_unused(Duration::ZERO);
+        assert!(loaded(), "it is in use");
+        drop(used);
+        models.unload_unused(Duration::from_secs(3600));
+        assert!(loaded(), "it was used just now");
+        models.unload_unused(Duration::ZERO);
+        assert!(!loaded());
+    }
 }

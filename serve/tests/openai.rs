@@ -142,6 +142,10 @@ fn seeds_stops_counts_and_biases_do_what_they_say() {
             full
         );
     }
+    let older = ask(json!({"max_tokens": 30, "repeat_penalty": 1.5}));
+    let newer = ask(json!({"max_tokens": 30, "repetition_penalty": 1.5}));
+    assert_eq!(content(&older, 0), content(&newer, 0));
+    assert!(content(&older, 0) != full);
     let penalized = ask(json!({"max_tokens": 30, "frequency_penalty": 2, "presence_penalty": 2}));
     assert!(content(&penalized, 0) != full);
 }

@@ -271,6 +271,8 @@ fn card(listed: Listed<'_>) -> Value {
             "generate".into()
         };
         card["max_model_len"] = model.context().into();
+        card["tools"] = model.knows_tools().into();
+        card["switches_thinking"] = model.switches_thinking().into();
         card["default_sampling"] = json!({
             "temperature": number(p.temperature), "top_k": p.top_k, "top_p": number(p.top_p),
             "min_p": number(p.min_p), "repetition_penalty": number(p.repetition_penalty),

@@ -61,6 +61,8 @@ impl Default for Limits {
 pub struct Server {
     listener: StdListener,
     app: App,
+    /// How long a model stays loaded that nobody uses; `None`: as long as its memory is not needed.
+    idle: Option<Duration>,
     stop: watch::Receiver<Option<Duration>>,
     stopper: Stopper,
 }
@@ -106,6 +108,7 @@ impl Server {
                 kept: Arc::default(),
                 ledger: Ledger::new(Box::new(|_| {})),
             },
+            idle: None,
             stop,
             stopper: Stopper(Arc::new(sender)),
         })
@@ -115,6 +118,12 @@ impl Server {
     pub fn reading(mut self, rules: Rules, report: Report) -> Self {
         self.app.rules = rules;
         self.app.ledger = Ledger::new(report);
+        self
+    }
+
+    /// Unloads models that nobody has used for so long.
+    pub fn unloading(mut self, idle: Option<Duration>) -> Self {
+        self.idle = idle;
         self
     }
 
@@ -152,6 +161,9 @@ impl Server {
         let app = Arc::new(self.app);
         let router = router(Arc::clone(&app));
         let room = Arc::new(Semaphore::new(app.limits.connections));
+        let unloading = self
+            .idle
+            .map(|idle| tokio::spawn(unload(Arc::clone(&app.models), idle)));
         let (finish, finishing) = watch::channel(false);
         let mut connections = JoinSet::new();
         let grace = loop {
@@ -183,6 +195,7 @@ impl Server {
             });
         };
         drop(listener);
+        unloading.inspect(|task| task.abort());
         let _ = finish.send(true);
         let models = Arc::clone(&app.models);
         let _ = tokio::task::spawn_blocking(move || models.close(grace)).await;
@@ -190,6 +203,16 @@ impl Server {
         let rest = async { while connections.join_next().await.is_some() {} };
         let _ = tokio::time::timeout(Duration::from_secs(2), rest).await;
         Ok(())
+    }
+}
+
+/// Unloads models that nobody has used for `idle`, as long as it is polled.
+async fn unload(models: Arc<Models>, idle: Duration) {
+    let pause = (idle / 8).clamp(Duration::from_millis(10), Duration::from_secs(30));
+    loop {
+        tokio::time::sleep(pause).await;
+        let models = Arc::clone(&models);
+        let _ = tokio::task::spawn_blocking(move || models.unload_unused(idle)).await;
     }
 }
 

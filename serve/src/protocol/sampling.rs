@@ -48,6 +48,7 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
         min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(model.min_p),
         repetition_penalty: fields
             .number("repetition_penalty", 0.01, 10.0)?
+            .or(fields.number("repeat_penalty", 0.01, 10.0)?)
             .unwrap_or(model.repetition_penalty),
         frequency_penalty: fields
             .number("frequency_penalty", -2.0, 2.0)?

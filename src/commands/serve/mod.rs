@@ -89,6 +89,9 @@ pub struct ServeArgs {
     /// Most tokens of thinking in an answer; requests may ask for fewer. 0 turns thinking off
     #[arg(long, value_name = "N")]
     pub reasoning_budget: Option<usize>,
+    /// Unload models that nobody has used for this time, such as 15m; their next requests load them again
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub idle: Option<Duration>,
     /// Refuse requests with fields that nq does not know, instead of noting them
     #[arg(long)]
     pub strict: bool,
@@ -98,6 +101,14 @@ pub struct ServeArgs {
     /// Seconds that answers may continue after the server is told to stop
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub grace: u64,
+}
+
+/// Parses a time such as 15m, 90s or 1h30m.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let time: Option<jiff::SignedDuration> = text.parse().ok();
+    let time = time.and_then(|t| Duration::try_from(t).ok());
+    let expected = || format!("expected a time such as 90s, 15m or 2h, found {text}");
+    time.filter(|t| t.as_secs() >= 1).ok_or_else(expected)
 }
 
 /// Parses NAME=MODEL.
@@ -135,7 +146,9 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         reasoning_budget: args.reasoning_budget,
     };
     let notes = Arc::clone(&terminal);
-    let server = server.reading(rules, Box::new(move |note| notes.note(note)));
+    let server = server
+        .reading(rules, Box::new(move |note| notes.note(note)))
+        .unloading(args.idle);
     stop_on_signals(&server, Duration::from_secs(args.grace))?;
     let url = format!("http://{}", server.address()?);
     if global.json {
