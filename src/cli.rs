@@ -78,10 +78,16 @@ const RUNNING: [&str; 7] = [
 /// not name them.
 const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
     ("embed", &[&["json"]]),
-    ("pull", &[&RUNNING, &["verbose"]]),
-    ("list", &[&RUNNING, &["offline", "verbose"]]),
-    ("rm", &[&RUNNING, &["offline", "json", "verbose"]]),
-    ("completions", &[&RUNNING, &["offline", "json", "verbose"]]),
+    ("pull", &[&RUNNING, &["adapter", "verbose"]]),
+    ("list", &[&RUNNING, &["adapter", "offline", "verbose"]]),
+    (
+        "rm",
+        &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
+    ),
+    (
+        "completions",
+        &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
+    ),
     ("inspect", &[&RUNNING, &["verbose"]]),
     ("convert", &[&RUNNING, &["verbose"]]),
     (
@@ -93,6 +99,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
             "activations",
             "kernels",
             "isa",
+            "adapter",
             "offline",
             "verbose",
         ]],
@@ -100,6 +107,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
     (
         "doctor",
         &[&[
+            "adapter",
             "cpu-experts",
             "activations",
             "kernels",

@@ -71,7 +71,7 @@ impl DraftCheckpoint {
         global: &Global,
         progress: &dyn Progress,
     ) -> anyhow::Result<Self> {
-        let model = model::open(Some(name), global, progress)?;
+        let model = model::open(Some(name), &global.without_adapters(), progress)?;
         let (checkpoint, schemes) = at_load(model.checkpoint, bits, progress)?;
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(checkpoint.config().vocab_size)?;

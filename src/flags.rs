@@ -6,6 +6,7 @@ use nq_kernels::KernelSet;
 use nq_kernels::cpu::{Isa, IsaChoice};
 use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 /// Flags that every subcommand takes.
 #[derive(Args, Clone, Debug)]
@@ -39,6 +40,16 @@ pub struct Global {
     /// CPU instruction set
     #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
+    /// A LoRA or DoRA adapter to merge into the unquantized model: PEFT's folder, or a GGUF file; W multiplies it
+    /// [default of W: 1] [repeatable]
+    #[arg(
+        long = "adapter",
+        id = "adapter",
+        global = true,
+        value_name = "FOLDER[=W]",
+        value_parser = parse_adapter
+    )]
+    pub adapters: Vec<AdapterArg>,
     /// Do not use the network
     #[arg(long, global = true)]
     pub offline: bool,
@@ -76,7 +87,24 @@ pub enum IsaArg {
     Neon,
 }
 
+/// A value of `--adapter`.
+#[derive(Clone, Debug)]
+pub struct AdapterArg {
+    /// The folder or file.
+    pub path: PathBuf,
+    /// What multiplies it.
+    pub weight: f64,
+}
+
 impl Global {
+    /// The same for a further model, which the adapters are not for.
+    pub fn without_adapters(&self) -> Global {
+        Global {
+            adapters: Vec::new(),
+            ..self.clone()
+        }
+    }
+
     /// Prints a note if there are more threads than cores.
     pub fn note_threads(&self) {
         let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
@@ -179,6 +207,22 @@ fn parse_device(s: &str) -> Result<DeviceChoice, String> {
             .map(DeviceChoice::Cuda)
             .map_err(|_| format!("cuda:N needs a number, found {n:?}")),
         _ => Err("expected auto, cpu, cuda or cuda:N".into()),
+    }
+}
+
+fn parse_adapter(s: &str) -> Result<AdapterArg, String> {
+    let (path, weight) = match s.rsplit_once('=') {
+        // A path may hold the sign.
+        Some((path, weight)) if !Path::new(s).exists() => (path, Some(weight)),
+        _ => (s, None),
+    };
+    let weight = weight.map_or(Ok(1.0), str::parse);
+    match weight.ok().filter(|w: &f64| w.is_finite()) {
+        Some(weight) => Ok(AdapterArg {
+            path: path.into(),
+            weight,
+        }),
+        None => Err("expected a folder or file, and a number behind =".into()),
     }
 }
 

@@ -1,8 +1,10 @@
 //! Resolves MODEL: `demo`, a folder or file, a name in nq's model folder, or a hub id.
 
 use crate::demo;
-use crate::flags::Global;
+use crate::flags::{AdapterArg, Global};
 use anyhow::{Context, bail};
+use nq_formats::account;
+use nq_formats::adapter::Adapter;
 use nq_formats::gguf::BlockType;
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::names::{Shape, parameters};
@@ -50,9 +52,26 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
     global: &Global,
     progress: &dyn Progress,
 ) -> anyhow::Result<Model> {
-    match model {
+    let model = match model {
         Some(name) => open_named(name.as_ref(), global, progress),
         None => open_default(global, progress),
+    };
+    let mut model = model?;
+    note_left_over(&model, progress);
+    let mut adapters = Vec::new();
+    for AdapterArg { path, weight } in &global.adapters {
+        adapters.push(Adapter::open(path, *weight)?);
+        let place = path.canonicalize().unwrap_or_else(|_| path.clone());
+        model.source = format!("{} with {weight} x {}", model.source, place.display());
+    }
+    model.checkpoint = model.checkpoint.with_adapters(adapters)?;
+    Ok(model)
+}
+
+/// Says once what the model's files hold and nq does not use.
+fn note_left_over(model: &Model, progress: &dyn Progress) {
+    for line in account::lines(model.checkpoint.left_over()) {
+        progress.note(&format!("{}: not used: {line}", model.name));
     }
 }
 
@@ -63,10 +82,10 @@ pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result
     for bits in [4, 8] {
         let copy = models_dir()?.join(format!("{name}-int{bits}"));
         if copy.exists() {
-            return open_path(&copy);
+            return open(Some(&copy), global, progress);
         }
     }
-    open_default(global, progress)
+    open::<OsStr>(None, global, progress)
 }
 
 fn open_named(model: &OsStr, global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {

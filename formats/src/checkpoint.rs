@@ -1,5 +1,6 @@
 //! A checkpoint: a model's configuration, tokenizer files and weights, whatever the format.
 
+use crate::account::{self, LeftOver};
 use crate::config::{GenerationDefaults, check_eos};
 use crate::error::{Error, Result};
 use crate::experts::Gathered;
@@ -9,7 +10,9 @@ use crate::names::{HEAD, layer_of};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
+use crate::tokenizer;
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 
 /// The input of [`Checkpoint::open`], read far enough to tell its format.
 pub struct Source {
@@ -18,6 +21,7 @@ pub struct Source {
     pub(crate) gguf: Option<String>,    // the name of the GGUF file, if it is one
     pub(crate) config: Option<Map<String, Value>>, // config.json
     pub(crate) quantization: Option<Value>,
+    pub(crate) left_over: Vec<LeftOver>, // keys of `quantization`
 }
 
 impl Source {
@@ -41,10 +45,15 @@ impl Source {
     /// # Errors
     /// Errors of [`Shards::open`].
     pub fn shards(&self) -> Result<Shards> {
-        match &self.weights {
+        let mut shards = match &self.weights {
             Some(name) => Shards::open_named(&self.files, name),
             None => Shards::open(&self.files),
+        }?;
+        let tied = (self.config.as_ref()).and_then(|c| c.get("tie_word_embeddings")?.as_bool());
+        if tied == Some(true) {
+            shards.tie();
         }
+        Ok(shards)
     }
 
     /// A checkpoint made of these files and `store`.
@@ -52,7 +61,22 @@ impl Source {
     /// # Errors
     /// Errors of `Checkpoint::of_files`.
     pub fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
-        Checkpoint::of_files(self.files, store)
+        let mut checkpoint = Checkpoint::of_files(self.files, store)?;
+        checkpoint.left_over.extend(self.left_over);
+        // A folder's other files of tensors; those beside a file that was given are another matter.
+        if self.weights.is_none() {
+            let read: BTreeSet<String> = checkpoint
+                .store
+                .entries()
+                .into_iter()
+                .map(|e| e.file)
+                .collect();
+            let names = checkpoint.files.names()?.into_iter();
+            let others = names.filter(|n| n.ends_with(".safetensors") && !read.contains(n));
+            let other = |name| LeftOver::new(name, "tensors of another file than the model's");
+            checkpoint.left_over.extend(others.map(other));
+        }
+        Ok(checkpoint)
     }
 }
 
@@ -63,6 +87,8 @@ pub struct Checkpoint {
     generation: GenerationDefaults,
     task: Task,
     store: Box<dyn WeightStore>,
+    left_over: Vec<LeftOver>,
+    eos: Vec<u32>,
 }
 
 impl Checkpoint {
@@ -76,7 +102,10 @@ impl Checkpoint {
     ) -> Self {
         // No embedding needs the head: where there is none, the embedding matrix stands in for it.
         let headless = matches!(task, Task::Embed(_)) && !store.contains(HEAD);
+        let mut eos = generation.eos_token_ids.clone();
+        eos.extend(&config.eos_token_ids);
         Checkpoint {
+            eos: distinct(eos),
             config: ModelConfig {
                 tie_word_embeddings: config.tie_word_embeddings || headless,
                 ..config
@@ -85,7 +114,22 @@ impl Checkpoint {
             generation,
             task,
             store,
+            left_over: Vec::new(),
         }
+    }
+
+    /// Like [`Checkpoint::new`], for weights of a file, all of which must be accounted for. `left_over` is what
+    /// is known to be left over of the configuration.
+    ///
+    /// # Errors
+    /// Errors of [`account::tensors`] and [`account::is_tied`].
+    pub(crate) fn accounted(mut self, mut left_over: Vec<LeftOver>) -> Result<Self> {
+        check_layers(&self.files, &self.config, self.store.as_ref())?;
+        let store = self.store.as_ref();
+        self.config.tie_word_embeddings = account::is_tied(store, &self.config, &mut left_over)?;
+        left_over.extend(account::tensors(store, &self.config, &self.files.root())?);
+        self.left_over = left_over;
+        Ok(self)
     }
 
     /// A checkpoint with the config.json and generation_config.json of `files`, and `store`.
@@ -94,20 +138,38 @@ impl Checkpoint {
     /// [`Error::Missing`] without a config.json; else as [`ModelConfig::parse`] and
     /// [`GenerationDefaults::parse`] and [`Task::of`].
     pub(crate) fn of_files(files: Files, store: Box<dyn WeightStore>) -> Result<Self> {
-        let config = ModelConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;
-        check_layers(&files, &config, store.as_ref())?;
+        let (config, mut left) = ModelConfig::read(&files.path(CONFIG), &files.require(CONFIG)?)?;
         let task = Task::of(&files, store.is_bare())?;
         let store = Gathered::over(store, &config, &files)?;
         let generation = match files.get(GENERATION_CONFIG)? {
             Some(bytes) => {
                 let path = files.path(GENERATION_CONFIG);
-                let generation = GenerationDefaults::parse(&path, &bytes)?;
+                let (generation, unused) = GenerationDefaults::read(&path, &bytes)?;
                 check_eos(&path, &generation.eos_token_ids, config.vocab_size)?;
+                left.extend(unused);
                 generation
             }
             None => GenerationDefaults::default(),
         };
-        Ok(Checkpoint::new(files, config, generation, task, store))
+        let ends = tokenizer::ends(&files, config.vocab_size)?;
+        let mut checkpoint = Checkpoint::new(files, config, generation, task, store);
+        checkpoint.eos.extend(ends);
+        checkpoint.eos = distinct(checkpoint.eos);
+        checkpoint.accounted(left)
+    }
+
+    /// What the files hold and nq does not use, with the reasons why the results are the same.
+    pub fn left_over(&self) -> &[LeftOver] {
+        &self.left_over
+    }
+
+    /// The same with another store over its own.
+    pub(crate) fn over(
+        mut self,
+        over: impl FnOnce(Box<dyn WeightStore>) -> Box<dyn WeightStore>,
+    ) -> Self {
+        self.store = over(self.store);
+        self
     }
 
     /// Model shape.
@@ -125,12 +187,10 @@ impl Checkpoint {
         &self.generation
     }
 
-    /// Tokens that end a text: those of the generation config, otherwise those of the model config.
+    /// Tokens that end a text: those of the generation config, those of the model config, the tokenizer's own
+    /// and those by which the chat template ends a turn.
     pub fn eos_token_ids(&self) -> &[u32] {
-        match self.generation.eos_token_ids.as_slice() {
-            [] => &self.config.eos_token_ids,
-            ids => ids,
-        }
+        &self.eos
     }
 
     /// The files beside the weights (tokenizer, template).
@@ -152,6 +212,12 @@ impl Checkpoint {
     pub fn bits_per_weight(&self) -> f64 {
         8.0 * self.tensor_bytes() as f64 / self.config.parameters() as f64
     }
+}
+
+/// The ids, each where it comes first.
+fn distinct(ids: Vec<u32>) -> Vec<u32> {
+    let mut seen = BTreeSet::new();
+    ids.into_iter().filter(|id| seen.insert(*id)).collect()
 }
 
 /// Refuses a model whose files hold more layers than its config: another model would run. (Missing

@@ -1,11 +1,13 @@
 //! Reads `config.json` and `generation_config.json`.
 
+use crate::account::LeftOver;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::models::{
-    self, Architecture, Experts, LayerSpec, ModelConfig, NormKind, Rope, RopeScaling,
-};
+use crate::keys;
+use crate::models::{self, Architecture, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling};
 use serde_json::{Map, Value, json};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Sampling defaults from `generation_config.json`.
@@ -35,6 +37,14 @@ impl ModelConfig {
     /// windows or a rope scaling other than YaRN and Llama 3's; [`Error::Malformed`] for missing,
     /// mistyped or inconsistent keys.
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
+        Self::read(path, json).map(|(config, _)| config)
+    }
+
+    /// Like [`ModelConfig::parse`]; also returns the keys that it does not know.
+    ///
+    /// # Errors
+    /// Errors of [`ModelConfig::parse`].
+    pub fn read(path: &Path, json: &[u8]) -> Result<(Self, Vec<LeftOver>)> {
         let obj = Object::parse(path, json)?;
         let architecture = obj.architecture()?;
         obj.check_layers(architecture)?;
@@ -87,7 +97,11 @@ impl ModelConfig {
                 cfg.head_dim.to_string(),
             ));
         }
-        Ok(cfg)
+        // Read before this, to find the reader of the weights.
+        for key in ["quantization_config", "compression_config"] {
+            obj.get(key);
+        }
+        Ok((cfg, obj.left_over("config.json")))
     }
 }
 
@@ -106,6 +120,7 @@ impl ModelConfig {
                 original_max_position_embeddings,
                 beta_fast,
                 beta_slow,
+                truncate,
                 attention_factor,
             } => json!({
                 "rope_type": "yarn",
@@ -113,6 +128,7 @@ impl ModelConfig {
                 "original_max_position_embeddings": original_max_position_embeddings,
                 "beta_fast": beta_fast,
                 "beta_slow": beta_slow,
+                "truncate": truncate,
                 "attention_factor": attention_factor,
             }),
             RopeScaling::Llama3 {
@@ -196,16 +212,27 @@ impl GenerationDefaults {
     /// # Errors
     /// [`Error::Malformed`] for mistyped keys.
     pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
+        Self::read(path, json).map(|(defaults, _)| defaults)
+    }
+
+    /// Like [`GenerationDefaults::parse`]; also returns the keys that it does not know.
+    ///
+    /// # Errors
+    /// Errors of [`GenerationDefaults::parse`].
+    pub fn read(path: &Path, json: &[u8]) -> Result<(Self, Vec<LeftOver>)> {
         let obj = Object::parse(path, json)?;
-        Ok(GenerationDefaults {
+        // Programs differ in how they say that all tokens are kept.
+        let top_k = obj.typed("top_k", "an integer", Value::as_i64)?;
+        let defaults = GenerationDefaults {
             do_sample: obj.bool("do_sample")?,
             temperature: obj.f64("temperature")?.map(|v| v as f32),
-            top_k: obj.u64("top_k")?.map(|v| v as usize),
+            top_k: top_k.map(|v| v.max(0) as usize),
             top_p: obj.f64("top_p")?.map(|v| v as f32),
             min_p: obj.f64("min_p")?.map(|v| v as f32),
             repetition_penalty: obj.f64("repetition_penalty")?.map(|v| v as f32),
             eos_token_ids: obj.ids("eos_token_id")?,
-        })
+        };
+        Ok((defaults, obj.left_over("generation_config.json")))
     }
 }
 
@@ -223,7 +250,7 @@ pub(crate) fn check_eos(path: &Path, ids: &[u32], vocab_size: usize) -> Result<(
 }
 
 /// Dimensions above this are rejected: they would overflow products elsewhere.
-const MAX_DIM: u64 = 1 << 28;
+pub(crate) const MAX_DIM: u64 = 1 << 28;
 
 /// More parameters than this (a hundred trillion) are rejected.
 pub(crate) const MAX_PARAMETERS: u128 = 100_000_000_000_000;
@@ -232,24 +259,56 @@ pub(crate) const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 const MAX_EXPERTS: usize = 1 << 16;
 
 /// A JSON object whose accessors return errors with the names of the file and the key.
+/// They note the keys that were asked for.
 pub(crate) struct Object<'a> {
     path: &'a Path,
     map: Map<String, Value>,
+    asked: RefCell<BTreeSet<String>>,
+    /// What is left over of objects within it.
+    within: RefCell<Vec<LeftOver>>,
 }
 
 impl<'a> Object<'a> {
     pub(crate) fn parse(path: &'a Path, json: &[u8]) -> Result<Self> {
-        let malformed = |found: String| Error::Malformed {
-            path: path.into(),
-            what: "contents".into(),
-            expected: "a JSON object".into(),
-            found,
-        };
-        match serde_json::from_slice(json) {
-            Ok(Value::Object(map)) => Ok(Object { path, map }),
-            Ok(other) => Err(malformed(kind(&other).into())),
-            Err(e) => Err(malformed(e.to_string())),
+        json_object(path, json).map(|map| Self::of(path, map))
+    }
+
+    fn of(path: &'a Path, map: Map<String, Value>) -> Self {
+        Object {
+            path,
+            map,
+            asked: RefCell::default(),
+            within: RefCell::default(),
         }
+    }
+
+    /// The object under `key`, if any. What it leaves over is noted once it was read by `read`.
+    ///
+    /// # Errors
+    /// Errors of `read`, and for another value.
+    pub(crate) fn object<T>(
+        &self,
+        key: &str,
+        read: impl FnOnce(&Object<'a>) -> Result<T>,
+    ) -> Result<Option<T>> {
+        let map = self.typed(key, "an object", |v| v.as_object().cloned())?;
+        // An empty one counts as absent, as in transformers.
+        let Some(map) = map.filter(|map| !map.is_empty()) else {
+            return Ok(None);
+        };
+        let object = Object::of(self.path, map);
+        let value = read(&object)?;
+        let left = object.left_over(&format!("config.json: {key}"));
+        self.within.borrow_mut().extend(left);
+        Ok(Some(value))
+    }
+
+    /// The keys that nobody asked for; `file` is their place in messages.
+    fn left_over(&self, file: &str) -> Vec<LeftOver> {
+        let asked = self.asked.borrow();
+        let mut left = keys::unknown(file, self.map.iter().filter(|(k, _)| !asked.contains(*k)));
+        left.append(&mut self.within.borrow_mut());
+        left
     }
 
     pub(crate) fn bad(&self, key: &str, expected: String, found: String) -> Error {
@@ -271,10 +330,11 @@ impl<'a> Object<'a> {
 
     /// The key's value; JSON null counts as absent.
     pub(crate) fn get(&self, key: &str) -> Option<&Value> {
+        self.asked.borrow_mut().insert(key.to_owned());
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    fn typed<T>(
+    pub(crate) fn typed<T>(
         &self,
         key: &str,
         expected: &str,
@@ -289,11 +349,11 @@ impl<'a> Object<'a> {
         }
     }
 
-    fn u64(&self, key: &str) -> Result<Option<u64>> {
+    pub(crate) fn u64(&self, key: &str) -> Result<Option<u64>> {
         self.typed(key, "a non-negative integer", Value::as_u64)
     }
 
-    fn f64(&self, key: &str) -> Result<Option<f64>> {
+    pub(crate) fn f64(&self, key: &str) -> Result<Option<f64>> {
         self.typed(key, "a number", Value::as_f64)
     }
 
@@ -301,7 +361,7 @@ impl<'a> Object<'a> {
         self.typed(key, "true or false", Value::as_bool)
     }
 
-    fn str(&self, key: &str) -> Result<Option<String>> {
+    pub(crate) fn str(&self, key: &str) -> Result<Option<String>> {
         self.typed(key, "a string", |v| v.as_str().map(String::from))
     }
 
@@ -364,16 +424,14 @@ impl<'a> Object<'a> {
         } else {
             "torch_dtype"
         };
-        self.typed(
-            key,
-            "\"bfloat16\", \"float16\" or \"float32\"",
-            |v| match v.as_str()? {
-                "bfloat16" => Some(DType::BF16),
-                "float16" => Some(DType::F16),
-                "float32" => Some(DType::F32),
-                _ => None,
-            },
-        )
+        let name = self.str(key)?.unwrap_or_default();
+        Ok(match name.strip_prefix("torch.").unwrap_or(&name) {
+            "bfloat16" => Some(DType::BF16),
+            "float16" => Some(DType::F16),
+            "float32" => Some(DType::F32),
+            // No type of a dense weight: tensors state their own.
+            _ => None,
+        })
     }
 
     /// The architecture named by `architectures` and `model_type`.
@@ -426,6 +484,10 @@ impl<'a> Object<'a> {
                 let why = format!("{family} has {no}{what}");
                 return Err(self.unsupported(format!("{key} {}", !has), &why));
             }
+        }
+        let types = self.strings("layer_types")?;
+        if let Some(other) = types.iter().find(|t| *t != "full_attention") {
+            return Err(self.unsupported(format!("a layer of type {other}"), "nq attends fully"));
         }
         if self.bool("use_sliding_window")?.unwrap_or(false) {
             return Err(self.unsupported("use_sliding_window true".into(), "nq attends fully"));
@@ -485,103 +547,27 @@ impl<'a> Object<'a> {
             normalized: self.bool("norm_topk_prob")?.unwrap_or(false),
         }))
     }
+}
 
-    /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5, which holds both.
-    pub(crate) fn rope(&self) -> Result<Rope> {
-        let nested = |key: &str| -> Result<Option<Object<'a>>> {
-            let map = self.typed(key, "an object", |v| v.as_object().cloned())?;
-            Ok(map.map(|map| Object {
-                path: self.path,
-                map,
-            }))
-        };
-        let params = nested("rope_parameters")?;
-        let scaling = match &params {
-            Some(_) => None,
-            None => nested("rope_scaling")?,
-        };
-        let theta = match &params {
-            Some(p) => p.f64("rope_theta")?,
-            None => None,
-        };
-        let theta = match theta {
-            Some(t) => t,
-            None => self
-                .f64("rope_theta")?
-                .ok_or_else(|| self.bad("rope_theta", "a number".into(), "no such key".into()))?,
-        };
-        if !(theta.is_finite() && theta > 0.0) {
-            return Err(self.bad("rope_theta", "a positive number".into(), theta.to_string()));
-        }
-        let scaling = match params.as_ref().or(scaling.as_ref()) {
-            None => RopeScaling::None,
-            Some(s) => s.rope_scaling(self)?,
-        };
-        Ok(Rope { theta, scaling })
+/// The contents of a JSON file that holds an object.
+///
+/// # Errors
+/// [`Error::Malformed`] for anything else.
+pub(crate) fn json_object(path: &Path, json: &[u8]) -> Result<Map<String, Value>> {
+    let malformed = |found: String| Error::Malformed {
+        path: path.into(),
+        what: "contents".into(),
+        expected: "a JSON object".into(),
+        found,
+    };
+    if json.starts_with(b"\xEF\xBB\xBF") {
+        let found = "a byte order mark before it, which JSON must not have";
+        return Err(malformed(found.into()));
     }
-
-    fn rope_scaling(&self, config: &Object<'_>) -> Result<RopeScaling> {
-        let kind = match self.str("rope_type")? {
-            Some(t) => Some(t),
-            None => self.str("type")?,
-        };
-        match kind.as_deref() {
-            None | Some("default") => Ok(RopeScaling::None),
-            Some("yarn") => {
-                let factor = self.f64("factor")?.unwrap_or(0.0);
-                if !(factor.is_finite() && factor >= 1.0) {
-                    let found = factor.to_string();
-                    return Err(self.bad("rope_scaling.factor", "at least 1".into(), found));
-                }
-                let original = match self.u64("original_max_position_embeddings")? {
-                    Some(n) if (1..=MAX_DIM).contains(&n) => n as usize,
-                    Some(n) => {
-                        let key = "rope_scaling.original_max_position_embeddings";
-                        return Err(self.bad(key, format!("1 to {MAX_DIM}"), n.to_string()));
-                    }
-                    None => config.dim("max_position_embeddings")?,
-                };
-                Ok(RopeScaling::Yarn {
-                    factor,
-                    original_max_position_embeddings: original,
-                    beta_fast: self.f64("beta_fast")?.unwrap_or(32.0),
-                    beta_slow: self.f64("beta_slow")?.unwrap_or(1.0),
-                    attention_factor: self
-                        .f64("attention_factor")?
-                        .unwrap_or_else(|| 0.1 * factor.ln() + 1.0),
-                })
-            }
-            Some("llama3") => {
-                let positive = |key: &str| match self.f64(key)? {
-                    Some(v) if v.is_finite() && v > 0.0 => Ok(v),
-                    v => {
-                        let found = v.map_or("no such key".into(), |v| v.to_string());
-                        let key = format!("rope_scaling.{key}");
-                        Err(self.bad(&key, "a positive number".into(), found))
-                    }
-                };
-                let (low, high) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
-                if low >= high {
-                    let expected = format!("above low_freq_factor ({low})");
-                    return Err(self.bad(
-                        "rope_scaling.high_freq_factor",
-                        expected,
-                        high.to_string(),
-                    ));
-                }
-                Ok(RopeScaling::Llama3 {
-                    factor: positive("factor")?,
-                    low_freq_factor: low,
-                    high_freq_factor: high,
-                    original_max_position_embeddings: self
-                        .dim("original_max_position_embeddings")?,
-                })
-            }
-            Some(other) => Err(self.unsupported(
-                format!("rope_scaling of type {other}"),
-                "nq implements none, yarn and llama3",
-            )),
-        }
+    match serde_json::from_slice(json) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(other) => Err(malformed(kind(&other).into())),
+        Err(e) => Err(malformed(e.to_string())),
     }
 }
 

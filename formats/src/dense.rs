@@ -47,11 +47,11 @@ impl WeightStore for DenseStore {
     }
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        if self.shards.contains(name) {
-            self.shards.require(name, &FLOATS, shape).map(Some)
-        } else {
-            Ok(None)
-        }
+        self.shards.floats(name, shape)
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        vec![tensor_name(name)]
     }
 
     fn is_bare(&self) -> bool {

@@ -338,7 +338,12 @@ fn is_below(folder: &Path, name: &str) -> io::Result<bool> {
 }
 
 /// Files in folders of their own that [`is_copied`] too.
-pub(crate) const COPIED_BELOW: [&str; 2] = [task::POOLING, task::LOGIT_SCORE];
+pub(crate) const COPIED_BELOW: [&str; 4] = [
+    task::POOLING,
+    task::LOGIT_SCORE,
+    "additional_chat_templates/tool_use.jinja",
+    "additional_chat_templates/rag.jinja",
+];
 
 /// True for the name of a file that goes with a model's weights and config.json into a folder that nq
 /// writes: of its tokenizer, its templates, its embeddings and its licence.

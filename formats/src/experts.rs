@@ -15,6 +15,7 @@ use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -188,6 +189,18 @@ pub(crate) struct Gathered {
     inner: Box<dyn WeightStore>,
     experts: Experts,
     root: PathBuf,
+    /// Names of tensors that hold the weights of all experts of a layer.
+    fused_tensors: BTreeSet<String>,
+    /// Layers whose experts are kept apart: how many tensors they have.
+    apart: BTreeMap<usize, usize>,
+}
+
+/// The tensor that holds gate and up, or down, of all experts of a layer, within the layer's experts.
+fn fused_name(kind: LinearKind) -> &'static str {
+    match kind {
+        LinearKind::Gate | LinearKind::Up => "gate_up_proj",
+        _ => "down_proj",
+    }
 }
 
 impl Gathered {
@@ -204,8 +217,31 @@ impl Gathered {
         let Some(experts) = config.experts else {
             return Ok(store);
         };
-        check_count(&store.entries(), experts.count, &files.path(CONFIG))?;
+        let entries = store.entries();
+        check_count(&entries, experts.count, &files.path(CONFIG))?;
+        let is_fused = |e: &TensorEntry| {
+            let (_, rest) = e.name.rsplit_once(&format!(".{EXPERTS}."))?;
+            ["gate_up_proj", "down_proj"]
+                .contains(&rest)
+                .then(|| e.name.clone())
+        };
+        let fused_tensors: BTreeSet<String> = entries.iter().filter_map(is_fused).collect();
+        let mut apart: BTreeMap<usize, usize> = BTreeMap::new();
+        for entry in entries.iter().filter(|e| expert_of(&e.name).is_some()) {
+            *apart.entry(layer_of(&entry.name).unwrap_or(0)).or_default() += 1;
+        }
+        // Each has tensors of its own: fewer tensors than experts are not all of them.
+        if let Some((layer, tensors)) = apart.iter().find(|(_, n)| **n < experts.count) {
+            return Err(Error::Malformed {
+                path: files.path(CONFIG),
+                what: "num_experts".into(),
+                expected: format!("at most the {tensors} tensors of experts in layer {layer}"),
+                found: experts.count.to_string(),
+            });
+        }
         Ok(Box::new(Gathered {
+            fused_tensors,
+            apart,
             inner: store,
             experts,
             root: files.root(),
@@ -225,11 +261,12 @@ impl Gathered {
         (rows, cols): (usize, usize),
     ) -> Result<Option<Weight>> {
         let out = rows / self.experts.count;
-        let (tensor, height, first) = match linear.kind {
-            LinearKind::Gate => ("gate_up_proj", 2 * out, 0),
-            LinearKind::Up => ("gate_up_proj", 2 * out, out),
-            _ => ("down_proj", out, 0),
+        let (height, first) = match linear.kind {
+            LinearKind::Gate => (2 * out, 0),
+            LinearKind::Up => (2 * out, out),
+            _ => (out, 0),
         };
+        let tensor = fused_name(linear.kind);
         let name = in_layer(layer, &format!("{EXPERTS}.{tensor}"));
         let shape = [self.experts.count, height, cols];
         let Some(stack) = self.inner.tensor(&name, &shape)? else {
@@ -270,14 +307,16 @@ impl Gathered {
     }
 }
 
+/// The number of the expert that a tensor of its own belongs to.
+fn expert_of(tensor: &str) -> Option<usize> {
+    layer_of(tensor)?;
+    let (_, rest) = tensor.split_once(&format!(".{EXPERTS}."))?;
+    rest.split('.').next()?.parse().ok()
+}
+
 /// Refuses experts with an index of `count` or more.
 fn check_count(entries: &[TensorEntry], count: usize, config: &Path) -> Result<()> {
-    let beyond = |entry: &&TensorEntry| {
-        let within = format!(".{EXPERTS}.");
-        let expert = entry.name.split_once(&within).map(|(_, rest)| rest);
-        let number = expert.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
-        layer_of(&entry.name).is_some() && number.is_some_and(|n| n >= count)
-    };
+    let beyond = |entry: &&TensorEntry| expert_of(&entry.name) >= Some(count);
     match entries.iter().find(beyond) {
         None => Ok(()),
         Some(entry) => Err(Error::Malformed {
@@ -341,6 +380,24 @@ impl WeightStore for Gathered {
             .map(|n| self.inner.exactness(&n))
             .filter(|e| *e != Exactness::Exact);
         rounded.next().unwrap_or(Exactness::Exact)
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        let Some((layer, linear)) = self.stack(name) else {
+            return self.inner.sources(name);
+        };
+        let fused = in_layer(layer, &format!("{EXPERTS}.{}", fused_name(linear.kind)));
+        match self.fused_tensors.contains(&fused) {
+            true => vec![fused],
+            false if !self.apart.contains_key(&layer) => Vec::new(),
+            false => (0..self.experts.count)
+                .flat_map(|e| self.inner.sources(&linear.expert_name(layer, e)))
+                .collect(),
+        }
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        self.inner.tensor(name, shape)
     }
 
     fn entries(&self) -> Vec<TensorEntry> {

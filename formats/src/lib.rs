@@ -19,6 +19,8 @@
 
 #![forbid(unsafe_op_in_unsafe_fn)]
 
+pub mod account;
+pub mod adapter;
 pub mod checkpoint;
 mod config;
 mod dense;
@@ -33,6 +35,7 @@ pub mod gguf;
 pub mod hash;
 pub mod hub;
 pub mod import;
+pub mod keys;
 pub mod mapping;
 pub mod models;
 pub mod names;
@@ -41,6 +44,7 @@ mod open;
 pub mod pack;
 pub mod parquet;
 mod progress;
+mod rope;
 pub mod safetensors;
 mod scheme;
 pub mod serialize;

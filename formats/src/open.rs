@@ -1,6 +1,8 @@
 //! Opens a checkpoint in the format that its content shows.
 
+use crate::adapter;
 use crate::checkpoint::{Checkpoint, Source};
+use crate::config::json_object;
 use crate::dense;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
@@ -103,24 +105,20 @@ impl Source {
         };
         let config = match config {
             None => None,
-            Some(bytes) => match serde_json::from_slice(&bytes) {
-                Ok(map) => Some(map),
-                Err(e) => {
-                    return Err(Error::Malformed {
-                        path: files.path(CONFIG),
-                        what: "contents".into(),
-                        expected: "a JSON object".into(),
-                        found: e.to_string(),
-                    });
-                }
-            },
+            Some(bytes) => Some(json_object(&files.path(CONFIG), &bytes)?),
         };
         let quantization = config.as_ref().and_then(|c: &Map<String, Value>| {
             let found = c.get("quantization_config").or(c.get("compression_config"));
             found.filter(|q| !q.is_null()).cloned()
         });
+        if gguf.is_none() && weights.is_none() {
+            refuse_adapter(&files)?;
+        }
         let quantization = match quantization {
-            None if config.is_some() => legacy_gptq(&files)?,
+            None if config.is_some() => {
+                refuse_model_opt(&files)?;
+                legacy_gptq(&files)?
+            }
             found => found,
         };
         Ok(Source {
@@ -129,6 +127,7 @@ impl Source {
             gguf,
             config,
             quantization,
+            left_over: Vec::new(),
         })
     }
 
@@ -150,8 +149,12 @@ impl Source {
                 },
             });
         };
+        let is_mlx = (self.config.as_ref()).is_some_and(|c| c.contains_key("quantization"));
         let method = match self.quant_method() {
             Some(method) => format!("quant_method {method}"),
+            None if is_mlx => {
+                "an MLX quantization (the keys quantization, bits, group_size)".into()
+            }
             None => format!("a quantization_config without quant_method ({quantization})"),
         };
         Err(Error::Unsupported {
@@ -162,6 +165,38 @@ impl Source {
     }
 }
 
+/// Refuses a folder that holds an adapter and no model.
+fn refuse_adapter(files: &Files) -> Result<()> {
+    let names = files.names()?;
+    let adapter = names.iter().any(|n| n == adapter::CONFIG);
+    let model = |n: &String| n.ends_with(".safetensors") && !n.starts_with("adapter_model");
+    match adapter && !names.iter().any(model) {
+        false => Ok(()),
+        true => Err(Error::Unsupported {
+            path: files.root(),
+            what: format!("an adapter without its model ({})", adapter::CONFIG),
+            why: "give the model that it was trained on, and this folder as --adapter".into(),
+        }),
+    }
+}
+
+/// Refuses a folder of NVIDIA's ModelOpt, whose settings are in a file of their own.
+fn refuse_model_opt(files: &Files) -> Result<()> {
+    const NAME: &str = "hf_quant_config.json";
+    let Some(bytes) = files.get(NAME)? else {
+        return Ok(());
+    };
+    let config = Value::Object(json_object(&files.path(NAME), &bytes)?);
+    let algorithm = config["quantization"]["quant_algo"]
+        .as_str()
+        .unwrap_or("unnamed");
+    Err(Error::Unsupported {
+        path: files.path(NAME),
+        what: format!("ModelOpt quantization {algorithm}"),
+        why: "nq has no reader for it".into(),
+    })
+}
+
 /// The settings of an early GPTQ checkpoint, which are in a file of their own and do
 /// not name the method.
 fn legacy_gptq(files: &Files) -> Result<Option<Value>> {
@@ -169,13 +204,7 @@ fn legacy_gptq(files: &Files) -> Result<Option<Value>> {
     let Some(bytes) = files.get(NAME)? else {
         return Ok(None);
     };
-    let mut map: Map<String, Value> =
-        serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
-            path: files.path(NAME),
-            what: "contents".into(),
-            expected: "a JSON object".into(),
-            found: e.to_string(),
-        })?;
+    let mut map = json_object(&files.path(NAME), &bytes)?;
     map.entry("quant_method")
         .or_insert_with(|| gptq::METHOD.into());
     Ok(Some(Value::Object(map)))

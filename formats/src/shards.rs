@@ -1,9 +1,11 @@
 //! The safetensors files of one checkpoint as one set of tensors: a single file, or
 //! shards listed by an index.
 
+use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::Files;
+use crate::names::{EMBEDDING, HEAD};
 use crate::safetensors::SafetensorsFile;
 use crate::store::TensorEntry;
 use crate::tensor::Tensor;
@@ -23,7 +25,7 @@ const INDEX_SUFFIX: &str = ".safetensors.index.json";
 pub struct Shards {
     root: PathBuf,
     files: Vec<SafetensorsFile>,
-    by_name: BTreeMap<String, usize>, // tensor -> index into files
+    by_name: BTreeMap<String, (usize, String)>, // tensor -> index into files, name there
     bare: bool,
 }
 
@@ -88,9 +90,12 @@ impl Shards {
         }
         let set = Self::new(files.root(), opened)?;
         for (tensor, shard) in &index.weight_map {
-            let found = match set.by_name.get(&full_name(tensor, set.bare)) {
-                Some(&i) if set.files[i].path() == files.path(shard) => continue,
-                Some(&i) => format!("it in {}", set.files[i].path().display()),
+            let full = full_name(tensor, set.bare);
+            let found = match set.by_name.get(&full) {
+                Some((i, _)) if set.files[*i].path() == files.path(shard) => continue,
+                Some((i, _)) => format!("it in {}", set.files[*i].path().display()),
+                // Of two names of the same weight, safetensors keeps one.
+                None if [HEAD, EMBEDDING].iter().any(|w| belongs(&full, w)) => continue,
                 None => "no such tensor".into(),
             };
             return Err(Error::Tensor {
@@ -114,7 +119,8 @@ impl Shards {
         let mut by_name = BTreeMap::new();
         for (i, file) in files.iter().enumerate() {
             for name in file.names() {
-                if let Some(other) = by_name.insert(full_name(name, bare), i) {
+                let stored = (i, name.to_owned());
+                if let Some((other, _)) = by_name.insert(full_name(name, bare), stored) {
                     return Err(Error::Tensor {
                         path: file.path().into(),
                         tensor: name.into(),
@@ -139,10 +145,37 @@ impl Shards {
 
     /// The tensor `name`, as a view of its file.
     pub fn get(&self, name: &str) -> Option<Tensor> {
-        let file = &self.files[*self.by_name.get(name)?];
-        match name.strip_prefix(PREFIX).filter(|_| self.bare) {
-            Some(stored) => file.get(stored),
-            None => file.get(name),
+        let (i, stored) = self.by_name.get(name)?;
+        self.files[*i].get(stored)
+    }
+
+    /// The tensor with exactly this name, if any, which must be of floats and of this shape.
+    ///
+    /// # Errors
+    /// Errors of [`Shards::require`], except that it is absent.
+    pub(crate) fn floats(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        match self.contains(name) {
+            true => self.require(name, &FLOATS, shape).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Lets the head's weight, if there is no embedding, be the embedding, for a model in which they are the
+    /// same: files may keep the one weight under either name.
+    pub(crate) fn tie(&mut self) {
+        if self.by_name.keys().any(|name| belongs(name, EMBEDDING)) {
+            return;
+        }
+        let head: Vec<String> = self
+            .names()
+            .filter(|n| belongs(n, HEAD))
+            .map(Into::into)
+            .collect();
+        for name in head {
+            if let Some(stored) = self.by_name.remove(&name) {
+                let renamed = format!("{EMBEDDING}{}", &name[HEAD.len()..]);
+                self.by_name.insert(renamed, stored);
+            }
         }
     }
 
@@ -173,7 +206,7 @@ impl Shards {
     /// An error about the tensor `name`, with the path of the file that holds it, or of the folder.
     pub fn error(&self, name: &str, expected: String, found: String) -> Error {
         let path = match self.by_name.get(name) {
-            Some(&i) => self.files[i].path().to_owned(),
+            Some((i, _)) => self.files[*i].path().to_owned(),
             None => self.root.clone(),
         };
         Error::Tensor {
@@ -213,13 +246,23 @@ impl Shards {
 
     /// Entries of all tensors, in name order.
     pub fn entries(&self) -> Vec<TensorEntry> {
-        let mut all: Vec<_> = self.files.iter().flat_map(|f| f.entries()).collect();
-        for entry in &mut all {
-            entry.name = full_name(&entry.name, self.bare);
-        }
-        all.sort_by(|a, b| a.name.cmp(&b.name));
-        all
+        let stored = self
+            .files
+            .iter()
+            .map(|f| f.entries().map(|e| (e.name.clone(), e)).collect());
+        let stored: Vec<BTreeMap<String, TensorEntry>> = stored.collect();
+        let entry = |(name, (i, own)): (&String, &(usize, String))| TensorEntry {
+            name: name.clone(),
+            ..stored[*i][own].clone()
+        };
+        self.by_name.iter().map(entry).collect()
     }
+}
+
+/// True if the tensor `name` is a part of the weight `weight`.
+fn belongs(name: &str, weight: &str) -> bool {
+    name.strip_prefix(weight)
+        .is_some_and(|rest| rest.starts_with('.'))
 }
 
 /// The name that a causal model's tensor has, of one that `bare` files hold.

@@ -82,6 +82,12 @@ pub trait WeightStore: Send + Sync {
         self.matrix(name, dims).map(StoredWeight::Canonical)
     }
 
+    /// Names of the stored tensors that the parameter `name` is read from, as [`WeightStore::entries`] lists
+    /// them; some may be absent. A stored tensor that no parameter names is left over.
+    fn sources(&self, name: &str) -> Vec<String> {
+        vec![name.into()]
+    }
+
     /// How [`WeightStore::matrix`] differs from [`WeightStore::stored`] for `name`.
     fn exactness(&self, name: &str) -> Exactness {
         let _ = name;

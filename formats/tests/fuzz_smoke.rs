@@ -153,6 +153,25 @@ fn configs() {
     run("config", targets::config, &seeds, 6_000);
 }
 
+#[test]
+fn changes_to_a_folder() {
+    let names = [
+        "model.layers.0.self_attn.q_proj.bias",
+        "lm_head.weight",
+        "v_head.summary.weight",
+        "sliding_window",
+        "rope_theta_",
+        "logit_scale",
+        "",
+    ];
+    let seed = |(i, name): (usize, &&str)| [&[i as u8, 3 * i as u8], name.as_bytes()].concat();
+    let mut seeds: Vec<Vec<u8>> = names.iter().enumerate().map(seed).collect();
+    // Every tensor dropped, and renamed.
+    seeds.extend((0..13).flat_map(|place| [vec![2, place], vec![1, place, b'x']]));
+    seeds.push(b"\x01\x00lm_head.weight".to_vec());
+    run("account", targets::account, &seeds, 100);
+}
+
 /// An nq folder of the shape that the target uses, in the form of its input.
 fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
     let config = format!("{{{}}}", targets::SHAPE);

@@ -168,6 +168,80 @@ pub fn folder(data: &[u8]) {
     }
 }
 
+/// What becomes of one change to a folder of unquantized weights: the first byte says which, the second where, and
+/// the others are a name. A tensor or a key that is added is refused, known to nq's tables, or listed as left over; a
+/// tensor that is renamed or dropped is missed. No change goes without a word.
+pub fn account(data: &[u8]) {
+    let [change, place, name @ ..] = data else {
+        return;
+    };
+    let Ok(name) = std::str::from_utf8(name) else {
+        return;
+    };
+    let mut config = format!("{{{SHAPE}}}");
+    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).expect("nq's own");
+    let mut tensors: Vec<(String, Vec<usize>)> = names::parameters(&shape)
+        .into_iter()
+        .map(|(name, shape)| (format!("{name}.weight"), shape.dims()))
+        .collect();
+    let place = usize::from(*place) % tensors.len();
+    if tensors.iter().any(|(n, _)| n == name) || name == "__metadata__" {
+        return;
+    }
+    let dropped = match change % 4 {
+        0 => {
+            tensors.push((name.into(), vec![8]));
+            None
+        }
+        1 => Some(std::mem::replace(&mut tensors[place].0, name.into())),
+        2 => Some(tensors.remove(place).0),
+        _ => {
+            let mut json: serde_json::Value = serde_json::from_str(&config).expect("an object");
+            if json.get(name).is_some() {
+                return;
+            }
+            json[name] = 5.into();
+            config = json.to_string();
+            None
+        }
+    };
+    // The one weight of a tied model may have either name.
+    let head = dropped.as_deref() == Some("model.embed_tokens.weight") && name == "lm_head.weight";
+    let files = Files::Virtual(Arc::new(Folder(vec![
+        ("config.json", config.into()),
+        ("model.safetensors", floats(&tensors)),
+    ])));
+    let opened = Checkpoint::open_files(files).and_then(|c| nq::verify(&c).map(|()| c));
+    let Ok(opened) = opened else { return };
+    if let Some(dropped) = dropped {
+        assert!(head, "{dropped} was not missed");
+        return;
+    }
+    let told = opened.left_over().iter().any(|l| l.name.ends_with(name));
+    let known = nq_formats::keys::table().contains(&format!("`{name}`"));
+    assert!(
+        told || (change % 4 == 3 && known),
+        "{name:?} went without a word"
+    );
+}
+
+/// A safetensors file of F32 tensors of ones.
+fn floats(tensors: &[(String, Vec<usize>)]) -> Bytes {
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, shape) in tensors {
+        let start = end;
+        end += 4 * shape.iter().product::<usize>();
+        let offsets = [start, end];
+        let entry = serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": offsets });
+        header.insert(name.clone(), entry);
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let mut out = (header.len() as u64).to_le_bytes().to_vec();
+    out.extend(header.into_bytes());
+    out.extend(1f32.to_le_bytes().repeat(end / 4));
+    out.into()
+}
+
 /// Most parameters that a target reads: a shape may claim many more than its file has.
 const MOST: usize = 1 << 22;
 

@@ -139,7 +139,13 @@ impl Schemes {
                 {
                     return Err(Error::Request {
                         what,
-                        expected: format!("a divisor of the {cols} inputs of {name}"),
+                        expected: format!(
+                            "a divisor of the {cols} inputs of {name}{}",
+                            match [EMBEDDING, HEAD].contains(&name.as_str()) {
+                                true => ", or --head-bits 16",
+                                false => "",
+                            }
+                        ),
                         found: size.to_string(),
                     });
                 }

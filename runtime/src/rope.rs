@@ -31,10 +31,17 @@ impl Rotary {
                 original_max_position_embeddings,
                 beta_fast,
                 beta_slow,
+                truncate,
                 attention_factor,
             } => {
                 let length = original_max_position_embeddings as f64;
-                let (low, high) = yarn_range(config.rope.theta, d, length, beta_fast, beta_slow);
+                let (low, high) = yarn_range(
+                    config.rope.theta,
+                    d,
+                    length,
+                    [beta_fast, beta_slow],
+                    truncate,
+                );
                 let blend = |(i, &f): (usize, &f64)| {
                     let interpolated = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
                     (f * (1.0 - interpolated) + f / factor * interpolated) as f32
@@ -83,13 +90,23 @@ impl Rotary {
 
 /// The pair of dimensions between which YaRN blends (arXiv 2309.00071, section 3.2): below the first,
 /// which turns `beta_fast` times within the original length, nothing is stretched; above the second,
-/// which turns `beta_slow` times, everything is. Rounded outwards and kept in range as in the
-/// published implementations.
-fn yarn_range(theta: f64, d: usize, length: f64, beta_fast: f64, beta_slow: f64) -> (f64, f64) {
+/// which turns `beta_slow` times, everything is. Rounded outwards, unless `truncate` is false, and kept in
+/// range as in the published implementations.
+fn yarn_range(
+    theta: f64,
+    d: usize,
+    length: f64,
+    [beta_fast, beta_slow]: [f64; 2],
+    truncate: bool,
+) -> (f64, f64) {
     let dimension =
         |rotations: f64| d as f64 * (length / (rotations * TAU)).ln() / (2.0 * theta.ln());
-    let low = dimension(beta_fast).floor().max(0.0);
-    let high = dimension(beta_slow).ceil().min(d as f64 - 1.0);
+    let (low, high) = (dimension(beta_fast), dimension(beta_slow));
+    let (low, high) = match truncate {
+        true => (low.floor(), high.ceil()),
+        false => (low, high),
+    };
+    let (low, high) = (low.max(0.0), high.min(d as f64 - 1.0));
     // Equal ends would divide by zero.
     (low, if low == high { high + 0.001 } else { high })
 }

@@ -24,6 +24,7 @@ fn yarn(factor: f64, attention_factor: f64) -> RopeScaling {
         original_max_position_embeddings: 32_768,
         beta_fast: 32.0,
         beta_slow: 1.0,
+        truncate: true,
         attention_factor,
     }
 }
@@ -93,6 +94,7 @@ fn yarn_survives_an_empty_range() {
         original_max_position_embeddings: 6,
         beta_fast: 32.0,
         beta_slow: 1.0,
+        truncate: true,
         attention_factor: 1.0,
     }));
     let plain = Rotary::new(&config(RopeScaling::None));

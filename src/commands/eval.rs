@@ -134,7 +134,9 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         names => names.iter().map(|n| Some(n.as_os_str())).collect(),
     };
     let open = |name| model::open(name, global, &terminal);
-    let against = args.against.as_deref().map(|n| open(Some(n))).transpose()?;
+    // Adapters are for the models that are measured.
+    let reference = |name| model::open(Some(name), &global.without_adapters(), &terminal);
+    let against = args.against.as_deref().map(reference).transpose()?;
     let models = names
         .into_iter()
         .map(open)

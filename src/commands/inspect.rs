@@ -4,6 +4,7 @@ use crate::flags::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
 use clap::Args;
+use nq_formats::account::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, Task, TensorEntry};
 use nq_runtime::Tokenizer;
@@ -41,6 +42,7 @@ struct Report {
     config: Map<String, Value>,
     quantization: Option<Value>,
     verified: bool,
+    left_over: Vec<LeftOver>,
     tensors: Vec<Row>,
 }
 
@@ -78,6 +80,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         config: checkpoint.config().to_json(),
         quantization: checkpoint.store().quantization().cloned(),
         verified: args.verify,
+        left_over: checkpoint.left_over().to_vec(),
         tensors: checkpoint.store().entries().into_iter().map(row).collect(),
     };
     if global.json {
@@ -171,6 +174,9 @@ fn describe(
         human_bytes(report.file_bytes)
     )?;
     writeln!(out, "  bits per weight  {:.4}", report.bits_per_weight)?;
+    for line in account::lines(&report.left_over) {
+        writeln!(out, "  not used         {line}")?;
+    }
     if let Some(held) = model::held_otherwise(checkpoint) {
         writeln!(out, "  on a GPU         {held}")?;
     }

@@ -5,6 +5,7 @@
 
 use super::{Change, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
+use crate::config::json_object;
 use crate::dtype::DType;
 use crate::durable::{
     check_space, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
@@ -23,7 +24,7 @@ use crate::store::{Exactness, WeightStore};
 use crate::stored::StoredWeight;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use half::{bf16, f16};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
@@ -423,15 +424,10 @@ impl Plan<'_> {
 
 /// The model's config.json with `quantization_config`.
 fn config_json(checkpoint: &Checkpoint, dense: DType, quantization: Value) -> Result<Value> {
-    let mut config: Map<String, Value> =
-        serde_json::from_slice(&checkpoint.files().require(CONFIG)?).map_err(|e| {
-            Error::Malformed {
-                path: checkpoint.files().path(CONFIG),
-                what: "contents".into(),
-                expected: "a JSON object".into(),
-                found: e.to_string(),
-            }
-        })?;
+    let files = checkpoint.files();
+    let mut config = json_object(&files.path(CONFIG), &files.require(CONFIG)?)?;
+    let tied = checkpoint.config().tie_word_embeddings;
+    config.insert("tie_word_embeddings".into(), tied.into());
     config.shift_remove("compression_config");
     let name = match dense {
         DType::F32 => "float32",

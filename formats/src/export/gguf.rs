@@ -156,6 +156,22 @@ pub fn export(
             why: "its readers divide the weights of a token's experts by their sum".into(),
         });
     }
+    let untruncated = |s| {
+        matches!(
+            s,
+            RopeScaling::Yarn {
+                truncate: false,
+                ..
+            }
+        )
+    };
+    if untruncated(checkpoint.config().rope.scaling) {
+        return Err(Error::Unsupported {
+            path: out.into(),
+            what: "truncate false of YaRN in GGUF".into(),
+            why: "its readers round the dimensions between which the stretch grows".into(),
+        });
+    }
     let plans = plan(checkpoint, out, options)?;
     let mut file = GgufPlan::new();
     let name = checkpoint.files().root();

@@ -4,7 +4,9 @@ use super::file::GgufFile;
 use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
 use super::types::BlockType;
 use super::value::malformed;
+use crate::account::LeftOver;
 use crate::error::{Error, Result};
+use crate::keys::UNKNOWN;
 use crate::models::{self, Architecture, RopeScaling};
 use serde_json::{Map, Value, json};
 
@@ -33,24 +35,66 @@ pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
 /// llama.cpp's number of the embedding that is the last token's.
 pub(super) const LAST_TOKEN: u64 = 3;
 
-/// True for an embedding model that takes the last token; false for one that writes, which a
-/// reranker is too.
+/// What the last layer's rows become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pooling {
+    /// Logits of the next token.
+    None,
+    /// An embedding, of the last token's row.
+    Last,
+    /// A score: the logits of `yes` and `no` after a prompt.
+    Rank,
+}
+
+/// The pooling that the file names.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for other ways to make an embedding.
-pub(super) fn is_pooled(file: &GgufFile, architecture: &Architecture) -> Result<bool> {
+pub(super) fn pooling(file: &GgufFile, architecture: &Architecture) -> Result<Pooling> {
     const NONE: u64 = 0;
     const RANK: u64 = 4;
     let key = format!("{}.pooling_type", architecture.gguf);
     match file.u64(&key)? {
-        None | Some(NONE | RANK) => Ok(false),
-        Some(LAST_TOKEN) => Ok(true),
+        None | Some(NONE) => Ok(Pooling::None),
+        Some(RANK) => Ok(Pooling::Rank),
+        Some(LAST_TOKEN) => Ok(Pooling::Last),
         Some(other) => Err(Error::Unsupported {
             path: file.path().into(),
             what: format!("{key} {other}"),
             why: "nq makes embeddings of the last token's hidden state".into(),
         }),
     }
+}
+
+/// The classifier of a reranker: a row for each label.
+pub(super) const CLASSIFIER: &str = "cls.output.weight";
+
+/// The tokens whose logits the rows of [`CLASSIFIER`] compute.
+///
+/// # Errors
+/// [`Error::Unsupported`] for other labels than yes and no; [`Error::Malformed`] without such tokens.
+pub(super) fn labels(
+    file: &GgufFile,
+    architecture: &Architecture,
+    vocabulary: &Vocabulary<'_>,
+) -> Result<Vec<usize>> {
+    let key = format!("{}.classifier.output_labels", architecture.gguf);
+    let labels = file.required(&key, file.strings(&key)?)?;
+    let mut sorted = labels.clone();
+    sorted.sort_unstable();
+    if sorted != ["no", "yes"] {
+        return Err(Error::Unsupported {
+            path: file.path().into(),
+            what: format!("{key} {labels:?}"),
+            why: "nq ranks by yes and no".into(),
+        });
+    }
+    let id = |label: &&str| {
+        let found = vocabulary.iter().find(|(_, text, _)| text == label);
+        let found = found.map(|(id, ..)| id as usize);
+        found.ok_or_else(|| malformed(file.path(), &key, "tokens".into(), format!("{label:?}")))
+    };
+    labels.iter().map(id).collect()
 }
 
 /// The object of `config.json`. `embedding` is the type and shape of `token_embd.weight`;
@@ -191,6 +235,62 @@ fn llama3(file: &GgufFile, factors: &[f32], (theta, head_dim): (f64, u64)) -> Re
     }))
 }
 
+/// Keys of an architecture, behind its name, that [`config`], [`labels`] and [`pooling`] read.
+const READ: &[&str] = &[
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "classifier.output_labels",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "feed_forward_length",
+    "pooling_type",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "vocab_size",
+];
+
+/// Keys that record where a file comes from, or are read by other modules.
+const OTHERS: [&str; 6] = [
+    "general.",
+    "imatrix.",
+    "nq.",
+    "quantize.",
+    "split.",
+    "tokenizer.",
+];
+
+/// The keys that nobody reads.
+pub(super) fn left_over(file: &GgufFile, architecture: &Architecture) -> Vec<LeftOver> {
+    let known = |key: &str| {
+        let own = key
+            .strip_prefix(architecture.gguf)
+            .and_then(|k| k.strip_prefix('.'));
+        // Whether a context was stretched before or after training changes nothing.
+        own.is_some_and(|k| READ.contains(&k) || k == "rope.scaling.finetuned")
+            || OTHERS.iter().any(|prefix| key.starts_with(prefix))
+    };
+    let unknown = file.metadata().keys().filter(|key| !known(key));
+    unknown
+        .map(|key| LeftOver::new(format!("metadata: {key}"), UNKNOWN))
+        .collect()
+}
+
 fn rope_scaling(file: &GgufFile, key: impl Fn(&str) -> String) -> Result<Value> {
     let name = |part: &str| key(&format!("rope.scaling.{part}"));
     let kind = match file.str(&name("type"))? {
@@ -210,9 +310,28 @@ fn rope_scaling(file: &GgufFile, key: impl Fn(&str) -> String) -> Result<Value> 
             scaling[json] = decimal(v);
         }
     }
+    // As llama.cpp computes them: nothing else multiplies what YaRN's own factor is.
+    for (part, neutral) in [("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0)] {
+        if let Some(v) = file
+            .f64(&name(part))?
+            .filter(|v| *v >= 0.0 && *v != neutral)
+        {
+            return Err(Error::Unsupported {
+                path: file.path().into(),
+                what: format!("{} {v}", name(part)),
+                why: format!("nq computes YaRN with {neutral}"),
+            });
+        }
+    }
+    if let Some(v) = file
+        .f64(&name("yarn_log_multiplier"))?
+        .filter(|v| *v != 0.0)
+    {
+        scaling["mscale"] = 1.0.into();
+        scaling["mscale_all_dim"] = decimal(v);
+    }
     if let Some(v) = file.f64(&name("attn_factor"))? {
-        // Files give a multiplier of the usual 0.1 ln(factor) + 1.
-        scaling["attention_factor"] = (v * (0.1 * factor.ln() + 1.0)).into();
+        scaling["attn_factor"] = decimal(v);
     }
     Ok(scaling)
 }

@@ -1,7 +1,7 @@
 //! Builds a GGUF file's metadata from a checkpoint's configuration, tokenizer and chat template.
 
 use super::config::LAST_TOKEN;
-use super::tokenizer::{ADD_END, Pre, TokenKind};
+use super::tokenizer::{ADD_END, CHAT_TEMPLATE, DEFAULT, Pre, TokenKind};
 use super::value::{Array, Value};
 use super::writer::GgufPlan;
 use crate::checkpoint::Checkpoint;
@@ -17,7 +17,12 @@ use std::path::Path;
 
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-const TEMPLATE: &str = "chat_template.jinja";
+/// Names of templates, and the files that hold them.
+const TEMPLATES: [(&str, &str); 3] = [
+    (DEFAULT, "chat_template.jinja"),
+    ("tool_use", "additional_chat_templates/tool_use.jinja"),
+    ("rag", "additional_chat_templates/rag.jinja"),
+];
 
 /// Version of the block layouts, the value of `general.quantization_version`.
 const QUANTIZATION_VERSION: u32 = 2;
@@ -78,6 +83,7 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
         original_max_position_embeddings,
         beta_fast,
         beta_slow,
+        truncate: _, // the writer refuses false
         attention_factor,
     } = c.rope.scaling
     {
@@ -212,8 +218,17 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         }
         plan.set(ADD_END, !after.is_empty());
     }
-    if let Some(template) = chat_template(files)? {
-        plan.set("tokenizer.chat_template", template.as_str());
+    let mut others = Vec::new();
+    for (name, template) in chat_templates(files)? {
+        if name == DEFAULT {
+            plan.set(CHAT_TEMPLATE, template.as_str());
+        } else {
+            plan.set(format!("{CHAT_TEMPLATE}.{name}"), template.as_str());
+            others.push(name);
+        }
+    }
+    if !others.is_empty() {
+        plan.set("tokenizer.chat_templates", Array::of_strings(&others));
     }
     Ok(())
 }
@@ -307,32 +322,31 @@ fn tokenizer_config(files: &Files) -> Result<Option<Json>> {
     })
 }
 
-/// The chat template: from its own file, or the default one in tokenizer_config.json.
-fn chat_template(files: &Files) -> Result<Option<String>> {
-    if let Some(bytes) = files.get(TEMPLATE)? {
-        return match std::str::from_utf8(&bytes) {
-            Ok(text) => Ok(Some(text.into())),
-            Err(e) => Err(Error::Malformed {
-                path: files.path(TEMPLATE),
+/// The chat templates by name: from their own files, or those in tokenizer_config.json.
+fn chat_templates(files: &Files) -> Result<Vec<(String, String)>> {
+    let mut found = Vec::new();
+    for (name, file) in TEMPLATES {
+        if let Some(bytes) = files.get(file)? {
+            let text = std::str::from_utf8(&bytes).map_err(|e| Error::Malformed {
+                path: files.path(file),
                 what: "contents".into(),
                 expected: "UTF-8".into(),
                 found: e.to_string(),
-            }),
-        };
+            })?;
+            found.push((name.to_owned(), text.to_owned()));
+        }
+    }
+    if found.iter().any(|(name, _)| name == DEFAULT) {
+        return Ok(found);
     }
     let config = tokenizer_config(files)?;
-    let template = config.as_ref().and_then(|c| match c.get("chat_template")? {
-        Json::String(text) => Some(text),
-        Json::Array(named) => {
-            let default = named
-                .iter()
-                .find(|t| t.get("name").is_some_and(|n| n == "default"));
-            match default?.get("template")? {
-                Json::String(text) => Some(text),
-                _ => None,
-            }
+    Ok(match config.as_ref().and_then(|c| c.get("chat_template")) {
+        Some(Json::String(text)) => vec![(DEFAULT.into(), text.clone())],
+        Some(Json::Array(named)) => {
+            let pair =
+                |t: &Json| Some((t["name"].as_str()?.into(), t["template"].as_str()?.into()));
+            named.iter().filter_map(pair).collect()
         }
-        _ => None,
-    });
-    Ok(template.cloned())
+        _ => Vec::new(),
+    })
 }

@@ -1,6 +1,6 @@
 //! Opens GGUF checkpoints: finds the files, joins split ones, reads weights.
 
-use super::config;
+use super::config::{self, CLASSIFIER, Pooling};
 use super::file::{GgufFile, MAGIC};
 use super::names;
 use super::tokenizer::{self, Vocabulary};
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::models::ModelConfig;
 use crate::models::{Architecture, LinearKind};
-use crate::names::{layer_linear, layer_of, parameter_of, stack, tensor_name};
+use crate::names::{EMBEDDING, HEAD, NORM, layer_linear, stack, tensor_name};
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::task::{MODULES, POOLING, Task};
@@ -107,6 +107,17 @@ impl Split {
 pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     let files = open_set(source.files(), name)?;
     let first = files[0].clone();
+    if let Some(kind) = first.str("general.type")?.filter(|kind| *kind != "model") {
+        let why = match kind {
+            "adapter" => "give the model that it was trained on, and this file as --adapter",
+            _ => "nq reads models",
+        };
+        return Err(Error::Unsupported {
+            path: first.path().into(),
+            what: format!("a GGUF file of general.type {kind}"),
+            why: why.into(),
+        });
+    }
     let architecture = config::architecture(&first)?;
     let mut by_name = BTreeMap::new();
     for (i, file) in files.iter().enumerate() {
@@ -129,7 +140,12 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         by_name,
         experts: 0,
         head_dim: 0,
+        labels: Vec::new(),
     };
+    let pooling = config::pooling(&first, architecture)?;
+    if pooling == Pooling::Rank && store.info(CLASSIFIER).is_some() {
+        store.labels = config::labels(&first, architecture, &vocabulary)?;
+    }
     let embedding = store
         .info("token_embd.weight")
         .ok_or_else(|| Error::Tensor {
@@ -138,7 +154,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
             expected: "the embedding".into(),
             found: "no such tensor".into(),
         })?;
-    let tied = store.info("output.weight").is_none();
+    let tied = store.info("output.weight").is_none() && store.labels.is_empty();
     let shape = (embedding.kind, &embedding.shape[..]);
     let factors = match store.info(ROPE_FACTORS).filter(|_| architecture.gguf_pairs) {
         Some(info) => {
@@ -163,26 +179,20 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     let generation = config::generation(&first, &eos)?;
     let contents = |map: Map<String, Value>| -> Bytes { Value::Object(map).to_string().into() };
     let metadata = Metadata {
-        pooled: config::is_pooled(&first, architecture)?,
+        pooling,
         file: first,
         config: contents(json),
         generation: contents(generation),
     };
     let config = ModelConfig::parse(&metadata.root(), &metadata.config)?;
+    let left = config::left_over(&metadata.file, architecture);
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
     store.experts = config.experts.map_or(0, |e| e.count);
     store.head_dim = config.head_dim;
-    store.check_names(config.num_hidden_layers)?;
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
     let task = Task::of(&files, false)?;
-    Ok(Checkpoint::new(
-        files,
-        config,
-        generation,
-        task,
-        Box::new(store),
-    ))
+    Checkpoint::new(files, config, generation, task, Box::new(store)).accounted(left)
 }
 
 /// Opens the file `name` and, if it is one of several, the others in order.
@@ -245,9 +255,37 @@ struct GgufStore {
     experts: usize,                   // of a layer; 0 if there are none
     head_dim: usize,
     quantization: Option<Value>,
+    /// Tokens whose rows of the head are in [`CLASSIFIER`]; empty if there is none.
+    labels: Vec<usize>,
 }
 
 impl GgufStore {
+    /// The head of a reranker: that of the model it was made from, with the classifier's rows.
+    fn ranking_head(&self, (rows, cols): (usize, usize)) -> Result<Weight> {
+        let own = self.by_name.contains_key("output.weight");
+        let base = match self.blocks(if own { HEAD } else { EMBEDDING }, (rows, cols))? {
+            Stored::Dense(tensor) => StoredWeight::Canonical(Weight::Dense(tensor)),
+            Stored::Blocks(_, blocks) => StoredWeight::GgufBlocks(blocks),
+        };
+        let mut values = vec![0f32; rows * cols];
+        let mut chunks = values.chunks_mut(cols.max(1)).enumerate();
+        chunks.try_for_each(|(row, out)| base.dequantize_row(row, out))?;
+        let (kind, bytes) = self.require_stored(CLASSIFIER, &[self.labels.len(), cols])?;
+        let Some(dtype) = float(kind) else {
+            let expected = "F32, F16 or BF16".into();
+            return Err(self.error(CLASSIFIER, expected, kind.name().into()));
+        };
+        let classifier = Tensor::new(dtype, vec![self.labels.len(), cols], bytes)?.to_f32()?;
+        for (&token, row) in self.labels.iter().zip(classifier.chunks(cols.max(1))) {
+            values[token * cols..(token + 1) * cols].copy_from_slice(row);
+        }
+        Tensor::from_f32(vec![rows, cols], values).map(Weight::Dense)
+    }
+
+    fn is_ranking_head(&self, name: &str) -> bool {
+        name == HEAD && !self.labels.is_empty()
+    }
+
     /// The name of a parameter in the file.
     fn stored_name(&self, name: &str) -> Option<String> {
         names::to_gguf(self.architecture, name).map(|stored| tensor_name(&stored))
@@ -278,38 +316,21 @@ impl GgufStore {
     /// The type and bytes of a parameter, which must have the given shape.
     fn require(&self, name: &str, shape: &[usize]) -> Result<(String, BlockType, Bytes)> {
         let stored = self.stored_name(name).unwrap_or_else(|| name.into());
-        let Some(info) = self.info(&stored) else {
+        let (kind, bytes) = self.require_stored(&stored, shape)?;
+        Ok((stored, kind, bytes))
+    }
+
+    /// The same, by its name in the file.
+    fn require_stored(&self, stored: &str, shape: &[usize]) -> Result<(BlockType, Bytes)> {
+        let Some(info) = self.info(stored) else {
             let expected = format!("shape {shape:?}");
-            return Err(self.error(&stored, expected, "no such tensor".into()));
+            return Err(self.error(stored, expected, "no such tensor".into()));
         };
         if info.shape != shape {
             let found = format!("{} {:?}", info.kind, info.shape);
-            return Err(self.error(&stored, format!("shape {shape:?}"), found));
+            return Err(self.error(stored, format!("shape {shape:?}"), found));
         }
-        let bytes = self.files[self.by_name[&stored]].data(info);
-        Ok((stored, info.kind, bytes))
-    }
-
-    /// Refuses parameters that nq would ignore: without their numbers, every result would be
-    /// wrong.
-    fn check_names(&self, layers: usize) -> Result<()> {
-        for (stored, &i) in &self.by_name {
-            let name = parameter_of(stored);
-            let name = name.and_then(|n| names::from_gguf(self.architecture, n));
-            let known = name.is_some_and(|n| layer_of(&n).is_none_or(|l| l < layers))
-                || (self.architecture.gguf_pairs && stored == ROPE_FACTORS);
-            if !known {
-                return Err(Error::Unsupported {
-                    path: self.files[i].path().into(),
-                    what: format!("tensor {stored}"),
-                    why: format!(
-                        "a {} model of {layers} layers has no such parameter",
-                        self.architecture.title
-                    ),
-                });
-            }
-        }
-        Ok(())
+        Ok((info.kind, self.files[self.by_name[stored]].data(info)))
     }
 
     /// A description of the quantization: file type and tensor types; `None` if all are floats.
@@ -417,7 +438,20 @@ impl WeightStore for GgufStore {
         "gguf"
     }
 
+    fn sources(&self, name: &str) -> Vec<String> {
+        let ranking = self.is_ranking_head(name).then_some(CLASSIFIER);
+        // Of the whole model, and read when the file is opened.
+        let divisors = name == NORM && self.architecture.gguf_pairs;
+        let others = ranking.into_iter().chain(divisors.then_some(ROPE_FACTORS));
+        (self.stored_name(name).into_iter())
+            .chain(others.map(String::from))
+            .collect()
+    }
+
     fn contains(&self, name: &str) -> bool {
+        if self.is_ranking_head(name) {
+            return true;
+        }
         self.stored_name(name)
             .is_some_and(|n| self.by_name.contains_key(&n))
     }
@@ -432,6 +466,9 @@ impl WeightStore for GgufStore {
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        if self.is_ranking_head(name) {
+            return self.ranking_head(dims);
+        }
         match self.blocks(name, dims)? {
             Stored::Dense(tensor) => Ok(Weight::Dense(tensor)),
             Stored::Blocks(stored, blocks) => match blocks.to_affine() {
@@ -447,6 +484,9 @@ impl WeightStore for GgufStore {
     }
 
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        if self.is_ranking_head(name) {
+            return self.ranking_head(dims).map(StoredWeight::Canonical);
+        }
         Ok(match self.blocks(name, dims)? {
             Stored::Dense(tensor) => StoredWeight::Canonical(Weight::Dense(tensor)),
             Stored::Blocks(_, blocks) => StoredWeight::GgufBlocks(blocks),
@@ -487,8 +527,8 @@ struct Metadata {
     file: GgufFile,
     config: Bytes,
     generation: Bytes,
-    /// The file asks for last-token pooling: it is an embedding model.
-    pooled: bool,
+    /// Tells embedding models and rerankers from others.
+    pooling: Pooling,
 }
 
 impl VirtualFiles for Metadata {
@@ -498,7 +538,7 @@ impl VirtualFiles for Metadata {
 
     fn names(&self) -> Vec<String> {
         let all = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG];
-        let pooled = self.pooled.then_some(MODULES);
+        let pooled = (self.pooling != Pooling::None).then_some(MODULES);
         all.into_iter().chain(pooled).map(String::from).collect()
     }
 
@@ -508,12 +548,20 @@ impl VirtualFiles for Metadata {
             GENERATION_CONFIG => Some(self.generation.clone()),
             TOKENIZER => Some(tokenizer::tokenizer_json(&self.file)?.into()),
             TOKENIZER_CONFIG => Some(tokenizer::tokenizer_config_json(&self.file)?.into()),
-            MODULES if self.pooled => Some(POOLED.into()),
-            POOLING if self.pooled => Some(r#"{"pooling_mode": "lasttoken"}"#.into()),
+            MODULES if self.pooling == Pooling::Last => Some(POOLED.into()),
+            MODULES if self.pooling == Pooling::Rank => Some(RANKED.into()),
+            POOLING if self.pooling == Pooling::Last => {
+                Some(r#"{"pooling_mode": "lasttoken"}"#.into())
+            }
             _ => None,
         })
     }
 }
+
+/// The steps of a reranker.
+const RANKED: &str = r#"[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+  {"idx": 1, "name": "1", "path": "1_LogitScore", "type": "sentence_transformers.models.LogitScore"}]
+"#;
 
 /// The steps of an embedding model whose file names its pooling.
 const POOLED: &str = r#"[

@@ -3,7 +3,7 @@
 //! GGUF stores a byte-level BPE as its tokens by id, their kinds and the merges, but the
 //! pre-tokenizer only by name. This module knows the definition behind the name.
 
-use super::config;
+use super::config::{self, Pooling};
 use super::file::GgufFile;
 use super::value::malformed;
 use crate::error::{Error, Result};
@@ -94,6 +94,11 @@ pub(crate) fn byte_level() -> Value {
     })
 }
 
+/// The key of the chat template; further templates have their names behind it.
+pub(super) const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
+/// The name of the template without one.
+pub(super) const DEFAULT: &str = "default";
+
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
@@ -164,8 +169,8 @@ impl<'a> Vocabulary<'a> {
             let why = format!("{} add no token before a text", pre.family);
             return Err(unsupported(format!("{key} true"), why));
         }
-        let pooled = || config::is_pooled(file, config::architecture(file)?);
-        if file.bool(ADD_END)? == Some(true) && !pooled()? {
+        let pooling = || config::pooling(file, config::architecture(file)?);
+        if file.bool(ADD_END)? == Some(true) && pooling()? == Pooling::None {
             let why = "nq adds a token to a text where a model embeds it alone".into();
             return Err(unsupported(format!("{ADD_END} true"), why));
         }
@@ -337,7 +342,9 @@ fn post_processor(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value>
             json!({ "SpecialToken": { "id": token, "type_id": 0 } }),
         ))
     };
-    let adds_end = file.bool(ADD_END)? == Some(true);
+    // A reranker's prompt is complete.
+    let ranks = config::pooling(file, config::architecture(file)?)? == Pooling::Rank;
+    let adds_end = file.bool(ADD_END)? == Some(true) && !ranks;
     let end = token(adds_end, "tokenizer.ggml.eos_token_id")?;
     let start = token(vocabulary.pre.adds_bos, "tokenizer.ggml.bos_token_id")?;
     if start.is_none() && end.is_none() {
@@ -399,8 +406,20 @@ pub fn tokenizer_config_json(file: &GgufFile) -> Result<Vec<u8>> {
         "tokenizer_class": vocabulary.pre.class,
         "unk_token": null,
     });
-    if let Some(template) = file.str("tokenizer.chat_template")? {
-        config["chat_template"] = template.into();
+    let mut templates = Vec::new();
+    for key in file.metadata().keys() {
+        let name = match key.strip_prefix(CHAT_TEMPLATE) {
+            Some("") => DEFAULT,
+            Some(rest) if rest.starts_with('.') => &rest[1..],
+            _ => continue,
+        };
+        let template = file.required(key, file.str(key)?)?;
+        templates.push(json!({ "name": name, "template": template }));
+    }
+    match templates.as_mut_slice() {
+        [] => {}
+        [one] if one["name"] == DEFAULT => config["chat_template"] = one["template"].take(),
+        _ => config["chat_template"] = templates.into(),
     }
     Ok(serde_json::to_vec(&config).expect("strings and numbers are always JSON"))
 }

@@ -34,7 +34,7 @@ struct Awq {
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for a version or width that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
-pub fn open(source: Source) -> Result<Checkpoint> {
+pub fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
     let version = settings.str("version")?.unwrap_or("gemm");
     if !version.eq_ignore_ascii_case("gemm") {
@@ -50,6 +50,14 @@ pub fn open(source: Source) -> Result<Checkpoint> {
         group: settings.group(either("group_size", "q_group_size"))?,
         zero_point: settings.bool("zero_point")?.unwrap_or(true),
     };
+    source.left_over = settings.left_over(&[
+        "backend",
+        "do_fuse",
+        "exllama_config",
+        "fuse_max_seq_len",
+        "modules_to_fuse",
+        "modules_to_not_convert",
+    ]);
     open_with(source, layout)
 }
 
@@ -60,6 +68,13 @@ impl Layout for Awq {
 
     fn is_quantized(&self, shards: &Shards, name: &str) -> bool {
         shards.contains(&format!("{name}.qweight"))
+    }
+
+    fn parts(&self, _: &Shards, _: &str) -> &'static [&'static str] {
+        match self.zero_point {
+            true => &[".qweight", ".qzeros", ".scales"],
+            false => &[".qweight", ".scales"],
+        }
     }
 
     fn scales(&self) -> &'static str {

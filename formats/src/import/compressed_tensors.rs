@@ -10,7 +10,9 @@
 //! | `X.weight_g_idx` | I32 `[in]` | activation order by group |
 //! | `X.weight_shape` | I64 or I32 `[2]` | |
 
+use super::rotation::Rotation;
 use super::{Layout, Parts, Settings, in_word, listed_groups, open_with, per_word, words};
+use crate::account::{ACTIVATIONS, CACHE, LeftOver};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::FLOATS;
 use crate::dtype::DType;
@@ -19,6 +21,7 @@ use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use serde_json::Value;
+use std::fmt;
 
 /// The `quant_method` of this format.
 pub const METHOD: &str = "compressed-tensors";
@@ -38,9 +41,27 @@ enum Strategy {
     Tensor,
 }
 
+impl fmt::Display for GroupScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let zeros = if self.symmetric { "without" } else { "with" };
+        let groups = match self.strategy {
+            Strategy::Group(n) => format!("groups of {n}"),
+            Strategy::Channel => "a scale per row".into(),
+            Strategy::Tensor => "one scale".into(),
+        };
+        let bits = self.bits.width();
+        write!(
+            f,
+            "{bits} bits in {groups} {zeros} zero-points (symmetric {})",
+            self.symmetric
+        )
+    }
+}
+
 struct CompressedTensors {
     /// The declared schemes; a weight's shapes tell which of them it has.
     schemes: Vec<GroupScheme>,
+    rotations: Vec<Rotation>,
 }
 
 /// Opens a checkpoint whose `quant_method` is `compressed-tensors`.
@@ -48,7 +69,7 @@ struct CompressedTensors {
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for a format, type or strategy that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
-pub fn open(source: Source) -> Result<Checkpoint> {
+pub fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
     const FORMATS: [&str; 3] = ["pack-quantized", "int-quantized", "mixed-precision"];
     let known = |s: &Settings<'_>| match s.str("format")? {
@@ -59,26 +80,69 @@ pub fn open(source: Source) -> Result<Checkpoint> {
         _ => Ok(()),
     };
     known(&settings)?;
+    let mut left = Vec::new();
     let groups = settings.get("config_groups").and_then(Value::as_object);
     let Some(groups) = groups.filter(|g| !g.is_empty()) else {
         return Err(settings.malformed("config_groups", "an object of groups"));
     };
+    if let Some(sparsity) = settings.get("sparsity_config")
+        && sparsity["format"].as_str() != Some("dense")
+    {
+        let what = format!("sparsity_config of format {}", sparsity["format"]);
+        return Err(settings.unsupported(what, "nq reads weights that are kept whole"));
+    }
+    if settings.get("kv_cache_scheme").is_some() {
+        let name = "config.json: quantization_config: kv_cache_scheme";
+        left.push(LeftOver::new(name, CACHE));
+    }
+    let rotations = Rotation::read_all(&settings)?;
     let mut schemes = Vec::new();
     for group in groups.values() {
         let group = settings.within(group);
         known(&group)?;
-        let Some(weights) = group.get("weights") else {
-            continue; // activations or the cache alone
-        };
-        schemes.push(scheme(&group.within(weights))?);
+        for key in ["input_activations", "output_activations"] {
+            if group.get(key).is_some() {
+                let name = format!("config.json: quantization_config: {key}");
+                left.push(LeftOver::new(name, ACTIVATIONS));
+            }
+        }
+        if let Some(weights) = group.get("weights") {
+            let weights = group.within(weights);
+            schemes.push(scheme(&weights)?);
+            left.extend(weights.left_over(WEIGHT_RECORDS));
+        } // else: activations or the cache alone
+        left.extend(group.left_over(&["targets"]));
     }
     if schemes.is_empty() {
         return Err(settings.malformed("config_groups", "a group with weights"));
     }
-    open_with(source, CompressedTensors { schemes })
+    left.extend(settings.left_over(&[
+        "global_compression_ratio",
+        "ignore",
+        "quantization_status",
+        "version",
+    ]));
+    left.dedup();
+    source.left_over = left;
+    open_with(source, CompressedTensors { schemes, rotations })
 }
 
+/// Keys of a group's weights that record how they were found, or concern other programs.
+const WEIGHT_RECORDS: &[&str] = &[
+    "actorder",
+    "block_structure",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+];
+
 fn scheme(weights: &Settings<'_>) -> Result<GroupScheme> {
+    if weights.bool("dynamic")?.unwrap_or(false) {
+        return Err(
+            weights.unsupported("weights with dynamic true".into(), "nq reads stored codes")
+        );
+    }
     if let Some(other) = weights.str("type")?.filter(|t| *t != "int") {
         return Err(weights.unsupported(format!("weights of type {other}"), "nq reads int"));
     }
@@ -104,6 +168,8 @@ fn scheme(weights: &Settings<'_>) -> Result<GroupScheme> {
 const PACKED: &str = ".weight_packed";
 const SCALE: &str = ".weight_scale";
 const ZERO: &str = ".weight_zero_point";
+const GROUP_INDEX: &str = ".weight_g_idx";
+const SHAPE: &str = ".weight_shape";
 
 impl CompressedTensors {
     /// The declared scheme that matches the shapes of the tensors of `name`.
@@ -125,7 +191,8 @@ impl CompressedTensors {
             bits && groups && s.symmetric != asymmetric
         };
         self.schemes.iter().find(fits).copied().ok_or_else(|| {
-            let expected = format!("tensors of a declared scheme, {:?}", self.schemes);
+            let declared: Vec<String> = self.schemes.iter().map(ToString::to_string).collect();
+            let expected = format!("tensors of a declared scheme, {}", declared.join(" or "));
             let zeros = if asymmetric { "with" } else { "without" };
             let found = format!("codes {packed:?} and scales {scale:?} {zeros} zero-points");
             shards.error(&format!("{name}{SCALE}"), expected, found)
@@ -144,13 +211,24 @@ impl Layout for CompressedTensors {
             || shards.get(&format!("{name}.weight")).is_some_and(is_int)
     }
 
+    fn parts(&self, shards: &Shards, name: &str) -> &'static [&'static str] {
+        match shards.contains(&format!("{name}{PACKED}")) {
+            true => &[PACKED, SCALE, ZERO, GROUP_INDEX, SHAPE],
+            false => &[".weight", SCALE, ZERO, GROUP_INDEX, SHAPE],
+        }
+    }
+
+    fn rotations(&self, name: &str) -> Vec<&Rotation> {
+        self.rotations.iter().filter(|r| r.holds(name)).collect()
+    }
+
     fn scales(&self) -> &'static str {
         SCALE
     }
 
     fn read(&self, shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<Parts> {
         let tensor = |suffix: &str| format!("{name}{suffix}");
-        check_shape(shards, &tensor(".weight_shape"), (rows, cols))?;
+        check_shape(shards, &tensor(SHAPE), (rows, cols))?;
         let GroupScheme { bits, strategy, .. } = self.scheme(shards, name, cols)?;
         let group = match strategy {
             Strategy::Group(n) => Group::Size(n),
@@ -199,7 +277,7 @@ impl Layout for CompressedTensors {
                 Some((0..rows * groups).map(zero).collect())
             }
         };
-        let g_idx = tensor(".weight_g_idx");
+        let g_idx = tensor(GROUP_INDEX);
         let g_idx = match shards.get(&g_idx) {
             // An index of -1 throughout means that there is none.
             Some(t) if t.data().iter().any(|b| *b != 0xFF) => {

@@ -24,6 +24,9 @@ use serde_json::Value;
 /// The `quant_method` of this format.
 pub const METHOD: &str = "fp8";
 
+/// The suffix of the tensor that holds a weight's scales.
+const SCALES: &str = ".weight_scale_inv";
+
 struct Fp8Store {
     shards: Shards,
     /// Rows and columns of a block.
@@ -36,7 +39,7 @@ struct Fp8Store {
 /// # Errors
 /// [`crate::Error::Unsupported`] for another float format or scales that are not block-wise;
 /// otherwise errors of [`Shards::open`].
-pub fn open(source: Source) -> Result<Checkpoint> {
+pub fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
     if let Some(other) = settings.str("fmt")?.filter(|f| *f != "e4m3") {
         return Err(settings.unsupported(format!("FP8 format {other}"), "nq reads e4m3"));
@@ -49,6 +52,12 @@ pub fn open(source: Source) -> Result<Checkpoint> {
     let (Some(rows), Some(cols), None) = (side(0), side(1), block.get(2)) else {
         return Err(settings.malformed("weight_block_size", "two sizes above 0"));
     };
+    source.left_over = settings.left_over(&[
+        "activation_scheme",
+        "ignored_layers",
+        "modules_to_not_convert",
+        "scale_fmt",
+    ]);
     let store = Fp8Store {
         shards: source.shards()?,
         block: (rows as usize, cols as usize),
@@ -92,7 +101,7 @@ impl Fp8Store {
             .shards
             .require(&full, &[DType::F8E4M3], &[rows, cols])?;
         let (down, across) = (rows.div_ceil(self.block.0), cols.div_ceil(self.block.1));
-        let scale_name = format!("{name}.weight_scale_inv");
+        let scale_name = format!("{name}{SCALES}");
         let scales = self.shards.require(&scale_name, &FLOATS, &[down, across])?;
         let scales = scales.to_f32()?;
         if let Some(i) = scales.iter().position(|s| !s.is_finite()) {
@@ -152,6 +161,15 @@ impl WeightStore for Fp8Store {
         }
         let tensor = self.dequantize(name, dims, DType::F32, f32::to_le_bytes)?;
         Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        let scales = self.is_fp8(name).then(|| format!("{name}{SCALES}"));
+        [tensor_name(name)].into_iter().chain(scales).collect()
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        self.shards.floats(name, shape)
     }
 
     fn exactness(&self, name: &str) -> Exactness {

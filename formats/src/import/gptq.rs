@@ -28,16 +28,50 @@ struct Gptq {
     activation_order: bool,
     /// True if stored zero-points are one less than the true ones.
     zeros_less_one: bool,
+    /// True if zero-points are at the midpoint.
+    symmetric: bool,
 }
+
+/// Keys of the settings that record how the file was made, or concern other programs.
+const RECORDS: &[&str] = &[
+    "act_group_aware",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "exllama_config",
+    "is_marlin_format",
+    "lm_head",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "modules_in_block_to_quantize",
+    "mse",
+    "pad_token_id",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+];
 
 /// Opens a checkpoint whose `quant_method` is `gptq`.
 ///
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for a `checkpoint_format` or width that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
-pub fn open(source: Source) -> Result<Checkpoint> {
+pub fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
-    let zeros_less_one = match settings.str("checkpoint_format")? {
+    // Files beside config.json name it `format`.
+    let format = settings.str("checkpoint_format")?;
+    let zeros_less_one = match format.or(settings.str("format")?) {
         None | Some("gptq") => true,
         Some("gptq_v2") => false,
         Some(other) => {
@@ -57,7 +91,9 @@ pub fn open(source: Source) -> Result<Checkpoint> {
             .is_some_and(|d| !d.is_empty()),
         activation_order: settings.bool("desc_act")?.unwrap_or(false),
         zeros_less_one,
+        symmetric: settings.bool("sym")?.unwrap_or(false),
     };
+    source.left_over = settings.left_over(RECORDS);
     open_with(source, layout)
 }
 
@@ -94,6 +130,10 @@ impl Layout for Gptq {
 
     fn is_quantized(&self, shards: &Shards, name: &str) -> bool {
         shards.contains(&format!("{name}.qweight"))
+    }
+
+    fn parts(&self, _: &Shards, _: &str) -> &'static [&'static str] {
+        &[".qweight", ".qzeros", ".scales", ".g_idx"]
     }
 
     fn scales(&self) -> &'static str {
@@ -138,19 +178,26 @@ impl Layout for Gptq {
                     }
                 }
             });
-        let zero = |word: u32, j| {
-            if self.zeros_less_one {
-                // A true zero-point of 0 was stored as -1 in the field's width.
-                in_word(bits, word, j).wrapping_add(1) & bits.max_code()
-            } else {
-                in_word(bits, word, j)
-            }
-        };
-        let zeros: Vec<u8> = words(&zeros)
+        let mut zeros: Vec<u8> = words(&zeros)
             .into_iter()
-            .flat_map(|w| (0..pf).map(move |j| (w, j)))
-            .map(|(w, j)| zero(w, j))
+            .flat_map(|w| (0..pf).map(move |j| in_word(bits, w, j)))
             .collect();
+        let middle = bits.midpoint();
+        if self.symmetric && !self.dynamic {
+            // Some files say the other version than the one that they were written in. As `sym` rules out other
+            // zero-points than the midpoint, both ways to store it mean the same.
+            let stored = [middle, middle - 1].into_iter();
+            if !stored.into_iter().any(|s| zeros.iter().all(|&z| z == s)) {
+                let expected = format!("zero-points of {middle}, as sym is true");
+                let found = zeros.iter().find(|&&z| z != middle && z != middle - 1);
+                let found = found.map_or("different ones".into(), |z| format!("{z} as stored"));
+                return Err(shards.error(&tensor("qzeros"), expected, found));
+            }
+            zeros.fill(middle);
+        } else if self.zeros_less_one {
+            // A true zero-point of 0 was stored as -1 in the field's width.
+            (zeros.iter_mut()).for_each(|z| *z = z.wrapping_add(1) & bits.max_code());
+        }
         Ok(Parts {
             bits,
             group,

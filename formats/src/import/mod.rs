@@ -5,14 +5,16 @@ pub mod awq;
 pub mod compressed_tensors;
 pub mod fp8;
 pub mod gptq;
+mod rotation;
 
+use crate::account::LeftOver;
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::CONFIG;
-use crate::models::{Architecture, ModelConfig, tensor_name};
-use crate::names::layer_of;
+use crate::keys;
+use crate::models::tensor_name;
 use crate::pack;
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use crate::shards::Shards;
@@ -23,7 +25,10 @@ use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
 use rayon::prelude::*;
+use rotation::Rotation;
 use serde_json::Value;
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// How a tool lays out quantized weights.
@@ -33,6 +38,15 @@ pub(crate) trait Layout: Send + Sync {
 
     /// True if the weight `name` is stored quantized.
     fn is_quantized(&self, shards: &Shards, name: &str) -> bool;
+
+    /// The suffixes of the tensors that a quantized weight is read from; not all weights have all.
+    fn parts(&self, shards: &Shards, name: &str) -> &'static [&'static str];
+
+    /// The rotations that the weight `name` is multiplied by.
+    fn rotations(&self, name: &str) -> Vec<&Rotation> {
+        let _ = name;
+        Vec::new()
+    }
 
     /// The suffix of the tensor that holds a weight's scales.
     fn scales(&self) -> &'static str;
@@ -111,7 +125,6 @@ fn fit_f16(scales: &[f32]) -> bool {
 
 /// The parameters of a checkpoint in a [`Layout`].
 struct ImportStore<L> {
-    architecture: &'static Architecture,
     shards: Shards,
     layout: L,
     value: Value,
@@ -121,10 +134,7 @@ struct ImportStore<L> {
 pub(crate) fn open_with(source: Source, layout: impl Layout + 'static) -> Result<Checkpoint> {
     let shards = source.shards()?;
     let value = source.quantization().cloned().unwrap_or_default();
-    let files = source.files();
-    let config = ModelConfig::parse(&files.path(CONFIG), &files.require(CONFIG)?)?;
     source.into_checkpoint(Box::new(ImportStore {
-        architecture: config.architecture,
         shards,
         layout,
         value,
@@ -136,7 +146,6 @@ impl<L: Layout> ImportStore<L> {
         if !self.layout.is_quantized(&self.shards, name) {
             return Ok(None);
         }
-        refuse_bias(&self.shards, self.architecture, name)?;
         let parts = self.layout.read(&self.shards, name, dims)?;
         // Checked before any value is used: scales decide how a weight is read.
         if let Some((i, s)) = (0..).zip(&parts.scales).find(|(_, s)| !s.is_finite()) {
@@ -148,31 +157,24 @@ impl<L: Layout> ImportStore<L> {
         Ok(Some(parts))
     }
 
+    /// The weight times its rotations.
+    fn rotated(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        let mut weight = match self.parts(name, dims)? {
+            Some(parts) => Weight::Dense(parts.into_dense(dims)?),
+            None => self.dense(name, dims)?,
+        };
+        for rotation in self.layout.rotations(name) {
+            let rotated = rotation.apply(&weight);
+            weight = rotated.map_err(|e| self.shards.wrap(&tensor_name(name), e))?;
+        }
+        Ok(weight)
+    }
+
     fn dense(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
         let tensor = self
             .shards
             .require(&tensor_name(name), &FLOATS, &[rows, cols])?;
         Ok(Weight::Dense(tensor))
-    }
-}
-
-/// Refuses nonzero biases of Linears that have none; some tools write one of zeros.
-fn refuse_bias(shards: &Shards, architecture: &Architecture, name: &str) -> Result<()> {
-    let biased = layer_of(name).is_some_and(|layer| {
-        let mut linears = architecture.matrices().filter(|l| l.bias);
-        linears.any(|l| l.name(layer) == name)
-    });
-    if biased {
-        return Ok(());
-    }
-    let bias = format!("{name}.bias");
-    let Some(tensor) = shards.get(&bias) else {
-        return Ok(());
-    };
-    let values = tensor.to_f32().map_err(|e| shards.wrap(&bias, e))?;
-    match values.iter().find(|v| **v != 0.0) {
-        Some(v) => Err(shards.error(&bias, "no bias, or one of zeros".into(), v.to_string())),
-        None => Ok(()),
     }
 }
 
@@ -190,6 +192,9 @@ impl<L: Layout> WeightStore for ImportStore<L> {
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        if !self.layout.rotations(name).is_empty() {
+            return self.rotated(name, dims);
+        }
         let Some(parts) = self.parts(name, dims)? else {
             return self.dense(name, dims);
         };
@@ -201,6 +206,9 @@ impl<L: Layout> WeightStore for ImportStore<L> {
 
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
         match self.parts(name, dims)? {
+            _ if !self.layout.rotations(name).is_empty() => {
+                self.rotated(name, dims).map(StoredWeight::Canonical)
+            }
             Some(parts) if !fit_f16(&parts.scales) => {
                 let tensor = parts.into_dense(dims)?;
                 Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
@@ -209,9 +217,22 @@ impl<L: Layout> WeightStore for ImportStore<L> {
         }
     }
 
+    fn sources(&self, name: &str) -> Vec<String> {
+        if !self.layout.is_quantized(&self.shards, name) {
+            return vec![tensor_name(name)];
+        }
+        let parts = self.layout.parts(&self.shards, name).iter();
+        parts.map(|suffix| format!("{name}{suffix}")).collect()
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        self.shards.floats(name, shape)
+    }
+
     fn exactness(&self, name: &str) -> Exactness {
         let scales = self.shards.get(&format!("{name}{}", self.layout.scales()));
-        let rounded = self.layout.is_quantized(&self.shards, name)
+        let rounded = self.layout.rotations(name).is_empty()
+            && self.layout.is_quantized(&self.shards, name)
             && scales
                 .filter(|t| t.dtype() != DType::F16)
                 .and_then(|t| t.to_f32().ok())
@@ -237,16 +258,32 @@ impl<L: Layout> WeightStore for ImportStore<L> {
 }
 
 /// The quantization settings of a config.json; errors name the key.
+/// They note the keys that were asked for.
 pub(crate) struct Settings<'a> {
     source: &'a Source,
     value: &'a Value,
+    asked: RefCell<BTreeSet<&'static str>>,
 }
 
 impl<'a> Settings<'a> {
     pub(crate) fn new(source: &'a Source) -> Self {
         static NULL: Value = Value::Null;
         let value = source.quantization().unwrap_or(&NULL);
-        Settings { source, value }
+        Settings {
+            source,
+            value,
+            asked: RefCell::default(),
+        }
+    }
+
+    /// The keys that nobody asked for and that are not among those that only record how the file was made.
+    pub(crate) fn left_over(&self, records: &[&str]) -> Vec<LeftOver> {
+        let asked = self.asked.borrow();
+        let known =
+            |key: &str| key == "quant_method" || asked.contains(key) || records.contains(&key);
+        let entries = self.value.as_object().into_iter().flatten();
+        let unknown = entries.filter(|(key, _)| !known(key));
+        keys::unknown("config.json: quantization_config", unknown)
     }
 
     /// Settings of a part of these.
@@ -254,6 +291,7 @@ impl<'a> Settings<'a> {
         Settings {
             source: self.source,
             value,
+            asked: RefCell::default(),
         }
     }
 
@@ -278,16 +316,17 @@ impl<'a> Settings<'a> {
     }
 
     /// The key's value; JSON null counts as absent.
-    pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {
+    pub(crate) fn get(&self, key: &'static str) -> Option<&'a Value> {
+        self.asked.borrow_mut().insert(key);
         self.value.get(key).filter(|v| !v.is_null())
     }
 
-    pub(crate) fn str(&self, key: &str) -> Result<Option<&'a str>> {
+    pub(crate) fn str(&self, key: &'static str) -> Result<Option<&'a str>> {
         let read = |v: &'a Value| v.as_str().ok_or_else(|| self.malformed(key, "a string"));
         self.get(key).map(read).transpose()
     }
 
-    pub(crate) fn bool(&self, key: &str) -> Result<Option<bool>> {
+    pub(crate) fn bool(&self, key: &'static str) -> Result<Option<bool>> {
         let read = |v: &Value| {
             v.as_bool()
                 .ok_or_else(|| self.malformed(key, "true or false"))
@@ -296,7 +335,7 @@ impl<'a> Settings<'a> {
     }
 
     /// The number of bits under `key`: 4 or 8.
-    pub(crate) fn bits(&self, key: &str) -> Result<Bits> {
+    pub(crate) fn bits(&self, key: &'static str) -> Result<Bits> {
         let n = self.get(key).and_then(Value::as_u64);
         let n = n.ok_or_else(|| self.malformed(key, "a number of bits"))?;
         // Other widths are packed differently in these formats.
@@ -306,7 +345,7 @@ impl<'a> Settings<'a> {
     }
 
     /// A group size; -1 means one group per row.
-    pub(crate) fn group(&self, key: &str) -> Result<Group> {
+    pub(crate) fn group(&self, key: &'static str) -> Result<Group> {
         let size = self.get(key).and_then(Value::as_i64);
         match size.map(u32::try_from) {
             Some(Ok(n)) if n > 0 => Ok(Group::Size(n)),

@@ -76,6 +76,8 @@ pub enum RopeScaling {
         beta_fast: f64,
         /// Rotations below which a dimension is fully interpolated.
         beta_slow: f64,
+        /// True if the dimensions between which the stretch grows are rounded outwards to whole ones.
+        truncate: bool,
         /// Scale of queries and keys; `0.1 ln(factor) + 1` if the config does not give it.
         attention_factor: f64,
     },

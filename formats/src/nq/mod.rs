@@ -44,6 +44,16 @@ pub(crate) mod part {
     pub(crate) const SPAN_OFFSETS: &str = ".span_offsets";
     pub(crate) const LEVELS: &str = ".levels";
     pub(crate) const GROUP_INDEX: &str = ".g_idx";
+    pub(crate) const ALL: [&str; 8] = [
+        CODES,
+        SCALES,
+        SPAN_SCALES,
+        ZEROS,
+        OFFSETS,
+        SPAN_OFFSETS,
+        LEVELS,
+        GROUP_INDEX,
+    ];
 }
 
 /// Opens a folder whose config.json has `"quant_method": "nq"`.
@@ -133,6 +143,19 @@ impl WeightStore for NqStore {
         }
     }
 
+    fn sources(&self, name: &str) -> Vec<String> {
+        if self.record.scheme(name).is_none() {
+            return vec![tensor_name(name)];
+        }
+        // Those that the weight's scheme rules out are refused when it is read.
+        let parts = part::ALL.map(|suffix| format!("{name}{suffix}"));
+        parts.into_iter().chain([tensor_name(name)]).collect()
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        self.shards.floats(name, shape)
+    }
+
     fn scheme(&self, name: &str) -> Option<AffineScheme> {
         self.record.scheme(name).map(TensorScheme::affine)
     }
@@ -200,15 +223,7 @@ fn read_affine(
     let layout = layout(stored, dims);
     let full = |suffix: &str| format!("{name}{suffix}");
     let wanted = |suffix: &str| layout.iter().any(|part| part.0 == suffix);
-    let all = [
-        part::SPAN_SCALES,
-        part::ZEROS,
-        part::OFFSETS,
-        part::SPAN_OFFSETS,
-        part::LEVELS,
-        part::GROUP_INDEX,
-    ];
-    let known = all.into_iter().filter(|suffix| !wanted(suffix));
+    let known = part::ALL.into_iter().filter(|suffix| !wanted(suffix));
     for suffix in known.chain([".weight"]) {
         if shards.contains(&full(suffix)) {
             let expected = format!("no such tensor, as {name} is {stored}");

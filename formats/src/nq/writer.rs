@@ -10,6 +10,7 @@ use super::staging::{
 };
 use super::{NqStore, parts, read_affine, verify};
 use crate::checkpoint::Checkpoint;
+use crate::config::json_object;
 use crate::dense::FLOATS;
 use crate::durable::{
     COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent,
@@ -19,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::hash;
 use crate::models::tensor_name;
+use crate::names::HEAD;
 use crate::progress::Progress;
 use crate::safetensors::SafetensorsFile;
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_tensors};
@@ -390,6 +392,9 @@ impl Writer {
         copy_files(&self.source, &folder)?;
         let mut config = self.config.clone();
         config.shift_remove("compression_config");
+        if staged.schemes.contains_key(HEAD) {
+            config.insert("tie_word_embeddings".into(), false.into());
+        }
         config.insert("quantization_config".into(), record.to_json());
         let config = pretty(&Value::Object(config));
         write_bytes(&folder.join(CONFIG), &config)?;
@@ -517,11 +522,5 @@ fn unlike(plan: &Value, other: &Value) -> Value {
 }
 
 fn read_config(source: &Files) -> Result<Map<String, Value>> {
-    let bytes = source.require(CONFIG)?;
-    serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
-        path: source.path(CONFIG),
-        what: "contents".into(),
-        expected: "a JSON object".into(),
-        found: e.to_string(),
-    })
+    json_object(&source.path(CONFIG), &source.require(CONFIG)?)
 }

@@ -1,9 +1,9 @@
 //! The template engine within bounds on the length of the source, the instructions of a rendering
 //! and the size of its output, on a stack large enough for any nesting that the source can hold.
 
-use minijinja::value::{Kwargs, Serde, Value as Jinja};
+use super::{json, python, source};
+use minijinja::value::{Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
-use serde_json::Value;
 use std::io::{self, Write};
 
 /// Most bytes of a model's templates together. The longest published ones have tens of thousands.
@@ -14,9 +14,6 @@ const MAX_INSTRUCTIONS: u64 = 10_000_000;
 
 /// Most bytes that one rendering may write.
 const MAX_OUTPUT: usize = 64 << 20;
-
-/// The widest indentation of `tojson`.
-const MAX_INDENT: usize = 64;
 
 /// Stack for parsing and rendering. The parser and the compiler recurse over chains of operators
 /// without a limit of their own; the deepest chain that fits [`MAX_SOURCE`] bytes takes half of this
@@ -44,8 +41,8 @@ impl Templates {
         }
         on_large_stack(|| {
             let mut env = environment().map_err(|e| describe(&e))?;
-            for (name, source) in sources {
-                env.add_template_owned(name.clone(), source.clone())
+            for (name, text) in sources {
+                env.add_template_owned(name.clone(), source::prepared(text))
                     .map_err(|e| describe(&e))?;
             }
             Ok(Templates(env))
@@ -131,8 +128,8 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     env.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
     env.set_fuel(Some(MAX_INSTRUCTIONS));
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    env.add_filter("tojson", tojson);
+    python::install(&mut env);
+    env.add_filter("tojson", json::tojson);
     env.add_function("raise_exception", |message: String| -> Result<Jinja, _> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -141,109 +138,4 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
             .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))
     });
     Ok(env)
-}
-
-/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
-fn tojson(
-    value: &Jinja,
-    indent: Option<usize>,
-    options: Kwargs,
-) -> Result<Jinja, minijinja::Error> {
-    let indent = match indent {
-        Some(n) => Some(n),
-        None => options.get::<Option<usize>>("indent")?,
-    };
-    // Some templates pass `ensure_ascii`; the filter of transformers accepts it too.
-    let ascii: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    if let Some(width) = indent.filter(|&width| width > MAX_INDENT) {
-        return Err(minijinja::Error::new(
-            ErrorKind::InvalidOperation,
-            format!("tojson: expected an indent up to {MAX_INDENT}, found {width}"),
-        ));
-    }
-    if value.is_undefined() || ascii == Some(true) {
-        let what = if value.is_undefined() {
-            "tojson of an undefined value"
-        } else {
-            "tojson with ensure_ascii is not supported"
-        };
-        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, what));
-    }
-    let json = serde_json::to_value(value)
-        .map_err(|e| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string()))?;
-    let mut out = String::new();
-    dump(&json, indent, 0, &mut out);
-    Ok(Jinja::from(out))
-}
-
-fn dump(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) {
-    let new_line = |depth: usize, out: &mut String| {
-        if let Some(width) = indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', width * depth));
-        }
-    };
-    let comma = if indent.is_some() { "," } else { ", " };
-    match value {
-        Value::Array(items) if !items.is_empty() => {
-            out.push('[');
-            for (i, item) in items.iter().enumerate() {
-                out.push_str(if i > 0 { comma } else { "" });
-                new_line(depth + 1, out);
-                dump(item, indent, depth + 1, out);
-            }
-            new_line(depth, out);
-            out.push(']');
-        }
-        Value::Object(map) if !map.is_empty() => {
-            out.push('{');
-            for (i, (key, item)) in map.iter().enumerate() {
-                out.push_str(if i > 0 { comma } else { "" });
-                new_line(depth + 1, out);
-                out.push_str(&Value::from(key.as_str()).to_string());
-                out.push_str(": ");
-                dump(item, indent, depth + 1, out);
-            }
-            new_line(depth, out);
-            out.push('}');
-        }
-        Value::Number(n) if n.is_f64() => out.push_str(&python_float(n.as_f64().unwrap_or(0.0))),
-        // serde_json escapes strings as Python does: quotes, backslashes and controls only.
-        other => out.push_str(&other.to_string()),
-    }
-}
-
-/// Python's `repr` of a finite float: the shortest digits that read back, with an exponent
-/// below 1e-4 and from 1e16 on.
-fn python_float(x: f64) -> String {
-    let scientific = format!("{x:e}");
-    let Some((mantissa, exponent)) = scientific.split_once('e') else {
-        return scientific;
-    };
-    let exponent: i32 = exponent.parse().unwrap_or(0);
-    if (-4..16).contains(&exponent) {
-        return format!("{x:?}");
-    }
-    let sign = if exponent < 0 { '-' } else { '+' };
-    format!("{mantissa}e{sign}{:02}", exponent.abs())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn floats_are_pythons() {
-        let check = |x: f64, expected: &str| assert_eq!(python_float(x), expected);
-        check(2.5, "2.5");
-        check(3.0, "3.0");
-        check(-0.0, "-0.0");
-        check(1e15, "1000000000000000.0");
-        check(1e16, "1e+16");
-        check(1.5e300, "1.5e+300");
-        check(0.0001, "0.0001");
-        check(0.00001, "1e-05");
-        check(-1.25e-7, "-1.25e-07");
-    }
 }

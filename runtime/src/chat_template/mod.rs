@@ -5,7 +5,10 @@
 //! that is `json.dumps(..., ensure_ascii=False)`.
 
 mod jinja;
+mod json;
 mod prompt;
+mod python;
+mod source;
 mod worker;
 
 pub use prompt::Prompt;
@@ -16,11 +19,14 @@ use jinja::Templates;
 use nq_formats::Files;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::path::PathBuf;
 use worker::Worker;
 
 /// The file that holds a template alone; it takes precedence, as in transformers.
 pub(crate) const TEMPLATE_FILE: &str = "chat_template.jinja";
+/// The file beside it with a template for chats with tools.
+pub(crate) const TOOL_USE_FILE: &str = "additional_chat_templates/tool_use.jinja";
 /// The file that otherwise holds it under the key `chat_template`.
 pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 
@@ -28,6 +34,9 @@ pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 const TOOL_USE: &str = "tool_use";
 /// Name of the template to use otherwise.
 const DEFAULT: &str = "default";
+
+/// Fields of a message that hold what a model thought, under the names that clients give them.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 /// One message of a chat.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -50,6 +59,21 @@ impl Message {
             content: Value::String(content.into()),
             extra: Map::new(),
         }
+    }
+
+    /// The message with its reasoning under each of the names that templates read, as transformers gives it.
+    fn aliased(&self) -> Cow<'_, Message> {
+        let mut given = REASONING.iter().filter_map(|key| self.extra.get(*key));
+        let Some(reasoning) = given.find(|v| !v.is_null()).cloned() else {
+            return Cow::Borrowed(self);
+        };
+        let mut message = self.clone();
+        message
+            .extra
+            .entry(REASONING[1])
+            .or_insert_with(|| reasoning.clone());
+        message.extra.insert(REASONING[0].into(), reasoning);
+        Cow::Owned(message)
     }
 
     /// The content if it is plain text, otherwise an empty string.
@@ -123,7 +147,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`: a string,
+    /// Reads `chat_template.jinja` and `additional_chat_templates/tool_use.jinja`, or `chat_template` in `tokenizer_config.json`: a string,
     /// or a list of named templates. `None` if neither is there.
     ///
     /// # Errors
@@ -131,10 +155,16 @@ impl ChatTemplate {
     pub fn find(files: &Files) -> Result<Option<Self>> {
         let config = TokenizerConfig::read(files)?;
         let path = files.path(TEMPLATE_FILE);
-        if let Some(bytes) = files.get(TEMPLATE_FILE)? {
-            let source = std::str::from_utf8(&bytes)
-                .map_err(|e| text_error(&path, format!("expected UTF-8, found {e}")))?;
-            let templates = vec![(DEFAULT.to_owned(), source.to_owned())];
+        let mut templates = Vec::new();
+        for (name, file) in [(DEFAULT, TEMPLATE_FILE), (TOOL_USE, TOOL_USE_FILE)] {
+            if let Some(bytes) = files.get(file)? {
+                let source = std::str::from_utf8(&bytes).map_err(|e| {
+                    text_error(&files.path(file), format!("expected UTF-8, found {e}"))
+                })?;
+                templates.push((name.to_owned(), source.to_owned()));
+            }
+        }
+        if templates.iter().any(|t| t.0 == DEFAULT) {
             return Self::new(path, templates, config.special_tokens).map(Some);
         }
         if config.templates.is_empty() {
@@ -253,9 +283,11 @@ impl ChatTemplate {
         ] {
             variables.extend(value.map(|value| (name.to_owned(), value)));
         }
+        let messages: Vec<Cow<'_, Message>> = messages.iter().map(Message::aliased).collect();
         let context = Context {
             messages,
             tools,
+            documents: (),
             variables,
         };
         match &self.renderer {
@@ -272,8 +304,10 @@ impl ChatTemplate {
 /// The variables of a template.
 #[derive(Serialize)]
 struct Context<'a> {
-    messages: &'a [Message],
+    messages: Vec<Cow<'a, Message>>,
     tools: Option<&'a [Value]>,
+    /// Templates may ask whether there are any.
+    documents: (),
     #[serde(flatten)]
     variables: Map<String, Value>,
 }

@@ -266,6 +266,9 @@ fn guarded<T>(f: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     }
 }
 
+/// Tokens that divide an answer into thinking, calls and text.
+const STRUCTURE: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
+
 /// The bytes of every token, by id.
 pub struct TokenBytes {
     /// Token `id` is `data[ends[id - 1]..ends[id]]`.
@@ -311,7 +314,7 @@ impl TokenBytes {
         let mut special: Vec<u32> = tokenizer
             .get_added_tokens_decoder()
             .iter()
-            .filter(|(_, t)| t.special)
+            .filter(|(_, t)| t.special && !STRUCTURE.contains(&t.content.as_str()))
             .map(|(&id, _)| id)
             .collect();
         special.sort_unstable();
@@ -335,8 +338,8 @@ impl TokenBytes {
         }
     }
 
-    /// True for tokens marked special (`<|im_end|>`; not `<think>`, which Qwen3 leaves in
-    /// the text).
+    /// True for tokens marked special (`<|im_end|>`), which texts leave out. Not for `<think>` and others that
+    /// divide an answer, which some tokenizers mark too: they are looked for in the text.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.binary_search(&id).is_ok()
     }

@@ -234,7 +234,7 @@ fn models(
         if served.names.contains(name) {
             bail!("--model: {name} is the name of two models");
         }
-        let model = model::open(Some(path.as_str()), global, &**terminal)
+        let model = model::open(Some(path.as_str()), &global.without_adapters(), &**terminal)
             .with_context(|| format!("--model {name}={path}"))?;
         let model = Loadable::new(Some(name), model, &settings, terminal)?;
         if served.names.is_empty() {

@@ -1,0 +1,201 @@
+//! The account of a checkpoint: every tensor and every key that its files hold is used by a reader, refused by
+//! name, or left over for a stated reason.
+//!
+//! Readers say what they use: [`WeightStore::sources`] names the tensors behind a parameter, and an object of
+//! a configuration notes each key that is asked for. Whatever nobody uses ends up here.
+
+use crate::error::{Error, Result};
+use crate::models::ModelConfig;
+use crate::names::{EMBEDDING, HEAD, NORM, layer_of, layer_parameters};
+use crate::store::{TensorEntry, WeightStore};
+use crate::weight::Weight;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// Something that a checkpoint holds and that changes nothing in what nq computes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LeftOver {
+    /// A tensor's name, or a file's and a key's.
+    pub name: String,
+    /// What nq does instead.
+    pub why: String,
+}
+
+impl LeftOver {
+    pub(crate) fn new(name: impl Into<String>, why: impl Into<String>) -> Self {
+        LeftOver {
+            name: name.into(),
+            why: why.into(),
+        }
+    }
+}
+
+/// A line for each reason, with at most three of the names it holds for.
+pub fn lines(left: &[LeftOver]) -> Vec<String> {
+    const SHOWN: usize = 3;
+    let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for one in left {
+        by_reason.entry(&one.why).or_default().push(&one.name);
+    }
+    let line = |(why, names): (&str, Vec<&str>)| {
+        let shown = names[..names.len().min(SHOWN)].join(", ");
+        match names.len().saturating_sub(SHOWN) {
+            0 => format!("{shown}: {why}"),
+            more => format!("{shown} and {more} more: {why}"),
+        }
+    };
+    by_reason.into_iter().map(line).collect()
+}
+
+/// Names of tensors that a model computes the same without, and why. Those of the second list are known to be
+/// so in quantized files only: elsewhere they are what is left of a quantization.
+const HARMLESS: [(&str, &str); 4] = [
+    (
+        ".rotary_emb.inv_freq",
+        "rotary frequencies are computed from the configuration",
+    ),
+    (
+        "mtp.",
+        "layers that predict several tokens at once are not used",
+    ),
+    ("v_head.", "a value head is for training"),
+    ("value_head.", "a value head is for training"),
+];
+const HARMLESS_IF_QUANTIZED: [(&str, &str); 8] = [
+    (".k_scale", CACHE),
+    (".v_scale", CACHE),
+    (".q_scale", CACHE),
+    (".prob_scale", CACHE),
+    (".output_scale", CACHE),
+    (".input_scale", ACTIVATIONS),
+    (".input_zero_point", ACTIVATIONS),
+    (".input_global_scale", ACTIVATIONS),
+];
+pub(crate) const CACHE: &str = "the cache of keys and values is kept in a type of nq's own";
+pub(crate) const ACTIVATIONS: &str = "activations are rounded by nq's own rules";
+
+/// True if `pattern` describes `name`: with a dot in front, it is the end of a name, otherwise the start.
+fn describes(pattern: &str, name: &str) -> bool {
+    match pattern.starts_with('.') {
+        true => name.ends_with(pattern),
+        false => name.starts_with(pattern) || name.contains(&format!(".{pattern}")),
+    }
+}
+
+/// Accounts for all tensors of `store`: those that no parameter of `config` is read from.
+///
+/// # Errors
+/// [`Error::Unsupported`], naming a tensor without which the numbers could be wrong;
+/// [`Error::Malformed`] for more layers than tensors.
+pub(crate) fn tensors(
+    store: &dyn WeightStore,
+    config: &ModelConfig,
+    root: &Path,
+) -> Result<Vec<LeftOver>> {
+    let entries = store.entries();
+    let layers = config.num_hidden_layers;
+    if layers > entries.len() {
+        return Err(Error::Malformed {
+            path: root.into(),
+            what: "num_hidden_layers".into(),
+            expected: format!("at most {}, the number of tensors", entries.len()),
+            found: layers.to_string(),
+        });
+    }
+    let outside = [EMBEDDING, NORM, HEAD].map(String::from).into_iter();
+    let within = (0..layers).flat_map(|l| layer_parameters(config, l).map(|(name, _)| name));
+    let used: BTreeSet<String> = outside
+        .filter(|name| name != HEAD || !config.tie_word_embeddings)
+        .chain(within)
+        .flat_map(|name| store.sources(&name))
+        .collect();
+    let unused = entries.iter().filter(|e| !used.contains(&e.name));
+    unused.map(|e| left_over(e, store, config, root)).collect()
+}
+
+/// Why the tensor that nobody reads may be left out.
+fn left_over(
+    entry: &TensorEntry,
+    store: &dyn WeightStore,
+    config: &ModelConfig,
+    root: &Path,
+) -> Result<LeftOver> {
+    let name = entry.name.as_str();
+    let quantized = store.quantization().is_some();
+    let also = HARMLESS_IF_QUANTIZED.iter().filter(|_| quantized);
+    let mut known = HARMLESS.iter().chain(also);
+    if let Some((_, why)) = known.find(|(pattern, _)| describes(pattern, name)) {
+        return Ok(LeftOver::new(name, *why));
+    }
+    if config.tie_word_embeddings && store.sources(HEAD).iter().any(|s| s == name) {
+        let why = "a copy of the embedding, to which the head is tied";
+        return Ok(LeftOver::new(name, why));
+    }
+    if name.ends_with(".bias")
+        && let Some(tensor) = store.tensor(name, &entry.shape)?
+    {
+        match tensor.to_f32()?.iter().find(|v| **v != 0.0) {
+            None => return Ok(LeftOver::new(name, "a bias of zeros")),
+            Some(v) => {
+                return Err(Error::Tensor {
+                    path: path_of(entry, root),
+                    tensor: name.into(),
+                    expected: "no bias, or one of zeros".into(),
+                    found: v.to_string(),
+                });
+            }
+        }
+    }
+    let title = config.architecture.title;
+    let adapter = [".lora_", "lora_embedding", "lora_magnitude"];
+    let why = if adapter.iter().any(|part| name.contains(part)) {
+        "an adapter that is not merged into the weights".into()
+    } else if layer_of(name).is_some_and(|l| l >= config.num_hidden_layers) {
+        format!("config.json says {} layers", config.num_hidden_layers)
+    } else {
+        let layers = config.num_hidden_layers;
+        format!("a {title} model of {layers} layers has no such parameter")
+    };
+    Err(Error::Unsupported {
+        path: path_of(entry, root),
+        what: format!("tensor {name}"),
+        why,
+    })
+}
+
+fn path_of(entry: &TensorEntry, root: &Path) -> PathBuf {
+    match root.is_dir() {
+        true => root.join(&entry.file),
+        false => root.into(),
+    }
+}
+
+/// Whether the head is the embedding. A head that the files have and that differs from the embedding is the
+/// head, whatever the configuration says: training set it apart.
+///
+/// # Errors
+/// Errors of [`WeightStore::matrix`].
+pub(crate) fn is_tied(
+    store: &dyn WeightStore,
+    config: &ModelConfig,
+    left: &mut Vec<LeftOver>,
+) -> Result<bool> {
+    if !config.tie_word_embeddings || !store.contains(HEAD) {
+        return Ok(config.tie_word_embeddings);
+    }
+    let dims = (config.vocab_size, config.hidden_size);
+    if let (Weight::Dense(head), Weight::Dense(embedding)) =
+        (store.matrix(HEAD, dims)?, store.matrix(EMBEDDING, dims)?)
+    {
+        let same = head.dtype() == embedding.dtype() && head.data() == embedding.data();
+        crate::mapping::release(head.data());
+        crate::mapping::release(embedding.data());
+        if same {
+            return Ok(true);
+        }
+    }
+    let why = format!("{HEAD} differs from the embedding, and is the head");
+    left.push(LeftOver::new("config.json: tie_word_embeddings true", why));
+    Ok(false)
+}
