@@ -241,7 +241,7 @@ fn compressed_tensors_mixed_and_ordered() {
         &[
             "down_proj.weight_scale",
             "a declared scheme",
-            "B4",
+            "4 bits in groups of 16",
             "[32, 16]",
             "[32, 1]",
         ],
