@@ -119,7 +119,8 @@ fn yarn(truncate: bool, attention: f64) -> Rope {
     if low == high {
         high += 0.001;
     }
-    let stretched = plain_rope().0.iter().enumerate().map(|(i, f)| {
+    let plain = plain_rope().0;
+    let stretched = plain.iter().enumerate().map(|(i, f)| {
         let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
         f / factor * ramp + f * (1.0 - ramp)
     });

@@ -327,7 +327,7 @@ fn rows_have_tests_and_benches() {
 /// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
 const CONSTANTS: [[&str; 4]; 40] = [
-    ["cpu/kv.rs", "PAGE", "rows.cuh", "PAGE"],
+    ["pages.rs", "PAGE", "rows.cuh", "PAGE"],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
     [
         "cuda/advance.rs",
