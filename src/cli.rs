@@ -306,17 +306,23 @@ mod tests {
             assert!(help.contains(&example), "{help}");
         }
         // Each is explained once and listed where it has an effect.
-        let shared = [&RUNNING[..], &["offline", "json", "verbose"]].concat();
+        let shared = [&RUNNING[..], &["adapter", "offline", "json", "verbose"]].concat();
         let quantize = built.find_subcommand_mut("quantize").unwrap();
         let help = quantize.render_long_help().to_string();
-        let line = help.lines().find(|l| l.contains("--isa")).unwrap();
+        // The list may take several lines.
+        let mut lines = help.lines().skip_while(|l| !l.contains("--isa"));
+        let list: Vec<&str> = lines
+            .by_ref()
+            .take_while(|l| !l.trim().is_empty())
+            .collect();
+        let listed: Vec<&str> = list.iter().flat_map(|l| l.split_whitespace()).collect();
         let named: Vec<String> = shared.iter().map(|flag| format!("--{flag}")).collect();
-        assert_eq!(line.trim(), named.join(" "));
+        assert_eq!(listed, named);
         let first = |line: &str| line.trim().trim_start_matches("-v, ").to_owned();
         for flag in &named {
             let explained = help
                 .lines()
-                .filter(|&l| l != line)
+                .filter(|l| !list.contains(l))
                 .find(|l| first(l).split_whitespace().next() == Some(flag));
             assert_eq!(explained, None);
         }

@@ -189,10 +189,10 @@ fn reference(w: &Weights, (frequencies, attention): &Rope, head: &Matrix) -> f64
         }
         for (t, x) in stream.iter_mut().enumerate() {
             let mut mixed = Vec::new();
-            for h in 0..HEADS {
+            for (h, query) in q[t].iter().enumerate() {
                 let group = h / (HEADS / KV_HEADS);
                 let score = |s: usize| {
-                    let dot: f64 = q[t][h].iter().zip(&k[s][group]).map(|(a, b)| a * b).sum();
+                    let dot: f64 = query.iter().zip(&k[s][group]).map(|(a, b)| a * b).sum();
                     dot / (HEAD as f64).sqrt()
                 };
                 let scores: Vec<f64> = (0..=t).map(score).collect();
@@ -456,7 +456,7 @@ fn zero_points_of_the_other_version() {
 /// definition: the sign of an element is the parity of the bits that its row and column share.
 fn hadamard(m: &Matrix) -> Matrix {
     let sign = |i: usize, j: usize| {
-        if (i & j).count_ones() % 2 == 0 {
+        if (i & j).count_ones().is_multiple_of(2) {
             1.0
         } else {
             -1.0

@@ -168,7 +168,9 @@ impl Adapter {
             )
         })?;
         let alpha = file.f64("adapter.lora.alpha")?.unwrap_or(0.0);
-        let mut pairs: BTreeMap<String, [Option<(Vec<f32>, Vec<usize>)>; 2]> = BTreeMap::new();
+        /// Values and shape of `lora_a` or `lora_b`.
+        type Part = Option<(Vec<f32>, Vec<usize>)>;
+        let mut pairs: BTreeMap<String, [Part; 2]> = BTreeMap::new();
         for (tensor, info) in file.tensors() {
             let part = [".weight.lora_a", ".weight.lora_b"].iter().enumerate();
             let part = part

@@ -185,8 +185,9 @@ fn model() -> BTreeMap<&'static str, Vec<u8>> {
         let data: Vec<u8> = (0..bytes).map(|i| (i * 7 % 251) as u8).collect();
         common::safetensors(&header, &data)
     };
-    let index = r#"{"weight_map":{"a":"model-00001-of-00002.safetensors",
-                                 "b":"model-00002-of-00002.safetensors"}}"#;
+    let index = r#"{"weight_map":{
+        "model.norm.weight":"model-00001-of-00002.safetensors",
+        "model.embed_tokens.weight":"model-00002-of-00002.safetensors"}}"#;
     BTreeMap::from([
         (".gitattributes", b"x".to_vec()),
         ("README.md", b"# A model".to_vec()),
@@ -194,8 +195,14 @@ fn model() -> BTreeMap<&'static str, Vec<u8>> {
         ("config.json", tiny_config("").into_bytes()),
         ("tokenizer.json", b"{}".to_vec()),
         ("model.safetensors.index.json", index.into()),
-        ("model-00001-of-00002.safetensors", shard("a", 10)),
-        ("model-00002-of-00002.safetensors", shard("b", 300_001)),
+        (
+            "model-00001-of-00002.safetensors",
+            shard("model.norm.weight", 10),
+        ),
+        (
+            "model-00002-of-00002.safetensors",
+            shard("model.embed_tokens.weight", 300_001),
+        ),
         ("onnx/model.safetensors", b"other".to_vec()),
         ("consolidated.safetensors", b"unlisted".to_vec()),
     ])

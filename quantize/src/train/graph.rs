@@ -218,8 +218,8 @@ impl<O: GradOps> Graph<O> {
         for layer in (0..self.config.num_hidden_layers).rev() {
             for Block { norm, mixer } in student.layers[layer].blocks.iter_mut().rev() {
                 match mixer {
-                    Mix::Attention(a) => self.attention_gradient(ops, (norm, a), layer, rows)?,
-                    Mix::Mlp(mlp) => self.mlp_gradient(ops, (norm, mlp), layer, rows)?,
+                    Mix::Attention(a) => self.attention_gradient(ops, norm, a, (layer, rows))?,
+                    Mix::Mlp(mlp) => self.mlp_gradient(ops, norm, mlp, (layer, rows))?,
                     Mix::Experts(_) => return Err(no_experts()),
                 }
             }
@@ -356,9 +356,9 @@ impl<O: GradOps> Graph<O> {
     fn mlp_gradient(
         &mut self,
         ops: &O,
-        (norm, mlp): (&mut Values<O>, &mut Mlp<Vec<Matrix<O>>>),
-        layer: usize,
-        rows: usize,
+        norm: &mut Values<O>,
+        mlp: &mut Mlp<Vec<Matrix<O>>>,
+        (layer, rows): (usize, usize),
     ) -> Result<()> {
         let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
         let (shape, values) = ((rows, c.hidden_size), rows * c.intermediate_size);
@@ -383,9 +383,9 @@ impl<O: GradOps> Graph<O> {
     fn attention_gradient(
         &mut self,
         ops: &O,
-        (norm, attention): (&mut Values<O>, &mut Attention<Vec<Matrix<O>>, Values<O>>),
-        layer: usize,
-        rows: usize,
+        norm: &mut Values<O>,
+        attention: &mut Attention<Vec<Matrix<O>>, Values<O>>,
+        (layer, rows): (usize, usize),
     ) -> Result<()> {
         let (qs, ks) = (
             self.heads(rows, self.config.num_attention_heads),
