@@ -70,10 +70,11 @@ fn families_are_quantized_and_exported() {
         };
         let expected = if family == "qwen2" { 6 } else { 0 };
         for format in ["nq", "gptq", "compressed-tensors", "gguf"] {
-            let args = ["convert", &path("rtn"), &path(format), "--format", format];
+            let out = format!("as-{format}");
+            let args = ["convert", &path("rtn"), &path(&out), "--format", format];
             report(home.path(), &args);
-            assert_eq!(biases(format), expected, "{family} as {format}");
-            let mean = divergence(format);
+            assert_eq!(biases(&out), expected, "{family} as {format}");
+            let mean = divergence(&out);
             assert!(mean < 2e-5, "{family} as {format}: {mean:e}");
         }
     }
