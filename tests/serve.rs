@@ -102,7 +102,7 @@ fn it_says_what_it_serves_answers_and_ends_in_good_order() {
         said.contains("4 requests at once, contexts of 512 tokens"),
         "{said}"
     );
-    let once = "128 tokens and more that all 4 begin with are read once a step";
+    let once = "a beginning of 128 tokens or more that all 4 requests share is read once per step";
     assert!(said.contains(once), "{said}");
     assert!(said.contains("curl http://127.0.0.1:"), "{said}");
     let response = ask(&address, "/v1/chat/completions", "", CHAT);

@@ -134,7 +134,8 @@ def claude():
         assert stream.get_final_message().stop_reason == "end_turn"
     tool = {"name": "weather", "description": "w", "input_schema": SCHEMA}
     asked |= dict(tools=[tool], thinking={"type": "disabled"})
-    with other.messages.stream(**asked, tool_choice={"type": "any"}) as stream:
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    with other.messages.stream(**asked, tool_choice=one) as stream:
         message = stream.get_final_message()
     calls = [b for b in message.content if b.type == "tool_use"]
     assert message.stop_reason == "tool_use" and calls[0].input["city"] in ("Paris", "Oslo")
