@@ -32,9 +32,10 @@ const answered = await client.responses.parse({
 });
 assert.ok(Film.safeParse(answered.output_parsed).success);
 
-const called = await client.chat.completions.parse({ ...asked, tools: [weather], tool_choice: "required" });
+const one = { tools: [weather], tool_choice: "required", parallel_tool_calls: false };
+const called = await client.chat.completions.parse({ ...asked, ...one });
 assert.ok(City.safeParse(called.choices[0].message.tool_calls[0].function.parsed_arguments).success);
-const fragments = client.chat.completions.stream({ ...asked, tools: [weather], tool_choice: "required" });
+const fragments = client.chat.completions.stream({ ...asked, ...one });
 const { tool_calls } = (await fragments.finalChatCompletion()).choices[0].message;
 assert.ok(City.safeParse(JSON.parse(tool_calls[0].function.arguments)).success);
 
