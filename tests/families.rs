@@ -69,7 +69,7 @@ fn families_are_quantized_and_exported() {
             names.iter().filter(bias).count()
         };
         let expected = if family == "qwen2" { 6 } else { 0 };
-        for format in ["nq", "gptq", "compressed-tensors", "gguf"] {
+        for format in ["nq", "compressed-tensors", "gguf"] {
             let out = format!("as-{format}");
             let args = ["convert", &path("rtn"), &path(&out), "--format", format];
             report(home.path(), &args);
