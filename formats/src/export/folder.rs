@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::experts::Recent;
 use crate::files::CONFIG;
 use crate::models::ModelConfig;
-use crate::names::{Shape, is_layer_linear, is_router, parameters, stack};
+use crate::names::{Shape, is_layer_linear, is_router, parameters, stack, tensor_name};
 use crate::nq::copy_files;
 use crate::pack;
 use crate::progress::Progress;
@@ -240,20 +240,9 @@ impl Plan<'_> {
         }
     }
 
-    /// Adds a tensor of the parameter `name`; returns its bytes.
-    fn put(
-        &mut self,
-        name: &str,
-        suffix: &str,
-        dtype: DType,
-        shape: Vec<usize>,
-        source: Source,
-    ) -> u64 {
-        let spec = TensorSpec {
-            name: format!("{name}.{suffix}"),
-            dtype,
-            shape,
-        };
+    /// Adds the tensor `name`; returns its bytes.
+    fn put(&mut self, name: String, dtype: DType, shape: Vec<usize>, source: Source) -> u64 {
+        let spec = TensorSpec { name, dtype, shape };
         let bytes = spec.bytes();
         self.sources.insert(spec.name.clone(), source);
         self.specs.push(spec);
@@ -262,7 +251,7 @@ impl Plan<'_> {
 
     fn put_dense(&mut self, name: &str, origin: Origin) -> u64 {
         let shape = origin.shape();
-        self.put(name, "weight", self.dense, shape, Source::Dense(origin))
+        self.put(tensor_name(name), self.dense, shape, Source::Dense(origin))
     }
 
     /// Adds a matrix, or each expert's of a stack: packed if it is a quantized Linear of a layer.
@@ -331,7 +320,7 @@ impl Plan<'_> {
         for part in (self.packing.parts)(a, self.dense) {
             let (suffix, dtype, shape) = (part.suffix, part.dtype, part.shape.clone());
             let source = Source::Packed(origin.clone(), part);
-            bytes += self.put(name, suffix, dtype, shape, source);
+            bytes += self.put(format!("{name}.{suffix}"), dtype, shape, source);
         }
         let kept = match kept {
             Exactness::Exact => self.checkpoint.store().exactness(&origin.parameter),
