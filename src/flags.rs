@@ -41,7 +41,7 @@ pub struct Global {
     #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
     /// A LoRA or DoRA adapter to merge into the unquantized model: PEFT's folder, or a GGUF file; W multiplies it
-    /// [default of W: 1] [repeatable]
+    /// [default of W: 1] (repeatable)
     #[arg(
         long = "adapter",
         id = "adapter",

@@ -1,5 +1,5 @@
 //! The keys of `config.json` and `generation_config.json`, and what nq does with each. A key that a file has
-//! and that neither a reader nor [`UNUSED`] knows is said to be unknown.
+//! and that neither a reader nor `UNUSED` knows is said to be unknown.
 
 use crate::account::LeftOver;
 use serde_json::Value;

@@ -19,14 +19,14 @@ pub trait StepsAhead {
     /// cannot take.
     ///
     /// # Errors
-    /// [`Error::Request`] for a token past the vocabulary, or a sampler that names one.
+    /// [`crate::Error::Request`] for a token past the vocabulary, or a sampler that names one.
     fn check(&self, tokens: &[u32], sampler: Option<&Sampler>) -> Result<()>;
 
     /// Queues the rows of prompts, without logits, behind the work queued so far. None of the
     /// sequences may be seated; their lengths include the new rows when this returns.
     ///
     /// # Errors
-    /// [`Error::PagesFull`] before anything is queued; errors of the device.
+    /// [`crate::Error::PagesFull`] before anything is queued; errors of the device.
     fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()>;
 
     /// Waits for the oldest queued prompts that have not been waited for; returns the time they took.
@@ -50,7 +50,7 @@ pub trait StepsAhead {
     /// Queues a step of all seated sequences.
     ///
     /// # Errors
-    /// [`Error::PagesFull`] before anything is queued; errors of the device.
+    /// [`crate::Error::PagesFull`] before anything is queued; errors of the device.
     fn queue(&mut self) -> Result<()>;
 
     /// Queues a step over these sequences only. It has a row for each of their tokens, in order, and draws a
@@ -58,8 +58,8 @@ pub trait StepsAhead {
     /// lengths include all rows.
     ///
     /// # Errors
-    /// [`Error::Request`] for more rows than [`Session::draft_rows`](crate::Session::draft_rows) and for
-    /// samplers that [adjust](Sampler::adjusts) logits; [`Error::ContextFull`] and [`Error::PagesFull`]
+    /// [`crate::Error::Request`] for more rows than [`Session::draft_rows`](crate::Session::draft_rows) and for
+    /// samplers that [adjust](Sampler::adjusts) logits; [`crate::Error::ContextFull`] and [`crate::Error::PagesFull`]
     /// before anything is queued; errors of the device.
     fn queue_runs(&mut self, runs: &[Run<'_>]) -> Result<()>;
 
