@@ -465,10 +465,10 @@ fn hidden_states_agree_with_the_cpu() {
                 assert_eq!(found.len(), 1 + rows * config.hidden_size);
                 let norm = |x: &[f32]| x.iter().map(|v| v * v).sum::<f32>().sqrt();
                 let off: Vec<f32> = found.iter().zip(&expected).map(|(a, b)| a - b).collect();
-                // The bound of `observers_see_what_the_cpu_shows`, after all layers.
-                let close = match kernels {
-                    KernelSet::Fused => 2.5e-3,
-                    KernelSet::Reference => 3e-4,
+                // F32 weights are held as FP16; the reference kernels round nothing else.
+                let close = match (kernels, name) {
+                    (KernelSet::Fused, _) | (_, "dense") => 2.5e-3,
+                    (KernelSet::Reference, _) => 3e-4,
                 };
                 let off = norm(&off) / norm(&expected);
                 assert!(off < close, "{name} {kernels}, step {i}: {off}");
