@@ -2,7 +2,7 @@
 //!
 //! The work of a stage is counted in multiplications of its products and of attention. Its time follows from the
 //! speed of a product on this machine, measured in a moment, and from the share of that speed that such a stage
-//! was measured to reach.
+//! is estimated to reach.
 
 use super::job::Job;
 use crate::allocation::{self, Place};
@@ -23,7 +23,7 @@ pub struct PlannedStage {
     pub seconds: f64,
 }
 
-/// Shares of a product's speed that stages reach, measured with Qwen3-0.6B on two cores.
+/// Shares of a product's speed that stages reach, estimated from the times of one run of Qwen3-0.6B on two cores.
 const SAMPLING: f64 = 0.6;
 const LAYERS: f64 = 0.55;
 const ROUNDING: f64 = 0.1;
