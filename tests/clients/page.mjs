@@ -30,6 +30,8 @@ const tab = async () => {
   return page;
 };
 const page = await tab();
+// Lists are drawn anew whenever a chat is kept: a locator finds its element again if it was replaced meanwhile.
+const click = (of, selector) => of.locator(selector).click();
 const shot = (name) => page.screenshot({ path: join(here, `${name}.png`) });
 const text = (selector) => page.$eval(selector, (e) => e.textContent);
 const answered = (n) =>
@@ -46,14 +48,14 @@ assert.ok((await text(".assistant .body")).length > 0);
 assert.match(await text(".assistant .figures"), /\d+ tokens in [\d.]+ s.*prompt tokens from the cache/);
 await shot("chat");
 
-await page.click(".assistant .foot button[title='Regenerate answer']");
+await click(page, ".assistant .foot button[title='Regenerate answer']");
 await answered("2 / 2");
-await page.click(".assistant .foot button[title='Previous version']");
+await click(page, ".assistant .foot button[title='Previous version']");
 await answered("1 / 2");
-await page.click(".user .foot button[title='Edit message']");
+await click(page, ".user .foot button[title='Edit message']");
 await page.$eval(".user textarea", (e) => (e.value = ""));
 await page.type(".user textarea", "I would like to find a restaurant.");
-await page.click(".user .foot button[title='Send the edited message']");
+await click(page, ".user .foot button[title='Send the edited message']");
 await answered("tokens");
 assert.equal(await text(".user .body"), "I would like to find a restaurant.");
 assert.match(await text(".user .foot"), /2 \/ 2/);
@@ -109,13 +111,13 @@ assert.ok(said.includes("costs $5 or $6") && said.includes("\\unknown") && said.
 
 // The key is kept for this tab alone, unless it is to be remembered.
 const stored = () => page.evaluate(() => [localStorage, sessionStorage].map((s) => JSON.stringify({ ...s }).includes("a-secret-key")));
-await page.click("#settings-open");
+await click(page, "#settings-open");
 await page.type("#key", "a-secret-key");
 await page.keyboard.press("Tab");
 assert.deepEqual(await stored(), [false, true]);
-await page.click("#remember");
+await click(page, "#remember");
 assert.deepEqual(await stored(), [true, true]);
-await page.click("#remember");
+await click(page, "#remember");
 assert.deepEqual(await stored(), [false, true]);
 await shot("settings");
 await page.reload();
@@ -127,16 +129,16 @@ await page.evaluate(() => {
 await page.waitForSelector(".assistant pre");
 
 // A setting that the server would refuse is not taken, however the dialog is left; its button is in view.
-await page.click("#settings-open");
+await click(page, "#settings-open");
 await page.type("#temperature", "5");
 await page.keyboard.press("Tab");
 assert.ok(await page.$eval("dialog .end button", (e) => e.getBoundingClientRect().bottom <= innerHeight));
 await page.keyboard.press("Escape");
 await page.waitForFunction(() => !document.getElementById("settings").open);
-await page.click("#settings-open");
+await click(page, "#settings-open");
 assert.equal(await page.$eval("#temperature", (e) => e.value), "");
 await page.type("#max_tokens", "30");
-await page.click("dialog .end button");
+await click(page, "dialog .end button");
 assert.equal(await page.evaluate(() => JSON.parse(localStorage.getItem("nq.settings")).temperature ?? null), null);
 
 await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
@@ -164,11 +166,11 @@ const ask = async (of, what) => {
 const idle = (of) => of.waitForFunction(() => document.getElementById("stop").hidden, { timeout: 60000 });
 const other = await tab();
 await page.bringToFront();
-await page.click("#new");
+await click(page, "#new");
 await ask(page, "First of A");
 await idle(page);
 await other.bringToFront();
-await other.click("#new");
+await click(other, "#new");
 await ask(other, "First of B");
 await idle(other);
 await ask(page, "Second of A");
@@ -181,7 +183,7 @@ await other.waitForFunction(() => document.getElementById("list").textContent.in
 // Deleted here, gone there.
 await other.bringToFront();
 other.on("dialog", (d) => d.accept());
-await other.click('#list .entry[aria-current] button[title="Delete"]');
+await click(other, '#list .entry[aria-current] button[title="Delete"]');
 await page.waitForFunction(() => !document.getElementById("list").textContent.includes("First of B"));
 await other.close();
 await page.bringToFront();
@@ -192,18 +194,18 @@ await page.evaluate(() => {
   document.getElementById("max_tokens").dispatchEvent(new Event("change"));
 });
 await ask(page, "Continue this passage: It was a dark and stormy night, and");
-await page.click("#new");
+await click(page, "#new");
 assert.equal(await text("#title"), "New chat");
 assert.equal(await page.$$eval(".message", (e) => e.length), 0);
 await ask(page, "Tell me about a film.");
 await page.keyboard.press("Escape");
 await idle(page);
-await page.click("#list .entry:nth-child(2) button");
+await click(page, "#list .entry:nth-child(2) button");
 await idle(page);
 assert.ok((await text(".assistant .body")).length > 0);
 
 // Left in mid-answer: what was there is kept, and can be answered again.
-await page.click("#new");
+await click(page, "#new");
 await ask(page, "I would like to find a museum.");
 await page.reload();
 await page.waitForSelector("#model option");
@@ -211,7 +213,7 @@ await page.waitForSelector(".assistant .foot button[title='Regenerate answer']")
 
 // Titles, search and files.
 await page.hover("#list .entry[aria-current]");
-await page.click("#list .entry[aria-current] button[title='Rename']");
+await click(page, "#list .entry[aria-current] button[title='Rename']");
 await page.keyboard.type("Of museums");
 await page.keyboard.press("Enter");
 assert.equal(await text("#title"), "Of museums");
@@ -247,7 +249,7 @@ assert.equal(await page.$eval("#list .entry[aria-current]", (e) => e.textContent
 // A server that is gone is named as such.
 await page.setRequestInterception(true);
 page.on("request", (r) => (r.url().includes("/v1/chat") ? r.abort() : r.continue()));
-await page.click("#new");
+await click(page, "#new");
 await page.type("#text", "Anyone?");
 await page.keyboard.press("Enter");
 await page.waitForSelector(".assistant .error");
