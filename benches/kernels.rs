@@ -129,7 +129,14 @@ fn norms(criterion: &mut Criterion) {
             b.iter(|| {
                 let width = heads * d;
                 let gains = (Some(&gain[..d]), 1e-6);
-                cpu.turn_heads(&mut qk, width, (0, heads, d), gains, &angles, &positions);
+                cpu.turn_heads(
+                    &mut qk,
+                    width,
+                    (0, heads, d),
+                    gains,
+                    (&angles, d / 2),
+                    &positions,
+                );
             });
         });
     }

@@ -19,6 +19,7 @@ fn mixture(dir: &Path) -> PathBuf {
             per_token: 2,
             width: 64,
             normalized: true,
+            shared: 0,
         }),
         num_hidden_layers: 2,
         num_attention_heads: 4,
@@ -75,7 +76,7 @@ fn every_method_quantizes_a_mixture_that_runs_and_is_converted() {
             "{rows:?}"
         );
         divergences.push(report["quality"]["kld"]["mean"].as_f64().unwrap());
-        let said = stderr(&made).contains("mixtures of experts are not tuned");
+        let said = stderr(&made).contains("a mixture of experts is not tuned");
         assert_eq!(said, method == "auto");
     }
     // Random weights do not produce structured text: all that can be checked here is that the methods

@@ -22,6 +22,7 @@ fn config(gguf: &str) -> ModelConfig {
         hidden_size: 128,
         intermediate_size: 256,
         experts: None,
+        delta: None,
         num_hidden_layers: 2,
         num_attention_heads: 8,
         num_key_value_heads: 2,
@@ -31,6 +32,7 @@ fn config(gguf: &str) -> ModelConfig {
         rms_norm_eps: 1e-6,
         rope: Rope {
             theta: 1e5,
+            dims: None,
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: false,

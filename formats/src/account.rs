@@ -50,7 +50,8 @@ pub fn lines(left: &[LeftOver]) -> Vec<String> {
 
 /// Names of tensors that a model computes the same without, and why. Those of the second list are known to be
 /// so in quantized files only: elsewhere they are what is left of a quantization.
-const HARMLESS: [(&str, &str); 4] = [
+const HARMLESS: [(&str, &str); 5] = [
+    ("visual.", "images are not read"),
     (
         ".rotary_emb.inv_freq",
         "rotary frequencies are computed from the configuration",
@@ -147,6 +148,15 @@ fn left_over(
             }
         }
     }
+    // GGUF files keep such layers behind the others.
+    let block = name.strip_prefix("blk.").and_then(|n| n.split('.').next());
+    let block: Option<usize> = block.and_then(|n| n.parse().ok());
+    if let Some(block) = block.filter(|&b| b >= config.num_hidden_layers)
+        && entries_have(store, &format!("blk.{block}.nextn.eh_proj.weight"))
+    {
+        let why = "layers that predict several tokens at once are not used";
+        return Ok(LeftOver::new(name, why));
+    }
     let title = config.architecture.title;
     let adapter = [".lora_", "lora_embedding", "lora_magnitude"];
     let why = if adapter.iter().any(|part| name.contains(part)) {
@@ -162,6 +172,10 @@ fn left_over(
         what: format!("tensor {name}"),
         why,
     })
+}
+
+fn entries_have(store: &dyn WeightStore, name: &str) -> bool {
+    store.entries().iter().any(|e| e.name == name)
 }
 
 fn path_of(entry: &TensorEntry, root: &Path) -> PathBuf {

@@ -7,6 +7,7 @@ use crate::experts::Gathered;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG};
 use crate::models::ModelConfig;
 use crate::names::{HEAD, layer_of};
+use crate::published::{Form, Published};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
@@ -141,6 +142,7 @@ impl Checkpoint {
         let (config, mut left) = ModelConfig::read(&files.path(CONFIG), &files.require(CONFIG)?)?;
         let task = Task::of(&files, store.is_bare())?;
         let store = Gathered::over(store, &config, &files)?;
+        let store = Published::over(store, &config, Form::HuggingFace, files.root());
         let generation = match files.get(GENERATION_CONFIG)? {
             Some(bytes) => {
                 let path = files.path(GENERATION_CONFIG);

@@ -4,7 +4,9 @@ use crate::account::LeftOver;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::keys;
-use crate::models::{self, Architecture, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling};
+use crate::models::{
+    self, Architecture, Delta, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling,
+};
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -47,25 +49,70 @@ impl ModelConfig {
     pub fn read(path: &Path, json: &[u8]) -> Result<(Self, Vec<LeftOver>)> {
         let obj = Object::parse(path, json)?;
         let architecture = obj.architecture()?;
+        // Read before this, to find the reader of the weights.
+        for key in ["quantization_config", "compression_config"] {
+            obj.get(key);
+        }
+        let within = obj.object(TEXT, |text| Self::of(text, &obj, architecture))?;
+        let config = match within {
+            Some(config) => config,
+            None => Self::of(&obj, &obj, architecture)?,
+        };
+        Ok((config, obj.left_over("config.json")))
+    }
+
+    /// The shape that `obj` describes: all of a config.json, or the part on text of one that also describes
+    /// how images are seen. `whole` is all of it.
+    fn of(
+        obj: &Object<'_>,
+        whole: &Object<'_>,
+        architecture: &'static Architecture,
+    ) -> Result<Self> {
+        let path = obj.path;
+        if !std::ptr::eq(obj, whole)
+            && let Some(found) = obj.str("model_type")?.filter(|t| !architecture.is_type(t))
+        {
+            return Err(obj.bad(
+                "text_config.model_type",
+                architecture.model_type.into(),
+                found,
+            ));
+        }
         obj.check_layers(architecture)?;
         let heads = obj.dim("num_attention_heads")?;
         let kv_heads = obj.dim("num_key_value_heads")?;
+        let head_dim = obj.head_dim(architecture)?;
+        let experts = obj.experts(architecture)?;
+        let layers = obj.dim("num_hidden_layers")?;
+        let (eos, within) = (whole.ids("eos_token_id")?, obj.ids("eos_token_id")?);
+        let tied = |o: &Object<'_>| Ok(o.bool("tie_word_embeddings")?.unwrap_or(false));
         let cfg = ModelConfig {
             architecture,
             hidden_size: obj.dim("hidden_size")?,
-            intermediate_size: obj.dim("intermediate_size")?,
-            experts: obj.experts(architecture)?,
-            num_hidden_layers: obj.dim("num_hidden_layers")?,
+            intermediate_size: match experts {
+                // Some mixtures, which have no other MLP, leave it out.
+                Some(e) if obj.get("intermediate_size").is_none() => e.width,
+                _ => obj.dim("intermediate_size")?,
+            },
+            experts,
+            delta: obj.delta(architecture, layers)?,
+            num_hidden_layers: layers,
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
-            head_dim: obj.head_dim(architecture)?,
+            head_dim,
             vocab_size: obj.dim("vocab_size")?,
             max_position_embeddings: obj.dim("max_position_embeddings")?,
             rms_norm_eps: obj.epsilon()?,
-            rope: obj.rope()?,
-            tie_word_embeddings: obj.bool("tie_word_embeddings")?.unwrap_or(false),
-            eos_token_ids: obj.ids("eos_token_id")?,
-            dtype: obj.float_type()?,
+            rope: match architecture.rotated {
+                1 => obj.whole_rope(head_dim)?,
+                parts => obj.rope(head_dim, parts)?,
+            },
+            tie_word_embeddings: tied(obj)? || tied(whole)?,
+            eos_token_ids: if eos.is_empty() { within } else { eos },
+            dtype: match obj.float_type()? {
+                None => whole.float_type()?,
+                found => found,
+            },
         };
         check_eos(path, &cfg.eos_token_ids, cfg.vocab_size)?;
         if !heads.is_multiple_of(kv_heads) {
@@ -90,22 +137,16 @@ impl ModelConfig {
                 total.to_string(),
             ));
         }
-        if !cfg.head_dim.is_multiple_of(2) {
+        if !cfg.head_dim.is_multiple_of(2) || !cfg.rotated().is_multiple_of(2) {
             return Err(obj.bad(
                 "head_dim",
                 "an even number".into(),
                 cfg.head_dim.to_string(),
             ));
         }
-        // Read before this, to find the reader of the weights.
-        for key in ["quantization_config", "compression_config"] {
-            obj.get(key);
-        }
-        Ok((cfg, obj.left_over("config.json")))
+        Ok(cfg)
     }
-}
 
-impl ModelConfig {
     /// The `config.json` of this model, with the keys of the published ones.
     pub fn to_json(&self) -> Map<String, Value> {
         let dtype = match self.dtype {
@@ -201,6 +242,30 @@ impl ModelConfig {
                 ("router_aux_loss_coef", json!(0.001)),
             ];
             map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
+            if self.architecture.shares_expert() {
+                map.insert(
+                    "shared_expert_intermediate_size".into(),
+                    experts.shared.into(),
+                );
+            }
+        }
+        if let Some(delta) = self.delta {
+            let keys = [
+                ("full_attention_interval", json!(delta.interval)),
+                ("linear_conv_kernel_dim", json!(delta.conv)),
+                ("linear_key_head_dim", json!(delta.key_dim)),
+                ("linear_num_key_heads", json!(delta.key_heads)),
+                ("linear_num_value_heads", json!(delta.value_heads)),
+                ("linear_value_head_dim", json!(delta.value_dim)),
+            ];
+            map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
+            if delta.tiled {
+                map.insert(VALUE_HEADS.into(), TILED.into());
+            }
+        }
+        if let Some(dims) = self.rope.dims {
+            let part = dims as f64 / self.head_dim as f64;
+            map.insert("partial_rotary_factor".into(), part.into());
         }
         map
     }
@@ -252,11 +317,22 @@ pub(crate) fn check_eos(path: &Path, ids: &[u32], vocab_size: usize) -> Result<(
 /// Dimensions above this are rejected: they would overflow products elsewhere.
 pub(crate) const MAX_DIM: u64 = 1 << 28;
 
+/// The order of the value heads of recurrences, a key of nq's own: models read from GGUF files have them
+/// [tiled](crate::models::Delta::tiled).
+pub(crate) const VALUE_HEADS: &str = "linear_value_head_order";
+pub(crate) const TILED: &str = "tiled";
+
 /// More parameters than this (a hundred trillion) are rejected.
 pub(crate) const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 
+/// The part of a config.json that describes the text model of one that also sees images.
+const TEXT: &str = "text_config";
+
 /// More experts per layer than this are rejected.
 const MAX_EXPERTS: usize = 1 << 16;
+
+/// More heads of a recurrence, wider ones or a longer convolution than this are rejected.
+const MAX_HEADS: usize = 1 << 12;
 
 /// A JSON object whose accessors return errors with the names of the file and the key.
 /// They note the keys that were asked for.
@@ -446,7 +522,7 @@ impl<'a> Object<'a> {
             let causal = class
                 .strip_suffix("Model")
                 .map(|family| format!("{family}ForCausalLM"));
-            found = models::find(|a| a.class, causal.as_deref().unwrap_or(&class));
+            found = models::of_class(causal.as_deref().unwrap_or(&class));
             if found.is_none() {
                 return unsupported(format!("architecture {class}"));
             }
@@ -457,7 +533,7 @@ impl<'a> Object<'a> {
             .map(|a| format!("{:?}", a.model_type))
             .collect();
         match model_type {
-            Some(t) => match models::find(|a| a.model_type, &t) {
+            Some(t) => match models::of_type(&t) {
                 None => unsupported(format!("model_type {t}")),
                 Some(a) if found.is_none_or(|f| f == a) => Ok(a),
                 Some(_) => Err(self.bad("model_type", types.join(" or "), t)),
@@ -485,9 +561,12 @@ impl<'a> Object<'a> {
                 return Err(self.unsupported(format!("{key} {}", !has), &why));
             }
         }
-        let types = self.strings("layer_types")?;
-        if let Some(other) = types.iter().find(|t| *t != "full_attention") {
-            return Err(self.unsupported(format!("a layer of type {other}"), "nq attends fully"));
+        if !architecture.has_delta() {
+            let types = self.strings("layer_types")?;
+            if let Some(other) = types.iter().find(|t| *t != "full_attention") {
+                let what = format!("a layer of type {other}");
+                return Err(self.unsupported(what, "nq attends fully"));
+            }
         }
         if self.bool("use_sliding_window")?.unwrap_or(false) {
             return Err(self.unsupported("use_sliding_window true".into(), "nq attends fully"));
@@ -516,12 +595,14 @@ impl<'a> Object<'a> {
         if let Some(layer) = list.iter().flatten().next() {
             return some_without(format!("mlp_only_layers with {layer}"));
         }
-        if let Some(n) = self
-            .u64("shared_expert_intermediate_size")?
-            .filter(|&n| n > 0)
-        {
-            let what = format!("shared_expert_intermediate_size {n}");
-            return Err(self.unsupported(what, "Qwen3 shares no expert"));
+        const SHARED: &str = "shared_expert_intermediate_size";
+        let shared = match architecture.shares_expert() {
+            true => self.dim(SHARED)?,
+            false => 0,
+        };
+        if let Some(n) = self.u64(SHARED)?.filter(|&n| shared == 0 && n > 0) {
+            let why = format!("{} shares no expert", architecture.family);
+            return Err(self.unsupported(format!("{SHARED} {n}"), &why));
         }
         const COUNT: (&str, &str) = ("num_experts", "num_local_experts");
         let (key, other) = match self.get(COUNT.0) {
@@ -544,8 +625,78 @@ impl<'a> Object<'a> {
             count,
             per_token,
             width: self.dim("moe_intermediate_size")?,
-            normalized: self.bool("norm_topk_prob")?.unwrap_or(false),
+            // Families with a shared expert divide unless told otherwise.
+            normalized: self.bool("norm_topk_prob")?.unwrap_or(shared > 0),
+            shared,
         }))
+    }
+
+    /// The recurrences of a model of `layers` layers.
+    fn delta(&self, architecture: &Architecture, layers: usize) -> Result<Option<Delta>> {
+        if !architecture.has_delta() {
+            return Ok(None);
+        }
+        let bounded = |key: &str| match self.dim(key)? {
+            n if n > MAX_HEADS => Err(self.bad(key, format!("at most {MAX_HEADS}"), n.to_string())),
+            n => Ok(n),
+        };
+        let (heads, key_heads) = ("linear_num_value_heads", bounded("linear_num_key_heads")?);
+        let value_heads = bounded(heads)?;
+        if !value_heads.is_multiple_of(key_heads) {
+            let expected = format!("a multiple of linear_num_key_heads ({key_heads})");
+            return Err(self.bad(heads, expected, value_heads.to_string()));
+        }
+        let tiled = match self.str(VALUE_HEADS)?.as_deref() {
+            None => false,
+            Some(TILED) => true,
+            Some(other) => {
+                let expected = format!("{TILED}, or no such key");
+                return Err(self.bad(VALUE_HEADS, expected, other.into()));
+            }
+        };
+        Ok(Some(Delta {
+            key_heads,
+            value_heads,
+            key_dim: bounded("linear_key_head_dim")?,
+            value_dim: bounded("linear_value_head_dim")?,
+            conv: bounded("linear_conv_kernel_dim")?,
+            interval: self.interval(layers)?,
+            tiled,
+        }))
+    }
+
+    /// Every how many layers one has attention, of `layers`: `full_attention_interval`, or what
+    /// `layer_types` lists.
+    fn interval(&self, layers: usize) -> Result<usize> {
+        const INTERVAL: &str = "full_attention_interval";
+        let given = match self.get(INTERVAL) {
+            None => None,
+            Some(_) => Some(self.dim(INTERVAL)?),
+        };
+        let types = self.strings("layer_types")?;
+        if types.is_empty() {
+            return Ok(given.unwrap_or(4));
+        }
+        let full = |t: &String| t == "full_attention";
+        if types.len() != layers {
+            let expected = format!("{layers} layers, as num_hidden_layers says");
+            return Err(self.bad("layer_types", expected, types.len().to_string()));
+        }
+        if let Some(other) = types.iter().find(|t| !full(t) && *t != "linear_attention") {
+            let why = "nq runs linear_attention and full_attention";
+            return Err(self.unsupported(format!("a layer of type {other}"), why));
+        }
+        // Without any, the first would come behind the last layer.
+        let interval = types.iter().position(full).unwrap_or(layers) + 1;
+        let irregular = |(i, t): (usize, &String)| full(t) != (i + 1).is_multiple_of(interval);
+        match types.iter().enumerate().find(|&(i, t)| irregular((i, t))) {
+            None => Ok(interval),
+            Some((i, t)) => {
+                let what = format!("layer_types with {t} at layer {i}");
+                let why = format!("nq runs one layer of attention in every {interval}");
+                Err(self.unsupported(what, &why))
+            }
+        }
     }
 }
 

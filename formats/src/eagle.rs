@@ -93,16 +93,17 @@ impl EagleConfig {
             let expected = format!("at most vocab_size ({vocab})");
             return Err(obj.bad("draft_vocab_size", expected, draft_vocab.to_string()));
         }
+        let head_dim = or("head_dim", hidden / heads)?;
         let config = EagleConfig {
             hidden_size: hidden,
             intermediate_size: obj.dim("intermediate_size")?,
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
-            head_dim: or("head_dim", hidden / heads)?,
+            head_dim,
             vocab_size: vocab,
             draft_vocab_size: draft_vocab,
             rms_norm_eps: obj.epsilon()?,
-            rope: obj.rope()?,
+            rope: obj.whole_rope(head_dim)?,
             norm_before_residual: obj.bool("norm_before_residual")?.unwrap_or(false),
             taps: taps(&obj)?,
         };

@@ -31,18 +31,26 @@ pub(crate) const CONFIG: &[Key] = &[
     ("mlp_bias", "must be what the architecture has"),
     ("use_qk_norm", "must be what the architecture has"),
     ("use_sliding_window", "true is refused"),
-    ("layer_types", "other layers than `full_attention` are refused"),
+    ("layer_types", "other layers than the architecture has, or in another order, are refused"),
+    ("text_config", "these keys, of the text model of one that also sees images"),
+    ("full_attention_interval", "hybrids: every so many layers, one has attention"),
+    ("linear_conv_kernel_dim", "hybrids: inputs of the convolution of a recurrence"),
+    ("linear_key_head_dim", "hybrids: width of a recurrence's key heads"),
+    ("linear_value_head_dim", "hybrids: width of a recurrence's value heads"),
+    ("linear_num_key_heads", "hybrids: key heads of a recurrence"),
+    ("linear_num_value_heads", "hybrids: value heads of a recurrence"),
+    ("linear_value_head_order", "hybrids: `tiled` if value head h has key head h modulo their number, as in GGUF (a key of nq)"),
     ("hidden_act", "other functions than `silu` are refused"),
     ("rope_theta", "base of the rotary frequencies"),
     ("rope_parameters", "the same, and how they are stretched"),
     ("rope_scaling", "the same; taken before `rope_parameters`, as in transformers"),
-    ("partial_rotary_factor", "other values than 1 are refused"),
+    ("partial_rotary_factor", "the part of a head that is rotated; 1 if absent, 0.25 in hybrids"),
     ("original_max_position_embeddings", "must be that of `rope_scaling`"),
     ("quantization_config", "format and settings of quantized weights"),
     ("compression_config", "the same"),
     ("decoder_sparse_step", "mixtures: other values than 1 are refused"),
     ("mlp_only_layers", "mixtures: layers listed there are refused"),
-    ("shared_expert_intermediate_size", "mixtures: other values than 0 are refused"),
+    ("shared_expert_intermediate_size", "mixtures: width of the shared expert; refused in those without one"),
     ("num_experts", "mixtures: experts of a layer"),
     ("num_local_experts", "the same"),
     ("num_experts_per_tok", "mixtures: experts of a token"),
@@ -56,7 +64,9 @@ pub(crate) const ROPE: &[Key] = &[
     ("rope_type", "`default`, `yarn` and `llama3`; others are refused"),
     ("type", "the same, as older files name it"),
     ("rope_theta", "base of the frequencies, before the one beside it"),
-    ("partial_rotary_factor", "other values than 1 are refused"),
+    ("partial_rotary_factor", "the part of a head that is rotated, before the one beside it"),
+    ("mrope_section", "which coordinate of a position turns which values; those of text are equal"),
+    ("mrope_interleaved", "the same"),
     ("factor", "stretch of the context; if absent, `max_position_embeddings` by the original length"),
     ("original_max_position_embeddings", "length before it; `max_position_embeddings` if absent"),
     ("beta_fast", "rotations above which a dimension stays; 32 if absent or 0"),
@@ -96,7 +106,11 @@ pub(crate) const UNUSED: &[Key] = &[
     ("output_router_logits", TRAINING), ("output_scores", NOTHING), ("pad_token_id", PROMPT),
     ("pretraining_tp", NOTHING), ("problem_type", NOTHING), ("resid_pdrop", TRAINING),
     ("return_dict", NOTHING), ("return_dict_in_generate", NOTHING), ("router_aux_loss_coef", TRAINING),
-    ("sliding_window", WINDOW), ("task_specific_params", NOTHING), ("transformers_version", NOTHING),
+    ("attn_output_gate", GATES), ("image_token_id", IMAGES), ("language_model_only", IMAGES),
+    ("mamba_ssm_dtype", STATE), ("mtp_num_hidden_layers", SEVERAL),
+    ("mtp_use_dedicated_embeddings", SEVERAL), ("output_gate_type", GATES), ("sliding_window", WINDOW),
+    ("video_token_id", IMAGES), ("vision_config", IMAGES), ("vision_end_token_id", IMAGES),
+    ("vision_start_token_id", IMAGES), ("task_specific_params", NOTHING), ("transformers_version", NOTHING),
     ("unsloth_fixed", NOTHING), ("unsloth_version", NOTHING), ("use_bfloat16", NOTHING), ("use_cache", NOTHING),
 ];
 /// Why a key is left over that no list has.
@@ -105,6 +119,10 @@ const NOTHING: &str = "concerns other programs";
 const TRAINING: &str = "is for training";
 const PROMPT: &str = "prompts are as templates and tokenizers make them";
 const LENGTH: &str = "lengths are set by --ctx and --max-tokens";
+const IMAGES: &str = "images are not read";
+const SEVERAL: &str = "layers that predict several tokens at once are not used";
+const GATES: &str = "gates are as the architecture has them";
+const STATE: &str = "the state of recurrences is f32";
 const WINDOW: &str = "without `use_sliding_window`, all layers attend fully";
 
 /// What is left over of an object's keys: those that hold a value, that no reader asked for and that

@@ -1,7 +1,9 @@
 //! Parameters of a model by their Hugging Face names: those of their tensors, without `.weight`. Names outside the layers
 //! are the same in every architecture; those within layers are in [`crate::models`].
 
-use crate::models::{ARCHITECTURES, LAYERS, LayerSpec, LinearSpec, ModelConfig};
+use crate::models::{
+    ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, VectorRow,
+};
 pub use crate::models::{Shape, in_layer, parameter_of, tensor_name};
 
 /// Token embedding `[vocab, hidden]`; also the head if they are tied.
@@ -63,15 +65,41 @@ pub fn layer_linear(name: &str) -> Option<(usize, &'static LinearSpec)> {
     Some((layer, linears.find(|l| l.suffix == suffix)?))
 }
 
+/// The layer, and its matrix of this name, whether it can be quantized or not.
+pub(crate) fn layer_matrix(name: &str) -> Option<(usize, &'static LinearSpec)> {
+    let (layer, suffix) = split(name)?;
+    let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
+    let mut matrices = kinds.flat_map(LayerSpec::matrices);
+    Some((layer, matrices.find(|l| l.suffix == suffix)?))
+}
+
 /// The stack of the weights of a layer's experts, if the parameter `name` is one.
 pub fn stack(name: &str) -> Option<(usize, &'static LinearSpec)> {
     layer_linear(name).filter(|(_, linear)| linear.stacked)
 }
 
-/// True for the weight that scores the experts of a layer.
-pub fn is_router(name: &str) -> bool {
-    let mut routers = ARCHITECTURES.iter().filter_map(|a| a.router());
-    split(name).is_some_and(|(_, suffix)| routers.any(|r| r.suffix == suffix))
+/// True for the matrices of a layer that are never quantized: those that score experts, and the like.
+pub fn is_kept(name: &str) -> bool {
+    let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
+    let mut kept = kinds.flat_map(LayerSpec::kept);
+    split(name).is_some_and(|(_, suffix)| kept.any(|k| k.suffix == suffix))
+}
+
+/// The vector of a layer, neither a norm nor a bias, whose name this is.
+pub(crate) fn layer_vector(name: &str) -> Option<&'static VectorRow> {
+    let (_, suffix) = split(name)?;
+    let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
+    let mut vectors = kinds.flat_map(LayerSpec::vectors);
+    vectors.find(|v| v.suffix == suffix)
+}
+
+/// True if Hugging Face files of the architecture hold the gains of this norm less 1.
+pub(crate) fn is_less_one(architecture: &Architecture, name: &str) -> bool {
+    if name == NORM {
+        return architecture.norm_less_one;
+    }
+    let mut norms = architecture.kinds.iter().flat_map(LayerSpec::norms);
+    split(name).is_some_and(|(_, suffix)| norms.any(|n| n.less_one && n.suffix == suffix))
 }
 
 /// True for the Linears of each layer, which a quantization's default scheme applies to.

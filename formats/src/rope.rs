@@ -6,14 +6,15 @@ use crate::error::Result;
 use crate::models::{Rope, RopeScaling};
 
 impl Object<'_> {
-    /// The rotary embedding.
+    /// The rotary embedding of heads of `head_dim` values, which are rotated in the first of `parts` parts if no
+    /// key says otherwise.
     ///
     /// # Errors
     /// [`crate::Error::Unsupported`], naming it, for a kind or a key that nq does not compute;
     /// [`crate::Error::Malformed`] for missing, mistyped or contradictory keys.
-    pub(crate) fn rope(&self) -> Result<Rope> {
+    pub(crate) fn rope(&self, head_dim: usize, parts: usize) -> Result<Rope> {
         let beside = self.f64("rope_theta")?;
-        self.whole_heads()?;
+        let beside_part = self.rotated(head_dim)?;
         let parameters = self.object("rope_parameters", |o| o.one_rope(self, beside))?;
         let scaling = self.object("rope_scaling", |o| o.one_rope(self, beside))?;
         let theta = |rope: &Option<(Option<f64>, RopeScaling)>| rope.as_ref().and_then(|r| r.0);
@@ -34,18 +35,44 @@ impl Object<'_> {
             return Err(self.bad("rope_theta", "a positive number".into(), theta.to_string()));
         }
         let scaling = scaling.or(parameters).map_or(RopeScaling::None, |(_, s)| s);
-        Ok(Rope { theta, scaling })
+        let within = |key| self.object(key, |o| o.rotated(head_dim));
+        let within = (within("rope_scaling")?.flatten()).or(within("rope_parameters")?.flatten());
+        let dims = within.or(beside_part).unwrap_or(head_dim / parts);
+        Ok(Rope {
+            theta,
+            dims: Some(dims).filter(|&d| d != head_dim),
+            scaling,
+        })
     }
 
-    /// Refuses heads of which only a part is rotated.
-    fn whole_heads(&self) -> Result<()> {
-        match self.f64("partial_rotary_factor")?.filter(|f| *f != 1.0) {
-            None => Ok(()),
-            Some(part) => {
+    /// The rotary embedding of heads that must be rotated whole.
+    ///
+    /// # Errors
+    /// Errors of [`Object::rope`]; [`crate::Error::Unsupported`] for others.
+    pub(crate) fn whole_rope(&self, head_dim: usize) -> Result<Rope> {
+        let rope = self.rope(head_dim, 1)?;
+        match rope.dims {
+            None => Ok(rope),
+            Some(dims) => {
+                let part = dims as f64 / head_dim as f64;
                 let what = format!("partial_rotary_factor {part}");
-                Err(self.unsupported(what, "nq rotates whole heads"))
+                Err(self.unsupported(what, "nq rotates whole heads in this architecture"))
             }
         }
+    }
+
+    /// The number of values of a head that `partial_rotary_factor` says are rotated.
+    fn rotated(&self, head_dim: usize) -> Result<Option<usize>> {
+        const KEY: &str = "partial_rotary_factor";
+        let Some(part) = self.f64(KEY)? else {
+            return Ok(None);
+        };
+        let dims = head_dim as f64 * part;
+        if !(part > 0.0 && part <= 1.0 && dims >= 2.0 && dims % 2.0 == 0.0) {
+            let expected = format!("an even number of the {head_dim} values of a head");
+            return Err(self.bad(KEY, expected, part.to_string()));
+        }
+        Ok(Some(dims as usize))
     }
 
     /// One of the two objects: its base and how it stretches.
@@ -54,7 +81,14 @@ impl Object<'_> {
         config: &Object<'_>,
         beside: Option<f64>,
     ) -> Result<(Option<f64>, RopeScaling)> {
-        self.whole_heads()?;
+        // Where positions have three coordinates, those of text are equal, and so are the sections' angles.
+        for key in [
+            "mrope_section",
+            "mrope_interleaved",
+            "partial_rotary_factor",
+        ] {
+            self.get(key);
+        }
         let theta = self.f64("rope_theta")?;
         let kind = self.str("rope_type")?;
         let kind = kind.or(self.str("type")?);

@@ -265,8 +265,14 @@ fn belongs(name: &str, weight: &str) -> bool {
         .is_some_and(|rest| rest.starts_with('.'))
 }
 
+/// The prefix of a text model's tensors within a model that also sees images.
+const TEXT_PREFIX: &str = "model.language_model.";
+
 /// The name that a causal model's tensor has, of one that `bare` files hold.
 fn full_name(stored: &str, bare: bool) -> String {
+    if let Some(rest) = stored.strip_prefix(TEXT_PREFIX) {
+        return format!("{PREFIX}{rest}");
+    }
     match bare && !stored.starts_with("lm_head") {
         true => format!("{PREFIX}{stored}"),
         false => stored.to_owned(),

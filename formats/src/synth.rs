@@ -7,11 +7,14 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
-use crate::models::ModelConfig;
 pub use crate::models::Preset;
-use crate::names::{Shape, parameter_of, parameters, stack, tensor_name};
+use crate::models::{Architecture, ModelConfig, VectorKind};
+use crate::names::{
+    Shape, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
+};
 use crate::pack;
 use crate::progress::Progress;
+use crate::published::{Form, Published};
 use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
 use crate::store::{TensorEntry, WeightStore};
@@ -31,6 +34,12 @@ const WEIGHT_STD: f64 = 0.02;
 /// Norm gains are 1 plus noise of this deviation.
 const NORM_STD: f64 = 0.05;
 
+/// Means and deviations of what recurrences have besides: a convolution that passes its inputs on at about
+/// their size, and states of which some are forgotten within a few positions and others kept for hundreds.
+const CONV: (f64, f64) = (0.0, 0.4);
+const DECAY: (f64, f64) = (0.0, 1.0);
+const TIME_STEP: (f64, f64) = (-1.0, 1.0);
+
 /// Writes a random model of shape `config` to the folder `dest`, which appears whole or not at
 /// all: bf16 weights from normal(0, 0.02), norms near 1, and a byte-level tokenizer. The bytes
 /// depend on `config` and `seed` alone; it takes only a few megabytes of memory.
@@ -44,7 +53,7 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
     let specs = tensors.map(|(name, shape)| TensorSpec {
         name: tensor_name(&name),
         dtype: DType::BF16,
-        shape: shape.dims(),
+        shape: stored_shape(&name, shape, config),
     });
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let layout = Layout::new(specs.collect(), &metadata, MAX_SHARD);
@@ -52,7 +61,11 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
     let mut buffer = vec![0; 1 << 24];
     write_folder(dest, &files, &layout, progress, &mut |spec, sink| {
         let name = parameter_of(&spec.name).expect("every tensor here holds a parameter");
-        let stream = Stream::new(seed, name, is_norm(name, spec.shape.len()));
+        let stream = Stream::new(
+            seed,
+            name,
+            values_of(config.architecture, name, spec.shape.len()),
+        );
         let mut done = 0;
         while done < spec.bytes() {
             let n = (spec.bytes() - done).min(buffer.len() as u64);
@@ -65,8 +78,24 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
     })
 }
 
-/// The tensors in which published files store a parameter: one for each expert of a stack.
+/// The tensors in which published files store a parameter: one for each expert of a stack. The matrices of a
+/// recurrence may be parts of others, which come in the place of the first.
 fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Shape)> {
+    if let (true, Some((within, part)), Some(d)) = (
+        config.architecture.fused_delta,
+        name.rsplit_once(".in_proj_"),
+        config.delta,
+    ) {
+        let fused = |name: &str, rows| {
+            let shape = Shape::Matrix(rows, config.hidden_size);
+            vec![(format!("{within}.in_proj_{name}"), shape)]
+        };
+        return match part {
+            "qkv" => fused("qkvz", d.channels() + d.values()),
+            "b" => fused("ba", 2 * d.value_heads),
+            _ => Vec::new(),
+        };
+    }
     match (stack(name), shape) {
         (Some((layer, linear)), Shape::Matrix(rows, cols)) => {
             let count = linear.copies(config);
@@ -75,6 +104,14 @@ fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Sh
             (0..count).map(expert).collect()
         }
         _ => vec![(name.into(), shape)],
+    }
+}
+
+/// The shape in which published files store a parameter.
+fn stored_shape(name: &str, shape: Shape, config: &ModelConfig) -> Vec<usize> {
+    match (layer_vector(name).map(|v| v.kind), config.delta) {
+        (Some(VectorKind::Conv), Some(delta)) => vec![delta.channels(), 1, delta.conv],
+        _ => shape.dims(),
     }
 }
 
@@ -121,16 +158,22 @@ fn checkpoint_of(
     let store = RandomStore {
         label: label.into(),
         config: config.clone(),
-        parameters: parameters(config).into_iter().collect(),
+        parameters: (parameters(config).into_iter())
+            .flat_map(|(name, shape)| match stack(&name) {
+                Some(_) => vec![(name, shape)],
+                None => tensors_of(&name, shape, config),
+            })
+            .collect(),
         seed,
         scheme_of,
     };
+    let store = Published::over(Box::new(store), config, Form::HuggingFace, label.into());
     Ok(Checkpoint::new(
         files,
         config.clone(),
         generation,
         Task::Generate,
-        Box::new(store),
+        store,
     ))
 }
 
@@ -164,6 +207,10 @@ struct RandomStore {
 }
 
 impl RandomStore {
+    fn source(&self) -> (&Architecture, u64) {
+        (self.config.architecture, self.seed)
+    }
+
     /// Refuses parameters that the model does not have.
     fn check(&self, name: &str, wanted: Shape) -> Result<()> {
         if self.parameters.get(name) != Some(&wanted) {
@@ -258,16 +305,43 @@ pub fn random_quantized(
     AffineWeight::assemble(scheme, (rows, cols), parts)
 }
 
-/// True for gains of norms: vectors that are no biases, which are drawn like weights.
-fn is_norm(name: &str, dimensions: usize) -> bool {
-    dimensions == 1 && tensor_name(name) != name
+/// How the values of a parameter are spread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Values {
+    /// A weight, or a bias.
+    Weight,
+    /// Gains of a norm.
+    Gain,
+    /// Gains of a norm less 1.
+    GainLessOne,
+    /// A vector of a recurrence.
+    Recurrence(VectorKind),
 }
 
-/// The random bf16 parameter `name` of a model drawn with `seed`.
-pub fn random_tensor(seed: u64, name: &str, shape: Shape) -> Tensor {
-    let mut bytes = vec![0; 2 * shape.elements()];
-    Stream::new(seed, name, is_norm(name, shape.dims().len())).fill(0, &mut bytes);
-    let tensor = Tensor::new(DType::BF16, shape.dims(), bytes.into());
+/// How files of an architecture spread the parameter `name` of so many dimensions.
+fn values_of(architecture: &Architecture, name: &str, dimensions: usize) -> Values {
+    if let Some(vector) = layer_vector(name) {
+        return Values::Recurrence(vector.kind);
+    }
+    // Biases are drawn like weights.
+    match dimensions == 1 && tensor_name(name) != name {
+        true if is_less_one(architecture, name) => Values::GainLessOne,
+        true => Values::Gain,
+        false => Values::Weight,
+    }
+}
+
+/// The random bf16 tensor of the parameter `name` in files of a model of an architecture, drawn with a
+/// seed.
+pub fn random_tensor(
+    (architecture, seed): (&Architecture, u64),
+    name: &str,
+    shape: Vec<usize>,
+) -> Tensor {
+    let mut bytes = vec![0; 2 * shape.iter().product::<usize>()];
+    let values = values_of(architecture, name, shape.len());
+    Stream::new(seed, name, values).fill(0, &mut bytes);
+    let tensor = Tensor::new(DType::BF16, shape, bytes.into());
     tensor.expect("the buffer was made for the shape")
 }
 
@@ -282,7 +356,7 @@ impl WeightStore for RandomStore {
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         self.check(name, Shape::Vector(len))?;
-        Ok(random_tensor(self.seed, name, Shape::Vector(len)))
+        Ok(random_tensor(self.source(), name, vec![len]))
     }
 
     fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
@@ -290,9 +364,12 @@ impl WeightStore for RandomStore {
         self.check(name, shape)?;
         Ok(match (self.scheme_of)(name) {
             None => {
-                let tensors = tensors_of(name, shape, &self.config);
+                let tensors = match stack(name) {
+                    Some(_) => tensors_of(name, shape, &self.config),
+                    None => vec![(name.to_owned(), shape)],
+                };
                 let drawn = |(name, shape): &(String, Shape)| {
-                    Weight::Dense(random_tensor(self.seed, name, *shape))
+                    Weight::Dense(random_tensor(self.source(), name, shape.dims()))
                 };
                 match tensors.as_slice() {
                     [one] => drawn(one),
@@ -306,6 +383,14 @@ impl WeightStore for RandomStore {
         })
     }
 
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        let name = parameter_of(name).unwrap_or(name);
+        let stored = self.parameters.get(name);
+        let stored = stored.map(|&s| stored_shape(name, s, &self.config));
+        let same = stored.is_some_and(|s| s == shape);
+        Ok(same.then(|| random_tensor(self.source(), name, shape.to_vec())))
+    }
+
     fn entries(&self) -> Vec<TensorEntry> {
         let entry = |(name, &shape): (&String, &Shape)| {
             let (dtype, bytes) = match (shape, (self.scheme_of)(name)) {
@@ -315,7 +400,7 @@ impl WeightStore for RandomStore {
             TensorEntry {
                 name: tensor_name(name),
                 dtype,
-                shape: shape.dims(),
+                shape: stored_shape(name, shape, &self.config),
                 bytes: bytes as u64,
                 file: String::new(),
             }
@@ -347,12 +432,24 @@ fn key(seed: u64, name: &str) -> u64 {
 const LANES: u64 = 4;
 
 impl Stream {
-    fn new(seed: u64, name: &str, is_norm: bool) -> Self {
-        static WEIGHTS: LazyLock<Vec<[u8; 2]>> = LazyLock::new(|| quantiles(0.0, WEIGHT_STD));
-        static NORMS: LazyLock<Vec<[u8; 2]>> = LazyLock::new(|| quantiles(1.0, NORM_STD));
+    fn new(seed: u64, name: &str, values: Values) -> Self {
+        type Table = LazyLock<Vec<[u8; 2]>>;
+        static WEIGHTS: Table = LazyLock::new(|| quantiles(0.0, WEIGHT_STD));
+        static GAINS: Table = LazyLock::new(|| quantiles(1.0, NORM_STD));
+        static LESS_ONE: Table = LazyLock::new(|| quantiles(0.0, NORM_STD));
+        static CONVS: Table = LazyLock::new(|| quantiles(CONV.0, CONV.1));
+        static DECAYS: Table = LazyLock::new(|| quantiles(DECAY.0, DECAY.1));
+        static TIME_STEPS: Table = LazyLock::new(|| quantiles(TIME_STEP.0, TIME_STEP.1));
         Stream {
             key: key(seed, name),
-            quantiles: if is_norm { &NORMS } else { &WEIGHTS },
+            quantiles: match values {
+                Values::Weight => &WEIGHTS,
+                Values::Gain => &GAINS,
+                Values::GainLessOne => &LESS_ONE,
+                Values::Recurrence(VectorKind::Conv) => &CONVS,
+                Values::Recurrence(VectorKind::Decay) => &DECAYS,
+                Values::Recurrence(VectorKind::TimeStep) => &TIME_STEPS,
+            },
         }
     }
 

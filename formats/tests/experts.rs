@@ -6,7 +6,7 @@ mod common;
 use common::assert_same;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, compare, export, gguf::Mix};
 use nq_formats::gguf::BlockType;
-use nq_formats::names::{Shape, is_layer_linear, is_router, parameters, stack};
+use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters, stack};
 use nq_formats::serialize::{Layout, TensorSpec, write_folder};
 use nq_formats::shards::Shards;
 use nq_formats::synth::{self, Preset};
@@ -28,6 +28,7 @@ fn small() -> ModelConfig {
             per_token: 2,
             width: 64,
             normalized: true,
+            shared: 0,
         }),
         num_hidden_layers: 2,
         num_attention_heads: 4,
@@ -227,13 +228,13 @@ fn every_format_holds_a_mixture() {
             &ExportOptions::default(),
             &(),
         );
-        assert!(report.unwrap().weights.iter().any(|w| is_router(&w.name)));
+        assert!(report.unwrap().weights.iter().any(|w| is_kept(&w.name)));
         let own = Checkpoint::open(&own).unwrap();
         nq::verify_values(&own).unwrap();
         assert_equal(&opened, &own);
         let record = nq::record(&own).unwrap().unwrap();
         assert!(
-            !record.overrides.keys().any(|name| is_router(name)),
+            !record.overrides.keys().any(|name| is_kept(name)),
             "{record:?}"
         );
     }
@@ -253,7 +254,7 @@ fn unquantized_mixtures_become_gguf_and_any_mix_keeps_routers() {
             ..ExportOptions::default()
         };
         let report = export(&source, ExportFormat::Gguf, &out, &options, &()).unwrap();
-        for w in report.weights.iter().filter(|w| is_router(&w.name)) {
+        for w in report.weights.iter().filter(|w| is_kept(&w.name)) {
             assert_eq!((&*w.to, w.change), ("F32", Change::Kept(Exactness::Exact)));
         }
         let opened = Checkpoint::open(&out).unwrap();

@@ -4,6 +4,7 @@ mod common;
 
 use common::{names, shared};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
+use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{Shape, parameters};
 use nq_formats::synth::{self, Preset};
 use nq_formats::{Checkpoint, ModelConfig, Weight, nq};
@@ -117,8 +118,13 @@ fn folders_open_and_equal_the_weights_in_memory() {
 
 #[test]
 fn values_depend_on_seed_and_name_alone() {
-    let shape = Shape::Matrix(256, 1111);
-    let values = |seed, name| synth::random_tensor(seed, name, shape).to_f32().unwrap();
+    let shape = vec![256, 1111];
+    let values = |seed, name| {
+        let source = (ARCHITECTURES[0], seed);
+        synth::random_tensor(source, name, shape.clone())
+            .to_f32()
+            .unwrap()
+    };
     let a = values(0, "a");
     assert_eq!(a, values(0, "a"));
     let n = a.len() as f64;

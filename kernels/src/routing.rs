@@ -80,6 +80,7 @@ mod tests {
             per_token,
             width: 8,
             normalized,
+            shared: 0,
         }
     }
 

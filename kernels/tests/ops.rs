@@ -50,7 +50,14 @@ fn turn_heads() {
             }
             let mut y = x.clone();
             let gains = (norm.then_some(&w[..]), 1e-6);
-            cpu(isa, 2).turn_heads(&mut y, stride, (start, heads, d), gains, &table, &positions);
+            cpu(isa, 2).turn_heads(
+                &mut y,
+                stride,
+                (start, heads, d),
+                gains,
+                (&table, d / 2),
+                &positions,
+            );
             assert!(nmse(&y, &expected) < 1e-13, "d={d} {isa}");
             // Values outside the heads are not changed.
             for (y, x) in y.chunks_exact(stride).zip(x.chunks_exact(stride)) {

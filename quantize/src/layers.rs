@@ -166,7 +166,7 @@ pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Resul
     let linears = linears.collect::<Result<_>>()?;
     let norms = spec.products().into_iter().filter_map(|p| match p.source {
         Source::Norm(kind) => Some(kind),
-        Source::Heads(_) | Source::Rows(_) => None,
+        Source::Heads(_) | Source::Rows(_) | Source::Fixed => None,
     });
     let norms = norms.map(|kind| Ok((kind, weights.norm(kind).to_f32()?)));
     Ok(Layer {
@@ -217,10 +217,10 @@ pub fn quantize(
             let bias = Tensor::from_f32(vec![bias.len()], bias.clone())?;
             weights.biases.insert(kind, bias);
         }
-        if let Some(router) = source.spec.router() {
-            let scaled = layer.linear(router.kind);
+        for kept in source.spec.kept() {
+            let scaled = layer.linear(kept.kind);
             let tensor = Tensor::from_f32(vec![scaled.rows, scaled.cols], scaled.data.clone())?;
-            weights.linears.insert(router.kind, Weight::Dense(tensor));
+            weights.linears.insert(kept.kind, Weight::Dense(tensor));
         }
     }
     let (mut rows, mut fallbacks) = (Vec::new(), Vec::new());

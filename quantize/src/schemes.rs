@@ -3,7 +3,7 @@
 use crate::allocation;
 use crate::error::{Error, Result};
 use crate::grid::{Grid, Grids};
-use nq_formats::names::{EMBEDDING, HEAD, is_router};
+use nq_formats::names::{EMBEDDING, HEAD, is_kept};
 use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
@@ -50,7 +50,7 @@ impl Schemes {
 
     /// The scheme of the weight `name`; `None` if it is not quantized, as routers never are.
     pub fn of(&self, name: &str) -> Option<AffineScheme> {
-        if is_router(name) {
+        if is_kept(name) {
             return None;
         }
         if let Some(scheme) = self.overrides.get(name) {

@@ -143,6 +143,16 @@ pub enum Error {
 }
 
 impl Error {
+    /// The error for a model with recurrences on an engine that has no kernels for them.
+    pub fn no_recurrences(engine: &'static str) -> Self {
+        Error::Unsupported {
+            engine,
+            what: "layers with recurrences (gated DeltaNet)",
+            expected: "the CPU, which has kernels for them (--device cpu)".into(),
+            found: "another device".into(),
+        }
+    }
+
     /// True for activations or logits that are not finite: an error of the sequence that they belong to.
     pub(crate) fn is_not_finite(&self) -> bool {
         matches!(

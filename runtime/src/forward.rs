@@ -2,7 +2,9 @@
 //! runs them its own way, over its own buffers, and may queue or record them.
 
 use nq_formats::ModelConfig;
-use nq_formats::models::{AttentionSpec, LayerSpec, LinearSpec, Mixer, NormSpec, Product};
+use nq_formats::models::{
+    AttentionSpec, DeltaSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, NormSpec, Product, VectorRow,
+};
 
 /// A layer's weights as a device holds them: matrices as `L`, vectors (gains of norms, biases) as `N`.
 pub struct Layer<L, N> {
@@ -24,6 +26,8 @@ pub struct Block<L, N> {
 pub enum Mix<L, N> {
     /// See [`Mixer::Attention`].
     Attention(Attention<L, N>),
+    /// See [`Mixer::Delta`].
+    Delta(Delta<L, N>),
     /// See [`Mixer::Mlp`].
     Mlp(Mlp<L>),
     /// See [`Mixer::Experts`].
@@ -32,7 +36,7 @@ pub enum Mix<L, N> {
 
 /// Attention.
 pub struct Attention<L, N> {
-    /// `[q_dim + 2 kv_dim, hidden]`
+    /// `[q_dim + 2 kv_dim, hidden]`, or with gates `[2 q_dim + 2 kv_dim, hidden]`.
     pub qkv: Packed<L>,
     /// What happens to queries, keys and values before they are attended to.
     pub heads: HeadVectors<N>,
@@ -46,6 +50,33 @@ pub struct HeadVectors<N> {
     pub biases: Vec<N>,
     /// Gains of the norms of a head of the queries and of the keys, `[head_dim]`, if they are normalized.
     pub norms: Option<[N; 2]>,
+    /// True if gates stand behind each head's queries: what a head attended to is multiplied by their
+    /// sigmoid.
+    pub gated: bool,
+}
+
+/// A gated DeltaNet.
+pub struct Delta<L, N> {
+    /// Queries, keys, values and gates: `[channels + values, hidden]`.
+    pub inputs: Packed<L>,
+    /// `b` and `a`: `[2 value_heads, hidden]`.
+    pub rates: Packed<L>,
+    /// Its vectors.
+    pub vectors: DeltaVectors<N>,
+    /// `[hidden, values]`
+    pub out: Packed<L>,
+}
+
+/// The vectors of a [`Delta`].
+pub struct DeltaVectors<N> {
+    /// The convolution's weights, `[channels, width]`.
+    pub conv: N,
+    /// Logarithms of rates of decay, `[value_heads]`.
+    pub decay: N,
+    /// Biases of `a`, `[value_heads]`.
+    pub dt_bias: N,
+    /// Gains of the norm of a head's output, `[value_dim]`.
+    pub norm: N,
 }
 
 /// A SwiGLU.
@@ -64,6 +95,16 @@ pub struct Experts<L> {
     pub gate_up: Packed<L>,
     /// `[hidden, width]` for every expert.
     pub down: Packed<L>,
+    /// The expert of all rows, if there is one.
+    pub shared: Option<Shared<L>>,
+}
+
+/// An expert that every row goes through.
+pub struct Shared<L> {
+    /// `[1, hidden]`
+    pub score: Packed<L>,
+    /// The expert.
+    pub mlp: Mlp<L>,
 }
 
 /// A product from the architecture's table, and its weight on a device.
@@ -81,6 +122,8 @@ pub enum VectorSpec {
     Norm(&'static NormSpec),
     /// The bias of a Linear.
     Bias(&'static LinearSpec),
+    /// Another vector.
+    Row(&'static VectorRow),
 }
 
 impl VectorSpec {
@@ -89,6 +132,7 @@ impl VectorSpec {
         match self {
             VectorSpec::Norm(norm) => norm.len.of(c),
             VectorSpec::Bias(linear) => linear.dims(c).0,
+            VectorSpec::Row(row) => row.len.of(c),
         }
     }
 
@@ -97,6 +141,7 @@ impl VectorSpec {
         match self {
             VectorSpec::Norm(norm) => norm.name(layer),
             VectorSpec::Bias(linear) => linear.bias_name(layer),
+            VectorSpec::Row(row) => row.name(layer),
         }
     }
 }
@@ -157,6 +202,14 @@ pub trait Ops {
         w: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
+    /// Adds the recurrence `delta` of `norm(x)` to `x`, and brings the states of the rows' sequences forward.
+    fn recur(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        delta: &Delta<Self::Linear, Self::Vector>,
+    ) -> Result<(), Self::Error>;
+
     /// Adds the mixture of `experts` of `norm(x)` to `x`.
     fn add_experts(
         &mut self,
@@ -187,28 +240,109 @@ impl<N> HeadVectors<N> {
                 Some(norms) => Some([norm(&norms.q)?, norm(&norms.k)?]),
                 None => None,
             },
+            gated: spec.gated,
+        })
+    }
+}
+
+impl<N> DeltaVectors<N> {
+    fn new<E>(
+        spec: &'static DeltaSpec,
+        mut vector: impl FnMut(VectorSpec) -> Result<N, E>,
+    ) -> Result<Self, E> {
+        Ok(DeltaVectors {
+            conv: vector(VectorSpec::Row(&spec.conv))?,
+            decay: vector(VectorSpec::Row(&spec.decay))?,
+            dt_bias: vector(VectorSpec::Row(&spec.dt_bias))?,
+            norm: vector(VectorSpec::Norm(&spec.norm))?,
+        })
+    }
+
+    fn all(&self) -> [&N; 4] {
+        [&self.conv, &self.decay, &self.dt_bias, &self.norm]
+    }
+}
+
+impl<L> Mlp<L> {
+    fn new<E>(
+        spec: &'static MlpSpec,
+        mut pack: impl FnMut(&'static Product) -> Result<Packed<L>, E>,
+    ) -> Result<Self, E> {
+        Ok(Mlp {
+            gate_up: pack(&spec.gate_up)?,
+            down: pack(&spec.down)?,
         })
     }
 }
 
 impl<L, N> Mix<L, N> {
-    /// Its weights in the order they run, without a router's.
-    fn linears(&self) -> [&L; 2] {
-        let [first, last] = match self {
-            Mix::Attention(a) => [&a.qkv, &a.o],
-            Mix::Mlp(m) => [&m.gate_up, &m.down],
-            Mix::Experts(e) => [&e.gate_up, &e.down],
+    /// Its weights that can be quantized, in the order they run.
+    fn linears(&self) -> Vec<&L> {
+        let packed = match self {
+            Mix::Attention(a) => vec![&a.qkv, &a.o],
+            Mix::Delta(d) => vec![&d.inputs, &d.out],
+            Mix::Mlp(m) => vec![&m.gate_up, &m.down],
+            Mix::Experts(e) => {
+                let shared = e.shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down]);
+                [&e.gate_up, &e.down].into_iter().chain(shared).collect()
+            }
         };
-        [&first.linear, &last.linear]
+        packed.into_iter().map(|p| &p.linear).collect()
     }
 
-    fn linears_mut(&mut self) -> [&mut L; 2] {
-        let [first, last] = match self {
-            Mix::Attention(a) => [&mut a.qkv, &mut a.o],
-            Mix::Mlp(m) => [&mut m.gate_up, &mut m.down],
-            Mix::Experts(e) => [&mut e.gate_up, &mut e.down],
+    /// Its other weights.
+    fn kept(&self) -> Vec<&L> {
+        let packed = match self {
+            Mix::Delta(d) => vec![&d.rates],
+            Mix::Experts(e) => {
+                let shared = e.shared.iter().map(|s| &s.score);
+                [&e.router].into_iter().chain(shared).collect()
+            }
+            Mix::Attention(_) | Mix::Mlp(_) => Vec::new(),
         };
-        [&mut first.linear, &mut last.linear]
+        packed.into_iter().map(|p| &p.linear).collect()
+    }
+
+    /// Its vectors.
+    fn vectors(&self) -> Vec<&N> {
+        match self {
+            Mix::Attention(a) => a
+                .heads
+                .norms
+                .iter()
+                .flatten()
+                .chain(&a.heads.biases)
+                .collect(),
+            Mix::Delta(d) => d.vectors.all().to_vec(),
+            Mix::Mlp(_) | Mix::Experts(_) => Vec::new(),
+        }
+    }
+
+    /// [`Mix::linears`] and [`Mix::vectors`], mutable.
+    fn parts_mut(&mut self) -> (Vec<&mut L>, Vec<&mut N>) {
+        match self {
+            Mix::Attention(a) => (
+                vec![&mut a.qkv.linear, &mut a.o.linear],
+                (a.heads.norms.iter_mut().flatten())
+                    .chain(&mut a.heads.biases)
+                    .collect(),
+            ),
+            Mix::Delta(d) => {
+                let v = &mut d.vectors;
+                (
+                    vec![&mut d.inputs.linear, &mut d.out.linear],
+                    vec![&mut v.conv, &mut v.decay, &mut v.dt_bias, &mut v.norm],
+                )
+            }
+            Mix::Mlp(m) => (vec![&mut m.gate_up.linear, &mut m.down.linear], Vec::new()),
+            Mix::Experts(e) => {
+                let mut linears = vec![&mut e.gate_up.linear, &mut e.down.linear];
+                if let Some(shared) = &mut e.shared {
+                    linears.extend([&mut shared.mlp.gate_up.linear, &mut shared.mlp.down.linear]);
+                }
+                (linears, Vec::new())
+            }
+        }
     }
 }
 
@@ -235,14 +369,24 @@ impl<L, N> Layer<L, N> {
                     heads: HeadVectors::new(a, &mut vector)?,
                     o: pack(&a.o)?,
                 }),
-                Mixer::Mlp(m) => Mix::Mlp(Mlp {
-                    gate_up: pack(&m.gate_up)?,
-                    down: pack(&m.down)?,
+                Mixer::Delta(d) => Mix::Delta(Delta {
+                    inputs: pack(&d.inputs)?,
+                    rates: pack(&d.rates)?,
+                    vectors: DeltaVectors::new(d, &mut vector)?,
+                    out: pack(&d.out)?,
                 }),
+                Mixer::Mlp(m) => Mix::Mlp(Mlp::new(m, &mut pack)?),
                 Mixer::Experts(e) => Mix::Experts(Experts {
                     router: pack(&e.router)?,
                     gate_up: pack(&e.gate_up)?,
                     down: pack(&e.down)?,
+                    shared: match &e.shared {
+                        None => None,
+                        Some(shared) => Some(Shared {
+                            score: pack(&shared.score)?,
+                            mlp: Mlp::new(&shared.mlp, &mut pack)?,
+                        }),
+                    },
                 }),
             };
             Ok(Block { norm, mixer })
@@ -260,36 +404,33 @@ impl<L, N> Layer<L, N> {
     pub fn bytes_per_token(&self, c: &ModelConfig, bytes: impl Fn(&L) -> usize) -> usize {
         let (count, routed) = c.experts.map_or((1, 1), |e| (e.count, e.per_token));
         let of = |block: &Block<L, N>| -> usize {
-            let all: usize = block.mixer.linears().into_iter().map(&bytes).sum();
+            let sum = |linears: Vec<&L>| linears.into_iter().map(&bytes).sum::<usize>();
+            let all = sum(block.mixer.linears()) + sum(block.mixer.kept());
             match &block.mixer {
-                Mix::Experts(e) => bytes(&e.router.linear) + all / count * routed,
-                Mix::Attention(_) | Mix::Mlp(_) => all,
+                Mix::Experts(e) => {
+                    let stacks = bytes(&e.gate_up.linear) + bytes(&e.down.linear);
+                    all - stacks + stacks / count * routed
+                }
+                Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => all,
             }
         };
         self.blocks.iter().map(of).sum()
     }
 
-    /// Its weights in the order they run, without the router's.
+    /// Its weights that can be quantized, in the order they run.
     pub fn linears(&self) -> impl Iterator<Item = &L> {
         self.blocks.iter().flat_map(|b| b.mixer.linears())
     }
 
-    /// The weight that scores its experts, if it has any.
-    pub fn router(&self) -> Option<&L> {
-        self.blocks.iter().find_map(|b| match &b.mixer {
-            Mix::Experts(experts) => Some(&experts.router.linear),
-            Mix::Attention(_) | Mix::Mlp(_) => None,
-        })
+    /// Its other weights: those that score experts, and the like.
+    pub fn kept(&self) -> impl Iterator<Item = &L> {
+        self.blocks.iter().flat_map(|b| b.mixer.kept())
     }
 
-    /// Its vectors: the gains of the residual stream's norms, then those of heads and biases.
+    /// Its vectors: the gains of the residual stream's norms, then those within mixers.
     pub fn vectors(&self) -> impl Iterator<Item = &N> {
         let stream = self.blocks.iter().map(|b| &b.norm);
-        let within = self.blocks.iter().filter_map(|b| match &b.mixer {
-            Mix::Attention(a) => Some(&a.heads),
-            Mix::Mlp(_) | Mix::Experts(_) => None,
-        });
-        stream.chain(within.flat_map(|h| h.norms.iter().flatten().chain(&h.biases)))
+        stream.chain(self.blocks.iter().flat_map(|b| b.mixer.vectors()))
     }
 
     /// [`Layer::linears`] and [`Layer::vectors`], mutable.
@@ -297,14 +438,9 @@ impl<L, N> Layer<L, N> {
         let (mut linears, mut stream, mut within) = (Vec::new(), Vec::new(), Vec::new());
         for Block { norm, mixer } in &mut self.blocks {
             stream.push(norm);
-            if let Mix::Attention(a) = mixer {
-                // Its vectors and its weights are borrowed apart.
-                let HeadVectors { biases, norms } = &mut a.heads;
-                within.extend(norms.iter_mut().flatten().chain(biases));
-                linears.extend([&mut a.qkv.linear, &mut a.o.linear]);
-            } else {
-                linears.extend(mixer.linears_mut());
-            }
+            let (weights, vectors) = mixer.parts_mut();
+            linears.extend(weights);
+            within.extend(vectors);
         }
         stream.extend(within);
         (linears, stream)
@@ -323,6 +459,7 @@ impl<L, N> Layer<L, N> {
                     ops.attend(layer, &a.heads, &a.o)?;
                     ops.add(layer, Operand::Attended, &a.o)?;
                 }
+                Mix::Delta(delta) => ops.recur(layer, norm, delta)?,
                 Mix::Mlp(m) => {
                     ops.project(layer, norm, &m.gate_up, Projection::Gated)?;
                     ops.add(layer, Operand::Gated, &m.down)?;

@@ -66,7 +66,7 @@ mod weights;
 
 pub use batch::{Batch, Continuation, Piece, Ran};
 pub use chat_template::{ChatTemplate, Message};
-pub use cpu::stepper_bytes;
+pub use cpu::{is_recurrent, state_bytes, stepper_bytes};
 pub use detokenizer::Detokenizer;
 pub use encoder::{Encoder, Row};
 pub use error::{Error, Result};

@@ -3,7 +3,7 @@
 use crate::candle;
 use crate::cpu::{CpuEngine, CpuLayers};
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gpu;
 use crate::interface::{Engine, EngineKind, LoadOptions};
 use crate::stepper::{LayerStepper, Stepper};
@@ -24,11 +24,23 @@ pub fn load(
     progress: &dyn Progress,
 ) -> Result<Arc<dyn Engine>> {
     if options.engine == EngineKind::Candle {
+        check_recurrences(config, "candle")?;
         return candle::load(config, store, options, progress);
     }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
-        Device::Cuda(n) => gpu::load(config, store, options, n, progress),
+        Device::Cuda(n) => {
+            check_recurrences(config, "nq on a GPU")?;
+            gpu::load(config, store, options, n, progress)
+        }
+    }
+}
+
+/// Refuses models with recurrences on engines that have no kernels for them.
+fn check_recurrences(config: &ModelConfig, engine: &'static str) -> Result<()> {
+    match config.delta {
+        None => Ok(()),
+        Some(_) => Err(Error::no_recurrences(engine)),
     }
 }
 
@@ -46,6 +58,9 @@ pub fn stepper(
 ) -> Result<Box<dyn LayerStepper>> {
     match options.device.resolve()? {
         Device::Cpu => Ok(Box::new(Stepper(CpuLayers::new(config, options, kv)?))),
-        Device::Cuda(n) => gpu::stepper(config, n, rows),
+        Device::Cuda(n) => {
+            check_recurrences(config, "nq on a GPU")?;
+            gpu::stepper(config, n, rows)
+        }
     }
 }

@@ -69,8 +69,9 @@ pub fn hold_model(
             .into_iter()
             .for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
         let norms = spec.norms().into_iter().map(|n| n.len.of(c));
+        let others = spec.vectors().into_iter().map(|v| v.len.of(c));
         let biases = spec.biased().map(|l| l.dims(c).0);
-        (norms.chain(biases)).for_each(|n| held.add(size_of::<f32>() * n));
+        (norms.chain(biases).chain(others)).for_each(|n| held.add(size_of::<f32>() * n));
     }
     held.add(size_of::<f32>() * c.hidden_size);
     held
@@ -89,7 +90,7 @@ pub fn hold_session(
     account.hold(kv + scratch + logits)
 }
 
-/// Bytes of keys and values of a session on the CPU.
+/// Bytes of keys and values, and of the states of recurrences, of a session on the CPU.
 pub fn kv_bytes(c: &ModelConfig, spec: &SessionSpec) -> usize {
     session_bytes(c, spec).0
 }

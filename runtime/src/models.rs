@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::forward::VectorSpec;
-use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, Product};
+use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, Product, VectorKind};
 use nq_formats::names::{self, EMBEDDING, NORM};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
 use std::collections::BTreeMap;
@@ -12,12 +12,14 @@ use std::collections::BTreeMap;
 pub struct LayerWeights {
     /// The layer's row of the architecture's table.
     pub spec: &'static LayerSpec,
-    /// Weights of its Linears, including the router's.
+    /// Weights of all its Linears.
     pub linears: BTreeMap<LinearKind, Weight>,
     /// Gains of its norms.
     pub norms: BTreeMap<NormKind, Tensor>,
     /// Biases of those Linears that have one.
     pub biases: BTreeMap<LinearKind, Tensor>,
+    /// Its other vectors.
+    pub vectors: BTreeMap<VectorKind, Tensor>,
 }
 
 impl LayerWeights {
@@ -54,6 +56,9 @@ impl LayerWeights {
             biases: (spec.biased())
                 .map(|l| Ok((l.kind, vector(VectorSpec::Bias(l))?)))
                 .collect::<Result<_, E>>()?,
+            vectors: (spec.vectors().into_iter())
+                .map(|v| Ok((v.kind, vector(VectorSpec::Row(v))?)))
+                .collect::<Result<_, E>>()?,
         })
     }
 
@@ -78,6 +83,7 @@ impl LayerWeights {
         match spec {
             VectorSpec::Norm(norm) => self.norm(norm.kind),
             VectorSpec::Bias(linear) => &self.biases[&linear.kind],
+            VectorSpec::Row(row) => &self.vectors[&row.kind],
         }
     }
 }

@@ -6,14 +6,14 @@ use std::f64::consts::TAU;
 /// The rotary frequencies of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rotary {
-    inv_freq: Vec<f32>, // [head_dim / 2]
+    inv_freq: Vec<f32>, // [rotated / 2]
     attention_factor: f32,
 }
 
 impl Rotary {
     /// The frequencies of `config`: `theta^(-2i/d)`, stretched as it says.
     pub fn new(config: &ModelConfig) -> Self {
-        let d = config.head_dim;
+        let d = config.rotated();
         let base: Vec<f64> = (0..d / 2)
             .map(|i| config.rope.theta.powf(-2.0 * i as f64 / d as f64))
             .collect();
@@ -54,7 +54,7 @@ impl Rotary {
         }
     }
 
-    /// Angle per position of each pair of dimensions, `[head_dim / 2]`.
+    /// Angle per position of each pair of dimensions, `[rotated / 2]`.
     pub fn inv_freq(&self) -> &[f32] {
         &self.inv_freq
     }
@@ -64,7 +64,7 @@ impl Rotary {
         self.attention_factor
     }
 
-    /// Writes `(cos, sin)` of one position, `[head_dim / 2]`.
+    /// Writes `(cos, sin)` of one position, `[rotated / 2]`.
     ///
     /// The angle is rounded to f32 before its cosine is taken, as in the implementations with which
     /// Qwen3 was trained and published.
@@ -76,7 +76,7 @@ impl Rotary {
         }
     }
 
-    /// Cosines and sines of the first `positions` positions, `[positions, head_dim / 2]`.
+    /// Cosines and sines of the first `positions` positions, `[positions, rotated / 2]`.
     pub fn pairs(&self, positions: usize) -> Vec<[f32; 2]> {
         let mut row = vec![(0.0, 0.0); self.inv_freq.len()];
         let mut table = Vec::with_capacity(positions * row.len());

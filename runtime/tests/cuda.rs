@@ -7,7 +7,7 @@ mod common;
 
 use common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
 use nq_formats::models::{ARCHITECTURES, Product, find};
-use nq_formats::names::is_router;
+use nq_formats::names::is_kept;
 use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
@@ -69,6 +69,7 @@ fn mixture() -> ModelConfig {
             per_token: 2,
             width: 256,
             normalized: true,
+            shared: 0,
         }),
         ..fused_config()
     }
@@ -82,7 +83,7 @@ fn mixture_store(config: &ModelConfig, scheme: Option<AffineScheme>) -> Store {
         None => plain.clone(),
     };
     for (name, weight) in &plain.matrices {
-        if is_router(name) {
+        if is_kept(name) {
             let (rows, cols) = weight.dims();
             let mut values = vec![0.0; rows * cols];
             for (row, values) in values.chunks_exact_mut(cols).enumerate() {

@@ -136,7 +136,7 @@ fn wide(per_token: usize) -> ModelConfig {
 fn quantized(store: &Store, scheme: AffineScheme) -> Store {
     let mut rounded = store.quantized(scheme);
     for (name, weight) in &store.matrices {
-        if nq_formats::names::is_router(name) {
+        if nq_formats::names::is_kept(name) {
             rounded.matrices.insert(name.clone(), weight.clone());
         }
     }

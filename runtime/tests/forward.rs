@@ -560,13 +560,14 @@ fn renamed() -> &'static Architecture {
                     q: norm(h.q),
                     k: norm(h.k),
                 }),
+                gated: a.gated,
                 o: product(a.o),
             }),
             Mixer::Mlp(m) => Mixer::Mlp(MlpSpec {
                 gate_up: product(m.gate_up),
                 down: product(m.down),
             }),
-            Mixer::Experts(_) => panic!("a dense layer"),
+            Mixer::Delta(_) | Mixer::Experts(_) => panic!("a dense layer"),
         },
     };
     let layer = |layer: &LayerSpec| LayerSpec {
@@ -580,10 +581,8 @@ fn renamed() -> &'static Architecture {
         model_type: "other",
         gguf: "other",
         kinds: qwen3.kinds.iter().map(layer).collect::<Vec<_>>().leak(),
-        kind_of: qwen3.kind_of,
-        heads_split_hidden: false,
-        gguf_pairs: false,
         presets: &[],
+        ..*qwen3
     }))
 }
 

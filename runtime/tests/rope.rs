@@ -12,6 +12,7 @@ fn qwen3(scaling: RopeScaling) -> Rotary {
         head_dim: 128,
         rope: Rope {
             theta: 1e6,
+            dims: None,
             scaling,
         },
         ..small_config()
@@ -85,6 +86,7 @@ fn yarn_survives_an_empty_range() {
         head_dim: 8,
         rope: Rope {
             theta: 1e6,
+            dims: None,
             scaling,
         },
         ..small_config()

@@ -7,7 +7,7 @@ use clap::Args;
 use nq_formats::account::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, Task, TensorEntry};
-use nq_runtime::Tokenizer;
+use nq_runtime::{Tokenizer, is_recurrent, state_bytes};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
@@ -155,6 +155,21 @@ fn describe(
             out,
             "  experts          {} of {} a token, {weights}, each of width {}",
             e.per_token, e.count, e.width
+        )?;
+        if e.shared > 0 {
+            writeln!(out, "  shared expert    of width {}", e.shared)?;
+        }
+    }
+    if let Some(d) = c.delta {
+        let layers = c.layers().filter(|l| is_recurrent(l)).count();
+        writeln!(
+            out,
+            "  recurrences      in {layers} layers, {} value heads of {}, {} key heads of {}; {} of state a sequence",
+            d.value_heads,
+            d.value_dim,
+            d.key_heads,
+            d.key_dim,
+            human_bytes(state_bytes(c) as u64)
         )?;
     }
     writeln!(out, "  parameters       {}", report.parameters)?;

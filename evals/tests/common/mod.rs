@@ -25,6 +25,7 @@ impl FakeEngine {
                 hidden_size: 8,
                 intermediate_size: 8,
                 experts: None,
+                delta: None,
                 num_hidden_layers: 1,
                 num_attention_heads: 1,
                 num_key_value_heads: 1,
@@ -34,6 +35,7 @@ impl FakeEngine {
                 rms_norm_eps: 1e-6,
                 rope: Rope {
                     theta: 1e6,
+                    dims: None,
                     scaling: RopeScaling::None,
                 },
                 tie_word_embeddings: true,

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::experts::Recent;
 use crate::files::CONFIG;
 use crate::models::ModelConfig;
-use crate::names::{Shape, is_layer_linear, is_router, parameters, stack, tensor_name};
+use crate::names::{Shape, is_kept, is_layer_linear, parameters, stack, tensor_name};
 use crate::nq::copy_files;
 use crate::pack;
 use crate::progress::Progress;
@@ -275,7 +275,7 @@ impl Plan<'_> {
             if how != Exactness::Exact {
                 kept = how;
             }
-            if is_layer_linear(&name) || is_router(&name) {
+            if is_layer_linear(&name) || is_kept(&name) {
                 self.linears.push(Linear {
                     name: own,
                     scheme: packed.map(LinearScheme::of),

@@ -6,10 +6,13 @@ use crate::dtype::DType;
 use crate::durable::{check_space, parent};
 use crate::error::{Error, Result};
 use crate::gguf::affine::{self, Blocks};
+use crate::gguf::order::Heads;
 use crate::gguf::writer::{GgufPlan, TensorPlan};
 use crate::gguf::{BlockType, ROPE_FACTORS, encode, is_rotated, metadata, names, paired};
-use crate::models::{LinearKind, ModelConfig, RopeScaling, tensor_name};
-use crate::names::{EMBEDDING, HEAD, Shape, is_router, layer_linear, parameters, stack};
+use crate::models::{LinearKind, ModelConfig, RopeScaling, VectorKind, tensor_name};
+use crate::names::{
+    EMBEDDING, HEAD, Shape, is_kept, layer_linear, layer_vector, parameters, stack,
+};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
 use crate::store::Exactness;
@@ -172,6 +175,20 @@ pub fn export(
             why: "its readers round the dimensions between which the stretch grows".into(),
         });
     }
+    if let Some(d) = checkpoint
+        .config()
+        .delta
+        .filter(|d| d.key_dim != d.value_dim)
+    {
+        return Err(Error::Unsupported {
+            path: out.into(),
+            what: format!(
+                "key heads of {} and value heads of {} in GGUF",
+                d.key_dim, d.value_dim
+            ),
+            why: "its readers take them to be equally wide".into(),
+        });
+    }
     let plans = plan(checkpoint, out, options)?;
     let mut file = GgufPlan::new();
     let name = checkpoint.files().root();
@@ -190,8 +207,12 @@ pub fn export(
     for p in &plans {
         let stored = names::to_gguf(checkpoint.config().architecture, &p.name)
             .expect("every parameter of the model has a name");
-        let dims = match (stack(&p.name), p.shape, checkpoint.config().experts) {
-            (Some(_), Shape::Matrix(rows, cols), Some(e)) => vec![e.count, rows / e.count, cols],
+        let config = checkpoint.config();
+        let conv = layer_vector(&p.name).is_some_and(|v| v.kind == VectorKind::Conv);
+        let dims = match (stack(&p.name), p.shape, config.experts, config.delta) {
+            (Some(_), Shape::Matrix(rows, cols), Some(e), _) => vec![e.count, rows / e.count, cols],
+            (_, Shape::Matrix(1, cols), ..) => vec![cols],
+            (_, Shape::Vector(_), _, Some(d)) if conv => vec![d.channels(), d.conv],
             _ => p.shape.dims(),
         };
         file.add(tensor_name(&stored), p.kind, dims)?;
@@ -243,7 +264,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
         let change = Change::Kept(Exactness::ValuesRounded(to));
         (kind, How::Encode, change)
     };
-    for (name, shape) in parameters(config) {
+    for (name, shape) in fused_rates(config, parameters(config)) {
         let Shape::Matrix(rows, cols) = shape else {
             plans.push(Plan {
                 name,
@@ -255,8 +276,11 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
             });
             continue;
         };
-        let weight = store.stored(&name, (rows, cols))?;
-        if is_router(&name) {
+        let weight = match rates_of(&name) {
+            None => store.stored(&name, (rows, cols))?,
+            Some([b, _]) => store.stored(&b, (rows / 2, cols))?,
+        };
+        if is_kept(&name) || rates_of(&name).is_some() {
             // Readers of this format expect F32 here, which holds every float exactly.
             plans.push(Plan {
                 name,
@@ -268,7 +292,12 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
             });
             continue;
         }
-        let own = own_type(&weight, cols);
+        // Blocks of more than a head cannot be put into another order.
+        let heads = columns_of(config, &name);
+        let whole = |kind: BlockType| {
+            (heads.as_ref()).is_none_or(|h| h.each().is_multiple_of(kind.elements()))
+        };
+        let own = own_type(&weight, cols).filter(|(kind, ..)| whole(*kind));
         let wanted = options
             .mix
             .kind(&name, config.num_hidden_layers, config.tie_word_embeddings)
@@ -426,9 +455,11 @@ fn write_parameter(
 ) -> Result<()> {
     let config = checkpoint.config();
     let Shape::Matrix(rows, _) = plan.shape else {
-        return write_rows(checkpoint, plan, tensor, sink);
+        return sink(bytemuck::cast_slice(&vector(checkpoint, plan)?));
     };
-    if !(config.architecture.gguf_pairs && is_rotated(&plan.name)) {
+    let pairs = config.architecture.gguf_pairs && is_rotated(&plan.name);
+    let heads = rows_of(config, &plan.name);
+    if !pairs && heads.is_none() {
         return write_rows(checkpoint, plan, tensor, sink);
     }
     let mut all = Vec::with_capacity(tensor.bytes() as usize);
@@ -436,7 +467,88 @@ fn write_parameter(
         all.extend_from_slice(bytes);
         Ok(())
     })?;
-    sink(&paired(&all, rows, config.head_dim))
+    match heads {
+        Some(heads) => sink(&heads.tiled(&all, all.len() / rows.max(1))),
+        None => sink(&paired(&all, rows, config.head_dim)),
+    }
+}
+
+/// The heads of a recurrence in the rows of a parameter, or in its columns, if a file of the architecture has
+/// them in another order than the checkpoint.
+fn rows_of(c: &ModelConfig, name: &str) -> Option<Heads> {
+    reorders(c).then(|| Heads::of_rows(c, name)).flatten()
+}
+
+fn columns_of(c: &ModelConfig, name: &str) -> Option<Heads> {
+    reorders(c).then(|| Heads::of_columns(c, name)).flatten()
+}
+
+fn reorders(c: &ModelConfig) -> bool {
+    c.architecture.gguf_tiled && c.delta.is_some_and(|d| !d.tiled)
+}
+
+/// The values of a vector as files of the architecture have them.
+fn vector(checkpoint: &Checkpoint, plan: &Plan) -> Result<Vec<f32>> {
+    let (config, name) = (checkpoint.config(), &plan.name);
+    let mut values = checkpoint
+        .store()
+        .vector(name, plan.shape.elements())?
+        .to_f32()?;
+    if layer_vector(name).is_some_and(|v| v.kind == VectorKind::Decay) {
+        values.iter_mut().for_each(|v| *v = -v.exp());
+    }
+    Ok(match rows_of(config, name) {
+        Some(heads) => heads.tiled(&values, 1),
+        None => values,
+    })
+}
+
+/// The parameters with `b` and `a` of each recurrence in one, where files of the architecture have them so.
+fn fused_rates(c: &ModelConfig, all: Vec<(String, Shape)>) -> Vec<(String, Shape)> {
+    if !c.architecture.fused_delta {
+        return all;
+    }
+    let fused = |(name, shape): (String, Shape)| match (name.strip_suffix("in_proj_b"), shape) {
+        (Some(start), Shape::Matrix(heads, cols)) => {
+            Some((format!("{start}{RATES}"), Shape::Matrix(2 * heads, cols)))
+        }
+        _ if name.ends_with("in_proj_a") => None,
+        _ => Some((name, shape)),
+    };
+    all.into_iter().filter_map(fused).collect()
+}
+
+/// The name of a matrix that holds `b` and `a` of a recurrence.
+const RATES: &str = "in_proj_ba";
+
+/// The names of `b` and `a`, if `name` is that of both.
+fn rates_of(name: &str) -> Option<[String; 2]> {
+    let start = name.strip_suffix(RATES)?;
+    Some(["b", "a"].map(|part| format!("{start}in_proj_{part}")))
+}
+
+/// `b` and `a` in one matrix: for each key head, the rows of its value heads in the one and in the other.
+fn write_rates(
+    checkpoint: &Checkpoint,
+    [b, a]: [String; 2],
+    (rows, cols): (usize, usize),
+    sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let dims = (rows / 2, cols);
+    let parts = [b, a].map(|name| checkpoint.store().stored(&name, dims));
+    let [b, a] = parts;
+    let (b, a) = (b?, a?);
+    let shared = (checkpoint.config().delta).map_or(1, |d| d.value_heads / d.key_heads);
+    let mut values = vec![0f32; cols];
+    for first in (0..rows / 2).step_by(shared) {
+        for part in [&b, &a] {
+            for row in first..first + shared {
+                part.dequantize_row(row, &mut values)?;
+                sink(bytemuck::cast_slice(&values))?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Writes a parameter, its rows in their usual order.
@@ -447,11 +559,24 @@ fn write_rows(
     sink: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let (rows, cols) = match plan.shape {
-        Shape::Vector(len) => {
-            let values = checkpoint.store().vector(&plan.name, len)?.to_f32()?;
-            return sink(bytemuck::cast_slice(&values));
-        }
+        Shape::Vector(_) => return sink(bytemuck::cast_slice(&vector(checkpoint, plan)?)),
         Shape::Matrix(rows, cols) => (rows, cols),
+    };
+    if let Some(names) = rates_of(&plan.name) {
+        return write_rates(checkpoint, names, (rows, cols), sink);
+    }
+    let heads = columns_of(checkpoint.config(), &plan.name);
+    // Each row's bytes, whose blocks are within heads.
+    let mut ordered = |bytes: &[u8]| match &heads {
+        None => sink(bytes),
+        Some(heads) => {
+            let unit = |row: &[u8]| heads.tiled_bytes(row, cols);
+            let rows: Vec<u8> = bytes
+                .chunks_exact(bytes.len() / rows.max(1))
+                .flat_map(unit)
+                .collect();
+            sink(&rows)
+        }
     };
     let weight = checkpoint.store().stored(&plan.name, (rows, cols))?;
     let row_bytes = (tensor.bytes() / rows as u64) as usize;
@@ -469,8 +594,8 @@ fn write_rows(
         other => other,
     };
     match (plan.how, &weight) {
-        (How::Copy, StoredWeight::GgufBlocks(b)) => sink(b.data()),
-        (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => sink(t.data()),
+        (How::Copy, StoredWeight::GgufBlocks(b)) => ordered(b.data()),
+        (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => ordered(t.data()),
         (How::Repack, StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a)))) => {
             let blocks = Blocks::new(a, plan.kind);
             let mut bytes = vec![0u8; rows * row_bytes];
@@ -478,7 +603,7 @@ fn write_rows(
                 .par_chunks_mut(row_bytes)
                 .enumerate()
                 .for_each(|(row, out)| blocks.row(row, out));
-            sink(&bytes)
+            ordered(&bytes)
         }
         _ => {
             let step = (CHUNK / cols).max(1);
@@ -486,6 +611,9 @@ fn write_rows(
                 let encode = |row| -> Result<Vec<u8>> {
                     let mut values = vec![0f32; cols];
                     weight.dequantize_row(row, &mut values)?;
+                    if let Some(heads) = &heads {
+                        values = heads.tiled(&values, 1);
+                    }
                     let mut out = Vec::with_capacity(row_bytes);
                     encode::encode_row(plan.kind, &values, &mut out)?;
                     Ok(out)

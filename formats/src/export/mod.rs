@@ -135,6 +135,14 @@ pub fn export(
     checkpoint.files().check_apart(out)?;
     let folder = parent(out);
     std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
+    let config = checkpoint.config();
+    if format.packing().is_some() && config.delta.is_some() {
+        return Err(Error::Unsupported {
+            path: out.into(),
+            what: format!("{} in this format", config.architecture.title),
+            why: "nq writes models with recurrences as GGUF files and folders of its own".into(),
+        });
+    }
     match (format.packing(), format) {
         (Some(packing), _) => folder::export(checkpoint, out, packing, progress),
         (None, ExportFormat::Gguf) => gguf::export(checkpoint, out, options, progress),

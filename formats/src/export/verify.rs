@@ -2,9 +2,11 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
+use crate::gguf::order::Heads;
 use crate::names::{Shape, parameters};
 use crate::progress::{Progress, Unit};
 use rayon::prelude::*;
+use std::borrow::Cow;
 
 /// Number of rows compared at a time.
 const ROWS: usize = 256;
@@ -61,7 +63,8 @@ impl Sums {
 }
 
 /// Compares every parameter of `a` with that of `b`, both exactly as stored in their files
-/// ([`crate::WeightStore::stored`]), without rounding scales.
+/// ([`crate::WeightStore::stored`]), without rounding scales. Value heads of recurrences may be in different
+/// orders ([`Delta::tiled`](crate::models::Delta::tiled)).
 ///
 /// # Errors
 /// [`Error::Malformed`] if the models have different shapes; errors of reading either.
@@ -82,7 +85,7 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, progress: &dyn Progress) -> Resul
         let (from, to, sums) = match shape {
             Shape::Vector(len) => {
                 let (x, y) = (a.store().vector(&name, len)?, b.store().vector(&name, len)?);
-                let sums = Sums::of(&x.to_f32()?, &y.to_f32()?);
+                let sums = Sums::of(&tiled(a, &name, x.to_f32()?), &tiled(b, &name, y.to_f32()?));
                 (x.dtype().to_string(), y.dtype().to_string(), sums)
             }
             Shape::Matrix(rows, cols) => {
@@ -92,8 +95,9 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, progress: &dyn Progress) -> Resul
                     let (mut p, mut q) = (vec![0f32; cols], vec![0f32; cols]);
                     let mut sums = Sums::default();
                     for row in start..(start + ROWS).min(rows) {
-                        x.dequantize_row(row, &mut p)?;
-                        y.dequantize_row(row, &mut q)?;
+                        x.dequantize_row(row_of(a, &name, row), &mut p)?;
+                        y.dequantize_row(row_of(b, &name, row), &mut q)?;
+                        let (p, q) = (columns(a, &name, &p), columns(b, &name, &q));
                         sums = sums.plus(Sums::of(&p, &q));
                     }
                     Ok(sums)
@@ -121,4 +125,31 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, progress: &dyn Progress) -> Resul
     }
     progress.end();
     Ok(differences)
+}
+
+/// True if the value heads of the checkpoint's recurrences, if it has any, are not tiled.
+fn grouped(checkpoint: &Checkpoint) -> bool {
+    checkpoint.config().delta.is_some_and(|d| !d.tiled)
+}
+
+/// The values of a vector, value heads tiled.
+fn tiled(checkpoint: &Checkpoint, name: &str, values: Vec<f32>) -> Vec<f32> {
+    match Heads::of_rows(checkpoint.config(), name).filter(|_| grouped(checkpoint)) {
+        None => values,
+        Some(heads) => heads.tiled(&values, 1),
+    }
+}
+
+/// The row of a matrix that would be row `row` if value heads were tiled.
+fn row_of(checkpoint: &Checkpoint, name: &str, row: usize) -> usize {
+    let heads = Heads::of_rows(checkpoint.config(), name).filter(|_| grouped(checkpoint));
+    heads.map_or(row, |heads| heads.at(row))
+}
+
+/// The values of a row of a matrix, value heads tiled.
+fn columns<'a>(checkpoint: &Checkpoint, name: &str, row: &'a [f32]) -> Cow<'a, [f32]> {
+    match Heads::of_columns(checkpoint.config(), name).filter(|_| grouped(checkpoint)) {
+        None => row.into(),
+        Some(heads) => heads.tiled(row, 1).into(),
+    }
 }

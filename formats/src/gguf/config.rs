@@ -5,6 +5,7 @@ use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
 use super::types::BlockType;
 use super::value::malformed;
 use crate::account::LeftOver;
+use crate::config::{TILED, VALUE_HEADS};
 use crate::error::{Error, Result};
 use crate::keys::UNKNOWN;
 use crate::models::{self, Architecture, RopeScaling};
@@ -132,7 +133,16 @@ pub(super) fn config(
         _ => Ok(()),
     };
     equal("attention.value_length", head_dim)?;
-    equal("rope.dimension_count", head_dim)?;
+    let rotated = match optional("rope.dimension_count")? {
+        Some(n) if architecture.rotated > 1 => n,
+        _ => {
+            equal(
+                "rope.dimension_count",
+                head_dim / architecture.rotated as u64,
+            )?;
+            head_dim / architecture.rotated as u64
+        }
+    };
     let rows = shape.first().copied().unwrap_or(0) as u64;
     equal("vocab_size", rows)?;
     if vocabulary.len() as u64 != rows {
@@ -162,11 +172,14 @@ pub(super) fn config(
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": dim("feed_forward_length")?,
+        "intermediate_size": match architecture.router() {
+            Some(_) => optional("feed_forward_length")?,
+            None => Some(dim("feed_forward_length")?),
+        },
         "max_position_embeddings": dim("context_length")?,
         "model_type": architecture.model_type,
         "num_attention_heads": heads,
-        "num_hidden_layers": dim("block_count")?,
+        "num_hidden_layers": trunk(file, key("block_count"), key("nextn_predict_layers"))?,
         "num_key_value_heads": kv_heads,
         "pad_token_id": file.u64("tokenizer.ggml.padding_token_id")?,
         "rms_norm_eps": decimal(eps),
@@ -191,10 +204,86 @@ pub(super) fn config(
         ] {
             config.insert(json.into(), dim(name)?.into());
         }
+        if architecture.shares_expert() {
+            let width = dim("expert_shared_feed_forward_length")?;
+            config.insert("shared_expert_intermediate_size".into(), width.into());
+        }
         // Defaults that files of this architecture do not state.
         config.insert("norm_topk_prob".into(), true.into());
     }
+    if architecture.has_delta() {
+        let part = rotated as f64 / head_dim.max(1) as f64;
+        config.insert("partial_rotary_factor".into(), part.into());
+        delta(file, architecture, &mut config)?;
+    }
     Ok(config)
+}
+
+/// Layers but those that predict several tokens at once, which stand behind the others.
+fn trunk(file: &GgufFile, blocks: String, beyond: String) -> Result<u64> {
+    let count = file.required(&blocks, file.u64(&blocks)?)?;
+    let more = file.u64(&beyond)?.unwrap_or(0);
+    count.checked_sub(more).ok_or_else(|| {
+        let expected = format!("at most {count}, the {blocks}");
+        malformed(file.path(), &beyond, expected, more.to_string())
+    })
+}
+
+/// Adds the keys of the recurrences of a hybrid.
+fn delta(
+    file: &GgufFile,
+    architecture: &Architecture,
+    config: &mut Map<String, Value>,
+) -> Result<()> {
+    let key = |name: &str| format!("{}.{name}", architecture.gguf);
+    let dim = |name: &str| file.required(&key(name), file.u64(&key(name))?);
+    let (width, heads) = (dim("ssm.state_size")?, dim("ssm.time_step_rank")?);
+    let inner = dim("ssm.inner_size")?;
+    if width.checked_mul(heads) != Some(inner) {
+        let expected = format!("{heads} value heads of ssm.state_size ({width})");
+        return Err(malformed(
+            file.path(),
+            &key("ssm.inner_size"),
+            expected,
+            inner.to_string(),
+        ));
+    }
+    for (json, value) in [
+        ("linear_conv_kernel_dim", dim("ssm.conv_kernel")?),
+        ("linear_key_head_dim", width),
+        ("linear_value_head_dim", width),
+        ("linear_num_key_heads", dim("ssm.group_count")?),
+        ("linear_num_value_heads", heads),
+    ] {
+        config.insert(json.into(), value.into());
+    }
+    if let Some(interval) = file.u64(&key("full_attention_interval"))? {
+        config.insert("full_attention_interval".into(), interval.into());
+    }
+    let recurrent = key("attention.recurrent_layers");
+    if let Some(array) = file.array(&recurrent)? {
+        let Some(all) = array.bools() else {
+            let expected = "an array of bool".into();
+            return Err(malformed(
+                file.path(),
+                &recurrent,
+                expected,
+                array.to_string(),
+            ));
+        };
+        let kind = |recurrent| match recurrent {
+            true => "linear_attention",
+            false => "full_attention",
+        };
+        // Those that predict several tokens at once stand behind the others.
+        let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
+        let types: Vec<&str> = all.take(layers as usize).map(kind).collect();
+        config.insert("layer_types".into(), types.into());
+    }
+    if architecture.gguf_tiled {
+        config.insert(VALUE_HEADS.into(), TILED.into());
+    }
+    Ok(())
 }
 
 /// The `rope_scaling` of Llama 3.1 and later that gives these divisors of the frequencies. Files keep
@@ -241,6 +330,7 @@ const READ: &[&str] = &[
     "attention.head_count_kv",
     "attention.key_length",
     "attention.layer_norm_rms_epsilon",
+    "attention.recurrent_layers",
     "attention.value_length",
     "block_count",
     "classifier.output_labels",
@@ -248,10 +338,14 @@ const READ: &[&str] = &[
     "embedding_length",
     "expert_count",
     "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
     "expert_used_count",
     "feed_forward_length",
+    "full_attention_interval",
+    "nextn_predict_layers",
     "pooling_type",
     "rope.dimension_count",
+    "rope.dimension_sections", // coordinates of a position, which are equal in text
     "rope.freq_base",
     "rope.scaling.attn_factor",
     "rope.scaling.factor",
@@ -262,6 +356,11 @@ const READ: &[&str] = &[
     "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_log_multiplier",
+    "ssm.conv_kernel",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
     "vocab_size",
 ];
 

@@ -75,6 +75,31 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
         plan.set(key("expert_count"), experts.count as u32);
         plan.set(key("expert_used_count"), experts.per_token as u32);
         plan.set(key("expert_feed_forward_length"), experts.width as u32);
+        if experts.shared > 0 {
+            let width = experts.shared as u32;
+            plan.set(key("expert_shared_feed_forward_length"), width);
+        }
+    }
+    if let Some(dims) = c.rope.dims {
+        plan.set(key("rope.dimension_count"), dims as u32);
+    }
+    if let Some(d) = c.delta {
+        for (name, n) in [
+            ("full_attention_interval", d.interval),
+            ("ssm.conv_kernel", d.conv),
+            ("ssm.state_size", d.key_dim),
+            ("ssm.group_count", d.key_heads),
+            ("ssm.time_step_rank", d.value_heads),
+            ("ssm.inner_size", d.values()),
+        ] {
+            plan.set(key(name), n as u32);
+        }
+        // A third each for the three coordinates of a position, which are equal in text.
+        let pairs = c.rotated() as i32 / 2;
+        let sections = [(pairs + 2) / 3, (pairs + 1) / 3, pairs / 3, 0];
+        if c.architecture.gguf_tiled {
+            plan.set(key("rope.dimension_sections"), Array::of_i32s(&sections));
+        }
     }
     plan.set(key("attention.layer_norm_rms_epsilon"), c.rms_norm_eps);
     plan.set(key("rope.freq_base"), c.rope.theta as f32);

@@ -13,6 +13,7 @@ pub mod file;
 mod grids;
 pub mod metadata;
 pub mod names;
+pub(crate) mod order;
 mod store;
 pub mod tokenizer;
 pub mod types;

@@ -14,6 +14,12 @@ const MODEL: [(&str, &str); 3] = [
 /// Prefixes of names in layers, before the layer's number: (Hugging Face, GGUF).
 const PREFIXES: (&str, &str) = (LAYERS, "blk.");
 
+/// Names in layers of matrices that some files hold in place of several: (Hugging Face, GGUF).
+const FUSED: [(&str, &str); 2] = [
+    ("linear_attn.in_proj_ba", "ssm_ba"),
+    ("linear_attn.in_proj_qkvz", "ssm_in"),
+];
+
 /// Translates a name by (from, to) pairs: for names outside the layers, for the prefix before the
 /// layer's number, and for the rest after it.
 fn translate(
@@ -31,8 +37,12 @@ fn translate(
     if number.to_string() != layer {
         return None; // "+1", "01"
     }
-    let mut pairs = architecture.parameters().map(|p| within(&p));
-    let (_, to) = pairs.find(|(from, _)| from == rest)?;
+    let pairs = architecture.parameters().map(|p| within(&p));
+    let fused = FUSED.map(|(hf, gguf)| match prefix == PREFIXES.0 {
+        true => (hf.into(), gguf.into()),
+        false => (gguf.into(), hf.into()),
+    });
+    let (_, to) = pairs.chain(fused).find(|(from, _)| from == rest)?;
     Some(format!("{other}{layer}.{to}"))
 }
 

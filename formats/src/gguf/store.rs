@@ -13,8 +13,9 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::models::ModelConfig;
-use crate::models::{Architecture, LinearKind};
-use crate::names::{EMBEDDING, HEAD, NORM, layer_linear, stack, tensor_name};
+use crate::models::{Architecture, Delta, LinearKind, VectorKind};
+use crate::names::{EMBEDDING, HEAD, NORM, layer_linear, layer_vector, stack, tensor_name};
+use crate::published::{Form, Published};
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::task::{MODULES, POOLING, Task};
@@ -140,6 +141,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         by_name,
         experts: 0,
         head_dim: 0,
+        delta: None,
         labels: Vec::new(),
     };
     let pooling = config::pooling(&first, architecture)?;
@@ -189,10 +191,12 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
     store.experts = config.experts.map_or(0, |e| e.count);
     store.head_dim = config.head_dim;
+    store.delta = config.delta;
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
     let task = Task::of(&files, false)?;
-    Checkpoint::new(files, config, generation, task, Box::new(store)).accounted(left)
+    let store = Published::over(Box::new(store), &config, Form::Gguf, files.root());
+    Checkpoint::new(files, config, generation, task, store).accounted(left)
 }
 
 /// Opens the file `name` and, if it is one of several, the others in order.
@@ -254,6 +258,7 @@ struct GgufStore {
     by_name: BTreeMap<String, usize>, // GGUF name -> index into files
     experts: usize,                   // of a layer; 0 if there are none
     head_dim: usize,
+    delta: Option<Delta>,
     quantization: Option<Value>,
     /// Tokens whose rows of the head are in [`CLASSIFIER`]; empty if there is none.
     labels: Vec<usize>,
@@ -305,9 +310,11 @@ impl GgufStore {
         }
     }
 
-    /// The shape of a matrix in the file: stacks of experts have a dimension for the experts.
+    /// The shape of a matrix in the file: stacks of experts have a dimension for the experts, a single row
+    /// none.
     fn shape(&self, name: &str, (rows, cols): (usize, usize)) -> Vec<usize> {
         match stack(name) {
+            None if rows == 1 => vec![cols],
             Some(_) => vec![self.experts, rows / self.experts.max(1), cols],
             None => vec![rows, cols],
         }
@@ -457,7 +464,11 @@ impl WeightStore for GgufStore {
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        let (stored, kind, bytes) = self.require(name, &[len])?;
+        let shape = match (layer_vector(name).map(|v| v.kind), self.delta) {
+            (Some(VectorKind::Conv), Some(delta)) => vec![delta.channels(), delta.conv],
+            _ => vec![len],
+        };
+        let (stored, kind, bytes) = self.require(name, &shape)?;
         let Some(dtype) = float(kind) else {
             let expected = "F32, F16 or BF16".into();
             return Err(self.error(&stored, expected, kind.name().into()));

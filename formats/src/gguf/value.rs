@@ -271,6 +271,12 @@ impl Array {
         )
     }
 
+    /// The elements, if they are booleans.
+    pub fn bools(&self) -> Option<impl Iterator<Item = bool>> {
+        let bytes = (self.element == kind::BOOL).then_some(&self.bytes)?;
+        Some(bytes.iter().map(|b| *b != 0))
+    }
+
     /// The elements, if they are 32-bit floats.
     pub fn f32s(&self) -> Option<impl Iterator<Item = f32>> {
         let words = (self.element == kind::F32).then_some(&self.bytes)?;

@@ -1,7 +1,7 @@
 //! A row of the table of architectures.
 
-use super::layer::{LayerSpec, LinearSpec, Parameter};
-use super::shape::{Experts, ModelConfig, RopeScaling};
+use super::layer::{LayerSpec, LinearSpec, Mixer, Parameter};
+use super::shape::{Delta, Experts, ModelConfig, RopeScaling};
 use std::fmt;
 
 /// A family of models with the same kinds of layers.
@@ -14,6 +14,8 @@ pub struct Architecture {
     pub class: &'static str,
     /// config.json's `model_type`.
     pub model_type: &'static str,
+    /// Other classes and types of the same models: those that also see images.
+    pub also: &'static [(&'static str, &'static str)],
     /// GGUF's `general.architecture`, which is also the prefix of its metadata keys.
     pub gguf: &'static str,
     /// The kinds of layers that its models have.
@@ -22,11 +24,27 @@ pub struct Architecture {
     pub kind_of: fn(&ModelConfig, usize) -> usize,
     /// True if `head_dim` may be absent from config.json, and is then `hidden_size / num_attention_heads`.
     pub heads_split_hidden: bool,
+    /// Heads are rotated in the first of this many parts, unless a config says otherwise.
+    pub rotated: usize,
+    /// True if Hugging Face files hold the gains of the final norm less 1.
+    pub norm_less_one: bool,
+    /// True if Hugging Face files hold the inputs of a recurrence in two matrices: `in_proj_qkvz`, for each key
+    /// head its rows of queries, keys, values and gates, and likewise `in_proj_ba`.
+    pub fused_delta: bool,
     /// True if a GGUF file keeps the rows of a head of queries and keys so that the two values that a
     /// rotation turns are neighbours, where the rest of nq has them half a head apart.
     pub gguf_pairs: bool,
+    /// True if a GGUF file keeps the value heads of recurrences as [`Delta::tiled`] says.
+    pub gguf_tiled: bool,
     /// Its published models.
     pub presets: &'static [Preset],
+}
+
+/// The [`Architecture::kind_of`] of models whose kinds of layers are one with a recurrence and one with
+/// attention.
+pub(super) fn hybrid(c: &ModelConfig, index: usize) -> usize {
+    let interval = c.delta.map_or(1, |d| d.interval.max(1));
+    usize::from((index + 1).is_multiple_of(interval))
 }
 
 /// The [`Architecture::kind_of`] of models whose layers are all alike.
@@ -43,6 +61,28 @@ impl Architecture {
     /// The parameters of its kinds of layers.
     pub fn parameters(&self) -> impl Iterator<Item = Parameter> {
         self.kinds.iter().flat_map(LayerSpec::parameters)
+    }
+
+    /// True if `class` is the class of its models.
+    pub fn is_class(&self, class: &str) -> bool {
+        self.class == class || self.also.iter().any(|(c, _)| *c == class)
+    }
+
+    /// True if `model_type` is the type of its models.
+    pub fn is_type(&self, model_type: &str) -> bool {
+        self.model_type == model_type || self.also.iter().any(|(_, t)| *t == model_type)
+    }
+
+    /// True if some of its layers have a recurrence.
+    pub fn has_delta(&self) -> bool {
+        let mut blocks = self.kinds.iter().flat_map(|k| k.blocks);
+        blocks.any(|b| matches!(b.mixer, Mixer::Delta(_)))
+    }
+
+    /// True if its layers have a shared expert.
+    pub fn shares_expert(&self) -> bool {
+        let mut blocks = self.kinds.iter().flat_map(|k| k.blocks);
+        blocks.any(|b| matches!(b.mixer, Mixer::Experts(e) if e.shared.is_some()))
     }
 
     /// The Linear that scores the experts of its layers, if they have any.
@@ -75,6 +115,7 @@ pub struct Preset {
     pub(super) hidden: usize,
     pub(super) intermediate: usize,
     pub(super) experts: Option<Experts>,
+    pub(super) delta: Option<Delta>,
     pub(super) layers: usize,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,

@@ -9,10 +9,17 @@ pub(crate) const LAYERS: &str = "model.layers.";
 /// End of the names of biases, whose tensors are called so too.
 const BIAS: &str = ".bias";
 
+/// Ends of the names of all parameters whose tensors are called so too, in Hugging Face and GGUF files.
+const WHOLE_NAMES: [&str; 4] = [BIAS, ".A_log", ".dt_bias", ".ssm_a"];
+
+fn is_whole(name: &str) -> bool {
+    WHOLE_NAMES.iter().any(|end| name.ends_with(end))
+}
+
 /// The name of the tensor that holds the parameter `name`, in Hugging Face and GGUF files:
 /// `model.norm.weight` for `model.norm`, and a bias's own name.
 pub fn tensor_name(name: &str) -> String {
-    if name.ends_with(BIAS) {
+    if is_whole(name) {
         name.into()
     } else {
         format!("{name}.weight")
@@ -22,7 +29,7 @@ pub fn tensor_name(name: &str) -> String {
 /// The parameter that the tensor `name` holds, the inverse of [`tensor_name`]; `None` if it holds none.
 pub fn parameter_of(name: &str) -> Option<&str> {
     name.strip_suffix(".weight")
-        .or_else(|| name.ends_with(BIAS).then_some(name))
+        .or_else(|| is_whole(name).then_some(name))
 }
 
 /// The full name of a parameter of layer `layer`.
@@ -51,6 +58,8 @@ pub struct Block {
 pub enum Mixer {
     /// Attention to the positions up to a row's own.
     Attention(AttentionSpec),
+    /// A recurrence over a state of fixed size.
+    Delta(DeltaSpec),
     /// A SwiGLU.
     Mlp(MlpSpec),
     /// A mixture of experts, each a SwiGLU.
@@ -65,8 +74,36 @@ pub struct AttentionSpec {
     pub qkv: Product,
     /// The norms of each head of the queries and of the keys.
     pub head_norms: Option<HeadNorms>,
+    /// True if the first Linear of `qkv` has twice as many outputs: behind each head's queries stand as
+    /// many gates, by whose sigmoid the head's output is multiplied before `o`.
+    pub gated: bool,
     /// The output projection.
     pub o: Product,
+}
+
+/// A gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464): `out(norm(o) * silu(z))`.
+///
+/// `q`, `k` and `v` are the rows' own and last few inputs `qkv(n)` through a causal convolution of each
+/// channel and SiLU; heads of `q` and `k` are divided by their lengths, `q` also by `sqrt(key_dim)`. With
+/// `beta = sigmoid(b(n))` and `g = exp(-exp(decay) softplus(a(n) + dt_bias))`, each value head has a state
+/// `S [key_dim, value_dim]`, zero before the first position, and computes
+/// `S = g S`, `S = S + k beta (v - S^T k)^T`, `o = S^T q`.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaSpec {
+    /// `qkv` and `z`.
+    pub inputs: Product,
+    /// `b` and `a`. They are never quantized.
+    pub rates: Product,
+    /// The convolution's weights, `[channels, width]`.
+    pub conv: VectorRow,
+    /// Logarithms of the heads' rates of decay.
+    pub decay: VectorRow,
+    /// Biases of `a`.
+    pub dt_bias: VectorRow,
+    /// The norm of a head's output.
+    pub norm: NormSpec,
+    /// The output projection.
+    pub out: Product,
 }
 
 /// Norms of single heads.
@@ -89,7 +126,8 @@ pub struct MlpSpec {
 
 /// With `p = softmax(router(n))` in f32, the sum of `p_e expert_e(n)` over the experts with the
 /// greatest `p`, divided by the sum of these `p` if the model's configuration says so (Fedus, Zoph,
-/// Shazeer, arXiv 2101.03961; Qwen3, arXiv 2505.09388). Each expert is a SwiGLU.
+/// Shazeer, arXiv 2101.03961; Qwen3, arXiv 2505.09388). Each expert is a SwiGLU. All rows go through a
+/// shared expert besides, if there is one.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsSpec {
     /// Scores the experts. It is never quantized.
@@ -98,6 +136,17 @@ pub struct ExpertsSpec {
     pub gate_up: Product,
     /// Down projection of every expert.
     pub down: Product,
+    /// The expert of all rows.
+    pub shared: Option<SharedSpec>,
+}
+
+/// An expert that every row goes through: `sigmoid(score(n)) down(silu(gate(n)) * up(n))` is added.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedSpec {
+    /// One output. It is never quantized.
+    pub score: Product,
+    /// The expert.
+    pub mlp: MlpSpec,
 }
 
 /// Linears that share one input: kernels multiply the input by all of them at once.
@@ -121,6 +170,8 @@ pub enum Source {
     Heads(LinearKind),
     /// The outputs of this Linear, each times another value.
     Rows(LinearKind),
+    /// An operation that no scale can be moved into.
+    Fixed,
 }
 
 /// A Linear of a layer, or the same Linear of all experts of a layer. In the latter case its weight is
@@ -154,6 +205,32 @@ pub struct NormSpec {
     pub gguf: &'static str,
     /// Number of elements that are normalized together.
     pub len: Width,
+    /// True if Hugging Face files hold the gains less 1. (GGUF files and nq's own hold the gains.)
+    pub less_one: bool,
+}
+
+/// A vector of a layer that is neither the gains of a norm nor a bias of a Linear.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VectorRow {
+    /// Its kind.
+    pub kind: VectorKind,
+    /// Its Hugging Face name within a layer: that of its tensor, without `.weight`.
+    pub suffix: &'static str,
+    /// Its GGUF name within a block, likewise.
+    pub gguf: &'static str,
+    /// Number of its values.
+    pub len: Width,
+}
+
+/// What a [`VectorRow`] holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum VectorKind {
+    /// The weights of a convolution, one after another for each channel.
+    Conv,
+    /// Logarithms of rates of decay. GGUF files hold the rates, negated.
+    Decay,
+    /// Biases of time steps.
+    TimeStep,
 }
 
 /// A row of an architecture's table: its kind, its names in Hugging Face and GGUF files, and
@@ -213,6 +290,20 @@ pub(super) const fn norm(
         suffix,
         gguf,
         len,
+        less_one: false,
+    }
+}
+
+/// Like [`norm`], for one of whose gains files hold what they exceed 1 by.
+pub(super) const fn norm_less_one(
+    kind: NormKind,
+    suffix: &'static str,
+    gguf: &'static str,
+    len: Width,
+) -> NormSpec {
+    NormSpec {
+        less_one: true,
+        ..norm(kind, suffix, gguf, len)
     }
 }
 
@@ -227,6 +318,16 @@ pub enum LinearKind {
     V,
     /// Attention output.
     O,
+    /// Queries, keys and values of a recurrence.
+    DeltaQkv,
+    /// Gates of a recurrence's output.
+    DeltaZ,
+    /// How much of a value a recurrence writes.
+    DeltaB,
+    /// How much of its state a recurrence forgets.
+    DeltaA,
+    /// A recurrence's output.
+    DeltaOut,
     /// Scores of experts.
     Router,
     /// MLP gate.
@@ -235,6 +336,14 @@ pub enum LinearKind {
     Up,
     /// MLP down.
     Down,
+    /// Score of the shared expert.
+    SharedScore,
+    /// Its gate.
+    SharedGate,
+    /// Its up.
+    SharedUp,
+    /// Its down.
+    SharedDown,
 }
 
 /// Kind of a norm, by its input. Those of the residual stream come first.
@@ -248,6 +357,8 @@ pub enum NormKind {
     Q,
     /// A head of the keys.
     K,
+    /// A head of a recurrence's output.
+    Delta,
 }
 
 /// A dimension given by a model's configuration.
@@ -267,6 +378,22 @@ pub enum Width {
     Expert,
     /// `num_experts`
     Experts,
+    /// All query heads, and as many gates.
+    GatedHeads,
+    /// Queries, keys and values of a recurrence.
+    DeltaChannels,
+    /// All value heads of a recurrence.
+    DeltaValues,
+    /// `linear_num_value_heads`
+    DeltaHeads,
+    /// `linear_value_head_dim`
+    DeltaHead,
+    /// Weights of a recurrence's convolution.
+    DeltaTaps,
+    /// `shared_expert_intermediate_size`
+    SharedExpert,
+    /// 1
+    One,
 }
 
 /// A parameter of a layer.
@@ -278,15 +405,33 @@ pub enum Parameter {
     Linear(LinearSpec),
     /// The bias of a Linear.
     Bias(LinearSpec),
+    /// Another vector.
+    Vector(VectorRow),
 }
 
 impl Mixer {
-    /// The products whose weights can be quantized, in running order: all but a router.
-    pub fn products(&self) -> [&Product; 2] {
+    /// The products whose weights can be quantized, in running order.
+    pub fn products(&self) -> Vec<&Product> {
         match self {
-            Mixer::Attention(a) => [&a.qkv, &a.o],
-            Mixer::Mlp(m) => [&m.gate_up, &m.down],
-            Mixer::Experts(e) => [&e.gate_up, &e.down],
+            Mixer::Attention(a) => vec![&a.qkv, &a.o],
+            Mixer::Delta(d) => vec![&d.inputs, &d.out],
+            Mixer::Mlp(m) => vec![&m.gate_up, &m.down],
+            Mixer::Experts(e) => {
+                let shared = e.shared.iter().flat_map(|s| [&s.mlp.gate_up, &s.mlp.down]);
+                [&e.gate_up, &e.down].into_iter().chain(shared).collect()
+            }
+        }
+    }
+
+    /// The products that are never quantized, small ones whose errors would cost more than their bytes.
+    fn kept(&self) -> Vec<&Product> {
+        match self {
+            Mixer::Experts(e) => {
+                let shared = e.shared.iter().map(|s| &s.score);
+                [&e.router].into_iter().chain(shared).collect()
+            }
+            Mixer::Delta(d) => vec![&d.rates],
+            Mixer::Attention(_) | Mixer::Mlp(_) => Vec::new(),
         }
     }
 
@@ -294,22 +439,30 @@ impl Mixer {
     fn router(&self) -> Option<&Product> {
         match self {
             Mixer::Experts(e) => Some(&e.router),
-            Mixer::Attention(_) | Mixer::Mlp(_) => None,
+            Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
         }
     }
 
     /// The norms within it.
-    fn norms(&self) -> impl Iterator<Item = &NormSpec> {
-        let heads = match self {
-            Mixer::Attention(a) => a.head_norms.as_ref(),
-            Mixer::Mlp(_) | Mixer::Experts(_) => None,
-        };
-        heads.into_iter().flat_map(|h| [&h.q, &h.k])
+    fn norms(&self) -> Vec<&NormSpec> {
+        match self {
+            Mixer::Attention(a) => a.head_norms.iter().flat_map(|h| [&h.q, &h.k]).collect(),
+            Mixer::Delta(d) => vec![&d.norm],
+            Mixer::Mlp(_) | Mixer::Experts(_) => Vec::new(),
+        }
+    }
+
+    /// Its other vectors.
+    fn vectors(&self) -> Vec<&VectorRow> {
+        match self {
+            Mixer::Delta(d) => vec![&d.conv, &d.decay, &d.dt_bias],
+            Mixer::Attention(_) | Mixer::Mlp(_) | Mixer::Experts(_) => Vec::new(),
+        }
     }
 }
 
 impl LayerSpec {
-    /// The products whose weights can be quantized, in running order: all but routers.
+    /// The products whose weights can be quantized, in running order.
     pub fn products(&self) -> Vec<&'static Product> {
         let blocks = self.blocks.iter();
         blocks.flat_map(|b| b.mixer.products()).collect()
@@ -327,9 +480,20 @@ impl LayerSpec {
         routers.next().map(|p| &p.linears[0])
     }
 
-    /// All matrices of a layer: the router and [`LayerSpec::linears`].
+    /// The products that are never quantized: routers and the like.
+    pub fn kept_products(&self) -> Vec<&'static Product> {
+        self.blocks.iter().flat_map(|b| b.mixer.kept()).collect()
+    }
+
+    /// The Linears of [`LayerSpec::kept_products`].
+    pub fn kept(&self) -> Vec<&'static LinearSpec> {
+        let products = self.kept_products().into_iter();
+        products.flat_map(|p| p.linears).collect()
+    }
+
+    /// All matrices of a layer: [`LayerSpec::kept`] and [`LayerSpec::linears`].
     pub fn matrices(&self) -> impl Iterator<Item = &'static LinearSpec> {
-        self.router().into_iter().chain(self.linears())
+        self.kept().into_iter().chain(self.linears())
     }
 
     /// Its norms: those of the residual stream, then those within mixers.
@@ -337,6 +501,11 @@ impl LayerSpec {
         let stream = self.blocks.iter().map(|b| &b.norm);
         let within = self.blocks.iter().flat_map(|b| b.mixer.norms());
         stream.chain(within).collect()
+    }
+
+    /// Its other vectors but biases.
+    pub fn vectors(&self) -> Vec<&'static VectorRow> {
+        self.blocks.iter().flat_map(|b| b.mixer.vectors()).collect()
     }
 
     /// The Linears with a bias.
@@ -355,11 +524,14 @@ impl LayerSpec {
         let mut all = Vec::new();
         for Block { norm, mixer } in self.blocks {
             all.push(Parameter::Norm(*norm));
-            let [first, last] = mixer.products();
-            all.extend(mixer.router().into_iter().flat_map(linears));
-            all.extend(linears(first));
-            all.extend(mixer.norms().map(|&n| Parameter::Norm(n)));
-            all.extend(linears(last));
+            all.extend(mixer.kept().into_iter().flat_map(linears));
+            for (place, product) in mixer.products().into_iter().enumerate() {
+                if place == 1 {
+                    all.extend(mixer.vectors().into_iter().map(|&v| Parameter::Vector(v)));
+                    all.extend(mixer.norms().into_iter().map(|&n| Parameter::Norm(n)));
+                }
+                all.extend(linears(product));
+            }
         }
         all
     }
@@ -412,6 +584,13 @@ impl LinearSpec {
     }
 }
 
+impl VectorRow {
+    /// Its full name in layer `layer`.
+    pub fn name(&self, layer: usize) -> String {
+        in_layer(layer, self.suffix)
+    }
+}
+
 impl NormSpec {
     /// The full name of its gains in layer `layer`, without `.weight`.
     pub fn name(&self, layer: usize) -> String {
@@ -426,10 +605,19 @@ impl fmt::Display for LinearKind {
             LinearKind::K => "k",
             LinearKind::V => "v",
             LinearKind::O => "o",
+            LinearKind::DeltaQkv => "delta_qkv",
+            LinearKind::DeltaZ => "delta_z",
+            LinearKind::DeltaB => "delta_b",
+            LinearKind::DeltaA => "delta_a",
+            LinearKind::DeltaOut => "delta_out",
             LinearKind::Router => "router",
             LinearKind::Gate => "gate",
             LinearKind::Up => "up",
             LinearKind::Down => "down",
+            LinearKind::SharedScore => "shared_score",
+            LinearKind::SharedGate => "shared_gate",
+            LinearKind::SharedUp => "shared_up",
+            LinearKind::SharedDown => "shared_down",
         })
     }
 }
@@ -441,6 +629,7 @@ impl Parameter {
             Parameter::Norm(n) => n.suffix.into(),
             Parameter::Linear(l) => l.suffix.into(),
             Parameter::Bias(l) => format!("{}{BIAS}", l.suffix).into(),
+            Parameter::Vector(v) => v.suffix.into(),
         }
     }
 
@@ -450,6 +639,7 @@ impl Parameter {
             Parameter::Norm(n) => n.gguf.into(),
             Parameter::Linear(l) => l.gguf.into(),
             Parameter::Bias(l) => format!("{}{BIAS}", l.gguf).into(),
+            Parameter::Vector(v) => v.gguf.into(),
         }
     }
 }

@@ -67,6 +67,7 @@ const ATTENTION: Block = Block {
     mixer: Mixer::Attention(AttentionSpec {
         qkv: QKV,
         head_norms: None,
+        gated: false,
         o: O,
     }),
 };
@@ -77,13 +78,18 @@ pub(super) static LLAMA: Architecture = Architecture {
     title: "Llama 3",
     class: "LlamaForCausalLM",
     model_type: "llama",
+    also: &[],
     gguf: "llama",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, MLP],
     }],
     kind_of: all_alike,
     heads_split_hidden: true,
+    rotated: 1,
+    norm_less_one: false,
+    fused_delta: false,
     gguf_pairs: true,
+    gguf_tiled: false,
     presets: &[
         Preset {
             head_dim: 64,
@@ -126,6 +132,7 @@ const fn preset(
         hidden,
         intermediate,
         experts: None,
+        delta: None,
         layers,
         heads,
         kv_heads: 8,

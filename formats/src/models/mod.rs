@@ -10,21 +10,25 @@ mod layer;
 mod llama;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod shape;
 
 pub use architecture::{Architecture, Preset};
 pub(crate) use layer::LAYERS;
 pub use layer::{
-    AttentionSpec, Block, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, LinearSpec, Mixer,
-    MlpSpec, NormKind, NormSpec, Parameter, Product, Source, Width, in_layer, parameter_of,
-    tensor_name,
+    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, LinearSpec,
+    Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec, Source, VectorKind,
+    VectorRow, Width, in_layer, parameter_of, tensor_name,
 };
-pub use shape::{Experts, ModelConfig, Rope, RopeScaling, Shape};
+pub use shape::{Delta, Experts, ModelConfig, Rope, RopeScaling, Shape};
 
 /// Every architecture.
 pub static ARCHITECTURES: &[&Architecture] = &[
     &qwen3::QWEN3,
     &qwen3::QWEN3_MOE,
+    &qwen3_5::QWEN3_5,
+    &qwen3_5::QWEN3_5_MOE,
+    &qwen3_5::QWEN3_NEXT,
     &qwen2::QWEN2,
     &llama::LLAMA,
 ];
@@ -32,6 +36,19 @@ pub static ARCHITECTURES: &[&Architecture] = &[
 /// The architecture whose `key` is `value`, e.g. the one whose `model_type` is `qwen3`.
 pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'static Architecture> {
     ARCHITECTURES.iter().copied().find(|a| key(a) == value)
+}
+
+/// The architecture of the class that config.json's `architectures` names.
+pub fn of_class(class: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.iter().copied().find(|a| a.is_class(class))
+}
+
+/// The architecture of a `model_type` of config.json.
+pub fn of_type(model_type: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES
+        .iter()
+        .copied()
+        .find(|a| a.is_type(model_type))
 }
 
 /// The supported architectures, for messages, each with its `key` in brackets.
@@ -102,6 +119,7 @@ mod tests {
                         Source::Rows(kind) => {
                             assert_eq!(kind.dims(&c).0, inputs * product.shares(&c));
                         }
+                        Source::Fixed => {}
                         Source::Heads(kind) => {
                             let groups = c.num_attention_heads / c.num_key_value_heads;
                             assert_eq!(kind.dims(&c).0 * groups, inputs);

@@ -19,6 +19,7 @@ const ATTENTION: Block = Block {
             ..llama::QKV
         },
         head_norms: None,
+        gated: false,
         o: llama::O,
     }),
 };
@@ -29,13 +30,18 @@ pub(super) static QWEN2: Architecture = Architecture {
     title: "Qwen2.5",
     class: "Qwen2ForCausalLM",
     model_type: "qwen2",
+    also: &[],
     gguf: "qwen2",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, llama::MLP],
     }],
     kind_of: all_alike,
     heads_split_hidden: true,
+    rotated: 1,
+    norm_less_one: false,
+    fused_delta: false,
     gguf_pairs: false,
+    gguf_tiled: false,
     presets: &[
         Preset {
             head_dim: 64,
@@ -73,6 +79,7 @@ const fn preset(
         hidden,
         intermediate,
         experts: None,
+        delta: None,
         layers,
         heads,
         kv_heads,

@@ -17,6 +17,7 @@ const ATTENTION: Block = Block {
             q: norm(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
             k: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
         }),
+        gated: false,
         o: llama::O,
     }),
 };
@@ -27,13 +28,18 @@ pub(super) static QWEN3: Architecture = Architecture {
     title: "Qwen3 dense",
     class: "Qwen3ForCausalLM",
     model_type: "qwen3",
+    also: &[],
     gguf: "qwen3",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, llama::MLP],
     }],
     kind_of: all_alike,
     heads_split_hidden: false,
+    rotated: 1,
+    norm_less_one: false,
+    fused_delta: false,
     gguf_pairs: false,
+    gguf_tiled: false,
     presets: &[
         preset(("qwen3-0.6b", "Qwen/Qwen3-0.6B"), (1024, 3072), 28, 16, true),
         preset(("qwen3-1.7b", "Qwen/Qwen3-1.7B"), (2048, 6144), 28, 16, true),
@@ -49,32 +55,44 @@ pub(super) static QWEN3: Architecture = Architecture {
     ],
 };
 
+/// Scores of experts.
 #[rustfmt::skip]
+pub(super) const ROUTER: Product = Product {
+    name: "router",
+    linears: &[
+        linear(LinearKind::Router, "mlp.gate", "ffn_gate_inp", (Width::Experts, Width::Hidden)),
+    ],
+    source: Source::Norm(NormKind::Mlp),
+};
+
+/// Gates and ups of experts.
+#[rustfmt::skip]
+pub(super) const GATE_UP: Product = Product {
+    name: "gate_up",
+    linears: &[
+        stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", (Width::Expert, Width::Hidden)),
+        stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", (Width::Expert, Width::Hidden)),
+    ],
+    source: Source::Norm(NormKind::Mlp),
+};
+
+/// Downs of experts.
+#[rustfmt::skip]
+pub(super) const DOWN: Product = Product {
+    name: "down",
+    linears: &[
+        stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", (Width::Hidden, Width::Expert)),
+    ],
+    source: Source::Rows(LinearKind::Up),
+};
+
 const EXPERTS: Block = Block {
     norm: llama::MLP_NORM,
     mixer: Mixer::Experts(ExpertsSpec {
-        router: Product {
-            name: "router",
-            linears: &[
-                linear(LinearKind::Router, "mlp.gate", "ffn_gate_inp", (Width::Experts, Width::Hidden)),
-            ],
-            source: Source::Norm(NormKind::Mlp),
-        },
-        gate_up: Product {
-            name: "gate_up",
-            linears: &[
-                stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", (Width::Expert, Width::Hidden)),
-                stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", (Width::Expert, Width::Hidden)),
-            ],
-            source: Source::Norm(NormKind::Mlp),
-        },
-        down: Product {
-            name: "down",
-            linears: &[
-                stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", (Width::Hidden, Width::Expert)),
-            ],
-            source: Source::Rows(LinearKind::Up),
-        },
+        router: ROUTER,
+        gate_up: GATE_UP,
+        down: DOWN,
+        shared: None,
     }),
 };
 
@@ -84,13 +102,18 @@ pub(super) static QWEN3_MOE: Architecture = Architecture {
     title: "Qwen3 mixture-of-experts",
     class: "Qwen3MoeForCausalLM",
     model_type: "qwen3_moe",
+    also: &[],
     gguf: "qwen3moe",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, EXPERTS],
     }],
     kind_of: all_alike,
     heads_split_hidden: false,
+    rotated: 1,
+    norm_less_one: false,
+    fused_delta: false,
     gguf_pairs: false,
+    gguf_tiled: false,
     presets: &[
         mixture(("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"), (2048, 6144), 48, (32, 4), (128, 768)),
         mixture(("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B"), (4096, 12288), 94, (64, 4), (128, 1536)),
@@ -119,6 +142,7 @@ const fn mixture(
             per_token: 8,
             width,
             normalized: true,
+            shared: 0,
         }),
         ..preset(names, widths, layers, heads, false)
     }
@@ -140,6 +164,7 @@ const fn preset(
         hidden,
         intermediate,
         experts: None,
+        delta: None,
         layers,
         heads,
         kv_heads: 8,

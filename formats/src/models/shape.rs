@@ -15,6 +15,8 @@ pub struct ModelConfig {
     pub intermediate_size: usize,
     /// The experts of its layers; `None` if the architecture has none.
     pub experts: Option<Experts>,
+    /// The recurrences of its layers; `None` if the architecture has none.
+    pub delta: Option<Delta>,
     /// Number of transformer layers.
     pub num_hidden_layers: usize,
     /// Number of query heads.
@@ -50,6 +52,45 @@ pub struct Experts {
     pub width: usize,
     /// True if the weights of a token's experts are divided by their sum (`norm_topk_prob`).
     pub normalized: bool,
+    /// Width of the expert that all tokens go through (`shared_expert_intermediate_size`); 0 without one.
+    pub shared: usize,
+}
+
+/// The gated DeltaNets of a model, and which of its layers have one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Delta {
+    /// Heads of queries and keys (`linear_num_key_heads`).
+    pub key_heads: usize,
+    /// Heads of values (`linear_num_value_heads`), a multiple of `key_heads`.
+    pub value_heads: usize,
+    /// Width of a head of keys (`linear_key_head_dim`).
+    pub key_dim: usize,
+    /// Width of a head of values (`linear_value_head_dim`).
+    pub value_dim: usize,
+    /// Inputs that the convolution sees: a row's own and those before it (`linear_conv_kernel_dim`).
+    pub conv: usize,
+    /// Every so many layers, the last has attention instead (`full_attention_interval`).
+    pub interval: usize,
+    /// True if value head `h` has key head `h % key_heads`, as in GGUF files; otherwise the value heads of
+    /// a key head are neighbours.
+    pub tiled: bool,
+}
+
+impl Delta {
+    /// Width of all queries, or of all keys.
+    pub fn keys(&self) -> usize {
+        self.key_heads * self.key_dim
+    }
+
+    /// Width of all values.
+    pub fn values(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+
+    /// Channels of the convolution: queries, keys and values.
+    pub fn channels(&self) -> usize {
+        2 * self.keys() + self.values()
+    }
 }
 
 /// Rotary position embedding.
@@ -57,6 +98,8 @@ pub struct Experts {
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
+    /// Values of a head that are rotated, the first ones; `None`: all.
+    pub dims: Option<usize>,
     /// Extension beyond the trained length.
     pub scaling: RopeScaling,
 }
@@ -156,6 +199,11 @@ impl ModelConfig {
         self.num_key_value_heads * self.head_dim
     }
 
+    /// Values of a head that are rotated.
+    pub fn rotated(&self) -> usize {
+        self.rope.dims.unwrap_or(self.head_dim)
+    }
+
     /// Number of parameters of the model; a tied head counts once.
     pub fn parameters(&self) -> usize {
         let h = self.hidden_size;
@@ -227,6 +275,7 @@ impl Preset {
             hidden_size: self.hidden,
             intermediate_size: self.intermediate,
             experts: self.experts,
+            delta: self.delta,
             num_hidden_layers: self.layers,
             num_attention_heads: self.heads,
             num_key_value_heads: self.kv_heads,
@@ -236,6 +285,10 @@ impl Preset {
             rms_norm_eps: self.eps,
             rope: Rope {
                 theta: self.theta,
+                dims: match self.architecture.rotated {
+                    1 => None,
+                    parts => Some(self.head_dim / parts),
+                },
                 scaling: self.scaling,
             },
             tie_word_embeddings: self.tied,
@@ -256,6 +309,14 @@ impl Width {
             Width::Mlp => c.intermediate_size,
             Width::Expert => c.experts.map_or(0, |e| e.width),
             Width::Experts => c.experts.map_or(0, |e| e.count),
+            Width::GatedHeads => 2 * c.q_dim(),
+            Width::DeltaChannels => c.delta.map_or(0, |d| d.channels()),
+            Width::DeltaValues => c.delta.map_or(0, |d| d.values()),
+            Width::DeltaHeads => c.delta.map_or(0, |d| d.value_heads),
+            Width::DeltaHead => c.delta.map_or(0, |d| d.value_dim),
+            Width::DeltaTaps => c.delta.map_or(0, |d| d.channels() * d.conv),
+            Width::SharedExpert => c.experts.map_or(0, |e| e.shared),
+            Width::One => 1,
         }
     }
 }
@@ -300,7 +361,7 @@ impl Product {
     pub fn shares(&self, c: &ModelConfig) -> usize {
         match self.source {
             Source::Rows(_) => self.linears[0].copies(c),
-            Source::Norm(_) | Source::Heads(_) => 1,
+            Source::Norm(_) | Source::Heads(_) | Source::Fixed => 1,
         }
     }
 
@@ -315,6 +376,7 @@ impl Parameter {
     pub fn shape(&self, c: &ModelConfig) -> Shape {
         match self {
             Parameter::Norm(n) => Shape::Vector(n.len.of(c)),
+            Parameter::Vector(v) => Shape::Vector(v.len.of(c)),
             Parameter::Linear(l) => {
                 let (out, inputs) = l.dims(c);
                 Shape::Matrix(out, inputs)

@@ -66,6 +66,7 @@ const EXPERTS: Experts = Experts {
     per_token: 8,
     width: 768,
     normalized: true,
+    shared: 0,
 };
 
 /// Scores of `m` rows that choose different experts.

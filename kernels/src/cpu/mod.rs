@@ -18,7 +18,7 @@ pub use bandwidth::{Bandwidth, BandwidthBuffer};
 pub use isa::{Isa, IsaChoice};
 pub use kv::{KvPages, KvSequence};
 pub use linear::{Epilogue, Linear, held_bits};
-pub use ops::{FEW_ROWS, Span};
+pub use ops::{DeltaRows, DeltaShape, DeltaVectors, FEW_ROWS, Span};
 pub use team::{Team, TeamOptions};
 
 use crate::error::Result;

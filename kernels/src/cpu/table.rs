@@ -18,10 +18,11 @@ use super::linear::input::Prepared;
 use super::linear::int8;
 use super::linear::pack::Packed;
 use super::ops::attention::{self, Partial};
+use super::ops::delta::{self, TileRows};
 use super::ops::rows;
-use crate::cpu::simd::Simd;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::avx2::{EVEX, VEX, WITHOUT};
+use crate::cpu::simd::{LANES, Simd};
 use std::ops::Range;
 
 /// Writes units of a panel as floats; see [`float::dequantize`].
@@ -111,6 +112,9 @@ pub(crate) struct Table {
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     pub(crate) norm_rope: fn(&mut [f32], &[f32], f32, &[(f32, f32)]),
     pub(crate) merge: fn(&[Partial], &[f32], &mut [f32]),
+    pub(crate) delta_conv: fn(&[f32], &[f32], Option<f32>, &mut [f32]),
+    pub(crate) delta_tile: fn(&mut [f32], &TileRows<'_>, &dyn Fn(usize, &[f32; LANES])),
+    pub(crate) delta_gate: fn(&mut [f32], &[f32], &[f32], f32),
     pub(crate) decode: Decode,
     pub(crate) prefill: Prefill,
 }
@@ -330,6 +334,9 @@ macro_rules! instantiate {
                 rms_norm = rows::rms_norm[x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]] -> ();
                 norm_rope = rows::norm_rope[head: &mut [f32], weight: &[f32], eps: f32, cos_sin: &[(f32, f32)]] -> ();
                 merge = attention::merge[partials: &[Partial], outs: &[f32], y: &mut [f32]] -> ();
+                delta_conv = delta::conv[window: &[f32], taps: &[f32], length: Option<f32>, y: &mut [f32]] -> ();
+                delta_tile = delta::tile[tile: &mut [f32], rows: &TileRows<'_>, put: &dyn Fn(usize, &[f32; LANES])] -> ();
+                delta_gate = delta::gate[y: &mut [f32], norm: &[f32], z: &[f32], eps: f32] -> ();
             }
 
             pub(super) const TABLE: Table = Table {
@@ -371,6 +378,9 @@ macro_rules! instantiate {
                 rms_norm,
                 norm_rope,
                 merge,
+                delta_conv,
+                delta_tile,
+                delta_gate,
                 decode,
                 prefill,
             };

@@ -149,6 +149,7 @@ fn experts(count: usize, per_token: usize, width: usize, normalized: bool) -> Ex
         per_token,
         width,
         normalized,
+        shared: 0,
     }
 }
 

@@ -17,6 +17,7 @@ use crate::linalg::Matrix;
 use crate::second_order::{Hessian, InputStats};
 use nq_formats::models::{NormKind, Product, Source};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// AWQ's settings.
@@ -59,6 +60,8 @@ impl Method for Awq {
 
     fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         let mut changed = false;
+        // The scales of norms, by which a layer's other products with the same input are multiplied too.
+        let mut folded: BTreeMap<NormKind, Vec<f32>> = BTreeMap::new();
         let products = layer.spec.products().into_iter().zip(inputs);
         let shares = products.flat_map(|(product, inputs)| {
             let of = inputs.len();
@@ -80,7 +83,16 @@ impl Method for Awq {
                     let (queries, values) = (stats.mean_square.len(), layer.linear(values).rows);
                     Some((queries / layer.head_dim, values / layer.head_dim))
                 }
-                Source::Norm(_) | Source::Rows(_) => None,
+                Source::Norm(kind) => {
+                    if let Some(scales) = folded.get(&kind) {
+                        stats.divide(scales)?;
+                        continue;
+                    }
+                    None
+                }
+                // Nothing divides the input by scales.
+                Source::Fixed => continue,
+                Source::Rows(_) => None,
             };
             let rms = tie(&stats.mean_square, heads, layer.head_dim);
             let Some(scales) = self.search(layer, share, stats, &rms, grids)? else {
@@ -89,6 +101,9 @@ impl Method for Awq {
             fold(layer, share, &scales);
             stats.divide(&scales)?;
             changed = true;
+            if let Source::Norm(kind) = share.product.source {
+                folded.insert(kind, scales);
+            }
         }
         Ok(changed)
     }
@@ -260,7 +275,7 @@ impl Share<'_> {
 }
 
 /// Multiplies the columns of a product's weights by `scales` and divides whatever produces its
-/// input by them. Other users of that input (a router) are multiplied too.
+/// input by them. Other users of that input (a router, a shared expert) are multiplied too.
 fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
     for linear in share.product.linears {
         scale_columns(share.values(layer.linear_mut(linear.kind)), scales);
@@ -276,8 +291,12 @@ fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
             for (gain, s) in layer.norms.get_mut(&kind).into_iter().flatten().zip(scales) {
                 *gain /= s;
             }
-            if let (NormKind::Mlp, Some(router)) = (kind, layer.spec.router()) {
-                scale_columns(&mut layer.linear_mut(router.kind).data, scales);
+            let own = share.product;
+            let all = (layer.spec.kept_products().into_iter()).chain(layer.spec.products());
+            for other in all.filter(|p| p.source == own.source && *p != own) {
+                for linear in other.linears {
+                    scale_columns(&mut layer.linear_mut(linear.kind).data, scales);
+                }
             }
         }
         Source::Heads(kind) => {
@@ -296,5 +315,6 @@ fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
             let cols = rows.cols;
             divide_rows(share.values(rows), cols, &|i| scales[i]);
         }
+        Source::Fixed => unreachable!("no scales are searched for it"),
     }
 }

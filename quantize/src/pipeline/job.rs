@@ -10,7 +10,7 @@ use crate::mix;
 use crate::quality::{self, Limits};
 use crate::schemes::Schemes;
 use crate::stages::Stages;
-use crate::train::{TuneOptions, no_experts};
+use crate::train::{TuneOptions, refused, untrainable};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
 use nq_runtime::device::Device;
@@ -143,8 +143,9 @@ impl<'a> Job<'a> {
     ) -> Result<Self> {
         options.schemes.check(checkpoint.config())?;
         check(options.target, options.bits)?;
-        if checkpoint.config().experts.is_some() && options.tuning.is_some() {
-            return Err(no_experts());
+        let untrainable = untrainable(checkpoint.config()).filter(|_| options.tuning.is_some());
+        if let Some(found) = untrainable {
+            return Err(refused(found));
         }
         let limited = options.limits.max_kld.is_some() || options.limits.min_top1.is_some();
         if limited && !options.measure {

@@ -4,8 +4,8 @@
 //! Results of the forward that the backward needs are kept if they are expensive to compute
 //! (products), and recomputed if they are cheap (norms, SiLU, attention weights).
 
-use super::no_experts;
 use super::params::{Matrix, Model, Values};
+use super::{refused, untrainable};
 use crate::error::Result;
 use nq_formats::ModelConfig;
 use nq_formats::models::LayerSpec;
@@ -220,7 +220,9 @@ impl<O: GradOps> Graph<O> {
                 match mixer {
                     Mix::Attention(a) => self.attention_gradient(ops, norm, a, (layer, rows))?,
                     Mix::Mlp(mlp) => self.mlp_gradient(ops, norm, mlp, (layer, rows))?,
-                    Mix::Experts(_) => return Err(no_experts()),
+                    Mix::Delta(_) | Mix::Experts(_) => {
+                        return Err(refused(untrainable(&self.config).unwrap_or("this layer")));
+                    }
                 }
             }
         }

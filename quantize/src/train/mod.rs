@@ -12,6 +12,8 @@
 
 pub mod graph;
 pub mod params;
+use nq_formats::ModelConfig;
+
 pub mod plan;
 pub mod record;
 pub mod sample;
@@ -23,11 +25,20 @@ pub mod trainer;
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;
 
-/// The error for a mixture of experts: training supports one MLP per layer.
-pub(crate) fn no_experts() -> crate::Error {
+/// What keeps a model from being tuned, if anything does: training supports attention and one MLP per layer.
+pub fn untrainable(c: &ModelConfig) -> Option<&'static str> {
+    match (c.experts, c.delta) {
+        (Some(_), _) => Some("a mixture of experts"),
+        (_, Some(_)) => Some("a model with recurrences"),
+        (None, None) => None,
+    }
+}
+
+/// The error for a model of which `found` keeps it from being tuned.
+pub(crate) fn refused(found: &str) -> crate::Error {
     crate::Error::Request {
         what: "tuning",
-        expected: "a dense model".into(),
-        found: "a mixture of experts".into(),
+        expected: "a dense model whose layers have attention".into(),
+        found: found.into(),
     }
 }

@@ -1,11 +1,11 @@
 //! Fresh text for every step: the teacher continues many beginnings at once on the device.
 
-use super::no_experts;
 use super::params::{Matrix, Model, Values};
+use super::refused;
 use crate::error::{Error, Result};
 use nq_formats::ModelConfig;
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
-use nq_runtime::forward::{Experts, HeadVectors, Operand, Ops, Packed, Projection};
+use nq_runtime::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection};
 use nq_runtime::full_precision::{Load, add_biases, multiply, ones};
 use nq_runtime::rope::Rotary;
 
@@ -239,13 +239,22 @@ impl<O: GradOps> Ops for Step<'_, O> {
         Ok(ops.attend_one(&s.qh, keys, values, &mut s.q, one)?)
     }
 
+    fn recur(
+        &mut self,
+        _layer: usize,
+        _norm: &Values<O>,
+        _delta: &Delta<Vec<Matrix<O>>, Values<O>>,
+    ) -> Result<()> {
+        Err(nq_runtime::Error::no_recurrences("training").into())
+    }
+
     fn add_experts(
         &mut self,
         _layer: usize,
         _norm: &Values<O>,
         _experts: &Experts<Vec<Matrix<O>>>,
     ) -> Result<()> {
-        Err(no_experts())
+        Err(refused("a mixture of experts"))
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<Matrix<O>>>) -> Result<()> {

@@ -25,6 +25,7 @@ fn config(tied: bool) -> ModelConfig {
         hidden_size: 32,
         intermediate_size: 48,
         experts: None,
+        delta: None,
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
@@ -34,6 +35,7 @@ fn config(tied: bool) -> ModelConfig {
         rms_norm_eps: 1e-6,
         rope: Rope {
             theta: 1e4,
+            dims: None,
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: tied,
@@ -78,6 +80,7 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
                 biases: (spec.biased())
                     .map(|l| (l.kind, vector(l.dims(c).0, 0.0)))
                     .collect(),
+                vectors: BTreeMap::new(),
             })
             .collect(),
         final_norm: vector(c.hidden_size, 1.0),

@@ -136,7 +136,7 @@ impl EagleModel {
         }
         let rows: Vec<usize> = (0..m).collect();
         let all = (0, heads + kv_heads, d);
-        cpu.turn_heads(&mut qkv, stride, all, (None, eps), &angles, &rows);
+        cpu.turn_heads(&mut qkv, stride, all, (None, eps), (&angles, d / 2), &rows);
         for (r, row) in qkv.chunks_exact(stride).enumerate() {
             let (rotated, values) = row.split_at(q_dim + kv_dim);
             let at = position + r;

@@ -1,14 +1,17 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
+use super::cache::{LayerCache, delta_shape};
 use crate::error::{Error, Result};
-use crate::forward::{self, Experts, HeadVectors, Operand, Ops, Packed, Projection, VectorSpec};
+use crate::forward::{
+    self, Delta, Experts, HeadVectors, Mlp, Operand, Ops, Packed, Projection, Shared, VectorSpec,
+};
 use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::weights::Census;
-use nq_formats::models::{LinearKind, Product};
+use nq_formats::models::{Block, Mixer, Product, VectorKind};
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, FEW_ROWS, KvPages, KvSequence, Linear, Span};
+use nq_kernels::cpu::{Cpu, DeltaRows, DeltaVectors, Epilogue, FEW_ROWS, KvSequence, Linear, Span};
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
 
@@ -26,8 +29,9 @@ pub(crate) fn pack_layer(
     let linear = |product: &'static Product| {
         let parts = weights.product(product);
         let spec = &product.linears[0];
-        if spec.kind == LinearKind::Router {
-            // The weights that choose experts are neither rounded, whatever the options say, nor counted.
+        if weights.spec.kept_products().contains(&product) {
+            // The weights that choose experts, and the like, are neither rounded, whatever the options say, nor
+            // counted.
             let linear = Linear::new(cpu, &parts, Activations::F32, options.kernels)?;
             return Ok(linear.named(product.name));
         }
@@ -39,7 +43,14 @@ pub(crate) fn pack_layer(
             census,
         )
     };
-    let vector = |vector: VectorSpec| Ok(weights.vector(vector).to_f32()?);
+    let vector = |vector: VectorSpec| {
+        let mut values = weights.vector(vector).to_f32()?;
+        if matches!(vector, VectorSpec::Row(row) if row.kind == VectorKind::Decay) {
+            // As the kernel multiplies by them.
+            values.iter_mut().for_each(|v| *v = -v.exp());
+        }
+        Ok(values)
+    };
     Layer::new(index, weights.spec, linear, vector)
 }
 
@@ -71,8 +82,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) cpu: &'a Cpu,
     pub(crate) config: &'a ModelConfig,
     pub(crate) batch: &'a Batch,
-    /// The layer's keys and values.
-    pub(crate) kv: &'a mut KvPages,
+    /// What the layer keeps of its sequences.
+    pub(crate) cache: &'a mut LayerCache,
     /// The page table of each slot's sequence.
     pub(crate) tables: &'a [Vec<u32>],
     pub(crate) scratch: &'a mut Scratch,
@@ -97,13 +108,11 @@ impl Ops for Pass<'_> {
         let normed = &mut self.scratch.normed[..m * c.hidden_size];
         self.cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
         self.observer.linear_input(layer, w.spec, normed);
+        let width = w.linear.out_features();
         let (out, epilogue) = match to {
-            Projection::Qkv => {
-                let width = c.q_dim() + 2 * c.kv_dim();
-                (&mut self.scratch.qkv[..m * width], Epilogue::Store)
-            }
+            Projection::Qkv => (&mut self.scratch.qkv[..m * width], Epilogue::Store),
             Projection::Gated => {
-                let width = c.intermediate_size;
+                let width = width / 2;
                 (&mut self.scratch.gated[..m * width], Epilogue::SiluMul)
             }
         };
@@ -119,9 +128,11 @@ impl Ops for Pass<'_> {
         let (cpu, c, batch) = (self.cpu, self.config, self.batch);
         let (heads, kv_heads, d) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
         let (q_dim, kv_dim, eps) = (c.q_dim(), c.kv_dim(), c.rms_norm_eps);
-        let (m, stride) = (batch.rows(), q_dim + 2 * kv_dim);
+        // With gates, the queries become consecutive behind as many values that nobody reads.
+        let first = if vectors.gated { q_dim } else { 0 };
+        let (m, stride) = (batch.rows(), first + q_dim + 2 * kv_dim);
         let qkv = &mut self.scratch.qkv[..m * stride];
-        let (table, rows) = (&batch.cos_sin, &batch.row_ids);
+        let (table, rows) = ((&batch.cos_sin[..], c.rotated() / 2), &batch.row_ids);
         for row in qkv
             .chunks_exact_mut(stride)
             .filter(|_| !vectors.biases.is_empty())
@@ -129,35 +140,90 @@ impl Ops for Pass<'_> {
             let bias = vectors.biases.iter().flatten();
             row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
         }
+        let gates = &mut self.scratch.gates[..m * first];
+        for (row, gates) in (qkv.chunks_exact_mut(stride)).zip(gates.chunks_exact_mut(q_dim)) {
+            part_gates(row, gates, d);
+        }
         let norms = vectors.norms.as_ref();
         for (start, heads, norm) in [
-            (0, heads, norms.map(|[q, _]| &q[..])),
-            (q_dim, kv_heads, norms.map(|[_, k]| &k[..])),
+            (first, heads, norms.map(|[q, _]| &q[..])),
+            (first + q_dim, kv_heads, norms.map(|[_, k]| &k[..])),
         ] {
             cpu.turn_heads(qkv, stride, (start, heads, d), (norm, eps), table, rows);
         }
         let tables = self.tables;
+        let pages = self.cache.pages_mut();
         for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
             for r in 0..span.len {
-                let row = &qkv[(span.row + r) * stride + q_dim..][..2 * kv_dim];
+                let row = &qkv[(span.row + r) * stride + first + q_dim..][..2 * kv_dim];
                 let (keys, values) = row.split_at(kv_dim);
                 let position = span.position + r;
                 let page = tables[slot][position / PAGE];
-                self.kv.store(page, position % PAGE, keys, values);
+                pages.store(page, position % PAGE, keys, values);
             }
         }
-        let kv = &*self.kv;
+        let kv = &*pages;
         let sequence = |i: usize| KvSequence::new(kv, &tables[batch.slots[i]]);
         let attended = &mut self.scratch.attended[..m * q_dim];
-        cpu.attention_batch(qkv, stride, &batch.spans, heads, d, sequence, attended);
+        let q = &qkv[first..];
+        cpu.attention_batch(q, stride, &batch.spans, heads, d, sequence, attended);
+        // None without gates.
+        let gates = &self.scratch.gates[..m * first];
+        (attended.iter_mut().zip(gates)).for_each(|(y, g)| *y *= sigmoid(*g));
         Ok(())
+    }
+
+    fn recur(
+        &mut self,
+        layer: usize,
+        norm: &Vec<f32>,
+        delta: &Delta<Linear, Vec<f32>>,
+    ) -> Result<()> {
+        let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
+        let shape = delta_shape(c);
+        let Scratch {
+            normed,
+            qkv,
+            attended,
+            rates,
+            ..
+        } = &mut *self.scratch;
+        let normed = &mut normed[..m * c.hidden_size];
+        let qkvz = &mut qkv[..m * delta.inputs.linear.out_features()];
+        let ba = &mut rates[..m * delta.rates.linear.out_features()];
+        let out = &mut attended[..m * shape.values()];
+        cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
+        self.observer.linear_input(layer, delta.inputs.spec, normed);
+        cpu.linear(&delta.inputs.linear, normed, qkvz, Epilogue::Store)?;
+        apart(cpu, &delta.rates.linear, normed, ba, c.hidden_size)?;
+        let vectors = &delta.vectors;
+        let vectors = DeltaVectors {
+            conv: &vectors.conv,
+            decay: &vectors.decay,
+            dt_bias: &vectors.dt_bias,
+            norm: &vectors.norm,
+        };
+        let mut states = self.cache.states_mut(&self.batch.slots);
+        let rows = DeltaRows { qkvz, ba };
+        let spans = &self.batch.spans;
+        cpu.delta(
+            &shape,
+            &vectors,
+            rows,
+            spans,
+            &mut states,
+            c.rms_norm_eps,
+            out,
+        );
+        self.observer.linear_input(layer, delta.out.spec, out);
+        Ok(cpu.linear(&delta.out.linear, out, self.x, Epilogue::Add)?)
     }
 
     fn add(&mut self, layer: usize, operand: Operand, w: &Packed<Linear>) -> Result<()> {
         let (c, m) = (self.config, self.batch.rows());
         let operand = match operand {
             Operand::Attended => &self.scratch.attended[..m * c.q_dim()],
-            Operand::Gated => &self.scratch.gated[..m * c.intermediate_size],
+            Operand::Gated => &self.scratch.gated[..m * w.linear.in_features()],
         };
         self.observer.linear_input(layer, w.spec, operand);
         Ok(self.cpu.linear(&w.linear, operand, self.x, Epilogue::Add)?)
@@ -176,13 +242,7 @@ impl Ops for Pass<'_> {
         let normed = &mut self.scratch.normed[..m * c.hidden_size];
         let scores = &mut self.scratch.scores[..m * shape.count];
         cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
-        // Few rows go one by one: float sums depend on how many rows go together, and the choice of
-        // experts depends on those sums.
-        let rows = if m <= FEW_ROWS { 1 } else { m };
-        let (x, y) = (rows * c.hidden_size, rows * shape.count);
-        for (x, y) in normed.chunks(x).zip(scores.chunks_mut(y)) {
-            cpu.linear(&experts.router.linear, x, y, Epilogue::Store)?;
-        }
+        apart(cpu, &experts.router.linear, normed, scores, c.hidden_size)?;
         let (gate_up, down) = (&experts.gate_up, &experts.down);
         if self.observer.wants_inputs() {
             self.observer.linear_input(layer, gate_up.spec, normed);
@@ -195,7 +255,11 @@ impl Ops for Pass<'_> {
         }
         let routes = Routes::new(scores, shape);
         self.observer.routed(layer, &routes);
-        Ok(cpu.experts(&gate_up.linear, &down.linear, &routes, normed, self.x)?)
+        cpu.experts(&gate_up.linear, &down.linear, &routes, normed, self.x)?;
+        match &experts.shared {
+            None => Ok(()),
+            Some(shared) => self.add_shared(layer, shared),
+        }
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -204,12 +268,67 @@ impl Ops for Pass<'_> {
     }
 }
 
+impl Pass<'_> {
+    /// Adds the expert of all rows, whose input the scratch holds.
+    fn add_shared(&mut self, layer: usize, shared: &Shared<Linear>) -> Result<()> {
+        let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
+        let Scratch {
+            normed,
+            gated,
+            scores,
+            ..
+        } = &mut *self.scratch;
+        let Mlp { gate_up, down } = &shared.mlp;
+        let width = down.linear.in_features();
+        let (normed, gated) = (&normed[..m * c.hidden_size], &mut gated[..m * width]);
+        self.observer.linear_input(layer, gate_up.spec, normed);
+        cpu.linear(&gate_up.linear, normed, gated, Epilogue::SiluMul)?;
+        self.observer.linear_input(layer, down.spec, gated);
+        let scores = &mut scores[..m];
+        apart(cpu, &shared.score.linear, normed, scores, c.hidden_size)?;
+        for (row, score) in gated.chunks_exact_mut(width).zip(scores) {
+            let score = sigmoid(*score);
+            row.iter_mut().for_each(|v| *v *= score);
+        }
+        Ok(cpu.linear(&down.linear, gated, self.x, Epilogue::Add)?)
+    }
+}
+
+/// `y = x w^T` for a small matrix in floats. Few rows go one by one: float sums depend on how many rows go
+/// together, and the choice of experts, for one, depends on those sums.
+fn apart(cpu: &Cpu, w: &Linear, x: &[f32], y: &mut [f32], inputs: usize) -> Result<()> {
+    let m = x.len() / inputs.max(1);
+    let rows = if m <= FEW_ROWS { 1 } else { m };
+    let (x, y) = (
+        x.chunks(rows * inputs),
+        y.chunks_mut(rows * w.out_features()),
+    );
+    x.zip(y)
+        .try_for_each(|(x, y)| Ok(cpu.linear(w, x, y, Epilogue::Store)?))
+}
+
+/// Parts the queries of a row, which stand before each head's gates, from the gates: the gates go to `gates`
+/// `[heads, d]`, the queries to the same place behind the first `heads d` values.
+fn part_gates(row: &mut [f32], gates: &mut [f32], d: usize) {
+    let heads = gates.len() / d;
+    // From the last on, a head's place is behind whatever has not been moved.
+    for head in (0..heads).rev() {
+        let from = 2 * head * d;
+        gates[head * d..][..d].copy_from_slice(&row[from + d..][..d]);
+        row.copy_within(from..from + d, (heads + head) * d);
+    }
+}
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
 /// The sequence and position of each row of a forward.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     spans: Vec<Span>,
     slots: Vec<usize>,        // [spans]: whose page tables
-    cos_sin: Vec<(f32, f32)>, // [rows, head_dim / 2]
+    cos_sin: Vec<(f32, f32)>, // [rows, half of the values of a head that are rotated]
     row_ids: Vec<usize>,      // 0 .. rows: each row has a table row of its own
 }
 
@@ -219,7 +338,7 @@ impl Batch {
         Batch {
             spans: Vec::with_capacity(slots),
             slots: Vec::with_capacity(slots),
-            cos_sin: Vec::with_capacity(rows * config.head_dim / 2),
+            cos_sin: Vec::with_capacity(rows * config.rotated() / 2),
             row_ids: Vec::with_capacity(rows),
         }
     }
@@ -260,31 +379,50 @@ impl Batch {
 #[derive(Debug)]
 pub(crate) struct Scratch {
     normed: Vec<f32>,   // [rows, hidden]
-    qkv: Vec<f32>,      // [rows, q_dim + 2 kv_dim]
-    attended: Vec<f32>, // [rows, q_dim]
-    gated: Vec<f32>,    // [rows, intermediate]; none where there are experts
+    qkv: Vec<f32>,      // [rows, q_dim + 2 kv_dim], with gates, or what a recurrence is made of
+    attended: Vec<f32>, // [rows, q_dim], or the values of a recurrence
+    gates: Vec<f32>,    // [rows, q_dim]; none without gates
+    rates: Vec<f32>,    // [rows, 2 value heads of a recurrence]
+    gated: Vec<f32>,    // [rows, intermediate], or the width of the shared expert
     scores: Vec<f32>,   // [rows, experts]
 }
 
 impl Scratch {
     /// Values per row of each buffer.
-    fn widths(c: &ModelConfig) -> [usize; 5] {
-        let qkv = c.q_dim() + 2 * c.kv_dim();
+    fn widths(c: &ModelConfig) -> [usize; 7] {
+        let mixers = || c.architecture.kinds.iter().flat_map(|k| k.blocks);
+        let is_gated = |b: &Block| matches!(b.mixer, Mixer::Attention(a) if a.gated);
+        let gates = if mixers().any(is_gated) { c.q_dim() } else { 0 };
+        let qkv = gates + c.q_dim() + 2 * c.kv_dim();
+        let [inputs, values, rates] = match c.delta {
+            None => [0; 3],
+            Some(d) => [d.channels() + d.values(), d.values(), 2 * d.value_heads],
+        };
         let (gated, scores) = match c.experts {
             None => (c.intermediate_size, 0),
-            Some(experts) => (0, experts.count),
+            Some(experts) => (experts.shared, experts.count),
         };
-        [c.hidden_size, qkv, c.q_dim(), gated, scores]
+        [
+            c.hidden_size,
+            qkv.max(inputs),
+            c.q_dim().max(values),
+            gates,
+            rates,
+            gated,
+            scores,
+        ]
     }
 
     /// Allocates buffers for `rows` rows.
     pub(crate) fn new(c: &ModelConfig, rows: usize) -> Self {
-        let [normed, qkv, attended, gated, scores] =
+        let [normed, qkv, attended, gates, rates, gated, scores] =
             Self::widths(c).map(|width| vec![0.0; rows * width]);
         Scratch {
             normed,
             qkv,
             attended,
+            gates,
+            rates,
             gated,
             scores,
         }

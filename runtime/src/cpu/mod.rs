@@ -1,11 +1,13 @@
 //! The CPU engine: nq's own forward over `nq_kernels::cpu`.
 
+mod cache;
 pub(crate) mod eagle;
 mod eagle_drafts;
 pub(crate) mod layer;
 mod session;
 mod stepper;
 
+pub use cache::{is_recurrent, state_bytes};
 pub(crate) use session::session_bytes;
 pub(crate) use stepper::CpuLayers;
 pub use stepper::stepper_bytes;

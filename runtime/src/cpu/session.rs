@@ -1,5 +1,6 @@
 //! [`Session`] on the CPU.
 
+use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle_drafts::EagleDrafts;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use super::{CpuModel, embed};
@@ -10,7 +11,7 @@ use crate::interface::{
 };
 use crate::kv::{PageCopy, PageTables};
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::{Epilogue, FEW_ROWS, KvPages, Linear};
+use nq_kernels::cpu::{Epilogue, FEW_ROWS, Linear};
 use std::sync::Arc;
 
 /// Sequences in progress over a [`CpuModel`].
@@ -18,7 +19,7 @@ pub(super) struct CpuSession {
     model: Arc<CpuModel>,
     spec: SessionSpec,
     tables: PageTables,
-    kv: Vec<KvPages>, // [layers]
+    caches: Vec<LayerCache>, // [layers]
     batch: Batch,
     scratch: Scratch,
     x: Vec<f32>,       // [max_rows, hidden], the residual stream
@@ -75,10 +76,9 @@ impl Taps {
 /// Bytes that [`CpuSession::new`] reserves: (keys and values, activations without the logits, which
 /// depend on the request).
 pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
-    let page = KvPages::page_bytes(spec.kv, c.num_key_value_heads, c.head_dim);
     let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
     (
-        c.num_hidden_layers * spec.page_count() * page,
+        spec.page_count() * page_bytes(c, spec.kv) + spec.slots * state_bytes(c),
         Scratch::bytes(c, spec.max_rows) + stream,
     )
 }
@@ -88,15 +88,8 @@ impl CpuSession {
         let c = &model.config;
         CpuSession {
             tables: PageTables::new(&spec),
-            kv: (0..c.num_hidden_layers)
-                .map(|_| {
-                    KvPages::new(
-                        spec.kv,
-                        spec.page_count(),
-                        c.num_key_value_heads,
-                        c.head_dim,
-                    )
-                })
+            caches: (c.layers())
+                .map(|layer| LayerCache::new(c, layer, spec.kv, (spec.slots, spec.page_count())))
                 .collect(),
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
             scratch: Scratch::new(c, spec.max_rows),
@@ -133,7 +126,7 @@ impl CpuSession {
                 cpu: &model.cpu,
                 config: &model.config,
                 batch: &self.batch,
-                kv: &mut self.kv[index],
+                cache: &mut self.caches[index],
                 tables: self.tables.all(),
                 scratch: &mut self.scratch,
                 x,
@@ -160,14 +153,16 @@ impl CpuSession {
         check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
         let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
         for PageCopy { from, to, rows } in self.tables.reserve(growth)? {
-            self.kv
-                .iter_mut()
-                .for_each(|layer| layer.copy_rows(from, to, rows));
+            let pages = self.caches.iter_mut().filter_map(LayerCache::pages_of);
+            pages.for_each(|layer| layer.copy_rows(from, to, rows));
         }
         self.batch.clear();
         for chunk in chunks {
             let position = self.tables.len(chunk.slot);
             let rows = chunk.tokens.len();
+            if position == 0 {
+                self.clear_states(chunk.slot);
+            }
             if !self.taps.after.is_empty() {
                 let hidden = self.model.config.hidden_size;
                 self.taps.extend(chunk.slot, position, rows, hidden);
@@ -175,13 +170,37 @@ impl CpuSession {
             self.batch
                 .push(&self.model.rotary, chunk.slot, position, rows);
         }
+        let result = self.run_located(chunks, observer);
+        result.inspect_err(|_| self.lose(chunks))
+    }
+
+    /// Runs the layers, and finds the first that fails if the last one's output is not finite.
+    fn run_located(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
         self.run_layers(chunks, false, observer)?;
         let rows = self.batch.rows() * self.model.config.hidden_size;
         if !all_finite(&self.x[..rows]) {
-            // Running again is safe; the layer that fails first is worth the time.
+            // Running again is safe (states that it has brought forward are lost anyway); the layer that
+            // fails first is worth the time.
             self.run_layers(chunks, true, &mut ())?;
         }
         Ok(())
+    }
+
+    fn clear_states(&mut self, slot: usize) {
+        self.caches.iter_mut().for_each(|cache| cache.clear(slot));
+    }
+
+    /// True if a sequence has states that cannot be cut.
+    fn recurrent(&self) -> bool {
+        self.model.config.delta.is_some()
+    }
+
+    /// Called when a forward over the chunks fails after its layers have begun: what that did to states
+    /// cannot be undone, so their sequences become empty.
+    fn lose(&mut self, chunks: &[Chunk<'_>]) {
+        if self.recurrent() {
+            chunks.iter().for_each(|c| self.tables.truncate(c.slot, 0));
+        }
     }
 
     fn advance(&mut self, chunks: &[Chunk<'_>]) {
@@ -238,6 +257,9 @@ impl Session for CpuSession {
     }
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
+        // States cannot be cut but at the start.
+        let cut = self.recurrent() && len < self.tables.len(slot);
+        let len = if cut { 0 } else { len };
         self.tables.truncate(slot, len);
         let hidden = self.model.config.hidden_size;
         self.taps.truncate(slot, len, hidden);
@@ -245,8 +267,14 @@ impl Session for CpuSession {
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        // States cannot be cut but at the start.
+        let whole = !self.recurrent() || len == self.tables.len(from);
+        let reached = if whole { len } else { 0 };
         self.tables.fork(from, to, len)?;
-        Ok(len)
+        self.tables.truncate(to, reached);
+        let states = self.caches.iter_mut();
+        states.for_each(|cache| cache.copy_state(from, to));
+        Ok(reached)
     }
 
     fn pages(&mut self) -> Option<&mut dyn Pages> {
@@ -259,7 +287,8 @@ impl Session for CpuSession {
 
     fn exact_rows(&self) -> usize {
         let model = &*self.model;
-        if !model.config.head_dim.is_multiple_of(16) {
+        // Rows that are not kept would have to be taken out of states again.
+        if !model.config.head_dim.is_multiple_of(16) || self.recurrent() {
             return 1;
         }
         let linears = model.layers.iter().flat_map(Layer::linears);
@@ -278,6 +307,7 @@ impl Session for CpuSession {
         self.run_norm(chunks);
         self.run_head(observer)?;
         if !all_finite(&self.logits) {
+            self.lose(chunks);
             return Err(Error::LogitsNotFinite);
         }
         self.advance(chunks);
@@ -291,6 +321,7 @@ impl Session for CpuSession {
         self.run(chunks, &mut ())?;
         self.run_norm(chunks);
         if !all_finite(&self.head_in) {
+            self.lose(chunks);
             return Err(Error::NotFinite {
                 what: "the final norm behind the output",
                 layer: self.model.layers.len() - 1,
@@ -308,23 +339,35 @@ impl Pages for CpuSession {
     }
 
     fn page_bytes(&self) -> usize {
-        let c = &self.model.config;
-        let layer = KvPages::page_bytes(self.spec.kv, c.num_key_value_heads, c.head_dim);
-        c.num_hidden_layers * layer
+        page_bytes(&self.model.config, self.spec.kv)
+    }
+
+    fn are_all(&self) -> bool {
+        !self.recurrent()
     }
 
     fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
         let page = self.tables.whole_page(slot, index)?;
-        self.kv.iter().for_each(|layer| layer.read_page(page, out));
+        let layers = self.caches.iter().filter_map(LayerCache::pages);
+        layers.for_each(|layer| layer.read_page(page, out));
         Ok(())
     }
 
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        if self.recurrent() {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "pages appended to a sequence",
+                expected: "a model without recurrences".into(),
+                found: self.model.config.architecture.title.into(),
+            });
+        }
         let expected = self.page_bytes();
         check_page(page, expected)?;
         let at = self.tables.append_page(slot, self.spec.ctx)?;
-        let layers = page.chunks_exact(expected / self.kv.len());
-        for (layer, bytes) in self.kv.iter_mut().zip(layers) {
+        let layers = page.chunks_exact(expected / self.caches.len());
+        let caches = self.caches.iter_mut().filter_map(LayerCache::pages_of);
+        for (layer, bytes) in caches.zip(layers) {
             layer.write_page(at, bytes);
         }
         Ok(())

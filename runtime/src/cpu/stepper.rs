@@ -1,5 +1,6 @@
 //! The CPU as a device of the layer stepper.
 
+use super::cache::{LayerCache, delta_shape, is_recurrent};
 use super::layer::{Batch, Layer, Pass, Scratch, pack, pack_layer};
 use crate::error::Result;
 use crate::interface::{LoadOptions, Observer};
@@ -23,8 +24,8 @@ pub(crate) struct CpuLayers {
     cpu: Arc<Cpu>,
     rotary: Rotary,
     kv_type: KvType,
-    kv: KvPages,
-    tables: Vec<Vec<u32>>, // of each sequence of a piece
+    cache: [LayerCache; 2], // of layers with attention, and of those with recurrences
+    tables: Vec<Vec<u32>>,  // of each sequence of a piece
     batch: Batch,
     scratch: Scratch,
 }
@@ -33,7 +34,12 @@ pub(crate) struct CpuLayers {
 /// the buffers of `CpuLayers::new` and of the pieces, and a copy of a piece of the stream.
 pub fn stepper_bytes(c: &ModelConfig, kv: KvType) -> usize {
     let page = KvPages::page_bytes(kv, c.num_key_value_heads, c.head_dim);
-    Scratch::bytes(c, ROWS) + size_of::<f32>() * ROWS * c.hidden_size + ROWS.div_ceil(PAGE) * page
+    let state = match c.delta {
+        None => 0,
+        Some(_) => size_of::<f32>() * delta_shape(c).state_len(),
+    };
+    let stream = size_of::<f32>() * ROWS * c.hidden_size;
+    Scratch::bytes(c, ROWS) + stream + ROWS.div_ceil(PAGE) * page + state
 }
 
 impl CpuLayers {
@@ -47,7 +53,7 @@ impl CpuLayers {
             cpu: Arc::new(options.cpu()?),
             rotary: Rotary::new(config),
             kv_type,
-            kv: KvPages::new(kv_type, 0, config.num_key_value_heads, config.head_dim),
+            cache: caches(config, kv_type, (0, 0)),
             tables: Vec::new(),
             batch: Batch::with_capacity(config, ROWS, 0),
             scratch: Scratch::new(config, ROWS),
@@ -80,8 +86,7 @@ impl LayerDevice for CpuLayers {
         let ends = pieces.iter().flat_map(|p| &p.chunks).map(|c| c.0 + c.1);
         let pages = ends.max().unwrap_or(0).div_ceil(PAGE);
         if self.tables.len() < slots || self.tables.first().is_some_and(|t| t.len() < pages) {
-            let (heads, d) = (self.config.num_key_value_heads, self.config.head_dim);
-            self.kv = KvPages::new(self.kv_type, slots * pages, heads, d);
+            self.cache = caches(&self.config, self.kv_type, (slots, slots * pages));
             let table = |slot: usize| {
                 (slot * pages..(slot + 1) * pages)
                     .map(|p| p as u32)
@@ -113,12 +118,16 @@ impl LayerDevice for CpuLayers {
         self.batch.clear();
         for (slot, &(position, len)) in piece.chunks.iter().enumerate() {
             self.batch.push(&self.rotary, slot, position, len);
+            if position == 0 {
+                self.cache.iter_mut().for_each(|cache| cache.clear(slot));
+            }
         }
+        let recurrent = is_recurrent(self.config.layer(layer.index));
         layer.run(&mut Pass {
             cpu: &self.cpu,
             config: &self.config,
             batch: &self.batch,
-            kv: &mut self.kv,
+            cache: &mut self.cache[usize::from(recurrent)],
             tables: &self.tables,
             scratch: &mut self.scratch,
             x,
@@ -137,6 +146,17 @@ impl LayerDevice for CpuLayers {
             logits: Vec::new(),
         }))
     }
+}
+
+/// A cache for layers with attention, and one for those with recurrences.
+fn caches(c: &ModelConfig, kv: KvType, size: (usize, usize)) -> [LayerCache; 2] {
+    let kinds = c.architecture.kinds.iter();
+    let of = |recurrent: bool| {
+        let found = kinds.clone().find(|k| is_recurrent(k) == recurrent);
+        // The other is never used.
+        LayerCache::new(c, found.unwrap_or(&c.architecture.kinds[0]), kv, size)
+    };
+    [of(false), of(true)]
 }
 
 struct CpuHead {

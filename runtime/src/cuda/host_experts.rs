@@ -32,7 +32,7 @@ struct HostLayer {
 /// True for the products of `spec` that hold the weights of experts.
 pub(super) fn is_of_experts(spec: &LayerSpec, product: &Product) -> bool {
     spec.blocks.iter().any(|block| match &block.mixer {
-        Mixer::Attention(_) | Mixer::Mlp(_) => false,
+        Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => false,
         Mixer::Experts(e) => e.gate_up == *product || e.down == *product,
     })
 }
@@ -87,7 +87,7 @@ impl HostExperts {
             .iter()
             .map(|Block { norm, mixer }| match mixer {
                 Mixer::Experts(experts) => Some((norm, &experts.gate_up, &experts.down)),
-                Mixer::Attention(_) | Mixer::Mlp(_) => None,
+                Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
             });
         let (Some(experts), Some((norm, gate_up, down))) =
             (config.experts, blocks.find_map(|of_experts| of_experts))

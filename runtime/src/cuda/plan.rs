@@ -418,6 +418,7 @@ mod tests {
             per_token: 2,
             width: 768,
             normalized: true,
+            shared: 0,
         });
         assert_eq!(split(&model, None, 10_000_000_000), Ok((0, 10_000_000_000)));
         assert_eq!(split(&model, None, 9_999_999_999), Ok((1, 9_800_000_000)));

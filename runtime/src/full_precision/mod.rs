@@ -9,7 +9,7 @@ mod stepper;
 pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
-use crate::forward::{Experts, HeadVectors, Layer, Operand, Ops, Packed, Projection};
+use crate::forward::{Delta, Experts, HeadVectors, Layer, Operand, Ops, Packed, Projection};
 use crate::rope::Rotary;
 use nq_formats::ModelConfig;
 use nq_formats::models::Product;
@@ -369,6 +369,10 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         (self.shown)(Seen::Input(w.spec, 0, from))?;
         ops.copy((before, 0), (&mut *to, 0), rows * c.hidden_size)?;
         multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
+    }
+
+    fn recur(&mut self, _layer: usize, _norm: &G, _delta: &Delta<Vec<M>, G>) -> Result<()> {
+        Err(Error::no_recurrences("nq in full precision"))
     }
 
     /// Sends every row through every expert that some row is routed to: 16 times the work of a mixture

@@ -483,6 +483,7 @@ mod tests {
                 per_token: 2,
                 width: 24,
                 normalized: false,
+                shared: 0,
             }),
             num_hidden_layers: 2,
             num_attention_heads: 4,

@@ -11,6 +11,11 @@ pub trait Pages {
     /// Bytes of a page, as [`Pages::read`] returns it.
     fn page_bytes(&self) -> usize;
 
+    /// True if pages are all that a sequence is made of; otherwise [`Pages::append`] is refused.
+    fn are_all(&self) -> bool {
+        true
+    }
+
     /// Appends to `out` the keys and values of all layers at positions `index * PAGE` to
     /// `(index + 1) * PAGE` of a sequence, in their layout in memory.
     ///
@@ -25,6 +30,7 @@ pub trait Pages {
     /// # Errors
     /// [`Error::PagesFull`](crate::Error::PagesFull), [`Error::ContextFull`](crate::Error::ContextFull);
     /// [`Error::Request`](crate::Error::Request) if the sequence ends within a page, or if `page` has not
-    /// [`Pages::page_bytes`] bytes. The sequence is then unchanged.
+    /// [`Pages::page_bytes`] bytes; [`Error::Unsupported`](crate::Error::Unsupported) unless
+    /// [`Pages::are_all`]. The sequence is then unchanged.
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()>;
 }

@@ -63,7 +63,8 @@ pub trait Session: Send {
     ///
     /// # Errors
     /// [`crate::Error::ContextFull`], [`crate::Error::PagesFull`] or [`crate::Error::Request`]
-    /// before anything is computed; the sequences are then unchanged.
+    /// before anything is computed; the sequences are then unchanged. After other errors, sequences whose
+    /// state cannot be cut are empty.
     fn forward(
         &mut self,
         chunks: &[Chunk<'_>],

@@ -29,6 +29,7 @@ pub(crate) fn small_config() -> ModelConfig {
         hidden_size: 48,
         intermediate_size: 80,
         experts: None,
+        delta: None,
         num_hidden_layers: 3,
         num_attention_heads: 8,
         num_key_value_heads: 2,
@@ -38,6 +39,7 @@ pub(crate) fn small_config() -> ModelConfig {
         rms_norm_eps: 1e-6,
         rope: Rope {
             theta: 1e6,
+            dims: None,
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: false,
@@ -55,6 +57,7 @@ pub(crate) fn small_mixture(per_token: usize, normalized: bool) -> ModelConfig {
             per_token,
             width: 40,
             normalized,
+            shared: 0,
         }),
         ..small_config()
     }

@@ -14,6 +14,7 @@ pub use args::QuantizeArgs;
 use nq_formats::nq::{SourceRecord, staging};
 use nq_formats::{Progress, Task};
 use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};
+use nq_quantize::train::untrainable;
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
 use std::path::Path;
 use std::process::ExitCode;
@@ -52,8 +53,9 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ..SourceRecord::default()
     };
     let mut options = args.options(global, schemes, candidates, target.folder(), source);
-    if options.tuning.is_some() && model.checkpoint.config().experts.is_some() {
-        terminal.note("mixtures of experts are not tuned: --method auto is gptq here");
+    let untrainable = untrainable(model.checkpoint.config()).filter(|_| options.tuning.is_some());
+    if let Some(found) = untrainable {
+        terminal.note(&format!("{found} is not tuned: --method auto is gptq here"));
         options.tuning = None;
     }
     let job =

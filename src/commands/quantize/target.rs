@@ -8,7 +8,7 @@ use crate::terminal::human_bytes;
 use anyhow::{Context, bail};
 use nq_formats::durable::check_destination;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
-use nq_formats::names::{Shape, is_layer_linear, is_router, parameters};
+use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters};
 use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
 use nq_quantize::allocation;
 use nq_quantize::schemes::head_scheme;
@@ -99,7 +99,7 @@ impl Target {
         checkpoint.files().check_apart(&self.out)?;
         let all = parameters(checkpoint.config());
         let matrices = all.iter().filter_map(|(name, shape)| match *shape {
-            Shape::Matrix(rows, cols) if !is_router(name) => Some((name.as_str(), (rows, cols))),
+            Shape::Matrix(rows, cols) if !is_kept(name) => Some((name.as_str(), (rows, cols))),
             _ => None,
         });
         let (linears, ends): (Vec<_>, Vec<_>) = matrices.partition(|(name, _)| {

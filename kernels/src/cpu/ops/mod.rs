@@ -1,12 +1,14 @@
 //! The operations of a layer besides the Linear.
 
 pub(crate) mod attention;
+pub(crate) mod delta;
 pub(crate) mod rows;
 
 use super::memory::{Buffer, Shared};
 use super::simd::LANES;
 use super::{Cpu, KvSequence, with_scratch};
 use attention::{CHUNK, Partial};
+pub use delta::{DeltaRows, DeltaShape, DeltaVectors};
 
 /// Consecutive new tokens of one sequence within a batch's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,15 +50,15 @@ impl Cpu {
 
     /// Per-head RMSNorm, if there are gains `[head_dim]` for it, then rotary embedding, of `heads`
     /// consecutive heads of `d` values that start at column `start` of each row of `x`
-    /// `[m, stride]`, in place. `cos_sin` is `[positions, d / 2]`, `positions[i]` the
-    /// position of row `i`.
+    /// `[m, stride]`, in place. The first `2 half` values of a head are rotated: `cos_sin` is
+    /// `[positions, half]`, `positions[i]` the position of row `i`.
     pub fn turn_heads(
         &self,
         x: &mut [f32],
         stride: usize,
         (start, heads, d): (usize, usize, usize),
         (gains, eps): (Option<&[f32]>, f32),
-        cos_sin: &[(f32, f32)],
+        (cos_sin, half): (&[(f32, f32)], usize),
         positions: &[usize],
     ) {
         let rows = x.len() / stride.max(1);
@@ -65,7 +67,7 @@ impl Cpu {
         let grain = SMALL.div_ceil((heads * d).max(1));
         self.team().run_ranges(rows, grain, |rows| {
             for i in rows {
-                let table = &cos_sin[positions[i] * (d / 2)..(positions[i] + 1) * (d / 2)];
+                let table = &cos_sin[positions[i] * half..(positions[i] + 1) * half];
                 // SAFETY: each row is written once.
                 let row = unsafe { x.part(i * stride..(i + 1) * stride) };
                 for head in row[start..start + heads * d].chunks_exact_mut(d) {

@@ -55,12 +55,18 @@ fn sum_of_squares<S: Simd>(s: S, x: &[f32]) -> f32 {
     rest.iter().fold(s.sum(total), |a, x| a + x * x)
 }
 
+/// The factor of an RMSNorm: `1 / sqrt(mean(x^2) + eps)`.
+#[inline(always)]
+pub(crate) fn rms_scale<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum_of_squares(s, x) / x.len() as f32 + eps).sqrt()
+}
+
 /// RMSNorm of one row: `x / sqrt(mean(x^2) + eps) * weight`; all three of one length.
 #[inline(always)]
 pub(crate) fn rms_norm<S: Simd>(s: S, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     let n = x.len();
     let (weight, y) = (&weight[..n], &mut y[..n]);
-    let scale = 1.0 / (sum_of_squares(s, x) / n as f32 + eps).sqrt();
+    let scale = rms_scale(s, x, eps);
     let mut i = 0;
     while i + LANES <= n {
         // SAFETY: 16 elements from `i` on are inside all three.
@@ -76,15 +82,16 @@ pub(crate) fn rms_norm<S: Simd>(s: S, x: &[f32], weight: &[f32], eps: f32, y: &m
     }
 }
 
-/// Rotary embedding of one head, pairing `i` with `i + d / 2`, in place.
+/// Rotary embedding of the first values of one head, pairing `i` with `i + half`, in place. `cos_sin` is
+/// `[half]`.
 pub(crate) fn rope(head: &mut [f32], cos_sin: &[(f32, f32)]) {
-    let (low, high) = head.split_at_mut(head.len() / 2);
+    let (low, high) = head[..2 * cos_sin.len()].split_at_mut(cos_sin.len());
     for ((a, b), &(cos, sin)) in low.iter_mut().zip(high).zip(cos_sin) {
         (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
     }
 }
 
-/// RMSNorm of one head, then rotary embedding pairing `i` with `i + d / 2`, in place.
+/// RMSNorm of one head, then [`rope`], in place.
 #[inline(always)]
 pub(crate) fn norm_rope<S: Simd>(
     s: S,
@@ -93,10 +100,15 @@ pub(crate) fn norm_rope<S: Simd>(
     eps: f32,
     cos_sin: &[(f32, f32)],
 ) {
-    let (n, half) = (head.len(), head.len() / 2);
-    let scale = 1.0 / (sum_of_squares(s, head) / n as f32 + eps).sqrt();
-    let (low, high) = head.split_at_mut(half);
-    let (weight_low, weight_high) = weight[..n].split_at(half);
+    let (n, half) = (head.len(), cos_sin.len());
+    let scale = rms_scale(s, head, eps);
+    let (turned, others) = head.split_at_mut(2 * half);
+    let (weight, weight_others) = weight[..n].split_at(2 * half);
+    for (x, w) in others.iter_mut().zip(weight_others) {
+        *x *= scale * w;
+    }
+    let (low, high) = turned.split_at_mut(half);
+    let (weight_low, weight_high) = weight.split_at(half);
     let pairs = low.iter_mut().zip(high).zip(cos_sin);
     for (((a, b), &(cos, sin)), (wa, wb)) in pairs.zip(weight_low.iter().zip(weight_high)) {
         let (x, y) = (*a * scale * wa, *b * scale * wb);

@@ -3,7 +3,7 @@
 use super::step::{StepKind, StepRows, WideRows};
 use super::{ExpertRows, GROUPED_ROWS, product};
 use crate::cuda::model::{CudaLayer, CudaModel};
-use crate::forward::{Block, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection};
+use crate::forward::{Block, Delta, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
     DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, HostStage, LayersPlan, MOST_SEQUENCES, Norm,
@@ -293,6 +293,15 @@ impl Ops for NarrowPass<'_> {
         Self::multiply(device, w, operand, out, &mut step.columns, false)
     }
 
+    fn recur(
+        &mut self,
+        _layer: usize,
+        _norm: &Buffer<f32>,
+        _delta: &Delta<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        unreachable!("models with recurrences are refused before they are loaded")
+    }
+
     fn add_experts(
         &mut self,
         layer: usize,
@@ -459,6 +468,15 @@ impl Ops for WidePass<'_> {
         self.pending = true;
         let out = StepOutput::Parts(sums);
         Self::multiply(self.device, (w.spec.name, &w.linear), operand, out)
+    }
+
+    fn recur(
+        &mut self,
+        _layer: usize,
+        _norm: &Buffer<f32>,
+        _delta: &Delta<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        unreachable!("models with recurrences are refused before they are loaded")
     }
 
     fn add_experts(

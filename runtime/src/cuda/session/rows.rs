@@ -4,7 +4,7 @@ use super::super::model::CudaModel;
 use super::passes::add_experts;
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::error::{Error, Result};
-use crate::forward::{Experts, HeadVectors, Operand, Ops, Packed, Projection};
+use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection};
 use crate::interface::{Chunk, Observer};
 use nq_formats::models::Product;
 use nq_kernels::KernelSet;
@@ -191,6 +191,15 @@ impl Ops for Pass<'_, '_> {
         };
         let out = GemmOutput::Add(&mut many.x);
         multiply(device, (w.spec.name, &w.linear), full, half, out, m)
+    }
+
+    fn recur(
+        &mut self,
+        _layer: usize,
+        _norm: &Buffer<f32>,
+        _delta: &Delta<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        unreachable!("models with recurrences are refused before they are loaded")
     }
 
     fn add_experts(

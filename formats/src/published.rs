@@ -1,0 +1,215 @@
+//! Parameters of hybrids as files of other programs hold them: gains of norms less 1, rates of decay as they
+//! are multiplied by, and Linears of a recurrence in one matrix. [`Published`] shows them as the rest of nq
+//! has them.
+
+use crate::error::{Error, Result};
+use crate::models::{Architecture, Delta, LinearKind, ModelConfig, VectorKind, tensor_name};
+use crate::names::{is_less_one, layer_matrix, layer_vector};
+use crate::nq;
+use crate::scheme::AffineScheme;
+use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::stored::StoredWeight;
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use std::path::{Path, PathBuf};
+
+/// Whose files they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    HuggingFace,
+    Gguf,
+}
+
+/// A store whose parameters are changed while they are read.
+pub(crate) struct Published {
+    inner: Box<dyn WeightStore>,
+    architecture: &'static Architecture,
+    delta: Delta,
+    form: Form,
+    root: PathBuf,
+}
+
+/// A part of a fused matrix: its name, its number of rows, and its rows in the order wanted, as ranges of
+/// (first row, number of rows).
+struct Part {
+    fused: String,
+    rows: usize,
+    pieces: Vec<(usize, usize)>,
+}
+
+impl Published {
+    /// Wraps the store of a model whose files hold its parameters otherwise than nq does.
+    pub(crate) fn over(
+        inner: Box<dyn WeightStore>,
+        config: &ModelConfig,
+        form: Form,
+        root: PathBuf,
+    ) -> Box<dyn WeightStore> {
+        match config.delta {
+            Some(delta) if inner.format() != nq::METHOD => Box::new(Published {
+                architecture: config.architecture,
+                inner,
+                delta,
+                form,
+                root,
+            }),
+            _ => inner,
+        }
+    }
+
+    /// The fused matrix that the Linear `name` is a part of, if the files have one: for each key head its
+    /// rows of queries, keys, values and gates, or those of `b` and `a`.
+    fn part(&self, name: &str) -> Option<Part> {
+        let (_, linear) = layer_matrix(name)?;
+        let Delta {
+            key_heads,
+            key_dim,
+            value_dim,
+            ..
+        } = self.delta;
+        let shared = self.delta.value_heads / key_heads; // value heads of a key head
+        let values = shared * value_dim;
+        let (to, head, within): (&str, usize, Vec<(usize, usize)>) = match linear.kind {
+            LinearKind::DeltaQkv => (
+                "qkvz",
+                2 * key_dim + 2 * values,
+                vec![(0, key_dim), (key_dim, key_dim), (2 * key_dim, values)],
+            ),
+            LinearKind::DeltaZ => (
+                "qkvz",
+                2 * key_dim + 2 * values,
+                vec![(2 * key_dim + values, values)],
+            ),
+            LinearKind::DeltaB => ("ba", 2 * shared, vec![(0, shared)]),
+            LinearKind::DeltaA => ("ba", 2 * shared, vec![(shared, shared)]),
+            _ => return None,
+        };
+        let fused = format!("{}in_proj_{to}", name.rsplit_once("in_proj_")?.0);
+        if !self.inner.contains(&fused) {
+            return None;
+        }
+        let heads =
+            |&(first, rows): &(usize, usize)| (0..key_heads).map(move |h| (h * head + first, rows));
+        Some(Part {
+            fused,
+            rows: key_heads * head,
+            pieces: within.iter().flat_map(heads).collect(),
+        })
+    }
+
+    fn matrix_part(&self, part: &Part, cols: usize) -> Result<Weight> {
+        let whole = self.inner.matrix(&part.fused, (part.rows, cols))?;
+        let piece = |&(first, rows): &(usize, usize)| whole.rows(first..first + rows);
+        let pieces: Vec<Weight> = part.pieces.iter().map(piece).collect();
+        Weight::stack(&pieces)
+    }
+
+    /// A vector with each value changed.
+    fn changed(
+        &self,
+        name: &str,
+        len: usize,
+        change: impl Fn(f32) -> Option<f32>,
+    ) -> Result<Tensor> {
+        let values = self.inner.vector(name, len)?.to_f32()?;
+        let changed = values.iter().map(|&v| {
+            change(v).ok_or_else(|| Error::Tensor {
+                path: self.root.clone(),
+                tensor: name.into(),
+                expected: "negative rates of decay".into(),
+                found: v.to_string(),
+            })
+        });
+        Tensor::from_f32(vec![len], changed.collect::<Result<_>>()?)
+    }
+}
+
+impl WeightStore for Published {
+    fn format(&self) -> &'static str {
+        self.inner.format()
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.inner.contains(name) || self.part(name).is_some()
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        let kind = layer_vector(name).map(|v| v.kind);
+        match self.form {
+            Form::HuggingFace if is_less_one(self.architecture, name) => {
+                self.changed(name, len, |v| Some(1.0 + v))
+            }
+            Form::HuggingFace if kind == Some(VectorKind::Conv) => {
+                // A convolution over channels apart: one input channel for each output channel.
+                let shape = [self.delta.channels(), 1, self.delta.conv];
+                match self.inner.tensor(&tensor_name(name), &shape)? {
+                    None => self.inner.vector(name, len), // says that there is none
+                    Some(t) => Tensor::new(t.dtype(), vec![len], t.data().clone()),
+                }
+            }
+            Form::Gguf if kind == Some(VectorKind::Decay) => {
+                self.changed(name, len, |v| (v < 0.0).then(|| (-v).ln()))
+            }
+            _ => self.inner.vector(name, len),
+        }
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        match self.part(name) {
+            None => self.inner.matrix(name, dims),
+            Some(part) => self.matrix_part(&part, dims.1),
+        }
+    }
+
+    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+        match self.part(name) {
+            None => self.inner.scheme(name),
+            Some(part) => self.inner.scheme(&part.fused),
+        }
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        self.inner.tensor(name, shape)
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        match self.part(name) {
+            None => self.inner.stored(name, dims),
+            Some(part) => self.matrix_part(&part, dims.1).map(StoredWeight::Canonical),
+        }
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        match self.part(name) {
+            None => self.inner.sources(name),
+            Some(part) => self.inner.sources(&part.fused),
+        }
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        match self.part(name) {
+            None => self.inner.exactness(name),
+            Some(part) => self.inner.exactness(&part.fused),
+        }
+    }
+
+    fn is_bare(&self) -> bool {
+        self.inner.is_bare()
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.inner.entries()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.inner.file_bytes()
+    }
+
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        self.inner.quantization()
+    }
+
+    fn gguf_file(&self) -> Option<&Path> {
+        self.inner.gguf_file()
+    }
+}

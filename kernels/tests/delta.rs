@@ -1,0 +1,342 @@
+//! Gated DeltaNet compared with its formulas in f64, on every instruction set.
+
+mod common;
+
+use common::{Guarded, cpu, isas, nmse, normal};
+use nq_kernels::cpu::{Cpu, DeltaRows, DeltaShape, DeltaVectors, Span};
+
+const EPS: f32 = 1e-6;
+
+fn shape([key_heads, value_heads, key_dim, value_dim, conv]: [usize; 5]) -> DeltaShape {
+    DeltaShape {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        conv,
+        tiled: false,
+    }
+}
+
+/// Published widths, more value heads than key heads, and widths that fill no vectors.
+fn shapes() -> Vec<DeltaShape> {
+    let all = [
+        [2, 2, 128, 128, 4],
+        [2, 6, 128, 128, 4],
+        [1, 2, 64, 32, 4],
+        [1, 1, 1, 1, 4],
+        [2, 4, 20, 36, 3],
+        [3, 3, 17, 5, 1],
+        [1, 3, 33, 16, 6],
+    ];
+    let tiled = all.map(|s| DeltaShape {
+        tiled: true,
+        ..shape(s)
+    });
+    all.map(shape).into_iter().chain(tiled).collect()
+}
+
+struct Vectors {
+    conv: Vec<f32>,
+    decay: Vec<f32>,
+    dt_bias: Vec<f32>,
+    norm: Vec<f32>,
+}
+
+impl Vectors {
+    fn view(&self) -> DeltaVectors<'_> {
+        DeltaVectors {
+            conv: &self.conv,
+            decay: &self.decay,
+            dt_bias: &self.dt_bias,
+            norm: &self.norm,
+        }
+    }
+}
+
+fn vectors(shape: &DeltaShape) -> Vectors {
+    let scaled =
+        |n, seed, by: f32, plus: f32| normal(n, seed).iter().map(|v| v * by + plus).collect();
+    let logs: Vec<f32> = normal(shape.value_heads, 12);
+    Vectors {
+        conv: scaled(shape.channels() * shape.conv, 11, 0.6, 0.1),
+        decay: logs.iter().map(|v| -v.exp()).collect(),
+        dt_bias: normal(shape.value_heads, 13),
+        norm: scaled(shape.value_dim, 14, 0.2, 1.0),
+    }
+}
+
+/// The projections of `m` rows: `qkvz` and `ba`.
+fn rows(shape: &DeltaShape, m: usize, seed: u64) -> [Vec<f32>; 2] {
+    let mut ba = normal(m * 2 * shape.value_heads, seed + 1);
+    // Rows past the threshold of softplus, and one that decays to nothing.
+    for (i, a) in ba.iter_mut().enumerate() {
+        *a += [0.0, 0.0, 24.0, -9.0, 0.0, 0.0, 0.0][i % 7];
+    }
+    [normal(m * (shape.channels() + shape.values()), seed), ba]
+}
+
+/// The outputs `[m, values]` of a new sequence.
+fn reference(shape: &DeltaShape, w: &Vectors, [qkvz, ba]: &[Vec<f32>; 2]) -> Vec<f32> {
+    let &DeltaShape {
+        value_heads: heads,
+        key_dim,
+        value_dim,
+        conv,
+        ..
+    } = shape;
+    let (keys, channels) = (shape.keys(), shape.channels());
+    let stride = channels + shape.values();
+    let m = qkvz.len() / stride;
+    let f = |x: f32| f64::from(x);
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let convolved = |r: usize, c: usize| {
+        let tap = |j: usize| {
+            let from = (r + j + 1).checked_sub(conv);
+            from.map_or(0.0, |i| f(w.conv[c * conv + j]) * f(qkvz[i * stride + c]))
+        };
+        let x: f64 = (0..conv).map(tap).sum();
+        x * sigmoid(x)
+    };
+    let unit = |r: usize, first: usize| -> Vec<f64> {
+        let x: Vec<f64> = (0..key_dim).map(|i| convolved(r, first + i)).collect();
+        let length = (x.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+        x.iter().map(|x| x / length).collect()
+    };
+    let mut out = Vec::new();
+    let mut states = vec![vec![0.0; key_dim * value_dim]; heads];
+    for r in 0..m {
+        for (h, state) in states.iter_mut().enumerate() {
+            let key_head = match shape.tiled {
+                true => h % shape.key_heads,
+                false => h / (heads / shape.key_heads),
+            };
+            let q = unit(r, key_head * key_dim);
+            let k = unit(r, keys + key_head * key_dim);
+            let ba = &ba[r * 2 * heads..(r + 1) * 2 * heads];
+            let beta = sigmoid(f(ba[h]));
+            let x = f(ba[heads + h]) + f(w.dt_bias[h]);
+            let softplus = if x > 20.0 { x } else { x.exp().ln_1p() };
+            let decay = (f(w.decay[h]) * softplus).exp();
+            state.iter_mut().for_each(|s| *s *= decay);
+            let mut o = vec![0.0; value_dim];
+            for (c, o) in o.iter_mut().enumerate() {
+                let v = convolved(r, 2 * keys + h * value_dim + c);
+                let held: f64 = (0..key_dim).map(|i| state[i * value_dim + c] * k[i]).sum();
+                let delta = beta * (v - held);
+                for i in 0..key_dim {
+                    state[i * value_dim + c] += k[i] * delta;
+                    *o += state[i * value_dim + c] * q[i] / (key_dim as f64).sqrt();
+                }
+            }
+            let squares = o.iter().map(|o| o * o).sum::<f64>() / value_dim as f64;
+            for (c, o) in o.iter().enumerate() {
+                let z = f(qkvz[r * stride + channels + h * value_dim + c]);
+                let normed = o / (squares + f(EPS)).sqrt() * f(w.norm[c]);
+                out.push((normed * z * sigmoid(z)) as f32);
+            }
+        }
+    }
+    out
+}
+
+/// Runs one sequence in pieces of these lengths: outputs and state.
+fn in_pieces(
+    cpu: &Cpu,
+    shape: &DeltaShape,
+    w: &Vectors,
+    [qkvz, ba]: &[Vec<f32>; 2],
+    pieces: &[usize],
+) -> [Vec<f32>; 2] {
+    let (stride, values) = (shape.channels() + shape.values(), shape.values());
+    let mut state = Guarded::new(&vec![0.0; shape.state_len()]);
+    let mut out = Vec::new();
+    let mut row = 0;
+    for &len in pieces {
+        let mut piece = Guarded::new(&qkvz[row * stride..(row + len) * stride]);
+        let mut y = Guarded::new(&vec![7.0; len * values]);
+        let rows = DeltaRows {
+            qkvz: piece.values(),
+            ba: &ba[row * 2 * shape.value_heads..][..len * 2 * shape.value_heads],
+        };
+        let span = Span {
+            row: 0,
+            len,
+            position: row,
+        };
+        cpu.delta(
+            shape,
+            &w.view(),
+            rows,
+            &[span],
+            &mut [state.values()],
+            EPS,
+            y.values(),
+        );
+        piece.finish();
+        out.extend(y.finish());
+        row += len;
+    }
+    assert_eq!(row * stride, qkvz.len());
+    [out, state.finish()]
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|v| v.to_bits()).collect()
+}
+
+/// The formulas' values, and the same bits for every cut into pieces and number of threads.
+#[test]
+fn follows_the_formulas_in_any_pieces() {
+    let m = 37;
+    for shape in shapes() {
+        let (w, rows) = (vectors(&shape), rows(&shape, m, 1));
+        let expected = reference(&shape, &w, &rows);
+        for isa in isas() {
+            let whole = in_pieces(cpu(isa, 1), &shape, &w, &rows, &[m]);
+            let error = nmse(&whole[0], &expected);
+            assert!(error < 1e-10, "{shape:?} {isa}: {error:e}");
+            assert!(whole[1].iter().all(|v| v.is_finite()));
+            for pieces in [&[m][..], &[1; 37], &[2, 1, 3, 0, 5, 26], &[17, 20]] {
+                for threads in [1, 2, 3] {
+                    let found = in_pieces(cpu(isa, threads), &shape, &w, &rows, pieces);
+                    for (found, whole) in found.iter().zip(&whole) {
+                        assert!(
+                            bits(found) == bits(whole),
+                            "{shape:?} {isa}, {threads} threads, pieces {pieces:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Sequences of one pass do not see each other, and rows between their spans stay as they are.
+#[test]
+fn a_batch_equals_its_sequences() {
+    for shape in [shape([2, 4, 128, 128, 4]), shape([1, 2, 20, 36, 3])] {
+        let w = vectors(&shape);
+        let (stride, values) = (shape.channels() + shape.values(), shape.values());
+        let (before, lengths) = ([3, 0, 9, 1], [1, 12, 1, 2]);
+        // A row before, between and behind the spans belongs to nobody.
+        let mut spans = Vec::new();
+        let mut row = 1;
+        for (&position, &len) in before.iter().zip(&lengths) {
+            spans.push(Span { row, len, position });
+            row += len + 1;
+        }
+        let [qkvz, ba] = rows(&shape, row, 3);
+        for isa in isas() {
+            let mut states = Vec::new();
+            let mut expected = vec![7.0; row * values];
+            let mut expected_states = Vec::new();
+            for (i, span) in spans.iter().enumerate() {
+                let [mut a, mut b] = rows(&shape, span.position, 5 + i as u64);
+                let pieces = [span.position];
+                let history = [a.clone(), b.clone()];
+                let [_, state] = in_pieces(cpu(isa, 1), &shape, &w, &history, &pieces);
+                states.push(state);
+                let of = span.row..span.row + span.len;
+                a.extend(&qkvz[of.start * stride..of.end * stride]);
+                b.extend(&ba[of.start * 2 * shape.value_heads..of.end * 2 * shape.value_heads]);
+                let pieces = [span.position, span.len];
+                let [out, state] = in_pieces(cpu(isa, 1), &shape, &w, &[a, b], &pieces);
+                expected[of.start * values..of.end * values]
+                    .copy_from_slice(&out[span.position * values..]);
+                expected_states.push(state);
+            }
+            for threads in [1, 2] {
+                let (mut qkvz, mut states) = (qkvz.clone(), states.clone());
+                let mut out = Guarded::new(&vec![7.0; row * values]);
+                let rows = DeltaRows {
+                    qkvz: &mut qkvz,
+                    ba: &ba,
+                };
+                let mut of: Vec<&mut [f32]> = states.iter_mut().map(|s| &mut s[..]).collect();
+                cpu(isa, threads).delta(
+                    &shape,
+                    &w.view(),
+                    rows,
+                    &spans,
+                    &mut of,
+                    EPS,
+                    out.values(),
+                );
+                assert!(bits(&out.finish()) == bits(&expected), "{shape:?} {isa}");
+                assert!(states == expected_states, "{shape:?} {isa}");
+            }
+        }
+    }
+}
+
+/// Damage anywhere shows in the outputs.
+#[test]
+fn keeps_what_is_not_a_number() {
+    let shape = shape([1, 2, 32, 20, 4]);
+    let (keys, values) = (shape.keys(), shape.values());
+    let places = 13;
+    for isa in isas() {
+        for (place, m) in (0..places).flat_map(|p| [(p, 1), (p, 5)]) {
+            let mut w = vectors(&shape);
+            let [mut qkvz, mut ba] = rows(&shape, m, 1);
+            let history = rows(&shape, 6, 2);
+            let [_, mut state] = in_pieces(cpu(isa, 1), &shape, &w, &history, &[6]);
+            let matrices = state.len() - 3 * shape.channels();
+            let value = match place {
+                0 => &mut qkvz[3],
+                1 => &mut qkvz[keys + 30],
+                2 => &mut qkvz[2 * keys + 19],
+                3 => &mut qkvz[2 * keys + values + 2],
+                4 => &mut ba[1],
+                5 => &mut ba[2],
+                6 => &mut w.conv[5],
+                7 => &mut w.decay[1],
+                8 => &mut w.dt_bias[0],
+                9 => &mut w.norm[17],
+                10 => &mut state[0],
+                // A column of the last tile that is not padding.
+                11 => &mut state[matrices - 13],
+                _ => &mut state[matrices + 1],
+            };
+            *value = f32::NAN;
+            let mut y = vec![0.0; m * values];
+            let rows = DeltaRows {
+                qkvz: &mut qkvz,
+                ba: &ba,
+            };
+            let span = Span {
+                row: 0,
+                len: m,
+                position: 6,
+            };
+            cpu(isa, 2).delta(
+                &shape,
+                &w.view(),
+                rows,
+                &[span],
+                &mut [&mut state],
+                EPS,
+                &mut y,
+            );
+            let first = &y[..values];
+            assert!(
+                first.iter().any(|v| v.is_nan()),
+                "{isa}: place {place}, {m} rows"
+            );
+        }
+    }
+}
+
+#[test]
+fn is_profiled_once_per_pass() {
+    let shape = shape([1, 2, 16, 16, 4]);
+    let cpu = Cpu::new(Some(2), nq_kernels::cpu::IsaChoice::Auto).unwrap();
+    cpu.profile().start();
+    in_pieces(&cpu, &shape, &vectors(&shape), &rows(&shape, 3, 1), &[1, 2]);
+    let timings = cpu.profile().stop();
+    assert_eq!(timings.len(), 1);
+    let t = &timings[0];
+    assert_eq!((t.op, t.calls, t.shape), ("delta", 2, (2, 16)));
+    assert_eq!(t.bytes, 2 * 4 * shape.state_len() as u64);
+}
