@@ -4,7 +4,7 @@ mod common;
 
 use common::{nq, stderr, stdout};
 use nq_formats::models::find;
-use nq_formats::{DType, ModelConfig, Rope, RopeScaling, synth};
+use nq_formats::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
 use serde_json::Value;
 use std::path::Path;
 
@@ -17,12 +17,29 @@ fn report(home: &Path, args: &[&str]) -> Value {
 }
 
 fn config(gguf: &str) -> ModelConfig {
+    let architecture = find(|a| a.gguf, gguf).unwrap();
+    let experts = architecture.router().map(|_| Experts {
+        count: 4,
+        per_token: 2,
+        width: 128,
+        normalized: true,
+        shared: 128,
+    });
+    let delta = architecture.has_delta().then_some(Delta {
+        key_heads: 2,
+        value_heads: 4,
+        key_dim: 32,
+        value_dim: 32,
+        conv: 4,
+        interval: 2,
+        tiled: false,
+    });
     ModelConfig {
-        architecture: find(|a| a.gguf, gguf).unwrap(),
+        architecture,
         hidden_size: 128,
         intermediate_size: 256,
-        experts: None,
-        delta: None,
+        experts,
+        delta,
         num_hidden_layers: 2,
         num_attention_heads: 8,
         num_key_value_heads: 2,
@@ -32,7 +49,7 @@ fn config(gguf: &str) -> ModelConfig {
         rms_norm_eps: 1e-6,
         rope: Rope {
             theta: 1e5,
-            dims: None,
+            dims: delta.map(|_| 4),
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: false,
@@ -44,7 +61,13 @@ fn config(gguf: &str) -> ModelConfig {
 /// Every method leaves a model of the same function, biases included, and every format keeps it.
 #[test]
 fn families_are_quantized_and_exported() {
-    for family in ["qwen2", "llama"] {
+    for family in ["qwen2", "llama", "qwen35", "qwen35moe", "qwen3next"] {
+        // A rounded score may choose another expert.
+        let most = if config(family).experts.is_some() {
+            4e-5
+        } else {
+            2e-5
+        };
         let home = tempfile::tempdir().unwrap();
         let path = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
         synth::write(&home.path().join("source"), &config(family), 5, &()).unwrap();
@@ -62,22 +85,31 @@ fn families_are_quantized_and_exported() {
             let on = ["--device", "cpu"];
             let made = report(home.path(), &[&args[..], &how, &text, &on].concat());
             let mean = made["quality"]["kld"]["mean"].as_f64().unwrap();
-            assert!(mean < 2e-5, "{family} by {method}: {mean:e}");
+            assert!(mean < most, "{family} by {method}: {mean:e}");
         }
         let biases = |model: &str| {
             let seen = report(home.path(), &["inspect", &path(model), "--verify"]);
             let names = seen["tensors"].as_array().unwrap();
-            let bias = |t: &&Value| t["name"].as_str().unwrap().ends_with(".bias");
+            // Of Linears: GGUF files call another vector of recurrences one.
+            let bias = |t: &&Value| {
+                let name = t["name"].as_str().unwrap();
+                name.ends_with(".bias") && !name.ends_with("ssm_dt.bias")
+            };
             names.iter().filter(bias).count()
         };
         let expected = if family == "qwen2" { 6 } else { 0 };
         for format in ["nq", "compressed-tensors", "gguf"] {
             let out = format!("as-{format}");
             let args = ["convert", &path("rtn"), &path(&out), "--format", format];
+            if format == "compressed-tensors" && config(family).delta.is_some() {
+                let refused = nq(home.path(), &args);
+                assert!(stderr(&refused).contains("models with recurrences"));
+                continue;
+            }
             report(home.path(), &args);
             assert_eq!(biases(&out), expected, "{family} as {format}");
             let mean = divergence(&out);
-            assert!(mean < 2e-5, "{family} as {format}: {mean:e}");
+            assert!(mean < most, "{family} as {format}: {mean:e}");
         }
     }
 }

@@ -65,8 +65,6 @@ pub(crate) const ROPE: &[Key] = &[
     ("type", "the same, as older files name it"),
     ("rope_theta", "base of the frequencies, before the one beside it"),
     ("partial_rotary_factor", "the part of a head that is rotated, before the one beside it"),
-    ("mrope_section", "which coordinate of a position turns which values; those of text are equal"),
-    ("mrope_interleaved", "the same"),
     ("factor", "stretch of the context; if absent, `max_position_embeddings` by the original length"),
     ("original_max_position_embeddings", "length before it; `max_position_embeddings` if absent"),
     ("beta_fast", "rotations above which a dimension stays; 32 if absent or 0"),
@@ -107,7 +105,8 @@ pub(crate) const UNUSED: &[Key] = &[
     ("pretraining_tp", NOTHING), ("problem_type", NOTHING), ("resid_pdrop", TRAINING),
     ("return_dict", NOTHING), ("return_dict_in_generate", NOTHING), ("router_aux_loss_coef", TRAINING),
     ("attn_output_gate", GATES), ("image_token_id", IMAGES), ("language_model_only", IMAGES),
-    ("mamba_ssm_dtype", STATE), ("mtp_num_hidden_layers", SEVERAL),
+    ("mamba_ssm_dtype", STATE), ("mrope_interleaved", COORDINATES),
+    ("mrope_section", COORDINATES), ("mtp_num_hidden_layers", SEVERAL),
     ("mtp_use_dedicated_embeddings", SEVERAL), ("output_gate_type", GATES), ("sliding_window", WINDOW),
     ("video_token_id", IMAGES), ("vision_config", IMAGES), ("vision_end_token_id", IMAGES),
     ("vision_start_token_id", IMAGES), ("task_specific_params", NOTHING), ("transformers_version", NOTHING),
@@ -120,6 +119,7 @@ const TRAINING: &str = "is for training";
 const PROMPT: &str = "prompts are as templates and tokenizers make them";
 const LENGTH: &str = "lengths are set by --ctx and --max-tokens";
 const IMAGES: &str = "images are not read";
+const COORDINATES: &str = "the coordinates of a position are equal in text";
 const SEVERAL: &str = "layers that predict several tokens at once are not used";
 const GATES: &str = "gates are as the architecture has them";
 const STATE: &str = "the state of recurrences is f32";

@@ -5,6 +5,9 @@ use crate::config::{MAX_DIM, Object};
 use crate::error::Result;
 use crate::models::{Rope, RopeScaling};
 
+/// What one of the two objects says: the base, how it stretches, and how many values of a head are rotated.
+type OneRope = (Option<f64>, RopeScaling, Option<usize>);
+
 impl Object<'_> {
     /// The rotary embedding of heads of `head_dim` values, which are rotated in the first of `parts` parts if no
     /// key says otherwise.
@@ -15,17 +18,17 @@ impl Object<'_> {
     pub(crate) fn rope(&self, head_dim: usize, parts: usize) -> Result<Rope> {
         let beside = self.f64("rope_theta")?;
         let beside_part = self.rotated(head_dim)?;
-        let parameters = self.object("rope_parameters", |o| o.one_rope(self, beside))?;
-        let scaling = self.object("rope_scaling", |o| o.one_rope(self, beside))?;
-        let theta = |rope: &Option<(Option<f64>, RopeScaling)>| rope.as_ref().and_then(|r| r.0);
+        let one = |key| self.object(key, |o| o.one_rope(self, beside, head_dim));
+        let (parameters, scaling) = (one("rope_parameters")?, one("rope_scaling")?);
+        let theta = |rope: &Option<OneRope>| rope.as_ref().and_then(|r| r.0);
         let given = match &scaling {
             // As transformers reads it, rope_parameters then counts for nothing, its base neither.
-            Some((None, _)) if beside.is_none() && theta(&parameters).is_some() => {
+            Some((None, ..)) if beside.is_none() && theta(&parameters).is_some() => {
                 let expected =
                     "a base in rope_scaling or beside it, as it replaces rope_parameters";
                 return Err(self.bad("rope_theta", expected.into(), "none there".into()));
             }
-            Some((theta, _)) => *theta,
+            Some((theta, ..)) => *theta,
             None => theta(&parameters),
         };
         let theta = given.or(beside);
@@ -34,10 +37,9 @@ impl Object<'_> {
         if !(theta.is_finite() && theta > 0.0) {
             return Err(self.bad("rope_theta", "a positive number".into(), theta.to_string()));
         }
-        let scaling = scaling.or(parameters).map_or(RopeScaling::None, |(_, s)| s);
-        let within = |key| self.object(key, |o| o.rotated(head_dim));
-        let within = (within("rope_scaling")?.flatten()).or(within("rope_parameters")?.flatten());
-        let dims = within.or(beside_part).unwrap_or(head_dim / parts);
+        let (_, scaling, part) =
+            (scaling.or(parameters)).unwrap_or((None, RopeScaling::None, None));
+        let dims = part.or(beside_part).unwrap_or(head_dim / parts);
         Ok(Rope {
             theta,
             dims: Some(dims).filter(|&d| d != head_dim),
@@ -75,20 +77,13 @@ impl Object<'_> {
         Ok(Some(dims as usize))
     }
 
-    /// One of the two objects: its base and how it stretches.
+    /// One of the two objects.
     fn one_rope(
         &self,
         config: &Object<'_>,
         beside: Option<f64>,
-    ) -> Result<(Option<f64>, RopeScaling)> {
-        // Where positions have three coordinates, those of text are equal, and so are the sections' angles.
-        for key in [
-            "mrope_section",
-            "mrope_interleaved",
-            "partial_rotary_factor",
-        ] {
-            self.get(key);
-        }
+        head_dim: usize,
+    ) -> Result<OneRope> {
         let theta = self.f64("rope_theta")?;
         let kind = self.str("rope_type")?;
         let kind = kind.or(self.str("type")?);
@@ -108,7 +103,7 @@ impl Object<'_> {
             .or(beside)
             .filter(|t| scaling != RopeScaling::None && *t <= 1.0)
         {
-            None => Ok((theta, scaling)),
+            None => Ok((theta, scaling, self.rotated(head_dim)?)),
             Some(base) => Err(self.bad("rope_theta", "more than 1".into(), base.to_string())),
         }
     }

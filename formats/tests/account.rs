@@ -318,6 +318,19 @@ fn the_tables_are_what_readers_ask_for() {
             continue;
         }
         let mut config = config.clone();
+        if key.starts_with("linear_") || key == "full_attention_interval" {
+            let hybrid = json!({
+                "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 8,
+                "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 16, "max_position_embeddings": 32,
+                "rope_theta": 1e4, "full_attention_interval": 1, "linear_conv_kernel_dim": 4,
+                "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 1,
+                "linear_num_value_heads": 1, "linear_value_head_order": "tiled",
+            });
+            let (_, left) = read(&hybrid).unwrap();
+            assert!(left.is_empty(), "{left:?}");
+            config = hybrid;
+        }
         if key == "torch_dtype" {
             config.as_object_mut().unwrap().remove("dtype");
         }

@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{distance, options};
+use common::{distance, hybrid, options};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::models::{Architecture, find};
-use nq_formats::{Checkpoint, DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
+use nq_formats::{Checkpoint, DType, ModelConfig, Rope, RopeScaling, synth};
 use nq_runtime::{Chunk, EngineKind, KvType, LogitsWanted, Session, SessionSpec};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -77,48 +77,6 @@ fn models() -> Vec<(String, ModelConfig)> {
         models.push((name.into(), hybrid(gguf, value_heads, tied)));
     }
     models
-}
-
-/// A small model with recurrences in three of four layers and gated attention in the fourth.
-fn hybrid(gguf: &str, value_heads: usize, tied: bool) -> ModelConfig {
-    let architecture = family(gguf);
-    let experts = architecture.router().map(|_| Experts {
-        count: 6,
-        per_token: 2,
-        width: 32,
-        normalized: true,
-        shared: 48,
-    });
-    ModelConfig {
-        architecture,
-        hidden_size: 96,
-        intermediate_size: if experts.is_some() { 32 } else { 160 },
-        experts,
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads,
-            key_dim: 16,
-            value_dim: 16,
-            conv: 4,
-            interval: 4,
-            tiled: false,
-        }),
-        num_hidden_layers: 5,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 32,
-        vocab_size: 320,
-        max_position_embeddings: 131_072,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(8),
-            scaling: RopeScaling::None,
-        },
-        tie_word_embeddings: tied,
-        eos_token_ids: vec![300],
-        dtype: Some(DType::BF16),
-    }
 }
 
 /// The logits of the expected rows, the text fed in pieces of `piece` tokens.

@@ -186,7 +186,9 @@ pub(super) fn params(index: usize, w: &LayerWeights) -> Vec<(String, Param<'_>)>
         (w.linears.iter()).map(|(&k, m)| (w.spec.linear(k).name(index), Param::Matrix(m)));
     let biases =
         (w.biases.iter()).map(|(&k, t)| (w.spec.linear(k).bias_name(index), Param::Vector(t)));
-    norms.chain(linears).chain(biases).collect()
+    let others =
+        (w.spec.vectors().into_iter()).map(|v| (v.name(index), Param::Vector(&w.vectors[&v.kind])));
+    norms.chain(linears).chain(biases).chain(others).collect()
 }
 
 /// Reads a staged layer.

@@ -6,12 +6,12 @@ pub(crate) mod device;
 pub(crate) mod oracle;
 pub(crate) mod published;
 
-use nq_formats::models::ARCHITECTURES;
+use nq_formats::models::{ARCHITECTURES, find};
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Error, Experts, Group, GroupValues, ModelConfig, Parts,
-    QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry, Weight, WeightStore, Zeros,
-    pack, product,
+    AffineScheme, AffineWeight, Bits, DType, Delta, Error, Experts, Group, GroupValues,
+    ModelConfig, Parts, QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry, Weight,
+    WeightStore, Zeros, pack, product,
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{
@@ -63,6 +63,48 @@ pub(crate) fn small_mixture(per_token: usize, normalized: bool) -> ModelConfig {
     }
 }
 
+/// A small model with recurrences in three of four layers and gated attention in the fourth.
+pub(crate) fn hybrid(gguf: &str, value_heads: usize, tied: bool) -> ModelConfig {
+    let architecture = find(|a| a.gguf, gguf).unwrap();
+    let experts = architecture.router().map(|_| Experts {
+        count: 6,
+        per_token: 2,
+        width: 32,
+        normalized: true,
+        shared: 48,
+    });
+    ModelConfig {
+        architecture,
+        hidden_size: 96,
+        intermediate_size: if experts.is_some() { 32 } else { 160 },
+        experts,
+        delta: Some(Delta {
+            key_heads: 2,
+            value_heads,
+            key_dim: 16,
+            value_dim: 16,
+            conv: 4,
+            interval: 4,
+            tiled: false,
+        }),
+        num_hidden_layers: 5,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 32,
+        vocab_size: 320,
+        max_position_embeddings: 131_072,
+        rms_norm_eps: 1e-6,
+        rope: Rope {
+            theta: 1e7,
+            dims: Some(8),
+            scaling: RopeScaling::None,
+        },
+        tie_word_embeddings: tied,
+        eos_token_ids: vec![300],
+        dtype: Some(DType::BF16),
+    }
+}
+
 /// Weights by name.
 #[derive(Clone, Default)]
 pub(crate) struct Store {
@@ -105,6 +147,9 @@ impl Store {
             }
             for linear in c.layer(layer).biased() {
                 vector(linear.bias_name(layer), linear.dims(c).0, 0.0);
+            }
+            for row in c.layer(layer).vectors() {
+                vector(row.name(layer), row.len.of(c), 0.0);
             }
         }
         vector(NORM.into(), c.hidden_size, 1.0);

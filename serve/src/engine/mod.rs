@@ -303,7 +303,8 @@ impl Engine {
                 });
             }
         }
-        if options.disk.is_some() && session.pages().is_none() {
+        let whole = session.pages().is_some_and(|pages| pages.are_all());
+        if options.disk.is_some() && !whole {
             return Err(nq_runtime::Error::Request {
                 what: "pages on disk",
                 expected: "an engine that reads and writes keys and values".into(),

@@ -1,0 +1,200 @@
+//! Models with recurrences: sequences beside each other and in pieces, states that cannot be cut, and states
+//! that a failure leaves behind.
+
+mod common;
+
+use common::{Store, distance, feed, hybrid, options, tokens};
+use nq_formats::ModelConfig;
+use nq_runtime::models::LayerWeights;
+use nq_runtime::{
+    Chunk, DeviceChoice, Engine, EngineKind, Error, Hidden, KvType, LoadOptions, LogitsWanted,
+    Session, SessionSpec,
+};
+use std::sync::Arc;
+
+const POISON: u32 = 77;
+
+fn load(config: &ModelConfig) -> (Arc<dyn Engine>, Store) {
+    let store = Store::random(config, 3).with_poison(POISON);
+    let engine = nq_runtime::load(config, &store, &options(EngineKind::Nq), &()).unwrap();
+    (engine, store)
+}
+
+fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
+    let spec = SessionSpec {
+        slots,
+        ctx: 700,
+        pages: None,
+        kv: KvType::F32,
+        max_rows: 700,
+    };
+    engine.session(spec).unwrap()
+}
+
+fn configs() -> [ModelConfig; 2] {
+    [hybrid("qwen35", 6, false), hybrid("qwen35moe", 4, false)]
+}
+
+/// The text's tokens, without the one that the model cannot read.
+fn text(n: usize, seed: u64) -> Vec<u32> {
+    let all = tokens(n, seed).into_iter();
+    all.map(|t| if t == POISON { t + 1 } else { t }).collect()
+}
+
+/// Steps of several sequences, of one row and of many in any mix, are those of each alone.
+#[test]
+fn sequences_do_not_see_each_other() {
+    for config in configs() {
+        let (engine, _) = load(&config);
+        let texts = [text(40, 1), text(23, 2), text(31, 3)];
+        let mut together = session(&*engine, 3);
+        let mut found: [Vec<f32>; 3] = Default::default();
+        // In each step, how many tokens of each text.
+        for step in [[7, 1, 0], [1, 1, 20], [32, 0, 1], [0, 21, 10]] {
+            let mut chunks = Vec::new();
+            for (slot, &n) in step.iter().enumerate().filter(|(_, n)| **n > 0) {
+                let at = together.len(slot);
+                chunks.push(Chunk {
+                    slot,
+                    tokens: &texts[slot][at..at + n],
+                    logits: LogitsWanted::All,
+                });
+            }
+            let logits = together.forward(&chunks, None).unwrap();
+            let mut row = 0;
+            for chunk in &chunks {
+                for _ in chunk.tokens {
+                    found[chunk.slot].extend(logits.row(row));
+                    row += 1;
+                }
+            }
+        }
+        for (slot, text) in texts.iter().enumerate() {
+            let alone = feed(&mut *session(&*engine, 1), 0, text);
+            let d = distance(&found[slot], &alone);
+            assert!(
+                d < 1e-5,
+                "{:?}, sequence {slot}: {d:e}",
+                config.architecture
+            );
+        }
+    }
+}
+
+/// A state is that of a whole sequence: it can be forked whole and thrown away, and says so when asked for
+/// a part.
+#[test]
+fn states_are_cut_at_their_ends_only() {
+    for config in configs() {
+        let (engine, _) = load(&config);
+        let (first, more) = (text(21, 4), text(6, 5));
+        let whole = [&first[..], &more].concat();
+        let mut s = session(&*engine, 3);
+        let begin = feed(&mut *s, 0, &first);
+        assert_eq!(s.fork(0, 1, first.len()).unwrap(), first.len());
+        let behind = feed(&mut *s, 0, &more);
+        assert_eq!(feed(&mut *s, 1, &more), behind);
+        // Longer than it is: nothing to cut.
+        assert_eq!(s.truncate(0, whole.len()), whole.len());
+        assert_eq!(s.fork(0, 2, first.len()).unwrap(), 0);
+        assert_eq!([s.len(0), s.len(2)], [whole.len(), 0]);
+        assert_eq!(feed(&mut *s, 2, &first), begin);
+        assert_eq!(s.truncate(0, whole.len() - 1), 0);
+        assert_eq!(s.len(0), 0);
+        assert_eq!(feed(&mut *s, 0, &first), begin);
+        assert_eq!(feed(&mut *s, 0, &more), behind);
+        // Drafts would have to be taken out of the state again.
+        assert_eq!(s.draft_rows(), 1);
+        let pages = s.pages().unwrap();
+        assert!(!pages.are_all());
+        let bytes = vec![0; pages.page_bytes()];
+        assert!(matches!(
+            pages.append(1, &bytes),
+            Err(Error::Unsupported { .. })
+        ));
+    }
+}
+
+/// What a forward that fails did to a state is not used.
+#[test]
+fn failures_leave_no_state_behind() {
+    for config in configs() {
+        let (engine, _) = load(&config);
+        let good = text(12, 6);
+        let mut s = session(&*engine, 2);
+        let wanted = feed(&mut *s, 0, &good);
+        feed(&mut *s, 1, &good);
+        let bad = [good[0], POISON, good[1]];
+        let chunk = |slot, tokens| Chunk {
+            slot,
+            tokens,
+            logits: LogitsWanted::All,
+        };
+        let chunks = [chunk(0, &bad[..])];
+        let failed = s.forward(&chunks, None).map(|_| ()).unwrap_err();
+        assert!(
+            matches!(failed, Error::NotFinite { layer: 0, .. }),
+            "{failed}"
+        );
+        assert_eq!([s.len(0), s.len(1)], [0, good.len()]);
+        assert_eq!(feed(&mut *s, 0, &good), wanted);
+        // A request that is refused changes nothing.
+        let beyond = [config.vocab_size as u32];
+        assert!(s.forward(&[chunk(1, &beyond[..])], None).is_err());
+        assert_eq!(s.len(1), good.len());
+    }
+}
+
+/// Layer by layer over whole texts, of which one is longer than a piece.
+#[test]
+fn the_stepper_runs_recurrences() {
+    for config in configs() {
+        let (engine, store) = load(&config);
+        let texts = [text(9, 1), text(600, 2), text(30, 3)];
+        let mut stepper =
+            nq_runtime::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX)
+                .unwrap();
+        let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
+        let head = nq_runtime::models::head(&store, &config).unwrap();
+        let mut hidden = Hidden::embed(&embedding, &texts).unwrap();
+        for index in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(&store, &config, index).unwrap();
+            stepper
+                .layer(index, &weights, &mut hidden, &mut ())
+                .unwrap();
+        }
+        let rows: usize = texts.iter().map(Vec::len).sum();
+        let norm = &store.vectors["model.norm"];
+        let logits = stepper.head(norm, &head, &hidden, 0..rows).unwrap();
+        let mut at = 0;
+        for text in &texts {
+            let want = feed(&mut *session(&*engine, 1), 0, text);
+            let d = distance(&logits[at..at + want.len()], &want);
+            assert!(
+                d < 1e-5,
+                "{:?}, {} tokens: {d:e}",
+                config.architecture,
+                text.len()
+            );
+            at += want.len();
+        }
+    }
+}
+
+/// Engines without kernels for recurrences say so before they read a weight.
+#[test]
+fn other_engines_refuse_recurrences() {
+    let [config, _] = configs();
+    let store = Store::random(&config, 3);
+    let candle = options(EngineKind::Candle);
+    let on_gpu = LoadOptions {
+        device: DeviceChoice::Cuda(0),
+        ..options(EngineKind::Nq)
+    };
+    for options in [candle, on_gpu] {
+        let refused = nq_runtime::load(&config, &store, &options, &());
+        let said = refused.map(|_| ()).unwrap_err().to_string();
+        let absent = said.contains("device cuda"); // of a machine without one
+        assert!(absent || said.contains("recurrences"), "{said}");
+    }
+}
