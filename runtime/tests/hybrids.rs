@@ -5,6 +5,7 @@ mod common;
 
 use common::{Store, distance, feed, hybrid, options, tokens};
 use nq_formats::ModelConfig;
+use nq_kernels::rng::Philox;
 use nq_runtime::models::LayerWeights;
 use nq_runtime::{
     Chunk, DeviceChoice, Engine, EngineKind, Error, Hidden, KvType, LoadOptions, LogitsWanted,
@@ -81,10 +82,12 @@ fn sequences_do_not_see_each_other() {
     }
 }
 
-/// A state is that of a whole sequence: it can be forked whole and thrown away, and says so when asked for
-/// a part.
+/// Lengths of a text at which its state is kept: some tokens before the ends of its last prompts.
+const BEFORE_END: usize = 8;
+
+/// A state can be forked whole, cut where it was kept, and thrown away; a cut says which length it reached.
 #[test]
-fn states_are_cut_at_their_ends_only() {
+fn states_are_cut_where_they_were_kept() {
     for config in configs() {
         let (engine, _) = load(&config);
         let (first, more) = (text(21, 4), text(6, 5));
@@ -96,13 +99,28 @@ fn states_are_cut_at_their_ends_only() {
         assert_eq!(feed(&mut *s, 1, &more), behind);
         // Longer than it is: nothing to cut.
         assert_eq!(s.truncate(0, whole.len()), whole.len());
-        assert_eq!(s.fork(0, 2, first.len()).unwrap(), 0);
-        assert_eq!([s.len(0), s.len(2)], [whole.len(), 0]);
-        assert_eq!(feed(&mut *s, 2, &first), begin);
-        assert_eq!(s.truncate(0, whole.len() - 1), 0);
+        let kept = first.len() - BEFORE_END;
+        let vocab = config.vocab_size;
+        for len in [kept - 1, 0] {
+            assert_eq!(s.fork(0, 2, len).unwrap(), 0);
+        }
+        for len in [first.len(), kept] {
+            assert_eq!(s.fork(0, 2, len).unwrap(), kept);
+            assert_eq!([s.len(0), s.len(2)], [whole.len(), kept]);
+        }
+        // So few rows are computed as in the first forward but for the order of sums in Linears.
+        let again = feed(&mut *s, 2, &first[kept..]);
+        let d = distance(&again, &begin[kept * vocab..]);
+        assert!(d < 1e-5, "{d:e}");
+        assert_eq!(s.truncate(0, whole.len() - 1), kept);
+        feed(&mut *s, 0, &first[kept..]);
+        let d = distance(&feed(&mut *s, 0, &more), &behind);
+        assert!(d < 1e-5, "{d:e}");
+        // Before what was kept there is only the beginning, and what was behind a cut is not kept any more.
+        assert_eq!(s.truncate(0, kept - 1), 0);
         assert_eq!(s.len(0), 0);
-        assert_eq!(feed(&mut *s, 0, &first), begin);
-        assert_eq!(feed(&mut *s, 0, &more), behind);
+        feed(&mut *s, 0, &text(19, 9));
+        assert_eq!(s.truncate(0, 18), 19 - BEFORE_END);
         // Drafts would have to be taken out of the state again.
         assert_eq!(s.draft_rows(), 1);
         let pages = s.pages().unwrap();
@@ -113,6 +131,54 @@ fn states_are_cut_at_their_ends_only() {
             Err(Error::Unsupported { .. })
         ));
     }
+}
+
+/// Sequences of random steps, forks and cuts give what each text gives alone, whatever was kept and forgotten.
+#[test]
+fn random_cuts_and_forks_reach_true_states() {
+    let [config, _] = configs();
+    let (engine, _) = load(&config);
+    let slots = 3;
+    let mut s = session(&*engine, slots);
+    let mut held: Vec<Vec<u32>> = vec![Vec::new(); slots];
+    let mut rng = Philox::new(3, 1);
+    let mut below = |n: usize| (rng.uniform() * n as f32) as usize % n;
+    let (mut cuts, mut partly) = (0, 0);
+    for round in 0..150 {
+        let slot = below(slots);
+        match below(4) {
+            0 if !held[slot].is_empty() => {
+                let len = below(held[slot].len());
+                let reached = s.truncate(slot, len);
+                assert!(reached <= len);
+                held[slot].truncate(reached);
+                (cuts, partly) = (cuts + 1, partly + usize::from(reached > 0));
+            }
+            1 if !held[slot].is_empty() => {
+                let (to, len) = ((slot + 1) % slots, 1 + below(held[slot].len()));
+                let reached = s.fork(slot, to, len).unwrap();
+                assert!(reached <= len);
+                held[to] = held[slot][..reached].to_vec();
+            }
+            _ if held[slot].len() < 300 => {
+                let more = text(1 + below(40), round);
+                let found = feed(&mut *s, slot, &more);
+                held[slot].extend(more);
+                let last = found.len() - config.vocab_size;
+                let alone = feed(&mut *session(&*engine, 1), 0, &held[slot]);
+                let alone = &alone[alone.len() - config.vocab_size..];
+                let d = distance(&found[last..], alone);
+                assert!(d < 1e-4, "round {round}: {d:e}");
+            }
+            _ => {}
+        }
+        let lengths: Vec<usize> = (0..slots).map(|slot| s.len(slot)).collect();
+        assert_eq!(lengths, held.iter().map(Vec::len).collect::<Vec<_>>());
+    }
+    assert!(
+        cuts > 10 && partly > 5,
+        "{cuts} cuts, {partly} of them to a kept state"
+    );
 }
 
 /// What a forward that fails did to a state is not used.

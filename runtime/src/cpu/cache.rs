@@ -13,10 +13,104 @@ pub(crate) enum LayerCache {
     States(States),
 }
 
-/// The states of a recurrence, one for each slot.
+/// The states of a recurrence, one for each slot, and those of [`Snapshots`] behind them.
 pub(crate) struct States {
-    values: Vec<f32>, // [slots, len]
+    values: Vec<f32>, // [places, len]
     len: usize,
+}
+
+/// Which states of sequences at earlier lengths are kept, so that a sequence can be cut there: at the ends of
+/// its last prompts.
+#[derive(Debug, Default)]
+pub(crate) struct Snapshots {
+    /// The place of the first among the states: the number of slots.
+    first: usize,
+    kept: Vec<Option<Snapshot>>,
+    /// Counts uses.
+    clock: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Snapshot {
+    slot: usize,
+    len: usize,
+    used: u64,
+}
+
+/// Snapshots kept for each slot, on average.
+const EACH: usize = 2;
+
+/// A prompt's last tokens may be others once it is part of a longer one: those that open the answer. A snapshot
+/// is taken this many tokens before its end.
+const OPENING: usize = 8;
+
+/// Fewer rows than this are no prompt worth a snapshot.
+const PROMPT: usize = 2 * OPENING;
+
+impl Snapshots {
+    /// Of a session of `slots` sequences.
+    pub(crate) fn new(slots: usize) -> Self {
+        Snapshots {
+            first: slots,
+            kept: vec![None; EACH * slots],
+            clock: 0,
+        }
+    }
+
+    /// States of a session of `slots` sequences: their own and those of snapshots.
+    pub(crate) fn places(slots: usize) -> usize {
+        (1 + EACH) * slots
+    }
+
+    /// Where among `rows` new rows a snapshot is worth its memory: how many rows are before it.
+    pub(crate) fn within(rows: usize) -> Option<usize> {
+        (rows >= PROMPT).then(|| rows - OPENING)
+    }
+
+    /// The longest snapshot of the sequence in `slot` with at most `len` tokens: its place and length.
+    pub(crate) fn nearest(&mut self, slot: usize, len: usize) -> Option<(usize, usize)> {
+        self.clock += 1;
+        let kept = self.kept.iter_mut().enumerate();
+        let mine = kept.filter_map(|(i, s)| Some((i, s.as_mut()?)));
+        let best = mine
+            .filter(|(_, s)| s.slot == slot && s.len <= len)
+            .max_by_key(|(_, s)| s.len)?;
+        best.1.used = self.clock;
+        Some((self.first + best.0, best.1.len))
+    }
+
+    /// A place for the state of the sequence in `slot` after `len` tokens: a free one, or that of the snapshot
+    /// that has not been used for longest, of the same sequence if it has its share.
+    pub(crate) fn take(&mut self, slot: usize, len: usize) -> usize {
+        self.clock += 1;
+        let mine = |s: &Snapshot| s.slot == slot;
+        let full = self.kept.iter().flatten().filter(|s| mine(s)).count() >= EACH;
+        let order = |s: &Option<Snapshot>| match s {
+            Some(s) if full => (!mine(s), s.used),
+            Some(s) => (true, s.used),
+            None => (full, 0),
+        };
+        let places = 0..self.kept.len();
+        let place = places.min_by_key(|&i| order(&self.kept[i])).unwrap_or(0);
+        self.kept[place] = Some(Snapshot {
+            slot,
+            len,
+            used: self.clock,
+        });
+        self.first + place
+    }
+
+    /// Forgets those of the sequence in `slot` with more than `len` tokens.
+    pub(crate) fn cut(&mut self, slot: usize, len: usize) {
+        let gone = |s: &Snapshot| s.slot == slot && s.len > len;
+        for kept in self
+            .kept
+            .iter_mut()
+            .filter(|s| s.as_ref().is_some_and(gone))
+        {
+            *kept = None;
+        }
+    }
 }
 
 /// True for a layer whose sequences have a state of fixed size.
@@ -58,16 +152,16 @@ pub fn state_bytes(c: &ModelConfig) -> usize {
 }
 
 impl LayerCache {
-    /// The cache of a layer as `spec` describes it, for `slots` sequences over `pages` pages.
+    /// The cache of a layer as `spec` describes it, with room for `states` states or `pages` pages.
     pub(crate) fn new(
         c: &ModelConfig,
         spec: &LayerSpec,
         kv: KvType,
-        (slots, pages): (usize, usize),
+        (states, pages): (usize, usize),
     ) -> Self {
         if is_recurrent(spec) {
             let len = delta_shape(c).state_len();
-            let values = vec![0.0; slots * len];
+            let values = vec![0.0; states * len];
             LayerCache::States(States { values, len })
         } else {
             LayerCache::Pages(KvPages::new(kv, pages, c.num_key_value_heads, c.head_dim))
@@ -121,7 +215,7 @@ impl LayerCache {
         }
     }
 
-    /// Copies the state in slot `from` to `to`. Pages stay as they are.
+    /// Copies the state at place `from` to place `to`. Pages stay as they are.
     pub(crate) fn copy_state(&mut self, from: usize, to: usize) {
         if let LayerCache::States(States { values, len }) = self {
             values.copy_within(from * *len..(from + 1) * *len, to * *len);

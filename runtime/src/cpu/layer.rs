@@ -203,18 +203,25 @@ impl Ops for Pass<'_> {
             dt_bias: &vectors.dt_bias,
             norm: &vectors.norm,
         };
-        let mut states = self.cache.states_mut(&self.batch.slots);
-        let rows = DeltaRows { qkvz, ba };
-        let spans = &self.batch.spans;
-        cpu.delta(
-            &shape,
-            &vectors,
-            rows,
-            spans,
-            &mut states,
-            c.rms_norm_eps,
-            out,
-        );
+        // In two parts where states are kept on the way, which changes no bit.
+        for part in [Part::First, Part::Rest] {
+            let spans = self.batch.part(part);
+            if spans.iter().all(|span| span.len == 0) {
+                continue;
+            }
+            let rows = DeltaRows {
+                qkvz: &mut *qkvz,
+                ba: &*ba,
+            };
+            let mut states = self.cache.states_mut(&self.batch.slots);
+            let eps = c.rms_norm_eps;
+            cpu.delta(&shape, &vectors, rows, &spans, &mut states, eps, out);
+            if part == Part::First {
+                for (slot, place) in self.batch.marked() {
+                    self.cache.copy_state(slot, place);
+                }
+            }
+        }
         self.observer.linear_input(layer, delta.out.spec, out);
         Ok(cpu.linear(&delta.out.linear, out, self.x, Epilogue::Add)?)
     }
@@ -328,6 +335,7 @@ fn sigmoid(x: f32) -> f32 {
 pub(crate) struct Batch {
     spans: Vec<Span>,
     slots: Vec<usize>,        // [spans]: whose page tables
+    marks: Vec<Option<Mark>>, // [spans]
     cos_sin: Vec<(f32, f32)>, // [rows, half of the values of a head that are rotated]
     row_ids: Vec<usize>,      // 0 .. rows: each row has a table row of its own
 }
@@ -338,6 +346,7 @@ impl Batch {
         Batch {
             spans: Vec::with_capacity(slots),
             slots: Vec::with_capacity(slots),
+            marks: Vec::with_capacity(slots),
             cos_sin: Vec::with_capacity(rows * config.rotated() / 2),
             row_ids: Vec::with_capacity(rows),
         }
@@ -347,6 +356,7 @@ impl Batch {
     pub(crate) fn clear(&mut self) {
         self.spans.clear();
         self.slots.clear();
+        self.marks.clear();
         self.cos_sin.clear();
         self.row_ids.clear();
     }
@@ -356,12 +366,45 @@ impl Batch {
         let (row, half) = (self.rows(), rotary.inv_freq().len());
         self.spans.push(Span { row, len, position });
         self.slots.push(slot);
+        self.marks.push(None);
         self.row_ids.extend(row..row + len);
         self.cos_sin.resize((row + len) * half, (0.0, 0.0));
         let table = self.cos_sin[row * half..].chunks_exact_mut(half.max(1));
         for (i, out) in table.enumerate() {
             rotary.row(position + i, out);
         }
+    }
+
+    /// Has the state that the last span's sequence has after `rows` of its rows copied to `place`.
+    pub(crate) fn mark(&mut self, rows: usize, place: usize) {
+        if let Some(last) = self.marks.last_mut() {
+            *last = Some(Mark { rows, place });
+        }
+    }
+
+    /// The slots whose states are copied on the way, and where to.
+    fn marked(&self) -> impl Iterator<Item = (usize, usize)> {
+        let marks = self.slots.iter().zip(&self.marks);
+        marks.filter_map(|(&slot, mark)| Some((slot, mark.as_ref()?.place)))
+    }
+
+    /// The rows of each sequence before its mark, or behind it. Without one, all are before it.
+    fn part(&self, part: Part) -> Vec<Span> {
+        let of = |(span, mark): (&Span, &Option<Mark>)| {
+            let before = mark.as_ref().map_or(span.len, |m| m.rows);
+            match part {
+                Part::First => Span {
+                    len: before,
+                    ..*span
+                },
+                Part::Rest => Span {
+                    row: span.row + before,
+                    len: span.len - before,
+                    position: span.position + before,
+                },
+            }
+        };
+        self.spans.iter().zip(&self.marks).map(of).collect()
     }
 
     /// Number of rows.
@@ -373,6 +416,22 @@ impl Batch {
     pub(crate) fn spans(&self) -> &[Span] {
         &self.spans
     }
+}
+
+/// A place in a span at which its sequence's states are copied.
+#[derive(Debug)]
+struct Mark {
+    /// Rows of the span before it.
+    rows: usize,
+    /// Where to.
+    place: usize,
+}
+
+/// The rows before marks, or those behind them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    First,
+    Rest,
 }
 
 /// Intermediate results of a layer, for up to the given number of rows.

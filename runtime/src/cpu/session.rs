@@ -1,6 +1,6 @@
 //! [`Session`] on the CPU.
 
-use super::cache::{LayerCache, page_bytes, state_bytes};
+use super::cache::{LayerCache, Snapshots, page_bytes, state_bytes};
 use super::eagle_drafts::EagleDrafts;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use super::{CpuModel, embed};
@@ -20,6 +20,7 @@ pub(super) struct CpuSession {
     spec: SessionSpec,
     tables: PageTables,
     caches: Vec<LayerCache>, // [layers]
+    snapshots: Snapshots,
     batch: Batch,
     scratch: Scratch,
     x: Vec<f32>,       // [max_rows, hidden], the residual stream
@@ -78,7 +79,7 @@ impl Taps {
 pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
     let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
     (
-        spec.page_count() * page_bytes(c, spec.kv) + spec.slots * state_bytes(c),
+        spec.page_count() * page_bytes(c, spec.kv) + Snapshots::places(spec.slots) * state_bytes(c),
         Scratch::bytes(c, spec.max_rows) + stream,
     )
 }
@@ -89,8 +90,12 @@ impl CpuSession {
         CpuSession {
             tables: PageTables::new(&spec),
             caches: (c.layers())
-                .map(|layer| LayerCache::new(c, layer, spec.kv, (spec.slots, spec.page_count())))
+                .map(|layer| {
+                    let room = (Snapshots::places(spec.slots), spec.page_count());
+                    LayerCache::new(c, layer, spec.kv, room)
+                })
                 .collect(),
+            snapshots: Snapshots::new(spec.slots),
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
             scratch: Scratch::new(c, spec.max_rows),
             x: vec![0.0; spec.max_rows * c.hidden_size],
@@ -169,6 +174,10 @@ impl CpuSession {
             }
             self.batch
                 .push(&self.model.rotary, chunk.slot, position, rows);
+            if let (true, Some(before)) = (self.recurrent(), Snapshots::within(rows)) {
+                let place = self.snapshots.take(chunk.slot, position + before);
+                self.batch.mark(before, place);
+            }
         }
         let result = self.run_located(chunks, observer);
         result.inspect_err(|_| self.lose(chunks))
@@ -190,6 +199,24 @@ impl CpuSession {
         self.caches.iter_mut().for_each(|cache| cache.clear(slot));
     }
 
+    fn copy_states(&mut self, from: usize, to: usize) {
+        self.caches
+            .iter_mut()
+            .for_each(|cache| cache.copy_state(from, to));
+    }
+
+    /// Gives the sequence in `to` the states that the one in `from` had at `len` tokens or, of those kept,
+    /// shortly before. Returns that length.
+    fn resume(&mut self, from: usize, to: usize, len: usize) -> usize {
+        match self.snapshots.nearest(from, len) {
+            None => 0,
+            Some((place, len)) => {
+                self.copy_states(place, to);
+                len
+            }
+        }
+    }
+
     /// True if a sequence has states that cannot be cut.
     fn recurrent(&self) -> bool {
         self.model.config.delta.is_some()
@@ -199,7 +226,10 @@ impl CpuSession {
     /// cannot be undone, so their sequences become empty.
     fn lose(&mut self, chunks: &[Chunk<'_>]) {
         if self.recurrent() {
-            chunks.iter().for_each(|c| self.tables.truncate(c.slot, 0));
+            for chunk in chunks {
+                self.tables.truncate(chunk.slot, 0);
+                self.snapshots.cut(chunk.slot, 0);
+            }
         }
     }
 
@@ -257,9 +287,11 @@ impl Session for CpuSession {
     }
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
-        // States cannot be cut but at the start.
-        let cut = self.recurrent() && len < self.tables.len(slot);
-        let len = if cut { 0 } else { len };
+        let mut len = len;
+        if self.recurrent() && len < self.tables.len(slot) {
+            len = self.resume(slot, slot, len);
+            self.snapshots.cut(slot, len);
+        }
         self.tables.truncate(slot, len);
         let hidden = self.model.config.hidden_size;
         self.taps.truncate(slot, len, hidden);
@@ -267,13 +299,17 @@ impl Session for CpuSession {
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
-        // States cannot be cut but at the start.
-        let whole = !self.recurrent() || len == self.tables.len(from);
-        let reached = if whole { len } else { 0 };
         self.tables.fork(from, to, len)?;
+        self.snapshots.cut(to, 0);
+        let reached = if !self.recurrent() {
+            len
+        } else if len == self.tables.len(from) {
+            self.copy_states(from, to);
+            len
+        } else {
+            self.resume(from, to, len)
+        };
         self.tables.truncate(to, reached);
-        let states = self.caches.iter_mut();
-        states.for_each(|cache| cache.copy_state(from, to));
         Ok(reached)
     }
 
