@@ -263,8 +263,8 @@ impl ModelConfig {
                 map.insert(VALUE_HEADS.into(), TILED.into());
             }
         }
-        if let Some(dims) = self.rope.dims {
-            let part = dims as f64 / self.head_dim as f64;
+        if self.rope.dims.is_some() || self.architecture.rotated > 1 {
+            let part = self.rotated() as f64 / self.head_dim as f64;
             map.insert("partial_rotary_factor".into(), part.into());
         }
         map

@@ -69,7 +69,12 @@ impl Object<'_> {
         let Some(part) = self.f64(KEY)? else {
             return Ok(None);
         };
-        let dims = head_dim as f64 * part;
+        // A part that was computed from a number of values gives that number again.
+        let product = head_dim as f64 * part;
+        let dims = match product.round() {
+            whole if (product - whole).abs() < 1e-6 => whole,
+            _ => product,
+        };
         if !(part > 0.0 && part <= 1.0 && dims >= 2.0 && dims % 2.0 == 0.0) {
             let expected = format!("an even number of the {head_dim} values of a head");
             return Err(self.bad(KEY, expected, part.to_string()));

@@ -145,6 +145,14 @@ pub const MIXTURE: &str = r#""architectures":["Qwen3MoeForCausalLM"],"model_type
 "num_key_value_heads":1,"head_dim":8,"vocab_size":16,"max_position_embeddings":32,
 "rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
 
+/// The same for a hybrid.
+pub const HYBRID: &str = r#""architectures":["Qwen3_5ForCausalLM"],"model_type":"qwen3_5_text",
+"hidden_size":8,"intermediate_size":16,"num_hidden_layers":2,"num_attention_heads":2,
+"num_key_value_heads":1,"head_dim":8,"vocab_size":16,"max_position_embeddings":32,
+"full_attention_interval":2,"linear_num_key_heads":1,"linear_num_value_heads":2,
+"linear_key_head_dim":4,"linear_value_head_dim":4,"linear_conv_kernel_dim":2,
+"rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":3"#;
+
 /// A quantized folder of any format: a `quantization_config` (JSON, ended by a zero byte), then
 /// the weight file. If it opens, all parameters are read and dequantized.
 pub fn folder(data: &[u8]) {
@@ -155,7 +163,7 @@ pub fn folder(data: &[u8]) {
         return;
     };
     let weights = Bytes::copy_from_slice(&data[end + 1..]);
-    for shape in [SHAPE, MIXTURE] {
+    for shape in [SHAPE, MIXTURE, HYBRID] {
         let config = format!(r#"{{{shape},"quantization_config":{record}}}"#);
         let files = Files::Virtual(Arc::new(Folder(vec![
             ("config.json", config.into()),
@@ -168,8 +176,8 @@ pub fn folder(data: &[u8]) {
     }
 }
 
-/// What becomes of one change to a folder of unquantized weights: the first byte says which, the second where, and
-/// the others are a name. A tensor or a key that is added is refused, known to nq's tables, or listed as left over; a
+/// What becomes of one change to a folder of unquantized weights: the first byte says which and to which model, the
+/// second where, and the others are a name. A tensor or a key that is added is refused, known to nq's tables, or listed as left over; a
 /// tensor that is renamed or dropped is missed. No change goes without a word.
 pub fn account(data: &[u8]) {
     let [change, place, name @ ..] = data else {
@@ -178,11 +186,19 @@ pub fn account(data: &[u8]) {
     let Ok(name) = std::str::from_utf8(name) else {
         return;
     };
-    let mut config = format!("{{{SHAPE}}}");
+    let base = if change & 4 == 0 { SHAPE } else { HYBRID };
+    let mut config = format!("{{{base}}}");
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).expect("nq's own");
     let mut tensors: Vec<(String, Vec<usize>)> = names::parameters(&shape)
         .into_iter()
-        .map(|(name, shape)| (format!("{name}.weight"), shape.dims()))
+        .map(|(name, shape)| {
+            let dims = match (name.ends_with("conv1d"), shape.dims()[..].first()) {
+                // Of two inputs, as HYBRID says.
+                (true, Some(taps)) => vec![taps / 2, 1, 2],
+                _ => shape.dims(),
+            };
+            (names::tensor_name(&name), dims)
+        })
         .collect();
     let place = usize::from(*place) % tensors.len();
     if tensors.iter().any(|(n, _)| n == name) || name == "__metadata__" {
