@@ -25,6 +25,8 @@ pub struct Settings {
     pub max_tokens: Option<usize>,
     /// `enable_thinking` for the template; `None` leaves it to the template.
     pub thinking: Option<bool>,
+    /// Most tokens of thinking in an answer; `None`: as many as it takes.
+    pub thinking_budget: Option<usize>,
     /// When the context is full.
     pub overflow: Overflow,
     /// Texts that end an answer; none is empty.

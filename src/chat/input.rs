@@ -107,8 +107,8 @@ pub enum Command {
     Set(Option<(String, String)>),
     /// Show counts and rates.
     Stats,
-    /// Turn thinking on or off.
-    Think(bool),
+    /// Turn thinking on or off, and its most tokens; `None`: as many as it takes.
+    Think(bool, Option<usize>),
     /// Quit.
     Exit,
 }
@@ -174,14 +174,14 @@ pub const COMMANDS: [Listed; 11] = [
         "/set",
         "[NAME VALUE]",
         "show all settings or set one",
-        "E.g. /set temperature 0.7; max_tokens none and thinking auto undo what was set.",
+        "E.g. /set temperature 0.7; max_tokens none, thinking_budget none and thinking auto undo what was set.",
     ),
     listed("/stats", "", "all figures: tokens, context and rates", ""),
     listed(
         "/think",
-        "",
-        "thinking on; also as the last word of a message",
-        "",
+        "[N]",
+        "thinking on, of at most N tokens; also as the last word of a message",
+        "After N tokens the thinking is closed and the answer begins. /think alone takes the limit away.",
     ),
     listed(
         "/no_think",
@@ -193,7 +193,7 @@ pub const COMMANDS: [Listed; 11] = [
 ];
 
 /// The settings that `/set` knows.
-pub const SETTINGS: [&str; 12] = [
+pub const SETTINGS: [&str; 13] = [
     "temperature",
     "top_k",
     "top_p",
@@ -204,6 +204,7 @@ pub const SETTINGS: [&str; 12] = [
     "seed",
     "max_tokens",
     "thinking",
+    "thinking_budget",
     "hide_thinking",
     "on_overflow",
 ];
@@ -298,8 +299,12 @@ fn command(word: &str, rest: &str) -> Result<Command, String> {
         "/regen" => bare(Command::Regen),
         "/stats" => bare(Command::Stats),
         "/exit" | "/quit" | "/bye" => bare(Command::Exit),
-        "/think" => bare(Command::Think(true)),
-        "/no_think" => bare(Command::Think(false)),
+        "/think" if rest.is_empty() => Ok(Command::Think(true, None)),
+        "/think" => match rest.parse() {
+            Ok(tokens) if tokens > 0 => Ok(Command::Think(true, Some(tokens))),
+            _ => Err(format!("/think takes a number of tokens, found {rest:?}")),
+        },
+        "/no_think" => bare(Command::Think(false, None)),
         "/load" => Ok(Command::Load((!rest.is_empty()).then(|| rest.to_owned()))),
         "/save" => {
             let forced = rest.strip_prefix("--force");
@@ -426,7 +431,16 @@ mod tests {
             parse("Why?\n/no_think"),
             Entry::Message("Why?".into(), Some(false))
         );
-        assert_eq!(parse("/no_think"), Entry::Command(Command::Think(false)));
+        assert_eq!(
+            parse("/no_think"),
+            Entry::Command(Command::Think(false, None))
+        );
+        let some = Entry::Command(Command::Think(true, Some(64)));
+        assert_eq!(parse("/think 64"), some);
+        assert_eq!(parse("/think"), Entry::Command(Command::Think(true, None)));
+        for wrong in ["/think 0", "/think -1", "/think much", "/no_think 5"] {
+            assert!(matches!(parse(wrong), Entry::Wrong(_)), "{wrong}");
+        }
         let inside = "What does /no_think do?";
         assert_eq!(parse(inside), Entry::Message(inside.into(), None));
     }

@@ -266,7 +266,10 @@ impl Repl<'_> {
                 self.conversation.chat.set_system(text);
                 note(err, "the system prompt is set")?;
             }
-            Entry::Command(Command::Think(on)) => self.switch_thinking(Some(on), err)?,
+            Entry::Command(Command::Think(on, budget)) => {
+                self.conversation.chat.settings.thinking_budget = budget;
+                self.switch_thinking(Some(on), err)?;
+            }
             Entry::Command(Command::Set(None)) => self.show_settings(err)?,
             Entry::Command(Command::Set(Some((name, value)))) => {
                 self.set(&name, &value)?;
@@ -417,10 +420,11 @@ impl Repl<'_> {
             return note(err, why);
         }
         self.conversation.chat.settings.thinking = to;
-        let state = match to {
-            Some(true) => "on",
-            Some(false) => "off",
-            None => "as the template has it",
+        let state = match (to, self.conversation.chat.settings.thinking_budget) {
+            (Some(true), Some(tokens)) => &format!("on, of at most {tokens} tokens"),
+            (Some(true), None) => "on",
+            (Some(false), _) => "off",
+            (None, _) => "as the template has it",
         };
         note(err, &format!("thinking is {state}"))
     }
@@ -460,6 +464,11 @@ impl Repl<'_> {
             "max_tokens" => settings.max_tokens = Some(read(name, value)?),
             "thinking" if value == "auto" => settings.thinking = None,
             "thinking" => settings.thinking = Some(on_off()?),
+            "thinking_budget" if value == "none" => settings.thinking_budget = None,
+            "thinking_budget" => {
+                let tokens: std::num::NonZeroUsize = read(name, value)?;
+                settings.thinking_budget = Some(tokens.get());
+            }
             "hide_thinking" => self.hide_thinking = on_off()?,
             "on_overflow" => {
                 settings.overflow = match value {
@@ -478,13 +487,14 @@ impl Repl<'_> {
     fn show_settings(&self, err: &mut dyn Write) -> io::Result<()> {
         let s = &self.conversation.chat.settings;
         let p = &s.sampling;
-        let max_tokens = s.max_tokens.map_or("none".into(), |n| n.to_string());
+        let number = |n: Option<usize>| n.map_or("none".to_owned(), |n| n.to_string());
+        let (max_tokens, budget) = (number(s.max_tokens), number(s.thinking_budget));
         let on_off = |on: bool| if on { "on" } else { "off" };
         writeln!(
             err,
             "temperature {}  top_k {}  top_p {}  min_p {}\n\
              repetition_penalty {}  frequency_penalty {}  presence_penalty {}  seed {}\n\
-             max_tokens {max_tokens}  thinking {}  hide_thinking {}{}",
+             max_tokens {max_tokens}  thinking {}  thinking_budget {budget}  hide_thinking {}{}",
             p.temperature,
             p.top_k,
             p.top_p,

@@ -186,6 +186,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         sampling,
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
+        thinking_budget: None,
         overflow: args.on_overflow,
         stop: args.stop.clone(),
     };
@@ -266,6 +267,7 @@ fn remote(
         sampling,
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
+        thinking_budget: None,
         overflow: args.on_overflow,
         stop: args.stop.clone(),
     };

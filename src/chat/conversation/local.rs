@@ -13,8 +13,11 @@ use nq_runtime::{
     StopReason, StopTexts, Tokenizer,
 };
 use std::ops::ControlFlow;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+
+/// How thinking ends that has spent its budget.
+const THINKING_END: &str = "\n</think>\n\n";
 
 /// All messages in the form for the model.
 enum Prompt {
@@ -71,18 +74,23 @@ impl Answerer for Local<'_> {
         let mut detokenizer = Detokenizer::new(self.tokenizer, true);
         let mut tokens: Vec<u32> = Vec::new();
         let mut stats: Option<Stats> = None;
+        let budget = chat.settings.thinking_budget;
+        let mut thought = 0;
         let generated = loop {
-            let part =
-                self.part(
-                    chat,
-                    &prompt,
-                    tokens.len(),
-                    interrupt,
-                    &mut |token| match detokenizer.push(token) {
-                        Some(piece) => writer.push(&piece),
-                        None => ControlFlow::Continue(()),
-                    },
-                )?;
+            let mut spent = false;
+            let part = self.part(chat, &prompt, tokens.len(), interrupt, &mut |token| {
+                if let Some(piece) = detokenizer.push(token)
+                    && writer.push(&piece).is_break()
+                {
+                    return ControlFlow::Break(());
+                }
+                thought += usize::from(writer.splitter.is_thinking());
+                spent = writer.splitter.is_thinking() && budget.is_some_and(|most| thought >= most);
+                match spent {
+                    true => ControlFlow::Break(()),
+                    false => ControlFlow::Continue(()),
+                }
+            })?;
             tokens.extend_from_slice(&part.tokens);
             let total = stats.get_or_insert(Stats {
                 tokens: 0,
@@ -92,6 +100,24 @@ impl Answerer for Local<'_> {
             total.draft_steps += part.stats.draft_steps;
             total.drafted += part.stats.drafted;
             total.accepted += part.stats.accepted;
+            if spent && !interrupt.load(Ordering::Relaxed) {
+                // The thinking is closed for the model, and the answer begins.
+                if let Some(rest) = detokenizer.flush() {
+                    let _ = writer.push(&rest);
+                }
+                let _ = writer.push(THINKING_END);
+                tokens.extend(self.tokenizer.encode(THINKING_END)?);
+                let fed = self.prompt_with(chat, &tokens)?;
+                let most = chat.settings.max_tokens.unwrap_or(usize::MAX);
+                if tokens.len() >= most {
+                    break StopReason::MaxTokens;
+                }
+                if fed.len() >= self.session.spec().ctx {
+                    break StopReason::ContextFull;
+                }
+                prompt = fed;
+                continue;
+            }
             let goes_on = part.stop == StopReason::ContextFull
                 && chat.settings.overflow == Overflow::DropOldest
                 && chat.drop_oldest();
@@ -233,6 +259,11 @@ impl<'m> Local<'m> {
             on_event(Event::Note(dropped(count)))?;
         }
         Ok(prompt)
+    }
+
+    /// The prompt and what there is of its answer.
+    fn prompt_with(&self, chat: &Chat, tokens: &[u32]) -> anyhow::Result<Vec<u32>> {
+        Ok([self.prompt(chat)?.1.as_slice(), tokens].concat())
     }
 
     /// The prompt made from all messages, as text and as tokens.

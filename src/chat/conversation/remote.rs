@@ -157,6 +157,9 @@ impl Remote {
         if let Some(thinking) = settings.thinking {
             body["chat_template_kwargs"] = json!({"enable_thinking": thinking});
         }
+        if let Some(tokens) = settings.thinking_budget {
+            body["thinking_budget"] = tokens.into();
+        }
         body
     }
 
@@ -371,3 +374,6 @@ impl Answerer for Remote {
         (setting == "on_overflow").then_some("a server keeps all that it is sent, or refuses it")
     }
 }
+
+#[cfg(test)]
+mod tests;

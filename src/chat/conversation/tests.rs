@@ -49,9 +49,17 @@ impl Parrot {
         let answer = format!("{} of {}: {last}", "word ".repeat(words), users.len());
         let off = self.tokenizer.encode("<think>\n\n</think>\n\n").unwrap();
         let said = &self.held[at + header.len()..];
-        let (said, answer) = match said.strip_prefix(off.as_slice()) {
-            Some(said) => (said, answer),
-            None => (said, format!("<think>\nhm\n</think>\n\n{answer}")),
+        let thought = if before.contains("system\ndeep") {
+            "hm ".repeat(40) + "hm"
+        } else {
+            "hm".into()
+        };
+        let close = self.tokenizer.encode("\n</think>\n\n").unwrap();
+        let closed = said.windows(close.len()).position(|w| w == close);
+        let (said, answer) = match (said.strip_prefix(off.as_slice()), closed) {
+            (Some(said), _) => (said, answer),
+            (None, Some(at)) => (&said[at + close.len()..], answer),
+            (None, None) => (said, format!("<think>\n{thought}\n</think>\n\n{answer}")),
         };
         let answer = self.tokenizer.encode(&answer).unwrap();
         let end = self.tokenizer.token_id("<|im_end|>").unwrap();
@@ -135,6 +143,7 @@ impl Bench {
         let settings = Settings {
             sampling: SamplingParams::greedy(),
             max_tokens: None,
+            thinking_budget: None,
             thinking: None,
             overflow,
             stop: Vec::new(),
@@ -224,6 +233,34 @@ fn thinking_can_be_switched() {
     let why = talk.conversation.refuses("thinking").unwrap();
     assert!(why.contains("template cannot switch"), "{why}");
     assert_eq!(talk.conversation.refuses("on_overflow"), None);
+}
+
+#[test]
+fn thinking_ends_with_its_budget() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(1000, Some("deep"), Overflow::Stop);
+    let whole = talk.ask("one").unwrap();
+    assert_eq!(whole.thinking.split(' ').count(), 41);
+    talk.conversation.chat.settings.thinking_budget = Some(8);
+    let cut = talk.ask("two").unwrap();
+    let words = cut.thinking.split(' ').count();
+    assert!((2..=8).contains(&words), "{:?}", cut.thinking);
+    assert_eq!(cut.answer, "word  of 2: two");
+    assert!(matches!(cut.end, End::Generated(StopReason::Eos(_))));
+    let kept = talk.conversation.chat.messages();
+    let kept = kept.last().unwrap().text();
+    assert!(kept.ends_with("\n</think>\n\nword  of 2: two"), "{kept}");
+    // One that is long enough changes nothing.
+    talk.conversation.chat.settings.thinking_budget = Some(1000);
+    assert_eq!(talk.ask("three").unwrap().thinking, whole.thinking);
+    // The answer still ends with the most tokens or the end of the context.
+    talk.conversation.chat.settings.thinking_budget = Some(8);
+    talk.conversation.chat.settings.max_tokens = Some(9);
+    let turn = talk.ask("four").unwrap();
+    assert_eq!(
+        (turn.end, turn.answer.as_str()),
+        (End::Generated(StopReason::MaxTokens), "")
+    );
 }
 
 #[test]
