@@ -24,6 +24,8 @@ pub struct Generation {
     pub logprobs: Option<usize>,
     /// Most tokens per answer; `None`: as many as the context holds.
     pub max_tokens: Option<usize>,
+    /// True: the prompts' own tokens are scored, all but the first.
+    pub scores_prompt: bool,
     /// True: end-of-answer tokens do not end the answer.
     pub ignore_eos: bool,
     /// How the answer's text is split into pieces.
@@ -59,6 +61,7 @@ impl Generation {
             bias: LogitBias::default(),
             logprobs: None,
             max_tokens: None,
+            scores_prompt: false,
             ignore_eos: false,
             reader: ReaderOptions::default(),
             format: None,
@@ -120,6 +123,71 @@ struct Choice {
     /// Log-probabilities of tokens whose text is held back.
     logprobs: Vec<TokenLogprobs>,
     over: bool,
+    /// Tokens of the prompt that are still to be scored.
+    given: usize,
+    /// Tokens that end it, if the engine does not look for them.
+    ends: Vec<u32>,
+}
+
+/// The constraint to given tokens; what follows is free.
+struct Given {
+    tokens: std::vec::IntoIter<u32>,
+    mask: Vec<u32>,
+}
+
+impl Given {
+    fn new(tokens: &[u32], vocab: usize) -> Self {
+        Given {
+            tokens: tokens.to_vec().into_iter(),
+            mask: vec![0; vocab.div_ceil(32)],
+        }
+    }
+}
+
+impl Constraint for Given {
+    fn mask(&mut self) -> Result<Option<&[u32]>, String> {
+        let Some(&token) = self.tokens.as_slice().first() else {
+            return Ok(None);
+        };
+        self.mask.fill(0);
+        self.mask[token as usize / 32] = 1 << (token % 32);
+        Ok(Some(&self.mask))
+    }
+
+    fn accept(&mut self, _: u32) -> Result<(), String> {
+        self.tokens.next();
+        Ok(())
+    }
+}
+
+/// Checks that the prompts' own tokens can be scored.
+///
+/// # Errors
+/// Tokens past the vocabulary, a prompt that does not fit, one of a single token without an answer; penalties, which
+/// would count its tokens as written.
+fn can_be_scored(model: &Model, generation: &Generation) -> Result<(), ApiError> {
+    let (names, ctx) = (generation.names, model.context());
+    let answer = generation.max_tokens.unwrap_or(1);
+    for prompt in &generation.prompts {
+        if let Some(token) = prompt.iter().find(|&&t| t as usize >= model.vocab()) {
+            let what = format!("expected token ids below {}, found {token}", model.vocab());
+            return Err(ApiError::field(names.prompt, what));
+        }
+        let prompt = prompt.len();
+        if prompt + answer.min(1) > ctx {
+            return Err(names.refused(Refused::ContextFull { prompt, ctx }));
+        }
+        if prompt + answer < 2 {
+            let what = "expected two tokens or more beside max_tokens 0, found one";
+            return Err(ApiError::field(names.prompt, what));
+        }
+    }
+    let sampling = &generation.sampling;
+    if sampling.frequency_penalty != 0.0 || sampling.presence_penalty != 0.0 {
+        let why = "nq scores no prompt beside frequency_penalty or presence_penalty";
+        return Err(ApiError::unsupported("echo", why));
+    }
+    Ok(())
 }
 
 /// Answers as they come. Dropping it cancels them.
@@ -155,42 +223,65 @@ pub fn start(
         return Err(ApiError::field("logit_bias", what));
     }
     let n = generation.n;
+    let ends: &[u32] = if generation.ignore_eos {
+        &[]
+    } else {
+        model.stop()
+    };
+    if generation.scores_prompt {
+        can_be_scored(model, generation)?;
+    }
     let room = |index: usize| {
         model
             .context()
             .saturating_sub(generation.prompts[index / n].len())
     };
+    // A prompt is scored as an answer to its first token that can only be the rest of it.
+    let scored = |index: usize| match generation.scores_prompt {
+        true => generation.prompts[index / n].split_at(1),
+        false => (generation.prompts[index / n].as_slice(), &[][..]),
+    };
     let request = |index: usize| Request {
-        prompt: generation.prompts[index / n].clone(),
+        prompt: scored(index).0.to_vec(),
         sampling: generation.sampling,
         stream: (index % n) as u64,
         bias: generation.bias.clone(),
         logprobs: generation.logprobs,
-        max_tokens: generation.max_tokens.unwrap_or(room(index).max(1)),
-        stop: if generation.ignore_eos {
+        max_tokens: generation.max_tokens.unwrap_or(room(index).max(1)) + scored(index).1.len(),
+        stop: if generation.scores_prompt {
+            // They may be in the prompt: the stream looks for them.
             Vec::new()
         } else {
-            model.stop().to_vec()
+            ends.to_vec()
         },
         row: None,
-        constraint: constraint
-            .clone()
-            .map(|c| Box::new(c) as Box<dyn Constraint>),
+        constraint: match &constraint {
+            None if generation.scores_prompt => {
+                Some(Box::new(Given::new(scored(index).1, model.vocab())))
+            }
+            None => None,
+            Some(c) => Some(Box::new(c.clone()) as Box<dyn Constraint>),
+        },
         thinking: generation.thinking.clone(),
         client,
         deadline,
     };
     let answers = n * generation.prompts.len();
     let requests = (0..answers).map(request).collect();
-    let choice = || Choice {
+    let choice = |index: usize| Choice {
         reader: Reader::new(model.tokenizer(), &generation.reader),
         logprobs: Vec::new(),
         over: false,
+        given: scored(index).1.len(),
+        ends: match generation.scores_prompt {
+            true => ends.to_vec(),
+            false => Vec::new(),
+        },
     };
     Ok(Stream {
         _model: Arc::clone(model),
         answers: (model.engine().submit(requests)).map_err(|e| generation.names.refused(e))?,
-        choices: (0..answers).map(|_| choice()).collect(),
+        choices: (0..answers).map(choice).collect(),
         usage: Usage {
             prompt: generation.prompts.iter().map(Vec::len).sum(),
             ..Usage::default()
@@ -295,6 +386,17 @@ impl Stream {
                 return None;
             }
             Event::Row(_) => return None,
+            Event::Token { logprobs, .. } if choice.given > 0 => {
+                choice.given -= 1;
+                choice.logprobs.extend(logprobs);
+                return None;
+            }
+            Event::Token { id, .. } if choice.ends.contains(&id) => {
+                self.usage.completion += 1;
+                self.answers.cancel(index);
+                choice.reader.finish(false, &mut pieces);
+                Some(Ok(Ending::Stop))
+            }
             Event::Token { id, logprobs } => {
                 self.usage.completion += 1;
                 let thinking = choice.reader.push(id, &mut pieces);

@@ -131,16 +131,8 @@ fn what_is_left_out_is_said() {
     let plain = server.json(RESPONSES, &responses(json!([function])));
     for (tool, word) in [
         (
-            json!({"type": "namespace", "name": "multi_agent_v1", "description": "d", "tools": [function]}),
-            "namespace_multi_agent_v1",
-        ),
-        (
             json!({"type": "web_search", "external_web_access": false}),
             "web_search",
-        ),
-        (
-            json!({"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}),
-            "custom_apply_patch",
         ),
         (json!({"type": "local_shell"}), "local_shell"),
         (

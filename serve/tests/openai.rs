@@ -295,7 +295,6 @@ fn what_is_wrong_is_named() {
     }
     for (more, param) in [
         (json!({"audio": {}}), "audio"),
-        (json!({"functions": [{"name": "f"}]}), "functions"),
         (json!({"chat_template": "{{ 1 }}"}), "chat_template"),
         (
             json!({"chat_template_kwargs": {"x": 1}}),
@@ -322,8 +321,8 @@ fn what_is_wrong_is_named() {
     );
     assert_eq!(response.status, 404);
     assert_eq!(response.error().1, "model_not_found");
-    let response = server.post("/v1/completions", &json!({"prompt": "x", "echo": true}));
-    assert_eq!(response.error().0, "echo");
+    let response = server.post("/v1/completions", &json!({"prompt": "x", "suffix": "y"}));
+    assert_eq!(response.error().0, "suffix");
     let response = server.post("/v1/embeddings", &json!({"input": "x"}));
     let (_, code, message) = response.error();
     assert_eq!((response.status, code.as_str()), (400, "no_embeddings"));

@@ -52,14 +52,27 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("chat")?;
     let (messages, prefix) = messages(&mut fields)?;
     let given = fields.objects("tools", "chat.tool", tools::MOST_TOOLS)?;
-    let mut tools = tools::read(given, "function", |mut tool| {
+    let mut tools = tools::read(given, "function", |tools, _, mut tool| {
         let place = tool.name("function");
         let function = tool.object("function", "chat.function")?;
         let function = function.ok_or_else(|| ApiError::field(&place, "expected an object"))?;
         tool.finish()?;
-        Ok((function, "parameters"))
+        tools.add(function, "parameters")
     })?;
-    let choice = tools::choice(fields.take("tool_choice")?, &mut tools)?;
+    let functions = fields.objects("functions", "chat.function", tools::MOST_TOOLS)?;
+    let older = !functions.is_empty();
+    if older && !tools.list.is_empty() {
+        return Err(ApiError::field(
+            "functions",
+            "expected tools or functions, found both",
+        ));
+    }
+    for function in functions {
+        tools.add(function, "parameters")?;
+    }
+    let (choice, function_call): (Option<Value>, Option<Value>) =
+        (fields.take("tool_choice")?, fields.take("function_call")?);
+    let choice = tools::choice(if older { function_call } else { choice }, &mut tools)?;
     let goes_on: bool = fields.take("continue_final_message")?.unwrap_or(false);
     let begins: Option<bool> = fields.take("add_generation_prompt")?;
     if begins == Some(goes_on) {
@@ -75,7 +88,8 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     let chat = ChatRequest {
         messages,
         choice,
-        several_calls: fields.take("parallel_tool_calls")?.unwrap_or(true),
+        // The older protocol has room for one.
+        several_calls: fields.take("parallel_tool_calls")?.unwrap_or(true) && !older,
         thinking: thinking::read(&mut fields)?,
         format,
         tools,
@@ -84,7 +98,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     };
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
     let max_tokens = fields.most_tokens("max_completion_tokens")?;
-    let older = fields.most_tokens("max_tokens")?;
+    let most_tokens = fields.most_tokens("max_tokens")?;
     let (streams, told) = streaming(&mut fields)?;
     let logprobs = sampling::chat_logprobs(&mut fields)?;
     let partial = Generation {
@@ -92,7 +106,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
         sampling: sampling::params(&mut fields, model.sampling())?,
         bias: sampling::bias(&mut fields)?,
         logprobs,
-        max_tokens: max_tokens.or(older),
+        max_tokens: max_tokens.or(most_tokens),
         ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
         reader: ReaderOptions {
             stop: sampling::stop(&mut fields, "stop")?,
@@ -107,7 +121,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     fields.finish()?;
     let generation = render(model, chat, partial)?;
     Ok(Parsed {
-        shape: Box::new(Chat::new(model, n, logprobs.is_some(), told)),
+        shape: Box::new(Chat::new(model, n, logprobs.is_some(), told, older)),
         generation,
         stream: streams,
     })
@@ -296,8 +310,11 @@ fn one_message(mut fields: Fields) -> Result<(Message, bool), ApiError> {
         // Templates use the older name.
         "developer" => "system",
         "system" | "user" | "assistant" | "tool" => &role,
+        "function" => "tool",
         _ => {
-            let what = format!("expected system, developer, user, assistant or tool, found {role}");
+            let what = format!(
+                "expected system, developer, user, assistant, tool or function, found {role}"
+            );
             return Err(ApiError::field(&fields.name("role"), what));
         }
     };
@@ -312,6 +329,7 @@ fn one_message(mut fields: Fields) -> Result<(Message, bool), ApiError> {
     let newer: Option<Value> = fields.take("reasoning")?;
     let older: Option<Value> = fields.take("reasoning_content")?;
     let calls = fields.objects("tool_calls", "chat.call", usize::MAX)?;
+    let called: Option<Value> = fields.take("function_call")?;
     if role == "assistant" {
         let thinking = older.or(newer);
         if let Some(thinking) = thinking.as_ref().and_then(Value::as_str) {
@@ -320,6 +338,12 @@ fn one_message(mut fields: Fields) -> Result<(Message, bool), ApiError> {
         if !calls.is_empty() {
             let calls: Result<Value, ApiError> = calls.into_iter().map(call).collect();
             extra.insert("tool_calls".into(), calls?);
+        } else if let Some(called) = called {
+            let place = fields.name("function_call");
+            let name = called["name"].as_str().map(str::to_owned);
+            let arguments = Some(called["arguments"].clone());
+            let call = made(Value::Null, name, arguments, &place, &reading)?;
+            extra.insert("tool_calls".into(), json!([call]));
         }
     }
     for field in ["name", "tool_call_id"] {
@@ -385,17 +409,20 @@ struct Chat {
     created: u64,
     logprobs: bool,
     told: Told,
+    /// True: a call is a `function_call`, as before there were tools.
+    older: bool,
     answers: Vec<Answer>,
 }
 
 impl Chat {
-    fn new(model: &Arc<Model>, n: usize, logprobs: bool, told: Told) -> Self {
+    fn new(model: &Arc<Model>, n: usize, logprobs: bool, told: Told, older: bool) -> Self {
         Chat {
             model: Arc::clone(model),
             id: unique("chatcmpl-"),
             created: now(),
             logprobs,
             told,
+            older,
             answers: vec![Answer::default(); n],
         }
     }
@@ -408,6 +435,14 @@ impl Chat {
             "model": self.model.name(),
             "choices": choices,
         })
+    }
+
+    /// The word for how an answer ended.
+    fn finish(&self, ending: Ending) -> &'static str {
+        match ending {
+            Ending::ToolCalls if self.older => "function_call",
+            ending => finish_reason(ending),
+        }
     }
 
     fn chunk(&self, choices: Value, usage: Usage) -> SseEvent {
@@ -469,6 +504,12 @@ impl Shape for Chat {
             let delta = match piece {
                 Piece::Reasoning(text) => json!({"reasoning_content": text, "reasoning": text}),
                 Piece::Text(text) => json!({"content": text}),
+                Piece::CallStart { name, .. } if self.older => {
+                    json!({"function_call": {"name": name, "arguments": ""}})
+                }
+                Piece::CallArguments { text, .. } if self.older => {
+                    json!({"function_call": {"arguments": text}})
+                }
                 Piece::CallStart { index, name } => {
                     json!({"tool_calls": [{
                         "index": index, "id": unique("call_"), "type": "function",
@@ -485,7 +526,7 @@ impl Shape for Chat {
             // `stop_reason` is vLLM's: the stop string that ended the answer.
             let choice = json!([{
                 "index": index, "delta": {}, "logprobs": logprobs,
-                "finish_reason": finish_reason(ending), "stop_reason": output.stop_string,
+                "finish_reason": self.finish(ending), "stop_reason": output.stop_string,
             }]);
             events.push(self.chunk(choice, usage));
         }
@@ -512,6 +553,10 @@ impl Shape for Chat {
 
     fn collect(&mut self, output: Output) {
         let logprobs = self.logprobs(&output.logprobs);
+        let finish = match output.end {
+            Some(Ok(ending)) => Some(self.finish(ending)),
+            _ => None,
+        };
         let answer = &mut self.answers[output.index];
         answer.logprobs.extend(logprobs);
         for piece in output.pieces {
@@ -524,8 +569,8 @@ impl Shape for Chat {
                 Piece::CallArguments { index, text } => answer.calls[index].2.push_str(&text),
             }
         }
-        if let Some(Ok(ending)) = output.end {
-            answer.finish = Some(finish_reason(ending));
+        if finish.is_some() {
+            answer.finish = finish;
             answer.stop_string = output.stop_string;
         }
     }
@@ -543,7 +588,20 @@ impl Shape for Chat {
                     json!({"id": id, "type": "function",
                            "function": {"name": name, "arguments": arguments}})
                 };
-                message["tool_calls"] = answer.calls.into_iter().map(call).collect();
+                match self.older {
+                    false => {
+                        message["tool_calls"] = answer.calls.into_iter().map(call).collect();
+                    }
+                    true => {
+                        let call = answer
+                            .calls
+                            .into_iter()
+                            .next()
+                            .map(call)
+                            .unwrap_or_default();
+                        message["function_call"] = call["function"].clone();
+                    }
+                }
                 if answer.text.is_empty() {
                     message["content"] = Value::Null;
                 }

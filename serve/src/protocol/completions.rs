@@ -76,9 +76,24 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
         return Err(ApiError::unsupported("best_of", &why));
     }
     let logprobs = fields.count("logprobs", 0, MOST_LOGPROBS)?;
+    let echo: bool = fields.take("echo")?.unwrap_or(false);
+    // What is asked for is then the prompt's scores alone.
+    let no_answer = echo && fields.peek("max_tokens").as_f64() == Some(0.0);
     let (streams, told) = streaming(&mut fields)?;
     let default = (!fields.is_unlimited("max_tokens")).then_some(DEFAULT_TOKENS);
-    let max_tokens = fields.most_tokens("max_tokens")?;
+    let max_tokens = match no_answer {
+        true => fields.count("max_tokens", 0, 0)?,
+        false => fields.most_tokens("max_tokens")?,
+    };
+    let texts: Vec<String> = match echo {
+        true => prompts.iter().map(|p| shown(model, p)).collect(),
+        false => Vec::new(),
+    };
+    let echo = echo.then(|| Echo {
+        n,
+        firsts: prompts.iter().map(|p| p[0]).collect(),
+        texts,
+    });
     let answers = vec![Answer::default(); n * prompts.len()];
     let generation = Generation {
         prompts,
@@ -86,6 +101,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
         sampling: sampling::params(&mut fields, model.sampling())?,
         bias: sampling::bias(&mut fields)?,
         logprobs,
+        scores_prompt: echo.is_some() && (logprobs.is_some() || no_answer),
         max_tokens: max_tokens.or(default),
         ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
         reader: ReaderOptions {
@@ -103,6 +119,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
             created: now(),
             logprobs: logprobs.is_some(),
             told,
+            echo,
             answers,
         }),
         generation,
@@ -118,6 +135,9 @@ struct Answer {
     /// The text of the tokens reported so far, for their offsets: a token within a character is where
     /// that begins.
     told: Characters,
+    /// True once the prompt's text was told, and once its first token was.
+    echoed: bool,
+    begun: bool,
     finish: Option<&'static str>,
 }
 
@@ -128,7 +148,25 @@ struct Completion {
     created: u64,
     logprobs: bool,
     told: Told,
+    /// The prompts, if the answers begin with them.
+    echo: Option<Echo>,
     answers: Vec<Answer>,
+}
+
+/// The prompts of answers that begin with them.
+struct Echo {
+    /// Answers to each.
+    n: usize,
+    texts: Vec<String>,
+    /// Their first tokens, which nothing precedes: they have no log-probabilities.
+    firsts: Vec<u32>,
+}
+
+/// The text of a prompt's tokens.
+fn shown(model: &Model, prompt: &[u32]) -> String {
+    let bytes = model.tokenizer().token_bytes();
+    let bytes: Vec<u8> = prompt.iter().flat_map(|&t| bytes.get(t)).copied().collect();
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Completion {
@@ -140,6 +178,14 @@ impl Completion {
             "model": self.model.name(),
             "choices": choices,
         })
+    }
+
+    /// The text of pieces, behind the prompt if they are the first.
+    fn text(&mut self, index: usize, pieces: Vec<Piece>) -> String {
+        let told = std::mem::replace(&mut self.answers[index].echoed, true);
+        let prompt = self.echo.as_ref().filter(|_| !told);
+        let prompt = prompt.map_or("", |e| e.texts[index / e.n].as_str());
+        prompt.to_owned() + &text_of(pieces)
     }
 
     fn choice(
@@ -160,12 +206,21 @@ impl Completion {
     fn logprobs(&mut self, index: usize, tokens: &[TokenLogprobs]) -> Value {
         let bytes = self.model.tokenizer().token_bytes();
         let (mut texts, mut own, mut offsets, mut top) = (vec![], vec![], vec![], vec![]);
+        let first = (self.echo.as_ref())
+            .filter(|_| !std::mem::replace(&mut self.answers[index].begun, true));
+        if let Some(&id) = first.map(|e| &e.firsts[index / e.n]) {
+            texts.push(key(bytes.get(id)));
+            offsets.push(0);
+            own.push(Value::Null);
+            top.push(Value::Null);
+            self.answers[index].told.push(bytes.get(id));
+        }
         for token in tokens {
             let told = &mut self.answers[index].told;
             offsets.push(told.next(bytes.get(token.token)));
             told.push(bytes.get(token.token));
             texts.push(key(bytes.get(token.token)));
-            own.push(token.logprob.max(-9999.0));
+            own.push(token.logprob.max(-9999.0).into());
             let best = token
                 .top
                 .iter()
@@ -243,7 +298,7 @@ impl Shape for Completion {
             Some(Ok(ending)) => finish_reason(ending).into(),
             _ => Value::Null,
         };
-        let text = text_of(output.pieces);
+        let text = self.text(output.index, output.pieces);
         let choice = self.choice(output.index, &text, &output.logprobs, finish);
         let mut chunk = self.frame(json!([choice]));
         self.told.so_far(&mut chunk, usage);
@@ -269,9 +324,10 @@ impl Shape for Completion {
     }
 
     fn collect(&mut self, output: Output) {
+        let text = self.text(output.index, output.pieces);
         let answer = &mut self.answers[output.index];
         answer.tokens.extend(output.logprobs);
-        answer.text += &text_of(output.pieces);
+        answer.text += &text;
         if let Some(Ok(ending)) = output.end {
             answer.finish = Some(finish_reason(ending));
         }

@@ -90,20 +90,18 @@ fn prompt(
         read_turn(turn, &mut messages)?;
     }
     let given = fields.objects("tools", "messages.tool", tools::MOST_TOOLS)?;
-    let mut tools = tools::read(given, "custom", |tool| {
-        match tool.peek("input_schema").is_null() {
-            true => {
-                let name = tool.name("input_schema");
-                Err(ApiError::field(&name, "expected a value, found none"))
-            }
-            false => Ok((tool, "input_schema")),
+    let mut tools = tools::read(given, "custom", |tools, _, tool| {
+        if tool.peek("input_schema").is_null() {
+            let name = tool.name("input_schema");
+            return Err(ApiError::field(&name, "expected a value, found none"));
         }
+        tools.add(tool, "input_schema")
     })?;
     let (choice, several_calls) = choice(&mut fields, &mut tools)?;
-    let mut thinking = thinking::read(&mut fields)?;
-    let mut format = None;
+    let thinking = thinking::read(&mut fields)?;
+    let (mut effort, mut format) = (None, None);
     if let Some(mut config) = fields.object("output_config", "output_config")? {
-        thinking = thinking::with_effort(thinking, thinking::effort(&mut config, "effort")?);
+        effort = thinking::effort(&mut config, "effort")?;
         format = config.object("format", "output_format")?;
         config.finish()?;
     }
@@ -123,7 +121,7 @@ fn prompt(
         tools,
         choice,
         several_calls,
-        thinking,
+        thinking: thinking::of_messages(thinking, effort),
         format,
         continues,
         reading,

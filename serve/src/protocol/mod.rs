@@ -2,6 +2,7 @@
 //! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
 
 pub mod blocks;
+pub mod called;
 pub mod chat;
 pub mod completions;
 pub mod embeddings;

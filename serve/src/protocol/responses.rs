@@ -1,6 +1,7 @@
 //! `POST /v1/responses`: OpenAI's newer protocol. Responses are kept for a while ([`super::kept`]).
 
 use super::blocks::{Block, Blocks, Change};
+use super::called::{Called, input};
 use super::chat::{ChatRequest, render};
 use super::fields::{Fields, Kind};
 use super::kept::Item;
@@ -52,7 +53,10 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     messages.extend(instructions.map(|text| Message::new("system", text)));
     read_input(&input, &reading, &mut messages)?;
     let given = fields.objects("tools", "responses.tool", tools::MOST_TOOLS)?;
-    let mut tools = tools::read(given, "function", |tool| Ok((tool, "parameters")))?;
+    let mut called = Called::default();
+    let mut tools = tools::read(given, "function", |tools, kind, tool| {
+        called.read(tools, kind, tool)
+    })?;
     let choice = tools::choice(fields.take("tool_choice")?, &mut tools)?;
     let max_tokens = fields.most_tokens("max_output_tokens")?;
     let stream = fields.take("stream")?.unwrap_or(false);
@@ -109,6 +113,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
             id: unique("resp_"),
             created: now(),
             settings,
+            called,
             blocks: Blocks::default(),
             ids: Vec::new(),
             length: false,
@@ -117,6 +122,14 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
         }),
         stream,
     })
+}
+
+/// An error as the only event of a stream.
+pub fn error_event(error: &ApiError) -> SseEvent {
+    let data = json!({
+        "code": error.code, "message": error.message, "param": error.param, "sequence_number": 0,
+    });
+    SseEvent::typed("error", data)
 }
 
 /// Fields that the answer repeats as they came.
@@ -329,6 +342,11 @@ fn read_input(
 /// A call as templates read it; one of a tool that is no function is shown as one with its input.
 fn call(kind: &str, item: &mut Fields, reading: &Reading) -> Result<Value, ApiError> {
     let (id, name): (Option<Value>, Option<String>) = (item.take("call_id")?, item.take("name")?);
+    let namespace: Option<String> = item.take("namespace")?;
+    let name = match (namespace, name) {
+        (Some(namespace), Some(name)) => Some(tools::within(&namespace) + &name),
+        (_, name) => name,
+    };
     let (name, arguments) = match kind {
         "function_call" => (name, item.take("arguments")?),
         "custom_tool_call" => {
@@ -353,6 +371,7 @@ struct Response {
     created: u64,
     /// Settings of the request that the answer repeats.
     settings: Value,
+    called: Called,
     blocks: Blocks,
     /// Ids of the blocks' items.
     ids: Vec<String>,
@@ -416,10 +435,13 @@ impl Response {
                 id: call,
                 name,
                 arguments,
-            } => json!({
-                "type": "function_call", "id": id, "call_id": call, "name": name,
-                "arguments": if whole { arguments } else { "" }, "status": status,
-            }),
+            } => {
+                let arguments = if whole { arguments } else { "" };
+                let mut item = self.called.item(call, name, arguments);
+                item["id"] = id.as_str().into();
+                item["status"] = status.into();
+                item
+            }
         }
     }
 
@@ -439,6 +461,7 @@ impl Response {
             self.ids.push(unique(match block {
                 Block::Reasoning(_) => "rs_",
                 Block::Text(_) => "msg_",
+                Block::Call { name, .. } if self.called.is_custom(name) => "ctc_",
                 Block::Call { .. } => "fc_",
             }));
         }
@@ -481,6 +504,8 @@ impl Response {
                     in_part(json!({"delta": grown})),
                 ));
             }
+            // Its text is known at its end.
+            (Change::Grow(..), Block::Call { name, .. }) if self.called.is_custom(name) => {}
             (Change::Grow(..), Block::Call { .. }) => {
                 let mut data = place.clone();
                 data["delta"] = grown.into();
@@ -500,10 +525,19 @@ impl Response {
                     }
                     Block::Call {
                         name, arguments, ..
+                    } if self.called.is_custom(name) => {
+                        let (mut delta, mut done) = (place.clone(), place.clone());
+                        delta["delta"] = input(arguments).into();
+                        done["input"] = delta["delta"].clone();
+                        events.push(("response.custom_tool_call_input.delta", delta));
+                        events.push(("response.custom_tool_call_input.done", done));
+                    }
+                    Block::Call {
+                        name, arguments, ..
                     } => {
                         let mut data = place.clone();
                         data["arguments"] = arguments.clone().into();
-                        data["name"] = name.clone().into();
+                        data["name"] = self.called.item("", name, "")["name"].clone();
                         events.push(("response.function_call_arguments.done", data));
                     }
                 }

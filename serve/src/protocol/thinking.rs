@@ -100,16 +100,20 @@ pub fn effort(fields: &mut Fields, field: &str) -> Result<Option<Effort>, ApiErr
     }
 }
 
-/// Adds an effort that a protocol has elsewhere to what [`read`] found.
-pub fn with_effort(found: Thinking, effort: Option<Effort>) -> Thinking {
+/// What [`read`] found as Anthropic's protocol means it: who says nothing of thinking wants none, and an effort of
+/// its `output_config` says how much is thought, not whether.
+pub fn of_messages(found: Thinking, effort: Option<Effort>) -> Thinking {
+    let word = effort.and_then(|Effort(_, word)| word);
+    let by_budget = found.budget.map(|budget| budget > 0);
     let switches = found.switches;
-    let of_effort = switches.reasoning_effort.map(|e| Effort(None, Some(e)));
-    settled(
-        switches.enable_thinking,
-        switches.preserve_thinking,
-        found.budget,
-        of_effort.or(effort),
-    )
+    Thinking {
+        switches: Switches {
+            enable_thinking: Some(switches.enable_thinking.or(by_budget).unwrap_or(false)),
+            reasoning_effort: switches.reasoning_effort.or(word),
+            ..switches
+        },
+        ..found
+    }
 }
 
 fn settled(
@@ -180,6 +184,43 @@ mod tests {
         assert_eq!(low.tokens(true, None), None);
         let kept = of(json!({"chat_template_kwargs": {"preserve_thinking": true}})).unwrap();
         assert_eq!(kept.switches.preserve_thinking, Some(true));
+        let anthropic = |body, word: &str| {
+            let word = Fields::parse(
+                json!({"effort": word}).to_string().as_bytes(),
+                Arc::default(),
+            );
+            let mut fields = word?.under("output_config")?;
+            Ok::<_, ApiError>(of_messages(of(body)?, effort(&mut fields, "effort")?))
+        };
+        // Claude Code sends an effort whether it wants thinking or not.
+        for (body, word, on, most) in [
+            (json!({}), "high", false, None),
+            (
+                json!({"thinking": {"type": "adaptive"}}),
+                "high",
+                true,
+                None,
+            ),
+            (
+                json!({"thinking": {"type": "adaptive"}}),
+                "low",
+                true,
+                Some(LOW),
+            ),
+            (
+                json!({"thinking": {"type": "disabled"}}),
+                "max",
+                false,
+                None,
+            ),
+            (json!({"thinking_budget": 9}), "auto", true, Some(9)),
+            (json!({"enable_thinking": true}), "none", true, None),
+            (json!({}), "none", false, None),
+        ] {
+            let found = anthropic(body.clone(), word).unwrap();
+            assert_eq!(found.switches.enable_thinking, Some(on), "{body} {word}");
+            assert_eq!(found.tokens(false, None), most, "{body} {word}");
+        }
         for wrong in [
             json!({"reasoning_effort": "much"}),
             json!({"thinking": {"type": "loud"}}),

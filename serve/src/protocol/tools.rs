@@ -9,6 +9,8 @@ use std::sync::Arc;
 
 /// Most tools in one request.
 pub const MOST_TOOLS: usize = 1024;
+/// Most bytes of a tool's name.
+const MOST_NAME: usize = 128;
 
 /// Which tools the model may call.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -31,63 +33,100 @@ pub struct Tools {
     pub list: Vec<Value>,
     /// The names of their schemas' fields in the request, for errors.
     pub schemas: Vec<String>,
+    names: HashSet<String>,
 }
 
-/// Reads the tools of a request; `otherwise` is the type of those without one. `read` takes one of type function, whose name, description and schema it
-/// finds in the fields that it returns, the schema by the name that it returns. What else is there is left
-/// out, and the model is told so.
+/// Reads the tools of a request; `otherwise` is the type of those without one. `read` takes one that is served, of this
+/// type, and adds what it has. What else is there is left out, and the model is told so.
 ///
 /// # Errors
-/// Too many tools; a function that has an invalid name, or one given twice, or no schema.
+/// Errors of `read`.
 pub fn read(
     given: Vec<Fields>,
     otherwise: &str,
-    mut read: impl FnMut(Fields) -> Result<(Fields, &'static str), ApiError>,
+    mut read: impl FnMut(&mut Tools, &str, Fields) -> Result<(), ApiError>,
 ) -> Result<Tools, ApiError> {
     let mut tools = Tools::default();
-    let mut names: HashSet<String> = HashSet::new();
     for mut tool in given {
         match tool.kind(otherwise)? {
-            Kind::Served(_) => {}
-            Kind::Dropped => continue,
+            Kind::Served(kind) => read(&mut tools, &kind, tool)?,
+            Kind::Dropped => {}
             Kind::LeftOut(what, words) => {
                 let reading = Arc::clone(tool.reading());
                 reading.left_out_and_told(tool.place(), &what, words);
-                continue;
             }
         }
-        let (mut function, schema) = read(tool)?;
-        let place = function.name("name");
-        let name: String = function.require("name")?;
-        let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
-        if name.is_empty() || name.len() > 128 || !name.chars().all(fits) {
-            let what = "expected 1 to 128 letters, digits, _, - and .";
-            return Err(ApiError::field(&place, what));
-        }
-        if !names.insert(name.clone()) {
-            return Err(ApiError::field(&place, format!("{name} is there twice")));
-        }
-        let description: Option<String> = function.take("description")?;
-        let place = function.name(schema);
-        let parameters: Option<Value> = function.take(schema)?;
-        function.finish()?;
-        let parameters = parameters.unwrap_or_default();
-        if !parameters.is_null() && !parameters.is_object() {
-            return Err(ApiError::field(&place, "expected a JSON schema"));
-        }
-        let mut function = json!({"name": name, "parameters": parameters});
-        if let Some(description) = description {
-            function["description"] = description.into();
-        }
-        tools
-            .list
-            .push(json!({"type": "function", "function": function}));
-        tools.schemas.push(place);
     }
     Ok(tools)
 }
 
 impl Tools {
+    /// Adds a function that has its schema in the field `schema`.
+    ///
+    /// # Errors
+    /// An invalid name, or one given twice; no schema; too many tools.
+    pub fn add(&mut self, function: Fields, schema: &'static str) -> Result<(), ApiError> {
+        self.add_within("", function, schema)
+    }
+
+    /// Like [`Tools::add`], with a prefix of its name.
+    ///
+    /// # Errors
+    /// Errors of [`Tools::add`].
+    pub fn add_within(
+        &mut self,
+        prefix: &str,
+        mut function: Fields,
+        schema: &'static str,
+    ) -> Result<(), ApiError> {
+        let place = function.name("name");
+        let name: String = function.require("name")?;
+        let description: Option<String> = function.take("description")?;
+        let schema_place = function.name(schema);
+        let parameters: Option<Value> = function.take(schema)?;
+        function.finish()?;
+        let parameters = parameters.unwrap_or_default();
+        if !parameters.is_null() && !parameters.is_object() {
+            return Err(ApiError::field(&schema_place, "expected a JSON schema"));
+        }
+        let name = format!("{prefix}{name}");
+        self.push(name, description, parameters, &place, schema_place)
+    }
+
+    /// Adds a tool; `place` is that of its name, `schema_place` that of its schema.
+    ///
+    /// # Errors
+    /// Errors of [`Tools::add`].
+    pub fn push(
+        &mut self,
+        name: String,
+        description: Option<String>,
+        parameters: Value,
+        place: &str,
+        schema_place: String,
+    ) -> Result<(), ApiError> {
+        let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+        if name.is_empty() || name.len() > MOST_NAME || !name.chars().all(fits) {
+            let what = format!("expected 1 to {MOST_NAME} letters, digits, _, - and .");
+            return Err(ApiError::field(place, what));
+        }
+        if self.list.len() == MOST_TOOLS {
+            let what = format!("expected at most {MOST_TOOLS} tools");
+            return Err(ApiError::field(place, what));
+        }
+        if !self.names.insert(name.clone()) {
+            return Err(ApiError::field(place, format!("{name} is there twice")));
+        }
+        let mut function = json!({"name": name, "parameters": parameters});
+        if let Some(description) = description {
+            function["description"] = description.into();
+        }
+        let tool = json!({"type": "function", "function": function});
+        self.list.push(tool);
+        self.schemas.push(schema_place);
+        Ok(())
+    }
+
     /// Keeps the tools of these names.
     fn keep(&mut self, names: &[&str]) {
         let kept = |tool: &Value| {
@@ -99,6 +138,11 @@ impl Tools {
         self.schemas = both.filter(|(t, _)| kept(t)).map(|(_, s)| s).collect();
         self.list.retain(kept);
     }
+}
+
+/// What names in a namespace begin with, where the model reads them.
+pub fn within(namespace: &str) -> String {
+    format!("{namespace}.")
 }
 
 /// Names of tools, and schemas of their arguments; `name`: of this tool alone.
@@ -125,10 +169,16 @@ pub fn choice(value: Option<Value>, tools: &mut Tools) -> Result<Choice, ApiErro
         ApiError::field("tool_choice", what)
     };
     let named = |value: &Value| {
-        let name = value["function"]["name"]
-            .as_str()
-            .or(value["name"].as_str());
-        name.map(str::to_owned)
+        let inner = [
+            &value["function"]["name"],
+            &value["custom"]["name"],
+            &value["name"],
+        ];
+        let name = inner.iter().find_map(|n| n.as_str())?;
+        match value["namespace"].as_str() {
+            Some(namespace) => Some(within(namespace) + name),
+            None => Some(name.to_owned()),
+        }
     };
     let word = |word: &str| match word {
         "auto" => Some(Choice::Auto),
