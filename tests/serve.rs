@@ -268,7 +268,15 @@ fn answer(served: &Served) -> (String, u64) {
 fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
     let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo");
     let other = format!("other={demo}");
-    let mut served = Served::start(&["--model", &other]);
+    let flags = [
+        "--model",
+        &other,
+        "--alias",
+        "gpt-5=other",
+        "--pin",
+        "gpt-5",
+    ];
+    let mut served = Served::start(&flags);
     assert!(
         served.said.contains("loaded at first use: other"),
         "{}",
@@ -282,18 +290,36 @@ fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
         loaded(&served),
         [("demo".into(), true.into()), ("other".into(), false.into())]
     );
-    let chat = CHAT.replacen('{', r#"{"model":"other","#, 1);
+    // What it is is known before it is loaded.
+    let alias = json(&ask(&served.address, "/v1/models/gpt-5", "", ""));
+    assert_eq!(
+        (&alias["root"], &alias["pinned"]),
+        (&"other".into(), &true.into())
+    );
+    assert!(
+        alias["max_model_len"].as_u64().is_some_and(|n| n > 1),
+        "{alias}"
+    );
+    assert_eq!(
+        (&alias["task"], &alias["tools"]),
+        (&"generate".into(), &true.into())
+    );
+    assert!(alias["quantization"]["format"].is_string(), "{alias}");
+    let chat = CHAT.replacen('{', r#"{"model":"gpt-5","#, 1);
     let answer = json(&ask(&served.address, "/v1/chat/completions", "", &chat));
     assert_eq!(answer["model"], "other");
     assert_eq!(loaded(&served)[1].1, true);
     served.stop();
 
-    for (model, why) in [
-        ("other=/nowhere/at/all", "/nowhere/at/all"),
-        ("nothing", "NAME=MODEL"),
-        ("demo=demo", "two models"),
+    for (flag, model, why) in [
+        ("--model", "other=/nowhere/at/all", "/nowhere/at/all"),
+        ("--model", "nothing", "NAME=MODEL"),
+        ("--model", "demo=demo", "two models"),
+        ("--alias", "demo=demo", "two models"),
+        ("--alias", "a=b", "no model \"b\""),
+        ("--pin", "b", "no model \"b\""),
     ] {
-        let output = nq(&["--model", model]).output().unwrap();
+        let output = nq(&[flag, model]).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && said.contains(why), "{said}");
     }

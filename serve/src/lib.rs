@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod about;
 mod dialect;
 pub mod disk;
 pub mod engine;
@@ -19,6 +20,7 @@ pub mod protocol;
 pub mod reading;
 pub mod scheduler;
 
+pub use about::About;
 pub use disk::{ModelPages, PageStore};
 pub use engine::{
     Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, OpenDrafts, Request,

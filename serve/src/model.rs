@@ -1,5 +1,6 @@
 //! A model that is served: its text side and its engine.
 
+use crate::about::About;
 use crate::dialect::Dialect;
 use crate::engine::{Engine, EngineOptions, ThinkingBudget};
 use crate::error::ApiError;
@@ -37,6 +38,7 @@ pub struct Model {
     engine: Engine,
     grammars: OnceLock<Result<Grammars, String>>,
     dialect: Dialect,
+    about: About,
 }
 
 /// What a model can compute from a text besides a continuation.
@@ -83,11 +85,14 @@ impl Model {
         let sampling = SamplingParams::from_defaults(checkpoint.generation());
         sampling.validate()?;
         let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;
+        let tool_prompt = template.as_ref().map_or(ToolPrompt::Described, tool_prompt);
+        let about = About::of(checkpoint, &name, template.as_ref(), engine.spec().ctx);
         Ok(Model {
             name,
+            about,
             reads,
             width: checkpoint.config().hidden_size,
-            tool_prompt: template.as_ref().map_or(ToolPrompt::Described, tool_prompt),
+            tool_prompt,
             dialect: template.as_ref().map(Dialect::of).unwrap_or_default(),
             tokenizer,
             template,
@@ -182,15 +187,19 @@ impl Model {
         }
     }
 
-    /// True if its template presents tools and reads their results.
-    pub fn knows_tools(&self) -> bool {
-        matches!(self.tool_prompt, ToolPrompt::Template(_))
+    /// True if a template presents tools and reads their results.
+    pub(crate) fn presents_tools(template: &ChatTemplate) -> bool {
+        matches!(tool_prompt(template), ToolPrompt::Template(_))
     }
 
-    /// True if its template lets a request turn thinking on and off.
-    pub fn switches_thinking(&self) -> bool {
-        let template = self.template.as_ref();
-        template.is_some_and(ChatTemplate::switches_thinking)
+    /// What is known of it.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// Notes that its weights were quantized to so many bits when they were loaded.
+    pub fn quantized_at_load(&mut self, bits: Option<u32>) {
+        self.about.bits_at_load = bits;
     }
 
     /// How it writes calls.

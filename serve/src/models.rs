@@ -1,6 +1,7 @@
 //! The models of a server by name: loaded on first use, and unloaded for one another if memory
 //! is short.
 
+use crate::about::About;
 use crate::error::ApiError;
 use crate::metrics;
 use crate::model::Model;
@@ -15,6 +16,11 @@ pub trait Source: Send + Sync {
     /// # Errors
     /// [`LoadError`].
     fn load(&self) -> Result<Model, LoadError>;
+
+    /// What is known of it before it is loaded.
+    fn about(&self) -> Option<About> {
+        None
+    }
 }
 
 /// Why a model was not loaded.
@@ -37,6 +43,8 @@ pub enum LoadError {
 #[derive(Default)]
 pub struct Models {
     entries: Vec<Entry>,
+    /// Other names of models, and their indices.
+    aliases: Vec<(String, usize)>,
     states: Mutex<States>,
     /// Held while loading: one model at a time, so that the next sees how much memory is left.
     loading: tokio::sync::Mutex<()>,
@@ -46,6 +54,16 @@ struct Entry {
     name: String,
     created: u64,
     source: Option<Box<dyn Source>>,
+    about: Option<About>,
+    /// True: once loaded, it stays.
+    pinned: bool,
+}
+
+impl Entry {
+    /// True if it may be unloaded, because it can be loaded again.
+    fn can_go(&self) -> bool {
+        self.source.is_some() && !self.pinned
+    }
 }
 
 #[derive(Default)]
@@ -54,6 +72,8 @@ struct States {
     loaded: Vec<(Option<Arc<Model>>, u64)>,
     /// When each was last seen in use.
     used: Vec<Instant>,
+    /// How often each was loaded.
+    loads: Vec<u64>,
     clock: u64,
     closed: bool,
 }
@@ -62,8 +82,18 @@ struct States {
 pub struct Listed<'a> {
     /// Its name for clients.
     pub name: &'a str,
+    /// Other names for it.
+    pub aliases: Vec<&'a str>,
     /// When the server first knew it, in seconds since 1970.
     pub created: u64,
+    /// What is known of it, loaded or not.
+    pub about: Option<&'a About>,
+    /// True: once loaded, it stays.
+    pub pinned: bool,
+    /// How often it was loaded.
+    pub loads: u64,
+    /// How long nobody has used it.
+    pub idle: Duration,
     /// The model, while it is loaded.
     pub model: Option<&'a Model>,
 }
@@ -93,14 +123,43 @@ impl Models {
 
     fn push(&mut self, name: String, source: Option<Box<dyn Source>>, model: Option<Arc<Model>>) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let loaded = model.as_ref().map(|m| m.about().clone());
         self.entries.push(Entry {
             name,
             created: since.map_or(0, |d| d.as_secs()),
+            about: loaded.or_else(|| source.as_ref()?.about()),
             source,
+            pinned: false,
         });
         let mut states = self.states();
+        states.loads.push(model.is_some().into());
         states.loaded.push((model, 0));
         states.used.push(Instant::now());
+    }
+
+    /// Gives a model another name.
+    ///
+    /// # Errors
+    /// A name that is taken, or no such model.
+    pub fn alias(&mut self, alias: &str, name: &str) -> Result<(), ApiError> {
+        let at = self.find(Some(name))?;
+        if self.find(Some(alias)).is_ok() {
+            return Err(ApiError::invalid(format!(
+                "{alias} is the name of two models"
+            )));
+        }
+        self.aliases.push((alias.to_owned(), at));
+        Ok(())
+    }
+
+    /// Once it is loaded, a model stays so.
+    ///
+    /// # Errors
+    /// No such model.
+    pub fn pin(&mut self, name: &str) -> Result<(), ApiError> {
+        let at = self.find(Some(name))?;
+        self.entries[at].pinned = true;
+        Ok(())
     }
 
     fn states(&self) -> MutexGuard<'_, States> {
@@ -110,15 +169,25 @@ impl Models {
     /// Maps `f` over all models in order. None is loaded or unloaded meanwhile.
     pub fn each<T>(&self, f: impl Fn(Listed<'_>) -> T) -> Vec<T> {
         let states = self.states();
-        let both = self.entries.iter().zip(&states.loaded);
-        both.map(|(entry, (model, _))| {
+        let listed = |(at, entry): (usize, &'_ Entry)| {
+            let model = states.loaded[at].0.as_ref();
+            let in_use = model.is_some_and(|m| Arc::strong_count(m) > 1);
+            let aliases = self.aliases.iter().filter(|a| a.1 == at);
             f(Listed {
                 name: &entry.name,
+                aliases: aliases.map(|a| a.0.as_str()).collect(),
                 created: entry.created,
-                model: model.as_deref(),
+                about: model.map(|m| m.about()).or(entry.about.as_ref()),
+                pinned: entry.pinned,
+                loads: states.loads[at],
+                idle: match in_use {
+                    true => Duration::ZERO,
+                    false => states.used[at].elapsed(),
+                },
+                model: model.map(Arc::as_ref),
             })
-        })
-        .collect()
+        };
+        self.entries.iter().enumerate().map(listed).collect()
     }
 
     /// The index of the model that a request names; the first if it names none.
@@ -128,7 +197,11 @@ impl Models {
     pub fn find(&self, name: Option<&str>) -> Result<usize, ApiError> {
         let found = match name {
             None => (!self.entries.is_empty()).then_some(0),
-            Some(name) => self.entries.iter().position(|e| e.name == name),
+            Some(name) => {
+                let alias = self.aliases.iter().find(|a| a.0 == name);
+                let own = self.entries.iter().position(|e| e.name == name);
+                own.or(alias.map(|a| a.1))
+            }
         };
         found.ok_or_else(|| {
             let names: Vec<&str> = self.entries.iter().map(|e| e.name.as_str()).collect();
@@ -200,6 +273,7 @@ impl Models {
                     if !states.closed {
                         // Loading may have taken longer than a model may be idle.
                         states.used[at] = Instant::now();
+                        states.loads[at] += 1;
                         states.loaded[at].0 = Some(Arc::clone(&model));
                     }
                     return Ok(model);
@@ -228,7 +302,7 @@ impl Models {
             let idle = |i: &usize| {
                 let model = &states.loaded[*i].0;
                 model.as_ref().is_some_and(|m| Arc::strong_count(m) == 1)
-                    && self.entries[*i].source.is_some()
+                    && self.entries[*i].can_go()
             };
             let all = 0..states.loaded.len();
             let oldest = all.filter(idle).min_by_key(|&i| states.loaded[i].1);
@@ -250,7 +324,7 @@ impl Models {
             for (entry, ((model, _), used)) in self.entries.iter().zip(both) {
                 match model {
                     Some(model) if Arc::strong_count(model) > 1 => *used = Instant::now(),
-                    Some(_) if entry.source.is_some() && used.elapsed() >= idle => {
+                    Some(_) if entry.can_go() && used.elapsed() >= idle => {
                         gone.extend(model.take());
                     }
                     _ => {}
@@ -268,7 +342,7 @@ impl Models {
         let (others, busy) = match loaded.as_slice() {
             [] => ("no other model is loaded".to_owned(), false),
             names => (
-                format!("what is loaded is in use: {}", names.join(", ")),
+                format!("what is loaded is in use or pinned: {}", names.join(", ")),
                 true,
             ),
         };
@@ -286,15 +360,21 @@ impl Models {
         !self.states().closed && healthy.into_iter().all(|h| h)
     }
 
-    /// The metrics of the loaded models.
+    /// The state of all models, then the metrics of the loaded ones.
     pub fn metrics(&self) -> String {
-        let text = |m: &Model| (m.name().to_owned(), m.engine().metrics().text());
-        let texts: Vec<_> = self
-            .each(|l| l.model.map(text))
-            .into_iter()
-            .flatten()
-            .collect();
-        metrics::together(&texts)
+        let all = self.each(|listed| {
+            let metrics = listed.model.map(|m| m.engine().metrics().text());
+            (listed.name.to_owned(), states(&listed), metrics)
+        });
+        let loaded = all
+            .iter()
+            .filter_map(|(n, _, m)| Some((n.clone(), m.clone()?)));
+        let states: Vec<_> = all.iter().map(|(n, s, _)| (n.clone(), s.clone())).collect();
+        let both = [
+            metrics::together(&states),
+            metrics::together(&loaded.collect::<Vec<_>>()),
+        ];
+        both.concat().replacen("# EOF\n", "", 1)
     }
 
     /// Loads no more models and closes the loaded ones: see [`crate::Engine::close`].
@@ -311,4 +391,54 @@ impl Models {
             }
         });
     }
+}
+
+/// A model's state as metrics, like those of its engine.
+fn states(listed: &Listed<'_>) -> String {
+    let about = listed.about;
+    let samples = [
+        (
+            "loaded",
+            "gauge",
+            "1 while it is in memory",
+            f64::from(listed.model.is_some()),
+        ),
+        (
+            "pinned",
+            "gauge",
+            "1 if it stays once it is loaded",
+            f64::from(listed.pinned),
+        ),
+        (
+            "idle_seconds",
+            "gauge",
+            "Time since it was last used",
+            listed.idle.as_secs_f64(),
+        ),
+        (
+            "loads",
+            "counter",
+            "How often it was loaded",
+            listed.loads as f64,
+        ),
+        (
+            "context_tokens",
+            "gauge",
+            "Most tokens of a sequence",
+            about.map_or(0.0, |a| a.context as f64),
+        ),
+        (
+            "bits_per_weight",
+            "gauge",
+            "Bits of a stored weight on average",
+            about.map_or(0.0, |a| a.bits_per_weight),
+        ),
+    ];
+    let text = samples.map(|(name, kind, help, value)| {
+        let total = if kind == "counter" { "_total" } else { "" };
+        format!(
+            "# HELP nq_model_{name} {help}.\n# TYPE nq_model_{name} {kind}\nnq_model_{name}{total} {value}\n"
+        )
+    });
+    text.concat()
 }

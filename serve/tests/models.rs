@@ -5,8 +5,9 @@ mod common;
 use common::{Running, load, model, named};
 use nq_serve::{EngineOptions, Limits, LoadError, Model, Models, Security, Source};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -200,5 +201,138 @@ fn models_that_nobody_uses_are_unloaded() {
         assert!(loaded(), "it was used just now");
         models.unload_unused(Duration::ZERO);
         assert!(!loaded());
+    }
+}
+
+#[test]
+fn aliases_name_models_and_pinned_ones_stay() {
+    let memory = Arc::new(Memory::default());
+    let mut models = Models::default();
+    for name in ["a", "b"] {
+        models.add(name, Box::new(Demo(name, Arc::clone(&memory))));
+    }
+    for (alias, of) in [("a", "b"), ("gpt", "nothing")] {
+        assert!(models.alias(alias, of).is_err(), "{alias} of {of}");
+    }
+    models.alias("gpt-5", "b").unwrap();
+    models.alias("anthropic/claude", "b").unwrap();
+    models.pin("gpt-5").unwrap();
+    assert!(models.pin("c").is_err());
+    assert!(models.alias("gpt-5", "a").is_err());
+    let other = model(None, EngineOptions::default());
+    let server = Running::all(models, other, Security::default(), Limits::default());
+    assert_eq!(server.json(CHAT, &chat("gpt-5", 3))["model"], "b");
+    let list = server.get("/v1/models").json();
+    let of = |key: &str| -> Vec<Value> {
+        let data = list["data"].as_array().unwrap();
+        data.iter().map(|m| m[key].clone()).collect()
+    };
+    assert_eq!(of("id"), ["a", "b", "gpt-5", "anthropic/claude"]);
+    assert_eq!(of("root"), ["a", "b", "b", "b"]);
+    assert_eq!(of("loaded"), [false, true, true, true]);
+    assert_eq!(of("pinned"), [false, true, true, true]);
+    let one = server.get("/v1/models/anthropic/claude").json();
+    assert_eq!(
+        (&one["id"], &one["max_model_len"]),
+        (&json!("anthropic/claude"), &json!(1024))
+    );
+    assert_eq!(
+        (&one["tools"], &one["switches_thinking"]),
+        (&json!(true), &json!(true))
+    );
+    let quantized = &one["quantization"];
+    assert_eq!(quantized["bits"], 4, "{one}");
+    assert!(
+        quantized["bits_per_weight"].as_f64().unwrap() > 4.0,
+        "{one}"
+    );
+    let metrics = server.get("/metrics").body;
+    for line in [
+        "nq_model_loaded{model_name=\"a\"} 0",
+        "nq_model_loaded{model_name=\"b\"} 1",
+        "nq_model_pinned{model_name=\"b\"} 1",
+        "nq_model_loads_total{model_name=\"b\"} 1",
+        "nq_model_context_tokens{model_name=\"b\"} 1024",
+    ] {
+        assert!(metrics.lines().any(|l| l == line), "{line} in {metrics}");
+    }
+}
+
+#[test]
+fn a_pinned_model_is_not_unloaded() {
+    let memory = Arc::new(Memory::default());
+    let mut models = Models::default();
+    for name in ["a", "b", "c"] {
+        models.add(name, Box::new(Demo(name, Arc::clone(&memory))));
+    }
+    models.pin("a").unwrap();
+    let models = Arc::new(models);
+    let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+    let loaded = || models.each(|listed| listed.model.is_some());
+    for name in ["a", "b", "c"] {
+        drop(runtime.block_on(models.get(Some(name))).unwrap());
+    }
+    // There is memory for two: the one that makes room is not the oldest, which is pinned.
+    assert_eq!(loaded(), [true, false, true]);
+    models.unload_unused(Duration::ZERO);
+    assert_eq!(loaded(), [true, false, false]);
+}
+
+/// A model that is loaded once the test says so, or fails then.
+struct Slow(Mutex<Receiver<bool>>);
+
+impl Source for Slow {
+    fn load(&self) -> Result<Model, LoadError> {
+        match self.0.lock().unwrap().recv() {
+            Ok(true) => Ok(named("slow", load(), None, EngineOptions::default())),
+            _ => Err(LoadError::Failed),
+        }
+    }
+}
+
+#[test]
+fn clients_hear_from_a_model_that_is_being_loaded() {
+    const PATHS: [&str; 4] = [CHAT, "/v1/responses", "/v1/messages", "/v1/completions"];
+    let limits = Limits {
+        keep_alive: Duration::from_millis(20),
+        ..Limits::default()
+    };
+    for (path, good) in PATHS.iter().flat_map(|p| [(*p, true), (*p, false)]) {
+        for streams in [true, false] {
+            let (sender, receiver) = channel();
+            let mut models = Models::default();
+            models.add("slow", Box::new(Slow(Mutex::new(receiver))));
+            let other = model(None, EngineOptions::default());
+            let server = Running::all(models, other, Security::default(), limits);
+            let mut body = common::base(path);
+            body["stream"] = streams.into();
+            let mut stream = server.connect();
+            let request = server.request("POST", path, &[], &body.to_string());
+            stream.write_all(request.as_bytes()).unwrap();
+            // The model is loaded after the client has heard something twice.
+            let mut reader = BufReader::new(&stream);
+            let sign = if streams { ": keep-alive" } else { " " };
+            let mut line = String::new();
+            let mut heard = 0;
+            while heard < 2 {
+                line.clear();
+                assert!(reader.read_line(&mut line).unwrap() > 0, "{path}");
+                heard += usize::from(line.starts_with(sign));
+            }
+            sender.send(good).unwrap();
+            let mut rest = String::new();
+            reader.read_to_string(&mut rest).unwrap();
+            let what = format!("{path}, streams {streams}, good {good}: {rest}");
+            let last = match path {
+                "/v1/messages" => "message_stop",
+                "/v1/responses" => "response.completed",
+                _ => "[DONE]",
+            };
+            match (streams, good) {
+                (true, true) => assert!(rest.contains(last), "{what}"),
+                (false, true) => assert!(rest.contains("\"usage\""), "{what}"),
+                (_, false) => assert!(rest.contains("error") && rest.contains("log"), "{what}"),
+            }
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::stream::{self, Silence, patient};
 use super::{App, body, openapi, page};
+use crate::about::About;
 use crate::engine::Client;
 use crate::error::ApiError;
 use crate::generation;
@@ -10,7 +11,9 @@ use crate::models::Listed;
 use crate::protocol::fields::Fields;
 use crate::protocol::reading::{Reading, plain};
 use crate::protocol::responses::number;
-use crate::protocol::{Parsed, chat, completions, embeddings, messages, rerank, responses, tokens};
+use crate::protocol::{
+    Parsed, SseEvent, chat, completions, embeddings, messages, rerank, responses, tokens,
+};
 use crate::reading;
 use axum::body::Body;
 use axum::extract::{Request, State};
@@ -25,6 +28,7 @@ use serde_json::{Value, json};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::time::timeout;
 
 /// The other end of a connection.
 #[derive(Clone)]
@@ -44,7 +48,7 @@ type Answer = fn(&Arc<Model>, Fields) -> Result<Value, ApiError>;
 pub(super) fn router(app: Arc<App>) -> Router {
     let generates =
         |p: Parse| post(move |app, client, peer, request| generate(app, client, peer, request, p));
-    let answers = |f: Answer| post(move |app, request| answer(app, request, f));
+    let answers = |f: Answer| post(move |app, peer, request| answer(app, peer, request, f));
     let mut router = Router::new();
     for (path, kind, text) in page::FILES {
         router = router.route(path, get(move || async move { page::file(kind, text) }));
@@ -129,6 +133,9 @@ async fn guard(
 
 /// Counts what reading a request found, and says in a header what was left out of it.
 fn told(app: &App, reading: &Reading, mut response: Response) -> Response {
+    if response.extensions().get::<CountedLater>().is_some() {
+        return response;
+    }
     let found = reading.found();
     app.ledger.count(&found);
     let mut line = found.left_out.join(", ");
@@ -142,14 +149,27 @@ fn told(app: &App, reading: &Reading, mut response: Response) -> Response {
 /// Writes the body of an error in the form of the route's protocol.
 fn worded(mut response: Response, path: &str) -> Response {
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {
-        let anthropic = path == "/v1/messages" || path.starts_with("/v1/messages/");
-        let body = match anthropic {
-            true => messages::error(&error),
-            false => error.body(),
-        };
-        *response.body_mut() = Body::from(body.to_string());
+        *response.body_mut() = Body::from(error_body(path, &error).to_string());
     }
     response
+}
+
+/// An error in the form of the route's protocol.
+fn error_body(path: &str, error: &ApiError) -> Value {
+    let anthropic = path == "/v1/messages" || path.starts_with("/v1/messages/");
+    match anthropic {
+        true => messages::error(error),
+        false => error.body(),
+    }
+}
+
+/// An error as the only event of a stream.
+fn error_event(path: &str, error: &ApiError) -> SseEvent {
+    match path {
+        "/v1/messages" => SseEvent::typed("error", messages::error(error)),
+        "/v1/responses" => responses::error_event(error),
+        _ => SseEvent::data(&error.body()),
+    }
 }
 
 /// Answers a preflight request of a page whose origin is in the list: it may send any header, because what
@@ -178,7 +198,7 @@ fn preflight(asked: &HeaderMap) -> Response {
     response
 }
 
-/// Handles a request that the engine answers.
+/// Handles a request that the engine answers. While its model is being loaded, its client hears that it lives.
 async fn generate(
     State(app): State<Arc<App>>,
     Extension(client): Extension<Client>,
@@ -187,10 +207,49 @@ async fn generate(
     parse: Parse,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let begun = begin(&app, client, request, parse, deadline).await;
-    let (stream, parsed) = match begun {
-        Ok(begun) => begun,
+    let path = request.uri().path().to_owned();
+    let (name, fields) = match asked(&app, request).await {
+        Ok(asked) => asked,
         Err(e) => return failure(&e),
+    };
+    let (streams, reading) = (fields.peek("stream") == true, Arc::clone(fields.reading()));
+    let of = Arc::clone(&app);
+    let mut begun = Box::pin(async move {
+        let model = of.models.get(name.as_deref()).await?;
+        begin(model, client, fields, parse, deadline).await
+    });
+    let (stream, parsed) = match timeout(app.limits.keep_alive, &mut begun).await {
+        Ok(Ok(begun)) => begun,
+        Ok(Err(e)) => return failure(&e),
+        Err(_) => {
+            let limits = app.limits;
+            let counted = async move {
+                let begun = begun.await;
+                app.ledger.count(&reading.found());
+                begun
+            };
+            let mut response = match streams {
+                true => stream::events_of(
+                    counted,
+                    move |e| error_event(&path, e),
+                    limits,
+                    peer.silence,
+                ),
+                false => {
+                    let answer = async move {
+                        let (stream, parsed) = counted.await?;
+                        stream::whole(stream, parsed.shape).await
+                    };
+                    let wrong = move |e: &ApiError| error_body(&path, e).to_string();
+                    json_body(
+                        StatusCode::OK,
+                        stream::slow(answer, wrong, peer.silence, limits),
+                    )
+                }
+            };
+            response.extensions_mut().insert(CountedLater);
+            return response;
+        }
     };
     if parsed.stream {
         return stream::events(stream, parsed.shape, app.limits, peer.silence);
@@ -199,14 +258,17 @@ async fn generate(
     whole(patient(answer, peer.silence, app.limits).await)
 }
 
+/// Marks a response whose request had not been read when it began.
+#[derive(Clone)]
+struct CountedLater;
+
 async fn begin(
-    app: &Arc<App>,
+    model: Arc<Model>,
     client: Client,
-    request: Request,
+    fields: Fields,
     parse: Parse,
     deadline: Option<Instant>,
 ) -> Result<(generation::Stream, Parsed), ApiError> {
-    let (model, fields) = asked(app, request).await?;
     if model.embedding().is_some() {
         return Err(ApiError {
             code: Some("no_generation"),
@@ -233,46 +295,83 @@ async fn blocking<T: Send + 'static>(
     done.unwrap_or_else(|_| Err(ApiError::internal("the request could not be read: a panic")))
 }
 
-/// Finds the model that a request names; also returns the body's other fields.
-async fn asked(app: &App, request: Request) -> Result<(Arc<Model>, Fields), ApiError> {
+/// The name of the model that a request is for, and the body's other fields.
+async fn asked(app: &App, request: Request) -> Result<(Option<String>, Fields), ApiError> {
     let (parts, body) = request.into_parts();
     let body = body::read(&parts.headers, body, &app.limits).await?;
     let reading = parts.extensions.get().cloned().unwrap_or_default();
     let mut fields = Fields::parse(&body, reading)?;
-    let name: Option<String> = fields.take("model")?;
-    Ok((app.models.get(name.as_deref()).await?, fields))
+    Ok((fields.take("model")?, fields))
 }
 
-/// Handles a request that does not need the engine.
-async fn answer(State(app): State<Arc<App>>, request: Request, f: Answer) -> Response {
-    let answered = async {
-        let (model, fields) = asked(&app, request).await?;
-        blocking(move || f(&model, fields)).await
+/// Handles a request that is answered at once, or whose answer the engine has a part in. `read` reads it, `made`
+/// makes the answer. While its model is being loaded, its client is sent white space.
+async fn answered<T, A>(
+    app: Arc<App>,
+    silence: Silence,
+    request: Request,
+    read: fn(&Arc<Model>, Fields) -> Result<T, ApiError>,
+    made: impl FnOnce(Arc<Model>, T) -> A + Send + 'static,
+) -> Response
+where
+    T: Send + 'static,
+    A: Future<Output = Result<String, ApiError>> + Send + 'static,
+{
+    let path = request.uri().path().to_owned();
+    let (name, fields) = match asked(&app, request).await {
+        Ok(asked) => asked,
+        Err(e) => return failure(&e),
     };
-    match answered.await {
-        Ok(value) => json_response(StatusCode::OK, &value),
-        Err(e) => failure(&e),
+    let of = Arc::clone(&app);
+    let mut woken = Box::pin(async move {
+        let model = of.models.get(name.as_deref()).await?;
+        let reader = Arc::clone(&model);
+        let read = blocking(move || read(&reader, fields)).await?;
+        Ok((model, read))
+    });
+    match timeout(app.limits.keep_alive, &mut woken).await {
+        Ok(Ok((model, read))) => whole(patient(made(model, read), silence, app.limits).await),
+        Ok(Err(e)) => failure(&e),
+        Err(_) => {
+            let answer = async move {
+                let (model, read) = woken.await?;
+                made(model, read).await
+            };
+            let wrong = move |e: &ApiError| error_body(&path, e).to_string();
+            json_body(
+                StatusCode::OK,
+                stream::slow(answer, wrong, silence, app.limits),
+            )
+        }
     }
 }
 
-/// A model's entry in the list; properties that depend on memory are known once it is loaded.
-fn card(listed: Listed<'_>) -> Value {
+/// Handles a request that does not need the engine.
+async fn answer(
+    State(app): State<Arc<App>>,
+    Extension(peer): Extension<Peer>,
+    request: Request,
+    f: Answer,
+) -> Response {
+    let made = |_, value: Value| async move { Ok(value.to_string()) };
+    answered(app, peer.silence, request, f, made).await
+}
+
+/// A model's entries in the list, one for each of its names: what is known of it, and how it is being used.
+fn cards(listed: Listed<'_>) -> Vec<Value> {
     let mut card = json!({
         "id": listed.name, "object": "model", "created": listed.created, "owned_by": "nq",
-        "loaded": listed.model.is_some(),
+        "root": listed.name, "loaded": listed.model.is_some(), "pinned": listed.pinned,
+        "idle_seconds": listed.idle.as_secs(),
     });
+    let about = listed.about.map(About::json).unwrap_or_default();
+    for (key, value) in about.as_object().into_iter().flatten() {
+        card[key] = value.clone();
+    }
     if let Some(model) = listed.model {
-        let p = model.sampling();
-        card["task"] = if model.embedding().is_some() {
-            "embed".into()
-        } else if model.reranker().is_some() {
-            "rerank".into()
-        } else {
-            "generate".into()
-        };
-        card["max_model_len"] = model.context().into();
-        card["tools"] = model.knows_tools().into();
-        card["switches_thinking"] = model.switches_thinking().into();
+        let (p, metrics) = (model.sampling(), model.engine().metrics());
+        card["running"] = metrics.running.get().into();
+        card["waiting"] = metrics.waiting.get().into();
         card["default_sampling"] = json!({
             "temperature": number(p.temperature), "top_k": p.top_k, "top_p": number(p.top_p),
             "min_p": number(p.min_p), "repetition_penalty": number(p.repetition_penalty),
@@ -280,11 +379,17 @@ fn card(listed: Listed<'_>) -> Value {
             "presence_penalty": number(p.presence_penalty),
         });
     }
-    card
+    let other = |alias: &&str| {
+        let mut card = card.clone();
+        card["id"] = (*alias).into();
+        card
+    };
+    let others: Vec<Value> = listed.aliases.iter().map(other).collect();
+    [vec![card], others].concat()
 }
 
 async fn models(State(app): State<Arc<App>>) -> Response {
-    let cards = app.models.each(card);
+    let cards = app.models.each(cards).concat();
     json_response(StatusCode::OK, &json!({"object": "list", "data": cards}))
 }
 
@@ -292,9 +397,14 @@ async fn model(
     State(app): State<Arc<App>>,
     axum::extract::Path(name): axum::extract::Path<String>,
 ) -> Response {
-    match app.models.find(Some(&name)) {
-        Ok(at) => json_response(StatusCode::OK, &app.models.each(card)[at]),
-        Err(e) => failure(&e),
+    let cards = app.models.each(cards).concat();
+    match (
+        cards.iter().find(|c| c["id"] == name.as_str()),
+        app.models.find(Some(&name)),
+    ) {
+        (Some(card), _) => json_response(StatusCode::OK, card),
+        (None, Err(e)) => failure(&e),
+        (None, Ok(_)) => failure(&ApiError::internal("a model without an entry")),
     }
 }
 
@@ -338,19 +448,20 @@ async fn embed(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let answered = async {
-        let (model, fields) = asked(&app, request).await?;
-        let of = Arc::clone(&model);
-        let mut asked = blocking(move || embeddings::parse(&of, fields)).await?;
+    let made = move |model: Arc<Model>, mut asked: embeddings::Embeddings| async move {
         let texts = std::mem::take(&mut asked.texts);
         let tokens = texts.iter().map(Vec::len).sum();
-        let answer = async move {
-            let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
-            blocking(move || embeddings::answer(&model, &asked, &rows, tokens)).await
-        };
-        patient(answer, peer.silence, app.limits).await
+        let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
+        blocking(move || embeddings::answer(&model, &asked, &rows, tokens)).await
     };
-    whole(answered.await)
+    answered(
+        app,
+        peer.silence,
+        request,
+        |m, f| embeddings::parse(m, f),
+        made,
+    )
+    .await
 }
 
 /// A request for the scores of documents.
@@ -361,20 +472,14 @@ async fn score(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let answered = async {
-        let (model, fields) = asked(&app, request).await?;
-        let of = Arc::clone(&model);
-        let mut asked = blocking(move || rerank::parse(&of, fields)).await?;
+    let made = move |model: Arc<Model>, mut asked: rerank::Rerank| async move {
         let row = rerank::reranker(&model)?.row();
         let prompts = std::mem::take(&mut asked.prompts);
         let tokens = prompts.iter().map(Vec::len).sum();
-        let answer = async move {
-            let rows = reading::read(&model, &row, prompts, client, deadline).await?;
-            blocking(move || rerank::answer(&model, &asked, &rows, tokens)).await
-        };
-        patient(answer, peer.silence, app.limits).await
+        let rows = reading::read(&model, &row, prompts, client, deadline).await?;
+        blocking(move || rerank::answer(&model, &asked, &rows, tokens)).await
     };
-    whole(answered.await)
+    answered(app, peer.silence, request, |m, f| rerank::parse(m, f), made).await
 }
 
 /// An answer in JSON, or an error.

@@ -4,7 +4,7 @@ use super::Limits;
 use super::body::Channel;
 use crate::error::ApiError;
 use crate::generation::Stream;
-use crate::protocol::{Shape, SseEvent};
+use crate::protocol::{Parsed, Shape, SseEvent};
 use axum::body::Body;
 use axum::response::Response;
 use bytes::Bytes;
@@ -12,7 +12,7 @@ use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::sync::mpsc::{Sender, channel};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
@@ -39,20 +39,77 @@ async fn silent(silence: &mut Silence) {
 /// Sends events as they come. A panic while making them ends the stream with an error.
 pub(super) fn events(
     stream: Stream,
-    mut shape: Box<dyn Shape>,
+    shape: Box<dyn Shape>,
     limits: Limits,
     silence: Silence,
 ) -> Response {
     let (sender, receiver) = channel(WAITING);
+    tokio::spawn(async move { tell_all(stream, shape, &sender, &limits, silence).await });
+    event_stream(receiver)
+}
+
+/// Like [`events`], of an answer that has not begun: comments are sent until it does. `wrong` says why it does not.
+pub(super) fn events_of(
+    begun: impl Future<Output = Result<(Stream, Parsed), ApiError>> + Send + 'static,
+    wrong: impl FnOnce(&ApiError) -> SseEvent + Send + 'static,
+    limits: Limits,
+    mut silence: Silence,
+) -> Response {
+    let (sender, receiver) = channel(WAITING);
     tokio::spawn(async move {
-        if guarded(tell(stream, shape.as_mut(), &sender, &limits, silence))
-            .await
-            .is_err()
-        {
-            let failed = catch_unwind(AssertUnwindSafe(|| shape.fail(&panicked())));
-            send(&sender, &failed.unwrap_or_default(), &limits).await;
+        match alive(begun, PING, &sender, &limits, &mut silence).await {
+            None => {}
+            Some(Ok((stream, parsed))) => {
+                tell_all(stream, parsed.shape, &sender, &limits, silence).await;
+            }
+            Some(Err(e)) => {
+                send(&sender, &[wrong(&e)], &limits).await;
+            }
         }
     });
+    event_stream(receiver)
+}
+
+/// Waits for a future, and sends a sign of life at intervals; `None` if its client is gone.
+async fn alive<F: Future>(
+    future: F,
+    sign: &'static [u8],
+    sender: &Sender<Bytes>,
+    limits: &Limits,
+    silence: &mut Silence,
+) -> Option<F::Output> {
+    let mut future = std::pin::pin!(future);
+    let mut beat = limits.keep_alive;
+    loop {
+        if !send_bytes(sender, Bytes::from_static(sign), limits).await {
+            return None;
+        }
+        tokio::select! {
+            () = sender.closed() => return None,
+            () = silent(silence), if beat > PROBE => beat = PROBE,
+            done = timeout(beat, future.as_mut()) => if let Ok(done) = done {
+                return Some(done);
+            },
+        }
+    }
+}
+
+/// Sends the events of an answer; a panic while making them ends it with an error.
+async fn tell_all(
+    stream: Stream,
+    mut shape: Box<dyn Shape>,
+    sender: &Sender<Bytes>,
+    limits: &Limits,
+    silence: Silence,
+) {
+    let told = guarded(tell(stream, shape.as_mut(), sender, limits, silence));
+    if told.await.is_err() {
+        let failed = catch_unwind(AssertUnwindSafe(|| shape.fail(&panicked())));
+        send(sender, &failed.unwrap_or_default(), limits).await;
+    }
+}
+
+fn event_stream(receiver: Receiver<Bytes>) -> Response {
     let mut response = Response::new(Body::new(Channel(receiver)));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -178,28 +235,25 @@ pub(super) async fn patient(
         done = answer.as_mut() => return done.map(Body::from),
         () = silent(&mut silence) => {}
     }
+    let wrong = |e: &ApiError| e.body().to_string();
+    Ok(slow(answer, wrong, silence, limits))
+}
+
+/// An answer that is waited for, with white space before it as a sign of life; `wrong` says why there is none.
+pub(super) fn slow(
+    answer: impl Future<Output = Result<String, ApiError>> + Send + 'static,
+    wrong: impl FnOnce(&ApiError) -> String + Send + 'static,
+    mut silence: Silence,
+    limits: Limits,
+) -> Body {
     let (sender, receiver) = channel(WAITING);
     tokio::spawn(async move {
-        loop {
-            let done = tokio::select! {
-                () = sender.closed() => return,
-                done = timeout(PROBE, answer.as_mut()) => done,
-            };
-            let text = match done {
-                Err(_) => {
-                    if !send_bytes(&sender, Bytes::from_static(b" "), &limits).await {
-                        return;
-                    }
-                    continue;
-                }
-                Ok(Ok(text)) => text,
-                Ok(Err(e)) => e.body().to_string(),
-            };
+        if let Some(done) = alive(answer, b" ", &sender, &limits, &mut silence).await {
+            let text = done.unwrap_or_else(|e| wrong(&e));
             send_bytes(&sender, text.into(), &limits).await;
-            return;
         }
     });
-    Ok(Body::new(Channel(receiver)))
+    Body::new(Channel(receiver))
 }
 
 #[cfg(test)]

@@ -369,10 +369,25 @@ async function models() {
     const { data } = await response.json();
     $("model").replaceChildren(...data.map((m) => node("option", { value: m.id }, m.id)));
     if (data.some((m) => m.id === settings.model)) $("model").value = settings.model;
+    $("models").replaceChildren(...data.map(state));
     note("");
   } catch (e) {
     note(e.message, true);
   }
+}
+
+/// A row of the table of models: what a model is, and what it is doing.
+function state(model) {
+  const { format, scheme, bits_per_weight: bits } = model.quantization ?? {};
+  const idle = model.running || model.waiting ? "" : `, unused for ${Math.floor(model.idle_seconds / 60)} min`;
+  const doing = model.loaded ? `${model.running} running, ${model.waiting} waiting${idle}` : "not loaded";
+  const cells = [
+    model.id === model.root ? model.id : `${model.id} (${model.root})`,
+    [scheme ?? format, bits && `${bits} bits`].filter(Boolean).join(", "),
+    model.max_model_len ? `${model.max_model_len.toLocaleString()} tokens` : "",
+    [doing, model.pinned && "pinned"].filter(Boolean).join(", "),
+  ];
+  return node("tr", {}, ...cells.map((text) => node("td", {}, text)));
 }
 
 const kind = (input) => (input.type === "checkbox" ? "checked" : "value");
@@ -430,7 +445,10 @@ function bind() {
     $("file").value = "";
   });
   $("model").addEventListener("change", () => set("model", $("model").value));
-  $("settings-open").addEventListener("click", preferences);
+  $("settings-open").addEventListener("click", () => {
+    preferences();
+    models();
+  });
   $("settings").addEventListener("close", () => {
     fields();
     models();

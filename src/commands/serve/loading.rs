@@ -14,8 +14,8 @@ use nq_formats::{Checkpoint, Files, Progress, Task};
 use nq_kernels::pages::PAGE;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
-use nq_runtime::{Engine, KvType, LoadOptions, SessionSpec};
-use nq_serve::{EngineOptions, LoadError, Model, OpenDrafts, PageStore, Source};
+use nq_runtime::{ChatTemplate, Engine, KvType, LoadOptions, SessionSpec};
+use nq_serve::{About, EngineOptions, LoadError, Model, OpenDrafts, PageStore, Source};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -178,7 +178,8 @@ impl Loadable {
         if let Some(pages) = &self.settings.pages {
             options.disk = Some(pages.of_model(&self.identity(engine.as_ref())?));
         }
-        let model = Model::new(&self.name, checkpoint, engine, spec, options)?;
+        let mut model = Model::new(&self.name, checkpoint, engine, spec, options)?;
+        model.quantized_at_load(self.bits_at_load());
         let pages = spec.page_count();
         let sharing = match (self.settings.engine.prefix_cache, read_once_from) {
             (false, _) => "; nothing is kept for prompts to come".to_owned(),
@@ -246,6 +247,11 @@ impl Loadable {
             };
         }
         Ok(text.into_bytes())
+    }
+
+    /// The bits that it is quantized to at load, if it is.
+    fn bits_at_load(&self) -> Option<u32> {
+        self.schemes.as_ref().and(self.settings.bits)
     }
 
     fn spec(&self, ctx: usize, pages: usize) -> SessionSpec {
@@ -335,6 +341,18 @@ impl Source for Loadable {
             self.terminal
                 .note(&format!("{} is not loaded: {e:#}", self.name));
             short_of(&e).unwrap_or(LoadError::Failed)
+        })
+    }
+
+    fn about(&self) -> Option<About> {
+        let template = ChatTemplate::find(self.checkpoint.files());
+        // What is wrong with a template is told when the model is loaded.
+        let template = template.ok().flatten();
+        let trained = longest_context(self.checkpoint.config());
+        let context = self.settings.ctx.unwrap_or(trained);
+        Some(About {
+            bits_at_load: self.bits_at_load(),
+            ..About::of(&self.checkpoint, &self.name, template.as_ref(), context)
         })
     }
 }

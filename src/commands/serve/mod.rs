@@ -32,6 +32,12 @@ pub struct ServeArgs {
     /// other MODEL
     #[arg(long = "model", value_name = "NAME=MODEL", value_parser = parse_named)]
     pub models: Vec<(String, String)>,
+    /// Another name of a model: clients may ask for NAME and get MODEL, a name that is served
+    #[arg(long, value_name = "NAME=MODEL", value_parser = parse_named)]
+    pub alias: Vec<(String, String)>,
+    /// Name of a model that stays in memory once it is loaded: neither --idle nor another model unloads it
+    #[arg(long, value_name = "NAME")]
+    pub pin: Vec<String>,
     /// Address to listen on; one reachable from other machines requires a key
     #[arg(long, default_value = "127.0.0.1")]
     pub host: IpAddr,
@@ -242,6 +248,13 @@ fn models(
         }
         models.add(name, Box::new(model));
         served.names.push(name.clone());
+    }
+    for (alias, name) in &args.alias {
+        let aliased = models.alias(alias, name);
+        aliased.with_context(|| format!("--alias {alias}={name}"))?;
+    }
+    for name in &args.pin {
+        models.pin(name).with_context(|| format!("--pin {name}"))?;
     }
     Ok((models, served))
 }

@@ -1,0 +1,85 @@
+//! What is known of a model, loaded or not: what clients ask for before they use it.
+
+use crate::model::Model;
+use nq_formats::{AffineScheme, Checkpoint, Task};
+use nq_runtime::ChatTemplate;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// What is known of a model without its engine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct About {
+    /// What it is for: `generate`, `embed` or `rerank`.
+    pub task: &'static str,
+    /// Most positions of a sequence.
+    pub context: usize,
+    /// The format of its files.
+    pub format: &'static str,
+    /// The scheme of most of its quantized weights, if its files are quantized so.
+    pub scheme: Option<AffineScheme>,
+    /// Bits of a weight in its files on average, embedding and head included.
+    pub bits_per_weight: f64,
+    /// The bits that its weights are quantized to at load, if they are.
+    pub bits_at_load: Option<u32>,
+    /// True if its template presents tools and reads their results.
+    pub tools: bool,
+    /// True if a request can switch thinking.
+    pub switches_thinking: bool,
+    /// True if a request can say how much is thought, and the template tells the model.
+    pub reads_effort: bool,
+}
+
+impl About {
+    /// What the files and the name for clients say; `context` is the most positions that it will have.
+    pub fn of(
+        checkpoint: &Checkpoint,
+        name: &str,
+        template: Option<&ChatTemplate>,
+        context: usize,
+    ) -> Self {
+        let store = checkpoint.store();
+        let mut bytes: BTreeMap<String, (u64, AffineScheme)> = BTreeMap::new();
+        for entry in store.entries() {
+            let name = entry.name.rsplit_once('.').map_or("", |(name, _)| name);
+            if let Some(scheme) = store.scheme(name) {
+                let sum = bytes.entry(scheme.to_string()).or_insert((0, scheme));
+                sum.0 += entry.bytes;
+            }
+        }
+        let most = bytes.into_values().max_by_key(|(bytes, _)| *bytes);
+        About {
+            task: match checkpoint.task().clone().of_name(name) {
+                Task::Generate => "generate",
+                Task::Embed(_) => "embed",
+                Task::Rerank => "rerank",
+            },
+            context,
+            format: store.format(),
+            scheme: most.map(|(_, scheme)| scheme),
+            bits_per_weight: checkpoint.bits_per_weight(),
+            bits_at_load: None,
+            tools: template.is_some_and(Model::presents_tools),
+            switches_thinking: template.is_some_and(ChatTemplate::switches_thinking),
+            reads_effort: template.is_some_and(ChatTemplate::reads_effort),
+        }
+    }
+
+    /// The same for a client.
+    pub fn json(&self) -> Value {
+        let scheme = self.scheme.as_ref();
+        json!({
+            "task": self.task,
+            "max_model_len": self.context,
+            "quantization": {
+                "format": self.format,
+                "scheme": scheme.map(AffineScheme::to_string),
+                "bits": scheme.map(|s| s.bits.width()),
+                "bits_at_load": self.bits_at_load,
+                "bits_per_weight": (self.bits_per_weight * 100.0).round() / 100.0,
+            },
+            "tools": self.tools,
+            "switches_thinking": self.switches_thinking,
+            "reads_effort": self.reads_effort,
+        })
+    }
+}
