@@ -11,11 +11,17 @@ client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
 HELLO = [{"role": "user", "content": "A film?"}]
 
 
+class Actor(BaseModel):
+    """An actor."""
+
+    sex: Literal["f", "m"]
+
+
 class Film(BaseModel):
     """A film."""
 
     kind: Literal["drama", "comedy"]
-    good: bool
+    lead: Actor
 
 
 # Mode.JSON asks for any object, which the demo model makes without end.
@@ -25,6 +31,9 @@ for mode in [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA]:
         **asked, extra_body={"reasoning_effort": "none"}
     )
     assert isinstance(made, Film), mode
+    told = [{"role": "assistant", "content": made.model_dump_json()}, {"role": "user", "content": "And another one?"}]
+    again = instructor.from_openai(client, mode=mode).create(**asked | {"messages": HELLO + told})
+    assert isinstance(again, Film), mode
 several = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
 *_, last = several.create_partial(**asked)
 assert Film.model_validate(last.model_dump())

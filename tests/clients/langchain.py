@@ -11,11 +11,17 @@ from pydantic import BaseModel
 URL = sys.argv[1]
 
 
+class Actor(BaseModel):
+    """An actor."""
+
+    sex: Literal["f", "m"]
+
+
 class Film(BaseModel):
     """A film."""
 
     kind: Literal["drama", "comedy"]
-    good: bool
+    lead: Actor
 
 
 class weather(BaseModel):
@@ -46,9 +52,23 @@ for chunk in bound.stream("The weather?"):
 assert gathered.tool_calls[0]["args"]["city"] in ("Paris", "Oslo")
 history = [HumanMessage("The weather?"), called, ToolMessage("rain", tool_call_id=call["id"])]
 assert isinstance(chat.invoke(history), AIMessage)
-answers = ChatOpenAI(
-    model="demo", base_url=f"{URL}/v1", api_key="none", use_responses_api=True,
-    output_version="responses/v1", max_tokens=200, store=False,
-)
-assert answers.invoke("Hello!").text
+# Nested arguments, and a turn behind their result.
+bound = chat.bind_tools([Film], tool_choice="Film")
+for use in [bound, chat.bind_tools([Film], tool_choice="required", parallel_tool_calls=False)]:
+    called = use.invoke("A film?")
+    assert Film.model_validate(called.tool_calls[0]["args"])
+    results = [ToolMessage("It is on.", tool_call_id=c["id"]) for c in called.tool_calls]
+    again = bound.invoke([HumanMessage("A film?"), called, *results, HumanMessage("Another?")])
+    assert Film.model_validate(again.tool_calls[0]["args"])
+# Responses: with their items, and by their ids.
+for more in [{"store": False}, {"use_previous_response_id": True}]:
+    answers = ChatOpenAI(
+        model="demo", base_url=f"{URL}/v1", api_key="none", use_responses_api=True,
+        output_version="responses/v1", max_tokens=200, **more,
+    )
+    first = answers.invoke("Hello!")
+    assert first.text
+    assert isinstance(answers.invoke([HumanMessage("Hello!"), first, HumanMessage("And?")]), AIMessage)
+    film = answers.with_structured_output(Film, method="json_schema")
+    assert isinstance(film.invoke("A film?"), Film)
 print("ok: langchain-openai")

@@ -17,11 +17,17 @@ litellm.suppress_debug_info = True
 URL = sys.argv[1]
 
 
+class Actor(BaseModel):
+    """An actor."""
+
+    sex: Literal["f", "m"]
+
+
 class Film(BaseModel):
     """A film."""
 
     kind: Literal["drama", "comedy"]
-    good: bool
+    lead: Actor
 
 
 class weather(BaseModel):
@@ -44,8 +50,18 @@ tool = {"type": "function", "function": {"name": "weather", "parameters": weathe
 called = litellm.completion(**openai, tools=[tool], tool_choice="required")
 (call, *_) = called.choices[0].message.tool_calls
 assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
-claude = litellm.completion(model="anthropic/demo", api_base=URL, **asked)
-assert claude.choices[0].message.content
+claude = dict(model="anthropic/demo", api_base=URL, **asked)
+assert litellm.completion(**claude).choices[0].message.content
+# Nested arguments in both protocols, and a turn behind their results with the message as it came, thinking included.
+nested = {"type": "function", "function": {"name": "film", "parameters": Film.model_json_schema()}}
+for use in [openai, claude]:
+    first = litellm.completion(**use, tools=[nested], tool_choice="required", parallel_tool_calls=False)
+    message = first.choices[0].message
+    assert Film.model_validate_json(message.tool_calls[0].function.arguments)
+    results = [{"role": "tool", "tool_call_id": c.id, "content": "It is on."} for c in message.tool_calls]
+    history = [*asked["messages"], message, *results, {"role": "user", "content": "And another one?"}]
+    again = litellm.completion(**use | {"messages": history}, tools=[nested], tool_choice="required")
+    assert Film.model_validate_json(again.choices[0].message.tool_calls[0].function.arguments)
 assert litellm.text_completion(
     model="text-completion-openai/demo", api_base=f"{URL}/v1", api_key="none", prompt="Hello", max_tokens=5
 ).choices[0].text

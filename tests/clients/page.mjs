@@ -119,6 +119,9 @@ await click(page, "#remember");
 assert.deepEqual(await stored(), [true, true]);
 await click(page, "#remember");
 assert.deepEqual(await stored(), [false, true]);
+// The settings tell what the server's models are and do.
+await page.waitForSelector("#models tr");
+assert.match(await text("#models tr"), /demo.*bits.*tokens.*0 running, 0 waiting/);
 await shot("settings");
 await page.reload();
 assert.equal(await page.$eval("#key", (e) => e.value), "a-secret-key");
@@ -212,7 +215,7 @@ await page.waitForSelector("#model option");
 await page.waitForSelector(".assistant .foot button[title='Regenerate answer']");
 
 // Titles, search and files.
-await page.hover("#list .entry[aria-current]");
+await page.locator("#list .entry[aria-current]").hover();
 await click(page, "#list .entry[aria-current] button[title='Rename']");
 await page.keyboard.type("Of museums");
 await page.keyboard.press("Enter");
