@@ -60,17 +60,16 @@ fn functions_of_before_there_were_tools_are_served() {
         "role": "assistant", "content": null,
         "tool_calls": [{"id": "c", "type": "function", "function": call}],
     }, {"role": "tool", "tool_call_id": "c", "content": "rain"}]});
-    let tools = json!({"tools": [{"type": "function", "function": function}]});
+    let tools =
+        json!({"tools": [{"type": "function", "function": function}], "reasoning_effort": "none"});
     assert_eq!(
         shown(&server, CHAT, &with(with(base(CHAT), &older), &back)),
         shown(&server, CHAT, &with(with(base(CHAT), &tools), &newer)),
     );
     // Nothing of it is shown where none may be called.
     let none = with(with(base(CHAT), &older), &json!({"function_call": "none"}));
-    assert_eq!(
-        shown(&server, CHAT, &none),
-        shown(&server, CHAT, &base(CHAT))
-    );
+    let bare = with(base(CHAT), &json!({"reasoning_effort": "none"}));
+    assert_eq!(shown(&server, CHAT, &none), shown(&server, CHAT, &bare));
     for (more, param) in [
         (json!({"function_call": {"name": "other"}}), "tool_choice"),
         (
