@@ -71,7 +71,7 @@ fn functions_of_before_there_were_tools_are_served() {
     let bare = with(base(CHAT), &json!({"reasoning_effort": "none"}));
     assert_eq!(shown(&server, CHAT, &none), shown(&server, CHAT, &bare));
     for (more, param) in [
-        (json!({"function_call": {"name": "other"}}), "tool_choice"),
+        (json!({"function_call": {"name": "other"}}), "function_call"),
         (
             json!({"functions": [function, function]}),
             "functions[1].name",

@@ -72,7 +72,11 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     }
     let (choice, function_call): (Option<Value>, Option<Value>) =
         (fields.take("tool_choice")?, fields.take("function_call")?);
-    let choice = tools::choice(if older { function_call } else { choice }, &mut tools)?;
+    let (choice, asked) = match older {
+        true => (function_call, "function_call"),
+        false => (choice, "tool_choice"),
+    };
+    let choice = tools::choice(choice, &mut tools, asked)?;
     let goes_on: bool = fields.take("continue_final_message")?.unwrap_or(false);
     let begins: Option<bool> = fields.take("add_generation_prompt")?;
     if begins == Some(goes_on) {

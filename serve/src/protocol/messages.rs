@@ -162,7 +162,7 @@ fn choice(fields: &mut Fields, tools: &mut Tools) -> Result<(Choice, bool), ApiE
         other => json!(other),
     };
     fields.finish()?;
-    Ok((tools::choice(Some(word), tools)?, !one))
+    Ok((tools::choice(Some(word), tools, "tool_choice")?, !one))
 }
 
 /// Reads a turn: tool results in it become separate messages.

@@ -57,7 +57,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut tools = tools::read(given, "function", |tools, kind, tool| {
         called.read(tools, kind, tool)
     })?;
-    let choice = tools::choice(fields.take("tool_choice")?, &mut tools)?;
+    let choice = tools::choice(fields.take("tool_choice")?, &mut tools, "tool_choice")?;
     let max_tokens = fields.most_tokens("max_output_tokens")?;
     let stream = fields.take("stream")?.unwrap_or(false);
     let chat = ChatRequest {

@@ -159,14 +159,14 @@ pub fn signatures(tools: &[Value], name: Option<&str>) -> Vec<(String, Value)> {
     tools.iter().filter_map(function).collect()
 }
 
-/// Reads `tool_choice`; where it allows some tools alone, the others are not shown.
+/// Reads `tool_choice`, the value of `field`; where it allows some tools alone, the others are not shown.
 ///
 /// # Errors
 /// An invalid choice, or an unknown tool.
-pub fn choice(value: Option<Value>, tools: &mut Tools) -> Result<Choice, ApiError> {
+pub fn choice(value: Option<Value>, tools: &mut Tools, field: &str) -> Result<Choice, ApiError> {
     let wrong = || {
         let what = "expected auto, none, required, allowed_tools or a function";
-        ApiError::field("tool_choice", what)
+        ApiError::field(field, what)
     };
     let named = |value: &Value| {
         let inner = [
@@ -208,14 +208,14 @@ pub fn choice(value: Option<Value>, tools: &mut Tools) -> Result<Choice, ApiErro
             }
             (_, Some(name)) => {
                 let what = format!("expected one of the tools, found {name}");
-                return Err(ApiError::field("tool_choice", what));
+                return Err(ApiError::field(field, what));
             }
             (kind, None) => kind.and_then(word).ok_or_else(wrong)?,
         },
     };
     match choice {
         Choice::Required | Choice::Named(_) if tools.list.is_empty() => {
-            Err(ApiError::field("tool_choice", "expected tools beside it"))
+            Err(ApiError::field(field, "expected tools beside it"))
         }
         choice => Ok(choice),
     }
