@@ -7,9 +7,9 @@
 //! S = g S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
 //! ```
 //!
-//! Columns of `S` do not depend on each other, so the work is shared by tiles of 16 columns, each of which stays in
-//! the first-level cache for all tokens of a pass. Tokens go through it one by one, also in a long prompt: a result
-//! then has the same bits however a sequence is cut into passes. The tile is read and written once per token, since
+//! Columns of `S` do not depend on each other: a tile of 16 columns stays in the first-level cache for a block of
+//! tokens, which go through it one by one, also in a long prompt. A result then has the same bits however a sequence
+//! is cut into passes. The tile is read and written once per token, since
 //! the update for one token also multiplies by the key of the next.
 
 use super::{SMALL, Span};
@@ -271,35 +271,51 @@ impl Pass<'_> {
         });
     }
 
-    /// The recurrence. A task is a tile of a value head of a span.
+    /// The recurrence. A task is a value head of a span, whose tiles take a block of rows in turn.
     fn recur(&self, qkvz: &[f32], gates: &[f32], out: &mut [f32]) {
         let shape = self.shape;
+        let (key_dim, value_dim) = (shape.key_dim, shape.value_dim);
         let (tiles, tile_len) = (shape.tiles(), shape.tile_len());
         let out = Shared::new(out);
-        self.run(shape.value_heads * tiles, tile_len, |span, state, tile| {
-            let (h, column) = (tile / tiles, tile % tiles * LANES);
-            let key_head = shape.key_head(h) * shape.key_dim;
-            let rows = TileRows {
-                qkvz: &qkvz[span.row * shape.stride()..],
-                stride: shape.stride(),
-                q: key_head,
-                k: shape.keys() + key_head,
-                v: 2 * shape.keys() + h * shape.value_dim + column,
-                width: LANES.min(shape.value_dim - column),
-                gates: gates[2 * (h * self.m + span.row)..][..2 * span.len]
-                    .as_chunks()
-                    .0,
-            };
-            let from = span.row * shape.values() + h * shape.value_dim + column;
-            let put = |r: usize, o: &[f32; LANES]| {
-                let from = from + r * shape.values();
-                // SAFETY: each column of a row has one task.
-                let y = unsafe { out.part(from..from + rows.width) };
-                y.copy_from_slice(&o[..rows.width]);
-            };
-            // SAFETY: each tile of a state has one task.
-            let tile = unsafe { state.part(tile * tile_len..(tile + 1) * tile_len) };
-            (self.cpu.table.delta_tile)(tile, &rows, &put);
+        let each = tiles * tile_len;
+        self.run(shape.value_heads, each, |span, state, h| {
+            let q = shape.key_head(h) * key_dim;
+            let (k, v) = (shape.keys() + q, 2 * shape.keys() + h * value_dim);
+            // SAFETY: each head of a state has one task.
+            let state = unsafe { state.part(h * each..(h + 1) * each) };
+            with_scratch!(Buffer<f32>, |scratch| {
+                let width = 2 * key_dim + value_dim;
+                for first in (0..span.len).step_by(BLOCK) {
+                    let len = BLOCK.min(span.len - first);
+                    let block = scratch.reserve(BLOCK * width);
+                    for (r, to) in block.chunks_exact_mut(width).take(len).enumerate() {
+                        let row = &qkvz[(span.row + first + r) * shape.stride()..];
+                        to[..key_dim].copy_from_slice(&row[q..][..key_dim]);
+                        to[key_dim..2 * key_dim].copy_from_slice(&row[k..][..key_dim]);
+                        to[2 * key_dim..].copy_from_slice(&row[v..][..value_dim]);
+                    }
+                    let gates = &gates[2 * (h * self.m + span.row + first)..][..2 * len];
+                    for (tile, state) in state.chunks_exact_mut(tile_len).enumerate() {
+                        let column = tile * LANES;
+                        let rows = TileRows {
+                            block: &*block,
+                            key_dim,
+                            width,
+                            column,
+                            values: LANES.min(value_dim - column),
+                            gates: gates.as_chunks().0,
+                        };
+                        let from = (span.row + first) * shape.values() + h * value_dim + column;
+                        let put = |r: usize, o: &[f32; LANES]| {
+                            let from = from + r * shape.values();
+                            // SAFETY: each head of a row has one task.
+                            let y = unsafe { out.part(from..from + rows.values) };
+                            y.copy_from_slice(&o[..rows.values]);
+                        };
+                        (self.cpu.table.delta_tile)(state, &rows, &put);
+                    }
+                }
+            });
         });
     }
 
@@ -411,26 +427,38 @@ pub(crate) fn conv<S: Simd>(
     }
 }
 
-/// What a tile reads: the rows of a span, and the columns of its head in each.
+/// Rows whose queries, keys and values of a head are copied side by side before its tiles read them: in the
+/// rows of a pass they are far apart, often by a power of two, where they would push each other out of the caches.
+const BLOCK: usize = 32;
+
+/// What a tile reads: a block of rows, and the tile's values in each.
 pub(crate) struct TileRows<'a> {
-    /// `[span's rows, stride]`
-    qkvz: &'a [f32],
-    stride: usize,
-    /// First columns of the query, the key and the tile's values.
-    q: usize,
-    k: usize,
-    v: usize,
-    /// Number of the tile's values, at most 16.
+    /// `[rows, width]`: a query, a key and the values of the head.
+    block: &'a [f32],
+    key_dim: usize,
     width: usize,
+    /// The first of the tile's values.
+    column: usize,
+    /// Number of the tile's values, at most 16.
+    values: usize,
     /// Decay and beta of each row.
     gates: &'a [[f32; 2]],
 }
 
 impl TileRows<'_> {
-    /// `n` values of row `r` from `column` on.
     #[inline(always)]
-    fn at(&self, r: usize, column: usize, n: usize) -> &[f32] {
-        &self.qkvz[r * self.stride + column..][..n]
+    fn query(&self, r: usize) -> &[f32] {
+        &self.block[r * self.width..][..self.key_dim]
+    }
+
+    #[inline(always)]
+    fn key(&self, r: usize) -> &[f32] {
+        &self.block[r * self.width + self.key_dim..][..self.key_dim]
+    }
+
+    #[inline(always)]
+    fn values(&self, r: usize) -> &[f32] {
+        &self.block[r * self.width + 2 * self.key_dim + self.column..][..self.values]
     }
 }
 
@@ -444,30 +472,22 @@ pub(crate) fn tile<S: Simd>(
     put: &dyn Fn(usize, &[f32; LANES]),
 ) {
     let (tile, _) = tile.as_chunks_mut::<LANES>();
-    let (n, len) = (tile.len(), rows.gates.len());
+    let len = rows.gates.len();
     if len == 0 {
         return;
     }
-    let mut product = times(s, tile, rows.at(0, rows.k, n));
+    let mut product = times(s, tile, rows.key(0));
     for (r, &[decay, beta]) in rows.gates.iter().enumerate() {
-        // Rows are far apart: the hardware does not foresee the next.
-        if r + 2 < len {
-            for column in [rows.q, rows.k] {
-                for line in rows.at(r + 2, column, n).chunks(LANES) {
-                    s.prefetch(line.as_ptr());
-                }
-            }
-        }
         let mut values = [0.0; LANES];
-        values[..rows.width].copy_from_slice(rows.at(r, rows.v, rows.width));
+        values[..rows.values].copy_from_slice(rows.values(r));
         // SAFETY: an array of 16.
         let v = unsafe { s.load(values.as_ptr()) };
         let decay = s.splat(decay);
         let delta = s.mul(s.splat(beta), s.sub(v, s.mul(decay, product)));
-        let (q, k) = (rows.at(r, rows.q, n), rows.at(r, rows.k, n));
+        let (q, k) = (rows.query(r), rows.key(r));
         let o;
         if r + 1 < len {
-            let next = rows.at(r + 1, rows.k, n);
+            let next = rows.key(r + 1);
             (o, product) = update::<S, true>(s, tile, decay, delta, k, q, next);
         } else {
             (o, _) = update::<S, false>(s, tile, decay, delta, k, q, k);
