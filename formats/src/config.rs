@@ -4,9 +4,8 @@ use crate::account::LeftOver;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::keys;
-use crate::models::{
-    self, Architecture, Delta, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling,
-};
+use crate::models::{self, Architecture, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling};
+use crate::recurrence::{TILED, VALUE_HEADS};
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -317,11 +316,6 @@ pub(crate) fn check_eos(path: &Path, ids: &[u32], vocab_size: usize) -> Result<(
 /// Dimensions above this are rejected: they would overflow products elsewhere.
 pub(crate) const MAX_DIM: u64 = 1 << 28;
 
-/// The order of the value heads of recurrences, a key of nq's own: models read from GGUF files have them
-/// [tiled](crate::models::Delta::tiled).
-pub(crate) const VALUE_HEADS: &str = "linear_value_head_order";
-pub(crate) const TILED: &str = "tiled";
-
 /// More parameters than this (a hundred trillion) are rejected.
 pub(crate) const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 
@@ -330,9 +324,6 @@ const TEXT: &str = "text_config";
 
 /// More experts per layer than this are rejected.
 const MAX_EXPERTS: usize = 1 << 16;
-
-/// More heads of a recurrence, wider ones or a longer convolution than this are rejected.
-const MAX_HEADS: usize = 1 << 12;
 
 /// A JSON object whose accessors return errors with the names of the file and the key.
 /// They note the keys that were asked for.
@@ -629,74 +620,6 @@ impl<'a> Object<'a> {
             normalized: self.bool("norm_topk_prob")?.unwrap_or(shared > 0),
             shared,
         }))
-    }
-
-    /// The recurrences of a model of `layers` layers.
-    fn delta(&self, architecture: &Architecture, layers: usize) -> Result<Option<Delta>> {
-        if !architecture.has_delta() {
-            return Ok(None);
-        }
-        let bounded = |key: &str| match self.dim(key)? {
-            n if n > MAX_HEADS => Err(self.bad(key, format!("at most {MAX_HEADS}"), n.to_string())),
-            n => Ok(n),
-        };
-        let (heads, key_heads) = ("linear_num_value_heads", bounded("linear_num_key_heads")?);
-        let value_heads = bounded(heads)?;
-        if !value_heads.is_multiple_of(key_heads) {
-            let expected = format!("a multiple of linear_num_key_heads ({key_heads})");
-            return Err(self.bad(heads, expected, value_heads.to_string()));
-        }
-        let tiled = match self.str(VALUE_HEADS)?.as_deref() {
-            None => false,
-            Some(TILED) => true,
-            Some(other) => {
-                let expected = format!("{TILED}, or no such key");
-                return Err(self.bad(VALUE_HEADS, expected, other.into()));
-            }
-        };
-        Ok(Some(Delta {
-            key_heads,
-            value_heads,
-            key_dim: bounded("linear_key_head_dim")?,
-            value_dim: bounded("linear_value_head_dim")?,
-            conv: bounded("linear_conv_kernel_dim")?,
-            interval: self.interval(layers)?,
-            tiled,
-        }))
-    }
-
-    /// Every how many layers one has attention, of `layers`: `full_attention_interval`, or what
-    /// `layer_types` lists.
-    fn interval(&self, layers: usize) -> Result<usize> {
-        const INTERVAL: &str = "full_attention_interval";
-        let given = match self.get(INTERVAL) {
-            None => None,
-            Some(_) => Some(self.dim(INTERVAL)?),
-        };
-        let types = self.strings("layer_types")?;
-        if types.is_empty() {
-            return Ok(given.unwrap_or(4));
-        }
-        let full = |t: &String| t == "full_attention";
-        if types.len() != layers {
-            let expected = format!("{layers} layers, as num_hidden_layers says");
-            return Err(self.bad("layer_types", expected, types.len().to_string()));
-        }
-        if let Some(other) = types.iter().find(|t| !full(t) && *t != "linear_attention") {
-            let why = "nq runs linear_attention and full_attention";
-            return Err(self.unsupported(format!("a layer of type {other}"), why));
-        }
-        // Without any, the first would come behind the last layer.
-        let interval = types.iter().position(full).unwrap_or(layers) + 1;
-        let irregular = |(i, t): (usize, &String)| full(t) != (i + 1).is_multiple_of(interval);
-        match types.iter().enumerate().find(|&(i, t)| irregular((i, t))) {
-            None => Ok(interval),
-            Some((i, t)) => {
-                let what = format!("layer_types with {t} at layer {i}");
-                let why = format!("nq runs one layer of attention in every {interval}");
-                Err(self.unsupported(what, &why))
-            }
-        }
     }
 }
 

@@ -45,6 +45,7 @@ pub mod pack;
 pub mod parquet;
 mod progress;
 mod published;
+mod recurrence;
 mod rope;
 pub mod safetensors;
 mod scheme;

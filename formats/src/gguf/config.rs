@@ -5,10 +5,10 @@ use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
 use super::types::BlockType;
 use super::value::malformed;
 use crate::account::LeftOver;
-use crate::config::{TILED, VALUE_HEADS};
 use crate::error::{Error, Result};
 use crate::keys::UNKNOWN;
 use crate::models::{self, Architecture, RopeScaling};
+use crate::recurrence::{TILED, VALUE_HEADS};
 use serde_json::{Map, Value, json};
 
 /// A float as its shortest decimal: 1e-6, not the f64 nearest to its f32 value.
