@@ -135,6 +135,30 @@ fn tokenizer_and_template_are_rebuilt() {
     }
 }
 
+/// The pattern of Qwen3.5 and later, which takes marks for letters, has a name of its own.
+#[test]
+fn a_pattern_with_marks_keeps_its_name() {
+    const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("source");
+    fs::create_dir(&folder).unwrap();
+    for entry in fs::read_dir(common::assets().join("demo")).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, folder.join(path.file_name().unwrap())).unwrap();
+    }
+    let path = folder.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PATTERN.into();
+    fs::write(&path, tokenizer.to_string()).unwrap();
+    let out = dir.path().join("x.gguf");
+    write(&Checkpoint::open(&folder).unwrap(), &out, Mix::Keep);
+    let file = GgufFile::parse(&out, fs::read(&out).unwrap().into()).unwrap();
+    assert_eq!(file.str("tokenizer.ggml.pre").unwrap(), Some("qwen35"));
+    let read = Checkpoint::open(&out).unwrap();
+    let want = as_gguf_marks_them(tokenizer);
+    assert_eq!(json(read.files(), "tokenizer.json"), want);
+}
+
 /// The published tokenizer, whose vocabulary is smaller than the embedding.
 #[test]
 fn the_published_tokenizer_is_rebuilt() {

@@ -3,19 +3,22 @@
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use nq_formats::Files;
+use nq_runtime::chat_template::Switches;
 use nq_runtime::{ChatTemplate, Message, Tokenizer};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The published Qwen3 files beside the repository; prints that the test is skipped where
-/// they are absent.
-fn qwen3() -> Option<PathBuf> {
+/// Published files beside the repository; prints that the test is skipped where they are absent.
+fn shared(path: &str) -> Option<PathBuf> {
     let root =
         std::env::var_os("NQ_SHARED").map_or_else(|| repository().join("../shared"), PathBuf::from);
-    let dir = root.join("data/qwen3");
+    let dir = root.join(path);
     if !dir.exists() {
         println!("skipped: {} is absent", dir.display());
         return None;
@@ -39,7 +42,9 @@ fn chat(turns: &[(&str, &str)]) -> Vec<Message> {
 
 #[test]
 fn qwen3_renderings_are_transformers() {
-    let Some(dir) = qwen3() else { return };
+    let Some(dir) = shared("data/qwen3") else {
+        return;
+    };
     let files = Files::Folder(dir.clone());
     let template = ChatTemplate::from_files(&files).unwrap();
     let tokenizer = Tokenizer::from_files(&files).unwrap();
@@ -65,10 +70,133 @@ fn qwen3_renderings_are_transformers() {
     assert!(template.switches_thinking());
 }
 
+/// The chat templates of Qwen3.5, 3.6 and 3.8 give what jinja2 renders from them, by every switch. Renderings are
+/// in `fixtures/qwen35.json` as hashes, made by `qwen35.py` beside it.
+#[test]
+fn qwen35_renderings_are_jinja2s() {
+    let Some(dir) = shared("data/qwen3.5") else {
+        return;
+    };
+    let fixture: Value = serde_json::from_str(include_str!("fixtures/qwen35.json")).unwrap();
+    let tools = fixture["tools"].as_array().unwrap().as_slice();
+    let mut templates: HashMap<String, ChatTemplate> = HashMap::new();
+    let (mut checked, mut wrong) = (0, Vec::new());
+    for case in fixture["cases"].as_array().unwrap() {
+        let file = case[0].as_str().unwrap();
+        let template = templates.entry(file.to_owned()).or_insert_with(|| {
+            let source = std::fs::read_to_string(dir.join(file)).unwrap();
+            ChatTemplate::from_source(file, &source).unwrap()
+        });
+        let mut chats = fixture["chats"].as_array().unwrap().iter();
+        let chat = chats.find(|chat| chat["name"] == case[1]).unwrap();
+        let messages: Vec<Message> = serde_json::from_value(chat["messages"].clone()).unwrap();
+        let settings = fixture["settings"].as_array().unwrap().iter();
+        for (setting, expected) in settings.zip(case[3].as_array().unwrap()) {
+            let of = |name: &str| setting["switches"][name].clone();
+            let switches = Switches {
+                enable_thinking: of("enable_thinking").as_bool(),
+                preserve_thinking: of("preserve_thinking").as_bool(),
+                reasoning_effort: of("reasoning_effort").as_str().map(String::from),
+            };
+            let prompt = setting["prompt"].as_bool().unwrap();
+            let tools = (case[2] == true).then_some(tools);
+            let found = template.render(&messages, tools, prompt, switches);
+            let expected = expected.as_str().unwrap();
+            let as_expected = match (&found, expected.strip_prefix("refused: ")) {
+                (Ok(text), None) => {
+                    let hash: String = Sha256::digest(text)
+                        .iter()
+                        .map(|b| format!("{b:02x}"))
+                        .collect();
+                    hash.starts_with(expected)
+                }
+                (Err(error), Some(why)) => error.to_string().contains(why),
+                _ => false,
+            };
+            if !as_expected {
+                wrong.push(format!("{case}\n{setting}\n{found:?}"));
+            }
+            checked += 1;
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {checked}: {}",
+        wrong.len(),
+        wrong[0]
+    );
+    assert_eq!((checked, templates.len()), (1188, 3));
+    assert!(templates.values().all(ChatTemplate::switches_thinking));
+    let efforts = |file: &str| {
+        let template = &templates[file];
+        ["low", "medium", "high", "xhigh", "max"].map(|effort| template.effort(effort))
+    };
+    let (low, medium, most) = (Some("low"), Some("medium"), Some("xhigh"));
+    let found = efforts("chat_template-Qwen3.8-27B.jinja");
+    assert_eq!(found, [low, medium, most, most, most]);
+    assert_eq!(efforts("chat_template-Qwen3.6-27B.jinja"), [None; 5]);
+}
+
+/// What a model wrote comes back as the template has it: where thinking is kept, prompts only grow.
+#[test]
+fn answers_go_into_the_history() {
+    let (user, more) = (Message::new("user", "a"), Message::new("user", "b"));
+    let said = "why\n</think>\n\nbecause";
+    let two_turns = |template: &ChatTemplate| {
+        let render = |chat: &[Message]| template.render(chat, None, true, None).unwrap();
+        let first = render(std::slice::from_ref(&user));
+        let answer = template.answer(&first, said);
+        let second = render(&[user.clone(), answer, more.clone()]);
+        (first, second)
+    };
+    let source = |answer: &str| {
+        format!(
+            "{{% for m in messages %}}<{{{{ m.role }}}}>{{% if m.role == 'assistant' %}}{answer}\
+             {{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}<assistant>{{{{ '<think>\\n' }}}}"
+        )
+    };
+    let of = |answer: &str| ChatTemplate::from_source("t", &source(answer)).unwrap();
+    // A template that reads the field alone, and one that reads the content alone.
+    let field = of("<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}");
+    let (first, second) = two_turns(&field);
+    assert!(second.starts_with(&(first + said + "<user>b")), "{second}");
+    let content = of("{{ m.content.split('</think>')[-1].lstrip('\\n') }}");
+    let (_, second) = two_turns(&content);
+    assert!(second.contains("<assistant>because<user>b"), "{second}");
+    // An answer without thinking is the text.
+    let plain = field.answer("<assistant>", "  a </think> b");
+    assert_eq!(plain, Message::new("assistant", "  a </think> b"));
+    let cut = field.answer("<think>\n", "why");
+    assert_eq!(
+        (cut.text(), &cut.extra["reasoning_content"]),
+        ("", &Value::from("why"))
+    );
+
+    let Some(dir) = shared("data/qwen3.5") else {
+        return;
+    };
+    for (name, grows) in [("3.5-4B", false), ("3.6-27B", false), ("3.8-27B", true)] {
+        let path = dir.join(format!("chat_template-Qwen{name}.jinja"));
+        let source = std::fs::read_to_string(&path).unwrap();
+        let template = ChatTemplate::from_source(&path, &source).unwrap();
+        let (first, second) = two_turns(&template);
+        let grown = first + said + "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n";
+        assert_eq!(second.starts_with(&grown), grows, "{second}");
+        assert_eq!(
+            second.matches("why").count(),
+            usize::from(grows),
+            "{second}"
+        );
+        assert_eq!(second.matches("because").count(), 1, "{second}");
+    }
+}
+
 /// The published tokenizer_config.json holds the same template as chat_template.jinja.
 #[test]
 fn qwen3_template_in_the_tokenizer_config() {
-    let Some(dir) = qwen3() else { return };
+    let Some(dir) = shared("data/qwen3") else {
+        return;
+    };
     let config = std::fs::read_to_string(dir.join("tokenizer_config.json")).unwrap();
     let (_dir, files) = folder(&[("tokenizer_config.json", &config)]);
     let template = ChatTemplate::from_files(&files).unwrap();

@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use nq_formats::Files;
+use nq_formats::gguf::GgufFile;
 use nq_runtime::{Detokenizer, Tokenizer};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -102,6 +103,74 @@ fn qwen3_encodes_wikitext_as_published() {
     assert_eq!(tokenizer.decode(&found, false), text);
 }
 
+/// llama.cpp's ids of its test texts, in the vocabulary beside them, from GGUF. It does not compose characters, as
+/// transformers does.
+#[test]
+fn qwen35_encodings_are_llama_cpps() {
+    let Some(path) = shared("data/qwen3.5/ggml-vocab-qwen35.gguf") else {
+        return;
+    };
+    let beside = |end: &str| std::fs::read_to_string(format!("{}{end}", path.display())).unwrap();
+    let (texts, expected) = (beside(".inp"), beside(".out"));
+    let file = GgufFile::parse(&path, std::fs::read(&path).unwrap().into()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let json = nq_formats::gguf::tokenizer::tokenizer_json(&file).unwrap();
+    std::fs::write(dir.path().join("tokenizer.json"), json).unwrap();
+    let tokenizer = open(dir.path().into());
+    assert_eq!(tokenizer.vocab_size(), 151_936);
+    let texts: Vec<&str> = texts.split_terminator("\n__ggml_vocab_test__\n").collect();
+    let expected: Vec<&str> = expected.lines().collect();
+    assert_eq!((texts.len(), expected.len()), (50, 50));
+    let mut composed = 0;
+    for (text, expected) in texts.iter().zip(expected) {
+        let ids = tokenizer.encode(text).unwrap();
+        if text.contains(['\u{300}', '\u{301}']) {
+            composed += 1;
+            continue;
+        }
+        let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
+        assert_eq!(ids.join(" "), expected.trim(), "{text:?}");
+    }
+    assert_eq!(composed, 3);
+    assert_eq!(tokenizer.encode("e\u{301}").unwrap(), [963]);
+}
+
+/// Qwen3.5 counts marks as letters: a mark and the letters around it are one word, which merges cross.
+#[test]
+fn marks_belong_to_words() {
+    // Tokens of q, the two bytes of a tilde below (U+0330) and x.
+    let tokenizer = |letters: &str, no_letters: &str| {
+        let pattern = format!(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{letters}+|\p{{N}}| ?[^\s{no_letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        );
+        let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false,
+            "trim_offsets": false, "use_regex": false});
+        let file = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
+                byte_level]},
+            "post_processor": byte_level, "decoder": byte_level,
+            "model": {"type": "BPE", "dropout": null, "unk_token": null,
+                "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": false,
+                "byte_fallback": false, "ignore_merges": false,
+                "vocab": {"q": 0, "Ì": 1, "°": 2, "x": 3, "Ì°": 4, "qÌ°": 5, "Ì°x": 6},
+                "merges": [["Ì", "°"], ["q", "Ì°"], ["Ì°", "x"]]},
+        });
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+        open(dir.path().into())
+    };
+    let text = "q\u{330}x";
+    let ids = tokenizer(r"\p{L}", r"\p{L}").encode(text).unwrap();
+    assert_eq!(ids, [0, 6]); // q | mark and x
+    let ids = tokenizer(r"[\p{L}\p{M}]", r"\p{L}\p{M}")
+        .encode(text)
+        .unwrap();
+    assert_eq!(ids, [5, 3]); // one word: its first merge is q and the mark
+}
+
 #[test]
 fn qwen3_vocabulary_is_checked_against_the_model() {
     let Some(dir) = shared("data/qwen3") else {
@@ -159,7 +228,6 @@ fn demo_ids_are_transformers() {
 /// from what the pre-tokenizer's alternatives treat differently.
 #[test]
 fn pieces_do_not_change_ids() {
-    let tokenizer = demo();
     let parts = [
         "word",
         " two",
@@ -177,6 +245,7 @@ fn pieces_do_not_change_ids() {
         "9",
         "é",
         "e\u{301}",
+        "\u{330}",
         "\u{2003}",
         "\u{a0}",
         "日本",
@@ -193,11 +262,20 @@ fn pieces_do_not_change_ids() {
             .wrapping_add(1);
         text.push_str(parts[(state >> 40) as usize % parts.len()]);
     }
-    let whole = tokenizers::Tokenizer::from_file(repository().join("assets/demo/tokenizer.json"))
-        .unwrap()
-        .encode(text.as_str(), false)
-        .unwrap();
-    assert_eq!(tokenizer.encode(&text).unwrap(), whole.get_ids());
+    // Qwen3's pattern and Qwen3.5's.
+    let file = std::fs::read_to_string(repository().join("assets/demo/tokenizer.json")).unwrap();
+    let with_marks = file
+        .replace(r"?\\p{L}+", r"?[\\p{L}\\p{M}]+")
+        .replace(r"[^\\s\\p{L}\\p{N}]", r"[^\\s\\p{L}\\p{M}\\p{N}]");
+    assert_eq!(with_marks.len(), file.len() + 14);
+    for file in [file, with_marks] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), &file).unwrap();
+        let tokenizer = open(dir.path().into());
+        let whole = tokenizers::Tokenizer::from_bytes(file).unwrap();
+        let whole = whole.encode(text.as_str(), false).unwrap();
+        assert_eq!(tokenizer.encode(&text).unwrap(), whole.get_ids());
+    }
 }
 
 #[test]

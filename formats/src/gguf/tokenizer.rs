@@ -31,11 +31,21 @@ pub(super) struct Pre {
 }
 
 /// Every pre-tokenizer that nq knows.
-static PRES: [Pre; 2] = [
+static PRES: [Pre; 3] = [
     Pre {
         name: "qwen2",
         family: "Qwen2 and Qwen3",
         pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        normalizer: Some("NFC"),
+        ignore_merges: false,
+        adds_bos: false,
+        class: "Qwen2Tokenizer",
+    },
+    Pre {
+        name: "qwen35",
+        family: "Qwen3.5 to 3.8",
+        // Marks belong to the letters that they modify.
+        pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         normalizer: Some("NFC"),
         ignore_merges: false,
         adds_bos: false,
@@ -343,8 +353,8 @@ fn post_processor(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value>
         ))
     };
     // A reranker's prompt is complete.
-    let ranks = config::pooling(file, config::architecture(file)?)? == Pooling::Rank;
-    let adds_end = file.bool(ADD_END)? == Some(true) && !ranks;
+    let ranks = || Ok(config::pooling(file, config::architecture(file)?)? == Pooling::Rank);
+    let adds_end = file.bool(ADD_END)? == Some(true) && !ranks()?;
     let end = token(adds_end, "tokenizer.ggml.eos_token_id")?;
     let start = token(vocabulary.pre.adds_bos, "tokenizer.ggml.bos_token_id")?;
     if start.is_none() && end.is_none() {

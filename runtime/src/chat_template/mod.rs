@@ -15,6 +15,7 @@ pub use prompt::Prompt;
 pub use worker::{Isolation, isolate, serve};
 
 use crate::error::{Error, Result};
+use crate::thinking::{Part, Splitter};
 use jinja::Templates;
 use nq_formats::Files;
 use serde::{Deserialize, Serialize};
@@ -117,6 +118,8 @@ pub struct ChatTemplate {
     special_tokens: Map<String, Value>,
     switches_thinking: bool,
     reads_effort: bool,
+    /// Takes what a model thought as a field of its message.
+    reads_reasoning: bool,
     /// Efforts that the source names in quotes.
     efforts: Vec<&'static str>,
 }
@@ -206,6 +209,7 @@ impl ChatTemplate {
             special_tokens,
             switches_thinking,
             reads_effort,
+            reads_reasoning: reads(REASONING[0]),
             efforts,
         })
     }
@@ -227,6 +231,27 @@ impl ChatTemplate {
         let asked = rank(asked).filter(|_| self.reads_effort)?;
         let above = self.efforts.iter().find(|e| rank(e) >= Some(asked));
         above.or(self.efforts.last()).copied()
+    }
+
+    /// The answer `text` to `prompt` as a message of the chat. A template that reads thinking as a field gets it as
+    /// one, since not all of those look for it in the content; others get the text as the model wrote it.
+    pub fn answer(&self, prompt: &str, text: &str) -> Message {
+        if !self.reads_reasoning {
+            return Message::new("assistant", text);
+        }
+        let (mut thinking, mut answer) = (String::new(), String::new());
+        let mut emit = |part, text: &str| match part {
+            Part::Thinking => thinking.push_str(text),
+            Part::Answer => answer.push_str(text),
+        };
+        let mut splitter = Splitter::after(prompt);
+        splitter.push(text, &mut emit);
+        splitter.finish(&mut emit);
+        let mut message = Message::new("assistant", answer);
+        if !thinking.is_empty() {
+            message.extra.insert(REASONING[0].into(), thinking.into());
+        }
+        message
     }
 
     /// The chat as [`ChatTemplate::render`] gives it, for [`Tokenizer::encode_prompt`]: wherever a

@@ -24,11 +24,17 @@ const MAX_ID: u32 = 1 << 24;
 /// Bytes of text per parallel piece.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// The pre-tokenizer's pattern of Qwen2, 2.5 and 3, for which [`next_boundary`] is proven.
-const QWEN_PATTERN: &str = concat!(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-);
+/// The pre-tokenizers' patterns of Qwen2 to 3 and of Qwen3.5 and later, for which [`next_boundary`] is proven.
+const QWEN_PATTERNS: [&str; 2] = [
+    concat!(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    concat!(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+];
 
 /// A byte-level BPE tokenizer.
 pub struct Tokenizer {
@@ -383,7 +389,9 @@ fn is_cuttable(tokenizer: &tokenizers::Tokenizer) -> bool {
     let pattern = match pre["pretokenizers"].as_array().map(Vec::as_slice) {
         Some([split, last]) if byte_level(last) => {
             split["type"] == "Split"
-                && split["pattern"]["Regex"] == QWEN_PATTERN
+                && QWEN_PATTERNS
+                    .iter()
+                    .any(|p| split["pattern"]["Regex"] == **p)
                 && split["behavior"] == "Isolated"
                 && split["invert"] == false
         }
@@ -417,8 +425,8 @@ fn cut(text: &str, size: usize) -> Vec<&str> {
 /// The first position from `from` on that follows a line feed and precedes spaces or tabs
 /// (or none) and then a printable ASCII character.
 ///
-/// [`QWEN_PATTERN`] always ends a match there. A match that contains the line feed comes from
-/// ` ?[^\s\p{L}\p{N}]+[\r\n]*` or `\s*[\r\n]+`: the first can take no blank after it, the
+/// [`QWEN_PATTERNS`] always end a match there. A match that contains the line feed comes from
+/// ` ?[^\s\p{L}\p{N}]+[\r\n]*`, with or without `\p{M}`, or `\s*[\r\n]+`: the first can take no blank after it, the
 /// second takes a run of white space up to its last line end, which this is. `\s+(?!\S)` and
 /// `\s+` come later in the alternation and see the line feed only where `\s*[\r\n]+` does
 /// not match. No alternative looks behind, so what follows is matched as if it stood alone.
