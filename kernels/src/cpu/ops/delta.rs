@@ -531,64 +531,77 @@ fn update<S: Simd, const MORE: bool>(
     next: &[f32],
 ) -> (S::F, S::F) {
     let n = tile.len();
-    let mut o = [s.splat(0.0); 2];
-    let mut product = [s.splat(0.0); 2];
-    let mut step = |line: &mut [f32; LANES], [k, q, next]: [f32; 3], j: usize| {
-        // SAFETY: an array of 16.
-        let old = unsafe { s.load(line.as_ptr()) };
-        let new = s.fma(s.splat(k), delta, s.mul(decay, old));
-        // SAFETY: an array of 16.
-        unsafe { s.store(line.as_mut_ptr(), new) };
-        o[j] = s.fma(new, s.splat(q), o[j]);
-        if MORE {
-            product[j] = s.fma(new, s.splat(next), product[j]);
-        }
-    };
+    let mut sums = [[s.splat(0.0); 2]; 2];
     let (twos, rest) = tile.as_chunks_mut::<2>();
     let (keys, last_key) = k[..n].as_chunks::<2>();
     let (queries, last_query) = q[..n].as_chunks::<2>();
     let (nexts, last_next) = next[..n].as_chunks::<2>();
     for (((lines, k), q), next) in twos.iter_mut().zip(keys).zip(queries).zip(nexts) {
-        let [a, b] = lines;
-        step(a, [k[0], q[0], next[0]], 0);
-        step(b, [k[1], q[1], next[1]], 1);
+        let ([a, b], [first, second]) = (lines, sums);
+        let by = (decay, delta);
+        sums = [
+            update_line::<S, MORE>(s, a, by, [k[0], q[0], next[0]], first),
+            update_line::<S, MORE>(s, b, by, [k[1], q[1], next[1]], second),
+        ];
     }
     for (((line, &k), &q), &next) in rest.iter_mut().zip(last_key).zip(last_query).zip(last_next) {
-        step(line, [k, q, next], 0);
+        sums[0] = update_line::<S, MORE>(s, line, (decay, delta), [k, q, next], sums[0]);
     }
-    (s.add(o[0], o[1]), s.add(product[0], product[1]))
+    let [[o, product], [other_o, other_product]] = sums;
+    (s.add(o, other_o), s.add(product, other_product))
+}
+
+/// A line of [`update`], which adds to the sums. A function and not a closure: a closure may become a call,
+/// which then runs without the instructions that its caller enables.
+#[inline(always)]
+fn update_line<S: Simd, const MORE: bool>(
+    s: S,
+    line: &mut [f32; LANES],
+    (decay, delta): (S::F, S::F),
+    [k, q, next]: [f32; 3],
+    [o, product]: [S::F; 2],
+) -> [S::F; 2] {
+    // SAFETY: an array of 16.
+    let old = unsafe { s.load(line.as_ptr()) };
+    let new = s.fma(s.splat(k), delta, s.mul(decay, old));
+    // SAFETY: an array of 16.
+    unsafe { s.store(line.as_mut_ptr(), new) };
+    let o = s.fma(new, s.splat(q), o);
+    let product = if MORE {
+        s.fma(new, s.splat(next), product)
+    } else {
+        product
+    };
+    [o, product]
 }
 
 /// `y = rms_norm(y) * silu(z)`, all of one length.
 #[inline(always)]
 pub(crate) fn gate<S: Simd>(s: S, y: &mut [f32], norm: &[f32], z: &[f32], eps: f32) {
     let scale = super::rows::rms_scale(s, y, eps);
-    let factor = s.splat(scale);
-    let gated = |y: &[f32; LANES], w: &[f32; LANES], z: &[f32; LANES]| {
-        // SAFETY: arrays of 16.
-        unsafe {
-            let v = s.mul(s.mul(s.load(y.as_ptr()), factor), s.load(w.as_ptr()));
-            s.silu_mul(s.load(z.as_ptr()), v)
-        }
-    };
     let (whole, rest) = y.as_chunks_mut::<LANES>();
     let (norms, norm_rest) = norm.as_chunks::<LANES>();
     let (zs, z_rest) = z.as_chunks::<LANES>();
     for ((y, w), z) in whole.iter_mut().zip(norms).zip(zs) {
-        let v = gated(y, w, z);
-        // SAFETY: an array of 16.
-        unsafe { s.store(y.as_mut_ptr(), v) };
+        gate_line(s, y, w, z, scale);
     }
     if !rest.is_empty() {
-        let padded = |x: &[f32]| {
-            let mut all = [0.0; LANES];
-            all[..x.len()].copy_from_slice(x);
-            all
-        };
-        let mut last = padded(rest);
-        let v = gated(&last, &padded(norm_rest), &padded(z_rest));
-        // SAFETY: an array of 16.
-        unsafe { s.store(last.as_mut_ptr(), v) };
+        let [mut last, mut w, mut z] = [[0.0; LANES]; 3];
+        last[..rest.len()].copy_from_slice(rest);
+        w[..rest.len()].copy_from_slice(norm_rest);
+        z[..rest.len()].copy_from_slice(z_rest);
+        gate_line(s, &mut last, &w, &z, scale);
         rest.copy_from_slice(&last[..rest.len()]);
+    }
+}
+
+/// 16 values of [`gate`].
+#[inline(always)]
+fn gate_line<S: Simd>(s: S, y: &mut [f32; LANES], w: &[f32; LANES], z: &[f32; LANES], scale: f32) {
+    // SAFETY: arrays of 16.
+    unsafe {
+        let v = s.mul(s.load(y.as_ptr()), s.splat(scale));
+        let v = s.mul(v, s.load(w.as_ptr()));
+        s.store(y.as_mut_ptr(), s.silu_mul(s.load(z.as_ptr()), v));
     }
 }
