@@ -138,7 +138,7 @@ struct Given {
 impl Given {
     fn new(tokens: &[u32], vocab: usize) -> Self {
         Given {
-            tokens: tokens.to_vec().into_iter(),
+            tokens: tokens.iter().copied(),
             mask: vec![0; vocab.div_ceil(32)],
         }
     }
