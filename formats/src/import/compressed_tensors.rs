@@ -85,7 +85,9 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
     let Some(groups) = groups.filter(|g| !g.is_empty()) else {
         return Err(settings.malformed("config_groups", "an object of groups"));
     };
+    // An empty object is what its library writes where nothing is sparse.
     if let Some(sparsity) = settings.get("sparsity_config")
+        && sparsity.as_object().is_none_or(|s| !s.is_empty())
         && sparsity["format"].as_str() != Some("dense")
     {
         let what = format!("sparsity_config of format {}", sparsity["format"]);

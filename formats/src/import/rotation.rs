@@ -9,7 +9,7 @@ use crate::tensor::Tensor;
 use crate::weight::Weight;
 use rayon::prelude::*;
 use regex::Regex;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// What a rotation is applied to, as a Linear's name, the class of all Linears, or a pattern of names.
 struct Targets(Vec<Target>);
@@ -77,10 +77,15 @@ impl Rotation {
         let Some(config) = settings.get("transform_config") else {
             return Ok(Vec::new());
         };
+        if config.as_object().is_some_and(Map::is_empty) {
+            return Ok(Vec::new());
+        }
         let config = settings.within(config);
-        let groups = config.get("config_groups").and_then(Value::as_object);
+        let Some(groups) = config.get("config_groups").and_then(Value::as_object) else {
+            return Err(settings.malformed("transform_config", "an object with config_groups"));
+        };
         let mut all = Vec::new();
-        for group in groups.into_iter().flat_map(|g| g.values()) {
+        for group in groups.values() {
             let group = config.within(group);
             let width = group.get("head_dim").map(|v| {
                 let width = v
@@ -91,8 +96,10 @@ impl Rotation {
             });
             let width = width.transpose()?;
             let (mut queries, mut keys) = (false, false);
-            let places = group.get("apply").and_then(Value::as_array);
-            for place in places.into_iter().flatten() {
+            let Some(places) = group.get("apply").and_then(Value::as_array) else {
+                return Err(group.malformed("apply", "a list of places"));
+            };
+            for place in places {
                 let place = group.within(place);
                 let side = match place.str("location")? {
                     Some("weight_input" | "weight_output") => continue,

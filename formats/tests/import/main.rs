@@ -207,6 +207,45 @@ fn compressed_tensors_packed() {
     }
 }
 
+/// What its library writes where nothing is sparse or rotated is read; anything else is refused.
+#[test]
+fn compressed_tensors_beside_the_groups() {
+    let like = |_: &str| Like {
+        symmetric: true,
+        round: to_bf16,
+        ..LIKE
+    };
+    let folder = |beside: &str| {
+        let settings = config_groups("pack-quantized", &[packed_settings(4, GROUP_16, true)]);
+        let begun = settings.strip_suffix('}').unwrap();
+        let settings = format!("{begun},{beside}}}");
+        Folder::new(&settings, like, |n| packed(n, true, DType::BF16))
+    };
+    for beside in [
+        r#""sparsity_config":{},"transform_config":{}"#,
+        r#""sparsity_config":null,"transform_config":null"#,
+        r#""sparsity_config":{"format":"dense"},"transform_config":{"config_groups":{}}"#,
+    ] {
+        folder(beside).check("compressed-tensors", "int4 g16 symmetric");
+    }
+    for (beside, name) in [
+        (
+            r#""sparsity_config":{"format":"sparse-24-bitmask"}"#,
+            "sparse-24-bitmask",
+        ),
+        (r#""sparsity_config":{"targets":[]}"#, "sparsity_config"),
+        (r#""sparsity_config":[]"#, "sparsity_config"),
+        (r#""transform_config":[]"#, "transform_config"),
+        (r#""transform_config":{"r1":{}}"#, "transform_config"),
+        (
+            r#""transform_config":{"config_groups":{"r1":{"type":"hadamard"}}}"#,
+            "apply",
+        ),
+    ] {
+        folder(beside).refuses("", None, &[name]);
+    }
+}
+
 #[test]
 fn compressed_tensors_mixed_and_ordered() {
     let settings = config_groups(
