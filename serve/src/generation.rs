@@ -138,7 +138,7 @@ struct Given {
 impl Given {
     fn new(tokens: &[u32], vocab: usize) -> Self {
         Given {
-            tokens: tokens.iter().copied(),
+            tokens: Vec::from(tokens).into_iter(),
             mask: vec![0; vocab.div_ceil(32)],
         }
     }
