@@ -427,6 +427,14 @@ def json_comparison():
     return fields("evals/src/report.rs", "Comparison")
 
 
+def json_depth():
+    return fields("evals/src/depth.rs", "DepthBucket")
+
+
+def json_depth_comparison():
+    return fields("evals/src/depth.rs", "DepthComparison")
+
+
 def json_bench():
     return fields("evals/src/report.rs", "BenchRow")
 

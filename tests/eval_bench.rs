@@ -102,6 +102,74 @@ fn eval_against_itself_finds_no_divergence() {
     assert_eq!(r["worst_tokens"].as_array().unwrap().len(), 10);
 }
 
+/// One pass over windows as long as they may be, by the position in them.
+#[test]
+fn eval_shows_quality_by_depth() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let mut args = vec![
+        "eval",
+        "demo",
+        "--against",
+        "demo",
+        "--kv",
+        "8",
+        "--by-depth",
+    ];
+    args.extend(["--text-bytes", "2500"]);
+    let run = |more: &[&str]| nq(&[&args[..], more].concat());
+    let r = json(&run(&["--json", "--report", &path("r.html")]))[0].clone();
+    // The window is the whole text.
+    let ctx = r["ctx"].as_u64().unwrap();
+    assert!((513..1025).contains(&ctx), "{ctx}");
+    assert_eq!(r["windows"], 1);
+    let buckets = r["by_depth"].as_array().unwrap();
+    let of = |key: &str| -> Vec<u64> { buckets.iter().map(|b| b[key].as_u64().unwrap()).collect() };
+    assert_eq!(of("from"), [0, 128, 256, 512]);
+    assert_eq!(of("to"), [127, 255, 511, ctx - 2]);
+    assert_eq!(of("tokens"), [128, 128, 256, ctx - 1 - 512]);
+    let number = |v: &Value| v.as_f64().unwrap();
+    for bucket in buckets {
+        keys(bucket, &["ppl", "ppl_se", "kld", "kld_se", "ppl_ref"]);
+    }
+    let weighted = buckets
+        .iter()
+        .map(|b| number(&b["kld"]) * number(&b["tokens"]));
+    let mean = weighted.sum::<f64>() / number(&r["tokens"]);
+    let whole = number(&r["kld"]["mean"]);
+    assert!(
+        whole > 0.0 && (mean / whole - 1.0).abs() < 1e-9,
+        "{mean}, {whole}"
+    );
+
+    let report = fs::read_to_string(path("r.html")).unwrap();
+    assert_eq!(report.matches("<h2>By depth").count(), 1);
+    assert_eq!(report.matches("<h3>By depth").count(), 1);
+    assert_eq!(report.matches("<svg").count(), 5, "two more than without");
+    assert!(report.contains("<td>256-511</td>"), "{report}");
+
+    let out = run(&["--ctx", "256", "--report", &path("r.md")]);
+    let table = String::from_utf8_lossy(&out.stdout).into_owned();
+    for row in ["KLD at 0-127", "KLD at 128-254", "perplexity at 128-254"] {
+        assert_eq!(table.matches(row).count(), 1, "{row} in {table}");
+    }
+    let report = fs::read_to_string(path("r.md")).unwrap();
+    let head = "| position | tokens | perplexity | reference's | mean KLD |";
+    assert!(report.contains(head), "{report}");
+    assert!(report.contains("| 128-254 |"), "{report}");
+
+    // By default, nothing says anything about depth.
+    let plain = json(&nq(&[&["eval", "demo", "--json"], &SMALL[..]].concat()))[0].clone();
+    assert!(plain.get("by_depth").is_none());
+    let out = run(&["--protocol", "llama"]);
+    assert_eq!(out.status.code(), Some(2));
+    assert!(
+        stderr(&out).contains("--by-depth needs every position"),
+        "{}",
+        stderr(&out)
+    );
+}
+
 #[test]
 fn eval_writes_reports_that_stand_alone() {
     let dir = tempfile::tempdir().unwrap();

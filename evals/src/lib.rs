@@ -27,6 +27,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+mod depth;
 mod error;
 mod evaluate;
 mod reference;
@@ -37,6 +38,7 @@ mod softmax;
 pub mod stats;
 mod windows;
 
+pub use depth::{DepthBucket, DepthComparison};
 pub use error::{Error, Result};
 pub use evaluate::{Evaluation, PairScore, WorstToken, compare, evaluate};
 pub use reference::{Precision, ReferenceLogits, self_noise};

@@ -194,6 +194,74 @@ fn comparison_is_the_definition() {
     }
 }
 
+/// Buckets hold the tokens of all windows at their positions, and all buckets together hold all tokens.
+#[test]
+fn depth_is_the_position_in_a_window() {
+    let (mut engine, mut reference) = (FakeEngine::new(VOCAB, 0.4), FakeEngine::new(VOCAB, 0.0));
+    for engine in [&mut engine, &mut reference] {
+        engine.config.max_position_embeddings = 512;
+    }
+    let tokens = text(2 * 300 + 5);
+    let spec = EvalSpec::new(Protocol::Hf, 300, "squares");
+    let e = compare(&engine, &reference, &tokens, &spec, &()).unwrap();
+    let buckets = e.by_depth();
+    let ranges = [0..=127, 128..=255, 256..=298];
+    assert_eq!(buckets.len(), ranges.len());
+    for (bucket, range) in buckets.iter().zip(ranges) {
+        assert_eq!((bucket.from, bucket.to), (*range.start(), *range.end()));
+        let (mut nll, mut nll_ref, mut kld) = (Vec::new(), Vec::new(), Vec::new());
+        for window in tokens.chunks_exact(300) {
+            for p in range.clone() {
+                let q = log_softmax(&engine.row(&window[..=p]));
+                let r = log_softmax(&reference.row(&window[..=p]));
+                nll.push(-q[window[p + 1] as usize]);
+                nll_ref.push(-r[window[p + 1] as usize]);
+                kld.push(
+                    r.iter()
+                        .zip(&q)
+                        .map(|(r, q)| r.exp() * (r - q))
+                        .sum::<f64>(),
+                );
+            }
+        }
+        assert_eq!(bucket.tokens, nll.len());
+        let n = nll.len() as f64;
+        let mean = |v: &[f64]| v.iter().sum::<f64>() / n;
+        let se = |v: &[f64]| {
+            let squares = v.iter().map(|x| (x - mean(v)).powi(2)).sum::<f64>();
+            (squares / (n - 1.0) / n).sqrt()
+        };
+        let against = bucket.against.unwrap();
+        for (found, expected) in [
+            (bucket.ppl, mean(&nll).exp()),
+            (bucket.ppl_se, mean(&nll).exp() * se(&nll)),
+            (against.ppl_ref, mean(&nll_ref).exp()),
+            (against.kld, mean(&kld)),
+            (against.kld_se, se(&kld)),
+        ] {
+            assert!(
+                (found - expected).abs() < 1e-10 * expected,
+                "{found}, expected {expected}"
+            );
+        }
+    }
+    let all: f64 = buckets
+        .iter()
+        .map(|b| b.against.unwrap().kld * b.tokens as f64)
+        .sum();
+    let mean = e.report.against.as_ref().unwrap().kld.mean;
+    assert!((all / e.report.tokens as f64 - mean).abs() < 1e-12);
+
+    // Without a reference there is perplexity alone; where half a window is scored, buckets begin there.
+    let alone = evaluate(&engine, &tokens, &spec, &()).unwrap().by_depth();
+    assert!(alone.iter().all(|b| b.against.is_none()));
+    assert_eq!(alone[2].ppl, buckets[2].ppl);
+    let half = EvalSpec::new(Protocol::Llama, 300, "squares");
+    let half = evaluate(&engine, &tokens, &half, &()).unwrap().by_depth();
+    let ranges: Vec<_> = half.iter().map(|b| (b.from, b.to, b.tokens)).collect();
+    assert_eq!(ranges, [(150, 255, 212), (256, 298, 86)]);
+}
+
 #[test]
 fn a_model_does_not_stray_from_itself() {
     let engine = FakeEngine::new(VOCAB, 0.4);

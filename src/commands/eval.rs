@@ -6,10 +6,12 @@ use crate::terminal::{Terminal, shell_word, width};
 use crate::texts::{self, Text};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
-use nq_evals::render::{self, Document, Section, WorstLine, kld_cell, protocol_line};
+use nq_evals::render::{
+    self, Document, Section, WorstLine, depth_kld_cell, kld_cell, protocol_line,
+};
 use nq_evals::{
-    EvalReport, EvalSpec, Evaluation, KldStats, Precision, Protocol, ReferenceLogits, WorstToken,
-    compare, evaluate, self_noise,
+    DepthBucket, EvalReport, EvalSpec, Evaluation, KldStats, Precision, Protocol, ReferenceLogits,
+    WorstToken, compare, evaluate, self_noise,
 };
 use nq_formats::durable::check_writable;
 use nq_formats::{Progress, nq};
@@ -44,6 +46,9 @@ pub struct EvalArgs {
     /// How windows are cut and scored
     #[arg(long, value_enum, default_value_t = ProtocolArg::Hf)]
     pub protocol: ProtocolArg,
+    /// Show the figures by position, in windows as long as the model and the text allow (at most 16,384 tokens)
+    #[arg(long)]
+    pub by_depth: bool,
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
@@ -72,6 +77,9 @@ impl From<ProtocolArg> for Protocol {
 
 /// Windows of the self-noise measurement: enough for a floor.
 const NOISE_WINDOWS: usize = 4;
+
+/// Longest windows of `--by-depth`, unless `--ctx` says otherwise.
+const DEEP: usize = 16_384;
 
 /// Worst positions that reports list.
 const WORST: usize = 10;
@@ -110,11 +118,18 @@ struct Json<'a> {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     window_kld: Vec<f64>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
+    by_depth: Vec<DepthBucket>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     worst_tokens: Vec<&'a WorstToken>,
 }
 
 /// Runs `nq eval`.
 pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    if args.by_depth && args.protocol == ProtocolArg::Llama {
+        let why =
+            "--by-depth needs every position: --protocol llama scores the second half of a window";
+        return Err(conflict("eval", why.to_owned()));
+    }
     if let Some(path) = &args.report {
         if let Err(e) = render::Kind::of(path) {
             return Err(conflict("eval", e.to_string()));
@@ -220,7 +235,7 @@ impl Workbench<'_> {
                 r.model.source
             );
         }
-        let spec = self.spec(loaded, terminal);
+        let spec = self.spec(loaded, tokens.len(), terminal);
         let of = || loaded.model.source.clone();
         let engine = loaded.engine.as_ref();
         let mut noise = None;
@@ -269,19 +284,20 @@ impl Workbench<'_> {
     }
 
     /// The requested context or the protocol's, at most what the models were trained for.
-    fn spec(&mut self, loaded: &Loaded, terminal: &Terminal) -> EvalSpec {
+    fn spec(&mut self, loaded: &Loaded, tokens: usize, terminal: &Terminal) -> EvalSpec {
         if let Some(spec) = &self.spec {
             return spec.clone();
         }
         let protocol = Protocol::from(self.args.protocol);
         let ctx = self.args.ctx.unwrap_or_else(|| {
             let usual = match protocol {
+                Protocol::Hf if self.args.by_depth => DEEP.min(tokens),
                 Protocol::Hf => 2048,
                 Protocol::Llama => 512,
             };
             let of = |l: &Loaded| l.model.checkpoint.config().max_position_embeddings;
             let most = of(loaded).min(self.reference.as_ref().map_or(usize::MAX, of));
-            if most < usual {
+            if most < usual && !self.args.by_depth {
                 terminal.note(&format!(
                     "windows of {most} tokens, the model's limit, instead of the usual {usual}: \
                      perplexities at other lengths do not compare"
@@ -302,7 +318,10 @@ impl Workbench<'_> {
     fn print(&self, outcomes: &[Outcome], global: &Global) -> anyhow::Result<()> {
         let reference = self.reference.as_ref().map(|r| r.model.name.as_str());
         if global.json {
-            let json: Vec<Json<'_>> = outcomes.iter().map(|o| o.json(reference)).collect();
+            let json: Vec<Json<'_>> = outcomes
+                .iter()
+                .map(|o| o.json(reference, self.args.by_depth))
+                .collect();
             let text = serde_json::to_string_pretty(&json)?;
             return Ok(crate::terminal::print_line(&text)?);
         }
@@ -324,7 +343,7 @@ impl Workbench<'_> {
             lines.push("          kept as f16: divergences are good to 1e-6".to_owned());
         }
         lines.push(String::new());
-        lines.extend(table(outcomes));
+        lines.extend(table(outcomes, self.args.by_depth));
         if reference.is_some() {
             lines.push(LEGEND.to_owned());
         }
@@ -356,6 +375,7 @@ impl Workbench<'_> {
             text: self.text.name.clone(),
             reference: self.reference.as_ref().map(|r| r.model.name.clone()),
             models: outcomes.iter().map(Outcome::section).collect(),
+            by_depth: self.args.by_depth,
         }
     }
 }
@@ -417,7 +437,7 @@ fn decode(w: &WorstToken, tokenizer: &Tokenizer) -> WorstLine {
 }
 
 impl Outcome {
-    fn json<'a>(&'a self, reference: Option<&'a str>) -> Json<'a> {
+    fn json<'a>(&'a self, reference: Option<&'a str>, by_depth: bool) -> Json<'a> {
         Json {
             model: &self.name,
             reference,
@@ -427,6 +447,10 @@ impl Outcome {
             self_noise: self.self_noise,
             window_ppl: self.evaluation.window_ppl(),
             window_kld: self.evaluation.window_kld(),
+            by_depth: match by_depth {
+                true => self.evaluation.by_depth(),
+                false => Vec::new(),
+            },
             worst_tokens: self.worst.iter().map(|(w, _)| w).collect(),
         }
     }
@@ -451,7 +475,7 @@ floor: mean KLD of the reference from itself, its KV cache in f32 and its tokens
 RMS dp: root mean square of the change in the probability of the text's tokens";
 
 /// The table, with figures as rows and models as columns, which is readable with several models.
-fn table(outcomes: &[Outcome]) -> Vec<String> {
+fn table(outcomes: &[Outcome], by_depth: bool) -> Vec<String> {
     let mut rows: Vec<Vec<String>> = Vec::new();
     let mut push = |name: &str, cell: &dyn Fn(&Outcome) -> Option<String>| {
         let cells: Vec<Option<String>> = outcomes.iter().map(cell).collect();
@@ -495,6 +519,31 @@ fn table(outcomes: &[Outcome]) -> Vec<String> {
     push("RMS dp", &|o| {
         Some(format!("{:.2} %", 100.0 * against(o)?.rms_dp))
     });
+    if by_depth {
+        let depths: Vec<Vec<DepthBucket>> =
+            outcomes.iter().map(|o| o.evaluation.by_depth()).collect();
+        let names = depths.first().into_iter().flatten().map(DepthBucket::name);
+        let (mut kld, mut ppl) = (Vec::new(), Vec::new());
+        for (i, name) in names.enumerate() {
+            // Models of one run are measured alike.
+            let row = |what: &str, cell: &dyn Fn(&DepthBucket) -> Option<String>| {
+                let cells = depths.iter().map(|d| cell(&d[i]).unwrap_or_default());
+                [format!("{what} at {name}")]
+                    .into_iter()
+                    .chain(cells)
+                    .collect::<Vec<_>>()
+            };
+            kld.push(row("KLD", &|b| Some(depth_kld_cell(b.against.as_ref()?))));
+            ppl.push(row("perplexity", &|b| {
+                Some(format!("{:.4} ± {:.4}", b.ppl, b.ppl_se))
+            }));
+        }
+        rows.extend(
+            kld.into_iter()
+                .filter(|row| row[1..].iter().any(|c| !c.is_empty())),
+        );
+        rows.extend(ppl);
+    }
 
     blocks(&rows, width().unwrap_or(USUAL_WIDTH))
 }

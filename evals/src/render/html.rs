@@ -1,7 +1,7 @@
 //! Renders reports as one HTML file: styles and plots are inside it, and it loads nothing.
 
 use super::plots;
-use super::{Document, WORST_HEAD, protocol_line, reference_lines, table, title};
+use super::{Document, WORST_HEAD, depth_table, protocol_line, reference_lines, table, title};
 use crate::error::Result;
 use std::fmt::Write as _;
 
@@ -49,6 +49,18 @@ pub fn html(document: &Document<'_>) -> Result<String> {
             plots::bytes_against_quality(document)?
         );
     }
+    if document.by_depth {
+        let behind = match document.reference {
+            Some(_) => " Grey: the perplexity of the reference.",
+            None => "",
+        };
+        let note = format!("By the position in a window, with two standard errors.{behind}");
+        let _ = writeln!(out, "<h2>By depth</h2>\n<p class=\"note\">{note}</p>");
+        if document.reference.is_some() {
+            out.push_str(&plots::kld_by_depth(document)?);
+        }
+        out.push_str(&plots::perplexity_by_depth(document)?);
+    }
     let _ = writeln!(
         out,
         "<h2>Perplexity per window</h2>\n{}{}",
@@ -73,6 +85,11 @@ pub fn html(document: &Document<'_>) -> Result<String> {
             escape(&model.name),
             escape(&model.engine)
         );
+        if document.by_depth {
+            out.push_str("<h3>By depth</h3>\n");
+            let (head, rows) = depth_table(model);
+            push_table(&mut out, &head, &rows, 1);
+        }
         if !model.worst.is_empty() {
             out.push_str("<h3>Where it strays most</h3>\n");
             let rows: Vec<Vec<String>> = model

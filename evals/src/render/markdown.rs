@@ -1,7 +1,7 @@
 //! Renders reports as Markdown.
 
 use super::plots::Histogram;
-use super::{Document, WORST_HEAD, protocol_line, reference_lines, table, title};
+use super::{Document, WORST_HEAD, depth_table, protocol_line, reference_lines, table, title};
 use std::fmt::Write as _;
 
 /// The document as GitHub-flavoured Markdown.
@@ -28,6 +28,11 @@ pub fn markdown(document: &Document<'_>) -> String {
             model.engine
         );
         let e = model.evaluation;
+        if document.by_depth {
+            out.push_str("\n### By depth\n\n");
+            let (head, rows) = depth_table(model);
+            push_table(&mut out, &head, &rows);
+        }
         let windows: Vec<Vec<String>> = e
             .window_ppl()
             .iter()

@@ -7,6 +7,7 @@ mod plots;
 pub use html::html;
 pub use markdown::markdown;
 
+use crate::depth::{DepthBucket, DepthComparison};
 use crate::error::{Error, Result};
 use crate::evaluate::Evaluation;
 use crate::report::KldStats;
@@ -26,6 +27,8 @@ pub struct Document<'a> {
     pub reference: Option<String>,
     /// The models, in the order given.
     pub models: Vec<Section<'a>>,
+    /// True if it shows quality by depth.
+    pub by_depth: bool,
 }
 
 /// One model of a document.
@@ -185,6 +188,30 @@ fn by_model(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
         cells
     });
     (head, rows.collect())
+}
+
+/// A model's figures by depth, as head and rows.
+fn depth_table(section: &Section<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
+    let mut head = vec!["position", "tokens", "perplexity"];
+    if !section.evaluation.pairs.is_empty() {
+        head.extend(["reference's", "mean KLD"]);
+    }
+    let row = |b: DepthBucket| {
+        let ppl = format!("{:.4} ± {:.4}", b.ppl, b.ppl_se);
+        let mut cells = vec![b.name(), b.tokens.to_string(), ppl];
+        if let Some(c) = b.against {
+            cells.push(format!("{:.4}", c.ppl_ref));
+            cells.push(depth_kld_cell(&c));
+        }
+        cells
+    };
+    let rows = section.evaluation.by_depth().into_iter().map(row);
+    (head, rows.collect())
+}
+
+/// A bucket's mean divergence and its standard error.
+pub fn depth_kld_cell(c: &DepthComparison) -> String {
+    format!("{} ± {}", kld_cell(c.kld), kld_cell(c.kld_se))
 }
 
 /// A divergence with a suitable number of digits.

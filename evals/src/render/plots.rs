@@ -1,6 +1,7 @@
 //! Plots of a report as inline SVG.
 
 use super::{Document, Section};
+use crate::depth::DepthBucket;
 use crate::error::{Error, Result};
 use plotters::prelude::*;
 
@@ -200,6 +201,92 @@ fn reference_windows(model: &Section<'_>) -> Vec<f64> {
         .collect()
 }
 
+/// Mean KL divergence by depth: a plot for every model, all with the same scale, with two standard errors
+/// up and down.
+pub(super) fn kld_by_depth(document: &Document<'_>) -> Result<String> {
+    let curve = |m: &Section<'_>| -> Curve {
+        let buckets = m.evaluation.by_depth();
+        let point = |b: &DepthBucket| {
+            let c = b.against?;
+            Some((middle(b), c.kld, 2.0 * c.kld_se))
+        };
+        buckets.iter().filter_map(point).collect()
+    };
+    let curves: Vec<Curve> = document.models.iter().map(curve).collect();
+    let top = curves.iter().flatten().map(|p| p.1 + p.2);
+    let range = 0.0..1.05 * top.fold(1e-9, f64::max);
+    by_depth(document, "mean KL divergence, nats", range, &curves, &[])
+}
+
+/// Perplexity by depth: a plot for every model, with the reference's line behind it in grey.
+pub(super) fn perplexity_by_depth(document: &Document<'_>) -> Result<String> {
+    let curve = |m: &Section<'_>| -> Curve {
+        let buckets = m.evaluation.by_depth();
+        let point = |b: &DepthBucket| (middle(b), b.ppl, 2.0 * b.ppl_se);
+        buckets.iter().map(point).collect()
+    };
+    let curves: Vec<Curve> = document.models.iter().map(curve).collect();
+    let reference: Curve = document.models.first().map_or_else(Vec::new, |m| {
+        let buckets = m.evaluation.by_depth();
+        let point = |b: &DepthBucket| Some((middle(b), b.against?.ppl_ref, 0.0));
+        buckets.iter().filter_map(point).collect()
+    });
+    let ends = curves.iter().flatten().flat_map(|p| [p.1 - p.2, p.1 + p.2]);
+    let (low, high) = padded(ends.chain(reference.iter().map(|p| p.1)));
+    by_depth(
+        document,
+        "perplexity",
+        low.max(0.0)..high,
+        &curves,
+        &reference,
+    )
+}
+
+/// Points of a curve by depth: position, value, and the length of the bars up and down.
+type Curve = Vec<(f64, f64, f64)>;
+
+/// Where a bucket is on the axis of positions.
+fn middle(bucket: &DepthBucket) -> f64 {
+    (bucket.from + bucket.to) as f64 / 2.0
+}
+
+/// Draws a curve for every model over the logarithm of the position, `behind` it another one in grey.
+fn by_depth(
+    document: &Document<'_>,
+    what: &'static str,
+    range: std::ops::Range<f64>,
+    curves: &[Curve],
+    behind: &[(f64, f64, f64)],
+) -> Result<String> {
+    let names: Vec<&str> = document.models.iter().map(|m| m.name.as_str()).collect();
+    let deepest = curves.iter().flatten().map(|p| p.0).fold(128.0, f64::max);
+    panels(what, &names, |i, chart| {
+        let x = (32f64..1.5 * deepest).log_scale();
+        let mut chart = chart.build_cartesian_2d(x, range.clone())?;
+        chart
+            .configure_mesh()
+            .x_desc("position")
+            .y_desc(what)
+            .y_labels(5)
+            .label_style(("sans-serif", LABEL))
+            .x_label_formatter(&|v| format!("{v:.0}"))
+            .y_label_formatter(&|v| significant(*v))
+            .light_line_style(TRANSPARENT)
+            .draw()?;
+        for (curve, colour) in [(behind, REFERENCE), (&curves[i][..], colour(i))] {
+            let points = || curve.iter().map(|&(x, y, _)| (x, y));
+            chart.draw_series(LineSeries::new(points(), colour.stroke_width(2)))?;
+            chart.draw_series(points().map(|p| Circle::new(p, 4, colour.filled())))?;
+            let bars = curve.iter().filter(|p| p.2 > 0.0).map(|&(x, y, bar)| {
+                let (low, high) = ((y - bar).max(range.start), (y + bar).min(range.end));
+                ErrorBar::new_vertical(x, low, y, high, colour.stroke_width(1), 8)
+            });
+            chart.draw_series(bars)?;
+        }
+        Ok(())
+    })
+}
+
 /// Share of tokens by KL divergence: a plot for every model, all with the same scale.
 pub(super) fn kld_distribution(document: &Document<'_>) -> Result<String> {
     const PER_DECADE: i32 = 5;
@@ -304,6 +391,7 @@ pub(super) fn bytes_against_quality(document: &Document<'_>) -> Result<String> {
 /// Two significant digits, without an exponent if that is short.
 fn significant(v: f64) -> String {
     match v {
+        0.0 => "0".into(),
         0.001.. => format!("{v:.*}", (1 - v.log10().floor() as i32).max(0) as usize),
         _ => format!("{v:.1e}"),
     }

@@ -9,7 +9,7 @@ use nq_runtime::{
 };
 
 pub(crate) struct FakeEngine {
-    config: ModelConfig,
+    pub(crate) config: ModelConfig,
     description: EngineDescription,
     /// Standard deviation of the noise added to the logits that all fakes share.
     noise: f32,
