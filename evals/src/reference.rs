@@ -254,10 +254,24 @@ fn run_length(places: &[Place]) -> usize {
 /// Most bytes that [`self_noise`] keeps.
 const NOISE_BYTES: u64 = 1 << 30;
 
+/// As much of `spec` as [`self_noise`] measures: whole windows, or the beginning of one.
+fn noise_spec(spec: &EvalSpec, vocab: usize) -> EvalSpec {
+    let windows = ReferenceLogits::fitting_windows(vocab, spec, NOISE_BYTES / 2);
+    let rows = usize::try_from(NOISE_BYTES / (4 * vocab.max(1)) as u64).unwrap_or(usize::MAX);
+    EvalSpec {
+        ctx: match windows {
+            0 => spec.ctx.min(rows.max(3)),
+            _ => spec.ctx,
+        },
+        max_windows: Some(windows.max(1).min(spec.max_windows.unwrap_or(usize::MAX))),
+        ..spec.clone()
+    }
+}
+
 /// KL divergence of `engine` from itself with an unrounded KV cache and tokens fed in
 /// different portions: the floor below which a divergence says nothing about the
-/// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities, at least one. On a
-/// device with only rounded caches, only the portions differ.
+/// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities; of a window that does not
+/// fit, only its beginning. On a device with only rounded caches, only the portions differ.
 ///
 /// # Errors
 /// Errors of [`crate::evaluate()`].
@@ -268,11 +282,7 @@ pub fn self_noise(
     progress: &dyn Progress,
 ) -> Result<KldStats> {
     let vocab = engine.config().vocab_size;
-    let fit = ReferenceLogits::fitting_windows(vocab, spec, NOISE_BYTES / 2).max(1);
-    let spec = EvalSpec {
-        max_windows: Some(fit.min(spec.max_windows.unwrap_or(fit))),
-        ..spec.clone()
-    };
+    let spec = noise_spec(spec, vocab);
     let exact = EvalSpec {
         kv: KvType::F32,
         rows: (spec.rows / 8).max(1) | 1, // odd, so that every kernel has other remainders
@@ -294,4 +304,33 @@ pub fn self_noise(
         .report
         .against
         .map_or_else(KldStats::default, |c| c.kld))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::Protocol;
+
+    #[test]
+    fn noise_is_measured_within_its_bytes() {
+        for (vocab, ctx, most, expected) in [
+            (4096, 1024, None, (1024, 64)),
+            (4096, 1024, Some(4), (1024, 4)),
+            // 16,383 rows of this vocabulary are 15 GiB.
+            (248_320, 16_384, None, (1081, 1)),
+            (248_320, 16_384, Some(4), (1081, 1)),
+        ] {
+            let spec = EvalSpec {
+                max_windows: most,
+                ..EvalSpec::new(Protocol::Hf, ctx, "t")
+            };
+            let found = noise_spec(&spec, vocab);
+            assert_eq!(
+                (found.ctx, found.max_windows),
+                (expected.0, Some(expected.1))
+            );
+            let numbers = vocab * found.scored().len() * expected.1;
+            assert!(4 * numbers as u64 <= NOISE_BYTES);
+        }
+    }
 }
