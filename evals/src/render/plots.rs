@@ -279,7 +279,7 @@ fn by_depth(
             chart.draw_series(points().map(|p| Circle::new(p, 4, colour.filled())))?;
             let bars = curve.iter().filter(|p| p.2 > 0.0).map(|&(x, y, bar)| {
                 let (low, high) = ((y - bar).max(range.start), (y + bar).min(range.end));
-                ErrorBar::new_vertical(x, low, y, high, colour.stroke_width(1), 8)
+                PathElement::new(vec![(x, low), (x, high)], colour.stroke_width(1))
             });
             chart.draw_series(bars)?;
         }
