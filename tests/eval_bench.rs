@@ -107,15 +107,11 @@ fn eval_against_itself_finds_no_divergence() {
 fn eval_shows_quality_by_depth() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
-    let mut args = vec![
-        "eval",
-        "demo",
-        "--against",
-        "demo",
-        "--kv",
-        "8",
-        "--by-depth",
-    ];
+    let rounded = path("rounded");
+    let how = ["--simple", "--bits", "4", "--method", "rtn", "--no-measure"];
+    let made = nq(&[&["quantize", "demo", "--out", &rounded][..], &how].concat());
+    assert!(made.status.success(), "{}", stderr(&made));
+    let mut args = vec!["eval", &rounded, "--against", "demo", "--by-depth"];
     args.extend(["--text-bytes", "2500"]);
     let run = |more: &[&str]| nq(&[&args[..], more].concat());
     let r = json(&run(&["--json", "--report", &path("r.html")]))[0].clone();

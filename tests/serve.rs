@@ -273,7 +273,7 @@ fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
         &other,
         "--alias",
         "gpt-5=other",
-        "--pin",
+        "--keep-loaded",
         "gpt-5",
     ];
     let mut served = Served::start(&flags);
@@ -317,7 +317,7 @@ fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
         ("--model", "demo=demo", "two models"),
         ("--alias", "demo=demo", "two models"),
         ("--alias", "a=b", "no model \"b\""),
-        ("--pin", "b", "no model \"b\""),
+        ("--keep-loaded", "b", "no model \"b\""),
     ] {
         let output = nq(&[flag, model]).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);

@@ -91,7 +91,7 @@ fn an_answer_goes_on_behind_its_prompt_whole_and_streamed() {
             plain["usage"]["prompt_tokens"]
         );
         let mut streamed = vec![String::new(); 4];
-        let mut scored = vec![0; 4];
+        let mut scored = [0; 4];
         for event in server.events(COMPLETIONS, &with(asked, &json!({"stream": true}))) {
             for choice in event["choices"].as_array().into_iter().flatten() {
                 let index = choice["index"].as_u64().unwrap() as usize;

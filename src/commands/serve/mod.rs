@@ -37,7 +37,7 @@ pub struct ServeArgs {
     pub alias: Vec<(String, String)>,
     /// Name of a model that stays in memory once it is loaded: neither --idle nor another model unloads it
     #[arg(long, value_name = "NAME")]
-    pub pin: Vec<String>,
+    pub keep_loaded: Vec<String>,
     /// Address to listen on; one reachable from other machines requires a key
     #[arg(long, default_value = "127.0.0.1")]
     pub host: IpAddr,
@@ -253,8 +253,10 @@ fn models(
         let aliased = models.alias(alias, name);
         aliased.with_context(|| format!("--alias {alias}={name}"))?;
     }
-    for name in &args.pin {
-        models.pin(name).with_context(|| format!("--pin {name}"))?;
+    for name in &args.keep_loaded {
+        models
+            .pin(name)
+            .with_context(|| format!("--keep-loaded {name}"))?;
     }
     Ok((models, served))
 }
