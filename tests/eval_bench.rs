@@ -141,7 +141,15 @@ fn eval_shows_quality_by_depth() {
     let report = fs::read_to_string(path("r.html")).unwrap();
     assert_eq!(report.matches("<h2>By depth").count(), 1);
     assert_eq!(report.matches("<h3>By depth").count(), 1);
-    assert_eq!(report.matches("<svg").count(), 5, "two more than without");
+    let plain = &args[..args.len() - 3];
+    nq(&[
+        plain,
+        &["--text-bytes", "2500", "--report", &path("plain.html")],
+    ]
+    .concat());
+    let plain = fs::read_to_string(path("plain.html")).unwrap();
+    let plots = |report: &str| report.matches("<svg").count();
+    assert_eq!(plots(&report), plots(&plain) + 2);
     assert!(report.contains("<td>256-511</td>"), "{report}");
 
     let out = run(&["--ctx", "256", "--report", &path("r.md")]);

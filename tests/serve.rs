@@ -302,7 +302,7 @@ fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
     );
     assert_eq!(
         (&alias["task"], &alias["tools"]),
-        (&"generate".into(), &true.into())
+        (&"generate".into(), &false.into())
     );
     assert!(alias["quantization"]["format"].is_string(), "{alias}");
     let chat = CHAT.replacen('{', r#"{"model":"gpt-5","#, 1);
