@@ -142,15 +142,15 @@ fn eval_shows_quality_by_depth() {
     assert_eq!(report.matches("<h2>By depth").count(), 1);
     assert_eq!(report.matches("<h3>By depth").count(), 1);
     let plain = &args[..args.len() - 3];
-    nq(&[
-        plain,
-        &["--text-bytes", "2500", "--report", &path("plain.html")],
-    ]
-    .concat());
+    let text = ["--text-bytes", "2500", "--ctx", "512"];
+    nq(&[plain, &text, &["--report", &path("plain.html")]].concat());
     let plain = fs::read_to_string(path("plain.html")).unwrap();
     let plots = |report: &str| report.matches("<svg").count();
     assert_eq!(plots(&report), plots(&plain) + 2);
-    assert!(report.contains("<td>256-511</td>"), "{report}");
+    assert!(
+        report.contains(r#"<td class="text">256-511</td>"#),
+        "{report}"
+    );
 
     let out = run(&["--ctx", "256", "--report", &path("r.md")]);
     let table = String::from_utf8_lossy(&out.stdout).into_owned();
