@@ -146,7 +146,11 @@ def claude():
         {"role": "user", "content": results},
     ]
     assert other.messages.create(**asked).role == "assistant"
-    assert other.messages.count_tokens(model="demo", messages=HELLO).input_tokens == 15
+    # Without thinking, the template opens the answer with an empty block of it.
+    for thinking, tokens in [({"type": "enabled", "budget_tokens": 1024}, 15), ({"type": "disabled"}, 19)]:
+        counted = other.messages.count_tokens(model="demo", messages=HELLO, thinking=thinking)
+        assert counted.input_tokens == tokens
+    assert other.messages.count_tokens(model="demo", messages=HELLO).input_tokens == 19
 
 
 for check in [chat, tools, structured, responses, errors, claude]:

@@ -92,6 +92,10 @@ def one(number):
         texts = [line[6:] for line in answer.split("\n") if line.startswith("data: ") and line != "data: [DONE]"]
         assert len(texts) > 1, answer
     for text in texts:
+        if path == COMPLETIONS:
+            # The type forbids the null that OpenAI, as nq, gives for a prompt's first token, which follows nothing.
+            text = text.replace('"token_logprobs":[null', '"token_logprobs":[0.0')
+            text = text.replace('"top_logprobs":[null', '"top_logprobs":[{}')
         if streams and path == COMPLETIONS:
             # OpenAI's type is that of a whole answer; its streams say null until the end, as nq's do.
             text = text.replace('"finish_reason":null', '"finish_reason":"stop"')
