@@ -213,7 +213,7 @@ impl Chat<'_> {
         self.messages.insert(0, Message::new("system", text));
     }
 
-    /// The messages so far, answers as the model gave them.
+    /// The messages so far; what the model thought is apart from its answers where its template reads it so.
     pub fn messages(&self) -> &[Message] {
         &self.messages
     }
@@ -227,13 +227,14 @@ impl Chat<'_> {
         self.messages.push(Message::new("user", text));
         let answer = self.answer(&mut each);
         match &answer {
-            Ok(answer) => self.messages.push(Message::new("assistant", answer)),
+            Ok((prompt, answer)) => self.messages.push(self.template.answer(prompt, answer)),
             Err(_) => drop(self.messages.pop()),
         }
-        answer
+        answer.map(|(_, answer)| answer)
     }
 
-    fn answer(&mut self, each: &mut dyn FnMut(&str)) -> Result<String> {
+    /// The prompt and the answer to it.
+    fn answer(&mut self, each: &mut dyn FnMut(&str)) -> Result<(String, String)> {
         let tokenizer = &self.model.tokenizer;
         let control = tokenizer.control_tokens();
         let prompt = self
@@ -261,6 +262,6 @@ impl Chat<'_> {
                 ControlFlow::Continue(())
             },
         )?;
-        Ok(answer)
+        Ok((prompt.text().into_owned(), answer))
     }
 }

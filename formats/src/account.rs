@@ -56,10 +56,7 @@ const HARMLESS: [(&str, &str); 5] = [
         ".rotary_emb.inv_freq",
         "rotary frequencies are computed from the configuration",
     ),
-    (
-        "mtp.",
-        "layers that predict several tokens at once are not used",
-    ),
+    ("mtp.", SEVERAL),
     ("v_head.", "a value head is for training"),
     ("value_head.", "a value head is for training"),
 ];
@@ -73,6 +70,7 @@ const HARMLESS_IF_QUANTIZED: [(&str, &str); 8] = [
     (".input_zero_point", ACTIVATIONS),
     (".input_global_scale", ACTIVATIONS),
 ];
+const SEVERAL: &str = "layers that predict several tokens at once are not used";
 pub(crate) const CACHE: &str = "the cache of keys and values is kept in a type of nq's own";
 pub(crate) const ACTIVATIONS: &str = "activations are rounded by nq's own rules";
 
@@ -111,8 +109,20 @@ pub(crate) fn tensors(
         .chain(within)
         .flat_map(|name| store.sources(&name))
         .collect();
+    // GGUF files keep layers that predict several tokens at once behind the others.
+    let beyond: BTreeSet<usize> = (entries.iter())
+        .filter_map(|e| {
+            let block = block_of(&e.name)?;
+            let (_, part) = e.name.split_once(".nextn.")?;
+            (block >= layers && part == "eh_proj.weight").then_some(block)
+        })
+        .collect();
     let unused = entries.iter().filter(|e| !used.contains(&e.name));
-    unused.map(|e| left_over(e, store, config, root)).collect()
+    let left = |e: &TensorEntry| match block_of(&e.name).filter(|block| beyond.contains(block)) {
+        Some(_) => Ok(LeftOver::new(&e.name, SEVERAL)),
+        None => left_over(e, store, config, root),
+    };
+    unused.map(left).collect()
 }
 
 /// Why the tensor that nobody reads may be left out.
@@ -148,15 +158,6 @@ fn left_over(
             }
         }
     }
-    // GGUF files keep such layers behind the others.
-    let block = name.strip_prefix("blk.").and_then(|n| n.split('.').next());
-    let block: Option<usize> = block.and_then(|n| n.parse().ok());
-    if let Some(block) = block.filter(|&b| b >= config.num_hidden_layers)
-        && entries_have(store, &format!("blk.{block}.nextn.eh_proj.weight"))
-    {
-        let why = "layers that predict several tokens at once are not used";
-        return Ok(LeftOver::new(name, why));
-    }
     let title = config.architecture.title;
     let adapter = [".lora_", "lora_embedding", "lora_magnitude"];
     let why = if adapter.iter().any(|part| name.contains(part)) {
@@ -174,8 +175,10 @@ fn left_over(
     })
 }
 
-fn entries_have(store: &dyn WeightStore, name: &str) -> bool {
-    store.entries().iter().any(|e| e.name == name)
+/// The layer of a tensor by its name in GGUF files.
+fn block_of(name: &str) -> Option<usize> {
+    let (block, _) = name.strip_prefix("blk.")?.split_once('.')?;
+    block.parse().ok()
 }
 
 fn path_of(entry: &TensorEntry, root: &Path) -> PathBuf {

@@ -73,7 +73,8 @@ impl Object<'_> {
             return Err(self.unsupported(format!("a layer of type {other}"), why));
         }
         // Without any, the first would come behind the last layer.
-        let interval = types.iter().position(full).unwrap_or(layers) + 1;
+        let listed = types.iter().position(full).unwrap_or(layers) + 1;
+        let interval = given.unwrap_or(listed);
         let irregular = |(i, t): (usize, &String)| full(t) != (i + 1).is_multiple_of(interval);
         match types.iter().enumerate().find(|&(i, t)| irregular((i, t))) {
             None => Ok(interval),

@@ -228,6 +228,15 @@ fn impossible_recurrences_are_refused() {
         let refused = Checkpoint::open(&root).map(|_| ()).unwrap_err().to_string();
         assert!(refused.contains(said), "{key} {value}: {refused}");
     }
+    // The interval that the folder states is not that of this list.
+    let mut config = plain.clone();
+    config["layer_types"] = json!([linear, linear, linear, full]);
+    let root = dir.path().join("bad");
+    write(&root, &config, &all);
+    names(
+        Checkpoint::open(&root),
+        &["linear_attention at layer 1", "in every 2"],
+    );
     // More layers with attention, or fewer, than there are tensors for.
     for types in [
         json!([full, full, full, full]),
@@ -235,6 +244,7 @@ fn impossible_recurrences_are_refused() {
     ] {
         let mut config = plain.clone();
         config["layer_types"] = types;
+        config["full_attention_interval"] = Value::Null;
         let root = dir.path().join("bad");
         write(&root, &config, &all);
         names(Checkpoint::open(&root), &["model.layers."]);

@@ -1,11 +1,15 @@
 //! Tool calls over HTTP: forced ones hold to their schemas in both forms, and those that a model writes reach the
 //! client as they were meant.
 
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
 mod common;
 
 use common::{Running, templated};
+use nq_runtime::{ChatTemplate, Message};
 use nq_serve::{Limits, Security};
 use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -473,4 +477,120 @@ fn schemas_of_popular_clients_are_served() {
         message.contains("(?!\\.)") && message.contains("look-around"),
         "{message}"
     );
+}
+
+/// The published templates of Qwen3.5, 3.6 and 3.8: calls in their XML, histories with calls, results and late system
+/// messages, every effort, and a budget of thinking that the prompt opens.
+#[test]
+fn published_templates_of_qwen35_are_served() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared");
+    let root = std::env::var_os("NQ_SHARED").map_or(root, PathBuf::from);
+    for name in ["3.5-4B", "3.6-27B", "3.8-27B"] {
+        let path = root.join(format!("data/qwen3.5/chat_template-Qwen{name}.jinja"));
+        let Ok(source) = std::fs::read_to_string(&path) else {
+            println!("skipped: {} is absent", path.display());
+            return;
+        };
+        let server = Running::over(templated(&source), Security::default(), Limits::default());
+        let text = "Let me see.\n\n<tool_call>\n<function=write>\n<parameter=content>\n a\n\n<b> \n</parameter>\n\
+            <parameter=flag>\nTrue\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n\
+            <parameter=a>\n[1, 2]\n</parameter>\n</function>\n</tool_call>";
+        let (message, reason) = written(&server, text, &json!({}));
+        let expected = [
+            (
+                "write".to_owned(),
+                json!({"content": " a\n\n<b> ", "flag": true}),
+            ),
+            ("f".to_owned(), json!({"a": [1, 2]})),
+        ];
+        assert_eq!(calls(&message), expected, "{name}");
+        assert_eq!(
+            (&message["content"], &reason),
+            (&json!("Let me see."), &json!("tool_calls"))
+        );
+        let days = json!({"type": "object", "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["days"]});
+        for arguments in forced(&server, &days) {
+            assert!(
+                arguments["days"]
+                    .as_i64()
+                    .is_some_and(|n| (1..10).contains(&n)),
+                "{arguments}"
+            );
+        }
+
+        // The prompt is what the template makes of the chat, with arguments as values.
+        let tools = json!([tool("f", &days)]);
+        let call = |arguments: Value| json!([{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]);
+        let chat = |arguments: Value, late: &str, text: &str| {
+            json!([
+                {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"},
+                {"role": "assistant", "content": null, "reasoning_content": "Look.", "tool_calls": call(arguments)},
+                {"role": "tool", "tool_call_id": "c", "content": "sun"},
+                {"role": late, "content": text},
+                {"role": "assistant", "content": "Sun.", "reasoning_content": "So."},
+                {"role": "user", "content": "Sure?"},
+            ])
+        };
+        let sent = chat(json!("{\"days\": 3}"), "system", "Hurry.");
+        let body = json!({"messages": sent, "tools": tools, "max_tokens": 1});
+        let rendered: Vec<Message> =
+            serde_json::from_value(chat(json!({"days": 3}), "user", "[system message]\nHurry."))
+                .unwrap();
+        let template = ChatTemplate::from_source(&path, &source).unwrap();
+        for thinks in [true, false] {
+            let prompt = template
+                .render(
+                    &rendered,
+                    tools.as_array().map(Vec::as_slice),
+                    true,
+                    Some(thinks),
+                )
+                .unwrap();
+            assert!(
+                prompt.contains("<function=f>\n<parameter=days>\n3\n</parameter>"),
+                "{prompt}"
+            );
+            let expected = server.json("/tokenize", &json!({"prompt": prompt}));
+            let answer = server.json(
+                CHAT,
+                &with(body.clone(), &json!({"enable_thinking": thinks})),
+            );
+            assert_eq!(
+                answer["usage"]["prompt_tokens"], expected["count"],
+                "{name}: {answer}"
+            );
+        }
+
+        let asked = json!({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60, "temperature": 0,
+            "ignore_eos": true});
+        for effort in ["none", "minimal", "low", "medium", "high", "xhigh", "max"] {
+            let body = with(
+                asked.clone(),
+                &json!({"max_tokens": 2, "reasoning_effort": effort}),
+            );
+            assert_eq!(
+                server.json(CHAT, &body)["usage"]["completion_tokens"],
+                2,
+                "{effort}"
+            );
+        }
+        for budget in [0, 5] {
+            // Behind an end that is ignored, the model may begin another turn, with thinking of its own.
+            let more = json!({"thinking_budget": budget, "ignore_eos": false});
+            let whole = server.json(CHAT, &with(asked.clone(), &more));
+            let thought = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+                .as_u64()
+                .unwrap();
+            assert!(
+                thought >= budget && thought <= 3 * budget,
+                "{thought}: {whole}"
+            );
+            let content = whole["choices"][0]["message"]["content"].as_str().unwrap();
+            assert!(
+                !content.is_empty() && !content.contains("think>"),
+                "{whole}"
+            );
+        }
+    }
 }

@@ -257,10 +257,12 @@ fn delta(
     ] {
         config.insert(json.into(), value.into());
     }
-    if let Some(interval) = file.u64(&key("full_attention_interval"))? {
+    let recurrent = key("attention.recurrent_layers");
+    let interval = file.u64(&key("full_attention_interval"))?;
+    // Writers state a default beside a list, and readers take the list.
+    if let Some(interval) = interval.filter(|_| !file.metadata().contains_key(&recurrent)) {
         config.insert("full_attention_interval".into(), interval.into());
     }
-    let recurrent = key("attention.recurrent_layers");
     if let Some(array) = file.array(&recurrent)? {
         let Some(all) = array.bools() else {
             let expected = "an array of bool".into();

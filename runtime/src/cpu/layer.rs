@@ -290,13 +290,13 @@ impl Pass<'_> {
         let (normed, gated) = (&normed[..m * c.hidden_size], &mut gated[..m * width]);
         self.observer.linear_input(layer, gate_up.spec, normed);
         cpu.linear(&gate_up.linear, normed, gated, Epilogue::SiluMul)?;
-        self.observer.linear_input(layer, down.spec, gated);
         let scores = &mut scores[..m];
         apart(cpu, &shared.score.linear, normed, scores, c.hidden_size)?;
         for (row, score) in gated.chunks_exact_mut(width).zip(scores) {
             let score = sigmoid(*score);
             row.iter_mut().for_each(|v| *v *= score);
         }
+        self.observer.linear_input(layer, down.spec, gated);
         Ok(cpu.linear(&down.linear, gated, self.x, Epilogue::Add)?)
     }
 }

@@ -307,8 +307,9 @@ impl Engine {
         if options.disk.is_some() && !whole {
             return Err(nq_runtime::Error::Request {
                 what: "pages on disk",
-                expected: "an engine that reads and writes keys and values".into(),
-                found: "one that cannot".into(),
+                expected: "an engine that reads and writes keys and values, and a model without recurrences"
+                    .into(),
+                found: "another".into(),
             });
         }
         let (commands, received) = mpsc::channel();

@@ -154,8 +154,11 @@ impl Answerer for Local<'_> {
                 chat.what_helps(false)
             )))?;
         }
-        // The answer is stored as sampled: the template strips the thinking.
-        chat.messages.push(Message::new("assistant", &writer.raw));
+        // Thinking is kept: the template strips or shows it.
+        chat.messages.push(match self.form {
+            Form::Chat(template) => template.answer(&text, &writer.raw),
+            Form::Raw => Message::new("assistant", &writer.raw),
+        });
         Ok(Turn {
             thinking: writer.thinking,
             answer: writer.answer,

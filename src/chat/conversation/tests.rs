@@ -211,6 +211,28 @@ fn turns_reuse_the_cache_though_thinking_is_stripped() {
     assert!(messages[2].text().starts_with("<think>\nhm\n</think>"));
 }
 
+/// A template that shows earlier thinking and looks for it in a field alone, as Qwen3.8's does: the chat only grows,
+/// and all of it is in the cache.
+#[test]
+fn a_template_may_keep_the_thinking() {
+    let stripped = "{{ m.content.split('</think>')[-1].lstrip('\\n') }}";
+    let kept = "{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' + m.content }}";
+    assert!(TEMPLATE.contains(stripped));
+    let bench = Bench {
+        tokenizer: tokenizer(),
+        template: ChatTemplate::from_source("test", &TEMPLATE.replace(stripped, kept)).unwrap(),
+    };
+    let mut talk = bench.talk(1000, None, Overflow::Stop);
+    let first = talk.ask("one").unwrap();
+    let second = talk.ask("two").unwrap();
+    assert_eq!(second.answer, "word  of 2: two");
+    let fed = first.stats.prompt_tokens + first.stats.tokens - 1;
+    assert_eq!(second.stats.reused_tokens, fed);
+    let answer = &talk.conversation.chat.messages()[1];
+    assert_eq!(answer.text(), "word  of 1: one");
+    assert_eq!(answer.extra["reasoning_content"], "hm");
+}
+
 #[test]
 fn thinking_can_be_switched() {
     let bench = Bench::new();
