@@ -240,6 +240,7 @@ impl Chat<'_> {
         let prompt = self
             .template
             .prompt(control, &self.messages, None, true, self.thinking)?;
+        let most = 2 * self.session.spec().ctx;
         // Each answer draws from its own stream: the same message gets another one.
         let mut sampler = Sampler::new(self.sampling, self.answers)?;
         self.answers += 1;
@@ -252,7 +253,7 @@ impl Chat<'_> {
         generate_text(
             self.session.as_mut(),
             &mut self.sequence,
-            &tokenizer.encode_prompt(&prompt)?,
+            &tokenizer.encode_prompt_within(&prompt, most)?,
             tokenizer,
             &mut sampler,
             &limits,

@@ -261,8 +261,34 @@ pub fn print_line(text: &str) -> io::Result<()> {
 /// `eprintln!`, a reader that is gone causes no panic: it must not cost the work that a note is about.
 pub fn say(text: &str) {
     let text = printable(text);
-    let lines: Vec<Cow<'_, str>> = text.split('\n').map(|l| shortened(l, LONGEST)).collect();
-    let _ = writeln!(io::stderr().lock(), "{}", lines.join("\n"));
+    let _ = writeln!(io::stderr().lock(), "{}", few_lines(&text));
+}
+
+/// Most lines of a note on stderr, and how many of its last ones are shown if it has more.
+const MOST_LINES: usize = 100;
+const LAST_LINES: usize = 10;
+
+/// `text` with its long lines shortened, and without those in the middle if it has too many; says how many.
+fn few_lines(text: &str) -> String {
+    let count = text.split('\n').count();
+    let left_out = match count > MOST_LINES {
+        true => MOST_LINES - LAST_LINES..count - LAST_LINES,
+        false => count..count,
+    };
+    let mut out = String::new();
+    for (i, line) in text.split('\n').enumerate() {
+        if left_out.contains(&i) {
+            if i == left_out.start {
+                out += &format!("\n[{} lines]", left_out.len());
+            }
+            continue;
+        }
+        if i > 0 {
+            out.push('\n');
+        }
+        out += &shortened(line, LONGEST);
+    }
+    out
 }
 
 /// Most characters of a line on stderr. A line that quotes a file could have any length.
@@ -445,6 +471,19 @@ mod tests {
         assert_eq!(filled(text, Some(9), 2), "one two\n  three\n  four");
         assert_eq!(filled("日本 日本", Some(8), 0), "日本\n日本");
         assert_eq!(filled("a  b", Some(80), 0), "a  b");
+    }
+
+    #[test]
+    fn many_lines_keep_their_ends() {
+        assert_eq!(super::few_lines("a\nb\n"), "a\nb\n");
+        let many: Vec<String> = (0..5_000_000).map(|i| i.to_string()).collect();
+        let few = super::few_lines(&many.join("\n"));
+        assert_eq!(few.lines().count(), 101);
+        assert!(
+            few.starts_with("0\n1\n") && few.ends_with("\n4999999"),
+            "{few}"
+        );
+        assert!(few.contains("\n[4999900 lines]\n"), "{few}");
     }
 
     #[test]

@@ -19,6 +19,11 @@ pub struct Text {
     pub text: Cow<'static, str>,
 }
 
+/// Reads a whole text of at most 1 GB.
+pub fn whole(path: &Path) -> anyhow::Result<String> {
+    Ok(read(path, None)?.text.into_owned())
+}
+
 /// Reads `file`, or the default text: WikiText-2 if the hub's cache or the hub has
 /// it, otherwise the built-in one; reports which and why. Reads at most
 /// `max_bytes`, cut before a character that would be split.
@@ -60,6 +65,9 @@ const WIKITEXT: (&str, &str) = (
     "wikitext-2-raw-v1/test-00000-of-00001.parquet",
 );
 
+/// Most bytes of that file, which has 0.7 MB.
+const MOST_PARQUET: u64 = 16 << 20;
+
 /// SHA-256 of wiki.test.raw as published (Merity et al., 2016), 1,290,590 bytes.
 const WIKITEXT_SHA256: &str = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08";
 
@@ -72,7 +80,8 @@ fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
     options.connect_timeout = Duration::from_secs(3);
     let (repo, file) = WIKITEXT;
     let path = Hub::new(options).fetch_dataset_file(repo, file, progress)?;
-    let bytes = std::fs::read(&path).with_context(|| path.display().to_string())?;
+    let bytes = File::open(&path).and_then(|file| read_bounded(file, MOST_PARQUET));
+    let bytes = bytes.with_context(|| path.display().to_string())?;
     let rows = parquet::strings(&path, bytes.into(), "text")?;
     let lines = rows.iter().map(|r| if r.is_empty() { " \n" } else { r });
     let text: String = lines.collect();

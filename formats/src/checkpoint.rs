@@ -222,11 +222,22 @@ fn distinct(ids: Vec<u32>) -> Vec<u32> {
     ids.into_iter().filter(|id| seen.insert(*id)).collect()
 }
 
-/// Refuses a model whose files hold more layers than its config: another model would run. (Missing
-/// layers are found by name.)
+/// Refuses a model whose files hold more layers than its config, since another model would run, or fewer: nothing is
+/// planned, and no list made, for layers that are not there.
 fn check_layers(files: &Files, config: &ModelConfig, store: &dyn WeightStore) -> Result<()> {
+    let entries = store.entries();
+    let there: BTreeSet<usize> = entries.iter().filter_map(|e| layer_of(&e.name)).collect();
+    let absent = (0..config.num_hidden_layers).find(|layer| !there.contains(layer));
+    if let Some(layer) = absent {
+        return Err(Error::Malformed {
+            path: files.path(CONFIG),
+            what: "num_hidden_layers".into(),
+            expected: format!("layers that the files hold, of which layer {layer} has no tensor"),
+            found: config.num_hidden_layers.to_string(),
+        });
+    }
     let beyond = |e: &TensorEntry| layer_of(&e.name) >= Some(config.num_hidden_layers);
-    match store.entries().into_iter().find(beyond) {
+    match entries.into_iter().find(beyond) {
         None => Ok(()),
         Some(entry) => Err(Error::Malformed {
             path: files.path(CONFIG),

@@ -136,10 +136,11 @@ impl ModelConfig {
                 total.to_string(),
             ));
         }
-        if !cfg.head_dim.is_multiple_of(2) || !cfg.rotated().is_multiple_of(2) {
+        let even = cfg.head_dim.is_multiple_of(2) && cfg.rotated().is_multiple_of(2);
+        if cfg.head_dim == 0 || !even {
             return Err(obj.bad(
                 "head_dim",
-                "an even number".into(),
+                "an even number above 0".into(),
                 cfg.head_dim.to_string(),
             ));
         }

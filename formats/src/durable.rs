@@ -17,12 +17,24 @@ use std::time::Duration;
 /// [`Error::Space`] if the disk is full, other [`Error::Io`], or an error of `fill`; the
 /// temporary file is then removed and an old file is untouched.
 pub fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
+    write_mode(path, 0o666, fill)
+}
+
+/// Like [`write_file`], for a file that nobody but its owner may read.
+///
+/// # Errors
+/// Errors of [`write_file`].
+pub fn write_private(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
+    write_mode(path, 0o600, fill)
+}
+
+fn write_mode(path: &Path, mode: u32, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
     let folder = parent(path);
     sweep(&folder);
     let temporary = tempfile::Builder::new()
         .prefix(PREFIX)
         .suffix(SUFFIX)
-        .permissions(permissions(0o666))
+        .permissions(permissions(mode))
         .tempfile_in(&folder)
         .map_err(|e| Error::io(path, "create", e))?;
     let _live = Live::begin(temporary.path(), temporary.as_file());

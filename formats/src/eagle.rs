@@ -107,9 +107,9 @@ impl EagleConfig {
             norm_before_residual: obj.bool("norm_before_residual")?.unwrap_or(false),
             taps: taps(&obj)?,
         };
-        if !config.head_dim.is_multiple_of(2) {
+        if config.head_dim == 0 || !config.head_dim.is_multiple_of(2) {
             let found = config.head_dim.to_string();
-            return Err(obj.bad("head_dim", "an even number".into(), found));
+            return Err(obj.bad("head_dim", "an even number above 0".into(), found));
         }
         // Each dimension is in range; their product must be too, or sizes overflow later.
         match config.weights() {
@@ -353,4 +353,27 @@ fn tokens(shards: &Shards, config: &EagleConfig) -> Result<Vec<u32>> {
         }
     };
     offsets.enumerate().map(token).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_head_of_no_width_is_refused() {
+        let parse = |heads: usize| {
+            let json = serde_json::json!({
+                "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "hidden_size": 128,
+                "intermediate_size": 256, "num_attention_heads": heads, "num_key_value_heads": heads,
+                "vocab_size": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+            });
+            EagleConfig::parse(Path::new("config.json"), json.to_string().as_bytes())
+        };
+        assert_eq!(parse(4).unwrap().head_dim, 32);
+        let error = parse(256).unwrap_err().to_string();
+        assert!(
+            error.contains("head_dim") && error.contains("above 0, found 0"),
+            "{error}"
+        );
+    }
 }

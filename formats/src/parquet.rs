@@ -2,18 +2,25 @@
 //!
 //! The `parquet` crate does the reading. It panics on some damaged files (in version 60, if a
 //! page's encoded lengths are wrong), which must not end the program: its panics are caught
-//! here and become errors.
+//! here and become errors, and their messages are not printed.
 
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use parquet::column::reader::ColumnReader;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::Path;
+use std::sync::Once;
 
 /// Number of values decoded at a time.
 const BATCH: usize = 1024;
+
+thread_local! {
+    /// True while the crate reads, whose panics nobody is to see.
+    static READING: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The values of the string column `column`, nulls as empty strings. `path` names the file in
 /// messages. Columns are uncompressed or snappy, as pyarrow writes them by default.
@@ -22,8 +29,20 @@ const BATCH: usize = 1024;
 /// [`Error::Malformed`], saying what is broken or compressed differently, or that `column` is
 /// absent or does not hold flat strings.
 pub fn strings(path: &Path, file: Bytes, column: &str) -> Result<Vec<String>> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let hook = take_hook();
+        set_hook(Box::new(move |panic| {
+            if !READING.get() {
+                hook(panic);
+            }
+        }));
+    });
+    READING.set(true);
     // Nothing that the closure changes outlives it.
-    catch_unwind(AssertUnwindSafe(|| read(path, file, column))).unwrap_or_else(|_| {
+    let found = catch_unwind(AssertUnwindSafe(|| read(path, file, column)));
+    READING.set(false);
+    found.unwrap_or_else(|_| {
         Err(Error::Malformed {
             path: path.into(),
             what: format!("column {column}"),

@@ -637,3 +637,16 @@ fn a_large_file_opens_at_once() {
     assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());
     assert!(resident().saturating_sub(before) < 100 << 20);
 }
+
+/// The number of files that a name says is compared with theirs before anything is as long as it.
+#[test]
+fn numbers_in_names_are_no_lengths() {
+    for count in ["99999999999", "18446744073709551615", "1000000000"] {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [&format!("a-00001-of-{count}.gguf"), "b.gguf"] {
+            fs::write(dir.path().join(name), "GGUF").unwrap();
+        }
+        let error = Checkpoint::open(dir.path()).err().unwrap().to_string();
+        assert!(error.contains("one GGUF model; name its file"), "{error}");
+    }
+}

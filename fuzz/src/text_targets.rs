@@ -7,7 +7,7 @@
 use bytes::Bytes;
 use nq_formats::files::VirtualFiles;
 use nq_formats::{Files, Result};
-use nq_runtime::{ChatTemplate, Message, Tokenizer};
+use nq_runtime::{ChatTemplate, ControlTokens, Message, Tokenizer};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -56,7 +56,7 @@ pub fn template(data: &[u8]) {
         Message::new("assistant", "<think>\nx\n</think>\n\ny"),
     ];
     let tools = [serde_json::json!({"type": "function", "function": {"name": "f"}})];
-    let control = ["<|im_end|>".to_owned()];
+    let control = ControlTokens::new(vec!["<|im_end|>".to_owned()]).expect("a short token");
     if let Ok(prompt) = template.prompt(&control, &messages, Some(&tools), true, Some(false)) {
         let _ = prompt.text();
     }

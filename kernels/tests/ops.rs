@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Guarded, cpu, isas, nmse, normal};
-use nq_kernels::cpu::{KvPages, KvSequence, Span};
+use nq_kernels::cpu::{Isa, KvPages, KvSequence, Span};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::reference;
 
@@ -367,4 +367,49 @@ fn bandwidth_is_positive_and_ordered() {
         assert_eq!(b.bytes, 5 << 20);
         assert!(b.median > 1e6 && b.best >= b.median && b.best.is_finite());
     }
+}
+
+/// Sizes whose product wraps would make a pool smaller than it says.
+#[test]
+#[should_panic = "fit the address space"]
+fn pools_are_as_large_as_they_say() {
+    let _ = KvPages::new(KvType::F32, (1 << 57) + 1, 1, 64);
+}
+
+/// What is checked is what is read: a closure is asked once for each sequence.
+#[test]
+fn sequences_are_asked_for_once() {
+    let (small, wide) = (
+        KvPages::new(KvType::F32, 1, 1, 64),
+        KvPages::new(KvType::F32, 1, 1, 1 << 12),
+    );
+    let (table, asked) = ([0], std::sync::atomic::AtomicUsize::new(0));
+    let kv = |_: usize| {
+        let first = asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 0;
+        KvSequence::new(if first { &small } else { &wide }, &table)
+    };
+    let (q, mut y) = (vec![1.0; 64], vec![f32::NAN; 64]);
+    let span = Span {
+        row: 0,
+        len: 1,
+        position: 0,
+    };
+    cpu(Isa::Scalar, 1).attention_batch(&q, 64, &[span], 1, 64, kv, &mut y);
+    assert_eq!(asked.into_inner(), 1);
+    assert_eq!(y, [0.0; 64]);
+}
+
+/// Positions that wrap are past the capacity.
+#[test]
+#[should_panic]
+fn positions_do_not_wrap() {
+    let pages = KvPages::new(KvType::F32, 1, 1, 64);
+    let (q, mut y) = (vec![1.0; 64 * 64], vec![0.0; 64 * 64]);
+    let span = Span {
+        row: 0,
+        len: 64,
+        position: usize::MAX - 32,
+    };
+    let kv = KvSequence::new(&pages, &[0]);
+    cpu(Isa::Scalar, 1).attention(&q, 64, span, 1, 64, kv, &mut y);
 }

@@ -6,10 +6,14 @@
 
 use crate::error::{Error, Result};
 use nq_formats::nq::CalibrationRecord;
-use nq_formats::{Files, Progress, Unit, hash};
+use nq_formats::{Files, Progress, Unit, hash, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::{ChatTemplate, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer};
+use serde::Deserialize;
+use serde_json::Value;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Most tokens of a calibration sequence.
@@ -20,7 +24,7 @@ pub const SEQUENCE: usize = 512;
 pub enum CalibrationSource {
     /// Sampled from the model.
     SelfSampled,
-    /// A .txt file, or a .jsonl file of objects with `text`.
+    /// A .txt file, or a .jsonl file of objects with `text` or `messages`.
     File(PathBuf),
 }
 
@@ -201,15 +205,14 @@ pub fn sample(
 /// otherwise `n` of them spread evenly.
 ///
 /// # Errors
-/// [`Error::Io`] or [`Error::Text`] if the file cannot be read, is not UTF-8, has a line
-/// without `text`, or is shorter than one sequence.
+/// [`Error::Io`] or [`Error::Text`] if the file cannot be read, is too long, is not UTF-8, has a line
+/// without `text` or `messages`, or is shorter than one sequence; errors of the model's template.
 pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Result<Sequences> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", e))?;
+    let text = text(path)?;
     let fail = |why: String| Error::Text {
         path: path.into(),
         why,
     };
-    let text = String::from_utf8(bytes).map_err(|e| fail(format!("expected UTF-8, found {e}")))?;
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
     let tokens = match extension {
         "jsonl" => {
@@ -218,9 +221,26 @@ pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Re
                 if line.trim().is_empty() {
                     continue;
                 }
-                let document = document(line).map_err(|e| fail(format!("line {}: {e}", i + 1)))?;
-                tokens.push(prompter.document);
-                tokens.extend(prompter.tokenizer.encode(&document)?);
+                let line = serde_json::from_str::<Line>(line);
+                let line = line.map_err(|e| fail(format!("line {}: {e}", i + 1)))?;
+                match line {
+                    Line::Text { text } => {
+                        tokens.push(prompter.document);
+                        tokens.extend(prompter.tokenizer.encode(&text)?);
+                    }
+                    Line::Chat { messages, tools } => {
+                        let template = prompter.template.as_ref().ok_or_else(|| {
+                            fail(format!(
+                                "line {}: messages need a chat template, which the model has not",
+                                i + 1
+                            ))
+                        })?;
+                        let control = prompter.tokenizer.control_tokens();
+                        let tools = tools.as_deref();
+                        let chat = template.prompt(control, &messages, tools, false, None)?;
+                        tokens.extend(prompter.tokenizer.encode_prompt(&chat)?);
+                    }
+                }
             }
             tokens
         }
@@ -252,13 +272,49 @@ pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Re
     })
 }
 
-/// The `text` of one line of JSON.
-fn document(line: &str) -> std::result::Result<String, String> {
-    let value: serde_json::Value = serde_json::from_str(line).map_err(|e| e.to_string())?;
-    match value.get("text").and_then(|t| t.as_str()) {
-        Some(text) => Ok(text.to_owned()),
-        None => Err("expected an object with a string \"text\"".into()),
+/// A line of a .jsonl file.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "an object with a string \"text\", or with \"messages\""
+)]
+enum Line {
+    Text {
+        text: String,
+    },
+    Chat {
+        messages: Vec<Message>,
+        #[serde(default)]
+        tools: Option<Vec<Value>>,
+    },
+}
+
+/// Most bytes of a text.
+const MOST: u64 = 1_000_000_000;
+
+/// A whole text of at most 1 GB.
+///
+/// # Errors
+/// [`Error::Io`] if it cannot be read; [`Error::Text`] if it is longer or not UTF-8.
+pub(crate) fn text(path: &Path) -> Result<String> {
+    let fail = |why: String| Error::Text {
+        path: path.into(),
+        why,
+    };
+    let failed = |e| Error::io(path, "read", e);
+    let file = File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    // A length that is known is compared before it is read.
+    let mut length = file.metadata().map_err(failed)?.len();
+    if length <= MOST {
+        let read = file.take(MOST + 1).read_to_end(&mut bytes);
+        length = read.map_err(failed)? as u64;
     }
+    if length > MOST {
+        let most = human_bytes(MOST);
+        return Err(fail(format!("expected at most {most}, found more")));
+    }
+    String::from_utf8(bytes).map_err(|e| fail(format!("expected UTF-8, found {e}")))
 }
 
 #[cfg(test)]
@@ -319,6 +375,32 @@ mod tests {
         assert_eq!(some.ids[1], all.ids[all.ids.len() / 2]);
         assert_ne!(some.sha256(), all.sha256());
         assert_eq!(some.record().tokens, 32);
+    }
+
+    /// Chats go through the model's template, with tools and with contents that are null.
+    #[test]
+    fn lines_may_be_chats() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c.jsonl");
+        let line = r#"{"messages": [{"role": "user", "content": "hello <|im_end|> there"},
+            {"role": "assistant", "content": null}]}"#;
+        std::fs::write(&path, line.replace('\n', " ")).unwrap();
+        let p = prompter();
+        let ids = read(&path, &p, (1, 8)).unwrap().ids.concat();
+        let text = p.tokenizer.decode(&ids, false);
+        assert!(text.starts_with("<|im_start|>user\nhello <"), "{text}");
+        let end = p.tokenizer.token_id("<|im_end|>").unwrap();
+        assert!(!ids.contains(&end), "what a message quotes is text");
+    }
+
+    /// No text is read without end, and none whose length is known to be too much is read at all.
+    #[test]
+    fn texts_are_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let long = dir.path().join("long.txt");
+        File::create(&long).unwrap().set_len(5 << 30).unwrap();
+        let error = read(&long, &prompter(), (4, 16)).unwrap_err().to_string();
+        assert!(error.contains("expected at most 1.00 GB"), "{error}");
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! Measured quality of a quantization against its source, and limits on it.
 
-use crate::calibration::SEQUENCE;
-use crate::calibration::Sequences;
+use crate::calibration::{self, SEQUENCE, Sequences};
 use crate::error::{Error, Result};
 use crate::report::WorstToken;
 use crate::train::record::Tuning;
@@ -112,7 +111,7 @@ impl Judge {
                 (ids, "held-out, sampled from the source".to_owned())
             }
             Text::File(path) => {
-                let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", e))?;
+                let text = calibration::text(path)?;
                 let name = path.file_name().unwrap_or(path.as_os_str());
                 let name = name.to_string_lossy().into_owned();
                 (tokenizer.encode(&text)?, name)

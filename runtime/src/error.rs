@@ -25,6 +25,14 @@ pub enum Error {
         /// Positions needed.
         needed: usize,
     },
+    /// A text has more tokens than anybody reads.
+    #[error("expected a text of at most {most} tokens, found one of {at_least} or more")]
+    TooLong {
+        /// The tokens that were counted before its end.
+        at_least: usize,
+        /// The most.
+        most: usize,
+    },
     /// The pages for keys and values are used up.
     #[error(
         "keys and values: {free} of {pages} pages of {PAGE} tokens are free, {needed} more are needed"

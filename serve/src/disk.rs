@@ -13,15 +13,16 @@ use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 /// Begins each file; the last digit is the version of the format.
-const MAGIC: &[u8; 8] = b"nq-kv  1";
+const MAGIC: &[u8; 8] = b"nq-kv  2";
 /// The part of the magic number that all versions share.
 const OURS: usize = 5;
-/// Size of [`MAGIC`], the name and the digest of the contents.
+/// Size of [`MAGIC`], the name and the digest of name and contents.
 const HEADER: usize = 8 + 32 + 32;
 const SUFFIX: &str = ".kv";
 
@@ -218,8 +219,8 @@ impl ModelPages {
             return;
         }
         let path = store.path(key);
-        let digest: [u8; 32] = Sha256::digest(page).into();
-        let written = durable::write_file(&path, |sink| {
+        let digest = digest(key, page);
+        let written = durable::write_private(&path, |sink| {
             for part in [&MAGIC[..], key, &digest, page] {
                 sink.write(part)?;
             }
@@ -237,7 +238,8 @@ impl ModelPages {
     }
 }
 
-/// Makes a folder that only its owner can open, as its contents reveal prompts.
+/// Makes a folder that only its owner can open, as its contents reveal prompts. One that exists keeps its mode, since
+/// it may have other contents; its pages are their owner's alone.
 fn make_private(folder: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     if let Some(parent) = folder.parent() {
@@ -266,6 +268,12 @@ fn look(path: &Path) -> Result<Option<(Key, u64, SystemTime)>, String> {
     let begun = File::open(path).and_then(|mut f| f.read_exact(&mut header));
     begun.map_err(|e| e.to_string())?;
     check_header(&header, &key)?;
+    let mut mode = metadata.permissions();
+    if mode.mode() & 0o77 != 0 {
+        // Written by an earlier version, for others to read.
+        mode.set_mode(0o600);
+        fs::set_permissions(path, mode).map_err(|e| e.to_string())?;
+    }
     Ok(Some((
         key,
         metadata.len(),
@@ -297,6 +305,12 @@ fn check_header(header: &[u8], key: &Key) -> Result<(), String> {
     }
 }
 
+/// The digest in a page's header, by which its contents belong to its name.
+fn digest(key: &Key, page: &[u8]) -> Key {
+    let hash = Sha256::new().chain_update(key).chain_update(page);
+    hash.finalize().into()
+}
+
 /// True if the file begins like those of nq.
 fn is_ours(path: &Path) -> bool {
     let mut begin = [0; OURS];
@@ -322,6 +336,10 @@ impl From<io::Error> for Wrong {
 }
 
 fn read(path: &Path, key: &Key, bytes: usize) -> Result<Vec<u8>, Wrong> {
+    // A pipe that was put there would block whoever opens it.
+    if !path.symlink_metadata()?.is_file() {
+        return Err(Wrong::Content("no file".into()));
+    }
     let mut file = File::open(path)?;
     let (expected, found) = ((HEADER + bytes) as u64, file.metadata()?.len());
     if found != expected {
@@ -333,9 +351,9 @@ fn read(path: &Path, key: &Key, bytes: usize) -> Result<Vec<u8>, Wrong> {
     check_header(&header, key).map_err(Wrong::Content)?;
     let mut page = vec![0; bytes];
     file.read_exact(&mut page)?;
-    if header[40..] != Sha256::digest(&page)[..] {
+    if header[40..] != digest(key, &page) {
         return Err(Wrong::Content(
-            "its digest is not that of its contents".into(),
+            "its digest is not that of its name and contents".into(),
         ));
     }
     // Records the last use for the next start; without such times on a file system, little is lost.
@@ -380,7 +398,6 @@ mod tests {
         for (i, key) in keys.iter().enumerate() {
             pages.write(key, &[i as u8; BYTES]);
         }
-        use std::os::unix::fs::PermissionsExt;
         assert_eq!(
             fs::metadata(&folder).unwrap().permissions().mode() & 0o77,
             0
@@ -435,6 +452,53 @@ mod tests {
         let notes = notes.0.lock().unwrap();
         assert_eq!(notes.len(), 6, "{notes:?}");
         assert_eq!(notes.iter().filter(|n| n.ends_with("ignored")).count(), 2);
+    }
+
+    /// Nobody but the owner reads pages, whatever the folder's mode and that of older files.
+    #[test]
+    fn pages_are_their_owners_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).unwrap();
+        let (pages, _) = open(folder, 1 << 20);
+        let keys = pages.keys(0, &tokens(PAGE as u32));
+        pages.write(&keys[0], &[9; BYTES]);
+        let path = pages.store.path(&keys[0]);
+        let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(), 0o600);
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        let (pages, _) = open(folder, 1 << 20);
+        assert_eq!(mode(), 0o600);
+        assert_eq!(pages.read(&keys[0], BYTES), Some(vec![9; BYTES]));
+    }
+
+    /// What is put there while the server runs: pipes, folders, links, and one page under another's name.
+    #[test]
+    fn what_is_no_page_of_that_name_is_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let (pages, notes) = open(folder.path(), 1 << 20);
+        let keys = pages.keys(0, &tokens(5 * PAGE as u32));
+        for (i, key) in keys.iter().enumerate() {
+            pages.write(key, &[i as u8; BYTES]);
+        }
+        let path = |i: usize| pages.store.path(&keys[i]);
+        let bytes = [3, 4].map(|i| fs::read(path(i)).unwrap());
+        for i in 0..3 {
+            fs::remove_file(path(i)).unwrap();
+        }
+        let made = std::process::Command::new("mkfifo").arg(path(0)).status();
+        assert!(made.unwrap().success());
+        fs::create_dir(path(1)).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", path(2)).unwrap();
+        // Digest and contents of the other, behind the name.
+        for (i, other) in [(3, 1), (4, 0)] {
+            let swapped = [&bytes[1 - other][..40], &bytes[other][40..]].concat();
+            fs::write(path(i), swapped).unwrap();
+        }
+        for key in &keys {
+            assert_eq!(pages.read(key, BYTES), None);
+        }
+        assert_eq!(notes.0.lock().unwrap().len(), 5);
     }
 
     #[test]

@@ -24,6 +24,21 @@ pub struct ApiError {
     pub overflow: Option<(u32, u32)>,
 }
 
+/// Most bytes of a message, which may quote the request.
+const MOST_MESSAGE: usize = 2000;
+
+/// Most bytes of the name of a field.
+const MOST_PARAM: usize = 200;
+
+/// The beginning of a text that is too long.
+fn short(mut text: String, most: usize) -> String {
+    if text.len() > most {
+        text.truncate(text.floor_char_boundary(most));
+        text += "...";
+    }
+    text
+}
+
 impl ApiError {
     fn new(status: u16, kind: &'static str, message: impl Into<String>) -> Self {
         ApiError {
@@ -31,7 +46,7 @@ impl ApiError {
             kind,
             code: None,
             param: None,
-            message: message.into(),
+            message: short(message.into(), MOST_MESSAGE),
             retry_after: None,
             overflow: None,
         }
@@ -44,9 +59,11 @@ impl ApiError {
 
     /// An invalid field (400); the message says what was expected and found.
     pub fn field(param: &str, message: impl Into<String>) -> Self {
+        let param = short(param.to_owned(), MOST_PARAM);
+        let message = format!("{param}: {}", message.into());
         ApiError {
-            param: Some(param.to_owned()),
-            ..ApiError::invalid(format!("{param}: {}", message.into()))
+            param: Some(param),
+            ..ApiError::invalid(message)
         }
     }
 
@@ -93,6 +110,15 @@ impl ApiError {
         ApiError {
             code: Some("insufficient_memory"),
             retry_after: passes.then_some(Duration::from_secs(10)),
+            ..ApiError::new(503, "server_error", message)
+        }
+    }
+
+    /// The server has too much to do at present (503).
+    pub fn busy(message: impl Into<String>) -> Self {
+        ApiError {
+            code: Some("busy"),
+            retry_after: Some(Duration::from_secs(5)),
             ..ApiError::new(503, "server_error", message)
         }
     }
@@ -157,6 +183,11 @@ impl From<nq_runtime::Error> for ApiError {
         match e {
             nq_runtime::Error::Request { what, .. } => ApiError {
                 param: Some(what.to_owned()),
+                ..ApiError::invalid(e.to_string())
+            },
+            nq_runtime::Error::TooLong { at_least, most } => ApiError {
+                code: Some("context_length_exceeded"),
+                overflow: Some((at_least as u32, most as u32)),
                 ..ApiError::invalid(e.to_string())
             },
             // Does not reveal where the server keeps its files.

@@ -222,6 +222,15 @@ pub fn start(
         let what = format!("expected token ids below {}, found {token}", model.vocab());
         return Err(ApiError::field("logit_bias", what));
     }
+    // Before there are as many copies as answers.
+    let ctx = model.context();
+    if let Some(long) = generation.prompts.iter().find(|p| p.len() >= ctx) {
+        let prompt = long.len();
+        model.engine().metrics().refuse("context_full");
+        return Err(generation
+            .names
+            .refused(Refused::ContextFull { prompt, ctx }));
+    }
     let n = generation.n;
     let ends: &[u32] = if generation.ignore_eos {
         &[]
@@ -326,12 +335,25 @@ fn constraint(
 }
 
 impl Names {
-    /// The error for a request that the engine refuses, in the words that clients look for: on these, they
-    /// shorten a conversation.
+    /// The error for a request that the engine refuses.
     fn refused(self, refused: Refused) -> ApiError {
-        let Refused::ContextFull { prompt, ctx } = refused else {
-            return refused.into();
-        };
+        match refused {
+            Refused::ContextFull { prompt, ctx } => self.full(prompt, ctx, ""),
+            refused => refused.into(),
+        }
+    }
+
+    /// An error of reading a prompt: the words of one that is longer than anybody counts are those of one that is
+    /// too long.
+    pub fn read(self, error: nq_runtime::Error, ctx: usize) -> ApiError {
+        match error {
+            nq_runtime::Error::TooLong { at_least, .. } => self.full(at_least, ctx, " or more"),
+            error => error.into(),
+        }
+    }
+
+    /// A prompt that does not fit, in the words that clients look for: on these, they shorten a conversation.
+    fn full(self, prompt: usize, ctx: usize, more: &str) -> ApiError {
         let of = match self.prompt {
             "messages" => "messages",
             _ => "prompt",
@@ -342,7 +364,7 @@ impl Names {
             overflow: Some((prompt as u32, ctx as u32 - 1)),
             ..ApiError::invalid(format!(
                 "This model's maximum context length is {ctx} tokens. However, your {of} resulted in {prompt} \
-                 tokens. Please reduce the length of the {of}: at least one token is for the answer."
+                 tokens{more}. Please reduce the length of the {of}: at least one token is for the answer."
             ))
         }
     }

@@ -4,6 +4,7 @@ use crate::about::About;
 use crate::dialect::Dialect;
 use crate::engine::{Engine, EngineOptions, ThinkingBudget};
 use crate::error::ApiError;
+use crate::generation::Names;
 use crate::grammar::{Grammars, Start};
 use crate::output::{CallForm, CallParser};
 use crate::protocol::thinking::Thinking;
@@ -160,6 +161,11 @@ impl Model {
         self.engine.spec().ctx
     }
 
+    /// The tokens of a prompt that are counted; one that has more is refused before it is read to its end.
+    pub fn counted(&self) -> usize {
+        2 * self.context()
+    }
+
     /// Compiles formats for this model; made on the first call.
     ///
     /// # Errors
@@ -245,18 +251,24 @@ impl Model {
     /// last message, with that message's text at its end.
     ///
     /// # Errors
-    /// A template that refuses the chat, or a model without one.
+    /// A template that refuses the chat, or a model without one; a chat of more tokens than are counted, which
+    /// `names` says what to call.
     pub fn prompt(
         &self,
         mut messages: Vec<Message>,
         tools: Option<&[Value]>,
         thinking: &Thinking,
         continues: bool,
+        names: Names,
     ) -> Result<Prompt, ApiError> {
         let Some(template) = &self.template else {
             let what = "this model has no chat template: it serves /v1/completions";
             return Err(ApiError::invalid(what));
         };
+        let most = self.counted();
+        let read = |e| names.read(e, self.context());
+        let bytes = messages.iter().map(|m| m.text().len()).sum();
+        self.tokenizer.check_bytes(bytes, most).map_err(read)?;
         let last = if continues { messages.pop() } else { None };
         let (messages, tools) = match self.tool_prompt {
             ToolPrompt::Template(_) => (messages, tools),
@@ -273,7 +285,9 @@ impl Model {
         let control = self.tokenizer.control_tokens();
         let prompt = template.prompt(control, &messages, tools, true, switches)?;
         let mut text = prompt.text().into_owned();
-        let mut tokens = self.tokenizer.encode_prompt(&prompt)?;
+        let mut tokens = (self.tokenizer)
+            .encode_prompt_within(&prompt, most)
+            .map_err(read)?;
         let mut begun = Vec::new();
         if last.is_none() && thinking.budget == Some(0) && text.trim_end().ends_with("<think>") {
             // A template that opens thinking whatever it is told.
@@ -294,9 +308,14 @@ impl Model {
             };
             let thought = thought.unwrap_or_default().trim();
             tokens.extend(self.tokenizer.encode(open)?);
-            tokens.extend(self.tokenizer.encode_quoted(thought)?);
+            let quoted = |text| {
+                self.tokenizer
+                    .encode_quoted_within(text, most)
+                    .map_err(read)
+            };
+            tokens.extend(quoted(thought)?);
             tokens.extend(self.tokenizer.encode(close)?);
-            begun = self.tokenizer.encode_quoted(last.text())?;
+            begun = quoted(last.text())?;
             tokens.extend_from_slice(&begun);
             text += &[open, thought, close, last.text()].concat();
         }

@@ -142,6 +142,12 @@ struct AddedToken {
     id: u32,
     content: String,
     special: bool,
+    #[serde(default)]
+    lstrip: bool,
+    #[serde(default)]
+    rstrip: bool,
+    #[serde(default)]
+    single_word: bool,
 }
 
 #[derive(Deserialize)]
@@ -206,6 +212,18 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         put(id, text, TokenKind::Normal)?;
     }
     for token in &tokenizer.added_tokens {
+        let takes = [
+            ("lstrip", token.lstrip),
+            ("rstrip", token.rstrip),
+            ("single_word", token.single_word),
+        ];
+        if let Some((flag, _)) = takes.iter().find(|(_, set)| *set) {
+            return Err(Error::Unsupported {
+                path,
+                what: format!("{flag} of the added token {:?} in GGUF", token.content),
+                why: "its readers would read other tokens in the same text".into(),
+            });
+        }
         let kind = if token.special || looks_special(&token.content) {
             TokenKind::Control
         } else {
@@ -216,6 +234,13 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
     let unused: Vec<String> = (0..rows).map(|i| format!("[PAD{i}]")).collect();
     let text = |(i, t): (usize, &Option<(&'_ str, _)>)| t.map_or(unused[i].clone(), |t| t.0.into());
     let texts: Vec<String> = tokens.iter().enumerate().map(text).collect();
+    let mut first = BTreeMap::new();
+    for (id, text) in texts.iter().enumerate() {
+        if let Some(other) = first.insert(text, id) {
+            let found = format!("{text:?} as {other} and {id}");
+            return Err(malformed("tokens", "each token once".into(), found));
+        }
+    }
     let kind = |t: &Option<(_, TokenKind)>| t.map_or(TokenKind::Unused, |t| t.1).id();
     let kinds: Vec<i32> = tokens.iter().map(kind).collect();
     let merges = tokenizer.model.merges.into_iter().map(|m| match m {

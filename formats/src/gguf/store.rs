@@ -57,7 +57,9 @@ pub(crate) fn find(files: &Files, weights: Option<&str>) -> Result<Option<String
     };
     let one_set = found.len() == 1
         || Split::parse(first)
-            .is_some_and(|s| found == (0..s.count).map(|i| s.name(i)).collect::<Vec<_>>());
+            // The number that a name says is compared before anything is as long as it.
+            .filter(|s| s.count == found.len() as u64)
+            .is_some_and(|s| (0..).zip(&found).all(|(i, name)| s.name(i) == *name));
     if one_set {
         Ok(Some(first.clone()))
     } else {

@@ -132,8 +132,17 @@ impl KvData {
 
 impl KvPages {
     /// Allocates `pages` zeroed pages. Pages that are never written take no memory.
+    ///
+    /// # Panics
+    /// If so many values have no address each.
     pub fn new(kind: KvType, pages: usize, kv_heads: usize, head_dim: usize) -> Self {
-        let data = || KvData::new(kind, pages * kv_heads * PAGE, head_dim);
+        // Everything that reads a row relies on there being as many as this says.
+        let rows = pages
+            .checked_mul(kv_heads)
+            .and_then(|n| n.checked_mul(PAGE));
+        let rows = rows.filter(|rows| rows.checked_mul(head_dim).is_some());
+        let rows = rows.expect("pages of keys and values that fit the address space");
+        let data = || KvData::new(kind, rows, head_dim);
         KvPages {
             kv_heads,
             head_dim,

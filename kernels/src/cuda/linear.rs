@@ -113,7 +113,11 @@ impl DeviceLinear {
     /// [`Error::DeviceMemory`].
     pub fn zeros(gpu: &Gpu, kind: PackedKind, (rows, inputs): (usize, usize)) -> Result<Self> {
         let (tiles, spans) = (rows.div_ceil(TILE), inputs.div_ceil(SPAN));
-        let room = |record: usize| gpu.zeros("weights", tiles * spans * record);
+        let room = |record: usize| {
+            // A size that no memory has is refused, not wrapped to a small one.
+            let bytes = tiles.saturating_mul(spans).saturating_mul(record);
+            gpu.zeros("weights", bytes)
+        };
         Ok(DeviceLinear {
             kind,
             codes: room(kind.code_bytes())?,

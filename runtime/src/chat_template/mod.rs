@@ -16,6 +16,7 @@ pub use worker::{Isolation, isolate, serve};
 
 use crate::error::{Error, Result};
 use crate::thinking::{Part, Splitter};
+use crate::tokenizer::ControlTokens;
 use jinja::Templates;
 use nq_formats::Files;
 use serde::{Deserialize, Serialize};
@@ -268,7 +269,7 @@ impl ChatTemplate {
     /// Errors of [`ChatTemplate::render`].
     pub fn prompt(
         &self,
-        control: &[String],
+        control: &ControlTokens,
         messages: &[Message],
         tools: Option<&[Value]>,
         add_generation_prompt: bool,

@@ -2,6 +2,7 @@
 
 use super::Message;
 use crate::error::Result;
+use crate::tokenizer::ControlTokens;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -20,12 +21,12 @@ pub struct Prompt {
 impl Prompt {
     /// Renders messages in which the `control` tokens are marked.
     pub(super) fn new(
-        control: &[String],
+        control: &ControlTokens,
         messages: &[Message],
         tools: Option<&[Value]>,
         render: impl FnOnce(&[Message], Option<&[Value]>) -> Result<String>,
     ) -> Result<Self> {
-        let quotes = |found: &mut bool, s: &str| *found |= !places(s, control).is_empty();
+        let quotes = |found: &mut bool, s: &str| *found = *found || !control.places(s).is_empty();
         let mut found = false;
         visit(messages, tools, &mut |s| quotes(&mut found, s));
         if !found {
@@ -71,7 +72,7 @@ impl Prompt {
     }
 
     /// The text in parts, each with a flag: true if it quotes control tokens and contains none itself.
-    pub(crate) fn parts(&self, control: &[String]) -> Vec<(String, bool)> {
+    pub(crate) fn parts(&self, control: &ControlTokens) -> Vec<(String, bool)> {
         let mut parts: Vec<(String, bool)> = Vec::new();
         let mut push = |text: &str| {
             let quotes = self.mark.is_some_and(|mark| text.contains(mark));
@@ -83,18 +84,13 @@ impl Prompt {
                 )),
             }
         };
-        let mut rest = self.text.as_str();
-        // The leftmost token; of several at the same place, the longest.
-        while let Some((at, token)) = control
-            .iter()
-            .filter_map(|token| Some((rest.find(token.as_str())?, token.as_str())))
-            .min_by_key(|(at, token)| (*at, usize::MAX - token.len()))
-        {
-            push(&rest[..at]);
-            push(token);
-            rest = &rest[at + token.len()..];
+        let mut end = 0;
+        for token in control.spans(&self.text) {
+            push(&self.text[end..token.start]);
+            push(&self.text[token.clone()]);
+            end = token.end;
         }
-        push(rest);
+        push(&self.text[end..]);
         parts
     }
 }
@@ -123,7 +119,7 @@ fn visit(messages: &[Message], tools: Option<&[Value]>, f: &mut dyn FnMut(&str))
     tools.into_iter().flatten().for_each(|t| value(t, f));
 }
 
-fn marked_value(v: &Value, control: &[String], mark: char) -> Value {
+fn marked_value(v: &Value, control: &ControlTokens, mark: char) -> Value {
     match v {
         Value::String(s) => marked(s, control, mark).into(),
         Value::Array(items) => {
@@ -135,36 +131,22 @@ fn marked_value(v: &Value, control: &[String], mark: char) -> Value {
     }
 }
 
-fn marked_map(map: &Map<String, Value>, control: &[String], mark: char) -> Map<String, Value> {
+fn marked_map(map: &Map<String, Value>, control: &ControlTokens, mark: char) -> Map<String, Value> {
     map.iter()
         .map(|(k, v)| (marked(k, control, mark), marked_value(v, control, mark)))
         .collect()
 }
 
-fn marked(s: &str, control: &[String], mark: char) -> String {
-    let mut out = s.to_owned();
-    for at in places(s, control).into_iter().rev() {
-        out.insert(at, mark);
+/// The text with a mark behind the first character of each control token, and of anything at its end that could
+/// begin one, since templates may join strings.
+fn marked(s: &str, control: &ControlTokens, mark: char) -> String {
+    let places = control.places(s);
+    let mut out = String::with_capacity(s.len() + places.len() * mark.len_utf8());
+    let mut end = 0;
+    for at in places {
+        out.push_str(&s[end..at]);
+        out.push(mark);
+        end = at;
     }
-    out
-}
-
-/// Where marks go in a string, in order: after the first character of each control token, and of
-/// anything at the string's end that could begin one, since templates may join strings.
-fn places(s: &str, control: &[String]) -> Vec<usize> {
-    let mut places = Vec::new();
-    for token in control {
-        let first = token.chars().next().map_or(0, char::len_utf8);
-        let mut at = 0;
-        while let Some(found) = s[at..].find(token.as_str()) {
-            places.push(at + found + first);
-            at += found + first;
-        }
-        let begun = (1..token.len()).filter(|&n| token.is_char_boundary(n));
-        let begun = begun.filter(|&n| s.ends_with(&token[..n]));
-        places.extend(begun.map(|n| s.len() - n + first));
-    }
-    places.sort_unstable();
-    places.dedup();
-    places
+    out + &s[end..]
 }

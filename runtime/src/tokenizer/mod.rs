@@ -5,7 +5,11 @@
 //! model's vocabulary, and a table of each token's bytes, used for decoding (here) and streaming
 //! ([`crate::Detokenizer`]).
 
+mod control;
+mod cut;
 mod outline;
+
+pub use control::ControlTokens;
 
 use crate::chat_template::Prompt;
 use crate::error::{Error, Result};
@@ -24,27 +28,30 @@ const MAX_ID: u32 = 1 << 24;
 /// Bytes of text per parallel piece.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// The pre-tokenizers' patterns of Qwen2 to 3 and of Qwen3.5 and later, for which [`next_boundary`] is proven.
-const QWEN_PATTERNS: [&str; 2] = [
-    concat!(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    concat!(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|",
-        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-];
+/// Pieces that are encoded together: so many hold memory at a time, before they are tokens.
+const PIECES: usize = 16;
+
+/// Most bytes of a piece of a text of bounded length. A longer one has no place to cut it for a megabyte: no
+/// blank behind a word, no line.
+const MOST_PIECE: usize = 1 << 20;
+
+/// A normal form makes a text shorter by at most this factor: three characters of Korean become one as long as
+/// each.
+const MOST_COMPOSED: usize = 3;
+
+/// A token longer than this is not counted on when a text's length is compared with tokens.
+const MOST_TOKEN: usize = 1024;
 
 /// A byte-level BPE tokenizer.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     path: PathBuf,
     bytes: Arc<TokenBytes>,
-    /// True if texts may be cut at [`next_boundary`] and encoded in pieces.
+    /// True if texts may be cut at [`cut::next_boundary`] and encoded in pieces.
     cuttable: bool,
-    /// Tokens marked special.
-    control: Vec<String>,
+    /// Most bytes of text that become one token.
+    longest: usize,
+    control: ControlTokens,
     /// The same tokenizer without special tokens; made when first needed.
     literal: OnceLock<Box<tokenizers::Tokenizer>>,
 }
@@ -80,8 +87,11 @@ impl Tokenizer {
             .values()
             .filter(|t| t.special && !t.content.is_empty());
         let control = control.map(|t| t.content.clone()).collect();
+        let control = ControlTokens::new(control).map_err(bad)?;
+        let composed = inner.get_normalizer().map_or(1, |_| MOST_COMPOSED);
         Ok(Tokenizer {
-            cuttable: is_cuttable(&inner),
+            cuttable: cut::is_cuttable(&inner),
+            longest: bytes.longest().clamp(1, MOST_TOKEN) * composed,
             control,
             literal: OnceLock::new(),
             bytes: Arc::new(bytes),
@@ -96,25 +106,68 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Text`] if the pre-tokenizer's pattern fails on this text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let pieces = if self.cuttable {
-            cut(text, PIECE_BYTES)
-        } else {
-            vec![text]
-        };
-        match pieces.as_slice() {
-            [only] => self.encode_piece(only),
-            many => {
-                let parts: Vec<Vec<u32>> = many
-                    .par_iter()
-                    .map(|piece| self.encode_piece(piece))
-                    .collect::<Result<_>>()?;
-                Ok(parts.concat())
-            }
+        self.encode_pieces(&self.inner, text, usize::MAX)
+    }
+
+    /// Like [`Tokenizer::encode`], for a text whose length nobody has bounded yet: time and memory depend on `most`
+    /// and not on the text.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] if it has more than `most` tokens; errors of [`Tokenizer::encode`].
+    pub fn encode_within(&self, text: &str, most: usize) -> Result<Vec<u32>> {
+        self.encode_pieces(&self.inner, text, most)
+    }
+
+    /// Refuses `bytes` of text that have more than `most` tokens however they are divided.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`].
+    pub fn check_bytes(&self, bytes: usize, most: usize) -> Result<()> {
+        match bytes.div_ceil(self.longest) {
+            at_least if at_least > most => Err(Error::TooLong { at_least, most }),
+            _ => Ok(()),
         }
     }
 
-    fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode_with(&self.inner, text)
+    /// The ids of a text of at most `most` tokens, a number of pieces at a time.
+    fn encode_pieces(
+        &self,
+        tokenizer: &tokenizers::Tokenizer,
+        text: &str,
+        most: usize,
+    ) -> Result<Vec<u32>> {
+        self.check_bytes(text.len(), most)?;
+        let pieces = match self.cuttable {
+            true => cut::cut(text, PIECE_BYTES),
+            false => vec![text],
+        };
+        if most < usize::MAX && self.cuttable {
+            let mut lengths = pieces.iter().map(|piece| piece.len());
+            if let Some(bytes) = lengths.find(|&bytes| bytes > MOST_PIECE) {
+                return Err(Error::Request {
+                    what: "text",
+                    expected: format!("words and lines of at most {MOST_PIECE} bytes"),
+                    found: format!("one of {bytes}"),
+                });
+            }
+        }
+        let mut ids = Vec::new();
+        for pieces in pieces.chunks(PIECES) {
+            match pieces {
+                [only] => ids.extend(self.encode_with(tokenizer, only)?),
+                many => {
+                    let encode = |piece: &&str| self.encode_with(tokenizer, piece);
+                    let parts: Vec<Vec<u32>> =
+                        many.par_iter().map(encode).collect::<Result<_>>()?;
+                    parts.iter().for_each(|part| ids.extend_from_slice(part));
+                }
+            }
+            if ids.len() > most {
+                let at_least = ids.len();
+                return Err(Error::TooLong { at_least, most });
+            }
+        }
+        Ok(ids)
     }
 
     fn encode_with(&self, tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
@@ -130,7 +183,7 @@ impl Tokenizer {
 
     /// Tokens marked special (`<|im_end|>`). [`Tokenizer::encode_prompt`] treats them as control
     /// tokens only where the template wrote them.
-    pub fn control_tokens(&self) -> &[String] {
+    pub fn control_tokens(&self) -> &ControlTokens {
         &self.control
     }
 
@@ -140,15 +193,28 @@ impl Tokenizer {
     /// # Errors
     /// Errors of [`Tokenizer::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>> {
+        self.encode_prompt_within(prompt, usize::MAX)
+    }
+
+    /// Like [`Tokenizer::encode_prompt`], for a chat whose length nobody has bounded yet.
+    ///
+    /// # Errors
+    /// Errors of [`Tokenizer::encode_within`].
+    pub fn encode_prompt_within(&self, prompt: &Prompt, most: usize) -> Result<Vec<u32>> {
         if !prompt.is_marked() {
-            return self.encode(&prompt.text());
+            return self.encode_within(&prompt.text(), most);
         }
+        self.check_bytes(prompt.text().len(), most)?;
         let mut ids = Vec::new();
         for (text, quotes) in prompt.parts(&self.control) {
             ids.extend(match quotes {
-                false => self.encode(&text)?,
-                true => self.encode_quoted(&text)?,
+                false => self.encode_within(&text, most)?,
+                true => self.encode_quoted_within(&text, most)?,
             });
+            if ids.len() > most {
+                let at_least = ids.len();
+                return Err(Error::TooLong { at_least, most });
+            }
         }
         Ok(ids)
     }
@@ -158,7 +224,15 @@ impl Tokenizer {
     /// # Errors
     /// As [`Tokenizer::encode`].
     pub fn encode_quoted(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode_with(self.literal(), text)
+        self.encode_quoted_within(text, usize::MAX)
+    }
+
+    /// Like [`Tokenizer::encode_quoted`], for a text whose length nobody has bounded yet.
+    ///
+    /// # Errors
+    /// Errors of [`Tokenizer::encode_within`].
+    pub fn encode_quoted_within(&self, text: &str, most: usize) -> Result<Vec<u32>> {
+        self.encode_pieces(self.literal(), text, most)
     }
 
     /// The tokenizer that treats control tokens as text.
@@ -350,6 +424,12 @@ impl TokenBytes {
         self.special.binary_search(&id).is_ok()
     }
 
+    /// Bytes of the longest token.
+    fn longest(&self) -> usize {
+        let ids = 0..self.ends.len() as u32;
+        ids.map(|id| self.get(id).len()).max().unwrap_or(0)
+    }
+
     fn max_id(&self) -> u32 {
         (self.ends.len() - 1) as u32
     }
@@ -373,79 +453,6 @@ fn char_bytes() -> Vec<Option<u8>> {
     table
 }
 
-/// A part of the tokenizer as written in `tokenizer.json`; null if absent.
-fn part<T: serde::Serialize>(part: Option<&T>) -> serde_json::Value {
-    serde_json::to_value(part).unwrap_or_default()
-}
-
-/// True if a text may be cut at [`next_boundary`] without changing its ids: the tokenizer has Qwen's
-/// pre-tokenizer pattern, NFC or no normalization, and no added token that could span
-/// a line end or strip the white space beside it.
-fn is_cuttable(tokenizer: &tokenizers::Tokenizer) -> bool {
-    let pre = part(tokenizer.get_pre_tokenizer());
-    let byte_level = |v: &serde_json::Value| {
-        v["type"] == "ByteLevel" && v["add_prefix_space"] == false && v["use_regex"] == false
-    };
-    let pattern = match pre["pretokenizers"].as_array().map(Vec::as_slice) {
-        Some([split, last]) if byte_level(last) => {
-            split["type"] == "Split"
-                && QWEN_PATTERNS
-                    .iter()
-                    .any(|p| split["pattern"]["Regex"] == **p)
-                && split["behavior"] == "Isolated"
-                && split["invert"] == false
-        }
-        _ => false,
-    };
-    let normalizer = part(tokenizer.get_normalizer());
-    let added = tokenizer.get_added_tokens_decoder();
-    pattern
-        && (normalizer.is_null() || normalizer["type"] == "NFC")
-        && added
-            .values()
-            .all(|t| !(t.lstrip || t.rstrip || t.single_word || t.content.contains(['\n', '\r'])))
-}
-
-/// Cuts `text` into pieces of at least `size` bytes (except the last), whose ids, concatenated,
-/// are the ids of `text`.
-fn cut(text: &str, size: usize) -> Vec<&str> {
-    let mut pieces = Vec::with_capacity(text.len() / size + 1);
-    let mut start = 0;
-    while text.len() - start > size {
-        match next_boundary(text.as_bytes(), start + size) {
-            Some(end) => pieces.push(&text[start..end]),
-            None => break,
-        }
-        start += pieces.last().map_or(0, |p| p.len());
-    }
-    pieces.push(&text[start..]);
-    pieces
-}
-
-/// The first position from `from` on that follows a line feed and precedes spaces or tabs
-/// (or none) and then a printable ASCII character.
-///
-/// [`QWEN_PATTERNS`] always end a match there. A match that contains the line feed comes from
-/// ` ?[^\s\p{L}\p{N}]+[\r\n]*`, with or without `\p{M}`, or `\s*[\r\n]+`: the first can take no blank after it, the
-/// second takes a run of white space up to its last line end, which this is. `\s+(?!\S)` and
-/// `\s+` come later in the alternation and see the line feed only where `\s*[\r\n]+` does
-/// not match. No alternative looks behind, so what follows is matched as if it stood alone.
-/// NFC never joins a line feed with a neighbour.
-fn next_boundary(text: &[u8], from: usize) -> Option<usize> {
-    let mut at = from;
-    while let Some(offset) = text.get(at..)?.iter().position(|&b| b == b'\n') {
-        at += offset + 1;
-        let blank = text[at..]
-            .iter()
-            .position(|&b| b != b' ' && b != b'\t')
-            .map(|n| text[at + n]);
-        if blank.is_some_and(|b| b.is_ascii_graphic()) {
-            return Some(at);
-        }
-    }
-    None
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -457,33 +464,5 @@ mod tests {
         assert_eq!(bytes, (0..=255).collect::<Vec<u8>>());
         assert_eq!(char_bytes()['Ġ' as usize], Some(b' '));
         assert_eq!(char_bytes()['Ċ' as usize], Some(b'\n'));
-    }
-
-    #[test]
-    fn boundaries_follow_the_last_line_end_of_white_space() {
-        let check = |text: &str, expected| {
-            assert_eq!(next_boundary(text.as_bytes(), 0), expected, "{text:?}");
-        };
-        check("ab\ncd", Some(3));
-        check("ab\n  cd", Some(3));
-        check("ab\n \t\n cd", Some(6));
-        check("ab\n\n\ncd", Some(5));
-        check("ab\n", None);
-        check("ab\n  ", None);
-        check("no line end", None);
-        // A letter outside ASCII may be white space or a combining character: not cut there.
-        check("ab\n\u{2003}cd\nef", Some(9));
-        check("ab\n\u{301}x", None);
-        check("ab\n\rcd", None);
-    }
-
-    #[test]
-    fn pieces_join_to_the_text() {
-        let text = "one\ntwo\n three\n\nfour\n";
-        for size in 1..text.len() + 2 {
-            assert_eq!(cut(text, size).concat(), text);
-        }
-        assert_eq!(cut(text, 1), ["one\n", "two\n", " three\n\n", "four\n"]);
-        assert_eq!(cut("", 4), [""]);
     }
 }

@@ -1,12 +1,15 @@
 //! Bodies: requests within limits, and answers from a channel.
 
 use super::Limits;
+use super::connections::Working;
+use super::room::{Place, SMALL};
 use crate::error::ApiError;
+use crate::protocol::reading::plain;
 use axum::body::Body;
 use bytes::Bytes;
 use flate2::read::{DeflateDecoder, MultiGzDecoder, ZlibDecoder};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
-use hyper::body::Frame;
+use http_body_util::BodyExt;
+use hyper::body::{Frame, SizeHint};
 use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap};
 use ruzstd::decoding::StreamingDecoder;
 use std::convert::Infallible;
@@ -14,15 +17,17 @@ use std::io::{self, Read};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::sync::mpsc::Receiver;
+use tokio::time::timeout;
 
-/// Reads a request's whole body.
+/// Reads a request's whole body. A large one, and one that is encoded, waits for room in its `place`.
 ///
 /// # Errors
-/// A body whose header does not say JSON, or that is too long or too slow.
+/// A body whose header does not say JSON, or that is too long or too slow; no room for it.
 pub(super) async fn read(
     headers: &HeaderMap,
     body: Body,
     limits: &Limits,
+    place: &Place,
 ) -> Result<Bytes, ApiError> {
     let kind = headers
         .get(CONTENT_TYPE)
@@ -31,23 +36,60 @@ pub(super) async fn read(
     let kind = kind.split(';').next().unwrap_or_default().trim();
     if !kind.eq_ignore_ascii_case("application/json") {
         // Pages of other sites cannot send this type without a preflight request.
-        let what = format!("content-type: expected application/json, found {kind:?}");
+        let what = format!(
+            "content-type: expected application/json, found {:?}",
+            plain(kind)
+        );
         return Err(ApiError::bounds(415, what));
     }
     let encoding = Encoding::of(headers)?;
-    let whole = Limited::new(body, limits.body).collect();
-    let body = match tokio::time::timeout(limits.body_time, whole).await {
-        Err(_) => return Err(ApiError::bounds(408, "the body took too long to come")),
-        Ok(Ok(body)) => body.to_bytes(),
-        Ok(Err(e)) if e.is::<LengthLimitError>() => return Err(too_long(limits.body)),
-        Ok(Err(_)) => return Err(ApiError::invalid("the body broke off")),
-    };
+    let whole = receive(body, encoding != Encoding::Identity, limits, place);
+    let slow = |_| ApiError::bounds(408, "the body took too long to come");
+    let body = timeout(limits.body_time, whole).await.map_err(slow)??;
     if encoding == Encoding::Identity {
         return Ok(body);
     }
     let most = limits.body;
-    let decoded = tokio::task::spawn_blocking(move || encoding.decode(&body, most)).await;
-    decoded.unwrap_or_else(|_| Err(ApiError::invalid("the body cannot be decoded")))
+    place.work(move || encoding.decode(&body, most)).await
+}
+
+/// The bytes of a body as they come.
+async fn receive(
+    mut body: Body,
+    encoded: bool,
+    limits: &Limits,
+    place: &Place,
+) -> Result<Bytes, ApiError> {
+    let announced = hyper::body::Body::size_hint(&body).exact();
+    if announced.is_some_and(|bytes| bytes > limits.body as u64) {
+        return Err(too_long(limits.body));
+    }
+    // What it may become counts, not what it is.
+    let most = announced
+        .filter(|_| !encoded)
+        .map_or(limits.body, |bytes| bytes as usize);
+    let mut room = if encoded { 0 } else { SMALL };
+    let mut whole = Vec::new();
+    loop {
+        let next = timeout(limits.body_pause, body.frame()).await;
+        let frame = match next {
+            Err(_) => return Err(ApiError::bounds(408, "the body stopped coming")),
+            Ok(None) => return Ok(whole.into()),
+            Ok(Some(Err(_))) => return Err(ApiError::invalid("the body broke off")),
+            Ok(Some(Ok(frame))) => frame,
+        };
+        let Ok(piece) = frame.into_data() else {
+            continue; // trailers
+        };
+        if whole.len() + piece.len() > limits.body {
+            return Err(too_long(limits.body));
+        }
+        if whole.len() + piece.len() > room {
+            place.hold(most, limits.body_time).await?;
+            room = usize::MAX;
+        }
+        whole.extend_from_slice(&piece);
+    }
 }
 
 fn too_long(most: usize) -> ApiError {
@@ -115,6 +157,35 @@ impl Encoding {
                 Err(ApiError::invalid(what))
             }
         }
+    }
+}
+
+/// An answer's body, with which its connection's work ends.
+pub(super) struct Ending(pub(super) Body, pub(super) Working);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.1.set(false);
+    }
+}
+
+impl hyper::body::Body for Ending {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.0).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.size_hint()
     }
 }
 

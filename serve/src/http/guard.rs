@@ -157,9 +157,12 @@ impl Security {
             (None, None, Some(authority)) => Some(authority.as_str()),
             _ => None,
         };
+        // A target in absolute form has a name too, which counts before that of the header (RFC 9112, 3.2.2).
+        let target = uri.authority().map(|a| host_name(a.as_str()));
+        let target = target.is_none_or(|name| name.is_some_and(|name| self.is_own(&name)));
         let name = host.and_then(host_name);
         match name {
-            Some(name) if self.is_own(&name) => Ok(()),
+            Some(name) if target && self.is_own(&name) => Ok(()),
             _ => Err(ApiError::denied(
                 403,
                 "Host: this is not a name of this server; --allow-host adds one",

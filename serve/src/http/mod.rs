@@ -1,10 +1,13 @@
 //! HTTP: connections, routes, access control, and streamed answers.
 
 mod body;
+mod census;
+mod connections;
 pub mod guard;
 mod noted;
 mod openapi;
 mod page;
+mod room;
 mod routes;
 mod server;
 mod stream;
@@ -17,6 +20,7 @@ use crate::models::Models;
 use crate::protocol::kept::Kept;
 use crate::protocol::reading::Rules;
 use noted::Ledger;
+use room::Room;
 use std::sync::Arc;
 
 /// State that all requests share.
@@ -33,4 +37,6 @@ pub struct App {
     pub kept: Arc<Kept>,
     /// What requests had that nq does not know.
     ledger: Ledger,
+    /// What requests may take before a model is asked.
+    room: Arc<Room>,
 }

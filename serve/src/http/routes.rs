@@ -1,7 +1,11 @@
 //! The routes and their handlers.
 
+use super::body::{self, Ending};
+use super::census;
+use super::connections::Working;
+use super::room::Place;
 use super::stream::{self, Silence, patient};
-use super::{App, body, openapi, page};
+use super::{App, openapi, page};
 use crate::about::About;
 use crate::engine::Client;
 use crate::error::ApiError;
@@ -37,6 +41,8 @@ pub(super) struct Peer {
     pub(super) address: IpAddr,
     /// Becomes true when it sends no more.
     pub(super) silence: Silence,
+    /// Whether the connection is at work.
+    pub(super) working: Working,
 }
 
 /// How a protocol reads a request.
@@ -98,6 +104,9 @@ async fn guard(
         Ok(origin) => origin,
         Err(e) => return worded(failure(&e), &path),
     };
+    // One that has a body is at work once that has come.
+    peer.working
+        .set(hyper::body::Body::is_end_stream(request.body()));
     let response = if *request.method() == Method::OPTIONS && origin.is_some() {
         preflight(request.headers())
     } else {
@@ -117,6 +126,7 @@ async fn guard(
         }
     };
     let mut response = worded(response, &path);
+    response = response.map(|body| Body::new(Ending(body, peer.working)));
     let headers = response.headers_mut();
     headers.insert(
         "x-content-type-options",
@@ -208,7 +218,7 @@ async fn generate(
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
     let path = request.uri().path().to_owned();
-    let (name, fields) = match asked(&app, request).await {
+    let (name, fields, place) = match asked(&app, request).await {
         Ok(asked) => asked,
         Err(e) => return failure(&e),
     };
@@ -216,7 +226,7 @@ async fn generate(
     let of = Arc::clone(&app);
     let mut begun = Box::pin(async move {
         let model = of.models.get(name.as_deref()).await?;
-        begin(model, client, fields, parse, deadline).await
+        begin(model, client, fields, (parse, place), deadline).await
     });
     let (stream, parsed) = match timeout(app.limits.keep_alive, &mut begun).await {
         Ok(Ok(begun)) => begun,
@@ -266,7 +276,7 @@ async fn begin(
     model: Arc<Model>,
     client: Client,
     fields: Fields,
-    parse: Parse,
+    (parse, place): (Parse, Place),
     deadline: Option<Instant>,
 ) -> Result<(generation::Stream, Parsed), ApiError> {
     if model.embedding().is_some() {
@@ -279,29 +289,34 @@ async fn begin(
         });
     }
     // Templates, tokenizers and grammars take their time, and may panic: not here.
-    blocking(move || {
-        let parsed = parse(&model, fields)?;
-        let stream = generation::start(&model, &parsed.generation, client, deadline)?;
-        Ok((stream, parsed))
-    })
-    .await
+    place
+        .work(move || {
+            let parsed = parse(&model, fields)?;
+            let stream = generation::start(&model, &parsed.generation, client, deadline)?;
+            Ok((stream, parsed))
+        })
+        .await
 }
 
-/// Runs slow work on a thread of its own.
-async fn blocking<T: Send + 'static>(
-    f: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    let done = tokio::task::spawn_blocking(f).await;
-    done.unwrap_or_else(|_| Err(ApiError::internal("the request could not be read: a panic")))
-}
-
-/// The name of the model that a request is for, and the body's other fields.
-async fn asked(app: &App, request: Request) -> Result<(Option<String>, Fields), ApiError> {
-    let (parts, body) = request.into_parts();
-    let body = body::read(&parts.headers, body, &app.limits).await?;
-    let reading = parts.extensions.get().cloned().unwrap_or_default();
-    let mut fields = Fields::parse(&body, reading)?;
-    Ok((fields.take("model")?, fields))
+/// The name of the model that a request is for, the body's other fields, and the request's place for further work on
+/// them.
+async fn asked(app: &App, request: Request) -> Result<(Option<String>, Fields, Place), ApiError> {
+    let (mut parts, body) = request.into_parts();
+    let client = parts.extensions.get().copied().unwrap_or_default();
+    let place = app.room.place(client);
+    let body = body::read(&parts.headers, body, &app.limits, &place).await?;
+    if let Some(peer) = parts.extensions.get::<Peer>() {
+        peer.working.set(true);
+    }
+    let reading = parts.extensions.remove().unwrap_or_default();
+    let read = place.work(move || {
+        census::check(&body)?;
+        let mut fields = Fields::parse(&body, reading)?;
+        let name: Option<String> = fields.take("model")?;
+        Ok((name, fields))
+    });
+    let (name, fields) = read.await?;
+    Ok((name, fields, place))
 }
 
 /// Handles a request that is answered at once, or whose answer the engine has a part in. `read` reads it, `made`
@@ -311,14 +326,14 @@ async fn answered<T, A>(
     silence: Silence,
     request: Request,
     read: fn(&Arc<Model>, Fields) -> Result<T, ApiError>,
-    made: impl FnOnce(Arc<Model>, T) -> A + Send + 'static,
+    made: impl FnOnce(Arc<Model>, T, Place) -> A + Send + 'static,
 ) -> Response
 where
     T: Send + 'static,
     A: Future<Output = Result<String, ApiError>> + Send + 'static,
 {
     let path = request.uri().path().to_owned();
-    let (name, fields) = match asked(&app, request).await {
+    let (name, fields, place) = match asked(&app, request).await {
         Ok(asked) => asked,
         Err(e) => return failure(&e),
     };
@@ -326,16 +341,18 @@ where
     let mut woken = Box::pin(async move {
         let model = of.models.get(name.as_deref()).await?;
         let reader = Arc::clone(&model);
-        let read = blocking(move || read(&reader, fields)).await?;
-        Ok((model, read))
+        let read = place.work(move || read(&reader, fields)).await?;
+        Ok((model, read, place))
     });
     match timeout(app.limits.keep_alive, &mut woken).await {
-        Ok(Ok((model, read))) => whole(patient(made(model, read), silence, app.limits).await),
+        Ok(Ok((model, read, place))) => {
+            whole(patient(made(model, read, place), silence, app.limits).await)
+        }
         Ok(Err(e)) => failure(&e),
         Err(_) => {
             let answer = async move {
-                let (model, read) = woken.await?;
-                made(model, read).await
+                let (model, read, place) = woken.await?;
+                made(model, read, place).await
             };
             let wrong = move |e: &ApiError| error_body(&path, e).to_string();
             json_body(
@@ -353,7 +370,7 @@ async fn answer(
     request: Request,
     f: Answer,
 ) -> Response {
-    let made = |_, value: Value| async move { Ok(value.to_string()) };
+    let made = |_, value: Value, _| async move { Ok(value.to_string()) };
     answered(app, peer.silence, request, f, made).await
 }
 
@@ -448,11 +465,12 @@ async fn embed(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let made = move |model: Arc<Model>, mut asked: embeddings::Embeddings| async move {
+    let made = move |model: Arc<Model>, mut asked: embeddings::Embeddings, place: Place| async move {
         let texts = std::mem::take(&mut asked.texts);
         let tokens = texts.iter().map(Vec::len).sum();
         let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
-        blocking(move || embeddings::answer(&model, &asked, &rows, tokens)).await
+        let answer = move || embeddings::answer(&model, &asked, &rows, tokens);
+        place.work(answer).await
     };
     answered(
         app,
@@ -472,12 +490,13 @@ async fn score(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let made = move |model: Arc<Model>, mut asked: rerank::Rerank| async move {
+    let made = move |model: Arc<Model>, mut asked: rerank::Rerank, place: Place| async move {
         let row = rerank::reranker(&model)?.row();
         let prompts = std::mem::take(&mut asked.prompts);
         let tokens = prompts.iter().map(Vec::len).sum();
         let rows = reading::read(&model, &row, prompts, client, deadline).await?;
-        blocking(move || rerank::answer(&model, &asked, &rows, tokens)).await
+        let answer = move || rerank::answer(&model, &asked, &rows, tokens);
+        place.work(answer).await
     };
     answered(app, peer.silence, request, |m, f| rerank::parse(m, f), made).await
 }

@@ -1,6 +1,8 @@
 //! Connections: their number, time limits and shutdown.
 
+use super::connections::{Connections, Entry};
 use super::noted::{Ledger, Report};
+use super::room::Room;
 use super::routes::{Peer, router};
 use super::{App, Security};
 use crate::models::Models;
@@ -9,6 +11,7 @@ use axum::Extension;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use nq_formats::mapping;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::sync::Arc;
@@ -25,13 +28,17 @@ pub struct Limits {
     pub body: usize,
     /// Longest time for receiving a body.
     pub body_time: Duration,
+    /// Longest time without a further byte of it.
+    pub body_pause: Duration,
+    /// Most bytes of large bodies at once, of which one client gets half; those that do not fit wait.
+    pub bodies: usize,
     /// Longest time for receiving a request's head.
     pub head_time: Duration,
     /// Most headers of a request.
     pub headers: usize,
     /// Most bytes of a request's head.
     pub head: usize,
-    /// Most connections at once; others wait to be accepted.
+    /// Most connections at once; for others, those go that wait for their client.
     pub connections: usize,
     /// Longest time of a request; `None`: unlimited.
     pub request_time: Option<Duration>,
@@ -46,6 +53,8 @@ impl Default for Limits {
         Limits {
             body: 8 << 20,
             body_time: Duration::from_secs(60),
+            body_pause: Duration::from_secs(10),
+            bodies: 64 << 20,
             head_time: Duration::from_secs(15),
             headers: 100,
             head: 64 << 10,
@@ -107,6 +116,7 @@ impl Server {
                 rules: Rules::default(),
                 kept: Arc::default(),
                 ledger: Ledger::new(Box::new(|_| {})),
+                room: Room::new(limits.bodies),
             },
             idle: None,
             stop,
@@ -164,36 +174,46 @@ impl Server {
         let unloading = self
             .idle
             .map(|idle| tokio::spawn(unload(Arc::clone(&app.models), idle)));
+        let sweeping = tokio::spawn(sweep(Arc::clone(&app.room)));
         let (finish, finishing) = watch::channel(false);
-        let mut connections = JoinSet::new();
+        let (all, mut connections) = (Arc::new(Connections::default()), JoinSet::new());
         let grace = loop {
-            let permit = tokio::select! {
-                permit = Arc::clone(&room).acquire_owned() => permit,
-                grace = stopped(&mut self.stop) => break grace,
-            };
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 grace = stopped(&mut self.stop) => break grace,
             };
             while connections.try_join_next().is_some() {}
             let Ok((stream, peer)) = accepted else {
-                // E.g. too many open files: others will be closed.
+                // E.g. too many open files: another is closed.
+                all.make_room();
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             };
+            let mut permit = Arc::clone(&room).try_acquire_owned().ok();
+            if permit.is_none() {
+                all.make_room();
+                permit = tokio::select! {
+                    permit = Arc::clone(&room).acquire_owned() => permit.ok(),
+                    grace = stopped(&mut self.stop) => break grace,
+                };
+            }
             let (silent, silence) = watch::channel(false);
+            let entry = all.enter(peer.ip());
             let peer = Peer {
                 address: peer.ip(),
                 silence,
+                working: entry.working.clone(),
             };
             let router = router.clone().layer(Extension(peer));
-            let (limits, finishing) = (app.limits, finishing.clone());
+            let (limits, finishing, room) = (app.limits, finishing.clone(), Arc::clone(&app.room));
             connections.spawn(async move {
                 // What the system does not give leaves the connection without its answer.
-                let _ = connection(stream, router, limits, finishing, silent).await;
+                let _ = connection(stream, router, limits, finishing, silent, &entry).await;
+                room.connection_left();
                 drop(permit);
             });
         };
+        sweeping.abort();
         drop(listener);
         unloading.inspect(|task| task.abort());
         let _ = finish.send(true);
@@ -216,6 +236,17 @@ async fn unload(models: Arc<Models>, idle: Duration) {
     }
 }
 
+/// Gives back to the system what the allocator keeps of large bodies and of connections that have gone, as long as
+/// it is polled.
+async fn sweep(room: Arc<Room>) {
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        if room.is_littered() {
+            let _ = tokio::task::spawn_blocking(mapping::trim_heap).await;
+        }
+    }
+}
+
 /// Waits for the stop signal.
 async fn stopped(stop: &mut watch::Receiver<Option<Duration>>) -> Duration {
     loop {
@@ -235,6 +266,7 @@ async fn connection(
     limits: Limits,
     mut finishing: watch::Receiver<bool>,
     silent: watch::Sender<bool>,
+    entry: &Entry,
 ) -> io::Result<()> {
     // Tokens are small and must not wait for more data.
     let _ = stream.set_nodelay(true);
@@ -251,7 +283,12 @@ async fn connection(
         .half_close(true)
         .serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);
-    let mut gone = std::pin::pin!(gone(&same, &silent));
+    let mut gone = std::pin::pin!(async {
+        tokio::select! {
+            () = gone(&same, &silent) => {}
+            () = entry.leave.notified() => {}
+        }
+    });
     tokio::select! {
         // A broken connection is not the server's concern.
         _ = served.as_mut() => return Ok(()),

@@ -148,7 +148,7 @@ pub fn render(
     let most = chat.reading.rules.reasoning_budget;
     let thinking = model.thinking(chat.thinking, most);
     let messages = told(chat.messages, &chat.reading.found().told);
-    let prompt = model.prompt(messages, shown, &thinking, chat.continues)?;
+    let prompt = model.prompt(messages, shown, &thinking, chat.continues, partial.names)?;
     let several = chat.several_calls;
     let format = match (&chat.choice, chat.format) {
         (Choice::Required, _) => Some(Format::Calls {

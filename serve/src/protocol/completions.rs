@@ -41,7 +41,10 @@ enum Prompt {
 /// An invalid or unsupported field, by name.
 pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("completions")?;
-    let encode = |text: &String| model.tokenizer().encode(text);
+    let encode = |text: &String| {
+        let tokens = model.tokenizer().encode_within(text, model.counted());
+        tokens.map_err(|e| NAMES.read(e, model.context()))
+    };
     let given: Value = fields.require("prompt")?;
     let given = Prompt::deserialize(given).map_err(|_| {
         let what = "expected a text, a list of texts, token ids, or a list of lists of token ids";

@@ -58,7 +58,10 @@ pub fn parse(model: &Model, fields: Fields) -> Result<Embeddings, ApiError> {
     };
     let width = model.width();
     let dimensions = fields.count("dimensions", 1, width)?.unwrap_or(width);
-    let encode = |text: &String| texts.encode(model.tokenizer(), text, &Purpose::Plain);
+    let encode = |text: &String| {
+        model.tokenizer().check_bytes(text.len(), model.counted())?;
+        texts.encode(model.tokenizer(), text, &Purpose::Plain)
+    };
     let input = fields.require("input")?;
     fields.finish()?;
     let count = match &input {
@@ -72,7 +75,10 @@ pub fn parse(model: &Model, fields: Fields) -> Result<Embeddings, ApiError> {
     }
     let encoded = match input {
         Input::Text(text) => vec![encode(&text)?],
-        Input::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
+        Input::Texts(texts) => {
+            let texts = texts.iter().map(encode);
+            texts.collect::<nq_runtime::Result<_>>()?
+        }
         Input::Tokens(tokens) => vec![tokens],
         Input::TokenLists(lists) => lists,
     };

@@ -69,6 +69,8 @@ pub fn parse(model: &Model, fields: Fields) -> Result<Rerank, ApiError> {
     let documents: Vec<String> = documents.into_iter().map(text).collect();
     let mut prompts = Vec::with_capacity(documents.len());
     for (i, document) in documents.iter().enumerate() {
+        let bytes = query.len() + instruction.len() + document.len();
+        (model.tokenizer()).check_bytes(bytes, model.counted())?;
         let prompt = reranker.encode(model.tokenizer(), instruction, &query, document)?;
         too_long(model, "documents", i, &prompt)?;
         prompts.push(prompt);

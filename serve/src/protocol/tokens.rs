@@ -2,11 +2,17 @@
 
 use super::fields::Fields;
 use crate::error::ApiError;
+use crate::generation::Names;
 use crate::model::Model;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The tokens of a text; special tokens written in it are encoded as such.
+const NAMES: Names = Names {
+    prompt: "prompt",
+    format: "response_format",
+};
+
+/// The tokens of a text, which is bounded as prompts are; special tokens written in it are encoded as such.
 ///
 /// # Errors
 /// An invalid field.
@@ -19,7 +25,8 @@ pub fn tokenize(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
     let Some(text) = prompt.or(content) else {
         return Err(ApiError::field("prompt", "expected a text, found none"));
     };
-    let tokens = model.tokenizer().encode(&text)?;
+    let tokens = model.tokenizer().encode_within(&text, model.counted());
+    let tokens = tokens.map_err(|e| NAMES.read(e, model.context()))?;
     let mut found = json!({"count": tokens.len(), "max_model_len": model.context()});
     if with_pieces {
         let bytes = model.tokenizer().token_bytes();
@@ -38,6 +45,12 @@ pub fn detokenize(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError>
     let mut fields = fields.under("detokenize")?;
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;
+    let most = model.counted();
+    if tokens.len() > most {
+        let found = tokens.len();
+        let what = format!("expected at most {most} tokens, found {found}");
+        return Err(ApiError::field("tokens", what));
+    }
     let text = model.tokenizer().decode(&tokens, false);
     Ok(json!({"prompt": text, "content": text}))
 }

@@ -246,8 +246,17 @@ impl<'m> Local<'m> {
         let room = more + wanted.clamp(1, (capacity / 4).max(1));
         let mut count = 0;
         let prompt = loop {
-            let (text, ids) = self.prompt(chat)?;
             let may_drop = chat.settings.overflow == Overflow::DropOldest;
+            let (text, ids) = match self.prompt(chat, 2 * capacity) {
+                Err(nq_runtime::Error::TooLong { at_least, .. }) => {
+                    if may_drop && chat.drop_oldest() {
+                        count += 1;
+                        continue;
+                    }
+                    break Prompt::TooLong(at_least + more);
+                }
+                prompt => prompt?,
+            };
             if ids.len() + room > capacity && may_drop && chat.drop_oldest() {
                 count += 1;
                 continue;
@@ -266,11 +275,12 @@ impl<'m> Local<'m> {
 
     /// The prompt and what there is of its answer.
     fn prompt_with(&self, chat: &Chat, tokens: &[u32]) -> anyhow::Result<Vec<u32>> {
-        Ok([self.prompt(chat)?.1.as_slice(), tokens].concat())
+        let most = 2 * self.session.spec().ctx;
+        Ok([self.prompt(chat, most)?.1.as_slice(), tokens].concat())
     }
 
-    /// The prompt made from all messages, as text and as tokens.
-    fn prompt(&self, chat: &Chat) -> anyhow::Result<(String, Vec<u32>)> {
+    /// The prompt made from all messages, as text and as at most `most` tokens.
+    fn prompt(&self, chat: &Chat, most: usize) -> nq_runtime::Result<(String, Vec<u32>)> {
         let messages = chat.messages();
         match self.form {
             Form::Chat(template) => {
@@ -281,12 +291,12 @@ impl<'m> Local<'m> {
                     true,
                     chat.settings.thinking,
                 )?;
-                let ids = self.tokenizer.encode_prompt(&prompt)?;
+                let ids = self.tokenizer.encode_prompt_within(&prompt, most)?;
                 Ok((prompt.text().into_owned(), ids))
             }
             Form::Raw => {
                 let text: String = messages.iter().map(Message::text).collect();
-                let ids = self.tokenizer.encode(&text)?;
+                let ids = self.tokenizer.encode_within(&text, most)?;
                 Ok((text, ids))
             }
         }

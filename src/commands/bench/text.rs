@@ -6,6 +6,7 @@ use crate::at_load::longest_context;
 use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights, Drafts};
 use crate::flags::{Global, conflict};
 use crate::terminal::Terminal;
+use crate::texts;
 use anyhow::{Context, bail};
 use nq_evals::DraftRow;
 use nq_evals::bench::{self, Answer, DraftBy, Machine, TextSpec};
@@ -13,7 +14,6 @@ use nq_formats::{Checkpoint, Progress};
 use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -122,7 +122,7 @@ pub(super) fn run(
 }
 
 fn read(path: &Path) -> anyhow::Result<String> {
-    fs::read_to_string(path).with_context(|| path.display().to_string())
+    texts::whole(path)
 }
 
 /// Turns a text into tokens.

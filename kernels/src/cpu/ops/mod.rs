@@ -131,11 +131,14 @@ impl Cpu {
     ) {
         let ordered = |s: &[Span]| s[0].row + s[0].len <= s[1].row;
         assert!(spans.windows(2).all(ordered), "attention: spans");
-        for (i, span) in spans.iter().enumerate() {
-            let pages = kv(i).pages();
+        // Asked once: what is checked is what is read.
+        let kv: Vec<KvSequence<'a>> = (0..spans.len()).map(kv).collect();
+        for (kv, span) in kv.iter().zip(spans) {
+            let pages = kv.pages();
             assert!(heads.is_multiple_of(pages.kv_heads()));
             assert!(pages.head_dim() == head_dim);
-            assert!(span.position + span.len <= kv(i).capacity());
+            let end = span.position.checked_add(span.len);
+            assert!(end.is_some_and(|end| end <= kv.capacity()));
         }
         let begin = self.profile.begin();
         let few = |s: &Span| s.len <= FEW_ROWS && head_dim.is_multiple_of(LANES);
@@ -151,9 +154,9 @@ impl Cpu {
                 if few(&span) {
                     let first = Span { row: 0, ..span };
                     let q = &qkv[span.row * stride..];
-                    self.attend_few(q, stride, &[first], heads, &|_| kv(i), y);
+                    self.attend_few(q, stride, &[first], heads, &kv[i..=i], y);
                 } else {
-                    self.attend_many(&qkv[span.row * stride..], stride, span, heads, kv(i), y);
+                    self.attend_many(&qkv[span.row * stride..], stride, span, heads, kv[i], y);
                 }
             };
             if spans.len() < 2 * self.threads() {
@@ -163,7 +166,7 @@ impl Cpu {
                     .run_ranges(spans.len(), 1, |tasks| tasks.for_each(attend))
             }
         }
-        let bytes_of = |(i, &span)| cache_bytes(span, kv(i));
+        let bytes_of = |(i, &span)| cache_bytes(span, kv[i]);
         let bytes = spans.iter().enumerate().map(bytes_of).sum();
         let shape = (heads, head_dim);
         self.profile
@@ -173,16 +176,16 @@ impl Cpu {
     /// Computes each row as if it were alone. A task is a key head, a chunk of positions and a row;
     /// rows that see the same positions are consecutive, so that shared keys and values are read from
     /// memory once and then found in the cache.
-    fn attend_few<'a>(
+    fn attend_few(
         &self,
         qkv: &[f32],
         stride: usize,
         spans: &[Span],
         heads: usize,
-        kv: &(impl Fn(usize) -> KvSequence<'a> + Send + Sync),
+        kv: &[KvSequence<'_>],
         y: &mut [f32],
     ) {
-        let Some(pages) = (0..spans.len()).map(|i| kv(i).pages()).next() else {
+        let Some(pages) = kv.first().map(KvSequence::pages) else {
             return;
         };
         let (d, kv_heads) = (pages.head_dim(), pages.kv_heads());
@@ -216,7 +219,7 @@ impl Cpu {
                             unsafe {
                                 let outs = outs.part(at * group * d..(at + 1) * group * d);
                                 let partials = partials.part(at * group..(at + 1) * group);
-                                let [keys, values] = kv(row.span).head(head);
+                                let [keys, values] = kv[row.span].head(head);
                                 (self.table.decode)(
                                     keys,
                                     values,
