@@ -82,11 +82,11 @@ fn describes(pattern: &str, name: &str) -> bool {
     }
 }
 
-/// Accounts for all tensors of `store`: those that no parameter of `config` is read from.
+/// Accounts for all tensors of `store`, which has some of every layer: those that no parameter of `config` is read
+/// from.
 ///
 /// # Errors
-/// [`Error::Unsupported`], naming a tensor without which the numbers could be wrong;
-/// [`Error::Malformed`] for more layers than tensors.
+/// [`Error::Unsupported`], naming a tensor without which the numbers could be wrong.
 pub(crate) fn tensors(
     store: &dyn WeightStore,
     config: &ModelConfig,
@@ -94,14 +94,6 @@ pub(crate) fn tensors(
 ) -> Result<Vec<LeftOver>> {
     let entries = store.entries();
     let layers = config.num_hidden_layers;
-    if layers > entries.len() {
-        return Err(Error::Malformed {
-            path: root.into(),
-            what: "num_hidden_layers".into(),
-            expected: format!("at most {}, the number of tensors", entries.len()),
-            found: layers.to_string(),
-        });
-    }
     let outside = [EMBEDDING, NORM, HEAD].map(String::from).into_iter();
     let within = (0..layers).flat_map(|l| layer_parameters(config, l).map(|(name, _)| name));
     let used: BTreeSet<String> = outside
@@ -176,7 +168,7 @@ fn left_over(
 }
 
 /// The layer of a tensor by its name in GGUF files.
-fn block_of(name: &str) -> Option<usize> {
+pub(crate) fn block_of(name: &str) -> Option<usize> {
     let (block, _) = name.strip_prefix("blk.")?.split_once('.')?;
     block.parse().ok()
 }

@@ -226,7 +226,8 @@ fn distinct(ids: Vec<u32>) -> Vec<u32> {
 /// planned, and no list made, for layers that are not there.
 fn check_layers(files: &Files, config: &ModelConfig, store: &dyn WeightStore) -> Result<()> {
     let entries = store.entries();
-    let there: BTreeSet<usize> = entries.iter().filter_map(|e| layer_of(&e.name)).collect();
+    let layer = |e: &TensorEntry| layer_of(&e.name).or(account::block_of(&e.name));
+    let there: BTreeSet<usize> = entries.iter().filter_map(layer).collect();
     let absent = (0..config.num_hidden_layers).find(|layer| !there.contains(layer));
     if let Some(layer) = absent {
         return Err(Error::Malformed {

@@ -334,7 +334,7 @@ fn beginnings_are_checked() {
     // A folder with a parameter missing never reaches the destination.
     names(
         third.finish(QuantizationRecord::default(), &()),
-        &["num_hidden_layers", "the number of tensors"],
+        &["num_hidden_layers", "layer 0 has no tensor"],
     );
     assert!(!dest.exists());
     assert_eq!(steps(&dest), 1);

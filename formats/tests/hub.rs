@@ -186,7 +186,7 @@ fn model() -> BTreeMap<&'static str, Vec<u8>> {
         common::safetensors(&header, &data)
     };
     let index = r#"{"weight_map":{
-        "model.norm.weight":"model-00001-of-00002.safetensors",
+        "model.layers.0.input_layernorm.weight":"model-00001-of-00002.safetensors",
         "model.embed_tokens.weight":"model-00002-of-00002.safetensors"}}"#;
     BTreeMap::from([
         (".gitattributes", b"x".to_vec()),
@@ -197,7 +197,7 @@ fn model() -> BTreeMap<&'static str, Vec<u8>> {
         ("model.safetensors.index.json", index.into()),
         (
             "model-00001-of-00002.safetensors",
-            shard("model.norm.weight", 10),
+            shard("model.layers.0.input_layernorm.weight", 10),
         ),
         (
             "model-00002-of-00002.safetensors",

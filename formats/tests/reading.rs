@@ -112,12 +112,14 @@ fn agrees_with_the_safetensors_crate() {
 fn a_single_file_is_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), tiny_config("")).unwrap();
-    let header = r#"{"model.norm.weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    let name = "model.layers.0.input_layernorm";
+    let header =
+        format!(r#"{{"{name}.weight":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}}}"#);
     let file = dir.path().join("other name.safetensors");
-    fs::write(&file, safetensors(header, &1.5f32.to_le_bytes())).unwrap();
+    fs::write(&file, safetensors(&header, &1.5f32.to_le_bytes())).unwrap();
     for path in [dir.path(), &file] {
         let checkpoint = Checkpoint::open(path).unwrap();
-        let norm = checkpoint.store().vector("model.norm", 1).unwrap();
+        let norm = checkpoint.store().vector(name, 1).unwrap();
         assert_eq!(norm.to_f32().unwrap(), [1.5]);
     }
 }

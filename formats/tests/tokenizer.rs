@@ -27,7 +27,7 @@ fn others_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let put = |name: &str, contents: &[u8]| fs::write(dir.path().join(name), contents).unwrap();
     put("config.json", tiny_config("").as_bytes());
-    let header = r#"{"model.norm.weight":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}"#;
+    let header = r#"{"model.layers.0.input_layernorm.weight":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}"#;
     put("model.safetensors", &common::safetensors(header, &[0; 2]));
     let check = || tokenizer::check(&Checkpoint::open(dir.path()).unwrap());
     names(check(), &["no tokenizer.json"]);

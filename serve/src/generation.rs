@@ -222,9 +222,9 @@ pub fn start(
         let what = format!("expected token ids below {}, found {token}", model.vocab());
         return Err(ApiError::field("logit_bias", what));
     }
-    // Before there are as many copies as answers.
+    // Before there are as many copies as answers. What is as long as the context may still be scored.
     let ctx = model.context();
-    if let Some(long) = generation.prompts.iter().find(|p| p.len() >= ctx) {
+    if let Some(long) = generation.prompts.iter().find(|p| p.len() > ctx) {
         let prompt = long.len();
         model.engine().metrics().refuse("context_full");
         return Err(generation

@@ -238,8 +238,7 @@ fn connections_are_counted() {
         ..Limits::default()
     };
     let server = Running::with(EngineOptions::default(), Security::default(), limits);
-    let (first, second) = (server.connect(), server.connect());
-    std::thread::sleep(Duration::from_millis(100));
+    let answers = [0, 1].map(|_| begin(&server, &streamed(1000), 1));
     let mut third = server.connect();
     third
         .set_read_timeout(Some(Duration::from_millis(300)))
@@ -251,7 +250,7 @@ fn connections_are_counted() {
         std::io::Read::read(&mut third, &mut byte).is_err(),
         "it waits"
     );
-    drop((first, second));
+    drop(answers);
     third
         .set_read_timeout(Some(Duration::from_secs(20)))
         .unwrap();
