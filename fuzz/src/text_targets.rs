@@ -7,7 +7,8 @@
 use bytes::Bytes;
 use nq_formats::files::VirtualFiles;
 use nq_formats::{Files, Result};
-use nq_runtime::{ChatTemplate, ControlTokens, Message, Tokenizer};
+use nq_runtime::tokenizer::ControlTokens;
+use nq_runtime::{ChatTemplate, Message, Tokenizer};
 use std::path::PathBuf;
 use std::sync::Arc;
 

@@ -84,4 +84,4 @@ pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use speculation::{DraftModel, Eagle, Speculation};
 pub use stepper::{Head, Hidden, LayerStepper, ProductMoments};
 pub use stop::StopTexts;
-pub use tokenizer::{ControlTokens, Tokenizer};
+pub use tokenizer::Tokenizer;
