@@ -15,10 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
 /// Machine code for these, and PTX for devices newer than all of them, the same as in `prebuilt/build`.
-const TARGETS: [&str; 7] = [
+const TARGETS: [&str; 6] = [
     "sm_80",
     "sm_86",
-    "sm_89",
     "sm_90a",
     "sm_100",
     "sm_120",

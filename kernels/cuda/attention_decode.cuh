@@ -1,9 +1,10 @@
 // Attention of the new tokens of a step: per-head RMSNorm of q and k, rotary embedding, append to
 // the cache, softmax over the positions so far, split over blocks.
 //
-//   out[h] = softmax(rope(norm(q[h])) . K[h / G] / sqrt(128)) V[h / G],  G = heads / kv_heads <= 8
+//   out[h] = softmax(rope(norm(q[h])) . K[h / G] / sqrt(DIM)) V[h / G],  G = heads / kv_heads <= 8
 //
-// Keys and values lie in pages (`Cache`): a pass of a block covers one page.
+// Keys and values lie in pages (`Cache`): a pass of a block covers one page, or half of one of wide heads, for which
+// it has half of the warps.
 //
 // Grid (kv_heads, splits of the longest context, rows). A row is one token. With ROWS > 1 rows that
 // follow one another may be a run: consecutive positions of one sequence, up to ROWS of them. What
@@ -11,8 +12,8 @@
 // values up to its own row itself, and stores those of its own row.
 //
 // A block serves the G query heads of
-// one key/value head over its split of the positions, 128 at a time: warp w computes the scores of
-// 32 of them, then, once the weights of all are in shared memory, dims 32w .. 32w+31 of the output
+// one key/value head over its split of the positions, 128 (of wide heads 64) at a time: warp w computes the scores of
+// 32 of them, then, once the weights of all are in shared memory, its share of the dims of the output
 // over all of them. Of int8 there is room for two passes: one is fetched while the other is read.
 // Both products run on tensor cores: scores[head, position] with q as the left operand,
 // out[head, dim] with the softmax weights. Rows 0..7 of the left operand hold a head's values
@@ -24,22 +25,22 @@
 // With SHARED, pages in front are left to `attention_shared.cu`, which ran before: its partial
 // results are joined too.
 //
-// Bytes: 2 x 256 (int8: 2 x 130) per position and key/value head.
+// Bytes: 4 DIM (int8: 2 DIM + 4) per position and key/value head.
 #pragma once
 
 #include "columns.cuh"
 #include "rows.cuh"
 
 struct AttentionArgs {
-    const float* qkv;       // [m][(heads + 2 kv_heads) * 128]
+    const float* qkv;       // [m][HeadsOf<DIM>::width][DIM]
     HeadVectors vectors;
-    const float2* cos_sin;  // [positions][64]
+    const float2* cos_sin;  // [positions][HeadsOf<DIM>::ROTATED / 2]
     Cache cache;            // of this layer
     const Step* step;       // [m]: position of the new token, and its slot
-    float* out;             // [m][heads * 128]
+    float* out;             // [m][heads][DIM]
     __half* half;           // unless null, instead: [m][padded] in FP16, in operand order
-    uint8_t* columns;       // unless null, instead: DigitColumns [m / column_rows, rounded up][heads * 2]
-    float4* partial;        // [m][heads][parts][32]: sums
+    uint8_t* columns;       // unless null, instead: DigitColumns [m / column_rows, rounded up][heads * DIM / 64]
+    float4* partial;        // [m][heads][parts][DIM / 4]: sums
     float2* tops;           // [m][heads][parts]: greatest score, weight
     int* arrived;           // [m][kv_heads], zero between launches
     const int* shared;      // [m], with SHARED: pages in front that `attention_shared` reads
@@ -53,11 +54,7 @@ struct AttentionArgs {
     int late;               // release the successor only after the predecessor's end
 };
 
-constexpr int ATTENTION_WARPS = 4;
 constexpr int WARP_POSITIONS = 32;
-// Positions that one pass of a block covers.
-constexpr int BLOCK_POSITIONS = ATTENTION_WARPS * WARP_POSITIONS;
-static_assert(BLOCK_POSITIONS == PAGE, "a pass covers a page");
 // Positions beyond which a context is split, as joining the parts costs more than some passes; and of a
 // part, at least.
 constexpr int LEAST_SPLIT = 256;
@@ -69,52 +66,69 @@ constexpr int MOST_RUN = 16;
 // Pages that each of `splits` parts of `pages` has, the last of them fewer.
 DEVICE int shared_each(int pages, int splits) { return (pages + splits - 1) / splits; }
 
-// 8-dim tiles of a warp's part of the output.
-constexpr int DIM_TILES = HEAD_DIM / 8 / ATTENTION_WARPS;
+// How a block splits its work.
+template <int DIM>
+struct AttentionBlock {
+    static constexpr int WARPS = 4 * 128 / DIM;
+    static constexpr int POSITIONS = WARPS * WARP_POSITIONS;   // that a pass covers
+    static constexpr int TILES = DIM / 8 / WARPS;              // 8-dim tiles of a warp's part of the output
+    static_assert(PAGE % POSITIONS == 0, "a pass is in one page");
+};
 
-template <bool INT8>
+template <bool INT8, int WARPS>
 struct ScalesShared {};
-template <>
-struct ScalesShared<true> {
-    uint4 scales[2][ATTENTION_WARPS][2][4];   // of each buffer, of a warp's keys and values
+template <int WARPS>
+struct ScalesShared<true, WARPS> {
+    uint4 scales[2][WARPS][2][4];   // of each buffer, of a warp's keys and values
 };
 
-template <int ROWS>
+template <int ROWS, int DIM>
 struct JobsShared {
-    float4 jobs[8 + 2 * ROWS][32];   // queries, new keys and values, as they come
+    Head<128> jobs[8 + 2 * ROWS][32];   // queries, new keys and values, as they come
 };
+template <int DIM>
+struct JobsShared<1, DIM> {};
 template <>
-struct JobsShared<1> {};
+struct JobsShared<MOST_RUN, WIDE_HEAD_DIM> {};   // these come one by one
 
-template <bool INT8, int ROWS>
-struct AttentionShared : ScalesShared<INT8>, JobsShared<ROWS> {
+template <bool INT8, int ROWS, int DIM>
+struct AttentionShared : ScalesShared<INT8, AttentionBlock<DIM>::WARPS>, JobsShared<ROWS, DIM> {
+    static constexpr int WARPS = AttentionBlock<DIM>::WARPS, TILES = AttentionBlock<DIM>::TILES;
     static constexpr int BUFFERS = INT8 ? 2 : 1;
+    static constexpr int EACH = INT8 ? 16 : 8;                              // elements that a lane loads at once
+    static constexpr int KEY_LOADS = DIM / (4 * EACH);                      // of four lanes for a vector
+    static constexpr int VALUE_LOADS = AttentionBlock<DIM>::POSITIONS / (4 * EACH);   // for a dim of a pass's positions
     // Private to lanes: of each 8 positions of a warp, and of each 8 of its dims.
-    uint4 keys[BUFFERS][ATTENTION_WARPS][4][INT8 ? 2 : 4][32];
-    uint4 values[BUFFERS][ATTENTION_WARPS][INT8 ? 2 : 4][DIM_TILES][32];
-    uint4 weights[ATTENTION_WARPS][2][32];              // left operands: high and low parts
-    uint4 q[2][8][16];                                  // high and low parts, [head][128] FP16
-    uint4 fresh[2][ROWS][INT8 ? 8 : 16];                // new keys and values: codes or FP16
+    uint4 keys[BUFFERS][WARPS][4][KEY_LOADS][32];
+    uint4 values[BUFFERS][WARPS][VALUE_LOADS][TILES][32];
+    uint4 weights[WARPS][2][32];       // left operands: high and low parts
+    uint4 q[2][8][DIM / 8];            // high and low parts, [head][DIM] FP16
+    uint4 fresh[2][ROWS][DIM / EACH];  // new keys and values: codes or FP16
     __half fresh_scale[2][ROWS];
-    float top[ATTENTION_WARPS][8];
-    float sum[ATTENTION_WARPS][8];
-    float share[8][MOST_SPLITS];                        // of the parts in a head's result
+    float top[WARPS][8];
+    float sum[WARPS][8];
+    float share[8][MOST_SPLITS];       // of the parts in a head's result
     bool last;
 };
 // What the launcher asks for.
-static_assert(sizeof(AttentionShared<false, 1>) == 76560 && sizeof(AttentionShared<true, 1>) == 77328);
-static_assert(sizeof(AttentionShared<false, MOST_RUN>) == 84304 + 20480 && sizeof(AttentionShared<true, MOST_RUN>) == 81232 + 20480);
+template <bool INT8, int ROWS, int DIM, int BYTES>
+constexpr bool TAKES = sizeof(AttentionShared<INT8, ROWS, DIM>) == BYTES;
+static_assert(TAKES<false, 1, 128, 76560> && TAKES<true, 1, 128, 77328>);
+static_assert(TAKES<false, MOST_RUN, 128, 84304 + 20480> && TAKES<true, MOST_RUN, 128, 81232 + 20480>);
+static_assert(TAKES<false, 1, 256, 78992> && TAKES<true, 1, 256, 78992>);
+static_assert(TAKES<false, MOST_RUN, 256, 94416> && TAKES<true, MOST_RUN, 256, 86736>);
 
-template <bool INT8, int ROWS, bool SHARED>
+template <bool INT8, int ROWS, bool SHARED, int DIM = HEAD_DIM>
 DEVICE void attention_decode(const AttentionArgs& p) {
-    constexpr float LOG2E = 1.4426950408889634f;
+    using Of = HeadsOf<DIM>;
+    using Shared = AttentionShared<INT8, ROWS, DIM>;
     constexpr int BYTES = INT8 ? 1 : 2;
-    constexpr int EACH = 16 / BYTES;               // elements that a lane loads at once
-    constexpr int EIGHTS = EACH / 8;
-    constexpr int LOADS = HEAD_DIM / (4 * EACH);   // of four lanes for a vector
-    constexpr int BUFFERS = AttentionShared<INT8, ROWS>::BUFFERS;
+    constexpr int WARPS = Shared::WARPS, DIM_TILES = Shared::TILES, BLOCK_POSITIONS = AttentionBlock<DIM>::POSITIONS;
+    constexpr int EACH = Shared::EACH, EIGHTS = EACH / 8, LOADS = Shared::KEY_LOADS, VALUE_LOADS = Shared::VALUE_LOADS;
+    constexpr int BUFFERS = Shared::BUFFERS;
+    constexpr int PARTS = Head<DIM>::PARTS;
     extern __shared__ uint4 dynamic_shared[];
-    AttentionShared<INT8, ROWS>& sm = *reinterpret_cast<AttentionShared<INT8, ROWS>*>(dynamic_shared);
+    Shared& sm = *reinterpret_cast<Shared*>(dynamic_shared);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
@@ -150,14 +164,16 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     // positions 8t .. 8t+7. Load i holds dims EACH (4i + t) and on.
     // Values: dims 32 warp + 8n + g, positions base + EACH (4c + t) and on.
     auto request = [&](int base, uint32_t page, int buffer) {
-        const size_t row0 = p.cache.head(page, kv) * PAGE;
+        const size_t head = p.cache.head(page, kv);
+        const int at = base % PAGE;   // zero where a pass covers a page
+        const size_t row0 = head * PAGE + (BLOCK_POSITIONS < PAGE ? at : 0);
         if (base + 32 * warp < end) {
-            const int8_t* from = static_cast<const int8_t*>(p.cache.keys) + (row0 + 32 * warp + 8 * (g / 2) + g % 2) * HEAD_DIM * BYTES + t * 16;
+            const int8_t* from = static_cast<const int8_t*>(p.cache.keys) + (row0 + 32 * warp + 8 * (g / 2) + g % 2) * DIM * BYTES + t * 16;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
 #pragma unroll
                 for (int i = 0; i < LOADS; i++) copy_async(&sm.keys[buffer][warp][j][i][lane], from + i * 64);
-                from += 2 * 128 * BYTES;
+                from += 2 * DIM * BYTES;
             }
             if constexpr (INT8) {
                 const __half* scales = lane < 4 ? p.cache.key_scales : p.cache.value_scales;
@@ -166,9 +182,9 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
         copy_commit();
         const int there = (end - base + 31) / 32 * 32;   // positions that the cache has
-        const int8_t* from = static_cast<const int8_t*>(p.cache.values) + (row0 * HEAD_DIM + (8 * DIM_TILES * warp + g) * PAGE) * BYTES + t * 16;
+        const int8_t* from = static_cast<const int8_t*>(p.cache.values) + ((head * DIM + 8 * DIM_TILES * warp + g) * PAGE + (BLOCK_POSITIONS < PAGE ? at : 0)) * BYTES + t * 16;
 #pragma unroll 1
-        for (int c = 0; c < LOADS && EACH * 4 * c < there; c++) {
+        for (int c = 0; c < VALUE_LOADS && EACH * 4 * c < there; c++) {
             if (EACH * (4 * c + t) < there) {
 #pragma unroll
                 for (int n = 0; n < DIM_TILES; n++)
@@ -181,71 +197,78 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const uint32_t newest_page = p.cache.page(slot, position);
     request(start, p.cache.page(slot, start), 0);
     // What else no kernel of this step writes.
-    const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
-    const float4 c0 = __ldg(angles), c1 = __ldg(angles + 1);
-    const HeadGain q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane);
+    const float4* angles = Turn<DIM>::of(p.cos_sin + size_t(position) * (Of::ROTATED / 2), lane);
+    const Turn<DIM> turn(angles);
+    const HeadGain<DIM> q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane);
 
     wait_for_predecessor();
     if (p.late) release_successor();
-    const float* const qkv = p.qkv + size_t(sequence) * (p.heads + 2 * p.cache.kv_heads) * HEAD_DIM;
+    const int width = Of::width(p.heads, p.cache.kv_heads);
+    const float* const qkv = p.qkv + size_t(sequence) * width * DIM;
     const int head0 = sequence * p.heads + kv * heads;   // of all sequences' query heads
 
     // Jobs 0 .. heads - 1: queries; then the new key and the new value of each row of the run. Those
     // of many rows are requested together, and wait in shared memory: the code for each once
     // stays short, as every step reads it anew.
-    constexpr int ROUNDS = (8 + 2 * ROWS + ATTENTION_WARPS - 1) / ATTENTION_WARPS;
+    constexpr int ROUNDS = (8 + 2 * ROWS + WARPS - 1) / WARPS;
     const int jobs = heads + 2 * fresh_rows;
-    float4 fresh[ROUNDS];
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-        const int job = warp + i * ATTENTION_WARPS, which = (job - heads) % 2;
-        if (job >= jobs) break;
-        const int head = job < heads ? kv * heads + job : p.heads + which * p.cache.kv_heads + kv;
+    auto load_job = [&](int job) {
+        const int which = (job - heads) % 2;
+        const int head = job < heads ? Of::query(kv * heads + job) : Of::key(p.heads, which * p.cache.kv_heads + kv);
         // Rows in front of this one lie in front of it in `qkv`.
         const int back = job < heads ? 0 : position - fresh_from - (job - heads) / 2;
-        fresh[i] = __ldcg(reinterpret_cast<const float4*>(qkv + (head - back * (p.heads + 2 * p.cache.kv_heads)) * HEAD_DIM) + lane);
-    }
-    auto keep_job = [&](int job, float4 v) {
+        return Head<DIM>::load(qkv + (head - back * width) * DIM, lane);
+    };
+    auto keep_job = [&](int job, Head<DIM> v) {
         if (job < heads) {
             v = add_bias(v, p.vectors, 0, kv * heads + job, lane);
-            v = turn_head(v, q_gain, c0, c1, p.eps, lane);
-            const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
-            uint2 hi, lo;
-            split_pair(v.x * s, v.y * s, hi.x, lo.x);
-            split_pair(v.z * s, v.w * s, hi.y, lo.y);
-            reinterpret_cast<uint2*>(sm.q[0][job])[lane] = hi;
-            reinterpret_cast<uint2*>(sm.q[1][job])[lane] = lo;
+            v = turn_head(v, q_gain, turn, p.eps, lane);
+            constexpr float s = Of::SCALE;
+#pragma unroll
+            for (int j = 0; j < PARTS; j++) {
+                const float4 x = v.part[j];
+                uint2 hi, lo;
+                split_pair(x.x * s, x.y * s, hi.x, lo.x);
+                split_pair(x.z * s, x.w * s, hi.y, lo.y);
+                reinterpret_cast<uint2*>(sm.q[0][job])[j * 32 + lane] = hi;
+                reinterpret_cast<uint2*>(sm.q[1][job])[j * 32 + lane] = lo;
+            }
             return;
         }
         const int which = (job - heads) % 2, r = (job - heads) / 2, pos = fresh_from + r;
         v = add_bias(v, p.vectors, 1 + which, kv, lane);
         if (which == 0) {
-            const float4* const turn = angles - (position - pos) * 32;
-            v = ROWS == 1 ? turn_head(v, k_gain, c0, c1, p.eps, lane)
-                          : turn_head(v, k_gain, __ldg(turn), __ldg(turn + 1), p.eps, lane);
+            const float4* const turns = angles - (position - pos) * (Of::ROTATED / 4);
+            v = ROWS == 1 ? turn_head(v, k_gain, turn, p.eps, lane) : turn_head(v, k_gain, Turn<DIM>(turns), p.eps, lane);
         }
-        const Kept kept = round_row<INT8>(v);
-        if constexpr (INT8) {
-            reinterpret_cast<char4*>(sm.fresh[which][r])[lane] = kept.code;
-            if (lane == 0) sm.fresh_scale[which][r] = kept.scale;
-        } else {
-            reinterpret_cast<uint2*>(sm.fresh[which][r])[lane] = kept.half;
+        const Kept<DIM> kept = round_row<INT8>(v);
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) {
+            if constexpr (INT8) reinterpret_cast<char4*>(sm.fresh[which][r])[j * 32 + lane] = kept.code[j];
+            else reinterpret_cast<uint2*>(sm.fresh[which][r])[j * 32 + lane] = kept.half[j];
         }
+        if (INT8 && lane == 0) sm.fresh_scale[which][r] = kept.scale;
         if (pos == position) store_row<INT8>(p.cache, which, p.cache.head(newest_page, kv), position % PAGE, kept, lane);
     };
-    if constexpr (ROWS == 1) {
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) {
-            const int job = warp + i * ATTENTION_WARPS;
-            if (job >= jobs) break;
-            keep_job(job, fresh[i]);
-        }
+    if constexpr (ROWS > 1 && DIM > 128) {
+#pragma unroll 1
+        for (int job = warp; job < jobs; job += WARPS) keep_job(job, load_job(job));
     } else {
+        Head<DIM> fresh[ROUNDS];
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++)
-            if (warp + i * ATTENTION_WARPS < jobs) sm.jobs[warp + i * ATTENTION_WARPS][lane] = fresh[i];
+            if (warp + i * WARPS < jobs) fresh[i] = load_job(warp + i * WARPS);
+        if constexpr (ROWS == 1) {
+#pragma unroll
+            for (int i = 0; i < ROUNDS; i++)
+                if (warp + i * WARPS < jobs) keep_job(warp + i * WARPS, fresh[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < ROUNDS; i++)
+                if (warp + i * WARPS < jobs) sm.jobs[warp + i * WARPS][lane] = fresh[i];
 #pragma unroll 1
-        for (int job = warp; job < jobs; job += ATTENTION_WARPS) keep_job(job, sm.jobs[job][lane]);   // the lane's own
+            for (int job = warp; job < jobs; job += WARPS) keep_job(job, sm.jobs[job][lane]);   // the lane's own
+        }
     }
     __syncthreads();
 
@@ -328,7 +351,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         __syncthreads();
         peak = top;
 #pragma unroll
-        for (int w = 0; w < ATTENTION_WARPS; w++) peak = fmaxf(peak, sm.top[w][g]);
+        for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, sm.top[w][g]);
         const float shrink = exp2f(top - peak);   // top = -inf at first: 0
         top = peak;
         float sum = 0.f;
@@ -369,13 +392,13 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         __syncthreads();
         total *= shrink;
 #pragma unroll
-        for (int w = 0; w < ATTENTION_WARPS; w++) total += sm.sum[w][g];
+        for (int w = 0; w < WARPS; w++) total += sm.sum[w][g];
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) out[n][i] *= shrink;
 #pragma unroll 2
-        for (int c = 0; c < LOADS && EACH * 4 * c < end - base; c++) {
+        for (int c = 0; c < VALUE_LOADS && EACH * 4 * c < end - base; c++) {
             uint4 hi[EIGHTS], lo[EIGHTS];
 #pragma unroll
             for (int h = 0; h < EIGHTS; h++) {
@@ -401,26 +424,34 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         buffer ^= BUFFERS - 1;
     }
 
-    float* const to = p.out + size_t(head0) * HEAD_DIM;
+    float* const to = p.out + size_t(head0) * DIM;
     __half* const half = p.half + size_t(sequence) * p.padded;
+    // The gate of output `dim` of all this block's heads, and those that follow.
+    auto gates_at = [&](int dim) { return qkv + Of::gate(kv * heads + dim / DIM) * DIM + dim % DIM; };
     // Two outputs, the first of which is `dim`, of all this block's heads.
     auto store_half = [&](int dim, float x, float y) {
-        *reinterpret_cast<__half2*>(half + operand_index(kv * heads * HEAD_DIM + dim)) =
+        *reinterpret_cast<__half2*>(half + operand_index(kv * heads * DIM + dim)) =
             __float22half2_rn(make_float2(clamp_half(x), clamp_half(y)));
     };
-    // All outputs of a head, four a lane, by a warp.
-    auto store_columns = [&](int head, float4 v) {
-        const int rows = p.column_rows, slot = (sequence / rows * p.heads + kv * heads + head) * 2;
+    // 128 outputs, the `part`-th of all this block's heads, four a lane, by a warp.
+    auto store_columns = [&](int part, float4 v) {
+        const int rows = p.column_rows, slot = ((sequence / rows * p.heads + kv * heads) * PARTS + part) * 2;
         put_four(p.columns + size_t(slot) * (rows == 8 ? sizeof(DigitColumns<8>) : sizeof(DigitColumns<4>)), rows, sequence % rows, p.nibbles, v, lane);
     };
     const int joined = shared == 0 ? splits : splits + (shared - 1) / shared_each(shared, p.shared_splits) + 1;
     if (joined == 1) {
         const float inv = 1.f / total;
-        float* const outputs = reinterpret_cast<float*>(sm.keys);   // [heads][128], for columns: keys have been read
+        float* const outputs = reinterpret_cast<float*>(sm.keys);   // [heads][DIM], for columns: keys have been read
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++) {
-            const int dim = g * HEAD_DIM + 8 * (DIM_TILES * warp + n) + 2 * t;
-            const float2 v = make_float2((out[n][0] + out[n][2]) * inv, (out[n][1] + out[n][3]) * inv);
+            const int dim = g * DIM + 8 * (DIM_TILES * warp + n) + 2 * t;
+            float2 v = make_float2((out[n][0] + out[n][2]) * inv, (out[n][1] + out[n][3]) * inv);
+            if constexpr (Of::GATED) {
+                if (g < heads) {
+                    const float2 gate = __ldcg(reinterpret_cast<const float2*>(gates_at(dim)));
+                    v.x *= sigmoid(gate.x), v.y *= sigmoid(gate.y);
+                }
+            }
             if (g < heads && p.half != nullptr)
                 store_half(dim, v.x, v.y);
             else if (g < heads)
@@ -428,14 +459,14 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
         if (p.columns == nullptr) return;
         __syncthreads();
-        for (int head = warp; head < heads; head += ATTENTION_WARPS) store_columns(head, reinterpret_cast<const float4*>(outputs)[head * 32 + lane]);
+        for (int part = warp; part < heads * PARTS; part += WARPS) store_columns(part, reinterpret_cast<const float4*>(outputs)[part * 32 + lane]);
         return;
     }
-    const float4* const parts = p.partial + size_t(head0) * p.parts * (HEAD_DIM / 4);
+    const float4* const parts = p.partial + size_t(head0) * p.parts * (DIM / 4);
     // Where the j-th part to be joined lies.
     auto part_at = [&](int j) { return SHARED && j >= splits ? int(gridDim.y) + j - splits : j; };
     if (g < heads) {
-        float2* part = reinterpret_cast<float2*>(p.partial + (size_t(head0 + g) * p.parts + blockIdx.y) * (HEAD_DIM / 4));
+        float2* part = reinterpret_cast<float2*>(p.partial + (size_t(head0 + g) * p.parts + blockIdx.y) * (DIM / 4));
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++)
             __stcg(part + 4 * (DIM_TILES * warp + n) + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
@@ -451,7 +482,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     __syncthreads();
     if (!sm.last) return;
     __threadfence();
-    for (int head = warp; head < heads; head += ATTENTION_WARPS) {
+    for (int head = warp; head < heads; head += WARPS) {
         constexpr int EACH = MOST_SPLITS / 32;
         float2 part[EACH];
         float peak = -INFINITY, sum = 0.f;
@@ -473,22 +504,26 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         for (int i = 0; i < EACH; i++) sm.share[head][32 * i + lane] = part[i].x * inv;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < heads * (HEAD_DIM / 4); i += ATTENTION_WARPS * 32) {
-        const int head = i / (HEAD_DIM / 4);
-        const float4* from = parts + size_t(head) * p.parts * (HEAD_DIM / 4) + i % (HEAD_DIM / 4);
+    for (int i = threadIdx.x; i < heads * (DIM / 4); i += WARPS * 32) {
+        const int head = i / (DIM / 4);
+        const float4* from = parts + size_t(head) * p.parts * (DIM / 4) + i % (DIM / 4);
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 16
         for (int j = 0; j < joined; j++) {
-            const float4 part = __ldcg(from + part_at(j) * (HEAD_DIM / 4));
+            const float4 part = __ldcg(from + part_at(j) * (DIM / 4));
             const float f = sm.share[head][j];
             v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
             v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);
+        }
+        if constexpr (Of::GATED) {
+            const float4 gate = __ldcg(reinterpret_cast<const float4*>(gates_at(4 * i)));
+            v.x *= sigmoid(gate.x), v.y *= sigmoid(gate.y), v.z *= sigmoid(gate.z), v.w *= sigmoid(gate.w);
         }
         if (p.half != nullptr) {
             store_half(4 * i, v.x, v.y);
             store_half(4 * i + 2, v.z, v.w);
         } else if (p.columns != nullptr) {
-            store_columns(head, v);
+            store_columns(i / 32, v);
         } else {
             reinterpret_cast<float4*>(to)[i] = v;
         }

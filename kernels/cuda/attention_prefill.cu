@@ -1,7 +1,7 @@
 // Attention of many new tokens of one sequence over its cache, which already holds their keys
-// and values: an online softmax over tiles of 64 positions, both products on tensor cores.
+// and values: an online softmax over tiles of 64 positions (32 of wide heads), both products on tensor cores.
 //
-//   out[i][h] = softmax(q[i][h] . K / sqrt(128)) V over positions 0 .. position0 + i
+//   out[i][h] = softmax(q[i][h] . K / sqrt(DIM)) V over positions 0 .. position0 + i
 //
 // Queries (normalized, rotated) and softmax weights are rounded to FP16; sums are f32. A block
 // of four warps takes 64 queries of one head, a warp 16. Words of keys and values come from
@@ -14,7 +14,7 @@
 #include "rows.cuh"
 
 struct PrefillArgs {
-    const float* qkv;   // [rows][(heads + 2 kv_heads) * 128]
+    const float* qkv;   // [rows][HeadsOf<DIM>::width][DIM]
     Cache cache;
     __half* out;        // [rows][padded] in operand order
     int row0;           // of the sequence's first new token
@@ -26,25 +26,28 @@ struct PrefillArgs {
 };
 
 constexpr int QUERIES = 64;
-constexpr int TILE_POSITIONS = 64;
 
-template <bool INT8>
+template <bool INT8, int DIM>
 struct PrefillShared {
-    static constexpr int WORDS = TILE_POSITIONS * HEAD_DIM * (INT8 ? 1 : 2) / 16;
+    static constexpr int TILE_POSITIONS = 64 * 128 / DIM;
+    static constexpr int WORDS = TILE_POSITIONS * DIM * (INT8 ? 1 : 2) / 16;
     uint4 keys[2][WORDS];      // [position][dims]
     uint4 values[2][WORDS];    // [dim][positions]
     __half key_scales[2][TILE_POSITIONS];
     __half value_scales[2][TILE_POSITIONS];
 };
 
-template <bool INT8>
+template <bool INT8, int DIM>
 DEVICE void prefill(const PrefillArgs& p) {
-    constexpr float SCALE = 1.4426950408889634f * 0.08838834764831845f;   // log2(e) / sqrt(128)
+    using Of = HeadsOf<DIM>;
+    using Shared = PrefillShared<INT8, DIM>;
+    constexpr float SCALE = Of::SCALE;
+    constexpr int TILE_POSITIONS = Shared::TILE_POSITIONS;
     constexpr int BYTES = INT8 ? 1 : 2;
-    constexpr int KEY_UNITS = 8 * BYTES;                      // 16-byte words of a key
+    constexpr int KEY_UNITS = DIM / 16 * BYTES;                      // 16-byte words of a key
     constexpr int VALUE_UNITS = TILE_POSITIONS * BYTES / 16;  // of a dim's positions
     extern __shared__ uint4 dynamic_shared[];
-    PrefillShared<INT8>& sm = *reinterpret_cast<PrefillShared<INT8>*>(dynamic_shared);
+    Shared& sm = *reinterpret_cast<Shared*>(dynamic_shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.y, kv = head / (p.heads / p.cache.kv_heads);
     const int query0 = blockIdx.x * QUERIES;
@@ -58,13 +61,13 @@ DEVICE void prefill(const PrefillArgs& p) {
         if (tile < tiles) {
             const int base = tile * TILE_POSITIONS % PAGE, b = tile % 2;   // rows of the page
             const size_t row0 = p.cache.head(page, kv) * PAGE;
-            const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + (row0 + base) * HEAD_DIM * BYTES;
-            const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * HEAD_DIM + base) * BYTES;
+            const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + (row0 + base) * DIM * BYTES;
+            const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * DIM + base) * BYTES;
             for (int i = threadIdx.x; i < TILE_POSITIONS * KEY_UNITS; i += 128) {
                 const int r = i / KEY_UNITS, u = i % KEY_UNITS;
-                copy_async(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (KEY_UNITS / 4)))], keys + i * 16);
+                copy_async(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (2 * BYTES)))], keys + i * 16);
             }
-            for (int i = threadIdx.x; i < HEAD_DIM * VALUE_UNITS; i += 128) {
+            for (int i = threadIdx.x; i < DIM * VALUE_UNITS; i += 128) {
                 const int d = i / VALUE_UNITS, u = i % VALUE_UNITS;
                 copy_async(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))], values + d * PAGE * BYTES + u * 16);
             }
@@ -80,14 +83,14 @@ DEVICE void prefill(const PrefillArgs& p) {
     request(0);
 
     // Queries of rows g and g + 8 of this warp: words i hold dims 32i + 8t .. + 7.
-    uint32_t q[4][2][4];   // [i][product][a0, a1, a2, a3]
+    uint32_t q[DIM / 32][2][4];   // [i][product][a0, a1, a2, a3]
     const int mine[2] = {query0 + warp * 16 + g, query0 + warp * 16 + g + 8};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int row = p.row0 + min(mine[r], p.count - 1);
-        const float* from = p.qkv + (size_t(row) * (p.heads + 2 * p.cache.kv_heads) + head) * HEAD_DIM + 8 * t;
+        const float* from = p.qkv + (size_t(row) * Of::width(p.heads, p.cache.kv_heads) + Of::query(head)) * DIM + 8 * t;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < DIM / 32; i++) {
             const float4 a = *reinterpret_cast<const float4*>(from + 32 * i);
             const float4 b = *reinterpret_cast<const float4*>(from + 32 * i + 4);
             q[i][0][r] = half2_bits(__float22half2_rn(make_float2(a.x * SCALE, a.y * SCALE)));
@@ -98,14 +101,14 @@ DEVICE void prefill(const PrefillArgs& p) {
     }
 
     float top[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
-    float out[16][4] = {};
+    float out[DIM / 8][4] = {};
     for (int tile = 0; tile < tiles; tile++) {
         copy_wait<0>();
         __syncthreads();
         request(tile + 1);
         const int b = tile % 2;
 #pragma unroll 1
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < TILE_POSITIONS / 32; half++) {
             const int base = tile * TILE_POSITIONS + half * 32;
             if (base > last) break;
             float s[4][4] = {};
@@ -113,10 +116,10 @@ DEVICE void prefill(const PrefillArgs& p) {
             for (int j = 0; j < 4; j++) {
                 const int r = half * 32 + 8 * (g / 2) + 2 * j + g % 2;
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
+                for (int i = 0; i < DIM / 32; i++) {
                     // 16 bytes hold 8 dims, or of codes those of two lanes.
                     const int u = INT8 ? 2 * i + t / 2 : 4 * i + t;
-                    const int8_t* from = reinterpret_cast<const int8_t*>(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (KEY_UNITS / 4)))]);
+                    const int8_t* from = reinterpret_cast<const int8_t*>(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (2 * BYTES)))]);
                     const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
                     mma_16816(s[j], q[i][0][0], q[i][0][1], q[i][0][2], q[i][0][3], w.x, w.y);
                     mma_16816(s[j], q[i][1][0], q[i][1][1], q[i][1][2], q[i][1][3], w.z, w.w);
@@ -155,7 +158,7 @@ DEVICE void prefill(const PrefillArgs& p) {
                 }
             }
 #pragma unroll
-            for (int n = 0; n < 16; n++) {
+            for (int n = 0; n < DIM / 8; n++) {
                 out[n][0] *= shrink[0], out[n][1] *= shrink[0];
                 out[n][2] *= shrink[1], out[n][3] *= shrink[1];
                 const int d = 8 * n + g, u = INT8 ? half * 2 + t / 2 : half * 4 + t;
@@ -173,12 +176,25 @@ DEVICE void prefill(const PrefillArgs& p) {
         total[r] += __shfl_xor_sync(~0u, total[r], 2);
         if (mine[r] >= p.count) continue;
         const float inv = 1.f / total[r];
-        __half* to = p.out + size_t(p.row0 + mine[r]) * p.padded + head * HEAD_DIM;
+        const int row = p.row0 + mine[r];
+        const float* const gates = p.qkv + (size_t(row) * Of::width(p.heads, p.cache.kv_heads) + Of::gate(head)) * DIM + 2 * t;
+        __half* const to = p.out + size_t(row) * p.padded;
 #pragma unroll
-        for (int n = 0; n < 16; n++)
-            *reinterpret_cast<__half2*>(to + operand_index(8 * n + 2 * t)) = __float22half2_rn(make_float2(out[n][2 * r] * inv, out[n][2 * r + 1] * inv));
+        for (int n = 0; n < DIM / 8; n++) {
+            float2 v = make_float2(out[n][2 * r] * inv, out[n][2 * r + 1] * inv);
+            if constexpr (Of::GATED) {
+                const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * n);
+                v.x *= sigmoid(gate.x), v.y *= sigmoid(gate.y);
+            }
+            *reinterpret_cast<__half2*>(to + operand_index(head * DIM + 8 * n + 2 * t)) = __float22half2_rn(v);
+        }
     }
 }
 
-extern "C" __global__ __launch_bounds__(128) void attention_prefill_fp16(const __grid_constant__ PrefillArgs p) { prefill<false>(p); }
-extern "C" __global__ __launch_bounds__(128) void attention_prefill_int8(const __grid_constant__ PrefillArgs p) { prefill<true>(p); }
+#define PREFILL(name, int8, dim) \
+    extern "C" __global__ __launch_bounds__(128) void name(const __grid_constant__ PrefillArgs p) { prefill<int8, dim>(p); }
+
+PREFILL(attention_prefill_fp16, false, HEAD_DIM)
+PREFILL(attention_prefill_int8, true, HEAD_DIM)
+PREFILL(attention_prefill_wide_fp16, false, WIDE_HEAD_DIM)
+PREFILL(attention_prefill_wide_int8, true, WIDE_HEAD_DIM)

@@ -70,7 +70,6 @@ static_assert(sizeof(GroupShared<false>) == 163904 && sizeof(GroupShared<true>) 
 
 template <bool INT8>
 DEVICE void attention_shared(const SharedArgs& p) {
-    constexpr float LOG2E = 1.4426950408889634f;
     constexpr int THREADS = 32 * SHARED_WARPS;
     constexpr int UNITS = PageShared<INT8>::UNITS;
     constexpr int EIGHTS = INT8 ? 2 : 1;   // of a unit's elements
@@ -109,8 +108,9 @@ DEVICE void attention_shared(const SharedArgs& p) {
     uint32_t next = page_at(start + 1);
     request(page_at(start), sm.pages[0]);
     // What no kernel of this step writes of the warp's queries, and then, together, the queries.
-    const HeadGain q_gain(p.vectors.gains[0], lane);
-    float4 v[8], c0[8], c1[8];
+    const HeadGain<> q_gain(p.vectors.gains[0], lane);
+    Head<HEAD_DIM> v[8];
+    const float4* angles[8];
     const float* from[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -119,15 +119,14 @@ DEVICE void attention_shared(const SharedArgs& p) {
         const int row = min(__ldcg(group->rows + query / heads), p.m - 1), head = kv * heads + query % heads;
         const int position = __ldcg(&p.step[row].position);
         from[i] = p.qkv + (size_t(row) * (p.heads + 2 * p.cache.kv_heads) + head) * HEAD_DIM;
-        const float4* angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(position) * 64) + (lane % 16) * 2;
-        c0[i] = __ldg(angles), c1[i] = __ldg(angles + 1);
+        angles[i] = Turn<>::of(p.cos_sin + size_t(position) * (HEAD_DIM / 2), lane);
     }
 
     wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         if (warp + i * SHARED_WARPS >= queries) break;
-        v[i] = __ldcg(reinterpret_cast<const float4*>(from[i]) + lane);
+        v[i] = Head<HEAD_DIM>::load(from[i], lane);
     }
     // Rows of the left operand that are no query's are zero.
 #pragma unroll
@@ -136,9 +135,9 @@ DEVICE void attention_shared(const SharedArgs& p) {
         if (query >= (queries + 7) / 8 * 8) break;
         uint2 hi = make_uint2(0, 0), lo = hi;
         if (query < queries) {
-            const float4 biased = add_bias(v[i], p.vectors, 0, kv * heads + query % heads, lane);
-            const float4 q = turn_head(biased, q_gain, c0[i], c1[i], p.eps, lane);
-            const float s = LOG2E * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
+            const Head<HEAD_DIM> biased = add_bias(v[i], p.vectors, 0, kv * heads + query % heads, lane);
+            const float4 q = turn_head(biased, q_gain, Turn<>(angles[i]), p.eps, lane).part[0];
+            constexpr float s = HeadsOf<HEAD_DIM>::SCALE;
             split_pair(q.x * s, q.y * s, hi.x, lo.x);
             split_pair(q.z * s, q.w * s, hi.y, lo.y);
         }

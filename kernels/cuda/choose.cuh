@@ -1,7 +1,8 @@
 // Which experts a row of a mixture goes through, and with which weights: the `per_token` experts of the
 // greatest scores, of equal ones those of lower number; weights are the softmax of the scores over all
 // experts, divided by the sum of those chosen where `normalized`. A score that is no number makes every
-// weight one that is none.
+// weight one that is none. Where the last expert is `shared`, all rows go through it, behind those chosen among the
+// others, and its weight is the sigmoid of its score.
 #pragma once
 
 #include "common.cuh"
@@ -24,7 +25,8 @@ DEVICE float unordered(uint32_t key) { return __uint_as_float(key & 0x80000000u 
 
 // A block of MOST_EXPERTS threads chooses the experts of a row: a thread counts how many are before its
 // own.
-DEVICE void choose(Chosen& to, const float* scores, int experts, int per_token, bool normalized) {
+DEVICE void choose(Chosen& to, const float* scores, int experts, int per_token, bool normalized, bool shared) {
+    experts -= shared, per_token -= shared;
     const int e = threadIdx.x;
     const bool there = e < experts;
     const float score = there ? __ldcg(scores + e) : 0.f;
@@ -55,6 +57,11 @@ DEVICE void choose(Chosen& to, const float* scores, int experts, int per_token, 
         }
         sum = warp_sum(sum);
         if (e < per_token) to.weight[e] = finite ? weight / sum : __uint_as_float(0x7fc00000u);
+        if (shared && e == 0) {
+            const float own = __ldcg(scores + experts);
+            to.expert[per_token] = experts;
+            to.weight[per_token] = finite && isfinite(own) ? 1.f / (1.f + expf(-own)) : __uint_as_float(0x7fc00000u);
+        }
     }
     __syncthreads();
 }

@@ -27,7 +27,7 @@ struct ExpertsArgs {
     int normalized;
     int x_stride;          // values from a row to the next
     int out_stride;
-    int unused;
+    int shared;            // all rows go through the last expert
 };
 
 // As `Requests`, of the chosen experts' records.
@@ -89,7 +89,7 @@ DEVICE void experts(const ExpertsArgs& a) {
     if constexpr (EPI == SILU) wait_for_predecessor();
     release_successor();
     static_assert(WARPS * 32 == MOST_EXPERTS);
-    choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized);
+    choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized, a.shared);
 
     GemvArgs p = a.product;
     p.x += size_t(blockIdx.y) * a.x_stride;

@@ -25,6 +25,7 @@ struct RoutesArgs {
     int normalized;
     int block_rows;         // rows that a block of the products takes
     int most_blocks;
+    int shared;             // all rows go through the last expert
 };
 
 struct GatherArgs {
@@ -47,7 +48,7 @@ struct CombineArgs {
 // Grid m.
 extern "C" __global__ __launch_bounds__(MOST_EXPERTS) void choose_experts(const __grid_constant__ RoutesArgs p) {
     __shared__ __align__(16) Chosen chosen;
-    choose(chosen, p.scores + size_t(blockIdx.x) * p.experts, p.experts, p.per_token, p.normalized);
+    choose(chosen, p.scores + size_t(blockIdx.x) * p.experts, p.experts, p.per_token, p.normalized, p.shared);
     if (threadIdx.x < p.per_token) {
         p.chosen[blockIdx.x * p.per_token + threadIdx.x] = chosen.expert[threadIdx.x];
         p.weights[blockIdx.x * p.per_token + threadIdx.x] = chosen.weight[threadIdx.x];

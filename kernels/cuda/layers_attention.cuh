@@ -112,26 +112,27 @@ struct PageAttention {
     // Prepares what a warp has of the queries, and of the new key and value: head `job` of `qkv`, which its
     // lanes have four elements each of. Writes it to `queries`, and the new ones to the cache, where the
     // position is in head `newest` of all pages' heads.
-    static DEVICE void prepare(const LayersArgs& p, const LayerArgs& layer, const AttentionShare& share, size_t newest, int job, float4 v, const HeadGain& gain,
-                               float4 c0, float4 c1, uint8_t* queries, int lane) {
+    static DEVICE void prepare(const LayersArgs& p, const LayerArgs& layer, const AttentionShare& share, size_t newest, int job, Head<HEAD_DIM> v, const HeadGain<>& gain,
+                               const Turn<>& turn, uint8_t* queries, int lane) {
         const int group = p.group;
-        if (job <= group) v = turn_head(v, gain, c0, c1, p.eps, lane);
+        if (job <= group) v = turn_head(v, gain, turn, p.eps, lane);
         if (job < group) {
-            const float s = 1.4426950408889634f * 0.08838834764831845f;   // exp2 instead of exp; 1 / sqrt(128)
+            constexpr float s = HeadsOf<HEAD_DIM>::SCALE;
+            const float4 x = v.part[0];
             // In the order in which lanes (g, t) read: for each load of a vector, its fours, the head, t.
             const int load = lane / (4 * FOURS), of_load = lane % FOURS, t = lane / FOURS % 4;
-            reinterpret_cast<uint4*>(queries)[((load * FOURS + of_load) * group + job) * 4 + t] = split_four(v.x * s, v.y * s, v.z * s, v.w * s);
+            reinterpret_cast<uint4*>(queries)[((load * FOURS + of_load) * group + job) * 4 + t] = split_four(x.x * s, x.y * s, x.z * s, x.w * s);
             return;
         }
         const int which = job - group;
         const Cache cache = {layer.keys, layer.values, layer.key_scales, layer.value_scales, p.tables, p.kv_heads, p.table_len};
-        const Kept kept = round_row<INT8>(v);
+        const Kept<> kept = round_row<INT8>(v);
         uint8_t* const to = queries + fresh_at(group, which);
         if constexpr (INT8) {
-            reinterpret_cast<char4*>(to)[lane] = kept.code;
+            reinterpret_cast<char4*>(to)[lane] = kept.code[0];
             if (lane == 0) reinterpret_cast<__half*>(to)[HEAD_DIM / 2] = kept.scale;
         } else {
-            reinterpret_cast<uint2*>(to)[lane] = kept.half;
+            reinterpret_cast<uint2*>(to)[lane] = kept.half[0];
         }
         store_row<INT8>(cache, which, newest, share.position % PAGE, kept, lane);
     }

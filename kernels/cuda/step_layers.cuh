@@ -442,11 +442,10 @@ struct LayersBlock {
         static_assert(MOST_GROUP + 2 <= WARPS);
         const int group = p.group;
         if (warp < group + (mine.newest() ? 2 : 0)) {
-            const float4* const angles = reinterpret_cast<const float4*>(p.cos_sin + size_t(mine.position) * 64) + lane % 16 * 2;
-            const float4 c0 = __ldg(angles), c1 = __ldg(angles + 1);
+            const Turn<> turn(Turn<>::of(p.cos_sin + size_t(mine.position) * (HEAD_DIM / 2), lane));
             // Queries, a key or a value, and which head of them.
             const int kind = max(0, warp - group + 1), of_kind = kind == 0 ? mine.kv * group + warp : mine.kv;
-            const HeadGain gain(layer.vectors.gains[min(kind, 1)], lane);
+            const HeadGain<> gain(layer.vectors.gains[min(kind, 1)], lane);
             const size_t newest = size_t(__ldcg(p.tables + size_t(mine.slot) * p.table_len + mine.position / PAGE)) * p.kv_heads + mine.kv;
             const int head = warp < group ? mine.kv * group + warp : p.heads + (warp - group) * p.kv_heads + mine.kv;
             const uint64_t* const from = p.qkv + head * HEAD_DIM + lane * 4;
@@ -455,9 +454,9 @@ struct LayersBlock {
             while (!has(a, stamp) || !has(b, stamp));
             __syncwarp();
             lap(1, 0);
-            float4 v = make_float4(values_of(a).x, values_of(a).y, values_of(b).x, values_of(b).y);
+            Head<HEAD_DIM> v = {make_float4(values_of(a).x, values_of(a).y, values_of(b).x, values_of(b).y)};
             v = add_bias(v, layer.vectors, kind, of_kind, lane);
-            Attention::prepare(p, layer, mine, newest, warp, v, gain, c0, c1, queries, lane);
+            Attention::prepare(p, layer, mine, newest, warp, v, gain, turn, queries, lane);
         }
         sync_layers();   // and the sums of qkv, whose memory attention takes, are read
         uint64_t* const to = p.attended + mine.source * (p.heads * (HEAD_DIM + 2));

@@ -403,13 +403,16 @@ impl<L, N> Layer<L, N> {
     /// chosen ones.
     pub fn bytes_per_token(&self, c: &ModelConfig, bytes: impl Fn(&L) -> usize) -> usize {
         let (count, routed) = c.experts.map_or((1, 1), |e| (e.count, e.per_token));
+        let shares = c.experts.is_some_and(|e| e.shared > 0);
         let of = |block: &Block<L, N>| -> usize {
             let sum = |linears: Vec<&L>| linears.into_iter().map(&bytes).sum::<usize>();
             let all = sum(block.mixer.linears()) + sum(block.mixer.kept());
             match &block.mixer {
                 Mix::Experts(e) => {
                     let stacks = bytes(&e.gate_up.linear) + bytes(&e.down.linear);
-                    all - stacks + stacks / count * routed
+                    // A device may have the shared expert behind the others.
+                    let own = usize::from(shares && e.shared.is_none());
+                    all - stacks + stacks / (count + own) * (routed + own)
                 }
                 Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => all,
             }

@@ -29,10 +29,7 @@ pub fn load(
     }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
-        Device::Cuda(n) => {
-            check_recurrences(config, "nq on a GPU")?;
-            gpu::load(config, store, options, n, progress)
-        }
+        Device::Cuda(n) => gpu::load(config, store, options, n, progress),
     }
 }
 

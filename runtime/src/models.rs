@@ -86,6 +86,18 @@ impl LayerWeights {
             VectorSpec::Row(row) => &self.vectors[&row.kind],
         }
     }
+
+    /// The values of a vector as kernels take them: of rates of decay not their logarithms, but the rates, negated.
+    ///
+    /// # Errors
+    /// A type that has no f32 values.
+    pub fn values(&self, spec: VectorSpec) -> Result<Vec<f32>> {
+        let mut values = self.vector(spec).to_f32()?;
+        if matches!(spec, VectorSpec::Row(row) if row.kind == VectorKind::Decay) {
+            values.iter_mut().for_each(|v| *v = -v.exp());
+        }
+        Ok(values)
+    }
 }
 
 /// Reads the embedding `[vocab, hidden]`.

@@ -27,6 +27,7 @@ impl Layers {
             kv,
             layers: LAYERS,
             kv_heads: model.kv_heads,
+            head_dim: HEAD_DIM,
             pages: slots * each,
             slots,
             ctx,

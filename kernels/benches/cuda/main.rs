@@ -13,6 +13,8 @@
 #[cfg(feature = "cuda")]
 mod attention;
 #[cfg(feature = "cuda")]
+mod delta;
+#[cfg(feature = "cuda")]
 mod products;
 #[cfg(feature = "cuda")]
 mod rows;
@@ -33,7 +35,7 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 18] = [
+const BENCHES: [Bench; 19] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -48,6 +50,7 @@ const BENCHES: [Bench; 18] = [
     ("attention_prefill", attention::attention_prefill),
     ("step_layers", attention::step_layers),
     ("pages", attention::pages),
+    ("delta", delta::delta),
     ("rows", rows::rows),
     ("sampling", rows::sampling),
     ("training", training::training),

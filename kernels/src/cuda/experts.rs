@@ -35,15 +35,25 @@ struct ExpertsArgs {
     normalized: i32,
     x_stride: i32,
     out_stride: i32,
-    unused: i32,
+    shared: i32,
 }
 
 /// `sizeof(Chosen)` of `cuda/choose.cuh`.
 const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
 
+/// Number of experts in a layer's stacks: where there is a shared one, which all rows go through, it is the last.
+pub fn stacked(experts: &Experts) -> usize {
+    experts.count + usize::from(experts.shared > 0)
+}
+
+/// Number of experts that a row goes through.
+pub(super) fn chosen(experts: &Experts) -> usize {
+    experts.per_token + usize::from(experts.shared > 0)
+}
+
 /// Values per row between up and down: those of each chosen expert.
 pub fn gated_width(experts: &Experts) -> usize {
-    experts.per_token * experts.width
+    chosen(experts) * experts.width
 }
 
 /// One half of the mixture's work.
@@ -65,7 +75,8 @@ fn kernel(plan: &GemvPlan, half: Half, kind: PackedKind) -> Instance<ExpertsArgs
 impl Stream {
     /// Gate and up of each row's experts: `gated` `[m, gated_width]` becomes
     /// `weight * silu(gate n) * (up n)`, with `n` the normalized rows of `x` `[m, inputs]`. `w` holds
-    /// the interleaved stacks of all experts; `scores` `[m, count]` are the router's.
+    /// the interleaved stacks of all experts; `scores` `[m, stacked]` are the router's, behind them that of the
+    /// shared expert, if there is one.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
@@ -88,13 +99,13 @@ impl Stream {
             gain: norm.gain(&o, w.inputs())?,
             out: o.of("gated", gated, &[m, gated_width(experts)])?,
             inputs: w.inputs() as i32,
-            rows: (experts.per_token * 2 * experts.width) as i32,
+            rows: (chosen(experts) * 2 * experts.width) as i32,
             eps: norm.eps,
             ..self.records(&o, w)?
         };
         let launch = Launch {
             half: Half::Up,
-            tiles: experts.per_token * tiles,
+            tiles: chosen(experts) * tiles,
             spans: w.spans(),
             part: tiles,
             expert_tiles: tiles,
@@ -118,7 +129,7 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let o = self.operands("experts_down");
-        let outputs = w.rows() / experts.count.max(1);
+        let outputs = w.rows() / stacked(experts).max(1);
         o.multiple("outputs of an expert", TILE, outputs)?;
         check(&o, experts, (w.rows(), outputs), m)?;
         let inputs = gated_width(experts);
@@ -132,7 +143,7 @@ impl Stream {
         let launch = Launch {
             half: Half::Down,
             tiles: outputs / TILE,
-            spans: experts.per_token * w.spans(),
+            spans: chosen(experts) * w.spans(),
             part: w.spans(),
             expert_tiles: outputs / TILE,
             strides: (inputs, outputs),
@@ -198,15 +209,15 @@ impl Stream {
                 depth: plan.depth as i32,
                 ..product
             },
-            scores: o.of("scores", scores, &[m, experts.count])?,
-            experts: experts.count as i32,
-            per_token: experts.per_token as i32,
+            scores: o.of("scores", scores, &[m, stacked(experts)])?,
+            experts: stacked(experts) as i32,
+            per_token: chosen(experts) as i32,
             part: launch.part as i32,
             tiles: launch.expert_tiles as i32,
             normalized: i32::from(experts.normalized),
             x_stride: launch.strides.0 as i32,
             out_stride: launch.strides.1 as i32,
-            unused: 0,
+            shared: i32::from(experts.shared > 0),
         };
         let shape = LaunchShape::new((plan.cut.blocks, m, 1), GEMV_WARPS * 32)
             .shared(plan.shared)
@@ -238,12 +249,16 @@ pub(super) fn check(
 ) -> Result<()> {
     o.at_least("rows", 1, m)?;
     o.at_most("rows", u16::MAX.into(), m)?;
-    o.at_most("experts", MOST_EXPERTS, e.count)?;
+    o.at_most("experts", MOST_EXPERTS, stacked(e))?;
     o.at_least("experts of a row", 1, e.per_token)?;
-    o.at_most("experts of a row", MOST_CHOSEN.min(e.count), e.per_token)?;
-    if rows == e.count * each {
+    o.at_most("experts of a row", e.count, e.per_token)?;
+    o.at_most("experts of a row", MOST_CHOSEN, chosen(e))?;
+    if e.shared > 0 && e.shared != e.width {
+        return o.refuse("width of the shared expert", e.width, e.shared);
+    }
+    if rows == stacked(e) * each {
         Ok(())
     } else {
-        o.refuse("rows of the stack", e.count * each, rows)
+        o.refuse("rows of the stack", stacked(e) * each, rows)
     }
 }

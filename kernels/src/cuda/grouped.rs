@@ -2,7 +2,7 @@
 //! are read once for all of its rows (a grouped product).
 
 use super::driver::{Address, Buffer, Gpu, Stream};
-use super::experts::check;
+use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
@@ -37,6 +37,7 @@ struct RoutesArgs {
     normalized: i32,
     block_rows: i32,
     most_blocks: i32,
+    shared: i32,
 }
 
 /// `GatherArgs` of `cuda/grouped.cu`.
@@ -65,7 +66,6 @@ struct CombineArgs {
 /// Rows sorted by expert, and what their experts make of them. A row has `per_token` routes; `routes`
 /// below is their number.
 pub struct GroupedRows {
-    experts: Experts,
     hidden: usize,
     chosen: Buffer<u32>,      // [routes]
     weights: Buffer<f32>,     // [routes]
@@ -78,8 +78,9 @@ pub struct GroupedRows {
 }
 
 /// The rows that were sorted last.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Grouped {
+    experts: Experts,
     m: usize,
     /// Rows that a block of the products takes, and the number of blocks.
     block_rows: usize,
@@ -88,10 +89,11 @@ struct Grouped {
 
 impl Grouped {
     fn new(gpu: &Gpu, e: &Experts, m: usize) -> Self {
-        let routes = m * e.per_token;
-        let used = e.count.min(routes).max(1);
+        let routes = m * chosen(e);
+        let used = stacked(e).min(routes).max(1);
         let block_rows = rows_of_experts(gpu, routes / used);
         Grouped {
+            experts: *e,
             m,
             block_rows,
             // A block of each expert may be incomplete.
@@ -101,12 +103,12 @@ impl Grouped {
 }
 
 impl GroupedRows {
-    /// Allocates buffers for up to `rows` rows of width `hidden`.
+    /// Allocates buffers for up to `rows` rows of width `hidden`, of mixtures of up to these `experts`.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, experts: Experts, hidden: usize, rows: usize) -> Result<Self> {
-        let routes = rows * experts.per_token;
+        let routes = rows * chosen(&experts);
         let padded = |n: usize| n.next_multiple_of(SPAN);
         Ok(GroupedRows {
             hidden,
@@ -114,19 +116,21 @@ impl GroupedRows {
             weights: gpu.zeros("activations", routes)?,
             places: gpu.zeros("activations", routes)?,
             // As many as blocks of the fewest rows make.
-            blocks: gpu.zeros("activations", routes / 8 + experts.count.min(routes).max(1))?,
+            blocks: gpu.zeros(
+                "activations",
+                routes / 8 + stacked(&experts).min(routes).max(1),
+            )?,
             sorted: gpu.zeros("activations", routes * padded(hidden))?,
             gated: gpu.zeros("activations", routes * padded(experts.width))?,
             y: gpu.zeros("activations", routes * hidden)?,
-            grouped: Grouped::default(),
-            experts,
+            grouped: Grouped::new(gpu, &experts, 0),
         })
     }
 }
 
 impl Stream {
     /// Sorts `m` normalized rows `x` `[m, hidden padded to 256]`, FP16 in operand order, by the experts
-    /// that their `scores` `[m, count]` choose.
+    /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]).
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
@@ -135,26 +139,27 @@ impl Stream {
         x: &Buffer<u16>,
         scores: &Buffer<f32>,
         rows: &mut GroupedRows,
+        e: &Experts,
         m: usize,
     ) -> Result<()> {
         let o = self.operands("group_rows");
-        let e = rows.experts;
-        let (k, padded) = (e.per_token, rows.hidden.next_multiple_of(SPAN));
-        check(&o, &e, (e.count, 1), m)?;
-        let grouped = Grouped::new(self.gpu(), &e, m);
+        let (k, padded) = (chosen(e), rows.hidden.next_multiple_of(SPAN));
+        check(&o, e, (stacked(e), 1), m)?;
+        let grouped = Grouped::new(self.gpu(), e, m);
         o.at_most("blocks", u16::MAX.into(), grouped.blocks)?;
         let args = RoutesArgs {
-            scores: o.of("scores", scores, &[m, e.count])?,
+            scores: o.of("scores", scores, &[m, stacked(e)])?,
             chosen: o.of("chosen experts", &rows.chosen, &[m, k])?,
             weights: o.of("weights of experts", &rows.weights, &[m, k])?,
             places: o.of("places", &rows.places, &[m, k])?,
             blocks: o.of("blocks", &rows.blocks, &[grouped.blocks])?,
             m: m as i32,
-            experts: e.count as i32,
+            experts: stacked(e) as i32,
             per_token: k as i32,
             normalized: i32::from(e.normalized),
             block_rows: grouped.block_rows as i32,
             most_blocks: grouped.blocks as i32,
+            shared: i32::from(e.shared > 0),
         };
         let gather = GatherArgs {
             x: o.of("x", x, &[m, padded])?,
@@ -180,23 +185,15 @@ impl Stream {
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn grouped_up(&self, w: &DeviceLinear, rows: &mut GroupedRows) -> Result<()> {
-        let (e, of) = (rows.experts, rows.grouped);
+        let of = rows.grouped;
+        let (e, k) = (of.experts, chosen(&of.experts));
         let o = self.operands("grouped_up");
         o.multiple("width of an expert", SPAN, e.width)?;
         check(&o, &e, (w.rows(), 2 * e.width), of.m)?;
         let (x, output) = (&rows.sorted, GemmOutput::Silu(&mut rows.gated));
         let blocks = (of.blocks, of.block_rows);
         // SAFETY: `group_rows` wrote the blocks.
-        unsafe {
-            self.gemm_experts(
-                (w, e.count),
-                x,
-                output,
-                of.m * e.per_token,
-                &rows.blocks,
-                blocks,
-            )
-        }
+        unsafe { self.gemm_experts((w, stacked(&e)), x, output, of.m * k, &rows.blocks, blocks) }
     }
 
     /// Down of what [`Stream::grouped_up`] left, weighted and added to `x` `[m, hidden]`.
@@ -209,23 +206,31 @@ impl Stream {
         rows: &mut GroupedRows,
         x: &mut Buffer<f32>,
     ) -> Result<()> {
-        let (e, of, hidden) = (rows.experts, rows.grouped, rows.hidden);
+        let (of, hidden) = (rows.grouped, rows.hidden);
+        let (e, k) = (of.experts, chosen(&of.experts));
         let o = self.operands("grouped_down");
         o.multiple("outputs of an expert", TILE, hidden)?;
         check(&o, &e, (w.rows(), hidden), of.m)?;
         let combine = CombineArgs {
-            y: o.of("y", &rows.y, &[of.m, e.per_token, hidden])?,
-            weights: o.of("weights of experts", &rows.weights, &[of.m, e.per_token])?,
-            places: o.of("places", &rows.places, &[of.m, e.per_token])?,
+            y: o.of("y", &rows.y, &[of.m, k, hidden])?,
+            weights: o.of("weights of experts", &rows.weights, &[of.m, k])?,
+            places: o.of("places", &rows.places, &[of.m, k])?,
             x: o.of("x", x, &[of.m, hidden])?,
             width: hidden as i32,
-            per_token: e.per_token as i32,
+            per_token: k as i32,
         };
         let (gated, output) = (&rows.gated, GemmOutput::Store(&mut rows.y));
-        let (routes, blocks) = (of.m * e.per_token, (of.blocks, of.block_rows));
+        let (routes, blocks) = (of.m * k, (of.blocks, of.block_rows));
         // SAFETY: `group_rows` wrote the blocks and the places; the operands were checked.
         unsafe {
-            self.gemm_experts((w, e.count), gated, output, routes, &rows.blocks, blocks)?;
+            self.gemm_experts(
+                (w, stacked(&e)),
+                gated,
+                output,
+                routes,
+                &rows.blocks,
+                blocks,
+            )?;
             self.launch(&COMBINE_EXPERTS, shape((of.m, 1), 256), &combine)
         }
     }

@@ -11,6 +11,7 @@ mod advance;
 mod attention;
 mod bandwidth;
 mod batch;
+mod delta;
 mod driver;
 mod experts;
 mod gemm;
@@ -33,13 +34,18 @@ pub use advance::{
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
     HEAD_DIM, Heads, LayerPages, MOST_RUN, PageEntry, PageStaging, PagesShape, SharedPrefix,
+    WIDE_HEAD_DIM, WIDE_ROTATED, rotated,
 };
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
+pub use delta::{
+    CONV, DELTA_DIM, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, LayerStates,
+    MOST_RATE_INPUTS, RateRows, Rates, StatesShape,
+};
 pub use driver::{
     Buffer, Checked, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark, Pinned,
     Stream, Strided, check_device, device_count, driver_needed,
 };
-pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width};
+pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};
 pub use gemv::{GemvOutput, Norm};

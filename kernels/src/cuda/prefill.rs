@@ -1,6 +1,6 @@
 //! Attention for many rows of one sequence.
 
-use super::attention::{CacheArgs, HEAD_DIM, LayerPages};
+use super::attention::{CacheArgs, HEAD_DIM, LayerPages, row_heads};
 use super::driver::{Address, Buffer, LaunchShape, Stream};
 use super::kernel::kernels;
 use super::pack::SPAN;
@@ -22,7 +22,8 @@ pub struct SequenceRows {
 kernels! {
     ATTENTION_PREFILL: PrefillArgs = "attention_prefill" in "attention_prefill.cu",
         test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill",
-        instances &["attention_prefill_fp16", "attention_prefill_int8"];
+        instances &["attention_prefill_fp16", "attention_prefill_int8",
+                    "attention_prefill_wide_fp16", "attention_prefill_wide_int8"];
 }
 
 /// `PrefillArgs` of `cuda/attention_prefill.cu`.
@@ -42,7 +43,7 @@ struct PrefillArgs {
 
 impl Stream {
     /// Attention of one sequence's new rows over its cache, which already holds their keys and values:
-    /// `out` `[rows, heads * 128 padded to 256]` in FP16, in operand order.
+    /// `out` `[rows, heads * width padded to 256]` in FP16, in operand order.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
@@ -67,9 +68,10 @@ impl Stream {
         o.at_least("sequences", slot.saturating_add(1), there.slots)?;
         o.multiple("query heads", cache.kv_heads(), heads)?;
         let end = row.saturating_add(count);
-        let padded = (heads * HEAD_DIM).next_multiple_of(SPAN);
+        let (dim, kv_heads) = (cache.head_dim(), cache.kv_heads());
+        let padded = (heads * dim).next_multiple_of(SPAN);
         let args = PrefillArgs {
-            qkv: o.of("qkv", qkv, &[end, heads + 2 * cache.kv_heads(), HEAD_DIM])?,
+            qkv: o.of("qkv", qkv, &[end, row_heads(dim, heads, kv_heads), dim])?,
             cache: cache.args(&o)?,
             out: o.of("FP16 output", out, &[end, padded])?,
             row0: row as i32,
@@ -79,15 +81,12 @@ impl Stream {
             heads: heads as i32,
             padded: padded as i32,
         };
-        let tile = 64 * HEAD_DIM;
+        // `PrefillShared`: two buffers of keys and values of a tile, and of scales.
+        let positions = 64 * HEAD_DIM / dim;
+        let bytes = if cache.is_int8() { 1 } else { 2 };
         let shape = LaunchShape::new((count.div_ceil(64), heads, 1), 128)
-            // `PrefillShared`: two buffers of keys and values, and of scales.
-            .shared(if cache.is_int8() {
-                4 * tile + 8 * 64
-            } else {
-                8 * tile + 8 * 64
-            });
-        let kernel = ATTENTION_PREFILL.instance(usize::from(cache.is_int8()));
+            .shared(4 * positions * dim * bytes + 8 * positions);
+        let kernel = ATTENTION_PREFILL.instance(cache.instance());
         // SAFETY: the operands were checked, and that the rows are in the cache.
         unsafe { self.launch(kernel, shape, &args) }
     }

@@ -94,7 +94,12 @@ pub struct RowsOut<'a> {
 }
 
 impl RowsOut<'_> {
-    fn addresses(&self, o: &Operands<'_>, m: usize, width: usize) -> Result<(Address, Address)> {
+    pub(super) fn addresses(
+        &self,
+        o: &Operands<'_>,
+        m: usize,
+        width: usize,
+    ) -> Result<(Address, Address)> {
         let padded = width.next_multiple_of(SPAN);
         Ok((
             o.optional("f32 output", self.full.as_deref(), &[m, width])?,

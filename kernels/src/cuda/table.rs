@@ -2,12 +2,13 @@
 
 use super::kernel::KernelRow;
 use super::{
-    advance, attention, bandwidth, batch, experts, gemm, gemm_step, gemv, grad, grouped, linear,
+    advance, attention, bandwidth, batch, delta, experts, gemm, gemm_step, gemv, grad, grouped,
+    linear,
 };
 use super::{prefill, rows, second_order, step_layers};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 23] = [
+static TABLE: [&[&KernelRow]; 24] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -16,6 +17,7 @@ static TABLE: [&[&KernelRow]; 23] = [
     batch::ROWS,
     batch::groups::ROWS,
     batch::rows::ROWS,
+    delta::ROWS,
     experts::ROWS,
     gemm::ROWS,
     gemm_step::ROWS,

@@ -5,6 +5,8 @@
     reason = "not every test uses everything; tests say what they skip"
 )]
 
+pub(crate) mod delta;
+
 use bytes::Bytes;
 use half::{bf16, f16};
 use nq_formats::pack::pack_rows;

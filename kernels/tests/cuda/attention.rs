@@ -7,7 +7,7 @@ use nq_kernels::cpu::KvPages;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
     HEAD_DIM, Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, SharedPrefix, Step,
-    StepBounds, Stream, operand_index,
+    StepBounds, Stream, WIDE_HEAD_DIM, operand_index, rotated,
 };
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::reference;
@@ -17,6 +17,8 @@ use std::ops::Range;
 pub(super) struct Case {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
+    /// Width of a head; behind the queries of each wide one stand its gates.
+    pub(super) dim: usize,
     pub(super) kv: KvType,
     pub(super) gains: Option<[Vec<f32>; 2]>,
     /// Of queries, keys and values; empty: none.
@@ -28,26 +30,29 @@ pub(super) struct Case {
 
 impl Case {
     pub(super) fn new(heads: usize, kv_heads: usize, kv: KvType, len: usize) -> Self {
-        let gain = |seed| -> Vec<f32> {
-            normal(HEAD_DIM, seed)
-                .iter()
-                .map(|v| 1.0 + 0.3 * v)
-                .collect()
-        };
-        let angle = |p: usize, i: usize| p as f64 * 1e6f64.powf(-(i as f64) / 64.0);
+        Case::of(HEAD_DIM, heads, kv_heads, kv, len)
+    }
+
+    /// With heads of `dim`.
+    pub(super) fn of(dim: usize, heads: usize, kv_heads: usize, kv: KvType, len: usize) -> Self {
+        let gain = |seed| -> Vec<f32> { normal(dim, seed).iter().map(|v| 1.0 + 0.3 * v).collect() };
+        let pairs = rotated(dim) / 2;
+        let angle = |p: usize, i: usize| p as f64 * 1e6f64.powf(-(i as f64) / pairs as f64);
         let capacity = len.next_multiple_of(PAGE);
-        let table = (0..capacity * HEAD_DIM / 2)
-            .map(|k| angle(k / 64, k % 64))
+        let table = (0..capacity * pairs)
+            .map(|k| angle(k / pairs, k % pairs))
             .map(|a| (a.cos() as f32, a.sin() as f32))
             .collect();
+        let gates = if dim == HEAD_DIM { 0 } else { heads };
         Case {
             heads,
             kv_heads,
+            dim,
             kv,
             gains: Some([gain(61), gain(62)]),
             biases: Vec::new(),
             table,
-            qkv: normal(len * (heads + 2 * kv_heads) * HEAD_DIM, 63),
+            qkv: normal(len * (heads + gates + 2 * kv_heads) * dim, 63),
             len,
         }
     }
@@ -64,23 +69,29 @@ impl Case {
     }
 
     pub(super) fn width(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * HEAD_DIM
+        (self.heads * self.each() + 2 * self.kv_heads) * self.dim
     }
 
-    /// Expected attention of the listed rows over the rows up to each: `[len, heads * 128]`.
+    /// Heads in a row of products for each query head: the queries, and gates.
+    fn each(&self) -> usize {
+        if self.dim == HEAD_DIM { 1 } else { 2 }
+    }
+
+    /// Expected attention of the listed rows over the rows up to each: `[len, heads * dim]`.
     pub(super) fn expected(&self, rows: &[usize]) -> Vec<f32> {
-        let d = HEAD_DIM;
+        let d = self.dim;
         let group = self.heads / self.kv_heads;
         let mut pages = KvPages::new(self.kv, self.len.div_ceil(PAGE), self.kv_heads, d);
         let place = |p: usize| ((p / PAGE) as u32, p % PAGE);
-        let rotated = |x: &[f32], kind: usize, position: usize| {
+        let turned = |x: &[f32], kind: usize, position: usize| {
             let mut v = x.to_vec();
             if let Some(gains) = &self.gains {
                 reference::rms_norm(x, &gains[kind], 1e-6, &mut v);
             }
+            let turned = rotated(d);
             reference::rope(
-                &mut v,
-                &self.table[position * d / 2..(position + 1) * d / 2],
+                &mut v[..turned],
+                &self.table[position * turned / 2..(position + 1) * turned / 2],
             );
             v
         };
@@ -93,15 +104,16 @@ impl Case {
             row.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
         }
         for (position, row) in qkv.chunks(self.width()).enumerate() {
-            let (k, v) = row[self.heads * d..].split_at(self.kv_heads * d);
-            let k = k.chunks(d).flat_map(|k| rotated(k, 1, position));
+            let (k, v) = row[self.heads * self.each() * d..].split_at(self.kv_heads * d);
+            let k = k.chunks(d).flat_map(|k| turned(k, 1, position));
             let (page, at) = place(position);
             pages.store(page, at, &k.collect::<Vec<f32>>(), v);
         }
         let mut out = Vec::new();
         for &r in rows {
             for h in 0..self.heads {
-                let q = rotated(&qkv[r * self.width() + h * d..][..d], 0, r);
+                let at = r * self.width() + h * self.each() * d;
+                let q = turned(&qkv[at..][..d], 0, r);
                 let (mut k, mut v) = (vec![0f32; (r + 1) * d], vec![0f32; (r + 1) * d]);
                 for position in 0..=r {
                     let row = position * d..(position + 1) * d;
@@ -110,6 +122,11 @@ impl Case {
                 }
                 let mut y = vec![0f32; d];
                 reference::attend(&q, &k, &v, &mut y);
+                if self.each() == 2 {
+                    let gates = &qkv[at + d..][..d];
+                    let gated = y.iter_mut().zip(gates);
+                    gated.for_each(|(y, g)| *y /= 1.0 + (-g).exp());
+                }
                 out.extend(y);
             }
         }
@@ -163,6 +180,7 @@ pub(super) fn new_cache(gpu: &Gpu, stream: &Stream, case: &Case, slots: usize) -
         kv: case.kv,
         layers: LAYERS,
         kv_heads: case.kv_heads,
+        head_dim: case.dim,
         pages: slots * each,
         slots,
         ctx: case.len,
@@ -207,8 +225,8 @@ impl<'a> Check<'a> {
             case,
             on_device: Uploaded::new(gpu, case),
             name: format!(
-                "{} heads {}/{} len {len}",
-                case.kv, case.heads, case.kv_heads
+                "{} heads {}/{} of {} len {len}",
+                case.kv, case.heads, case.kv_heads, case.dim
             ),
             expected: case.expected(&rows),
             rows,
@@ -221,7 +239,12 @@ impl<'a> Check<'a> {
 
     /// Values per row of attention's output.
     fn width(&self) -> usize {
-        self.case.heads * HEAD_DIM
+        self.case.heads * self.case.dim
+    }
+
+    /// Scratch memory for steps of up to `rows` rows.
+    fn scratch(&self, rows: usize) -> AttentionScratch {
+        AttentionScratch::new(self.gpu, self.width() / HEAD_DIM, self.case.kv_heads, rows).unwrap()
     }
 
     /// The selected rows, out of rows of `stride` values.
@@ -279,10 +302,15 @@ impl<'a> Check<'a> {
         }
         let at_once = self.new_cache();
         let (qkv, places) = self.append(&at_once, 0..len);
-        let mut full = guarded(self.gpu, &vec![GUARD; len * width]);
-        self.stream
-            .attention_reference(&qkv, &places, heads, at_once.layer(LAYER), &mut full, len)
-            .unwrap();
+        if self.case.dim == HEAD_DIM {
+            let mut full = guarded(self.gpu, &vec![GUARD; len * width]);
+            let layer = at_once.layer(LAYER);
+            (self.stream)
+                .attention_reference(&qkv, &places, heads, layer, &mut full, len)
+                .unwrap();
+            let found = finish(&self.stream, &full);
+            self.compare("attention_reference", &self.pick(&found, width), 1.0);
+        }
         let padded = width.next_multiple_of(256);
         let mut half = self.gpu.zeros::<u16>("a test", len * padded).unwrap();
         for (row, count) in [(0, cut), (cut, len - cut)] {
@@ -298,8 +326,7 @@ impl<'a> Check<'a> {
                     .unwrap();
             }
         }
-        let found = finish(&self.stream, &full);
-        self.compare("attention_reference", &self.pick(&found, width), 1.0);
+        self.stream.synchronize().unwrap();
         let mut halves = vec![0u16; len * padded];
         half.read(0, &mut halves).unwrap();
         let in_order = |i: usize| f16::from_bits(halves[operand_index(i)]).to_f32();
@@ -309,9 +336,9 @@ impl<'a> Check<'a> {
 
     /// One token after another; a token that is already there is written again with the same result.
     fn decode(&self) {
-        let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
+        let (kv_heads, width) = (self.case.kv_heads, self.case.width());
         let cache = self.new_cache();
-        let mut scratch = AttentionScratch::new(self.gpu, heads, kv_heads, 1).unwrap();
+        let mut scratch = self.scratch(1);
         let mut out = guarded(self.gpu, &vec![GUARD; self.width()]);
         let bounds = step_bounds(&cache);
         let mut step = Checked::new(self.gpu, "a test", 1, Step::default(), bounds).unwrap();
@@ -365,7 +392,7 @@ impl<'a> Check<'a> {
     fn runs(&self, together: bool) {
         let (heads, kv_heads, width) = (self.case.heads, self.case.kv_heads, self.case.width());
         let cache = self.new_cache();
-        let mut scratch = AttentionScratch::new(self.gpu, heads, kv_heads, 2 + MOST_RUN).unwrap();
+        let mut scratch = self.scratch(2 + MOST_RUN);
         let mut out = guarded(self.gpu, &vec![GUARD; (2 + MOST_RUN) * self.width()]);
         let mut found = vec![0.0; self.case.len * self.width()];
         let mut other = 0;
@@ -433,7 +460,9 @@ fn check_attention(gpu: &Gpu, case: &Case) {
     check.prefill();
     check.decode();
     check.runs(false);
-    check.runs(true);
+    if case.dim == HEAD_DIM {
+        check.runs(true);
+    }
 }
 
 #[test]
@@ -453,6 +482,11 @@ fn attention() {
             check_attention(&gpu, &Case::new(heads, kv_heads, kv, len));
             if len <= 300 {
                 check_attention(&gpu, &Case::biased(heads, kv_heads, kv, len));
+            }
+        }
+        for (heads, kv_heads, len) in [(2, 2, 5), (4, 2, 70), (8, 1, 300), (12, 2, 700)] {
+            if len <= 130 || !is_sanitizing() {
+                check_attention(&gpu, &Case::of(WIDE_HEAD_DIM, heads, kv_heads, kv, len));
             }
         }
     }

@@ -3,7 +3,7 @@
 use super::common::{affine, dense, nmse, normal};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing, kinds, pack};
 use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Weight, Zeros};
-use nq_kernels::cuda::{Gpu, GroupedRows, Norm, RowsOut, Stack, Stream, gated_width};
+use nq_kernels::cuda::{Gpu, GroupedRows, Norm, RowsOut, Stack, Stream, gated_width, stacked};
 use nq_kernels::{Routes, reference};
 
 /// Numbers of rows that kernels are tested with.
@@ -19,22 +19,27 @@ struct Stacks {
 impl Stacks {
     fn new(hidden: usize, e: &Experts, make: impl Fn(usize, usize, u64) -> Weight) -> Self {
         Stacks {
-            gate: make(e.count * e.width, hidden, 1),
-            up: make(e.count * e.width, hidden, 2),
-            down: make(e.count * hidden, e.width, 3),
+            gate: make(stacked(e) * e.width, hidden, 1),
+            up: make(stacked(e) * e.width, hidden, 2),
+            down: make(stacked(e) * hidden, e.width, 3),
         }
     }
 
     /// The mixture's contribution to each row of `x`.
     fn expected(&self, x: &[f32], gain: &[f32], scores: &[f32], e: &Experts) -> Vec<f32> {
         let hidden = gain.len();
-        let routes = Routes::new(scores, e);
+        // Behind the others' score stands that of the shared expert, if there is one.
+        let rows = scores.chunks(stacked(e));
+        let routed: Vec<f32> = rows.clone().flat_map(|s| s[..e.count].to_vec()).collect();
+        let routes = Routes::new(&routed, e);
+        let shared: Vec<Option<f32>> = rows.map(|s| s.get(e.count).copied()).collect();
         let mut y = vec![0f32; x.len()];
         let (mut n, mut one) = (vec![0f32; hidden], vec![0f32; hidden]);
         let (mut g, mut u) = (vec![0f32; e.width], vec![0f32; e.width]);
         for (row, (x, y)) in x.chunks(hidden).zip(y.chunks_mut(hidden)).enumerate() {
             reference::rms_norm(x, gain, 1e-6, &mut n);
-            for &(expert, weight) in routes.of(row) {
+            let own = shared[row].map(|s| (e.count as u32, 1.0 / (1.0 + (-s).exp())));
+            for (expert, weight) in routes.of(row).iter().copied().chain(own) {
                 let part = |w: &Weight, rows: usize| {
                     let first = expert as usize * rows;
                     w.rows(first..first + rows)
@@ -59,7 +64,7 @@ fn check(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Experts
     let most = ROWS[ROWS.len() - 1];
     let x = normal(most * hidden, 5);
     let gain: Vec<f32> = normal(hidden, 6).iter().map(|v| 1.0 + 0.2 * v).collect();
-    let scores = normal(most * e.count, 7);
+    let scores = normal(most * stacked(e), 7);
     let added = stacks.expected(&x, &gain, &scores, e);
     let gains = gpu.upload("a test", &gain).unwrap();
     let norm = Norm {
@@ -105,8 +110,8 @@ fn check_many(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Ex
     let x = normal(most * hidden, 5);
     let gain: Vec<f32> = normal(hidden, 6).iter().map(|v| 1.0 + 0.2 * v).collect();
     // Some experts are liked by all, some by nobody.
-    let liking = |i: usize| (i % e.count) as f32 / 4.0;
-    let scores: Vec<f32> = (normal(most * e.count, 7).iter().enumerate())
+    let liking = |i: usize| (i % stacked(e)) as f32 / 4.0;
+    let scores: Vec<f32> = (normal(most * stacked(e), 7).iter().enumerate())
         .map(|(i, v)| v + liking(i))
         .collect();
     let added = stacks.expected(&x, &gain, &scores, e);
@@ -125,7 +130,9 @@ fn check_many(gpu: &Gpu, stream: &Stream, stacks: &Stacks, hidden: usize, e: &Ex
                 ..RowsOut::default()
             };
             stream.rms_norm(&y, None, &gains, &out, m, 1e-6).unwrap();
-            stream.group_rows(&normed, &scores, &mut rows, m).unwrap();
+            stream
+                .group_rows(&normed, &scores, &mut rows, e, m)
+                .unwrap();
             stream.grouped_up(&gate_up, &mut rows).unwrap();
             stream.grouped_down(&down, &mut rows, &mut y).unwrap();
             let found = finish(stream, &y);
@@ -153,6 +160,14 @@ fn experts(count: usize, per_token: usize, width: usize, normalized: bool) -> Ex
     }
 }
 
+/// The same with an expert that all rows go through.
+fn sharing(e: Experts) -> Experts {
+    Experts {
+        shared: e.width,
+        ..e
+    }
+}
+
 #[test]
 fn experts_of_rows() {
     let Some(gpu) = gpu() else { return };
@@ -161,12 +176,18 @@ fn experts_of_rows() {
         let e = experts(5, 1 + i % 3, 256, i % 2 == 0);
         let hidden = 320 + 16 * (i % 4);
         let make = |out, inp, seed| affine(scheme, out, inp, None, seed);
-        check(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
+        for e in [e, sharing(e)]
+            .into_iter()
+            .take(1 + usize::from(i % 4 == 3))
+        {
+            check(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
+        }
     }
     for dtype in [DType::F16, DType::BF16] {
-        let e = experts(3, 2, 512, true);
         let make = |out, inp, seed| dense(dtype, out, inp, seed);
-        check(&gpu, &stream, &Stacks::new(272, &e, make), 272, &e);
+        for e in [experts(3, 2, 512, true), sharing(experts(4, 2, 256, true))] {
+            check(&gpu, &stream, &Stacks::new(272, &e, make), 272, &e);
+        }
     }
 }
 
@@ -178,12 +199,18 @@ fn experts_of_many_rows() {
         let e = experts(5, 1 + i % 3, 256, i % 2 == 0);
         let hidden = 320 + 16 * (i % 4);
         let make = |out, inp, seed| affine(scheme, out, inp, None, seed);
-        check_many(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
+        for e in [e, sharing(e)]
+            .into_iter()
+            .take(1 + usize::from(i % 4 == 3))
+        {
+            check_many(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
+        }
     }
     for dtype in [DType::F16, DType::BF16] {
-        let e = experts(3, 2, 512, true);
         let make = |out, inp, seed| dense(dtype, out, inp, seed);
-        check_many(&gpu, &stream, &Stacks::new(272, &e, make), 272, &e);
+        for e in [experts(3, 2, 512, true), sharing(experts(4, 2, 256, true))] {
+            check_many(&gpu, &stream, &Stacks::new(272, &e, make), 272, &e);
+        }
     }
 }
 

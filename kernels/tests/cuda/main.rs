@@ -10,6 +10,7 @@ mod batch;
 mod cascade;
 #[path = "../common/mod.rs"]
 mod common;
+mod delta;
 mod driver;
 mod experts;
 mod layers;

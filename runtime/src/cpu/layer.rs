@@ -1,6 +1,6 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
-use super::cache::{LayerCache, delta_shape};
+use super::cache::LayerCache;
 use crate::error::{Error, Result};
 use crate::forward::{
     self, Delta, Experts, HeadVectors, Mlp, Operand, Ops, Packed, Projection, Shared, VectorSpec,
@@ -8,8 +8,9 @@ use crate::forward::{
 use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
+use crate::states::delta_shape;
 use crate::weights::Census;
-use nq_formats::models::{Block, Mixer, Product, VectorKind};
+use nq_formats::models::{Block, Mixer, Product};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Cpu, DeltaRows, DeltaVectors, Epilogue, FEW_ROWS, KvSequence, Linear, Span};
 use nq_kernels::pages::PAGE;
@@ -43,14 +44,7 @@ pub(crate) fn pack_layer(
             census,
         )
     };
-    let vector = |vector: VectorSpec| {
-        let mut values = weights.vector(vector).to_f32()?;
-        if matches!(vector, VectorSpec::Row(row) if row.kind == VectorKind::Decay) {
-            // As the kernel multiplies by them.
-            values.iter_mut().for_each(|v| *v = -v.exp());
-        }
-        Ok(values)
-    };
+    let vector = |vector: VectorSpec| weights.values(vector);
     Layer::new(index, weights.spec, linear, vector)
 }
 

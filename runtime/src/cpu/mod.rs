@@ -7,7 +7,7 @@ pub(crate) mod layer;
 mod session;
 mod stepper;
 
-pub use cache::{is_recurrent, state_bytes};
+pub use cache::state_bytes;
 pub(crate) use session::session_bytes;
 pub(crate) use stepper::CpuLayers;
 pub use stepper::stepper_bytes;

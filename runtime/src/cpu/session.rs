@@ -1,6 +1,6 @@
 //! [`Session`] on the CPU.
 
-use super::cache::{LayerCache, Snapshots, page_bytes, state_bytes};
+use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle_drafts::EagleDrafts;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use super::{CpuModel, embed};
@@ -10,6 +10,7 @@ use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams, Tapped,
 };
 use crate::kv::{PageCopy, PageTables};
+use crate::states::Snapshots;
 use nq_formats::ModelConfig;
 use nq_kernels::cpu::{Epilogue, FEW_ROWS, Linear};
 use std::sync::Arc;
@@ -74,12 +75,17 @@ impl Taps {
     }
 }
 
+/// States of a session in each layer with a recurrence: those of its sequences and of snapshots.
+fn places(spec: &SessionSpec) -> usize {
+    spec.slots + Snapshots::wanted(spec.slots)
+}
+
 /// Bytes that [`CpuSession::new`] reserves: (keys and values, activations without the logits, which
 /// depend on the request).
 pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
     let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
     (
-        spec.page_count() * page_bytes(c, spec.kv) + Snapshots::places(spec.slots) * state_bytes(c),
+        spec.page_count() * page_bytes(c, spec.kv) + places(spec) * state_bytes(c),
         Scratch::bytes(c, spec.max_rows) + stream,
     )
 }
@@ -91,11 +97,11 @@ impl CpuSession {
             tables: PageTables::new(&spec),
             caches: (c.layers())
                 .map(|layer| {
-                    let room = (Snapshots::places(spec.slots), spec.page_count());
+                    let room = (places(&spec), spec.page_count());
                     LayerCache::new(c, layer, spec.kv, room)
                 })
                 .collect(),
-            snapshots: Snapshots::new(spec.slots),
+            snapshots: Snapshots::new(spec.slots, Snapshots::wanted(spec.slots)),
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
             scratch: Scratch::new(c, spec.max_rows),
             x: vec![0.0; spec.max_rows * c.hidden_size],

@@ -1,11 +1,12 @@
 //! The CPU as a device of the layer stepper.
 
-use super::cache::{LayerCache, delta_shape, is_recurrent};
+use super::cache::LayerCache;
 use super::layer::{Batch, Layer, Pass, Scratch, pack, pack_layer};
 use crate::error::Result;
 use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
+use crate::states::{delta_shape, is_recurrent};
 use crate::stepper::{Cut, Head, LayerDevice, Piece};
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Tensor, Weight};

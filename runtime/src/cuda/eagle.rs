@@ -147,6 +147,7 @@ impl EagleRun {
                 kv: spec.kv,
                 layers: 1,
                 kv_heads: c.num_key_value_heads,
+                head_dim: HEAD_DIM,
                 pages: spec.page_count(),
                 slots: spec.slots,
                 ctx: spec.ctx,

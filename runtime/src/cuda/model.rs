@@ -4,18 +4,19 @@ use super::host_experts::{HostExperts, is_of_experts};
 use super::plan::{self, Request, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::session::most_together;
 use crate::error::{Error, Result};
-use crate::forward::{HeadVectors, Layer, VectorSpec};
+use crate::forward::{HeadVectors, Layer, Mix, VectorSpec};
 use crate::interface::{LoadOptions, SessionSpec};
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
+use crate::states::is_recurrent;
 use crate::weights::{Census, LoadProgress, note_held};
-use nq_formats::models::{LinearKind, Product};
+use nq_formats::models::{LinearKind, Mixer, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore, human_bytes};
+use nq_formats::{AffineScheme, Experts, ModelConfig, Progress, Weight, WeightStore, human_bytes};
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, Gpu, HEAD_DIM, Heads, MOST_CHOSEN, MOST_EXPERTS, PackedKind, Stack,
-    Uploader,
+    Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, Heads, MOST_CHOSEN,
+    MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, RateRows, Stack, Uploader, WIDE_HEAD_DIM, rotated,
 };
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
@@ -30,6 +31,10 @@ pub(super) struct CudaModel {
     /// Device memory that weights take.
     pub(super) weights: usize,
     pub(super) layers: Vec<CudaLayer>,
+    /// Of each layer, its number among those that keep what it keeps of sequences: pages, or states.
+    places: Vec<usize>,
+    /// Rows of the projections of rates, of the layers with recurrences.
+    rates: Vec<RateRows>,
     /// Experts of its first layers that run on the CPU.
     pub(super) host: HostExperts,
     pub(super) norm: Buffer<f32>,  // [hidden]
@@ -86,25 +91,104 @@ fn pack_layer(
     halves: &mut HeldAsHalves,
 ) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
+    let stacks = match experts_on_host {
+        true => None,
+        false => Stacks::with_shared(weights),
+    };
     let linear = |product: &'static Product| {
+        if let Some(parts) = stacks.as_ref().and_then(|s| s.parts(product)) {
+            return match &parts[..] {
+                [] => Ok(no_weight(&gpu)?),
+                parts => halves.pack(uploader, parts, stack(product)),
+            };
+        }
         if experts_on_host && is_of_experts(weights.spec, product) {
             return Ok(no_weight(&gpu)?);
         }
         let stack = stack(product);
         halves.pack(uploader, &weights.product(product), stack)
     };
-    let vector = |vector: VectorSpec| {
-        let values = weights.vector(vector).to_f32()?;
-        Ok(gpu.upload("a norm", &values)?)
+    let vector = |vector: VectorSpec| Ok(gpu.upload("a norm", &weights.values(vector)?)?);
+    let mut layer: CudaLayer = Layer::new(index, weights.spec, linear, vector)?;
+    for block in layer.blocks.iter_mut().filter(|_| stacks.is_some()) {
+        if let Mix::Experts(experts) = &mut block.mixer {
+            experts.shared = None;
+        }
+    }
+    Ok(layer)
+}
+
+/// The weights of a mixture with its shared expert behind the others, of which it then is one that all rows go
+/// through: fewer kernels than one for itself.
+struct Stacks {
+    router: Weight,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+}
+
+impl Stacks {
+    /// `None` if there is no shared expert, or if its width or schemes are not those of the others.
+    fn with_shared(weights: &LayerWeights) -> Option<Self> {
+        let of = |kind| weights.linears.get(&kind);
+        let stack = |all, own| Weight::stack(&[of(all)?.clone(), of(own)?.clone()]).ok();
+        let (count, width) = (
+            of(LinearKind::Router)?.dims().0,
+            of(LinearKind::SharedGate)?.dims().0,
+        );
+        if count >= MOST_EXPERTS || of(LinearKind::Gate)?.dims().0 != count * width {
+            return None;
+        }
+        Some(Stacks {
+            router: stack(LinearKind::Router, LinearKind::SharedScore)?,
+            gate: stack(LinearKind::Gate, LinearKind::SharedGate)?,
+            up: stack(LinearKind::Up, LinearKind::SharedUp)?,
+            down: stack(LinearKind::Down, LinearKind::SharedDown)?,
+        })
+    }
+
+    /// The parts of `product`, none where they are in another; `None` if it has nothing to do with experts.
+    fn parts(&self, product: &Product) -> Option<Vec<&Weight>> {
+        match product.linears[0].kind {
+            LinearKind::Router => Some(vec![&self.router]),
+            LinearKind::Gate => Some(vec![&self.gate, &self.up]),
+            LinearKind::Down => Some(vec![&self.down]),
+            LinearKind::SharedScore | LinearKind::SharedGate | LinearKind::SharedDown => {
+                Some(Vec::new())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The mixture that kernels run for a layer: with the shared expert, if the layer's stacks have it.
+pub(super) fn mixture(
+    config: &ModelConfig,
+    experts: &crate::forward::Experts<DeviceLinear>,
+) -> Experts {
+    let Some(shape) = config.experts else {
+        unreachable!("layers with experts have an expert shape");
     };
-    Layer::new(index, weights.spec, linear, vector)
+    match experts.shared {
+        Some(_) => Experts { shared: 0, ..shape },
+        None => shape,
+    }
+}
+
+/// The largest mixture that [`mixture`] gives.
+pub(super) fn largest_mixture(shape: &Experts) -> Experts {
+    let stacks = shape.shared == shape.width && shape.count < MOST_EXPERTS;
+    Experts {
+        shared: if stacks { shape.shared } else { 0 },
+        ..*shape
+    }
 }
 
 /// How the outputs of a product's Linears are laid out: interleaved if an epilogue takes them in
 /// pairs.
 fn stack(product: &Product) -> Stack {
     match product.linears[0].kind {
-        LinearKind::Gate => Stack::Interleave,
+        LinearKind::Gate | LinearKind::SharedGate => Stack::Interleave,
         _ => Stack::Concat,
     }
 }
@@ -190,6 +274,7 @@ impl CudaModel {
         };
         drop(embedding_weight);
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        let mut rates = Vec::new();
         let mut host = HostExperts::default();
         let mut first = Some(first);
         for index in 0..config.num_hidden_layers {
@@ -201,6 +286,11 @@ impl CudaModel {
             let experts_on_host = index < on_host;
             if experts_on_host {
                 host.add(config, options, &weights)?;
+            }
+            for block in weights.spec.blocks {
+                if let Mixer::Delta(delta) = &block.mixer {
+                    rates.push(RateRows::new(&gpu, &weights.product(&delta.rates))?);
+                }
             }
             layers.push(pack_layer(
                 &mut uploader,
@@ -235,6 +325,8 @@ impl CudaModel {
             gpu,
             kernels,
             layers,
+            places: places(config),
+            rates,
             host,
             norm,
             head,
@@ -274,6 +366,30 @@ impl CudaModel {
             + self.head.bytes()
     }
 
+    /// The number of layer `index` among those that keep pages, or among those that keep states.
+    pub(super) fn place(&self, index: usize) -> usize {
+        self.places[index]
+    }
+
+    /// The rows of the projections of rates of layer `index`, which has a recurrence.
+    pub(super) fn rates(&self, index: usize) -> &RateRows {
+        &self.rates[self.place(index)]
+    }
+
+    /// The vectors of a layer's recurrence.
+    pub(super) fn delta<'a>(
+        &self,
+        vectors: &'a crate::forward::DeltaVectors<Buffer<f32>>,
+    ) -> DeltaVectors<'a> {
+        DeltaVectors {
+            conv: &vectors.conv,
+            decay: &vectors.decay,
+            dt_bias: &vectors.dt_bias,
+            norm: &vectors.norm,
+            eps: self.config.rms_norm_eps,
+        }
+    }
+
     /// The parameters of a layer's attention.
     pub(super) fn heads<'a>(
         &self,
@@ -290,6 +406,17 @@ impl CudaModel {
     }
 }
 
+/// Of each layer, its number among those that keep what it keeps of sequences.
+fn places(config: &ModelConfig) -> Vec<usize> {
+    let mut next = [0; 2];
+    let mut place = |spec| {
+        let next = &mut next[usize::from(is_recurrent(spec))];
+        *next += 1;
+        *next - 1
+    };
+    config.layers().map(&mut place).collect()
+}
+
 /// The error of a size that the kernels do not serve.
 pub(super) fn refuse<T>(what: &'static str, expected: &str, found: usize) -> Result<T> {
     Err(Error::Unsupported {
@@ -300,10 +427,54 @@ pub(super) fn refuse<T>(what: &'static str, expected: &str, found: usize) -> Res
     })
 }
 
+/// True if gates stand behind the queries of the model's attention.
+pub(super) fn has_gates(config: &ModelConfig) -> bool {
+    let mut blocks = config.layers().flat_map(|layer| layer.blocks);
+    blocks.any(|b| matches!(&b.mixer, Mixer::Attention(a) if a.gated))
+}
+
 /// Refuses shapes that the kernels do not serve.
 fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
-    if config.head_dim != HEAD_DIM {
-        return refuse("head_dim", "128", config.head_dim);
+    let (gated, turned) = (has_gates(config), config.rotated());
+    match (config.head_dim, gated) {
+        (HEAD_DIM, false) | (WIDE_HEAD_DIM, true) => {}
+        (found, false) => return refuse("head_dim", "128", found),
+        (found, true) => return refuse("head_dim of attention with gates", "256", found),
+    }
+    if turned != rotated(config.head_dim) {
+        let expected = rotated(config.head_dim).to_string();
+        return refuse(
+            "values of a head that turn with the position",
+            &expected,
+            turned,
+        );
+    }
+    if let Some(d) = config.delta {
+        for (what, expected, found) in [
+            ("linear_key_head_dim", DELTA_DIM, d.key_dim),
+            ("linear_value_head_dim", DELTA_DIM, d.value_dim),
+            ("linear_conv_kernel_dim", CONV, d.conv),
+        ] {
+            if found != expected {
+                return refuse(what, &expected.to_string(), found);
+            }
+        }
+        if config.hidden_size > MOST_RATE_INPUTS {
+            let expected = format!("at most {MOST_RATE_INPUTS}");
+            return refuse(
+                "hidden_size of a model with recurrences",
+                &expected,
+                config.hidden_size,
+            );
+        }
+        if kernels == KernelSet::Reference {
+            return Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "kernels for recurrences",
+                expected: "fused".into(),
+                found: kernels.to_string(),
+            });
+        }
     }
     let group = config.num_attention_heads / config.num_key_value_heads;
     if group > 8 {
@@ -313,6 +484,10 @@ fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
         Some(experts) => {
             if !experts.width.is_multiple_of(SPAN) {
                 return refuse("moe_intermediate_size", "a multiple of 256", experts.width);
+            }
+            if !experts.shared.is_multiple_of(SPAN) {
+                let what = "shared_expert_intermediate_size";
+                return refuse(what, "a multiple of 256", experts.shared);
             }
             if !config.hidden_size.is_multiple_of(TILE) {
                 return refuse("hidden_size", "a multiple of 16", config.hidden_size);

@@ -8,10 +8,11 @@ use crate::error::{Error, Result};
 use crate::forward::{Layer, VectorSpec};
 use crate::interface::{DeviceMemory, SessionSpec};
 use crate::memory::Kinds;
+use crate::states::{is_recurrent, shape_of};
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{ModelConfig, TensorEntry, WeightStore, human_bytes};
-use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, PackedKind};
+use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, PackedKind, RateRows};
 use nq_kernels::pages::KvType;
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet};
@@ -61,6 +62,9 @@ pub(super) fn weight_bytes(
             Ok(DeviceLinear::zeros(gpu, kind, (rows, inputs))?)
         };
         let _layer: CudaLayer = Layer::new(index, c.layer(index), pack, vector)?;
+        let rates = shape_of(c).filter(|_| is_recurrent(c.layer(index)));
+        let rates = rates.map_or(0, |d| RateRows::bytes(&d, c.hidden_size));
+        let _rates = gpu.zeros::<u8>("a weight", rates)?;
         Ok(account.held() - before)
     };
     let layers = match stored {

@@ -6,19 +6,21 @@ mod step;
 mod taps;
 
 use super::eagle::EagleRun;
-use super::model::CudaModel;
+use super::model::{CudaModel, has_gates, largest_mixture};
 use crate::checks::{all_finite, check_chunks, check_page};
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
 };
 use crate::kv::{PageCopy, PageTables};
+use crate::states::{Snapshots, is_recurrent, shape_of};
 use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
+use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, DevicePages, Gpu, GroupedRows, HEAD_DIM, HostStage,
-    MOST_SEQUENCES, Mark, PageEntry, PageStaging, PagesShape, Pinned, Places, Row, Stream,
-    gated_width,
+    Buffer, Checked, DeltaRows, DeviceLinear, DevicePages, DeviceStates, Gpu, GroupedRows,
+    HostStage, MOST_SEQUENCES, Mark, PageEntry, PageStaging, PagesShape, Pinned, Places, Row,
+    StatesShape, Stream, gated_width, stacked,
 };
 use nq_kernels::pages::PAGE;
 use std::collections::VecDeque;
@@ -41,7 +43,9 @@ pub(super) struct CudaSession {
     /// Copy of the device's page tables, by slot.
     placed: Vec<Vec<u32>>,
     pages: DevicePages,
-    cos_sin: Buffer<[f32; 2]>, // [ctx padded, head_dim / 2]
+    states: Option<DeviceStates>,
+    snapshots: Snapshots,
+    cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
     step: StepRows,
     many: ManyRows,
     /// Reads the residual streams of the rows that the host has written.
@@ -63,19 +67,41 @@ struct ManyRows {
     wanted: Checked<u32>,
     x: Buffer<f32>,        // [rows, hidden], the residual
     normed: Buffer<u16>,   // [rows, hidden padded]
-    qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
-    attended: Buffer<u16>, // [rows, q_dim padded]
+    qkv: Buffer<f32>,      // [rows, widest products of a mixer]
+    attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
     mlp: Buffer<u16>,      // [rows, intermediate padded]
-    head_in: Buffer<u16>,  // [LOGIT_ROWS, hidden padded]
-    logits: Buffer<f32>,   // [LOGIT_ROWS, vocab], or hidden states of as many rows
+    delta: Option<RecurrentRows>,
+    head_in: Buffer<u16>, // [LOGIT_ROWS, hidden padded]
+    logits: Buffer<f32>,  // [LOGIT_ROWS, vocab], or hidden states of as many rows
     experts: Option<ExpertRows>,
     full: Option<FullRows>,
     taps: Option<Taps>,
 }
 
+/// Buffers for layers with recurrences, of forwards over many rows.
+struct RecurrentRows {
+    rates: Buffer<f32>,   // [rows, 2 value heads]
+    mixed: Buffer<f32>,   // [rows, channels]
+    chunks: Buffer<f32>,  // `DeltaRows::chunk_parts`
+    scanned: Buffer<f32>, // [rows, values]
+}
+
+impl RecurrentRows {
+    fn new(gpu: &Gpu, delta: &DeltaShape, rows: usize, slots: usize) -> Result<Self> {
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
+        Ok(RecurrentRows {
+            rates: f32s(2 * delta.value_heads)?,
+            mixed: f32s(delta.channels())?,
+            chunks: gpu.zeros("activations", DeltaRows::chunk_parts(delta, rows, slots))?,
+            scanned: f32s(delta.values())?,
+        })
+    }
+}
+
 /// Buffers for layers with experts.
 pub(super) struct ExpertRows {
-    pub(super) scores: Buffer<f32>, // [rows, experts]
+    pub(super) scores: Buffer<f32>, // [rows, experts in a stack]
+    pub(super) shared: Buffer<f32>, // [rows], scores of the shared expert
     pub(super) gated: Buffer<f32>,  // [rows, chosen experts, width], of rows that are not grouped
     pub(super) grouped: Option<GroupedRows>,
 }
@@ -91,9 +117,11 @@ impl ExpertRows {
             return Ok(None);
         };
         let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
+        let experts = &largest_mixture(experts);
         let grouped = || GroupedRows::new(gpu, *experts, w.hidden, rows);
         Ok(Some(ExpertRows {
-            scores: f32s(rows * experts.count)?,
+            scores: f32s(rows * stacked(experts))?,
+            shared: f32s(rows)?,
             gated: f32s(rows.min(GROUPED_ROWS) * gated_width(experts))?,
             grouped: (rows >= GROUPED_ROWS).then(grouped).transpose()?,
         }))
@@ -103,7 +131,7 @@ impl ExpertRows {
 /// f32 activations, for the plain kernels and for observers.
 struct FullRows {
     normed: Buffer<f32>,   // [rows, hidden]
-    attended: Buffer<f32>, // [rows, q_dim]
+    attended: Buffer<f32>, // [rows, widest output of a mixer]
     gate_up: Buffer<f32>,  // [rows, 2 intermediate]
     mlp: Buffer<f32>,      // [rows, intermediate]
 }
@@ -111,29 +139,36 @@ struct FullRows {
 /// Row widths of the buffers.
 pub(super) struct Widths {
     pub(super) hidden: usize,
+    /// Of the products that attention or a recurrence begins with.
     pub(super) qkv: usize,
-    pub(super) q: usize,
-    /// Width of a layer's MLP; experts have their own buffers.
+    /// Of what attention or a recurrence gives to its last product.
+    pub(super) attended: usize,
+    /// Width of a layer's MLP or shared expert; other experts have their own buffers.
     pub(super) mlp: usize,
     pub(super) vocab: usize,
     pub(super) experts: Option<Experts>,
+    pub(super) delta: Option<DeltaShape>,
 }
 
 impl Widths {
     pub(super) fn of(c: &ModelConfig) -> Self {
+        let delta = shape_of(c);
+        let gates = if has_gates(c) { c.q_dim() } else { 0 };
+        let (products, values) = delta.map_or((0, 0), |d| (d.channels() + d.values(), d.values()));
         Widths {
             hidden: c.hidden_size,
-            qkv: c.q_dim() + 2 * c.kv_dim(),
-            q: c.q_dim(),
-            mlp: c.mlp_width(),
+            qkv: products.max(c.q_dim() + gates + 2 * c.kv_dim()),
+            attended: values.max(c.q_dim()),
+            mlp: c.mlp_width().max(c.experts.map_or(0, |e| e.shared)),
             vocab: c.vocab_size,
             experts: c.experts,
+            delta,
         }
     }
 
     /// The most inputs of any product.
     fn widest_input(&self) -> usize {
-        self.hidden.max(self.q).max(self.mlp)
+        self.hidden.max(self.attended).max(self.mlp)
     }
 }
 
@@ -146,7 +181,7 @@ impl FullRows {
         let zeros = |n: usize| gpu.zeros("activations", rows * n);
         Ok(FullRows {
             normed: zeros(w.hidden)?,
-            attended: zeros(w.q)?,
+            attended: zeros(w.attended)?,
             gate_up: zeros(2 * w.mlp)?,
             mlp: zeros(w.mlp)?,
         })
@@ -165,8 +200,12 @@ impl ManyRows {
             x: f32s(m * w.hidden)?,
             normed: halves(m * padded(w.hidden))?,
             qkv: f32s(m * w.qkv)?,
-            attended: halves(m * padded(w.q))?,
+            attended: halves(m * padded(w.attended))?,
             mlp: halves(m * padded(w.mlp))?,
+            delta: match &w.delta {
+                Some(delta) => Some(RecurrentRows::new(gpu, delta, m, places.slots)?),
+                None => None,
+            },
             head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
             logits: f32s(LOGIT_ROWS * w.vocab)?,
             experts: ExpertRows::new(gpu, w, m)?,
@@ -179,9 +218,16 @@ impl ManyRows {
     }
 }
 
+/// Snapshots of states in a session of `slots` sequences: they are large, and many sequences that decode together are
+/// seldom continued at once.
+fn snapshots(slots: usize) -> usize {
+    Snapshots::wanted(slots).min(16)
+}
+
 /// Device memory of a session.
 pub(super) struct SessionMemory {
     pages: DevicePages,
+    states: Option<DeviceStates>,
     cos_sin: Buffer<[f32; 2]>,
     step: StepRows,
     many: ManyRows,
@@ -199,18 +245,29 @@ impl SessionMemory {
         spec: &SessionSpec,
     ) -> Result<Self> {
         let (w, rows) = (Widths::of(c), most_rows(spec, together));
+        let recurrent = c.layers().filter(|l| is_recurrent(l)).count();
         let shape = PagesShape {
             kv: spec.kv,
-            layers: c.num_hidden_layers,
+            layers: c.num_hidden_layers - recurrent,
             kv_heads: c.num_key_value_heads,
+            head_dim: c.head_dim,
             pages: spec.page_count(),
             slots: spec.slots,
             ctx: spec.ctx,
         };
         let pages = DevicePages::new(gpu, shape)?;
         let places = pages.places();
-        let table = places.positions * HEAD_DIM / 2;
+        let table = places.positions * c.rotated() / 2;
+        let states = |delta| {
+            let shape = StatesShape {
+                delta,
+                layers: recurrent,
+                places: places.slots + snapshots(spec.slots),
+            };
+            DeviceStates::new(gpu, shape)
+        };
         Ok(SessionMemory {
+            states: w.delta.map(states).transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,
             step: StepRows::new(gpu, c, head, rows, (spec.kv, places))?,
             many: ManyRows::new(gpu, &w, kernels, spec.max_rows.max(1), places)?,
@@ -218,9 +275,9 @@ impl SessionMemory {
         })
     }
 
-    /// Bytes of keys and values.
+    /// Bytes of keys and values, and of states.
     pub(super) fn kv_bytes(&self) -> usize {
-        self.pages.bytes()
+        self.pages.bytes() + self.states.as_ref().map_or(0, DeviceStates::bytes)
     }
 }
 
@@ -230,7 +287,8 @@ impl CudaSession {
         let (c, together) = (&model.config, most_together(gpu));
         let memory = SessionMemory::new(gpu, c, model.kernels, together, &model.head, &spec)?;
         let mut cos_sin = memory.cos_sin;
-        let positions = cos_sin.len() / (HEAD_DIM / 2);
+        let positions = cos_sin.len() / (c.rotated() / 2);
+        let slots = memory.pages.places().slots;
         let rows = memory.step.rows().max(spec.max_rows);
         let experts_host = match (&c.experts, model.host.layers()) {
             (Some(experts), 1..) => {
@@ -246,6 +304,8 @@ impl CudaSession {
             tables: PageTables::new(&spec),
             placed: vec![Vec::new(); spec.slots],
             pages: memory.pages,
+            states: memory.states,
+            snapshots: Snapshots::new(slots, snapshots(spec.slots)),
             cos_sin,
             step: memory.step,
             many: memory.many,
@@ -273,6 +333,32 @@ impl CudaSession {
                 expected: "a sequence that is not seated in a step".into(),
                 found: format!("slot {}, which is seated", chunk.slot),
             }),
+        }
+    }
+
+    /// Gives the sequence in `to` the states that the one in `from` had at `len` tokens or, of those kept,
+    /// shortly before. Returns that length.
+    fn resume(&mut self, from: usize, to: usize, len: usize) -> usize {
+        let (Some(states), Some((place, len))) =
+            (&mut self.states, self.snapshots.nearest(from, len))
+        else {
+            return 0;
+        };
+        // A stream that fails reports it to whoever uses the sequence next; it is empty until then.
+        match self.stream.copy_states(states, place, to) {
+            Ok(()) => len,
+            Err(_) => 0,
+        }
+    }
+
+    /// Called when a forward over the chunks fails after its layers have begun: what that did to states
+    /// cannot be undone, so their sequences become empty.
+    fn lose(&mut self, chunks: &[Chunk<'_>]) {
+        if self.states.is_some() {
+            for chunk in chunks {
+                self.tables.truncate(chunk.slot, 0);
+                self.snapshots.cut(chunk.slot, 0);
+            }
         }
     }
 
@@ -343,6 +429,11 @@ impl Session for CudaSession {
     }
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
+        let mut len = len;
+        if self.states.is_some() && len < self.tables.len(slot) {
+            len = self.resume(slot, slot, len);
+            self.snapshots.cut(slot, len);
+        }
         self.tables.truncate(slot, len);
         if let Some(eagle) = &self.eagle {
             eagle.truncate(slot, len);
@@ -352,10 +443,20 @@ impl Session for CudaSession {
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
+        self.snapshots.cut(to, 0);
+        let reached = match &mut self.states {
+            None => len,
+            Some(states) if len == self.tables.len(from) => {
+                self.stream.copy_states(states, from, to)?;
+                len
+            }
+            Some(_) => self.resume(from, to, len),
+        };
+        self.tables.truncate(to, reached);
         if let Some(eagle) = &self.eagle {
             eagle.truncate(to, 0);
         }
-        Ok(len)
+        Ok(reached)
     }
 
     fn forward(
@@ -367,12 +468,14 @@ impl Session for CudaSession {
         let vocab = self.model.config.vocab_size;
         self.logits.clear();
         let fused = self.model.kernels == KernelSet::Fused && observer.is_none() && self.is_idle();
-        match chunks {
-            [] => {}
-            chunks if fused && self.fit_a_step(chunks) => self.forward_step(chunks)?,
-            chunks => self.forward_many(chunks, observer)?,
-        }
+        let ran = match chunks {
+            [] => Ok(()),
+            chunks if fused && self.fit_a_step(chunks) => self.forward_step(chunks),
+            chunks => self.forward_many(chunks, observer),
+        };
+        ran.inspect_err(|_| self.lose(chunks))?;
         if !all_finite(&self.logits) {
+            self.lose(chunks);
             return Err(Error::LogitsNotFinite);
         }
         for chunk in chunks {
@@ -388,9 +491,11 @@ impl Session for CudaSession {
         self.check_chunks(chunks)?;
         let first = out.len();
         if !chunks.is_empty() {
-            self.hidden_many(chunks, out)?;
+            let ran = self.hidden_many(chunks, out);
+            ran.inspect_err(|_| self.lose(chunks))?;
         }
         if !all_finite(&out[first..]) {
+            self.lose(chunks);
             return Err(Error::NotFinite {
                 what: "the final norm behind the output",
                 layer: self.model.layers.len() - 1,
@@ -404,8 +509,9 @@ impl Session for CudaSession {
 
     fn draft_rows(&self) -> usize {
         match self.model.kernels {
-            KernelSet::Fused => self.step.most_run(),
-            KernelSet::Reference => 1,
+            // Rows that are not kept would have to be taken out of states again.
+            KernelSet::Fused if self.states.is_none() => self.step.most_run(),
+            KernelSet::Fused | KernelSet::Reference => 1,
         }
     }
 
@@ -434,6 +540,10 @@ impl Pages for CudaSession {
         self.pages.page_bytes()
     }
 
+    fn are_all(&self) -> bool {
+        self.states.is_none()
+    }
+
     fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
         let page = self.tables.whole_page(slot, index)?;
         let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
@@ -441,6 +551,14 @@ impl Pages for CudaSession {
     }
 
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        if self.states.is_some() {
+            return Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "pages appended to a sequence",
+                expected: "a model without recurrences".into(),
+                found: self.model.config.architecture.title.into(),
+            });
+        }
         check_page(page, self.pages.page_bytes())?;
         let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
         let at = self.tables.append_page(slot, self.spec.ctx)?;

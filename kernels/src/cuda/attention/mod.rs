@@ -15,18 +15,38 @@ pub use cascade::{Cascade, CascadeShape, SharedPrefix};
 pub(super) use pages::CacheArgs;
 pub use pages::{DevicePages, LayerPages, PageEntry, PageStaging, PagesShape};
 
-/// The head width that the attention kernels support.
+/// The usual width of a head, which all kernels of attention serve.
 pub const HEAD_DIM: usize = 128;
+/// The other width that steps and prompts serve. Behind the queries of each such head stand the gates of its output
+/// (arXiv 2505.06708), and only its first [`WIDE_ROTATED`] values turn with the position.
+pub const WIDE_HEAD_DIM: usize = 256;
+/// Values of a wide head that the rotary embedding turns.
+pub const WIDE_ROTATED: usize = 64;
+
+/// Values of a head of `width` that the rotary embedding turns.
+pub const fn rotated(width: usize) -> usize {
+    if width == WIDE_HEAD_DIM {
+        WIDE_ROTATED
+    } else {
+        width
+    }
+}
+
+/// Widths of a head in a row of products of `heads` query and `kv_heads` key heads: wide ones have gates.
+pub(super) const fn row_heads(width: usize, heads: usize, kv_heads: usize) -> usize {
+    let gates = if width == WIDE_HEAD_DIM { heads } else { 0 };
+    heads + gates + 2 * kv_heads
+}
 
 /// Parameters of a layer's attention.
 pub struct Heads<'a> {
     /// Query heads.
     pub heads: usize,
-    /// Gains `[128]` of the norms of queries and of keys, if they are normalized.
+    /// Gains `[width]` of the norms of queries and of keys, if they are normalized.
     pub gains: Option<[&'a Buffer<f32>; 2]>,
-    /// Biases of queries `[heads * 128]`, keys and values `[kv_heads * 128]`; empty if there are none.
+    /// Biases of queries `[heads * width]`, keys and values `[kv_heads * width]`; empty if there are none.
     pub biases: &'a [Buffer<f32>],
-    /// `[positions, 64]` of (cos, sin).
+    /// `[positions, 64]` of (cos, sin), or `[positions, 32]` for wide heads.
     pub cos_sin: &'a Buffer<[f32; 2]>,
     /// Epsilon of RMSNorm.
     pub eps: f32,
@@ -63,21 +83,25 @@ impl Heads<'_> {
             let expected = format!("1 to 8 for each of {kv_heads} key heads");
             return o.refuse("query heads", expected, self.heads);
         }
-        let positions = cache.places().positions;
+        let (positions, width) = (cache.places().positions, cache.head_dim());
         let mut vectors = HeadVectors::NONE;
         for (to, gain) in vectors.gains.iter_mut().zip(self.gains.iter().flatten()) {
-            *to = o.of("gain of heads", gain, &[HEAD_DIM])?;
+            *to = o.of("gain of heads", gain, &[width])?;
         }
         if !matches!(self.biases.len(), 0 | 3) {
             return o.refuse("biases", "none, or those of q, k and v", self.biases.len());
         }
         let counts = [self.heads, kv_heads, kv_heads];
         for ((to, bias), count) in vectors.biases.iter_mut().zip(self.biases).zip(counts) {
-            *to = o.of("bias of heads", bias, &[count, HEAD_DIM])?;
+            *to = o.of("bias of heads", bias, &[count, width])?;
         }
         Ok(HeadArgs {
             vectors,
-            cos_sin: o.of("rotary table", self.cos_sin, &[positions, HEAD_DIM / 2])?,
+            cos_sin: o.of(
+                "rotary table",
+                self.cos_sin,
+                &[positions, rotated(width) / 2],
+            )?,
         })
     }
 }
@@ -103,15 +127,53 @@ pub struct AttentionShape<'a> {
 /// Most rows of one sequence in a step (`cuda/attention_decode.cuh`).
 pub const MOST_RUN: usize = 16;
 
-/// Output of a step's attention.
+/// Output of a step's attention, or of its recurrence: of `width` values a row.
 pub enum AttentionOutput<'a> {
-    /// `[m, heads * 128]`.
+    /// `[m, width]`.
     Full(&'a mut Buffer<f32>),
-    /// `[m, heads * 128 padded to 256]` in FP16, in operand order
-    /// ([`operand_index`](super::pack::operand_index)); values past `heads * 128` are not changed.
+    /// `[m, width padded to 256]` in FP16, in operand order
+    /// ([`operand_index`](super::pack::operand_index)); values past `width` are not changed.
     Half(&'a mut Buffer<u16>),
     /// Prepared for [`Stream::multiply_columns`] by this weight, if [`Columns::suit`] it.
     Columns(&'a mut Columns, &'a DeviceLinear),
+}
+
+/// Where an [`AttentionOutput`] goes.
+pub(super) struct OutputArgs {
+    pub(super) full: Address,
+    pub(super) half: Address,
+    pub(super) columns: Address,
+    pub(super) padded: i32,
+    pub(super) column_rows: i32,
+    pub(super) nibbles: i32,
+}
+
+impl AttentionOutput<'_> {
+    /// The arguments for `m` rows of `width` values, checked as operands of `o`.
+    pub(super) fn args(self, o: &Operands<'_>, m: usize, width: usize) -> Result<OutputArgs> {
+        let padded = width.next_multiple_of(SPAN);
+        let mut args = OutputArgs {
+            full: Address::NULL,
+            half: Address::NULL,
+            columns: Address::NULL,
+            padded: padded as i32,
+            column_rows: 0,
+            nibbles: 0,
+        };
+        match self {
+            AttentionOutput::Full(out) => args.full = o.of("out", out, &[m, width])?,
+            AttentionOutput::Half(out) => args.half = o.of("FP16 output", out, &[m, padded])?,
+            AttentionOutput::Columns(out, w) => {
+                if w.inputs() != width {
+                    return o.refuse("inputs of the weight", width, w.inputs());
+                }
+                let target = out.target(o, w, m)?;
+                (args.columns, args.column_rows, args.nibbles) =
+                    (target.words, target.rows, target.nibbles);
+            }
+        }
+        Ok(args)
+    }
 }
 
 /// Scratch memory in which the splits of long contexts are combined.
@@ -130,6 +192,10 @@ impl AttentionScratch {
     const RUN_FP16: usize = 2 * (MOST_RUN - 1) * 2 * HEAD_DIM + 64 + Self::JOBS;
     const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64 + Self::JOBS;
     const JOBS: usize = (8 + 2 * MOST_RUN) * 4 * HEAD_DIM;
+    /// Of wide heads, one row of a sequence at a time or several.
+    const WIDE: usize = 78_992;
+    const WIDE_RUN_FP16: usize = 94_416;
+    const WIDE_RUN_INT8: usize = 86_736;
     /// `LEAST_SPLIT` of `cuda/attention_decode.cuh`.
     const LEAST_SPLIT: usize = 256;
     /// `LEAST_PART` of `cuda/attention_decode.cuh`.
@@ -137,7 +203,8 @@ impl AttentionScratch {
     /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
     const MOST_SPLITS: usize = 64;
 
-    /// Allocates it for steps of up to `sequences` rows, with `heads` query and `kv_heads` key heads.
+    /// Allocates it for steps of up to `sequences` rows, with `heads` query heads, of which wide ones count
+    /// twice, and `kv_heads` key heads.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
@@ -180,15 +247,17 @@ impl AttentionScratch {
 kernels! {
     APPEND: AppendArgs = "append" in "reference.cu",
         test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill",
-        instances &["append_fp16", "append_int8"];
+        instances &["append_fp16", "append_int8", "append_wide_fp16", "append_wide_int8"];
     ATTENTION_REFERENCE: AttendArgs = "attention_reference" in "reference.cu",
         test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill";
     ATTENTION_DECODE: AttentionArgs = "attention_decode" in "attention_decode.cu",
         test "kernels/tests/cuda/attention.rs::attention", bench "attention_decode",
-        instances &["attention_decode_fp16", "attention_decode_int8"];
+        instances &["attention_decode_fp16", "attention_decode_int8",
+                    "attention_decode_wide_fp16", "attention_decode_wide_int8"];
     ATTENTION_RUN: AttentionArgs = "attention_run" in "attention_decode.cu",
         test "kernels/tests/cuda/attention.rs::attention", bench "attention_run",
-        instances &["attention_run_fp16", "attention_run_int8"];
+        instances &["attention_run_fp16", "attention_run_int8",
+                    "attention_run_wide_fp16", "attention_run_wide_int8"];
     ATTENTION_REST: AttentionArgs = "attention_rest" in "attention_decode.cu",
         test "kernels/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
         instances &["attention_rest_fp16", "attention_rest_int8"];
@@ -250,7 +319,7 @@ struct AttentionArgs {
 
 impl Stream {
     /// Normalizes and rotates queries (in place) and keys of `qkv` `[m, (heads + 2 kv_heads) *
-    /// 128]`, and appends keys and values to the cache at `rows`.
+    /// width]` (with gates, if heads are wide), and appends keys and values to the cache at `rows`.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
@@ -265,9 +334,9 @@ impl Stream {
         let o = self.operands("append");
         rows.bounds().check(&o, cache.places())?;
         let HeadArgs { vectors, cos_sin } = heads.args(&o, cache)?;
-        let width = heads.heads + 2 * cache.kv_heads();
+        let (dim, kv_heads) = (cache.head_dim(), cache.kv_heads());
         let args = AppendArgs {
-            qkv: o.of("qkv", qkv, &[m, width, HEAD_DIM])?,
+            qkv: o.of("qkv", qkv, &[m, row_heads(dim, heads.heads, kv_heads), dim])?,
             rows: o.of("rows", rows.values(), &[m])?,
             vectors,
             cos_sin,
@@ -276,9 +345,10 @@ impl Stream {
             heads: heads.heads as i32,
             eps: heads.eps,
         };
-        let kernel = APPEND.instance(usize::from(cache.is_int8()));
+        let kernel = APPEND.instance(cache.instance());
+        let grid = (m.div_ceil(8), heads.heads + 2 * kv_heads);
         // SAFETY: the operands were checked, and that the rows are in the cache.
-        unsafe { self.launch(kernel, shape((m.div_ceil(8), width), 256), &args) }
+        unsafe { self.launch(kernel, shape(grid, 256), &args) }
     }
 
     /// `out` `[m, heads * 128]`: attention of each row over its sequence up to itself, by the
@@ -296,6 +366,7 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let o = self.operands("attention_reference");
+        o.at_most("width of a head", HEAD_DIM, cache.head_dim())?;
         rows.bounds().check(&o, cache.places())?;
         o.multiple("query heads", cache.kv_heads(), heads)?;
         let width = heads + 2 * cache.kv_heads();
@@ -311,7 +382,7 @@ impl Stream {
     }
 
     /// Attention of the step's `m` tokens. `qkv` are their products `[m, (heads + 2 kv_heads) *
-    /// 128]`; their keys and values are appended to the cache, and the results go to `out`.
+    /// width]`, with gates if heads are wide; their keys and values are appended to the cache, and the results go to `out`.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
@@ -337,17 +408,10 @@ impl Stream {
         let (count, kv_heads) = (heads.heads, cache.kv_heads());
         step.bounds().places.check(&o, cache.places())?;
         let HeadArgs { vectors, cos_sin } = heads.args(&o, cache)?;
-        let padded = (count * HEAD_DIM).next_multiple_of(SPAN);
-        let (mut full, mut half, mut columns) = (Address::NULL, Address::NULL, None);
-        match out {
-            AttentionOutput::Full(out) => full = o.of("out", out, &[m, count, HEAD_DIM])?,
-            AttentionOutput::Half(out) => half = o.of("FP16 output", out, &[m, padded])?,
-            AttentionOutput::Columns(out, w) => {
-                if w.inputs() != count * HEAD_DIM {
-                    return o.refuse("inputs of the weight", count * HEAD_DIM, w.inputs());
-                }
-                columns = Some(out.target(&o, w, m)?);
-            }
+        let dim = cache.head_dim();
+        let out = out.args(&o, m, count * dim)?;
+        if shared.is_some() {
+            o.at_most("width of a head that shares pages", HEAD_DIM, dim)?;
         }
         o.at_least("splits", 1, splits)?;
         let shared_splits = shared.map_or(0, |(_, of)| of.splits());
@@ -358,24 +422,28 @@ impl Stream {
             None => Address::NULL,
         };
         let args = AttentionArgs {
-            qkv: o.of("qkv", qkv, &[m, count + 2 * kv_heads, HEAD_DIM])?,
+            qkv: o.of("qkv", qkv, &[m, row_heads(dim, count, kv_heads), dim])?,
             vectors,
             cos_sin,
             cache: cache.args(&o)?,
             step: o.of("step", step.values(), &[m])?,
-            out: full,
-            half,
-            columns: columns.map_or(Address::NULL, |c| c.words),
-            partial: o.of("scratch", &scratch.partial, &[m, count, parts])?,
+            out: out.full,
+            half: out.half,
+            columns: out.columns,
+            partial: o.of(
+                "scratch",
+                &scratch.partial,
+                &[m, count * dim / HEAD_DIM, parts],
+            )?,
             tops: o.of("scratch", &scratch.tops, &[m, count, parts])?,
             arrived: o.of("scratch", &scratch.arrived, &[m, kv_heads])?,
             shared: shared_pages,
             parts: parts as i32,
             shared_splits: shared_splits as i32,
             heads: count as i32,
-            padded: padded as i32,
-            column_rows: columns.map_or(0, |c| c.rows),
-            nibbles: columns.map_or(0, |c| c.nibbles),
+            padded: out.padded,
+            column_rows: out.column_rows,
+            nibbles: out.nibbles,
             eps: heads.eps,
             late: i32::from(late),
         };
@@ -391,15 +459,17 @@ impl Stream {
             (true, Some(_), false) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_FP16),
             (true, Some(_), true) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_INT8),
         };
-        let shared_memory = if int8 {
-            AttentionScratch::SHARED_INT8
-        } else {
-            AttentionScratch::SHARED_FP16
+        let (threads, shared_memory) = match (dim, runs, int8) {
+            (HEAD_DIM, _, true) => (128, AttentionScratch::SHARED_INT8 + more),
+            (HEAD_DIM, _, false) => (128, AttentionScratch::SHARED_FP16 + more),
+            (_, false, _) => (64, AttentionScratch::WIDE),
+            (_, true, false) => (64, AttentionScratch::WIDE_RUN_FP16),
+            (_, true, true) => (64, AttentionScratch::WIDE_RUN_INT8),
         };
-        let shape = LaunchShape::new((kv_heads, splits, m), 128)
-            .shared(shared_memory + more)
+        let shape = LaunchShape::new((kv_heads, splits, m), threads)
+            .shared(shared_memory)
             .overlapping();
         // SAFETY: the operands were checked, and that the steps are in the cache.
-        unsafe { self.launch(kernel.instance(usize::from(int8)), shape, &args) }
+        unsafe { self.launch(kernel.instance(cache.instance()), shape, &args) }
     }
 }

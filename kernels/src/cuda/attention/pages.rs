@@ -1,6 +1,6 @@
 //! Keys and values on the device, in pages.
 
-use super::HEAD_DIM;
+use super::{HEAD_DIM, WIDE_HEAD_DIM};
 use crate::cuda::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
 use crate::cuda::kernel::kernels;
 use crate::cuda::rows::{Places, shape};
@@ -14,8 +14,8 @@ use std::ops::Range;
 /// `tables[slot][p / PAGE]`. There is one page more than requested, and one slot that begins with it:
 /// they belong to no sequence, and idle rows of a step are computed there ([`DevicePages::idle_slot`]).
 pub struct DevicePages {
-    keys: Buffer<u8>,   // [layers, pages + 1, kv_heads, PAGE, 128]
-    values: Buffer<u8>, // [layers, pages + 1, kv_heads, 128, PAGE]
+    keys: Buffer<u8>,   // [layers, pages + 1, kv_heads, PAGE, head_dim]
+    values: Buffer<u8>, // [layers, pages + 1, kv_heads, head_dim, PAGE]
     scales: Option<(Buffer<u16>, Buffer<u16>)>, // [layers, pages + 1, kv_heads, PAGE]
     tables: Buffer<u32>, // [slots + 1, table_len]
     shape: PagesShape,
@@ -31,6 +31,8 @@ pub struct PagesShape {
     pub layers: usize,
     /// Number of key and value heads.
     pub kv_heads: usize,
+    /// Their width: [`HEAD_DIM`] or [`WIDE_HEAD_DIM`].
+    pub head_dim: usize,
     /// Number of pages in each layer.
     pub pages: usize,
     /// Most sequences.
@@ -92,18 +94,20 @@ impl DevicePages {
     /// Allocates zeroed pages; all table entries name the page that belongs to no sequence.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32, which the device does not support.
+    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for f32 and for heads of another width, which the device does
+    /// not support.
     pub fn new(gpu: &Gpu, shape: PagesShape) -> Result<Self> {
         let what = "the KV cache";
-        if shape.kv == KvType::F32 {
+        let serves = matches!(shape.head_dim, HEAD_DIM | WIDE_HEAD_DIM);
+        if shape.kv == KvType::F32 || !serves {
             return Err(Error::NoKernel {
                 op: "attention",
-                scheme: "f32 keys and values".into(),
+                scheme: format!("heads of {} in {}", shape.head_dim, shape.kv),
                 activations: "f32".into(),
                 device: gpu.info().to_string(),
             });
         }
-        let codes = shape.rows() * HEAD_DIM * if shape.kv == KvType::Int8 { 1 } else { 2 };
+        let codes = shape.rows() * shape.head_dim * if shape.kv == KvType::Int8 { 1 } else { 2 };
         let scales = || gpu.zeros(what, shape.rows());
         let scales = match shape.kv {
             KvType::Int8 => Some((scales()?, scales()?)),
@@ -227,8 +231,23 @@ impl LayerPages<'_> {
         self.pages.shape.kv_heads
     }
 
+    /// Width of a head.
+    pub(crate) fn head_dim(&self) -> usize {
+        self.pages.shape.head_dim
+    }
+
     pub(crate) fn is_int8(&self) -> bool {
         self.pages.scales.is_some()
+    }
+
+    /// Index of the instance of a kernel for FP16, int8, and wide heads of both.
+    pub(in crate::cuda) fn instance(&self) -> usize {
+        usize::from(self.is_int8())
+            + if self.head_dim() == WIDE_HEAD_DIM {
+                2
+            } else {
+                0
+            }
     }
 
     /// The argument, checked as operands of `o`.

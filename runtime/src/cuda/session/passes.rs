@@ -2,12 +2,14 @@
 
 use super::step::{StepKind, StepRows, WideRows};
 use super::{ExpertRows, GROUPED_ROWS, product};
-use crate::cuda::model::{CudaLayer, CudaModel};
-use crate::forward::{Block, Delta, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection};
+use crate::cuda::model::{CudaLayer, CudaModel, mixture};
+use crate::forward::{
+    Block, Delta, DeltaVectors, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection, Shared,
+};
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
-    DeviceLinear, DevicePages, GemvOutput, HEAD_DIM, HostStage, LayersPlan, MOST_SEQUENCES, Norm,
-    Step, StepLayer, StepOutput, Stream,
+    DeviceLinear, DevicePages, DeviceStates, GemvOutput, HostStage, LayerStates, LayersPlan,
+    MOST_SEQUENCES, Norm, Rates, RowsOut, Step, StepLayer, StepOutput, Stream, stacked,
 };
 use nq_kernels::{Error, Result};
 
@@ -22,6 +24,7 @@ pub(super) struct Device<'a> {
     pub(super) model: &'a CudaModel,
     pub(super) host: Option<&'a HostStage>,
     pub(super) pages: &'a DevicePages,
+    pub(super) states: Option<&'a DeviceStates>,
     pub(super) cos_sin: &'a Buffer<[f32; 2]>,
     pub(super) kind: StepKind,
 }
@@ -85,11 +88,31 @@ impl Device<'_> {
             attention_norm,
             qkv: &attention.qkv.linear,
             heads: self.model.heads(&attention.heads, self.cos_sin),
-            cache: self.pages.layer(layer.index),
+            cache: self.pages.layer(self.model.place(layer.index)),
             o: &attention.o.linear,
             mlp_norm,
             gate_up: &mlp.gate_up.linear,
             down: &mlp.down.linear,
+        })
+    }
+
+    /// The recurrence of the step's rows.
+    fn recur(
+        &self,
+        layer: usize,
+        vectors: &DeltaVectors<Buffer<f32>>,
+        products: (&Buffer<f32>, Rates<'_>),
+        step: &Checked<Step>,
+        out: AttentionOutput<'_>,
+        late: bool,
+    ) -> Result<()> {
+        let (model, m) = (self.model, self.kind.m);
+        let states = states_of(model, self.states, layer);
+        let idle = self.pages.idle_slot();
+        let key = ("recurrence", "fused", (m, model.config.hidden_size));
+        self.stream.timed(key, m * states.bytes_per_row(), || {
+            let vectors = model.delta(vectors);
+            (self.stream).delta_step(products, step, &vectors, states, out, (m, idle), late)
         })
     }
 
@@ -129,14 +152,30 @@ impl Device<'_> {
             shared: shared.and_then(|shape| Some((cascade?, shape))),
         };
         let heads = self.model.heads(vectors, self.cos_sin);
-        let cache = self.pages.layer(layer);
+        let cache = self.pages.layer(self.model.place(layer));
         // Only the device knows how many keys and values are read.
-        let key = ("attention", "fused", (heads.heads, HEAD_DIM));
+        let key = (
+            "attention",
+            "fused",
+            (heads.heads, self.model.config.head_dim),
+        );
         self.stream.timed(key, 0, || {
             self.stream
                 .attention_decode(qkv, step, &heads, cache, scratch, out, shape)
         })
     }
+}
+
+/// The states of `layer`, which has a recurrence.
+pub(super) fn states_of<'a>(
+    model: &CudaModel,
+    states: Option<&'a DeviceStates>,
+    layer: usize,
+) -> LayerStates<'a> {
+    let Some(states) = states else {
+        unreachable!("sessions of models with recurrences have states");
+    };
+    states.layer(model.place(layer))
 }
 
 /// Adds the mixture of the experts that the scored rows choose to the residual stream `x`; `normed` are
@@ -152,13 +191,16 @@ pub(super) fn add_experts(
     x: &mut Buffer<f32>,
     m: usize,
 ) -> Result<()> {
-    let Some(shape) = &model.config.experts else {
-        unreachable!("layers with experts have an expert shape");
-    };
+    let shape = &mixture(&model.config, experts);
+    let (all, each) = (
+        stacked(shape),
+        shape.per_token + usize::from(shape.shared > 0),
+    );
     let ExpertRows {
         scores,
         gated,
         grouped,
+        ..
     } = rows;
     if let (Some(work), Some(stage)) = (model.host.work(layer), host) {
         let (n, k) = (m * model.config.hidden_size, m * shape.count);
@@ -171,15 +213,16 @@ pub(super) fn add_experts(
     };
     let key = |w: &Packed<DeviceLinear>| {
         let linear = &w.linear;
-        let rows = linear.rows() / shape.count;
+        let rows = linear.rows() / all;
         (w.spec.name, linear.kind().name(), (rows, linear.inputs()))
     };
     let (up, down) = (&experts.gate_up, &experts.down);
     if let (GROUPED_ROWS.., Some(normed), Some(grouped)) = (m, normed, grouped) {
-        let part =
-            |w: &DeviceLinear| w.bytes() / shape.count * shape.count.min(m * shape.per_token);
-        let routes = ("routes", "fused", (shape.count, shape.per_token));
-        stream.timed(routes, 0, || stream.group_rows(normed, scores, grouped, m))?;
+        let part = |w: &DeviceLinear| w.bytes() / all * all.min(m * each);
+        let routes = ("routes", "fused", (all, each));
+        stream.timed(routes, 0, || {
+            stream.group_rows(normed, scores, grouped, shape, m)
+        })?;
         stream.timed(key(up), part(&up.linear), || {
             stream.grouped_up(&up.linear, grouped)
         })?;
@@ -187,7 +230,7 @@ pub(super) fn add_experts(
             stream.grouped_down(&down.linear, grouped, x)
         });
     }
-    let part = |w: &DeviceLinear| w.bytes() / shape.count * shape.per_token;
+    let part = |w: &DeviceLinear| w.bytes() / all * each;
     stream.timed(key(up), m * part(&up.linear), || {
         stream.experts_up(&up.linear, (x, norm), scores, gated, shape, m)
     })?;
@@ -295,11 +338,26 @@ impl Ops for NarrowPass<'_> {
 
     fn recur(
         &mut self,
-        _layer: usize,
-        _norm: &Buffer<f32>,
-        _delta: &Delta<DeviceLinear, Buffer<f32>>,
+        layer: usize,
+        norm: &Buffer<f32>,
+        delta: &Delta<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
-        unreachable!("models with recurrences are refused before they are loaded")
+        let (device, step) = (self.device, &mut *self.step);
+        // As in `project`.
+        let late = layer == 0;
+        let out = GemvOutput::Store(device.norm(norm), &mut step.qkv);
+        let w = (delta.inputs.spec.name, &delta.inputs.linear);
+        Self::multiply(device, w, &step.x, out, &mut step.columns, late)?;
+        let o = &delta.out.linear;
+        let late = device.kind.m == 1 && o.bytes() > FLOOD;
+        let out = match &mut step.columns {
+            Some(columns) if device.prepares(o) => AttentionOutput::Columns(columns, o),
+            _ => AttentionOutput::Full(&mut step.attended),
+        };
+        let rates = Rates::Of(&step.x, device.norm(norm), device.model.rates(layer));
+        let products = (&step.qkv, rates);
+        device.recur(layer, &delta.vectors, products, &step.step, out, late)?;
+        self.add(layer, Operand::Attended, &delta.out)
     }
 
     fn add_experts(
@@ -312,12 +370,40 @@ impl Ops for NarrowPass<'_> {
         let Some(rows) = &mut step.experts else {
             unreachable!("sessions of mixtures have them");
         };
+        let (x, columns) = (&step.x, &mut step.columns);
         let router = (experts.router.spec.name, &experts.router.linear);
         let out = GemvOutput::Store(device.norm(norm), &mut rows.scores);
-        Self::multiply(device, router, &step.x, out, &mut step.columns, false)?;
+        Self::multiply(device, router, x, out, columns, false)?;
+        // The shared expert reads the residual stream before the others add to it.
+        if let Some(Shared { score, mlp }) = &experts.shared {
+            let out = GemvOutput::Store(device.norm(norm), &mut rows.shared);
+            Self::multiply(
+                device,
+                (score.spec.name, &score.linear),
+                x,
+                out,
+                columns,
+                false,
+            )?;
+            let up = (mlp.gate_up.spec.name, &mlp.gate_up.linear);
+            let out = GemvOutput::Silu(device.norm(norm), &mut step.gated);
+            Self::multiply(device, up, x, out, columns, false)?;
+            let scaled = RowsOut {
+                full: Some(&mut step.gated),
+                half: None,
+            };
+            let (m, width) = (device.kind.m, mlp.down.linear.inputs());
+            device
+                .stream
+                .scale_rows(&rows.shared, &scaled, (m, width))?;
+        }
         let on = (device.stream, device.model, device.host);
-        let experts = (norm, experts);
-        add_experts(on, layer, experts, rows, None, &mut step.x, device.kind.m)
+        let m = device.kind.m;
+        add_experts(on, layer, (norm, experts), rows, None, &mut step.x, m)?;
+        match &experts.shared {
+            Some(shared) => self.add(layer, Operand::Gated, &shared.mlp.down),
+            None => Ok(()),
+        }
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -337,6 +423,7 @@ struct WidePass<'a> {
     x: &'a mut Buffer<f32>,
     step: &'a Checked<Step>,
     qkv: &'a mut Buffer<f32>,
+    rates: &'a mut Buffer<f32>,
     scratch: &'a mut AttentionScratch,
     cascade: Option<&'a Cascade>,
     rows: &'a mut WideRows,
@@ -352,6 +439,7 @@ impl<'a> WidePass<'a> {
             x,
             step,
             qkv,
+            rates,
             attention,
             cascade,
             wide: Some(rows),
@@ -373,6 +461,7 @@ impl<'a> WidePass<'a> {
             x,
             step,
             qkv,
+            rates,
             scratch: attention,
             cascade: cascade.as_ref(),
             rows,
@@ -472,11 +561,23 @@ impl Ops for WidePass<'_> {
 
     fn recur(
         &mut self,
-        _layer: usize,
-        _norm: &Buffer<f32>,
-        _delta: &Delta<DeviceLinear, Buffer<f32>>,
+        layer: usize,
+        norm: &Buffer<f32>,
+        delta: &Delta<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
-        unreachable!("models with recurrences are refused before they are loaded")
+        self.norm(norm)?;
+        let (device, normed) = (self.device, &self.rows.normed);
+        for (w, to) in [
+            (&delta.rates, &mut *self.rates),
+            (&delta.inputs, &mut *self.qkv),
+        ] {
+            let w = (w.spec.name, &w.linear);
+            Self::multiply(device, w, normed, StepOutput::Store(to))?;
+        }
+        let out = AttentionOutput::Half(&mut self.rows.attended);
+        let products = (&*self.qkv, Rates::Products(self.rates));
+        device.recur(layer, &delta.vectors, products, self.step, out, false)?;
+        self.add(layer, Operand::Attended, &delta.out)
     }
 
     fn add_experts(
@@ -493,7 +594,20 @@ impl Ops for WidePass<'_> {
         };
         let router = (experts.router.spec.name, &experts.router.linear);
         let out = StepOutput::Store(&mut rows.scores);
-        Self::multiply(self.device, router, &self.rows.normed, out)?;
+        let WideRows { normed, gated, .. } = &mut *self.rows;
+        Self::multiply(self.device, router, normed, out)?;
+        if let Some(Shared { score, mlp }) = &experts.shared {
+            let out = StepOutput::Store(&mut rows.shared);
+            Self::multiply(self.device, (score.spec.name, &score.linear), normed, out)?;
+            let up = (mlp.gate_up.spec.name, &mlp.gate_up.linear);
+            Self::multiply(self.device, up, normed, StepOutput::Silu(gated))?;
+            let scaled = RowsOut {
+                full: None,
+                half: Some(gated),
+            };
+            let size = (self.device.kind.m, mlp.down.linear.inputs());
+            self.device.stream.scale_rows(&rows.shared, &scaled, size)?;
+        }
         let Device {
             stream,
             model,
@@ -509,6 +623,10 @@ impl Ops for WidePass<'_> {
             normed,
             self.x,
             self.device.kind.m,
-        )
+        )?;
+        match &experts.shared {
+            Some(shared) => self.add(layer, Operand::Gated, &shared.mlp.down),
+            None => Ok(()),
+        }
     }
 }

@@ -1,16 +1,17 @@
 //! A forward over the rows of many tokens.
 
 use super::super::model::CudaModel;
-use super::passes::add_experts;
+use super::passes::{add_experts, states_of};
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::error::{Error, Result};
-use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection};
+use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection, Shared};
 use crate::interface::{Chunk, Observer};
+use crate::states::Snapshots;
 use nq_formats::models::Product;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, DevicePages, GemmOutput, HEAD_DIM, HostStage, Row, RowsOut, SequenceRows,
-    Stream, operand_index,
+    Buffer, DeltaRows, DeltaSpan, DeviceLinear, DevicePages, DeviceStates, GemmOutput, HostStage,
+    Row, RowsOut, SequenceRows, Stream, operand_index,
 };
 use std::time::Duration;
 
@@ -20,9 +21,10 @@ struct Pass<'a, 'o> {
     model: &'a CudaModel,
     host: Option<&'a HostStage>,
     pages: &'a DevicePages,
+    states: Option<&'a DeviceStates>,
     cos_sin: &'a Buffer<[f32; 2]>,
     many: &'a mut ManyRows,
-    sequences: &'a [SequenceRows],
+    spans: &'a [DeltaSpan],
     m: usize,
     observer: &'a mut Option<&'o mut dyn Observer>,
 }
@@ -105,7 +107,7 @@ impl Pass<'_, '_> {
         let Some(observer) = observer else {
             return Ok(());
         };
-        let width = self.model.config.q_dim();
+        let width = product.inputs(&self.model.config);
         self.stream.synchronize()?;
         let mut halves = vec![0u16; self.m * padded(width)];
         self.many.attended.read(0, &mut halves)?;
@@ -157,9 +159,10 @@ impl Ops for Pass<'_, '_> {
     ) -> Result<()> {
         let (stream, m) = (self.stream, self.m);
         let settings = self.model.heads(vectors, self.cos_sin);
-        let (heads, cache) = (settings.heads, self.pages.layer(layer));
+        let cache = self.pages.layer(self.model.place(layer));
         let many = &mut *self.many;
-        let shape = (heads, HEAD_DIM);
+        let heads = settings.heads;
+        let shape = (heads, self.model.config.head_dim);
         stream.timed(("append", "fused", shape), 0, || {
             stream.append(&mut many.qkv, &many.rows, &settings, cache, m)
         })?;
@@ -169,8 +172,9 @@ impl Ops for Pass<'_, '_> {
                 stream.attention_reference(&many.qkv, &many.rows, heads, cache, out, m)?;
             }
             _ => stream.timed(("attention", "fused", shape), 0, || {
-                self.sequences.iter().try_for_each(|&s| {
-                    stream.attention_prefill(&many.qkv, s, heads, cache, &mut many.attended)
+                self.spans.iter().try_for_each(|s| {
+                    let (qkv, out) = (&many.qkv, &mut many.attended);
+                    stream.attention_prefill(qkv, s.rows, heads, cache, out)
                 })
             })?,
         }
@@ -195,11 +199,44 @@ impl Ops for Pass<'_, '_> {
 
     fn recur(
         &mut self,
-        _layer: usize,
-        _norm: &Buffer<f32>,
-        _delta: &Delta<DeviceLinear, Buffer<f32>>,
+        layer: usize,
+        norm: &Buffer<f32>,
+        delta: &Delta<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
-        unreachable!("models with recurrences are refused before they are loaded")
+        self.norm(norm)?;
+        self.show(layer, delta.inputs.spec, |f| &f.normed)?;
+        let (model, stream, m) = (self.model, self.stream, self.m);
+        let many = &mut *self.many;
+        let Some(rows) = &mut many.delta else {
+            unreachable!("sessions of models with recurrences have buffers for them");
+        };
+        for (w, to) in [
+            (&delta.inputs, &mut many.qkv),
+            (&delta.rates, &mut rows.rates),
+        ] {
+            let w = (w.spec.name, &w.linear);
+            let (device, out) = ((stream, model.kernels), GemmOutput::Store(to));
+            multiply(device, w, None, &many.normed, out, m)?;
+        }
+        let out = RowsOut {
+            full: many.full.as_mut().map(|f| &mut f.attended),
+            half: Some(&mut many.attended),
+        };
+        let of = DeltaRows {
+            qkvz: &many.qkv,
+            ba: &rows.rates,
+            rows: &many.rows,
+            mixed: &mut rows.mixed,
+            chunks: &mut rows.chunks,
+            scanned: &mut rows.scanned,
+        };
+        let states = states_of(model, self.states, layer);
+        let vectors = model.delta(&delta.vectors);
+        let key = ("recurrence", "fused", (m, model.config.hidden_size));
+        stream.timed(key, 0, || {
+            stream.delta_rows(of, self.spans, &vectors, states, &out, m)
+        })?;
+        self.add(layer, Operand::Attended, &delta.out)
     }
 
     fn add_experts(
@@ -217,17 +254,30 @@ impl Ops for Pass<'_, '_> {
         let router = (experts.router.spec.name, &experts.router.linear);
         let out = GemmOutput::Store(&mut rows.scores);
         multiply(device, router, None, &many.normed, out, m)?;
+        if let Some(Shared { score, mlp }) = &experts.shared {
+            let score = (score.spec.name, &score.linear);
+            let out = GemmOutput::Store(&mut rows.shared);
+            multiply(device, score, None, &many.normed, out, m)?;
+            let up = (mlp.gate_up.spec.name, &mlp.gate_up.linear);
+            let out = GemmOutput::Silu(&mut many.mlp);
+            multiply(device, up, None, &many.normed, out, m)?;
+            let scaled = RowsOut {
+                full: None,
+                half: Some(&mut many.mlp),
+            };
+            let size = (m, mlp.down.linear.inputs());
+            self.stream.scale_rows(&rows.shared, &scaled, size)?;
+        }
         let on = (self.stream, self.model, self.host);
         let normed = Some(&many.normed);
-        Ok(add_experts(
-            on,
-            layer,
-            (norm, experts),
-            rows,
-            normed,
-            &mut many.x,
-            m,
-        )?)
+        let (of, x) = ((norm, experts), &mut many.x);
+        add_experts(on, layer, of, rows, normed, x, m)?;
+        if let Some(shared) = &experts.shared {
+            let down = (shared.mlp.down.spec.name, &shared.mlp.down.linear);
+            let out = GemmOutput::Add(&mut many.x);
+            multiply(device, down, None, &many.mlp, out, m)?;
+        }
+        Ok(())
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -247,7 +297,7 @@ impl CudaSession {
     /// Runs the layers over the chunks' rows: `many.x` becomes the residual stream.
     fn run_layers(
         &mut self,
-        sequences: &[SequenceRows],
+        spans: &[DeltaSpan],
         m: usize,
         observer: &mut Option<&mut dyn Observer>,
     ) -> Result<()> {
@@ -255,6 +305,7 @@ impl CudaSession {
             stream,
             model,
             pages,
+            states,
             cos_sin,
             many,
             experts_host,
@@ -266,9 +317,10 @@ impl CudaSession {
             model,
             host: experts_host.as_ref(),
             pages,
+            states: states.as_ref(),
             cos_sin,
             many,
-            sequences,
+            spans,
             m,
             observer,
         };
@@ -320,16 +372,21 @@ impl CudaSession {
         chunks: &[Chunk<'_>],
         observer: &mut Option<&mut dyn Observer>,
     ) -> Result<Vec<u32>> {
-        let mut sequences = Vec::with_capacity(chunks.len());
+        let mut spans = Vec::with_capacity(chunks.len());
         let (mut tokens, mut rows, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks {
             let (row, position) = (tokens.len(), self.tables.len(chunk.slot));
             let count = chunk.tokens.len();
-            sequences.push(SequenceRows {
+            let kept = Snapshots::within(count).filter(|_| self.states.is_some());
+            let rows_of = SequenceRows {
                 row,
                 count,
                 position,
                 slot: chunk.slot,
+            };
+            spans.push(DeltaSpan {
+                rows: rows_of,
+                mark: kept.map(|n| (n, self.snapshots.take(chunk.slot, position + n))),
             });
             tokens.extend_from_slice(chunk.tokens);
             rows.extend((0..count).map(|i| Row {
@@ -341,9 +398,10 @@ impl CudaSession {
         self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
-        self.run_layers(&sequences, tokens.len(), observer)?;
+        self.run_layers(&spans, tokens.len(), observer)?;
         if let (Some(eagle), Some(taps)) = (&self.eagle, &self.many.taps) {
-            for (chunk, rows) in chunks.iter().zip(&sequences) {
+            for (chunk, span) in chunks.iter().zip(&spans) {
+                let rows = span.rows;
                 let streams = (taps.streams(), rows.row);
                 eagle.take(rows.slot, rows.position, chunk.tokens, streams)?;
             }
@@ -407,7 +465,8 @@ impl CudaSession {
     /// Queues the chunks, without logits.
     pub(super) fn queue_chunks(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
         let begin = self.stream.mark()?;
-        self.queue_rows(chunks, &mut None)?;
+        let queued = self.queue_rows(chunks, &mut None);
+        queued.inspect_err(|_| self.lose(chunks))?;
         self.prompts.push_back((begin, self.stream.mark()?));
         for chunk in chunks {
             self.tables.advance(chunk.slot, chunk.tokens.len());

@@ -11,9 +11,9 @@ use ahead::PENDING;
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
-    Columns, DeviceLinear, Gpu, Graph, LayersScratch, LayersSizes, Logprobs, MOST_LOGPROBS,
-    MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums,
-    Places, Sampling, SharedPrefix, Step, StepBounds, best_len, wide_best_len,
+    Columns, DeviceLinear, Gpu, Graph, HEAD_DIM, LayersScratch, LayersSizes, Logprobs,
+    MOST_LOGPROBS, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped,
+    PartialSums, Places, Sampling, SharedPrefix, Step, StepBounds, best_len, wide_best_len,
 };
 use nq_kernels::pages::KvType;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -46,9 +46,10 @@ pub(super) struct StepRows {
     rows: usize,
     pub(super) step: Checked<Step>,   // [rows]
     pub(super) x: Buffer<f32>,        // [rows, hidden], the residual
-    pub(super) qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
-    pub(super) attended: Buffer<f32>, // [narrow rows, q_dim]
-    pub(super) gated: Buffer<f32>,    // [narrow rows, intermediate]
+    pub(super) qkv: Buffer<f32>,      // [rows, widest products of a mixer]
+    pub(super) rates: Buffer<f32>, // [rows, 2 value heads], of recurrences in more than `MOST_SEQUENCES` rows
+    pub(super) attended: Buffer<f32>, // [narrow rows, widest output of a mixer]
+    pub(super) gated: Buffer<f32>, // [narrow rows, intermediate]
     pub(super) attention: AttentionScratch,
     /// The pages that rows of a step share, on devices that can read them once for all.
     pub(super) cascade: Option<Cascade>,
@@ -79,7 +80,7 @@ pub(super) struct StepRows {
 /// inputs of products in FP16 and operand order.
 pub(super) struct WideRows {
     pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
-    pub(super) attended: Buffer<u16>, // [rows, q_dim padded]
+    pub(super) attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
     pub(super) gated: Buffer<u16>,    // [rows, intermediate padded]
     pub(super) sums: PartialSums,     // [parts, rows, hidden]
 }
@@ -89,7 +90,7 @@ impl WideRows {
         let halves = |n: usize| gpu.zeros::<u16>("activations", rows * padded(n));
         Ok(WideRows {
             normed: halves(w.hidden)?,
-            attended: halves(w.q)?,
+            attended: halves(w.attended)?,
             gated: halves(w.mlp)?,
             sums: PartialSums::new(gpu, rows, w.hidden)?,
         })
@@ -163,7 +164,8 @@ impl StepRows {
             None
         };
         let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
-        let cascade = if rows > 1 && Cascade::fits(gpu, kv) {
+        let usual = c.head_dim == HEAD_DIM;
+        let cascade = if rows > 1 && usual && Cascade::fits(gpu, kv) {
             Some(Cascade::new(gpu, rows, places)?)
         } else {
             None
@@ -173,15 +175,16 @@ impl StepRows {
             step: Checked::new(gpu, "activations", rows, idle, bounds)?,
             x: f32s(rows, w.hidden)?,
             qkv: f32s(rows, w.qkv)?,
-            attended: f32s(narrow, w.q)?,
+            rates: f32s(rows, w.delta.map_or(0, |d| 2 * d.value_heads))?,
+            attended: f32s(narrow, w.attended)?,
             gated: f32s(narrow, w.mlp)?,
-            attention: AttentionScratch::new(gpu, heads, kv_heads, rows)?,
+            attention: AttentionScratch::new(gpu, c.q_dim() / HEAD_DIM, kv_heads, rows)?,
             cascade,
             shared: None,
             columns,
             experts: ExpertRows::new(gpu, &w, rows)?,
             layers: match gpu.info().capability {
-                (9, 0) => {
+                (9, 0) if usual => {
                     let sizes = LayersSizes {
                         hidden: w.hidden,
                         heads,
@@ -325,12 +328,14 @@ impl CudaSession {
             stream,
             model,
             pages,
+            states,
             cos_sin,
             step,
             experts_host,
             ..
         } = self;
         let device = Device {
+            states: states.as_ref(),
             stream,
             model,
             host: experts_host.as_ref(),

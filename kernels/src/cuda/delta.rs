@@ -1,0 +1,625 @@
+//! Gated DeltaNets on the device: what is kept of sequences, and the launchers.
+
+use super::attention::{AttentionOutput, MOST_RUN};
+use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
+use super::gemv::Norm;
+use super::kernel::kernels;
+use super::pack::SPAN;
+use super::prefill::SequenceRows;
+use super::rows::{Row, RowsOut, Step, shape};
+use crate::cpu::DeltaShape;
+use crate::error::{Error, Result};
+use half::f16;
+use nq_formats::Weight;
+
+/// The width of a head of keys and of values that the kernels serve.
+pub const DELTA_DIM: usize = 128;
+/// `CONV` of `cuda/delta.cu`: the width of the convolution that the kernels serve.
+pub const CONV: usize = 4;
+/// `INPUTS` of `cuda/delta.cu`.
+const INPUTS: usize = 20;
+/// `SCAN_PARTS` of `cuda/delta.cu`.
+const SCAN_PARTS: usize = 2;
+/// `MOST_SPANS` of `cuda/delta.cu`.
+const MOST_SPANS: usize = 64;
+/// `CHUNK` of `cuda/delta.cu`.
+const CHUNK: usize = 16;
+/// `sizeof(ChunkParts)` of `cuda/delta.cu`, in f32 values.
+const CHUNK_PARTS: usize = 2 * CHUNK * CHUNK + 4 * CHUNK;
+/// Most inputs of the projections of rates that steps compute where they need them: `MOST_FOURS` of `cuda/delta.cu`
+/// fours of each thread.
+pub const MOST_RATE_INPUTS: usize = 4 * 4 * 4 * DELTA_DIM;
+const _: () = assert!(INPUTS >= MOST_RUN + CONV - 1);
+
+/// Sizes of [`DeviceStates`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatesShape {
+    /// The recurrence.
+    pub delta: DeltaShape,
+    /// Number of layers that have one.
+    pub layers: usize,
+    /// Number of states in each layer: those of slots, of the idle slot of [`DevicePages`](super::DevicePages) behind
+    /// them, and of snapshots.
+    pub places: usize,
+}
+
+/// The states of the sequences of a session in all layers with a recurrence: a matrix for each head of values, and the
+/// last inputs of the convolution. A row at position 0 begins with zeros, whatever its place holds.
+pub struct DeviceStates {
+    matrices: Buffer<f32>, // [layers, places, value_heads, 128 * 128], in the order of `cuda/delta.cu`
+    inputs: Buffer<f32>,   // [layers, places, INPUTS, channels]
+    shape: StatesShape,
+}
+
+/// One layer of [`DeviceStates`].
+#[derive(Clone, Copy)]
+pub struct LayerStates<'a> {
+    states: &'a DeviceStates,
+    layer: usize,
+}
+
+/// The vectors of a layer's recurrence.
+pub struct DeltaVectors<'a> {
+    /// Weights of the convolution `[channels, 4]`, that of the current token last.
+    pub conv: &'a Buffer<f32>,
+    /// Rates of decay, negated: `[value_heads]`.
+    pub decay: &'a Buffer<f32>,
+    /// Added to the projection `a`: `[value_heads]`.
+    pub dt_bias: &'a Buffer<f32>,
+    /// Gains of the norm of each head's output `[128]`.
+    pub norm: &'a Buffer<f32>,
+    /// Epsilon of that norm.
+    pub eps: f32,
+}
+
+/// The weight of the projections `b` and `a`, row by row: steps of few rows multiply by it where they need the
+/// products.
+pub struct RateRows {
+    rows: Buffer<u16>, // [2 value_heads, hidden] in FP16
+    scale: f32,
+    hidden: usize,
+}
+
+/// The projections `b`, of which beta is the sigmoid, and `a`, which sets the decay, of the rows of a step.
+pub enum Rates<'a> {
+    /// `[m, 2 value_heads]`
+    Products(&'a Buffer<f32>),
+    /// Those of normalized rows of x `[m, hidden]`.
+    Of(&'a Buffer<f32>, Norm<'a>, &'a RateRows),
+}
+
+impl RateRows {
+    /// Uploads the rows of `b` and then of `a`, `[2 value_heads, hidden]`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`]; weights without f32 values.
+    pub fn new(gpu: &Gpu, parts: &[&Weight]) -> Result<Self> {
+        let hidden = parts.first().map_or(0, |w| w.dims().1);
+        let rows = parts.iter().map(|w| w.dims().0).sum::<usize>();
+        let mut values = vec![0f32; rows * hidden];
+        let mut to = values.chunks_exact_mut(hidden.max(1));
+        for w in parts {
+            for (row, to) in (0..w.dims().0).zip(&mut to) {
+                w.dequantize_row(row, to)?;
+            }
+        }
+        // The greatest of them in the upper half of FP16's range.
+        let top = values.iter().fold(0f32, |top, v| top.max(v.abs()));
+        let factor = if top > 0.0 {
+            2f32.powi(13 - top.log2().floor() as i32)
+        } else {
+            1.0
+        };
+        let halves: Vec<u16> = values
+            .iter()
+            .map(|v| f16::from_f32(v * factor).to_bits())
+            .collect();
+        Ok(RateRows {
+            rows: gpu.upload("a weight", &halves)?,
+            scale: 1.0 / factor,
+            hidden,
+        })
+    }
+
+    /// Bytes that they take on a device.
+    pub fn bytes(shape: &DeltaShape, hidden: usize) -> usize {
+        2 * 2 * shape.value_heads * hidden
+    }
+}
+
+/// Rows of one sequence, and after how many of them its state is also written to a place: that of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaSpan {
+    /// The rows.
+    pub rows: SequenceRows,
+    /// After how many rows, at least 3 and at most all; and where to.
+    pub mark: Option<(usize, usize)>,
+}
+
+/// The rows of a pass, and memory for what the kernels hand each other.
+pub struct DeltaRows<'a> {
+    /// Products `[m, channels + values]`: queries, keys and values, and the gate `z` of the output.
+    pub qkvz: &'a Buffer<f32>,
+    /// Products `[m, 2 value_heads]`: `b`, of which beta is the sigmoid, and `a`, which sets the decay.
+    pub ba: &'a Buffer<f32>,
+    /// Where each row stands.
+    pub rows: &'a Checked<Row>,
+    /// Receives queries, keys and values after the convolution: `[m, channels]`.
+    pub mixed: &'a mut Buffer<f32>,
+    /// Receives what does not depend on states: [`DeltaRows::chunk_parts`].
+    pub chunks: &'a mut Buffer<f32>,
+    /// Receives what the recurrence gives: `[m, values]`.
+    pub scanned: &'a mut Buffer<f32>,
+}
+
+impl DeltaRows<'_> {
+    /// Values of [`DeltaRows::chunks`] for up to `m` rows of at most `spans` sequences.
+    pub fn chunk_parts(shape: &DeltaShape, m: usize, spans: usize) -> usize {
+        // A sequence begins a chunk, and its snapshot another.
+        (m / CHUNK + 2 * spans.min(m)) * shape.value_heads * CHUNK_PARTS
+    }
+}
+
+impl DeviceStates {
+    /// Allocates states.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`]; [`Error::NoKernel`] for heads or a convolution of other widths than the kernels serve.
+    pub fn new(gpu: &Gpu, shape: StatesShape) -> Result<Self> {
+        let d = &shape.delta;
+        let of_key = d.value_heads.is_multiple_of(d.key_heads.max(1)) && d.key_heads > 0;
+        if (d.key_dim, d.value_dim, d.conv) != (DELTA_DIM, DELTA_DIM, CONV) || !of_key {
+            return Err(Error::NoKernel {
+                op: "a gated DeltaNet",
+                scheme: format!(
+                    "{} heads of {} keys, {} of {} values, a convolution of {}",
+                    d.key_heads, d.key_dim, d.value_heads, d.value_dim, d.conv
+                ),
+                activations: "f32".into(),
+                device: gpu.info().to_string(),
+            });
+        }
+        let (what, places) = ("states of recurrences", shape.layers * shape.places);
+        Ok(DeviceStates {
+            matrices: gpu.zeros(what, places * d.value_heads * DELTA_DIM * DELTA_DIM)?,
+            inputs: gpu.zeros(what, places * INPUTS * d.channels())?,
+            shape,
+        })
+    }
+
+    /// Bytes of all states.
+    pub fn bytes(&self) -> usize {
+        self.matrices.bytes() + self.inputs.bytes()
+    }
+
+    /// One layer's states.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn layer(&self, layer: usize) -> LayerStates<'_> {
+        assert!(layer < self.shape.layers, "layer {layer} of states");
+        LayerStates {
+            states: self,
+            layer,
+        }
+    }
+}
+
+/// `DeltaLayer` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct LayerArgs {
+    conv: Address,
+    decay: Address,
+    dt_bias: Address,
+    norm: Address,
+    matrices: Address,
+    inputs: Address,
+    key_heads: i32,
+    value_heads: i32,
+    tiled: i32,
+    eps: f32,
+}
+
+impl LayerStates<'_> {
+    /// Bytes that a row of a step reads and writes.
+    pub fn bytes_per_row(&self) -> usize {
+        let d = self.delta();
+        8 * d.value_heads * DELTA_DIM * DELTA_DIM
+    }
+
+    fn delta(&self) -> &DeltaShape {
+        &self.states.shape.delta
+    }
+
+    /// The argument, checked as operands of `o`, for rows of up to `slots` sequences.
+    fn args(&self, o: &Operands<'_>, of: &DeltaVectors<'_>, slots: usize) -> Result<LayerArgs> {
+        let StatesShape {
+            delta: d, places, ..
+        } = self.states.shape;
+        o.at_most("sequences of rows", places, slots)?;
+        let (matrices, inputs) = (places * d.value_heads, places * INPUTS * d.channels());
+        let each = DELTA_DIM * DELTA_DIM;
+        Ok(LayerArgs {
+            conv: o.of("weights of the convolution", of.conv, &[d.channels(), CONV])?,
+            decay: o.of("rates of decay", of.decay, &[d.value_heads])?,
+            dt_bias: o.of("biases of time steps", of.dt_bias, &[d.value_heads])?,
+            norm: o.of("gain of the output", of.norm, &[DELTA_DIM])?,
+            matrices: o.part(
+                "states",
+                &self.states.matrices,
+                self.layer * matrices * each,
+                &[matrices, each],
+            )?,
+            inputs: o.part(
+                "states",
+                &self.states.inputs,
+                self.layer * inputs,
+                &[inputs],
+            )?,
+            key_heads: d.key_heads as i32,
+            value_heads: d.value_heads as i32,
+            tiled: i32::from(d.tiled),
+            eps: of.eps,
+        })
+    }
+}
+
+kernels! {
+    DELTA_STEP: StepArgs = "delta_step" in "delta.cu",
+        test "kernels/tests/cuda/delta.rs::steps", bench "delta";
+    DELTA_CONV: ConvArgs = "delta_conv" in "delta.cu",
+        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+    DELTA_CHUNKS: ChunksArgs = "delta_chunks" in "delta.cu",
+        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+    DELTA_SCAN: ScanArgs = "delta_scan" in "delta.cu",
+        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+    DELTA_GATE: GateArgs = "delta_gate" in "delta.cu",
+        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+    COPY_STATES: CopyArgs = "copy_states" in "delta.cu",
+        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+    SCALE_ROWS: ScaleArgs = "scale_rows" in "delta.cu",
+        test "kernels/tests/cuda/delta.rs::scaled_rows", bench "delta";
+}
+
+/// `DeltaStepArgs` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct StepArgs {
+    layer: LayerArgs,
+    qkvz: Address,
+    ba: Address,
+    x: Address,
+    gain: Address,
+    rates: Address,
+    step: Address,
+    out: Address,
+    half: Address,
+    columns: Address,
+    m: i32,
+    padded: i32,
+    column_rows: i32,
+    nibbles: i32,
+    idle: i32,
+    late: i32,
+    hidden: i32,
+    scale: f32,
+}
+
+/// `DeltaConvArgs` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ConvArgs {
+    layer: LayerArgs,
+    qkvz: Address,
+    rows: Address,
+    mixed: Address,
+    m: i32,
+}
+
+/// `DeltaSpan` of `cuda/delta.cu`.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct SpanArgs {
+    row: i32,
+    count: i32,
+    position: i32,
+    slot: i32,
+    mark: i32,
+    place: i32,
+    chunk: i32,
+}
+
+/// `DeltaChunksArgs` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ChunksArgs {
+    layer: LayerArgs,
+    mixed: Address,
+    ba: Address,
+    parts: Address,
+    spans: [SpanArgs; MOST_SPANS],
+}
+
+/// `DeltaScanArgs` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ScanArgs {
+    layer: LayerArgs,
+    mixed: Address,
+    qkvz: Address,
+    parts: Address,
+    out: Address,
+    spans: [SpanArgs; MOST_SPANS],
+}
+
+/// `DeltaGateArgs` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GateArgs {
+    layer: LayerArgs,
+    o: Address,
+    qkvz: Address,
+    out: Address,
+    half: Address,
+    m: i32,
+    padded: i32,
+}
+
+/// `CopyStatesArgs` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyArgs {
+    parts: [Address; 2],
+    words: [i32; 2],
+    places: i32,
+    from: i32,
+    to: i32,
+}
+
+/// `ScaleRowsArgs` of `cuda/delta.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ScaleArgs {
+    scores: Address,
+    full: Address,
+    half: Address,
+    width: i32,
+}
+
+impl Stream {
+    /// The recurrence of a step's `m` rows, of which up to [`MOST_RUN`] that follow one another may belong to one
+    /// sequence, at consecutive positions: from its products `qkvz` ([`DeltaRows`]) and `rates` to the norm of its output
+    /// times `silu(z)`. States are brought forward, but for the slot `idle`. With `late`, the next kernel does not start before the
+    /// previous one has ended.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
+    pub fn delta_step(
+        &self,
+        (qkvz, rates): (&Buffer<f32>, Rates<'_>),
+        step: &Checked<Step>,
+        vectors: &DeltaVectors<'_>,
+        states: LayerStates<'_>,
+        out: AttentionOutput<'_>,
+        (m, idle): (usize, usize),
+        late: bool,
+    ) -> Result<()> {
+        let o = self.operands("delta_step");
+        let d = states.delta();
+        let layer = states.args(&o, vectors, step.bounds().places.slots)?;
+        let out = out.args(&o, m, d.values())?;
+        let [mut ba, mut x, mut gain, mut rows] = [Address::NULL; 4];
+        let (mut hidden, mut scale, mut shared) = (0, 1.0, 0);
+        match rates {
+            Rates::Products(products) => ba = o.of("rates", products, &[m, 2 * d.value_heads])?,
+            Rates::Of(of, norm, w) => {
+                o.multiple("inputs of rates", 4, w.hidden)?;
+                o.at_most("inputs of rates", MOST_RATE_INPUTS, w.hidden)?;
+                (hidden, scale, shared) = (w.hidden, w.scale, 8 * w.hidden);
+                x = o.of("x", of, &[m, hidden])?;
+                gain = norm.gain(&o, hidden)?;
+                rows = o.of("rows of rates", &w.rows, &[2 * d.value_heads, hidden])?;
+            }
+        }
+        let args = StepArgs {
+            layer,
+            qkvz: o.of("qkvz", qkvz, &[m, d.channels() + d.values()])?,
+            ba,
+            x,
+            gain,
+            rates: rows,
+            step: o.of("step", step.values(), &[m])?,
+            out: out.full,
+            half: out.half,
+            columns: out.columns,
+            m: m as i32,
+            padded: out.padded,
+            column_rows: out.column_rows,
+            nibbles: out.nibbles,
+            idle: idle as i32,
+            late: i32::from(late),
+            hidden: hidden as i32,
+            scale,
+        };
+        let shape = shape((d.value_heads, m), 4 * DELTA_DIM)
+            .shared(shared)
+            .overlapping();
+        // SAFETY: the operands were checked, and that the steps' slots have states.
+        unsafe { self.launch(&DELTA_STEP, shape, &args) }
+    }
+
+    /// The recurrence of many rows, which `spans` has all of: the norm of its output times `silu(z)`, `m` rows. States are brought
+    /// forward.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
+    pub fn delta_rows(
+        &self,
+        of: DeltaRows<'_>,
+        spans: &[DeltaSpan],
+        vectors: &DeltaVectors<'_>,
+        states: LayerStates<'_>,
+        out: &RowsOut<'_>,
+        m: usize,
+    ) -> Result<()> {
+        let o = self.operands("delta_rows");
+        let d = states.delta();
+        let places = of.rows.bounds();
+        let layer = states.args(&o, vectors, places.slots)?;
+        let qkvz = o.of("qkvz", of.qkvz, &[m, d.channels() + d.values()])?;
+        let ba = o.of("rates", of.ba, &[m, 2 * d.value_heads])?;
+        let mixed = o.of("queries, keys and values", of.mixed, &[m, d.channels()])?;
+        let scanned = o.of("outputs", of.scanned, &[m, d.values()])?;
+        let conv = ConvArgs {
+            layer,
+            qkvz,
+            rows: o.of("rows", of.rows.values(), &[m])?,
+            mixed,
+            m: m as i32,
+        };
+        let heads = 2 * d.key_heads + d.value_heads;
+        // SAFETY: the operands were checked, and that the rows' slots have states.
+        unsafe { self.launch(&DELTA_CONV, shape((m.div_ceil(8), heads), 256), &conv)? };
+        let mut chunk = 0;
+        for some in spans.chunks(MOST_SPANS) {
+            let mut of_spans = [SpanArgs::default(); MOST_SPANS];
+            let mut most = 0;
+            for (to, span) in of_spans.iter_mut().zip(some) {
+                *to = span.args(&o, m, places.slots, states.states.shape.places)?;
+                to.chunk = chunk as i32;
+                chunk += span.chunks();
+                most = most.max(span.chunks());
+            }
+            let parts = o.of("chunks", of.chunks, &[chunk, d.value_heads, CHUNK_PARTS])?;
+            let args = ChunksArgs {
+                layer,
+                mixed,
+                ba,
+                parts,
+                spans: of_spans,
+            };
+            let grid = LaunchShape::new((most, d.key_heads, some.len()), 128);
+            // SAFETY: the operands were checked, and that the spans' rows and chunks are there.
+            unsafe { self.launch(&DELTA_CHUNKS, grid, &args)? };
+            let args = ScanArgs {
+                layer,
+                mixed,
+                qkvz,
+                parts,
+                out: scanned,
+                spans: of_spans,
+            };
+            let grid = (d.value_heads * SCAN_PARTS, some.len());
+            // SAFETY: the operands were checked, and that the spans' rows, chunks and places are there.
+            unsafe { self.launch(&DELTA_SCAN, shape(grid, DELTA_DIM), &args)? };
+        }
+        let padded = d.values().next_multiple_of(SPAN);
+        let (full, half) = out.addresses(&o, m, d.values())?;
+        let args = GateArgs {
+            layer,
+            o: scanned,
+            qkvz,
+            out: full,
+            half,
+            m: m as i32,
+            padded: padded as i32,
+        };
+        // SAFETY: the operands were checked.
+        unsafe {
+            self.launch(
+                &DELTA_GATE,
+                shape((m.div_ceil(8), d.value_heads), 256),
+                &args,
+            )
+        }
+    }
+
+    /// Copies the states at place `from` to place `to`, in all layers.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a place that does not exist; errors of the driver.
+    pub fn copy_states(&self, states: &mut DeviceStates, from: usize, to: usize) -> Result<()> {
+        let o = self.operands("copy_states");
+        let StatesShape {
+            delta: d,
+            layers,
+            places,
+        } = states.shape;
+        o.at_least("places", from.max(to) + 1, places)?;
+        let whole = |all: &Buffer<f32>| o.of("states", all, &[all.len()]);
+        let args = CopyArgs {
+            parts: [whole(&states.matrices)?, whole(&states.inputs)?],
+            words: [
+                d.value_heads * DELTA_DIM * DELTA_DIM / 4,
+                INPUTS * d.channels() / 4,
+            ]
+            .map(|n| n as i32),
+            places: places as i32,
+            from: from as i32,
+            to: to as i32,
+        };
+        // SAFETY: both places are there.
+        unsafe { self.launch(&COPY_STATES, shape((32, layers), 256), &args) }
+    }
+
+    /// Multiplies each of `m` rows of `width` values by the sigmoid of its score: rows in f32, in FP16, or both.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
+    pub fn scale_rows(
+        &self,
+        scores: &Buffer<f32>,
+        rows: &RowsOut<'_>,
+        (m, width): (usize, usize),
+    ) -> Result<()> {
+        let o = self.operands("scale_rows");
+        o.multiple("width", SPAN, width)?;
+        let (full, half) = rows.addresses(&o, m, width)?;
+        let args = ScaleArgs {
+            scores: o.of("scores", scores, &[m])?,
+            full,
+            half,
+            width: width as i32,
+        };
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&SCALE_ROWS, shape((m, 1), 256).overlapping(), &args) }
+    }
+}
+
+impl DeltaSpan {
+    /// Its chunks: those in front of a snapshot end there.
+    fn chunks(&self) -> usize {
+        let marked = self.mark.map_or(0, |m| m.0);
+        marked.div_ceil(CHUNK) + (self.rows.count - marked).div_ceil(CHUNK)
+    }
+
+    /// The argument, checked against `m` rows of up to `slots` sequences and `places` states.
+    fn args(&self, o: &Operands<'_>, m: usize, slots: usize, places: usize) -> Result<SpanArgs> {
+        let SequenceRows {
+            row,
+            count,
+            position,
+            slot,
+        } = self.rows;
+        o.at_least("rows", row.saturating_add(count), m)?;
+        o.at_least("rows of a sequence", 1, count)?;
+        o.at_least("sequences", slot.saturating_add(1), slots)?;
+        let (mark, place) = self.mark.unwrap_or((0, 0));
+        if self.mark.is_some() {
+            o.at_least("rows in front of a snapshot", CONV - 1, mark)?;
+            o.at_most("rows in front of a snapshot", count, mark)?;
+            o.at_least("places", place.saturating_add(1), places)?;
+        }
+        Ok(SpanArgs {
+            row: row as i32,
+            count: count as i32,
+            position: position as i32,
+            slot: slot as i32,
+            mark: mark as i32,
+            place: place as i32,
+            chunk: 0,
+        })
+    }
+}

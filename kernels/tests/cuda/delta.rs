@@ -1,0 +1,366 @@
+//! Gated DeltaNets on the device, compared with their formulas in f64: rows of steps, of one sequence or several, and
+//! many rows in pieces; states that are copied, and written on the way.
+
+use super::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
+use super::common::{dense, nmse, normal};
+use super::{GUARD, finish, gpu, guarded, is_sanitizing};
+use half::f16;
+use nq_formats::DType;
+use nq_kernels::cpu::DeltaShape;
+use nq_kernels::cuda::{
+    AttentionOutput, Buffer, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Gpu, Norm,
+    Places, RateRows, Rates, Row, RowsOut, SequenceRows, StatesShape, Step, StepBounds, Stream,
+    operand_index,
+};
+use nq_kernels::reference;
+
+const LAYERS: usize = 2;
+const LAYER: usize = 1;
+/// Slots, the idle one behind them, and a place for a snapshot.
+const SLOTS: usize = 2;
+const IDLE: usize = SLOTS;
+const SNAPSHOT: usize = SLOTS + 1;
+
+const PLACES: Places = Places {
+    positions: 4096,
+    slots: SLOTS + 1,
+};
+
+fn shapes() -> Vec<DeltaShape> {
+    let all = [
+        [2, 2, 128, 128, 4],
+        [2, 6, 128, 128, 4],
+        [1, 2, 128, 128, 4],
+    ];
+    let tiled = all.map(|s| DeltaShape {
+        tiled: true,
+        ..shape(s)
+    });
+    all.map(shape).into_iter().chain(tiled).collect()
+}
+
+/// A sequence's products and what they should give, and the vectors and states on a device.
+struct Check<'a> {
+    gpu: &'a Gpu,
+    stream: Stream,
+    shape: DeltaShape,
+    vectors: [Buffer<f32>; 4],
+    states: DeviceStates,
+    qkvz: Vec<f32>,
+    ba: Vec<f32>,
+    expected: Vec<f32>,
+}
+
+impl<'a> Check<'a> {
+    fn new(gpu: &'a Gpu, shape: DeltaShape, len: usize) -> Self {
+        let w: Vectors = vectors(&shape);
+        let of = rows(&shape, len, 1);
+        let expected = reference(&shape, &w, &of);
+        let [qkvz, ba] = of;
+        let sizes = StatesShape {
+            delta: shape,
+            layers: LAYERS,
+            places: SNAPSHOT + 1,
+        };
+        let upload = |v: &Vec<f32>| gpu.upload("a test", v).unwrap();
+        Check {
+            gpu,
+            stream: gpu.stream().unwrap(),
+            shape,
+            vectors: [&w.conv, &w.decay, &w.dt_bias, &w.norm].map(upload),
+            states: DeviceStates::new(gpu, sizes).unwrap(),
+            qkvz,
+            ba,
+            expected,
+        }
+    }
+
+    fn vectors(&self) -> DeltaVectors<'_> {
+        let [conv, decay, dt_bias, norm] = &self.vectors;
+        DeltaVectors {
+            conv,
+            decay,
+            dt_bias,
+            norm,
+            eps: EPS,
+        }
+    }
+
+    /// Products of the sequence's rows at `positions`, in this order.
+    fn products(&self, positions: &[usize]) -> (Buffer<f32>, Buffer<f32>) {
+        let of = |all: &[f32], width: usize| {
+            let rows = positions.iter().flat_map(|&p| &all[p * width..][..width]);
+            let rows: Vec<f32> = rows.copied().collect();
+            self.gpu.upload("a test", &rows).unwrap()
+        };
+        let stride = self.shape.channels() + self.shape.values();
+        (
+            of(&self.qkvz, stride),
+            of(&self.ba, 2 * self.shape.value_heads),
+        )
+    }
+
+    /// Steps of these rows (position, slot); the outputs, of which FP16 ones are exact to 1e-3.
+    fn step(&self, at: &[(usize, usize)], half: bool) -> Vec<f32> {
+        self.step_of(at, half, None)
+    }
+
+    /// As [`Check::step`], with `rates` in place of the sequence's.
+    fn step_of(&self, at: &[(usize, usize)], half: bool, rates: Option<Rates<'_>>) -> Vec<f32> {
+        let (m, width) = (at.len(), self.shape.values());
+        let positions: Vec<usize> = at.iter().map(|a| a.0).collect();
+        let (qkvz, ba) = self.products(&positions);
+        let steps = at.iter().map(|&(position, slot)| Step {
+            position: position as i32,
+            slot: slot as i32,
+            ..Step::default()
+        });
+        let steps: Vec<Step> = steps.collect();
+        let bounds = StepBounds {
+            places: PLACES,
+            tokens: 1,
+        };
+        let steps = Checked::upload(self.gpu, "a test", &steps, bounds).unwrap();
+        let padded = width.next_multiple_of(256);
+        let mut full = guarded(self.gpu, &vec![GUARD; m * width]);
+        let mut halves = self.gpu.zeros::<u16>("a test", m * padded).unwrap();
+        let out = match half {
+            true => AttentionOutput::Half(&mut halves),
+            false => AttentionOutput::Full(&mut full),
+        };
+        let layer = self.states.layer(LAYER);
+        (self.stream)
+            .delta_step(
+                (&qkvz, rates.unwrap_or(Rates::Products(&ba))),
+                &steps,
+                &self.vectors(),
+                layer,
+                out,
+                (m, IDLE),
+                m % 2 == 0,
+            )
+            .unwrap();
+        if !half {
+            return finish(&self.stream, &full);
+        }
+        self.stream.synchronize().unwrap();
+        let mut found = vec![0u16; m * padded];
+        halves.read(0, &mut found).unwrap();
+        let rows = found.chunks(padded);
+        let value = |row: &[u16], i: usize| f16::from_bits(row[operand_index(i)]).to_f32();
+        rows.flat_map(|row| (0..width).map(|i| value(row, i)).collect::<Vec<f32>>())
+            .collect()
+    }
+
+    /// Many rows of (slot, first position, count, rows in front of a snapshot); the outputs.
+    fn many(&self, parts: &[(usize, usize, usize, Option<usize>)]) -> Vec<f32> {
+        let (mut positions, mut places, mut spans) = (Vec::new(), Vec::new(), Vec::new());
+        for &(slot, position, count, mark) in parts {
+            spans.push(DeltaSpan {
+                rows: SequenceRows {
+                    row: positions.len(),
+                    count,
+                    position,
+                    slot,
+                },
+                mark: mark.map(|rows| (rows, SNAPSHOT)),
+            });
+            positions.extend(position..position + count);
+            places.extend((position..position + count).map(|p| Row {
+                position: p as i32,
+                slot: slot as i32,
+            }));
+        }
+        let (m, width) = (positions.len(), self.shape.values());
+        let (qkvz, ba) = self.products(&positions);
+        let rows = Checked::upload(self.gpu, "a test", &places, PLACES).unwrap();
+        let mut mixed = self.gpu.zeros("a test", m * self.shape.channels()).unwrap();
+        let parts = DeltaRows::chunk_parts(&self.shape, m, spans.len());
+        let mut chunks = self.gpu.zeros("a test", parts).unwrap();
+        let mut scanned = self.gpu.zeros("a test", m * width).unwrap();
+        let mut full = guarded(self.gpu, &vec![GUARD; m * width]);
+        let padded = width.next_multiple_of(256);
+        let mut half = self.gpu.zeros::<u16>("a test", m * padded).unwrap();
+        let of = DeltaRows {
+            qkvz: &qkvz,
+            ba: &ba,
+            rows: &rows,
+            mixed: &mut mixed,
+            chunks: &mut chunks,
+            scanned: &mut scanned,
+        };
+        let out = RowsOut {
+            full: Some(&mut full),
+            half: Some(&mut half),
+        };
+        let layer = self.states.layer(LAYER);
+        (self.stream)
+            .delta_rows(of, &spans, &self.vectors(), layer, &out, m)
+            .unwrap();
+        let found = finish(&self.stream, &full);
+        let mut halves = vec![0u16; m * padded];
+        half.read(0, &mut halves).unwrap();
+        for (row, values) in halves.chunks(padded).zip(found.chunks(width)) {
+            for (i, v) in values.iter().enumerate() {
+                assert_eq!(row[operand_index(i)], f16::from_f32(*v).to_bits());
+            }
+        }
+        found
+    }
+
+    /// Compares outputs of the sequence's rows from `position` on.
+    fn compare(&self, what: &str, position: usize, found: &[f32], tolerance: f64) {
+        let expected = &self.expected[position * self.shape.values()..][..found.len()];
+        let error = nmse(found, expected);
+        assert!(
+            error < tolerance,
+            "{what} at {position} {:?}: {error:e}",
+            self.shape
+        );
+    }
+}
+
+/// A few roundings to 17 bits, squared.
+const CLOSE: f64 = 1e-9;
+const HALF: f64 = 1e-6;
+
+/// Single rows, runs of up to 16, and rows of another sequence and of nobody beside them.
+#[test]
+fn steps() {
+    let Some(gpu) = gpu() else { return };
+    for shape in shapes() {
+        let len = 60;
+        let c = Check::new(&gpu, shape, len);
+        let width = c.shape.values();
+        let (mut from, mut run, mut other) = (0, 1, 0);
+        while from < len {
+            let n = usize::min(run, len - from);
+            let mut at = vec![(other, 1), (0, IDLE)];
+            at.extend((from..from + n).map(|p| (p, 0)));
+            let half = run % 3 == 2;
+            let found = c.step(&at, half);
+            let close = if half { HALF } else { CLOSE };
+            c.compare("a neighbour", other, &found[..width], close);
+            c.compare("a run", from, &found[2 * width..], close);
+            (from, other, run) = (from + n, other + 1, run % 16 + 1);
+        }
+        // A new sequence begins with nothing, whatever its place holds.
+        c.compare("a new sequence", 0, &c.step(&[(0, 0)], false), CLOSE);
+    }
+}
+
+/// Prompts whole and in pieces, several at a time, also behind steps.
+#[test]
+fn many_rows() {
+    let Some(gpu) = gpu() else { return };
+    let len = if is_sanitizing() { 40 } else { 150 };
+    for shape in shapes() {
+        let mut c = Check::new(&gpu, shape, len);
+        let width = c.shape.values();
+        let whole = c.many(&[(0, 0, len, None)]);
+        c.compare("whole", 0, &whole, CLOSE);
+        let mark = 27;
+        let first = c.many(&[(1, 0, 35, Some(mark)), (0, 0, 3, None)]);
+        c.compare("the first piece", 0, &first[..35 * width], CLOSE);
+        c.compare("three rows", 0, &first[35 * width..], CLOSE);
+        let second = c.many(&[(0, 3, 1, None), (1, 35, len - 35, None)]);
+        c.compare("one row", 3, &second[..width], CLOSE);
+        c.compare("the rest", 35, &second[width..], CLOSE);
+        // From the snapshot on, by steps and by many rows.
+        c.stream.copy_states(&mut c.states, SNAPSHOT, 0).unwrap();
+        let run: Vec<(usize, usize)> = (mark..mark + 5).map(|p| (p, 0)).collect();
+        c.compare("a run behind a snapshot", mark, &c.step(&run, false), CLOSE);
+        c.stream.copy_states(&mut c.states, SNAPSHOT, 0).unwrap();
+        let rest = c.many(&[(0, mark, len - mark, None)]);
+        c.compare("behind the snapshot", mark, &rest, CLOSE);
+        c.step(&[(0, 0)], false);
+        let behind = c.many(&[(0, 1, len - 1, None)]);
+        c.compare("behind a step", 1, &behind, CLOSE);
+        assert!(
+            c.stream
+                .copy_states(&mut c.states, SNAPSHOT + 1, 0)
+                .is_err()
+        );
+    }
+}
+
+/// The projections of rates computed by the blocks that need them: the same outputs as from products.
+#[test]
+fn rates_of_rows() {
+    let Some(gpu) = gpu() else { return };
+    let hidden = 520;
+    for shape in shapes() {
+        let heads = shape.value_heads;
+        let mut c = Check::new(&gpu, shape, 12);
+        let (x, gain) = (normal(12 * hidden, 21), normal(hidden, 22));
+        let part = |seed| dense(DType::F16, heads, hidden, seed);
+        let parts = [part(23), part(24)];
+        let mut products = Vec::new();
+        for x in x.chunks(hidden) {
+            let mut normed = vec![0.0; hidden];
+            reference::rms_norm(x, &gain, EPS, &mut normed);
+            for w in &parts {
+                let mut y = vec![0.0; heads];
+                reference::linear(&normed, w, &mut y).unwrap();
+                products.extend(y);
+            }
+        }
+        c.ba = products;
+        let at: Vec<(usize, usize)> = (0..12).map(|p| (p, 0)).collect();
+        let expected = c.step(&at, false);
+        let upload = |v: &[f32]| gpu.upload("a test", v).unwrap();
+        let (x, gain) = (upload(&x), upload(&gain));
+        let rows = RateRows::new(&gpu, &[&parts[0], &parts[1]]).unwrap();
+        let norm = Norm {
+            gain: &gain,
+            eps: EPS,
+        };
+        let found = c.step_of(&at, false, Some(Rates::Of(&x, norm, &rows)));
+        let error = nmse(&found, &expected);
+        assert!(error < CLOSE, "{shape:?}: {error:e}");
+    }
+}
+
+/// Rows times the sigmoid of their scores.
+#[test]
+fn scaled_rows() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let (m, width) = (5, 512);
+    let (x, scores) = (normal(m * width, 3), normal(m, 4));
+    let mut full = guarded(&gpu, &x);
+    let halves: Vec<u16> = x.iter().map(|v| f16::from_f32(*v).to_bits()).collect();
+    let mut half = gpu.upload("a test", &halves).unwrap();
+    let on_device = gpu.upload("a test", &scores).unwrap();
+    let out = RowsOut {
+        full: Some(&mut full),
+        half: Some(&mut half),
+    };
+    stream.scale_rows(&on_device, &out, (m, width)).unwrap();
+    let scale = |i: usize| 1.0 / (1.0 + (-scores[i / width]).exp());
+    let expected: Vec<f32> = x.iter().enumerate().map(|(i, v)| v * scale(i)).collect();
+    assert!(nmse(&finish(&stream, &full), &expected) < 1e-12);
+    let mut found = vec![0u16; m * width];
+    half.read(0, &mut found).unwrap();
+    let found: Vec<f32> = found.iter().map(|&h| f16::from_bits(h).to_f32()).collect();
+    assert!(nmse(&found, &expected) < HALF);
+}
+
+/// Sizes and places that the kernels do not serve are refused.
+#[test]
+fn refused() {
+    let Some(gpu) = gpu() else { return };
+    for other in [
+        [2, 2, 64, 128, 4],
+        [2, 2, 128, 64, 4],
+        [2, 2, 128, 128, 3],
+        [2, 3, 128, 128, 4],
+    ] {
+        let sizes = StatesShape {
+            delta: shape(other),
+            layers: 1,
+            places: 1,
+        };
+        assert!(DeviceStates::new(&gpu, sizes).is_err(), "{other:?}");
+    }
+}

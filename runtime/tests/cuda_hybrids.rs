@@ -1,0 +1,309 @@
+//! Models with recurrences on a GPU, compared with the CPU. Without a GPU the tests say that they are skipped;
+//! `NQ_REQUIRE_CUDA=1` makes that a failure.
+#![cfg(feature = "cuda")]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
+mod common;
+
+use common::{Store, distance, feed, gpu_engine, hybrid, nq, tokens};
+use nq_formats::{
+    AffineScheme, Bits, Delta, Experts, Group, ModelConfig, Rope, Tensor, Weight, Zeros,
+};
+use nq_kernels::KernelSet;
+use nq_kernels::rng::Philox;
+use nq_runtime::batch::decode;
+use nq_runtime::{
+    Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams,
+    Session, SessionSpec,
+};
+use std::ops::ControlFlow;
+
+const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
+
+/// A hybrid whose sizes the GPU's kernels serve.
+fn config(gguf: &str, value_heads: usize, tiled: bool) -> ModelConfig {
+    let small = hybrid(gguf, value_heads, false);
+    ModelConfig {
+        hidden_size: 256,
+        intermediate_size: 768,
+        experts: small.experts.map(|e| Experts {
+            width: 256,
+            shared: 256,
+            ..e
+        }),
+        delta: small.delta.map(|d| Delta {
+            key_dim: 128,
+            value_dim: 128,
+            tiled,
+            ..d
+        }),
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 256,
+        rope: Rope {
+            dims: Some(64),
+            ..small.rope
+        },
+        ..small
+    }
+}
+
+fn configs() -> [ModelConfig; 4] {
+    [
+        config("qwen35", 2, false),
+        config("qwen35", 6, true),
+        config("qwen35moe", 4, false),
+        config("qwen3next", 4, false),
+    ]
+}
+
+/// Random weights, of which routers choose far from ties, so that rounded activations choose the same experts.
+fn store(config: &ModelConfig, scheme: Option<AffineScheme>) -> Store {
+    let plain = Store::random(config, 7);
+    let mut store = match scheme {
+        Some(scheme) => plain.quantized(scheme),
+        None => plain.clone(),
+    };
+    let routers = plain
+        .matrices
+        .iter()
+        .filter(|(name, _)| name.contains("mlp.gate"));
+    for (name, weight) in routers.filter(|_| config.experts.is_some()) {
+        let (rows, cols) = weight.dims();
+        let mut values = vec![0.0; rows * cols];
+        for (row, values) in values.chunks_exact_mut(cols).enumerate() {
+            weight.dequantize_row(row, values).unwrap();
+            values.iter_mut().for_each(|v| *v *= 4.0);
+        }
+        let tensor = Tensor::from_f32(vec![rows, cols], values).unwrap();
+        store.matrices.insert(name.clone(), Weight::Dense(tensor));
+    }
+    store
+}
+
+fn session(engine: &dyn Engine, kv: KvType, slots: usize) -> Box<dyn Session> {
+    let spec = SessionSpec {
+        slots,
+        ctx: 600,
+        pages: None,
+        kv,
+        max_rows: 300,
+    };
+    engine.session(spec).unwrap()
+}
+
+/// Prompts, steps of one row and of several, of sequences alone and beside each other: the logits of the CPU.
+#[test]
+fn hybrids_agree_with_the_cpu() {
+    for config in configs() {
+        for (scheme, name) in [(None, "dense"), (Some(INT4), "int4"), (Some(INT8), "int8")] {
+            let store = store(&config, scheme);
+            let cpu = nq(&config, &store);
+            let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+                return;
+            };
+            for kv in [KvType::F16, KvType::Int8] {
+                let (mut ours, mut theirs) = (session(&*gpu, kv, 3), session(&*cpu, kv, 3));
+                let what = format!("{} {name} {kv}", config.architecture.title);
+                let (mut rows, mut far, mut worst) = (0, 0, 0f32);
+                let mut both = |slot: usize, part: &[u32]| {
+                    let found = feed(&mut *ours, slot, part);
+                    let expected = feed(&mut *theirs, slot, part);
+                    let vocab = config.vocab_size;
+                    for (a, b) in found.chunks(vocab).zip(expected.chunks(vocab)) {
+                        let d = distance(a, b);
+                        rows += 1;
+                        worst = worst.max(d);
+                        far += usize::from(d > if kv == KvType::Int8 { 2e-1 } else { 6e-2 });
+                    }
+                };
+                for slot in [1, 0] {
+                    let text = tokens(420, 3 + slot as u64);
+                    let mut at = 0;
+                    for n in [21, 9, 1, 1, 16, 1, 140, 3, 1, 200, 1, 1] {
+                        both(slot, &text[at..at + n]);
+                        at += n;
+                    }
+                }
+                // Routers of mixtures may be near a tie, and then what rounding shifts decides.
+                let most = if config.experts.is_some() {
+                    rows / 8
+                } else {
+                    0
+                };
+                println!("{what}: {far} of {rows} rows far, {worst:.4} at most");
+                assert!(far <= most, "{what}: {far} of {rows} rows, {worst}");
+            }
+        }
+    }
+}
+
+/// Sequences that run beside each other in a step, any number of them, are those of each alone.
+#[test]
+fn sequences_do_not_see_each_other() {
+    let config = config("qwen35", 6, false);
+    let store = Store::random(&config, 7).quantized(INT4);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let alone = |text: &[u32], step: &[u32]| {
+        let mut s = session(&*gpu, KvType::F16, 1);
+        feed(&mut *s, 0, text);
+        feed(&mut *s, 0, step)
+    };
+    for (slots, width) in [(2, 1), (7, 1), (3, 5), (16, 1), (24, 1), (64, 1)] {
+        let mut s = session(&*gpu, KvType::F16, slots);
+        let texts: Vec<Vec<u32>> = (0..slots).map(|i| tokens(20 + i, i as u64)).collect();
+        for (slot, text) in texts.iter().enumerate() {
+            feed(&mut *s, slot, &text[..text.len() - width]);
+        }
+        let chunks: Vec<Chunk<'_>> = texts
+            .iter()
+            .enumerate()
+            .map(|(slot, text)| Chunk {
+                slot,
+                tokens: &text[text.len() - width..],
+                logits: LogitsWanted::All,
+            })
+            .collect();
+        let found = s.forward(&chunks, None).unwrap().data.to_vec();
+        for (i, text) in texts.iter().enumerate() {
+            let (begin, step) = text.split_at(text.len() - width);
+            let row = width * config.vocab_size;
+            let d = distance(&found[i * row..(i + 1) * row], &alone(begin, step));
+            assert!(d < 2e-2, "{slots} sequences of {width} rows, {i}: {d}");
+        }
+    }
+}
+
+/// Sequences of random steps, forks and cuts give what each text gives alone.
+#[test]
+fn random_cuts_and_forks_reach_true_states() {
+    let config = config("qwen35", 4, false);
+    let store = Store::random(&config, 7);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let slots = 3;
+    let mut s = session(&*gpu, KvType::F16, slots);
+    let mut held: Vec<Vec<u32>> = vec![Vec::new(); slots];
+    let mut rng = Philox::new(3, 1);
+    let mut below = |n: usize| (rng.uniform() * n as f32) as usize % n;
+    let (mut cuts, mut kept) = (0, 0);
+    for round in 0..120u64 {
+        let slot = below(slots);
+        match below(4) {
+            0 if !held[slot].is_empty() => {
+                let len = below(held[slot].len() + 1);
+                let reached = s.truncate(slot, len);
+                assert!(reached <= len);
+                (cuts, kept) = (cuts + 1, kept + usize::from(reached > 0));
+                held[slot].truncate(reached);
+            }
+            1 if !held[slot].is_empty() => {
+                let (to, len) = ((slot + 1) % slots, below(held[slot].len() + 1));
+                let reached = s.fork(slot, to, len).unwrap();
+                held[to] = held[slot][..reached].to_vec();
+            }
+            _ => {
+                let n = [1, 1, 5, 30, 80][below(5)];
+                let more = tokens(n, 100 + round);
+                if held[slot].len() + n > 590 {
+                    continue;
+                }
+                let found = feed(&mut *s, slot, &more);
+                held[slot].extend(&more);
+                let mut fresh = session(&*gpu, KvType::F16, 1);
+                let mut all = Vec::new();
+                for part in held[slot].chunks(300) {
+                    all = feed(&mut *fresh, 0, part);
+                }
+                let vocab = config.vocab_size;
+                let d = distance(&found[found.len() - vocab..], &all[all.len() - vocab..]);
+                assert!(d < 2e-2, "round {round}, {} tokens: {d}", held[slot].len());
+            }
+        }
+        assert_eq!(s.len(slot), held[slot].len());
+    }
+    assert!(
+        cuts > 10 && kept > 3,
+        "{cuts} cuts, {kept} to a state that was kept"
+    );
+}
+
+/// Tokens drawn by recorded steps ahead of the host are those of the logits.
+#[test]
+fn steps_ahead_draw_the_same() {
+    for config in configs() {
+        for scheme in [INT4, INT8] {
+            let store = Store::random(&config, 7).quantized(scheme);
+            let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+                return;
+            };
+            let prompt = tokens(30, 5);
+            let (last, begin) = prompt.split_last().unwrap();
+            let mut s = session(&*gpu, KvType::F16, 2);
+            feed(&mut *s, 1, begin);
+            let (mut token, mut expected) = (*last, Vec::new());
+            for _ in 0..24 {
+                let logits = feed(&mut *s, 1, &[token]);
+                let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]));
+                token = best.unwrap() as u32;
+                expected.push(token);
+            }
+            let mut sampler = Sampler::new(SamplingParams::greedy(), 0).unwrap();
+            sampler.begin(&prompt);
+            let mut s = session(&*gpu, KvType::F16, 2);
+            feed(&mut *s, 0, begin);
+            let mut drawn = Vec::new();
+            let each = &mut |token| {
+                drawn.push(token);
+                ControlFlow::Continue(())
+            };
+            decode(&mut *s, 0, *last, 24, &mut sampler, None, each).unwrap();
+            let title = config.architecture.title;
+            assert_eq!(drawn, expected, "{title} {scheme}");
+        }
+    }
+}
+
+/// Sizes that have no kernels are refused by name, before weights are read.
+#[test]
+fn hybrids_that_have_no_kernels_are_refused_by_name() {
+    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+    if nq_kernels::cuda::device_count().is_err() && !required {
+        return;
+    }
+    let good = config("qwen35", 4, false);
+    let refused = |config: &ModelConfig| {
+        let options = LoadOptions {
+            device: DeviceChoice::Cuda(0),
+            ..LoadOptions::default()
+        };
+        let refused = nq_runtime::load(config, &Store::random(config, 7), &options, &());
+        refused.err().expect("refused").to_string()
+    };
+    let narrow = ModelConfig {
+        delta: good.delta.map(|d| Delta { key_dim: 64, ..d }),
+        ..good.clone()
+    };
+    assert!(refused(&narrow).contains("linear_key_head_dim"));
+    let heads = ModelConfig {
+        head_dim: 128,
+        rope: Rope {
+            dims: Some(32),
+            ..good.rope
+        },
+        ..good.clone()
+    };
+    assert!(refused(&heads).contains("head_dim"));
+    let turned = ModelConfig {
+        rope: Rope {
+            dims: Some(128),
+            ..good.rope
+        },
+        ..good
+    };
+    assert!(refused(&turned).contains("turn with the position"));
+}
