@@ -153,7 +153,9 @@ impl Checkpoint {
             }
             None => GenerationDefaults::default(),
         };
-        let ends = tokenizer::ends(&files, config.vocab_size)?;
+        let described = tokenizer::Described::read(&files)?;
+        let ends = described.ends(&files, config.vocab_size)?;
+        left.extend(described.left_over(&files)?);
         let mut checkpoint = Checkpoint::new(files, config, generation, task, store);
         checkpoint.eos.extend(ends);
         checkpoint.eos = distinct(checkpoint.eos);

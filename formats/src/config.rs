@@ -374,7 +374,8 @@ impl<'a> Object<'a> {
     /// The keys that nobody asked for; `file` is their place in messages.
     fn left_over(&self, file: &str) -> Vec<LeftOver> {
         let asked = self.asked.borrow();
-        let mut left = keys::unknown(file, self.map.iter().filter(|(k, _)| !asked.contains(*k)));
+        let unasked = self.map.iter().filter(|(k, _)| !asked.contains(*k));
+        let mut left = keys::unknown(file, keys::UNUSED, unasked);
         left.append(&mut self.within.borrow_mut());
         left
     }

@@ -1,5 +1,5 @@
-//! The keys of `config.json` and `generation_config.json`, and what nq does with each. A key that a file has
-//! and that neither a reader nor `UNUSED` knows is said to be unknown.
+//! The keys of `config.json`, `generation_config.json` and `tokenizer_config.json`, and what nq does with each. A key that a file has
+//! and that neither a reader nor a list of unused ones knows is said to be unknown.
 
 use crate::account::LeftOver;
 use serde_json::Value;
@@ -90,7 +90,42 @@ pub(crate) const GENERATION: &[Key] = &[
     ("eos_token_id", "tokens that end a text, beside those of config.json and the tokenizer"),
 ];
 
-/// Keys of either file that change nothing in what nq computes.
+/// Keys of `tokenizer_config.json` that nq reads, beside all that end in `_token`.
+#[rustfmt::skip]
+pub(crate) const TOKENIZER: &[Key] = &[
+    ("eos_token", "a token that ends a text, and a variable of the chat template"),
+    ("bos_token", "a variable of the chat template, as is all else that ends in `_token`"),
+    ("pad_token", "the same"),
+    ("unk_token", "the same"),
+    ("chat_template", "the template, unless chat_template.jinja is there; of several, `default` and `tool_use`"),
+    ("added_tokens_decoder", "flags of the added tokens, before those of tokenizer.json; tokens and ids that it does not have are said"),
+    ("additional_special_tokens", "tokens that tokenizer.json does not have are said"),
+    ("extra_special_tokens", "the same"),
+    ("add_bos_token", "texts to embed have around them what the post-processor of tokenizer.json says; true is said where that adds none"),
+    ("add_eos_token", "the same"),
+    ("split_special_tokens", "true is refused"),
+];
+
+/// Keys of `tokenizer_config.json` that change nothing in what nq computes.
+#[rustfmt::skip]
+pub(crate) const TOKENIZER_UNUSED: &[Key] = &[
+    ("_commit_hash", NOTHING), ("add_prefix_space", DIVIDED), ("auto_map", NOTHING), ("backend", NOTHING),
+    ("clean_up_tokenization_spaces", SPELLED), ("device_map", NOTHING), ("errors", SPELLED),
+    ("fix_mistral_regex", DIVIDED), ("from_slow", NOTHING), ("is_local", NOTHING), ("legacy", DIVIDED),
+    ("local_files_only", NOTHING), ("max_length", LENGTH), ("merges_file", NOTHING),
+    ("model_input_names", NOTHING), ("model_max_length", LENGTH), ("model_specific_special_tokens", NOTHING),
+    ("name_or_path", NOTHING), ("pad_to_multiple_of", FILLED), ("pad_token_type_id", FILLED),
+    ("padding", FILLED), ("padding_side", FILLED), ("pretokenize_regex", DIVIDED), ("processor_class", NOTHING),
+    ("response_schema", NOTHING), ("return_tensors", NOTHING), ("return_token_type_ids", NOTHING),
+    ("revision", NOTHING), ("sp_model_kwargs", DIVIDED), ("spaces_between_special_tokens", SPELLED),
+    ("special_tokens_map_file", NOTHING), ("stride", LENGTH), ("tokenizer_class", DIVIDED),
+    ("tokenizer_file", NOTHING), ("transformers_version", NOTHING), ("truncation", LENGTH),
+    ("truncation_side", LENGTH), ("truncation_strategy", LENGTH), ("trust_remote_code", NOTHING),
+    ("unsloth_version", NOTHING), ("use_default_system_prompt", NOTHING), ("use_fast", NOTHING),
+    ("vocab_file", NOTHING),
+];
+
+/// Keys of the other two files that change nothing in what nq computes.
 #[rustfmt::skip]
 pub(crate) const UNUSED: &[Key] = &[
     ("_attn_implementation", NOTHING), ("_attn_implementation_autoset", NOTHING), ("_commit_hash", NOTHING),
@@ -123,12 +158,16 @@ const COORDINATES: &str = "the coordinates of a position are equal in text";
 const SEVERAL: &str = "layers that predict several tokens at once are not used";
 const GATES: &str = "gates are as the architecture has them";
 const STATE: &str = "the state of recurrences is f32";
+const DIVIDED: &str = "tokenizer.json says how texts are divided";
+const SPELLED: &str = "answers are spelled as their tokens are";
+const FILLED: &str = "texts are not filled up";
 const WINDOW: &str = "without `use_sliding_window`, all layers attend fully";
 
 /// What is left over of an object's keys: those that hold a value, that no reader asked for and that
-/// [`UNUSED`] does not list.
+/// `unused` does not list.
 pub(crate) fn unknown<'a>(
     file: &str,
+    unused: &[Key],
     entries: impl Iterator<Item = (&'a String, &'a Value)>,
 ) -> Vec<LeftOver> {
     // What is off or empty asks for nothing.
@@ -138,7 +177,7 @@ pub(crate) fn unknown<'a>(
         Value::Object(map) => !map.is_empty(),
         _ => true,
     };
-    let unknown = entries.filter(|(key, v)| says(v) && !UNUSED.iter().any(|(k, _)| k == key));
+    let unknown = entries.filter(|(key, v)| says(v) && !unused.iter().any(|(k, _)| k == key));
     unknown
         .map(|(key, _)| LeftOver::new(format!("{file}: {key}"), UNKNOWN))
         .collect()
@@ -151,7 +190,9 @@ pub fn table() -> String {
         ("config.json", CONFIG),
         ("`rope_parameters`, `rope_scaling`", ROPE),
         ("generation_config.json", GENERATION),
-        ("either", UNUSED),
+        ("config.json, generation_config.json", UNUSED),
+        ("tokenizer_config.json", TOKENIZER),
+        ("tokenizer_config.json", TOKENIZER_UNUSED),
     ];
     for (file, keys) in files {
         let mut rows: Vec<(Vec<&str>, &str)> = Vec::new();

@@ -1,80 +1,18 @@
-//! Checks that a model has an embedding row for every token of its tokenizer.
+//! A model's tokenizer: the tokens that end an answer or stand around a text, and the embedding row that every one
+//! must have.
+
+mod config;
+
+pub(crate) use config::Described;
+pub use config::{TOKENIZER_CONFIG, applied};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::files::Files;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 use std::fmt;
 use std::path::Path;
-
-/// Control tokens by which chat templates end a turn.
-const TURN_ENDS: [&str; 8] = [
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<|end_of_turn|>",
-    "<end_of_turn>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-];
-
-/// Ids of the tokens that end an answer according to the tokenizer's files: the `eos_token` of
-/// tokenizer_config.json, and those of [`TURN_ENDS`] that the chat template writes. None of files that cannot be
-/// read, which opening the tokenizer reports.
-///
-/// # Errors
-/// [`Error::Io`] for files that cannot be opened.
-pub(crate) fn ends(files: &Files, vocab_size: usize) -> Result<Vec<u32>> {
-    #[derive(Deserialize)]
-    struct Added {
-        id: u32,
-        content: String,
-        special: bool,
-    }
-    #[derive(Default, Deserialize)]
-    struct File {
-        #[serde(default)]
-        added_tokens: Vec<Added>,
-    }
-    let Some(json) = files.get("tokenizer.json")? else {
-        return Ok(Vec::new());
-    };
-    let config = files.get("tokenizer_config.json")?;
-    let config: Value = config
-        .and_then(|c| serde_json::from_slice(&c).ok())
-        .unwrap_or_default();
-    let named = &config["eos_token"];
-    let named = named.as_str().or_else(|| named["content"].as_str());
-    // Of several templates, all.
-    let beside = files.get("chat_template.jinja")?;
-    let template = match &beside {
-        Some(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-        None => match &config["chat_template"] {
-            Value::String(text) => text.clone(),
-            templates => templates
-                .as_array()
-                .into_iter()
-                .flatten()
-                .filter_map(|t| t["template"].as_str())
-                .collect(),
-        },
-    };
-    let file: File = serde_json::from_slice(&json).unwrap_or_default();
-    let ends = |token: &&Added| {
-        let text = token.content.as_str();
-        let by_template = token.special && TURN_ENDS.contains(&text) && template.contains(text);
-        (token.id as usize) < vocab_size && (by_template || named == Some(text))
-    };
-    Ok(file
-        .added_tokens
-        .iter()
-        .filter(ends)
-        .map(|t| t.id)
-        .collect())
-}
 
 /// Tokens that a tokenizer adds before and after a text that is embedded or scored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

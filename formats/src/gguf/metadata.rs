@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::models::RopeScaling;
 use crate::task::Task;
-use crate::tokenizer::{Around, around};
+use crate::tokenizer::{Around, applied, around};
 use serde::Deserialize;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -183,7 +183,7 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         expected,
         found,
     };
-    let json = files.require(TOKENIZER)?;
+    let json = applied(files)?;
     let tokenizer: Tokenizer = serde_json::from_slice(&json)
         .map_err(|e| malformed("contents", "a tokenizer".into(), e.to_string()))?;
     let pre = pre_of(&path, &tokenizer)?;

@@ -283,7 +283,7 @@ impl<'a> Settings<'a> {
             |key: &str| key == "quant_method" || asked.contains(key) || records.contains(&key);
         let entries = self.value.as_object().into_iter().flatten();
         let unknown = entries.filter(|(key, _)| !known(key));
-        keys::unknown("config.json: quantization_config", unknown)
+        keys::unknown("config.json: quantization_config", keys::UNUSED, unknown)
     }
 
     /// Settings of a part of these.

@@ -57,13 +57,13 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json`.
+    /// Reads `tokenizer.json`, with the flags of added tokens that `tokenizer_config.json` has.
     ///
     /// # Errors
-    /// [`nq_formats::Error::Missing`] without that file; [`Error::Text`] if it does not hold a
+    /// Errors of [`nq_formats::tokenizer::applied`]; [`Error::Text`] if it does not hold a
     /// byte-level BPE tokenizer, or if it has parts that nq does not support, naming them.
     pub fn from_files(files: &Files) -> Result<Self> {
-        let json = files.require(TOKENIZER_FILE)?;
+        let json = nq_formats::tokenizer::applied(files)?;
         let path = files.path(TOKENIZER_FILE);
         let bad = |why: String| Error::Text {
             path: path.clone(),
