@@ -14,6 +14,7 @@ mod system;
 mod templates;
 mod terminal;
 mod texts;
+mod written;
 
 use std::process::ExitCode;
 

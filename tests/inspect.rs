@@ -20,6 +20,11 @@ fn a_checkpoint_is_listed_and_verified() {
     assert_eq!(report["tensor_bytes"], 27_801_088);
     assert_eq!(report["bits_per_weight"], 16.0);
     assert_eq!(report["verified"], true);
+    let rest = report["not_checked"].as_array().unwrap();
+    assert!(
+        rest[0].as_str().unwrap().contains("stay finite"),
+        "{rest:?}"
+    );
     assert_eq!(report["config"]["hidden_size"], 512);
     assert!(report["quantization"].is_null());
     let tensors = report["tensors"].as_array().expect("a list");

@@ -1,7 +1,8 @@
 //! `nq quantize` through the real binary: its output, resuming to the same bytes, and
 //! a guard that leaves nothing but its work when it fails.
 
-use nq_formats::{ModelConfig, synth};
+use nq_formats::serialize::write_tensors;
+use nq_formats::{Checkpoint, ModelConfig, Tensor, synth};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
@@ -152,6 +153,56 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
     let again = quantize(&b, &[]);
     assert_eq!(again.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&again.stderr).contains("already there"));
+}
+
+/// An adapter that adds `value` to each weight of the first layer's queries.
+fn write_adapter(folder: &Path, value: f32) {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let demo = Checkpoint::open(&demo).unwrap();
+    let config = demo.config();
+    let tensor = |shape: [usize; 2], value| {
+        Tensor::from_f32(shape.to_vec(), vec![value; shape[0] * shape[1]]).unwrap()
+    };
+    let queries = config.num_attention_heads * config.head_dim;
+    let name =
+        |part: &str| format!("base_model.model.model.layers.0.self_attn.q_proj.{part}.weight");
+    let tensors = [
+        (name("lora_A"), tensor([1, config.hidden_size], value)),
+        (name("lora_B"), tensor([queries, 1], 1.0)),
+    ];
+    std::fs::create_dir_all(folder).unwrap();
+    let weights = folder.join("adapter_model.safetensors");
+    write_tensors(&weights, &tensors, &BTreeMap::default()).unwrap();
+    let settings =
+        r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}"#;
+    std::fs::write(folder.join("adapter_config.json"), settings).unwrap();
+}
+
+#[test]
+fn work_with_an_adapter_is_resumed_with_the_same_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (out, adapter) = (dir.path().join("out"), dir.path().join("adapter"));
+    write_adapter(&adapter, 0.001);
+    let run = |more: &[&str]| {
+        let with = ["--method", "rtn", "--adapter", adapter.to_str().unwrap()];
+        quantize(&out, &[&with, more].concat())
+    };
+    let stderr = |output: &Output| String::from_utf8_lossy(&output.stderr).into_owned();
+    let failed = run(&["--max-kld", "0.000001"]);
+    assert_eq!(failed.status.code(), Some(1), "{}", stderr(&failed));
+    write_adapter(&adapter, 0.002);
+    let other = run(&["--resume"]);
+    assert_eq!(other.status.code(), Some(1));
+    assert!(stderr(&other).contains("plan.json"), "{}", stderr(&other));
+    let without = quantize(&out, &["--method", "rtn", "--resume"]);
+    assert!(
+        stderr(&without).contains("plan.json"),
+        "{}",
+        stderr(&without)
+    );
+    write_adapter(&adapter, 0.001);
+    let same = run(&["--resume"]);
+    assert_eq!(same.status.code(), Some(0), "{}", stderr(&same));
 }
 
 /// All files of a folder by name.

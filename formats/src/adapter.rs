@@ -11,6 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::gguf::{GgufFile, MAGIC, names as gguf_names};
+use crate::hash::sha256_hex;
 use crate::models::{self, Architecture, ModelConfig};
 use crate::names::{EMBEDDING, HEAD, Shape, head, parameters, stack};
 use crate::shards::Shards;
@@ -76,6 +77,31 @@ impl Adapter {
             changes: adapter.changes.into_iter().map(scaled).collect(),
             ..adapter
         })
+    }
+
+    /// SHA-256 of the files of the adapter at `path`, for records of what a model was made from.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::Missing`] for files that cannot be read.
+    pub fn sha256(path: &Path) -> Result<String> {
+        let (files, names) = match path.is_dir() {
+            true => (
+                Files::Folder(path.into()),
+                vec![CONFIG.into(), WEIGHTS.into()],
+            ),
+            false => {
+                let folder = path.parent().map(Path::to_owned).unwrap_or_default();
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                (Files::Folder(folder), vec![name.into_owned()])
+            }
+        };
+        let lines = names.iter().map(|name| {
+            let bytes = files.require(name)?;
+            let digest = sha256_hex(&bytes);
+            crate::mapping::release(&bytes);
+            Ok(digest + "\n")
+        });
+        Ok(sha256_hex(lines.collect::<Result<String>>()?.as_bytes()))
     }
 
     fn of_peft(path: &Path) -> Result<Self> {

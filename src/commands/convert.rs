@@ -3,6 +3,7 @@
 use crate::flags::{Global, conflict};
 use crate::model;
 use crate::terminal::{Terminal, print_line};
+use crate::written;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use nq_formats::export::gguf::Mix;
@@ -158,14 +159,10 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
         report
     };
-    let differences = if args.verify {
-        Some(compare(
-            checkpoint,
-            &Checkpoint::open(&args.out)?,
-            &terminal,
-        )?)
-    } else {
-        None
+    let written = written::check(checkpoint, &args.out, &terminal)?;
+    let differences = match args.verify {
+        true => Some(compare(checkpoint, &written, &terminal)?),
+        false => None,
     };
     if global.json {
         let json = report_json(args, checkpoint, &report, differences.as_deref());

@@ -3,11 +3,12 @@
 use crate::flags::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
+use anyhow::bail;
 use clap::Args;
 use nq_formats::account::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, Task, TensorEntry};
-use nq_runtime::{Tokenizer, is_recurrent, state_bytes};
+use nq_runtime::{ChatTemplate, Tokenizer, is_recurrent, state_bytes, tokenizer};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
@@ -19,8 +20,8 @@ use std::process::ExitCode;
 pub struct InspectArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
     pub model: OsString,
-    /// Also read every value of every parameter and load the tokenizer, and fail if a value is not
-    /// finite or anything else is wrong
+    /// Also read every value of every parameter, the tokenizer and the chat template, fail if a value is not
+    /// finite or anything else is wrong, and say what only running the model would show
     #[arg(long)]
     pub verify: bool,
 }
@@ -42,6 +43,8 @@ struct Report {
     config: Map<String, Value>,
     quantization: Option<Value>,
     verified: bool,
+    /// What `--verify` has not checked.
+    not_checked: &'static [&'static str],
     left_over: Vec<LeftOver>,
     tensors: Vec<Row>,
 }
@@ -63,8 +66,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let opened = model::open(Some(&args.model), global, &Terminal::new())?;
     let checkpoint = &opened.checkpoint;
     if args.verify {
-        nq::verify_values(checkpoint)?;
-        Tokenizer::from_files(checkpoint.files())?.check_vocab(checkpoint.config().vocab_size)?;
+        verify(checkpoint)?;
     }
     let record = nq::record(checkpoint)?;
     let row = |e: TensorEntry| row(e, record.as_ref());
@@ -80,6 +82,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         config: checkpoint.config().to_json(),
         quantization: checkpoint.store().quantization().cloned(),
         verified: args.verify,
+        not_checked: if args.verify { &NOT_CHECKED } else { &[] },
         left_over: checkpoint.left_over().to_vec(),
         tensors: checkpoint.store().entries().into_iter().map(row).collect(),
     };
@@ -91,6 +94,32 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         print_line(text.trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What [`verify`] does not look at.
+const NOT_CHECKED: [&str; 3] = [
+    "whether sums and products of the values stay finite (nq eval computes them)",
+    "whether the chat template renders every chat",
+    "whether the values are those that were published (nq eval --against compares with a source)",
+];
+
+/// Reads every value, the tokenizer and the chat template, and makes tokens of a text and a text of them.
+fn verify(checkpoint: &Checkpoint) -> anyhow::Result<()> {
+    nq::verify_values(checkpoint)?;
+    let files = checkpoint.files();
+    let tokenizer = Tokenizer::from_files(files)?;
+    tokenizer.check_vocab(checkpoint.config().vocab_size)?;
+    let text = "Every letter counts: 1, 2, 3.\n";
+    let read = tokenizer.decode(&tokenizer.encode(text)?, false);
+    if read != text {
+        let path = files.path(tokenizer::TOKENIZER_FILE);
+        bail!(
+            "{}: expected tokens of {text:?}, found those of {read:?}",
+            path.display()
+        );
+    }
+    ChatTemplate::find(files)?;
+    Ok(())
 }
 
 fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> Row {
@@ -189,6 +218,13 @@ fn describe(
         human_bytes(report.file_bytes)
     )?;
     writeln!(out, "  bits per weight  {:.4}", report.bits_per_weight)?;
+    if report.verified {
+        let checked = "every value is finite; tokenizer and chat template can be read";
+        writeln!(out, "  verified         {checked}")?;
+    }
+    for what in report.not_checked {
+        writeln!(out, "  not checked      {what}")?;
+    }
     for line in account::lines(&report.left_over) {
         writeln!(out, "  not used         {line}")?;
     }

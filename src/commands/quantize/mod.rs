@@ -11,6 +11,7 @@ use crate::terminal::{
 };
 use anyhow::{Context, bail};
 pub use args::QuantizeArgs;
+use nq_formats::adapter::Adapter;
 use nq_formats::nq::{SourceRecord, staging};
 use nq_formats::{Progress, Task};
 use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};
@@ -48,8 +49,13 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(cost) = target.check(&model.checkpoint, &schemes)? {
         terminal.note(&cost);
     }
+    // Work is resumed only with adapters that are the same ones.
+    let mut name = model.source.clone();
+    for adapter in &global.adapters {
+        name += &format!(" (sha256 {})", Adapter::sha256(&adapter.path)?);
+    }
     let source = SourceRecord {
-        name: model.source.clone(),
+        name,
         ..SourceRecord::default()
     };
     let mut options = args.options(global, schemes, candidates, target.folder(), source);

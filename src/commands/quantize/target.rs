@@ -5,6 +5,7 @@
 
 use crate::commands::convert::{FormatArg, summary_lines};
 use crate::terminal::human_bytes;
+use crate::written;
 use anyhow::{Context, bail};
 use nq_formats::durable::check_destination;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
@@ -158,7 +159,7 @@ fn write_from(
     folder: &Path,
     target: &Target,
     progress: &dyn Progress,
-) -> nq_formats::Result<(ExportReport, usize)> {
+) -> anyhow::Result<(ExportReport, usize)> {
     let options = ExportOptions {
         force: target.force,
         ..ExportOptions::default()
@@ -166,5 +167,6 @@ fn write_from(
     let format: ExportFormat = target.format.format();
     let checkpoint = Checkpoint::open(folder)?;
     let report = export(&checkpoint, format, &target.out, &options, progress)?;
+    written::check(&checkpoint, &target.out, progress)?;
     Ok((report, checkpoint.config().parameters()))
 }
