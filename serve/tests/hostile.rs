@@ -162,3 +162,37 @@ fn targets_of_other_servers_are_refused() {
     assert_eq!(ask("http://localhost/health"), 200);
     assert_eq!(ask("/health"), 200);
 }
+
+/// Compiling a regular expression takes time that grows with the square of its length.
+#[test]
+fn long_patterns_are_refused() {
+    let server = Running::start();
+    let ask = |more: Value| {
+        let mut body = json!({"messages": [user("x")], "max_tokens": 4});
+        body.as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        let response = server.post(CHAT, &body);
+        (response.status, response.body)
+    };
+    let long = "(.*)*".repeat(10_000);
+    let schema =
+        json!({"type": "object", "properties": {"a": {"type": "string", "pattern": long}}});
+    let names = json!({"type": "object", "patternProperties": {long.as_str(): true}});
+    let many =
+        json!({"type": "array", "prefixItems": vec![json!({"pattern": "(.*)*".repeat(1000)}); 9]});
+    let format = |schema: &Value| json!({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}});
+    for more in [
+        json!({"response_format": {"type": "regex", "pattern": long}}),
+        json!({"response_format": {"type": "lark", "grammar": format!("start: /{long}/")}}),
+        format(&schema),
+        format(&names),
+        format(&many),
+    ] {
+        let (status, body) = ask(more);
+        assert_eq!(status, 400, "{body}");
+        assert!(body.contains("bytes of a regular expression"), "{body}");
+    }
+    let short = json!({"response_format": {"type": "regex", "pattern": "(.*)*"}});
+    assert_eq!(ask(short).0, 200);
+}

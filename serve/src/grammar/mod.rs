@@ -23,6 +23,10 @@ use std::sync::Arc;
 /// Bytes of a schema or a grammar, at most.
 const MOST_BYTES: usize = 256 << 10;
 
+/// Bytes of one regular expression, at most; of several, the sum of their squares counts, as their compilation takes
+/// time that grows with the square of their length.
+const MOST_PATTERN: usize = 8 << 10;
+
 /// Tokens that are markup though their tokenizer marks them as text: a JSON string must not hold
 /// them.
 const MARKUP: [&str; 6] = [
@@ -167,6 +171,7 @@ impl Grammars {
     /// # Errors
     /// The part of the format that cannot be served, and why.
     pub fn compile(&self, format: &Format, start: Start) -> Result<Conformant, String> {
+        affordable(format)?;
         let grammar = self.grammar(format)?;
         let matcher = Matcher::new(self.factory.create_parser(grammar));
         if let Some(why) = matcher.get_error() {
@@ -211,6 +216,53 @@ impl Grammars {
                 Ok(TopLevelGrammar::from_lark(lark))
             }
         }
+    }
+}
+
+/// Refuses regular expressions that would take long to compile. A line of a Lark grammar counts as one.
+fn affordable(format: &Format) -> Result<(), String> {
+    fn within(schema: &Value, lengths: &mut Vec<usize>) {
+        match schema {
+            Value::Array(items) => items.iter().for_each(|item| within(item, lengths)),
+            Value::Object(map) => {
+                for (key, value) in map {
+                    match (key.as_str(), value) {
+                        ("pattern", Value::String(pattern)) => lengths.push(pattern.len()),
+                        ("patternProperties", Value::Object(named)) => {
+                            lengths.extend(named.keys().map(String::len));
+                        }
+                        _ => {}
+                    }
+                    within(value, lengths);
+                }
+            }
+            _ => {}
+        }
+    }
+    let mut lengths = Vec::new();
+    match format {
+        Format::Object => {}
+        Format::Regex(pattern) => lengths.push(pattern.len()),
+        Format::Lark(text) => lengths.extend(text.lines().map(str::len)),
+        Format::Schema(schema) => within(schema, &mut lengths),
+        Format::Calls { tools, .. } | Format::CallsOr { tools, .. } => {
+            tools
+                .iter()
+                .for_each(|(_, schema)| within(schema, &mut lengths));
+        }
+    }
+    if let Format::CallsOr { answer, .. } = format {
+        affordable(answer)?;
+    }
+    let squares = lengths.iter().map(|n| n.saturating_mul(*n)).sum::<usize>();
+    match squares > MOST_PATTERN * MOST_PATTERN {
+        true => Err(format!(
+            "expected at most {MOST_PATTERN} bytes of a regular expression or a line of a grammar, found {} in {} of \
+             them",
+            lengths.iter().sum::<usize>(),
+            lengths.len()
+        )),
+        false => Ok(()),
     }
 }
 

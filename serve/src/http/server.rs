@@ -21,6 +21,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
+/// Most connections that wait to be accepted, where the system allows as many. Without room here, a client waits for
+/// a second before it tries again.
+const BACKLOG: i32 = 4096;
+
 /// Limits on a request or connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -105,6 +109,7 @@ impl Server {
             ));
         }
         let listener = StdListener::bind(address)?;
+        socket2::SockRef::from(&listener).listen(BACKLOG)?;
         listener.set_nonblocking(true)?;
         let (sender, stop) = watch::channel(None);
         Ok(Server {

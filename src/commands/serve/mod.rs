@@ -9,7 +9,7 @@ use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
 use anyhow::{Context, bail};
 use clap::Args;
 use loading::{Loadable, Loaded, Settings};
-use nq_formats::{Progress, Task};
+use nq_formats::{Progress, Task, mapping};
 use nq_runtime::KvType;
 use nq_serve::protocol::reading::Rules;
 use nq_serve::{Limits, Models, Security, Server};
@@ -139,6 +139,7 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
             args.host
         );
     }
+    mapping::keep_little();
     let (models, loaded) = models(args, global, &terminal)?;
     let limits = Limits {
         request_time: (args.timeout > 0).then(|| Duration::from_secs(args.timeout)),
