@@ -3,10 +3,11 @@
 
 use crate::commands;
 use crate::flags::{Conflict, Global};
-use crate::terminal::{leave_on_signals, print_line};
+use crate::terminal::{leave_on_signals, print_line, say};
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 const STYLES: Styles = Styles::styled()
@@ -210,8 +211,23 @@ const EXPLAINED: &str = "nq --help explains them";
 
 /// Parses the arguments of this process. Exits on a wrong command or a request for help.
 pub fn parse() -> Cli {
-    let matches = program().get_matches();
-    Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit())
+    let matches = program().try_get_matches();
+    let cli = matches.and_then(|matches| Cli::from_arg_matches(&matches));
+    cli.unwrap_or_else(|said| leave(&said))
+}
+
+/// Prints what is to be said, help or an error, and exits. Help that cannot be written is an error too, unless its
+/// reader has gone.
+fn leave(said: &clap::Error) -> ! {
+    let written = said.print().and_then(|()| io::stdout().flush());
+    let code = match written {
+        Err(e) if !said.use_stderr() && e.kind() != io::ErrorKind::BrokenPipe => {
+            say(&format!("nq: standard output: {e}"));
+            1
+        }
+        _ => said.exit_code(),
+    };
+    std::process::exit(code)
 }
 
 /// Exits as clap does for conflicting flags.
@@ -222,7 +238,7 @@ pub fn refuse(conflict: &Conflict) -> ! {
         .find_subcommand_mut(conflict.subcommand)
         .expect("named by its own code");
     let error = command.error(ErrorKind::ArgumentConflict, &conflict.message);
-    error.exit()
+    leave(&error)
 }
 
 /// Runs the chosen subcommand.

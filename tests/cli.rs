@@ -227,6 +227,11 @@ fn closed_and_full_outputs_are_no_panics() {
         assert_eq!(out.status.code(), Some(1), "{args:?}: {}", stderr(&out));
         assert!(stderr(&out).contains("standard output"), "{}", stderr(&out));
     }
+    for args in [&["--help"][..], &["--version"], &["help", "chat"]] {
+        let out = full(args);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {}", stderr(&out));
+        assert!(stderr(&out).contains("standard output"), "{}", stderr(&out));
+    }
     // Notes without a reader cost nothing.
     let mut child = command(home.path(), &["list"])
         .stderr(Stdio::piped())

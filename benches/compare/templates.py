@@ -4,8 +4,7 @@
 
 NQ is the program; each FOLDER is searched for .jinja files, and for tokenizer_config.json files with templates.
 Needs transformers (5.24 was compared) and Jinja2. A rendering counts as the same if both give one text or both an
-error, as refused if nq alone gives an error, and as lenient if transformers alone does (nq goes over nothing where a
-template goes over none). Prints every difference, and exits with 1 if two texts differ.
+error, as refused if nq alone gives an error, and as lenient if transformers alone does. Prints every difference, and exits with 1 if two texts differ.
 """
 
 import json

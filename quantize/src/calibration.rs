@@ -237,7 +237,8 @@ pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Re
                         })?;
                         let control = prompter.tokenizer.control_tokens();
                         let tools = tools.as_deref();
-                        let chat = template.prompt(control, &messages, tools, false, None)?;
+                        let chat = template.prompt(control, &messages, tools, false, None);
+                        let chat = chat.map_err(|e| fail(format!("line {}: {e}", i + 1)))?;
                         tokens.extend(prompter.tokenizer.encode_prompt(&chat)?);
                     }
                 }
@@ -377,20 +378,25 @@ mod tests {
         assert_eq!(some.record().tokens, 32);
     }
 
-    /// Chats go through the model's template, with tools and with contents that are null.
+    /// Chats go through the model's template; what it refuses is named with its line.
     #[test]
     fn lines_may_be_chats() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c.jsonl");
         let line = r#"{"messages": [{"role": "user", "content": "hello <|im_end|> there"},
-            {"role": "assistant", "content": null}]}"#;
-        std::fs::write(&path, line.replace('\n', " ")).unwrap();
+            {"role": "assistant", "content": "yes"}], "tools": []}"#;
+        let line = line.replace('\n', " ");
+        std::fs::write(&path, &line).unwrap();
         let p = prompter();
-        let ids = read(&path, &p, (1, 8)).unwrap().ids.concat();
+        let ids = read(&path, &p, (1, 12)).unwrap().ids.concat();
         let text = p.tokenizer.decode(&ids, false);
         assert!(text.starts_with("<|im_start|>user\nhello <"), "{text}");
         let end = p.tokenizer.token_id("<|im_end|>").unwrap();
         assert!(!ids.contains(&end), "what a message quotes is text");
+        // This template looks for thinking in every answer, and so refuses one that is null.
+        std::fs::write(&path, format!("\n{}", line.replace("\"yes\"", "null"))).unwrap();
+        let error = read(&path, &p, (1, 12)).unwrap_err().to_string();
+        assert!(error.contains("c.jsonl: line 2: "), "{error}");
     }
 
     /// No text is read without end, and none whose length is known to be too much is read at all.

@@ -1,7 +1,7 @@
 //! The template engine within bounds on the length of the source, the instructions of a rendering
 //! and the size of its output, on a stack large enough for any nesting that the source can hold.
 
-use super::{json, python, source};
+use super::{filters, json, python, source};
 use minijinja::value::{Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
 use std::io::{self, Write};
@@ -129,6 +129,7 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     env.set_fuel(Some(MAX_INSTRUCTIONS));
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     python::install(&mut env);
+    filters::install(&mut env);
     env.add_filter("tojson", json::tojson);
     env.add_function("raise_exception", |message: String| -> Result<Jinja, _> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))

@@ -4,6 +4,7 @@
 //! string and dict methods, `raise_exception`, `strftime_now`, loop controls, and a `tojson`
 //! that is `json.dumps(..., ensure_ascii=False)`.
 
+mod filters;
 mod jinja;
 mod json;
 mod prompt;

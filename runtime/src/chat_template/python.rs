@@ -1,6 +1,7 @@
 //! What Jinja2 inherits from Python and the template engine does not know: how values are printed, methods of
 //! strings and lists, and the filters and tests that differ.
 
+use super::source::LOOPED;
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State};
 use std::fmt::Write;
@@ -29,6 +30,10 @@ pub(super) fn install(env: &mut Environment<'static>) {
     });
     env.add_filter("title", |value: &Value| {
         Ok::<_, Error>(filter_title(&text(value)?))
+    });
+    env.add_filter(LOOPED, |value: Value| match value.is_none() {
+        true => Err(invalid("a loop over none")),
+        false => Ok(value),
     });
     env.add_test("iterable", |v: &Value| {
         v.is_undefined() || v.as_str().is_some() || is_container(v)

@@ -16,6 +16,9 @@ use std::time::{Duration, Instant};
 const MOST_WHOLE: u64 = 16 << 20;
 /// How often to check for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);
+/// How long to wait for the next part of an answer: a long prompt takes its time. What keeps a connection open is
+/// no part.
+const PATIENCE: Duration = Duration::from_secs(30 * 60);
 
 /// A model behind a server.
 pub struct Remote {
@@ -27,6 +30,7 @@ pub struct Remote {
     /// The server's default sampling settings.
     sampling: SamplingParams,
     used: usize,
+    patience: Duration,
 }
 
 /// The data of an event, or why there is none.
@@ -58,6 +62,7 @@ impl Remote {
             model: String::new(),
             context: 0,
             sampling: SamplingParams::default(),
+            patience: PATIENCE,
             used: 0,
         };
         let request = remote.agent.get(format!("{}/v1/models", remote.base));
@@ -284,7 +289,12 @@ impl Answerer for Remote {
         let mut stats = Stats::default();
         let mut end = End::Generated(StopReason::Eos(0));
         let mut finished = false;
+        let mut heard = Instant::now();
         loop {
+            if heard.elapsed() > self.patience {
+                let seconds = self.patience.as_secs();
+                bail!("the server has sent no part of the answer for {seconds} s");
+            }
             if interrupt.load(Ordering::Relaxed) {
                 end = End::Generated(StopReason::Interrupted);
                 break;
@@ -331,6 +341,7 @@ impl Answerer for Remote {
                 all.push_str(text);
                 stats.tokens += 1;
                 on_event(Event::Piece(part, text))?;
+                heard = Instant::now();
             }
             if choice["finish_reason"] == "length" {
                 end = End::Generated(StopReason::MaxTokens);

@@ -282,3 +282,16 @@ fn addresses_of_this_machine_are_known() {
         assert_eq!(is_here(url), here, "{url}");
     }
 }
+
+/// What keeps a connection open is no part of an answer.
+#[test]
+fn comments_alone_are_not_waited_for_for_ever() {
+    let body = ": here\n\ndata: {\"choices\": []}\n\n".repeat(20_000);
+    let (url, _) = server((200, EVENTS, body.into()));
+    let mut remote = Remote::connect(&url, Some("m"), None).unwrap();
+    remote.patience = Duration::ZERO;
+    let mut conversation = Conversation::remote(remote, None, settings());
+    let turn = conversation.ask("Hi", &AtomicBool::new(false), &mut |_| Ok(()));
+    let error = turn.unwrap_err().to_string();
+    assert!(error.contains("no part of the answer for 0 s"), "{error}");
+}
