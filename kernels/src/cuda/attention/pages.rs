@@ -44,11 +44,13 @@ pub struct PagesShape {
 impl PagesShape {
     /// Rows of keys (and of values) in one page.
     fn page_rows(&self) -> usize {
-        self.kv_heads * PAGE
+        self.kv_heads.saturating_mul(PAGE)
     }
 
     fn rows(&self) -> usize {
-        self.layers * (self.pages + 1) * self.page_rows()
+        // Sizes that no memory has are refused by whoever allocates them, not wrapped to small ones.
+        let pages = self.layers.saturating_mul(self.pages.saturating_add(1));
+        pages.saturating_mul(self.page_rows())
     }
 }
 
@@ -107,14 +109,22 @@ impl DevicePages {
                 device: gpu.info().to_string(),
             });
         }
-        let codes = shape.rows() * shape.head_dim * if shape.kv == KvType::Int8 { 1 } else { 2 };
+        let width = shape.head_dim * if shape.kv == KvType::Int8 { 1 } else { 2 };
+        let codes = shape.rows().saturating_mul(width);
         let scales = || gpu.zeros(what, shape.rows());
         let scales = match shape.kv {
             KvType::Int8 => Some((scales()?, scales()?)),
             _ => None,
         };
         let table_len = shape.ctx.div_ceil(PAGE);
-        let nobodys = vec![shape.pages as u32; (shape.slots + 1) * table_len];
+        let nobody = u32::try_from(shape.pages).map_err(|_| Error::Shape {
+            op: "attention",
+            what: "pages",
+            expected: "numbers of 32 bits".into(),
+            found: shape.pages.to_string(),
+        })?;
+        let entries = shape.slots.saturating_add(1).saturating_mul(table_len);
+        let nobodys = vec![nobody; entries];
         Ok(DevicePages {
             keys: gpu.zeros(what, codes)?,
             values: gpu.zeros(what, codes)?,
