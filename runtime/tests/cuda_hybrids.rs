@@ -5,10 +5,8 @@
 
 mod common;
 
-use common::{Store, distance, feed, gpu_engine, hybrid, nq, tokens};
-use nq_formats::{
-    AffineScheme, Bits, Delta, Experts, Group, ModelConfig, Rope, Tensor, Weight, Zeros,
-};
+use common::{Store, distance, feed, gpu_engine, nq, tokens, wide_hybrid};
+use nq_formats::{AffineScheme, Bits, Delta, Group, ModelConfig, Rope, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::decode;
@@ -21,40 +19,12 @@ use std::ops::ControlFlow;
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
 const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
 
-/// A hybrid whose sizes the GPU's kernels serve.
-fn config(gguf: &str, value_heads: usize, tiled: bool) -> ModelConfig {
-    let small = hybrid(gguf, value_heads, false);
-    ModelConfig {
-        hidden_size: 256,
-        intermediate_size: 768,
-        experts: small.experts.map(|e| Experts {
-            width: 256,
-            shared: 256,
-            ..e
-        }),
-        delta: small.delta.map(|d| Delta {
-            key_dim: 128,
-            value_dim: 128,
-            tiled,
-            ..d
-        }),
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 256,
-        rope: Rope {
-            dims: Some(64),
-            ..small.rope
-        },
-        ..small
-    }
-}
-
 fn configs() -> [ModelConfig; 4] {
     [
-        config("qwen35", 2, false),
-        config("qwen35", 6, true),
-        config("qwen35moe", 4, false),
-        config("qwen3next", 4, false),
+        wide_hybrid("qwen35", 2, false),
+        wide_hybrid("qwen35", 6, true),
+        wide_hybrid("qwen35moe", 4, false),
+        wide_hybrid("qwen3next", 4, false),
     ]
 }
 
@@ -142,7 +112,7 @@ fn hybrids_agree_with_the_cpu() {
 /// Sequences that run beside each other in a step, any number of them, are those of each alone.
 #[test]
 fn sequences_do_not_see_each_other() {
-    let config = config("qwen35", 6, false);
+    let config = wide_hybrid("qwen35", 6, false);
     let store = Store::random(&config, 7).quantized(INT4);
     let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
         return;
@@ -180,7 +150,7 @@ fn sequences_do_not_see_each_other() {
 /// Sequences of random steps, forks and cuts give what each text gives alone.
 #[test]
 fn random_cuts_and_forks_reach_true_states() {
-    let config = config("qwen35", 4, false);
+    let config = wide_hybrid("qwen35", 4, false);
     let store = Store::random(&config, 7);
     let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
         return;
@@ -275,7 +245,7 @@ fn hybrids_that_have_no_kernels_are_refused_by_name() {
     if nq_kernels::cuda::device_count().is_err() && !required {
         return;
     }
-    let good = config("qwen35", 4, false);
+    let good = wide_hybrid("qwen35", 4, false);
     let refused = |config: &ModelConfig| {
         let options = LoadOptions {
             device: DeviceChoice::Cuda(0),

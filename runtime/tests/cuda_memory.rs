@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{Store, feed, small_config, tokens};
+use common::{Store, feed, small_config, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::{Account, KernelSet};
 use nq_runtime::{Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load};
@@ -20,21 +20,32 @@ fn plans_are_what_is_taken() {
         return;
     }
     let held = || Account::of_all_gpus().held();
-    for (tied, kernels, kv) in [
-        (true, KernelSet::Fused, KvType::F16),
-        (false, KernelSet::Fused, KvType::Int8),
-        (false, KernelSet::Reference, KvType::F16),
+    let dense = |tied| ModelConfig {
+        hidden_size: 320,
+        intermediate_size: 520,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 128,
+        vocab_size: 9001,
+        tie_word_embeddings: tied,
+        ..small_config()
+    };
+    for (config, kernels, kv) in [
+        (dense(true), KernelSet::Fused, KvType::F16),
+        (dense(false), KernelSet::Fused, KvType::Int8),
+        (dense(false), KernelSet::Reference, KvType::F16),
+        (
+            wide_hybrid("qwen35", 6, true),
+            KernelSet::Fused,
+            KvType::F16,
+        ),
+        (
+            wide_hybrid("qwen35moe", 4, false),
+            KernelSet::Fused,
+            KvType::F16,
+        ),
     ] {
-        let config = ModelConfig {
-            hidden_size: 320,
-            intermediate_size: 520,
-            num_attention_heads: 4,
-            num_key_value_heads: 2,
-            head_dim: 128,
-            vocab_size: 9001,
-            tie_word_embeddings: tied,
-            ..small_config()
-        };
+        let tied = config.tie_word_embeddings;
         let store = Store::random(&config, 5).quantized(AffineScheme::new(
             Bits::B4,
             Group::Size(64),

@@ -2,16 +2,16 @@
 //! constructors are run on a device that only counts.
 
 use super::host_experts::is_of_experts;
-use super::model::CudaLayer;
+use super::model::{CudaLayer, largest_mixture};
 use super::session::SessionMemory;
 use crate::error::{Error, Result};
 use crate::forward::{Layer, VectorSpec};
 use crate::interface::{DeviceMemory, SessionSpec};
 use crate::memory::Kinds;
 use crate::states::{is_recurrent, shape_of};
-use nq_formats::models::Product;
+use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{ModelConfig, TensorEntry, WeightStore, human_bytes};
+use nq_formats::{DType, ModelConfig, TensorEntry, WeightStore, human_bytes};
 use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, PackedKind, RateRows};
 use nq_kernels::pages::KvType;
 use nq_kernels::registry::WeightKind;
@@ -27,6 +27,41 @@ fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Resu
 /// An empty weight, in the place of experts that are on the CPU.
 pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
     DeviceLinear::zeros(gpu, PackedKind::Fp16, (0, 0))
+}
+
+/// Whether a layer's shared expert stands behind the others in their stacks ([`CudaModel`](super::model::CudaModel)).
+struct SharedStacks(bool);
+
+impl SharedStacks {
+    fn of(c: &ModelConfig, kinds: Kinds<'_>, layer: usize, on_host: bool) -> Self {
+        let spec = c.layer(layer);
+        let shares = spec.matrices().any(|l| l.kind == LinearKind::SharedGate);
+        let fits = c.experts.is_some_and(|e| largest_mixture(&e).shared > 0);
+        let alike = |(a, b)| {
+            let kind = |kind| kinds(&spec.linear(kind).name(layer));
+            kind(a) == kind(b)
+        };
+        let pairs = [
+            (LinearKind::Router, LinearKind::SharedScore),
+            (LinearKind::Gate, LinearKind::SharedGate),
+            (LinearKind::Up, LinearKind::SharedUp),
+            (LinearKind::Down, LinearKind::SharedDown),
+        ];
+        SharedStacks(shares && fits && !on_host && pairs.into_iter().all(alike))
+    }
+
+    /// Rows that `product` has of the shared expert; `None` if it is in another product.
+    fn more_rows(&self, product: &Product, c: &ModelConfig) -> Option<usize> {
+        let width = c.experts.map_or(0, |e| e.shared);
+        match product.linears[0].kind {
+            _ if !self.0 => Some(0),
+            LinearKind::Router => Some(1),
+            LinearKind::Gate => Some(2 * width),
+            LinearKind::Down => Some(c.hidden_size),
+            LinearKind::SharedScore | LinearKind::SharedGate | LinearKind::SharedDown => None,
+            _ => Some(0),
+        }
+    }
 }
 
 /// Reserves the head.
@@ -50,21 +85,25 @@ pub(super) fn weight_bytes(
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
     let layer = |index: usize, on_host: bool| -> Result<usize> {
         let before = account.held();
+        let stacks = SharedStacks::of(c, kinds, index, on_host);
         let vector = |vector: VectorSpec| -> Result<_> { Ok(gpu.zeros("a norm", vector.len(c))?) };
         let pack = |product: &'static Product| {
             if on_host && is_of_experts(c.layer(index), product) {
                 return Ok(no_weight(gpu)?);
             }
-            let rows = product.linears.iter().map(|l| l.dims(c).0).sum();
+            let Some(more) = stacks.more_rows(product, c) else {
+                return Ok(no_weight(gpu)?);
+            };
+            let rows = more + product.linears.iter().map(|l| l.dims(c).0).sum::<usize>();
             let inputs = product.inputs(c);
             let parts = product.linears.iter().map(|l| kinds(&l.name(index)));
             let kind = PackedKind::of_stack(parts, inputs)?;
             Ok(DeviceLinear::zeros(gpu, kind, (rows, inputs))?)
         };
         let _layer: CudaLayer = Layer::new(index, c.layer(index), pack, vector)?;
-        let rates = shape_of(c).filter(|_| is_recurrent(c.layer(index)));
-        let rates = rates.map_or(0, |d| RateRows::bytes(&d, c.hidden_size));
-        let _rates = gpu.zeros::<u8>("a weight", rates)?;
+        let delta = shape_of(c).filter(|_| is_recurrent(c.layer(index)));
+        let rates = delta.map(|d| gpu.zeros::<u8>("a weight", RateRows::bytes(&d, c.hidden_size)));
+        let _rates = rates.transpose()?;
         Ok(account.held() - before)
     };
     let layers = match stored {
@@ -287,7 +326,16 @@ pub(super) fn told_kinds(
         let scheme = store.scheme(&name)?;
         Some((name, WeightKind::Affine { scheme, act_order }))
     };
-    names.map(kind).collect()
+    let mut kinds: BTreeMap<String, WeightKind> = names.map(&kind).collect::<Option<_>>()?;
+    // Those that nq never quantizes; unquantized weights are held in one way, whatever their type.
+    for layer in 0..config.num_hidden_layers {
+        for linear in config.layer(layer).kept() {
+            let name = linear.name(layer);
+            let kind = kind(name.clone()).map_or(WeightKind::Dense(DType::BF16), |k| k.1);
+            kinds.insert(name, kind);
+        }
+    }
+    Some(kinds)
 }
 
 /// Stored bytes of each layer; `None` if the names in the file do not tell.

@@ -105,6 +105,34 @@ pub(crate) fn hybrid(gguf: &str, value_heads: usize, tied: bool) -> ModelConfig 
     }
 }
 
+/// A hybrid whose sizes the GPU's kernels serve.
+pub(crate) fn wide_hybrid(gguf: &str, value_heads: usize, tiled: bool) -> ModelConfig {
+    let small = hybrid(gguf, value_heads, false);
+    ModelConfig {
+        hidden_size: 256,
+        intermediate_size: 768,
+        experts: small.experts.map(|e| Experts {
+            width: 256,
+            shared: 256,
+            ..e
+        }),
+        delta: small.delta.map(|d| Delta {
+            key_dim: 128,
+            value_dim: 128,
+            tiled,
+            ..d
+        }),
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 256,
+        rope: Rope {
+            dims: Some(64),
+            ..small.rope
+        },
+        ..small
+    }
+}
+
 /// Weights by name.
 #[derive(Clone, Default)]
 pub(crate) struct Store {
@@ -257,6 +285,13 @@ impl WeightStore for Store {
         let w = self.matrices.get(name).ok_or_else(|| Self::missing(name))?;
         assert_eq!(w.dims(), dims, "{name}");
         Ok(w.clone())
+    }
+
+    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+        match self.matrices.get(name)? {
+            Weight::Quantized(QuantizedWeight::Affine(a)) => Some(a.scheme()),
+            _ => None,
+        }
     }
 
     fn entries(&self) -> Vec<TensorEntry> {
