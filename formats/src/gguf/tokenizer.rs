@@ -318,7 +318,7 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
             fuse_unk: false,
             byte_fallback: false,
             ignore_merges: vocabulary.pre.ignore_merges,
-            vocab: Vocab(&vocabulary),
+            vocab: Vocab::new(&vocabulary),
             merges: Merges(&merges),
         },
     };
@@ -462,13 +462,27 @@ struct Bpe<'a> {
     merges: Merges<'a>,
 }
 
-struct Vocab<'a>(&'a Vocabulary<'a>);
+/// The tokens that have their ids from here. The tokenizers library numbers added tokens behind the others, so where
+/// they stand elsewhere, `with_added` has them here too.
+struct Vocab<'a> {
+    all: &'a Vocabulary<'a>,
+    with_added: bool,
+}
+
+impl<'a> Vocab<'a> {
+    fn new(all: &'a Vocabulary<'a>) -> Self {
+        let normal = all.iter().filter(|t| t.2 == TokenKind::Normal).count() as u32;
+        let added = all.iter().filter(|t| is_added(t.2));
+        let with_added = added.zip(normal..).any(|((id, ..), place)| id != place);
+        Vocab { all, with_added }
+    }
+}
 
 impl Serialize for Vocab<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
-        for (id, token, kind) in self.0.iter() {
-            if kind == TokenKind::Normal {
+        for (id, token, kind) in self.all.iter() {
+            if kind == TokenKind::Normal || (self.with_added && is_added(kind)) {
                 map.serialize_entry(token, &id)?;
             }
         }
