@@ -634,10 +634,13 @@ fn other_vocabularies_draft_for_nobody() {
         let path = entry.unwrap().path();
         fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
     }
-    let file = dir.path().join("tokenizer.json");
+    // The flags of tokenizer_config.json count.
+    let file = dir.path().join("tokenizer_config.json");
     let mut json: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
-    let id = json["added_tokens"][0]["id"].clone();
-    json["added_tokens"][0]["special"] = false.into();
+    let added = json["added_tokens_decoder"].as_object_mut().unwrap();
+    let (id, token) = added.iter_mut().next().unwrap();
+    let id = id.clone();
+    token["special"] = false.into();
     fs::write(&file, json.to_string()).unwrap();
     let draft = dir.path().to_str().unwrap();
     let out = nq(&[

@@ -84,7 +84,10 @@ impl ModelConfig {
         let experts = obj.experts(architecture)?;
         let layers = obj.dim("num_hidden_layers")?;
         let (eos, within) = (whole.ids("eos_token_id")?, obj.ids("eos_token_id")?);
-        let tied = |o: &Object<'_>| Ok(o.bool("tie_word_embeddings")?.unwrap_or(false));
+        // As in transformers, the whole model's word counts where both have one.
+        const TIED: &str = "tie_word_embeddings";
+        let (tied, within_tied) = (whole.bool(TIED)?, obj.bool(TIED)?);
+        let (dtype, within_dtype) = (whole.float_type()?, obj.float_type()?);
         let cfg = ModelConfig {
             architecture,
             hidden_size: obj.dim("hidden_size")?,
@@ -106,12 +109,9 @@ impl ModelConfig {
                 1 => obj.whole_rope(head_dim)?,
                 parts => obj.rope(head_dim, parts)?,
             },
-            tie_word_embeddings: tied(obj)? || tied(whole)?,
+            tie_word_embeddings: tied.or(within_tied).unwrap_or(false),
             eos_token_ids: if eos.is_empty() { within } else { eos },
-            dtype: match obj.float_type()? {
-                None => whole.float_type()?,
-                found => found,
-            },
+            dtype: within_dtype.or(dtype),
         };
         check_eos(path, &cfg.eos_token_ids, cfg.vocab_size)?;
         if !heads.is_multiple_of(kv_heads) {

@@ -108,6 +108,7 @@ fn a_text_model_is_found_in_one_that_sees_images() {
         "model_type": "qwen3_5",
         "image_token_id": 290,
         "tie_word_embeddings": true,
+        "dtype": "bfloat16",
         "text_config": plain,
         "vision_config": {"depth": 2, "hidden_size": 8},
     });
@@ -116,6 +117,8 @@ fn a_text_model_is_found_in_one_that_sees_images() {
     text["model_type"] = "qwen3_5_text".into();
     text["mtp_num_hidden_layers"] = 1.into();
     text["attn_output_gate"] = true.into();
+    text["tie_word_embeddings"] = true.into();
+    text["dtype"] = "bfloat16".into();
     text["layer_types"] = json!([
         "linear_attention",
         "full_attention",
@@ -160,6 +163,8 @@ fn a_text_model_is_found_in_one_that_sees_images() {
         said("mtp.norm.weight: layers that predict several tokens"),
         "{left:#?}"
     );
+    // What both parts say is used.
+    assert!(!said("tie_word_embeddings") && !said("dtype"), "{left:#?}");
 }
 
 /// Gains are what a norm multiplies by, whatever files hold.

@@ -63,7 +63,7 @@ pub struct Work<'a> {
 
 /// Memory given back by earlier stages that the allocator keeps in the arenas of the threads: the
 /// measured excess over the sum of allocations, for models of 10 to 14 million parameters.
-const KEPT: u64 = 20 << 20;
+const KEPT: u64 = 26 << 20;
 
 /// Most bytes of logits, of one model, that evaluation asks for at once.
 const LOGITS: usize = 128 << 20;

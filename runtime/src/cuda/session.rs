@@ -351,10 +351,10 @@ impl CudaSession {
         }
     }
 
-    /// Called when a forward over the chunks fails after its layers have begun: what that did to states
-    /// cannot be undone, so their sequences become empty.
-    fn lose(&mut self, chunks: &[Chunk<'_>]) {
-        if self.states.is_some() {
+    /// Called when a forward over the chunks fails: what it did to states cannot be undone, so their sequences become
+    /// empty. Pages are reserved before anything is done.
+    fn lose(&mut self, chunks: &[Chunk<'_>], error: &Error) {
+        if self.states.is_some() && !matches!(error, Error::PagesFull { .. }) {
             for chunk in chunks {
                 self.tables.truncate(chunk.slot, 0);
                 self.snapshots.cut(chunk.slot, 0);
@@ -473,9 +473,9 @@ impl Session for CudaSession {
             chunks if fused && self.fit_a_step(chunks) => self.forward_step(chunks),
             chunks => self.forward_many(chunks, observer),
         };
-        ran.inspect_err(|_| self.lose(chunks))?;
+        ran.inspect_err(|e| self.lose(chunks, e))?;
         if !all_finite(&self.logits) {
-            self.lose(chunks);
+            self.lose(chunks, &Error::LogitsNotFinite);
             return Err(Error::LogitsNotFinite);
         }
         for chunk in chunks {
@@ -492,14 +492,15 @@ impl Session for CudaSession {
         let first = out.len();
         if !chunks.is_empty() {
             let ran = self.hidden_many(chunks, out);
-            ran.inspect_err(|_| self.lose(chunks))?;
+            ran.inspect_err(|e| self.lose(chunks, e))?;
         }
         if !all_finite(&out[first..]) {
-            self.lose(chunks);
-            return Err(Error::NotFinite {
+            let error = Error::NotFinite {
                 what: "the final norm behind the output",
                 layer: self.model.layers.len() - 1,
-            });
+            };
+            self.lose(chunks, &error);
+            return Err(error);
         }
         for chunk in chunks {
             self.tables.advance(chunk.slot, chunk.tokens.len());

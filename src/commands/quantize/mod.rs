@@ -17,6 +17,8 @@ use nq_formats::{Progress, Task};
 use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};
 use nq_quantize::train::untrainable;
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
+use nq_runtime::DeviceChoice;
+use nq_runtime::device::Device;
 use std::path::Path;
 use std::process::ExitCode;
 use target::Target;
@@ -63,6 +65,13 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(found) = untrainable {
         terminal.note(&format!("{found} is not tuned: --method auto is gptq here"));
         options.tuning = None;
+    }
+    let recurrent = model.checkpoint.config().delta.is_some();
+    if recurrent && options.load.device == DeviceChoice::Auto {
+        if options.load.device.resolve()? != Device::Cpu {
+            terminal.note("recurrences are quantized on the CPU: a GPU has no kernels for that");
+        }
+        options.load.device = DeviceChoice::Cpu;
     }
     let job =
         Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;

@@ -372,7 +372,8 @@ impl CudaSession {
         chunks: &[Chunk<'_>],
         observer: &mut Option<&mut dyn Observer>,
     ) -> Result<Vec<u32>> {
-        let mut spans = Vec::with_capacity(chunks.len());
+        self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
+        let mut spans: Vec<DeltaSpan> = Vec::with_capacity(chunks.len());
         let (mut tokens, mut rows, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks {
             let (row, position) = (tokens.len(), self.tables.len(chunk.slot));
@@ -384,9 +385,17 @@ impl CudaSession {
                 position,
                 slot: chunk.slot,
             };
+            let mark = kept.map(|n| (n, self.snapshots.take(chunk.slot, position + n)));
+            // A snapshot whose place another of this pass gets is none any more.
+            if let Some((_, taken)) = mark {
+                let earlier = spans
+                    .iter_mut()
+                    .filter(|s| s.mark.is_some_and(|m| m.1 == taken));
+                earlier.for_each(|s| s.mark = None);
+            }
             spans.push(DeltaSpan {
                 rows: rows_of,
-                mark: kept.map(|n| (n, self.snapshots.take(chunk.slot, position + n))),
+                mark,
             });
             tokens.extend_from_slice(chunk.tokens);
             rows.extend((0..count).map(|i| Row {
@@ -395,7 +404,6 @@ impl CudaSession {
             }));
             wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as u32));
         }
-        self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
         self.run_layers(&spans, tokens.len(), observer)?;
@@ -466,7 +474,7 @@ impl CudaSession {
     pub(super) fn queue_chunks(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
         let begin = self.stream.mark()?;
         let queued = self.queue_rows(chunks, &mut None);
-        queued.inspect_err(|_| self.lose(chunks))?;
+        queued.inspect_err(|e| self.lose(chunks, e))?;
         self.prompts.push_back((begin, self.stream.mark()?));
         for chunk in chunks {
             self.tables.advance(chunk.slot, chunk.tokens.len());
