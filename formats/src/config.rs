@@ -488,12 +488,8 @@ impl<'a> Object<'a> {
     }
 
     fn float_type(&self) -> Result<Option<DType>> {
-        let key = if self.get("dtype").is_some() {
-            "dtype"
-        } else {
-            "torch_dtype"
-        };
-        let name = self.str(key)?.unwrap_or_default();
+        let (new, old) = (self.str("dtype")?, self.str("torch_dtype")?);
+        let name = new.or(old).unwrap_or_default();
         Ok(match name.strip_prefix("torch.").unwrap_or(&name) {
             "bfloat16" => Some(DType::BF16),
             "float16" => Some(DType::F16),
