@@ -6,7 +6,7 @@ use super::gemv::Norm;
 use super::kernel::kernels;
 use super::pack::SPAN;
 use super::prefill::SequenceRows;
-use super::rows::{Row, RowsOut, Step, shape};
+use super::rows::{Places, Row, RowsOut, Step, shape};
 use crate::cpu::DeltaShape;
 use crate::error::{Error, Result};
 use half::f16;
@@ -179,10 +179,14 @@ impl DeviceStates {
                 device: gpu.info().to_string(),
             });
         }
-        let (what, places) = ("states of recurrences", shape.layers * shape.places);
+        // Sizes that no memory has are refused by whoever allocates them, not wrapped to small ones.
+        let places = shape.layers.saturating_mul(shape.places);
+        let heads = d.key_heads.saturating_mul(2).saturating_add(d.value_heads);
+        let of = |sizes: [usize; 2]| sizes.into_iter().fold(places, usize::saturating_mul);
+        let what = "states of recurrences";
         Ok(DeviceStates {
-            matrices: gpu.zeros(what, places * d.value_heads * DELTA_DIM * DELTA_DIM)?,
-            inputs: gpu.zeros(what, places * INPUTS * d.channels())?,
+            matrices: gpu.zeros(what, of([d.value_heads, DELTA_DIM * DELTA_DIM]))?,
+            inputs: gpu.zeros(what, of([INPUTS * DELTA_DIM, heads]))?,
             shape,
         })
     }
@@ -390,8 +394,8 @@ struct ScaleArgs {
 impl Stream {
     /// The recurrence of a step's `m` rows, of which up to [`MOST_RUN`] that follow one another may belong to one
     /// sequence, at consecutive positions: from its products `qkvz` ([`DeltaRows`]) and `rates` to the norm of its output
-    /// times `silu(z)`. States are brought forward, but for the slot `idle`. With `late`, the next kernel does not start before the
-    /// previous one has ended.
+    /// times `silu(z)`, `[m, values]`. States are brought forward, but for the slot `idle`. With `late`, the next kernel
+    /// does not start before the previous one has ended.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; errors of the driver.
@@ -487,7 +491,7 @@ impl Stream {
             let mut of_spans = [SpanArgs::default(); MOST_SPANS];
             let mut most = 0;
             for (to, span) in of_spans.iter_mut().zip(some) {
-                *to = span.args(&o, m, places.slots, states.states.shape.places)?;
+                *to = span.args(&o, m, places, states.states.shape.places)?;
                 to.chunk = chunk as i32;
                 chunk += span.chunks();
                 most = most.max(span.chunks());
@@ -595,8 +599,8 @@ impl DeltaSpan {
         marked.div_ceil(CHUNK) + (self.rows.count - marked).div_ceil(CHUNK)
     }
 
-    /// The argument, checked against `m` rows of up to `slots` sequences and `places` states.
-    fn args(&self, o: &Operands<'_>, m: usize, slots: usize, places: usize) -> Result<SpanArgs> {
+    /// The argument, checked against `m` rows, which stand within `there`, and `places` states.
+    fn args(&self, o: &Operands<'_>, m: usize, there: &Places, places: usize) -> Result<SpanArgs> {
         let SequenceRows {
             row,
             count,
@@ -605,7 +609,8 @@ impl DeltaSpan {
         } = self.rows;
         o.at_least("rows", row.saturating_add(count), m)?;
         o.at_least("rows of a sequence", 1, count)?;
-        o.at_least("sequences", slot.saturating_add(1), slots)?;
+        o.at_most("positions", there.positions, position.saturating_add(count))?;
+        o.at_least("sequences", slot.saturating_add(1), there.slots)?;
         let (mark, place) = self.mark.unwrap_or((0, 0));
         if self.mark.is_some() {
             o.at_least("rows in front of a snapshot", CONV - 1, mark)?;

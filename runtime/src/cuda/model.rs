@@ -46,14 +46,17 @@ pub(super) struct CudaModel {
 /// The weights of a layer; gate and up are interleaved.
 pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
 
-/// Quantized weights that the GPU holds as FP16, for want of a kernel: bytes in their scheme and held.
+/// What the GPU does more slowly for want of a kernel: quantized weights that it holds as FP16 (bytes in their
+/// scheme and held), and shared experts that do not stand behind the others.
 #[derive(Default)]
-struct HeldAsHalves {
+struct Slower {
     stored: usize,
     held: usize,
+    /// Layers whose shared expert has products of its own.
+    apart: usize,
 }
 
-impl HeldAsHalves {
+impl Slower {
     /// Packs `parts` and counts them if they are held as FP16.
     fn pack(
         &mut self,
@@ -71,6 +74,13 @@ impl HeldAsHalves {
     }
 
     fn note(&self, progress: &dyn Progress) {
+        if self.apart > 0 {
+            progress.note(&format!(
+                "the shared experts of {} layers run by themselves, which is slower: their width or schemes are not \
+                 those of the other experts",
+                self.apart
+            ));
+        }
         if self.held > 0 {
             progress.note(&format!(
                 "on this device {} of weights are held as {} of FP16: there are no kernels for \
@@ -88,7 +98,7 @@ fn pack_layer(
     index: usize,
     weights: &LayerWeights,
     experts_on_host: bool,
-    halves: &mut HeldAsHalves,
+    slower: &mut Slower,
 ) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
     let stacks = match experts_on_host {
@@ -99,17 +109,19 @@ fn pack_layer(
         if let Some(parts) = stacks.as_ref().and_then(|s| s.parts(product)) {
             return match &parts[..] {
                 [] => Ok(no_weight(&gpu)?),
-                parts => halves.pack(uploader, parts, stack(product)),
+                parts => slower.pack(uploader, parts, stack(product)),
             };
         }
         if experts_on_host && is_of_experts(weights.spec, product) {
             return Ok(no_weight(&gpu)?);
         }
         let stack = stack(product);
-        halves.pack(uploader, &weights.product(product), stack)
+        slower.pack(uploader, &weights.product(product), stack)
     };
     let vector = |vector: VectorSpec| Ok(gpu.upload("a norm", &weights.values(vector)?)?);
     let mut layer: CudaLayer = Layer::new(index, weights.spec, linear, vector)?;
+    let shares = weights.linears.contains_key(&LinearKind::SharedGate);
+    slower.apart += usize::from(shares && !experts_on_host && stacks.is_none());
     for block in layer.blocks.iter_mut().filter(|_| stacks.is_some()) {
         if let Mix::Experts(experts) = &mut block.mixer {
             experts.shared = None;
@@ -260,14 +272,14 @@ impl CudaModel {
             dense_f32 |= weights.iter().any(|w| w.scheme_name() == "F32");
         };
         count(&[&head_weight]);
-        let mut halves = HeldAsHalves::default();
-        let head = halves.pack(&mut uploader, &[&head_weight], Stack::Concat)?;
+        let mut slower = Slower::default();
+        let head = slower.pack(&mut uploader, &[&head_weight], Stack::Concat)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = match &embedding_weight {
             None => None,
             Some(w) => {
-                let packed = halves.pack(&mut uploader, &[w], Stack::Concat)?;
+                let packed = slower.pack(&mut uploader, &[w], Stack::Concat)?;
                 done.add(w);
                 Some(packed)
             }
@@ -297,7 +309,7 @@ impl CudaModel {
                 index,
                 &weights,
                 experts_on_host,
-                &mut halves,
+                &mut slower,
             )?);
             weights.linears.values().for_each(|w| done.add(w));
         }
@@ -306,7 +318,7 @@ impl CudaModel {
         uploader.finish()?;
         done.end();
         note_held(config, store, AffineScheme::held_on_gpu, progress);
-        halves.note(progress);
+        slower.note(progress);
         if host.layers() > 0 {
             progress.note(&format!(
                 "the experts of {} of {} layers ({}) are in the computer's memory and run on the CPU",
