@@ -238,6 +238,24 @@ extern "C" __global__ void silu_mul(const __grid_constant__ SiluArgs p) {
     }
 }
 
+// x[m] *= sigmoid(score[m]): the share of an expert that all rows go through. Grid (m).
+struct ScaleRowsArgs {
+    const float* scores;   // [m]
+    float* full;           // [m][width], or null
+    __half* half;          // [m][width], or null
+    int width;
+};
+
+extern "C" __global__ void scale_rows(const __grid_constant__ ScaleRowsArgs p) {
+    const size_t m = blockIdx.x;
+    wait_for_predecessor();
+    const float scale = sigmoid(__ldcg(p.scores + m));
+    for (int k = threadIdx.x; k < p.width; k += blockDim.x) {
+        if (p.full != nullptr) p.full[m * p.width + k] = __ldcg(p.full + m * p.width + k) * scale;
+        if (p.half != nullptr) p.half[m * p.width + k] = __float2half_rn(__half2float(__ldcg(p.half + m * p.width + k)) * scale);
+    }
+}
+
 // What a step begins with: the embeddings of its tokens. Grid (inputs / 256, m).
 struct EmbedStepArgs {
     PackedWeight w;

@@ -14,19 +14,19 @@ use nq_formats::Weight;
 
 /// The width of a head of keys and of values that the kernels serve.
 pub const DELTA_DIM: usize = 128;
-/// `CONV` of `cuda/delta.cu`: the width of the convolution that the kernels serve.
+/// `CONV` of `cuda/delta.cuh`: the width of the convolution that the kernels serve.
 pub const CONV: usize = 4;
-/// `INPUTS` of `cuda/delta.cu`.
+/// `INPUTS` of `cuda/delta.cuh`.
 const INPUTS: usize = 20;
-/// `SCAN_PARTS` of `cuda/delta.cu`.
+/// `SCAN_PARTS` of `cuda/delta_rows.cu`.
 const SCAN_PARTS: usize = 2;
-/// `MOST_SPANS` of `cuda/delta.cu`.
+/// `MOST_SPANS` of `cuda/delta_rows.cu`.
 const MOST_SPANS: usize = 64;
-/// `CHUNK` of `cuda/delta.cu`.
+/// `CHUNK` of `cuda/delta_rows.cu`.
 const CHUNK: usize = 16;
-/// `sizeof(ChunkParts)` of `cuda/delta.cu`, in f32 values.
+/// `sizeof(ChunkParts)` of `cuda/delta_rows.cu`, in f32 values.
 const CHUNK_PARTS: usize = 2 * CHUNK * CHUNK + 4 * CHUNK;
-/// Most inputs of the projections of rates that steps compute where they need them: `MOST_FOURS` of `cuda/delta.cu`
+/// Most inputs of the projections of rates that steps compute where they need them: `MOST_FOURS` of `cuda/delta_step.cu`
 /// fours of each thread.
 pub const MOST_RATE_INPUTS: usize = 4 * 4 * 4 * DELTA_DIM;
 const _: () = assert!(INPUTS >= MOST_RUN + CONV - 1);
@@ -46,7 +46,7 @@ pub struct StatesShape {
 /// The states of the sequences of a session in all layers with a recurrence: a matrix for each head of values, and the
 /// last inputs of the convolution. A row at position 0 begins with zeros, whatever its place holds.
 pub struct DeviceStates {
-    matrices: Buffer<f32>, // [layers, places, value_heads, 128 * 128], in the order of `cuda/delta.cu`
+    matrices: Buffer<f32>, // [layers, places, value_heads, 128 * 128], in the order of `cuda/delta.cuh`
     inputs: Buffer<f32>,   // [layers, places, INPUTS, channels]
     shape: StatesShape,
 }
@@ -209,7 +209,7 @@ impl DeviceStates {
     }
 }
 
-/// `DeltaLayer` of `cuda/delta.cu`.
+/// `DeltaLayer` of `cuda/delta.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct LayerArgs {
@@ -270,23 +270,21 @@ impl LayerStates<'_> {
 }
 
 kernels! {
-    DELTA_STEP: StepArgs = "delta_step" in "delta.cu",
+    DELTA_STEP: StepArgs = "delta_step" in "delta_step.cu",
         test "kernels/tests/cuda/delta.rs::steps", bench "delta";
-    DELTA_CONV: ConvArgs = "delta_conv" in "delta.cu",
+    DELTA_CONV: ConvArgs = "delta_conv" in "delta_rows.cu",
         test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
-    DELTA_CHUNKS: ChunksArgs = "delta_chunks" in "delta.cu",
+    DELTA_CHUNKS: ChunksArgs = "delta_chunks" in "delta_rows.cu",
         test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
-    DELTA_SCAN: ScanArgs = "delta_scan" in "delta.cu",
+    DELTA_SCAN: ScanArgs = "delta_scan" in "delta_rows.cu",
         test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
-    DELTA_GATE: GateArgs = "delta_gate" in "delta.cu",
+    DELTA_GATE: GateArgs = "delta_gate" in "delta_rows.cu",
         test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
-    COPY_STATES: CopyArgs = "copy_states" in "delta.cu",
+    COPY_STATES: CopyArgs = "copy_states" in "delta_rows.cu",
         test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
-    SCALE_ROWS: ScaleArgs = "scale_rows" in "delta.cu",
-        test "kernels/tests/cuda/delta.rs::scaled_rows", bench "delta";
 }
 
-/// `DeltaStepArgs` of `cuda/delta.cu`.
+/// `DeltaStepArgs` of `cuda/delta_step.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct StepArgs {
@@ -310,7 +308,7 @@ struct StepArgs {
     scale: f32,
 }
 
-/// `DeltaConvArgs` of `cuda/delta.cu`.
+/// `DeltaConvArgs` of `cuda/delta_rows.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ConvArgs {
@@ -321,7 +319,7 @@ struct ConvArgs {
     m: i32,
 }
 
-/// `DeltaSpan` of `cuda/delta.cu`.
+/// `DeltaSpan` of `cuda/delta_rows.cu`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct SpanArgs {
@@ -334,7 +332,7 @@ struct SpanArgs {
     chunk: i32,
 }
 
-/// `DeltaChunksArgs` of `cuda/delta.cu`.
+/// `DeltaChunksArgs` of `cuda/delta_rows.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ChunksArgs {
@@ -345,7 +343,7 @@ struct ChunksArgs {
     spans: [SpanArgs; MOST_SPANS],
 }
 
-/// `DeltaScanArgs` of `cuda/delta.cu`.
+/// `DeltaScanArgs` of `cuda/delta_rows.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ScanArgs {
@@ -357,7 +355,7 @@ struct ScanArgs {
     spans: [SpanArgs; MOST_SPANS],
 }
 
-/// `DeltaGateArgs` of `cuda/delta.cu`.
+/// `DeltaGateArgs` of `cuda/delta_rows.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct GateArgs {
@@ -370,7 +368,7 @@ struct GateArgs {
     padded: i32,
 }
 
-/// `CopyStatesArgs` of `cuda/delta.cu`.
+/// `CopyStatesArgs` of `cuda/delta_rows.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct CopyArgs {
@@ -379,16 +377,6 @@ struct CopyArgs {
     places: i32,
     from: i32,
     to: i32,
-}
-
-/// `ScaleRowsArgs` of `cuda/delta.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ScaleArgs {
-    scores: Address,
-    full: Address,
-    half: Address,
-    width: i32,
 }
 
 impl Stream {
@@ -566,29 +554,6 @@ impl Stream {
         };
         // SAFETY: both places are there.
         unsafe { self.launch(&COPY_STATES, shape((32, layers), 256), &args) }
-    }
-
-    /// Multiplies each of `m` rows of `width` values by the sigmoid of its score: rows in f32, in FP16, or both.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
-    pub fn scale_rows(
-        &self,
-        scores: &Buffer<f32>,
-        rows: &RowsOut<'_>,
-        (m, width): (usize, usize),
-    ) -> Result<()> {
-        let o = self.operands("scale_rows");
-        o.multiple("width", SPAN, width)?;
-        let (full, half) = rows.addresses(&o, m, width)?;
-        let args = ScaleArgs {
-            scores: o.of("scores", scores, &[m])?,
-            full,
-            half,
-            width: width as i32,
-        };
-        // SAFETY: the operands were checked.
-        unsafe { self.launch(&SCALE_ROWS, shape((m, 1), 256).overlapping(), &args) }
     }
 }
 

@@ -119,6 +119,8 @@ kernels! {
         test "kernels/tests/cuda/rows.rs::norms", bench "rows";
     SILU_MUL: SiluArgs = "silu_mul" in "reference.cu",
         test "kernels/tests/cuda/rows.rs::gates_times_ups", bench "rows";
+    SCALE_ROWS: ScaleArgs = "scale_rows" in "reference.cu",
+        test "kernels/tests/cuda/rows.rs::scaled_rows", bench "rows";
 }
 
 /// `MOST_WORDS` of `cuda/put.cu`.
@@ -166,6 +168,16 @@ struct SiluArgs {
     half: Address,
     width: i32,
     padded: i32,
+}
+
+/// `ScaleRowsArgs` of `cuda/reference.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ScaleArgs {
+    scores: Address,
+    full: Address,
+    half: Address,
+    width: i32,
 }
 
 impl Stream {
@@ -296,6 +308,29 @@ impl Stream {
         };
         // SAFETY: the operands were checked.
         unsafe { self.launch(&SILU_MUL, shape((m, 1), 256), &args) }
+    }
+
+    /// Multiplies each of `m` rows of `width` values by the sigmoid of its score: rows in f32, in FP16, or both.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
+    pub fn scale_rows(
+        &self,
+        scores: &Buffer<f32>,
+        rows: &RowsOut<'_>,
+        (m, width): (usize, usize),
+    ) -> Result<()> {
+        let o = self.operands("scale_rows");
+        o.multiple("width", SPAN, width)?;
+        let (full, half) = rows.addresses(&o, m, width)?;
+        let args = ScaleArgs {
+            scores: o.of("scores", scores, &[m])?,
+            full,
+            half,
+            width: width as i32,
+        };
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&SCALE_ROWS, shape((m, 1), 256).overlapping(), &args) }
     }
 
     /// Looks up the embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.

@@ -321,31 +321,6 @@ fn rates_of_rows() {
     }
 }
 
-/// Rows times the sigmoid of their scores.
-#[test]
-fn scaled_rows() {
-    let Some(gpu) = gpu() else { return };
-    let stream = gpu.stream().unwrap();
-    let (m, width) = (5, 512);
-    let (x, scores) = (normal(m * width, 3), normal(m, 4));
-    let mut full = guarded(&gpu, &x);
-    let halves: Vec<u16> = x.iter().map(|v| f16::from_f32(*v).to_bits()).collect();
-    let mut half = gpu.upload("a test", &halves).unwrap();
-    let on_device = gpu.upload("a test", &scores).unwrap();
-    let out = RowsOut {
-        full: Some(&mut full),
-        half: Some(&mut half),
-    };
-    stream.scale_rows(&on_device, &out, (m, width)).unwrap();
-    let scale = |i: usize| 1.0 / (1.0 + (-scores[i / width]).exp());
-    let expected: Vec<f32> = x.iter().enumerate().map(|(i, v)| v * scale(i)).collect();
-    assert!(nmse(&finish(&stream, &full), &expected) < 1e-12);
-    let mut found = vec![0u16; m * width];
-    half.read(0, &mut found).unwrap();
-    let found: Vec<f32> = found.iter().map(|&h| f16::from_bits(h).to_f32()).collect();
-    assert!(nmse(&found, &expected) < HALF);
-}
-
 /// Sizes and places that the kernels do not serve are refused.
 #[test]
 fn refused() {
