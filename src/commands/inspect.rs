@@ -228,15 +228,8 @@ fn describe(
     for line in account::lines(&report.left_over) {
         writeln!(out, "  not used         {line}")?;
     }
-    match model::held_otherwise(checkpoint) {
-        _ if c.delta.is_some() => {
-            writeln!(
-                out,
-                "  on a GPU         not run: its recurrences have kernels for a CPU"
-            )?;
-        }
-        Some(held) => writeln!(out, "  on a GPU         {held}")?,
-        None => {}
+    if let Some(held) = model::held_otherwise(checkpoint) {
+        writeln!(out, "  on a GPU         {held}")?;
     }
     if let Some(record) = record {
         describe_record(out, record)?;

@@ -313,7 +313,7 @@ impl Stream {
     /// Multiplies each of `m` rows of `width` values by the sigmoid of its score: rows in f32, in FP16, or both.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn scale_rows(
         &self,
         scores: &Buffer<f32>,
