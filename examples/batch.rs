@@ -26,6 +26,7 @@ fn main() -> anyhow::Result<()> {
         pages: None,
         kv: KvType::F16,
         max_rows: 256,
+        snapshots: None,
     })?;
 
     let prompts = ["The river", "A mountain is", "Once upon a time"];

@@ -31,6 +31,7 @@ fn main() -> anyhow::Result<()> {
         pages: None,
         kv: KvType::F16,
         max_rows: 256,
+        snapshots: None,
     })?;
 
     let chat = template.render(&[Message::new("user", prompt)], None, true, None)?;

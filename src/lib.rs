@@ -150,6 +150,7 @@ impl Model {
             pages: None,
             kv: KvType::F16,
             max_rows: CHUNK.min(ctx),
+            snapshots: None,
         })?;
         let sequence = Sequence::new(session.as_mut(), 0);
         Ok(Chat {

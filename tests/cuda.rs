@@ -62,6 +62,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
         pages: None,
         kv,
         max_rows: 256,
+        snapshots: None,
     };
     engine.session(spec).expect("it fits")
 }

@@ -43,6 +43,7 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
         pages: None,
         kv: KvType::F32,
         max_rows: tokens.len(),
+        snapshots: None,
     };
     let mut session = engine.session(spec).unwrap();
     let chunk = Chunk {

@@ -120,6 +120,7 @@ impl BenchSpec {
             pages: None,
             kv: self.kv,
             max_rows: PREFILL_ROWS.max(self.batch),
+            snapshots: None,
         }
     }
 

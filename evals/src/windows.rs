@@ -169,6 +169,7 @@ impl<'a> Plan<'a> {
             pages: None,
             kv: self.kv,
             max_rows: self.rows,
+            snapshots: None,
         })?)
     }
 

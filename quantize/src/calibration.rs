@@ -178,6 +178,7 @@ pub fn sample(
         pages: None,
         kv: KvType::F16,
         max_rows: slots.max(longest).max(SAMPLING_ROWS),
+        snapshots: None,
     })?;
     let prompted: usize = prompts.iter().map(|p| p.len().min(length)).sum();
     progress.begin(stage, (n * length - prompted) as u64, Unit::Tokens);

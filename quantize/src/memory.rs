@@ -111,6 +111,7 @@ pub(crate) fn session(c: &ModelConfig, slots: usize, max_rows: usize) -> Session
         pages: None,
         kv: KvType::F16,
         max_rows,
+        snapshots: None,
     }
 }
 

@@ -3,15 +3,15 @@
 use crate::error::{Error, Result};
 use crate::interface::{Chunk, SessionSpec};
 
-/// Refuses a page of keys and values that has not `expected` bytes.
-pub(crate) fn check_page(page: &[u8], expected: usize) -> Result<()> {
-    if page.len() == expected {
+/// Refuses bytes, of `what`, that are not `expected` many.
+pub(crate) fn check_bytes(what: &'static str, bytes: &[u8], expected: usize) -> Result<()> {
+    if bytes.len() == expected {
         return Ok(());
     }
     Err(Error::Request {
-        what: "a page of keys and values",
+        what,
         expected: format!("{expected} bytes"),
-        found: page.len().to_string(),
+        found: bytes.len().to_string(),
     })
 }
 

@@ -16,6 +16,7 @@
 //!     pages: None,
 //!     kv: KvType::F16,
 //!     max_rows: 64,
+//!     snapshots: None,
 //! })?;
 //! let texts = [tokenizer.encode("a cat")?, tokenizer.encode("two dogs")?];
 //! let mut vectors = Vec::new();

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::interface::{Chunk, Logits, LogitsWanted, Session};
 use crate::sampler::Sampler;
 use crate::speculation::{DraftCounts, Speculation};
+use crate::states::{pass_end, resting_points};
 use crate::tokenizer::Tokenizer;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -317,13 +318,12 @@ fn prefill<'s>(
 ) -> Result<Option<Logits<'s>>> {
     let slot = sequence.slot;
     let rows = session.spec().max_rows.max(1);
+    let points = resting_points(prompt, limits.stop, sequence.tokens.len());
+    points.iter().for_each(|&len| session.keep_at(slot, len));
     loop {
-        let rest = &prompt[sequence.tokens.len()..];
-        let (tokens, last) = if rest.len() <= rows {
-            (rest, true)
-        } else {
-            (&rest[..rows], false)
-        };
+        let begin = sequence.tokens.len();
+        let end = pass_end(&points, begin, prompt.len().min(begin + rows));
+        let (tokens, last) = (&prompt[begin..end], end == prompt.len());
         if limits.interrupted() {
             return Ok(None);
         }

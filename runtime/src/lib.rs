@@ -19,6 +19,7 @@
 //!     pages: None,
 //!     kv: KvType::F16,
 //!     max_rows: 64,
+//!     snapshots: None,
 //! })?;
 //! let tokens = tokenizer.encode("The capital of France is")?;
 //! let chunk = Chunk { slot: 0, tokens: &tokens, logits: LogitsWanted::Last };
@@ -83,7 +84,7 @@ pub use nq_kernels::pages::KvType;
 pub use nq_kernels::profile::OpTiming;
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
 pub use speculation::{DraftModel, Eagle, Speculation};
-pub use states::is_recurrent;
+pub use states::{is_recurrent, pass_end, resting_points};
 pub use stepper::{Head, Hidden, LayerStepper, ProductMoments};
 pub use stop::StopTexts;
 pub use tokenizer::Tokenizer;

@@ -20,6 +20,7 @@ fn spec(slots: usize, pages: Option<usize>) -> SessionSpec {
         pages,
         kv: KvType::F16,
         max_rows: 256,
+        snapshots: None,
     }
 }
 

@@ -40,6 +40,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
         pages: None,
         kv,
         max_rows: 300,
+        snapshots: None,
     };
     engine.session(spec).expect("it fits")
 }

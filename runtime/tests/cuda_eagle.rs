@@ -49,6 +49,7 @@ fn session(engine: &dyn Engine, kv: KvType, pages: Option<usize>) -> Box<dyn Ses
         pages,
         kv,
         max_rows: 1000,
+        snapshots: None,
     };
     engine.session(spec).unwrap()
 }

@@ -59,6 +59,7 @@ fn session(engine: &dyn Engine, kv: KvType, slots: usize) -> Box<dyn Session> {
         pages: None,
         kv,
         max_rows: 300,
+        snapshots: None,
     };
     engine.session(spec).unwrap()
 }

@@ -67,6 +67,7 @@ fn plans_are_what_is_taken() {
                 pages: None,
                 kv,
                 max_rows: 96,
+                snapshots: None,
             };
             let plan = engine.device_memory(&spec).unwrap();
             let what = format!("{slots} sequences, {kernels}: {plan:?}");

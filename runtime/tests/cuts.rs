@@ -46,6 +46,7 @@ fn spec(slots: usize, max_rows: usize) -> SessionSpec {
         pages: None,
         kv: KvType::F16,
         max_rows,
+        snapshots: None,
     }
 }
 

@@ -43,6 +43,7 @@ fn session(engine: &dyn Engine) -> Box<dyn Session> {
         pages: None,
         kv: KvType::F32,
         max_rows: 300,
+        snapshots: None,
     };
     engine.session(spec).unwrap()
 }

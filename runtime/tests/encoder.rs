@@ -82,6 +82,7 @@ fn what_runs_together_makes_no_difference() {
             pages,
             kv: KvType::F32,
             max_rows,
+            snapshots: None,
         };
         let mut encoder = Encoder::new(engine.session(spec).unwrap(), Row::Hidden);
         let found = encode(&mut encoder, 0, &texts());

@@ -89,6 +89,7 @@ fn logits(checkpoint: &Checkpoint, tokens: &[u32], piece: usize) -> Vec<f32> {
         pages: None,
         kv: KvType::F32,
         max_rows: 64,
+        snapshots: None,
     };
     let mut session: Box<dyn Session> = engine.session(spec).unwrap();
     let mut all = Vec::new();

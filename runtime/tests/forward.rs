@@ -253,6 +253,7 @@ fn rounding_the_cache_costs_little() {
             pages: None,
             kv,
             max_rows: 50,
+            snapshots: None,
         };
         feed(&mut *engine.session(spec).unwrap(), 0, &text)
     };
@@ -373,6 +374,7 @@ fn layer_by_layer_equals_the_whole_forward() {
             pages: None,
             kv: KvType::F32,
             max_rows: 700,
+            snapshots: None,
         };
         let want = feed(&mut *engine.session(spec).unwrap(), 0, text);
         let d = distance(&logits[at..at + want.len()], &want);
@@ -504,6 +506,7 @@ fn candle_names_what_it_does_not_do() {
         pages: None,
         kv: KvType::F32,
         max_rows: 64,
+        snapshots: None,
     };
     let refused = |spec| engine.session(spec).err().expect("refused").to_string();
     assert!(refused(SessionSpec { slots: 2, ..spec }).contains("slots: expected 1, found 2"));

@@ -35,6 +35,7 @@ impl Fake {
                 pages: None,
                 kv: KvType::F16,
                 max_rows,
+                snapshots: None,
             },
             sequences: vec![Vec::new(); slots],
             logits: Vec::new(),

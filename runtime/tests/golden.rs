@@ -57,6 +57,7 @@ fn spec(ctx: usize) -> SessionSpec {
         pages: None,
         kv: KvType::F32,
         max_rows: ctx,
+        snapshots: None,
     }
 }
 

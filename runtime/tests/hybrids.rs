@@ -5,6 +5,7 @@ mod common;
 
 use common::{Store, distance, feed, hybrid, options, tokens};
 use nq_formats::ModelConfig;
+use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::models::LayerWeights;
 use nq_runtime::{
@@ -28,6 +29,7 @@ fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         pages: None,
         kv: KvType::F32,
         max_rows: 700,
+        snapshots: None,
     };
     engine.session(spec).unwrap()
 }
@@ -82,9 +84,6 @@ fn sequences_do_not_see_each_other() {
     }
 }
 
-/// Lengths of a text at which its state is kept: some tokens before the ends of its last prompts.
-const BEFORE_END: usize = 8;
-
 /// A state can be forked whole, cut where it was kept, and thrown away; a cut says which length it reached.
 #[test]
 fn states_are_cut_where_they_were_kept() {
@@ -92,44 +91,88 @@ fn states_are_cut_where_they_were_kept() {
         let (engine, _) = load(&config);
         let (first, more) = (text(21, 4), text(6, 5));
         let whole = [&first[..], &more].concat();
+        let kept = 13;
         let mut s = session(&*engine, 3);
+        assert_eq!(s.snapshots(), (0, 12));
+        s.keep_at(0, kept);
         let begin = feed(&mut *s, 0, &first);
+        assert_eq!(s.snapshots(), (1, 12));
+        // A fork of a whole sequence keeps the state that both have, so that either can return to it.
         assert_eq!(s.fork(0, 1, first.len()).unwrap(), first.len());
         let behind = feed(&mut *s, 0, &more);
         assert_eq!(feed(&mut *s, 1, &more), behind);
+        assert_eq!(s.truncate(1, whole.len() - 1), first.len());
+        assert_eq!(feed(&mut *s, 1, &more), behind);
         // Longer than it is: nothing to cut.
         assert_eq!(s.truncate(0, whole.len()), whole.len());
-        let kept = first.len() - BEFORE_END;
         let vocab = config.vocab_size;
-        for len in [kept - 1, 0] {
-            assert_eq!(s.fork(0, 2, len).unwrap(), 0);
-        }
-        for len in [first.len(), kept] {
-            assert_eq!(s.fork(0, 2, len).unwrap(), kept);
-            assert_eq!([s.len(0), s.len(2)], [whole.len(), kept]);
+        for (len, reached) in [(kept - 1, 0), (0, 0), (first.len() - 1, kept), (kept, kept)] {
+            assert_eq!(s.reach(0, len), reached);
+            assert_eq!(s.fork(0, 2, len).unwrap(), reached);
+            assert_eq!([s.len(0), s.len(2)], [whole.len(), reached]);
         }
         // So few rows are computed as in the first forward but for the order of sums in Linears.
         let again = feed(&mut *s, 2, &first[kept..]);
         let d = distance(&again, &begin[kept * vocab..]);
         assert!(d < 1e-5, "{d:e}");
-        assert_eq!(s.truncate(0, whole.len() - 1), kept);
-        feed(&mut *s, 0, &first[kept..]);
-        let d = distance(&feed(&mut *s, 0, &more), &behind);
+        // What a sequence has in common with another stays when the other goes.
+        assert_eq!(s.truncate(0, 0), 0);
+        assert_eq!(s.truncate(1, first.len() - 1), kept);
+        feed(&mut *s, 1, &first[kept..]);
+        let d = distance(&feed(&mut *s, 1, &more), &behind);
         assert!(d < 1e-5, "{d:e}");
         // Before what was kept there is only the beginning, and what was behind a cut is not kept any more.
-        assert_eq!(s.truncate(0, kept - 1), 0);
-        assert_eq!(s.len(0), 0);
-        feed(&mut *s, 0, &text(19, 9));
-        assert_eq!(s.truncate(0, 18), 19 - BEFORE_END);
+        assert_eq!(s.truncate(1, kept - 1), 0);
+        s.truncate(2, 0);
+        assert_eq!(s.snapshots(), (0, 12));
         // Drafts would have to be taken out of the state again.
         assert_eq!(s.draft_rows(), 1);
+    }
+}
+
+/// Pages and states that one session gives out continue a sequence in another.
+#[test]
+fn pages_and_states_move_to_another_session() {
+    for config in configs() {
+        let (engine, _) = load(&config);
+        let (first, more) = (text(PAGE + 21, 4), text(6, 5));
+        let mut s = session(&*engine, 1);
+        s.keep_at(0, PAGE);
+        feed(&mut *s, 0, &first);
+        let behind = feed(&mut *s, 0, &more);
+        let (mut page, mut state) = (Vec::new(), Vec::new());
         let pages = s.pages().unwrap();
-        assert!(!pages.are_all());
-        let bytes = vec![0; pages.page_bytes()];
-        assert!(matches!(
-            pages.append(1, &bytes),
-            Err(Error::Unsupported { .. })
-        ));
+        pages.read(0, 0, &mut page).unwrap();
+        pages.read_state(0, PAGE, &mut state).unwrap();
+        assert_eq!(Some(state.len()), pages.state_bytes());
+        let elsewhere = pages.read_state(0, PAGE + 1, &mut Vec::new());
+        assert!(matches!(elsewhere, Err(Error::Request { .. })));
+
+        let mut s = session(&*engine, 2);
+        let pages = s.pages().unwrap();
+        pages.append(1, &page).unwrap();
+        assert_eq!(s.len(1), PAGE);
+        // Without the states it is no sequence yet.
+        assert_eq!(s.reach(1, PAGE), 0);
+        assert_eq!(s.fork(1, 0, PAGE).unwrap(), 0);
+        let chunk = Chunk {
+            slot: 1,
+            tokens: &first[PAGE..],
+            logits: LogitsWanted::None,
+        };
+        let refused = s.forward(&[chunk], None).map(|_| ()).unwrap_err();
+        assert!(refused.to_string().contains("states"), "{refused}");
+        let pages = s.pages().unwrap();
+        assert!(pages.write_state(1, &state[1..]).is_err());
+        pages.write_state(1, &state).unwrap();
+        assert_eq!([s.reach(1, PAGE), s.snapshots().0], [PAGE, 1]);
+        feed(&mut *s, 1, &first[PAGE..]);
+        let d = distance(&feed(&mut *s, 1, &more), &behind);
+        assert!(d < 1e-5, "{d:e}");
+        assert_eq!(s.truncate(1, PAGE + 3), PAGE);
+        // A sequence without its states goes back to where it has some.
+        s.pages().unwrap().append(1, &page).unwrap();
+        assert_eq!(s.truncate(1, 2 * PAGE), PAGE);
     }
 }
 
@@ -162,6 +205,7 @@ fn random_cuts_and_forks_reach_true_states() {
             }
             _ if held[slot].len() < 300 => {
                 let more = text(1 + below(40), round);
+                s.keep_at(slot, held[slot].len() + 1 + below(60));
                 let found = feed(&mut *s, slot, &more);
                 held[slot].extend(more);
                 let last = found.len() - config.vocab_size;
@@ -172,9 +216,13 @@ fn random_cuts_and_forks_reach_true_states() {
             }
             _ => {}
         }
+        let (taken, places) = s.snapshots();
+        assert!(taken <= places);
         let lengths: Vec<usize> = (0..slots).map(|slot| s.len(slot)).collect();
         assert_eq!(lengths, held.iter().map(Vec::len).collect::<Vec<_>>());
     }
+    (0..slots).for_each(|slot| assert_eq!(s.truncate(slot, 0), 0));
+    assert_eq!(s.snapshots().0, 0);
     assert!(
         cuts > 10 && partly > 5,
         "{cuts} cuts, {partly} of them to a kept state"

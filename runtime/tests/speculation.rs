@@ -42,6 +42,7 @@ fn session(engine: &dyn Engine, kv: KvType, ctx: usize) -> Box<dyn Session> {
         pages: None,
         kv,
         max_rows: 400,
+        snapshots: None,
     };
     engine.session(spec).unwrap()
 }
@@ -185,6 +186,7 @@ fn by_model(engine: &dyn Engine, ctx: usize) -> Speculation {
         pages: None,
         kv: KvType::Int8,
         max_rows: 25,
+        snapshots: None,
     };
     let session = engine.session(spec).unwrap();
     let vocab = engine.config().vocab_size;
@@ -300,6 +302,7 @@ fn drafts_change_no_batch() {
             pages: None,
             kv: KvType::F16,
             max_rows: 200,
+            snapshots: None,
         };
         let mut session = target.session(spec).unwrap();
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(30 + 9 * i, 5 + i as u64)).collect();

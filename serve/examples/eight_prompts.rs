@@ -18,6 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         pages: None,
         kv: KvType::F16,
         max_rows: 256,
+        snapshots: None,
     };
     let vocab = checkpoint.config().vocab_size;
     let options = EngineOptions {

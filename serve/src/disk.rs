@@ -1,6 +1,7 @@
 //! Keys and values on disk: pages of prompts that survive a restart.
 //!
-//! A file holds a page: keys and values of all layers at [`PAGE`] positions. Its name is a hash of
+//! A file holds a page: keys and values of all layers at [`PAGE`] positions; or, for a model with recurrences, the
+//! states of all layers at the end of a page. Its name is a hash of
 //! everything that they depend on: the model and how it runs, the salt of the prompt, and every token up
 //! to the page's end, chained from page to page (as vLLM names blocks). So prompts with the same
 //! beginning share files, a file is found without an index, and its name reveals nothing of the prompt.
@@ -28,6 +29,15 @@ const SUFFIX: &str = ".kv";
 
 /// Name of a page.
 pub type Key = [u8; 32];
+
+/// The name of the states at the end of a page.
+pub fn state_key(page: &Key) -> Key {
+    Sha256::new()
+        .chain_update(page)
+        .chain_update("state")
+        .finalize()
+        .into()
+}
 
 /// A folder of pages, for all models of a server.
 pub struct PageStore {

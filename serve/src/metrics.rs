@@ -27,6 +27,10 @@ pub struct Metrics {
     pub pages: Gauge,
     /// Pages that no sequence uses.
     pub pages_free: Gauge,
+    /// Total places for snapshots of states.
+    pub snapshots: Gauge,
+    /// Places without a snapshot.
+    pub snapshots_free: Gauge,
     /// Tokens of sequences kept for later prompts.
     pub kept_tokens: Gauge,
     /// Prompt tokens.
@@ -66,6 +70,8 @@ impl Default for Metrics {
             waiting: Gauge::default(),
             pages: Gauge::default(),
             pages_free: Gauge::default(),
+            snapshots: Gauge::default(),
+            snapshots_free: Gauge::default(),
             kept_tokens: Gauge::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
@@ -101,6 +107,16 @@ impl Metrics {
             "kv_pages_free",
             "Pages in no sequence",
             self.pages_free.clone(),
+        );
+        r.register(
+            "state_snapshots",
+            "Places for states of sequences at earlier lengths",
+            self.snapshots.clone(),
+        );
+        r.register(
+            "state_snapshots_free",
+            "Such places without a state",
+            self.snapshots_free.clone(),
         );
         r.register(
             "prefix_cache_tokens",

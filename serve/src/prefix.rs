@@ -38,7 +38,7 @@ struct Entry {
 pub struct Found {
     /// The slot.
     pub slot: usize,
-    /// Number of tokens in common.
+    /// Number of tokens that can be taken over.
     pub len: usize,
 }
 
@@ -97,35 +97,79 @@ impl PrefixTree {
         self.entries.insert(slot, entry);
     }
 
-    /// The slot with the longest beginning of `tokens`, which is then marked as just used.
-    pub fn find(&mut self, salt: u64, tokens: &[u32]) -> Option<Found> {
-        let found = self.peek(salt, tokens)?;
+    /// Marks the sequence in `slot` as just used.
+    pub fn touch(&mut self, slot: usize) {
         self.clock += 1;
-        if let Some(entry) = self.entries.get_mut(&found.slot) {
+        if let Some(entry) = self.entries.get_mut(&slot) {
             entry.used = self.clock;
         }
-        Some(found)
     }
 
-    /// Like [`PrefixTree::find`], without marking it as used.
+    /// The slot with the longest beginning of `tokens`.
     pub fn peek(&self, salt: u64, tokens: &[u32]) -> Option<Found> {
+        self.best(salt, tokens, |_, common| common)
+    }
+
+    /// The slot whose sequence another one with `tokens` can go on from at the greatest length: that is
+    /// `reach(slot, common)`, at most `common`, if the two have `common` tokens in common.
+    pub fn best(
+        &self,
+        salt: u64,
+        tokens: &[u32],
+        reach: impl Fn(usize, usize) -> usize,
+    ) -> Option<Found> {
         let mut at = *self.roots.get(&salt)?;
-        let mut len = 0;
-        while let Some(&child) = tokens.get(len).and_then(|t| self.nodes[at].children.get(t)) {
+        let mut common_len = 0;
+        // Nodes on the way, and the tokens in common with the sequences below them.
+        let mut way = vec![(at, 0)];
+        while let Some(&child) =
+            (tokens.get(common_len)).and_then(|t| self.nodes[at].children.get(t))
+        {
             let label = &self.nodes[child].label;
-            let same = common(label, &tokens[len..]);
-            len += same;
+            let same = common(label, &tokens[common_len..]);
+            common_len += same;
             at = child;
+            way.push((at, common_len));
             if same < label.len() {
                 break;
             }
         }
-        // Every sequence below has this beginning.
-        while self.nodes[at].slots.is_empty() {
-            at = *self.nodes[at].children.values().next()?;
+        let mut best: Option<Found> = None;
+        let mut done = None;
+        for (node, len) in way.into_iter().rev() {
+            let reached = best.map_or(0, |b| b.len);
+            if len <= reached {
+                break;
+            }
+            for slot in self.below(node, done) {
+                let found = Found {
+                    slot,
+                    len: reach(slot, len),
+                };
+                if found.len > best.map_or(0, |b| b.len) {
+                    best = Some(found);
+                    if found.len == len {
+                        return best;
+                    }
+                }
+            }
+            done = Some(node);
         }
-        let slot = *self.nodes[at].slots.last()?;
-        (len > 0).then_some(Found { slot, len })
+        best
+    }
+
+    /// The slots of the sequences that end at a node or below it, but not at `done` or below that; the latest
+    /// of a node first.
+    fn below(&self, node: usize, done: Option<usize>) -> impl Iterator<Item = usize> {
+        let mut open = vec![node];
+        std::iter::from_fn(move || {
+            let node = open.pop()?;
+            let node = &self.nodes[node];
+            let children = node.children.values().rev().copied();
+            open.extend(children.filter(|&child| Some(child) != done));
+            Some(node.slots.iter().rev().copied())
+        })
+        .flatten()
     }
 
     /// Removes the sequence in `slot`; false if there is none.
@@ -284,13 +328,39 @@ mod tests {
     }
 
     #[test]
+    fn a_sequence_that_cannot_be_cut_may_lose_to_a_shorter_one() {
+        let mut tree = PrefixTree::default();
+        tree.insert(1, &[1, 2, 3, 4, 5], 0, true);
+        tree.insert(1, &[1, 2, 3], 1, true);
+        tree.insert(1, &[1, 2, 9], 2, true);
+        // Lengths at which sequences can be cut.
+        let cuts: [&[usize]; 3] = [&[1, 5], &[3], &[2]];
+        let best = |tokens: &[u32]| {
+            tree.best(1, tokens, |slot, len| {
+                cuts[slot]
+                    .iter()
+                    .copied()
+                    .filter(|&c| c <= len)
+                    .max()
+                    .unwrap_or(0)
+            })
+        };
+        let found = |slot, len| Some(Found { slot, len });
+        assert_eq!(best(&[1, 2, 3, 4, 5, 6]), found(0, 5));
+        assert_eq!(best(&[1, 2, 3, 4, 7]), found(1, 3));
+        assert_eq!(best(&[1, 2, 7]), found(2, 2));
+        assert_eq!(best(&[1, 7]), found(0, 1));
+        assert_eq!(best(&[7]), None);
+    }
+
+    #[test]
     fn the_oldest_goes_first_and_the_greedy_before_others() {
         let mut tree = PrefixTree::default();
         tree.insert(1, &[1, 1], 0, true);
         tree.insert(1, &[2, 2], 1, true);
         tree.insert(1, &[3, 3], 2, false);
         assert_eq!(tree.oldest(None), Some(0));
-        tree.find(1, &[1, 1, 5]);
+        tree.touch(0);
         assert_eq!(tree.oldest(None), Some(1));
         assert_eq!(tree.oldest(Some(1)), Some(0));
         // Another salt's sequence is older, but stays while this salt has more than half.

@@ -42,15 +42,6 @@ struct Fake {
     every: usize,
 }
 
-impl Fake {
-    fn reach(&self, slot: usize, len: usize) -> usize {
-        match len < self.sequences[slot].len() {
-            true => len / self.every * self.every,
-            false => len,
-        }
-    }
-}
-
 /// Logits that change with any change of `tokens`; the two harmful tokens are never the best.
 fn logits_after(tokens: &[u32]) -> Vec<f32> {
     let mix = |h: u64, x: u64| (h ^ x).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
@@ -95,6 +86,13 @@ impl Session for Fake {
         let len = self.reach(from, len);
         self.sequences[to] = self.sequences[from][..len].to_vec();
         Ok(len)
+    }
+
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        match len < self.sequences[slot].len() {
+            true => len / self.every * self.every,
+            false => self.sequences[slot].len(),
+        }
     }
 
     fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
@@ -156,6 +154,7 @@ fn engine_cut_at(every: usize, step_ms: u64, options: EngineOptions) -> (Engine,
         pages: None,
         kv: KvType::F16,
         max_rows: 64,
+        snapshots: None,
     };
     let of_session = Arc::clone(&log);
     let open = Box::new(move || {

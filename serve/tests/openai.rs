@@ -503,6 +503,7 @@ fn a_model_without_a_template_serves_completions() {
         pages: None,
         kv: nq_runtime::KvType::F16,
         max_rows: 64,
+        snapshots: None,
     };
     let options = nq_serve::EngineOptions {
         parallel: 2,

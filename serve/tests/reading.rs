@@ -213,6 +213,7 @@ fn documents_are_scored_and_sorted() {
         pages: None,
         kv: nq_runtime::KvType::F16,
         max_rows: 1024,
+        snapshots: None,
     });
     let mut encoder = Encoder::new(session.unwrap(), reranker.row());
     let mut scores = Vec::new();

@@ -163,6 +163,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         pages: None,
         kv: args.kv,
         max_rows: CHUNK.min(ctx),
+        snapshots: None,
     };
     let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
     let mut session = engine.session(spec)?;

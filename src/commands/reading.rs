@@ -78,6 +78,7 @@ impl Session {
             pages: Some(2 * ctx.div_ceil(PAGE) + SLOTS),
             kv: KvType::F16,
             max_rows: if on_cpu { ROWS.0 } else { ROWS.1 },
+            snapshots: None,
         };
         model::note_growth(checkpoint, terminal);
         let options = LoadOptions {

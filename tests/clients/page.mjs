@@ -203,7 +203,12 @@ assert.equal(await page.$$eval(".message", (e) => e.length), 0);
 await ask(page, "Tell me about a film.");
 await page.keyboard.press("Escape");
 await idle(page);
-await click(page, "#list .entry:nth-child(2) button");
+// The list is in order of changes, and the first chat's answer may have ended after the second was begun.
+await page.evaluate(() => {
+  const entries = [...document.querySelectorAll("#list .entry")];
+  entries.find((e) => e.textContent.includes("Continue this passage")).querySelector("button").click();
+});
+await page.waitForFunction(() => document.querySelector(".user .body")?.textContent.includes("stormy night"));
 await idle(page);
 assert.ok((await text(".assistant .body")).length > 0);
 

@@ -93,6 +93,7 @@ impl TextSpec<'_> {
             pages: None,
             kv: self.kv,
             max_rows: super::PREFILL_ROWS,
+            snapshots: None,
         }
     }
 

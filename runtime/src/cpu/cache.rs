@@ -91,10 +91,30 @@ impl LayerCache {
         taken.map(|s| s.expect("slots are distinct")).collect()
     }
 
+    /// The state at `place`, if it has states.
+    pub(crate) fn state(&self, place: usize) -> Option<&[f32]> {
+        match self {
+            LayerCache::States(States { values, len }) => {
+                Some(&values[place * *len..(place + 1) * *len])
+            }
+            LayerCache::Pages(_) => None,
+        }
+    }
+
+    /// The state at `place`, if it has states, to be written to.
+    pub(crate) fn state_mut(&mut self, place: usize) -> Option<&mut [f32]> {
+        match self {
+            LayerCache::States(States { values, len }) => {
+                Some(&mut values[place * *len..(place + 1) * *len])
+            }
+            LayerCache::Pages(_) => None,
+        }
+    }
+
     /// Makes the state in `slot` that of an empty sequence. Pages stay as they are.
     pub(crate) fn clear(&mut self, slot: usize) {
-        if let LayerCache::States(States { values, len }) = self {
-            values[slot * *len..(slot + 1) * *len].fill(0.0);
+        if let Some(state) = self.state_mut(slot) {
+            state.fill(0.0);
         }
     }
 

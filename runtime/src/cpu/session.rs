@@ -4,7 +4,7 @@ use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle_drafts::EagleDrafts;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use super::{CpuModel, embed};
-use crate::checks::{all_finite, check_chunks, check_finite, check_page};
+use crate::checks::{all_finite, check_bytes, check_chunks, check_finite};
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams, Tapped,
@@ -22,6 +22,7 @@ pub(super) struct CpuSession {
     tables: PageTables,
     caches: Vec<LayerCache>, // [layers]
     snapshots: Snapshots,
+    stateless: Vec<bool>, // [slots]: pages were appended, whose states are missing
     batch: Batch,
     scratch: Scratch,
     x: Vec<f32>,       // [max_rows, hidden], the residual stream
@@ -77,7 +78,7 @@ impl Taps {
 
 /// States of a session in each layer with a recurrence: those of its sequences and of snapshots.
 fn places(spec: &SessionSpec) -> usize {
-    spec.slots + Snapshots::wanted(spec.slots)
+    spec.slots + spec.snapshot_count()
 }
 
 /// Bytes that [`CpuSession::new`] reserves: (keys and values, activations without the logits, which
@@ -101,7 +102,8 @@ impl CpuSession {
                     LayerCache::new(c, layer, spec.kv, room)
                 })
                 .collect(),
-            snapshots: Snapshots::new(spec.slots, Snapshots::wanted(spec.slots)),
+            snapshots: Snapshots::new(spec.slots, spec.snapshot_count(), spec.slots),
+            stateless: vec![false; spec.slots],
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
             scratch: Scratch::new(c, spec.max_rows),
             x: vec![0.0; spec.max_rows * c.hidden_size],
@@ -162,6 +164,13 @@ impl CpuSession {
     fn run(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
         let vocab = self.model.config.vocab_size;
         check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        if let Some(chunk) = chunks.iter().find(|c| self.stateless[c.slot]) {
+            return Err(Error::Request {
+                what: "chunk",
+                expected: "a sequence with states".into(),
+                found: format!("slot {}, which has got pages alone", chunk.slot),
+            });
+        }
         let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
         for PageCopy { from, to, rows } in self.tables.reserve(growth)? {
             let pages = self.caches.iter_mut().filter_map(LayerCache::pages_of);
@@ -180,8 +189,7 @@ impl CpuSession {
             }
             self.batch
                 .push(&self.model.rotary, chunk.slot, position, rows);
-            if let (true, Some(before)) = (self.recurrent(), Snapshots::within(rows)) {
-                let place = self.snapshots.take(chunk.slot, position + before);
+            if let Some((before, place)) = self.snapshots.due(chunk.slot, (position, rows), 1) {
                 self.batch.mark(before, place);
             }
         }
@@ -221,6 +229,11 @@ impl CpuSession {
                 len
             }
         }
+    }
+
+    /// True if the sequence can be cut at its end: if it has states there, or none at all.
+    fn ends_whole(&self, slot: usize, len: usize) -> bool {
+        !self.recurrent() || len >= self.tables.len(slot) && !self.stateless[slot]
     }
 
     /// True if a sequence has states that cannot be cut.
@@ -294,10 +307,11 @@ impl Session for CpuSession {
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
         let mut len = len;
-        if self.recurrent() && len < self.tables.len(slot) {
+        if self.recurrent() && (len < self.tables.len(slot) || self.stateless[slot]) {
             len = self.resume(slot, slot, len);
-            self.snapshots.cut(slot, len);
+            self.stateless[slot] = false;
         }
+        self.snapshots.cut(slot, len);
         self.tables.truncate(slot, len);
         let hidden = self.model.config.hidden_size;
         self.taps.truncate(slot, len, hidden);
@@ -307,16 +321,42 @@ impl Session for CpuSession {
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
         self.snapshots.cut(to, 0);
+        self.stateless[to] = false;
         let reached = if !self.recurrent() {
             len
-        } else if len == self.tables.len(from) {
+        } else if self.ends_whole(from, len) {
             self.copy_states(from, to);
+            // The sequences part here: others may, too.
+            if let Some(place) = self.snapshots.take(from, len) {
+                self.copy_states(from, place);
+            }
             len
         } else {
             self.resume(from, to, len)
         };
+        self.snapshots.share(from, to, reached);
         self.tables.truncate(to, reached);
         Ok(reached)
+    }
+
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        match self.ends_whole(slot, len) {
+            true => len.min(self.tables.len(slot)),
+            false => self.snapshots.reach(slot, len),
+        }
+    }
+
+    fn keep_at(&mut self, slot: usize, len: usize) {
+        if self.recurrent() {
+            self.snapshots.want(slot, len);
+        }
+    }
+
+    fn snapshots(&self) -> (usize, usize) {
+        match self.recurrent() {
+            true => self.snapshots.count(),
+            false => (0, 0),
+        }
     }
 
     fn pages(&mut self) -> Option<&mut dyn Pages> {
@@ -384,8 +424,8 @@ impl Pages for CpuSession {
         page_bytes(&self.model.config, self.spec.kv)
     }
 
-    fn are_all(&self) -> bool {
-        !self.recurrent()
+    fn state_bytes(&self) -> Option<usize> {
+        Some(state_bytes(&self.model.config))
     }
 
     fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
@@ -396,21 +436,52 @@ impl Pages for CpuSession {
     }
 
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
-        if self.recurrent() {
-            return Err(Error::Unsupported {
-                engine: "nq",
-                what: "pages appended to a sequence",
-                expected: "a model without recurrences".into(),
-                found: self.model.config.architecture.title.into(),
-            });
-        }
         let expected = self.page_bytes();
-        check_page(page, expected)?;
+        check_bytes("a page of keys and values", page, expected)?;
         let at = self.tables.append_page(slot, self.spec.ctx)?;
-        let layers = page.chunks_exact(expected / self.caches.len());
-        let caches = self.caches.iter_mut().filter_map(LayerCache::pages_of);
-        for (layer, bytes) in caches.zip(layers) {
+        self.stateless[slot] = self.recurrent();
+        let mut caches: Vec<_> =
+            (self.caches.iter_mut().filter_map(LayerCache::pages_of)).collect();
+        let layers = page.chunks_exact(expected / caches.len().max(1));
+        for (layer, bytes) in caches.iter_mut().zip(layers) {
             layer.write_page(at, bytes);
+        }
+        Ok(())
+    }
+
+    fn read_state(&mut self, slot: usize, len: usize, out: &mut Vec<u8>) -> Result<()> {
+        let place = match self.ends_whole(slot, len) {
+            true => Some((slot, self.tables.len(slot))),
+            false => self.snapshots.nearest(slot, len),
+        };
+        let Some((place, _)) = place.filter(|&(_, there)| there == len) else {
+            return Err(Error::Request {
+                what: "states of a sequence",
+                expected: "a length at which they are kept".into(),
+                found: format!("length {len} of slot {slot}"),
+            });
+        };
+        let states = self.caches.iter().filter_map(|cache| cache.state(place));
+        states.for_each(|state| out.extend_from_slice(bytemuck::cast_slice(state)));
+        Ok(())
+    }
+
+    fn write_state(&mut self, slot: usize, state: &[u8]) -> Result<()> {
+        let expected = state_bytes(&self.model.config);
+        check_bytes("states of a sequence", state, expected)?;
+        let caches = (self.caches.iter_mut()).filter_map(|cache| cache.state_mut(slot));
+        let mut rest = state;
+        for values in caches {
+            let layer = bytemuck::cast_slice_mut::<f32, u8>(values);
+            let (bytes, others) = rest.split_at(layer.len());
+            layer.copy_from_slice(bytes);
+            rest = others;
+        }
+        self.stateless[slot] = false;
+        if self.recurrent()
+            && let Some(place) = self.snapshots.take(slot, self.tables.len(slot))
+        {
+            self.copy_states(slot, place);
         }
         Ok(())
     }

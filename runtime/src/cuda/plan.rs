@@ -372,6 +372,7 @@ mod tests {
             pages: None,
             kv,
             max_rows: 512,
+            snapshots: None,
         }
     }
 

@@ -7,7 +7,7 @@ mod taps;
 
 use super::eagle::EagleRun;
 use super::model::{CudaModel, has_gates, largest_mixture};
-use crate::checks::{all_finite, check_chunks, check_page};
+use crate::checks::{all_finite, check_bytes, check_chunks};
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
@@ -218,12 +218,6 @@ impl ManyRows {
     }
 }
 
-/// Snapshots of states in a session of `slots` sequences: they are large, and many sequences that decode together are
-/// seldom continued at once.
-fn snapshots(slots: usize) -> usize {
-    Snapshots::wanted(slots).min(16)
-}
-
 /// Device memory of a session.
 pub(super) struct SessionMemory {
     pages: DevicePages,
@@ -262,7 +256,7 @@ impl SessionMemory {
             let shape = StatesShape {
                 delta,
                 layers: recurrent,
-                places: places.slots + snapshots(spec.slots),
+                places: places.slots + spec.snapshot_count(),
             };
             DeviceStates::new(gpu, shape)
         };
@@ -305,7 +299,7 @@ impl CudaSession {
             placed: vec![Vec::new(); spec.slots],
             pages: memory.pages,
             states: memory.states,
-            snapshots: Snapshots::new(slots, snapshots(spec.slots)),
+            snapshots: Snapshots::new(slots, spec.snapshot_count(), spec.slots),
             cos_sin,
             step: memory.step,
             many: memory.many,
@@ -448,15 +442,41 @@ impl Session for CudaSession {
             None => len,
             Some(states) if len == self.tables.len(from) => {
                 self.stream.copy_states(states, from, to)?;
+                // The sequences part here: others may, too.
+                if let Some(place) = self.snapshots.take(from, len) {
+                    self.stream.copy_states(states, from, place)?;
+                }
                 len
             }
             Some(_) => self.resume(from, to, len),
         };
+        self.snapshots.share(from, to, reached);
         self.tables.truncate(to, reached);
         if let Some(eagle) = &self.eagle {
             eagle.truncate(to, 0);
         }
         Ok(reached)
+    }
+
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        let held = self.tables.len(slot);
+        if self.states.is_none() || len >= held {
+            return len.min(held);
+        }
+        self.snapshots.reach(slot, len)
+    }
+
+    fn keep_at(&mut self, slot: usize, len: usize) {
+        if self.states.is_some() {
+            self.snapshots.want(slot, len);
+        }
+    }
+
+    fn snapshots(&self) -> (usize, usize) {
+        match self.states {
+            Some(_) => self.snapshots.count(),
+            None => (0, 0),
+        }
     }
 
     fn forward(
@@ -541,8 +561,8 @@ impl Pages for CudaSession {
         self.pages.page_bytes()
     }
 
-    fn are_all(&self) -> bool {
-        self.states.is_none()
+    fn state_bytes(&self) -> Option<usize> {
+        self.states.is_none().then_some(0)
     }
 
     fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
@@ -560,7 +580,7 @@ impl Pages for CudaSession {
                 found: self.model.config.architecture.title.into(),
             });
         }
-        check_page(page, self.pages.page_bytes())?;
+        check_bytes("a page of keys and values", page, self.pages.page_bytes())?;
         let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
         let at = self.tables.append_page(slot, self.spec.ctx)?;
         // The device's page table changes when the sequence next grows.

@@ -11,9 +11,10 @@ pub trait Pages {
     /// Bytes of a page, as [`Pages::read`] returns it.
     fn page_bytes(&self) -> usize;
 
-    /// True if pages are all that a sequence is made of; otherwise [`Pages::append`] is refused.
-    fn are_all(&self) -> bool {
-        true
+    /// Bytes of the states that a sequence has beside its pages, as [`Pages::read_state`] returns them: 0 if pages are
+    /// all that it is made of, `None` if its states are not given out.
+    fn state_bytes(&self) -> Option<usize> {
+        Some(0)
     }
 
     /// Appends to `out` the keys and values of all layers at positions `index * PAGE` to
@@ -30,7 +31,28 @@ pub trait Pages {
     /// # Errors
     /// [`Error::PagesFull`](crate::Error::PagesFull), [`Error::ContextFull`](crate::Error::ContextFull);
     /// [`Error::Request`](crate::Error::Request) if the sequence ends within a page, or if `page` has not
-    /// [`Pages::page_bytes`] bytes; [`Error::Unsupported`](crate::Error::Unsupported) unless
-    /// [`Pages::are_all`]. The sequence is then unchanged.
+    /// [`Pages::page_bytes`] bytes; [`Error::Unsupported`](crate::Error::Unsupported) where
+    /// [`Pages::state_bytes`] is `None`. The sequence is then unchanged.
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()>;
+
+    /// Appends to `out` the states of all layers that a sequence had at `len` tokens, in their layout in memory.
+    ///
+    /// # Errors
+    /// [`Error::Request`](crate::Error::Request) if the sequence cannot be cut at `len`
+    /// ([`Session::reach`](crate::Session::reach)); errors of the device.
+    fn read_state(&mut self, slot: usize, len: usize, out: &mut Vec<u8>) -> Result<()> {
+        let _ = (slot, len, out);
+        Ok(())
+    }
+
+    /// Gives a sequence whose last pages were appended the states that it has at its length: bytes that
+    /// [`Pages::read_state`] returned for the same tokens, in a session of the same model. They are kept as a snapshot
+    /// too. A sequence with states can only be continued after this, or once it is cut to where it has states.
+    ///
+    /// # Errors
+    /// [`Error::Request`](crate::Error::Request) if there are not [`Pages::state_bytes`] bytes; errors of the device.
+    fn write_state(&mut self, slot: usize, state: &[u8]) -> Result<()> {
+        let _ = (slot, state);
+        Ok(())
+    }
 }

@@ -22,13 +22,24 @@ pub struct SessionSpec {
     pub kv: KvType,
     /// Most tokens of one `forward` (all chunks together); longer inputs must be fed in parts.
     pub max_rows: usize,
+    /// Most snapshots of all sequences together ([`Session::keep_at`]), for a model with recurrences; `None`: four
+    /// for each slot, and 16 at most.
+    pub snapshots: Option<usize>,
 }
+
+/// Snapshots of a session at most, unless it is told otherwise: they are large.
+const SNAPSHOTS: usize = 16;
 
 impl SessionSpec {
     /// Number of pages for keys and values.
     pub fn page_count(&self) -> usize {
         let all = self.slots * self.ctx.div_ceil(PAGE);
         self.pages.unwrap_or(all)
+    }
+
+    /// Number of places for snapshots of states.
+    pub fn snapshot_count(&self) -> usize {
+        self.snapshots.unwrap_or((4 * self.slots).min(SNAPSHOTS))
     }
 }
 
@@ -57,6 +68,24 @@ pub trait Session: Send {
     /// [`Error::Request`](crate::Error::Request) if a slot does not exist, or if `from` has fewer tokens;
     /// [`Error::Unsupported`](crate::Error::Unsupported) if sequences of this engine never share anything.
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize>;
+
+    /// The length that [`Session::truncate`] and [`Session::fork`] reach in a sequence if they are asked for `len`.
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        len.min(self.len(slot))
+    }
+
+    /// Asks that the sequence in `slot`, which has fewer than `len` tokens, can be cut and forked at that length once it
+    /// is longer. Where states cannot be cut, that takes a snapshot of them, as long as there is room for it, when a
+    /// prompt's tokens are computed up to there or further. A forward takes one at most for each sequence, the last
+    /// that was asked for. A cut forgets what was asked for.
+    fn keep_at(&mut self, slot: usize, len: usize) {
+        let _ = (slot, len);
+    }
+
+    /// The number of snapshots that were taken and are still there, and of places for them.
+    fn snapshots(&self) -> (usize, usize) {
+        (0, 0)
+    }
 
     /// Runs the chunks through the model and appends them to their sequences. Several
     /// chunks must name different slots.

@@ -15,12 +15,12 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    fn reach(&self, slot: usize, len: usize) -> usize {
-        if len >= self.session.len(slot) || len.is_multiple_of(self.every) {
-            return len;
+    fn counted(&self, slot: usize, len: usize) -> usize {
+        let reach = self.reach(slot, len);
+        if reach < len.min(self.len(slot)) {
+            self.short.fetch_add(1, Ordering::Relaxed);
         }
-        self.short.fetch_add(1, Ordering::Relaxed);
-        len / self.every * self.every
+        reach
     }
 }
 
@@ -34,13 +34,20 @@ impl Session for Cut {
     }
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
-        let reach = self.reach(slot, len);
+        let reach = self.counted(slot, len);
         self.session.truncate(slot, reach)
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
-        let reach = self.reach(from, len);
+        let reach = self.counted(from, len);
         self.session.fork(from, to, reach)
+    }
+
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        match len < self.session.len(slot) {
+            true => len / self.every * self.every,
+            false => self.session.len(slot),
+        }
     }
 
     fn forward(

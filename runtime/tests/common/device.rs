@@ -58,6 +58,7 @@ impl Device {
                 pages: None,
                 kv: KvType::F16,
                 max_rows: 100,
+                snapshots: None,
             },
             positions,
             draft_rows: 1,

@@ -410,6 +410,7 @@ pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         pages: None,
         kv: KvType::F32,
         max_rows: 128,
+        snapshots: None,
     };
     engine.session(spec).expect("it fits")
 }
@@ -480,6 +481,7 @@ pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session>
         pages: None,
         kv,
         max_rows: 128,
+        snapshots: None,
     };
     engine.session(spec).expect("it fits")
 }

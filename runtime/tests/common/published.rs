@@ -261,6 +261,7 @@ pub(crate) fn streams(
         pages: None,
         kv,
         max_rows: text.len(),
+        snapshots: None,
     };
     let mut session = engine.session(spec).unwrap();
     let chunk = nq_runtime::Chunk {

@@ -23,6 +23,8 @@ pub(super) struct Job {
     pub(super) slot: Option<usize>,
     /// Tokens that the session holds, while the batch does not have the sequence.
     pub(super) fed: usize,
+    /// Lengths of its prompt at which its state is kept, in order.
+    pub(super) points: Vec<usize>,
     /// Pages on disk that are being read back.
     pub(super) restore: Option<Restore>,
     /// Number of log-probabilities reported so far.
@@ -83,6 +85,7 @@ impl Job {
             sampler: Some(sampler),
             slot: None,
             fed: 0,
+            points: Vec::new(),
             restore: None,
             reported: 0,
             masked: false,

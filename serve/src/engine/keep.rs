@@ -4,7 +4,7 @@
 use super::Event;
 use super::job::{Job, Phase};
 use super::worker::Worker;
-use crate::disk::{Key, ModelPages};
+use crate::disk::{Key, ModelPages, state_key};
 use nq_kernels::pages::PAGE;
 use nq_runtime::{Batch, Session};
 use std::time::{Duration, Instant};
@@ -18,6 +18,8 @@ pub(super) struct Unsaved {
     keys: Vec<Key>,
     /// Number of pages on disk.
     saved: usize,
+    /// Numbers of whole pages at whose ends it has states that are to be written behind the pages.
+    states: Vec<usize>,
 }
 
 /// The measured time of reading pages back, which is done only if computing them takes longer.
@@ -50,9 +52,10 @@ impl RestoreTimes {
     }
 }
 
-/// Pages of a prompt that are being read back.
+/// Pages of a prompt that are being read back, and the states that belong to their end.
 pub(super) struct Restore {
     keys: std::vec::IntoIter<Key>,
+    state: Option<Key>,
 }
 
 impl Worker<'_> {
@@ -61,39 +64,67 @@ impl Worker<'_> {
     }
 
     /// Records that a slot now keeps `tokens`.
-    pub(super) fn keep_on_disk(&mut self, salt: u64, tokens: &[u32], slot: usize) {
+    pub(super) fn keep_on_disk(
+        &mut self,
+        session: &mut dyn Session,
+        salt: u64,
+        tokens: &[u32],
+        slot: usize,
+    ) {
         let keys = self.disk().map(|disk| disk.keys(salt, tokens));
-        if let Some(keys) = keys.filter(|keys| !keys.is_empty()) {
-            self.seats.unsaved.push(Unsaved {
-                slot,
-                keys,
-                saved: 0,
-            });
+        let Some(mut keys) = keys.filter(|keys| !keys.is_empty()) else {
+            return;
+        };
+        let mut states = Vec::new();
+        if has_states(session) {
+            // Pages behind the last state are of no use.
+            let mut len = session.reach(slot, tokens.len());
+            while len > 0 {
+                if len.is_multiple_of(PAGE) {
+                    states.push(len / PAGE);
+                }
+                len = session.reach(slot, len - 1);
+            }
+            keys.truncate(states.first().copied().unwrap_or(0));
         }
+        self.seats.unsaved.push(Unsaved {
+            slot,
+            keys,
+            saved: 0,
+            states,
+        });
     }
 
-    /// Writes one page; false if there is none left to write.
+    /// Writes a page or a state; false if there is none left to write.
     fn save(&mut self, session: &mut dyn Session) -> bool {
         let (Some(disk), Some(last)) = (&self.options.disk, self.seats.unsaved.last_mut()) else {
             return false;
         };
         // Pages shared with another sequence may already be there.
         last.saved = last.saved.max(disk.beginning(&last.keys));
-        let mut page = Vec::new();
-        let key = last.keys.get(last.saved);
-        let read = key.zip(session.pages()).map(|(key, pages)| {
-            let read = pages.read(last.slot, last.saved, &mut page);
-            (key, read)
-        });
-        match read {
-            Some((key, Ok(()))) => {
-                disk.write(key, &page);
+        let (Some(pages), mut bytes) = (session.pages(), Vec::new()) else {
+            return false;
+        };
+        if let Some(key) = last.keys.get(last.saved) {
+            if pages.read(last.slot, last.saved, &mut bytes).is_ok() {
+                disk.write(key, &bytes);
                 last.saved += 1;
+                return true;
             }
-            _ => {
-                self.seats.unsaved.pop();
+        } else if let Some(whole) = last.states.pop() {
+            let key = state_key(&last.keys[whole - 1]);
+            let known = disk.beginning(&[key]) == 1;
+            // A snapshot may have given its place to another since.
+            if !known
+                && pages
+                    .read_state(last.slot, whole * PAGE, &mut bytes)
+                    .is_ok()
+            {
+                disk.write(&key, &bytes);
             }
+            return true;
         }
+        self.seats.unsaved.pop();
         true
     }
 
@@ -118,13 +149,21 @@ impl Worker<'_> {
         };
         let most = job.tokens.len() - 1;
         let mut keys = disk.keys(job.request.client.salt, &job.tokens[..most]);
-        let found = disk.beginning(&keys);
+        let mut found = disk.beginning(&keys);
         let held = job.fed / PAGE;
+        let (mut state, mut more) = (None, 0);
+        if has_states(session) {
+            let there = |&whole: &usize| disk.beginning(&[state_key(&keys[whole - 1])]) == 1;
+            found = (held + 1..found + 1).rev().find(there).unwrap_or(0);
+            state = found.checked_sub(1).map(|last| state_key(&keys[last]));
+            let pages = session.pages();
+            more = pages.map_or(0, |p| p.state_bytes().unwrap_or(0) / p.page_bytes().max(1));
+        }
         if found * PAGE <= job.fed {
             return;
         }
         let computing = self.pace.estimate(found * PAGE - job.fed, 0);
-        if !self.restore_times.pays(found - held, computing) {
+        if !self.restore_times.pays(found - held + more, computing) {
             if !std::mem::replace(&mut self.restore_times.told, true) {
                 disk.note("prompts are computed faster here than they are read back");
             }
@@ -136,6 +175,7 @@ impl Worker<'_> {
         keys.drain(..job.fed / PAGE);
         job.restore = Some(Restore {
             keys: keys.into_iter(),
+            state,
         });
     }
 
@@ -166,23 +206,42 @@ impl Worker<'_> {
             return false;
         };
         let begun = Instant::now();
-        let restored = session.pages().is_some_and(|pages| {
-            let bytes = pages.page_bytes();
-            let page = restore.keys.next().and_then(|key| disk.read(&key, bytes));
+        let mut whole = true;
+        if let (Some(key), Some(pages)) = (restore.keys.next(), session.pages()) {
+            let page = disk.read(&key, pages.page_bytes());
             // Without free pages the prompt is computed like any other, and any shortage is reported then.
-            page.is_some_and(|page| pages.append(slot, &page).is_ok())
-        });
-        if restored {
-            self.restore_times.learn(begun.elapsed());
-            job.fed += PAGE;
-            self.shared.metrics.restored_tokens.inc_by(PAGE as u64);
-            return true;
+            if page.is_some_and(|page| pages.append(slot, &page).is_ok()) {
+                self.restore_times.learn(begun.elapsed());
+                job.fed += PAGE;
+                self.shared.metrics.restored_tokens.inc_by(PAGE as u64);
+                return true;
+            }
+            whole = false;
+        }
+        if let (Some(key), Some(pages)) = (restore.state, session.pages()) {
+            let bytes = pages.state_bytes().unwrap_or(0);
+            let state = disk.read(&key, bytes).filter(|_| whole);
+            if state.is_none_or(|state| pages.write_state(slot, &state).is_err()) {
+                // Pages without the states at their end are worth nothing.
+                job.fed = session.truncate(slot, job.fed);
+            }
         }
         job.restore = None;
         job.phase = Phase::Prompt;
         job.start(&self.shared.metrics);
+        let Some(mut job) = self.jobs.remove(&id) else {
+            return false;
+        };
+        self.keep_states(session, &mut job);
+        self.jobs.insert(id, job);
         false
     }
+}
+
+/// True if sequences have states beside their pages.
+fn has_states(session: &mut dyn Session) -> bool {
+    let bytes = session.pages().and_then(|pages| pages.state_bytes());
+    bytes.is_some_and(|bytes| bytes > 0)
 }
 
 /// Cuts a sequence to `pages` whole pages, or to fewer where the session must; returns its length.

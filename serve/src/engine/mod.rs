@@ -303,13 +303,12 @@ impl Engine {
                 });
             }
         }
-        let whole = session.pages().is_some_and(|pages| pages.are_all());
-        if options.disk.is_some() && !whole {
+        let stored = session.pages().and_then(|pages| pages.state_bytes());
+        if options.disk.is_some() && stored.is_none() {
             return Err(nq_runtime::Error::Request {
                 what: "pages on disk",
-                expected: "an engine that reads and writes keys and values, and a model without recurrences"
-                    .into(),
-                found: "another".into(),
+                expected: "an engine that reads and writes all that a sequence is made of".into(),
+                found: "another, as is a GPU's where a model has recurrences".into(),
             });
         }
         let (commands, received) = mpsc::channel();

@@ -6,11 +6,13 @@ use super::worker::Worker;
 use crate::prefix::{Found, PrefixTree, common};
 use crate::scheduler::Admission;
 use nq_kernels::pages::PAGE;
-use nq_runtime::{Batch, Session};
+use nq_runtime::{Batch, Session, resting_points};
 use std::sync::atomic::Ordering;
 
 /// Least tokens for which it is worth waiting while another request computes them.
 const WORTH_WAITING: usize = 32;
+/// Least tokens for which it is worth keeping a state where another prompt has parted from this one.
+const WORTH_A_SNAPSHOT: usize = 256;
 /// Least tokens that are worth keeping in a slot.
 const WORTH_KEEPING: usize = 16;
 
@@ -78,34 +80,66 @@ impl Worker<'_> {
     }
 
     /// How many of a request's tokens a slot holds; the last token must be computed for its logits.
-    fn cached(&self, job: &Job) -> Option<Found> {
-        let most = job.tokens.len() - 1;
-        let found = self
-            .seats
-            .tree
-            .peek(job.request.client.salt, &job.tokens[..most]);
-        found.filter(|_| self.seats.sharing && self.options.prefix_cache)
+    fn cached(&self, session: &dyn Session, job: &Job) -> Option<Found> {
+        if !self.seats.sharing || !self.options.prefix_cache {
+            return None;
+        }
+        let tokens = &job.tokens[..job.tokens.len() - 1];
+        let reach = |slot, common| session.reach(slot, common);
+        (self.seats.tree).best(job.request.client.salt, tokens, reach)
+    }
+
+    /// True if a request whose prompt is being computed will offer so many more of the tokens of another that this one
+    /// had better wait for them. If states cannot be cut, asks for one where the two prompts part.
+    fn is_computed(&mut self, session: &mut dyn Session, id: u64, held: usize) -> bool {
+        let recurrent = session.snapshots().1 > 0;
+        let (mut found, mut parts) = (false, Vec::new());
+        let Some(job) = self.jobs.get(&id) else {
+            return false;
+        };
+        let tokens = &job.tokens[..job.tokens.len() - 1];
+        let alike = |other: &&Job| {
+            other.phase.fills() && other.request.client.salt == job.request.client.salt
+        };
+        for other in self.seated().filter(alike) {
+            let same = common(&other.tokens, tokens);
+            let offered = match recurrent {
+                true => *(other.points.iter().rev().find(|&&p| p <= same)).unwrap_or(&0),
+                false => same,
+            };
+            if recurrent && same > other.fed && same >= offered.max(held) + WORTH_A_SNAPSHOT {
+                parts.extend(other.slot.map(|slot| (slot, same)));
+                found = true;
+            }
+            found |= offered >= held + WORTH_WAITING;
+        }
+        for (slot, len) in parts {
+            let other = self.jobs.values_mut().find(|j| j.slot == Some(slot));
+            if let Some(other) = other
+                && let Err(at) = other.points.binary_search(&len)
+            {
+                other.points.insert(at, len);
+                session.keep_at(slot, len);
+            }
+        }
+        found
     }
 
     fn may_begin(&mut self, batch: &mut Batch<'_>, id: u64) -> Admission {
+        let session = batch.session();
         let Some(job) = self.jobs.get(&id) else {
             return Admission::Later;
         };
         if self.seated().count() >= self.options.parallel {
             return Admission::Full;
         }
-        let found = self.cached(job);
-        let held = found.map_or(0, |f| f.len);
-        let shares = |other: &&Job| {
-            other.phase.fills()
-                && other.request.client.salt == job.request.client.salt
-                && common(&other.tokens, &job.tokens[..job.tokens.len() - 1])
-                    >= held + WORTH_WAITING
-        };
-        if self.options.prefix_cache && self.seats.sharing && self.seated().any(|j| shares(&j)) {
+        let found = self.cached(session, job);
+        let (held, len) = (found.map_or(0, |f| f.len), job.tokens.len());
+        let sharing = self.options.prefix_cache && self.seats.sharing;
+        if sharing && self.is_computed(session, id, held) {
             return Admission::Later;
         }
-        let needed = pages(held, job.tokens.len() + 1);
+        let needed = pages(held, len + 1);
         let promised = self.seated().map(|j| {
             if j.phase.fills() {
                 pages(j.fed, j.tokens.len() + 1)
@@ -114,7 +148,6 @@ impl Worker<'_> {
             }
         });
         let promised: usize = promised.sum();
-        let session = batch.session();
         let spared = found.map(|f| f.slot);
         while session
             .pages()
@@ -136,7 +169,7 @@ impl Worker<'_> {
     fn begin(&mut self, batch: &mut Batch<'_>, id: u64) -> Option<u64> {
         let mut job = self.jobs.remove(&id)?;
         let session = batch.session();
-        let found = self.cached(&job);
+        let found = self.cached(session, &job);
         let spared = found.map(|f| f.slot);
         if self.seats.free.is_empty() && !self.seats.give_up(session, spared) {
             // The only slot left is the one that holds the prompt's beginning.
@@ -154,13 +187,18 @@ impl Worker<'_> {
                 Ok(reached) => job.fed = reached,
                 Err(_) => self.seats.sharing = false,
             }
-            self.seats
-                .tree
-                .find(job.request.client.salt, &job.tokens[..found.len]);
+            self.seats.tree.touch(found.slot);
         }
         job.slot = Some(slot);
         job.phase = Phase::Prompt;
         self.find_on_disk(session, slot, &mut job);
+        // Another prompt has parted from this one there, so more of them may.
+        let tokens = &job.tokens[..job.tokens.len() - 1];
+        let parts = self.seats.tree.peek(job.request.client.salt, tokens);
+        let parts = parts.map(|found| found.len);
+        job.points
+            .extend(parts.filter(|&len| len >= job.fed + WORTH_A_SNAPSHOT));
+        self.keep_states(session, &mut job);
         let shared = self.shared;
         shared.waiting.fetch_sub(1, Ordering::Relaxed);
         if job.phase == Phase::Prompt {
@@ -168,6 +206,27 @@ impl Worker<'_> {
         }
         self.jobs.insert(id, job);
         None
+    }
+
+    /// Asks for snapshots of the state of a request's prompt, where it has one that cannot be cut.
+    pub(super) fn keep_states(&self, session: &mut dyn Session, job: &mut Job) {
+        let (Some(slot), Phase::Prompt) = (job.slot, job.phase) else {
+            return;
+        };
+        if session.snapshots().1 == 0 || !self.options.prefix_cache {
+            return;
+        }
+        let mut points = resting_points(&job.request.prompt, &job.request.stop, job.fed);
+        points.append(&mut job.points);
+        if self.options.disk.is_some() {
+            // Pages are written whole, and a state goes with the pages before it.
+            points.iter_mut().for_each(|p| *p -= *p % PAGE);
+        }
+        points.retain(|&p| p > job.fed);
+        points.sort_unstable();
+        points.dedup();
+        points.iter().for_each(|&p| session.keep_at(slot, p));
+        job.points = points;
     }
 
     /// Makes a computed prompt available to others while its answer is generated.
@@ -211,7 +270,7 @@ impl Worker<'_> {
             Some(_) => self.seats.clear(session, slot),
             None => {
                 self.seats.tree.insert(salt, tokens, slot, true);
-                self.keep_on_disk(salt, tokens, slot);
+                self.keep_on_disk(session, salt, tokens, slot);
             }
         }
     }

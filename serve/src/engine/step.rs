@@ -4,7 +4,9 @@ use super::job::{Job, Phase};
 use super::worker::Worker;
 use super::{Event, Failure, Finish};
 use crate::scheduler::{Rows, share};
-use nq_runtime::{Batch, Chunk, Continuation, Error, LogitsWanted, Piece, Result, Row, Sampler};
+use nq_runtime::{
+    Batch, Chunk, Continuation, Error, LogitsWanted, Piece, Result, Row, Sampler, pass_end,
+};
 use rayon::prelude::*;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -122,7 +124,7 @@ impl Worker<'_> {
         };
         for ((id, job), rows) in prompts.into_iter().zip(share(rows, &wanted)) {
             if let (Some(slot), Some(sampler), 1..) = (job.slot, &job.sampler, rows) {
-                let to = job.fed + rows;
+                let to = pass_end(&job.points, job.fed, job.fed + rows);
                 fed.push(Fed {
                     id,
                     slot,

@@ -258,6 +258,9 @@ impl Worker<'_> {
         if let Some(pages) = batch.session().pages() {
             metrics.pages_free.set(pages.free() as i64);
         }
+        let (taken, places) = batch.session().snapshots();
+        metrics.snapshots.set(places as i64);
+        metrics.snapshots_free.set((places - taken) as i64);
         metrics.waiting.set(waiting as i64);
         metrics.running.set((self.jobs.len() - waiting) as i64);
         metrics.kept_tokens.set(self.seats.tree.kept().1 as i64);

@@ -86,6 +86,7 @@ pub fn named(
         pages,
         kv: KvType::F16,
         max_rows: 256,
+        snapshots: None,
     };
     Model::new(name, checkpoint(), engine, spec, options).unwrap()
 }
@@ -187,6 +188,7 @@ fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> Model
         pages: None,
         kv: KvType::F16,
         max_rows: 256,
+        snapshots: None,
     };
     Model::new(name, checkpoint, load(), spec, options).unwrap()
 }

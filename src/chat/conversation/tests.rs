@@ -135,6 +135,7 @@ impl Bench {
                 pages: None,
                 kv: KvType::F16,
                 max_rows: 64,
+                snapshots: None,
             },
             held: Vec::new(),
             logits: Vec::new(),

@@ -27,6 +27,12 @@ const LEAST_ROWS: (usize, usize) = (16, 64);
 
 /// Slots that keep sequences for later prompts, per request in progress.
 const KEPT_PER_REQUEST: usize = 4;
+/// The same where each slot takes a state of fixed size, which is large.
+const KEPT_WITH_STATES: usize = 1;
+/// Snapshots of such states at most, per request in progress, unless a size is given.
+const SNAPSHOTS_PER_REQUEST: u64 = 4;
+/// The part of the memory for sequences that snapshots take at most, unless a size is given.
+const SNAPSHOTS_SHARE: u64 = 8;
 
 /// Settings for loading all models.
 #[derive(Clone)]
@@ -37,6 +43,7 @@ pub(super) struct Settings {
     ctx: Option<usize>,
     kv: KvType,
     kv_memory: Option<u64>,
+    state_memory: Option<u64>,
     /// Number of models that share the memory for keys and values.
     models: u64,
     /// Keys and values on disk, which survive the server.
@@ -75,6 +82,7 @@ impl Settings {
             ctx: args.ctx,
             kv: args.kv,
             kv_memory: args.kv_memory,
+            state_memory: args.state_memory,
             models: models.max(1) as u64,
             pages,
             draft: args.draft.clone().filter(|d| !d.has_weights()),
@@ -189,9 +197,17 @@ impl Loadable {
                  {parallel} requests share is read once per step"
             ),
         };
+        let states = match checkpoint.config().delta {
+            None => String::new(),
+            Some(_) => format!(
+                ", with the states of {} sequences and room for {} more at earlier lengths",
+                spec.slots,
+                spec.snapshot_count()
+            ),
+        };
         self.terminal.note(&format!(
             "{} on {device}: {parallel} requests at once, contexts of {} tokens, {} tokens of keys \
-             and values in {}{sharing}",
+             and values{states}, in {}{sharing}",
             self.name,
             spec.ctx,
             pages * PAGE,
@@ -254,23 +270,33 @@ impl Loadable {
         self.schemes.as_ref().and(self.settings.bits)
     }
 
+    /// The size of a session without snapshots.
     fn spec(&self, ctx: usize, pages: usize) -> SessionSpec {
         let on_gpu = !matches!(self.settings.load.device.resolve(), Ok(Device::Cpu));
+        let recurrent = self.checkpoint.config().delta.is_some();
+        let kept = match recurrent {
+            true => KEPT_WITH_STATES,
+            false => KEPT_PER_REQUEST,
+        };
         SessionSpec {
-            slots: self.settings.engine.parallel * (1 + KEPT_PER_REQUEST),
+            slots: self.settings.engine.parallel * (1 + kept),
             ctx,
             pages: Some(pages),
             kv: self.settings.kv,
             max_rows: if on_gpu { ROWS.1 } else { ROWS.0 },
+            snapshots: Some(0),
         }
     }
 
-    /// The number and length of sequences, the pages for them, and their bytes.
+    /// The number and length of sequences, the pages and snapshots for them, and the bytes of both.
     fn plan(&self, engine: &dyn Engine) -> anyhow::Result<(SessionSpec, u64)> {
         let settings = &self.settings;
         let trained = longest_context(self.checkpoint.config());
-        let kv_bytes = |pages: usize| -> anyhow::Result<u64> {
-            let spec = self.spec(PAGE, pages);
+        let bytes = |pages: usize, snapshots: usize| -> anyhow::Result<u64> {
+            let spec = SessionSpec {
+                snapshots: Some(snapshots),
+                ..self.spec(PAGE, pages)
+            };
             let own = match engine.device_memory(&spec) {
                 Some(memory) => memory.kv as u64,
                 None => {
@@ -282,15 +308,26 @@ impl Loadable {
             let draft = self.draft.as_ref().map(|d| d.kv_bytes(&spec));
             Ok(own + draft.unwrap_or(0))
         };
-        let page_bytes = kv_bytes(2)? - kv_bytes(1)?;
+        let least = bytes(1, 0)?;
+        let (page_bytes, snapshot_bytes) = (bytes(2, 0)? - least, bytes(1, 1)? - least);
+        let states = least - page_bytes;
         let longest = settings.ctx.unwrap_or(trained);
         let (free, on_gpu) = match engine.device_memory(&self.spec(longest, 1)) {
             Some(memory) => (memory.free.saturating_sub(memory.scratch) as u64, true),
             None => (available_memory().unwrap_or(u64::MAX), false),
         };
         let usable = if on_gpu { free / 10 * 9 } else { free / 5 * 2 };
-        let share = usable / settings.models;
-        let most = (settings.engine.parallel * longest.div_ceil(PAGE)) as u64;
+        let share = (usable / settings.models).saturating_sub(states);
+        let parallel = settings.engine.parallel;
+        let snapshots = match (snapshot_bytes, settings.state_memory) {
+            (0, _) => 0,
+            (one, Some(bytes)) => bytes / one,
+            (one, None) => {
+                (share / SNAPSHOTS_SHARE / one).min(SNAPSHOTS_PER_REQUEST * parallel as u64)
+            }
+        };
+        let share = share.saturating_sub(snapshots * snapshot_bytes);
+        let most = (parallel * longest.div_ceil(PAGE)) as u64;
         let pages = match settings.kv_memory {
             Some(bytes) => bytes / page_bytes,
             None => (share / page_bytes).min(most),
@@ -330,7 +367,21 @@ impl Loadable {
             }
             .into());
         }
-        Ok((self.spec(ctx, pages), page_bytes * pages as u64))
+        if let Some(bytes) = settings.state_memory.filter(|&bytes| bytes > usable) {
+            let what = format!("--state-memory: {} are free for it", human_bytes(usable));
+            return Err(Short {
+                needed: bytes,
+                free: usable,
+                help: Some(what),
+            }
+            .into());
+        }
+        let spec = SessionSpec {
+            snapshots: Some(usize::try_from(snapshots)?),
+            ..self.spec(ctx, pages)
+        };
+        let bytes = page_bytes * pages as u64 + states + snapshots * snapshot_bytes;
+        Ok((spec, bytes))
     }
 }
 

@@ -70,6 +70,10 @@ pub struct ServeArgs {
     /// 40 % of free memory on a CPU and 90 % on a GPU, shared by all models]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub kv_memory: Option<u64>,
+    /// Memory for states of sequences at earlier lengths, for a model with recurrences [default: an eighth of that for
+    /// keys and values, at most four states for each of --parallel]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub state_memory: Option<u64>,
     /// Bits of keys and values: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,

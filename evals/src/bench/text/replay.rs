@@ -110,6 +110,18 @@ impl Session for Replay {
         self.session.fork(from, to, len)
     }
 
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        self.session.reach(slot, len)
+    }
+
+    fn keep_at(&mut self, slot: usize, len: usize) {
+        self.session.keep_at(slot, len);
+    }
+
+    fn snapshots(&self) -> (usize, usize) {
+        self.session.snapshots()
+    }
+
     fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
         self.session.hidden(chunks, out)
     }

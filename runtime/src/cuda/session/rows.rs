@@ -6,12 +6,11 @@ use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product
 use crate::error::{Error, Result};
 use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection, Shared};
 use crate::interface::{Chunk, Observer};
-use crate::states::Snapshots;
 use nq_formats::models::Product;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, DeltaRows, DeltaSpan, DeviceLinear, DevicePages, DeviceStates, GemmOutput, HostStage,
-    Row, RowsOut, SequenceRows, Stream, operand_index,
+    Buffer, CONV, DeltaRows, DeltaSpan, DeviceLinear, DevicePages, DeviceStates, GemmOutput,
+    HostStage, Row, RowsOut, SequenceRows, Stream, operand_index,
 };
 use std::time::Duration;
 
@@ -378,14 +377,14 @@ impl CudaSession {
         for chunk in chunks {
             let (row, position) = (tokens.len(), self.tables.len(chunk.slot));
             let count = chunk.tokens.len();
-            let kept = Snapshots::within(count).filter(|_| self.states.is_some());
             let rows_of = SequenceRows {
                 row,
                 count,
                 position,
                 slot: chunk.slot,
             };
-            let mark = kept.map(|n| (n, self.snapshots.take(chunk.slot, position + n)));
+            // The convolution's inputs in front of a snapshot must be rows of the pass.
+            let mark = (self.snapshots).due(chunk.slot, (position, count), CONV - 1);
             // A snapshot whose place another of this pass gets is none any more.
             if let Some((_, taken)) = mark {
                 let earlier = spans
