@@ -449,6 +449,14 @@ impl<L, N> Layer<L, N> {
         (linears, stream)
     }
 
+    /// Its recurrence, if it has one.
+    pub(crate) fn recurrence(&self) -> Option<&Delta<L, N>> {
+        self.blocks.iter().find_map(|b| match &b.mixer {
+            Mix::Delta(delta) => Some(delta),
+            _ => None,
+        })
+    }
+
     /// Runs the layer over the rows of a pass.
     ///
     /// # Errors

@@ -123,6 +123,23 @@ impl Snapshots {
         Some(self.first + index)
     }
 
+    /// Forgets the snapshot of the sequence in `slot` with `len` tokens.
+    pub(crate) fn forget(&mut self, slot: usize, len: usize) {
+        self.release(slot, |s| s.len == len);
+    }
+
+    /// Takes those that are `gone` from the sequence in `slot`.
+    fn release(&mut self, slot: usize, gone: impl Fn(&Snapshot) -> bool) {
+        for held in &mut self.held {
+            if let Some(snapshot) = held.as_mut().filter(|s| gone(s)) {
+                snapshot.slots.retain(|&s| s != slot);
+                if snapshot.slots.is_empty() {
+                    *held = None;
+                }
+            }
+        }
+    }
+
     /// Lets the sequence in `to`, which has the first `len` tokens of that in `from`, share its snapshots.
     pub(crate) fn share(&mut self, from: usize, to: usize, len: usize) {
         let shared = self.held.iter_mut().flatten();
@@ -138,14 +155,7 @@ impl Snapshots {
     /// Forgets those of the sequence in `slot` with more than `len` tokens, and what was asked for.
     pub(crate) fn cut(&mut self, slot: usize, len: usize) {
         self.wanted[slot].clear();
-        for held in &mut self.held {
-            if let Some(snapshot) = held.as_mut().filter(|s| s.len > len) {
-                snapshot.slots.retain(|&s| s != slot);
-                if snapshot.slots.is_empty() {
-                    *held = None;
-                }
-            }
-        }
+        self.release(slot, |s| s.len > len);
     }
 }
 

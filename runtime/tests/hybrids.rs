@@ -3,15 +3,19 @@
 
 mod common;
 
+use common::oracle::{Futures, oracle};
 use common::{Store, distance, feed, hybrid, options, tokens};
-use nq_formats::ModelConfig;
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_kernels::cpu::FEW_ROWS;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
+use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::models::LayerWeights;
 use nq_runtime::{
-    Chunk, DeviceChoice, Engine, EngineKind, Error, Hidden, KvType, LoadOptions, LogitsWanted,
-    Session, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, Engine, EngineKind, Error, Hidden, KvType, LoadOptions,
+    LogitsWanted, Sampler, SamplingParams, Session, SessionSpec, Speculation,
 };
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 const POISON: u32 = 77;
@@ -89,7 +93,7 @@ fn sequences_do_not_see_each_other() {
 fn states_are_cut_where_they_were_kept() {
     for config in configs() {
         let (engine, _) = load(&config);
-        let (first, more) = (text(21, 4), text(6, 5));
+        let (first, more) = (text(21, 4), text(FEW_ROWS + 3, 5));
         let whole = [&first[..], &more].concat();
         let kept = 13;
         let mut s = session(&*engine, 3);
@@ -125,8 +129,109 @@ fn states_are_cut_where_they_were_kept() {
         assert_eq!(s.truncate(1, kept - 1), 0);
         s.truncate(2, 0);
         assert_eq!(s.snapshots(), (0, 12));
-        // Drafts would have to be taken out of the state again.
-        assert_eq!(s.draft_rows(), 1);
+    }
+}
+
+/// Rows in which drafts were checked come out of a state again, bit for bit, wherever it is cut.
+#[test]
+fn states_are_cut_within_rows_that_were_checked() {
+    for config in configs() {
+        // So that a few rows are computed exactly as each alone.
+        let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
+        let store = Store::random(&config, 3).quantized(scheme);
+        let options = LoadOptions {
+            activations: ActivationChoice::Auto,
+            ..options(EngineKind::Nq)
+        };
+        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
+        let (first, drafted, more) = (text(21, 4), text(FEW_ROWS, 5), text(5, 6));
+        for (begin, len) in [(21, FEW_ROWS), (21, 2), (0, 5)] {
+            for right in 0..=len {
+                let mut s = session(&*engine, 2);
+                if begin > 0 {
+                    feed(&mut *s, 0, &first);
+                }
+                assert_eq!(s.exact_rows(), FEW_ROWS);
+                let checked = feed(&mut *s, 0, &drafted[..len]);
+                let cut = begin + right;
+                assert_eq!([s.reach(0, cut), s.truncate(0, cut)], [cut, cut]);
+                let found = feed(&mut *s, 0, &more);
+                // One row at a time.
+                let mut alone = session(&*engine, 1);
+                if begin > 0 {
+                    feed(&mut *alone, 0, &first);
+                }
+                let mut wanted = Vec::new();
+                for token in drafted[..right].iter().chain(&more) {
+                    wanted.extend(feed(&mut *alone, 0, std::slice::from_ref(token)));
+                }
+                let kept = right * config.vocab_size;
+                assert_eq!(checked[..kept], wanted[..kept]);
+                assert!(found == wanted[kept..], "{right} of {len} from {begin} on");
+            }
+        }
+        // A fork within them, and a second sequence that is checked in the same step.
+        let mut s = session(&*engine, 3);
+        for slot in [0, 1] {
+            feed(&mut *s, slot, &first);
+        }
+        let chunks = [0, 1].map(|slot| Chunk {
+            slot,
+            tokens: &drafted[..4 + slot],
+            logits: LogitsWanted::All,
+        });
+        s.forward(&chunks, None).unwrap();
+        assert_eq!(s.fork(1, 2, first.len() + 2).unwrap(), first.len() + 2);
+        assert_eq!(s.truncate(0, first.len() + 2), first.len() + 2);
+        let [a, b] = [0, 2].map(|slot| feed(&mut *s, slot, &more));
+        assert_eq!(a, b);
+    }
+}
+
+/// Answers with drafts are those without, whether drafts are right or wrong.
+#[test]
+fn answers_with_drafts_are_those_without() {
+    for config in configs() {
+        let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
+        let store = Store::random(&config, 3).quantized(scheme);
+        let options = LoadOptions {
+            activations: ActivationChoice::Auto,
+            ..options(EngineKind::Nq)
+        };
+        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
+        let prompt = text(50, 1);
+        let answer = |drafts: Option<Speculation>| {
+            let mut s = session(&*engine, 1);
+            let mut sequence = Sequence::new(&mut *s, 0).with_drafts(drafts);
+            let params = SamplingParams {
+                temperature: 0.5,
+                top_k: 3,
+                seed: 5,
+                ..SamplingParams::greedy()
+            };
+            let mut sampler = Sampler::new(params, 0).unwrap();
+            let limits = Limits {
+                stop: &[],
+                max_tokens: 120,
+                interrupt: None,
+            };
+            let each = &mut |_| ControlFlow::Continue(());
+            let made = generate(&mut *s, &mut sequence, &prompt, &mut sampler, &limits, each);
+            made.unwrap()
+        };
+        let plain = answer(None);
+        let texts: Futures = Arc::default();
+        *texts.lock().unwrap() = vec![[&prompt[..], &plain.tokens].concat()];
+        for wrong_in in [1, 3, 1000] {
+            let found = answer(Some(oracle(&texts, wrong_in, true).always()));
+            assert_eq!(found.tokens, plain.tokens);
+            let right = found.stats.accepted;
+            assert!(
+                right * wrong_in >= 60 || wrong_in == 1,
+                "{right} with {wrong_in}"
+            );
+            assert!(found.stats.drafted > right || wrong_in == 1000);
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
 use super::cache::LayerCache;
+use super::kept::KeptRows;
 use crate::error::{Error, Result};
 use crate::forward::{
     self, Delta, Experts, HeadVectors, Mlp, Operand, Ops, Packed, Projection, Shared, VectorSpec,
@@ -84,6 +85,19 @@ pub(crate) struct Pass<'a> {
     /// The residual stream `[m, hidden]`.
     pub(crate) x: &'a mut [f32],
     pub(crate) observer: &'a mut dyn Observer,
+    /// Keeps the inputs of recurrences, for sequences that may be cut within their rows.
+    pub(crate) kept: Option<&'a mut KeptRows>,
+}
+
+/// The vectors of a recurrence.
+pub(super) fn delta_vectors(delta: &Delta<Linear, Vec<f32>>) -> DeltaVectors<'_> {
+    let vectors = &delta.vectors;
+    DeltaVectors {
+        conv: &vectors.conv,
+        decay: &vectors.decay,
+        dt_bias: &vectors.dt_bias,
+        norm: &vectors.norm,
+    }
 }
 
 impl Ops for Pass<'_> {
@@ -190,13 +204,12 @@ impl Ops for Pass<'_> {
         self.observer.linear_input(layer, delta.inputs.spec, normed);
         cpu.linear(&delta.inputs.linear, normed, qkvz, Epilogue::Store)?;
         apart(cpu, &delta.rates.linear, normed, ba, c.hidden_size)?;
-        let vectors = &delta.vectors;
-        let vectors = DeltaVectors {
-            conv: &vectors.conv,
-            decay: &vectors.decay,
-            dt_bias: &vectors.dt_bias,
-            norm: &vectors.norm,
-        };
+        if let Some(kept) = &mut self.kept {
+            let spans = self.batch.slots.iter().zip(&self.batch.spans);
+            let spans = spans.map(|(&slot, &span)| (slot, span));
+            kept.keep(layer, spans, (qkvz, ba), m);
+        }
+        let vectors = delta_vectors(delta);
         // In two parts where states are kept on the way, which changes no bit.
         for part in [Part::First, Part::Rest] {
             let spans = self.batch.part(part);

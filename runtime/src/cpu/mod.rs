@@ -3,6 +3,7 @@
 mod cache;
 pub(crate) mod eagle;
 mod eagle_drafts;
+mod kept;
 pub(crate) mod layer;
 mod session;
 mod stepper;

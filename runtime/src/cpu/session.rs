@@ -2,6 +2,7 @@
 
 use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle_drafts::EagleDrafts;
+use super::kept::KeptRows;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use super::{CpuModel, embed};
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite};
@@ -12,7 +13,7 @@ use crate::interface::{
 use crate::kv::{PageCopy, PageTables};
 use crate::states::Snapshots;
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::{Epilogue, FEW_ROWS, Linear};
+use nq_kernels::cpu::{Epilogue, FEW_ROWS, Linear, Span};
 use std::sync::Arc;
 
 /// Sequences in progress over a [`CpuModel`].
@@ -22,6 +23,9 @@ pub(super) struct CpuSession {
     tables: PageTables,
     caches: Vec<LayerCache>, // [layers]
     snapshots: Snapshots,
+    kept: KeptRows,
+    /// By slot, the length of the snapshot that was taken to check drafts.
+    checked: Vec<Option<usize>>,
     stateless: Vec<bool>, // [slots]: pages were appended, whose states are missing
     batch: Batch,
     scratch: Scratch,
@@ -103,6 +107,8 @@ impl CpuSession {
                 })
                 .collect(),
             snapshots: Snapshots::new(spec.slots, spec.snapshot_count(), spec.slots),
+            kept: KeptRows::default(),
+            checked: vec![None; spec.slots],
             stateless: vec![false; spec.slots],
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
             scratch: Scratch::new(c, spec.max_rows),
@@ -144,6 +150,7 @@ impl CpuSession {
                 scratch: &mut self.scratch,
                 x,
                 observer,
+                kept: Some(&mut self.kept),
             };
             layer.run(&mut pass)?;
             if locate {
@@ -176,6 +183,7 @@ impl CpuSession {
             let pages = self.caches.iter_mut().filter_map(LayerCache::pages_of);
             pages.for_each(|layer| layer.copy_rows(from, to, rows));
         }
+        self.keep_rows(chunks);
         self.batch.clear();
         for chunk in chunks {
             let position = self.tables.len(chunk.slot);
@@ -209,6 +217,30 @@ impl CpuSession {
         Ok(())
     }
 
+    /// Has the rows of sequences kept whose drafts are checked, and takes snapshots in front of them.
+    fn keep_rows(&mut self, chunks: &[Chunk<'_>]) {
+        let checks = |c: &&Chunk<'_>| {
+            let rows = c.tokens.len();
+            (2..=FEW_ROWS).contains(&rows) && c.logits.rows(rows).len() > 1
+        };
+        let checked = match self.recurrent() {
+            true => chunks.iter().filter(checks).collect(),
+            false => Vec::new(),
+        };
+        for chunk in &checked {
+            let (slot, position) = (chunk.slot, self.tables.len(chunk.slot));
+            if let Some(before) = self.checked[slot].take() {
+                self.snapshots.forget(slot, before);
+            }
+            if let Some(place) = self.snapshots.take(slot, position) {
+                self.copy_states(slot, place);
+                self.checked[slot] = Some(position);
+            }
+        }
+        let rows = |c: &&Chunk<'_>| (c.slot, self.tables.len(c.slot), c.tokens.len());
+        self.kept.begin(checked.iter().map(rows));
+    }
+
     fn clear_states(&mut self, slot: usize) {
         self.caches.iter_mut().for_each(|cache| cache.clear(slot));
     }
@@ -222,6 +254,22 @@ impl CpuSession {
     /// Gives the sequence in `to` the states that the one in `from` had at `len` tokens or, of those kept,
     /// shortly before. Returns that length.
     fn resume(&mut self, from: usize, to: usize, len: usize) -> usize {
+        let end = self.tables.len(from);
+        if let Some(span) = self.kept.of(from, len, end)
+            && self.snapshots.reach(from, span.position) == span.position
+        {
+            match self.snapshots.nearest(from, span.position) {
+                Some((place, _)) => self.copy_states(place, to),
+                None => self.clear_states(to),
+            }
+            let model = &*self.model;
+            self.kept.run_again(
+                (&model.cpu, &model.config),
+                (&model.layers, &mut self.caches),
+                (to, span, len - span.position),
+            );
+            return len;
+        }
         match self.snapshots.nearest(from, len) {
             None => 0,
             Some((place, len)) => {
@@ -340,9 +388,12 @@ impl Session for CpuSession {
     }
 
     fn reach(&self, slot: usize, len: usize) -> usize {
-        match self.ends_whole(slot, len) {
-            true => len.min(self.tables.len(slot)),
-            false => self.snapshots.reach(slot, len),
+        let end = self.tables.len(slot);
+        let kept = |span: &Span| self.snapshots.reach(slot, span.position) == span.position;
+        match self.kept.of(slot, len, end).filter(kept) {
+            _ if self.ends_whole(slot, len) => len.min(end),
+            Some(_) => len,
+            None => self.snapshots.reach(slot, len),
         }
     }
 
@@ -369,8 +420,9 @@ impl Session for CpuSession {
 
     fn exact_rows(&self) -> usize {
         let model = &*self.model;
-        // Rows that are not kept would have to be taken out of states again.
-        if !model.config.head_dim.is_multiple_of(16) || self.recurrent() {
+        // Rows that are not kept are taken out of states again from a snapshot in front of them.
+        let stuck = self.recurrent() && self.spec.snapshot_count() == 0;
+        if !model.config.head_dim.is_multiple_of(16) || stuck {
             return 1;
         }
         let linears = model.layers.iter().flat_map(Layer::linears);

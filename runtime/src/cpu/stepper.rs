@@ -133,6 +133,7 @@ impl LayerDevice for CpuLayers {
             scratch: &mut self.scratch,
             x,
             observer,
+            kept: None,
         })
     }
 
