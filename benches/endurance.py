@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Random load on `nq serve` for as long as is asked for, and what is left of it afterwards.
 
-    benches/endurance.py target/release/nq --minutes 30 > record.csv
+    benches/endurance.py target/release/nq --minutes 30 [--hybrid] > record.csv
 
 Clients of all kinds at once: whole answers, streams, two answers to a prompt, schemas, readers that
 hang up or read slowly, bodies that are wrong or break off, more than the queue holds. Each answer
 must come whole or end with an error. A row a minute says what the process holds; after the last, all
 pages must be there for as many full contexts as are served at once, and threads, descriptors and
-memory must be those of an early minute.
+memory must be those of an early minute. With --hybrid the model has recurrences and random weights.
 """
 
 import argparse
+import array
 import collections
 import http.client
 import json
@@ -18,7 +19,9 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -179,16 +182,69 @@ def fill(address):
     [t.join() for t in threads]
 
 
+def hybrid(folder, demo):
+    """A small model with recurrences in three of four layers, random weights and the demo's tokenizer."""
+    hidden, mlp, heads, kv_heads, d, key_heads, value_heads, dim, vocab = 128, 256, 4, 2, 32, 2, 4, 32, 4096
+    keys, values = key_heads * dim, value_heads * dim
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_act": "silu",
+        "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": 4, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": d, "vocab_size": vocab, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "eos_token_id": json.loads((demo / "config.json").read_text())["eos_token_id"], "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": dim, "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads, "linear_value_head_dim": dim, "torch_dtype": "float32",
+    }
+    shapes = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
+    for i in range(4):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in {
+            "input_layernorm": [hidden], "post_attention_layernorm": [hidden], "mlp.gate_proj": [mlp, hidden],
+            "mlp.up_proj": [mlp, hidden], "mlp.down_proj": [hidden, mlp],
+        }.items()}
+        if i == 3:
+            shapes |= {f"model.layers.{i}.self_attn.{name}.weight": shape for name, shape in {
+                "q_proj": [2 * heads * d, hidden], "k_proj": [kv_heads * d, hidden], "v_proj": [kv_heads * d, hidden],
+                "o_proj": [hidden, heads * d], "q_norm": [d], "k_norm": [d],
+            }.items()}
+        else:
+            shapes |= {f"model.layers.{i}.linear_attn.{name}": shape for name, shape in {
+                "in_proj_qkv.weight": [2 * keys + values, hidden], "in_proj_z.weight": [values, hidden],
+                "in_proj_b.weight": [value_heads, hidden], "in_proj_a.weight": [value_heads, hidden],
+                "conv1d.weight": [2 * keys + values, 1, 4], "A_log": [value_heads], "dt_bias": [value_heads],
+                "norm.weight": [dim], "out_proj.weight": [hidden, values],
+            }.items()}
+    rng, header, blocks, at = random.Random(1), {}, [], 0
+    for name, shape in shapes.items():
+        count = 1
+        for n in shape:
+            count *= n
+        scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
+        blocks.append(array.array("f", (rng.gauss(0, scale) for _ in range(count))).tobytes())
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + 4 * count]}
+        at += 4 * count
+    head = json.dumps(header).encode()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + b"".join(blocks))
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]:
+        shutil.copy(demo / name, folder / name)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("nq")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--hybrid", action="store_true", help="a model with recurrences instead of the demo")
     options = parser.parse_args()
     demo = pathlib.Path(__file__).parent.parent / "assets/demo"
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
+        served = "demo"
+        if options.hybrid:
+            served = pathlib.Path(made) / "demo"
+            served.mkdir()
+            hybrid(served, demo)
         server = subprocess.Popen(
-            [options.nq, "serve", "demo", "--model", f"other={demo}", "--device", "cpu", "--threads", "1",
+            [options.nq, "serve", str(served), "--model", f"other={demo}", "--device", "cpu", "--threads", "1",
              "--port", "0", "--parallel", str(PARALLEL), "--queue", "12", "--ctx", str(CTX),
              "--timeout", "60", "--cache-dir", cache, "--cache-size", "200MB", "--json"],
             stdout=subprocess.PIPE, text=True,

@@ -7,7 +7,7 @@ use crate::dense;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::gguf;
-use crate::import::{awq, compressed_tensors, fp8, gptq};
+use crate::import::{awq, compressed_tensors, fp8, gptq, modelopt};
 use crate::nq;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -47,6 +47,10 @@ const FORMATS: &[Format] = &[
     Format {
         detect: |s| s.quant_method() == Some(fp8::METHOD),
         open: fp8::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(modelopt::METHOD),
+        open: modelopt::open,
     },
 ];
 
@@ -115,10 +119,10 @@ impl Source {
             refuse_adapter(&files)?;
         }
         let quantization = match quantization {
-            None if config.is_some() => {
-                refuse_model_opt(&files)?;
-                legacy_gptq(&files)?
-            }
+            None if config.is_some() => match early_model_opt(&files)? {
+                None => legacy_gptq(&files)?,
+                found => found,
+            },
             found => found,
         };
         Ok(Source {
@@ -180,21 +184,23 @@ fn refuse_adapter(files: &Files) -> Result<()> {
     }
 }
 
-/// Refuses a folder of NVIDIA's ModelOpt, whose settings are in a file of their own.
-fn refuse_model_opt(files: &Files) -> Result<()> {
+/// The settings of an early ModelOpt checkpoint, which are in a file of their own and do not name the method.
+fn early_model_opt(files: &Files) -> Result<Option<Value>> {
     const NAME: &str = "hf_quant_config.json";
     let Some(bytes) = files.get(NAME)? else {
-        return Ok(());
+        return Ok(None);
     };
-    let config = Value::Object(json_object(&files.path(NAME), &bytes)?);
-    let algorithm = config["quantization"]["quant_algo"]
-        .as_str()
-        .unwrap_or("unnamed");
-    Err(Error::Unsupported {
-        path: files.path(NAME),
-        what: format!("ModelOpt quantization {algorithm}"),
-        why: "nq has no reader for it".into(),
-    })
+    let mut map = json_object(&files.path(NAME), &bytes)?;
+    let Some(Value::Object(mut settings)) = map.remove("quantization") else {
+        return Err(Error::Malformed {
+            path: files.path(NAME),
+            what: "quantization".into(),
+            expected: "an object".into(),
+            found: "none".into(),
+        });
+    };
+    settings.insert("quant_method".into(), modelopt::METHOD.into());
+    Ok(Some(Value::Object(settings)))
 }
 
 /// The settings of an early GPTQ checkpoint, which are in a file of their own and do

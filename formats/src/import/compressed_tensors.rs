@@ -1,5 +1,5 @@
 //! Reads compressed-tensors as vLLM's llm-compressor writes it: `pack-quantized` (4 and 8 bits) and
-//! `int-quantized` (8 bits).
+//! `int-quantized` (8 bits), and the floats of [`floats`](super::floats).
 //!
 //! | tensor | shape | |
 //! |---|---|---|
@@ -61,6 +61,8 @@ impl fmt::Display for GroupScheme {
 struct CompressedTensors {
     /// The declared schemes; a weight's shapes tell which of them it has.
     schemes: Vec<GroupScheme>,
+    /// True if some weights are declared as small floats.
+    floats: bool,
     rotations: Vec<Rotation>,
 }
 
@@ -71,11 +73,19 @@ struct CompressedTensors {
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = Settings::new(&source);
-    const FORMATS: [&str; 3] = ["pack-quantized", "int-quantized", "mixed-precision"];
+    const FORMATS: [&str; 5] = [
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+        "nvfp4-pack-quantized",
+        "mixed-precision",
+    ];
     let known = |s: &Settings<'_>| match s.str("format")? {
         Some(f) if !FORMATS.contains(&f) => {
             let what = format!("compressed-tensors format {f}");
-            Err(s.unsupported(what, "nq reads pack-quantized and int-quantized"))
+            let why =
+                "nq reads pack-quantized, int-quantized, float-quantized and nvfp4-pack-quantized";
+            Err(s.unsupported(what, why))
         }
         _ => Ok(()),
     };
@@ -98,7 +108,7 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
         left.push(LeftOver::new(name, CACHE));
     }
     let rotations = Rotation::read_all(&settings)?;
-    let mut schemes = Vec::new();
+    let (mut schemes, mut floats) = (Vec::new(), false);
     for group in groups.values() {
         let group = settings.within(group);
         known(&group)?;
@@ -110,12 +120,15 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
         }
         if let Some(weights) = group.get("weights") {
             let weights = group.within(weights);
-            schemes.push(scheme(&weights)?);
+            match is_float(&weights)? {
+                true => floats = true,
+                false => schemes.push(scheme(&weights)?),
+            }
             left.extend(weights.left_over(WEIGHT_RECORDS));
         } // else: activations or the cache alone
         left.extend(group.left_over(&["targets"]));
     }
-    if schemes.is_empty() {
+    if schemes.is_empty() && !floats {
         return Err(settings.malformed("config_groups", "a group with weights"));
     }
     left.extend(settings.left_over(&[
@@ -126,7 +139,12 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
     ]));
     left.dedup();
     source.left_over = left;
-    open_with(source, CompressedTensors { schemes, rotations })
+    let layout = CompressedTensors {
+        schemes,
+        floats,
+        rotations,
+    };
+    open_with(source, layout)
 }
 
 /// Keys of a group's weights that record how they were found, or concern other programs.
@@ -139,14 +157,38 @@ const WEIGHT_RECORDS: &[&str] = &[
     "zp_dtype",
 ];
 
-fn scheme(weights: &Settings<'_>) -> Result<GroupScheme> {
+/// True for weights in a small float that nq reads, false for integers.
+fn is_float(weights: &Settings<'_>) -> Result<bool> {
     if weights.bool("dynamic")?.unwrap_or(false) {
         return Err(
             weights.unsupported("weights with dynamic true".into(), "nq reads stored codes")
         );
     }
+    if weights.str("type")? != Some("float") {
+        return Ok(false);
+    }
+    let bits = weights.get("num_bits").and_then(Value::as_u64);
+    let strategy = weights.str("strategy")?.unwrap_or("tensor");
+    // The tensors' shapes tell the rest.
+    for key in ["group_size", "symmetric", "block_structure"] {
+        weights.get(key);
+    }
+    match (bits, strategy) {
+        (Some(8), "tensor" | "channel" | "block") | (Some(4), "tensor_group") => Ok(true),
+        _ => {
+            let bits = bits.map_or("unknown".into(), |b| b.to_string());
+            let what = format!("float weights of {bits} bits with strategy {strategy}");
+            let why = "nq reads 8 bits by tensor, channel or block, and 4 by tensor_group (NVFP4)";
+            Err(weights.unsupported(what, why))
+        }
+    }
+}
+
+fn scheme(weights: &Settings<'_>) -> Result<GroupScheme> {
     if let Some(other) = weights.str("type")?.filter(|t| *t != "int") {
-        return Err(weights.unsupported(format!("weights of type {other}"), "nq reads int"));
+        return Err(
+            weights.unsupported(format!("weights of type {other}"), "nq reads int and float")
+        );
     }
     let strategy = match weights.str("strategy")? {
         Some("channel") => Strategy::Channel,
@@ -205,6 +247,10 @@ impl CompressedTensors {
 impl Layout for CompressedTensors {
     fn format(&self) -> &'static str {
         METHOD
+    }
+
+    fn has_floats(&self) -> bool {
+        self.floats
     }
 
     fn is_quantized(&self, shards: &Shards, name: &str) -> bool {

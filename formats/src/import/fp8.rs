@@ -96,39 +96,52 @@ impl Fp8Store {
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {
-        let full = tensor_name(name);
-        let tensor = self
-            .shards
-            .require(&full, &[DType::F8E4M3], &[rows, cols])?;
         let (down, across) = (rows.div_ceil(self.block.0), cols.div_ceil(self.block.1));
-        let scale_name = format!("{name}{SCALES}");
-        let scales = self.shards.require(&scale_name, &FLOATS, &[down, across])?;
-        let scales = scales.to_f32()?;
-        if let Some(i) = scales.iter().position(|s| !s.is_finite()) {
-            let found = format!("{} in block {}, {}", scales[i], i / across, i % across);
-            return Err(self
-                .shards
-                .error(&scale_name, "finite values".into(), found));
-        }
-        let table: Vec<f32> = (0..=255).map(e4m3).collect();
-        if let Some(i) = tensor.data().iter().position(|b| b & 0x7F == 0x7F) {
-            let found = format!("NaN in row {}, column {}", i / cols, i % cols);
-            return Err(self.shards.error(&full, "finite values".into(), found));
-        }
-        let mut bytes = vec![0; rows * cols * N];
-        bytes
-            .par_chunks_mut(cols.max(1) * N)
-            .enumerate()
-            .for_each(|(r, out)| {
-                let row = &tensor.data()[r * cols..(r + 1) * cols];
-                let scales = &scales[r / self.block.0 * across..][..across];
-                let values = row.iter().enumerate();
-                for ((i, b), o) in values.zip(out.as_chunks_mut::<N>().0) {
-                    *o = encode(table[usize::from(*b)] * scales[i / self.block.1]);
-                }
-            });
-        Tensor::new(dtype, vec![rows, cols], bytes.into())
+        let scale = format!("{name}{SCALES}");
+        let scales = self.shards.require(&scale, &FLOATS, &[down, across])?;
+        let names = (&tensor_name(name)[..], &scale[..]);
+        let scales = (self.block, scales.to_f32()?);
+        dequantize(&self.shards, names, (rows, cols), scales, dtype, encode)
     }
+}
+
+/// The FP8 tensor `[rows, cols]` of the first name, times `scales` of the second, one for each `block` (rows, columns), in
+/// elements of `N` bytes; `encode` converts an f32 to one.
+///
+/// # Errors
+/// A missing or misshapen tensor; values or scales that are not finite.
+pub(super) fn dequantize<const N: usize>(
+    shards: &Shards,
+    (name, scale_name): (&str, &str),
+    (rows, cols): (usize, usize),
+    (block, scales): ((usize, usize), Vec<f32>),
+    dtype: DType,
+    encode: impl Fn(f32) -> [u8; N] + Sync,
+) -> Result<Tensor> {
+    let tensor = shards.require(name, &[DType::F8E4M3], &[rows, cols])?;
+    let across = cols.div_ceil(block.1);
+    if let Some(i) = scales.iter().position(|s| !s.is_finite()) {
+        let found = format!("{} in block {}, {}", scales[i], i / across, i % across);
+        return Err(shards.error(scale_name, "finite values".into(), found));
+    }
+    let table: Vec<f32> = (0..=255).map(e4m3).collect();
+    if let Some(i) = tensor.data().iter().position(|b| b & 0x7F == 0x7F) {
+        let found = format!("NaN in row {}, column {}", i / cols, i % cols);
+        return Err(shards.error(name, "finite values".into(), found));
+    }
+    let mut bytes = vec![0; rows * cols * N];
+    bytes
+        .par_chunks_mut(cols.max(1) * N)
+        .enumerate()
+        .for_each(|(r, out)| {
+            let row = &tensor.data()[r * cols..(r + 1) * cols];
+            let scales = &scales[r / block.0 * across..][..across];
+            let values = row.iter().enumerate();
+            for ((i, b), o) in values.zip(out.as_chunks_mut::<N>().0) {
+                *o = encode(table[usize::from(*b)] * scales[i / block.1]);
+            }
+        });
+    Tensor::new(dtype, vec![rows, cols], bytes.into())
 }
 
 impl WeightStore for Fp8Store {

@@ -3,8 +3,10 @@
 
 pub mod awq;
 pub mod compressed_tensors;
+mod floats;
 pub mod fp8;
 pub mod gptq;
+pub mod modelopt;
 mod rotation;
 
 use crate::account::LeftOver;
@@ -35,6 +37,11 @@ use std::sync::Arc;
 pub(crate) trait Layout: Send + Sync {
     /// The format's name.
     fn format(&self) -> &'static str;
+
+    /// True if weights may also be in small floats, which are read whatever the layout.
+    fn has_floats(&self) -> bool {
+        false
+    }
 
     /// True if the weight `name` is stored quantized.
     fn is_quantized(&self, shards: &Shards, name: &str) -> bool;
@@ -142,11 +149,19 @@ pub(crate) fn open_with(source: Source, layout: impl Layout + 'static) -> Result
 }
 
 impl<L: Layout> ImportStore<L> {
+    /// The small float that a weight is in, if it is in one.
+    fn float(&self, name: &str) -> Option<floats::Kind> {
+        let has = self.layout.has_floats();
+        has.then(|| floats::Kind::of(&self.shards, name)).flatten()
+    }
+
     fn parts(&self, name: &str, dims: (usize, usize)) -> Result<Option<Parts>> {
-        if !self.layout.is_quantized(&self.shards, name) {
-            return Ok(None);
-        }
-        let parts = self.layout.read(&self.shards, name, dims)?;
+        let parts = match self.float(name) {
+            Some(floats::Kind::Fp8) => return Ok(None),
+            Some(nvfp4) => nvfp4.read(&self.shards, name, dims)?,
+            None if !self.layout.is_quantized(&self.shards, name) => return Ok(None),
+            None => self.layout.read(&self.shards, name, dims)?,
+        };
         // Checked before any value is used: scales decide how a weight is read.
         if let Some((i, s)) = (0..).zip(&parts.scales).find(|(_, s)| !s.is_finite()) {
             let tensor = format!("{name}{}", self.layout.scales());
@@ -171,6 +186,10 @@ impl<L: Layout> ImportStore<L> {
     }
 
     fn dense(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+        if self.float(name) == Some(floats::Kind::Fp8) {
+            let tensor = floats::fp8(&self.shards, name, (rows, cols), false)?;
+            return Ok(Weight::Dense(tensor));
+        }
         let tensor = self
             .shards
             .require(&tensor_name(name), &FLOATS, &[rows, cols])?;
@@ -184,7 +203,9 @@ impl<L: Layout> WeightStore for ImportStore<L> {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.layout.is_quantized(&self.shards, name) || self.shards.contains(&tensor_name(name))
+        self.float(name).is_some()
+            || self.layout.is_quantized(&self.shards, name)
+            || self.shards.contains(&tensor_name(name))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
@@ -213,16 +234,26 @@ impl<L: Layout> WeightStore for ImportStore<L> {
                 let tensor = parts.into_dense(dims)?;
                 Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
             }
+            None if self.float(name).is_some() => {
+                let tensor = floats::fp8(&self.shards, name, dims, true)?;
+                Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
+            }
             _ => self.matrix(name, dims).map(StoredWeight::Canonical),
         }
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
-        if !self.layout.is_quantized(&self.shards, name) {
-            return vec![tensor_name(name)];
-        }
-        let parts = self.layout.parts(&self.shards, name).iter();
-        parts.map(|suffix| format!("{name}{suffix}")).collect()
+        let parts = match self.float(name) {
+            Some(kind) => kind.parts(),
+            None if self.layout.is_quantized(&self.shards, name) => {
+                self.layout.parts(&self.shards, name)
+            }
+            None => return vec![tensor_name(name)],
+        };
+        parts
+            .iter()
+            .map(|suffix| format!("{name}{suffix}"))
+            .collect()
     }
 
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
@@ -230,6 +261,17 @@ impl<L: Layout> WeightStore for ImportStore<L> {
     }
 
     fn exactness(&self, name: &str) -> Exactness {
+        if let Some(kind) = self.float(name) {
+            let parts = || {
+                kind.read(&self.shards, name, kind.dims(&self.shards, name)?)
+                    .ok()
+            };
+            return match kind {
+                floats::Kind::Fp8 => Exactness::ValuesRounded(DType::BF16),
+                _ if parts().is_some_and(|p| fit_f16(&p.scales)) => Exactness::Exact,
+                _ => Exactness::ScalesRounded(DType::F16),
+            };
+        }
         let scales = self.shards.get(&format!("{name}{}", self.layout.scales()));
         let rounded = self.layout.rotations(name).is_empty()
             && self.layout.is_quantized(&self.shards, name)

@@ -1,0 +1,90 @@
+//! Reads what NVIDIA's ModelOpt exports: NVFP4 and FP8 weights beside unquantized ones. [`floats`](super::floats)
+//! has the layouts; which one a weight is in is told by its tensors.
+
+use super::{Layout, Parts, Settings, open_with};
+use crate::account::{ACTIVATIONS, CACHE, LeftOver};
+use crate::checkpoint::{Checkpoint, Source};
+use crate::error::Result;
+use crate::shards::Shards;
+use serde_json::Value;
+
+/// The `quant_method` of this format.
+pub const METHOD: &str = "modelopt";
+
+/// The algorithms whose weights are stored as small floats with scales and nothing else.
+const ALGORITHMS: [&str; 6] = [
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_PB_WO",
+    "MIXED_PRECISION",
+    "NVFP4",
+    "W4A16_NVFP4",
+];
+
+struct ModelOpt;
+
+/// Opens a checkpoint whose `quant_method` is `modelopt`.
+///
+/// # Errors
+/// [`crate::Error::Unsupported`], naming it, for another algorithm; otherwise errors of [`Shards::open`].
+pub fn open(mut source: Source) -> Result<Checkpoint> {
+    let settings = Settings::new(&source);
+    let Some(algorithm) = settings.str("quant_algo")? else {
+        return Err(settings.malformed("quant_algo", "the name of an algorithm"));
+    };
+    if !ALGORITHMS.contains(&algorithm.to_ascii_uppercase().as_str()) {
+        let what = format!("ModelOpt quant_algo {algorithm}");
+        let known = ALGORITHMS.join(", ");
+        return Err(settings.unsupported(what, &format!("nq reads {known}")));
+    }
+    let mut left = settings.left_over(&[
+        "config_groups",
+        "exclude_modules",
+        "group_size",
+        "ignore",
+        "kv_cache_quant_algo",
+        "kv_cache_scheme",
+        "producer",
+        "quantized_layers",
+    ]);
+    for key in ["kv_cache_quant_algo", "kv_cache_scheme"] {
+        if settings.get(key).is_some() {
+            let name = format!("config.json: quantization_config: {key}");
+            left.push(LeftOver::new(name, CACHE));
+        }
+    }
+    let groups = settings.get("config_groups").and_then(Value::as_object);
+    let rounds = |group: &Value| group.get("input_activations").is_some_and(|a| !a.is_null());
+    if groups.is_some_and(|groups| groups.values().any(rounds)) {
+        let name = "config.json: quantization_config: input_activations";
+        left.push(LeftOver::new(name, ACTIVATIONS));
+    }
+    source.left_over = left;
+    open_with(source, ModelOpt)
+}
+
+impl Layout for ModelOpt {
+    fn format(&self) -> &'static str {
+        METHOD
+    }
+
+    fn has_floats(&self) -> bool {
+        true
+    }
+
+    fn is_quantized(&self, _: &Shards, _: &str) -> bool {
+        false
+    }
+
+    fn parts(&self, _: &Shards, _: &str) -> &'static [&'static str] {
+        &[]
+    }
+
+    fn scales(&self) -> &'static str {
+        ".weight_scale"
+    }
+
+    fn read(&self, shards: &Shards, name: &str, _: (usize, usize)) -> Result<Parts> {
+        Err(shards.error(name, "NVFP4 or FP8".into(), "other codes".into()))
+    }
+}
