@@ -427,6 +427,10 @@ def json_comparison():
     return fields("evals/src/report.rs", "Comparison")
 
 
+def json_errors():
+    return fields("evals/src/spread.rs", "StandardErrors")
+
+
 def json_depth():
     return fields("evals/src/depth.rs", "DepthBucket")
 

@@ -158,7 +158,7 @@ fn eval_shows_quality_by_depth() {
         assert_eq!(table.matches(row).count(), 1, "{row} in {table}");
     }
     let report = fs::read_to_string(path("r.md")).unwrap();
-    let head = "| position | tokens | perplexity | reference's | mean KLD |";
+    let head = "| position | tokens | perplexity | its change | mean KLD |";
     assert!(report.contains(head), "{report}");
     assert!(report.contains("| 128-254 |"), "{report}");
 

@@ -1,6 +1,7 @@
 //! Quality by depth: how far from the beginning of its window a token is.
 
 use crate::evaluate::{Evaluation, PairScore};
+use crate::spread;
 use crate::stats;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -19,7 +20,7 @@ pub struct DepthBucket {
     pub tokens: usize,
     /// Perplexity.
     pub ppl: f64,
-    /// Standard error of `ppl`.
+    /// Standard error of `ppl`, over windows if there are at least 8 of them, otherwise over tokens.
     pub ppl_se: f64,
     /// The comparison, if there was a reference.
     #[serde(flatten)]
@@ -31,10 +32,16 @@ pub struct DepthBucket {
 pub struct DepthComparison {
     /// Mean KL divergence, in nats.
     pub kld: f64,
-    /// Its standard error.
+    /// Its standard error, over the same samples as that of `ppl`.
     pub kld_se: f64,
     /// Perplexity of the reference.
     pub ppl_ref: f64,
+    /// `ln(ppl / ppl_ref)`.
+    #[serde(default)]
+    pub ln_ppl_ratio: f64,
+    /// Its standard error.
+    #[serde(default)]
+    pub ln_ppl_ratio_se: f64,
 }
 
 impl DepthBucket {
@@ -59,14 +66,19 @@ impl Evaluation {
         let inside = from..from + positions.len();
         let nll: Vec<f64> = of_windows(&self.nll, window, &inside);
         let pairs: Vec<PairScore> = of_windows(&self.pairs, window, &inside);
-        let (mean, se) = stats::mean_and_se(nll.iter().copied());
+        let mean_and_se = |samples: &[f64]| spread::mean_and_se(samples, inside.len());
+        let (mean, se) = mean_and_se(&nll);
         let against = (!pairs.is_empty()).then(|| {
-            let (kld, kld_se) = stats::mean_and_se(pairs.iter().map(|p| p.kld));
-            let ppl_ref = stats::mean(pairs.iter().map(|p| p.reference_nll)).exp();
+            let klds: Vec<f64> = pairs.iter().map(|p| p.kld).collect();
+            let ratios = nll.iter().zip(&pairs).map(|(nll, p)| nll - p.reference_nll);
+            let (kld, kld_se) = mean_and_se(&klds);
+            let (ln_ppl_ratio, ln_ppl_ratio_se) = mean_and_se(&ratios.collect::<Vec<_>>());
             DepthComparison {
                 kld,
                 kld_se,
-                ppl_ref,
+                ppl_ref: stats::mean(pairs.iter().map(|p| p.reference_nll)).exp(),
+                ln_ppl_ratio,
+                ln_ppl_ratio_se,
             }
         });
         DepthBucket {

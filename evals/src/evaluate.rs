@@ -36,6 +36,19 @@ pub struct PairScore {
     pub model_top: u32,
     /// The reference's best token.
     pub reference_top: u32,
+    /// Probability of the model's best token.
+    pub model_top_p: Probability,
+    /// Probability of the reference's best token.
+    pub reference_top_p: Probability,
+}
+
+/// The probability of a token according to two models.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Probability {
+    /// According to the reference.
+    pub reference: f32,
+    /// According to the model.
+    pub model: f32,
 }
 
 /// A position at which the model differs far from its reference.
@@ -55,6 +68,12 @@ pub struct WorstToken {
     pub model_top: u32,
     /// The reference's best token.
     pub reference_top: u32,
+    /// Probability of `target`.
+    pub target_p: Probability,
+    /// Probability of `model_top`.
+    pub model_top_p: Probability,
+    /// Probability of `reference_top`.
+    pub reference_top_p: Probability,
 }
 
 impl WorstToken {
@@ -109,6 +128,12 @@ impl Evaluation {
                     target: tokens[start + position + 1],
                     model_top: pair.model_top,
                     reference_top: pair.reference_top,
+                    target_p: Probability {
+                        reference: (-pair.reference_nll).exp() as f32,
+                        model: (-self.nll[i]).exp() as f32,
+                    },
+                    model_top_p: pair.model_top_p,
+                    reference_top_p: pair.reference_top_p,
                 }
             })
             .collect()
@@ -171,14 +196,8 @@ pub fn compare(
                 let (reference_top, x_max) = peak("reference", x, place)?;
                 let (model_top, y_max) = peak("model", y, place)?;
                 let d = softmax::divergence(y, y_max, x, x_max);
-                let target = place.target as usize;
-                let pair = PairScore {
-                    kld: d.kld,
-                    reference_nll: d.reference_lse - f64::from(x[target]),
-                    model_top: model_top as u32,
-                    reference_top: reference_top as u32,
-                };
-                Ok((d.model_lse - f64::from(y[target]), pair))
+                let nll = d.reference_lse - f64::from(x[place.target as usize]);
+                Ok(score_pair(y, x, &d, place, model_top, reference_top, nll))
             })?;
             for (&place, (row_nll, pair)) in places.iter().zip(rows) {
                 nll[plan.index(place)] = row_nll;
@@ -197,7 +216,42 @@ impl PairScore {
         reference_nll: 0.0,
         model_top: 0,
         reference_top: 0,
+        model_top_p: Probability {
+            reference: 0.0,
+            model: 0.0,
+        },
+        reference_top_p: Probability {
+            reference: 0.0,
+            model: 0.0,
+        },
     };
+}
+
+/// The model's cross-entropy of a row's token and its comparison with the reference, whose best token and
+/// cross-entropy are given.
+pub(crate) fn score_pair(
+    model: &[f32],
+    reference: &[f32],
+    d: &softmax::Divergence,
+    place: Place,
+    model_top: usize,
+    reference_top: usize,
+    reference_nll: f64,
+) -> (f64, PairScore) {
+    let probability = |token: usize| Probability {
+        reference: (f64::from(reference[token]) - d.reference_lse).exp() as f32,
+        model: (f64::from(model[token]) - d.model_lse).exp() as f32,
+    };
+    let pair = PairScore {
+        kld: d.kld,
+        reference_nll,
+        model_top: model_top as u32,
+        reference_top: reference_top as u32,
+        model_top_p: probability(model_top),
+        reference_top_p: probability(reference_top),
+    };
+    let nll = d.model_lse - f64::from(model[place.target as usize]);
+    (nll, pair)
 }
 
 /// Refuses models whose distributions are over different tokens.

@@ -35,15 +35,17 @@ pub mod render;
 mod report;
 mod rows;
 mod softmax;
+mod spread;
 pub mod stats;
 mod windows;
 
 pub use depth::{DepthBucket, DepthComparison};
 pub use error::{Error, Result};
-pub use evaluate::{Evaluation, PairScore, WorstToken, compare, evaluate};
+pub use evaluate::{Evaluation, PairScore, Probability, WorstToken, compare, evaluate};
 pub use reference::{Precision, ReferenceLogits, self_noise};
 pub use report::{
     BenchRow, Breakdown, Comparison, DraftRow, EvalReport, KldStats, OpRow, Protocol,
 };
 pub use rows::kld_rows;
+pub use spread::{Over, StandardErrors};
 pub use windows::EvalSpec;

@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::evaluate::{
-    Evaluation, PairScore, finish, peak, row_nll, same_vocabulary, scatter, score_rows,
+    Evaluation, PairScore, finish, peak, row_nll, same_vocabulary, scatter, score_pair, score_rows,
 };
 use crate::report::KldStats;
 use crate::softmax;
@@ -191,13 +191,8 @@ impl ReferenceLogits {
                     let (_, x_max) = peak("reference", x, place)?;
                     let (top, y_max) = peak("model", y, place)?;
                     let d = softmax::divergence(y, y_max, x, x_max);
-                    let pair = PairScore {
-                        kld: d.kld,
-                        reference_nll: self.rows[at].nll,
-                        model_top: top as u32,
-                        reference_top: self.rows[at].top,
-                    };
-                    Ok((d.model_lse - f64::from(y[place.target as usize]), pair))
+                    let ReferenceRow { nll, top: best } = self.rows[at];
+                    Ok(score_pair(y, x, &d, place, top, best as usize, nll))
                 };
                 let scored: Vec<(f64, PairScore)> = places
                     .par_iter()

@@ -31,7 +31,7 @@ impl fmt::Display for Protocol {
 pub struct EvalReport {
     /// Perplexity: `exp` of the mean cross-entropy in nats.
     pub ppl: f64,
-    /// Standard error of `ppl`.
+    /// Standard error of `ppl` over tokens, as `llama-perplexity` computes it.
     pub ppl_se: f64,
     /// Number of tokens scored.
     pub tokens: usize,
@@ -70,7 +70,7 @@ pub struct Comparison {
     pub ppl_ref: f64,
     /// `ln(ppl / ppl_ref)`.
     pub ln_ppl_ratio: f64,
-    /// Its standard error (the two perplexities are correlated).
+    /// Its standard error over tokens (the two perplexities are correlated).
     pub ln_ppl_ratio_se: f64,
 }
 

@@ -96,6 +96,13 @@ fn figures_that_are_not_finite_are_refused() {
     );
 }
 
+fn close(a: f64, b: f64, tolerance: f64, what: &str) {
+    assert!(
+        (a - b).abs() <= tolerance * b.abs().max(1.0),
+        "{what}: {a}, expected {b}"
+    );
+}
+
 #[test]
 fn comparison_is_the_definition() {
     let (engine, reference) = (FakeEngine::new(VOCAB, 0.4), FakeEngine::new(VOCAB, 0.0));
@@ -123,17 +130,28 @@ fn comparison_is_the_definition() {
             );
             same += usize::from(top(&q) == top(&r));
             dp2 += (q[t].exp() - r[t].exp()).powi(2);
+            let pair = e.pairs[klds.len() - 1];
+            for (token, found) in [(top(&q), pair.model_top_p), (top(&r), pair.reference_top_p)] {
+                let token = token.unwrap();
+                close(
+                    f64::from(found.model),
+                    q[token].exp(),
+                    1e-6,
+                    "the model's probability",
+                );
+                close(
+                    f64::from(found.reference),
+                    r[token].exp(),
+                    1e-6,
+                    "the reference's",
+                );
+            }
             nll.push(-q[t]);
             nll_ref.push(-r[t]);
         }
     }
     let n = klds.len() as f64;
-    let close = |a: f64, b: f64, what: &str| {
-        assert!(
-            (a - b).abs() <= 1e-11 * b.abs().max(1.0),
-            "{what}: {a}, expected {b}"
-        );
-    };
+    let close = |a: f64, b: f64, what: &str| close(a, b, 1e-11, what);
     close(c.kld.mean, klds.iter().sum::<f64>() / n, "mean");
     close(c.rms_dp, (dp2 / n).sqrt(), "rms_dp");
     close(c.same_top1, same as f64 / n, "same_top1");

@@ -7,11 +7,12 @@ use crate::texts::{self, Text};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_evals::render::{
-    self, Document, Section, WorstLine, depth_kld_cell, kld_cell, protocol_line,
+    self, Document, Reference, Section, WorstLine, depth_kld_cell, errors_line, protocol_line,
+    verdicts,
 };
 use nq_evals::{
     DepthBucket, EvalReport, EvalSpec, Evaluation, KldStats, Precision, Protocol, ReferenceLogits,
-    WorstToken, compare, evaluate, self_noise,
+    StandardErrors, WorstToken, compare, evaluate, self_noise,
 };
 use nq_formats::durable::check_writable;
 use nq_formats::{Progress, nq};
@@ -112,6 +113,7 @@ struct Json<'a> {
     bits_per_weight: f64,
     #[serde(flatten)]
     report: &'a EvalReport,
+    errors: StandardErrors,
     #[serde(skip_serializing_if = "Option::is_none")]
     self_noise: Option<KldStats>,
     window_ppl: Vec<f64>,
@@ -271,11 +273,10 @@ impl Workbench<'_> {
             })
             .collect();
         let checkpoint = &loaded.model.checkpoint;
-        let bytes = checkpoint.store().entries().iter().map(|e| e.bytes).sum();
         Ok(Outcome {
             name: loaded.model.name.clone(),
-            bytes,
-            bits_per_weight: 8.0 * bytes as f64 / checkpoint.config().parameters() as f64,
+            bytes: checkpoint.tensor_bytes(),
+            bits_per_weight: checkpoint.bits_per_weight(),
             description: engine.description().clone(),
             evaluation,
             worst,
@@ -316,8 +317,10 @@ impl Workbench<'_> {
 
     /// Prints JSON, as a list with one object per model, or the table.
     fn print(&self, outcomes: &[Outcome], global: &Global) -> anyhow::Result<()> {
-        let reference = self.reference.as_ref().map(|r| r.model.name.as_str());
+        let document = self.document(outcomes);
+        let reference = document.reference.as_ref();
         if global.json {
+            let reference = reference.map(|r| r.name.as_str());
             let json: Vec<Json<'_>> = outcomes
                 .iter()
                 .map(|o| o.json(reference, self.args.by_depth))
@@ -332,9 +335,17 @@ impl Workbench<'_> {
             format!("text      {}", self.text.name),
             format!("protocol  {}", protocol_line(&first.evaluation)),
         ];
-        if let Some(name) = reference {
+        if let Some(r) = reference {
+            let ppl = first
+                .evaluation
+                .report
+                .against
+                .as_ref()
+                .map_or(0.0, |c| c.ppl_ref);
             lines.push(format!(
-                "reference {name}; KL divergence is KL(reference || model), nats per token"
+                "reference {}, {:.2} MB, perplexity {ppl:.4}; KL divergence is KL(reference || model), nats per token",
+                r.name,
+                r.bytes as f64 / 1e6
             ));
         }
         if let Some(recorded) = &self.recorded
@@ -343,7 +354,11 @@ impl Workbench<'_> {
             lines.push("          kept as f16: divergences are good to 1e-6".to_owned());
         }
         lines.push(String::new());
-        lines.extend(table(outcomes, self.args.by_depth));
+        lines.extend(table(&document));
+        lines.push(String::new());
+        lines.extend(verdicts(&document));
+        lines.push(String::new());
+        lines.extend(errors_line(&document));
         if reference.is_some() {
             lines.push(LEGEND.to_owned());
         }
@@ -351,15 +366,11 @@ impl Workbench<'_> {
             for o in outcomes.iter().filter(|o| !o.worst.is_empty()) {
                 lines.push(format!("\nwhere {} strays most", o.name));
                 for (_, w) in &o.worst {
+                    let [text, reference, model] =
+                        w.tokens().map(|(token, p)| format!("{token:?} {p}"));
                     lines.push(format!(
-                        "  {:8.4}  {}:{}  ...{:?} -> text {:?}, reference {:?}, model {:?}",
-                        w.kld,
-                        w.window,
-                        w.position,
-                        w.context,
-                        w.target,
-                        w.reference_top,
-                        w.model_top
+                        "  {:8.4}  {}:{}  ...{:?}: the text {text}, the reference {reference}, the model {model}",
+                        w.kld, w.window, w.position, w.context,
                     ));
                 }
             }
@@ -373,7 +384,11 @@ impl Workbench<'_> {
             command: command_line(),
             date: jiff::Zoned::now().strftime("%Y-%m-%d %H:%M %Z").to_string(),
             text: self.text.name.clone(),
-            reference: self.reference.as_ref().map(|r| r.model.name.clone()),
+            reference: self.reference.as_ref().map(|r| Reference {
+                name: r.model.name.clone(),
+                bytes: r.model.checkpoint.tensor_bytes(),
+                bits_per_weight: r.model.checkpoint.bits_per_weight(),
+            }),
             models: outcomes.iter().map(Outcome::section).collect(),
             by_depth: self.args.by_depth,
         }
@@ -433,6 +448,9 @@ fn decode(w: &WorstToken, tokenizer: &Tokenizer) -> WorstLine {
         target: one(w.target),
         reference_top: one(w.reference_top),
         model_top: one(w.model_top),
+        target_p: w.target_p,
+        reference_top_p: w.reference_top_p,
+        model_top_p: w.model_top_p,
     }
 }
 
@@ -444,6 +462,7 @@ impl Outcome {
             tensor_bytes: self.bytes,
             bits_per_weight: self.bits_per_weight,
             report: &self.evaluation.report,
+            errors: self.evaluation.errors(),
             self_noise: self.self_noise,
             window_ppl: self.evaluation.window_ppl(),
             window_kld: self.evaluation.window_kld(),
@@ -461,6 +480,7 @@ impl Outcome {
             bytes: self.bytes,
             bits_per_weight: self.bits_per_weight,
             engine: self.description.to_string(),
+            activations: self.description.activations.clone(),
             evaluation: &self.evaluation,
             worst: self.worst.iter().map(|(_, line)| line.clone()).collect(),
             self_noise: self.self_noise,
@@ -469,59 +489,23 @@ impl Outcome {
 }
 
 /// Explains the rows of a comparison whose names are not self-explanatory.
-const LEGEND: &str = "
-ln ratio: of the perplexities, model to reference
-floor: mean KLD of the reference from itself, its KV cache in f32 and its tokens in other portions
+const LEGEND: &str = "\
+KLD floor: mean KLD of the reference from itself, with its KV cache in f32 and the text fed in pieces of other sizes
 RMS dp: root mean square of the change in the probability of the text's tokens";
 
 /// The table, with figures as rows and models as columns, which is readable with several models.
-fn table(outcomes: &[Outcome], by_depth: bool) -> Vec<String> {
-    let mut rows: Vec<Vec<String>> = Vec::new();
-    let mut push = |name: &str, cell: &dyn Fn(&Outcome) -> Option<String>| {
-        let cells: Vec<Option<String>> = outcomes.iter().map(cell).collect();
-        if cells.iter().any(Option::is_some) {
-            let mut row = vec![name.to_owned()];
-            row.extend(cells.into_iter().map(Option::unwrap_or_default));
-            rows.push(row);
-        }
-    };
-    let against = |o: &Outcome| o.evaluation.report.against.clone();
-    push("", &|o| Some(o.name.clone()));
-    push("MB of tensors", &|o| {
-        Some(format!("{:.2}", o.bytes as f64 / 1e6))
-    });
-    push("bits per weight", &|o| {
-        Some(format!("{:.2}", o.bits_per_weight))
-    });
-    push("activations", &|o| Some(o.description.activations.clone()));
-    push("perplexity", &|o| {
-        let r = &o.evaluation.report;
-        Some(format!("{:.4} ± {:.4}", r.ppl, r.ppl_se))
-    });
-    push("reference's", &|o| {
-        Some(format!("{:.4}", against(o)?.ppl_ref))
-    });
-    push("ln ratio", &|o| {
-        let c = against(o)?;
-        Some(format!("{:+.5} ± {:.5}", c.ln_ppl_ratio, c.ln_ppl_ratio_se))
-    });
-    let kld = |get: fn(&KldStats) -> f64| move |o: &Outcome| Some(kld_cell(get(&against(o)?.kld)));
-    push("KLD mean", &kld(|k| k.mean));
-    push("    median", &kld(|k| k.median));
-    push("    90 %", &kld(|k| k.p90));
-    push("    99 %", &kld(|k| k.p99));
-    push("    99.9 %", &kld(|k| k.p999));
-    push("    max", &kld(|k| k.max));
-    push("    floor", &|o| Some(kld_cell(o.self_noise?.mean)));
-    push("same best token", &|o| {
-        Some(format!("{:.2} %", 100.0 * against(o)?.same_top1))
-    });
-    push("RMS dp", &|o| {
-        Some(format!("{:.2} %", 100.0 * against(o)?.rms_dp))
-    });
-    if by_depth {
-        let depths: Vec<Vec<DepthBucket>> =
-            outcomes.iter().map(|o| o.evaluation.by_depth()).collect();
+fn table(document: &Document<'_>) -> Vec<String> {
+    let (head, figures) = render::figures(document);
+    // The source, which has few figures, is named above.
+    let columns = 1 + document.models.len();
+    let mut rows: Vec<Vec<String>> = [head].into_iter().chain(figures).collect();
+    rows.iter_mut().for_each(|row| row.truncate(columns));
+    if document.by_depth {
+        let depths: Vec<Vec<DepthBucket>> = document
+            .models
+            .iter()
+            .map(|m| m.evaluation.by_depth())
+            .collect();
         let names = depths.first().into_iter().flatten().map(DepthBucket::name);
         let (mut kld, mut ppl) = (Vec::new(), Vec::new());
         for (i, name) in names.enumerate() {
@@ -574,7 +558,7 @@ fn blocks(rows: &[Vec<String>], most: usize) -> Vec<String> {
             for (cell, w) in row[from..to].iter().zip(&widths[from..to]) {
                 line.push_str(&format!("  {cell:>w$}"));
             }
-            lines.push(line);
+            lines.push(line.trim_end().to_owned());
         }
         from = to;
     }

@@ -1,21 +1,26 @@
 //! Renders reports as one HTML file: styles and plots are inside it, and it loads nothing.
 
-use super::plots;
-use super::{Document, WORST_HEAD, depth_table, protocol_line, reference_lines, table, title};
+use super::{Document, Section, WORST_HEAD, WORST_NOTE, plots};
+use super::{depth_table, figures, notes, protocol_line, summary, title, verdicts};
 use crate::error::Result;
 use std::fmt::Write as _;
 
 const STYLE: &str = "\
-:root{color-scheme:light dark;--text:#1c1c1c;--page:#fff;--line:#d8d8d8;--note:#555}\
-@media(prefers-color-scheme:dark){:root{--text:#e4e4e4;--page:#17191c;--line:#3b3f45;--note:#a8adb5}}\
-body{font:17px/1.55 system-ui,sans-serif;max-width:78rem;margin:2rem auto;padding:0 1rem;\
+:root{color-scheme:light dark;--text:#1c1c1c;--page:#fff;--line:#d8d8d8;--note:#555;\
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#cc79a7;--c4:#e69f00;--c5:#56b4e9;--c6:#8c564b}\
+@media(prefers-color-scheme:dark){:root{--text:#e4e4e4;--page:#17191c;--line:#3b3f45;--note:#a8adb5;\
+--c0:#4aa8e0;--c1:#f08a3c;--c2:#35c79d;--c3:#dd9cc0;--c4:#f0b640;--c5:#8fd0f5;--c6:#c08f84}}\
+body{font:16px/1.55 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;\
 color:var(--text);background:var(--page)}\
-h1{font-size:1.7rem}h2{font-size:1.35rem;margin-top:2.2rem}h3{font-size:1.1rem}\
-table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}\
-th,td{border-bottom:1px solid var(--line);padding:.35rem .6rem;text-align:right;vertical-align:top}\
-th:first-child,td:first-child,td.text,th.text{text-align:left}\
-.scroll{overflow-x:auto}code,pre{white-space:pre-wrap;font-size:.9em}\
-td:not(.text),td:first-child,th{white-space:nowrap}svg{width:100%;height:auto}.note{color:var(--note)}";
+h1{font-size:1.6rem;line-height:1.25;overflow-wrap:anywhere}h2{font-size:1.3rem;margin-top:2.4rem}\
+h3{font-size:1.05rem}.lead{font-size:1.1rem}ul.lead{padding-left:1.2rem}\
+p,ul{max-width:50rem}table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}\
+th,td{border-bottom:1px solid var(--line);padding:.3rem .6rem;text-align:right;vertical-align:top}\
+th:first-child,td:first-child,td.text,th.text{text-align:left}td:first-child,th:first-child{position:sticky;left:0;background:var(--page)}\
+.scroll{overflow-x:auto}code,pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.9em}\
+td:not(.text),td:first-child,th{white-space:nowrap}td.after{min-width:13rem}svg{width:100%;min-width:34rem;max-width:54rem;height:auto}\
+.note{color:var(--note);font-size:.92em}.note p{margin:.35rem 0}\
+.dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}summary{cursor:pointer}";
 
 /// The document as self-contained HTML.
 ///
@@ -27,8 +32,102 @@ pub fn html(document: &Document<'_>) -> Result<String> {
     let _ = write!(
         out,
         "<meta name=\"viewport\" content=\"width=device-width\"><title>{title}</title>\
-         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<p>Measured by {} on {}. Text: \
-         {}.</p>\n<pre class=\"note\">{}</pre>\n",
+         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
+    );
+    match &verdicts(document)[..] {
+        [one] => {
+            let _ = writeln!(out, "<p class=\"lead\">{}</p>", sentence(one));
+        }
+        several => {
+            let items = several
+                .iter()
+                .map(|v| format!("<li>{}</li>\n", sentence(v)));
+            let _ = writeln!(
+                out,
+                "<ul class=\"lead\">\n{}</ul>",
+                items.collect::<String>()
+            );
+        }
+    }
+    let several = document.models.len() > 1;
+    let compared = document.reference.is_some();
+    let (all_head, all_rows) = figures(document);
+    if several {
+        let (head, rows) = summary(document);
+        push_table(&mut out, &head, &rows, |row, column| match column {
+            0 => Cell::Model(row),
+            _ => Cell::Number,
+        });
+        out.push_str("<details><summary>All figures</summary>\n");
+    }
+    push_table(&mut out, &all_head, &all_rows, |_, _| Cell::Number);
+    if several {
+        out.push_str("</details>\n");
+    }
+    out.push_str("<div class=\"note\">\n");
+    for line in notes(document) {
+        let _ = writeln!(out, "<p>{}</p>", escape(&line));
+    }
+    out.push_str("</div>\n");
+    if several || compared {
+        let note = match compared {
+            true => {
+                "Lower is better. Bars: two standard errors. Line: the least divergence up to each size. Grey bands: the \
+                 yardstick. The open mark is the source."
+            }
+            false => "Lower is better. Bars: two standard errors.",
+        };
+        section(
+            &mut out,
+            "Size against quality",
+            note,
+            &plots::size_against_quality(document)?,
+        );
+    }
+    if compared && several {
+        let note = "How many tokens stray by more than a value. Marks: the means. Where a curve crosses 1 %, 99 % of \
+                    tokens stray by less.";
+        section(
+            &mut out,
+            "KL divergence by token",
+            note,
+            &(keys(document) + &plots::kld_exceeded(document)?),
+        );
+    } else if compared {
+        let note = "How many tokens stray by how much, on a logarithmic scale. Everything below 1e-7 is in the first bin.";
+        section(
+            &mut out,
+            "KL divergence by token",
+            note,
+            &plots::kld_distribution(document)?,
+        );
+    }
+    if document.by_depth {
+        let note =
+            "By the position in a window, with two standard errors. Each model has its own scale.";
+        let kld = if compared {
+            plots::kld_by_depth(document)?
+        } else {
+            String::new()
+        };
+        let ppl = plots::perplexity_by_depth(document)?;
+        section(&mut out, "By depth", note, &format!("{kld}{ppl}"));
+    }
+    let (heading, note) = match compared {
+        true => (
+            "Change of perplexity by window",
+            "Each bar is one window of the text; below 0, the model predicts it better than the source does. Dashed: the \
+             whole text. Each model has its own scale.",
+        ),
+        false => ("Perplexity by window", "Dashed: the whole text."),
+    };
+    section(&mut out, heading, note, &plots::by_window(document)?);
+    for (i, model) in document.models.iter().enumerate() {
+        push_model(&mut out, i, model, document.by_depth);
+    }
+    let _ = write!(
+        out,
+        "<h2>How this was measured</h2>\n<p>By {} on {}, on the text {}.</p>\n<pre>{}</pre>\n",
         escape(&document.program),
         escape(&document.date),
         escape(&document.text),
@@ -37,109 +136,127 @@ pub fn html(document: &Document<'_>) -> Result<String> {
     if let Some(first) = document.models.first() {
         let _ = writeln!(out, "<p>{}.</p>", escape(&protocol_line(first.evaluation)));
     }
-    for line in reference_lines(document) {
-        let _ = writeln!(out, "<p>{}</p>", escape(&line));
-    }
-    let (head, rows) = table(document);
-    push_table(&mut out, &head, &rows, 1);
-    if document.models.len() > 1 {
-        let _ = writeln!(
-            out,
-            "<h2>Bytes against quality</h2>\n{}",
-            plots::bytes_against_quality(document)?
-        );
-    }
-    if document.by_depth {
-        let behind = match document.reference {
-            Some(_) => " Grey: the perplexity of the reference.",
-            None => "",
-        };
-        let note = format!("By the position in a window, with two standard errors.{behind}");
-        let _ = writeln!(out, "<h2>By depth</h2>\n<p class=\"note\">{note}</p>");
-        if document.reference.is_some() {
-            out.push_str(&plots::kld_by_depth(document)?);
-        }
-        out.push_str(&plots::perplexity_by_depth(document)?);
-    }
-    let _ = writeln!(
-        out,
-        "<h2>Perplexity per window</h2>\n{}{}",
-        match document.reference {
-            Some(_) => "<p class=\"note\">Grey: the reference.</p>\n",
-            None => "",
-        },
-        plots::window_perplexity(document)?
-    );
-    if document.reference.is_some() {
-        let _ = writeln!(
-            out,
-            "<h2>Distribution of the KL divergence</h2>\n<p class=\"note\">Everything below 1e-7 is in \
-             the first bin.</p>\n{}",
-            plots::kld_distribution(document)?
-        );
-    }
     for model in &document.models {
         let _ = writeln!(
             out,
-            "<h2>{}</h2>\n<p class=\"note\">Run by {}.</p>",
+            "<p>{} was run by {}.</p>",
             escape(&model.name),
             escape(&model.engine)
         );
-        if document.by_depth {
-            out.push_str("<h3>By depth</h3>\n");
-            let (head, rows) = depth_table(model);
-            push_table(&mut out, &head, &rows, 1);
-        }
-        if !model.worst.is_empty() {
-            out.push_str("<h3>Where it strays most</h3>\n");
-            let rows: Vec<Vec<String>> = model
-                .worst
-                .iter()
-                .map(|w| {
-                    vec![
-                        format!("{:.4}", w.kld),
-                        format!("{}:{}", w.window, w.position),
-                        format!("{:?}", w.context),
-                        format!("{:?}", w.target),
-                        format!("{:?}", w.reference_top),
-                        format!("{:?}", w.model_top),
-                    ]
-                })
-                .collect();
-            push_table(&mut out, &WORST_HEAD, &rows, usize::MAX);
-        }
     }
     out.push_str("</body></html>\n");
     Ok(out)
 }
 
-/// A table whose first `text_columns` columns are text, aligned left; the others are numbers.
+/// A heading, what is shown, and a plot.
+fn section(out: &mut String, heading: &str, note: &str, plot: &str) {
+    let _ = writeln!(
+        out,
+        "<h2>{heading}</h2>\n<p class=\"note\">{note}</p>\n<div class=\"scroll\">{plot}</div>"
+    );
+}
+
+/// The colours of the models.
+fn keys(document: &Document<'_>) -> String {
+    let key = |(i, m): (usize, &Section<'_>)| format!("{}{}&emsp;", dot(i), escape(&m.name));
+    let keys: String = document.models.iter().enumerate().map(key).collect();
+    format!("<p>{keys}</p>\n")
+}
+
+fn dot(model: usize) -> String {
+    let colour = model % plots::COLOURS.len();
+    format!("<span class=\"dot\" style=\"background:var(--c{colour})\"></span>")
+}
+
+/// A model's tables.
+fn push_model(out: &mut String, i: usize, model: &Section<'_>, by_depth: bool) {
+    if !by_depth && model.worst.is_empty() {
+        return;
+    }
+    let _ = writeln!(out, "<h2>{}{}</h2>", dot(i), escape(&model.name));
+    if by_depth {
+        out.push_str("<h3>By depth</h3>\n");
+        let (head, rows) = depth_table(model);
+        push_table(out, &head, &rows, |_, column| match column {
+            0 => Cell::Text,
+            _ => Cell::Number,
+        });
+    }
+    if !model.worst.is_empty() {
+        let _ = writeln!(
+            out,
+            "<h3>Where it strays most</h3>\n<p class=\"note\">{WORST_NOTE}</p>"
+        );
+        let rows: Vec<Vec<String>> = model
+            .worst
+            .iter()
+            .map(|w| {
+                let place = [
+                    format!("{:.4}", w.kld),
+                    format!("{}:{}", w.window, w.position),
+                    format!("{:?}", w.context),
+                ];
+                let tokens = w.tokens().map(|(token, p)| format!("{token:?}\n{p}"));
+                place.into_iter().chain(tokens).collect()
+            })
+            .collect();
+        push_table(out, &WORST_HEAD, &rows, |_, column| match column {
+            0 | 1 => Cell::Number,
+            2 => Cell::After,
+            _ => Cell::Text,
+        });
+    }
+}
+
+/// What a cell of a table holds.
+enum Cell {
+    Number,
+    /// Text, whose line breaks are kept.
+    Text,
+    /// The text before a position.
+    After,
+    /// The name of a model, with a dot of its colour.
+    Model(usize),
+}
+
+/// A table; `kind` says what a cell holds, by its row and column.
 fn push_table(
     out: &mut String,
     head: &[impl AsRef<str>],
     rows: &[Vec<String>],
-    text_columns: usize,
+    kind: impl Fn(usize, usize) -> Cell,
 ) {
-    let class = |i: usize| {
-        if i < text_columns {
-            " class=\"text\""
-        } else {
-            ""
-        }
+    let class = |cell: &Cell| match cell {
+        Cell::Number => "",
+        Cell::After => " class=\"text after\"",
+        Cell::Text | Cell::Model(_) => " class=\"text\"",
     };
     out.push_str("<div class=\"scroll\"><table><thead><tr>");
     for (i, h) in head.iter().enumerate() {
-        let _ = write!(out, "<th{}>{}</th>", class(i), escape(h.as_ref()));
+        let _ = write!(out, "<th{}>{}</th>", class(&kind(0, i)), escape(h.as_ref()));
     }
     out.push_str("</tr></thead><tbody>\n");
-    for row in rows {
+    for (r, row) in rows.iter().enumerate() {
         out.push_str("<tr>");
         for (i, cell) in row.iter().enumerate() {
-            let _ = write!(out, "<td{}>{}</td>", class(i), escape(cell));
+            let kind = kind(r, i);
+            let dot = match kind {
+                Cell::Model(i) => dot(i),
+                _ => String::new(),
+            };
+            let shown = escape(cell).replace('\n', "<br>");
+            let _ = write!(out, "<td{}>{dot}{shown}</td>", class(&kind));
         }
         out.push_str("</tr>\n");
     }
     out.push_str("</tbody></table></div>\n");
+}
+
+/// A sentence, whose figures are not broken over lines.
+fn sentence(text: &str) -> String {
+    escape(text)
+        .replace(" ± ", "&nbsp;±&nbsp;")
+        .replace(" %", "&nbsp;%")
 }
 
 /// Escapes text for HTML.

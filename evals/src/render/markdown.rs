@@ -1,25 +1,35 @@
 //! Renders reports as Markdown.
 
 use super::plots::Histogram;
-use super::{Document, WORST_HEAD, depth_table, protocol_line, reference_lines, table, title};
+use super::{Document, WORST_HEAD, WORST_NOTE};
+use super::{depth_table, figures, notes, protocol_line, summary, title, verdicts};
 use std::fmt::Write as _;
 
 /// The document as GitHub-flavoured Markdown.
 pub fn markdown(document: &Document<'_>) -> String {
     let mut out = format!("# {}\n\n", escape(&title(document)));
+    for line in verdicts(document) {
+        let _ = writeln!(out, "{}\n", escape(&line));
+    }
+    if document.models.len() > 1 {
+        let (head, rows) = summary(document);
+        push_table(&mut out, &head, &rows);
+        out.push_str("\n## All figures\n\n");
+    }
+    let (head, rows) = figures(document);
+    push_table(&mut out, &head, &rows);
+    out.push('\n');
+    for line in notes(document) {
+        let _ = writeln!(out, "{}\n", line.replace("||", "\\|\\|"));
+    }
     let _ = writeln!(
         out,
         "Measured by {} on {}. Text: {}.\n\n    {}\n",
         document.program, document.date, document.text, document.command
     );
     if let Some(first) = document.models.first() {
-        let _ = writeln!(out, "{}.\n", protocol_line(first.evaluation));
+        let _ = writeln!(out, "{}.", protocol_line(first.evaluation));
     }
-    for line in reference_lines(document) {
-        let _ = writeln!(out, "{line}\n");
-    }
-    let (head, rows) = table(document);
-    push_table(&mut out, &head, &rows);
     for model in &document.models {
         let _ = writeln!(
             out,
@@ -60,19 +70,18 @@ pub fn markdown(document: &Document<'_>) -> String {
             push_table(&mut out, &["KLD", "share", ""], &rows);
         }
         if !model.worst.is_empty() {
-            out.push_str("\n### Where it strays most\n\n");
+            let _ = writeln!(out, "\n### Where it strays most\n\n{WORST_NOTE}\n");
             let rows: Vec<Vec<String>> = model
                 .worst
                 .iter()
                 .map(|w| {
-                    vec![
+                    let place = [
                         format!("{:.4}", w.kld),
                         format!("{}:{}", w.window, w.position),
                         code(&w.context),
-                        code(&w.target),
-                        code(&w.reference_top),
-                        code(&w.model_top),
-                    ]
+                    ];
+                    let tokens = w.tokens().map(|(token, p)| format!("{} {p}", code(token)));
+                    place.into_iter().chain(tokens).collect()
                 })
                 .collect();
             push_table(&mut out, &WORST_HEAD, &rows);

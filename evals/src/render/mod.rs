@@ -3,14 +3,17 @@
 mod html;
 mod markdown;
 mod plots;
+mod verdict;
 
 pub use html::html;
 pub use markdown::markdown;
+pub use verdict::verdicts;
 
 use crate::depth::{DepthBucket, DepthComparison};
 use crate::error::{Error, Result};
-use crate::evaluate::Evaluation;
-use crate::report::KldStats;
+use crate::evaluate::{Evaluation, Probability};
+use crate::report::{Comparison, KldStats};
+use crate::spread::Over;
 use std::path::Path;
 
 /// The content of a document.
@@ -23,12 +26,22 @@ pub struct Document<'a> {
     pub date: String,
     /// Description of the text.
     pub text: String,
-    /// Name of the reference, if any.
-    pub reference: Option<String>,
+    /// The reference, if any.
+    pub reference: Option<Reference>,
     /// The models, in the order given.
     pub models: Vec<Section<'a>>,
     /// True if it shows quality by depth.
     pub by_depth: bool,
+}
+
+/// What the models of a document are compared with.
+pub struct Reference {
+    /// Its name.
+    pub name: String,
+    /// Bytes of its tensors.
+    pub bytes: u64,
+    /// Bytes of its tensors over its parameters, times 8.
+    pub bits_per_weight: f64,
 }
 
 /// One model of a document.
@@ -41,6 +54,8 @@ pub struct Section<'a> {
     pub bits_per_weight: f64,
     /// Description of the engine and device.
     pub engine: String,
+    /// Type that inputs of the Linears are rounded to.
+    pub activations: String,
     /// The measurement.
     pub evaluation: &'a Evaluation,
     /// The positions at which it differs most from the reference.
@@ -54,7 +69,7 @@ const WORST_HEAD: [&str; 6] = [
     "KLD",
     "window:position",
     "after",
-    "text has",
+    "text",
     "reference's best",
     "model's best",
 ];
@@ -76,7 +91,35 @@ pub struct WorstLine {
     pub reference_top: String,
     /// The model's best token.
     pub model_top: String,
+    /// Probability of `target`.
+    pub target_p: Probability,
+    /// Probability of `reference_top`.
+    pub reference_top_p: Probability,
+    /// Probability of `model_top`.
+    pub model_top_p: Probability,
 }
+
+impl WorstLine {
+    /// Its tokens, in the order of the header, each with its probability according to the reference and to the model.
+    pub fn tokens(&self) -> [(&str, String); 3] {
+        let shown = |p: Probability| {
+            let percent = |v: f32| match 100.0 * v {
+                v if v < 0.95 => format!("{v:.1}"),
+                v => format!("{v:.0}"),
+            };
+            format!("{} → {} %", percent(p.reference), percent(p.model))
+        };
+        [
+            (&self.target, shown(self.target_p)),
+            (&self.reference_top, shown(self.reference_top_p)),
+            (&self.model_top, shown(self.model_top_p)),
+        ]
+    }
+}
+
+/// Explains the probabilities in a table of worst positions.
+const WORST_NOTE: &str =
+    "After each token: its probability according to the reference → according to the model.";
 
 /// Writes a document to `path` in the form given by its extension: `.md`, `.html` or `.htm`. The
 /// file is written beside its place and renamed into it.
@@ -133,74 +176,140 @@ impl Kind {
 fn title(document: &Document<'_>) -> String {
     let names: Vec<&str> = document.models.iter().map(|m| m.name.as_str()).collect();
     match &document.reference {
-        Some(reference) => format!("{} against {reference}", names.join(", ")),
+        Some(r) => format!("{} against {}", names.join(", "), r.name),
         None => format!("Evaluation of {}", names.join(", ")),
     }
 }
 
-/// The figures as head and rows: a row for each of several models; of one model a row for each figure, as one line
-/// would be too wide.
-fn table(document: &Document<'_>) -> (Vec<String>, Vec<Vec<String>>) {
-    let (head, rows) = by_model(document);
-    let mut head: Vec<String> = head.into_iter().map(str::to_owned).collect();
-    match &rows[..] {
-        [one] => {
-            let figures = head.drain(1..).zip(&one[1..]);
-            let rows = figures
-                .map(|(name, cell)| vec![name, cell.clone()])
-                .collect();
-            (vec!["figure".into(), one[0].clone()], rows)
+/// All figures as head and rows: a row for each figure, a column for each model and for the reference.
+pub fn figures(document: &Document<'_>) -> (Vec<String>, Vec<Vec<String>>) {
+    let reference = document.reference.as_ref();
+    let mut head = vec![String::new()];
+    head.extend(document.models.iter().map(|m| m.name.clone()));
+    // A model that is compared with itself is there once.
+    let beside = reference.filter(|r| document.models.iter().any(|m| m.name != r.name));
+    head.extend(beside.map(|r| format!("{} (source)", r.name)));
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    let mut push = |name: &str, cell: &Cell<'_>, of_reference: &str| {
+        let cells: Vec<Option<String>> = document.models.iter().map(cell).collect();
+        if cells.iter().any(Option::is_some) {
+            let mut row = vec![name.to_owned()];
+            row.extend(cells.into_iter().map(Option::unwrap_or_default));
+            row.extend(beside.map(|_| of_reference.to_owned()));
+            rows.push(row);
         }
-        _ => (head, rows),
-    }
+    };
+    let against = |m: &Section<'_>| m.evaluation.report.against.clone();
+    let megabytes = |bytes: u64| format!("{:.2}", bytes as f64 / 1e6);
+    push(
+        "MB of tensors",
+        &|m| Some(megabytes(m.bytes)),
+        &reference.map_or_else(String::new, |r| megabytes(r.bytes)),
+    );
+    push(
+        "bits per weight",
+        &|m| Some(format!("{:.2}", m.bits_per_weight)),
+        &reference.map_or_else(String::new, |r| format!("{:.2}", r.bits_per_weight)),
+    );
+    push("activations", &|m| Some(m.activations.clone()), "f32");
+    let kld =
+        |get: fn(&KldStats) -> f64| move |m: &Section<'_>| Some(kld_cell(get(&against(m)?.kld)));
+    push("KLD mean", &|m| Some(mean_kld(m, &against(m)?)), "0");
+    push("KLD median", &kld(|k| k.median), "");
+    push("KLD 90 %", &kld(|k| k.p90), "");
+    push("KLD 99 %", &kld(|k| k.p99), "");
+    push("KLD 99.9 %", &kld(|k| k.p999), "");
+    push("KLD max", &kld(|k| k.max), "");
+    push("KLD floor", &|m| Some(kld_cell(m.self_noise?.mean)), "");
+    push("same best token", &|m| Some(same_best(m, &against(m)?)), "");
+    let first = document.models.first().and_then(against);
+    push(
+        "perplexity",
+        &|m| Some(perplexity(m)),
+        &first.map_or_else(String::new, |c| format!("{:.4}", c.ppl_ref)),
+    );
+    push("perplexity change", &|m| Some(change(m, &against(m)?)), "");
+    push(
+        "RMS dp",
+        &|m| Some(format!("{:.2} %", 100.0 * against(m)?.rms_dp)),
+        "",
+    );
+    (head, rows)
 }
 
-fn by_model(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
-    let mut head = vec!["model", "MB", "bits/weight", "perplexity"];
+type Cell<'a> = dyn Fn(&Section<'_>) -> Option<String> + 'a;
+
+/// The chief figures of several models, a row for each.
+fn summary(document: &Document<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
+    let mut head = vec!["model", "MB", "bits/weight"];
     if document.reference.is_some() {
-        head.extend([
-            "mean KLD",
-            "median",
-            "p90",
-            "p99",
-            "p99.9",
-            "max",
-            "same best token",
-            "RMS dp",
-            "ln(ppl/ppl_ref)",
-        ]);
+        head.extend(["mean KLD", "99 %", "same best token"]);
+    }
+    head.push("perplexity");
+    if document.reference.is_some() {
+        head.push("its change");
     }
     let rows = document.models.iter().map(|m| {
-        let r = &m.evaluation.report;
         let mut cells = vec![
             m.name.clone(),
             format!("{:.2}", m.bytes as f64 / 1e6),
             format!("{:.2}", m.bits_per_weight),
-            format!("{:.4} ± {:.4}", r.ppl, r.ppl_se),
         ];
-        if let Some(c) = &r.against {
-            let k = &c.kld;
-            cells.extend([k.mean, k.median, k.p90, k.p99, k.p999, k.max].map(kld_cell));
-            cells.push(format!("{:.2} %", 100.0 * c.same_top1));
-            cells.push(format!("{:.2} %", 100.0 * c.rms_dp));
-            cells.push(format!("{:+.5} ± {:.5}", c.ln_ppl_ratio, c.ln_ppl_ratio_se));
+        let against = m.evaluation.report.against.as_ref();
+        if let Some(c) = against {
+            cells.extend([mean_kld(m, c), kld_cell(c.kld.p99), same_best(m, c)]);
         }
+        cells.push(perplexity(m));
+        cells.extend(against.map(|c| change(m, c)));
         cells
     });
     (head, rows.collect())
+}
+
+fn mean_kld(m: &Section<'_>, c: &Comparison) -> String {
+    plus_minus(c.kld.mean, m.evaluation.errors().kld)
+}
+
+fn same_best(m: &Section<'_>, c: &Comparison) -> String {
+    let error = m.evaluation.errors().same_top1;
+    format!("{:.2} ± {:.2} %", 100.0 * c.same_top1, 100.0 * error)
+}
+
+fn perplexity(m: &Section<'_>) -> String {
+    let e = m.evaluation;
+    format!("{:.4} ± {:.4}", e.report.ppl, e.errors().ppl)
+}
+
+fn change(m: &Section<'_>, c: &Comparison) -> String {
+    percent_change(c.ln_ppl_ratio, m.evaluation.errors().ln_ppl_ratio)
+}
+
+/// A change of perplexity in percent and its standard error, given the logarithm of the ratio.
+fn percent_change(ln_ratio: f64, se: f64) -> String {
+    let ratio = ln_ratio.exp();
+    format!(
+        "{:+.2} ± {:.2} %",
+        100.0 * (ratio - 1.0),
+        100.0 * ratio * se
+    )
+}
+
+/// A divergence and its standard error.
+fn plus_minus(kld: f64, se: f64) -> String {
+    format!("{} ± {}", kld_cell(kld), kld_cell(se))
 }
 
 /// A model's figures by depth, as head and rows.
 fn depth_table(section: &Section<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
     let mut head = vec!["position", "tokens", "perplexity"];
     if !section.evaluation.pairs.is_empty() {
-        head.extend(["reference's", "mean KLD"]);
+        head.extend(["its change", "mean KLD"]);
     }
     let row = |b: DepthBucket| {
         let ppl = format!("{:.4} ± {:.4}", b.ppl, b.ppl_se);
         let mut cells = vec![b.name(), b.tokens.to_string(), ppl];
         if let Some(c) = b.against {
-            cells.push(format!("{:.4}", c.ppl_ref));
+            cells.push(percent_change(c.ln_ppl_ratio, c.ln_ppl_ratio_se));
             cells.push(depth_kld_cell(&c));
         }
         cells
@@ -211,7 +320,7 @@ fn depth_table(section: &Section<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
 
 /// A bucket's mean divergence and its standard error.
 pub fn depth_kld_cell(c: &DepthComparison) -> String {
-    format!("{} ± {}", kld_cell(c.kld), kld_cell(c.kld_se))
+    plus_minus(c.kld, c.kld_se)
 }
 
 /// A divergence with a suitable number of digits.
@@ -239,25 +348,40 @@ pub fn protocol_line(e: &Evaluation) -> String {
     )
 }
 
-/// Sentences on the reference's perplexity and the floor of the measurement.
-fn reference_lines(document: &Document<'_>) -> Vec<String> {
-    let mut lines = Vec::new();
-    let first = document.models.first();
-    let against = first.and_then(|m| m.evaluation.report.against.as_ref());
-    if let (Some(name), Some(c)) = (&document.reference, against) {
+/// What the errors of the figures are.
+pub fn errors_line(document: &Document<'_>) -> Option<String> {
+    let first = document.models.first()?.evaluation;
+    let over = match first.errors().over {
+        Over::Windows => format!("over the {} windows", first.report.windows),
+        Over::Tokens => "over the tokens; as these are correlated, the true error is larger".into(),
+    };
+    Some(format!("±: one standard error, {over}"))
+}
+
+/// What the figures are, a sentence for each that does not explain itself.
+fn notes(document: &Document<'_>) -> Vec<String> {
+    let mut lines: Vec<String> = errors_line(document).map(|l| l + ".").into_iter().collect();
+    if let Some(reference) = &document.reference {
         lines.push(format!(
-            "Reference: {name}, perplexity {:.4}. KL divergence is KL(reference || model) in \
-             nats per token.",
-            c.ppl_ref
+            "KLD: KL(reference || model), how far the model's probabilities of the next token are from those of {}, in \
+             nats per token. KLD 99 %: 99 % of tokens have less.",
+            reference.name
         ));
     }
-    if let Some(noise) = first.and_then(|m| m.self_noise) {
+    if let Some(noise) = document.models.first().and_then(|m| m.self_noise) {
         lines.push(format!(
-            "Floor: the reference strays {} (mean; max {}) from itself when its KV cache is \
-             kept in f32 and the text is processed in pieces of other sizes.",
+            "KLD floor: the reference's KLD from itself (mean {}, max {}) when its KV cache is kept in f32 and the text is \
+             fed in pieces of other sizes. Less than this says nothing.",
             kld_cell(noise.mean),
             kld_cell(noise.max)
         ));
     }
+    if document.reference.is_some() {
+        lines.push(
+            "RMS dp: root mean square of the change in the probability of the text's tokens."
+                .into(),
+        );
+    }
+    lines.extend(verdict::yardstick(document));
     lines
 }
