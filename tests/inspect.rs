@@ -33,8 +33,9 @@ fn a_checkpoint_is_listed_and_verified() {
     assert_eq!(tensors[0]["shape"], serde_json::json!([4096, 512]));
     assert_eq!(tensors[0]["bits"], 16.0);
 
-    let out = nq(home.path(), &["inspect", &demo()]);
+    let out = nq(home.path(), &["inspect", &demo(), "--verify"]);
     let table = String::from_utf8(out.stdout).expect("UTF-8");
+    assert_eq!(table.matches("  verified ").count(), 1, "{table}");
     // What sums it up first: the table of tensors may be long.
     assert!(
         table.starts_with("demo (") && table.contains("\n\nTENSOR"),

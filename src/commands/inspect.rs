@@ -234,12 +234,6 @@ fn describe(
     if let Some(record) = record {
         describe_record(out, record)?;
     }
-    if report.verified {
-        writeln!(
-            out,
-            "  verified         every value of every parameter is finite; the tokenizer loads"
-        )?;
-    }
     writeln!(out)?;
     describe_tensors(out, report)
 }

@@ -27,8 +27,10 @@ pub(super) fn show(
     }
     lines.extend(cost_lines(report));
     lines.extend(allocation_lines(report));
-    lines.extend(worst_layer_lines(report));
-    lines.extend(worst_token_lines(report));
+    if global.verbose {
+        lines.extend(worst_layer_lines(report));
+        lines.extend(worst_token_lines(report));
+    }
     lines.extend_from_slice(closing);
     Ok(print_line(&lines.join("\n"))?)
 }
