@@ -174,7 +174,7 @@ fn what_both_models_prefer_has_probabilities() {
     let rows = part_of_worst(&report("one.html"));
     assert_eq!(rows.len(), 10);
     for row in &rows {
-        assert_eq!(row.matches(" → ").count(), 3, "{row}");
+        assert_eq!(row.matches("\u{a0}→\u{a0}").count(), 3, "{row}");
     }
     holds(&report("both.md"), &["` 0.", " → "]);
 

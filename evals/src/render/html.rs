@@ -196,7 +196,9 @@ fn push_model(out: &mut String, i: usize, model: &Section<'_>, by_depth: bool) {
                     format!("{}:{}", w.window, w.position),
                     format!("{:?}", w.context),
                 ];
-                let tokens = w.tokens().map(|(token, p)| format!("{token:?}\n{p}"));
+                let tokens = w
+                    .tokens()
+                    .map(|(token, p)| format!("{token:?}\n{}", p.replace(' ', "\u{a0}")));
                 place.into_iter().chain(tokens).collect()
             })
             .collect();

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 pub fn markdown(document: &Document<'_>) -> String {
     let mut out = format!("# {}\n\n", escape(&title(document)));
     for line in verdicts(document) {
-        let _ = writeln!(out, "{}\n", escape(&line));
+        let _ = writeln!(out, "{line}\n");
     }
     if document.models.len() > 1 {
         let (head, rows) = summary(document);
