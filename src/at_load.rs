@@ -1,5 +1,6 @@
 //! What is decided about a model before it is loaded: the bits that it is quantized to, and its context.
 
+use crate::library::Result;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
@@ -12,7 +13,7 @@ pub fn at_load(
     checkpoint: Checkpoint,
     bits: Option<u32>,
     progress: &dyn Progress,
-) -> anyhow::Result<(Checkpoint, Option<Schemes>)> {
+) -> Result<(Checkpoint, Option<Schemes>)> {
     let Some(bits) = bits.filter(|n| *n != 16) else {
         return Ok((checkpoint, None));
     };

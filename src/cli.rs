@@ -7,6 +7,7 @@ use crate::terminal::{leave_on_signals, print_line, say};
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -209,9 +210,9 @@ fn program() -> clap::Command {
 /// Where the shared flags are explained.
 const EXPLAINED: &str = "nq --help explains them";
 
-/// Parses the arguments of this process. Exits on a wrong command or a request for help.
-pub fn parse() -> Cli {
-    let matches = program().try_get_matches();
+/// Parses a command line, the program's name first. Exits on a wrong command or a request for help.
+pub fn parse(words: &[OsString]) -> Cli {
+    let matches = program().try_get_matches_from(words);
     let cli = matches.and_then(|matches| Cli::from_arg_matches(&matches));
     cli.unwrap_or_else(|said| leave(&said))
 }

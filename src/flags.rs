@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 #[command(next_help_heading = "Shared options")]
 pub struct Global {
     /// Where to run: auto, cpu, cuda or cuda:N
-    #[arg(long, global = true, default_value = "auto", value_parser = parse_device)]
+    #[arg(long, global = true, default_value = "auto")]
     pub device: DeviceChoice,
     /// CPU threads [default: one per physical core]
     #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
@@ -194,19 +194,6 @@ pub fn parse_kv(s: &str) -> Result<KvType, String> {
         "16" => Ok(KvType::F16),
         "32" => Ok(KvType::F32),
         _ => Err("expected 8, 16 or 32".into()),
-    }
-}
-
-fn parse_device(s: &str) -> Result<DeviceChoice, String> {
-    match s.split_once(':') {
-        None if s == "auto" => Ok(DeviceChoice::Auto),
-        None if s == "cpu" => Ok(DeviceChoice::Cpu),
-        None if s == "cuda" => Ok(DeviceChoice::Cuda(0)),
-        Some(("cuda", n)) => n
-            .parse()
-            .map(DeviceChoice::Cuda)
-            .map_err(|_| format!("cuda:N needs a number, found {n:?}")),
-        _ => Err("expected auto, cpu, cuda or cuda:N".into()),
     }
 }
 

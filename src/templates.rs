@@ -1,32 +1,44 @@
-//! Renders chat templates in a process of their own: this program, restarted with a first argument that
-//! is not a subcommand.
+//! Chat templates are rendered in processes of their own: this program, restarted with a first argument that
+//! no user gives.
 
 use crate::chat::interrupt;
 use nq_runtime::chat_template::{Isolation, isolate, serve};
 use std::io;
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 
-/// The first argument of the process.
+/// The first argument of such a process.
 const ARGUMENT: &str = "template-process";
 
-/// In that process: answers until its input ends. Otherwise returns `None`, and from now on templates
-/// of this process are rendered in such processes.
-pub fn serve_or_isolate() -> Option<ExitCode> {
+/// From now on, renders chat templates in processes of their own: a template is a program by a model's makers, which
+/// could otherwise fill this program's memory or overflow its stack.
+///
+/// A program calls this before anything else in `main`, since the processes are the program itself, started again
+/// with a first argument `template-process`. In such a process this function does not return.
+pub fn isolate_templates() {
     if std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT) {
-        return Some(match serve(io::stdin().lock(), io::stdout()) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::FAILURE, // the reader is gone
-        });
+        serve_templates();
     }
+    isolate_templates_by(this_program);
+}
+
+/// Like [`isolate_templates`], for code that is not a program of its own: `command` starts a process that
+/// calls [`serve_templates`].
+pub fn isolate_templates_by(command: fn() -> io::Result<Command>) {
     isolate(Isolation {
         command,
         interrupted: interrupt::is_asked_for,
     });
-    None
 }
 
-fn command() -> io::Result<Command> {
+/// In a process that [`isolate_templates_by`] started: renders until its input ends, then ends the process.
+pub fn serve_templates() -> ! {
+    let served = serve(io::stdin().lock(), io::stdout());
+    // An error means that nobody reads the answers any more.
+    std::process::exit(i32::from(served.is_err()))
+}
+
+fn this_program() -> io::Result<Command> {
     // On Linux this names the running program even after an update has replaced its file.
     let running = Path::new("/proc/self/exe");
     let program = if running.exists() {

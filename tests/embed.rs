@@ -4,11 +4,14 @@
 mod common;
 
 use common::{command, nq, stderr, stdout};
+use nq_llm::nq_runtime::embedding::DEFAULT_TASK;
+use nq_llm::{DeviceChoice, LoadOptions, Purpose};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::atomic::Ordering;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo");
 
@@ -99,6 +102,15 @@ fn vectors(lines: &str) -> Vec<Vec<f64>> {
     lines.lines().enumerate().map(vector).collect()
 }
 
+/// The model as a program loads it.
+fn library(folder: &Path) -> nq_llm::Model {
+    let load = LoadOptions {
+        device: DeviceChoice::Cpu,
+        ..LoadOptions::default()
+    };
+    nq_llm::Model::open_with(folder, &load, &()).unwrap()
+}
+
 fn cosine(a: &[f64], b: &[f64]) -> f64 {
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
@@ -130,6 +142,19 @@ fn vectors_come_line_by_line_and_as_an_array() {
         assert!((length - 1.0).abs() < 1e-5);
     }
     assert!(cosine(&all[0], &all[1]) < 0.99);
+
+    // A program gets the same, and zeros where there is nothing to read.
+    let mut embedder = library(&folder).embedder().unwrap();
+    let made = embedder.embed(&TEXTS, &Purpose::Document).unwrap();
+    let written = |x: &f32| x.to_string().parse::<f64>().unwrap();
+    let made: Vec<Vec<f64>> = made
+        .iter()
+        .map(|v| v.iter().map(written).collect())
+        .collect();
+    assert_eq!(made, all);
+    embedder.interrupt.store(true, Ordering::Relaxed);
+    assert!(embedder.embed(&TEXTS, &Purpose::Query).is_err());
+    assert!(library(&folder).chat().is_err());
 
     // From standard input, and from JSON with names; in NumPy's format.
     let mut child = command(home, &["embed", model, "--device", "cpu"]);
@@ -419,6 +444,13 @@ fn documents_are_ranked() {
     let score = |r: &Value| r["relevance_score"].as_f64().unwrap();
     assert!(results.len() == 3 && results.is_sorted_by(|a, b| score(a) >= score(b)));
     assert!(results.iter().all(|r| (0.0..=1.0).contains(&score(r))));
+    // A program gets the same scores.
+    let mut reranker = library(&folder).reranker().unwrap();
+    let scores = reranker.score(DEFAULT_TASK, "What is it?", &TEXTS).unwrap();
+    for r in results {
+        let made = f64::from(scores[r["index"].as_u64().unwrap() as usize]);
+        assert!((made - score(r)).abs() < 1e-6);
+    }
     let lines = run(&[&["--top", "2", "--in-order"][..], &TEXTS].concat());
     let best: Vec<u64> = results[..2]
         .iter()

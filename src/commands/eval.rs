@@ -397,8 +397,7 @@ impl Workbench<'_> {
 
 /// The command line of this process, quoted for a shell.
 fn command_line() -> String {
-    let words = std::env::args_os().skip(1);
-    let words: Vec<String> = words
+    let words: Vec<String> = crate::program::arguments()
         .map(|w| shell_word(&w.to_string_lossy()).into_owned())
         .collect();
     format!("nq {}", words.join(" "))

@@ -32,7 +32,7 @@ pub struct PullArgs {
 
 /// Runs `nq pull`.
 pub fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    let path = model::fetch(&args.id, global, &Terminal::new())?;
+    let path = model::fetch(&args.id, global.offline, &Terminal::new())?;
     // Reports a model that nq cannot read now, not when it is first used.
     let file_bytes = Checkpoint::open(&path)?.store().file_bytes();
     if global.json {

@@ -3,25 +3,19 @@
 
 use crate::at_load::longest_context;
 use crate::flags::{Global, parse_load_bits};
+use crate::library::{LONGEST_TEXT, session_for_texts};
 use crate::model;
 use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Checkpoint, Progress};
-use nq_kernels::pages::PAGE;
 use nq_runtime::device::Device;
-use nq_runtime::{Encoder, KvType, LoadOptions, Row, SessionSpec, Tokenizer};
+use nq_runtime::{Encoder, LoadOptions, Row, Tokenizer};
 use serde_json::Value;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// Tokens of a text, at most, if no one says how many.
-const DEFAULT_CTX: usize = 8192;
-/// Texts worked on at once.
-const SLOTS: usize = 32;
-/// Tokens computed together, on a CPU and on a GPU.
-const ROWS: (usize, usize) = (512, 2048);
 /// Bytes of a line of input, at most.
 const LINE: u64 = 4 << 20;
 
@@ -64,22 +58,14 @@ impl Session {
         let config = checkpoint.config();
         let trained = longest_context(config);
         let ctx = match args.ctx {
-            None => trained.min(DEFAULT_CTX),
+            None => trained.min(LONGEST_TEXT),
             Some(n) if (2..=trained).contains(&n) => n,
             Some(n) => bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}"),
         };
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(config.vocab_size)?;
         let on_cpu = global.device.resolve()? == Device::Cpu;
-        let spec = SessionSpec {
-            slots: SLOTS,
-            ctx,
-            // The longest text, or short ones in all slots.
-            pages: Some(2 * ctx.div_ceil(PAGE) + SLOTS),
-            kv: KvType::F16,
-            max_rows: if on_cpu { ROWS.0 } else { ROWS.1 },
-            snapshots: None,
-        };
+        let spec = session_for_texts(ctx, on_cpu);
         model::note_growth(checkpoint, terminal);
         let options = LoadOptions {
             session: Some(spec),

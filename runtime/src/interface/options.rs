@@ -21,6 +21,24 @@ pub enum DeviceChoice {
     Cuda(usize),
 }
 
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    /// Parses `auto`, `cpu`, `cuda` or `cuda:N`.
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        match s.split_once(':') {
+            None if s == "auto" => Ok(DeviceChoice::Auto),
+            None if s == "cpu" => Ok(DeviceChoice::Cpu),
+            None if s == "cuda" => Ok(DeviceChoice::Cuda(0)),
+            Some(("cuda", n)) => n
+                .parse()
+                .map(DeviceChoice::Cuda)
+                .map_err(|_| format!("cuda:N needs a number, found {n:?}")),
+            _ => Err("expected auto, cpu, cuda or cuda:N".into()),
+        }
+    }
+}
+
 /// Type that Linears round their inputs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ActivationChoice {

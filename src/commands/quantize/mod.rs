@@ -5,20 +5,19 @@ mod report;
 mod target;
 
 use crate::flags::Global;
+use crate::library::{check_quantizable, place};
 use crate::model;
 use crate::terminal::{
     Terminal, about, human_bytes, leave_interrupted, print_line, say, shell_word,
 };
-use anyhow::{Context, bail};
+use anyhow::Context;
 pub use args::QuantizeArgs;
+use nq_formats::Progress;
 use nq_formats::adapter::Adapter;
 use nq_formats::nq::{SourceRecord, staging};
-use nq_formats::{Progress, Task};
 use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};
 use nq_quantize::train::untrainable;
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
-use nq_runtime::DeviceChoice;
-use nq_runtime::device::Device;
 use std::path::Path;
 use std::process::ExitCode;
 use target::Target;
@@ -28,13 +27,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     args.check()?;
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;
-    if matches!(model.checkpoint.task(), Task::Embed(_)) {
-        bail!(
-            "{}: an embedding model, which cannot generate the text that calibration and quality \
-             measurements need; use `--bits 4` or `8` of `nq embed` and `nq serve`, which quantize at load",
-            model.source
-        );
-    }
+    check_quantizable(&model)?;
     let (schemes, candidates) = args.initial(model.checkpoint.config())?;
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
@@ -66,13 +59,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         terminal.note(&format!("{found} is not tuned: --method auto is gptq here"));
         options.tuning = None;
     }
-    let recurrent = model.checkpoint.config().delta.is_some();
-    if recurrent && options.load.device == DeviceChoice::Auto {
-        if options.load.device.resolve()? != Device::Cpu {
-            terminal.note("recurrences are quantized on the CPU: a GPU has no kernels for that");
-        }
-        options.load.device = DeviceChoice::Cpu;
-    }
+    place(model.checkpoint.config(), &mut options.load, &terminal)?;
     let job =
         Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;
     let estimate = job.estimate();

@@ -1,0 +1,124 @@
+//! The interface for programs, and what it has in common with the command line.
+
+mod chat;
+mod model;
+mod reading;
+
+pub use chat::{Answer, Chat};
+pub use model::Model;
+pub use reading::{Embedder, Reranker};
+pub(crate) use reading::{LONGEST_TEXT, session_for_texts};
+
+use crate::names;
+use nq_formats::{Bits, ModelConfig, Progress, Task};
+use nq_quantize::{Job, QuantizeOptions, QuantizeReport};
+use nq_runtime::device::Device;
+use nq_runtime::{DeviceChoice, LoadOptions};
+use std::path::{Path, PathBuf};
+
+/// Shorthand for this crate's results.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Errors of any part. Each names the file, tensor or field, what was expected and what was found.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No model goes by a name; the text says what names there are.
+    #[error("{0}")]
+    NoModel(String),
+    /// A model that is not made for what was asked of it; the text names the model.
+    #[error("{0}")]
+    Unsuited(String),
+    /// Reading or writing a checkpoint.
+    #[error(transparent)]
+    Format(#[from] nq_formats::Error),
+    /// Loading a model or generating from it.
+    #[error(transparent)]
+    Run(#[from] nq_runtime::Error),
+    /// Quantizing.
+    #[error(transparent)]
+    Quantize(Box<nq_quantize::Error>),
+    /// Evaluating.
+    #[error(transparent)]
+    Evaluate(#[from] nq_evals::Error),
+}
+
+impl From<nq_quantize::Error> for Error {
+    fn from(error: nq_quantize::Error) -> Self {
+        Error::Quantize(Box::new(error))
+    }
+}
+
+/// Quantizes the unquantized model `source`, a folder, file or name as [`Model::open`] takes, into the folder `out`
+/// as `nq quantize --bits BITS` does, and measures the result against the source.
+///
+/// # Errors
+/// Errors of [`quantize_with`].
+pub fn quantize(
+    source: impl AsRef<Path>,
+    out: impl Into<PathBuf>,
+    bits: Bits,
+) -> Result<QuantizeReport> {
+    quantize_with(source, out, bits, |_| {}, &())
+}
+
+/// Like [`quantize`], with options that `change` has changed; `progress` hears of the stages.
+///
+/// # Errors
+/// A source that cannot be read or is quantized already, an output that exists (unless
+/// [`QuantizeOptions::force`] is set), options that do not fit the model, a quality that misses
+/// [`QuantizeOptions::limits`]; errors of the device and the disk.
+pub fn quantize_with(
+    source: impl AsRef<Path>,
+    out: impl Into<PathBuf>,
+    bits: Bits,
+    change: impl FnOnce(&mut QuantizeOptions),
+    progress: &dyn Progress,
+) -> Result<QuantizeReport> {
+    let model = names::find(source.as_ref().as_os_str(), false, progress)?;
+    names::note_left_over(&model, progress);
+    check_quantizable(&model)?;
+    let config = model.checkpoint.config();
+    let mut options = QuantizeOptions::new(config, bits, out)?;
+    options.source.name.clone_from(&model.source);
+    change(&mut options);
+    place(config, &mut options.load, progress)?;
+    if let Some(parent) = options.out.parent() {
+        std::fs::create_dir_all(parent)
+            .map_err(|cause| nq_quantize::Error::io(parent, "create", cause))?;
+    }
+    Ok(Job::new(&model.checkpoint, &options, progress)?.run()?)
+}
+
+/// Refuses a model that generates no text.
+///
+/// # Errors
+/// [`Error::Unsuited`].
+pub(crate) fn check_quantizable(model: &names::Model) -> Result<()> {
+    match model.checkpoint.task() {
+        Task::Embed(_) => Err(Error::Unsuited(format!(
+            "{}: an embedding model, which cannot generate the text that calibration and quality \
+             measurements need; use `--bits 4` or `8` of `nq embed` and `nq serve`, which quantize at load",
+            model.source
+        ))),
+        Task::Generate | Task::Rerank => Ok(()),
+    }
+}
+
+/// Chooses the CPU for quantizing a model with recurrences, if a device may be chosen.
+///
+/// # Errors
+/// Errors of looking for a device.
+pub(crate) fn place(
+    config: &ModelConfig,
+    load: &mut LoadOptions,
+    progress: &dyn Progress,
+) -> Result<()> {
+    if config.delta.is_some() && load.device == DeviceChoice::Auto {
+        if load.device.resolve()? != Device::Cpu {
+            progress.note("recurrences are quantized on the CPU: a GPU has no kernels for that");
+        }
+        load.device = DeviceChoice::Cpu;
+    }
+    Ok(())
+}

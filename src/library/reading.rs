@@ -1,0 +1,144 @@
+//! Texts that a model reads and does not continue: vectors and scores.
+
+use super::{Error, Model, Result};
+use crate::at_load::longest_context;
+use nq_formats::Task;
+use nq_kernels::pages::PAGE;
+use nq_runtime::embedding::{EmbeddingTexts, Purpose, unit};
+use nq_runtime::rerank::{self, shared_beginning};
+use nq_runtime::{Encoder, KvType, Row, SessionSpec};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Tokens of a text, at most, if no one says how many.
+pub(crate) const LONGEST_TEXT: usize = 8192;
+/// Texts worked on at once.
+const SLOTS: usize = 32;
+/// Tokens computed together, on a CPU and on a GPU.
+const ROWS: (usize, usize) = (512, 2048);
+
+/// A session for texts of up to `ctx` tokens.
+pub(crate) fn session_for_texts(ctx: usize, on_cpu: bool) -> SessionSpec {
+    SessionSpec {
+        slots: SLOTS,
+        ctx,
+        // The longest text, or short ones in all slots.
+        pages: Some(2 * ctx.div_ceil(PAGE) + SLOTS),
+        kv: KvType::F16,
+        max_rows: if on_cpu { ROWS.0 } else { ROWS.1 },
+        snapshots: None,
+    }
+}
+
+/// An encoder for texts of up to 8192 tokens, if the model takes as many.
+fn encoder(model: &Model, row: Row) -> Result<Encoder> {
+    let ctx = longest_context(model.checkpoint().config()).min(LONGEST_TEXT);
+    let on_cpu = model.engine().description().threads > 0;
+    let session = model.engine().session(session_for_texts(ctx, on_cpu))?;
+    Ok(Encoder::new(session, row))
+}
+
+/// Makes vectors of texts.
+pub struct Embedder {
+    model: Model,
+    texts: EmbeddingTexts,
+    encoder: Encoder,
+    /// Ends the work once another thread sets it: the error is then [`nq_runtime::Error::Interrupted`].
+    pub interrupt: Arc<AtomicBool>,
+}
+
+impl Embedder {
+    pub(super) fn new(model: Model) -> Result<Self> {
+        if !matches!(model.checkpoint().task(), Task::Embed(_)) {
+            let why = "not an embedding model: it generates text";
+            return Err(Error::Unsuited(format!("{}: {why}", model.name())));
+        }
+        Ok(Embedder {
+            texts: EmbeddingTexts::of(model.checkpoint())?,
+            encoder: encoder(&model, Row::Hidden)?,
+            model,
+            interrupt: Arc::default(),
+        })
+    }
+
+    /// A vector of length 1 for each text, `[hidden]`; zeros for a text without tokens.
+    ///
+    /// # Errors
+    /// A text longer than the context; errors of the device.
+    pub fn embed<T: AsRef<str>>(
+        &mut self,
+        texts: &[T],
+        purpose: &Purpose,
+    ) -> Result<Vec<Vec<f32>>> {
+        let width = self.model.checkpoint().config().hidden_size;
+        let mut vectors = vec![vec![0.0; width]; texts.len()];
+        let (mut encoded, mut places) = (Vec::new(), Vec::new());
+        for (i, text) in texts.iter().enumerate() {
+            let tokenizer = self.model.tokenizer();
+            let ids = self.texts.encode(tokenizer, text.as_ref(), purpose)?;
+            if !ids.is_empty() {
+                encoded.push(ids);
+                places.push(i);
+            }
+        }
+        self.encoder.encode(0, &encoded, &mut |i, state| {
+            vectors[places[i]] = unit(state, width)?;
+            go_on(&self.interrupt)
+        })?;
+        Ok(vectors)
+    }
+}
+
+/// Scores how well documents answer a query.
+pub struct Reranker {
+    model: Model,
+    reranker: rerank::Reranker,
+    encoder: Encoder,
+    /// Ends the work once another thread sets it: the error is then [`nq_runtime::Error::Interrupted`].
+    pub interrupt: Arc<AtomicBool>,
+}
+
+impl Reranker {
+    pub(super) fn new(model: Model) -> Result<Self> {
+        let reranker = rerank::Reranker::new(model.tokenizer())?;
+        Ok(Reranker {
+            encoder: encoder(&model, reranker.row())?,
+            reranker,
+            model,
+            interrupt: Arc::default(),
+        })
+    }
+
+    /// The score of each document, 0 to 1, by an instruction such as [`nq_runtime::embedding::DEFAULT_TASK`].
+    ///
+    /// # Errors
+    /// A document longer than the context; errors of the device.
+    pub fn score<T: AsRef<str>>(
+        &mut self,
+        instruction: &str,
+        query: &str,
+        documents: &[T],
+    ) -> Result<Vec<f32>> {
+        let tokenizer = self.model.tokenizer();
+        let prompt = |d: &T| {
+            self.reranker
+                .encode(tokenizer, instruction, query, d.as_ref())
+        };
+        let prompts = documents.iter().map(prompt);
+        let prompts = prompts.collect::<nq_runtime::Result<Vec<_>>>()?;
+        let mut scores = Vec::with_capacity(documents.len());
+        let shared = shared_beginning(&prompts);
+        self.encoder.encode(shared, &prompts, &mut |_, logits| {
+            scores.push(self.reranker.score(logits));
+            go_on(&self.interrupt)
+        })?;
+        Ok(scores)
+    }
+}
+
+fn go_on(interrupt: &AtomicBool) -> nq_runtime::Result<()> {
+    match interrupt.load(Ordering::Relaxed) {
+        true => Err(nq_runtime::Error::Interrupted),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,224 @@
+//! Finds the model that a name means: `demo`, a folder or file, a name in nq's model folder, or a hub id.
+
+use crate::demo;
+use crate::library::{Error, Result};
+use nq_formats::account;
+use nq_formats::hub::{Hub, HubId, HubOptions};
+use nq_formats::{Checkpoint, Progress};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+/// Names and places of a model that was found.
+pub struct Model {
+    /// A short name, usable for a folder: `demo`, `Qwen3-0.6B`.
+    pub name: String,
+    /// Where it came from, for records: a path, a hub id or `demo`.
+    pub source: String,
+    /// The opened checkpoint.
+    pub checkpoint: Checkpoint,
+}
+
+/// A model of the hub that is small, to name in messages, and the default of commands.
+pub const DEFAULT_ID: &str = "Qwen/Qwen3-0.6B";
+
+/// The folder that `nq quantize` writes to and `nq list` shows: `NQ_HOME/models`, otherwise
+/// `XDG_DATA_HOME/nq/models`, otherwise `~/.local/share/nq/models`.
+///
+/// # Errors
+/// [`Error::NoModel`] if none of these variables is set.
+pub fn models_dir() -> Result<PathBuf> {
+    let var = |name| {
+        std::env::var_os(name)
+            .filter(|v| !v.is_empty())
+            .map(PathBuf::from)
+    };
+    if let Some(home) = var("NQ_HOME") {
+        return Ok(home.join("models"));
+    }
+    let data = match var("XDG_DATA_HOME") {
+        Some(dir) => dir,
+        None => match var("HOME") {
+            Some(home) => home.join(".local/share"),
+            None => {
+                let why = "no place for models: set HOME, XDG_DATA_HOME or NQ_HOME";
+                return Err(Error::NoModel(why.into()));
+            }
+        },
+    };
+    Ok(data.join("nq/models"))
+}
+
+/// Opens the model that `model` names; `offline` keeps it from using the network.
+///
+/// # Errors
+/// [`Error::NoModel`] if nothing goes by that name; errors of the download and of reading the files.
+pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Model> {
+    if model == demo::LABEL {
+        return open_demo();
+    }
+    let path = Path::new(model);
+    // A file that exists but is inaccessible is not a hub id.
+    match path.symlink_metadata() {
+        Ok(_) => return open_path(path),
+        Err(cause) if cause.kind() == std::io::ErrorKind::PermissionDenied => {
+            let (path, action) = (path.to_owned(), "open");
+            return Err(nq_formats::Error::Io {
+                path,
+                action,
+                cause,
+            }
+            .into());
+        }
+        Err(_) => {}
+    }
+    // Names on the hub and in nq's folder are text.
+    let model = &*model.to_string_lossy();
+    let own = models_dir()?.join(model);
+    if !model.is_empty() && !model.contains(['/', '\\']) && own.exists() {
+        return open_path(&own);
+    }
+    if let Some(id) = published(model) {
+        progress.note(&format!("{model} is {id} on the hub"));
+        return open_hub(&id, offline, progress);
+    }
+    if HubId::parse(model).is_none() {
+        return Err(Error::NoModel(format!(
+            "no model {model:?}: it is neither `demo`, a folder or file, a name in {}, nor a hub \
+             id such as {DEFAULT_ID}{}",
+            models_dir()?.display(),
+            match alike(model)? {
+                Some(name) => format!("; did you mean {name}?"),
+                None => String::new(),
+            }
+        )));
+    }
+    open_hub(model, offline, progress)
+}
+
+/// Models that their makers publish under `Qwen/`.
+const PUBLISHED: [&str; 16] = [
+    "Qwen3-0.6B",
+    "Qwen3-1.7B",
+    "Qwen3-4B",
+    "Qwen3-8B",
+    "Qwen3-14B",
+    "Qwen3-32B",
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen3-Embedding-0.6B",
+    "Qwen3-Embedding-4B",
+    "Qwen3-Embedding-8B",
+    "Qwen3-Reranker-0.6B",
+    "Qwen3-Reranker-4B",
+    "Qwen3-Reranker-8B",
+    "Qwen3-4B-Instruct-2507",
+];
+
+/// The hub id of a model that goes by its bare name, or by its name in ollama: `Qwen3-0.6B`, `qwen3:0.6b`.
+fn published(name: &str) -> Option<String> {
+    let name = name.to_lowercase().replace(':', "-");
+    let begins = |p: &str| p.to_lowercase().starts_with(&format!("{name}-a"));
+    let same = PUBLISHED.iter().find(|p| p.to_lowercase() == name);
+    let found = same.or_else(|| PUBLISHED.iter().find(|p| begins(p)))?;
+    Some(format!("Qwen/{found}"))
+}
+
+/// The name most similar to `model`, of those in nq's folder and `demo`, if any.
+fn alike(model: &str) -> Result<Option<String>> {
+    let entries = std::fs::read_dir(models_dir()?).into_iter().flatten();
+    let own = entries
+        .flatten()
+        .filter_map(|e| e.file_name().into_string().ok());
+    let names = own.chain([demo::LABEL.to_owned()]);
+    let distance =
+        |name: &str| strsim::damerau_levenshtein(&name.to_lowercase(), &model.to_lowercase());
+    let nearest = names.map(|n| (distance(&n), n)).min();
+    Ok(nearest
+        .filter(|(d, name)| *d <= 1 + name.len() / 5)
+        .map(|(_, name)| name))
+}
+
+/// The path of the hub's model `id`, downloaded unless the cache has it.
+///
+/// # Errors
+/// If the name is not a hub id; errors of the download.
+pub fn fetch(id: &str, offline: bool, progress: &dyn Progress) -> Result<PathBuf> {
+    let mut options = HubOptions::from_env();
+    options.offline |= offline;
+    Ok(Hub::new(options).fetch_model(id, progress)?)
+}
+
+/// Opens the hub's model `id`.
+///
+/// # Errors
+/// Errors of [`fetch`] and of reading the files.
+pub fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<Model> {
+    let path = fetch(id, offline, progress)?;
+    // In the cache, a file's real name is its hash; the id has its usual name.
+    let name = HubId::parse(id).map_or_else(|| id.to_owned(), |id| id.name());
+    Ok(Model {
+        name,
+        source: id.into(),
+        checkpoint: Checkpoint::open(&path)?,
+    })
+}
+
+/// Says once what the model's files hold and nq does not use.
+pub fn note_left_over(model: &Model, progress: &dyn Progress) {
+    for line in account::lines(model.checkpoint.left_over()) {
+        progress.note(&format!("{}: not used: {line}", model.name));
+    }
+}
+
+fn open_demo() -> Result<Model> {
+    let Some(files) = demo::files() else {
+        let why = concat!(
+            "this build has no demo model: it was built without the feature `demo`, or from the published \
+             crate, which leaves the model out; the folder assets/demo of ",
+            env!("CARGO_PKG_REPOSITORY"),
+            " holds it"
+        );
+        return Err(Error::NoModel(why.into()));
+    };
+    Ok(Model {
+        name: demo::LABEL.into(),
+        source: demo::LABEL.into(),
+        checkpoint: Checkpoint::open_files(files)?,
+    })
+}
+
+fn open_path(path: &Path) -> Result<Model> {
+    let checkpoint = Checkpoint::open(path)?;
+    let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let name = absolute
+        .file_stem()
+        .filter(|_| absolute.is_file())
+        .or(absolute.file_name())
+        .unwrap_or(path.as_os_str());
+    Ok(Model {
+        name: name.to_string_lossy().into_owned(),
+        source: absolute.display().to_string(),
+        checkpoint,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::published;
+
+    #[test]
+    fn names_from_elsewhere_are_known() {
+        for (name, id) in [
+            ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+            ("qwen3:0.6b", "Qwen/Qwen3-0.6B"),
+            ("qwen3:30b", "Qwen/Qwen3-30B-A3B"),
+            ("qwen3-embedding:4b", "Qwen/Qwen3-Embedding-4B"),
+        ] {
+            assert_eq!(published(name).as_deref(), Some(id), "{name}");
+        }
+        for name in ["qwen3", "qwen3:7b", "Qwen/Qwen3-0.6B", "llama3:8b", ""] {
+            assert_eq!(published(name), None, "{name}");
+        }
+    }
+}
