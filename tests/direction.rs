@@ -3,7 +3,7 @@
 use cargo_metadata::MetadataCommand;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 8] = [
+const ORDER: [&str; 9] = [
     "nq-formats",
     "nq-kernels-cuda",
     "nq-kernels",
@@ -12,6 +12,7 @@ const ORDER: [&str; 8] = [
     "nq-quantize",
     "nq-serve",
     "nq-llm",
+    "nq-python",
 ];
 
 /// Fuzz targets: programs that nothing depends on.
@@ -44,6 +45,23 @@ fn crates_depend_leftwards_only() {
         }
     }
     assert_eq!(seen, ORDER.len());
+}
+
+/// The Python module is a program like others: it knows the library for programs alone.
+#[test]
+fn the_python_module_uses_the_library_alone() {
+    let metadata = MetadataCommand::new()
+        .manifest_path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
+    let module = metadata.packages.iter().find(|p| p.name == "nq-python");
+    let used = module.expect("nq-python").dependencies.iter();
+    let own: Vec<&str> = used
+        .map(|d| d.name.as_str())
+        .filter(|name| name.starts_with("nq-"))
+        .collect();
+    assert_eq!(own, ["nq-llm"]);
 }
 
 /// Only the binary parses arguments, prints and wraps errors untyped; only `formats` and

@@ -1,0 +1,290 @@
+"""The installed package, on the demo model."""
+
+import contextlib
+import functools
+import inspect
+import io
+import itertools
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import nq
+
+PROGRAM = Path(sys.executable).with_name("nq")
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = ROOT / "assets/demo-eval.txt"
+# Tests that are about notes look at them.
+logging.getLogger("nq").addHandler(logging.NullHandler())
+LONG = {"temperature": 0.0, "max_tokens": 100_000}
+
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def interrupted_soon(seconds=0.3):
+    """Sends this process what Ctrl-C sends, in a while."""
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    return timer
+
+
+class Quantizing(unittest.TestCase):
+    def test_reports_what_it_made_and_replaces_nothing_unasked(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "models" / "demo-int8"
+            stages = []
+            report = nq.quantize(
+                "demo", out, bits=8, method="rtn", device="cpu", eval_tokens=512,
+                progress=lambda stage, done, total: stages.append((stage, done, total)),
+            )
+            self.assertEqual((report["bits"], report["method"]), (8, "rtn"))
+            self.assertLess(report["file_bytes"], report["source_bytes"])
+            self.assertLess(report["quality"]["kld"]["mean"], 0.01)
+            self.assertTrue(all(done <= total for _, done, total in stages), stages)
+            self.assertGreater(len({stage for stage, _, _ in stages}), 2)
+            with self.assertRaisesRegex(FileExistsError, "demo-int8"):
+                nq.quantize("demo", out, bits=8, method="rtn", measure=False)
+            nq.quantize("demo", out, bits=8, method="rtn", measure=False, force=True)
+            self.assertEqual(nq.Model(out, device="cpu").name, "demo-int8")
+
+    def test_refuses_what_does_not_fit(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out"
+            for wrong, text in [({"bits": 7}, "7"), ({"method": "magic"}, "gptq"), ({"device": "tpu"}, "cuda:N")]:
+                with self.assertRaisesRegex(ValueError, text):
+                    nq.quantize("demo", out, **wrong)
+            with self.assertRaises(TypeError):
+                nq.quantize("demo", out, bits="four")
+            with self.assertRaisesRegex(nq.Error, 'no model "demmo".*did you mean demo'):
+                nq.quantize("demmo", out)
+            self.assertFalse(out.exists())
+
+    def test_ends_with_an_interrupt_and_with_an_error_of_the_callback(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out"
+            timer = interrupted_soon()
+            with self.assertRaises(KeyboardInterrupt):
+                nq.quantize("demo", out, method="auto", device="cpu")
+            timer.join()
+
+            def refuse(*_):
+                raise ZeroDivisionError
+
+            with self.assertRaises(ZeroDivisionError):
+                nq.quantize("demo", out, method="rtn", force=True, progress=refuse)
+            self.assertFalse(out.exists())
+
+
+class Talking(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = nq.Model("demo", device="cpu", bits=4)
+
+    def test_names_and_repr(self):
+        self.assertEqual(self.model.name, "demo")
+        self.assertTrue(self.model.device.startswith("cpu"))
+        self.assertIn("demo", repr(self.model))
+
+    def test_an_answer_is_the_same_in_pieces(self):
+        settings = {"seed": 3, "max_tokens": 24}
+        chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me about a river."}]
+        answer = self.model.chat(chat, **settings)
+        self.assertTrue(answer)
+        pieces = list(self.model.chat(chat, stream=True, **settings))
+        self.assertGreater(len(pieces), 1)
+        self.assertEqual("".join(pieces), answer)
+        self.assertNotEqual(self.model.chat(chat, seed=4, max_tokens=24), answer)
+        word = answer.split()[2]
+        self.assertEqual(self.model.chat(chat, stop=[word], **settings), answer[:answer.index(word)])
+
+        chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And a lake?"}]
+        self.assertTrue(self.model.chat(chat, max_tokens=4))
+
+    def test_answers_at_the_same_time(self):
+        chat = "Tell me about a river."
+        alone = self.model.chat(chat, temperature=0.0, max_tokens=16)
+        first = self.model.chat(chat, stream=True, temperature=0.0, max_tokens=16)
+        second = self.model.chat(chat, stream=True, temperature=0.0, max_tokens=16)
+        pairs = list(zip(first, second))
+        self.assertEqual("".join(a for a, _ in pairs), "".join(b for _, b in pairs))
+        found = []
+        others = [threading.Thread(target=lambda: found.append(self.model.chat(chat, temperature=0.0, max_tokens=16)))
+                  for _ in range(3)]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join()
+        self.assertEqual(found, [alone] * 3)
+
+    def test_no_thread_outlives_its_stream(self):
+        self.model.chat("Hello!", max_tokens=1)
+        before = threads()
+        for _ in range(3):
+            for piece in self.model.chat("Tell me about a river.", stream=True, **LONG):
+                break
+            with self.model.chat("Tell me about a river.", stream=True, **LONG) as stream:
+                next(stream)
+            self.assertEqual(list(stream), [])
+        self.assertEqual(threads(), before)
+
+    def test_an_interrupt_ends_an_answer(self):
+        for stream in [False, True]:
+            timer = interrupted_soon()
+            with self.assertRaises(KeyboardInterrupt):
+                for i in itertools.count():
+                    # Long to read and different from its beginning on: most of the time is the native part's.
+                    for _ in self.model.chat(f"{i} " + "river " * 900, stream=stream, max_tokens=64):
+                        pass
+            timer.join()
+            self.assertTrue(self.model.chat("Hello!", max_tokens=4))
+
+    def test_wrong_arguments(self):
+        for wrong in [{"temperature": -1.0}, {"top_p": 2.0}]:
+            for stream in [False, True]:
+                with self.assertRaises(ValueError):
+                    self.model.chat("Hello!", stream=stream, **wrong)
+        for wrong in [{"temperature": "hot"}, {"max_tokens": 1.5}, {"warmth": 1}]:
+            with self.assertRaises(TypeError):
+                self.model.chat("Hello!", **wrong)
+        with self.assertRaisesRegex(ValueError, "messages"):
+            self.model.chat([{"content": "Hello!"}])
+        for stream in [False, True]:
+            with self.assertRaisesRegex(nq.Error, "context"):
+                list(self.model.chat("river " * 1500, stream=stream))
+
+    def test_a_model_that_generates_text_does_not_embed(self):
+        with self.assertRaisesRegex(nq.Error, "demo: not an embedding model"):
+            self.model.embed(["a river"])
+        with self.assertRaisesRegex(TypeError, "list of texts"):
+            self.model.embed("a river")
+
+    def test_a_report_is_a_dict(self):
+        text = TEXT.read_text(encoding="utf-8")[:8000]
+        report = self.model.eval(text, reference="demo", ctx=128, windows=4)
+        self.assertEqual((report["windows"], report["ctx"], report["protocol"]), (4, 128, "hf"))
+        self.assertGreater(report["kld"]["mean"], 0)
+        self.assertGreater(report["ppl"], 1)
+        of_file = nq.eval(self.model, TEXT, ctx=128, windows=4)
+        self.assertEqual(of_file["ppl"], report["ppl"])
+        self.assertNotIn("kld", of_file)
+        self.assertEqual(of_file["text"], TEXT.name)
+        with self.assertRaisesRegex(ValueError, "one window"):
+            self.model.eval("too short")
+        with self.assertRaisesRegex(ValueError, "hf or llama"):
+            self.model.eval(text, protocol="gguf")
+        timer = interrupted_soon()
+        with self.assertRaises(KeyboardInterrupt):
+            self.model.eval(TEXT, reference="demo", ctx=128)
+        timer.join()
+
+    def test_a_fork_of_the_process_is_told_to_load_its_own(self):
+        if child := os.fork():
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+        else:
+            try:
+                self.model.chat("Hello!")
+            except nq.Error as e:
+                os._exit("another process" not in str(e))
+            os._exit(1)
+
+
+class Loading(unittest.TestCase):
+    def test_names_that_nothing_goes_by(self):
+        with self.assertRaisesRegex(nq.Error, "neither `demo`"):
+            nq.Model("no such model")
+        with tempfile.TemporaryDirectory() as folder, self.assertRaises((OSError, nq.Error)):
+            nq.Model(folder)
+        with self.assertRaises(ValueError):
+            nq.Model("demo", device="tpu")
+        with self.assertRaises(ValueError):
+            nq.Model("demo", ctx=1, device="cpu").chat("Hello!")
+
+    def test_notes_go_to_the_log(self):
+        with self.assertLogs("nq", logging.WARNING) as log:
+            nq.Model("demo", device="cpu", bits=8)
+        self.assertIn("quantizing at load", log.output[0])
+
+    def test_a_hostile_template_harms_nobody(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "demo"
+            nq.quantize("demo", out, bits=8, method="rtn", measure=False, device="cpu")
+            (out / "chat_template.jinja").write_text("{% set x = namespace(y='x' * 1000) %}{% for i in range(30) %}"
+                                                     "{% set x.y = x.y + x.y %}{% endfor %}{{ x.y | length }}")
+            model = nq.Model(out, device="cpu")
+            with self.assertRaisesRegex(nq.Error, "chat_template|memory"):
+                model.chat("Hello!")
+
+
+class Program(unittest.TestCase):
+    def run_nq(self, *words, code=0):
+        done = subprocess.run([PROGRAM, *words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, code, done.stderr)
+        return done
+
+    def test_runs(self):
+        self.assertTrue(self.run_nq("--version").stdout.startswith(f"nq {nq.__version__}"))
+        answer = self.run_nq("chat", "demo", "-p", "Name a river.", "--max-tokens", "8", "--device", "cpu")
+        self.assertTrue(answer.stdout.strip())
+        self.assertIn("unexpected argument", self.run_nq("chat", "--nonsense", code=2).stderr)
+        self.assertIn("nq: no model", self.run_nq("inspect", "no such model", code=1).stderr)
+        as_module = subprocess.run([sys.executable, "-m", "nq", "--version"], capture_output=True, text=True)
+        self.assertEqual(as_module.stdout, self.run_nq("--version").stdout)
+
+    def test_a_reader_that_leaves_is_no_error(self):
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", f"'{PROGRAM}' --help | head -1"], capture_output=True)
+        self.assertEqual((done.returncode, done.stderr), (0, b""))
+
+    def test_ends_with_an_interrupt(self):
+        server = subprocess.Popen([PROGRAM, "bench", "demo", "--device", "cpu", "-n", "1000000"],
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        time.sleep(3)
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+        self.assertEqual(server.returncode, 130)
+
+
+class Pages(unittest.TestCase):
+    def test_their_examples_run(self):
+        quick = functools.partial(nq.quantize, method="rtn", measure=False, device="cpu", force=True)
+        before = os.getcwd()
+        for page in ["README.md", "docs/library.md"]:
+            examples = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+            self.assertTrue(examples, page)
+            for example in examples:
+                # Of README only the time that it takes is changed.
+                shown = mock.patch.object(nq, "quantize", quick) if page == "README.md" else contextlib.nullcontext()
+                with tempfile.TemporaryDirectory() as folder, shown, contextlib.redirect_stdout(io.StringIO()) as said:
+                    os.chdir(folder)
+                    try:
+                        exec(compile(example, page, "exec"), {})
+                    finally:
+                        os.chdir(before)
+                    self.assertEqual(bool(said.getvalue()), "print" in example)
+
+
+class Types(unittest.TestCase):
+    def test_everything_public_is_documented_and_typed(self):
+        for name in nq.__all__:
+            found = getattr(nq, name)
+            if callable(found):
+                self.assertTrue(inspect.getdoc(found), name)
+        for found in [nq.quantize, nq.eval, nq.main, nq.Model.chat, nq.Model.embed, nq.Model.rerank, nq.Model.eval]:
+            signature = inspect.signature(found)
+            parameters = [p for p in signature.parameters.values() if p.name != "self"]
+            self.assertTrue(all(p.annotation is not p.empty for p in parameters), found)
+            self.assertIsNot(signature.return_annotation, signature.empty, found)
+
+
+if __name__ == "__main__":
+    unittest.main()
