@@ -215,11 +215,11 @@ fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
 type PartShape = (&'static str, DType, Vec<usize>);
 
 /// A folder in another tool's format for a model of this shape: `settings` and, for each Linear
-/// `[out, in]`, with experts separate, its `parts`, filled with bytes of 1.
+/// `[out, in]`, with experts separate, its `parts`, filled with one byte.
 fn imported_seed(
     shape: &str,
     settings: &str,
-    parts: fn(usize, usize) -> Vec<PartShape>,
+    parts: impl Fn(usize, usize) -> Vec<PartShape>,
 ) -> Vec<u8> {
     let config = format!("{{{shape}}}");
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
@@ -240,7 +240,9 @@ fn imported_seed(
                 for (name, rows) in own(name, rows) {
                     for (suffix, dtype, shape) in parts(rows, cols) {
                         let bytes = shape.iter().product::<usize>() * dtype.size();
-                        let tensor = Tensor::new(dtype, shape, vec![1; bytes].into()).unwrap();
+                        // Floats of 32 bits are then .75, others small.
+                        let byte = if dtype == DType::F32 { 0x3F } else { 1 };
+                        let tensor = Tensor::new(dtype, shape, vec![byte; bytes].into()).unwrap();
                         tensors.push((format!("{name}{suffix}"), tensor));
                     }
                 }
@@ -268,7 +270,11 @@ fn quantized_folders() {
         "config_groups":{"g":{"weights":{"num_bits":4,"symmetric":false,"type":"int",
         "strategy":"group","group_size":8}}}}"#;
     let fp8 = r#"{"quant_method":"fp8","fmt":"e4m3","weight_block_size":[8,8]}"#;
-    use DType::{BF16, F8E4M3, F16, I32};
+    let modelopt = r#"{"quant_method":"modelopt","quant_algo":"MIXED_PRECISION"}"#;
+    let floats = r#"{"quant_method":"compressed-tensors","format":"mixed-precision",
+        "config_groups":{"g":{"weights":{"num_bits":4,"type":"float","strategy":"tensor_group",
+        "group_size":16}}}}"#;
+    use DType::{BF16, F8E4M3, F16, F32, I32, U8};
     let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(4), zeros);
     let of_gptq = |rows: usize, cols: usize| {
         vec![
@@ -297,6 +303,24 @@ fn quantized_folders() {
             (".weight_scale_inv", BF16, vec![rows / 8, cols / 8]),
         ]
     };
+    // Weights with 16 inputs in NVFP4, the others in FP8.
+    let small_floats = |rows: usize, cols: usize, [codes, whole]: [&'static str; 2]| match cols % 16
+    {
+        0 => vec![
+            (codes, U8, vec![rows, cols / 2]),
+            (".weight_scale", F8E4M3, vec![rows, cols / 16]),
+            (whole, F32, vec![1]),
+        ],
+        _ => vec![
+            (".weight", F8E4M3, vec![rows, cols]),
+            (".weight_scale", F32, vec![rows, 1]),
+        ],
+    };
+    let of_modelopt =
+        |rows: usize, cols: usize| small_floats(rows, cols, [".weight", ".weight_scale_2"]);
+    let of_floats = |rows: usize, cols: usize| {
+        small_floats(rows, cols, [".weight_packed", ".weight_global_scale"])
+    };
     let (dense, mixture) = (targets::SHAPE, targets::MIXTURE);
     let seeds = [
         (dense, nq_seed(scheme(Bits::B4, Zeros::None), false)),
@@ -306,7 +330,10 @@ fn quantized_folders() {
         (dense, imported_seed(dense, awq, of_awq)),
         (dense, imported_seed(dense, packed, of_packed)),
         (dense, imported_seed(dense, fp8, of_fp8)),
+        (dense, imported_seed(dense, modelopt, of_modelopt)),
+        (dense, imported_seed(dense, floats, of_floats)),
         (mixture, imported_seed(mixture, gptq, of_gptq)),
+        (mixture, imported_seed(mixture, modelopt, of_modelopt)),
         (mixture, imported_seed(mixture, fp8, of_fp8)),
         (
             dense,
