@@ -146,11 +146,8 @@ fn vectors_come_line_by_line_and_as_an_array() {
     // A program gets the same, and zeros where there is nothing to read.
     let mut embedder = library(&folder).embedder().unwrap();
     let made = embedder.embed(&TEXTS, &Purpose::Document).unwrap();
-    let written = |x: &f32| x.to_string().parse::<f64>().unwrap();
-    let made: Vec<Vec<f64>> = made
-        .iter()
-        .map(|v| v.iter().map(written).collect())
-        .collect();
+    let numbers = |v: &Vec<f32>| v.iter().map(|&x| f64::from(x)).collect();
+    let made: Vec<Vec<f64>> = made.iter().map(numbers).collect();
     assert_eq!(made, all);
     embedder.interrupt.store(true, Ordering::Relaxed);
     assert!(embedder.embed(&TEXTS, &Purpose::Query).is_err());
