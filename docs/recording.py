@@ -30,14 +30,14 @@ COMMANDS = [
     "nq quantize demo --bits 4",
     'nq chat demo-int4 --seed 2 -p "Tell me about the film The Silent River (1931)."',
 ]
-COLUMNS, ROWS = 110, 19
+COLUMNS, ROWS = 100, 19
 TYPING = 0.035  # seconds for a letter of a command
 FASTER = 3      # the commands' time over that shown
 PAUSE = 0.7     # the longest wait that is shown
 FRAME = 0.2     # screens that change faster are left out
 HOLD = 1.2      # seconds after a command's end
 
-CELL, LINE, FONT, MARGIN, BAR = 7.1, 16, 11.8, 14, 20
+CELL, LINE, FONT, MARGIN, BAR = 7.8, 16, 13, 14, 20
 COLOURS = {"default": "#d6dde6", "green": "#7ee787", "cyan": "#76d9e6", "red": "#ff8f85", "brown": "#e3c46d",
            "blue": "#84b8ff", "magenta": "#d2a8ff", "black": "#8b949e", "white": "#f0f4f8"}
 

@@ -170,7 +170,7 @@ impl Progress for Terminal {
             Some(step) => (format!("{step}: {stage}"), "{prefix}"),
             None => (stage.to_owned(), "{elapsed} (ETA {eta})"),
         };
-        let template = format!("{{msg:28}} {{bar:24}} {counts}  {end}");
+        let template = format!("{{msg:28}} {{wide_bar}} {counts}  {end}");
         let style = ProgressStyle::with_template(&template)
             .unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = ProgressBar::new(total)
@@ -195,7 +195,7 @@ impl Progress for Terminal {
         let (done, seconds) = (stage.done(), stage.begun.elapsed().as_secs_f64());
         let left = self.planned().left(done, seconds);
         if let Some(left) = left {
-            stage.bar.set_prefix(format!("{} left in all", about(left)));
+            stage.bar.set_prefix(format!("{} left", about(left)));
         }
         if stage.bar.is_hidden() && stage.said.elapsed().as_secs_f64() >= SILENCE {
             stage.said = Instant::now();
