@@ -261,7 +261,7 @@ def gpu_peers():
         for sequences in [1, 16, 64]:
             lines.append([f"Qwen3-{name}, {sequences} sequence{'s' if sequences > 1 else ''}", batch(model, sequences),
                           *(whole(p[str(sequences)]) for p in peers.values())])
-    return table(["one H200, decode, tok/s of all sequences together", "nq INT4", "vLLM 0.26 GPTQ INT4", "llama.cpp Q4_0"], lines)
+    return table(["one H200, decode, total tok/s", "nq INT4", "vLLM 0.26 GPTQ INT4", "llama.cpp Q4_0"], lines)
 
 
 MIXTURE = "2026-11-23-gpu-mixture.csv"
@@ -273,7 +273,7 @@ def gpu_mixture():
                                    *((f"decode, {n} sequences", "tg", n) for n in [8, 16, 64])]:
         found = [row(MIXTURE, engine=e, experts_on_cpu="0", test=test, sequences=str(sequences)) for e in ["nq", "llama.cpp"]]
         lines.append([label, *(whole(r["tok_s"]) for r in found)])
-    return table(["Qwen3-30B-A3B, one H200, tok/s of all sequences together", "nq INT4", "llama.cpp Q4_0"], lines)
+    return table(["Qwen3-30B-A3B, one H200, total tok/s", "nq INT4", "llama.cpp Q4_0"], lines)
 
 
 def cpu_experts():
