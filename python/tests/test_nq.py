@@ -23,6 +23,8 @@ import nq
 PROGRAM = Path(sys.executable).with_name("nq")
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "assets/demo-eval.txt"
+# A shell's background jobs are started deaf to interrupts, and so would these tests be.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests that are about notes look at them.
 logging.getLogger("nq").addHandler(logging.NullHandler())
 LONG = {"temperature": 0.0, "max_tokens": 100_000}
