@@ -206,11 +206,15 @@ await idle(page);
 // The list is in order of changes, and the first chat's answer may have ended after the second was begun.
 await page.evaluate(() => {
   const entries = [...document.querySelectorAll("#list .entry")];
-  entries.find((e) => e.textContent.includes("Continue this passage")).querySelector("button").click();
+  entries.find((e) => e.textContent.includes("First of A")).querySelector("button").click();
 });
-await page.waitForFunction(() => document.querySelector(".user .body")?.textContent.includes("stormy night"));
+await page.waitForFunction(() =>
+  [...document.querySelectorAll(".user .body")].some((e) => e.textContent.includes("stormy night")),
+);
 await idle(page);
-assert.ok((await text(".assistant .body")).length > 0);
+const answers = await page.$$eval(".assistant .body", (bodies) => bodies.map((e) => e.textContent));
+assert.equal(answers.length, 3);
+assert.ok(answers.at(-1).length > 0);
 
 // Left in mid-answer: what was there is kept, and can be answered again.
 await click(page, "#new");

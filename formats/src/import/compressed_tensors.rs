@@ -1,5 +1,5 @@
 //! Reads compressed-tensors as vLLM's llm-compressor writes it: `pack-quantized` (4 and 8 bits) and
-//! `int-quantized` (8 bits), and the floats of [`floats`](super::floats).
+//! `int-quantized` (8 bits), and the floats that `floats` describes.
 //!
 //! | tensor | shape | |
 //! |---|---|---|

@@ -1,4 +1,4 @@
-//! Reads what NVIDIA's ModelOpt exports: NVFP4 and FP8 weights beside unquantized ones. [`floats`](super::floats)
+//! Reads what NVIDIA's ModelOpt exports: NVFP4 and FP8 weights beside unquantized ones. `floats`
 //! has the layouts; which one a weight is in is told by its tensors.
 
 use super::{Layout, Parts, Settings, open_with};
