@@ -26,6 +26,17 @@ fn load(config: &ModelConfig) -> (Arc<dyn Engine>, Store) {
     (engine, store)
 }
 
+/// A model that computes a few rows exactly as each alone.
+fn load_exact(config: &ModelConfig) -> Arc<dyn Engine> {
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
+    let store = Store::random(config, 3).quantized(scheme);
+    let options = LoadOptions {
+        activations: ActivationChoice::Auto,
+        ..options(EngineKind::Nq)
+    };
+    nq_runtime::load(config, &store, &options, &()).unwrap()
+}
+
 fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots,
@@ -136,14 +147,7 @@ fn states_are_cut_where_they_were_kept() {
 #[test]
 fn states_are_cut_within_rows_that_were_checked() {
     for config in configs() {
-        // So that a few rows are computed exactly as each alone.
-        let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
-        let store = Store::random(&config, 3).quantized(scheme);
-        let options = LoadOptions {
-            activations: ActivationChoice::Auto,
-            ..options(EngineKind::Nq)
-        };
-        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
+        let engine = load_exact(&config);
         let (first, drafted, more) = (text(21, 4), text(FEW_ROWS, 5), text(5, 6));
         for (begin, len) in [(21, FEW_ROWS), (21, 2), (0, 5)] {
             for right in 0..=len {
@@ -192,13 +196,7 @@ fn states_are_cut_within_rows_that_were_checked() {
 #[test]
 fn answers_with_drafts_are_those_without() {
     for config in configs() {
-        let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
-        let store = Store::random(&config, 3).quantized(scheme);
-        let options = LoadOptions {
-            activations: ActivationChoice::Auto,
-            ..options(EngineKind::Nq)
-        };
-        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
+        let engine = load_exact(&config);
         let prompt = text(50, 1);
         let answer = |drafts: Option<Speculation>| {
             let mut s = session(&*engine, 1);

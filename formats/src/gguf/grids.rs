@@ -251,7 +251,7 @@ pub(super) const TQ2_0: Layout = ternary(|block, codes, scales, _| {
 });
 
 /// The values of FP4 (E2M1) times two, by their bits.
-const FP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(crate) const FP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Converts FP4 nibbles to codes, low nibbles first.
 fn fp4(bytes: &[u8], codes: &mut [u8]) {

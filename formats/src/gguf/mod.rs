@@ -11,6 +11,7 @@ mod config;
 pub mod encode;
 pub mod file;
 mod grids;
+pub(crate) use grids::FP4_VALUES;
 pub mod metadata;
 pub mod names;
 pub(crate) mod order;

@@ -19,6 +19,7 @@ use super::fp8::{self, e4m3};
 use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::gguf::FP4_VALUES;
 use crate::models::tensor_name;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
@@ -37,9 +38,6 @@ pub(super) enum Kind {
 }
 
 const SCALE: &str = ".weight_scale";
-
-/// The values of FP4 times two, by their bits.
-const TWICE_FP4: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Rows and columns of a block of FP8 that has one scale.
 const BLOCK: usize = 128;
@@ -65,7 +63,7 @@ impl Kind {
         }
     }
 
-    /// Inputs and outputs of an NVFP4 weight, by the shape of its codes.
+    /// Outputs and inputs of an NVFP4 weight, by the shape of its codes.
     pub(super) fn dims(self, shards: &Shards, name: &str) -> Option<(usize, usize)> {
         match *shards.get(&format!("{name}{}", self.parts()[0]))?.shape() {
             [rows, bytes] => Some((rows, 2 * bytes)),
@@ -109,7 +107,7 @@ impl Kind {
             Kind::PackedNvfp4 => 0.5 / whole,
             _ => 0.5 * whole,
         };
-        let code = |bits: u8| TWICE_FP4[usize::from(bits)].cast_unsigned() ^ 0x80;
+        let code = |bits: u8| FP4_VALUES[usize::from(bits)].cast_unsigned() ^ 0x80;
         let pairs = bytes.data().iter();
         let codes: Vec<u8> = pairs.flat_map(|b| [code(b & 15), code(b >> 4)]).collect();
         Ok(Parts {
@@ -154,25 +152,10 @@ pub(super) fn fp8(
     let scales = shards.require(&scale, &FLOATS, &shape)?.to_f32()?;
     let names = (&weight[..], &scale[..]);
     let block = (block.0.max(1), block.1.max(1));
-    match exactly {
-        true => fp8::dequantize(
-            shards,
-            names,
-            (rows, cols),
-            (block, scales),
-            DType::F32,
-            f32::to_le_bytes,
-        ),
-        false => {
-            let encode = |v| bf16::from_f32(v).to_le_bytes();
-            fp8::dequantize(
-                shards,
-                names,
-                (rows, cols),
-                (block, scales),
-                DType::BF16,
-                encode,
-            )
-        }
+    let (dims, scales) = ((rows, cols), (block, scales));
+    if exactly {
+        return fp8::dequantize(shards, names, dims, scales, DType::F32, f32::to_le_bytes);
     }
+    let encode = |v| bf16::from_f32(v).to_le_bytes();
+    fp8::dequantize(shards, names, dims, scales, DType::BF16, encode)
 }

@@ -326,6 +326,10 @@ impl Loadable {
                 (share / SNAPSHOTS_SHARE / one).min(SNAPSHOTS_PER_REQUEST * parallel as u64)
             }
         };
+        if snapshot_bytes == 0 && settings.state_memory.is_some() {
+            let name = &self.name;
+            (self.terminal).note(&format!("--state-memory: {name} has no recurrences"));
+        }
         let share = share.saturating_sub(snapshots * snapshot_bytes);
         let most = (parallel * longest.div_ceil(PAGE)) as u64;
         let pages = match settings.kv_memory {
