@@ -53,6 +53,7 @@ fn config(gguf: &str) -> ModelConfig {
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: false,
+        mtp_layers: 0,
         eos_token_ids: vec![300],
         dtype: Some(DType::BF16),
     }

@@ -6,7 +6,8 @@
 
 use crate::error::{Error, Result};
 use crate::models::ModelConfig;
-use crate::names::{EMBEDDING, HEAD, NORM, layer_of, layer_parameters};
+use crate::mtp;
+use crate::names::{EMBEDDING, HEAD, layer_of, parameters};
 use crate::store::{TensorEntry, WeightStore};
 use crate::weight::Weight;
 use serde::Serialize;
@@ -70,7 +71,7 @@ const HARMLESS_IF_QUANTIZED: [(&str, &str); 8] = [
     (".input_zero_point", ACTIVATIONS),
     (".input_global_scale", ACTIVATIONS),
 ];
-const SEVERAL: &str = "layers that predict several tokens at once are not used";
+const SEVERAL: &str = "of an MTP layer that nq does not use";
 pub(crate) const CACHE: &str = "the cache of keys and values is kept in a type of nq's own";
 pub(crate) const ACTIVATIONS: &str = "activations are rounded by nq's own rules";
 
@@ -94,12 +95,9 @@ pub(crate) fn tensors(
 ) -> Result<Vec<LeftOver>> {
     let entries = store.entries();
     let layers = config.num_hidden_layers;
-    let outside = [EMBEDDING, NORM, HEAD].map(String::from).into_iter();
-    let within = (0..layers).flat_map(|l| layer_parameters(config, l).map(|(name, _)| name));
-    let used: BTreeSet<String> = outside
-        .filter(|name| name != HEAD || !config.tie_word_embeddings)
-        .chain(within)
-        .flat_map(|name| store.sources(&name))
+    let used: BTreeSet<String> = (parameters(config).into_iter())
+        .chain(mtp::parameters(config))
+        .flat_map(|(name, _)| store.sources(&name))
         .collect();
     // GGUF files keep layers that predict several tokens at once behind the others.
     let beyond: BTreeSet<usize> = (entries.iter())
@@ -127,7 +125,7 @@ fn left_over(
     let name = entry.name.as_str();
     let quantized = store.quantization().is_some();
     let also = HARMLESS_IF_QUANTIZED.iter().filter(|_| quantized);
-    let mut known = HARMLESS.iter().chain(also);
+    let mut known = also.chain(&HARMLESS);
     if let Some((_, why)) = known.find(|(pattern, _)| describes(pattern, name)) {
         return Ok(LeftOver::new(name, *why));
     }

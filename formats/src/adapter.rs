@@ -13,7 +13,7 @@ use crate::files::Files;
 use crate::gguf::{GgufFile, MAGIC, names as gguf_names};
 use crate::hash::sha256_hex;
 use crate::models::{self, Architecture, ModelConfig};
-use crate::names::{EMBEDDING, HEAD, Shape, head, parameters, stack};
+use crate::names::{EMBEDDING, HEAD, Shape, expert_name, head, parameters, stack};
 use crate::shards::Shards;
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
@@ -287,9 +287,8 @@ impl Adapter {
                     dims.insert(name, (rows, cols));
                 }
                 Some(experts) => {
-                    let (layer, linear) = stack(&name).expect("just found");
                     for e in 0..experts.count {
-                        dims.insert(linear.expert_name(layer, e), (rows / experts.count, cols));
+                        dims.insert(expert_name(&name, e), (rows / experts.count, cols));
                     }
                 }
             }
@@ -501,10 +500,10 @@ impl Adapted {
             let found = self.adapters.iter().filter_map(|a| a.changes.get(name));
             found.map(|change| (first, change)).collect()
         };
-        let Some((layer, linear)) = stack(name) else {
+        if stack(name).is_none() {
             return all(name, 0);
-        };
-        let expert = |e| all(&linear.expert_name(layer, e), e * (rows / self.experts));
+        }
+        let expert = |e| all(&expert_name(name, e), e * (rows / self.experts));
         (0..self.experts).flat_map(expert).collect()
     }
 

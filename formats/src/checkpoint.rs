@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::experts::Gathered;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG};
 use crate::models::ModelConfig;
+use crate::mtp;
 use crate::names::{HEAD, layer_of};
 use crate::published::{Form, Published};
 use crate::shards::Shards;
@@ -128,6 +129,7 @@ impl Checkpoint {
         check_layers(&self.files, &self.config, self.store.as_ref())?;
         let store = self.store.as_ref();
         self.config.tie_word_embeddings = account::is_tied(store, &self.config, &mut left_over)?;
+        self.config.mtp_layers = mtp::stored_layers(store, &self.config, &mut left_over);
         left_over.extend(account::tensors(store, &self.config, &self.files.root())?);
         self.left_over = left_over;
         Ok(self)

@@ -5,6 +5,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::keys;
 use crate::models::{self, Architecture, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling};
+use crate::mtp;
 use crate::recurrence::{TILED, VALUE_HEADS};
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
@@ -110,6 +111,7 @@ impl ModelConfig {
                 parts => obj.rope(head_dim, parts)?,
             },
             tie_word_embeddings: tied.or(within_tied).unwrap_or(false),
+            mtp_layers: obj.mtp_layers(architecture)?,
             eos_token_ids: if eos.is_empty() { within } else { eos },
             dtype: within_dtype.or(dtype),
         };
@@ -262,6 +264,7 @@ impl ModelConfig {
             if delta.tiled {
                 map.insert(VALUE_HEADS.into(), TILED.into());
             }
+            map.insert(mtp::LAYERS_KEY.into(), self.mtp_layers.into());
         }
         if self.rope.dims.is_some() || self.architecture.rotated > 1 {
             let part = self.rotated() as f64 / self.head_dim as f64;
@@ -369,6 +372,11 @@ impl<'a> Object<'a> {
         let left = object.left_over(&format!("config.json: {key}"));
         self.within.borrow_mut().extend(left);
         Ok(Some(value))
+    }
+
+    /// Notes that a value changes nothing.
+    pub(crate) fn note(&self, left: LeftOver) {
+        self.within.borrow_mut().push(left);
     }
 
     /// The keys that nobody asked for; `file` is their place in messages.

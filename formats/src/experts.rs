@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::models::{Experts, LinearKind, LinearSpec, ModelConfig};
-use crate::names::{EXPERTS, in_layer, layer_of, stack};
+use crate::names::{expert_name, in_experts, stack};
 use crate::pack::pack_rows;
 use crate::scheme::{AffineScheme, Scales, Zeros};
 use crate::store::{Exactness, TensorEntry, WeightStore};
@@ -191,16 +191,25 @@ pub(crate) struct Gathered {
     root: PathBuf,
     /// Names of tensors that hold the weights of all experts of a layer.
     fused_tensors: BTreeSet<String>,
-    /// Layers whose experts are kept apart: how many tensors they have.
-    apart: BTreeMap<usize, usize>,
+    /// The experts that are kept apart, by the name of a layer's: how many tensors they have.
+    apart: BTreeMap<String, usize>,
 }
 
-/// The tensor that holds gate and up, or down, of all experts of a layer, within the layer's experts.
-fn fused_name(kind: LinearKind) -> &'static str {
-    match kind {
-        LinearKind::Gate | LinearKind::Up => "gate_up_proj",
-        _ => "down_proj",
-    }
+/// Tensors that hold gate and up, or down, of all experts of a layer, within the layer's experts.
+const FUSED: [&str; 2] = ["gate_up_proj", "down_proj"];
+
+/// The tensor that holds the stack `name`, with another one if gate and up are one.
+fn fused_name(name: &str, kind: LinearKind) -> String {
+    let tensor = match kind {
+        LinearKind::Gate | LinearKind::Up => FUSED[0],
+        _ => FUSED[1],
+    };
+    format!("{}.{tensor}", experts_of(name))
+}
+
+/// The name of the experts that a stack is of.
+fn experts_of(stack: &str) -> &str {
+    stack.rsplit_once('.').map_or(stack, |(experts, _)| experts)
 }
 
 impl Gathered {
@@ -220,22 +229,20 @@ impl Gathered {
         let entries = store.entries();
         check_count(&entries, experts.count, &files.path(CONFIG))?;
         let is_fused = |e: &TensorEntry| {
-            let (_, rest) = e.name.rsplit_once(&format!(".{EXPERTS}."))?;
-            ["gate_up_proj", "down_proj"]
-                .contains(&rest)
-                .then(|| e.name.clone())
+            let (_, rest) = in_experts(&e.name)?;
+            FUSED.contains(&rest).then(|| e.name.clone())
         };
         let fused_tensors: BTreeSet<String> = entries.iter().filter_map(is_fused).collect();
-        let mut apart: BTreeMap<usize, usize> = BTreeMap::new();
-        for entry in entries.iter().filter(|e| expert_of(&e.name).is_some()) {
-            *apart.entry(layer_of(&entry.name).unwrap_or(0)).or_default() += 1;
+        let mut apart: BTreeMap<String, usize> = BTreeMap::new();
+        for (of, _) in entries.iter().filter_map(|e| expert_of(&e.name)) {
+            *apart.entry(of.into()).or_default() += 1;
         }
         // Each has tensors of its own: fewer tensors than experts are not all of them.
-        if let Some((layer, tensors)) = apart.iter().find(|(_, n)| **n < experts.count) {
+        if let Some((of, tensors)) = apart.iter().find(|(_, n)| **n < experts.count) {
             return Err(Error::Malformed {
                 path: files.path(CONFIG),
                 what: "num_experts".into(),
-                expected: format!("at most the {tensors} tensors of experts in layer {layer}"),
+                expected: format!("at most the {tensors} tensors of {of}"),
                 found: experts.count.to_string(),
             });
         }
@@ -249,7 +256,7 @@ impl Gathered {
     }
 
     /// The stack with this name, unless the files store it as one.
-    fn stack(&self, name: &str) -> Option<(usize, &'static LinearSpec)> {
+    fn stack(&self, name: &str) -> Option<&'static LinearSpec> {
         stack(name).filter(|_| !self.inner.contains(name))
     }
 
@@ -257,7 +264,7 @@ impl Gathered {
     /// gate above up.
     fn fused(
         &self,
-        (layer, linear): (usize, &LinearSpec),
+        (name, linear): (&str, &LinearSpec),
         (rows, cols): (usize, usize),
     ) -> Result<Option<Weight>> {
         let out = rows / self.experts.count;
@@ -266,10 +273,9 @@ impl Gathered {
             LinearKind::Up => (2 * out, out),
             _ => (out, 0),
         };
-        let tensor = fused_name(linear.kind);
-        let name = in_layer(layer, &format!("{EXPERTS}.{tensor}"));
+        let tensor = fused_name(name, linear.kind);
         let shape = [self.experts.count, height, cols];
-        let Some(stack) = self.inner.tensor(&name, &shape)? else {
+        let Some(stack) = self.inner.tensor(&tensor, &shape)? else {
             return Ok(None);
         };
         let all = vec![shape[0] * shape[1], cols];
@@ -285,20 +291,20 @@ impl Gathered {
     /// Stacks the weights that `read` returns for each expert.
     fn gather(
         &self,
-        (layer, linear): (usize, &LinearSpec),
+        name: &str,
         (rows, cols): (usize, usize),
         read: impl Fn(&str, (usize, usize)) -> Result<Weight>,
     ) -> Result<Weight> {
         let count = self.experts.count;
         let each = (rows / count, cols);
-        let one = |e: usize| read(&linear.expert_name(layer, e), each);
+        let one = |e: usize| read(&expert_name(name, e), each);
         let parts = (0..count).map(one).collect::<Result<Vec<_>>>()?;
         Weight::stack(&parts).map_err(|e| match e {
             Error::Weight {
                 expected, found, ..
             } => Error::Tensor {
                 path: self.root.clone(),
-                tensor: linear.name(layer),
+                tensor: name.into(),
                 expected: format!("experts of a layer kept alike: {expected}"),
                 found: found.replace("place", "expert"),
             },
@@ -307,16 +313,15 @@ impl Gathered {
     }
 }
 
-/// The number of the expert that a tensor of its own belongs to.
-fn expert_of(tensor: &str) -> Option<usize> {
-    layer_of(tensor)?;
-    let (_, rest) = tensor.split_once(&format!(".{EXPERTS}."))?;
-    rest.split('.').next()?.parse().ok()
+/// The experts of a layer that a tensor of one of them belongs to, and that one's number.
+fn expert_of(tensor: &str) -> Option<(&str, usize)> {
+    let (experts, rest) = in_experts(tensor)?;
+    Some((experts, rest.split('.').next()?.parse().ok()?))
 }
 
 /// Refuses experts with an index of `count` or more.
 fn check_count(entries: &[TensorEntry], count: usize, config: &Path) -> Result<()> {
-    let beyond = |entry: &&TensorEntry| expert_of(&entry.name) >= Some(count);
+    let beyond = |entry: &&TensorEntry| expert_of(&entry.name).is_some_and(|(_, e)| e >= count);
     match entries.iter().find(beyond) {
         None => Ok(()),
         Some(entry) => Err(Error::Malformed {
@@ -336,7 +341,10 @@ impl WeightStore for Gathered {
     fn contains(&self, name: &str) -> bool {
         match self.stack(name) {
             None => self.inner.contains(name),
-            Some((layer, linear)) => self.inner.contains(&linear.expert_name(layer, 0)),
+            Some(linear) => {
+                self.fused_tensors.contains(&fused_name(name, linear.kind))
+                    || self.inner.contains(&expert_name(name, 0))
+            }
         }
     }
 
@@ -348,9 +356,9 @@ impl WeightStore for Gathered {
         let Some(stack) = self.stack(name) else {
             return self.inner.matrix(name, dims);
         };
-        match self.fused(stack, dims)? {
+        match self.fused((name, stack), dims)? {
             Some(weight) => Ok(weight),
-            None => self.gather(stack, dims, |name, dims| self.inner.matrix(name, dims)),
+            None => self.gather(name, dims, |name, dims| self.inner.matrix(name, dims)),
         }
     }
 
@@ -358,24 +366,24 @@ impl WeightStore for Gathered {
         let Some(stack) = self.stack(name) else {
             return self.inner.stored(name, dims);
         };
-        if let Some(weight) = self.fused(stack, dims)? {
+        if let Some(weight) = self.fused((name, stack), dims)? {
             return Ok(StoredWeight::Canonical(weight));
         }
         // If any expert's numbers do not fit a scheme of nq, all are compared as floats.
-        let exact = |e: usize| self.inner.exactness(&stack.1.expert_name(stack.0, e));
+        let exact = |e: usize| self.inner.exactness(&expert_name(name, e));
         let all_exact = (0..self.experts.count).all(|e| exact(e) == Exactness::Exact);
         let read = |name: &str, dims| match self.inner.stored(name, dims)? {
             StoredWeight::Canonical(weight) if all_exact => Ok(weight),
             other => floats(&other),
         };
-        self.gather(stack, dims, read).map(StoredWeight::Canonical)
+        self.gather(name, dims, read).map(StoredWeight::Canonical)
     }
 
     fn exactness(&self, name: &str) -> Exactness {
-        let Some((layer, linear)) = self.stack(name) else {
+        if self.stack(name).is_none() {
             return self.inner.exactness(name);
-        };
-        let names = (0..self.experts.count).map(|e| linear.expert_name(layer, e));
+        }
+        let names = (0..self.experts.count).map(|e| expert_name(name, e));
         let mut rounded = names
             .map(|n| self.inner.exactness(&n))
             .filter(|e| *e != Exactness::Exact);
@@ -383,15 +391,15 @@ impl WeightStore for Gathered {
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
-        let Some((layer, linear)) = self.stack(name) else {
+        let Some(linear) = self.stack(name) else {
             return self.inner.sources(name);
         };
-        let fused = in_layer(layer, &format!("{EXPERTS}.{}", fused_name(linear.kind)));
+        let fused = fused_name(name, linear.kind);
         match self.fused_tensors.contains(&fused) {
             true => vec![fused],
-            false if !self.apart.contains_key(&layer) => Vec::new(),
+            false if !self.apart.contains_key(experts_of(name)) => Vec::new(),
             false => (0..self.experts.count)
-                .flat_map(|e| self.inner.sources(&linear.expert_name(layer, e)))
+                .flat_map(|e| self.inner.sources(&expert_name(name, e)))
                 .collect(),
         }
     }

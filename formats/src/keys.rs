@@ -40,6 +40,8 @@ pub(crate) const CONFIG: &[Key] = &[
     ("linear_num_key_heads", "hybrids: key heads of a recurrence"),
     ("linear_num_value_heads", "hybrids: value heads of a recurrence"),
     ("linear_value_head_order", "hybrids: `tiled` if value head h has key head h modulo their number, as in GGUF (a key of nq)"),
+    ("mtp_num_hidden_layers", "hybrids: 1 if there is an MTP layer, to draft with; more are not used"),
+    ("mtp_use_dedicated_embeddings", "hybrids: an MTP layer with an embedding of its own is not used"),
     ("hidden_act", "other functions than `silu` are refused"),
     ("rope_theta", "base of the rotary frequencies"),
     ("rope_parameters", "the same, and how they are stretched"),
@@ -141,8 +143,7 @@ pub(crate) const UNUSED: &[Key] = &[
     ("return_dict", NOTHING), ("return_dict_in_generate", NOTHING), ("router_aux_loss_coef", TRAINING),
     ("attn_output_gate", GATES), ("image_token_id", IMAGES), ("language_model_only", IMAGES),
     ("mamba_ssm_dtype", STATE), ("mrope_interleaved", COORDINATES),
-    ("mrope_section", COORDINATES), ("mtp_num_hidden_layers", SEVERAL),
-    ("mtp_use_dedicated_embeddings", SEVERAL), ("output_gate_type", GATES), ("sliding_window", WINDOW),
+    ("mrope_section", COORDINATES), ("output_gate_type", GATES), ("sliding_window", WINDOW),
     ("video_token_id", IMAGES), ("vision_config", IMAGES), ("vision_end_token_id", IMAGES),
     ("vision_start_token_id", IMAGES), ("task_specific_params", NOTHING), ("transformers_version", NOTHING),
     ("unsloth_fixed", NOTHING), ("unsloth_version", NOTHING), ("use_bfloat16", NOTHING), ("use_cache", NOTHING),
@@ -155,7 +156,6 @@ const PROMPT: &str = "prompts are as templates and tokenizers make them";
 const LENGTH: &str = "lengths are set by --ctx and --max-tokens";
 const IMAGES: &str = "images are not read";
 const COORDINATES: &str = "the coordinates of a position are equal in text";
-const SEVERAL: &str = "layers that predict several tokens at once are not used";
 const GATES: &str = "gates are as the architecture has them";
 const STATE: &str = "the state of recurrences is f32";
 const DIVIDED: &str = "tokenizer.json says how texts are divided";

@@ -38,6 +38,7 @@ pub mod import;
 pub mod keys;
 pub mod mapping;
 pub mod models;
+pub mod mtp;
 pub mod names;
 pub mod nq;
 mod open;

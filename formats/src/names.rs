@@ -1,10 +1,12 @@
 //! Parameters of a model by their Hugging Face names: those of their tensors, without `.weight`. Names outside the layers
-//! are the same in every architecture; those within layers are in [`crate::models`].
+//! are the same in every architecture; those within layers are in [`crate::models`], those of an MTP layer's own parts in
+//! [`crate::mtp`].
 
 use crate::models::{
     ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, VectorRow,
 };
 pub use crate::models::{Shape, in_layer, parameter_of, tensor_name};
+use crate::mtp;
 
 /// Token embedding `[vocab, hidden]`; also the head if they are tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
@@ -52,42 +54,62 @@ fn split(name: &str) -> Option<(usize, &str)> {
     Some((layer.parse().ok()?, suffix))
 }
 
-/// The layer of a parameter or tensor, from its name; `None` outside of layers.
+/// The name of a layer's parameter or tensor within the layer: one of the model, or its MTP layer.
+fn within(name: &str) -> Option<&str> {
+    let trunk = split(name).map(|(_, suffix)| suffix);
+    trunk.or_else(|| name.strip_prefix(mtp::LAYER))
+}
+
+/// The layer of a parameter or tensor, from its name; `None` outside of layers, and for an MTP layer, which is behind
+/// them.
 pub fn layer_of(name: &str) -> Option<usize> {
     Some(split(name)?.0)
 }
 
-/// The layer, and its Linear whose weight has this name.
-pub fn layer_linear(name: &str) -> Option<(usize, &'static LinearSpec)> {
-    let (layer, suffix) = split(name)?;
+/// The Linear of a layer whose weight has this name.
+pub fn layer_linear(name: &str) -> Option<&'static LinearSpec> {
+    let suffix = within(name)?;
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut linears = kinds.flat_map(LayerSpec::linears);
-    Some((layer, linears.find(|l| l.suffix == suffix)?))
+    linears.find(|l| l.suffix == suffix)
 }
 
-/// The layer, and its matrix of this name, whether it can be quantized or not.
-pub(crate) fn layer_matrix(name: &str) -> Option<(usize, &'static LinearSpec)> {
-    let (layer, suffix) = split(name)?;
+/// The matrix of a layer with this name, whether it can be quantized or not.
+pub(crate) fn layer_matrix(name: &str) -> Option<&'static LinearSpec> {
+    let suffix = within(name)?;
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut matrices = kinds.flat_map(LayerSpec::matrices);
-    Some((layer, matrices.find(|l| l.suffix == suffix)?))
+    matrices.find(|l| l.suffix == suffix)
 }
 
 /// The stack of the weights of a layer's experts, if the parameter `name` is one.
-pub fn stack(name: &str) -> Option<(usize, &'static LinearSpec)> {
-    layer_linear(name).filter(|(_, linear)| linear.stacked)
+pub fn stack(name: &str) -> Option<&'static LinearSpec> {
+    layer_linear(name).filter(|linear| linear.stacked)
+}
+
+/// The name of one expert's weight in files that store experts separately: `mlp.experts.5.gate_proj` for the stack
+/// `mlp.experts.gate_proj`.
+pub fn expert_name(stack: &str, expert: usize) -> String {
+    let (experts, linear) = stack.rsplit_once('.').unwrap_or(("", stack));
+    format!("{experts}.{expert}.{linear}")
+}
+
+/// The experts of the layer that a parameter or tensor of theirs is in, and the rest of its name: `5.gate_proj.weight`.
+pub(crate) fn in_experts(name: &str) -> Option<(&str, &str)> {
+    let rest = within(name)?.strip_prefix(EXPERTS)?.strip_prefix('.')?;
+    Some((&name[..name.len() - rest.len() - 1], rest))
 }
 
 /// True for the matrices of a layer that are never quantized: those that score experts, and the like.
 pub fn is_kept(name: &str) -> bool {
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut kept = kinds.flat_map(LayerSpec::kept);
-    split(name).is_some_and(|(_, suffix)| kept.any(|k| k.suffix == suffix))
+    within(name).is_some_and(|suffix| kept.any(|k| k.suffix == suffix))
 }
 
 /// The vector of a layer, neither a norm nor a bias, whose name this is.
 pub(crate) fn layer_vector(name: &str) -> Option<&'static VectorRow> {
-    let (_, suffix) = split(name)?;
+    let suffix = within(name)?;
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut vectors = kinds.flat_map(LayerSpec::vectors);
     vectors.find(|v| v.suffix == suffix)
@@ -95,16 +117,17 @@ pub(crate) fn layer_vector(name: &str) -> Option<&'static VectorRow> {
 
 /// True if Hugging Face files of the architecture hold the gains of this norm less 1.
 pub(crate) fn is_less_one(architecture: &Architecture, name: &str) -> bool {
-    if name == NORM {
+    if [NORM, mtp::EMBEDDING_NORM, mtp::HIDDEN_NORM, mtp::NORM].contains(&name) {
         return architecture.norm_less_one;
     }
     let mut norms = architecture.kinds.iter().flat_map(LayerSpec::norms);
-    split(name).is_some_and(|(_, suffix)| norms.any(|n| n.less_one && n.suffix == suffix))
+    within(name).is_some_and(|suffix| norms.any(|n| n.less_one && n.suffix == suffix))
 }
 
-/// True for the Linears of each layer, which a quantization's default scheme applies to.
+/// True for the Linears of each layer, which a quantization's default scheme applies to, and for the one before an MTP
+/// layer.
 pub fn is_layer_linear(name: &str) -> bool {
-    layer_linear(name).is_some()
+    name == mtp::FC || layer_linear(name).is_some()
 }
 
 /// Compares names so that layer 2 comes before layer 10.

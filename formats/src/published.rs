@@ -60,7 +60,7 @@ impl Published {
     /// The fused matrix that the Linear `name` is a part of, if the files have one: for each key head its
     /// rows of queries, keys, values and gates, or those of `b` and `a`.
     fn part(&self, name: &str) -> Option<Part> {
-        let (_, linear) = layer_matrix(name)?;
+        let linear = layer_matrix(name)?;
         let Delta {
             key_heads,
             key_dim,

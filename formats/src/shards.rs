@@ -273,7 +273,8 @@ fn full_name(stored: &str, bare: bool) -> String {
     if let Some(rest) = stored.strip_prefix(TEXT_PREFIX) {
         return format!("{PREFIX}{rest}");
     }
-    match bare && !stored.starts_with("lm_head") {
+    let outside = ["lm_head", "mtp."];
+    match bare && !outside.iter().any(|start| stored.starts_with(start)) {
         true => format!("{PREFIX}{stored}"),
         false => stored.to_owned(),
     }

@@ -9,8 +9,9 @@ use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
 pub use crate::models::Preset;
 use crate::models::{Architecture, ModelConfig, VectorKind};
+use crate::mtp;
 use crate::names::{
-    Shape, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
+    Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
 };
 use crate::pack;
 use crate::progress::Progress;
@@ -48,7 +49,7 @@ const TIME_STEP: (f64, f64) = (-1.0, 1.0);
 /// [`Error::Exists`] if `dest` exists, [`Error::Space`] if the disk is too small, [`Error::Io`];
 /// [`Error::Malformed`] if the vocabulary is too small for a byte-level tokenizer.
 pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progress) -> Result<()> {
-    let tensors = parameters(config).into_iter();
+    let tensors = (parameters(config).into_iter()).chain(mtp::parameters(config));
     let tensors = tensors.flat_map(|(name, shape)| tensors_of(&name, shape, config));
     let specs = tensors.map(|(name, shape)| TensorSpec {
         name: tensor_name(&name),
@@ -97,10 +98,10 @@ fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Sh
         };
     }
     match (stack(name), shape) {
-        (Some((layer, linear)), Shape::Matrix(rows, cols)) => {
+        (Some(linear), Shape::Matrix(rows, cols)) => {
             let count = linear.copies(config);
             let each = Shape::Matrix(rows / count, cols);
-            let expert = |e| (linear.expert_name(layer, e), each);
+            let expert = |e| (expert_name(name, e), each);
             (0..count).map(expert).collect()
         }
         _ => vec![(name.into(), shape)],
@@ -159,6 +160,7 @@ fn checkpoint_of(
         label: label.into(),
         config: config.clone(),
         parameters: (parameters(config).into_iter())
+            .chain(mtp::parameters(config))
             .flat_map(|(name, shape)| match stack(&name) {
                 Some(_) => vec![(name, shape)],
                 None => tensors_of(&name, shape, config),

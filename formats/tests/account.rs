@@ -318,7 +318,8 @@ fn the_tables_are_what_readers_ask_for() {
             continue;
         }
         let mut config = config.clone();
-        if key.starts_with("linear_") || key == "full_attention_interval" {
+        let of_hybrids = ["linear_", "full_attention_interval", "mtp_"];
+        if of_hybrids.iter().any(|start| key.starts_with(start)) {
             let hybrid = json!({
                 "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 8,
                 "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -326,6 +327,7 @@ fn the_tables_are_what_readers_ask_for() {
                 "rope_theta": 1e4, "full_attention_interval": 1, "linear_conv_kernel_dim": 4,
                 "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 1,
                 "linear_num_value_heads": 1, "linear_value_head_order": "tiled",
+                "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false,
             });
             let (_, left) = read(&hybrid).unwrap();
             assert!(left.is_empty(), "{left:?}");

@@ -9,7 +9,7 @@ use common::{Rng, assets, random_affine, random_dense, safetensors};
 use nq_formats::export::gguf::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{BlockType, GgufFile, GgufPlan, Value};
-use nq_formats::names::{Shape, is_layer_linear, parameters, stack};
+use nq_formats::names::{Shape, expert_name, is_layer_linear, parameters, stack};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
@@ -225,11 +225,9 @@ fn imported_seed(
     let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
     let own = |name: String, rows: usize| match stack(&name) {
         None => vec![(name, rows)],
-        Some((layer, linear)) => {
+        Some(linear) => {
             let n = linear.copies(&shape);
-            (0..n)
-                .map(|e| (linear.expert_name(layer, e), rows / n))
-                .collect()
+            (0..n).map(|e| (expert_name(&name, e), rows / n)).collect()
         }
     };
     let mut tensors = Vec::new();

@@ -42,6 +42,7 @@ fn config(gguf: &str) -> ModelConfig {
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: true,
+        mtp_layers: 0,
         eos_token_ids: vec![299],
         dtype: Some(DType::BF16),
     }
@@ -160,7 +161,11 @@ fn a_text_model_is_found_in_one_that_sees_images() {
         "{left:#?}"
     );
     assert!(
-        said("mtp.norm.weight: layers that predict several tokens"),
+        said("mtp.norm.weight: of an MTP layer that nq does not use"),
+        "{left:#?}"
+    );
+    assert!(
+        said("mtp_num_hidden_layers 1: the files have no mtp.pre_fc_norm_embedding"),
         "{left:#?}"
     );
     // What both parts say is used.

@@ -60,6 +60,7 @@ fn models() -> Vec<(String, ModelConfig)> {
                     scaling,
                 },
                 tie_word_embeddings: tied,
+                mtp_layers: 0,
                 eos_token_ids: vec![300],
                 dtype: Some(DType::BF16),
             };

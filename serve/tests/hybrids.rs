@@ -45,6 +45,7 @@ fn config() -> ModelConfig {
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: false,
+        mtp_layers: 0,
         eos_token_ids: vec![300],
         dtype: None,
     }

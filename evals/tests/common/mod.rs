@@ -39,6 +39,7 @@ impl FakeEngine {
                     scaling: RopeScaling::None,
                 },
                 tie_word_embeddings: true,
+                mtp_layers: 0,
                 eos_token_ids: vec![0],
                 dtype: None,
             },

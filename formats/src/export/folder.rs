@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::experts::Recent;
 use crate::files::CONFIG;
 use crate::models::ModelConfig;
-use crate::names::{Shape, is_kept, is_layer_linear, parameters, stack, tensor_name};
+use crate::names::{Shape, expert_name, is_kept, is_layer_linear, parameters, stack, tensor_name};
 use crate::nq::copy_files;
 use crate::pack;
 use crate::progress::Progress;
@@ -155,13 +155,13 @@ impl Origin {
             shape: Shape::Matrix(dims.0, dims.1),
             rows,
         };
-        let Some((layer, linear)) = stack(name) else {
+        let Some(linear) = stack(name) else {
             return vec![(name.into(), origin(0..dims.0))];
         };
         let count = linear.copies(config);
         let each = dims.0 / count.max(1);
         let expert = |e: usize| {
-            let name = linear.expert_name(layer, e);
+            let name = expert_name(name, e);
             (name, origin(e * each..(e + 1) * each))
         };
         (0..count).map(expert).collect()

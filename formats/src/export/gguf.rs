@@ -11,7 +11,7 @@ use crate::gguf::writer::{GgufPlan, TensorPlan};
 use crate::gguf::{BlockType, ROPE_FACTORS, encode, is_rotated, metadata, names, paired};
 use crate::models::{LinearKind, ModelConfig, RopeScaling, VectorKind, tensor_name};
 use crate::names::{
-    EMBEDDING, HEAD, Shape, is_kept, layer_linear, layer_vector, parameters, stack,
+    EMBEDDING, HEAD, Shape, is_kept, layer_linear, layer_of, layer_vector, parameters, stack,
 };
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
@@ -50,9 +50,9 @@ impl Mix {
             Mix::Q4KM => {
                 let head = if tied { EMBEDDING } else { HEAD };
                 let more = match layer_linear(name) {
-                    Some((i, linear)) => {
+                    Some(linear) => {
                         matches!(linear.kind, LinearKind::V | LinearKind::Down)
-                            && more_bits(i, layers)
+                            && more_bits(layer_of(name).unwrap_or(layers), layers)
                     }
                     None => name == head,
                 };

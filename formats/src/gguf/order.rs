@@ -37,7 +37,7 @@ impl Heads {
                 VectorKind::Decay | VectorKind::TimeStep => Self::new(d, 0, 1),
             };
         }
-        match layer_matrix(name)?.1.kind {
+        match layer_matrix(name)?.kind {
             LinearKind::DeltaQkv => Self::new(d, keys, d.value_dim),
             LinearKind::DeltaZ => Self::new(d, 0, d.value_dim),
             LinearKind::DeltaB | LinearKind::DeltaA => Self::new(d, 0, 1),
@@ -48,7 +48,7 @@ impl Heads {
     /// The heads in the columns of the matrix `name`.
     pub(crate) fn of_columns(c: &ModelConfig, name: &str) -> Option<Self> {
         let d = c.delta?;
-        match layer_matrix(name)?.1.kind {
+        match layer_matrix(name)?.kind {
             LinearKind::DeltaOut => Self::new(d, 0, d.value_dim),
             _ => None,
         }

@@ -399,7 +399,7 @@ pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// True for queries and keys, whose heads are rotated.
 pub(crate) fn is_rotated(name: &str) -> bool {
-    let kind = layer_linear(name).map(|(_, linear)| linear.kind);
+    let kind = layer_linear(name).map(|linear| linear.kind);
     matches!(kind, Some(LinearKind::Q | LinearKind::K))
 }
 

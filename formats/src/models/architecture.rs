@@ -31,6 +31,8 @@ pub struct Architecture {
     /// True if Hugging Face files hold the inputs of a recurrence in two matrices: `in_proj_qkvz`, for each key
     /// head its rows of queries, keys, values and gates, and likewise `in_proj_ba`.
     pub fused_delta: bool,
+    /// True if a config.json that does not say how many MTP layers the model has means one.
+    pub mtp_unsaid: bool,
     /// True if a GGUF file keeps the rows of a head of queries and keys so that the two values that a
     /// rotation turns are neighbours, where the rest of nq has them half a head apart.
     pub gguf_pairs: bool,

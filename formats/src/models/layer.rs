@@ -576,11 +576,9 @@ impl LinearSpec {
         format!("{}{BIAS}", self.name(layer))
     }
 
-    /// The name of one expert's weight in files that store experts separately:
-    /// `mlp.experts.5.gate_proj` for the stack `mlp.experts.gate_proj`.
+    /// The name of one expert's weight in files that store experts separately.
     pub fn expert_name(&self, layer: usize, expert: usize) -> String {
-        let (experts, linear) = self.suffix.rsplit_once('.').unwrap_or(("", self.suffix));
-        in_layer(layer, &format!("{experts}.{expert}.{linear}"))
+        crate::names::expert_name(&self.name(layer), expert)
     }
 }
 

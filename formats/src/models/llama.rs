@@ -88,6 +88,7 @@ pub(super) static LLAMA: Architecture = Architecture {
     rotated: 1,
     norm_less_one: false,
     fused_delta: false,
+    mtp_unsaid: false,
     gguf_pairs: true,
     gguf_tiled: false,
     presets: &[

@@ -40,6 +40,7 @@ pub(super) static QWEN2: Architecture = Architecture {
     rotated: 1,
     norm_less_one: false,
     fused_delta: false,
+    mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: false,
     presets: &[

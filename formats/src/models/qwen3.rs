@@ -38,6 +38,7 @@ pub(super) static QWEN3: Architecture = Architecture {
     rotated: 1,
     norm_less_one: false,
     fused_delta: false,
+    mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: false,
     presets: &[
@@ -112,6 +113,7 @@ pub(super) static QWEN3_MOE: Architecture = Architecture {
     rotated: 1,
     norm_less_one: false,
     fused_delta: false,
+    mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: false,
     presets: &[

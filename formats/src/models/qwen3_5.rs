@@ -131,6 +131,7 @@ pub(super) static QWEN3_5: Architecture = Architecture {
     rotated: 4,
     norm_less_one: true,
     fused_delta: false,
+    mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: true,
     presets: &[
@@ -158,6 +159,7 @@ pub(super) static QWEN3_5_MOE: Architecture = Architecture {
     rotated: 4,
     norm_less_one: true,
     fused_delta: false,
+    mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: true,
     presets: &[
@@ -182,6 +184,7 @@ pub(super) static QWEN3_NEXT: Architecture = Architecture {
     rotated: 4,
     norm_less_one: true,
     fused_delta: true,
+    mtp_unsaid: true,
     gguf_pairs: false,
     gguf_tiled: false,
     presets: &[

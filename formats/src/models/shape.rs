@@ -35,6 +35,8 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// True if the head is the embedding matrix.
     pub tie_word_embeddings: bool,
+    /// Layers that predict the token after the next ([`crate::mtp`]): 1 or 0.
+    pub mtp_layers: usize,
     /// Tokens that end a text; `generation_config.json` may add to them.
     pub eos_token_ids: Vec<u32>,
     /// The type of the weights according to the config.
@@ -292,6 +294,7 @@ impl Preset {
                 scaling: self.scaling,
             },
             tie_word_embeddings: self.tied,
+            mtp_layers: 0,
             eos_token_ids: self.eos.to_vec(),
             dtype: Some(DType::BF16),
         }

@@ -39,6 +39,7 @@ fn config(tied: bool) -> ModelConfig {
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: tied,
+        mtp_layers: 0,
         eos_token_ids: vec![39],
         dtype: None,
     }

@@ -491,6 +491,7 @@ mod tests {
             head_dim: 16,
             vocab_size: 4001,
             tie_word_embeddings: true,
+            mtp_layers: 0,
             eos_token_ids: vec![299],
             ..Preset::find("30b-a3b").unwrap().config()
         };

@@ -43,6 +43,7 @@ pub(crate) fn small_config() -> ModelConfig {
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: false,
+        mtp_layers: 0,
         eos_token_ids: vec![],
         dtype: None,
     }
@@ -100,6 +101,7 @@ pub(crate) fn hybrid(gguf: &str, value_heads: usize, tied: bool) -> ModelConfig 
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: tied,
+        mtp_layers: 0,
         eos_token_ids: vec![300],
         dtype: Some(DType::BF16),
     }
