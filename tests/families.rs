@@ -53,7 +53,7 @@ fn config(gguf: &str) -> ModelConfig {
             scaling: RopeScaling::None,
         },
         tie_word_embeddings: false,
-        mtp_layers: 0,
+        mtp_layers: usize::from(delta.is_some()),
         eos_token_ids: vec![300],
         dtype: Some(DType::BF16),
     }
@@ -96,6 +96,12 @@ fn families_are_quantized_and_exported() {
                 let name = t["name"].as_str().unwrap();
                 name.ends_with(".bias") && !name.ends_with("ssm_dt.bias")
             };
+            assert_eq!(seen["left_over"], Value::Array(Vec::new()), "{model}");
+            let mtp = names.iter().any(|t| {
+                let name = t["name"].as_str().unwrap();
+                name.starts_with("mtp.fc.") || name == "blk.2.nextn.eh_proj.weight"
+            });
+            assert_eq!(mtp, config(family).mtp_layers == 1, "{family}: {model}");
             names.iter().filter(bias).count()
         };
         let expected = if family == "qwen2" { 6 } else { 0 };

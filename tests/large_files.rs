@@ -95,7 +95,7 @@ fn sixteen_gigabytes_are_inspected_in_a_second_and_little_memory() {
         };
         let name = format!(
             "{}.weight",
-            names::to_gguf(config.architecture, &name).unwrap()
+            names::to_gguf(config.architecture, config.num_hidden_layers, &name).unwrap()
         );
         plan.add(name, kind, shape.dims()).unwrap();
     }

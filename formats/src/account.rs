@@ -6,7 +6,6 @@
 
 use crate::error::{Error, Result};
 use crate::models::ModelConfig;
-use crate::mtp;
 use crate::names::{EMBEDDING, HEAD, layer_of, parameters};
 use crate::store::{TensorEntry, WeightStore};
 use crate::weight::Weight;
@@ -96,7 +95,6 @@ pub(crate) fn tensors(
     let entries = store.entries();
     let layers = config.num_hidden_layers;
     let used: BTreeSet<String> = (parameters(config).into_iter())
-        .chain(mtp::parameters(config))
         .flat_map(|(name, _)| store.sources(&name))
         .collect();
     // GGUF files keep layers that predict several tokens at once behind the others.

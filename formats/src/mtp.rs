@@ -35,6 +35,14 @@ pub(crate) const LAYER: &str = "mtp.layers.0.";
 /// The key of config.json that says how many such layers a model has.
 pub(crate) const LAYERS_KEY: &str = "mtp_num_hidden_layers";
 
+/// The key that says that the layer has an embedding of its own.
+pub(crate) const DEDICATED: &str = "mtp_use_dedicated_embeddings";
+
+/// The name of the layer's parameter of this name within a layer.
+pub fn in_mtp_layer(suffix: &str) -> String {
+    format!("{LAYER}{suffix}")
+}
+
 /// The shape of the layer as a model of one layer, which has attention; `None` without one.
 pub fn config(c: &ModelConfig) -> Option<ModelConfig> {
     (c.mtp_layers > 0).then(|| ModelConfig {
@@ -57,7 +65,7 @@ pub fn parameters(c: &ModelConfig) -> impl Iterator<Item = (String, Shape)> {
             (FC.to_owned(), Shape::Matrix(hidden, 2 * hidden)),
         ];
         let within = layer.layer(0).parameters().into_iter();
-        let within = within.map(|p| (format!("{LAYER}{}", p.suffix()), p.shape(&layer)));
+        let within = within.map(|p| (in_mtp_layer(&p.suffix()), p.shape(&layer)));
         let all: Vec<_> = before.into_iter().chain(within).collect();
         all.into_iter().chain([norm(NORM)])
     })
@@ -67,7 +75,6 @@ impl Object<'_> {
     /// [`ModelConfig::mtp_layers`] of a model of this architecture. That of layers which nq does not run is noted,
     /// and is 0: a model computes the same without them.
     pub(crate) fn mtp_layers(&self, architecture: &Architecture) -> Result<usize> {
-        const DEDICATED: &str = "mtp_use_dedicated_embeddings";
         if !architecture.has_delta() {
             return Ok(0);
         }
@@ -121,7 +128,7 @@ impl<'a> LayerStore<'a> {
 /// The name in the whole model of a parameter of the view.
 fn whole(name: &str) -> Cow<'_, str> {
     match name.strip_prefix(&in_layer(0, "")) {
-        Some(suffix) => format!("{LAYER}{suffix}").into(),
+        Some(suffix) => in_mtp_layer(suffix).into(),
         // Of the whole model, beside its layers.
         None => name.into(),
     }

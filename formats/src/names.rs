@@ -33,8 +33,8 @@ pub fn layer_parameters(c: &ModelConfig, layer: usize) -> impl Iterator<Item = (
     all.map(move |p| (in_layer(layer, &p.suffix()), p.shape(c)))
 }
 
-/// Every parameter of a model of this shape, in the order they are used. A tied head is not listed
-/// in addition to the embedding.
+/// Every parameter of a model of this shape, in the order they are used, and then those of its MTP layer. A tied head is
+/// not listed in addition to the embedding.
 pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     let embedding = Shape::Matrix(c.vocab_size, c.hidden_size);
     let mut all = vec![(EMBEDDING.to_owned(), embedding)];
@@ -45,6 +45,7 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
     if !c.tie_word_embeddings {
         all.push((HEAD.to_owned(), embedding));
     }
+    all.extend(mtp::parameters(c));
     all
 }
 

@@ -268,12 +268,19 @@ fn belongs(name: &str, weight: &str) -> bool {
 /// The prefix of a text model's tensors within a model that also sees images.
 const TEXT_PREFIX: &str = "model.language_model.";
 
+/// The prefix of an MTP layer's tensors.
+const MTP: &str = "mtp.";
+
 /// The name that a causal model's tensor has, of one that `bare` files hold.
 fn full_name(stored: &str, bare: bool) -> String {
     if let Some(rest) = stored.strip_prefix(TEXT_PREFIX) {
         return format!("{PREFIX}{rest}");
     }
-    let outside = ["lm_head", "mtp."];
+    // Some programs put this before all that a model has besides its head.
+    if let Some(rest) = stored.strip_prefix(PREFIX).filter(|r| r.starts_with(MTP)) {
+        return rest.to_owned();
+    }
+    let outside = ["lm_head", MTP];
     match bare && !outside.iter().any(|start| stored.starts_with(start)) {
         true => format!("{PREFIX}{stored}"),
         false => stored.to_owned(),

@@ -9,7 +9,6 @@ use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
 pub use crate::models::Preset;
 use crate::models::{Architecture, ModelConfig, VectorKind};
-use crate::mtp;
 use crate::names::{
     Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
 };
@@ -49,7 +48,7 @@ const TIME_STEP: (f64, f64) = (-1.0, 1.0);
 /// [`Error::Exists`] if `dest` exists, [`Error::Space`] if the disk is too small, [`Error::Io`];
 /// [`Error::Malformed`] if the vocabulary is too small for a byte-level tokenizer.
 pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progress) -> Result<()> {
-    let tensors = (parameters(config).into_iter()).chain(mtp::parameters(config));
+    let tensors = parameters(config).into_iter();
     let tensors = tensors.flat_map(|(name, shape)| tensors_of(&name, shape, config));
     let specs = tensors.map(|(name, shape)| TensorSpec {
         name: tensor_name(&name),
@@ -160,7 +159,6 @@ fn checkpoint_of(
         label: label.into(),
         config: config.clone(),
         parameters: (parameters(config).into_iter())
-            .chain(mtp::parameters(config))
             .flat_map(|(name, shape)| match stack(&name) {
                 Some(_) => vec![(name, shape)],
                 None => tensors_of(&name, shape, config),

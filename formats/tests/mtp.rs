@@ -4,31 +4,34 @@
 mod common;
 
 use common::names;
+use nq_formats::export::gguf::Mix;
+use nq_formats::export::{ExportFormat, ExportOptions, compare, export};
 use nq_formats::files::Files;
+use nq_formats::gguf::{BlockType, GgufFile};
 use nq_formats::models::{Preset, Shape};
 use nq_formats::mtp::{self, LayerStore};
 use nq_formats::names::{layer_parameters, stack, tensor_name};
 use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
 use nq_formats::{
-    Checkpoint, Delta, Experts, ModelConfig, Rope, RopeScaling, Tensor, WeightStore, synth,
+    Checkpoint, Delta, Experts, ModelConfig, Rope, RopeScaling, Tensor, WeightStore, nq, synth,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A small model of the family of a preset, with an MTP layer.
 fn config(preset: &str) -> ModelConfig {
     let whole = Preset::find(preset).unwrap().config();
     ModelConfig {
         hidden_size: 32,
-        intermediate_size: 48,
+        intermediate_size: 64,
         experts: whole.experts.map(|e| Experts {
             count: 3,
             per_token: 2,
             width: 32,
-            shared: 16,
+            shared: 32,
             ..e
         }),
         delta: Some(Delta {
@@ -281,6 +284,131 @@ fn a_family_may_have_the_layer_unsaid() {
     folder.tensors.retain(|name, _| !name.starts_with("mtp."));
     let without = folder.open().unwrap();
     assert_eq!((without.config().mtp_layers, left(&without).len()), (0, 0));
+}
+
+fn write(source: &Checkpoint, format: ExportFormat, out: &Path) -> Checkpoint {
+    export(source, format, out, &ExportOptions::default(), &()).unwrap();
+    let written = Checkpoint::open(out).unwrap();
+    let differences = compare(source, &written, &()).unwrap();
+    let of_mtp = differences
+        .iter()
+        .filter(|d| d.name.starts_with("mtp."))
+        .count();
+    assert_eq!(of_mtp, mtp::parameters(source.config()).count());
+    for d in &differences {
+        // GGUF files hold rates of decay, other files their logarithms.
+        let most = if d.name.ends_with("A_log") { 1e-6 } else { 0.0 };
+        assert!(d.relative <= most, "{format:?}: {d:?}");
+    }
+    nq::verify_values(&written).unwrap();
+    written
+}
+
+/// A block behind the others in GGUF files, a layer like the others in nq's folders: the same numbers in each.
+#[test]
+fn the_layer_goes_through_every_format_of_nq() {
+    for family in FAMILIES {
+        let folder = Folder::new(family);
+        let source = folder.open().unwrap();
+        let path = |name: &str| folder.dir.path().join(name);
+        fs::copy(path("m/tokenizer.json"), path("changed/tokenizer.json")).unwrap();
+        let gguf = write(&source, ExportFormat::Gguf, &path("m.gguf"));
+        assert_eq!(left(&gguf), [""; 0], "{family}");
+        let tensors: Vec<String> = gguf.store().entries().into_iter().map(|e| e.name).collect();
+        for part in [
+            "nextn.eh_proj",
+            "nextn.enorm",
+            "nextn.hnorm",
+            "nextn.shared_head_norm",
+            "attn_q",
+            "attn_norm",
+        ] {
+            assert!(
+                tensors.contains(&format!("blk.2.{part}.weight")),
+                "{family}: {part}"
+            );
+        }
+        let file = GgufFile::parse(
+            Path::new("m.gguf"),
+            fs::read(path("m.gguf")).unwrap().into(),
+        )
+        .unwrap();
+        let key = |name: &str| format!("{}.{name}", source.config().architecture.gguf);
+        let number = |name: &str| file.u64(&key(name)).unwrap();
+        assert_eq!(
+            (number("block_count"), number("nextn_predict_layers")),
+            (Some(3), Some(1))
+        );
+        // Its folders hold quantized models.
+        let options = ExportOptions {
+            mix: Mix::All(BlockType::Q8_0),
+            ..ExportOptions::default()
+        };
+        export(&source, ExportFormat::Gguf, &path("q.gguf"), &options, &()).unwrap();
+        let quantized = Checkpoint::open(&path("q.gguf")).unwrap();
+        let nq = write(&quantized, ExportFormat::Nq, &path("nq"));
+        assert_eq!(left(&nq), [""; 0], "{family}");
+        let record = nq::record(&nq).unwrap().unwrap();
+        assert!(record.scheme(mtp::FC).is_some());
+        assert!(
+            !record.overrides.keys().any(|name| name.starts_with("mtp.")),
+            "{record:?}"
+        );
+        let again = write(&nq, ExportFormat::Gguf, &path("again.gguf"));
+        write(&again, ExportFormat::Nq, &path("nq2"));
+        assert_eq!(again.config().mtp_layers, 1);
+    }
+}
+
+/// What a GGUF file says of such layers is held against what it has.
+#[test]
+fn lies_of_gguf_files_are_found() {
+    let folder = Folder::new("qwen3.5-0.8b");
+    folder.open().unwrap();
+    let path = |name: &str| folder.dir.path().join(name);
+    fs::copy(path("m/tokenizer.json"), path("changed/tokenizer.json")).unwrap();
+    write(&folder.open().unwrap(), ExportFormat::Gguf, &path("m.gguf"));
+    let bytes = fs::read(path("m.gguf")).unwrap();
+    let at = |text: &str| {
+        bytes
+            .windows(text.len())
+            .position(|w| w == text.as_bytes())
+            .unwrap()
+    };
+    let changed = |text: &str, to: &[u8], offset: usize| {
+        let mut bytes = bytes.clone();
+        let at = at(text) + offset;
+        bytes[at..at + to.len()].copy_from_slice(to);
+        fs::write(path("changed.gguf"), &bytes).unwrap();
+        Checkpoint::open(&path("changed.gguf"))
+    };
+    let layers = "qwen35.nextn_predict_layers";
+    let says = |n: u32| changed(layers, &n.to_le_bytes(), layers.len() + 4);
+    names(says(4), &[layers, "at most 3"]);
+    names(says(u32::MAX), &[layers, "at most 3"]);
+    names(says(0), &["blk.2"]);
+    names(says(2), &["blk.1"]);
+    // One with a head of its own is not used.
+    let norm = "blk.2.nextn.shared_head_norm.weight";
+    let own = changed(norm, b"blk.2.nextn.shared_head_head.weight", 0).unwrap();
+    assert_eq!(own.config().mtp_layers, 0);
+    let lines = left(&own).join("\n");
+    assert!(
+        lines.contains("mtp_use_dedicated_embeddings true: nq drafts with the model's"),
+        "{lines}"
+    );
+    assert!(
+        lines.contains("blk.2.attn_q.weight: of an MTP layer that nq does not use"),
+        "{lines}"
+    );
+    // Nor one that is not whole.
+    let part = changed(norm, b"blk.2.nextn.shared_head_nose.weight", 0).unwrap();
+    assert_eq!(part.config().mtp_layers, 0);
+    assert!(
+        left(&part)
+            .join("\n")
+            .contains("the files have no mtp.norm")
+    );
 }
 
 /// A tensor of another shape than the model's is refused by name.

@@ -9,8 +9,9 @@
 use crate::error::{Error, Result};
 use crate::report::Choice;
 use crate::schemes::Schemes;
+use nq_formats::models::Product;
 use nq_formats::names::{EMBEDDING, HEAD};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros, mtp};
 use serde::{Deserialize, Serialize};
 
 /// Weights that share one scheme, because a kernel reads them as one matrix.
@@ -38,6 +39,8 @@ pub enum Place {
     Embedding,
     /// A head with its own weight.
     Head,
+    /// An MTP layer, or the Linear before it.
+    Mtp,
 }
 
 impl WeightGroup {
@@ -93,6 +96,31 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
         });
     }
     groups
+}
+
+/// The groups of an MTP layer and of the Linear before it. No sensitivity is measured for them, and nothing is chosen: an
+/// answer is the same whatever drafts are.
+pub fn mtp_groups(config: &ModelConfig) -> Vec<WeightGroup> {
+    let Some(layer) = mtp::config(config) else {
+        return Vec::new();
+    };
+    let group = |name: String, weights| WeightGroup {
+        name,
+        place: Place::Mtp,
+        weights,
+    };
+    let product = |p: &Product| {
+        let linears = p.linears.iter();
+        let named = linears.map(|l| (mtp::in_mtp_layer(l.suffix), l.dims(&layer)));
+        group(format!("mtp {}", p.words()), named.collect())
+    };
+    let hidden = config.hidden_size;
+    let fc = group(
+        "mtp fc".into(),
+        vec![(mtp::FC.into(), (hidden, 2 * hidden))],
+    );
+    let products = layer.layer(0).products().into_iter().map(product);
+    [fc].into_iter().chain(products).collect()
 }
 
 /// The schemes that nq's own files are chosen from, of at least `least` bits. Every device runs them:

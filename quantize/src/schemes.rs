@@ -3,7 +3,7 @@
 use crate::allocation;
 use crate::error::{Error, Result};
 use crate::grid::{Grid, Grids};
-use nq_formats::names::{EMBEDDING, HEAD, is_kept};
+use nq_formats::names::{EMBEDDING, HEAD, Shape, is_kept, parameters};
 use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
@@ -72,7 +72,8 @@ impl Schemes {
     /// The schemes with those of `others` where scales of a span of inputs do not fill the rows of a
     /// weight: of those that do, the one of the fewest bytes that has as many bits, or more.
     pub fn fitted(mut self, config: &ModelConfig, others: &[AffineScheme]) -> Self {
-        for group in allocation::groups(config) {
+        let all = allocation::groups(config).into_iter();
+        for group in all.chain(allocation::mtp_groups(config)) {
             let Some(scheme) = group.weights.first().and_then(|w| self.of(&w.0)) else {
                 continue;
             };
@@ -118,14 +119,8 @@ impl Schemes {
     /// # Errors
     /// [`Error::Request`] with the first weight whose inputs are not a multiple of the group size.
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
-        let mut weights: Vec<(String, usize)> = vec![(EMBEDDING.into(), config.hidden_size)];
-        for layer in 0..config.num_hidden_layers {
-            for linear in config.layer(layer).linears() {
-                weights.push((linear.name(layer), linear.dims(config).1));
-            }
-        }
-        for (name, cols) in weights {
-            let Some(scheme) = self.of(&name) else {
+        for (name, shape) in parameters(config) {
+            let (Shape::Matrix(_, cols), Some(scheme)) = (shape, self.of(&name)) else {
                 continue;
             };
             Grid::new(scheme)?;

@@ -95,7 +95,8 @@ impl Engine for Streamed {
 
     fn bytes_per_token(&self) -> usize {
         let c = &self.inner.config;
-        4 * (c.parameters() - usize::from(!c.tie_word_embeddings) * c.vocab_size * c.hidden_size)
+        4 * (c.trunk_parameters()
+            - usize::from(!c.tie_word_embeddings) * c.vocab_size * c.hidden_size)
     }
 
     fn session(&self, spec: SessionSpec) -> nq_runtime::Result<Box<dyn Session>> {

@@ -243,7 +243,10 @@ impl CandleEngine {
         })?;
         let mut reader = BufReader::new(open);
         let content = gguf_file::Content::read(&mut reader)?;
-        let stored = |name| to_gguf(config.architecture, name).map(|n| format!("{n}.weight"));
+        let stored = |name| {
+            to_gguf(config.architecture, config.num_hidden_layers, name)
+                .map(|n| format!("{n}.weight"))
+        };
         let (embedding, head) = (stored(EMBEDDING), stored(HEAD));
         let tied = head.is_none_or(|head| !content.tensor_infos.contains_key(&head));
         let (mut bytes, mut parameters) = (0, BTreeMap::new());

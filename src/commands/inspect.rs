@@ -201,6 +201,13 @@ fn describe(
             human_bytes(state_bytes(c) as u64)
         )?;
     }
+    if c.mtp_layers > 0 {
+        let mtp = c.parameters() - c.trunk_parameters();
+        writeln!(
+            out,
+            "  MTP layer        {mtp} of the parameters; only drafts need it"
+        )?;
+    }
     writeln!(out, "  parameters       {}", report.parameters)?;
     if c.experts.is_some() {
         writeln!(out, "  of each token    {}", c.active_parameters())?;

@@ -205,9 +205,9 @@ pub fn export(
         file.set("nq.source_quantization", quantization.to_string().as_str());
     }
     for p in &plans {
-        let stored = names::to_gguf(checkpoint.config().architecture, &p.name)
-            .expect("every parameter of the model has a name");
         let config = checkpoint.config();
+        let stored = names::to_gguf(config.architecture, config.num_hidden_layers, &p.name)
+            .expect("every parameter of the model has a name");
         let conv = layer_vector(&p.name).is_some_and(|v| v.kind == VectorKind::Conv);
         let dims = match (stack(&p.name), p.shape, config.experts, config.delta) {
             (Some(_), Shape::Matrix(rows, cols), Some(e), _) => vec![e.count, rows / e.count, cols],

@@ -3,6 +3,7 @@
 use super::{Change, ExportOptions, ExportReport, Exported};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
+use crate::mtp;
 use crate::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters, parameters};
 use crate::nq::{Opened, Param, Writer, WriterOptions};
 use crate::nq::{QuantizationRecord, SourceRecord};
@@ -59,6 +60,9 @@ pub fn export(
     stage("norm", outside(NORM))?;
     if !config.tie_word_embeddings {
         stage("head", outside(HEAD))?;
+    }
+    if config.mtp_layers > 0 {
+        stage("mtp", mtp::parameters(config).collect())?;
     }
     let root = checkpoint.files().root();
     let record = QuantizationRecord {

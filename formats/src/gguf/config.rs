@@ -8,6 +8,7 @@ use crate::account::LeftOver;
 use crate::error::{Error, Result};
 use crate::keys::UNKNOWN;
 use crate::models::{self, Architecture, RopeScaling};
+use crate::mtp;
 use crate::recurrence::{TILED, VALUE_HEADS};
 use serde_json::{Map, Value, json};
 
@@ -215,11 +216,13 @@ pub(super) fn config(
         let part = rotated as f64 / head_dim.max(1) as f64;
         config.insert("partial_rotary_factor".into(), part.into());
         delta(file, architecture, &mut config)?;
+        let layers = optional("nextn_predict_layers")?.unwrap_or(0);
+        config.insert(mtp::LAYERS_KEY.into(), layers.into());
     }
     Ok(config)
 }
 
-/// Layers but those that predict several tokens at once, which stand behind the others.
+/// Layers but MTP layers, which stand behind the others.
 fn trunk(file: &GgufFile, blocks: String, beyond: String) -> Result<u64> {
     let count = file.required(&blocks, file.u64(&blocks)?)?;
     let more = file.u64(&beyond)?.unwrap_or(0);
@@ -277,7 +280,7 @@ fn delta(
             true => "linear_attention",
             false => "full_attention",
         };
-        // Those that predict several tokens at once stand behind the others.
+        // MTP layers stand behind the others.
         let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
         let types: Vec<&str> = all.take(layers as usize).map(kind).collect();
         config.insert("layer_types".into(), types.into());

@@ -57,7 +57,7 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
     }
     let key = |name: &str| format!("{architecture}.{name}");
     for (name, n) in [
-        ("block_count", c.num_hidden_layers),
+        ("block_count", c.num_hidden_layers + c.mtp_layers),
         ("context_length", c.max_position_embeddings),
         ("embedding_length", c.hidden_size),
         ("feed_forward_length", c.intermediate_size),
@@ -82,6 +82,9 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
     }
     if let Some(dims) = c.rope.dims {
         plan.set(key("rope.dimension_count"), dims as u32);
+    }
+    if c.mtp_layers > 0 {
+        plan.set(key("nextn_predict_layers"), c.mtp_layers as u32);
     }
     if let Some(d) = c.delta {
         for (name, n) in [

@@ -1,7 +1,8 @@
 //! Translates parameter names, without `.weight`, between GGUF and Hugging Face checkpoints.
 
 use crate::models::{Architecture, LAYERS, Parameter};
-use crate::names::{EMBEDDING, HEAD, NORM};
+use crate::mtp;
+use crate::names::{EMBEDDING, HEAD, NORM, in_layer};
 use std::borrow::Cow;
 
 /// Names outside the layers: (Hugging Face, GGUF), the same in every architecture.
@@ -18,6 +19,14 @@ const PREFIXES: (&str, &str) = (LAYERS, "blk.");
 const FUSED: [(&str, &str); 2] = [
     ("linear_attn.in_proj_ba", "ssm_ba"),
     ("linear_attn.in_proj_qkvz", "ssm_in"),
+];
+
+/// Names of what is around an MTP layer: (Hugging Face, GGUF within the layer's block).
+const NEXTN: [(&str, &str); 4] = [
+    (mtp::FC, "nextn.eh_proj"),
+    (mtp::EMBEDDING_NORM, "nextn.enorm"),
+    (mtp::HIDDEN_NORM, "nextn.hnorm"),
+    (mtp::NORM, "nextn.shared_head_norm"),
 ];
 
 /// Translates a name by (from, to) pairs: for names outside the layers, for the prefix before the
@@ -47,13 +56,19 @@ fn translate(
 }
 
 /// The GGUF name of a Hugging Face parameter, e.g. `blk.0.attn_q` for
-/// `model.layers.0.self_attn.q_proj`.
-pub fn to_gguf(architecture: &Architecture, name: &str) -> Option<String> {
+/// `model.layers.0.self_attn.q_proj`. `layers` are those of the model, behind which its MTP layer stands.
+pub fn to_gguf(architecture: &Architecture, layers: usize, name: &str) -> Option<String> {
+    if let Some((_, within)) = NEXTN.iter().find(|(from, _)| *from == name) {
+        return Some(format!("{}{layers}.{within}", PREFIXES.1));
+    }
+    let behind = name.strip_prefix(mtp::LAYER);
+    let behind = behind.map(|suffix| in_layer(layers, suffix));
+    let name = behind.as_deref().unwrap_or(name);
     let within = |p: &Parameter| (p.suffix(), p.gguf());
     translate(name, MODEL.into_iter(), PREFIXES, within, architecture)
 }
 
-/// The Hugging Face name of a GGUF parameter: the inverse of [`to_gguf`].
+/// The Hugging Face name of a GGUF parameter: the inverse of [`to_gguf`] for a model without an MTP layer.
 pub fn from_gguf(architecture: &Architecture, name: &str) -> Option<String> {
     let outside = MODEL.into_iter().map(|(hf, gguf)| (gguf, hf));
     let within = |p: &Parameter| (p.gguf(), p.suffix());
@@ -81,9 +96,18 @@ mod tests {
             ("model.layers.12.mlp.down_proj", "blk.12.ffn_down"),
             ("model.layers.3.post_attention_layernorm", "blk.3.ffn_norm"),
         ] {
-            assert_eq!(to_gguf(qwen3, hf).as_deref(), Some(gguf));
+            assert_eq!(to_gguf(qwen3, 36, hf).as_deref(), Some(gguf));
             assert_eq!(from_gguf(qwen3, gguf).as_deref(), Some(hf));
         }
+        let qwen3_5 = crate::models::find(|a| a.gguf, "qwen35").unwrap();
+        for (hf, gguf) in [
+            ("mtp.fc", "blk.24.nextn.eh_proj"),
+            ("mtp.norm", "blk.24.nextn.shared_head_norm"),
+            ("mtp.layers.0.self_attn.q_proj", "blk.24.attn_q"),
+        ] {
+            assert_eq!(to_gguf(qwen3_5, 24, hf).as_deref(), Some(gguf));
+        }
+        assert_eq!(to_gguf(qwen3_5, 24, "mtp.layers.1.self_attn.q_proj"), None);
         for unknown in [
             "blk.0",
             "blk.x.attn_q",

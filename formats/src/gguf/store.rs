@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::models::ModelConfig;
 use crate::models::{Architecture, Delta, LinearKind, VectorKind};
+use crate::mtp;
 use crate::names::{EMBEDDING, HEAD, NORM, layer_linear, layer_vector, stack, tensor_name};
 use crate::published::{Form, Published};
 use crate::store::{Exactness, TensorEntry, WeightStore};
@@ -141,6 +142,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         quantization: None,
         files,
         by_name,
+        layers: 0,
         experts: 0,
         head_dim: 0,
         delta: None,
@@ -172,13 +174,18 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         }
         None => None,
     };
-    let json = config::config(
+    let mut json = config::config(
         &first,
         architecture,
         shape,
         (tied, factors.as_deref()),
         &vocabulary,
     )?;
+    let layers = json["num_hidden_layers"].as_u64().unwrap_or_default();
+    let own = |part: &str| store.info(&format!("blk.{layers}.nextn.{part}.weight"));
+    if own("embed_tokens").or(own("shared_head_head")).is_some() {
+        json.insert(mtp::DEDICATED.into(), true.into());
+    }
     let eos = config::eos_ids(&first, &vocabulary)?;
     let generation = config::generation(&first, &eos)?;
     let contents = |map: Map<String, Value>| -> Bytes { Value::Object(map).to_string().into() };
@@ -188,9 +195,10 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         config: contents(json),
         generation: contents(generation),
     };
-    let config = ModelConfig::parse(&metadata.root(), &metadata.config)?;
-    let left = config::left_over(&metadata.file, architecture);
+    let (config, mut left) = ModelConfig::read(&metadata.root(), &metadata.config)?;
+    left.extend(config::left_over(&metadata.file, architecture));
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
+    store.layers = config.num_hidden_layers;
     store.experts = config.experts.map_or(0, |e| e.count);
     store.head_dim = config.head_dim;
     store.delta = config.delta;
@@ -258,6 +266,7 @@ struct GgufStore {
     architecture: &'static Architecture,
     files: Vec<GgufFile>,
     by_name: BTreeMap<String, usize>, // GGUF name -> index into files
+    layers: usize,                    // without an MTP layer
     experts: usize,                   // of a layer; 0 if there are none
     head_dim: usize,
     delta: Option<Delta>,
@@ -295,7 +304,7 @@ impl GgufStore {
 
     /// The name of a parameter in the file.
     fn stored_name(&self, name: &str) -> Option<String> {
-        names::to_gguf(self.architecture, name).map(|stored| tensor_name(&stored))
+        names::to_gguf(self.architecture, self.layers, name).map(|stored| tensor_name(&stored))
     }
 
     fn info(&self, stored: &str) -> Option<&super::file::TensorInfo> {

@@ -208,6 +208,12 @@ impl ModelConfig {
 
     /// Number of parameters of the model; a tied head counts once.
     pub fn parameters(&self) -> usize {
+        let mtp = crate::mtp::parameters(self).map(|(_, shape)| shape.elements());
+        self.trunk_parameters() + mtp.sum::<usize>()
+    }
+
+    /// The same without an MTP layer: what is run for every token.
+    pub fn trunk_parameters(&self) -> usize {
         let h = self.hidden_size;
         let layer = |spec: &LayerSpec| -> usize {
             let parameters = spec.parameters().into_iter();
@@ -229,13 +235,13 @@ impl ModelConfig {
     /// only if it is the head.
     pub fn active_parameters(&self) -> usize {
         let Some(experts) = self.experts else {
-            return self.parameters();
+            return self.trunk_parameters();
         };
         let expert = |spec: &LayerSpec| -> usize {
             let stacks = spec.linears().into_iter().filter(|l| l.stacked);
             stacks.map(|l| l.elements(self) / experts.count).sum()
         };
-        self.parameters() - self.over_layers(expert) * (experts.count - experts.per_token)
+        self.trunk_parameters() - self.over_layers(expert) * (experts.count - experts.per_token)
     }
 
     /// The specification of layer `index`.
@@ -294,7 +300,7 @@ impl Preset {
                 scaling: self.scaling,
             },
             tie_word_embeddings: self.tied,
-            mtp_layers: 0,
+            mtp_layers: usize::from(self.delta.is_some()),
             eos_token_ids: self.eos.to_vec(),
             dtype: Some(DType::BF16),
         }

@@ -3,7 +3,7 @@
 use crate::common::{Rng, names, random_dense};
 use half::{bf16, f16};
 use nq_formats::Exactness;
-use nq_formats::names::{Shape, is_layer_linear, parameters};
+use nq_formats::names::{Shape, is_layer_linear, parameters, tensor_name};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, DType, ModelConfig, Tensor, nq};
 use std::collections::BTreeMap;
@@ -279,8 +279,19 @@ impl Folder {
         like: impl Fn(&str) -> Like,
         encode: impl Fn(&Numbers) -> Encoded,
     ) -> Folder {
+        Folder::of(SHAPE, settings, is_layer_linear, like, encode)
+    }
+
+    /// The same of another shape, with the Linears quantized for which `quantized` says so.
+    pub(crate) fn of(
+        shape: &str,
+        settings: &str,
+        quantized: impl Fn(&str) -> bool,
+        like: impl Fn(&str) -> Like,
+        encode: impl Fn(&Numbers) -> Encoded,
+    ) -> Folder {
         let dir = tempfile::tempdir().unwrap();
-        let config = format!(r#"{{{SHAPE},"quantization_config":{settings}}}"#);
+        let config = format!(r#"{{{shape},"quantization_config":{settings}}}"#);
         let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
         fs::write(dir.path().join("config.json"), config).unwrap();
         let mut rng = Rng(11);
@@ -288,7 +299,7 @@ impl Folder {
         let mut expected = BTreeMap::new();
         for (name, shape) in parameters(&shape) {
             match shape {
-                Shape::Matrix(rows, cols) if is_layer_linear(&name) => {
+                Shape::Matrix(rows, cols) if quantized(&name) => {
                     let numbers = Numbers::draw(&mut rng, &like(&name), rows, cols);
                     for (suffix, tensor) in encode(&numbers) {
                         tensors.push((format!("{name}{suffix}"), tensor));
@@ -296,8 +307,12 @@ impl Folder {
                     expected.insert(name, numbers);
                 }
                 _ => {
-                    let tensor = random_dense(&mut rng, &shape.dims());
-                    tensors.push((format!("{name}.weight"), tensor));
+                    let dims = match shape {
+                        // The channels of a convolution of four inputs.
+                        Shape::Vector(n) if name.ends_with("conv1d") => vec![n / 4, 1, 4],
+                        shape => shape.dims(),
+                    };
+                    tensors.push((tensor_name(&name), random_dense(&mut rng, &dims)));
                 }
             }
         }

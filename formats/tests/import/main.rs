@@ -5,6 +5,7 @@
 mod common;
 mod encode;
 mod floats;
+mod mtp;
 
 use common::names;
 use encode::*;

@@ -1,7 +1,8 @@
-//! The final norm, the embedding and the head of a run.
+//! The final norm, the embedding and the head of a run, and an MTP layer.
 
 use super::job::Job;
-use super::state::{ENDS, State, Step, key, save};
+use super::state::{ENDS, MTP, State, Step, key, save};
+use crate::allocation;
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::Grid;
@@ -12,9 +13,9 @@ use crate::packer::Packer;
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::second_order::{Errors, InputStats};
-use nq_formats::Weight;
-use nq_formats::names::{EMBEDDING, HEAD, NORM};
+use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::nq::{Param, Writer};
+use nq_formats::{Weight, hash, mtp};
 use nq_runtime::Hidden;
 use nq_runtime::models;
 use rayon::prelude::*;
@@ -98,6 +99,61 @@ impl Job<'_> {
         Ok(writer.put(ENDS, &params)?)
     }
 
+    /// A hash of what the step of an MTP layer depends on besides the plan; `None` without one.
+    pub(super) fn mtp_key(&self, schemes: &Schemes) -> Option<String> {
+        let groups = allocation::mtp_groups(self.config());
+        let weights = groups.iter().flat_map(|g| &g.weights);
+        let of: Vec<_> = weights.map(|(name, _)| schemes.of(name)).collect();
+        (!of.is_empty()).then(|| hash::sha256_hex(format!("{of:?}").as_bytes()))
+    }
+
+    /// Rounds an MTP layer, if there is one, to nearest and stages it: calibration does not run it.
+    pub(super) fn quantize_mtp(
+        &self,
+        writer: &Writer,
+        state: &mut State,
+        schemes: &Schemes,
+    ) -> Result<()> {
+        let Some(key) = self.mtp_key(schemes) else {
+            return Ok(());
+        };
+        let valid = state.steps.get(MTP).is_some_and(|s| s.key == key);
+        if valid && writer.staged(MTP)?.is_some() {
+            return Ok(());
+        }
+        let store = self.checkpoint.store();
+        let (mut vectors, mut matrices) = (Vec::new(), Vec::new());
+        let mut report = Step {
+            key,
+            ..Step::default()
+        };
+        for (name, shape) in mtp::parameters(self.config()) {
+            match shape {
+                Shape::Vector(len) => vectors.push((name.clone(), store.vector(&name, len)?)),
+                Shape::Matrix(rows, cols) => {
+                    let source = store.matrix(&name, (rows, cols))?;
+                    let (weight, row) = end(schemes, &name, &source, &[])?;
+                    if matches!(weight, Weight::Quantized(_)) {
+                        source.release();
+                    }
+                    report.rows.push(row);
+                    matrices.push((name, weight));
+                }
+            }
+        }
+        writer.remove_step(MTP)?;
+        state.steps.insert(MTP.into(), report);
+        save(writer, state)?;
+        let vectors = vectors
+            .iter()
+            .map(|(name, t)| (name.clone(), Param::Vector(t)));
+        let matrices = matrices
+            .iter()
+            .map(|(name, w)| (name.clone(), Param::Matrix(w)));
+        let params: Vec<_> = vectors.chain(matrices).collect();
+        Ok(writer.put(MTP, &params)?)
+    }
+
     /// Rounds a large weight by the method, in pieces of rows.
     fn round_pieces(
         &self,
@@ -136,7 +192,7 @@ impl Job<'_> {
     }
 }
 
-/// The embedding or head in its final form.
+/// The embedding, the head or a weight of an MTP layer in its final form.
 pub(super) fn end(
     schemes: &Schemes,
     name: &str,

@@ -2,7 +2,7 @@
 //! to one neither rounds nor tunes it again. Each has a set of steps of its own.
 
 use super::job::Job;
-use super::state::{Attempt, ENDS, Kept, Overrides, State, Step, key, save, step_name};
+use super::state::{Attempt, ENDS, Kept, MTP, Overrides, State, Step, key, save, step_name};
 use crate::error::Result;
 use crate::schemes::Schemes;
 use nq_formats::nq::Writer;
@@ -121,7 +121,7 @@ impl Job<'_> {
         schemes: &Schemes,
     ) -> Result<bool> {
         let valid = self.valid_steps(state, schemes)?;
-        if valid.len() <= self.config().num_hidden_layers {
+        if valid.len() < self.config().num_hidden_layers + 1 + self.config().mtp_layers {
             return Ok(false);
         }
         for step in valid.keys() {
@@ -139,7 +139,8 @@ impl Job<'_> {
         let mut valid = BTreeMap::new();
         let names = (0..layers).map(|i| Ok((step_name(i), key(config, schemes, i + 1)?)));
         let ends = self.ends_key(schemes).map(|key| (ENDS.to_owned(), key));
-        for named in names.chain([ends]) {
+        let mtp = self.mtp_key(schemes).map(|key| Ok((MTP.to_owned(), key)));
+        for named in names.chain([ends]).chain(mtp) {
             let (name, key) = named?;
             let step = state.steps.get(&name).filter(|s| s.key == key);
             valid.extend(step.map(|s| (name, s.clone())));

@@ -185,6 +185,7 @@ impl Job<'_> {
             let stream = self.quantize_layers(writer, state, schemes, calibration)?;
             let ends = || self.quantize_ends(writer, state, schemes, stream);
             self.progress.time("quantizing embedding and head", ends)?;
+            self.quantize_mtp(writer, state, schemes)?;
         }
         mapping::trim_heap();
         let measure = |state: &mut State| -> Result<(Option<Measured>, QuantizationRecord)> {
@@ -257,6 +258,10 @@ impl Job<'_> {
         if let Some(choices) = self.choices(state, schemes) {
             settings.insert("allocation".into(), json!(choices));
         }
+        if self.config().mtp_layers > 0 {
+            // No text runs through it before it is rounded.
+            settings.insert("mtp".into(), "rtn-clip".into());
+        }
         let tuning = state.tuning.as_ref();
         if let Some(tuning) = tuning {
             settings.insert("tuning".into(), json!(tuning));
@@ -326,7 +331,11 @@ impl Job<'_> {
         let folder = writer.staging().display();
         if writer.resumed() {
             let valid = state.steps.values().filter(|s| !s.key.is_empty());
-            let (steps, all) = (valid.count(), self.config().num_hidden_layers + 1);
+            let config = self.config();
+            let (steps, all) = (
+                valid.count(),
+                config.num_hidden_layers + 1 + config.mtp_layers,
+            );
             let measured = match state.attempts.len() {
                 0 => String::new(),
                 1 => ", 1 model measured".into(),

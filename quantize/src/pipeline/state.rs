@@ -125,6 +125,9 @@ pub(super) fn save(writer: &Writer, state: &State) -> Result<()> {
 /// The step that stages the final norm, the embedding and the head.
 pub(super) const ENDS: &str = "ends";
 
+/// The step that stages an MTP layer.
+pub(super) const MTP: &str = "mtp";
+
 /// A hash of what the first `layers` layers depend on, besides the plan: the schemes of the
 /// embedding and of these layers.
 pub(super) fn key(config: &ModelConfig, schemes: &Schemes, layers: usize) -> Result<String> {

@@ -38,7 +38,7 @@ const WORK: u64 = 40_000_000_000_000;
 /// from 2 to 16 windows.
 pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usize) {
     let length = WINDOW.min(config.max_position_embeddings);
-    let window = config.parameters() as u64 / 2 * groups as u64 * length as u64;
+    let window = config.trunk_parameters() as u64 / 2 * groups as u64 * length as u64;
     let n = (WORK / window.max(1)).min((tokens / length) as u64);
     let n = n.clamp(2, 16) as usize;
     (n, length)

@@ -341,7 +341,13 @@ pub(super) fn told_kinds(
 /// Stored bytes of each layer; `None` if the names in the file do not tell.
 pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<Vec<u64>> {
     let mut bytes = vec![0; layers];
-    for entry in entries {
+    // MTP layers: apart in Hugging Face checkpoints, behind the others in GGUF.
+    let behind: Vec<&str> = (entries.iter())
+        .filter_map(|e| Some(e.name.split_once("nextn.")?.0))
+        .chain(["mtp."])
+        .collect();
+    let of_model = |e: &&TensorEntry| !behind.iter().any(|start| e.name.starts_with(start));
+    for entry in entries.iter().filter(of_model) {
         let mut words = entry.name.split('.');
         // The names in Hugging Face checkpoints and in GGUF.
         if words.by_ref().any(|w| w == "layers" || w == "blk") {
@@ -552,6 +558,17 @@ mod tests {
         assert_eq!(stored_by_layer(&entries, 1), None);
         let gguf = [entry("blk.0.attn_q.weight", 5), entry("output.weight", 9)];
         assert_eq!(stored_by_layer(&gguf, 1), Some(vec![5]));
+        // Nor do layers to draft with belong to the model.
+        let mtp = [
+            entry("model.layers.0.mlp.up_proj.weight", 60),
+            entry("mtp.layers.0.mlp.up_proj.weight", 30),
+        ];
+        assert_eq!(stored_by_layer(&mtp, 1), Some(vec![60]));
+        let names = ["blk.0.attn_q", "blk.1.attn_q", "blk.1.nextn.eh_proj"];
+        assert_eq!(
+            stored_by_layer(&names.map(|n| entry(n, 8)), 1),
+            Some(vec![8])
+        );
     }
 
     #[test]
