@@ -519,6 +519,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
         // Nobody's row stays where it is, as does one at the end of its sequence's room.
         if (step.slot != p.idle && step.position + 1 < p.positions) now.position++;
         now.drawn++;
+        now.behind = 0;
         now.token = token;
         p.step[row] = now;
         p.ring[place] = chosen < NONE_ALLOWED ? token : chosen;

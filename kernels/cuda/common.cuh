@@ -18,6 +18,7 @@ struct Step {
     int slot;        // its sequence's
     uint32_t token;
     int drawn;       // tokens sampled since the steps were queued
+    int behind;      // of a sequence's first row: rows in front of it that its states do not contain yet (`delta_step.cu`)
 };
 
 // Lets the next kernel of the stream start its blocks as soon as SMs have room.

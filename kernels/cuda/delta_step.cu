@@ -1,5 +1,9 @@
 // The recurrence of a step (`delta.cuh`). Rows go through one by one: S^T k and S^T q are summed together before S
 // changes, as o = g S^T q + (k . q) d.
+//
+// Several rows of a sequence may be drafts, of which only the first few turn out to be its text. Then S in memory is
+// left as it was in front of them, and k, v and the gates of each row are kept. The step that follows, which reads S
+// anyway, feeds it those rows that stayed (`Step::behind`) first.
 #include "delta.cuh"
 
 // The columns of 8 values, for single tokens. Lane (key group a = lane % 8, b = lane / 8) has keys 32i + 4a and the three
@@ -28,16 +32,20 @@ struct StateColumns {
             for (int e = 0; e < 2; e++) __stcg(reinterpret_cast<float4*>(matrix) + place(eight, i, e, lane), s[i][e]);
     }
     // A token: `k` and `q` [128] in shared memory, to be multiplied by `scale`s; `kq` their product with the scales;
-    // `v` of the lane's values, of which it returns o.
+    // `v` of the lane's values, of which it returns o. A token that is fed again has its `k` in global memory, and no q.
+    template <bool AGAIN>
     DEVICE float2 feed(const float* k, const float* q, float2 scale, float kq, float2 v, float2 gates, int lane) {
+        constexpr int SUMS = AGAIN ? 1 : 2;
         float sums[2][2][2] = {};   // [of every other i][by key, by query][value]
         float4 key[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            key[i] = reinterpret_cast<const float4*>(k)[i * 8 + lane % 8];
-            const float4 by[2] = {key[i], reinterpret_cast<const float4*>(q)[i * 8 + lane % 8]};
+            const int at = i * 8 + lane % 8;
+            const float4* const keys = reinterpret_cast<const float4*>(k) + at;
+            key[i] = AGAIN ? __ldcg(keys) : *keys;
+            const float4 by[2] = {key[i], AGAIN ? key[i] : reinterpret_cast<const float4*>(q)[at]};
 #pragma unroll
-            for (int w = 0; w < 2; w++)
+            for (int w = 0; w < SUMS; w++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const float4 x = s[i][e];
@@ -45,14 +53,14 @@ struct StateColumns {
                 }
         }
 #pragma unroll
-        for (int w = 0; w < 2; w++) {
+        for (int w = 0; w < SUMS; w++) {
 #pragma unroll
             for (int e = 0; e < 2; e++) sums[0][w][e] += sums[1][w][e];
         }
 #pragma unroll
         for (int m = 1; m < 8; m <<= 1) {
 #pragma unroll
-            for (int w = 0; w < 2; w++)
+            for (int w = 0; w < SUMS; w++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) sums[0][w][e] += __shfl_xor_sync(~0u, sums[0][w][e], m);
         }
@@ -76,6 +84,20 @@ struct StateColumns {
         return make_float2(o[0], o[1]);
     }
 };
+
+// A row that is kept: k and v after the convolution, then the decay, beta, and what makes k's length 1.
+constexpr int KEPT_ROW = 2 * DELTA_DIM + 4;
+constexpr int KEPT = MOST_DELTA_RUN * KEPT_ROW;
+
+// Feeds `state` the first `count` rows of `kept` [KEPT] again.
+DEVICE void feed_again(StateColumns& state, const float* kept, int count, int warp, int lane) {
+#pragma unroll 1
+    for (int r = 0; r < count; r++, kept += KEPT_ROW) {
+        const float4 gates = __ldcg(reinterpret_cast<const float4*>(kept + 2 * DELTA_DIM));
+        const float2 v = __ldcg(reinterpret_cast<const float2*>(kept + DELTA_DIM) + warp * 4 + lane / 8);
+        state.feed<true>(kept, nullptr, make_float2(gates.z, 0.f), 0.f, v, make_float2(gates.x, gates.y), lane);
+    }
+}
 
 // The rows of a step: a block runs a value head of one sequence, whose rows may be a run of up to MOST_DELTA_RUN at
 // consecutive positions. What it kept of the sequence is requested before the predecessor, which computes the rows'
@@ -101,6 +123,7 @@ struct DeltaStepArgs {
     int late;            // release the successor only after the predecessor's end
     int hidden;          // a multiple of 4
     float scale;         // of the products with `rates`
+    float* kept;         // [slots][value_heads][KEPT]; null: states are brought forward by all rows
 };
 
 constexpr int STEP_WARPS = DELTA_DIM / 8;
@@ -143,6 +166,9 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
     StateColumns state;
     if (position == 0) state.clear();
     else state.load(layer.matrix(slot, h), warp, lane);
+    float* const kept = p.kept == nullptr || slot == p.idle ? nullptr : p.kept + (size_t(slot) * layer.value_heads + h) * KEPT;
+    const int behind = kept == nullptr ? 0 : __ldcg(&p.step[row0].behind);
+    const bool checks = rows > 1 && kept != nullptr;
     // Of the first three groups of four warps a thread has a channel.
     const int which = threadIdx.x / DELTA_DIM, of_head = threadIdx.x % DELTA_DIM, key_head = layer.key_head(h);
     const int channel = which == 2 ? 2 * layer.keys() + h * DELTA_DIM + of_head : which * layer.keys() + key_head * DELTA_DIM + of_head;
@@ -156,8 +182,14 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
             if (position >= j) window[CONV - 1 - j] = __ldcg(layer.input(slot, position - j) + channel);
     }
 
+    if (behind > 0) {
+        feed_again(state, kept, behind, warp, lane);
+        __syncthreads();   // before rows of this step are kept in their place
+    }
+
     wait_for_predecessor();
     if (p.late) release_successor();
+    if (checks && (behind > 0 || position == 0)) state.store(layer.matrix(slot, h), warp, lane);
 #pragma unroll 1
     for (int r = 0; r < rows; r++) {
         const float* const qkvz = p.qkvz + size_t(row0 + r) * layer.stride();
@@ -177,6 +209,7 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
             window[0] = window[1], window[1] = window[2], window[2] = in;
             if (keeps) layer.input(slot, position + r)[channel] = in;
             mixed[which][of_head] = y;
+            if (checks && which > 0) kept[r * KEPT_ROW + (which - 1) * DELTA_DIM + of_head] = y;
             if (which < 2) {
                 const float sum = warp_sum(y * y);
                 if (lane == 0) squares[warp] = sum;
@@ -230,7 +263,8 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
         const float4 q = reinterpret_cast<const float4*>(mixed[0])[lane], k = reinterpret_cast<const float4*>(mixed[1])[lane];
         const float kq = warp_sum(q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w) * q_scale * k_scale;
         const float2 v = reinterpret_cast<const float2*>(mixed[2])[warp * 4 + lane / 8];
-        const float2 o = state.feed(mixed[1], mixed[0], make_float2(k_scale, q_scale), kq, v, of, lane);
+        if (checks && threadIdx.x == 0) *reinterpret_cast<float4*>(kept + r * KEPT_ROW + 2 * DELTA_DIM) = make_float4(of.x, of.y, k_scale, 0.f);
+        const float2 o = state.feed<false>(mixed[1], mixed[0], make_float2(k_scale, q_scale), kq, v, of, lane);
         if (lane % 8 == 0) reinterpret_cast<float2*>(outputs)[warp * 4 + lane / 8] = o;
         __syncthreads();
         if (warp == 0) {
@@ -247,5 +281,26 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
             }
         }
     }
-    if (is_used) state.store(layer.matrix(slot, h), warp, lane);
+    if (is_used && !checks) state.store(layer.matrix(slot, h), warp, lane);
+}
+
+// A sequence's states brought forward by rows that a step kept. Grid (value_heads, layers).
+struct DeltaSettleArgs {
+    float* matrices;     // [layers][places][value_heads][MATRIX]
+    const float* kept;   // [layers][slots][value_heads][KEPT]
+    int value_heads;
+    int places;
+    int slots;
+    int slot;            // whose states and kept rows
+    int place;           // where the states go
+    int count;           // rows, at least one
+};
+
+extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_settle(const __grid_constant__ DeltaSettleArgs p) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, h = blockIdx.x;
+    const auto of_layer = [&](int count, int index) { return (size_t(blockIdx.y) * count + index) * p.value_heads + h; };
+    StateColumns state;
+    state.load(p.matrices + of_layer(p.places, p.slot) * MATRIX, warp, lane);
+    feed_again(state, p.kept + of_layer(p.slots, p.slot) * KEPT, p.count, warp, lane);
+    state.store(p.matrices + of_layer(p.places, p.place) * MATRIX, warp, lane);
 }

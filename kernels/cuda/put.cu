@@ -2,7 +2,7 @@
 // in the launch's arguments, so that the host need not keep it.
 #include "common.cuh"
 
-constexpr int MOST_WORDS = 64;
+constexpr int MOST_WORDS = 80;
 
 struct PutArgs {
     uint32_t* to;

@@ -34,6 +34,7 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
             delta: shape,
             layers: LAYERS,
             places: slots + 1,
+            kept: 0,
         };
         let mut states = DeviceStates::new(&t.gpu, sizes)?;
         let upload = |n: usize| t.gpu.upload("a benchmark", &noise(n));

@@ -18,6 +18,8 @@ pub const DELTA_DIM: usize = 128;
 pub const CONV: usize = 4;
 /// `INPUTS` of `cuda/delta.cuh`.
 const INPUTS: usize = 20;
+/// `KEPT` of `cuda/delta_step.cu`: values that are kept of a step's rows, for each head of values.
+const KEPT: usize = MOST_RUN * (2 * DELTA_DIM + 4);
 /// `SCAN_PARTS` of `cuda/delta_rows.cu`.
 const SCAN_PARTS: usize = 2;
 /// `MOST_SPANS` of `cuda/delta_rows.cu`.
@@ -41,6 +43,9 @@ pub struct StatesShape {
     /// Number of states in each layer: those of slots, of the idle slot of [`DevicePages`](super::DevicePages) behind
     /// them, and of snapshots.
     pub places: usize,
+    /// Number of slots, from the first on, whose rows a step of several of a sequence keeps, so that they can be taken
+    /// back: all but the idle one, or none.
+    pub kept: usize,
 }
 
 /// The states of the sequences of a session in all layers with a recurrence: a matrix for each head of values, and the
@@ -48,6 +53,7 @@ pub struct StatesShape {
 pub struct DeviceStates {
     matrices: Buffer<f32>, // [layers, places, value_heads, 128 * 128], in the order of `cuda/delta.cuh`
     inputs: Buffer<f32>,   // [layers, places, INPUTS, channels]
+    kept: Buffer<f32>,     // [layers, kept, value_heads, KEPT]
     shape: StatesShape,
 }
 
@@ -183,17 +189,25 @@ impl DeviceStates {
         let places = shape.layers.saturating_mul(shape.places);
         let heads = d.key_heads.saturating_mul(2).saturating_add(d.value_heads);
         let of = |sizes: [usize; 2]| sizes.into_iter().fold(places, usize::saturating_mul);
+        let kept = [shape.kept, d.value_heads, KEPT];
+        let kept = kept.into_iter().fold(shape.layers, usize::saturating_mul);
         let what = "states of recurrences";
         Ok(DeviceStates {
             matrices: gpu.zeros(what, of([d.value_heads, DELTA_DIM * DELTA_DIM]))?,
             inputs: gpu.zeros(what, of([INPUTS * DELTA_DIM, heads]))?,
+            kept: gpu.zeros(what, kept)?,
             shape,
         })
     }
 
     /// Bytes of all states.
     pub fn bytes(&self) -> usize {
-        self.matrices.bytes() + self.inputs.bytes()
+        self.matrices.bytes() + self.inputs.bytes() + self.kept.bytes()
+    }
+
+    /// True if rows of steps can be taken back.
+    pub fn keeps_rows(&self) -> bool {
+        self.shape.kept > 0
     }
 
     /// One layer's states.
@@ -272,6 +286,8 @@ impl LayerStates<'_> {
 kernels! {
     DELTA_STEP: StepArgs = "delta_step" in "delta_step.cu",
         test "kernels/tests/cuda/delta.rs::steps", bench "delta";
+    DELTA_SETTLE: SettleArgs = "delta_settle" in "delta_step.cu",
+        test "kernels/tests/cuda/delta.rs::rows_are_taken_back", bench "delta";
     DELTA_CONV: ConvArgs = "delta_conv" in "delta_rows.cu",
         test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
     DELTA_CHUNKS: ChunksArgs = "delta_chunks" in "delta_rows.cu",
@@ -306,6 +322,21 @@ struct StepArgs {
     late: i32,
     hidden: i32,
     scale: f32,
+    kept: Address,
+}
+
+/// `DeltaSettleArgs` of `cuda/delta_step.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SettleArgs {
+    matrices: Address,
+    kept: Address,
+    value_heads: i32,
+    places: i32,
+    slots: i32,
+    slot: i32,
+    place: i32,
+    count: i32,
 }
 
 /// `DeltaConvArgs` of `cuda/delta_rows.cu`.
@@ -382,8 +413,10 @@ struct CopyArgs {
 impl Stream {
     /// The recurrence of a step's `m` rows, of which up to [`MOST_RUN`] that follow one another may belong to one
     /// sequence, at consecutive positions: from its products `qkvz` ([`DeltaRows`]) and `rates` to the norm of its output
-    /// times `silu(z)`, `[m, values]`. States are brought forward, but for the slot `idle`. With `late`, the next kernel
-    /// does not start before the previous one has ended.
+    /// times `silu(z)`, `[m, values]`. States are brought forward, but for the slot `idle`; where rows are kept
+    /// ([`StatesShape::kept`]), those of a sequence with several rows stay in front of them, until a later step is told
+    /// how many of these rows were right ([`Step::behind`]), or [`Stream::settle_states`]. With `late`, the next kernel does
+    /// not start before the previous one has ended.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; errors of the driver.
@@ -400,7 +433,18 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("delta_step");
         let d = states.delta();
-        let layer = states.args(&o, vectors, step.bounds().places.slots)?;
+        let slots = step.bounds().places.slots;
+        let layer = states.args(&o, vectors, slots)?;
+        let StatesShape { kept: keeps, .. } = states.states.shape;
+        let kept = match keeps {
+            0 => Address::NULL,
+            _ => {
+                o.at_least("sequences whose rows are kept", slots.min(idle), keeps)?;
+                let of_layer = [keeps, d.value_heads, KEPT];
+                let from = states.layer * of_layer.iter().product::<usize>();
+                o.part("kept rows", &states.states.kept, from, &of_layer)?
+            }
+        };
         let out = out.args(&o, m, d.values())?;
         let [mut ba, mut x, mut gain, mut rows] = [Address::NULL; 4];
         let (mut hidden, mut scale, mut shared) = (0, 1.0, 0);
@@ -434,6 +478,7 @@ impl Stream {
             late: i32::from(late),
             hidden: hidden as i32,
             scale,
+            kept,
         };
         let shape = shape((d.value_heads, m), 4 * DELTA_DIM)
             .shared(shared)
@@ -528,6 +573,44 @@ impl Stream {
         }
     }
 
+    /// Writes the states of the sequence in `slot`, brought forward by the first `count` of the rows that the latest step
+    /// kept of it, to `place`, in all layers. The inputs of the convolution there are those of `slot` already.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a place or rows that do not exist; errors of the driver.
+    pub fn settle_states(
+        &self,
+        states: &mut DeviceStates,
+        slot: usize,
+        place: usize,
+        count: usize,
+    ) -> Result<()> {
+        let o = self.operands("settle_states");
+        let StatesShape {
+            delta: d,
+            layers,
+            places,
+            kept,
+        } = states.shape;
+        o.at_least("places", place.saturating_add(1), places)?;
+        o.at_least("sequences whose rows are kept", slot.saturating_add(1), kept)?;
+        o.at_most("kept rows", MOST_RUN, count)?;
+        let whole = |all: &Buffer<f32>| o.of("states", all, &[all.len()]);
+        let args = SettleArgs {
+            matrices: whole(&states.matrices)?,
+            kept: whole(&states.kept)?,
+            value_heads: d.value_heads as i32,
+            places: places as i32,
+            slots: kept as i32,
+            slot: slot as i32,
+            place: place as i32,
+            count: count as i32,
+        };
+        let shape = shape((d.value_heads, layers), 4 * DELTA_DIM);
+        // SAFETY: place, slot and rows are there.
+        unsafe { self.launch(&DELTA_SETTLE, shape, &args) }
+    }
+
     /// Copies the states at place `from` to place `to`, in all layers.
     ///
     /// # Errors
@@ -538,6 +621,7 @@ impl Stream {
             delta: d,
             layers,
             places,
+            ..
         } = states.shape;
         o.at_least("places", from.max(to) + 1, places)?;
         let whole = |all: &Buffer<f32>| o.of("states", all, &[all.len()]);

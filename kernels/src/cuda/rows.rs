@@ -1,5 +1,6 @@
 //! Rows of activations on the device, and operations on each of them.
 
+use super::attention::MOST_RUN;
 use super::driver::{Address, Buffer, Checked, Followed, LaunchShape, Operands, Stream};
 use super::kernel::kernels;
 use super::linear::{DeviceLinear, PackedArgs};
@@ -29,6 +30,9 @@ pub struct Step {
     pub token: u32,
     /// Number of tokens sampled since the steps were queued.
     pub drawn: i32,
+    /// Of a sequence's first row: the rows in front of it that an earlier step kept, and that the sequence's states do
+    /// not contain yet ([`Stream::delta_step`]).
+    pub behind: i32,
 }
 
 /// Bounds on tokens' places.
@@ -74,7 +78,10 @@ impl Followed for Step {
     type Bounds = StepBounds;
 
     fn is_within(&self, of: &StepBounds) -> bool {
-        of.places.has(self.position, self.slot) && (self.token as usize) < of.tokens
+        let behind = 0..=self.position.clamp(0, MOST_RUN as i32);
+        of.places.has(self.position, self.slot)
+            && (self.token as usize) < of.tokens
+            && behind.contains(&self.behind)
     }
 }
 
@@ -124,7 +131,7 @@ kernels! {
 }
 
 /// `MOST_WORDS` of `cuda/put.cu`.
-const MOST_WORDS: usize = 64;
+const MOST_WORDS: usize = 80;
 
 /// `PutArgs` of `cuda/put.cu`.
 #[derive(Clone, Copy)]

@@ -39,6 +39,16 @@ fn shapes() -> Vec<DeltaShape> {
     all.map(shape).into_iter().chain(tiled).collect()
 }
 
+/// The step of a row at (position, slot), whose states lack the `behind` rows in front of it.
+fn step_at((position, slot): (usize, usize), behind: usize) -> Step {
+    Step {
+        position: position as i32,
+        slot: slot as i32,
+        behind: behind as i32,
+        ..Step::default()
+    }
+}
+
 /// A sequence's products and what they should give, and the vectors and states on a device.
 struct Check<'a> {
     gpu: &'a Gpu,
@@ -53,6 +63,11 @@ struct Check<'a> {
 
 impl<'a> Check<'a> {
     fn new(gpu: &'a Gpu, shape: DeltaShape, len: usize) -> Self {
+        Check::keeping(gpu, shape, len, 0)
+    }
+
+    /// Steps keep rows of the first `kept` slots.
+    fn keeping(gpu: &'a Gpu, shape: DeltaShape, len: usize, kept: usize) -> Self {
         let w: Vectors = vectors(&shape);
         let of = rows(&shape, len, 1);
         let expected = reference(&shape, &w, &of);
@@ -61,6 +76,7 @@ impl<'a> Check<'a> {
             delta: shape,
             layers: LAYERS,
             places: SNAPSHOT + 1,
+            kept,
         };
         let upload = |v: &Vec<f32>| gpu.upload("a test", v).unwrap();
         Check {
@@ -107,20 +123,26 @@ impl<'a> Check<'a> {
 
     /// As [`Check::step`], with `rates` in place of the sequence's.
     fn step_of(&self, at: &[(usize, usize)], half: bool, rates: Option<Rates<'_>>) -> Vec<f32> {
-        let (m, width) = (at.len(), self.shape.values());
+        let steps: Vec<Step> = at.iter().map(|&at| step_at(at, 0)).collect();
         let positions: Vec<usize> = at.iter().map(|a| a.0).collect();
-        let (qkvz, ba) = self.products(&positions);
-        let steps = at.iter().map(|&(position, slot)| Step {
-            position: position as i32,
-            slot: slot as i32,
-            ..Step::default()
-        });
-        let steps: Vec<Step> = steps.collect();
+        self.run(&steps, &positions, half, rates)
+    }
+
+    /// Runs `steps` over the products of the sequence's rows at `positions`; the outputs.
+    fn run(
+        &self,
+        steps: &[Step],
+        positions: &[usize],
+        half: bool,
+        rates: Option<Rates<'_>>,
+    ) -> Vec<f32> {
+        let (m, width) = (steps.len(), self.shape.values());
+        let (qkvz, ba) = self.products(positions);
         let bounds = StepBounds {
             places: PLACES,
             tokens: 1,
         };
-        let steps = Checked::upload(self.gpu, "a test", &steps, bounds).unwrap();
+        let steps = Checked::upload(self.gpu, "a test", steps, bounds).unwrap();
         let padded = width.next_multiple_of(256);
         let mut full = guarded(self.gpu, &vec![GUARD; m * width]);
         let mut halves = self.gpu.zeros::<u16>("a test", m * padded).unwrap();
@@ -249,6 +271,55 @@ fn steps() {
     }
 }
 
+/// Steps of several rows, of which only the first few are the sequence's: the next rows are as if the others had never
+/// been, in steps, behind a copy and in passes of many rows.
+#[test]
+fn rows_are_taken_back() {
+    let Some(gpu) = gpu() else { return };
+    let len = if is_sanitizing() { 60 } else { 400 };
+    for shape in shapes() {
+        let mut c = Check::keeping(&gpu, shape, len, SLOTS);
+        let width = c.shape.values();
+        let (mut at, mut behind, mut turn) = (0, 0, 0);
+        while at + 20 < len {
+            turn += 1;
+            let n = 1 + turn * 7 % 16;
+            let right = 1 + turn * 5 % n;
+            let mut steps = vec![step_at((turn, 1), 0)];
+            let mut positions = vec![turn];
+            for i in 0..n {
+                let behind = if i == 0 { behind } else { 0 };
+                steps.push(step_at((at + i, 0), behind));
+                // Wrong rows are those of other positions.
+                let wrong = (at + i * 7 + 13) % len;
+                positions.push(if i < right { at + i } else { wrong });
+            }
+            if turn == 1 {
+                c.step(&[(0, 1)], false);
+            }
+            let found = c.run(&steps, &positions, false, None);
+            c.compare("a neighbour", turn, &found[..width], CLOSE);
+            c.compare("a run", at, &found[width..][..right * width], CLOSE);
+            (at, behind) = (at + right, if n > 1 { right } else { 0 });
+            if turn.is_multiple_of(3) && behind > 0 {
+                // The kept rows go into a copy first, then into the sequence itself.
+                c.stream.copy_states(&mut c.states, 0, SNAPSHOT).unwrap();
+                let settle = |c: &mut Check<'_>, place| {
+                    c.stream.settle_states(&mut c.states, 0, place, behind).unwrap();
+                };
+                settle(&mut c, SNAPSHOT);
+                settle(&mut c, 0);
+                c.compare("many rows", at, &c.many(&[(0, at, 5, None)]), CLOSE);
+                c.stream.copy_states(&mut c.states, SNAPSHOT, 0).unwrap();
+                c.compare("a copy", at, &c.step(&[(at, 0)], false), CLOSE);
+                (at, behind) = (at + 1, 0);
+            }
+        }
+    }
+    let mut c = Check::new(&gpu, shapes()[0], 4);
+    assert!(c.stream.settle_states(&mut c.states, 0, 0, 1).is_err());
+}
+
 /// Prompts whole and in pieces, several at a time, also behind steps.
 #[test]
 fn many_rows() {
@@ -335,6 +406,7 @@ fn refused() {
             delta: shape(other),
             layers: 1,
             places: 1,
+            kept: 0,
         };
         assert!(DeviceStates::new(&gpu, sizes).is_err(), "{other:?}");
     }

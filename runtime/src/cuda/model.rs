@@ -122,12 +122,19 @@ fn pack_layer(
     let mut layer: CudaLayer = Layer::new(index, weights.spec, linear, vector)?;
     let shares = weights.linears.contains_key(&LinearKind::SharedGate);
     slower.apart += usize::from(shares && !experts_on_host && stacks.is_none());
-    for block in layer.blocks.iter_mut().filter(|_| stacks.is_some()) {
+    if stacks.is_some() {
+        drop_shared(&mut layer);
+    }
+    Ok(layer)
+}
+
+/// Drops the shared expert of a layer whose stacks have it.
+pub(super) fn drop_shared(layer: &mut CudaLayer) {
+    for block in &mut layer.blocks {
         if let Mix::Experts(experts) = &mut block.mixer {
             experts.shared = None;
         }
     }
-    Ok(layer)
 }
 
 /// The weights of a mixture with its shared expert behind the others, of which it then is one that all rows go

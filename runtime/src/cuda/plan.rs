@@ -2,7 +2,7 @@
 //! constructors are run on a device that only counts.
 
 use super::host_experts::is_of_experts;
-use super::model::{CudaLayer, largest_mixture};
+use super::model::{CudaLayer, drop_shared, largest_mixture};
 use super::session::SessionMemory;
 use crate::error::{Error, Result};
 use crate::forward::{Layer, VectorSpec};
@@ -100,7 +100,10 @@ pub(super) fn weight_bytes(
             let kind = PackedKind::of_stack(parts, inputs)?;
             Ok(DeviceLinear::zeros(gpu, kind, (rows, inputs))?)
         };
-        let _layer: CudaLayer = Layer::new(index, c.layer(index), pack, vector)?;
+        let mut layer: CudaLayer = Layer::new(index, c.layer(index), pack, vector)?;
+        if stacks.0 {
+            drop_shared(&mut layer);
+        }
         let delta = shape_of(c).filter(|_| is_recurrent(c.layer(index)));
         let rates = delta.map(|d| gpu.zeros::<u8>("a weight", RateRows::bytes(&d, c.hidden_size)));
         let _rates = rates.transpose()?;
@@ -379,6 +382,7 @@ mod tests {
             kv,
             max_rows: 512,
             snapshots: None,
+            drafts: false,
         }
     }
 

@@ -117,19 +117,14 @@ impl DevicePages {
             _ => None,
         };
         let table_len = shape.ctx.div_ceil(PAGE);
-        let nobody = u32::try_from(shape.pages).map_err(|_| Error::Shape {
-            op: "attention",
-            what: "pages",
-            expected: "numbers of 32 bits".into(),
-            found: shape.pages.to_string(),
-        })?;
         let entries = shape.slots.saturating_add(1).saturating_mul(table_len);
-        let nobodys = vec![nobody; entries];
+        // More pages than that have no numbers, but no memory has them either.
+        let nobody = u32::try_from(shape.pages).unwrap_or(u32::MAX);
         Ok(DevicePages {
             keys: gpu.zeros(what, codes)?,
             values: gpu.zeros(what, codes)?,
             scales,
-            tables: gpu.upload(what, &nobodys)?,
+            tables: gpu.filled(what, entries, nobody)?,
             shape,
             table_len,
         })

@@ -135,6 +135,18 @@ impl Gpu {
         Ok(buffer)
     }
 
+    /// Allocates `len` copies of `value` in device memory; a dry device only counts them.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn filled<T: Pod>(&self, what: &'static str, len: usize, value: T) -> Result<Buffer<T>> {
+        let mut buffer = self.zeros(what, len)?;
+        if !self.is_dry() {
+            buffer.write(0, &vec![value; len])?;
+        }
+        Ok(buffer)
+    }
+
     /// Allocates `len` copies of `value` in host memory that kernels write to; nothing on a dry device.
     ///
     /// # Errors
