@@ -47,6 +47,7 @@ fn end_to_end(c: &mut Criterion) {
             kv: KvType::F16,
             max_rows: PROMPT,
             snapshots: None,
+            drafts: false,
         };
         let mut session = engine.session(spec).expect("a small session");
         let vocab = engine.config().vocab_size as u32;

@@ -27,6 +27,7 @@ fn main() -> anyhow::Result<()> {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
+        drafts: false,
     })?;
 
     let prompts = ["The river", "A mountain is", "Once upon a time"];

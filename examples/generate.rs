@@ -32,6 +32,7 @@ fn main() -> anyhow::Result<()> {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
+        drafts: false,
     })?;
 
     let chat = template.render(&[Message::new("user", prompt)], None, true, None)?;

@@ -38,6 +38,11 @@ impl DraftFrom {
     }
 }
 
+/// True if `from` names a drafter.
+pub fn are_wanted(from: Option<&DraftFrom>) -> bool {
+    from.is_some_and(|from| *from != DraftFrom::None)
+}
+
 /// Reads the value of `--draft`.
 pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
     match text {

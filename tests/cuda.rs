@@ -63,6 +63,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
         kv,
         max_rows: 256,
         snapshots: None,
+        drafts: false,
     };
     engine.session(spec).expect("it fits")
 }

@@ -44,6 +44,7 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
         kv: KvType::F32,
         max_rows: tokens.len(),
         snapshots: None,
+        drafts: false,
     };
     let mut session = engine.session(spec).unwrap();
     let chunk = Chunk {

@@ -121,6 +121,7 @@ impl BenchSpec {
             kv: self.kv,
             max_rows: PREFILL_ROWS.max(self.batch),
             snapshots: None,
+            drafts: false,
         }
     }
 

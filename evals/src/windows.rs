@@ -170,6 +170,7 @@ impl<'a> Plan<'a> {
             kv: self.kv,
             max_rows: self.rows,
             snapshots: None,
+            drafts: false,
         })?)
     }
 

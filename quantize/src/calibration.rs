@@ -179,6 +179,7 @@ pub fn sample(
         kv: KvType::F16,
         max_rows: slots.max(longest).max(SAMPLING_ROWS),
         snapshots: None,
+        drafts: false,
     })?;
     let prompted: usize = prompts.iter().map(|p| p.len().min(length)).sum();
     progress.begin(stage, (n * length - prompted) as u64, Unit::Tokens);

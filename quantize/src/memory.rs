@@ -112,6 +112,7 @@ pub(crate) fn session(c: &ModelConfig, slots: usize, max_rows: usize) -> Session
         kv: KvType::F16,
         max_rows,
         snapshots: None,
+        drafts: false,
     }
 }
 

@@ -21,6 +21,7 @@ fn spec(slots: usize, pages: Option<usize>) -> SessionSpec {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
+        drafts: false,
     }
 }
 

@@ -136,6 +136,7 @@ fn mixtures_agree_with_the_cpu() {
                 kv: KvType::F16,
                 max_rows: 128,
                 snapshots: None,
+                drafts: false,
             };
             let mut s = gpu.session(spec).unwrap();
             let texts: Vec<Vec<u32>> = (0..slots).map(|i| tokens(5, i as u64)).collect();
@@ -504,6 +505,7 @@ fn requests_that_do_not_fit_are_refused() {
         kv: KvType::F16,
         max_rows: 1,
         snapshots: None,
+        drafts: false,
     };
     let e = gpu.session(spec).err().expect("it cannot fit").to_string();
     assert!(e.contains("--ctx"), "{e}");

@@ -5,7 +5,7 @@
 mod common;
 
 use common::oracle::{Futures, oracle};
-use common::{Store, feed, fused_config, tokens};
+use common::{Store, feed, fused_config, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
@@ -24,13 +24,25 @@ fn config() -> ModelConfig {
 }
 
 fn gpu(scheme: Option<Bits>) -> Option<Arc<dyn Engine>> {
-    let config = config();
-    let plain = Store::random(&config, 9);
+    gpu_of(&config(), scheme)
+}
+
+/// A model whose states have to be taken back when drafts are wrong.
+fn hybrid() -> ModelConfig {
+    ModelConfig {
+        vocab_size: 1001,
+        max_position_embeddings: 1024,
+        ..wide_hybrid("qwen35", 6, false)
+    }
+}
+
+fn gpu_of(config: &ModelConfig, scheme: Option<Bits>) -> Option<Arc<dyn Engine>> {
+    let plain = Store::random(config, 9);
     let store = match scheme {
         Some(bits) => plain.quantized(AffineScheme::new(bits, Group::Size(64), Zeros::Integer)),
         None => plain,
     };
-    common::gpu_engine(&config, &store, KernelSet::Fused)
+    common::gpu_engine(config, &store, KernelSet::Fused)
 }
 
 fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
@@ -41,6 +53,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
         kv,
         max_rows: 300,
         snapshots: None,
+        drafts: true,
     };
     engine.session(spec).expect("it fits")
 }
@@ -144,8 +157,12 @@ fn settings() -> [(SamplingParams, Option<usize>); 4] {
 #[test]
 fn drafts_change_no_answer() {
     let (mut same, mut all) = (0, 0);
-    for bits in [Some(Bits::B4), Some(Bits::B8), None] {
-        let Some(engine) = gpu(bits) else { return };
+    let of =
+        |config: ModelConfig| [Some(Bits::B4), Some(Bits::B8), None].map(|b| (config.clone(), b));
+    for (config, bits) in of(config()).into_iter().chain(of(hybrid())) {
+        let Some(engine) = gpu_of(&config, bits) else {
+            return;
+        };
         let few = session(&*engine, KvType::F16);
         let exact = few.exact_rows() >= few.draft_rows();
         assert!(few.draft_rows() >= 8);

@@ -50,6 +50,7 @@ fn session(engine: &dyn Engine, kv: KvType, pages: Option<usize>) -> Box<dyn Ses
         kv,
         max_rows: 1000,
         snapshots: None,
+        drafts: false,
     };
     engine.session(spec).unwrap()
 }

@@ -68,6 +68,7 @@ fn plans_are_what_is_taken() {
                 kv,
                 max_rows: 96,
                 snapshots: None,
+                drafts: slots == 5,
             };
             let plan = engine.device_memory(&spec).unwrap();
             let what = format!("{slots} sequences, {kernels}: {plan:?}");

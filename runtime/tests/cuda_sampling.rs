@@ -315,6 +315,7 @@ fn many_sequences_continue_as_each_alone() {
         kv: KvType::F16,
         max_rows: 128,
         snapshots: None,
+        drafts: false,
     };
     const STEPS: usize = 20;
     for m in [1, 2, 5, 8, 9, 16, 17, 24, 33, 64] {

@@ -47,6 +47,7 @@ fn spec(slots: usize, max_rows: usize) -> SessionSpec {
         kv: KvType::F16,
         max_rows,
         snapshots: None,
+        drafts: false,
     }
 }
 

@@ -44,6 +44,7 @@ fn session(engine: &dyn Engine) -> Box<dyn Session> {
         kv: KvType::F32,
         max_rows: 300,
         snapshots: None,
+        drafts: false,
     };
     engine.session(spec).unwrap()
 }

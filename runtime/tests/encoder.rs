@@ -83,6 +83,7 @@ fn what_runs_together_makes_no_difference() {
             kv: KvType::F32,
             max_rows,
             snapshots: None,
+            drafts: false,
         };
         let mut encoder = Encoder::new(engine.session(spec).unwrap(), Row::Hidden);
         let found = encode(&mut encoder, 0, &texts());

@@ -91,6 +91,7 @@ fn logits(checkpoint: &Checkpoint, tokens: &[u32], piece: usize) -> Vec<f32> {
         kv: KvType::F32,
         max_rows: 64,
         snapshots: None,
+        drafts: false,
     };
     let mut session: Box<dyn Session> = engine.session(spec).unwrap();
     let mut all = Vec::new();

@@ -254,6 +254,7 @@ fn rounding_the_cache_costs_little() {
             kv,
             max_rows: 50,
             snapshots: None,
+            drafts: false,
         };
         feed(&mut *engine.session(spec).unwrap(), 0, &text)
     };
@@ -375,6 +376,7 @@ fn layer_by_layer_equals_the_whole_forward() {
             kv: KvType::F32,
             max_rows: 700,
             snapshots: None,
+            drafts: false,
         };
         let want = feed(&mut *engine.session(spec).unwrap(), 0, text);
         let d = distance(&logits[at..at + want.len()], &want);
@@ -507,6 +509,7 @@ fn candle_names_what_it_does_not_do() {
         kv: KvType::F32,
         max_rows: 64,
         snapshots: None,
+        drafts: false,
     };
     let refused = |spec| engine.session(spec).err().expect("refused").to_string();
     assert!(refused(SessionSpec { slots: 2, ..spec }).contains("slots: expected 1, found 2"));

@@ -36,6 +36,7 @@ impl Fake {
                 kv: KvType::F16,
                 max_rows,
                 snapshots: None,
+                drafts: false,
             },
             sequences: vec![Vec::new(); slots],
             logits: Vec::new(),

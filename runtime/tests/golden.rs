@@ -58,6 +58,7 @@ fn spec(ctx: usize) -> SessionSpec {
         kv: KvType::F32,
         max_rows: ctx,
         snapshots: None,
+        drafts: false,
     }
 }
 

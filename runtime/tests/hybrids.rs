@@ -45,6 +45,7 @@ fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         kv: KvType::F32,
         max_rows: 700,
         snapshots: None,
+        drafts: false,
     };
     engine.session(spec).unwrap()
 }

@@ -43,6 +43,7 @@ fn session(engine: &dyn Engine, kv: KvType, ctx: usize) -> Box<dyn Session> {
         kv,
         max_rows: 400,
         snapshots: None,
+        drafts: false,
     };
     engine.session(spec).unwrap()
 }
@@ -187,6 +188,7 @@ fn by_model(engine: &dyn Engine, ctx: usize) -> Speculation {
         kv: KvType::Int8,
         max_rows: 25,
         snapshots: None,
+        drafts: false,
     };
     let session = engine.session(spec).unwrap();
     let vocab = engine.config().vocab_size;
@@ -303,6 +305,7 @@ fn drafts_change_no_batch() {
             kv: KvType::F16,
             max_rows: 200,
             snapshots: None,
+            drafts: false,
         };
         let mut session = target.session(spec).unwrap();
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(30 + 9 * i, 5 + i as u64)).collect();

@@ -19,6 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
+        drafts: false,
     };
     let vocab = checkpoint.config().vocab_size;
     let options = EngineOptions {

@@ -23,6 +23,7 @@ fn engine(every: usize, options: EngineOptions) -> Engine {
             kv: KvType::F16,
             max_rows: 128,
             snapshots: None,
+            drafts: false,
         })?;
         Ok(Box::new(Cut {
             session,

@@ -155,6 +155,7 @@ fn engine_cut_at(every: usize, step_ms: u64, options: EngineOptions) -> (Engine,
         kv: KvType::F16,
         max_rows: 64,
         snapshots: None,
+        drafts: false,
     };
     let of_session = Arc::clone(&log);
     let open = Box::new(move || {

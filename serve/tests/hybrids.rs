@@ -70,6 +70,7 @@ fn engine(snapshots: Option<usize>, engine_options: EngineOptions) -> Engine {
             kv: KvType::F32,
             max_rows: 700,
             snapshots,
+            drafts: false,
         })
     });
     Engine::start(open, config.vocab_size, engine_options).unwrap()

@@ -214,6 +214,7 @@ fn documents_are_scored_and_sorted() {
         kv: nq_runtime::KvType::F16,
         max_rows: 1024,
         snapshots: None,
+        drafts: false,
     });
     let mut encoder = Encoder::new(session.unwrap(), reranker.row());
     let mut scores = Vec::new();

@@ -164,6 +164,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         kv: args.kv,
         max_rows: CHUNK.min(ctx),
         snapshots: None,
+        drafts: draft::are_wanted(args.draft.as_ref()),
     };
     let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
     let mut session = engine.session(spec)?;

@@ -72,6 +72,7 @@ impl Chat {
             kv: KvType::F16,
             max_rows: CHUNK.min(ctx),
             snapshots: None,
+            drafts: false,
         })?;
         Ok(Chat {
             sequence: Sequence::new(session.as_mut(), 0),

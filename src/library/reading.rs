@@ -27,6 +27,7 @@ pub(crate) fn session_for_texts(ctx: usize, on_cpu: bool) -> SessionSpec {
         kv: KvType::F16,
         max_rows: if on_cpu { ROWS.0 } else { ROWS.1 },
         snapshots: None,
+        drafts: false,
     }
 }
 

@@ -94,6 +94,7 @@ impl TextSpec<'_> {
             kv: self.kv,
             max_rows: super::PREFILL_ROWS,
             snapshots: None,
+            drafts: true,
         }
     }
 

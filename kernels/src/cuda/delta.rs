@@ -593,7 +593,11 @@ impl Stream {
             kept,
         } = states.shape;
         o.at_least("places", place.saturating_add(1), places)?;
-        o.at_least("sequences whose rows are kept", slot.saturating_add(1), kept)?;
+        o.at_least(
+            "sequences whose rows are kept",
+            slot.saturating_add(1),
+            kept,
+        )?;
         o.at_most("kept rows", MOST_RUN, count)?;
         let whole = |all: &Buffer<f32>| o.of("states", all, &[all.len()]);
         let args = SettleArgs {

@@ -206,8 +206,8 @@ impl Stream {
                 words: (size_of_val(some) / 4) as i32,
                 value: [0; MOST_WORDS],
             };
-            let bytes = bytemuck::cast_slice(some);
-            bytemuck::bytes_of_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
+            let bytes: &[u8] = bytemuck::cast_slice(some);
+            bytemuck::cast_slice_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
             // SAFETY: the values are inside the buffer.
             unsafe { self.launch(&PUT, shape((1, 1), MOST_WORDS), &args)? };
         }

@@ -305,7 +305,9 @@ fn rows_are_taken_back() {
                 // The kept rows go into a copy first, then into the sequence itself.
                 c.stream.copy_states(&mut c.states, 0, SNAPSHOT).unwrap();
                 let settle = |c: &mut Check<'_>, place| {
-                    c.stream.settle_states(&mut c.states, 0, place, behind).unwrap();
+                    c.stream
+                        .settle_states(&mut c.states, 0, place, behind)
+                        .unwrap();
                 };
                 settle(&mut c, SNAPSHOT);
                 settle(&mut c, 0);

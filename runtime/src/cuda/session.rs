@@ -45,6 +45,8 @@ pub(super) struct CudaSession {
     pages: DevicePages,
     states: Option<DeviceStates>,
     snapshots: Snapshots,
+    /// By slot, the length at which its states stand, if the rows behind it are kept and not in them.
+    behind: Vec<Option<usize>>,
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
     step: StepRows,
     many: ManyRows,
@@ -257,6 +259,7 @@ impl SessionMemory {
                 delta,
                 layers: recurrent,
                 places: places.slots + spec.snapshot_count(),
+                kept: if spec.drafts { spec.slots } else { 0 },
             };
             DeviceStates::new(gpu, shape)
         };
@@ -300,6 +303,7 @@ impl CudaSession {
             pages: memory.pages,
             states: memory.states,
             snapshots: Snapshots::new(slots, spec.snapshot_count(), spec.slots),
+            behind: vec![None; spec.slots],
             cos_sin,
             step: memory.step,
             many: memory.many,
@@ -330,9 +334,36 @@ impl CudaSession {
         }
     }
 
+    /// The rows of the sequence in `slot` that are kept and not in its states.
+    fn rows_behind(&self, slot: usize) -> usize {
+        self.behind[slot].map_or(0, |at| self.tables.len(slot) - at)
+    }
+
+    /// True if the sequence can be cut at `len` because rows behind that are kept and not in its states.
+    fn can_take_back(&self, slot: usize, len: usize) -> bool {
+        self.behind[slot].is_some_and(|at| at <= len)
+    }
+
+    /// Brings the states of the sequence in `slot` forward to its end.
+    fn settle(&mut self, slot: usize) -> Result<()> {
+        let rows = self.rows_behind(slot);
+        self.behind[slot] = None;
+        match &mut self.states {
+            Some(states) if rows > 0 => Ok(self.stream.settle_states(states, slot, slot, rows)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes what a step over `rows` rows of the sequence in `slot`, behind `len` others, leaves in its states.
+    fn stepped(&mut self, slot: usize, len: usize, rows: usize) {
+        let keeps = self.states.as_ref().is_some_and(DeviceStates::keeps_rows);
+        self.behind[slot] = (keeps && rows > 1).then_some(len);
+    }
+
     /// Gives the sequence in `to` the states that the one in `from` had at `len` tokens or, of those kept,
     /// shortly before. Returns that length.
     fn resume(&mut self, from: usize, to: usize, len: usize) -> usize {
+        self.behind[to] = None;
         let (Some(states), Some((place, len))) =
             (&mut self.states, self.snapshots.nearest(from, len))
         else {
@@ -352,6 +383,7 @@ impl CudaSession {
             for chunk in chunks {
                 self.tables.truncate(chunk.slot, 0);
                 self.snapshots.cut(chunk.slot, 0);
+                self.behind[chunk.slot] = None;
             }
         }
     }
@@ -425,7 +457,9 @@ impl Session for CudaSession {
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
         let mut len = len;
         if self.states.is_some() && len < self.tables.len(slot) {
-            len = self.resume(slot, slot, len);
+            if !self.can_take_back(slot, len) {
+                len = self.resume(slot, slot, len);
+            }
             self.snapshots.cut(slot, len);
         }
         self.tables.truncate(slot, len);
@@ -438,9 +472,22 @@ impl Session for CudaSession {
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
         self.snapshots.cut(to, 0);
+        self.behind[to] = None;
+        let ends = len == self.tables.len(from);
+        if ends {
+            self.settle(from)?;
+        }
+        let kept = self.behind[from].filter(|&at| at <= len);
         let reached = match &mut self.states {
             None => len,
-            Some(states) if len == self.tables.len(from) => {
+            Some(states) if let Some(at) = kept => {
+                self.stream.copy_states(states, from, to)?;
+                if at < len {
+                    self.stream.settle_states(states, from, to, len - at)?;
+                }
+                len
+            }
+            Some(states) if ends => {
                 self.stream.copy_states(states, from, to)?;
                 // The sequences part here: others may, too.
                 if let Some(place) = self.snapshots.take(from, len) {
@@ -460,7 +507,7 @@ impl Session for CudaSession {
 
     fn reach(&self, slot: usize, len: usize) -> usize {
         let held = self.tables.len(slot);
-        if self.states.is_none() || len >= held {
+        if self.states.is_none() || len >= held || self.can_take_back(slot, len) {
             return len.min(held);
         }
         self.snapshots.reach(slot, len)
@@ -529,9 +576,10 @@ impl Session for CudaSession {
     }
 
     fn draft_rows(&self) -> usize {
+        // Rows that turn out to be wrong have to be taken out of states again.
+        let takes_back = self.states.as_ref().is_none_or(DeviceStates::keeps_rows);
         match self.model.kernels {
-            // Rows that are not kept would have to be taken out of states again.
-            KernelSet::Fused if self.states.is_none() => self.step.most_run(),
+            KernelSet::Fused if takes_back => self.step.most_run(),
             KernelSet::Fused | KernelSet::Reference => 1,
         }
     }

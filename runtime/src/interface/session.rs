@@ -25,6 +25,9 @@ pub struct SessionSpec {
     /// Most snapshots of all sequences together ([`Session::keep_at`]), for a model with recurrences; `None`: four
     /// for each slot, and 16 at most.
     pub snapshots: Option<usize>,
+    /// True if steps check drafts: a GPU then keeps the last rows of each slot of a model with recurrences, so that wrong
+    /// ones can be taken back.
+    pub drafts: bool,
 }
 
 /// Snapshots of a session at most, unless it is told otherwise: they are large.

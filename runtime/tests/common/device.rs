@@ -59,6 +59,7 @@ impl Device {
                 kv: KvType::F16,
                 max_rows: 100,
                 snapshots: None,
+                drafts: false,
             },
             positions,
             draft_rows: 1,

@@ -413,6 +413,7 @@ pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         kv: KvType::F32,
         max_rows: 128,
         snapshots: None,
+        drafts: false,
     };
     engine.session(spec).expect("it fits")
 }
@@ -484,6 +485,7 @@ pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session>
         kv,
         max_rows: 128,
         snapshots: None,
+        drafts: false,
     };
     engine.session(spec).expect("it fits")
 }

@@ -262,6 +262,7 @@ pub(crate) fn streams(
         kv,
         max_rows: text.len(),
         snapshots: None,
+        drafts: false,
     };
     let mut session = engine.session(spec).unwrap();
     let chunk = nq_runtime::Chunk {

@@ -87,6 +87,7 @@ pub fn named(
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
+        drafts: false,
     };
     Model::new(name, checkpoint(), engine, spec, options).unwrap()
 }
@@ -189,6 +190,7 @@ fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> Model
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
+        drafts: false,
     };
     Model::new(name, checkpoint, load(), spec, options).unwrap()
 }

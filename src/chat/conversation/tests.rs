@@ -136,6 +136,7 @@ impl Bench {
                 kv: KvType::F16,
                 max_rows: 64,
                 snapshots: None,
+                drafts: false,
             },
             held: Vec::new(),
             logits: Vec::new(),

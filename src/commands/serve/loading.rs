@@ -285,6 +285,7 @@ impl Loadable {
             kv: self.settings.kv,
             max_rows: if on_gpu { ROWS.1 } else { ROWS.0 },
             snapshots: Some(0),
+            drafts: self.draft.is_some() || draft::are_wanted(self.settings.draft.as_ref()),
         }
     }
 

@@ -372,6 +372,9 @@ impl CudaSession {
         observer: &mut Option<&mut dyn Observer>,
     ) -> Result<Vec<u32>> {
         self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
+        for chunk in chunks {
+            self.settle(chunk.slot)?;
+        }
         let mut spans: Vec<DeltaSpan> = Vec::with_capacity(chunks.len());
         let (mut tokens, mut rows, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for chunk in chunks {

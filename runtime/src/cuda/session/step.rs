@@ -271,6 +271,7 @@ fn idle_step(slot: usize, drawn: i32) -> Step {
         slot: slot as i32,
         token: 0,
         drawn,
+        behind: 0,
     }
 }
 
@@ -482,11 +483,13 @@ impl CudaSession {
         let mut wanted = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let (first, position) = (rows.len(), self.tables.len(chunk.slot));
+            let behind = self.rows_behind(chunk.slot) as i32;
             rows.extend(chunk.tokens.iter().enumerate().map(|(i, &token)| Step {
                 position: (position + i) as i32,
                 slot: chunk.slot as i32,
                 token,
                 drawn: 0,
+                behind: if i == 0 { behind } else { 0 },
             }));
             let of = chunk.logits.rows(chunk.tokens.len());
             wanted.push(first + of.start..first + of.end);
@@ -496,6 +499,9 @@ impl CudaSession {
         let kind = self.kind(m, longest.unwrap_or(1), StepEnd::Logits, true);
         self.stream.put_checked(&mut self.step.step, 0, &rows)?;
         self.run_step(kind)?;
+        for chunk in chunks {
+            self.stepped(chunk.slot, self.tables.len(chunk.slot), chunk.tokens.len());
+        }
         let runs = chunks.iter();
         self.hand_over(runs.map(|c| (c.slot, self.tables.len(c.slot), c.tokens)))?;
         for (row, step) in rows.iter_mut().enumerate() {

@@ -193,6 +193,7 @@ impl StepsAhead for CudaSession {
 
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
         self.check(&[token], Some(sampler))?;
+        self.settle(slot)?;
         let seat = &self.step.seats[row];
         let drawn = match self.step.queued.is_empty() {
             true => draws(sampler, 0),
@@ -206,6 +207,7 @@ impl StepsAhead for CudaSession {
             slot: slot as i32,
             token,
             drawn,
+            behind: 0,
         };
         self.stream.put_checked(&mut self.step.step, row, &[step])?;
         self.step.written = true;
@@ -264,6 +266,7 @@ impl StepsAhead for CudaSession {
         for run in runs {
             let len = self.tables.len(run.slot);
             longest = longest.max(len + run.tokens.len());
+            let behind = self.rows_behind(run.slot) as i32;
             for (i, &token) in run.tokens.iter().enumerate() {
                 let drawn = draws(run.sampler, i);
                 steps.push(Step {
@@ -271,10 +274,12 @@ impl StepsAhead for CudaSession {
                     slot: run.slot as i32,
                     token,
                     drawn,
+                    behind: if i == 0 { behind } else { 0 },
                 });
                 seats.push(Seat::of(run.slot, run.sampler, drawn));
                 samplings.push(sampling(run.sampler, draws(run.sampler, 0)));
             }
+            self.stepped(run.slot, len, run.tokens.len());
             self.tables.advance(run.slot, run.tokens.len());
         }
         let rows = steps.len();
