@@ -6,13 +6,14 @@ use crate::model;
 use crate::terminal::human_bytes;
 use anyhow::Context;
 use nq_formats::eagle::EagleHead;
-use nq_formats::{Bits, Checkpoint, Progress};
+use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, mtp};
 use nq_kernels::pages::PAGE;
 use nq_quantize::OnTheFly;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::speculation::check_drafts;
 use nq_runtime::{
-    DraftModel, Eagle, Engine, KvType, LoadOptions, Session, SessionSpec, Speculation, Tokenizer,
+    DraftModel, Eagle, Engine, KvType, LoadOptions, Mtp, Session, SessionSpec, Speculation,
+    Tokenizer,
 };
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -29,12 +30,14 @@ pub enum DraftFrom {
     Model(OsString),
     /// An EAGLE-3 head, by its folder.
     Eagle3(PathBuf),
+    /// The model's own MTP layer.
+    Mtp,
 }
 
 impl DraftFrom {
     /// True if the drafter has weights of its own.
     pub fn has_weights(&self) -> bool {
-        matches!(self, DraftFrom::Model(_) | DraftFrom::Eagle3(_))
+        !matches!(self, DraftFrom::None | DraftFrom::Ngram)
     }
 }
 
@@ -46,9 +49,10 @@ pub fn are_wanted(from: Option<&DraftFrom>) -> bool {
 /// Reads the value of `--draft`.
 pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
     match text {
-        "" => Err("expected none, ngram, a model or eagle3:FOLDER".into()),
+        "" => Err("expected none, ngram, mtp, a model or eagle3:FOLDER".into()),
         "none" => Ok(DraftFrom::None),
         "ngram" => Ok(DraftFrom::Ngram),
+        "mtp" => Ok(DraftFrom::Mtp),
         "eagle3:" => Err("expected a folder behind eagle3:".into()),
         other => Ok(match other.strip_prefix("eagle3:") {
             Some(folder) => DraftFrom::Eagle3(folder.into()),
@@ -138,6 +142,13 @@ pub enum DraftWeights {
         folder: PathBuf,
         head: Box<EagleHead>,
     },
+    /// The target's own MTP layer.
+    Mtp {
+        /// Its shape as a model of one layer.
+        config: Box<ModelConfig>,
+        /// Bytes of its weights in the files.
+        stored: u64,
+    },
 }
 
 impl DraftWeights {
@@ -155,6 +166,20 @@ impl DraftWeights {
     ) -> anyhow::Result<Option<Self>> {
         Ok(match from {
             DraftFrom::None | DraftFrom::Ngram => None,
+            DraftFrom::Mtp => {
+                let config = mtp::config(target.config()).with_context(|| {
+                    let title = target.config().architecture.title;
+                    format!(
+                        "--draft mtp: expected a model with an MTP layer, found {title} without one"
+                    )
+                })?;
+                let entries = target.store().entries().into_iter();
+                let own = entries.filter(|e| mtp::is_of_layer(&e.name, target.config()));
+                Some(DraftWeights::Mtp {
+                    stored: own.map(|e| e.bytes).sum(),
+                    config: Box::new(config),
+                })
+            }
             DraftFrom::Model(name) => {
                 let draft = DraftCheckpoint::open(name, target, bits, global, progress)?;
                 Some(DraftWeights::Model(Box::new(draft)))
@@ -178,6 +203,7 @@ impl DraftWeights {
         match self {
             DraftWeights::Model(draft) => DraftFrom::Model(draft.name.clone().into()),
             DraftWeights::Eagle3 { folder, .. } => DraftFrom::Eagle3(folder.clone()),
+            DraftWeights::Mtp { .. } => DraftFrom::Mtp,
         }
     }
 
@@ -199,6 +225,10 @@ impl DraftWeights {
                 let named = || format!("--draft eagle3:{}", folder.display());
                 Ok(Drafts::Eagle(eagle.with_context(named)?))
             }
+            DraftWeights::Mtp { .. } => {
+                let mtp = Mtp::load((config, store), options);
+                Ok(Drafts::Mtp(mtp.context("--draft mtp")?))
+            }
         }
     }
 
@@ -208,10 +238,9 @@ impl DraftWeights {
             DraftWeights::Model(draft) => draft.kv_bytes(spec),
             DraftWeights::Eagle3 { head, .. } => {
                 let c = &head.config;
-                let position = 2 * KvType::F16.bytes(c.num_key_value_heads * c.head_dim);
-                let positions = spec.slots * spec.ctx.next_multiple_of(PAGE);
-                (positions as u64).saturating_mul(position as u64)
+                layer_kv_bytes(c.num_key_value_heads * c.head_dim, spec)
             }
+            DraftWeights::Mtp { config, .. } => layer_kv_bytes(config.kv_dim(), spec),
         }
     }
 
@@ -234,8 +263,25 @@ impl DraftWeights {
                 );
                 Ok((words, bytes))
             }
+            DraftWeights::Mtp { stored, .. } => {
+                let kv = self.kv_bytes(spec);
+                let bytes = kv.saturating_add(*stored);
+                let words = format!(
+                    "{} for the MTP layer, {} of it for its context",
+                    human_bytes(bytes),
+                    human_bytes(kv)
+                );
+                Ok((words, bytes))
+            }
         }
     }
+}
+
+/// Bytes of the keys and values of a layer, each of `width` values a position, for a session of `spec`.
+fn layer_kv_bytes(width: usize, spec: &SessionSpec) -> u64 {
+    let position = 2 * KvType::F16.bytes(width);
+    let positions = spec.slots * spec.ctx.next_multiple_of(PAGE);
+    (positions as u64).saturating_mul(position as u64)
 }
 
 /// A loaded drafter.
@@ -253,6 +299,8 @@ pub enum Drafts {
     },
     /// An EAGLE-3 head.
     Eagle(Eagle),
+    /// The model's MTP layer.
+    Mtp(Mtp),
 }
 
 impl Drafts {
@@ -264,6 +312,7 @@ impl Drafts {
         match self {
             Drafts::Ngram => Ok(Speculation::ngram()),
             Drafts::Eagle(eagle) => Ok(Speculation::new(eagle.drafter(session)?)),
+            Drafts::Mtp(mtp) => Ok(Speculation::new(mtp.drafter(session)?)),
             Drafts::Model { engine, vocab, ctx } => {
                 let spec = session.spec();
                 let spec = SessionSpec {
@@ -305,7 +354,7 @@ pub fn drafts(
             named()?;
             Some(Drafts::Ngram)
         }
-        Some(from @ (DraftFrom::Model(_) | DraftFrom::Eagle3(_))) => {
+        Some(from @ (DraftFrom::Model(_) | DraftFrom::Eagle3(_) | DraftFrom::Mtp)) => {
             named()?;
             Some(open(from)?)
         }

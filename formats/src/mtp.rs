@@ -43,6 +43,13 @@ pub fn in_mtp_layer(suffix: &str) -> String {
     format!("{LAYER}{suffix}")
 }
 
+/// True for the name of a tensor of the layer or around it, in Hugging Face and GGUF files of a model of this shape.
+pub fn is_of_layer(tensor: &str, c: &ModelConfig) -> bool {
+    // GGUF files have the layer behind the others.
+    let block = format!("blk.{}.", c.num_hidden_layers);
+    tensor.starts_with("mtp.") || tensor.starts_with(&block)
+}
+
 /// The shape of the layer as a model of one layer, which has attention; `None` without one.
 pub fn config(c: &ModelConfig) -> Option<ModelConfig> {
     (c.mtp_layers > 0).then(|| ModelConfig {

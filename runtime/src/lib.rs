@@ -83,7 +83,7 @@ pub use models::LayerWeights;
 pub use nq_kernels::pages::KvType;
 pub use nq_kernels::profile::OpTiming;
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
-pub use speculation::{DraftModel, Eagle, Speculation};
+pub use speculation::{DraftModel, Eagle, Mtp, Speculation};
 pub use states::{is_recurrent, pass_end, resting_points};
 pub use stepper::{Head, Hidden, LayerStepper, ProductMoments};
 pub use stop::StopTexts;

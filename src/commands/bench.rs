@@ -81,8 +81,8 @@ pub struct BenchArgs {
     /// itself is then the answer, whatever the model would write
     #[arg(long, value_name = "FILE", requires = "text")]
     pub before: Option<PathBuf>,
-    /// The drafter for --text: ngram (prompt lookup), a smaller MODEL with the same tokenizer, eagle3:FOLDER (an
-    /// EAGLE-3 head) or, with --preset, another preset [default: ngram]
+    /// The drafter for --text: ngram (prompt lookup), mtp (the model's own layer), a smaller MODEL with the same
+    /// tokenizer, eagle3:FOLDER (an EAGLE-3 head) or, with --preset, another preset [default: ngram]
     #[arg(long, value_name = "FROM", value_parser = parse_draft, requires = "text")]
     pub draft: Option<DraftFrom>,
     /// Tokens to draft in each step, whether that pays or not [default: as many as pay]

@@ -113,10 +113,10 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), a
-    /// smaller MODEL with the same tokenizer drafts, eagle3:FOLDER asks an EAGLE-3 head made for the model,
-    /// none turns it off [default: ngram on devices where answers stay exactly the same, such as CPUs with
-    /// quantized models; else none]
+    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
+    /// the layer that Qwen3.5 and its like have for it, a smaller MODEL with the same tokenizer drafts,
+    /// eagle3:FOLDER asks an EAGLE-3 head made for the model, none turns it off [default: ngram on devices where
+    /// answers stay exactly the same, such as CPUs with quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full

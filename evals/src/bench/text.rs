@@ -9,9 +9,10 @@ use crate::stats;
 use crate::windows::Stage;
 use nq_formats::{Progress, Unit};
 use nq_runtime::generate::generate;
+use nq_runtime::interface::Drafter;
 use nq_runtime::{
-    DraftModel, Eagle, Engine, Generated, KvType, Limits, Sampler, SamplingParams, Sequence,
-    Session, SessionSpec, Speculation,
+    DraftModel, Engine, Generated, KvType, Limits, Sampler, SamplingParams, Sequence, Session,
+    SessionSpec, Speculation,
 };
 use replay::{Replay, Told};
 use std::ops::ControlFlow;
@@ -50,10 +51,10 @@ pub enum DraftBy<'a> {
         /// Number of tokens that both models have.
         vocab: usize,
     },
-    /// An EAGLE-3 head.
-    Eagle {
-        /// The head.
-        head: &'a Eagle,
+    /// A layer that reads the model's residual streams: an EAGLE-3 head, or the model's own MTP layer.
+    Head {
+        /// Makes a drafter for a session.
+        open: Box<dyn Fn(&mut dyn Session) -> Result<Box<dyn Drafter>> + 'a>,
         /// Number of tokens of the model.
         vocab: usize,
     },
@@ -112,8 +113,8 @@ impl TextSpec<'_> {
     fn speculation(&self, session: &mut dyn Session) -> Result<Speculation> {
         let speculation = match &self.drafts.0 {
             DraftBy::Ngram => Speculation::ngram(),
-            DraftBy::Eagle { head, vocab } => {
-                let drafter = head.drafter(session)?;
+            DraftBy::Head { open, vocab } => {
+                let drafter = open(session)?;
                 Speculation::new(match self.answer {
                     Answer::Replayed {
                         prompt,

@@ -1,7 +1,9 @@
 //! An EAGLE-3 head on the CPU.
 
+use super::cache::LayerCache;
 use super::embed;
 use super::layer::pack;
+use super::stream_drafts::DraftHead;
 use crate::error::Result;
 use crate::interface::LoadOptions;
 use crate::models;
@@ -54,55 +56,6 @@ impl EagleModel {
             tokens: head.tokens.clone(),
             cpu,
         })
-    }
-
-    /// An empty cache of `pages` pages.
-    pub(crate) fn cache(&self, pages: usize) -> KvPages {
-        let c = &self.config;
-        KvPages::new(Default::default(), pages, c.num_key_value_heads, c.head_dim)
-    }
-
-    /// Feeds `tokens`, each with what the model made of the token before it: `streams` `[rows, 3 hidden]`. The
-    /// first stands at `position` of the sequence that `table` lists. Returns the stream after the last one.
-    pub(crate) fn feed(
-        &self,
-        (cache, table): (&mut KvPages, &[u32]),
-        position: usize,
-        tokens: &[u32],
-        streams: &[f32],
-    ) -> Result<Vec<f32>> {
-        let h = self.config.hidden_size;
-        let mut last = Vec::new();
-        let rows = tokens.chunks(ROWS).zip(streams.chunks(ROWS * TAPS * h));
-        for (i, (tokens, streams)) in rows.enumerate() {
-            let mut x = vec![0.0; tokens.len() * h];
-            self.cpu
-                .linear(&self.weights.fc, streams, &mut x, Epilogue::Store)?;
-            last = self.layer((cache, table), position + i * ROWS, tokens, x)?;
-        }
-        Ok(last)
-    }
-
-    /// Feeds the drafted `token`; `x` `[hidden]` is the stream after the token before it. Returns that after this
-    /// one.
-    pub(crate) fn feed_draft(
-        &self,
-        cache: (&mut KvPages, &[u32]),
-        position: usize,
-        token: u32,
-        x: Vec<f32>,
-    ) -> Result<Vec<f32>> {
-        self.layer(cache, position, &[token], x)
-    }
-
-    /// The likeliest token after the stream `x` `[hidden]`.
-    pub(crate) fn draft(&self, x: &[f32]) -> Result<u32> {
-        let (c, w) = (&self.config, &self.weights);
-        let mut normed = vec![0.0; x.len()];
-        (self.cpu).rms_norm(x, &w.norm, c.rms_norm_eps, &mut normed);
-        let mut logits = vec![0.0; c.draft_vocab_size];
-        (self.cpu).linear(&w.head, &normed, &mut logits, Epilogue::Store)?;
-        Ok(self.tokens[best_token(&logits)? as usize])
     }
 
     /// The layer over rows of one sequence, whose input streams are `x` `[rows, hidden]`: the stream after the
@@ -163,5 +116,60 @@ impl EagleModel {
             true => Ok(x),
             false => Err(NOT_FINITE),
         }
+    }
+}
+
+impl DraftHead for EagleModel {
+    fn width(&self) -> usize {
+        TAPS * self.config.hidden_size
+    }
+
+    fn vocab(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn cache(&self, pages: usize) -> LayerCache {
+        let c = &self.config;
+        let pages = KvPages::new(Default::default(), pages, c.num_key_value_heads, c.head_dim);
+        LayerCache::Pages(pages)
+    }
+
+    fn feed(
+        &self,
+        (cache, table): (&mut LayerCache, &[u32]),
+        position: usize,
+        tokens: &[u32],
+        streams: &[f32],
+    ) -> Result<Vec<f32>> {
+        let h = self.config.hidden_size;
+        let mut last = Vec::new();
+        let rows = tokens.chunks(ROWS).zip(streams.chunks(ROWS * TAPS * h));
+        for (i, (tokens, streams)) in rows.enumerate() {
+            let mut x = vec![0.0; tokens.len() * h];
+            self.cpu
+                .linear(&self.weights.fc, streams, &mut x, Epilogue::Store)?;
+            let cache = (cache.pages_mut(), table);
+            last = self.layer(cache, position + i * ROWS, tokens, x)?;
+        }
+        Ok(last)
+    }
+
+    fn feed_draft(
+        &self,
+        (cache, table): (&mut LayerCache, &[u32]),
+        position: usize,
+        token: u32,
+        made: Vec<f32>,
+    ) -> Result<Vec<f32>> {
+        self.layer((cache.pages_mut(), table), position, &[token], made)
+    }
+
+    fn draft(&self, made: &[f32]) -> Result<u32> {
+        let (c, w) = (&self.config, &self.weights);
+        let mut normed = vec![0.0; made.len()];
+        (self.cpu).rms_norm(made, &w.norm, c.rms_norm_eps, &mut normed);
+        let mut logits = vec![0.0; c.draft_vocab_size];
+        (self.cpu).linear(&w.head, &normed, &mut logits, Epilogue::Store)?;
+        Ok(self.tokens[best_token(&logits)? as usize])
     }
 }

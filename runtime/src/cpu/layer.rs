@@ -133,47 +133,14 @@ impl Ops for Pass<'_> {
         vectors: &HeadVectors<Vec<f32>>,
         _o: &Packed<Linear>,
     ) -> Result<()> {
+        let (first, stride) = self.append(vectors);
         let (cpu, c, batch) = (self.cpu, self.config, self.batch);
-        let (heads, kv_heads, d) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
-        let (q_dim, kv_dim, eps) = (c.q_dim(), c.kv_dim(), c.rms_norm_eps);
-        // With gates, the queries become consecutive behind as many values that nobody reads.
-        let first = if vectors.gated { q_dim } else { 0 };
-        let (m, stride) = (batch.rows(), first + q_dim + 2 * kv_dim);
-        let qkv = &mut self.scratch.qkv[..m * stride];
-        let (table, rows) = ((&batch.cos_sin[..], c.rotated() / 2), &batch.row_ids);
-        for row in qkv
-            .chunks_exact_mut(stride)
-            .filter(|_| !vectors.biases.is_empty())
-        {
-            let bias = vectors.biases.iter().flatten();
-            row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
-        }
-        let gates = &mut self.scratch.gates[..m * first];
-        for (row, gates) in (qkv.chunks_exact_mut(stride)).zip(gates.chunks_exact_mut(q_dim)) {
-            part_gates(row, gates, d);
-        }
-        let norms = vectors.norms.as_ref();
-        for (start, heads, norm) in [
-            (first, heads, norms.map(|[q, _]| &q[..])),
-            (first + q_dim, kv_heads, norms.map(|[_, k]| &k[..])),
-        ] {
-            cpu.turn_heads(qkv, stride, (start, heads, d), (norm, eps), table, rows);
-        }
-        let tables = self.tables;
-        let pages = self.cache.pages_mut();
-        for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
-            for r in 0..span.len {
-                let row = &qkv[(span.row + r) * stride + first + q_dim..][..2 * kv_dim];
-                let (keys, values) = row.split_at(kv_dim);
-                let position = span.position + r;
-                let page = tables[slot][position / PAGE];
-                pages.store(page, position % PAGE, keys, values);
-            }
-        }
-        let kv = &*pages;
+        let (tables, kv) = (self.tables, &*self.cache.pages_mut());
         let sequence = |i: usize| KvSequence::new(kv, &tables[batch.slots[i]]);
-        let attended = &mut self.scratch.attended[..m * q_dim];
-        let q = &qkv[first..];
+        let m = batch.rows();
+        let attended = &mut self.scratch.attended[..m * c.q_dim()];
+        let q = &self.scratch.qkv[first..m * stride];
+        let (heads, d) = (c.num_attention_heads, c.head_dim);
         cpu.attention_batch(q, stride, &batch.spans, heads, d, sequence, attended);
         // None without gates.
         let gates = &self.scratch.gates[..m * first];
@@ -283,6 +250,63 @@ impl Ops for Pass<'_> {
 }
 
 impl Pass<'_> {
+    /// Prepares the queries, keys and values that a product left in the scratch, and appends keys and values to the
+    /// rows' sequences. Returns where in a row the queries begin, and the width of a row.
+    fn append(&mut self, vectors: &HeadVectors<Vec<f32>>) -> (usize, usize) {
+        let (cpu, c, batch) = (self.cpu, self.config, self.batch);
+        let (heads, kv_heads, d) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        let (q_dim, kv_dim, eps) = (c.q_dim(), c.kv_dim(), c.rms_norm_eps);
+        // With gates, the queries become consecutive behind as many values that nobody reads.
+        let first = if vectors.gated { q_dim } else { 0 };
+        let (m, stride) = (batch.rows(), first + q_dim + 2 * kv_dim);
+        let qkv = &mut self.scratch.qkv[..m * stride];
+        let (table, rows) = ((&batch.cos_sin[..], c.rotated() / 2), &batch.row_ids);
+        for row in qkv
+            .chunks_exact_mut(stride)
+            .filter(|_| !vectors.biases.is_empty())
+        {
+            let bias = vectors.biases.iter().flatten();
+            row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+        }
+        let gates = &mut self.scratch.gates[..m * first];
+        for (row, gates) in (qkv.chunks_exact_mut(stride)).zip(gates.chunks_exact_mut(q_dim)) {
+            part_gates(row, gates, d);
+        }
+        let norms = vectors.norms.as_ref();
+        for (start, heads, norm) in [
+            (first, heads, norms.map(|[q, _]| &q[..])),
+            (first + q_dim, kv_heads, norms.map(|[_, k]| &k[..])),
+        ] {
+            cpu.turn_heads(qkv, stride, (start, heads, d), (norm, eps), table, rows);
+        }
+        let tables = self.tables;
+        let pages = self.cache.pages_mut();
+        for (span, &slot) in batch.spans.iter().zip(&batch.slots) {
+            for r in 0..span.len {
+                let row = &qkv[(span.row + r) * stride + first + q_dim..][..2 * kv_dim];
+                let (keys, values) = row.split_at(kv_dim);
+                let position = span.position + r;
+                let page = tables[slot][position / PAGE];
+                pages.store(page, position % PAGE, keys, values);
+            }
+        }
+        (first, stride)
+    }
+
+    /// Appends keys and values of the rows `x` to their sequences, and leaves `x` as it is.
+    ///
+    /// # Errors
+    /// Errors of kernels.
+    pub(crate) fn fill(
+        &mut self,
+        norm: &Vec<f32>,
+        attention: &forward::Attention<Linear, Vec<f32>>,
+    ) -> Result<()> {
+        self.project(0, norm, &attention.qkv, Projection::Qkv)?;
+        self.append(&attention.heads);
+        Ok(())
+    }
+
     /// Adds the expert of all rows, whose input the scratch holds.
     fn add_shared(&mut self, layer: usize, shared: &Shared<Linear>) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());

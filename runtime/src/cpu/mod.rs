@@ -2,11 +2,12 @@
 
 mod cache;
 pub(crate) mod eagle;
-mod eagle_drafts;
 mod kept;
 pub(crate) mod layer;
+pub(crate) mod mtp;
 mod session;
 mod stepper;
+mod stream_drafts;
 
 pub use cache::state_bytes;
 pub(crate) use session::session_bytes;

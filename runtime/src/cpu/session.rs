@@ -1,9 +1,11 @@
 //! [`Session`] on the CPU.
 
 use super::cache::{LayerCache, page_bytes, state_bytes};
-use super::eagle_drafts::EagleDrafts;
+use super::eagle::EagleModel;
 use super::kept::KeptRows;
 use super::layer::{Batch, Layer, Pass, Scratch};
+use super::mtp::{MtpDrafter, MtpModel};
+use super::stream_drafts::StreamDrafts;
 use super::{CpuModel, embed};
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite};
 use crate::error::{Error, Result};
@@ -541,12 +543,21 @@ impl Pages for CpuSession {
 
 impl Streams for CpuSession {
     fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>> {
-        let drafts = EagleDrafts::new(&head.weights("the CPU")?, &self.spec);
+        let drafter: Box<dyn Drafter> = match Arc::clone(&head.weights).downcast::<MtpModel>() {
+            Ok(layer) => {
+                let head = MtpDrafter::new(layer, Arc::clone(&self.model));
+                Box::new(StreamDrafts::new(Arc::new(head), &self.spec))
+            }
+            Err(_) => {
+                let head = head.weights::<EagleModel>("the CPU")?;
+                Box::new(StreamDrafts::new(head, &self.spec))
+            }
+        };
         self.taps = Taps {
-            after: head.taps.to_vec(),
+            after: head.taps.clone(),
             slots: vec![Tapped::default(); self.spec.slots],
         };
-        Ok(Box::new(drafts))
+        Ok(drafter)
     }
 
     fn take(&mut self, slot: usize) -> Option<Tapped> {

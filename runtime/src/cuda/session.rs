@@ -652,7 +652,14 @@ impl Streams for CudaSession {
             });
         }
         let run = EagleRun::new(&head.weights("a GPU")?, model, &self.stream, spec)?;
-        let taps = |rows: usize| Taps::new(&model.gpu, head.taps, rows, model.config.hidden_size);
+        let taps = |rows: usize| {
+            Taps::new(
+                &model.gpu,
+                head.taps.clone(),
+                rows,
+                model.config.hidden_size,
+            )
+        };
         self.step.taps = Some(taps(MOST_SEQUENCES)?);
         self.many.taps = Some(taps(spec.max_rows.max(1))?);
         self.eagle = Some(run.clone());

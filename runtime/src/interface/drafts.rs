@@ -1,7 +1,6 @@
 //! Drafters, and the residual streams that some of them read.
 
 use crate::error::{Error, Result};
-use nq_formats::eagle::TAPS;
 use std::any::Any;
 use std::sync::Arc;
 
@@ -81,8 +80,10 @@ pub trait Streams {
 /// of its device know.
 #[derive(Clone)]
 pub struct StreamHead {
+    /// What it is, in errors: `an EAGLE-3 head`.
+    pub(crate) what: &'static str,
     /// The numbers of layers after which it reads the stream.
-    pub(crate) taps: [usize; TAPS],
+    pub(crate) taps: Vec<usize>,
     /// Where it is: `the CPU` or `a GPU`.
     pub(crate) device: &'static str,
     pub(crate) weights: Arc<dyn Any + Send + Sync>,
@@ -97,9 +98,9 @@ impl StreamHead {
         let weights = Arc::clone(&self.weights).downcast();
         weights.map_err(|_| Error::Unsupported {
             engine: "nq",
-            what: "an EAGLE-3 head on another device than its model",
-            expected: device.into(),
-            found: self.device.into(),
+            what: self.what,
+            expected: format!("on {device}, as its model"),
+            found: format!("on {}", self.device),
         })
     }
 }

@@ -1,9 +1,10 @@
 //! Drafts by an EAGLE-3 head (arXiv 2503.01840): one layer that reads the target's residual streams, and from its
 //! second token on its own.
 
+use super::head::drafter;
 use crate::cpu::eagle::EagleModel;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::gpu;
 use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
 use nq_formats::eagle::EagleHead;
@@ -26,14 +27,17 @@ impl Eagle {
         options: &LoadOptions,
     ) -> Result<Self> {
         head.check_model(target.0)?;
-        let taps = head.config.taps_of(target.0.num_hidden_layers);
+        let taps = head.config.taps_of(target.0.num_hidden_layers).to_vec();
+        let what = "an EAGLE-3 head";
         Ok(Eagle(match options.device.resolve()? {
             Device::Cpu => StreamHead {
+                what,
                 taps,
                 device: "the CPU",
                 weights: Arc::new(EagleModel::load(head, target, options)?),
             },
             Device::Cuda(ordinal) => StreamHead {
+                what,
                 taps,
                 device: "a GPU",
                 weights: Arc::new(gpu::load_eagle(head, target.0, ordinal)?),
@@ -47,14 +51,6 @@ impl Eagle {
     /// [`Error::Unsupported`] for sessions that do not give them to it; on a GPU, [`Error::Kernel`] if there is no
     /// memory for the head's context.
     pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
-        match session.streams() {
-            Some(streams) => streams.drafter(&self.0),
-            None => Err(Error::Unsupported {
-                engine: "nq",
-                what: "drafts from residual streams (EAGLE-3)",
-                expected: "a model that runs on nq's fused kernels".into(),
-                found: "one that does not".into(),
-            }),
-        }
+        drafter(&self.0, session)
     }
 }

@@ -1,10 +1,27 @@
-//! The weights of an EAGLE-3 head, as a device holds them.
+//! The weights of an EAGLE-3 head, as a device holds them, and drafters of heads.
 
 use crate::error::{Error, Result};
+use crate::interface::{Drafter, Session, StreamHead};
 use crate::rope::Rotary;
 use nq_formats::eagle::{EagleHead, Half, TAPS};
 use nq_formats::names::HEAD;
 use nq_formats::{ModelConfig, Weight};
+
+/// Drafts with `head` for `session`, whose residual streams it reads from now on.
+///
+/// # Errors
+/// [`Error::Unsupported`] for sessions that do not give them to it.
+pub(super) fn drafter(head: &StreamHead, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
+    match session.streams() {
+        Some(streams) => streams.drafter(head),
+        None => Err(Error::Unsupported {
+            engine: "nq",
+            what: "drafts from residual streams",
+            expected: "a model that runs on nq's fused kernels".into(),
+            found: "one that does not".into(),
+        }),
+    }
+}
 
 /// Matrices as `L`, gains of norms as `N`.
 pub(crate) struct HeadWeights<L, N> {

@@ -15,10 +15,12 @@ mod cost;
 mod eagle;
 pub(crate) mod head;
 mod model;
+pub(crate) mod mtp;
 mod ngram;
 
 pub use eagle::Eagle;
 pub use model::DraftModel;
+pub use mtp::Mtp;
 pub use ngram::Ngram;
 
 use crate::error::{Error, Result};

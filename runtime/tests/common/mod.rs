@@ -7,11 +7,11 @@ pub(crate) mod oracle;
 pub(crate) mod published;
 
 use nq_formats::models::{ARCHITECTURES, find};
-use nq_formats::names::{EMBEDDING, HEAD, NORM};
+use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Delta, Error, Experts, Group, GroupValues,
     ModelConfig, Parts, QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry, Weight,
-    WeightStore, Zeros, pack, product,
+    WeightStore, Zeros, mtp, pack, product,
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{
@@ -183,7 +183,29 @@ impl Store {
             }
         }
         vector(NORM.into(), c.hidden_size, 1.0);
-        store
+        store.with_mtp(c, seed)
+    }
+
+    /// The same weights, and random ones of the MTP layer, if the model has one.
+    fn with_mtp(mut self, c: &ModelConfig, seed: u64) -> Self {
+        for (i, (name, shape)) in mtp::parameters(c).enumerate() {
+            let mut rng = Philox::new(seed, 1 << 20 | i as u64);
+            let mut normal = |n: usize, mean: f32, deviation: f32| -> Vec<f32> {
+                (0..n).map(|_| mean + deviation * rng.normal()).collect()
+            };
+            match shape {
+                Shape::Matrix(out, inputs) => {
+                    let values = normal(out * inputs, 0.0, 1.0 / (inputs as f32).sqrt());
+                    let t = Tensor::from_f32(vec![out, inputs], values).unwrap();
+                    self.matrices.insert(name, Weight::Dense(t));
+                }
+                Shape::Vector(n) => {
+                    let t = Tensor::from_f32(vec![n], normal(n, 1.0, 0.2)).unwrap();
+                    self.vectors.insert(name, t);
+                }
+            }
+        }
+        self
     }
 
     /// The same weights, but with NaN in `token`'s embedding.

@@ -96,8 +96,12 @@ pub(super) fn run(
         drafts: (
             match &drafts {
                 Drafts::Ngram => DraftBy::Ngram,
-                Drafts::Eagle(head) => DraftBy::Eagle {
-                    head,
+                Drafts::Eagle(head) => DraftBy::Head {
+                    open: Box::new(|session| Ok(head.drafter(session)?)),
+                    vocab: checkpoint.config().vocab_size,
+                },
+                Drafts::Mtp(layer) => DraftBy::Head {
+                    open: Box::new(|session| Ok(layer.drafter(session)?)),
                     vocab: checkpoint.config().vocab_size,
                 },
                 Drafts::Model { engine, vocab, .. } => DraftBy::Model {
@@ -211,11 +215,15 @@ fn drafts(
         None | Some(DraftFrom::Ngram) => return Ok((Drafts::Ngram, "ngram".into())),
         Some(DraftFrom::None) => bail!("--draft none: there is nothing to measure"),
         Some(DraftFrom::Model(name)) => name,
-        Some(from @ DraftFrom::Eagle3(folder)) => {
+        Some(from @ (DraftFrom::Eagle3(_) | DraftFrom::Mtp)) => {
             let draft = DraftWeights::open(from, target, args.bits, global, terminal)?;
             let draft = draft.context("--draft: a drafter without weights")?;
             let drafts = draft.load(options, target, terminal)?;
-            return Ok((drafts, folder.display().to_string()));
+            let name = match from {
+                DraftFrom::Eagle3(folder) => folder.display().to_string(),
+                _ => "mtp".into(),
+            };
+            return Ok((drafts, name));
         }
     };
     let preset = args

@@ -80,10 +80,10 @@ pub struct ServeArgs {
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
-    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), a
-    /// smaller model with the same tokenizer drafts for MODEL, eagle3:FOLDER asks an EAGLE-3 head made for it,
-    /// none turns it off [default: ngram on devices where answers stay exactly the same, such as CPUs with
-    /// quantized models; else none]
+    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
+    /// the layer that Qwen3.5 and its like have for it, a smaller model with the same tokenizer drafts for MODEL,
+    /// eagle3:FOLDER asks an EAGLE-3 head made for it, none turns it off [default: ngram on devices where
+    /// answers stay exactly the same, such as CPUs with quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// Do not keep keys and values of prompts for later requests

@@ -1,24 +1,23 @@
 //! Residual streams of a pass that a drafter reads.
 
-use nq_formats::eagle::TAPS;
 use nq_kernels::Result;
 use nq_kernels::cuda::{Buffer, Gpu, Stream, Strided};
 
 /// The streams of the latest pass after some of its layers.
 pub(in crate::cuda) struct Taps {
     /// The numbers of layers after which they are kept.
-    after: [usize; TAPS],
+    after: Vec<usize>,
     hidden: usize,
-    streams: Buffer<f32>, // [rows, TAPS, hidden]
+    streams: Buffer<f32>, // [rows, taps, hidden]
 }
 
 impl Taps {
     /// Allocates them for passes of up to `rows` rows.
-    pub(super) fn new(gpu: &Gpu, after: [usize; TAPS], rows: usize, hidden: usize) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, after: Vec<usize>, rows: usize, hidden: usize) -> Result<Self> {
         Ok(Taps {
+            streams: gpu.zeros("residual streams", rows * after.len() * hidden)?,
             after,
             hidden,
-            streams: gpu.zeros("residual streams", rows * TAPS * hidden)?,
         })
     }
 
@@ -30,15 +29,15 @@ impl Taps {
         x: &Buffer<f32>,
         m: usize,
     ) -> Result<()> {
-        let (hidden, after) = (self.hidden, self.after);
-        for tap in (0..TAPS).filter(|&tap| after[tap] == layer + 1) {
+        let (hidden, taps) = (self.hidden, self.after.len());
+        for tap in (0..taps).filter(|&tap| self.after[tap] == layer + 1) {
             let from = Strided {
                 at: 0,
                 stride: hidden,
             };
             let to = Strided {
                 at: tap * hidden,
-                stride: TAPS * hidden,
+                stride: taps * hidden,
             };
             stream.copy_rows((x, from), (&mut self.streams, to), (m, hidden))?;
         }

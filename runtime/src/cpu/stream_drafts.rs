@@ -1,17 +1,59 @@
-//! The drafter of an EAGLE-3 head on the CPU.
+//! Drafts from residual streams on the CPU: those of an EAGLE-3 head, or of a model's MTP layer.
 
-use super::eagle::EagleModel;
+use super::cache::LayerCache;
 use crate::error::Result;
 use crate::interface::{Draft, Drafter, SessionSpec, Tapped};
-use nq_formats::eagle::TAPS;
-use nq_kernels::cpu::KvPages;
 use nq_kernels::pages::PAGE;
 use std::sync::Arc;
 
-/// Drafts with an [`EagleModel`].
-pub(crate) struct EagleDrafts {
-    model: Arc<EagleModel>,
-    cache: KvPages,
+/// A layer that drafts from the residual streams of a model. A row of it is a token with the streams of the token
+/// before it; of drafted tokens, with what the layer itself made of the token before.
+pub(crate) trait DraftHead: Send + Sync {
+    /// Values of a row's streams.
+    fn width(&self) -> usize;
+
+    /// Number of tokens that may be fed.
+    fn vocab(&self) -> usize;
+
+    /// An empty cache of `pages` pages.
+    fn cache(&self, pages: usize) -> LayerCache;
+
+    /// Feeds `tokens`, each with the `streams` `[rows, width]` of the token before it. The first stands at `position`
+    /// of the sequence whose pages `table` lists. Returns what the layer made of the last one.
+    ///
+    /// # Errors
+    /// Errors of kernels; values that are not finite.
+    fn feed(
+        &self,
+        cache: (&mut LayerCache, &[u32]),
+        position: usize,
+        tokens: &[u32],
+        streams: &[f32],
+    ) -> Result<Vec<f32>>;
+
+    /// Feeds the drafted `token`; `made` is what the layer made of the token before it. Returns that of this one.
+    ///
+    /// # Errors
+    /// See [`DraftHead::feed`].
+    fn feed_draft(
+        &self,
+        cache: (&mut LayerCache, &[u32]),
+        position: usize,
+        token: u32,
+        made: Vec<f32>,
+    ) -> Result<Vec<f32>>;
+
+    /// The likeliest token behind the one that `made` was made of.
+    ///
+    /// # Errors
+    /// See [`DraftHead::feed`].
+    fn draft(&self, made: &[f32]) -> Result<u32>;
+}
+
+/// Drafts with a [`DraftHead`].
+pub(crate) struct StreamDrafts<H> {
+    head: Arc<H>,
+    cache: LayerCache,
     slots: Vec<Slot>,
     ctx: usize,
 }
@@ -25,9 +67,9 @@ struct Slot {
     first: usize,
     /// Tokens of the rows that the cache holds.
     fed: Vec<u32>,
-    /// Streams of the rows after those, `[rows, 3 hidden]`.
+    /// Streams of the rows after those, `[rows, width]`.
     streams: Vec<f32>,
-    /// The head's own stream after the last row that was fed.
+    /// What the head made of the last row that was fed.
     last: Vec<f32>,
 }
 
@@ -56,9 +98,9 @@ impl Slot {
     }
 }
 
-impl EagleDrafts {
-    /// Drafts with `model` for a session of `spec`.
-    pub(crate) fn new(model: &Arc<EagleModel>, spec: &SessionSpec) -> Self {
+impl<H: DraftHead> StreamDrafts<H> {
+    /// Drafts with `head` for a session of `spec`.
+    pub(crate) fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
         let pages = spec.ctx.div_ceil(PAGE);
         let slot = |slot: usize| Slot {
             table: (slot * pages..(slot + 1) * pages)
@@ -66,22 +108,18 @@ impl EagleDrafts {
                 .collect(),
             ..Slot::default()
         };
-        EagleDrafts {
-            cache: model.cache(spec.slots * pages),
+        StreamDrafts {
+            cache: head.cache(spec.slots * pages),
             slots: (0..spec.slots).map(slot).collect(),
             ctx: spec.ctx,
-            model: Arc::clone(model),
+            head,
         }
-    }
-
-    fn width(&self) -> usize {
-        TAPS * self.model.config.hidden_size
     }
 
     /// Feeds the rows of the draft's text that are new. False if nothing can be drafted: the streams of its last
     /// tokens are unknown, or the text has tokens that the model does not know.
     fn catch_up(&mut self, draft: &Draft<'_>) -> Result<bool> {
-        let (width, model) = (self.width(), &self.model);
+        let (width, head) = (self.head.width(), &self.head);
         let Some(slot) = self.slots.get_mut(draft.slot) else {
             return Ok(false);
         };
@@ -106,14 +144,13 @@ impl EagleDrafts {
             return Ok(false);
         }
         let new = &tokens[slot.fed.len()..];
-        let vocab = model.config.vocab_size;
-        if new.iter().any(|&t| t as usize >= vocab) {
+        if new.iter().any(|&t| t as usize >= head.vocab()) {
             return Ok(false);
         }
         if !new.is_empty() {
             let at = slot.fed.len();
             let cache = (&mut self.cache, &slot.table[..]);
-            slot.last = model.feed(cache, at, new, &slot.streams)?;
+            slot.last = head.feed(cache, at, new, &slot.streams)?;
             slot.fed.extend_from_slice(new);
             slot.streams.clear();
         }
@@ -121,23 +158,23 @@ impl EagleDrafts {
     }
 }
 
-impl Drafter for EagleDrafts {
+impl<H: DraftHead> Drafter for StreamDrafts<H> {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
         for draft in drafts {
             if !self.catch_up(draft)? {
                 continue;
             }
-            let (model, slot) = (&self.model, &mut self.slots[draft.slot]);
-            let (mut x, mut at) = (slot.last.clone(), slot.fed.len());
+            let (head, slot) = (&self.head, &mut self.slots[draft.slot]);
+            let (mut made, mut at) = (slot.last.clone(), slot.fed.len());
             let capacity = slot.table.len() * PAGE;
             while draft.tokens.len() < draft.most {
-                let token = model.draft(&x)?;
+                let token = head.draft(&made)?;
                 draft.tokens.push(token);
                 if draft.tokens.len() == draft.most || at == capacity {
                     break;
                 }
                 // The rows of drafted tokens are written over by those of the text.
-                x = model.feed_draft((&mut self.cache, &slot.table), at, token, x)?;
+                made = head.feed_draft((&mut self.cache, &slot.table), at, token, made)?;
                 at += 1;
             }
         }
@@ -149,7 +186,7 @@ impl Drafter for EagleDrafts {
     }
 
     fn see(&mut self, slot: usize, tapped: Tapped) {
-        let width = self.width();
+        let width = self.head.width();
         let Some(slot) = self.slots.get_mut(slot) else {
             return;
         };

@@ -1,0 +1,63 @@
+//! Drafts by the layer with which a model predicts the token after the next (multi-token prediction;
+//! [`nq_formats::mtp`]).
+
+use super::head::drafter;
+use crate::cpu::mtp::MtpModel;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
+use nq_formats::{ModelConfig, WeightStore, mtp};
+use std::sync::Arc;
+
+/// A model's MTP layer, loaded.
+#[derive(Clone)]
+pub struct Mtp(StreamHead);
+
+impl Mtp {
+    /// Packs the layer of the model of `config` and `store`, on the device of `options`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a model without such a layer, and on a GPU; a missing or misshapen tensor.
+    pub fn load(
+        (config, store): (&ModelConfig, &dyn WeightStore),
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        let Some(layer) = mtp::config(config) else {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "drafts by an MTP layer",
+                expected: "a model whose files have one (mtp_num_hidden_layers 1)".into(),
+                found: format!("{} without one", config.architecture.title),
+            });
+        };
+        match options.device.resolve()? {
+            Device::Cpu => Ok(Mtp(StreamHead {
+                what: "an MTP layer",
+                // What the final norm and the head of the model read.
+                taps: vec![config.num_hidden_layers],
+                device: "the CPU",
+                weights: Arc::new(MtpModel::load(layer, store, options)?),
+            })),
+            Device::Cuda(_) => Err(Error::Unsupported {
+                engine: "nq on a GPU",
+                what: "drafts by an MTP layer",
+                expected: "--draft ngram, a draft model, or --device cpu".into(),
+                found: "--draft mtp".into(),
+            }),
+        }
+    }
+
+    /// Drafts for `session`, whose residual streams the layer reads from now on.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for sessions that do not give them to it.
+    pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
+        drafter(&self.0, session)
+    }
+}
+
+/// The error of a layer whose values overflow or are no numbers.
+pub(crate) const NOT_FINITE: Error = Error::NotFinite {
+    what: "the MTP layer behind the output",
+    layer: 0,
+};
