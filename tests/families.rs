@@ -108,11 +108,6 @@ fn families_are_quantized_and_exported() {
         for format in ["nq", "compressed-tensors", "gguf"] {
             let out = format!("as-{format}");
             let args = ["convert", &path("rtn"), &path(&out), "--format", format];
-            if format == "compressed-tensors" && config(family).delta.is_some() {
-                let refused = nq(home.path(), &args);
-                assert!(stderr(&refused).contains("models with recurrences"));
-                continue;
-            }
             report(home.path(), &args);
             assert_eq!(biases(&out), expected, "{family} as {format}");
             let mean = divergence(&out);

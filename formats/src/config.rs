@@ -324,7 +324,7 @@ pub(crate) const MAX_DIM: u64 = 1 << 28;
 pub(crate) const MAX_PARAMETERS: u128 = 100_000_000_000_000;
 
 /// The part of a config.json that describes the text model of one that also sees images.
-const TEXT: &str = "text_config";
+pub(crate) const TEXT: &str = "text_config";
 
 /// More experts per layer than this are rejected.
 const MAX_EXPERTS: usize = 1 << 16;

@@ -108,7 +108,7 @@ fn tensors_of(name: &str, shape: Shape, config: &ModelConfig) -> Vec<(String, Sh
 }
 
 /// The shape in which published files store a parameter.
-fn stored_shape(name: &str, shape: Shape, config: &ModelConfig) -> Vec<usize> {
+pub(crate) fn stored_shape(name: &str, shape: Shape, config: &ModelConfig) -> Vec<usize> {
     match (layer_vector(name).map(|v| v.kind), config.delta) {
         (Some(VectorKind::Conv), Some(delta)) => vec![delta.channels(), 1, delta.conv],
         _ => shape.dims(),

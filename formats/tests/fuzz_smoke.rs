@@ -168,6 +168,8 @@ fn changes_to_a_folder() {
     let mut seeds: Vec<Vec<u8>> = names.iter().enumerate().map(seed).collect();
     // Every tensor dropped, and renamed.
     seeds.extend((0..13).flat_map(|place| [vec![2, place], vec![1, place, b'x']]));
+    // Likewise of a hybrid with an MTP layer.
+    seeds.extend((0..48).flat_map(|place| [vec![6, place], vec![5, place, b'x']]));
     seeds.push(b"\x01\x00lm_head.weight".to_vec());
     run("account", targets::account, &seeds, 100);
 }

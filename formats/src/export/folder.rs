@@ -3,6 +3,7 @@
 //! The Linears of the layers are packed in the layout of the format; norms, embedding and head are
 //! written unquantized in the model's own type, as the loaders of these formats require.
 
+use super::hybrid::{self, AsPublished};
 use super::{Change, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
 use crate::config::json_object;
@@ -14,7 +15,9 @@ use crate::error::{Error, Result};
 use crate::experts::Recent;
 use crate::files::CONFIG;
 use crate::models::ModelConfig;
-use crate::names::{Shape, expert_name, is_kept, is_layer_linear, parameters, stack, tensor_name};
+use crate::names::{
+    Shape, expert_name, is_kept, is_layer_linear, layer_vector, stack, tensor_name,
+};
 use crate::nq::copy_files;
 use crate::pack;
 use crate::progress::Progress;
@@ -22,6 +25,7 @@ use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec};
 use crate::store::{Exactness, WeightStore};
 use crate::stored::StoredWeight;
+use crate::synth::stored_shape;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use half::{bf16, f16};
 use serde_json::Value;
@@ -185,9 +189,13 @@ pub(super) fn export(
     packing: &Packing,
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
+    let config = checkpoint.config();
+    let root = checkpoint.files().root();
+    let store = AsPublished::new(checkpoint.store(), config, &root);
     let mut plan = Plan {
         out,
         checkpoint,
+        store: &store,
         packing,
         dense: dense_type(checkpoint),
         sources: BTreeMap::new(),
@@ -196,17 +204,22 @@ pub(super) fn export(
         widened: 0,
         report: ExportReport::default(),
     };
-    for (name, shape) in parameters(checkpoint.config()) {
+    for (name, shape) in hybrid::parameters_of(config) {
         match shape {
-            Shape::Vector(_) => {
-                let parameter = name.clone();
-                let rows = 0..1;
-                let origin = Origin {
-                    parameter,
-                    shape,
-                    rows,
+            Shape::Vector(len) => {
+                // Rates of decay are published in more bits than weights.
+                let dtype = match layer_vector(&name) {
+                    Some(_) => store.vector(&name, len)?.dtype(),
+                    None => plan.dense,
                 };
-                plan.put_dense(&name, origin);
+                let as_stored = stored_shape(&name, shape, config);
+                let origin = Origin {
+                    parameter: name.clone(),
+                    shape,
+                    rows: 0..1,
+                };
+                let source = Source::Dense(origin);
+                plan.put(tensor_name(&name), dtype, as_stored, source);
             }
             Shape::Matrix(rows, cols) => plan.put_matrix(name, (rows, cols))?,
         }
@@ -219,6 +232,8 @@ pub(super) fn export(
 struct Plan<'a> {
     out: &'a Path,
     checkpoint: &'a Checkpoint,
+    /// Its parameters as folders hold them.
+    store: &'a dyn WeightStore,
     packing: &'a Packing,
     /// Type of unquantized parameters.
     dense: DType,
@@ -256,9 +271,10 @@ impl Plan<'_> {
 
     /// Adds a matrix, or each expert's of a stack: packed if it is a quantized Linear of a layer.
     fn put_matrix(&mut self, name: String, dims: (usize, usize)) -> Result<()> {
-        let store = self.checkpoint.store();
+        let store = self.store;
         let weight = store.matrix(&name, dims)?;
-        let packs = is_layer_linear(&name) && affine(&weight).is_some();
+        let linear = is_layer_linear(&name) || hybrid::is_fused_linear(&name);
+        let packs = linear && affine(&weight).is_some();
         let (mut kept, mut bytes) = (Exactness::Exact, 0);
         for (own, origin) in Origin::of(&name, dims, self.checkpoint.config()) {
             let weight = if origin.rows.len() == dims.0 {
@@ -275,7 +291,7 @@ impl Plan<'_> {
             if how != Exactness::Exact {
                 kept = how;
             }
-            if is_layer_linear(&name) || is_kept(&name) {
+            if linear || is_kept(&name) || hybrid::is_fused_kept(&name) {
                 self.linears.push(Linear {
                     name: own,
                     scheme: packed.map(LinearScheme::of),
@@ -323,7 +339,7 @@ impl Plan<'_> {
             bytes += self.put(format!("{name}.{suffix}"), dtype, shape, source);
         }
         let kept = match kept {
-            Exactness::Exact => self.checkpoint.store().exactness(&origin.parameter),
+            Exactness::Exact => self.store.exactness(&origin.parameter),
             rounded => rounded,
         };
         Ok((kept, bytes))
@@ -362,7 +378,7 @@ impl Plan<'_> {
         let staging = temporary_folder(&folder)?;
         let new = staging.path().join("folder");
         std::fs::create_dir(&new).map_err(|e| Error::io(&new, "create", e))?;
-        let store = checkpoint.store();
+        let store = self.store;
         let (mut weights, mut stored) = (Recent::default(), Recent::default());
         layout.write(
             &new,
@@ -403,7 +419,10 @@ impl Plan<'_> {
                 schemes.push(scheme);
             }
         }
-        let engines = engines::notes(packing.format, &schemes);
+        let engines = match checkpoint.config().delta {
+            None => engines::notes(packing.format, &schemes),
+            Some(_) => vec!["not tried in other engines with a model of this kind".into()],
+        };
         self.report.notes.extend(engines);
         self.report.tensor_bytes = layout.tensor_bytes();
         self.report.file_bytes = layout.file_bytes();
@@ -415,7 +434,11 @@ impl Plan<'_> {
 fn config_json(checkpoint: &Checkpoint, dense: DType, quantization: Value) -> Result<Value> {
     let files = checkpoint.files();
     let mut config = json_object(&files.path(CONFIG), &files.require(CONFIG)?)?;
-    let tied = checkpoint.config().tie_word_embeddings;
+    let shape = checkpoint.config();
+    if shape.delta.is_some() {
+        config = hybrid::text_config(config, shape);
+    }
+    let tied = shape.tie_word_embeddings;
     config.insert("tie_word_embeddings".into(), tied.into());
     config.shift_remove("compression_config");
     let name = match dense {

@@ -11,6 +11,7 @@ mod fit;
 mod folder;
 pub mod gguf;
 mod gptq;
+mod hybrid;
 pub mod nq;
 mod verify;
 
@@ -135,12 +136,12 @@ pub fn export(
     checkpoint.files().check_apart(out)?;
     let folder = parent(out);
     std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
-    let config = checkpoint.config();
-    if format.packing().is_some() && config.delta.is_some() {
+    if format.packing().is_some() && checkpoint.config().delta.is_some_and(|d| d.tiled) {
         return Err(Error::Unsupported {
             path: out.into(),
-            what: format!("{} in this format", config.architecture.title),
-            why: "nq writes models with recurrences as GGUF files and folders of its own".into(),
+            what: "value heads in the order of a GGUF file".into(),
+            why: "these folders have them in another; convert a model that was not read from one"
+                .into(),
         });
     }
     match (format.packing(), format) {
