@@ -1,16 +1,23 @@
 //! Hybrids in Hugging Face folders: their parameters as files of other programs hold them, the inverse of
 //! [`crate::published`], and a config.json of the text model alone.
 
+use crate::config::TEXT;
 use crate::error::{Error, Result};
-use crate::models::{Architecture, Delta, ModelConfig};
+use crate::gguf::order::Heads;
+use crate::models::{Delta, ModelConfig};
 use crate::names::{Shape, is_less_one, parameters};
+use crate::recurrence::VALUE_HEADS;
+use crate::scheme::Bits;
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
-use crate::weight::Weight;
-use crate::{config::TEXT, mtp};
+use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
+use crate::{mtp, pack};
+use half::f16;
 use serde_json::{Map, Value};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Ends of the names of matrices that Qwen3-Next's files hold in place of two.
 const QKVZ: &str = "linear_attn.in_proj_qkvz";
@@ -50,8 +57,7 @@ pub(super) fn is_fused_kept(name: &str) -> bool {
 /// The parameters of a store as a folder holds them.
 pub(super) struct AsPublished<'a> {
     inner: &'a dyn WeightStore,
-    architecture: &'static Architecture,
-    delta: Option<Delta>,
+    config: &'a ModelConfig,
     root: PathBuf,
 }
 
@@ -64,17 +70,64 @@ struct Pair {
 }
 
 impl<'a> AsPublished<'a> {
-    pub(super) fn new(inner: &'a dyn WeightStore, c: &ModelConfig, root: &Path) -> Self {
+    pub(super) fn new(inner: &'a dyn WeightStore, config: &'a ModelConfig, root: &Path) -> Self {
         AsPublished {
             inner,
-            architecture: c.architecture,
-            delta: c.delta,
+            config,
             root: root.into(),
         }
     }
 
+    /// True if the store has value heads in another order than folders.
+    fn is_tiled(&self) -> bool {
+        self.config.delta.is_some_and(|d| d.tiled)
+    }
+
+    /// The value heads in the rows of a parameter, or in its columns, if the store has them in another order.
+    fn heads(&self, name: &str) -> [Option<Heads>; 2] {
+        let of: [fn(&ModelConfig, &str) -> Option<Heads>; 2] = [Heads::of_rows, Heads::of_columns];
+        of.map(|of| of(self.config, name).filter(|_| self.is_tiled()))
+    }
+
+    /// The matrix that `read` returns, its value heads in the order of folders.
+    fn grouped(
+        &self,
+        name: &str,
+        dims: (usize, usize),
+        read: impl Fn(&str, (usize, usize)) -> Result<Weight>,
+    ) -> Result<Weight> {
+        let weight = read(name, dims)?;
+        match self.heads(name) {
+            [Some(heads), _] => {
+                let runs = runs(&heads.grouped_from(dims.0));
+                let rows: Vec<Weight> = runs.into_iter().map(|run| weight.rows(run)).collect();
+                Weight::stack(&rows)
+            }
+            [_, Some(heads)] => columns(&weight, &heads.grouped_from(dims.1), heads.each()),
+            _ => return Ok(weight),
+        }
+        .map_err(|e| self.named(name, e))
+    }
+
+    /// An error about a weight, as one about the tensor that it is of.
+    fn named(&self, name: &str, error: Error) -> Error {
+        match error {
+            Error::Weight {
+                what,
+                expected,
+                found,
+            } => Error::Tensor {
+                path: self.root.clone(),
+                tensor: name.into(),
+                expected: format!("{what}: {expected}"),
+                found,
+            },
+            other => other,
+        }
+    }
+
     fn pair(&self, name: &str) -> Option<(Delta, Pair)> {
-        let d = self.delta?;
+        let d = self.config.delta?;
         let shared = d.value_heads / d.key_heads;
         let values = shared * d.value_dim;
         let (parts, rows, pieces) = if is_fused_linear(name) {
@@ -112,9 +165,10 @@ impl<'a> AsPublished<'a> {
         read: impl Fn(&str, (usize, usize)) -> Result<Weight>,
     ) -> Result<Weight> {
         let Some((delta, pair)) = self.pair(name) else {
-            return read(name, (rows, cols));
+            return self.grouped(name, (rows, cols), read);
         };
-        let whole = [0, 1].map(|i| read(&pair.names[i], (pair.rows[i], cols)));
+        let part = |i: usize| self.grouped(&pair.names[i], (pair.rows[i], cols), &read);
+        let whole = [0, 1].map(part);
         let [first, second] = whole;
         let whole = [first?, second?];
         let heads = (0..delta.key_heads).flat_map(|h| pair.pieces.iter().map(move |p| (h, p)));
@@ -123,20 +177,8 @@ impl<'a> AsPublished<'a> {
             whole[which].rows(first..first + rows)
         };
         let pieces: Vec<Weight> = heads.map(piece).collect();
-        Weight::stack(&pieces).map_err(|e| match e {
-            Error::Weight {
-                expected, found, ..
-            } => Error::Tensor {
-                path: self.root.clone(),
-                tensor: name.into(),
-                expected: format!(
-                    "{} and {} kept alike: {expected}",
-                    pair.names[0], pair.names[1]
-                ),
-                found,
-            },
-            other => other,
-        })
+        let both = pair.names.join(" and ");
+        Weight::stack(&pieces).map_err(|e| self.named(&format!("{name} ({both})"), e))
     }
 }
 
@@ -154,7 +196,12 @@ impl WeightStore for AsPublished<'_> {
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         let tensor = self.inner.vector(name, len)?;
-        if !is_less_one(self.architecture, name) {
+        if let [Some(heads), _] = self.heads(name) {
+            let values = tensor.to_f32()?;
+            let grouped = heads.grouped_from(len).into_iter().map(|i| values[i]);
+            return Tensor::from_f32(vec![len], grouped.collect());
+        }
+        if !is_less_one(self.config.architecture, name) {
             return Ok(tensor);
         }
         let less_one = tensor.to_f32()?.iter().map(|v| v - 1.0).collect();
@@ -166,9 +213,9 @@ impl WeightStore for AsPublished<'_> {
     }
 
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
-        match self.pair(name) {
-            None => self.inner.stored(name, dims),
-            Some(_) => self.matrix(name, dims).map(StoredWeight::Canonical),
+        match (self.pair(name), self.heads(name)) {
+            (None, [None, None]) => self.inner.stored(name, dims),
+            _ => self.matrix(name, dims).map(StoredWeight::Canonical),
         }
     }
 
@@ -223,7 +270,73 @@ pub(super) fn text_config(mut whole: Map<String, Value>, c: &ModelConfig) -> Map
     text.insert("architectures".into(), class.into());
     text.insert("model_type".into(), c.architecture.model_type.into());
     text.insert(mtp::LAYERS_KEY.into(), c.mtp_layers.into());
+    text.shift_remove(VALUE_HEADS);
     text
+}
+
+/// Numbers that follow each other, as ranges.
+fn runs(all: &[usize]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for &i in all {
+        match runs.last_mut() {
+            Some(run) if run.end == i => run.end += 1,
+            _ => runs.push(i..i + 1),
+        }
+    }
+    runs
+}
+
+/// A matrix with its column `from[i]` at place `i`; those of a head of `each` columns stay together.
+fn columns(weight: &Weight, from: &[usize], each: usize) -> Result<Weight> {
+    let (rows, cols) = weight.dims();
+    let a = match weight {
+        Weight::Dense(t) => {
+            let size = t.dtype().size();
+            let mut data = Vec::with_capacity(t.data().len());
+            for row in t.data().chunks(cols * size) {
+                for &i in from {
+                    data.extend_from_slice(&row[i * size..(i + 1) * size]);
+                }
+            }
+            return Tensor::new(t.dtype(), vec![rows, cols], data.into()).map(Weight::Dense);
+        }
+        Weight::Quantized(QuantizedWeight::Affine(a)) => a,
+    };
+    let (scheme, groups) = (a.scheme(), a.groups());
+    let size = scheme.group.size(cols);
+    let within = groups == 1 || each.is_multiple_of(size);
+    if !within || a.g_idx().is_some() || !scheme.is_plain() {
+        return Err(Error::Weight {
+            what: "groups of inputs",
+            expected: format!(
+                "an f16 scale for each, in order, and whole ones in a head of {each}"
+            ),
+            found: weight.scheme_name(),
+        });
+    }
+    let groups_from: Vec<usize> = (0..groups).map(|g| from[g * size] / size).collect();
+    let moved = |bits: Bits, packed: &[u8], from: &[usize]| -> Vec<u8> {
+        let mut all = Vec::with_capacity(rows * from.len());
+        let mut row = vec![0; from.len()];
+        for packed in packed.chunks(bits.bytes(from.len()).max(1)) {
+            pack::unpack_row(bits, packed, &mut row);
+            all.extend(from.iter().map(|&i| row[i]));
+        }
+        pack::pack_rows(bits, &all, from.len())
+    };
+    let halves = |values: &[f16]| -> Arc<[f16]> {
+        let rows = values.chunks(groups.max(1));
+        rows.flat_map(|row| groups_from.iter().map(|&g| row[g]))
+            .collect()
+    };
+    let zeros = match a.zeros() {
+        ZeroPoints::None => ZeroPoints::None,
+        ZeroPoints::Integer(z) => ZeroPoints::Integer(moved(scheme.bits, z, &groups_from).into()),
+        ZeroPoints::Offset(o) => ZeroPoints::Offset(halves(o)),
+    };
+    let codes = moved(scheme.bits, a.codes(), from).into();
+    let moved = AffineWeight::new(scheme, (rows, cols), codes, halves(a.scales()), zeros, None)?;
+    Ok(Weight::Quantized(QuantizedWeight::Affine(moved)))
 }
 
 #[cfg(test)]

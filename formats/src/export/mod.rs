@@ -136,14 +136,6 @@ pub fn export(
     checkpoint.files().check_apart(out)?;
     let folder = parent(out);
     std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
-    if format.packing().is_some() && checkpoint.config().delta.is_some_and(|d| d.tiled) {
-        return Err(Error::Unsupported {
-            path: out.into(),
-            what: "value heads in the order of a GGUF file".into(),
-            why: "these folders have them in another; convert a model that was not read from one"
-                .into(),
-        });
-    }
     match (format.packing(), format) {
         (Some(packing), _) => folder::export(checkpoint, out, packing, progress),
         (None, ExportFormat::Gguf) => gguf::export(checkpoint, out, options, progress),

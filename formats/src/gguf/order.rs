@@ -67,6 +67,13 @@ impl Heads {
         }
     }
 
+    /// For each of `n` values in the other order, its place in a tiled file: the inverse of [`Heads::at`].
+    pub(crate) fn grouped_from(&self, n: usize) -> Vec<usize> {
+        let mut from = vec![0; n];
+        (0..n).for_each(|i| from[self.at(i)] = i);
+        from
+    }
+
     /// The values in the order of a tiled file, `unit` of them for one that the heads count.
     ///
     /// # Panics
@@ -115,6 +122,10 @@ mod tests {
         assert_eq!(heads.tiled(&values, 1), tiled);
         let at: Vec<u32> = (0..13).map(|i| heads.at(i) as u32).collect();
         assert_eq!(at, tiled);
+        let back: Vec<u32> = (heads.grouped_from(13).into_iter())
+            .map(|i| tiled[i])
+            .collect();
+        assert_eq!(back, values);
         let same = Delta {
             key_heads: 6,
             ..delta
