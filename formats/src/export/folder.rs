@@ -3,6 +3,7 @@
 //! The Linears of the layers are packed in the layout of the format; norms, embedding and head are
 //! written unquantized in the model's own type, as the loaders of these formats require.
 
+use super::compressed_tensors;
 use super::hybrid::{self, AsPublished};
 use super::{Change, ExportReport, Exported, OTHERWISE, engines};
 use crate::checkpoint::Checkpoint;
@@ -421,6 +422,9 @@ impl Plan<'_> {
         }
         let engines = match checkpoint.config().delta {
             None => engines::notes(packing.format, &schemes),
+            Some(_) if packing.format == compressed_tensors::PACKING.format => {
+                vec!["loads in transformers 5.24 (tried with symmetric Linears of 8 bits)".into()]
+            }
             Some(_) => vec!["not tried in other engines with a model of this kind".into()],
         };
         self.report.notes.extend(engines);
