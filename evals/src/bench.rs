@@ -2,7 +2,7 @@
 
 mod text;
 
-pub use text::{Answer, DraftBy, TextSpec, text};
+pub use text::{Answer, DraftBy, OpenDrafter, TextSpec, text};
 
 use crate::error::{Error, Result};
 use crate::report::{BenchRow, Breakdown, OpRow};

@@ -240,7 +240,7 @@ fn heads_that_do_not_fit_are_refused() {
     let mut session = session(&*engine, KvType::F16, None);
     refused(
         elsewhere.drafter(&mut *session).err(),
-        &["another device", "a GPU", "the CPU"],
+        &["EAGLE-3 head", "a GPU", "the CPU"],
     );
     // One whose streams are no numbers stops drafting.
     let mut nan = head;

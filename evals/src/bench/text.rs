@@ -40,6 +40,9 @@ pub enum Answer<'a> {
     },
 }
 
+/// Makes a drafter for a session.
+pub type OpenDrafter<'a> = Box<dyn Fn(&mut dyn Session) -> Result<Box<dyn Drafter>> + 'a>;
+
 /// A drafter.
 pub enum DraftBy<'a> {
     /// Prompt lookup.
@@ -54,7 +57,7 @@ pub enum DraftBy<'a> {
     /// A layer that reads the model's residual streams: an EAGLE-3 head, or the model's own MTP layer.
     Head {
         /// Makes a drafter for a session.
-        open: Box<dyn Fn(&mut dyn Session) -> Result<Box<dyn Drafter>> + 'a>,
+        open: OpenDrafter<'a>,
         /// Number of tokens of the model.
         vocab: usize,
     },

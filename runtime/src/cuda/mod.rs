@@ -1,10 +1,10 @@
 //! The GPU engine: nq's own forward over `nq_kernels::cuda`.
 
-mod eagle;
 mod host_experts;
 mod model;
 mod plan;
 mod session;
+mod streams;
 
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -12,7 +12,6 @@ use crate::interface::{
 };
 use crate::kv::least_prefix;
 use crate::memory::Kinds;
-pub(crate) use eagle::CudaEagle;
 use model::CudaModel;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
@@ -21,6 +20,7 @@ use nq_kernels::{Account, KernelSet};
 use plan::Request;
 use session::{CudaSession, least_shared_pages, most_together};
 use std::sync::{Arc, OnceLock};
+pub(crate) use streams::{CudaEagle, CudaMtp};
 
 /// [`Engine`] on a GPU.
 pub(crate) struct CudaEngine {

@@ -49,7 +49,7 @@ pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
 /// What the GPU does more slowly for want of a kernel: quantized weights that it holds as FP16 (bytes in their
 /// scheme and held), and shared experts that do not stand behind the others.
 #[derive(Default)]
-struct Slower {
+pub(super) struct Slower {
     stored: usize,
     held: usize,
     /// Layers whose shared expert has products of its own.
@@ -93,7 +93,7 @@ impl Slower {
 }
 
 /// Packs the weights of layer `index`, without its experts if they are on the CPU.
-fn pack_layer(
+pub(super) fn pack_layer(
     uploader: &mut Uploader,
     index: usize,
     weights: &LayerWeights,
@@ -415,13 +415,22 @@ impl CudaModel {
         vectors: &'a HeadVectors<Buffer<f32>>,
         cos_sin: &'a Buffer<[f32; 2]>,
     ) -> Heads<'a> {
-        Heads {
-            heads: self.config.num_attention_heads,
-            gains: vectors.norms.as_ref().map(|norms| norms.each_ref()),
-            biases: &vectors.biases,
-            cos_sin,
-            eps: self.config.rms_norm_eps,
-        }
+        heads_of(&self.config, vectors, cos_sin)
+    }
+}
+
+/// The parameters of the attention of a layer of a model of shape `c`.
+pub(super) fn heads_of<'a>(
+    c: &ModelConfig,
+    vectors: &'a HeadVectors<Buffer<f32>>,
+    cos_sin: &'a Buffer<[f32; 2]>,
+) -> Heads<'a> {
+    Heads {
+        heads: c.num_attention_heads,
+        gains: vectors.norms.as_ref().map(|norms| norms.each_ref()),
+        biases: &vectors.biases,
+        cos_sin,
+        eps: c.rms_norm_eps,
     }
 }
 

@@ -5,8 +5,8 @@ mod rows;
 mod step;
 mod taps;
 
-use super::eagle::EagleRun;
 use super::model::{CudaModel, has_gates, largest_mixture};
+use super::streams::StreamRun;
 use crate::checks::{all_finite, check_bytes, check_chunks};
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -51,7 +51,7 @@ pub(super) struct CudaSession {
     step: StepRows,
     many: ManyRows,
     /// Reads the residual streams of the rows that the host has written.
-    eagle: Option<EagleRun>,
+    drafting: Option<StreamRun>,
     /// Start and end of queued chunks that have not been waited for.
     prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
@@ -307,7 +307,7 @@ impl CudaSession {
             cos_sin,
             step: memory.step,
             many: memory.many,
-            eagle: None,
+            drafting: None,
             prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
@@ -463,8 +463,8 @@ impl Session for CudaSession {
             self.snapshots.cut(slot, len);
         }
         self.tables.truncate(slot, len);
-        if let Some(eagle) = &self.eagle {
-            eagle.truncate(slot, len);
+        if let Some(drafting) = &self.drafting {
+            drafting.truncate(slot, len);
         }
         self.tables.len(slot)
     }
@@ -499,8 +499,8 @@ impl Session for CudaSession {
         };
         self.snapshots.share(from, to, reached);
         self.tables.truncate(to, reached);
-        if let Some(eagle) = &self.eagle {
-            eagle.truncate(to, 0);
+        if let Some(drafting) = &self.drafting {
+            drafting.truncate(to, 0);
         }
         Ok(reached)
     }
@@ -646,12 +646,12 @@ impl Streams for CudaSession {
         if model.kernels == KernelSet::Reference {
             return Err(Error::Unsupported {
                 engine: "nq on a GPU",
-                what: "EAGLE-3 heads",
+                what: "drafts from residual streams",
                 expected: "--kernels fused".into(),
                 found: model.kernels.to_string(),
             });
         }
-        let run = EagleRun::new(&head.weights("a GPU")?, model, &self.stream, spec)?;
+        let run = StreamRun::new(head, model, &self.stream, spec)?;
         let taps = |rows: usize| {
             Taps::new(
                 &model.gpu,
@@ -662,7 +662,7 @@ impl Streams for CudaSession {
         };
         self.step.taps = Some(taps(MOST_SEQUENCES)?);
         self.many.taps = Some(taps(spec.max_rows.max(1))?);
-        self.eagle = Some(run.clone());
+        self.drafting = Some(run.clone());
         // The recorded steps keep no streams.
         self.graphs = Graphs::default();
         Ok(Box::new(run))

@@ -35,6 +35,10 @@ pub(crate) fn load_eagle(_: &EagleHead, _: &ModelConfig, ordinal: usize) -> Resu
     absent(ordinal)
 }
 
+pub(crate) fn load_mtp(_: ModelConfig, _: &dyn WeightStore, ordinal: usize) -> Result<()> {
+    absent(ordinal)
+}
+
 pub(crate) fn load(
     _: &ModelConfig,
     _: &dyn WeightStore,

@@ -8,7 +8,7 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
-pub(crate) use here::{count, first, load, load_eagle, run, stepper};
+pub(crate) use here::{count, first, load, load_eagle, load_mtp, run, stepper};
 pub use here::{memory, moments, sizes};
 
 use crate::error::Result;

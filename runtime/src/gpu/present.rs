@@ -1,7 +1,7 @@
 //! The functions of a build with CUDA.
 
 use super::{GpuMemory, GpuSizes};
-use crate::cuda::{CudaEagle, CudaEngine, planned};
+use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, planned};
 use crate::error::Result;
 use crate::full_precision;
 use crate::interface::{Engine, LoadOptions};
@@ -38,6 +38,15 @@ pub(crate) fn load_eagle(
     ordinal: usize,
 ) -> Result<CudaEagle> {
     CudaEagle::load(&Gpu::open(ordinal)?, head, model)
+}
+
+/// Packs the MTP layer of the model of `store`, whose shape as a model of its own is `config`, for GPU `ordinal`.
+pub(crate) fn load_mtp(
+    config: ModelConfig,
+    store: &dyn WeightStore,
+    ordinal: usize,
+) -> Result<CudaMtp> {
+    CudaMtp::load(&Gpu::open(ordinal)?, config, store)
 }
 
 /// Loads the engine of GPU `ordinal`.

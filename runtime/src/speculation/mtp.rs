@@ -5,6 +5,7 @@ use super::head::drafter;
 use crate::cpu::mtp::MtpModel;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::gpu;
 use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
 use nq_formats::{ModelConfig, WeightStore, mtp};
 use std::sync::Arc;
@@ -17,7 +18,8 @@ impl Mtp {
     /// Packs the layer of the model of `config` and `store`, on the device of `options`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a model without such a layer, and on a GPU; a missing or misshapen tensor.
+    /// [`Error::Unsupported`] for a model without such a layer, and on a GPU for one with experts; a missing or
+    /// misshapen tensor; on a GPU, [`Error::Kernel`] if there is no memory for it.
     pub fn load(
         (config, store): (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
@@ -30,21 +32,22 @@ impl Mtp {
                 found: format!("{} without one", config.architecture.title),
             });
         };
-        match options.device.resolve()? {
-            Device::Cpu => Ok(Mtp(StreamHead {
-                what: "an MTP layer",
-                // What the final norm and the head of the model read.
-                taps: vec![config.num_hidden_layers],
+        // It reads what the final norm and the head of the model do.
+        let (what, taps) = ("an MTP layer", vec![config.num_hidden_layers]);
+        Ok(Mtp(match options.device.resolve()? {
+            Device::Cpu => StreamHead {
+                what,
+                taps,
                 device: "the CPU",
                 weights: Arc::new(MtpModel::load(layer, store, options)?),
-            })),
-            Device::Cuda(_) => Err(Error::Unsupported {
-                engine: "nq on a GPU",
-                what: "drafts by an MTP layer",
-                expected: "--draft ngram, a draft model, or --device cpu".into(),
-                found: "--draft mtp".into(),
-            }),
-        }
+            },
+            Device::Cuda(ordinal) => StreamHead {
+                what,
+                taps,
+                device: "a GPU",
+                weights: Arc::new(gpu::load_mtp(layer, store, ordinal)?),
+            },
+        }))
     }
 
     /// Drafts for `session`, whose residual streams the layer reads from now on.

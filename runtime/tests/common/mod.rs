@@ -3,6 +3,7 @@
 
 pub(crate) mod cut;
 pub(crate) mod device;
+pub(crate) mod mtp;
 pub(crate) mod oracle;
 pub(crate) mod published;
 
@@ -11,7 +12,7 @@ use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Delta, Error, Experts, Group, GroupValues,
     ModelConfig, Parts, QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry, Weight,
-    WeightStore, Zeros, mtp, pack, product,
+    WeightStore, Zeros, pack, product,
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{
@@ -188,7 +189,7 @@ impl Store {
 
     /// The same weights, and random ones of the MTP layer, if the model has one.
     fn with_mtp(mut self, c: &ModelConfig, seed: u64) -> Self {
-        for (i, (name, shape)) in mtp::parameters(c).enumerate() {
+        for (i, (name, shape)) in nq_formats::mtp::parameters(c).enumerate() {
             let mut rng = Philox::new(seed, 1 << 20 | i as u64);
             let mut normal = |n: usize, mean: f32, deviation: f32| -> Vec<f32> {
                 (0..n).map(|_| mean + deviation * rng.normal()).collect()

@@ -409,11 +409,11 @@ impl CudaSession {
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
         self.run_layers(&spans, tokens.len(), observer)?;
-        if let (Some(eagle), Some(taps)) = (&self.eagle, &self.many.taps) {
+        if let (Some(drafting), Some(taps)) = (&self.drafting, &self.many.taps) {
             for (chunk, span) in chunks.iter().zip(&spans) {
                 let rows = span.rows;
                 let streams = (taps.streams(), rows.row);
-                eagle.take(rows.slot, rows.position, chunk.tokens, streams)?;
+                drafting.take(rows.slot, rows.position, chunk.tokens, streams)?;
             }
         }
         Ok(wanted)

@@ -410,12 +410,12 @@ impl CudaSession {
     /// Hands the streams that a step has kept to the drafter that reads them: of each of its runs, the slot, the
     /// position and the tokens, in the order of its rows.
     fn hand_over<'t>(&self, runs: impl Iterator<Item = (usize, usize, &'t [u32])>) -> Result<()> {
-        let (Some(eagle), Some(taps)) = (&self.eagle, &self.step.taps) else {
+        let (Some(drafting), Some(taps)) = (&self.drafting, &self.step.taps) else {
             return Ok(());
         };
         let mut row = 0;
         for (slot, position, tokens) in runs {
-            eagle.take(slot, position, tokens, (taps.streams(), row))?;
+            drafting.take(slot, position, tokens, (taps.streams(), row))?;
             row += tokens.len();
         }
         Ok(())

@@ -1,23 +1,12 @@
-//! Device memory that a head works in, besides its weights and its context.
+//! Device memory that a layer works in, besides its weights and its context.
 
-use super::{CudaEagle, RING, ROWS, WHAT};
+use super::{HeadShape, RING, ROWS, WHAT};
 use crate::cuda::session::padded;
 use crate::error::Result;
 use nq_kernels::cuda::{
-    Adjustments, AttentionScratch, Buffer, Checked, Columns, Gpu, Logprobs, MOST_RUN, Mapped,
-    Places, Row, Sampling, Step, StepBounds, best_len,
+    Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, Gpu, HEAD_DIM, Logprobs,
+    MOST_RUN, Mapped, Places, Row, Sampling, Step, StepBounds, best_len,
 };
-
-/// Row widths of the buffers.
-#[derive(Clone, Copy)]
-pub(super) struct Widths {
-    pub(super) hidden: usize,
-    /// Of the target's streams that the head reads, side by side.
-    pub(super) streams: usize,
-    pub(super) q: usize,
-    pub(super) qkv: usize,
-    pub(super) mlp: usize,
-}
 
 /// Buffers for up to [`MOST_RUN`] rows, of which the last drafts.
 pub(super) struct Few {
@@ -26,7 +15,7 @@ pub(super) struct Few {
     pub(super) embedded: Buffer<f32>, // [rows, hidden]
     pub(super) x: Buffer<f32>,        // [rows, hidden]
     pub(super) normed: Buffer<f32>,   // [rows, hidden]
-    pub(super) qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
+    pub(super) qkv: Buffer<f32>,      // [rows, products]
     pub(super) attended: Buffer<f32>, // [rows, q_dim]
     pub(super) columns: Option<Columns>,
     pub(super) attention: AttentionScratch,
@@ -51,44 +40,48 @@ pub(super) struct Last {
 pub(super) struct Many {
     pub(super) tokens: Checked<u32>,
     pub(super) rows: Checked<Row>,
-    pub(super) streams: Buffer<f32>,  // [rows, 3 hidden]
-    pub(super) half: Buffer<u16>,     // [rows, 3 hidden padded]
+    pub(super) streams: Buffer<f32>,  // [rows, streams]
+    pub(super) half: Buffer<u16>,     // [rows, streams padded]
     pub(super) embedded: Buffer<f32>, // [rows, hidden]
     pub(super) x: Buffer<f32>,        // [rows, hidden]
     pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
-    pub(super) qkv: Buffer<f32>,      // [rows, q_dim + 2 kv_dim]
+    pub(super) qkv: Buffer<f32>,      // [rows, products]
 }
 
 impl Few {
-    pub(super) fn new(gpu: &Gpu, eagle: &CudaEagle, places: Places) -> Result<Self> {
-        let (c, w) = (&eagle.config, eagle.widths());
+    /// Buffers for a layer of shape `w`, whose logits `head` gives.
+    pub(super) fn new(
+        gpu: &Gpu,
+        w: &HeadShape,
+        head: &DeviceLinear,
+        places: Places,
+    ) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>(WHAT, n);
-        let bounds = StepBounds {
-            places,
-            tokens: c.vocab_size,
-        };
-        let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
-        let widest = w.streams.max(w.q).max(w.mlp);
-        let head = &eagle.weights.head;
+        let tokens = w.vocab;
+        let bounds = StepBounds { places, tokens };
+        let q = w.attended();
+        let widest = w.streams.max(q).max(w.mlp);
+        // As many rows of scratch as heads of the usual width would take.
+        let heads = q / HEAD_DIM;
         Ok(Few {
-            tokens: Checked::new(gpu, WHAT, MOST_RUN, 0, c.vocab_size)?,
+            tokens: Checked::new(gpu, WHAT, MOST_RUN, 0, w.vocab)?,
             step: Checked::new(gpu, WHAT, MOST_RUN, Step::default(), bounds)?,
             embedded: f32s(MOST_RUN * w.hidden)?,
             x: f32s(MOST_RUN * w.hidden)?,
             normed: f32s(MOST_RUN * w.hidden)?,
             qkv: f32s(MOST_RUN * w.qkv)?,
-            attended: f32s(MOST_RUN * w.q)?,
+            attended: f32s(MOST_RUN * q)?,
             columns: Some(Columns::new(gpu, MOST_RUN, widest)?),
-            attention: AttentionScratch::new(gpu, heads, kv_heads, MOST_RUN)?,
+            attention: AttentionScratch::new(gpu, heads, w.heads.1, MOST_RUN)?,
             zeros: f32s(MOST_RUN * w.hidden)?,
             last: Last {
-                attended: f32s(w.q)?,
+                attended: f32s(q)?,
                 x: f32s(w.hidden)?,
                 gated: f32s(w.mlp)?,
-                logits: f32s(c.draft_vocab_size)?,
+                logits: f32s(w.drafted)?,
                 best: gpu.zeros(WHAT, best_len(gpu, head, 1)?)?,
                 sampling: gpu.zeros(WHAT, 1)?,
-                adjust: Adjustments::new(gpu, c.draft_vocab_size, 1)?,
+                adjust: Adjustments::new(gpu, w.drafted, 1)?,
                 ring: gpu.mapped(WHAT, RING, 0)?,
                 logprobs: gpu.mapped(WHAT, RING, Logprobs::default())?,
             },
@@ -97,11 +90,11 @@ impl Few {
 }
 
 impl Many {
-    pub(super) fn new(gpu: &Gpu, w: &Widths, places: Places, vocab: usize) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, w: &HeadShape, places: Places) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>(WHAT, ROWS * n);
         let halves = |n: usize| gpu.zeros::<u16>(WHAT, ROWS * padded(n));
         Ok(Many {
-            tokens: Checked::new(gpu, WHAT, ROWS, 0, vocab)?,
+            tokens: Checked::new(gpu, WHAT, ROWS, 0, w.vocab)?,
             rows: Checked::new(gpu, WHAT, ROWS, Row::default(), places)?,
             streams: f32s(w.streams)?,
             half: halves(w.streams)?,

@@ -1,0 +1,602 @@
+//! Layers that draft from residual streams, on a GPU: EAGLE-3 heads and MTP layers. They read the streams of their
+//! target's steps where they are, in the device's memory: the session hands over every row that it computes
+//! ([`StreamRun::take`]), in order with its own work.
+//!
+//! Row `i` of a sequence is the token at `first + i + 1` with the streams of the token before it. A row's keys and
+//! values can be computed as soon as its token is known: those of prompts at once, those of a step that checks
+//! drafts when the next draft is asked for, since only then is it known which of its rows stay. Drafting reads only
+//! the stream behind the last row, so the others go no further than their keys and values.
+
+mod buffers;
+mod eagle;
+mod mtp;
+
+pub(crate) use eagle::CudaEagle;
+pub(crate) use mtp::CudaMtp;
+
+use super::model::CudaModel;
+use super::session::reserve_pages;
+use crate::error::{Error, Result};
+use crate::interface::{Draft, Drafter, SessionSpec, StreamHead};
+use crate::kv::PageTables;
+use crate::rope::Rotary;
+use buffers::{Few, Many};
+use nq_kernels::cuda::{
+    Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, Columns,
+    DeviceLinear, DevicePages, GemvOutput, Gpu, Heads, MOST_RUN, NOT_FINITE as NO_NUMBER,
+    PagesShape, Row, RowsOut, Step, Stream, Strided, best_len,
+};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Rows of prompts computed together.
+const ROWS: usize = 512;
+/// Places for drafted tokens: more than a step can check, and a power of two.
+const RING: usize = 2 * MOST_RUN;
+const WHAT: &str = "a layer that drafts";
+
+/// Sizes of a layer that drafts.
+#[derive(Clone, Copy)]
+struct HeadShape {
+    hidden: usize,
+    /// Of the target's streams that a row has, side by side.
+    streams: usize,
+    /// Heads of queries, and of keys and values.
+    heads: (usize, usize),
+    head_dim: usize,
+    /// Of the products that attention begins with.
+    qkv: usize,
+    mlp: usize,
+    /// Tokens that may be fed, and that may be drafted.
+    vocab: usize,
+    drafted: usize,
+}
+
+impl HeadShape {
+    /// Width of what attention gives.
+    fn attended(&self) -> usize {
+        self.heads.0 * self.head_dim
+    }
+}
+
+/// What a layer's operations work on.
+struct On<'a> {
+    stream: &'a Stream,
+    target: &'a CudaModel,
+    pages: &'a DevicePages,
+    cos_sin: &'a Buffer<[f32; 2]>,
+    few: &'a mut Few,
+    many: &'a mut Many,
+}
+
+/// A layer that drafts, with its weights on a GPU.
+trait GpuHead: Send + Sync + 'static {
+    fn gpu(&self) -> &Gpu;
+
+    fn shape(&self) -> HeadShape;
+
+    fn rotary(&self) -> &Rotary;
+
+    /// The matrix of tokens, if it is not the target's.
+    fn embedding(&self) -> Option<&DeviceLinear>;
+
+    /// The matrix that gives logits.
+    fn head<'a>(&'a self, target: &'a CudaModel) -> &'a DeviceLinear;
+
+    /// The target's token for each that is drafted, if they differ.
+    fn ids(&self) -> Option<&Checked<u32>>;
+
+    /// How its attention prepares queries and keys.
+    fn heads<'a>(&'a self, cos_sin: &'a Buffer<[f32; 2]>) -> Heads<'a>;
+
+    /// The error of values that overflow or are no numbers.
+    fn not_finite(&self) -> Error;
+
+    /// Computes keys and values of `n` rows: `many.embedded` and `many.streams`.
+    fn fill(&self, on: On<'_>, n: usize) -> Result<()>;
+
+    /// Computes `few.x` and the products `few.qkv` of `n` rows: `few.embedded`, and the streams `held`.
+    fn begin(&self, on: On<'_>, held: &Buffer<f32>, n: usize) -> Result<()>;
+
+    /// The same of a drawn token, `few.embedded`, behind the row `few.last.x`, in which it leaves its own.
+    fn begin_drawn(&self, on: On<'_>) -> Result<()>;
+
+    /// The rest of the layer behind attention: adds to the last row, `few.last.x`, what `few.last.attended` gives.
+    fn finish(&self, on: On<'_>) -> Result<()>;
+
+    /// Computes the logits behind the last row.
+    fn logits(&self, on: On<'_>) -> Result<()>;
+}
+
+/// The drafter of a layer; its target's session holds the other reference.
+#[derive(Clone)]
+pub(super) struct StreamRun(Arc<Mutex<dyn Run>>);
+
+/// A [`State`] of any layer.
+trait Run: Send {
+    fn take(
+        &mut self,
+        slot: usize,
+        position: usize,
+        tokens: &[u32],
+        streams: (&Buffer<f32>, usize),
+    ) -> Result<()>;
+
+    fn truncate(&mut self, slot: usize, len: usize);
+
+    fn draft(&mut self, draft: &mut Draft<'_>) -> Result<()>;
+}
+
+impl StreamRun {
+    /// Drafts with `head` for a session of `target`, in whose `stream` all work is queued.
+    ///
+    /// # Errors
+    /// A head on another device; no memory for its context.
+    pub(super) fn new(
+        head: &StreamHead,
+        target: &Arc<CudaModel>,
+        stream: &Stream,
+        spec: &SessionSpec,
+    ) -> Result<Self> {
+        let weights = Arc::clone(&head.weights);
+        Ok(StreamRun(match weights.downcast::<CudaMtp>() {
+            Ok(layer) => Arc::new(Mutex::new(State::new(&layer, target, stream, spec)?)),
+            Err(_) => {
+                let eagle = head.weights::<CudaEagle>("a GPU")?;
+                Arc::new(Mutex::new(State::new(&eagle, target, stream, spec)?))
+            }
+        }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, dyn Run + 'static> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes over the streams of `tokens`, which stand at `position` of the sequence in `slot`: rows of `streams`
+    /// `[., streams of a row]` from `row` on.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn take(
+        &self,
+        slot: usize,
+        position: usize,
+        tokens: &[u32],
+        streams: (&Buffer<f32>, usize),
+    ) -> Result<()> {
+        self.state().take(slot, position, tokens, streams)
+    }
+
+    /// Forgets what is past the first `len` tokens of the sequence in `slot`.
+    pub(super) fn truncate(&self, slot: usize, len: usize) {
+        self.state().truncate(slot, len);
+    }
+}
+
+impl Drafter for StreamRun {
+    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
+        let mut state = self.state();
+        drafts.iter_mut().try_for_each(|draft| state.draft(draft))
+    }
+
+    fn reads_streams(&self) -> bool {
+        true
+    }
+}
+
+/// What the layer knows of a sequence. The number of its rows that have keys and values is its length in the page
+/// tables.
+#[derive(Default)]
+struct Slot {
+    /// Position of the first token whose streams are known.
+    first: usize,
+    /// Tokens from there on whose streams are known.
+    tokens: Vec<u32>,
+    /// Streams of the last tokens, which have no keys and values yet: `[MOST_RUN, streams of a row]`.
+    held: Option<Buffer<f32>>,
+}
+
+struct State<H> {
+    // Buffers go before the stream that works on them.
+    few: Few,
+    many: Many,
+    pages: DevicePages,
+    cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
+    tables: PageTables,
+    placed: Vec<Vec<u32>>,
+    slots: Vec<Slot>,
+    ctx: usize,
+    stream: Stream,
+    target: Arc<CudaModel>,
+    head: Arc<H>,
+}
+
+/// Queues the product of `m` rows `x` with `w`, of few rows.
+fn multiply(
+    stream: &Stream,
+    w: &DeviceLinear,
+    x: &Buffer<f32>,
+    out: GemvOutput<'_>,
+    columns: &mut Option<Columns>,
+    m: usize,
+) -> Result<()> {
+    // No kernel overtakes the one before its predecessor, on whose tokens early reads of attention depend.
+    let late = true;
+    match columns {
+        Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, late)?,
+        _ => stream.gemv(w, x, out, late)?,
+    }
+    Ok(())
+}
+
+/// Rows that follow one another, `width` values each, from row `at` on.
+fn rows_at(at: usize, width: usize) -> Strided {
+    Strided {
+        at: at * width,
+        stride: width,
+    }
+}
+
+/// Copies of rows `[m, width]`, normalized with `gain`.
+fn norm_rows(
+    stream: &Stream,
+    x: &Buffer<f32>,
+    gain: &Buffer<f32>,
+    out: RowsOut<'_>,
+    (m, eps): (usize, f32),
+) -> Result<()> {
+    Ok(stream.rms_norm(x, None, gain, &out, m, eps)?)
+}
+
+/// Rows in f32.
+fn full(rows: &mut Buffer<f32>) -> RowsOut<'_> {
+    RowsOut {
+        full: Some(rows),
+        half: None,
+    }
+}
+
+impl<H: GpuHead> Run for State<H> {
+    fn truncate(&mut self, slot: usize, len: usize) {
+        let Some(known) = self.slots.get_mut(slot) else {
+            return;
+        };
+        known.tokens.truncate(len.saturating_sub(known.first));
+        // A row whose token has been replaced stays where its streams are not held any more: that of one position
+        // differs a little from what it should be, and only drafts depend on it.
+        let rows = self.tables.len(slot).min(known.tokens.len());
+        self.tables.truncate(slot, rows);
+    }
+
+    fn take(
+        &mut self,
+        slot: usize,
+        position: usize,
+        tokens: &[u32],
+        (streams, row): (&Buffer<f32>, usize),
+    ) -> Result<()> {
+        self.truncate(slot, position);
+        let width = self.head.shape().streams;
+        let Some(known) = self.slots.get_mut(slot) else {
+            return Ok(());
+        };
+        if known.first + known.tokens.len() != position {
+            // What is between is unknown: the head sees the text from here on.
+            known.first = position;
+            known.tokens.clear();
+            self.tables.truncate(slot, 0);
+        }
+        let waiting = known.tokens.len() - self.tables.len(slot);
+        known.tokens.extend_from_slice(tokens);
+        let held = match &mut known.held {
+            Some(held) => held,
+            none => none.insert(self.target.gpu.zeros(WHAT, MOST_RUN * width)?),
+        };
+        let all = waiting + tokens.len();
+        if all <= MOST_RUN {
+            let to = (held, rows_at(waiting, width));
+            let from = (streams, rows_at(row, width));
+            return Ok(self.stream.copy_rows(from, to, (tokens.len(), width))?);
+        }
+        // The next token is known of all rows but the last.
+        if no_page(self.reserve(slot, all - 1))? {
+            self.forget(slot);
+            return Ok(());
+        }
+        for at in (0..all - 1).step_by(ROWS) {
+            let n = ROWS.min(all - 1 - at);
+            let waited = waiting.saturating_sub(at).min(n);
+            let known = &self.slots[slot];
+            if let Some(held) = known.held.as_ref().filter(|_| waited > 0) {
+                let to = (&mut self.many.streams, rows_at(0, width));
+                self.stream
+                    .copy_rows((held, rows_at(at, width)), to, (waited, width))?;
+            }
+            let from = (streams, rows_at(row + at + waited - waiting, width));
+            let to = (&mut self.many.streams, rows_at(waited, width));
+            self.stream.copy_rows(from, to, (n - waited, width))?;
+            self.feed_many(slot, n)?;
+        }
+        if let Some(held) = &mut self.slots[slot].held {
+            let from = (streams, rows_at(row + tokens.len() - 1, width));
+            self.stream
+                .copy_rows(from, (held, rows_at(0, width)), (1, width))?;
+        }
+        Ok(())
+    }
+
+    /// Drafts after the text of `draft`; nothing if the streams of its last tokens are unknown, or if there is no
+    /// room for them.
+    fn draft(&mut self, draft: &mut Draft<'_>) -> Result<()> {
+        let (slot, text) = (draft.slot, draft.text);
+        let Some((&next, before)) = text.split_last() else {
+            return Ok(());
+        };
+        self.truncate(slot, before.len());
+        let Some(known) = self.slots.get(slot) else {
+            return Ok(());
+        };
+        let done = self.tables.len(slot);
+        let n = known.tokens.len() - done;
+        let follows = before.get(known.first..) == Some(&known.tokens[..]);
+        let vocab = self.head.shape().vocab;
+        if !follows || !(1..=MOST_RUN).contains(&n) || next as usize >= vocab {
+            return Ok(());
+        }
+        // The last token drafted gets no row.
+        let most = (draft.most.min(RING)).min((self.ctx + 1).saturating_sub(done + n));
+        if most == 0 || no_page(self.reserve(slot, n + most - 1))? {
+            return Ok(());
+        }
+        let mut tokens = self.slots[slot].tokens[done + 1..].to_vec();
+        tokens.push(next);
+        self.feed_few(slot, &tokens)?;
+        self.tables.advance(slot, n);
+        for i in 0..most {
+            self.draw()?;
+            if i + 1 < most {
+                self.feed_drawn(done + n + i + 1)?;
+            }
+        }
+        self.stream.synchronize()?;
+        for i in 0..most {
+            match self.few.last.ring.load(i) {
+                token if (token as usize) < vocab => draft.tokens.push(token),
+                NO_NUMBER => return Err(self.head.not_finite()),
+                _ => break,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<H: GpuHead> State<H> {
+    fn new(
+        head: &Arc<H>,
+        target: &Arc<CudaModel>,
+        stream: &Stream,
+        spec: &SessionSpec,
+    ) -> Result<Self> {
+        let (gpu, shape) = (&target.gpu, head.shape());
+        if head.gpu().info().ordinal != gpu.info().ordinal {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: "a layer that drafts on another device than its model",
+                expected: gpu.info().to_string(),
+                found: head.gpu().info().to_string(),
+            });
+        }
+        let pages = PagesShape {
+            kv: spec.kv,
+            layers: 1,
+            kv_heads: shape.heads.1,
+            head_dim: shape.head_dim,
+            pages: spec.page_count(),
+            slots: spec.slots,
+            ctx: spec.ctx,
+        };
+        let pages = DevicePages::new(gpu, pages)?;
+        let places = pages.places();
+        let pairs = head.rotary().pairs(places.positions);
+        Ok(State {
+            few: Few::new(gpu, &shape, head.head(target), places)?,
+            many: Many::new(gpu, &shape, places)?,
+            tables: PageTables::new(spec),
+            placed: vec![Vec::new(); spec.slots],
+            slots: (0..spec.slots).map(|_| Slot::default()).collect(),
+            ctx: spec.ctx,
+            stream: stream.clone(),
+            target: Arc::clone(target),
+            head: Arc::clone(head),
+            cos_sin: gpu.upload("the rotary table", &pairs)?,
+            pages,
+        })
+    }
+
+    /// The layer, and what its operations work on.
+    fn on(&mut self) -> (&H, On<'_>) {
+        let on = On {
+            stream: &self.stream,
+            target: &self.target,
+            pages: &self.pages,
+            cos_sin: &self.cos_sin,
+            few: &mut self.few,
+            many: &mut self.many,
+        };
+        (&self.head, on)
+    }
+
+    fn forget(&mut self, slot: usize) {
+        let known = &mut self.slots[slot];
+        known.first += known.tokens.len();
+        known.tokens.clear();
+        self.tables.truncate(slot, 0);
+    }
+
+    fn reserve(&mut self, slot: usize, rows: usize) -> Result<()> {
+        reserve_pages(
+            &self.stream,
+            (&mut self.tables, &mut self.placed[..]),
+            &mut self.pages,
+            [(slot, rows)].into_iter(),
+        )
+    }
+
+    /// Computes keys and values of the next `n` rows of the sequence in `slot`, whose streams are in `many.streams`.
+    fn feed_many(&mut self, slot: usize, n: usize) -> Result<()> {
+        let done = self.tables.len(slot);
+        let State {
+            many,
+            slots,
+            stream,
+            target,
+            head,
+            ..
+        } = self;
+        let embedding = head.embedding().unwrap_or(target.embedding());
+        let row = |i: usize| Row {
+            position: (done + i) as i32,
+            slot: slot as i32,
+        };
+        let rows: Vec<Row> = (0..n).map(row).collect();
+        stream.write_checked(&mut many.rows, &rows)?;
+        let tokens = &slots[slot].tokens[done + 1..][..n];
+        stream.write_checked(&mut many.tokens, tokens)?;
+        stream.embed(embedding, &many.tokens, &mut many.embedded, n)?;
+        let (head, on) = self.on();
+        head.fill(on, n)?;
+        self.tables.advance(slot, n);
+        Ok(())
+    }
+
+    /// Runs the layer over the next rows of the sequence in `slot`: those of `tokens`, with the streams that are
+    /// held. Leaves the last row in `few.last.x`.
+    fn feed_few(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        let (n, done) = (tokens.len(), self.tables.len(slot));
+        let Some(held) = self.slots[slot].held.take() else {
+            return Ok(());
+        };
+        let State {
+            few,
+            stream,
+            target,
+            head,
+            ..
+        } = self;
+        let shape = head.shape();
+        let embedding = head.embedding().unwrap_or(target.embedding());
+        let step = |i: usize| Step {
+            position: (done + i) as i32,
+            slot: slot as i32,
+            ..Step::default()
+        };
+        let steps: Vec<Step> = (0..n).map(step).collect();
+        stream.put_checked(&mut few.step, 0, &steps)?;
+        stream.put_checked(&mut few.tokens, 0, tokens)?;
+        stream.embed(embedding, &few.tokens, &mut few.embedded, n)?;
+        let (head, on) = self.on();
+        let begun = head.begin(on, &held, n);
+        self.slots[slot].held = Some(held);
+        begun?;
+        self.attend(n, done + n, false)?;
+        let State { few, stream, .. } = self;
+        let (q, width) = (shape.attended(), shape.hidden);
+        let (from, to) = (rows_at(n - 1, q), (&mut few.last.attended, rows_at(0, q)));
+        stream.copy_rows((&few.attended, from), to, (1, q))?;
+        let (from, to) = (rows_at(n - 1, width), (&mut few.last.x, rows_at(0, width)));
+        stream.copy_rows((&few.x, from), to, (1, width))?;
+        // What `draw` continues from: its step stands at the last row.
+        stream.put_checked(&mut few.step, 0, &steps[n - 1..])?;
+        let (head, on) = self.on();
+        head.finish(on)
+    }
+
+    /// Runs the layer over the token that was drawn last, whose embedding is in `few.embedded`. The sequence then
+    /// has `positions` rows.
+    fn feed_drawn(&mut self, positions: usize) -> Result<()> {
+        let (head, on) = self.on();
+        head.begin_drawn(on)?;
+        self.attend(1, positions, true)?;
+        let (head, on) = self.on();
+        head.finish(on)
+    }
+
+    /// Attention of the `n` rows of `few.qkv`, or of the row of a token that was drawn. The last of them is the
+    /// sequence's `positions`th.
+    fn attend(&mut self, n: usize, positions: usize, drawn: bool) -> Result<()> {
+        let State {
+            few,
+            pages,
+            cos_sin,
+            stream,
+            target,
+            head,
+            ..
+        } = self;
+        let attended = match drawn {
+            true => &mut few.last.attended,
+            false => &mut few.attended,
+        };
+        let kv_heads = head.shape().heads.1;
+        let shape = AttentionShape {
+            m: n,
+            splits: AttentionScratch::splits(&target.gpu, kv_heads, n, positions),
+            late: true,
+            runs: n > 1,
+            shared: None,
+        };
+        let (heads, out) = (head.heads(cos_sin), AttentionOutput::Full(attended));
+        let (step, scratch, cache) = (&few.step, &mut few.attention, pages.layer(0));
+        stream.attention_decode(&few.qkv, step, &heads, cache, scratch, out, shape)?;
+        Ok(())
+    }
+
+    /// Draws the likeliest token after `few.last.x` to the ring, advances the step and looks the token up.
+    fn draw(&mut self) -> Result<()> {
+        let (head, on) = self.on();
+        head.logits(on)?;
+        let State {
+            few,
+            stream,
+            target,
+            head,
+            pages,
+            ..
+        } = self;
+        let last = &mut few.last;
+        stream.advance(Advance {
+            m: 1,
+            candidates: None,
+            logits: &last.logits,
+            best: &last.best,
+            blocks: best_len(&target.gpu, head.head(target), 1)?,
+            sampling: &last.sampling,
+            adjust: &mut last.adjust,
+            step: &mut few.step,
+            ring: &mut last.ring,
+            logprobs: &mut last.logprobs,
+            ring_len: RING,
+            ids: head.ids(),
+            embedding: head.embedding().unwrap_or(target.embedding()),
+            x: &mut few.embedded,
+            idle: pages.idle_slot(),
+        })?;
+        Ok(())
+    }
+}
+
+/// Rows in FP16.
+fn halves(half: &mut Buffer<u16>) -> RowsOut<'_> {
+    RowsOut {
+        full: None,
+        half: Some(half),
+    }
+}
+
+/// True if there was no free page.
+fn no_page(reserved: Result<()>) -> Result<bool> {
+    match reserved {
+        Ok(()) => Ok(false),
+        Err(Error::PagesFull { .. }) => Ok(true),
+        Err(e) => Err(e),
+    }
+}

@@ -1,0 +1,157 @@
+//! Drafts by a model's MTP layer on a GPU. Without one the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes
+//! that a failure.
+#![cfg(feature = "cuda")]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
+mod common;
+
+use common::mtp::Published;
+use common::published::ask;
+use common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_kernels::KernelSet;
+use nq_runtime::generate::{Limits, Sequence, generate};
+use nq_runtime::{
+    DeviceChoice, Engine, LoadOptions, Mtp, Sampler, SamplingParams, SessionSpec, Speculation,
+};
+use std::ops::ControlFlow;
+
+fn config() -> ModelConfig {
+    ModelConfig {
+        mtp_layers: 1,
+        ..wide_hybrid("qwen35", 6, false)
+    }
+}
+
+fn on_gpu() -> LoadOptions {
+    LoadOptions {
+        device: DeviceChoice::Cuda(0),
+        ..LoadOptions::default()
+    }
+}
+
+fn gpu_session(engine: &dyn Engine) -> Box<dyn nq_runtime::Session> {
+    let spec = SessionSpec {
+        slots: 2,
+        ctx: 600,
+        kv: nq_runtime::KvType::F16,
+        max_rows: 300,
+        drafts: true,
+        ..SessionSpec::default()
+    };
+    engine.session(spec).unwrap()
+}
+
+/// Texts that prompts and steps brought, that were cut, and others beside them; the layer's rows come from one token
+/// up to more than its buffers take at once.
+#[test]
+fn drafts_are_those_of_the_published_computation() {
+    let config = config();
+    for scheme in [
+        None,
+        Some(AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None)),
+    ] {
+        let plain = Store::random(&config, 9);
+        let store = scheme.map_or(plain.clone(), |scheme| plain.quantized(scheme));
+        let Some(engine) = gpu_engine(&config, &store, KernelSet::Fused) else {
+            return;
+        };
+        let cpu = nq(&config, &store);
+        let published = Published {
+            config: &config,
+            store: &store,
+        };
+        let layer = Mtp::load((&config, &store), &on_gpu()).unwrap();
+        let mut session = gpu_session(&*engine);
+        let mut drafter = layer.drafter(&mut *session).unwrap();
+        let mut check = |slot: usize, text: &[u32], fed: usize, from: usize| {
+            let held = session.len(slot);
+            let held = session.truncate(slot, held.min(fed));
+            for part in text[held..text.len() - 1].chunks(300) {
+                feed(&mut *session, slot, part);
+            }
+            let found = ask(&mut *drafter, &mut *session, slot, text);
+            assert_eq!(found.len(), 5, "{} tokens", text.len());
+            published.check(&*cpu, (text, from), &found, 0.05);
+        };
+        let text = tokens(280, 3);
+        for length in [2, 3, 7, 9, 30, 46, 250, 251, 280] {
+            check(0, &text[..length], length, 0);
+        }
+        check(1, &tokens(20, 12), 0, 0);
+        // Rows of the last step are taken back.
+        check(0, &[&text[..275], &tokens(2, 5)[..]].concat(), 275, 0);
+        check(0, &tokens(50, 13), 0, 0);
+    }
+}
+
+/// An answer with drafts is the one without, up to where two tokens are almost equally likely.
+#[test]
+fn drafts_change_no_answer() {
+    let config = config();
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let store = Store::random(&config, 9).quantized(int4);
+    let Some(engine) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let layer = Mtp::load((&config, &store), &on_gpu()).unwrap();
+    let prompt = tokens(40, 8);
+    let answer = |drafts: bool| {
+        let mut session = gpu_session(&*engine);
+        let speculation = drafts.then(|| {
+            let drafter = layer.drafter(&mut *session).unwrap();
+            Speculation::new(drafter).always().at_most(5)
+        });
+        let mut sequence = Sequence::new(&mut *session, 0).with_drafts(speculation);
+        let mut sampler = Sampler::new(SamplingParams::greedy(), 3).unwrap();
+        let limits = Limits {
+            stop: &[],
+            max_tokens: 100,
+            interrupt: None,
+        };
+        let each = &mut |_| ControlFlow::Continue(());
+        let made = generate(
+            &mut *session,
+            &mut sequence,
+            &prompt,
+            &mut sampler,
+            &limits,
+            each,
+        )
+        .unwrap();
+        assert_eq!(made.stats.drafted > 300, drafts, "{:?}", made.stats);
+        made.tokens
+    };
+    let (with, without) = (answer(true), answer(false));
+    let mut s = gpu_session(&*engine);
+    let vocab = config.vocab_size;
+    let same = with
+        .iter()
+        .zip(&without)
+        .take_while(|(a, b)| a == b)
+        .count();
+    if same < with.len() {
+        let text = [&prompt[..], &with[..same]].concat();
+        let logits = feed(&mut *s, 0, &text);
+        let last = &logits[logits.len() - vocab..];
+        let gap = last[without[same] as usize] - last[with[same] as usize];
+        assert!(gap.abs() < 0.05, "token {same}: {gap}");
+    }
+}
+
+/// A mixture's layer has experts, which are not drafted with here.
+#[test]
+fn layers_with_experts_are_refused_by_name() {
+    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+    if nq_kernels::cuda::device_count().is_err() && !required {
+        return;
+    }
+    let config = ModelConfig {
+        mtp_layers: 1,
+        ..wide_hybrid("qwen35moe", 4, false)
+    };
+    let store = Store::random(&config, 9);
+    let refused = Mtp::load((&config, &store), &on_gpu()).err();
+    let refused = refused.expect("an error").to_string();
+    assert!(refused.contains("experts"), "{refused}");
+}
