@@ -87,6 +87,11 @@ fn families_are_quantized_and_exported() {
             let made = report(home.path(), &[&args[..], &how, &text, &on].concat());
             let mean = made["quality"]["kld"]["mean"].as_f64().unwrap();
             assert!(mean < most, "{family} by {method}: {mean:e}");
+            // Rounded to nearest, whatever the method.
+            let seen = report(home.path(), &["inspect", &path(method)]);
+            let mtp = &seen["quantization"]["settings"]["mtp"];
+            let expected = config(family).mtp_layers == 1;
+            assert_eq!(*mtp == "rtn-clip", expected, "{family} by {method}: {mtp}");
         }
         let biases = |model: &str| {
             let seen = report(home.path(), &["inspect", &path(model), "--verify"]);
