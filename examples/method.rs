@@ -68,7 +68,7 @@ fn main() -> anyhow::Result<()> {
     };
     let checkpoint = Checkpoint::open(Path::new(folder))?;
     let options = QuantizeOptions {
-        eval_tokens: 2048,
+        eval_tokens: Some(2048),
         ..QuantizeOptions::new(checkpoint.config(), Bits::B8, out)?
     };
     let method = Box::new(Stochastic { seed: 0 });

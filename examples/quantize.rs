@@ -15,7 +15,7 @@ fn main() -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(Path::new(folder))?;
     let options = QuantizeOptions {
         method: "rtn".into(), // "gptq" takes longer and gives better quality
-        eval_tokens: 2048,
+        eval_tokens: Some(2048),
         ..QuantizeOptions::new(checkpoint.config(), Bits::B4, out)?
     };
     let report = Job::new(&checkpoint, &options, &())?.run()?;

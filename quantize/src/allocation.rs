@@ -250,7 +250,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 ///
 /// # Errors
 /// [`Error::Request`] if not even the smallest candidates fit.
-pub fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
+pub(crate) fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
     let table = Table::new(menus);
     if budget < table.smallest {
         return Err(Error::Request {
@@ -268,7 +268,7 @@ pub fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
 
 /// The choice with the fewest bytes whose total loss is at most `limit`; `None` if no choice is
 /// that good.
-pub fn within_loss(menus: &[Menu], limit: f64) -> Option<Chosen> {
+pub(crate) fn within_loss(menus: &[Menu], limit: f64) -> Option<Chosen> {
     let table = Table::new(menus);
     let units = table.loss.iter().position(|&l| l <= limit)?;
     Some(table.at(units))
@@ -331,7 +331,7 @@ pub fn apply(base: &Schemes, menus: &[Menu], chosen: &[usize]) -> Schemes {
 /// The choice that corresponds to `schemes`, for predicting their loss. A scheme that is not a
 /// candidate counts as the candidate of the same bits with the nearest number of
 /// bytes.
-pub fn chosen_by(schemes: &Schemes, menus: &[Menu]) -> Chosen {
+pub(crate) fn chosen_by(schemes: &Schemes, menus: &[Menu]) -> Chosen {
     let find = |m: &Menu| {
         let scheme = m.weights.first().and_then(|w| schemes.of(w))?;
         let exact = m.candidates.iter().position(|c| c.scheme == scheme);

@@ -6,7 +6,7 @@
 
 use crate::error::{Error, Result};
 use nq_formats::nq::CalibrationRecord;
-use nq_formats::{Files, Progress, Unit, hash, human_bytes};
+use nq_formats::{Files, ModelConfig, Progress, Unit, hash, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::{ChatTemplate, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer};
@@ -17,7 +17,28 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Most tokens of a calibration sequence.
-pub const SEQUENCE: usize = 512;
+pub(crate) const SEQUENCE: usize = 512;
+
+/// Calibration tokens of a model that is quantized fast: a small one, or on a GPU.
+pub(crate) const CALIBRATION_TOKENS: usize = 32_768;
+/// Least calibration tokens by default, if no input is wider.
+const LEAST_TOKENS: usize = 8192;
+/// Tokens times parameters that larger models are calibrated on by default.
+const WORK: f64 = 7.5e12;
+/// Most tokens that quality is measured on by default.
+pub(crate) const EVAL_TOKENS: usize = 8192;
+
+/// Calibration tokens by default on a CPU, where the time grows with tokens and parameters: fewer for larger models,
+/// but at least as many as their widest input has elements.
+pub(crate) fn default_tokens(config: &ModelConfig) -> usize {
+    let products = config.layers().flat_map(|layer| layer.products());
+    let widest = products.map(|p| p.inputs(config)).max().unwrap_or(0);
+    let affordable = (WORK / config.parameters().max(1) as f64) as usize;
+    let tokens = affordable
+        .clamp(LEAST_TOKENS, CALIBRATION_TOKENS)
+        .max(widest);
+    tokens / SEQUENCE * SEQUENCE
+}
 
 /// Source of calibration text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,7 +96,7 @@ const SLOTS: usize = 64;
 const KV_BYTES: usize = 1 << 30;
 
 /// Least rows of one forward while sampling: prompts are fed in parts of this size.
-pub const SAMPLING_ROWS: usize = 256;
+pub(crate) const SAMPLING_ROWS: usize = 256;
 
 /// A model's tokenizer and chat template, for making prompts.
 pub struct Prompter {
@@ -145,8 +166,8 @@ impl Prompter {
 
 /// Number of sequences to sample together: as many as fit `KV_BYTES`, and as the engine can sample
 /// in one step, if it has such a limit ([`Engine::sampled_together`]).
-pub fn sampling_slots(
-    config: &nq_formats::ModelConfig,
+pub(crate) fn sampling_slots(
+    config: &ModelConfig,
     n: usize,
     length: usize,
     together: Option<usize>,
@@ -323,6 +344,8 @@ pub(crate) fn text(path: &Path) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nq_formats::Checkpoint;
+    use nq_formats::models::Preset;
 
     fn demo() -> Files {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
@@ -331,6 +354,16 @@ mod tests {
 
     fn prompter() -> Prompter {
         Prompter::new(&demo(), 4096, &[], &()).unwrap()
+    }
+
+    #[test]
+    fn larger_models_are_calibrated_on_fewer_tokens() {
+        let tokens = |name: &str| default_tokens(&Preset::find(name).unwrap().config());
+        let expected = [12_288, 8192, 12_288];
+        let found = ["qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"].map(tokens);
+        assert_eq!(found, expected);
+        let demo = Checkpoint::open(&demo().root()).unwrap();
+        assert_eq!(default_tokens(demo.config()), CALIBRATION_TOKENS);
     }
 
     #[test]

@@ -9,7 +9,7 @@
 
 mod offsets;
 
-use crate::grid::{Grid, GroupParams, SpanFactors};
+use crate::grid::{Grid, GroupParams, SpanFactors, round_within};
 use half::f16;
 use nq_formats::product;
 use serde_json::{Value, json};
@@ -151,7 +151,7 @@ impl Fit {
 
     /// Parameters near `p` that are multiples of a span's factors: of the integers around the exact
     /// quotients, those with the least weighted error of `w`.
-    pub fn in_span(
+    pub(crate) fn in_span(
         &self,
         grid: &Grid,
         factors: SpanFactors,
@@ -266,21 +266,9 @@ struct Search<'a> {
     error: f32,
 }
 
-/// Adding and subtracting this rounds a small f32 to an integer, ties to even, in two
-/// instructions that every vector unit has.
-const ROUNDER: f32 = 12_582_912.0; // 1.5 * 2^23
-
 /// Elements per pass of the inner loop: enough partial sums to keep any vector unit busy, in a
 /// fixed order of summation.
 const LANES: usize = 16;
-
-/// Limits `v` to `low ..= high`. Two instructions on any vector unit; [`f32::clamp`] takes more
-/// because it preserves NaN, which weights never are.
-#[inline(always)]
-fn clamp(v: f32, low: f32, high: f32) -> f32 {
-    let v = if v > low { v } else { low };
-    if v < high { v } else { high }
-}
 
 impl<'a> Search<'a> {
     /// Nothing tried yet: `best` counts for as long as nothing is.
@@ -330,7 +318,7 @@ impl<'a> Search<'a> {
         let (inverse, zero) = (1.0 / p.scale, f32::from(p.zero));
         let (low, high) = (-zero, f32::from(self.grid.max_code()) - zero);
         let error = |w: f32, h: f32| {
-            let q = clamp(w * inverse, low, high) + ROUNDER - ROUNDER;
+            let q = round_within(w * inverse, low, high);
             let e = q * p.scale - w;
             h * power(e * e, e)
         };
@@ -361,7 +349,7 @@ impl<'a> Search<'a> {
         let (low, high) = (-zero, f32::from(self.grid.max_code()) - zero);
         let (mut wq, mut qq) = (0f32, 0f32);
         for (i, &w) in self.w.iter().enumerate() {
-            let q = (w * inverse).clamp(low, high) + ROUNDER - ROUNDER;
+            let q = round_within(w * inverse, low, high);
             let mut h = self.importance.get(i).copied().unwrap_or(1.0);
             if self.power == Power::Three {
                 h *= (q * p.scale - w).abs();

@@ -97,13 +97,13 @@ impl Grid {
     }
 
     /// Groups per span in a row of `cols` columns.
-    pub fn groups_of_span(&self, cols: usize) -> usize {
+    pub(crate) fn groups_of_span(&self, cols: usize) -> usize {
         let span = self.two_level().map_or(cols, |two| two.span.size(cols));
         span.div_ceil(self.group().size(cols).max(1)).max(1)
     }
 
     /// The least and the greatest integer scale of a group, in units of its span's f16 factor.
-    pub fn small_range(&self) -> (i16, i16) {
+    pub(crate) fn small_range(&self) -> (i16, i16) {
         let bits = self.two_level().map_or(Bits::B8, |two| two.bits);
         let middle = i16::from(bits.midpoint());
         if self.symmetric() {
@@ -147,7 +147,7 @@ impl Grid {
 
     /// Rounds the scales and offsets of a row's groups to the nearest that two levels can store, and writes
     /// the factors of each span to `spans`. Does nothing if every group has an f16 scale of its own.
-    pub fn snap(&self, params: &mut [GroupParams], spans: &mut [SpanFactors]) {
+    pub(crate) fn snap(&self, params: &mut [GroupParams], spans: &mut [SpanFactors]) {
         if spans.is_empty() {
             return;
         }
@@ -188,8 +188,9 @@ impl Grid {
         if p.scale == 0.0 {
             return p.zero;
         }
-        let q = ((w - p.offset) / p.scale).round_ties_even() + f32::from(p.zero);
-        q.clamp(0.0, f32::from(self.max_code())) as u8
+        let zero = f32::from(p.zero);
+        let (low, high) = (-zero, f32::from(self.max_code()) - zero);
+        (round_within((w - p.offset) / p.scale, low, high) + zero) as u8
     }
 
     /// Rounds a group of weights to codes.
@@ -198,6 +199,19 @@ impl Grid {
             *c = self.code(p, w);
         }
     }
+}
+
+/// Adding and subtracting this rounds a small f32 to an integer, ties to even, in two
+/// instructions that every vector unit has.
+const ROUNDER: f32 = 12_582_912.0; // 1.5 * 2^23
+
+/// The integer nearest to `v` among `low ..= high`, ties to even. The limits take two instructions on any
+/// vector unit; [`f32::clamp`] takes more because it preserves NaN, which weights never are.
+#[inline(always)]
+pub(crate) fn round_within(v: f32, low: f32, high: f32) -> f32 {
+    let v = if v > low { v } else { low };
+    let v = if v < high { v } else { high };
+    v + ROUNDER - ROUNDER
 }
 
 /// The f16 factors of a span: the scales and offsets of its groups are multiples of them.
@@ -264,7 +278,7 @@ impl Rounded {
     }
 
     /// Splits it into pieces of `n` rows; the last may be shorter.
-    pub fn rows_mut(&mut self, n: usize) -> Vec<RowsMut<'_>> {
+    pub(crate) fn rows_mut(&mut self, n: usize) -> Vec<RowsMut<'_>> {
         let (cols, groups, spans) = (self.cols, self.groups(), self.grid.spans(self.cols));
         let mut spans = self.spans.chunks_mut((n * spans).max(1));
         let params = self.params.chunks_mut((n * groups).max(1));
@@ -315,7 +329,7 @@ impl Rounded {
     ///
     /// # Errors
     /// Errors of [`nq_formats::AffineWeight::new`]; the methods of this crate cause none.
-    pub fn to_weight(&self) -> Result<Weight> {
+    pub(crate) fn to_weight(&self) -> Result<Weight> {
         let mut packer = Packer::new(self.grid, self.cols);
         packer.push(self);
         packer.finish()

@@ -115,6 +115,10 @@ impl<'a> Gather<'a> {
 }
 
 impl Observer for Gather<'_> {
+    fn wants_output(&self) -> bool {
+        false
+    }
+
     fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
         self.add(product, 0, x);
     }

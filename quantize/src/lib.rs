@@ -3,6 +3,8 @@
 //! A method turns a matrix and statistics of its inputs into codes and scales on a grid. It
 //! does not know how they are laid out in a file or on a device.
 //!
+//! A part of nq that may change in any version: programs use `nq-llm`.
+//!
 //! ```no_run
 //! use nq_formats::{Bits, Checkpoint};
 //! use nq_quantize::{Job, QuantizeOptions};
@@ -48,7 +50,7 @@ pub use error::{Error, Result};
 pub use fit::Fit;
 pub use grid::{Grid, GroupParams, Rounded};
 pub use memory::Estimate;
-pub use on_the_fly::{OnTheFly, quantize_at_load, requantize, rounded_weights};
+pub use on_the_fly::{OnTheFly, quantize_at_load, requantize};
 pub use pipeline::{Job, QuantizeOptions, TargetSize};
 pub use quality::Limits;
 pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};

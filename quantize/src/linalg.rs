@@ -1,7 +1,7 @@
 //! Dense matrices for the methods: row-major f32, and the inverse of a Cholesky factor.
 
 use crate::error::{Error, Result};
-use nq_formats::{Tensor, Weight};
+use nq_formats::Weight;
 use nq_kernels::matrix::{PACKED, Target, Threads, View, multiply};
 use rayon::prelude::*;
 
@@ -31,7 +31,7 @@ impl Matrix {
     /// # Errors
     /// [`Error::NotFinite`] with `name` and the first NaN or infinity; a dense weight that is not of a
     /// float type.
-    pub fn from_weight(name: &str, weight: &Weight) -> Result<Self> {
+    pub(crate) fn from_weight(name: &str, weight: &Weight) -> Result<Self> {
         let (rows, cols) = weight.dims();
         let mut m = Matrix::zeros(rows, cols);
         m.data
@@ -45,8 +45,9 @@ impl Matrix {
     ///
     /// # Errors
     /// None for a consistent matrix.
-    pub fn to_weight(&self) -> Result<Weight> {
-        let tensor = Tensor::from_f32(vec![self.rows, self.cols], self.data.clone())?;
+    #[cfg(test)]
+    pub(crate) fn to_weight(&self) -> Result<Weight> {
+        let tensor = nq_formats::Tensor::from_f32(vec![self.rows, self.cols], self.data.clone())?;
         Ok(Weight::Dense(tensor))
     }
 
@@ -70,7 +71,7 @@ impl Matrix {
     }
 
     /// All rows.
-    pub fn iter_rows(&self) -> impl Iterator<Item = &[f32]> {
+    pub(crate) fn iter_rows(&self) -> impl Iterator<Item = &[f32]> {
         self.data.chunks_exact(self.cols.max(1))
     }
 
@@ -90,7 +91,7 @@ impl Matrix {
 ///
 /// # Errors
 /// [`Error::NotFinite`] for NaN or infinity; a dense weight that is not of a float type.
-pub fn read_row(name: &str, weight: &Weight, row: usize, out: &mut [f32]) -> Result<()> {
+pub(crate) fn read_row(name: &str, weight: &Weight, row: usize, out: &mut [f32]) -> Result<()> {
     weight.dequantize_row(row, out)?;
     // Only NaN and infinity times 0 is NaN: cheaper than checking each value.
     if out.iter().map(|v| v * 0.0).sum::<f32>() == 0.0 {
@@ -195,14 +196,14 @@ impl Moments {
     }
 
     /// `E[x_i^2]`.
-    pub fn mean_squares(&self) -> Vec<f32> {
+    pub(crate) fn mean_squares(&self) -> Vec<f32> {
         let step = if self.full { self.n + 1 } else { 1 };
         let scale = 1.0 / self.rows.max(1) as f32;
         self.sum.iter().step_by(step).map(|v| v * scale).collect()
     }
 
     /// True if the full `E[x x^T]` is kept.
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.full
     }
 }
@@ -216,12 +217,12 @@ pub fn factor_bytes(n: usize) -> usize {
     (8 + 4) * n * n + 2 * 8 * n * BLOCKS[0].min(n) + rayon::current_num_threads() * PACKED
 }
 
-/// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`, `[n, n]` row-major, where `P`
-/// moves element `order[i]` to place `i`; `None` if the matrix is not positive definite.
+/// The upper triangular `U` with `(P (H + noise diag(H)) P^T + damping I)^-1 = U^T U`, `[n, n]` row-major, where
+/// `P` moves element `order[i]` to place `i`; `None` if the matrix is not positive definite.
 ///
 /// `U` is the inverse of the factor `R` of `H = R R^T` (R upper triangular): the inverse of the Cholesky
 /// factor of the reversed matrix, reversed. Computed in f64.
-pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64) -> Option<Matrix> {
+pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64, noise: f64) -> Option<Matrix> {
     let n = order.len();
     let at = |i: usize| order[n - 1 - i];
     let mut inverse = vec![0f64; n * n];
@@ -229,7 +230,7 @@ pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64) -> Option<Matri
         for (j, v) in row.iter_mut().enumerate().take(i + 1) {
             *v = f64::from(h.data[at(i) * n + at(j)]);
         }
-        row[i] += damping;
+        row[i] += noise * row[i] + damping;
     });
     invert_cholesky(&mut inverse, n, &BLOCKS)?;
     let mut u = Matrix::zeros(n, n);
@@ -322,7 +323,7 @@ fn invert_small_cholesky(a: &mut [f64], n: usize) -> Option<()> {
 /// `dst += alpha * a b` on one thread, all row-major. `a` is `[m, k]`; `b` is the columns
 /// `from ..` of rows `rows` of a matrix with `b.cols` columns; `dst` is the same columns of
 /// a matrix `[m, dst_cols]`.
-pub fn add_product(
+pub(crate) fn add_product(
     dst: &mut [f32],
     dst_cols: usize,
     alpha: f32,
@@ -345,18 +346,34 @@ pub fn add_product(
 /// `tr(E H E^T)` for `e` `[rows, n]` and a symmetric `h` `[n, n]`: the mean squared output
 /// error caused by the weight error `e`, summed over outputs.
 pub fn quadratic_error(e: &Matrix, h: &Matrix) -> f64 {
-    const TILE: usize = 64;
+    // Enough rows that packing `h` for the product costs little beside the product.
+    const TILE: usize = 256;
+    // Of what is on both sides of the diagonal blocks of this size, one side counts twice.
+    const BLOCK: usize = 256;
     let n = e.cols;
     let parts: Vec<f64> = e
         .data
         .par_chunks(TILE * n)
         .map(|e| {
-            let mut product = vec![0.0; e.len()];
-            add_product(&mut product, n, 1.0, e, h, 0..n, 0);
-            e.iter()
-                .zip(&product)
-                .map(|(&a, &b)| f64::from(a) * f64::from(b))
-                .sum()
+            let rows = e.len() / n;
+            let all = View::new(e, rows, n);
+            let mut product = vec![0.0; rows * BLOCK];
+            let mut sum = 0.0;
+            for start in (0..n).step_by(BLOCK) {
+                let end = n.min(start + BLOCK);
+                let product = &mut product[..rows * (end - start)];
+                for (inputs, times) in [(start..end, 1.0), (end..n, 2.0)] {
+                    let left = all.part(0..rows, inputs.clone());
+                    let right = h.view().part(inputs, start..end);
+                    let to = Target::new(product, end - start);
+                    multiply(to, times > 1.0, times, left, right, Threads::One);
+                }
+                for (e, product) in e.chunks_exact(n).zip(product.chunks_exact(end - start)) {
+                    let e = e[start..end].iter().zip(product);
+                    sum += e.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
+                }
+            }
+            sum
         })
         .collect();
     parts.iter().sum() // in order: the same for any number of threads
@@ -408,7 +425,7 @@ mod tests {
         moments.add(&random(100, n, 1).data);
         let h = moments.matrix();
         let order: Vec<usize> = (0..n).map(|i| (i * 7) % n).collect();
-        let u = inverse_factor(&h, &order, 0.1).unwrap();
+        let u = inverse_factor(&h, &order, 0.1, 0.0).unwrap();
         let mut permuted = Matrix::zeros(n, n);
         for i in 0..n {
             for j in 0..n {
@@ -438,8 +455,8 @@ mod tests {
         moments.add(&[1.0, 2.0, 0.0, 1.0]);
         let h = moments.matrix();
         let order = [0, 1, 2, 3];
-        assert!(inverse_factor(&h, &order, 0.0).is_none());
-        assert!(inverse_factor(&h, &order, 0.01).is_some());
+        assert!(inverse_factor(&h, &order, 0.0, 0.0).is_none());
+        assert!(inverse_factor(&h, &order, 0.01, 0.0).is_some());
     }
 
     #[test]

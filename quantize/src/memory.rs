@@ -235,7 +235,7 @@ pub fn file_bytes(c: &ModelConfig, schemes: &Schemes, dense: DType) -> u64 {
 }
 
 /// The peak resident memory of this process so far, in bytes; 0 if the system does not say.
-pub fn peak_rss() -> u64 {
+pub(crate) fn peak_rss() -> u64 {
     nq_runtime::device::peak_memory().unwrap_or(0)
 }
 

@@ -106,7 +106,7 @@ fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
 ///
 /// # Errors
 /// Errors of [`Schemes::check`].
-pub fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Result<OnTheFly<'_>> {
+pub(crate) fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Result<OnTheFly<'_>> {
     schemes.check(checkpoint.config())?;
     Ok(OnTheFly::new(Box::new(Whole(checkpoint)), schemes))
 }

@@ -81,7 +81,7 @@ pub struct Measured {
 const WORST: usize = 10;
 
 /// (number, length) of held-out sequences with `tokens` tokens in all.
-pub fn held_out_shape(config: &ModelConfig, tokens: usize) -> (usize, usize) {
+pub(crate) fn held_out_shape(config: &ModelConfig, tokens: usize) -> (usize, usize) {
     let length = SEQUENCE.min(config.max_position_embeddings);
     (tokens.div_ceil(length).max(1), length)
 }
@@ -178,7 +178,7 @@ impl Judge {
 ///
 /// # Errors
 /// If the folder cannot be opened or has no record.
-pub fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeReport> {
+pub(crate) fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::QuantizeReport> {
     let root = checkpoint.files().root();
     let record = nq_formats::nq::record(checkpoint)?.ok_or_else(|| Error::Text {
         path: root.clone(),

@@ -100,7 +100,7 @@ pub struct WorstToken {
 impl QuantizeReport {
     /// The `n` weights with the greatest output error (or, where that is unknown, the greatest error
     /// of the weight), as `name (error)`.
-    pub fn worst_layers(&self, n: usize) -> Vec<String> {
+    pub(crate) fn worst_layers(&self, n: usize) -> Vec<String> {
         let show = |l: &LayerReport| format!("{} ({:.2} %)", l.name, 100.0 * l.error());
         self.worst(n).into_iter().map(show).collect()
     }

@@ -63,7 +63,7 @@ impl Schemes {
     }
 
     /// True if some groups are so short that no GPU has kernels for them.
-    pub fn need_cpu(&self) -> bool {
+    pub(crate) fn need_cpu(&self) -> bool {
         let all = self.head.iter().chain([&self.linears]);
         let mut groups = all.chain(self.overrides.values()).map(|s| s.group);
         groups.any(|group| matches!(group, Group::Size(n) if n < 32))

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use std::f32::consts::FRAC_1_SQRT_2;
 
 /// Weights of a sequence.
-pub const SEQUENCE: usize = 128;
+pub(crate) const SEQUENCE: usize = 128;
 const STATE_BITS: u32 = 16;
 const STATES: usize = 1 << STATE_BITS;
 

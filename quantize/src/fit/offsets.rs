@@ -5,8 +5,8 @@
 //! integers of each group are then searched around what its own fit asks for, and the two f16 refitted
 //! to all codes of the span, in turns.
 
-use super::{Fit, LANES, ROUNDER, clamp, importance_of, storable};
-use crate::grid::{Grid, GroupParams, SpanFactors};
+use super::{Fit, LANES, importance_of, storable};
+use crate::grid::{Grid, GroupParams, SpanFactors, round_within};
 use half::f16;
 use nq_formats::product;
 
@@ -132,7 +132,7 @@ fn stored(scale: f32, offset: f32) -> GroupParams {
 /// The nearest code, as a float.
 #[inline(always)]
 fn code(w: f32, inverse: f32, offset: f32, max: f32) -> f32 {
-    clamp((w - offset) * inverse, 0.0, max) + ROUNDER - ROUNDER
+    round_within((w - offset) * inverse, 0.0, max)
 }
 
 /// `1 / scale`, or 0 if the scale is 0, which makes all codes 0.

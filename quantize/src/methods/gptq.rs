@@ -56,6 +56,10 @@ impl Default for Gptq {
     }
 }
 
+/// Share of itself that is added to each element of the diagonal, for moments of as many rows as an input has elements;
+/// with more rows it is less. Moments of few rows show correlations that other text does not have.
+const NOISE: f64 = 0.5;
+
 /// The first damping to try if the settings have none.
 const LEAST_RAISE: f64 = 1e-3;
 /// If even this much damping fails, the Hessian is given up.
@@ -127,6 +131,11 @@ impl Method for Gptq {
         }
 
         let order = self.columns(diagonal, problem.grid);
+        let rows = problem.inputs.map_or(0, |i| i.rows);
+        let noise = match rows {
+            0 => 0.0,
+            rows => (NOISE * n as f64 / rows as f64).min(1.0),
+        };
         let mut damping = self.damping;
         let factor = loop {
             let damped = Damped {
@@ -134,6 +143,7 @@ impl Method for Gptq {
                 dead: &dead,
                 fill: mean as f32,
                 damping: damping * mean,
+                noise,
             };
             if let Some(u) = hessian.inverse_factor(&damped)? {
                 break u;

@@ -78,7 +78,7 @@ pub fn round(weight: &Matrix, grid: Grid, fit: Fit, importance: &[f32]) -> Round
 ///
 /// # Errors
 /// [`crate::Error::NotFinite`], which names `name`; a dense weight that is not of a float type.
-pub fn round_rows(
+pub(crate) fn round_rows(
     name: &str,
     weight: &Weight,
     grid: Grid,

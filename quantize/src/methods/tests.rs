@@ -65,6 +65,17 @@ fn stats(x: &Matrix) -> InputStats {
 }
 
 fn output_error(w: &Matrix, method: &dyn Method, inputs: &InputStats, grid: Grid) -> f64 {
+    output_error_on(inputs, w, method, inputs, grid)
+}
+
+/// The error on the inputs `seen` of `w` rounded by the statistics `inputs`.
+fn output_error_on(
+    seen: &InputStats,
+    w: &Matrix,
+    method: &dyn Method,
+    inputs: &InputStats,
+    grid: Grid,
+) -> f64 {
     let problem = Problem {
         name: "w",
         weight: w,
@@ -83,8 +94,32 @@ fn output_error(w: &Matrix, method: &dyn Method, inputs: &InputStats, grid: Grid
             .zip(&row)
             .for_each(|(e, q)| *e -= q);
     }
-    let hessian = inputs.hessian.as_ref().unwrap();
+    let hessian = seen.hessian.as_ref().unwrap();
     hessian.quadratic_error(&error).unwrap()
+}
+
+/// Few rows of independent inputs show correlations that others do not have: known to be few, they do better on others.
+#[test]
+fn gptq_trusts_moments_of_few_rows_less() {
+    let n = 64;
+    let (grid, method) = (
+        grid(Bits::B4, Group::Size(32), Zeros::Integer),
+        Gptq::default(),
+    );
+    for stream in [40, 50, 60] {
+        let x = normal(4 * n, n, 1.0, stream);
+        let (few, others) = (x.part(0..n), x.part(n..4 * n));
+        let (few, others) = (stats(&few), stats(&others));
+        let w = normal(48, n, 0.05, stream + 5);
+        let error = |rows| {
+            let few = InputStats {
+                rows,
+                ..few.clone()
+            };
+            output_error_on(&others, &w, &method, &few, grid)
+        };
+        assert!(error(n) < error(0), "{} {}", error(n), error(0));
+    }
 }
 
 /// Weights on the grid come back exactly, from every method and on every grid.

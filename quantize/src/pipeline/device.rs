@@ -10,7 +10,7 @@ use crate::second_order::InputStats;
 use crate::streamed::Streamed;
 use nq_formats::Progress;
 use nq_runtime::device::Device;
-use nq_runtime::{DeviceChoice, Engine, LoadOptions, gpu, load};
+use nq_runtime::{ActivationChoice, DeviceChoice, Engine, LoadOptions, gpu, load};
 use std::sync::Arc;
 
 /// The note in the record if text was not sampled from the unrounded source.
@@ -78,11 +78,16 @@ impl Job<'_> {
                  the {} bytes of the GPU's memory that may be used",
                 estimate.limit
             ));
-            let store = crate::rounded_weights(self.checkpoint, schemes)?;
+            let store = crate::on_the_fly::rounded_weights(self.checkpoint, schemes)?;
             let options = &self.options.load;
             return Ok(load(self.config(), &store, options, &self.progress)?);
         }
-        self.source_engine()
+        let (config, store) = (self.config(), self.checkpoint.store());
+        let options = LoadOptions {
+            activations: ActivationChoice::Bf16,
+            ..self.options.load
+        };
+        Ok(load(config, store, &options, &self.progress)?)
     }
 
     /// Statistics whose second moments are on the device, if it rounds with them.
@@ -129,7 +134,12 @@ impl Job<'_> {
              the GPU's memory together",
         );
         let (store, windows) = (self.checkpoint.store(), judge.windows()?);
-        let source = Streamed::new(self.stepper()?, store, &windows, &self.progress)?;
+        let source = Streamed::new(
+            self.stepper(ActivationChoice::F32)?,
+            store,
+            &windows,
+            &self.progress,
+        )?;
         Ok(Some(Arc::new(source)))
     }
 }

@@ -14,6 +14,7 @@ use crate::sensitivity;
 use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::nq::Writer;
 use nq_formats::{Progress, human_bytes, mapping};
+use nq_runtime::ActivationChoice;
 
 /// Most whole models made in search of one that keeps the limits.
 const ATTEMPTS: usize = 6;
@@ -345,10 +346,10 @@ impl Job<'_> {
         let config = self.config();
         let groups = self.chosen_groups();
         let prompter = self.prompter()?;
-        let shape = sensitivity::shape(config, groups.len(), self.options.eval_tokens);
+        let shape = sensitivity::shape(config, groups.len(), self.eval_tokens());
         let text = self.probe_text(&prompter, shape, state)?;
         mapping::trim_heap();
-        let mut stepper = self.stepper()?;
+        let mut stepper = self.stepper(ActivationChoice::F32)?;
         sensitivity::Probe {
             store: self.checkpoint.store(),
             text: &text.ids,

@@ -1,7 +1,7 @@
 //! A quantization to be run: the request, checked against the model.
 
 use crate::allocation;
-use crate::calibration::{CalibrationSource, SEQUENCE};
+use crate::calibration::{self, CALIBRATION_TOKENS, CalibrationSource, EVAL_TOKENS, SEQUENCE};
 use crate::device_memory::DeviceEstimate;
 use crate::error::{Error, Result};
 use crate::memory;
@@ -37,8 +37,8 @@ pub struct QuantizeOptions {
     pub method: String,
     /// Calibration text.
     pub calibration: CalibrationSource,
-    /// Number of calibration tokens.
-    pub calib_tokens: usize,
+    /// Number of calibration tokens; `None`: 32,768 on a GPU, [`calibration::default_tokens`] on the CPU.
+    pub calib_tokens: Option<usize>,
     /// Tuning of the method's result against the source's logits.
     pub tuning: Option<TuneOptions>,
     /// Seed of everything random.
@@ -49,8 +49,8 @@ pub struct QuantizeOptions {
     pub measure: bool,
     /// Text for measuring quality; `None`: held-out text sampled from the model.
     pub eval_text: Option<PathBuf>,
-    /// Most tokens for measuring quality.
-    pub eval_tokens: usize,
+    /// Most tokens for measuring quality; `None`: half as many as are calibrated on by default, at most 8,192.
+    pub eval_tokens: Option<usize>,
     /// Folder to write.
     pub out: PathBuf,
     /// Replaces an existing output.
@@ -67,7 +67,7 @@ pub struct QuantizeOptions {
 
 impl QuantizeOptions {
     /// The options of `nq quantize --bits BITS --out OUT` for a model of this shape, on the first GPU or else
-    /// the CPU: at fewer than 8 bits a mix of schemes. [`Schemes::defaults`] are those of `--simple`.
+    /// the CPU: at fewer than 8 bits a mix of schemes.
     ///
     /// # Errors
     /// None for the shape of a model that was opened.
@@ -80,13 +80,13 @@ impl QuantizeOptions {
             head_fixed: false,
             method: "gptq".into(),
             calibration: CalibrationSource::SelfSampled,
-            calib_tokens: 32_768,
+            calib_tokens: None,
             tuning: None,
             seed: 0,
             limits: Limits::default(),
             measure: true,
             eval_text: None,
-            eval_tokens: 8192,
+            eval_tokens: None,
             out: out.into(),
             force: false,
             resume: false,
@@ -94,6 +94,12 @@ impl QuantizeOptions {
             load: LoadOptions::default(),
             device_memory: None,
         })
+    }
+
+    /// One scheme for all layers and 8 bits for embedding and head, as `--simple` asks for; a target size begins with
+    /// these too.
+    pub fn simple(&mut self) {
+        self.schemes = Schemes::defaults(self.bits);
     }
 }
 
@@ -184,8 +190,26 @@ impl<'a> Job<'a> {
             return (0, 0);
         }
         let length = SEQUENCE.min(self.config().max_position_embeddings);
-        let n = self.options.calib_tokens.div_ceil(length).max(1);
+        let n = self.calib_tokens().div_ceil(length).max(1);
         (n, length)
+    }
+
+    /// Tokens to calibrate on.
+    pub(super) fn calib_tokens(&self) -> usize {
+        (self.options.calib_tokens).unwrap_or_else(|| self.default_tokens())
+    }
+
+    /// Most tokens to measure quality on.
+    pub(super) fn eval_tokens(&self) -> usize {
+        let usual = || (self.default_tokens() / 2).min(EVAL_TOKENS);
+        self.options.eval_tokens.unwrap_or_else(usual)
+    }
+
+    fn default_tokens(&self) -> usize {
+        match self.options.load.device.resolve() {
+            Ok(Device::Cpu) => calibration::default_tokens(self.config()),
+            _ => CALIBRATION_TOKENS,
+        }
     }
 
     /// True if quality is measured on text that the source samples.
@@ -201,7 +225,7 @@ impl<'a> Job<'a> {
             sampled = n;
         }
         if self.samples_held_out() {
-            let (n, _) = quality::held_out_shape(self.config(), self.options.eval_tokens);
+            let (n, _) = quality::held_out_shape(self.config(), self.eval_tokens());
             sampled = sampled.max(n);
         }
         sampled
@@ -220,7 +244,7 @@ impl<'a> Job<'a> {
             } else {
                 0
             },
-            eval_tokens: self.options.eval_tokens,
+            eval_tokens: self.eval_tokens(),
             on_gpu: matches!(self.options.load.device.resolve(), Ok(Device::Cuda(_))),
         };
         memory::Estimate::new(self.checkpoint, work)

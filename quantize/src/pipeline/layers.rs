@@ -37,7 +37,7 @@ impl Job<'_> {
     ) -> Result<Option<Hidden>> {
         let config = self.config();
         let layers = config.num_hidden_layers;
-        let mut stepper = self.stepper()?;
+        let mut stepper = self.stepper(ActivationChoice::Bf16)?;
         let mut stream = match calibration {
             Some(text) => {
                 let embed = || self.embed(schemes, text);
@@ -126,11 +126,10 @@ impl Job<'_> {
         Ok(Hidden::embed(&rounded, &places)?)
     }
 
-    /// The layer stepper on the requested device. It does not round activations: the stream
-    /// passed from layer to layer depends on the weights and the text alone.
-    pub(super) fn stepper(&self) -> Result<Box<dyn LayerStepper>> {
+    /// The layer stepper on the requested device, whose Linears round their inputs as `activations` say.
+    pub(super) fn stepper(&self, activations: ActivationChoice) -> Result<Box<dyn LayerStepper>> {
         let options = LoadOptions {
-            activations: ActivationChoice::F32,
+            activations,
             ..self.options.load
         };
         let rows = self.device_estimate()?.map_or(usize::MAX, |d| d.rows);

@@ -41,7 +41,7 @@ use std::time::Instant;
 pub use tune::TuningEstimate;
 
 /// A setting in the record of a file whose quality was not measured: false.
-pub const MEASURED: &str = "measured";
+pub(crate) const MEASURED: &str = "measured";
 
 impl Job<'_> {
     /// All settings that determine the result, for the record and for resuming.
@@ -365,7 +365,7 @@ impl Job<'_> {
             (None, None) => unreachable!("sampled where no text is given"),
         };
         let files = self.checkpoint.files();
-        let judge = quality::Judge::new(self.config(), files, text, self.options.eval_tokens)?;
+        let judge = quality::Judge::new(self.config(), files, text, self.eval_tokens())?;
         let source = match self.streamed_source(&judge)? {
             Some(source) => source,
             None => self.source_engine()?,

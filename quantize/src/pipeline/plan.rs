@@ -7,8 +7,11 @@
 use super::job::Job;
 use crate::allocation::{self, Place};
 use crate::calibration::CalibrationSource;
+use crate::memory;
 use crate::methods::Needs;
 use crate::quality;
+use nq_formats::DType;
+use nq_kernels::cpu::Isa;
 use nq_kernels::matrix::{Target, Threads, View, multiply};
 use nq_runtime::device::Device;
 use serde::Serialize;
@@ -23,9 +26,10 @@ pub struct PlannedStage {
     pub seconds: f64,
 }
 
-/// Shares of a product's speed that stages reach, estimated from the times of one run of Qwen3-0.6B on two cores.
-const SAMPLING: f64 = 0.6;
-const LAYERS: f64 = 0.55;
+/// Shares of a product's speed that stages reach, estimated from the times of runs of Qwen3-0.6B on two cores: of those
+/// that multiply bf16 weights, on a CPU that has such products first.
+const SAMPLING: [f64; 2] = [1.1, 0.6];
+const LAYERS: [f64; 2] = [1.05, 0.7];
 const ROUNDING: f64 = 0.1;
 const MEASURING: f64 = 2.0; // of three passes in 8-bit products
 
@@ -48,10 +52,13 @@ impl Job<'_> {
         let o = self.options;
         let on_cpu = matches!(o.load.device.resolve(), Ok(Device::Cpu));
         let speed = if on_cpu { speed() } else { f64::INFINITY };
+        let bf16 = memory::dense_type(self.checkpoint) == DType::BF16;
+        let slower = usize::from(!(bf16 && Isa::Avx512Bf16.available()));
+        let (sampling, layers) = (SAMPLING[slower], LAYERS[slower]);
         let work = self.work();
         let (n, length) = self.shape();
         let calibration = (n * length) as f64;
-        let (n, length) = quality::held_out_shape(self.config(), o.eval_tokens);
+        let (n, length) = quality::held_out_shape(self.config(), self.eval_tokens());
         let held_out = (n * length) as f64;
         let all = work.layers + work.head;
         let stage = |name, multiplications: f64, share: f64| PlannedStage {
@@ -63,13 +70,13 @@ impl Job<'_> {
             stages.push(stage(
                 "sampling calibration text",
                 calibration * all,
-                SAMPLING,
+                sampling,
             ));
         }
         if self.samples_held_out() {
-            stages.push(stage("sampling held-out text", held_out * all, SAMPLING));
+            stages.push(stage("sampling held-out text", held_out * all, sampling));
         }
-        let mut layers = stage("quantizing layers", 2.0 * calibration * work.layers, LAYERS);
+        let mut layers = stage("quantizing layers", 2.0 * calibration * work.layers, layers);
         if self.method.needs() != Needs::Nothing {
             layers.seconds += stage("", work.rounding, ROUNDING).seconds;
         }

@@ -44,7 +44,7 @@ impl Job<'_> {
                     "{}: calibrated on all of its {} tokens, fewer than the {} requested",
                     path.display(),
                     text.tokens(),
-                    o.calib_tokens
+                    self.calib_tokens()
                 ));
             }
             calibration = Some(text);
@@ -65,7 +65,7 @@ impl Job<'_> {
                 calibration = Some(sample("sampling calibration text", (n, length), o.seed)?);
             }
             if sample_held_out {
-                let shape = quality::held_out_shape(self.config(), o.eval_tokens);
+                let shape = quality::held_out_shape(self.config(), self.eval_tokens());
                 held_out = Some(sample("sampling held-out text", shape, o.seed ^ HELD_OUT)?);
             }
         }

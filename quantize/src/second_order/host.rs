@@ -53,7 +53,7 @@ impl Hessian for Matrix {
 
     fn inverse_factor(&self, d: &Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>> {
         let factor = match d.dead {
-            [] => inverse_factor(self, d.order, d.damping),
+            [] => inverse_factor(self, d.order, d.damping, d.noise),
             dead => {
                 let n = self.cols;
                 let mut h = self.clone();
@@ -63,7 +63,7 @@ impl Hessian for Matrix {
                     }
                     h.data[i * n + i] = d.fill;
                 }
-                inverse_factor(&h, d.order, d.damping)
+                inverse_factor(&h, d.order, d.damping, d.noise)
             }
         };
         Ok(factor.map(|u| Box::new(HostFactor(u)) as Box<dyn Factor>))

@@ -87,6 +87,8 @@ pub struct Damped<'a> {
     pub fill: f32,
     /// Added to the diagonal.
     pub damping: f64,
+    /// Added to each element of the diagonal as a share of itself, on the host.
+    pub noise: f64,
 }
 
 /// A weight and the order of its columns.
@@ -121,6 +123,8 @@ pub struct InputStats {
     pub mean_square: Vec<f32>,
     /// `E[x x^T]`, `[in, in]`.
     pub hessian: Option<Arc<dyn Hessian>>,
+    /// Number of inputs that these are means of; 0 if that is not known, as on a device.
+    pub rows: usize,
 }
 
 impl InputStats {
@@ -129,6 +133,7 @@ impl InputStats {
         InputStats {
             mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
             hessian: Some(Arc::new(moments)),
+            rows: 0,
         }
     }
 
@@ -137,6 +142,7 @@ impl InputStats {
         InputStats {
             mean_square: moments.diagonal().to_vec(),
             hessian: Some(Arc::new(device::DeviceHessian(moments))),
+            rows: 0,
         }
     }
 
@@ -157,14 +163,16 @@ impl InputStats {
 
 impl From<Moments> for InputStats {
     fn from(moments: Moments) -> Self {
-        if moments.is_full() {
+        let rows = moments.rows();
+        let stats = if moments.is_full() {
             InputStats::of(moments.matrix())
         } else {
             InputStats {
                 mean_square: moments.mean_squares(),
-                hessian: None,
+                ..InputStats::default()
             }
-        }
+        };
+        InputStats { rows, ..stats }
     }
 }
 

@@ -144,7 +144,7 @@ mod tests {
         // Rounding to nearest again saves nothing; a method without any error saves everything.
         let stats = InputStats {
             mean_square: vec![1.0; 64],
-            hessian: None,
+            ..InputStats::default()
         };
         let grid = Grid::new(PROBE).unwrap();
         let nearest = rtn::round(&rows, grid, Fit::clip(), &stats.mean_square);

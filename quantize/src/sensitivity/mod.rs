@@ -68,7 +68,7 @@ impl Probe<'_> {
     ///
     /// # Errors
     /// Errors of reading and running the model; logits with NaN or infinity.
-    pub fn menus(&self, stepper: &mut dyn LayerStepper) -> Result<Vec<Menu>> {
+    pub(crate) fn menus(&self, stepper: &mut dyn LayerStepper) -> Result<Vec<Menu>> {
         let work = self.work(stepper.config());
         self.progress
             .begin("measuring sensitivity", work, Unit::Tokens);

@@ -170,7 +170,7 @@ impl<O: GradOps> Graph<O> {
     ///
     /// # Errors
     /// Rows beyond either buffer; errors of the device.
-    pub fn take_outputs(
+    pub(crate) fn take_outputs(
         &mut self,
         ops: &O,
         (outputs, first): (&O::Floats, usize),
@@ -203,7 +203,7 @@ impl<O: GradOps> Graph<O> {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn gradient_towards(
+    pub(crate) fn gradient_towards(
         &mut self,
         ops: &O,
         teacher: &Model<O>,

@@ -122,7 +122,7 @@ impl<O: GradOps> Values<O> {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn to_host(&self, ops: &O) -> Result<Vec<f32>> {
+    pub(crate) fn to_host(&self, ops: &O) -> Result<Vec<f32>> {
         let mut values = vec![0.0; self.len];
         ops.read(&self.value, &mut values)?;
         Ok(values)
@@ -284,7 +284,7 @@ impl<O: GradOps> Matrix<O> {
     }
 
     /// True if it has parameters to tune.
-    pub fn is_tuned(&self) -> bool {
+    pub(crate) fn is_tuned(&self) -> bool {
         !matches!(self, Matrix::Dense(_))
     }
 
@@ -417,7 +417,7 @@ impl Canonical {
 ///
 /// # Errors
 /// If the device has not enough memory.
-pub fn both_models<O: Allocate>(
+pub(crate) fn both_models<O: Allocate>(
     ops: &O,
     c: &ModelConfig,
     group: usize,
@@ -519,7 +519,7 @@ impl<O: GradOps> Model<O> {
     }
 
     /// The head, mutable.
-    pub fn head_mut(&mut self) -> &mut Matrix<O> {
+    pub(crate) fn head_mut(&mut self) -> &mut Matrix<O> {
         self.head.as_mut().unwrap_or(&mut self.embedding)
     }
 

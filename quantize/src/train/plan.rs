@@ -46,12 +46,12 @@ const GOOD_STEPS: usize = 500;
 /// Fewer steps do not make up for the disturbance they cause.
 const LEAST_STEPS: usize = 32;
 /// Most checks on held-out text; fewer if they would take more than a share of the time.
-pub const CHECKS: usize = 8;
+pub(crate) const CHECKS: usize = 8;
 const LEAST_CHECKS: usize = 2;
 const CHECKS_SHARE: f64 = 0.05;
 
 /// Most seconds that a tuning without a budget of its own takes.
-pub fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
+pub(crate) fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
     if on_cpu {
         1800.0
     } else {
@@ -82,7 +82,7 @@ pub struct Schedule {
 }
 
 /// The learning rate of codes, in steps of their grid, for short schedules of 32 sequences per step.
-pub const RATE_CODES: f32 = 4.8e-3;
+pub(crate) const RATE_CODES: f32 = 4.8e-3;
 /// Most steps for which that rate is used.
 const RATE_STEPS: f32 = 200.0;
 /// Least sequences per step for which that rate is used.
@@ -102,7 +102,7 @@ pub fn rate_codes(steps: usize, batch: usize) -> f32 {
 ///
 /// Numbers of steps are spaced by ratios of about 1.2, so that small differences in measurements
 /// give the same plan. A step has at least `pass` sequences.
-pub fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule> {
+pub(crate) fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule> {
     let affordable = CHECKS_SHARE * seconds / pace.check.max(1e-9);
     let checks = (affordable as usize).clamp(LEAST_CHECKS, CHECKS);
     let left = seconds - (checks + 1) as f64 * pace.check;

@@ -564,7 +564,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
 }
 
 /// The settings of the checkpoint at `path`, if there is a readable one.
-pub fn settings_of(path: &Path) -> Option<Settings> {
+pub(crate) fn settings_of(path: &Path) -> Option<Settings> {
     let bytes = files::map_file(path).ok()?;
     let file = SafetensorsFile::parse(path, bytes).ok()?;
     let header: Header = serde_json::from_str(file.metadata().get(HEADER)?).ok()?;

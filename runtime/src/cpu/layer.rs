@@ -202,11 +202,16 @@ impl Ops for Pass<'_> {
 
     fn add(&mut self, layer: usize, operand: Operand, w: &Packed<Linear>) -> Result<()> {
         let (c, m) = (self.config, self.batch.rows());
+        let is_last = matches!(operand, Operand::Gated);
         let operand = match operand {
             Operand::Attended => &self.scratch.attended[..m * c.q_dim()],
             Operand::Gated => &self.scratch.gated[..m * w.linear.in_features()],
         };
         self.observer.linear_input(layer, w.spec, operand);
+        // A dense MLP is a layer's last block.
+        if is_last && !self.observer.wants_output() {
+            return Ok(());
+        }
         Ok(self.cpu.linear(&w.linear, operand, self.x, Epilogue::Add)?)
     }
 

@@ -12,6 +12,13 @@ pub trait Observer {
         true
     }
 
+    /// False if nobody reads what a layer makes of the stream that
+    /// [`LayerStepper::observe`](crate::LayerStepper::observe) shows: the device may then leave out the layer's last
+    /// product.
+    fn wants_output(&self) -> bool {
+        true
+    }
+
     /// The input `x` `[rows, in]` that the Linears of `product` in `layer` share, before any rounding
     /// of activations.
     fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {

@@ -48,7 +48,8 @@ pub enum ActivationChoice {
     Auto,
     /// No rounding.
     F32,
-    /// bf16, for bf16 weights; f32 for others.
+    /// bf16 for bf16 weights, which CPUs that have such products run at twice the speed; as with `Auto` for
+    /// others.
     Bf16,
     /// Signed 8-bit codes with a scale per group, for all quantized weights; f32 for others.
     Int8 {
@@ -190,7 +191,7 @@ impl ActivationChoice {
             ActivationChoice::Int8 { group } if quantized => Activations::Int8 { group },
             ActivationChoice::Int16 { group } if quantized => Activations::Int16 { group },
             ActivationChoice::Bf16 if parts.iter().all(bf16) => Activations::Bf16,
-            ActivationChoice::Auto if quantized => {
+            ActivationChoice::Auto | ActivationChoice::Bf16 if quantized => {
                 let rounded = if parts.iter().any(|w| bits(w) <= INT8_BITS) {
                     Activations::Int8 { group: INT8_GROUP }
                 } else {

@@ -82,9 +82,9 @@ pub struct QuantizeArgs {
     /// Calibration text: self (sampled from the model) or a .txt or .jsonl file
     #[arg(long, default_value = "self", value_name = "self|FILE")]
     pub calib: String,
-    /// Calibration tokens
-    #[arg(long, default_value_t = 32_768, value_name = "N", value_parser = parse_tokens)]
-    pub calib_tokens: usize,
+    /// Calibration tokens [default: 32,768; on a CPU fewer for models of more than 229 million parameters]
+    #[arg(long, value_name = "N", value_parser = parse_tokens)]
+    pub calib_tokens: Option<usize>,
     /// Seed of everything random
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -102,9 +102,9 @@ pub struct QuantizeArgs {
     /// Text to measure quality on [default: held-out text sampled from the model]
     #[arg(long, value_name = "FILE")]
     pub eval_text: Option<PathBuf>,
-    /// Tokens to measure quality on, at most
-    #[arg(long, default_value_t = 8_192, value_name = "N", value_parser = parse_tokens)]
-    pub eval_tokens: usize,
+    /// Tokens to measure quality on, at most [default: half of the calibration tokens, at most 8,192]
+    #[arg(long, value_name = "N", value_parser = parse_tokens)]
+    pub eval_tokens: Option<usize>,
     /// Use at most this much GPU memory, e.g. 12GB [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub device_memory: Option<u64>,
