@@ -13,35 +13,46 @@
 //! # Ok::<(), nq_llm::Error>(())
 //! ```
 //!
-//! This is a small part of what the crates below can do: `nq-formats`, `nq-runtime`, `nq-evals`, `nq-quantize`
-//! and `nq-serve`, which this one exports under those names. Their interfaces change more often.
+//! Everything that a program needs is in this crate; a minor version before 1.0 may change it, a patch version does not.
+//! The crates below it (`nq-formats`, `nq-kernels`, `nq-runtime`, `nq-evals`, `nq-quantize`, `nq-serve`) may change in
+//! any version. The program `nq` is the feature `cli`: without it, this crate needs neither a terminal nor a server.
 
 #![forbid(unsafe_code)]
 #![allow(
     unreachable_pub,
     reason = "the modules of the program are private: nothing in them is the library's"
 )]
+#![cfg_attr(
+    not(feature = "cli"),
+    allow(
+        dead_code,
+        reason = "the program uses more of these modules than the library"
+    )
+)]
 
 pub use nq_evals::{Comparison, EvalReport, EvalSpec, Protocol};
-pub use nq_formats::{Bits, Progress};
-pub use nq_quantize::{QuantizeOptions, QuantizeReport};
-pub use nq_runtime::embedding::Purpose;
-pub use nq_runtime::{DeviceChoice, LoadOptions, Message, SamplingParams};
-
-pub use nq_evals;
-pub use nq_formats;
-pub use nq_quantize;
-pub use nq_runtime;
-pub use nq_serve;
+pub use nq_formats::{Bits, Progress, Unit};
+pub use nq_quantize::{
+    CalibrationSource, Effort, Limits as QualityLimits, QuantizeOptions, QuantizeReport,
+    TargetSize, TuneOptions,
+};
+pub use nq_runtime::embedding::{DEFAULT_TASK, Purpose};
+pub use nq_runtime::{
+    ActivationChoice, DeviceChoice, LoadOptions, Message, SamplingParams, Stats, StopReason,
+};
 
 pub use library::{
-    Answer, Chat, Embedder, Error, Model, Reranker, Result, quantize, quantize_with,
+    Answer, Chat, Embedder, Error, ErrorKind, Model, Reranker, Result, quantize, quantize_with,
 };
+#[cfg(feature = "cli")]
 pub use program::program;
 pub use templates::{isolate_templates, isolate_templates_by, serve_templates};
 
+mod at_load;
+mod demo;
 mod library;
 mod names;
+mod templates;
 
 /// The examples of the page about programs.
 #[cfg(doctest)]
@@ -49,17 +60,25 @@ mod names;
 struct Page;
 
 // The program; it alone parses arguments, prints and draws progress.
-mod at_load;
+#[cfg(feature = "cli")]
 mod chat;
+#[cfg(feature = "cli")]
 mod cli;
+#[cfg(feature = "cli")]
 mod commands;
-mod demo;
+#[cfg(feature = "cli")]
 mod draft;
+#[cfg(feature = "cli")]
 mod flags;
+#[cfg(feature = "cli")]
 mod model;
+#[cfg(feature = "cli")]
 mod program;
+#[cfg(feature = "cli")]
 mod system;
-mod templates;
+#[cfg(feature = "cli")]
 mod terminal;
+#[cfg(feature = "cli")]
 mod texts;
+#[cfg(feature = "cli")]
 mod written;

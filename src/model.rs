@@ -112,17 +112,18 @@ pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
 }
 
 fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
-    match open_hub(DEFAULT_ID, global.offline, progress) {
-        Err(Error::Format(e)) if e.is_unreachable() => {
-            Err(anyhow::Error::from(e).context(format!(
-                "no MODEL was given, and the default, {DEFAULT_ID}, is not on this machine: with a \
+    let opened = open_hub(DEFAULT_ID, global.offline, progress);
+    match opened.map_err(Error::into_format) {
+        Err(Ok(e)) if e.is_unreachable() => Err(anyhow::Error::from(e).context(format!(
+            "no MODEL was given, and the default, {DEFAULT_ID}, is not on this machine: with a \
              connection to the hub this command downloads it; without one, give a folder or file{}",
-                match demo::files() {
-                    Some(_) => ", or `demo`, a small model that is built in",
-                    None => "",
-                }
-            )))
-        }
-        result => Ok(result?),
+            match demo::files() {
+                Some(_) => ", or `demo`, a small model that is built in",
+                None => "",
+            }
+        ))),
+        Ok(model) => Ok(model),
+        Err(Ok(e)) => Err(e.into()),
+        Err(Err(e)) => Err(e.into()),
     }
 }

@@ -25,7 +25,7 @@ pub const DEFAULT_ID: &str = "Qwen/Qwen3-0.6B";
 /// `XDG_DATA_HOME/nq/models`, otherwise `~/.local/share/nq/models`.
 ///
 /// # Errors
-/// [`Error::NoModel`] if none of these variables is set.
+/// [`ErrorKind::NoModel`](crate::ErrorKind) if none of these variables is set.
 pub fn models_dir() -> Result<PathBuf> {
     let var = |name| {
         std::env::var_os(name)
@@ -41,7 +41,7 @@ pub fn models_dir() -> Result<PathBuf> {
             Some(home) => home.join(".local/share"),
             None => {
                 let why = "no place for models: set HOME, XDG_DATA_HOME or NQ_HOME";
-                return Err(Error::NoModel(why.into()));
+                return Err(Error::no_model(why));
             }
         },
     };
@@ -51,7 +51,7 @@ pub fn models_dir() -> Result<PathBuf> {
 /// Opens the model that `model` names; `offline` keeps it from using the network.
 ///
 /// # Errors
-/// [`Error::NoModel`] if nothing goes by that name; errors of the download and of reading the files.
+/// [`ErrorKind::NoModel`](crate::ErrorKind) if nothing goes by that name; errors of the download and of reading the files.
 pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Model> {
     if model == demo::LABEL {
         return open_demo();
@@ -82,7 +82,7 @@ pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Mod
         return open_hub(&id, offline, progress);
     }
     if HubId::parse(model).is_none() {
-        return Err(Error::NoModel(format!(
+        return Err(Error::no_model(format!(
             "no model {model:?}: it is neither `demo`, a folder or file, a name in {}, nor a hub \
              id such as {DEFAULT_ID}{}",
             models_dir()?.display(),
@@ -179,7 +179,7 @@ fn open_demo() -> Result<Model> {
             env!("CARGO_PKG_REPOSITORY"),
             " holds it"
         );
-        return Err(Error::NoModel(why.into()));
+        return Err(Error::no_model(why));
     };
     Ok(Model {
         name: demo::LABEL.into(),

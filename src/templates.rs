@@ -1,7 +1,8 @@
 //! Chat templates are rendered in processes of their own: this program, restarted with a first argument that
 //! no user gives.
 
-use crate::chat::interrupt;
+#[cfg(feature = "cli")]
+use crate::chat::interrupt::is_asked_for;
 use nq_runtime::chat_template::{Isolation, isolate, serve};
 use std::io;
 use std::path::Path;
@@ -27,7 +28,7 @@ pub fn isolate_templates() {
 pub fn isolate_templates_by(command: fn() -> io::Result<Command>) {
     isolate(Isolation {
         command,
-        interrupted: interrupt::is_asked_for,
+        interrupted: is_asked_for,
     });
 }
 
@@ -36,6 +37,12 @@ pub fn serve_templates() -> ! {
     let served = serve(io::stdin().lock(), io::stdout());
     // An error means that nobody reads the answers any more.
     std::process::exit(i32::from(served.is_err()))
+}
+
+/// A program without nq's command line ends its answers by other means.
+#[cfg(not(feature = "cli"))]
+fn is_asked_for() -> bool {
+    false
 }
 
 fn this_program() -> io::Result<Command> {

@@ -1,6 +1,6 @@
 //! The crates depend on each other in one direction only.
 
-use cargo_metadata::MetadataCommand;
+use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// Each crate may use those before it.
 const ORDER: [&str; 9] = [
@@ -62,6 +62,35 @@ fn the_python_module_uses_the_library_alone() {
         .filter(|name| name.starts_with("nq-"))
         .collect();
     assert_eq!(own, ["nq-llm"]);
+}
+
+/// A program that uses the library need not build the command line: what only that uses is left out without `cli`.
+#[test]
+fn the_library_does_without_the_command_line() {
+    let metadata = MetadataCommand::new()
+        .manifest_path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
+    let package = metadata.packages.iter().find(|p| p.name == "nq-llm");
+    let dependencies = &package.expect("nq-llm").dependencies;
+    let normal = dependencies
+        .iter()
+        .filter(|d| d.kind == DependencyKind::Normal);
+    let always: Vec<&str> = normal
+        .filter(|d| !d.optional)
+        .map(|d| d.name.as_str())
+        .collect();
+    let needed = [
+        "nq-evals",
+        "nq-formats",
+        "nq-kernels",
+        "nq-quantize",
+        "nq-runtime",
+        "strsim",
+        "thiserror",
+    ];
+    assert_eq!(always, needed);
 }
 
 /// Only the binary parses arguments, prints and wraps errors untyped; only `formats` and

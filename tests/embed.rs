@@ -4,8 +4,7 @@
 mod common;
 
 use common::{command, nq, stderr, stdout};
-use nq_llm::nq_runtime::embedding::DEFAULT_TASK;
-use nq_llm::{DeviceChoice, LoadOptions, Purpose};
+use nq_llm::{DEFAULT_TASK, DeviceChoice, LoadOptions, Purpose};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

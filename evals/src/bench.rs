@@ -35,7 +35,7 @@ fn spread_note(tok_s: f64, std: f64) -> Option<String> {
 }
 
 /// Tokens in one forward of a prefill, all sequences together, as in chat.
-pub const PREFILL_ROWS: usize = 512;
+pub(crate) const PREFILL_ROWS: usize = 512;
 
 /// The specification of a benchmark.
 #[derive(Clone, Copy, Debug)]
@@ -68,7 +68,7 @@ pub struct Machine<'a> {
 impl Machine<'_> {
     /// Greatest share of the bandwidth that reading `bytes` repeatedly can show: bytes in
     /// the cache need not be read again. Infinite if all of them fit.
-    pub fn greatest_share(&self, bytes: usize) -> f64 {
+    pub(crate) fn greatest_share(&self, bytes: usize) -> f64 {
         let (bytes, cache) = (bytes as f64, self.cache_bytes as f64);
         if bytes <= cache {
             f64::INFINITY

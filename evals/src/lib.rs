@@ -7,6 +7,8 @@
 //! [`ReferenceLogits`] compares several candidates with one pass of the reference. Work on rows of
 //! logits is spread over the caller's rayon pool; results do not depend on its size.
 //!
+//! A part of nq that may change in any version: programs use `nq-llm`.
+//!
 //! ```
 //! use nq_evals::{EvalSpec, Protocol, evaluate};
 //! use nq_formats::Checkpoint;

@@ -8,7 +8,7 @@ pub fn mean(samples: impl Iterator<Item = f64>) -> f64 {
 
 /// Mean and its standard error: the sample standard deviation over the root of the count.
 /// With fewer than two samples, the error is 0.
-pub fn mean_and_se(samples: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
+pub(crate) fn mean_and_se(samples: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     let m = mean(samples.clone());
     let (squares, n) = samples.fold((0.0, 0usize), |(s, n), v| (s + (v - m) * (v - m), n + 1));
     if n < 2 {
@@ -18,7 +18,7 @@ pub fn mean_and_se(samples: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
 }
 
 /// Sample standard deviation; 0 for fewer than two samples.
-pub fn std_dev(samples: &[f64]) -> f64 {
+pub(crate) fn std_dev(samples: &[f64]) -> f64 {
     let (_, se) = mean_and_se(samples.iter().copied());
     se * (samples.len() as f64).sqrt()
 }

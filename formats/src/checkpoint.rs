@@ -62,7 +62,7 @@ impl Source {
     ///
     /// # Errors
     /// Errors of `Checkpoint::of_files`.
-    pub fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
+    pub(crate) fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::of_files(self.files, store)?;
         checkpoint.left_over.extend(self.left_over);
         // A folder's other files of tensors; those beside a file that was given are another matter.

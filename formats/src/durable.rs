@@ -16,7 +16,7 @@ use std::time::Duration;
 /// # Errors
 /// [`Error::Space`] if the disk is full, other [`Error::Io`], or an error of `fill`; the
 /// temporary file is then removed and an old file is untouched.
-pub fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
+pub(crate) fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
     write_mode(path, 0o666, fill)
 }
 
@@ -359,7 +359,7 @@ pub(crate) const COPIED_BELOW: [&str; 4] = [
 
 /// True for the name of a file that goes with a model's weights and config.json into a folder that nq
 /// writes: of its tokenizer, its templates, its embeddings and its licence.
-pub fn is_copied(name: &str) -> bool {
+pub(crate) fn is_copied(name: &str) -> bool {
     const NAMES: [&str; 13] = [
         "added_tokens.json",
         "chat_template.jinja",
@@ -417,7 +417,7 @@ pub fn check_writable(folder: &Path) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::Space`] if they do not.
-pub fn check_space(folder: &Path, needed: u64) -> Result<()> {
+pub(crate) fn check_space(folder: &Path, needed: u64) -> Result<()> {
     let available = available(folder)?;
     if available < needed {
         return Err(Error::Space {

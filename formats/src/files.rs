@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// Name of the file with the model's shape and quantization.
 pub const CONFIG: &str = "config.json";
 /// Name of the file with sampling defaults.
-pub const GENERATION_CONFIG: &str = "generation_config.json";
+pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// A source of a checkpoint's files.
 #[derive(Clone, Debug)]

@@ -4,6 +4,8 @@
 //! This crate does not know devices, and of models only [`models`]. Readers return weights in canonical
 //! form ([`Weight`]): row-major `[out, in]`, the same for every file format.
 //!
+//! A part of nq that may change in any version: programs use `nq-llm`.
+//!
 //! ```
 //! use nq_formats::Checkpoint;
 //! use std::path::Path;

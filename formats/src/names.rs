@@ -132,7 +132,7 @@ pub fn is_layer_linear(name: &str) -> bool {
 }
 
 /// Compares names so that layer 2 comes before layer 10.
-pub fn natural_order(a: &str, b: &str) -> std::cmp::Ordering {
+pub(crate) fn natural_order(a: &str, b: &str) -> std::cmp::Ordering {
     fn key(part: &str) -> (u64, &str) {
         (part.parse().map_or(u64::MAX, |n: u64| n), part)
     }

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Longest header that readers of the format accept, in bytes.
-pub const MAX_HEADER: u64 = 100_000_000;
+pub(crate) const MAX_HEADER: u64 = 100_000_000;
 
 /// Bytes of the length that precedes the header.
 const LENGTH: usize = 8;

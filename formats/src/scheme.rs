@@ -281,7 +281,7 @@ impl TwoLevel {
 
 impl Levels {
     /// True for equal steps.
-    pub const fn is_even(&self) -> bool {
+    pub(crate) const fn is_even(&self) -> bool {
         matches!(self, Levels::Even)
     }
 }
@@ -374,7 +374,7 @@ impl AffineScheme {
     }
 
     /// True for schemes that version 1 of nq's format supports.
-    pub fn is_plain(&self) -> bool {
+    pub(crate) fn is_plain(&self) -> bool {
         let known = [Bits::B4, Bits::B8].contains(&self.bits);
         known && self.scales.is_half() && self.levels.is_even()
     }

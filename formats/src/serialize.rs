@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Most bytes of data in one file, like the shards of Hugging Face's tools.
-pub const MAX_SHARD: u64 = 5_000_000_000;
+pub(crate) const MAX_SHARD: u64 = 5_000_000_000;
 
 /// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]

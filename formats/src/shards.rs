@@ -14,9 +14,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The customary name of weights in one file.
-pub const SINGLE: &str = "model.safetensors";
+pub(crate) const SINGLE: &str = "model.safetensors";
 /// The customary name of the index of sharded weights.
-pub const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 const SUFFIX: &str = ".safetensors";
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
@@ -53,7 +53,7 @@ impl Shards {
     ///
     /// # Errors
     /// Errors of [`Shards::open`].
-    pub fn open_named(files: &Files, name: &str) -> Result<Self> {
+    pub(crate) fn open_named(files: &Files, name: &str) -> Result<Self> {
         if name.ends_with(INDEX_SUFFIX) {
             return Self::open_index(files, name);
         }
@@ -180,7 +180,7 @@ impl Shards {
     }
 
     /// True if the files name tensors without `model.`.
-    pub fn is_bare(&self) -> bool {
+    pub(crate) fn is_bare(&self) -> bool {
         self.bare
     }
 

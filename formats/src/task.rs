@@ -14,7 +14,7 @@ pub const PROMPTS: &str = "config_sentence_transformers.json";
 /// The file that says how it pools token vectors to one vector.
 pub const POOLING: &str = "1_Pooling/config.json";
 /// The file that names the tokens whose logits it compares.
-pub const LOGIT_SCORE: &str = "1_LogitScore/config.json";
+pub(crate) const LOGIT_SCORE: &str = "1_LogitScore/config.json";
 
 /// The task of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]

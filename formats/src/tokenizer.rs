@@ -4,7 +4,7 @@
 mod config;
 
 pub(crate) use config::Described;
-pub use config::{TOKENIZER_CONFIG, applied};
+pub use config::applied;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};

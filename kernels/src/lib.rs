@@ -4,6 +4,8 @@
 //! This crate does not know files or models: it multiplies, normalizes and attends.
 //! [`registry`] alone decides which kernel serves an operation, scheme, activation type,
 //! row count and instruction set.
+//!
+//! A part of nq that may change in any version: programs use `nq-llm`.
 
 pub mod account;
 pub mod cpu;

@@ -30,10 +30,9 @@ fn template_process() -> io::Result<Command> {
 mod module {
     use super::{TEMPLATES, template_process};
     use crate::watch::{Reporter, watched};
-    use nq_llm::nq_quantize::schemes::Schemes;
-    use nq_llm::nq_quantize::train::{Effort, TuneOptions};
-    use nq_llm::nq_quantize::{Limits, TargetSize};
-    use nq_llm::{Bits, DeviceChoice, QuantizeOptions};
+    use nq_llm::{
+        Bits, DeviceChoice, Effort, QualityLimits, QuantizeOptions, TargetSize, TuneOptions,
+    };
     use pyo3::exceptions::PyValueError;
     use pyo3::prelude::*;
     use std::ffi::OsString;
@@ -84,12 +83,12 @@ mod module {
             let bytes = self.target_bytes.map(TargetSize::Bytes);
             options.target = bytes.or(self.target_bpw.map(TargetSize::BitsPerWeight));
             if self.simple || options.target.is_some() {
-                options.schemes = Schemes::defaults(options.bits);
+                options.simple();
             }
             options.force = self.force;
             options.resume = self.resume;
             options.measure = self.measure;
-            options.limits = Limits {
+            options.limits = QualityLimits {
                 max_kld: self.max_kld,
                 min_top1: self.min_top1,
             };

@@ -3,9 +3,8 @@
 use crate::error::{Error, to_python};
 use crate::stream::Stream;
 use crate::watch::{Reporter, watched};
-use nq_llm::nq_runtime::embedding::unit;
 use nq_llm::{
-    Bits, Chat, Embedder, EvalSpec, LoadOptions, Message, Protocol, Purpose, Reranker, nq_runtime,
+    Bits, Chat, DEFAULT_TASK, Embedder, EvalSpec, LoadOptions, Message, Protocol, Purpose, Reranker,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -115,8 +114,7 @@ impl Model {
             Some(chat) => chat,
             None => py.detach(make).map_err(to_python)?,
         };
-        let own = self.model.checkpoint().generation();
-        settings.apply(&mut chat, nq_llm::SamplingParams::from_defaults(own))?;
+        settings.apply(&mut chat, self.model.sampling())?;
         chat.interrupt = Arc::default();
         Ok(chat)
     }
@@ -170,7 +168,7 @@ impl Model {
 
     #[getter]
     fn device(&self) -> &str {
-        &self.model.engine().description().device
+        self.model.device()
     }
 
     fn chat(
@@ -220,18 +218,10 @@ impl Model {
                 None => self.model.embedder()?,
             };
             embedder.interrupt = Arc::clone(&interrupt);
+            embedder.dimensions = dimensions;
             let vectors = embedder.embed(&texts, &purpose);
             *kept = Some(embedder);
-            let vectors = vectors?;
-            let Some(dimensions) = dimensions else {
-                return Ok(vectors);
-            };
-            let cut = |vector: &Vec<f32>| match vector.iter().all(|x| *x == 0.0) {
-                true => Ok(vec![0.0; dimensions]),
-                false => unit(vector, dimensions),
-            };
-            let cut = vectors.iter().map(cut).collect::<nq_runtime::Result<_>>();
-            Ok(cut?)
+            vectors
         })
     }
 
@@ -244,7 +234,7 @@ impl Model {
         report: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<f32>> {
         self.check_process()?;
-        let instruction = instruction.unwrap_or(nq_runtime::embedding::DEFAULT_TASK);
+        let instruction = instruction.unwrap_or(DEFAULT_TASK);
         let interrupt = Arc::new(AtomicBool::new(false));
         watched(py, &interrupt, report, |_| {
             let mut kept = lock(&self.reranker);
@@ -273,9 +263,8 @@ impl Model {
             let why = format!("protocol: expected hf or llama, found {}", how.protocol);
             return Err(PyValueError::new_err(why));
         };
-        let longest = |m: &nq_llm::Model| m.checkpoint().config().max_position_embeddings;
-        let of_reference = reference.map_or(usize::MAX, |r| longest(&r.model));
-        let most = longest(&self.model).min(of_reference);
+        let of_reference = reference.map_or(usize::MAX, |r| r.model.positions());
+        let most = self.model.positions().min(of_reference);
         let spec = EvalSpec {
             max_windows: how.windows,
             ..EvalSpec::new(protocol, how.ctx.unwrap_or(usual.min(most)), how.text_name)

@@ -1,8 +1,7 @@
 //! Long work beside Python: it runs on a thread of its own, while the calling thread hears signals.
 
 use crate::error::to_python;
-use nq_llm::Progress;
-use nq_llm::nq_formats::Unit;
+use nq_llm::{Progress, Unit};
 use pyo3::prelude::*;
 use std::panic::resume_unwind;
 use std::sync::Mutex;

@@ -5,6 +5,8 @@
 //! [`load()`](load::load) makes an [`Engine`] from a checkpoint. Only this crate places data on
 //! devices.
 //!
+//! A part of nq that may change in any version: programs use `nq-llm`.
+//!
 //! ```
 //! use nq_formats::Checkpoint;
 //! use nq_runtime::{Chunk, KvType, LoadOptions, LogitsWanted, SessionSpec, Tokenizer, load};

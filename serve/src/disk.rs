@@ -31,7 +31,7 @@ const SUFFIX: &str = ".kv";
 pub type Key = [u8; 32];
 
 /// The name of the states at the end of a page.
-pub fn state_key(page: &Key) -> Key {
+pub(crate) fn state_key(page: &Key) -> Key {
     Sha256::new()
         .chain_update(page)
         .chain_update("state")

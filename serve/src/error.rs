@@ -76,12 +76,12 @@ impl ApiError {
     }
 
     /// A failure of the server (500).
-    pub fn internal(message: impl Into<String>) -> Self {
+    pub(crate) fn internal(message: impl Into<String>) -> Self {
         ApiError::new(500, "server_error", message)
     }
 
     /// There is no such route, or no such model (404).
-    pub fn not_found(message: impl Into<String>, code: &'static str) -> Self {
+    pub(crate) fn not_found(message: impl Into<String>, code: &'static str) -> Self {
         ApiError {
             code: Some(code),
             ..ApiError::new(404, "invalid_request_error", message)
@@ -106,7 +106,7 @@ impl ApiError {
     }
 
     /// A model that does not fit the memory (503): only at present, if `passes`.
-    pub fn no_memory(message: impl Into<String>, passes: bool) -> Self {
+    pub(crate) fn no_memory(message: impl Into<String>, passes: bool) -> Self {
         ApiError {
             code: Some("insufficient_memory"),
             retry_after: passes.then_some(Duration::from_secs(10)),

@@ -1,5 +1,7 @@
 //! Serves models to many clients: an engine that answers many requests at once ([`Engine`]), and a
 //! server that speaks OpenAI's and Anthropic's protocols over it.
+//!
+//! A part of nq that may change in any version: programs use `nq-llm`.
 
 #![forbid(unsafe_code)]
 

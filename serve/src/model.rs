@@ -170,7 +170,7 @@ impl Model {
     ///
     /// # Errors
     /// If its tokenizer does not support constraints.
-    pub fn grammars(&self) -> Result<&Grammars, ApiError> {
+    pub(crate) fn grammars(&self) -> Result<&Grammars, ApiError> {
         let grammars = self
             .grammars
             .get_or_init(|| Grammars::new(&self.tokenizer, self.vocab, &self.stop, self.form()));

@@ -46,7 +46,7 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
     }
 
     /// Puts a request that had begun, and gave way, in front of all others.
-    pub fn push_front(&mut self, client: K, request: R) {
+    pub(crate) fn push_front(&mut self, client: K, request: R) {
         self.of(client).push_front(request);
         self.turns.retain(|c| *c != client);
         self.turns.push_front(client);

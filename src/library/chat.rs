@@ -52,7 +52,7 @@ impl Chat {
     pub(super) fn new(model: Model, ctx: Option<usize>) -> Result<Self> {
         if matches!(model.checkpoint().task(), Task::Embed(_)) {
             let why = "an embedding model, which generates no text";
-            return Err(Error::Unsuited(format!("{}: {why}", model.name())));
+            return Err(Error::unsuited(format!("{}: {why}", model.name())));
         }
         let trained = longest_context(model.checkpoint().config());
         let ctx = ctx.unwrap_or(CONTEXT.min(trained));
@@ -80,7 +80,7 @@ impl Chat {
             session,
             messages: Vec::new(),
             answers: 0,
-            sampling: SamplingParams::from_defaults(model.checkpoint().generation()),
+            sampling: model.sampling(),
             max_tokens: usize::MAX,
             thinking: None,
             stop: Vec::new(),

@@ -1,12 +1,15 @@
 //! The interface for programs, and what it has in common with the command line.
 
 mod chat;
+mod error;
 mod model;
 mod reading;
 
 pub use chat::{Answer, Chat};
+pub use error::{Error, ErrorKind, Result};
 pub use model::Model;
 pub use reading::{Embedder, Reranker};
+#[cfg(feature = "cli")]
 pub(crate) use reading::{LONGEST_TEXT, session_for_texts};
 
 use crate::names;
@@ -15,39 +18,6 @@ use nq_quantize::{Job, QuantizeOptions, QuantizeReport};
 use nq_runtime::device::Device;
 use nq_runtime::{DeviceChoice, LoadOptions};
 use std::path::{Path, PathBuf};
-
-/// Shorthand for this crate's results.
-pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// Errors of any part. Each names the file, tensor or field, what was expected and what was found.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// No model goes by a name; the text says what names there are.
-    #[error("{0}")]
-    NoModel(String),
-    /// A model that is not made for what was asked of it; the text names the model.
-    #[error("{0}")]
-    Unsuited(String),
-    /// Reading or writing a checkpoint.
-    #[error(transparent)]
-    Format(#[from] nq_formats::Error),
-    /// Loading a model or generating from it.
-    #[error(transparent)]
-    Run(#[from] nq_runtime::Error),
-    /// Quantizing.
-    #[error(transparent)]
-    Quantize(Box<nq_quantize::Error>),
-    /// Evaluating.
-    #[error(transparent)]
-    Evaluate(#[from] nq_evals::Error),
-}
-
-impl From<nq_quantize::Error> for Error {
-    fn from(error: nq_quantize::Error) -> Self {
-        Error::Quantize(Box::new(error))
-    }
-}
 
 /// Quantizes the unquantized model `source`, a folder, file or name as [`Model::open`] takes, into the folder `out`
 /// as `nq quantize --bits BITS` does, and measures the result against the source.
@@ -93,10 +63,10 @@ pub fn quantize_with(
 /// Refuses a model that generates no text.
 ///
 /// # Errors
-/// [`Error::Unsuited`].
+/// [`ErrorKind::Unsuited`].
 pub(crate) fn check_quantizable(model: &names::Model) -> Result<()> {
     match model.checkpoint.task() {
-        Task::Embed(_) => Err(Error::Unsuited(format!(
+        Task::Embed(_) => Err(Error::unsuited(format!(
             "{}: an embedding model, which cannot generate the text that calibration and quality \
              measurements need; use `--bits 4` or `8` of `nq embed` and `nq serve`, which quantize at load",
             model.source

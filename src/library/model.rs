@@ -5,7 +5,7 @@ use crate::at_load::at_load;
 use crate::names;
 use nq_evals::{EvalReport, EvalSpec, Protocol};
 use nq_formats::{Bits, Checkpoint, Progress, nq};
-use nq_runtime::{Engine, LoadOptions, Tokenizer};
+use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ const WINDOW: usize = 512;
 pub struct Model(Arc<Loaded>);
 
 /// What a model and its chats share.
-pub(super) struct Loaded {
-    pub(super) name: String,
-    pub(super) checkpoint: Checkpoint,
-    pub(super) tokenizer: Tokenizer,
-    pub(super) engine: Arc<dyn Engine>,
+struct Loaded {
+    name: String,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    engine: Arc<dyn Engine>,
 }
 
 impl Model {
@@ -68,12 +68,8 @@ impl Model {
         Model::load(model.name, checkpoint, options, progress)
     }
 
-    /// Loads an opened checkpoint, which messages call `name`: one with adapters, for example, or quantized at load.
-    ///
-    /// # Errors
-    /// Errors of [`Model::open`].
-    pub fn load(
-        name: impl Into<String>,
+    fn load(
+        name: String,
         checkpoint: Checkpoint,
         options: &LoadOptions,
         progress: &dyn Progress,
@@ -82,7 +78,7 @@ impl Model {
         tokenizer.check_vocab(checkpoint.config().vocab_size)?;
         let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, progress)?;
         Ok(Model(Arc::new(Loaded {
-            name: name.into(),
+            name,
             checkpoint,
             tokenizer,
             engine,
@@ -94,18 +90,30 @@ impl Model {
         &self.0.name
     }
 
-    /// Its files: format, shape, weights.
-    pub fn checkpoint(&self) -> &Checkpoint {
+    /// What it runs on, such as `cpu (avx512)`.
+    pub fn device(&self) -> &str {
+        &self.engine().description().device
+    }
+
+    /// Positions that it was made for.
+    pub fn positions(&self) -> usize {
+        self.checkpoint().config().max_position_embeddings
+    }
+
+    /// The sampling settings that its makers recommend.
+    pub fn sampling(&self) -> SamplingParams {
+        SamplingParams::from_defaults(self.checkpoint().generation())
+    }
+
+    pub(super) fn checkpoint(&self) -> &Checkpoint {
         &self.0.checkpoint
     }
 
-    /// What runs it.
-    pub fn engine(&self) -> &dyn Engine {
+    pub(super) fn engine(&self) -> &dyn Engine {
         self.0.engine.as_ref()
     }
 
-    /// Its tokenizer.
-    pub fn tokenizer(&self) -> &Tokenizer {
+    pub(super) fn tokenizer(&self) -> &Tokenizer {
         &self.0.tokenizer
     }
 
@@ -177,7 +185,7 @@ impl Model {
             return Ok(measured.report);
         };
         if reference.tokenizer().encode(text)? != tokens {
-            return Err(Error::Unsuited(format!(
+            return Err(Error::unsuited(format!(
                 "{} and {} tokenize the text differently: their distributions cannot be compared",
                 self.name(),
                 reference.name()

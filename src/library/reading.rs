@@ -44,7 +44,9 @@ pub struct Embedder {
     model: Model,
     texts: EmbeddingTexts,
     encoder: Encoder,
-    /// Ends the work once another thread sets it: the error is then [`nq_runtime::Error::Interrupted`].
+    /// Elements of a vector, if not all that the model makes.
+    pub dimensions: Option<usize>,
+    /// Ends the work once another thread sets it: the error is then [`ErrorKind::Interrupted`](super::ErrorKind).
     pub interrupt: Arc<AtomicBool>,
 }
 
@@ -52,27 +54,29 @@ impl Embedder {
     pub(super) fn new(model: Model) -> Result<Self> {
         if !matches!(model.checkpoint().task(), Task::Embed(_)) {
             let why = "not an embedding model: it generates text";
-            return Err(Error::Unsuited(format!("{}: {why}", model.name())));
+            return Err(Error::unsuited(format!("{}: {why}", model.name())));
         }
         Ok(Embedder {
             texts: EmbeddingTexts::of(model.checkpoint())?,
             encoder: encoder(&model, Row::Hidden)?,
             model,
+            dimensions: None,
             interrupt: Arc::default(),
         })
     }
 
-    /// A vector of length 1 for each text, `[hidden]`; zeros for a text without tokens.
+    /// A vector of length 1 for each text, `[dimensions]`; zeros for a text without tokens.
     ///
     /// # Errors
-    /// A text longer than the context; errors of the device.
+    /// More dimensions than the model has; a text longer than the context; errors of the device.
     pub fn embed<T: AsRef<str>>(
         &mut self,
         texts: &[T],
         purpose: &Purpose,
     ) -> Result<Vec<Vec<f32>>> {
-        let width = self.model.checkpoint().config().hidden_size;
-        let mut vectors = vec![vec![0.0; width]; texts.len()];
+        let all = self.model.checkpoint().config().hidden_size;
+        let width = self.dimensions.unwrap_or(all);
+        let mut vectors = vec![vec![0.0; width.min(all)]; texts.len()];
         let (mut encoded, mut places) = (Vec::new(), Vec::new());
         for (i, text) in texts.iter().enumerate() {
             let tokenizer = self.model.tokenizer();
@@ -95,7 +99,7 @@ pub struct Reranker {
     model: Model,
     reranker: rerank::Reranker,
     encoder: Encoder,
-    /// Ends the work once another thread sets it: the error is then [`nq_runtime::Error::Interrupted`].
+    /// Ends the work once another thread sets it: the error is then [`ErrorKind::Interrupted`](super::ErrorKind).
     pub interrupt: Arc<AtomicBool>,
 }
 
@@ -110,7 +114,7 @@ impl Reranker {
         })
     }
 
-    /// The score of each document, 0 to 1, by an instruction such as [`nq_runtime::embedding::DEFAULT_TASK`].
+    /// The score of each document, 0 to 1, by an instruction such as [`DEFAULT_TASK`](crate::DEFAULT_TASK).
     ///
     /// # Errors
     /// A document longer than the context; errors of the device.

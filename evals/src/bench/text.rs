@@ -89,7 +89,7 @@ impl TextSpec<'_> {
     }
 
     /// The session that it needs.
-    pub fn session_spec(&self) -> SessionSpec {
+    pub(crate) fn session_spec(&self) -> SessionSpec {
         let longest = self.answers().into_iter().map(|(p, n)| p.len() + n).max();
         SessionSpec {
             slots: 2,

@@ -44,7 +44,7 @@ pub const SCHEMES: [(BlockType, AffineScheme); 8] = [
 ];
 
 /// The type that is `scheme` in another arrangement.
-pub fn kind_of(scheme: AffineScheme) -> Option<BlockType> {
+pub(crate) fn kind_of(scheme: AffineScheme) -> Option<BlockType> {
     let row = SCHEMES.iter().find(|row| row.1 == scheme);
     row.map(|row| row.0)
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use half::f16;
 
 /// Block types that [`encode_row`] can write.
-pub const ENCODED: [BlockType; 9] = [
+pub(crate) const ENCODED: [BlockType; 9] = [
     BlockType::F32,
     BlockType::F16,
     BlockType::BF16,

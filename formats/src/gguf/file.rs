@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 pub const MAGIC: &[u8; 4] = b"GGUF";
 
 /// Alignment of offsets if `general.alignment` is absent.
-pub const DEFAULT_ALIGNMENT: u64 = 32;
+pub(crate) const DEFAULT_ALIGNMENT: u64 = 32;
 
 /// Alignments above this are rejected.
 const MAX_ALIGNMENT: u64 = 1 << 20;

@@ -260,7 +260,7 @@ impl Array {
     }
 
     /// The elements, if they are 32-bit integers.
-    pub fn i32s(&self) -> Option<impl Iterator<Item = i32>> {
+    pub(crate) fn i32s(&self) -> Option<impl Iterator<Item = i32>> {
         let words = matches!(self.element, kind::U32 | kind::I32).then_some(&self.bytes)?;
         Some(
             words
@@ -272,7 +272,7 @@ impl Array {
     }
 
     /// The elements, if they are booleans.
-    pub fn bools(&self) -> Option<impl Iterator<Item = bool>> {
+    pub(crate) fn bools(&self) -> Option<impl Iterator<Item = bool>> {
         let bytes = (self.element == kind::BOOL).then_some(&self.bytes)?;
         Some(bytes.iter().map(|b| *b != 0))
     }

@@ -39,12 +39,12 @@ pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'sta
 }
 
 /// The architecture of the class that config.json's `architectures` names.
-pub fn of_class(class: &str) -> Option<&'static Architecture> {
+pub(crate) fn of_class(class: &str) -> Option<&'static Architecture> {
     ARCHITECTURES.iter().copied().find(|a| a.is_class(class))
 }
 
 /// The architecture of a `model_type` of config.json.
-pub fn of_type(model_type: &str) -> Option<&'static Architecture> {
+pub(crate) fn of_type(model_type: &str) -> Option<&'static Architecture> {
     ARCHITECTURES
         .iter()
         .copied()
@@ -99,6 +99,18 @@ mod tests {
                 let norms: BTreeSet<_> = kind.norms().iter().map(|n| n.kind).collect();
                 assert_eq!(norms.len(), kind.norms().len(), "{a:?}: {norms:?}");
             }
+        }
+    }
+
+    /// A layer ends with its MLP: who only looks at the inputs of products needs not compute the last one.
+    #[test]
+    fn layers_end_with_an_mlp() {
+        for kind in ARCHITECTURES.iter().flat_map(|a| a.kinds) {
+            let last = &kind.blocks.last().unwrap().mixer;
+            assert!(
+                matches!(last, Mixer::Mlp(..) | Mixer::Experts(..)),
+                "{last:?}"
+            );
         }
     }
 

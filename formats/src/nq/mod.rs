@@ -30,7 +30,7 @@ use std::sync::Arc;
 /// The `quant_method` of the format.
 pub const METHOD: &str = "nq";
 /// The first version: schemes of 4 or 8 bits with an f16 scale per group and even steps.
-pub const FIRST_VERSION: u32 = 1;
+pub(crate) const FIRST_VERSION: u32 = 1;
 /// The newest version that this crate reads. A folder has the oldest version that allows its schemes.
 pub const VERSION: u32 = 2;
 

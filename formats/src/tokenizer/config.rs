@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The name of the file beside tokenizer.json.
-pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Control tokens by which chat templates end a turn.
 const TURN_ENDS: [&str; 8] = [

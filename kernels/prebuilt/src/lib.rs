@@ -5,6 +5,8 @@
 //! compiles them for each architecture with nvcc, and writes the file `manifest`: the hash of every
 //! source and header, the compiler's version, its flags and the hash of each result. The build of
 //! nq-kernels refuses code that was compiled from other sources than its own.
+//!
+//! A part of nq that may change in any version: programs use `nq-llm`.
 
 #![forbid(unsafe_code)]
 

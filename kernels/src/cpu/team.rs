@@ -159,7 +159,12 @@ impl Team {
     /// at a time; when done, it takes pieces of the others' shares, which helps members
     /// whose cores are busy with other work. Which member runs a task therefore varies:
     /// results must not depend on it.
-    pub fn run_ranges(&self, tasks: usize, grain: usize, f: impl Fn(Range<usize>) + Sync + Send) {
+    pub(crate) fn run_ranges(
+        &self,
+        tasks: usize,
+        grain: usize,
+        f: impl Fn(Range<usize>) + Sync + Send,
+    ) {
         let n = self.threads();
         let grain = grain.max(1);
         if tasks == 0 {
@@ -203,7 +208,7 @@ impl Team {
 
     /// Splits `data` into consecutive pieces of `piece` elements (the last may be shorter)
     /// and calls `f(index, piece)` for each, spread over the team.
-    pub fn run_chunks<T: Send>(
+    pub(crate) fn run_chunks<T: Send>(
         &self,
         data: &mut [T],
         piece: usize,
@@ -293,7 +298,7 @@ impl State {
 
 /// Number of physical cores that this process may run on, at least 1. If the system does not tell
 /// siblings apart, or grants less CPU time than that, the parallelism that it grants.
-pub fn physical_cores() -> usize {
+pub(crate) fn physical_cores() -> usize {
     let granted = std::thread::available_parallelism().map_or(1, usize::from);
     match cores().len() {
         0 => granted,

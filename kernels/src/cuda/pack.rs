@@ -136,12 +136,12 @@ impl PackedKind {
     }
 
     /// Bytes of codes in one record.
-    pub fn code_bytes(self) -> usize {
+    pub(crate) fn code_bytes(self) -> usize {
         TILE * SPAN * self.bits() / 8
     }
 
     /// Bytes of scales and zero-points in one record.
-    pub fn meta_bytes(self) -> usize {
+    pub(crate) fn meta_bytes(self) -> usize {
         match self {
             PackedKind::Fp16 => 0,
             PackedKind::Affine {
@@ -182,7 +182,7 @@ impl PackedKind {
     }
 
     /// True if scales are in two levels.
-    pub fn is_two_level(self) -> bool {
+    pub(crate) fn is_two_level(self) -> bool {
         matches!(
             self,
             PackedKind::Affine {
@@ -206,7 +206,7 @@ impl PackedKind {
     }
 
     /// Number of the kind of zero-points in `cuda/weights.cuh`.
-    pub fn zero_code(self) -> usize {
+    pub(crate) fn zero_code(self) -> usize {
         match self {
             PackedKind::Affine {
                 zeros: Zeros::Integer,

@@ -205,7 +205,7 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
 
     /// Sets whether every expert's input is shown for all rows, including rows not routed to it.
     #[must_use]
-    pub fn through_every_expert(mut self, every: bool) -> Self {
+    pub(crate) fn through_every_expert(mut self, every: bool) -> Self {
         self.every_expert = every;
         self
     }

@@ -223,7 +223,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
-    pub fn encode_quoted(&self, text: &str) -> Result<Vec<u32>> {
+    pub(crate) fn encode_quoted(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_quoted_within(text, usize::MAX)
     }
 

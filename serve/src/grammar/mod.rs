@@ -14,7 +14,7 @@ use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use nq_runtime::Tokenizer;
-pub use schema::unenforced;
+pub(crate) use schema::unenforced;
 use schema::{compact, prepared};
 use serde_json::{Value, json};
 use std::fmt;

@@ -65,7 +65,7 @@ pub(super) fn narrowed(schema: &Value) -> Result<Value, String> {
 }
 
 /// A keyword of `schema` that answers are not held to, if there is one.
-pub fn unenforced(schema: &Value) -> Option<&'static str> {
+pub(crate) fn unenforced(schema: &Value) -> Option<&'static str> {
     let mut found = None;
     each(&mut schema.clone(), &mut |map| {
         if map.get("uniqueItems") == Some(&Value::Bool(true)) {

@@ -150,7 +150,7 @@ impl Security {
     ///
     /// # Errors
     /// No `Host`, several, or another name.
-    pub fn check_host(&self, headers: &HeaderMap, uri: &Uri) -> Result<(), ApiError> {
+    pub(crate) fn check_host(&self, headers: &HeaderMap, uri: &Uri) -> Result<(), ApiError> {
         let mut given = headers.get_all(header::HOST).iter();
         let host = match (given.next(), given.next(), uri.authority()) {
             (Some(host), None, _) => host.to_str().ok(),
@@ -181,7 +181,7 @@ impl Security {
     ///
     /// # Errors
     /// A page of an origin without access.
-    pub fn check_origin(
+    pub(crate) fn check_origin(
         &self,
         headers: &HeaderMap,
         method: &Method,

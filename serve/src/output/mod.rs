@@ -87,7 +87,7 @@ impl Reader {
     }
 
     /// The stop string that ended the answer, if any.
-    pub fn stopped_by(&self) -> Option<&str> {
+    pub(crate) fn stopped_by(&self) -> Option<&str> {
         self.stop.ended_by()
     }
 
@@ -123,7 +123,7 @@ impl Reader {
     }
 
     /// True once a tool call has begun.
-    pub fn has_calls(&self) -> bool {
+    pub(crate) fn has_calls(&self) -> bool {
         self.calls.as_ref().is_some_and(|c| c.count() > 0)
     }
 

@@ -100,7 +100,7 @@ impl Called {
     }
 
     /// True for a tool that takes a text.
-    pub fn is_custom(&self, name: &str) -> bool {
+    pub(crate) fn is_custom(&self, name: &str) -> bool {
         self.custom.contains(name)
     }
 

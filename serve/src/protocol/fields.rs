@@ -294,7 +294,7 @@ impl Fields {
     }
 
     /// True if a limit is -1, which is none.
-    pub fn is_unlimited(&self, field: &str) -> bool {
+    pub(crate) fn is_unlimited(&self, field: &str) -> bool {
         self.map.get(field).and_then(Value::as_f64) == Some(-1.0)
     }
 
@@ -307,7 +307,7 @@ impl Fields {
     ///
     /// # Errors
     /// Errors of [`Fields::count`].
-    pub fn most_tokens(&mut self, field: &str) -> Result<Option<usize>, ApiError> {
+    pub(crate) fn most_tokens(&mut self, field: &str) -> Result<Option<usize>, ApiError> {
         if self.is_unlimited(field) {
             self.map.remove(field);
         }

@@ -122,7 +122,7 @@ fn too_long(model: &Model, field: &str, index: usize, tokens: &[u32]) -> Result<
 }
 
 /// `usage` as OpenAI has it.
-pub fn openai_usage(usage: Usage) -> Value {
+pub(crate) fn openai_usage(usage: Usage) -> Value {
     json!({
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,

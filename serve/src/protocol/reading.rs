@@ -89,7 +89,7 @@ impl Reading {
     }
 
     /// Like [`Reading::left_out`], for what has no place in a text: the system message says it.
-    pub fn left_out_and_told(&self, place: &str, what: &str, words: &str) {
+    pub(crate) fn left_out_and_told(&self, place: &str, what: &str, words: &str) {
         self.left_out(place, what);
         let mut noted = self.noted();
         let words = format!("{words} {}", plain(what)).trim_end().to_owned();

@@ -125,7 +125,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
 }
 
 /// An error as the only event of a stream.
-pub fn error_event(error: &ApiError) -> SseEvent {
+pub(crate) fn error_event(error: &ApiError) -> SseEvent {
     let data = json!({
         "code": error.code, "message": error.message, "param": error.param, "sequence_number": 0,
     });

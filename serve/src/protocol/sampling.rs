@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 /// Most answers to one prompt.
-pub const MOST_ANSWERS: usize = 16;
+pub(crate) const MOST_ANSWERS: usize = 16;
 /// Most stop strings, and bytes of one.
 const MOST_STOPS: usize = 64;
 const MOST_STOP_BYTES: usize = 1024;
@@ -121,7 +121,7 @@ pub fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
 ///
 /// # Errors
 /// Too many, or `top_logprobs` without `logprobs`.
-pub fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+pub(crate) fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let wanted = fields.take::<bool>("logprobs")?.unwrap_or(false);
     let top = fields.count("top_logprobs", 0, MOST_LOGPROBS)?;
     match (wanted, top) {

@@ -102,7 +102,7 @@ pub fn effort(fields: &mut Fields, field: &str) -> Result<Option<Effort>, ApiErr
 
 /// What [`read`] found as Anthropic's protocol means it: who says nothing of thinking wants none, and an effort of
 /// its `output_config` says how much is thought, not whether.
-pub fn of_messages(found: Thinking, effort: Option<Effort>) -> Thinking {
+pub(crate) fn of_messages(found: Thinking, effort: Option<Effort>) -> Thinking {
     let word = effort.and_then(|Effort(_, word)| word);
     let by_budget = found.budget.map(|budget| budget > 0);
     let switches = found.switches;

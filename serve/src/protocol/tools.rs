@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Most tools in one request.
-pub const MOST_TOOLS: usize = 1024;
+pub(crate) const MOST_TOOLS: usize = 1024;
 /// Most bytes of a tool's name.
 const MOST_NAME: usize = 128;
 
@@ -73,7 +73,7 @@ impl Tools {
     ///
     /// # Errors
     /// Errors of [`Tools::add`].
-    pub fn add_within(
+    pub(crate) fn add_within(
         &mut self,
         prefix: &str,
         mut function: Fields,
