@@ -38,6 +38,18 @@ pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
     }
 }
 
+/// Refuses chunks of sequences that have got pages alone: by slot, `stateless` tells which.
+pub(crate) fn check_states(chunks: &[Chunk<'_>], stateless: &[bool]) -> Result<()> {
+    match chunks.iter().find(|c| stateless[c.slot]) {
+        None => Ok(()),
+        Some(chunk) => Err(Error::Request {
+            what: "chunk",
+            expected: "a sequence with states".into(),
+            found: format!("slot {}, which has got pages alone", chunk.slot),
+        }),
+    }
+}
+
 /// Refuses chunks that do not fit a session, before anything is computed. `len` returns the
 /// number of tokens in a slot.
 pub(crate) fn check_chunks(

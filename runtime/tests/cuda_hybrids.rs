@@ -8,6 +8,7 @@ mod common;
 use common::{Store, distance, feed, gpu_engine, nq, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Delta, Group, ModelConfig, Rope, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
+use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::decode;
 use nq_runtime::{
@@ -244,6 +245,63 @@ fn cuts_and_forks(drafts: bool) {
         "{cuts} cuts, {kept} to a state that was kept"
     );
     assert!(!drafts || within > 20, "{within} cuts within a step");
+}
+
+/// Pages and states that were read continue a sequence in another session; pages alone do not.
+#[test]
+fn pages_and_states_move_to_another_session() {
+    let config = wide_hybrid("qwen35", 6, false);
+    let store = Store::random(&config, 7).quantized(INT8);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let (first, more) = (tokens(PAGE + 21, 4), tokens(6, 5));
+    for drafts in [false, true] {
+        let spec = |slots| SessionSpec {
+            drafts,
+            ..spec(KvType::F16, slots)
+        };
+        let mut s = gpu.session(spec(1)).unwrap();
+        s.keep_at(0, PAGE);
+        feed(&mut *s, 0, &first);
+        let behind = feed(&mut *s, 0, &more);
+        let (mut page, mut state, mut end) = (Vec::new(), Vec::new(), Vec::new());
+        let pages = s.pages().unwrap();
+        pages.read(0, 0, &mut page).unwrap();
+        pages.read_state(0, PAGE, &mut state).unwrap();
+        // The end's states are brought forward by the rows that the last step kept.
+        let len = first.len() + more.len();
+        pages.read_state(0, len, &mut end).unwrap();
+        assert_eq!(Some(state.len()), pages.state_bytes());
+        assert_ne!(state, end);
+        let elsewhere = pages.read_state(0, PAGE + 1, &mut Vec::new());
+        assert!(elsewhere.is_err());
+
+        let mut s = gpu.session(spec(2)).unwrap();
+        let pages = s.pages().unwrap();
+        pages.append(1, &page).unwrap();
+        assert_eq!(s.len(1), PAGE);
+        assert_eq!(s.reach(1, PAGE), 0);
+        assert_eq!(s.fork(1, 0, PAGE).unwrap(), 0);
+        let chunk = Chunk {
+            slot: 1,
+            tokens: &first[PAGE..],
+            logits: LogitsWanted::None,
+        };
+        let refused = s.forward(&[chunk], None).map(|_| ()).unwrap_err();
+        assert!(refused.to_string().contains("states"), "{refused}");
+        let pages = s.pages().unwrap();
+        assert!(pages.write_state(1, &state[1..]).is_err());
+        pages.write_state(1, &state).unwrap();
+        assert_eq!([s.reach(1, PAGE), s.snapshots().0], [PAGE, 1]);
+        feed(&mut *s, 1, &first[PAGE..]);
+        let d = distance(&feed(&mut *s, 1, &more), &behind);
+        assert!(d < 2e-2, "{d:e}");
+        // A sequence without its states goes back to where it has some.
+        assert_eq!(s.truncate(1, PAGE), PAGE);
+        s.pages().unwrap().append(1, &page).unwrap();
+        assert_eq!(s.truncate(1, 2 * PAGE), PAGE);
+    }
 }
 
 /// Tokens drawn by recorded steps ahead of the host are those of the logits.

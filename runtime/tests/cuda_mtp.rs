@@ -8,7 +8,7 @@ mod common;
 use common::mtp::Published;
 use common::published::ask;
 use common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
@@ -21,6 +21,33 @@ fn config() -> ModelConfig {
         mtp_layers: 1,
         ..wide_hybrid("qwen35", 6, false)
     }
+}
+
+/// A mixture, whose shared expert stands behind the others or, being of another width, by itself.
+fn mixture(shared: usize) -> ModelConfig {
+    let config = wide_hybrid("qwen35moe", 4, false);
+    ModelConfig {
+        mtp_layers: 1,
+        experts: config.experts.map(|e| Experts { shared, ..e }),
+        ..config
+    }
+}
+
+/// Random weights, of which routers choose far from ties, so that rounded activations choose the same experts.
+fn random(config: &ModelConfig) -> Store {
+    let mut store = Store::random(config, 9);
+    for (name, weight) in &mut store.matrices {
+        if config.experts.is_some() && name.contains("mlp.gate") {
+            let (rows, cols) = weight.dims();
+            let mut values = vec![0.0; rows * cols];
+            for (row, values) in values.chunks_exact_mut(cols).enumerate() {
+                weight.dequantize_row(row, values).unwrap();
+                values.iter_mut().for_each(|v| *v *= 8.0);
+            }
+            *weight = Weight::Dense(Tensor::from_f32(vec![rows, cols], values).unwrap());
+        }
+    }
+    store
 }
 
 fn on_gpu() -> LoadOptions {
@@ -46,12 +73,14 @@ fn gpu_session(engine: &dyn Engine) -> Box<dyn nq_runtime::Session> {
 /// up to more than its buffers take at once.
 #[test]
 fn drafts_are_those_of_the_published_computation() {
-    let config = config();
-    for scheme in [
-        None,
-        Some(AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None)),
+    let int8 = Some(AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None));
+    for (config, scheme) in [
+        (config(), None),
+        (config(), int8),
+        (mixture(256), None),
+        (mixture(512), None),
     ] {
-        let plain = Store::random(&config, 9);
+        let plain = random(&config);
         let store = scheme.map_or(plain.clone(), |scheme| plain.quantized(scheme));
         let Some(engine) = gpu_engine(&config, &store, KernelSet::Fused) else {
             return;
@@ -72,7 +101,9 @@ fn drafts_are_those_of_the_published_computation() {
             }
             let found = ask(&mut *drafter, &mut *session, slot, text);
             assert_eq!(found.len(), 5, "{} tokens", text.len());
-            published.check(&*cpu, (text, from), &found, 0.05);
+            // Routers may yet be near a tie, and then what rounding shifts decides.
+            let tie = if config.experts.is_some() { 0.3 } else { 0.05 };
+            published.check(&*cpu, (text, from), &found, tie);
         };
         let text = tokens(280, 3);
         for length in [2, 3, 7, 9, 30, 46, 250, 251, 280] {
@@ -137,21 +168,4 @@ fn drafts_change_no_answer() {
         let gap = last[without[same] as usize] - last[with[same] as usize];
         assert!(gap.abs() < 0.05, "token {same}: {gap}");
     }
-}
-
-/// A mixture's layer has experts, which are not drafted with here.
-#[test]
-fn layers_with_experts_are_refused_by_name() {
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    if nq_kernels::cuda::device_count().is_err() && !required {
-        return;
-    }
-    let config = ModelConfig {
-        mtp_layers: 1,
-        ..wide_hybrid("qwen35moe", 4, false)
-    };
-    let store = Store::random(&config, 9);
-    let refused = Mtp::load((&config, &store), &on_gpu()).err();
-    let refused = refused.expect("an error").to_string();
-    assert!(refused.contains("experts"), "{refused}");
 }

@@ -1,5 +1,7 @@
 //! Gated DeltaNets on the device: what is kept of sequences, and the launchers.
 
+mod stored;
+
 use super::attention::{AttentionOutput, MOST_RUN};
 use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
 use super::gemv::Norm;

@@ -7,7 +7,7 @@ use super::layer::{Batch, Layer, Pass, Scratch};
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::StreamDrafts;
 use super::{CpuModel, embed};
-use crate::checks::{all_finite, check_bytes, check_chunks, check_finite};
+use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams, Tapped,
@@ -173,13 +173,7 @@ impl CpuSession {
     fn run(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<()> {
         let vocab = self.model.config.vocab_size;
         check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
-        if let Some(chunk) = chunks.iter().find(|c| self.stateless[c.slot]) {
-            return Err(Error::Request {
-                what: "chunk",
-                expected: "a sequence with states".into(),
-                found: format!("slot {}, which has got pages alone", chunk.slot),
-            });
-        }
+        check_states(chunks, &self.stateless)?;
         let growth = chunks.iter().map(|c| (c.slot, c.tokens.len()));
         for PageCopy { from, to, rows } in self.tables.reserve(growth)? {
             let pages = self.caches.iter_mut().filter_map(LayerCache::pages_of);

@@ -1,13 +1,15 @@
 //! [`Session`] on a GPU.
 
+mod pages;
 mod passes;
 mod rows;
+mod states;
 mod step;
 mod taps;
 
 use super::model::{CudaModel, has_gates, largest_mixture};
 use super::streams::StreamRun;
-use crate::checks::{all_finite, check_bytes, check_chunks};
+use crate::checks::{all_finite, check_chunks, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
@@ -22,7 +24,6 @@ use nq_kernels::cuda::{
     HostStage, MOST_SEQUENCES, Mark, PageEntry, PageStaging, PagesShape, Pinned, Places, Row,
     StatesShape, Stream, gated_width, stacked,
 };
-use nq_kernels::pages::PAGE;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use step::{Graphs, StepRows, most_rows};
@@ -47,6 +48,8 @@ pub(super) struct CudaSession {
     snapshots: Snapshots,
     /// By slot, the length at which its states stand, if the rows behind it are kept and not in them.
     behind: Vec<Option<usize>>,
+    /// By slot, true if pages were appended, whose states are missing.
+    stateless: Vec<bool>,
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
     step: StepRows,
     many: ManyRows,
@@ -304,6 +307,7 @@ impl CudaSession {
             states: memory.states,
             snapshots: Snapshots::new(slots, spec.snapshot_count(), spec.slots),
             behind: vec![None; spec.slots],
+            stateless: vec![false; spec.slots],
             cos_sin,
             step: memory.step,
             many: memory.many,
@@ -324,6 +328,7 @@ impl CudaSession {
     fn check_chunks(&self, chunks: &[Chunk<'_>]) -> Result<()> {
         let vocab = self.model.config.vocab_size;
         check_chunks(chunks, &self.spec, vocab, |slot| self.tables.len(slot))?;
+        check_states(chunks, &self.stateless)?;
         match chunks.iter().find(|c| self.step.seats_slot(c.slot)) {
             None => Ok(()),
             Some(chunk) => Err(Error::Request {
@@ -331,60 +336,6 @@ impl CudaSession {
                 expected: "a sequence that is not seated in a step".into(),
                 found: format!("slot {}, which is seated", chunk.slot),
             }),
-        }
-    }
-
-    /// The rows of the sequence in `slot` that are kept and not in its states.
-    fn rows_behind(&self, slot: usize) -> usize {
-        self.behind[slot].map_or(0, |at| self.tables.len(slot) - at)
-    }
-
-    /// True if the sequence can be cut at `len` because rows behind that are kept and not in its states.
-    fn can_take_back(&self, slot: usize, len: usize) -> bool {
-        self.behind[slot].is_some_and(|at| at <= len)
-    }
-
-    /// Brings the states of the sequence in `slot` forward to its end.
-    fn settle(&mut self, slot: usize) -> Result<()> {
-        let rows = self.rows_behind(slot);
-        self.behind[slot] = None;
-        match &mut self.states {
-            Some(states) if rows > 0 => Ok(self.stream.settle_states(states, slot, slot, rows)?),
-            _ => Ok(()),
-        }
-    }
-
-    /// Notes what a step over `rows` rows of the sequence in `slot`, behind `len` others, leaves in its states.
-    fn stepped(&mut self, slot: usize, len: usize, rows: usize) {
-        let keeps = self.states.as_ref().is_some_and(DeviceStates::keeps_rows);
-        self.behind[slot] = (keeps && rows > 1).then_some(len);
-    }
-
-    /// Gives the sequence in `to` the states that the one in `from` had at `len` tokens or, of those kept,
-    /// shortly before. Returns that length.
-    fn resume(&mut self, from: usize, to: usize, len: usize) -> usize {
-        self.behind[to] = None;
-        let (Some(states), Some((place, len))) =
-            (&mut self.states, self.snapshots.nearest(from, len))
-        else {
-            return 0;
-        };
-        // A stream that fails reports it to whoever uses the sequence next; it is empty until then.
-        match self.stream.copy_states(states, place, to) {
-            Ok(()) => len,
-            Err(_) => 0,
-        }
-    }
-
-    /// Called when a forward over the chunks fails: what it did to states cannot be undone, so their sequences become
-    /// empty. Pages are reserved before anything is done.
-    fn lose(&mut self, chunks: &[Chunk<'_>], error: &Error) {
-        if self.states.is_some() && !matches!(error, Error::PagesFull { .. }) {
-            for chunk in chunks {
-                self.tables.truncate(chunk.slot, 0);
-                self.snapshots.cut(chunk.slot, 0);
-                self.behind[chunk.slot] = None;
-            }
         }
     }
 
@@ -456,7 +407,7 @@ impl Session for CudaSession {
 
     fn truncate(&mut self, slot: usize, len: usize) -> usize {
         let mut len = len;
-        if self.states.is_some() && len < self.tables.len(slot) {
+        if self.states.is_some() && (len < self.tables.len(slot) || self.stateless[slot]) {
             if !self.can_take_back(slot, len) {
                 len = self.resume(slot, slot, len);
             }
@@ -473,7 +424,8 @@ impl Session for CudaSession {
         self.tables.fork(from, to, len)?;
         self.snapshots.cut(to, 0);
         self.behind[to] = None;
-        let ends = len == self.tables.len(from);
+        self.stateless[to] = false;
+        let ends = len == self.tables.len(from) && !self.stateless[from];
         if ends {
             self.settle(from)?;
         }
@@ -507,7 +459,8 @@ impl Session for CudaSession {
 
     fn reach(&self, slot: usize, len: usize) -> usize {
         let held = self.tables.len(slot);
-        if self.states.is_none() || len >= held || self.can_take_back(slot, len) {
+        let ends = len >= held && !self.stateless[slot];
+        if self.states.is_none() || ends || self.can_take_back(slot, len) {
             return len.min(held);
         }
         self.snapshots.reach(slot, len)
@@ -597,46 +550,6 @@ impl Session for CudaSession {
 
     fn streams(&mut self) -> Option<&mut dyn Streams> {
         Some(self)
-    }
-}
-
-impl Pages for CudaSession {
-    fn free(&self) -> usize {
-        self.tables.free_pages()
-    }
-
-    fn page_bytes(&self) -> usize {
-        self.pages.page_bytes()
-    }
-
-    fn state_bytes(&self) -> Option<usize> {
-        self.states.is_none().then_some(0)
-    }
-
-    fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
-        let page = self.tables.whole_page(slot, index)?;
-        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
-        Ok(self.stream.read_page(&self.pages, page, through, out)?)
-    }
-
-    fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
-        if self.states.is_some() {
-            return Err(Error::Unsupported {
-                engine: "nq on a GPU",
-                what: "pages appended to a sequence",
-                expected: "a model without recurrences".into(),
-                found: self.model.config.architecture.title.into(),
-            });
-        }
-        check_bytes("a page of keys and values", page, self.pages.page_bytes())?;
-        let through = staging(&mut self.page_host, &self.pages, &self.model.gpu)?;
-        let at = self.tables.append_page(slot, self.spec.ctx)?;
-        // The device's page table changes when the sequence next grows.
-        let written = (self.stream).write_page(&mut self.pages, at, through, page);
-        if written.is_err() {
-            self.tables.truncate(slot, self.tables.len(slot) - PAGE);
-        }
-        Ok(written?)
     }
 }
 

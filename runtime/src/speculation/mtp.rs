@@ -18,8 +18,7 @@ impl Mtp {
     /// Packs the layer of the model of `config` and `store`, on the device of `options`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a model without such a layer, and on a GPU for one with experts; a missing or
-    /// misshapen tensor; on a GPU, [`Error::Kernel`] if there is no memory for it.
+    /// [`Error::Unsupported`] for a model without such a layer; a missing or misshapen tensor; on a GPU, [`Error::Kernel`] if there is no memory for it.
     pub fn load(
         (config, store): (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,

@@ -1,7 +1,7 @@
 //! Device memory that a layer works in, besides its weights and its context.
 
 use super::{HeadShape, RING, ROWS, WHAT};
-use crate::cuda::session::padded;
+use crate::cuda::session::{ExpertRows, padded};
 use crate::error::Result;
 use nq_kernels::cuda::{
     Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, Gpu, HEAD_DIM, Logprobs,
@@ -25,9 +25,10 @@ pub(super) struct Few {
 
 /// Buffers of the last row, from which tokens are drafted.
 pub(super) struct Last {
-    pub(super) attended: Buffer<f32>,      // [q_dim]
-    pub(super) x: Buffer<f32>,             // [hidden]
-    pub(super) gated: Buffer<f32>,         // [intermediate]
+    pub(super) attended: Buffer<f32>, // [q_dim]
+    pub(super) x: Buffer<f32>,        // [hidden]
+    pub(super) gated: Buffer<f32>,    // [intermediate], or the width of the shared expert
+    pub(super) experts: Option<ExpertRows>,
     pub(super) logits: Buffer<f32>,        // [draft vocab]
     pub(super) best: Buffer<[f32; 2]>,     // [blocks of the head]
     pub(super) sampling: Buffer<Sampling>, // the best token
@@ -54,7 +55,7 @@ impl Few {
         gpu: &Gpu,
         w: &HeadShape,
         head: &DeviceLinear,
-        places: Places,
+        (experts, places): (Option<ExpertRows>, Places),
     ) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>(WHAT, n);
         let tokens = w.vocab;
@@ -77,6 +78,7 @@ impl Few {
             last: Last {
                 attended: f32s(q)?,
                 x: f32s(w.hidden)?,
+                experts,
                 gated: f32s(w.mlp)?,
                 logits: f32s(w.drafted)?,
                 best: gpu.zeros(WHAT, best_len(gpu, head, 1)?)?,

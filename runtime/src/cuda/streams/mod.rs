@@ -15,7 +15,7 @@ pub(crate) use eagle::CudaEagle;
 pub(crate) use mtp::CudaMtp;
 
 use super::model::CudaModel;
-use super::session::reserve_pages;
+use super::session::{ExpertRows, reserve_pages};
 use crate::error::{Error, Result};
 use crate::interface::{Draft, Drafter, SessionSpec, StreamHead};
 use crate::kv::PageTables;
@@ -105,6 +105,11 @@ trait GpuHead: Send + Sync + 'static {
 
     /// Computes the logits behind the last row.
     fn logits(&self, on: On<'_>) -> Result<()>;
+
+    /// Buffers for the experts of a row, if the layer has any.
+    fn experts(&self) -> Result<Option<ExpertRows>> {
+        Ok(None)
+    }
 }
 
 /// The drafter of a layer; its target's session holds the other reference.
@@ -398,7 +403,7 @@ impl<H: GpuHead> State<H> {
         let places = pages.places();
         let pairs = head.rotary().pairs(places.positions);
         Ok(State {
-            few: Few::new(gpu, &shape, head.head(target), places)?,
+            few: Few::new(gpu, &shape, head.head(target), (head.experts()?, places))?,
             many: Many::new(gpu, &shape, places)?,
             tables: PageTables::new(spec),
             placed: vec![Vec::new(); spec.slots],

@@ -1,9 +1,10 @@
 //! A model's MTP layer on a GPU ([`nq_formats::mtp`]).
 
 use super::{GpuHead, HeadShape, On, full, halves, multiply, norm_rows};
-use crate::cuda::model::{CudaLayer, CudaModel, Slower, has_gates, heads_of, pack_layer};
+use crate::cuda::model::{CudaLayer, CudaModel, Slower, has_gates, heads_of, mixture, pack_layer};
+use crate::cuda::session::{ExpertRows, Widths};
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Block, Mix, Mlp};
+use crate::forward::{Attention, Block, Mix, Shared};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::speculation::mtp::NOT_FINITE;
@@ -31,17 +32,9 @@ impl CudaMtp {
     /// Packs the layer of the model of `store`, whose shape as a model of its own is `config`.
     ///
     /// # Errors
-    /// A missing or misshapen tensor; [`Error::Unsupported`] for a layer with experts; no memory for it.
+    /// A missing or misshapen tensor; no memory for it.
     pub(crate) fn load(gpu: &Gpu, config: ModelConfig, store: &dyn WeightStore) -> Result<Self> {
         let h = config.hidden_size;
-        if config.experts.is_some() {
-            return Err(Error::Unsupported {
-                engine: "nq on a GPU",
-                what: "drafts by an MTP layer",
-                expected: "a layer without experts, or --device cpu".into(),
-                found: format!("one of {}", config.architecture.title),
-            });
-        }
         let mut uploader = Uploader::new(gpu)?;
         let gains = |name: &str| -> Result<Buffer<f32>> {
             Ok(gpu.upload("a norm", &store.vector(name, h)?.to_f32()?)?)
@@ -69,7 +62,7 @@ impl CudaMtp {
 
     fn parts(&self) -> Parts<'_> {
         let [attention, mlp] = &self.layer.blocks[..] else {
-            unreachable!("the layer is attention and an MLP");
+            unreachable!("the layer has two blocks");
         };
         match (attention, mlp) {
             (
@@ -79,7 +72,7 @@ impl CudaMtp {
                 },
                 Block {
                     norm: mlp_norm,
-                    mixer: Mix::Mlp(mlp),
+                    mixer: mlp,
                 },
             ) => Parts {
                 attention_norm,
@@ -87,7 +80,7 @@ impl CudaMtp {
                 mlp_norm,
                 mlp,
             },
-            _ => unreachable!("the layer is attention and an MLP"),
+            _ => unreachable!("the layer begins with attention"),
         }
     }
 
@@ -126,7 +119,8 @@ struct Parts<'a> {
     attention_norm: &'a Buffer<f32>,
     attention: &'a Attention<DeviceLinear, Buffer<f32>>,
     mlp_norm: &'a Buffer<f32>,
-    mlp: &'a Mlp<DeviceLinear>,
+    /// An MLP or experts.
+    mlp: &'a Mix<DeviceLinear, Buffer<f32>>,
 }
 
 /// Columns `first..first + count` of `w`, as floats.
@@ -154,7 +148,7 @@ impl GpuHead for CudaMtp {
             heads: (c.num_attention_heads, c.num_key_value_heads),
             head_dim: c.head_dim,
             qkv: gates + c.q_dim() + 2 * c.kv_dim(),
-            mlp: c.intermediate_size,
+            mlp: Widths::of(c).mlp,
             vocab: c.vocab_size,
             drafted: c.vocab_size,
         }
@@ -231,10 +225,43 @@ impl GpuHead for CudaMtp {
             |w: &DeviceLinear, x: &Buffer<f32>, out: GemvOutput<'_>| stream.gemv(w, x, out, true);
         let o = &parts.attention.o.linear;
         multiply(o, &last.attended, GemvOutput::Add(&mut last.x))?;
-        let out = GemvOutput::Silu(self.norm(parts.mlp_norm), &mut last.gated);
-        multiply(&parts.mlp.gate_up.linear, &last.x, out)?;
-        let out = GemvOutput::Add(&mut last.x);
-        Ok(multiply(&parts.mlp.down.linear, &last.gated, out)?)
+        let norm = self.norm(parts.mlp_norm);
+        match (parts.mlp, &mut last.experts) {
+            (Mix::Mlp(mlp), _) => {
+                let out = GemvOutput::Silu(norm, &mut last.gated);
+                multiply(&mlp.gate_up.linear, &last.x, out)?;
+                let out = GemvOutput::Add(&mut last.x);
+                Ok(multiply(&mlp.down.linear, &last.gated, out)?)
+            }
+            (Mix::Experts(experts), Some(rows)) => {
+                let out = GemvOutput::Store(norm, &mut rows.scores);
+                multiply(&experts.router.linear, &last.x, out)?;
+                // The shared expert reads the residual stream before the others add to it.
+                if let Some(Shared { score, mlp }) = &experts.shared {
+                    let out = GemvOutput::Store(norm, &mut rows.shared);
+                    multiply(&score.linear, &last.x, out)?;
+                    let out = GemvOutput::Silu(norm, &mut last.gated);
+                    multiply(&mlp.gate_up.linear, &last.x, out)?;
+                    let size = (1, mlp.down.linear.inputs());
+                    stream.scale_rows(&rows.shared, &full(&mut last.gated), size)?;
+                }
+                let shape = &mixture(&self.config, experts);
+                let ExpertRows { scores, gated, .. } = rows;
+                let (up, down) = (&experts.gate_up.linear, &experts.down.linear);
+                stream.experts_up(up, (&last.x, norm), scores, gated, shape, 1)?;
+                stream.experts_down(down, gated, scores, &mut last.x, shape, 1)?;
+                if let Some(Shared { mlp, .. }) = &experts.shared {
+                    let out = GemvOutput::Add(&mut last.x);
+                    multiply(&mlp.down.linear, &last.gated, out)?;
+                }
+                Ok(())
+            }
+            _ => unreachable!("the layer ends with an MLP, or with experts that have buffers"),
+        }
+    }
+
+    fn experts(&self) -> Result<Option<ExpertRows>> {
+        ExpertRows::new(&self.gpu, &Widths::of(&self.config), 1)
     }
 
     fn logits(&self, on: On<'_>) -> Result<()> {
