@@ -20,10 +20,10 @@ pub(crate) fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>
     write_mode(path, 0o666, fill)
 }
 
-/// Like [`write_file`], for a file that nobody but its owner may read.
+/// Like `write_file`, for a file that nobody but its owner may read.
 ///
 /// # Errors
-/// Errors of [`write_file`].
+/// Errors of `write_file`.
 pub fn write_private(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
     write_mode(path, 0o600, fill)
 }
@@ -46,10 +46,10 @@ fn write_mode(path: &Path, mode: u32, fill: impl FnOnce(&mut Sink) -> Result<()>
     sync_folder(&folder)
 }
 
-/// Like [`write_file`], with the complete contents.
+/// Like `write_file`, with the complete contents.
 ///
 /// # Errors
-/// Errors of [`write_file`].
+/// Errors of `write_file`.
 pub fn write_bytes(path: &Path, contents: &[u8]) -> Result<()> {
     write_file(path, |sink| sink.write(contents))
 }

@@ -48,7 +48,7 @@ impl SafetensorsFile {
     /// Parses `bytes`, the whole file; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::Malformed`] for a header that is truncated, longer than [`MAX_HEADER`], not a JSON
+    /// [`Error::Malformed`] for a header that is truncated, longer than `MAX_HEADER`, not a JSON
     /// object, or does not cover the file; [`Error::Tensor`] for a tensor that is
     /// given twice, has an unknown type, a length that does not match its shape, or an
     /// offset that is out of range, overlapping or leaves a gap.

@@ -38,7 +38,7 @@ struct Index {
 }
 
 impl Shards {
-    /// Opens the weights of a folder: [`SINGLE`], otherwise those that [`INDEX`] lists, otherwise
+    /// Opens the weights of a folder: `SINGLE`, otherwise those that `INDEX` lists, otherwise
     /// the only safetensors file or index of another name.
     ///
     /// # Errors

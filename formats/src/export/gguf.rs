@@ -34,7 +34,7 @@ pub enum Mix {
     /// For each matrix the type that holds its numbers.
     #[default]
     Keep,
-    /// This type, one of [`encode::ENCODED`], for all.
+    /// This type, one of `ENCODED`, for all.
     All(BlockType),
     /// Q4_K, with Q6_K for the head and about half of the value and down projections.
     Q4KM,

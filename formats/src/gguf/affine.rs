@@ -74,7 +74,7 @@ pub struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    /// `weight` as `kind`: its own ([`kind_of`]), or one without super-blocks whose blocks its groups
+    /// `weight` as `kind`: its own (`kind_of`), or one without super-blocks whose blocks its groups
     /// are made of.
     pub fn new(weight: &'a AffineWeight, kind: BlockType) -> Self {
         Blocks {

@@ -25,7 +25,7 @@ pub(crate) const ENCODED: [BlockType; 9] = [
 /// Appends the blocks of `row`, which must be a whole number of blocks, to `out`.
 ///
 /// # Errors
-/// [`Error::Weight`] for a type that is not among [`ENCODED`], or a value that is not finite.
+/// [`Error::Weight`] for a type that is not among `ENCODED`, or a value that is not finite.
 pub fn encode_row(kind: BlockType, row: &[f32], out: &mut Vec<u8>) -> Result<()> {
     if let Some(i) = row.iter().position(|v| !v.is_finite()) {
         return Err(Error::Weight {

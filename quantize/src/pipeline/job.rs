@@ -37,7 +37,7 @@ pub struct QuantizeOptions {
     pub method: String,
     /// Calibration text.
     pub calibration: CalibrationSource,
-    /// Number of calibration tokens; `None`: 32,768 on a GPU, [`calibration::default_tokens`] on the CPU.
+    /// Number of calibration tokens; `None`: 32,768 on a GPU, `default_tokens` on the CPU.
     pub calib_tokens: Option<usize>,
     /// Tuning of the method's result against the source's logits.
     pub tuning: Option<TuneOptions>,

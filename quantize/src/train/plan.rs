@@ -13,7 +13,7 @@ use std::time::Duration;
 /// How long to tune.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Effort {
-    /// A budget that depends on the device and the model's size ([`default_seconds`]).
+    /// A budget that depends on the device and the model's size (`default_seconds`).
     Default,
     /// As many steps as fit this time, estimated from a measurement before the first; the record
     /// holds their number.

@@ -227,7 +227,7 @@ impl Tokenizer {
         self.encode_quoted_within(text, usize::MAX)
     }
 
-    /// Like [`Tokenizer::encode_quoted`], for a text whose length nobody has bounded yet.
+    /// Like `encode_quoted`, for a text whose length nobody has bounded yet.
     ///
     /// # Errors
     /// Errors of [`Tokenizer::encode_within`].
