@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Random load on `nq serve` for as long as is asked for, and what is left of it afterwards.
 
-    benches/endurance.py target/release/nq --minutes 30 [--hybrid] > record.csv
+    benches/endurance.py target/release/nq --minutes 30 [--hybrid] [--device cuda --model FOLDER --draft mtp] > record.csv
 
 Clients of all kinds at once: whole answers, streams, two answers to a prompt, schemas, readers that
 hang up or read slowly, bodies that are wrong or break off, more than the queue holds. Each answer
 must come whole or end with an error. A row a minute says what the process holds; after the last, all
 pages must be there for as many full contexts as are served at once, and threads, descriptors and
-memory must be those of an early minute. With --hybrid the model has recurrences and random weights.
+memory must be those of an early minute. With --hybrid the model has recurrences and random weights; --model serves another
+one, with the demo's tokenizer.
 """
 
 import argparse
@@ -235,17 +236,24 @@ def main():
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--hybrid", action="store_true", help="a model with recurrences instead of the demo")
+    parser.add_argument("--model", type=pathlib.Path, help="folder of another model instead of the demo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--draft", help="--draft of the server")
     options = parser.parse_args()
     demo = pathlib.Path(__file__).parent.parent / "assets/demo"
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as made:
-        served = "demo"
-        if options.hybrid:
+        served, other = "demo", demo
+        drafts = ["--draft", options.draft] if options.draft else []
+        if options.model:
+            served = other = pathlib.Path(made) / "demo"
+            served.symlink_to(options.model.resolve())
+        elif options.hybrid:
             served = pathlib.Path(made) / "demo"
             served.mkdir()
             hybrid(served, demo)
         server = subprocess.Popen(
-            [options.nq, "serve", str(served), "--model", f"other={demo}", "--device", "cpu", "--threads", "1",
-             "--port", "0", "--parallel", str(PARALLEL), "--queue", "12", "--ctx", str(CTX),
+            [options.nq, "serve", str(served), "--model", f"other={other}", "--device", options.device, "--threads", "1",
+             *drafts, "--port", "0", "--parallel", str(PARALLEL), "--queue", "12", "--ctx", str(CTX),
              "--timeout", "60", "--cache-dir", cache, "--cache-size", "200MB", "--json"],
             stdout=subprocess.PIPE, text=True,
         )
