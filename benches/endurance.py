@@ -246,7 +246,7 @@ def main():
         drafts = ["--draft", options.draft] if options.draft else []
         if options.model:
             served = other = pathlib.Path(made) / "demo"
-            served.symlink_to(options.model.resolve())
+            shutil.copytree(options.model, served)  # the folder gives the name
         elif options.hybrid:
             served = pathlib.Path(made) / "demo"
             served.mkdir()
