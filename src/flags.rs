@@ -30,8 +30,8 @@ pub struct Global {
         value_name = "N"
     )]
     pub cpu_experts: Option<usize>,
-    /// How inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16; the
-    /// last two may end in -g16, -g32, -g64 or -g128 for groups other than 32 and 128
+    /// How inputs of the linear layers are rounded: auto, auto-bf16 (the same, and bf16 for bf16 weights), f32,
+    /// bf16, int8 or int16; the last two may end in -g16, -g32, -g64 or -g128 for groups other than 32 and 128
     #[arg(long, global = true, value_name = "A", default_value = "auto")]
     pub activations: ActivationChoice,
     /// Fused kernels, or the plain ones used as reference

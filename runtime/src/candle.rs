@@ -5,8 +5,8 @@
 use crate::checks::check_chunks;
 use crate::error::{Error, Result};
 use crate::interface::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, EngineDescription, LoadOptions, Logits,
-    Observer, Session, SessionSpec,
+    Chunk, DeviceChoice, Engine, EngineDescription, LoadOptions, Logits, Observer, Session,
+    SessionSpec,
 };
 use crate::models::{self, LayerWeights};
 use crate::weights::{Census, LoadProgress};
@@ -108,10 +108,7 @@ fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
     if let DeviceChoice::Cuda(n) = options.device {
         return Err(unsupported("device", "the CPU", format!("cuda:{n}")));
     }
-    if !matches!(
-        options.activations,
-        ActivationChoice::Auto | ActivationChoice::F32
-    ) {
+    if options.activations.is_forced() {
         let found = options.activations.to_string();
         return Err(unsupported("activations", "f32", found));
     }

@@ -17,6 +17,7 @@
 //!     kv: KvType::F16,
 //!     max_rows: 64,
 //!     snapshots: None,
+//!     drafts: false,
 //! })?;
 //! let texts = [tokenizer.encode("a cat")?, tokenizer.encode("two dogs")?];
 //! let mut vectors = Vec::new();

@@ -22,6 +22,7 @@
 //!     kv: KvType::F16,
 //!     max_rows: 64,
 //!     snapshots: None,
+//!     drafts: false,
 //! })?;
 //! let tokens = tokenizer.encode("The capital of France is")?;
 //! let chunk = Chunk { slot: 0, tokens: &tokens, logits: LogitsWanted::Last };

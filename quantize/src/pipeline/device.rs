@@ -84,7 +84,10 @@ impl Job<'_> {
         }
         let (config, store) = (self.config(), self.checkpoint.store());
         let options = LoadOptions {
-            activations: ActivationChoice::Bf16,
+            activations: match self.options.load.activations {
+                ActivationChoice::Auto => ActivationChoice::AutoBf16,
+                asked => asked,
+            },
             ..self.options.load
         };
         Ok(load(config, store, &options, &self.progress)?)

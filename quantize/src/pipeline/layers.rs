@@ -37,7 +37,7 @@ impl Job<'_> {
     ) -> Result<Option<Hidden>> {
         let config = self.config();
         let layers = config.num_hidden_layers;
-        let mut stepper = self.stepper(ActivationChoice::Bf16)?;
+        let mut stepper = self.stepper(ActivationChoice::AutoBf16)?;
         let mut stream = match calibration {
             Some(text) => {
                 let embed = || self.embed(schemes, text);

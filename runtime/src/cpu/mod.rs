@@ -16,9 +16,7 @@ pub use stepper::stepper_bytes;
 
 use crate::error::{Error, Result};
 use crate::host::available_memory;
-use crate::interface::{
-    ActivationChoice, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
-};
+use crate::interface::{Engine, EngineDescription, LoadOptions, Session, SessionSpec};
 use crate::kv::least_prefix;
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
@@ -90,11 +88,7 @@ impl CpuEngine {
         let held =
             |s: &AffineScheme| AffineScheme::new(nq_kernels::cpu::held_bits(s), s.group, s.zeros);
         note_held(config, store, held, progress);
-        let forced = !matches!(
-            options.activations,
-            ActivationChoice::Auto | ActivationChoice::F32
-        );
-        if forced && !census.rounds() {
+        if options.activations.is_forced() && !census.rounds() {
             return Err(Error::Unsupported {
                 engine: "nq",
                 what: "rounded activations",

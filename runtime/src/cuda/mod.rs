@@ -65,10 +65,7 @@ impl CudaEngine {
         ordinal: usize,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        if !matches!(
-            options.activations,
-            ActivationChoice::Auto | ActivationChoice::F32
-        ) {
+        if options.activations.is_forced() {
             return Err(Error::Unsupported {
                 engine: "nq on a GPU",
                 what: "activations",

@@ -48,9 +48,11 @@ pub enum ActivationChoice {
     Auto,
     /// No rounding.
     F32,
+    /// bf16, for bf16 weights; f32 for others.
+    Bf16,
     /// bf16 for bf16 weights, which CPUs that have such products run at twice the speed; as with `Auto` for
     /// others.
-    Bf16,
+    AutoBf16,
     /// Signed 8-bit codes with a scale per group, for all quantized weights; f32 for others.
     Int8 {
         /// Inputs that share a scale.
@@ -73,10 +75,10 @@ const INT8_BITS: usize = 5;
 impl FromStr for ActivationChoice {
     type Err = String;
 
-    /// Parses `auto`, `f32`, `bf16`, `int8` or `int16`; the last two may be followed by `-g16`, `-g32`,
+    /// Parses `auto`, `auto-bf16`, `f32`, `bf16`, `int8` or `int16`; the last two may be followed by `-g16`, `-g32`,
     /// `-g64` or `-g128` for another group than the default.
     fn from_str(s: &str) -> std::result::Result<Self, String> {
-        let expected = "expected auto, f32, bf16, int8 or int16, \
+        let expected = "expected auto, auto-bf16, f32, bf16, int8 or int16, \
                         or the last two with -g16, -g32, -g64 or -g128";
         let (name, group) = match s.split_once("-g") {
             None => (s, None),
@@ -87,6 +89,7 @@ impl FromStr for ActivationChoice {
         };
         match (name, group) {
             ("auto", None) => Ok(Self::Auto),
+            ("auto-bf16", None) => Ok(Self::AutoBf16),
             ("f32", None) => Ok(Self::F32),
             ("bf16", None) => Ok(Self::Bf16),
             ("int8", group) => Ok(Self::Int8 {
@@ -105,6 +108,7 @@ impl fmt::Display for ActivationChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
+            Self::AutoBf16 => f.write_str("auto-bf16"),
             Self::F32 => f.write_str("f32"),
             Self::Bf16 => f.write_str("bf16"),
             Self::Int8 { group } => write!(f, "int8-g{group}"),
@@ -173,6 +177,11 @@ impl LoadOptions {
 }
 
 impl ActivationChoice {
+    /// True if a model must do as it says, or be refused.
+    pub(crate) fn is_forced(self) -> bool {
+        !matches!(self, Self::Auto | Self::AutoBf16 | Self::F32)
+    }
+
     /// Resolves the rounding of the input of the stacked `parts`, where the device has a kernel, which
     /// `supports` tells. Unquantized weights never take integers, nor quantized ones bf16.
     ///
@@ -190,8 +199,10 @@ impl ActivationChoice {
         match self {
             ActivationChoice::Int8 { group } if quantized => Activations::Int8 { group },
             ActivationChoice::Int16 { group } if quantized => Activations::Int16 { group },
-            ActivationChoice::Bf16 if parts.iter().all(bf16) => Activations::Bf16,
-            ActivationChoice::Auto | ActivationChoice::Bf16 if quantized => {
+            ActivationChoice::Bf16 | ActivationChoice::AutoBf16 if parts.iter().all(bf16) => {
+                Activations::Bf16
+            }
+            ActivationChoice::Auto | ActivationChoice::AutoBf16 if quantized => {
                 let rounded = if parts.iter().any(|w| bits(w) <= INT8_BITS) {
                     Activations::Int8 { group: INT8_GROUP }
                 } else {
@@ -216,6 +227,7 @@ mod tests {
     fn choices_are_read_as_they_are_written() {
         let mut all = vec![
             ActivationChoice::Auto,
+            ActivationChoice::AutoBf16,
             ActivationChoice::F32,
             ActivationChoice::Bf16,
         ];

@@ -20,7 +20,7 @@ impl Eagle {
     ///
     /// # Errors
     /// A missing or misshapen tensor; a model that the head was not made for; on a GPU, a shape that its kernels do
-    /// not serve, and [`Error::Kernel`] if there is no memory for it.
+    /// not serve, and [`Error::Kernel`](crate::Error::Kernel) if there is no memory for it.
     pub fn load(
         head: &EagleHead,
         target: (&ModelConfig, &dyn WeightStore),
@@ -48,8 +48,8 @@ impl Eagle {
     /// Drafts for `session`, whose residual streams the head reads from now on.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for sessions that do not give them to it; on a GPU, [`Error::Kernel`] if there is no
-    /// memory for the head's context.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for sessions that do not give them to it; on a GPU,
+    /// [`Error::Kernel`](crate::Error::Kernel) if there is no memory for the head's context.
     pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
         drafter(&self.0, session)
     }
