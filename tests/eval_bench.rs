@@ -428,7 +428,7 @@ fn bench_says_what_activations_and_instructions_it_ran_with() {
     assert_eq!(activations("16", "bf16"), "bf16");
     let wrong = nq(&["bench", "demo", "--activations", "int4"]);
     assert_eq!(wrong.status.code(), Some(2));
-    assert!(stderr(&wrong).contains("expected auto, f32, bf16"));
+    assert!(stderr(&wrong).contains("expected auto, auto-bf16, f32, bf16"));
 
     for isa in Isa::ALL {
         if isa.available() {
