@@ -41,6 +41,19 @@ pub(crate) struct CpuModel {
     head: Linear,   // [vocab, hidden]
 }
 
+impl CpuModel {
+    /// Looks up `tokens`, all within the vocabulary: `x` `[tokens, hidden]`.
+    fn embed<'a>(&self, tokens: impl Iterator<Item = &'a u32>, x: &mut [f32]) -> Result<()> {
+        if let Some(embedding) = &self.embedding {
+            return embed(embedding, tokens, x);
+        }
+        for (&token, x) in tokens.zip(x.chunks_exact_mut(self.config.hidden_size)) {
+            self.head.dequantize_row(token as usize, x)?;
+        }
+        Ok(())
+    }
+}
+
 /// [`Engine`] on the CPU.
 pub(crate) struct CpuEngine {
     model: Arc<CpuModel>,

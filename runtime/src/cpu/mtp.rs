@@ -1,9 +1,9 @@
 //! A model's MTP layer on the CPU ([`nq_formats::mtp`]).
 
+use super::CpuModel;
 use super::cache::LayerCache;
 use super::layer::{Batch, Layer, Pass, Scratch, pack, pack_layer};
 use super::stream_drafts::DraftHead;
-use super::{CpuModel, embed};
 use crate::error::Result;
 use crate::forward::Mix;
 use crate::interface::LoadOptions;
@@ -76,14 +76,7 @@ impl MtpDrafter {
         let (own, model) = (&*self.own, &*self.model);
         let (h, eps, cpu) = (own.config.hidden_size, own.config.rms_norm_eps, &model.cpu);
         let mut embedded = vec![0.0; hidden.len()];
-        match &model.embedding {
-            Some(embedding) => embed(embedding, tokens.iter(), &mut embedded)?,
-            None => {
-                for (&token, x) in tokens.iter().zip(embedded.chunks_exact_mut(h)) {
-                    model.head.dequantize_row(token as usize, x)?;
-                }
-            }
-        }
+        model.embed(tokens.iter(), &mut embedded)?;
         let mut both = vec![0.0; 2 * hidden.len()];
         let rows = embedded.chunks_exact(h).zip(hidden.chunks_exact(h));
         for (to, (token, hidden)) in both.chunks_exact_mut(2 * h).zip(rows) {

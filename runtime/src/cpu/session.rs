@@ -1,12 +1,12 @@
 //! [`Session`] on the CPU.
 
+use super::CpuModel;
 use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle::EagleModel;
 use super::kept::KeptRows;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::StreamDrafts;
-use super::{CpuModel, embed};
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -134,14 +134,7 @@ impl CpuSession {
         let model = &*self.model;
         let x = &mut self.x[..self.batch.rows() * model.config.hidden_size];
         let tokens = chunks.iter().flat_map(|c| c.tokens);
-        match &model.embedding {
-            Some(embedding) => embed(embedding, tokens, x)?,
-            None => {
-                for (&token, x) in tokens.zip(x.chunks_exact_mut(model.config.hidden_size)) {
-                    model.head.dequantize_row(token as usize, x)?;
-                }
-            }
-        }
+        model.embed(tokens, x)?;
         for (index, layer) in model.layers.iter().enumerate() {
             let mut pass = Pass {
                 cpu: &model.cpu,

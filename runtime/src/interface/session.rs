@@ -26,7 +26,7 @@ pub struct SessionSpec {
     /// for each slot, and 16 at most.
     pub snapshots: Option<usize>,
     /// True if steps check drafts: a GPU then keeps the last rows of each slot of a model with recurrences, so that wrong
-    /// ones can be taken back.
+    /// ones can be taken back. A CPU does so without being told.
     pub drafts: bool,
 }
 

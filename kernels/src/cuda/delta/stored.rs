@@ -1,10 +1,9 @@
-//! States as bytes on the host, for files.
+//! States as bytes on the host, for files: layer by layer the matrices, then the inputs of the convolution.
 
 use super::{DELTA_DIM, DeviceStates, INPUTS};
 use crate::cuda::driver::{Buffer, Stream};
 use crate::error::{Error, Result};
 
-/// The states of one place, layer by layer: the matrices, then the inputs of the convolution.
 impl DeviceStates {
     /// Bytes of the states at a place, in all layers.
     pub fn place_bytes(&self) -> usize {
