@@ -5,6 +5,7 @@ mod common;
 use common::delta::{EPS, Vectors, reference, rows, shape, vectors};
 use common::{Guarded, cpu, isas, nmse};
 use nq_kernels::cpu::{Cpu, DeltaRows, DeltaShape, Span};
+use nq_kernels::grad::{CpuOps, DeltaInputs, DeltaWork, LayerOps};
 
 /// Published widths, more value heads than key heads, and widths that fill no vectors.
 fn shapes() -> Vec<DeltaShape> {
@@ -208,6 +209,36 @@ fn keeps_what_is_not_a_number() {
                 first.iter().any(|v| v.is_nan()),
                 "{isa}: place {place}, {m} rows"
             );
+        }
+    }
+}
+
+/// The operation over whole sequences in f32.
+#[test]
+fn whole_sequences_are_those_of_the_formulas() {
+    for shape in shapes() {
+        let (w, seq) = (vectors(&shape), 19);
+        let sequences = [1, 2].map(|seed| rows(&shape, seq, seed));
+        let both = |part: usize| [&sequences[0][part][..], &sequences[1][part][..]].concat();
+        let mut out = vec![0.0; 2 * seq * shape.values()];
+        let inputs = DeltaInputs {
+            shape,
+            batch: 2,
+            seq,
+            qkvz: &both(0),
+            ba: &both(1),
+            conv: &w.conv,
+            decay: &w.decay,
+            dt_bias: &w.dt_bias,
+            norm: &w.norm,
+            eps: EPS,
+        };
+        let mut work = DeltaWork::new(&CpuOps, &shape, (2, seq)).unwrap();
+        CpuOps.delta(inputs, &mut work, &mut out).unwrap();
+        let halves = out.chunks(seq * shape.values());
+        for (found, sequence) in halves.zip(&sequences) {
+            let e = nmse(found, &reference(&shape, &w, sequence));
+            assert!(e < 1e-10, "{shape:?}: {e:e}");
         }
     }
 }

@@ -11,6 +11,9 @@ use super::prefill::SequenceRows;
 use super::rows::{Places, Row, RowsOut, Step, shape};
 use crate::cpu::DeltaShape;
 use crate::error::{Error, Result};
+use crate::grad::{
+    DELTA_CHUNK as CHUNK, DELTA_CHUNK_VALUES as CHUNK_PARTS, DELTA_INPUTS as INPUTS,
+};
 use half::f16;
 use nq_formats::Weight;
 
@@ -18,18 +21,12 @@ use nq_formats::Weight;
 pub const DELTA_DIM: usize = 128;
 /// `CONV` of `cuda/delta.cuh`: the width of the convolution that the kernels serve.
 pub const CONV: usize = 4;
-/// `INPUTS` of `cuda/delta.cuh`.
-const INPUTS: usize = 20;
 /// `KEPT` of `cuda/delta_step.cu`: values that are kept of a step's rows, for each head of values.
 const KEPT: usize = MOST_RUN * (2 * DELTA_DIM + 4);
 /// `SCAN_PARTS` of `cuda/delta_rows.cu`.
 const SCAN_PARTS: usize = 2;
 /// `MOST_SPANS` of `cuda/delta_rows.cu`.
 const MOST_SPANS: usize = 64;
-/// `CHUNK` of `cuda/delta_rows.cu`.
-const CHUNK: usize = 16;
-/// `sizeof(ChunkParts)` of `cuda/delta_rows.cu`, in f32 values.
-const CHUNK_PARTS: usize = 2 * CHUNK * CHUNK + 4 * CHUNK;
 /// Most inputs of the projections of rates that steps compute where they need them: `MOST_FOURS` of `cuda/delta_step.cu`
 /// fours of each thread.
 pub const MOST_RATE_INPUTS: usize = 4 * 4 * 4 * DELTA_DIM;

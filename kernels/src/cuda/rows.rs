@@ -328,7 +328,9 @@ impl Stream {
         (m, width): (usize, usize),
     ) -> Result<()> {
         let o = self.operands("scale_rows");
-        o.multiple("width", SPAN, width)?;
+        if rows.half.is_some() {
+            o.multiple("width", SPAN, width)?;
+        }
         let (full, half) = rows.addresses(&o, m, width)?;
         let args = ScaleArgs {
             scores: o.of("scores", scores, &[m])?,
@@ -336,8 +338,9 @@ impl Stream {
             half,
             width: width as i32,
         };
+        let threads = width.next_multiple_of(32).clamp(32, 256);
         // SAFETY: the operands were checked.
-        unsafe { self.launch(&SCALE_ROWS, shape((m, 1), 256).overlapping(), &args) }
+        unsafe { self.launch(&SCALE_ROWS, shape((m, 1), threads).overlapping(), &args) }
     }
 
     /// Looks up the embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.

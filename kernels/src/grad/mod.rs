@@ -7,10 +7,14 @@
 //! same device. The operations do not know the model: the caller decides what is multiplied.
 
 mod cpu;
+mod delta;
 #[cfg(test)]
 mod tests;
 
 pub use cpu::CpuOps;
+#[cfg(feature = "cuda")]
+pub(crate) use delta::{DELTA_CHUNK, DELTA_CHUNK_VALUES, DELTA_INPUTS};
+pub use delta::{DeltaInputs, DeltaWork, delta_state_bytes};
 
 use crate::account::{Account, Held};
 use crate::error::{Error, Result};
@@ -468,6 +472,24 @@ pub trait LayerOps: Buffers {
         up: &Self::Floats,
         out: &mut Self::Floats,
         n: usize,
+    ) -> Result<()>;
+
+    /// Multiplies each row of `x` by the sigmoid of its score; `shape` = (rows, width).
+    fn scale_rows(
+        &self,
+        scores: &Self::Floats,
+        x: &mut Self::Floats,
+        shape: (usize, usize),
+    ) -> Result<()>;
+
+    /// A gated DeltaNet (formulas: [`Mixer::Delta`](nq_formats::models::Mixer::Delta)) over whole sequences: `out`
+    /// `[rows, values]` is each head's output after RMSNorm, times `silu(z)`. Besides the errors of [`Buffers`],
+    /// [`Error::NoKernel`] for heads of widths that the device does not serve.
+    fn delta(
+        &self,
+        of: DeltaInputs<'_, Self::Floats>,
+        work: &mut DeltaWork<Self::Floats>,
+        out: &mut Self::Floats,
     ) -> Result<()>;
 
     /// The gradients of [`LayerOps::silu_mul`], written in place of `gate` and `up`.

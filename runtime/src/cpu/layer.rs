@@ -5,13 +5,14 @@ use super::kept::KeptRows;
 use crate::error::{Error, Result};
 use crate::forward::{
     self, Delta, Experts, HeadVectors, Mlp, Operand, Ops, Packed, Projection, Shared, VectorSpec,
+    has_gates,
 };
 use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::states::delta_shape;
 use crate::weights::Census;
-use nq_formats::models::{Block, Mixer, Product};
+use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cpu::{Cpu, DeltaRows, DeltaVectors, Epilogue, FEW_ROWS, KvSequence, Linear, Span};
 use nq_kernels::pages::PAGE;
@@ -485,9 +486,7 @@ pub(crate) struct Scratch {
 impl Scratch {
     /// Values per row of each buffer.
     fn widths(c: &ModelConfig) -> [usize; 7] {
-        let mixers = || c.architecture.kinds.iter().flat_map(|k| k.blocks);
-        let is_gated = |b: &Block| matches!(b.mixer, Mixer::Attention(a) if a.gated);
-        let gates = if mixers().any(is_gated) { c.q_dim() } else { 0 };
+        let gates = if has_gates(c) { c.q_dim() } else { 0 };
         let qkv = gates + c.q_dim() + 2 * c.kv_dim();
         let [inputs, values, rates] = match c.delta {
             None => [0; 3],

@@ -4,6 +4,7 @@ use super::host_experts::{HostExperts, is_of_experts};
 use super::plan::{self, Request, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::session::most_together;
 use crate::error::{Error, Result};
+pub(super) use crate::forward::has_gates;
 use crate::forward::{HeadVectors, Layer, Mix, VectorSpec};
 use crate::interface::{LoadOptions, SessionSpec};
 use crate::models::{self, LayerWeights};
@@ -455,14 +456,8 @@ pub(super) fn refuse<T>(what: &'static str, expected: &str, found: usize) -> Res
     })
 }
 
-/// True if gates stand behind the queries of the model's attention.
-pub(super) fn has_gates(config: &ModelConfig) -> bool {
-    let mut blocks = config.layers().flat_map(|layer| layer.blocks);
-    blocks.any(|b| matches!(&b.mixer, Mixer::Attention(a) if a.gated))
-}
-
 /// Refuses shapes that the kernels do not serve.
-fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
+pub(crate) fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
     let (gated, turned) = (has_gates(config), config.rotated());
     match (config.head_dim, gated) {
         (HEAD_DIM, false) | (WIDE_HEAD_DIM, true) => {}

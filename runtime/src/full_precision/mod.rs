@@ -5,17 +5,21 @@
 //! queries that share a key head are one matrix, and attention is a batch of plain products.
 
 mod stepper;
+mod turned;
 
 pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
-use crate::forward::{Delta, Experts, HeadVectors, Layer, Operand, Ops, Packed, Projection};
-use crate::rope::Rotary;
+use crate::forward::{
+    Delta, Experts, HeadVectors, Layer, Operand, Ops, Packed, Projection, Shared, has_gates,
+};
+use crate::states::{delta_shape, shape_of};
 use nq_formats::ModelConfig;
 use nq_formats::models::Product;
 use nq_kernels::Routes;
-use nq_kernels::grad::{Allocate, Gemm, HeadShape, LayerOps};
+use nq_kernels::grad::{Allocate, DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps};
 use std::marker::PhantomData;
+use turned::Turned;
 
 /// A weight on a device: its values, or something from which they are computed.
 pub trait Load<O: LayerOps> {
@@ -47,11 +51,11 @@ pub struct Tape<O: Allocate> {
     pub kh: O::Floats,
     /// `[batch, kv_heads, seq, dim]`, values.
     pub vh: O::Floats,
-    /// `[rows, q_dim]`, the input of `o_proj`.
+    /// `[rows, q_dim]`, the input of `o_proj`; with recurrences at least as wide as that of their output.
     pub o: O::Floats,
     /// `[rows, hidden]`, the residual stream after attention.
     pub mid: O::Floats,
-    /// `[rows, intermediate]`; of the last expert in a layer with experts.
+    /// `[rows, intermediate]`, or the width of a shared expert; of the last expert in a layer with experts.
     pub gate: O::Floats,
     /// `[rows, intermediate]`, the same for up.
     pub up: O::Floats,
@@ -64,7 +68,8 @@ impl<O: Allocate> Tape<O> {
     /// If the device has not enough memory.
     pub fn new(ops: &O, c: &ModelConfig, rows: usize) -> Result<Self> {
         let floats = |width: usize| ops.floats("activations of a layer", rows * width);
-        let (q, kv) = (c.q_dim(), c.kv_dim());
+        let (q, kv, mlp) = (c.q_dim(), c.kv_dim(), widest_mlp(c));
+        let values = shape_of(c).map_or(0, |d| d.values());
         Ok(Tape {
             inv1: floats(1)?,
             inv2: floats(1)?,
@@ -75,10 +80,10 @@ impl<O: Allocate> Tape<O> {
             qh: floats(q)?,
             kh: floats(kv)?,
             vh: floats(kv)?,
-            o: floats(q)?,
+            o: floats(q.max(values))?,
             mid: floats(c.hidden_size)?,
-            gate: floats(c.mlp_width())?,
-            up: floats(c.mlp_width())?,
+            gate: floats(mlp)?,
+            up: floats(mlp)?,
         })
     }
 }
@@ -90,7 +95,7 @@ pub struct Workspace<O: Allocate> {
     pub cos_sin: O::Floats,
     /// `[rows, hidden]`: the output of a norm.
     pub h: O::Floats,
-    /// `[rows, max(intermediate, q_dim)]`
+    /// `[rows, max(intermediate, q_dim)]`, or the products that a recurrence is made of
     pub wide: O::Floats,
     /// `[rows, q_dim]`
     pub heads: O::Floats,
@@ -102,7 +107,20 @@ pub struct Workspace<O: Allocate> {
     pub w: O::Floats,
     /// `[rows]` ones, which spread biases over rows; empty if there are no biases.
     pub ones: O::Floats,
+    gates: O::Floats, // [rows, q_dim], of what heads attended to; empty if they have none
+    delta: Option<DeltaBuffers<O>>,
     experts: Option<ExpertWork<O>>,
+}
+
+/// Further buffers for layers with recurrences.
+struct DeltaBuffers<O: Allocate> {
+    rates: O::Floats, // [rows, 2 value_heads]
+    work: DeltaWork<O::Floats>,
+}
+
+/// The widest hidden values of a SwiGLU of a model of shape `c`: of an MLP, an expert or a shared expert.
+fn widest_mlp(c: &ModelConfig) -> usize {
+    c.mlp_width().max(c.experts.map_or(0, |e| e.shared))
 }
 
 /// Further buffers for layers with experts.
@@ -127,19 +145,29 @@ impl<O: Allocate> Workspace<O> {
         let c = config;
         let rows = batch * seq;
         let floats = |n: usize| ops.floats("activations of a layer", n);
-        let rotations = Rotary::new(c).pairs(seq);
+        let rotations = Turned::new(c).pairs(c, seq);
+        let delta = shape_of(c);
+        let products = delta.map_or(0, |d| d.channels() + d.values());
         let mut cos_sin = floats(2 * rotations.len())?;
         ops.write(&mut cos_sin, rotations.as_flattened())?;
         Ok(Workspace {
             config: c.clone(),
             cos_sin,
             h: floats(rows * c.hidden_size)?,
-            wide: floats(rows * c.mlp_width().max(c.q_dim()))?,
+            wide: floats(rows * widest_mlp(c).max(c.q_dim()).max(products))?,
             heads: floats(rows * c.q_dim())?,
             kv: floats(rows * c.kv_dim())?,
             p: floats(batch * c.num_attention_heads * seq * seq)?,
             w: floats(largest)?,
             ones: ones(ops, c, rows)?,
+            gates: floats(if has_gates(c) { rows * c.q_dim() } else { 0 })?,
+            delta: match delta {
+                None => None,
+                Some(shape) => Some(DeltaBuffers {
+                    rates: floats(rows * 2 * shape.value_heads)?,
+                    work: DeltaWork::new(ops, &shape, (batch, seq))?,
+                }),
+            },
             experts: match c.experts {
                 None => None,
                 Some(experts) => Some(ExpertWork {
@@ -302,8 +330,19 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         (self.shown)(Seen::Input(w.spec, 0, &work.h))?;
         match to {
             Projection::Qkv => {
-                let to = &mut [&mut tape.q, &mut tape.k, &mut work.kv];
-                multiply((ops, c), w, rows, (&work.h, to), false, scratch)
+                let (q, kv) = (c.q_dim(), c.kv_dim());
+                // Of gated heads, the gates have a weight of their own behind the others.
+                let outputs = [
+                    (&mut tape.q, q),
+                    (&mut tape.k, kv),
+                    (&mut work.kv, kv),
+                    (&mut work.gates, q),
+                ];
+                for (weight, (to, n)) in w.linear.iter().zip(outputs) {
+                    let product = Gemm::linear(rows, n, c.hidden_size);
+                    ops.gemm(product, &work.h, weight.load(ops, scratch)?, to)?;
+                }
+                Ok(())
             }
             Projection::Gated => {
                 let to = &mut [&mut tape.gate, &mut tape.up];
@@ -355,7 +394,12 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         let values = AttentionProducts::of(c, batch, seq).values;
         attention_weights(ops, c, (batch, seq), tape, &mut work.p)?;
         ops.gemm(values, &work.p, &tape.vh, &mut work.heads)?;
-        Ok(ops.heads_to_rows(&work.heads, &mut tape.o, qs)?)
+        ops.heads_to_rows(&work.heads, &mut tape.o, qs)?;
+        if vectors.gated {
+            let each = (batch * seq * c.q_dim(), 1);
+            ops.scale_rows(&work.gates, &mut tape.o, each)?;
+        }
+        Ok(())
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<M>>) -> Result<()> {
@@ -371,8 +415,44 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
     }
 
-    fn recur(&mut self, _layer: usize, _norm: &G, _delta: &Delta<Vec<M>, G>) -> Result<()> {
-        Err(Error::no_recurrences("nq in full precision"))
+    fn recur(&mut self, _layer: usize, norm: &G, delta: &Delta<Vec<M>, G>) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let (c, scratch) = (&work.config, &mut work.w);
+        let (shape, Some(own)) = (delta_shape(c), &mut work.delta) else {
+            unreachable!("layers with recurrences have a shape for them");
+        };
+        let (hidden, eps, norm) = (c.hidden_size, c.rms_norm_eps, norm.as_ref());
+        let (h, inv) = (&mut work.h, &mut tape.inv1);
+        ops.rms_norm(self.x, norm, h, inv, (rows, hidden), eps)?;
+        (self.shown)(Seen::Input(delta.inputs.spec, 0, &work.h))?;
+        // Each product's Linears are one weight here.
+        let products = shape.channels() + shape.values();
+        for (w, n, to) in [
+            (&delta.inputs, products, &mut work.wide),
+            (&delta.rates, 2 * shape.value_heads, &mut own.rates),
+        ] {
+            let product = Gemm::linear(rows, n, hidden);
+            ops.gemm(product, &work.h, w.linear[0].load(ops, scratch)?, to)?;
+        }
+        let vectors = &delta.vectors;
+        let inputs = DeltaInputs {
+            shape,
+            batch: self.batch,
+            seq: self.seq,
+            qkvz: &work.wide,
+            ba: &own.rates,
+            conv: vectors.conv.as_ref(),
+            decay: vectors.decay.as_ref(),
+            dt_bias: vectors.dt_bias.as_ref(),
+            norm: vectors.norm.as_ref(),
+            eps,
+        };
+        ops.delta(inputs, &mut own.work, &mut tape.o)?;
+        (self.shown)(Seen::Input(delta.out.spec, 0, &tape.o))?;
+        ops.copy((self.x, 0), (&mut tape.mid, 0), rows * hidden)?;
+        let to = &mut [&mut tape.mid];
+        multiply((ops, c), &delta.out, rows, (&tape.o, to), true, scratch)
     }
 
     /// Sends every row through every expert that some row is routed to: 16 times the work of a mixture
@@ -436,7 +516,35 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             let down = experts.down.linear[expert].load(ops, scratch)?;
             ops.gemm(last, &own.weighted, down, self.out)?;
         }
-        Ok(())
+        match &experts.shared {
+            None => Ok(()),
+            Some(shared) => self.add_shared(shared),
+        }
+    }
+}
+
+impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'_, O, M, G> {
+    /// Adds the expert of all rows, whose input is `work.h`, to `out`.
+    fn add_shared(&mut self, shared: &Shared<Vec<M>>) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let (c, scratch) = (&work.config, &mut work.w);
+        let (Some(shape), Some(own)) = (&c.experts, &mut work.experts) else {
+            unreachable!("layers with experts have an expert shape");
+        };
+        let (gate_up, down) = (&shared.mlp.gate_up, &shared.mlp.down);
+        (self.shown)(Seen::Input(gate_up.spec, 0, &work.h))?;
+        let to = &mut [&mut tape.gate, &mut tape.up];
+        multiply((ops, c), gate_up, rows, (&work.h, to), false, scratch)?;
+        let shape = (rows, shape.shared);
+        let values = rows * shape.1;
+        ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, values)?;
+        let to = &mut [&mut own.weights];
+        multiply((ops, c), &shared.score, rows, (&work.h, to), false, scratch)?;
+        ops.scale_rows(&own.weights, &mut work.wide, shape)?;
+        (self.shown)(Seen::Input(down.spec, 0, &work.wide))?;
+        let to = &mut [&mut *self.out];
+        multiply((ops, c), down, rows, (&work.wide, to), true, scratch)
     }
 }
 

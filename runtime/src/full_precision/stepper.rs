@@ -1,19 +1,21 @@
 //! The layer stepper in f32: the residual stream stays on the host, and one piece of it at a time
 //! goes through a layer. Second moments of the inputs of Linears are summed and kept on the device.
 
+use super::turned::Turned;
 use super::{Load, Pass, Seen, Shown, Tape, Workspace};
 use crate::checks::all_finite;
 use crate::error::{Error, Result};
 use crate::forward::{self, VectorSpec};
 use crate::interface::Observer;
 use crate::models::LayerWeights;
+use crate::states::shape_of;
 use crate::stepper::{
     Cut, Head, Hidden, LayerDevice, LayerStepper, Piece, ProductMoments, Stepper,
 };
-use nq_formats::models::{LinearSpec, Product};
+use nq_formats::models::{LinearKind, LinearSpec, NormKind, Product};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::Account;
-use nq_kernels::grad::{Allocate, Gemm, LayerOps};
+use nq_kernels::grad::{Allocate, Gemm, LayerOps, delta_state_bytes};
 use std::sync::Arc;
 
 /// Counts on an account the buffers for pieces of `rows` rows of sequences of `seq` tokens, without
@@ -27,7 +29,8 @@ pub fn hold_work(
     rows: usize,
     seq: usize,
 ) -> Result<impl Sized> {
-    Room::new(account, c, rows, seq)
+    let state = shape_of(c).map_or(0, |shape| delta_state_bytes(&shape));
+    Ok((account.hold(state), Room::new(account, c, rows, seq)?))
 }
 
 /// Counts a layer on an account.
@@ -117,26 +120,55 @@ impl<O: LayerOps> AsRef<O::Floats> for Dense<O> {
 
 impl<O: LayerOps> Dense<O> {
     fn matrix(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
-        let row = |row: usize, values: &mut [f32]| {
-            weight.dequantize_row(row, values)?;
-            if all_finite(values) {
-                Ok(())
-            } else {
-                Err(Error::Request {
-                    what: "weights",
-                    expected: format!("finite numbers in {name}"),
-                    found: format!("NaN or infinity in row {row}"),
-                })
-            }
-        };
-        Ok(Dense(ops.rows("weights", weight.dims(), row)?))
+        Self::rows_of(ops, name, weight, weight.dims().0, |row| row)
     }
 
-    fn vector(ops: &O, values: &Tensor) -> Result<Self> {
-        let values = values.to_f32()?;
+    /// A matrix of `rows` rows, of which row `r` is row `from(r)` of `weight`.
+    fn rows_of(
+        ops: &O,
+        name: &str,
+        weight: &Weight,
+        rows: usize,
+        from: impl Fn(usize) -> usize + Sync,
+    ) -> Result<Self> {
+        let row = |row: usize, values: &mut [f32]| finite_row(name, weight, from(row), values);
+        Ok(Dense(ops.rows("weights", (rows, weight.dims().1), row)?))
+    }
+
+    /// The rows of some weights of one width, one after another.
+    fn joined(ops: &O, parts: &[(String, &Weight)]) -> Result<Self> {
+        let rows = parts.iter().map(|(_, w)| w.dims().0).sum();
+        let cols = parts.first().map_or(0, |(_, w)| w.dims().1);
+        let row = |mut row: usize, values: &mut [f32]| {
+            for (name, weight) in parts {
+                match weight.dims().0 {
+                    rows if row >= rows => row -= rows,
+                    _ => return finite_row(name, weight, row, values),
+                }
+            }
+            Ok(())
+        };
+        Ok(Dense(ops.rows("weights", (rows, cols), row)?))
+    }
+
+    fn vector(ops: &O, values: &[f32]) -> Result<Self> {
         let mut to = ops.floats("norm", values.len())?;
-        ops.write(&mut to, &values)?;
+        ops.write(&mut to, values)?;
         Ok(Dense(to))
+    }
+}
+
+/// Writes row `row` of the weight `name` to `values`, if they are finite.
+fn finite_row(name: &str, weight: &Weight, row: usize, values: &mut [f32]) -> Result<()> {
+    weight.dequantize_row(row, values)?;
+    if all_finite(values) {
+        Ok(())
+    } else {
+        Err(Error::Request {
+            what: "weights",
+            expected: format!("finite numbers in {name}"),
+            found: format!("NaN or infinity in row {row}"),
+        })
     }
 }
 
@@ -148,18 +180,71 @@ fn pack<O: LayerOps>(
     index: usize,
     weights: &LayerWeights,
 ) -> Result<Layer<O>> {
-    let product = |product: &Product| {
-        let mut all = Vec::new();
-        for linear in product.linears {
-            let weight = weights.linear(linear.kind);
-            for part in weight.unstack(linear.copies(c)) {
-                all.push(Dense::matrix(ops, &linear.name(index), &part)?);
+    let order = Turned::new(c);
+    let product = |product: &Product| -> Result<Vec<Dense<O>>> {
+        let named = |l: &LinearSpec| (l.name(index), weights.linear(l.kind));
+        let all = product.linears.iter();
+        match product.linears[0].kind {
+            // Kernels of recurrences take each of their products as one.
+            LinearKind::DeltaQkv | LinearKind::DeltaB => {
+                let parts: Vec<_> = all.map(named).collect();
+                Ok(vec![Dense::joined(ops, &parts)?])
+            }
+            LinearKind::Q => heads(ops, c, order, &all.map(named).collect::<Vec<_>>()),
+            _ => {
+                let each = all.flat_map(|l| {
+                    let parts = weights.linear(l.kind).unstack(l.copies(c));
+                    parts.into_iter().map(|part| (l.name(index), part))
+                });
+                each.map(|(name, part)| Dense::matrix(ops, &name, &part))
+                    .collect()
             }
         }
-        Ok(all)
     };
-    let vector = |vector: VectorSpec| Dense::vector(ops, weights.vector(vector));
+    let vector = |vector: VectorSpec| {
+        let values = weights.values(vector)?;
+        let of_heads = match vector {
+            VectorSpec::Norm(norm) => matches!(norm.kind, NormKind::Q | NormKind::K),
+            VectorSpec::Bias(linear) => matches!(linear.kind, LinearKind::Q | LinearKind::K),
+            VectorSpec::Row(_) => false,
+        };
+        match of_heads {
+            true => Dense::vector(ops, &order.apply(&values)),
+            false => Dense::vector(ops, &values),
+        }
+    };
     Layer::new(index, weights.spec, product, vector)
+}
+
+/// Queries, keys and values, the first two in `order`; behind them the gates of heads that have some.
+fn heads<O: LayerOps>(
+    ops: &O,
+    c: &ModelConfig,
+    order: Turned,
+    linears: &[(String, &Weight)],
+) -> Result<Vec<Dense<O>>> {
+    let (d, q_dim) = (c.head_dim, c.q_dim());
+    let mut all = Vec::new();
+    for (i, (name, weight)) in linears.iter().enumerate() {
+        // Behind the queries of each head stand its gates.
+        let each = if i == 0 {
+            weight.dims().0 / q_dim * d
+        } else {
+            d
+        };
+        let rows = weight.dims().0 / each * d;
+        all.push(Dense::rows_of(ops, name, weight, rows, |row| match i {
+            2 => row,
+            _ => row / d * each + order.source(row % d),
+        })?);
+    }
+    if let Some((name, weight)) = linears.first()
+        && weight.dims().0 == 2 * q_dim
+    {
+        let gate = |row: usize| row / d * 2 * d + d + row % d;
+        all.push(Dense::rows_of(ops, name, weight, q_dim, gate)?);
+    }
+    Ok(all)
 }
 
 impl<O: LayerOps> FullPrecision<O> {
@@ -332,7 +417,7 @@ where
         let (vocab, hidden) = head.dims();
         Ok(Box::new(OpsHead {
             weight: Dense::matrix(ops.as_ref(), "head", head)?,
-            gains: Dense::vector(ops.as_ref(), norm)?,
+            gains: Dense::vector(ops.as_ref(), &norm.to_f32()?)?,
             room: HeadRoom::new(ops.as_ref(), (vocab, hidden), rows)?,
             host: Vec::new(),
             shape: (vocab, hidden),
@@ -451,8 +536,8 @@ mod tests {
 
     impl Seen {
         /// Mean squares, by product, expert and element.
-        fn squares(&self, c: &ModelConfig) -> Vec<Vec<f32>> {
-            let products = c.layer(0).products().into_iter();
+        fn squares(&self, c: &ModelConfig, layer: usize) -> Vec<Vec<f32>> {
+            let products = c.layer(layer).products().into_iter();
             let all = products.flat_map(|p| (0..p.shares(c)).map(move |expert| (p, expert)));
             type One = (&'static str, usize, Vec<f32>);
             let mean = |((product, expert), (name, seen, x)): ((&Product, usize), &One)| {
@@ -472,6 +557,47 @@ mod tests {
     fn it_is_the_forward_of_the_cpu() {
         agrees_with_the_cpu(&demo());
         agrees_with_the_cpu(&mixture());
+        for (preset, value_heads) in [("qwen3.5-0.8b", 2), ("qwen3.5-35b-a3b", 4)] {
+            agrees_with_the_cpu(&hybrid(preset, value_heads));
+        }
+    }
+
+    /// A small hybrid of random weights: layers with recurrences and one with gated attention, which turns a quarter of
+    /// a head.
+    fn hybrid(preset: &str, value_heads: usize) -> Checkpoint {
+        let whole = Preset::find(preset).unwrap().config();
+        let config = ModelConfig {
+            hidden_size: 64,
+            intermediate_size: 96,
+            experts: whole.experts.map(|e| nq_formats::Experts {
+                count: 5,
+                per_token: 2,
+                width: 24,
+                shared: 40,
+                ..e
+            }),
+            delta: whole.delta.map(|d| nq_formats::Delta {
+                key_heads: 2,
+                value_heads,
+                key_dim: 16,
+                value_dim: 24,
+                ..d
+            }),
+            num_hidden_layers: 4,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 32,
+            vocab_size: 4001,
+            rope: nq_formats::Rope {
+                dims: Some(8),
+                ..whole.rope
+            },
+            tie_word_embeddings: true,
+            mtp_layers: 0,
+            eos_token_ids: vec![299],
+            ..whole
+        };
+        synth::checkpoint("a hybrid", &config, 5).unwrap()
     }
 
     /// A random mixture of 5 experts, 2 a token.
@@ -525,7 +651,7 @@ mod tests {
             let seen = |stepper: &mut dyn LayerStepper, hidden: &Hidden| {
                 let mut seen = Seen::default();
                 stepper.observe(index, &weights, hidden, &mut seen).unwrap();
-                seen.squares(config)
+                seen.squares(config, index)
             };
             let (seen, expected) = (seen(&mut own, &a), seen(cpu.as_mut(), &b));
             for ((sum, seen), expected) in sums.iter().flatten().zip(&seen).zip(&expected) {

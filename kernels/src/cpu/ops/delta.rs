@@ -62,7 +62,7 @@ impl DeltaShape {
     }
 
     /// The key head that a value head uses.
-    fn key_head(&self, value_head: usize) -> usize {
+    pub(crate) fn key_head(&self, value_head: usize) -> usize {
         match self.tiled {
             true => value_head % self.key_heads,
             false => value_head / (self.value_heads / self.key_heads),

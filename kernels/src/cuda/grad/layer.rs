@@ -3,8 +3,9 @@
 use super::{BENCH, CudaOps, TEST, THREADS, blocks};
 use crate::cuda::driver::{Address, Buffer, Operands, Side};
 use crate::cuda::kernel::kernels;
+use crate::cuda::rows::RowsOut;
 use crate::error::Result;
-use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences};
+use crate::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences};
 use crate::second_order::SecondOrder;
 use std::sync::Arc;
 
@@ -515,6 +516,29 @@ impl LayerOps for CudaOps {
         };
         // SAFETY: all operands were checked.
         unsafe { self.launch(&SILU, blocks(n, THREADS), THREADS, &args) }
+    }
+
+    /// Each row takes a block, however short it is.
+    fn scale_rows(
+        &self,
+        scores: &Buffer<f32>,
+        x: &mut Buffer<f32>,
+        shape: (usize, usize),
+    ) -> Result<()> {
+        let rows = RowsOut {
+            full: Some(x),
+            half: None,
+        };
+        self.stream.scale_rows(scores, &rows, shape)
+    }
+
+    fn delta(
+        &self,
+        of: DeltaInputs<'_, Buffer<f32>>,
+        work: &mut DeltaWork<Buffer<f32>>,
+        out: &mut Buffer<f32>,
+    ) -> Result<()> {
+        self.run_delta(of, work, out)
     }
 
     fn silu_mul_grad(

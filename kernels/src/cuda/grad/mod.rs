@@ -1,11 +1,14 @@
 //! Training operations on the device (`crate::grad`): launchers of `cuda/grad_*.cu`.
 
+mod delta;
 pub(super) mod gemm;
 pub(super) mod layer;
 pub(super) mod train;
 
+use super::delta::DeviceStates;
 use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::{Instance, kernels};
+use crate::cpu::DeltaShape;
 use crate::error::{Error, Result};
 use crate::grad::{Allocate, Buffers};
 use rayon::prelude::*;
@@ -31,6 +34,8 @@ pub struct CudaOps {
     scratch: Mutex<Buffer<f32>>,
     /// Allocated when first needed.
     staging: Mutex<Option<Staging<f32>>>,
+    /// Likewise: the state of a sequence, of a recurrence of the shape beside it.
+    state: Mutex<Option<(DeltaShape, DeviceStates)>>,
 }
 
 /// The test that compares all of these kernels with the CPU's operations, and their bench.
@@ -84,6 +89,7 @@ impl CudaOps {
             blas: None,
             scratch: Mutex::new(gpu.zeros("partial sums", 1)?),
             staging: Mutex::new(None),
+            state: Mutex::new(None),
         })
     }
 

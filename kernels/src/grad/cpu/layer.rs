@@ -1,9 +1,9 @@
 //! A layer's operations, forward and backward.
 
 use super::rows::{self, inverse_rms};
-use super::{CpuOps, VALUES};
+use super::{CpuOps, VALUES, delta};
 use crate::error::Result;
-use crate::grad::{Gemm, HeadShape, LayerOps, Occurrences, enough};
+use crate::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences, enough};
 use crate::matrix::{Target, Threads, View, multiply};
 use rayon::prelude::*;
 
@@ -313,6 +313,31 @@ impl LayerOps for CpuOps {
         let pieces = out[..n].par_chunks_mut(VALUES).zip(inputs);
         pieces.for_each(|(out, (gate, up))| rows::silu_mul(gate, up, out));
         Ok(())
+    }
+
+    fn scale_rows(
+        &self,
+        scores: &Vec<f32>,
+        x: &mut Vec<f32>,
+        (rows, width): (usize, usize),
+    ) -> Result<()> {
+        enough("scale_rows", "scores", rows, scores.len())?;
+        enough("scale_rows", "x", rows * width, x.len())?;
+        let scored = x.chunks_exact_mut(width.max(1)).zip(scores).take(rows);
+        for (x, score) in scored {
+            let scale = 1.0 / (1.0 + (-score).exp());
+            x.iter_mut().for_each(|x| *x *= scale);
+        }
+        Ok(())
+    }
+
+    fn delta(
+        &self,
+        of: DeltaInputs<'_, Vec<f32>>,
+        _work: &mut DeltaWork<Vec<f32>>,
+        out: &mut Vec<f32>,
+    ) -> Result<()> {
+        delta::run(&of, out)
     }
 
     fn silu_mul_grad(

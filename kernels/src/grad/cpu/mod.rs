@@ -1,6 +1,7 @@
 //! Training operations on the CPU: products by [`crate::matrix`], everything else row by row. Work is
 //! cut into pieces of fixed size, so results do not depend on the number of threads.
 
+mod delta;
 mod lanes;
 mod layer;
 mod rows;

@@ -1,0 +1,73 @@
+//! The order of a head's values in which rotation turns halves of the whole head.
+//!
+//! Where only a head's first values are turned, in halves of their own, queries and keys are computed in another
+//! order: behind each half of those turned stands a half of the others, which are turned by nothing. Products of queries
+//! and keys, and norms of heads, do not depend on the order.
+
+use crate::rope::Rotary;
+use nq_formats::ModelConfig;
+
+/// The order of the values of a head.
+#[derive(Clone, Copy)]
+pub(super) struct Turned {
+    dim: usize,
+    rotated: usize,
+}
+
+impl Turned {
+    pub(super) fn new(c: &ModelConfig) -> Self {
+        Turned {
+            dim: c.head_dim,
+            rotated: c.rotated(),
+        }
+    }
+
+    /// Where value `i` of a head stands in weights.
+    pub(super) fn source(self, i: usize) -> usize {
+        let (half, turned) = (self.dim / 2, self.rotated / 2);
+        let (upper, i) = (i / half, i % half);
+        match i < turned {
+            true => upper * turned + i,
+            false => 2 * turned + upper * (half - turned) + i - turned,
+        }
+    }
+
+    /// The values of whole heads in this order.
+    pub(super) fn apply(self, values: &[f32]) -> Vec<f32> {
+        let heads = values.chunks_exact(self.dim);
+        heads
+            .flat_map(|head| (0..self.dim).map(move |i| head[self.source(i)]))
+            .collect()
+    }
+
+    /// Pairs of cosine and sine for the first `positions` positions, `[positions, dim / 2]`.
+    pub(super) fn pairs(self, c: &ModelConfig, positions: usize) -> Vec<[f32; 2]> {
+        let (half, turned) = (self.dim / 2, self.rotated / 2);
+        let table = Rotary::new(c).pairs(positions);
+        let rows = table.chunks_exact(turned.max(1));
+        rows.flat_map(|row| {
+            let still = std::iter::repeat_n([1.0, 0.0], half - turned);
+            row.iter().copied().chain(still)
+        })
+        .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Turned;
+
+    #[test]
+    fn halves_of_turned_values_face_each_other() {
+        let order = |dim, rotated| {
+            let order = Turned { dim, rotated };
+            (0..dim).map(|i| order.source(i)).collect::<Vec<_>>()
+        };
+        assert_eq!(order(8, 8), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(order(8, 4), [0, 1, 4, 5, 2, 3, 6, 7]);
+        let values: Vec<f32> = (0..16).map(|i| i as f32).collect();
+        let order = Turned { dim: 8, rotated: 4 };
+        let expected = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15];
+        assert_eq!(order.apply(&values), expected.map(|i| i as f32));
+    }
+}
