@@ -91,7 +91,7 @@ impl Estimate {
             stage,
             running: sampling.max(measuring),
             quantizing,
-            file_bytes: file_bytes(c, work.schemes, dtype),
+            file_bytes: file_bytes(checkpoint, work.schemes),
         }
     }
 }
@@ -224,14 +224,20 @@ pub fn dense_type(checkpoint: &Checkpoint) -> DType {
     }
 }
 
-/// Bytes of all tensors to be written; weights that are kept have type `dense`.
-pub fn file_bytes(c: &ModelConfig, schemes: &Schemes, dense: DType) -> u64 {
-    let bytes = |(name, shape): (String, Shape)| match shape {
-        Shape::Matrix(out, inputs) => schemes.kind(&name, dense).bytes((out, inputs)),
-        Shape::Vector(n) => n * dense.size(),
+/// Bytes of all tensors to be written. What is kept has the type that it is read as, which differs within a model: gains
+/// of norms that the source holds less 1 are f32.
+pub fn file_bytes(checkpoint: &Checkpoint, schemes: &Schemes) -> u64 {
+    let (store, dense) = (checkpoint.store(), dense_type(checkpoint));
+    let bytes = |(name, shape): (String, Shape)| match (shape, schemes.of(&name)) {
+        (Shape::Matrix(out, inputs), Some(scheme)) => scheme.bytes(out, inputs),
+        (Shape::Matrix(out, inputs), None) => match store.matrix(&name, (out, inputs)) {
+            Ok(weight) => weight.bytes(),
+            Err(_) => out * inputs * dense.size(),
+        },
+        (Shape::Vector(n), _) => n * store.vector(&name, n).map_or(dense, |t| t.dtype()).size(),
     };
-    let all: usize = names::parameters(c).into_iter().map(bytes).sum();
-    all as u64
+    let parameters = names::parameters(checkpoint.config()).into_iter();
+    parameters.map(bytes).sum::<usize>() as u64
 }
 
 /// The peak resident memory of this process so far, in bytes; 0 if the system does not say.

@@ -372,7 +372,6 @@ impl Job<'_> {
 
     /// Bytes of all tensors under `schemes`.
     pub(super) fn bytes(&self, schemes: &Schemes) -> u64 {
-        let dense = memory::dense_type(self.checkpoint);
-        memory::file_bytes(self.config(), schemes, dense)
+        memory::file_bytes(self.checkpoint, schemes)
     }
 }
