@@ -171,6 +171,17 @@ def mixture_ladder():
     return rungs(MIXTURE_LADDER, wiki=False)
 
 
+def hybrid_ladder():
+    file, lines = "2026-11-26-hybrid-kquants.csv", []
+    shown = lambda r: [f"{int(r['tensor_bytes']) / 1e6:.2f} MB", f"{float(r['kld']):.6f}"]
+    for model in ["trained", "begun"]:
+        # Each of nq's files stands behind the one whose size it keeps.
+        for theirs, ours in zip(*(rows(file, model=model, maker=m) for m in ["llama.cpp", "nq"]), strict=True):
+            less = percent(1 - float(ours["kld"]) / float(theirs["kld"]), 0)
+            lines.append([model, theirs["how"], *shown(theirs), *shown(ours), less])
+    return table(["hybrid", "llama.cpp", "size", "KLD", "nq", "KLD", "less by"], lines)
+
+
 def methods():
     names = [
         ("rtn", "rtn"), ("rtn with `--clip`", "rtn --clip"), ("awq", "awq"), ("gptq", "gptq"),
