@@ -9,7 +9,7 @@
 use crate::error::{Error, Result};
 use crate::report::Choice;
 use crate::schemes::Schemes;
-use nq_formats::models::Product;
+use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros, mtp};
 use serde::{Deserialize, Serialize};
@@ -23,6 +23,9 @@ pub struct WeightGroup {
     pub place: Place,
     /// Names and dimensions `(out, in)` of its weights.
     pub weights: Vec<(String, (usize, usize))>,
+    /// Inputs of a head whose place differs between formats: a scheme's groups and spans must not reach beyond it.
+    /// `None` if inputs have the same order everywhere.
+    pub head: Option<usize>,
 }
 
 /// The place of a group in the model.
@@ -50,12 +53,15 @@ impl WeightGroup {
         self.weights.iter().map(bytes).sum()
     }
 
-    /// True if whole groups of `scheme`, and whole spans, fill the rows of all weights.
+    /// True if whole groups of `scheme`, and whole spans, fill the rows of all weights, and each of their heads where these
+    /// are moved.
     pub fn fits(&self, scheme: AffineScheme) -> bool {
         let lengths = [Some(scheme.group), scheme.scales.span()];
         let fills = |length| match length {
             Group::Channel => true,
-            Group::Size(n) => (self.weights.iter()).all(|w| w.1.1.is_multiple_of(n as usize)),
+            Group::Size(n) => (self.weights.iter().map(|w| w.1.1))
+                .chain(self.head)
+                .all(|inputs| inputs.is_multiple_of(n as usize)),
         };
         lengths.into_iter().flatten().all(fills)
     }
@@ -74,6 +80,7 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
         .into(),
         place: Place::Embedding,
         weights: vec![(EMBEDDING.into(), ends)],
+        head: None,
     }];
     for index in 0..config.num_hidden_layers {
         for (place, product) in config.layer(index).products().into_iter().enumerate() {
@@ -85,6 +92,7 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
                     product: place,
                 },
                 weights: linears.map(|l| (l.name(index), l.dims(config))).collect(),
+                head: moved_head(config, product),
             });
         }
     }
@@ -93,9 +101,22 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
             name: "head".into(),
             place: Place::Head,
             weights: vec![(HEAD.into(), ends)],
+            head: None,
         });
     }
     groups
+}
+
+/// Inputs of a value head of a recurrence, for the product that reads them, if GGUF files have these heads in another
+/// order than published folders.
+fn moved_head(config: &ModelConfig, product: &Product) -> Option<usize> {
+    let delta =
+        (config.delta).filter(|d| config.architecture.gguf_tiled && d.value_heads > d.key_heads);
+    let reads = product
+        .linears
+        .iter()
+        .any(|l| l.kind == LinearKind::DeltaOut);
+    delta.filter(|_| reads).map(|d| d.value_dim)
 }
 
 /// The groups of an MTP layer and of the Linear before it. No sensitivity is measured for them, and nothing is chosen: an
@@ -108,6 +129,7 @@ pub fn mtp_groups(config: &ModelConfig) -> Vec<WeightGroup> {
         name,
         place: Place::Mtp,
         weights,
+        head: None,
     };
     let product = |p: &Product| {
         let linears = p.linears.iter();
@@ -387,6 +409,27 @@ mod tests {
 
     fn bytes(menus: &[Menu], chosen: &[usize]) -> u64 {
         choices(menus, chosen).iter().map(|c| c.bytes).sum()
+    }
+
+    /// Blocks of 256 inputs hold two heads of 128, and cannot be moved head by head.
+    #[test]
+    fn groups_end_within_heads_that_formats_move() {
+        let super_blocks = AffineScheme::new(Bits::B6, Group::Size(256), Zeros::None);
+        let fitting = |preset: &str| {
+            let config = nq_formats::models::Preset::find(preset).unwrap().config();
+            let all = groups(&config);
+            let of = |part: &str| {
+                let name = format!("model.layers.0.{part}");
+                let group = all.iter().find(|g| g.weights.iter().any(|w| w.0 == name));
+                let group = group.unwrap();
+                assert!(candidates(Bits::B4).iter().all(|s| group.fits(*s)));
+                group.fits(super_blocks)
+            };
+            ["linear_attn.out_proj", "mlp.up_proj"].map(of)
+        };
+        assert_eq!(fitting("qwen3.5-4b"), [false, true]);
+        // As many value heads as key heads: the order is the same everywhere.
+        assert_eq!(fitting("qwen3.5-0.8b"), [true, true]);
     }
 
     #[test]
