@@ -60,6 +60,12 @@ DEVICE uint4 load_stamped(const uint64_t* p) {
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
     return make_uint4(uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32));
 }
+// One value with its stamp.
+DEVICE uint2 load_stamped_one(const uint64_t* p) {
+    uint64_t a;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(p) : "memory");
+    return make_uint2(uint32_t(a), uint32_t(a >> 32));
+}
 DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
 DEVICE float2 values_of(const uint4& w) { return make_float2(__uint_as_float(w.x), __uint_as_float(w.z)); }
 DEVICE uint64_t stamped(float v, uint32_t stamp) { return uint64_t(stamp) << 32 | __float_as_uint(v); }
@@ -87,6 +93,9 @@ DEVICE bool elect() {
 DEVICE void sync_some(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
 
 DEVICE void store_shared_4(uint32_t at, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+
+// Brings the 128 bytes around `p` into the cache of all multiprocessors.
+DEVICE void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEVICE uint64_t nanoseconds() {
     uint64_t now;

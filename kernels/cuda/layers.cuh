@@ -2,8 +2,8 @@
 // which what it reads once flows: weights, and keys and values of earlier positions.
 #pragma once
 
+#include "delta_state.cuh"
 #include "exchange.cuh"
-#include "rows.cuh"
 
 constexpr int LAYERS_WARPS = 12;    // that multiply
 constexpr int TEAM = 4;             // warps that share a stage of weights
@@ -19,7 +19,9 @@ constexpr int CLUSTER = 8;          // blocks
 constexpr int PHASES = 5;           // of a layer, that leave stamped values
 constexpr int STAMPS = 512;         // of a step
 
-enum LayerProduct { QKV = 0, OUT = 1, GATED = 2, DOWN = 3, END = 4 };
+// INPUTS_OF_DELTA: what a layer with a recurrence has in place of QKV. END: behind the last layer.
+enum LayerProduct { QKV = 0, OUT = 1, GATED = 2, DOWN = 3, INPUTS_OF_DELTA = 4, END = 5 };
+constexpr int PRODUCTS = 5;   // of different shapes
 
 // The records of a weight.
 struct RecordKind {
@@ -29,16 +31,31 @@ struct RecordKind {
     uint32_t codes_bytes;
 };
 
-struct LayerArgs {
-    const uint8_t* codes[4];   // records [tiles][spans] of each product
-    const uint8_t* meta[4];
-    const float* gains[2];     // [hidden], of the norms before qkv and before gate and up
+struct LayerAttention {
     HeadVectors vectors;
     void* keys;                // as of `Cache`
     void* values;
     __half* key_scales;        // null: keys and values are FP16
     __half* value_scales;
+};
+
+struct LayerRecurrence {
+    DeltaLayer delta;
+    const __half* rates;       // [2 value_heads][hidden]
+    const float* kept;         // as of `delta_step.cu`; null: no rows are kept
+    float scale;               // of the products with `rates`
+};
+
+struct LayerArgs {
+    const uint8_t* codes[4];   // records [tiles][spans] of each product
+    const uint8_t* meta[4];
+    const float* gains[2];     // [hidden], of the norms before qkv and before gate and up
     RecordKind kind[4];        // of each product
+    int recurrent;             // the layer has a recurrence in place of attention
+    union {
+        LayerAttention attention;
+        LayerRecurrence recurrence;
+    };
 };
 
 struct ProductShape {
@@ -51,30 +68,32 @@ struct LayersRoom {
     int digits[2];   // SpanDigits [spans], of qkv or gate and up; of o or down
     int x;           // float [inputs of x that the block gathers]
     int sums;        // float [2][LAYERS_WARPS tiles][LAYERS_WARPS][16]; or `AttentionRoom`
-    int queries;     // uint4 [group][32], left operands; then the new key and value, 256 bytes each
+    int queries;     // uint4 [group][DIM / 4], left operands; then the new key and value in FP16; or `DeltaRoom`
     int ring;        // [depth] stages
 };
 
 struct LayersArgs {
     float* x;                // [hidden]
-    uint64_t* qkv;           // [(heads + 2 kv_heads) * 128]
-    uint64_t* attended;      // [MOST_SOURCES][heads * 128 and heads * 2]: sums of values; greatest scores, weights
+    uint64_t* qkv;           // [HeadsOf<DIM>::width][DIM]; or `DeltaLayer::stride` values
+    uint64_t* attended;      // [MOST_SOURCES][heads * DIM and heads * 2]: sums of values; greatest scores, weights. Or what
+                             // the recurrence gives: [value_heads][128]
     uint64_t* gated;         // [intermediate]
     uint64_t* parts[2];      // [MOST_PARTS][hidden], of o and of down
     uint32_t* epoch;         // of the step, from 1 on
-    const float2* cos_sin;   // [positions][64]
+    const float2* cos_sin;   // [positions][HeadsOf<DIM>::ROTATED / 2]
     const uint32_t* tables;  // as of `Cache`
     const Step* step;
     uint64_t* times;         // TIMED: [PHASES][2]: nanoseconds that block 0 waited for the inputs of qkv, attention, o,
                              // gate and up, and down, and worked on them
     LayersRoom at;
-    ProductShape shape[4];
+    ProductShape shape[PRODUCTS];
     int table_len;
     int layers;
     int hidden;              // a multiple of 256, as the inputs of all products
     int heads;
     int kv_heads;
     int group;               // heads / kv_heads, at most MOST_GROUP
+    int value_heads;         // of recurrences, if there are any
     int stage;               // bytes of a stage of the ring
     int depth;               // stages of the ring, at least `window` + LEAST_AHEAD, at most MOST_RING
     int window;              // stages requested and not there yet, at most

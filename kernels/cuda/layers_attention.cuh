@@ -1,16 +1,17 @@
 // Attention of the kernel of all layers (`step_layers.cuh`): of the query heads of one key head to some pages
 // of the sequence, by one block.
 //
-//   scores[h, position] = turn_head(q[h]) . K[position] / sqrt(128)
+//   scores[h, position] = turn_head(q[h]) . K[position] / sqrt(DIM)
 //   out[h] = sum of exp(scores[h, position]) V[position], with the greatest score and the sum of weights
 //
 // The pages come through the ring, requested behind the weights of qkv and without a wait for queries.
-// Eight warps attend to a page: two of them to the scores of each 32 positions and then, with the weights of
-// all, each warp to 16 dims of the output. Products are those of `attention_decode.cuh`: FP16 on tensor
+// Eight warps attend to a page: each to the scores of 16 positions and then, with the weights of
+// all, to an eighth of the dims of the output. Products are those of `attention_decode.cuh`: FP16 on tensor
 // cores, where queries and weights are pairs of FP16 with about 22 bits.
 //
-// Of a page there come the keys, in stages of 32, as many as there are; then the values, in stages of 32
-// dims. In int8 a page has four stages: 32 keys, 32 dims of the values, and the scales of 32 keys and values.
+// Of a page there come the keys, in stages of 32 (of wide heads 16), as many as there are; then the values, in stages
+// of 32 dims. In int8 a page has four stages: 32 keys, 32 dims of the values, and the scales of 32 keys and values.
+// Two warps share a stage; of wide heads one has it alone.
 //
 // The new key and value are not yet in the cache: the block that has their page writes them there, and
 // attends to its copy.
@@ -19,7 +20,7 @@
 #include "layers.cuh"
 
 constexpr int ATTEND_WARPS = 8;
-constexpr int CHUNK = 32;              // positions, or dims, of a stage
+constexpr int CHUNK = 32;              // positions whose weights are an operand; dims of a stage
 constexpr int CHUNKS = PAGE / CHUNK;   // of a page
 
 // The share of a block: pages from `first` on of the heads of key head `kv`, the `source`-th of `sources`
@@ -41,9 +42,8 @@ struct AttentionShare {
         s.pages = s.source < s.sources ? (s.source + 1) * all / s.sources - s.first : 0;
         return s;
     }
-    // Positions of the i-th page, and the chunks that they lie in.
+    // Positions of the i-th page.
     DEVICE int positions(int i) const { return min(position + 1 - (first + i) * PAGE, PAGE); }
-    DEVICE int chunks(int i) const { return (positions(i) + CHUNK - 1) / CHUNK; }
     // True if the new position is among those here.
     DEVICE bool newest() const { return pages > 0 && source == sources - 1; }
 };
@@ -58,42 +58,50 @@ struct AttentionRoom {
     float newest[8];                // weight of the new value, of each head
 };
 
-template <bool INT8>
+template <bool INT8, int DIM>
 struct PageAttention {
-    static constexpr uint32_t BYTES = INT8 ? 1 : 2, ROW = HEAD_DIM * BYTES;
-    static constexpr uint32_t PART = CHUNK * ROW;              // 32 keys, or 32 dims of values
-    static constexpr uint32_t SCALES = 2 * PART, SCALE_PART = CHUNK * 2;   // in a stage of int8, after keys and values
+    static constexpr uint32_t BYTES = INT8 ? 1 : 2, ROW = DIM * BYTES;
+    static constexpr int SHARERS = 256 / DIM;                  // warps of a stage
+    static constexpr int STAGES = ATTEND_WARPS / SHARERS;      // of the keys of a page, and of its values
+    static constexpr int KEYS = PAGE / STAGES;                 // of a stage
+    static constexpr uint32_t PART = KEYS * ROW;               // keys, or dims of values, of a stage
+    static constexpr uint32_t SCALES = 2 * PART, SCALE_PART = KEYS * 2;   // in a stage of int8, after keys and values
     static constexpr int EACH = 16 / BYTES, EIGHTS = EACH / 8; // elements that a lane loads at once
-    static constexpr int LOADS = HEAD_DIM / (4 * EACH);        // of four lanes for a vector
-    static constexpr int TILES = HEAD_DIM / ATTEND_WARPS / 8;
+    static constexpr int KEY_LOADS = DIM / (4 * EACH);         // of four lanes for a vector
+    static constexpr int VALUE_LOADS = PAGE / (4 * EACH);      // for a dim of a page
+    static constexpr int TILES = DIM / ATTEND_WARPS / 8;
     static constexpr int FOURS = 2 * EIGHTS;
+    static_assert(PART == PAGE * CHUNK * BYTES, "stages of keys and of values are as long");
+    static_assert(!INT8 || DIM == HEAD_DIM, "int8 of wide heads has other kernels");
 
     // The new key (0) or value, behind the queries.
-    static DEVICE uint32_t fresh_at(int group, int which) { return group * 512 + which * 256; }
+    static DEVICE uint32_t fresh_at(int group, int which) { return group * (DIM * 4) + which * (DIM * 2); }
 
-    // Stages of a page whose keys have so many chunks.
-    static DEVICE int stages(int chunks) { return INT8 ? CHUNKS : chunks + CHUNKS; }
+    // Stages that the keys of so many positions of a page lie in.
+    static DEVICE int key_stages(int positions) { return (positions + KEYS - 1) / KEYS; }
+    // Stages of a page of so many positions.
+    static DEVICE int stages(int positions) { return INT8 ? STAGES : key_stages(positions) + STAGES; }
     static DEVICE int stages(const AttentionShare& share) {
-        return share.pages == 0 ? 0 : (share.pages - 1) * stages(CHUNKS) + stages(share.chunks(share.pages - 1));
+        return share.pages == 0 ? 0 : (share.pages - 1) * stages(PAGE) + stages(share.positions(share.pages - 1));
     }
 
     // Requests the pages of a share, whose numbers the lanes have.
-    static DEVICE void request(Requests& requests, const LayerArgs& layer, const AttentionShare& share, uint32_t page_of_lane, int kv_heads) {
+    static DEVICE void request(Requests& requests, const LayerAttention& layer, const AttentionShare& share, uint32_t page_of_lane, int kv_heads) {
 #pragma unroll 1
         for (int i = 0; i < share.pages; i++) {
             const size_t head = size_t(__shfl_sync(~0u, page_of_lane, i)) * kv_heads + share.kv;
             const uint8_t* const keys = static_cast<const uint8_t*>(layer.keys) + head * (PAGE * ROW);
             const uint8_t* const values = static_cast<const uint8_t*>(layer.values) + head * (PAGE * ROW);
-            const int chunks = share.chunks(i);
+            const int keyed = key_stages(share.positions(i));
 #pragma unroll 1
-            for (int k = 0; k < stages(chunks); k++) {
+            for (int k = 0; k < stages(share.positions(i)); k++) {
                 requests.wait();
                 if (elect()) {
                     const uint32_t to = requests.at(), barrier = requests.barrier();
                     if constexpr (INT8) {
-                        auto scales = [&](const __half* from) { return reinterpret_cast<const uint8_t*>(from + head * PAGE + k * CHUNK); };
-                        barrier_expect_at(barrier, k < chunks ? 2 * (PART + SCALE_PART) : PART);
-                        if (k < chunks) {
+                        auto scales = [&](const __half* from) { return reinterpret_cast<const uint8_t*>(from + head * PAGE + k * KEYS); };
+                        barrier_expect_at(barrier, k < keyed ? 2 * (PART + SCALE_PART) : PART);
+                        if (k < keyed) {
                             copy_bulk_at<false>(to, keys + k * PART, PART, barrier);
                             copy_bulk_at<false>(to + SCALES, scales(layer.key_scales), SCALE_PART, barrier);
                             copy_bulk_at<false>(to + SCALES + SCALE_PART, scales(layer.value_scales), SCALE_PART, barrier);
@@ -101,7 +109,7 @@ struct PageAttention {
                         copy_bulk_at<false>(to + PART, values + k * PART, PART, barrier);
                     } else {
                         barrier_expect_at(barrier, PART);
-                        copy_bulk_at<false>(to, k < chunks ? keys + k * PART : values + (k - chunks) * PART, PART, barrier);
+                        copy_bulk_at<false>(to, k < keyed ? keys + k * PART : values + (k - keyed) * PART, PART, barrier);
                     }
                 }
                 requests.next();
@@ -112,28 +120,32 @@ struct PageAttention {
     // Prepares what a warp has of the queries, and of the new key and value: head `job` of `qkv`, which its
     // lanes have four elements each of. Writes it to `queries`, and the new ones to the cache, where the
     // position is in head `newest` of all pages' heads.
-    static DEVICE void prepare(const LayersArgs& p, const LayerArgs& layer, const AttentionShare& share, size_t newest, int job, Head<HEAD_DIM> v, const HeadGain<>& gain,
-                               const Turn<>& turn, uint8_t* queries, int lane) {
+    static DEVICE void prepare(const LayersArgs& p, const LayerAttention& layer, const AttentionShare& share, size_t newest, int job, Head<DIM> v,
+                               const HeadGain<DIM>& gain, const Turn<DIM>& turn, uint8_t* queries, int lane) {
+        constexpr int PARTS = Head<DIM>::PARTS;
         const int group = p.group;
         if (job <= group) v = turn_head(v, gain, turn, p.eps, lane);
         if (job < group) {
-            constexpr float s = HeadsOf<HEAD_DIM>::SCALE;
-            const float4 x = v.part[0];
-            // In the order in which lanes (g, t) read: for each load of a vector, its fours, the head, t.
-            const int load = lane / (4 * FOURS), of_load = lane % FOURS, t = lane / FOURS % 4;
-            reinterpret_cast<uint4*>(queries)[((load * FOURS + of_load) * group + job) * 4 + t] = split_four(x.x * s, x.y * s, x.z * s, x.w * s);
+            constexpr float s = HeadsOf<DIM>::SCALE;
+#pragma unroll
+            for (int j = 0; j < PARTS; j++) {
+                const float4 x = v.part[j];
+                // In the order in which lanes (g, t) read: for each load of a vector, its fours, the head, t.
+                const int four = j * 32 + lane, load = four / (4 * FOURS), of_load = four % FOURS, t = four / FOURS % 4;
+                reinterpret_cast<uint4*>(queries)[((load * FOURS + of_load) * group + job) * 4 + t] = split_four(x.x * s, x.y * s, x.z * s, x.w * s);
+            }
             return;
         }
         const int which = job - group;
         const Cache cache = {layer.keys, layer.values, layer.key_scales, layer.value_scales, p.tables, p.kv_heads, p.table_len};
-        const Kept<> kept = round_row<INT8>(v);
+        const Kept<DIM> kept = round_row<INT8>(v);
         uint8_t* const to = queries + fresh_at(group, which);
-        if constexpr (INT8) {
-            reinterpret_cast<char4*>(to)[lane] = kept.code[0];
-            if (lane == 0) reinterpret_cast<__half*>(to)[HEAD_DIM / 2] = kept.scale;
-        } else {
-            reinterpret_cast<uint2*>(to)[lane] = kept.half[0];
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) {
+            if constexpr (INT8) reinterpret_cast<char4*>(to)[j * 32 + lane] = kept.code[j];
+            else reinterpret_cast<uint2*>(to)[j * 32 + lane] = kept.half[j];
         }
+        if (INT8 && lane == 0) reinterpret_cast<__half*>(to)[DIM / 2] = kept.scale;
         store_row<INT8>(cache, which, newest, share.position % PAGE, kept, lane);
     }
 
@@ -143,37 +155,37 @@ struct PageAttention {
                               AttentionRoom& room, uint64_t* to, uint32_t stamp, int warp, int lane) {
         const int group = p.group;
         const uint32_t fresh_key = queries + fresh_at(group, 0), fresh_value = queries + fresh_at(group, 1);
-        const int g = lane / 4, t = lane % 4, pair = warp / 2, of_pair = warp % 2;
+        const int g = lane / 4, t = lane % 4, nth = warp / SHARERS, sharer = warp % SHARERS;   // which stage
         const bool mine = g < group;   // others have no head
         const uint32_t q = queries + lane * 16;
         RingPlace page = next;
         float top = -INFINITY, total = 0.f;   // of head g, over all warps
         float out[TILES][4] = {};             // dims first_dim + 8n, + 1: of high and of low parts
-        const int first_dim = warp * (CHUNK / 2) + 2 * t;
+        const int first_dim = warp * (8 * TILES) + 2 * t;
+        const int of_lane = nth * KEYS + (SHARERS * t + sharer) * 4;   // of the page, the first of four positions
 #pragma unroll 1
         for (int i = 0; i < share.pages; i++) {
-            const int positions = share.positions(i), chunks = share.chunks(i);
+            const int positions = share.positions(i), keyed = key_stages(positions);
             // Where in the page the new position is, if it is here.
             const int fresh = share.newest() && i == share.pages - 1 ? positions - 1 : -1;
             RingPlace stage = page;
-            stage.step(pair, ring.depth);
+            stage.step(nth, ring.depth);
             float score[4], value_scale[4], peak = -INFINITY;
-            if (pair < chunks) {
+            if (nth < keyed) {
                 ring.wait(stage);
                 const uint32_t keys = ring.at(stage);
-                // Column n of product j is position 8 (n / 2) + 4 of_pair + 2j + n % 2 of the chunk, so that lane
-                // (g, t) ends with the scores of four positions from 8t + 4 of_pair on. Load k has dims
-                // EACH (4k + t) and on. Sums of even and odd eights are apart: products that wait for each
+                // Column n of product j is position 4 (SHARERS (n / 2) + sharer) + 2j + n % 2 of the stage, so that lane
+                // (g, t) ends with the scores of four positions. Load k has dims EACH (4k + t) and on. Sums of even and odd eights are apart: products that wait for each
                 // other are slow.
                 uint32_t columns[2];
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    const int column = 8 * (g / 2) + 4 * of_pair + 2 * j + g % 2;
-                    columns[j] = (pair * CHUNK + column == fresh ? fresh_key : keys + column * ROW) + t * 16;
+                    const int column = (SHARERS * (g / 2) + sharer) * 4 + 2 * j + g % 2;
+                    columns[j] = (nth * KEYS + column == fresh ? fresh_key : keys + column * ROW) + t * 16;
                 }
                 float s[2][2][4] = {};
 #pragma unroll 1
-                for (int k = 0; k < LOADS; k += 2 / EIGHTS) {
+                for (int k = 0; k < KEY_LOADS; k += 2 / EIGHTS) {
                     uint4 a[4] = {}, loaded[2 / EIGHTS][2];
 #pragma unroll
                     for (int h = 0; h < 4; h++)
@@ -189,15 +201,15 @@ struct PageAttention {
                 }
                 uint2 key_scales, value_scales;
                 if constexpr (INT8) {
-                    const uint32_t at = keys + SCALES + (8 * t + 4 * of_pair) * 2;
+                    const uint32_t at = keys + SCALES + (SHARERS * t + sharer) * 8;
                     key_scales = load_shared_8(at), value_scales = load_shared_8(at + SCALE_PART);
                 } else {
-                    ring.leave(stage, TEAM / 2, lane);
+                    ring.leave(stage, TEAM / SHARERS, lane);
                 }
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     float v = s[0][k / 2][k % 2] + s[0][k / 2][k % 2 + 2] + (s[1][k / 2][k % 2] + s[1][k / 2][k % 2 + 2]);
-                    const int at = pair * CHUNK + 8 * t + 4 * of_pair + k;
+                    const int at = of_lane + k;
                     if constexpr (INT8) {
                         float key = __half2float(reinterpret_cast<const __half*>(&key_scales)[k]);
                         value_scale[k] = __half2float(reinterpret_cast<const __half*>(&value_scales)[k]);
@@ -219,7 +231,7 @@ struct PageAttention {
             top = peak;
             float sum = 0.f;
             uint4 weights = make_uint4(0, 0, 0, 0);
-            if (pair < chunks) {
+            if (nth < keyed) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     score[k] = exp2f(score[k] - top);
@@ -227,7 +239,7 @@ struct PageAttention {
                     if constexpr (INT8) score[k] *= value_scale[k];
                 }
                 // What the cache has in place of the new value gets no weight.
-                const int newest = fresh - (pair * CHUNK + 8 * t + 4 * of_pair);
+                const int newest = fresh - of_lane;
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     if (k != newest) continue;
@@ -238,12 +250,12 @@ struct PageAttention {
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
             }
-            // Of int8, a load of values reaches into positions of the next chunk.
-            if (mine) room.weights[pair][of_pair][lane] = weights;
+            // Also zeros: a load of values reaches into positions that are not there.
+            if (mine) room.weights[of_lane / CHUNK][of_lane / 4 % 2][4 * g + of_lane / 8 % 4] = weights;
             if (t == 0) room.sum[warp][g] = sum;
-            if constexpr (!INT8) stage.step(chunks, ring.depth);
+            if constexpr (!INT8) stage.step(keyed, ring.depth);
             ring.wait(stage);
-            const uint32_t values = ring.at(stage) + (INT8 ? PART : 0) + of_pair * (PART / 2);
+            const uint32_t values = ring.at(stage) + (INT8 ? PART : 0) + sharer * (PART / SHARERS);
             sync_attending();
             total *= shrink;
 #pragma unroll
@@ -262,12 +274,12 @@ struct PageAttention {
             }
             const uint32_t row = values + g * PAGE * BYTES + t * 16;   // positions EACH t and on of dims 8n + g
 #pragma unroll 1
-            for (int c = 0; c < LOADS && EIGHTS * c < chunks; c++) {
+            for (int c = 0; c < VALUE_LOADS && 4 * EACH * c < positions; c++) {
                 uint4 a[FOURS] = {};
 #pragma unroll
                 for (int h = 0; h < EIGHTS; h++) {
-                    const int eight = EIGHTS * (4 * c + t) + h, of_lane = 4 * g + eight % 4;   // of the page's positions
-                    if (mine) a[2 * h] = room.weights[eight / 4][0][of_lane], a[2 * h + 1] = room.weights[eight / 4][1][of_lane];
+                    const int eight = EIGHTS * (4 * c + t) + h, at = 4 * g + eight % 4;   // of the page's positions
+                    if (mine) a[2 * h] = room.weights[eight / 4][0][at], a[2 * h + 1] = room.weights[eight / 4][1][at];
                 }
 #pragma unroll
                 for (int n = 0; n < TILES; n++) {
@@ -276,15 +288,15 @@ struct PageAttention {
                     for (int h = 0; h < EIGHTS; h++) multiply(out[n], a + 2 * h, eight_of<INT8>(loaded, h));
                 }
             }
-            ring.leave(stage, TEAM / 2, lane);
-            page.skip(stages(CHUNKS), ring.depth);
+            ring.leave(stage, TEAM / SHARERS, lane);
+            page.skip(stages(PAGE), ring.depth);
         }
         if (!mine) return;
         const int head = share.kv * group + g;
 #pragma unroll
         for (int n = 0; n < TILES; n++)
-            store_stamped_two(to + head * HEAD_DIM + first_dim + 8 * n, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]), stamp);
-        if (warp == 0 && t == 0) store_stamped_two(to + (p.heads * HEAD_DIM + head * 2), make_float2(top, total), stamp);
+            store_stamped_two(to + head * DIM + first_dim + 8 * n, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]), stamp);
+        if (warp == 0 && t == 0) store_stamped_two(to + (p.heads * DIM + head * 2), make_float2(top, total), stamp);
     }
 
     // Four values as left operand: rows g have their high parts, rows g + 8 the low ones.
@@ -304,7 +316,7 @@ struct PageAttention {
         if constexpr (INT8) return make_float2(int8_t(w), int8_t(w >> 8));
         return __half22float2(*reinterpret_cast<const __half2*>(&w));
     }
-    static DEVICE float fresh_scale(uint32_t of) { return __half2float(__ushort_as_half(load_shared_2(of + HEAD_DIM))); }
+    static DEVICE float fresh_scale(uint32_t of) { return __half2float(__ushort_as_half(load_shared_2(of + DIM))); }
     static DEVICE void sync_attending() { sync_some(2, ATTEND_WARPS * 32); }
 };
 

@@ -2,7 +2,7 @@
 //
 // For each layer:
 //   qkv       = qkv norm(x)
-//   attended  = attention(qkv)
+//   attended  = attention(qkv), or the recurrence of a gated DeltaNet
 //   x        += o attended
 //   gated     = silu(gate norm(x)) * (up norm(x))
 //   x        += down gated
@@ -10,7 +10,8 @@
 // A block runs on each multiprocessor, in clusters; all run at once. The tiles of qkv and of gate and
 // up, and the records of o and down, are dealt evenly to all blocks. A tile of the latter may so have
 // up to MOST_PARTS parts, which whoever reads x adds up in order. Attention has a block for each key
-// head and share of the pages (`layers_attention.cuh`).
+// head and share of the pages (`layers_attention.cuh`), a recurrence one for each value head and share of its columns
+// (`layers_delta.cuh`).
 //
 // What comes from memory never waits for values: one warp of each block requests the records of all products
 // in turn, and behind those of qkv the pages of keys and values, as long as its ring has room and at most
@@ -30,11 +31,11 @@
 //
 // Weights: INT4 with a scale for 64 inputs or more, or a mix.
 //
-// Bytes: codes + scales + zeros once; keys and values once; for each cluster 8 a value of x, qkv and gated.
+// Bytes: codes + scales + zeros once; keys and values once; states read and written; for each cluster 8 a value of x, qkv and gated.
 #pragma once
 
 #include "layers_attention.cuh"
-#include "products.cuh"
+#include "layers_delta.cuh"
 
 #if __CUDA_ARCH__ >= 900
 
@@ -74,16 +75,20 @@ struct BlockShare {
 };
 
 // S: the scheme of all weights; or void: of a mix, in which each weight of each layer has its own, of codes of 4
-// to 6 bits with scales in two levels. TIMED: block 0 tells how long it waited and worked; only then, because it
-// makes the loop over records longer.
-template <class S, bool TIMED>
+// to 6 bits with scales in two levels. HYBRID: attention has wide heads with gates, and layers may have a recurrence in
+// its place. TIMED: block 0 tells how long it waited and worked; only then, because it makes the loop over records
+// longer.
+template <class S, bool HYBRID, bool TIMED>
 struct LayersBlock {
     static constexpr bool MIX = std::is_void_v<S>;
+    static constexpr int DIM = HYBRID ? WIDE_HEAD_DIM : HEAD_DIM;
+    using Of = HeadsOf<DIM>;
     static constexpr int WARPS = LAYERS_WARPS;
     // Offsets in shared memory.
     static constexpr int FACTOR = 16, FULL = 64, EMPTY = FULL + MOST_RING * 8, SHARES = EMPTY + MOST_RING * 8;
-    static constexpr int TIMES = SHARES + 4 * sizeof(BlockShare), ATTENTION = TIMES + (2 * PHASES + 1) * 8, COUNTS = 1024;
-    static_assert(ATTENTION + sizeof(AttentionShare) <= COUNTS);
+    static constexpr int TIMES = SHARES + PRODUCTS * sizeof(BlockShare), ATTENTION = TIMES + (2 * PHASES + 1) * 8;
+    static constexpr int DELTA = ATTENTION + sizeof(AttentionShare), COUNTS = 1024;
+    static_assert(TIMES % 8 == 0 && DELTA + sizeof(DeltaShare) <= COUNTS);
     static_assert(sizeof(AttentionRoom) <= 2 * WARPS * WARPS * 16 * 4);   // which the sums of products take
 
     const LayersArgs& p;
@@ -108,6 +113,10 @@ struct LayersBlock {
 
     const DEVICE BlockShare& share(int which) const { return reinterpret_cast<const BlockShare*>(shared + SHARES)[which]; }
     const DEVICE AttentionShare& attention() const { return *reinterpret_cast<const AttentionShare*>(shared + ATTENTION); }
+    const DEVICE DeltaShare& delta() const { return *reinterpret_cast<const DeltaShare*>(shared + DELTA); }
+    static DEVICE bool recurs(const LayersArgs& p, int l) { return HYBRID && p.layer[l].recurrent; }
+    // Whose shape a product of layer l has.
+    static DEVICE int shape_of(const LayersArgs& p, int l, int which) { return which == QKV && recurs(p, l) ? INPUTS_OF_DELTA : which; }
     DEVICE float* sums() const { return reinterpret_cast<float*>(shared + p.at.sums); }
     DEVICE SpanDigits* digits(int which) const { return reinterpret_cast<SpanDigits*>(shared + p.at.digits[which & 1]); }
     DEVICE float& factor() const { return *reinterpret_cast<float*>(shared + FACTOR); }
@@ -136,7 +145,7 @@ struct LayersBlock {
         const uint8_t *codes = p.layer[0].codes[0], *meta = p.layer[0].meta[0];
 #pragma unroll 1
         for (int i = 0; i < p.layers * 4; i++) {
-            const BlockShare mine(p.shape[i % 4], i % 4, blockIdx.x, gridDim.x);
+            const BlockShare mine(p.shape[shape_of(p, i / 4, i % 4)], i % 4, blockIdx.x, gridDim.x);
             const RecordKind kind = kind_of(p, i / 4, i % 4);
             codes += size_t(mine.begin) * kind.codes_bytes, meta += size_t(mine.begin) * kind.meta_bytes;
             // Those of the next product, early.
@@ -162,25 +171,28 @@ struct LayersBlock {
                 attention = attention_share(p);
                 if (lane < attention.pages) page = __ldcg(p.tables + size_t(attention.slot) * p.table_len + attention.first + lane);
             }
-            const LayerArgs& layer = p.layer[i / 4];
-            if (layer.key_scales != nullptr)
-                PageAttention<true>::request(requests, layer, attention, page, p.kv_heads);
+            if (recurs(p, i / 4)) continue;
+            const LayerAttention& layer = p.layer[i / 4].attention;
+            if constexpr (HYBRID)
+                PageAttention<false, DIM>::request(requests, layer, attention, page, p.kv_heads);
+            else if (layer.key_scales != nullptr)
+                PageAttention<true, DIM>::request(requests, layer, attention, page, p.kv_heads);
             else
-                PageAttention<false>::request(requests, layer, attention, page, p.kv_heads);
+                PageAttention<false, DIM>::request(requests, layer, attention, page, p.kv_heads);
         }
     }
 
     static DEVICE RecordKind kind_of(const LayersArgs& p, int l, int which) { return MIX ? p.layer[l].kind[which] : p.layer[0].kind[0]; }
 
-    static DEVICE AttentionShare attention_share(const LayersArgs& p) {
-        const Step step = {__ldcg(&p.step->position), __ldcg(&p.step->slot), 0, 0};
-        return AttentionShare::of(step, p.kv_heads, blockIdx.x, gridDim.x);
-    }
+    static DEVICE Step step_of(const LayersArgs& p) { return {__ldcg(&p.step->position), __ldcg(&p.step->slot), 0, 0, __ldcg(&p.step->behind)}; }
+    static DEVICE AttentionShare attention_share(const LayersArgs& p) { return AttentionShare::of(step_of(p), p.kv_heads, blockIdx.x, gridDim.x); }
 
     // What all products and layers share.
     DEVICE void prepare() {
-        if (threadIdx.x < 4) reinterpret_cast<BlockShare*>(shared + SHARES)[threadIdx.x] = BlockShare(p.shape[threadIdx.x], threadIdx.x, blockIdx.x, gridDim.x);
+        if (threadIdx.x < (HYBRID ? PRODUCTS : PRODUCTS - 1))
+            reinterpret_cast<BlockShare*>(shared + SHARES)[threadIdx.x] = BlockShare(p.shape[threadIdx.x], threadIdx.x, blockIdx.x, gridDim.x);
         if (threadIdx.x == 32) *reinterpret_cast<AttentionShare*>(shared + ATTENTION) = attention_share(p);
+        if (HYBRID && threadIdx.x == 64) *reinterpret_cast<DeltaShare*>(shared + DELTA) = DeltaShare::of(step_of(p), p.value_heads, blockIdx.x, gridDim.x);
         const int tiles = p.hidden / 16;
         for (int i = threadIdx.x; i < 2 * tiles; i += WARPS * 32) {
             shared[COUNTS + i] = BlockShare::parts(p.shape[i < tiles ? OUT : DOWN], i % tiles, gridDim.x);
@@ -222,10 +234,11 @@ struct LayersBlock {
     // Slot s of what attention makes, of all sources.
     DEVICE float2 join(int s, uint32_t stamp, int sources) const {
         constexpr int AT_ONCE = 4;
-        const int width = p.heads * HEAD_DIM, stride = width + 2 * p.heads;
+        const int width = p.heads * DIM, stride = width + 2 * p.heads, head = s / (DIM / 64);
         const uint64_t* const from = p.attended + s * 64 + lane * 2;
-        const uint64_t* const tops = p.attended + min(lane, sources - 1) * stride + width + s / 2 * 2;
-        uint4 top, w[AT_ONCE];
+        const uint64_t* const tops = p.attended + min(lane, sources - 1) * stride + width + head * 2;
+        const uint64_t* const gates = p.qkv + Of::gate(head) * DIM + s % (DIM / 64) * 64 + lane * 2;
+        uint4 top, w[AT_ONCE], gate = make_uint4(0, stamp - 1, 0, stamp - 1);
         auto load = [&](int base) {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
@@ -233,8 +246,11 @@ struct LayersBlock {
                 if (base + i < sources) w[i] = load_stamped(from + (base + i) * stride);
             }
         };
-        do top = load_stamped(tops), load(0);
-        while (!__all_sync(~0u, has(top, stamp)));
+        do {
+            top = load_stamped(tops);
+            if (Of::GATED) gate = load_stamped(gates);
+            load(0);
+        } while (!__all_sync(~0u, has(top, stamp) && has(gate, stamp - 1)));
         float share = 1.f, all = values_of(top).y;
         if (sources > 1) {
             const float peak = warp_max(values_of(top).x);
@@ -253,6 +269,7 @@ struct LayersBlock {
                 v.x = fmaf(f, values_of(w[i]).x, v.x), v.y = fmaf(f, values_of(w[i]).y, v.y);
             }
         }
+        if (Of::GATED) v.x *= sigmoid(values_of(gate).x), v.y *= sigmoid(values_of(gate).y);
         return v;
     }
 
@@ -271,7 +288,7 @@ struct LayersBlock {
             float2* const own = reinterpret_cast<float2*>(shared + p.at.x) + (s - slot0) * 32 + lane;
             float2 v;
             if (which == OUT) {
-                v = join(s, stamp, attention().sources);
+                v = recurs(p, l) ? join_recurrence(p, p.layer[l].recurrence, s, stamp, lane) : join(s, stamp, attention().sources);
             } else if (which == DOWN) {
                 const uint64_t* const from = p.gated + s * 64 + lane * 2;
                 if (i % AHEAD == 0) {
@@ -319,7 +336,7 @@ struct LayersBlock {
 
     // This block's share of a product of layer l.
     DEVICE void multiply(int l, int which) {
-        const BlockShare& mine = share(which);
+        const BlockShare& mine = share(shape_of(p, l, which));
         const int spans = mine.spans, units = mine.units, stages = mine.stages;
         const bool norm = which == QKV || which == GATED;
         const uint32_t stamp = stamp0 + l * PHASES + (which == QKV ? 1 : which + 2);
@@ -433,8 +450,8 @@ struct LayersBlock {
     // This block's share of the attention of layer l.
     template <bool INT8>
     DEVICE void attend(int l) {
-        using Attention = PageAttention<INT8>;
-        const LayerArgs& layer = p.layer[l];
+        using Attention = PageAttention<INT8, DIM>;
+        const LayerAttention& layer = p.layer[l].attention;
         const AttentionShare& mine = attention();
         const uint32_t stamp = stamp0 + l * PHASES + 1;
         uint8_t* const queries = shared + p.at.queries;
@@ -442,24 +459,28 @@ struct LayersBlock {
         static_assert(MOST_GROUP + 2 <= WARPS);
         const int group = p.group;
         if (warp < group + (mine.newest() ? 2 : 0)) {
-            const Turn<> turn(Turn<>::of(p.cos_sin + size_t(mine.position) * (HEAD_DIM / 2), lane));
+            const Turn<DIM> turn(Turn<DIM>::of(p.cos_sin + size_t(mine.position) * (Of::ROTATED / 2), lane));
             // Queries, a key or a value, and which head of them.
             const int kind = max(0, warp - group + 1), of_kind = kind == 0 ? mine.kv * group + warp : mine.kv;
-            const HeadGain<> gain(layer.vectors.gains[min(kind, 1)], lane);
+            const HeadGain<DIM> gain(layer.vectors.gains[min(kind, 1)], lane);
             const size_t newest = size_t(__ldcg(p.tables + size_t(mine.slot) * p.table_len + mine.position / PAGE)) * p.kv_heads + mine.kv;
-            const int head = warp < group ? mine.kv * group + warp : p.heads + (warp - group) * p.kv_heads + mine.kv;
-            const uint64_t* const from = p.qkv + head * HEAD_DIM + lane * 4;
-            uint4 a, b;
-            do a = load_stamped(from), b = load_stamped(from + 2);
-            while (!has(a, stamp) || !has(b, stamp));
+            const int head = kind == 0 ? Of::query(of_kind) : Of::key(p.heads, (kind - 1) * p.kv_heads + of_kind);
+            const uint64_t* const from = p.qkv + head * DIM + lane * 4;
+            Head<DIM> v;
+#pragma unroll
+            for (int j = 0; j < Head<DIM>::PARTS; j++) {
+                uint4 a, b;
+                do a = load_stamped(from + j * 128), b = load_stamped(from + j * 128 + 2);
+                while (!has(a, stamp) || !has(b, stamp));
+                v.part[j] = make_float4(values_of(a).x, values_of(a).y, values_of(b).x, values_of(b).y);
+            }
             __syncwarp();
             lap(1, 0);
-            Head<HEAD_DIM> v = {make_float4(values_of(a).x, values_of(a).y, values_of(b).x, values_of(b).y)};
             v = add_bias(v, layer.vectors, kind, of_kind, lane);
             Attention::prepare(p, layer, mine, newest, warp, v, gain, turn, queries, lane);
         }
         sync_layers();   // and the sums of qkv, whose memory attention takes, are read
-        uint64_t* const to = p.attended + mine.source * (p.heads * (HEAD_DIM + 2));
+        uint64_t* const to = p.attended + mine.source * (p.heads * (DIM + 2));
         if (warp < ATTEND_WARPS)
             Attention::attend(p, ring, next, mine, shared_address(queries), *reinterpret_cast<AttentionRoom*>(sums()), to, stamp + 1, warp, lane);
         sync_layers();   // those that do not attend have not seen the stages pass (`Ring::wait`)
@@ -467,22 +488,33 @@ struct LayersBlock {
         lap(1, 1);
     }
 
+    // A recurrence of layer l. It has the memory that attention has for queries.
+    DEVICE DeltaColumns<!MIX> recurrence(int l) {
+        return {p, p.layer[l].recurrence, delta(), *reinterpret_cast<DeltaRoom*>(shared + p.at.queries), warp, lane};
+    }
+
     DEVICE void run() {
         prepare();
-        const bool attends = attention().pages > 0;
+        const bool attends = attention().pages > 0, has_columns = HYBRID && delta().any();
         lap(0, 0, true);
 #pragma unroll 1
         for (int l = 0; l < p.layers; l++) {
 #pragma unroll 1
             for (int which = QKV; which <= DOWN; which++) {
                 gather(l, which);
+                const bool recurrent = which == QKV && recurs(p, l);
+                if (recurrent && has_columns) recurrence(l).prefetch();
                 if (which == OUT) request_gain(p.layer[l].gains[1]);
                 if (which == DOWN && l + 1 < p.layers) request_gain(p.layer[l + 1].gains[0]);
                 multiply(l, which);
                 // Attention takes the memory of the sums. The next product writes there only after it has ended:
                 // it needs digits that come in part from it.
-                if (which == QKV && attends) {
-                    if (p.layer[l].key_scales != nullptr) attend<true>(l);
+                if (recurrent) {
+                    if (has_columns) recurrence(l).run(digits(QKV), factor(), stamp0 + l * PHASES + 1, [&] { lap(1, 0); });
+                    lap(1, 1);
+                } else if (which == QKV && attends) {
+                    if constexpr (HYBRID) attend<false>(l);
+                    else if (p.layer[l].attention.key_scales != nullptr) attend<true>(l);
                     else attend<false>(l);
                 }
             }
@@ -493,9 +525,9 @@ struct LayersBlock {
     }
 };
 
-template <class S, bool TIMED>
+template <class S, bool HYBRID, bool TIMED>
 DEVICE void step_layers(const LayersArgs& p) {
-    using Block = LayersBlock<S, TIMED>;
+    using Block = LayersBlock<S, HYBRID, TIMED>;
     uint8_t* const shared = dynamic_shared();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const uint32_t barriers = shared_address(shared);

@@ -5,7 +5,7 @@ use nq_kernels::Result;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages,
     HEAD_DIM, Heads, LayersPlan, LayersScratch, LayersSizes, PageEntry, PagesShape, Row,
-    SequenceRows, SharedPrefix, Step, StepBounds, StepLayer,
+    SequenceRows, SharedPrefix, Step, StepBounds, StepLayer, StepMixer,
 };
 use nq_kernels::pages::{KvType, PAGE};
 
@@ -239,10 +239,12 @@ pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
         let pages = Layers::new(t, model, KvType::F16, 1, PAGE)?;
         let layers: Vec<StepLayer<'_>> = (0..LAYERS)
             .map(|i| StepLayer {
-                attention_norm: &gain,
-                qkv: of(0, i),
-                heads: pages.heads(model.heads),
-                cache: pages.pages.layer(i),
+                norm: &gain,
+                mixer: StepMixer::Attention {
+                    qkv: of(0, i),
+                    heads: pages.heads(model.heads),
+                    cache: pages.pages.layer(i),
+                },
                 o: of(1, i),
                 mlp_norm: &gain,
                 gate_up: of(2, i),
@@ -266,6 +268,8 @@ pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
             hidden: model.hidden,
             heads: model.heads,
             kv_heads: model.kv_heads,
+            head_dim: HEAD_DIM,
+            delta: None,
             intermediate: weights[3][0].inputs(),
         };
         let mut scratch = LayersScratch::new(&t.gpu, sizes)?;

@@ -19,9 +19,9 @@ use nq_formats::Weight;
 
 /// The width of a head of keys and of values that the kernels serve.
 pub const DELTA_DIM: usize = 128;
-/// `CONV` of `cuda/delta.cuh`: the width of the convolution that the kernels serve.
+/// `CONV` of `cuda/delta_state.cuh`: the width of the convolution that the kernels serve.
 pub const CONV: usize = 4;
-/// `KEPT` of `cuda/delta_step.cu`: values that are kept of a step's rows, for each head of values.
+/// `KEPT` of `cuda/delta_state.cuh`: values that are kept of a step's rows, for each head of values.
 const KEPT: usize = MOST_RUN * (2 * DELTA_DIM + 4);
 /// `SCAN_PARTS` of `cuda/delta_rows.cu`.
 const SCAN_PARTS: usize = 2;
@@ -50,7 +50,7 @@ pub struct StatesShape {
 /// The states of the sequences of a session in all layers with a recurrence: a matrix for each head of values, and the
 /// last inputs of the convolution. A row at position 0 begins with zeros, whatever its place holds.
 pub struct DeviceStates {
-    matrices: Buffer<f32>, // [layers, places, value_heads, 128 * 128], in the order of `cuda/delta.cuh`
+    matrices: Buffer<f32>, // [layers, places, value_heads, 128 * 128], in the order of `cuda/delta_state.cuh`
     inputs: Buffer<f32>,   // [layers, places, INPUTS, channels]
     kept: Buffer<f32>,     // [layers, kept, value_heads, KEPT]
     shape: StatesShape,
@@ -124,6 +124,16 @@ impl RateRows {
             scale: 1.0 / factor,
             hidden,
         })
+    }
+
+    /// The rows and the scale of products with them, checked as an operand of `o`.
+    fn args(&self, o: &Operands<'_>, of: &DeltaShape) -> Result<(Address, f32)> {
+        let rows = o.of(
+            "rows of rates",
+            &self.rows,
+            &[2 * of.value_heads, self.hidden],
+        )?;
+        Ok((rows, self.scale))
     }
 
     /// Bytes that they take on a device.
@@ -222,10 +232,10 @@ impl DeviceStates {
     }
 }
 
-/// `DeltaLayer` of `cuda/delta.cuh`.
+/// `DeltaLayer` of `cuda/delta_state.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct LayerArgs {
+pub(super) struct LayerArgs {
     conv: Address,
     decay: Address,
     dt_bias: Address,
@@ -245,8 +255,20 @@ impl LayerStates<'_> {
         8 * d.value_heads * DELTA_DIM * DELTA_DIM
     }
 
-    fn delta(&self) -> &DeltaShape {
+    pub(super) fn delta(&self) -> &DeltaShape {
         &self.states.shape.delta
+    }
+
+    /// Where the rows that steps keep are, if they are: for sequences up to the slot `idle`.
+    fn kept(&self, o: &Operands<'_>, slots: usize) -> Result<Address> {
+        let StatesShape { delta, kept, .. } = self.states.shape;
+        if kept == 0 {
+            return Ok(Address::NULL);
+        }
+        o.at_least("sequences whose rows are kept", slots, kept)?;
+        let of_layer = [kept, delta.value_heads, KEPT];
+        let from = self.layer * of_layer.iter().product::<usize>();
+        o.part("kept rows", &self.states.kept, from, &of_layer)
     }
 
     /// The argument, checked as operands of `o`, for rows of up to `slots` sequences.
@@ -278,6 +300,39 @@ impl LayerStates<'_> {
             value_heads: d.value_heads as i32,
             tiled: i32::from(d.tiled),
             eps: of.eps,
+        })
+    }
+}
+
+/// `LayerRecurrence` of `cuda/layers.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct RecurrenceArgs {
+    layer: LayerArgs,
+    rates: Address,
+    kept: Address,
+    scale: f32,
+}
+
+impl LayerStates<'_> {
+    /// The argument of the kernel of all layers, checked as operands of `o`, for one row of any of `slots` sequences.
+    pub(super) fn recurrence(
+        &self,
+        o: &Operands<'_>,
+        vectors: &DeltaVectors<'_>,
+        rates: &RateRows,
+        (slots, hidden): (usize, usize),
+    ) -> Result<RecurrenceArgs> {
+        if rates.hidden != hidden {
+            return o.refuse("inputs of rates", hidden, rates.hidden);
+        }
+        let (rows, scale) = rates.args(o, self.delta())?;
+        Ok(RecurrenceArgs {
+            layer: self.args(o, vectors, slots)?,
+            rates: rows,
+            // The last slot is the idle one, of which no rows are kept.
+            kept: self.kept(o, slots - 1)?,
+            scale,
         })
     }
 }
@@ -434,16 +489,7 @@ impl Stream {
         let d = states.delta();
         let slots = step.bounds().places.slots;
         let layer = states.args(&o, vectors, slots)?;
-        let StatesShape { kept: keeps, .. } = states.states.shape;
-        let kept = match keeps {
-            0 => Address::NULL,
-            _ => {
-                o.at_least("sequences whose rows are kept", slots.min(idle), keeps)?;
-                let of_layer = [keeps, d.value_heads, KEPT];
-                let from = states.layer * of_layer.iter().product::<usize>();
-                o.part("kept rows", &states.states.kept, from, &of_layer)?
-            }
-        };
+        let kept = states.kept(&o, slots.min(idle))?;
         let out = out.args(&o, m, d.values())?;
         let [mut ba, mut x, mut gain, mut rows] = [Address::NULL; 4];
         let (mut hidden, mut scale, mut shared) = (0, 1.0, 0);
@@ -452,10 +498,10 @@ impl Stream {
             Rates::Of(of, norm, w) => {
                 o.multiple("inputs of rates", 4, w.hidden)?;
                 o.at_most("inputs of rates", MOST_RATE_INPUTS, w.hidden)?;
-                (hidden, scale, shared) = (w.hidden, w.scale, 8 * w.hidden);
+                (hidden, shared) = (w.hidden, 8 * w.hidden);
                 x = o.of("x", of, &[m, hidden])?;
                 gain = norm.gain(&o, hidden)?;
-                rows = o.of("rows of rates", &w.rows, &[2 * d.value_heads, hidden])?;
+                (rows, scale) = w.args(&o, d)?;
             }
         }
         let args = StepArgs {

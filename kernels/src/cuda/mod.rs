@@ -57,5 +57,7 @@ pub use pack::{PackedKind, Stack, operand_index};
 pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
-pub use step_layers::{LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE, StepLayer};
+pub use step_layers::{
+    LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE, StepLayer, StepMixer,
+};
 pub use table::table;

@@ -1,13 +1,15 @@
 //! Runs all layers of a decode step of one row with one kernel.
 
-use super::attention::{HeadVectors, Heads, LayerPages};
+use super::attention::{HEAD_DIM, HeadVectors, Heads, LayerPages, WIDE_HEAD_DIM, row_heads};
+use super::delta::{DeltaVectors, LayerStates, RateRows, RecurrenceArgs};
 use super::driver::{
     Address, Buffer, Checked, Gpu, GpuInfo, LaunchShape, Mapped, Operands, Stream,
 };
 use super::kernel::{Instance, TWO_LEVEL, UNIFORM, kernels, kind_index};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
-use super::rows::Step;
+use super::rows::{Places, Step};
+use crate::cpu::DeltaShape;
 use crate::error::Result;
 use crate::pages::PAGE;
 use std::sync::Arc;
@@ -16,14 +18,10 @@ use std::time::Duration;
 /// A layer in the form that [`Stream::step_layers`] runs.
 pub struct StepLayer<'a> {
     /// Gain of the first norm, `[hidden]`.
-    pub attention_norm: &'a Buffer<f32>,
-    /// `[(heads + 2 kv_heads) * 128, hidden]`
-    pub qkv: &'a DeviceLinear,
-    /// Other parameters of attention.
-    pub heads: Heads<'a>,
-    /// Cache of keys and values.
-    pub cache: LayerPages<'a>,
-    /// `[hidden, heads * 128]`
+    pub norm: &'a Buffer<f32>,
+    /// What the first norm feeds.
+    pub mixer: StepMixer<'a>,
+    /// `[hidden, q_dim]`, or `[hidden, values]` of a recurrence.
     pub o: &'a DeviceLinear,
     /// Gain of the second norm, `[hidden]`.
     pub mlp_norm: &'a Buffer<f32>,
@@ -31,6 +29,30 @@ pub struct StepLayer<'a> {
     pub gate_up: &'a DeviceLinear,
     /// `[hidden, intermediate]`
     pub down: &'a DeviceLinear,
+}
+
+/// What exchanges values between positions in a [`StepLayer`].
+pub enum StepMixer<'a> {
+    /// Attention.
+    Attention {
+        /// Queries, of wide heads with their gates, keys and values, from `hidden` inputs.
+        qkv: &'a DeviceLinear,
+        /// Other parameters.
+        heads: Heads<'a>,
+        /// Cache of keys and values; of wide heads in FP16.
+        cache: LayerPages<'a>,
+    },
+    /// A gated DeltaNet, in models whose attention has wide heads.
+    Recurrence {
+        /// `[channels + values, hidden]`
+        inputs: &'a DeviceLinear,
+        /// `b` and `a`.
+        rates: &'a RateRows,
+        /// Other parameters.
+        vectors: DeltaVectors<'a>,
+        /// The states of sequences.
+        states: LayerStates<'a>,
+    },
 }
 
 /// Most positions of a sequence that [`Stream::step_layers`] attends to: the longest context that Qwen3 models
@@ -73,6 +95,8 @@ const WAITS: [&str; PHASES] = [
 ];
 /// Their names, while blocks work.
 const WORKS: [&str; PHASES] = ["qkv", "attention", "o", "gate_up", "down"];
+/// `PRODUCTS` of `cuda/layers.cuh`.
+const PRODUCTS: usize = 5;
 /// `MOST_GROUP` of `cuda/layers.cuh`.
 const MOST_GROUP: usize = 8;
 
@@ -84,21 +108,29 @@ kernels! {
             "step_layers_int4_int_64",
             "step_layers_int4_offset_64",
             "step_layers_mix",
+            "step_layers_hybrid_int4_sym_64",
+            "step_layers_hybrid_int4_int_64",
+            "step_layers_hybrid_int4_offset_64",
+            "step_layers_hybrid_mix",
             "step_layers_int4_sym_64_timed",
             "step_layers_int4_int_64_timed",
             "step_layers_int4_offset_64_timed",
             "step_layers_mix_timed",
+            "step_layers_hybrid_int4_sym_64_timed",
+            "step_layers_hybrid_int4_int_64_timed",
+            "step_layers_hybrid_int4_offset_64_timed",
+            "step_layers_hybrid_mix_timed",
         ];
 }
 
 /// Memory in which the blocks of [`Stream::step_layers`] leave values for each other: words with a value,
 /// and above it a stamp.
 pub struct LayersScratch {
-    qkv: Buffer<u64>,        // [(heads + 2 kv_heads) * 128]
-    attended: Buffer<u64>,   // [MOST_SOURCES, heads * 128 + heads * 2]
-    gated: Buffer<u64>,      // [intermediate]
+    qkv: Buffer<u64>,        // as many as the first products have rows
+    attended: Buffer<u64>, // [MOST_SOURCES, heads * (head_dim + 2)]; a recurrence has fewer values
+    gated: Buffer<u64>,    // [intermediate]
     parts: [Buffer<u64>; 2], // [MOST_PARTS, hidden]
-    epoch: Buffer<u32>,      // counts steps
+    epoch: Buffer<u32>,    // counts steps
     times: Arc<Mapped<u64>>, // [PHASES, 2]: nanoseconds that timed kernels took
 }
 
@@ -111,24 +143,30 @@ pub struct LayersSizes {
     pub heads: usize,
     /// Key heads.
     pub kv_heads: usize,
+    /// Width of a head: [`HEAD_DIM`] or [`WIDE_HEAD_DIM`].
+    pub head_dim: usize,
+    /// The recurrence of layers without attention, if there are such layers.
+    pub delta: Option<DeltaShape>,
     /// Inputs of the last product.
     pub intermediate: usize,
 }
 
 impl LayersSizes {
-    /// Rows and inputs of the four products.
-    fn shapes(self) -> [(usize, usize); 4] {
-        let q = self.heads * 128;
+    /// Rows and inputs of the products, in the order of `LayerProduct` of `cuda/layers.cuh`.
+    fn shapes(self) -> [(usize, usize); PRODUCTS] {
+        let rows = row_heads(self.head_dim, self.heads, self.kv_heads);
+        let inputs = self.delta.map_or(0, |d| d.channels() + d.values());
         [
-            (q + 2 * self.kv_heads * 128, self.hidden),
-            (self.hidden, q),
+            (rows * self.head_dim, self.hidden),
+            (self.hidden, self.heads * self.head_dim),
             (2 * self.intermediate, self.hidden),
             (self.hidden, self.intermediate),
+            (inputs, self.hidden),
         ]
     }
 
     /// Their tiles and spans.
-    fn products(self) -> [ProductShape; 4] {
+    fn products(self) -> [ProductShape; PRODUCTS] {
         self.shapes().map(|(rows, inputs)| ProductShape {
             tiles: (rows / 16) as i32,
             spans: (inputs / 256) as i32,
@@ -140,13 +178,19 @@ impl LayersSizes {
         self.heads / self.kv_heads
     }
 
+    fn value_heads(self) -> usize {
+        self.delta.map_or(1, |d| d.value_heads)
+    }
+
     /// True if the products can be dealt to this many blocks.
     fn fit(self, blocks: usize) -> bool {
-        let [_, o, _, down] = self.products();
+        let [_, o, _, down, _] = self.products();
+        let width = self.heads * self.head_dim;
         // Each block gathers some of the inputs of `o`.
-        let gathers = self.heads * 128 / 64 >= CLUSTER;
+        let gathers = width / 64 >= CLUSTER && self.delta.is_none_or(|d| d.values() == width);
         let heads = self.group() <= MOST_GROUP && self.heads.is_multiple_of(self.kv_heads);
-        heads && blocks >= self.kv_heads && gathers && o.fits(blocks) && down.fits(blocks)
+        let enough = blocks >= self.kv_heads.max(self.value_heads());
+        heads && enough && gathers && o.fits(blocks) && down.fits(blocks)
     }
 }
 
@@ -157,17 +201,36 @@ impl LayersScratch {
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, sizes: LayersSizes) -> Result<Self> {
         let words = |n| gpu.zeros("activations", n);
-        let heads = sizes.heads;
+        let [(qkv, _), .., (inputs, _)] = sizes.shapes();
         let parts = || words(MOST_PARTS * sizes.hidden);
         Ok(LayersScratch {
-            qkv: words((heads + 2 * sizes.kv_heads) * 128)?,
-            attended: words(MOST_SOURCES * heads * 130)?,
+            qkv: words(qkv.max(inputs))?,
+            attended: words(MOST_SOURCES * sizes.heads * (sizes.head_dim + 2))?,
             gated: words(sizes.intermediate)?,
             parts: [parts()?, parts()?],
             epoch: gpu.upload("activations", &[1])?,
             times: Arc::new(gpu.mapped("times", 2 * PHASES, 0)?),
         })
     }
+}
+
+/// `LayerAttention` of `cuda/layers.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AttentionArgs {
+    vectors: HeadVectors,
+    keys: Address,
+    values: Address,
+    key_scales: Address,
+    value_scales: Address,
+}
+
+/// The union of `LayerArgs` of `cuda/layers.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+union MixerArgs {
+    attention: AttentionArgs,
+    recurrence: RecurrenceArgs,
 }
 
 /// `LayerArgs` of `cuda/layers.cuh`.
@@ -177,12 +240,9 @@ struct LayerArgs {
     codes: [Address; 4],
     meta: [Address; 4],
     gains: [Address; 2],
-    vectors: HeadVectors,
-    keys: Address,
-    values: Address,
-    key_scales: Address,
-    value_scales: Address,
     kind: [RecordKind; 4],
+    recurrent: i32,
+    mixer: MixerArgs,
 }
 
 /// `RecordKind` of `cuda/layers.cuh`.
@@ -229,13 +289,14 @@ struct LayersArgs {
     step: Address,
     times: Address,
     at: Room,
-    shape: [ProductShape; 4],
+    shape: [ProductShape; PRODUCTS],
     table_len: i32,
     layers: i32,
     hidden: i32,
     heads: i32,
     kv_heads: i32,
     group: i32,
+    value_heads: i32,
     stage: i32,
     depth: i32,
     window: i32,
@@ -285,12 +346,13 @@ impl Weights {
     }
 
     /// The kernel, or the one that takes the time of its parts.
-    fn kernel(self, timed: bool) -> Instance<LayersArgs> {
+    fn kernel(self, hybrid: bool, timed: bool) -> Instance<LayersArgs> {
         let instance = match self {
             Weights::Uniform(kind) => kind_index(kind),
             Weights::Mix => UNIFORM,
         };
-        STEP_LAYERS.instance(usize::from(timed) * (UNIFORM + 1) + instance)
+        let group = 2 * usize::from(timed) + usize::from(hybrid);
+        STEP_LAYERS.instance(group * (UNIFORM + 1) + instance)
     }
 
     fn name(self) -> &'static str {
@@ -315,30 +377,61 @@ impl RecordKind {
 
 impl StepLayer<'_> {
     fn weights(&self) -> [&DeviceLinear; 4] {
-        [self.qkv, self.o, self.gate_up, self.down]
+        let first = match self.mixer {
+            StepMixer::Attention { qkv, .. } => qkv,
+            StepMixer::Recurrence { inputs, .. } => inputs,
+        };
+        [first, self.o, self.gate_up, self.down]
     }
 
-    /// The model's sizes; `None` if the kernel does not support them.
-    fn sizes(&self) -> Option<LayersSizes> {
-        let sizes = LayersSizes {
-            hidden: self.qkv.inputs(),
-            heads: self.heads.heads,
-            kv_heads: self.cache.kv_heads(),
-            intermediate: self.down.inputs(),
+    /// True if this is a layer of a model of these sizes.
+    fn is_of(&self, sizes: LayersSizes) -> bool {
+        let [qkv, o, gate_up, down, inputs] = sizes.shapes();
+        let (first, same) = match &self.mixer {
+            StepMixer::Attention { heads, cache, .. } => {
+                let found = (heads.heads, cache.kv_heads(), cache.head_dim());
+                (qkv, found == (sizes.heads, sizes.kv_heads, sizes.head_dim))
+            }
+            StepMixer::Recurrence { states, .. } => (inputs, Some(*states.delta()) == sizes.delta),
         };
-        let serves = |(w, (rows, inputs)): (&DeviceLinear, (usize, usize))| {
+        let shapes = [first, o, gate_up, down];
+        let mut all = self.weights().into_iter().zip(shapes);
+        same && all.all(|(w, (rows, inputs))| {
             (w.rows(), w.inputs()) == (rows, inputs) && inputs.is_multiple_of(256)
-        };
-        let mut all = self.weights().into_iter().zip(sizes.shapes());
-        all.all(serves).then_some(sizes)
+        })
     }
+}
+
+/// The model's sizes; `None` if the kernel does not support them.
+fn sizes_of(layers: &[StepLayer<'_>]) -> Option<LayersSizes> {
+    let attention = layers.iter().find_map(|l| match &l.mixer {
+        StepMixer::Attention { heads, cache, .. } => Some((heads.heads, *cache)),
+        StepMixer::Recurrence { .. } => None,
+    });
+    let delta = layers.iter().find_map(|l| match &l.mixer {
+        StepMixer::Attention { .. } => None,
+        StepMixer::Recurrence { states, .. } => Some(*states.delta()),
+    });
+    let (heads, cache) = attention?;
+    let sizes = LayersSizes {
+        hidden: layers.first()?.o.rows(),
+        heads,
+        kv_heads: cache.kv_heads(),
+        head_dim: cache.head_dim(),
+        delta,
+        intermediate: layers.first()?.down.inputs(),
+    };
+    let serves = match sizes.head_dim {
+        HEAD_DIM => delta.is_none(),
+        WIDE_HEAD_DIM => !cache.is_int8(),
+        _ => false,
+    };
+    (serves && layers.iter().all(|l| l.is_of(sizes))).then_some(sizes)
 }
 
 /// What a model's layers have in common; `None` if the kernel does not support them.
 fn common(layers: &[StepLayer<'_>]) -> Option<(LayersSizes, Weights)> {
-    let sizes = layers.first()?.sizes()?;
-    let same = layers.iter().all(|l| l.sizes() == Some(sizes));
-    Some((sizes, Weights::of(layers).filter(|_| same)?))
+    Some((sizes_of(layers)?, Weights::of(layers)?))
 }
 
 impl LayersPlan {
@@ -374,13 +467,17 @@ impl LayersPlan {
             room,
             shared,
         };
-        let kernel = plan.weights.kernel(false);
+        let kernel = plan.kernel(false);
         if !gpu.has_kernel(&kernel) {
             return Ok(None);
         }
         let most = gpu.clusters_at_once(&kernel, plan.shape())?;
         let mut blocks = (1..=most).rev().map(|clusters| clusters * CLUSTER);
-        let positions = layers[0].cache.places().positions;
+        let positions = layers.iter().find_map(|l| match &l.mixer {
+            StepMixer::Attention { cache, .. } => Some(cache.places().positions),
+            StepMixer::Recurrence { .. } => None,
+        });
+        let positions = positions.unwrap_or_default();
         let pages = positions.min(MOST_POSITIONS_AT_ONCE).div_ceil(PAGE);
         let fits = |blocks| sizes.fit(blocks) && pages <= MOST_PAGES * sources(blocks, sizes);
         let blocks = blocks.find(|&blocks| fits(blocks));
@@ -399,15 +496,22 @@ impl LayersPlan {
         let room = Room {
             digits: [
                 take(digits(sizes.hidden)),
-                take(digits((sizes.heads * 128).max(sizes.intermediate))),
+                take(digits(
+                    (sizes.heads * sizes.head_dim).max(sizes.intermediate),
+                )),
             ],
             x: take((sizes.hidden / 64).div_ceil(CLUSTER) * 64 * 4),
             sums: take(2 * WARPS * WARPS * 16 * 4),
-            queries: take((sizes.group() + 1) * 512),
+            queries: take((sizes.group() + 1) * 4 * sizes.head_dim),
             ring: take(0),
         };
         let depth = (info.shared_memory.checked_sub(end)? / stage).min(MOST_RING);
         (depth >= window(sizes.hidden) + LEAST_AHEAD).then_some((room, depth, end + depth * stage))
+    }
+
+    fn kernel(&self, timed: bool) -> Instance<LayersArgs> {
+        let hybrid = self.sizes.head_dim == WIDE_HEAD_DIM;
+        self.weights.kernel(hybrid, timed)
     }
 
     fn shape(&self) -> LaunchShape {
@@ -466,49 +570,62 @@ impl Stream {
             hidden,
             heads,
             kv_heads,
+            head_dim,
             intermediate,
+            ..
         } = plan.sizes;
         let fits =
             layers.len() == plan.layers && common(layers) == Some((plan.sizes, plan.weights));
-        let Some(first) = layers.first().filter(|_| fits) else {
+        let attention = layers.iter().find_map(|l| match &l.mixer {
+            StepMixer::Attention { heads, cache, .. } => Some((heads, *cache)),
+            StepMixer::Recurrence { .. } => None,
+        });
+        let Some((first, cache)) = attention.filter(|_| fits) else {
             return o.refuse("layers", "those of the plan", layers.len());
         };
+        let places = step.bounds().places;
+        places.check(&o, cache.places())?;
         let mut all = [LayerArgs::none(); MOST_LAYERS];
         for (to, layer) in all.iter_mut().zip(layers) {
-            step.bounds().places.check(&o, layer.cache.places())?;
-            *to = LayerArgs::of(&o, layer, hidden)?;
+            *to = LayerArgs::of(&o, layer, hidden, &places)?;
         }
-        let cache = first.cache.args(&o)?;
+        let table = cache.args(&o)?;
+        let [(qkv_rows, _), .., (inputs, _)] = plan.sizes.shapes();
         let args = LayersArgs {
             x: o.of("x", x, &[hidden])?,
-            qkv: o.of("qkv", &scratch.qkv, &[heads + 2 * kv_heads, 128])?,
-            attended: o.of("attended", &scratch.attended, &[MOST_SOURCES, heads, 130])?,
+            qkv: o.of("qkv", &scratch.qkv, &[qkv_rows.max(inputs)])?,
+            attended: o.of(
+                "attended",
+                &scratch.attended,
+                &[MOST_SOURCES, heads, head_dim + 2],
+            )?,
             gated: o.of("gated", &scratch.gated, &[intermediate])?,
             parts: [
                 o.of("parts", &scratch.parts[0], &[MOST_PARTS, hidden])?,
                 o.of("parts", &scratch.parts[1], &[MOST_PARTS, hidden])?,
             ],
             epoch: o.of("epoch", &scratch.epoch, &[1])?,
-            cos_sin: first.heads.args(&o, first.cache)?.cos_sin,
-            tables: cache.tables,
+            cos_sin: first.args(&o, cache)?.cos_sin,
+            tables: table.tables,
             step: o.of("step", step.values(), &[1])?,
             times: o.mapped("times", &scratch.times, &[PHASES, 2])?,
             at: plan.room,
             shape: plan.sizes.products(),
-            table_len: cache.table_len,
+            table_len: table.table_len,
             layers: layers.len() as i32,
             hidden: hidden as i32,
             heads: heads as i32,
             kv_heads: kv_heads as i32,
             group: plan.sizes.group() as i32,
+            value_heads: plan.sizes.value_heads() as i32,
             stage: plan.stage as i32,
             depth: plan.depth as i32,
             window: window(hidden) as i32,
-            eps: first.heads.eps,
+            eps: first.eps,
             layer: all,
         };
-        let [qkv, o, gate_up, down] = plan.sizes.shapes();
-        let shapes = [qkv, (heads, 128), o, gate_up, down];
+        let [qkv, o, gate_up, down, _] = plan.sizes.shapes();
+        let shapes = [qkv, (heads, head_dim), o, gate_up, down];
         let timed = self.gpu().is_profiling();
         let times = Arc::clone(&scratch.times);
         let kind = plan.weights.name();
@@ -523,7 +640,7 @@ impl Stream {
         self.timed_in_parts(key, 0, Some(Box::new(parts)), || {
             // SAFETY: the operands were checked, and that the step is in the cache; all blocks fit on the
             // device, where no other such kernel runs.
-            self.alone(|| unsafe { self.launch(plan.weights.kernel(timed), plan.shape(), &args) })
+            self.alone(|| unsafe { self.launch(plan.kernel(timed), plan.shape(), &args) })
         })
     }
 }
@@ -534,30 +651,52 @@ impl LayerArgs {
             codes: [Address::NULL; 4],
             meta: [Address::NULL; 4],
             gains: [Address::NULL; 2],
-            vectors: HeadVectors::NONE,
-            keys: Address::NULL,
-            values: Address::NULL,
-            key_scales: Address::NULL,
-            value_scales: Address::NULL,
             kind: [RecordKind::default(); 4],
+            recurrent: 0,
+            mixer: MixerArgs {
+                attention: AttentionArgs {
+                    vectors: HeadVectors::NONE,
+                    keys: Address::NULL,
+                    values: Address::NULL,
+                    key_scales: Address::NULL,
+                    value_scales: Address::NULL,
+                },
+            },
         }
     }
 
-    fn of(o: &Operands<'_>, layer: &StepLayer<'_>, hidden: usize) -> Result<Self> {
-        let heads = layer.heads.args(o, layer.cache)?;
-        let cache = layer.cache.args(o)?;
+    /// Of a row within `places`.
+    fn of(o: &Operands<'_>, layer: &StepLayer<'_>, hidden: usize, places: &Places) -> Result<Self> {
         let mut args = LayerArgs {
             gains: [
-                o.of("gain", layer.attention_norm, &[hidden])?,
+                o.of("gain", layer.norm, &[hidden])?,
                 o.of("gain", layer.mlp_norm, &[hidden])?,
             ],
-            vectors: heads.vectors,
-            keys: cache.keys,
-            values: cache.values,
-            key_scales: cache.key_scales,
-            value_scales: cache.value_scales,
             ..Self::none()
         };
+        match &layer.mixer {
+            StepMixer::Attention { heads, cache, .. } => {
+                places.check(o, cache.places())?;
+                let kept = cache.args(o)?;
+                args.mixer.attention = AttentionArgs {
+                    vectors: heads.args(o, *cache)?.vectors,
+                    keys: kept.keys,
+                    values: kept.values,
+                    key_scales: kept.key_scales,
+                    value_scales: kept.value_scales,
+                };
+            }
+            StepMixer::Recurrence {
+                rates,
+                vectors,
+                states,
+                ..
+            } => {
+                args.recurrent = 1;
+                let sizes = (places.slots, hidden);
+                args.mixer.recurrence = states.recurrence(o, vectors, rates, sizes)?;
+            }
+        }
         for (i, w) in layer.weights().into_iter().enumerate() {
             let p = w.args(o)?;
             (args.codes[i], args.meta[i]) = (p.codes, p.meta);
@@ -572,13 +711,18 @@ mod tests {
     use super::*;
 
     /// The published dense models.
-    const MODELS: [LayersSizes; 6] = [
+    const MODELS: [LayersSizes; 11] = [
         sizes(1024, 16, 3072),
         sizes(2048, 16, 6144),
         sizes(2560, 32, 9728),
         sizes(4096, 32, 12288),
         sizes(5120, 40, 17408),
         sizes(5120, 64, 25600),
+        hybrid(1024, (8, 2), (16, 16), 3584),
+        hybrid(2048, (8, 2), (16, 16), 6144),
+        hybrid(2560, (16, 4), (16, 32), 9216),
+        hybrid(4096, (16, 4), (16, 32), 12288),
+        hybrid(5120, (24, 4), (16, 48), 17408),
     ];
 
     const fn sizes(hidden: usize, heads: usize, intermediate: usize) -> LayersSizes {
@@ -586,6 +730,31 @@ mod tests {
             hidden,
             heads,
             kv_heads: 8,
+            head_dim: 128,
+            delta: None,
+            intermediate,
+        }
+    }
+
+    const fn hybrid(
+        hidden: usize,
+        (heads, kv_heads): (usize, usize),
+        (key_heads, value_heads): (usize, usize),
+        intermediate: usize,
+    ) -> LayersSizes {
+        LayersSizes {
+            hidden,
+            heads,
+            kv_heads,
+            head_dim: 256,
+            delta: Some(DeltaShape {
+                key_heads,
+                value_heads,
+                key_dim: 128,
+                value_dim: 128,
+                conv: 4,
+                tiled: false,
+            }),
             intermediate,
         }
     }

@@ -1,13 +1,15 @@
 //! All layers of a step at once, compared with the same layers by one kernel per operation.
 
 use super::attention::{Case, Uploaded, new_cache, step_bounds};
-use super::common::{affine, nmse, normal, two_level};
+use super::common::delta::{self, EPS};
+use super::common::{affine, dense, nmse, normal, two_level};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
-use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_formats::{AffineScheme, Bits, DType, Group, Zeros};
+use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeviceLinear, DevicePages,
-    GemvOutput, Gpu, HEAD_DIM, LayersPlan, LayersScratch, LayersSizes, Norm, Stack, Step,
-    StepLayer, Stream,
+    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
+    DevicePages, DeviceStates, GemvOutput, Gpu, LayersPlan, LayersScratch, LayersSizes, Norm,
+    RateRows, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, WIDE_HEAD_DIM,
 };
 use nq_kernels::pages::KvType;
 
@@ -15,27 +17,60 @@ const KV_HEADS: usize = 8;
 const SLOT: usize = 1;
 const LAYERS: usize = 3;
 
-/// Sizes of a model.
+/// Sizes of a model. With `delta`, heads are wide, and even layers have a recurrence in place of attention.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     hidden: usize,
     heads: usize,
     mlp: usize,
+    delta: Option<DeltaShape>,
 }
 
 /// A layer's weights and gains.
 struct Weights {
     gains: [Buffer<f32>; 2],
+    /// Of attention, or the inputs of a recurrence.
     qkv: DeviceLinear,
+    delta: Option<Recurrence>,
     o: DeviceLinear,
     gate_up: DeviceLinear,
     down: DeviceLinear,
 }
 
+/// What else a recurrence has.
+struct Recurrence {
+    rates: RateRows,
+    vectors: [Buffer<f32>; 4],
+}
+
+impl Recurrence {
+    fn new(gpu: &Gpu, shape: &DeltaShape, hidden: usize, seed: u64) -> Self {
+        let w = delta::vectors(shape);
+        let rows = |seed| dense(DType::BF16, shape.value_heads, hidden, seed);
+        Recurrence {
+            rates: RateRows::new(gpu, &[&rows(seed), &rows(seed + 1)]).unwrap(),
+            vectors: [&w.conv, &w.decay, &w.dt_bias, &w.norm]
+                .map(|v| gpu.upload("a test", v).unwrap()),
+        }
+    }
+
+    fn vectors(&self) -> DeltaVectors<'_> {
+        let [conv, decay, dt_bias, norm] = &self.vectors;
+        DeltaVectors {
+            conv,
+            decay,
+            dt_bias,
+            norm,
+            eps: EPS,
+        }
+    }
+}
+
 impl Weights {
     /// Of the schemes of qkv, o, gate and up, and down.
-    fn new(gpu: &Gpu, shape: Shape, schemes: [AffineScheme; 4], seed: u64) -> Self {
-        let Shape { hidden, heads, mlp } = shape;
+    fn new(gpu: &Gpu, (shape, case): (Shape, &Case), schemes: [AffineScheme; 4], i: usize) -> Self {
+        let Shape { hidden, mlp, .. } = shape;
+        let seed = 100 * i as u64;
         let weight = |which: usize, out, inp, seed| affine(schemes[which], out, inp, None, seed);
         let gain = |seed| {
             let values: Vec<f32> = normal(hidden, seed).iter().map(|v| 1.0 + 0.3 * v).collect();
@@ -44,13 +79,67 @@ impl Weights {
         let concat = |w| pack(gpu, &[&w], Stack::Concat);
         let gate = weight(2, mlp, hidden, seed + 2);
         let up = weight(2, mlp, hidden, seed + 3);
+        let delta = shape.delta.filter(|_| i.is_multiple_of(2));
+        let rows = delta.map_or(case.width(), |d| d.channels() + d.values());
         Weights {
             gains: [gain(seed + 5), gain(seed + 6)],
-            qkv: concat(weight(0, (heads + 2 * KV_HEADS) * HEAD_DIM, hidden, seed)),
-            o: concat(weight(1, hidden, heads * HEAD_DIM, seed + 1)),
+            qkv: concat(weight(0, rows, hidden, seed)),
+            delta: delta.map(|d| Recurrence::new(gpu, &d, hidden, seed + 7)),
+            o: concat(weight(1, hidden, case.heads * case.dim, seed + 1)),
             gate_up: pack(gpu, &[&gate, &up], Stack::Interleave),
             down: concat(weight(3, hidden, mlp, seed + 4)),
         }
+    }
+
+    /// In the form of all layers at once.
+    fn layer<'a>(&'a self, i: usize, heads: &'a Uploaded, kept: &'a Kept) -> StepLayer<'a> {
+        let mixer = match &self.delta {
+            None => StepMixer::Attention {
+                qkv: &self.qkv,
+                heads: heads.settings(),
+                cache: kept.cache.layer(i),
+            },
+            Some(delta) => StepMixer::Recurrence {
+                inputs: &self.qkv,
+                rates: &delta.rates,
+                vectors: delta.vectors(),
+                states: kept.states().layer(i),
+            },
+        };
+        StepLayer {
+            norm: &self.gains[0],
+            mixer,
+            o: &self.o,
+            mlp_norm: &self.gains[1],
+            gate_up: &self.gate_up,
+            down: &self.down,
+        }
+    }
+}
+
+/// What is kept of sequences.
+struct Kept {
+    cache: DevicePages,
+    states: Option<DeviceStates>,
+}
+
+impl Kept {
+    fn new(gpu: &Gpu, stream: &Stream, shape: Shape, case: &Case) -> Self {
+        let states = |delta| StatesShape {
+            delta,
+            layers: LAYERS,
+            places: SLOT + 1 + 1,
+            kept: SLOT + 1,
+        };
+        Kept {
+            // The last slot is the idle one.
+            cache: new_cache(gpu, stream, case, SLOT + 1),
+            states: (shape.delta).map(|d| DeviceStates::new(gpu, states(d)).unwrap()),
+        }
+    }
+
+    fn states(&self) -> &DeviceStates {
+        self.states.as_ref().unwrap()
     }
 }
 
@@ -60,7 +149,7 @@ struct Plain {
     attended: Buffer<f32>,
     gated: Buffer<f32>,
     scratch: AttentionScratch,
-    cache: DevicePages,
+    kept: Kept,
 }
 
 impl Plain {
@@ -68,7 +157,7 @@ impl Plain {
         &mut self,
         stream: &Stream,
         layers: &[Weights],
-        heads: &Uploaded,
+        (heads, case): (&Uploaded, &Case),
         x: &mut Buffer<f32>,
         step: &Checked<Step>,
         positions: usize,
@@ -77,26 +166,43 @@ impl Plain {
         for (i, w) in layers.iter().enumerate() {
             let out = GemvOutput::Store(norm(&w.gains[0]), &mut self.qkv);
             stream.gemv(&w.qkv, x, out, false).unwrap();
-            let shape = AttentionShape {
-                m: 1,
-                splits: AttentionScratch::splits(stream.gpu(), KV_HEADS, 1, positions),
-                late: false,
-                runs: false,
-                shared: None,
-            };
             let out = AttentionOutput::Full(&mut self.attended);
-            let settings = heads.settings();
-            stream
-                .attention_decode(
-                    &self.qkv,
-                    step,
-                    &settings,
-                    self.cache.layer(i),
-                    &mut self.scratch,
-                    out,
-                    shape,
-                )
-                .unwrap();
+            if let Some(delta) = &w.delta {
+                let rates = Rates::Of(x, norm(&w.gains[0]), &delta.rates);
+                let states = self.kept.states().layer(i);
+                let at = (1, SLOT + 1);
+                stream
+                    .delta_step(
+                        (&self.qkv, rates),
+                        step,
+                        &delta.vectors(),
+                        states,
+                        out,
+                        at,
+                        false,
+                    )
+                    .unwrap();
+            } else {
+                let shape = AttentionShape {
+                    m: 1,
+                    splits: AttentionScratch::splits(stream.gpu(), case.kv_heads, 1, positions),
+                    late: false,
+                    runs: false,
+                    shared: None,
+                };
+                let (settings, cache) = (heads.settings(), self.kept.cache.layer(i));
+                stream
+                    .attention_decode(
+                        &self.qkv,
+                        step,
+                        &settings,
+                        cache,
+                        &mut self.scratch,
+                        out,
+                        shape,
+                    )
+                    .unwrap();
+            }
             stream
                 .gemv(&w.o, &self.attended, GemvOutput::Add(x), false)
                 .unwrap();
@@ -106,6 +212,43 @@ impl Plain {
                 .gemv(&w.down, &self.gated, GemvOutput::Add(x), false)
                 .unwrap();
         }
+    }
+}
+
+/// Runs drafts of a sequence through the recurrence of each layer that has one: three rows from `position` on,
+/// which are kept.
+fn draft(
+    gpu: &Gpu,
+    stream: &Stream,
+    (weights, shape): (&[Weights], &DeltaShape),
+    kept: &Kept,
+    position: usize,
+) {
+    let recurrent = weights.iter().enumerate();
+    for (i, delta) in recurrent.filter_map(|(i, w)| Some((i, w.delta.as_ref()?))) {
+        let [qkvz, ba] = delta::rows(shape, 3, 50 + i as u64);
+        let upload = |v: &[f32]| gpu.upload("a test", v).unwrap();
+        let (qkvz, ba) = (upload(&qkvz), upload(&ba));
+        let at = |row| Step {
+            position: (position + row) as i32,
+            slot: SLOT as i32,
+            ..Step::default()
+        };
+        let steps = [0, 1, 2].map(at);
+        let steps = Checked::upload(gpu, "a test", &steps, step_bounds(&kept.cache)).unwrap();
+        let mut out = gpu.zeros("a test", 3 * shape.values()).unwrap();
+        stream
+            .delta_step(
+                (&qkvz, Rates::Products(&ba)),
+                &steps,
+                &delta.vectors(),
+                kept.states().layer(i),
+                AttentionOutput::Full(&mut out),
+                (3, SLOT + 1),
+                false,
+            )
+            .unwrap();
+        stream.synchronize().unwrap();
     }
 }
 
@@ -119,37 +262,28 @@ fn check(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], kv: KvType, len: usi
 
 fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
     let stream = gpu.stream().unwrap();
-    let Shape { hidden, heads, mlp } = shape;
+    let Shape {
+        hidden, heads, mlp, ..
+    } = shape;
     let (kv, len) = (case.kv, case.len);
     let on_device = Uploaded::new(gpu, &case);
     let mut turns = schemes.iter().cycle();
     let mut next = || std::array::from_fn(|_| *turns.next().unwrap());
-    let weights: Vec<Weights> = (0..LAYERS as u64)
-        .map(|i| Weights::new(gpu, shape, next(), 100 * i))
+    let weights: Vec<Weights> = (0..LAYERS)
+        .map(|i| Weights::new(gpu, (shape, &case), next(), i))
         .collect();
     let zeros = |n| gpu.zeros::<f32>("a test", n).unwrap();
+    let rows = weights.iter().map(|w| w.qkv.rows()).max().unwrap();
     let mut plain = Plain {
-        qkv: zeros((heads + 2 * KV_HEADS) * HEAD_DIM),
-        attended: zeros(heads * HEAD_DIM),
+        qkv: zeros(rows),
+        attended: zeros(heads * case.dim),
         gated: zeros(mlp),
-        scratch: AttentionScratch::new(gpu, heads, KV_HEADS, 1).unwrap(),
-        cache: new_cache(gpu, &stream, &case, SLOT + 1),
+        scratch: AttentionScratch::new(gpu, heads * case.dim / 128, case.kv_heads, 1).unwrap(),
+        kept: Kept::new(gpu, &stream, shape, &case),
     };
-    let cache = new_cache(gpu, &stream, &case, SLOT + 1);
-    let layers: Vec<StepLayer<'_>> = weights
-        .iter()
-        .enumerate()
-        .map(|(i, w)| StepLayer {
-            attention_norm: &w.gains[0],
-            qkv: &w.qkv,
-            heads: on_device.settings(),
-            cache: cache.layer(i),
-            o: &w.o,
-            mlp_norm: &w.gains[1],
-            gate_up: &w.gate_up,
-            down: &w.down,
-        })
-        .collect();
+    let kept = Kept::new(gpu, &stream, shape, &case);
+    let layers = weights.iter().enumerate();
+    let layers: Vec<StepLayer<'_>> = layers.map(|(i, w)| w.layer(i, &on_device, &kept)).collect();
     let name = format!(
         "{shape:?} {:?}, {} in all, {kv:?}",
         schemes[0],
@@ -167,26 +301,45 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
     let sizes = LayersSizes {
         hidden,
         heads,
-        kv_heads: KV_HEADS,
+        kv_heads: case.kv_heads,
+        head_dim: case.dim,
+        delta: shape.delta,
         intermediate: mlp,
     };
     let mut scratch = LayersScratch::new(gpu, sizes).unwrap();
-    let bounds = step_bounds(&cache);
+    let bounds = step_bounds(&kept.cache);
     let mut step = Checked::new(gpu, "a test", 1, Step::default(), bounds).unwrap();
     let mut worst = 0f64;
+    let mut behind = 0;
     for position in 0..len {
+        if let (Some(delta), 5) = (&shape.delta, position) {
+            for kept in [&plain.kept, &kept] {
+                draft(gpu, &stream, (&weights, delta), kept, position - 2);
+            }
+            behind = 2;
+        }
         let at = Step {
             position: position as i32,
             slot: SLOT as i32,
+            behind,
             ..Step::default()
         };
+        behind = 0;
         step.write(0, &[at]).unwrap();
         let start = normal(hidden, 7 + position as u64);
         let mut x = guarded(gpu, &start);
-        plain.run(&stream, &weights, &on_device, &mut x, &step, position + 1);
+        plain.run(
+            &stream,
+            &weights,
+            (&on_device, &case),
+            &mut x,
+            &step,
+            position + 1,
+        );
         let expected = finish(&stream, &x);
         let mut last: Option<Vec<f32>> = None;
-        for _ in 0..2 {
+        // A recurrence changes what it reads: its layers run only once.
+        for _ in 0..if shape.delta.is_some() { 1 } else { 2 } {
             let mut x = guarded(gpu, &start);
             stream
                 .step_layers(&plan, &layers, &mut x, &step, &mut scratch)
@@ -205,6 +358,10 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
     println!("{name}: NMSE {worst:.1e} at most");
 }
 
+fn hybrid_shape(key_heads: usize, value_heads: usize) -> DeltaShape {
+    delta::shape([key_heads, value_heads, 128, 128, 4])
+}
+
 /// A GPU on which all layers run at once.
 fn hopper() -> Option<Gpu> {
     let gpu = gpu()?;
@@ -220,7 +377,12 @@ fn hopper() -> Option<Gpu> {
 fn all_layers_at_once() {
     let Some(gpu) = hopper() else { return };
     let scheme = |zeros, group| AffineScheme::new(Bits::B4, group, zeros);
-    let of = |hidden, heads, mlp| Shape { hidden, heads, mlp };
+    let of = |hidden, heads, mlp| Shape {
+        hidden,
+        heads,
+        mlp,
+        delta: None,
+    };
     let (f16, int8) = (KvType::F16, KvType::Int8);
     let usual = &[scheme(Zeros::Integer, Group::Size(64))];
     // 12 products have each of these twice, in other places.
@@ -262,6 +424,36 @@ fn all_layers_at_once() {
 }
 
 #[test]
+fn all_layers_of_hybrids_at_once() {
+    let Some(gpu) = hopper() else { return };
+    let usual = [AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer)];
+    let mix = two_level(&[Group::Size(32), Group::Size(64)]);
+    let check = |hidden, (heads, kv_heads), (key_heads, value_heads), mlp, schemes: &[_], len| {
+        let case = Case::of(WIDE_HEAD_DIM, heads, kv_heads, KvType::F16, len);
+        let mut delta = hybrid_shape(key_heads, value_heads);
+        delta.tiled = mlp == 1280;
+        let shape = Shape {
+            hidden,
+            heads,
+            mlp,
+            delta: Some(delta),
+        };
+        check_case(&gpu, shape, schemes, case);
+    };
+    if !is_sanitizing() {
+        // As in 0.8B, 9B and 27B, except for the number of layers.
+        check(1024, (8, 2), (16, 16), 3584, &usual, 9);
+        check(4096, (16, 4), (16, 32), 12288, &usual, 9);
+        check(5120, (24, 4), (16, 48), 17408, &usual, 9);
+        // Up to contexts of which each source has several pages.
+        check(512, (8, 1), (4, 16), 1024, &usual, 2200);
+        check(1024, (8, 2), (16, 16), 3584, &mix, 140);
+    }
+    check(512, (4, 2), (2, 8), 1280, &usual, 140);
+    check(256, (4, 1), (8, 8), 1024, &mix, 12);
+}
+
+#[test]
 fn layers_that_do_not_run_at_once() {
     let Some(gpu) = hopper() else { return };
     let stream = gpu.stream().unwrap();
@@ -269,22 +461,14 @@ fn layers_that_do_not_run_at_once() {
         hidden: 256,
         heads: 16,
         mlp: 1024,
+        delta: None,
     };
     let case = Case::new(shape.heads, KV_HEADS, KvType::F16, 8);
     let on_device = Uploaded::new(&gpu, &case);
+    let kept = Kept::new(&gpu, &stream, shape, &case);
     let of = |schemes| {
-        let cache = new_cache(&gpu, &stream, &case, SLOT + 1);
-        let w = Weights::new(&gpu, shape, schemes, 1);
-        let layer = StepLayer {
-            attention_norm: &w.gains[0],
-            qkv: &w.qkv,
-            heads: on_device.settings(),
-            cache: cache.layer(0),
-            o: &w.o,
-            mlp_norm: &w.gains[1],
-            gate_up: &w.gate_up,
-            down: &w.down,
-        };
+        let w = Weights::new(&gpu, (shape, &case), schemes, 1);
+        let layer = w.layer(0, &on_device, &kept);
         LayersPlan::new(&gpu, &[layer]).unwrap().is_some()
     };
     let scheme = |bits, group| AffineScheme::new(bits, Group::Size(group), Zeros::Integer);
@@ -297,4 +481,16 @@ fn layers_that_do_not_run_at_once() {
     assert!(!of([scheme(Bits::B8, 64); 4]));
     assert!(!of([scheme(Bits::B4, 32); 4]));
     assert!(!of([usual, usual, usual, two_level]));
+    // Wide heads with keys and values in int8.
+    let case = Case::of(WIDE_HEAD_DIM, 4, 2, KvType::Int8, 8);
+    let shape = Shape {
+        heads: 4,
+        delta: Some(hybrid_shape(2, 8)),
+        ..shape
+    };
+    let on_device = Uploaded::new(&gpu, &case);
+    let kept = Kept::new(&gpu, &stream, shape, &case);
+    let w = [0, 1].map(|i| Weights::new(&gpu, (shape, &case), [usual; 4], i));
+    let layers = [0, 1].map(|i| w[i].layer(i, &on_device, &kept));
+    assert!(LayersPlan::new(&gpu, &layers).unwrap().is_none());
 }

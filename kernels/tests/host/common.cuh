@@ -160,6 +160,8 @@ template <class T>
 T __ldg(const T* p) { return *p; }
 template <class T>
 T __ldcg(const T* p) { return *p; }
+template <class T>
+void __stcg(T* p, T v) { *p = v; }
 inline uint8_t* shared_memory;   // of all blocks
 inline uint8_t* own_shared() { return shared_memory + blockIdx.x * SHARED_BYTES; }
 inline unsigned block_at(uint32_t at) { return at >> 24 ? blockIdx.x / BLOCKS_OF_CLUSTER * BLOCKS_OF_CLUSTER + (at >> 24) - 1 : blockIdx.x; }
@@ -228,6 +230,7 @@ struct Step {   // as in `common.cuh`
     int position, slot;
     uint32_t token;
     int drawn;
+    int behind;
 };
 
 // Products on tensor cores: see `common.cuh` for what lanes hold.

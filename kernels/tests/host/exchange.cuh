@@ -28,6 +28,10 @@ DEVICE uint4 load_stamped(const uint64_t* p) {
     yield();   // whoever looks again and again lets others write
     return make_uint4(uint32_t(p[0]), uint32_t(p[0] >> 32), uint32_t(p[1]), uint32_t(p[1] >> 32));
 }
+DEVICE uint2 load_stamped_one(const uint64_t* p) {
+    yield();
+    return make_uint2(uint32_t(*p), uint32_t(*p >> 32));
+}
 DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
 DEVICE float2 values_of(const uint4& w) { return make_float2(float_of(w.x), float_of(w.z)); }
 DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) { *to = uint64_t(stamp) << 32 | bits_of(v); }
@@ -54,5 +58,6 @@ DEVICE bool elect() {
 }
 DEVICE void sync_some(int name, int threads) { meet_block(name, threads); }
 DEVICE void store_shared_4(uint32_t at, uint32_t v) { memcpy(at_shared(at, 4), &v, 4); }
+DEVICE void prefetch_line(const void*) {}
 DEVICE uint64_t nanoseconds() { return 0; }
 DEVICE uint8_t* dynamic_shared() { return own_shared(); }

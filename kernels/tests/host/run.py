@@ -16,7 +16,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1] / "cuda"
-HEADERS = ["weights.cuh", "rows.cuh", "products.cuh", "layers.cuh", "layers_attention.cuh", "step_layers.cuh"]
+HEADERS = ["weights.cuh", "rows.cuh", "delta_state.cuh", "products.cuh"]
+HEADERS += ["layers.cuh", "layers_attention.cuh", "layers_delta.cuh", "step_layers.cuh"]
 STAND_INS = ["common.cuh", "exchange.cuh"]
 
 
@@ -38,7 +39,7 @@ def main():
         shutil.copy(source, folder)
     program = folder / "step_layers"
     compiler = os.environ.get("CXX", "c++")
-    flags = ["-std=c++17", "-O2", "-w", "-D__NV_NO_HOST_COMPILER_CHECK", "-D__CUDA_ARCH__=900", f"-I{folder}", f"-I{include()}"]
+    flags = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-D__NV_NO_HOST_COMPILER_CHECK", "-D__CUDA_ARCH__=900", f"-I{folder}", f"-I{include()}"]
     subprocess.run([compiler, *flags, HERE / "step_layers.cpp", "-o", program], check=True)
     sys.exit(subprocess.run([program], check=False).returncode)
 

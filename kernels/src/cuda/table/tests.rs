@@ -467,6 +467,7 @@ const CONSTANTS: [[&str; 4]; 40] = [
     ],
     ["cuda/step_layers.rs", "CLUSTER", "layers.cuh", "CLUSTER"],
     ["cuda/step_layers.rs", "PHASES", "layers.cuh", "PHASES"],
+    ["cuda/step_layers.rs", "PRODUCTS", "layers.cuh", "PRODUCTS"],
 ];
 
 /// The number that a line with `const` assigns to `name`.

@@ -9,7 +9,7 @@ use crate::forward::{
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
     DeviceLinear, DevicePages, DeviceStates, GemvOutput, HostStage, LayerStates, LayersPlan,
-    MOST_SEQUENCES, Norm, Rates, RowsOut, Step, StepLayer, StepOutput, Stream, stacked,
+    MOST_SEQUENCES, Norm, Rates, RowsOut, Step, StepLayer, StepMixer, StepOutput, Stream, stacked,
 };
 use nq_kernels::{Error, Result};
 
@@ -66,16 +66,13 @@ impl Device<'_> {
     }
 
     /// A layer in the form that [`Stream::step_layers`] runs; `None` for layers of other blocks than
-    /// attention and an MLP.
+    /// attention or a recurrence, and an MLP.
     fn step_layer<'b>(&self, layer: &'b CudaLayer) -> Option<StepLayer<'b>>
     where
         Self: 'b,
     {
         let [
-            Block {
-                norm: attention_norm,
-                mixer: Mix::Attention(attention),
-            },
+            Block { norm, mixer },
             Block {
                 norm: mlp_norm,
                 mixer: Mix::Mlp(mlp),
@@ -84,12 +81,31 @@ impl Device<'_> {
         else {
             return None;
         };
+        let model = self.model;
+        let (mixer, o) = match mixer {
+            Mix::Attention(attention) => {
+                let mixer = StepMixer::Attention {
+                    qkv: &attention.qkv.linear,
+                    heads: model.heads(&attention.heads, self.cos_sin),
+                    cache: self.pages.layer(model.place(layer.index)),
+                };
+                (mixer, &attention.o)
+            }
+            Mix::Delta(delta) => {
+                let mixer = StepMixer::Recurrence {
+                    inputs: &delta.inputs.linear,
+                    rates: model.rates(layer.index),
+                    vectors: model.delta(&delta.vectors),
+                    states: states_of(model, self.states, layer.index),
+                };
+                (mixer, &delta.out)
+            }
+            Mix::Mlp(_) | Mix::Experts(_) => return None,
+        };
         Some(StepLayer {
-            attention_norm,
-            qkv: &attention.qkv.linear,
-            heads: self.model.heads(&attention.heads, self.cos_sin),
-            cache: self.pages.layer(self.model.place(layer.index)),
-            o: &attention.o.linear,
+            norm,
+            mixer,
+            o: &o.linear,
             mlp_norm,
             gate_up: &mlp.gate_up.linear,
             down: &mlp.down.linear,

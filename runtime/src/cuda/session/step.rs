@@ -184,11 +184,13 @@ impl StepRows {
             columns,
             experts: ExpertRows::new(gpu, &w, rows)?,
             layers: match gpu.info().capability {
-                (9, 0) if usual => {
+                (9, 0) => {
                     let sizes = LayersSizes {
                         hidden: w.hidden,
                         heads,
                         kv_heads,
+                        head_dim: c.head_dim,
+                        delta: w.delta,
                         intermediate: w.mlp,
                     };
                     Some(LayersScratch::new(gpu, sizes)?)
