@@ -15,6 +15,7 @@ constexpr int MOST_PARTS = 4;       // of a tile of x
 constexpr int MOST_RING = 32;       // stages
 constexpr int LEAST_AHEAD = 4;      // stages between two that a warp waits for, at most (`Ring::wait`)
 constexpr int MOST_LAYERS = 64;
+constexpr int MOST_ROUTE = 16;      // experts that a row goes through
 constexpr int CLUSTER = 8;          // blocks
 constexpr int PHASES = 5;           // of a layer, that leave stamped values
 constexpr int STAMPS = 512;         // of a step
@@ -52,6 +53,8 @@ struct LayerArgs {
     const float* gains[2];     // [hidden], of the norms before qkv and before gate and up
     RecordKind kind[4];        // of each product
     int recurrent;             // the layer has a recurrence in place of attention
+    float router_scale;        // of a mixture: of the products with `router`
+    const __half* router;      // [experts][hidden]
     union {
         LayerAttention attention;
         LayerRecurrence recurrence;
@@ -77,7 +80,8 @@ struct LayersArgs {
     uint64_t* qkv;           // [HeadsOf<DIM>::width][DIM]; or `DeltaLayer::stride` values
     uint64_t* attended;      // [MOST_SOURCES][heads * DIM and heads * 2]: sums of values; greatest scores, weights. Or what
                              // the recurrence gives: [value_heads][128]
-    uint64_t* gated;         // [intermediate]
+    uint64_t* gated;         // [intermediate], or [chosen][intermediate of an expert]
+    uint64_t* scores;        // [experts]
     uint64_t* parts[2];      // [MOST_PARTS][hidden], of o and of down
     uint32_t* epoch;         // of the step, from 1 on
     const float2* cos_sin;   // [positions][HeadsOf<DIM>::ROTATED / 2]
@@ -94,6 +98,12 @@ struct LayersArgs {
     int kv_heads;
     int group;               // heads / kv_heads, at most MOST_GROUP
     int value_heads;         // of recurrences, if there are any
+    int experts;             // of mixtures, with the shared one behind the others; 0: layers have MLPs
+    int chosen;              // experts that a row goes through, at most MOST_ROUTE
+    int shared_expert;       // 1 if all rows go through the last one
+    int normalized;          // weights are divided by their sum
+    int up_tiles;            // of gate and up of an expert
+    int down_spans;          // of down of an expert
     int stage;               // bytes of a stage of the ring
     int depth;               // stages of the ring, at least `window` + LEAST_AHEAD, at most MOST_RING
     int window;              // stages requested and not there yet, at most
@@ -102,6 +112,9 @@ struct LayersArgs {
 };
 
 #if __CUDA_ARCH__ >= 900
+
+// a / b of small numbers.
+DEVICE int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
 
 DEVICE void sync_layers() { sync_some(1, LAYERS_WARPS * 32); }
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "layers.cuh"
-#include "products.cuh"
+#include "layers_halves.cuh"
 
 constexpr int EIGHTS_OF_HEAD = DELTA_DIM / 8;
 
@@ -40,61 +40,6 @@ struct DeltaRoom {
     float2 rates[LAYERS_WARPS];       // of each warp's inputs: products with the rows of b and a
 };
 
-// Sixteen inputs of a product in digits (`SpanDigits`): values 8t .. 8t+7 of both halves of a slot, less the slot's scale.
-template <bool PAIRED>
-DEVICE void sixteen_of(float (&v)[2][8], const SpanDigits& from, int slot, int t) {
-    const uint4 high = from.words[slot * 8 + t], low = from.words[slot * 8 + 4 + t];
-    const uint32_t highs[2][2] = {{high.x, PAIRED ? high.z : high.y}, {PAIRED ? high.y : high.z, high.w}};
-    const uint32_t lows[2][2] = {{low.x, PAIRED ? low.z : low.y}, {PAIRED ? low.y : low.z, low.w}};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int upper = 1; upper >= 0; upper--) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                // Bytes are those of values 0, 2, 1, 3.
-                const int shift = (i % 2 * 2 + i / 2) * 8;
-                const int digits = int8_t(highs[half][upper] >> shift) * 256 + int8_t(lows[half][upper] >> shift);
-                v[half][upper * 4 + i] = float(digits);
-                if (PAIRED && !upper) v[half][i] += v[half][4 + i] * 0.0625f;
-            }
-        }
-    }
-}
-
-// A thread's share of the products of the rows of b and a with the inputs in `digits`.
-template <bool PAIRED>
-DEVICE float2 rate_products(const LayerRecurrence& of, const SpanDigits* digits, int head, int hidden) {
-    float2 sum = make_float2(0.f, 0.f);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < hidden / 16; i += LAYERS_WARPS * 32) {
-        const int slot = i / 4, t = i % 4;
-        uint4 rows[2][2];   // [b, a][half of the slot]
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                rows[r][half] = __ldg(reinterpret_cast<const uint4*>(of.rates + size_t(r * of.delta.value_heads + head) * hidden + slot * 64 + half * 32 + t * 8));
-        float x[2][8], products[2] = {};
-        sixteen_of<PAIRED>(x, digits[slot / 4], slot % 4, t);
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint32_t words[4] = {rows[r][half].x, rows[r][half].y, rows[r][half].z, rows[r][half].w};
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&words[k]));
-                    products[r] = fmaf(x[half][2 * k], w.x, fmaf(x[half][2 * k + 1], w.y, products[r]));
-                }
-            }
-        // Paired, scales are in sixteenths.
-        const float scale = digits[slot / 4].slots[slot % 4].x * (PAIRED ? 16.f : 1.f);
-        sum.x = fmaf(products[0], scale, sum.x), sum.y = fmaf(products[1], scale, sum.y);
-    }
-    return sum;
-}
-
 // A recurrence's share of a block, by all warps that multiply.
 template <bool PAIRED>
 struct DeltaColumns {
@@ -104,10 +49,24 @@ struct DeltaColumns {
     DeltaRoom& room;
     const int warp, lane;
 
-    // Asks for what does not depend on this step, while others are busy: the columns that this warp has.
+    // Asks for what does not depend on this step, while others are busy: columns, rows of rates, what the convolution takes.
     DEVICE void prefetch() const {
+        const DeltaLayer& delta = of.delta;
         if (mine.position > 0)
-            for (int e = mine.first + warp; e < mine.end; e += LAYERS_WARPS) prefetch_line(of.delta.matrix(mine.slot, mine.head) + e * OF_EIGHT + lane * 32);
+            for (int e = mine.first + warp; e < mine.end; e += LAYERS_WARPS) prefetch_line(delta.matrix(mine.slot, mine.head) + e * OF_EIGHT + lane * 32);
+        const int lines = p.hidden / 64;
+        for (int i = threadIdx.x; i < 2 * lines; i += LAYERS_WARPS * 32)
+            prefetch_line(of.rates + size_t(i / lines * delta.value_heads + mine.head) * p.hidden + i % lines * 64);
+        const int channel = channel_of(threadIdx.x / DELTA_DIM, threadIdx.x % DELTA_DIM);
+        prefetch_line(delta.conv + channel * CONV);
+        for (int j = 1; j < CONV; j++)
+            if (mine.position >= j && threadIdx.x % 32 == 0) prefetch_line(delta.input(mine.slot, mine.position - j) + channel);
+    }
+
+    // The nth channel of the query (`which` 0), the key (1) or the block's values.
+    DEVICE int channel_of(int which, int nth) const {
+        const int keys = of.delta.keys();
+        return which == 2 ? 2 * keys + mine.head * DELTA_DIM + min(mine.first * 8 + nth, DELTA_DIM - 1) : which * keys + of.delta.key_head(mine.head) * DELTA_DIM + nth;
     }
 
     // `digits`: the inputs of the layer's first product, of which `factor` makes normalized ones; `waited` is called
@@ -115,7 +74,7 @@ struct DeltaColumns {
     template <class Waited>
     DEVICE void run(const SpanDigits* digits, float factor, uint32_t stamp, Waited&& waited) {
         const DeltaLayer& delta = of.delta;
-        const int head = mine.head, key_head = delta.key_head(head), keys = delta.keys();
+        const int head = mine.head;
         float* const matrix = delta.matrix(mine.slot, head);
         StateColumns state;
         auto load = [&](int eight) {
@@ -126,7 +85,7 @@ struct DeltaColumns {
         // A thread has a channel of the query, the key or the block's values.
         const int which = threadIdx.x / DELTA_DIM, nth = threadIdx.x % DELTA_DIM;
         const bool convolves = which < 2 || nth < mine.count() * 8;
-        const int channel = which == 2 ? 2 * keys + head * DELTA_DIM + mine.first * 8 + nth : which * keys + key_head * DELTA_DIM + nth;
+        const int channel = channel_of(which, nth);
         float4 taps;
         float window[CONV - 1] = {};
         if (convolves) {
@@ -135,9 +94,10 @@ struct DeltaColumns {
             for (int j = 1; j < CONV; j++)
                 if (mine.position >= j) window[CONV - 1 - j] = __ldcg(delta.input(mine.slot, mine.position - j) + channel);
         }
-        const float2 rates = rate_products<PAIRED>(of, digits, head, p.hidden);
-        const float2 sum = make_float2(warp_sum(rates.x), warp_sum(rates.y));
-        if (lane == 0) room.rates[warp] = sum;
+        float rates[2];
+        multiply_halves<PAIRED>(rates, of.rates + size_t(head) * p.hidden, size_t(delta.value_heads) * p.hidden, digits, p.hidden, threadIdx.x, LAYERS_WARPS * 32);
+        rates[0] = warp_sum(rates[0]), rates[1] = warp_sum(rates[1]);
+        if (lane == 0) room.rates[warp] = make_float2(rates[0], rates[1]);
         float y = 0.f;
         if (convolves) {
             uint2 in;

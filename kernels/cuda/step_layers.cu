@@ -1,20 +1,23 @@
-// Instances of `step_layers.cuh`: step_layers_<scheme>, step_layers_mix; those of hybrids, step_layers_hybrid_...; and
-// those that take the time, ..._timed.
+// Instances of `step_layers.cuh`: step_layers_<scheme>, step_layers_mix; before the scheme stands hybrid, experts or both
+// where layers have these; behind it, timed where the time is taken.
 #include "step_layers.cuh"
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
 constexpr int THREADS = LAYERS_WARPS * 32 + 32;
 
-#define INSTANCE(name, scheme, hybrid, timed)                                                              \
+#define INSTANCE(name, scheme, hybrid, experts, timed)                                                     \
     extern "C" __global__ __launch_bounds__(THREADS, 1) void name(const __grid_constant__ LayersArgs p) { \
-        step_layers<scheme, hybrid, timed>(p);                                                             \
+        step_layers<scheme, hybrid, experts, timed>(p);                                                    \
     }
-#define LAYERS(name, scheme)                                       \
-    INSTANCE(step_layers_##name, scheme, false, false)             \
-    INSTANCE(step_layers_##name##_timed, scheme, false, true)      \
-    INSTANCE(step_layers_hybrid_##name, scheme, true, false)       \
-    INSTANCE(step_layers_hybrid_##name##_timed, scheme, true, true)
+#define TWO(name, scheme, hybrid, experts)                          \
+    INSTANCE(step_layers_##name, scheme, hybrid, experts, false)    \
+    INSTANCE(step_layers_##name##_timed, scheme, hybrid, experts, true)
+#define LAYERS(name, scheme)                      \
+    TWO(name, scheme, false, false)               \
+    TWO(hybrid_##name, scheme, true, false)       \
+    TWO(experts_##name, scheme, false, true)      \
+    TWO(hybrid_experts_##name, scheme, true, true)
 
 LAYERS(int4_sym_64, int4_sym_64)
 LAYERS(int4_int_64, int4_int_64)

@@ -4,14 +4,14 @@
 //   qkv       = qkv norm(x)
 //   attended  = attention(qkv), or the recurrence of a gated DeltaNet
 //   x        += o attended
-//   gated     = silu(gate norm(x)) * (up norm(x))
+//   gated     = silu(gate norm(x)) * (up norm(x)), of an MLP or of the experts that a router chooses
 //   x        += down gated
 //
 // A block runs on each multiprocessor, in clusters; all run at once. The tiles of qkv and of gate and
 // up, and the records of o and down, are dealt evenly to all blocks. A tile of the latter may so have
 // up to MOST_PARTS parts, which whoever reads x adds up in order. Attention has a block for each key
 // head and share of the pages (`layers_attention.cuh`), a recurrence one for each value head and share of its columns
-// (`layers_delta.cuh`).
+// (`layers_delta.cuh`). The records of experts are requested when they are chosen (`layers_experts.cuh`).
 //
 // What comes from memory never waits for values: one warp of each block requests the records of all products
 // in turn, and behind those of qkv the pages of keys and values, as long as its ring has room and at most
@@ -36,11 +36,9 @@
 
 #include "layers_attention.cuh"
 #include "layers_delta.cuh"
+#include "layers_experts.cuh"
 
 #if __CUDA_ARCH__ >= 900
-
-// a / b of small numbers.
-DEVICE int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
 
 DEVICE float warp_max(float v) {
     const int i = __float_as_int(v), most = __reduce_max_sync(~0u, i ^ (i >> 31 & 0x7fffffff));
@@ -76,19 +74,19 @@ struct BlockShare {
 
 // S: the scheme of all weights; or void: of a mix, in which each weight of each layer has its own, of codes of 4
 // to 6 bits with scales in two levels. HYBRID: attention has wide heads with gates, and layers may have a recurrence in
-// its place. TIMED: block 0 tells how long it waited and worked; only then, because it makes the loop over records
+// its place. EXPERTS: layers have mixtures in place of MLPs. TIMED: block 0 tells how long it waited and worked; only then, because it makes the loop over records
 // longer.
-template <class S, bool HYBRID, bool TIMED>
+template <class S, bool HYBRID, bool EXPERTS, bool TIMED>
 struct LayersBlock {
     static constexpr bool MIX = std::is_void_v<S>;
     static constexpr int DIM = HYBRID ? WIDE_HEAD_DIM : HEAD_DIM;
     using Of = HeadsOf<DIM>;
     static constexpr int WARPS = LAYERS_WARPS;
     // Offsets in shared memory.
-    static constexpr int FACTOR = 16, FULL = 64, EMPTY = FULL + MOST_RING * 8, SHARES = EMPTY + MOST_RING * 8;
+    static constexpr int FACTOR = 16, ROUTED = 24, FULL = 64, EMPTY = FULL + MOST_RING * 8, SHARES = EMPTY + MOST_RING * 8;
     static constexpr int TIMES = SHARES + PRODUCTS * sizeof(BlockShare), ATTENTION = TIMES + (2 * PHASES + 1) * 8;
-    static constexpr int DELTA = ATTENTION + sizeof(AttentionShare), COUNTS = 1024;
-    static_assert(TIMES % 8 == 0 && DELTA + sizeof(DeltaShare) <= COUNTS);
+    static constexpr int DELTA = ATTENTION + sizeof(AttentionShare), ROUTE = DELTA + sizeof(DeltaShare), COUNTS = 1024;
+    static_assert(TIMES % 8 == 0 && ROUTE + sizeof(Route) <= COUNTS);
     static_assert(sizeof(AttentionRoom) <= 2 * WARPS * WARPS * 16 * 4);   // which the sums of products take
 
     const LayersArgs& p;
@@ -114,6 +112,7 @@ struct LayersBlock {
     const DEVICE BlockShare& share(int which) const { return reinterpret_cast<const BlockShare*>(shared + SHARES)[which]; }
     const DEVICE AttentionShare& attention() const { return *reinterpret_cast<const AttentionShare*>(shared + ATTENTION); }
     const DEVICE DeltaShare& delta() const { return *reinterpret_cast<const DeltaShare*>(shared + DELTA); }
+    DEVICE Route& route() const { return *reinterpret_cast<Route*>(shared + ROUTE); }
     static DEVICE bool recurs(const LayersArgs& p, int l) { return HYBRID && p.layer[l].recurrent; }
     // Whose shape a product of layer l has.
     static DEVICE int shape_of(const LayersArgs& p, int l, int which) { return which == QKV && recurs(p, l) ? INPUTS_OF_DELTA : which; }
@@ -151,6 +150,12 @@ struct LayersBlock {
             // Those of the next product, early.
             const LayerArgs& after = p.layer[min((i + 1) / 4, p.layers - 1)];
             const uint8_t *next_codes = after.codes[(i + 1) % 4], *next_meta = after.meta[(i + 1) % 4];
+            if (EXPERTS && i % 4 >= GATED) {
+                if (i % 4 == GATED) wait_sent(shared_address(shared) + ROUTED, i / 4 & 1);
+                request_experts(p, shared, requests, mine, i, lane);
+                codes = next_codes, meta = next_meta;
+                continue;
+            }
 #pragma unroll 1
             for (int left = mine.units; left > 0; left -= TEAM) {
                 requests.wait();
@@ -179,6 +184,28 @@ struct LayersBlock {
                 PageAttention<true, DIM>::request(requests, layer, attention, page, p.kv_heads);
             else
                 PageAttention<false, DIM>::request(requests, layer, attention, page, p.kv_heads);
+        }
+    }
+
+    // Requests a block's share of gate and up, or of down, of the chosen experts.
+    static DEVICE void request_experts(const LayersArgs& p, uint8_t* shared, Requests& requests, const BlockShare& mine, int i, int lane) {
+        const LayerArgs& layer = p.layer[i / 4];
+        const Route& route = *reinterpret_cast<const Route*>(shared + ROUTE);
+        const RecordKind kind = kind_of(p, i / 4, i % 4);
+#pragma unroll 1
+        for (int done = 0; done < mine.units; done += TEAM) {
+            const int records = min(mine.units - done, TEAM);
+            const size_t record = expert_record(p, route, i % 4 == DOWN, mine.begin + done + min(lane, records - 1));
+            requests.wait();
+            const uint32_t to = requests.at(), barrier = requests.barrier();
+            if (lane == 0) barrier_expect_at(barrier, records * (kind.codes_bytes + kind.meta_bytes));
+            __syncwarp();
+            if (lane < records) {
+                copy_bulk_at<true>(to + lane * kind.codes_bytes, layer.codes[i % 4] + record * kind.codes_bytes, kind.codes_bytes, barrier);
+                copy_bulk_at<true>(to + TEAM * kind.codes_bytes + lane * kind.meta_bytes, layer.meta[i % 4] + record * kind.meta_bytes, kind.meta_bytes, barrier);
+            }
+            __syncwarp();
+            requests.next();
         }
     }
 
@@ -334,6 +361,44 @@ struct LayersBlock {
         }
     }
 
+    // The experts that this block scores.
+    DEVICE int first_scored(uint32_t block) const { return block * p.experts / gridDim.x; }
+
+    // Asks for the rows of the router that this block multiplies.
+    DEVICE void prefetch_router(int l) const {
+        const int first = first_scored(blockIdx.x), lines = (first_scored(blockIdx.x + 1) - first) * (p.hidden / 64);
+        for (int i = threadIdx.x; i < lines; i += WARPS * 32) prefetch_line(p.layer[l].router + size_t(first) * p.hidden + i * 64);
+    }
+
+    // Chooses the experts of layer l, whose first product's inputs are on their way.
+    DEVICE void choose(int l) {
+        const uint32_t stamp = stamp_before(l, GATED);
+        const int first = first_scored(blockIdx.x), count = first_scored(blockIdx.x + 1) - first;
+        const int each = count > 0 ? quotient(WARPS, count) : 1, row = quotient(warp, each);   // warps of a row
+        float* const parts = sums() + turn * (WARPS * WARPS * 16);
+        turn ^= 1;
+        wait_sent(sent + (GATED & 1) * 8, phase >> 1 & 1);
+        float square = 0.f;
+        for (int s = lane; s < p.hidden / 64; s += 32) square += digits(GATED)[s / 4].slots[s % 4].z;
+        square = warp_sum(square);
+        if (row < count) {
+            float sum[1];
+            multiply_halves<!MIX>(sum, p.layer[l].router + size_t(first + row) * p.hidden, 0, digits(GATED), p.hidden, (warp - row * each) * 32 + lane, each * 32);
+            const float all = warp_sum(sum[0]);
+            if (lane == 0) parts[warp] = all;
+        }
+        sync_layers();
+        if (threadIdx.x < count) {
+            float sum = 0.f;
+            for (int i = 0; i < each; i++) sum += parts[threadIdx.x * each + i];
+            store_stamped(p.scores + first + threadIdx.x, sum * p.layer[l].router_scale * rsqrtf(square / p.hidden + p.eps), stamp);
+        }
+        if (warp == WARPS - 1) {   // which has the fewest records
+            choose_route(p, route(), stamp, lane);
+            if (lane == 0) arrive_times(shared_address(shared) + ROUTED, 1);
+        }
+    }
+
     // This block's share of a product of layer l.
     DEVICE void multiply(int l, int which) {
         const BlockShare& mine = share(shape_of(p, l, which));
@@ -429,7 +494,8 @@ struct LayersBlock {
                 if (which == QKV) {
                     store_stamped(p.qkv + output, v, stamp);
                 } else if (which == GATED) {
-                    if (lane < 8) store_stamped(p.gated + (mine.tile + i) * 8 + lane, __fdividef(v, 1.f + __expf(-v)) * up, stamp);
+                    const float weight = EXPERTS ? route().weight[quotient(mine.tile + i, p.up_tiles)] : 1.f;
+                    if (lane < 8) store_stamped(p.gated + (mine.tile + i) * 8 + lane, __fdividef(v, 1.f + __expf(-v)) * up * weight, stamp);
                 } else {
                     store_stamped(p.parts[which / 2] + (i == 0 ? mine.part : 0) * p.hidden + output, v, stamp);
                 }
@@ -504,9 +570,11 @@ struct LayersBlock {
                 gather(l, which);
                 const bool recurrent = which == QKV && recurs(p, l);
                 if (recurrent && has_columns) recurrence(l).prefetch();
+                if (EXPERTS && which == GATED) choose(l);
                 if (which == OUT) request_gain(p.layer[l].gains[1]);
                 if (which == DOWN && l + 1 < p.layers) request_gain(p.layer[l + 1].gains[0]);
                 multiply(l, which);
+                if (EXPERTS && which == QKV) prefetch_router(l);
                 // Attention takes the memory of the sums. The next product writes there only after it has ended:
                 // it needs digits that come in part from it.
                 if (recurrent) {
@@ -525,13 +593,14 @@ struct LayersBlock {
     }
 };
 
-template <class S, bool HYBRID, bool TIMED>
+template <class S, bool HYBRID, bool EXPERTS, bool TIMED>
 DEVICE void step_layers(const LayersArgs& p) {
-    using Block = LayersBlock<S, HYBRID, TIMED>;
+    using Block = LayersBlock<S, HYBRID, EXPERTS, TIMED>;
     uint8_t* const shared = dynamic_shared();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const uint32_t barriers = shared_address(shared);
     if (threadIdx.x < 2) init_barrier(barriers + threadIdx.x * 8, 1);
+    if (threadIdx.x == 2) init_barrier(barriers + Block::ROUTED, 1);
     if (warp == Block::WARPS && lane < p.depth) {
         init_barrier(barriers + Block::FULL + lane * 8, 1);
         init_barrier(barriers + Block::EMPTY + lane * 8, TEAM);

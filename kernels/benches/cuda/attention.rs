@@ -247,11 +247,12 @@ pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
                 },
                 o: of(1, i),
                 mlp_norm: &gain,
+                router: None,
                 gate_up: of(2, i),
                 down: of(3, i),
             })
             .collect();
-        let Some(plan) = LayersPlan::new(&t.gpu, &layers)? else {
+        let Some(plan) = LayersPlan::new(&t.gpu, &layers, None)? else {
             println!("  skipped: {} does not run this way", model.name);
             continue;
         };
@@ -270,6 +271,7 @@ pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
             kv_heads: model.kv_heads,
             head_dim: HEAD_DIM,
             delta: None,
+            experts: None,
             intermediate: weights[3][0].inputs(),
         };
         let mut scratch = LayersScratch::new(&t.gpu, sizes)?;

@@ -5,6 +5,7 @@ mod stored;
 use super::attention::{AttentionOutput, MOST_RUN};
 use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
 use super::gemv::Norm;
+use super::half_rows::HalfRows;
 use super::kernel::kernels;
 use super::pack::SPAN;
 use super::prefill::SequenceRows;
@@ -14,8 +15,6 @@ use crate::error::{Error, Result};
 use crate::grad::{
     DELTA_CHUNK as CHUNK, DELTA_CHUNK_VALUES as CHUNK_PARTS, DELTA_INPUTS as INPUTS,
 };
-use half::f16;
-use nq_formats::Weight;
 
 /// The width of a head of keys and of values that the kernels serve.
 pub const DELTA_DIM: usize = 128;
@@ -77,69 +76,12 @@ pub struct DeltaVectors<'a> {
     pub eps: f32,
 }
 
-/// The weight of the projections `b` and `a`, row by row: steps of few rows multiply by it where they need the
-/// products.
-pub struct RateRows {
-    rows: Buffer<u16>, // [2 value_heads, hidden] in FP16
-    scale: f32,
-    hidden: usize,
-}
-
 /// The projections `b`, of which beta is the sigmoid, and `a`, which sets the decay, of the rows of a step.
 pub enum Rates<'a> {
     /// `[m, 2 value_heads]`
     Products(&'a Buffer<f32>),
     /// Those of normalized rows of x `[m, hidden]`.
-    Of(&'a Buffer<f32>, Norm<'a>, &'a RateRows),
-}
-
-impl RateRows {
-    /// Uploads the rows of `b` and then of `a`, `[2 value_heads, hidden]`.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`]; weights without f32 values.
-    pub fn new(gpu: &Gpu, parts: &[&Weight]) -> Result<Self> {
-        let hidden = parts.first().map_or(0, |w| w.dims().1);
-        let rows = parts.iter().map(|w| w.dims().0).sum::<usize>();
-        let mut values = vec![0f32; rows * hidden];
-        let mut to = values.chunks_exact_mut(hidden.max(1));
-        for w in parts {
-            for (row, to) in (0..w.dims().0).zip(&mut to) {
-                w.dequantize_row(row, to)?;
-            }
-        }
-        // The greatest of them in the upper half of FP16's range.
-        let top = values.iter().fold(0f32, |top, v| top.max(v.abs()));
-        let factor = if top > 0.0 {
-            2f32.powi(13 - top.log2().floor() as i32)
-        } else {
-            1.0
-        };
-        let halves: Vec<u16> = values
-            .iter()
-            .map(|v| f16::from_f32(v * factor).to_bits())
-            .collect();
-        Ok(RateRows {
-            rows: gpu.upload("a weight", &halves)?,
-            scale: 1.0 / factor,
-            hidden,
-        })
-    }
-
-    /// The rows and the scale of products with them, checked as an operand of `o`.
-    fn args(&self, o: &Operands<'_>, of: &DeltaShape) -> Result<(Address, f32)> {
-        let rows = o.of(
-            "rows of rates",
-            &self.rows,
-            &[2 * of.value_heads, self.hidden],
-        )?;
-        Ok((rows, self.scale))
-    }
-
-    /// Bytes that they take on a device.
-    pub fn bytes(shape: &DeltaShape, hidden: usize) -> usize {
-        2 * 2 * shape.value_heads * hidden
-    }
+    Of(&'a Buffer<f32>, Norm<'a>, &'a HalfRows),
 }
 
 /// Rows of one sequence, and after how many of them its state is also written to a place: that of a snapshot.
@@ -320,13 +262,10 @@ impl LayerStates<'_> {
         &self,
         o: &Operands<'_>,
         vectors: &DeltaVectors<'_>,
-        rates: &RateRows,
+        rates: &HalfRows,
         (slots, hidden): (usize, usize),
     ) -> Result<RecurrenceArgs> {
-        if rates.hidden != hidden {
-            return o.refuse("inputs of rates", hidden, rates.hidden);
-        }
-        let (rows, scale) = rates.args(o, self.delta())?;
+        let (rows, scale) = rates.args(o, 2 * self.delta().value_heads, hidden)?;
         Ok(RecurrenceArgs {
             layer: self.args(o, vectors, slots)?,
             rates: rows,
@@ -496,12 +435,12 @@ impl Stream {
         match rates {
             Rates::Products(products) => ba = o.of("rates", products, &[m, 2 * d.value_heads])?,
             Rates::Of(of, norm, w) => {
-                o.multiple("inputs of rates", 4, w.hidden)?;
-                o.at_most("inputs of rates", MOST_RATE_INPUTS, w.hidden)?;
-                (hidden, shared) = (w.hidden, 8 * w.hidden);
+                o.multiple("inputs of rates", 4, w.inputs())?;
+                o.at_most("inputs of rates", MOST_RATE_INPUTS, w.inputs())?;
+                (hidden, shared) = (w.inputs(), 8 * w.inputs());
                 x = o.of("x", of, &[m, hidden])?;
                 gain = norm.gain(&o, hidden)?;
-                (rows, scale) = w.args(&o, d)?;
+                (rows, scale) = w.args(&o, 2 * d.value_heads, hidden)?;
             }
         }
         let args = StepArgs {

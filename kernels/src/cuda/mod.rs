@@ -19,6 +19,7 @@ mod gemm_step;
 mod gemv;
 mod grad;
 mod grouped;
+mod half_rows;
 mod kernel;
 mod linear;
 pub mod pack;
@@ -39,7 +40,7 @@ pub use attention::{
 pub use batch::{Columns, MOST_SEQUENCES, best_len};
 pub use delta::{
     CONV, DELTA_DIM, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, LayerStates,
-    MOST_RATE_INPUTS, RateRows, Rates, StatesShape,
+    MOST_RATE_INPUTS, Rates, StatesShape,
 };
 pub use driver::{
     Buffer, Checked, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark, Pinned,
@@ -51,6 +52,7 @@ pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len}
 pub use gemv::{GemvOutput, Norm};
 pub use grad::{CudaOps, GemmPrecision};
 pub use grouped::GroupedRows;
+pub use half_rows::HalfRows;
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};
 pub use pack::{PackedKind, Stack, operand_index};

@@ -1,10 +1,12 @@
 //! Runs all layers of a decode step of one row with one kernel.
 
 use super::attention::{HEAD_DIM, HeadVectors, Heads, LayerPages, WIDE_HEAD_DIM, row_heads};
-use super::delta::{DeltaVectors, LayerStates, RateRows, RecurrenceArgs};
+use super::delta::{DeltaVectors, LayerStates, RecurrenceArgs};
 use super::driver::{
     Address, Buffer, Checked, Gpu, GpuInfo, LaunchShape, Mapped, Operands, Stream,
 };
+use super::experts::{MOST_EXPERTS, chosen, stacked};
+use super::half_rows::HalfRows;
 use super::kernel::{Instance, TWO_LEVEL, UNIFORM, kernels, kind_index};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
@@ -12,6 +14,7 @@ use super::rows::{Places, Step};
 use crate::cpu::DeltaShape;
 use crate::error::Result;
 use crate::pages::PAGE;
+use nq_formats::Experts;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,9 +28,11 @@ pub struct StepLayer<'a> {
     pub o: &'a DeviceLinear,
     /// Gain of the second norm, `[hidden]`.
     pub mlp_norm: &'a Buffer<f32>,
-    /// Gate and up `[2 intermediate, hidden]`, interleaved.
+    /// The router of a mixture, `[experts, hidden]`; `None`: an MLP. Where there is a shared expert, it is the last.
+    pub router: Option<&'a HalfRows>,
+    /// Gate and up `[2 intermediate, hidden]`, interleaved; of a mixture those of all experts.
     pub gate_up: &'a DeviceLinear,
-    /// `[hidden, intermediate]`
+    /// `[hidden, intermediate]`; of a mixture those of all experts.
     pub down: &'a DeviceLinear,
 }
 
@@ -47,7 +52,7 @@ pub enum StepMixer<'a> {
         /// `[channels + values, hidden]`
         inputs: &'a DeviceLinear,
         /// `b` and `a`.
-        rates: &'a RateRows,
+        rates: &'a HalfRows,
         /// Other parameters.
         vectors: DeltaVectors<'a>,
         /// The states of sequences.
@@ -73,6 +78,8 @@ const MOST_PARTS: usize = 4;
 const MOST_RING: usize = 32;
 /// `LEAST_AHEAD` of `cuda/layers.cuh`.
 const LEAST_AHEAD: usize = 4;
+/// `MOST_ROUTE` of `cuda/layers.cuh`.
+const MOST_ROUTE: usize = 16;
 /// `MOST_LAYERS` of `cuda/layers.cuh`.
 const MOST_LAYERS: usize = 64;
 /// `CLUSTER` of `cuda/layers.cuh`.
@@ -112,6 +119,14 @@ kernels! {
             "step_layers_hybrid_int4_int_64",
             "step_layers_hybrid_int4_offset_64",
             "step_layers_hybrid_mix",
+            "step_layers_experts_int4_sym_64",
+            "step_layers_experts_int4_int_64",
+            "step_layers_experts_int4_offset_64",
+            "step_layers_experts_mix",
+            "step_layers_hybrid_experts_int4_sym_64",
+            "step_layers_hybrid_experts_int4_int_64",
+            "step_layers_hybrid_experts_int4_offset_64",
+            "step_layers_hybrid_experts_mix",
             "step_layers_int4_sym_64_timed",
             "step_layers_int4_int_64_timed",
             "step_layers_int4_offset_64_timed",
@@ -120,6 +135,14 @@ kernels! {
             "step_layers_hybrid_int4_int_64_timed",
             "step_layers_hybrid_int4_offset_64_timed",
             "step_layers_hybrid_mix_timed",
+            "step_layers_experts_int4_sym_64_timed",
+            "step_layers_experts_int4_int_64_timed",
+            "step_layers_experts_int4_offset_64_timed",
+            "step_layers_experts_mix_timed",
+            "step_layers_hybrid_experts_int4_sym_64_timed",
+            "step_layers_hybrid_experts_int4_int_64_timed",
+            "step_layers_hybrid_experts_int4_offset_64_timed",
+            "step_layers_hybrid_experts_mix_timed",
         ];
 }
 
@@ -128,7 +151,8 @@ kernels! {
 pub struct LayersScratch {
     qkv: Buffer<u64>,        // as many as the first products have rows
     attended: Buffer<u64>, // [MOST_SOURCES, heads * (head_dim + 2)]; a recurrence has fewer values
-    gated: Buffer<u64>,    // [intermediate]
+    gated: Buffer<u64>,    // [intermediate], of each chosen expert
+    scores: Buffer<u64>,   // [experts]
     parts: [Buffer<u64>; 2], // [MOST_PARTS, hidden]
     epoch: Buffer<u32>,    // counts steps
     times: Arc<Mapped<u64>>, // [PHASES, 2]: nanoseconds that timed kernels took
@@ -147,7 +171,9 @@ pub struct LayersSizes {
     pub head_dim: usize,
     /// The recurrence of layers without attention, if there are such layers.
     pub delta: Option<DeltaShape>,
-    /// Inputs of the last product.
+    /// The mixtures of layers, if they have these in place of MLPs.
+    pub experts: Option<Experts>,
+    /// Width of an MLP, or of an expert.
     pub intermediate: usize,
 }
 
@@ -159,10 +185,20 @@ impl LayersSizes {
         [
             (rows * self.head_dim, self.hidden),
             (self.hidden, self.heads * self.head_dim),
-            (2 * self.intermediate, self.hidden),
-            (self.hidden, self.intermediate),
+            (2 * self.gated(), self.hidden),
+            (self.hidden, self.gated()),
             (inputs, self.hidden),
         ]
+    }
+
+    /// Values between gate and up, and down.
+    fn gated(self) -> usize {
+        self.experts.map_or(1, |e| chosen(&e)) * self.intermediate
+    }
+
+    /// Experts in a layer, with the shared one.
+    fn stacked(self) -> usize {
+        self.experts.map_or(0, |e| stacked(&e))
     }
 
     /// Their tiles and spans.
@@ -189,8 +225,12 @@ impl LayersSizes {
         // Each block gathers some of the inputs of `o`.
         let gathers = width / 64 >= CLUSTER && self.delta.is_none_or(|d| d.values() == width);
         let heads = self.group() <= MOST_GROUP && self.heads.is_multiple_of(self.kv_heads);
+        let routes = self.experts.is_none_or(|e| {
+            let counts = e.count <= MOST_EXPERTS && stacked(&e) <= WARPS * blocks;
+            counts && chosen(&e) <= MOST_ROUTE && e.width == self.intermediate
+        });
         let enough = blocks >= self.kv_heads.max(self.value_heads());
-        heads && enough && gathers && o.fits(blocks) && down.fits(blocks)
+        heads && routes && enough && gathers && o.fits(blocks) && down.fits(blocks)
     }
 }
 
@@ -206,7 +246,8 @@ impl LayersScratch {
         Ok(LayersScratch {
             qkv: words(qkv.max(inputs))?,
             attended: words(MOST_SOURCES * sizes.heads * (sizes.head_dim + 2))?,
-            gated: words(sizes.intermediate)?,
+            gated: words(sizes.gated())?,
+            scores: words(sizes.stacked())?,
             parts: [parts()?, parts()?],
             epoch: gpu.upload("activations", &[1])?,
             times: Arc::new(gpu.mapped("times", 2 * PHASES, 0)?),
@@ -242,6 +283,8 @@ struct LayerArgs {
     gains: [Address; 2],
     kind: [RecordKind; 4],
     recurrent: i32,
+    router_scale: f32,
+    router: Address,
     mixer: MixerArgs,
 }
 
@@ -282,6 +325,7 @@ struct LayersArgs {
     qkv: Address,
     attended: Address,
     gated: Address,
+    scores: Address,
     parts: [Address; 2],
     epoch: Address,
     cos_sin: Address,
@@ -297,6 +341,12 @@ struct LayersArgs {
     kv_heads: i32,
     group: i32,
     value_heads: i32,
+    experts: i32,
+    chosen: i32,
+    shared_expert: i32,
+    normalized: i32,
+    up_tiles: i32,
+    down_spans: i32,
     stage: i32,
     depth: i32,
     window: i32,
@@ -346,12 +396,12 @@ impl Weights {
     }
 
     /// The kernel, or the one that takes the time of its parts.
-    fn kernel(self, hybrid: bool, timed: bool) -> Instance<LayersArgs> {
+    fn kernel(self, hybrid: bool, experts: bool, timed: bool) -> Instance<LayersArgs> {
         let instance = match self {
             Weights::Uniform(kind) => kind_index(kind),
             Weights::Mix => UNIFORM,
         };
-        let group = 2 * usize::from(timed) + usize::from(hybrid);
+        let group = usize::from(hybrid) + 2 * usize::from(experts) + 4 * usize::from(timed);
         STEP_LAYERS.instance(group * (UNIFORM + 1) + instance)
     }
 
@@ -386,7 +436,10 @@ impl StepLayer<'_> {
 
     /// True if this is a layer of a model of these sizes.
     fn is_of(&self, sizes: LayersSizes) -> bool {
-        let [qkv, o, gate_up, down, inputs] = sizes.shapes();
+        let [qkv, o, _, _, inputs] = sizes.shapes();
+        let stacks = sizes.stacked().max(1);
+        let gate_up = (stacks * 2 * sizes.intermediate, sizes.hidden);
+        let down = (stacks * sizes.hidden, sizes.intermediate);
         let (first, same) = match &self.mixer {
             StepMixer::Attention { heads, cache, .. } => {
                 let found = (heads.heads, cache.kv_heads(), cache.head_dim());
@@ -394,6 +447,7 @@ impl StepLayer<'_> {
             }
             StepMixer::Recurrence { states, .. } => (inputs, Some(*states.delta()) == sizes.delta),
         };
+        let same = same && self.router.is_some() == sizes.experts.is_some();
         let shapes = [first, o, gate_up, down];
         let mut all = self.weights().into_iter().zip(shapes);
         same && all.all(|(w, (rows, inputs))| {
@@ -403,7 +457,7 @@ impl StepLayer<'_> {
 }
 
 /// The model's sizes; `None` if the kernel does not support them.
-fn sizes_of(layers: &[StepLayer<'_>]) -> Option<LayersSizes> {
+fn sizes_of(layers: &[StepLayer<'_>], experts: Option<Experts>) -> Option<LayersSizes> {
     let attention = layers.iter().find_map(|l| match &l.mixer {
         StepMixer::Attention { heads, cache, .. } => Some((heads.heads, *cache)),
         StepMixer::Recurrence { .. } => None,
@@ -419,6 +473,7 @@ fn sizes_of(layers: &[StepLayer<'_>]) -> Option<LayersSizes> {
         kv_heads: cache.kv_heads(),
         head_dim: cache.head_dim(),
         delta,
+        experts,
         intermediate: layers.first()?.down.inputs(),
     };
     let serves = match sizes.head_dim {
@@ -430,19 +485,23 @@ fn sizes_of(layers: &[StepLayer<'_>]) -> Option<LayersSizes> {
 }
 
 /// What a model's layers have in common; `None` if the kernel does not support them.
-fn common(layers: &[StepLayer<'_>]) -> Option<(LayersSizes, Weights)> {
-    Some((sizes_of(layers)?, Weights::of(layers)?))
+fn common(layers: &[StepLayer<'_>], experts: Option<Experts>) -> Option<(LayersSizes, Weights)> {
+    Some((sizes_of(layers, experts)?, Weights::of(layers)?))
 }
 
 impl LayersPlan {
-    /// The plan for a model's layers; `None` if the kernel does not support their shapes, their kinds or
-    /// the device.
+    /// The plan for a model's layers, which have mixtures of `experts`, or else MLPs; `None` if the kernel does not
+    /// support their shapes, their kinds or the device.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn new(gpu: &Gpu, layers: &[StepLayer<'_>]) -> Result<Option<Self>> {
+    pub fn new(
+        gpu: &Gpu,
+        layers: &[StepLayer<'_>],
+        experts: Option<Experts>,
+    ) -> Result<Option<Self>> {
         let info = gpu.info();
-        let Some((sizes, weights)) = common(layers) else {
+        let Some((sizes, weights)) = common(layers, experts) else {
             return Ok(None);
         };
         // Of kernels of two processes, each could have only a part of its blocks running.
@@ -496,9 +555,7 @@ impl LayersPlan {
         let room = Room {
             digits: [
                 take(digits(sizes.hidden)),
-                take(digits(
-                    (sizes.heads * sizes.head_dim).max(sizes.intermediate),
-                )),
+                take(digits((sizes.heads * sizes.head_dim).max(sizes.gated()))),
             ],
             x: take((sizes.hidden / 64).div_ceil(CLUSTER) * 64 * 4),
             sums: take(2 * WARPS * WARPS * 16 * 4),
@@ -511,7 +568,8 @@ impl LayersPlan {
 
     fn kernel(&self, timed: bool) -> Instance<LayersArgs> {
         let hybrid = self.sizes.head_dim == WIDE_HEAD_DIM;
-        self.weights.kernel(hybrid, timed)
+        self.weights
+            .kernel(hybrid, self.sizes.experts.is_some(), timed)
     }
 
     fn shape(&self) -> LaunchShape {
@@ -572,10 +630,11 @@ impl Stream {
             kv_heads,
             head_dim,
             intermediate,
+            experts,
             ..
         } = plan.sizes;
-        let fits =
-            layers.len() == plan.layers && common(layers) == Some((plan.sizes, plan.weights));
+        let fits = layers.len() == plan.layers
+            && common(layers, plan.sizes.experts) == Some((plan.sizes, plan.weights));
         let attention = layers.iter().find_map(|l| match &l.mixer {
             StepMixer::Attention { heads, cache, .. } => Some((heads, *cache)),
             StepMixer::Recurrence { .. } => None,
@@ -587,7 +646,7 @@ impl Stream {
         places.check(&o, cache.places())?;
         let mut all = [LayerArgs::none(); MOST_LAYERS];
         for (to, layer) in all.iter_mut().zip(layers) {
-            *to = LayerArgs::of(&o, layer, hidden, &places)?;
+            *to = LayerArgs::of(&o, layer, plan.sizes, &places)?;
         }
         let table = cache.args(&o)?;
         let [(qkv_rows, _), .., (inputs, _)] = plan.sizes.shapes();
@@ -599,7 +658,8 @@ impl Stream {
                 &scratch.attended,
                 &[MOST_SOURCES, heads, head_dim + 2],
             )?,
-            gated: o.of("gated", &scratch.gated, &[intermediate])?,
+            gated: o.of("gated", &scratch.gated, &[plan.sizes.gated()])?,
+            scores: o.of("scores", &scratch.scores, &[plan.sizes.stacked()])?,
             parts: [
                 o.of("parts", &scratch.parts[0], &[MOST_PARTS, hidden])?,
                 o.of("parts", &scratch.parts[1], &[MOST_PARTS, hidden])?,
@@ -618,6 +678,12 @@ impl Stream {
             kv_heads: kv_heads as i32,
             group: plan.sizes.group() as i32,
             value_heads: plan.sizes.value_heads() as i32,
+            experts: plan.sizes.stacked() as i32,
+            chosen: experts.map_or(1, |e| chosen(&e)) as i32,
+            shared_expert: i32::from(experts.is_some_and(|e| e.shared > 0)),
+            normalized: i32::from(experts.is_some_and(|e| e.normalized)),
+            up_tiles: (intermediate / 8) as i32,
+            down_spans: (intermediate / 256) as i32,
             stage: plan.stage as i32,
             depth: plan.depth as i32,
             window: window(hidden) as i32,
@@ -653,6 +719,8 @@ impl LayerArgs {
             gains: [Address::NULL; 2],
             kind: [RecordKind::default(); 4],
             recurrent: 0,
+            router_scale: 1.0,
+            router: Address::NULL,
             mixer: MixerArgs {
                 attention: AttentionArgs {
                     vectors: HeadVectors::NONE,
@@ -666,7 +734,13 @@ impl LayerArgs {
     }
 
     /// Of a row within `places`.
-    fn of(o: &Operands<'_>, layer: &StepLayer<'_>, hidden: usize, places: &Places) -> Result<Self> {
+    fn of(
+        o: &Operands<'_>,
+        layer: &StepLayer<'_>,
+        sizes: LayersSizes,
+        places: &Places,
+    ) -> Result<Self> {
+        let hidden = sizes.hidden;
         let mut args = LayerArgs {
             gains: [
                 o.of("gain", layer.norm, &[hidden])?,
@@ -697,6 +771,9 @@ impl LayerArgs {
                 args.mixer.recurrence = states.recurrence(o, vectors, rates, sizes)?;
             }
         }
+        if let Some(router) = layer.router {
+            (args.router, args.router_scale) = router.args(o, sizes.stacked(), hidden)?;
+        }
         for (i, w) in layer.weights().into_iter().enumerate() {
             let p = w.args(o)?;
             (args.codes[i], args.meta[i]) = (p.codes, p.meta);
@@ -711,7 +788,7 @@ mod tests {
     use super::*;
 
     /// The published dense models.
-    const MODELS: [LayersSizes; 11] = [
+    const MODELS: [LayersSizes; 14] = [
         sizes(1024, 16, 3072),
         sizes(2048, 16, 6144),
         sizes(2560, 32, 9728),
@@ -723,6 +800,10 @@ mod tests {
         hybrid(2560, (16, 4), (16, 32), 9216),
         hybrid(4096, (16, 4), (16, 32), 12288),
         hybrid(5120, (24, 4), (16, 48), 17408),
+        // 30B-A3B, 35B-A3B and 80B-A3B.
+        mixture(sizes(2048, 32, 768), 128, 8, 0),
+        mixture(hybrid(2048, (16, 2), (16, 32), 512), 256, 8, 512),
+        mixture(hybrid(2048, (16, 2), (16, 32), 512), 512, 10, 512),
     ];
 
     const fn sizes(hidden: usize, heads: usize, intermediate: usize) -> LayersSizes {
@@ -732,7 +813,28 @@ mod tests {
             kv_heads: 8,
             head_dim: 128,
             delta: None,
+            experts: None,
             intermediate,
+        }
+    }
+
+    const fn mixture(
+        sizes: LayersSizes,
+        count: usize,
+        per_token: usize,
+        shared: usize,
+    ) -> LayersSizes {
+        let experts = Experts {
+            count,
+            per_token,
+            width: sizes.intermediate,
+            normalized: true,
+            shared,
+        };
+        LayersSizes {
+            experts: Some(experts),
+            kv_heads: if shared > 0 { sizes.kv_heads } else { 4 },
+            ..sizes
         }
     }
 
@@ -755,6 +857,7 @@ mod tests {
                 conv: 4,
                 tiled: false,
             }),
+            experts: None,
             intermediate,
         }
     }

@@ -8,9 +8,9 @@ use half::f16;
 use nq_formats::DType;
 use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
-    AttentionOutput, Buffer, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Gpu, Norm,
-    Places, RateRows, Rates, Row, RowsOut, SequenceRows, StatesShape, Step, StepBounds, Stream,
-    operand_index,
+    AttentionOutput, Buffer, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Gpu,
+    HalfRows, Norm, Places, Rates, Row, RowsOut, SequenceRows, StatesShape, Step, StepBounds,
+    Stream, operand_index,
 };
 use nq_kernels::reference;
 
@@ -383,7 +383,7 @@ fn rates_of_rows() {
         let expected = c.step(&at, false);
         let upload = |v: &[f32]| gpu.upload("a test", v).unwrap();
         let (x, gain) = (upload(&x), upload(&gain));
-        let rows = RateRows::new(&gpu, &[&parts[0], &parts[1]]).unwrap();
+        let rows = HalfRows::new(&gpu, &[&parts[0], &parts[1]]).unwrap();
         let norm = Norm {
             gain: &gain,
             eps: EPS,

@@ -4,12 +4,13 @@ use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::common::delta::{self, EPS};
 use super::common::{affine, dense, nmse, normal, two_level};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
-use nq_formats::{AffineScheme, Bits, DType, Group, Zeros};
+use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Zeros};
 use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
-    DevicePages, DeviceStates, GemvOutput, Gpu, LayersPlan, LayersScratch, LayersSizes, Norm,
-    RateRows, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, WIDE_HEAD_DIM,
+    DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch, LayersSizes,
+    Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, WIDE_HEAD_DIM,
+    gated_width, stacked,
 };
 use nq_kernels::pages::KvType;
 
@@ -17,13 +18,15 @@ const KV_HEADS: usize = 8;
 const SLOT: usize = 1;
 const LAYERS: usize = 3;
 
-/// Sizes of a model. With `delta`, heads are wide, and even layers have a recurrence in place of attention.
+/// Sizes of a model. With `delta`, heads are wide, and even layers have a recurrence in place of attention. With
+/// `experts`, layers have mixtures, and `mlp` is the width of an expert.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     hidden: usize,
     heads: usize,
     mlp: usize,
     delta: Option<DeltaShape>,
+    experts: Option<Experts>,
 }
 
 /// A layer's weights and gains.
@@ -33,13 +36,15 @@ struct Weights {
     qkv: DeviceLinear,
     delta: Option<Recurrence>,
     o: DeviceLinear,
+    /// Of a mixture, for both ways.
+    router: Option<(HalfRows, DeviceLinear)>,
     gate_up: DeviceLinear,
     down: DeviceLinear,
 }
 
 /// What else a recurrence has.
 struct Recurrence {
-    rates: RateRows,
+    rates: HalfRows,
     vectors: [Buffer<f32>; 4],
 }
 
@@ -48,7 +53,7 @@ impl Recurrence {
         let w = delta::vectors(shape);
         let rows = |seed| dense(DType::BF16, shape.value_heads, hidden, seed);
         Recurrence {
-            rates: RateRows::new(gpu, &[&rows(seed), &rows(seed + 1)]).unwrap(),
+            rates: HalfRows::new(gpu, &[&rows(seed), &rows(seed + 1)]).unwrap(),
             vectors: [&w.conv, &w.decay, &w.dt_bias, &w.norm]
                 .map(|v| gpu.upload("a test", v).unwrap()),
         }
@@ -77,8 +82,14 @@ impl Weights {
             gpu.upload("a test", &values).unwrap()
         };
         let concat = |w| pack(gpu, &[&w], Stack::Concat);
-        let gate = weight(2, mlp, hidden, seed + 2);
-        let up = weight(2, mlp, hidden, seed + 3);
+        let stacks = shape.experts.map_or(1, |e| stacked(&e));
+        let gate = weight(2, stacks * mlp, hidden, seed + 2);
+        let up = weight(2, stacks * mlp, hidden, seed + 3);
+        let router = shape.experts.map(|_| {
+            let rows = dense(DType::BF16, stacks, hidden, seed + 9);
+            let halves = HalfRows::new(gpu, &[&rows]).unwrap();
+            (halves, pack(gpu, &[&rows], Stack::Concat))
+        });
         let delta = shape.delta.filter(|_| i.is_multiple_of(2));
         let rows = delta.map_or(case.width(), |d| d.channels() + d.values());
         Weights {
@@ -86,8 +97,9 @@ impl Weights {
             qkv: concat(weight(0, rows, hidden, seed)),
             delta: delta.map(|d| Recurrence::new(gpu, &d, hidden, seed + 7)),
             o: concat(weight(1, hidden, case.heads * case.dim, seed + 1)),
+            router,
             gate_up: pack(gpu, &[&gate, &up], Stack::Interleave),
-            down: concat(weight(3, hidden, mlp, seed + 4)),
+            down: concat(weight(3, stacks * hidden, mlp, seed + 4)),
         }
     }
 
@@ -111,6 +123,7 @@ impl Weights {
             mixer,
             o: &self.o,
             mlp_norm: &self.gains[1],
+            router: self.router.as_ref().map(|(halves, _)| halves),
             gate_up: &self.gate_up,
             down: &self.down,
         }
@@ -148,6 +161,7 @@ struct Plain {
     qkv: Buffer<f32>,
     attended: Buffer<f32>,
     gated: Buffer<f32>,
+    scores: Buffer<f32>,
     scratch: AttentionScratch,
     kept: Kept,
 }
@@ -157,7 +171,7 @@ impl Plain {
         &mut self,
         stream: &Stream,
         layers: &[Weights],
-        (heads, case): (&Uploaded, &Case),
+        (heads, case, experts): (&Uploaded, &Case, Option<&Experts>),
         x: &mut Buffer<f32>,
         step: &Checked<Step>,
         positions: usize,
@@ -206,10 +220,23 @@ impl Plain {
             stream
                 .gemv(&w.o, &self.attended, GemvOutput::Add(x), false)
                 .unwrap();
-            let out = GemvOutput::Silu(norm(&w.gains[1]), &mut self.gated);
-            stream.gemv(&w.gate_up, x, out, false).unwrap();
+            let (Some((_, router)), Some(shape)) = (&w.router, experts) else {
+                let out = GemvOutput::Silu(norm(&w.gains[1]), &mut self.gated);
+                stream.gemv(&w.gate_up, x, out, false).unwrap();
+                stream
+                    .gemv(&w.down, &self.gated, GemvOutput::Add(x), false)
+                    .unwrap();
+                continue;
+            };
+            let out = GemvOutput::Store(norm(&w.gains[1]), &mut self.scores);
+            stream.gemv(router, x, out, false).unwrap();
+            let (up, gated, scores) = (&w.gate_up, &mut self.gated, &self.scores);
+            let inputs = (&*x, norm(&w.gains[1]));
             stream
-                .gemv(&w.down, &self.gated, GemvOutput::Add(x), false)
+                .experts_up(up, inputs, scores, gated, shape, 1)
+                .unwrap();
+            stream
+                .experts_down(&w.down, gated, scores, x, shape, 1)
                 .unwrap();
         }
     }
@@ -277,7 +304,8 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
     let mut plain = Plain {
         qkv: zeros(rows),
         attended: zeros(heads * case.dim),
-        gated: zeros(mlp),
+        gated: zeros(shape.experts.map_or(mlp, |e| gated_width(&e))),
+        scores: zeros(shape.experts.map_or(0, |e| stacked(&e))),
         scratch: AttentionScratch::new(gpu, heads * case.dim / 128, case.kv_heads, 1).unwrap(),
         kept: Kept::new(gpu, &stream, shape, &case),
     };
@@ -295,7 +323,7 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
         KvType::Int8 => 1e-3,
         _ => 1e-5,
     };
-    let Some(plan) = LayersPlan::new(gpu, &layers).unwrap() else {
+    let Some(plan) = LayersPlan::new(gpu, &layers, shape.experts).unwrap() else {
         panic!("{name}: not at once");
     };
     let sizes = LayersSizes {
@@ -304,6 +332,7 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
         kv_heads: case.kv_heads,
         head_dim: case.dim,
         delta: shape.delta,
+        experts: shape.experts,
         intermediate: mlp,
     };
     let mut scratch = LayersScratch::new(gpu, sizes).unwrap();
@@ -331,7 +360,7 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
         plain.run(
             &stream,
             &weights,
-            (&on_device, &case),
+            (&on_device, &case, shape.experts.as_ref()),
             &mut x,
             &step,
             position + 1,
@@ -382,6 +411,7 @@ fn all_layers_at_once() {
         heads,
         mlp,
         delta: None,
+        experts: None,
     };
     let (f16, int8) = (KvType::F16, KvType::Int8);
     let usual = &[scheme(Zeros::Integer, Group::Size(64))];
@@ -437,6 +467,7 @@ fn all_layers_of_hybrids_at_once() {
             heads,
             mlp,
             delta: Some(delta),
+            experts: None,
         };
         check_case(&gpu, shape, schemes, case);
     };
@@ -454,6 +485,44 @@ fn all_layers_of_hybrids_at_once() {
 }
 
 #[test]
+fn all_layers_of_mixtures_at_once() {
+    let Some(gpu) = hopper() else { return };
+    let usual = [AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer)];
+    let mix = two_level(&[Group::Size(32), Group::Size(64)]);
+    // Experts of (all but the shared one, of a row, width, that of the shared one).
+    let experts = |count, per_token, width, shared| Experts {
+        count,
+        per_token,
+        width,
+        normalized: shared == 0,
+        shared,
+    };
+    let check = |hidden, heads, of: Experts, hybrid: bool, schemes: &[_], len| {
+        let case = match hybrid {
+            true => Case::of(WIDE_HEAD_DIM, heads, 2, KvType::F16, len),
+            false => Case::new(heads, 4, KvType::F16, len),
+        };
+        let shape = Shape {
+            hidden,
+            heads,
+            mlp: of.width,
+            delta: hybrid.then(|| hybrid_shape(heads, 2 * heads)),
+            experts: Some(of),
+        };
+        check_case(&gpu, shape, schemes, case);
+    };
+    if !is_sanitizing() {
+        // As in 30B-A3B, 35B-A3B and 80B-A3B, except for the number of layers.
+        check(2048, 32, experts(128, 8, 768, 0), false, &usual, 40);
+        check(2048, 16, experts(256, 8, 512, 512), true, &usual, 20);
+        check(2048, 16, experts(512, 10, 512, 512), true, &usual, 6);
+        check(2048, 32, experts(128, 8, 768, 0), false, &mix, 6);
+    }
+    check(512, 16, experts(9, 2, 512, 0), false, &usual, 12);
+    check(512, 4, experts(70, 3, 256, 256), true, &mix, 12);
+}
+
+#[test]
 fn layers_that_do_not_run_at_once() {
     let Some(gpu) = hopper() else { return };
     let stream = gpu.stream().unwrap();
@@ -462,6 +531,7 @@ fn layers_that_do_not_run_at_once() {
         heads: 16,
         mlp: 1024,
         delta: None,
+        experts: None,
     };
     let case = Case::new(shape.heads, KV_HEADS, KvType::F16, 8);
     let on_device = Uploaded::new(&gpu, &case);
@@ -469,7 +539,7 @@ fn layers_that_do_not_run_at_once() {
     let of = |schemes| {
         let w = Weights::new(&gpu, (shape, &case), schemes, 1);
         let layer = w.layer(0, &on_device, &kept);
-        LayersPlan::new(&gpu, &[layer]).unwrap().is_some()
+        LayersPlan::new(&gpu, &[layer], None).unwrap().is_some()
     };
     let scheme = |bits, group| AffineScheme::new(bits, Group::Size(group), Zeros::Integer);
     let (usual, two_level) = (
@@ -492,5 +562,5 @@ fn layers_that_do_not_run_at_once() {
     let kept = Kept::new(&gpu, &stream, shape, &case);
     let w = [0, 1].map(|i| Weights::new(&gpu, (shape, &case), [usual; 4], i));
     let layers = [0, 1].map(|i| w[i].layer(i, &on_device, &kept));
-    assert!(LayersPlan::new(&gpu, &layers).unwrap().is_none());
+    assert!(LayersPlan::new(&gpu, &layers, None).unwrap().is_none());
 }

@@ -73,6 +73,8 @@ inline int warp_of_grid() { return blockIdx.x * WARPS_OF_BLOCK + threadIdx.x / 3
 inline void __syncwarp() { meet(warp_of_grid(), 32); }
 // A named barrier of a block; one of a cluster.
 inline void meet_block(int name, int threads) { meet(uint64_t(1) << 32 | blockIdx.x << 4 | name, threads); }
+inline void __syncthreads() { meet_block(0, threads_of_block); }
+inline bool __syncthreads_and(bool) { fail("no kernel that runs here votes in a block"); }
 inline void meet_cluster() { meet(uint64_t(2) << 32 | blockIdx.x / BLOCKS_OF_CLUSTER, BLOCKS_OF_CLUSTER * threads_of_block); }
 
 [[noreturn]] inline void fail(const char* what) {
@@ -111,6 +113,7 @@ T reduced(T v, F&& join) {
     return v;
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned v) { return reduced(v, [](unsigned a, unsigned b) { return max(a, b); }); }
+inline unsigned __reduce_min_sync(unsigned, unsigned v) { return reduced(v, [](unsigned a, unsigned b) { return min(a, b); }); }
 inline int __reduce_max_sync(unsigned, int v) { return reduced(v, [](int a, int b) { return max(a, b); }); }
 inline int __reduce_add_sync(unsigned, int v) { return reduced(v, [](int a, int b) { return a + b; }); }
 inline bool __all_sync(unsigned, bool v) { return reduced(int(v), [](int a, int b) { return a & b; }); }

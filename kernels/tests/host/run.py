@@ -16,8 +16,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1] / "cuda"
-HEADERS = ["weights.cuh", "rows.cuh", "delta_state.cuh", "products.cuh"]
-HEADERS += ["layers.cuh", "layers_attention.cuh", "layers_delta.cuh", "step_layers.cuh"]
+HEADERS = ["weights.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
+HEADERS += ["layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "step_layers.cuh"]
 STAND_INS = ["common.cuh", "exchange.cuh"]
 
 

@@ -30,6 +30,10 @@ struct Case {
     int key_heads = 0;
     bool tiled = false;
     int behind = 0;      // rows that the states lack
+    // Of mixtures: `intermediate` is that of an expert.
+    int experts = 0;     // with the shared one
+    int chosen = 1;
+    bool shared = false, normalized = true;
 };
 
 // Bits and zero-points of a weight, in the order of `LayersBlock::multiply` those of a mix.
@@ -53,7 +57,7 @@ Coding coding<void>(int, int nth) {
     return {bits, bits == 6 ? SYM : INT, scheme % 2 ? 8 : 4, scheme, true};
 }
 
-template <int GROUP, class S, bool HYBRID>
+template <int GROUP, class S, bool HYBRID, bool EXPERTS>
 struct Model {
     using Values = std::vector<double>;
     static constexpr int DIM = HYBRID ? 256 : 128, ROTATED = HYBRID ? 64 : 128;
@@ -75,7 +79,7 @@ struct Model {
 
     explicit Model(const Case& c)
         : c(c), heads(c.kv_heads * GROUP), width(heads * DIM), value_heads(HYBRID ? width / 128 : 0), channels((2 * c.key_heads + value_heads) * 128),
-          shapes{{Of::width(heads, c.kv_heads) * DIM, c.hidden}, {c.hidden, width}, {2 * c.intermediate, c.hidden}, {c.hidden, c.intermediate}, {channels + value_heads * 128, c.hidden}},
+          shapes{{Of::width(heads, c.kv_heads) * DIM, c.hidden}, {c.hidden, width}, {2 * c.chosen * c.intermediate, c.hidden}, {c.hidden, c.chosen * c.intermediate}, {channels + value_heads * 128, c.hidden}},
           x(c.hidden), gain(c.hidden), q_gain(DIM), k_gain(DIM), cos_sin(ROTATED / 2 * (c.position + 1)), tables(c.position / 128 + 1),
           step{c.position, 0, 0, 0, c.behind} {
         if (HYBRID) states = allocate<float>(state_values = c.layers * (size_t(value_heads) * MATRIX + INPUTS * channels));
@@ -92,7 +96,9 @@ struct Model {
         args.qkv = allocate<uint64_t>(max(shapes[0][0], shapes[4][0]));
         args.value_heads = value_heads;
         args.attended = allocate<uint64_t>(MOST_SOURCES * (width + 2 * heads));
-        args.gated = allocate<uint64_t>(c.intermediate);
+        args.gated = allocate<uint64_t>(c.chosen * c.intermediate), args.scores = allocate<uint64_t>(c.experts);
+        args.experts = c.experts, args.chosen = c.chosen, args.shared_expert = c.shared, args.normalized = c.normalized;
+        args.up_tiles = c.intermediate / 8, args.down_spans = c.intermediate / 256;
         for (auto& parts : args.parts) parts = allocate<uint64_t>(MOST_PARTS * c.hidden);
         args.epoch = &epoch, args.cos_sin = cos_sin.data(), args.tables = tables.data(), args.step = &step;
         args.table_len = tables.size(), args.layers = c.layers, args.hidden = c.hidden, args.heads = heads, args.kv_heads = c.kv_heads, args.group = GROUP;
@@ -126,7 +132,9 @@ struct Model {
 
     void add_layer(LayerArgs& layer, int l) {
         for (int i = 0; i < 4; i++) {
-            const auto [rows, inputs] = shape(l, i);
+            int rows = shape(l, i)[0], inputs = shape(l, i)[1];
+            if (EXPERTS && i == GATED) rows = c.experts * 2 * c.intermediate;
+            if (EXPERTS && i == DOWN) rows = c.experts * c.hidden, inputs = c.intermediate;
             const Coding of = coding<S>(c.groups, l * 4 + i);
             const int codes_bytes = of.bits * 512, meta_bytes = of.meta_bytes();
             const size_t records = size_t(rows / 16) * (inputs / 256);
@@ -150,6 +158,11 @@ struct Model {
             stage = max(stage, TEAM * (codes_bytes + meta_bytes));
         }
         layer.gains[0] = layer.gains[1] = gain.data();
+        if (EXPERTS) {
+            __half* const router = allocate<__half>(c.experts * c.hidden);
+            for (int i = 0; i < c.experts * c.hidden; i++) router[i] = __float2half(draw.between(-100, 100));
+            layer.router = router, layer.router_scale = .001f;
+        }
         if (recurs(l)) return add_recurrence(layer, l);
         LayerAttention& to = layer.attention;
         to = {{{q_gain.data(), k_gain.data()}, {}}};
@@ -182,7 +195,7 @@ struct Model {
         };
         auto digits = [](int inputs) { return inputs / 256 * int(sizeof(SpanDigits)); };
         args.at.digits[0] = take(digits(c.hidden));
-        args.at.digits[1] = take(digits(max(width, c.intermediate)));
+        args.at.digits[1] = take(digits(max(width, c.chosen * c.intermediate)));
         args.at.x = take((c.hidden / 64 + CLUSTER - 1) / CLUSTER * 64 * 4);
         args.at.sums = take(max(2 * LAYERS_WARPS * LAYERS_WARPS * 64, int(sizeof(AttentionRoom))));
         args.at.queries = take((GROUP + 1) * DIM * 4);
@@ -190,14 +203,51 @@ struct Model {
         if (end > int(SHARED_BYTES)) throw "more shared memory than a block has";
     }
 
-    Values product(int l, int which, const Values& inputs) const {
+    // Of all rows, or of those of an expert.
+    Values product(int l, int which, const Values& inputs, int expert = -1) const {
         const LayerArgs& layer = args.layer[l];
         const Coding of = coding<S>(c.groups, l * 4 + which);
-        const PackedWeight w = {layer.codes[which], layer.meta[which],  shape(l, which)[0],    shape(l, which)[1], shape(l, which)[1] / 256, of.bits,
+        const int all = inputs.size(), some = which == GATED ? 2 * c.intermediate : c.hidden;
+        const PackedWeight w = {layer.codes[which], layer.meta[which],  expert < 0 ? shape(l, which)[0] : c.experts * some, all, all / 256, of.bits,
                                 int16_t(of.zero),   int16_t(of.two_level), of.groups, of.meta_bytes(),  1.f};
-        Values out(w.rows);
-        for (int r = 0; r < w.rows; r++)
-            for (int k = 0; k < w.inputs; k++) out[r] += double(element(w, r, k)) * inputs[k];
+        const int first = expert < 0 ? 0 : expert * some;
+        Values out(expert < 0 ? w.rows : some);
+        for (size_t r = 0; r < out.size(); r++)
+            for (int k = 0; k < all; k++) out[r] += double(element(w, first + r, k)) * inputs[k];
+        return out;
+    }
+
+    Values gated(const Values& both) const {
+        Values out(c.intermediate);
+        for (int i = 0; i < c.intermediate; i++) {
+            const double gate = both[i / 8 * 16 + i % 8], up = both[i / 8 * 16 + i % 8 + 8];
+            out[i] = gate / (1 + exp(-gate)) * up;
+        }
+        return out;
+    }
+
+    // What the mixture of layer l makes of `inputs`.
+    Values mixture(int l, const Values& inputs) const {
+        const LayerArgs& layer = args.layer[l];
+        const int routed = c.experts - c.shared;
+        std::vector<std::pair<double, int>> scores;   // the greatest first
+        double all = 0, some = 0, own = 0;
+        for (int e = 0; e < c.experts; e++) {
+            double score = 0;
+            for (int i = 0; i < c.hidden; i++) score += inputs[i] * __half2float(layer.router[e * c.hidden + i]) * layer.router_scale;
+            if (e < routed) scores.push_back({-score, e}), all += exp(score);
+            else own = 1 / (1 + exp(-score));
+        }
+        std::sort(scores.begin(), scores.end());
+        scores.resize(c.chosen - c.shared);
+        for (auto& [score, e] : scores) some += exp(-score);
+        if (c.shared) scores.push_back({0, routed});
+        Values out(c.hidden);
+        for (auto& [score, e] : scores) {
+            const double weight = e == routed ? own : exp(-score) / (c.normalized ? some : all);
+            const Values down = product(l, DOWN, gated(product(l, GATED, inputs, e)), e);
+            for (int i = 0; i < c.hidden; i++) out[i] += weight * down[i];
+        }
         return out;
     }
 
@@ -320,13 +370,7 @@ struct Model {
             const Values inputs = normalized(x), qkv = product(l, QKV, inputs);
             const Values o = product(l, OUT, recurs(l) ? recurrence(l, inputs, qkv) : attention(l, qkv));
             for (int i = 0; i < c.hidden; i++) x[i] += o[i];
-            const Values both = product(l, GATED, normalized(x));
-            Values gated(c.intermediate);
-            for (int i = 0; i < c.intermediate; i++) {
-                const double gate = both[i / 8 * 16 + i % 8], up = both[i / 8 * 16 + i % 8 + 8];
-                gated[i] = gate / (1 + exp(-gate)) * up;
-            }
-            const Values down = product(l, DOWN, gated);
+            const Values down = EXPERTS ? mixture(l, normalized(x)) : product(l, DOWN, gated(product(l, GATED, normalized(x))));
             for (int i = 0; i < c.hidden; i++) x[i] += down[i];
         }
         return x;
@@ -336,16 +380,16 @@ struct Model {
         std::vector<float> out = x;
         args.x = out.data();
         const std::vector<float> before(states, states + state_values);   // each run begins with these
-        launch(c.blocks, (LAYERS_WARPS + 1) * 32, seed, [this] { step_layers<S, HYBRID, false>(args); });
+        launch(c.blocks, (LAYERS_WARPS + 1) * 32, seed, [this] { step_layers<S, HYBRID, EXPERTS, false>(args); });
         after.assign(states, states + state_values);
         std::copy(before.begin(), before.end(), states);
         return out;
     }
 };
 
-template <int GROUP, class S, bool HYBRID = false>
+template <int GROUP, class S, bool HYBRID = false, bool EXPERTS = false>
 bool check(const char* scheme, const Case& c) {
-    Model<GROUP, S, HYBRID> model(c);
+    Model<GROUP, S, HYBRID, EXPERTS> model(c);
     const std::vector<double> expected = model.expected();   // before the new position is in the cache
     const std::vector<float> found = model.run(c.seed);
     double error = 0, square = 0;
@@ -358,7 +402,7 @@ bool check(const char* scheme, const Case& c) {
     const bool same = model.run(c.seed + 1) == found && model.after == states, counted = model.epoch == 5;
     // A code of the new key or value may be the next one, where sums in another order round it up.
     const bool right = error / square < (c.int8 ? 1e-6 : 1e-7);
-    printf("%shidden %d, %d key heads of %d, intermediate %d, %s: %d blocks, %d layers, position %d%s: NMSE %.1e%s%s%s\n", HYBRID ? "hybrid, " : "",
+    printf("%s%shidden %d, %d key heads of %d, intermediate %d, %s: %d blocks, %d layers, position %d%s: NMSE %.1e%s%s%s\n", HYBRID ? "hybrid, " : "", EXPERTS ? "mixture, " : "",
            c.hidden, c.kv_heads, GROUP, c.intermediate, scheme, c.blocks, c.layers, c.position, c.int8 ? ", int8" : "", error / square, right ? "" : ", TOO LARGE",
            same ? "" : ", NOT THE SAME AGAIN", counted ? "" : ", STEPS ARE NOT COUNTED");
     return right && same && counted;
@@ -386,6 +430,11 @@ int main() {
         check<2, int4_sym_64, true>("sym", {256, 1, 768, 16, 3, 0, 4, 8, 3, 12, false, 2, true}),
         check<8, int4_int_64, true>("int", {256, 1, 768, 16, 2, 300, 4, 8, 4, 13, false, 8}),
         check<2, void, true>("mix", {256, 2, 768, 16, 2, 17, 4, 8, 4, 14, false, 4, false, 3}),
+        // Mixtures: several rows of the router in a block, and in some none; shared experts.
+        check<2, int4_int_64, false, true>("int", {512, 2, 256, 8, 2, 33, 4, 8, 3, 15, false, 0, false, 0, 40, 3}),
+        check<4, int4_sym_64, false, true>("sym", {256, 2, 512, 16, 3, 70, 4, 8, 3, 16, false, 0, false, 0, 9, 3, true, false}),
+        check<4, int4_int_64, true, true>("int", {256, 1, 256, 16, 2, 20, 4, 8, 4, 17, false, 4, true, 2, 33, 9, true}),
+        check<2, void, true, true>("mix", {256, 2, 768, 16, 2, 17, 4, 8, 4, 18, false, 4, false, 0, 6, 2}),
     };
     const int passed = std::count(std::begin(right), std::end(right), true), all = std::size(right);
     printf("kernels on the host: %d passed, %d failed\n", passed, all - passed);

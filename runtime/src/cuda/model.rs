@@ -16,8 +16,9 @@ use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{AffineScheme, Experts, ModelConfig, Progress, Weight, WeightStore, human_bytes};
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
-    Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, Heads, MOST_CHOSEN,
-    MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, RateRows, Stack, Uploader, WIDE_HEAD_DIM, rotated,
+    Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
+    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Uploader, WIDE_HEAD_DIM,
+    rotated,
 };
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
@@ -35,7 +36,9 @@ pub(super) struct CudaModel {
     /// Of each layer, its number among those that keep what it keeps of sequences: pages, or states.
     places: Vec<usize>,
     /// Rows of the projections of rates, of the layers with recurrences.
-    rates: Vec<RateRows>,
+    rates: Vec<HalfRows>,
+    /// Of each layer the rows of its router, if it has a mixture that runs here as one stack.
+    routers: Vec<Option<HalfRows>>,
     /// Experts of its first layers that run on the CPU.
     pub(super) host: HostExperts,
     pub(super) norm: Buffer<f32>,  // [hidden]
@@ -181,6 +184,18 @@ impl Stacks {
     }
 }
 
+/// The weights that score the experts of a layer, if it has a mixture whose shared expert, if there is one, is in
+/// its stacks.
+fn router_of<'w>(layer: &CudaLayer, weights: &'w LayerWeights) -> Option<Vec<&'w Weight>> {
+    let stacks = layer.blocks.iter().any(|block| match &block.mixer {
+        Mix::Experts(experts) => experts.shared.is_none(),
+        _ => false,
+    });
+    let score = |kind| weights.linears.get(&kind);
+    let parts = [LinearKind::Router, LinearKind::SharedScore].into_iter();
+    stacks.then(|| parts.filter_map(score).collect())
+}
+
 /// The mixture that kernels run for a layer: with the shared expert, if the layer's stacks have it.
 pub(super) fn mixture(
     config: &ModelConfig,
@@ -294,7 +309,7 @@ impl CudaModel {
         };
         drop(embedding_weight);
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
-        let mut rates = Vec::new();
+        let (mut rates, mut routers) = (Vec::new(), Vec::new());
         let mut host = HostExperts::default();
         let mut first = Some(first);
         for index in 0..config.num_hidden_layers {
@@ -309,16 +324,14 @@ impl CudaModel {
             }
             for block in weights.spec.blocks {
                 if let Mixer::Delta(delta) = &block.mixer {
-                    rates.push(RateRows::new(&gpu, &weights.product(&delta.rates))?);
+                    rates.push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
                 }
             }
-            layers.push(pack_layer(
-                &mut uploader,
-                index,
-                &weights,
-                experts_on_host,
-                &mut slower,
-            )?);
+            let layer = pack_layer(&mut uploader, index, &weights, experts_on_host, &mut slower)?;
+            let router = (!experts_on_host).then(|| router_of(&layer, &weights));
+            let router = router.flatten().map(|parts| HalfRows::new(&gpu, &parts));
+            routers.push(router.transpose()?);
+            layers.push(layer);
             weights.linears.values().for_each(|w| done.add(w));
         }
         let norm = models::final_norm(store, config)?;
@@ -347,6 +360,7 @@ impl CudaModel {
             layers,
             places: places(config),
             rates,
+            routers,
             host,
             norm,
             head,
@@ -392,8 +406,22 @@ impl CudaModel {
     }
 
     /// The rows of the projections of rates of layer `index`, which has a recurrence.
-    pub(super) fn rates(&self, index: usize) -> &RateRows {
+    pub(super) fn rates(&self, index: usize) -> &HalfRows {
         &self.rates[self.place(index)]
+    }
+
+    /// The mixtures of the layers, as their stacks are.
+    pub(super) fn stacks(&self) -> Option<Experts> {
+        let mut blocks = self.layers.iter().flat_map(|l| &l.blocks);
+        blocks.find_map(|block| match &block.mixer {
+            Mix::Experts(experts) => Some(mixture(&self.config, experts)),
+            _ => None,
+        })
+    }
+
+    /// The rows of the router of layer `index`, if it has a mixture that runs here as one stack.
+    pub(super) fn router(&self, index: usize) -> Option<&HalfRows> {
+        self.routers[index].as_ref()
     }
 
     /// The vectors of a layer's recurrence.

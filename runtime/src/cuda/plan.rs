@@ -5,14 +5,14 @@ use super::host_experts::is_of_experts;
 use super::model::{CudaLayer, drop_shared, largest_mixture};
 use super::session::SessionMemory;
 use crate::error::{Error, Result};
-use crate::forward::{Layer, VectorSpec};
+use crate::forward::{Block, Layer, Mix, VectorSpec};
 use crate::interface::{DeviceMemory, SessionSpec};
 use crate::memory::Kinds;
 use crate::states::{is_recurrent, shape_of};
 use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{DType, ModelConfig, TensorEntry, WeightStore, human_bytes};
-use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, PackedKind, RateRows};
+use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
 use nq_kernels::pages::KvType;
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet};
@@ -105,8 +105,15 @@ pub(super) fn weight_bytes(
             drop_shared(&mut layer);
         }
         let delta = shape_of(c).filter(|_| is_recurrent(c.layer(index)));
-        let rates = delta.map(|d| gpu.zeros::<u8>("a weight", RateRows::bytes(&d, c.hidden_size)));
-        let _rates = rates.transpose()?;
+        let routes = |block: &Block<_, _>| match &block.mixer {
+            Mix::Experts(experts) => experts.shared.is_none() && !on_host,
+            _ => false,
+        };
+        let router = (c.experts.filter(|_| layer.blocks.iter().any(routes)))
+            .map_or(0, |e| e.count + usize::from(stacks.0));
+        let rates = delta.map_or(0, |d| 2 * d.value_heads);
+        let halves = [rates, router].map(|rows| HalfRows::bytes(rows, c.hidden_size));
+        let _halves = halves.map(|bytes| gpu.zeros::<u8>("a weight", bytes));
         Ok(account.held() - before)
     };
     let layers = match stored {

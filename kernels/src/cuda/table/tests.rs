@@ -468,6 +468,12 @@ const CONSTANTS: [[&str; 4]; 40] = [
     ["cuda/step_layers.rs", "CLUSTER", "layers.cuh", "CLUSTER"],
     ["cuda/step_layers.rs", "PHASES", "layers.cuh", "PHASES"],
     ["cuda/step_layers.rs", "PRODUCTS", "layers.cuh", "PRODUCTS"],
+    [
+        "cuda/step_layers.rs",
+        "MOST_ROUTE",
+        "layers.cuh",
+        "MOST_ROUTE",
+    ],
 ];
 
 /// The number that a line with `const` assigns to `name`.

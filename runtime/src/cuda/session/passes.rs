@@ -57,7 +57,7 @@ impl Device<'_> {
         let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
             return Ok(false);
         };
-        let Some(plan) = LayersPlan::new(&self.model.gpu, &layers)? else {
+        let Some(plan) = LayersPlan::new(&self.model.gpu, &layers, self.model.stacks())? else {
             return Ok(false);
         };
         self.stream
@@ -66,7 +66,7 @@ impl Device<'_> {
     }
 
     /// A layer in the form that [`Stream::step_layers`] runs; `None` for layers of other blocks than
-    /// attention or a recurrence, and an MLP.
+    /// attention or a recurrence, and an MLP or a mixture.
     fn step_layer<'b>(&self, layer: &'b CudaLayer) -> Option<StepLayer<'b>>
     where
         Self: 'b,
@@ -75,13 +75,21 @@ impl Device<'_> {
             Block { norm, mixer },
             Block {
                 norm: mlp_norm,
-                mixer: Mix::Mlp(mlp),
+                mixer: feed,
             },
         ] = &layer.blocks[..]
         else {
             return None;
         };
         let model = self.model;
+        let (router, gate_up, down) = match feed {
+            Mix::Mlp(mlp) => (None, &mlp.gate_up, &mlp.down),
+            Mix::Experts(experts) => {
+                let router = model.router(layer.index)?;
+                (Some(router), &experts.gate_up, &experts.down)
+            }
+            Mix::Attention(_) | Mix::Delta(_) => return None,
+        };
         let (mixer, o) = match mixer {
             Mix::Attention(attention) => {
                 let mixer = StepMixer::Attention {
@@ -107,8 +115,9 @@ impl Device<'_> {
             mixer,
             o: &o.linear,
             mlp_norm,
-            gate_up: &mlp.gate_up.linear,
-            down: &mlp.down.linear,
+            router,
+            gate_up: &gate_up.linear,
+            down: &down.linear,
         })
     }
 

@@ -5,6 +5,7 @@ mod ahead;
 
 use super::passes::Device;
 use super::{CudaSession, ExpertRows, LOGIT_ROWS, Taps, Widths, padded};
+use crate::cuda::model::largest_mixture;
 use crate::error::Result;
 use crate::interface::{Chunk, LogitsWanted, Run, SessionSpec, bucket};
 use ahead::PENDING;
@@ -191,7 +192,8 @@ impl StepRows {
                         kv_heads,
                         head_dim: c.head_dim,
                         delta: w.delta,
-                        intermediate: w.mlp,
+                        experts: c.experts.as_ref().map(largest_mixture),
+                        intermediate: c.experts.map_or(w.mlp, |e| e.width),
                     };
                     Some(LayersScratch::new(gpu, sizes)?)
                 }
