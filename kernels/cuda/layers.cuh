@@ -97,7 +97,9 @@ struct LayersArgs {
     int heads;
     int kv_heads;
     int group;               // heads / kv_heads, at most MOST_GROUP
-    int value_heads;         // of recurrences, if there are any
+    int key_heads;           // of recurrences, if there are any
+    int value_heads;
+    int tiled;               // as of `DeltaLayer`
     int experts;             // of mixtures, with the shared one behind the others; 0: layers have MLPs
     int chosen;              // experts that a row goes through, at most MOST_ROUTE
     int shared_expert;       // 1 if all rows go through the last one
@@ -115,6 +117,9 @@ struct LayersArgs {
 
 // a / b of small numbers.
 DEVICE int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
+
+DEVICE float quick_sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+DEVICE float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
 DEVICE void sync_layers() { sync_some(1, LAYERS_WARPS * 32); }
 

@@ -13,16 +13,20 @@ constexpr int EIGHTS_OF_HEAD = DELTA_DIM / 8;
 // The share of a block: eights of columns of value head `head`, from `first` to before `end`.
 struct DeltaShare {
     int position, slot, behind;   // of the new token
-    int head;
+    int head, key_head;
     int first, end;   // none, if there are not as many shares
+    bool keeps;       // what the key head has once, for later steps
 
-    static DEVICE DeltaShare of(const Step& step, int heads, int block, int blocks) {
+    static DEVICE DeltaShare of(const Step& step, const LayersArgs& p, int block, int blocks) {
+        const int heads = p.value_heads, each = heads / p.key_heads;
         DeltaShare s;
         s.position = step.position, s.slot = step.slot, s.behind = step.behind;
         // Consecutive shares go to different clusters.
         const int nth = block % CLUSTER * (blocks / CLUSTER) + block / CLUSTER, part = nth / heads;
         const int parts = min(EIGHTS_OF_HEAD, blocks / heads);
         s.head = nth % heads;
+        s.key_head = p.tiled ? s.head % p.key_heads : s.head / each;
+        s.keeps = part == 0 && (p.tiled ? s.head < p.key_heads : s.head % each == 0);
         s.first = part < parts ? part * EIGHTS_OF_HEAD / parts : 0;
         s.end = part < parts ? (part + 1) * EIGHTS_OF_HEAD / parts : 0;
         return s;
@@ -47,26 +51,16 @@ struct DeltaColumns {
     const LayerRecurrence& of;
     const DeltaShare& mine;
     DeltaRoom& room;
-    const int warp, lane;
+    // Kept, so that addresses are computed from them here rather than before all layers, for which registers are too few.
+    const int warp = keep(threadIdx.x) / 32, lane = keep(threadIdx.x) % 32;
 
-    // Asks for what does not depend on this step, while others are busy: columns, rows of rates, what the convolution takes.
+    // Asks for what does not depend on this step, while others are busy: the columns, and rows of rates.
     DEVICE void prefetch() const {
         const DeltaLayer& delta = of.delta;
         if (mine.position > 0)
             for (int e = mine.first + warp; e < mine.end; e += LAYERS_WARPS) prefetch_line(delta.matrix(mine.slot, mine.head) + e * OF_EIGHT + lane * 32);
-        const int lines = p.hidden / 64;
-        for (int i = threadIdx.x; i < 2 * lines; i += LAYERS_WARPS * 32)
-            prefetch_line(of.rates + size_t(i / lines * delta.value_heads + mine.head) * p.hidden + i % lines * 64);
-        const int channel = channel_of(threadIdx.x / DELTA_DIM, threadIdx.x % DELTA_DIM);
-        prefetch_line(delta.conv + channel * CONV);
-        for (int j = 1; j < CONV; j++)
-            if (mine.position >= j && threadIdx.x % 32 == 0) prefetch_line(delta.input(mine.slot, mine.position - j) + channel);
-    }
-
-    // The nth channel of the query (`which` 0), the key (1) or the block's values.
-    DEVICE int channel_of(int which, int nth) const {
-        const int keys = of.delta.keys();
-        return which == 2 ? 2 * keys + mine.head * DELTA_DIM + min(mine.first * 8 + nth, DELTA_DIM - 1) : which * keys + of.delta.key_head(mine.head) * DELTA_DIM + nth;
+        const __half* const rates = of.rates + size_t(mine.head) * p.hidden;
+        for (int i = threadIdx.x; i < p.hidden / 64; i += LAYERS_WARPS * 32) prefetch_line(rates + i * 64), prefetch_line(rates + p.value_heads * p.hidden + i * 64);
     }
 
     // `digits`: the inputs of the layer's first product, of which `factor` makes normalized ones; `waited` is called
@@ -83,9 +77,9 @@ struct DeltaColumns {
         };
         load(mine.first + warp);
         // A thread has a channel of the query, the key or the block's values.
-        const int which = threadIdx.x / DELTA_DIM, nth = threadIdx.x % DELTA_DIM;
+        const int which = warp / 4, nth = warp % 4 * 32 + lane;
         const bool convolves = which < 2 || nth < mine.count() * 8;
-        const int channel = channel_of(which, nth);
+        const int channel = which == 2 ? 2 * delta.keys() + head * DELTA_DIM + mine.first * 8 + nth : which * delta.keys() + mine.key_head * DELTA_DIM + nth;
         float4 taps;
         float window[CONV - 1] = {};
         if (convolves) {
@@ -95,7 +89,8 @@ struct DeltaColumns {
                 if (mine.position >= j) window[CONV - 1 - j] = __ldcg(delta.input(mine.slot, mine.position - j) + channel);
         }
         float rates[2];
-        multiply_halves<PAIRED>(rates, of.rates + size_t(head) * p.hidden, size_t(delta.value_heads) * p.hidden, digits, p.hidden, threadIdx.x, LAYERS_WARPS * 32);
+        multiply_halves<PAIRED>(rates, of.rates + size_t(head) * p.hidden, size_t(delta.value_heads) * p.hidden, digits, p.hidden, warp * 32 + lane, LAYERS_WARPS * 32,
+                                [] {});
         rates[0] = warp_sum(rates[0]), rates[1] = warp_sum(rates[1]);
         if (lane == 0) room.rates[warp] = make_float2(rates[0], rates[1]);
         float y = 0.f;
@@ -104,9 +99,9 @@ struct DeltaColumns {
             do in = load_stamped_one(p.qkv + channel);
             while (in.y != stamp);
             const float x = __uint_as_float(in.x);
-            y = silu(fmaf(x, taps.w, fmaf(window[2], taps.z, fmaf(window[1], taps.y, window[0] * taps.x))));
+            y = quick_silu(fmaf(x, taps.w, fmaf(window[2], taps.z, fmaf(window[1], taps.y, window[0] * taps.x))));
             // What a key head has once, one block keeps.
-            if (which == 2 || mine.first == 0 && delta.first_of_key(head)) delta.input(mine.slot, mine.position)[channel] = x;
+            if (which == 2 || mine.keeps) delta.input(mine.slot, mine.position)[channel] = x;
             room.mixed[which][nth] = y;
         }
         __syncwarp();
@@ -151,7 +146,7 @@ DEVICE float2 join_recurrence(const LayersArgs& p, const LayerRecurrence& of, in
     } while (!__all_sync(~0u, has(own, stamp) && has(other, stamp) && has(z, stamp - 1)));
     const float2 v = values_of(own), u = values_of(other), gate = values_of(z);
     const float r = rsqrtf(warp_sum(v.x * v.x + v.y * v.y + u.x * u.x + u.y * u.y) / DELTA_DIM + of.delta.eps);
-    return make_float2(v.x * r * gain.x * silu(gate.x), v.y * r * gain.y * silu(gate.y));
+    return make_float2(v.x * r * gain.x * quick_silu(gate.x), v.y * r * gain.y * quick_silu(gate.y));
 }
 
 #endif

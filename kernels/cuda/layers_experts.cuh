@@ -12,8 +12,6 @@
 
 #if __CUDA_ARCH__ >= 900
 
-constexpr int KEYS_OF_LANE = MOST_EXPERTS / 32;
-
 // The experts that the row goes through, and their weights.
 struct Route {
     int expert[MOST_ROUTE];
@@ -21,70 +19,75 @@ struct Route {
 };
 
 // Where record `unit` of a block's share of gate and up, or of down, is among those of all experts.
-DEVICE size_t expert_record(const LayersArgs& p, const Route& route, bool down, int unit) {
+DEVICE uint32_t expert_record(const LayersArgs& p, const Route& route, bool down, int unit) {
     const ProductShape& shape = p.shape[down ? DOWN : GATED];
     const int tile = quotient(unit, shape.spans), span = unit - tile * shape.spans;
     if (down) {
         const int nth = quotient(span, p.down_spans);
-        return (size_t(route.expert[nth]) * shape.tiles + tile) * p.down_spans + (span - nth * p.down_spans);
+        return (uint32_t(route.expert[nth]) * shape.tiles + tile) * p.down_spans + (span - nth * p.down_spans);
     }
     const int nth = quotient(tile, p.up_tiles);
-    return (size_t(route.expert[nth]) * p.up_tiles + (tile - nth * p.up_tiles)) * shape.spans + span;
+    return (uint32_t(route.expert[nth]) * p.up_tiles + (tile - nth * p.up_tiles)) * shape.spans + span;
 }
 
-// Chooses by all scores, which come with `stamp`, by one warp: as `choose.cuh` does.
+// Chooses by all scores, which come with `stamp`, by one warp: as `choose.cuh` does. There are at most 32 KEYS experts
+// to choose from.
+template <int KEYS>
 DEVICE void choose_route(const LayersArgs& p, Route& route, uint32_t stamp, int lane) {
     const int routed = p.experts - p.shared_expert, wanted = p.chosen - p.shared_expert;
-    uint32_t keys[KEYS_OF_LANE];   // of experts 32j + lane; 0: there is none
-    bool there, finite;
-    uint2 shared = make_uint2(0, stamp);
+    uint32_t keys[KEYS];   // of experts 32j + lane; 0: there is none
+    uint2 words[KEYS], shared;
+    bool there, finite = true;
     do {
-        there = finite = true;
+        // All at once: no load waits for another.
 #pragma unroll
-        for (int j = 0; j < KEYS_OF_LANE; j++) {
-            keys[j] = 0;
-            if (32 * j >= routed) continue;
-            if (32 * j + lane >= routed) continue;
-            const uint2 word = load_stamped_one(p.scores + 32 * j + lane);
-            there = there && word.y == stamp;
-            finite = finite && isfinite(__uint_as_float(word.x));
-            keys[j] = ordered(__uint_as_float(word.x));
-        }
-        if (p.shared_expert) shared = load_stamped_one(p.scores + routed), there = there && shared.y == stamp;
+        for (int j = 0; j < KEYS; j++) words[j] = load_stamped_one(p.scores + min(32 * j + lane, routed - 1));
+        shared = load_stamped_one(p.scores + p.experts - 1);
+        there = shared.y == stamp;
+#pragma unroll
+        for (int j = 0; j < KEYS; j++) there = there && words[j].y == stamp;
     } while (!__all_sync(~0u, there));
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) {
+        const float score = __uint_as_float(words[j].x);
+        keys[j] = 32 * j + lane < routed ? ordered(score) : 0;
+        finite = finite && isfinite(score);
+    }
     finite = __all_sync(~0u, finite && isfinite(__uint_as_float(shared.x)));
+    // The lane's greatest key, and the first expert that has it.
+    uint32_t best;
+    int first;
+    auto find = [&] {
+        best = 0, first = MOST_EXPERTS;
+#pragma unroll
+        for (int j = 0; j < KEYS; j++) {
+            if (keys[j] > best) best = keys[j], first = 32 * j + lane;
+        }
+    };
+    find();
     float sum = 0.f, own = 0.f;   // of weights; this lane's
     int expert = routed;
-    uint32_t most = 0;
+    uint32_t most = __reduce_max_sync(~0u, best);
     if (!p.normalized) {
-        uint32_t top = 0;
 #pragma unroll
-        for (int j = 0; j < KEYS_OF_LANE; j++) top = max(top, keys[j]);
-        top = __reduce_max_sync(~0u, top);
-#pragma unroll
-        for (int j = 0; j < KEYS_OF_LANE; j++)
-            if (keys[j] != 0) sum += __expf(unordered(keys[j]) - unordered(top));
+        for (int j = 0; j < KEYS; j++)
+            if (keys[j] != 0) sum += __expf(unordered(keys[j]) - unordered(most));
         sum = warp_sum(sum);
     }
 #pragma unroll 1
     for (int n = 0; n < wanted; n++) {
-        uint32_t best = 0;
-#pragma unroll
-        for (int j = 0; j < KEYS_OF_LANE; j++) best = max(best, keys[j]);
         const uint32_t top = __reduce_max_sync(~0u, best);
-        int first = MOST_EXPERTS;   // of equals the lower number comes first
+        const int chosen = __reduce_min_sync(~0u, best == top ? unsigned(first) : MOST_EXPERTS);   // of equals the lower number
+        if (first == chosen) {
 #pragma unroll
-        for (int j = KEYS_OF_LANE - 1; j >= 0; j--)
-            if (keys[j] == top) first = 32 * j + lane;
-        first = __reduce_min_sync(~0u, unsigned(first));
-#pragma unroll
-        for (int j = 0; j < KEYS_OF_LANE; j++)
-            if (32 * j + lane == first) keys[j] = 0;
-        if (n == 0) most = top;
-        const float weight = __expf(unordered(top) - unordered(most));
-        if (p.normalized) sum += weight;
-        if (lane == n) expert = first, own = weight;
+            for (int j = 0; j < KEYS; j++)
+                if (32 * j + lane == chosen) keys[j] = 0;
+            find();
+        }
+        if (lane == n) expert = chosen, own = unordered(top) - unordered(most);
     }
+    if (lane < wanted) own = __expf(own);
+    if (p.normalized) sum = warp_sum(own);
     own = __fdividef(own, sum);
     if (lane == wanted) own = sigmoid(__uint_as_float(shared.x));   // the shared one is behind the others
     if (lane < p.chosen) route.expert[lane] = expert, route.weight[lane] = finite ? own : __uint_as_float(0x7fc00000u);

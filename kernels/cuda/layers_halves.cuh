@@ -4,58 +4,51 @@
 
 #include "products.cuh"
 
-// Sixteen inputs of a product in digits (`SpanDigits`): values 8t .. 8t+7 of both halves of a slot, less the slot's scale.
+// Eight inputs of a product in digits (`SpanDigits`): values 8t .. 8t+7 of half `half` of a slot, less the slot's scale.
 template <bool PAIRED>
-DEVICE void sixteen_of(float (&v)[2][8], const SpanDigits& from, int slot, int t) {
-    const uint4 high = from.words[slot * 8 + t], low = from.words[slot * 8 + 4 + t];
-    const uint32_t highs[2][2] = {{high.x, PAIRED ? high.z : high.y}, {PAIRED ? high.y : high.z, high.w}};
-    const uint32_t lows[2][2] = {{low.x, PAIRED ? low.z : low.y}, {PAIRED ? low.y : low.z, low.w}};
+DEVICE void eight_of(float (&v)[8], const SpanDigits& from, int slot, int half, int t) {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(from.words + slot * 8 + t) + (PAIRED ? half : 2 * half);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int upper = 1; upper >= 0; upper--) {
+        const uint32_t high = words[upper * (PAIRED ? 2 : 1)], low = words[16 + upper * (PAIRED ? 2 : 1)];
 #pragma unroll
-        for (int upper = 1; upper >= 0; upper--) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                // Bytes are those of values 0, 2, 1, 3.
-                const int shift = (i % 2 * 2 + i / 2) * 8;
-                const int digits = int8_t(highs[half][upper] >> shift) * 256 + int8_t(lows[half][upper] >> shift);
-                v[half][upper * 4 + i] = float(digits);
-                if (PAIRED && !upper) v[half][i] += v[half][4 + i] * 0.0625f;
-            }
+        for (int i = 0; i < 4; i++) {
+            // Bytes are those of values 0, 2, 1, 3.
+            const int shift = (i % 2 * 2 + i / 2) * 8;
+            v[upper * 4 + i] = float(int8_t(high >> shift) * 256 + int8_t(low >> shift));
+            if (PAIRED && !upper) v[i] += v[4 + i] * 0.0625f;
         }
     }
 }
 
 // A thread's share of the products of rows `from`, `from` + `stride` and so on with the inputs: it is the `nth` of
-// `threads`, of which each takes sixteen inputs in turn.
-template <bool PAIRED, int ROWS>
-DEVICE void multiply_halves(float (&sums)[ROWS], const __half* from, size_t stride, const SpanDigits* digits, int inputs, int nth, int threads) {
+// `threads`, of which each takes eight inputs in turn. Calls `wait` before the digits are read.
+template <bool PAIRED, int ROWS, class BeforeDigits>
+DEVICE void multiply_halves(float (&sums)[ROWS], const __half* from, size_t stride, const SpanDigits* digits, int inputs, int nth, int threads,
+                            BeforeDigits&& wait) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sums[r] = 0.f;
 #pragma unroll 1
-    for (int i = nth; i < inputs / 16; i += threads) {
-        const int slot = i / 4, t = i % 4;
-        uint4 rows[ROWS][2];   // [row][half of the slot]
+    for (int i = nth; i < inputs / 8; i += threads) {
+        const int slot = i / 8;
+        uint4 rows[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) rows[r][half] = __ldg(reinterpret_cast<const uint4*>(from + r * stride + slot * 64 + half * 32 + t * 8));
-        float x[2][8], products[ROWS] = {};
-        sixteen_of<PAIRED>(x, digits[slot / 4], slot % 4, t);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint32_t words[4] = {rows[r][half].x, rows[r][half].y, rows[r][half].z, rows[r][half].w};
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&words[k]));
-                    products[r] = fmaf(x[half][2 * k], w.x, fmaf(x[half][2 * k + 1], w.y, products[r]));
-                }
-            }
+        for (int r = 0; r < ROWS; r++) rows[r] = __ldg(reinterpret_cast<const uint4*>(from + r * stride) + i);
+        wait();
+        float x[8];
+        eight_of<PAIRED>(x, digits[slot / 4], slot % 4, i / 4 % 2, i % 4);
         // Paired, scales are in sixteenths.
         const float scale = digits[slot / 4].slots[slot % 4].x * (PAIRED ? 16.f : 1.f);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) sums[r] = fmaf(products[r], scale, sums[r]);
+        for (int r = 0; r < ROWS; r++) {
+            float sum = 0.f;
+            const uint32_t words[4] = {rows[r].x, rows[r].y, rows[r].z, rows[r].w};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&words[k]));
+                sum = fmaf(x[2 * k], w.x, fmaf(x[2 * k + 1], w.y, sum));
+            }
+            sums[r] = fmaf(sum, scale, sums[r]);
+        }
     }
 }

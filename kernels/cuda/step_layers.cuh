@@ -195,14 +195,21 @@ struct LayersBlock {
 #pragma unroll 1
         for (int done = 0; done < mine.units; done += TEAM) {
             const int records = min(mine.units - done, TEAM);
-            const size_t record = expert_record(p, route, i % 4 == DOWN, mine.begin + done + min(lane, records - 1));
+            // A lane a record; the first of neighbours requests them all.
+            const uint32_t record = expert_record(p, route, i % 4 == DOWN, mine.begin + done + min(lane, records - 1));
+            const uint32_t before = __shfl_up_sync(~0u, record, 1);
+            const bool starts = lane == 0 || record != before + 1;
+            const uint32_t behind = __ballot_sync(~0u, starts || lane >= records) >> lane >> 1;
+            const int count = __ffs(behind);
+            const uint8_t* const codes = layer.codes[i % 4] + size_t(record) * kind.codes_bytes;
+            const uint8_t* const meta = layer.meta[i % 4] + size_t(record) * kind.meta_bytes;
             requests.wait();
             const uint32_t to = requests.at(), barrier = requests.barrier();
             if (lane == 0) barrier_expect_at(barrier, records * (kind.codes_bytes + kind.meta_bytes));
             __syncwarp();
-            if (lane < records) {
-                copy_bulk_at<true>(to + lane * kind.codes_bytes, layer.codes[i % 4] + record * kind.codes_bytes, kind.codes_bytes, barrier);
-                copy_bulk_at<true>(to + TEAM * kind.codes_bytes + lane * kind.meta_bytes, layer.meta[i % 4] + record * kind.meta_bytes, kind.meta_bytes, barrier);
+            if (starts && lane < records) {
+                copy_bulk_at<true>(to + lane * kind.codes_bytes, codes, count * kind.codes_bytes, barrier);
+                copy_bulk_at<true>(to + TEAM * kind.codes_bytes + lane * kind.meta_bytes, meta, count * kind.meta_bytes, barrier);
             }
             __syncwarp();
             requests.next();
@@ -219,7 +226,7 @@ struct LayersBlock {
         if (threadIdx.x < (HYBRID ? PRODUCTS : PRODUCTS - 1))
             reinterpret_cast<BlockShare*>(shared + SHARES)[threadIdx.x] = BlockShare(p.shape[threadIdx.x], threadIdx.x, blockIdx.x, gridDim.x);
         if (threadIdx.x == 32) *reinterpret_cast<AttentionShare*>(shared + ATTENTION) = attention_share(p);
-        if (HYBRID && threadIdx.x == 64) *reinterpret_cast<DeltaShare*>(shared + DELTA) = DeltaShare::of(step_of(p), p.value_heads, blockIdx.x, gridDim.x);
+        if (HYBRID && threadIdx.x == 64) *reinterpret_cast<DeltaShare*>(shared + DELTA) = DeltaShare::of(step_of(p), p, blockIdx.x, gridDim.x);
         const int tiles = p.hidden / 16;
         for (int i = threadIdx.x; i < 2 * tiles; i += WARPS * 32) {
             shared[COUNTS + i] = BlockShare::parts(p.shape[i < tiles ? OUT : DOWN], i % tiles, gridDim.x);
@@ -296,7 +303,7 @@ struct LayersBlock {
                 v.x = fmaf(f, values_of(w[i]).x, v.x), v.y = fmaf(f, values_of(w[i]).y, v.y);
             }
         }
-        if (Of::GATED) v.x *= sigmoid(values_of(gate).x), v.y *= sigmoid(values_of(gate).y);
+        if (Of::GATED) v.x *= quick_sigmoid(values_of(gate).x), v.y *= quick_sigmoid(values_of(gate).y);
         return v;
     }
 
@@ -373,28 +380,34 @@ struct LayersBlock {
     // Chooses the experts of layer l, whose first product's inputs are on their way.
     DEVICE void choose(int l) {
         const uint32_t stamp = stamp_before(l, GATED);
+        // As in `DeltaColumns`.
+        const int warp = keep(threadIdx.x) / 32, lane = keep(threadIdx.x) % 32;
         const int first = first_scored(blockIdx.x), count = first_scored(blockIdx.x + 1) - first;
         const int each = count > 0 ? quotient(WARPS, count) : 1, row = quotient(warp, each);   // warps of a row
         float* const parts = sums() + turn * (WARPS * WARPS * 16);
         turn ^= 1;
-        wait_sent(sent + (GATED & 1) * 8, phase >> 1 & 1);
-        float square = 0.f;
-        for (int s = lane; s < p.hidden / 64; s += 32) square += digits(GATED)[s / 4].slots[s % 4].z;
-        square = warp_sum(square);
+        auto wait = [&] { wait_sent(sent + (GATED & 1) * 8, phase >> 1 & 1); };
         if (row < count) {
             float sum[1];
-            multiply_halves<!MIX>(sum, p.layer[l].router + size_t(first + row) * p.hidden, 0, digits(GATED), p.hidden, (warp - row * each) * 32 + lane, each * 32);
+            multiply_halves<!MIX>(sum, p.layer[l].router + size_t(first + row) * p.hidden, 0, digits(GATED), p.hidden, (warp - row * each) * 32 + lane, each * 32, wait);
             const float all = warp_sum(sum[0]);
             if (lane == 0) parts[warp] = all;
         }
         sync_layers();
-        if (threadIdx.x < count) {
-            float sum = 0.f;
-            for (int i = 0; i < each; i++) sum += parts[threadIdx.x * each + i];
-            store_stamped(p.scores + first + threadIdx.x, sum * p.layer[l].router_scale * rsqrtf(square / p.hidden + p.eps), stamp);
+        if (warp == 0) {
+            wait();
+            float square = 0.f, sum = 0.f;
+#pragma unroll 1
+            for (int s = lane; s < p.hidden / 64; s += 32) square += digits(GATED)[s / 4].slots[s % 4].z;
+#pragma unroll 4
+            for (int i = 0; i < each; i++)
+                if (lane < count) sum += parts[lane * each + i];
+            square = warp_sum(square);
+            if (lane < count) store_stamped(p.scores + first + lane, sum * p.layer[l].router_scale * rsqrtf(square / p.hidden + p.eps), stamp);
         }
         if (warp == WARPS - 1) {   // which has the fewest records
-            choose_route(p, route(), stamp, lane);
+            if (p.experts <= 8 * 32 + 1) choose_route<8>(p, route(), stamp, lane);
+            else choose_route<MOST_EXPERTS / 32>(p, route(), stamp, lane);
             if (lane == 0) arrive_times(shared_address(shared) + ROUTED, 1);
         }
     }
@@ -556,7 +569,7 @@ struct LayersBlock {
 
     // A recurrence of layer l. It has the memory that attention has for queries.
     DEVICE DeltaColumns<!MIX> recurrence(int l) {
-        return {p, p.layer[l].recurrence, delta(), *reinterpret_cast<DeltaRoom*>(shared + p.at.queries), warp, lane};
+        return {p, p.layer[l].recurrence, delta(), *reinterpret_cast<DeltaRoom*>(shared + p.at.queries)};
     }
 
     DEVICE void run() {

@@ -107,6 +107,11 @@ T __shfl_down_sync(unsigned, T v, int by) {
     const int lane = threadIdx.x % 32;
     return lane_value(v, lane + by < 32 ? lane + by : lane);
 }
+template <class T>
+T __shfl_up_sync(unsigned, T v, int by) {
+    const int lane = threadIdx.x % 32;
+    return lane_value(v, lane >= by ? lane - by : lane);
+}
 template <class T, class F>
 T reduced(T v, F&& join) {
     for (int mask = 1; mask < 32; mask *= 2) v = join(v, __shfl_xor_sync(~0u, v, mask));
@@ -117,6 +122,8 @@ inline unsigned __reduce_min_sync(unsigned, unsigned v) { return reduced(v, [](u
 inline int __reduce_max_sync(unsigned, int v) { return reduced(v, [](int a, int b) { return max(a, b); }); }
 inline int __reduce_add_sync(unsigned, int v) { return reduced(v, [](int a, int b) { return a + b; }); }
 inline bool __all_sync(unsigned, bool v) { return reduced(int(v), [](int a, int b) { return a & b; }); }
+inline unsigned __ballot_sync(unsigned, bool v) { return reduced(unsigned(v) << threadIdx.x % 32, [](unsigned a, unsigned b) { return a | b; }); }
+#define __ffs __builtin_ffs
 DEVICE float warp_sum(float v) {
     for (int m = 16; m > 0; m >>= 1) v += __shfl_xor_sync(~0u, v, m);
     return v;

@@ -94,7 +94,7 @@ struct Model {
         for (int l = 0; l < c.layers; l++) add_layer(args.layer[l], l);
         for (int i = 0; i < 5; i++) args.shape[i] = {shapes[i][0] / 16, shapes[i][1] / 256};
         args.qkv = allocate<uint64_t>(max(shapes[0][0], shapes[4][0]));
-        args.value_heads = value_heads;
+        args.key_heads = max(c.key_heads, 1), args.value_heads = max(value_heads, 1), args.tiled = c.tiled;
         args.attended = allocate<uint64_t>(MOST_SOURCES * (width + 2 * heads));
         args.gated = allocate<uint64_t>(c.chosen * c.intermediate), args.scores = allocate<uint64_t>(c.experts);
         args.experts = c.experts, args.chosen = c.chosen, args.shared_expert = c.shared, args.normalized = c.normalized;
