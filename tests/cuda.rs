@@ -8,8 +8,9 @@
 )]
 
 use nq_evals::{EvalSpec, Protocol, compare, kld_rows};
-use nq_formats::{Bits, Checkpoint};
-use nq_quantize::{Schemes, quantize_at_load};
+use nq_formats::models::find;
+use nq_formats::{Bits, Checkpoint, DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
+use nq_quantize::{CalibrationSource, Job, QuantizeOptions, Schemes, quantize_at_load};
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Session,
     SessionSpec, Tokenizer, load,
@@ -28,11 +29,19 @@ struct Pair {
     tokens: Vec<u32>,
 }
 
-fn pair(bits: Bits) -> Option<Pair> {
+/// False, said in print, where there is no GPU and none is required.
+fn has_gpu() -> bool {
     let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    if let Err(e) = nq_kernels::cuda::device_count() {
+    let found = nq_kernels::cuda::device_count();
+    if let Err(e) = &found {
         assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
         println!("skipped: {e}");
+    }
+    found.is_ok()
+}
+
+fn pair(bits: Bits) -> Option<Pair> {
+    if !has_gpu() {
         return None;
     }
     let demo = || Checkpoint::open(&assets().join("demo")).expect("it is part of the sources");
@@ -170,4 +179,132 @@ fn an_int8_cache_costs_little() {
     println!("mean KLD of an FP16 cache {half:.2e}, of an INT8 cache {int8:.2e}");
     assert!(half <= 1e-5, "FP16: {half:e}");
     assert!(int8 <= 5e-4, "INT8: {int8:e}");
+}
+
+/// A small hybrid whose widths the GPU serves: a layer with a recurrence and one with gated attention.
+fn hybrid(gguf: &str) -> ModelConfig {
+    let architecture = find(|a| a.gguf, gguf).expect("an architecture");
+    let experts = architecture.router().map(|_| Experts {
+        count: 4,
+        per_token: 2,
+        width: 256,
+        normalized: true,
+        shared: 256,
+    });
+    ModelConfig {
+        architecture,
+        hidden_size: 256,
+        intermediate_size: 512,
+        experts,
+        delta: Some(Delta {
+            key_heads: 2,
+            value_heads: 4,
+            key_dim: 128,
+            value_dim: 128,
+            conv: 4,
+            interval: 2,
+            tiled: false,
+        }),
+        num_hidden_layers: 4,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 256,
+        vocab_size: 512,
+        max_position_embeddings: 1024,
+        rms_norm_eps: 1e-6,
+        rope: Rope {
+            theta: 1e7,
+            dims: Some(64),
+            scaling: RopeScaling::None,
+        },
+        tie_word_embeddings: false,
+        mtp_layers: 1,
+        eos_token_ids: vec![300],
+        dtype: Some(DType::BF16),
+    }
+}
+
+/// Share of the weights in layers that differ between two models of one shape.
+fn differing(a: &Checkpoint, b: &Checkpoint) -> f64 {
+    let (config, mut differ, mut all) = (a.config(), 0, 0);
+    for (index, layer) in config.layers().enumerate() {
+        for linear in layer.linears() {
+            let (name, dims) = (linear.name(index), linear.dims(config));
+            let [a, b] = [a, b].map(|c| {
+                let weight = c.store().matrix(&name, dims).expect("a weight");
+                let mut values = vec![0.0; dims.0 * dims.1];
+                for (row, values) in values.chunks_exact_mut(dims.1).enumerate() {
+                    weight.dequantize_row(row, values).expect("a row");
+                }
+                values
+            });
+            let far = |(a, b): &(&f32, &f32)| (*a - *b).abs() > 1e-3 * a.abs();
+            differ += a.iter().zip(&b).filter(far).count();
+            all += a.len();
+        }
+    }
+    f64::from(differ as u32) / f64::from(all as u32)
+}
+
+/// Hybrids, dense and as mixtures with a shared expert, quantized on the GPU: nearly the codes, the errors and the
+/// divergence of the CPU, which rounds what it multiplies to bf16 while it gathers statistics.
+#[test]
+fn hybrids_are_quantized_as_on_the_cpu() {
+    if !has_gpu() {
+        return;
+    }
+    let text = assets().join("demo-eval.txt");
+    for (family, methods) in [("qwen35", &["awq", "gptq"][..]), ("qwen35moe", &["gptq"])] {
+        let config = hybrid(family);
+        let home = tempfile::tempdir().expect("a folder");
+        let source = home.path().join("source");
+        synth::write(&source, &config, 5, &()).expect("it is written");
+        let source = Checkpoint::open(&source).expect("it is read");
+        for &method in methods {
+            let run = |device: DeviceChoice| {
+                let out = home.path().join(format!("{method} {device:?}"));
+                let mut options = QuantizeOptions {
+                    method: method.into(),
+                    calibration: CalibrationSource::File(text.clone()),
+                    calib_tokens: Some(2048),
+                    eval_text: Some(text.clone()),
+                    eval_tokens: Some(1024),
+                    load: LoadOptions {
+                        device,
+                        activations: ActivationChoice::F32,
+                        ..LoadOptions::default()
+                    },
+                    ..QuantizeOptions::new(&config, Bits::B4, &out).expect("options")
+                };
+                options.simple();
+                let job = Job::new(&source, &options, &()).expect("it is possible");
+                let report = job.run().expect("it is quantized");
+                (report, Checkpoint::open(&out).expect("it was written"))
+            };
+            let (on_gpu, gpu) = run(DeviceChoice::Cuda(0));
+            let (on_cpu, cpu) = run(DeviceChoice::Cpu);
+            for (a, b) in on_gpu.layers.iter().zip(&on_cpu.layers) {
+                assert_eq!(a.name, b.name);
+                let errors = [a, b].map(|l| l.output_error.unwrap_or(l.rel_error));
+                let what = format!("{family} by {method}, {}: {errors:?}", a.name);
+                assert!((errors[0] - errors[1]).abs() <= 0.05 * errors[1], "{what}");
+            }
+            let share = differing(&gpu, &cpu);
+            let [ours, theirs] = [on_gpu, on_cpu].map(|report| {
+                let measured = report.quality.expect("it was measured");
+                measured.against.expect("against the source").kld.mean
+            });
+            println!(
+                "{family} by {method}: {share:.4} of weights differ, KLD {ours:.2e}, {theirs:.2e}"
+            );
+            assert!(
+                share < 0.15,
+                "{family} by {method}: {share} of weights differ"
+            );
+            assert!(
+                (ours / theirs - 1.0).abs() < 0.1,
+                "{family}: {ours:e}, {theirs:e}"
+            );
+        }
+    }
 }

@@ -5,10 +5,11 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
+use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_kernels::grad::{
-    Adam, Allocate, Buffers, CpuOps, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences,
-    OneShape, Rounding, UNKNOWN,
+    Adam, Allocate, Buffers, CpuOps, DeltaInputs, DeltaWork, Draw, Gemm, GradOps, HeadShape,
+    LayerOps, Occurrences, OneShape, Rounding, UNKNOWN,
 };
 use nq_kernels::rng::Philox;
 
@@ -206,6 +207,98 @@ fn silu<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     )]
 }
 
+/// Rows times the sigmoid of their scores, of one value too.
+fn scaled<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let case = |(rows, width): (usize, usize)| {
+        let (scores, mut x) = (on.f(rows, 47), on.f(rows * width, 48));
+        on.0.scale_rows(&scores, &mut x, (rows, width)).unwrap();
+        ("scale_rows", 1e-6, vec![on.r(&x, rows * width)])
+    };
+    [(70, 48), (1000, 1), (3, 700)]
+        .into_iter()
+        .map(case)
+        .collect()
+}
+
+/// Gated DeltaNets: sequences of whole chunks, of others, and more of them than the memory has chunks for. Products of
+/// operands in two parts of BF16 keep 17 bits of each.
+fn recurrences<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
+    let ops = on.0;
+    let cases = [
+        ((2, 4, false), (3, 37), (3, 37)),
+        ((2, 4, true), (2, 64), (2, 64)),
+        ((1, 3, false), (70, 1), (2, 40)),
+        ((2, 2, false), (5, 8), (1, 40)),
+    ];
+    let mut found = Vec::new();
+    for ((key_heads, value_heads, tiled), (batch, seq), room) in cases {
+        let shape = DeltaShape {
+            key_heads,
+            value_heads,
+            key_dim: 128,
+            value_dim: 128,
+            conv: 4,
+            tiled,
+        };
+        let rows = batch * seq;
+        let rates: Vec<f32> = random(value_heads, 49).iter().map(|v| -v.exp()).collect();
+        let inputs = DeltaInputs {
+            shape,
+            batch,
+            seq,
+            qkvz: &on.f(rows * (shape.channels() + shape.values()), 50),
+            ba: &on.f(rows * 2 * value_heads, 51),
+            conv: &on.f(shape.channels() * 4, 52),
+            decay: &put(ops, &rates),
+            dt_bias: &on.f(value_heads, 53),
+            norm: &on.f(128, 54),
+            eps: 1e-6,
+        };
+        let mut work = DeltaWork::new(ops, &shape, room).unwrap();
+        let mut out = on.f(rows * shape.values(), 55);
+        ops.delta(inputs, &mut work, &mut out).unwrap();
+        found.push(("delta", 1e-4, vec![on.r(&out, rows * shape.values())]));
+    }
+    found
+}
+
+/// Heads of other widths than the kernels serve are refused by name.
+#[test]
+fn recurrences_of_other_widths_are_refused() {
+    let Some(gpu) = ops(GemmPrecision::Full).pop() else {
+        return;
+    };
+    let shape = DeltaShape {
+        key_heads: 1,
+        value_heads: 1,
+        key_dim: 64,
+        value_dim: 64,
+        conv: 4,
+        tiled: false,
+    };
+    let zeros = gpu.floats("a test", 64 * 64).unwrap();
+    let inputs = DeltaInputs {
+        shape,
+        batch: 1,
+        seq: 1,
+        qkvz: &zeros,
+        ba: &zeros,
+        conv: &zeros,
+        decay: &zeros,
+        dt_bias: &zeros,
+        norm: &zeros,
+        eps: 1e-6,
+    };
+    let mut work = DeltaWork::new(&gpu, &shape, (1, 1)).unwrap();
+    let mut out = gpu.floats("a test", 64).unwrap();
+    let refused = gpu.delta(inputs, &mut work, &mut out).unwrap_err();
+    let said = refused.to_string();
+    assert!(
+        said.contains("gated DeltaNet") && said.contains("64"),
+        "{said}"
+    );
+}
+
 /// The loss.
 fn divergence<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     let ops = on.0;
@@ -368,7 +461,18 @@ fn sample<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
 /// Runs every operation and returns the outputs of each, with its allowed error.
 fn run<O: GradOps>(ops: &O) -> Vec<Case> {
     let parts = [
-        gemms, norms, heads, softmax, silu, divergence, rounding, adam, embedding, attend_one,
+        gemms,
+        norms,
+        heads,
+        softmax,
+        silu,
+        scaled,
+        recurrences,
+        divergence,
+        rounding,
+        adam,
+        embedding,
+        attend_one,
         sample,
     ];
     parts.iter().flat_map(|part| part(&On(ops))).collect()

@@ -305,6 +305,13 @@ mod tests {
             let whole = choose("qwen3-8b", 140_000_000_000).unwrap();
             assert_eq!(whole, (SampledFrom::Source, false));
             assert!(choose("qwen3-8b", 4_000_000_000).is_err());
+            for (hybrid, limit) in [
+                ("qwen3.5-27b", 79_000_000_000),
+                ("qwen3.5-35b-a3b", 140_000_000_000),
+            ] {
+                let whole = choose(hybrid, limit).unwrap();
+                assert_eq!(whole, (SampledFrom::Source, false), "{hybrid}");
+            }
         }
     }
 }

@@ -24,20 +24,14 @@ pub fn load(
     progress: &dyn Progress,
 ) -> Result<Arc<dyn Engine>> {
     if options.engine == EngineKind::Candle {
-        check_recurrences(config, "candle")?;
+        if config.delta.is_some() {
+            return Err(Error::no_recurrences("candle"));
+        }
         return candle::load(config, store, options, progress);
     }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
         Device::Cuda(n) => gpu::load(config, store, options, n, progress),
-    }
-}
-
-/// Refuses models with recurrences on engines that have no kernels for them.
-fn check_recurrences(config: &ModelConfig, engine: &'static str) -> Result<()> {
-    match config.delta {
-        None => Ok(()),
-        Some(_) => Err(Error::no_recurrences(engine)),
     }
 }
 
@@ -55,9 +49,6 @@ pub fn stepper(
 ) -> Result<Box<dyn LayerStepper>> {
     match options.device.resolve()? {
         Device::Cpu => Ok(Box::new(Stepper(CpuLayers::new(config, options, kv)?))),
-        Device::Cuda(n) => {
-            check_recurrences(config, "nq on a GPU")?;
-            gpu::stepper(config, n, rows)
-        }
+        Device::Cuda(n) => gpu::stepper(config, n, rows),
     }
 }

@@ -6,15 +6,17 @@
 mod common;
 
 use common::{Store, distance, feed, gpu_engine, nq, tokens, wide_hybrid};
+use nq_formats::models::Product;
 use nq_formats::{AffineScheme, Bits, Delta, Group, ModelConfig, Rope, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams,
-    Session, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, Engine, Hidden, KvType, LayerStepper, LayerWeights,
+    LoadOptions, LogitsWanted, Observer, Sampler, SamplingParams, Session, SessionSpec,
 };
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
@@ -337,6 +339,102 @@ fn steps_ahead_draw_the_same() {
             let title = config.architecture.title;
             assert_eq!(drawn, expected, "{title} {scheme}");
         }
+    }
+}
+
+/// Mean squares of the inputs of products, by layer, product and expert.
+#[derive(Default)]
+struct Squares(BTreeMap<(usize, String, usize), (usize, Vec<f64>)>);
+
+impl Squares {
+    fn add(&mut self, (layer, product, expert): (usize, &Product, usize), x: &[f32], n: usize) {
+        let key = (layer, product.name.to_owned(), expert);
+        let (rows, sums) = self.0.entry(key).or_insert_with(|| (0, vec![0.0; n]));
+        *rows += x.len() / n;
+        for row in x.chunks_exact(n) {
+            let squares = row.iter().map(|&v| f64::from(v).powi(2));
+            sums.iter_mut().zip(squares).for_each(|(s, v)| *s += v);
+        }
+    }
+
+    fn means(&self, layer: usize, product: &Product, expert: usize) -> Vec<f32> {
+        let (rows, sums) = &self.0[&(layer, product.name.to_owned(), expert)];
+        sums.iter().map(|s| (s / *rows as f64) as f32).collect()
+    }
+}
+
+/// [`Squares`] of a model of this shape.
+struct Watch<'a>(&'a ModelConfig, Squares);
+
+impl Observer for Watch<'_> {
+    fn linear_input(&mut self, layer: usize, product: &Product, x: &[f32]) {
+        self.1.add((layer, product, 0), x, product.inputs(self.0));
+    }
+
+    fn expert_input(&mut self, layer: usize, product: &Product, expert: usize, x: &[f32]) {
+        self.1
+            .add((layer, product, expert), x, product.inputs(self.0));
+    }
+}
+
+/// The layer stepper that quantizing uses: each layer's output, the inputs of its products, the second moments that are
+/// summed on the GPU, and logits are those of the CPU. Texts are of several lengths, one of which is longer than a piece.
+#[test]
+fn layers_are_those_of_the_cpu() {
+    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
+    if let Err(e) = nq_kernels::cuda::device_count() {
+        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
+        println!("skipped: {e}");
+        return;
+    }
+    for config in configs() {
+        let what = &config.architecture.title;
+        let store = store(&config, None);
+        let stepper = |device| -> Box<dyn LayerStepper> {
+            let options = LoadOptions {
+                device,
+                activations: ActivationChoice::F32,
+                ..LoadOptions::default()
+            };
+            nq_runtime::stepper(&config, &options, KvType::F32, 64).unwrap()
+        };
+        let (mut gpu, mut cpu) = (stepper(DeviceChoice::Cuda(0)), stepper(DeviceChoice::Cpu));
+        let texts = [21, 21, 21, 150, 33, 2, 2].map(|n| tokens(n, n as u64));
+        let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
+        let mut a = Hidden::embed(&embedding, &texts).unwrap();
+        for index in 0..config.num_hidden_layers {
+            let weights = LayerWeights::read(&store, &config, index).unwrap();
+            let mut b = a.clone();
+            let watched = |stepper: &mut dyn LayerStepper| {
+                let mut watch = Watch(&config, Squares::default());
+                stepper.observe(index, &weights, &a, &mut watch).unwrap();
+                watch.1
+            };
+            let (found, expected) = (watched(&mut *gpu), watched(&mut *cpu));
+            assert_eq!(found.0.len(), expected.0.len(), "{what}, layer {index}");
+            let moments = gpu.moments(index, &weights, &a, &mut ()).unwrap();
+            let moments = moments.expect("a GPU sums them itself");
+            for (product, moments) in weights.spec.products().into_iter().zip(&moments) {
+                for (expert, sums) in moments.iter().enumerate() {
+                    let want = expected.means(index, product, expert);
+                    for got in [&found.means(index, product, expert)[..], sums.diagonal()] {
+                        let d = distance(got, &want);
+                        let name = product.name;
+                        assert!(d < 1e-4, "{what}, layer {index}, {name} {expert}: {d:e}");
+                    }
+                }
+            }
+            gpu.layer(index, &weights, &mut a, &mut ()).unwrap();
+            cpu.layer(index, &weights, &mut b, &mut ()).unwrap();
+            let d = distance(&a.data, &b.data);
+            println!("{what}, layer {index}: {d:.2e}");
+            assert!(d < 3e-4, "{what}, layer {index}: {d:e}");
+        }
+        let head = nq_runtime::models::head(&store, &config).unwrap();
+        let norm = nq_runtime::models::final_norm(&store, &config).unwrap();
+        let [found, expected] = [gpu, cpu].map(|mut s| s.head(&norm, &head, &a, 3..90).unwrap());
+        let d = distance(&found, &expected);
+        assert!(d < 1e-4, "{what}, logits: {d:e}");
     }
 }
 

@@ -16,7 +16,7 @@ use crate::names;
 use nq_formats::{Bits, ModelConfig, Progress, Task};
 use nq_quantize::{Job, QuantizeOptions, QuantizeReport};
 use nq_runtime::device::Device;
-use nq_runtime::{DeviceChoice, LoadOptions};
+use nq_runtime::{DeviceChoice, LoadOptions, gpu};
 use std::path::{Path, PathBuf};
 
 /// Quantizes the unquantized model `source`, a folder, file or name as [`Model::open`] takes, into the folder `out`
@@ -75,7 +75,7 @@ pub(crate) fn check_quantizable(model: &names::Model) -> Result<()> {
     }
 }
 
-/// Chooses the CPU for quantizing a model with recurrences, if a device may be chosen.
+/// Chooses the CPU for quantizing a model with recurrences whose sizes no GPU serves, if a device may be chosen.
 ///
 /// # Errors
 /// Errors of looking for a device.
@@ -84,10 +84,12 @@ pub(crate) fn place(
     load: &mut LoadOptions,
     progress: &dyn Progress,
 ) -> Result<()> {
-    if config.delta.is_some() && load.device == DeviceChoice::Auto {
-        if load.device.resolve()? != Device::Cpu {
-            progress.note("recurrences are quantized on the CPU: a GPU has no kernels for that");
-        }
+    if config.delta.is_some()
+        && load.device == DeviceChoice::Auto
+        && load.device.resolve()? != Device::Cpu
+        && let Err(why) = gpu::check(config)
+    {
+        progress.note(&format!("quantized on the CPU: {why}"));
         load.device = DeviceChoice::Cpu;
     }
     Ok(())

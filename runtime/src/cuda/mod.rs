@@ -13,6 +13,7 @@ use crate::interface::{
 use crate::kv::least_prefix;
 use crate::memory::Kinds;
 use model::CudaModel;
+pub(crate) use model::check_shape;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 use nq_kernels::profile::OpTiming;

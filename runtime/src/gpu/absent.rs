@@ -31,6 +31,10 @@ pub(crate) fn first() -> Result<usize, String> {
     count()
 }
 
+pub fn check(_: &ModelConfig) -> Result<()> {
+    absent(0)
+}
+
 pub(crate) fn load_eagle(_: &EagleHead, _: &ModelConfig, ordinal: usize) -> Result<()> {
     absent(ordinal)
 }

@@ -8,8 +8,8 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
+pub use here::{check, memory, moments, sizes};
 pub(crate) use here::{count, first, load, load_eagle, load_mtp, run, stepper};
-pub use here::{memory, moments, sizes};
 
 use crate::error::Result;
 use crate::interface::{DeviceMemory, SessionSpec};

@@ -1,13 +1,14 @@
 //! The functions of a build with CUDA.
 
 use super::{GpuMemory, GpuSizes};
-use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, planned};
+use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, check_shape, planned};
 use crate::error::Result;
 use crate::full_precision;
 use crate::interface::{Engine, LoadOptions};
 use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count,
 };
@@ -82,6 +83,14 @@ pub fn memory(ordinal: usize) -> Result<GpuMemory> {
         free: gpu.free_memory()? as u64,
         total: gpu.info().memory as u64,
     })
+}
+
+/// Refuses models of sizes that no kernel of a GPU serves.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported), which names the size.
+pub fn check(config: &ModelConfig) -> Result<()> {
+    check_shape(config, KernelSet::Fused)
 }
 
 /// Functions that compute the memory that work takes.
