@@ -8,7 +8,7 @@ use crate::error::Result;
 pub(crate) const DELTA_CHUNK: usize = 16;
 /// What is computed of each value head of a chunk: `sizeof(ChunkParts)` of `cuda/delta_rows.cu`, in f32 values.
 pub(crate) const DELTA_CHUNK_VALUES: usize = 2 * DELTA_CHUNK * DELTA_CHUNK + 4 * DELTA_CHUNK;
-/// Inputs of the convolution that a GPU keeps of a sequence: `INPUTS` of `cuda/delta.cuh`.
+/// Inputs of the convolution that a GPU keeps of a sequence: `INPUTS` of `cuda/delta_state.cuh`.
 pub(crate) const DELTA_INPUTS: usize = 20;
 
 /// The operands of [`LayerOps::delta`]: a gated DeltaNet over `batch` whole sequences of `seq` tokens.
