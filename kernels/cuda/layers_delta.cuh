@@ -64,9 +64,10 @@ struct DeltaColumns {
     }
 
     // `digits`: the inputs of the layer's first product, of which `factor` makes normalized ones; `waited` is called
-    // when these products are there.
+    // when these products are there. `factor` is in shared memory, where a block without a share of the product has it
+    // only when its warps have met.
     template <class Waited>
-    DEVICE void run(const SpanDigits* digits, float factor, uint32_t stamp, Waited&& waited) {
+    DEVICE void run(const SpanDigits* digits, const float& factor, uint32_t stamp, Waited&& waited) {
         const DeltaLayer& delta = of.delta;
         const int head = mine.head;
         float* const matrix = delta.matrix(mine.slot, head);

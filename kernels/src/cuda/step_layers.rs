@@ -226,7 +226,7 @@ impl LayersSizes {
         let gathers = width / 64 >= CLUSTER && self.delta.is_none_or(|d| d.values() == width);
         let heads = self.group() <= MOST_GROUP && self.heads.is_multiple_of(self.kv_heads);
         let routes = self.experts.is_none_or(|e| {
-            let counts = e.count <= MOST_EXPERTS && stacked(&e) <= WARPS * blocks;
+            let counts = stacked(&e) <= MOST_EXPERTS.min(WARPS * blocks);
             counts && chosen(&e) <= MOST_ROUTE && e.width == self.intermediate
         });
         let enough = blocks >= self.kv_heads.max(self.value_heads());
@@ -804,10 +804,10 @@ mod tests {
         hybrid(2560, (16, 4), (16, 32), 9216),
         hybrid(4096, (16, 4), (16, 32), 12288),
         hybrid(5120, (24, 4), (16, 48), 17408),
-        // 30B-A3B, 35B-A3B and 80B-A3B.
+        // 30B-A3B and 35B-A3B; most experts that a stack has.
         mixture(sizes(2048, 32, 768), 128, 8, 0),
         mixture(hybrid(2048, (16, 2), (16, 32), 512), 256, 8, 512),
-        mixture(hybrid(2048, (16, 2), (16, 32), 512), 512, 10, 512),
+        mixture(hybrid(2048, (16, 2), (16, 32), 512), 511, 10, 512),
     ];
 
     const fn sizes(hidden: usize, heads: usize, intermediate: usize) -> LayersSizes {
