@@ -1,20 +1,22 @@
 //! Runs all layers of a decode step of one row with one kernel.
 
-use super::attention::{HEAD_DIM, HeadVectors, Heads, LayerPages, WIDE_HEAD_DIM, row_heads};
-use super::delta::{DeltaVectors, LayerStates, RecurrenceArgs};
-use super::driver::{
-    Address, Buffer, Checked, Gpu, GpuInfo, LaunchShape, Mapped, Operands, Stream,
-};
-use super::experts::{MOST_EXPERTS, chosen, stacked};
+mod args;
+mod sizes;
+
+use super::attention::{HEAD_DIM, Heads, LayerPages, WIDE_HEAD_DIM};
+use super::delta::{DeltaVectors, LayerStates};
+use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Mapped, Stream};
+use super::experts::chosen;
 use super::half_rows::HalfRows;
-use super::kernel::{Instance, TWO_LEVEL, UNIFORM, kernels, kind_index};
+use super::kernel::{Instance, UNIFORM, kernels, kind_index};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
-use super::rows::{Places, Step};
-use crate::cpu::DeltaShape;
+use super::rows::Step;
 use crate::error::Result;
 use crate::pages::PAGE;
+use args::{LayerArgs, LayersArgs, Room};
 use nq_formats::Experts;
+pub use sizes::LayersSizes;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -158,82 +160,6 @@ pub struct LayersScratch {
     times: Arc<Mapped<u64>>, // [PHASES, 2]: nanoseconds that timed kernels took
 }
 
-/// Sizes of a model whose layers run at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayersSizes {
-    /// Values per token.
-    pub hidden: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// Key heads.
-    pub kv_heads: usize,
-    /// Width of a head: [`HEAD_DIM`] or [`WIDE_HEAD_DIM`].
-    pub head_dim: usize,
-    /// The recurrence of layers without attention, if there are such layers.
-    pub delta: Option<DeltaShape>,
-    /// The mixtures of layers, if they have these in place of MLPs.
-    pub experts: Option<Experts>,
-    /// Width of an MLP, or of an expert.
-    pub intermediate: usize,
-}
-
-impl LayersSizes {
-    /// Rows and inputs of the products, in the order of `LayerProduct` of `cuda/layers.cuh`.
-    fn shapes(self) -> [(usize, usize); PRODUCTS] {
-        let rows = row_heads(self.head_dim, self.heads, self.kv_heads);
-        let inputs = self.delta.map_or(0, |d| d.channels() + d.values());
-        [
-            (rows * self.head_dim, self.hidden),
-            (self.hidden, self.heads * self.head_dim),
-            (2 * self.gated(), self.hidden),
-            (self.hidden, self.gated()),
-            (inputs, self.hidden),
-        ]
-    }
-
-    /// Values between gate and up, and down.
-    fn gated(self) -> usize {
-        self.experts.map_or(1, |e| chosen(&e)) * self.intermediate
-    }
-
-    /// Experts in a layer, with the shared one.
-    fn stacked(self) -> usize {
-        self.experts.map_or(0, |e| stacked(&e))
-    }
-
-    /// Their tiles and spans.
-    fn products(self) -> [ProductShape; PRODUCTS] {
-        self.shapes().map(|(rows, inputs)| ProductShape {
-            tiles: (rows / 16) as i32,
-            spans: (inputs / 256) as i32,
-        })
-    }
-
-    /// Query heads of a key head.
-    fn group(self) -> usize {
-        self.heads / self.kv_heads
-    }
-
-    fn value_heads(self) -> usize {
-        self.delta.map_or(1, |d| d.value_heads)
-    }
-
-    /// True if the products can be dealt to this many blocks.
-    fn fit(self, blocks: usize) -> bool {
-        let [_, o, _, down, _] = self.products();
-        let width = self.heads * self.head_dim;
-        // Each block gathers some of the inputs of `o`.
-        let gathers = width / 64 >= CLUSTER && self.delta.is_none_or(|d| d.values() == width);
-        let heads = self.group() <= MOST_GROUP && self.heads.is_multiple_of(self.kv_heads);
-        let routes = self.experts.is_none_or(|e| {
-            let counts = stacked(&e) <= MOST_EXPERTS.min(WARPS * blocks);
-            counts && chosen(&e) <= MOST_ROUTE && e.width == self.intermediate
-        });
-        let enough = blocks >= self.kv_heads.max(self.value_heads());
-        heads && routes && enough && gathers && o.fits(blocks) && down.fits(blocks)
-    }
-}
-
 impl LayersScratch {
     /// Allocates it for a model of these sizes.
     ///
@@ -253,107 +179,6 @@ impl LayersScratch {
             times: Arc::new(gpu.mapped("times", 2 * PHASES, 0)?),
         })
     }
-}
-
-/// `LayerAttention` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AttentionArgs {
-    vectors: HeadVectors,
-    keys: Address,
-    values: Address,
-    key_scales: Address,
-    value_scales: Address,
-}
-
-/// The union of `LayerArgs` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-union MixerArgs {
-    attention: AttentionArgs,
-    recurrence: RecurrenceArgs,
-}
-
-/// `LayerArgs` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct LayerArgs {
-    codes: [Address; 4],
-    meta: [Address; 4],
-    gains: [Address; 2],
-    kind: [RecordKind; 4],
-    recurrent: i32,
-    router_scale: f32,
-    router: Address,
-    mixer: MixerArgs,
-}
-
-/// `RecordKind` of `cuda/layers.cuh`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-struct RecordKind {
-    scheme: u8,
-    groups: u8,
-    meta_bytes: u16,
-    codes_bytes: u32,
-}
-
-/// `ProductShape` of `cuda/layers.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-struct ProductShape {
-    tiles: i32,
-    spans: i32,
-}
-
-/// `LayersRoom` of `cuda/layers.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-struct Room {
-    digits: [i32; 2],
-    x: i32,
-    sums: i32,
-    queries: i32,
-    ring: i32,
-}
-
-/// `LayersArgs` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct LayersArgs {
-    x: Address,
-    qkv: Address,
-    attended: Address,
-    gated: Address,
-    scores: Address,
-    parts: [Address; 2],
-    epoch: Address,
-    cos_sin: Address,
-    tables: Address,
-    step: Address,
-    times: Address,
-    at: Room,
-    shape: [ProductShape; PRODUCTS],
-    table_len: i32,
-    layers: i32,
-    hidden: i32,
-    heads: i32,
-    kv_heads: i32,
-    group: i32,
-    key_heads: i32,
-    value_heads: i32,
-    tiled: i32,
-    experts: i32,
-    chosen: i32,
-    shared_expert: i32,
-    normalized: i32,
-    up_tiles: i32,
-    down_spans: i32,
-    stage: i32,
-    depth: i32,
-    window: i32,
-    eps: f32,
-    layer: [LayerArgs; MOST_LAYERS],
 }
 
 /// Launch settings for the layers of a step, for [`Stream::step_layers`].
@@ -411,18 +236,6 @@ impl Weights {
         match self {
             Weights::Uniform(kind) => kind.name(),
             Weights::Mix => "mix",
-        }
-    }
-}
-
-impl RecordKind {
-    fn of(kind: PackedKind) -> Self {
-        let (meta_bytes, codes_bytes) = (kind.meta_bytes(), kind.codes_bytes());
-        RecordKind {
-            scheme: kind_index(kind).saturating_sub(TWO_LEVEL) as u8,
-            groups: kind.groups() as u8,
-            meta_bytes: meta_bytes as u16,
-            codes_bytes: codes_bytes as u32,
         }
     }
 }
@@ -582,17 +395,6 @@ impl LayersPlan {
     }
 }
 
-impl ProductShape {
-    /// True if the records can be dealt to `blocks` blocks: each has some, or there would be parts that nobody
-    /// writes, and no tile has too many parts.
-    fn fits(self, blocks: usize) -> bool {
-        let (tiles, spans) = (self.tiles as usize, self.spans as usize);
-        let owner = |record: usize| ((record + 1) * blocks - 1) / (tiles * spans);
-        let parts = |t: usize| owner((t + 1) * spans - 1) - owner(t * spans) + 1;
-        tiles * spans >= blocks && (0..tiles).all(|t| parts(t) <= MOST_PARTS)
-    }
-}
-
 /// Blocks among which the pages of a key head are dealt.
 fn sources(blocks: usize, sizes: LayersSizes) -> usize {
     MOST_SOURCES.min(blocks / sizes.kv_heads)
@@ -712,189 +514,5 @@ impl Stream {
             // device, where no other such kernel runs.
             self.alone(|| unsafe { self.launch(plan.kernel(timed), plan.shape(), &args) })
         })
-    }
-}
-
-impl LayerArgs {
-    fn none() -> Self {
-        LayerArgs {
-            codes: [Address::NULL; 4],
-            meta: [Address::NULL; 4],
-            gains: [Address::NULL; 2],
-            kind: [RecordKind::default(); 4],
-            recurrent: 0,
-            router_scale: 1.0,
-            router: Address::NULL,
-            mixer: MixerArgs {
-                attention: AttentionArgs {
-                    vectors: HeadVectors::NONE,
-                    keys: Address::NULL,
-                    values: Address::NULL,
-                    key_scales: Address::NULL,
-                    value_scales: Address::NULL,
-                },
-            },
-        }
-    }
-
-    /// Of a row within `places`.
-    fn of(
-        o: &Operands<'_>,
-        layer: &StepLayer<'_>,
-        sizes: LayersSizes,
-        places: &Places,
-    ) -> Result<Self> {
-        let hidden = sizes.hidden;
-        let mut args = LayerArgs {
-            gains: [
-                o.of("gain", layer.norm, &[hidden])?,
-                o.of("gain", layer.mlp_norm, &[hidden])?,
-            ],
-            ..Self::none()
-        };
-        match &layer.mixer {
-            StepMixer::Attention { heads, cache, .. } => {
-                places.check(o, cache.places())?;
-                let kept = cache.args(o)?;
-                args.mixer.attention = AttentionArgs {
-                    vectors: heads.args(o, *cache)?.vectors,
-                    keys: kept.keys,
-                    values: kept.values,
-                    key_scales: kept.key_scales,
-                    value_scales: kept.value_scales,
-                };
-            }
-            StepMixer::Recurrence {
-                rates,
-                vectors,
-                states,
-                ..
-            } => {
-                args.recurrent = 1;
-                let sizes = (places.slots, hidden);
-                args.mixer.recurrence = states.recurrence(o, vectors, rates, sizes)?;
-            }
-        }
-        if let Some(router) = layer.router {
-            (args.router, args.router_scale) = router.args(o, sizes.stacked(), hidden)?;
-        }
-        for (i, w) in layer.weights().into_iter().enumerate() {
-            let p = w.args(o)?;
-            (args.codes[i], args.meta[i]) = (p.codes, p.meta);
-            args.kind[i] = RecordKind::of(w.kind());
-        }
-        Ok(args)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The published dense models.
-    const MODELS: [LayersSizes; 14] = [
-        sizes(1024, 16, 3072),
-        sizes(2048, 16, 6144),
-        sizes(2560, 32, 9728),
-        sizes(4096, 32, 12288),
-        sizes(5120, 40, 17408),
-        sizes(5120, 64, 25600),
-        hybrid(1024, (8, 2), (16, 16), 3584),
-        hybrid(2048, (8, 2), (16, 16), 6144),
-        hybrid(2560, (16, 4), (16, 32), 9216),
-        hybrid(4096, (16, 4), (16, 32), 12288),
-        hybrid(5120, (24, 4), (16, 48), 17408),
-        // 30B-A3B and 35B-A3B; most experts that a stack has.
-        mixture(sizes(2048, 32, 768), 128, 8, 0),
-        mixture(hybrid(2048, (16, 2), (16, 32), 512), 256, 8, 512),
-        mixture(hybrid(2048, (16, 2), (16, 32), 512), 511, 10, 512),
-    ];
-
-    const fn sizes(hidden: usize, heads: usize, intermediate: usize) -> LayersSizes {
-        LayersSizes {
-            hidden,
-            heads,
-            kv_heads: 8,
-            head_dim: 128,
-            delta: None,
-            experts: None,
-            intermediate,
-        }
-    }
-
-    const fn mixture(
-        sizes: LayersSizes,
-        count: usize,
-        per_token: usize,
-        shared: usize,
-    ) -> LayersSizes {
-        let experts = Experts {
-            count,
-            per_token,
-            width: sizes.intermediate,
-            normalized: true,
-            shared,
-        };
-        LayersSizes {
-            experts: Some(experts),
-            kv_heads: if shared > 0 { sizes.kv_heads } else { 4 },
-            ..sizes
-        }
-    }
-
-    const fn hybrid(
-        hidden: usize,
-        (heads, kv_heads): (usize, usize),
-        (key_heads, value_heads): (usize, usize),
-        intermediate: usize,
-    ) -> LayersSizes {
-        LayersSizes {
-            hidden,
-            heads,
-            kv_heads,
-            head_dim: 256,
-            delta: Some(DeltaShape {
-                key_heads,
-                value_heads,
-                key_dim: 128,
-                value_dim: 128,
-                conv: 4,
-                tiled: false,
-            }),
-            experts: None,
-            intermediate,
-        }
-    }
-
-    #[test]
-    fn published_models_fit() {
-        let info = GpuInfo {
-            shared_memory: 227 << 10,
-            ..GpuInfo::default()
-        };
-        for sizes in MODELS {
-            // As many blocks as clusters take on an H200, and on devices with fewer multiprocessors.
-            for blocks in [120, 104, 72] {
-                assert!(sizes.fit(blocks), "{sizes:?} {blocks}");
-            }
-            // INT4; 6 bits in groups of 32, the longest records of a mix.
-            for record in [2048 + 160, 3072 + 160] {
-                let (_, depth, shared) = LayersPlan::room(&info, sizes, TEAM * record)
-                    .expect("it fits in shared memory");
-                let least = window(sizes.hidden) + LEAST_AHEAD;
-                assert!(depth >= least, "{sizes:?}: {depth}");
-                assert!(shared <= info.shared_memory, "{sizes:?}: {shared}");
-            }
-        }
-    }
-
-    #[test]
-    fn each_block_has_records_to_add_up() {
-        // 32 records of `down`.
-        let small = sizes(256, 16, 512);
-        assert!(small.fit(32) && !small.fit(40));
-        // A tile of `down` with more parts than are read.
-        let narrow = sizes(256, 16, 8192);
-        assert!(narrow.fit(32) && !narrow.fit(120));
     }
 }

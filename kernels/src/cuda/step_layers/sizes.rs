@@ -1,0 +1,216 @@
+//! The sizes of models whose layers run at once, and whether their products can be dealt to blocks.
+
+use super::{CLUSTER, MOST_GROUP, MOST_PARTS, MOST_ROUTE, PRODUCTS, WARPS};
+use crate::cpu::DeltaShape;
+use crate::cuda::attention::row_heads;
+use crate::cuda::experts::{MOST_EXPERTS, chosen, stacked};
+use nq_formats::Experts;
+
+/// Sizes of a model whose layers run at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayersSizes {
+    /// Values per token.
+    pub hidden: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key heads.
+    pub kv_heads: usize,
+    /// Width of a head: [`HEAD_DIM`](crate::cuda::HEAD_DIM) or [`WIDE_HEAD_DIM`](crate::cuda::WIDE_HEAD_DIM).
+    pub head_dim: usize,
+    /// The recurrence of layers without attention, if there are such layers.
+    pub delta: Option<DeltaShape>,
+    /// The mixtures of layers, if they have these in place of MLPs.
+    pub experts: Option<Experts>,
+    /// Width of an MLP, or of an expert.
+    pub intermediate: usize,
+}
+
+impl LayersSizes {
+    /// Rows and inputs of the products, in the order of `LayerProduct` of `cuda/layers.cuh`.
+    pub(super) fn shapes(self) -> [(usize, usize); PRODUCTS] {
+        let rows = row_heads(self.head_dim, self.heads, self.kv_heads);
+        let inputs = self.delta.map_or(0, |d| d.channels() + d.values());
+        [
+            (rows * self.head_dim, self.hidden),
+            (self.hidden, self.heads * self.head_dim),
+            (2 * self.gated(), self.hidden),
+            (self.hidden, self.gated()),
+            (inputs, self.hidden),
+        ]
+    }
+
+    /// Values between gate and up, and down.
+    pub(super) fn gated(self) -> usize {
+        self.experts.map_or(1, |e| chosen(&e)) * self.intermediate
+    }
+
+    /// Experts in a layer, with the shared one.
+    pub(super) fn stacked(self) -> usize {
+        self.experts.map_or(0, |e| stacked(&e))
+    }
+
+    /// Their tiles and spans.
+    pub(super) fn products(self) -> [ProductShape; PRODUCTS] {
+        self.shapes().map(|(rows, inputs)| ProductShape {
+            tiles: (rows / 16) as i32,
+            spans: (inputs / 256) as i32,
+        })
+    }
+
+    /// Query heads of a key head.
+    pub(super) fn group(self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    pub(super) fn value_heads(self) -> usize {
+        self.delta.map_or(1, |d| d.value_heads)
+    }
+
+    /// True if the products can be dealt to this many blocks.
+    pub(super) fn fit(self, blocks: usize) -> bool {
+        let [_, o, _, down, _] = self.products();
+        let width = self.heads * self.head_dim;
+        // Each block gathers some of the inputs of `o`.
+        let gathers = width / 64 >= CLUSTER && self.delta.is_none_or(|d| d.values() == width);
+        let heads = self.group() <= MOST_GROUP && self.heads.is_multiple_of(self.kv_heads);
+        let routes = self.experts.is_none_or(|e| {
+            let counts = stacked(&e) <= MOST_EXPERTS.min(WARPS * blocks);
+            counts && chosen(&e) <= MOST_ROUTE && e.width == self.intermediate
+        });
+        let enough = blocks >= self.kv_heads.max(self.value_heads());
+        heads && routes && enough && gathers && o.fits(blocks) && down.fits(blocks)
+    }
+}
+
+/// `ProductShape` of `cuda/layers.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct ProductShape {
+    pub(super) tiles: i32,
+    pub(super) spans: i32,
+}
+
+impl ProductShape {
+    /// True if the records can be dealt to `blocks` blocks: each has some, or there would be parts that nobody
+    /// writes, and no tile has too many parts.
+    pub(super) fn fits(self, blocks: usize) -> bool {
+        let (tiles, spans) = (self.tiles as usize, self.spans as usize);
+        let owner = |record: usize| ((record + 1) * blocks - 1) / (tiles * spans);
+        let parts = |t: usize| owner((t + 1) * spans - 1) - owner(t * spans) + 1;
+        tiles * spans >= blocks && (0..tiles).all(|t| parts(t) <= MOST_PARTS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{LEAST_AHEAD, LayersPlan, TEAM, window};
+    use super::*;
+    use crate::cuda::driver::GpuInfo;
+
+    /// The published dense models.
+    const MODELS: [LayersSizes; 14] = [
+        sizes(1024, 16, 3072),
+        sizes(2048, 16, 6144),
+        sizes(2560, 32, 9728),
+        sizes(4096, 32, 12288),
+        sizes(5120, 40, 17408),
+        sizes(5120, 64, 25600),
+        hybrid(1024, (8, 2), (16, 16), 3584),
+        hybrid(2048, (8, 2), (16, 16), 6144),
+        hybrid(2560, (16, 4), (16, 32), 9216),
+        hybrid(4096, (16, 4), (16, 32), 12288),
+        hybrid(5120, (24, 4), (16, 48), 17408),
+        // 30B-A3B and 35B-A3B; most experts that a stack has.
+        mixture(sizes(2048, 32, 768), 128, 8, 0),
+        mixture(hybrid(2048, (16, 2), (16, 32), 512), 256, 8, 512),
+        mixture(hybrid(2048, (16, 2), (16, 32), 512), 511, 10, 512),
+    ];
+
+    const fn sizes(hidden: usize, heads: usize, intermediate: usize) -> LayersSizes {
+        LayersSizes {
+            hidden,
+            heads,
+            kv_heads: 8,
+            head_dim: 128,
+            delta: None,
+            experts: None,
+            intermediate,
+        }
+    }
+
+    const fn mixture(
+        sizes: LayersSizes,
+        count: usize,
+        per_token: usize,
+        shared: usize,
+    ) -> LayersSizes {
+        let experts = Experts {
+            count,
+            per_token,
+            width: sizes.intermediate,
+            normalized: true,
+            shared,
+        };
+        LayersSizes {
+            experts: Some(experts),
+            kv_heads: if shared > 0 { sizes.kv_heads } else { 4 },
+            ..sizes
+        }
+    }
+
+    const fn hybrid(
+        hidden: usize,
+        (heads, kv_heads): (usize, usize),
+        (key_heads, value_heads): (usize, usize),
+        intermediate: usize,
+    ) -> LayersSizes {
+        LayersSizes {
+            hidden,
+            heads,
+            kv_heads,
+            head_dim: 256,
+            delta: Some(DeltaShape {
+                key_heads,
+                value_heads,
+                key_dim: 128,
+                value_dim: 128,
+                conv: 4,
+                tiled: false,
+            }),
+            experts: None,
+            intermediate,
+        }
+    }
+
+    #[test]
+    fn published_models_fit() {
+        let info = GpuInfo {
+            shared_memory: 227 << 10,
+            ..GpuInfo::default()
+        };
+        for sizes in MODELS {
+            // As many blocks as clusters take on an H200, and on devices with fewer multiprocessors.
+            for blocks in [120, 104, 72] {
+                assert!(sizes.fit(blocks), "{sizes:?} {blocks}");
+            }
+            // INT4; 6 bits in groups of 32, the longest records of a mix.
+            for record in [2048 + 160, 3072 + 160] {
+                let (_, depth, shared) = LayersPlan::room(&info, sizes, TEAM * record)
+                    .expect("it fits in shared memory");
+                let least = window(sizes.hidden) + LEAST_AHEAD;
+                assert!(depth >= least, "{sizes:?}: {depth}");
+                assert!(shared <= info.shared_memory, "{sizes:?}: {shared}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_block_has_records_to_add_up() {
+        // 32 records of `down`.
+        let small = sizes(256, 16, 512);
+        assert!(small.fit(32) && !small.fit(40));
+        // A tile of `down` with more parts than are read.
+        let narrow = sizes(256, 16, 8192);
+        assert!(narrow.fit(32) && !narrow.fit(120));
+    }
+}
