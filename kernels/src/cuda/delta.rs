@@ -201,7 +201,7 @@ impl LayerStates<'_> {
         &self.states.shape.delta
     }
 
-    /// Where the rows that steps keep are, if they are: for sequences up to the slot `idle`.
+    /// Where the rows that steps keep of the first `slots` sequences are; null if none are kept.
     fn kept(&self, o: &Operands<'_>, slots: usize) -> Result<Address> {
         let StatesShape { delta, kept, .. } = self.states.shape;
         if kept == 0 {

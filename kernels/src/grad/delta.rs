@@ -11,7 +11,7 @@ pub(crate) const DELTA_CHUNK_VALUES: usize = 2 * DELTA_CHUNK * DELTA_CHUNK + 4 *
 /// Inputs of the convolution that a GPU keeps of a sequence: `INPUTS` of `cuda/delta_state.cuh`.
 pub(crate) const DELTA_INPUTS: usize = 20;
 
-/// The operands of [`LayerOps::delta`]: a gated DeltaNet over `batch` whole sequences of `seq` tokens.
+/// The operands of [`LayerOps::delta`](super::LayerOps::delta): a gated DeltaNet over `batch` whole sequences of `seq` tokens.
 #[derive(Clone, Copy)]
 pub struct DeltaInputs<'a, F> {
     /// Its shape.
@@ -43,7 +43,7 @@ impl<F> DeltaInputs<'_, F> {
     }
 }
 
-/// Memory in which [`LayerOps::delta`] works.
+/// Memory in which [`LayerOps::delta`](super::LayerOps::delta) works.
 pub struct DeltaWork<F> {
     /// `[rows, channels]`: queries, keys and values after the convolution.
     pub mixed: F,
@@ -73,7 +73,7 @@ impl<F> DeltaWork<F> {
     }
 }
 
-/// Bytes of a state, which a GPU allocates for itself when [`LayerOps::delta`] is first called.
+/// Bytes of a state, which a GPU allocates for itself when [`LayerOps::delta`](super::LayerOps::delta) is first called.
 pub fn delta_state_bytes(shape: &DeltaShape) -> usize {
     let matrices = shape.values() * shape.key_dim;
     size_of::<f32>() * (matrices + DELTA_INPUTS * shape.channels())
