@@ -270,7 +270,7 @@ impl LayerStates<'_> {
             layer: self.args(o, vectors, slots)?,
             rates: rows,
             // The last slot is the idle one, of which no rows are kept.
-            kept: self.kept(o, slots - 1)?,
+            kept: self.kept(o, slots.saturating_sub(1))?,
             scale,
         })
     }

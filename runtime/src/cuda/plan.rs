@@ -112,8 +112,8 @@ pub(super) fn weight_bytes(
         let router = (c.experts.filter(|_| layer.blocks.iter().any(routes)))
             .map_or(0, |e| e.count + usize::from(stacks.0));
         let rates = delta.map_or(0, |d| 2 * d.value_heads);
-        let halves = [rates, router].map(|rows| HalfRows::bytes(rows, c.hidden_size));
-        let _halves = halves.map(|bytes| gpu.zeros::<u8>("a weight", bytes));
+        let halves = |rows| gpu.zeros::<u8>("a weight", HalfRows::bytes(rows, c.hidden_size));
+        let _halves = (halves(rates)?, halves(router)?);
         Ok(account.held() - before)
     };
     let layers = match stored {
