@@ -1,11 +1,11 @@
 //! With the feature `cuda`: finds the machine code of `cuda/*.cu`, which the library embeds.
 //!
-//! It comes from the crate nq-kernels-cuda, whose manifest lists the sources it was compiled from; if
-//! they differ from those here, the build fails. With the feature `cuda-source` it is compiled here:
-//! `NVCC` then names the compiler; otherwise it is looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`,
-//! `/usr/local/cuda` and the packages of a Python environment (`NQ_NVCC_VENV`, `VIRTUAL_ENV`), where
-//! pip installs it. `NQ_CUDA_ARCHS` limits the architectures during development, e.g. `90a`; such a
-//! library runs on those alone.
+//! It comes from the crates in `prebuilt`, one for each family of GPUs. The manifest there says which sources
+//! it was compiled from; if they differ from those here, or the crates hold other code, the build fails.
+//! With the feature `cuda-source` it is compiled here: `NVCC` then names the compiler; otherwise it is
+//! looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`, `/usr/local/cuda` and the packages of a Python
+//! environment (`NQ_NVCC_VENV`, `VIRTUAL_ENV`), where pip installs it. `NQ_CUDA_ARCHS` limits the
+//! architectures during development, e.g. `90a`; such a library runs on those alone.
 
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -65,14 +65,29 @@ fn sources() -> Vec<PathBuf> {
     sources
 }
 
-/// Checks that nq-kernels-cuda was compiled from `sources`; returns the compiler's version.
+/// Code by target.
+type Code = &'static [(&'static str, &'static [u8])];
+
+/// The crates of compiled kernels.
+#[cfg(feature = "cuda")]
+const CRATES: [(&str, Code); 4] = [
+    ("nq_kernels_ampere", nq_kernels_ampere::CODE),
+    ("nq_kernels_hopper", nq_kernels_hopper::CODE),
+    ("nq_kernels_blackwell", nq_kernels_blackwell::CODE),
+    ("nq_kernels_ptx", nq_kernels_ptx::CODE),
+];
+#[cfg(not(feature = "cuda"))]
+const CRATES: [(&str, Code); 0] = [];
+
+/// Checks that the crates hold the manifest's code, compiled from `sources`; returns the compiler's version and the
+/// list of the code.
 fn prebuilt(sources: &[PathBuf]) -> String {
     const REMEDY: &str = "kernels/prebuilt/build compiles them for all architectures (with nvcc, 15 \
         core-minutes); the feature cuda-source does without, by nvcc at each build (NQ_CUDA_ARCHS=90a \
         limits it to one architecture); --no-default-features builds for the CPU alone";
-    let path = env::var("DEP_NQ_KERNELS_CUDA_MANIFEST").expect("nq-kernels-cuda gives it");
+    let path = "prebuilt/manifest";
     println!("cargo::rerun-if-changed={path}");
-    let manifest = fs::read_to_string(&path)
+    let manifest = fs::read_to_string(path)
         .unwrap_or_else(|e| fail(&format!("no prebuilt CUDA kernels: {path}: {e}\n{REMEDY}")));
     let told: Vec<&str> = manifest
         .lines()
@@ -98,17 +113,46 @@ fn prebuilt(sources: &[PathBuf]) -> String {
             unique(other).join(", ")
         ));
     }
+    let told = manifest.lines().filter_map(|l| l.strip_prefix("code "));
+    let mut told: Vec<(&str, &str)> = told
+        .filter_map(|l| l.split_once(' ')?.1.split_once(' '))
+        .collect();
+    let mut code =
+        "/// Code by target, by crate.\nstatic CODE: &[&&[(&str, &[u8])]] = &[".to_owned();
+    for (name, targets) in CRATES {
+        for (target, bytes) in targets {
+            let hash = hash(bytes);
+            let Some(at) = told.iter().position(|row| *row == (hash.as_str(), *target)) else {
+                fail(&format!(
+                    "the crate {name} has other code for {target} than {path} tells\n{REMEDY}"
+                ));
+            };
+            told.remove(at);
+        }
+        code += &format!("&{name}::CODE,");
+    }
+    if let Some((_, target)) = told.first() {
+        fail(&format!(
+            "no crate has the code for {target} that {path} tells\n{REMEDY}"
+        ));
+    }
     let version = manifest.lines().find_map(|l| l.strip_prefix("compiler "));
-    compiler(version.unwrap_or_else(|| fail(&format!("{path} names no compiler"))))
+    let version = version.unwrap_or_else(|| fail(&format!("{path} names no compiler")));
+    format!("{}{code}];\n", compiler(version))
+}
+
+fn hash(bytes: &[u8]) -> String {
+    Sha256::digest(bytes)
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect()
 }
 
 /// The line of a source in the manifest: its hash and name.
 fn source_line(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_else(|e| fail(&format!("{}: {e}", path.display())));
-    let hash = Sha256::digest(&bytes);
-    let hex: String = hash.iter().map(|b| format!("{b:02x}")).collect();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    format!("source {hex} {name}")
+    format!("source {} {name}", hash(&bytes))
 }
 
 fn unique(mut names: Vec<&str>) -> Vec<&str> {
@@ -155,7 +199,8 @@ fn compile(sources: &[PathBuf]) -> String {
         fail(e);
     }
     let mut code = compiler(&version(&nvcc));
-    code += "/// Fatbins by target, one for each source.\nconst CODE: &[(&str, &[&[u8]])] = &[";
+    code +=
+        "/// Fatbins by target, one for each source.\nstatic CODE: &[&[(&str, &[&[u8]])]] = &[&[";
     for target in &targets {
         code += &format!("({target:?}, &[");
         for job in jobs.iter().filter(|j| j.target == *target) {
@@ -163,7 +208,7 @@ fn compile(sources: &[PathBuf]) -> String {
         }
         code += "]),";
     }
-    code + "];\n"
+    code + "]];\n"
 }
 
 /// The version that `nvcc --version` prints, e.g. `13.0.88`.

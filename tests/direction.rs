@@ -3,9 +3,12 @@
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// Each crate may use those before it.
-const ORDER: [&str; 9] = [
+const ORDER: [&str; 12] = [
     "nq-formats",
-    "nq-kernels-cuda",
+    "nq-kernels-ampere",
+    "nq-kernels-hopper",
+    "nq-kernels-blackwell",
+    "nq-kernels-ptx",
     "nq-kernels",
     "nq-runtime",
     "nq-evals",

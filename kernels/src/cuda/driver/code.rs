@@ -5,9 +5,16 @@ use std::borrow::Cow;
 
 include!(concat!(env!("OUT_DIR"), "/code.rs"));
 
-/// Code by target, e.g. `sm_90a`: fatbins, or a zstd frame of them.
+/// What a target's code is made of: fatbins, or a zstd frame of them.
+#[cfg(feature = "cuda-source")]
+type Packed = &'static [&'static [u8]];
 #[cfg(not(feature = "cuda-source"))]
-use nq_kernels_cuda::CODE;
+type Packed = &'static [u8];
+
+/// Code by target, e.g. `sm_90a`.
+fn code() -> impl Iterator<Item = (&'static str, Packed)> {
+    CODE.iter().flat_map(|family| family.iter()).copied()
+}
 
 /// Most bytes of a target's unpacked code: several times the actual size.
 #[cfg(not(feature = "cuda-source"))]
@@ -64,7 +71,7 @@ impl Target {
     /// # Errors
     /// [`Error::Cuda`] if the embedded code is damaged.
     pub(in crate::cuda) fn images(&self) -> Result<Vec<Cow<'static, [u8]>>> {
-        let code = CODE.iter().find(|(name, _)| *name == self.name);
+        let code = code().find(|(name, _)| *name == self.name);
         let (_, code) = code.expect("targets are those of the table");
         images(code).map_err(|why| Error::Cuda {
             what: "unpacking the kernels",
@@ -75,7 +82,7 @@ impl Target {
 
 /// All targets for which this build has code.
 pub(in crate::cuda) fn targets() -> impl Iterator<Item = Target> {
-    CODE.iter().filter_map(|(name, _)| Target::of(name))
+    code().filter_map(|(name, _)| Target::of(name))
 }
 
 /// The best of `targets` for a device: machine code if there is any, and the newest.

@@ -1,0 +1,11 @@
+//! CUDA kernels compiled for compute capability 9.0 (H100, H200), a part of
+//! [nq-kernels](https://docs.rs/nq-kernels): with them, building nq needs no CUDA toolkit.
+//!
+//! The build of nq-kernels compares the code with its own manifest: which sources it was compiled from, by which
+//! compiler. A part of nq that may change in any version: programs use `nq-llm`.
+
+#![no_std]
+#![forbid(unsafe_code)]
+
+/// Code by target: a zstd frame of fatbins, one after another, a fatbin per source.
+pub static CODE: &[(&str, &[u8])] = &[("sm_90a", include_bytes!("../sm_90a.zst"))];
