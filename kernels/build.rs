@@ -45,8 +45,16 @@ fn main() {
     } else {
         prebuilt(&sources)
     };
+    // What code that is loaded at run time must have been compiled from.
+    let list = if feature("IMITATE") {
+        let lines = sources.iter().map(|path| source_line(path));
+        let lines: Vec<String> = lines.map(|l| l["source ".len()..].to_owned()).collect();
+        format!("pub(super) const SOURCES: &[&str] = &{lines:?};\n")
+    } else {
+        String::new()
+    };
     let out = env::var_os("OUT_DIR").expect("cargo sets OUT_DIR");
-    fs::write(Path::new(&out).join("code.rs"), code).expect("OUT_DIR can be written");
+    fs::write(Path::new(&out).join("code.rs"), code + &list).expect("OUT_DIR can be written");
 }
 
 fn feature(name: &str) -> bool {
@@ -118,7 +126,7 @@ fn prebuilt(sources: &[PathBuf]) -> String {
         .filter_map(|l| l.split_once(' ')?.1.split_once(' '))
         .collect();
     let mut code =
-        "/// Code by target, by crate.\nstatic CODE: &[&&[(&str, &[u8])]] = &[".to_owned();
+        "/// Code by target, by crate.\nstatic CODE: &[&&[(&str, Packed)]] = &[".to_owned();
     for (name, targets) in CRATES {
         for (target, bytes) in targets {
             let hash = hash(bytes);
@@ -199,8 +207,7 @@ fn compile(sources: &[PathBuf]) -> String {
         fail(e);
     }
     let mut code = compiler(&version(&nvcc));
-    code +=
-        "/// Fatbins by target, one for each source.\nstatic CODE: &[&[(&str, &[&[u8]])]] = &[&[";
+    code += "/// Fatbins by target, one for each source.\nstatic CODE: &[&[(&str, Packed)]] = &[&[";
     for target in &targets {
         code += &format!("({target:?}, &[");
         for job in jobs.iter().filter(|j| j.target == *target) {

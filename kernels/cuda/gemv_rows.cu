@@ -12,8 +12,8 @@ constexpr int WARPS = 12;
 #define GEMV_ROWS_8(scheme) GEMV_ROWS(scheme, 4, 4, 1) GEMV_ROWS(scheme, 8, 8, 1)
 #define GEMV_ROWS_16(scheme) GEMV_ROWS(scheme, 16, 8, 2)
 
-// All code together is to fit a crate of 10 MiB. So only Hopper, where they were measured, has all instances; newer
-// devices have those for up to eight rows of the schemes that most files are in.
+// To keep the crates of compiled code small, only Hopper, where they were measured, has all instances; newer devices
+// have those for up to eight rows of the schemes that most files are in.
 GEMV_ROWS_8(int4_sym_64)
 GEMV_ROWS_8(int4_int_64)
 GEMV_ROWS_8(int4_offset_64)
@@ -25,7 +25,7 @@ GEMV_ROWS_8(int5_int_32_scales8)
 GEMV_ROWS_8(int6_sym_64_scales8)
 GEMV_ROWS_8(int6_sym_32_scales8)
 
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH_FEAT_SM90_ALL
 
 GEMV_ROWS_8(int4_sym_32)
 GEMV_ROWS_8(int4_int_32)

@@ -17,7 +17,7 @@ fn code() -> impl Iterator<Item = (&'static str, Packed)> {
 }
 
 /// Most bytes of a target's unpacked code: several times the actual size.
-#[cfg(not(feature = "cuda-source"))]
+#[cfg(any(not(feature = "cuda-source"), feature = "imitate"))]
 const MOST_BYTES: usize = 256 << 20;
 
 /// A target, by the compiler's name: `sm_86` is machine code for compute capability 8.6 and
@@ -155,7 +155,11 @@ fn images(code: &[&'static [u8]]) -> Result<Vec<Cow<'static, [u8]>>, String> {
 }
 
 #[cfg(not(feature = "cuda-source"))]
-fn images(packed: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
+use unpack as images;
+
+/// The fatbins in a zstd frame.
+#[cfg(any(not(feature = "cuda-source"), feature = "imitate"))]
+pub(super) fn unpack(packed: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
     use std::io::Read;
     let mut unpacked = Vec::new();
     let decoder = ruzstd::decoding::StreamingDecoder::new(packed).map_err(|e| e.to_string())?;
@@ -168,7 +172,7 @@ fn images(packed: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
 
 /// Splits `all` into its fatbins. Each begins with a header: magic, version (u16),
 /// bytes of the header (u16), bytes after it (u64).
-#[cfg(not(feature = "cuda-source"))]
+#[cfg(any(not(feature = "cuda-source"), feature = "imitate"))]
 fn split(mut all: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
     const MAGIC: [u8; 4] = 0xba55_ed50_u32.to_le_bytes();
     let mut images = Vec::new();
@@ -243,7 +247,7 @@ mod tests {
         assert!(why.contains("7.5"), "{why}");
     }
 
-    #[cfg(not(feature = "cuda-source"))]
+    #[cfg(any(not(feature = "cuda-source"), feature = "imitate"))]
     #[test]
     fn damaged_code_is_refused() {
         assert!(split(&[1; 8]).is_err());

@@ -84,8 +84,13 @@ pub(super) fn capability(device: sys::CUdevice) -> Result<(i32, i32)> {
         let value = unsafe { result::device::get_attribute(device, attribute) };
         check("asking for a GPU's properties", value)
     };
-    Ok((
+    let capability = (
         get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
         get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-    ))
+    );
+    #[cfg(feature = "imitate")]
+    if let Some(imitation) = super::imitate::imitation()? {
+        return imitation.instead_of(capability);
+    }
+    Ok(capability)
 }

@@ -303,6 +303,15 @@ impl Gpu {
                 result::function::set_function_attribute(f.handle, attribute, value as i32)
             })
         };
+        #[cfg(feature = "imitate")]
+        if let Some(imitation) = super::imitate::imitation()? {
+            self.0.bind()?;
+            let fixed = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+            // SAFETY: the handle is valid as long as the module.
+            let fixed = unsafe { result::function::get_function_attribute(f.handle, fixed) };
+            let fixed = check("asking for a kernel's shared memory", fixed)?;
+            imitation.allow(kernel.name(), fixed as usize, shape)?;
+        }
         if shape.shared > f.shared.load(Ordering::Relaxed) {
             let bytes = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             allow("reserving shared memory", bytes, shape.shared)?;
@@ -416,6 +425,10 @@ impl Inner {
             // Older drivers do not know the question.
             multi_process: get(A::CU_DEVICE_ATTRIBUTE_MPS_ENABLED).is_ok_and(|on| on != 0),
         };
+        #[cfg(feature = "imitate")]
+        if let Some(imitation) = super::imitate::imitation()? {
+            imitation.describe(&mut self.info);
+        }
         Ok(())
     }
 
@@ -482,7 +495,10 @@ impl Inner {
 
     /// Loads the kernels.
     fn load_modules(&mut self, code: Target) -> Result<()> {
-        for image in code.images()? {
+        let images = || code.images();
+        #[cfg(feature = "imitate")]
+        let images = || super::imitate::imitation()?.map_or_else(images, |i| i.images());
+        for image in images()? {
             // SAFETY: the image is a whole fatbin; the driver checks it.
             let module = unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) };
             self.modules.push(check("loading the kernels", module)?);

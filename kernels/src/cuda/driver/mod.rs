@@ -20,6 +20,8 @@ mod copy;
 mod found;
 mod gpu;
 mod host;
+#[cfg(feature = "imitate")]
+mod imitate;
 mod memory;
 mod operands;
 mod pinned;
