@@ -16,13 +16,14 @@ constexpr int SIDE = 64;
 extern __shared__ __align__(16) double shared[];
 
 // A from the moments H. An input that was never seen (`dead`) is cut off from the others and
-// gets `fill` as its own moment. Grid: (blocks of columns, rows).
+// gets `fill` as its own moment. Each element of the diagonal grows by `noise` times itself, and by
+// `damping`. Grid: (blocks of columns, rows).
 struct FactorGatherArgs {
     const float* h;          // [n, n]
     const uint32_t* order;   // [n]
     const uint32_t* dead;    // [n], 0 or 1 by input
     double* a;               // [np, np]
-    double fill, damping;
+    double fill, damping, noise;
     int n, np;
 };
 
@@ -34,7 +35,7 @@ extern "C" __global__ void factor_gather(const __grid_constant__ FactorGatherArg
         const uint32_t x = p.order[p.n - 1 - i], y = p.order[p.n - 1 - j];
         const bool dead = p.dead[x] || p.dead[y];
         v = dead ? (i == j ? p.fill : 0.0) : double(p.h[(long long)x * p.n + y]);
-        if (i == j) v += p.damping;
+        if (i == j) v += p.noise * v + p.damping;
     }
     p.a[(long long)i * p.np + j] = v;
 }

@@ -70,6 +70,8 @@ pub struct Damped<'a> {
     pub fill: f64,
     /// Added to the diagonal.
     pub damping: f64,
+    /// Added to each element of the diagonal as a share of itself.
+    pub noise: f64,
 }
 
 /// A weight and the order of its columns.

@@ -362,7 +362,12 @@ pub fn gather(
     if needs == Needs::Hessian
         && let Some(moments) = stepper.moments(index, weights, hidden, &mut gather)?
     {
-        let stats = |own: Vec<_>| own.into_iter().map(InputStats::on_device).collect();
+        let rows = hidden.lengths.iter().sum();
+        let one = |moments| InputStats {
+            rows,
+            ..InputStats::on_device(moments)
+        };
+        let stats = |own: Vec<_>| own.into_iter().map(one).collect();
         return Ok((moments.into_iter().map(stats).collect(), gather.hits));
     }
     stepper.observe(index, weights, hidden, &mut gather)?;

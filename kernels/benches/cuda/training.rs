@@ -211,6 +211,7 @@ pub(crate) fn second_order(t: &mut Timing) -> Result<()> {
             dead: &dead,
             fill: 1.0,
             damping: 0.01,
+            noise: 0.0,
         };
         let mut factor = None;
         t.alone(&what("factor"), 0, |_| {

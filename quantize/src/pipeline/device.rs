@@ -101,7 +101,10 @@ impl Job<'_> {
         let moments = inputs.hessian.as_ref().and_then(|h| h.host());
         if let (Device::Cuda(n), Some(moments)) = (self.options.load.device.resolve()?, moments) {
             let moments = gpu::moments(n, &moments.data, moments.cols)?;
-            return Ok(InputStats::on_device(moments));
+            return Ok(InputStats {
+                rows: inputs.rows,
+                ..InputStats::on_device(moments)
+            });
         }
         Ok(inputs)
     }

@@ -75,6 +75,7 @@ impl Hessian for DeviceHessian {
             dead: &dead,
             fill: f64::from(d.fill),
             damping: d.damping,
+            noise: d.noise,
         })?;
         Ok(factor.map(|factor| Box::new(DeviceFactor(factor)) as Box<dyn Factor>))
     }

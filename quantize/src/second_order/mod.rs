@@ -87,7 +87,7 @@ pub struct Damped<'a> {
     pub fill: f32,
     /// Added to the diagonal.
     pub damping: f64,
-    /// Added to each element of the diagonal as a share of itself, on the host.
+    /// Added to each element of the diagonal as a share of itself.
     pub noise: f64,
 }
 
@@ -123,7 +123,7 @@ pub struct InputStats {
     pub mean_square: Vec<f32>,
     /// `E[x x^T]`, `[in, in]`.
     pub hessian: Option<Arc<dyn Hessian>>,
-    /// Number of inputs that these are means of; 0 if that is not known, as on a device.
+    /// Number of inputs that these are means of; 0 if that is not known.
     pub rows: usize,
 }
 

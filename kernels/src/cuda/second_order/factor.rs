@@ -53,6 +53,7 @@ struct GatherArgs {
     a: Address,
     fill: f64,
     damping: f64,
+    noise: f64,
     n: i32,
     np: i32,
 }
@@ -184,6 +185,7 @@ impl Work<'_> {
             a: self.at.a,
             fill: d.fill,
             damping: d.damping,
+            noise: d.noise,
             n: n as i32,
             np: self.np as i32,
         };
