@@ -167,6 +167,17 @@ DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* b) {
 DEVICE void copy_bulk_stream(void* to, const void* from, uint32_t bytes, uint64_t* b) {
     copy_bulk_at<true>(shared_address(to), static_cast<const uint8_t*>(from), bytes, shared_address(b));
 }
+#else
+DEVICE void barrier_fence() {}
+DEVICE void barrier_wait_at(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
 #endif
 
 // (a & mask) | bits

@@ -49,10 +49,40 @@ DEVICE void wait_sent(uint32_t barrier, uint32_t parity) {
         "@!done bra again;\n"
         "}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
+// True in one lane of a converged warp. The compiler knows that it is one: operands of bulk copies that
+// are the same for the warp need no loop over its lanes.
+DEVICE bool elect() {
+    uint32_t one;
+    asm volatile(
+        "{\n"
+        ".reg .pred e;\n"
+        "elect.sync _|e, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, e;\n"
+        "}\n" : "=r"(one));
+    return one != 0;
+}
+
+DEVICE void arrive_times(uint32_t barrier, int times) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory"); }
+
+#else
+
+DEVICE void arrive_times(uint32_t barrier, int times) {
+#pragma unroll 1
+    for (int i = 0; i < times; i++) asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+
+#endif
+
 DEVICE void init_barrier(uint32_t barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-DEVICE void arrive_times(uint32_t barrier, int times) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory"); }
+
+// Asynchronous copy of 16 bytes to shared memory, past L1.
+DEVICE void copy_async_at(uint32_t to, const uint8_t* from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives at a barrier, which counts each thread once, when what this thread has copied so far is there.
+DEVICE void copies_arrive(uint32_t barrier) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory"); }
 
 // Two values with a stamp each.
 DEVICE uint4 load_stamped(const uint64_t* p) {
@@ -76,22 +106,10 @@ DEVICE void store_stamped_two(uint64_t* to, float2 v, uint32_t stamp) {
     asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(stamped(v.x, stamp)), "l"(stamped(v.y, stamp)) : "memory");
 }
 
-// True in one lane of a converged warp. The compiler knows that it is one: operands of bulk copies that
-// are the same for the warp need no loop over its lanes.
-DEVICE bool elect() {
-    uint32_t one;
-    asm volatile(
-        "{\n"
-        ".reg .pred e;\n"
-        "elect.sync _|e, 0xffffffff;\n"
-        "selp.u32 %0, 1, 0, e;\n"
-        "}\n" : "=r"(one));
-    return one != 0;
-}
-
 // Waits for so many threads of the block, which name the same barrier.
 DEVICE void sync_some(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
 
+DEVICE void store_shared_8(uint32_t at, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory"); }
 DEVICE void store_shared_4(uint32_t at, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 
 // Brings the 128 bytes around `p` into the cache of all multiprocessors.
@@ -108,5 +126,3 @@ DEVICE uint8_t* dynamic_shared() {
     extern __shared__ __align__(128) uint4 memory[];
     return reinterpret_cast<uint8_t*>(memory);
 }
-
-#endif

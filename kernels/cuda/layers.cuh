@@ -3,9 +3,11 @@
 #pragma once
 
 #include "delta_state.cuh"
-#include "exchange.cuh"
 
 constexpr int LAYERS_WARPS = 12;    // that multiply
+
+#include "layers_cluster.cuh"
+
 constexpr int TEAM = 4;             // warps that share a stage of weights
 constexpr int TEAMS = LAYERS_WARPS / TEAM;
 constexpr int MOST_GROUP = 8;       // query heads of a key head
@@ -13,10 +15,8 @@ constexpr int MOST_SOURCES = 16;    // blocks among which the pages of a head ar
 constexpr int MOST_PAGES = 32;      // of a source
 constexpr int MOST_PARTS = 4;       // of a tile of x
 constexpr int MOST_RING = 32;       // stages
-constexpr int LEAST_AHEAD = 4;      // stages between two that a warp waits for, at most (`Ring::wait`)
 constexpr int MOST_LAYERS = 64;
 constexpr int MOST_ROUTE = 16;      // experts that a row goes through
-constexpr int CLUSTER = 8;          // blocks
 constexpr int PHASES = 5;           // of a layer, that leave stamped values
 constexpr int STAMPS = 512;         // of a step
 
@@ -68,7 +68,7 @@ struct ProductShape {
 
 // Where things lie in shared memory, in bytes.
 struct LayersRoom {
-    int digits[2];   // SpanDigits [spans], of qkv or gate and up; of o or down
+    int digits[2];   // SpanDigits [spans], of qkv or gate and up; of o or down. Without clusters both are one
     int x;           // float [inputs of x that the block gathers]
     int sums;        // float [2][LAYERS_WARPS tiles][LAYERS_WARPS][16]; or `AttentionRoom`
     int queries;     // uint4 [group][DIM / 4], left operands; then the new key and value in FP16; or `DeltaRoom`
@@ -83,6 +83,7 @@ struct LayersArgs {
     uint64_t* gated;         // [intermediate], or [chosen][intermediate of an expert]
     uint64_t* scores;        // [experts]
     uint64_t* parts[2];      // [MOST_PARTS][hidden], of o and of down
+    uint64_t* digits[2];     // without clusters: the words of inputs, SpanDigits [spans]; of qkv or gate and up; of o or down
     uint32_t* epoch;         // of the step, from 1 on
     const float2* cos_sin;   // [positions][HeadsOf<DIM>::ROTATED / 2]
     const uint32_t* tables;  // as of `Cache`
@@ -107,19 +108,23 @@ struct LayersArgs {
     int up_tiles;            // of gate and up of an expert
     int down_spans;          // of down of an expert
     int stage;               // bytes of a stage of the ring
-    int depth;               // stages of the ring, at least `window` + LEAST_AHEAD, at most MOST_RING
+    int depth;               // stages of the ring, at most MOST_RING. A warp waits for a stage at most DIM / 32 behind one that it saw (attention): at least
+                             // these, besides `window` where bulk copies fill the ring
     int window;              // stages requested and not there yet, at most
     float eps;
     LayerArgs layer[MOST_LAYERS];
 };
-
-#if __CUDA_ARCH__ >= 900
 
 // a / b of small numbers.
 DEVICE int quotient(int a, int b) { return int(__fdividef(float(a) + 0.5f, float(b))); }
 
 DEVICE float quick_sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 DEVICE float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+DEVICE float warp_max(float v) {
+    const int i = __float_as_int(v), most = __reduce_max_sync(~0u, i ^ (i >> 31 & 0x7fffffff));
+    return __int_as_float(most ^ (most >> 31 & 0x7fffffff));
+}
 
 DEVICE void sync_layers() { sync_some(1, LAYERS_WARPS * 32); }
 
@@ -151,7 +156,7 @@ struct Ring {
     //
     // A barrier tells only even from odd uses of its stage. No more than `window` stages are on their way, so a
     // warp that has seen stage n, or met one that has, knows that those up to n - window are there, and can
-    // wait for those up to n - window + depth.
+    // wait for those up to n - window + depth. Copies of 16 bytes end in order, which makes that n + depth.
     DEVICE void wait(const RingPlace& place) const {
         barrier_wait_at(full + place.slot * 8, place.parity);
         __syncwarp();
@@ -178,6 +183,13 @@ struct Requests {
             behind.step(1, ring.depth);
         }
     }
+    // Requests the next stage, of so many bytes: `make` is called with its address.
+    template <class Make>
+    DEVICE void fill(uint32_t bytes, Make&& make) {
+        wait();
+        Copies::request(barrier(), bytes, [&](const Copies& copies) { make(at(), copies); });
+        next();
+    }
     // Of the next stage.
     DEVICE uint32_t at() const { return ring.at(place); }
     DEVICE uint32_t barrier() const { return ring.full + place.slot * 8; }
@@ -186,5 +198,3 @@ struct Requests {
         place.step(1, ring.depth);
     }
 };
-
-#endif

@@ -48,8 +48,6 @@ struct AttentionShare {
     DEVICE bool newest() const { return pages > 0 && source == sources - 1; }
 };
 
-#if __CUDA_ARCH__ >= 900
-
 // What warps that attend exchange.
 struct AttentionRoom {
     uint4 weights[CHUNKS][2][32];   // left operands of each lane
@@ -95,24 +93,19 @@ struct PageAttention {
             const int keyed = key_stages(share.positions(i));
 #pragma unroll 1
             for (int k = 0; k < stages(share.positions(i)); k++) {
-                requests.wait();
-                if (elect()) {
-                    const uint32_t to = requests.at(), barrier = requests.barrier();
+                requests.fill(INT8 && k < keyed ? 2 * (PART + SCALE_PART) : PART, [&](uint32_t to, const Copies& copies) {
                     if constexpr (INT8) {
                         auto scales = [&](const __half* from) { return reinterpret_cast<const uint8_t*>(from + head * PAGE + k * KEYS); };
-                        barrier_expect_at(barrier, k < keyed ? 2 * (PART + SCALE_PART) : PART);
                         if (k < keyed) {
-                            copy_bulk_at<false>(to, keys + k * PART, PART, barrier);
-                            copy_bulk_at<false>(to + SCALES, scales(layer.key_scales), SCALE_PART, barrier);
-                            copy_bulk_at<false>(to + SCALES + SCALE_PART, scales(layer.value_scales), SCALE_PART, barrier);
+                            copies.copy<false>(to, keys + k * PART, PART);
+                            copies.copy<false>(to + SCALES, scales(layer.key_scales), SCALE_PART);
+                            copies.copy<false>(to + SCALES + SCALE_PART, scales(layer.value_scales), SCALE_PART);
                         }
-                        copy_bulk_at<false>(to + PART, values + k * PART, PART, barrier);
+                        copies.copy<false>(to + PART, values + k * PART, PART);
                     } else {
-                        barrier_expect_at(barrier, PART);
-                        copy_bulk_at<false>(to, k < keyed ? keys + k * PART : values + (k - keyed) * PART, PART, barrier);
+                        copies.copy<false>(to, k < keyed ? keys + k * PART : values + (k - keyed) * PART, PART);
                     }
-                }
-                requests.next();
+                });
             }
         }
     }
@@ -319,5 +312,3 @@ struct PageAttention {
     static DEVICE float fresh_scale(uint32_t of) { return __half2float(__ushort_as_half(load_shared_2(of + DIM))); }
     static DEVICE void sync_attending() { sync_some(2, ATTEND_WARPS * 32); }
 };
-
-#endif

@@ -35,8 +35,6 @@ struct DeltaShare {
     DEVICE int count() const { return end - first; }
 };
 
-#if __CUDA_ARCH__ >= 900
-
 // What the warps of a block exchange.
 struct DeltaRoom {
     float mixed[3][DELTA_DIM];        // query, key, and the values of the block's columns
@@ -149,5 +147,3 @@ DEVICE float2 join_recurrence(const LayersArgs& p, const LayerRecurrence& of, in
     const float r = rsqrtf(warp_sum(v.x * v.x + v.y * v.y + u.x * u.x + u.y * u.y) / DELTA_DIM + of.delta.eps);
     return make_float2(v.x * r * gain.x * quick_silu(gate.x), v.y * r * gain.y * quick_silu(gate.y));
 }
-
-#endif

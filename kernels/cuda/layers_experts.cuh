@@ -10,8 +10,6 @@
 #include "layers_halves.cuh"
 #include "layers.cuh"
 
-#if __CUDA_ARCH__ >= 900
-
 // The experts that the row goes through, and their weights.
 struct Route {
     int expert[MOST_ROUTE];
@@ -93,5 +91,3 @@ DEVICE void choose_route(const LayersArgs& p, Route& route, uint32_t stamp, int 
     if (lane < p.chosen) route.expert[lane] = expert, route.weight[lane] = finite ? own : __uint_as_float(0x7fc00000u);
     __syncwarp();
 }
-
-#endif

@@ -2,9 +2,7 @@
 // where layers have these; behind it, timed where the time is taken.
 #include "step_layers.cuh"
 
-#if __CUDA_ARCH_FEAT_SM90_ALL
-
-constexpr int THREADS = LAYERS_WARPS * 32 + 32;
+constexpr int THREADS = (LAYERS_WARPS + Copies::WARPS) * 32;
 
 #define INSTANCE(name, scheme, hybrid, experts, timed)                                                     \
     extern "C" __global__ __launch_bounds__(THREADS, 1) void name(const __grid_constant__ LayersArgs p) { \
@@ -23,5 +21,3 @@ LAYERS(int4_sym_64, int4_sym_64)
 LAYERS(int4_int_64, int4_int_64)
 LAYERS(int4_offset_64, int4_offset_64)
 LAYERS(mix, void)
-
-#endif

@@ -7,14 +7,14 @@
 //   gated     = silu(gate norm(x)) * (up norm(x)), of an MLP or of the experts that a router chooses
 //   x        += down gated
 //
-// A block runs on each multiprocessor, in clusters; all run at once. The tiles of qkv and of gate and
+// A block runs on each multiprocessor, on 9.0 in clusters; all run at once. The tiles of qkv and of gate and
 // up, and the records of o and down, are dealt evenly to all blocks. A tile of the latter may so have
 // up to MOST_PARTS parts, which whoever reads x adds up in order. Attention has a block for each key
 // head and share of the pages (`layers_attention.cuh`), a recurrence one for each value head and share of its columns
 // (`layers_delta.cuh`). The records of experts are requested when they are chosen (`layers_experts.cuh`).
 //
-// What comes from memory never waits for values: one warp of each block requests the records of all products
-// in turn, and behind those of qkv the pages of keys and values, as long as its ring has room and at most
+// What comes from memory never waits for values: warps of each block that do nothing else request the records of all
+// products in turn, and behind those of qkv the pages of keys and values, as long as its ring has room and at most
 // `window` stages are on their way. More than the memory's latency needs would only delay what blocks send
 // each other.
 //
@@ -24,26 +24,20 @@
 // writes into it has read what all blocks wrote since they last read it.
 //
 // Each block of a cluster gathers its share of a product's inputs, makes digits of them (`products.cuh`)
-// and sends these to all blocks of the cluster.
+// and sends these to all blocks of the cluster; without clusters, of the grid (`layers_cluster.cuh`).
 //
 // Stages of the ring hold a record for each warp of a team; the teams take stages in turn. The warps'
 // sums of a tile meet in shared memory, where they are added in the order of the warps.
 //
 // Weights: INT4 with a scale for 64 inputs or more, or a mix.
 //
-// Bytes: codes + scales + zeros once; keys and values once; states read and written; for each cluster 8 a value of x, qkv and gated.
+// Bytes: codes + scales + zeros once; keys and values once; states read and written; for each cluster 8 a value of x, qkv and gated;
+// without clusters, that once, and for each block 4.5 a value.
 #pragma once
 
 #include "layers_attention.cuh"
 #include "layers_delta.cuh"
 #include "layers_experts.cuh"
-
-#if __CUDA_ARCH__ >= 900
-
-DEVICE float warp_max(float v) {
-    const int i = __float_as_int(v), most = __reduce_max_sync(~0u, i ^ (i >> 31 & 0x7fffffff));
-    return __int_as_float(most ^ (most >> 31 & 0x7fffffff));
-}
 
 // The records of a product that a block has.
 struct BlockShare {
@@ -101,7 +95,7 @@ struct LayersBlock {
     float2 gain[2];               // of the next norm: for the first two slots that this warp gathers
 
     DEVICE LayersBlock(const LayersArgs& p, uint8_t* shared, int warp, int lane, uint32_t epoch)
-        : p(p), shared(shared), warp(warp), lane(lane), rank(cluster_rank()), sent(shared_address(shared)),
+        : p(p), shared(shared), warp(warp), lane(lane), rank(rank_of_sharer()), sent(shared_address(shared)),
           ring(ring_of(p, shared)), stamp0(epoch * STAMPS), next{0, 0} {}
 
     static DEVICE Ring ring_of(const LayersArgs& p, uint8_t* shared) {
@@ -119,8 +113,8 @@ struct LayersBlock {
     DEVICE float* sums() const { return reinterpret_cast<float*>(shared + p.at.sums); }
     DEVICE SpanDigits* digits(int which) const { return reinterpret_cast<SpanDigits*>(shared + p.at.digits[which & 1]); }
     DEVICE float& factor() const { return *reinterpret_cast<float*>(shared + FACTOR); }
-    // The first of this block's share of `slots` slots of 64 inputs, if it is `rank`-th of its cluster.
-    static DEVICE int first_slot(int slots, int rank) { return rank * slots / CLUSTER; }
+    // The first of a block's share of `slots` slots of 64 inputs, if it is `rank`-th of those that share the work.
+    static DEVICE int first_slot(int slots, int rank) { return rank * slots / sharers(); }
     // The stamp of what a product of layer l reads.
     DEVICE uint32_t stamp_before(int l, int which) const { return stamp0 + l * PHASES + (which == QKV || which == END ? 0 : which + 1); }
 
@@ -136,7 +130,7 @@ struct LayersBlock {
     static DEVICE int phase_of(int which) { return which == QKV ? 0 : which + 1; }
 
     // Requests the weights of all products, and the keys and values that the block attends to: the work of
-    // one warp.
+    // warps that do nothing else.
     static DEVICE void request(const LayersArgs& p, uint8_t* shared, int lane) {
         Requests requests{ring_of(p, shared), p.window};
         AttentionShare attention;
@@ -151,23 +145,19 @@ struct LayersBlock {
             const LayerArgs& after = p.layer[min((i + 1) / 4, p.layers - 1)];
             const uint8_t *next_codes = after.codes[(i + 1) % 4], *next_meta = after.meta[(i + 1) % 4];
             if (EXPERTS && i % 4 >= GATED) {
-                if (i % 4 == GATED) wait_sent(shared_address(shared) + ROUTED, i / 4 & 1);
+                if (i % 4 == GATED) SharedInputs::wait(shared_address(shared) + ROUTED, i / 4 & 1);
                 request_experts(p, shared, requests, mine, i, lane);
                 codes = next_codes, meta = next_meta;
                 continue;
             }
 #pragma unroll 1
             for (int left = mine.units; left > 0; left -= TEAM) {
-                requests.wait();
                 const int records = min(left, TEAM);
-                if (elect()) {
-                    const uint32_t to = requests.at(), barrier = requests.barrier();
-                    barrier_expect_at(barrier, records * (kind.codes_bytes + kind.meta_bytes));
-                    copy_bulk_at<true>(to, codes, records * kind.codes_bytes, barrier);
-                    copy_bulk_at<true>(to + TEAM * kind.codes_bytes, meta, records * kind.meta_bytes, barrier);
-                }
+                requests.fill(records * (kind.codes_bytes + kind.meta_bytes), [&](uint32_t to, const Copies& copies) {
+                    copies.copy<true>(to, codes, records * kind.codes_bytes);
+                    copies.copy<true>(to + TEAM * kind.codes_bytes, meta, records * kind.meta_bytes);
+                });
                 codes += TEAM * kind.codes_bytes, meta += TEAM * kind.meta_bytes;
-                requests.next();
             }
             codes = next_codes, meta = next_meta;
             if (i % 4 != QKV) continue;
@@ -195,24 +185,29 @@ struct LayersBlock {
 #pragma unroll 1
         for (int done = 0; done < mine.units; done += TEAM) {
             const int records = min(mine.units - done, TEAM);
-            // A lane a record; the first of neighbours requests them all.
-            const uint32_t record = expert_record(p, route, i % 4 == DOWN, mine.begin + done + min(lane, records - 1));
-            const uint32_t before = __shfl_up_sync(~0u, record, 1);
-            const bool starts = lane == 0 || record != before + 1;
-            const uint32_t behind = __ballot_sync(~0u, starts || lane >= records) >> lane >> 1;
-            const int count = __ffs(behind);
-            const uint8_t* const codes = layer.codes[i % 4] + size_t(record) * kind.codes_bytes;
-            const uint8_t* const meta = layer.meta[i % 4] + size_t(record) * kind.meta_bytes;
-            requests.wait();
-            const uint32_t to = requests.at(), barrier = requests.barrier();
-            if (lane == 0) barrier_expect_at(barrier, records * (kind.codes_bytes + kind.meta_bytes));
-            __syncwarp();
-            if (starts && lane < records) {
-                copy_bulk_at<true>(to + lane * kind.codes_bytes, codes, count * kind.codes_bytes, barrier);
-                copy_bulk_at<true>(to + TEAM * kind.codes_bytes + lane * kind.meta_bytes, meta, count * kind.meta_bytes, barrier);
+            const uint32_t record = expert_record(p, route, i % 4 == DOWN, mine.begin + done + min(lane, records - 1));   // a lane's
+            const uint32_t bytes = records * (kind.codes_bytes + kind.meta_bytes);
+            auto copy = [&](const Copies& copies, uint32_t to, int nth, uint32_t first, int count) {
+                copies.copy<true>(to + nth * kind.codes_bytes, layer.codes[i % 4] + size_t(first) * kind.codes_bytes, count * kind.codes_bytes);
+                copies.copy<true>(to + TEAM * kind.codes_bytes + nth * kind.meta_bytes, layer.meta[i % 4] + size_t(first) * kind.meta_bytes, count * kind.meta_bytes);
+            };
+            if constexpr (CLUSTERED) {
+                // The first of neighbours requests them all.
+                const uint32_t before = __shfl_up_sync(~0u, record, 1);
+                const bool starts = lane == 0 || record != before + 1;
+                const uint32_t behind = __ballot_sync(~0u, starts || lane >= records) >> lane >> 1;
+                requests.wait();
+                const uint32_t to = requests.at(), barrier = requests.barrier();
+                if (lane == 0) Copies::expect(barrier, bytes);
+                __syncwarp();
+                if (starts && lane < records) copy({barrier}, to, lane, record, __ffs(behind));
+                __syncwarp();
+                requests.next();
+            } else {
+                requests.fill(bytes, [&](uint32_t to, const Copies& copies) {
+                    for (int r = 0; r < records; r++) copy(copies, to, r, __shfl_sync(~0u, record, r), 1);
+                });
             }
-            __syncwarp();
-            requests.next();
         }
     }
 
@@ -307,14 +302,16 @@ struct LayersBlock {
         return v;
     }
 
-    // This block's share of the inputs of a product of layer l, to all blocks of the cluster. END: of the
+    // This block's share of the inputs of a product of layer l, to all that share the work. END: of the
     // last x, to memory.
     DEVICE void gather(int l, int which) {
         const uint32_t barrier = sent + (which & 1) * 8, stamp = stamp_before(l, which);
         const bool norm = which == QKV || which == GATED;
         const int slots = which == OUT || which == DOWN ? p.shape[which].spans * 4 : p.hidden / 64;
         const int slot0 = first_slot(slots, rank), slot1 = first_slot(slots, rank + 1);
-        if (threadIdx.x == 0 && which != END) barrier_expect_at(barrier, slots * (128 + 16));
+        if (!CLUSTERED) sync_layers();   // all have read the inputs of the last product, which these replace
+        const SharedInputs inputs(digits(which), barrier, p.digits[which & 1], stamp);
+        if (which != END) inputs.expect(slots * (128 + 16));
         constexpr int AHEAD = 4;   // slots whose values are requested together
         uint4 ahead[AHEAD];
 #pragma unroll 1
@@ -342,7 +339,7 @@ struct LayersBlock {
             }
             __syncwarp();
             if (which == END) {
-                if (blockIdx.x < CLUSTER) reinterpret_cast<float2*>(p.x + s * 64)[lane] = v;
+                reinterpret_cast<float2*>(p.x + s * 64)[lane] = v;
                 continue;
             }
             float2 scaled = v;
@@ -354,18 +351,11 @@ struct LayersBlock {
             }
             float square = v.x * v.x + v.y * v.y;   // of x; not needed where there is no norm
             const SlotDigits<!MIX> d(scaled, lane, square);
-            SpanDigits& to = digits(which)[s / 4];
-            const uint32_t word = shared_address(to.words) + (s % 4 * 32 + SlotDigits<!MIX>::index(lane)) * 4 - barrier;
-#pragma unroll
-            for (int b = 0; b < CLUSTER; b++) {
-                const uint32_t there = map_rank(barrier, b);
-                send_4(there + word, d.word, there);
-            }
-            if (lane < CLUSTER) {
-                const uint32_t there = map_rank(barrier, lane);
-                send_16(there + shared_address(&to.slots[s % 4]) - barrier, make_float4(d.scale, d.sum, square, d.second), there);
-            }
+            const uint32_t span = s / 4 * SPAN_WORDS;
+            inputs.put(span + s % 4 * 32 + SlotDigits<!MIX>::index(lane), d.word);
+            inputs.put(span + (offsetof(SpanDigits, slots) / 4 + s % 4 * 4), make_float4(d.scale, d.sum, square, d.second), lane);
         }
+        if (which != END) inputs.template receive<WARPS * 32>(slots / 4 * SPAN_WORDS, lane);
     }
 
     // The experts that this block scores.
@@ -386,7 +376,7 @@ struct LayersBlock {
         const int each = count > 0 ? quotient(WARPS, count) : 1, row = quotient(warp, each);   // warps of a row
         float* const parts = sums() + turn * (WARPS * WARPS * 16);
         turn ^= 1;
-        auto wait = [&] { wait_sent(sent + (GATED & 1) * 8, phase >> 1 & 1); };
+        auto wait = [&] { SharedInputs::wait(sent + (GATED & 1) * 8, phase >> 1 & 1); };
         if (row < count) {
             float sum[1];
             multiply_halves<!MIX>(sum, p.layer[l].router + size_t(first + row) * p.hidden, 0, digits(GATED), p.hidden, (warp - row * each) * 32 + lane, each * 32, wait);
@@ -431,7 +421,7 @@ struct LayersBlock {
         bool waited = false;
         auto wait_digits = [&] {
             if (waited) return;
-            wait_sent(barrier, parity);
+            SharedInputs::wait(barrier, parity);
             waited = true;
             lap(phase_of(which), 0);
         };
@@ -600,7 +590,7 @@ struct LayersBlock {
                 }
             }
         }
-        if (blockIdx.x < CLUSTER) gather(p.layers, END);
+        if (!CLUSTERED || blockIdx.x < CLUSTER) gather(p.layers, END);
         if (TIMED && blockIdx.x == 0 && threadIdx.x == 0)
             for (int i = 0; i < 2 * PHASES; i++) p.times[i] = reinterpret_cast<const uint64_t*>(shared + TIMES)[i];
     }
@@ -612,21 +602,21 @@ DEVICE void step_layers(const LayersArgs& p) {
     uint8_t* const shared = dynamic_shared();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const uint32_t barriers = shared_address(shared);
-    if (threadIdx.x < 2) init_barrier(barriers + threadIdx.x * 8, 1);
+    if (threadIdx.x < 2) init_barrier(barriers + threadIdx.x * 8, SharedInputs::ARRIVALS);
     if (threadIdx.x == 2) init_barrier(barriers + Block::ROUTED, 1);
     if (warp == Block::WARPS && lane < p.depth) {
-        init_barrier(barriers + Block::FULL + lane * 8, 1);
+        init_barrier(barriers + Block::FULL + lane * 8, Copies::ARRIVALS);
         init_barrier(barriers + Block::EMPTY + lane * 8, TEAM);
     }
     barrier_fence();
     __syncwarp();
-    cluster_arrive();
-    if (warp == Block::WARPS) {
+    meet_begin();
+    if (warp >= Block::WARPS) {
         Block::request(p, shared, lane);
-        cluster_wait();
+        meet_end();
         return;
     }
-    cluster_wait();   // all barriers of the cluster are there
+    meet_end();   // all barriers of the cluster are there
     wait_for_predecessor();
     release_successor();   // no kernel of this step overtakes one of the step before
     Block block(p, shared, warp, lane, __ldcg(p.epoch));
@@ -634,4 +624,3 @@ DEVICE void step_layers(const LayersArgs& p) {
     // Block 0 has the last x: all blocks have read the epoch.
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.epoch += 1;
 }
-#endif

@@ -323,10 +323,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
             Vec::new()
         }
     };
-    if usable
-        .iter()
-        .any(|g| g.multi_process && g.compute_capability == "9.0")
-    {
+    if usable.iter().any(|g| g.multi_process) {
         problems.push(Problem {
             problem: "CUDA's Multi-Process Service is on: one sequence of a 4-bit model decodes more slowly, \
                       because the kernel that runs all layers at once needs the GPU for itself"

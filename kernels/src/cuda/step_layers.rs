@@ -78,13 +78,11 @@ const MOST_PAGES: usize = 32;
 const MOST_PARTS: usize = 4;
 /// `MOST_RING` of `cuda/layers.cuh`.
 const MOST_RING: usize = 32;
-/// `LEAST_AHEAD` of `cuda/layers.cuh`.
-const LEAST_AHEAD: usize = 4;
 /// `MOST_ROUTE` of `cuda/layers.cuh`.
 const MOST_ROUTE: usize = 16;
 /// `MOST_LAYERS` of `cuda/layers.cuh`.
 const MOST_LAYERS: usize = 64;
-/// `CLUSTER` of `cuda/layers.cuh`.
+/// `CLUSTER` of `cuda/layers_cluster.cuh`, where blocks are in clusters.
 const CLUSTER: usize = 8;
 /// Size of `SpanDigits` of `cuda/products.cuh`.
 const DIGITS_BYTES: usize = 576;
@@ -151,11 +149,12 @@ kernels! {
 /// Memory in which the blocks of [`Stream::step_layers`] leave values for each other: words with a value,
 /// and above it a stamp.
 pub struct LayersScratch {
-    qkv: Buffer<u64>,        // as many as the first products have rows
+    qkv: Buffer<u64>,         // as many as the first products have rows
     attended: Buffer<u64>, // [MOST_SOURCES, heads * (head_dim + 2)]; a recurrence has fewer values
     gated: Buffer<u64>,    // [intermediate], of each chosen expert
     scores: Buffer<u64>,   // [experts]
     parts: [Buffer<u64>; 2], // [MOST_PARTS, hidden]
+    digits: [Buffer<u64>; 2], // SpanDigits of inputs, where blocks are in no clusters
     epoch: Buffer<u32>,    // counts steps
     times: Arc<Mapped<u64>>, // [PHASES, 2]: nanoseconds that timed kernels took
 }
@@ -169,12 +168,14 @@ impl LayersScratch {
         let words = |n| gpu.zeros("activations", n);
         let [(qkv, _), .., (inputs, _)] = sizes.shapes();
         let parts = || words(MOST_PARTS * sizes.hidden);
+        let digits = |inputs| words(digits_bytes(inputs) / 4);
         Ok(LayersScratch {
             qkv: words(qkv.max(inputs))?,
             attended: words(MOST_SOURCES * sizes.heads * (sizes.head_dim + 2))?,
             gated: words(sizes.gated())?,
             scores: words(sizes.stacked())?,
             parts: [parts()?, parts()?],
+            digits: [digits(sizes.hidden)?, digits(sizes.inner())?],
             epoch: gpu.upload("activations", &[1])?,
             times: Arc::new(gpu.mapped("times", 2 * PHASES, 0)?),
         })
@@ -186,14 +187,35 @@ impl LayersScratch {
 pub struct LayersPlan {
     sizes: LayersSizes,
     weights: Weights,
-    /// Bytes of a stage of the ring.
-    stage: usize,
     layers: usize,
     blocks: usize,
+    /// Blocks of a cluster.
+    cluster: usize,
+    shared: SharedMemory,
+}
+
+/// The layout of a block's shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct SharedMemory {
+    room: Room,
+    /// Bytes of a stage of the ring.
+    stage: usize,
     /// Stages of the ring.
     depth: usize,
-    room: Room,
-    shared: usize,
+    /// Stages that are requested and not there yet, at most.
+    window: usize,
+    /// Bytes of all.
+    bytes: usize,
+}
+
+/// Bytes of the `SpanDigits` of so many inputs.
+fn digits_bytes(inputs: usize) -> usize {
+    inputs / 256 * DIGITS_BYTES
+}
+
+/// Blocks of a cluster on devices of this compute capability, as in `cuda/layers_cluster.cuh`.
+fn cluster_of(capability: (i32, i32)) -> usize {
+    if capability == (9, 0) { CLUSTER } else { 1 }
 }
 
 /// The weights for which there are instances.
@@ -320,7 +342,7 @@ impl LayersPlan {
             return Ok(None);
         };
         // Of kernels of two processes, each could have only a part of its blocks running.
-        if info.capability != (9, 0) || info.multi_process || layers.len() > MOST_LAYERS {
+        if info.multi_process || layers.len() > MOST_LAYERS {
             return Ok(None);
         }
         let kinds = layers
@@ -328,57 +350,43 @@ impl LayersPlan {
             .flat_map(|l| l.weights().map(DeviceLinear::kind));
         let records = kinds.map(|k| TEAM * (k.codes_bytes() + k.meta_bytes()));
         let stage = records.max().unwrap_or_default().max(PAGE_STAGE);
-        let Some((room, depth, shared)) = Self::room(info, sizes, stage) else {
-            return Ok(None);
-        };
-        let plan = LayersPlan {
-            sizes,
-            weights,
-            stage,
-            layers: layers.len(),
-            blocks: CLUSTER,
-            depth,
-            room,
-            shared,
-        };
-        let kernel = plan.kernel(false);
-        if !gpu.has_kernel(&kernel) {
-            return Ok(None);
-        }
-        let most = gpu.clusters_at_once(&kernel, plan.shape())?;
-        let mut blocks = (1..=most).rev().map(|clusters| clusters * CLUSTER);
         let positions = layers.iter().find_map(|l| match &l.mixer {
             StepMixer::Attention { cache, .. } => Some(cache.places().positions),
             StepMixer::Recurrence { .. } => None,
         });
         let positions = positions.unwrap_or_default();
         let pages = positions.min(MOST_POSITIONS_AT_ONCE).div_ceil(PAGE);
-        let fits = |blocks| sizes.fit(blocks) && pages <= MOST_PAGES * sources(blocks, sizes);
-        let blocks = blocks.find(|&blocks| fits(blocks));
-        Ok(blocks.map(|blocks| LayersPlan { blocks, ..plan }))
-    }
-
-    /// The layout of shared memory, the stages of the ring, and the bytes in all.
-    fn room(info: &GpuInfo, sizes: LayersSizes, stage: usize) -> Option<(Room, usize, usize)> {
-        let mut end = (HEAD_BYTES + sizes.hidden / 8).next_multiple_of(128);
-        let mut take = |bytes: usize| {
-            let at = end;
-            end += bytes.next_multiple_of(128);
-            at as i32
+        let cluster = cluster_of(info.capability);
+        let fitting = |clusters: usize| {
+            let mut all = (1..=clusters).rev().map(|clusters| clusters * cluster);
+            all.find(|&blocks| {
+                sizes.fit(blocks, cluster) && pages <= MOST_PAGES * sources(blocks, sizes)
+            })
         };
-        let digits = |inputs: usize| inputs / 256 * DIGITS_BYTES;
-        let room = Room {
-            digits: [
-                take(digits(sizes.hidden)),
-                take(digits((sizes.heads * sizes.head_dim).max(sizes.gated()))),
-            ],
-            x: take((sizes.hidden / 64).div_ceil(CLUSTER) * 64 * 4),
-            sums: take(2 * WARPS * WARPS * 16 * 4),
-            queries: take((sizes.group() + 1) * 4 * sizes.head_dim),
-            ring: take(0),
+        let Some(blocks) = fitting(info.multiprocessors / cluster) else {
+            return Ok(None);
         };
-        let depth = (info.shared_memory.checked_sub(end)? / stage).min(MOST_RING);
-        (depth >= window(sizes.hidden) + LEAST_AHEAD).then_some((room, depth, end + depth * stage))
+        let Some(shared) = SharedMemory::of(info, sizes, stage, blocks) else {
+            return Ok(None);
+        };
+        let plan = LayersPlan {
+            sizes,
+            weights,
+            layers: layers.len(),
+            blocks,
+            cluster,
+            shared,
+        };
+        let kernel = plan.kernel(false);
+        if !gpu.has_kernel(&kernel) {
+            return Ok(None);
+        }
+        if cluster == 1 {
+            return Ok(Some(plan));
+        }
+        // Some multiprocessors are in no cluster.
+        let most = gpu.clusters_at_once(&kernel, plan.shape())?;
+        Ok(fitting(most).map(|blocks| LayersPlan { blocks, ..plan }))
     }
 
     fn kernel(&self, timed: bool) -> Instance<LayersArgs> {
@@ -388,11 +396,54 @@ impl LayersPlan {
     }
 
     fn shape(&self) -> LaunchShape {
-        LaunchShape::new((self.blocks, 1, 1), (WARPS + 1) * 32)
-            .shared(self.shared)
+        // Those that multiply, and those that ask for copies: `Copies::WARPS` of `cuda/layers_cluster.cuh`.
+        let warps = WARPS + if self.cluster == 1 { 4 } else { 1 };
+        LaunchShape::new((self.blocks, 1, 1), warps * 32)
+            .shared(self.shared.bytes)
             .overlapping()
-            .clusters_of(CLUSTER)
+            .clusters_of(self.cluster)
     }
+}
+
+impl SharedMemory {
+    /// For one of so many blocks; `None` if it has too little on this device.
+    fn of(info: &GpuInfo, sizes: LayersSizes, stage: usize, blocks: usize) -> Option<Self> {
+        let mut end = (HEAD_BYTES + sizes.hidden / 8).next_multiple_of(128);
+        let mut take = |bytes: usize| {
+            let at = end;
+            end += bytes.next_multiple_of(128);
+            at as i32
+        };
+        let (digits, inner) = (digits_bytes, sizes.inner());
+        let alone = cluster_of(info.capability) == 1;
+        let room = Room {
+            digits: if alone {
+                [take(digits(sizes.hidden.max(inner))); 2]
+            } else {
+                [take(digits(sizes.hidden)), take(digits(inner))]
+            },
+            x: take((sizes.hidden / 64).div_ceil(if alone { blocks } else { CLUSTER }) * 64 * 4),
+            sums: take(2 * WARPS * WARPS * 16 * 4),
+            queries: take((sizes.group() + 1) * 4 * sizes.head_dim),
+            ring: take(0),
+        };
+        let depth = (info.shared_memory.checked_sub(end)? / stage).min(MOST_RING);
+        let window = window(sizes.hidden).min(depth);
+        // Copies of 16 bytes end in order, bulk copies do not.
+        let unordered = if alone { 0 } else { window };
+        (depth >= unordered + stages_ahead(sizes.head_dim)).then_some(SharedMemory {
+            room,
+            stage,
+            depth,
+            window,
+            bytes: end + depth * stage,
+        })
+    }
+}
+
+/// Stages between two that a warp waits for, at most: those of the keys of a page (`Ring::wait` of `cuda/layers.cuh`).
+fn stages_ahead(head_dim: usize) -> usize {
+    head_dim / 32
 }
 
 /// Blocks among which the pages of a key head are dealt.
@@ -468,12 +519,20 @@ impl Stream {
                 o.of("parts", &scratch.parts[0], &[MOST_PARTS, hidden])?,
                 o.of("parts", &scratch.parts[1], &[MOST_PARTS, hidden])?,
             ],
+            digits: [
+                o.of("digits", &scratch.digits[0], &[digits_bytes(hidden) / 4])?,
+                o.of(
+                    "digits",
+                    &scratch.digits[1],
+                    &[digits_bytes(plan.sizes.inner()) / 4],
+                )?,
+            ],
             epoch: o.of("epoch", &scratch.epoch, &[1])?,
             cos_sin: first.args(&o, cache)?.cos_sin,
             tables: table.tables,
             step: o.of("step", step.values(), &[1])?,
             times: o.mapped("times", &scratch.times, &[PHASES, 2])?,
-            at: plan.room,
+            at: plan.shared.room,
             shape: plan.sizes.products(),
             table_len: table.table_len,
             layers: layers.len() as i32,
@@ -490,9 +549,9 @@ impl Stream {
             normalized: i32::from(experts.is_some_and(|e| e.normalized)),
             up_tiles: (intermediate / 8) as i32,
             down_spans: (intermediate / 256) as i32,
-            stage: plan.stage as i32,
-            depth: plan.depth as i32,
-            window: window(hidden) as i32,
+            stage: plan.shared.stage as i32,
+            depth: plan.shared.depth as i32,
+            window: plan.shared.window as i32,
             eps: first.eps,
             layer: all,
         };

@@ -328,7 +328,14 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
         _ => 1e-5,
     };
     let Some(plan) = LayersPlan::new(gpu, &layers[0], shape.experts).unwrap() else {
-        panic!("{name}: not at once");
+        // 99 KiB of shared memory are too little for the keys of a page of wide heads.
+        let room = gpu.info().shared_memory;
+        assert!(
+            room < 100 << 10 && case.dim == WIDE_HEAD_DIM,
+            "{name}: not at once"
+        );
+        println!("skipped: {name}: {room} bytes of shared memory are too little");
+        return;
     };
     let sizes = LayersSizes {
         hidden,
@@ -394,20 +401,9 @@ fn hybrid_shape(key_heads: usize, value_heads: usize) -> DeltaShape {
     delta::shape([key_heads, value_heads, 128, 128, 4])
 }
 
-/// A GPU on which all layers run at once.
-fn hopper() -> Option<Gpu> {
-    let gpu = gpu()?;
-    if gpu.info().capability == (9, 0) {
-        Some(gpu)
-    } else {
-        println!("skipped: layers do not run at once on {}", gpu.info());
-        None
-    }
-}
-
 #[test]
 fn all_layers_at_once() {
-    let Some(gpu) = hopper() else { return };
+    let Some(gpu) = gpu() else { return };
     let scheme = |zeros, group| AffineScheme::new(Bits::B4, group, zeros);
     let of = |hidden, heads, mlp| Shape {
         hidden,
@@ -458,7 +454,7 @@ fn all_layers_at_once() {
 
 #[test]
 fn all_layers_of_hybrids_at_once() {
-    let Some(gpu) = hopper() else { return };
+    let Some(gpu) = gpu() else { return };
     let usual = [AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer)];
     let mix = two_level(&[Group::Size(32), Group::Size(64)]);
     let check = |hidden, (heads, kv_heads), (key_heads, value_heads), mlp, schemes: &[_], len| {
@@ -489,7 +485,7 @@ fn all_layers_of_hybrids_at_once() {
 
 #[test]
 fn all_layers_of_mixtures_at_once() {
-    let Some(gpu) = hopper() else { return };
+    let Some(gpu) = gpu() else { return };
     let usual = [AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer)];
     let mix = two_level(&[Group::Size(32), Group::Size(64)]);
     // Experts of (all but the shared one, of a row, width, that of the shared one).
@@ -527,7 +523,7 @@ fn all_layers_of_mixtures_at_once() {
 
 #[test]
 fn layers_that_do_not_run_at_once() {
-    let Some(gpu) = hopper() else { return };
+    let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
     let shape = Shape {
         hidden: 256,

@@ -52,11 +52,17 @@ DEVICE void copy_bulk_at(uint32_t to, const uint8_t* from, uint32_t bytes, uint3
     memcpy(at_shared(to, 16), from, bytes);
     bytes_came(barrier, bytes);
 }
+DEVICE void copy_async_at(uint32_t to, const uint8_t* from) {
+    if (intptr_t(from) % 16 != 0) fail("a copy of other than whole 16 bytes");
+    memcpy(at_shared(to, 16), from, 16);
+}
+DEVICE void copies_arrive(uint32_t barrier) { arrive_at(barrier_at(barrier)); }
 DEVICE bool elect() {
     __syncwarp();
     return threadIdx.x % 32 == 0;
 }
 DEVICE void sync_some(int name, int threads) { meet_block(name, threads); }
+DEVICE void store_shared_8(uint32_t at, uint2 v) { memcpy(at_shared(at, 8), &v, 8); }
 DEVICE void store_shared_4(uint32_t at, uint32_t v) { memcpy(at_shared(at, 4), &v, 4); }
 DEVICE void prefetch_line(const void*) {}
 DEVICE uint64_t nanoseconds() { return 0; }

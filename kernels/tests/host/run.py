@@ -17,8 +17,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1] / "cuda"
 HEADERS = ["weights.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
-HEADERS += ["layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "step_layers.cuh"]
+HEADERS += ["layers_cluster.cuh", "layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "step_layers.cuh"]
 STAND_INS = ["common.cuh", "exchange.cuh"]
+# Blocks in clusters, and blocks alone (`layers_cluster.cuh`).
+DEVICES = {"9.0": ["-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL=1"], "8.0": ["-D__CUDA_ARCH__=800"]}
 
 
 def include():
@@ -37,11 +39,14 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     for source in [*(CUDA / h for h in HEADERS), *(HERE / s for s in STAND_INS)]:
         shutil.copy(source, folder)
-    program = folder / "step_layers"
     compiler = os.environ.get("CXX", "c++")
-    flags = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-D__NV_NO_HOST_COMPILER_CHECK", "-D__CUDA_ARCH__=900", f"-I{folder}", f"-I{include()}"]
-    subprocess.run([compiler, *flags, HERE / "step_layers.cpp", "-o", program], check=True)
-    sys.exit(subprocess.run([program], check=False).returncode)
+    flags = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-D__NV_NO_HOST_COMPILER_CHECK", f"-I{folder}", f"-I{include()}"]
+    programs = {}
+    for device, macros in DEVICES.items():
+        programs[device] = folder / f"step_layers_{device}"
+        subprocess.run([compiler, *flags, *macros, HERE / "step_layers.cpp", "-o", programs[device]], check=True)
+    failed = [device for device, program in programs.items() if subprocess.run([program], check=False).returncode]
+    sys.exit(f"failed: {failed}" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ pub(super) struct LayersArgs {
     pub(super) gated: Address,
     pub(super) scores: Address,
     pub(super) parts: [Address; 2],
+    pub(super) digits: [Address; 2],
     pub(super) epoch: Address,
     pub(super) cos_sin: Address,
     pub(super) tables: Address,

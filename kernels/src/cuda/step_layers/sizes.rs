@@ -1,6 +1,6 @@
 //! The sizes of models whose layers run at once, and whether their products can be dealt to blocks.
 
-use super::{CLUSTER, MOST_GROUP, MOST_PARTS, MOST_ROUTE, PRODUCTS, WARPS};
+use super::{MOST_GROUP, MOST_PARTS, MOST_ROUTE, PRODUCTS, WARPS};
 use crate::cpu::DeltaShape;
 use crate::cuda::attention::row_heads;
 use crate::cuda::experts::{MOST_EXPERTS, chosen, stacked};
@@ -44,6 +44,11 @@ impl LayersSizes {
         self.experts.map_or(1, |e| chosen(&e)) * self.intermediate
     }
 
+    /// Most inputs of `o` and `down`.
+    pub(super) fn inner(self) -> usize {
+        (self.heads * self.head_dim).max(self.gated())
+    }
+
     /// Experts in a layer, with the shared one.
     pub(super) fn stacked(self) -> usize {
         self.experts.map_or(0, |e| stacked(&e))
@@ -66,19 +71,26 @@ impl LayersSizes {
         self.delta.map_or(1, |d| d.value_heads)
     }
 
-    /// True if the products can be dealt to this many blocks.
-    pub(super) fn fit(self, blocks: usize) -> bool {
-        let [_, o, _, down, _] = self.products();
+    /// True if the products can be dealt to this many blocks, in clusters of so many.
+    pub(super) fn fit(self, blocks: usize, cluster: usize) -> bool {
+        let [qkv, o, gate_up, down, inputs] = self.products();
         let width = self.heads * self.head_dim;
         // Each block gathers some of the inputs of `o`.
-        let gathers = width / 64 >= CLUSTER && self.delta.is_none_or(|d| d.values() == width);
+        let gathers = width / 64 >= cluster && self.delta.is_none_or(|d| d.values() == width);
+        // Without clusters, each has a share of every product (`SharedInputs::receive` of `cuda/layers_cluster.cuh`).
+        let firsts = [Some(qkv), Some(gate_up), self.delta.map(|_| inputs)];
+        let shares = cluster > 1
+            || firsts
+                .into_iter()
+                .flatten()
+                .all(|p| p.tiles as usize >= blocks);
         let heads = self.group() <= MOST_GROUP && self.heads.is_multiple_of(self.kv_heads);
         let routes = self.experts.is_none_or(|e| {
             let counts = stacked(&e) <= MOST_EXPERTS.min(WARPS * blocks);
             counts && chosen(&e) <= MOST_ROUTE && e.width == self.intermediate
         });
         let enough = blocks >= self.kv_heads.max(self.value_heads());
-        heads && routes && enough && gathers && o.fits(blocks) && down.fits(blocks)
+        heads && routes && enough && gathers && shares && o.fits(blocks) && down.fits(blocks)
     }
 }
 
@@ -103,7 +115,7 @@ impl ProductShape {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{LEAST_AHEAD, LayersPlan, TEAM, window};
+    use super::super::{SharedMemory, TEAM, cluster_of, stages_ahead};
     use super::*;
     use crate::cuda::driver::GpuInfo;
 
@@ -184,22 +196,48 @@ mod tests {
 
     #[test]
     fn published_models_fit() {
-        let info = GpuInfo {
-            shared_memory: 227 << 10,
-            ..GpuInfo::default()
-        };
-        for sizes in MODELS {
-            // As many blocks as clusters take on an H200, and on devices with fewer multiprocessors.
-            for blocks in [120, 104, 72] {
-                assert!(sizes.fit(blocks), "{sizes:?} {blocks}");
-            }
-            // INT4; 6 bits in groups of 32, the longest records of a mix.
-            for record in [2048 + 160, 3072 + 160] {
-                let (_, depth, shared) = LayersPlan::room(&info, sizes, TEAM * record)
-                    .expect("it fits in shared memory");
-                let least = window(sizes.hidden) + LEAST_AHEAD;
-                assert!(depth >= least, "{sizes:?}: {depth}");
-                assert!(shared <= info.shared_memory, "{sizes:?}: {shared}");
+        let large = &MODELS[5];
+        assert_eq!(large.intermediate, 25_600);
+        let kib = 1 << 10;
+        // As many blocks as clusters take on an H200, and on devices with fewer multiprocessors; A100; RTX 3060 to 5090.
+        for (capability, room, blocks) in [
+            ((9, 0), 227 * kib, &[120, 104, 72][..]),
+            ((8, 0), 163 * kib, &[108]),
+            ((8, 6), 99 * kib, &[28, 82]),
+            ((8, 9), 99 * kib, &[60, 128]),
+            ((12, 0), 99 * kib, &[70, 170]),
+        ] {
+            let info = GpuInfo {
+                capability,
+                shared_memory: room,
+                ..GpuInfo::default()
+            };
+            let cluster = cluster_of(capability);
+            for (sizes, &blocks) in MODELS
+                .iter()
+                .flat_map(|m| blocks.iter().map(move |b| (m, b)))
+            {
+                let few = blocks < sizes.kv_heads.max(sizes.value_heads());
+                assert_eq!(sizes.fit(blocks, cluster), !few, "{sizes:?} {blocks}");
+                // INT4; 6 bits in groups of 32, the longest records of a mix.
+                for record in [2048 + 160, 3072 + 160] {
+                    let Some(shared) = SharedMemory::of(&info, *sizes, TEAM * record, blocks)
+                    else {
+                        // Where the ring has no room for the keys of a page, or 32B's inputs leave none.
+                        let long = sizes.intermediate == large.intermediate;
+                        assert!(
+                            room < 100 * kib && (long || sizes.head_dim == 256),
+                            "{sizes:?}"
+                        );
+                        continue;
+                    };
+                    assert!(shared.bytes <= room, "{sizes:?}: {}", shared.bytes);
+                    let window = if cluster == 1 { 0 } else { shared.window };
+                    assert!(
+                        shared.depth >= window + stages_ahead(sizes.head_dim),
+                        "{sizes:?}"
+                    );
+                }
             }
         }
     }
@@ -208,9 +246,9 @@ mod tests {
     fn each_block_has_records_to_add_up() {
         // 32 records of `down`.
         let small = sizes(256, 16, 512);
-        assert!(small.fit(32) && !small.fit(40));
+        assert!(small.fit(32, 8) && !small.fit(40, 8));
         // A tile of `down` with more parts than are read.
         let narrow = sizes(256, 16, 8192);
-        assert!(narrow.fit(32) && !narrow.fit(120));
+        assert!(narrow.fit(32, 8) && !narrow.fit(120, 8));
     }
 }

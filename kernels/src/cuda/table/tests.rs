@@ -455,17 +455,16 @@ const CONSTANTS: [[&str; 4]; 42] = [
     ],
     [
         "cuda/step_layers.rs",
-        "LEAST_AHEAD",
+        "MOST_LAYERS",
         "layers.cuh",
-        "LEAST_AHEAD",
+        "MOST_LAYERS",
     ],
     [
         "cuda/step_layers.rs",
-        "MOST_LAYERS",
-        "layers.cuh",
-        "MOST_LAYERS",
+        "CLUSTER",
+        "layers_cluster.cuh",
+        "CLUSTER",
     ],
-    ["cuda/step_layers.rs", "CLUSTER", "layers.cuh", "CLUSTER"],
     ["cuda/step_layers.rs", "PHASES", "layers.cuh", "PHASES"],
     ["cuda/step_layers.rs", "PRODUCTS", "layers.cuh", "PRODUCTS"],
     [

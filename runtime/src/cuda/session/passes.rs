@@ -49,10 +49,9 @@ impl Device<'_> {
 
     /// Queues all layers of a step of one row as one kernel, if that is the fastest way; true if it did.
     fn queue_at_once(self, step: &mut StepRows) -> Result<bool> {
-        let at_once = self.kind.at_once;
-        let Some(scratch) = step.layers.as_mut().filter(|_| at_once) else {
+        if !self.kind.at_once {
             return Ok(false);
-        };
+        }
         let layers = self.model.layers.iter().map(|l| self.step_layer(l));
         let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
             return Ok(false);
@@ -60,6 +59,7 @@ impl Device<'_> {
         let Some(plan) = LayersPlan::new(&self.model.gpu, &layers, self.model.stacks())? else {
             return Ok(false);
         };
+        let scratch = &mut step.layers;
         self.stream
             .step_layers(&plan, &layers, &mut step.x, &step.step, scratch)?;
         Ok(true)

@@ -58,12 +58,12 @@ pub(super) struct StepRows {
     shared: Option<CascadeShape>,
     pub(super) columns: Option<Columns>, // of several narrow rows
     pub(super) experts: Option<ExpertRows>,
-    pub(super) layers: Option<LayersScratch>, // of a step of one row
-    pub(super) wide: Option<WideRows>,        // of more rows than `MOST_SEQUENCES`
-    pub(super) taps: Option<Taps>,            // of up to `MOST_SEQUENCES` rows
-    pub(super) logits: Buffer<f32>,           // [rows, vocab]
-    pub(super) best: Buffer<[f32; 2]>,        // [rows, blocks of the head]
-    sampling: Buffer<Sampling>,               // [rows]
+    pub(super) layers: LayersScratch,  // of a step of one row
+    pub(super) wide: Option<WideRows>, // of more rows than `MOST_SEQUENCES`
+    pub(super) taps: Option<Taps>,     // of up to `MOST_SEQUENCES` rows
+    pub(super) logits: Buffer<f32>,    // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>, // [rows, blocks of the head]
+    sampling: Buffer<Sampling>,        // [rows]
     /// The contents of `sampling` once the queued work is done.
     sampled_by: Vec<Sampling>,
     candidates: Option<Candidates>,
@@ -184,21 +184,18 @@ impl StepRows {
             shared: None,
             columns,
             experts: ExpertRows::new(gpu, &w, rows)?,
-            layers: match gpu.info().capability {
-                (9, 0) => {
-                    let sizes = LayersSizes {
-                        hidden: w.hidden,
-                        heads,
-                        kv_heads,
-                        head_dim: c.head_dim,
-                        delta: w.delta,
-                        experts: c.experts.as_ref().map(largest_mixture),
-                        intermediate: c.experts.map_or(w.mlp, |e| e.width),
-                    };
-                    Some(LayersScratch::new(gpu, sizes)?)
-                }
-                _ => None,
-            },
+            layers: LayersScratch::new(
+                gpu,
+                LayersSizes {
+                    hidden: w.hidden,
+                    heads,
+                    kv_heads,
+                    head_dim: c.head_dim,
+                    delta: w.delta,
+                    experts: c.experts.as_ref().map(largest_mixture),
+                    intermediate: c.experts.map_or(w.mlp, |e| e.width),
+                },
+            )?,
             wide,
             taps: None,
             logits: f32s(rows, w.vocab)?,
