@@ -64,6 +64,15 @@ DEVICE void copy_async(void* to, const void* from) {
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from) : "memory");
 }
+// As `copy_async` of 16 bytes, to an address in shared memory, if `there`.
+DEVICE void copy_async_if(bool there, uint32_t to, const void* from) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %2, 0;\n"
+        "@p cp.async.cg.shared.global.L2::256B [%0], [%1], 16;\n"
+        "}\n" ::"r"(to), "l"(from), "r"(int(there)) : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
@@ -214,14 +223,20 @@ DEVICE float warp_sum(float v) {
     return v;
 }
 
-// Four 8x8 matrices of FP16: lane l gives the address of row l % 8 of matrix l / 8, and gets
-// elements 2 (l % 4) and the next of row l / 4 of each.
-DEVICE uint4 load_matrices(const void* row) {
+// Four 8x8 matrices of FP16: lane l gives the address in shared memory of row l % 8 of matrix l / 8,
+// and gets elements 2 (l % 4) and the next of row l / 4 of each.
+DEVICE uint4 load_matrices_at(uint32_t row) {
     uint4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(uint32_t(__cvta_generic_to_shared(row)))
+                 : "r"(row)
                  : "memory");
+    return v;
+}
+// Two of them, by the addresses of lanes 0 .. 15.
+DEVICE uint4 load_two_matrices_at(uint32_t row) {
+    uint4 v = {};
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(row) : "memory");
     return v;
 }
 

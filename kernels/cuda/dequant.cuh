@@ -8,6 +8,34 @@
 
 #include "weights.cuh"
 
+// The scales and zero-points of a group's rows g and g + 8 as they stand in a record: `group` waits for them.
+template <class S>
+struct RawMeta {
+    uint32_t scale, rows, zero;   // rows: of two levels, the scales of the rows
+
+    DEVICE void load(const uint8_t* record, int groups, int group, int g) {
+        if constexpr (S::BITS != 16) {
+            GroupMeta<S> of;
+            of.load_zero(record, groups, group, g);
+            zero = of.zero;
+            const int at = group * 8 + g;
+            if constexpr (S::TWO_LEVEL) {
+                rows = reinterpret_cast<const uint32_t*>(record)[g];
+                scale = reinterpret_cast<const uint16_t*>(record + S::ROWS)[at];
+            } else {
+                scale = reinterpret_cast<const uint32_t*>(record)[at];
+            }
+        }
+    }
+    DEVICE GroupMeta<S> group() const {
+        GroupMeta<S> of;
+        of.zero = zero;
+        if constexpr (S::TWO_LEVEL) of.scale = scale_products<S>(rows, scale);
+        else of.scale = scale;
+        return of;
+    }
+};
+
 template <class S, bool SCALED>
 struct Dequant {
     static constexpr int BITS = S::BITS, ZERO = S::ZERO, SLOT = S::SLOT;

@@ -1,16 +1,24 @@
 // Instances of `gemm.cuh`: gemm_<scheme>_<rows of x that a block takes>.
 #include "gemm.cuh"
 
-#define GEMM(name, scheme, nt, rt, wr, wc)                                                                \
-    extern "C" __global__ __launch_bounds__(wr * wc * 32) void name(const __grid_constant__ GemmArgs p) { \
-        Gemm<scheme, nt, rt, wr, wc, 4>::run(p);                                                          \
+// A block has up to `teams` teams of four warps.
+#define GEMM(name, scheme, nt, rt, teams, scaled)                                                          \
+    extern "C" __global__ __launch_bounds__(teams * 128) void name(const __grid_constant__ GemmArgs p) { \
+        Gemm<scheme, nt, rt, 4, teams, scaled>::run(p);                                                       \
     }
 
-#define SIZES(scheme)                            \
-    GEMM(gemm_##scheme##_8, scheme, 1, 1, 4, 1)  \
-    GEMM(gemm_##scheme##_16, scheme, 2, 1, 4, 1) \
-    GEMM(gemm_##scheme##_64, scheme, 8, 1, 4, 1) \
-    GEMM(gemm_##scheme##_128, scheme, 8, 2, 4, 2)
+// More rows of x are multiplied by `gemm_wgmma.cu` where that exists.
+#if __CUDA_ARCH_FEAT_SM90_ALL
+#define SIZES(scheme)                                   \
+    GEMM(gemm_##scheme##_8, scheme, 1, 1, 4, false)     \
+    GEMM(gemm_##scheme##_16, scheme, 2, 1, 4, false)
+#else
+#define SIZES(scheme)                                   \
+    GEMM(gemm_##scheme##_8, scheme, 1, 1, 4, false)     \
+    GEMM(gemm_##scheme##_16, scheme, 2, 1, 4, false)    \
+    GEMM(gemm_##scheme##_64, scheme, 8, 1, 4, true)     \
+    GEMM(gemm_##scheme##_128, scheme, 16, 2, 2, true)
+#endif
 
 INTEGER_SCHEMES(SIZES)
 SIZES(fp16)

@@ -2,20 +2,27 @@
 //
 //   y[m][r] = sum_k w[r][k] * x[m][k],  x in FP16, sums in f32
 //
-// Codes become FP16 integers q - z exactly; products of one slot (64 inputs, 32 for groups of
-// 32) are summed apart and enter y times their scale, so weights are not rounded (but for
-// offsets, see `dequant.cuh`).
+// Codes become FP16 integers q - z exactly. SCALED: they are then multiplied by their scale and
+// rounded to FP16 (`dequant.cuh`). Otherwise products of one slot (64 inputs, 32 for groups of 32)
+// are summed apart and enter y times their scale, so weights are not rounded (but for offsets);
+// that costs registers and time where a block takes many rows of x.
 //
-// Block: WR x WC warps; a warp computes RT tiles of 16 weight rows times NT x 8 rows of x, the
-// weights as left operand. Stages of 64 inputs of x and codes come through STAGES buffers of
-// shared memory. x is row-major [m][spans * 256], its inputs in the order of the products
+// Block: teams of WR warps, as many as the launch asks for. A team takes its part of the inputs; in the end
+// the first adds up the sums of all, in order. A warp computes RT tiles of 16 weight rows times all NT x 8 rows
+// of x, the weights as left operand. Stages of 64 inputs of x and codes come through STAGES buffers of a
+// team in shared memory. x is row-major [m][spans * 256], its inputs in the order of the products
 // (`operand_index`).
+//
+// A stage is four products of 16 inputs. While one runs, the left operand of the next is made and the right
+// one is read, AHEAD pairs of row tiles ahead. Before a stage's last pairs are multiplied, all of it is in
+// registers: the team meets there, asks for the stage that takes its place, and makes the first operands
+// of the next one.
 //
 // Of a mixture (`of_experts` not null), rows of x are sorted by the expert that multiplies them, and
 // the weight is the stack of all experts, `tiles` each: a block takes the rows and the expert of one
 // `ExpertRows`.
 //
-// Grid (rows / (WR RT 16), m / (WC NT 8)).
+// Grid (m / (NT 8), rows / (WR RT 16)): blocks that share weights are neighbours.
 // Bytes: codes once per column of blocks, x once per row of blocks.
 #pragma once
 
@@ -58,135 +65,299 @@ DEVICE ExpertRows block_rows(const GemmArgs& p, int index, int count) {
     return {v.x, v.y, v.z, 0};
 }
 
-template <class S, int NT, int RT, int WR, int WC, int STAGES>
+// Shared memory that teams have on a multiprocessor: on compute capability 8.6, 8.9 and 12.0, and elsewhere.
+constexpr int SMALL_ROOM = 98304;
+constexpr int LARGE_ROOM = 163840;
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int TEAMS_ROOM = SMALL_ROOM;
+#else
+constexpr int TEAMS_ROOM = LARGE_ROOM;
+#endif
+
+// TEAMS: so many at once have room on a multiprocessor, in one block or several.
+template <class S, int NT, int RT, int WR, int TEAMS, bool SCALED>
 struct Gemm {
     static constexpr int BITS = S::BITS, SLOT = S::SLOT;
-    static constexpr int WARPS = WR * WC;
-    static constexpr int THREADS = WARPS * 32;
-    static constexpr int BN = WC * NT * 8;
-    static constexpr int BT = WR * RT;                       // tiles of a block
-    static constexpr int X_WORDS = BN * 8;                   // 16-byte words of a stage: 128 B a row
-    static constexpr int W_WORDS = BT * BITS * 8;            // 64 inputs of 16 rows: BITS * 128 B
-    static constexpr int SHARED = STAGES * (X_WORDS + W_WORDS) * 16;
-    using Operand = Dequant<S, false>;
+    static constexpr int THREADS = WR * 32;                  // of a team
+    static constexpr int BN = NT * 8, BT = WR * RT;          // rows of x and tiles of a block
+    static constexpr int X_BYTES = BN * 128;                 // of a stage
+    static constexpr int CODE_BYTES = BITS * 128;            // of a tile in a stage
+    static constexpr int STAGE = X_BYTES + BT * CODE_BYTES, FIT = TEAMS_ROOM / TEAMS / STAGE;
+    static constexpr int STAGES = FIT < 2 ? 2 : FIT > 4 ? 4 : FIT;
+    using Operand = Dequant<S, SCALED>;
     static constexpr bool EXACT = Operand::EXACT;
 
+    // Copies of a thread for a stage.
+    static constexpr int X_COPIES = (X_BYTES + THREADS * 16 - 1) / (THREADS * 16);
+    static constexpr int COPIES = X_COPIES + (BT * CODE_BYTES + THREADS * 16 - 1) / (THREADS * 16);
+
+    // Right operands: of two row tiles at once, or of the only one.
+    static constexpr int WIDE = NT > 1 ? 2 : 1, PAIRS = NT / WIDE, COUNT = 4 * PAIRS;
+    static constexpr int AHEAD = 2, RING = 4;
+    // The team meets before this product of a pair; the ring then holds the rest of the stage.
+    static constexpr int HELD = PAIRS < RING ? PAIRS : RING, MEETING = COUNT - HELD;
+    static_assert(NT % WIDE == 0 && COUNT % RING == 0, "pairs");
+    // Before which pair of a product, of the `of` from `first` on, the next left operand of tile r is made.
+    static constexpr DEVICE int making(int r, int first, int of) {
+        const int at = r * (of - 1) / RT + 1;
+        return first + (at < of ? at : of - 1);
+    }
+
+    // Slots of a stage, and the products of each.
+    static constexpr int SLOTS = SLOT == 32 ? 2 : 1, PER_SLOT = 4 / SLOTS;
+    // Products that a unit of codes holds.
+    static constexpr int PER_UNIT = 16 / S::ORDER;
+
+    static DEVICE void meet(int team) { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(THREADS) : "memory"); }
+
     static DEVICE void run(const GemmArgs& p) {
-        extern __shared__ uint4 shared[];
-        uint4* const xs = shared;
-        uint4* const ws = shared + STAGES * X_WORDS;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        const int wr = warp % WR, wc = warp / WR;
-        const int tile0 = blockIdx.x * BT;
-        const ExpertRows block = block_rows(p, blockIdx.y, BN);
+        extern __shared__ __align__(128) uint4 shared[];
+        const int teams = blockDim.x / THREADS, team = __shfl_sync(~0u, threadIdx.x / THREADS, 0);
+        const int thread = threadIdx.x % THREADS, wr = __shfl_sync(~0u, thread / 32, 0), lane = threadIdx.x % 32, g = lane / 4;
+        const int tile0 = blockIdx.y * BT;
+        const ExpertRows block = block_rows(p, blockIdx.x, BN);
         const int m0 = block.first;
         if (m0 == block.end) return;
-        // Of the expert's records.
-        const size_t first_record = size_t(block.expert) * p.tiles * p.spans;
-        const int steps = p.spans * 4;                       // of 64 inputs
-        const size_t row_words = size_t(p.spans) * SPAN / 8;
+        // The team's part of the inputs, in steps of 64.
+        const int first_span = team * p.spans / teams, steps = ((team + 1) * p.spans / teams - first_span) * 4;
+        const uint32_t row_bytes = p.spans * (SPAN * 2);
+        const size_t first_record = (size_t(block.expert) * p.tiles + tile0) * p.spans + first_span;
+        const int last_row = block.end - 1 - m0, last_tile = p.tiles - 1 - tile0;
+        const uint32_t stages = shared_address(shared) + team * (STAGES * STAGE), last_stage = stages + (STAGES - 1) * STAGE;
 
-        auto request = [&](int step) {
-            if (step < steps) {
-                uint4* const x = xs + step % STAGES * X_WORDS;
-                for (int i = threadIdx.x; i < X_WORDS; i += THREADS) {
-                    // Rows past m repeat the last: their sums are not stored. Word u of row r
-                    // stands at u ^ (r % 8): a matrix of eight rows then meets all banks.
-                    const int r = i / 8, u = i % 8;
-                    const uint4* from = reinterpret_cast<const uint4*>(p.x) + size_t(min(m0 + r, block.end - 1)) * row_words + step * 8 + u;
-                    copy_async(x + r * 8 + (u ^ r % 8), from);
-                }
-                uint4* const w = ws + step % STAGES * W_WORDS;
-                for (int i = threadIdx.x; i < W_WORDS; i += THREADS) {
-                    const int tile = min(tile0 + i / (BITS * 8), p.tiles - 1);
-                    copy_async(w + i, p.codes + ((first_record + size_t(tile) * p.spans) * 4 + step) * (BITS * 8) + i % (BITS * 8));
-                }
+        // What the team asks for next: rows past m repeat the last, their sums are not stored. Word u of
+        // row r stands at u ^ (r % 8): a matrix of eight rows then meets all banks.
+        const uint8_t* x = reinterpret_cast<const uint8_t*>(p.x) + size_t(m0) * row_bytes + first_span * (SPAN * 2);
+        const uint8_t* codes = reinterpret_cast<const uint8_t*>(p.codes) + first_record * 4 * CODE_BYTES;
+        const int x_row = thread / 8, x_column = thread % 8;
+        const uint32_t x_to = keep(x_row * 128 + (x_column ^ x_row % 8) * 16);
+        uint32_t from[COPIES];                               // of the thread's copies, in words of 16 bytes
+#pragma unroll
+        for (int k = 0; k < COPIES; k++) {
+            constexpr uint32_t WORDS = CODE_BYTES / 16;
+            const uint32_t word = thread + (k < X_COPIES ? k : k - X_COPIES) * THREADS;
+            if (k < X_COPIES) from[k] = min(x_row + k * (THREADS / 8), last_row) * (row_bytes / 16) + x_column;
+            else from[k] = min(int(word / WORDS), last_tile) * (p.spans * 4 * WORDS) + word % WORDS;
+            from[k] = keep(from[k]);
+        }
+        // With a constant, the compiler would make two additions of each address.
+        const uint32_t word_bytes = keep(16);
+        auto request = [&](bool there, uint32_t to) {
+#pragma unroll
+            for (int k = 0; k < COPIES; k++) {
+                const bool of_x = k < X_COPIES;
+                const int at = of_x ? k : k - X_COPIES, bytes = of_x ? X_BYTES : BT * CODE_BYTES;
+                copy_async_if(there && (bytes % (THREADS * 16) == 0 || thread + at * THREADS < bytes / 16),
+                              to + (of_x ? x_to : X_BYTES + thread * 16) + at * (THREADS * 16),
+                              (of_x ? x : codes) + uint64_t(from[k]) * word_bytes);
             }
+            x += 128, codes += CODE_BYTES;
             copy_commit();
         };
 
-        float acc[RT][NT][4] = {};
+        // Scales are read from memory a group of inputs before they are wanted.
+        const int same = SLOT == 32 || BITS == 16 ? 1 : 4 / p.groups;   // steps that share scales
+        RawMeta<S> raw[RT][SLOTS];
+        const uint8_t* const meta = p.meta + first_record * p.meta_bytes;
+        uint32_t record[RT];
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; s++) request(s);
+        for (int r = 0; r < RT; r++) record[r] = keep(min(wr * RT + r, last_tile) * p.spans * p.meta_bytes);
+        auto read_scales = [&](int step, int s) {
+            step = max(min(step, steps - 1), 0);
+            const int of = SLOT == 32 ? step % 4 * 2 + s : step % 4 * p.groups >> 2;
+#pragma unroll
+            for (int r = 0; r < RT; r++) raw[r][s].load(meta + (record[r] + uint32_t(step) / 4 * p.meta_bytes), p.groups, of, g);
+        };
 
-        for (int step = 0; step < steps; step++) {
-            // Scales of this step's slots: 64 inputs are one slot, or two of 32.
-            constexpr int SLOTS = SLOT == 32 ? 2 : 1;
-            Operand of[RT][SLOTS];
+#pragma unroll 1
+        for (int s = 0; s < STAGES; s++) request(s < steps, stages + s * STAGE);
+#pragma unroll
+        for (int s = 0; s < SLOTS; s++) read_scales(0, s);
+
+        // Where the lane finds the right operand of its first pair's product 0; product j's differs in bits 5 and 6.
+        const uint32_t x_at = (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+        const uint32_t w_at = keep(X_BYTES + wr * RT * CODE_BYTES + lane * 16);
+        uint4 right[RING];
+        auto read_right = [&](uint4& to, uint32_t stage, int k) {
+            const uint32_t at = (stage + x_at ^ k / PAIRS * 32) + k % PAIRS * 2048;
+            if constexpr (WIDE == 2) to = load_matrices_at(at);
+            else to = load_two_matrices_at(at);
+        };
+        Unit<BITS> unit[RT];
+        auto read_codes = [&](uint32_t stage, int j) {
 #pragma unroll
             for (int r = 0; r < RT; r++) {
-                const int tile = min(tile0 + wr * RT + r, p.tiles - 1);
-                const uint8_t* meta = p.meta + (first_record + size_t(tile) * p.spans + step / 4) * p.meta_bytes;
-#pragma unroll
-                for (int s = 0; s < SLOTS; s++) of[r][s].load(meta, p.groups, step, 2 * s, g);
+                const uint32_t at = stage + w_at + r * CODE_BYTES;
+                unit[r].words = load_shared_16(at + j / PER_UNIT * 512);
+                unit[r].load_upper_shared(at + unit[r].AT + lane * (unit[r].WIDTH * 4 - 16));
             }
-            copy_wait<STAGES - 2>();
-            __syncthreads();
-            request(step + STAGES - 1);
-            const uint4* const x = xs + step % STAGES * X_WORDS + (wc * NT * 8 + lane % 8) * 8;
-            const uint4* const w = ws + step % STAGES * W_WORDS + wr * RT * BITS * 8 + lane;
+        };
+        Operand of[RT];
+        uint32_t left[2][RT][4];
 
-            float part[EXACT ? RT : 1][EXACT ? NT : 1][4] = {};
+        uint32_t here = stages;                              // the stage of this step
+        copy_wait<STAGES - 1>();
+        meet(team);
+        read_codes(here, 0);
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const int s = SLOT == 32 ? c : 0;
-                uint32_t a[RT][2][4];
+        for (int k = 0; k < AHEAD; k++) read_right(right[k], here, k);
 #pragma unroll
-                for (int r = 0; r < RT; r++)
+        for (int r = 0; r < RT; r++) {
+            of[r].set(raw[r][0].group());
+            of[r].product(left[0][r], unit[r], 0);
+        }
+        read_scales(same, 0);
+
+        float acc[RT][NT][4] = {};
+        float part[EXACT ? RT : 1][EXACT ? NT : 1][4] = {};
+        float2 scale[RT];                                    // of the slot whose sums are kept apart
+
+        for (int step = 0; step < steps; step++) {
+            const uint32_t next = here == last_stage ? stages : here + STAGE;
 #pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        of[r][s].product(a[r][i], Operand::unit(w + r * BITS * 8, 2 * c + i, lane), 2 * c + i);
+            for (int k = 0; k < COUNT; k++) {
+                const int j = k / PAIRS, n = k % PAIRS * WIDE;
+                const int first = j == 3 ? MEETING % PAIRS : 0, count = j == 3 ? HELD : PAIRS;
+                if (k == MEETING) {
 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const uint4 b = load_matrices(x + n * 64 + ((c * 4 + lane / 8) ^ lane % 8));
+                    for (int i = k + AHEAD; i < COUNT; i++) read_right(right[i % RING], here, i);
+                    copy_wait<STAGES - 2>();
+                    meet(team);
+                }
+                if (k % PAIRS == first && (j + 1) % PER_UNIT == 0) read_codes(j == 3 ? next : here, (j + 1) % 4);
+                // Scales of the next slot.
+                if (k % PAIRS == first && (j + 1) % PER_SLOT == 0) {
+                    const int s = j == 3 ? 0 : SLOTS - 1;
 #pragma unroll
-                    for (int r = 0; r < RT; r++) {
-                        float(&sum)[4] = EXACT ? part[EXACT ? r : 0][EXACT ? n : 0] : acc[r][n];
-                        mma_16816(sum, a[r][0][0], a[r][0][1], a[r][0][2], a[r][0][3], b.x, b.y);
-                        mma_16816(sum, a[r][1][0], a[r][1][1], a[r][1][2], a[r][1][3], b.z, b.w);
+                    for (int r = 0; r < RT; r++)
+                        if (EXACT) scale[r] = make_float2(__low2float(of[r].scale[0]), __low2float(of[r].scale[1]));
+                    if (SLOT == 32 || (step + 1 & same - 1) == 0) {
+#pragma unroll
+                        for (int r = 0; r < RT; r++) of[r].set(raw[r][s].group());
+                        read_scales(step + (j == 3 ? 1 + same : 1), s);
                     }
                 }
-                if (EXACT && (SLOT == 32 || c == 1)) {
+                if (k == MEETING) {
+                    request(step + STAGES < steps, here);
 #pragma unroll
-                    for (int r = 0; r < RT; r++) {
-                        const float s0 = __low2float(of[r][s].scale[0]), s1 = __low2float(of[r][s].scale[1]);
+                    for (int i = COUNT; i < k + AHEAD; i++) read_right(right[i % RING], next, i - COUNT);
+                }
+                if (k < MEETING && k + AHEAD < COUNT) read_right(right[(k + AHEAD) % RING], here, k + AHEAD);
+                if (k >= MEETING && k + AHEAD >= COUNT) read_right(right[(k + AHEAD) % RING], next, k + AHEAD - COUNT);
+
+                // The left operand of the next product.
 #pragma unroll
-                        for (int n = 0; n < NT; n++) {
-                            float(&from)[4] = part[EXACT ? r : 0][EXACT ? n : 0];
+                for (int r = 0; r < RT; r++)
+                    if (k % PAIRS == making(r, first, count)) of[r].product(left[(j + 1) % 2][r], unit[r], (j + 1) % 4);
+
+                const uint4 b = right[k % RING];
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    const uint32_t(&a)[4] = left[j % 2][r];
+#pragma unroll
+                    for (int i = 0; i < WIDE; i++) {
+                        float(&sum)[4] = EXACT ? part[EXACT ? r : 0][EXACT ? n + i : 0] : acc[r][n + i];
+                        mma_16816(sum, a[0], a[1], a[2], a[3], i == 0 ? b.x : b.z, i == 0 ? b.y : b.w);
+                    }
+                }
+                if (EXACT && (k + 1) % (PER_SLOT * PAIRS) == 0) {
+#pragma unroll
+                    for (int r = 0; r < RT; r++)
+#pragma unroll
+                        for (int q = 0; q < NT; q++) {
+                            float(&from)[4] = part[EXACT ? r : 0][EXACT ? q : 0];
 #pragma unroll
                             for (int i = 0; i < 4; i++) {
-                                acc[r][n][i] = fmaf(i < 2 ? s0 : s1, from[i], acc[r][n][i]);
+                                acc[r][q][i] = fmaf(i < 2 ? scale[r].x : scale[r].y, from[i], acc[r][q][i]);
                                 from[i] = 0.f;
                             }
                         }
-                    }
                 }
             }
+            here = next;
         }
         copy_wait<0>();
+        if (teams > 1) {
+            // All have done with the stages: sums of the other teams lie there, and the first adds them up.
+            __syncthreads();
+            float4* const sums = reinterpret_cast<float4*>(shared) + thread;
+#pragma unroll
+            for (int r = 0; r < RT; r++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+                    if (team > 0) sums[((team - 1) * RT * NT + r * NT + n) * THREADS] = *reinterpret_cast<float4*>(acc[r][n]);
+            __syncthreads();
+            if (team > 0) return;
+            for (int q = 1; q < teams; q++)
+#pragma unroll
+                for (int r = 0; r < RT; r++)
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        const float4 v = sums[((q - 1) * RT * NT + r * NT + n) * THREADS];
+                        acc[r][n][0] += v.x, acc[r][n][1] += v.y, acc[r][n][2] += v.z, acc[r][n][3] += v.w;
+                    }
+        }
+        if (p.epilogue == GEMM_SILU) store_silu(p, acc, block.end, tile0 + wr * RT, m0);
+        else if (p.epilogue == GEMM_ADD) store<true>(p, acc, block.end, tile0 + wr * RT, m0);
+        else store<false>(p, acc, block.end, tile0 + wr * RT, m0);
+    }
 
+    // A warp's sums, of the tiles from `tile0` and the rows of x from `m0` to `end`.
+    template <bool ADD>
+    static DEVICE void store(const GemmArgs& p, const float (&acc)[RT][NT][4], int end, int tile0, int m0) {
+        const int row = tile0 * 16 + threadIdx.x % 32 / 4;
+        m0 += threadIdx.x % 4 * 2;
+        float* y = p.y + size_t(m0) * p.rows + row;
 #pragma unroll
-        for (int r = 0; r < RT; r++) {
-            const int tile = tile0 + wr * RT + r;
-            if (tile >= p.tiles) continue;
+        for (int n = 0; n < NT; n++) {
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
+            for (int i = 0; i < 2; i++) {
+                const bool there = m0 + n * 8 + i < end;
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int m = m0 + (wc * NT + n) * 8 + 2 * t + i;
-                    if (m >= block.end) continue;
-                    const float low = acc[r][n][i] * p.scale, high = acc[r][n][i + 2] * p.scale;
-                    const int row = tile * 16 + g;
-                    if (p.epilogue == GEMM_SILU) {
-                        const float v = __fdividef(low, 1.f + __expf(-low)) * high;
-                        p.half[size_t(m) * p.padded + operand_index(tile * 8 + g)] = __float2half_rn(clamp_half(v));
-                    } else {
-                        float* const y = p.y + size_t(m) * p.rows + row;
-                        if (row < p.rows) *y = p.epilogue == GEMM_ADD ? *y + low : low;
-                        if (row + 8 < p.rows) y[8] = p.epilogue == GEMM_ADD ? y[8] + high : high;
+                for (int k = 0; k < RT * 2; k++) {
+                    const float v = acc[k / 2][n][k % 2 * 2 + i] * p.scale;
+                    if (there && row + k * 8 < p.rows) {
+                        // Nobody else adds here: the order is given. An addition in L2 need not be waited for.
+                        if (ADD) atomicAdd(y + k * 8, v);
+                        else y[k * 8] = v;
                     }
                 }
+                y += i == 0 ? p.rows : 7 * size_t(p.rows);
             }
         }
+    }
+
+    // As `store`, of silu(gate) * up. Neighbours of the 8 pairs of a tile stand together, and so do
+    // those of neighbouring tiles: a lane stores two pairs of each tile for one row of x.
+    static DEVICE void store_silu(const GemmArgs& p, const float (&acc)[RT][NT][4], int end, int tile0, int m0) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        if (tile0 >= p.tiles) return;
+        __half* to = p.half + size_t(m0 + 2 * t + g % 2) * p.padded + operand_index(tile0 * 8 + g / 2 * 2);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            uint32_t pairs[RT];
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+                float v[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const float gate = acc[r][n][i] * p.scale, up = acc[r][n][i + 2] * p.scale;
+                    v[i] = clamp_half(__fdividef(gate, 1.f + __expf(-gate)) * up);
+                }
+                const uint32_t own = half2_bits(__floats2half2_rn(v[0], v[1])), other = __shfl_xor_sync(~0u, own, 4);
+                pairs[r] = tile0 + r < p.tiles ? __byte_perm(own, other, g % 2 ? 0x3276 : 0x5410) : 0;
+            }
+            store_if(m0 + n * 8 + 2 * t + g % 2 < end, to, pairs);
+            to += p.padded * size_t(8);
+        }
+    }
+
+    // Not a branch: lanes would have to meet after it.
+    static DEVICE void store_if(bool there, __half* to, const uint32_t (&v)[RT]) {
+        static_assert(RT <= 2, "words of one store");
+        if constexpr (RT == 1)
+            asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v[0]), "r"(int(there)) : "memory");
+        else
+            asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n@p st.global.v2.u32 [%0], {%1, %2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(int(there)) : "memory");
     }
 };

@@ -5,6 +5,7 @@ use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
 use crate::error::Result;
+use std::ops::Range;
 
 /// Output of a product of many rows.
 pub enum GemmOutput<'a> {
@@ -87,20 +88,6 @@ impl GemmArgs {
     }
 }
 
-impl Instance {
-    /// The smallest instance that takes `m` rows of x at once, or else the largest, among those whose
-    /// stages fit a block's `room` of shared memory: 99 KiB (compute capability 8.6, 8.9, 12.0)
-    /// are too little for the largest one with 16-bit weights.
-    fn choose(room: usize, m: usize, kind: PackedKind) -> usize {
-        let fitting = (1..INSTANCES.len()).filter(|&i| INSTANCES[i].shared(kind) <= room);
-        fitting.fold(0, |best, i| if INSTANCES[best].rows < m { i } else { best })
-    }
-
-    fn shared(&self, kind: PackedKind) -> usize {
-        STAGES * (self.rows * 128 + self.tiles * kind.bits() * 128)
-    }
-}
-
 /// `WgmmaArgs` of `cuda/gemm_wgmma.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -111,12 +98,19 @@ struct WgmmaArgs {
     p: GemmArgs,
 }
 
-/// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: rows of x and tiles of weights
-/// per block.
+/// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: each warp multiplies tiles of weights by all
+/// rows of x. Times are in microseconds, measured on an H200 without its warpgroup products; only their ratios
+/// matter.
 struct Instance {
+    /// Rows of x and tiles of weights per block.
     rows: usize,
     tiles: usize,
-    threads: usize,
+    /// Teams that have room on a multiprocessor at once, in one block or several.
+    teams: usize,
+    /// Work that a team adds to its multiprocessor per step of 64 inputs, and the least time in which those that
+    /// run at once make a step.
+    work: f64,
+    step: f64,
 }
 
 /// In ascending order of rows of x.
@@ -124,26 +118,122 @@ const INSTANCES: [Instance; 4] = [
     Instance {
         rows: 8,
         tiles: 4,
-        threads: 128,
+        teams: 4,
+        work: 0.10,
+        step: 0.40,
     },
     Instance {
         rows: 16,
         tiles: 4,
-        threads: 128,
+        teams: 4,
+        work: 0.12,
+        step: 0.40,
     },
     Instance {
         rows: 64,
         tiles: 4,
-        threads: 128,
+        teams: 4,
+        work: 0.17,
+        step: 1.05,
     },
     Instance {
         rows: 128,
         tiles: 8,
-        threads: 256,
+        teams: 2,
+        work: 0.78,
+        step: 1.05,
     },
 ];
 
-/// Stages of `cuda/gemm.cu` and of `cuda/gemm_wgmma.cu`.
+/// Threads of a team.
+const TEAM: usize = 128;
+/// Shared memory that teams have on a multiprocessor: where a block has less than [`WIDE_ROOM`], and elsewhere.
+const SMALL_ROOM: usize = 98_304;
+const LARGE_ROOM: usize = 163_840;
+const WIDE_ROOM: usize = 163 * 1024;
+/// More rows of x than this are multiplied by weights that were rounded to FP16.
+const EXACT_ROWS: usize = 16;
+/// Microseconds until the sums of one more team are added up.
+const JOINING: f64 = 0.5;
+
+/// How `cuda/gemm.cu` computes a product: by which instance, with how many teams and bytes of shared memory per
+/// block.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Plan {
+    instance: usize,
+    teams: usize,
+    shared: usize,
+    /// Estimated microseconds.
+    time: f64,
+}
+
+impl Plan {
+    /// A product of `tiles` tiles of weights of `kind`, over `spans` spans, in `columns` blocks of rows of x, on
+    /// `multiprocessors` with `room` bytes of shared memory per block. None without room.
+    fn new(
+        (instance, teams): (usize, usize),
+        (multiprocessors, room): (usize, usize),
+        (columns, tiles, spans): (usize, usize, usize),
+        kind: PackedKind,
+    ) -> Option<Self> {
+        let of = &INSTANCES[instance];
+        // `STAGE` and `STAGES` of `Gemm`; afterwards, the sums of all teams but one.
+        let stage = of.rows * 128 + of.tiles * kind.bits() * 128;
+        let all = if room < WIDE_ROOM {
+            SMALL_ROOM
+        } else {
+            LARGE_ROOM
+        };
+        let stages = (all / of.teams / stage).clamp(2, 4);
+        let sums = (teams - 1) * of.tiles * TILE * of.rows * size_of::<f32>();
+        let shared = (teams * stages * stage).max(sums);
+        let resident = (all / shared).min(of.teams / teams) * teams;
+        if shared > room {
+            return None;
+        }
+        // Of the multiprocessor that has most to do.
+        let blocks = (columns * tiles.div_ceil(of.tiles)).div_ceil(multiprocessors.max(1));
+        let turns = (blocks * teams).div_ceil(resident.max(teams));
+        let busy = ((blocks * teams) as f64 * of.work).max(turns as f64 * of.step);
+        let steps = 4.0 * spans as f64 / teams as f64;
+        let time = busy * steps + (teams - 1) as f64 * JOINING;
+        Some(Plan {
+            instance,
+            teams,
+            shared,
+            time,
+        })
+    }
+
+    /// The fastest among `instances`, for `columns(rows)` blocks of so many rows of x.
+    fn choose(
+        instances: Range<usize>,
+        place: (usize, usize),
+        columns: impl Fn(usize) -> usize,
+        (tiles, spans, kind): (usize, usize, PackedKind),
+    ) -> Option<Self> {
+        instances
+            .flat_map(|i| [1, 2, 4].map(|teams| (i, teams)))
+            .filter(|&(i, teams)| teams <= INSTANCES[i].teams.min(spans.max(1)))
+            .filter_map(|of| {
+                let columns = columns(INSTANCES[of.0].rows);
+                Plan::new(of, place, (columns, tiles, spans), kind)
+            })
+            .min_by(|a, b| a.time.total_cmp(&b.time))
+    }
+
+    /// The instances for `m` rows of x: the smallest that takes them and does not round weights, or else those
+    /// that do.
+    fn instances(m: usize) -> Range<usize> {
+        let exact = INSTANCES.partition_point(|i| i.rows <= EXACT_ROWS);
+        match INSTANCES[..exact].iter().position(|i| m <= i.rows) {
+            Some(i) => i..i + 1,
+            None => exact..INSTANCES.len(),
+        }
+    }
+}
+
+/// Stages of `cuda/gemm_wgmma.cu`.
 const STAGES: usize = 4;
 
 /// An instance of `cuda/gemm_wgmma.cu`, in the order of [`GEMM_WGMMA`]'s names. Times are in
@@ -193,9 +283,6 @@ const ADDING: f64 = 5.0;
 /// Least steps of 64 inputs that make a part.
 const LEAST_STEPS: usize = 8;
 
-/// With fewer rows than this, `cuda/gemm.cu` is used: half of a warpgroup's product would be wasted.
-const WGMMA_ROWS: usize = 17;
-
 impl WgmmaInstance {
     /// Estimated microseconds for `columns` blocks of rows of x and `tiles` tiles of weights over `spans`
     /// spans, in `parts`.
@@ -244,6 +331,8 @@ impl WgmmaInstance {
 pub(super) fn rows_of_experts(gpu: &Gpu, mean: usize) -> usize {
     let most = match gpu.info().capability {
         (9, 0) => 128,
+        // Blocks of 128 are faster by a fifth, if they are full.
+        _ if mean >= 128 => 128,
         _ => 64,
     };
     [8, 16, 64]
@@ -256,7 +345,7 @@ impl Stream {
     /// Multiplies `m` rows of FP16 activations `x` `[m, inputs padded to 256]`, in operand order
     /// ([`operand_index`](super::pack::operand_index)), by `w`.
     ///
-    /// On compute capability 9.0, products of more than 16 rows round weights to FP16.
+    /// Products of more than 16 rows round weights to FP16.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
@@ -271,7 +360,8 @@ impl Stream {
         let (spans, kind) = (w.spans(), w.kind());
         let args = GemmArgs::new(&o, w, (w.rows(), w.tiles()), x, output, m)?;
         let info = self.gpu().info();
-        if m >= WGMMA_ROWS && info.capability == (9, 0) {
+        // With fewer rows, half of a warpgroup's product would be wasted.
+        if m > EXACT_ROWS && info.capability == (9, 0) {
             let (instance, parts) =
                 WgmmaInstance::choose(info.multiprocessors, (m, w.tiles(), spans));
             // Absent in a build without sm_90a.
@@ -283,10 +373,11 @@ impl Stream {
                 return unsafe { self.gemm_wgmma(w, instance, args, columns) };
             }
         }
-        let instance = Instance::choose(info.shared_memory, m, kind);
-        let columns = m.div_ceil(INSTANCES[instance].rows);
+        let columns = |rows| m.div_ceil(rows);
+        let shape = (w.tiles(), spans, kind);
+        let plan = self.gemm_plan(&o, Plan::instances(m), columns, shape)?;
         // SAFETY: the operands were checked.
-        unsafe { self.gemm_mma(w, instance, args, columns) }
+        unsafe { self.gemm_mma(w, plan, args, columns(INSTANCES[plan.instance].rows)) }
     }
 
     /// Multiplies rows that are sorted by expert, each by its expert's part of the stack `w`: `x`
@@ -332,8 +423,25 @@ impl Stream {
         let Some(i) = INSTANCES.iter().position(|i| i.rows == block_rows) else {
             return o.refuse("rows of a block", "those of an instance", block_rows);
         };
+        let plan = self.gemm_plan(&o, i..i + 1, |_| columns, (tiles, spans, kind))?;
         // SAFETY: the operands were checked; the caller answers for the blocks.
-        unsafe { self.gemm_mma(w, i, args, columns) }
+        unsafe { self.gemm_mma(w, plan, args, columns) }
+    }
+
+    /// [`Plan::choose`] for this device.
+    fn gemm_plan(
+        &self,
+        o: &Operands<'_>,
+        instances: Range<usize>,
+        columns: impl Fn(usize) -> usize,
+        shape: (usize, usize, PackedKind),
+    ) -> Result<Plan> {
+        let info = self.gpu().info();
+        let place = (info.multiprocessors, info.shared_memory);
+        match Plan::choose(instances, place, columns, shape) {
+            Some(plan) => Ok(plan),
+            None => o.refuse("shared memory of a block", "enough for stages", place.1),
+        }
     }
 
     /// Launches a kernel of `cuda/gemm.cu` over `columns` blocks of rows of x.
@@ -343,15 +451,14 @@ impl Stream {
     unsafe fn gemm_mma(
         &self,
         w: &DeviceLinear,
-        instance: usize,
+        plan: Plan,
         p: GemmArgs,
         columns: usize,
     ) -> Result<()> {
-        let (of, kind) = (&INSTANCES[instance], w.kind());
-        let grid = ((p.tiles as usize).div_ceil(of.tiles), columns, 1);
-        let shape = LaunchShape::new(grid, of.threads).shared(of.shared(kind));
+        let tiles = (p.tiles as usize).div_ceil(INSTANCES[plan.instance].tiles);
+        let shape = LaunchShape::new((columns, tiles, 1), plan.teams * TEAM).shared(plan.shared);
         // SAFETY: by the caller.
-        unsafe { self.launch(GEMM.of_kind(instance, kind), shape, &p) }
+        unsafe { self.launch(GEMM.of_kind(plan.instance, w.kind()), shape, &p) }
     }
 
     /// Launches a kernel of `cuda/gemm_wgmma.cu` over `columns` blocks of rows of x.
@@ -414,7 +521,7 @@ impl Stream {
 
 #[cfg(test)]
 mod tests {
-    use super::{INSTANCES, Instance, WgmmaInstance};
+    use super::{INSTANCES, Plan, WgmmaInstance};
     use crate::cuda::PackedKind;
     use nq_formats::{Bits, Zeros};
 
@@ -428,21 +535,52 @@ mod tests {
         };
         let kinds = [affine(Bits::B4), affine(Bits::B8), PackedKind::Fp16];
         // Compute capability 8.6, 8.9 and 12.0; 8.0; 9.0.
-        for (room, largest) in [(99, [128, 128, 64]), (163, [128; 3]), (227, [128; 3])] {
-            for (kind, largest) in kinds.into_iter().zip(largest) {
-                let chosen = |m| INSTANCES[Instance::choose(room << 10, m, kind)].rows;
-                assert_eq!([1, 8, 9, 17, 64].map(chosen), [8, 8, 16, 64, 64]);
-                assert_eq!(
-                    [65, 128, 1000].map(chosen),
-                    [largest; 3],
-                    "{room} KiB, {kind:?}"
-                );
+        for room in [99 << 10, 163 << 10, 227 << 10] {
+            let all = kinds.iter().flat_map(|&k| (1..300).map(move |m| (k, m)));
+            for (kind, m) in all {
+                let columns = |rows: usize| usize::div_ceil(m, rows);
+                let instances = Plan::instances(m);
+                let plan = Plan::choose(instances, (100, room), columns, (64, 16, kind)).unwrap();
+                assert!(plan.shared <= room, "{room}, {kind:?}, {m} rows: {plan:?}");
+                let rows = INSTANCES[plan.instance].rows;
+                match m {
+                    1..=8 => assert_eq!(rows, 8),
+                    9..=16 => assert_eq!(rows, 16),
+                    _ => assert!(rows > 16),
+                }
             }
         }
         for i in &super::WGMMA_INSTANCES {
             assert!(kinds.iter().all(|&k| i.shared(k) <= 227 << 10));
         }
         assert!(INSTANCES.is_sorted_by_key(|i| i.rows));
+    }
+
+    /// On 132 multiprocessors without warpgroup products: the choices that measured fastest, or within 10 % of it.
+    #[test]
+    fn teams_suit_the_product() {
+        let kind = PackedKind::Affine {
+            bits: Bits::B4,
+            zeros: Zeros::Integer,
+            groups: 2,
+            two_level: false,
+        };
+        let chosen = |m: usize, rows: usize, inputs: usize| {
+            let shape = (rows.div_ceil(16), inputs.div_ceil(256), kind);
+            let columns = |of| m.div_ceil(of);
+            let plan = Plan::choose(Plan::instances(m), (132, 163 << 10), columns, shape).unwrap();
+            (INSTANCES[plan.instance].rows, plan.teams)
+        };
+        // 8B: qkv, o, gate_up, down.
+        assert_eq!(chosen(512, 6144, 4096), (128, 1));
+        assert_eq!(chosen(512, 4096, 4096), (128, 2));
+        assert_eq!(chosen(512, 24576, 4096), (128, 1));
+        assert_eq!(chosen(512, 4096, 12288), (128, 2));
+        assert_eq!(chosen(128, 4096, 4096), (64, 4));
+        assert_eq!(chosen(64, 4096, 12288), (64, 4));
+        assert_eq!(chosen(16, 4096, 4096), (16, 4));
+        assert_eq!(chosen(8, 4096, 12288), (8, 4));
+        assert_eq!(chosen(1, 1, 1), (8, 1));
     }
 
     /// On 132 multiprocessors: the choices that measured fastest, which keep them all busy.

@@ -124,7 +124,6 @@ const EDGES: [(usize, usize); 6] = [
 fn products_of_many_rows() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
-    let hopper = gpu.info().capability == (9, 0);
     for (out, inp) in EDGES {
         for w in weights(out, inp, 3) {
             let packed = pack(&gpu, &[&w], Stack::Concat);
@@ -151,9 +150,9 @@ fn products_of_many_rows() {
             let start = normal(most * out, 8);
             for m in ROWS {
                 let name = format!("{} [{out}, {inp}] m {m}", w.scheme_name());
-                // With offsets, s q + o is rounded to FP16; in Hopper's warpgroup products every
+                // With offsets, s q + o is rounded to FP16; in products of more than 16 rows every
                 // quantized weight is; other weights are exact.
-                let rounded = hopper && m > 16 && matches!(w, Weight::Quantized(_));
+                let rounded = m > 16 && matches!(w, Weight::Quantized(_));
                 let tolerance = match name.contains("offset") {
                     true => 1e-6,
                     false if rounded => 2e-7,

@@ -326,7 +326,7 @@ fn rows_have_tests_and_benches() {
 
 /// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
-const CONSTANTS: [[&str; 4]; 42] = [
+const CONSTANTS: [[&str; 4]; 44] = [
     ["pages.rs", "PAGE", "rows.cuh", "PAGE"],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
     [
@@ -410,6 +410,8 @@ const CONSTANTS: [[&str; 4]; 42] = [
         "gemm_step.cuh",
         "MOST_STAGES",
     ],
+    ["cuda/gemm.rs", "SMALL_ROOM", "gemm.cuh", "SMALL_ROOM"],
+    ["cuda/gemm.rs", "LARGE_ROOM", "gemm.cuh", "LARGE_ROOM"],
     ["cuda/gemv.rs", "GEMV_WARPS", "gemv.cu", "WARPS"],
     ["cuda/grad/gemm.rs", "TILE", "grad_gemm.cu", "TILE"],
     ["cuda/pack.rs", "SPAN", "weights.cuh", "SPAN"],
