@@ -37,6 +37,13 @@ struct PrefillShared {
     __half value_scales[2][TILE_POSITIONS];
 };
 
+// 2^x; what is below the normal numbers becomes zero.
+DEVICE float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 template <bool INT8, int DIM>
 DEVICE void prefill(const PrefillArgs& p) {
     using Of = HeadsOf<DIM>;
@@ -55,22 +62,24 @@ DEVICE void prefill(const PrefillArgs& p) {
     const int tiles = last / TILE_POSITIONS + 1;
     static_assert(PAGE % TILE_POSITIONS == 0, "a tile lies in one page");
 
+    // A thread's copies are of every 128th word of a tile, whose rows have the same parity: it finds them by steps.
+    static_assert(Shared::WORDS % 128 == 0 && 128 / KEY_UNITS % 2 == 0 && 128 / VALUE_UNITS % 2 == 0);
+    const int key_row = threadIdx.x / KEY_UNITS, dim = threadIdx.x / VALUE_UNITS;
+    const int key_to = threadIdx.x ^ (key_row % 2 * (2 * BYTES)), value_to = threadIdx.x ^ (dim % 2 * (VALUE_UNITS / 2));
+    const int value_from = dim * PAGE * BYTES + threadIdx.x % VALUE_UNITS * 16;
+
     // The page of the next tile to request, known a tile ahead.
     uint32_t page = p.cache.page(p.slot, 0);
     auto request = [&](int tile) {
         if (tile < tiles) {
             const int base = tile * TILE_POSITIONS % PAGE, b = tile % 2;   // rows of the page
             const size_t row0 = p.cache.head(page, kv) * PAGE;
-            const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + (row0 + base) * DIM * BYTES;
-            const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * DIM + base) * BYTES;
-            for (int i = threadIdx.x; i < TILE_POSITIONS * KEY_UNITS; i += 128) {
-                const int r = i / KEY_UNITS, u = i % KEY_UNITS;
-                copy_async(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (2 * BYTES)))], keys + i * 16);
-            }
-            for (int i = threadIdx.x; i < DIM * VALUE_UNITS; i += 128) {
-                const int d = i / VALUE_UNITS, u = i % VALUE_UNITS;
-                copy_async(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))], values + d * PAGE * BYTES + u * 16);
-            }
+            const int8_t* const keys = static_cast<const int8_t*>(p.cache.keys) + (row0 + base) * DIM * BYTES + threadIdx.x * 16;
+            const int8_t* const values = static_cast<const int8_t*>(p.cache.values) + (row0 * DIM + base) * BYTES + value_from;
+#pragma unroll
+            for (int i = 0; i < Shared::WORDS / 128; i++) copy_async(&sm.keys[b][key_to + i * 128], keys + i * 2048);
+#pragma unroll
+            for (int i = 0; i < Shared::WORDS / 128; i++) copy_async(&sm.values[b][value_to + i * 128], values + i * (128 / VALUE_UNITS * PAGE * BYTES));
             if (INT8 && threadIdx.x < 2 * TILE_POSITIONS / 8) {
                 const int which = threadIdx.x / (TILE_POSITIONS / 8), u = threadIdx.x % (TILE_POSITIONS / 8);
                 copy_async((which ? sm.value_scales : sm.key_scales)[b] + u * 8,
@@ -125,6 +134,8 @@ DEVICE void prefill(const PrefillArgs& p) {
                     mma_16816(s[j], q[i][1][0], q[i][1][1], q[i][1][2], q[i][1][3], w.z, w.w);
                 }
             }
+            // True if all of the warp's queries see all of the positions.
+            const bool seen = base + 31 <= p.position0 + query0 + warp * 16;
             uint32_t weight[2][4];   // [row g, row g + 8][pairs of positions]
             float shrink[2];
 #pragma unroll
@@ -135,20 +146,26 @@ DEVICE void prefill(const PrefillArgs& p) {
                 for (int i = 0; i < 8; i++) {
                     float v = s[i / 2][r * 2 + i % 2];
                     if (INT8) v *= __half2float(sm.key_scales[b][half * 32 + 8 * t + i]);
-                    score[i] = base + 8 * t + i <= limit ? v : -INFINITY;
-                    peak = fmaxf(peak, score[i]);
+                    score[i] = v;
                 }
+                if (!seen) {
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        if (base + 8 * t + i > limit) score[i] = -INFINITY;
+                }
+#pragma unroll
+                for (int i = 0; i < 8; i++) peak = fmaxf(peak, score[i]);
                 peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
                 peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
                 const float raised = fmaxf(top[r], peak);
                 // A query that sees nothing yet keeps weight zero.
                 const float against = raised == -INFINITY ? 0.f : raised;
-                shrink[r] = exp2f(top[r] - against);
+                shrink[r] = power_of_two(top[r] - against);
                 top[r] = raised;
                 total[r] *= shrink[r];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    float x = exp2f(score[2 * i] - against), y = exp2f(score[2 * i + 1] - against);
+                    float x = power_of_two(score[2 * i] - against), y = power_of_two(score[2 * i + 1] - against);
                     total[r] += x + y;
                     if (INT8) {
                         x *= __half2float(sm.value_scales[b][half * 32 + 8 * t + 2 * i]);
@@ -157,10 +174,16 @@ DEVICE void prefill(const PrefillArgs& p) {
                     weight[r][i] = half2_bits(__float22half2_rn(make_float2(x, y)));
                 }
             }
+            // The greatest scores have seldom changed.
+            if (__any_sync(~0u, shrink[0] < 1.f || shrink[1] < 1.f)) {
+#pragma unroll
+                for (int n = 0; n < DIM / 8; n++) {
+                    out[n][0] *= shrink[0], out[n][1] *= shrink[0];
+                    out[n][2] *= shrink[1], out[n][3] *= shrink[1];
+                }
+            }
 #pragma unroll
             for (int n = 0; n < DIM / 8; n++) {
-                out[n][0] *= shrink[0], out[n][1] *= shrink[0];
-                out[n][2] *= shrink[1], out[n][3] *= shrink[1];
                 const int d = 8 * n + g, u = INT8 ? half * 2 + t / 2 : half * 4 + t;
                 const int8_t* from = reinterpret_cast<const int8_t*>(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))]);
                 const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
