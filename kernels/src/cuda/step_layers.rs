@@ -428,10 +428,10 @@ impl SharedMemory {
             ring: take(0),
         };
         let depth = (info.shared_memory.checked_sub(end)? / stage).min(MOST_RING);
-        let window = window(sizes.hidden).min(depth);
+        let behind = depth.checked_sub(stages_ahead(sizes.head_dim))?;
         // Copies of 16 bytes end in order, bulk copies do not.
-        let unordered = if alone { 0 } else { window };
-        (depth >= unordered + stages_ahead(sizes.head_dim)).then_some(SharedMemory {
+        let window = window(sizes.hidden).min(if alone { depth } else { behind });
+        (window > 0).then_some(SharedMemory {
             room,
             stage,
             depth,
