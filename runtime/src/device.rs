@@ -96,9 +96,11 @@ pub struct GpuFound {
     pub driver_cuda: (i32, i32),
     /// True if CUDA's Multi-Process Service shares it between processes.
     pub multi_process: bool,
+    /// The rate at which its memory was read, in bytes per second; `None` if too little of it was free.
+    pub bandwidth: Option<f64>,
 }
 
-/// All GPUs of the machine. Each is opened and its kernels are loaded.
+/// All GPUs of the machine. Each is opened, its kernels are loaded and its bandwidth is measured.
 ///
 /// # Errors
 /// [`Error::Kernel`] if there is no driver or no device, or for the first device that cannot be used.
@@ -116,6 +118,7 @@ pub fn gpus() -> Result<Vec<GpuFound>> {
             multiprocessors: info.multiprocessors,
             driver_cuda: (info.driver / 1000, info.driver % 1000 / 10),
             multi_process: info.multi_process,
+            bandwidth: gpu.memory_bandwidth().ok(),
         });
     }
     Ok(found)
@@ -141,9 +144,7 @@ impl GpuMeter {
     /// # Errors
     /// [`Error::Kernel`].
     pub fn read_bandwidth(&self) -> Result<f64> {
-        // Large compared with the cache, and within the free memory.
-        let bytes = (32 * self.0.info().l2_bytes).min(self.0.free_memory()? / 2);
-        Ok(self.0.read_bandwidth(bytes)?)
+        Ok(self.0.memory_bandwidth()?)
     }
 
     /// Bytes of the last cache before the memory.

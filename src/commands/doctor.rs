@@ -65,6 +65,8 @@ struct UsableGpu {
     driver_cuda: String,
     /// True if CUDA's Multi-Process Service shares it between processes.
     multi_process: bool,
+    /// The rate at which its memory was read, in 10^9 bytes per second.
+    read_gb_s: Option<f64>,
 }
 
 /// The GPUs that this build can use, or why it can use none.
@@ -78,6 +80,7 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
         multiprocessors: g.multiprocessors,
         driver_cuda: format!("{}.{}", g.driver_cuda.0, g.driver_cuda.1),
         multi_process: g.multi_process,
+        read_gb_s: g.bandwidth.map(|b| b / 1e9),
     };
     Ok(gpus.into_iter().map(usable).collect())
 }
@@ -478,6 +481,9 @@ impl std::fmt::Display for Findings {
                 g.multiprocessors,
                 g.driver_cuda
             )?;
+            if let Some(rate) = g.read_gb_s {
+                writeln!(f, "          its memory was read at {rate:.0} GB/s")?;
+            }
         }
         if let Some(products) = &self.gpu.products {
             writeln!(f, "          quantizing multiplies by {products}")?;

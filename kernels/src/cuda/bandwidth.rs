@@ -21,6 +21,16 @@ struct ReadArgs {
 }
 
 impl Gpu {
+    /// [`Gpu::read_bandwidth`] over a buffer that is large compared with the cache and takes at most half of the free
+    /// memory.
+    ///
+    /// # Errors
+    /// Those of [`Gpu::read_bandwidth`].
+    pub fn memory_bandwidth(&self) -> Result<f64> {
+        let bytes = (32 * self.info().l2_bytes).min(self.free_memory()? / 2);
+        self.read_bandwidth(bytes)
+    }
+
     /// Bytes per second when reading `bytes` of device memory: the median of nine passes after
     /// two for warming up. `bytes` should be many times the L2 cache.
     ///

@@ -190,7 +190,7 @@ fn the_table_is_the_device_s() {
         }
     }
     // Products by warpgroups, in whose names an x parts the sizes of a block, and what only newer GPUs have.
-    let some_lack = ["norm_step", "gemv_rows", "step_layers"];
+    let some_lack = ["norm_step", "gemv_rows"];
     let only_hopper = |n: &&str| n.contains('x') || some_lack.iter().any(|s| n.starts_with(s));
     if gpu.info().capability == (9, 0) {
         assert!(absent.is_empty(), "{absent:?}")

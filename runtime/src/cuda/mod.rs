@@ -121,12 +121,8 @@ impl Engine for CudaEngine {
     }
 
     fn memory_bandwidth(&self) -> Option<f64> {
-        *self.bandwidth.get_or_init(|| {
-            let gpu = &self.model.gpu;
-            // Large compared with the cache, small compared with the free memory.
-            let bytes = (32 * gpu.info().l2_bytes).min(gpu.free_memory().ok()? / 2);
-            gpu.read_bandwidth(bytes).ok()
-        })
+        let gpu = &self.model.gpu;
+        *self.bandwidth.get_or_init(|| gpu.memory_bandwidth().ok())
     }
 
     fn start_profile(&self) -> bool {
