@@ -144,9 +144,10 @@ fn prebuilt(sources: &[PathBuf]) -> String {
             "no crate has the code for {target} that {path} tells\n{REMEDY}"
         ));
     }
-    let version = manifest.lines().find_map(|l| l.strip_prefix("compiler "));
-    let version = version.unwrap_or_else(|| fail(&format!("{path} names no compiler")));
-    format!("{}{code}];\n", compiler(version))
+    let tool = |key| manifest.lines().find_map(|l| l.strip_prefix(key));
+    let compiler = tool("compiler ").unwrap_or_else(|| fail(&format!("{path} names no compiler")));
+    let assembler = tool("assembler ").unwrap_or(compiler);
+    format!("{}{code}];\n", tools(compiler, assembler))
 }
 
 fn hash(bytes: &[u8]) -> String {
@@ -169,13 +170,21 @@ fn unique(mut names: Vec<&str>) -> Vec<&str> {
     names
 }
 
-/// A constant with the compiler's version, which `text` gives like `13.0.88`.
-fn compiler(text: &str) -> String {
-    let mut parts = text.split('.').map(str::parse::<i32>);
-    let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
-        fail(&format!("{text:?} is no version of a compiler"));
+/// Constants with the versions of what made PTX and machine code, which are like `13.0.88`.
+fn tools(compiler: &str, assembler: &str) -> String {
+    let version = |text: &str| {
+        let mut parts = text.split('.').map(str::parse::<i32>);
+        let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
+            fail(&format!("{text:?} is no version of a compiler"));
+        };
+        format!("({major}, {minor})")
     };
-    format!("/// CUDA version of the compiler.\nconst COMPILER: (i32, i32) = ({major}, {minor});\n")
+    format!(
+        "/// CUDA version of what made PTX.\nconst COMPILER: (i32, i32) = {};\n\
+         /// CUDA version of what made machine code.\nconst ASSEMBLER: (i32, i32) = {};\n",
+        version(compiler),
+        version(assembler)
+    )
 }
 
 /// Compiles `sources` with nvcc, and returns the table of the results.
@@ -206,7 +215,8 @@ fn compile(sources: &[PathBuf]) -> String {
     if let Some(e) = errors.into_inner().expect("no thread panics").first() {
         fail(e);
     }
-    let mut code = compiler(&version(&nvcc));
+    let version = version(&nvcc);
+    let mut code = tools(&version, &version);
     code += "/// Fatbins by target, one for each source.\nstatic CODE: &[&[(&str, Packed)]] = &[&[";
     for target in &targets {
         code += &format!("({target:?}, &[");

@@ -60,10 +60,13 @@ impl Target {
         self.capability <= capability && (self.ptx || self.capability.0 == capability.0)
     }
 
-    /// CUDA version of the oldest driver that supports it: machine code needs the compiler's major
-    /// version, PTX also its minor version.
+    /// CUDA version of the oldest driver that supports it: machine code needs the assembler's major
+    /// version, PTX the compiler's version.
     fn driver(&self) -> (i32, i32) {
-        (COMPILER.0, if self.ptx { COMPILER.1 } else { 0 })
+        if self.ptx {
+            return COMPILER;
+        }
+        (ASSEMBLER.0, 0)
     }
 
     /// The fatbins.
@@ -129,7 +132,7 @@ pub(super) fn too_old(driver: i32, needed: (i32, i32)) -> String {
 
 /// Release number of the oldest driver that this build's machine code needs, e.g. 580.
 pub fn driver_needed() -> u32 {
-    release((COMPILER.0, 0))
+    release((ASSEMBLER.0, 0))
 }
 
 /// The first Linux driver that supports a CUDA version (CUDA Toolkit Release Notes, table 3).

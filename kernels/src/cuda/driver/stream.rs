@@ -104,6 +104,9 @@ impl LaunchShape {
     }
 }
 
+/// The oldest driver whose graphs have edges of kernels that overlap (CUDA 12.3).
+const RECORDS_OVERLAP: i32 = 12_030;
+
 /// Attributes of a launch besides its sizes.
 pub(super) struct Attributes {
     all: [sys::CUlaunchAttribute; 2],
@@ -116,7 +119,7 @@ impl Attributes {
         // SAFETY: structures of integers and unions of them; all zero is valid.
         let all: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
         let mut attributes = Attributes { all, count: 0 };
-        if shape.overlap && info.capability >= (9, 0) {
+        if shape.overlap && info.capability >= (9, 0) && info.driver >= RECORDS_OVERLAP {
             let to = attributes.next(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
             to.programmaticStreamSerializationAllowed = 1;
         }
