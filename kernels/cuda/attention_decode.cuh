@@ -82,17 +82,18 @@ struct ScalesShared<true, WARPS> {
     uint4 scales[2][WARPS][2][4];   // of each buffer, of a warp's keys and values
 };
 
+// Queries, new keys and values of a run as they come: together, if there is room for them, or one by one.
 template <int ROWS, int DIM>
-struct JobsShared {
-    Head<128> jobs[8 + 2 * ROWS][32];   // queries, new keys and values, as they come
+constexpr bool TOGETHER = ROWS > 1 && DIM == 128 && !SMALL_BLOCKS;
+template <int ROWS, bool>
+struct JobsShared {};
+template <int ROWS>
+struct JobsShared<ROWS, true> {
+    Head<128> jobs[8 + 2 * ROWS][32];
 };
-template <int DIM>
-struct JobsShared<1, DIM> {};
-template <>
-struct JobsShared<MOST_RUN, WIDE_HEAD_DIM> {};   // these come one by one
 
 template <bool INT8, int ROWS, int DIM>
-struct AttentionShared : ScalesShared<INT8, AttentionBlock<DIM>::WARPS>, JobsShared<ROWS, DIM> {
+struct AttentionShared : ScalesShared<INT8, AttentionBlock<DIM>::WARPS>, JobsShared<ROWS, TOGETHER<ROWS, DIM>> {
     static constexpr int WARPS = AttentionBlock<DIM>::WARPS, TILES = AttentionBlock<DIM>::TILES;
     static constexpr int BUFFERS = INT8 ? 2 : 1;
     static constexpr int EACH = INT8 ? 16 : 8;                              // elements that a lane loads at once
@@ -114,7 +115,8 @@ struct AttentionShared : ScalesShared<INT8, AttentionBlock<DIM>::WARPS>, JobsSha
 template <bool INT8, int ROWS, int DIM, int BYTES>
 constexpr bool TAKES = sizeof(AttentionShared<INT8, ROWS, DIM>) == BYTES;
 static_assert(TAKES<false, 1, 128, 76560> && TAKES<true, 1, 128, 77328>);
-static_assert(TAKES<false, MOST_RUN, 128, 84304 + 20480> && TAKES<true, MOST_RUN, 128, 81232 + 20480>);
+constexpr int JOBS = SMALL_BLOCKS ? 0 : 20480;
+static_assert(TAKES<false, MOST_RUN, 128, 84304 + JOBS> && TAKES<true, MOST_RUN, 128, 81232 + JOBS>);
 static_assert(TAKES<false, 1, 256, 78992> && TAKES<true, 1, 256, 78992>);
 static_assert(TAKES<false, MOST_RUN, 256, 94416> && TAKES<true, MOST_RUN, 256, 86736>);
 
@@ -250,7 +252,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         if (INT8 && lane == 0) sm.fresh_scale[which][r] = kept.scale;
         if (pos == position) store_row<INT8>(p.cache, which, p.cache.head(newest_page, kv), position % PAGE, kept, lane);
     };
-    if constexpr (ROWS > 1 && DIM > 128) {
+    if constexpr (ROWS > 1 && !TOGETHER<ROWS, DIM>) {
 #pragma unroll 1
         for (int job = warp; job < jobs; job += WARPS) keep_job(job, load_job(job));
     } else {

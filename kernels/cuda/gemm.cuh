@@ -65,14 +65,10 @@ DEVICE ExpertRows block_rows(const GemmArgs& p, int index, int count) {
     return {v.x, v.y, v.z, 0};
 }
 
-// Shared memory that teams have on a multiprocessor: on compute capability 8.6, 8.9 and 12.0, and elsewhere.
+// Shared memory that teams have on a multiprocessor, where blocks have little and elsewhere.
 constexpr int SMALL_ROOM = 98304;
 constexpr int LARGE_ROOM = 163840;
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-constexpr int TEAMS_ROOM = SMALL_ROOM;
-#else
-constexpr int TEAMS_ROOM = LARGE_ROOM;
-#endif
+constexpr int TEAMS_ROOM = SMALL_BLOCKS ? SMALL_ROOM : LARGE_ROOM;
 
 // TEAMS: so many at once have room on a multiprocessor, in one block or several.
 template <class S, int NT, int RT, int WR, int TEAMS, bool SCALED>

@@ -74,7 +74,7 @@ def run(name, program, gpu, folder, names):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", default="8.0,8.6,8.9,10.0,12.0")
+    parser.add_argument("--gpus", default="8.0,8.6,8.9,12.0")
     parser.add_argument("--kernels", type=Path, default=ROOT / "target/imitate")
     parser.add_argument("--binaries", type=Path)
     parser.add_argument("--collect", type=Path)

@@ -188,9 +188,10 @@ impl AttentionScratch {
     /// share a multiprocessor with the products of the largest models.
     const SHARED_FP16: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 2832;
     const SHARED_INT8: usize = 2 * 4 * 16 * 512 + 4 * 1024 + 4096 + 3600;
-    /// Additional bytes for a run: its new keys and values, their scales, and their inputs.
-    const RUN_FP16: usize = 2 * (MOST_RUN - 1) * 2 * HEAD_DIM + 64 + Self::JOBS;
-    const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64 + Self::JOBS;
+    /// Additional bytes for a run: its new keys and values, and their scales.
+    const RUN_FP16: usize = 2 * (MOST_RUN - 1) * 2 * HEAD_DIM + 64;
+    const RUN_INT8: usize = 2 * (MOST_RUN - 1) * HEAD_DIM + 64;
+    /// And for their inputs, unless blocks have little shared memory (`SMALL_BLOCKS` of `cuda/common.cuh`).
     const JOBS: usize = (8 + 2 * MOST_RUN) * 4 * HEAD_DIM;
     /// Of wide heads, one row of a sequence at a time or several.
     const WIDE: usize = 78_992;
@@ -451,13 +452,17 @@ impl Stream {
         if let Some((cascade, of)) = shared {
             self.attention_shared(cascade, of, m, splits, &args, cache)?;
         }
+        let jobs = match self.gpu().info().has_small_blocks() {
+            true => 0,
+            false => AttentionScratch::JOBS,
+        };
         let (kernel, more) = match (runs, shared, int8) {
             (false, None, _) => (&ATTENTION_DECODE, 0),
             (false, Some(_), _) => (&ATTENTION_REST, 0),
-            (true, None, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16),
-            (true, None, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8),
-            (true, Some(_), false) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_FP16),
-            (true, Some(_), true) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_INT8),
+            (true, None, false) => (&ATTENTION_RUN, AttentionScratch::RUN_FP16 + jobs),
+            (true, None, true) => (&ATTENTION_RUN, AttentionScratch::RUN_INT8 + jobs),
+            (true, Some(_), false) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_FP16 + jobs),
+            (true, Some(_), true) => (&ATTENTION_RUN_REST, AttentionScratch::RUN_INT8 + jobs),
         };
         let (threads, shared_memory) = match (dim, runs, int8) {
             (HEAD_DIM, _, true) => (128, AttentionScratch::SHARED_INT8 + more),

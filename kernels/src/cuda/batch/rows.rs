@@ -72,6 +72,9 @@ impl Plan {
         if parts == 1 && part_spans > MOST_SPANS {
             return Ok(None);
         }
+        // Static arrays of the kernel: barriers, best rows.
+        let fixed = (WARPS * 8 * (MOST_DEPTH + rows) + 8).next_multiple_of(128);
+        let room = info.shared_memory.saturating_sub(fixed);
         let plan = |clusters: usize, shared| Plan {
             parts,
             part_spans,
@@ -80,7 +83,7 @@ impl Plan {
         };
         let clusters = match parts {
             1 => info.multiprocessors,
-            _ => gpu.clusters_at_once(kernel, plan(1, ALONE.min(info.shared_memory)).shape())?,
+            _ => gpu.clusters_at_once(kernel, plan(1, ALONE.min(room)).shape())?,
         };
         let clusters = clusters.min(w.tiles());
         if clusters == 0 {
@@ -96,9 +99,6 @@ impl Plan {
             };
         let stages = DEPTH * WARPS * (w.kind().stage_bytes() + w.kind().meta_room());
         let shared = stages + x + met * 16 * rows * size_of::<f32>();
-        // Static arrays of the kernel: barriers, best rows.
-        let fixed = (WARPS * 8 * (MOST_DEPTH + rows) + 8).next_multiple_of(128);
-        let room = info.shared_memory.saturating_sub(fixed);
         Ok((shared <= room).then_some(plan(clusters, shared.max(ALONE.min(room)))))
     }
 

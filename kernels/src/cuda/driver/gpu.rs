@@ -45,6 +45,14 @@ pub struct GpuInfo {
     pub multi_process: bool,
 }
 
+impl GpuInfo {
+    /// True if the kernels for it are those for blocks of at most 99 KiB of shared memory: `SMALL_BLOCKS` of
+    /// `cuda/common.cuh`.
+    pub(in crate::cuda) fn has_small_blocks(&self) -> bool {
+        self.shared_memory < 163 << 10
+    }
+}
+
 impl fmt::Display for GpuInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (major, minor) = self.capability;
@@ -413,12 +421,17 @@ impl Inner {
             "asking for a GPU's name",
             result::device::get_name(self.device),
         )?;
+        let shared_memory = get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
         self.info = GpuInfo {
             ordinal: self.info.ordinal,
             name: name.trim_end_matches('\0').into(),
             capability: capability(self.device)?,
             multiprocessors: get(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
-            shared_memory: get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            shared_memory: match (capability(self.device)?, shared_memory) {
+                // It runs code of 8.6, which is made for as much as that has.
+                ((8, 7), room) => room.min(99 << 10),
+                (_, room) => room,
+            },
             l2_bytes: get(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
             memory,
             driver: driver_version()?,

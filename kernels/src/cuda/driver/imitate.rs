@@ -19,15 +19,14 @@ const VARIABLE: &str = "NQ_IMITATE";
 /// What runs the code.
 const HOST: (i32, i32) = (9, 0);
 
-/// Compute capability, code and most shared memory of a block in bytes of what can be imitated. The code of 10.0 and
-/// 12.0 is that of 9.0 without what only 9.0 has, as no compiler makes code for 9.0 from a newer virtual architecture.
+/// Compute capability, code and most shared memory of a block in bytes of what can be imitated. The code of 12.0
+/// is that of 9.0 without what only 9.0 has, as no compiler makes code for 9.0 from a newer virtual architecture.
 /// 9.0 itself is there so that code of another compiler can be compared within one build.
-const IMITATED: [((i32, i32), &str, usize); 6] = [
+const IMITATED: [((i32, i32), &str, usize); 5] = [
     ((8, 0), "compute_80-sm_90", 163 << 10),
     ((8, 6), "compute_86-sm_90", 99 << 10),
     ((8, 9), "compute_86-sm_90", 99 << 10),
     ((9, 0), "sm_90a", 227 << 10),
-    ((10, 0), "compute_90-sm_90", 227 << 10),
     ((12, 0), "compute_90-sm_90", 99 << 10),
 ];
 
@@ -168,7 +167,7 @@ mod tests {
         assert_eq!((read.capability, read.target), ((8, 9), "compute_86-sm_90"));
         for wrong in ["", "8.6", "8.6:", "86:/a", "7.5:/a", "9.1:/a", "8.x:/a"] {
             let why = Imitation::read(wrong).unwrap_err();
-            assert!(why.contains("8.0, 8.6, 8.9, 9.0, 10.0, 12.0"), "{why}");
+            assert!(why.contains("8.0, 8.6, 8.9, 9.0, 12.0"), "{why}");
         }
     }
 
