@@ -287,7 +287,9 @@ fn hybrids_are_quantized_as_on_the_cpu() {
                 assert_eq!(a.name, b.name);
                 let errors = [a, b].map(|l| l.output_error.unwrap_or(l.rel_error));
                 let what = format!("{family} by {method}, {}: {errors:?}", a.name);
-                assert!((errors[0] / errors[1] - 1.0).abs() < 0.05, "{what}");
+                // An expert may have no inputs, and so no errors.
+                let near = (errors[0] - errors[1]).abs() <= 0.05 * errors[1];
+                assert!(near, "{what}");
             }
             let share = differing(&gpu, &cpu);
             let [ours, theirs] = [on_gpu, on_cpu].map(|report| {

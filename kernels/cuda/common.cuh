@@ -14,9 +14,9 @@
 
 // A block has at most 99 KiB of shared memory. Of 9.0 without what only that has, this is the code that imitates 12.0.
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || (__CUDA_ARCH__ == 900 && !__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool SMALL_BLOCKS = true;
+#define SMALL_BLOCKS 1
 #else
-constexpr bool SMALL_BLOCKS = false;
+#define SMALL_BLOCKS 0
 #endif
 
 // Where a decode step stands. In device memory: one graph serves every step.

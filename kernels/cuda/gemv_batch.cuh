@@ -60,7 +60,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     using WeightRing = Ring<S::STAGE, S::META, 1>;
     constexpr int TILE_SUMS = NB * 8 * SUM_STRIDE;
     using Columns = std::conditional_t<BITS == 16, HalfColumns, DigitColumns<8>>;
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
     constexpr int PIECE_BYTES = SLOTS * sizeof(Columns);   // of x
 #endif
 
@@ -73,7 +73,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     float* const sums = reinterpret_cast<float*>(shared + WARPS * p.depth * WeightRing::STAGE_WORDS);   // [WARPS][TILES][TILE_SUMS]
     __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
     __shared__ float2 tops[WARPS][NB * 8];
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
     __shared__ uint64_t arrivals[WARPS];   // of pieces of x
     uint64_t* const arrival = arrivals + warp;
     uint8_t* const piece_at = reinterpret_cast<uint8_t*>(sums + WARPS * TILES * TILE_SUMS) + warp * (NB * PIECE_BYTES);
@@ -112,7 +112,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     if (p.epilogue == HEAD && lane < NB * 8) tops[warp][lane] = make_float2(-INFINITY, 0.f);
     wait_for_predecessor();
 
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
     uint32_t arrival_parity = 0;
     auto request_piece = [&](int piece) {
         if (lane == 0) {
@@ -198,7 +198,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
             constexpr int WORDS = BITS == 16 ? 4 : 2;
             uint4 x[SLOTS][NB][WORDS];
             float2 x_scale[SLOTS][NB], x_sum[SLOTS][NB][SLOT == 32 ? 2 : 1];
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
             // A lone piece stays where it is.
             const bool lone = end - begin == 1;
             if (!lone || base == first) {
@@ -238,7 +238,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
                 __syncwarp();
                 if (stage_read) request();
                 stage_read = true;
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
                 if (j == 0 && !lone && (piece + 1 < end || base + TILES * step < p.tiles))
                     request_piece(piece + 1 < end ? piece + 1 : begin);
 #endif

@@ -176,7 +176,9 @@ fn what_cannot_be_factored_is_said() {
         (infinite, "rtn-clip"),
         (Matrix::zeros(n, n), "rtn-clip"),
     ] {
-        let found = both(&ops, h).map(|inputs| round(&undamped, &weight, &inputs, grid));
+        // The noise of moments would damp too.
+        let exact = both(&ops, h).map(|stats| InputStats { rows: 0, ..stats });
+        let found = exact.map(|inputs| round(&undamped, &weight, &inputs, grid));
         assert_eq!(found[0].method, method);
         assert_eq!(found[1].method, method);
         assert_eq!(found[0].fallbacks, found[1].fallbacks);

@@ -312,6 +312,13 @@ fn as_normalized(w: &Weight, x: &[f32], gain: &[f32]) -> Vec<f32> {
 fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
     let (out, inp) = w.dims();
     let name = format!("gemv {} [{out}, {inp}]", w.scheme_name());
+    let room = gpu.info().shared_memory;
+    if matches!(w, Weight::Dense(_)) && 4 * inp > room {
+        println!(
+            "skipped: {name}: a row of FP16 operands does not fit in {room} bytes of shared memory"
+        );
+        return;
+    }
     let packed = pack(gpu, &[w], Stack::Concat);
     let w = as_on_device(w);
     // Magnitudes differ widely, like those of residual streams.

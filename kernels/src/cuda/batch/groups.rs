@@ -61,9 +61,9 @@ impl Plan {
             }
         }
         let (_, mut plan, stages) = best?;
-        // Sums of the warps' tiles; from sm_90 on, a piece of x per warp.
+        // Sums of the warps' tiles; from sm_90 on, where there is room, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
-        let x = if info.capability >= (9, 0) {
+        let x = if info.capability >= (9, 0) && !info.has_small_blocks() {
             WARPS * groups * Group::Eight.slot_bytes(bits) * 4 / kind_stages
         } else {
             0
