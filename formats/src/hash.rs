@@ -4,6 +4,8 @@ use crate::error::Result;
 use crate::files::Files;
 use crate::mapping;
 use crate::progress::{Progress, Unit};
+use bytes::Bytes;
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 /// Bytes of a file that are hashed before their memory is given back.
@@ -32,8 +34,8 @@ pub fn weights_sha256(files: &Files, progress: &dyn Progress) -> Result<String> 
     }
     let total: usize = contents.iter().map(|(b, _)| b.len()).sum();
     progress.begin("hash source", total as u64, Unit::Bytes);
-    let mut list = String::new();
-    for (bytes, name) in &contents {
+    // A core hashes about a gigabyte a second: large models have many files.
+    let line = |(bytes, name): &(Bytes, String)| {
         let mut hasher = Sha256::new();
         for start in (0..bytes.len()).step_by(PIECE) {
             let piece = bytes.slice(start..(start + PIECE).min(bytes.len()));
@@ -41,8 +43,9 @@ pub fn weights_sha256(files: &Files, progress: &dyn Progress) -> Result<String> 
             mapping::release(&piece);
             progress.advance(piece.len() as u64);
         }
-        list += &format!("{}  {name}\n", hex(&hasher.finalize()));
-    }
+        format!("{}  {name}\n", hex(&hasher.finalize()))
+    };
+    let lines: Vec<String> = contents.par_iter().map(line).collect();
     progress.end();
-    Ok(sha256_hex(list.as_bytes()))
+    Ok(sha256_hex(lines.concat().as_bytes()))
 }
