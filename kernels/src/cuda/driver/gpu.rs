@@ -453,10 +453,18 @@ impl Inner {
             why: "its name holds a zero byte".into(),
         })?;
         self.bind()?;
-        let found = self.modules.iter().find_map(|&module| {
+        let mut found = None;
+        for &module in &self.modules {
             // SAFETY: the module lives as long as `self`.
-            unsafe { result::module::get_function(module, symbol.clone()) }.ok()
-        });
+            match unsafe { result::module::get_function(module, symbol.clone()) } {
+                Err(DriverError(CUresult::CUDA_ERROR_NOT_FOUND)) => {}
+                // An earlier fault, for example: the kernel may be there.
+                other => {
+                    found = Some(check("finding a kernel", other)?);
+                    break;
+                }
+            }
+        }
         let Some(handle) = found else {
             return Ok(None);
         };
