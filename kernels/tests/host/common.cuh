@@ -32,7 +32,7 @@ using std::min;
 constexpr size_t SHARED_BYTES = 256 << 10;   // of a block
 constexpr int WARPS_OF_BLOCK = 32;           // at most
 constexpr int BLOCKS_OF_CLUSTER = 8;
-constexpr size_t MOST_ROUNDS = 8000;         // of all threads, in one launch: a multiple of what the tests need
+constexpr size_t MOST_ROUNDS = 60000;        // of all threads, in one launch: a multiple of what the tests need
 
 [[noreturn]] inline void fail(const char* what);
 

@@ -102,7 +102,9 @@ struct Model {
         for (auto& parts : args.parts) parts = allocate<uint64_t>(MOST_PARTS * c.hidden);
         args.epoch = &epoch, args.cos_sin = cos_sin.data(), args.tables = tables.data(), args.step = &step;
         args.table_len = tables.size(), args.layers = c.layers, args.hidden = c.hidden, args.heads = heads, args.kv_heads = c.kv_heads, args.group = GROUP;
-        args.stage = stage, args.depth = c.depth, args.window = c.window, args.eps = 1e-6f;
+        // Without clusters, as few stages as keys of a page have, and up to two more, all of them under way.
+        args.depth = CLUSTERED ? c.depth : DIM / 32 + c.seed % 3, args.window = CLUSTERED ? c.window : args.depth;
+        args.stage = stage, args.eps = 1e-6f;
         lay_out();
     }
 
@@ -202,7 +204,7 @@ struct Model {
         for (uint64_t*& words : args.digits) words = allocate<uint64_t>(max(c.hidden, inner) / 256 * SPAN_WORDS);
         args.at.sums = take(max(2 * LAYERS_WARPS * LAYERS_WARPS * 64, int(sizeof(AttentionRoom))));
         args.at.queries = take((GROUP + 1) * DIM * 4);
-        args.at.ring = take(c.depth * stage);
+        args.at.ring = take(args.depth * stage);
         if (end > int(SHARED_BYTES)) throw "more shared memory than a block has";
     }
 
