@@ -14,15 +14,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
-/// Machine code for these, and PTX for devices newer than all of them, the same as in `prebuilt/build`.
-const TARGETS: [&str; 6] = [
-    "sm_80",
-    "sm_86",
-    "sm_90a",
-    "sm_100",
-    "sm_120",
-    "compute_100",
-];
+/// Machine code for these, and PTX for other devices from 10.0 on, the same as in `prebuilt/build`.
+const TARGETS: [&str; 5] = ["sm_80", "sm_86", "sm_90a", "sm_120", "compute_100"];
 
 const HOW_TO_GET_NVCC: &str = "\
 no nvcc was found. It comes with the CUDA toolkit (then set CUDA_HOME or PATH), or without root

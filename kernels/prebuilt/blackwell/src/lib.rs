@@ -1,4 +1,4 @@
-//! CUDA kernels compiled for compute capability 10.x and 12.x (B200, RTX 50), a part of
+//! CUDA kernels compiled for compute capability 12.x (RTX 50), a part of
 //! [nq-kernels](https://docs.rs/nq-kernels): with them, building nq needs no CUDA toolkit.
 //!
 //! The build of nq-kernels compares the code with its own manifest: which sources it was compiled from, by which
@@ -9,6 +9,5 @@
 
 /// Code by target: a zstd frame of fatbins, one after another, a fatbin per source.
 pub static CODE: &[(&str, &[u8])] = &[
-    ("sm_100", include_bytes!("../sm_100.zst")),
     ("sm_120", include_bytes!("../sm_120.zst")),
 ];

@@ -1,4 +1,4 @@
-//! CUDA kernels compiled for GPUs newer than those of the other crates, as PTX, a part of
+//! CUDA kernels compiled for GPUs that the other crates have no code for, as PTX, a part of
 //! [nq-kernels](https://docs.rs/nq-kernels): with them, building nq needs no CUDA toolkit.
 //!
 //! The build of nq-kernels compares the code with its own manifest: which sources it was compiled from, by which
