@@ -21,7 +21,7 @@ struct ReadArgs {
 }
 
 impl Gpu {
-    /// [`Gpu::read_bandwidth`] over a buffer that is large compared with the cache and takes at most half of the free
+    /// Bytes per second, by [`Gpu::read_bandwidth`] over a buffer that is large compared with the cache and takes at most half of the free
     /// memory.
     ///
     /// # Errors

@@ -1,6 +1,8 @@
 //! Products of many rows at once.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Operands, Stream, TensorMap};
+use super::driver::{
+    Address, Buffer, Gpu, LaunchShape, Matrix, Operands, Stream, TensorMap, has_small_blocks,
+};
 use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -147,10 +149,9 @@ const INSTANCES: [Instance; 4] = [
 
 /// Threads of a team.
 const TEAM: usize = 128;
-/// Shared memory that teams have on a multiprocessor: where a block has less than [`WIDE_ROOM`], and elsewhere.
+/// Shared memory that teams have on a multiprocessor, where blocks have little ([`has_small_blocks`]) and elsewhere.
 const SMALL_ROOM: usize = 98_304;
 const LARGE_ROOM: usize = 163_840;
-const WIDE_ROOM: usize = 163 * 1024;
 /// More rows of x than this are multiplied by weights that were rounded to FP16.
 const EXACT_ROWS: usize = 16;
 /// Microseconds until the sums of one more team are added up.
@@ -159,7 +160,7 @@ const JOINING: f64 = 0.5;
 /// How `cuda/gemm.cu` computes a product: by which instance, with how many teams and bytes of shared memory per
 /// block.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Plan {
+struct GemmPlan {
     instance: usize,
     teams: usize,
     shared: usize,
@@ -167,7 +168,7 @@ struct Plan {
     time: f64,
 }
 
-impl Plan {
+impl GemmPlan {
     /// A product of `tiles` tiles of weights of `kind`, over `spans` spans, in `columns` blocks of rows of x, on
     /// `multiprocessors` with `room` bytes of shared memory per block. None without room.
     fn new(
@@ -179,7 +180,7 @@ impl Plan {
         let of = &INSTANCES[instance];
         // `STAGE` and `STAGES` of `Gemm`; afterwards, the sums of all teams but one.
         let stage = of.rows * 128 + of.tiles * kind.bits() * 128;
-        let all = if room < WIDE_ROOM {
+        let all = if has_small_blocks(room) {
             SMALL_ROOM
         } else {
             LARGE_ROOM
@@ -197,7 +198,7 @@ impl Plan {
         let busy = ((blocks * teams) as f64 * of.work).max(turns as f64 * of.step);
         let steps = 4.0 * spans as f64 / teams as f64;
         let time = busy * steps + (teams - 1) as f64 * JOINING;
-        Some(Plan {
+        Some(GemmPlan {
             instance,
             teams,
             shared,
@@ -217,7 +218,7 @@ impl Plan {
             .filter(|&(i, teams)| teams <= INSTANCES[i].teams.min(spans.max(1)))
             .filter_map(|of| {
                 let columns = columns(INSTANCES[of.0].rows);
-                Plan::new(of, place, (columns, tiles, spans), kind)
+                GemmPlan::new(of, place, (columns, tiles, spans), kind)
             })
             .min_by(|a, b| a.time.total_cmp(&b.time))
     }
@@ -375,7 +376,7 @@ impl Stream {
         }
         let columns = |rows| m.div_ceil(rows);
         let shape = (w.tiles(), spans, kind);
-        let plan = self.gemm_plan(&o, Plan::instances(m), columns, shape)?;
+        let plan = self.gemm_plan(&o, GemmPlan::instances(m), columns, shape)?;
         // SAFETY: the operands were checked.
         unsafe { self.gemm_mma(w, plan, args, columns(INSTANCES[plan.instance].rows)) }
     }
@@ -428,17 +429,17 @@ impl Stream {
         unsafe { self.gemm_mma(w, plan, args, columns) }
     }
 
-    /// [`Plan::choose`] for this device.
+    /// [`GemmPlan::choose`] for this device.
     fn gemm_plan(
         &self,
         o: &Operands<'_>,
         instances: Range<usize>,
         columns: impl Fn(usize) -> usize,
         shape: (usize, usize, PackedKind),
-    ) -> Result<Plan> {
+    ) -> Result<GemmPlan> {
         let info = self.gpu().info();
         let place = (info.multiprocessors, info.shared_memory);
-        match Plan::choose(instances, place, columns, shape) {
+        match GemmPlan::choose(instances, place, columns, shape) {
             Some(plan) => Ok(plan),
             None => o.refuse("shared memory of a block", "enough for stages", place.1),
         }
@@ -451,7 +452,7 @@ impl Stream {
     unsafe fn gemm_mma(
         &self,
         w: &DeviceLinear,
-        plan: Plan,
+        plan: GemmPlan,
         p: GemmArgs,
         columns: usize,
     ) -> Result<()> {
@@ -521,7 +522,7 @@ impl Stream {
 
 #[cfg(test)]
 mod tests {
-    use super::{INSTANCES, Plan, WgmmaInstance};
+    use super::{GemmPlan, INSTANCES, WgmmaInstance};
     use crate::cuda::PackedKind;
     use nq_formats::{Bits, Zeros};
 
@@ -539,8 +540,9 @@ mod tests {
             let all = kinds.iter().flat_map(|&k| (1..300).map(move |m| (k, m)));
             for (kind, m) in all {
                 let columns = |rows: usize| usize::div_ceil(m, rows);
-                let instances = Plan::instances(m);
-                let plan = Plan::choose(instances, (100, room), columns, (64, 16, kind)).unwrap();
+                let instances = GemmPlan::instances(m);
+                let plan =
+                    GemmPlan::choose(instances, (100, room), columns, (64, 16, kind)).unwrap();
                 assert!(plan.shared <= room, "{room}, {kind:?}, {m} rows: {plan:?}");
                 let rows = INSTANCES[plan.instance].rows;
                 match m {
@@ -568,7 +570,8 @@ mod tests {
         let chosen = |m: usize, rows: usize, inputs: usize| {
             let shape = (rows.div_ceil(16), inputs.div_ceil(256), kind);
             let columns = |of| m.div_ceil(of);
-            let plan = Plan::choose(Plan::instances(m), (132, 163 << 10), columns, shape).unwrap();
+            let plan =
+                GemmPlan::choose(GemmPlan::instances(m), (132, 163 << 10), columns, shape).unwrap();
             (INSTANCES[plan.instance].rows, plan.teams)
         };
         // 8B: qkv, o, gate_up, down.

@@ -8,6 +8,4 @@
 #![forbid(unsafe_code)]
 
 /// Code by target: a zstd frame of fatbins, one after another, a fatbin per source.
-pub static CODE: &[(&str, &[u8])] = &[
-    ("sm_120", include_bytes!("../sm_120.zst")),
-];
+pub static CODE: &[(&str, &[u8])] = &[("sm_120", include_bytes!("../sm_120.zst"))];

@@ -4,7 +4,9 @@ pub(super) mod cascade;
 pub(super) mod pages;
 
 use super::batch::Columns;
-use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
+use super::driver::{
+    Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream, has_small_blocks,
+};
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::pack::SPAN;
@@ -452,7 +454,7 @@ impl Stream {
         if let Some((cascade, of)) = shared {
             self.attention_shared(cascade, of, m, splits, &args, cache)?;
         }
-        let jobs = match self.gpu().info().has_small_blocks() {
+        let jobs = match has_small_blocks(self.gpu().info().shared_memory) {
             true => 0,
             false => AttentionScratch::JOBS,
         };

@@ -1,7 +1,7 @@
 //! The product of rows in groups of eight, for up to 16 rows and any device.
 
 use super::{Columns, Group, MOST_DEPTH};
-use crate::cuda::driver::{Address, Gpu, LaunchShape, Operands, Stream};
+use crate::cuda::driver::{Address, Gpu, LaunchShape, Operands, Stream, has_small_blocks};
 use crate::cuda::gemv::Output;
 use crate::cuda::kernel::{kernels, names};
 use crate::cuda::linear::DeviceLinear;
@@ -15,7 +15,7 @@ const TILES: usize = 4;
 
 /// How a product is cut: see `cuda/gemv_batch.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Plan {
+pub(super) struct GroupsPlan {
     /// Groups of rows per launch: 1 or 2.
     groups: usize,
     split: usize,
@@ -24,7 +24,7 @@ pub(super) struct Plan {
     shared: usize,
 }
 
-impl Plan {
+impl GroupsPlan {
     /// The plan for `m` rows: two groups at once if shared memory allows, otherwise one after the
     /// other. `None` if not even one fits.
     pub(super) fn new(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Option<Self> {
@@ -40,7 +40,7 @@ impl Plan {
         let (bits, kind_stages) = (w.kind().bits(), w.kind().stages());
         let tiles = w.tiles();
         let pieces = w.spans() * kind_stages;
-        let mut best: Option<(f64, Plan, usize)> = None;
+        let mut best: Option<(f64, GroupsPlan, usize)> = None;
         for split in 1..=WARPS.min(pieces) {
             let teams = WARPS / split;
             let blocks = info.multiprocessors.min(tiles.div_ceil(teams)).max(1);
@@ -50,7 +50,7 @@ impl Plan {
                 + rounds.div_ceil(TILES) as f64 * (share as f64 + 1.5)
                 + 0.01 * teams as f64;
             if best.is_none_or(|b| cost < b.0) {
-                let plan = Plan {
+                let plan = GroupsPlan {
                     groups,
                     split,
                     blocks,
@@ -63,7 +63,7 @@ impl Plan {
         let (_, mut plan, stages) = best?;
         // Sums of the warps' tiles; from sm_90 on, where there is room, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
-        let x = if info.capability >= (9, 0) && !info.has_small_blocks() {
+        let x = if info.capability >= (9, 0) && !has_small_blocks(info.shared_memory) {
             WARPS * groups * Group::Eight.slot_bytes(bits) * 4 / kind_stages
         } else {
             0
@@ -119,7 +119,7 @@ impl Stream {
         &self,
         o: &Operands<'_>,
         w: &DeviceLinear,
-        plan: &Plan,
+        plan: &GroupsPlan,
         columns: &Columns,
         output: &Output<'_>,
         m: usize,

@@ -108,7 +108,7 @@ impl Columns {
         if !Self::suit(w) {
             return o.refuse("a weight", "integer codes of whole spans", w.kind().name());
         }
-        let group = Plan::new(o, w, m)?.group(m);
+        let group = BatchPlan::new(o, w, m)?.group(m);
         let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
         Ok(ColumnsTarget {
             words: o.of("columns", &self.words, &[bytes])?,
@@ -119,12 +119,12 @@ impl Columns {
 }
 
 /// The kernel of a product of several rows, and how it is cut.
-enum Plan {
-    Rows(rows::Plan),
-    Groups(groups::Plan),
+enum BatchPlan {
+    Rows(rows::RowsPlan),
+    Groups(groups::GroupsPlan),
 }
 
-impl Plan {
+impl BatchPlan {
     fn new(o: &Operands<'_>, w: &DeviceLinear, m: usize) -> Result<Self> {
         match Self::find(o.gpu(), w, m)? {
             Some(plan) => Ok(plan),
@@ -134,24 +134,24 @@ impl Plan {
 
     /// `None` if no kernel has room for it.
     fn find(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<Option<Self>> {
-        if let Some(plan) = rows::Plan::new(gpu, w, m)? {
-            return Ok(Some(Plan::Rows(plan)));
+        if let Some(plan) = rows::RowsPlan::new(gpu, w, m)? {
+            return Ok(Some(BatchPlan::Rows(plan)));
         }
-        Ok(groups::Plan::new(gpu, w, m).map(Plan::Groups))
+        Ok(groups::GroupsPlan::new(gpu, w, m).map(BatchPlan::Groups))
     }
 
     /// How it takes `m` rows.
     fn group(&self, m: usize) -> Group {
         match self {
-            Plan::Rows(_) => Group::of(m),
-            Plan::Groups(_) => Group::Eight,
+            BatchPlan::Rows(_) => Group::of(m),
+            BatchPlan::Groups(_) => Group::Eight,
         }
     }
 
     fn blocks(&self) -> usize {
         match self {
-            Plan::Rows(plan) => plan.blocks(),
-            Plan::Groups(plan) => plan.blocks(),
+            BatchPlan::Rows(plan) => plan.blocks(),
+            BatchPlan::Groups(plan) => plan.blocks(),
         }
     }
 }
@@ -164,7 +164,7 @@ pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
     if m == 1 {
         return Ok(gemv::blocks(gpu.info(), w));
     }
-    Ok(Plan::find(gpu, w, m)?.map_or(1, |plan| plan.blocks()))
+    Ok(BatchPlan::find(gpu, w, m)?.map_or(1, |plan| plan.blocks()))
 }
 
 kernels! {
@@ -215,7 +215,7 @@ impl Stream {
         o.at_most("rows", MOST_SEQUENCES, m)?;
         o.at_most("rows", columns.rows, m)?;
         o.at_most("spans", columns.spans, w.spans())?;
-        let (plan, output) = (Plan::new(&o, w, m)?, Output::new(output, w.rows()));
+        let (plan, output) = (BatchPlan::new(&o, w, m)?, Output::new(output, w.rows()));
         self.prepare_columns(&o, w, x, output.norm, columns, (m, plan.group(m)), late)?;
         self.multiply_prepared(&o, w, &plan, columns, &output, m)
     }
@@ -239,7 +239,7 @@ impl Stream {
         o.at_most("rows", MOST_SEQUENCES.min(columns.rows), m)?;
         o.at_most("spans", columns.spans, w.spans())?;
         let (plan, output) = (
-            Plan::new(&o, w, m)?,
+            BatchPlan::new(&o, w, m)?,
             Output::new(GemvOutput::Add(y), w.rows()),
         );
         self.multiply_prepared(&o, w, &plan, columns, &output, m)
@@ -249,14 +249,14 @@ impl Stream {
         &self,
         o: &Operands<'_>,
         w: &DeviceLinear,
-        plan: &Plan,
+        plan: &BatchPlan,
         columns: &Columns,
         output: &Output<'_>,
         m: usize,
     ) -> Result<()> {
         match plan {
-            Plan::Rows(plan) => self.multiply_rows(o, w, plan, columns, output, m),
-            Plan::Groups(plan) => self.multiply_groups(o, w, plan, columns, output, m),
+            BatchPlan::Rows(plan) => self.multiply_rows(o, w, plan, columns, output, m),
+            BatchPlan::Groups(plan) => self.multiply_groups(o, w, plan, columns, output, m),
         }
     }
 

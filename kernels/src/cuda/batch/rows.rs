@@ -25,7 +25,7 @@ const ALONE: usize = 116 << 10;
 
 /// How a product is cut: see `cuda/gemv_rows.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Plan {
+pub(super) struct RowsPlan {
     parts: usize,
     /// Most spans of a part.
     part_spans: usize,
@@ -33,7 +33,7 @@ pub(super) struct Plan {
     shared: usize,
 }
 
-impl Plan {
+impl RowsPlan {
     /// The plan for `m` rows: with as few parts as have room. `None` for FP16 weights and more rows than this
     /// kernel takes, on a device without it, where nothing fits, and where `gemv_batch` is faster.
     pub(super) fn new(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<Option<Self>> {
@@ -75,7 +75,7 @@ impl Plan {
         // Static arrays of the kernel: barriers, best rows.
         let fixed = (WARPS * 8 * (MOST_DEPTH + rows) + 8).next_multiple_of(128);
         let room = info.shared_memory.saturating_sub(fixed);
-        let plan = |clusters: usize, shared| Plan {
+        let plan = |clusters: usize, shared| RowsPlan {
             parts,
             part_spans,
             blocks: clusters * parts,
@@ -158,7 +158,7 @@ impl Stream {
         &self,
         o: &Operands<'_>,
         w: &DeviceLinear,
-        plan: &Plan,
+        plan: &RowsPlan,
         columns: &Columns,
         output: &Output<'_>,
         m: usize,

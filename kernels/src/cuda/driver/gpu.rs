@@ -45,12 +45,10 @@ pub struct GpuInfo {
     pub multi_process: bool,
 }
 
-impl GpuInfo {
-    /// True if the kernels for it are those for blocks of at most 99 KiB of shared memory: `SMALL_BLOCKS` of
-    /// `cuda/common.cuh`.
-    pub(in crate::cuda) fn has_small_blocks(&self) -> bool {
-        self.shared_memory < 163 << 10
-    }
+/// True if the kernels for devices with so many bytes of shared memory for a block are those for at most 99 KiB:
+/// `SMALL_BLOCKS` of `cuda/common.cuh`.
+pub(in crate::cuda) fn has_small_blocks(shared_memory: usize) -> bool {
+    shared_memory < 163 << 10
 }
 
 impl fmt::Display for GpuInfo {

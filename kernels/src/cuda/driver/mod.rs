@@ -36,6 +36,7 @@ pub use code::driver_needed;
 pub(in crate::cuda) use code::targets;
 pub use copy::Strided;
 pub use found::{check_device, device_count};
+pub(in crate::cuda) use gpu::has_small_blocks;
 pub use gpu::{Gpu, GpuInfo};
 pub use host::{HostStage, HostWork};
 pub(crate) use memory::Address;
