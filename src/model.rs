@@ -10,7 +10,6 @@ use nq_formats::adapter::Adapter;
 use nq_formats::gguf::BlockType;
 use nq_formats::names::{Shape, parameters};
 use nq_formats::{Checkpoint, Progress, Task, human_bytes};
-use std::collections::BTreeMap;
 use std::ffi::OsStr;
 
 /// Opens the model given to a command, a path or a name; without one, the default model.
@@ -89,18 +88,21 @@ pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
 /// How a GPU holds codes that its kernels do not read in their own width, and the memory that takes;
 /// `None` if all of nq's own weights are held in their own.
 pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
-    let (mut stored, mut held, mut widths) = (0, 0, BTreeMap::new());
+    let (mut stored, mut held, mut widths) = (0, 0, Vec::new());
     for (name, shape) in parameters(checkpoint.config()) {
         let (Shape::Matrix(rows, cols), Some(scheme)) = (shape, checkpoint.store().scheme(&name))
         else {
             continue;
         };
         stored += scheme.bytes(rows, cols) as u64;
-        held += scheme.held_on_gpu().bytes(rows, cols) as u64;
-        if scheme.held_on_gpu().bits != scheme.bits {
-            widths.insert(scheme.bits.width(), scheme.held_on_gpu().bits.width());
+        let on_gpu = scheme.held_on_gpu((rows, cols));
+        held += on_gpu.bytes as u64;
+        let width = (scheme.bits(), on_gpu.bits);
+        if width.0 != width.1 && !widths.contains(&width) {
+            widths.push(width);
         }
     }
+    widths.sort_by(|a, b| a.0.total_cmp(&b.0));
     let words = widths
         .iter()
         .map(|(stored, held)| format!("{stored} bits held as {held}"));

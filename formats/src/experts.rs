@@ -20,7 +20,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 impl Weight {
-    /// Rows `rows` as a separate weight. Values and codes are shared, not copied.
+    /// Rows `rows` as a separate weight. Values and codes are shared, not copied; only rows of a trellis that are
+    /// not whole strips become f32 values.
     ///
     /// # Panics
     /// If the weight does not have these rows.
@@ -36,6 +37,18 @@ impl Weight {
             Weight::Quantized(QuantizedWeight::Affine(a)) => {
                 Weight::Quantized(QuantizedWeight::Affine(affine_rows(a, rows)))
             }
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => match t.rows(rows.clone()) {
+                Some(part) => Weight::Quantized(QuantizedWeight::Trellis(part)),
+                None => {
+                    let cols = t.in_features();
+                    let mut values = vec![0.0; rows.len() * cols];
+                    for (row, values) in rows.clone().zip(values.chunks_exact_mut(cols)) {
+                        t.dequantize_row(row, values);
+                    }
+                    let part = Tensor::from_f32(vec![rows.len(), cols], values);
+                    Weight::Dense(part.expect("whole rows of a matrix are one"))
+                }
+            },
         }
     }
 
@@ -102,6 +115,12 @@ impl Weight {
                 let stacked = stack_affine(&all)?;
                 Ok(Weight::Quantized(QuantizedWeight::Affine(stacked)))
             }
+            // Only nq's own files hold trellises, and they hold stacks.
+            Some(Weight::Quantized(QuantizedWeight::Trellis(first))) => Err(Error::Weight {
+                what: "a stack of weights",
+                expected: "dense or affine weights".into(),
+                found: first.scheme().to_string(),
+            }),
         }
     }
 }

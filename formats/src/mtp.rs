@@ -12,7 +12,7 @@ use crate::config::Object;
 use crate::error::Result;
 use crate::models::{Architecture, ModelConfig, Shape};
 use crate::names::in_layer;
-use crate::scheme::AffineScheme;
+use crate::scheme::Scheme;
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -158,7 +158,7 @@ impl WeightStore for LayerStore<'_> {
         self.0.matrix(&whole(name), dims)
     }
 
-    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+    fn scheme(&self, name: &str) -> Option<Scheme> {
         self.0.scheme(&whole(name))
     }
 

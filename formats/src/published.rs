@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::models::{Architecture, Delta, LinearKind, ModelConfig, VectorKind, tensor_name};
 use crate::names::{is_less_one, layer_matrix, layer_vector};
 use crate::nq;
-use crate::scheme::AffineScheme;
+use crate::scheme::Scheme;
 use crate::store::{Exactness, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -161,7 +161,7 @@ impl WeightStore for Published {
         }
     }
 
-    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+    fn scheme(&self, name: &str) -> Option<Scheme> {
         match self.part(name) {
             None => self.inner.scheme(name),
             Some(part) => self.inner.scheme(&part.fused),

@@ -1,12 +1,13 @@
-//! Affine quantization schemes: the real values that integer codes represent.
+//! Quantization schemes: the real values that a weight's codes represent.
 //!
-//! Every scheme means `w = s * q + o` within a group of consecutive inputs of one
+//! An affine scheme means `w = s * q + o` within a group of consecutive inputs of one
 //! output row. `q` is the *unsigned* code `0 ..= 2^bits - 1`, or the level that a table gives
 //! for it; [`Zeros`] defines `o`. A scheme is a row of parameters: whatever their
 //! combination, a device without kernels for it holds the weight exactly in 4 or 8 bits
 //! ([`AffineScheme::held`]).
 
 use crate::error::{Error, Result};
+use crate::trellis::TrellisScheme;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -230,6 +231,104 @@ pub struct AffineScheme {
     /// Values of the codes.
     #[serde(default, skip_serializing_if = "Levels::is_even")]
     pub levels: Levels,
+}
+
+/// How a quantized weight is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scheme {
+    /// Integer codes with scales of groups.
+    Affine(AffineScheme),
+    /// Paths through a trellis.
+    Trellis(TrellisScheme),
+}
+
+impl Scheme {
+    /// The affine scheme, if it is one.
+    pub const fn affine(self) -> Option<AffineScheme> {
+        match self {
+            Scheme::Affine(scheme) => Some(scheme),
+            Scheme::Trellis(_) => None,
+        }
+    }
+
+    /// Bits of a weight's code, without scales.
+    pub const fn bits(self) -> f32 {
+        match self {
+            Scheme::Affine(scheme) => scheme.bits.width() as f32,
+            Scheme::Trellis(scheme) => scheme.bits(),
+        }
+    }
+
+    /// Bytes that a `[out_features, in_features]` weight takes in nq's own files.
+    pub const fn bytes(self, out_features: usize, in_features: usize) -> usize {
+        match self {
+            Scheme::Affine(scheme) => scheme.bytes(out_features, in_features),
+            Scheme::Trellis(scheme) => scheme.bytes(out_features, in_features),
+        }
+    }
+}
+
+/// How much of a weight a device holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Held {
+    /// Bits of a code, or of a value.
+    pub bits: f32,
+    /// Bytes of the weight.
+    pub bytes: usize,
+}
+
+impl Scheme {
+    /// What a weight `[out, in]` takes as it is stored.
+    pub const fn stored(self, (out, inputs): (usize, usize)) -> Held {
+        Held {
+            bits: self.bits(),
+            bytes: self.bytes(out, inputs),
+        }
+    }
+
+    /// What a weight `[out, in]` takes on a GPU: that of [`AffineScheme::held_on_gpu`]; values of f16 for a trellis.
+    pub fn held_on_gpu(self, (out, inputs): (usize, usize)) -> Held {
+        match self {
+            Scheme::Affine(scheme) => Scheme::from(scheme.held_on_gpu()).stored((out, inputs)),
+            Scheme::Trellis(_) => Held {
+                bits: 16.0,
+                bytes: 2 * out * inputs,
+            },
+        }
+    }
+}
+
+impl From<AffineScheme> for Scheme {
+    fn from(scheme: AffineScheme) -> Self {
+        Scheme::Affine(scheme)
+    }
+}
+
+impl From<TrellisScheme> for Scheme {
+    fn from(scheme: TrellisScheme) -> Self {
+        Scheme::Trellis(scheme)
+    }
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scheme::Affine(scheme) => scheme.fmt(f),
+            Scheme::Trellis(scheme) => scheme.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Scheme {
+    type Err = Error;
+
+    /// Parses a displayed scheme.
+    fn from_str(name: &str) -> Result<Self> {
+        match name.starts_with("trellis") {
+            true => name.parse().map(Scheme::Trellis),
+            false => name.parse().map(Scheme::Affine),
+        }
+    }
 }
 
 impl From<Option<TwoLevel>> for Scales {

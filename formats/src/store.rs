@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::scheme::AffineScheme;
+use crate::scheme::Scheme;
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
@@ -58,7 +58,7 @@ pub trait WeightStore: Send + Sync {
 
     /// The scheme of the weight `name`, if the file states it apart from the weight's tensors;
     /// `None` if it does not, or if the weight is unquantized.
-    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+    fn scheme(&self, name: &str) -> Option<Scheme> {
         let _ = name;
         None
     }

@@ -2,8 +2,9 @@
 
 use crate::error::{Error, Result};
 use crate::pack;
-use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, TwoLevel, Zeros};
+use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, TwoLevel, Zeros};
 use crate::tensor::Tensor;
+use crate::trellis::TrellisWeight;
 use bytes::Bytes;
 use half::f16;
 use std::sync::Arc;
@@ -23,6 +24,18 @@ pub enum Weight {
 pub enum QuantizedWeight {
     /// Integer codes with scales (and zero-points) per group.
     Affine(AffineWeight),
+    /// Paths through a trellis, with scales of rows and inputs.
+    Trellis(TrellisWeight),
+}
+
+impl QuantizedWeight {
+    /// How it is stored.
+    pub fn scheme(&self) -> Scheme {
+        match self {
+            QuantizedWeight::Affine(a) => Scheme::Affine(a.scheme()),
+            QuantizedWeight::Trellis(t) => Scheme::Trellis(t.scheme()),
+        }
+    }
 }
 
 impl Weight {
@@ -31,6 +44,7 @@ impl Weight {
         match self {
             Weight::Dense(t) => (t.shape()[0], t.shape()[1]),
             Weight::Quantized(QuantizedWeight::Affine(a)) => (a.out_features(), a.in_features()),
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => (t.out_features(), t.in_features()),
         }
     }
 
@@ -42,6 +56,7 @@ impl Weight {
                 a.scheme().bytes(a.out_features(), a.in_features())
                     + a.g_idx().map_or(0, |g| 4 * g.len())
             }
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => t.bytes(),
         }
     }
 
@@ -56,6 +71,10 @@ impl Weight {
                 a.dequantize_row(row, out);
                 Ok(())
             }
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => {
+                t.dequantize_row(row, out);
+                Ok(())
+            }
         }
     }
 
@@ -65,6 +84,7 @@ impl Weight {
         match self {
             Weight::Dense(t) => crate::mapping::release(t.data()),
             Weight::Quantized(QuantizedWeight::Affine(a)) => crate::mapping::release(a.codes()),
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => crate::mapping::release(t.words()),
         }
     }
 
@@ -72,7 +92,7 @@ impl Weight {
     pub fn scheme_name(&self) -> String {
         match self {
             Weight::Dense(t) => t.dtype().to_string(),
-            Weight::Quantized(QuantizedWeight::Affine(a)) => a.scheme().to_string(),
+            Weight::Quantized(q) => q.scheme().to_string(),
         }
     }
 }

@@ -97,7 +97,7 @@ fn demo_sizes() {
         assert_eq!(fs::metadata(weights).unwrap().len(), written.file_bytes);
         assert_eq!(opened.bits_per_weight(), 8.0 * bytes as f64 / 13_900_544.0);
         let record = nq::record(&opened).unwrap().unwrap();
-        assert_eq!(record.linears.unwrap().affine(), layers);
+        assert_eq!(record.linears.unwrap().scheme, layers.into());
         let overridden: Vec<_> = record.overrides.keys().collect();
         assert_eq!(overridden, ["model.embed_tokens"]);
         for file in [
@@ -169,8 +169,9 @@ fn mixed_schemes_come_back() {
         let record = nq::record(&opened).unwrap().unwrap();
         assert_eq!(record.scheme("model.embed_tokens"), None);
         let up = record.scheme("model.layers.0.mlp.up_proj").unwrap();
-        assert_eq!((up.bits, up.zeros), (Bits::B8, Zeros::None));
-        assert_eq!(record.linears.unwrap().zeros, zeros);
+        let affine = |s: TensorScheme| s.scheme.affine().unwrap();
+        assert_eq!((affine(up).bits, affine(up).zeros), (Bits::B8, Zeros::None));
+        assert_eq!(affine(record.linears.unwrap()).zeros, zeros);
         assert_eq!(record.overrides.len(), 1);
         // The same inputs give the same bytes.
         let again = tempfile::tempdir().unwrap();
@@ -304,8 +305,8 @@ fn records_that_disagree_with_the_tensors_are_named() {
     refused(&[file, "version", "an integer"], &|q| {
         q["version"] = json!("1")
     });
-    refused(&[file, "version 3", "versions 1 to 2"], &|q| {
-        q["version"] = json!(3)
+    refused(&[file, "version 4", "versions 1 to 3"], &|q| {
+        q["version"] = json!(4)
     });
     // Version 1 does not support the schemes of version 2.
     refused(&[file, "linears", "version 1", "int6 g8"], &|q| {
@@ -408,18 +409,14 @@ fn record_round_trip() {
     assert_eq!(record.to_json(), text);
     let head = record.scheme("lm_head").unwrap();
     let expected = TensorScheme {
-        bits: Bits::B8,
-        group: Group::Channel,
-        zeros: Zeros::None,
-        scales: Scales::Half,
-        levels: Levels::Even,
+        scheme: AffineScheme::new(Bits::B8, Group::Channel, Zeros::None).into(),
         g_idx: true,
     };
     assert_eq!(head, expected);
     assert_eq!(record.scheme("model.layers.3.mlp.down_proj"), None);
     assert_eq!(record.scheme("model.embed_tokens"), None);
     let q = record.scheme("model.layers.30.self_attn.q_proj").unwrap();
-    assert_eq!(q.bits, Bits::B4);
+    assert_eq!(q.scheme.bits(), 4.0);
 }
 
 /// The weight as devices hold it: held codes and scales, as a scheme of version 1.

@@ -2,7 +2,7 @@
 //! type, rows `m`, device capabilities); each device module contributes its rows, and
 //! tests, benches and `--breakdown` iterate them.
 
-use nq_formats::{AffineScheme, DType, QuantizedWeight, Weight};
+use nq_formats::{AffineScheme, DType, QuantizedWeight, Scheme, TrellisScheme, Weight};
 use std::fmt;
 use std::ops::RangeInclusive;
 
@@ -68,6 +68,8 @@ pub enum WeightKind {
         /// True if inputs are assigned to groups by a `g_idx`.
         act_order: bool,
     },
+    /// In a trellis code.
+    Trellis(TrellisScheme),
 }
 
 impl WeightKind {
@@ -79,8 +81,17 @@ impl WeightKind {
                 scheme: a.scheme(),
                 act_order: a.g_idx().is_some(),
             },
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => WeightKind::Trellis(t.scheme()),
             // `QuantizedWeight` is non-exhaustive only for users outside these crates.
             Weight::Quantized(_) => unreachable!("a scheme without a WeightKind"),
+        }
+    }
+
+    /// The kind of weights in `scheme`, whose inputs are in groups of their own order if `act_order`.
+    pub const fn in_scheme(scheme: Scheme, act_order: bool) -> Self {
+        match scheme {
+            Scheme::Affine(scheme) => WeightKind::Affine { scheme, act_order },
+            Scheme::Trellis(scheme) => WeightKind::Trellis(scheme),
         }
     }
 
@@ -88,7 +99,7 @@ impl WeightKind {
     #[must_use]
     pub const fn expanded(self) -> Self {
         match self {
-            WeightKind::Dense(_) => self,
+            WeightKind::Dense(_) | WeightKind::Trellis(_) => self,
             WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
                 scheme: scheme.expanded(),
                 act_order,
@@ -101,7 +112,7 @@ impl WeightKind {
     #[must_use]
     pub const fn held(self) -> Self {
         match self {
-            WeightKind::Dense(_) => self,
+            WeightKind::Dense(_) | WeightKind::Trellis(_) => self,
             WeightKind::Affine { scheme, act_order } => WeightKind::Affine {
                 scheme: scheme.held(),
                 act_order,
@@ -114,6 +125,7 @@ impl WeightKind {
         match self {
             WeightKind::Dense(dtype) => out * inputs * dtype.size(),
             WeightKind::Affine { scheme, .. } => scheme.bytes(out, inputs),
+            WeightKind::Trellis(scheme) => scheme.bytes(out, inputs),
         }
     }
 }
@@ -126,6 +138,7 @@ impl fmt::Display for WeightKind {
                 scheme.fmt(f)?;
                 f.write_str(if *act_order { " act-order" } else { "" })
             }
+            WeightKind::Trellis(scheme) => scheme.fmt(f),
         }
     }
 }

@@ -16,7 +16,7 @@ pub struct QuantizeReport {
     pub method: String,
     /// Bits requested.
     pub bits: u32,
-    /// Group size, or "channel".
+    /// Group size, or "channel", which a trellis has too.
     pub group_size: nq_formats::Group,
     /// `8 * tensor_bytes / parameters`, including embedding and head; tied ones count once.
     pub bits_per_weight: f64,

@@ -1,19 +1,16 @@
 //! Loading on any device: counting weights and reporting progress.
 
 use nq_formats::{
-    AffineScheme, ModelConfig, Progress, QuantizedWeight, Unit, Weight, WeightStore, human_bytes,
-    names,
+    Held, ModelConfig, Progress, Scheme, Unit, Weight, WeightStore, human_bytes, names,
 };
 use nq_kernels::Activations;
 use std::collections::BTreeMap;
 
-/// Bits of one code, or of one value of an unquantized weight.
+/// Bits of one code, or of one value of an unquantized weight; those of a trellis rounded up.
 pub(crate) fn bits(weight: &Weight) -> usize {
     match weight {
         Weight::Dense(t) => 8 * t.dtype().size(),
-        Weight::Quantized(QuantizedWeight::Affine(a)) => a.scheme().bits.width(),
-        // `QuantizedWeight` is non-exhaustive only for users outside these crates.
-        Weight::Quantized(_) => unreachable!("a scheme without a width"),
+        Weight::Quantized(q) => q.scheme().bits().ceil() as usize,
     }
 }
 
@@ -59,26 +56,28 @@ impl Census {
     }
 }
 
-/// Reports codes that the device holds in more bits than the file, and their size in both. `held` is
-/// the scheme in which the device holds a scheme.
+/// Reports codes that the device holds in more bits than the file, and their size in both. `held` says what
+/// the device holds of a weight.
 pub(crate) fn note_held(
     config: &ModelConfig,
     store: &dyn WeightStore,
-    held: fn(&AffineScheme) -> AffineScheme,
+    held: fn(Scheme, (usize, usize)) -> Held,
     progress: &dyn Progress,
 ) {
-    let (mut file, mut memory, mut widths) = (0, 0, BTreeMap::new());
+    let (mut file, mut memory, mut widths) = (0, 0, Vec::new());
     for (name, shape) in names::parameters(config) {
         let (names::Shape::Matrix(rows, cols), Some(scheme)) = (shape, store.scheme(&name)) else {
             continue;
         };
-        let as_held = held(&scheme);
+        let as_held = held(scheme, (rows, cols));
         file += scheme.bytes(rows, cols) as u64;
-        memory += as_held.bytes(rows, cols) as u64;
-        if as_held.bits != scheme.bits {
-            widths.insert(scheme.bits.width(), as_held.bits.width());
+        memory += as_held.bytes as u64;
+        let width = (scheme.bits(), as_held.bits);
+        if width.0 != width.1 && !widths.contains(&width) {
+            widths.push(width);
         }
     }
+    widths.sort_by(|a, b| a.0.total_cmp(&b.0));
     if widths.is_empty() {
         return;
     }

@@ -1,7 +1,7 @@
 //! What is known of a model, loaded or not: what clients ask for before they use it.
 
 use crate::model::Model;
-use nq_formats::{AffineScheme, Checkpoint, Task};
+use nq_formats::{Checkpoint, Scheme, Task};
 use nq_runtime::ChatTemplate;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ pub struct About {
     /// The format of its files.
     pub format: &'static str,
     /// The scheme of most of its quantized weights, if its files are quantized so.
-    pub scheme: Option<AffineScheme>,
+    pub scheme: Option<Scheme>,
     /// Bits of a weight in its files on average, embedding and head included.
     pub bits_per_weight: f64,
     /// The bits that its weights are quantized to at load, if they are.
@@ -38,7 +38,7 @@ impl About {
         context: usize,
     ) -> Self {
         let store = checkpoint.store();
-        let mut bytes: BTreeMap<String, (u64, AffineScheme)> = BTreeMap::new();
+        let mut bytes: BTreeMap<String, (u64, Scheme)> = BTreeMap::new();
         for entry in store.entries() {
             let name = entry.name.rsplit_once('.').map_or("", |(name, _)| name);
             if let Some(scheme) = store.scheme(name) {
@@ -72,8 +72,8 @@ impl About {
             "max_model_len": self.context,
             "quantization": {
                 "format": self.format,
-                "scheme": scheme.map(AffineScheme::to_string),
-                "bits": scheme.map(|s| s.bits.width()),
+                "scheme": scheme.map(|s| s.to_string()),
+                "bits": scheme.map(|s| s.bits()),
                 "bits_at_load": self.bits_at_load,
                 "bits_per_weight": (self.bits_per_weight * 100.0).round() / 100.0,
             },

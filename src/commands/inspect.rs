@@ -129,7 +129,7 @@ fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> Row {
         .strip_suffix(".codes")
         .or(e.name.strip_suffix(".zeros"));
     let bits = match parameter.and_then(|p| record?.scheme(p)) {
-        Some(scheme) => scheme.bits.width() as f64,
+        Some(scheme) => f64::from(scheme.scheme.bits()),
         None => 8.0 * e.bytes as f64 / elements.max(1) as f64,
     };
     Row {

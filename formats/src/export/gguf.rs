@@ -357,6 +357,7 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
             };
         }
         StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a,
+        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Trellis(_))) => return None,
     };
     let scheme = a.scheme();
     holds(scheme, (a.out_features(), cols), a.g_idx().is_some()).ok()?;
@@ -424,12 +425,12 @@ pub(super) fn holds(
 /// The type to requantize to: with as many bits as the weight has.
 fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
     let bits = match weight {
-        StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Affine(a))) => a.scheme().bits,
-        _ => Bits::B4,
+        StoredWeight::Canonical(Weight::Quantized(q)) => q.scheme().bits(),
+        _ => 4.0,
     };
     let kind = match bits {
-        Bits::B8 => BlockType::Q8_0,
-        bits if bits > Bits::B4 => BlockType::Q6_K,
+        bits if bits > 6.0 => BlockType::Q8_0,
+        bits if bits > 4.0 => BlockType::Q6_K,
         _ => BlockType::Q4_K,
     };
     for_width(kind, cols)

@@ -301,6 +301,13 @@ fn columns(weight: &Weight, from: &[usize], each: usize) -> Result<Weight> {
             return Tensor::new(t.dtype(), vec![rows, cols], data.into()).map(Weight::Dense);
         }
         Weight::Quantized(QuantizedWeight::Affine(a)) => a,
+        Weight::Quantized(QuantizedWeight::Trellis(t)) => {
+            return Err(Error::Weight {
+                what: "codes",
+                expected: "columns that can be moved: no trellis".into(),
+                found: t.scheme().to_string(),
+            });
+        }
     };
     let (scheme, groups) = (a.scheme(), a.groups());
     let size = scheme.group.size(cols);

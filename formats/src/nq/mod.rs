@@ -15,10 +15,11 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::models::ModelConfig;
 use crate::models::tensor_name;
-use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
+use crate::scheme::{Levels, Scales, Scheme, Zeros};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
+use crate::trellis::{self, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
@@ -31,8 +32,9 @@ use std::sync::Arc;
 pub const METHOD: &str = "nq";
 /// The first version: schemes of 4 or 8 bits with an f16 scale per group and even steps.
 pub(crate) const FIRST_VERSION: u32 = 1;
-/// The newest version that this crate reads. A folder has the oldest version that allows its schemes.
-pub const VERSION: u32 = 2;
+/// The newest version that this crate reads: with trellis codes. A folder has the oldest version that allows its
+/// schemes.
+pub const VERSION: u32 = 3;
 
 /// The tensors that store a quantized weight `X`, as suffixes of its name.
 pub(crate) mod part {
@@ -44,7 +46,8 @@ pub(crate) mod part {
     pub(crate) const SPAN_OFFSETS: &str = ".span_offsets";
     pub(crate) const LEVELS: &str = ".levels";
     pub(crate) const GROUP_INDEX: &str = ".g_idx";
-    pub(crate) const ALL: [&str; 8] = [
+    pub(crate) const INPUT_SCALES: &str = ".input_scales";
+    pub(crate) const ALL: [&str; 9] = [
         CODES,
         SCALES,
         SPAN_SCALES,
@@ -53,6 +56,7 @@ pub(crate) mod part {
         SPAN_OFFSETS,
         LEVELS,
         GROUP_INDEX,
+        INPUT_SCALES,
     ];
 }
 
@@ -134,7 +138,7 @@ impl WeightStore for NqStore {
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         match self.record.scheme(name) {
-            Some(scheme) => read_affine(&self.shards, name, scheme, dims),
+            Some(scheme) => read_quantized(&self.shards, name, scheme, dims),
             None => {
                 let name = tensor_name(name);
                 let tensor = self.shards.require(&name, &FLOATS, &[dims.0, dims.1])?;
@@ -156,8 +160,8 @@ impl WeightStore for NqStore {
         self.shards.floats(name, shape)
     }
 
-    fn scheme(&self, name: &str) -> Option<AffineScheme> {
-        self.record.scheme(name).map(TensorScheme::affine)
+    fn scheme(&self, name: &str) -> Option<Scheme> {
+        self.record.scheme(name).map(|s| s.scheme)
     }
 
     fn entries(&self) -> Vec<TensorEntry> {
@@ -179,7 +183,18 @@ fn layout(
     stored: TensorScheme,
     (rows, cols): (usize, usize),
 ) -> Vec<(&'static str, DType, Vec<usize>)> {
-    let scheme = stored.affine();
+    let scheme = match stored.scheme {
+        Scheme::Affine(scheme) => scheme,
+        Scheme::Trellis(scheme) => {
+            let strips = rows.div_ceil(trellis::STRIP);
+            let codes = vec![strips, scheme.strip_bytes(cols)];
+            return vec![
+                (part::CODES, DType::U8, codes),
+                (part::SCALES, DType::F16, vec![rows]),
+                (part::INPUT_SCALES, DType::F16, vec![cols]),
+            ];
+        }
+    };
     let groups = scheme.group.count(cols);
     let mut layout = vec![(part::CODES, DType::U8, vec![rows, scheme.bits.bytes(cols)])];
     let mut of_groups = |values, of_spans| match scheme.scales {
@@ -208,15 +223,18 @@ fn layout(
 }
 
 /// Assembles the weight `name` from its parts.
-fn read_affine(
+fn read_quantized(
     shards: &Shards,
     name: &str,
     stored: TensorScheme,
     dims: (usize, usize),
 ) -> Result<Weight> {
-    let scheme = stored.affine();
     // If groups or spans have no inputs, shapes would divide by zero.
-    scheme.check().map_err(|e| {
+    let valid = match stored.scheme {
+        Scheme::Affine(scheme) => scheme.check(),
+        Scheme::Trellis(scheme) => scheme.check(dims),
+    };
+    valid.map_err(|e| {
         let part = format!("{name}{}", part::CODES);
         shards.error(&part, "a valid scheme".into(), e.to_string())
     })?;
@@ -249,8 +267,19 @@ fn read_affine(
             },
         }))
     };
+    let codes = bytes(part::CODES)?.unwrap_or_default();
+    let scheme = match stored.scheme {
+        Scheme::Affine(scheme) => scheme,
+        Scheme::Trellis(scheme) => {
+            let values = |suffix| Ok(halves(&read(suffix)?.expect("part of the layout")));
+            let (rows, inputs) = (values(part::SCALES)?, values(part::INPUT_SCALES)?);
+            return TrellisWeight::new(scheme, dims, codes, rows, inputs)
+                .map(|w| Weight::Quantized(QuantizedWeight::Trellis(w)))
+                .map_err(|e| name_part(shards, name, e));
+        }
+    };
     let parts = Parts {
-        codes: bytes(part::CODES)?.unwrap_or_default(),
+        codes,
         scales: group_values(part::SCALES, part::SPAN_SCALES)?.expect("every scheme has scales"),
         zeros: bytes(part::ZEROS)?,
         offsets: group_values(part::OFFSETS, part::SPAN_OFFSETS)?,
@@ -294,6 +323,7 @@ fn name_part(shards: &Shards, name: &str, error: Error) -> Error {
         "g_idx" => part::GROUP_INDEX,
         "offsets" => part::OFFSETS,
         "levels" => part::LEVELS,
+        "input scales" => part::INPUT_SCALES,
         _ => part::ZEROS,
     };
     shards.error(&format!("{name}{suffix}"), expected, found)
@@ -301,13 +331,33 @@ fn name_part(shards: &Shards, name: &str, error: Error) -> Error {
 
 /// The tensors that store `weight`, by name.
 fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
-    let affine = match weight {
+    let quantized = match weight {
         Weight::Dense(tensor) => return Ok(vec![(tensor_name(name), tensor.clone())]),
-        Weight::Quantized(QuantizedWeight::Affine(affine)) => affine,
+        Weight::Quantized(quantized) => quantized,
     };
-    let little = |values: &[f16]| values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    let kept = affine.parts();
-    let mut data: BTreeMap<&str, Bytes> = BTreeMap::from([(part::CODES, kept.codes)]);
+    let mut data = match quantized {
+        QuantizedWeight::Affine(a) => affine_parts(a.parts()),
+        QuantizedWeight::Trellis(t) => BTreeMap::from([
+            (part::CODES, t.words().clone()),
+            (part::SCALES, little(t.row_scales())),
+            (part::INPUT_SCALES, little(t.input_scales())),
+        ]),
+    };
+    let parts = layout(TensorScheme::of(quantized), weight.dims()).into_iter();
+    let tensor = |(suffix, dtype, shape): (&str, DType, Vec<usize>)| {
+        let data = data.remove(suffix).unwrap_or_default();
+        Ok((format!("{name}{suffix}"), Tensor::new(dtype, shape, data)?))
+    };
+    parts.map(tensor).collect()
+}
+
+fn little(values: &[f16]) -> Bytes {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+/// The contents of an affine weight's tensors, by suffix.
+fn affine_parts(kept: Parts) -> BTreeMap<&'static str, Bytes> {
+    let mut data = BTreeMap::from([(part::CODES, kept.codes)]);
     let mut put = |suffix, of_spans, values: Option<GroupValues>| match values {
         None => {}
         Some(GroupValues::Half(values)) => {
@@ -330,13 +380,7 @@ fn parts(name: &str, weight: &Weight) -> Result<Vec<(String, Tensor)>> {
     );
     let index = |g: Arc<[u32]>| g.iter().flat_map(|g| g.to_le_bytes()).collect();
     data.extend(kept.g_idx.map(|g| (part::GROUP_INDEX, index(g))));
-    let dims = (affine.out_features(), affine.in_features());
-    let parts = layout(TensorScheme::of(affine), dims).into_iter();
-    let tensor = |(suffix, dtype, shape): (&str, DType, Vec<usize>)| {
-        let data = data.remove(suffix).unwrap_or_default();
-        Ok((format!("{name}{suffix}"), Tensor::new(dtype, shape, data)?))
-    };
-    parts.map(tensor).collect()
+    data
 }
 
 /// Reads every parameter of `checkpoint` once, which checks all shapes, types and scales.

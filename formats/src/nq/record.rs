@@ -3,63 +3,109 @@
 use super::{FIRST_VERSION, METHOD, VERSION};
 use crate::error::{Error, Result};
 use crate::names::is_layer_linear;
-use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Zeros};
-use crate::weight::AffineWeight;
-use serde::{Deserialize, Serialize};
+use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, Zeros};
+use crate::trellis::TrellisScheme;
+use crate::weight::QuantizedWeight;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
 /// How one weight is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TensorScheme {
-    /// Width of a code.
-    pub bits: Bits,
-    /// Inputs that share a scale.
-    pub group: Group,
-    /// How zero-points are stored.
-    pub zeros: Zeros,
-    /// How scales are stored; if absent, each is an f16.
-    #[serde(default, skip_serializing_if = "Scales::is_half")]
-    pub scales: Scales,
-    /// Values of the codes; if absent, the codes themselves.
-    #[serde(default, skip_serializing_if = "Levels::is_even")]
-    pub levels: Levels,
-    /// True if each input's group is listed (activation order).
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    /// What its codes mean.
+    pub scheme: Scheme,
+    /// True if each input's group is listed (activation order); only affine schemes have groups.
     pub g_idx: bool,
 }
 
-impl TensorScheme {
-    /// The scheme of `weight`.
-    pub fn of(weight: &AffineWeight) -> Self {
+/// An affine [`TensorScheme`] as files name it. A [`TrellisScheme`] names itself.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AffineRecord {
+    bits: Bits,
+    group: Group,
+    zeros: Zeros,
+    #[serde(default, skip_serializing_if = "Scales::is_half")]
+    scales: Scales,
+    #[serde(default, skip_serializing_if = "Levels::is_even")]
+    levels: Levels,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    g_idx: bool,
+}
+
+impl Serialize for TensorScheme {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let AffineScheme {
             bits,
             group,
             zeros,
             scales,
             levels,
-        } = weight.scheme();
-        TensorScheme {
+        } = match self.scheme {
+            Scheme::Trellis(scheme) => return scheme.serialize(to),
+            Scheme::Affine(scheme) => scheme,
+        };
+        let g_idx = self.g_idx;
+        let record = AffineRecord {
             bits,
             group,
             zeros,
             scales,
             levels,
-            g_idx: weight.g_idx().is_some(),
+            g_idx,
+        };
+        record.serialize(to)
+    }
+}
+
+impl<'de> Deserialize<'de> for TensorScheme {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let fields = Map::deserialize(from)?;
+        let trellis = fields.contains_key("trellis");
+        let fields = Value::Object(fields);
+        let read = if trellis {
+            TrellisScheme::deserialize(fields).map(|scheme| TensorScheme {
+                scheme: scheme.into(),
+                g_idx: false,
+            })
+        } else {
+            AffineRecord::deserialize(fields).map(|r| TensorScheme {
+                scheme: Scheme::Affine(AffineScheme {
+                    bits: r.bits,
+                    group: r.group,
+                    zeros: r.zeros,
+                    scales: r.scales,
+                    levels: r.levels,
+                }),
+                g_idx: r.g_idx,
+            })
+        };
+        read.map_err(D::Error::custom)
+    }
+}
+
+impl TensorScheme {
+    /// The scheme of `weight`.
+    pub fn of(weight: &QuantizedWeight) -> Self {
+        TensorScheme {
+            scheme: weight.scheme(),
+            g_idx: match weight {
+                QuantizedWeight::Affine(a) => a.g_idx().is_some(),
+                QuantizedWeight::Trellis(_) => false,
+            },
         }
     }
 
-    /// The scheme without the group index.
-    pub fn affine(self) -> AffineScheme {
-        AffineScheme {
-            bits: self.bits,
-            group: self.group,
-            zeros: self.zeros,
-            scales: self.scales,
-            levels: self.levels,
+    /// The oldest version of the format that has such schemes.
+    fn version(self) -> u32 {
+        match self.scheme {
+            Scheme::Affine(scheme) if scheme.is_plain() => FIRST_VERSION,
+            Scheme::Affine(_) => 2,
+            Scheme::Trellis(_) => 3,
         }
     }
 }
@@ -67,7 +113,7 @@ impl TensorScheme {
 impl fmt::Display for TensorScheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let listed = if self.g_idx { " with g_idx" } else { "" };
-        write!(f, "{}{listed}", self.affine())
+        write!(f, "{}{listed}", self.scheme)
     }
 }
 
@@ -178,12 +224,13 @@ impl QuantizationRecord {
         let record =
             Self::deserialize(value).map_err(|e| malformed("", "an nq record", e.to_string()))?;
         for (key, scheme) in record.named_schemes() {
-            if let Err(e) = scheme.affine().check() {
+            if let Some(Err(e)) = scheme.scheme.affine().map(|s| s.check()) {
                 return Err(malformed(&key, "a valid scheme", e.to_string()));
             }
-            if get("version") == FIRST_VERSION && !scheme.affine().is_plain() {
-                let expected = "a scheme of version 1";
-                return Err(malformed(&key, expected, scheme.to_string()));
+            let version = get("version").as_u64().unwrap_or(0);
+            if version < u64::from(scheme.version()) {
+                let expected = format!("a scheme of version {version}");
+                return Err(malformed(&key, &expected, scheme.to_string()));
             }
         }
         Ok(record)
@@ -200,11 +247,8 @@ impl QuantizationRecord {
 
     /// The oldest version of the format that allows all schemes.
     pub fn version(&self) -> u32 {
-        if self.named_schemes().all(|(_, s)| s.affine().is_plain()) {
-            FIRST_VERSION
-        } else {
-            VERSION
-        }
+        let versions = self.named_schemes().map(|(_, s)| s.version());
+        versions.max().unwrap_or(FIRST_VERSION)
     }
 
     /// The `quantization_config` with this record.

@@ -8,7 +8,7 @@ use super::staging::{
     FINISHED, FOLDER, PLAN, STATE, STEP_SUFFIX, create, discard, is_complete, list, lock, pretty,
     read_json, remove, remove_file, set_folder, sets, staged_work, staging,
 };
-use super::{NqStore, parts, read_affine, verify};
+use super::{NqStore, parts, read_quantized, verify};
 use crate::checkpoint::Checkpoint;
 use crate::config::json_object;
 use crate::dense::FLOATS;
@@ -26,7 +26,7 @@ use crate::safetensors::SafetensorsFile;
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_tensors};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
-use crate::weight::{QuantizedWeight, Weight};
+use crate::weight::Weight;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -453,7 +453,7 @@ impl Staged {
     /// [`Error::Tensor`] if it is not in this step or has other dimensions.
     pub fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         match self.schemes.get(name) {
-            Some(Some(scheme)) => read_affine(&self.shards, name, *scheme, dims),
+            Some(Some(scheme)) => read_quantized(&self.shards, name, *scheme, dims),
             _ => {
                 let shape = [dims.0, dims.1];
                 let tensor = self.shards.require(&tensor_name(name), &FLOATS, &shape)?;
@@ -491,7 +491,7 @@ impl Staged {
 fn scheme_of(weight: &Weight) -> Option<TensorScheme> {
     match weight {
         Weight::Dense(_) => None,
-        Weight::Quantized(QuantizedWeight::Affine(a)) => Some(TensorScheme::of(a)),
+        Weight::Quantized(q) => Some(TensorScheme::of(q)),
     }
 }
 

@@ -22,7 +22,7 @@ use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
 use layer::{Layer, layer_bytes, pack, pack_layer};
-use nq_formats::{AffineScheme, ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::{AffineScheme, ModelConfig, Progress, Scheme, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Linear};
 use nq_kernels::profile::OpTiming;
 use session::CpuSession;
@@ -98,8 +98,15 @@ impl CpuEngine {
         }
         let norm = models::final_norm(store, config)?.to_f32()?;
         done.end();
-        let held =
-            |s: &AffineScheme| AffineScheme::new(nq_kernels::cpu::held_bits(s), s.group, s.zeros);
+        let held = |scheme: Scheme, dims| {
+            let held = |s: AffineScheme| {
+                AffineScheme::new(nq_kernels::cpu::held_bits(&s), s.group, s.zeros)
+            };
+            scheme
+                .affine()
+                .map_or(scheme, |s| held(s).into())
+                .stored(dims)
+        };
         note_held(config, store, held, progress);
         if options.activations.is_forced() && !census.rounds() {
             return Err(Error::Unsupported {

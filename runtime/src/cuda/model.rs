@@ -13,7 +13,7 @@ use crate::states::is_recurrent;
 use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LinearKind, Mixer, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{AffineScheme, Experts, ModelConfig, Progress, Weight, WeightStore, human_bytes};
+use nq_formats::{Experts, ModelConfig, Progress, Scheme, Weight, WeightStore, human_bytes};
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
     Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
@@ -338,7 +338,7 @@ impl CudaModel {
         let norm = gpu.upload("a norm", &norm.to_f32()?)?;
         uploader.finish()?;
         done.end();
-        note_held(config, store, AffineScheme::held_on_gpu, progress);
+        note_held(config, store, Scheme::held_on_gpu, progress);
         slower.note(progress);
         if host.layers() > 0 {
             progress.note(&format!(

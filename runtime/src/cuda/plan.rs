@@ -334,7 +334,7 @@ pub(super) fn told_kinds(
     });
     let kind = |name: String| {
         let scheme = store.scheme(&name)?;
-        Some((name, WeightKind::Affine { scheme, act_order }))
+        Some((name, WeightKind::in_scheme(scheme, act_order)))
     };
     let mut kinds: BTreeMap<String, WeightKind> = names.map(&kind).collect::<Option<_>>()?;
     // Those that nq never quantizes; unquantized weights are held in one way, whatever their type.

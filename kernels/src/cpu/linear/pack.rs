@@ -258,6 +258,7 @@ impl Packed {
                 let order = if act_order { 4 * inputs } else { 0 };
                 rows * (held_bits(&scheme).bytes(inputs) + 2 * groups) + zeros + order
             }
+            WeightKind::Trellis(scheme) => scheme.bytes(rows, inputs),
         }
     }
 
