@@ -9,7 +9,7 @@ use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, Wr
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, Checkpoint, DType, Files, Group, Levels, ModelConfig,
-    QuantizedWeight, Scales, Tensor, TwoLevel, Weight, ZeroPoints, Zeros, nq, pack,
+    QuantizedWeight, Tensor, TwoLevel, Weight, ZeroPoints, Zeros, nq, pack,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};

@@ -247,10 +247,10 @@ fn folders_hold_trellises_and_refuse_what_contradicts_them() {
     refused(&[file, "unknown field", "group"], &|q| {
         q["linears"]["group"] = json!(64)
     });
-    refused(&["embed_tokens.codes", "[32, 32768]"], &|q| {
+    refused(&["q_proj.codes", "[4, 32768]"], &|q| {
         q["linears"]["bits"] = json!(4)
     });
-    refused(&["embed_tokens.input_scales", "no such tensor"], &|q| {
+    refused(&["q_proj.input_scales", "no such tensor"], &|q| {
         q["linears"] = json!({"bits": 4, "group": 32, "zeros": "none"})
     });
 }
