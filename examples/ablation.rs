@@ -127,9 +127,9 @@ fn main() -> anyhow::Result<()> {
             }
             let options = QuantizeOptions {
                 device_memory: None,
-                bits: Bits::B4,
+                bits: 4.0,
                 schemes: Schemes {
-                    linears: scheme(name)?,
+                    linears: scheme(name)?.into(),
                     ..Schemes::defaults(Bits::B4)
                 },
                 target: None,

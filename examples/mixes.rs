@@ -10,7 +10,7 @@
 use anyhow::Context;
 use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::nq::SourceRecord;
-use nq_formats::{AffineScheme, Bits, Checkpoint};
+use nq_formats::{Bits, Checkpoint, Scheme};
 use nq_quantize::methods::awq::Awq;
 use nq_quantize::methods::awq_gptq::AwqGptq;
 use nq_quantize::methods::gptq::{Gptq, Importance, Order};
@@ -56,7 +56,7 @@ fn parse(mix: &str, checkpoint: &Checkpoint) -> anyhow::Result<(Box<dyn Method>,
     };
     for rule in words {
         let (part, scheme) = rule.split_once('=').context("expected PART = SCHEME")?;
-        let scheme: AffineScheme = scheme.trim().parse()?;
+        let scheme: Scheme = scheme.trim().parse()?;
         for (name, shape) in parameters(checkpoint.config()) {
             let layer = is_layer_linear(&name) && matches!(shape, Shape::Matrix(..));
             if layer && name.contains(part.trim()) {
@@ -79,7 +79,7 @@ fn main() -> anyhow::Result<()> {
         let (method, schemes) = parse(mix, &checkpoint)?;
         let options = QuantizeOptions {
             device_memory: None,
-            bits: Bits::B3,
+            bits: 3.0,
             schemes,
             target: None,
             head_fixed: true,

@@ -8,7 +8,8 @@
 
 use crate::error::{Error, Result};
 use crate::trellis::TrellisScheme;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::str::FromStr;
 
@@ -251,6 +252,22 @@ impl Scheme {
         }
     }
 
+    /// The trellis scheme, if it is one.
+    pub const fn trellis(self) -> Option<TrellisScheme> {
+        match self {
+            Scheme::Affine(_) => None,
+            Scheme::Trellis(scheme) => Some(scheme),
+        }
+    }
+
+    /// Inputs that share a scale in each row: the whole row in a trellis.
+    pub const fn group(self) -> Group {
+        match self {
+            Scheme::Affine(scheme) => scheme.group,
+            Scheme::Trellis(_) => Group::Channel,
+        }
+    }
+
     /// Bits of a weight's code, without scales.
     pub const fn bits(self) -> f32 {
         match self {
@@ -301,6 +318,28 @@ impl Scheme {
 impl From<AffineScheme> for Scheme {
     fn from(scheme: AffineScheme) -> Self {
         Scheme::Affine(scheme)
+    }
+}
+
+impl Serialize for Scheme {
+    fn serialize<S: Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        match self {
+            Scheme::Affine(scheme) => scheme.serialize(to),
+            Scheme::Trellis(scheme) => scheme.serialize(to),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Scheme {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        let fields = serde_json::Map::deserialize(from)?;
+        let trellis = fields.contains_key("trellis");
+        let fields = serde_json::Value::Object(fields);
+        let read = match trellis {
+            true => TrellisScheme::deserialize(fields).map(Scheme::Trellis),
+            false => AffineScheme::deserialize(fields).map(Scheme::Affine),
+        };
+        read.map_err(D::Error::custom)
     }
 }
 

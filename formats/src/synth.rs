@@ -15,11 +15,12 @@ use crate::names::{
 use crate::pack;
 use crate::progress::Progress;
 use crate::published::{Form, Published};
-use crate::scheme::{AffineScheme, Levels, Scales, Zeros};
+use crate::scheme::{AffineScheme, Levels, Scales, Scheme, Zeros};
 use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
 use crate::tensor::Tensor;
+use crate::trellis::{STRIP, TrellisScheme, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::{bf16, f16};
@@ -131,17 +132,18 @@ pub fn checkpoint(label: &str, config: &ModelConfig, seed: u64) -> Result<Checkp
 ///
 /// # Errors
 /// Errors of [`write()`] for the tokenizer.
-pub fn quantized_checkpoint(
+pub fn quantized_checkpoint<S: Into<Scheme>>(
     label: &str,
     config: &ModelConfig,
     seed: u64,
-    scheme_of: impl Fn(&str) -> Option<AffineScheme> + Send + Sync + 'static,
+    scheme_of: impl Fn(&str) -> Option<S> + Send + Sync + 'static,
 ) -> Result<Checkpoint> {
+    let scheme_of = move |name: &str| scheme_of(name).map(S::into);
     checkpoint_of(label, config, seed, Box::new(scheme_of))
 }
 
 /// The scheme in which a matrix is drawn; `None`: bf16.
-type SchemeOf = Box<dyn Fn(&str) -> Option<AffineScheme> + Send + Sync>;
+type SchemeOf = Box<dyn Fn(&str) -> Option<Scheme> + Send + Sync>;
 
 fn checkpoint_of(
     label: &str,
@@ -228,6 +230,52 @@ impl RandomStore {
     }
 }
 
+/// Random bytes that follow from the seed and a name.
+fn random_bytes(seed: u64, name: &str, n: usize) -> Vec<u8> {
+    let key = key(seed, name);
+    let mut out = vec![0u8; n];
+    const CHUNK: usize = 1 << 18;
+    let chunks = out.par_chunks_mut(CHUNK).enumerate();
+    chunks.for_each(|(i, chunk)| {
+        for (counter, eight) in ((i * CHUNK / 8) as u64..).zip(chunk.chunks_mut(8)) {
+            let random = mix(key.wrapping_add(counter.wrapping_mul(GOLDEN)));
+            eight.copy_from_slice(&random.to_le_bytes()[..eight.len()]);
+        }
+    });
+    out
+}
+
+/// A random trellis weight of the parameter `name`, drawn with a seed: any words are a path, whose values are close to
+/// Gaussian.
+///
+/// # Errors
+/// [`crate::Error::Weight`] for dimensions that the code cannot hold.
+pub fn random_trellis(
+    seed: u64,
+    name: &str,
+    (rows, cols): (usize, usize),
+    scheme: TrellisScheme,
+) -> Result<TrellisWeight> {
+    scheme.check((rows, cols))?;
+    let bytes = |what: &str, n: usize| random_bytes(seed, &format!("{name} {what}"), n);
+    // The deviation of a sum of four uniform bytes, of a pair's first too: 1 + 1/2 + 1/2 of a byte's variance.
+    let bytes_of_value = if scheme.code().width() == 1 { 4.0 } else { 2.0 };
+    let deviation = f64::sqrt(bytes_of_value * (256.0 * 256.0 - 1.0) / 12.0) / 128.0;
+    let near = |byte: u8| {
+        let scale = WEIGHT_STD / deviation * (0.75 + f64::from(byte) / 512.0);
+        f16::from_f64(scale)
+    };
+    let sign = |byte: u8| f16::from_f32(if byte & 1 == 0 { 1.0 } else { -1.0 });
+    let words = rows.div_ceil(STRIP) * scheme.strip_bytes(cols);
+    TrellisWeight::new(
+        scheme,
+        (rows, cols),
+        bytes("codes", words).into(),
+        bytes("scales", rows).into_iter().map(near).collect(),
+        bytes("input scales", cols).into_iter().map(sign).collect(),
+    )
+}
+
 /// The random parameter `name` `[rows, cols]` of a model drawn with `seed`, quantized.
 ///
 /// # Errors
@@ -240,19 +288,7 @@ pub fn random_quantized(
 ) -> Result<AffineWeight> {
     scheme.check()?;
     let groups = scheme.group.count(cols);
-    let bytes = |what: &str, n: usize| {
-        let key = key(seed, &format!("{name} {what}"));
-        let mut out = vec![0u8; n];
-        const CHUNK: usize = 1 << 18;
-        let chunks = out.par_chunks_mut(CHUNK).enumerate();
-        chunks.for_each(|(i, chunk)| {
-            for (counter, eight) in ((i * CHUNK / 8) as u64..).zip(chunk.chunks_mut(8)) {
-                let random = mix(key.wrapping_add(counter.wrapping_mul(GOLDEN)));
-                eight.copy_from_slice(&random.to_le_bytes()[..eight.len()]);
-            }
-        });
-        out
-    };
+    let bytes = |what: &str, n: usize| random_bytes(seed, &format!("{name} {what}"), n);
     // The deviation of uniform codes; the scale turns it into that of weights.
     let values = scheme.value_bits();
     let codes = 1u32 << values.width();
@@ -376,9 +412,13 @@ impl WeightStore for RandomStore {
                     experts => Weight::stack(&experts.iter().map(drawn).collect::<Vec<_>>())?,
                 }
             }
-            Some(scheme) => {
+            Some(Scheme::Affine(scheme)) => {
                 let weight = random_quantized(self.seed, name, (rows, cols), scheme)?;
                 Weight::Quantized(QuantizedWeight::Affine(weight))
+            }
+            Some(Scheme::Trellis(scheme)) => {
+                let weight = random_trellis(self.seed, name, (rows, cols), scheme)?;
+                Weight::Quantized(QuantizedWeight::Trellis(weight))
             }
         })
     }

@@ -178,6 +178,23 @@ impl TrellisScheme {
         self.step_bits as f32 / self.code.width() as f32
     }
 
+    /// Mean squared error on values that are normally distributed, of variance 1 (docs/trellis.md).
+    pub const fn squared_error(self) -> f64 {
+        match (self.code, self.step_bits) {
+            (Code::Sum, 2) => 0.0696,
+            (Code::Sum, 3) => 0.0177,
+            (Code::Sum, 4) => 0.00448,
+            (Code::Sum, 5) => 0.00115,
+            (Code::Sum, _) => 0.000305,
+            (Code::Octagon, 4) => 0.0711,
+            (Code::Octagon, 5) => 0.0364,
+            (Code::Octagon, 6) => 0.0187,
+            (Code::Octagon, 7) => 0.00959,
+            (Code::Octagon, 8) => 0.00507,
+            (Code::Octagon, _) => 0.00146,
+        }
+    }
+
     /// Steps of a sequence.
     pub const fn steps(self) -> usize {
         SEQUENCE / self.code.width()

@@ -8,10 +8,10 @@
 
 use crate::error::{Error, Result};
 use crate::report::Choice;
-use crate::schemes::Schemes;
+use crate::schemes::{Schemes, preferred};
 use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{EMBEDDING, HEAD};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros, mtp};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Scheme, TrellisScheme, Zeros, mtp};
 use serde::{Deserialize, Serialize};
 
 /// Weights that share one scheme, because a kernel reads them as one matrix.
@@ -48,14 +48,20 @@ pub enum Place {
 
 impl WeightGroup {
     /// Bytes of the group under `scheme`.
-    pub fn bytes(&self, scheme: AffineScheme) -> u64 {
+    pub fn bytes(&self, scheme: Scheme) -> u64 {
         let bytes = |w: &(String, (usize, usize))| scheme.bytes(w.1.0, w.1.1) as u64;
         self.weights.iter().map(bytes).sum()
     }
 
     /// True if whole groups of `scheme`, and whole spans, fill the rows of all weights, and each of their heads where these
-    /// are moved.
-    pub fn fits(&self, scheme: AffineScheme) -> bool {
+    /// are moved; blocks of a trellis need only fill rows, as no format that moves heads has them.
+    pub fn fits(&self, scheme: Scheme) -> bool {
+        let scheme = match scheme {
+            Scheme::Affine(scheme) => scheme,
+            Scheme::Trellis(scheme) => {
+                return self.weights.iter().all(|w| scheme.check(w.1).is_ok());
+            }
+        };
         let lengths = [Some(scheme.group), scheme.scales.span()];
         let fills = |length| match length {
             Group::Channel => true,
@@ -147,7 +153,7 @@ pub fn mtp_groups(config: &ModelConfig) -> Vec<WeightGroup> {
 
 /// The schemes that nq's own files are chosen from, of at least `least` bits. Every device runs them:
 /// groups have 32 inputs or more.
-pub fn candidates(least: Bits) -> Vec<AffineScheme> {
+pub fn candidates(least: Bits) -> Vec<Scheme> {
     let plain = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     let scheme = |bits, group, zeros| plain(bits, group, zeros).two_level(Bits::B8);
     let all = [
@@ -165,14 +171,25 @@ pub fn candidates(least: Bits) -> Vec<AffineScheme> {
         scheme(Bits::B8, 64, Zeros::None),
         scheme(Bits::B8, 32, Zeros::None),
     ];
-    all.into_iter().filter(|s| s.bits >= least).collect()
+    let enough = all.into_iter().filter(|s| s.bits >= least);
+    enough.map(Scheme::from).collect()
+}
+
+/// The trellises that weights are chosen from, of at least `least` bits, and 8-bit codes above them.
+pub fn trellis_candidates(least: f32) -> Vec<Scheme> {
+    let trellis = TrellisScheme::all().filter(|s| preferred(*s));
+    let eight = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
+    let all = trellis.map(Scheme::from).chain([eight.into()]);
+    let mut all: Vec<Scheme> = all.filter(|s| s.bits() >= least).collect();
+    all.sort_by(|a, b| a.bits().total_cmp(&b.bits()));
+    all
 }
 
 /// A scheme that a group can have.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
     /// The scheme.
-    pub scheme: AffineScheme,
+    pub scheme: Scheme,
     /// Bytes of the group under it.
     pub bytes: u64,
     /// Its predicted loss, in nats of KL divergence.
@@ -324,7 +341,7 @@ pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
 }
 
 /// `base` with the smallest candidate for each of `groups`: no choice takes fewer bytes.
-pub fn smallest(base: &Schemes, groups: &[WeightGroup], candidates: &[AffineScheme]) -> Schemes {
+pub fn smallest(base: &Schemes, groups: &[WeightGroup], candidates: &[Scheme]) -> Schemes {
     let mut schemes = base.clone();
     for group in groups {
         let fitting = candidates.iter().filter(|s| group.fits(**s));
@@ -358,8 +375,8 @@ pub(crate) fn chosen_by(schemes: &Schemes, menus: &[Menu]) -> Chosen {
         let scheme = m.weights.first().and_then(|w| schemes.of(w))?;
         let exact = m.candidates.iter().position(|c| c.scheme == scheme);
         let near = || {
-            let alike = |c: &&Candidate| c.scheme.bits == scheme.bits;
-            let group = |s: AffineScheme| s.group.size(1 << 20);
+            let alike = |c: &&Candidate| c.scheme.bits() == scheme.bits();
+            let group = |s: Scheme| s.group().size(1 << 20);
             let distance = |c: &&Candidate| group(c.scheme).abs_diff(group(scheme));
             let best = m.candidates.iter().filter(alike).min_by_key(distance)?;
             m.candidates.iter().position(|c| c == best)
@@ -423,7 +440,7 @@ mod tests {
                 let group = all.iter().find(|g| g.weights.iter().any(|w| w.0 == name));
                 let group = group.unwrap();
                 assert!(candidates(Bits::B4).iter().all(|s| group.fits(*s)));
-                group.fits(super_blocks)
+                group.fits(super_blocks.into())
             };
             ["linear_attn.out_proj", "mlp.up_proj"].map(of)
         };

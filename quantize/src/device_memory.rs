@@ -89,7 +89,7 @@ pub(crate) fn copy_schemes(from: SampledFrom) -> Option<Schemes> {
     let schemes = |bits| {
         let linears = crate::schemes::default_scheme(bits);
         Schemes {
-            head: Some(linears),
+            head: Some(linears.into()),
             ..Schemes::defaults(bits)
         }
     };
@@ -230,7 +230,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Resul
 
 /// Rounds a weight `[out, n]` using the moments of its inputs.
 fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
-    let (values, groups) = (out * n, work.schemes.linears.group.count(n));
+    let (values, groups) = (out * n, work.schemes.linears.group().count(n));
     let factor = a.hold(4 * n * n);
     drop(a.hold((work.sizes.factor)(n)));
     // The weight, once as it is and once permuted, codes, errors of a block and parameters.

@@ -1,13 +1,15 @@
 //! One layer's work: gather statistics of the inputs of its Linears, transform it, round it.
 
 use crate::error::Result;
-use crate::grid::{Grid, Grids, Rounded};
+use crate::grid::{Grid, Grids};
 use crate::linalg::{Matrix, Moments};
-use crate::methods::{Layer, Method, Needs, Outcome, Problem};
+use crate::methods::{Layer, Method, Needs};
 use crate::report::LayerReport;
-use crate::second_order::{Errors, InputStats};
+use crate::rounding::{self, Rounding};
+use crate::schemes::LayerSchemes;
+use crate::second_order::InputStats;
 use nq_formats::models::{LinearSpec, Product, Source};
-use nq_formats::{ModelConfig, Progress, Tensor, Weight};
+use nq_formats::{ModelConfig, Progress, Scheme, Tensor, Weight};
 use nq_kernels::{Routes, reference};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
@@ -204,13 +206,19 @@ pub fn quantize(
     index: usize,
     source: &LayerWeights,
     mut stats: Option<LayerStats>,
-    grids: &Grids,
+    schemes: &LayerSchemes,
     config: &ModelConfig,
     mut done: impl FnMut(&LinearSpec),
 ) -> Result<Quantized> {
     let mut layer = read(index, source, config)?;
     let mut weights = source.clone();
-    if let Some(stats) = &mut stats
+    // Methods that scale inputs for the groups of a grid have nothing to gain from a trellis, which turns them.
+    let grids: Option<Grids> = (schemes.iter())
+        .filter_map(|(&kind, scheme)| Some((kind, Grid::new(scheme.affine()?))))
+        .map(|(kind, grid)| Ok((kind, grid?)))
+        .collect::<Result<Grids>>()
+        .map(|grids| (grids.len() == schemes.len()).then_some(grids))?;
+    if let (Some(stats), Some(grids)) = (&mut stats, &grids)
         && method.transform(&mut layer, stats, grids)?
     {
         for (&kind, gains) in &layer.norms {
@@ -236,12 +244,12 @@ pub fn quantize(
                 linear,
                 weight: layer.linear(linear.kind),
                 stats: stats.as_ref().map(|s| &s[place][..]),
-                grid: grids[&linear.kind],
+                scheme: schemes[&linear.kind],
             };
-            let (outcome, errors) = stack.round(method)?;
-            rows.push(errors.report(&name, stack.grid, outcome.method));
-            fallbacks.extend(outcome.fallbacks);
-            let rounded = outcome.rounded.to_weight()?;
+            let rounded = stack.round(method)?;
+            rows.push(rounded.report(&name));
+            let (rounded, more) = rounded.finish()?;
+            fallbacks.extend(more);
             weights.linears.insert(linear.kind, rounded);
             done(linear);
         }
@@ -260,67 +268,30 @@ struct Stack<'a> {
     weight: &'a Matrix,
     /// Statistics of its input, or of each expert's.
     stats: Option<&'a [InputStats]>,
-    grid: Grid,
+    scheme: Scheme,
 }
 
 impl Stack<'_> {
     /// Rounds it: all at once if its rows share one input, otherwise expert by expert.
-    fn round(&self, method: &dyn Method) -> Result<(Outcome, Errors)> {
+    fn round(&self, method: &dyn Method) -> Result<Rounding> {
         let shares = self.stats.map_or(1, <[InputStats]>::len);
+        let stats = |share: usize| self.stats.map(|s| &s[share]);
         if shares == 1 {
             let name = self.linear.name(self.index);
-            return self.round_rows(method, &name, self.weight, 0);
+            return rounding::round(method, &name, self.weight, stats(0), self.scheme);
         }
         let each = self.weight.rows / shares;
-        let mut all: Option<(Outcome, Errors)> = None;
+        let mut all: Option<Rounding> = None;
         for expert in 0..shares {
             let name = self.linear.expert_name(self.index, expert);
             let weight = self.weight.part(expert * each..(expert + 1) * each);
-            let (outcome, errors) = self.round_rows(method, &name, &weight, expert)?;
+            let rounded = rounding::round(method, &name, &weight, stats(expert), self.scheme)?;
             match &mut all {
-                None => all = Some((outcome, errors)),
-                Some((sum, total)) => {
-                    sum.rounded.append(outcome.rounded);
-                    sum.fallbacks.extend(outcome.fallbacks);
-                    if sum.method != outcome.method {
-                        sum.method = method.name();
-                    }
-                    *total += errors;
-                }
+                None => all = Some(rounded),
+                Some(all) => all.append(rounded),
             }
         }
         Ok(all.expect("a stack has an expert"))
-    }
-
-    fn round_rows(
-        &self,
-        method: &dyn Method,
-        name: &str,
-        weight: &Matrix,
-        share: usize,
-    ) -> Result<(Outcome, Errors)> {
-        let problem = Problem {
-            name,
-            weight,
-            inputs: self.stats.map(|s| &s[share]),
-            grid: self.grid,
-        };
-        let outcome = method.round(&problem)?;
-        let errors = errors(&problem, &outcome.rounded)?;
-        Ok((outcome, errors))
-    }
-}
-
-/// The errors of `rounded` as the solution of `problem`.
-pub(crate) fn errors(problem: &Problem<'_>, rounded: &Rounded) -> Result<Errors> {
-    let w = problem.weight;
-    match problem.inputs.and_then(|i| i.hessian.as_ref()) {
-        Some(hessian) => hessian.errors(w, rounded),
-        None => Ok(Errors {
-            weight: w.square_norm(),
-            change: rounded.change(w).square_norm(),
-            ..Errors::default()
-        }),
     }
 }
 

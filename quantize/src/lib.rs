@@ -36,6 +36,7 @@ pub mod packer;
 pub mod pipeline;
 pub mod quality;
 pub mod report;
+mod rounding;
 pub mod schemes;
 pub mod second_order;
 pub mod sensitivity;

@@ -203,7 +203,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
         drop(a.hold(if_moments_here(4 * inputs.pow(2) + factor_bytes(inputs))));
         // Codes of one byte each and parameters of eight bytes a group; for the report, the weight's
         // error and, with moments, its effect on outputs.
-        let codes = out * inputs + 8 * out * scheme.group.count(inputs);
+        let codes = out * inputs + 8 * out * scheme.group().count(inputs);
         drop(a.hold(codes + 4 * out * inputs + if_hessian(4 * out * inputs)));
     }
     drop(_layer);

@@ -14,7 +14,7 @@ use crate::linalg::Matrix;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
 use nq_formats::models::LinearKind;
-use nq_formats::{AffineScheme, Bits, ModelConfig};
+use nq_formats::{Bits, ModelConfig, Scheme, TrellisScheme};
 use nq_kernels::rng::Philox;
 
 /// `base` with those of `candidates` that are expected to lose least in the bytes that `base` takes for
@@ -22,7 +22,7 @@ use nq_kernels::rng::Philox;
 ///
 /// # Errors
 /// None for schemes that can be made.
-pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[AffineScheme]) -> Result<Schemes> {
+pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[Scheme]) -> Result<Schemes> {
     let errors: Vec<f64> = candidates
         .iter()
         .map(|s| error(*s))
@@ -31,7 +31,7 @@ pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[AffineScheme]) 
     for group in allocation::groups(config) {
         let known = group.weights.first().and_then(|w| base.of(&w.0));
         let weight = importance(config, &group) * elements(&group) as f64;
-        let candidate = |(&scheme, &error): (&AffineScheme, &f64)| Candidate {
+        let candidate = |(&scheme, &error): (&Scheme, &f64)| Candidate {
             scheme,
             bytes: group.bytes(scheme),
             loss: weight * error,
@@ -72,6 +72,16 @@ pub fn usual(config: &ModelConfig, bits: Bits) -> Result<Schemes> {
     initial(config, Schemes::defaults(bits), mixing.as_deref(), &others)
 }
 
+/// The schemes that nq chooses by default for trellises of `linears`: a mix at their size, of which no weight gets more
+/// than a bit less.
+///
+/// # Errors
+/// None for the shape of a model that was opened.
+pub fn usual_trellis(config: &ModelConfig, linears: TrellisScheme) -> Result<Schemes> {
+    let mixing = allocation::trellis_candidates(linears.bits() - 1.0);
+    initial(config, Schemes::trellis(linears), Some(&mixing), &[])
+}
+
 /// The schemes that a run begins with: `base`, or a mix of the schemes `mixing` at its size; schemes that do
 /// not fit a weight's rows give way to those of `others`.
 ///
@@ -80,8 +90,8 @@ pub fn usual(config: &ModelConfig, bits: Bits) -> Result<Schemes> {
 pub fn initial(
     config: &ModelConfig,
     base: Schemes,
-    mixing: Option<&[AffineScheme]>,
-    others: &[AffineScheme],
+    mixing: Option<&[Scheme]>,
+    others: &[Scheme],
 ) -> Result<Schemes> {
     let schemes = match mixing {
         Some(candidates) => mixed(config, &base, candidates)?,
@@ -111,7 +121,11 @@ fn importance(config: &ModelConfig, group: &WeightGroup) -> f64 {
 }
 
 /// Mean squared error of a scheme on normally distributed values.
-fn error(scheme: AffineScheme) -> Result<f64> {
+fn error(scheme: Scheme) -> Result<f64> {
+    let scheme = match scheme {
+        Scheme::Affine(scheme) => scheme,
+        Scheme::Trellis(scheme) => return Ok(scheme.squared_error()),
+    };
     let mut rng = Philox::new(0, 0);
     let mut values = Matrix::zeros(32, 1024);
     values.data.iter_mut().for_each(|v| *v = rng.normal());
@@ -138,10 +152,10 @@ mod tests {
                     .sum()
             };
             assert!(bytes(&mix) <= bytes(&base) && 100 * bytes(&mix) > 99 * bytes(&base));
-            let bits = |name: &str| mix.of(name).unwrap().bits;
+            let bits = |name: &str| mix.of(name).unwrap().bits();
             let o = |layer: usize| bits(&format!("model.layers.{layer}.self_attn.o_proj"));
-            assert!(o(0) > Bits::B4 && o(0) >= o(9));
-            assert!(bits(EMBEDDING) < Bits::B8);
+            assert!(o(0) > 4.0 && o(0) >= o(9));
+            assert!(bits(EMBEDDING) < 8.0);
             // Weights that a kernel reads as one matrix have one scheme.
             let of = |part: &str| mix.of(&format!("model.layers.5.self_attn.{part}_proj"));
             assert!(of("q") == of("k") && of("k") == of("v"));
@@ -151,7 +165,7 @@ mod tests {
 
     #[test]
     fn errors_fall_by_four_a_bit() {
-        let of = |bits| error(crate::schemes::default_scheme(bits)).unwrap();
+        let of = |bits| error(crate::schemes::default_scheme(bits).into()).unwrap();
         let errors: Vec<f64> = [Bits::B3, Bits::B4, Bits::B5, Bits::B6].map(of).into();
         assert!(errors.windows(2).all(|e| e[1] < 0.45 * e[0]), "{errors:?}");
     }

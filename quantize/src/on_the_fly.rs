@@ -3,12 +3,11 @@
 //! better quality in the same bytes.
 
 use crate::error::Result;
-use crate::fit::Fit;
-use crate::grid::Grid;
-use crate::methods::rtn;
+use crate::rounding;
 use crate::schemes::Schemes;
 use nq_formats::{
-    AffineScheme, Checkpoint, Exactness, StoredWeight, Tensor, TensorEntry, Weight, WeightStore,
+    AffineScheme, Checkpoint, Exactness, Scheme, StoredWeight, Tensor, TensorEntry, Weight,
+    WeightStore,
 };
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -33,11 +32,11 @@ enum Rule {
 }
 
 impl Rule {
-    fn scheme(&self, name: &str, weight: &Weight) -> Option<AffineScheme> {
+    fn scheme(&self, name: &str, weight: &Weight) -> Option<Scheme> {
         match (self, weight) {
             (Rule::Unquantized(schemes), Weight::Dense(_)) => schemes.of(name),
             (Rule::Unquantized(_), _) => None,
-            (Rule::Named(schemes, _), _) => schemes.get(name).copied(),
+            (Rule::Named(schemes, _), _) => schemes.get(name).map(|s| (*s).into()),
         }
     }
 }
@@ -66,8 +65,7 @@ impl<'a> OnTheFly<'a> {
                 found: other.to_string(),
             },
         };
-        let grid = Grid::new(scheme).map_err(tensor)?;
-        let rounded = rtn::round_rows(name, &weight, grid, Fit::clip(), &[]).map_err(tensor)?;
+        let rounded = rounding::to_nearest(name, &weight, &[], scheme).map_err(tensor)?;
         weight.release();
         Ok(rounded.0)
     }

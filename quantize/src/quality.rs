@@ -193,9 +193,8 @@ pub(crate) fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::Qu
         out: root,
         format: store.format().into(),
         method: record.method,
-        bits: linears.map_or(16, |l| l.scheme.bits().round() as u32),
-        group_size: (linears.and_then(|l| l.scheme.affine()))
-            .map_or(nq_formats::Group::Channel, |s| s.group),
+        bits: linears.map_or(16, |l| l.scheme.bits().ceil() as u32),
+        group_size: linears.map_or(nq_formats::Group::Channel, |l| l.scheme.group()),
         bits_per_weight: 8.0 * tensor_bytes as f64 / checkpoint.config().parameters() as f64,
         tensor_bytes,
         file_bytes: store.file_bytes(),

@@ -2,21 +2,26 @@
 
 use crate::allocation;
 use crate::error::{Error, Result};
-use crate::grid::{Grid, Grids};
-use nq_formats::names::{EMBEDDING, HEAD, Shape, is_kept, parameters};
-use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Zeros};
+use crate::grid::Grid;
+use nq_formats::models::{LinearKind, LinearSpec};
+use nq_formats::names::{EMBEDDING, HEAD, Shape, is_kept, parameters, stack};
+use nq_formats::trellis::{BLOCK, Code, STRIP};
+use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Scheme, TrellisScheme, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
+
+/// The schemes of a layer's Linears.
+pub type LayerSchemes = BTreeMap<LinearKind, Scheme>;
 
 /// Schemes by weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schemes {
     /// Scheme of the layers' Linears.
-    pub linears: AffineScheme,
+    pub linears: Scheme,
     /// Scheme of the embedding and the head; `None` keeps them as they are.
-    pub head: Option<AffineScheme>,
+    pub head: Option<Scheme>,
     /// Schemes of single weights, by name.
-    pub overrides: BTreeMap<String, AffineScheme>,
+    pub overrides: BTreeMap<String, Scheme>,
 }
 
 /// The scheme that `nq quantize` uses for Linears by default.
@@ -42,14 +47,37 @@ impl Schemes {
     /// The defaults for Linears with `bits`-bit codes, with an 8-bit head.
     pub fn defaults(bits: Bits) -> Self {
         Schemes {
-            linears: default_scheme(bits),
-            head: Some(head_scheme(Bits::B8)),
+            linears: default_scheme(bits).into(),
+            head: Some(head_scheme(Bits::B8).into()),
             overrides: BTreeMap::new(),
         }
     }
 
+    /// Trellises: `linears` for Linears, and two bits more, at most 6, for the head.
+    pub fn trellis(linears: TrellisScheme) -> Self {
+        let least = linears.bits() + 2.0;
+        let wide = TrellisScheme::all().filter(|s| preferred(*s) && s.bits() <= least);
+        let head = wide.max_by(|a, b| a.bits().total_cmp(&b.bits()));
+        Schemes {
+            linears: linears.into(),
+            head: head.map(Scheme::from),
+            overrides: BTreeMap::new(),
+        }
+    }
+
+    /// Every scheme in it.
+    pub(crate) fn all(&self) -> impl Iterator<Item = Scheme> {
+        let own = self.head.iter().chain([&self.linears]);
+        own.chain(self.overrides.values()).copied()
+    }
+
+    /// True if any weight is in a trellis.
+    pub fn have_trellis(&self) -> bool {
+        self.all().any(|s| s.trellis().is_some())
+    }
+
     /// The scheme of the weight `name`; `None` if it is not quantized, as routers never are.
-    pub fn of(&self, name: &str) -> Option<AffineScheme> {
+    pub fn of(&self, name: &str) -> Option<Scheme> {
         if is_kept(name) {
             return None;
         }
@@ -64,26 +92,30 @@ impl Schemes {
 
     /// True if some groups are so short that no GPU has kernels for them.
     pub(crate) fn need_cpu(&self) -> bool {
-        let all = self.head.iter().chain([&self.linears]);
-        let mut groups = all.chain(self.overrides.values()).map(|s| s.group);
+        let mut groups = self.all().map(Scheme::group);
         groups.any(|group| matches!(group, Group::Size(n) if n < 32))
     }
 
     /// The schemes with those of `others` where scales of a span of inputs do not fill the rows of a
     /// weight: of those that do, the one of the fewest bytes that has as many bits, or more.
-    pub fn fitted(mut self, config: &ModelConfig, others: &[AffineScheme]) -> Self {
+    pub fn fitted(mut self, config: &ModelConfig, others: &[Scheme]) -> Self {
         let all = allocation::groups(config).into_iter();
         for group in all.chain(allocation::mtp_groups(config)) {
-            let Some(scheme) = group.weights.first().and_then(|w| self.of(&w.0)) else {
+            let known = group.weights.first().and_then(|w| self.of(&w.0));
+            let Some(scheme) = known.and_then(Scheme::affine) else {
                 continue;
             };
-            let enough = |s: &&AffineScheme| s.bits >= scheme.bits && group.fits(**s);
-            let order = |s: &&AffineScheme| (s.bits, s.zeros != scheme.zeros, group.bytes(**s));
-            let best = others.iter().filter(enough).min_by_key(order);
+            let affine = others.iter().filter_map(|s| s.affine());
+            let enough = |s: &AffineScheme| s.bits >= scheme.bits && group.fits((*s).into());
+            let order = |s: &AffineScheme| {
+                let bytes = group.bytes((*s).into());
+                (s.bits, s.zeros != scheme.zeros, bytes)
+            };
+            let best = affine.filter(enough).min_by_key(order);
             let spans = matches!(scheme.scales.span(), Some(Group::Size(_)));
-            if let (Some(best), true) = (best, spans && !group.fits(scheme)) {
+            if let (Some(best), true) = (best, spans && !group.fits(scheme.into())) {
                 let names = group.weights.iter().map(|w| w.0.clone());
-                self.overrides.extend(names.map(|name| (name, *best)));
+                (self.overrides).extend(names.map(|name| (name, best.into())));
             }
         }
         self
@@ -92,36 +124,34 @@ impl Schemes {
     /// What the weight `name` becomes, `dense` where it is kept.
     pub fn kind(&self, name: &str, dense: DType) -> WeightKind {
         match self.of(name) {
-            Some(scheme) => WeightKind::Affine {
-                scheme,
-                act_order: false,
-            },
+            Some(scheme) => WeightKind::in_scheme(scheme, false),
             None => WeightKind::Dense(dense),
         }
     }
 
-    /// The grids of a layer's Linears.
-    ///
-    /// # Errors
-    /// Errors of [`Grid::new`].
-    pub fn grids(&self, config: &ModelConfig, layer: usize) -> Result<Grids> {
+    /// The schemes of a layer's Linears.
+    pub fn of_layer(&self, config: &ModelConfig, layer: usize) -> LayerSchemes {
         let linears = config.layer(layer).linears().into_iter();
-        let grids = linears.map(|linear| {
-            let scheme = self.of(&linear.name(layer)).unwrap_or(self.linears);
-            Ok((linear.kind, Grid::new(scheme)?))
-        });
-        grids.collect()
+        let of = |linear: &LinearSpec| self.of(&linear.name(layer)).unwrap_or(self.linears);
+        linears.map(|linear| (linear.kind, of(linear))).collect()
     }
 
-    /// Checks that the group size divides the rows: kernels do not support ragged groups, and no
-    /// published model needs them.
+    /// Checks that groups, or the blocks of a trellis, fill the rows: kernels do not support ragged groups, and no
+    /// published model needs them. An expert's rows must be whole strips of a trellis.
     ///
     /// # Errors
-    /// [`Error::Request`] with the first weight whose inputs are not a multiple of the group size.
+    /// [`Error::Request`] with the first weight that they do not fill.
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
         for (name, shape) in parameters(config) {
             let (Shape::Matrix(_, cols), Some(scheme)) = (shape, self.of(&name)) else {
                 continue;
+            };
+            let scheme = match scheme {
+                Scheme::Affine(scheme) => scheme,
+                Scheme::Trellis(scheme) => {
+                    check_trellis(config, &name, shape, scheme)?;
+                    continue;
+                }
             };
             Grid::new(scheme)?;
             let sizes = [
@@ -150,29 +180,102 @@ impl Schemes {
     }
 }
 
+/// The trellis of `bits` bits that nq chooses.
+///
+/// # Errors
+/// [`Error::Format`] if there is none.
+pub fn trellis(bits: f32) -> Result<TrellisScheme> {
+    let found = TrellisScheme::all().find(|s| preferred(*s) && s.bits() == bits);
+    found.map_or_else(|| Ok(TrellisScheme::of_bits(Code::Octagon, bits)?), Ok)
+}
+
+/// The trellises that nq chooses among: of pairs of values, which take half of the work, and at 6 bits of single values,
+/// which pairs do not reach.
+pub(crate) fn preferred(scheme: TrellisScheme) -> bool {
+    scheme.code() == Code::Octagon || scheme.bits() > 5.0
+}
+
+/// Refuses a weight that a trellis cannot hold.
+fn check_trellis(
+    config: &ModelConfig,
+    name: &str,
+    shape: Shape,
+    scheme: TrellisScheme,
+) -> Result<()> {
+    let Shape::Matrix(rows, cols) = shape else {
+        return Ok(());
+    };
+    let refuse = |expected: String, found: usize| Error::Request {
+        what: "trellis",
+        expected,
+        found: found.to_string(),
+    };
+    if scheme.check((rows, cols)).is_err() {
+        let expected = format!("a multiple of {BLOCK} inputs of {name}");
+        return Err(refuse(expected, cols));
+    }
+    let experts = config.experts.filter(|_| stack(name).is_some());
+    match experts.map(|e| rows / e.count.max(1)) {
+        Some(each) if !each.is_multiple_of(STRIP) => Err(refuse(
+            format!("a multiple of {STRIP} outputs of each expert of {name}"),
+            each,
+        )),
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::models::{LinearKind, Preset};
+    use nq_formats::models::Preset;
 
     #[test]
     fn overrides_come_first_and_the_head_has_its_own() {
         let mut schemes = Schemes::defaults(Bits::B4);
         assert_eq!(
-            schemes.of("model.layers.0.mlp.up_proj").unwrap().bits,
-            Bits::B4
+            schemes.of("model.layers.0.mlp.up_proj").unwrap().bits(),
+            4.0
         );
-        assert_eq!(schemes.of(EMBEDDING).unwrap().bits, Bits::B8);
+        assert_eq!(schemes.of(EMBEDDING).unwrap().bits(), 8.0);
         schemes.head = None;
         assert_eq!(schemes.of(HEAD), None);
         let name = "model.layers.3.mlp.down_proj";
         schemes
             .overrides
-            .insert(name.into(), default_scheme(Bits::B8));
-        assert_eq!(schemes.of(name).unwrap().bits, Bits::B8);
+            .insert(name.into(), default_scheme(Bits::B8).into());
+        assert_eq!(schemes.of(name).unwrap().bits(), 8.0);
         let config = Preset::find("qwen3-0.6b").unwrap().config();
-        let grids = schemes.grids(&config, 3).unwrap();
-        assert_eq!(grids[&LinearKind::Down].bits(), Bits::B8);
-        assert_eq!(grids[&LinearKind::Up].bits(), Bits::B4);
+        let layer = schemes.of_layer(&config, 3);
+        assert_eq!(layer[&LinearKind::Down].bits(), 8.0);
+        assert_eq!(layer[&LinearKind::Up].bits(), 4.0);
+    }
+
+    #[test]
+    fn trellises_fill_blocks_and_strips() {
+        let trellis = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();
+        let schemes = Schemes::trellis(trellis(Code::Octagon, 3.0));
+        assert_eq!(schemes.head, Some(trellis(Code::Octagon, 5.0).into()));
+        let four = Schemes::trellis(trellis(Code::Octagon, 4.0));
+        assert_eq!(four.head, Some(trellis(Code::Sum, 6.0).into()));
+        for preset in ["qwen3-0.6b", "qwen3-30b-a3b"] {
+            let config = Preset::find(preset).unwrap().config();
+            schemes.check(&config).unwrap();
+        }
+        let mut config = Preset::find("qwen3-30b-a3b").unwrap().config();
+        let mut experts = config.experts.unwrap();
+        experts.width = 320;
+        config.experts = Some(experts);
+        let error = schemes.check(&config).unwrap_err().to_string();
+        assert!(
+            error.contains("each expert") && error.contains("320"),
+            "{error}"
+        );
+        config = Preset::find("qwen3-0.6b").unwrap().config();
+        config.intermediate_size = 3000;
+        let error = schemes.check(&config).unwrap_err().to_string();
+        assert!(
+            error.contains("down_proj") && error.contains("3000"),
+            "{error}"
+        );
     }
 }

@@ -4,28 +4,23 @@ use super::job::Job;
 use super::state::{ENDS, MTP, State, Step, key, save};
 use crate::allocation;
 use crate::error::Result;
-use crate::fit::Fit;
-use crate::grid::Grid;
-use crate::layers::{LOOKED_UP, PIECE, errors, head_inputs};
-use crate::linalg::{Matrix, read_row};
-use crate::methods::{Problem, rtn};
-use crate::packer::Packer;
+use crate::layers::{LOOKED_UP, head_inputs};
 use crate::report::LayerReport;
+use crate::rounding;
 use crate::schemes::Schemes;
-use crate::second_order::{Errors, InputStats};
+use crate::second_order::InputStats;
 use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Weight, hash, mtp};
 use nq_runtime::Hidden;
 use nq_runtime::models;
-use rayon::prelude::*;
 
 impl Job<'_> {
     /// A hash of everything that this last step depends on besides the plan: all schemes.
-    pub(super) fn ends_key(&self, schemes: &Schemes) -> Result<String> {
+    pub(super) fn ends_key(&self, schemes: &Schemes) -> String {
         let config = self.config();
-        let layers = key(config, schemes, config.num_hidden_layers)?;
-        Ok(format!("{layers} {:?}", schemes.of(HEAD)))
+        let layers = key(config, schemes, config.num_hidden_layers);
+        format!("{layers} {:?}", schemes.of(HEAD))
     }
 
     /// Quantizes and stages the final norm, the embedding and the head.
@@ -36,7 +31,7 @@ impl Job<'_> {
         schemes: &Schemes,
         stream: Option<Hidden>,
     ) -> Result<()> {
-        let key = self.ends_key(schemes)?;
+        let key = self.ends_key(schemes);
         let valid = state.steps.get(ENDS).is_some_and(|s| s.key == key);
         if valid && writer.staged(ENDS)?.is_some() {
             return Ok(());
@@ -75,13 +70,13 @@ impl Job<'_> {
             let scheme = schemes.of(name);
             let (weight, row) = match (scheme, inputs) {
                 (Some(scheme), Some(inputs)) if inputs.hessian.is_some() => {
-                    let grid = Grid::new(scheme)?;
-                    self.round_pieces(name, &source, inputs, grid, &mut report.fallbacks)?
+                    let method = self.method.as_ref();
+                    let (weight, row, more) =
+                        rounding::by_pieces(method, name, &source, Some(inputs), scheme)?;
+                    report.fallbacks.extend(more);
+                    (weight, row)
                 }
-                _ => {
-                    let importance = inputs.map_or(&[][..], |i| &i.mean_square);
-                    end(schemes, name, &source, importance)?
-                }
+                _ => end(schemes, name, &source, inputs)?,
             };
             if matches!(weight, Weight::Quantized(_)) {
                 source.release();
@@ -132,7 +127,7 @@ impl Job<'_> {
                 Shape::Vector(len) => vectors.push((name.clone(), store.vector(&name, len)?)),
                 Shape::Matrix(rows, cols) => {
                     let source = store.matrix(&name, (rows, cols))?;
-                    let (weight, row) = end(schemes, &name, &source, &[])?;
+                    let (weight, row) = end(schemes, &name, &source, None)?;
                     if matches!(weight, Weight::Quantized(_)) {
                         source.release();
                     }
@@ -153,51 +148,14 @@ impl Job<'_> {
         let params: Vec<_> = vectors.chain(matrices).collect();
         Ok(writer.put(MTP, &params)?)
     }
-
-    /// Rounds a large weight by the method, in pieces of rows.
-    fn round_pieces(
-        &self,
-        name: &str,
-        source: &Weight,
-        inputs: &InputStats,
-        grid: Grid,
-        fallbacks: &mut Vec<String>,
-    ) -> Result<(Weight, LayerReport)> {
-        let (out, cols) = source.dims();
-        let piece = (PIECE / cols).max(1);
-        let mut packer = Packer::new(grid, cols);
-        let mut sum = Errors::default();
-        let mut method = self.method.name();
-        for start in (0..out).step_by(piece) {
-            let mut weight = Matrix::zeros(piece.min(out - start), cols);
-            (weight.data.par_chunks_mut(cols).enumerate())
-                .try_for_each(|(i, row)| read_row(name, source, start + i, row))?;
-            let problem = Problem {
-                name,
-                weight: &weight,
-                inputs: Some(inputs),
-                grid,
-            };
-            let outcome = self.method.round(&problem)?;
-            sum += errors(&problem, &outcome.rounded)?;
-            packer.push(&outcome.rounded);
-            method = outcome.method;
-            for f in outcome.fallbacks {
-                if !fallbacks.contains(&f) {
-                    fallbacks.push(f);
-                }
-            }
-        }
-        Ok((packer.finish()?, sum.report(name, grid, method)))
-    }
 }
 
-/// The embedding, the head or a weight of an MTP layer in its final form.
+/// The embedding, the head or a weight of an MTP layer in its final form, rounded to nearest.
 pub(super) fn end(
     schemes: &Schemes,
     name: &str,
     source: &Weight,
-    importance: &[f32],
+    inputs: Option<&InputStats>,
 ) -> Result<(Weight, LayerReport)> {
     let mut row = LayerReport {
         name: name.into(),
@@ -209,8 +167,9 @@ pub(super) fn end(
     let Some(scheme) = schemes.of(name) else {
         return Ok((source.clone(), row));
     };
-    let fit = Fit::clip();
-    let (weight, rel_error) = rtn::round_rows(name, source, Grid::new(scheme)?, fit, importance)?;
-    (row.bits, row.method, row.rel_error) = (scheme.bits.into(), "rtn-clip".into(), rel_error);
+    let importance = inputs.map_or(&[][..], |i| &i.mean_square);
+    let (weight, rel_error) = rounding::to_nearest(name, source, importance, scheme)?;
+    row.bits = scheme.bits().ceil() as u32;
+    (row.method, row.rel_error) = ("rtn-clip".into(), rel_error);
     Ok((weight, row))
 }

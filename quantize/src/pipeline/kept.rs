@@ -86,7 +86,7 @@ impl Job<'_> {
         let tuned = state.tuning.as_ref().is_some_and(|t| t.done);
         let keeps = self.is_worth_keeping(state, &present, tuned);
         let adopted = match keeps {
-            true if state.tuning.is_none() => self.valid_steps(state, schemes)?,
+            true if state.tuning.is_none() => self.valid_steps(state, schemes),
             _ => BTreeMap::new(),
         };
         if keeps {
@@ -113,14 +113,14 @@ impl Job<'_> {
     /// True if all steps under `schemes` are staged.
     ///
     /// # Errors
-    /// Schemes that do not fit the model; a step that cannot be read.
+    /// A step that cannot be read.
     pub(super) fn is_staged(
         &self,
         writer: &Writer,
         state: &State,
         schemes: &Schemes,
     ) -> Result<bool> {
-        let valid = self.valid_steps(state, schemes)?;
+        let valid = self.valid_steps(state, schemes);
         if valid.len() < self.config().num_hidden_layers + 1 + self.config().mtp_layers {
             return Ok(false);
         }
@@ -133,19 +133,18 @@ impl Job<'_> {
     }
 
     /// The reports of the staged steps that are valid for `schemes`.
-    fn valid_steps(&self, state: &State, schemes: &Schemes) -> Result<BTreeMap<String, Step>> {
+    fn valid_steps(&self, state: &State, schemes: &Schemes) -> BTreeMap<String, Step> {
         let config = self.config();
         let layers = config.num_hidden_layers;
         let mut valid = BTreeMap::new();
-        let names = (0..layers).map(|i| Ok((step_name(i), key(config, schemes, i + 1)?)));
-        let ends = self.ends_key(schemes).map(|key| (ENDS.to_owned(), key));
-        let mtp = self.mtp_key(schemes).map(|key| Ok((MTP.to_owned(), key)));
-        for named in names.chain([ends]).chain(mtp) {
-            let (name, key) = named?;
+        let names = (0..layers).map(|i| (step_name(i), key(config, schemes, i + 1)));
+        let ends = (ENDS.to_owned(), self.ends_key(schemes));
+        let mtp = self.mtp_key(schemes).map(|key| (MTP.to_owned(), key));
+        for (name, key) in names.chain([ends]).chain(mtp) {
             let step = state.steps.get(&name).filter(|s| s.key == key);
             valid.extend(step.map(|s| (name, s.clone())));
         }
-        Ok(valid)
+        valid
     }
 
     fn is_worth_keeping(&self, state: &State, overrides: &Overrides, tuned: bool) -> bool {
@@ -208,7 +207,7 @@ mod tests {
 
     fn overrides(bits: Bits) -> Overrides {
         let scheme = AffineScheme::new(bits, Group::Size(32), Zeros::None);
-        Overrides::from([("a".into(), scheme)])
+        Overrides::from([("a".into(), scheme.into())])
     }
 
     fn attempt(overrides: &Overrides, bytes: u64, kld: f64) -> Attempt {

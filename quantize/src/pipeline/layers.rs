@@ -5,14 +5,13 @@ use super::job::Job;
 use super::state::{State, Step, key, save, step_name};
 use crate::calibration::Sequences;
 use crate::error::Result;
-use crate::grid::Grids;
 use crate::layers::{self, Pass};
 use crate::linalg::read_row;
-use crate::schemes::Schemes;
+use crate::schemes::{LayerSchemes, Schemes};
 use nq_formats::models::LinearSpec;
 use nq_formats::names::EMBEDDING;
 use nq_formats::nq::{Param, Staged, Writer};
-use nq_formats::{ModelConfig, Progress, Tensor, Unit, Weight, mapping};
+use nq_formats::{ModelConfig, Progress, Scheme, Tensor, Unit, Weight, mapping};
 use nq_runtime::models;
 use nq_runtime::{
     ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions, stepper,
@@ -53,7 +52,7 @@ impl Job<'_> {
             .begin("quantizing layers", total, Unit::Tokens);
         for index in 0..layers {
             let step = step_name(index);
-            let key = key(config, schemes, index + 1)?;
+            let key = key(config, schemes, index + 1);
             let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
             let staged = if valid { writer.staged(&step)? } else { None };
             let weights = match staged {
@@ -62,12 +61,12 @@ impl Job<'_> {
                     staged_layer(&staged, config, index)?
                 }
                 None => {
-                    let grids = schemes.grids(config, index)?;
+                    let of_layer = schemes.of_layer(config, index);
                     let done = self.quantize_layer(
                         index,
                         stream.as_ref(),
                         stepper.as_mut(),
-                        &grids,
+                        &of_layer,
                         share,
                     )?;
                     for f in &done.fallbacks {
@@ -103,13 +102,17 @@ impl Job<'_> {
     }
 
     /// The calibration text looked up in the rounded embedding. Most rows of a large vocabulary
-    /// do not occur, and only those that do are rounded.
+    /// do not occur, and only those that do are rounded. Rows of a trellis, which are rounded together, stay as they
+    /// are.
     fn embed(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
         let embedding = models::embedding(self.checkpoint.store(), self.config())?;
         let (vocab, width) = embedding.dims();
         let ids: BTreeSet<u32> = text.ids.iter().flatten().copied().collect();
         if ids.last().is_some_and(|&id| id as usize >= vocab) {
             // `embed` refuses a token past the vocabulary with a named error.
+            return Ok(Hidden::embed(&embedding, &text.ids)?);
+        }
+        if schemes.of(EMBEDDING).and_then(Scheme::trellis).is_some() {
             return Ok(Hidden::embed(&embedding, &text.ids)?);
         }
         let mut place = vec![0; vocab];
@@ -120,7 +123,7 @@ impl Job<'_> {
         }
         embedding.release();
         let rows = Weight::Dense(Tensor::from_f32(vec![ids.len(), width], rows)?);
-        let (rounded, _) = end(schemes, EMBEDDING, &rows, &[])?;
+        let (rounded, _) = end(schemes, EMBEDDING, &rows, None)?;
         let places = |ids: &Vec<u32>| ids.iter().map(|&id| place[id as usize]).collect();
         let places: Vec<Vec<u32>> = text.ids.iter().map(places).collect();
         Ok(Hidden::embed(&rounded, &places)?)
@@ -141,7 +144,7 @@ impl Job<'_> {
         index: usize,
         stream: Option<&Hidden>,
         stepper: &mut dyn LayerStepper,
-        grids: &Grids,
+        schemes: &LayerSchemes,
         share: u64,
     ) -> Result<layers::Quantized> {
         let (config, store) = (self.config(), self.checkpoint.store());
@@ -169,7 +172,7 @@ impl Job<'_> {
             reported = at;
         };
         let method = self.method.as_ref();
-        let round = || layers::quantize(method, index, &source, stats, grids, config, advance);
+        let round = || layers::quantize(method, index, &source, stats, schemes, config, advance);
         let mut done = self.progress.time(ROUNDING, round)?;
         (done.fallbacks).extend(rare.map(|rare| format!("layer {index}: {rare}")));
         source.linears.values().for_each(Weight::release);

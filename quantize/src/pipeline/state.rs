@@ -10,12 +10,12 @@ use crate::train::record::Tuning;
 use nq_evals::KldStats;
 use nq_formats::names::EMBEDDING;
 use nq_formats::nq::Writer;
-use nq_formats::{AffineScheme, ModelConfig, hash};
+use nq_formats::{ModelConfig, Scheme, hash};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Schemes by weight name, where they differ from those requested.
-pub(super) type Overrides = BTreeMap<String, AffineScheme>;
+pub(super) type Overrides = BTreeMap<String, Scheme>;
 
 /// The state of a run.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -130,14 +130,13 @@ pub(super) const MTP: &str = "mtp";
 
 /// A hash of what the first `layers` layers depend on, besides the plan: the schemes of the
 /// embedding and of these layers.
-pub(super) fn key(config: &ModelConfig, schemes: &Schemes, layers: usize) -> Result<String> {
+pub(super) fn key(config: &ModelConfig, schemes: &Schemes, layers: usize) -> String {
     let mut text = format!("{:?}", schemes.of(EMBEDDING));
     for layer in 0..layers {
-        let grids = schemes.grids(config, layer)?;
-        let schemes: Vec<AffineScheme> = grids.values().map(|g| g.scheme()).collect();
-        text += &format!("{schemes:?}");
+        let of_layer: Vec<Scheme> = schemes.of_layer(config, layer).into_values().collect();
+        text += &format!("{of_layer:?}");
     }
-    Ok(hash::sha256_hex(text.as_bytes()))
+    hash::sha256_hex(text.as_bytes())
 }
 
 /// The step that stages layer `index`.

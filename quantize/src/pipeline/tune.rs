@@ -141,7 +141,7 @@ impl Job<'_> {
         state: &mut State,
         schemes: &Schemes,
     ) -> Result<()> {
-        let key = self.ends_key(schemes)?;
+        let key = self.ends_key(schemes);
         let Some(tuning) = state.tuning.as_mut().filter(|t| t.key != key) else {
             return Ok(());
         };
@@ -161,7 +161,7 @@ impl Job<'_> {
     /// # Errors
     /// Schemes that do not fit the model.
     pub(super) fn is_tuned(&self, state: &State, schemes: &Schemes) -> Result<bool> {
-        let key = self.ends_key(schemes)?;
+        let key = self.ends_key(schemes);
         Ok((state.tuning.as_ref()).is_some_and(|t| t.key == key && t.done))
     }
 
@@ -176,7 +176,7 @@ impl Job<'_> {
         if self.is_tuned(state, schemes)? {
             return Ok(());
         }
-        let key = self.ends_key(schemes)?;
+        let key = self.ends_key(schemes);
         let staged = self.staged(writer)?;
         let limit = self.tuning_limit()?;
         let device = self.options.load.device.resolve()?;
@@ -227,7 +227,7 @@ impl Job<'_> {
         // If schemes are chosen, the smallest groups may occur.
         let group = match self.options.target {
             Some(_) => 32,
-            None => schemes.linears.group.size(config.hidden_size),
+            None => schemes.linears.group().size(config.hidden_size),
         };
         let limit = self.tuning_limit()?;
         let length = SEQUENCE.min(config.max_position_embeddings);

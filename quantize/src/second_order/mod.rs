@@ -191,11 +191,11 @@ pub struct Errors {
 
 impl Errors {
     /// The weight's row of the report. Without moments, the output error is unknown.
-    pub(crate) fn report(&self, name: &str, grid: Grid, method: &str) -> LayerReport {
+    pub(crate) fn report(&self, name: &str, bits: u32, method: &str) -> LayerReport {
         let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
         LayerReport {
             name: name.into(),
-            bits: grid.bits().into(),
+            bits,
             method: method.into(),
             rel_error: ratio(self.change, self.weight),
             output_error: (self.outputs > 0.0).then(|| ratio(self.output_change, self.outputs)),

@@ -7,7 +7,8 @@ use crate::grid::{Grid, Rounded};
 use crate::linalg::{Matrix, read_row};
 use crate::methods::rtn;
 use crate::second_order::InputStats;
-use nq_formats::{AffineScheme, Weight};
+use nq_formats::trellis::BLOCK;
+use nq_formats::{Scheme, TrellisScheme, Weight};
 
 /// Most rows of a weight on which its output errors are sampled.
 pub(super) const SAMPLE: usize = 256;
@@ -48,14 +49,20 @@ impl Found {
         weight: &Weight,
         rows: &Matrix,
         importance: &[f32],
-        candidates: &[AffineScheme],
+        candidates: &[Scheme],
     ) -> Result<()> {
         let scale = weight.dims().0 as f64 / rows.rows.max(1) as f64;
-        let error = |scheme: AffineScheme| -> Result<f64> {
+        let error = |scheme: Scheme| -> Result<f64> {
+            let scheme = match scheme {
+                Scheme::Affine(scheme) => scheme,
+                Scheme::Trellis(scheme) => {
+                    return Ok(scale * of_trellis(scheme, rows, importance));
+                }
+            };
             let rounded = rtn::round(rows, Grid::new(scheme)?, Fit::clip(), importance);
             Ok(scale * weighted(&rounded.change(rows), importance))
         };
-        self.probe += error(PROBE)?;
+        self.probe += error(PROBE.into())?;
         self.candidates.resize(candidates.len(), 0.0);
         for (sum, &scheme) in self.candidates.iter_mut().zip(candidates) {
             *sum += error(scheme)?;
@@ -80,6 +87,26 @@ impl Found {
         self.by_method += output(tried)?;
         Ok(())
     }
+}
+
+/// The expected output error of rows in a trellis: a transform spreads the error of each block of inputs evenly.
+fn of_trellis(scheme: TrellisScheme, rows: &Matrix, importance: &[f32]) -> f64 {
+    let square = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
+    let mean = |h: &[f32]| match h.len() {
+        0 => 1.0,
+        n => h.iter().map(|&h| f64::from(h)).sum::<f64>() / n as f64,
+    };
+    let of_row = |row: &[f32]| -> f64 {
+        // The row has one scale, so its blocks have errors of one size.
+        let each = square(row) / row.len().max(1) as f64;
+        let blocks = row.chunks(BLOCK).enumerate();
+        let of_block = |(i, block): (usize, &[f32])| {
+            let h = importance.chunks(BLOCK).nth(i).unwrap_or_default();
+            block.len() as f64 * each * mean(h)
+        };
+        blocks.map(of_block).sum()
+    };
+    scheme.squared_error() * rows.iter_rows().map(of_row).sum::<f64>()
 }
 
 /// Up to [`SAMPLE`] rows of the weight `name`, evenly spread.
@@ -113,7 +140,7 @@ fn weighted(e: &Matrix, h: &[f32]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::{Bits, Group, Tensor, Zeros};
+    use nq_formats::{AffineScheme, Bits, Group, Tensor, Zeros};
 
     fn rows() -> Matrix {
         let mut m = Matrix::zeros(4, 64);
@@ -135,7 +162,7 @@ mod tests {
         };
         let weight = Weight::Dense(tensor);
         found
-            .add_weight(&weight, &rows, &[], &[PROBE, eight])
+            .add_weight(&weight, &rows, &[], &[PROBE.into(), eight.into()])
             .unwrap();
         assert!((found.unit(0.5) * found.candidates[0] - 0.01).abs() < 1e-12);
         assert!(found.candidates[1] < found.candidates[0] / 100.0);

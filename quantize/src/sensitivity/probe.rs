@@ -2,7 +2,7 @@
 
 use crate::allocation::WeightGroup;
 use crate::methods::Method;
-use nq_formats::{AffineScheme, Bits, Group, Progress, WeightStore, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Progress, Scheme, WeightStore, Zeros};
 
 /// The scheme that groups are rounded to, to measure the cost.
 pub(super) const PROBE: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
@@ -19,7 +19,7 @@ pub struct Probe<'a> {
     /// The groups, as [`crate::allocation::groups`] lists them.
     pub groups: &'a [WeightGroup],
     /// The schemes to choose from.
-    pub candidates: &'a [AffineScheme],
+    pub candidates: &'a [Scheme],
     /// The method that layers will be rounded by.
     pub method: &'a dyn Method,
     /// Calibration text for the method; `None` if it needs none.

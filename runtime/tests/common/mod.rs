@@ -312,9 +312,9 @@ impl WeightStore for Store {
         Ok(w.clone())
     }
 
-    fn scheme(&self, name: &str) -> Option<AffineScheme> {
+    fn scheme(&self, name: &str) -> Option<nq_formats::Scheme> {
         match self.matrices.get(name)? {
-            Weight::Quantized(QuantizedWeight::Affine(a)) => Some(a.scheme()),
+            Weight::Quantized(q) => Some(q.scheme()),
             _ => None,
         }
     }

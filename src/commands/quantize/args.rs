@@ -6,11 +6,12 @@ use anyhow::{Context, bail};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use nq_formats::nq::SourceRecord;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Scheme, Zeros};
+use nq_quantize::allocation;
 use nq_quantize::methods::{self, METHODS};
 use nq_quantize::mix;
 use nq_quantize::pipeline::QuantizeOptions;
-use nq_quantize::schemes::default_scheme;
+use nq_quantize::schemes::{self, default_scheme, head_scheme};
 use nq_quantize::{CalibrationSource, Effort, Limits, Schemes, TargetSize, TuneOptions};
 use std::ffi::OsString;
 use std::fs::File;
@@ -25,8 +26,12 @@ pub struct QuantizeArgs {
     pub model: Option<OsString>,
     /// Bits of a weight: 3, 4, 5, 6 or 8. Up to 6, schemes are mixed: the parts of the model get those that
     /// are expected to lose least quality, at the size of one scheme for all layers with an 8-bit embedding and head
-    #[arg(long, default_value_t = 4, value_parser = parse_bits)]
-    pub bits: u32,
+    #[arg(long, default_value = "4", value_parser = parse_bits)]
+    pub bits: f32,
+    /// Trellis codes, of 2, 2.5, 3, 3.5, 4, 5 or 6 bits, instead of integer codes: half of the divergence in the same
+    /// bytes, searched and run on a CPU, more slowly; a GPU holds them as FP16. Embedding and head get two bits more
+    #[arg(long, conflicts_with_all = ["group_size", "asym", "sym", "clip"])]
+    pub trellis: bool,
     /// One scheme for all layers, with an 8-bit embedding and head, instead of a mix; at 4 and 8 bits, other
     /// formats can represent the result
     #[arg(long)]
@@ -128,16 +133,23 @@ fn method_names() -> PossibleValuesParser {
     PossibleValuesParser::new(values.chain([PossibleValue::new(AUTO).help(auto)]))
 }
 
-fn parse_bits(s: &str) -> Result<u32, String> {
-    let bits = s.parse().ok().filter(|&n| Bits::try_from(n).is_ok());
-    bits.ok_or_else(|| "expected 3, 4, 5, 6 or 8".into())
+/// Bits of either kind of code; which of them the other flags allow is checked with these.
+fn parse_bits(s: &str) -> Result<f32, String> {
+    let bits = s.parse().ok();
+    let known = |bits: &f32| schemes::trellis(*bits).is_ok() || whole(*bits).is_some();
+    bits.filter(known)
+        .ok_or_else(|| "expected 3, 4, 5, 6 or 8; with --trellis 2, 2.5, 3, 3.5, 4, 5 or 6".into())
+}
+
+/// The width of integer codes of so many bits.
+fn whole(bits: f32) -> Option<Bits> {
+    Bits::ALL.into_iter().find(|b| b.width() as f32 == bits)
 }
 
 fn parse_head_bits(s: &str) -> Result<u32, String> {
-    match s {
-        "16" => Ok(16),
-        s => parse_bits(s).map_err(|e| e.replace("6 or 8", "6, 8 or 16")),
-    }
+    let known = |n: &u32| *n == 16 || Bits::try_from(*n).is_ok();
+    let bits = s.parse().ok().filter(known);
+    bits.ok_or_else(|| "expected 3, 4, 5, 6, 8 or 16".into())
 }
 
 fn parse_minutes(s: &str) -> Result<f64, String> {
@@ -194,6 +206,26 @@ fn check_text(path: &Path, flag: &str) -> anyhow::Result<()> {
 impl QuantizeArgs {
     /// Refuses flags that contradict each other in ways clap's own rules cannot tell.
     pub(super) fn check(&self) -> anyhow::Result<()> {
+        let (kind, known) = match self.trellis {
+            true => (
+                "with --trellis 2, 2.5, 3, 3.5, 4, 5 or 6",
+                schemes::trellis(self.bits).is_ok(),
+            ),
+            false => ("3, 4, 5, 6 or 8, or --trellis", whole(self.bits).is_some()),
+        };
+        if !known {
+            let what = format!("--bits {}: expected {kind}", self.bits);
+            return Err(conflict("quantize", what));
+        }
+        if self.trellis && self.format != FormatArg::Nq {
+            let what = "--trellis: only nq's own format has trellis codes: expected --format nq";
+            return Err(conflict("quantize", what));
+        }
+        if self.trellis && self.method == AUTO {
+            let what =
+                "--trellis: scales of trellis codes are not tuned: expected another --method";
+            return Err(conflict("quantize", what));
+        }
         let tuning = [
             (self.tune_steps.is_some(), "--tune-steps"),
             (self.budget.is_some(), "--budget"),
@@ -229,12 +261,12 @@ impl QuantizeArgs {
         &self,
         global: &Global,
         schemes: Schemes,
-        candidates: Vec<AffineScheme>,
+        candidates: Vec<Scheme>,
         out: PathBuf,
         source: SourceRecord,
     ) -> QuantizeOptions {
         QuantizeOptions {
-            bits: schemes.linears.bits,
+            bits: schemes.linears.bits(),
             schemes,
             candidates,
             target: self.target(),
@@ -297,7 +329,17 @@ impl QuantizeArgs {
 
     /// The schemes to begin with, where each weight may have its own.
     fn schemes(&self) -> anyhow::Result<Schemes> {
-        let bits = Bits::try_from(self.bits)?;
+        if self.trellis {
+            let usual = Schemes::trellis(schemes::trellis(self.bits)?);
+            let head = match self.head_bits {
+                None => usual.head,
+                Some(16) => None,
+                Some(8) => Some(head_scheme(Bits::B8).into()),
+                Some(bits) => Some(schemes::trellis(bits as f32)?.into()),
+            };
+            return Ok(Schemes { head, ..usual });
+        }
+        let bits = whole(self.bits).context("a width that was checked")?;
         let (default, head) = self.usual(default_scheme(bits), self.head_bits)?;
         let zeros = match (self.asym, self.sym) {
             (true, _) => Zeros::Integer,
@@ -317,8 +359,8 @@ impl QuantizeArgs {
             },
         };
         Ok(Schemes {
-            linears,
-            head,
+            linears: linears.into(),
+            head: head.map(Scheme::from),
             ..Schemes::defaults(default.bits)
         })
     }
@@ -361,16 +403,20 @@ impl QuantizeArgs {
     /// True if layers, embedding and head get a mix of schemes, that is, if no flag asks for one scheme.
     fn mixes(&self) -> bool {
         let mixes = self.chooses() && !self.is_one();
-        mixes && self.target().is_none() && self.bits < 8
+        mixes && self.target().is_none() && self.bits < 8.0
     }
 
     /// The schemes that the run begins with, and those among which weights can choose if these do not do.
-    pub(super) fn initial(
-        &self,
-        config: &ModelConfig,
-    ) -> anyhow::Result<(Schemes, Vec<AffineScheme>)> {
+    pub(super) fn initial(&self, config: &ModelConfig) -> anyhow::Result<(Schemes, Vec<Scheme>)> {
         let base = self.schemes()?;
-        let bits = base.linears.bits;
+        let Scheme::Affine(linears) = base.linears else {
+            let schemes = match (base.linears.trellis(), self.mixes()) {
+                (Some(linears), true) => mix::usual_trellis(config, linears)?,
+                _ => base,
+            };
+            return Ok((schemes, allocation::trellis_candidates(self.bits)));
+        };
+        let bits = linears.bits;
         let mixing = self
             .mixes()
             .then(|| self.candidates(config, mix::least(bits)));
@@ -380,7 +426,7 @@ impl QuantizeArgs {
     }
 
     /// The schemes of at least `least` bits among which weights can choose; empty if the flags leave no choice.
-    fn candidates(&self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
+    fn candidates(&self, config: &ModelConfig, least: Bits) -> Vec<Scheme> {
         match self.chooses() {
             true => self.format.candidates(config, least),
             false => Vec::new(),
@@ -390,9 +436,15 @@ impl QuantizeArgs {
     /// The folder's name in nq's own model folder: the model and what differs from the format's
     /// defaults.
     pub(super) fn default_name(&self, model: &str, schemes: &Schemes) -> anyhow::Result<String> {
-        let mut name = format!("{model}-int{}", self.bits);
-        let usual = default_scheme(schemes.linears.bits);
-        let (linears, head) = self.usual(usual, None)?;
+        let kind = if self.trellis { "trellis" } else { "int" };
+        let mut name = format!("{model}-{kind}{}", self.bits);
+        let (linears, head) = match schemes.linears {
+            Scheme::Affine(scheme) => {
+                let (linears, head) = self.usual(default_scheme(scheme.bits), None)?;
+                (Scheme::from(linears), head.map(Scheme::from))
+            }
+            Scheme::Trellis(scheme) => (scheme.into(), Schemes::trellis(scheme).head),
+        };
         if self.simple {
             name += "-simple";
         }
@@ -402,17 +454,18 @@ impl QuantizeArgs {
         if self.method() != "gptq" {
             name += &format!("-{}", self.method());
         }
-        if schemes.linears.group != linears.group {
-            name += &format!("-{}", schemes.linears.group);
+        if schemes.linears.group() != linears.group() {
+            name += &format!("-{}", schemes.linears.group());
         }
-        if schemes.linears.zeros != linears.zeros {
-            name += match schemes.linears.zeros {
-                Zeros::None => "-sym",
+        let zeros = |s: Scheme| s.affine().map(|s| s.zeros);
+        if zeros(schemes.linears) != zeros(linears) {
+            name += match zeros(schemes.linears) {
+                Some(Zeros::None) => "-sym",
                 _ => "-asym",
             };
         }
         if schemes.head != head {
-            let bits = schemes.head.map_or(16, |s| s.bits.width());
+            let bits = schemes.head.map_or(16.0, Scheme::bits);
             name += &format!("-head{bits}");
         }
         match self.target() {
@@ -459,6 +512,9 @@ mod tests {
             ("--target-bpw 4.5", "demo-int4-4.5bpw"),
             ("--simple", "demo-int4-simple"),
             ("--bits 6 --head-bits 6", "demo-int6-head6"),
+            ("--trellis", "demo-trellis4"),
+            ("--trellis --bits 3.5 --simple", "demo-trellis3.5-simple"),
+            ("--trellis --head-bits 8", "demo-trellis4-head8"),
         ] {
             let words = ["nq", "demo"].into_iter().chain(flags.split_whitespace());
             let Program { args } = Program::try_parse_from(words).unwrap();

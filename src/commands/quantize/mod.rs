@@ -187,7 +187,7 @@ fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<Strin
         Some(head) => head.to_string(),
         None => "as they are".into(),
     };
-    let least = u32::from(options.bits);
+    let least = options.bits;
     let chosen = match options.target {
         None => None,
         Some(TargetSize::Bytes(n)) => Some(format!("at most {}", human_bytes(n))),

@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use nq_formats::durable::check_destination;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters};
-use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress};
+use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress, Scheme};
 use nq_quantize::allocation;
 use nq_quantize::schemes::head_scheme;
 use nq_quantize::{QuantizeReport, Schemes};
@@ -52,12 +52,15 @@ impl FormatArg {
     }
 
     /// The schemes of at least `least` bits among which weights can choose; empty if the format has one for all.
-    pub(super) fn candidates(self, config: &ModelConfig, least: Bits) -> Vec<AffineScheme> {
+    pub(super) fn candidates(self, config: &ModelConfig, least: Bits) -> Vec<Scheme> {
         let groups = allocation::groups(config);
         let widths = groups.iter().flat_map(|g| g.weights.iter().map(|w| w.1.1));
         match (self, self.format().candidates(least, widths)) {
             (FormatArg::Nq, _) => allocation::candidates(least),
-            (_, candidates) => candidates.unwrap_or_default(),
+            (_, candidates) => {
+                let candidates = candidates.unwrap_or_default().into_iter();
+                candidates.map(Scheme::from).collect()
+            }
         }
     }
 
@@ -109,7 +112,7 @@ impl Target {
         });
         let linears = linears
             .iter()
-            .filter_map(|&(name, dims)| Some((name, schemes.of(name)?, dims)));
+            .filter_map(|&(name, dims)| Some((name, schemes.of(name)?.affine()?, dims)));
         format.check(linears)?;
         let eight = head_scheme(Bits::B8);
         let more = ends
