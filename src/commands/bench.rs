@@ -14,10 +14,10 @@ use clap::{Args, ValueEnum};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::synth::{self, Preset};
-use nq_formats::{Bits, Checkpoint, Progress};
+use nq_formats::{Bits, Checkpoint, Progress, TrellisScheme};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::mix;
-use nq_quantize::schemes::Schemes;
+use nq_quantize::schemes::{self, Schemes};
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
 use std::ffi::OsString;
@@ -39,9 +39,12 @@ pub struct BenchArgs {
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
-    /// With --preset and --bits: one scheme for all layers, with an 8-bit embedding and head, instead of the
-    /// mix that `nq quantize` makes by default
-    #[arg(long, requires_all = ["preset", "bits"])]
+    /// With --preset: trellis codes of 2, 2.5, 3, 3.5, 4, 5 or 6 bits, as `nq quantize --trellis` makes them
+    #[arg(long, value_name = "BITS", requires = "preset", conflicts_with = "bits", value_parser = parse_trellis)]
+    pub trellis: Option<TrellisScheme>,
+    /// With --preset and --bits or --trellis: one scheme for all layers, and more bits for embedding and head,
+    /// instead of the mix that `nq quantize` makes by default
+    #[arg(long, requires = "preset")]
     pub simple: bool,
     /// What `--simple` leaves out, by its former name
     #[arg(long, hide = true, conflicts_with = "simple")]
@@ -275,7 +278,7 @@ fn open(
     random(
         preset,
         preset.config().num_hidden_layers,
-        (args.bits, args.simple),
+        (codes(args)?, args.simple),
         0,
     )
 }
@@ -284,7 +287,7 @@ fn open(
 fn random(
     preset: &Preset,
     layers: usize,
-    (bits, simple): (Option<u32>, bool),
+    (codes, simple): (Option<Codes>, bool),
     seed: u64,
 ) -> anyhow::Result<(String, Checkpoint)> {
     let mut config = preset.config();
@@ -294,18 +297,38 @@ fn random(
         format!("{} of {layers} layers (random weights)", preset.name)
     };
     config.num_hidden_layers = layers;
-    let checkpoint = match bits {
-        None | Some(16) => synth::checkpoint(&label, &config, seed)?,
-        Some(n) => {
-            let bits = Bits::try_from(n)?;
-            let schemes = match simple {
-                true => Schemes::defaults(bits),
-                false => mix::usual(&config, bits)?,
-            };
-            synth::quantized_checkpoint(&label, &config, seed, move |name| schemes.of(name))?
-        }
+    let schemes = match (codes, simple) {
+        (None, _) => return Ok((label.clone(), synth::checkpoint(&label, &config, seed)?)),
+        (Some(Codes::Integer(bits)), true) => Schemes::defaults(bits),
+        (Some(Codes::Integer(bits)), false) => mix::usual(&config, bits)?,
+        (Some(Codes::Trellis(scheme)), true) => Schemes::trellis(scheme),
+        (Some(Codes::Trellis(scheme)), false) => mix::usual_trellis(&config, scheme)?,
     };
+    schemes.check(&config)?;
+    let of = move |name: &str| schemes.of(name);
+    let checkpoint = synth::quantized_checkpoint(&label, &config, seed, of)?;
     Ok((label, checkpoint))
+}
+
+/// The codes of random weights.
+#[derive(Clone, Copy)]
+enum Codes {
+    Integer(Bits),
+    Trellis(TrellisScheme),
+}
+
+/// The codes that the flags ask for; `None` for unquantized weights.
+fn codes(args: &BenchArgs) -> anyhow::Result<Option<Codes>> {
+    Ok(match (args.trellis, args.bits) {
+        (Some(scheme), _) => Some(Codes::Trellis(scheme)),
+        (None, None | Some(16)) => None,
+        (None, Some(n)) => Some(Codes::Integer(Bits::try_from(n)?)),
+    })
+}
+
+fn parse_trellis(s: &str) -> Result<TrellisScheme, String> {
+    let bits = s.parse().map_err(|_| "expected bits".to_owned())?;
+    schemes::trellis(bits).map_err(|e| e.to_string())
 }
 
 /// Measures the bandwidth of the memory that holds the model, as read by its device.

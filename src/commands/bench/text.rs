@@ -1,7 +1,7 @@
 //! `nq bench --text`: drafts on real text.
 
 use super::super::synth::parse_preset;
-use super::{BenchArgs, Meter, random, show};
+use super::{BenchArgs, Meter, codes, random, show};
 use crate::at_load::longest_context;
 use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights, Drafts};
 use crate::flags::{Global, conflict};
@@ -235,7 +235,7 @@ fn drafts(
             let layers = args
                 .draft_layers
                 .unwrap_or(preset.config().num_hidden_layers);
-            let (name, checkpoint) = random(&preset, layers, (args.bits, true), 1)?;
+            let (name, checkpoint) = random(&preset, layers, (codes(args)?, true), 1)?;
             DraftCheckpoint {
                 name,
                 checkpoint,
