@@ -33,7 +33,7 @@
 pub use nq_evals::{Comparison, EvalReport, EvalSpec, Protocol};
 pub use nq_formats::{Bits, Progress, Unit};
 pub use nq_quantize::{
-    CalibrationSource, Effort, Limits as QualityLimits, QuantizeOptions, QuantizeReport,
+    CalibrationSource, Codes, Effort, Limits as QualityLimits, QuantizeOptions, QuantizeReport,
     TargetSize, TuneOptions,
 };
 pub use nq_runtime::embedding::{DEFAULT_TASK, Purpose};

@@ -31,7 +31,7 @@ mod module {
     use super::{TEMPLATES, template_process};
     use crate::watch::{Reporter, watched};
     use nq_llm::{
-        Bits, DeviceChoice, Effort, QualityLimits, QuantizeOptions, TargetSize, TuneOptions,
+        Codes, DeviceChoice, Effort, QualityLimits, QuantizeOptions, TargetSize, TuneOptions,
     };
     use pyo3::exceptions::PyValueError;
     use pyo3::prelude::*;
@@ -55,7 +55,8 @@ mod module {
     #[derive(FromPyObject)]
     #[pyo3(from_item_all)]
     struct Quantization {
-        bits: u32,
+        bits: f32,
+        trellis: bool,
         method: String,
         simple: bool,
         force: bool,
@@ -109,12 +110,13 @@ mod module {
         how: Quantization,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        let bits = Bits::try_from(how.bits).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let codes = Codes::of_bits(how.bits, how.trellis);
+        let codes = codes.map_err(|e| PyValueError::new_err(e.to_string()))?;
         let device = how.device.parse().map_err(PyValueError::new_err)?;
         let interrupt = AtomicBool::new(false);
         let work = |progress: &Reporter<'_>| {
             let change = |options: &mut QuantizeOptions| how.apply(device, options);
-            nq_llm::quantize_with(source, out, bits, change, progress)
+            nq_llm::quantize_with(source, out, codes, change, progress)
         };
         let made = watched(py, &interrupt, report, work)?;
         serde_json::to_string(&made).map_err(|e| PyValueError::new_err(e.to_string()))

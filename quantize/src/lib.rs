@@ -55,6 +55,6 @@ pub use on_the_fly::{OnTheFly, quantize_at_load, requantize};
 pub use pipeline::{Job, QuantizeOptions, TargetSize};
 pub use quality::Limits;
 pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};
-pub use schemes::Schemes;
+pub use schemes::{Codes, Schemes};
 pub use stages::Stage;
 pub use train::{Effort, TuneOptions, Tuning};

@@ -180,13 +180,53 @@ impl Schemes {
     }
 }
 
-/// The trellis of `bits` bits that nq chooses.
-///
-/// # Errors
-/// [`Error::Format`] if there is none.
-pub fn trellis(bits: f32) -> Result<TrellisScheme> {
-    let found = TrellisScheme::all().find(|s| preferred(*s) && s.bits() == bits);
-    found.map_or_else(|| Ok(TrellisScheme::of_bits(Code::Octagon, bits)?), Ok)
+/// The codes of the layers' Linears.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Codes {
+    /// Integers of this width.
+    Integer(Bits),
+    /// Paths through a trellis.
+    Trellis(TrellisScheme),
+}
+
+impl Codes {
+    /// Codes of so many bits: 3, 4, 5, 6 or 8 of integers, 2, 2.5, 3, 3.5, 4, 5 or 6 of a trellis, by the code that
+    /// nq chooses.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for other bits.
+    pub fn of_bits(bits: f32, trellis: bool) -> Result<Self> {
+        let mut integers = Bits::ALL.into_iter().map(Codes::Integer);
+        let trellises = TrellisScheme::all().filter(|s| preferred(*s));
+        let mut trellises = trellises.map(Codes::Trellis);
+        let is = |codes: &Codes| codes.bits() == bits;
+        let found = match trellis {
+            true => trellises.find(is),
+            false => integers.find(is),
+        };
+        found.ok_or_else(|| Error::Request {
+            what: "bits",
+            expected: match trellis {
+                true => "2, 2.5, 3, 3.5, 4, 5 or 6 of trellis codes".into(),
+                false => "3, 4, 5, 6 or 8".into(),
+            },
+            found: bits.to_string(),
+        })
+    }
+
+    /// Bits of a weight.
+    pub fn bits(self) -> f32 {
+        match self {
+            Codes::Integer(bits) => bits.width() as f32,
+            Codes::Trellis(scheme) => scheme.bits(),
+        }
+    }
+}
+
+impl From<Bits> for Codes {
+    fn from(bits: Bits) -> Self {
+        Codes::Integer(bits)
+    }
 }
 
 /// The trellises that nq chooses among: of pairs of values, which take half of the work, and at 6 bits of single values,

@@ -73,7 +73,7 @@ impl About {
             "quantization": {
                 "format": self.format,
                 "scheme": scheme.map(|s| s.to_string()),
-                "bits": scheme.map(|s| s.bits()),
+                "bits": scheme.map(|s| number(s.bits())),
                 "bits_at_load": self.bits_at_load,
                 "bits_per_weight": (self.bits_per_weight * 100.0).round() / 100.0,
             },
@@ -81,5 +81,13 @@ impl About {
             "switches_thinking": self.switches_thinking,
             "reads_effort": self.reads_effort,
         })
+    }
+}
+
+/// Bits of a code: a whole number wherever it is one, as clients expect.
+fn number(bits: f32) -> Value {
+    match bits.fract() == 0.0 {
+        true => json!(bits as u32),
+        false => json!(bits),
     }
 }

@@ -14,10 +14,10 @@ use clap::{Args, ValueEnum};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::synth::{self, Preset};
-use nq_formats::{Bits, Checkpoint, Progress, TrellisScheme};
+use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::mix;
-use nq_quantize::schemes::{self, Schemes};
+use nq_quantize::{Codes, Schemes};
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
 use std::ffi::OsString;
@@ -41,7 +41,7 @@ pub struct BenchArgs {
     pub bits: Option<u32>,
     /// With --preset: trellis codes of 2, 2.5, 3, 3.5, 4, 5 or 6 bits, as `nq quantize --trellis` makes them
     #[arg(long, value_name = "BITS", requires = "preset", conflicts_with = "bits", value_parser = parse_trellis)]
-    pub trellis: Option<TrellisScheme>,
+    pub trellis: Option<Codes>,
     /// With --preset and --bits or --trellis: one scheme for all layers, and more bits for embedding and head,
     /// instead of the mix that `nq quantize` makes by default
     #[arg(long, requires = "preset")]
@@ -310,25 +310,18 @@ fn random(
     Ok((label, checkpoint))
 }
 
-/// The codes of random weights.
-#[derive(Clone, Copy)]
-enum Codes {
-    Integer(Bits),
-    Trellis(TrellisScheme),
-}
-
 /// The codes that the flags ask for; `None` for unquantized weights.
 fn codes(args: &BenchArgs) -> anyhow::Result<Option<Codes>> {
     Ok(match (args.trellis, args.bits) {
-        (Some(scheme), _) => Some(Codes::Trellis(scheme)),
+        (Some(codes), _) => Some(codes),
         (None, None | Some(16)) => None,
-        (None, Some(n)) => Some(Codes::Integer(Bits::try_from(n)?)),
+        (None, Some(n)) => Some(Bits::try_from(n)?.into()),
     })
 }
 
-fn parse_trellis(s: &str) -> Result<TrellisScheme, String> {
+fn parse_trellis(s: &str) -> Result<Codes, String> {
     let bits = s.parse().map_err(|_| "expected bits".to_owned())?;
-    schemes::trellis(bits).map_err(|e| e.to_string())
+    Codes::of_bits(bits, true).map_err(|e| e.to_string())
 }
 
 /// Measures the bandwidth of the memory that holds the model, as read by its device.

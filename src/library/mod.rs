@@ -13,23 +13,23 @@ pub use reading::{Embedder, Reranker};
 pub(crate) use reading::{LONGEST_TEXT, session_for_texts};
 
 use crate::names;
-use nq_formats::{Bits, ModelConfig, Progress, Task};
-use nq_quantize::{Job, QuantizeOptions, QuantizeReport};
+use nq_formats::{ModelConfig, Progress, Task};
+use nq_quantize::{Codes, Job, QuantizeOptions, QuantizeReport};
 use nq_runtime::device::Device;
 use nq_runtime::{DeviceChoice, LoadOptions, gpu};
 use std::path::{Path, PathBuf};
 
 /// Quantizes the unquantized model `source`, a folder, file or name as [`Model::open`] takes, into the folder `out`
-/// as `nq quantize --bits BITS` does, and measures the result against the source.
+/// as `nq quantize --bits BITS` does, with `--trellis` for trellis codes, and measures the result against the source.
 ///
 /// # Errors
 /// Errors of [`quantize_with`].
 pub fn quantize(
     source: impl AsRef<Path>,
     out: impl Into<PathBuf>,
-    bits: Bits,
+    codes: impl Into<Codes>,
 ) -> Result<QuantizeReport> {
-    quantize_with(source, out, bits, |_| {}, &())
+    quantize_with(source, out, codes, |_| {}, &())
 }
 
 /// Like [`quantize`], with options that `change` has changed; `progress` hears of the stages.
@@ -41,7 +41,7 @@ pub fn quantize(
 pub fn quantize_with(
     source: impl AsRef<Path>,
     out: impl Into<PathBuf>,
-    bits: Bits,
+    codes: impl Into<Codes>,
     change: impl FnOnce(&mut QuantizeOptions),
     progress: &dyn Progress,
 ) -> Result<QuantizeReport> {
@@ -49,7 +49,7 @@ pub fn quantize_with(
     names::note_left_over(&model, progress);
     check_quantizable(&model)?;
     let config = model.checkpoint.config();
-    let mut options = QuantizeOptions::new(config, bits, out)?;
+    let mut options = QuantizeOptions::new(config, codes, out)?;
     options.source.name.clone_from(&model.source);
     change(&mut options);
     place(config, &mut options.load, progress)?;

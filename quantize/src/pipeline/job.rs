@@ -8,11 +8,11 @@ use crate::memory;
 use crate::methods::{self, Method, Needs};
 use crate::mix;
 use crate::quality::{self, Limits};
-use crate::schemes::{self, Schemes};
+use crate::schemes::{Codes, Schemes};
 use crate::stages::Stages;
 use crate::train::{TuneOptions, refused, untrainable};
 use nq_formats::nq::SourceRecord;
-use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, Scheme};
+use nq_formats::{Checkpoint, ModelConfig, Progress, Scheme};
 use nq_runtime::device::Device;
 use nq_runtime::{LayerWeights, LoadOptions, load};
 use std::path::PathBuf;
@@ -66,16 +66,32 @@ pub struct QuantizeOptions {
 }
 
 impl QuantizeOptions {
-    /// The options of `nq quantize --bits BITS --out OUT` for a model of this shape, on the first GPU or else
-    /// the CPU: at fewer than 8 bits a mix of schemes.
+    /// The options of `nq quantize --bits BITS --out OUT`, or with `--trellis` too, for a model of this shape, on the
+    /// first GPU or else the CPU: at fewer than 8 bits a mix of schemes.
     ///
     /// # Errors
     /// None for the shape of a model that was opened.
-    pub fn new(config: &ModelConfig, bits: Bits, out: impl Into<PathBuf>) -> Result<Self> {
+    pub fn new(
+        config: &ModelConfig,
+        codes: impl Into<Codes>,
+        out: impl Into<PathBuf>,
+    ) -> Result<Self> {
+        let (bits, schemes, candidates) = match codes.into() {
+            Codes::Integer(bits) => (
+                bits.width() as f32,
+                mix::usual(config, bits)?,
+                allocation::candidates(bits),
+            ),
+            Codes::Trellis(linears) => (
+                linears.bits(),
+                mix::usual_trellis(config, linears)?,
+                allocation::trellis_candidates(linears.bits()),
+            ),
+        };
         Ok(QuantizeOptions {
-            bits: bits.width() as f32,
-            schemes: mix::usual(config, bits)?,
-            candidates: allocation::candidates(bits),
+            bits,
+            schemes,
+            candidates,
             target: None,
             head_fixed: false,
             method: "gptq".into(),
@@ -100,18 +116,6 @@ impl QuantizeOptions {
     /// these too.
     pub fn simple(&mut self) {
         self.schemes.overrides.clear();
-    }
-
-    /// Trellis codes of this many bits instead of integer codes: at the same divergence a seventh to a fifth fewer
-    /// bytes. Two bits more for the embedding and head, and a mix at the size of that.
-    ///
-    /// # Errors
-    /// [`Error::Format`] unless there is a trellis code of these bits: 2, 2.5, 3, 3.5, 4, 5 or 6.
-    pub fn trellis(&mut self, config: &ModelConfig, bits: f32) -> Result<()> {
-        self.bits = bits;
-        self.candidates = allocation::trellis_candidates(bits);
-        self.schemes = mix::usual_trellis(config, schemes::trellis(bits)?)?;
-        Ok(())
     }
 }
 

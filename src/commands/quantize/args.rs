@@ -11,8 +11,8 @@ use nq_quantize::allocation;
 use nq_quantize::methods::{self, METHODS};
 use nq_quantize::mix;
 use nq_quantize::pipeline::QuantizeOptions;
-use nq_quantize::schemes::{self, default_scheme, head_scheme};
-use nq_quantize::{CalibrationSource, Effort, Limits, Schemes, TargetSize, TuneOptions};
+use nq_quantize::schemes::{default_scheme, head_scheme};
+use nq_quantize::{CalibrationSource, Codes, Effort, Limits, Schemes, TargetSize, TuneOptions};
 use std::ffi::OsString;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -135,15 +135,9 @@ fn method_names() -> PossibleValuesParser {
 
 /// Bits of either kind of code; which of them the other flags allow is checked with these.
 fn parse_bits(s: &str) -> Result<f32, String> {
-    let bits = s.parse().ok();
-    let known = |bits: &f32| schemes::trellis(*bits).is_ok() || whole(*bits).is_some();
-    bits.filter(known)
-        .ok_or_else(|| "expected 3, 4, 5, 6 or 8; with --trellis 2, 2.5, 3, 3.5, 4, 5 or 6".into())
-}
-
-/// The width of integer codes of so many bits.
-fn whole(bits: f32) -> Option<Bits> {
-    Bits::ALL.into_iter().find(|b| b.width() as f32 == bits)
+    let known = |bits: &f32| [true, false].map(|t| Codes::of_bits(*bits, t).is_ok()) != [false; 2];
+    let bits = s.parse().ok().filter(known);
+    bits.ok_or_else(|| "expected 3, 4, 5, 6 or 8; with --trellis 2, 2.5, 3, 3.5, 4, 5 or 6".into())
 }
 
 fn parse_head_bits(s: &str) -> Result<u32, String> {
@@ -206,16 +200,8 @@ fn check_text(path: &Path, flag: &str) -> anyhow::Result<()> {
 impl QuantizeArgs {
     /// Refuses flags that contradict each other in ways clap's own rules cannot tell.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        let (kind, known) = match self.trellis {
-            true => (
-                "with --trellis 2, 2.5, 3, 3.5, 4, 5 or 6",
-                schemes::trellis(self.bits).is_ok(),
-            ),
-            false => ("3, 4, 5, 6 or 8, or --trellis", whole(self.bits).is_some()),
-        };
-        if !known {
-            let what = format!("--bits {}: expected {kind}", self.bits);
-            return Err(conflict("quantize", what));
+        if let Err(e) = self.codes() {
+            return Err(conflict("quantize", format!("--bits: {e}")));
         }
         if self.trellis && self.format != FormatArg::Nq {
             let what = "--trellis: only nq's own format has trellis codes: expected --format nq";
@@ -327,19 +313,28 @@ impl QuantizeArgs {
         (self.method == AUTO).then_some(TuneOptions { effort })
     }
 
+    fn codes(&self) -> nq_quantize::Result<Codes> {
+        Codes::of_bits(self.bits, self.trellis)
+    }
+
     /// The schemes to begin with, where each weight may have its own.
     fn schemes(&self) -> anyhow::Result<Schemes> {
-        if self.trellis {
-            let usual = Schemes::trellis(schemes::trellis(self.bits)?);
-            let head = match self.head_bits {
-                None => usual.head,
-                Some(16) => None,
-                Some(8) => Some(head_scheme(Bits::B8).into()),
-                Some(bits) => Some(schemes::trellis(bits as f32)?.into()),
-            };
-            return Ok(Schemes { head, ..usual });
-        }
-        let bits = whole(self.bits).context("a width that was checked")?;
+        let bits = match self.codes()? {
+            Codes::Integer(bits) => bits,
+            Codes::Trellis(linears) => {
+                let usual = Schemes::trellis(linears);
+                let head = match self.head_bits {
+                    None => usual.head,
+                    Some(16) => None,
+                    Some(8) => Some(head_scheme(Bits::B8).into()),
+                    Some(bits) => match Codes::of_bits(bits as f32, true)? {
+                        Codes::Trellis(scheme) => Some(scheme.into()),
+                        Codes::Integer(_) => None,
+                    },
+                };
+                return Ok(Schemes { head, ..usual });
+            }
+        };
         let (default, head) = self.usual(default_scheme(bits), self.head_bits)?;
         let zeros = match (self.asym, self.sym) {
             (true, _) => Zeros::Integer,
