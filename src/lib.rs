@@ -31,7 +31,7 @@
 )]
 
 pub use nq_evals::{Comparison, EvalReport, EvalSpec, Protocol};
-pub use nq_formats::{Bits, Progress, Unit};
+pub use nq_formats::{Bits, Progress, TrellisScheme, Unit};
 pub use nq_quantize::{
     CalibrationSource, Codes, Effort, Limits as QualityLimits, QuantizeOptions, QuantizeReport,
     TargetSize, TuneOptions,

@@ -8,6 +8,7 @@ use crate::names::{find, note_left_over, open_hub};
 use anyhow::bail;
 use nq_formats::adapter::Adapter;
 use nq_formats::gguf::BlockType;
+use nq_formats::import::exl3;
 use nq_formats::names::{Shape, parameters};
 use nq_formats::{Checkpoint, Progress, Task, human_bytes};
 use std::ffi::OsStr;
@@ -58,9 +59,16 @@ pub fn check_writes(model: &Model) -> anyhow::Result<()> {
     }
 }
 
-/// Says of GGUF types that have no kernel what they run as, where that takes notably more memory than
+/// Says of GGUF types that have no kernel, and of EXL3, what they run as, where that takes notably more memory than
 /// the file.
 pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
+    if checkpoint.store().format() == exl3::METHOD {
+        progress.note(&format!(
+            "EXL3's codes have no kernel and run as FP16: {} of weights in files take {}",
+            human_bytes(checkpoint.store().file_bytes()),
+            human_bytes(2 * checkpoint.config().parameters() as u64)
+        ));
+    }
     let mut kinds: Vec<BlockType> = Vec::new();
     for entry in checkpoint.store().entries() {
         if let Some(kind) = BlockType::from_name(&entry.dtype)

@@ -7,7 +7,7 @@ use crate::dense;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::gguf;
-use crate::import::{awq, compressed_tensors, fp8, gptq, modelopt};
+use crate::import::{awq, compressed_tensors, exl3, fp8, gptq, modelopt};
 use crate::nq;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -47,6 +47,10 @@ const FORMATS: &[Format] = &[
     Format {
         detect: |s| s.quant_method() == Some(fp8::METHOD),
         open: fp8::open,
+    },
+    Format {
+        detect: |s| s.quant_method() == Some(exl3::METHOD),
+        open: exl3::open,
     },
     Format {
         detect: |s| s.quant_method() == Some(modelopt::METHOD),

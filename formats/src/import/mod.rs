@@ -3,6 +3,7 @@
 
 pub mod awq;
 pub mod compressed_tensors;
+pub mod exl3;
 mod floats;
 pub mod fp8;
 pub mod gptq;

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod encode;
+mod exl3;
 mod floats;
 mod mtp;
 
