@@ -343,6 +343,14 @@ pub(crate) fn add_product(
     multiply(to, true, alpha, View::new(a, m, k), b, Threads::One);
 }
 
+/// `a b` on one thread.
+pub(crate) fn product(a: &Matrix, b: &Matrix) -> Matrix {
+    let mut c = Matrix::zeros(a.rows, b.cols);
+    let to = Target::new(&mut c.data, b.cols);
+    multiply(to, false, 1.0, a.view(), b.view(), Threads::One);
+    c
+}
+
 /// `tr(E H E^T)` for `e` `[rows, n]` and a symmetric `h` `[n, n]`: the mean squared output
 /// error caused by the weight error `e`, summed over outputs.
 pub fn quadratic_error(e: &Matrix, h: &Matrix) -> f64 {

@@ -10,7 +10,7 @@ use crate::methods::{Method, Needs, Problem};
 use crate::packer::Packer;
 use crate::report::LayerReport;
 use crate::second_order::{Errors, InputStats};
-use crate::trellis::{Code, Trellis};
+use crate::trellis;
 use half::f16;
 use nq_formats::trellis::STRIP;
 use nq_formats::{QuantizedWeight, Scheme, TrellisScheme, TrellisWeight, Weight};
@@ -87,7 +87,7 @@ pub(crate) fn round(
         Scheme::Trellis(scheme) => {
             let feeds = method.needs() == Needs::Hessian;
             let (rounded, fallbacks) =
-                trellis_rows(name, weight, inputs.filter(|_| feeds), scheme)?;
+                trellis::round(name, weight, inputs.filter(|_| feeds), scheme)?;
             let mut change = Matrix::zeros(weight.rows, weight.cols);
             for i in 0..weight.rows {
                 rounded.dequantize_row(i, change.row_mut(i));
@@ -224,72 +224,4 @@ impl Rounding {
         };
         Ok((weight, self.fallbacks))
     }
-}
-
-/// Rounds rows to a trellis, each sequence on its own.
-fn trellis_rows(
-    _name: &str,
-    weight: &Matrix,
-    _inputs: Option<&InputStats>,
-    scheme: TrellisScheme,
-) -> Result<(TrellisWeight, Vec<String>)> {
-    use nq_formats::trellis::{LANES, SEQUENCE, TILE, place, transform, word_place};
-    let code = match scheme.code() {
-        nq_formats::trellis::Code::Sum => Code::Sum,
-        nq_formats::trellis::Code::Octagon => Code::Octagon,
-    };
-    let trellis = Trellis::new(code, scheme.step_bits())?;
-    let (rows, cols) = (weight.rows, weight.cols);
-    let sign = |i: usize| match (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 63 {
-        0 => 1.0f32,
-        _ => -1.0,
-    };
-    let mut turned = weight.data.clone();
-    let mut scales = vec![0f32; rows];
-    for (row, scale) in turned.chunks_exact_mut(cols).zip(&mut scales) {
-        row.iter_mut().enumerate().for_each(|(i, v)| *v *= sign(i));
-        transform(row);
-        let square: f32 = row.iter().map(|v| v * v).sum::<f32>() / cols as f32;
-        let unit = trellis.unit() * 128.0;
-        *scale = f16::from_f32(square.sqrt() * unit).to_f32().max(1e-7);
-    }
-    let strips = rows.div_ceil(STRIP);
-    let mut words = vec![0u32; strips * scheme.strip_bytes(cols) / 4];
-    let each = LANES * scheme.words();
-    words
-        .par_chunks_exact_mut(each)
-        .enumerate()
-        .for_each(|(tile, out)| {
-            let (strip, tile) = (tile / (cols / TILE), tile % (cols / TILE));
-            let mut targets = vec![0f32; LANES * SEQUENCE];
-            for (lane, targets) in targets.chunks_exact_mut(SEQUENCE).enumerate() {
-                for (step, to) in targets.chunks_exact_mut(scheme.code().width()).enumerate() {
-                    let (r, c) = place(scheme.code(), lane, step);
-                    let row = strip * STRIP + r;
-                    for (i, to) in to.iter_mut().enumerate() {
-                        let at = row * cols + tile * TILE + c + i;
-                        *to = if row < rows {
-                            128.0 * turned[at] / scales[row]
-                        } else {
-                            0.0
-                        };
-                    }
-                }
-            }
-            let mut plain = vec![0u32; each];
-            trellis.encode(&targets, 1.0, &mut plain);
-            for lane in 0..LANES {
-                for word in 0..scheme.words() {
-                    out[word_place(scheme.words(), lane, word)] =
-                        plain[lane * scheme.words() + word];
-                }
-            }
-        });
-    let words: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-    let scales = scales.into_iter().map(f16::from_f32).collect();
-    let inputs = (0..cols).map(|i| f16::from_f32(sign(i))).collect();
-    Ok((
-        TrellisWeight::new(scheme, (rows, cols), words.into(), scales, inputs)?,
-        Vec::new(),
-    ))
 }

@@ -65,6 +65,31 @@ const LEAST_RAISE: f64 = 1e-3;
 /// If even this much damping fails, the Hessian is given up.
 const MOST_DAMPING: f64 = 1.0;
 
+/// The share of itself that is added to each element of the diagonal of moments of `n` inputs over `rows` rows; 0 rows:
+/// not known.
+pub(crate) fn noise(n: usize, rows: usize) -> f64 {
+    match rows {
+        0 => 0.0,
+        rows => (NOISE * n as f64 / rows as f64).min(1.0),
+    }
+}
+
+/// Tries `factor` with `damping`, then with more until it finds something; with what damping it did.
+pub(crate) fn damped<F>(
+    mut damping: f64,
+    mut factor: impl FnMut(f64) -> Result<Option<F>>,
+) -> Result<Option<(F, f64)>> {
+    loop {
+        if let Some(found) = factor(damping)? {
+            return Ok(Some((found, damping)));
+        }
+        damping = (4.0 * damping).max(LEAST_RAISE);
+        if damping > MOST_DAMPING {
+            return Ok(None);
+        }
+    }
+}
+
 impl Method for Gptq {
     fn name(&self) -> &'static str {
         "gptq"
@@ -131,27 +156,18 @@ impl Method for Gptq {
         }
 
         let order = self.columns(diagonal, problem.grid);
-        let rows = problem.inputs.map_or(0, |i| i.rows);
-        let noise = match rows {
-            0 => 0.0,
-            rows => (NOISE * n as f64 / rows as f64).min(1.0),
-        };
-        let mut damping = self.damping;
-        let factor = loop {
-            let damped = Damped {
+        let noise = noise(n, problem.inputs.map_or(0, |i| i.rows));
+        let found = damped(self.damping, |damping| {
+            hessian.inverse_factor(&Damped {
                 order: &order,
                 dead: &dead,
                 fill: mean as f32,
                 damping: damping * mean,
                 noise,
-            };
-            if let Some(u) = hessian.inverse_factor(&damped)? {
-                break u;
-            }
-            damping = (4.0 * damping).max(LEAST_RAISE);
-            if damping > MOST_DAMPING {
-                return Ok(give_up(fallbacks, "the Hessian cannot be inverted"));
-            }
+            })
+        })?;
+        let Some((factor, damping)) = found else {
+            return Ok(give_up(fallbacks, "the Hessian cannot be inverted"));
         };
         if damping > self.damping {
             fallbacks.push(format!(
