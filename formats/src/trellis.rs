@@ -309,7 +309,7 @@ pub fn transform(x: &mut [f32]) {
 }
 
 /// 1 / sqrt 128.
-const NORM: f32 = 0.088_388_35;
+const NORM: f32 = FRAC_1_SQRT_2 / 8.0;
 
 /// A weight `[out, in]` in a trellis code. Parts are checked on construction.
 #[derive(Clone, Debug)]

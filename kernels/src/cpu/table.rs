@@ -17,12 +17,15 @@ use super::linear::float::{self, Units};
 use super::linear::input::Prepared;
 use super::linear::int8;
 use super::linear::pack::Packed;
+use super::linear::trellis::{STEP_BITS, products};
 use super::ops::attention::{self, Partial};
 use super::ops::delta::{self, TileRows};
 use super::ops::rows;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::avx2::{EVEX, VEX, WITHOUT};
 use crate::cpu::simd::{LANES, Simd};
+use half::f16;
+use nq_formats::trellis::Code;
 use std::ops::Range;
 
 /// Writes units of a panel as floats; see [`float::dequantize`].
@@ -37,6 +40,11 @@ pub(crate) type Tile =
 pub(crate) type Dot = unsafe fn(&Packed, &Prepared, *const u32, usize, usize, *mut f32, usize);
 /// Writes a panel's codes four to a word; see [`int8::spread`].
 pub(crate) type Spread = unsafe fn(&Packed, usize, *mut u32);
+/// Products of trellis codes; see [`products`].
+pub(crate) type TrellisGemv = unsafe fn(&Packed, &Prepared, usize, usize, *mut f32);
+pub(crate) type TrellisSpread = unsafe fn(&Packed, usize, Range<usize>, *mut u32, usize);
+pub(crate) type TrellisDot =
+    unsafe fn(*const u32, usize, &Prepared, usize, Range<usize>, *mut f32, usize);
 /// See [`attention::decode`].
 pub(crate) type Decode = unsafe fn(
     KvView<'_>,
@@ -86,6 +94,18 @@ pub(crate) struct Dots {
     pub(crate) bf16: [&'static [Dot]; PANELS],
 }
 
+/// Products of trellis codes.
+#[derive(Clone, Copy)]
+pub(crate) struct Trellis {
+    /// A strip and one column of int8, or of int16, by the bits of a step: [`STEP_BITS`]. Sets of few registers have none.
+    pub(crate) gemv: Option<[[TrellisGemv; STEP_BITS.len()]; 2]>,
+    pub(crate) spread: TrellisSpread,
+    /// After [`Trellis::spread`], int8 columns, by panels - 1, then columns - 1.
+    pub(crate) dot: [&'static [TrellisDot]; PANELS],
+    /// The same, int16 columns.
+    pub(crate) dot_wide: [&'static [TrellisDot]; PANELS],
+}
+
 /// One instruction set's kernels.
 pub(crate) struct Table {
     /// Indexed by [`super::linear::pack::Codes`].
@@ -95,6 +115,7 @@ pub(crate) struct Table {
     /// Indexed by panels - 1, then columns - 1.
     pub(crate) tile: [&'static [Tile]; PANELS],
     pub(crate) dots: Dots,
+    pub(crate) trellis: Trellis,
     pub(crate) spread_fives: Spread,
     pub(crate) spread_sixes: Spread,
     /// Number of panels that makes the best use of this set's registers.
@@ -108,6 +129,10 @@ pub(crate) struct Table {
     pub(crate) pair_bf16: fn(&[f32], &mut [u32], usize, usize),
     pub(crate) total: fn(&[i8], usize, &mut [i32]),
     pub(crate) interleave: fn(&[i8], bool, &mut [i8], usize, usize),
+    pub(crate) interleave_quads: fn(&[i8], Option<usize>, &mut [i8], usize, usize),
+    pub(crate) transform: fn(&mut [f32], &[f16]),
+    pub(crate) turn: fn(&[f32], usize, &mut [f32]),
+    pub(crate) trellis_values: fn(Code, &[u32], &mut [f32]),
     pub(crate) silu_mul: fn(&mut [f32], &[f32]),
     pub(crate) rms_norm: fn(&[f32], &[f32], f32, &mut [f32]),
     pub(crate) norm_rope: fn(&mut [f32], &[f32], f32, &[(f32, f32)]),
@@ -133,6 +158,7 @@ impl Table {
                 const {
                     &Table {
                         dots: avxvnni_vex::DOTS,
+                        trellis: avxvnni_vex::TRELLIS,
                         ..avx2::TABLE
                     }
                 }
@@ -142,12 +168,20 @@ impl Table {
                 const {
                     &Table {
                         dots: avxvnni_evex::DOTS,
+                        trellis: avxvnni_evex::TRELLIS,
                         ..avx2::TABLE
                     }
                 }
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => const { &avx512::TABLE },
+            Isa::Avx512 => {
+                const {
+                    &Table {
+                        trellis: AVX512_TRELLIS,
+                        ..avx512::TABLE
+                    }
+                }
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => {
                 const DOTS: Dots = Dots {
@@ -157,6 +191,7 @@ impl Table {
                 const {
                     &Table {
                         dots: DOTS,
+                        trellis: AVX512_TRELLIS,
                         ..avx512::TABLE
                     }
                 }
@@ -168,6 +203,12 @@ impl Table {
         }
     }
 }
+
+#[cfg(target_arch = "x86_64")]
+const AVX512_TRELLIS: Trellis = Trellis {
+    gemv: Some(avx512_trellis::GEMV),
+    ..avx512::TRELLIS
+};
 
 /// Safe functions on rows: generic code inside functions that enable the instructions.
 macro_rules! row_operations {
@@ -214,6 +255,37 @@ macro_rules! products {
             // SAFETY: as above.
             unsafe { float::dot_bf16::<_, P, C>(<$simd>::new(), w, x, data, panel, block, out, out_stride) }
         }
+        #[$enable]
+        unsafe fn trellis_spread(
+            w: &Packed, strip: usize, parts: Range<usize>, out: *mut u32, stride: usize,
+        ) {
+            // SAFETY: as above.
+            unsafe { products::spread(<$simd>::new(), w, strip, parts, out, stride) }
+        }
+        #[$enable]
+        unsafe fn trellis_dot<const P: usize, const C: usize, const N: usize>(
+            data: *const u32, stride: usize, x: &Prepared, block: usize, groups: Range<usize>,
+            out: *mut f32, out_stride: usize,
+        ) {
+            // SAFETY: as above.
+            unsafe {
+                products::dot::<_, P, C, N>(
+                    <$simd>::new(), data, stride, x, block, groups, out, out_stride,
+                )
+            }
+        }
+        pub(super) const TRELLIS: Trellis = Trellis {
+            gemv: None,
+            spread: trellis_spread,
+            dot: [
+                &[$(trellis_dot::<1, $ic, 1>),*],
+                &[$(trellis_dot::<$panels, $ic, 1>),*],
+            ],
+            dot_wide: [
+                &[$(trellis_dot::<1, $wc, 2>),*],
+                &[$(trellis_dot::<$panels, $wc, 2>),*],
+            ],
+        };
         pub(super) const DOTS: Dots = Dots {
             nibbles: [
                 &[$(dot::<float::Nibble, 1, $ic, 1>),*],
@@ -330,6 +402,10 @@ macro_rules! instantiate {
                 pair_bf16 = rows::pair_bf16[x: &[f32], to: &mut [u32], c: usize, width: usize] -> ();
                 total = rows::total[codes: &[i8], share: usize, totals: &mut [i32]] -> ();
                 interleave = rows::interleave[codes: &[i8], nibbles: bool, to: &mut [i8], c: usize, width: usize] -> ();
+                interleave_quads = products::interleave[codes: &[i8], group: Option<usize>, to: &mut [i8], c: usize, width: usize] -> ();
+                transform = products::transform[x: &mut [f32], scales: &[f16]] -> ();
+                turn = products::turn[x: &[f32], group: usize, out: &mut [f32]] -> ();
+                trellis_values = products::values[code: Code, quads: &[u32], out: &mut [f32]] -> ();
                 silu_mul = rows::silu_mul[gate: &mut [f32], up: &[f32]] -> ();
                 rms_norm = rows::rms_norm[x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]] -> ();
                 norm_rope = rows::norm_rope[head: &mut [f32], weight: &[f32], eps: f32, cos_sin: &[(f32, f32)]] -> ();
@@ -363,6 +439,7 @@ macro_rules! instantiate {
                     &[$(tile::<$panels, $fc>),*],
                 ],
                 dots: DOTS,
+                trellis: TRELLIS,
                 spread_fives: spread::<float::Five>,
                 spread_sixes: spread::<float::Six>,
                 panels: $panels,
@@ -374,6 +451,10 @@ macro_rules! instantiate {
                 pair_bf16,
                 total,
                 interleave,
+                interleave_quads,
+                transform,
+                turn,
+                trellis_values,
                 silu_mul,
                 rms_norm,
                 norm_rope,
@@ -442,6 +523,33 @@ instantiate! {
     bf16: [1 2 3 4 5 6 7 8 9 10 11 12],
     int8: [1 2 3 4 5 6],
     int16: [1 2 3 4],
+}
+
+// Products of trellis codes with one column, whose shifts depend on the bits of a step.
+#[cfg(target_arch = "x86_64")]
+mod avx512_trellis {
+    use super::*;
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+    unsafe fn gemv<const B: usize, const N: usize, const M: usize>(
+        w: &Packed,
+        x: &Prepared,
+        strip: usize,
+        panels: usize,
+        out: *mut f32,
+    ) {
+        // SAFETY: the instructions are enabled here; the rest is the caller's.
+        unsafe {
+            let s = crate::cpu::simd::avx512::Avx512::<false>::new();
+            products::gemv::<_, B, N, M>(s, w, x, strip, panels, out);
+        }
+    }
+    macro_rules! steps {
+        ($n:literal, $m:literal: $($b:literal)*) => { [$(gemv::<$b, $n, $m>),*] };
+    }
+    pub(super) const GEMV: [[TrellisGemv; STEP_BITS.len()]; 2] = [
+        steps!(1, 4: 2 3 4 5 6 7 8 10),
+        steps!(2, 2: 2 3 4 5 6 7 8 10),
+    ];
 }
 
 // Like AVX-512, except for bf16 products.

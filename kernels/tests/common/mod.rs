@@ -10,9 +10,10 @@ pub(crate) mod delta;
 use bytes::Bytes;
 use half::{bf16, f16};
 use nq_formats::pack::pack_rows;
+use nq_formats::trellis::STRIP;
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Levels, Parts, QuantizedWeight,
-    Scales, Tensor, Weight, Zeros,
+    Scales, Tensor, TrellisScheme, TrellisWeight, Weight, Zeros,
 };
 use nq_kernels::cpu::{Cpu, Isa, IsaChoice};
 use nq_kernels::rng::Philox;
@@ -83,6 +84,27 @@ pub(crate) fn affine(
     };
     let weight = AffineWeight::assemble(scheme, (out, inp), parts);
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
+}
+
+/// A weight in a trellis code with random words; its input scales, of the seed `inputs`, are powers of two of either
+/// sign.
+pub(crate) fn trellis(
+    scheme: TrellisScheme,
+    (out, inp): (usize, usize),
+    seed: u64,
+    inputs: u64,
+) -> Weight {
+    let mut rng = Philox::new(seed, 17);
+    let bytes = out.div_ceil(STRIP) * scheme.strip_bytes(inp);
+    let words = (0..bytes / 4).flat_map(|_| rng.next_u32().to_le_bytes());
+    let words: Vec<u8> = words.collect();
+    let scale = |v: f32| f16::from_f32(0.02 + 0.005 * v);
+    let row_scales = normal(out, seed).into_iter().map(scale).collect();
+    let mut rng = Philox::new(inputs, 19);
+    let mut input_scale = || [0.5, 1.0, 2.0, -0.5, -1.0, -2.0][rng.next_u32() as usize % 6];
+    let input_scales = (0..inp).map(|_| f16::from_f32(input_scale())).collect();
+    let weight = TrellisWeight::new(scheme, (out, inp), words.into(), row_scales, input_scales);
+    Weight::Quantized(QuantizedWeight::Trellis(weight.unwrap()))
 }
 
 /// A seeded assignment of inputs to groups of `group`, as in activation order.

@@ -5,7 +5,7 @@
 //! added in ascending order, so that the sum has one fixed order.
 
 use super::input::Prepared;
-use super::{Body, Epilogue, Linear, PASS_ROWS, Pass, PassPart, kernels, serving};
+use super::{Body, Epilogue, Linear, PASS_ROWS, Pass, PassPart, kernels, serving, step};
 use crate::cpu::memory::{Buffer, Shared};
 use crate::cpu::simd::LANES;
 use crate::cpu::table::PANELS;
@@ -239,7 +239,7 @@ fn passes_of<'a>(
         inputs,
         m: job.rows.len(),
         width,
-        step: PANELS,
+        step: step(parts, PANELS),
         batch: kernels::GEMM_PANELS,
     };
     jobs.iter().zip(parts).map(pass).collect()

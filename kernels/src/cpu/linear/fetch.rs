@@ -7,7 +7,7 @@ use crate::cpu::simd::{LANES, Simd};
 /// Bytes that codes are requested before they are read: a page. On an Intel Xeon (Emerald Rapids) decoding is a
 /// third faster with it, and 5 to 15 % on an AMD EPYC (Zen 5); 2 and 8 KiB are no better
 /// (`benches/records/2026-11-23-cpu-prefetch.csv`).
-const AHEAD: usize = 4096;
+pub(super) const AHEAD: usize = 4096;
 
 /// Requests the codes that are read [`AHEAD`] bytes after the `lines` lines of 64 bytes at `codes`.
 #[inline(always)]

@@ -3,6 +3,8 @@
 
 use super::pack::Codes;
 use crate::cpu::memory::Buffer;
+use half::f16;
+use nq_formats::trellis::Code;
 use std::sync::Arc;
 
 /// The layout of activations that a kernel needs.
@@ -16,12 +18,24 @@ pub(crate) struct Layout {
     pub(crate) sums: Option<usize>,
     /// Most columns in a block.
     pub(crate) columns: usize,
+    /// Factors of the inputs of a trellis weight, which are then transformed.
+    pub(crate) input_scales: Option<InputScales>,
     /// Type of the values.
     pub(crate) values: Values,
 }
 
+/// Factors of inputs; equal if they are the same in memory.
+#[derive(Clone)]
+pub(crate) struct InputScales(pub(crate) Arc<[f16]>);
+
+impl PartialEq for InputScales {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 /// Type of a kernel's activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Values {
     /// Not rounded.
     F32,
@@ -40,6 +54,17 @@ pub(crate) enum Values {
         /// The codes of the weights, which determine the order within 8 activation codes.
         against: Codes,
     },
+    /// Quads of such codes, for trellis weights.
+    Quads {
+        /// Bytes per code.
+        planes: usize,
+        /// Inputs that share a scale.
+        group: usize,
+        /// What a product lacks, per unit of the codes' sum, before its weights are centred.
+        start: f32,
+        /// The weight's code.
+        code: Code,
+    },
 }
 
 /// Activations prepared for one pass; the buffers are kept for the next.
@@ -51,13 +76,17 @@ pub(crate) struct Prepared {
     pub(crate) width: usize,
     /// Inputs that share both scales (codes).
     pub(crate) share: usize,
+    /// Quads of a row, and groups that share a scale (quads).
+    pub(crate) quads: usize,
+    pub(crate) groups: usize,
     /// f32: `[blocks, inputs, width]`.
     pub(crate) floats: Buffer<f32>,
     /// bf16: `[blocks, inputs / 2, width]`, two values each, the first in the low half.
     pub(crate) pairs: Buffer<u32>,
-    /// Codes: `[blocks, inputs / 4, width, planes, 4]`, high bytes before low ones.
+    /// Codes: `[blocks, inputs / 4, width, planes, 4]`, high bytes before low ones. Quads: `[blocks, quads / 4, width,
+    /// planes, 16]`.
     pub(crate) codes: Buffer<i8>,
-    /// Codes: `[blocks, inputs / share, width]`.
+    /// Codes: `[blocks, inputs / share, width]`; quads: times a value of the weight's code.
     pub(crate) scales: Buffer<f32>,
     /// Codes: `[blocks, inputs / share, width, planes]`, the start values of dot products.
     pub(crate) starts: Buffer<i32>,

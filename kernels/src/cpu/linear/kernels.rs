@@ -7,6 +7,7 @@
 use super::float::{Byte, Five, Nibble, Six, Units};
 use super::input::{Layout, Prepared, Values};
 use super::pack::{Codes, Packed};
+use super::trellis;
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::{LANES, Simd};
@@ -67,9 +68,21 @@ impl LinearKernel {
             order: w.order.clone(),
             sums: asymmetric.then_some(w.group),
             columns: self.columns,
+            input_scales: w.trellis.as_ref().map(|t| t.input_scales.clone()),
             values: match activations {
                 Activations::F32 => Values::F32,
                 Activations::Bf16 => Values::Bf16,
+                Activations::Int8 { group } | Activations::Int16 { group }
+                    if w.trellis.is_some() =>
+                {
+                    Values::Quads {
+                        planes: planes(activations),
+                        group,
+                        // Bytes are centred by 127.5; a kernel may see them less 128.
+                        start: self.start as f32 + 0.5,
+                        code: w.trellis().code(),
+                    }
+                }
                 Activations::Int8 { group } | Activations::Int16 { group } => Values::Codes {
                     planes: planes(activations),
                     group,
@@ -78,6 +91,19 @@ impl LinearKernel {
                     against: w.codes,
                 },
             },
+        }
+    }
+
+    /// Bytes per activation code.
+    pub(super) fn planes(&self) -> usize {
+        self.planes
+    }
+
+    /// Panels that it must be called with: a multiple of this, or up to the last.
+    pub(crate) fn step(&self) -> usize {
+        match self.codes {
+            Codes::Trellis => trellis::PANELS,
+            _ => 1,
         }
     }
 
@@ -307,6 +333,7 @@ fn many(dots: &Dots, codes: Codes, wide: bool) -> [&'static [Dot]; PANELS] {
         (Codes::Five | Codes::Six, false) => dots.quads,
         (Codes::Five | Codes::Six, true) => dots.quads_wide,
         (Codes::Bf16, _) => dots.bf16,
+        (Codes::Trellis, _) => unreachable!("has kernels of its own"),
         (_, false) => dots.bytes,
         (_, true) => dots.bytes_wide,
     }
@@ -350,6 +377,11 @@ fn int16_in_32(activations: Activations) -> bool {
     int16_activations(activations) && activations != Activations::Int16 { group: 16 }
 }
 
+/// True for trellis codes with one sum of integers over the inputs of a scale.
+fn trellis_weights(weights: WeightKind) -> bool {
+    matches!(weights, WeightKind::Trellis(_))
+}
+
 fn f32_activations(activations: Activations) -> bool {
     activations == Activations::F32
 }
@@ -383,6 +415,12 @@ macro_rules! rows {
         f32: $f32:literal, bf16: $bf16:literal, int8: $int8:literal, int16: $int16:literal $(,)?
     ) => {
         rows!(@list $isa, $requires,
+            ("trellis_int8", Codes::Trellis, trellis_weights, int8_activations,
+                $int8, <$simd as Simd>::BYTE_START, 1, trellis::gemv, trellis::gemm, 1),
+            ("trellis_int16", Codes::Trellis, trellis_weights, int16_activations,
+                $int16, <$simd as Simd>::BYTE_START, 2, trellis::gemv, trellis::gemm, 1),
+            ("trellis_f32", Codes::Trellis, trellis_weights, f32_activations,
+                $f32, 0, 1, trellis::gemm_f32, trellis::gemm_f32),
             ("int4_int8", Nibble::CODES, |w| nests(w, Bits::B4), int8_activations,
                 $int8, <$simd as Simd>::NIBBLE_START, 1, gemv_codes, gemm_codes),
             ("int8_int8", Byte::CODES, |w| nests(w, Bits::B8), int8_activations,
@@ -416,9 +454,11 @@ macro_rules! rows {
             ("f32_f32", Codes::F32, |w| w == WeightKind::Dense(DType::F32), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32))
     };
+    (@few) => { GEMV_COLUMNS };
+    (@few $few:literal) => { $few };
     (@list $isa:expr, $requires:literal,
         $(($name:literal, $codes:expr, $weights:expr, $activations:expr,
-            $columns:literal, $start:expr, $planes:literal, $gemv:expr, $gemm:expr)),*) => {
+            $columns:literal, $start:expr, $planes:literal, $gemv:expr, $gemm:expr $(, $few:literal)?)),*) => {
         &[
             $(
                 LinearKernel {
@@ -427,9 +467,9 @@ macro_rules! rows {
                         requires: $requires,
                         weights: $weights,
                         activations: $activations,
-                        rows: 1..=GEMV_COLUMNS,
+                        rows: 1..=rows!(@few $($few)?),
                     },
-                    isa: $isa, codes: $codes, columns: GEMV_COLUMNS, start: $start,
+                    isa: $isa, codes: $codes, columns: rows!(@few $($few)?), start: $start,
                     planes: $planes, run: $gemv,
                 },
                 LinearKernel {
@@ -438,7 +478,7 @@ macro_rules! rows {
                         requires: $requires,
                         weights: $weights,
                         activations: $activations,
-                        rows: GEMV_COLUMNS + 1..=usize::MAX,
+                        rows: rows!(@few $($few)?) + 1..=usize::MAX,
                     },
                     isa: $isa, codes: $codes, columns: $columns, start: $start,
                     planes: $planes, run: $gemm,

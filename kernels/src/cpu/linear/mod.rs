@@ -5,6 +5,7 @@
 //! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous
 //! panels; `fetch` requests them a page ahead.
 
+mod choose;
 mod experts;
 mod fetch;
 pub(crate) mod float;
@@ -13,6 +14,7 @@ pub(crate) mod int8;
 pub mod kernels;
 pub(crate) mod pack;
 mod prepare;
+pub(crate) mod trellis;
 
 use super::memory::{Buffer, Shared};
 use super::simd::LANES;
@@ -21,6 +23,7 @@ use super::{Cpu, Team, with_scratch};
 use crate::error::{Error, Result};
 use crate::reference;
 use crate::registry::{Activations, KernelSet, WeightKind};
+use choose::{choose, no_kernel, serving, without_groups};
 use input::{Layout, Prepared};
 use kernels::LinearKernel;
 use nq_formats::Weight;
@@ -58,6 +61,15 @@ struct Part {
     /// Index of its first output among those of all parts.
     start: usize,
     rows: usize,
+}
+
+impl Part {
+    fn packed(&self) -> Option<&Packed> {
+        match &self.weight {
+            Body::Packed(packed, _) => Some(packed),
+            Body::Canonical(_) => None,
+        }
+    }
 }
 
 enum Body {
@@ -127,7 +139,10 @@ impl Linear {
                     1 => whole.clone(),
                     _ => whole.rows(expert * rows..(expert + 1) * rows),
                 };
-                let (weight, size) = body(cpu, part, activations, kernels)?;
+                let (mut weight, size) = body(cpu, part, activations, kernels)?;
+                if let Body::Packed(w, _) = &mut weight {
+                    trellis::share_input_scales(w, stacked.iter().filter_map(Part::packed));
+                }
                 stacked.push(Part {
                     weight,
                     start,
@@ -199,8 +214,7 @@ impl Linear {
     /// added in another order for each number of rows.
     pub fn exact_rows(&self) -> usize {
         let integers = !matches!(self.activations, Activations::F32 | Activations::Bf16);
-        let packed = |part: &Part| matches!(part.weight, Body::Packed(..));
-        if integers || !self.parts.iter().any(packed) {
+        if integers || self.parts.iter().all(|part| part.packed().is_none()) {
             usize::MAX
         } else {
             1
@@ -214,10 +228,8 @@ impl Linear {
 
     /// The packed codes, part by part; none for weights kept as they were given.
     pub(crate) fn packed_words(&self) -> impl Iterator<Item = &[u32]> {
-        self.parts.iter().filter_map(|part| match &part.weight {
-            Body::Packed(packed, _) => Some(&packed.data[..]),
-            Body::Canonical(_) => None,
-        })
+        let packed = self.parts.iter().filter_map(Part::packed);
+        packed.map(|packed| &packed.data[..])
     }
 
     /// The type that inputs are rounded to.
@@ -293,63 +305,6 @@ fn body(
             let size = packed.bytes();
             Ok((Body::Packed(packed, chosen), size))
         }
-    }
-}
-
-/// True for groups without inputs, which are invalid.
-fn without_groups(activations: Activations) -> bool {
-    matches!(
-        activations,
-        Activations::Int8 { group: 0 } | Activations::Int16 { group: 0 }
-    )
-}
-
-/// Kernels that together serve every number of rows of x.
-fn choose(
-    cpu: &Cpu,
-    kind: WeightKind,
-    activations: Activations,
-) -> Result<Vec<&'static LinearKernel>> {
-    // In the weight's own width if there are kernels, otherwise in the width in which devices hold it.
-    let kinds = [kind.expanded(), kind.held()];
-    let chosen = kinds
-        .into_iter()
-        .find_map(|kind| of_all_rows(cpu, kind, activations));
-    chosen.ok_or_else(|| no_kernel(cpu, kind, activations))
-}
-
-/// Kernels for exactly this kind, which serve every number of rows.
-fn of_all_rows(
-    cpu: &Cpu,
-    kind: WeightKind,
-    activations: Activations,
-) -> Option<Vec<&'static LinearKernel>> {
-    let mut chosen = Vec::new();
-    let mut rows = 1;
-    loop {
-        let kernel = LinearKernel::select(cpu.isa(), kind, activations, rows)?;
-        chosen.push(kernel);
-        match kernel.info.rows.end().checked_add(1) {
-            Some(next) => rows = next,
-            None => return Some(chosen),
-        }
-    }
-}
-
-/// The chosen kernel that serves `rows` rows.
-fn serving(kernels: &[&'static LinearKernel], rows: usize) -> &'static LinearKernel {
-    kernels
-        .iter()
-        .find(|k| k.info.rows.contains(&rows))
-        .expect("chosen for every number of rows")
-}
-
-fn no_kernel(cpu: &Cpu, kind: WeightKind, activations: Activations) -> Error {
-    Error::NoKernel {
-        op: "linear",
-        scheme: kind.to_string(),
-        activations: activations.to_string(),
-        device: format!("cpu ({})", cpu.isa()),
     }
 }
 
@@ -433,7 +388,7 @@ impl Cpu {
                 inputs,
                 m,
                 width,
-                step: if many { PANELS } else { 1 },
+                step: step(&parts, if many { PANELS } else { 1 }),
                 batch: if many {
                     kernels::GEMM_PANELS
                 } else {
@@ -563,6 +518,14 @@ struct PassPart<'a> {
     kernel: &'static LinearKernel,
     /// Index of its prepared activations.
     input: usize,
+}
+
+/// Panels per step of a pass: at least `least`, and as many as a part's kernel takes together.
+fn step(parts: &[PassPart<'_>], least: usize) -> usize {
+    parts
+        .iter()
+        .map(|p| p.kernel.step())
+        .fold(least, usize::max)
 }
 
 impl Pass<'_> {

@@ -13,6 +13,8 @@
 //! high bits, arranged in each byte to match the inputs of the low nibbles. Scales and zero-points
 //! are stored per group in the same order of rows. Rows past the last one are zeros.
 
+use super::input::InputScales;
+use super::trellis::{self, Trellis};
 use crate::cpu::Team;
 use crate::cpu::memory::{Buffer, Shared};
 use crate::cpu::simd::LANES;
@@ -21,8 +23,8 @@ use crate::registry::WeightKind;
 use half::f16;
 use nq_formats::pack::{pack_row, unpack_row};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, Weight, ZeroPoints,
-    Zeros,
+    AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, TrellisWeight, Weight,
+    ZeroPoints, Zeros,
 };
 use std::sync::Arc;
 
@@ -43,13 +45,15 @@ pub(crate) enum Codes {
     Five,
     /// 16 codes of 6 bits, in three words.
     Six,
+    /// A trellis code, which has no units: see [`trellis`](super::trellis).
+    Trellis,
 }
 
 impl Codes {
     /// Number of inputs in a unit.
     pub(crate) const fn inputs(self) -> usize {
         match self {
-            Codes::F32 => 1,
+            Codes::F32 | Codes::Trellis => 1,
             Codes::F16 | Codes::Bf16 => 2,
             Codes::Byte => 4,
             Codes::Nibble => 8,
@@ -97,6 +101,7 @@ impl Codes {
                 Bits::B8 => vec![Codes::Byte],
                 _ => vec![Codes::Nibble],
             },
+            Weight::Quantized(QuantizedWeight::Trellis(_)) => vec![Codes::Trellis],
             Weight::Quantized(_) => Vec::new(),
         }
     }
@@ -145,6 +150,8 @@ pub(crate) struct Packed {
     pub(crate) zeros: PackedZeros,
     /// Original index of each packed input ([`HOLE`]: none), if they are permuted.
     pub(crate) order: Option<Arc<[u32]>>,
+    /// Of a trellis weight, what it has beside its words, which are `data`.
+    pub(crate) trellis: Option<Trellis>,
 }
 
 /// Marks a packed input that has no original input.
@@ -166,6 +173,7 @@ impl Packed {
         }
         Ok(match weight {
             Weight::Quantized(QuantizedWeight::Affine(a)) => Self::affine(team, a, codes, align),
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => Self::of_trellis(team, t),
             Weight::Dense(t) => Self::dense(team, t, codes, align),
             Weight::Quantized(_) => unreachable!("`Codes::of` knows it"),
         })
@@ -188,7 +196,36 @@ impl Packed {
             scales: Buffer::default(),
             zeros: PackedZeros::None,
             order: None,
+            trellis: None,
         }
+    }
+
+    fn of_trellis(team: &Team, w: &TrellisWeight) -> Self {
+        let (rows, inputs) = (w.out_features(), w.in_features());
+        Packed {
+            codes: Codes::Trellis,
+            rows,
+            inputs,
+            units: inputs,
+            group: inputs,
+            groups: 1,
+            data: trellis::pack(team, w),
+            scales: panels_of(team, rows, 1, &[0], w.row_scales()),
+            zeros: PackedZeros::None,
+            order: None,
+            trellis: Some(Trellis {
+                scheme: w.scheme(),
+                input_scales: InputScales(w.input_scales().into()),
+            }),
+        }
+    }
+
+    /// What a trellis weight has beside its words.
+    ///
+    /// # Panics
+    /// If it is another weight.
+    pub(crate) fn trellis(&self) -> &Trellis {
+        self.trellis.as_ref().expect("a trellis weight")
     }
 
     fn affine(team: &Team, a: &AffineWeight, codes: Codes, align: usize) -> Self {
@@ -239,14 +276,17 @@ impl Packed {
             scales,
             zeros,
             order: order.map(Into::into),
+            trellis: None,
         }
     }
 
     /// Bytes that a weight `[rows, inputs]` of this kind takes in panels, including its order of inputs;
     /// without the padding of inputs that some kernels need.
     pub(crate) fn bytes_of(kind: WeightKind, (rows, inputs): (usize, usize)) -> usize {
+        let dims = (rows, inputs);
         let rows = rows.next_multiple_of(LANES);
         match kind {
+            WeightKind::Trellis(scheme) => 4 * trellis::words(scheme, dims) + 2 * (rows + inputs),
             WeightKind::Dense(dtype) => rows * inputs * dtype.size(),
             WeightKind::Affine { scheme, act_order } => {
                 let (held, groups) = (scheme.held(), scheme.group.count(inputs));
@@ -258,7 +298,6 @@ impl Packed {
                 let order = if act_order { 4 * inputs } else { 0 };
                 rows * (held_bits(&scheme).bytes(inputs) + 2 * groups) + zeros + order
             }
-            WeightKind::Trellis(scheme) => scheme.bytes(rows, inputs),
         }
     }
 
@@ -279,7 +318,8 @@ impl Packed {
             PackedZeros::Nibbles(b) | PackedZeros::Bytes(b) => b.len(),
             PackedZeros::Offsets(o) => 2 * o.len(),
         };
-        4 * self.data.len() + 2 * self.scales.len() + zeros
+        let inputs = (self.trellis.as_ref()).map_or(0, |t| 2 * t.input_scales.0.len());
+        4 * self.data.len() + 2 * self.scales.len() + zeros + inputs
     }
 
     /// `(s, o)` of `w = s * q + o` for one row and packed group.
@@ -298,6 +338,10 @@ impl Packed {
     /// Writes row `row` as f32 to `out`, in the original order of inputs, with the same values
     /// as the canonical weight has.
     pub(crate) fn dequantize_row(&self, row: usize, out: &mut [f32]) {
+        if self.trellis.is_some() {
+            trellis::dequantize_row(self, row, out);
+            return;
+        }
         let words = self.units * self.codes.words();
         let panel = &self.data[row / LANES * words * LANES..];
         let unit = |u: usize| panel[u * LANES + row % LANES];
@@ -314,6 +358,7 @@ impl Packed {
                 };
                 s.mul_add(q as f32, o)
             }
+            Codes::Trellis => unreachable!("has no units"),
         };
         match &self.order {
             None => out.iter_mut().enumerate().for_each(|(i, o)| *o = value(i)),
@@ -494,7 +539,7 @@ fn interleave(team: &Team, rows: usize, units: usize, source: &Rows<'_>) -> Buff
 }
 
 /// Calls `f(panel, its part of data)` for all panels, spread over the team.
-fn spread<T: Send>(
+pub(super) fn spread<T: Send>(
     team: &Team,
     data: &mut [T],
     panel: usize,

@@ -2,15 +2,18 @@
 
 use super::input::{Layout, Prepared, Values};
 use super::pack::{Codes, HOLE};
+use super::trellis;
 use crate::cpu::memory::{Buffer, Shared};
 use crate::cpu::table::Table;
 use crate::cpu::{Team, with_scratch};
 use crate::reference::INT16_BASE;
+use nq_formats::trellis::Code;
 
 /// Buffers for one row of x on its way into a block.
 #[derive(Default)]
 struct RowScratch {
     floats: Buffer<f32>,
+    turned: Buffer<f32>,
     codes: [Buffer<i8>; 2],
     scales: Buffer<f32>,
     totals: [Buffer<i32>; 2],
@@ -46,6 +49,7 @@ impl Prepared {
                 self.share = share;
                 self.prepare_codes(&rows);
             }
+            Values::Quads { .. } => self.prepare_quads(&rows),
         }
     }
 
@@ -157,6 +161,72 @@ impl Prepared {
     }
 }
 
+impl Prepared {
+    /// Rounds to codes of one byte, or of two bytes in separate planes, and makes quads of them.
+    fn prepare_quads(&mut self, rows: &Rows<'_>) {
+        let Values::Quads {
+            planes,
+            group,
+            start,
+            code,
+        } = rows.layout.values
+        else {
+            unreachable!("called for quads");
+        };
+        let (width, inputs, table) = (rows.width, rows.layout.inputs, rows.table);
+        let (groups, wide) = (inputs / group, width * planes);
+        (self.share, self.groups, self.quads) = (group, groups, trellis::quads(code, inputs));
+        // Codes of a group, and bytes that each of them becomes.
+        let (of_group, times) = match code {
+            Code::Sum => (group, 4),
+            Code::Octagon => (2 * group, 1),
+        };
+        let block = 4 * self.quads * wide;
+        let codes = Shared::new(self.codes.reserve(rows.blocks * block));
+        let scales = Shared::new(self.scales.reserve(rows.blocks * groups * width));
+        let sums = Shared::new(self.sums.reserve(rows.blocks * groups * wide));
+        rows.each_block(|b, scratch| {
+            // SAFETY: each block is prepared once.
+            let (codes, scales, sums) = unsafe {
+                (
+                    codes.part(b * block..(b + 1) * block),
+                    scales.part(b * groups * width..(b + 1) * groups * width),
+                    sums.part(b * groups * wide..(b + 1) * groups * wide),
+                )
+            };
+            for c in 0..width {
+                let mut row = rows.place(b * width + c, &mut scratch.floats);
+                if code == Code::Octagon {
+                    let turned = scratch.turned.reserve(2 * inputs);
+                    (table.turn)(row, group, turned);
+                    row = turned;
+                }
+                let row_scales = scratch.scales.reserve(groups);
+                let [high, low] = &mut scratch.codes;
+                let high = high.reserve(row.len());
+                if planes == 1 {
+                    (table.quantize)(row, of_group, high, row_scales);
+                } else {
+                    (table.quantize_wide)(row, of_group, high, low.reserve(row.len()), row_scales);
+                }
+                for (plane, bytes) in scratch.codes[..planes].iter().enumerate() {
+                    let (bytes, at) = (&bytes[..row.len()], c * planes + plane);
+                    let totals = scratch.totals[plane].reserve(groups);
+                    (table.total)(bytes, of_group, totals);
+                    let turned = (code == Code::Octagon).then_some(group);
+                    (table.interleave_quads)(bytes, turned, codes, at, wide);
+                    for (i, &total) in totals.iter().enumerate() {
+                        sums[i * wide + at] = start * (times * total) as f32;
+                    }
+                }
+                for (i, scale) in row_scales.iter().enumerate() {
+                    scales[i * width + c] = scale / trellis::UNIT;
+                }
+            }
+        });
+    }
+}
+
 /// The rows of x to be prepared, and their layout.
 struct Rows<'a> {
     team: &'a Team,
@@ -189,7 +259,7 @@ impl Rows<'_> {
         });
     }
 
-    /// Row `r`, permuted and padded; zeros if there is no such row.
+    /// Row `r`, permuted and padded, or scaled and transformed; zeros if there is no such row.
     fn place<'a>(&self, r: usize, row: &'a mut Buffer<f32>) -> &'a [f32] {
         let row = row.reserve(self.layout.inputs);
         let Some(x) = self.x.get(r * self.k..(r + 1) * self.k) else {
@@ -206,6 +276,9 @@ impl Rows<'_> {
                     *to = if from == HOLE { 0.0 } else { x[from as usize] };
                 }
             }
+        }
+        if let Some(scales) = &self.layout.input_scales {
+            (self.table.transform)(row, &scales.0);
         }
         row
     }

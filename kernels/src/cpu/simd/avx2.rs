@@ -53,13 +53,32 @@ impl<const VNNI: u8> Avx2<VNNI> {
         fn madd(self, acc: __m256i, pairs: __m256i) -> __m256i {
             _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
         }
-        fn dpbusd(self, acc: I, w: I, x: i32) -> I {
-            let x = _mm256_set1_epi32(x);
+        fn dpbusd(self, acc: I, w: I, x: I) -> I {
             if VNNI == VEX {
-                I(_mm256_dpbusd_avx_epi32(acc.0, w.0, x), _mm256_dpbusd_avx_epi32(acc.1, w.1, x))
+                I(_mm256_dpbusd_avx_epi32(acc.0, w.0, x.0), _mm256_dpbusd_avx_epi32(acc.1, w.1, x.1))
             } else {
-                I(_mm256_dpbusd_epi32(acc.0, w.0, x), _mm256_dpbusd_epi32(acc.1, w.1, x))
+                I(_mm256_dpbusd_epi32(acc.0, w.0, x.0), _mm256_dpbusd_epi32(acc.1, w.1, x.1))
             }
+        }
+        // See `Simd::state`, for one register.
+        fn state_of(self, before: __m256i, word: __m256i, end: i32) -> __m256i {
+            let left = (end + 31) % 32 + 1;
+            let right = _mm256_srl_epi32(word, _mm_cvtsi32_si128(32 - left));
+            let left = _mm256_sll_epi32(before, _mm_cvtsi32_si128(left));
+            _mm256_and_si256(_mm256_or_si256(left, right), _mm256_set1_epi32(0xffff))
+        }
+        // See `Simd::sum_fours`, for one register.
+        fn sum_fours_of(self, a: __m256i, b: __m256i, c: __m256i, d: __m256i) -> __m256i {
+            _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d))
+        }
+        // See `Simd::transpose_fours`, for one register.
+        fn transpose_of(self, a: __m256i, b: __m256i, c: __m256i, d: __m256i) -> [__m256i; 4] {
+            let low = [_mm256_unpacklo_epi32(a, b), _mm256_unpacklo_epi32(c, d)];
+            let high = [_mm256_unpackhi_epi32(a, b), _mm256_unpackhi_epi32(c, d)];
+            [
+                _mm256_unpacklo_epi64(low[0], low[1]), _mm256_unpackhi_epi64(low[0], low[1]),
+                _mm256_unpacklo_epi64(high[0], high[1]), _mm256_unpackhi_epi64(high[0], high[1]),
+            ]
         }
         // Products of signed bytes: |w| is at most 128 and |x| at most 127, so a pair sums to
         // at most 32512 and `maddubs` cannot saturate.
@@ -139,6 +158,10 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
             _mm256_storeu_si256(p.cast(), v.0);
             _mm256_storeu_si256(p.add(8).cast(), v.1)
         }
+        fn load_fours(self, p: *const i8) -> I {
+            let four = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+            I(four, four)
+        }
     }
 
     instructions! {
@@ -173,6 +196,14 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
             let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
+        fn swap_lanes(self, v: F, stride: usize) -> F {
+            match stride {
+                1 => F(_mm256_permute_ps::<0b10_11_00_01>(v.0), _mm256_permute_ps::<0b10_11_00_01>(v.1)),
+                2 => F(_mm256_permute_ps::<0b01_00_11_10>(v.0), _mm256_permute_ps::<0b01_00_11_10>(v.1)),
+                4 => F(_mm256_permute2f128_ps::<1>(v.0, v.0), _mm256_permute2f128_ps::<1>(v.1, v.1)),
+                _ => F(v.1, v.0),
+            }
         }
         fn max_lane(self, v: F) -> f32 {
             let eight = _mm256_max_ps(v.0, v.1);
@@ -248,7 +279,7 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
         }
         fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
             if VNNI != WITHOUT {
-                return self.dpbusd(acc, w, x);
+                return self.dpbusd(acc, w, self.splat_i(x));
             }
             // At most 2 * 63 * 127 per pair: no saturation.
             let x = _mm256_set1_epi32(x);
@@ -257,17 +288,38 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
                 self.madd(acc.1, _mm256_maddubs_epi16(w.1, x)),
             )
         }
-        fn dot4_bytes(self, acc: I, w: I, x: i32) -> I {
+        fn dot4_lanes(self, acc: I, w: I, x: I) -> I {
             if VNNI != WITHOUT {
                 return self.dpbusd(acc, w, x);
             }
-            let x = _mm256_set1_epi32(x);
             let flip = _mm256_set1_epi8(-128);
             let w = I(_mm256_xor_si256(w.0, flip), _mm256_xor_si256(w.1, flip));
             I(
-                self.madd(acc.0, self.signed_pairs(w.0, x)),
-                self.madd(acc.1, self.signed_pairs(w.1, x)),
+                self.madd(acc.0, self.signed_pairs(w.0, x.0)),
+                self.madd(acc.1, self.signed_pairs(w.1, x.1)),
             )
+        }
+
+        fn state(self, before: I, word: I, end: usize) -> I {
+            let end = end as i32;
+            I(self.state_of(before.0, word.0, end), self.state_of(before.1, word.1, end))
+        }
+        fn add_i(self, a: I, b: I) -> I { I(_mm256_add_epi32(a.0, b.0), _mm256_add_epi32(a.1, b.1)) }
+        fn mul_i(self, a: I, b: I) -> I {
+            I(_mm256_mullo_epi32(a.0, b.0), _mm256_mullo_epi32(a.1, b.1))
+        }
+        fn sum_fours(self, v: [I; 4]) -> I {
+            let [a, b, c, d] = v;
+            I(self.sum_fours_of(a.0, b.0, c.0, d.0), self.sum_fours_of(a.1, b.1, c.1, d.1))
+        }
+        fn transpose_fours(self, v: [I; 4]) -> [I; 4] {
+            let [a, b, c, d] = v;
+            let first = self.transpose_of(a.0, b.0, c.0, d.0);
+            let second = self.transpose_of(a.1, b.1, c.1, d.1);
+            [
+                I(first[0], second[0]), I(first[1], second[1]),
+                I(first[2], second[2]), I(first[3], second[3]),
+            ]
         }
     }
 }

@@ -42,6 +42,9 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
         fn load_bits(self, p: *const u32) -> __m512i { _mm512_loadu_si512(p.cast()) }
         fn store_bits(self, p: *mut u32, v: __m512i) { _mm512_storeu_si512(p.cast(), v) }
+        fn load_fours(self, p: *const i8) -> __m512i {
+            _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast()))
+        }
     }
 
     instructions! {
@@ -56,6 +59,14 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         fn round(self, a: __m512) -> __m512 { _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(a) }
         fn scale2(self, v: __m512, n: __m512) -> __m512 { _mm512_scalef_ps(v, n) }
         fn sum(self, v: __m512) -> f32 { _mm512_reduce_add_ps(v) }
+        fn swap_lanes(self, v: __m512, stride: usize) -> __m512 {
+            match stride {
+                1 => _mm512_permute_ps::<0b10_11_00_01>(v),
+                2 => _mm512_permute_ps::<0b01_00_11_10>(v),
+                4 => _mm512_shuffle_f32x4::<0b10_11_00_01>(v, v),
+                _ => _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v),
+            }
+        }
         fn max_lane(self, v: __m512) -> f32 { _mm512_reduce_max_ps(v) }
 
         fn f32_units(self, v: __m512i) -> [__m512; 1] { [_mm512_castsi512_ps(v)] }
@@ -129,8 +140,32 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         fn dot4_nibbles(self, acc: __m512i, w: __m512i, x: i32) -> __m512i {
             _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
         }
-        fn dot4_bytes(self, acc: __m512i, w: __m512i, x: i32) -> __m512i {
-            _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
+        fn dot4_lanes(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
+            _mm512_dpbusd_epi32(acc, w, x)
+        }
+
+        fn state(self, before: __m512i, word: __m512i, end: usize) -> __m512i {
+            let left = (end as i32 + 31) % 32 + 1;
+            let right = _mm512_srl_epi32(word, _mm_cvtsi32_si128(32 - left));
+            let left = _mm512_sll_epi32(before, _mm_cvtsi32_si128(left));
+            _mm512_and_si512(_mm512_or_si512(left, right), _mm512_set1_epi32(0xffff))
+        }
+        fn add_i(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+        fn mul_i(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
+        fn sum_fours(self, v: [__m512i; 4]) -> __m512i {
+            let [a, b, c, d] = v;
+            let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            let cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+            _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))
+        }
+        fn transpose_fours(self, v: [__m512i; 4]) -> [__m512i; 4] {
+            let [a, b, c, d] = v;
+            let low = [_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d)];
+            let high = [_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d)];
+            [
+                _mm512_unpacklo_epi64(low[0], low[1]), _mm512_unpackhi_epi64(low[0], low[1]),
+                _mm512_unpacklo_epi64(high[0], high[1]), _mm512_unpackhi_epi64(high[0], high[1]),
+            ]
         }
     }
 }

@@ -109,6 +109,11 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `p` is valid for writing 64 bytes.
     unsafe fn store_bits(self, p: *mut u32, v: Self::I);
+    /// Reads 16 bytes, repeated in every four lanes.
+    ///
+    /// # Safety
+    /// `p` is valid for reading 16 bytes.
+    unsafe fn load_fours(self, p: *const i8) -> Self::I;
 
     /// Requests the cache line of `p` for the second-level cache; any address will do. Does nothing on processors
     /// other than x86.
@@ -148,6 +153,8 @@ pub(crate) trait Simd: Copy {
     fn scale2(self, v: Self::F, n: Self::F) -> Self::F;
     /// Sum of the lanes, in a fixed order.
     fn sum(self, v: Self::F) -> f32;
+    /// Lane `i` gets lane `i ^ stride`, for a stride of 1, 2, 4 or 8.
+    fn swap_lanes(self, v: Self::F, stride: usize) -> Self::F;
     /// Greatest lane.
     fn max_lane(self, v: Self::F) -> f32;
 
@@ -189,7 +196,26 @@ pub(crate) trait Simd: Copy {
     /// dot product of `w - centre`; for nibbles started with `NIBBLE_START`, of `w - 8`.
     fn dot4_nibbles(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
     /// Like [`Simd::dot4_nibbles`] for bytes up to 255: started with `BYTE_START`, of `w - 128`.
-    fn dot4_bytes(self, acc: Self::I, w: Self::I, x: i32) -> Self::I;
+    #[inline(always)]
+    fn dot4_bytes(self, acc: Self::I, w: Self::I, x: i32) -> Self::I {
+        self.dot4_lanes(acc, w, self.splat_i(x))
+    }
+    /// [`Simd::dot4_bytes`] with other bytes of x in each lane.
+    fn dot4_lanes(self, acc: Self::I, w: Self::I, x: Self::I) -> Self::I;
+
+    // Trellis codes: each lane is a sequence.
+
+    /// The 16 bits before bit `end` of `word`, counted from the highest; those that it lacks are the lowest of
+    /// `before`. An `end` of 0 modulo 32 is that of the word.
+    fn state(self, before: Self::I, word: Self::I, end: usize) -> Self::I;
+    /// The lanes' sums, modulo 2^32.
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The low 32 bits of the lanes' products.
+    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The sum of lanes `4 i ..` of `v[j]` in lane `4 i + j`.
+    fn sum_fours(self, v: [Self::I; 4]) -> Self::I;
+    /// Lane `4 i + k` of `v[j]` goes to lane `4 i + j` of result `k`.
+    fn transpose_fours(self, v: [Self::I; 4]) -> [Self::I; 4];
 
     /// `e^x` to about 2 units in the last place, for x between -87.3 and 88; outside, the
     /// value at the bound.

@@ -160,6 +160,11 @@ impl Simd for Neon {
                 .for_each(|(i, &v)| vst1q_s32(p.add(4 * i).cast(), v))
         }
     }
+    #[inline(always)]
+    unsafe fn load_fours(self, p: *const i8) -> I {
+        // SAFETY: by contract.
+        [unsafe { vreinterpretq_s32_s8(vld1q_s8(p)) }; 4]
+    }
     instructions! {
         fn splat(self, x: f32) -> F { [vdupq_n_f32(x); 4] }
         fn add(self, a: F, b: F) -> F { four!(i => vaddq_f32(a[i], b[i])) }
@@ -178,6 +183,14 @@ impl Simd for Neon {
         }
         fn sum(self, v: F) -> f32 {
             vaddvq_f32(vaddq_f32(vaddq_f32(v[0], v[2]), vaddq_f32(v[1], v[3])))
+        }
+        fn swap_lanes(self, v: F, stride: usize) -> F {
+            match stride {
+                1 => four!(i => vrev64q_f32(v[i])),
+                2 => four!(i => vextq_f32::<2>(v[i], v[i])),
+                4 => [v[1], v[0], v[3], v[2]],
+                _ => [v[2], v[3], v[0], v[1]],
+            }
         }
         fn max_lane(self, v: F) -> f32 {
             vmaxvq_f32(vmaxq_f32(vmaxq_f32(v[0], v[2]), vmaxq_f32(v[1], v[3])))
@@ -237,10 +250,43 @@ impl Simd for Neon {
             let x = vreinterpretq_s8_s32(vdupq_n_s32(x));
             four!(i => self.sdot(acc[i], vreinterpretq_s8_s32(w[i]), x))
         }
-        fn dot4_bytes(self, acc: I, w: I, x: i32) -> I {
-            let x = vreinterpretq_s8_s32(vdupq_n_s32(x));
+        fn dot4_lanes(self, acc: I, w: I, x: I) -> I {
             let flip = vdupq_n_s32(0x8080_8080u32 as i32);
-            four!(i => self.sdot(acc[i], vreinterpretq_s8_s32(veorq_s32(w[i], flip)), x))
+            four!(i => self.sdot(
+                acc[i],
+                vreinterpretq_s8_s32(veorq_s32(w[i], flip)),
+                vreinterpretq_s8_s32(x[i]),
+            ))
+        }
+
+        fn state(self, before: I, word: I, end: usize) -> I {
+            // Shifts by 32 give 0.
+            let left = (end as i32 + 31) % 32 + 1;
+            let (left, right) = (vdupq_n_s32(left), vdupq_n_s32(left - 32));
+            four!(i => {
+                let left = vshlq_u32(vreinterpretq_u32_s32(before[i]), left);
+                let right = vshlq_u32(vreinterpretq_u32_s32(word[i]), right);
+                vreinterpretq_s32_u32(vandq_u32(vorrq_u32(left, right), vdupq_n_u32(0xffff)))
+            })
+        }
+        fn add_i(self, a: I, b: I) -> I { four!(i => vaddq_s32(a[i], b[i])) }
+        fn mul_i(self, a: I, b: I) -> I { four!(i => vmulq_s32(a[i], b[i])) }
+        fn sum_fours(self, v: [I; 4]) -> I {
+            four!(i => vpaddq_s32(vpaddq_s32(v[0][i], v[1][i]), vpaddq_s32(v[2][i], v[3][i])))
+        }
+        fn transpose_fours(self, v: [I; 4]) -> [I; 4] {
+            let mut out = v;
+            for i in 0..4 {
+                let even = [vtrn1q_s32(v[0][i], v[1][i]), vtrn1q_s32(v[2][i], v[3][i])];
+                let odd = [vtrn2q_s32(v[0][i], v[1][i]), vtrn2q_s32(v[2][i], v[3][i])];
+                // Of each pair of lanes 0 and 2, then 1 and 3, the low and the high halves.
+                let [even, odd] = [even, odd].map(|pair| pair.map(|p| vreinterpretq_s64_s32(p)));
+                out[0][i] = vreinterpretq_s32_s64(vtrn1q_s64(even[0], even[1]));
+                out[1][i] = vreinterpretq_s32_s64(vtrn1q_s64(odd[0], odd[1]));
+                out[2][i] = vreinterpretq_s32_s64(vtrn2q_s64(even[0], even[1]));
+                out[3][i] = vreinterpretq_s32_s64(vtrn2q_s64(odd[0], odd[1]));
+            }
+            out
         }
     }
 }

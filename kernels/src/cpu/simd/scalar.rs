@@ -73,6 +73,12 @@ impl Simd for Scalar {
         unsafe { p.cast::<I>().write_unaligned(v) }
     }
     #[inline(always)]
+    unsafe fn load_fours(self, p: *const i8) -> I {
+        // SAFETY: by contract.
+        let four = unsafe { p.cast::<[u32; 4]>().read_unaligned() };
+        from_fn(|i| four[i % 4])
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> F {
         [x; LANES]
     }
@@ -120,6 +126,10 @@ impl Simd for Scalar {
         let eight: [f32; 8] = from_fn(|i| v[i] + v[i + 8]);
         let four: [f32; 4] = from_fn(|i| eight[i] + eight[i + 4]);
         (four[0] + four[2]) + (four[1] + four[3])
+    }
+    #[inline(always)]
+    fn swap_lanes(self, v: F, stride: usize) -> F {
+        from_fn(|i| v[i ^ stride])
     }
     #[inline(always)]
     fn max_lane(self, v: F) -> f32 {
@@ -173,12 +183,38 @@ impl Simd for Scalar {
         self.dot4_bytes(acc, w, x)
     }
     #[inline(always)]
-    fn dot4_bytes(self, acc: I, w: I, x: i32) -> I {
-        let x = x.to_le_bytes().map(|x| i32::from(x as i8));
+    fn dot4_lanes(self, acc: I, w: I, x: I) -> I {
         from_fn(|i| {
-            let w = w[i].to_le_bytes();
-            let dot: i32 = (0..4).map(|j| i32::from(w[j]) * x[j]).sum();
+            let (w, x) = (w[i].to_le_bytes(), x[i].to_le_bytes());
+            let dot: i32 = (0..4)
+                .map(|j| i32::from(w[j]) * i32::from(x[j] as i8))
+                .sum();
             (acc[i] as i32 + dot) as u32
         })
+    }
+
+    #[inline(always)]
+    fn state(self, before: I, word: I, end: usize) -> I {
+        let past = (32 - end % 32) % 32;
+        from_fn(|i| {
+            let both = u64::from(before[i]) << 32 | u64::from(word[i]);
+            (both >> past) as u32 & 0xffff
+        })
+    }
+    #[inline(always)]
+    fn add_i(self, a: I, b: I) -> I {
+        from_fn(|i| a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    fn mul_i(self, a: I, b: I) -> I {
+        from_fn(|i| a[i].wrapping_mul(b[i]))
+    }
+    #[inline(always)]
+    fn sum_fours(self, v: [I; 4]) -> I {
+        from_fn(|i| (0..4).fold(0, |sum: u32, k| sum.wrapping_add(v[i % 4][i / 4 * 4 + k])))
+    }
+    #[inline(always)]
+    fn transpose_fours(self, v: [I; 4]) -> [I; 4] {
+        from_fn(|k| from_fn(|i| v[i % 4][i / 4 * 4 + k]))
     }
 }
