@@ -126,3 +126,88 @@ fn families_are_quantized_and_exported() {
         }
     }
 }
+
+/// Trellis codes hold every kind of weight: with biases, of experts, of recurrences, of MTP layers.
+#[test]
+fn families_are_quantized_to_trellises() {
+    for family in ["qwen2", "qwen35", "qwen35moe"] {
+        let home = tempfile::tempdir().unwrap();
+        let path = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
+        synth::write(&home.path().join("source"), &config(family), 5, &()).unwrap();
+        let quantize = |out: &str, how: &[&str]| {
+            let args = [
+                "quantize",
+                &path("source"),
+                "--out",
+                &path(out),
+                "--trellis",
+            ];
+            let text = [
+                "--calib-tokens",
+                "512",
+                "--eval-tokens",
+                "256",
+                "--device",
+                "cpu",
+            ];
+            let command = [&args[..], how, &text].concat();
+            let planned = report(home.path(), &[&command[..], &["--dry-run"]].concat());
+            let made = report(home.path(), &command);
+            assert_eq!(planned["file_bytes"], made["tensor_bytes"], "{family}");
+            made["quality"]["kld"]["mean"].as_f64().unwrap()
+        };
+        let six = quantize("six", &["--bits", "6", "--simple"]);
+        let nearest = quantize("nearest", &["--bits", "2.5", "--method", "rtn"]);
+        let fed = quantize("fed", &["--bits", "2.5"]);
+        assert!(
+            // On random weights and few tokens, feeding errors forward may gain nothing.
+            six < 0.05 * fed && fed < 1.3 * nearest,
+            "{family}: {six:e} {fed:e} {nearest:e}"
+        );
+        let seen = report(home.path(), &["inspect", &path("six"), "--verify"]);
+        let linears = serde_json::json!({"trellis": "sum", "bits": 6.0});
+        assert_eq!(seen["quantization"]["linears"], linears);
+        assert_eq!(seen["quantization"]["version"], 3);
+
+        // No other format has such codes; rounded again, GGUF takes the weights.
+        let convert = ["convert", &path("six"), &path("out"), "--format", "gguf"];
+        let refused = nq(home.path(), &convert);
+        assert!(!refused.status.success());
+        assert!(
+            stderr(&refused).contains("trellis6 sum"),
+            "{}",
+            stderr(&refused)
+        );
+        report(home.path(), &[&convert[..], &["--requantize"]].concat());
+    }
+}
+
+#[test]
+fn flags_that_trellises_do_not_go_with_are_refused() {
+    let home = tempfile::tempdir().unwrap();
+    for (flags, expect) in [
+        ("--bits 8", "6"),
+        ("--bits 3.5 --trellis=sum", "2, 3, 4"),
+        ("--bits 2.25", "2.5"),
+        ("--group-size 64", "--group-size"),
+        ("--format gguf", "nq"),
+        ("--method auto", "--method"),
+        ("--head-bits 5 --sym", "--sym"),
+    ] {
+        let words = ["quantize", "demo", "--device", "cpu"];
+        let own = (!flags.contains("--trellis")).then_some("--trellis");
+        let args: Vec<&str> = (words.into_iter().chain(own))
+            .chain(flags.split(' '))
+            .collect();
+        let refused = nq(home.path(), &args);
+        assert_eq!(refused.status.code(), Some(2), "{flags}");
+        assert!(stderr(&refused).contains(expect), "{}", stderr(&refused));
+    }
+    let plain = nq(home.path(), &["quantize", "demo", "--bits", "2.5"]);
+    assert_eq!(plain.status.code(), Some(2));
+    assert!(
+        stderr(&plain).contains("3, 4, 5, 6 or 8"),
+        "{}",
+        stderr(&plain)
+    );
+}

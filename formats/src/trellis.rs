@@ -233,6 +233,19 @@ impl TrellisScheme {
     }
 }
 
+impl FromStr for Code {
+    type Err = Error;
+
+    /// Parses a displayed code.
+    fn from_str(name: &str) -> Result<Self> {
+        let found = Code::ALL.into_iter().find(|c| c.name() == name);
+        found.ok_or_else(|| Error::Scheme {
+            expected: "octagon or sum".into(),
+            found: name.into(),
+        })
+    }
+}
+
 impl fmt::Display for Code {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

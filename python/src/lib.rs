@@ -56,7 +56,7 @@ mod module {
     #[pyo3(from_item_all)]
     struct Quantization {
         bits: f32,
-        trellis: bool,
+        trellis: Option<String>,
         method: String,
         simple: bool,
         force: bool,
@@ -110,7 +110,7 @@ mod module {
         how: Quantization,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        let codes = Codes::of_bits(how.bits, how.trellis);
+        let codes = Codes::of_names(how.bits, how.trellis.as_deref());
         let codes = codes.map_err(|e| PyValueError::new_err(e.to_string()))?;
         let device = how.device.parse().map_err(PyValueError::new_err)?;
         let interrupt = AtomicBool::new(false);

@@ -8,10 +8,11 @@
 
 use crate::error::{Error, Result};
 use crate::report::Choice;
-use crate::schemes::{Schemes, preferred};
+use crate::schemes::{Schemes, trellises};
 use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{EMBEDDING, HEAD};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Scheme, TrellisScheme, Zeros, mtp};
+use nq_formats::trellis::Code;
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Scheme, Zeros, mtp};
 use serde::{Deserialize, Serialize};
 
 /// Weights that share one scheme, because a kernel reads them as one matrix.
@@ -175,9 +176,9 @@ pub fn candidates(least: Bits) -> Vec<Scheme> {
     enough.map(Scheme::from).collect()
 }
 
-/// The trellises that weights are chosen from, of at least `least` bits, and 8-bit codes above them.
-pub fn trellis_candidates(least: f32) -> Vec<Scheme> {
-    let trellis = TrellisScheme::all().filter(|s| preferred(*s));
+/// The trellises of `code` that weights are chosen from, of at least `least` bits, and 8-bit codes above them.
+pub fn trellis_candidates(code: Code, least: f32) -> Vec<Scheme> {
+    let trellis = trellises(code);
     let eight = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
     let all = trellis.map(Scheme::from).chain([eight.into()]);
     let mut all: Vec<Scheme> = all.filter(|s| s.bits() >= least).collect();

@@ -78,7 +78,7 @@ pub fn usual(config: &ModelConfig, bits: Bits) -> Result<Schemes> {
 /// # Errors
 /// None for the shape of a model that was opened.
 pub fn usual_trellis(config: &ModelConfig, linears: TrellisScheme) -> Result<Schemes> {
-    let mixing = allocation::trellis_candidates(linears.bits() - 1.0);
+    let mixing = allocation::trellis_candidates(linears.code(), linears.bits() - 1.0);
     initial(config, Schemes::trellis(linears), Some(&mixing), &[])
 }
 

@@ -56,7 +56,7 @@ impl Schemes {
     /// Trellises: `linears` for Linears, and two bits more, at most 6, for the head.
     pub fn trellis(linears: TrellisScheme) -> Self {
         let least = linears.bits() + 2.0;
-        let wide = TrellisScheme::all().filter(|s| preferred(*s) && s.bits() <= least);
+        let wide = trellises(linears.code()).filter(|s| s.bits() <= least);
         let head = wide.max_by(|a, b| a.bits().total_cmp(&b.bits()));
         Schemes {
             linears: linears.into(),
@@ -190,28 +190,36 @@ pub enum Codes {
 }
 
 impl Codes {
-    /// Codes of so many bits: 3, 4, 5, 6 or 8 of integers, 2, 2.5, 3, 3.5, 4, 5 or 6 of a trellis, by the code that
-    /// nq chooses.
+    /// Codes of so many bits: 3, 4, 5, 6 or 8 of integers; of a trellis 2, 2.5, 3, 3.5, 4, 5 by the code octagon, 2, 3, 4
+    /// and 5 by the code sum, and 6 by the code sum for either.
     ///
     /// # Errors
     /// [`Error::Request`] for other bits.
-    pub fn of_bits(bits: f32, trellis: bool) -> Result<Self> {
-        let mut integers = Bits::ALL.into_iter().map(Codes::Integer);
-        let trellises = TrellisScheme::all().filter(|s| preferred(*s));
-        let mut trellises = trellises.map(Codes::Trellis);
-        let is = |codes: &Codes| codes.bits() == bits;
-        let found = match trellis {
-            true => trellises.find(is),
-            false => integers.find(is),
+    pub fn of_bits(bits: f32, trellis: Option<Code>) -> Result<Self> {
+        let known: Vec<Codes> = match trellis {
+            None => Bits::ALL.into_iter().map(Codes::Integer).collect(),
+            Some(code) => trellises(code).map(Codes::Trellis).collect(),
         };
-        found.ok_or_else(|| Error::Request {
-            what: "bits",
-            expected: match trellis {
-                true => "2, 2.5, 3, 3.5, 4, 5 or 6 of trellis codes".into(),
-                false => "3, 4, 5, 6 or 8".into(),
-            },
-            found: bits.to_string(),
+        let found = known.iter().find(|codes| codes.bits() == bits);
+        found.copied().ok_or_else(|| {
+            let mut bits_known: Vec<f32> = known.iter().map(|codes| codes.bits()).collect();
+            bits_known.sort_by(f32::total_cmp);
+            let names: Vec<String> = bits_known.iter().map(f32::to_string).collect();
+            let of = trellis.map_or(String::new(), |code| format!(" of the trellis code {code}"));
+            Error::Request {
+                what: "bits",
+                expected: format!("{}{of}", names.join(", ")),
+                found: bits.to_string(),
+            }
         })
+    }
+
+    /// [`Codes::of_bits`] with the trellis code by its name, octagon or sum; `None`: integers.
+    ///
+    /// # Errors
+    /// Those of [`Codes::of_bits`]; [`Error::Format`] for another name.
+    pub fn of_names(bits: f32, trellis: Option<&str>) -> Result<Self> {
+        Codes::of_bits(bits, trellis.map(str::parse).transpose()?)
     }
 
     /// Bits of a weight.
@@ -229,10 +237,9 @@ impl From<Bits> for Codes {
     }
 }
 
-/// The trellises that nq chooses among: of pairs of values, which take half of the work, and at 6 bits of single values,
-/// which pairs do not reach.
-pub(crate) fn preferred(scheme: TrellisScheme) -> bool {
-    scheme.code() == Code::Octagon || scheme.bits() > 5.0
+/// The trellises that nq chooses among where it uses `code`: octagon's pairs do not reach 6 bits.
+pub(crate) fn trellises(code: Code) -> impl Iterator<Item = TrellisScheme> {
+    TrellisScheme::all().filter(move |s| s.code() == code || s.bits() > 5.0)
 }
 
 /// Refuses a weight that a trellis cannot hold.

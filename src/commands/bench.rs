@@ -14,6 +14,7 @@ use clap::{Args, ValueEnum};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::synth::{self, Preset};
+use nq_formats::trellis::Code;
 use nq_formats::{Bits, Checkpoint, Progress};
 use nq_kernels::cpu::{BandwidthBuffer, Cpu};
 use nq_quantize::mix;
@@ -321,7 +322,7 @@ fn codes(args: &BenchArgs) -> anyhow::Result<Option<Codes>> {
 
 fn parse_trellis(s: &str) -> Result<Codes, String> {
     let bits = s.parse().map_err(|_| "expected bits".to_owned())?;
-    Codes::of_bits(bits, true).map_err(|e| e.to_string())
+    Codes::of_bits(bits, Some(Code::Octagon)).map_err(|e| e.to_string())
 }
 
 /// Measures the bandwidth of the memory that holds the model, as read by its device.

@@ -85,7 +85,7 @@ impl QuantizeOptions {
             Codes::Trellis(linears) => (
                 linears.bits(),
                 mix::usual_trellis(config, linears)?,
-                allocation::trellis_candidates(linears.bits()),
+                allocation::trellis_candidates(linears.code(), linears.bits()),
             ),
         };
         Ok(QuantizeOptions {
