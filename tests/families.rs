@@ -130,7 +130,7 @@ fn families_are_quantized_and_exported() {
 /// Trellis codes hold every kind of weight: with biases, of experts, of recurrences, of MTP layers.
 #[test]
 fn families_are_quantized_to_trellises() {
-    for family in ["qwen2", "qwen35", "qwen35moe"] {
+    for family in ["qwen2", "qwen35moe"] {
         let home = tempfile::tempdir().unwrap();
         let path = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
         synth::write(&home.path().join("source"), &config(family), 5, &()).unwrap();
@@ -206,7 +206,7 @@ fn flags_that_trellises_do_not_go_with_are_refused() {
     let plain = nq(home.path(), &["quantize", "demo", "--bits", "2.5"]);
     assert_eq!(plain.status.code(), Some(2));
     assert!(
-        stderr(&plain).contains("3, 4, 5, 6 or 8"),
+        stderr(&plain).contains("3, 4, 5, 6, 8"),
         "{}",
         stderr(&plain)
     );

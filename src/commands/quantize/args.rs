@@ -207,7 +207,7 @@ impl QuantizeArgs {
     /// Refuses flags that contradict each other in ways clap's own rules cannot tell.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         if let Err(e) = self.codes() {
-            return Err(conflict("quantize", format!("--bits: {e}")));
+            return Err(conflict("quantize", format!("--{e}")));
         }
         if self.trellis.is_some() && self.format != FormatArg::Nq {
             let what = "--trellis: only nq's own format has trellis codes: expected --format nq";
