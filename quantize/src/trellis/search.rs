@@ -73,7 +73,7 @@ impl Table {
     /// less error.
     fn window(&self) -> usize {
         let bits = match self.scheme.code() {
-            Code::Sum => 240,
+            Code::Sum => 264,
             Code::Octagon => 176,
         };
         (bits / self.scheme.step_bits() as usize).min(self.scheme.steps() / 2)
