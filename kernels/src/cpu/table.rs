@@ -17,7 +17,7 @@ use super::linear::float::{self, Units};
 use super::linear::input::Prepared;
 use super::linear::int8;
 use super::linear::pack::Packed;
-use super::linear::trellis::{STEP_BITS, products};
+use super::linear::trellis::products;
 use super::ops::attention::{self, Partial};
 use super::ops::delta::{self, TileRows};
 use super::ops::rows;
@@ -41,8 +41,8 @@ pub(crate) type Dot = unsafe fn(&Packed, &Prepared, *const u32, usize, usize, *m
 /// Writes a panel's codes four to a word; see [`int8::spread`].
 pub(crate) type Spread = unsafe fn(&Packed, usize, *mut u32);
 /// Products of trellis codes; see [`products`].
-pub(crate) type TrellisGemv = unsafe fn(&Packed, &Prepared, usize, usize, *mut f32);
-pub(crate) type TrellisSpread = unsafe fn(&Packed, usize, Range<usize>, *mut u32, usize);
+pub(crate) type TrellisGemv = unsafe fn(&Packed, &Prepared, usize, usize, usize, *mut f32, usize);
+pub(crate) type TrellisSpread = unsafe fn(&Packed, usize, Range<usize>, Range<usize>, *mut u32);
 pub(crate) type TrellisDot =
     unsafe fn(*const u32, usize, &Prepared, usize, Range<usize>, *mut f32, usize);
 /// See [`attention::decode`].
@@ -97,8 +97,9 @@ pub(crate) struct Dots {
 /// Products of trellis codes.
 #[derive(Clone, Copy)]
 pub(crate) struct Trellis {
-    /// A strip and one column of int8, or of int16, by the bits of a step: [`STEP_BITS`]. Sets of few registers have none.
-    pub(crate) gemv: Option<[[TrellisGemv; STEP_BITS.len()]; 2]>,
+    /// A strip and a block of columns, of int8 and of int16, by columns - 1, then by the bits of a step (`STEP_BITS` of [`trellis`](super::linear::trellis)), or
+    /// one for all.
+    pub(crate) gemv: [&'static [&'static [TrellisGemv]]; 2],
     pub(crate) spread: TrellisSpread,
     /// After [`Trellis::spread`], int8 columns, by panels - 1, then columns - 1.
     pub(crate) dot: [&'static [TrellisDot]; PANELS],
@@ -206,7 +207,7 @@ impl Table {
 
 #[cfg(target_arch = "x86_64")]
 const AVX512_TRELLIS: Trellis = Trellis {
-    gemv: Some(avx512_trellis::GEMV),
+    gemv: trellis_avx512::GEMV,
     ..avx512::TRELLIS
 };
 
@@ -256,11 +257,23 @@ macro_rules! products {
             unsafe { float::dot_bf16::<_, P, C>(<$simd>::new(), w, x, data, panel, block, out, out_stride) }
         }
         #[$enable]
-        unsafe fn trellis_spread(
-            w: &Packed, strip: usize, parts: Range<usize>, out: *mut u32, stride: usize,
+        unsafe fn trellis_gemv<const N: usize>(
+            w: &Packed, x: &Prepared, strip: usize, block: usize, panels: usize, out: *mut f32,
+            stride: usize,
         ) {
             // SAFETY: as above.
-            unsafe { products::spread(<$simd>::new(), w, strip, parts, out, stride) }
+            unsafe {
+                products::gemv::<_, 0, 1, N, 1>(
+                    <$simd>::new(), w, x, strip, block, panels, out, stride,
+                )
+            }
+        }
+        #[$enable]
+        unsafe fn trellis_spread(
+            w: &Packed, strip: usize, panels: Range<usize>, parts: Range<usize>, out: *mut u32,
+        ) {
+            // SAFETY: as above.
+            unsafe { products::spread(<$simd>::new(), w, strip, panels, parts, out) }
         }
         #[$enable]
         unsafe fn trellis_dot<const P: usize, const C: usize, const N: usize>(
@@ -275,7 +288,7 @@ macro_rules! products {
             }
         }
         pub(super) const TRELLIS: Trellis = Trellis {
-            gemv: None,
+            gemv: [&[&[trellis_gemv::<1>]], &[&[trellis_gemv::<2>]]],
             spread: trellis_spread,
             dot: [
                 &[$(trellis_dot::<1, $ic, 1>),*],
@@ -525,30 +538,36 @@ instantiate! {
     int16: [1 2 3 4],
 }
 
-// Products of trellis codes with one column, whose shifts depend on the bits of a step.
+// Products of trellis codes with few columns, for each number of bits of a step.
 #[cfg(target_arch = "x86_64")]
-mod avx512_trellis {
+mod trellis_avx512 {
     use super::*;
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-    unsafe fn gemv<const B: usize, const N: usize, const M: usize>(
+    unsafe fn gemv<const B: usize, const C: usize, const N: usize, const M: usize>(
         w: &Packed,
         x: &Prepared,
         strip: usize,
+        block: usize,
         panels: usize,
         out: *mut f32,
+        stride: usize,
     ) {
         // SAFETY: the instructions are enabled here; the rest is the caller's.
         unsafe {
             let s = crate::cpu::simd::avx512::Avx512::<false>::new();
-            products::gemv::<_, B, N, M>(s, w, x, strip, panels, out);
+            products::gemv::<_, B, C, N, M>(s, w, x, strip, block, panels, out, stride);
         }
     }
     macro_rules! steps {
-        ($n:literal, $m:literal: $($b:literal)*) => { [$(gemv::<$b, $n, $m>),*] };
+        ($c:literal $n:literal $m:literal: $($b:literal)*) => { &[$(gemv::<$b, $c, $n, $m>),*] };
     }
-    pub(super) const GEMV: [[TrellisGemv; STEP_BITS.len()]; 2] = [
-        steps!(1, 4: 2 3 4 5 6 7 8 10),
-        steps!(2, 2: 2 3 4 5 6 7 8 10),
+    // Sixteen registers of sums.
+    pub(super) const GEMV: [&[&[TrellisGemv]]; 2] = [
+        &[
+            steps!(1 1 4: 2 3 4 5 6 7 8 10),
+            steps!(2 1 2: 2 3 4 5 6 7 8 10),
+        ],
+        &[steps!(1 2 2: 2 3 4 5 6 7 8 10)],
     ];
 }
 

@@ -412,13 +412,14 @@ fn int16_activations(activations: Activations) -> bool {
 macro_rules! rows {
     (
         $isa:expr, $requires:literal, $simd:ty,
-        f32: $f32:literal, bf16: $bf16:literal, int8: $int8:literal, int16: $int16:literal $(,)?
+        f32: $f32:literal, bf16: $bf16:literal, int8: $int8:literal, int16: $int16:literal,
+        trellis: $few:tt $few16:tt $(,)?
     ) => {
         rows!(@list $isa, $requires,
             ("trellis_int8", Codes::Trellis, trellis_weights, int8_activations,
-                $int8, <$simd as Simd>::BYTE_START, 1, trellis::gemv, trellis::gemm, 1),
+                $int8, <$simd as Simd>::BYTE_START, 1, trellis::gemv, trellis::gemm, $few),
             ("trellis_int16", Codes::Trellis, trellis_weights, int16_activations,
-                $int16, <$simd as Simd>::BYTE_START, 2, trellis::gemv, trellis::gemm, 1),
+                $int16, <$simd as Simd>::BYTE_START, 2, trellis::gemv, trellis::gemm, $few16),
             ("trellis_f32", Codes::Trellis, trellis_weights, f32_activations,
                 $f32, 0, 1, trellis::gemm_f32, trellis::gemm_f32),
             ("int4_int8", Nibble::CODES, |w| nests(w, Bits::B4), int8_activations,
@@ -454,11 +455,13 @@ macro_rules! rows {
             ("f32_f32", Codes::F32, |w| w == WeightKind::Dense(DType::F32), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32))
     };
-    (@few) => { GEMV_COLUMNS };
-    (@few $few:literal) => { $few };
+    (@rows) => { GEMV_COLUMNS };
+    (@rows ($rows:literal in $columns:literal)) => { $rows };
+    (@columns) => { GEMV_COLUMNS };
+    (@columns ($rows:literal in $columns:literal)) => { $columns };
     (@list $isa:expr, $requires:literal,
         $(($name:literal, $codes:expr, $weights:expr, $activations:expr,
-            $columns:literal, $start:expr, $planes:literal, $gemv:expr, $gemm:expr $(, $few:literal)?)),*) => {
+            $columns:literal, $start:expr, $planes:literal, $gemv:expr, $gemm:expr $(, $few:tt)?)),*) => {
         &[
             $(
                 LinearKernel {
@@ -467,9 +470,9 @@ macro_rules! rows {
                         requires: $requires,
                         weights: $weights,
                         activations: $activations,
-                        rows: 1..=rows!(@few $($few)?),
+                        rows: 1..=rows!(@rows $($few)?),
                     },
-                    isa: $isa, codes: $codes, columns: rows!(@few $($few)?), start: $start,
+                    isa: $isa, codes: $codes, columns: rows!(@columns $($few)?), start: $start,
                     planes: $planes, run: $gemv,
                 },
                 LinearKernel {
@@ -478,7 +481,7 @@ macro_rules! rows {
                         requires: $requires,
                         weights: $weights,
                         activations: $activations,
-                        rows: rows!(@few $($few)?) + 1..=usize::MAX,
+                        rows: rows!(@rows $($few)?) + 1..=usize::MAX,
                     },
                     isa: $isa, codes: $codes, columns: $columns, start: $start,
                     planes: $planes, run: $gemm,
@@ -492,14 +495,14 @@ macro_rules! rows {
 /// instantiated in `table.rs`.
 pub static KERNELS: &[&[LinearKernel]] = &[
     #[cfg(target_arch = "x86_64")]
-    rows!(Isa::Avx512Bf16, "avx512bf16", simd::avx512::Avx512<true>, f32: 12, bf16: 12, int8: 6, int16: 4),
+    rows!(Isa::Avx512Bf16, "avx512bf16", simd::avx512::Avx512<true>, f32: 12, bf16: 12, int8: 6, int16: 4, trellis: (4 in 2) (2 in 1)),
     #[cfg(target_arch = "x86_64")]
-    rows!(Isa::Avx512, "avx512", simd::avx512::Avx512<false>, f32: 12, bf16: 12, int8: 6, int16: 4),
+    rows!(Isa::Avx512, "avx512", simd::avx512::Avx512<false>, f32: 12, bf16: 12, int8: 6, int16: 4, trellis: (4 in 2) (2 in 1)),
     #[cfg(target_arch = "x86_64")]
-    rows!(Isa::AvxVnni, "avxvnni", simd::avx2::Avx2<{ simd::avx2::EVEX }>, f32: 6, bf16: 4, int8: 4, int16: 2),
+    rows!(Isa::AvxVnni, "avxvnni", simd::avx2::Avx2<{ simd::avx2::EVEX }>, f32: 6, bf16: 4, int8: 4, int16: 2, trellis: (1 in 1) (1 in 1)),
     #[cfg(target_arch = "x86_64")]
-    rows!(Isa::Avx2, "avx2", simd::avx2::Avx2<{ simd::avx2::WITHOUT }>, f32: 6, bf16: 4, int8: 4, int16: 2),
+    rows!(Isa::Avx2, "avx2", simd::avx2::Avx2<{ simd::avx2::WITHOUT }>, f32: 6, bf16: 4, int8: 4, int16: 2, trellis: (1 in 1) (1 in 1)),
     #[cfg(target_arch = "aarch64")]
-    rows!(Isa::Neon, "neon", simd::neon::Neon, f32: 6, bf16: 4, int8: 4, int16: 2),
-    rows!(Isa::Scalar, "scalar", simd::scalar::Scalar, f32: 4, bf16: 4, int8: 4, int16: 4),
+    rows!(Isa::Neon, "neon", simd::neon::Neon, f32: 6, bf16: 4, int8: 4, int16: 2, trellis: (1 in 1) (1 in 1)),
+    rows!(Isa::Scalar, "scalar", simd::scalar::Scalar, f32: 4, bf16: 4, int8: 4, int16: 4, trellis: (1 in 1) (1 in 1)),
 ];

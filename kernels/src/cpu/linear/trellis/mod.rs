@@ -28,12 +28,12 @@ pub(crate) const PANELS: usize = STRIP / LANES;
 const SEQUENCES: usize = trellis::LANES;
 
 /// Bits of a step that kernels are compiled for.
-pub(crate) const STEP_BITS: [usize; 8] = [2, 3, 4, 5, 6, 7, 8, 10];
+const STEP_BITS: [usize; 8] = [2, 3, 4, 5, 6, 7, 8, 10];
 
 /// What a value of a code is divided by: values are 1/128 of sums of bytes.
 pub(crate) const UNIT: f32 = 128.0;
 
-/// Inputs whose bytes are written out at once for many columns: 64 or 128 KiB, which the second-level cache holds.
+/// Inputs whose bytes are written out at once for many columns: 8 KiB of a panel, or 16 of the code `sum`.
 const CHUNK: usize = 256;
 
 /// What a packed trellis weight has beside its words.
@@ -165,7 +165,7 @@ fn finish(w: &Packed, first: usize, columns: usize, out: &mut [f32]) {
     }
 }
 
-/// One column: every strip is read once, and states are made in registers if there are enough.
+/// Few columns: every strip is read once for a block of them, and states are made in registers.
 ///
 /// # Safety
 /// That of a [`LinearKernel`]'s function.
@@ -177,16 +177,17 @@ pub(super) unsafe fn gemv(
     panels: Range<usize>,
     out: &mut [f32],
 ) {
-    let Some(kernels) = &table.trellis.gemv else {
-        // SAFETY: by contract.
-        return unsafe { gemm(kernel, table, w, x, panels, out) };
-    };
-    let gemv = kernels[kernel.planes() - 1][w.trellis().place()];
+    let of_columns = &table.trellis.gemv[kernel.planes() - 1];
+    let place = w.trellis().place().min(of_columns[0].len() - 1);
+    let (gemv, size) = (of_columns[x.width - 1][place], x.columns() * LANES);
     for (strip, own) in strips(&panels) {
-        let out = &mut out[own.start * LANES..own.end * LANES];
-        // SAFETY: by contract.
-        unsafe { gemv(w, x, strip, own.len(), out.as_mut_ptr()) };
-        finish(w, strip * PANELS, 1, out);
+        let out = &mut out[own.start * size..own.end * size];
+        for block in 0..x.blocks() {
+            let out = &mut out[block * x.width * LANES..];
+            // SAFETY: by contract; a panel's outputs of block `block` start at its columns.
+            unsafe { gemv(w, x, strip, block, own.len(), out.as_mut_ptr(), size) };
+        }
+        finish(w, strip * PANELS, x.columns(), out);
     }
 }
 
@@ -206,38 +207,30 @@ pub(super) unsafe fn gemm(
         1 => &table.trellis.dot,
         _ => &table.trellis.dot_wide,
     };
-    let columns = x.columns();
-    each_chunk(
+    let stride = x.columns() * LANES;
+    each_piece(
         table,
         w,
         panels,
-        out,
-        columns,
-        |quads, stride, inputs, panels, out| {
+        (out, stride),
+        |quads, inputs, panels, out| {
             let groups = inputs.start / x.share..inputs.end / x.share;
-            let mut p = 0;
-            while p < panels {
-                let count = table.panels.min(panels - p);
-                let dot = dots[usize::from(count > 1)][x.width - 1];
-                for block in 0..x.blocks() {
-                    let at = (p * columns + block * x.width) * LANES;
-                    // SAFETY: by contract; the panels' outputs of block `block` start at its columns. Without a second
-                    // panel the kernel of one is used.
-                    unsafe {
-                        let out = out.as_mut_ptr().add(at);
-                        let quads = quads.as_ptr().add(p * stride);
-                        dot(
-                            quads,
-                            stride,
-                            x,
-                            block,
-                            groups.clone(),
-                            out,
-                            columns * LANES,
-                        );
-                    }
-                }
-                p += if count > 1 { table.panels } else { 1 };
+            let dot = dots[panels - 1][x.width - 1];
+            let words = quads.len() / panels;
+            for block in 0..x.blocks() {
+                let out = &mut out[block * x.width * LANES..];
+                // SAFETY: by contract; a panel's outputs of block `block` start at its columns.
+                unsafe {
+                    dot(
+                        quads.as_ptr(),
+                        words,
+                        x,
+                        block,
+                        groups.clone(),
+                        out.as_mut_ptr(),
+                        stride,
+                    )
+                };
             }
         },
     );
@@ -255,37 +248,33 @@ pub(super) unsafe fn gemm_f32(
     panels: Range<usize>,
     out: &mut [f32],
 ) {
-    let columns = x.columns();
     let code = w.trellis().code();
-    each_chunk(
+    let stride = x.columns() * LANES;
+    each_piece(
         table,
         w,
         panels,
-        out,
-        columns,
-        |quads, stride, inputs, panels, out| {
+        (out, stride),
+        |quads, inputs, panels, out| {
             with_scratch!(Buffer<f32>, |tile| {
-                let tile = tile.reserve(CHUNK * LANES);
-                for (panel, quads) in quads.chunks_exact(stride).take(panels).enumerate() {
-                    let used = inputs.len();
-                    (table.trellis_values)(code, &quads[..self::quads(code, used) * LANES], tile);
-                    for block in 0..x.blocks() {
-                        let from = (block * w.inputs + inputs.start) * x.width;
-                        let to = (panel * columns + block * x.width) * LANES;
-                        // SAFETY: block `block` holds `inputs * width` values, of which `used * width` from `from` on are
-                        // used; its outputs start at its columns.
-                        unsafe {
-                            (table.tile[0][x.width - 1])(
-                                used,
-                                tile.as_ptr(),
-                                CHUNK * LANES,
-                                x.floats.as_ptr().add(from),
-                                out.as_mut_ptr().add(to),
-                                columns * LANES,
-                                LANES,
-                                inputs.start > 0,
-                            );
-                        }
+                let tile = tile.reserve(panels * inputs.len() * LANES);
+                (table.trellis_values)(code, quads, tile);
+                for block in 0..x.blocks() {
+                    let from = (block * w.inputs + inputs.start) * x.width;
+                    let out = &mut out[block * x.width * LANES..];
+                    // SAFETY: block `block` holds `w.inputs * width` values, of which those of `inputs` are used; a panel's
+                    // outputs of the block start at its columns.
+                    unsafe {
+                        (table.tile[panels - 1][x.width - 1])(
+                            inputs.len(),
+                            tile.as_ptr(),
+                            inputs.len() * LANES,
+                            x.floats.as_ptr().add(from),
+                            out.as_mut_ptr(),
+                            stride,
+                            LANES,
+                            inputs.start > 0,
+                        );
                     }
                 }
             });
@@ -293,31 +282,36 @@ pub(super) unsafe fn gemm_f32(
     );
 }
 
-/// Calls `f` for each strip of `panels` and chunk of inputs with the chunk's quads, `[8 panels][quads][16]`, the words of
-/// a panel, the inputs, the strip's number of panels and their part of `out`; then applies the rows' scales.
-fn each_chunk(
+/// Calls `f` for pieces of each strip of `panels`: as many panels as kernels take at a time, or one, and a chunk of inputs,
+/// with the piece's quads, `[panels][quads][16]`, the inputs, the number of panels and their part of `out`, of which
+/// each panel has `stride` floats. Then applies the rows' scales.
+fn each_piece(
     table: &Table,
     w: &Packed,
     panels: Range<usize>,
-    out: &mut [f32],
-    columns: usize,
-    f: impl Fn(&[u32], usize, Range<usize>, usize, &mut [f32]),
+    (out, stride): (&mut [f32], usize),
+    f: impl Fn(&[u32], Range<usize>, usize, &mut [f32]),
 ) {
     let t = w.trellis();
-    let spread = table.trellis.spread;
-    let stride = quads(t.code(), CHUNK) * LANES;
     with_scratch!(Buffer<u32>, |buffer| {
-        let buffer = buffer.reserve(PANELS * stride);
         for (strip, own) in strips(&panels) {
-            let out = &mut out[own.start * columns * LANES..own.end * columns * LANES];
+            let out = &mut out[own.start * stride..own.end * stride];
             for from in (0..w.inputs).step_by(CHUNK) {
                 let inputs = from..(from + CHUNK).min(w.inputs);
                 let parts = t.parts_of_row(inputs.start)..t.parts_of_row(inputs.end);
-                // SAFETY: the strip is one of the weight's; the buffer has room for a chunk of each panel.
-                unsafe { spread(w, strip, parts, buffer.as_mut_ptr(), stride) };
-                f(buffer, stride, inputs, own.len(), out);
+                let mut panel = 0;
+                while panel < own.len() {
+                    let whole = panel + table.panels <= own.len();
+                    let count = if whole { table.panels } else { 1 };
+                    let quads = buffer.reserve(count * parts.len() * QUADS * LANES);
+                    let (own, to) = (panel..panel + count, quads.as_mut_ptr());
+                    // SAFETY: the strip is one of the weight's; there is room for the panels' parts.
+                    unsafe { (table.trellis.spread)(w, strip, own, parts.clone(), to) };
+                    f(quads, inputs.clone(), count, &mut out[panel * stride..]);
+                    panel += count;
+                }
             }
-            finish(w, strip * PANELS, columns, out);
+            finish(w, strip * PANELS, stride / LANES, out);
         }
     });
 }

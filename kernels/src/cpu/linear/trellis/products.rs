@@ -105,68 +105,154 @@ unsafe fn quads<S: Simd>(
     s.mul_i(state, multiplier)
 }
 
-/// Strip `strip` times one column whose codes have `N` bytes, with `M` panels at a time in registers: `out` is
-/// `[panels][16]` for the first `panels` panels of the strip. Steps have `B` bits.
+/// Strip `strip` times block `block` of `C` columns, each code of `N` bytes, with `M` panels at a time in registers: `out`
+/// is `[C][16]` for each of the first `panels` panels of the strip, `stride` floats apart. Steps have `B` bits, or, if it is 0, any number.
 ///
 /// # Safety
-/// The strip lies inside `w`; `x` was prepared for `w` as one column of codes of `N` bytes; `out` has room.
+/// The strip lies inside `w`; `x` was prepared for `w` as codes of `N` bytes in blocks of `C` columns; `out` has room.
 #[inline(always)]
-pub(crate) unsafe fn gemv<S: Simd, const B: usize, const N: usize, const M: usize>(
+#[allow(clippy::too_many_arguments, reason = "the table's type of products")]
+pub(crate) unsafe fn gemv<
+    S: Simd,
+    const B: usize,
+    const C: usize,
+    const N: usize,
+    const M: usize,
+>(
     s: S,
     w: &Packed,
     x: &Prepared,
     strip: usize,
+    block: usize,
     panels: usize,
     out: *mut f32,
+    stride: usize,
 ) {
     let trellis = w.trellis();
-    let at = Parts::new(w, trellis, B, strip);
+    let bits = trellis.scheme.step_bits() as usize;
     let multiplier = s.splat_i(trellis.code().multiplier() as i32);
     let parts = trellis.parts_of_row(x.share);
-    let ahead = (parts * B * SEQUENCES).max(AHEAD / 4);
-    let mut y = [[0f32; LANES]; PANELS];
+    let mut y = [[[0f32; LANES]; C]; PANELS];
     // SAFETY: by contract.
-    unsafe {
-        for group in 0..x.groups {
-            each!(PIECE in [0 1 2 3] { if PIECE < PANELS / M {
-                let mut acc = [[[s.splat_i(0); 4]; N]; M];
-                for part in group * parts..(group + 1) * parts {
-                    let words = at.at(part);
-                    // The next group's words, a share of them with each piece of this one.
-                    for line in 2 * B * PIECE * M / PANELS..2 * B * (PIECE + 1) * M / PANELS {
-                        s.prefetch(words.0.wrapping_add(ahead + line * LANES));
-                    }
-                    let codes = x.codes.as_ptr().add(part * QUADS * 4 * N);
-                    let mut xs = [[s.splat_i(0); N]; 2];
-                    for (four, xs) in xs.iter_mut().enumerate() {
-                        for (n, x) in xs.iter_mut().enumerate() {
-                            *x = s.load_fours(codes.add((four * N + n) * 16));
+    let codes = unsafe { x.codes.as_ptr().add(block * x.quads * 4 * C * N) };
+    let strip = Strip {
+        parts: Parts::new(w, trellis, bits, strip),
+        multiplier,
+        codes,
+        ahead: (parts * bits * SEQUENCES).max(AHEAD / 4),
+    };
+    for group in 0..x.groups {
+        let own = group * parts..(group + 1) * parts;
+        if B == 0 {
+            for piece in 0..PANELS / M {
+                // SAFETY: by contract.
+                unsafe {
+                    let sums = strip.piece::<C, N, M>(s, bits, piece, own.clone());
+                    add_piece(s, x, (block, group), sums, &mut y[piece * M..]);
+                }
+            }
+        }
+        each!(PIECE in [0 1 2 3] { if B > 0 && PIECE < PANELS / M {
+            // SAFETY: by contract.
+            unsafe {
+                let sums = strip.piece::<C, N, M>(s, B, PIECE, own.clone());
+                add_piece(s, x, (block, group), sums, &mut y[PIECE * M..]);
+            }
+        } });
+    }
+    for (panel, y) in y[..panels].iter().enumerate() {
+        for (c, y) in y.iter().enumerate() {
+            // SAFETY: by contract.
+            unsafe { s.store(out.add(panel * stride + c * LANES), s.load(y.as_ptr())) };
+        }
+    }
+}
+
+/// A strip that is multiplied with a block of columns.
+struct Strip<I> {
+    parts: Parts,
+    multiplier: I,
+    /// Codes of the block.
+    codes: *const i8,
+    /// Words that are requested before they are read.
+    ahead: usize,
+}
+
+impl<I: Copy> Strip<I> {
+    /// Integer sums of panels `M piece ..` over `parts`: for each panel, column and byte, a vector of each four rows.
+    ///
+    /// # Safety
+    /// That of [`gemv`].
+    #[inline(always)]
+    unsafe fn piece<const C: usize, const N: usize, const M: usize>(
+        &self,
+        s: impl Simd<I = I>,
+        bits: usize,
+        piece: usize,
+        parts: Range<usize>,
+    ) -> [[[[I; 4]; N]; C]; M] {
+        let mut acc = [[[[s.splat_i(0); 4]; N]; C]; M];
+        for part in parts {
+            // SAFETY: by contract.
+            unsafe {
+                let words = self.parts.at(part);
+                // The next group's words, a share of them with each piece of this one.
+                let lines = |piece: usize| 2 * bits * piece * M / PANELS;
+                for line in lines(piece)..lines(piece + 1) {
+                    s.prefetch(words.0.wrapping_add(self.ahead + line * LANES));
+                }
+                let codes = self.codes.add(part * QUADS * 4 * C * N);
+                let mut xs = [[[s.splat_i(0); N]; C]; 2];
+                for four in 0..2 {
+                    for c in 0..C {
+                        for n in 0..N {
+                            let place = (four * C + c) * N + n;
+                            xs[four][c][n] = s.load_fours(codes.add(place * 16));
                         }
                     }
-                    each!(PANEL in [0 1 2 3] { if PANEL < M {
-                        each!(HALF in [0 1] { each!(I in [0 1 2 3] {
-                            let end = B * (4 * (PIECE * M + PANEL) + I + 1);
-                            let w = quads(s, words, end, HALF, multiplier);
+                }
+                each!(PANEL in [0 1 2 3] { if PANEL < M {
+                    each!(HALF in [0 1] { each!(I in [0 1 2 3] {
+                        let end = bits * (4 * (piece * M + PANEL) + I + 1);
+                        let w = quads(s, words, end, HALF, self.multiplier);
+                        for c in 0..C {
                             for n in 0..N {
-                                let acc = &mut acc[PANEL][n][2 * (I % 2) + HALF];
-                                *acc = s.dot4_lanes(*acc, w, xs[I / 2][n]);
+                                let acc = &mut acc[PANEL][c][n][2 * (I % 2) + HALF];
+                                *acc = s.dot4_lanes(*acc, w, xs[I / 2][c][n]);
                             }
-                        }) });
-                    } });
-                }
-                for (panel, acc) in acc.into_iter().enumerate() {
-                    let y = &mut y[PIECE * M + panel];
-                    let mut sums = [s.splat_i(0); N];
-                    for n in 0..N {
-                        sums[n] = s.sum_fours(acc[n]);
-                    }
-                    let sum = add_group::<S, 1, N>(s, s.load(y.as_ptr()), sums, x, (0, group, 0));
-                    s.store(y.as_mut_ptr(), sum);
-                }
-            } });
+                        }
+                    }) });
+                } });
+            }
         }
-        for (panel, y) in y[..panels].iter().enumerate() {
-            s.store(out.add(panel * LANES), s.load(y.as_ptr()));
+        acc
+    }
+}
+
+/// Adds the sums of [`Strip::piece`] over group `group` to the panels' results.
+///
+/// # Safety
+/// `x` has the block and group, in blocks of `C` columns of `N` bytes.
+#[inline(always)]
+unsafe fn add_piece<S: Simd, const C: usize, const N: usize, const M: usize>(
+    s: S,
+    x: &Prepared,
+    (block, group): (usize, usize),
+    acc: [[[[S::I; 4]; N]; C]; M],
+    y: &mut [[[f32; LANES]; C]],
+) {
+    for panel in 0..M {
+        for c in 0..C {
+            let mut sums = [s.splat_i(0); N];
+            for n in 0..N {
+                sums[n] = s.sum_fours(acc[panel][c][n]);
+            }
+            let y = &mut y[panel][c];
+            // SAFETY: by contract.
+            unsafe {
+                let sum = add_group::<S, C, N>(s, s.load(y.as_ptr()), sums, x, (block, group, c));
+                s.store(y.as_mut_ptr(), sum);
+            }
         }
     }
 }
@@ -201,7 +287,7 @@ unsafe fn add_group<S: Simd, const C: usize, const N: usize>(
     }
 }
 
-/// Writes the bytes of the states of parts `parts` of a strip, `[8 panels][quads][16 rows]`, `stride` words a panel.
+/// Writes the bytes of the states of panels `panels` and parts `parts` of a strip, `[panels][quads][16 rows]`.
 ///
 /// # Safety
 /// The strip lies inside `w` and has these parts; `out` has room.
@@ -210,9 +296,9 @@ pub(crate) unsafe fn spread<S: Simd>(
     s: S,
     w: &Packed,
     strip: usize,
+    panels: Range<usize>,
     parts: Range<usize>,
-    out: *mut u32,
-    stride: usize,
+    mut out: *mut u32,
 ) {
     let trellis = w.trellis();
     let bits = trellis.scheme.step_bits() as usize;
@@ -220,10 +306,9 @@ pub(crate) unsafe fn spread<S: Simd>(
     let multiplier = s.splat_i(trellis.code().multiplier() as i32);
     // SAFETY: by contract.
     unsafe {
-        for (i, part) in parts.enumerate() {
-            let words = at.at(part);
-            let out = out.add(i * QUADS * LANES);
-            for panel in 0..PANELS {
+        for panel in panels {
+            for part in parts.clone() {
+                let words = at.at(part);
                 for four in 0..2 {
                     let first = bits * (4 * panel + 2 * four + 1);
                     let fours = [
@@ -232,10 +317,9 @@ pub(crate) unsafe fn spread<S: Simd>(
                         quads(s, words, first + bits, 0, multiplier),
                         quads(s, words, first + bits, 1, multiplier),
                     ];
-                    let fours = s.transpose_fours(fours);
-                    let to = out.add(panel * stride + 4 * four * LANES);
-                    for t in 0..4 {
-                        s.store_bits(to.add(t * LANES), fours[t]);
+                    for quad in s.transpose_fours(fours) {
+                        s.store_bits(out, quad);
+                        out = out.add(LANES);
                     }
                 }
             }
