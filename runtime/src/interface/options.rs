@@ -3,7 +3,8 @@
 use super::session::SessionSpec;
 use crate::error::{Error, Result};
 use crate::weights::bits;
-use nq_formats::{DType, Weight};
+use nq_formats::trellis::BLOCK;
+use nq_formats::{DType, QuantizedWeight, Weight};
 use nq_kernels::cpu::{Cpu, IsaChoice, TeamOptions};
 use nq_kernels::{Activations, KernelSet};
 use std::fmt;
@@ -189,6 +190,7 @@ impl ActivationChoice {
     /// the speed, and adds an error far below that of the weights. For weights of 6 and 8 bits, int8
     /// inputs would add an error almost as large as the weights' own; two bytes add none that can be
     /// measured. They cost decoding nothing, as it waits for memory, but double prefill's products.
+    /// Inputs of a trellis code are rounded after their transform, whose blocks have no outliers: a scale for each does.
     pub fn resolve(
         self,
         parts: &[&Weight],
@@ -204,7 +206,13 @@ impl ActivationChoice {
             }
             ActivationChoice::Auto | ActivationChoice::AutoBf16 if quantized => {
                 let rounded = if parts.iter().any(|w| bits(w) <= INT8_BITS) {
-                    Activations::Int8 { group: INT8_GROUP }
+                    let trellis =
+                        |w: &&Weight| matches!(w, Weight::Quantized(QuantizedWeight::Trellis(_)));
+                    let group = match parts.iter().all(trellis) {
+                        true => BLOCK,
+                        false => INT8_GROUP,
+                    };
+                    Activations::Int8 { group }
                 } else {
                     Activations::Int16 { group: INT16_GROUP }
                 };
