@@ -174,16 +174,23 @@ fn cases() -> Vec<Case> {
         weight::affine(affine(Bits::B8, Group::Size(128), Zeros::None), SHAPE),
     ];
     weights.extend([DType::F32, DType::F16, DType::BF16].map(|d| weight::dense(d, SHAPE)));
+    let codes = ["trellis4 octagon", "trellis3 octagon", "trellis6 sum"];
+    weights.extend(codes.map(|scheme| weight::trellis(scheme, SHAPE)));
     let mut cases = Vec::new();
     for kernel in KERNELS.iter().flat_map(|k| k.iter()) {
         if !kernel.isa.available() {
             continue;
         }
         for weight in &weights {
+            // As models run: a trellis code takes a scale for each block of its transform.
+            let group = match WeightKind::of(weight) {
+                WeightKind::Trellis(_) => 128,
+                _ => 32,
+            };
             for activations in [
                 Activations::F32,
                 Activations::Bf16,
-                Activations::Int8 { group: 32 },
+                Activations::Int8 { group },
                 Activations::Int16 { group: 128 },
             ] {
                 for rows in [1, ROWS] {
@@ -302,6 +309,7 @@ fn cpu_default() -> Cpu {
 /// Random weights, never zeros.
 mod weight {
     use nq_formats::pack::pack_rows;
+    use nq_formats::synth::random_trellis;
     use nq_formats::{
         AffineScheme, AffineWeight, DType, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
     };
@@ -333,6 +341,12 @@ mod weight {
         };
         let tensor = Tensor::new(dtype, vec![out, inp], data.into());
         Weight::Dense(tensor.expect("as long as the shape says"))
+    }
+
+    pub(super) fn trellis(scheme: &str, dims: (usize, usize)) -> Weight {
+        let scheme = scheme.parse().expect("a scheme");
+        let weight = random_trellis(4, "weight", dims, scheme).expect("whole blocks of inputs");
+        Weight::Quantized(QuantizedWeight::Trellis(weight))
     }
 
     pub(super) fn affine(scheme: AffineScheme, (out, inp): (usize, usize)) -> Weight {
