@@ -101,7 +101,7 @@ fn random(
         }
     }
     // Sums of 128 by 128, sign by sign.
-    let sign = |i: usize, j: usize| 1.0 - 2.0 * f64::from((i % 128 & j % 128).count_ones() % 2);
+    let sign = |i: usize, j: usize| 1.0 - 2.0 * f64::from(((i % 128) & (j % 128)).count_ones() % 2);
     let mut half = vec![0f64; cols * rows];
     for input in 0..cols {
         for from in input / 128 * 128..input / 128 * 128 + 128 {
