@@ -253,4 +253,30 @@ mod tests {
             assert!(refused.contains("int16"), "{refused}");
         }
     }
+
+    /// Trellis codes alone take scales of their own groups; beside another weight, those that both have kernels for.
+    #[test]
+    fn inputs_of_trellis_codes_have_a_scale_for_each_block() {
+        let trellis = |bits: &str| {
+            let scheme = format!("trellis{bits} octagon").parse().unwrap();
+            let words = vec![0; 128 * 128 / 8 * bits.parse::<usize>().unwrap()];
+            let scales: Vec<half::f16> = vec![half::f16::ONE; 128];
+            let weight = nq_formats::TrellisWeight::new(
+                scheme,
+                (128, 128),
+                words.into(),
+                scales.clone().into(),
+                scales.into(),
+            );
+            Weight::Quantized(QuantizedWeight::Trellis(weight.unwrap()))
+        };
+        let (three, five) = (trellis("3"), trellis("5"));
+        let auto = |parts: &[&Weight]| ActivationChoice::Auto.resolve(parts, |_, _| true);
+        assert_eq!(auto(&[&three, &five]), Activations::Int8 { group: 128 });
+        let exact = ActivationChoice::Auto.resolve(&[&three], |_, _| false);
+        assert_eq!(exact, Activations::F32);
+        let forced = ActivationChoice::Int8 { group: 64 };
+        let resolved = forced.resolve(&[&three], |_, _| true);
+        assert_eq!(resolved, Activations::Int8 { group: 64 });
+    }
 }
