@@ -12,7 +12,7 @@ use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, Shape};
-use nq_formats::{Checkpoint, DType, ModelConfig, Weight};
+use nq_formats::{Checkpoint, DType, ModelConfig, Scheme, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
 use nq_runtime::memory::{Kinds, WeightSource, hold_model, hold_session, program_bytes};
@@ -201,9 +201,16 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
         // A copy of the moments, freed like all but the factor before columns are rounded, which works on
         // row tiles of each thread.
         drop(a.hold(if_moments_here(4 * inputs.pow(2) + factor_bytes(inputs))));
-        // Codes of one byte each and parameters of eight bytes a group; for the report, the weight's
-        // error and, with moments, its effect on outputs.
-        let codes = out * inputs + 8 * out * scheme.group().count(inputs);
+        let codes = match scheme {
+            // One byte each, and parameters of eight bytes a group.
+            Scheme::Affine(s) => out * inputs + 8 * out * s.group.count(inputs),
+            // The transformed weight and the values chosen for it, the transformed moments and their factor, and
+            // the sequences in two orders.
+            Scheme::Trellis(s) => {
+                8 * out * inputs + if_moments_here(8 * inputs.pow(2)) + 2 * s.bytes(out, inputs)
+            }
+        };
+        // For the report, the weight's error and, with moments, its effect on outputs.
         drop(a.hold(codes + 4 * out * inputs + if_hessian(4 * out * inputs)));
     }
     drop(_layer);

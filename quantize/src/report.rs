@@ -14,7 +14,7 @@ pub struct QuantizeReport {
     pub format: String,
     /// Method requested.
     pub method: String,
-    /// Bits requested.
+    /// Bits requested, rounded up.
     pub bits: u32,
     /// Group size, or "channel", which a trellis has too.
     pub group_size: nq_formats::Group,
