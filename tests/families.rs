@@ -203,6 +203,17 @@ fn flags_that_trellises_do_not_go_with_are_refused() {
         assert_eq!(refused.status.code(), Some(2), "{flags}");
         assert!(stderr(&refused).contains(expect), "{}", stderr(&refused));
     }
+    let awq = [
+        "quantize",
+        "demo",
+        "--trellis",
+        "--method",
+        "awq",
+        "--device",
+        "cpu",
+    ];
+    let awq = nq(home.path(), &awq);
+    assert!(!awq.status.success() && stderr(&awq).contains("gptq or rtn for trellis codes"));
     let plain = nq(home.path(), &["quantize", "demo", "--bits", "2.5"]);
     assert_eq!(plain.status.code(), Some(2));
     assert!(

@@ -212,12 +212,12 @@ pub fn quantize(
 ) -> Result<Quantized> {
     let mut layer = read(index, source, config)?;
     let mut weights = source.clone();
-    // Methods that scale inputs for the groups of a grid have nothing to gain from a trellis, which turns them.
-    let grids: Option<Grids> = (schemes.iter())
-        .filter_map(|(&kind, scheme)| Some((kind, Grid::new(scheme.affine()?))))
-        .map(|(kind, grid)| Ok((kind, grid?)))
-        .collect::<Result<Grids>>()
-        .map(|grids| (grids.len() == schemes.len()).then_some(grids))?;
+    // A job refuses methods that scale inputs for the groups of a grid where a weight is in a trellis.
+    let all = schemes.iter();
+    let affine: Option<Vec<_>> = all.map(|(&kind, s)| Some((kind, s.affine()?))).collect();
+    let grid = |(kind, scheme)| Ok((kind, Grid::new(scheme)?));
+    let grids = affine.map(|all| all.into_iter().map(grid).collect::<Result<Grids>>());
+    let grids = grids.transpose()?;
     if let (Some(stats), Some(grids)) = (&mut stats, &grids)
         && method.transform(&mut layer, stats, grids)?
     {

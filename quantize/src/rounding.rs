@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use std::sync::Arc;
 
 /// A weight, or its rows so far, rounded and packed.
-enum Rows {
+enum Packing {
     Affine(Packer),
     Trellis(TrellisRows),
 }
@@ -33,7 +33,7 @@ struct TrellisRows {
 
 /// A rounded weight and how it was made.
 pub(crate) struct Rounding {
-    rows: Rows,
+    packing: Packing,
     bits: u32,
     errors: Errors,
     method: &'static str,
@@ -76,7 +76,7 @@ pub(crate) fn round(
             let mut packer = Packer::new(outcome.rounded.grid, weight.cols);
             packer.push(&outcome.rounded);
             Ok(Rounding {
-                rows: Rows::Affine(packer),
+                packing: Packing::Affine(packer),
                 bits: scheme.bits.into(),
                 errors,
                 method: outcome.method,
@@ -105,7 +105,7 @@ pub(crate) fn round(
                 errors.output_change = hessian.quadratic_error(&change)?;
             }
             Ok(Rounding {
-                rows: Rows::Trellis(TrellisRows {
+                packing: Packing::Trellis(TrellisRows {
                     scheme,
                     words: rounded.words().to_vec(),
                     row_scales: rounded.row_scales().to_vec(),
@@ -134,7 +134,7 @@ pub(crate) fn by_pieces(
 ) -> Result<(Weight, LayerReport, Vec<String>)> {
     let (out, cols) = source.dims();
     // Whole strips of a trellis.
-    let piece = (PIECE / cols).next_multiple_of(STRIP);
+    let piece = (PIECE / cols).max(1).next_multiple_of(STRIP);
     let mut all: Option<Rounding> = None;
     for start in (0..out).step_by(piece) {
         let mut weight = Matrix::zeros(piece.min(out - start), cols);
@@ -180,9 +180,9 @@ pub(crate) fn to_nearest(
 impl Rounding {
     /// Appends more rows of the weight, made by the same request.
     pub(crate) fn append(&mut self, more: Rounding) {
-        match (&mut self.rows, more.rows) {
-            (Rows::Affine(rows), Rows::Affine(more)) => rows.append(more),
-            (Rows::Trellis(rows), Rows::Trellis(more)) => {
+        match (&mut self.packing, more.packing) {
+            (Packing::Affine(rows), Packing::Affine(more)) => rows.append(more),
+            (Packing::Trellis(rows), Packing::Trellis(more)) => {
                 debug_assert!(rows.row_scales.len().is_multiple_of(STRIP));
                 debug_assert!(rows.input_scales == more.input_scales);
                 rows.words.extend(more.words);
@@ -211,9 +211,9 @@ impl Rounding {
     /// # Errors
     /// Errors of assembling a weight; what is made here causes none.
     pub(crate) fn finish(self) -> Result<(Weight, Vec<String>)> {
-        let weight = match self.rows {
-            Rows::Affine(packer) => packer.finish()?,
-            Rows::Trellis(rows) => {
+        let weight = match self.packing {
+            Packing::Affine(packer) => packer.finish()?,
+            Packing::Trellis(rows) => {
                 let dims = (rows.row_scales.len(), rows.input_scales.len());
                 let words = rows.words.into();
                 let of_rows = rows.row_scales.into();

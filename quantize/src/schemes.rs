@@ -4,8 +4,8 @@ use crate::allocation;
 use crate::error::{Error, Result};
 use crate::grid::Grid;
 use nq_formats::models::{LinearKind, LinearSpec};
-use nq_formats::names::{EMBEDDING, HEAD, Shape, is_kept, parameters, stack};
-use nq_formats::trellis::{BLOCK, Code, STRIP};
+use nq_formats::names::{EMBEDDING, HEAD, Shape, is_kept, parameters};
+use nq_formats::trellis::{BLOCK, Code};
 use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Scheme, TrellisScheme, Zeros};
 use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
@@ -137,7 +137,7 @@ impl Schemes {
     }
 
     /// Checks that groups, or the blocks of a trellis, fill the rows: kernels do not support ragged groups, and no
-    /// published model needs them. An expert's rows must be whole strips of a trellis.
+    /// published model needs them.
     ///
     /// # Errors
     /// [`Error::Request`] with the first weight that they do not fill.
@@ -149,8 +149,14 @@ impl Schemes {
             let scheme = match scheme {
                 Scheme::Affine(scheme) => scheme,
                 Scheme::Trellis(scheme) => {
-                    check_trellis(config, &name, shape, scheme)?;
-                    continue;
+                    let Err(_) = scheme.check((0, cols)) else {
+                        continue;
+                    };
+                    return Err(Error::Request {
+                        what: "trellis",
+                        expected: format!("a multiple of {BLOCK} inputs of {name}"),
+                        found: cols.to_string(),
+                    });
                 }
             };
             Grid::new(scheme)?;
@@ -242,35 +248,6 @@ pub(crate) fn trellises(code: Code) -> impl Iterator<Item = TrellisScheme> {
     TrellisScheme::all().filter(move |s| s.code() == code || s.bits() > 5.0)
 }
 
-/// Refuses a weight that a trellis cannot hold.
-fn check_trellis(
-    config: &ModelConfig,
-    name: &str,
-    shape: Shape,
-    scheme: TrellisScheme,
-) -> Result<()> {
-    let Shape::Matrix(rows, cols) = shape else {
-        return Ok(());
-    };
-    let refuse = |expected: String, found: usize| Error::Request {
-        what: "trellis",
-        expected,
-        found: found.to_string(),
-    };
-    if scheme.check((rows, cols)).is_err() {
-        let expected = format!("a multiple of {BLOCK} inputs of {name}");
-        return Err(refuse(expected, cols));
-    }
-    let experts = config.experts.filter(|_| stack(name).is_some());
-    match experts.map(|e| rows / e.count.max(1)) {
-        Some(each) if !each.is_multiple_of(STRIP) => Err(refuse(
-            format!("a multiple of {STRIP} outputs of each expert of {name}"),
-            each,
-        )),
-        _ => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -298,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn trellises_fill_blocks_and_strips() {
+    fn trellises_fill_blocks() {
         let trellis = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();
         let schemes = Schemes::trellis(trellis(Code::Octagon, 3.0));
         assert_eq!(schemes.head, Some(trellis(Code::Octagon, 5.0).into()));
@@ -314,7 +291,7 @@ mod tests {
         config.experts = Some(experts);
         let error = schemes.check(&config).unwrap_err().to_string();
         assert!(
-            error.contains("each expert") && error.contains("320"),
+            error.contains("down_proj") && error.contains("320"),
             "{error}"
         );
         config = Preset::find("qwen3-0.6b").unwrap().config();

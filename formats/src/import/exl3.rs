@@ -13,20 +13,15 @@
 //! [`crate::trellis`]; a value is the sum of two halves that the state's product is masked to, or of its bytes.
 
 use super::Settings;
+use super::expanded::{Expansion, Held, open_with};
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::models::tensor_name;
 use crate::shards::Shards;
-use crate::store::{Exactness, TensorEntry, WeightStore};
-use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::trellis::{BLOCK, state, transform};
-use crate::weight::Weight;
 use half::f16;
 use rayon::prelude::*;
-use serde_json::Value;
 
 /// The `quant_method` of this format.
 pub const METHOD: &str = "exl3";
@@ -42,32 +37,32 @@ const PARTS: [&str; 7] = [TRELLIS, ".suh", ".svh", ".su", ".sv", ".mcg", ".mul1"
 
 /// How a value follows from a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Code {
+enum Codebook {
     /// Two halves, masked from the product with a multiplier and an addend.
     Halves { multiplier: u32, addend: u32 },
     /// The sum of the bytes of the product with a multiplier.
     Bytes { multiplier: u32 },
 }
 
-const FIRST: Code = Code::Halves {
+const FIRST: Codebook = Codebook::Halves {
     multiplier: 89_226_354,
     addend: 64_248_484,
 };
 const MCG: u32 = 0xCBAC_1FED;
 const MUL1: u32 = 0x83DC_D12D;
 
-impl Code {
+impl Codebook {
     /// The value of a state, as kernels compute it in f16.
     fn value(self, state: u16) -> f16 {
         let state = u32::from(state);
         match self {
-            Code::Halves { multiplier, addend } => {
+            Codebook::Halves { multiplier, addend } => {
                 let product = state.wrapping_mul(multiplier).wrapping_add(addend);
                 let both = product & 0x8FFF_8FFF ^ 0x3B60_3B60;
                 let half = |bits: u32| f16::from_bits(bits as u16).to_f32();
                 f16::from_f32(half(both) + half(both >> 16))
             }
-            Code::Bytes { multiplier } => {
+            Codebook::Bytes { multiplier } => {
                 let bytes = state.wrapping_mul(multiplier).to_le_bytes();
                 let sum: u16 = bytes.into_iter().map(u16::from).sum();
                 // About 1 / 147.7, and -510 of it less 1,024, which the sum is added to.
@@ -82,7 +77,7 @@ impl Code {
 /// A weight's code and twice its bits.
 #[derive(Clone, Copy, Debug)]
 struct Coding {
-    code: Code,
+    code: Codebook,
     half_bits: usize,
 }
 
@@ -108,10 +103,7 @@ const fn place(t: usize) -> (usize, usize) {
     )
 }
 
-struct Exl3Store {
-    shards: Shards,
-    value: Value,
-}
+struct Exl3;
 
 /// Opens a checkpoint whose `quant_method` is `exl3`.
 ///
@@ -131,20 +123,19 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
         "version",
         "vision_bits",
     ]);
-    let store = Exl3Store {
-        shards: source.shards()?,
-        value: source.quantization().cloned().unwrap_or_default(),
-    };
-    source.into_checkpoint(Box::new(store))
+    open_with(source, Exl3)
 }
 
-impl Exl3Store {
-    fn is_quantized(&self, name: &str) -> bool {
-        self.shards.contains(&format!("{name}{TRELLIS}"))
-    }
+/// The tensors of the weight `name`.
+struct Parts<'a> {
+    shards: &'a Shards,
+    name: &'a str,
+}
 
+impl Parts<'_> {
     /// The code that the scalar tensors of a weight name.
-    fn code(&self, name: &str) -> Result<Code> {
+    fn code(&self) -> Result<Codebook> {
+        let name = self.name;
         let multiplier = |suffix: &str, known: u32| -> Result<bool> {
             let tensor = format!("{name}{suffix}");
             let Some(found) = self.shards.get(&tensor) else {
@@ -167,9 +158,9 @@ impl Exl3Store {
             }
         };
         Ok(if multiplier(".mul1", MUL1)? {
-            Code::Bytes { multiplier: MUL1 }
+            Codebook::Bytes { multiplier: MUL1 }
         } else if multiplier(".mcg", MCG)? {
-            Code::Halves {
+            Codebook::Halves {
                 multiplier: MCG,
                 addend: 0,
             }
@@ -179,7 +170,8 @@ impl Exl3Store {
     }
 
     /// The scales of inputs or outputs: values, or signs alone.
-    fn scales(&self, name: &str, (values, signs): (&str, &str), n: usize) -> Result<Vec<f32>> {
+    fn scales(&self, (values, signs): (&str, &str), n: usize) -> Result<Vec<f32>> {
+        let name = self.name;
         let values = format!("{name}{values}");
         let signs = format!("{name}{signs}");
         let scales = if self.shards.contains(&values) || !self.shards.contains(&signs) {
@@ -200,16 +192,16 @@ impl Exl3Store {
     }
 
     /// The code of a weight, checked against the shape of its trellis.
-    fn coding(&self, name: &str, (rows, cols): (usize, usize)) -> Result<(Coding, Tensor)> {
-        let tensor = format!("{name}{TRELLIS}");
-        let code = self.code(name)?;
+    fn coding(&self, (rows, cols): (usize, usize)) -> Result<(Coding, Tensor)> {
+        let tensor = format!("{}{TRELLIS}", self.name);
+        let code = self.code()?;
         let fits = |n: usize| n > 0 && n.is_multiple_of(BLOCK);
         let found = self.shards.get(&tensor);
         let width = found.and_then(|t| t.shape().get(2).copied()).unwrap_or(0);
         let half_bits = width / 8;
         let halves = half_bits % 2 == 1;
         let known = match (code, halves) {
-            (Code::Bytes { .. }, true) => half_bits <= 7 && half_bits > 1,
+            (Codebook::Bytes { .. }, true) => half_bits <= 7 && half_bits > 1,
             (_, true) => false,
             (_, false) => (2..=16).contains(&half_bits),
         };
@@ -229,14 +221,13 @@ impl Exl3Store {
     /// The values of a weight `[rows, cols]`, in elements of `N` bytes; `encode` converts an f32 to one.
     fn expand<const N: usize>(
         &self,
-        name: &str,
         (rows, cols): (usize, usize),
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {
-        let (coding, trellis) = self.coding(name, (rows, cols))?;
-        let of_inputs = self.scales(name, (".suh", ".su"), cols)?;
-        let of_outputs = self.scales(name, (".svh", ".sv"), rows)?;
+        let (coding, trellis) = self.coding((rows, cols))?;
+        let of_inputs = self.scales((".suh", ".su"), cols)?;
+        let of_outputs = self.scales((".svh", ".sv"), rows)?;
         let width = 8 * coding.half_bits;
         let across = rows / TILE;
         let mut bytes = vec![0; rows * cols * N];
@@ -284,66 +275,27 @@ impl Exl3Store {
     }
 }
 
-impl WeightStore for Exl3Store {
-    fn format(&self) -> &'static str {
-        METHOD
-    }
+impl Expansion for Exl3 {
+    const FORMAT: &'static str = METHOD;
+    const HELD: Held = Held::F16;
 
-    fn contains(&self, name: &str) -> bool {
-        self.is_quantized(name) || self.shards.contains(&tensor_name(name))
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&tensor_name(name), &FLOATS, &[len])
-    }
-
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
-        let tensor = if self.is_quantized(name) {
-            let encode = |v| f16::from_f32(v).to_le_bytes();
-            self.expand(name, dims, DType::F16, encode)?
-        } else {
-            self.shards
-                .require(&tensor_name(name), &FLOATS, &[dims.0, dims.1])?
-        };
-        Ok(Weight::Dense(tensor))
-    }
-
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
-        if !self.is_quantized(name) {
-            return self.matrix(name, dims).map(StoredWeight::Canonical);
-        }
-        let tensor = self.expand(name, dims, DType::F32, f32::to_le_bytes)?;
-        Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
+    fn is_expanded(&self, shards: &Shards, name: &str) -> bool {
+        shards.contains(&format!("{name}{TRELLIS}"))
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
-        match self.is_quantized(name) {
-            true => PARTS.map(|suffix| format!("{name}{suffix}")).into(),
-            false => vec![tensor_name(name)],
-        }
+        PARTS.map(|suffix| format!("{name}{suffix}")).into()
     }
 
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.shards.floats(name, shape)
-    }
-
-    fn exactness(&self, name: &str) -> Exactness {
-        match self.is_quantized(name) {
-            true => Exactness::ValuesRounded(DType::F16),
-            false => Exactness::Exact,
-        }
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.shards.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.shards.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&Value> {
-        Some(&self.value)
+    fn expand<const N: usize>(
+        &self,
+        shards: &Shards,
+        name: &str,
+        dims: (usize, usize),
+        dtype: DType,
+        encode: impl Fn(f32) -> [u8; N] + Sync,
+    ) -> Result<Tensor> {
+        Parts { shards, name }.expand(dims, dtype, encode)
     }
 }
 
@@ -383,11 +335,11 @@ mod tests {
 
     #[test]
     fn tiles_are_decoded_as_by_the_program_that_made_them() {
-        let mcg = Code::Halves {
+        let mcg = Codebook::Halves {
             multiplier: MCG,
             addend: 0,
         };
-        let codes = [FIRST, mcg, Code::Bytes { multiplier: MUL1 }];
+        let codes = [FIRST, mcg, Codebook::Bytes { multiplier: MUL1 }];
         for (bits, code, by_place, squares) in SUMS {
             let half_bits = (2.0 * bits) as usize;
             let mut random = 12_345u64;

@@ -7,19 +7,15 @@
 //! | `X.weight_scale_inv` | F32 or BF16 `[ceil(out / 128), ceil(in / 128)]` |
 
 use super::Settings;
+use super::expanded::{Expansion, Held, open_with};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::FLOATS;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::models::tensor_name;
 use crate::shards::Shards;
-use crate::store::{Exactness, TensorEntry, WeightStore};
-use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
-use crate::weight::Weight;
-use half::bf16;
 use rayon::prelude::*;
-use serde_json::Value;
 
 /// The `quant_method` of this format.
 pub const METHOD: &str = "fp8";
@@ -27,11 +23,9 @@ pub const METHOD: &str = "fp8";
 /// The suffix of the tensor that holds a weight's scales.
 const SCALES: &str = ".weight_scale_inv";
 
-struct Fp8Store {
-    shards: Shards,
+struct Fp8 {
     /// Rows and columns of a block.
     block: (usize, usize),
-    value: Value,
 }
 
 /// Opens a checkpoint whose `quant_method` is `fp8`.
@@ -58,12 +52,8 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
         "modules_to_not_convert",
         "scale_fmt",
     ]);
-    let store = Fp8Store {
-        shards: source.shards()?,
-        block: (rows as usize, cols as usize),
-        value: source.quantization().cloned().unwrap_or_default(),
-    };
-    source.into_checkpoint(Box::new(store))
+    let block = (rows as usize, cols as usize);
+    open_with(source, Fp8 { block })
 }
 
 /// The value of an FP8 E4M3 number (OCP 8-bit floating point specification): sign, 4 exponent
@@ -82,15 +72,22 @@ pub fn e4m3(byte: u8) -> f32 {
     }
 }
 
-impl Fp8Store {
-    fn is_fp8(&self, name: &str) -> bool {
-        let tensor = self.shards.get(&tensor_name(name));
+impl Expansion for Fp8 {
+    const FORMAT: &'static str = METHOD;
+    const HELD: Held = Held::Bf16;
+
+    fn is_expanded(&self, shards: &Shards, name: &str) -> bool {
+        let tensor = shards.get(&tensor_name(name));
         tensor.is_some_and(|t| t.dtype() == DType::F8E4M3)
     }
 
-    /// The weight in elements of `N` bytes; `encode` converts an f32 to one.
-    fn dequantize<const N: usize>(
+    fn sources(&self, name: &str) -> Vec<String> {
+        vec![tensor_name(name), format!("{name}{SCALES}")]
+    }
+
+    fn expand<const N: usize>(
         &self,
+        shards: &Shards,
         name: &str,
         (rows, cols): (usize, usize),
         dtype: DType,
@@ -98,10 +95,10 @@ impl Fp8Store {
     ) -> Result<Tensor> {
         let (down, across) = (rows.div_ceil(self.block.0), cols.div_ceil(self.block.1));
         let scale = format!("{name}{SCALES}");
-        let scales = self.shards.require(&scale, &FLOATS, &[down, across])?;
+        let scales = shards.require(&scale, &FLOATS, &[down, across])?;
         let names = (&tensor_name(name)[..], &scale[..]);
         let scales = (self.block, scales.to_f32()?);
-        dequantize(&self.shards, names, (rows, cols), scales, dtype, encode)
+        dequantize(shards, names, (rows, cols), scales, dtype, encode)
     }
 }
 
@@ -142,66 +139,4 @@ pub(super) fn dequantize<const N: usize>(
             }
         });
     Tensor::new(dtype, vec![rows, cols], bytes.into())
-}
-
-impl WeightStore for Fp8Store {
-    fn format(&self) -> &'static str {
-        METHOD
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        self.shards.contains(&tensor_name(name))
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&tensor_name(name), &FLOATS, &[len])
-    }
-
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
-        let tensor = if self.is_fp8(name) {
-            let encode = |v| bf16::from_f32(v).to_le_bytes();
-            self.dequantize(name, dims, DType::BF16, encode)?
-        } else {
-            self.shards
-                .require(&tensor_name(name), &FLOATS, &[dims.0, dims.1])?
-        };
-        Ok(Weight::Dense(tensor))
-    }
-
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
-        if !self.is_fp8(name) {
-            return self.matrix(name, dims).map(StoredWeight::Canonical);
-        }
-        let tensor = self.dequantize(name, dims, DType::F32, f32::to_le_bytes)?;
-        Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
-    }
-
-    fn sources(&self, name: &str) -> Vec<String> {
-        let scales = self.is_fp8(name).then(|| format!("{name}{SCALES}"));
-        [tensor_name(name)].into_iter().chain(scales).collect()
-    }
-
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.shards.floats(name, shape)
-    }
-
-    fn exactness(&self, name: &str) -> Exactness {
-        if self.is_fp8(name) {
-            Exactness::ValuesRounded(DType::BF16)
-        } else {
-            Exactness::Exact
-        }
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.shards.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.shards.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&Value> {
-        Some(&self.value)
-    }
 }

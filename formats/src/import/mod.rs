@@ -4,6 +4,7 @@
 pub mod awq;
 pub mod compressed_tensors;
 pub mod exl3;
+mod expanded;
 mod floats;
 pub mod fp8;
 pub mod gptq;

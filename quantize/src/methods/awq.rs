@@ -58,6 +58,10 @@ impl Method for Awq {
         Needs::Hessian
     }
 
+    fn scales_inputs(&self) -> bool {
+        true
+    }
+
     fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         let mut changed = false;
         // The scales of norms, by which a layer's other products with the same input are multiplied too.

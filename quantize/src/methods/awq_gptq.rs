@@ -46,6 +46,10 @@ impl Method for AwqGptq {
         Needs::Hessian
     }
 
+    fn scales_inputs(&self) -> bool {
+        true
+    }
+
     fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
         self.awq.transform(layer, inputs, grids)
     }

@@ -107,6 +107,12 @@ pub trait Method: Send + Sync {
         Ok(false)
     }
 
+    /// True if [`Method::transform`] scales inputs for the groups of a grid: trellises, which transform inputs
+    /// themselves, are refused then.
+    fn scales_inputs(&self) -> bool {
+        false
+    }
+
     /// Rounds one weight.
     ///
     /// # Errors

@@ -177,6 +177,13 @@ impl<'a> Job<'a> {
                 found: "trellis codes".into(),
             });
         }
+        if trellis && method.scales_inputs() {
+            return Err(Error::Request {
+                what: "method",
+                expected: "gptq or rtn for trellis codes, which transform inputs themselves".into(),
+                found: method.name().into(),
+            });
+        }
         if trellis && !matches!(options.load.device.resolve(), Ok(Device::Cpu)) {
             return Err(Error::Request {
                 what: "device",

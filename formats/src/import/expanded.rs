@@ -1,0 +1,144 @@
+//! Stores of formats whose codes no kernel multiplies: weights are expanded to floats as they are read.
+
+use crate::checkpoint::{Checkpoint, Source};
+use crate::dense::FLOATS;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::models::tensor_name;
+use crate::shards::Shards;
+use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::stored::StoredWeight;
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use half::{bf16, f16};
+use serde_json::Value;
+
+/// The type to which values are rounded where they are held.
+#[derive(Clone, Copy)]
+pub(super) enum Held {
+    Bf16,
+    F16,
+}
+
+/// How a format's weights are expanded.
+pub(super) trait Expansion: Send + Sync {
+    /// The format's name.
+    const FORMAT: &'static str;
+    /// The type of its expanded weights.
+    const HELD: Held;
+
+    /// True if the weight `name` is stored in the format's codes.
+    fn is_expanded(&self, shards: &Shards, name: &str) -> bool;
+
+    /// Names of the tensors that such a weight is read from; some may be absent.
+    fn sources(&self, name: &str) -> Vec<String>;
+
+    /// The values of such a weight `[rows, cols]`, in elements of `N` bytes; `encode` converts an f32 to one.
+    ///
+    /// # Errors
+    /// A missing or misshapen tensor; values or scales that are not finite.
+    fn expand<const N: usize>(
+        &self,
+        shards: &Shards,
+        name: &str,
+        dims: (usize, usize),
+        dtype: DType,
+        encode: impl Fn(f32) -> [u8; N] + Sync,
+    ) -> Result<Tensor>;
+}
+
+/// The parameters of a checkpoint whose weights are expanded, or unquantized.
+struct ExpandedStore<E> {
+    shards: Shards,
+    expansion: E,
+    value: Value,
+}
+
+/// Opens `source`, whose weights `expansion` expands.
+///
+/// # Errors
+/// Errors of [`Shards::open`].
+pub(super) fn open_with(source: Source, expansion: impl Expansion + 'static) -> Result<Checkpoint> {
+    let store = ExpandedStore {
+        shards: source.shards()?,
+        expansion,
+        value: source.quantization().cloned().unwrap_or_default(),
+    };
+    source.into_checkpoint(Box::new(store))
+}
+
+impl<E: Expansion> ExpandedStore<E> {
+    fn is_expanded(&self, name: &str) -> bool {
+        self.expansion.is_expanded(&self.shards, name)
+    }
+}
+
+impl<E: Expansion> WeightStore for ExpandedStore<E> {
+    fn format(&self) -> &'static str {
+        E::FORMAT
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.is_expanded(name) || self.shards.contains(&tensor_name(name))
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        self.shards.require(&tensor_name(name), &FLOATS, &[len])
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        let (expansion, shards) = (&self.expansion, &self.shards);
+        let tensor = match (self.is_expanded(name), E::HELD) {
+            (false, _) => shards.require(&tensor_name(name), &FLOATS, &[dims.0, dims.1])?,
+            (true, Held::Bf16) => {
+                let encode = |v| bf16::from_f32(v).to_le_bytes();
+                expansion.expand(shards, name, dims, DType::BF16, encode)?
+            }
+            (true, Held::F16) => {
+                let encode = |v| f16::from_f32(v).to_le_bytes();
+                expansion.expand(shards, name, dims, DType::F16, encode)?
+            }
+        };
+        Ok(Weight::Dense(tensor))
+    }
+
+    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+        if !self.is_expanded(name) {
+            return self.matrix(name, dims).map(StoredWeight::Canonical);
+        }
+        let (expansion, shards) = (&self.expansion, &self.shards);
+        let tensor = expansion.expand(shards, name, dims, DType::F32, f32::to_le_bytes)?;
+        Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        match self.is_expanded(name) {
+            true => self.expansion.sources(name),
+            false => vec![tensor_name(name)],
+        }
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        self.shards.floats(name, shape)
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        match (self.is_expanded(name), E::HELD) {
+            (false, _) => Exactness::Exact,
+            (true, Held::Bf16) => Exactness::ValuesRounded(DType::BF16),
+            (true, Held::F16) => Exactness::ValuesRounded(DType::F16),
+        }
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.shards.entries()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.shards.file_bytes()
+    }
+
+    fn quantization(&self) -> Option<&Value> {
+        Some(&self.value)
+    }
+}
