@@ -303,14 +303,11 @@ impl Scheme {
         }
     }
 
-    /// What a weight `[out, in]` takes on a GPU: that of [`AffineScheme::held_on_gpu`]; values of f16 for a trellis.
-    pub fn held_on_gpu(self, (out, inputs): (usize, usize)) -> Held {
+    /// What a weight `[out, in]` takes on a GPU: that of [`AffineScheme::held_on_gpu`]; of a trellis its own.
+    pub fn held_on_gpu(self, dims: (usize, usize)) -> Held {
         match self {
-            Scheme::Affine(scheme) => Scheme::from(scheme.held_on_gpu()).stored((out, inputs)),
-            Scheme::Trellis(_) => Held {
-                bits: 16.0,
-                bytes: 2 * out * inputs,
-            },
+            Scheme::Affine(scheme) => Scheme::from(scheme.held_on_gpu()).stored(dims),
+            Scheme::Trellis(_) => self.stored(dims),
         }
     }
 }

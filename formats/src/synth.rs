@@ -272,7 +272,11 @@ pub fn random_trellis(
         (rows, cols),
         bytes("codes", words).into(),
         bytes("scales", rows).into_iter().map(near).collect(),
-        bytes("input scales", cols).into_iter().map(sign).collect(),
+        // Weights of the same inputs share their signs, as those that nq makes.
+        random_bytes(seed, "input scales", cols)
+            .into_iter()
+            .map(sign)
+            .collect(),
     )
 }
 

@@ -1,10 +1,11 @@
-//! The interface of a device that keeps second moments and rounds with them, for GPTQ and AWQ. The
-//! moments stay where they were summed; a weight is sent there, codes and group parameters come back.
+//! The interface of a device that keeps second moments and rounds with them, for GPTQ, AWQ and trellis codes. The
+//! moments stay where they were summed; a weight is sent there, codes and scales come back.
 //!
 //! The caller chooses the order of columns, the damping and the ranges to try. Without
 //! such a device (on the CPU), the caller also does the algebra.
 
 use crate::error::Result;
+use nq_formats::TrellisScheme;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
@@ -38,6 +39,10 @@ pub trait Moments: Debug + Send + Sync {
     /// The moments of `x_i / s_i`.
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Moments>>;
 
+    /// The moments, with the diagonal `diagonal`, of inputs that are multiplied by `signs`, `[n]`, and transformed by
+    /// [`nq_formats::trellis::transform`].
+    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Moments>>;
+
     /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`; `None` if the damped matrix is
     /// not positive definite.
     fn inverse_factor(&self, damped: Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>>;
@@ -57,6 +62,10 @@ pub trait Factor {
     /// Rounds the columns of a weight one after another; later columns compensate for the error of
     /// each.
     fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
+
+    /// Rounds a weight to a trellis code, tile after tile of columns in their own order; later columns compensate for
+    /// the errors of each tile.
+    fn round_to_trellis(&self, weight: &TrellisRows<'_>) -> Result<TrellisRounded>;
 }
 
 /// How second moments are modified so that they can be inverted.
@@ -147,6 +156,29 @@ pub struct Rounded {
     pub scales: Vec<f32>,
     /// `[rows, groups]`
     pub zeros: Vec<f32>,
+}
+
+/// A weight to be rounded to a trellis code.
+#[derive(Clone, Copy, Debug)]
+pub struct TrellisRows<'a> {
+    /// The weight of transformed inputs, `[rows, n]`.
+    pub weight: &'a [f32],
+    /// The scale of each row, or 0 for rows of zeros, `[rows]`.
+    pub scales: &'a [f32],
+    /// The code.
+    pub scheme: TrellisScheme,
+    /// Steps of a sequence on each side of its seam that settle it: half of all steps at most.
+    pub window: usize,
+}
+
+/// The result of [`Factor::round_to_trellis`].
+#[derive(Clone, Debug)]
+pub struct TrellisRounded {
+    /// Words of whole strips, as a file has them.
+    pub words: Vec<u32>,
+    /// The scale of each row with which its values have the least error, weighted by the moments, `[rows]`; it need not
+    /// be finite or positive.
+    pub scales: Vec<f64>,
 }
 
 /// Squared norms of a weight and of its changes by rounding, in values and in mean outputs.

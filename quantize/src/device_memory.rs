@@ -12,7 +12,7 @@ use crate::memory::{self, session};
 use crate::methods::Needs;
 use crate::schemes::Schemes;
 use crate::streamed;
-use nq_formats::{Bits, DType, ModelConfig};
+use nq_formats::{Bits, DType, ModelConfig, TrellisScheme};
 use nq_kernels::Account;
 use nq_kernels::grad::SCRATCH;
 use nq_kernels::registry::WeightKind;
@@ -78,6 +78,8 @@ const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
 /// The parts of a run that its GPU memory depends on.
 pub(crate) struct Work<'a> {
     pub(crate) schemes: &'a Schemes,
+    /// Trellises that weights may get.
+    pub(crate) trellises: Vec<TrellisScheme>,
     pub(crate) needs: Needs,
     /// Most sequences sampled; 0: none.
     pub(crate) sampled: usize,
@@ -213,8 +215,10 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Resul
     }
     let n = c.hidden_size;
     let head = moments(n);
+    // Those of inputs that matter alike, for an embedding in a trellis.
+    let alike = (!work.trellises.is_empty()).then(|| moments(n));
     round(a, c.vocab_size.min(PIECE / n), n, work);
-    drop(head);
+    drop((head, alike));
     let products = c.largest_layer().products().into_iter();
     let all = products.flat_map(|p| (0..p.shares(c)).map(|_| p.inputs(c)));
     let _moments: Vec<_> = all.map(moments).collect();
@@ -235,6 +239,14 @@ fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
     drop(a.hold((work.sizes.factor)(n)));
     // The weight, once as it is and once permuted, codes, errors of a block and parameters.
     drop(a.hold(9 * values + (512 + 8 * groups) * out));
+    let of = work
+        .trellises
+        .iter()
+        .map(|s| (work.sizes.trellis)(*s, (out, n)));
+    if let Some(bytes) = of.max() {
+        // Beside the moments, those of transformed inputs.
+        drop(a.hold(4 * n * n + bytes));
+    }
     drop(factor);
     // The weight, its changes and the changed outputs, codes.
     drop(a.hold(13 * values));
@@ -243,6 +255,7 @@ fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nq_formats::Scheme;
     use nq_formats::names::{self, Shape};
     use nq_formats::synth::Preset;
     use nq_runtime::DeviceMemory;
@@ -276,6 +289,7 @@ mod tests {
             })
         },
         factor: |n| 8 * n * (n + 128),
+        trellis: |_, (out, n)| 13 * out * n + (1 << 30),
     };
 
     /// Common GPU sizes: 8B fits 12 GB, of which the driver takes a part, and 32B fits 80 GB. On a small
@@ -286,10 +300,11 @@ mod tests {
             .into_iter()
             .flatten()
         {
-            let choose = |preset: &str, limit: u64| {
+            let choose_for = |schemes: &Schemes, preset: &str, limit: u64| {
                 let config = Preset::find(preset).expect("a published shape").config();
                 let work = Work {
-                    schemes: &Schemes::defaults(Bits::B4),
+                    schemes,
+                    trellises: schemes.all().filter_map(Scheme::trellis).collect(),
                     needs: Needs::Hessian,
                     sampled: 64,
                     sizes,
@@ -298,6 +313,8 @@ mod tests {
                 assert!(found.peak <= limit, "{found:?}");
                 Ok::<_, Error>((found.sampled_from, found.streamed))
             };
+            let choose =
+                |preset: &str, limit| choose_for(&Schemes::defaults(Bits::B4), preset, limit);
             let small = choose("qwen3-8b", 11_300_000_000).unwrap();
             assert_eq!(small, (SampledFrom::Int8, true));
             let large = choose("qwen3-32b", 79_000_000_000).unwrap();
@@ -305,6 +322,11 @@ mod tests {
             let whole = choose("qwen3-8b", 140_000_000_000).unwrap();
             assert_eq!(whole, (SampledFrom::Source, false));
             assert!(choose("qwen3-8b", 4_000_000_000).is_err());
+            for scheme in TrellisScheme::all() {
+                let schemes = Schemes::trellis(scheme);
+                let whole = choose_for(&schemes, "qwen3-8b", 79_000_000_000).unwrap();
+                assert_eq!(whole, (SampledFrom::Source, false), "{scheme}");
+            }
             for (hybrid, limit) in [
                 ("qwen3.5-27b", 79_000_000_000),
                 ("qwen3.5-35b-a3b", 140_000_000_000),

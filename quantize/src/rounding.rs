@@ -89,12 +89,12 @@ pub(crate) fn round(
             let (rounded, fallbacks) =
                 trellis::round(name, weight, inputs.filter(|_| feeds), scheme)?;
             let mut change = Matrix::zeros(weight.rows, weight.cols);
-            for i in 0..weight.rows {
-                rounded.dequantize_row(i, change.row_mut(i));
-            }
-            for (c, w) in change.data.iter_mut().zip(&weight.data) {
-                *c -= w;
-            }
+            (change.data.par_chunks_mut(weight.cols).enumerate()).for_each(|(i, change)| {
+                rounded.dequantize_row(i, change);
+                for (c, w) in change.iter_mut().zip(weight.row(i)) {
+                    *c -= w;
+                }
+            });
             let mut errors = Errors {
                 weight: weight.square_norm(),
                 change: change.square_norm(),

@@ -4,7 +4,8 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_formats::trellis::Code;
+use nq_formats::{AffineScheme, Bits, Group, TrellisScheme, TrellisWeight, Zeros};
 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_kernels::rng::Philox;
 use nq_kernels::second_order::SecondOrder;
@@ -13,7 +14,7 @@ use nq_quantize::linalg::{Matrix, Moments};
 use nq_quantize::methods::gptq::{Gptq, Importance, Order};
 use nq_quantize::methods::{Method, Outcome, Problem};
 use nq_quantize::second_order::InputStats;
-use nq_quantize::{Grid, Rounded};
+use nq_quantize::{Grid, Rounded, trellis};
 use std::sync::Arc;
 
 fn ops() -> Option<Arc<CudaOps>> {
@@ -203,4 +204,95 @@ fn moments_are_scaled_and_errors_measured_where_they_are() {
         hessian.quadratic_error(&e).unwrap()
     });
     assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}");
+}
+
+fn dequantized(weight: &TrellisWeight) -> Matrix {
+    let mut all = Matrix::zeros(weight.out_features(), weight.in_features());
+    for i in 0..all.rows {
+        weight.dequantize_row(i, all.row_mut(i));
+    }
+    all
+}
+
+/// Moments of inputs that are correlated in groups of 8, so that no few directions have most of the error.
+fn moments_of_groups(n: usize, dead: &[usize]) -> Matrix {
+    let mut x = normal(2 * n, n, 7);
+    for row in x.data.chunks_exact_mut(n) {
+        for group in row.chunks_exact_mut(8) {
+            let common = group[0];
+            group.iter_mut().for_each(|v| *v += 0.7 * common);
+        }
+        dead.iter().for_each(|&i| row[i] = 0.0);
+    }
+    let mut m = Moments::new(n, true);
+    m.add(&x.data);
+    m.matrix()
+}
+
+/// Paths through a trellis follow from sums of costs in f32, whose last bits differ; then later tiles differ too, but the
+/// error does not. The scale of a row is that with which its values, as words decode, have the least error.
+#[test]
+fn the_gpu_rounds_to_trellises_as_the_host() {
+    let Some(ops) = ops() else { return };
+    for scheme in TrellisScheme::all() {
+        // The last strip is not full; one block searches four sequences, or two.
+        for (rows, dead) in [(520, &[][..]), (40, &[7, 300])] {
+            let n = 512;
+            let mut weight = normal(rows, n, 6);
+            weight.row_mut(3).fill(0.0);
+            let moments = moments_of_groups(n, dead);
+            let mut inputs = both(&ops, moments.clone());
+            if dead.is_empty() {
+                // The noise of moments would change which scales are best.
+                inputs = inputs.map(|stats| InputStats { rows: 0, ..stats });
+            }
+            let what = format!("{scheme}, {rows} rows");
+            let round = |i: &InputStats| trellis::round("w", &weight, Some(i), scheme);
+            let rounded = [&inputs[0], &inputs[1]].map(|i| match round(i) {
+                Ok(found) => Some(found),
+                Err(e) if scheme == TrellisScheme::new(Code::Sum, 2).unwrap() => {
+                    // Costs of 16,384 tails fill more than a block of some GPUs has.
+                    let e = e.to_string();
+                    assert!(e.contains("shared memory"), "{e}");
+                    println!("{what}: skipped: {e}");
+                    None
+                }
+                Err(e) => panic!("{what}: {e}"),
+            });
+            let [Some((host, said)), Some((device, said_too))] = rounded else {
+                continue;
+            };
+            assert_eq!(said, said_too, "{what}");
+            assert_eq!(host.input_scales(), device.input_scales(), "{what}");
+            let hessian = inputs[0].hessian.as_ref().unwrap();
+            let values = dequantized(&device);
+            let [a, b] = [dequantized(&host), values.clone()].map(|mut change| {
+                let changes = change.data.iter_mut().zip(&weight.data);
+                changes.for_each(|(c, w)| *c -= w);
+                hessian.quadratic_error(&change).unwrap()
+            });
+            let words = host.words().chunks(4).zip(device.words().chunks(4));
+            let off = words.filter(|(a, b)| a != b).count();
+            let all = host.words().len() / 4;
+            println!("{what}: {off} of {all} words differ; errors {a} {b}");
+            let limit = if rows < 128 { 0.05 } else { 0.01 };
+            assert!((a / b - 1.0).abs() < limit, "{what}: {a} {b}");
+            assert!(values.row(3).iter().all(|v| *v == 0.0), "{what}");
+            for i in (0..rows).filter(|i| dead.is_empty() && *i != 3) {
+                let (w, v) = (weight.row(i), values.row(i));
+                let weighted: Vec<f32> = (0..n)
+                    .map(|j| moments.row(j).iter().zip(v).map(|(h, v)| h * v).sum())
+                    .collect();
+                let dot = |x: &[f32]| -> f64 {
+                    let products = weighted.iter().zip(x);
+                    products.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+                };
+                let best = dot(w) / dot(v);
+                assert!((best - 1.0).abs() < 1e-3, "{what}, row {i}: {best}");
+            }
+            let again = round(&inputs[1]).unwrap().0;
+            assert_eq!(again.words(), device.words(), "{what}");
+            assert_eq!(again.row_scales(), device.row_scales(), "{what}");
+        }
+    }
 }

@@ -8,7 +8,10 @@ mod common;
 use common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
 use nq_formats::models::{ARCHITECTURES, Product, find};
 use nq_formats::names::is_kept;
-use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
+use nq_formats::trellis::Code;
+use nq_formats::{
+    AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, TrellisScheme, Weight, Zeros,
+};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
 use nq_runtime::{
@@ -304,6 +307,43 @@ fn agrees_with_the_cpu() {
                     );
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn trellis_codes_agree_with_the_cpu() {
+    let of = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();
+    let (three, four) = (of(Code::Octagon, 3.0), of(Code::Octagon, 4.0));
+    let six = of(Code::Sum, 6.0);
+    for (tied, mixed) in [(true, true), (false, false)] {
+        let config = ModelConfig {
+            hidden_size: 384,
+            intermediate_size: 640,
+            tie_word_embeddings: tied,
+            ..fused_config()
+        };
+        let store = Store::random(&config, 7).in_trellises(|name| match name {
+            _ if !mixed => four,
+            name if name.contains("down") => three,
+            name if name.contains("embed") => six,
+            // Parts of one product that differ are held as FP16.
+            name if name.contains("layers.1") && name.contains("v_proj") => three,
+            _ => four,
+        });
+        let cpu = nq(&config, &store);
+        for kernels in [KernelSet::Fused, KernelSet::Reference] {
+            let Some(gpu) = gpu_engine(&config, &store, kernels) else {
+                return;
+            };
+            let what = format!("trellis tied {tied} {kernels}");
+            compare(
+                &mut *fused_session(&*gpu, KvType::F16),
+                &mut *fused_session(&*cpu, KvType::F16),
+                (&what[..], config.vocab_size),
+                1.5e-2,
+                0,
+            );
         }
     }
 }

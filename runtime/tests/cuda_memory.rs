@@ -7,7 +7,8 @@
 mod common;
 
 use common::{Store, feed, small_config, tokens, wide_hybrid};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::trellis::Code;
+use nq_formats::{AffineScheme, Bits, Group, ModelConfig, TrellisScheme, Zeros};
 use nq_kernels::{Account, KernelSet};
 use nq_runtime::{Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load};
 
@@ -30,28 +31,41 @@ fn plans_are_what_is_taken() {
         tie_word_embeddings: tied,
         ..small_config()
     };
-    for (config, kernels, kv) in [
-        (dense(true), KernelSet::Fused, KvType::F16),
-        (dense(false), KernelSet::Fused, KvType::Int8),
-        (dense(false), KernelSet::Reference, KvType::F16),
-        (
-            wide_hybrid("qwen35", 6, true),
-            KernelSet::Fused,
-            KvType::F16,
-        ),
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let octagon = TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
+    let (fused, plain) = (KernelSet::Fused, KernelSet::Reference);
+    // Whole blocks of inputs, and rows that begin and end strips between two.
+    let blocks = |tied| ModelConfig {
+        hidden_size: 384,
+        intermediate_size: 640,
+        ..dense(tied)
+    };
+    let blocks_of_experts = || ModelConfig {
+        hidden_size: 384,
+        ..wide_hybrid("qwen35moe", 4, false)
+    };
+    for (config, kernels, kv, trellis) in [
+        (dense(true), fused, KvType::F16, false),
+        (dense(false), fused, KvType::Int8, false),
+        (dense(false), plain, KvType::F16, false),
+        (wide_hybrid("qwen35", 6, true), fused, KvType::F16, false),
         (
             wide_hybrid("qwen35moe", 4, false),
-            KernelSet::Fused,
+            fused,
             KvType::F16,
+            false,
         ),
+        (blocks(true), fused, KvType::F16, true),
+        (blocks(false), fused, KvType::F16, true),
+        (blocks(false), plain, KvType::F16, true),
+        (blocks_of_experts(), fused, KvType::F16, true),
     ] {
-        let tied = config.tie_word_embeddings;
-        let store = Store::random(&config, 5).quantized(AffineScheme::new(
-            Bits::B4,
-            Group::Size(64),
-            Zeros::Integer,
-        ));
-        let store = if tied { store.mixed() } else { store };
+        let store = Store::random(&config, 5);
+        let store = match (trellis, config.tie_word_embeddings) {
+            (true, _) => store.in_trellises(|_| octagon),
+            (false, true) => store.quantized(int4).mixed(),
+            (false, false) => store.quantized(int4),
+        };
         let options = LoadOptions {
             device: DeviceChoice::Cuda(0),
             kernels,
@@ -71,7 +85,8 @@ fn plans_are_what_is_taken() {
                 drafts: slots == 5,
             };
             let plan = engine.device_memory(&spec).unwrap();
-            let what = format!("{slots} sequences, {kernels}: {plan:?}");
+            let model = (config.architecture.gguf, config.hidden_size, trellis);
+            let what = format!("{model:?}, {slots} sequences, {kernels}: {plan:?}");
             assert_eq!(plan.weights, weights, "{what}");
             let mut session = engine.session(spec).unwrap();
             assert_eq!(held() - before, plan.total(), "{what}");

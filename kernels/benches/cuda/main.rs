@@ -22,6 +22,8 @@ mod rows;
 mod timing;
 #[cfg(feature = "cuda")]
 mod training;
+#[cfg(feature = "cuda")]
+mod trellis;
 
 #[cfg(not(feature = "cuda"))]
 fn main() {
@@ -35,7 +37,7 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 19] = [
+const BENCHES: [Bench; 20] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -55,6 +57,7 @@ const BENCHES: [Bench; 19] = [
     ("sampling", rows::sampling),
     ("training", training::training),
     ("second_order", training::second_order),
+    ("trellis", trellis::trellis),
 ];
 
 #[cfg(feature = "cuda")]

@@ -75,7 +75,7 @@ pub(crate) const SCHEMES: [(Scheme, &str); 6] = [
 
 impl Scheme {
     /// An arbitrary weight `[out, inp]`: its values do not change the time.
-    fn weight(self, out: usize, inp: usize) -> Weight {
+    pub(crate) fn weight(self, out: usize, inp: usize) -> Weight {
         let (bits, group, zeros) = match self {
             Scheme::Int4 => (Bits::B4, Group::Size(128), Zeros::Integer),
             Scheme::Mixed(Bits::B6) => (Bits::B6, Group::Size(64), Zeros::None),
@@ -145,11 +145,12 @@ impl Timing {
         inp: usize,
     ) -> Result<Vec<DeviceLinear>> {
         let weight = scheme.weight(out, inp);
-        let bytes = DeviceLinear::zeros(&self.gpu, PackedKind::of(&weight)?, (out, inp))?.bytes();
+        let bytes =
+            DeviceLinear::zeros(&self.gpu, PackedKind::of(&weight)?, (&[out], inp))?.bytes();
         let copies = (3 * self.gpu.info().l2_bytes).div_ceil(bytes).clamp(1, 96);
         let mut uploader = Uploader::new(&self.gpu)?;
         let all: Result<Vec<_>> = (0..copies)
-            .map(|_| uploader.pack(&[&weight], Stack::Concat))
+            .map(|_| uploader.pack(&[&weight], Stack::Concat, false))
             .collect();
         uploader.finish()?;
         all

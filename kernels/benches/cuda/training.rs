@@ -1,13 +1,15 @@
 //! Benches of a training step's operations and of second-order rounding, by nq's own kernels.
 
 use super::timing::{MODELS, Model, Timing};
+use nq_formats::TrellisScheme;
+use nq_formats::trellis::Code;
 use nq_kernels::Result;
 use nq_kernels::cuda::{Buffer, CudaOps, GemmPrecision, Groups, Order};
 use nq_kernels::grad::{
     Adam, Allocate, Buffers, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape,
     Rounding, UNKNOWN,
 };
-use nq_kernels::second_order::{ColumnBlock, Damped, FitShape};
+use nq_kernels::second_order::{ColumnBlock, Damped, FitShape, TrellisRows};
 
 /// Sequences in a step, and tokens per sequence.
 const BATCH: usize = 4;
@@ -231,6 +233,24 @@ pub(crate) fn second_order(t: &mut Timing) -> Result<()> {
         let weight: Vec<f32> = (0..rows * n)
             .map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0)
             .collect();
+        t.alone(&what("transform_moments"), 16 * n * n, |_| {
+            let ones = vec![1.0; n];
+            ops.transform_moments(&moments, &ones, &ones).map(drop)
+        })?;
+        for (code, step_bits) in [(Code::Octagon, 8), (Code::Sum, 6)] {
+            let Ok(scheme) = TrellisScheme::new(code, step_bits) else {
+                continue;
+            };
+            let rows = TrellisRows {
+                weight: &weight,
+                scales: &vec![0.5; rows],
+                scheme,
+                window: 22,
+            };
+            t.alone(&what(&format!("round_to_trellis {scheme}")), 0, |_| {
+                ops.round_to_trellis(&moments, &u, &rows).map(drop)
+            })?;
+        }
         let weight = t.gpu.upload("a benchmark", &weight)?;
         let importance = t.gpu.upload("a benchmark", &vec![1.0; n])?;
         let fit = FitShape {

@@ -403,6 +403,11 @@ impl Stream {
         }
         let lists = a.candidates.map(|c| c.args(&o, vocab, m)).transpose()?;
         let (ranges, short) = lists.unwrap_or((Address::NULL, Address::NULL));
+        // Of trellis codes another kernel looks up the rows.
+        let embedding = match a.embedding.is_trellis() {
+            true => PackedArgs::zeroed(),
+            false => a.embedding.args(&o)?,
+        };
         let args = AdvanceArgs {
             logits: o.of("logits", a.logits, &[m, vocab])?,
             best: o.of("best", a.best, &[m, a.blocks])?,
@@ -413,7 +418,7 @@ impl Stream {
             logprobs: o.mapped("log-probabilities", a.logprobs, &[m, a.ring_len])?,
             ranges,
             short,
-            embedding: a.embedding.args(&o)?,
+            embedding,
             x: o.of("x", a.x, &[m, width])?,
             ids: o.optional("ids", a.ids.map(Checked::values), &[vocab])?,
             blocks: a.blocks as i32,
@@ -429,6 +434,10 @@ impl Stream {
             .overlapping();
         // SAFETY: the operands were checked. The kernel uses no token past the vocabulary, and no
         // position past those of the steps.
-        unsafe { self.launch(&ADVANCE, shape, &args) }
+        unsafe { self.launch(&ADVANCE, shape, &args)? };
+        if a.embedding.is_trellis() {
+            return self.trellis_embed_step(a.embedding, a.step, a.x, m);
+        }
+        Ok(())
     }
 }

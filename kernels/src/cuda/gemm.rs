@@ -357,6 +357,9 @@ impl Stream {
         output: GemmOutput<'_>,
         m: usize,
     ) -> Result<()> {
+        if w.is_trellis() {
+            return self.trellis_gemm(w, x, output, m);
+        }
         let o = self.operands("gemm");
         let (spans, kind) = (w.spans(), w.kind());
         let args = GemmArgs::new(&o, w, (w.rows(), w.tiles()), x, output, m)?;

@@ -37,6 +37,12 @@ impl PartialSums {
         })
     }
 
+    /// The address of the sums of a product that leaves them in one part.
+    pub(super) fn whole(&mut self, o: &Operands<'_>, m: usize, rows: usize) -> Result<Address> {
+        (self.parts, self.m, self.rows) = (1, m, rows);
+        o.of("partial sums", &self.values, &[m, rows])
+    }
+
     /// The sums `[parts, m, rows]` of the last queued product.
     pub fn values(&self) -> &Buffer<f32> {
         &self.values
@@ -221,7 +227,7 @@ impl Instance {
 
 /// Blocks of a wide step's head: values per row that `best` of [`StepOutput::Head`] must hold.
 pub fn wide_best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
-    StepPlan::of(gpu, w, m, false).taken
+    (w.trellis_strips()).unwrap_or_else(|| StepPlan::of(gpu, w, m, false).taken)
 }
 
 impl Gpu {
@@ -311,6 +317,9 @@ impl Stream {
         output: StepOutput<'_>,
         m: usize,
     ) -> Result<()> {
+        if w.is_trellis() {
+            return self.trellis_wide_step(w, x, output, m);
+        }
         let o = self.operands("gemm_step");
         check_wide(&o, m)?;
         let gpu = self.gpu();

@@ -281,6 +281,9 @@ impl Stream {
         output: GemvOutput<'_>,
         late: bool,
     ) -> Result<()> {
+        if w.is_trellis() {
+            return self.trellis_step(w, x, output, 1, late);
+        }
         let o = self.operands("gemv");
         let info = self.gpu().info();
         let inputs = w.inputs();

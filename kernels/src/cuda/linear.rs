@@ -3,6 +3,7 @@
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::kernels;
 use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
+use super::trellis::{self, TrellisParts};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use nq_formats::Weight;
@@ -10,13 +11,15 @@ use nq_formats::Weight;
 /// One or several weights with the same inputs, packed on a device.
 pub struct DeviceLinear {
     kind: PackedKind,
-    codes: Buffer<u8>,
-    meta: Buffer<u8>,
+    pub(super) codes: Buffer<u8>,
+    pub(super) meta: Buffer<u8>,
     rows: usize,
     inputs: usize,
     tiles: usize,
     spans: usize,
     scale: f32,
+    /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows.
+    pub(super) trellis: Option<TrellisParts>,
 }
 
 /// `PackedWeight` of `cuda/weights.cuh`.
@@ -64,15 +67,38 @@ impl Uploader {
         &self.gpu
     }
 
-    /// Packs `parts` as one weight. Its last bytes may still be in transfer on return:
-    /// [`Uploader::finish`] waits for them.
+    /// Packs `parts` as one weight, with values of FP16 if `plain` and if they are in trellis codes. Its last bytes
+    /// may still be in transfer on return: [`Uploader::finish`] waits for them.
     ///
     /// # Errors
-    /// Errors of [`Packing::new`]; [`Error::DeviceMemory`].
-    pub fn pack(&mut self, parts: &[&Weight], stack: Stack) -> Result<DeviceLinear> {
-        let packing = Packing::new(parts, stack)?;
-        let (kind, dims) = (packing.kind(), (packing.rows(), packing.inputs()));
+    /// Errors of [`Packing::new`]; [`Error::NoKernel`] for parts in trellis codes with different scales of inputs;
+    /// [`Error::DeviceMemory`].
+    pub fn pack(&mut self, parts: &[&Weight], stack: Stack, plain: bool) -> Result<DeviceLinear> {
+        let packing = Packing::new(parts, stack, plain)?;
+        let heights: Vec<usize> = parts.iter().map(|w| w.dims().0).collect();
+        let dims = (&heights[..], packing.inputs());
+        let kind = packing.kind();
         let mut linear = DeviceLinear::zeros(&self.gpu, kind, dims)?;
+        if let Some(of) = &mut linear.trellis {
+            let (stream, staging) = (&self.stream, &mut self.staging);
+            let (codes, meta) = (&mut linear.codes, &mut linear.meta);
+            trellis::upload(
+                of,
+                (&trellis::weights(parts)?, stack),
+                |at, words, scales| {
+                    for (to, bytes) in [(&mut *codes, words), (&mut *meta, scales)] {
+                        let start = at * bytes.len();
+                        for (i, piece) in bytes.chunks(STAGING).enumerate() {
+                            let host = staging.turn();
+                            host.values_mut()?[..piece.len()].copy_from_slice(piece);
+                            stream.write(to, start + i * STAGING, host, 0..piece.len())?;
+                        }
+                    }
+                    Ok(())
+                },
+            )?;
+            return Ok(linear);
+        }
         linear.scale = packing.scale();
         let code_tile = packing.spans() * kind.code_bytes();
         let meta_tile = packing.spans() * kind.meta_bytes();
@@ -107,27 +133,60 @@ impl Uploader {
 }
 
 impl DeviceLinear {
-    /// Allocates a weight `[rows, inputs]` of zeros, with which [`Uploader::pack`] begins.
+    /// Allocates a stack of weights of `heights` rows and so many inputs, all zeros, with which [`Uploader::pack`]
+    /// begins.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
-    pub fn zeros(gpu: &Gpu, kind: PackedKind, (rows, inputs): (usize, usize)) -> Result<Self> {
+    pub fn zeros(gpu: &Gpu, kind: PackedKind, dims: (&[usize], usize)) -> Result<Self> {
+        let (rows, inputs) = (dims.0.iter().sum::<usize>(), dims.1);
+        let trellis = match kind {
+            PackedKind::Trellis(scheme) => Some(TrellisParts::zeros(gpu, scheme, dims)?),
+            _ => None,
+        };
         let (tiles, spans) = (rows.div_ceil(TILE), inputs.div_ceil(SPAN));
         let room = |record: usize| {
             // A size that no memory has is refused, not wrapped to a small one.
             let bytes = tiles.saturating_mul(spans).saturating_mul(record);
             gpu.zeros("weights", bytes)
         };
+        let (codes, meta) = match kind {
+            PackedKind::Trellis(scheme) => {
+                let (codes, meta) = TrellisParts::bytes(scheme, dims);
+                (gpu.zeros("weights", codes)?, gpu.zeros("weights", meta)?)
+            }
+            _ => (room(kind.code_bytes())?, room(kind.meta_bytes())?),
+        };
         Ok(DeviceLinear {
             kind,
-            codes: room(kind.code_bytes())?,
-            meta: room(kind.meta_bytes())?,
+            codes,
+            meta,
             rows,
             inputs,
             tiles,
             spans,
             scale: 1.0,
+            trellis,
         })
+    }
+
+    /// FP16 values `[rows, inputs]` in packed order, whose memory is that of `codes`; `meta` is empty.
+    pub(super) fn of_halves(
+        codes: &Buffer<u8>,
+        meta: &Buffer<u8>,
+        (rows, inputs): (usize, usize),
+    ) -> Self {
+        DeviceLinear {
+            kind: PackedKind::Fp16,
+            codes: codes.share(),
+            meta: meta.share(),
+            rows,
+            inputs,
+            tiles: rows.div_ceil(TILE),
+            spans: inputs.div_ceil(SPAN),
+            scale: 1.0,
+            trellis: None,
+        }
     }
 
     /// The kind of packed weight, which selects kernels.
@@ -162,6 +221,9 @@ impl DeviceLinear {
 
     /// The argument, checked as an operand of `o`.
     pub(crate) fn args(&self, o: &Operands<'_>) -> Result<PackedArgs> {
+        if self.is_trellis() {
+            return o.refuse("a weight", "integer codes or FP16", self.kind.name());
+        }
         Ok(PackedArgs {
             codes: o.of("weights", &self.codes, &[self.codes.len()])?,
             meta: o.of("weights", &self.meta, &[self.meta.len()])?,

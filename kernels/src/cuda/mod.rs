@@ -28,6 +28,7 @@ mod rows;
 mod second_order;
 mod step_layers;
 mod table;
+mod trellis;
 
 pub use advance::{
     Adjustments, Advance, Candidates, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling,
@@ -63,3 +64,4 @@ pub use step_layers::{
     LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE, StepLayer, StepMixer,
 };
 pub use table::table;
+pub use trellis::{MOST_ROWS as MOST_TRELLIS_ROWS, TrellisRoom, TrellisSizes, packed_weights};

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::registry::WeightKind;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use nq_formats::trellis::TrellisScheme;
 use nq_formats::{AffineWeight, Bits, DType, Group, QuantizedWeight, Weight, ZeroPoints, Zeros};
 use rayon::prelude::*;
 
@@ -34,6 +35,8 @@ pub enum PackedKind {
         /// True if scales are bytes times an f16 of the row.
         two_level: bool,
     },
+    /// A trellis code, as files have it.
+    Trellis(TrellisScheme),
 }
 
 impl PackedKind {
@@ -61,6 +64,7 @@ impl PackedKind {
                 });
             }
             WeightKind::Affine { scheme, act_order } if !act_order => scheme.held_on_gpu(),
+            WeightKind::Trellis(scheme) => return Ok(PackedKind::Trellis(scheme)),
             _ => return Ok(PackedKind::Fp16),
         };
         let groups = match scheme.group {
@@ -96,10 +100,19 @@ impl PackedKind {
         Ok(all.unwrap_or(PackedKind::Fp16))
     }
 
+    /// What kernels that do not read trellis codes read instead.
+    pub fn without_trellis(self) -> Self {
+        match self {
+            PackedKind::Trellis(_) => PackedKind::Fp16,
+            kind => kind,
+        }
+    }
+
     /// Its name in breakdowns.
     pub fn name(self) -> &'static str {
         match self {
             PackedKind::Fp16 => "fp16",
+            PackedKind::Trellis(_) => "trellis",
             PackedKind::Affine { bits, .. } => match bits {
                 Bits::B4 => "int4",
                 Bits::B5 => "int5",
@@ -109,10 +122,10 @@ impl PackedKind {
         }
     }
 
-    /// Bits per code: 4, 5, 6, 8 or 16.
+    /// Bits per code: 4, 5, 6, 8 or 16; 16 for trellis codes, which have no packed layout.
     pub fn bits(self) -> usize {
         match self {
-            PackedKind::Fp16 => 16,
+            PackedKind::Fp16 | PackedKind::Trellis(_) => 16,
             PackedKind::Affine { bits, .. } => bits.width(),
         }
     }
@@ -143,7 +156,7 @@ impl PackedKind {
     /// Bytes of scales and zero-points in one record.
     pub(crate) fn meta_bytes(self) -> usize {
         match self {
-            PackedKind::Fp16 => 0,
+            PackedKind::Fp16 | PackedKind::Trellis(_) => 0,
             PackedKind::Affine {
                 bits,
                 zeros,
@@ -165,7 +178,7 @@ impl PackedKind {
     /// `META` of `cuda/weights.cuh`, padded to 16 bytes.
     pub(super) fn meta_room(self) -> usize {
         match self {
-            PackedKind::Fp16 => 0,
+            PackedKind::Fp16 | PackedKind::Trellis(_) => 0,
             PackedKind::Affine {
                 bits,
                 zeros,
@@ -195,7 +208,7 @@ impl PackedKind {
     /// Scale groups per span; 1 without scales.
     pub fn groups(self) -> usize {
         match self {
-            PackedKind::Fp16 => 1,
+            PackedKind::Fp16 | PackedKind::Trellis(_) => 1,
             PackedKind::Affine { groups, .. } => groups,
         }
     }
@@ -241,12 +254,12 @@ pub struct Packing<'a> {
 }
 
 impl<'a> Packing<'a> {
-    /// Plans the packing of `parts`.
+    /// Plans the packing of `parts`; with values of FP16 if `plain` and if they are in trellis codes.
     ///
     /// # Errors
     /// [`Error::NoKernel`] if a part has no kernel; [`Error::Shape`] if inputs, schemes or, for
     /// interleaving, heights differ.
-    pub fn new(parts: &[&'a Weight], stack: Stack) -> Result<Self> {
+    pub fn new(parts: &[&'a Weight], stack: Stack, plain: bool) -> Result<Self> {
         let shape = |what, expected: String, found: String| Error::Shape {
             op: "linear",
             what,
@@ -278,10 +291,13 @@ impl<'a> Packing<'a> {
             return Err(shape("interleaved weights", "2".into(), found));
         }
         let kinds = parts.iter().map(|part| WeightKind::of(part));
-        let kind = PackedKind::of_stack(kinds, inputs)?;
+        let kind = match PackedKind::of_stack(kinds, inputs)? {
+            kind if plain => kind.without_trellis(),
+            kind => kind,
+        };
         let exponent = match kind {
             PackedKind::Fp16 => common_exponent(parts)?,
-            PackedKind::Affine { .. } => 0,
+            PackedKind::Affine { .. } | PackedKind::Trellis(_) => 0,
         };
         Ok(Packing {
             kind,

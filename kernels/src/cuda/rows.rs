@@ -227,6 +227,9 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("embed");
         o.at_most("bound of tokens", embedding.rows(), *tokens.bounds())?;
+        if embedding.is_trellis() {
+            return self.trellis_embed_tokens(embedding, tokens, x, m);
+        }
         let args = EmbedArgs {
             w: embedding.args(&o)?,
             tokens: o.of("tokens", tokens.values(), &[m])?,
@@ -357,6 +360,9 @@ impl Stream {
         let o = self.operands("embed_step");
         let width = embedding.inputs();
         o.at_most("bound of tokens", embedding.rows(), step.bounds().tokens)?;
+        if embedding.is_trellis() {
+            return self.trellis_embed_step(embedding, step, x, m);
+        }
         let args = EmbedArgs {
             w: embedding.args(&o)?,
             tokens: o.of("step", step.values(), &[m])?,

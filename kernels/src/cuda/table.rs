@@ -5,10 +5,10 @@ use super::{
     advance, attention, bandwidth, batch, delta, experts, gemm, gemm_step, gemv, grad, grouped,
     linear,
 };
-use super::{prefill, rows, second_order, step_layers};
+use super::{prefill, rows, second_order, step_layers, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 24] = [
+static TABLE: [&[&KernelRow]; 26] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -32,7 +32,9 @@ static TABLE: [&[&KernelRow]; 24] = [
     rows::ROWS,
     second_order::columns::ROWS,
     second_order::factor::ROWS,
+    second_order::trellis::ROWS,
     step_layers::ROWS,
+    trellis::ROWS,
 ];
 
 /// All kernels of `kernels/cuda`.

@@ -16,6 +16,7 @@ mod experts;
 mod layers;
 mod rows;
 mod sampling;
+mod trellis;
 mod wide;
 
 use common::{affine, dense, held_as_others, nmse, normal, schemes, two_level};
@@ -50,7 +51,7 @@ fn is_sanitizing() -> bool {
 
 fn pack(gpu: &Gpu, parts: &[&Weight], stack: Stack) -> DeviceLinear {
     let mut uploader = Uploader::new(gpu).unwrap();
-    let packed = uploader.pack(parts, stack).unwrap();
+    let packed = uploader.pack(parts, stack, false).unwrap();
     uploader.finish().unwrap();
     packed
 }

@@ -3,7 +3,7 @@
 // shapes.
 //
 // Shared memory of all blocks is one array. An address in it is an offset; the rank of another block of
-// the cluster stands above bit 24, plus one.
+// the cluster stands above bit 24, plus one. Asynchronous copies to it are made no sooner than they are waited for.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -19,12 +19,15 @@
 #include <array>
 #include <functional>
 #include <map>
+#include <utility>
 #include <vector>
 
 #undef __global__
 #define __global__
 #undef __grid_constant__
 #define __grid_constant__
+#undef __launch_bounds__
+#define __launch_bounds__(...)
 #define DEVICE inline
 using std::max;
 using std::min;
@@ -41,6 +44,7 @@ struct Fiber {
     ucontext_t context;
     bool done;
     unsigned thread, block;
+    std::vector<std::vector<std::function<void()>>> copies{1};   // groups that it has not waited for; the last is open
 };
 struct Meeting {   // of threads that wait for each other
     int count = 0;
@@ -52,12 +56,14 @@ struct Index {
 inline std::vector<Fiber> fibers;
 inline int current;   // the fiber that runs
 inline ucontext_t scheduler;
-inline unsigned blocks_of_grid, threads_of_block;
+// Blocks in the first dimension of a grid, and all.
+inline unsigned columns_of_grid, blocks_of_grid, threads_of_block;
 inline std::map<uint64_t, Meeting> meetings;
 
 #define threadIdx (Index{fibers[current].thread, 0, 0})
-#define blockIdx (Index{fibers[current].block, 0, 0})
-#define gridDim (Index{blocks_of_grid, 1, 1})
+#define blockIdx (Index{this_block() % columns_of_grid, this_block() / columns_of_grid, 0})
+#define gridDim (Index{columns_of_grid, blocks_of_grid / columns_of_grid, 1})
+inline unsigned this_block() { return fibers[current].block; }
 
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
 inline void meet(uint64_t where, int threads) {
@@ -69,21 +75,25 @@ inline void meet(uint64_t where, int threads) {
         while (m.turn == turn) yield();
     }
 }
-inline int warp_of_grid() { return blockIdx.x * WARPS_OF_BLOCK + threadIdx.x / 32; }
+inline int warp_of_grid() { return this_block() * WARPS_OF_BLOCK + threadIdx.x / 32; }
 inline void __syncwarp() { meet(warp_of_grid(), 32); }
 // A named barrier of a block; one of a cluster.
-inline void meet_block(int name, int threads) { meet(uint64_t(1) << 32 | blockIdx.x << 4 | name, threads); }
+inline void meet_block(int name, int threads) { meet(uint64_t(1) << 32 | this_block() << 4 | name, threads); }
 inline void __syncthreads() { meet_block(0, threads_of_block); }
 inline bool __syncthreads_and(bool) { fail("no kernel that runs here votes in a block"); }
-inline void meet_cluster() { meet(uint64_t(2) << 32 | blockIdx.x / BLOCKS_OF_CLUSTER, BLOCKS_OF_CLUSTER * threads_of_block); }
+inline void meet_cluster() { meet(uint64_t(2) << 32 | this_block() / BLOCKS_OF_CLUSTER, BLOCKS_OF_CLUSTER * threads_of_block); }
 
 [[noreturn]] inline void fail(const char* what) {
-    printf("block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
+    printf("block %u, thread %u: %s\n", this_block(), threadIdx.x, what);
     exit(1);
 }
 
 // Runs a kernel. With a `seed`, warps take turns in random order.
-inline void launch(unsigned blocks, unsigned threads, unsigned seed, const std::function<void()>& kernel);
+struct Grid {
+    unsigned x, y;
+    Grid(unsigned x, unsigned y = 1) : x(x), y(y) {}
+};
+inline void launch(Grid grid, unsigned threads, unsigned seed, const std::function<void()>& kernel);
 
 // Exchange between the lanes of a warp.
 inline std::vector<std::array<uint64_t, 32>> exchanged;
@@ -124,6 +134,8 @@ inline int __reduce_add_sync(unsigned, int v) { return reduced(v, [](int a, int 
 inline bool __all_sync(unsigned, bool v) { return reduced(int(v), [](int a, int b) { return a & b; }); }
 inline unsigned __ballot_sync(unsigned, bool v) { return reduced(unsigned(v) << threadIdx.x % 32, [](unsigned a, unsigned b) { return a | b; }); }
 #define __ffs __builtin_ffs
+inline void __threadfence() {}
+inline unsigned atomicAdd(unsigned* to, unsigned v) { return std::exchange(*to, *to + v); }
 DEVICE float warp_sum(float v) {
     for (int m = 16; m > 0; m >>= 1) v += __shfl_xor_sync(~0u, v, m);
     return v;
@@ -150,6 +162,13 @@ inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; i++) r |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return r;
 }
+inline uint32_t funnel_shifted(uint32_t low, uint32_t high, int by) { return uint32_t((uint64_t(high) << 32 | low) >> (by & 31)); }
+inline uint32_t dot(uint32_t a, uint32_t b, uint32_t sum) {
+    for (int i = 0; i < 32; i += 8) sum += (a >> i & 255) * (b >> i & 255);
+    return sum;
+}
+#define __funnelshift_r funnel_shifted
+#define __dp4a dot
 #define __float_as_uint bits_of
 #define __float_as_int(v) int(bits_of(v))
 #define __uint_as_float float_of
@@ -164,6 +183,8 @@ DEVICE uint32_t half2_bits(__half2 h) {
     memcpy(&r, &h, 4);
     return r;
 }
+DEVICE int operand_index(int k) { return (k & ~31) | (k >> 2 & 1) << 4 | (k >> 1 & 1) << 3 | (k >> 3 & 3) << 1 | (k & 1); }
+DEVICE float clamp_half(float v) { return v < -65504.f ? -65504.f : v > 65504.f ? 65504.f : v; }
 
 // Memory.
 template <class T>
@@ -173,8 +194,8 @@ T __ldcg(const T* p) { return *p; }
 template <class T>
 void __stcg(T* p, T v) { *p = v; }
 inline uint8_t* shared_memory;   // of all blocks
-inline uint8_t* own_shared() { return shared_memory + blockIdx.x * SHARED_BYTES; }
-inline unsigned block_at(uint32_t at) { return at >> 24 ? blockIdx.x / BLOCKS_OF_CLUSTER * BLOCKS_OF_CLUSTER + (at >> 24) - 1 : blockIdx.x; }
+inline uint8_t* own_shared() { return shared_memory + this_block() * SHARED_BYTES; }
+inline unsigned block_at(uint32_t at) { return at >> 24 ? this_block() / BLOCKS_OF_CLUSTER * BLOCKS_OF_CLUSTER + (at >> 24) - 1 : this_block(); }
 inline void* at_shared(uint32_t at, unsigned alignment) {
     if (at % alignment != 0 || (at & 0xffffff) >= SHARED_BYTES) fail("an address of shared memory");
     return shared_memory + block_at(at) * SHARED_BYTES + (at & 0xffffff);
@@ -207,6 +228,19 @@ DEVICE void load_shared_8_if(uint4& v, int which, int mine, uint32_t at) {
 DEVICE uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
 DEVICE uint2 load_stream_8(const void* p) { return *static_cast<const uint2*>(p); }
 DEVICE uint32_t load_stream_4(const void* p) { return *static_cast<const uint32_t*>(p); }
+template <int BYTES = 16>
+void copy_async(void* to, const void* from) {
+    if (intptr_t(to) % BYTES != 0 || intptr_t(from) % BYTES != 0) fail("a copy that is not aligned");
+    shared_address(to);
+    fibers[current].copies.back().push_back([=] { memcpy(to, from, BYTES); });
+}
+DEVICE void copy_commit() { fibers[current].copies.emplace_back(); }
+template <int N>
+void copy_wait() {
+    auto& groups = fibers[current].copies;
+    for (; groups.size() > N + 1; groups.erase(groups.begin()))
+        for (auto& copy : groups.front()) copy();
+}
 
 // Barriers of shared memory: a phase ends when all have arrived and all bytes have come.
 struct Barrier {
@@ -281,10 +315,11 @@ inline void begin() {
     fibers[current].done = true;
     yield();
 }
-inline void launch(unsigned blocks, unsigned threads, unsigned seed, const std::function<void()>& kernel) {
+inline void launch(Grid grid, unsigned threads, unsigned seed, const std::function<void()>& kernel) {
     constexpr size_t STACK = 48 << 10;
     static std::vector<char*> stacks;
-    running = &kernel, blocks_of_grid = blocks, threads_of_block = threads;
+    const unsigned blocks = grid.x * grid.y;
+    running = &kernel, columns_of_grid = grid.x, blocks_of_grid = blocks, threads_of_block = threads;
     const size_t count = size_t(blocks) * threads;
     while (stacks.size() < count) stacks.push_back(static_cast<char*>(malloc(STACK)));
     free(shared_memory);

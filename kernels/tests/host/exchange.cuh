@@ -32,6 +32,11 @@ DEVICE uint2 load_stamped_one(const uint64_t* p) {
     yield();
     return make_uint2(uint32_t(*p), uint32_t(*p >> 32));
 }
+DEVICE uint32_t load_relaxed(const uint32_t* p) {
+    yield();
+    return *p;
+}
+DEVICE void store_relaxed(uint32_t* to, uint32_t v) { *to = v; }
 DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
 DEVICE float2 values_of(const uint4& w) { return make_float2(float_of(w.x), float_of(w.z)); }
 DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) { *to = uint64_t(stamp) << 32 | bits_of(v); }

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Runs kernels whose blocks wait for each other on the host: no GPU is needed.
+"""Runs kernels whose blocks wait for each other, and those of trellis codes, on the host: no GPU is needed.
 
     kernels/tests/host/run.py [FOLDER]      FOLDER: where sources and program are made
 
-The headers are those of kernels/cuda, compiled by a C++ compiler, except for `common.cuh` and `exchange.cuh`,
+Headers and kernels are those of kernels/cuda, compiled by a C++ compiler, except for `common.cuh` and `exchange.cuh`,
 which have stand-ins here: all PTX is in them. It needs the headers of the CUDA toolkit: of NQ_NVCC_VENV (a virtual
 environment with pip's packages), CUDA_HOME, or /usr/local/cuda.
 """
@@ -17,10 +17,13 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1] / "cuda"
 HEADERS = ["weights.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
+HEADERS += ["activations.cuh", "trellis.cuh", "trellis_inputs.cu", "trellis_rows.cu", "trellis_expand.cu", "trellis_search.cuh"]
 HEADERS += ["layers_cluster.cuh", "layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "step_layers.cuh"]
 STAND_INS = ["common.cuh", "exchange.cuh"]
 # Blocks in clusters, and blocks alone (`layers_cluster.cuh`).
 DEVICES = {"9.0": ["-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL=1"], "8.0": ["-D__CUDA_ARCH__=800"]}
+# What is the same for both is tested once.
+SOURCES = {"9.0": ["trellis", "trellis_search", "step_layers"], "8.0": ["step_layers"]}
 
 
 def include():
@@ -43,9 +46,10 @@ def main():
     flags = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-D__NV_NO_HOST_COMPILER_CHECK", f"-I{folder}", f"-I{include()}"]
     programs = {}
     for device, macros in DEVICES.items():
-        programs[device] = folder / f"step_layers_{device}"
-        subprocess.run([compiler, *flags, *macros, HERE / "step_layers.cpp", "-o", programs[device]], check=True)
-    failed = [device for device, program in programs.items() if subprocess.run([program], check=False).returncode]
+        for source in SOURCES[device]:
+            programs[source, device] = folder / f"{source}_{device}"
+            subprocess.run([compiler, *flags, *macros, HERE / f"{source}.cpp", "-o", programs[source, device]], check=True)
+    failed = [" for ".join(name) for name, program in programs.items() if subprocess.run([program], check=False).returncode]
     sys.exit(f"failed: {failed}" if failed else 0)
 
 

@@ -4,11 +4,12 @@ use super::job::Job;
 use super::state::State;
 use crate::device_memory::{DeviceEstimate, SampledFrom, Work, copy_schemes, fit};
 use crate::error::Result;
+use crate::linalg::Matrix;
 use crate::quality::Judge;
 use crate::schemes::Schemes;
 use crate::second_order::InputStats;
 use crate::streamed::Streamed;
-use nq_formats::Progress;
+use nq_formats::{Progress, Scheme};
 use nq_runtime::device::Device;
 use nq_runtime::{ActivationChoice, DeviceChoice, Engine, LoadOptions, gpu, load};
 use std::sync::Arc;
@@ -44,8 +45,11 @@ impl Job<'_> {
         let most = Schemes::defaults(nq_formats::Bits::B8);
         let chosen = self.options.target.is_some() || self.may_raise();
         let elsewhere = self.options.schemes.need_cpu();
+        let more = self.options.candidates.iter().filter(|_| chosen);
+        let all = self.options.schemes.all().chain(more.copied());
         let work = Work {
-            schemes: if chosen || elsewhere {
+            trellises: all.filter_map(Scheme::trellis).collect(),
+            schemes: if (chosen && !self.options.schemes.have_trellis()) || elsewhere {
                 &most
             } else {
                 &self.options.schemes
@@ -107,6 +111,24 @@ impl Job<'_> {
             });
         }
         Ok(inputs)
+    }
+
+    /// Statistics of `n` inputs that matter alike, on the device, which searches trellises with second moments; none on
+    /// the CPU, which needs none.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn alike(&self, n: usize) -> Result<Option<InputStats>> {
+        if self.options.load.device.resolve()? == Device::Cpu {
+            return Ok(None);
+        }
+        let mut moments = Matrix::zeros(n, n);
+        moments
+            .data
+            .iter_mut()
+            .step_by(n + 1)
+            .for_each(|v| *v = 1.0);
+        self.on_device(InputStats::of(moments)).map(Some)
     }
 
     /// Options for loading the staged model to measure it: on the CPU if the GPU has no kernels for it.

@@ -11,7 +11,7 @@ use crate::schemes::Schemes;
 use crate::second_order::InputStats;
 use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::nq::{Param, Writer};
-use nq_formats::{Weight, hash, mtp};
+use nq_formats::{Scheme, Weight, hash, mtp};
 use nq_runtime::Hidden;
 use nq_runtime::models;
 
@@ -66,8 +66,17 @@ impl Job<'_> {
         for (name, source) in names {
             // An embedding that is not the head is only looked up: all its columns matter alike.
             let looked_up = name == EMBEDDING && !config.tie_word_embeddings;
-            let inputs = inputs.as_ref().filter(|_| !looked_up);
             let scheme = schemes.of(name);
+            let alike = match scheme {
+                Some(Scheme::Trellis(_)) if looked_up && inputs.is_some() => {
+                    self.alike(config.hidden_size)?
+                }
+                _ => None,
+            };
+            let inputs = match looked_up {
+                true => alike.as_ref(),
+                false => inputs.as_ref(),
+            };
             let (weight, row) = match (scheme, inputs) {
                 (Some(scheme), Some(inputs)) if inputs.hessian.is_some() => {
                     let method = self.method.as_ref();

@@ -184,11 +184,12 @@ impl<'a> Job<'a> {
                 found: method.name().into(),
             });
         }
-        if trellis && !matches!(options.load.device.resolve(), Ok(Device::Cpu)) {
+        let on_gpu = !matches!(options.load.device.resolve(), Ok(Device::Cpu));
+        if trellis && on_gpu && method.needs() != Needs::Hessian {
             return Err(Error::Request {
-                what: "device",
-                expected: "cpu, which searches trellis codes".into(),
-                found: "a GPU".into(),
+                what: "method",
+                expected: "gptq for trellis codes on a GPU, or --device cpu".into(),
+                found: method.name().into(),
             });
         }
         let limited = options.limits.max_kld.is_some() || options.limits.min_top1.is_some();

@@ -1,11 +1,12 @@
 //! Rounding on a device that keeps second moments: they stay where they were summed, and only a
 //! weight, its codes and its groups' parameters are transferred.
 
-use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
+use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian, TrellisRounded};
 use crate::error::Result;
 use crate::fit::{Fit, Power};
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::Matrix;
+use crate::trellis::Trellis;
 use nq_kernels::second_order as kernels;
 use rayon::prelude::*;
 use std::borrow::Cow;
@@ -65,6 +66,12 @@ impl Hessian for DeviceHessian {
 
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>> {
         Ok(Arc::new(DeviceHessian(self.0.divided(s)?)))
+    }
+
+    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Hessian>> {
+        Ok(Arc::new(DeviceHessian(
+            self.0.transformed(signs, diagonal)?,
+        )))
     }
 
     fn inverse_factor(&self, d: &Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>> {
@@ -165,5 +172,19 @@ impl Factor for DeviceFactor<'_> {
             rounded.params = params.collect();
         }
         Ok(rounded)
+    }
+
+    fn round_to_trellis(
+        &self,
+        trellis: &Trellis,
+        weight: &Matrix,
+        scales: &[f32],
+    ) -> Result<TrellisRounded> {
+        Ok(self.0.round_to_trellis(&kernels::TrellisRows {
+            weight: &weight.data,
+            scales,
+            scheme: trellis.scheme(),
+            window: trellis.window(),
+        })?)
     }
 }

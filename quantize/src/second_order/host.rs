@@ -1,10 +1,11 @@
 //! Rounding on the host: factors of [`crate::linalg`], and rows in tiles on all threads.
 
-use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian};
+use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian, TrellisRounded};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded, RowsMut};
 use crate::linalg::{Matrix, add_product, inverse_factor, quadratic_error};
+use crate::trellis::{Trellis, on_host, turned_moments};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -51,6 +52,10 @@ impl Hessian for Matrix {
         Ok(Arc::new(h))
     }
 
+    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Hessian>> {
+        Ok(Arc::new(turned_moments(self, signs, diagonal)))
+    }
+
     fn inverse_factor(&self, d: &Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>> {
         let factor = match d.dead {
             [] => inverse_factor(self, d.order, d.damping, d.noise),
@@ -66,20 +71,23 @@ impl Hessian for Matrix {
                 inverse_factor(&h, d.order, d.damping, d.noise)
             }
         };
-        Ok(factor.map(|u| Box::new(HostFactor(u)) as Box<dyn Factor>))
+        Ok(factor.map(|u| Box::new(HostFactor { of: self, u }) as Box<dyn Factor>))
     }
 }
 
-/// `U`, on the host.
-struct HostFactor(Matrix);
+/// `U`, on the host, and the moments that it is of.
+struct HostFactor<'a> {
+    of: &'a Matrix,
+    u: Matrix,
+}
 
-impl Factor for HostFactor {
+impl Factor for HostFactor<'_> {
     fn block(&self) -> usize {
         BLOCK
     }
 
     fn diagonal(&self) -> Result<Vec<f32>> {
-        Ok((0..self.0.cols).map(|i| self.0.row(i)[i]).collect())
+        Ok((0..self.u.cols).map(|i| self.u.row(i)[i]).collect())
     }
 
     fn round(&self, columns: &Columns<'_>) -> Result<Rounded> {
@@ -93,7 +101,7 @@ impl Factor for HostFactor {
             order: columns.order,
             blocks: columns.blocks,
             widest: widest.unwrap_or(0),
-            factor: &self.0,
+            factor: &self.u,
             fit: columns.fit,
             importance: columns.importance,
         };
@@ -108,6 +116,16 @@ impl Factor for HostFactor {
                 tile.round(weight, rows);
             });
         Ok(rounded)
+    }
+
+    fn round_to_trellis(
+        &self,
+        trellis: &Trellis,
+        weight: &Matrix,
+        scales: &[f32],
+    ) -> Result<TrellisRounded> {
+        let moments = Some((&self.u, self.of));
+        Ok(on_host(trellis, weight, scales, moments))
     }
 }
 

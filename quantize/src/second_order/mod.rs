@@ -5,13 +5,14 @@
 mod device;
 pub mod host;
 
-pub use nq_kernels::second_order::ColumnBlock;
+pub use nq_kernels::second_order::{ColumnBlock, TrellisRounded};
 
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
 use crate::linalg::{Matrix, Moments};
 use crate::report::LayerReport;
+use crate::trellis::Trellis;
 use std::fmt::Debug;
 use std::ops::AddAssign;
 use std::sync::Arc;
@@ -49,6 +50,13 @@ pub trait Hessian: Debug + Send + Sync {
     /// Errors of the device.
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>>;
 
+    /// The moments, with the diagonal `diagonal`, of inputs that are multiplied by `signs` and transformed by
+    /// [`nq_formats::trellis::transform`].
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Hessian>>;
+
     /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`; `None` if the damped matrix
     /// is not positive definite.
     ///
@@ -74,6 +82,19 @@ pub trait Factor {
     /// # Errors
     /// Errors of the device.
     fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
+
+    /// Rounds a weight of transformed inputs, whose rows have these scales, to a trellis code, tile after tile of columns
+    /// in their own order; later columns compensate for the errors of each tile. The moments must have been factored as
+    /// they are.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn round_to_trellis(
+        &self,
+        trellis: &Trellis,
+        weight: &Matrix,
+        scales: &[f32],
+    ) -> Result<TrellisRounded>;
 }
 
 /// How moments are modified so that they can be inverted.

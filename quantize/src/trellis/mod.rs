@@ -6,6 +6,7 @@ mod round;
 mod search;
 
 pub use round::round;
+pub(crate) use round::{on_host, turned_moments};
 
 use nq_formats::trellis::{Code, SEQUENCE, TrellisScheme};
 use rayon::prelude::*;
@@ -53,6 +54,11 @@ impl Trellis {
     /// The scale for Gaussian weights of variance 1.
     pub fn unit(&self) -> f32 {
         self.unit
+    }
+
+    /// Steps on each side of a sequence's seam that settle it.
+    pub(crate) fn window(&self) -> usize {
+        self.table.window()
     }
 
     /// Rounds whole sequences of [`SEQUENCE`] values, in units of the code's: replaces them by values that the code

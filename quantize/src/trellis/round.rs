@@ -3,15 +3,16 @@
 
 use super::Trellis;
 use crate::error::{Error, Result};
-use crate::linalg::{Matrix, add_product, inverse_factor, product};
+use crate::linalg::{Matrix, add_product, product};
 use crate::methods::gptq;
-use crate::second_order::InputStats;
+use crate::second_order::{Damped, Factor, Hessian, InputStats, TrellisRounded};
 use half::f16;
 use nq_formats::trellis::{
     BLOCK, Code, LANES, SEQUENCE, STRIP, TILE, place, transform, word_place,
 };
 use nq_formats::{TrellisScheme, TrellisWeight};
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// Added to the diagonal of the second moments, as a share of its mean.
 const DAMPING: f64 = 0.01;
@@ -19,11 +20,11 @@ const DAMPING: f64 = 0.01;
 const ROWS: usize = 256;
 
 /// Rounds the weight `name` `[out, in]`, and returns deviations from the request beside it. With second moments of the
-/// inputs, errors of columns are fed to later ones.
+/// inputs, errors of columns are fed to later ones, on the device that has the moments.
 ///
 /// # Errors
-/// [`Error::Request`] if the moments are of another number of inputs or not on the host; [`Error::Format`] unless `in`
-/// is a multiple of [`BLOCK`] and the scales of rows are within f16.
+/// [`Error::Request`] if the moments are of another number of inputs; [`Error::Format`] unless `in` is a multiple of
+/// [`BLOCK`] and the scales of rows are within f16; errors of the device.
 pub fn round(
     name: &str,
     weight: &Matrix,
@@ -32,12 +33,17 @@ pub fn round(
 ) -> Result<(TrellisWeight, Vec<String>)> {
     scheme.check((weight.rows, weight.cols))?;
     let mut fallbacks = Vec::new();
+    let signs: Vec<f32> = (0..weight.cols).map(sign).collect();
     let moments = match inputs.filter(|i| i.hessian.is_some()) {
-        Some(inputs) => moments(name, inputs, weight.cols, &mut fallbacks)?,
+        Some(inputs) => moments(name, inputs, &signs, &mut fallbacks)?,
+        None => None,
+    };
+    let factor = match &moments {
+        Some(moments) => factor(name, moments, &mut fallbacks)?,
         None => None,
     };
     let trellis = Trellis::new(scheme);
-    let turned = turned(weight);
+    let turned = turned(weight, &signs);
     let mut scales: Vec<f32> = (turned.data.par_chunks(weight.cols))
         .map(|row| {
             let squares: f64 = row.iter().map(|&v| f64::from(v).powi(2)).sum();
@@ -45,26 +51,39 @@ pub fn round(
             f16::from_f32(deviation * trellis.unit()).to_f32()
         })
         .collect();
-    let factor = moments.as_ref().map(|m| &m.factor);
-    let (words, values) = encode(&trellis, &turned, &scales, factor);
-    refit(
-        &turned,
-        &values,
-        moments.as_ref().map(|m| &m.moments),
-        &mut scales,
-    );
-    let words = words
-        .iter()
-        .flat_map(|w| w.to_le_bytes())
-        .collect::<Vec<u8>>();
+    let rounded = match &factor {
+        Some(factor) => factor.round_to_trellis(&trellis, &turned, &scales)?,
+        None => on_host(&trellis, &turned, &scales, None),
+    };
+    for (scale, &best) in scales.iter_mut().zip(&rounded.scales) {
+        let best = f16::from_f64(best).to_f32();
+        if best.is_finite() && best > 0.0 {
+            *scale = best;
+        }
+    }
+    let words = rounded.words.iter().flat_map(|w| w.to_le_bytes());
     let weight = TrellisWeight::new(
         scheme,
         (weight.rows, weight.cols),
-        words.into(),
+        words.collect::<Vec<u8>>().into(),
         scales.into_iter().map(f16::from_f32).collect(),
-        (0..weight.cols).map(|i| f16::from_f32(sign(i))).collect(),
+        signs.into_iter().map(f16::from_f32).collect(),
     )?;
     Ok((weight, fallbacks))
+}
+
+/// Rounds the weight `[out, in]` of transformed inputs on the host, with the factor of their moments and these.
+pub(crate) fn on_host(
+    trellis: &Trellis,
+    weight: &Matrix,
+    scales: &[f32],
+    moments: Option<(&Matrix, &Matrix)>,
+) -> TrellisRounded {
+    let (words, values) = encode(trellis, weight, scales, moments.map(|(factor, _)| factor));
+    TrellisRounded {
+        words,
+        scales: best_scales(weight, &values, moments.map(|(_, moments)| moments)),
+    }
 }
 
 /// The random sign of an input. It follows from the input's index alone, so weights of the same inputs share it.
@@ -77,10 +96,10 @@ fn sign(input: usize) -> f32 {
 }
 
 /// The weight of transformed inputs.
-fn turned(weight: &Matrix) -> Matrix {
+fn turned(weight: &Matrix, signs: &[f32]) -> Matrix {
     let mut turned = weight.clone();
     turned.data.par_chunks_mut(weight.cols).for_each(|row| {
-        row.iter_mut().enumerate().for_each(|(i, v)| *v *= sign(i));
+        row.iter_mut().zip(signs).for_each(|(v, sign)| *v *= sign);
         transform(row);
     });
     turned
@@ -88,73 +107,82 @@ fn turned(weight: &Matrix) -> Matrix {
 
 /// Second moments of transformed inputs.
 struct Moments {
-    moments: Matrix,
-    /// `U` of [`inverse_factor`].
-    factor: Matrix,
+    hessian: Arc<dyn Hessian>,
+    /// The mean of the diagonal.
+    mean: f64,
+    /// Inputs that were always zero.
+    dead: usize,
 }
 
-/// Prepares the moments of `inputs`; none if they cannot be used, which `fallbacks` then says.
+/// The moments of `inputs`, transformed; none if they cannot be used, which `fallbacks` then says.
 fn moments(
     name: &str,
     inputs: &InputStats,
-    n: usize,
+    signs: &[f32],
     fallbacks: &mut Vec<String>,
 ) -> Result<Option<Moments>> {
-    let refuse = |expected: String, found: String| Error::Request {
+    let n = signs.len();
+    let found = (inputs.hessian.as_ref()).filter(|h| h.width() == n);
+    let hessian = found.ok_or_else(|| Error::Request {
         what: "second moments of the inputs for a trellis",
-        expected,
-        found,
-    };
-    let hessian = (inputs.hessian.as_ref())
-        .ok_or_else(|| refuse(format!("those of {n} inputs of {name}"), "none".into()))?;
-    if hessian.width() != n {
-        return Err(refuse(
-            format!("those of {n} inputs of {name}"),
-            hessian.width().to_string(),
-        ));
-    }
-    let host = (hessian.host())
-        .ok_or_else(|| refuse("moments on the host".into(), "moments on a device".into()))?;
-    let mut give_up = |why: &str| {
-        fallbacks.push(format!(
-            "{name}: {why}: errors are not fed to later columns"
-        ));
-        Ok(None)
-    };
+        expected: format!("those of {n} inputs of {name}"),
+        found: inputs.mean_square.len().to_string(),
+    })?;
     if !hessian.is_finite() {
-        return give_up("the inputs' moments are not finite");
+        fallbacks.push(not_fed(name, "the inputs' moments are not finite"));
+        return Ok(None);
     }
-    let diagonal = &inputs.mean_square;
-    let mean = diagonal.iter().map(|&d| f64::from(d)).sum::<f64>() / n as f64;
-    let dead = diagonal.iter().filter(|&&d| d <= 0.0).count();
+    let squares = &inputs.mean_square;
+    let mean = squares.iter().map(|&d| f64::from(d)).sum::<f64>() / n as f64;
+    let dead = squares.iter().filter(|&&d| d <= 0.0).count();
     if dead == n {
-        return give_up("all inputs are zero in calibration");
+        fallbacks.push(not_fed(name, "all inputs are zero in calibration"));
+        return Ok(None);
     }
     // An input that was always zero gives no information, but other text may use it: its weights count as much as
     // those of an average input.
-    let mut moments = host.clone();
-    let noise = gptq::noise(n, inputs.rows) as f32;
-    for (i, &square) in diagonal.iter().enumerate() {
-        if square > 0.0 {
-            moments.data[i * n + i] *= 1.0 + noise;
-            continue;
-        }
-        for j in 0..n {
-            (moments.data[i * n + j], moments.data[j * n + i]) = (0.0, 0.0);
-        }
-        moments.data[i * n + i] = mean as f32;
-    }
-    turn_both_sides(&mut moments);
+    let noise = 1.0 + gptq::noise(n, inputs.rows) as f32;
+    let diagonal = squares.iter().map(|&square| match square > 0.0 {
+        true => square * noise,
+        false => mean as f32,
+    });
+    let diagonal: Vec<f32> = diagonal.collect();
+    Ok(Some(Moments {
+        hessian: hessian.transformed(signs, &diagonal)?,
+        mean,
+        dead,
+    }))
+}
+
+fn not_fed(name: &str, why: &str) -> String {
+    format!("{name}: {why}: errors are not fed to later columns")
+}
+
+/// The factor of the inverse of `moments`; none if there is none, which `fallbacks` then says.
+fn factor<'m>(
+    name: &str,
+    moments: &'m Moments,
+    fallbacks: &mut Vec<String>,
+) -> Result<Option<Box<dyn Factor + 'm>>> {
+    let n = moments.hessian.width();
     let order: Vec<usize> = (0..n).collect();
     let found = gptq::damped(DAMPING, |damping| {
-        Ok(inverse_factor(&moments, &order, damping * mean, 0.0))
+        moments.hessian.inverse_factor(&Damped {
+            order: &order,
+            dead: &[],
+            fill: 0.0,
+            damping: damping * moments.mean,
+            noise: 0.0,
+        })
     })?;
     let Some((factor, damping)) = found else {
-        return give_up("the Hessian cannot be inverted");
+        fallbacks.push(not_fed(name, "the Hessian cannot be inverted"));
+        return Ok(None);
     };
-    if dead > 0 {
+    if moments.dead > 0 {
         fallbacks.push(format!(
-            "{name}: {dead} of {n} inputs are zero in calibration: their weights count as those of average inputs"
+            "{name}: {} of {n} inputs are zero in calibration: their weights count as those of average inputs",
+            moments.dead
         ));
     }
     if damping > DAMPING {
@@ -162,23 +190,20 @@ fn moments(
             "{name}: the Hessian could be inverted only with damping {damping} instead of {DAMPING}"
         ));
     }
-    Ok(Some(Moments { moments, factor }))
+    Ok(Some(factor))
 }
 
-/// Signs and the transform on rows and columns.
-fn turn_both_sides(moments: &mut Matrix) {
+/// `moments`, with this diagonal, of inputs that are multiplied by `signs` and transformed.
+pub(crate) fn turned_moments(moments: &Matrix, signs: &[f32], diagonal: &[f32]) -> Matrix {
     let n = moments.cols;
-    moments
-        .data
-        .par_chunks_mut(n)
-        .enumerate()
-        .for_each(|(i, row)| {
-            let of_row = sign(i);
-            row.iter_mut()
-                .enumerate()
-                .for_each(|(j, v)| *v *= of_row * sign(j));
-            transform(row);
-        });
+    let mut moments = moments.clone();
+    (moments.data.par_chunks_mut(n).enumerate()).for_each(|(i, row)| {
+        row[i] = diagonal[i];
+        for (v, sign) in row.iter_mut().zip(signs) {
+            *v *= signs[i] * sign;
+        }
+        transform(row);
+    });
     moments.data.par_chunks_mut(BLOCK * n).for_each(|block| {
         let mut half = 1;
         while half < BLOCK {
@@ -193,6 +218,7 @@ fn turn_both_sides(moments: &mut Matrix) {
         let norm = 1.0 / (BLOCK as f32).sqrt();
         block.iter_mut().for_each(|v| *v *= norm);
     });
+    moments
 }
 
 /// The words of all tiles, and the code's values, `[out, in]`.
@@ -273,31 +299,25 @@ fn for_each_step(code: Code, values: &mut [f32], mut f: impl FnMut(usize, usize,
     }
 }
 
-/// Chooses the scales of rows with which `values` have the least error, weighted by the second moments.
-fn refit(weight: &Matrix, values: &Matrix, moments: Option<&Matrix>, scales: &mut [f32]) {
-    let parts = scales.par_chunks_mut(ROWS).enumerate();
-    parts.for_each(|(i, scales)| {
-        let part = i * ROWS..i * ROWS + scales.len();
-        let values = values.part(part.clone());
+/// The scales of rows with which `values` have the least error, weighted by the second moments.
+fn best_scales(weight: &Matrix, values: &Matrix, moments: Option<&Matrix>) -> Vec<f64> {
+    let parts = (0..weight.rows).into_par_iter().step_by(ROWS);
+    let of_parts = parts.flat_map_iter(|start| {
+        let values = values.part(start..(start + ROWS).min(weight.rows));
         let weighted = match moments {
             Some(moments) => product(&values, moments),
             None => values.clone(),
         };
         let dot = |a: &[f32], b: &[f32]| -> f64 {
-            a.iter()
-                .zip(b)
-                .map(|(&a, &b)| f64::from(a) * f64::from(b))
-                .sum()
+            let products = a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b));
+            products.sum()
         };
-        for (row, scale) in scales.iter_mut().enumerate() {
-            let weighted = weighted.row(row);
-            let best = dot(weighted, weight.row(part.start + row)) / dot(weighted, values.row(row));
-            let best = f16::from_f64(best).to_f32();
-            if best.is_finite() && best > 0.0 {
-                *scale = best;
-            }
-        }
+        (0..values.rows).map(move |i| {
+            let weighted = weighted.row(i);
+            dot(weighted, weight.row(start + i)) / dot(weighted, values.row(i))
+        })
     });
+    of_parts.collect()
 }
 
 #[cfg(test)]

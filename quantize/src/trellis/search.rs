@@ -71,7 +71,7 @@ impl Table {
 
     /// Steps on each side of the seam that settle it: enough that looking at all of them would have less than 0.5 %
     /// less error.
-    fn window(&self) -> usize {
+    pub(super) fn window(&self) -> usize {
         let bits = match self.scheme.code() {
             Code::Sum => 264,
             Code::Octagon => 176,

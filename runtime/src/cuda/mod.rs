@@ -51,6 +51,7 @@ pub(crate) fn planned(
         config: c,
         kernels: KernelSet::Fused,
         head: &plan::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds)?,
+        trellis: plan::has_trellis(c, kinds),
         weights: plan::weight_bytes(c, kinds, None, 0)?,
         session: Some(spec),
     };

@@ -13,7 +13,7 @@ use crate::states::is_recurrent;
 use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LinearKind, Mixer, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{Experts, ModelConfig, Progress, Scheme, Weight, WeightStore, human_bytes};
+use nq_formats::{DType, Experts, ModelConfig, Progress, Scheme, Weight, WeightStore, human_bytes};
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
     Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
@@ -45,6 +45,8 @@ pub(super) struct CudaModel {
     pub(super) head: DeviceLinear, // [vocab, hidden]
     /// `[vocab, hidden]`; `None` if the head is the same matrix.
     embedding: Option<DeviceLinear>,
+    /// Some of its weights are in trellis codes.
+    pub(super) trellis: bool,
 }
 
 /// The weights of a layer; gate and up are interleaved.
@@ -67,8 +69,9 @@ impl Slower {
         uploader: &mut Uploader,
         parts: &[&Weight],
         stack: Stack,
+        plain: bool,
     ) -> Result<DeviceLinear> {
-        let packed = uploader.pack(parts, stack)?;
+        let packed = uploader.pack(parts, stack, plain)?;
         let quantized = parts.iter().any(|w| matches!(w, Weight::Quantized(_)));
         if quantized && packed.kind() == PackedKind::Fp16 {
             self.stored += parts.iter().map(|w| w.bytes()).sum::<usize>();
@@ -88,7 +91,8 @@ impl Slower {
         if self.held > 0 {
             progress.note(&format!(
                 "on this device {} of weights are held as {} of FP16: there are no kernels for \
-                 groups of 16 or activation order, nor for products whose parts differ in scheme",
+                 groups of 16 or activation order, nor for products whose parts differ in scheme or experts in trellis \
+                 codes",
                 human_bytes(self.stored as u64),
                 human_bytes(self.held as u64)
             ));
@@ -96,12 +100,13 @@ impl Slower {
     }
 }
 
-/// Packs the weights of layer `index`, without its experts if they are on the CPU.
+/// Packs the weights of layer `index`, without its experts if they are on the CPU; those in trellis codes as FP16 if
+/// `plain`.
 pub(super) fn pack_layer(
     uploader: &mut Uploader,
     index: usize,
     weights: &LayerWeights,
-    experts_on_host: bool,
+    (experts_on_host, plain): (bool, bool),
     slower: &mut Slower,
 ) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
@@ -113,14 +118,14 @@ pub(super) fn pack_layer(
         if let Some(parts) = stacks.as_ref().and_then(|s| s.parts(product)) {
             return match &parts[..] {
                 [] => Ok(no_weight(&gpu)?),
-                parts => slower.pack(uploader, parts, stack(product)),
+                parts => slower.pack(uploader, parts, stack(product), true),
             };
         }
         if experts_on_host && is_of_experts(weights.spec, product) {
             return Ok(no_weight(&gpu)?);
         }
-        let stack = stack(product);
-        slower.pack(uploader, &weights.product(product), stack)
+        let plain = plain || is_of_experts(weights.spec, product);
+        slower.pack(uploader, &weights.product(product), stack(product), plain)
     };
     let vector = |vector: VectorSpec| Ok(gpu.upload("a norm", &weights.values(vector)?)?);
     let mut layer: CudaLayer = Layer::new(index, weights.spec, linear, vector)?;
@@ -265,7 +270,14 @@ impl CudaModel {
         let told = told_kinds(config, store, act_order);
         let tells_all = told.is_some();
         kinds.extend(told.into_iter().flatten());
-        let kinds = |name: &str| kinds[name];
+        let coded = |kind: &WeightKind| matches!(kind, WeightKind::Trellis(_));
+        let trellis = kernels == KernelSet::Fused && kinds.values().any(coded);
+        // The reference kernels do not read trellis codes.
+        let plain = kernels == KernelSet::Reference;
+        let kinds = |name: &str| match kinds[name] {
+            WeightKind::Trellis(_) if plain => WeightKind::Dense(DType::F16),
+            kind => kind,
+        };
         let layers = config.num_hidden_layers;
         let stored = stored_by_layer(&store.entries(), layers).unwrap_or_else(|| vec![1; layers]);
         let stored = Some(&stored[..]).filter(|_| !tells_all);
@@ -276,6 +288,7 @@ impl CudaModel {
             config,
             kernels,
             head: &plan::head(&dry, config, &kinds)?,
+            trellis,
             weights: 0,
             session: options.session.as_ref(),
         };
@@ -296,13 +309,13 @@ impl CudaModel {
         };
         count(&[&head_weight]);
         let mut slower = Slower::default();
-        let head = slower.pack(&mut uploader, &[&head_weight], Stack::Concat)?;
+        let head = slower.pack(&mut uploader, &[&head_weight], Stack::Concat, plain)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = match &embedding_weight {
             None => None,
             Some(w) => {
-                let packed = slower.pack(&mut uploader, &[w], Stack::Concat)?;
+                let packed = slower.pack(&mut uploader, &[w], Stack::Concat, plain)?;
                 done.add(w);
                 Some(packed)
             }
@@ -327,7 +340,13 @@ impl CudaModel {
                     rates.push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
                 }
             }
-            let layer = pack_layer(&mut uploader, index, &weights, experts_on_host, &mut slower)?;
+            let layer = pack_layer(
+                &mut uploader,
+                index,
+                &weights,
+                (experts_on_host, plain),
+                &mut slower,
+            )?;
             let router = (!experts_on_host).then(|| router_of(&layer, &weights));
             let router = router.flatten().map(|parts| HalfRows::new(&gpu, &parts));
             routers.push(router.transpose()?);
@@ -365,6 +384,7 @@ impl CudaModel {
             norm,
             head,
             embedding,
+            trellis,
         };
         Ok((model, census.bits()))
     }
@@ -377,6 +397,7 @@ impl CudaModel {
             config: &self.config,
             kernels: self.kernels,
             head: &self.head,
+            trellis: self.trellis,
             weights: 0,
             session: Some(session),
         }

@@ -21,12 +21,12 @@ use std::collections::BTreeMap;
 /// Reserves the matrix `name` of a model, of shape `dims`.
 fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
     let kind = PackedKind::new(kinds(name), dims.1)?;
-    Ok(DeviceLinear::zeros(gpu, kind, dims)?)
+    Ok(DeviceLinear::zeros(gpu, kind, (&[dims.0], dims.1))?)
 }
 
 /// An empty weight, in the place of experts that are on the CPU.
 pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
-    DeviceLinear::zeros(gpu, PackedKind::Fp16, (0, 0))
+    DeviceLinear::zeros(gpu, PackedKind::Fp16, (&[], 0))
 }
 
 /// Whether a layer's shared expert stands behind the others in their stacks ([`CudaModel`](super::model::CudaModel)).
@@ -64,6 +64,16 @@ impl SharedStacks {
     }
 }
 
+/// True if matrices of the model are in trellis codes.
+pub(super) fn has_trellis(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
+    let coded = |name: &str| matches!(kinds(name), WeightKind::Trellis(_));
+    let layer = |i: usize| {
+        let linears = c.layer(i).linears();
+        linears.iter().any(|l| coded(&l.name(i)))
+    };
+    coded(names::head(c)) || coded(EMBEDDING) || (0..c.num_hidden_layers).any(layer)
+}
+
 /// Reserves the head.
 pub(super) fn head(gpu: &Gpu, c: &ModelConfig, kinds: Kinds<'_>) -> Result<DeviceLinear> {
     matrix(gpu, kinds, names::head(c), (c.vocab_size, c.hidden_size))
@@ -94,11 +104,15 @@ pub(super) fn weight_bytes(
             let Some(more) = stacks.more_rows(product, c) else {
                 return Ok(no_weight(gpu)?);
             };
-            let rows = more + product.linears.iter().map(|l| l.dims(c).0).sum::<usize>();
+            let mut heights: Vec<usize> = product.linears.iter().map(|l| l.dims(c).0).collect();
+            heights.extend((more > 0).then_some(more));
             let inputs = product.inputs(c);
             let parts = product.linears.iter().map(|l| kinds(&l.name(index)));
-            let kind = PackedKind::of_stack(parts, inputs)?;
-            Ok(DeviceLinear::zeros(gpu, kind, (rows, inputs))?)
+            let kind = match PackedKind::of_stack(parts, inputs)? {
+                kind if is_of_experts(c.layer(index), product) => kind.without_trellis(),
+                kind => kind,
+            };
+            Ok(DeviceLinear::zeros(gpu, kind, (&heights, inputs))?)
         };
         let mut layer: CudaLayer = Layer::new(index, c.layer(index), pack, vector)?;
         if stacks.0 {
@@ -112,7 +126,12 @@ pub(super) fn weight_bytes(
         let router = (c.experts.filter(|_| layer.blocks.iter().any(routes)))
             .map_or(0, |e| e.count + usize::from(stacks.0));
         let rates = delta.map_or(0, |d| 2 * d.value_heads);
-        let halves = |rows| gpu.zeros::<u8>("a weight", HalfRows::bytes(rows, c.hidden_size));
+        // Memory of no bytes takes some too, so what does not exist is not reserved.
+        let halves = |rows: usize| {
+            let bytes = HalfRows::bytes(rows, c.hidden_size);
+            let reserved = (rows > 0).then(|| gpu.zeros::<u8>("a weight", bytes));
+            reserved.transpose()
+        };
         let _halves = (halves(rates)?, halves(router)?);
         Ok(account.held() - before)
     };
@@ -158,6 +177,8 @@ pub(super) struct Request<'a> {
     pub(super) kernels: KernelSet,
     /// Its head, or memory reserved for it.
     pub(super) head: &'a DeviceLinear,
+    /// Some of its weights are in trellis codes.
+    pub(super) trellis: bool,
     /// Bytes of weights still to be loaded.
     pub(super) weights: usize,
     /// The session.
@@ -181,8 +202,15 @@ impl Request<'_> {
         };
         if let Some(spec) = self.session {
             let gpu = Gpu::dry(self.info.clone(), Account::gpu());
-            let (c, head) = (self.config, self.head);
-            let session = SessionMemory::new(&gpu, c, self.kernels, self.together, head, spec)?;
+            let weights = (self.head, self.trellis);
+            let session = SessionMemory::new(
+                &gpu,
+                self.config,
+                self.kernels,
+                self.together,
+                weights,
+                spec,
+            )?;
             plan.kv = session.kv_bytes();
             plan.scratch = gpu.account().held() - plan.kv;
         }
@@ -430,6 +458,7 @@ mod tests {
                 config: &self.config,
                 kernels: KernelSet::Fused,
                 head: &self.head,
+                trellis: false,
                 weights,
                 session: Some(session),
             }

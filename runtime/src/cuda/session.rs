@@ -21,8 +21,9 @@ use nq_kernels::KernelSet;
 use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     Buffer, Checked, DeltaRows, DeviceLinear, DevicePages, DeviceStates, Gpu, GroupedRows,
-    HostStage, MOST_SEQUENCES, Mark, PageEntry, PageStaging, PagesShape, Pinned, Places, Row,
-    StatesShape, Stream, gated_width, stacked,
+    HostStage, MOST_SEQUENCES, MOST_TRELLIS_ROWS, Mark, PageEntry, PageStaging, PagesShape, Pinned,
+    Places, Row, StatesShape, Stream, TrellisRoom, TrellisSizes, gated_width, packed_weights,
+    stacked,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -171,6 +172,18 @@ impl Widths {
         }
     }
 
+    /// Of products with trellis codes of up to `many` rows.
+    fn trellis(&self, many: usize) -> TrellisSizes {
+        let outputs = self.qkv.max(2 * self.mlp);
+        let weights = packed_weights(outputs, self.hidden);
+        TrellisSizes {
+            rows: MOST_TRELLIS_ROWS.max(LOGIT_ROWS),
+            many,
+            inputs: self.widest_input(),
+            weights: weights.max(packed_weights(self.hidden, self.attended.max(self.mlp))),
+        }
+    }
+
     /// The most inputs of any product.
     fn widest_input(&self) -> usize {
         self.hidden.max(self.attended).max(self.mlp)
@@ -230,17 +243,18 @@ pub(super) struct SessionMemory {
     cos_sin: Buffer<[f32; 2]>,
     step: StepRows,
     many: ManyRows,
+    room: Option<TrellisRoom>,
 }
 
 impl SessionMemory {
-    /// Allocates it for a model with this head, on a device whose steps take `together` sequences. The
-    /// rotary table is not written yet.
+    /// Allocates it for a model with this head and with weights in trellis codes or not, on a device whose steps take
+    /// `together` sequences. The rotary table is not written yet.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         kernels: KernelSet,
         together: usize,
-        head: &DeviceLinear,
+        (head, trellis): (&DeviceLinear, bool),
         spec: &SessionSpec,
     ) -> Result<Self> {
         let (w, rows) = (Widths::of(c), most_rows(spec, together));
@@ -266,7 +280,9 @@ impl SessionMemory {
             };
             DeviceStates::new(gpu, shape)
         };
+        let room = || TrellisRoom::new(gpu, w.trellis(spec.max_rows.max(rows)));
         Ok(SessionMemory {
+            room: trellis.then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,
             step: StepRows::new(gpu, c, head, rows, (spec.kv, places))?,
@@ -285,7 +301,14 @@ impl CudaSession {
     pub(super) fn new(model: Arc<CudaModel>, spec: SessionSpec) -> Result<Self> {
         let gpu = &model.gpu;
         let (c, together) = (&model.config, most_together(gpu));
-        let memory = SessionMemory::new(gpu, c, model.kernels, together, &model.head, &spec)?;
+        let memory = SessionMemory::new(
+            gpu,
+            c,
+            model.kernels,
+            together,
+            (&model.head, model.trellis),
+            &spec,
+        )?;
         let mut cos_sin = memory.cos_sin;
         let positions = cos_sin.len() / (c.rotated() / 2);
         let slots = memory.pages.places().slots;
@@ -299,7 +322,7 @@ impl CudaSession {
         };
         cos_sin.write(0, &model.rotary.pairs(positions))?;
         Ok(CudaSession {
-            stream: gpu.stream()?,
+            stream: gpu.stream_with(memory.room)?,
             graphs: Graphs::default(),
             tables: PageTables::new(&spec),
             placed: vec![Vec::new(); spec.slots],

@@ -14,7 +14,7 @@ pub(crate) use here::{count, first, load, load_eagle, load_mtp, run, stepper};
 use crate::error::Result;
 use crate::interface::{DeviceMemory, SessionSpec};
 use crate::memory::Kinds;
-use nq_formats::ModelConfig;
+use nq_formats::{ModelConfig, TrellisScheme};
 
 /// Memory of a GPU, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,4 +34,6 @@ pub struct GpuSizes {
     pub engine: fn(&ModelConfig, Kinds<'_>, &SessionSpec) -> Result<DeviceMemory>,
     /// Bytes taken by factoring the second moments of this many inputs, besides the result.
     pub factor: fn(usize) -> usize,
+    /// Most bytes taken by rounding a weight of this shape to a trellis code, besides moments and their factor.
+    pub trellis: fn(TrellisScheme, (usize, usize)) -> usize,
 }

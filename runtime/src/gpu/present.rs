@@ -102,6 +102,7 @@ pub fn sizes() -> Result<GpuSizes> {
         together: MOST_WIDE_SEQUENCES,
         engine: planned,
         factor: CudaOps::factor_bytes,
+        trellis: CudaOps::trellis_bytes,
     })
 }
 

@@ -8,11 +8,11 @@ pub(crate) mod oracle;
 pub(crate) mod published;
 
 use nq_formats::models::{ARCHITECTURES, find};
-use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
+use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape, is_kept};
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Delta, Error, Experts, Group, GroupValues,
-    ModelConfig, Parts, QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry, Weight,
-    WeightStore, Zeros, pack, product,
+    ModelConfig, Parts, QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry,
+    TrellisScheme, TrellisWeight, Weight, WeightStore, Zeros, pack, product, synth::random_trellis,
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{
@@ -229,6 +229,32 @@ impl Store {
         let mut store = self.clone();
         for w in store.matrices.values_mut() {
             *w = round_to_nearest(w, scheme);
+        }
+        store
+    }
+
+    /// Random weights of the same size in trellis codes, each name's in the scheme that `scheme` gives, but for those
+    /// that nq never quantizes.
+    pub(crate) fn in_trellises(&self, scheme: impl Fn(&str) -> TrellisScheme) -> Self {
+        let mut store = self.clone();
+        let quantized = |(name, _): &(&String, &mut Weight)| !is_kept(name);
+        for (name, w) in store.matrices.iter_mut().filter(quantized) {
+            let dims = w.dims();
+            let drawn = random_trellis(7, name, dims, scheme(name)).unwrap();
+            let mut row = vec![0f32; dims.1];
+            drawn.dequantize_row(0, &mut row);
+            let squares: f32 = row.iter().map(|v| v * v).sum();
+            // Rows of length 1 keep activations near 1.
+            let scales = drawn.row_scales().iter();
+            let scale = |s: &half::f16| half::f16::from_f32(s.to_f32() / squares.sqrt());
+            let scaled = TrellisWeight::new(
+                drawn.scheme(),
+                dims,
+                drawn.words().clone(),
+                scales.map(scale).collect(),
+                drawn.input_scales().into(),
+            );
+            *w = Weight::Quantized(QuantizedWeight::Trellis(scaled.unwrap()));
         }
         store
     }

@@ -7,8 +7,8 @@
 #![no_std]
 #![forbid(unsafe_code)]
 
-/// Code by target: a zstd frame of fatbins, one after another, a fatbin per source.
+/// Code by target: an xz file of fatbins, one after another, a fatbin and a block per source.
 pub static CODE: &[(&str, &[u8])] = &[
-    ("sm_80", include_bytes!("../sm_80.zst")),
-    ("sm_86", include_bytes!("../sm_86.zst")),
+    ("sm_80", include_bytes!("../sm_80.xz")),
+    ("sm_86", include_bytes!("../sm_86.xz")),
 ];

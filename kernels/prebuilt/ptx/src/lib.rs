@@ -7,5 +7,5 @@
 #![no_std]
 #![forbid(unsafe_code)]
 
-/// Code by target: a zstd frame of fatbins, one after another, a fatbin per source.
-pub static CODE: &[(&str, &[u8])] = &[("compute_100", include_bytes!("../compute_100.zst"))];
+/// Code by target: an xz file of fatbins, one after another, a fatbin and a block per source.
+pub static CODE: &[(&str, &[u8])] = &[("compute_100", include_bytes!("../compute_100.xz"))];

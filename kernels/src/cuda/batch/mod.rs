@@ -93,7 +93,7 @@ pub(in crate::cuda) struct ColumnsTarget {
 impl Columns {
     /// True if attention can prepare the inputs of `w`.
     pub fn suit(w: &DeviceLinear) -> bool {
-        w.kind() != PackedKind::Fp16 && w.inputs().is_multiple_of(SPAN)
+        matches!(w.kind(), PackedKind::Affine { .. }) && w.inputs().is_multiple_of(SPAN)
     }
 
     /// Where the columns of `m` rows go for a product with `w`.
@@ -161,6 +161,9 @@ impl BatchPlan {
 /// # Errors
 /// Errors of the driver.
 pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
+    if let Some(strips) = w.trellis_strips() {
+        return Ok(strips);
+    }
     if m == 1 {
         return Ok(gemv::blocks(gpu.info(), w));
     }
@@ -209,6 +212,9 @@ impl Stream {
         m: usize,
         late: bool,
     ) -> Result<()> {
+        if w.is_trellis() {
+            return self.trellis_step(w, x, output, m, late);
+        }
         let o = self.operands("gemv_batch");
         o.multiple("inputs", 8, w.inputs())?;
         o.at_least("rows", 1, m)?;

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 include!(concat!(env!("OUT_DIR"), "/code.rs"));
 
-/// What a target's code is made of: fatbins, or a zstd frame of them.
+/// What a target's code is made of: fatbins, or an xz file of them.
 #[cfg(feature = "cuda-source")]
 type Packed = &'static [&'static [u8]];
 #[cfg(not(feature = "cuda-source"))]
@@ -160,13 +160,15 @@ fn images(code: &[&'static [u8]]) -> Result<Vec<Cow<'static, [u8]>>, String> {
 #[cfg(not(feature = "cuda-source"))]
 use unpack as images;
 
-/// The fatbins in a zstd frame.
+/// The fatbins in an xz file, each a block of its own, so that several threads unpack them.
 #[cfg(any(not(feature = "cuda-source"), feature = "imitate"))]
 pub(super) fn unpack(packed: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
-    use std::io::Read;
+    use std::io::{Cursor, Read};
+    const MOST_THREADS: usize = 8;
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MOST_THREADS));
     let mut unpacked = Vec::new();
-    let decoder = ruzstd::decoding::StreamingDecoder::new(packed).map_err(|e| e.to_string())?;
-    let mut limited = decoder.take(MOST_BYTES as u64);
+    let reader = lzma_rust2::XzReaderMt::new(Cursor::new(packed.to_vec()), false, threads as u32);
+    let mut limited = reader.map_err(|e| e.to_string())?.take(MOST_BYTES as u64);
     limited
         .read_to_end(&mut unpacked)
         .map_err(|e| e.to_string())?;

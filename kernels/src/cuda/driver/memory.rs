@@ -191,6 +191,15 @@ impl<T: Pod> Buffer<T> {
         self.len * size_of::<T>()
     }
 
+    /// The same memory once more.
+    pub(in crate::cuda) fn share(&self) -> Self {
+        Buffer {
+            memory: Arc::clone(&self.memory),
+            len: self.len,
+            marker: PhantomData,
+        }
+    }
+
     pub(super) fn region(&self) -> Region<'_> {
         Region {
             memory: &self.memory,

@@ -4,6 +4,7 @@ use super::gpu::{Gpu, GpuInfo, Parts, Timed, check};
 use super::host::Call;
 use super::memory::Allocation;
 use crate::cuda::kernel::Instance;
+use crate::cuda::trellis::TrellisRoom;
 use crate::error::{Error, Result};
 use crate::profile::Key;
 use cudarc::driver::result;
@@ -20,6 +21,14 @@ impl Gpu {
     /// # Errors
     /// Errors of the driver.
     pub fn stream(&self) -> Result<Stream> {
+        self.stream_with(None)
+    }
+
+    /// Creates a stream that has `room` for products with trellis codes.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn stream_with(&self, room: Option<TrellisRoom>) -> Result<Stream> {
         self.0.bind()?;
         let handle = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = Arc::new(StreamInner {
@@ -29,6 +38,7 @@ impl Gpu {
             beginning: Mutex::default(),
             kept: Mutex::default(),
             alone: OnceLock::new(),
+            room,
         });
         let mut all = lock(&STREAMS);
         all.retain(|s| s.strong_count() > 0);
@@ -178,6 +188,8 @@ struct StreamInner {
     kept: Mutex<Kept>,
     /// The end of the last kernel here that had to run alone: see [`Stream::alone`].
     alone: OnceLock<Mark>,
+    /// Memory between the kernels of products with trellis codes, which run one after the other.
+    room: Option<TrellisRoom>,
 }
 
 /// What a graph keeps alive: memory by address, and calls of the CPU.
@@ -198,6 +210,11 @@ impl Stream {
     /// The device.
     pub fn gpu(&self) -> &Gpu {
         &self.0.gpu
+    }
+
+    /// Its memory for products with trellis codes.
+    pub(in crate::cuda) fn room(&self) -> Option<&TrellisRoom> {
+        self.0.room.as_ref()
     }
 
     /// The driver's handle.

@@ -44,7 +44,7 @@ fn halves_lie_where_the_products_read_them() {
         .collect();
     let tensor = Tensor::from_f32(vec![rows, cols], values.clone()).unwrap();
     let weight = Weight::Dense(tensor);
-    let packing = Packing::new(&[&weight], Stack::Concat).unwrap();
+    let packing = Packing::new(&[&weight], Stack::Concat, false).unwrap();
     let mut codes = vec![0xff; packing.tiles() * packing.spans() * packing.kind().code_bytes()];
     packing.pack(0, &mut codes, &mut []).unwrap();
     let spans = packing.spans();
@@ -97,7 +97,7 @@ fn what_no_kernel_reads_is_held_as_halves() {
         Weight::Dense(Tensor::from_f32(vec![rows, cols], values).unwrap())
     };
     let packed = |parts: &[&Weight], stack| {
-        let packing = Packing::new(parts, stack).unwrap();
+        let packing = Packing::new(parts, stack, false).unwrap();
         assert_eq!(packing.kind(), PackedKind::Fp16);
         let mut codes = vec![0; packing.tiles() * packing.spans() * packing.kind().code_bytes()];
         packing.pack(0, &mut codes, &mut []).unwrap();
@@ -115,7 +115,7 @@ fn what_no_kernel_reads_is_held_as_halves() {
         let expected = packed(&values.iter().collect::<Vec<_>>(), stack);
         assert!(packed(&parts, stack) == expected);
     }
-    let alike = Packing::new(&[&int4, &int4], Stack::Concat).unwrap();
+    let alike = Packing::new(&[&int4, &int4], Stack::Concat, false).unwrap();
     assert_ne!(alike.kind(), PackedKind::Fp16);
 }
 
@@ -162,7 +162,7 @@ fn codes_and_scales_in_two_levels_lie_as_documented() {
             };
             let affine = AffineWeight::assemble(scheme, (rows, cols), parts).unwrap();
             let weight = Weight::Quantized(QuantizedWeight::Affine(affine));
-            let packing = Packing::new(&[&weight], Stack::Concat).unwrap();
+            let packing = Packing::new(&[&weight], Stack::Concat, false).unwrap();
             let kind = packing.kind();
             assert_eq!(kind.bits(), bits.width());
             let records = packing.tiles() * packing.spans();

@@ -1,12 +1,13 @@
 //! Second-order rounding (GPTQ) on the device: the factor of the inverse moments, the choice of
 //! groups' ranges, the loop over columns, and measures of its errors. Launchers of
-//! `cuda/factor.cu`, `cuda/fit_groups.cu` and `cuda/round_columns.cu`.
+//! `cuda/factor.cu`, `cuda/fit_groups.cu`, `cuda/round_columns.cu` and `cuda/trellis_search.cu`.
 //!
 //! The caller chooses the order of columns, the damping and the ranges to try.
 
 pub(super) mod columns;
 pub(super) mod factor;
 mod moments;
+pub(super) mod trellis;
 
 pub use columns::{Codes, Groups};
 

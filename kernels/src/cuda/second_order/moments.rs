@@ -5,7 +5,10 @@ use crate::cuda::driver::Buffer;
 use crate::cuda::grad::CudaOps;
 use crate::error::Result;
 use crate::grad::{Gemm, LayerOps};
-use crate::second_order::{Changes, Codes, Columns, Damped, Factor, Moments, Rounded, SecondOrder};
+use crate::second_order::{
+    Changes, Codes, Columns, Damped, Factor, Moments, Rounded, SecondOrder, TrellisRounded,
+    TrellisRows,
+};
 use std::fmt;
 use std::sync::Arc;
 
@@ -90,6 +93,11 @@ impl Moments for GpuMoments {
         Ok(Arc::new(Self::new(&self.ops, moments, s.len())?))
     }
 
+    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Moments>> {
+        let moments = (self.ops).transform_moments(&self.moments, signs, diagonal)?;
+        Ok(Arc::new(Self::new(&self.ops, moments, signs.len())?))
+    }
+
     fn inverse_factor(&self, damped: Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>> {
         let factor = self.ops.inverse_factor(&self.moments, damped)?;
         Ok(factor.map(|u| Box::new(GpuFactor { of: self, u }) as Box<dyn Factor>))
@@ -147,5 +155,9 @@ impl Factor for GpuFactor<'_> {
         groups.scales.read(0, &mut rounded.scales)?;
         groups.zeros.read(0, &mut rounded.zeros)?;
         Ok(rounded)
+    }
+
+    fn round_to_trellis(&self, weight: &TrellisRows<'_>) -> Result<TrellisRounded> {
+        (self.of.ops).round_to_trellis(&self.of.moments, &self.u, weight)
     }
 }

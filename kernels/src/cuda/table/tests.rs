@@ -155,8 +155,11 @@ fn rows_are_the_kernels_of_the_sources() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "cu") {
             let name = path.file_name().unwrap().to_string_lossy().into_owned();
-            // The list of schemes, which is a macro.
-            let header = read(&workspace().join("kernels/cuda/weights.cuh"));
+            // The lists of schemes, which are macros.
+            let headers = ["weights.cuh", "trellis.cuh"];
+            let header: String = headers
+                .map(|h| read(&workspace().join("kernels/cuda").join(h)))
+                .concat();
             let kernels = defined(&(header + &read(&path)));
             let count = kernels.len();
             let kernels: BTreeSet<String> = kernels.into_iter().collect();
@@ -326,9 +329,21 @@ fn rows_have_tests_and_benches() {
 
 /// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
-const CONSTANTS: [[&str; 4]; 43] = [
+const CONSTANTS: [[&str; 4]; 46] = [
     ["pages.rs", "PAGE", "rows.cuh", "PAGE"],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
+    [
+        "cuda/trellis.rs",
+        "ROWS_SHARED",
+        "trellis_rows.cu",
+        "ROWS_SHARED",
+    ],
+    [
+        "cuda/trellis.rs",
+        "EXPAND_WARPS",
+        "trellis_expand.cu",
+        "EXPAND_WARPS",
+    ],
     [
         "cuda/advance.rs",
         "NONE_ALLOWED",
@@ -423,6 +438,12 @@ const CONSTANTS: [[&str; 4]; 43] = [
         "COLUMNS",
     ],
     ["cuda/second_order/factor.rs", "SIDE", "factor.cu", "SIDE"],
+    [
+        "cuda/second_order/trellis.rs",
+        "SEARCH_THREADS",
+        "trellis_search.cuh",
+        "SEARCH_THREADS",
+    ],
     ["cuda/step_layers.rs", "WARPS", "layers.cuh", "LAYERS_WARPS"],
     ["cuda/step_layers.rs", "TEAM", "layers.cuh", "TEAM"],
     [

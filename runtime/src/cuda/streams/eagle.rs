@@ -38,14 +38,14 @@ impl CudaEagle {
                 true => Stack::Interleave,
                 false => Stack::Concat,
             };
-            Ok(uploader.pack(parts, stack)?)
+            Ok(uploader.pack(parts, stack, true)?)
         };
         let norm = |gains: Vec<f32>| Ok(gpu.upload("a norm", &gains)?);
         let weights = HeadWeights::read(head, linear, norm)?;
         let embedding = match head.has_embedding {
             true => {
                 let embedding = crate::models::embedding(head.store.as_ref(), model)?;
-                Some(uploader.pack(&[&embedding], Stack::Concat)?)
+                Some(uploader.pack(&[&embedding], Stack::Concat, true)?)
             }
             false => None,
         };

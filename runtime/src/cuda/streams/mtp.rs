@@ -42,11 +42,17 @@ impl CudaMtp {
         let fc = store.matrix(FC, (h, 2 * h))?;
         let mut half = |first: usize| -> Result<DeviceLinear> {
             let part = columns(&fc, first, h)?;
-            Ok(uploader.pack(&[&part], Stack::Concat)?)
+            Ok(uploader.pack(&[&part], Stack::Concat, true)?)
         };
         let fc = [half(0)?, half(h)?];
         let weights = LayerWeights::read(&LayerStore::new(store), &config, 0)?;
-        let layer = pack_layer(&mut uploader, 0, &weights, false, &mut Slower::default())?;
+        let layer = pack_layer(
+            &mut uploader,
+            0,
+            &weights,
+            (false, true),
+            &mut Slower::default(),
+        )?;
         uploader.finish()?;
         Ok(CudaMtp {
             rotary: Rotary::new(&config),

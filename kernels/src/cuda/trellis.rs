@@ -1,0 +1,666 @@
+//! Weights in trellis codes ([`nq_formats::trellis`]) and products with them.
+//!
+//! Files have sequences in the order in which tensor cores read them, so weights stay as they are. Inputs are
+//! transformed before a product: of up to [`MOST_ROWS`] rows they become digits, which the bytes of states multiply as
+//! integers; for more, the weights' values become FP16, a product at a time, and other kernels multiply them.
+
+mod stack;
+
+pub(super) use stack::{TrellisParts, upload, weights};
+
+use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
+use super::gemm::GemmOutput;
+use super::gemm_step::StepOutput;
+use super::gemv::{GemvOutput, Norm, Output};
+use super::kernel::{Instance, Kernel, kernels};
+use super::linear::DeviceLinear;
+use super::pack::{SPAN, TILE};
+use super::rows::Step;
+use crate::error::Result;
+use bytemuck::Pod;
+use nq_formats::trellis::TILE as COLUMNS;
+use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TrellisScheme};
+
+/// Most rows that are multiplied by codes as they are.
+pub const MOST_ROWS: usize = 64;
+/// Rows of x that a block multiplies at once: few, or many.
+const GROUPS: [usize; 2] = [4, 16];
+/// Threads of the kernels of products, by group.
+const THREADS: [usize; 2] = [512, 256];
+/// Warps of a block of `cuda/trellis_expand.cu`.
+const EXPAND_WARPS: usize = 8;
+/// Most shared memory of a product, without a row of x: that of `cuda/trellis_rows.cu`.
+const ROWS_SHARED: usize = 96 << 10;
+/// Most inputs of a product: the sum of their digits has 32 bits.
+const MOST_INPUTS: usize = 32_768;
+
+/// What sessions of a model with trellis codes need memory for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrellisSizes {
+    /// Most rows that are multiplied by codes as they are, up to [`MOST_ROWS`].
+    pub rows: usize,
+    /// Most rows of all.
+    pub many: usize,
+    /// Most inputs of a product.
+    pub inputs: usize,
+    /// Most weights of another product that are held for many rows: see [`packed_weights`].
+    pub weights: usize,
+}
+
+/// Weights of a product `[rows, inputs]` as packed FP16 values: rows padded to whole tiles, inputs to whole spans.
+pub fn packed_weights(rows: usize, inputs: usize) -> usize {
+    rows.next_multiple_of(TILE) * inputs.next_multiple_of(SPAN)
+}
+
+/// Memory between the kernels of a product, which a stream has for one after the other.
+pub struct TrellisRoom {
+    sizes: TrellisSizes,
+    digits: Buffer<u8>,
+    steps: Buffer<[f32; 2]>,
+    /// Zeros between products.
+    parts: Buffer<u32>,
+    expanded: Buffer<u8>,
+    no_meta: Buffer<u8>,
+    turned: Buffer<u16>,
+}
+
+/// Groups of rows, and rows of a group: the index in [`GROUPS`].
+fn grouped(m: usize) -> (usize, usize) {
+    let which = usize::from(m > GROUPS[0]);
+    (m.div_ceil(GROUPS[which]), which)
+}
+
+/// Bytes of the digits of a group: of each four rows 8 a lane for 16 inputs, or for 32 of sums.
+fn digit_bytes(code: Code, group: usize, inputs: usize) -> usize {
+    inputs / COLUMNS * code.width() * group / 4 * LANES * 8
+}
+
+impl TrellisRoom {
+    /// Allocates it.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`].
+    pub fn new(gpu: &Gpu, sizes: TrellisSizes) -> Result<Self> {
+        let (groups, which) = grouped(sizes.rows);
+        let group = GROUPS[which];
+        let inputs = sizes.inputs.next_multiple_of(BLOCK);
+        // The widest digits are those of octagons.
+        let digits = groups * digit_bytes(Code::Octagon, group, inputs);
+        let blocks = gpu.info().multiprocessors;
+        let many = if sizes.many > sizes.rows {
+            sizes.many
+        } else {
+            0
+        };
+        let expanded = if many > 0 { sizes.weights } else { 0 };
+        let zeros = |bytes| gpu.zeros("activations", bytes);
+        Ok(TrellisRoom {
+            sizes,
+            digits: zeros(digits)?,
+            steps: gpu.zeros("activations", groups * group)?,
+            parts: gpu.zeros("activations", groups * blocks * 2 * 2 * STRIP * group)?,
+            expanded: zeros(expanded * 2)?,
+            no_meta: zeros(0)?,
+            turned: gpu.zeros("activations", many * inputs.next_multiple_of(SPAN))?,
+        })
+    }
+}
+
+/// Shared memory of a product, without the row of x of which it makes digits itself: `RowsOf::ROW` of
+/// `cuda/trellis_rows.cu`.
+fn rows_shared(scheme: TrellisScheme, which: usize) -> usize {
+    let (group, warps) = (GROUPS[which], THREADS[which] / LANES);
+    let unit = scheme.words() * LANES * size_of::<u32>();
+    let end = (warps / 2 + 2) * STRIP * group * size_of::<f32>() + 1024;
+    let stages = ((ROWS_SHARED - end) / (warps * unit)).min(4);
+    stages * warps * unit + end
+}
+
+macro_rules! codes {
+    ($prefix:literal $(; $($suffix:literal),+)?) => {
+        codes!(@ $prefix; $($($suffix),+)?)
+    };
+    (@ $prefix:literal;) => { &codes!(list $prefix, "") };
+    (@ $prefix:literal; $($suffix:literal),+) => { <[_]>::as_flattened(&[$(codes!(list $prefix, $suffix)),+]) };
+    (list $prefix:literal, $suffix:literal) => {
+        [
+            concat!($prefix, "_sum2", $suffix),
+            concat!($prefix, "_sum3", $suffix),
+            concat!($prefix, "_sum4", $suffix),
+            concat!($prefix, "_sum5", $suffix),
+            concat!($prefix, "_sum6", $suffix),
+            concat!($prefix, "_octagon4", $suffix),
+            concat!($prefix, "_octagon5", $suffix),
+            concat!($prefix, "_octagon6", $suffix),
+            concat!($prefix, "_octagon7", $suffix),
+            concat!($prefix, "_octagon8", $suffix),
+            concat!($prefix, "_octagon10", $suffix),
+        ]
+    };
+}
+
+/// Number of schemes, in the order of [`TrellisScheme::all`].
+const SCHEMES: usize = 11;
+
+fn index_of(scheme: TrellisScheme) -> usize {
+    TrellisScheme::all()
+        .position(|s| s == scheme)
+        .unwrap_or_default()
+}
+
+kernels! {
+    TRELLIS_INPUTS: InputsArgs = "trellis_inputs" in "trellis_inputs.cu",
+        test "kernels/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
+        instances &["trellis_inputs_sum", "trellis_inputs_octagon"];
+    TRELLIS_TURN: TurnArgs = "trellis_turn" in "trellis_inputs.cu",
+        test "kernels/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis";
+    TRELLIS_ROWS: RowsArgs = "trellis_rows" in "trellis_rows.cu",
+        test "kernels/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
+        instances codes!("trellis_rows"; "_4", "_16");
+    TRELLIS_EXPAND: ExpandArgs = "trellis_expand" in "trellis_expand.cu",
+        test "kernels/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis",
+        instances codes!("trellis_expand");
+    TRELLIS_EMBED: EmbedArgs = "trellis_embed" in "trellis_expand.cu",
+        test "kernels/tests/cuda/trellis.rs::embeddings", bench "trellis",
+        instances codes!("trellis_embed");
+}
+
+/// `TrellisInputsArgs` of `cuda/trellis.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct InputsArgs {
+    x: Address,
+    half: Address,
+    gain: Address,
+    scales: Address,
+    digits: Address,
+    steps: Address,
+    m: i32,
+    inputs: i32,
+    padded: i32,
+    group: i32,
+    eps: f32,
+    late: i32,
+}
+
+/// `TrellisRowsArgs` of `cuda/trellis.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RowsArgs {
+    words: Address,
+    row_scales: Address,
+    places: Address,
+    digits: Address,
+    steps: Address,
+    x: Address,
+    gain: Address,
+    scales: Address,
+    out: Address,
+    half: Address,
+    best: Address,
+    parts: Address,
+    m: i32,
+    rows: i32,
+    strips: i32,
+    tiles: i32,
+    padded: i32,
+    epilogue: i32,
+    eps: f32,
+    late: i32,
+}
+
+/// `TrellisExpandArgs` of `cuda/trellis.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ExpandArgs {
+    words: Address,
+    row_scales: Address,
+    places: Address,
+    codes: Address,
+    strips: i32,
+    tiles: i32,
+    spans: i32,
+    silu: i32,
+    first_row: i32,
+    pad: i32,
+}
+
+/// `TrellisTurnArgs` of `cuda/trellis.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TurnArgs {
+    x: Address,
+    scales: Address,
+    out: Address,
+    m: i32,
+    inputs: i32,
+    padded: i32,
+    pad: i32,
+}
+
+/// `TrellisEmbedArgs` of `cuda/trellis.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct EmbedArgs {
+    words: Address,
+    row_scales: Address,
+    scales: Address,
+    tokens: Address,
+    x: Address,
+    m: i32,
+    inputs: i32,
+    tiles: i32,
+    stride: i32,
+}
+
+/// The inputs of a product.
+#[derive(Clone, Copy)]
+enum Rows<'a> {
+    /// `[m, inputs]`, to be normalized or not.
+    Full(&'a Buffer<f32>, Option<Norm<'a>>),
+    /// `[m, inputs padded to 256]` in FP16 and operand order.
+    Half(&'a Buffer<u16>),
+}
+
+/// Where a product goes; the number is that of `Epilogue` in `cuda/weights.cuh`.
+struct Written {
+    out: Address,
+    half: Address,
+    best: Address,
+    epilogue: i32,
+}
+
+impl Written {
+    fn to(out: Address, epilogue: i32) -> Self {
+        Written {
+            out,
+            half: Address::NULL,
+            best: Address::NULL,
+            epilogue,
+        }
+    }
+
+    fn half(half: Address) -> Self {
+        Written {
+            out: Address::NULL,
+            half,
+            best: Address::NULL,
+            epilogue: 2,
+        }
+    }
+}
+
+/// A trellis weight as an operand.
+struct Operand<'w> {
+    w: &'w DeviceLinear,
+    parts: &'w TrellisParts,
+}
+
+impl DeviceLinear {
+    /// True if it is in a trellis code.
+    pub(super) fn is_trellis(&self) -> bool {
+        self.trellis.is_some()
+    }
+
+    fn trellis_operand(&self, o: &Operands<'_>) -> Result<Operand<'_>> {
+        match &self.trellis {
+            Some(parts) => Ok(Operand { w: self, parts }),
+            None => o.refuse("a weight", "one in a trellis code", self.kind().name()),
+        }
+    }
+
+    /// Strips of a weight in a trellis code: values per row that `best` of a head's product must hold.
+    pub(super) fn trellis_strips(&self) -> Option<usize> {
+        self.trellis.as_ref().map(|parts| parts.strips)
+    }
+}
+
+impl Operand<'_> {
+    fn inputs(&self) -> usize {
+        self.w.inputs()
+    }
+
+    fn words(&self, o: &Operands<'_>) -> Result<Address> {
+        let bytes = self.parts.strips * self.parts.scheme.strip_bytes(self.inputs());
+        o.of("codes", &self.w.codes, &[bytes])
+    }
+
+    fn row_scales(&self, o: &Operands<'_>) -> Result<Address> {
+        o.of(
+            "scales of rows",
+            &self.w.meta,
+            &[self.parts.strips, STRIP, 2],
+        )
+    }
+
+    fn places(&self, o: &Operands<'_>) -> Result<Address> {
+        o.of("places", &self.parts.places, &[self.parts.strips])
+    }
+
+    fn input_scales(&self, o: &Operands<'_>) -> Result<Address> {
+        o.of(
+            "scales of inputs",
+            &self.parts.input_scales,
+            &[self.inputs()],
+        )
+    }
+
+    fn instance<A: Copy>(&self, kernel: &'static Kernel<A>, suffix: usize) -> Instance<A> {
+        kernel.instance(suffix * SCHEMES + index_of(self.parts.scheme))
+    }
+}
+
+impl Stream {
+    /// The room of this stream for products with trellis codes.
+    fn trellis_room<'s>(&'s self, o: &Operands<'_>) -> Result<&'s TrellisRoom> {
+        match self.room() {
+            Some(room) => Ok(room),
+            None => o.refuse("a stream", "with memory for trellis codes", "one without"),
+        }
+    }
+
+    /// [`Stream::gemv`] and [`Stream::gemv_batch`] with a trellis weight: of `m` rows.
+    pub(super) fn trellis_step(
+        &self,
+        w: &DeviceLinear,
+        x: &Buffer<f32>,
+        output: GemvOutput<'_>,
+        m: usize,
+        late: bool,
+    ) -> Result<()> {
+        let o = self.operands("trellis_rows");
+        let of = w.trellis_operand(&o)?;
+        let output = Output::new(output, w.rows());
+        let (out, best) = output.addresses(&o, m, of.parts.strips)?;
+        let to = Written {
+            best,
+            ..Written::to(out, output.epilogue)
+        };
+        self.trellis_rows(&o, &of, Rows::Full(x, output.norm), &to, m, late)
+    }
+
+    /// [`Stream::gemm_step`] with a trellis weight.
+    pub(super) fn trellis_wide_step(
+        &self,
+        w: &DeviceLinear,
+        x: &Buffer<u16>,
+        output: StepOutput<'_>,
+        m: usize,
+    ) -> Result<()> {
+        let o = self.operands("trellis_rows");
+        let of = w.trellis_operand(&o)?;
+        let (rows, strips) = (w.rows(), of.parts.strips);
+        let to = match output {
+            StepOutput::Parts(sums) => Written::to(sums.whole(&o, m, rows)?, 0),
+            StepOutput::Store(out) => Written::to(o.of("outputs", out, &[m, rows])?, 0),
+            StepOutput::Silu(half) => {
+                let padded = (rows / 2).next_multiple_of(SPAN);
+                Written::half(o.of("FP16 outputs", half, &[m, padded])?)
+            }
+            StepOutput::Head(out, best) => {
+                let best = o.of("best", best, &[m, strips])?;
+                let to = Written::to(o.of("logits", out, &[m, rows])?, 3);
+                Written { best, ..to }
+            }
+        };
+        self.trellis_rows(&o, &of, Rows::Half(x), &to, m, false)
+    }
+
+    /// [`Stream::gemm`] with a trellis weight.
+    pub(super) fn trellis_gemm(
+        &self,
+        w: &DeviceLinear,
+        x: &Buffer<u16>,
+        output: GemmOutput<'_>,
+        m: usize,
+    ) -> Result<()> {
+        let o = self.operands("trellis_gemm");
+        let of = w.trellis_operand(&o)?;
+        if m > self.trellis_room(&o)?.sizes.rows {
+            return self.trellis_many(&o, &of, x, output, m);
+        }
+        let rows = w.rows();
+        let to = match output {
+            GemmOutput::Store(y) => Written::to(o.of("y", y, &[m, rows])?, 0),
+            GemmOutput::Add(y) => Written::to(o.of("y", y, &[m, rows])?, 1),
+            GemmOutput::Silu(half) => {
+                let padded = (rows / 2).next_multiple_of(SPAN);
+                Written::half(o.of("FP16 output", half, &[m, padded])?)
+            }
+        };
+        self.trellis_rows(&o, &of, Rows::Half(x), &to, m, false)
+    }
+
+    /// A product of up to [`MOST_ROWS`] rows: two kernels, of which the first makes digits of the inputs. One row that
+    /// fits in shared memory needs the second alone.
+    fn trellis_rows(
+        &self,
+        o: &Operands<'_>,
+        w: &Operand<'_>,
+        x: Rows<'_>,
+        to: &Written,
+        m: usize,
+        late: bool,
+    ) -> Result<()> {
+        let room = self.trellis_room(o)?;
+        let (inputs, strips, code) = (w.inputs(), w.parts.strips, w.parts.scheme.code());
+        o.at_least("rows", 1, m)?;
+        o.at_most("rows", room.sizes.rows, m)?;
+        o.multiple("inputs", BLOCK, inputs)?;
+        o.at_most("inputs", MOST_INPUTS, inputs)?;
+        let paired = w.parts.paired;
+        if (to.epilogue == 2) != paired {
+            return o.refuse(
+                "a weight",
+                "gate and up for their epilogue alone",
+                "another",
+            );
+        }
+        let (groups, which) = grouped(m);
+        let group = GROUPS[which];
+        let padded = inputs.next_multiple_of(SPAN);
+        let (full, half, norm) = match x {
+            Rows::Full(x, norm) => (o.of("x", x, &[m, inputs])?, Address::NULL, norm),
+            Rows::Half(x) => (Address::NULL, o.of("x", x, &[m, padded])?, None),
+        };
+        let mut digits = o.of(
+            "digits",
+            &room.digits,
+            &[groups, digit_bytes(code, group, inputs)],
+        )?;
+        let mut steps = o.of("steps", &room.steps, &[groups, group])?;
+        let gain = norm.map_or(Ok(Address::NULL), |n| n.gain(o, inputs))?;
+        let (scales, eps) = (w.input_scales(o)?, norm.map_or(0.0, |n| n.eps));
+        // Of one row the blocks of the product make digits themselves, where there is room for it.
+        let has_room = o.gpu().info().shared_memory;
+        let mut shared = rows_shared(w.parts.scheme, which);
+        let with_row = shared + inputs * size_of::<f32>();
+        let owns = m == 1 && matches!(x, Rows::Full(..)) && with_row <= has_room;
+        if owns {
+            shared = with_row;
+            (digits, steps) = (Address::NULL, Address::NULL);
+        } else {
+            let args = InputsArgs {
+                x: full,
+                half,
+                gain,
+                scales,
+                digits,
+                steps,
+                m: m as i32,
+                inputs: inputs as i32,
+                padded: padded as i32,
+                group: group as i32,
+                eps,
+                late: i32::from(late),
+            };
+            // `trellis_inputs.cu`: a row, padded against bank conflicts.
+            let row = inputs * 5 + 256;
+            o.at_most("bytes of a row of x", has_room, row)?;
+            let shape = LaunchShape::new((m, 1, 1), 512).shared(row).overlapping();
+            let prepare = TRELLIS_INPUTS.instance(usize::from(code == Code::Octagon));
+            // SAFETY: the operands were checked.
+            unsafe { self.launch(prepare, shape, &args)? };
+        }
+        let of_super = if paired { 2 } else { 1 };
+        // Blocks whose warps have not one unit each would only add parts.
+        let units = strips * (inputs / COLUMNS);
+        let blocks = units
+            .div_ceil(THREADS[which] / LANES)
+            .clamp(1, o.gpu().info().multiprocessors);
+        let args = RowsArgs {
+            words: w.words(o)?,
+            row_scales: w.row_scales(o)?,
+            places: w.places(o)?,
+            digits,
+            steps,
+            x: if owns { full } else { Address::NULL },
+            gain,
+            scales,
+            out: to.out,
+            half: to.half,
+            best: to.best,
+            parts: o.of(
+                "parts",
+                &room.parts,
+                &[groups, blocks * 2, of_super * STRIP, group],
+            )?,
+            m: m as i32,
+            rows: w.w.rows() as i32,
+            strips: strips as i32,
+            tiles: (inputs / COLUMNS) as i32,
+            padded: (w.w.rows() / 2).next_multiple_of(SPAN) as i32,
+            epilogue: to.epilogue,
+            eps,
+            // Otherwise the kernel before was late already.
+            late: i32::from(late && owns),
+        };
+        let shape = LaunchShape::new((blocks, groups, 1), THREADS[which])
+            .shared(shared)
+            .overlapping();
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(w.instance(&TRELLIS_ROWS, which), shape, &args) }
+    }
+
+    /// A product of more rows: the values of the weights become FP16, and the inputs are transformed.
+    fn trellis_many(
+        &self,
+        o: &Operands<'_>,
+        w: &Operand<'_>,
+        x: &Buffer<u16>,
+        output: GemmOutput<'_>,
+        m: usize,
+    ) -> Result<()> {
+        let room = self.trellis_room(o)?;
+        let (inputs, rows) = (w.inputs(), w.w.rows());
+        let (padded, spans, tiles) = (
+            inputs.next_multiple_of(SPAN),
+            inputs.div_ceil(SPAN),
+            rows.div_ceil(TILE),
+        );
+        let args = TurnArgs {
+            x: o.of("x", x, &[m, padded])?,
+            scales: w.input_scales(o)?,
+            out: o.of("transformed x", &room.turned, &[m, padded])?,
+            m: m as i32,
+            inputs: inputs as i32,
+            padded: padded as i32,
+            pad: 0,
+        };
+        let shape = LaunchShape::new((m, 1, 1), 256).overlapping();
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&TRELLIS_TURN, shape, &args)? };
+        let args = ExpandArgs {
+            words: w.words(o)?,
+            row_scales: w.row_scales(o)?,
+            places: w.places(o)?,
+            codes: o.of(
+                "expanded weights",
+                &room.expanded,
+                &[tiles, spans, TILE * SPAN * 2],
+            )?,
+            strips: w.parts.strips as i32,
+            tiles: (inputs / COLUMNS) as i32,
+            spans: spans as i32,
+            silu: i32::from(w.parts.paired),
+            first_row: 0,
+            pad: 0,
+        };
+        let each = if w.parts.paired { 2 } else { 1 };
+        let words = w.parts.scheme.words() * LANES * size_of::<u32>();
+        let shape = LaunchShape::new((spans, w.parts.strips / each, 1), EXPAND_WARPS * 32)
+            .shared(EXPAND_WARPS * each * words)
+            .overlapping();
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(w.instance(&TRELLIS_EXPAND, 0), shape, &args)? };
+        let expanded = DeviceLinear::of_halves(&room.expanded, &room.no_meta, (rows, inputs));
+        self.gemm(&expanded, &room.turned, output, m)
+    }
+
+    /// The rows of tokens `[m]` of a trellis weight, in f32: `x` `[m, inputs]`. Token
+    /// i is the `stride * i`-th word of `tokens`.
+    fn trellis_embed<T: Pod>(
+        &self,
+        embedding: &DeviceLinear,
+        (tokens, at): (&Buffer<T>, usize),
+        x: &mut Buffer<f32>,
+        m: usize,
+    ) -> Result<()> {
+        let o = self.operands("embed");
+        let of = embedding.trellis_operand(&o)?;
+        let inputs = embedding.inputs();
+        let args = EmbedArgs {
+            words: of.words(&o)?,
+            row_scales: of.row_scales(&o)?,
+            scales: of.input_scales(&o)?,
+            tokens: o.of("tokens", tokens, &[m])?.plus(at * size_of::<u32>()),
+            x: o.of("x", x, &[m, inputs])?,
+            m: m as i32,
+            inputs: inputs as i32,
+            tiles: (inputs / COLUMNS) as i32,
+            stride: (size_of::<T>() / size_of::<u32>()) as i32,
+        };
+        let shape = LaunchShape::new((m, 1, 1), EXPAND_WARPS * 32).overlapping();
+        // SAFETY: the operands were checked; callers answer for the tokens.
+        unsafe { self.launch(of.instance(&TRELLIS_EMBED, 0), shape, &args) }
+    }
+
+    /// [`Stream::embed`] with a trellis weight, which has a row for each token.
+    pub(super) fn trellis_embed_tokens(
+        &self,
+        embedding: &DeviceLinear,
+        tokens: &Checked<u32>,
+        x: &mut Buffer<f32>,
+        m: usize,
+    ) -> Result<()> {
+        self.trellis_embed(embedding, (tokens.values(), 0), x, m)
+    }
+
+    /// [`Stream::embed_step`] with a trellis weight, which has a row for each token.
+    pub(super) fn trellis_embed_step(
+        &self,
+        embedding: &DeviceLinear,
+        step: &Checked<Step>,
+        x: &mut Buffer<f32>,
+        m: usize,
+    ) -> Result<()> {
+        let at = std::mem::offset_of!(Step, token) / size_of::<u32>();
+        self.trellis_embed(embedding, (step.values(), at), x, m)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instances_are_in_the_order_of_schemes() {
+        let names: Vec<String> = TrellisScheme::all()
+            .map(|s| format!("trellis_expand_{}{}", s.code(), s.step_bits()))
+            .collect();
+        assert_eq!(TRELLIS_EXPAND.row.instances, names);
+        let rows = TRELLIS_ROWS.row.instances;
+        assert_eq!(rows.len(), 2 * SCHEMES);
+        assert!(rows[..SCHEMES].iter().all(|n| n.ends_with("_4")));
+    }
+}

@@ -1,0 +1,149 @@
+//! Stacks of weights in trellis codes on a device.
+
+use crate::cuda::driver::{Buffer, Gpu};
+use crate::cuda::pack::{Stack, TILE};
+use crate::error::{Error, Result};
+use nq_formats::trellis::{STRIP, TrellisScheme, TrellisWeight};
+use nq_formats::{QuantizedWeight, Weight};
+
+/// What a weight in a trellis code has besides codes and the scales of rows.
+pub(in crate::cuda) struct TrellisParts {
+    pub(super) scheme: TrellisScheme,
+    /// `[inputs]` in FP16, of all parts of a stack.
+    pub(super) input_scales: Buffer<u16>,
+    /// Of each strip its first output row, and how many of its rows there are.
+    pub(super) places: Buffer<[i32; 2]>,
+    pub(super) strips: usize,
+    /// Strips alternate between gate and up.
+    pub(super) paired: bool,
+}
+
+/// The strips of a stack: of each part the rows of its strips.
+fn strips(heights: &[usize]) -> usize {
+    heights.iter().map(|h| h.div_ceil(STRIP)).sum()
+}
+
+impl TrellisParts {
+    /// Allocates the parts of a stack of `heights` rows.
+    pub(in crate::cuda) fn zeros(
+        gpu: &Gpu,
+        scheme: TrellisScheme,
+        (heights, inputs): (&[usize], usize),
+    ) -> Result<Self> {
+        let strips = strips(heights);
+        Ok(TrellisParts {
+            scheme,
+            input_scales: gpu.zeros("weights", inputs)?,
+            places: gpu.zeros("weights", strips)?,
+            strips,
+            paired: false,
+        })
+    }
+
+    /// Bytes of codes and of scales of rows.
+    pub(in crate::cuda) fn bytes(
+        scheme: TrellisScheme,
+        (heights, inputs): (&[usize], usize),
+    ) -> (usize, usize) {
+        let strips = strips(heights);
+        // A size that no memory has is refused, not wrapped to a small one.
+        (
+            strips.saturating_mul(scheme.strip_bytes(inputs)),
+            strips * STRIP * 2,
+        )
+    }
+}
+
+/// The trellis weights of a stack.
+///
+/// # Errors
+/// [`Error::NoKernel`] if parts have different scales of inputs; [`Error::Shape`] if rows of a part do not begin at
+/// a tile.
+pub(in crate::cuda) fn weights<'w>(parts: &[&'w Weight]) -> Result<Vec<&'w TrellisWeight>> {
+    let all: Vec<&TrellisWeight> = parts
+        .iter()
+        .filter_map(|w| match w {
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => Some(t),
+            _ => None,
+        })
+        .collect();
+    let differ = |w: &&TrellisWeight| w.input_scales() != all[0].input_scales();
+    if all.len() < parts.len() || all.iter().any(differ) {
+        return Err(Error::NoKernel {
+            op: "linear",
+            scheme: "trellis codes whose scales of inputs differ within a product".into(),
+            activations: "f32".into(),
+            device: "cuda".into(),
+        });
+    }
+    let before = &all[..all.len() - 1];
+    match before
+        .iter()
+        .find(|w| !w.out_features().is_multiple_of(TILE))
+    {
+        None => Ok(all),
+        Some(w) => Err(Error::Shape {
+            op: "linear",
+            what: "rows of a stacked weight",
+            expected: format!("a multiple of {TILE}"),
+            found: w.out_features().to_string(),
+        }),
+    }
+}
+
+/// The strips of a stack in the order in which they lie: part, its strip, and the first output row.
+fn order(heights: &[usize], stack: Stack) -> Vec<(usize, usize, usize)> {
+    if stack == Stack::Interleave {
+        let strips = heights.first().map_or(0, |h| h.div_ceil(STRIP));
+        return (0..strips)
+            .flat_map(|s| (0..heights.len()).map(move |part| (part, s, s * STRIP)))
+            .collect();
+    }
+    let mut first = 0;
+    let mut all = Vec::new();
+    for (part, &height) in heights.iter().enumerate() {
+        let strips = (0..height.div_ceil(STRIP)).map(|s| (part, s, first + s * STRIP));
+        all.extend(strips);
+        first += height;
+    }
+    all
+}
+
+/// Calls `write` with the codes and the scales of rows of each strip of a stack, in order, and fills in `parts`.
+pub(in crate::cuda) fn upload(
+    parts: &mut TrellisParts,
+    (of, stack): (&[&TrellisWeight], Stack),
+    mut write: impl FnMut(usize, &[u8], &[u8]) -> Result<()>,
+) -> Result<()> {
+    let heights: Vec<usize> = of.iter().map(|w| w.out_features()).collect();
+    let size = parts.scheme.strip_bytes(of[0].in_features());
+    let mut places = Vec::new();
+    for (at, (part, strip, row)) in order(&heights, stack).into_iter().enumerate() {
+        let weight = of[part];
+        let rows = strip * STRIP..weight.out_features().min((strip + 1) * STRIP);
+        let mut scales = [0u16; STRIP];
+        for (to, scale) in scales.iter_mut().zip(&weight.row_scales()[rows.clone()]) {
+            *to = scale.to_bits();
+        }
+        let codes = &weight.words()[strip * size..][..size];
+        write(at, codes, bytemuck::cast_slice(&scales))?;
+        places.push([row as i32, rows.len() as i32]);
+    }
+    parts.places.write(0, &places)?;
+    let inputs: Vec<u16> = of[0].input_scales().iter().map(|s| s.to_bits()).collect();
+    parts.paired = stack == Stack::Interleave;
+    parts.input_scales.write(0, &inputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gate_and_up_alternate_by_strips_and_others_follow_each_other() {
+        let paired = order(&[200, 200], Stack::Interleave);
+        assert_eq!(paired, [(0, 0, 0), (1, 0, 0), (0, 1, 128), (1, 1, 128)]);
+        let one_by_one = order(&[144, 128], Stack::Concat);
+        assert_eq!(one_by_one, [(0, 0, 0), (0, 1, 128), (1, 0, 144)]);
+    }
+}
