@@ -122,23 +122,46 @@ def beside():
     return table(["demo model", "size", "KL divergence", "99 % of tokens below", "perplexity", "same best token"], lines)
 
 
+# All of the picture is of the same 700,000 bytes of books: nq and llama.cpp in f32 on a CPU, EXL3 on a GPU.
+PICTURE = "2026-11-26-compare-quality.csv"
+TRELLIS = "2026-11-26-trellis-files.csv"
+EXL3 = "2026-11-26-exl3.csv"
+
+
+def points(found, size, kld):
+    """Sizes in MB and divergences, in the order of the sizes."""
+    return sorted((int(r[size]) / 1e6, float(r[kld])) for r in found)
+
+
 def ladder_picture():
-    """KL divergence against size, on a logarithmic scale: llama.cpp's types and nq's files of the same sizes."""
-    width, height, left, right, top, bottom = 640, 330, 64, 20, 46, 48
-    series = []
-    for maker, colour in [("llama.cpp", "#c2571a"), ("nq", "#1b6fb8")]:
-        found = [r for r in rows(LADDER, maker=maker) if maker != "nq" or "target-size" in r["how"]]
-        points = [(int(r["tensor_bytes"]) / 1e6, float(r["books_kld"]), r["how"]) for r in found]
-        series.append((maker, colour, sorted(points)))
-    sizes = range(7, 16)
+    """KL divergence against size, on a logarithmic scale: nq's integers and trellis codes, llama.cpp's types, EXL3."""
+    width, height, left, right, top, bottom = 640, 360, 64, 20, 46, 48
+    orange, blue, green, grey = "#c2571a", "#1b6fb8", "#2a8a57", "#7a5195"
+    integers = points(rows(PICTURE, maker="nq"), "tensor_bytes", "books_kld")
+    integers += points((r for r in rows("2026-11-22-mixes.csv") if r["kld_700k"] and "before" not in r["command"]), "tensor_bytes", "kld_700k")
+    integers += points(rows("2026-11-21-methods.csv", scheme="int8 g128 symmetric"), "tensor_bytes", "mean_kld")
+    theirs = rows(PICTURE, maker="llama.cpp")
+    (small,) = rows(EXL3, table="6")
+    sizes = range(5, 16)
+    # What lies outside of the picture stays in the record.
+    wide = [p for p in points(rows(EXL3, table="16"), "bytes", "kld") if p[0] <= sizes[-1] and p[1] <= 0.1]
+    series = [
+        ("llama.cpp", orange, points(theirs, "tensor_bytes", "books_kld"), 2),
+        ("nq", blue, sorted(integers), 2),
+        ("nq, trellis codes", green, points(rows(TRELLIS), "tensor_bytes", "kld_f32"), 2),
+        ("EXL3", grey, wide, 1),
+    ]
     x = lambda size: left + (size - sizes[0]) / (sizes[-1] - sizes[0]) * (width - left - right)
     y = lambda kld: top + (math.log10(0.1) - math.log10(kld)) / 3 * (height - top - bottom)
     text = lambda at, down, what, more="": f'<text x="{at:.1f}" y="{down:.1f}"{more}>{what}</text>'
+    circle = lambda at, colour, r=3.5, more="": f'<circle cx="{x(at[0]):.1f}" cy="{y(at[1]):.1f}" r="{r}" fill="{colour}"{more}/>'
+    note = lambda at, right, down, what, colour, anchor="start": text(
+        x(at[0]) + right, y(at[1]) + down, what, f' text-anchor="{anchor}" fill="{colour}" font-size="11"')
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="12" fill="#444">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        text(left, 20, "The demo model, quantized by nq and by llama.cpp to the same sizes", ' font-size="14" fill="#111"'),
+        text(left, 20, "The demo model, quantized by nq, llama.cpp and exllamav3 (EXL3)", ' font-size="14" fill="#111"'),
         text(left, 37, "mean KL divergence from the source on books, in nats per token; lower is better"),
     ]
     for kld in [0.1, 0.01, 0.001, 0.0001]:
@@ -146,21 +169,40 @@ def ladder_picture():
         out.append(text(left - 8, y(kld) + 4, f"{kld:g}" if kld > 0.0001 else "0.0001", ' text-anchor="end"'))
     for size in sizes:
         out.append(text(x(size), height - bottom + 20, f"{size} MB", ' text-anchor="middle"'))
-    for maker, colour, points in series:
-        line = " ".join(f"{x(size):.1f},{y(kld):.1f}" for size, kld, _ in points)
-        out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for size, kld, how in points:
-            out.append(f'<circle cx="{x(size):.1f}" cy="{y(kld):.1f}" r="3.5" fill="{colour}"/>')
-            if maker == "llama.cpp":
-                # Two of about the same size stand above each other.
-                up = 24 if how == "Q4_K_S" else 8
-                anchor = ' text-anchor="end"' if size > 14 else ""
-                out.append(text(x(size) + (-2 if size > 14 else 7), y(kld) - up, how, f'{anchor} fill="{colour}" font-size="11"'))
-    for i, (maker, colour, _) in enumerate(series):
+    # EXL3 with a small table as it is stored, and with its table counted once.
+    kld = float(small["kld"])
+    stored, once = ((int(small[k]) / 1e6, kld) for k in ["bytes", "bytes_once"])
+    out.append(f'<line x1="{x(once[0]):.1f}" x2="{x(stored[0]):.1f}" y1="{y(kld):.1f}" y2="{y(kld):.1f}" stroke="{grey}" stroke-dasharray="3 3"/>')
+    for name, colour, line, thick in series:
+        path = " ".join(f"{x(size):.1f},{y(kld):.1f}" for size, kld in line)
+        dashed = ' stroke-dasharray="6 3"' if name == "EXL3" else ""
+        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{thick}"{dashed}/>')
+        out += [circle(p, colour) for p in line]
+    for r in theirs:
+        at, how = (int(r["tensor_bytes"]) / 1e6, float(r["books_kld"])), r["how"]
+        # Two of about the same size stand above each other.
+        last = at[0] > 14
+        up = 24 if how == "Q4_K_S" else 12 if last else 8
+        out.append(note(at, 2 if last else 7, -up, how, orange, "middle" if last else "start"))
+    out += [circle(stored, grey), circle(once, "none", 6, f' stroke="{grey}" stroke-width="1.5"')]
+    out.append(note(stored, 8, 4, "EXL3, 4 bits, embedding and head in 6", grey))
+    out.append(note(stored, 24, 18, "(ring: if its tied table were stored once)", grey))
+    out.append(note(wide[0], -8, 4, "EXL3, 3 to 4 bits, embedding and head in 16", grey, "end"))
+    at = left
+    for name, colour, _, thick in series:
         down = height - 12
-        out.append(f'<line x1="{left + 110 * i}" x2="{left + 110 * i + 24}" y1="{down - 4}" y2="{down - 4}" stroke="{colour}" stroke-width="3"/>')
-        out.append(text(left + 110 * i + 30, down, maker))
+        out.append(f'<line x1="{at}" x2="{at + 24}" y1="{down - 4}" y2="{down - 4}" stroke="{colour}" stroke-width="{thick + 1}"/>')
+        out.append(text(at + 30, down, name))
+        at += 56 + 6 * len(name)
     return "\n".join([*out, "</svg>", ""])
+
+
+def exl3():
+    lines = []
+    for r in rows(EXL3):
+        mb = [f"{int(r[k]) / 1e6:.2f} MB" for k in ["bytes", "bytes_once"]]
+        lines.append([r["layers"], r["table"], *mb, r["kld"]])
+    return table(["layers' bits", "embedding's and head's", "size", "with one table", "KLD"], lines)
 
 
 def ladder():
