@@ -79,7 +79,7 @@ impl TrellisRoom {
     /// Allocates it.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`].
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, sizes: TrellisSizes) -> Result<Self> {
         let (groups, which) = grouped(sizes.rows);
         let group = GROUPS[which];
