@@ -3,6 +3,7 @@
 use super::driver::{
     Address, Buffer, Gpu, LaunchShape, Matrix, Operands, Stream, TensorMap, has_small_blocks,
 };
+use super::gemm_step::Written;
 use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -18,6 +19,25 @@ pub enum GemmOutput<'a> {
     /// For interleaved gate and up: `silu(gate) * up` `[m, rows / 2 padded to 256]` in FP16, in
     /// operand order.
     Silu(&'a mut Buffer<u16>),
+}
+
+impl GemmOutput<'_> {
+    /// Its addresses for `m` rows of a product with a weight of `rows` outputs.
+    pub(super) fn written(self, o: &Operands<'_>, m: usize, rows: usize) -> Result<Written> {
+        let padded = (rows / 2).next_multiple_of(SPAN);
+        // `Epilogue` of `cuda/weights.cuh`.
+        let (y, half, epilogue) = match self {
+            GemmOutput::Store(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 0),
+            GemmOutput::Add(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 1),
+            GemmOutput::Silu(half) => (Address::NULL, o.of("FP16 output", half, &[m, padded])?, 2),
+        };
+        Ok(Written {
+            y,
+            half,
+            best: Address::NULL,
+            epilogue,
+        })
+    }
 }
 
 kernels! {
@@ -63,12 +83,9 @@ impl GemmArgs {
     ) -> Result<Self> {
         let packed = w.args(o)?;
         let padded = (rows / 2).next_multiple_of(SPAN);
-        // `Epilogue` of `cuda/weights.cuh`.
-        let (y, half, epilogue) = match output {
-            GemmOutput::Store(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 0),
-            GemmOutput::Add(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 1),
-            GemmOutput::Silu(half) => (Address::NULL, o.of("FP16 output", half, &[m, padded])?, 2),
-        };
+        let Written {
+            y, half, epilogue, ..
+        } = output.written(o, m, rows)?;
         Ok(GemmArgs {
             codes: packed.codes,
             meta: packed.meta,

@@ -37,12 +37,6 @@ impl PartialSums {
         })
     }
 
-    /// The address of the sums of a product that leaves them in one part.
-    pub(super) fn whole(&mut self, o: &Operands<'_>, m: usize, rows: usize) -> Result<Address> {
-        (self.parts, self.m, self.rows) = (1, m, rows);
-        o.of("partial sums", &self.values, &[m, rows])
-    }
-
     /// The sums `[parts, m, rows]` of the last queued product.
     pub fn values(&self) -> &Buffer<f32> {
         &self.values
@@ -252,30 +246,30 @@ fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
     o.at_most("rows", MOST_WIDE_SEQUENCES, m)
 }
 
-/// The output of a wide product of `m` sequences with `w`.
-struct Written {
-    y: Address,
-    half: Address,
-    best: Address,
+/// Where a product is written: the addresses that its epilogue needs.
+pub(super) struct Written {
+    pub(super) y: Address,
+    pub(super) half: Address,
+    pub(super) best: Address,
     /// `Epilogue` of `cuda/weights.cuh`.
-    epilogue: i32,
+    pub(super) epilogue: i32,
 }
 
 impl Written {
-    fn new(
+    /// The output of a wide product of `m` sequences with a weight of `rows` outputs, in so many parts of the inputs, or
+    /// with so many best values a sequence.
+    pub(super) fn new(
         o: &Operands<'_>,
         output: StepOutput<'_>,
-        w: &DeviceLinear,
-        m: usize,
-        plan: &StepPlan,
+        (m, rows): (usize, usize),
+        (parts, bests_of_row): (usize, usize),
     ) -> Result<Self> {
-        let rows = w.rows();
         let padded = (rows / 2).next_multiple_of(SPAN);
         let (mut y, mut half, mut best) = (Address::NULL, Address::NULL, Address::NULL);
         let epilogue = match output {
             StepOutput::Parts(sums) => {
-                y = o.of("partial sums", &sums.values, &[plan.parts, m, rows])?;
-                (sums.parts, sums.m, sums.rows) = (plan.parts, m, rows);
+                y = o.of("partial sums", &sums.values, &[parts, m, rows])?;
+                (sums.parts, sums.m, sums.rows) = (parts, m, rows);
                 0
             }
             StepOutput::Store(out) => {
@@ -288,7 +282,7 @@ impl Written {
             }
             StepOutput::Head(logits, bests) => {
                 y = o.of("logits", logits, &[m, rows])?;
-                best = o.of("best", bests, &[m, plan.taken])?;
+                best = o.of("best", bests, &[m, bests_of_row])?;
                 3
             }
         };
@@ -325,7 +319,7 @@ impl Stream {
         let gpu = self.gpu();
         let (kind, spans, tiles, rows) = (w.kind(), w.spans(), w.tiles(), w.rows());
         let plan = StepPlan::of(gpu, w, m, matches!(output, StepOutput::Parts(_)));
-        let written = Written::new(&o, output, w, m, &plan)?;
+        let written = Written::new(&o, output, (m, rows), (plan.parts, plan.taken))?;
         let packed = w.args(&o)?;
         let instance = plan.instance();
         let block = instance.groups * 4;

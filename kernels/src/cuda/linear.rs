@@ -81,22 +81,17 @@ impl Uploader {
         let mut linear = DeviceLinear::zeros(&self.gpu, kind, dims)?;
         if let Some(of) = &mut linear.trellis {
             let (stream, staging) = (&self.stream, &mut self.staging);
-            let (codes, meta) = (&mut linear.codes, &mut linear.meta);
-            trellis::upload(
-                of,
-                (&trellis::weights(parts)?, stack),
-                |at, words, scales| {
-                    for (to, bytes) in [(&mut *codes, words), (&mut *meta, scales)] {
-                        let start = at * bytes.len();
-                        for (i, piece) in bytes.chunks(STAGING).enumerate() {
-                            let host = staging.turn();
-                            host.values_mut()?[..piece.len()].copy_from_slice(piece);
-                            stream.write(to, start + i * STAGING, host, 0..piece.len())?;
-                        }
-                    }
-                    Ok(())
-                },
-            )?;
+            let codes = &mut linear.codes;
+            let weights = trellis::weights(parts)?;
+            let scales = trellis::upload(of, (&weights, stack), |at, words| {
+                for (i, piece) in words.chunks(STAGING).enumerate() {
+                    let host = staging.turn();
+                    host.values_mut()?[..piece.len()].copy_from_slice(piece);
+                    stream.write(codes, at * words.len() + i * STAGING, host, 0..piece.len())?;
+                }
+                Ok(())
+            })?;
+            linear.meta.write(0, bytemuck::cast_slice(&scales))?;
             return Ok(linear);
         }
         linear.scale = packing.scale();

@@ -10,7 +10,7 @@ pub(super) use stack::{TrellisParts, upload, weights};
 
 use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
 use super::gemm::GemmOutput;
-use super::gemm_step::StepOutput;
+use super::gemm_step::{StepOutput, Written};
 use super::gemv::{GemvOutput, Norm, Output};
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
@@ -262,34 +262,6 @@ enum Rows<'a> {
     Half(&'a Buffer<u16>),
 }
 
-/// Where a product goes; the number is that of `Epilogue` in `cuda/weights.cuh`.
-struct Written {
-    out: Address,
-    half: Address,
-    best: Address,
-    epilogue: i32,
-}
-
-impl Written {
-    fn to(out: Address, epilogue: i32) -> Self {
-        Written {
-            out,
-            half: Address::NULL,
-            best: Address::NULL,
-            epilogue,
-        }
-    }
-
-    fn half(half: Address) -> Self {
-        Written {
-            out: Address::NULL,
-            half,
-            best: Address::NULL,
-            epilogue: 2,
-        }
-    }
-}
-
 /// A trellis weight as an operand.
 struct Operand<'w> {
     w: &'w DeviceLinear,
@@ -371,10 +343,12 @@ impl Stream {
         let o = self.operands("trellis_rows");
         let of = w.trellis_operand(&o)?;
         let output = Output::new(output, w.rows());
-        let (out, best) = output.addresses(&o, m, of.parts.strips)?;
+        let (y, best) = output.addresses(&o, m, of.parts.strips)?;
         let to = Written {
+            y,
+            half: Address::NULL,
             best,
-            ..Written::to(out, output.epilogue)
+            epilogue: output.epilogue,
         };
         self.trellis_rows(&o, &of, Rows::Full(x, output.norm), &to, m, late)
     }
@@ -389,20 +363,7 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("trellis_rows");
         let of = w.trellis_operand(&o)?;
-        let (rows, strips) = (w.rows(), of.parts.strips);
-        let to = match output {
-            StepOutput::Parts(sums) => Written::to(sums.whole(&o, m, rows)?, 0),
-            StepOutput::Store(out) => Written::to(o.of("outputs", out, &[m, rows])?, 0),
-            StepOutput::Silu(half) => {
-                let padded = (rows / 2).next_multiple_of(SPAN);
-                Written::half(o.of("FP16 outputs", half, &[m, padded])?)
-            }
-            StepOutput::Head(out, best) => {
-                let best = o.of("best", best, &[m, strips])?;
-                let to = Written::to(o.of("logits", out, &[m, rows])?, 3);
-                Written { best, ..to }
-            }
-        };
+        let to = Written::new(&o, output, (m, w.rows()), (1, of.parts.strips))?;
         self.trellis_rows(&o, &of, Rows::Half(x), &to, m, false)
     }
 
@@ -419,15 +380,7 @@ impl Stream {
         if m > self.trellis_room(&o)?.sizes.rows {
             return self.trellis_many(&o, &of, x, output, m);
         }
-        let rows = w.rows();
-        let to = match output {
-            GemmOutput::Store(y) => Written::to(o.of("y", y, &[m, rows])?, 0),
-            GemmOutput::Add(y) => Written::to(o.of("y", y, &[m, rows])?, 1),
-            GemmOutput::Silu(half) => {
-                let padded = (rows / 2).next_multiple_of(SPAN);
-                Written::half(o.of("FP16 output", half, &[m, padded])?)
-            }
-        };
+        let to = output.written(&o, m, w.rows())?;
         self.trellis_rows(&o, &of, Rows::Half(x), &to, m, false)
     }
 
@@ -517,7 +470,7 @@ impl Stream {
             x: if owns { full } else { Address::NULL },
             gain,
             scales,
-            out: to.out,
+            out: to.y,
             half: to.half,
             best: to.best,
             parts: o.of(

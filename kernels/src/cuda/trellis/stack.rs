@@ -109,30 +109,32 @@ fn order(heights: &[usize], stack: Stack) -> Vec<(usize, usize, usize)> {
     all
 }
 
-/// Calls `write` with the codes and the scales of rows of each strip of a stack, in order, and fills in `parts`.
+/// Calls `write` with the codes of each strip of a stack, in order, and fills in `parts`. Returns the scales of rows,
+/// `[strips, STRIP]`, zeros of rows that do not exist.
 pub(in crate::cuda) fn upload(
     parts: &mut TrellisParts,
     (of, stack): (&[&TrellisWeight], Stack),
-    mut write: impl FnMut(usize, &[u8], &[u8]) -> Result<()>,
-) -> Result<()> {
+    mut write: impl FnMut(usize, &[u8]) -> Result<()>,
+) -> Result<Vec<u16>> {
     let heights: Vec<usize> = of.iter().map(|w| w.out_features()).collect();
     let size = parts.scheme.strip_bytes(of[0].in_features());
     let mut places = Vec::new();
+    let mut scales = vec![0u16; parts.strips * STRIP];
     for (at, (part, strip, row)) in order(&heights, stack).into_iter().enumerate() {
         let weight = of[part];
         let rows = strip * STRIP..weight.out_features().min((strip + 1) * STRIP);
-        let mut scales = [0u16; STRIP];
-        for (to, scale) in scales.iter_mut().zip(&weight.row_scales()[rows.clone()]) {
+        let of_rows = weight.row_scales()[rows.clone()].iter();
+        for (to, scale) in scales[at * STRIP..].iter_mut().zip(of_rows) {
             *to = scale.to_bits();
         }
-        let codes = &weight.words()[strip * size..][..size];
-        write(at, codes, bytemuck::cast_slice(&scales))?;
+        write(at, &weight.words()[strip * size..][..size])?;
         places.push([row as i32, rows.len() as i32]);
     }
     parts.places.write(0, &places)?;
     let inputs: Vec<u16> = of[0].input_scales().iter().map(|s| s.to_bits()).collect();
     parts.paired = stack == Stack::Interleave;
-    parts.input_scales.write(0, &inputs)
+    parts.input_scales.write(0, &inputs)?;
+    Ok(scales)
 }
 
 #[cfg(test)]
