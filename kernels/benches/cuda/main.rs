@@ -17,6 +17,8 @@ mod delta;
 #[cfg(feature = "cuda")]
 mod products;
 #[cfg(feature = "cuda")]
+mod ranks;
+#[cfg(feature = "cuda")]
 mod rows;
 #[cfg(feature = "cuda")]
 mod timing;
@@ -37,7 +39,7 @@ type Bench = (
 );
 
 #[cfg(feature = "cuda")]
-const BENCHES: [Bench; 20] = [
+const BENCHES: [Bench; 21] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -54,6 +56,7 @@ const BENCHES: [Bench; 20] = [
     ("pages", attention::pages),
     ("delta", delta::delta),
     ("rows", rows::rows),
+    ("ranks", ranks::ranks),
     ("sampling", rows::sampling),
     ("training", training::training),
     ("second_order", training::second_order),

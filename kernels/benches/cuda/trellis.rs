@@ -5,7 +5,8 @@ use nq_formats::trellis::{Code, TrellisScheme, TrellisWeight};
 use nq_formats::{QuantizedWeight, Weight};
 use nq_kernels::Result;
 use nq_kernels::cuda::{
-    Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, Stack, TrellisRoom, TrellisSizes, Uploader,
+    Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, Stack, StreamOptions, TrellisRoom,
+    TrellisSizes, Uploader,
 };
 
 /// Products of Qwen3-8B and 0.6B: outputs, inputs, and whether they are gate and up.
@@ -64,7 +65,10 @@ pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
         weights: 24576 * 4096,
     };
     let room = TrellisRoom::new(&t.gpu, sizes)?;
-    let stream = t.gpu.stream_with(Some(room))?;
+    let stream = t.gpu.stream_with(StreamOptions {
+        room: Some(room),
+        beside: false,
+    })?;
     let plain = std::mem::replace(&mut t.stream, stream);
     let schemes = [
         (Code::Octagon, 4.0),

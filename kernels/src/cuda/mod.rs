@@ -8,6 +8,7 @@
 //! kernel uses may be dropped at any time: freeing it waits, which is slow but correct.
 
 mod advance;
+mod all_reduce;
 mod attention;
 mod bandwidth;
 mod batch;
@@ -33,6 +34,7 @@ mod trellis;
 pub use advance::{
     Adjustments, Advance, Candidates, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling,
 };
+pub use all_reduce::{AllReduce, Inbox, MOST_RANKS, Rank, Share};
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
     HEAD_DIM, Heads, LayerPages, MOST_RUN, PageEntry, PageStaging, PagesShape, SharedPrefix,
@@ -45,7 +47,7 @@ pub use delta::{
 };
 pub use driver::{
     Buffer, Checked, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark, Pinned,
-    Stream, Strided, check_device, device_count, driver_needed,
+    Stream, StreamOptions, Strided, check_device, device_count, driver_needed,
 };
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
 pub use gemm::GemmOutput;

@@ -2,14 +2,15 @@
 
 use super::kernel::KernelRow;
 use super::{
-    advance, attention, bandwidth, batch, delta, experts, gemm, gemm_step, gemv, grad, grouped,
-    linear,
+    advance, all_reduce, attention, bandwidth, batch, delta, experts, gemm, gemm_step, gemv, grad,
+    grouped, linear,
 };
 use super::{prefill, rows, second_order, step_layers, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 26] = [
+static TABLE: [&[&KernelRow]; 27] = [
     advance::ROWS,
+    all_reduce::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
     attention::pages::ROWS,

@@ -14,6 +14,7 @@ mod delta;
 mod driver;
 mod experts;
 mod layers;
+mod ranks;
 mod rows;
 mod sampling;
 mod trellis;

@@ -8,7 +8,7 @@ use nq_formats::{TrellisScheme, Weight};
 use nq_kernels::cuda::{
     Buffer, Checked, Columns, DeviceLinear, GemmOutput, GemvOutput, Gpu, MOST_SEQUENCES,
     MOST_TRELLIS_ROWS, Norm, PartialSums, Places, Stack, Step, StepBounds, StepOutput, Stream,
-    TrellisRoom, TrellisSizes, Uploader, best_len, operand_index, packed_weights,
+    StreamOptions, TrellisRoom, TrellisSizes, Uploader, best_len, operand_index, packed_weights,
 };
 use nq_kernels::reference;
 
@@ -28,7 +28,11 @@ fn stream(gpu: &Gpu, inputs: usize, outputs: usize) -> Stream {
         weights: packed_weights(outputs, inputs),
     };
     let room = TrellisRoom::new(gpu, sizes).unwrap();
-    gpu.stream_with(Some(room)).unwrap()
+    gpu.stream_with(StreamOptions {
+        room: Some(room),
+        beside: false,
+    })
+    .unwrap()
 }
 
 /// Weights of these heights with the same scales of inputs.

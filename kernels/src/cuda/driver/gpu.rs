@@ -70,9 +70,9 @@ pub(super) struct Inner {
     info: GpuInfo,
     /// Counts the memory allocated on the device.
     account: Account,
-    device: sys::CUdevice,
+    pub(super) device: sys::CUdevice,
     /// Null on a dry device.
-    context: sys::CUcontext,
+    pub(super) context: sys::CUcontext,
     /// Stream for setting and writing memory. Other streams do not wait for the default stream, and
     /// waiting for that one would spoil recordings of other threads.
     copies: sys::CUstream,
@@ -83,6 +83,8 @@ pub(super) struct Inner {
     /// True if each kernel is timed while profiling.
     by_kernel: AtomicBool,
     pub(super) timed: Mutex<Vec<Timed>>,
+    /// The devices whose memory this one's kernels reach, by their contexts.
+    pub(super) peers: Mutex<Vec<usize>>,
 }
 
 /// An operation that is running or done, between two events.
@@ -372,6 +374,7 @@ impl Inner {
             profile: Profile::default(),
             by_kernel: AtomicBool::new(false),
             timed: Mutex::new(Vec::new()),
+            peers: Mutex::new(Vec::new()),
         }
     }
 

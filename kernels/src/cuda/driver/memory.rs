@@ -33,7 +33,7 @@ pub(super) enum Kind {
 
 impl Allocation {
     /// Zeroed device memory.
-    fn device(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
+    pub(super) fn device(gpu: &Gpu, what: &'static str, bytes: usize) -> Result<Self> {
         let address = if gpu.is_dry() {
             0
         } else {
@@ -73,6 +73,11 @@ impl Allocation {
 
     pub(super) fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    /// True for host memory, which all devices reach.
+    pub(super) fn is_on_host(&self) -> bool {
+        self.kind != Kind::Device
     }
 
     /// The address of byte `at`, which is inside the allocation or at its end.

@@ -2,6 +2,7 @@
 
 use super::gpu::Gpu;
 use super::memory::{Address, Buffer, Mapped, Region};
+use super::peers::Common;
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use bytemuck::Pod;
@@ -79,6 +80,24 @@ impl Operands<'_> {
         buffer.map_or(Ok(Address::NULL), |b| self.of(what, b, dims))
     }
 
+    /// The address of value `at` of `memory`, which may be another device's, and must hold values of shape `dims` from
+    /// there on.
+    pub(crate) fn common<T: Pod>(
+        &self,
+        what: &'static str,
+        memory: &Common<T>,
+        at: usize,
+        dims: &[usize],
+    ) -> Result<Address> {
+        let region = memory.region();
+        let owner = region.memory.gpu();
+        if !region.memory.is_on_host() && !self.gpu().reaches(owner) {
+            let expected = format!("memory that {} reaches", self.gpu().info());
+            return self.refuse(what, expected, owner.info());
+        }
+        self.values(what, &region, at, dims)
+    }
+
     fn region(
         &self,
         what: &'static str,
@@ -90,6 +109,16 @@ impl Operands<'_> {
             let found = region.memory.gpu().info().to_string();
             return self.refuse(what, format!("memory of {}", self.gpu().info()), found);
         }
+        self.values(what, region, at, dims)
+    }
+
+    fn values(
+        &self,
+        what: &'static str,
+        region: &Region<'_>,
+        at: usize,
+        dims: &[usize],
+    ) -> Result<Address> {
         let end = product(dims).and_then(|n| n.checked_add(at));
         if end.is_none_or(|end| end > region.len) {
             let expected = match at {

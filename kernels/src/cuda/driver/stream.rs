@@ -21,14 +21,15 @@ impl Gpu {
     /// # Errors
     /// Errors of the driver.
     pub fn stream(&self) -> Result<Stream> {
-        self.stream_with(None)
+        self.stream_with(StreamOptions::default())
     }
 
-    /// Creates a stream that has `room` for products with trellis codes.
+    /// Creates a stream.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn stream_with(&self, room: Option<TrellisRoom>) -> Result<Stream> {
+    pub fn stream_with(&self, options: StreamOptions) -> Result<Stream> {
+        let StreamOptions { room, beside } = options;
         self.0.bind()?;
         let handle = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = Arc::new(StreamInner {
@@ -39,6 +40,7 @@ impl Gpu {
             kept: Mutex::default(),
             alone: OnceLock::new(),
             room,
+            beside,
         });
         let mut all = lock(&STREAMS);
         all.retain(|s| s.strong_count() > 0);
@@ -173,6 +175,17 @@ impl Attributes {
     }
 }
 
+/// What a stream is for.
+#[derive(Default)]
+pub struct StreamOptions {
+    /// Memory for products with trellis codes.
+    pub room: Option<TrellisRoom>,
+    /// True if kernels of another stream of this device wait for kernels of this one: ranks of one model that share a
+    /// GPU. A kernel then never holds the device's room while it waits for the one before it, and does not run
+    /// alone.
+    pub beside: bool,
+}
+
 /// A stream of work in order. Cloning shares it.
 #[derive(Clone)]
 pub struct Stream(Arc<StreamInner>);
@@ -190,6 +203,8 @@ struct StreamInner {
     alone: OnceLock<Mark>,
     /// Memory between the kernels of products with trellis codes, which run one after the other.
     room: Option<TrellisRoom>,
+    /// See [`StreamOptions`].
+    beside: bool,
 }
 
 /// What a graph keeps alive: memory by address, and calls of the CPU.
@@ -259,7 +274,9 @@ impl Stream {
         let mut last = lock(&LAST_ALONE);
         let ordinal = self.0.gpu.info().ordinal;
         let other = last.get(&ordinal).and_then(Weak::upgrade);
-        if let Some(other) = other.filter(|o| !Arc::ptr_eq(o, &self.0))
+        let in_turn =
+            |o: &Arc<StreamInner>| !(Arc::ptr_eq(o, &self.0) || o.beside && self.0.beside);
+        if let Some(other) = other.filter(in_turn)
             && let Some(end) = other.alone.get()
         {
             self.0.gpu.0.bind()?;
@@ -326,6 +343,10 @@ impl Stream {
     ) -> Result<()> {
         let function = self.0.gpu.reserve(kernel, shape)?;
         self.0.gpu.0.bind()?;
+        let shape = LaunchShape {
+            overlap: shape.overlap && !self.0.beside,
+            ..shape
+        };
         let mut attributes = Attributes::of(shape, self.0.gpu.info());
         let config = attributes.config(shape, self.0.handle);
         let mut params = [ptr::from_ref(args).cast_mut().cast::<c_void>()];

@@ -329,8 +329,16 @@ fn rows_have_tests_and_benches() {
 
 /// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
-const CONSTANTS: [[&str; 4]; 46] = [
+const CONSTANTS: [[&str; 4]; 49] = [
     ["pages.rs", "PAGE", "rows.cuh", "PAGE"],
+    [
+        "cuda/all_reduce.rs",
+        "MOST_RANKS",
+        "all_reduce.cu",
+        "MOST_RANKS",
+    ],
+    ["cuda/all_reduce.rs", "THREADS", "all_reduce.cu", "THREADS"],
+    ["cuda/all_reduce.rs", "CHUNK", "all_reduce.cu", "CHUNK"],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
     [
         "cuda/trellis.rs",
