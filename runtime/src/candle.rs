@@ -105,8 +105,14 @@ impl CandleModel {
 /// # Errors
 /// [`Error::Unsupported`] for anything that this engine cannot do.
 fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
-    if let DeviceChoice::Cuda(n) = options.device {
-        return Err(unsupported("device", "the CPU", format!("cuda:{n}")));
+    let found = match options.device {
+        DeviceChoice::Cuda(n) => Some(format!("cuda:{n}")),
+        DeviceChoice::Gpus(numbers) => Some(numbers.to_string()),
+        DeviceChoice::AllGpus => Some("cuda:all".into()),
+        DeviceChoice::Auto | DeviceChoice::Cpu => None,
+    };
+    if let Some(found) = found {
+        return Err(unsupported("device", "the CPU", found));
     }
     if options.activations.is_forced() {
         let found = options.activations.to_string();

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::gpu;
 pub use crate::host::{available_memory, peak_memory, total_memory};
-use crate::interface::DeviceChoice;
+use crate::interface::{DeviceChoice, Ordinals};
 use nq_kernels::grad::{CpuOps, GradWork};
 use std::fs;
 use std::path::Path;
@@ -31,12 +31,54 @@ impl Device {
 }
 
 impl DeviceChoice {
+    /// The GPUs to use together, if there are to be several.
+    ///
+    /// # Errors
+    /// As [`DeviceChoice::resolve`].
+    pub fn several(self) -> Result<Option<Ordinals>> {
+        let numbers = match self {
+            DeviceChoice::Gpus(numbers) => numbers,
+            DeviceChoice::AllGpus => {
+                let all = gpu::count().map_err(|why| Error::Device {
+                    device: "cuda:all".into(),
+                    why,
+                })?;
+                let all: Vec<usize> = (0..all).collect();
+                match (all.len(), Ordinals::new(&all)) {
+                    (_, Some(numbers)) => numbers,
+                    (1, None) => return Ok(None),
+                    (n, None) => {
+                        return Err(Error::Device {
+                            device: "cuda:all".into(),
+                            why: format!("a model runs on at most 8 GPUs, and there are {n}"),
+                        });
+                    }
+                }
+            }
+            DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda(_) => return Ok(None),
+        };
+        for &ordinal in numbers.as_slice() {
+            DeviceChoice::Cuda(ordinal).resolve()?;
+        }
+        Ok(Some(numbers))
+    }
+
     /// The device to use. `Auto` takes the first usable GPU, or else the CPU.
     ///
     /// # Errors
-    /// [`Error::Device`] if the requested device is absent; the message says what is missing.
+    /// [`Error::Device`] if the requested device is absent, or if several are requested for what runs on one; the
+    /// message says what is missing.
     pub fn resolve(self) -> Result<Device> {
         let ordinal = match self {
+            DeviceChoice::Gpus(_) | DeviceChoice::AllGpus => match self.several()? {
+                None => 0,
+                Some(numbers) => {
+                    return Err(Error::Device {
+                        device: numbers.to_string(),
+                        why: "this runs on one device".into(),
+                    });
+                }
+            },
             DeviceChoice::Cpu => return Ok(Device::Cpu),
             DeviceChoice::Auto => {
                 return Ok(gpu::first().map_or(Device::Cpu, Device::Cuda));

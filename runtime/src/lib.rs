@@ -78,7 +78,7 @@ pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use interface::{
     ActivationChoice, Chunk, DeviceChoice, DeviceMemory, Drafter, Engine, EngineDescription,
-    EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Pages, Session, SessionSpec,
+    EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Ordinals, Pages, Session, SessionSpec,
     StepsAhead, Streams,
 };
 pub use load::{load, stepper};

@@ -29,6 +29,9 @@ pub fn load(
         }
         return candle::load(config, store, options, progress);
     }
+    if let Some(gpus) = options.device.several()? {
+        return gpu::load_parallel(config, store, options, gpus, progress);
+    }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
         Device::Cuda(n) => gpu::load(config, store, options, n, progress),

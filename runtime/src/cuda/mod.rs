@@ -2,6 +2,7 @@
 
 mod host_experts;
 mod model;
+mod parallel;
 mod plan;
 mod session;
 mod streams;
@@ -15,9 +16,10 @@ use crate::memory::Kinds;
 use model::CudaModel;
 pub(crate) use model::check_shape;
 use nq_formats::{ModelConfig, Progress, WeightStore};
-use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
+use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank};
 use nq_kernels::profile::OpTiming;
 use nq_kernels::{Account, KernelSet};
+pub(crate) use parallel::ParallelEngine;
 use plan::Request;
 use session::{CudaSession, least_shared_pages, most_together};
 use std::sync::{Arc, OnceLock};
@@ -52,6 +54,7 @@ pub(crate) fn planned(
         kernels: KernelSet::Fused,
         head: &plan::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds)?,
         trellis: plan::has_trellis(c, kinds),
+        rank: None,
         weights: plan::weight_bytes(c, kinds, None, 0)?,
         session: Some(spec),
     };
@@ -65,6 +68,23 @@ impl CudaEngine {
         store: &dyn WeightStore,
         options: &LoadOptions,
         ordinal: usize,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        Self::load_on(
+            (Gpu::open(ordinal)?, None),
+            config,
+            store,
+            options,
+            progress,
+        )
+    }
+
+    /// As [`CudaEngine::load`], for a whole model or a rank's part of one.
+    fn load_on(
+        (gpu, rank): (Gpu, Option<Rank>),
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        options: &LoadOptions,
         progress: &dyn Progress,
     ) -> Result<Self> {
         if options.activations.is_forced() {
@@ -81,9 +101,8 @@ impl CudaEngine {
                 "the GPU's fused kernels round activations, as the report says; --kernels reference keeps f32",
             );
         }
-        let gpu = Gpu::open(ordinal)?;
         let device = gpu.info().to_string();
-        let (model, bits) = CudaModel::load(gpu, config, store, options, progress)?;
+        let (model, bits) = CudaModel::load((gpu, rank), config, store, options, progress)?;
         let description = EngineDescription {
             engine: "nq".into(),
             device,
@@ -105,6 +124,15 @@ impl CudaEngine {
             description,
             bandwidth: OnceLock::new(),
         })
+    }
+}
+
+impl CudaEngine {
+    /// Opens a session, if there is room for it.
+    fn open_session(&self, spec: SessionSpec) -> Result<CudaSession> {
+        let model = &self.model;
+        model.request(&spec).check(model.gpu.free_memory()?)?;
+        CudaSession::new(model.clone(), spec)
     }
 }
 
@@ -156,8 +184,6 @@ impl Engine for CudaEngine {
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
-        let model = &self.model;
-        model.request(&spec).check(model.gpu.free_memory()?)?;
-        Ok(Box::new(CudaSession::new(model.clone(), spec)?))
+        Ok(Box::new(self.open_session(spec)?))
     }
 }

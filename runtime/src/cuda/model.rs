@@ -17,7 +17,7 @@ use nq_formats::{DType, Experts, ModelConfig, Progress, Scheme, Weight, WeightSt
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
     Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
-    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Uploader, WIDE_HEAD_DIM,
+    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Rank, Stack, Uploader, WIDE_HEAD_DIM,
     rotated,
 };
 use nq_kernels::registry::WeightKind;
@@ -47,6 +47,8 @@ pub(super) struct CudaModel {
     embedding: Option<DeviceLinear>,
     /// Some of its weights are in trellis codes.
     pub(super) trellis: bool,
+    /// Which part of a model it is, if it is not a whole one.
+    pub(super) rank: Option<Rank>,
 }
 
 /// The weights of a layer; gate and up are interleaved.
@@ -237,7 +239,7 @@ impl CudaModel {
     /// Reads and packs a model, if there is room for it and for `session`; also returns the
     /// bits of most weights.
     pub(super) fn load(
-        gpu: Gpu,
+        (gpu, rank): (Gpu, Option<Rank>),
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -289,6 +291,7 @@ impl CudaModel {
             kernels,
             head: &plan::head(&dry, config, &kinds)?,
             trellis,
+            rank,
             weights: 0,
             session: options.session.as_ref(),
         };
@@ -385,6 +388,7 @@ impl CudaModel {
             head,
             embedding,
             trellis,
+            rank,
         };
         Ok((model, census.bits()))
     }
@@ -398,6 +402,7 @@ impl CudaModel {
             kernels: self.kernels,
             head: &self.head,
             trellis: self.trellis,
+            rank: self.rank,
             weights: 0,
             session: Some(session),
         }

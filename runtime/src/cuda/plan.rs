@@ -12,7 +12,7 @@ use crate::states::{is_recurrent, shape_of};
 use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{DType, ModelConfig, TensorEntry, WeightStore, human_bytes};
-use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
+use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind, Rank};
 use nq_kernels::pages::KvType;
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, KernelSet};
@@ -179,6 +179,8 @@ pub(super) struct Request<'a> {
     pub(super) head: &'a DeviceLinear,
     /// Some of its weights are in trellis codes.
     pub(super) trellis: bool,
+    /// Which part of a model it is.
+    pub(super) rank: Option<Rank>,
     /// Bytes of weights still to be loaded.
     pub(super) weights: usize,
     /// The session.
@@ -202,15 +204,7 @@ impl Request<'_> {
         };
         if let Some(spec) = self.session {
             let gpu = Gpu::dry(self.info.clone(), Account::gpu());
-            let weights = (self.head, self.trellis);
-            let session = SessionMemory::new(
-                &gpu,
-                self.config,
-                self.kernels,
-                self.together,
-                weights,
-                spec,
-            )?;
+            let session = SessionMemory::new(&gpu, self, spec)?;
             plan.kv = session.kv_bytes();
             plan.scratch = gpu.account().held() - plan.kv;
         }
@@ -459,6 +453,7 @@ mod tests {
                 kernels: KernelSet::Fused,
                 head: &self.head,
                 trellis: false,
+                rank: None,
                 weights,
                 session: Some(session),
             }

@@ -2,12 +2,14 @@
 
 mod pages;
 mod passes;
+mod ranks;
 mod rows;
 mod states;
 mod step;
 mod taps;
 
 use super::model::{CudaModel, has_gates, largest_mixture};
+use super::plan::Request;
 use super::streams::StreamRun;
 use crate::checks::{all_finite, check_chunks, check_states};
 use crate::error::{Error, Result};
@@ -22,9 +24,10 @@ use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     Buffer, Checked, DeltaRows, DeviceLinear, DevicePages, DeviceStates, Gpu, GroupedRows,
     HostStage, MOST_SEQUENCES, MOST_TRELLIS_ROWS, Mark, PageEntry, PageStaging, PagesShape, Pinned,
-    Places, Row, StatesShape, Stream, TrellisRoom, TrellisSizes, gated_width, packed_weights,
-    stacked,
+    Places, Row, StatesShape, Stream, StreamOptions, TrellisRoom, TrellisSizes, gated_width,
+    packed_weights, stacked,
 };
+use ranks::RankRows;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use step::{Graphs, StepRows, most_rows};
@@ -54,6 +57,8 @@ pub(super) struct CudaSession {
     cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
     step: StepRows,
     many: ManyRows,
+    /// Of a rank of several.
+    ranks: Option<RankRows>,
     /// Reads the residual streams of the rows that the host has written.
     drafting: Option<StreamRun>,
     /// Start and end of queued chunks that have not been waited for.
@@ -243,21 +248,22 @@ pub(super) struct SessionMemory {
     cos_sin: Buffer<[f32; 2]>,
     step: StepRows,
     many: ManyRows,
+    ranks: Option<RankRows>,
     room: Option<TrellisRoom>,
 }
 
 impl SessionMemory {
-    /// Allocates it for a model with this head and with weights in trellis codes or not, on a device whose steps take
-    /// `together` sequences. The rotary table is not written yet.
-    pub(super) fn new(
-        gpu: &Gpu,
-        c: &ModelConfig,
-        kernels: KernelSet,
-        together: usize,
-        (head, trellis): (&DeviceLinear, bool),
-        spec: &SessionSpec,
-    ) -> Result<Self> {
-        let (w, rows) = (Widths::of(c), most_rows(spec, together));
+    /// Allocates it for the model of `request`. The rotary table is not written yet.
+    pub(super) fn new(gpu: &Gpu, request: &Request<'_>, spec: &SessionSpec) -> Result<Self> {
+        let Request {
+            config: c,
+            kernels,
+            head,
+            trellis,
+            ..
+        } = *request;
+        let (w, rows) = (Widths::of(c), most_rows(spec, request.together));
+        let most = spec.max_rows.max(rows);
         let recurrent = c.layers().filter(|l| is_recurrent(l)).count();
         let shape = PagesShape {
             kv: spec.kv,
@@ -280,10 +286,12 @@ impl SessionMemory {
             };
             DeviceStates::new(gpu, shape)
         };
-        let room = || TrellisRoom::new(gpu, w.trellis(spec.max_rows.max(rows)));
+        let room = || TrellisRoom::new(gpu, w.trellis(most));
+        let ranks = request.rank.map(|rank| RankRows::new(gpu, &w, rank, most));
         Ok(SessionMemory {
             room: trellis.then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
+            ranks: ranks.transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,
             step: StepRows::new(gpu, c, head, rows, (spec.kv, places))?,
             many: ManyRows::new(gpu, &w, kernels, spec.max_rows.max(1), places)?,
@@ -300,15 +308,8 @@ impl SessionMemory {
 impl CudaSession {
     pub(super) fn new(model: Arc<CudaModel>, spec: SessionSpec) -> Result<Self> {
         let gpu = &model.gpu;
-        let (c, together) = (&model.config, most_together(gpu));
-        let memory = SessionMemory::new(
-            gpu,
-            c,
-            model.kernels,
-            together,
-            (&model.head, model.trellis),
-            &spec,
-        )?;
+        let c = &model.config;
+        let memory = SessionMemory::new(gpu, &model.request(&spec), &spec)?;
         let mut cos_sin = memory.cos_sin;
         let positions = cos_sin.len() / (c.rotated() / 2);
         let slots = memory.pages.places().slots;
@@ -322,7 +323,10 @@ impl CudaSession {
         };
         cos_sin.write(0, &model.rotary.pairs(positions))?;
         Ok(CudaSession {
-            stream: gpu.stream_with(memory.room)?,
+            stream: gpu.stream_with(StreamOptions {
+                room: memory.room,
+                beside: model.rank.is_some_and(|rank| rank.beside),
+            })?,
             graphs: Graphs::default(),
             tables: PageTables::new(&spec),
             placed: vec![Vec::new(); spec.slots],
@@ -334,6 +338,7 @@ impl CudaSession {
             cos_sin,
             step: memory.step,
             many: memory.many,
+            ranks: memory.ranks,
             drafting: None,
             prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
@@ -347,6 +352,14 @@ impl CudaSession {
 }
 
 impl CudaSession {
+    /// Logits of the latest forward.
+    pub(super) fn logits(&self) -> Logits<'_> {
+        Logits {
+            data: &self.logits,
+            vocab: self.model.config.vocab_size,
+        }
+    }
+
     /// Refuses chunks that do not fit, or whose sequence a queued step continues.
     fn check_chunks(&self, chunks: &[Chunk<'_>]) -> Result<()> {
         let vocab = self.model.config.vocab_size;
@@ -508,7 +521,6 @@ impl Session for CudaSession {
         observer: Option<&mut dyn Observer>,
     ) -> Result<Logits<'_>> {
         self.check_chunks(chunks)?;
-        let vocab = self.model.config.vocab_size;
         self.logits.clear();
         let fused = self.model.kernels == KernelSet::Fused && observer.is_none() && self.is_idle();
         let ran = match chunks {
@@ -524,10 +536,7 @@ impl Session for CudaSession {
         for chunk in chunks {
             self.tables.advance(chunk.slot, chunk.tokens.len());
         }
-        Ok(Logits {
-            data: &self.logits,
-            vocab,
-        })
+        Ok(self.logits())
     }
 
     fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {

@@ -6,7 +6,7 @@
 
 use super::{GpuMemory, GpuSizes};
 use crate::error::{Error, Result};
-use crate::interface::{Engine, LoadOptions};
+use crate::interface::{Engine, LoadOptions, Ordinals};
 use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
@@ -51,6 +51,16 @@ pub(crate) fn load(
     _: &dyn Progress,
 ) -> Result<Arc<dyn Engine>> {
     absent(ordinal)
+}
+
+pub(crate) fn load_parallel(
+    _: &ModelConfig,
+    _: &dyn WeightStore,
+    _: &LoadOptions,
+    gpus: Ordinals,
+    _: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    absent(gpus.as_slice()[0])
 }
 
 pub(crate) fn stepper(

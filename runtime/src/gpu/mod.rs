@@ -9,7 +9,7 @@ mod here;
 mod here;
 
 pub use here::{check, memory, moments, sizes};
-pub(crate) use here::{count, first, load, load_eagle, load_mtp, run, stepper};
+pub(crate) use here::{count, first, load, load_eagle, load_mtp, load_parallel, run, stepper};
 
 use crate::error::Result;
 use crate::interface::{DeviceMemory, SessionSpec};

@@ -1,10 +1,10 @@
 //! The functions of a build with CUDA.
 
 use super::{GpuMemory, GpuSizes};
-use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, check_shape, planned};
+use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, planned};
 use crate::error::Result;
 use crate::full_precision;
-use crate::interface::{Engine, LoadOptions};
+use crate::interface::{Engine, LoadOptions, Ordinals};
 use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
@@ -59,6 +59,18 @@ pub(crate) fn load(
     progress: &dyn Progress,
 ) -> Result<Arc<dyn Engine>> {
     let engine = CudaEngine::load(config, store, options, ordinal, progress)?;
+    Ok(Arc::new(engine))
+}
+
+/// Loads the engine of several GPUs.
+pub(crate) fn load_parallel(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    options: &LoadOptions,
+    gpus: Ordinals,
+    progress: &dyn Progress,
+) -> Result<Arc<dyn Engine>> {
+    let engine = ParallelEngine::load(config, store, options, gpus.as_slice(), progress)?;
     Ok(Arc::new(engine))
 }
 

@@ -21,6 +21,6 @@ pub use chunk::{Chunk, Logits, LogitsWanted};
 pub use drafts::{Draft, Drafter, KINDS, StreamHead, Streams, Tapped};
 pub use engine::{DeviceMemory, Engine, EngineDescription};
 pub use observer::Observer;
-pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
+pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, Ordinals};
 pub use pages::Pages;
 pub use session::{Session, SessionSpec};

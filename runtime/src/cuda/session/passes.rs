@@ -1,5 +1,6 @@
 //! The layers of a step: each operation is one or two kernels, which the stream queues or records.
 
+use super::ranks::{RankRows, added_to, reduce, reduce_parts};
 use super::step::{StepKind, StepRows, WideRows};
 use super::{ExpertRows, GROUPED_ROWS, product};
 use crate::cuda::model::{CudaLayer, CudaModel, mixture};
@@ -31,17 +32,21 @@ pub(super) struct Device<'a> {
 
 impl Device<'_> {
     /// Queues a step's layers and head.
-    pub(super) fn queue(self, step: &mut StepRows) -> Result<()> {
+    pub(super) fn queue(self, step: &mut StepRows, ranks: Option<&mut RankRows>) -> Result<()> {
         let layers = &self.model.layers;
         if self.kind.m <= MOST_SEQUENCES {
-            let at_once = self.queue_at_once(step)?;
-            let mut pass = NarrowPass { device: self, step };
+            let at_once = ranks.is_none() && self.queue_at_once(step)?;
+            let mut pass = NarrowPass {
+                device: self,
+                step,
+                ranks,
+            };
             if !at_once {
                 layers.iter().try_for_each(|l| l.run(&mut pass))?;
             }
             pass.head()
         } else {
-            let mut pass = WidePass::new(self, step)?;
+            let mut pass = WidePass::new(self, step, ranks)?;
             layers.iter().try_for_each(|l| l.run(&mut pass))?;
             pass.head()
         }
@@ -203,7 +208,7 @@ pub(super) fn states_of<'a>(
     states.layer(model.place(layer))
 }
 
-/// Adds the mixture of the experts that the scored rows choose to the residual stream `x`; `normed` are
+/// Adds the mixture of the experts that the scored rows choose to the residual stream `x`, or to a rank's share; `normed` are
 /// its normalized rows, if they exist in FP16. Many rows are grouped by expert; of few, each reads its
 /// experts for itself, which the device's cache makes cheap where they are the same. Experts of a layer
 /// that are on the CPU run there.
@@ -213,7 +218,7 @@ pub(super) fn add_experts(
     (gain, experts): (&Buffer<f32>, &Experts<DeviceLinear>),
     rows: &mut ExpertRows,
     normed: Option<&Buffer<u16>>,
-    x: &mut Buffer<f32>,
+    (x, ranks): (&mut Buffer<f32>, &mut Option<&mut RankRows>),
     m: usize,
 ) -> Result<()> {
     let shape = &mixture(&model.config, experts);
@@ -252,7 +257,7 @@ pub(super) fn add_experts(
             stream.grouped_up(&up.linear, grouped)
         })?;
         return stream.timed(key(down), part(&down.linear), || {
-            stream.grouped_down(&down.linear, grouped, x)
+            stream.grouped_down(&down.linear, grouped, added_to(x, ranks))
         });
     }
     let part = |w: &DeviceLinear| w.bytes() / all * each;
@@ -260,7 +265,8 @@ pub(super) fn add_experts(
         stream.experts_up(&up.linear, (x, norm), scores, gated, shape, m)
     })?;
     stream.timed(key(down), m * part(&down.linear), || {
-        stream.experts_down(&down.linear, gated, scores, x, shape, m)
+        let to = added_to(x, ranks);
+        stream.experts_down(&down.linear, gated, scores, to, shape, m)
     })
 }
 
@@ -268,6 +274,7 @@ pub(super) fn add_experts(
 struct NarrowPass<'a> {
     device: Device<'a>,
     step: &'a mut StepRows,
+    ranks: Option<&'a mut RankRows>,
 }
 
 impl NarrowPass<'_> {
@@ -284,6 +291,30 @@ impl NarrowPass<'_> {
             Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, late),
             _ => stream.gemv(w, x, out, late),
         })
+    }
+
+    /// Adds a product to the residual stream, or to this rank's share.
+    fn add_product(&mut self, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
+        let (device, step) = (self.device, &mut *self.step);
+        let to = added_to(&mut step.x, &mut self.ranks);
+        let operand = match (operand, &step.columns) {
+            (Operand::Attended, Some(columns)) if device.prepares(&w.linear) => {
+                let (name, w, m) = (w.spec.name, &w.linear, device.kind.m);
+                return product(device.stream, name, w, || {
+                    device.stream.multiply_columns(w, columns, to, m)
+                });
+            }
+            (Operand::Attended, _) => &step.attended,
+            (Operand::Gated, _) => &step.gated,
+        };
+        let (w, out) = ((w.spec.name, &w.linear), GemvOutput::Add(to));
+        Self::multiply(device, w, operand, out, &mut step.columns, false)
+    }
+
+    /// Adds the shares of all ranks to the residual stream.
+    fn reduce(&mut self) -> Result<()> {
+        let size = (self.device.kind.m, self.device.model.config.hidden_size);
+        reduce(self.device.stream, &mut self.step.x, &mut self.ranks, size)
     }
 
     /// Final norm and head.
@@ -346,19 +377,8 @@ impl Ops for NarrowPass<'_> {
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
-        let (device, step) = (self.device, &mut *self.step);
-        let operand = match (operand, &step.columns) {
-            (Operand::Attended, Some(columns)) if device.prepares(&w.linear) => {
-                let (name, w, m) = (w.spec.name, &w.linear, device.kind.m);
-                return product(device.stream, name, w, || {
-                    device.stream.multiply_columns(w, columns, &mut step.x, m)
-                });
-            }
-            (Operand::Attended, _) => &step.attended,
-            (Operand::Gated, _) => &step.gated,
-        };
-        let (w, out) = ((w.spec.name, &w.linear), GemvOutput::Add(&mut step.x));
-        Self::multiply(device, w, operand, out, &mut step.columns, false)
+        self.add_product(operand, w)?;
+        self.reduce()
     }
 
     fn recur(
@@ -424,11 +444,12 @@ impl Ops for NarrowPass<'_> {
         }
         let on = (device.stream, device.model, device.host);
         let m = device.kind.m;
-        add_experts(on, layer, (norm, experts), rows, None, &mut step.x, m)?;
-        match &experts.shared {
-            Some(shared) => self.add(layer, Operand::Gated, &shared.mlp.down),
-            None => Ok(()),
+        let to = (&mut step.x, &mut self.ranks);
+        add_experts(on, layer, (norm, experts), rows, None, to, m)?;
+        if let Some(shared) = &experts.shared {
+            self.add_product(Operand::Gated, &shared.mlp.down)?;
         }
+        self.reduce()
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -454,12 +475,17 @@ struct WidePass<'a> {
     rows: &'a mut WideRows,
     experts: &'a mut Option<ExpertRows>,
     head: (&'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
+    ranks: Option<&'a mut RankRows>,
     /// True while the last product's sums are not in `x` yet.
     pending: bool,
 }
 
 impl<'a> WidePass<'a> {
-    fn new(device: Device<'a>, step: &'a mut StepRows) -> Result<Self> {
+    fn new(
+        device: Device<'a>,
+        step: &'a mut StepRows,
+        ranks: Option<&'a mut RankRows>,
+    ) -> Result<Self> {
         let StepRows {
             x,
             step,
@@ -492,8 +518,14 @@ impl<'a> WidePass<'a> {
             rows,
             experts,
             head: (logits, best),
+            ranks,
             pending: false,
         })
+    }
+
+    /// Rows of the pass and their width.
+    fn size(&self) -> (usize, usize) {
+        (self.device.kind.m, self.device.model.config.hidden_size)
     }
 
     /// Normalizes `x`, including pending sums, to `normed`.
@@ -569,6 +601,7 @@ impl Ops for WidePass<'_> {
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
+        let size = self.size();
         let WideRows {
             attended,
             gated,
@@ -579,9 +612,11 @@ impl Ops for WidePass<'_> {
             Operand::Attended => attended,
             Operand::Gated => gated,
         };
-        self.pending = true;
         let out = StepOutput::Parts(sums);
-        Self::multiply(self.device, (w.spec.name, &w.linear), operand, out)
+        Self::multiply(self.device, (w.spec.name, &w.linear), operand, out)?;
+        let reduced = reduce_parts(self.device.stream, self.x, sums, &self.ranks, size)?;
+        self.pending = !reduced;
+        Ok(())
     }
 
     fn recur(
@@ -646,9 +681,11 @@ impl Ops for WidePass<'_> {
             (norm, experts),
             rows,
             normed,
-            self.x,
+            (self.x, &mut self.ranks),
             self.device.kind.m,
         )?;
+        let size = self.size();
+        reduce(self.device.stream, self.x, &mut self.ranks, size)?;
         match &experts.shared {
             Some(shared) => self.add(layer, Operand::Gated, &shared.mlp.down),
             None => Ok(()),

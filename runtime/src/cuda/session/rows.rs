@@ -2,6 +2,7 @@
 
 use super::super::model::CudaModel;
 use super::passes::{add_experts, states_of};
+use super::ranks::{RankRows, added_to, reduce};
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::error::{Error, Result};
 use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection, Shared};
@@ -23,6 +24,7 @@ struct Pass<'a, 'o> {
     states: Option<&'a DeviceStates>,
     cos_sin: &'a Buffer<[f32; 2]>,
     many: &'a mut ManyRows,
+    ranks: Option<&'a mut RankRows>,
     spans: &'a [DeltaSpan],
     m: usize,
     observer: &'a mut Option<&'o mut dyn Observer>,
@@ -60,6 +62,25 @@ impl Pass<'_, '_> {
         Ok(stream.timed(key, 0, || {
             stream.rms_norm(&many.x, None, gain, &out, m, c.rms_norm_eps)
         })?)
+    }
+
+    /// Adds a product to the residual stream, or to this rank's share.
+    fn add_product(&mut self, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
+        let (device, m) = ((self.stream, self.model.kernels), self.m);
+        let many = &mut *self.many;
+        let full = many.full.as_ref();
+        let (full, half) = match operand {
+            Operand::Attended => (full.map(|f| &f.attended), &many.attended),
+            Operand::Gated => (full.map(|f| &f.mlp), &many.mlp),
+        };
+        let out = GemmOutput::Add(added_to(&mut many.x, &mut self.ranks));
+        multiply(device, (w.spec.name, &w.linear), full, half, out, m)
+    }
+
+    /// Adds the shares of all ranks to the residual stream.
+    fn reduce(&mut self) -> Result<()> {
+        let (x, size) = (&mut self.many.x, (self.m, self.model.config.hidden_size));
+        Ok(reduce(self.stream, x, &mut self.ranks, size)?)
     }
 
     /// Multiplies `many.normed` by gate and up and applies SwiGLU: `many.mlp`.
@@ -185,15 +206,8 @@ impl Ops for Pass<'_, '_> {
             Operand::Attended => self.show_attended(layer, w.spec)?,
             Operand::Gated => self.show(layer, w.spec, |f| &f.mlp)?,
         }
-        let (device, m) = ((self.stream, self.model.kernels), self.m);
-        let many = &mut *self.many;
-        let full = many.full.as_ref();
-        let (full, half) = match operand {
-            Operand::Attended => (full.map(|f| &f.attended), &many.attended),
-            Operand::Gated => (full.map(|f| &f.mlp), &many.mlp),
-        };
-        let out = GemmOutput::Add(&mut many.x);
-        multiply(device, (w.spec.name, &w.linear), full, half, out, m)
+        self.add_product(operand, w)?;
+        self.reduce()
     }
 
     fn recur(
@@ -269,14 +283,12 @@ impl Ops for Pass<'_, '_> {
         }
         let on = (self.stream, self.model, self.host);
         let normed = Some(&many.normed);
-        let (of, x) = ((norm, experts), &mut many.x);
-        add_experts(on, layer, of, rows, normed, x, m)?;
+        let (of, to) = ((norm, experts), (&mut many.x, &mut self.ranks));
+        add_experts(on, layer, of, rows, normed, to, m)?;
         if let Some(shared) = &experts.shared {
-            let down = (shared.mlp.down.spec.name, &shared.mlp.down.linear);
-            let out = GemmOutput::Add(&mut many.x);
-            multiply(device, down, None, &many.mlp, out, m)?;
+            self.add_product(Operand::Gated, &shared.mlp.down)?;
         }
-        Ok(())
+        self.reduce()
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -307,6 +319,7 @@ impl CudaSession {
             states,
             cos_sin,
             many,
+            ranks,
             experts_host,
             ..
         } = self;
@@ -319,6 +332,7 @@ impl CudaSession {
             states: states.as_ref(),
             cos_sin,
             many,
+            ranks: ranks.as_mut(),
             spans,
             m,
             observer,

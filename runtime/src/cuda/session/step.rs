@@ -333,6 +333,7 @@ impl CudaSession {
             states,
             cos_sin,
             step,
+            ranks,
             experts_host,
             ..
         } = self;
@@ -345,7 +346,7 @@ impl CudaSession {
             cos_sin,
             kind,
         };
-        device.queue(step)
+        device.queue(step, ranks.as_mut())
     }
 
     /// Queues a step.

@@ -1,0 +1,444 @@
+//! A part of a model whose layers are divided among several devices, its ranks (tensor parallelism: Shoeybi et al.,
+//! Megatron-LM, arXiv 1909.08053).
+//!
+//! Each rank has some heads of attention and of recurrences and some rows of MLPs and of every expert: the outputs of
+//! the Linears that a block begins with, and the inputs of the one that it ends with, whose products the ranks add up.
+//! Embedding, head, norms and routers are whole on every rank. So a rank is a model of fewer heads and narrower MLPs,
+//! whose weights [`ShardStore`] cuts out of those of the whole.
+
+use crate::error::{Error, Result};
+use crate::models::{ModelConfig, Parameter, Width};
+use crate::pack::{pack_row, unpack_row};
+use crate::scheme::{Bits, Group, Scales, Scheme};
+use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::tensor::Tensor;
+use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
+use bytes::Bytes;
+use half::f16;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Part `rank` of `ranks`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// Its number, from 0.
+    pub rank: usize,
+    /// The number of parts.
+    pub ranks: usize,
+}
+
+/// What a shard has of a dimension: ranges, one after the other.
+type Ranges = Vec<Range<usize>>;
+
+impl Shard {
+    /// The shape of this part of a model of shape `c`.
+    ///
+    /// # Errors
+    /// [`Error::Weight`], naming the size that the number of parts does not divide.
+    pub fn config(self, c: &ModelConfig) -> Result<ModelConfig> {
+        let part = |what: &'static str, n: usize| match n.is_multiple_of(self.ranks) {
+            true => Ok(n / self.ranks),
+            false => Err(Error::Weight {
+                what,
+                expected: format!("a multiple of {}, the number of devices", self.ranks),
+                found: n.to_string(),
+            }),
+        };
+        let mut shard = c.clone();
+        shard.num_attention_heads = part("num_attention_heads", c.num_attention_heads)?;
+        shard.num_key_value_heads = part("num_key_value_heads", c.num_key_value_heads)?;
+        let mlps = || c.layers().flat_map(|l| l.linears());
+        if mlps().any(|l| l.out == Width::Mlp) {
+            shard.intermediate_size = part("intermediate_size", c.intermediate_size)?;
+        }
+        if let Some(experts) = &mut shard.experts {
+            experts.width = part("moe_intermediate_size", experts.width)?;
+            experts.shared = part("shared_expert_intermediate_size", experts.shared)?;
+        }
+        if let Some(delta) = &mut shard.delta {
+            delta.key_heads = part("linear_num_key_heads", delta.key_heads)?;
+            delta.value_heads = part("linear_num_value_heads", delta.value_heads)?;
+        }
+        Ok(shard)
+    }
+
+    /// The weights of this part of a model of shape `c`, whose own are in `store`.
+    ///
+    /// # Errors
+    /// As [`Shard::config`].
+    pub fn store<'a>(
+        self,
+        store: &'a dyn WeightStore,
+        c: &'a ModelConfig,
+    ) -> Result<ShardStore<'a>> {
+        self.config(c)?;
+        let mut cuts = BTreeMap::new();
+        for index in 0..c.num_hidden_layers {
+            for parameter in c.layer(index).parameters() {
+                let (name, cut) = match parameter {
+                    Parameter::Norm(norm) => (norm.name(index), self.vector(norm.len, c)),
+                    Parameter::Bias(linear) => {
+                        (linear.bias_name(index), self.vector(linear.out, c))
+                    }
+                    Parameter::Vector(row) => (row.name(index), self.vector(row.len, c)),
+                    Parameter::Linear(linear) => {
+                        let (copies, out) = (linear.copies(c), linear.out.of(c));
+                        let of_one = self.ranges(linear.out, c);
+                        let rows = (0..copies).flat_map(|copy| {
+                            let moved = |r: &Range<usize>| copy * out + r.start..copy * out + r.end;
+                            of_one.iter().map(moved).collect::<Ranges>()
+                        });
+                        let cut = Cut {
+                            rows: rows.collect(),
+                            cols: self.ranges(linear.inputs, c),
+                            dims: linear.dims(c),
+                        };
+                        (linear.name(index), cut)
+                    }
+                };
+                cuts.insert(name, cut);
+            }
+        }
+        Ok(ShardStore {
+            inner: store,
+            shard: self,
+            cuts,
+        })
+    }
+
+    fn vector(self, len: Width, c: &ModelConfig) -> Cut {
+        Cut {
+            rows: self.ranges(len, c),
+            cols: all_of(1),
+            dims: (len.of(c), 1),
+        }
+    }
+
+    /// This part of `n`, which the number of parts divides.
+    fn share(self, n: usize) -> Range<usize> {
+        let each = n / self.ranks;
+        self.rank * each..(self.rank + 1) * each
+    }
+
+    /// What this part has of a dimension.
+    fn ranges(self, width: Width, c: &ModelConfig) -> Ranges {
+        let all = width.of(c);
+        let Some(d) = c.delta else {
+            return match width {
+                Width::Hidden | Width::Head | Width::Experts | Width::One => all_of(all),
+                _ => vec![self.share(all)],
+            };
+        };
+        let keys = self.share(d.key_heads);
+        // Value heads, which go with the key head that they belong to.
+        let values: Ranges = match d.tiled {
+            false => vec![self.share(d.value_heads)],
+            true => (0..d.value_heads / d.key_heads)
+                .map(|tile| tile * d.key_heads + keys.start..tile * d.key_heads + keys.end)
+                .collect(),
+        };
+        let scaled = |ranges: &[Range<usize>], by: usize, first: usize| -> Ranges {
+            let moved = |r: &Range<usize>| first + r.start * by..first + r.end * by;
+            ranges.iter().map(moved).collect()
+        };
+        let channels = || -> Ranges {
+            let of_keys = |first| scaled(std::slice::from_ref(&keys), d.key_dim, first);
+            let values = scaled(&values, d.value_dim, 2 * d.keys());
+            [of_keys(0), of_keys(d.keys()), values].concat()
+        };
+        match width {
+            Width::Hidden | Width::Head | Width::Experts | Width::One | Width::DeltaHead => {
+                all_of(all)
+            }
+            Width::Heads
+            | Width::KvHeads
+            | Width::GatedHeads
+            | Width::Mlp
+            | Width::Expert
+            | Width::SharedExpert => vec![self.share(all)],
+            Width::DeltaHeads => values,
+            Width::DeltaValues => scaled(&values, d.value_dim, 0),
+            Width::DeltaChannels => channels(),
+            Width::DeltaTaps => scaled(&channels(), d.conv, 0),
+        }
+    }
+}
+
+/// What a shard has of a parameter.
+struct Cut {
+    rows: Ranges,
+    cols: Ranges,
+    /// Of the whole parameter.
+    dims: (usize, usize),
+}
+
+/// All of `n`.
+fn all_of(n: usize) -> Ranges {
+    std::iter::once(0..n).collect()
+}
+
+/// True if `ranges` are all of `n`.
+fn is_all(ranges: &[Range<usize>], n: usize) -> bool {
+    ranges.iter().map(Range::len).sum::<usize>() == n
+}
+
+/// The parameters of a [`Shard`]: those that are divided are read whole, and cut.
+pub struct ShardStore<'a> {
+    inner: &'a dyn WeightStore,
+    shard: Shard,
+    /// By parameter; others are whole.
+    cuts: BTreeMap<String, Cut>,
+}
+
+impl WeightStore for ShardStore<'_> {
+    fn format(&self) -> &'static str {
+        self.inner.format()
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.inner.contains(name)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        let Some(cut) = self.cuts.get(name) else {
+            return self.inner.vector(name, len);
+        };
+        let whole = self.inner.vector(name, cut.dims.0)?;
+        if is_all(&cut.rows, cut.dims.0) {
+            return Ok(whole);
+        }
+        let size = whole.dtype().size();
+        let data = rows_of(whole.data(), size, &cut.rows);
+        Tensor::new(whole.dtype(), vec![data.len() / size], data)
+    }
+
+    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+        let Some(cut) = self.cuts.get(name) else {
+            return self.inner.matrix(name, dims);
+        };
+        let whole = self.inner.matrix(name, cut.dims)?;
+        let part = cut.of(&whole).map_err(|e| match e {
+            Error::Weight {
+                what,
+                expected,
+                found,
+            } => Error::Tensor {
+                path: PathBuf::from(format!("part {} of {}", self.shard.rank, self.shard.ranks)),
+                tensor: name.into(),
+                expected: format!("{what}: {expected}"),
+                found,
+            },
+            other => other,
+        })?;
+        whole.release();
+        Ok(part)
+    }
+
+    fn scheme(&self, name: &str) -> Option<Scheme> {
+        self.inner.scheme(name)
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        self.inner.sources(name)
+    }
+
+    fn exactness(&self, name: &str) -> Exactness {
+        self.inner.exactness(name)
+    }
+
+    fn is_bare(&self) -> bool {
+        self.inner.is_bare()
+    }
+
+    /// Those of the whole model, whose sizes tell how much larger one layer is than another.
+    fn entries(&self) -> Vec<TensorEntry> {
+        self.inner.entries()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.inner.file_bytes()
+    }
+
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        self.inner.quantization()
+    }
+
+    fn gguf_file(&self) -> Option<&Path> {
+        self.inner.gguf_file()
+    }
+}
+
+/// The rows `rows` of `stride` bytes.
+fn rows_of(data: &Bytes, stride: usize, rows: &[Range<usize>]) -> Bytes {
+    let bytes = |r: &Range<usize>| r.start * stride..r.end * stride;
+    match rows {
+        [one] => data.slice(bytes(one)),
+        rows => {
+            let parts: Vec<&[u8]> = rows.iter().map(|r| &data[bytes(r)]).collect();
+            parts.concat().into()
+        }
+    }
+}
+
+/// The values `cols` of every row of `per_row` values.
+fn cols_of<T: Copy>(values: &[T], per_row: usize, cols: &[Range<usize>]) -> Vec<T> {
+    let rows = values.chunks_exact(per_row.max(1));
+    rows.flat_map(|row| cols.iter().flat_map(|c| &row[c.clone()]))
+        .copied()
+        .collect()
+}
+
+/// The codes `cols` of every packed row of `n` codes.
+fn packed_cols(packed: &Bytes, bits: Bits, n: usize, cols: &[Range<usize>]) -> Bytes {
+    if is_all(cols, n) {
+        return packed.clone();
+    }
+    let per_byte = match bits {
+        Bits::B8 => 1,
+        Bits::B4 => 2,
+        _ => 0,
+    };
+    let on_bytes = |c: &Range<usize>| {
+        per_byte > 0 && c.start.is_multiple_of(per_byte) && c.end.is_multiple_of(per_byte)
+    };
+    if cols.iter().all(on_bytes) {
+        let cols: Ranges = (cols.iter().map(|c| c.start / per_byte..c.end / per_byte)).collect();
+        return cols_of(packed, bits.bytes(n), &cols).into();
+    }
+    let count = cols.iter().map(Range::len).sum();
+    let (mut codes, mut row) = (vec![0; n], vec![0; bits.bytes(count)]);
+    let mut all = Vec::new();
+    for packed in packed.chunks_exact(bits.bytes(n).max(1)) {
+        unpack_row(bits, packed, &mut codes);
+        pack_row(bits, &cols_of(&codes, n, cols), &mut row);
+        all.extend_from_slice(&row);
+    }
+    all.into()
+}
+
+impl Cut {
+    /// This part of `whole`.
+    ///
+    /// # Errors
+    /// [`Error::Weight`] if it cuts through what inputs have in common.
+    fn of(&self, whole: &Weight) -> Result<Weight> {
+        let (all_rows, all_cols) = (
+            is_all(&self.rows, self.dims.0),
+            is_all(&self.cols, self.dims.1),
+        );
+        if all_rows && all_cols {
+            return Ok(whole.clone());
+        }
+        match whole {
+            Weight::Dense(t) => {
+                let size = t.dtype().size();
+                let data = rows_of(t.data(), self.dims.1 * size, &self.rows);
+                let data = match all_cols {
+                    true => data,
+                    false => {
+                        let cols: Ranges =
+                            (self.cols.iter().map(|c| c.start * size..c.end * size)).collect();
+                        cols_of(&data, self.dims.1 * size, &cols).into()
+                    }
+                };
+                let count = |ranges: &[Range<usize>]| ranges.iter().map(Range::len).sum();
+                let shape = vec![count(&self.rows), count(&self.cols)];
+                Tensor::new(t.dtype(), shape, data).map(Weight::Dense)
+            }
+            Weight::Quantized(QuantizedWeight::Affine(a)) => {
+                let part = self.affine(a)?;
+                Ok(Weight::Quantized(QuantizedWeight::Affine(part)))
+            }
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => match &self.rows[..] {
+                [rows] if all_cols => Ok(whole.rows(rows.clone())),
+                _ => Err(Error::Weight {
+                    what: "inputs of several devices",
+                    expected: "integers or floats".into(),
+                    found: t.scheme().to_string(),
+                }),
+            },
+        }
+    }
+
+    /// The columns as groups of `group` inputs.
+    fn groups(&self, what: &'static str, group: Group) -> Result<Ranges> {
+        let n = self.dims.1;
+        let (size, count) = (group.size(n).max(1), group.count(n));
+        if is_all(&self.cols, n) || group == Group::Channel {
+            return Ok(all_of(count));
+        }
+        let within = |c: &&Range<usize>| {
+            !(c.start.is_multiple_of(size) && (c.end.is_multiple_of(size) || c.end == n))
+        };
+        match self.cols.iter().find(within) {
+            None => Ok(self
+                .cols
+                .iter()
+                .map(|c| c.start / size..c.end.div_ceil(size))
+                .collect()),
+            Some(c) => Err(Error::Weight {
+                what,
+                expected: format!("inputs of a device that end with groups of {size}"),
+                found: format!("inputs {} to {}", c.start, c.end),
+            }),
+        }
+    }
+
+    fn affine(&self, a: &AffineWeight) -> Result<AffineWeight> {
+        let (scheme, n) = (a.scheme(), self.dims.1);
+        if a.g_idx().is_some() && !is_all(&self.cols, n) {
+            return Err(Error::Weight {
+                what: "inputs of several devices",
+                expected: "groups of neighbours".into(),
+                found: "activation order".into(),
+            });
+        }
+        let all_groups = a.groups();
+        let groups = self.groups("groups", scheme.group)?;
+        let cut_values = |values: &[f16], per_row: usize, cols: &[Range<usize>]| -> Vec<f16> {
+            let rows = self.rows.iter();
+            let values: Vec<f16> = rows
+                .flat_map(|r| &values[r.start * per_row..r.end * per_row])
+                .copied()
+                .collect();
+            match is_all(cols, per_row) {
+                true => values,
+                false => cols_of(&values, per_row, cols),
+            }
+        };
+        let of_groups = |values: GroupValues| -> Result<GroupValues> {
+            Ok(match (values, scheme.scales) {
+                (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) => {
+                    let rows = rows_of(&small, two.bits.bytes(all_groups), &self.rows);
+                    let spans = self.groups("spans of groups", two.span)?;
+                    GroupValues::TwoLevel {
+                        small: packed_cols(&rows, two.bits, all_groups, &groups),
+                        of_spans: cut_values(&of_spans, two.span.count(n), &spans).into(),
+                    }
+                }
+                (GroupValues::Half(values), _) => {
+                    GroupValues::Half(cut_values(&values, all_groups, &groups).into())
+                }
+                (kept, _) => kept,
+            })
+        };
+        let whole = a.parts();
+        let bits = scheme.value_bits();
+        let zeros = |z: Bytes| {
+            let rows = rows_of(&z, bits.bytes(all_groups), &self.rows);
+            packed_cols(&rows, bits, all_groups, &groups)
+        };
+        let codes = rows_of(&whole.codes, scheme.bits.bytes(n), &self.rows);
+        let parts = Parts {
+            codes: packed_cols(&codes, scheme.bits, n, &self.cols),
+            scales: of_groups(whole.scales)?,
+            zeros: whole.zeros.map(zeros),
+            offsets: whole.offsets.map(of_groups).transpose()?,
+            levels: whole.levels,
+            g_idx: whole.g_idx,
+        };
+        let count = |ranges: &[Range<usize>]| ranges.iter().map(Range::len).sum();
+        AffineWeight::assemble(scheme, (count(&self.rows), count(&self.cols)), parts)
+    }
+}

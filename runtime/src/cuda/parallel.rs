@@ -1,0 +1,441 @@
+//! A model over several GPUs: each, a rank, has a part of every layer (tensor parallelism: Shoeybi et al., Megatron-LM,
+//! arXiv 1909.08053).
+//!
+//! A rank is a model and a session like those of one GPU, of a shape with fewer heads and narrower MLPs. What their
+//! blocks add to the residual stream is summed over all ranks on the devices (`kernels::cuda::AllReduce`), so the
+//! stream, the logits and the tokens that are drawn from them are the same on all of them. Every call is made on every
+//! rank, each in a thread of its own, because a rank's work ends only with that of the others; what rank 0 returns is
+//! the result.
+
+use super::CudaEngine;
+use super::session::CudaSession;
+use crate::error::{Error, Result};
+use crate::interface::{
+    Chunk, DeviceMemory, Drawn, Engine, EngineDescription, LoadOptions, Logits, Observer, Pages,
+    Run, Session, SessionSpec, StepsAhead,
+};
+use crate::sampler::Sampler;
+use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
+use nq_kernels::KernelSet;
+use nq_kernels::cuda::{Gpu, Rank};
+use nq_kernels::profile::OpTiming;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// [`Engine`] on several GPUs.
+pub(crate) struct ParallelEngine {
+    /// Of the whole model.
+    config: ModelConfig,
+    description: EngineDescription,
+    ranks: Vec<CudaEngine>,
+    /// True if the ranks share a GPU.
+    beside: bool,
+    threads: Arc<rayon::ThreadPool>,
+}
+
+fn refuse<T>(what: &'static str, expected: &str, found: impl ToString) -> Result<T> {
+    Err(Error::Unsupported {
+        engine: "nq on several GPUs",
+        what,
+        expected: expected.into(),
+        found: found.to_string(),
+    })
+}
+
+/// Opens the GPUs, each once, which must be of one kind: steps, whose results must be the same everywhere, are
+/// planned for it.
+fn open(ordinals: &[usize]) -> Result<Vec<Gpu>> {
+    let mut gpus: Vec<Gpu> = Vec::with_capacity(ordinals.len());
+    for (i, ordinal) in ordinals.iter().enumerate() {
+        let before = ordinals[..i].iter().position(|o| o == ordinal);
+        gpus.push(match before {
+            Some(there) => gpus[there].clone(),
+            None => Gpu::open(*ordinal)?,
+        });
+    }
+    let kind = |gpu: &Gpu| {
+        let info = gpu.info();
+        let sizes = (info.multiprocessors, info.shared_memory);
+        (info.name.clone(), info.capability, sizes)
+    };
+    match gpus.iter().find(|gpu| kind(gpu) != kind(&gpus[0])) {
+        Some(other) => refuse(
+            "GPUs",
+            &format!("GPUs like {}", gpus[0].info()),
+            other.info(),
+        ),
+        None => Ok(gpus),
+    }
+}
+
+impl ParallelEngine {
+    /// Reads a model and packs a part of every layer for each of the devices `ordinals`, of which two may be the same:
+    /// one GPU then stands in for several.
+    pub(crate) fn load(
+        config: &ModelConfig,
+        store: &dyn WeightStore,
+        options: &LoadOptions,
+        ordinals: &[usize],
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        if options.kernels == KernelSet::Reference {
+            return refuse("kernels", "fused", options.kernels);
+        }
+        if options.cpu_experts.is_some_and(|layers| layers > 0) {
+            return refuse("experts on the CPU", "none", "--cpu-experts");
+        }
+        let (gpus, ranks) = (open(ordinals)?, ordinals.len());
+        let beside = (1..ranks).any(|i| ordinals[..i].contains(&ordinals[i]));
+        let mut through_host = false;
+        for a in &gpus {
+            for b in &gpus {
+                through_host |= !a.reach(b)?;
+            }
+        }
+        if through_host {
+            progress.note("these GPUs do not reach each other's memory: they exchange values through the computer's");
+        }
+        let place = |rank| Rank {
+            rank,
+            ranks,
+            through_host,
+            beside,
+        };
+        let load = |rank: usize, progress: &dyn Progress| {
+            let shard = Shard { rank, ranks };
+            let (shape, part) = (shard.config(config)?, shard.store(store, config)?);
+            let on = (gpus[rank].clone(), Some(place(rank)));
+            CudaEngine::load_on(on, &shape, &part, options, progress)
+        };
+        let threads = rayon::ThreadPoolBuilder::new()
+            .num_threads(ranks)
+            .thread_name(|i| format!("rank {i}"))
+            .build();
+        let threads = threads.map_err(|e| Error::Device {
+            device: gpus[0].info().to_string(),
+            why: format!("no threads for its ranks: {e}"),
+        })?;
+        let mut engines: Vec<Option<Result<CudaEngine>>> = (0..ranks).map(|_| None).collect();
+        if beside {
+            // The next one's memory is what the one before leaves.
+            for (rank, engine) in engines.iter_mut().enumerate() {
+                *engine = Some(load(rank, if rank == 0 { progress } else { &() }));
+            }
+        } else if let Some((first, others)) = engines.split_first_mut() {
+            threads.in_place_scope(|scope| {
+                for (rank, engine) in (1..).zip(others) {
+                    let load = &load;
+                    scope.spawn(move |_| *engine = Some(load(rank, &())));
+                }
+                *first = Some(load(0, progress));
+            });
+        }
+        let engines: Vec<CudaEngine> = engines.into_iter().flatten().collect::<Result<_>>()?;
+        let numbers: Vec<String> = ordinals.iter().map(usize::to_string).collect();
+        let one = engines[0].description.clone();
+        let info = gpus[0].info();
+        Ok(ParallelEngine {
+            config: config.clone(),
+            description: EngineDescription {
+                device: format!(
+                    "cuda:{} ({ranks} x {}, sm_{}{})",
+                    numbers.join(","),
+                    info.name,
+                    info.capability.0,
+                    info.capability.1
+                ),
+                ..one
+            },
+            ranks: engines,
+            beside,
+            threads: Arc::new(threads),
+        })
+    }
+}
+
+impl Engine for ParallelEngine {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn description(&self) -> &EngineDescription {
+        &self.description
+    }
+
+    /// Of all GPUs together, which read it at the same time.
+    fn bytes_per_token(&self) -> usize {
+        self.ranks.iter().map(Engine::bytes_per_token).sum()
+    }
+
+    fn memory_bandwidth(&self) -> Option<f64> {
+        let one = self.ranks[0].memory_bandwidth()?;
+        Some(if self.beside {
+            one
+        } else {
+            one * self.ranks.len() as f64
+        })
+    }
+
+    fn start_profile(&self) -> bool {
+        self.ranks[0].start_profile()
+    }
+
+    fn stop_profile(&self) -> Vec<OpTiming> {
+        self.ranks[0].stop_profile()
+    }
+
+    /// Of all GPUs together. Ranks take the same, so it fits where the GPU with the least memory has that much.
+    fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
+        let ranks: Option<Vec<DeviceMemory>> =
+            self.ranks.iter().map(|r| r.device_memory(spec)).collect();
+        let ranks = ranks?;
+        let sum = |part: fn(&DeviceMemory) -> usize| ranks.iter().map(part).sum();
+        let least = ranks.iter().map(|r| r.free).min()?;
+        Some(DeviceMemory {
+            weights: sum(|r| r.weights),
+            kv: sum(|r| r.kv),
+            scratch: sum(|r| r.scratch),
+            free: if self.beside {
+                least
+            } else {
+                least * ranks.len()
+            },
+        })
+    }
+
+    fn sampled_together(&self) -> Option<usize> {
+        self.ranks[0].sampled_together()
+    }
+
+    fn read_once_from(&self, spec: &SessionSpec, sequences: usize) -> Option<usize> {
+        self.ranks[0].read_once_from(spec, sequences)
+    }
+
+    fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
+        let session = |engine: &CudaEngine| engine.open_session(spec);
+        let mut ranks: Vec<CudaSession> = self.ranks.iter().map(session).collect::<Result<_>>()?;
+        let inboxes: Vec<_> = ranks.iter().filter_map(CudaSession::inbox).collect();
+        for rank in &mut ranks {
+            rank.join(inboxes.clone())?;
+        }
+        Ok(Box::new(ParallelSession {
+            ranks,
+            threads: self.threads.clone(),
+        }))
+    }
+}
+
+/// A session of all ranks.
+struct ParallelSession {
+    ranks: Vec<CudaSession>,
+    threads: Arc<rayon::ThreadPool>,
+}
+
+impl ParallelSession {
+    fn first(&self) -> &CudaSession {
+        &self.ranks[0]
+    }
+
+    /// Runs `first` on rank 0 in this thread and `other` on the other ranks, and waits for all of them.
+    fn each_with<T>(
+        &mut self,
+        first: impl FnOnce(&mut CudaSession) -> Result<T>,
+        other: impl Fn(&mut CudaSession) -> Result<()> + Sync,
+    ) -> Result<T> {
+        let Some((rank, others)) = self.ranks.split_first_mut() else {
+            unreachable!("there are ranks");
+        };
+        let mut ended: Vec<Result<()>> = others.iter().map(|_| Ok(())).collect();
+        let of_first = self.threads.in_place_scope(|scope| {
+            for (rank, end) in others.iter_mut().zip(&mut ended) {
+                let other = &other;
+                scope.spawn(move |_| *end = other(rank));
+            }
+            first(rank)
+        })?;
+        ended.into_iter().collect::<Result<()>>()?;
+        self.ranks.iter().try_for_each(CudaSession::check_ranks)?;
+        Ok(of_first)
+    }
+
+    /// Runs `run` on all ranks; returns the result of rank 0.
+    fn each<T>(&mut self, run: impl Fn(&mut CudaSession) -> Result<T> + Sync) -> Result<T> {
+        self.each_with(&run, |rank| run(rank).map(drop))
+    }
+
+    /// As [`ParallelSession::each`], for what cannot fail.
+    fn all<T>(&mut self, run: impl Fn(&mut CudaSession) -> T) -> T {
+        let mut results = self.ranks.iter_mut().map(run);
+        let Some(first) = results.next() else {
+            unreachable!("there are ranks");
+        };
+        results.for_each(drop);
+        first
+    }
+}
+
+impl Session for ParallelSession {
+    fn spec(&self) -> SessionSpec {
+        self.first().spec()
+    }
+
+    fn len(&self, slot: usize) -> usize {
+        self.first().len(slot)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) -> usize {
+        self.all(|rank| rank.truncate(slot, len))
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
+        self.each(|rank| rank.fork(from, to, len))
+    }
+
+    fn reach(&self, slot: usize, len: usize) -> usize {
+        self.first().reach(slot, len)
+    }
+
+    fn keep_at(&mut self, slot: usize, len: usize) {
+        self.all(|rank| rank.keep_at(slot, len));
+    }
+
+    fn snapshots(&self) -> (usize, usize) {
+        self.first().snapshots()
+    }
+
+    fn forward(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Logits<'_>> {
+        if observer.is_some() {
+            return refuse("observers of a forward", "none", "one");
+        }
+        self.each(|rank| rank.forward(chunks, None).map(drop))?;
+        Ok(self.first().logits())
+    }
+
+    fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+        self.each_with(
+            |rank| rank.hidden(chunks, out),
+            |rank| rank.hidden(chunks, &mut Vec::new()),
+        )
+    }
+
+    fn exact_rows(&self) -> usize {
+        self.first().exact_rows()
+    }
+
+    fn draft_rows(&self) -> usize {
+        self.first().draft_rows()
+    }
+
+    fn pages(&mut self) -> Option<&mut dyn Pages> {
+        Some(self)
+    }
+
+    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
+        Some(self)
+    }
+}
+
+/// A page, and states, are those of all ranks, one after the other.
+impl Pages for ParallelSession {
+    fn free(&self) -> usize {
+        self.first().free()
+    }
+
+    fn page_bytes(&self) -> usize {
+        self.ranks.iter().map(Pages::page_bytes).sum()
+    }
+
+    fn state_bytes(&self) -> Option<usize> {
+        self.ranks.iter().map(Pages::state_bytes).sum()
+    }
+
+    fn read(&mut self, slot: usize, index: usize, out: &mut Vec<u8>) -> Result<()> {
+        let mut ranks = self.ranks.iter_mut();
+        ranks.try_for_each(|rank| rank.read(slot, index, out))
+    }
+
+    fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
+        crate::checks::check_bytes("a page of keys and values", page, self.page_bytes())?;
+        let parts = page.chunks_exact(page.len() / self.ranks.len());
+        let mut ranks = self.ranks.iter_mut().zip(parts);
+        ranks.try_for_each(|(rank, part)| rank.append(slot, part))
+    }
+
+    fn read_state(&mut self, slot: usize, len: usize, out: &mut Vec<u8>) -> Result<()> {
+        let mut ranks = self.ranks.iter_mut();
+        ranks.try_for_each(|rank| rank.read_state(slot, len, out))
+    }
+
+    fn write_state(&mut self, slot: usize, state: &[u8]) -> Result<()> {
+        let all = self.state_bytes().unwrap_or(0);
+        if all == 0 {
+            return Ok(());
+        }
+        crate::checks::check_bytes("states of a sequence", state, all)?;
+        let parts = state.chunks_exact(all / self.ranks.len());
+        let mut ranks = self.ranks.iter_mut().zip(parts);
+        ranks.try_for_each(|(rank, part)| rank.write_state(slot, part))
+    }
+}
+
+impl StepsAhead for ParallelSession {
+    fn rows(&self) -> usize {
+        self.first().rows()
+    }
+
+    fn depth(&self) -> usize {
+        self.first().depth()
+    }
+
+    fn check(&self, tokens: &[u32], sampler: Option<&Sampler>) -> Result<()> {
+        self.first().check(tokens, sampler)
+    }
+
+    fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+        self.each(|rank| rank.queue_prompts(chunks))
+    }
+
+    fn finish_prompts(&mut self) -> Result<Duration> {
+        self.each(StepsAhead::finish_prompts)
+    }
+
+    fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
+        self.each(|rank| rank.seat(row, slot, token, sampler))
+    }
+
+    fn vacate(&mut self, row: usize) -> Result<()> {
+        self.each(|rank| rank.vacate(row))
+    }
+
+    fn queue(&mut self) -> Result<()> {
+        self.each(StepsAhead::queue)
+    }
+
+    fn queue_runs(&mut self, runs: &[Run<'_>]) -> Result<()> {
+        self.each(|rank| rank.queue_runs(runs))
+    }
+
+    fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()> {
+        let token = |drawn: &Result<Drawn>| drawn.as_ref().ok().map(|d| d.token);
+        let mut drawn = Vec::new();
+        for rank in &mut self.ranks {
+            let mut of_rank = Vec::new();
+            rank.receive(&mut |row, found| of_rank.push((row, found)))?;
+            if drawn.is_empty() {
+                drawn = of_rank;
+            } else if !(drawn.iter().map(|d| token(&d.1))).eq(of_rank.iter().map(|d| token(&d.1))) {
+                return Err(Error::Kernel(nq_kernels::Error::Cuda {
+                    what: "decoding on several GPUs",
+                    why: "they drew different tokens".into(),
+                }));
+            }
+        }
+        self.ranks.iter().try_for_each(CudaSession::check_ranks)?;
+        drawn.into_iter().for_each(|(row, found)| each(row, found));
+        Ok(())
+    }
+}

@@ -1,0 +1,260 @@
+//! The parts of a model that several devices have, put together again.
+
+mod common;
+
+use common::{Store, hybrid, small_config, small_mixture};
+use nq_formats::models::{LinearKind, Parameter, find};
+use nq_formats::synth::Preset;
+use nq_formats::{
+    AffineScheme, Bits, Delta, Group, ModelConfig, Shard, Weight, WeightStore, Zeros,
+};
+
+/// Which of `ranks` parts has row `row` of the outputs of a Linear (or of a bias), by its heads.
+fn owner_of_row(kind: LinearKind, row: usize, c: &ModelConfig, ranks: usize) -> Option<usize> {
+    let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
+    let by = |index: usize, all: usize| Some(index / (all / ranks));
+    let experts = c.experts;
+    match kind {
+        LinearKind::Q => {
+            let gates = if c.delta.is_some() { 2 } else { 1 };
+            by(row / (gates * c.head_dim), heads)
+        }
+        LinearKind::K | LinearKind::V => by(row / c.head_dim, kv_heads),
+        LinearKind::DeltaQkv => {
+            let d = c.delta?;
+            match row.checked_sub(2 * d.key_heads * d.key_dim) {
+                None => by(row / d.key_dim % d.key_heads, d.key_heads),
+                Some(value) => owner_of_value_head(value / d.value_dim, &d, ranks),
+            }
+        }
+        LinearKind::DeltaZ => owner_of_value_head(row / c.delta?.value_dim, &c.delta?, ranks),
+        LinearKind::DeltaB | LinearKind::DeltaA => owner_of_value_head(row, &c.delta?, ranks),
+        LinearKind::Gate | LinearKind::Up => match experts {
+            Some(e) => by(row % e.width, e.width),
+            None => by(row, c.intermediate_size),
+        },
+        LinearKind::SharedGate | LinearKind::SharedUp => by(row, experts?.shared),
+        LinearKind::O
+        | LinearKind::DeltaOut
+        | LinearKind::Router
+        | LinearKind::Down
+        | LinearKind::SharedScore
+        | LinearKind::SharedDown => None,
+    }
+}
+
+fn owner_of_value_head(head: usize, d: &Delta, ranks: usize) -> Option<usize> {
+    let key_head = match d.tiled {
+        true => head % d.key_heads,
+        false => head / (d.value_heads / d.key_heads),
+    };
+    Some(key_head / (d.key_heads / ranks))
+}
+
+/// Which part has input `col` of a Linear.
+fn owner_of_col(kind: LinearKind, col: usize, c: &ModelConfig, ranks: usize) -> Option<usize> {
+    match kind {
+        LinearKind::O => Some(col / c.head_dim / (c.num_attention_heads / ranks)),
+        LinearKind::DeltaOut => owner_of_value_head(col / c.delta?.value_dim, &c.delta?, ranks),
+        LinearKind::Down => match c.experts {
+            Some(e) => Some(col / (e.width / ranks)),
+            None => Some(col / (c.intermediate_size / ranks)),
+        },
+        LinearKind::SharedDown => Some(col / (c.experts?.shared / ranks)),
+        _ => None,
+    }
+}
+
+fn values(w: &Weight) -> Vec<Vec<f32>> {
+    let (rows, cols) = w.dims();
+    let mut all = vec![vec![0.0; cols]; rows];
+    for (row, values) in all.iter_mut().enumerate() {
+        w.dequantize_row(row, values).unwrap();
+    }
+    all
+}
+
+/// Compares every parameter of every part with the rows and inputs of the whole that belong to it.
+fn check(name: &str, c: &ModelConfig, store: &Store, ranks: usize) {
+    for rank in 0..ranks {
+        let shard = Shard { rank, ranks };
+        let (config, part) = (shard.config(c).unwrap(), shard.store(store, c).unwrap());
+        let mine = |owner: Option<usize>| owner.is_none_or(|o| o == rank);
+        for layer in 0..c.num_hidden_layers {
+            for parameter in c.layer(layer).parameters() {
+                if let Parameter::Linear(linear) = parameter {
+                    let named = linear.name(layer);
+                    let whole = values(&store.matrix(&named, linear.dims(c)).unwrap());
+                    let found = part.matrix(&named, linear.dims(&config)).unwrap();
+                    let row = |r: usize| owner_of_row(linear.kind, r, c, ranks);
+                    let col = |i: usize| owner_of_col(linear.kind, i, c, ranks);
+                    let rows = whole.iter().enumerate().filter(|(r, _)| mine(row(*r)));
+                    let expected: Vec<Vec<f32>> = rows
+                        .map(|(_, values)| {
+                            let cols = values.iter().enumerate().filter(|(i, _)| mine(col(*i)));
+                            cols.map(|(_, v)| *v).collect()
+                        })
+                        .collect();
+                    assert_eq!(found.dims(), linear.dims(&config), "{name} {named}");
+                    assert!(
+                        values(&found) == expected,
+                        "{name} {named}, part {rank} of {ranks}"
+                    );
+                }
+                if let Parameter::Bias(linear) = parameter {
+                    let named = linear.bias_name(layer);
+                    let all = store
+                        .vector(&named, linear.dims(c).0)
+                        .unwrap()
+                        .to_f32()
+                        .unwrap();
+                    let found = part.vector(&named, linear.dims(&config).0).unwrap();
+                    let rows = all.iter().enumerate();
+                    let rows = rows.filter(|(r, _)| mine(owner_of_row(linear.kind, *r, c, ranks)));
+                    let expected: Vec<f32> = rows.map(|(_, v)| *v).collect();
+                    assert_eq!(found.to_f32().unwrap(), expected, "{name} {named}");
+                }
+                if let (Parameter::Vector(row), Some(d)) = (parameter, c.delta) {
+                    let named = row.name(layer);
+                    let all = store
+                        .vector(&named, row.len.of(c))
+                        .unwrap()
+                        .to_f32()
+                        .unwrap();
+                    let found = part.vector(&named, row.len.of(&config)).unwrap();
+                    // The taps of a channel, or a value of a head.
+                    let owner = |i: usize| match all.len() == d.value_heads {
+                        true => owner_of_value_head(i, &d, ranks),
+                        false => owner_of_row(LinearKind::DeltaQkv, i / d.conv, c, ranks),
+                    };
+                    let mine = all.iter().enumerate().filter(|(i, _)| mine(owner(*i)));
+                    let expected: Vec<f32> = mine.map(|(_, v)| *v).collect();
+                    assert_eq!(found.to_f32().unwrap(), expected, "{name} {named}");
+                }
+            }
+        }
+        let embedding = ("model.embed_tokens", (c.vocab_size, c.hidden_size));
+        let whole = values(&store.matrix(embedding.0, embedding.1).unwrap());
+        assert!(
+            values(&part.matrix(embedding.0, embedding.1).unwrap()) == whole,
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn parts_are_those_of_their_heads() {
+    let wide = |c: ModelConfig| ModelConfig {
+        intermediate_size: 512,
+        head_dim: 64,
+        hidden_size: 128,
+        ..c
+    };
+    let mixture = ModelConfig {
+        experts: small_mixture(2, true)
+            .experts
+            .map(|e| nq_formats::Experts { width: 256, ..e }),
+        ..wide(small_mixture(2, true))
+    };
+    let hybrid = |gguf: &str, tiled: bool| {
+        let small = hybrid(gguf, 6, false);
+        ModelConfig {
+            experts: small.experts.map(|e| nq_formats::Experts {
+                width: 256,
+                shared: 128,
+                ..e
+            }),
+            delta: small.delta.map(|d| Delta {
+                value_dim: 64,
+                key_dim: 32,
+                tiled,
+                ..d
+            }),
+            ..wide(small)
+        }
+    };
+    let qwen2 = ModelConfig {
+        architecture: find(|a| a.gguf, "qwen2").unwrap(),
+        ..wide(small_config())
+    };
+    for (name, c) in [
+        ("dense", wide(small_config())),
+        ("biased", qwen2),
+        ("mixture", mixture),
+        ("hybrid", hybrid("qwen35", false)),
+        ("tiled hybrid", hybrid("qwen35", true)),
+        ("hybrid mixture", hybrid("qwen35moe", true)),
+    ] {
+        let plain = Store::random(&c, 7);
+        let of = |bits, group, zeros| plain.quantized(AffineScheme::new(bits, group, zeros));
+        for (scheme, store) in [
+            ("f32", plain.clone()),
+            ("int4", of(Bits::B4, Group::Size(64), Zeros::Integer)),
+            ("int3", of(Bits::B3, Group::Size(32), Zeros::Offset)),
+            ("int6", of(Bits::B6, Group::Size(32), Zeros::Integer)),
+            ("int8", of(Bits::B8, Group::Channel, Zeros::None)),
+            ("mixed", plain.mixed()),
+        ] {
+            check(&format!("{name} {scheme}"), &c, &store, 2);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_divided_is_refused_by_name() {
+    let refused = |c: &ModelConfig, ranks| {
+        let shard = Shard { rank: 0, ranks };
+        shard
+            .config(c)
+            .err()
+            .map(|e| e.to_string())
+            .unwrap_or_default()
+    };
+    let c = small_config();
+    assert!(refused(&c, 3).contains("num_attention_heads"));
+    assert!(refused(&c, 4).contains("num_key_value_heads"));
+    assert!(
+        refused(
+            &ModelConfig {
+                intermediate_size: 81,
+                ..c.clone()
+            },
+            2
+        )
+        .contains("intermediate_size")
+    );
+    // Groups of 32 that two parts would share: 80 inputs.
+    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
+    let store = Store::random(&c, 1).quantized(scheme);
+    let shard = Shard { rank: 1, ranks: 2 };
+    let part = shard.store(&store, &c).unwrap();
+    let found = part
+        .matrix("model.layers.0.mlp.down_proj", (48, 40))
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(
+        found.contains("down_proj") && found.contains("groups of 32"),
+        "{found}"
+    );
+}
+
+/// Two GPUs, and four, run the published sizes.
+#[test]
+fn published_sizes_can_be_divided() {
+    for preset in Preset::all() {
+        let c = preset.config();
+        for ranks in [2, 4] {
+            let shard = Shard {
+                rank: ranks - 1,
+                ranks,
+            }
+            .config(&c);
+            let divides = c.num_key_value_heads.is_multiple_of(ranks);
+            match shard {
+                Ok(shard) => assert!(shard.parameters() < c.parameters(), "{}", preset.name),
+                Err(e) => assert!(!divides, "{} by {ranks}: {e}", preset.name),
+            }
+        }
+    }
+}
