@@ -143,6 +143,10 @@ impl<C: Borrow<Checkpoint> + Send + Sync> WeightStore for Whole<C> {
         self.store().exactness(name)
     }
 
+    fn sources(&self, name: &str) -> Vec<String> {
+        self.store().sources(name)
+    }
+
     fn entries(&self) -> Vec<TensorEntry> {
         self.store().entries()
     }
@@ -198,6 +202,10 @@ impl WeightStore for OnTheFly<'_> {
             Rule::Named(schemes, _) if schemes.contains_key(name) => Exactness::Exact,
             _ => self.source.exactness(name),
         }
+    }
+
+    fn sources(&self, name: &str) -> Vec<String> {
+        self.source.sources(name)
     }
 
     fn entries(&self) -> Vec<TensorEntry> {

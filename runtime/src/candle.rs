@@ -105,13 +105,13 @@ impl CandleModel {
 /// # Errors
 /// [`Error::Unsupported`] for anything that this engine cannot do.
 fn check_request(config: &ModelConfig, options: &LoadOptions) -> Result<()> {
-    let found = match options.device {
-        DeviceChoice::Cuda(n) => Some(format!("cuda:{n}")),
-        DeviceChoice::Gpus(numbers) => Some(numbers.to_string()),
-        DeviceChoice::AllGpus => Some("cuda:all".into()),
+    let gpus = match options.device {
         DeviceChoice::Auto | DeviceChoice::Cpu => None,
+        DeviceChoice::Cuda(n) => Some(format!("cuda:{n}")),
+        DeviceChoice::Gpus(several) => Some(several.to_string()),
+        DeviceChoice::AllGpus => Some("cuda:all".into()),
     };
-    if let Some(found) = found {
+    if let Some(found) = gpus {
         return Err(unsupported("device", "the CPU", found));
     }
     if options.activations.is_forced() {

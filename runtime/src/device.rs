@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::gpu;
 pub use crate::host::{available_memory, peak_memory, total_memory};
-use crate::interface::{DeviceChoice, Ordinals};
+use crate::interface::{DeviceChoice, Ordinals, too_many};
 use nq_kernels::grad::{CpuOps, GradWork};
 use std::fs;
 use std::path::Path;
@@ -15,85 +15,69 @@ pub enum Device {
     Cpu,
     /// The GPU of this ordinal.
     Cuda(usize),
+    /// Several GPUs, which have a part of a model each.
+    Gpus(Ordinals),
 }
 
 impl Device {
     /// Runs `work` on this device; on a GPU, f32 products round their operands to TF32.
     ///
     /// # Errors
-    /// An absent device; errors of the driver. Errors of the work are in its output.
+    /// An absent device, or several; errors of the driver. Errors of the work are in its output.
     pub fn run<W: GradWork>(self, work: W) -> Result<W::Output> {
+        match self.single("tuning")? {
+            None => Ok(work.run(&CpuOps)),
+            Some(n) => gpu::run(n, work),
+        }
+    }
+
+    /// The GPU, by its ordinal, or `None` for the CPU: where `what` runs, which does not on several GPUs.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for several.
+    pub fn single(self, what: &'static str) -> Result<Option<usize>> {
         match self {
-            Device::Cpu => Ok(work.run(&CpuOps)),
-            Device::Cuda(n) => gpu::run(n, work),
+            Device::Cpu => Ok(None),
+            Device::Cuda(n) => Ok(Some(n)),
+            Device::Gpus(several) => Err(Error::Unsupported {
+                engine: "nq on several GPUs",
+                what,
+                expected: "one GPU, or the CPU".into(),
+                found: several.to_string(),
+            }),
         }
     }
 }
 
 impl DeviceChoice {
-    /// The GPUs to use together, if there are to be several.
-    ///
-    /// # Errors
-    /// As [`DeviceChoice::resolve`].
-    pub fn several(self) -> Result<Option<Ordinals>> {
-        let numbers = match self {
-            DeviceChoice::Gpus(numbers) => numbers,
-            DeviceChoice::AllGpus => {
-                let all = gpu::count().map_err(|why| Error::Device {
-                    device: "cuda:all".into(),
-                    why,
-                })?;
-                let all: Vec<usize> = (0..all).collect();
-                match (all.len(), Ordinals::new(&all)) {
-                    (_, Some(numbers)) => numbers,
-                    (1, None) => return Ok(None),
-                    (n, None) => {
-                        return Err(Error::Device {
-                            device: "cuda:all".into(),
-                            why: format!("a model runs on at most 8 GPUs, and there are {n}"),
-                        });
-                    }
-                }
-            }
-            DeviceChoice::Auto | DeviceChoice::Cpu | DeviceChoice::Cuda(_) => return Ok(None),
-        };
-        for &ordinal in numbers.as_slice() {
-            DeviceChoice::Cuda(ordinal).resolve()?;
-        }
-        Ok(Some(numbers))
-    }
-
     /// The device to use. `Auto` takes the first usable GPU, or else the CPU.
     ///
     /// # Errors
-    /// [`Error::Device`] if the requested device is absent, or if several are requested for what runs on one; the
-    /// message says what is missing.
+    /// [`Error::Device`] if the requested device is absent; the message says what is missing.
     pub fn resolve(self) -> Result<Device> {
-        let ordinal = match self {
-            DeviceChoice::Gpus(_) | DeviceChoice::AllGpus => match self.several()? {
-                None => 0,
-                Some(numbers) => {
-                    return Err(Error::Device {
-                        device: numbers.to_string(),
-                        why: "this runs on one device".into(),
-                    });
-                }
-            },
-            DeviceChoice::Cpu => return Ok(Device::Cpu),
-            DeviceChoice::Auto => {
-                return Ok(gpu::first().map_or(Device::Cpu, Device::Cuda));
+        let absent = |device: String, why| Error::Device { device, why };
+        let check = |device: Device, ordinals: &[usize], name: String| match gpu::count() {
+            Ok(count) if ordinals.iter().all(|n| *n < count) => Ok(device),
+            Ok(count) => {
+                let why = format!("expected ordinals below {count}, the number of GPUs found");
+                Err(absent(name, why))
             }
-            DeviceChoice::Cuda(n) => n,
+            Err(why) => Err(absent(name, why)),
         };
-        let why = match gpu::count() {
-            Ok(count) if ordinal < count => return Ok(Device::Cuda(ordinal)),
-            Ok(count) => format!("expected an ordinal below {count}, the number of GPUs found"),
-            Err(why) => why,
-        };
-        Err(Error::Device {
-            device: format!("cuda:{ordinal}"),
-            why,
-        })
+        match self {
+            DeviceChoice::Cpu => Ok(Device::Cpu),
+            DeviceChoice::Auto => Ok(gpu::first().map_or(Device::Cpu, Device::Cuda)),
+            DeviceChoice::Cuda(n) => check(Device::Cuda(n), &[n], format!("cuda:{n}")),
+            DeviceChoice::Gpus(several) => check(
+                Device::Gpus(several),
+                several.as_slice(),
+                several.to_string(),
+            ),
+            DeviceChoice::AllGpus => {
+                let found = gpu::count().and_then(all);
+                found.map_err(|why| absent("cuda:all".into(), why))
+            }
+        }
     }
 
     /// Why `Auto` takes the CPU although the machine has an NVIDIA GPU and this build has kernels for
@@ -105,6 +89,17 @@ impl DeviceChoice {
             return None;
         }
         has_nvidia_gpu(Path::new("/")).then_some(why)
+    }
+}
+
+/// All of `count` GPUs, which are at least one.
+fn all(count: usize) -> Result<Device, String> {
+    let ordinals: Vec<usize> = (0..count).collect();
+    match ordinals[..] {
+        [one] => Ok(Device::Cuda(one)),
+        _ => Ordinals::new(&ordinals)
+            .map(Device::Gpus)
+            .ok_or_else(|| too_many(count)),
     }
 }
 
@@ -198,6 +193,34 @@ impl GpuMeter {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_gpus_are_one_or_a_list_of_up_to_eight() {
+        assert_eq!(all(1), Ok(Device::Cuda(0)));
+        let two = Ordinals::new(&[0, 1]).unwrap();
+        assert_eq!(all(2), Ok(Device::Gpus(two)));
+        assert_eq!(all(9), Err("expected at most 8 GPUs, found 9".into()));
+    }
+
+    #[test]
+    fn absent_gpus_are_refused_by_name() {
+        for name in ["cuda:999", "cuda:0,999"] {
+            let refused = name.parse::<DeviceChoice>().unwrap().resolve().unwrap_err();
+            let named = matches!(&refused, Error::Device { device, .. } if device == name);
+            assert!(named, "{refused}");
+        }
+    }
+
+    #[test]
+    fn what_runs_on_one_device_is_refused_by_several() {
+        let two = Device::Gpus(Ordinals::new(&[0, 0]).unwrap());
+        assert_eq!(
+            two.single("tuning").unwrap_err().to_string(),
+            "engine nq on several GPUs: tuning: expected one GPU, or the CPU, found cuda:0,0"
+        );
+        assert_eq!(Device::Cuda(3).single("tuning").unwrap(), Some(3));
+        assert_eq!(Device::Cpu.single("tuning").unwrap(), None);
+    }
 
     #[test]
     fn a_gpu_is_seen_without_its_driver() {

@@ -5,9 +5,10 @@ use crate::cpu::{CpuEngine, CpuLayers};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gpu;
-use crate::interface::{Engine, EngineKind, LoadOptions};
+use crate::interface::{Engine, EngineKind, LoadOptions, Ordinals};
 use crate::stepper::{LayerStepper, Stepper};
 use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
 use std::sync::Arc;
 
@@ -29,13 +30,25 @@ pub fn load(
         }
         return candle::load(config, store, options, progress);
     }
-    if let Some(gpus) = options.device.several()? {
-        return gpu::load_parallel(config, store, options, gpus, progress);
-    }
     match options.device.resolve()? {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
         Device::Cuda(n) => gpu::load(config, store, options, n, progress),
+        Device::Gpus(several) => {
+            check_parallel(options, several)?;
+            gpu::load_parallel(config, store, options, several, progress)
+        }
     }
+}
+
+/// Refuses options that several GPUs do not serve.
+fn check_parallel(options: &LoadOptions, several: Ordinals) -> Result<()> {
+    if options.cpu_experts.is_some_and(|layers| layers > 0) {
+        Device::Gpus(several).single("experts on the CPU (--cpu-experts)")?;
+    }
+    if options.kernels == KernelSet::Reference {
+        Device::Gpus(several).single("reference kernels")?;
+    }
+    Ok(())
 }
 
 /// The forward one layer at a time, for weights that arrive layer by layer. On the CPU, keys and
@@ -43,15 +56,45 @@ pub fn load(
 /// once, and at least one whole sequence.
 ///
 /// # Errors
-/// An absent device or instruction set.
+/// An absent device or instruction set; several GPUs.
 pub fn stepper(
     config: &ModelConfig,
     options: &LoadOptions,
     kv: KvType,
     rows: usize,
 ) -> Result<Box<dyn LayerStepper>> {
-    match options.device.resolve()? {
-        Device::Cpu => Ok(Box::new(Stepper(CpuLayers::new(config, options, kv)?))),
-        Device::Cuda(n) => gpu::stepper(config, n, rows),
+    let device = options.device.resolve()?;
+    match device.single("a forward one layer at a time")? {
+        None => Ok(Box::new(Stepper(CpuLayers::new(config, options, kv)?))),
+        Some(n) => gpu::stepper(config, n, rows),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_gpus_refuse_reference_kernels_and_experts_on_the_cpu() {
+        let several = Ordinals::new(&[0, 1]).unwrap();
+        let refused = |options: LoadOptions| check_parallel(&options, several).unwrap_err();
+        let reference = refused(LoadOptions {
+            kernels: KernelSet::Reference,
+            ..LoadOptions::default()
+        });
+        assert!(
+            reference.to_string().contains("reference kernels"),
+            "{reference}"
+        );
+        let experts = refused(LoadOptions {
+            cpu_experts: Some(1),
+            ..LoadOptions::default()
+        });
+        assert!(experts.to_string().contains("--cpu-experts"), "{experts}");
+        let none = LoadOptions {
+            cpu_experts: Some(0),
+            ..LoadOptions::default()
+        };
+        check_parallel(&none, several).unwrap();
     }
 }

@@ -21,6 +21,8 @@ use nq_quantize::mix;
 use nq_quantize::{Codes, Schemes};
 use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
+#[cfg(feature = "cuda")]
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -329,17 +331,25 @@ fn parse_trellis(s: &str) -> Result<Codes, String> {
 enum Meter {
     Cpu(Cpu, BandwidthBuffer),
     #[cfg(feature = "cuda")]
-    Gpu(nq_runtime::device::GpuMeter),
+    /// Different GPUs, which read a part of the model each, or one that reads all of it.
+    Gpus(Vec<nq_runtime::device::GpuMeter>),
 }
 
 impl Meter {
     /// Allocates its memory before the model is loaded.
     fn new(options: &LoadOptions) -> anyhow::Result<Self> {
         #[cfg(feature = "cuda")]
-        if options.engine == EngineKind::Nq
-            && let nq_runtime::device::Device::Cuda(n) = options.device.resolve()?
-        {
-            return Ok(Meter::Gpu(nq_runtime::device::GpuMeter::open(n)?));
+        if options.engine == EngineKind::Nq {
+            let ordinals = match options.device.resolve()? {
+                Device::Cpu => BTreeSet::new(),
+                Device::Cuda(n) => BTreeSet::from([n]),
+                Device::Gpus(several) => several.as_slice().iter().copied().collect(),
+            };
+            if !ordinals.is_empty() {
+                let open = nq_runtime::device::GpuMeter::open;
+                let meters = ordinals.into_iter().map(open).collect::<Result<_, _>>()?;
+                return Ok(Meter::Gpus(meters));
+            }
         }
         if let Some(available) = system::available_memory()
             && available < BANDWIDTH_BYTES as u64 * 5 / 4
@@ -360,7 +370,10 @@ impl Meter {
         match self {
             Meter::Cpu(cpu, buffer) => Ok(cpu.read_bandwidth(buffer).median / 1e9),
             #[cfg(feature = "cuda")]
-            Meter::Gpu(gpu) => Ok(gpu.read_bandwidth()? / 1e9),
+            Meter::Gpus(gpus) => {
+                let each = gpus.iter().map(|gpu| gpu.read_bandwidth());
+                Ok(each.sum::<nq_runtime::Result<f64>>()? / 1e9)
+            }
         }
     }
 
@@ -369,7 +382,7 @@ impl Meter {
         Ok(match self {
             Meter::Cpu(..) => system::last_level_cache(),
             #[cfg(feature = "cuda")]
-            Meter::Gpu(gpu) => gpu.cache_bytes(),
+            Meter::Gpus(gpus) => gpus.iter().map(|gpu| gpu.cache_bytes()).sum(),
         })
     }
 }

@@ -31,10 +31,7 @@ impl Job<'_> {
         if let Some(known) = self.device.get() {
             return Ok(*known);
         }
-        let found = match self.options.load.device.resolve()? {
-            Device::Cpu => None,
-            Device::Cuda(n) => Some(self.fit_device(n)?),
-        };
+        let found = self.gpu()?.map(|n| self.fit_device(n)).transpose()?;
         Ok(*self.device.get_or_init(|| found))
     }
 
@@ -103,7 +100,7 @@ impl Job<'_> {
     /// Errors of the device.
     pub(super) fn on_device(&self, inputs: InputStats) -> Result<InputStats> {
         let moments = inputs.hessian.as_ref().and_then(|h| h.host());
-        if let (Device::Cuda(n), Some(moments)) = (self.options.load.device.resolve()?, moments) {
+        if let (Some(n), Some(moments)) = (self.gpu()?, moments) {
             let moments = gpu::moments(n, &moments.data, moments.cols)?;
             return Ok(InputStats {
                 rows: inputs.rows,
@@ -119,7 +116,7 @@ impl Job<'_> {
     /// # Errors
     /// Errors of the device.
     pub(super) fn alike(&self, n: usize) -> Result<Option<InputStats>> {
-        if self.options.load.device.resolve()? == Device::Cpu {
+        if self.gpu()?.is_none() {
             return Ok(None);
         }
         let mut moments = Matrix::zeros(n, n);

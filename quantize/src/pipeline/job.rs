@@ -18,6 +18,9 @@ use nq_runtime::{LayerWeights, LoadOptions, load};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
+/// What a device is refused for that cannot quantize.
+const QUANTIZING: &str = "quantizing";
+
 /// Options of a quantization.
 #[derive(Clone, Debug)]
 pub struct QuantizeOptions {
@@ -184,7 +187,11 @@ impl<'a> Job<'a> {
                 found: method.name().into(),
             });
         }
-        let on_gpu = !matches!(options.load.device.resolve(), Ok(Device::Cpu));
+        let device = options.load.device.resolve();
+        if let Ok(device) = device {
+            device.single(QUANTIZING)?;
+        }
+        let on_gpu = !matches!(device, Ok(Device::Cpu));
         if trellis && on_gpu && method.needs() != Needs::Hessian {
             return Err(Error::Request {
                 what: "method",
@@ -217,6 +224,14 @@ impl<'a> Job<'a> {
         };
         job.check_target()?;
         Ok(job)
+    }
+
+    /// The GPU that works, by its ordinal; `None` for the CPU.
+    ///
+    /// # Errors
+    /// An absent device; several.
+    pub(super) fn gpu(&self) -> Result<Option<usize>> {
+        Ok(self.options.load.device.resolve()?.single(QUANTIZING)?)
     }
 
     pub(super) fn config(&self) -> &ModelConfig {

@@ -19,7 +19,7 @@ use nq_formats::nq::{Param, Writer};
 use nq_formats::{Group, Progress, Unit, Weight, human_bytes};
 use nq_kernels::grad::{GradOps, GradWork};
 use nq_kernels::rng::Philox;
-use nq_runtime::device::{Device, total_memory};
+use nq_runtime::device::total_memory;
 use rayon::prelude::*;
 use serde::Serialize;
 use std::time::Instant;
@@ -183,7 +183,7 @@ impl Job<'_> {
         let work = Work {
             job: self,
             limit,
-            most: self.most(device),
+            most: self.most(self.gpu()?),
             options,
             staged,
             writer,
@@ -194,19 +194,19 @@ impl Job<'_> {
         device.run(work)?
     }
 
-    fn most(&self, device: Device) -> Most {
-        match device {
-            Device::Cpu => CPU,
-            Device::Cuda(_) => gpu(self.config().parameters()),
+    fn most(&self, on: Option<usize>) -> Most {
+        match on {
+            None => CPU,
+            Some(_) => gpu(self.config().parameters()),
         }
     }
 
     /// Bytes of the device's memory that tuning may use.
     fn tuning_limit(&self) -> Result<u64> {
-        match self.options.load.device.resolve()? {
+        match self.gpu()? {
             // If the system does not say, assume 8 GiB.
-            Device::Cpu => Ok(total_memory().unwrap_or(8 << 30) / 2),
-            Device::Cuda(n) => {
+            None => Ok(total_memory().unwrap_or(8 << 30) / 2),
+            Some(n) => {
                 let most = nq_runtime::gpu::memory(n)?.total / 10 * 8;
                 Ok(self.options.device_memory.unwrap_or(most).min(most))
             }
@@ -221,7 +221,7 @@ impl Job<'_> {
         if self.options.tuning.is_none() {
             return Ok(None);
         }
-        let most = self.most(self.options.load.device.resolve()?);
+        let most = self.most(self.gpu()?);
         let config = self.checkpoint.config();
         let schemes = &self.options.schemes;
         // If schemes are chosen, the smallest groups may occur.

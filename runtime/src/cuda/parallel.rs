@@ -16,7 +16,6 @@ use crate::interface::{
 };
 use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
-use nq_kernels::KernelSet;
 use nq_kernels::cuda::{Gpu, Rank};
 use nq_kernels::profile::OpTiming;
 use std::sync::Arc;
@@ -78,12 +77,6 @@ impl ParallelEngine {
         ordinals: &[usize],
         progress: &dyn Progress,
     ) -> Result<Self> {
-        if options.kernels == KernelSet::Reference {
-            return refuse("kernels", "fused", options.kernels);
-        }
-        if options.cpu_experts.is_some_and(|layers| layers > 0) {
-            return refuse("experts on the CPU", "none", "--cpu-experts");
-        }
         let (gpus, ranks) = (open(ordinals)?, ordinals.len());
         let beside = (1..ranks).any(|i| ordinals[..i].contains(&ordinals[i]));
         let mut through_host = false;

@@ -57,10 +57,10 @@ pub(crate) fn load_parallel(
     _: &ModelConfig,
     _: &dyn WeightStore,
     _: &LoadOptions,
-    gpus: Ordinals,
+    several: Ordinals,
     _: &dyn Progress,
 ) -> Result<Arc<dyn Engine>> {
-    absent(gpus.as_slice()[0])
+    absent(several.as_slice()[0])
 }
 
 pub(crate) fn stepper(

@@ -12,6 +12,7 @@ mod drafts;
 mod engine;
 mod observer;
 mod options;
+mod ordinals;
 mod pages;
 mod session;
 
@@ -21,6 +22,8 @@ pub use chunk::{Chunk, Logits, LogitsWanted};
 pub use drafts::{Draft, Drafter, KINDS, StreamHead, Streams, Tapped};
 pub use engine::{DeviceMemory, Engine, EngineDescription};
 pub use observer::Observer;
-pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, Ordinals};
+pub(crate) use options::too_many;
+pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
+pub use ordinals::Ordinals;
 pub use pages::Pages;
 pub use session::{Session, SessionSpec};

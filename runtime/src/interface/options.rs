@@ -1,5 +1,6 @@
 //! How a model is placed on a device.
 
+use super::ordinals::Ordinals;
 use super::session::SessionSpec;
 use crate::error::{Error, Result};
 use crate::weights::bits;
@@ -20,68 +21,41 @@ pub enum DeviceChoice {
     Cpu,
     /// The GPU of this ordinal; an error if it is absent.
     Cuda(usize),
-    /// These GPUs together, each with a part of every layer.
+    /// Several GPUs, which have a part of the model each; an error if one is absent.
     Gpus(Ordinals),
-    /// All GPUs together.
+    /// All GPUs of the machine; an error if there is none.
     AllGpus,
-}
-
-/// Most GPUs of a model.
-const MOST_GPUS: usize = 8;
-
-/// The numbers of two GPUs or more, in order. One may appear more than once: it then stands in for several, which tests
-/// do where there is only one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ordinals {
-    numbers: [usize; MOST_GPUS],
-    count: usize,
-}
-
-impl Ordinals {
-    /// Of the GPUs with these numbers; `None` unless there are two to eight.
-    pub fn new(of: &[usize]) -> Option<Self> {
-        let mut numbers = [0; MOST_GPUS];
-        numbers.get_mut(..of.len())?.copy_from_slice(of);
-        let count = of.len();
-        (count > 1).then_some(Ordinals { numbers, count })
-    }
-
-    /// The numbers.
-    pub fn as_slice(&self) -> &[usize] {
-        &self.numbers[..self.count]
-    }
-}
-
-impl fmt::Display for Ordinals {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let numbers: Vec<String> = self.as_slice().iter().map(usize::to_string).collect();
-        write!(f, "cuda:{}", numbers.join(","))
-    }
 }
 
 impl FromStr for DeviceChoice {
     type Err = String;
 
-    /// Parses `auto`, `cpu`, `cuda`, `cuda:N`, or several GPUs: `cuda:0,1` or `cuda:all`.
+    /// Parses `auto`, `cpu`, `cuda`, `cuda:N`, a list as `cuda:N,N`, or `cuda:all`.
     fn from_str(s: &str) -> std::result::Result<Self, String> {
         match s.split_once(':') {
             None if s == "auto" => Ok(DeviceChoice::Auto),
             None if s == "cpu" => Ok(DeviceChoice::Cpu),
             None if s == "cuda" => Ok(DeviceChoice::Cuda(0)),
             Some(("cuda", "all")) => Ok(DeviceChoice::AllGpus),
-            Some(("cuda", of)) => {
-                let numbers: Result<Vec<usize>, _> = of.split(',').map(str::parse).collect();
-                let numbers =
-                    numbers.map_err(|_| format!("cuda:N needs a number, found {of:?}"))?;
-                match (&numbers[..], Ordinals::new(&numbers)) {
-                    (&[n], _) => Ok(DeviceChoice::Cuda(n)),
-                    (_, Some(several)) => Ok(DeviceChoice::Gpus(several)),
-                    (_, None) => Err(format!("at most {MOST_GPUS} GPUs, found {of:?}")),
+            Some(("cuda", list)) => {
+                let numbers: std::result::Result<Vec<usize>, _> =
+                    list.split(',').map(str::parse).collect();
+                match numbers.as_deref() {
+                    Err(_) => Err(format!("cuda:N needs numbers or `all`, found {list:?}")),
+                    Ok([n]) => Ok(DeviceChoice::Cuda(*n)),
+                    Ok(several) => Ordinals::new(several)
+                        .map(DeviceChoice::Gpus)
+                        .ok_or_else(|| too_many(several.len())),
                 }
             }
-            _ => Err("expected auto, cpu, cuda, cuda:N, cuda:N,M or cuda:all".into()),
+            _ => Err("expected auto, cpu, cuda or cuda:N".into()),
         }
     }
+}
+
+/// What is wrong with a list of `found` GPUs.
+pub(crate) fn too_many(found: usize) -> String {
+    format!("expected at most {} GPUs, found {found}", Ordinals::MOST)
 }
 
 /// Type that Linears round their inputs to.

@@ -3,7 +3,6 @@
 
 use super::head::drafter;
 use crate::cpu::eagle::EagleModel;
-use crate::device::Device;
 use crate::error::Result;
 use crate::gpu;
 use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
@@ -29,20 +28,26 @@ impl Eagle {
         head.check_model(target.0)?;
         let taps = head.config.taps_of(target.0.num_hidden_layers).to_vec();
         let what = "an EAGLE-3 head";
-        Ok(Eagle(match options.device.resolve()? {
-            Device::Cpu => StreamHead {
-                what,
-                taps,
-                device: "the CPU",
-                weights: Arc::new(EagleModel::load(head, target, options)?),
+        Ok(Eagle(
+            match options
+                .device
+                .resolve()?
+                .single("drafts of an EAGLE-3 head")?
+            {
+                None => StreamHead {
+                    what,
+                    taps,
+                    device: "the CPU",
+                    weights: Arc::new(EagleModel::load(head, target, options)?),
+                },
+                Some(ordinal) => StreamHead {
+                    what,
+                    taps,
+                    device: "a GPU",
+                    weights: Arc::new(gpu::load_eagle(head, target.0, ordinal)?),
+                },
             },
-            Device::Cuda(ordinal) => StreamHead {
-                what,
-                taps,
-                device: "a GPU",
-                weights: Arc::new(gpu::load_eagle(head, target.0, ordinal)?),
-            },
-        }))
+        ))
     }
 
     /// Drafts for `session`, whose residual streams the head reads from now on.

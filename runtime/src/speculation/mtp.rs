@@ -3,7 +3,6 @@
 
 use super::head::drafter;
 use crate::cpu::mtp::MtpModel;
-use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gpu;
 use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
@@ -33,20 +32,22 @@ impl Mtp {
         };
         // It reads what the final norm and the head of the model do.
         let (what, taps) = ("an MTP layer", vec![config.num_hidden_layers]);
-        Ok(Mtp(match options.device.resolve()? {
-            Device::Cpu => StreamHead {
-                what,
-                taps,
-                device: "the CPU",
-                weights: Arc::new(MtpModel::load(layer, store, options)?),
+        Ok(Mtp(
+            match options.device.resolve()?.single("drafts of an MTP layer")? {
+                None => StreamHead {
+                    what,
+                    taps,
+                    device: "the CPU",
+                    weights: Arc::new(MtpModel::load(layer, store, options)?),
+                },
+                Some(ordinal) => StreamHead {
+                    what,
+                    taps,
+                    device: "a GPU",
+                    weights: Arc::new(gpu::load_mtp(layer, store, ordinal)?),
+                },
             },
-            Device::Cuda(ordinal) => StreamHead {
-                what,
-                taps,
-                device: "a GPU",
-                weights: Arc::new(gpu::load_mtp(layer, store, ordinal)?),
-            },
-        }))
+        ))
     }
 
     /// Drafts for `session`, whose residual streams the layer reads from now on.
