@@ -508,8 +508,8 @@ impl AffineScheme {
         }
     }
 
-    /// True for schemes that version 1 of nq's format supports.
-    pub(crate) fn is_plain(&self) -> bool {
+    /// True for schemes that version 1 of nq's format supports: codes of 4 or 8 bits, f16 scales and even levels.
+    pub fn is_plain(&self) -> bool {
         let known = [Bits::B4, Bits::B8].contains(&self.bits);
         known && self.scales.is_half() && self.levels.is_even()
     }

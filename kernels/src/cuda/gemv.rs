@@ -224,7 +224,7 @@ pub(super) struct GemvPlan {
 }
 
 impl GemvPlan {
-    /// `None` if the row of x does not fit in shared memory.
+    /// `None` if the row of x does not fit in shared memory, for a head and FP16 with a stage of weights beside it.
     fn new(info: &GpuInfo, w: &DeviceLinear, head: bool) -> Option<Self> {
         Self::of(info, info.multiprocessors, &Records::of(w), head, 0)
     }
@@ -241,18 +241,18 @@ impl GemvPlan {
         let bits = w.kind.bits();
         let row = row_bytes(w);
         let room = info.shared_memory.checked_sub(row + FIXED_BYTES + more)?;
-        if !head && cut.spans <= short_spans(bits) {
-            return Some(GemvPlan {
-                cut,
-                depth: 0,
-                shared: row,
-            });
-        }
         let stage = stage_bytes(w.kind);
-        let deepest = if head { 3 } else { 4 };
-        let depth = deepest.min(cut.spans * w.kind.stages()).min(room / stage);
+        // With 99 KiB and rows of 25,600 inputs, as in Qwen3-32B, stages of 5 and 6 bits fit in registers alone.
+        let in_registers = !head && bits != 16;
+        let short = cut.spans <= short_spans(bits) || room < stage;
+        let depth = if in_registers && short {
+            0
+        } else {
+            let deepest = if head { 3 } else { 4 };
+            Some(deepest.min(cut.spans * w.kind.stages()).min(room / stage)).filter(|&d| d > 0)?
+        };
         let shared = depth * stage + row;
-        (depth > 0).then_some(GemvPlan { cut, depth, shared })
+        Some(GemvPlan { cut, depth, shared })
     }
 }
 
@@ -323,5 +323,50 @@ impl Stream {
             .overlapping();
         // SAFETY: the operands were checked.
         unsafe { self.launch(plan.kernel(w.kind(), output.epilogue), shape, &args) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::pack::SPAN;
+    use crate::registry::WeightKind;
+    use nq_formats::{AffineScheme, Bits, Group, Zeros};
+
+    /// The plan for `[5120, inputs]` on a GPU whose blocks have `shared_memory` bytes.
+    fn depth(
+        (bits, zeros): (Bits, Zeros),
+        inputs: usize,
+        shared_memory: usize,
+        head: bool,
+    ) -> Option<usize> {
+        let scheme = AffineScheme::new(bits, Group::Size(64), zeros).two_level(Bits::B8);
+        let kind = WeightKind::Affine {
+            scheme,
+            act_order: false,
+        };
+        let info = GpuInfo {
+            multiprocessors: 128,
+            shared_memory,
+            ..GpuInfo::default()
+        };
+        let records = Records {
+            kind: PackedKind::new(kind, inputs).unwrap(),
+            tiles: 5120 / 16,
+            spans: inputs / SPAN,
+        };
+        let plan = GemvPlan::of(&info, info.multiprocessors, &records, head, 0)?;
+        assert!(plan.shared + FIXED_BYTES <= shared_memory);
+        Some(plan.depth)
+    }
+
+    #[test]
+    fn weights_go_to_registers_where_rows_leave_no_room_for_them() {
+        for codes in [(Bits::B5, Zeros::Integer), (Bits::B6, Zeros::None)] {
+            assert_eq!(depth(codes, 25_600, 99 << 10, false), Some(0));
+            assert_eq!(depth(codes, 25_600, 99 << 10, true), None);
+            assert!(depth(codes, 25_600, 163 << 10, false) > Some(0));
+            assert!(depth(codes, 9728, 99 << 10, false) > Some(0));
+        }
     }
 }

@@ -360,6 +360,25 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         last = Some(found);
     }
 
+    // Added to a residual, without a norm.
+    let residual = normal(out, 23);
+    let mut y = guarded(gpu, &residual);
+    stream
+        .gemv(&packed, &x_device, GemvOutput::Add(&mut y), false)
+        .unwrap();
+    let found = finish(stream, &y);
+    let expected: Vec<f32> = product(&as_multiplied(&w, &x))
+        .iter()
+        .zip(pick(&residual))
+        .map(|(p, r)| p + r)
+        .collect();
+    let error = nmse(&pick(&found), &expected);
+    assert!(error < 2e-8, "{name} add: {error:e}");
+
+    if 4 * inp > room {
+        println!("skipped: {name} as a head, which has fewer inputs");
+        return;
+    }
     let mut logits = guarded(gpu, &vec![GUARD; out]);
     let mut best = gpu
         .zeros("a test", best_len(gpu, &packed, 1).unwrap())
@@ -388,21 +407,6 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         from_logits.fold(start, better),
         "{name}: the best"
     );
-
-    // Added to a residual, without a norm.
-    let residual = normal(out, 23);
-    let mut y = guarded(gpu, &residual);
-    stream
-        .gemv(&packed, &x_device, GemvOutput::Add(&mut y), false)
-        .unwrap();
-    let found = finish(stream, &y);
-    let expected: Vec<f32> = product(&as_multiplied(&w, &x))
-        .iter()
-        .zip(pick(&residual))
-        .map(|(p, r)| p + r)
-        .collect();
-    let error = nmse(&pick(&found), &expected);
-    assert!(error < 2e-8, "{name} add: {error:e}");
 }
 
 #[test]

@@ -29,6 +29,15 @@ pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
     DeviceLinear::zeros(gpu, PackedKind::Fp16, (&[], 0))
 }
 
+/// True if [`nq_formats::Weight::stack`] takes weights of this kind.
+fn stacks(kind: WeightKind) -> bool {
+    match kind {
+        WeightKind::Dense(_) => true,
+        WeightKind::Affine { scheme, .. } => scheme.is_plain(),
+        WeightKind::Trellis(_) => false,
+    }
+}
+
 /// Whether a layer's shared expert stands behind the others in their stacks ([`CudaModel`](super::model::CudaModel)).
 struct SharedStacks(bool);
 
@@ -39,7 +48,7 @@ impl SharedStacks {
         let fits = c.experts.is_some_and(|e| largest_mixture(&e).shared > 0);
         let alike = |(a, b)| {
             let kind = |kind| kinds(&spec.linear(kind).name(layer));
-            kind(a) == kind(b)
+            kind(a) == kind(b) && stacks(kind(a))
         };
         let pairs = [
             (LinearKind::Router, LinearKind::SharedScore),
@@ -393,7 +402,7 @@ pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::DType;
+    use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros, trellis::Code};
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 
     /// Qwen3-8B's shape.
@@ -412,6 +421,22 @@ mod tests {
             max_rows: 512,
             snapshots: None,
             drafts: false,
+        }
+    }
+
+    #[test]
+    fn shared_experts_stack_where_their_weights_do() {
+        let config = nq_formats::synth::Preset::find("qwen3.5-35b-a3b").unwrap();
+        let config = config.config();
+        let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+        let octagon = nq_formats::TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
+        for (scheme, stacked) in [
+            (Scheme::Affine(int4), true),
+            (Scheme::Affine(int4.two_level(Bits::B8)), false),
+            (Scheme::Trellis(octagon), false),
+        ] {
+            let kinds = |_: &str| WeightKind::in_scheme(scheme, false);
+            assert_eq!(SharedStacks::of(&config, &kinds, 0, false).0, stacked);
         }
     }
 
