@@ -7,6 +7,9 @@
 
 #include "common.cuh"
 
+// A function that is called: what is done seldom takes no registers of what is done always.
+#define OUT_OF_LINE inline __noinline__ __device__
+
 #if __CUDA_ARCH__ >= 900
 
 // A barrier of all threads of a cluster that have not ended, in two halves: what they wrote before
@@ -104,6 +107,17 @@ DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) {
 }
 DEVICE void store_stamped_two(uint64_t* to, float2 v, uint32_t stamp) {
     asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(stamped(v.x, stamp)), "l"(stamped(v.y, stamp)) : "memory");
+}
+
+// Likewise from and to other GPUs. Both sides name the system: of accesses that race on purpose, the memory model asks that each
+// names a scope with both threads.
+DEVICE uint4 load_far(const uint64_t* p) {
+    uint64_t a, b;
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+    return make_uint4(uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32));
+}
+DEVICE void store_far(uint64_t* to, float v, uint32_t stamp) {
+    asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(to), "l"(stamped(v, stamp)) : "memory");
 }
 
 // Words that say themselves that they have come.

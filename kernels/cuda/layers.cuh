@@ -19,6 +19,7 @@ constexpr int MOST_LAYERS = 64;
 constexpr int MOST_ROUTE = 16;      // experts that a row goes through
 constexpr int PHASES = 5;           // of a layer, that leave stamped values
 constexpr int STAMPS = 512;         // of a step
+constexpr int MOST_RANKS = 8;       // GPUs that each have a part of every layer
 
 // INPUTS_OF_DELTA: what a layer with a recurrence has in place of QKV. END: behind the last layer.
 enum LayerProduct { QKV = 0, OUT = 1, GATED = 2, DOWN = 3, INPUTS_OF_DELTA = 4, END = 5 };
@@ -82,16 +83,20 @@ struct LayersArgs {
                              // the recurrence gives: [value_heads][128]
     uint64_t* gated;         // [intermediate], or [chosen][intermediate of an expert]
     uint64_t* scores;        // [experts]
-    uint64_t* parts[2];      // [MOST_PARTS][hidden], of o and of down
+    uint64_t* parts[2];      // [ranks * MOST_PARTS][hidden], of o and of down: those of a tile one after the other, of rank 0 first
     uint64_t* digits[2];     // without clusters: the words of inputs, SpanDigits [spans]; of qkv or gate and up; of o or down
     uint32_t* epoch;         // of the step, from 1 on
     const float2* cos_sin;   // [positions][HeadsOf<DIM>::ROTATED / 2]
     const uint32_t* tables;  // as of `Cache`
     const Step* step;
+    uint64_t* peers[MOST_RANKS];   // `parts` of each rank, those of o and behind them those of down; none of one alone
+    uint32_t* lost;          // for the host: becomes 1 when this rank has waited too long for another
     uint64_t* times;         // TIMED: [PHASES][2]: nanoseconds that block 0 waited for the inputs of qkv, attention, o,
                              // gate and up, and down, and worked on them
     LayersRoom at;
     ProductShape shape[PRODUCTS];
+    int rank;                // which part of the layers this GPU has
+    int ranks;               // at most MOST_RANKS
     int table_len;
     int layers;
     int hidden;              // a multiple of 256, as the inputs of all products
@@ -113,6 +118,23 @@ struct LayersArgs {
     int window;              // stages requested and not there yet, at most
     float eps;
     LayerArgs layer[MOST_LAYERS];
+};
+
+// How long a rank waits for another.
+struct Patience {
+    static constexpr uint32_t LOOKS = 256;   // between two at the clock
+    static constexpr uint32_t LIMIT = 19;    // in 2^30 nanoseconds
+    uint32_t looks = 0, begin = 0;
+
+    // To be asked after each look in vain. True if there is no more waiting: it took too long, here or, as `lost` tells, somewhere
+    // else on this GPU.
+    DEVICE bool ends(volatile uint32_t* lost) {
+        if (++looks % LOOKS > 0) return false;
+        const uint32_t now = nanoseconds() >> 30;
+        if (looks == LOOKS) begin = now;
+        if (now - begin > LIMIT) *lost = 1;
+        return *lost != 0;
+    }
 };
 
 // a / b of small numbers.

@@ -23,6 +23,14 @@
 // stamp, and the epoch tells steps apart. One buffer for each kind of value is enough: whoever
 // writes into it has read what all blocks wrote since they last read it.
 //
+// Several GPUs, called ranks, may each have a part of every layer: some of the heads and of the rows of gate and up, and the
+// inputs of o and down that come of these. Each rank stores its parts of x at all ranks, which add them in the same order, so that
+// x is the same everywhere, bit for bit. All have the same number of blocks, on which the order of sums depends. One buffer for
+// the parts of o and one for those of down are enough here too. A block that writes parts of o has got x with the parts of down
+// of every block of every rank, and each block wrote those after it had read the parts of o before. The same holds for down. The
+// first parts of down in a step follow parts of o from all ranks, each from a kernel that began when its rank had ended the step
+// before. A rank that waits too long for another one goes on with what is there, and tells the host.
+//
 // Each block of a cluster gathers its share of a product's inputs, makes digits of them (`products.cuh`)
 // and sends these to all blocks of the cluster; without clusters, of the grid (`layers_cluster.cuh`).
 //
@@ -32,7 +40,7 @@
 // Weights: INT4 with a scale for 64 inputs or more, or a mix.
 //
 // Bytes: codes + scales + zeros once; keys and values once; states read and written; for each cluster 8 a value of x, qkv and gated;
-// without clusters, that once, and for each block 4.5 a value.
+// without clusters, that once, and for each block 4.5 a value. To each other rank 8 a value of each part.
 #pragma once
 
 #include "layers_attention.cuh"
@@ -66,6 +74,36 @@ struct BlockShare {
     }
 };
 
+// v with `count` parts of x that all ranks left.
+OUT_OF_LINE float2 add_far_parts(const LayersArgs& p, const uint64_t* from, int count, uint32_t stamp, float2 v) {
+    Patience patience;
+#pragma unroll 1
+    for (; count > 0; count -= MOST_PARTS, from += MOST_PARTS * p.hidden) {
+        uint4 w[MOST_PARTS];
+        bool there;
+        do {
+            there = true;
+#pragma unroll
+            for (int i = 0; i < MOST_PARTS; i++) {
+                w[i] = make_uint4(0, stamp, 0, stamp);
+                if (i < count) w[i] = load_far(from + i * p.hidden);
+            }
+#pragma unroll
+            for (int i = 0; i < MOST_PARTS; i++) there = there && has(w[i], stamp);
+        } while (!there && !patience.ends(p.lost));
+#pragma unroll
+        for (int i = 0; i < MOST_PARTS; i++) v.x += values_of(w[i]).x, v.y += values_of(w[i]).y;
+    }
+    return v;
+}
+
+// Leaves a value of a part at all ranks.
+OUT_OF_LINE void store_far_part(const LayersArgs& p, int of, int part, int output, float v, uint32_t stamp) {
+    const int at = (of * p.ranks * MOST_PARTS + part) * p.hidden + output;
+#pragma unroll 1
+    for (int r = 0; r < p.ranks; r++) store_far(p.peers[r] + at, v, stamp);
+}
+
 // S: the scheme of all weights; or void: of a mix, in which each weight of each layer has its own, of codes of 4
 // to 6 bits with scales in two levels. HYBRID: attention has wide heads with gates, and layers may have a recurrence in
 // its place. EXPERTS: layers have mixtures in place of MLPs. TIMED: block 0 tells how long it waited and worked; only then, because it makes the loop over records
@@ -85,7 +123,7 @@ struct LayersBlock {
 
     const LayersArgs& p;
     uint8_t* const shared;
-    const int warp, lane, rank;
+    const int warp, lane, sharer;
     const uint32_t sent;          // two barriers: what was sent of products before and after attention or the gate
     const Ring ring;
     const uint32_t stamp0;
@@ -95,7 +133,7 @@ struct LayersBlock {
     float2 gain[2];               // of the next norm: for the first two slots that this warp gathers
 
     DEVICE LayersBlock(const LayersArgs& p, uint8_t* shared, int warp, int lane, uint32_t epoch)
-        : p(p), shared(shared), warp(warp), lane(lane), rank(rank_of_sharer()), sent(shared_address(shared)),
+        : p(p), shared(shared), warp(warp), lane(lane), sharer(rank_of_sharer()), sent(shared_address(shared)),
           ring(ring_of(p, shared)), stamp0(epoch * STAMPS), next{0, 0} {}
 
     static DEVICE Ring ring_of(const LayersArgs& p, uint8_t* shared) {
@@ -113,8 +151,8 @@ struct LayersBlock {
     DEVICE float* sums() const { return reinterpret_cast<float*>(shared + p.at.sums); }
     DEVICE SpanDigits* digits(int which) const { return reinterpret_cast<SpanDigits*>(shared + p.at.digits[which & 1]); }
     DEVICE float& factor() const { return *reinterpret_cast<float*>(shared + FACTOR); }
-    // The first of a block's share of `slots` slots of 64 inputs, if it is `rank`-th of those that share the work.
-    static DEVICE int first_slot(int slots, int rank) { return rank * slots / sharers(); }
+    // The first of a block's share of `slots` slots of 64 inputs, if it is `sharer`-th of those that share the work.
+    static DEVICE int first_slot(int slots, int sharer) { return sharer * slots / sharers(); }
     // The stamp of what a product of layer l reads.
     DEVICE uint32_t stamp_before(int l, int which) const { return stamp0 + l * PHASES + (which == QKV || which == END ? 0 : which + 1); }
 
@@ -234,15 +272,19 @@ struct LayersBlock {
         const int slots = p.hidden / 64;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int s = first_slot(slots, rank) + warp + i * WARPS;
-            if (s < first_slot(slots, rank + 1)) gain[i] = __ldg(reinterpret_cast<const float2*>(from + s * 64) + lane);
+            const int s = first_slot(slots, sharer) + warp + i * WARPS;
+            if (s < first_slot(slots, sharer + 1)) gain[i] = __ldg(reinterpret_cast<const float2*>(from + s * 64) + lane);
         }
     }
 
-    // The sum of the parts of slot s of x that o (0) or down (1) left.
+    // Parts that a tile of o (0) or down (1) has on each rank.
+    DEVICE int parts_of(int of, int tile) const { return shared[COUNTS + of * (p.hidden / 16) + tile]; }
+
+    // Slot s of x, which was v, with the parts that o (0) or down (1) left: of all ranks, in their order.
     DEVICE float2 sum_parts(int of, int s, uint32_t stamp, float2 v) const {
-        const int count = shared[COUNTS + of * (p.hidden / 16) + s * 4 + lane / 8];
+        const int count = parts_of(of, s * 4 + lane / 8);
         const uint64_t* const from = p.parts[of] + s * 64 + lane * 2;
+        if (p.ranks > 1) return add_far_parts(p, from, p.ranks * count, stamp, v);
         uint4 w[MOST_PARTS];
         bool there;
         do {
@@ -258,6 +300,12 @@ struct LayersBlock {
 #pragma unroll
         for (int i = 0; i < MOST_PARTS; i++) v.x += values_of(w[i]).x, v.y += values_of(w[i]).y;
         return v;
+    }
+
+    // Value `output` of a part of o (0) or down (1), to all ranks.
+    DEVICE void store_part(int of, int part, int output, float v, uint32_t stamp) const {
+        if (p.ranks > 1) return store_far_part(p, of, part + p.rank * parts_of(of, output / 16), output, v, stamp);
+        store_stamped(p.parts[of] + part * p.hidden + output, v, stamp);
     }
 
     // Slot s of what attention makes, of all sources.
@@ -308,7 +356,7 @@ struct LayersBlock {
         const uint32_t barrier = sent + (which & 1) * 8, stamp = stamp_before(l, which);
         const bool norm = which == QKV || which == GATED;
         const int slots = which == OUT || which == DOWN ? p.shape[which].spans * 4 : p.hidden / 64;
-        const int slot0 = first_slot(slots, rank), slot1 = first_slot(slots, rank + 1);
+        const int slot0 = first_slot(slots, sharer), slot1 = first_slot(slots, sharer + 1);
         if (!CLUSTERED) sync_layers();   // all have read the inputs of the last product, which these replace
         const SharedInputs inputs(digits(which), barrier, p.digits[which & 1], stamp);
         if (which != END) inputs.expect(slots * (128 + 16));
@@ -500,7 +548,7 @@ struct LayersBlock {
                     const float weight = EXPERTS ? route().weight[quotient(mine.tile + i, p.up_tiles)] : 1.f;
                     if (lane < 8) store_stamped(p.gated + (mine.tile + i) * 8 + lane, __fdividef(v, 1.f + __expf(-v)) * up * weight, stamp);
                 } else {
-                    store_stamped(p.parts[which / 2] + (i == 0 ? mine.part : 0) * p.hidden + output, v, stamp);
+                    store_part(which / 2, i == 0 ? mine.part : 0, output, v, stamp);
                 }
             }
         }

@@ -63,7 +63,8 @@ pub use prefill::SequenceRows;
 pub use rows::{Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
 pub use step_layers::{
-    LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE, StepLayer, StepMixer,
+    BlockLimit, LayersInbox, LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE,
+    StepLayer, StepMixer,
 };
 pub use table::table;
 pub use trellis::{MOST_ROWS as MOST_TRELLIS_ROWS, TrellisRoom, TrellisSizes, packed_weights};

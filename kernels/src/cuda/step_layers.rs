@@ -1,11 +1,13 @@
 //! Runs all layers of a decode step of one row with one kernel.
 
 mod args;
+mod scratch;
 mod sizes;
 
+use super::all_reduce::MOST_RANKS;
 use super::attention::{HEAD_DIM, Heads, LayerPages, WIDE_HEAD_DIM};
 use super::delta::{DeltaVectors, LayerStates};
-use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Mapped, Stream};
+use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Stream};
 use super::experts::chosen;
 use super::half_rows::HalfRows;
 use super::kernel::{Instance, UNIFORM, kernels, kind_index};
@@ -16,6 +18,7 @@ use crate::error::Result;
 use crate::pages::PAGE;
 use args::{LayerArgs, LayersArgs, Room};
 use nq_formats::Experts;
+pub use scratch::{LayersInbox, LayersScratch};
 pub use sizes::LayersSizes;
 use std::sync::Arc;
 use std::time::Duration;
@@ -146,42 +149,6 @@ kernels! {
         ];
 }
 
-/// Memory in which the blocks of [`Stream::step_layers`] leave values for each other: words with a value,
-/// and above it a stamp.
-pub struct LayersScratch {
-    qkv: Buffer<u64>,         // as many as the first products have rows
-    attended: Buffer<u64>, // [MOST_SOURCES, heads * (head_dim + 2)]; a recurrence has fewer values
-    gated: Buffer<u64>,    // [intermediate], of each chosen expert
-    scores: Buffer<u64>,   // [experts]
-    parts: [Buffer<u64>; 2], // [MOST_PARTS, hidden]
-    digits: [Buffer<u64>; 2], // SpanDigits of inputs, where blocks are in no clusters
-    epoch: Buffer<u32>,    // counts steps
-    times: Arc<Mapped<u64>>, // [PHASES, 2]: nanoseconds that timed kernels took
-}
-
-impl LayersScratch {
-    /// Allocates it for a model of these sizes.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
-    pub fn new(gpu: &Gpu, sizes: LayersSizes) -> Result<Self> {
-        let words = |n| gpu.zeros("activations", n);
-        let [(qkv, _), .., (inputs, _)] = sizes.shapes();
-        let parts = || words(MOST_PARTS * sizes.hidden);
-        let digits = |inputs| words(digits_bytes(inputs) / 4);
-        Ok(LayersScratch {
-            qkv: words(qkv.max(inputs))?,
-            attended: words(MOST_SOURCES * sizes.heads * (sizes.head_dim + 2))?,
-            gated: words(sizes.gated())?,
-            scores: words(sizes.stacked())?,
-            parts: [parts()?, parts()?],
-            digits: [digits(sizes.hidden)?, digits(sizes.inner())?],
-            epoch: gpu.upload("activations", &[1])?,
-            times: Arc::new(gpu.mapped("times", 2 * PHASES, 0)?),
-        })
-    }
-}
-
 /// Launch settings for the layers of a step, for [`Stream::step_layers`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayersPlan {
@@ -192,6 +159,25 @@ pub struct LayersPlan {
     /// Blocks of a cluster.
     cluster: usize,
     shared: SharedMemory,
+}
+
+/// How many blocks a plan may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockLimit {
+    /// At most so many.
+    pub most: usize,
+    /// So many kernels of one plan must be able to run side by side on the device: of ranks that share it.
+    pub beside: usize,
+}
+
+impl Default for BlockLimit {
+    /// All that the device takes.
+    fn default() -> Self {
+        BlockLimit {
+            most: usize::MAX,
+            beside: 1,
+        }
+    }
 }
 
 /// The layout of a block's shared memory.
@@ -337,6 +323,19 @@ impl LayersPlan {
         layers: &[StepLayer<'_>],
         experts: Option<Experts>,
     ) -> Result<Option<Self>> {
+        Self::within(gpu, layers, experts, BlockLimit::default())
+    }
+
+    /// As [`LayersPlan::new`], with a limit to its blocks.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn within(
+        gpu: &Gpu,
+        layers: &[StepLayer<'_>],
+        experts: Option<Experts>,
+        limit: BlockLimit,
+    ) -> Result<Option<Self>> {
         let info = gpu.info();
         let Some((sizes, weights)) = common(layers, experts) else {
             return Ok(None);
@@ -357,7 +356,9 @@ impl LayersPlan {
         let positions = positions.unwrap_or_default();
         let pages = positions.min(MOST_POSITIONS_AT_ONCE).div_ceil(PAGE);
         let cluster = cluster_of(info.capability);
-        let fitting = |clusters: usize| {
+        // Of clusters that the device runs at once.
+        let fitting = |at_once: usize| {
+            let clusters = (at_once / limit.beside.max(1)).min(limit.most / cluster);
             let mut all = (1..=clusters).rev().map(|clusters| clusters * cluster);
             all.find(|&blocks| {
                 sizes.fit(blocks, cluster) && pages <= MOST_PAGES * sources(blocks, sizes)
@@ -387,6 +388,11 @@ impl LayersPlan {
         // Some multiprocessors are in no cluster.
         let most = gpu.clusters_at_once(&kernel, plan.shape())?;
         Ok(fitting(most).map(|blocks| LayersPlan { blocks, ..plan }))
+    }
+
+    /// Blocks of its kernel. Ranks of one model must have the same number.
+    pub fn blocks(&self) -> usize {
+        self.blocks
     }
 
     fn kernel(&self, timed: bool) -> Instance<LayersArgs> {
@@ -466,7 +472,8 @@ impl Stream {
     /// [`MOST_POSITIONS_AT_ONCE`].
     ///
     /// Its blocks wait for each other, so no two of these kernels run side by side on a device, in whatever
-    /// streams they are.
+    /// streams they are, except for those of ranks that share it. Of ranks, each must run the same steps: the blocks wait
+    /// for those of all.
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
@@ -505,6 +512,7 @@ impl Stream {
         }
         let table = cache.args(&o)?;
         let [(qkv_rows, _), .., (inputs, _)] = plan.sizes.shapes();
+        let rank = scratch.rank_args(&o, plan)?;
         let args = LayersArgs {
             x: o.of("x", x, &[hidden])?,
             qkv: o.of("qkv", &scratch.qkv, &[qkv_rows.max(inputs)])?,
@@ -515,10 +523,7 @@ impl Stream {
             )?,
             gated: o.of("gated", &scratch.gated, &[plan.sizes.gated()])?,
             scores: o.of("scores", &scratch.scores, &[plan.sizes.stacked()])?,
-            parts: [
-                o.of("parts", &scratch.parts[0], &[MOST_PARTS, hidden])?,
-                o.of("parts", &scratch.parts[1], &[MOST_PARTS, hidden])?,
-            ],
+            parts: rank.parts,
             digits: [
                 o.of("digits", &scratch.digits[0], &[digits_bytes(hidden) / 4])?,
                 o.of(
@@ -531,9 +536,13 @@ impl Stream {
             cos_sin: first.args(&o, cache)?.cos_sin,
             tables: table.tables,
             step: o.of("step", step.values(), &[1])?,
+            peers: rank.peers,
+            lost: rank.lost,
             times: o.mapped("times", &scratch.times, &[PHASES, 2])?,
             at: plan.shared.room,
             shape: plan.sizes.products(),
+            rank: rank.rank,
+            ranks: rank.ranks,
             table_len: table.table_len,
             layers: layers.len() as i32,
             hidden: hidden as i32,

@@ -4,11 +4,14 @@
 //
 // Shared memory of all blocks is one array. An address in it is an offset; the rank of another block of
 // the cluster stands above bit 24, plus one. Asynchronous copies to it are made no sooner than they are waited for.
+//
+// A launch may be of several kernels side by side, as on several GPUs: `this_kernel` tells which one a thread is in.
 #pragma once
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,8 +44,9 @@ constexpr size_t MOST_ROUNDS = 60000;        // of all threads, in one launch: a
 
 // Threads.
 struct Fiber {
-    ucontext_t context;
-    bool done;
+    ucontext_t context;   // where it begins
+    jmp_buf at;           // where it waits: a jump is much faster than a change of contexts
+    bool begun, done;
     unsigned thread, block;
     std::vector<std::vector<std::function<void()>>> copies{1};   // groups that it has not waited for; the last is open
 };
@@ -55,17 +59,28 @@ struct Index {
 };
 inline std::vector<Fiber> fibers;
 inline int current;   // the fiber that runs
-inline ucontext_t scheduler;
-// Blocks in the first dimension of a grid, and all.
+inline jmp_buf scheduler;
+// Blocks in the first dimension of a grid, and all of one kernel.
 inline unsigned columns_of_grid, blocks_of_grid, threads_of_block;
 inline std::map<uint64_t, Meeting> meetings;
 
 #define threadIdx (Index{fibers[current].thread, 0, 0})
-#define blockIdx (Index{this_block() % columns_of_grid, this_block() / columns_of_grid, 0})
+#define blockIdx (Index{this_block() % columns_of_grid, this_block() % blocks_of_grid / columns_of_grid, 0})
 #define gridDim (Index{columns_of_grid, blocks_of_grid / columns_of_grid, 1})
-inline unsigned this_block() { return fibers[current].block; }
+inline unsigned this_block() { return fibers[current].block; }   // among those of all kernels
+inline unsigned this_kernel() { return this_block() / blocks_of_grid; }
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+    if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
+}
+// Lets a fiber run until it waits.
+inline __attribute__((noinline)) void resume(int i) {
+    current = i;
+    if (_setjmp(scheduler) != 0) return;
+    if (fibers[i].begun) _longjmp(fibers[i].at, 1);
+    fibers[i].begun = true;
+    setcontext(&fibers[i].context);
+}
 inline void meet(uint64_t where, int threads) {
     Meeting& m = meetings[where];
     const uint64_t turn = m.turn;
@@ -81,6 +96,7 @@ inline void __syncwarp() { meet(warp_of_grid(), 32); }
 inline void meet_block(int name, int threads) { meet(uint64_t(1) << 32 | this_block() << 4 | name, threads); }
 inline void __syncthreads() { meet_block(0, threads_of_block); }
 inline bool __syncthreads_and(bool) { fail("no kernel that runs here votes in a block"); }
+inline void meet_kernel() { meet(uint64_t(3) << 32 | this_kernel(), blocks_of_grid * threads_of_block); }
 inline void meet_cluster() { meet(uint64_t(2) << 32 | this_block() / BLOCKS_OF_CLUSTER, BLOCKS_OF_CLUSTER * threads_of_block); }
 
 [[noreturn]] inline void fail(const char* what) {
@@ -88,12 +104,12 @@ inline void meet_cluster() { meet(uint64_t(2) << 32 | this_block() / BLOCKS_OF_C
     exit(1);
 }
 
-// Runs a kernel. With a `seed`, warps take turns in random order.
+// Runs kernels of one shape. With a `seed`, warps take turns in random order, and of several kernels one is slow.
 struct Grid {
     unsigned x, y;
     Grid(unsigned x, unsigned y = 1) : x(x), y(y) {}
 };
-inline void launch(Grid grid, unsigned threads, unsigned seed, const std::function<void()>& kernel);
+inline void launch(Grid grid, unsigned threads, unsigned seed, const std::function<void()>& kernel, unsigned kernels = 1);
 
 // Exchange between the lanes of a warp.
 inline std::vector<std::array<uint64_t, 32>> exchanged;
@@ -315,11 +331,11 @@ inline void begin() {
     fibers[current].done = true;
     yield();
 }
-inline void launch(Grid grid, unsigned threads, unsigned seed, const std::function<void()>& kernel) {
+inline void launch(Grid grid, unsigned threads, unsigned seed, const std::function<void()>& kernel, unsigned kernels) {
     constexpr size_t STACK = 48 << 10;
     static std::vector<char*> stacks;
-    const unsigned blocks = grid.x * grid.y;
-    running = &kernel, columns_of_grid = grid.x, blocks_of_grid = blocks, threads_of_block = threads;
+    const unsigned blocks = grid.x * grid.y * kernels;
+    running = &kernel, columns_of_grid = grid.x, blocks_of_grid = grid.x * grid.y, threads_of_block = threads;
     const size_t count = size_t(blocks) * threads;
     while (stacks.size() < count) stacks.push_back(static_cast<char*>(malloc(STACK)));
     free(shared_memory);
@@ -348,11 +364,11 @@ inline void launch(Grid grid, unsigned threads, unsigned seed, const std::functi
         if (seed > 0)
             for (int i = 0; i < 40; i++) std::swap(warps[random() % warps.size()], warps[random() % warps.size()]);
         for (size_t w : warps) {
-            if (seed > 0 && random() % 4 == 0) continue;   // this one is slow
+            const bool slow = kernels > 1 && w * 32 / threads / blocks_of_grid == seed % kernels;
+            if (seed > 0 && random() % 8 < (slow ? 5 : 2)) continue;   // this one is slow
             for (size_t i = w * 32; i < w * 32 + 32; i++) {
                 if (fibers[i].done) continue;
-                current = int(i);
-                swapcontext(&scheduler, &fibers[i].context);
+                resume(int(i));
                 left -= fibers[i].done;
             }
         }

@@ -3,6 +3,8 @@
 
 #include "common.cuh"
 
+#define OUT_OF_LINE inline
+
 DEVICE void cluster_arrive() { meet_cluster(); }
 DEVICE void cluster_wait() {}
 DEVICE uint32_t cluster_rank() { return blockIdx.x % BLOCKS_OF_CLUSTER; }
@@ -17,8 +19,7 @@ DEVICE void send_16(uint32_t to, float4 v, uint32_t barrier) {
 }
 DEVICE void wait_sent(uint32_t barrier, uint32_t parity) { wait_for(barrier, parity); }
 DEVICE void init_barrier(uint32_t barrier, uint32_t arrivals) {
-    Barrier& b = barrier_at(barrier);
-    b.arrivals = b.missing = arrivals;
+    barrier_at(barrier) = {int(arrivals), int(arrivals)};
 }
 DEVICE void arrive_times(uint32_t barrier, int times) {
     for (int i = 0; i < times; i++) arrive_at(barrier_at(barrier));
@@ -32,6 +33,7 @@ DEVICE uint2 load_stamped_one(const uint64_t* p) {
     yield();
     return make_uint2(uint32_t(*p), uint32_t(*p >> 32));
 }
+DEVICE uint4 load_far(const uint64_t* p) { return load_stamped(p); }
 DEVICE uint32_t load_relaxed(const uint32_t* p) {
     yield();
     return *p;
@@ -40,6 +42,7 @@ DEVICE void store_relaxed(uint32_t* to, uint32_t v) { *to = v; }
 DEVICE bool has(const uint4& w, uint32_t stamp) { return w.y == stamp && w.w == stamp; }
 DEVICE float2 values_of(const uint4& w) { return make_float2(float_of(w.x), float_of(w.z)); }
 DEVICE void store_stamped(uint64_t* to, float v, uint32_t stamp) { *to = uint64_t(stamp) << 32 | bits_of(v); }
+DEVICE void store_far(uint64_t* to, float v, uint32_t stamp) { store_stamped(to, v, stamp); }
 DEVICE void store_stamped_two(uint64_t* to, float2 v, uint32_t stamp) {
     if (intptr_t(to) % 16 != 0) fail("two words that are not aligned");
     store_stamped(to, v.x, stamp), store_stamped(to + 1, v.y, stamp);
@@ -70,5 +73,7 @@ DEVICE void sync_some(int name, int threads) { meet_block(name, threads); }
 DEVICE void store_shared_8(uint32_t at, uint2 v) { memcpy(at_shared(at, 8), &v, 8); }
 DEVICE void store_shared_4(uint32_t at, uint32_t v) { memcpy(at_shared(at, 4), &v, 4); }
 DEVICE void prefetch_line(const void*) {}
-DEVICE uint64_t nanoseconds() { return 0; }
+// Time passes only while it is looked at.
+inline uint64_t now = 0, pace = 0;
+DEVICE uint64_t nanoseconds() { return now += pace; }
 DEVICE uint8_t* dynamic_shared() { return own_shared(); }

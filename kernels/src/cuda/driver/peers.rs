@@ -80,6 +80,11 @@ impl<T: Pod> Common<T> {
         })
     }
 
+    /// True if both are the same memory.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.memory, &other.memory)
+    }
+
     pub(super) fn region(&self) -> Region<'_> {
         Region {
             memory: &self.memory,

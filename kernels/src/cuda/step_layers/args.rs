@@ -1,7 +1,7 @@
 //! The arguments of the kernel of all layers.
 
 use super::sizes::{LayersSizes, ProductShape};
-use super::{MOST_LAYERS, PRODUCTS, StepLayer, StepMixer};
+use super::{MOST_LAYERS, MOST_RANKS, PRODUCTS, StepLayer, StepMixer};
 use crate::cuda::attention::HeadVectors;
 use crate::cuda::delta::RecurrenceArgs;
 use crate::cuda::driver::{Address, Operands};
@@ -91,9 +91,13 @@ pub(super) struct LayersArgs {
     pub(super) cos_sin: Address,
     pub(super) tables: Address,
     pub(super) step: Address,
+    pub(super) peers: [Address; MOST_RANKS],
+    pub(super) lost: Address,
     pub(super) times: Address,
     pub(super) at: Room,
     pub(super) shape: [ProductShape; PRODUCTS],
+    pub(super) rank: i32,
+    pub(super) ranks: i32,
     pub(super) table_len: i32,
     pub(super) layers: i32,
     pub(super) hidden: i32,

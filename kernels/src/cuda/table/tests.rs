@@ -329,12 +329,18 @@ fn rows_have_tests_and_benches() {
 
 /// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
 /// `kernels/cuda`, name.
-const CONSTANTS: [[&str; 4]; 49] = [
+const CONSTANTS: [[&str; 4]; 50] = [
     ["pages.rs", "PAGE", "rows.cuh", "PAGE"],
     [
         "cuda/all_reduce.rs",
         "MOST_RANKS",
         "all_reduce.cu",
+        "MOST_RANKS",
+    ],
+    [
+        "cuda/all_reduce.rs",
+        "MOST_RANKS",
+        "layers.cuh",
         "MOST_RANKS",
     ],
     ["cuda/all_reduce.rs", "THREADS", "all_reduce.cu", "THREADS"],
