@@ -92,15 +92,20 @@ struct Waiting {
     }
 };
 
-// Counts this block; the last one counts the call, whose number all blocks have read.
-DEVICE void end_call(const AllReduceArgs& p, uint32_t call) {
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    __threadfence();
-    if (atomicAdd(&p.turn->done, 1u) + 1 < gridDim.x) return;
-    p.turn->done = 0;
-    p.turn->calls = call;
-}
+// The number of a call. Blocks are counted when they have read it, and the last one counts the call when it ends.
+struct Call {
+    uint32_t number, before = 0;
+
+    DEVICE explicit Call(const AllReduceArgs& p) : number(__ldcg(&p.turn->calls) + 1) {
+        __syncthreads();
+        if (threadIdx.x == 0) before = atomicAdd(&p.turn->done, 1u);
+    }
+    DEVICE void end(const AllReduceArgs& p) const {
+        if (threadIdx.x > 0 || before + 1 < gridDim.x) return;
+        p.turn->done = 0;
+        p.turn->calls = number;
+    }
+};
 
 DEVICE void add(float4& to, const float4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; }
 
@@ -116,96 +121,96 @@ DEVICE void clear_values(const AllReduceArgs& p, int i) {
     for (int j = 0; j < p.count; j++) reinterpret_cast<float4*>(p.parts + size_t(j) * p.n)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
+// Adds to vector i of x what the ranks have: this one `own`, the others what `of` gives.
+template <class F>
+DEVICE void add_ranks(const AllReduceArgs& p, int i, float4 own, F of) {
+    float4 sum = {};
+#pragma unroll 1
+    for (int r = 0; r < p.ranks; r++) add(sum, r == p.rank ? own : of(r));
+    float4* const x = reinterpret_cast<float4*>(p.x) + i;
+    float4 v = __ldcg(x);
+    add(v, sum);
+    *x = v;
+    if (p.clear) clear_values(p, i);
+}
+
 // Few values, as words of a value and the number of the call: nothing else says that they have come.
 extern "C" __global__ __launch_bounds__(THREADS) void all_reduce_words(const __grid_constant__ AllReduceArgs p) {
     release_successor();
     wait_for_predecessor();
-    const uint32_t call = __ldcg(&p.turn->calls) + 1;
-    const size_t half = size_t(call & 1) * p.ranks * p.most;
+    const Call call(p);
+    const size_t half = size_t(call.number & 1) * p.ranks * p.most;
     Waiting waiting(p);
     const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
+    float4 own = {};
 #pragma unroll 1
     for (int i = first; i < p.n / 4; i += step) {
-        const float4 v = own_values(p, i);
+        own = own_values(p, i);
 #pragma unroll 1
         for (int r = 0; r < p.ranks; r++) {
             if (r == p.rank) continue;
             uint64_t* const to = static_cast<uint64_t*>(p.out[r]) + half + size_t(p.rank) * p.most + 4 * i;
-            store_word(to, make_float2(v.x, v.y), call);
-            store_word(to + 2, make_float2(v.z, v.w), call);
+            store_word(to, make_float2(own.x, own.y), call.number);
+            store_word(to + 2, make_float2(own.z, own.w), call.number);
         }
     }
 #pragma unroll 1
     for (int i = first; i < p.n / 4; i += step) {
-        float4* const x = reinterpret_cast<float4*>(p.x) + i;
-        float4 sum = {};
-#pragma unroll 1
-        for (int r = 0; r < p.ranks; r++) {
-            if (r == p.rank) {
-                add(sum, own_values(p, i));
-                continue;
-            }
+        if (p.n / 4 > step) own = own_values(p, i);
+        add_ranks(p, i, own, [&](int r) {
             const uint64_t* const from = static_cast<const uint64_t*>(p.inbox) + half + size_t(r) * p.most + 4 * i;
             uint4 a, b;
             waiting.until([&] {
                 a = load_words(from), b = load_words(from + 2);
-                return a.y == call && a.w == call && b.y == call && b.w == call;
+                return a.y == call.number && a.w == call.number && b.y == call.number && b.w == call.number;
             });
-            add(sum, make_float4(__uint_as_float(a.x), __uint_as_float(a.z), __uint_as_float(b.x), __uint_as_float(b.z)));
-        }
-        float4 v = __ldcg(x);
-        add(v, sum);
-        *x = v;
-        if (p.clear) clear_values(p, i);
+            return make_float4(__uint_as_float(a.x), __uint_as_float(a.z), __uint_as_float(b.x), __uint_as_float(b.z));
+        });
     }
-    end_call(p, call);
+    call.end(p);
 }
 
-// Many values, of which a flag for each chunk says that they have come.
+// Many values, of which a flag for each chunk says that they have come. A block sends a chunk before it adds the one
+// that it has sent before.
 extern "C" __global__ __launch_bounds__(THREADS) void all_reduce_rows(const __grid_constant__ AllReduceArgs p) {
     wait_for_predecessor();
-    const uint32_t call = __ldcg(&p.turn->calls) + 1;
+    const Call call(p);
     const int most_chunks = (p.most + CHUNK - 1) / CHUNK, chunks = (p.n + CHUNK - 1) / CHUNK;
-    const size_t half = size_t(call & 1) * p.ranks;
+    const size_t half = size_t(call.number & 1) * p.ranks;
     Waiting waiting(p);
 #pragma unroll 1
-    for (int c = blockIdx.x; c < chunks; c += gridDim.x) {
-        const int end = min((c + 1) * CHUNK, p.n) / 4;
+    for (int c = blockIdx.x; c < chunks + int(gridDim.x); c += gridDim.x) {
+        if (c < chunks) {
+            const int end = min((c + 1) * CHUNK, p.n) / 4;
+#pragma unroll 2
+            for (int i = c * (CHUNK / 4) + threadIdx.x; i < end; i += THREADS) {
+                const float4 v = own_values(p, i);
 #pragma unroll 1
-        for (int i = c * (CHUNK / 4) + threadIdx.x; i < end; i += THREADS) {
-            const float4 v = own_values(p, i);
-#pragma unroll 1
-            for (int r = 0; r < p.ranks; r++)
-                if (r != p.rank) *reinterpret_cast<float4*>(static_cast<float*>(p.out[r]) + (half + p.rank) * p.most + 4 * i) = v;
-        }
-        __syncthreads();
-        if (threadIdx.x < p.ranks && threadIdx.x != p.rank) {
-            __threadfence_system();
-            store_flag(p.told[threadIdx.x] + (half + p.rank) * most_chunks + c, call);
-        }
-    }
-#pragma unroll 1
-    for (int c = blockIdx.x; c < chunks; c += gridDim.x) {
-        const int end = min((c + 1) * CHUNK, p.n) / 4;
-        if (threadIdx.x < p.ranks && threadIdx.x != p.rank) {
-            const uint32_t* const flag = p.flags + (half + threadIdx.x) * most_chunks + c;
-            waiting.until([&] { return load_flag(flag) == call; });
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int i = c * (CHUNK / 4) + threadIdx.x; i < end; i += THREADS) {
-            float4* const x = reinterpret_cast<float4*>(p.x) + i;
-            float4 sum = {};
-#pragma unroll 1
-            for (int r = 0; r < p.ranks; r++) {
-                const float* const inbox = static_cast<const float*>(p.inbox) + (half + r) * p.most;
-                add(sum, r == p.rank ? own_values(p, i) : __ldcv(reinterpret_cast<const float4*>(inbox) + i));
+                for (int r = 0; r < p.ranks; r++)
+                    if (r != p.rank) *reinterpret_cast<float4*>(static_cast<float*>(p.out[r]) + (half + p.rank) * p.most + 4 * i) = v;
             }
-            float4 v = __ldcg(x);
-            add(v, sum);
-            *x = v;
-            if (p.clear) clear_values(p, i);
         }
+        __syncthreads();
+        const int before = c - int(gridDim.x);
+        if (threadIdx.x < p.ranks && threadIdx.x != p.rank) {
+            if (c < chunks) {
+                __threadfence_system();
+                store_flag(p.told[threadIdx.x] + (half + p.rank) * most_chunks + c, call.number);
+            }
+            if (before >= 0) {
+                const uint32_t* const flag = p.flags + (half + threadIdx.x) * most_chunks + before;
+                waiting.until([&] { return load_flag(flag) == call.number; });
+            }
+        }
+        __syncthreads();
+        if (before < 0) continue;
+        const int end = min((before + 1) * CHUNK, p.n) / 4;
+#pragma unroll 1
+        for (int i = before * (CHUNK / 4) + threadIdx.x; i < end; i += THREADS)
+            add_ranks(p, i, own_values(p, i), [&](int r) {
+                const float* const inbox = static_cast<const float*>(p.inbox) + (half + r) * p.most;
+                return __ldcv(reinterpret_cast<const float4*>(inbox) + i);
+            });
     }
-    end_call(p, call);
+    call.end(p);
 }

@@ -44,10 +44,10 @@ pub(crate) fn ranks(t: &mut Timing) -> Result<()> {
                 // Loads the kernels, which cannot be recorded.
                 let mut graphs = Vec::new();
                 for (stream, sums, x, share) in &mut members {
-                    stream.all_reduce(x, Share::Rows(share), sums, m)?;
+                    stream.all_reduce(x, Share::Cleared(share), sums, m)?;
                     graphs.push(stream.record(|| {
                         (0..chain)
-                            .try_for_each(|_| stream.all_reduce(x, Share::Rows(share), sums, m))
+                            .try_for_each(|_| stream.all_reduce(x, Share::Cleared(share), sums, m))
                     })?);
                 }
                 let mut seconds = Vec::new();

@@ -20,6 +20,8 @@ const CHUNK: usize = 4096;
 /// Rows up to which values are sent as words, in which each says itself that it has come: twice the bytes, and a way
 /// less to wait for.
 const WORD_ROWS: usize = 64;
+/// Most blocks on a multiprocessor.
+const BLOCKS_EACH: usize = 4;
 /// Most blocks of a rank that shares its GPU with others, whose kernels need room beside it.
 const BLOCKS_BESIDE: usize = 8;
 
@@ -153,8 +155,10 @@ impl AllReduce {
 
 /// A rank's share of a sum.
 pub enum Share<'a> {
+    /// Rows `[m, width]`.
+    Rows(&'a Buffer<f32>),
     /// Rows `[m, width]`, which are set to zero.
-    Rows(&'a mut Buffer<f32>),
+    Cleared(&'a mut Buffer<f32>),
     /// The parts that a product of `m` rows left.
     Parts(&'a PartialSums),
 }
@@ -175,9 +179,10 @@ impl Stream {
         let ((rows, width), of) = (to.sizes, to.of);
         o.at_most("rows", rows, m)?;
         o.multiple("width", 4, width)?;
-        let (n, half, clear) = (m * width, of.ranks, matches!(share, Share::Rows(_)));
+        let (n, half, clear) = (m * width, of.ranks, matches!(share, Share::Cleared(_)));
         let (parts, count) = match share {
             Share::Rows(buffer) => (o.of("share", buffer, &[m, width])?, 1),
+            Share::Cleared(buffer) => (o.of("share", buffer, &[m, width])?, 1),
             Share::Parts(sums) => {
                 let count = sums.parts();
                 (o.of("share", sums.values(), &[count, m, width])?, count)
@@ -219,7 +224,7 @@ impl Stream {
         };
         let most_blocks = match of.beside {
             true => BLOCKS_BESIDE,
-            false => 2 * self.gpu().info().multiprocessors,
+            false => BLOCKS_EACH * self.gpu().info().multiprocessors,
         };
         let shape = LaunchShape::new((blocks.clamp(1, most_blocks), 1, 1), THREADS).overlapping();
         // SAFETY: the operands were checked. Blocks of a launch do not wait for each other.

@@ -81,7 +81,7 @@ fn sums_over_ranks() {
                 })
                 .collect();
             for (member, x) in members.iter_mut().zip(&mut rows) {
-                let share = Share::Rows(&mut member.share);
+                let share = Share::Cleared(&mut member.share);
                 member.stream.all_reduce(x, share, &member.sums, m).unwrap();
             }
             for (r, (member, x)) in members.iter().zip(&rows).enumerate() {
@@ -114,7 +114,7 @@ fn a_rank_that_waits_in_vain_gives_up() {
     };
     // The second call does not wait any more.
     for m in [1, 130] {
-        let share = Share::Rows(&mut alone.share);
+        let share = Share::Cleared(&mut alone.share);
         alone
             .stream
             .all_reduce(&mut x, share, &alone.sums, m)
@@ -150,13 +150,13 @@ fn inboxes_of_other_models_are_refused() {
     let (mut x, mut share) = (zeros(6 * SIZE.1), zeros(6 * SIZE.1));
     assert!(
         stream
-            .all_reduce(&mut x, Share::Rows(&mut share), &sums, 6)
+            .all_reduce(&mut x, Share::Cleared(&mut share), &sums, 6)
             .is_err()
     );
     let mut short = zeros(5 * SIZE.1 - 1);
     assert!(
         stream
-            .all_reduce(&mut x, Share::Rows(&mut short), &sums, 5)
+            .all_reduce(&mut x, Share::Cleared(&mut short), &sums, 5)
             .is_err()
     );
 }

@@ -208,8 +208,11 @@ impl Engine for ParallelEngine {
         let session = |engine: &CudaEngine| engine.open_session(spec);
         let mut ranks: Vec<CudaSession> = self.ranks.iter().map(session).collect::<Result<_>>()?;
         let inboxes: Vec<_> = ranks.iter().filter_map(CudaSession::inbox).collect();
+        let blocks = ranks.iter().map(CudaSession::blocks_at_once);
+        let blocks: Vec<usize> = blocks.collect::<Result<_>>()?;
+        let least = blocks.into_iter().min().unwrap_or(0);
         for rank in &mut ranks {
-            rank.join(inboxes.clone())?;
+            rank.join(&inboxes, least)?;
         }
         Ok(Box::new(ParallelSession {
             ranks,

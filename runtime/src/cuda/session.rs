@@ -263,7 +263,7 @@ impl SessionMemory {
             ..
         } = *request;
         let (w, rows) = (Widths::of(c), most_rows(spec, request.together));
-        let most = spec.max_rows.max(rows);
+        let many = spec.max_rows.max(1);
         let recurrent = c.layers().filter(|l| is_recurrent(l)).count();
         let shape = PagesShape {
             kv: spec.kv,
@@ -286,15 +286,17 @@ impl SessionMemory {
             };
             DeviceStates::new(gpu, shape)
         };
-        let room = || TrellisRoom::new(gpu, w.trellis(most));
-        let ranks = request.rank.map(|rank| RankRows::new(gpu, &w, rank, most));
+        let room = || TrellisRoom::new(gpu, w.trellis(many.max(rows)));
+        let ranks = request
+            .rank
+            .map(|rank| RankRows::new(gpu, &w, rank, (rows, many)));
         Ok(SessionMemory {
             room: trellis.then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
             ranks: ranks.transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,
-            step: StepRows::new(gpu, c, head, rows, (spec.kv, places))?,
-            many: ManyRows::new(gpu, &w, kernels, spec.max_rows.max(1), places)?,
+            step: StepRows::new(gpu, c, head, rows, (spec.kv, places), request.rank)?,
+            many: ManyRows::new(gpu, &w, kernels, many, places)?,
             pages,
         })
     }

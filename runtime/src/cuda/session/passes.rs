@@ -8,9 +8,10 @@ use crate::forward::{
     Block, Delta, DeltaVectors, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection, Shared,
 };
 use nq_kernels::cuda::{
-    AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, Columns,
-    DeviceLinear, DevicePages, DeviceStates, GemvOutput, HostStage, LayerStates, LayersPlan,
-    MOST_SEQUENCES, Norm, Rates, RowsOut, Step, StepLayer, StepMixer, StepOutput, Stream, stacked,
+    AttentionOutput, AttentionScratch, AttentionShape, BlockLimit, Buffer, Cascade, Checked,
+    Columns, DeviceLinear, DevicePages, DeviceStates, GemvOutput, HostStage, LayerStates,
+    LayersPlan, MOST_SEQUENCES, Norm, Rates, RowsOut, Step, StepLayer, StepMixer, StepOutput,
+    Stream, stacked,
 };
 use nq_kernels::{Error, Result};
 
@@ -35,7 +36,7 @@ impl Device<'_> {
     pub(super) fn queue(self, step: &mut StepRows, ranks: Option<&mut RankRows>) -> Result<()> {
         let layers = &self.model.layers;
         if self.kind.m <= MOST_SEQUENCES {
-            let at_once = ranks.is_none() && self.queue_at_once(step)?;
+            let at_once = self.queue_at_once(step, ranks.as_deref())?;
             let mut pass = NarrowPass {
                 device: self,
                 step,
@@ -53,21 +54,35 @@ impl Device<'_> {
     }
 
     /// Queues all layers of a step of one row as one kernel, if that is the fastest way; true if it did.
-    fn queue_at_once(self, step: &mut StepRows) -> Result<bool> {
-        if !self.kind.at_once {
+    fn queue_at_once(self, step: &mut StepRows, ranks: Option<&RankRows>) -> Result<bool> {
+        let most = ranks.map_or(usize::MAX, RankRows::blocks);
+        if !self.kind.at_once || most == 0 {
             return Ok(false);
         }
-        let layers = self.model.layers.iter().map(|l| self.step_layer(l));
-        let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
-            return Ok(false);
-        };
-        let Some(plan) = LayersPlan::new(&self.model.gpu, &layers, self.model.stacks())? else {
+        let Some((plan, layers)) = self.plan_at_once(most)? else {
             return Ok(false);
         };
         let scratch = &mut step.layers;
         self.stream
             .step_layers(&plan, &layers, &mut step.x, &step.step, scratch)?;
         Ok(true)
+    }
+
+    /// The plan of all layers of a step of one row as one kernel of at most so many blocks, and its layers; `None` if
+    /// that is not the fastest way.
+    pub(super) fn plan_at_once(
+        &self,
+        most: usize,
+    ) -> Result<Option<(LayersPlan, Vec<StepLayer<'_>>)>> {
+        let (model, layers) = (self.model, self.model.layers.iter());
+        let layers = layers.map(|l| self.step_layer(l));
+        let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
+            return Ok(None);
+        };
+        let beside = model.rank.filter(|r| r.beside).map_or(1, |r| r.ranks);
+        let limit = BlockLimit { most, beside };
+        let plan = LayersPlan::within(&model.gpu, &layers, model.stacks(), limit)?;
+        Ok(plan.map(|plan| (plan, layers)))
     }
 
     /// A layer in the form that [`Stream::step_layers`] runs; `None` for layers of other blocks than

@@ -1,27 +1,62 @@
 //! What a session of a rank, a GPU with a part of every layer, has beside what that of a whole model has: its share of
 //! what blocks add to the residual stream, and the way to the shares of the other ranks.
 
+use super::step::StepEnd;
 use super::{CudaSession, Widths};
 use crate::error::{Error, Result};
-use nq_kernels::cuda::{AllReduce, Buffer, Gpu, Inbox, PartialSums, Rank, Share, Stream};
+use nq_kernels::cuda::{
+    AllReduce, Buffer, Gpu, Inbox, LayersInbox, PartialSums, Rank, Share, Stream,
+};
 
 /// Buffers of a rank.
 pub(super) struct RankRows {
     /// What products of this rank add, `[rows, hidden]`: zero until they do.
     share: Buffer<f32>,
+    /// What one product of many rows alone is, `[rows, hidden]`: written whole each time.
+    written: Buffer<f32>,
     inbox: Inbox,
     /// `None` until the rank has joined the others.
     sums: Option<AllReduce>,
+    /// Of the kernel of all layers, on every rank; 0 if not all of them run it.
+    blocks: usize,
+}
+
+/// Where other ranks write what they add to a rank's residual stream: by kernels for it, and by the kernel of all
+/// layers. Cloning shares it.
+#[derive(Clone)]
+pub(in crate::cuda) struct RankInbox {
+    sums: Inbox,
+    layers: LayersInbox,
 }
 
 impl RankRows {
-    /// Allocates them for passes of up to `rows` rows.
-    pub(super) fn new(gpu: &Gpu, w: &Widths, rank: Rank, rows: usize) -> Result<Self> {
+    /// Allocates them for steps of up to `rows` rows, and for passes of up to `many`.
+    pub(super) fn new(
+        gpu: &Gpu,
+        w: &Widths,
+        rank: Rank,
+        (rows, many): (usize, usize),
+    ) -> Result<Self> {
+        let most = rows.max(many);
+        // Of many rows, only the sums of experts are added to something.
+        let added = if w.experts.is_some() { most } else { rows };
         Ok(RankRows {
-            share: gpu.zeros("activations", rows * w.hidden)?,
-            inbox: Inbox::new(gpu, rank, (rows, w.hidden))?,
+            share: gpu.zeros("activations", added * w.hidden)?,
+            written: gpu.zeros("activations", many * w.hidden)?,
+            inbox: Inbox::new(gpu, rank, (most, w.hidden))?,
             sums: None,
+            blocks: 0,
         })
+    }
+
+    /// Where a product of many rows writes the share, if nothing else is part of it.
+    pub(super) fn written(&mut self) -> &mut Buffer<f32> {
+        &mut self.written
+    }
+
+    /// Blocks of the kernel of all layers; 0 if ranks do not run it.
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks
     }
 
     fn sums(&self) -> nq_kernels::Result<&AllReduce> {
@@ -57,7 +92,20 @@ pub(super) fn reduce(
     let RankRows { share, sums, .. } = &mut **ranks;
     let Some(sums) = sums else { return Ok(()) };
     stream.timed(("all-reduce", "fused", (m, hidden)), 0, || {
-        stream.all_reduce(x, Share::Rows(share), sums, m)
+        stream.all_reduce(x, Share::Cleared(share), sums, m)
+    })
+}
+
+/// As [`reduce`], for a share that a product wrote to [`RankRows::written`].
+pub(super) fn reduce_written(
+    stream: &Stream,
+    x: &mut Buffer<f32>,
+    ranks: &RankRows,
+    (m, hidden): (usize, usize),
+) -> nq_kernels::Result<()> {
+    let sums = ranks.sums()?;
+    stream.timed(("all-reduce", "fused", (m, hidden)), 0, || {
+        stream.all_reduce(x, Share::Rows(&ranks.written), sums, m)
     })
 }
 
@@ -78,15 +126,30 @@ pub(super) fn reduce_parts(
 }
 
 impl CudaSession {
-    /// Where other ranks write their shares for this one; `None` for a whole model.
-    pub(in crate::cuda) fn inbox(&self) -> Option<Inbox> {
-        self.ranks.as_ref().map(|ranks| ranks.inbox.clone())
+    /// Where other ranks write to this one; `None` for a whole model.
+    pub(in crate::cuda) fn inbox(&self) -> Option<RankInbox> {
+        self.ranks.as_ref().map(|ranks| RankInbox {
+            sums: ranks.inbox.clone(),
+            layers: self.step.layers.inbox(),
+        })
     }
 
-    /// Joins the ranks with these inboxes, which are all of the model's.
-    pub(in crate::cuda) fn join(&mut self, inboxes: Vec<Inbox>) -> Result<()> {
+    /// Blocks of the kernel of all layers that this device runs at once; 0 if it runs the layers otherwise.
+    pub(in crate::cuda) fn blocks_at_once(&self) -> Result<usize> {
+        let device = self.device(self.kind(1, 1, StepEnd::Logits, false));
+        let plan = device.plan_at_once(usize::MAX)?;
+        Ok(plan.map_or(0, |(plan, _)| plan.blocks()))
+    }
+
+    /// Joins the ranks with these inboxes, which are all of the model's; all run the kernel of all layers with so
+    /// many blocks, or none does.
+    pub(in crate::cuda) fn join(&mut self, inboxes: &[RankInbox], blocks: usize) -> Result<()> {
         if let (Some(ranks), Some(rank)) = (&mut self.ranks, self.model.rank) {
-            ranks.sums = Some(AllReduce::new(&self.model.gpu, rank.rank, inboxes)?);
+            let sums = inboxes.iter().map(|i| i.sums.clone()).collect();
+            let layers = inboxes.iter().map(|i| i.layers.clone()).collect();
+            ranks.sums = Some(AllReduce::new(&self.model.gpu, rank.rank, sums)?);
+            ranks.blocks = blocks;
+            self.step.layers.join(layers, blocks)?;
         }
         Ok(())
     }
@@ -94,7 +157,7 @@ impl CudaSession {
     /// Refuses results of a rank that waited in vain for another.
     pub(in crate::cuda) fn check_ranks(&self) -> Result<()> {
         let sums = self.ranks.as_ref().and_then(|ranks| ranks.sums.as_ref());
-        match sums.is_some_and(AllReduce::is_lost) {
+        match sums.is_some_and(AllReduce::is_lost) || self.step.layers.is_lost() {
             false => Ok(()),
             true => Err(Error::Kernel(nq_kernels::Error::Cuda {
                 what: "summing over GPUs",

@@ -2,7 +2,7 @@
 
 use super::super::model::CudaModel;
 use super::passes::{add_experts, states_of};
-use super::ranks::{RankRows, added_to, reduce};
+use super::ranks::{RankRows, added_to, reduce, reduce_written};
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::error::{Error, Result};
 use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection, Shared};
@@ -206,8 +206,20 @@ impl Ops for Pass<'_, '_> {
             Operand::Attended => self.show_attended(layer, w.spec)?,
             Operand::Gated => self.show(layer, w.spec, |f| &f.mlp)?,
         }
-        self.add_product(operand, w)?;
-        self.reduce()
+        let (device, m) = ((self.stream, self.model.kernels), self.m);
+        let many = &mut *self.many;
+        let Some(ranks) = &mut self.ranks else {
+            return self.add_product(operand, w);
+        };
+        // Nothing is to be added to, nor to be set to zero.
+        let half = match operand {
+            Operand::Attended => &many.attended,
+            Operand::Gated => &many.mlp,
+        };
+        let out = GemmOutput::Store(ranks.written());
+        multiply(device, (w.spec.name, &w.linear), None, half, out, m)?;
+        let size = (m, self.model.config.hidden_size);
+        Ok(reduce_written(self.stream, &mut many.x, ranks, size)?)
     }
 
     fn recur(

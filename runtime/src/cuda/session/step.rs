@@ -14,7 +14,7 @@ use nq_kernels::cuda::{
     Adjustments, Advance, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked,
     Columns, DeviceLinear, Gpu, Graph, HEAD_DIM, LayersScratch, LayersSizes, Logprobs,
     MOST_LOGPROBS, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped,
-    PartialSums, Places, Sampling, SharedPrefix, Step, StepBounds, best_len, wide_best_len,
+    PartialSums, Places, Rank, Sampling, SharedPrefix, Step, StepBounds, best_len, wide_best_len,
 };
 use nq_kernels::pages::KvType;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -144,6 +144,7 @@ impl StepRows {
         head: &DeviceLinear,
         rows: usize,
         (kv, places): (KvType, Places),
+        rank: Option<Rank>,
     ) -> Result<Self> {
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
@@ -171,6 +172,15 @@ impl StepRows {
         } else {
             None
         };
+        let sizes = LayersSizes {
+            hidden: w.hidden,
+            heads,
+            kv_heads,
+            head_dim: c.head_dim,
+            delta: w.delta,
+            experts: c.experts.as_ref().map(largest_mixture),
+            intermediate: c.experts.map_or(w.mlp, |e| e.width),
+        };
         Ok(StepRows {
             rows,
             step: Checked::new(gpu, "activations", rows, idle, bounds)?,
@@ -184,18 +194,10 @@ impl StepRows {
             shared: None,
             columns,
             experts: ExpertRows::new(gpu, &w, rows)?,
-            layers: LayersScratch::new(
-                gpu,
-                LayersSizes {
-                    hidden: w.hidden,
-                    heads,
-                    kv_heads,
-                    head_dim: c.head_dim,
-                    delta: w.delta,
-                    experts: c.experts.as_ref().map(largest_mixture),
-                    intermediate: c.experts.map_or(w.mlp, |e| e.width),
-                },
-            )?,
+            layers: match rank {
+                None => LayersScratch::new(gpu, sizes)?,
+                Some(rank) => LayersScratch::of_rank(gpu, sizes, rank)?,
+            },
             wide,
             taps: None,
             logits: f32s(rows, w.vocab)?,
@@ -324,6 +326,19 @@ impl CudaSession {
         self.stream.timed(key, 0, || self.stream.advance(advance))
     }
 
+    /// What the layers of a step of this kind share.
+    pub(super) fn device(&self, kind: StepKind) -> Device<'_> {
+        Device {
+            states: self.states.as_ref(),
+            stream: &self.stream,
+            model: &self.model,
+            host: self.experts_host.as_ref(),
+            pages: &self.pages,
+            cos_sin: &self.cos_sin,
+            kind,
+        }
+    }
+
     /// Queues the step's rows, whose tokens are looked up, through the layers and the head.
     fn queue_layers(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
         let Self {
@@ -395,7 +410,7 @@ impl CudaSession {
 
     /// The kind of a step of `m` rows whose longest sequence has `positions`, including new ones; with `runs`, the
     /// host has written its tokens.
-    fn kind(&self, m: usize, positions: usize, end: StepEnd, runs: bool) -> StepKind {
+    pub(super) fn kind(&self, m: usize, positions: usize, end: StepEnd, runs: bool) -> StepKind {
         let kv_heads = self.model.config.num_key_value_heads;
         // One kernel for all layers shows no stream between them.
         let tapped = runs && self.step.taps.is_some();
