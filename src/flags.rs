@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Shared options")]
 pub struct Global {
-    /// Where to run: auto, cpu, cuda or cuda:N
+    /// Where to run: auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,1 or cuda:all
     #[arg(long, global = true, default_value = "auto")]
     pub device: DeviceChoice,
     /// CPU threads [default: one per physical core]

@@ -35,8 +35,15 @@ impl Shard {
     /// The shape of this part of a model of shape `c`.
     ///
     /// # Errors
-    /// [`Error::Weight`], naming the size that the number of parts does not divide.
+    /// [`Error::Weight`], naming the size that the number of parts does not divide, or a part that does not exist.
     pub fn config(self, c: &ModelConfig) -> Result<ModelConfig> {
+        if self.rank >= self.ranks {
+            return Err(Error::Weight {
+                what: "part of a model",
+                expected: format!("one below {}", self.ranks),
+                found: self.rank.to_string(),
+            });
+        }
         let part = |what: &'static str, n: usize| match n.is_multiple_of(self.ranks) {
             true => Ok(n / self.ranks),
             false => Err(Error::Weight {

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "kernels/prebuilt/build"
 PACKAGES = {"nq-kernels": "kernels", "nq-runtime": "runtime", "nq-quantize": "quantize", "nq-llm": "."}
-TESTS = "cuda cuda_sampling cuda_drafts cuda_eagle cuda_hybrids cuda_mtp cuda_memory batch grad second_order".split()
+TESTS = "cuda cuda_ranks cuda_sampling cuda_drafts cuda_eagle cuda_hybrids cuda_mtp cuda_memory batch grad second_order".split()
 NATIVE = "native"
 
 
@@ -54,7 +54,8 @@ def kernels(folder):
 def run(name, program, gpu, folder, names):
     """Runs a program of tests; returns what the table says, and the names of tests that failed."""
     package = next(p for p in PACKAGES if name.startswith(p))
-    env = {**os.environ, "NQ_REQUIRE_CUDA": "1"}
+    # Ranks of a model that share a GPU wait for each other's kernels, which must be loaded before.
+    env = {**os.environ, "NQ_REQUIRE_CUDA": "1", "CUDA_MODULE_LOADING": "EAGER"}
     env.pop("NQ_IMITATE", None)
     if gpu != NATIVE:
         env["NQ_IMITATE"] = f"{gpu}:{folder}"

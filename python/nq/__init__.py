@@ -73,8 +73,8 @@ class Stream(Iterator[str]):
 class Model:
     """A loaded model.
 
-    `device` is auto (the first GPU, otherwise the CPU), cpu, cuda or cuda:N; `threads` are those of a CPU, one per core
-    if it is None. `ctx` is the number of tokens that a chat has room for, by default at most 8192. `bits` quantizes an
+    `device` is auto (the first GPU, otherwise the CPU), cpu, cuda, cuda:N, or several GPUs as cuda:0,1 or cuda:all;
+    `threads` are those of a CPU, one per core if it is None. `ctx` is the number of tokens that a chat has room for, by default at most 8192. `bits` quantizes an
     unquantized model while it is loaded, to 3, 4, 5, 6 or 8; `nq.quantize` gives better quality. `activations` is how
     inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16. `progress` hears of downloads and loading.
     """

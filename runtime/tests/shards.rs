@@ -211,6 +211,9 @@ fn what_cannot_be_divided_is_refused_by_name() {
             .unwrap_or_default()
     };
     let c = small_config();
+    let beyond = Shard { rank: 2, ranks: 2 };
+    assert!(beyond.config(&c).is_err());
+    assert!(Shard { rank: 0, ranks: 0 }.config(&c).is_err());
     assert!(refused(&c, 3).contains("num_attention_heads"));
     assert!(refused(&c, 4).contains("num_key_value_heads"));
     assert!(

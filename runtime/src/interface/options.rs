@@ -48,7 +48,7 @@ impl FromStr for DeviceChoice {
                         .ok_or_else(|| too_many(several.len())),
                 }
             }
-            _ => Err("expected auto, cpu, cuda or cuda:N".into()),
+            _ => Err("expected auto, cpu, cuda, cuda:N, cuda:N,M or cuda:all".into()),
         }
     }
 }
