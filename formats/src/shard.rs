@@ -290,10 +290,13 @@ fn rows_of(data: &Bytes, stride: usize, rows: &[Range<usize>]) -> Bytes {
 
 /// The values `cols` of every row of `per_row` values.
 fn cols_of<T: Copy>(values: &[T], per_row: usize, cols: &[Range<usize>]) -> Vec<T> {
-    let rows = values.chunks_exact(per_row.max(1));
-    rows.flat_map(|row| cols.iter().flat_map(|c| &row[c.clone()]))
-        .copied()
-        .collect()
+    let count: usize = cols.iter().map(Range::len).sum();
+    let mut part = Vec::with_capacity(values.len() / per_row.max(1) * count);
+    for row in values.chunks_exact(per_row.max(1)) {
+        cols.iter()
+            .for_each(|c| part.extend_from_slice(&row[c.clone()]));
+    }
+    part
 }
 
 /// The codes `cols` of every packed row of `n` codes.
@@ -405,10 +408,8 @@ impl Cut {
         let groups = self.groups("groups", scheme.group)?;
         let cut_values = |values: &[f16], per_row: usize, cols: &[Range<usize>]| -> Vec<f16> {
             let rows = self.rows.iter();
-            let values: Vec<f16> = rows
-                .flat_map(|r| &values[r.start * per_row..r.end * per_row])
-                .copied()
-                .collect();
+            let rows = rows.map(|r| &values[r.start * per_row..r.end * per_row]);
+            let values = rows.collect::<Vec<_>>().concat();
             match is_all(cols, per_row) {
                 true => values,
                 false => cols_of(&values, per_row, cols),
