@@ -1,5 +1,6 @@
 //! [`Session`] on a GPU.
 
+mod experts;
 mod pages;
 mod passes;
 mod ranks;

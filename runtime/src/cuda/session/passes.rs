@@ -1,9 +1,10 @@
 //! The layers of a step: each operation is one or two kernels, which the stream queues or records.
 
+use super::experts::add_experts;
 use super::ranks::{RankRows, added_to, reduce, reduce_parts};
 use super::step::{StepKind, StepRows, WideRows};
-use super::{ExpertRows, GROUPED_ROWS, product};
-use crate::cuda::model::{CudaLayer, CudaModel, mixture};
+use super::{ExpertRows, product};
+use crate::cuda::model::{CudaLayer, CudaModel};
 use crate::forward::{
     Block, Delta, DeltaVectors, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection, Shared,
 };
@@ -11,7 +12,7 @@ use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, BlockLimit, Buffer, Cascade, Checked,
     Columns, DeviceLinear, DevicePages, DeviceStates, GemvOutput, HostStage, LayerStates,
     LayersPlan, MOST_SEQUENCES, Norm, Rates, RowsOut, Step, StepLayer, StepMixer, StepOutput,
-    Stream, stacked,
+    Stream,
 };
 use nq_kernels::{Error, Result};
 
@@ -221,68 +222,6 @@ pub(super) fn states_of<'a>(
         unreachable!("sessions of models with recurrences have states");
     };
     states.layer(model.place(layer))
-}
-
-/// Adds the mixture of the experts that the scored rows choose to the residual stream `x`, or to a rank's share; `normed` are
-/// its normalized rows, if they exist in FP16. Many rows are grouped by expert; of few, each reads its
-/// experts for itself, which the device's cache makes cheap where they are the same. Experts of a layer
-/// that are on the CPU run there.
-pub(super) fn add_experts(
-    (stream, model, host): (&Stream, &CudaModel, Option<&HostStage>),
-    layer: usize,
-    (gain, experts): (&Buffer<f32>, &Experts<DeviceLinear>),
-    rows: &mut ExpertRows,
-    normed: Option<&Buffer<u16>>,
-    (x, ranks): (&mut Buffer<f32>, &mut Option<&mut RankRows>),
-    m: usize,
-) -> Result<()> {
-    let shape = &mixture(&model.config, experts);
-    let (all, each) = (
-        stacked(shape),
-        shape.per_token + usize::from(shape.shared > 0),
-    );
-    let ExpertRows {
-        scores,
-        gated,
-        grouped,
-        ..
-    } = rows;
-    if let (Some(work), Some(stage)) = (model.host.work(layer), host) {
-        let (n, k) = (m * model.config.hidden_size, m * shape.count);
-        let key = ("experts on the CPU", "host", (shape.count, shape.width));
-        return stream.timed(key, 0, || stream.on_host(stage, work, (x, n), (scores, k)));
-    }
-    let norm = Norm {
-        gain,
-        eps: model.config.rms_norm_eps,
-    };
-    let key = |w: &Packed<DeviceLinear>| {
-        let linear = &w.linear;
-        let rows = linear.rows() / all;
-        (w.spec.name, linear.kind().name(), (rows, linear.inputs()))
-    };
-    let (up, down) = (&experts.gate_up, &experts.down);
-    if let (GROUPED_ROWS.., Some(normed), Some(grouped)) = (m, normed, grouped) {
-        let part = |w: &DeviceLinear| w.bytes() / all * all.min(m * each);
-        let routes = ("routes", "fused", (all, each));
-        stream.timed(routes, 0, || {
-            stream.group_rows(normed, scores, grouped, shape, m)
-        })?;
-        stream.timed(key(up), part(&up.linear), || {
-            stream.grouped_up(&up.linear, grouped)
-        })?;
-        return stream.timed(key(down), part(&down.linear), || {
-            stream.grouped_down(&down.linear, grouped, added_to(x, ranks))
-        });
-    }
-    let part = |w: &DeviceLinear| w.bytes() / all * each;
-    stream.timed(key(up), m * part(&up.linear), || {
-        stream.experts_up(&up.linear, (x, norm), scores, gated, shape, m)
-    })?;
-    stream.timed(key(down), m * part(&down.linear), || {
-        let to = added_to(x, ranks);
-        stream.experts_down(&down.linear, gated, scores, to, shape, m)
-    })
 }
 
 /// Up to [`MOST_SEQUENCES`] rows: a step consists of products, which include the norms, and attention.

@@ -1,7 +1,8 @@
 //! A forward over the rows of many tokens.
 
 use super::super::model::CudaModel;
-use super::passes::{add_experts, states_of};
+use super::experts::add_experts;
+use super::passes::states_of;
 use super::ranks::{RankRows, added_to, reduce, reduce_written};
 use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
 use crate::error::{Error, Result};
