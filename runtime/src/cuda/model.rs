@@ -247,7 +247,11 @@ impl CudaModel {
     ) -> Result<(Self, usize)> {
         let kernels = options.kernels;
         check_shape(config, kernels)?;
-        let cpu_experts = HostExperts::wanted(config, options.cpu_experts, progress)?;
+        let cpu_experts = match rank {
+            // What experts on the CPU make is added to the residual stream itself, not to a rank's share.
+            Some(_) => Some(0),
+            None => HostExperts::wanted(config, options.cpu_experts, progress)?,
+        };
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         let head_weight = models::head(store, config)?;
