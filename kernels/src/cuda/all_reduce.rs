@@ -142,11 +142,6 @@ impl AllReduce {
         }
     }
 
-    /// Which rank it is.
-    pub fn rank(&self) -> Rank {
-        self.of
-    }
-
     /// True once it has waited in vain for another rank: sums since then are wrong.
     pub fn is_lost(&self) -> bool {
         !self.lost.is_empty() && self.lost.load(0) != 0
