@@ -115,6 +115,7 @@ struct WgmmaArgs {
     codes: TensorMap,
     meta: TensorMap,
     p: GemmArgs,
+    pad: [i32; 10],
 }
 
 /// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: each warp multiplies tiles of weights by all
@@ -528,7 +529,14 @@ impl Stream {
                 swizzled: false,
             })?,
         };
-        let args = WgmmaArgs { x, codes, meta, p };
+        let pad = [0; 10];
+        let args = WgmmaArgs {
+            x,
+            codes,
+            meta,
+            p,
+            pad,
+        };
         let parts = p.parts as usize;
         let tiles = p.tiles as usize;
         let grid = (parts * columns, tiles.div_ceil(block), 1);

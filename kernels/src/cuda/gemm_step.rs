@@ -110,6 +110,7 @@ struct GemmStepArgs {
     epilogue: i32,
     parts: i32,
     scale: f32,
+    pad: [i32; 15],
 }
 
 /// An instance of `cuda/gemm_step.cu`.
@@ -370,6 +371,7 @@ impl Stream {
             epilogue: written.epilogue,
             parts: plan.parts as i32,
             scale: packed.scale,
+            pad: [0; 15],
         };
         let shape = LaunchShape::new((plan.taken * plan.parts, 1, 1), instance.groups * 128 + 32)
             .shared(shared)

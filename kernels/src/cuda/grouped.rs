@@ -38,6 +38,7 @@ struct RoutesArgs {
     block_rows: i32,
     most_blocks: i32,
     shared: i32,
+    pad: i32,
 }
 
 /// `GatherArgs` of `cuda/grouped.cu`.
@@ -160,6 +161,7 @@ impl Stream {
             block_rows: grouped.block_rows as i32,
             most_blocks: grouped.blocks as i32,
             shared: i32::from(e.shared > 0),
+            pad: 0,
         };
         let gather = GatherArgs {
             x: o.of("x", x, &[m, padded])?,

@@ -22,6 +22,8 @@ mod grad;
 mod grouped;
 mod half_rows;
 mod kernel;
+#[cfg(test)]
+mod launches;
 mod linear;
 pub mod pack;
 mod prefill;

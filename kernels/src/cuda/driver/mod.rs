@@ -29,6 +29,8 @@ mod pinned;
 mod staging;
 mod stream;
 mod tensor_map;
+#[cfg(test)]
+pub(in crate::cuda) mod trace;
 
 pub(crate) use blas::{Blas, Side};
 pub use checked::{Checked, Followed};

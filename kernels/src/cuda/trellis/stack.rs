@@ -15,7 +15,7 @@ pub(in crate::cuda) struct TrellisParts {
     pub(super) places: Buffer<[i32; 2]>,
     pub(super) strips: usize,
     /// Strips alternate between gate and up.
-    pub(super) paired: bool,
+    pub(in crate::cuda) paired: bool,
 }
 
 /// The strips of a stack: of each part the rows of its strips.
