@@ -436,7 +436,8 @@ impl Stream {
         // position past those of the steps.
         unsafe { self.launch(&ADVANCE, shape, &args)? };
         if a.embedding.is_trellis() {
-            return self.trellis_embed_step(a.embedding, a.step, a.x, m);
+            let tokens = (a.step.values(), Step::TOKEN);
+            return self.trellis_embed(a.embedding, tokens, a.x, m);
         }
         Ok(())
     }

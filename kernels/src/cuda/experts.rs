@@ -1,10 +1,11 @@
 //! The experts of a mixture: for each row those with the best router scores, chosen on the device.
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
-use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm, Records};
+use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm};
 use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use super::linear::DeviceLinear;
+use super::linear::{DeviceLinear, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
+use super::product::{Asked, PackedShape, Plan};
 use crate::error::Result;
 use nq_formats::Experts;
 
@@ -39,7 +40,7 @@ struct ExpertsArgs {
 }
 
 /// `sizeof(Chosen)` of `cuda/choose.cuh`.
-const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
+pub(super) const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
 
 /// Number of experts in a layer's stacks: where there is a shared one, which all rows go through, it is the last.
 pub fn stacked(experts: &Experts) -> usize {
@@ -94,24 +95,19 @@ impl Stream {
         o.multiple("width of an expert", SPAN, experts.width)?;
         let tiles = 2 * experts.width / TILE;
         check(&o, experts, (w.rows(), 2 * experts.width), m)?;
-        let product = GemvArgs {
-            x: o.of("x", x, &[m, w.inputs()])?,
-            gain: norm.gain(&o, w.inputs())?,
-            out: o.of("gated", gated, &[m, gated_width(experts)])?,
-            inputs: w.inputs() as i32,
-            rows: (chosen(experts) * 2 * experts.width) as i32,
-            eps: norm.eps,
-            ..self.records(&o, w)?
-        };
         let launch = Launch {
             half: Half::Up,
+            x: o.of("x", x, &[m, w.inputs()])?,
+            gain: norm.gain(&o, w.inputs())?,
+            eps: norm.eps,
+            out: o.of("gated", gated, &[m, gated_width(experts)])?,
             tiles: chosen(experts) * tiles,
             spans: w.spans(),
             part: tiles,
             expert_tiles: tiles,
             strides: (w.inputs(), gated_width(experts)),
         };
-        self.launch_experts(&o, w, launch, product, scores, experts, m)
+        self.launch_experts(&o, w, launch, scores, experts, m)
     }
 
     /// Down of each row's experts, applied to what [`Stream::experts_up`] left in `gated` and added to
@@ -133,81 +129,60 @@ impl Stream {
         o.multiple("outputs of an expert", TILE, outputs)?;
         check(&o, experts, (w.rows(), outputs), m)?;
         let inputs = gated_width(experts);
-        let product = GemvArgs {
-            x: o.of("gated", gated, &[m, inputs])?,
-            out: o.of("x", x, &[m, outputs])?,
-            inputs: inputs as i32,
-            rows: outputs as i32,
-            ..self.records(&o, w)?
-        };
         let launch = Launch {
             half: Half::Down,
+            x: o.of("gated", gated, &[m, inputs])?,
+            gain: Address::NULL,
+            eps: 0.0,
+            out: o.of("x", x, &[m, outputs])?,
             tiles: outputs / TILE,
             spans: chosen(experts) * w.spans(),
             part: w.spans(),
             expert_tiles: outputs / TILE,
             strides: (inputs, outputs),
         };
-        self.launch_experts(&o, w, launch, product, scores, experts, m)
+        self.launch_experts(&o, w, launch, scores, experts, m)
     }
 
-    /// The weight's arguments, which both halves share.
-    fn records(&self, o: &Operands<'_>, w: &DeviceLinear) -> Result<GemvArgs> {
-        let p = w.args(o)?;
-        Ok(GemvArgs {
-            codes: p.codes,
-            meta: p.meta,
-            x: Address::NULL,
-            gain: Address::NULL,
-            out: Address::NULL,
-            best: Address::NULL,
-            inputs: 0,
-            rows: 0,
-            tiles: 0,
-            spans: 0,
-            groups: p.groups,
-            meta_bytes: p.meta_bytes,
-            split: 1,
-            inverse: 256,
-            depth: 0,
-            eps: 0.0,
-            scale: p.scale,
-            late: 0,
-        })
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     fn launch_experts(
         &self,
         o: &Operands<'_>,
         w: &DeviceLinear,
         launch: Launch,
-        product: GemvArgs,
         scores: &Buffer<f32>,
         experts: &Experts,
         m: usize,
     ) -> Result<()> {
-        let info = self.gpu().info();
-        let records = Records {
+        let shape = PackedShape {
             kind: w.kind(),
             tiles: launch.tiles,
             spans: launch.spans,
         };
-        // Rows share the multiprocessors.
-        let own = (info.multiprocessors / m).max(1);
-        let Some(plan) = GemvPlan::of(info, own, &records, false, CHOSEN_BYTES) else {
-            let room = info.shared_memory;
-            let expected = format!("rows within the {room} bytes of shared memory of {info}");
-            return o.refuse("inputs", expected, launch.spans * SPAN);
+        let Plan::Row(plan) = Plan::checked(o, shape, Asked::Experts(m))? else {
+            unreachable!("experts of a row are planned as one row");
         };
+        let (codes, meta, scale) = w.operands(o)?;
         let args = ExpertsArgs {
             product: GemvArgs {
-                tiles: launch.tiles as i32,
-                spans: launch.spans as i32,
+                codes,
+                meta,
+                x: launch.x,
+                gain: launch.gain,
+                out: launch.out,
+                best: Address::NULL,
+                inputs: launch.strides.0 as i32,
+                sizes: WeightSizes {
+                    rows: (launch.tiles * TILE) as i32,
+                    tiles: launch.tiles as i32,
+                    spans: launch.spans as i32,
+                    ..w.sizes()
+                },
                 split: plan.cut.split as i32,
                 inverse: 256usize.div_ceil(plan.cut.split) as i32,
                 depth: plan.depth as i32,
-                ..product
+                eps: launch.eps,
+                scale,
+                late: 0,
             },
             scores: o.of("scores", scores, &[m, stacked(experts)])?,
             experts: stacked(experts) as i32,
@@ -228,9 +203,14 @@ impl Stream {
     }
 }
 
-/// The part of the stacks that a half reads, in records.
+/// What a half reads, of the stacks in records, and writes.
 struct Launch {
     half: Half,
+    x: Address,
+    /// Of the inputs' norm, or null.
+    gain: Address,
+    eps: f32,
+    out: Address,
     tiles: usize,
     spans: usize,
     /// Records of one expert, along the dimension over which experts are stacked.

@@ -1,12 +1,14 @@
 //! Products of many rows at once.
 
 use super::driver::{
-    Address, Buffer, Gpu, LaunchShape, Matrix, Operands, Stream, TensorMap, has_small_blocks,
+    Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream, TensorMap, has_small_blocks,
 };
-use super::gemm_step::Written;
 use super::kernel::{kernels, names};
-use super::linear::DeviceLinear;
+use super::linear::{DeviceLinear, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
+use super::product::{
+    Asked, Epilogue, Output, PackedShape, Plan, Product, Rows, Target, Written, boxes, cheapest,
+};
 use crate::error::Result;
 use std::ops::Range;
 
@@ -21,22 +23,15 @@ pub enum GemmOutput<'a> {
     Silu(&'a mut Buffer<u16>),
 }
 
-impl GemmOutput<'_> {
-    /// Its addresses for `m` rows of a product with a weight of `rows` outputs.
-    pub(super) fn written(self, o: &Operands<'_>, m: usize, rows: usize) -> Result<Written> {
-        let padded = (rows / 2).next_multiple_of(SPAN);
-        // `Epilogue` of `cuda/weights.cuh`.
-        let (y, half, epilogue) = match self {
-            GemmOutput::Store(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 0),
-            GemmOutput::Add(y) => (o.of("y", y, &[m, rows])?, Address::NULL, 1),
-            GemmOutput::Silu(half) => (Address::NULL, o.of("FP16 output", half, &[m, padded])?, 2),
+impl<'a> From<GemmOutput<'a>> for Output<'a> {
+    fn from(output: GemmOutput<'a>) -> Self {
+        let (epilogue, to) = match output {
+            GemmOutput::Store(y) => (Epilogue::Store, Target::Full(y)),
+            GemmOutput::Add(y) => (Epilogue::Add, Target::Full(y)),
+            GemmOutput::Silu(half) => (Epilogue::Silu, Target::Half(half)),
         };
-        Ok(Written {
-            y,
-            half,
-            best: Address::NULL,
-            epilogue,
-        })
+        let norm = None;
+        Output { epilogue, norm, to }
     }
 }
 
@@ -60,51 +55,11 @@ struct GemmArgs {
     half: Address,
     of_experts: Address,
     m: i32,
-    rows: i32,
-    tiles: i32,
-    spans: i32,
-    groups: i32,
-    meta_bytes: i32,
+    sizes: WeightSizes,
     padded: i32,
     epilogue: i32,
     scale: f32,
     parts: i32,
-}
-
-impl GemmArgs {
-    /// The product of `m` rows of `x` with `rows` rows of `w`, in so many tiles: all of them, or an expert's.
-    fn new(
-        o: &Operands<'_>,
-        w: &DeviceLinear,
-        (rows, tiles): (usize, usize),
-        x: &Buffer<u16>,
-        output: GemmOutput<'_>,
-        m: usize,
-    ) -> Result<Self> {
-        let packed = w.args(o)?;
-        let padded = (rows / 2).next_multiple_of(SPAN);
-        let Written {
-            y, half, epilogue, ..
-        } = output.written(o, m, rows)?;
-        Ok(GemmArgs {
-            codes: packed.codes,
-            meta: packed.meta,
-            x: o.of("x", x, &[m, w.spans(), SPAN])?,
-            y,
-            half,
-            of_experts: Address::NULL,
-            m: m as i32,
-            rows: rows as i32,
-            tiles: tiles as i32,
-            spans: packed.spans,
-            groups: packed.groups,
-            meta_bytes: packed.meta_bytes,
-            padded: padded as i32,
-            epilogue,
-            scale: packed.scale,
-            parts: 1,
-        })
-    }
 }
 
 /// `WgmmaArgs` of `cuda/gemm_wgmma.cuh`.
@@ -175,11 +130,32 @@ const EXACT_ROWS: usize = 16;
 /// Microseconds until the sums of one more team are added up.
 const JOINING: f64 = 0.5;
 
+/// How rows of x are dealt to blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Blocks {
+    /// So many rows, in as many blocks as an instance needs.
+    Of(usize),
+    /// `columns` blocks, each of up to `rows` rows of one expert.
+    Sorted { columns: usize, rows: usize },
+}
+
+impl Blocks {
+    /// Number of blocks that take `rows` rows each.
+    fn columns(self, rows: usize) -> usize {
+        match self {
+            Blocks::Of(m) => m.div_ceil(rows),
+            Blocks::Sorted { columns, .. } => columns,
+        }
+    }
+}
+
 /// How `cuda/gemm.cu` computes a product: by which instance, with how many teams and bytes of shared memory per
 /// block.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct GemmPlan {
+pub(super) struct GemmPlan {
     instance: usize,
+    /// Blocks of rows of x.
+    columns: usize,
     teams: usize,
     shared: usize,
     /// Estimated microseconds.
@@ -187,17 +163,17 @@ struct GemmPlan {
 }
 
 impl GemmPlan {
-    /// A product of `tiles` tiles of weights of `kind`, over `spans` spans, in `columns` blocks of rows of x, on
-    /// `multiprocessors` with `room` bytes of shared memory per block. None without room.
-    fn new(
+    /// A product with `w` in `columns` blocks of rows of x. None without room.
+    fn of(
         (instance, teams): (usize, usize),
-        (multiprocessors, room): (usize, usize),
-        (columns, tiles, spans): (usize, usize, usize),
-        kind: PackedKind,
+        info: &GpuInfo,
+        columns: usize,
+        w: &PackedShape,
     ) -> Option<Self> {
+        let room = info.shared_memory;
         let of = &INSTANCES[instance];
         // `STAGE` and `STAGES` of `Gemm`; afterwards, the sums of all teams but one.
-        let stage = of.rows * 128 + of.tiles * kind.bits() * 128;
+        let stage = of.rows * 128 + of.tiles * w.kind.bits() * 128;
         let all = if has_small_blocks(room) {
             SMALL_ROOM
         } else {
@@ -211,43 +187,40 @@ impl GemmPlan {
             return None;
         }
         // Of the multiprocessor that has most to do.
-        let blocks = (columns * tiles.div_ceil(of.tiles)).div_ceil(multiprocessors.max(1));
+        let blocks = (columns * w.tiles.div_ceil(of.tiles)).div_ceil(info.multiprocessors.max(1));
         let turns = (blocks * teams).div_ceil(resident.max(teams));
         let busy = ((blocks * teams) as f64 * of.work).max(turns as f64 * of.step);
-        let steps = 4.0 * spans as f64 / teams as f64;
+        let steps = 4.0 * w.spans as f64 / teams as f64;
         let time = busy * steps + (teams - 1) as f64 * JOINING;
         Some(GemmPlan {
             instance,
+            columns,
             teams,
             shared,
             time,
         })
     }
 
-    /// The fastest among `instances`, for `columns(rows)` blocks of so many rows of x.
-    fn choose(
-        instances: Range<usize>,
-        place: (usize, usize),
-        columns: impl Fn(usize) -> usize,
-        (tiles, spans, kind): (usize, usize, PackedKind),
-    ) -> Option<Self> {
-        instances
+    /// The fastest among the instances for these rows.
+    pub(super) fn new(info: &GpuInfo, w: &PackedShape, blocks: Blocks) -> Option<Self> {
+        let plans = Self::instances(blocks)
             .flat_map(|i| [1, 2, 4].map(|teams| (i, teams)))
-            .filter(|&(i, teams)| teams <= INSTANCES[i].teams.min(spans.max(1)))
-            .filter_map(|of| {
-                let columns = columns(INSTANCES[of.0].rows);
-                GemmPlan::new(of, place, (columns, tiles, spans), kind)
-            })
-            .min_by(|a, b| a.time.total_cmp(&b.time))
+            .filter(|&(i, teams)| teams <= INSTANCES[i].teams.min(w.spans.max(1)))
+            .filter_map(|of| Self::of(of, info, blocks.columns(INSTANCES[of.0].rows), w));
+        cheapest(plans.map(|plan| (plan.time, plan)))
     }
 
-    /// The instances for `m` rows of x: the smallest that takes them and does not round weights, or else those
-    /// that do.
-    fn instances(m: usize) -> Range<usize> {
+    /// The instances for rows of x: the smallest that takes them and does not round weights, or else those that do.
+    fn instances(blocks: Blocks) -> Range<usize> {
         let exact = INSTANCES.partition_point(|i| i.rows <= EXACT_ROWS);
-        match INSTANCES[..exact].iter().position(|i| m <= i.rows) {
-            Some(i) => i..i + 1,
-            None => exact..INSTANCES.len(),
+        let one = match blocks {
+            Blocks::Of(m) => INSTANCES[..exact].iter().position(|i| m <= i.rows),
+            Blocks::Sorted { rows, .. } => INSTANCES.iter().position(|i| i.rows == rows),
+        };
+        match (one, blocks) {
+            (Some(i), _) => i..i + 1,
+            (None, Blocks::Of(_)) => exact..INSTANCES.len(),
+            (None, Blocks::Sorted { .. }) => 0..0,
         }
     }
 }
@@ -303,45 +276,67 @@ const ADDING: f64 = 5.0;
 const LEAST_STEPS: usize = 8;
 
 impl WgmmaInstance {
-    /// Estimated microseconds for `columns` blocks of rows of x and `tiles` tiles of weights over `spans`
-    /// spans, in `parts`.
-    fn time(
-        &self,
-        multiprocessors: usize,
-        (columns, tiles, spans): (usize, usize, usize),
-        parts: usize,
-    ) -> f64 {
-        let blocks = parts * columns * tiles.div_ceil(self.groups * 4);
+    /// Estimated microseconds for a product with `w` in `columns` blocks of rows of x, in `parts`.
+    fn time(&self, multiprocessors: usize, columns: usize, w: &PackedShape, parts: usize) -> f64 {
+        let blocks = parts * columns * w.tiles.div_ceil(self.groups * 4);
         let turns = blocks.div_ceil(multiprocessors.max(1)) as f64;
-        let steps = (4 * spans) as f64 / parts as f64;
+        let steps = (4 * w.spans) as f64 / parts as f64;
         let busy = turns * (self.work.0 * steps + self.work.1);
         let alone = self.step * steps + self.work.1;
         let adding = if parts > 1 { ADDING } else { 0.0 };
         busy.max(alone) + adding
     }
 
-    /// The fastest instance for `m` rows of x and `tiles` tiles of weights over `spans` spans, and
-    /// its number of parts.
-    fn choose(multiprocessors: usize, shape: (usize, usize, usize)) -> (usize, usize) {
-        let parts = |i: usize| {
-            let most = (4 * shape.2 / LEAST_STEPS).max(1);
-            let most = most.min(WGMMA_INSTANCES[i].most_parts);
-            PARTS.into_iter().filter(move |&p| p <= most)
-        };
-        let all = (0..WGMMA_INSTANCES.len()).flat_map(|i| parts(i).map(move |p| (i, p)));
-        let time = |(i, p): (usize, usize)| {
-            let of = &WGMMA_INSTANCES[i];
-            let columns = shape.0.div_ceil(of.rows);
-            of.time(multiprocessors, (columns, shape.1, shape.2), p)
-        };
-        all.min_by(|&a, &b| time(a).total_cmp(&time(b)))
-            .unwrap_or((0, 1))
-    }
-
     /// `STAGE`, `OUT_BYTES` and the alignment of `WgmmaGemm`.
     fn shared(&self, kind: PackedKind) -> usize {
         let stage = self.rows * 128 + self.groups * 4 * (kind.bits() * 128 + kind.meta_room());
         1024 + STAGES * stage.next_multiple_of(1024) + self.groups * self.rows * 80
+    }
+}
+
+/// How `cuda/gemm_wgmma.cu` computes a product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct WgmmaPlan {
+    instance: usize,
+    /// Blocks of rows of x.
+    columns: usize,
+    /// Blocks that share a tile.
+    parts: usize,
+}
+
+impl WgmmaPlan {
+    /// `None` for few rows, of which half of a warpgroup's product would be wasted, and on devices without this kernel.
+    pub(super) fn new(gpu: &Gpu, w: &PackedShape, blocks: Blocks) -> Option<Self> {
+        let info = gpu.info();
+        let few = matches!(blocks, Blocks::Of(m) if m <= EXACT_ROWS);
+        if few || info.capability != (9, 0) {
+            return None;
+        }
+        let plan = Self::fastest(info.multiprocessors, w, blocks)?;
+        // Absent in a build without sm_90a.
+        let kernel = GEMM_WGMMA.of_kind(plan.instance, w.kind);
+        gpu.has_kernel(&kernel).then_some(plan)
+    }
+
+    /// The fastest on so many multiprocessors.
+    fn fastest(multiprocessors: usize, w: &PackedShape, blocks: Blocks) -> Option<Self> {
+        let most = (4 * w.spans / LEAST_STEPS).max(1);
+        cheapest(WGMMA_INSTANCES.iter().enumerate().flat_map(|(i, of)| {
+            let most = match blocks {
+                Blocks::Of(_) => most.min(of.most_parts),
+                Blocks::Sorted { rows, .. } => usize::from(rows == of.rows),
+            };
+            let columns = blocks.columns(of.rows);
+            let parts = PARTS.into_iter().filter(move |&p| p <= most);
+            parts.map(move |parts| {
+                let plan = WgmmaPlan {
+                    instance: i,
+                    columns,
+                    parts,
+                };
+                (of.time(multiprocessors, columns, w, parts), plan)
+            })
+        }))
     }
 }
 
@@ -375,31 +370,9 @@ impl Stream {
         output: GemmOutput<'_>,
         m: usize,
     ) -> Result<()> {
-        if w.is_trellis() {
-            return self.trellis_gemm(w, x, output, m);
-        }
-        let o = self.operands("gemm");
-        let (spans, kind) = (w.spans(), w.kind());
-        let args = GemmArgs::new(&o, w, (w.rows(), w.tiles()), x, output, m)?;
-        let info = self.gpu().info();
-        // With fewer rows, half of a warpgroup's product would be wasted.
-        if m > EXACT_ROWS && info.capability == (9, 0) {
-            let (instance, parts) =
-                WgmmaInstance::choose(info.multiprocessors, (m, w.tiles(), spans));
-            // Absent in a build without sm_90a.
-            if self.gpu().has_kernel(&GEMM_WGMMA.of_kind(instance, kind)) {
-                let parts = parts as i32;
-                let columns = m.div_ceil(WGMMA_INSTANCES[instance].rows);
-                let args = GemmArgs { parts, ..args };
-                // SAFETY: the operands were checked.
-                return unsafe { self.gemm_wgmma(w, instance, args, columns) };
-            }
-        }
-        let columns = |rows| m.div_ceil(rows);
-        let shape = (w.tiles(), spans, kind);
-        let plan = self.gemm_plan(&o, GemmPlan::instances(m), columns, shape)?;
-        // SAFETY: the operands were checked.
-        unsafe { self.gemm_mma(w, plan, args, columns(INSTANCES[plan.instance].rows)) }
+        let (o, asked) = (self.operands("gemm"), Asked::Many(Blocks::Of(m)));
+        let p = Product::new(o, w, Rows::Half(x), m, asked);
+        self.multiply(p, output.into())
     }
 
     /// Multiplies rows that are sorted by expert, each by its expert's part of the stack `w`: `x`
@@ -421,138 +394,115 @@ impl Stream {
         (columns, block_rows): (usize, usize),
     ) -> Result<()> {
         let o = self.operands("gemm_experts");
-        let (spans, kind) = (w.spans(), w.kind());
         o.multiple("rows of the stack", experts * TILE, w.rows())?;
         let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
-        let args = GemmArgs {
-            of_experts: o.of("blocks", blocks, &[columns])?,
-            ..GemmArgs::new(&o, w, (rows, tiles), x, output, routes)?
+        let asked = Asked::Many(Blocks::Sorted {
+            columns,
+            rows: block_rows,
+        });
+        let p = Product::new(o, w, Rows::Half(x), routes, asked);
+        let plan = Plan::checked(&o, PackedShape { tiles, ..w.shape() }, asked)?;
+        let to = Output::from(output).written(&o, (routes, rows), plan.shares())?;
+        let sizes = WeightSizes {
+            rows: rows as i32,
+            tiles: tiles as i32,
+            ..w.sizes()
         };
-        let info = self.gpu().info();
-        if info.capability == (9, 0) {
-            let shape = (columns, tiles, spans);
-            let fitting =
-                (0..WGMMA_INSTANCES.len()).filter(|&i| WGMMA_INSTANCES[i].rows == block_rows);
-            let time = |i: usize| WGMMA_INSTANCES[i].time(info.multiprocessors, shape, 1);
-            let best = fitting.min_by(|&a, &b| time(a).total_cmp(&time(b)));
-            if let Some(i) = best
-                && self.gpu().has_kernel(&GEMM_WGMMA.of_kind(i, kind))
-            {
-                // SAFETY: the operands were checked; the caller answers for the blocks.
-                return unsafe { self.gemm_wgmma(w, i, args, columns) };
-            }
-        }
-        let Some(i) = INSTANCES.iter().position(|i| i.rows == block_rows) else {
-            return o.refuse("rows of a block", "those of an instance", block_rows);
-        };
-        let plan = self.gemm_plan(&o, i..i + 1, |_| columns, (tiles, spans, kind))?;
+        let blocks = o.of("blocks", blocks, &[columns])?;
         // SAFETY: the operands were checked; the caller answers for the blocks.
-        unsafe { self.gemm_mma(w, plan, args, columns) }
+        unsafe { self.multiply_many(&p, &plan, &to, sizes, blocks) }
     }
 
-    /// [`GemmPlan::choose`] for this device.
-    fn gemm_plan(
-        &self,
-        o: &Operands<'_>,
-        instances: Range<usize>,
-        columns: impl Fn(usize) -> usize,
-        shape: (usize, usize, PackedKind),
-    ) -> Result<GemmPlan> {
-        let info = self.gpu().info();
-        let place = (info.multiprocessors, info.shared_memory);
-        match GemmPlan::choose(instances, place, columns, shape) {
-            Some(plan) => Ok(plan),
-            None => o.refuse("shared memory of a block", "enough for stages", place.1),
-        }
-    }
-
-    /// Launches a kernel of `cuda/gemm.cu` over `columns` blocks of rows of x.
+    /// Launches a kernel of `cuda/gemm.cu` or `cuda/gemm_wgmma.cu` over all of a weight, or with `of_experts`
+    /// (`ExpertRows` of `cuda/gemm.cuh`) over experts of these sizes.
     ///
     /// # Safety
-    /// `p` holds checked operands.
-    unsafe fn gemm_mma(
+    /// `of_experts` is null, or on the device each of its blocks has an expert of the weight, and rows of x.
+    pub(super) unsafe fn multiply_many(
         &self,
-        w: &DeviceLinear,
-        plan: GemmPlan,
-        p: GemmArgs,
-        columns: usize,
+        p: &Product<'_>,
+        plan: &Plan,
+        to: &Written<'_>,
+        sizes: WeightSizes,
+        of_experts: Address,
     ) -> Result<()> {
-        let tiles = (p.tiles as usize).div_ceil(INSTANCES[plan.instance].tiles);
-        let shape = LaunchShape::new((columns, tiles, 1), plan.teams * TEAM).shared(plan.shared);
-        // SAFETY: by the caller.
-        unsafe { self.launch(GEMM.of_kind(plan.instance, w.kind()), shape, &p) }
-    }
-
-    /// Launches a kernel of `cuda/gemm_wgmma.cu` over `columns` blocks of rows of x.
-    ///
-    /// # Safety
-    /// `p` holds checked operands.
-    unsafe fn gemm_wgmma(
-        &self,
-        w: &DeviceLinear,
-        instance: usize,
-        p: GemmArgs,
-        columns: usize,
-    ) -> Result<()> {
-        let (gpu, kind) = (self.gpu(), w.kind());
-        let of = &WGMMA_INSTANCES[instance];
-        let (m, spans) = (p.m as usize, p.spans as usize);
-        let block = of.groups * 4;
-        let x = gpu.tensor_map(Matrix {
-            address: p.x,
-            element: 2,
-            rows: m,
-            width: spans * SPAN,
-            tile: (of.rows, 64),
-            swizzled: true,
-        })?;
-        // A box has at most 256 elements; with 16-bit weights, a step takes 2,048 bytes of a tile.
-        let element = if kind.bits() == 16 { 8 } else { 4 };
-        let step = TILE * 64 * kind.bits() / 8 / element;
-        let codes = gpu.tensor_map(Matrix {
-            address: p.codes,
-            element,
-            rows: w.tiles(),
-            width: spans * 4 * step,
-            tile: (block, step),
-            swizzled: false,
-        })?;
-        let words = p.meta_bytes as usize / 4;
-        let meta = match words {
-            0 => TensorMap::NONE,
-            _ => gpu.tensor_map(Matrix {
-                address: p.meta,
-                element: 4,
-                rows: w.tiles(),
-                width: spans * words,
-                tile: (block, words),
-                swizzled: false,
-            })?,
-        };
-        let pad = [0; 10];
-        let args = WgmmaArgs {
-            x,
+        let (kind, tiles) = (p.w.kind(), sizes.tiles as usize);
+        let (codes, meta, scale) = p.w.operands(&p.o)?;
+        let mut args = GemmArgs {
             codes,
             meta,
-            p,
-            pad,
+            x: p.x()?,
+            y: to.y,
+            half: to.half,
+            of_experts,
+            m: p.m as i32,
+            sizes,
+            padded: (sizes.rows as usize / 2).next_multiple_of(SPAN) as i32,
+            epilogue: to.epilogue as i32,
+            scale,
+            parts: 1,
         };
-        let parts = p.parts as usize;
-        let tiles = p.tiles as usize;
-        let grid = (parts * columns, tiles.div_ceil(block), 1);
-        let shape = LaunchShape::new(grid, of.groups * 128 + 32)
-            .shared(of.shared(kind))
-            .clusters_of(parts);
-        // SAFETY: by the caller; the boxes are those of the kernel.
-        unsafe { self.launch(GEMM_WGMMA.of_kind(instance, kind), shape, &args) }
+        match plan {
+            Plan::Warpgroups(plan) => {
+                let of = &WGMMA_INSTANCES[plan.instance];
+                args.parts = plan.parts as i32;
+                // A box has at most 256 elements; with 16-bit weights, a step takes 2,048 bytes of a tile.
+                let element = if kind.bits() == 16 { 8 } else { 4 };
+                let codes_box = (kind.code_bytes() / 4, element);
+                let (size, from) = ((of.rows, of.groups * 4), (args.x, codes, meta));
+                let [x, codes, meta] = boxes(p, from, size, codes_box)?;
+                let args = WgmmaArgs {
+                    x,
+                    codes,
+                    meta,
+                    p: args,
+                    pad: [0; 10],
+                };
+                let grid = (plan.parts * plan.columns, tiles.div_ceil(size.1), 1);
+                let shape = LaunchShape::new(grid, of.groups * 128 + 32)
+                    .shared(of.shared(kind))
+                    .clusters_of(plan.parts);
+                // SAFETY: by the caller; the boxes are those of the kernel.
+                unsafe { self.launch(GEMM_WGMMA.of_kind(plan.instance, kind), shape, &args) }
+            }
+            Plan::Warps(plan) => {
+                let grid = (
+                    plan.columns,
+                    tiles.div_ceil(INSTANCES[plan.instance].tiles),
+                    1,
+                );
+                let shape = LaunchShape::new(grid, plan.teams * TEAM).shared(plan.shared);
+                // SAFETY: by the caller.
+                unsafe { self.launch(GEMM.of_kind(plan.instance, kind), shape, &args) }
+            }
+            _ => unreachable!("other plans are of other rows"),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{GemmPlan, INSTANCES, WgmmaInstance};
-    use crate::cuda::PackedKind;
+    use super::{Blocks, GemmPlan, INSTANCES, PackedShape, WgmmaPlan};
+    use crate::cuda::{GpuInfo, PackedKind};
     use nq_formats::{Bits, Zeros};
+
+    fn device(multiprocessors: usize, shared_memory: usize) -> GpuInfo {
+        GpuInfo {
+            multiprocessors,
+            shared_memory,
+            ..GpuInfo::default()
+        }
+    }
+
+    fn shape(rows: usize, inputs: usize) -> PackedShape {
+        let kind = PackedKind::Affine {
+            bits: Bits::B4,
+            zeros: Zeros::Integer,
+            groups: 2,
+            two_level: false,
+        };
+        PackedShape::new(kind, rows, inputs)
+    }
 
     #[test]
     fn blocks_fit_shared_memory() {
@@ -567,10 +517,8 @@ mod tests {
         for room in [99 << 10, 163 << 10, 227 << 10] {
             let all = kinds.iter().flat_map(|&k| (1..300).map(move |m| (k, m)));
             for (kind, m) in all {
-                let columns = |rows: usize| usize::div_ceil(m, rows);
-                let instances = GemmPlan::instances(m);
-                let plan =
-                    GemmPlan::choose(instances, (100, room), columns, (64, 16, kind)).unwrap();
+                let w = PackedShape::new(kind, 1024, 4096);
+                let plan = GemmPlan::new(&device(100, room), &w, Blocks::Of(m)).unwrap();
                 assert!(plan.shared <= room, "{room}, {kind:?}, {m} rows: {plan:?}");
                 let rows = INSTANCES[plan.instance].rows;
                 match m {
@@ -589,17 +537,9 @@ mod tests {
     /// On 132 multiprocessors without warpgroup products: the choices that measured fastest, or within 10 % of it.
     #[test]
     fn teams_suit_the_product() {
-        let kind = PackedKind::Affine {
-            bits: Bits::B4,
-            zeros: Zeros::Integer,
-            groups: 2,
-            two_level: false,
-        };
         let chosen = |m: usize, rows: usize, inputs: usize| {
-            let shape = (rows.div_ceil(16), inputs.div_ceil(256), kind);
-            let columns = |of| m.div_ceil(of);
-            let plan =
-                GemmPlan::choose(GemmPlan::instances(m), (132, 163 << 10), columns, shape).unwrap();
+            let (info, w) = (device(132, 163 << 10), shape(rows, inputs));
+            let plan = GemmPlan::new(&info, &w, Blocks::Of(m)).unwrap();
             (INSTANCES[plan.instance].rows, plan.teams)
         };
         // 8B: qkv, o, gate_up, down.
@@ -618,10 +558,9 @@ mod tests {
     #[test]
     fn blocks_suit_the_product() {
         let chosen = |m: usize, rows: usize, inputs: usize| {
-            let shape = (m, rows.div_ceil(16), inputs.div_ceil(256));
-            let (i, parts) = WgmmaInstance::choose(132, shape);
-            let i = &super::WGMMA_INSTANCES[i];
-            (i.groups * 64, i.rows, parts)
+            let plan = WgmmaPlan::fastest(132, &shape(rows, inputs), Blocks::Of(m)).unwrap();
+            let i = &super::WGMMA_INSTANCES[plan.instance];
+            (i.groups * 64, i.rows, plan.parts)
         };
         // 8B: qkv, o, gate_up, down.
         assert_eq!(chosen(512, 6144, 4096), (192, 128, 1));

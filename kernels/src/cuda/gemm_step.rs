@@ -1,10 +1,13 @@
 //! The products of a decode step of 17 to 64 sequences, and the norms between them.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Matrix, Operands, Stream, TensorMap};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream, TensorMap};
 use super::gemv::Norm;
 use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN};
+use super::product::{
+    Asked, Epilogue, Output, PackedShape, Product, Rows, Target, Written, boxes, cheapest,
+};
 use crate::error::{Error, Result};
 
 /// Most sequences that [`Stream::gemm_step`] supports.
@@ -35,6 +38,19 @@ impl PartialSums {
             m: 0,
             rows: 0,
         })
+    }
+
+    /// The address for the sums of a product that is queued next.
+    pub(super) fn written(
+        &mut self,
+        o: &Operands<'_>,
+        parts: usize,
+        m: usize,
+        rows: usize,
+    ) -> Result<Address> {
+        let to = o.of("partial sums", &self.values, &[parts, m, rows])?;
+        (self.parts, self.m, self.rows) = (parts, m, rows);
+        Ok(to)
     }
 
     /// The sums `[parts, m, rows]` of the last queued product.
@@ -154,51 +170,39 @@ const LEFT_TO_NORMS: usize = 24 << 10;
 
 /// How a product is divided.
 #[derive(Debug, PartialEq)]
-struct StepPlan {
+pub(super) struct StepPlan {
     instance: usize,
-    parts: usize,
+    pub(super) parts: usize,
     /// Number of groups of `instance.groups * 64` weight rows in progress at once.
-    taken: usize,
+    pub(super) taken: usize,
 }
 
 impl StepPlan {
-    /// The cheapest plan for `m` rows of x and this many tiles and spans of weights; `parted` if its
-    /// sums may stay in parts.
-    fn new(multiprocessors: usize, m: usize, tiles: usize, spans: usize, parted: bool) -> Self {
+    /// The cheapest plan for `m` rows of x; `parted` if its sums may stay in parts.
+    pub(super) fn new(multiprocessors: usize, m: usize, w: &PackedShape, parted: bool) -> Self {
         let rows = if m <= 32 { 32 } else { 64 };
-        let most = if parted { MOST_PARTS.min(spans) } else { 1 };
-        let mut best: Option<(f64, StepPlan)> = None;
-        for (index, instance) in INSTANCES.iter().enumerate().filter(|i| i.1.rows == rows) {
-            let groups = tiles.div_ceil(instance.groups * 4).max(1);
-            for parts in 1..=most {
+        let most = if parted { MOST_PARTS.min(w.spans) } else { 1 };
+        let fitting = INSTANCES.iter().enumerate().filter(|i| i.1.rows == rows);
+        let plans = fitting.flat_map(|(index, instance)| {
+            let groups = w.tiles.div_ceil(instance.groups * 4).max(1);
+            (1..=most).map(move |parts| {
                 let at_once = (multiprocessors / parts).max(1);
                 let rounds = groups.div_ceil(at_once);
-                let steps = 4 * spans.div_ceil(parts);
+                let steps = 4 * w.spans.div_ceil(parts);
                 let round = instance.cost.0 * steps as f64 + instance.cost.1;
                 let cost = rounds as f64 * round + PART_COST * parts as f64;
-                if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                    let plan = StepPlan {
-                        instance: index,
-                        parts,
-                        taken: groups.div_ceil(rounds),
-                    };
-                    best = Some((cost, plan));
-                }
-            }
-        }
-        best.map_or(
-            StepPlan {
-                instance: 0,
-                parts: 1,
-                taken: 1,
-            },
-            |(_, plan)| plan,
-        )
+                (cost, StepPlan::of(index, parts, groups.div_ceil(rounds)))
+            })
+        });
+        cheapest(plans).unwrap_or(StepPlan::of(0, 1, 1))
     }
 
-    fn of(gpu: &Gpu, w: &DeviceLinear, m: usize, parted: bool) -> Self {
-        let multiprocessors = gpu.info().multiprocessors;
-        Self::new(multiprocessors, m, w.tiles(), w.spans(), parted)
+    fn of(instance: usize, parts: usize, taken: usize) -> Self {
+        StepPlan {
+            instance,
+            parts,
+            taken,
+        }
     }
 
     fn instance(&self) -> &'static Instance {
@@ -222,7 +226,8 @@ impl Instance {
 
 /// Blocks of a wide step's head: values per row that `best` of [`StepOutput::Head`] must hold.
 pub fn wide_best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> usize {
-    (w.trellis_strips()).unwrap_or_else(|| StepPlan::of(gpu, w, m, false).taken)
+    let plan = || StepPlan::new(gpu.info().multiprocessors, m, &w.shape(), false);
+    w.trellis_strips().unwrap_or_else(|| plan().taken)
 }
 
 impl Gpu {
@@ -234,7 +239,7 @@ impl Gpu {
 }
 
 /// Refuses a device without kernels for wide steps, and too many rows.
-fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
+pub(super) fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
     if !o.gpu().takes_wide_steps() {
         return Err(Error::NoKernel {
             op: o.op(),
@@ -247,52 +252,16 @@ fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
     o.at_most("rows", MOST_WIDE_SEQUENCES, m)
 }
 
-/// Where a product is written: the addresses that its epilogue needs.
-pub(super) struct Written {
-    pub(super) y: Address,
-    pub(super) half: Address,
-    pub(super) best: Address,
-    /// `Epilogue` of `cuda/weights.cuh`.
-    pub(super) epilogue: i32,
-}
-
-impl Written {
-    /// The output of a wide product of `m` sequences with a weight of `rows` outputs, in so many parts of the inputs, or
-    /// with so many best values a sequence.
-    pub(super) fn new(
-        o: &Operands<'_>,
-        output: StepOutput<'_>,
-        (m, rows): (usize, usize),
-        (parts, bests_of_row): (usize, usize),
-    ) -> Result<Self> {
-        let padded = (rows / 2).next_multiple_of(SPAN);
-        let (mut y, mut half, mut best) = (Address::NULL, Address::NULL, Address::NULL);
-        let epilogue = match output {
-            StepOutput::Parts(sums) => {
-                y = o.of("partial sums", &sums.values, &[parts, m, rows])?;
-                (sums.parts, sums.m, sums.rows) = (parts, m, rows);
-                0
-            }
-            StepOutput::Store(out) => {
-                y = o.of("outputs", out, &[m, rows])?;
-                0
-            }
-            StepOutput::Silu(out) => {
-                half = o.of("FP16 outputs", out, &[m, padded])?;
-                2
-            }
-            StepOutput::Head(logits, bests) => {
-                y = o.of("logits", logits, &[m, rows])?;
-                best = o.of("best", bests, &[m, bests_of_row])?;
-                3
-            }
+impl<'a> From<StepOutput<'a>> for Output<'a> {
+    fn from(output: StepOutput<'a>) -> Self {
+        let (epilogue, to) = match output {
+            StepOutput::Parts(sums) => (Epilogue::Store, Target::Parts(sums)),
+            StepOutput::Store(y) => (Epilogue::Store, Target::Full(y)),
+            StepOutput::Silu(half) => (Epilogue::Silu, Target::Half(half)),
+            StepOutput::Head(y, best) => (Epilogue::Head, Target::Head(y, best)),
         };
-        Ok(Written {
-            y,
-            half,
-            best,
-            epilogue,
-        })
+        let norm = None;
+        Output { epilogue, norm, to }
     }
 }
 
@@ -312,65 +281,50 @@ impl Stream {
         output: StepOutput<'_>,
         m: usize,
     ) -> Result<()> {
-        if w.is_trellis() {
-            return self.trellis_wide_step(w, x, output, m);
-        }
-        let o = self.operands("gemm_step");
-        check_wide(&o, m)?;
-        let gpu = self.gpu();
-        let (kind, spans, tiles, rows) = (w.kind(), w.spans(), w.tiles(), w.rows());
-        let plan = StepPlan::of(gpu, w, m, matches!(output, StepOutput::Parts(_)));
-        let written = Written::new(&o, output, (m, rows), (plan.parts, plan.taken))?;
-        let packed = w.args(&o)?;
+        let parted = matches!(output, StepOutput::Parts(_));
+        let (o, asked) = (self.operands("gemm_step"), Asked::Step(m, parted));
+        let p = Product::new(o, w, Rows::Half(x), m, asked);
+        self.multiply(p, output.into())
+    }
+
+    /// The launch of [`Stream::gemm_step`].
+    pub(super) fn multiply_step(
+        &self,
+        p: &Product<'_>,
+        plan: &StepPlan,
+        to: &Written<'_>,
+    ) -> Result<()> {
+        let (w, kind) = (p.w, p.w.kind());
         let instance = plan.instance();
-        let block = instance.groups * 4;
-        let room = gpu.info().shared_memory.saturating_sub(LEFT_TO_NORMS);
-        let (depth, shared) = instance.shared(kind, written.epilogue == 3, room);
-        let matrix = |address, element, rows, width, tile, swizzled| {
-            gpu.tensor_map(Matrix {
-                address,
-                element,
-                rows,
-                width,
-                tile,
-                swizzled,
-            })
-        };
-        let x = o.of("x", x, &[m, spans, SPAN])?;
+        let room = self.gpu().info().shared_memory;
+        let room = room.saturating_sub(LEFT_TO_NORMS);
+        let (depth, shared) = instance.shared(kind, to.epilogue == Epilogue::Head, room);
+        let (codes, meta, scale) = w.operands(&p.o)?;
         // A box has at most 256 elements: 128 inputs of a tile take 1 KiB in 4 bits and 2 KiB in 8; in
         // 16 bits, 64 inputs take 2 KiB.
-        let box_bytes = kind.stage_bytes().min(kind.code_bytes() / 2);
+        let bytes = kind.stage_bytes().min(kind.code_bytes() / 2);
         let element = if kind.bits() == 4 { 4 } else { 8 };
-        let width = spans * kind.code_bytes() / element;
-        let words = packed.meta_bytes as usize / 4;
+        let (size, from) = ((instance.rows, instance.groups * 4), (p.x()?, codes, meta));
+        let [x, codes, meta] = boxes(p, from, size, (bytes, element))?;
+        let of = w.sizes();
         let args = GemmStepArgs {
-            x: matrix(x, 2, m, spans * SPAN, (instance.rows, 64), true)?,
-            codes: matrix(
-                packed.codes,
-                element,
-                tiles,
-                width,
-                (block, box_bytes / element),
-                false,
-            )?,
-            meta: match words {
-                0 => TensorMap::NONE,
-                _ => matrix(packed.meta, 4, tiles, spans * words, (block, words), false)?,
-            },
-            y: written.y,
-            half: written.half,
-            best: written.best,
-            m: m as i32,
-            rows: packed.rows,
-            spans: packed.spans,
-            groups: packed.groups,
-            meta_bytes: packed.meta_bytes,
-            padded: (rows / 2).next_multiple_of(SPAN) as i32,
-            row_groups: tiles.div_ceil(block) as i32,
+            x,
+            codes,
+            meta,
+            y: to.y,
+            half: to.half,
+            best: to.best,
+            m: p.m as i32,
+            rows: of.rows,
+            spans: of.spans,
+            groups: of.groups,
+            meta_bytes: of.meta_bytes,
+            padded: (w.rows() / 2).next_multiple_of(SPAN) as i32,
+            row_groups: w.tiles().div_ceil(size.1) as i32,
             depth: depth as i32,
-            epilogue: written.epilogue,
+            epilogue: to.epilogue as i32,
             parts: plan.parts as i32,
-            scale: packed.scale,
+            scale,
             pad: [0; 15],
         };
         let shape = LaunchShape::new((plan.taken * plan.parts, 1, 1), instance.groups * 128 + 32)
@@ -433,7 +387,7 @@ impl Stream {
 
 #[cfg(test)]
 mod tests {
-    use super::{INSTANCES, MOST_PARTS, MOST_STAGES, StepPlan};
+    use super::{INSTANCES, MOST_PARTS, MOST_STAGES, PackedShape, StepPlan};
     use crate::cuda::PackedKind;
     use nq_formats::{Bits, Zeros};
 
@@ -458,6 +412,12 @@ mod tests {
         }
     }
 
+    /// The plan on 132 multiprocessors.
+    fn plan(m: usize, tiles: usize, spans: usize, parted: bool) -> StepPlan {
+        let w = PackedShape::new(PackedKind::Fp16, tiles * 16, spans * 256);
+        StepPlan::new(132, m, &w, parted)
+    }
+
     /// On 132 multiprocessors: every row of weights is processed, all blocks run at once, and no part
     /// is empty.
     #[test]
@@ -465,7 +425,7 @@ mod tests {
         for (rows, inputs) in [(1024, 2048), (4096, 12288), (51200, 5120), (151_936, 4096)] {
             let (tiles, spans) = (rows / 16, inputs / 256);
             for (m, parted) in [(17, true), (32, false), (33, true), (64, false)] {
-                let p = StepPlan::new(132, m, tiles, spans, parted);
+                let p = plan(m, tiles, spans, parted);
                 let groups = tiles.div_ceil(p.instance().groups * 4);
                 let rounds = groups.div_ceil(132 / p.parts);
                 assert!(
@@ -478,11 +438,11 @@ mod tests {
             }
         }
         // One span cannot be shared.
-        assert_eq!(StepPlan::new(132, 64, 1, 1, true).parts, 1);
+        assert_eq!(plan(64, 1, 1, true).parts, 1);
         // 8B: gate_up in one round, down on all multiprocessors.
-        let gate_up = StepPlan::new(132, 64, 1536, 16, false);
+        let gate_up = plan(64, 1536, 16, false);
         assert_eq!((gate_up.instance().groups, gate_up.taken), (3, 128));
-        let down = StepPlan::new(132, 64, 256, 48, true);
+        let down = plan(64, 256, 48, true);
         assert!(down.taken * down.parts > 120, "{down:?}");
     }
 }

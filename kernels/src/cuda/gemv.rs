@@ -2,8 +2,11 @@
 
 use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Operands, Stream};
 use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use super::linear::DeviceLinear;
+use super::linear::{DeviceLinear, WeightSizes};
 use super::pack::PackedKind;
+use super::product::{
+    Asked, Epilogue, Output, PackedShape, Product, Rows, Target, Written, cheapest,
+};
 use crate::error::Result;
 
 /// RMSNorm of a product's input.
@@ -35,48 +38,15 @@ impl Norm<'_> {
     }
 }
 
-/// A [`GemvOutput`] as kernel arguments.
-pub(super) struct Output<'a> {
-    pub(super) norm: Option<Norm<'a>>,
-    values: &'a mut Buffer<f32>,
-    /// The best of each block, besides the logits.
-    best: Option<&'a mut Buffer<[f32; 2]>>,
-    /// `Epilogue` of `cuda/weights.cuh`.
-    pub(super) epilogue: i32,
-    /// Values per row.
-    pub(super) width: usize,
-}
-
-impl<'a> Output<'a> {
-    /// The output of a product with a weight of `rows` outputs.
-    pub(super) fn new(output: GemvOutput<'a>, rows: usize) -> Self {
-        let (norm, values, best, epilogue, width) = match output {
-            GemvOutput::Store(norm, out) => (Some(norm), out, None, 0, rows),
-            GemvOutput::Add(residual) => (None, residual, None, 1, rows),
-            GemvOutput::Silu(norm, out) => (Some(norm), out, None, 2, rows / 2),
-            GemvOutput::Head(norm, logits, best) => (Some(norm), logits, Some(best), 3, rows),
+impl<'a> From<GemvOutput<'a>> for Output<'a> {
+    fn from(output: GemvOutput<'a>) -> Self {
+        let (epilogue, norm, to) = match output {
+            GemvOutput::Store(norm, y) => (Epilogue::Store, Some(norm), Target::Full(y)),
+            GemvOutput::Add(y) => (Epilogue::Add, None, Target::Full(y)),
+            GemvOutput::Silu(norm, y) => (Epilogue::Silu, Some(norm), Target::Full(y)),
+            GemvOutput::Head(norm, y, best) => (Epilogue::Head, Some(norm), Target::Head(y, best)),
         };
-        Output {
-            norm,
-            values,
-            best,
-            epilogue,
-            width,
-        }
-    }
-
-    /// The addresses of `m` rows of values, and of their best values in `blocks` blocks.
-    pub(super) fn addresses(
-        &self,
-        o: &Operands<'_>,
-        m: usize,
-        blocks: usize,
-    ) -> Result<(Address, Address)> {
-        let best = self.best.as_deref();
-        Ok((
-            o.of("outputs", self.values, &[m, self.width])?,
-            o.optional("best", best, &[m, blocks])?,
-        ))
+        Output { epilogue, norm, to }
     }
 }
 
@@ -100,11 +70,7 @@ pub(super) struct GemvArgs {
     pub(super) out: Address,
     pub(super) best: Address,
     pub(super) inputs: i32,
-    pub(super) rows: i32,
-    pub(super) tiles: i32,
-    pub(super) spans: i32,
-    pub(super) groups: i32,
-    pub(super) meta_bytes: i32,
+    pub(super) sizes: WeightSizes,
     pub(super) split: i32,
     pub(super) inverse: i32,
     pub(super) depth: i32,
@@ -125,29 +91,6 @@ const fn short_spans(bits: usize) -> usize {
     }
 }
 
-/// Number of blocks of a product of one row.
-pub(super) fn blocks(info: &GpuInfo, w: &DeviceLinear) -> usize {
-    Cut::new(info.multiprocessors, &Records::of(w)).blocks
-}
-
-/// The records of a product, which kernels divide among blocks.
-#[derive(Clone, Copy)]
-pub(super) struct Records {
-    pub(super) kind: PackedKind,
-    pub(super) tiles: usize,
-    pub(super) spans: usize,
-}
-
-impl Records {
-    fn of(w: &DeviceLinear) -> Self {
-        Records {
-            kind: w.kind(),
-            tiles: w.tiles(),
-            spans: w.spans(),
-        }
-    }
-}
-
 /// How a product is cut into shares of warps: see `cuda/gemv.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cut {
@@ -161,7 +104,7 @@ pub(super) struct Cut {
 impl Cut {
     /// The cut with the shortest path for the busiest warp: rounds of tiles times (spans of a warp
     /// plus the combination of the warps' sums).
-    fn new(multiprocessors: usize, w: &Records) -> Self {
+    fn new(multiprocessors: usize, w: &PackedShape) -> Self {
         // Weights of the terms as measured on an H200.
         let span_cost = match w.kind.bits() {
             4 => 1.0,
@@ -170,40 +113,30 @@ impl Cut {
             8 => 1.4,
             _ => 1.6,
         };
-        let mut best: Option<(f64, Cut)> = None;
-        for split in 1..=GEMV_WARPS.min(w.spans) {
+        let cuts = (1..=GEMV_WARPS.min(w.spans)).map(|split| {
             let groups = GEMV_WARPS / split;
             let blocks = multiprocessors.min(w.tiles.div_ceil(groups)).max(1);
             let rounds = w.tiles.div_ceil(blocks * groups);
             let spans = w.spans.div_ceil(split);
             // On ties, prefers more blocks, i.e. smaller groups.
             let cost = rounds as f64 * (spans as f64 * span_cost + 1.0) + 0.01 * groups as f64;
-            if best.is_none_or(|(least, _)| cost < least) {
-                let spans = rounds * spans;
-                best = Some((
-                    cost,
-                    Cut {
-                        split,
-                        blocks,
-                        spans,
-                    },
-                ));
-            }
+            (cost, Cut::of(split, blocks, rounds * spans))
+        });
+        cheapest(cuts).unwrap_or(Cut::of(1, 1, 0))
+    }
+
+    fn of(split: usize, blocks: usize, spans: usize) -> Self {
+        Cut {
+            split,
+            blocks,
+            spans,
         }
-        best.map_or(
-            Cut {
-                split: 1,
-                blocks: 1,
-                spans: 0,
-            },
-            |(_, cut)| cut,
-        )
     }
 }
 
 /// Shared memory that a block needs for its row of inputs: `Halves` or `Digits` of
 /// `cuda/activations.cuh` per span.
-fn row_bytes(w: &Records) -> usize {
+fn row_bytes(w: &PackedShape) -> usize {
     w.spans * if w.kind.bits() == 16 { 1024 } else { 592 }
 }
 
@@ -224,16 +157,12 @@ pub(super) struct GemvPlan {
 }
 
 impl GemvPlan {
-    /// `None` if the row of x does not fit in shared memory, for a head and FP16 with a stage of weights beside it.
-    fn new(info: &GpuInfo, w: &DeviceLinear, head: bool) -> Option<Self> {
-        Self::of(info, info.multiprocessors, &Records::of(w), head, 0)
-    }
-
-    /// The plan for these records on `multiprocessors`; the kernel has `more` bytes of static arrays.
-    pub(super) fn of(
+    /// The plan on `multiprocessors`, of a kernel with `more` bytes of static arrays. `None` if the row of x does not fit
+    /// in shared memory, for a head and FP16 with a stage of weights beside it.
+    pub(super) fn new(
         info: &GpuInfo,
         multiprocessors: usize,
-        w: &Records,
+        w: &PackedShape,
         head: bool,
         more: usize,
     ) -> Option<Self> {
@@ -258,7 +187,7 @@ impl GemvPlan {
 
 impl GemvPlan {
     /// The kernel for this plan.
-    fn kernel(&self, kind: PackedKind, epilogue: i32) -> Instance<GemvArgs> {
+    fn kernel(&self, kind: PackedKind, epilogue: Epilogue) -> Instance<GemvArgs> {
         let suffix = epilogue as usize;
         match self.depth {
             // There is none for FP16, which always has many spans.
@@ -281,55 +210,48 @@ impl Stream {
         output: GemvOutput<'_>,
         late: bool,
     ) -> Result<()> {
-        if w.is_trellis() {
-            return self.trellis_step(w, x, output, 1, late);
-        }
-        let o = self.operands("gemv");
-        let info = self.gpu().info();
-        let inputs = w.inputs();
-        o.multiple("inputs", 8, inputs)?;
         let head = matches!(output, GemvOutput::Head(..));
-        let Some(plan) = GemvPlan::new(info, w, head) else {
-            let room = info.shared_memory;
-            let expected = format!("a row within the {room} bytes of shared memory of {info}");
-            return o.refuse("inputs", expected, inputs);
-        };
-        let output = Output::new(output, w.rows());
-        let (out, best) = output.addresses(&o, 1, plan.cut.blocks)?;
-        let norm = output.norm;
-        let p = w.args(&o)?;
+        let asked = Asked::Row { head };
+        let p = Product::new(self.operands("gemv"), w, Rows::Full(x), 1, asked);
+        self.multiply(Product { late, ..p }, output.into())
+    }
+
+    /// The launch of [`Stream::gemv`].
+    pub(super) fn multiply_row(
+        &self,
+        p: &Product<'_>,
+        plan: &GemvPlan,
+        to: &Written<'_>,
+    ) -> Result<()> {
+        let (o, w) = (&p.o, p.w);
+        let (codes, meta, scale) = w.operands(o)?;
         let args = GemvArgs {
-            codes: p.codes,
-            meta: p.meta,
-            x: o.of("x", x, &[inputs])?,
-            gain: norm.map_or(Ok(Address::NULL), |n| n.gain(&o, inputs))?,
-            out,
-            best,
-            inputs: p.inputs,
-            rows: p.rows,
-            tiles: w.tiles() as i32,
-            spans: p.spans,
-            groups: p.groups,
-            meta_bytes: p.meta_bytes,
+            codes,
+            meta,
+            x: p.x()?,
+            gain: to.gain(o, w.inputs())?,
+            out: to.y,
+            best: to.best,
+            inputs: w.inputs() as i32,
+            sizes: w.sizes(),
             split: plan.cut.split as i32,
             inverse: 256usize.div_ceil(plan.cut.split) as i32,
             depth: plan.depth as i32,
-            eps: norm.map_or(0.0, |n| n.eps),
-            scale: p.scale,
-            late: i32::from(late),
+            eps: to.eps(),
+            scale,
+            late: i32::from(p.late),
         };
         let shape = LaunchShape::new((plan.cut.blocks, 1, 1), GEMV_WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         // SAFETY: the operands were checked.
-        unsafe { self.launch(plan.kernel(w.kind(), output.epilogue), shape, &args) }
+        unsafe { self.launch(plan.kernel(w.kind(), to.epilogue), shape, &args) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::pack::SPAN;
     use crate::registry::WeightKind;
     use nq_formats::{AffineScheme, Bits, Group, Zeros};
 
@@ -350,12 +272,8 @@ mod tests {
             shared_memory,
             ..GpuInfo::default()
         };
-        let records = Records {
-            kind: PackedKind::new(kind, inputs).unwrap(),
-            tiles: 5120 / 16,
-            spans: inputs / SPAN,
-        };
-        let plan = GemvPlan::of(&info, info.multiprocessors, &records, head, 0)?;
+        let w = PackedShape::new(PackedKind::new(kind, inputs).unwrap(), 5120, inputs);
+        let plan = GemvPlan::new(&info, info.multiprocessors, &w, head, 0)?;
         assert!(plan.shared + FIXED_BYTES <= shared_memory);
         Some(plan.depth)
     }

@@ -2,7 +2,8 @@
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::kernels;
-use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
+use super::pack::{PackedKind, Packing, Stack};
+use super::product::PackedShape;
 use super::trellis::{self, TrellisParts};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
@@ -10,13 +11,11 @@ use nq_formats::Weight;
 
 /// One or several weights with the same inputs, packed on a device.
 pub struct DeviceLinear {
-    kind: PackedKind,
+    shape: PackedShape,
     pub(super) codes: Buffer<u8>,
     pub(super) meta: Buffer<u8>,
     rows: usize,
     inputs: usize,
-    tiles: usize,
-    spans: usize,
     scale: f32,
     /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows.
     pub(super) trellis: Option<TrellisParts>,
@@ -37,6 +36,17 @@ pub(crate) struct PackedArgs {
     pub(crate) groups: i32,
     pub(crate) meta_bytes: i32,
     pub(crate) scale: f32,
+}
+
+/// Sizes of a weight that the arguments of products have in a row.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct WeightSizes {
+    pub(super) rows: i32,
+    pub(super) tiles: i32,
+    pub(super) spans: i32,
+    pub(super) groups: i32,
+    pub(super) meta_bytes: i32,
 }
 
 /// Number of bytes packed and copied at a time.
@@ -139,10 +149,13 @@ impl DeviceLinear {
             PackedKind::Trellis(scheme) => Some(TrellisParts::zeros(gpu, scheme, dims)?),
             _ => None,
         };
-        let (tiles, spans) = (rows.div_ceil(TILE), inputs.div_ceil(SPAN));
+        let shape = PackedShape::new(kind, rows, inputs);
         let room = |record: usize| {
             // A size that no memory has is refused, not wrapped to a small one.
-            let bytes = tiles.saturating_mul(spans).saturating_mul(record);
+            let bytes = shape
+                .tiles
+                .saturating_mul(shape.spans)
+                .saturating_mul(record);
             gpu.zeros("weights", bytes)
         };
         let (codes, meta) = match kind {
@@ -153,13 +166,11 @@ impl DeviceLinear {
             _ => (room(kind.code_bytes())?, room(kind.meta_bytes())?),
         };
         Ok(DeviceLinear {
-            kind,
+            shape,
             codes,
             meta,
             rows,
             inputs,
-            tiles,
-            spans,
             scale: 1.0,
             trellis,
         })
@@ -172,13 +183,11 @@ impl DeviceLinear {
         (rows, inputs): (usize, usize),
     ) -> Self {
         DeviceLinear {
-            kind: PackedKind::Fp16,
+            shape: PackedShape::new(PackedKind::Fp16, rows, inputs),
             codes: codes.share(),
             meta: meta.share(),
             rows,
             inputs,
-            tiles: rows.div_ceil(TILE),
-            spans: inputs.div_ceil(SPAN),
             scale: 1.0,
             trellis: None,
         }
@@ -186,7 +195,7 @@ impl DeviceLinear {
 
     /// The kind of packed weight, which selects kernels.
     pub fn kind(&self) -> PackedKind {
-        self.kind
+        self.shape.kind
     }
 
     /// Number of outputs of all parts together.
@@ -201,12 +210,29 @@ impl DeviceLinear {
 
     /// Number of tiles of 16 outputs.
     pub(super) fn tiles(&self) -> usize {
-        self.tiles
+        self.shape.tiles
     }
 
     /// Number of spans of 256 inputs.
     pub(super) fn spans(&self) -> usize {
-        self.spans
+        self.shape.spans
+    }
+
+    /// Its sizes as kernels read it.
+    pub(super) fn shape(&self) -> PackedShape {
+        self.shape
+    }
+
+    /// Its sizes as arguments.
+    pub(super) fn sizes(&self) -> WeightSizes {
+        let PackedShape { kind, tiles, spans } = self.shape;
+        WeightSizes {
+            rows: self.rows as i32,
+            tiles: tiles as i32,
+            spans: spans as i32,
+            groups: kind.groups() as i32,
+            meta_bytes: kind.meta_bytes() as i32,
+        }
     }
 
     /// Bytes of device memory that one pass reads.
@@ -214,23 +240,32 @@ impl DeviceLinear {
         self.codes.bytes() + self.meta.bytes()
     }
 
-    /// The argument, checked as an operand of `o`.
-    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<PackedArgs> {
+    /// Codes, metadata and the scale of all, checked as operands of `o`.
+    pub(super) fn operands(&self, o: &Operands<'_>) -> Result<(Address, Address, f32)> {
         if self.is_trellis() {
-            return o.refuse("a weight", "integer codes or FP16", self.kind.name());
+            return o.refuse("a weight", "integer codes or FP16", self.kind().name());
         }
+        let codes = o.of("weights", &self.codes, &[self.codes.len()])?;
+        let meta = o.of("weights", &self.meta, &[self.meta.len()])?;
+        Ok((codes, meta, self.scale))
+    }
+
+    /// The argument of kernels for any kind, checked as an operand of `o`.
+    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<PackedArgs> {
+        let (codes, meta, scale) = self.operands(o)?;
+        let (kind, sizes) = (self.kind(), self.sizes());
         Ok(PackedArgs {
-            codes: o.of("weights", &self.codes, &[self.codes.len()])?,
-            meta: o.of("weights", &self.meta, &[self.meta.len()])?,
-            rows: self.rows as i32,
+            codes,
+            meta,
+            rows: sizes.rows,
             inputs: self.inputs as i32,
-            spans: self.spans as i32,
-            bits: self.kind.bits() as i32,
-            zero: self.kind.zero_code() as i16,
-            two_level: i16::from(self.kind.is_two_level()),
-            groups: self.kind.groups() as i32,
-            meta_bytes: self.kind.meta_bytes() as i32,
-            scale: self.scale,
+            spans: sizes.spans,
+            bits: kind.bits() as i32,
+            zero: kind.zero_code() as i16,
+            two_level: i16::from(kind.is_two_level()),
+            groups: sizes.groups,
+            meta_bytes: sizes.meta_bytes,
+            scale,
         })
     }
 }

@@ -27,6 +27,7 @@ mod launches;
 mod linear;
 pub mod pack;
 mod prefill;
+mod product;
 mod rows;
 mod second_order;
 mod step_layers;

@@ -2,7 +2,7 @@
 
 use super::attention::MOST_RUN;
 use super::driver::{Address, Buffer, Checked, Followed, LaunchShape, Operands, Stream};
-use super::kernel::kernels;
+use super::kernel::{Kernel, kernels};
 use super::linear::{DeviceLinear, PackedArgs};
 use super::pack::SPAN;
 use crate::error::Result;
@@ -33,6 +33,11 @@ pub struct Step {
     /// Of a sequence's first row: the rows in front of it that an earlier step kept, and that the sequence's states do
     /// not contain yet ([`Stream::delta_step`]).
     pub behind: i32,
+}
+
+impl Step {
+    /// The word that is the token.
+    pub(super) const TOKEN: usize = std::mem::offset_of!(Step, token) / size_of::<u32>();
 }
 
 /// Bounds on tokens' places.
@@ -227,16 +232,31 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("embed");
         o.at_most("bound of tokens", embedding.rows(), *tokens.bounds())?;
+        let tokens = (tokens.values(), 0);
+        self.look_up((&EMBED, shape((m, 1), 256)), embedding, tokens, x, m)
+    }
+
+    /// Rows of `embedding` by a kernel for packed weights, or that for trellis codes: token i is the word at `at` of
+    /// value i of `tokens`.
+    fn look_up<T: Pod>(
+        &self,
+        (kernel, shape): (&'static Kernel<EmbedArgs>, LaunchShape),
+        embedding: &DeviceLinear,
+        (tokens, at): (&Buffer<T>, usize),
+        x: &mut Buffer<f32>,
+        m: usize,
+    ) -> Result<()> {
         if embedding.is_trellis() {
-            return self.trellis_embed_tokens(embedding, tokens, x, m);
+            return self.trellis_embed(embedding, (tokens, at), x, m);
         }
+        let o = self.operands("embed");
         let args = EmbedArgs {
             w: embedding.args(&o)?,
-            tokens: o.of("tokens", tokens.values(), &[m])?,
+            tokens: o.of("tokens", tokens, &[m])?,
             x: o.of("x", x, &[m, embedding.inputs()])?,
         };
-        // SAFETY: the operands were checked, and that the embedding has a row for each token.
-        unsafe { self.launch(&EMBED, shape((m, 1), 256), &args) }
+        // SAFETY: the operands were checked; callers answer for the tokens.
+        unsafe { self.launch(kernel, shape, &args) }
     }
 
     /// RMSNorm of rows of `x` `[., width]` with `gain`: of rows `0..m`, or of the listed rows.
@@ -360,17 +380,9 @@ impl Stream {
         let o = self.operands("embed_step");
         let width = embedding.inputs();
         o.at_most("bound of tokens", embedding.rows(), step.bounds().tokens)?;
-        if embedding.is_trellis() {
-            return self.trellis_embed_step(embedding, step, x, m);
-        }
-        let args = EmbedArgs {
-            w: embedding.args(&o)?,
-            tokens: o.of("step", step.values(), &[m])?,
-            x: o.of("x", x, &[m, width])?,
-        };
         let shape = shape((width.div_ceil(256), m), 256);
-        // SAFETY: the operands were checked, and that the embedding has a row for each token.
-        unsafe { self.launch(&EMBED_STEP, shape, &args) }
+        let tokens = (step.values(), Step::TOKEN);
+        self.look_up((&EMBED_STEP, shape), embedding, tokens, x, m)
     }
 }
 

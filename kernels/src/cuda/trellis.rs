@@ -8,14 +8,11 @@ mod stack;
 
 pub(super) use stack::{TrellisParts, upload, weights};
 
-use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
-use super::gemm::GemmOutput;
-use super::gemm_step::{StepOutput, Written};
-use super::gemv::{GemvOutput, Norm, Output};
+use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{SPAN, TILE};
-use super::rows::Step;
+use super::product::{Asked, Epilogue, Output, Product, Rows, Written};
 use crate::error::Result;
 use bytemuck::Pod;
 use nq_formats::trellis::TILE as COLUMNS;
@@ -253,15 +250,6 @@ struct EmbedArgs {
     stride: i32,
 }
 
-/// The inputs of a product.
-#[derive(Clone, Copy)]
-enum Rows<'a> {
-    /// `[m, inputs]`, to be normalized or not.
-    Full(&'a Buffer<f32>, Option<Norm<'a>>),
-    /// `[m, inputs padded to 256]` in FP16 and operand order.
-    Half(&'a Buffer<u16>),
-}
-
 /// A trellis weight as an operand.
 struct Operand<'w> {
     w: &'w DeviceLinear,
@@ -331,70 +319,26 @@ impl Stream {
         }
     }
 
-    /// [`Stream::gemv`] and [`Stream::gemv_batch`] with a trellis weight: of `m` rows.
-    pub(super) fn trellis_step(
+    /// A product with a trellis weight. More rows of FP16 than the stream has room for as digits are multiplied by
+    /// values of FP16.
+    pub(super) fn multiply_trellis(
         &self,
-        w: &DeviceLinear,
-        x: &Buffer<f32>,
-        output: GemvOutput<'_>,
-        m: usize,
-        late: bool,
+        p: &Product<'_>,
+        parts: &TrellisParts,
+        output: Output<'_>,
     ) -> Result<()> {
-        let o = self.operands("trellis_rows");
-        let of = w.trellis_operand(&o)?;
-        let output = Output::new(output, w.rows());
-        let (y, best) = output.addresses(&o, m, of.parts.strips)?;
-        let to = Written {
-            y,
-            half: Address::NULL,
-            best,
-            epilogue: output.epilogue,
-        };
-        self.trellis_rows(&o, &of, Rows::Full(x, output.norm), &to, m, late)
-    }
-
-    /// [`Stream::gemm_step`] with a trellis weight.
-    pub(super) fn trellis_wide_step(
-        &self,
-        w: &DeviceLinear,
-        x: &Buffer<u16>,
-        output: StepOutput<'_>,
-        m: usize,
-    ) -> Result<()> {
-        let o = self.operands("trellis_rows");
-        let of = w.trellis_operand(&o)?;
-        let to = Written::new(&o, output, (m, w.rows()), (1, of.parts.strips))?;
-        self.trellis_rows(&o, &of, Rows::Half(x), &to, m, false)
-    }
-
-    /// [`Stream::gemm`] with a trellis weight.
-    pub(super) fn trellis_gemm(
-        &self,
-        w: &DeviceLinear,
-        x: &Buffer<u16>,
-        output: GemmOutput<'_>,
-        m: usize,
-    ) -> Result<()> {
-        let o = self.operands("trellis_gemm");
-        let of = w.trellis_operand(&o)?;
-        if m > self.trellis_room(&o)?.sizes.rows {
-            return self.trellis_many(&o, &of, x, output, m);
+        let of = Operand { w: p.w, parts };
+        if matches!(p.asked, Asked::Many(_)) && p.m > self.trellis_room(&p.o)?.sizes.rows {
+            return self.trellis_many(p, &of, output);
         }
-        let to = output.written(&o, m, w.rows())?;
-        self.trellis_rows(&o, &of, Rows::Half(x), &to, m, false)
+        let to = output.written(&p.o, (p.m, p.w.rows()), (1, parts.strips))?;
+        self.trellis_rows(p, &of, &to)
     }
 
     /// A product of up to [`MOST_ROWS`] rows: two kernels, of which the first makes digits of the inputs. One row that
     /// fits in shared memory needs the second alone.
-    fn trellis_rows(
-        &self,
-        o: &Operands<'_>,
-        w: &Operand<'_>,
-        x: Rows<'_>,
-        to: &Written,
-        m: usize,
-        late: bool,
-    ) -> Result<()> {
+    fn trellis_rows(&self, p: &Product<'_>, w: &Operand<'_>, to: &Written<'_>) -> Result<()> {
+        let (o, m) = (&p.o, p.m);
         let room = self.trellis_room(o)?;
         let (inputs, strips, code) = (w.inputs(), w.parts.strips, w.parts.scheme.code());
         o.at_least("rows", 1, m)?;
@@ -402,7 +346,7 @@ impl Stream {
         o.multiple("inputs", BLOCK, inputs)?;
         o.at_most("inputs", MOST_INPUTS, inputs)?;
         let paired = w.parts.paired;
-        if (to.epilogue == 2) != paired {
+        if (to.epilogue == Epilogue::Silu) != paired {
             return o.refuse(
                 "a weight",
                 "gate and up for their epilogue alone",
@@ -412,9 +356,10 @@ impl Stream {
         let (groups, which) = grouped(m);
         let group = GROUPS[which];
         let padded = inputs.next_multiple_of(SPAN);
-        let (full, half, norm) = match x {
-            Rows::Full(x, norm) => (o.of("x", x, &[m, inputs])?, Address::NULL, norm),
-            Rows::Half(x) => (Address::NULL, o.of("x", x, &[m, padded])?, None),
+        let (full, half) = match p.x {
+            Rows::Full(_) => (p.x()?, Address::NULL),
+            Rows::Half(_) => (Address::NULL, p.x()?),
+            Rows::Prepared => return o.refuse("x", "rows", "columns"),
         };
         let mut digits = o.of(
             "digits",
@@ -422,13 +367,12 @@ impl Stream {
             &[groups, digit_bytes(code, group, inputs)],
         )?;
         let mut steps = o.of("steps", &room.steps, &[groups, group])?;
-        let gain = norm.map_or(Ok(Address::NULL), |n| n.gain(o, inputs))?;
-        let (scales, eps) = (w.input_scales(o)?, norm.map_or(0.0, |n| n.eps));
+        let (gain, scales, eps) = (to.gain(o, inputs)?, w.input_scales(o)?, to.eps());
         // Of one row the blocks of the product make digits themselves, where there is room for it.
         let has_room = o.gpu().info().shared_memory;
         let mut shared = rows_shared(w.parts.scheme, which);
         let with_row = shared + inputs * size_of::<f32>();
-        let owns = m == 1 && matches!(x, Rows::Full(..)) && with_row <= has_room;
+        let owns = m == 1 && matches!(p.x, Rows::Full(_)) && with_row <= has_room;
         if owns {
             shared = with_row;
             (digits, steps) = (Address::NULL, Address::NULL);
@@ -445,7 +389,7 @@ impl Stream {
                 padded: padded as i32,
                 group: group as i32,
                 eps,
-                late: i32::from(late),
+                late: i32::from(p.late),
             };
             // `trellis_inputs.cu`: a row, padded against bank conflicts.
             let row = inputs * 5 + 256;
@@ -483,10 +427,10 @@ impl Stream {
             strips: strips as i32,
             tiles: (inputs / COLUMNS) as i32,
             padded: (w.w.rows() / 2).next_multiple_of(SPAN) as i32,
-            epilogue: to.epilogue,
+            epilogue: to.epilogue as i32,
             eps,
             // Otherwise the kernel before was late already.
-            late: i32::from(late && owns),
+            late: i32::from(p.late && owns),
         };
         let shape = LaunchShape::new((blocks, groups, 1), THREADS[which])
             .shared(shared)
@@ -496,14 +440,8 @@ impl Stream {
     }
 
     /// A product of more rows: the values of the weights become FP16, and the inputs are transformed.
-    fn trellis_many(
-        &self,
-        o: &Operands<'_>,
-        w: &Operand<'_>,
-        x: &Buffer<u16>,
-        output: GemmOutput<'_>,
-        m: usize,
-    ) -> Result<()> {
+    fn trellis_many(&self, p: &Product<'_>, w: &Operand<'_>, output: Output<'_>) -> Result<()> {
+        let (o, m) = (&p.o, p.m);
         let room = self.trellis_room(o)?;
         let (inputs, rows) = (w.inputs(), w.w.rows());
         let (padded, spans, tiles) = (
@@ -512,7 +450,7 @@ impl Stream {
             rows.div_ceil(TILE),
         );
         let args = TurnArgs {
-            x: o.of("x", x, &[m, padded])?,
+            x: p.x()?,
             scales: w.input_scales(o)?,
             out: o.of("transformed x", &room.turned, &[m, padded])?,
             m: m as i32,
@@ -547,12 +485,17 @@ impl Stream {
         // SAFETY: the operands were checked.
         unsafe { self.launch(w.instance(&TRELLIS_EXPAND, 0), shape, &args)? };
         let expanded = DeviceLinear::of_halves(&room.expanded, &room.no_meta, (rows, inputs));
-        self.gemm(&expanded, &room.turned, output, m)
+        let p = Product {
+            w: &expanded,
+            x: Rows::Half(&room.turned),
+            ..*p
+        };
+        self.multiply(p, output)
     }
 
     /// The rows of tokens `[m]` of a trellis weight, in f32: `x` `[m, inputs]`. Token
     /// i is the `stride * i`-th word of `tokens`.
-    fn trellis_embed<T: Pod>(
+    pub(super) fn trellis_embed<T: Pod>(
         &self,
         embedding: &DeviceLinear,
         (tokens, at): (&Buffer<T>, usize),
@@ -576,29 +519,6 @@ impl Stream {
         let shape = LaunchShape::new((m, 1, 1), EXPAND_WARPS * 32).overlapping();
         // SAFETY: the operands were checked; callers answer for the tokens.
         unsafe { self.launch(of.instance(&TRELLIS_EMBED, 0), shape, &args) }
-    }
-
-    /// [`Stream::embed`] with a trellis weight, which has a row for each token.
-    pub(super) fn trellis_embed_tokens(
-        &self,
-        embedding: &DeviceLinear,
-        tokens: &Checked<u32>,
-        x: &mut Buffer<f32>,
-        m: usize,
-    ) -> Result<()> {
-        self.trellis_embed(embedding, (tokens.values(), 0), x, m)
-    }
-
-    /// [`Stream::embed_step`] with a trellis weight, which has a row for each token.
-    pub(super) fn trellis_embed_step(
-        &self,
-        embedding: &DeviceLinear,
-        step: &Checked<Step>,
-        x: &mut Buffer<f32>,
-        m: usize,
-    ) -> Result<()> {
-        let at = std::mem::offset_of!(Step, token) / size_of::<u32>();
-        self.trellis_embed(embedding, (step.values(), at), x, m)
     }
 }
 

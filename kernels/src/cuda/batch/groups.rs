@@ -1,10 +1,10 @@
 //! The product of rows in groups of eight, for up to 16 rows and any device.
 
-use super::{Columns, Group, MOST_DEPTH};
-use crate::cuda::driver::{Address, Gpu, LaunchShape, Operands, Stream, has_small_blocks};
-use crate::cuda::gemv::Output;
+use super::{Group, MOST_DEPTH, Prepared};
+use crate::cuda::driver::{Address, GpuInfo, LaunchShape, Stream, has_small_blocks};
 use crate::cuda::kernel::{kernels, names};
-use crate::cuda::linear::DeviceLinear;
+use crate::cuda::linear::WeightSizes;
+use crate::cuda::product::{PackedShape, Product, Written, cheapest};
 use crate::error::Result;
 
 /// Rows of a group, which are columns of a tensor-core product.
@@ -15,11 +15,11 @@ const TILES: usize = 4;
 
 /// How a product is cut: see `cuda/gemv_batch.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct GroupsPlan {
+pub(in crate::cuda) struct GroupsPlan {
     /// Groups of rows per launch: 1 or 2.
     groups: usize,
     split: usize,
-    blocks: usize,
+    pub(in crate::cuda) blocks: usize,
     depth: usize,
     shared: usize,
 }
@@ -27,21 +27,19 @@ pub(super) struct GroupsPlan {
 impl GroupsPlan {
     /// The plan for `m` rows: two groups at once if shared memory allows, otherwise one after the
     /// other. `None` if not even one fits.
-    pub(super) fn new(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Option<Self> {
+    pub(in crate::cuda) fn new(info: &GpuInfo, w: &PackedShape, m: usize) -> Option<Self> {
         let wanted = m.div_ceil(GROUP).clamp(1, 2);
-        (1..=wanted).rev().find_map(|g| Self::of(gpu, w, g))
+        (1..=wanted).rev().find_map(|g| Self::of(info, w, g))
     }
 
     /// The cut with the shortest path for the busiest warp: rounds of tiles times pieces of a
     /// warp, plus, for each few tiles, the transfer of a piece of x and the combination of the
     /// warps' sums.
-    fn of(gpu: &Gpu, w: &DeviceLinear, groups: usize) -> Option<Self> {
-        let info = gpu.info();
-        let (bits, kind_stages) = (w.kind().bits(), w.kind().stages());
-        let tiles = w.tiles();
-        let pieces = w.spans() * kind_stages;
-        let mut best: Option<(f64, GroupsPlan, usize)> = None;
-        for split in 1..=WARPS.min(pieces) {
+    fn of(info: &GpuInfo, w: &PackedShape, groups: usize) -> Option<Self> {
+        let (bits, kind_stages) = (w.kind.bits(), w.kind.stages());
+        let tiles = w.tiles;
+        let pieces = w.spans * kind_stages;
+        let cuts = (1..=WARPS.min(pieces)).map(|split| {
             let teams = WARPS / split;
             let blocks = info.multiprocessors.min(tiles.div_ceil(teams)).max(1);
             let rounds = tiles.div_ceil(blocks * teams);
@@ -49,18 +47,9 @@ impl GroupsPlan {
             let cost = (rounds * share) as f64
                 + rounds.div_ceil(TILES) as f64 * (share as f64 + 1.5)
                 + 0.01 * teams as f64;
-            if best.is_none_or(|b| cost < b.0) {
-                let plan = GroupsPlan {
-                    groups,
-                    split,
-                    blocks,
-                    depth: 0,
-                    shared: 0,
-                };
-                best = Some((cost, plan, rounds * share));
-            }
-        }
-        let (_, mut plan, stages) = best?;
+            (cost, (split, blocks, rounds * share))
+        });
+        let (split, blocks, stages) = cheapest(cuts)?;
         // Sums of the warps' tiles; from sm_90 on, where there is room, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
         let x = if info.capability >= (9, 0) && !has_small_blocks(info.shared_memory) {
@@ -71,15 +60,16 @@ impl GroupsPlan {
         // Static arrays of the kernel: barriers, best rows.
         let fixed = WARPS * (8 * (MOST_DEPTH + 1) + groups * GROUP * 8);
         let room = info.shared_memory.checked_sub(sums + x + fixed)?;
-        let stage = WARPS * (w.kind().stage_bytes() + w.kind().meta_room());
+        let stage = WARPS * (w.kind.stage_bytes() + w.kind.meta_room());
         // A stage is refilled when the next one has arrived: there must be two.
-        plan.depth = MOST_DEPTH.min(stages.max(2)).min(room / stage);
-        plan.shared = plan.depth * stage + sums + x;
-        (plan.depth >= 2).then_some(plan)
-    }
-
-    pub(super) fn blocks(&self) -> usize {
-        self.blocks
+        let depth = MOST_DEPTH.min(stages.max(2)).min(room / stage);
+        (depth >= 2).then_some(GroupsPlan {
+            groups,
+            split,
+            blocks,
+            depth,
+            shared: depth * stage + sums + x,
+        })
     }
 }
 
@@ -100,11 +90,7 @@ struct GemvBatchArgs {
     out: Address,
     best: Address,
     m: i32,
-    rows: i32,
-    tiles: i32,
-    spans: i32,
-    groups: i32,
-    meta_bytes: i32,
+    sizes: WeightSizes,
     split: i32,
     inverse: i32,
     depth: i32,
@@ -114,50 +100,41 @@ struct GemvBatchArgs {
 }
 
 impl Stream {
-    /// Multiplies the `m` rows in `columns` by `w`, in launches of as many groups as `plan` says.
+    /// Multiplies the rows in `x`, in launches of as many groups as `plan` says.
     pub(super) fn multiply_groups(
         &self,
-        o: &Operands<'_>,
-        w: &DeviceLinear,
+        p: &Product<'_>,
+        x: &Prepared,
         plan: &GroupsPlan,
-        columns: &Columns,
-        output: &Output<'_>,
-        m: usize,
+        to: &Written<'_>,
     ) -> Result<()> {
+        let (w, m) = (p.w, p.m);
         let together = plan.groups * GROUP;
         let kernel = GEMV_BATCH.of_kind(plan.groups - 1, w.kind());
         let shape = LaunchShape::new((plan.blocks, 1, 1), WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         let group_bytes = Group::Eight.bytes(w.kind().bits(), w.spans());
-        let words = o.of("columns", &columns.words, &[m.div_ceil(GROUP), group_bytes])?;
-        let factors = output.norm.map(|_| &columns.factors);
-        let factors = o.optional("factors", factors, &[m])?;
-        let (out, best) = output.addresses(o, m, plan.blocks)?;
-        let packed = w.args(o)?;
+        let (codes, meta, scale) = w.operands(&p.o)?;
         for first in (0..m).step_by(together) {
             let further = |from: Address, bytes: usize| match from {
                 Address::NULL => from,
                 from => from.plus(first * bytes),
             };
             let args = GemvBatchArgs {
-                codes: packed.codes,
-                meta: packed.meta,
-                columns: words.plus(first / GROUP * group_bytes),
-                factors: further(factors, size_of::<f32>()),
-                out: further(out, output.width * size_of::<f32>()),
-                best: further(best, plan.blocks * size_of::<[f32; 2]>()),
+                codes,
+                meta,
+                columns: x.words.plus(first / GROUP * group_bytes),
+                factors: further(x.factors, size_of::<f32>()),
+                out: further(to.y, to.width * size_of::<f32>()),
+                best: further(to.best, plan.blocks * size_of::<[f32; 2]>()),
                 m: (m - first).min(together) as i32,
-                rows: packed.rows,
-                tiles: w.tiles() as i32,
-                spans: packed.spans,
-                groups: packed.groups,
-                meta_bytes: packed.meta_bytes,
+                sizes: w.sizes(),
                 split: plan.split as i32,
                 inverse: 256usize.div_ceil(plan.split) as i32,
                 depth: plan.depth as i32,
-                epilogue: output.epilogue,
-                scale: packed.scale,
+                epilogue: to.epilogue as i32,
+                scale,
                 pad: 0,
             };
             // SAFETY: the operands were checked, for all rows.

@@ -5,10 +5,11 @@ pub(in crate::cuda) mod groups;
 pub(in crate::cuda) mod rows;
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
-use super::gemv::{self, GemvOutput, Norm, Output};
+use super::gemv::GemvOutput;
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN};
+use super::product::{Asked, Plan, Product, Rows, Written};
 use crate::error::Result;
 
 /// Most sequences in one step.
@@ -19,7 +20,7 @@ const MOST_DEPTH: usize = 8;
 
 /// How many rows of activations are columns of one tensor-core product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Group {
+pub(super) enum Group {
     /// With both parts of their values.
     Four,
     /// With one part.
@@ -28,7 +29,7 @@ enum Group {
 
 impl Group {
     /// That for `m` rows.
-    fn of(m: usize) -> Self {
+    pub(super) fn of(m: usize) -> Self {
         if m > 4 { Group::Eight } else { Group::Four }
     }
 
@@ -96,6 +97,25 @@ impl Columns {
         matches!(w.kind(), PackedKind::Affine { .. }) && w.inputs().is_multiple_of(SPAN)
     }
 
+    /// Refuses `m` rows for a product with `w` that have no room, or no kernel.
+    pub(super) fn check(&self, o: &Operands<'_>, w: &DeviceLinear, m: usize) -> Result<()> {
+        o.multiple("inputs", 8, w.inputs())?;
+        o.at_least("rows", 1, m)?;
+        o.at_most("rows", MOST_SEQUENCES.min(self.rows), m)?;
+        o.at_most("spans", self.spans, w.spans())
+    }
+
+    /// The address of `m` rows for a product with `w`.
+    fn address(
+        &self,
+        o: &Operands<'_>,
+        w: &DeviceLinear,
+        (m, group): (usize, Group),
+    ) -> Result<Address> {
+        let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
+        o.of("columns", &self.words, &[bytes])
+    }
+
     /// Where the columns of `m` rows go for a product with `w`.
     pub(in crate::cuda) fn target(
         &self,
@@ -103,57 +123,23 @@ impl Columns {
         w: &DeviceLinear,
         m: usize,
     ) -> Result<ColumnsTarget> {
-        o.at_most("rows", self.rows, m)?;
-        o.at_most("spans", self.spans, w.spans())?;
+        self.check(o, w, m)?;
         if !Self::suit(w) {
             return o.refuse("a weight", "integer codes of whole spans", w.kind().name());
         }
-        let group = BatchPlan::new(o, w, m)?.group(m);
-        let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
+        let group = Plan::checked(o, w.shape(), Asked::Columns(m))?.group(m);
         Ok(ColumnsTarget {
-            words: o.of("columns", &self.words, &[bytes])?,
+            words: self.address(o, w, (m, group))?,
             rows: group.rows() as i32,
             nibbles: i32::from(w.kind().order() == 4),
         })
     }
 }
 
-/// The kernel of a product of several rows, and how it is cut.
-enum BatchPlan {
-    Rows(rows::RowsPlan),
-    Groups(groups::GroupsPlan),
-}
-
-impl BatchPlan {
-    fn new(o: &Operands<'_>, w: &DeviceLinear, m: usize) -> Result<Self> {
-        match Self::find(o.gpu(), w, m)? {
-            Some(plan) => Ok(plan),
-            None => o.refuse("shared memory", "room for two stages", o.gpu().info()),
-        }
-    }
-
-    /// `None` if no kernel has room for it.
-    fn find(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<Option<Self>> {
-        if let Some(plan) = rows::RowsPlan::new(gpu, w, m)? {
-            return Ok(Some(BatchPlan::Rows(plan)));
-        }
-        Ok(groups::GroupsPlan::new(gpu, w, m).map(BatchPlan::Groups))
-    }
-
-    /// How it takes `m` rows.
-    fn group(&self, m: usize) -> Group {
-        match self {
-            BatchPlan::Rows(_) => Group::of(m),
-            BatchPlan::Groups(_) => Group::Eight,
-        }
-    }
-
-    fn blocks(&self) -> usize {
-        match self {
-            BatchPlan::Rows(plan) => plan.blocks(),
-            BatchPlan::Groups(plan) => plan.blocks(),
-        }
-    }
+/// The columns of a product's rows, and the factors of their norm.
+struct Prepared {
+    words: Address,
+    factors: Address,
 }
 
 /// Blocks of a product of `m` rows: the values per row that `best` of [`GemvOutput::Head`] must hold.
@@ -164,10 +150,11 @@ pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
     if let Some(strips) = w.trellis_strips() {
         return Ok(strips);
     }
-    if m == 1 {
-        return Ok(gemv::blocks(gpu.info(), w));
-    }
-    Ok(BatchPlan::find(gpu, w, m)?.map_or(1, |plan| plan.blocks()))
+    let asked = match m {
+        1 => Asked::Row { head: true },
+        _ => Asked::Columns(m),
+    };
+    Ok(Plan::new(gpu, w.shape(), asked)?.map_or(1, |plan| plan.shares().1))
 }
 
 kernels! {
@@ -212,18 +199,13 @@ impl Stream {
         m: usize,
         late: bool,
     ) -> Result<()> {
-        if w.is_trellis() {
-            return self.trellis_step(w, x, output, m, late);
-        }
-        let o = self.operands("gemv_batch");
-        o.multiple("inputs", 8, w.inputs())?;
-        o.at_least("rows", 1, m)?;
-        o.at_most("rows", MOST_SEQUENCES, m)?;
-        o.at_most("rows", columns.rows, m)?;
-        o.at_most("spans", columns.spans, w.spans())?;
-        let (plan, output) = (BatchPlan::new(&o, w, m)?, Output::new(output, w.rows()));
-        self.prepare_columns(&o, w, x, output.norm, columns, (m, plan.group(m)), late)?;
-        self.multiply_prepared(&o, w, &plan, columns, &output, m)
+        let (o, asked) = (self.operands("gemv_batch"), Asked::Columns(m));
+        let p = Product {
+            columns: Some(columns),
+            late,
+            ..Product::new(o, w, Rows::Full(x), m, asked)
+        };
+        self.multiply(p, output.into())
     }
 
     /// Multiplies `m` rows that attention has prepared ([`AttentionOutput::Columns`]) by `w`, and adds the
@@ -240,64 +222,52 @@ impl Stream {
         y: &mut Buffer<f32>,
         m: usize,
     ) -> Result<()> {
-        let o = self.operands("gemv_batch");
-        o.at_least("rows", 1, m)?;
-        o.at_most("rows", MOST_SEQUENCES.min(columns.rows), m)?;
-        o.at_most("spans", columns.spans, w.spans())?;
-        let (plan, output) = (
-            BatchPlan::new(&o, w, m)?,
-            Output::new(GemvOutput::Add(y), w.rows()),
-        );
-        self.multiply_prepared(&o, w, &plan, columns, &output, m)
+        let (o, asked) = (self.operands("gemv_batch"), Asked::Columns(m));
+        let p = Product {
+            columns: Some(columns),
+            ..Product::new(o, w, Rows::Prepared, m, asked)
+        };
+        self.multiply(p, GemvOutput::Add(y).into())
     }
 
-    fn multiply_prepared(
+    /// Converts rows that are not columns yet, in the layout for the plan's kernel, and multiplies them.
+    pub(super) fn multiply_in_columns(
         &self,
-        o: &Operands<'_>,
-        w: &DeviceLinear,
-        plan: &BatchPlan,
+        p: &Product<'_>,
         columns: &Columns,
-        output: &Output<'_>,
-        m: usize,
+        plan: &Plan,
+        to: &Written<'_>,
     ) -> Result<()> {
-        match plan {
-            BatchPlan::Rows(plan) => self.multiply_rows(o, w, plan, columns, output, m),
-            BatchPlan::Groups(plan) => self.multiply_groups(o, w, plan, columns, output, m),
+        let (o, w, m, group) = (&p.o, p.w, p.m, plan.group(p.m));
+        let prepared = Prepared {
+            words: columns.address(o, w, (m, group))?,
+            factors: o.optional("factors", to.norm.map(|_| &columns.factors), &[m])?,
+        };
+        if !matches!(p.x, Rows::Prepared) {
+            let args = ColumnsArgs {
+                x: p.x()?,
+                gain: to.gain(o, w.inputs())?,
+                columns: prepared.words,
+                factors: o.of("factors", &columns.factors, &[m])?,
+                inputs: w.inputs() as i32,
+                spans: w.spans() as i32,
+                eps: to.eps(),
+                late: i32::from(p.late),
+            };
+            let parts = match to.norm {
+                Some(_) => 1,
+                None => w.spans().div_ceil(16),
+            };
+            let (order, few) = (w.kind().order().ilog2() as usize, group == Group::Four);
+            let kernel = COLUMNS.instance(order - 2 + 3 * usize::from(few));
+            let shape = LaunchShape::new((m, parts, 1), 512).overlapping();
+            // SAFETY: the operands were checked.
+            unsafe { self.launch(kernel, shape, &args)? };
         }
-    }
-
-    /// Converts the `m` rows of `x` to `columns` in the layout for the product with `w`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
-    fn prepare_columns(
-        &self,
-        o: &Operands<'_>,
-        w: &DeviceLinear,
-        x: &Buffer<f32>,
-        norm: Option<Norm<'_>>,
-        columns: &Columns,
-        (m, group): (usize, Group),
-        late: bool,
-    ) -> Result<()> {
-        let (inputs, spans) = (w.inputs(), w.spans());
-        let bits = w.kind().bits();
-        let bytes = m.div_ceil(group.rows()) * group.bytes(bits, spans);
-        let args = ColumnsArgs {
-            x: o.of("x", x, &[m, inputs])?,
-            gain: norm.map_or(Ok(Address::NULL), |n| n.gain(o, inputs))?,
-            columns: o.of("columns", &columns.words, &[bytes])?,
-            factors: o.of("factors", &columns.factors, &[m])?,
-            inputs: inputs as i32,
-            spans: spans as i32,
-            eps: norm.map_or(0.0, |n| n.eps),
-            late: i32::from(late),
-        };
-        let parts = match norm {
-            Some(_) => 1,
-            None => spans.div_ceil(16),
-        };
-        let kernel = w.kind().order().ilog2() as usize - 2 + 3 * usize::from(group == Group::Four);
-        let shape = LaunchShape::new((m, parts, 1), 512).overlapping();
-        // SAFETY: the operands were checked.
-        unsafe { self.launch(COLUMNS.instance(kernel), shape, &args) }
+        match plan {
+            Plan::Rows(plan) => self.multiply_rows(p, &prepared, plan, to),
+            Plan::Groups(plan) => self.multiply_groups(p, &prepared, plan, to),
+            _ => unreachable!("other plans read no columns"),
+        }
     }
 }

@@ -1,11 +1,11 @@
 //! The product of up to 16 rows with integer codes, for devices with clusters of blocks.
 
-use super::{Columns, Group, MOST_DEPTH, MOST_SEQUENCES};
-use crate::cuda::driver::{Address, Gpu, LaunchShape, Operands, Stream};
-use crate::cuda::gemv::Output;
+use super::{Group, MOST_DEPTH, MOST_SEQUENCES, Prepared};
+use crate::cuda::driver::{Address, Gpu, LaunchShape, Stream};
 use crate::cuda::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use crate::cuda::linear::DeviceLinear;
+use crate::cuda::linear::WeightSizes;
 use crate::cuda::pack::PackedKind;
+use crate::cuda::product::{PackedShape, Product, Written};
 use crate::error::Result;
 
 /// `WARPS` of `cuda/gemv_rows.cu`.
@@ -25,31 +25,31 @@ const ALONE: usize = 116 << 10;
 
 /// How a product is cut: see `cuda/gemv_rows.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct RowsPlan {
+pub(in crate::cuda) struct RowsPlan {
     parts: usize,
     /// Most spans of a part.
     part_spans: usize,
-    blocks: usize,
+    pub(in crate::cuda) blocks: usize,
     shared: usize,
 }
 
 impl RowsPlan {
     /// The plan for `m` rows: with as few parts as have room. `None` for FP16 weights and more rows than this
     /// kernel takes, on a device without it, where nothing fits, and where `gemv_batch` is faster.
-    pub(super) fn new(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<Option<Self>> {
-        if w.kind() == PackedKind::Fp16 || m > MOST_SEQUENCES {
+    pub(in crate::cuda) fn new(gpu: &Gpu, w: &PackedShape, m: usize) -> Result<Option<Self>> {
+        if w.kind == PackedKind::Fp16 || m > MOST_SEQUENCES {
             return Ok(None);
         }
         let multiprocessors = gpu.info().multiprocessors;
-        let records = w.tiles() * w.spans() / (multiprocessors * WARPS);
-        let tiles = 2 * w.tiles() / multiprocessors;
+        let records = w.tiles * w.spans / (multiprocessors * WARPS);
+        let tiles = 2 * w.tiles / multiprocessors;
         let fast =
             records >= LEAST_RECORDS || Group::of(m) == Group::Four && tiles >= LEAST_HALF_TILES;
-        let kernel = instance(w, m);
+        let kernel = instance(w.kind, m);
         if !fast || !gpu.has_kernel(&kernel) {
             return Ok(None);
         }
-        for parts in PARTS.into_iter().filter(|&p| p <= w.spans()) {
+        for parts in PARTS.into_iter().filter(|&p| p <= w.spans) {
             if let Some(plan) = Self::of(gpu, w, m, parts, &kernel)? {
                 return Ok(Some(plan));
             }
@@ -59,7 +59,7 @@ impl RowsPlan {
 
     fn of(
         gpu: &Gpu,
-        w: &DeviceLinear,
+        w: &PackedShape,
         m: usize,
         parts: usize,
         kernel: &Instance<GemvRowsArgs>,
@@ -67,8 +67,8 @@ impl RowsPlan {
         let (info, group) = (gpu.info(), Group::of(m));
         let groups = m.div_ceil(group.rows());
         let rows = groups * group.rows();
-        let part_spans = w.spans().div_ceil(parts);
-        let x = groups * group.bytes(w.kind().bits(), part_spans);
+        let part_spans = w.spans.div_ceil(parts);
+        let x = groups * group.bytes(w.kind.bits(), part_spans);
         if parts == 1 && part_spans > MOST_SPANS {
             return Ok(None);
         }
@@ -85,25 +85,21 @@ impl RowsPlan {
             1 => info.multiprocessors,
             _ => gpu.clusters_at_once(kernel, plan(1, ALONE.min(room)).shape())?,
         };
-        let clusters = clusters.min(w.tiles());
+        let clusters = clusters.min(w.tiles);
         if clusters == 0 {
             return Ok(None);
         }
         // Sums of tiles that end in another warp, and of all parts of those that end in this block.
-        let tiles = w.tiles().div_ceil(clusters);
+        let tiles = w.tiles.div_ceil(clusters);
         let met = WARPS
             + if parts > 1 {
                 tiles.next_multiple_of(parts)
             } else {
                 0
             };
-        let stages = DEPTH * WARPS * (w.kind().stage_bytes() + w.kind().meta_room());
+        let stages = DEPTH * WARPS * (w.kind.stage_bytes() + w.kind.meta_room());
         let shared = stages + x + met * 16 * rows * size_of::<f32>();
         Ok((shared <= room).then_some(plan(clusters, shared.max(ALONE.min(room)))))
-    }
-
-    pub(super) fn blocks(&self) -> usize {
-        self.blocks
     }
 
     fn shape(&self) -> LaunchShape {
@@ -115,13 +111,13 @@ impl RowsPlan {
 }
 
 /// The kernel for weights of integer codes.
-fn instance(w: &DeviceLinear, m: usize) -> Instance<GemvRowsArgs> {
+fn instance(kind: PackedKind, m: usize) -> Instance<GemvRowsArgs> {
     let most = match m {
         ..=4 => 0,
         5..=8 => 1,
         _ => 2,
     };
-    GEMV_ROWS.instance(most * SCHEMES + kind_index(w.kind()))
+    GEMV_ROWS.instance(most * SCHEMES + kind_index(kind))
 }
 
 kernels! {
@@ -141,11 +137,7 @@ struct GemvRowsArgs {
     out: Address,
     best: Address,
     m: i32,
-    rows: i32,
-    tiles: i32,
-    spans: i32,
-    groups: i32,
-    meta_bytes: i32,
+    sizes: WeightSizes,
     parts: i32,
     part_spans: i32,
     depth: i32,
@@ -153,40 +145,31 @@ struct GemvRowsArgs {
 }
 
 impl Stream {
-    /// Multiplies the `m` rows in `columns` by `w`.
+    /// Multiplies the rows in `x`.
     pub(super) fn multiply_rows(
         &self,
-        o: &Operands<'_>,
-        w: &DeviceLinear,
+        p: &Product<'_>,
+        x: &Prepared,
         plan: &RowsPlan,
-        columns: &Columns,
-        output: &Output<'_>,
-        m: usize,
+        to: &Written<'_>,
     ) -> Result<()> {
-        let group = Group::of(m);
-        let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
-        let factors = output.norm.map(|_| &columns.factors);
-        let (out, best) = output.addresses(o, m, plan.blocks)?;
-        let packed = w.args(o)?;
+        let (w, m) = (p.w, p.m);
+        let (codes, meta, _) = w.operands(&p.o)?;
         let args = GemvRowsArgs {
-            codes: packed.codes,
-            meta: packed.meta,
-            columns: o.of("columns", &columns.words, &[bytes])?,
-            factors: o.optional("factors", factors, &[m])?,
-            out,
-            best,
+            codes,
+            meta,
+            columns: x.words,
+            factors: x.factors,
+            out: to.y,
+            best: to.best,
             m: m as i32,
-            rows: packed.rows,
-            tiles: w.tiles() as i32,
-            spans: packed.spans,
-            groups: packed.groups,
-            meta_bytes: packed.meta_bytes,
+            sizes: w.sizes(),
             parts: plan.parts as i32,
             part_spans: plan.part_spans as i32,
             depth: DEPTH as i32,
-            epilogue: output.epilogue,
+            epilogue: to.epilogue as i32,
         };
         // SAFETY: the operands were checked.
-        unsafe { self.launch(instance(w, m), plan.shape(), &args) }
+        unsafe { self.launch(instance(w.kind(), m), plan.shape(), &args) }
     }
 }
