@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 #[derive(Default)]
 pub struct Profile {
     on: AtomicBool,
-    entries: Mutex<BTreeMap<Key, Entry>>,
+    entries: Mutex<BTreeMap<Key, OpTotal>>,
 }
 
 /// Operation, kernel and shape, as in [`OpTiming`].
 pub(crate) type Key = (&'static str, &'static str, (usize, usize));
 
 #[derive(Default)]
-struct Entry {
+struct OpTotal {
     calls: u64,
     time: Duration,
     bytes: u64,
@@ -99,7 +99,7 @@ impl Profile {
         entry.bytes += bytes as u64;
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, Entry>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<Key, OpTotal>> {
         self.entries
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)

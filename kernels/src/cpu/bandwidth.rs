@@ -1,7 +1,7 @@
 //! Measures how fast this machine's memory can be read, the limit to compare speeds with.
 
 use super::memory::{Buffer, Shared};
-use super::table::Table;
+use super::table::KernelTable;
 use super::{Cpu, IsaChoice, Linear};
 use std::hint::black_box;
 use std::time::Instant;
@@ -74,7 +74,9 @@ impl Cpu {
 
     fn passes(&self, pieces: &[&[u32]]) -> Bandwidth {
         // Uses the machine's best instruction set, whichever one was forced for other operations.
-        let table = IsaChoice::Auto.resolve().map_or(self.table, Table::of);
+        let table = IsaChoice::Auto
+            .resolve()
+            .map_or(self.table, KernelTable::of);
         let bytes = pieces.iter().map(|words| 4 * words.len()).sum();
         let mut speeds: Vec<f64> = (0..PASSES)
             .map(|_| {

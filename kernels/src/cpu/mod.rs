@@ -24,12 +24,12 @@ pub use team::{Team, TeamOptions};
 use crate::error::Result;
 use crate::profile::Profile;
 pub(crate) use memory::with_scratch;
-use table::Table;
+use table::KernelTable;
 
 /// A CPU as a compute device.
 pub struct Cpu {
     isa: Isa,
-    table: &'static Table,
+    table: &'static KernelTable,
     team: Team,
     profile: Profile,
 }
@@ -58,7 +58,7 @@ impl Cpu {
         let isa = isa.resolve()?;
         Ok(Cpu {
             isa,
-            table: Table::of(isa),
+            table: KernelTable::of(isa),
             team: Team::with(team),
             profile: Profile::default(),
         })

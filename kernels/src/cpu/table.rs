@@ -2,7 +2,7 @@
 //! them exists once.
 //!
 //! [`instantiate!`] compiles every generic kernel inside functions that enable the set's
-//! instructions. [`Table::of`] returns a [`Table`] only for an instruction set that the CPU has,
+//! instructions. [`KernelTable::of`] returns a [`KernelTable`] only for an instruction set that the CPU has,
 //! which makes calling its functions sound.
 
 #![allow(
@@ -86,7 +86,7 @@ pub(crate) struct Dots {
     pub(crate) fives_wide: &'static [Dot],
     /// A panel of 6-bit weights, int16 columns.
     pub(crate) sixes_wide: &'static [Dot],
-    /// Weights of 5 and 6 bits after [`Table::spread_fives`] and its like, int8 columns.
+    /// Weights of 5 and 6 bits after [`KernelTable::spread_fives`] and its like, int8 columns.
     pub(crate) quads: [&'static [Dot]; PANELS],
     /// The same, int16 columns.
     pub(crate) quads_wide: [&'static [Dot]; PANELS],
@@ -96,27 +96,27 @@ pub(crate) struct Dots {
 
 /// Products of trellis codes.
 #[derive(Clone, Copy)]
-pub(crate) struct Trellis {
+pub(crate) struct TrellisKernels {
     /// A strip and a block of columns, of int8 and of int16, by columns - 1, then by the bits of a step (`STEP_BITS` of [`trellis`](super::linear::trellis)), or
     /// one for all.
     pub(crate) gemv: [&'static [&'static [TrellisGemv]]; 2],
     pub(crate) spread: TrellisSpread,
-    /// After [`Trellis::spread`], int8 columns, by panels - 1, then columns - 1.
+    /// After [`TrellisKernels::spread`], int8 columns, by panels - 1, then columns - 1.
     pub(crate) dot: [&'static [TrellisDot]; PANELS],
     /// The same, int16 columns.
     pub(crate) dot_wide: [&'static [TrellisDot]; PANELS],
 }
 
 /// One instruction set's kernels.
-pub(crate) struct Table {
-    /// Indexed by [`super::linear::pack::Codes`].
+pub(crate) struct KernelTable {
+    /// Indexed by [`super::linear::pack::UnitCodes`].
     pub(crate) dequantize: [Dequantize; 7],
     /// Indexed by codes, then columns - 1.
     pub(crate) gemv: [[Gemv; GEMV_COLUMNS]; 7],
     /// Indexed by panels - 1, then columns - 1.
     pub(crate) tile: [&'static [Tile]; PANELS],
     pub(crate) dots: Dots,
-    pub(crate) trellis: Trellis,
+    pub(crate) trellis: TrellisKernels,
     pub(crate) spread_fives: Spread,
     pub(crate) spread_sixes: Spread,
     /// Number of panels that makes the best use of this set's registers.
@@ -145,9 +145,9 @@ pub(crate) struct Table {
     pub(crate) prefill: Prefill,
 }
 
-impl Table {
+impl KernelTable {
     /// The kernels for `isa`, which must be available here.
-    pub(crate) fn of(isa: Isa) -> &'static Table {
+    pub(crate) fn of(isa: Isa) -> &'static KernelTable {
         assert!(isa.available(), "{isa} kernels on a CPU without it");
         match isa {
             Isa::Scalar => const { &scalar::TABLE },
@@ -157,7 +157,7 @@ impl Table {
             #[cfg(target_arch = "x86_64")]
             Isa::AvxVnni if Isa::vex_vnni() => {
                 const {
-                    &Table {
+                    &KernelTable {
                         dots: avxvnni_vex::DOTS,
                         trellis: avxvnni_vex::TRELLIS,
                         ..avx2::TABLE
@@ -167,7 +167,7 @@ impl Table {
             #[cfg(target_arch = "x86_64")]
             Isa::AvxVnni => {
                 const {
-                    &Table {
+                    &KernelTable {
                         dots: avxvnni_evex::DOTS,
                         trellis: avxvnni_evex::TRELLIS,
                         ..avx2::TABLE
@@ -177,7 +177,7 @@ impl Table {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 const {
-                    &Table {
+                    &KernelTable {
                         trellis: AVX512_TRELLIS,
                         ..avx512::TABLE
                     }
@@ -190,7 +190,7 @@ impl Table {
                     ..avx512::DOTS
                 };
                 const {
-                    &Table {
+                    &KernelTable {
                         dots: DOTS,
                         trellis: AVX512_TRELLIS,
                         ..avx512::TABLE
@@ -206,7 +206,7 @@ impl Table {
 }
 
 #[cfg(target_arch = "x86_64")]
-const AVX512_TRELLIS: Trellis = Trellis {
+const AVX512_TRELLIS: TrellisKernels = TrellisKernels {
     gemv: trellis_avx512::GEMV,
     ..avx512::TRELLIS
 };
@@ -287,7 +287,7 @@ macro_rules! products {
                 )
             }
         }
-        pub(super) const TRELLIS: Trellis = Trellis {
+        pub(super) const TRELLIS: TrellisKernels = TrellisKernels {
             gemv: [&[&[trellis_gemv::<1>]], &[&[trellis_gemv::<2>]]],
             spread: trellis_spread,
             dot: [
@@ -336,7 +336,7 @@ macro_rules! products {
     };
 }
 
-/// Defines a module with the [`Table`] of one instruction set: its [`Simd`] type, the
+/// Defines a module with the [`KernelTable`] of one instruction set: its [`Simd`] type, the
 /// attribute that enables it, the number of panels of queries and of columns in attention's
 /// products, and for each number of panels the column counts of each product.
 macro_rules! instantiate {
@@ -428,7 +428,7 @@ macro_rules! instantiate {
                 delta_gate = delta::gate[y: &mut [f32], norm: &[f32], z: &[f32], eps: f32] -> ();
             }
 
-            pub(super) const TABLE: Table = Table {
+            pub(super) const TABLE: KernelTable = KernelTable {
                 dequantize: [
                     dequantize::<float::F32>,
                     dequantize::<float::F16>,

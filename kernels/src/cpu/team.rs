@@ -37,13 +37,13 @@ pub struct TeamOptions {
 /// thread is member 0. An operation started while another one runs (inside it, or on
 /// another thread) is done by its caller alone.
 pub struct Team {
-    state: Arc<State>,
+    state: Arc<TeamState>,
     workers: Vec<JoinHandle<()>>,
 }
 
-type Job = *const (dyn Fn(usize) + Sync);
+type TeamJob = *const (dyn Fn(usize) + Sync);
 
-struct State {
+struct TeamState {
     /// Counts operations; a change tells the workers to run `job`.
     epoch: Padded<AtomicUsize>,
     /// Workers that have not finished the current job.
@@ -51,7 +51,7 @@ struct State {
     /// True while a caller's job is running.
     busy: AtomicBool,
     /// The current job: written while `pending` is 0 and before `epoch` changes, read afterwards.
-    job: UnsafeCell<Option<Job>>,
+    job: UnsafeCell<Option<TeamJob>>,
     quit: AtomicBool,
     sleeping: Vec<Padded<AtomicBool>>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -60,9 +60,9 @@ struct State {
 // SAFETY: `job` is the only field that is not `Sync` by itself. It is written only by the
 // holder of `busy` while no worker is pending, and read by workers between the `epoch`
 // change they acquire and the `pending` decrement they release; the pointee is `Sync`.
-unsafe impl Sync for State {}
+unsafe impl Sync for TeamState {}
 // SAFETY: as above.
-unsafe impl Send for State {}
+unsafe impl Send for TeamState {}
 
 impl Team {
     /// A team of `threads` threads; `None`: one per physical core.
@@ -76,7 +76,7 @@ impl Team {
     /// A team with these options.
     pub fn with(options: TeamOptions) -> Self {
         let n = options.threads.unwrap_or_else(physical_cores).max(1);
-        let state = Arc::new(State {
+        let state = Arc::new(TeamState {
             epoch: Padded::default(),
             pending: Padded::default(),
             busy: AtomicBool::new(false),
@@ -118,7 +118,7 @@ impl Team {
         }
         // SAFETY: the pointer's lifetime is erased, but this function does not return before
         // every worker has finished with it (`pending` reaches 0 below).
-        let job: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(f) };
+        let job: TeamJob = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), TeamJob>(f) };
         // SAFETY: `busy` is held and the previous job's `pending` was waited for, so no
         // worker reads `job` now.
         unsafe { *state.job.get() = Some(job) };
@@ -249,7 +249,7 @@ impl Drop for Team {
     }
 }
 
-impl State {
+impl TeamState {
     /// The loop of a worker thread.
     fn work(&self, member: usize) {
         let mut seen = 0;

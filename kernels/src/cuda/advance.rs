@@ -80,20 +80,20 @@ pub struct Logprobs {
 /// [`Sampling`] says so. Rows are written in order with a stream's other work.
 pub struct Adjustments {
     vocab: usize,
-    bias: Rows<f32>, // [rows, vocab]
-    mask: Rows<u32>, // [rows, vocab / 32, rounded up]
-    seen: Rows<u16>, // [rows, vocab]: IN_PROMPT, and how often the answer has a token
+    bias: StagedRows<f32>, // [rows, vocab]
+    mask: StagedRows<u32>, // [rows, vocab / 32, rounded up]
+    seen: StagedRows<u16>, // [rows, vocab]: IN_PROMPT, and how often the answer has a token
 }
 
 /// Rows on the device, and the staging memory for copying them.
-struct Rows<T> {
+struct StagedRows<T> {
     values: Buffer<T>,
     staging: Option<Staging<T>>,
 }
 
-impl<T: Pod> Rows<T> {
+impl<T: Pod> StagedRows<T> {
     fn new(gpu: &Gpu, what: &'static str, len: usize) -> Result<Self> {
-        Ok(Rows {
+        Ok(StagedRows {
             values: gpu.zeros(what, len)?,
             staging: None,
         })
@@ -127,9 +127,9 @@ impl Adjustments {
     pub fn new(gpu: &Gpu, vocab: usize, rows: usize) -> Result<Self> {
         Ok(Adjustments {
             vocab,
-            bias: Rows::new(gpu, "logit biases", rows * vocab)?,
-            mask: Rows::new(gpu, "token masks", rows * vocab.div_ceil(32))?,
-            seen: Rows::new(gpu, "tokens seen", rows * vocab)?,
+            bias: StagedRows::new(gpu, "logit biases", rows * vocab)?,
+            mask: StagedRows::new(gpu, "token masks", rows * vocab.div_ceil(32))?,
+            seen: StagedRows::new(gpu, "tokens seen", rows * vocab)?,
         })
     }
 

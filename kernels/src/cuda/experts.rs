@@ -5,7 +5,7 @@ use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm};
 use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use super::linear::{DeviceLinear, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
-use super::product::{Asked, PackedShape, Plan};
+use super::product::{Asked, PackedShape, ProductPlan};
 use crate::error::Result;
 use nq_formats::Experts;
 
@@ -158,7 +158,7 @@ impl Stream {
             tiles: launch.tiles,
             spans: launch.spans,
         };
-        let Plan::Row(plan) = Plan::checked(o, shape, Asked::Experts(m))? else {
+        let ProductPlan::Row(plan) = ProductPlan::checked(o, shape, Asked::Experts(m))? else {
             unreachable!("experts of a row are planned as one row");
         };
         let (codes, meta, scale) = w.operands(o)?;

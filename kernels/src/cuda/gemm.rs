@@ -7,7 +7,8 @@ use super::kernel::{kernels, names};
 use super::linear::{DeviceLinear, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::product::{
-    Asked, Epilogue, Output, PackedShape, Plan, Product, Rows, Target, Written, boxes, cheapest,
+    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, PackedShape, Product, ProductOutput,
+    ProductPlan, boxes, cheapest,
 };
 use crate::error::Result;
 use std::ops::Range;
@@ -23,15 +24,15 @@ pub enum GemmOutput<'a> {
     Silu(&'a mut Buffer<u16>),
 }
 
-impl<'a> From<GemmOutput<'a>> for Output<'a> {
+impl<'a> From<GemmOutput<'a>> for ProductOutput<'a> {
     fn from(output: GemmOutput<'a>) -> Self {
         let (epilogue, to) = match output {
-            GemmOutput::Store(y) => (Epilogue::Store, Target::Full(y)),
-            GemmOutput::Add(y) => (Epilogue::Add, Target::Full(y)),
-            GemmOutput::Silu(half) => (Epilogue::Silu, Target::Half(half)),
+            GemmOutput::Store(y) => (Epilogue::Store, OutputMemory::Full(y)),
+            GemmOutput::Add(y) => (Epilogue::Add, OutputMemory::Full(y)),
+            GemmOutput::Silu(half) => (Epilogue::Silu, OutputMemory::Half(half)),
         };
         let norm = None;
-        Output { epilogue, norm, to }
+        ProductOutput { epilogue, norm, to }
     }
 }
 
@@ -76,7 +77,7 @@ struct WgmmaArgs {
 /// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: each warp multiplies tiles of weights by all
 /// rows of x. Times are in microseconds, measured on an H200 without its warpgroup products; only their ratios
 /// matter.
-struct Instance {
+struct MmaInstance {
     /// Rows of x and tiles of weights per block.
     rows: usize,
     tiles: usize,
@@ -89,29 +90,29 @@ struct Instance {
 }
 
 /// In ascending order of rows of x.
-const INSTANCES: [Instance; 4] = [
-    Instance {
+const INSTANCES: [MmaInstance; 4] = [
+    MmaInstance {
         rows: 8,
         tiles: 4,
         teams: 4,
         work: 0.10,
         step: 0.40,
     },
-    Instance {
+    MmaInstance {
         rows: 16,
         tiles: 4,
         teams: 4,
         work: 0.12,
         step: 0.40,
     },
-    Instance {
+    MmaInstance {
         rows: 64,
         tiles: 4,
         teams: 4,
         work: 0.17,
         step: 1.05,
     },
-    Instance {
+    MmaInstance {
         rows: 128,
         tiles: 8,
         teams: 2,
@@ -132,19 +133,19 @@ const JOINING: f64 = 0.5;
 
 /// How rows of x are dealt to blocks.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Blocks {
+pub(super) enum RowBlocks {
     /// So many rows, in as many blocks as an instance needs.
     Of(usize),
     /// `columns` blocks, each of up to `rows` rows of one expert.
     Sorted { columns: usize, rows: usize },
 }
 
-impl Blocks {
+impl RowBlocks {
     /// Number of blocks that take `rows` rows each.
     fn columns(self, rows: usize) -> usize {
         match self {
-            Blocks::Of(m) => m.div_ceil(rows),
-            Blocks::Sorted { columns, .. } => columns,
+            RowBlocks::Of(m) => m.div_ceil(rows),
+            RowBlocks::Sorted { columns, .. } => columns,
         }
     }
 }
@@ -202,7 +203,7 @@ impl GemmPlan {
     }
 
     /// The fastest among the instances for these rows.
-    pub(super) fn new(info: &GpuInfo, w: &PackedShape, blocks: Blocks) -> Option<Self> {
+    pub(super) fn new(info: &GpuInfo, w: &PackedShape, blocks: RowBlocks) -> Option<Self> {
         let plans = Self::instances(blocks)
             .flat_map(|i| [1, 2, 4].map(|teams| (i, teams)))
             .filter(|&(i, teams)| teams <= INSTANCES[i].teams.min(w.spans.max(1)))
@@ -211,16 +212,16 @@ impl GemmPlan {
     }
 
     /// The instances for rows of x: the smallest that takes them and does not round weights, or else those that do.
-    fn instances(blocks: Blocks) -> Range<usize> {
+    fn instances(blocks: RowBlocks) -> Range<usize> {
         let exact = INSTANCES.partition_point(|i| i.rows <= EXACT_ROWS);
         let one = match blocks {
-            Blocks::Of(m) => INSTANCES[..exact].iter().position(|i| m <= i.rows),
-            Blocks::Sorted { rows, .. } => INSTANCES.iter().position(|i| i.rows == rows),
+            RowBlocks::Of(m) => INSTANCES[..exact].iter().position(|i| m <= i.rows),
+            RowBlocks::Sorted { rows, .. } => INSTANCES.iter().position(|i| i.rows == rows),
         };
         match (one, blocks) {
             (Some(i), _) => i..i + 1,
-            (None, Blocks::Of(_)) => exact..INSTANCES.len(),
-            (None, Blocks::Sorted { .. }) => 0..0,
+            (None, RowBlocks::Of(_)) => exact..INSTANCES.len(),
+            (None, RowBlocks::Sorted { .. }) => 0..0,
         }
     }
 }
@@ -306,9 +307,9 @@ pub(super) struct WgmmaPlan {
 
 impl WgmmaPlan {
     /// `None` for few rows, of which half of a warpgroup's product would be wasted, and on devices without this kernel.
-    pub(super) fn new(gpu: &Gpu, w: &PackedShape, blocks: Blocks) -> Option<Self> {
+    pub(super) fn new(gpu: &Gpu, w: &PackedShape, blocks: RowBlocks) -> Option<Self> {
         let info = gpu.info();
-        let few = matches!(blocks, Blocks::Of(m) if m <= EXACT_ROWS);
+        let few = matches!(blocks, RowBlocks::Of(m) if m <= EXACT_ROWS);
         if few || info.capability != (9, 0) {
             return None;
         }
@@ -319,12 +320,12 @@ impl WgmmaPlan {
     }
 
     /// The fastest on so many multiprocessors.
-    fn fastest(multiprocessors: usize, w: &PackedShape, blocks: Blocks) -> Option<Self> {
+    fn fastest(multiprocessors: usize, w: &PackedShape, blocks: RowBlocks) -> Option<Self> {
         let most = (4 * w.spans / LEAST_STEPS).max(1);
         cheapest(WGMMA_INSTANCES.iter().enumerate().flat_map(|(i, of)| {
             let most = match blocks {
-                Blocks::Of(_) => most.min(of.most_parts),
-                Blocks::Sorted { rows, .. } => usize::from(rows == of.rows),
+                RowBlocks::Of(_) => most.min(of.most_parts),
+                RowBlocks::Sorted { rows, .. } => usize::from(rows == of.rows),
             };
             let columns = blocks.columns(of.rows);
             let parts = PARTS.into_iter().filter(move |&p| p <= most);
@@ -370,8 +371,8 @@ impl Stream {
         output: GemmOutput<'_>,
         m: usize,
     ) -> Result<()> {
-        let (o, asked) = (self.operands("gemm"), Asked::Many(Blocks::Of(m)));
-        let p = Product::new(o, w, Rows::Half(x), m, asked);
+        let (o, asked) = (self.operands("gemm"), Asked::Many(RowBlocks::Of(m)));
+        let p = Product::new(o, w, Inputs::Half(x), m, asked);
         self.multiply(p, output.into())
     }
 
@@ -396,13 +397,13 @@ impl Stream {
         let o = self.operands("gemm_experts");
         o.multiple("rows of the stack", experts * TILE, w.rows())?;
         let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
-        let asked = Asked::Many(Blocks::Sorted {
+        let asked = Asked::Many(RowBlocks::Sorted {
             columns,
             rows: block_rows,
         });
-        let p = Product::new(o, w, Rows::Half(x), routes, asked);
-        let plan = Plan::checked(&o, PackedShape { tiles, ..w.shape() }, asked)?;
-        let to = Output::from(output).written(&o, (routes, rows), plan.shares())?;
+        let p = Product::new(o, w, Inputs::Half(x), routes, asked);
+        let plan = ProductPlan::checked(&o, PackedShape { tiles, ..w.shape() }, asked)?;
+        let to = ProductOutput::from(output).written(&o, (routes, rows), plan.shares())?;
         let sizes = WeightSizes {
             rows: rows as i32,
             tiles: tiles as i32,
@@ -421,8 +422,8 @@ impl Stream {
     pub(super) unsafe fn multiply_many(
         &self,
         p: &Product<'_>,
-        plan: &Plan,
-        to: &Written<'_>,
+        plan: &ProductPlan,
+        to: &OutputAddresses<'_>,
         sizes: WeightSizes,
         of_experts: Address,
     ) -> Result<()> {
@@ -443,7 +444,7 @@ impl Stream {
             parts: 1,
         };
         match plan {
-            Plan::Warpgroups(plan) => {
+            ProductPlan::Warpgroups(plan) => {
                 let of = &WGMMA_INSTANCES[plan.instance];
                 args.parts = plan.parts as i32;
                 // A box has at most 256 elements; with 16-bit weights, a step takes 2,048 bytes of a tile.
@@ -465,7 +466,7 @@ impl Stream {
                 // SAFETY: by the caller; the boxes are those of the kernel.
                 unsafe { self.launch(GEMM_WGMMA.of_kind(plan.instance, kind), shape, &args) }
             }
-            Plan::Warps(plan) => {
+            ProductPlan::Warps(plan) => {
                 let grid = (
                     plan.columns,
                     tiles.div_ceil(INSTANCES[plan.instance].tiles),
@@ -482,7 +483,7 @@ impl Stream {
 
 #[cfg(test)]
 mod tests {
-    use super::{Blocks, GemmPlan, INSTANCES, PackedShape, WgmmaPlan};
+    use super::{GemmPlan, INSTANCES, PackedShape, RowBlocks, WgmmaPlan};
     use crate::cuda::{GpuInfo, PackedKind};
     use nq_formats::{Bits, Zeros};
 
@@ -518,7 +519,7 @@ mod tests {
             let all = kinds.iter().flat_map(|&k| (1..300).map(move |m| (k, m)));
             for (kind, m) in all {
                 let w = PackedShape::new(kind, 1024, 4096);
-                let plan = GemmPlan::new(&device(100, room), &w, Blocks::Of(m)).unwrap();
+                let plan = GemmPlan::new(&device(100, room), &w, RowBlocks::Of(m)).unwrap();
                 assert!(plan.shared <= room, "{room}, {kind:?}, {m} rows: {plan:?}");
                 let rows = INSTANCES[plan.instance].rows;
                 match m {
@@ -539,7 +540,7 @@ mod tests {
     fn teams_suit_the_product() {
         let chosen = |m: usize, rows: usize, inputs: usize| {
             let (info, w) = (device(132, 163 << 10), shape(rows, inputs));
-            let plan = GemmPlan::new(&info, &w, Blocks::Of(m)).unwrap();
+            let plan = GemmPlan::new(&info, &w, RowBlocks::Of(m)).unwrap();
             (INSTANCES[plan.instance].rows, plan.teams)
         };
         // 8B: qkv, o, gate_up, down.
@@ -558,7 +559,7 @@ mod tests {
     #[test]
     fn blocks_suit_the_product() {
         let chosen = |m: usize, rows: usize, inputs: usize| {
-            let plan = WgmmaPlan::fastest(132, &shape(rows, inputs), Blocks::Of(m)).unwrap();
+            let plan = WgmmaPlan::fastest(132, &shape(rows, inputs), RowBlocks::Of(m)).unwrap();
             let i = &super::WGMMA_INSTANCES[plan.instance];
             (i.groups * 64, i.rows, plan.parts)
         };

@@ -6,7 +6,8 @@ use super::kernel::{kernels, names};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN};
 use super::product::{
-    Asked, Epilogue, Output, PackedShape, Product, Rows, Target, Written, boxes, cheapest,
+    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, PackedShape, Product, ProductOutput,
+    boxes, cheapest,
 };
 use crate::error::{Error, Result};
 
@@ -131,7 +132,7 @@ struct GemmStepArgs {
 
 /// An instance of `cuda/gemm_step.cu`.
 #[derive(Debug, PartialEq)]
-struct Instance {
+struct StepInstance {
     /// Warpgroups, each of four tiles of weights.
     groups: usize,
     /// Rows of x.
@@ -141,22 +142,22 @@ struct Instance {
     cost: (f64, f64),
 }
 
-impl Instance {
+impl StepInstance {
     const fn new(groups: usize, rows: usize, cost: (f64, f64)) -> Self {
-        Instance { groups, rows, cost }
+        StepInstance { groups, rows, cost }
     }
 }
 
 /// In the order of [`GEMM_STEP`]'s names. There is none with 256 rows of weights and 64 of x: it
 /// would gain nothing.
-const INSTANCES: [Instance; 7] = [
-    Instance::new(1, 32, (0.16, 1.9)),
-    Instance::new(2, 32, (0.22, 1.9)),
-    Instance::new(3, 32, (0.29, 2.1)),
-    Instance::new(4, 32, (0.37, 2.3)),
-    Instance::new(1, 64, (0.16, 2.6)),
-    Instance::new(2, 64, (0.25, 2.7)),
-    Instance::new(3, 64, (0.34, 3.0)),
+const INSTANCES: [StepInstance; 7] = [
+    StepInstance::new(1, 32, (0.16, 1.9)),
+    StepInstance::new(2, 32, (0.22, 1.9)),
+    StepInstance::new(3, 32, (0.29, 2.1)),
+    StepInstance::new(4, 32, (0.37, 2.3)),
+    StepInstance::new(1, 64, (0.16, 2.6)),
+    StepInstance::new(2, 64, (0.25, 2.7)),
+    StepInstance::new(3, 64, (0.34, 3.0)),
 ];
 
 /// Microseconds that each part adds to the next kernel.
@@ -205,12 +206,12 @@ impl StepPlan {
         }
     }
 
-    fn instance(&self) -> &'static Instance {
+    fn instance(&self) -> &'static StepInstance {
         &INSTANCES[self.instance]
     }
 }
 
-impl Instance {
+impl StepInstance {
     /// Stages of the ring, and shared memory of a block, within `room`: `STAGE`, `OUT_BYTES`,
     /// `tops` and the alignment of `GemmStep`.
     fn shared(&self, kind: PackedKind, head: bool, room: usize) -> (usize, usize) {
@@ -252,16 +253,16 @@ pub(super) fn check_wide(o: &Operands<'_>, m: usize) -> Result<()> {
     o.at_most("rows", MOST_WIDE_SEQUENCES, m)
 }
 
-impl<'a> From<StepOutput<'a>> for Output<'a> {
+impl<'a> From<StepOutput<'a>> for ProductOutput<'a> {
     fn from(output: StepOutput<'a>) -> Self {
         let (epilogue, to) = match output {
-            StepOutput::Parts(sums) => (Epilogue::Store, Target::Parts(sums)),
-            StepOutput::Store(y) => (Epilogue::Store, Target::Full(y)),
-            StepOutput::Silu(half) => (Epilogue::Silu, Target::Half(half)),
-            StepOutput::Head(y, best) => (Epilogue::Head, Target::Head(y, best)),
+            StepOutput::Parts(sums) => (Epilogue::Store, OutputMemory::Parts(sums)),
+            StepOutput::Store(y) => (Epilogue::Store, OutputMemory::Full(y)),
+            StepOutput::Silu(half) => (Epilogue::Silu, OutputMemory::Half(half)),
+            StepOutput::Head(y, best) => (Epilogue::Head, OutputMemory::Head(y, best)),
         };
         let norm = None;
-        Output { epilogue, norm, to }
+        ProductOutput { epilogue, norm, to }
     }
 }
 
@@ -283,7 +284,7 @@ impl Stream {
     ) -> Result<()> {
         let parted = matches!(output, StepOutput::Parts(_));
         let (o, asked) = (self.operands("gemm_step"), Asked::Step(m, parted));
-        let p = Product::new(o, w, Rows::Half(x), m, asked);
+        let p = Product::new(o, w, Inputs::Half(x), m, asked);
         self.multiply(p, output.into())
     }
 
@@ -292,7 +293,7 @@ impl Stream {
         &self,
         p: &Product<'_>,
         plan: &StepPlan,
-        to: &Written<'_>,
+        to: &OutputAddresses<'_>,
     ) -> Result<()> {
         let (w, kind) = (p.w, p.w.kind());
         let instance = plan.instance();

@@ -5,7 +5,8 @@ use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use super::linear::{DeviceLinear, WeightSizes};
 use super::pack::PackedKind;
 use super::product::{
-    Asked, Epilogue, Output, PackedShape, Product, Rows, Target, Written, cheapest,
+    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, PackedShape, Product, ProductOutput,
+    cheapest,
 };
 use crate::error::Result;
 
@@ -38,15 +39,17 @@ impl Norm<'_> {
     }
 }
 
-impl<'a> From<GemvOutput<'a>> for Output<'a> {
+impl<'a> From<GemvOutput<'a>> for ProductOutput<'a> {
     fn from(output: GemvOutput<'a>) -> Self {
         let (epilogue, norm, to) = match output {
-            GemvOutput::Store(norm, y) => (Epilogue::Store, Some(norm), Target::Full(y)),
-            GemvOutput::Add(y) => (Epilogue::Add, None, Target::Full(y)),
-            GemvOutput::Silu(norm, y) => (Epilogue::Silu, Some(norm), Target::Full(y)),
-            GemvOutput::Head(norm, y, best) => (Epilogue::Head, Some(norm), Target::Head(y, best)),
+            GemvOutput::Store(norm, y) => (Epilogue::Store, Some(norm), OutputMemory::Full(y)),
+            GemvOutput::Add(y) => (Epilogue::Add, None, OutputMemory::Full(y)),
+            GemvOutput::Silu(norm, y) => (Epilogue::Silu, Some(norm), OutputMemory::Full(y)),
+            GemvOutput::Head(norm, y, best) => {
+                (Epilogue::Head, Some(norm), OutputMemory::Head(y, best))
+            }
         };
-        Output { epilogue, norm, to }
+        ProductOutput { epilogue, norm, to }
     }
 }
 
@@ -93,7 +96,7 @@ const fn short_spans(bits: usize) -> usize {
 
 /// How a product is cut into shares of warps: see `cuda/gemv.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Cut {
+pub(super) struct WarpCut {
     /// Warps that share a tile.
     pub(super) split: usize,
     pub(super) blocks: usize,
@@ -101,7 +104,7 @@ pub(super) struct Cut {
     spans: usize,
 }
 
-impl Cut {
+impl WarpCut {
     /// The cut with the shortest path for the busiest warp: rounds of tiles times (spans of a warp
     /// plus the combination of the warps' sums).
     fn new(multiprocessors: usize, w: &PackedShape) -> Self {
@@ -120,13 +123,13 @@ impl Cut {
             let spans = w.spans.div_ceil(split);
             // On ties, prefers more blocks, i.e. smaller groups.
             let cost = rounds as f64 * (spans as f64 * span_cost + 1.0) + 0.01 * groups as f64;
-            (cost, Cut::of(split, blocks, rounds * spans))
+            (cost, WarpCut::of(split, blocks, rounds * spans))
         });
-        cheapest(cuts).unwrap_or(Cut::of(1, 1, 0))
+        cheapest(cuts).unwrap_or(WarpCut::of(1, 1, 0))
     }
 
     fn of(split: usize, blocks: usize, spans: usize) -> Self {
-        Cut {
+        WarpCut {
             split,
             blocks,
             spans,
@@ -150,7 +153,7 @@ fn stage_bytes(kind: PackedKind) -> usize {
 
 /// Launch settings of a product.
 pub(super) struct GemvPlan {
-    pub(super) cut: Cut,
+    pub(super) cut: WarpCut,
     /// Stages in shared memory; 0 keeps them in registers.
     pub(super) depth: usize,
     pub(super) shared: usize,
@@ -166,7 +169,7 @@ impl GemvPlan {
         head: bool,
         more: usize,
     ) -> Option<Self> {
-        let cut = Cut::new(multiprocessors, w);
+        let cut = WarpCut::new(multiprocessors, w);
         let bits = w.kind.bits();
         let row = row_bytes(w);
         let room = info.shared_memory.checked_sub(row + FIXED_BYTES + more)?;
@@ -212,7 +215,7 @@ impl Stream {
     ) -> Result<()> {
         let head = matches!(output, GemvOutput::Head(..));
         let asked = Asked::Row { head };
-        let p = Product::new(self.operands("gemv"), w, Rows::Full(x), 1, asked);
+        let p = Product::new(self.operands("gemv"), w, Inputs::Full(x), 1, asked);
         self.multiply(Product { late, ..p }, output.into())
     }
 
@@ -221,7 +224,7 @@ impl Stream {
         &self,
         p: &Product<'_>,
         plan: &GemvPlan,
-        to: &Written<'_>,
+        to: &OutputAddresses<'_>,
     ) -> Result<()> {
         let (o, w) = (&p.o, p.w);
         let (codes, meta, scale) = w.operands(o)?;

@@ -388,7 +388,7 @@ impl<'a> Packing<'a> {
         meta.fill(0);
         for upper in 0..2 {
             for g in 0..8 {
-                let place = Place { g, upper };
+                let place = TilePlace { g, upper };
                 let Some((weight, row)) = self.source(tile * TILE + 8 * upper + g) else {
                     for codes in codes.chunks_exact_mut(record) {
                         place.fill_zero(self.kind, codes);
@@ -412,7 +412,7 @@ impl<'a> Packing<'a> {
         &self,
         weight: &Weight,
         row: usize,
-        place: Place,
+        place: TilePlace,
         codes: &mut [u8],
     ) -> Result<()> {
         let factor = 2f32.powi(self.exponent);
@@ -452,7 +452,7 @@ impl<'a> Packing<'a> {
         &self,
         a: &AffineWeight,
         row: usize,
-        place: Place,
+        place: TilePlace,
         codes: &mut [u8],
         meta: &mut [u8],
     ) {
@@ -550,12 +550,12 @@ impl<'a> Packing<'a> {
 
 /// A row's place in its tile.
 #[derive(Clone, Copy)]
-struct Place {
+struct TilePlace {
     g: usize,
     upper: usize,
 }
 
-impl Place {
+impl TilePlace {
     fn lane(self, t: usize) -> usize {
         self.g * 4 + t
     }

@@ -2,10 +2,10 @@
 
 use super::batch::groups::GroupsPlan;
 use super::batch::rows::RowsPlan;
-use super::batch::{Columns, Group};
-use super::driver::{Address, Buffer, Gpu, Matrix, Operands, Stream, TensorMap};
+use super::batch::{ColumnGroup, Columns};
+use super::driver::{Address, BoxedMatrix, Buffer, Gpu, Operands, Stream, TensorMap};
 use super::experts::CHOSEN_BYTES;
-use super::gemm::{Blocks, GemmPlan, WgmmaPlan};
+use super::gemm::{GemmPlan, RowBlocks, WgmmaPlan};
 use super::gemm_step::{self, PartialSums, StepPlan};
 use super::gemv::{GemvPlan, Norm};
 use super::linear::DeviceLinear;
@@ -43,7 +43,7 @@ pub(super) enum Epilogue {
 
 /// The rows of x.
 #[derive(Clone, Copy)]
-pub(super) enum Rows<'a> {
+pub(super) enum Inputs<'a> {
     /// `[m, inputs]`
     Full(&'a Buffer<f32>),
     /// `[m, inputs padded to 256]` in FP16 and operand order.
@@ -57,7 +57,7 @@ pub(super) enum Rows<'a> {
 pub(super) struct Product<'a> {
     pub(super) o: Operands<'a>,
     pub(super) w: &'a DeviceLinear,
-    pub(super) x: Rows<'a>,
+    pub(super) x: Inputs<'a>,
     pub(super) m: usize,
     pub(super) asked: Asked,
     /// Of kernels that read columns.
@@ -67,14 +67,14 @@ pub(super) struct Product<'a> {
 }
 
 /// Where a product goes, and what of its inputs is normalized.
-pub(super) struct Output<'a> {
+pub(super) struct ProductOutput<'a> {
     pub(super) epilogue: Epilogue,
     pub(super) norm: Option<Norm<'a>>,
-    pub(super) to: Target<'a>,
+    pub(super) to: OutputMemory<'a>,
 }
 
 /// The memory of a product.
-pub(super) enum Target<'a> {
+pub(super) enum OutputMemory<'a> {
     /// `[m, outputs]`, or of gate and up `[m, outputs / 2]`.
     Full(&'a Buffer<f32>),
     /// `[m, outputs / 2 padded to 256]` in FP16 and operand order.
@@ -84,8 +84,8 @@ pub(super) enum Target<'a> {
     Parts(&'a mut PartialSums),
 }
 
-/// The addresses of an [`Output`].
-pub(super) struct Written<'a> {
+/// The addresses of an [`ProductOutput`].
+pub(super) struct OutputAddresses<'a> {
     pub(super) epilogue: Epilogue,
     pub(super) norm: Option<Norm<'a>>,
     pub(super) y: Address,
@@ -95,7 +95,7 @@ pub(super) struct Written<'a> {
     pub(super) width: usize,
 }
 
-impl Written<'_> {
+impl OutputAddresses<'_> {
     /// The gain of the inputs' norm, or null.
     pub(super) fn gain(&self, o: &Operands<'_>, inputs: usize) -> Result<Address> {
         self.norm.map_or(Ok(Address::NULL), |n| n.gain(o, inputs))
@@ -106,7 +106,7 @@ impl Written<'_> {
     }
 }
 
-impl<'a> Output<'a> {
+impl<'a> ProductOutput<'a> {
     /// The addresses for `m` rows of a weight with so many outputs. The plan leaves sums in so many parts, and so many
     /// best values a row.
     pub(super) fn written(
@@ -114,18 +114,18 @@ impl<'a> Output<'a> {
         o: &Operands<'_>,
         (m, rows): (usize, usize),
         (parts, bests): (usize, usize),
-    ) -> Result<Written<'a>> {
+    ) -> Result<OutputAddresses<'a>> {
         let (epilogue, none) = (self.epilogue, Address::NULL);
         let width = rows / if epilogue == Epilogue::Silu { 2 } else { 1 };
         let padded = width.next_multiple_of(SPAN);
         let y = |y| o.of("outputs", y, &[m, width]);
         let (y, half, best) = match self.to {
-            Target::Full(to) => (y(to)?, none, none),
-            Target::Half(to) => (none, o.of("FP16 outputs", to, &[m, padded])?, none),
-            Target::Head(to, best) => (y(to)?, none, o.of("best", best, &[m, bests])?),
-            Target::Parts(sums) => (sums.written(o, parts, m, rows)?, none, none),
+            OutputMemory::Full(to) => (y(to)?, none, none),
+            OutputMemory::Half(to) => (none, o.of("FP16 outputs", to, &[m, padded])?, none),
+            OutputMemory::Head(to, best) => (y(to)?, none, o.of("best", best, &[m, bests])?),
+            OutputMemory::Parts(sums) => (sums.written(o, parts, m, rows)?, none, none),
         };
-        Ok(Written {
+        Ok(OutputAddresses {
             epilogue,
             norm: self.norm,
             y,
@@ -152,13 +152,13 @@ pub(super) enum Asked {
     /// Up to 64 rows of a decode step in FP16; true if their sums may stay in parts.
     Step(usize, bool),
     /// Rows in FP16.
-    Many(Blocks),
+    Many(RowBlocks),
     /// Rows in f32, each of experts that it chooses.
     Experts(usize),
 }
 
 /// The kernel of a product, and how it is cut.
-pub(super) enum Plan {
+pub(super) enum ProductPlan {
     /// `cuda/gemv.cu`
     Row(GemvPlan),
     /// `cuda/gemv_rows.cu`
@@ -173,7 +173,7 @@ pub(super) enum Plan {
     Warps(GemmPlan),
 }
 
-impl Plan {
+impl ProductPlan {
     /// `None` if no kernel has room for the product.
     ///
     /// # Errors
@@ -182,32 +182,32 @@ impl Plan {
         let info = gpu.info();
         Ok(match asked {
             Asked::Row { head } => {
-                GemvPlan::new(info, info.multiprocessors, &w, head, 0).map(Plan::Row)
+                GemvPlan::new(info, info.multiprocessors, &w, head, 0).map(ProductPlan::Row)
             }
             Asked::Columns(m) => match RowsPlan::new(gpu, &w, m)? {
-                Some(plan) => Some(Plan::Rows(plan)),
-                None => GroupsPlan::new(info, &w, m).map(Plan::Groups),
+                Some(plan) => Some(ProductPlan::Rows(plan)),
+                None => GroupsPlan::new(info, &w, m).map(ProductPlan::Groups),
             },
             Asked::Step(m, parted) => {
                 let plan = StepPlan::new(info.multiprocessors, m, &w, parted);
-                Some(Plan::Step(plan))
+                Some(ProductPlan::Step(plan))
             }
             Asked::Experts(m) => {
                 // Rows share the multiprocessors.
                 let own = (info.multiprocessors / m).max(1);
-                GemvPlan::new(info, own, &w, false, CHOSEN_BYTES).map(Plan::Row)
+                GemvPlan::new(info, own, &w, false, CHOSEN_BYTES).map(ProductPlan::Row)
             }
             Asked::Many(blocks) => match WgmmaPlan::new(gpu, &w, blocks) {
-                Some(plan) => Some(Plan::Warpgroups(plan)),
-                None => GemmPlan::new(info, &w, blocks).map(Plan::Warps),
+                Some(plan) => Some(ProductPlan::Warpgroups(plan)),
+                None => GemmPlan::new(info, &w, blocks).map(ProductPlan::Warps),
             },
         })
     }
 
-    /// As [`Plan::new`]; where there is no room, an error that names the device.
+    /// As [`ProductPlan::new`]; where there is no room, an error that names the device.
     pub(super) fn checked(o: &Operands<'_>, w: PackedShape, asked: Asked) -> Result<Self> {
         let info = o.gpu().info();
-        match Plan::new(o.gpu(), w, asked)? {
+        match ProductPlan::new(o.gpu(), w, asked)? {
             Some(plan) => Ok(plan),
             None => {
                 let room = info.shared_memory;
@@ -220,19 +220,19 @@ impl Plan {
     /// Parts in which sums are left, and best values per row of a head: those of each block.
     pub(super) fn shares(&self) -> (usize, usize) {
         match self {
-            Plan::Row(plan) => (1, plan.cut.blocks),
-            Plan::Rows(plan) => (1, plan.blocks),
-            Plan::Groups(plan) => (1, plan.blocks),
-            Plan::Step(plan) => (plan.parts, plan.taken),
-            Plan::Warpgroups(_) | Plan::Warps(_) => (1, 0),
+            ProductPlan::Row(plan) => (1, plan.cut.blocks),
+            ProductPlan::Rows(plan) => (1, plan.blocks),
+            ProductPlan::Groups(plan) => (1, plan.blocks),
+            ProductPlan::Step(plan) => (plan.parts, plan.taken),
+            ProductPlan::Warpgroups(_) | ProductPlan::Warps(_) => (1, 0),
         }
     }
 
     /// How its kernel takes `m` rows in columns.
-    pub(super) fn group(&self, m: usize) -> Group {
+    pub(super) fn group(&self, m: usize) -> ColumnGroup {
         match self {
-            Plan::Groups(_) => Group::Eight,
-            _ => Group::of(m),
+            ProductPlan::Groups(_) => ColumnGroup::Eight,
+            _ => ColumnGroup::of(m),
         }
     }
 }
@@ -241,7 +241,7 @@ impl<'a> Product<'a> {
     pub(super) fn new(
         o: Operands<'a>,
         w: &'a DeviceLinear,
-        x: Rows<'a>,
+        x: Inputs<'a>,
         m: usize,
         asked: Asked,
     ) -> Self {
@@ -260,9 +260,9 @@ impl<'a> Product<'a> {
     pub(super) fn x(&self) -> Result<Address> {
         let (w, m) = (self.w, self.m);
         match self.x {
-            Rows::Full(x) => self.o.of("x", x, &[m, w.inputs()]),
-            Rows::Half(x) => self.o.of("x", x, &[m, w.spans(), SPAN]),
-            Rows::Prepared => Ok(Address::NULL),
+            Inputs::Full(x) => self.o.of("x", x, &[m, w.inputs()]),
+            Inputs::Half(x) => self.o.of("x", x, &[m, w.spans(), SPAN]),
+            Inputs::Prepared => Ok(Address::NULL),
         }
     }
 
@@ -288,7 +288,7 @@ pub(super) fn boxes(
     (bytes, element): (usize, usize),
 ) -> Result<[TensorMap; 3]> {
     let (gpu, w) = (p.o.gpu(), p.w.shape());
-    let x = Matrix {
+    let x = BoxedMatrix {
         address: x,
         element: 2,
         rows: p.m,
@@ -297,7 +297,7 @@ pub(super) fn boxes(
         swizzled: true,
     };
     let of_weight = |address, element, record: usize, bytes: usize| {
-        gpu.tensor_map(Matrix {
+        gpu.tensor_map(BoxedMatrix {
             address,
             element,
             rows: w.tiles,
@@ -316,16 +316,16 @@ pub(super) fn boxes(
 
 impl Stream {
     /// Computes a product by the kernel of its plan.
-    pub(super) fn multiply(&self, p: Product<'_>, output: Output<'_>) -> Result<()> {
+    pub(super) fn multiply(&self, p: Product<'_>, output: ProductOutput<'_>) -> Result<()> {
         if let Some(parts) = &p.w.trellis {
             return self.multiply_trellis(&p, parts, output);
         }
         p.check()?;
-        let plan = Plan::checked(&p.o, p.w.shape(), p.asked)?;
+        let plan = ProductPlan::checked(&p.o, p.w.shape(), p.asked)?;
         let to = output.written(&p.o, (p.m, p.w.rows()), plan.shares())?;
         match (&plan, p.columns) {
-            (Plan::Row(plan), _) => self.multiply_row(&p, plan, &to),
-            (Plan::Step(plan), _) => self.multiply_step(&p, plan, &to),
+            (ProductPlan::Row(plan), _) => self.multiply_row(&p, plan, &to),
+            (ProductPlan::Step(plan), _) => self.multiply_step(&p, plan, &to),
             (_, Some(columns)) => self.multiply_in_columns(&p, columns, &plan, &to),
             // SAFETY: there are no blocks of experts.
             _ => unsafe { self.multiply_many(&p, &plan, &to, p.w.sizes(), Address::NULL) },

@@ -16,7 +16,7 @@ use super::pack::PackedKind;
 use super::rows::Step;
 use crate::error::Result;
 use crate::pages::PAGE;
-use args::{LayerArgs, LayersArgs, Room};
+use args::{LayerArgs, LayersArgs, LayersRoom};
 use nq_formats::Experts;
 pub use scratch::{LayersInbox, LayersScratch};
 pub use sizes::LayersSizes;
@@ -183,7 +183,7 @@ impl Default for BlockLimit {
 /// The layout of a block's shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SharedMemory {
-    room: Room,
+    room: LayersRoom,
     /// Bytes of a stage of the ring.
     stage: usize,
     /// Stages of the ring.
@@ -422,7 +422,7 @@ impl SharedMemory {
         };
         let (digits, inner) = (digits_bytes, sizes.inner());
         let alone = cluster_of(info.capability) == 1;
-        let room = Room {
+        let room = LayersRoom {
             digits: if alone {
                 [take(digits(sizes.hidden.max(inner))); 2]
             } else {

@@ -12,7 +12,7 @@ use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{SPAN, TILE};
-use super::product::{Asked, Epilogue, Output, Product, Rows, Written};
+use super::product::{Asked, Epilogue, Inputs, OutputAddresses, Product, ProductOutput};
 use crate::error::Result;
 use bytemuck::Pod;
 use nq_formats::trellis::TILE as COLUMNS;
@@ -157,7 +157,7 @@ kernels! {
     TRELLIS_EXPAND: ExpandArgs = "trellis_expand" in "trellis_expand.cu",
         test "kernels/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis",
         instances codes!("trellis_expand");
-    TRELLIS_EMBED: EmbedArgs = "trellis_embed" in "trellis_expand.cu",
+    TRELLIS_EMBED: TrellisEmbedArgs = "trellis_embed" in "trellis_expand.cu",
         test "kernels/tests/cuda/trellis.rs::embeddings", bench "trellis",
         instances codes!("trellis_embed");
 }
@@ -238,7 +238,7 @@ struct TurnArgs {
 /// `TrellisEmbedArgs` of `cuda/trellis.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct EmbedArgs {
+struct TrellisEmbedArgs {
     words: Address,
     row_scales: Address,
     scales: Address,
@@ -325,7 +325,7 @@ impl Stream {
         &self,
         p: &Product<'_>,
         parts: &TrellisParts,
-        output: Output<'_>,
+        output: ProductOutput<'_>,
     ) -> Result<()> {
         let of = Operand { w: p.w, parts };
         if matches!(p.asked, Asked::Many(_)) && p.m > self.trellis_room(&p.o)?.sizes.rows {
@@ -337,7 +337,12 @@ impl Stream {
 
     /// A product of up to [`MOST_ROWS`] rows: two kernels, of which the first makes digits of the inputs. One row that
     /// fits in shared memory needs the second alone.
-    fn trellis_rows(&self, p: &Product<'_>, w: &Operand<'_>, to: &Written<'_>) -> Result<()> {
+    fn trellis_rows(
+        &self,
+        p: &Product<'_>,
+        w: &Operand<'_>,
+        to: &OutputAddresses<'_>,
+    ) -> Result<()> {
         let (o, m) = (&p.o, p.m);
         let room = self.trellis_room(o)?;
         let (inputs, strips, code) = (w.inputs(), w.parts.strips, w.parts.scheme.code());
@@ -357,9 +362,9 @@ impl Stream {
         let group = GROUPS[which];
         let padded = inputs.next_multiple_of(SPAN);
         let (full, half) = match p.x {
-            Rows::Full(_) => (p.x()?, Address::NULL),
-            Rows::Half(_) => (Address::NULL, p.x()?),
-            Rows::Prepared => return o.refuse("x", "rows", "columns"),
+            Inputs::Full(_) => (p.x()?, Address::NULL),
+            Inputs::Half(_) => (Address::NULL, p.x()?),
+            Inputs::Prepared => return o.refuse("x", "rows", "columns"),
         };
         let mut digits = o.of(
             "digits",
@@ -372,7 +377,7 @@ impl Stream {
         let has_room = o.gpu().info().shared_memory;
         let mut shared = rows_shared(w.parts.scheme, which);
         let with_row = shared + inputs * size_of::<f32>();
-        let owns = m == 1 && matches!(p.x, Rows::Full(_)) && with_row <= has_room;
+        let owns = m == 1 && matches!(p.x, Inputs::Full(_)) && with_row <= has_room;
         if owns {
             shared = with_row;
             (digits, steps) = (Address::NULL, Address::NULL);
@@ -440,7 +445,12 @@ impl Stream {
     }
 
     /// A product of more rows: the values of the weights become FP16, and the inputs are transformed.
-    fn trellis_many(&self, p: &Product<'_>, w: &Operand<'_>, output: Output<'_>) -> Result<()> {
+    fn trellis_many(
+        &self,
+        p: &Product<'_>,
+        w: &Operand<'_>,
+        output: ProductOutput<'_>,
+    ) -> Result<()> {
         let (o, m) = (&p.o, p.m);
         let room = self.trellis_room(o)?;
         let (inputs, rows) = (w.inputs(), w.w.rows());
@@ -487,7 +497,7 @@ impl Stream {
         let expanded = DeviceLinear::of_halves(&room.expanded, &room.no_meta, (rows, inputs));
         let p = Product {
             w: &expanded,
-            x: Rows::Half(&room.turned),
+            x: Inputs::Half(&room.turned),
             ..*p
         };
         self.multiply(p, output)
@@ -505,7 +515,7 @@ impl Stream {
         let o = self.operands("embed");
         let of = embedding.trellis_operand(&o)?;
         let inputs = embedding.inputs();
-        let args = EmbedArgs {
+        let args = TrellisEmbedArgs {
             words: of.words(&o)?,
             row_scales: of.row_scales(&o)?,
             scales: of.input_scales(&o)?,

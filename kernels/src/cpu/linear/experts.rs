@@ -5,7 +5,7 @@
 //! added in ascending order, so that the sum has one fixed order.
 
 use super::input::Prepared;
-use super::{Body, Epilogue, Linear, PASS_ROWS, Pass, PassPart, kernels, serving, step};
+use super::{Body, Epilogue, Linear, LinearPass, PASS_ROWS, PassPart, kernels, serving, step};
 use crate::cpu::memory::{Buffer, Shared};
 use crate::cpu::simd::LANES;
 use crate::cpu::table::PANELS;
@@ -15,7 +15,7 @@ use crate::routing::Routes;
 use std::ops::Range;
 
 /// Rows routed to one expert, at most [`PASS_ROWS`].
-struct Job {
+struct RoutedRows {
     expert: usize,
     /// Index of the row in x and y, and the factor of its output.
     rows: Vec<(usize, f32)>,
@@ -25,7 +25,7 @@ struct Job {
 
 /// Buffers of a call, kept for the next one.
 #[derive(Default)]
-struct Scratch {
+struct ExpertScratch {
     gathered: Buffer<f32>,   // [rows of a job, inputs]
     gated: Buffer<f32>,      // [rows of all jobs, width of an expert]
     prepared: Vec<Prepared>, // by job and part
@@ -35,7 +35,7 @@ impl Linear {
     /// The parts of one expert as a separate product.
     fn canonical(&self, expert: usize) -> Linear {
         let parts = self.expert(expert).iter();
-        let parts = parts.map(|part| super::Part {
+        let parts = parts.map(|part| super::StackPart {
             weight: match &part.weight {
                 Body::Canonical(weight) => Body::Canonical(weight.clone()),
                 Body::Packed(..) => unreachable!("called for weights as they came"),
@@ -124,14 +124,21 @@ impl Cpu {
         Ok(())
     }
 
-    fn run_experts(&self, gate_up: &Linear, down: &Linear, jobs: &[Job], x: &[f32], y: &mut [f32]) {
+    fn run_experts(
+        &self,
+        gate_up: &Linear,
+        down: &Linear,
+        jobs: &[RoutedRows],
+        x: &[f32],
+        y: &mut [f32],
+    ) {
         let (width, all) = (
             down.in_features,
             jobs.iter().map(|j| j.rows.len()).sum::<usize>(),
         );
         let one = x.len() == gate_up.in_features;
-        with_scratch!(Scratch, |scratch| {
-            let Scratch {
+        with_scratch!(ExpertScratch, |scratch| {
+            let ExpertScratch {
                 gathered,
                 gated,
                 prepared,
@@ -174,10 +181,10 @@ impl Cpu {
     fn prepare<'a>(
         &self,
         w: &'a Linear,
-        jobs: &[Job],
+        jobs: &[RoutedRows],
         (gathered, prepared): (&mut Buffer<f32>, &mut Vec<Prepared>),
         one: bool,
-        gather: impl Fn(&Job, &mut [f32]),
+        gather: impl Fn(&RoutedRows, &mut [f32]),
     ) -> Vec<Vec<PassPart<'a>>> {
         let mut next = 0;
         let mut layouts = Vec::new();
@@ -199,7 +206,7 @@ impl Cpu {
         &self,
         gate_up: &Linear,
         down: &Linear,
-        jobs: &[Job],
+        jobs: &[RoutedRows],
         x: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
@@ -228,12 +235,12 @@ impl Cpu {
 /// A pass over the expert of each job.
 fn passes_of<'a>(
     cpu: &Cpu,
-    jobs: &[Job],
+    jobs: &[RoutedRows],
     parts: &'a [Vec<PassPart<'a>>],
     inputs: &'a [Prepared],
     width: usize,
-) -> Vec<Pass<'a>> {
-    let pass = |(job, parts): (&Job, &'a Vec<PassPart<'a>>)| Pass {
+) -> Vec<LinearPass<'a>> {
+    let pass = |(job, parts): (&RoutedRows, &'a Vec<PassPart<'a>>)| LinearPass {
         table: cpu.table,
         parts,
         inputs,
@@ -245,21 +252,21 @@ fn passes_of<'a>(
     jobs.iter().zip(parts).map(pass).collect()
 }
 
-impl Job {
+impl RoutedRows {
     /// The range of its rows in a matrix of all jobs' rows.
     fn values(&self, width: usize) -> Range<usize> {
         self.start * width..(self.start + self.rows.len()) * width
     }
 }
 
-fn jobs(routes: &Routes) -> Vec<Job> {
+fn jobs(routes: &Routes) -> Vec<RoutedRows> {
     let mut jobs = Vec::new();
     let mut start = 0;
     for (expert, rows) in routes.by_expert() {
         for rows in rows.chunks(PASS_ROWS) {
             let rows = rows.to_vec();
             let next = start + rows.len();
-            jobs.push(Job {
+            jobs.push(RoutedRows {
                 expert,
                 rows,
                 start,
@@ -305,7 +312,7 @@ fn check(gate_up: &Linear, down: &Linear, routes: &Routes, x: &[f32], y: &[f32])
     Ok(())
 }
 
-impl Pass<'_> {
+impl LinearPass<'_> {
     /// Multiplies panels `steps` of the single part and adds each row, times its weight, to its row
     /// of `y`.
     fn add_rows(&self, steps: Range<usize>, rows: &[(usize, f32)], y: &Shared<'_, f32>) {

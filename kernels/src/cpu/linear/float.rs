@@ -8,14 +8,14 @@
 
 use super::fetch::fetch_ahead;
 use super::input::Prepared;
-use super::pack::{Codes, Packed, PackedZeros};
+use super::pack::{Packed, PackedZeros, UnitCodes};
 use crate::cpu::simd::{LANES, Simd};
 use std::ops::Range;
 
 /// Conversion of a unit of 4 bytes to floats.
 pub(crate) trait Units {
     /// The codes that this converts.
-    const CODES: Codes;
+    const CODES: UnitCodes;
     /// Subtracted from codes to centre them; 0 for dense weights.
     const CENTRE: f32;
     /// Number of inputs in a unit.
@@ -47,7 +47,7 @@ macro_rules! units {
         /// Marker for [`Units`].
         pub(crate) struct $name;
         impl Units for $name {
-            const CODES: Codes = $codes;
+            const CODES: UnitCodes = $codes;
             const CENTRE: f32 = $centre;
             #[inline(always)]
             unsafe fn expand<S: Simd>(s: S, p: *const u32, _: usize) -> [S::F; 8] {
@@ -65,7 +65,7 @@ macro_rules! planes {
         /// Marker for [`Units`].
         pub(crate) struct $name;
         impl Units for $name {
-            const CODES: Codes = $codes;
+            const CODES: UnitCodes = $codes;
             const CENTRE: f32 = $centre;
             #[inline(always)]
             unsafe fn expand<S: Simd>(s: S, p: *const u32, piece: usize) -> [S::F; 8] {
@@ -93,24 +93,42 @@ macro_rules! planes {
         }
     };
 }
-units!(F32, Codes::F32, 0.0, f32_units, [0, 0, 0, 0, 0, 0, 0, 0]);
-units!(F16, Codes::F16, 0.0, f16_units, [0, 1, 0, 1, 0, 1, 0, 1]);
-units!(Bf16, Codes::Bf16, 0.0, bf16_units, [0, 1, 0, 1, 0, 1, 0, 1]);
+units!(
+    F32,
+    UnitCodes::F32,
+    0.0,
+    f32_units,
+    [0, 0, 0, 0, 0, 0, 0, 0]
+);
+units!(
+    F16,
+    UnitCodes::F16,
+    0.0,
+    f16_units,
+    [0, 1, 0, 1, 0, 1, 0, 1]
+);
+units!(
+    Bf16,
+    UnitCodes::Bf16,
+    0.0,
+    bf16_units,
+    [0, 1, 0, 1, 0, 1, 0, 1]
+);
 units!(
     Byte,
-    Codes::Byte,
+    UnitCodes::Byte,
     128.0,
     byte_units,
     [0, 1, 2, 3, 0, 1, 2, 3]
 );
-planes!(Five, Codes::Five, 16.0, high: 1);
-planes!(Six, Codes::Six, 32.0, high: 2);
+planes!(Five, UnitCodes::Five, 16.0, high: 1);
+planes!(Six, UnitCodes::Six, 32.0, high: 2);
 
 /// Marker for [`Units`] that [`int8::spread`](super::int8::spread) made of others: four codes below
 /// 64 each, in the order and with the centre that those have.
 pub(crate) struct Quads;
 impl Units for Quads {
-    const CODES: Codes = Codes::Nibble; // multiplied as nibbles are
+    const CODES: UnitCodes = UnitCodes::Nibble; // multiplied as nibbles are
     const CENTRE: f32 = 0.0;
     const INPUTS: usize = 4;
     const WORDS: usize = 1;
@@ -124,7 +142,7 @@ impl Units for Quads {
 /// Marker for [`Units`].
 pub(crate) struct Nibble;
 impl Units for Nibble {
-    const CODES: Codes = Codes::Nibble;
+    const CODES: UnitCodes = UnitCodes::Nibble;
     const CENTRE: f32 = 8.0;
     #[inline(always)]
     unsafe fn expand<S: Simd>(s: S, p: *const u32, _: usize) -> [S::F; 8] {

@@ -1,7 +1,7 @@
 //! Activations in the form that kernels read: permuted and padded like the weight's inputs, in
 //! blocks of columns (rows of x), rounded if the kernel takes bf16 or integer codes.
 
-use super::pack::Codes;
+use super::pack::UnitCodes;
 use crate::cpu::memory::Buffer;
 use half::f16;
 use nq_formats::trellis::Code;
@@ -21,7 +21,7 @@ pub(crate) struct Layout {
     /// Factors of the inputs of a trellis weight, which are then transformed.
     pub(crate) input_scales: Option<InputScales>,
     /// Type of the values.
-    pub(crate) values: Values,
+    pub(crate) values: ActivationType,
 }
 
 /// Factors of inputs; equal if they are the same in memory.
@@ -36,7 +36,7 @@ impl PartialEq for InputScales {
 
 /// Type of a kernel's activations.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Values {
+pub(crate) enum ActivationType {
     /// Not rounded.
     F32,
     /// Pairs of bf16.
@@ -52,7 +52,7 @@ pub(crate) enum Values {
         /// The start value of the kernel's dot products, per unit of the codes' sum.
         start: i32,
         /// The codes of the weights, which determine the order within 8 activation codes.
-        against: Codes,
+        against: UnitCodes,
     },
     /// Quads of such codes, for trellis weights.
     Quads {

@@ -12,7 +12,7 @@
 use super::fetch::{fetch_ahead, fetch_group, groups_ahead};
 use super::float::{Units, offset};
 use super::input::Prepared;
-use super::pack::{Codes, Packed};
+use super::pack::{Packed, UnitCodes};
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::INT16_BASE;
 
@@ -41,7 +41,7 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
     out: *mut f32,
     out_stride: usize,
 ) {
-    let bytes = matches!(U::CODES, Codes::Byte);
+    let bytes = matches!(U::CODES, UnitCodes::Byte);
     let per_unit = U::INPUTS / 4; // dwords of x
     // Two at a time, those of one word: compilers unroll that, and longer loops not always.
     let together = per_unit.min(2);

@@ -5,13 +5,13 @@
 //! `Table`. The first row whose predicates hold is chosen.
 
 use super::float::{Byte, Five, Nibble, Six, Units};
-use super::input::{Layout, Prepared, Values};
-use super::pack::{Codes, Packed};
+use super::input::{ActivationType, Layout, Prepared};
+use super::pack::{Packed, UnitCodes};
 use super::trellis;
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::{LANES, Simd};
-use crate::cpu::table::{Dot, Dots, GEMV_COLUMNS, PANELS, Table};
+use crate::cpu::table::{Dot, Dots, GEMV_COLUMNS, KernelTable, PANELS};
 use crate::cpu::{simd, with_scratch};
 use crate::registry::{Activations, KernelInfo, WeightKind};
 use nq_formats::{Bits, DType, Group};
@@ -23,7 +23,8 @@ use std::ops::Range;
 /// # Safety
 /// The panels are inside the weight; the activations were prepared for it with the row's
 /// layout; the output is large enough; the table's instruction set is available.
-type Run = unsafe fn(&LinearKernel, &Table, &Packed, &Prepared, Range<usize>, &mut [f32]);
+type RunPanels =
+    unsafe fn(&LinearKernel, &KernelTable, &Packed, &Prepared, Range<usize>, &mut [f32]);
 
 /// A kernel for the Linear operation on the CPU.
 pub struct LinearKernel {
@@ -31,14 +32,14 @@ pub struct LinearKernel {
     pub info: KernelInfo,
     /// The instruction set it is compiled for.
     pub isa: Isa,
-    codes: Codes,
+    codes: UnitCodes,
     /// Most columns in a block of activations.
     columns: usize,
     /// The start value of integer dot products, per unit of the codes' sum.
     start: i32,
     /// Bytes per activation code.
     planes: usize,
-    run: Run,
+    run: RunPanels,
 }
 
 impl LinearKernel {
@@ -56,7 +57,7 @@ impl LinearKernel {
     }
 
     /// The codes of weights packed for this kernel.
-    pub(crate) fn codes(&self) -> Codes {
+    pub(crate) fn codes(&self) -> UnitCodes {
         self.codes
     }
 
@@ -70,12 +71,12 @@ impl LinearKernel {
             columns: self.columns,
             input_scales: w.trellis.as_ref().map(|t| t.input_scales.clone()),
             values: match activations {
-                Activations::F32 => Values::F32,
-                Activations::Bf16 => Values::Bf16,
+                Activations::F32 => ActivationType::F32,
+                Activations::Bf16 => ActivationType::Bf16,
                 Activations::Int8 { group } | Activations::Int16 { group }
                     if w.trellis.is_some() =>
                 {
-                    Values::Quads {
+                    ActivationType::Quads {
                         planes: planes(activations),
                         group,
                         // Bytes are centred by 127.5; a kernel may see them less 128.
@@ -83,13 +84,15 @@ impl LinearKernel {
                         code: w.trellis().code(),
                     }
                 }
-                Activations::Int8 { group } | Activations::Int16 { group } => Values::Codes {
-                    planes: planes(activations),
-                    group,
-                    share: share(w.group, group),
-                    start: self.start,
-                    against: w.codes,
-                },
+                Activations::Int8 { group } | Activations::Int16 { group } => {
+                    ActivationType::Codes {
+                        planes: planes(activations),
+                        group,
+                        share: share(w.group, group),
+                        start: self.start,
+                        against: w.codes,
+                    }
+                }
             },
         }
     }
@@ -102,18 +105,18 @@ impl LinearKernel {
     /// Panels that it must be called with: a multiple of this, or up to the last.
     pub(crate) fn step(&self) -> usize {
         match self.codes {
-            Codes::Trellis => trellis::PANELS,
+            UnitCodes::Trellis => trellis::PANELS,
             _ => 1,
         }
     }
 
-    /// See [`Run`].
+    /// See [`RunPanels`].
     ///
     /// # Safety
-    /// Like [`Run`].
+    /// Like [`RunPanels`].
     pub(crate) unsafe fn run(
         &self,
-        table: &Table,
+        table: &KernelTable,
         w: &Packed,
         x: &Prepared,
         panels: Range<usize>,
@@ -169,7 +172,7 @@ const TILE_INPUTS: usize = 256;
 /// Few columns: every panel is read once, and its codes become floats in registers.
 unsafe fn gemv_f32(
     _: &LinearKernel,
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -186,7 +189,7 @@ unsafe fn gemv_f32(
 /// Many columns: codes become floats in a tile that is multiplied with all columns.
 unsafe fn gemm_f32(
     _: &LinearKernel,
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -204,9 +207,9 @@ unsafe fn gemm_f32(
 /// [`gemm_f32`] for at most [`GEMM_PANELS`] panels.
 ///
 /// # Safety
-/// Like [`Run`].
+/// Like [`RunPanels`].
 unsafe fn gemm_f32_group(
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -257,7 +260,7 @@ unsafe fn gemm_f32_group(
 /// Integer dot products for few columns, one panel at a time.
 unsafe fn gemv_codes(
     kernel: &LinearKernel,
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -265,10 +268,10 @@ unsafe fn gemv_codes(
 ) {
     let (dots, wide) = (&table.dots, kernel.planes > 1);
     let dot = match kernel.codes {
-        Codes::Five if wide => dots.fives_wide,
-        Codes::Five => dots.fives,
-        Codes::Six if wide => dots.sixes_wide,
-        Codes::Six => dots.sixes,
+        UnitCodes::Five if wide => dots.fives_wide,
+        UnitCodes::Five => dots.fives,
+        UnitCodes::Six if wide => dots.sixes_wide,
+        UnitCodes::Six => dots.sixes,
         codes => many(dots, codes, wide)[0],
     }[x.width - 1];
     for (i, panel) in panels.enumerate() {
@@ -281,7 +284,7 @@ unsafe fn gemv_codes(
 /// Integer dot products for many columns, with as many panels at a time as registers allow.
 unsafe fn gemm_codes(
     kernel: &LinearKernel,
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -290,8 +293,8 @@ unsafe fn gemm_codes(
     let columns = x.columns();
     let kernels = many(&table.dots, kernel.codes, kernel.planes > 1);
     let spread = match kernel.codes {
-        Codes::Five => Some(table.spread_fives),
-        Codes::Six => Some(table.spread_sixes),
+        UnitCodes::Five => Some(table.spread_fives),
+        UnitCodes::Six => Some(table.spread_sixes),
         _ => None,
     };
     with_scratch!(Buffer<u32>, |tile| {
@@ -326,14 +329,14 @@ unsafe fn gemm_codes(
 }
 
 /// Products of one panel and of several with many columns.
-fn many(dots: &Dots, codes: Codes, wide: bool) -> [&'static [Dot]; PANELS] {
+fn many(dots: &Dots, codes: UnitCodes, wide: bool) -> [&'static [Dot]; PANELS] {
     match (codes, wide) {
-        (Codes::Nibble, false) => dots.nibbles,
-        (Codes::Nibble, true) => dots.nibbles_wide,
-        (Codes::Five | Codes::Six, false) => dots.quads,
-        (Codes::Five | Codes::Six, true) => dots.quads_wide,
-        (Codes::Bf16, _) => dots.bf16,
-        (Codes::Trellis, _) => unreachable!("has kernels of its own"),
+        (UnitCodes::Nibble, false) => dots.nibbles,
+        (UnitCodes::Nibble, true) => dots.nibbles_wide,
+        (UnitCodes::Five | UnitCodes::Six, false) => dots.quads,
+        (UnitCodes::Five | UnitCodes::Six, true) => dots.quads_wide,
+        (UnitCodes::Bf16, _) => dots.bf16,
+        (UnitCodes::Trellis, _) => unreachable!("has kernels of its own"),
         (_, false) => dots.bytes,
         (_, true) => dots.bytes_wide,
     }
@@ -416,11 +419,11 @@ macro_rules! rows {
         trellis: $few:tt $few16:tt $(,)?
     ) => {
         rows!(@list $isa, $requires,
-            ("trellis_int8", Codes::Trellis, trellis_weights, int8_activations,
+            ("trellis_int8", UnitCodes::Trellis, trellis_weights, int8_activations,
                 $int8, <$simd as Simd>::BYTE_START, 1, trellis::gemv, trellis::gemm, $few),
-            ("trellis_int16", Codes::Trellis, trellis_weights, int16_activations,
+            ("trellis_int16", UnitCodes::Trellis, trellis_weights, int16_activations,
                 $int16, <$simd as Simd>::BYTE_START, 2, trellis::gemv, trellis::gemm, $few16),
-            ("trellis_f32", Codes::Trellis, trellis_weights, f32_activations,
+            ("trellis_f32", UnitCodes::Trellis, trellis_weights, f32_activations,
                 $f32, 0, 1, trellis::gemm_f32, trellis::gemm_f32),
             ("int4_int8", Nibble::CODES, |w| nests(w, Bits::B4), int8_activations,
                 $int8, <$simd as Simd>::NIBBLE_START, 1, gemv_codes, gemm_codes),
@@ -442,17 +445,17 @@ macro_rules! rows {
                 $int16, <$simd as Simd>::NIBBLE_START, 2, gemv_codes, gemm_codes),
             ("int8_int16", Byte::CODES, |w| nests(w, Bits::B8), int16_activations,
                 $int16, <$simd as Simd>::BYTE_START, 2, gemv_codes, gemm_codes),
-            ("bf16_bf16", Codes::Bf16, |w| w == WeightKind::Dense(DType::BF16), bf16_activations,
+            ("bf16_bf16", UnitCodes::Bf16, |w| w == WeightKind::Dense(DType::BF16), bf16_activations,
                 $bf16, 0, 1, gemv_codes, gemm_codes),
             ("int4_f32", Nibble::CODES, |w| whole_units(w, Bits::B4, 8), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32),
             ("int8_f32", Byte::CODES, |w| whole_units(w, Bits::B8, 4), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32),
-            ("bf16_f32", Codes::Bf16, |w| w == WeightKind::Dense(DType::BF16), f32_activations,
+            ("bf16_f32", UnitCodes::Bf16, |w| w == WeightKind::Dense(DType::BF16), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32),
-            ("f16_f32", Codes::F16, |w| w == WeightKind::Dense(DType::F16), f32_activations,
+            ("f16_f32", UnitCodes::F16, |w| w == WeightKind::Dense(DType::F16), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32),
-            ("f32_f32", Codes::F32, |w| w == WeightKind::Dense(DType::F32), f32_activations,
+            ("f32_f32", UnitCodes::F32, |w| w == WeightKind::Dense(DType::F32), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32))
     };
     (@rows) => { GEMV_COLUMNS };

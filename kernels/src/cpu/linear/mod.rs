@@ -18,7 +18,7 @@ pub(crate) mod trellis;
 
 use super::memory::{Buffer, Shared};
 use super::simd::LANES;
-use super::table::{PANELS, Table};
+use super::table::{KernelTable, PANELS};
 use super::{Cpu, Team, with_scratch};
 use crate::error::{Error, Result};
 use crate::reference;
@@ -46,7 +46,7 @@ pub enum Epilogue {
 /// multiplied in one pass (QKV; gate and up); or those of every expert of a layer.
 pub struct Linear {
     name: &'static str,
-    parts: Vec<Part>,
+    parts: Vec<StackPart>,
     /// Number of experts whose parts these are, one expert after another; 1 if there are no experts.
     experts: usize,
     activations: Activations,
@@ -56,14 +56,14 @@ pub struct Linear {
 }
 
 /// One of the stacked weights.
-struct Part {
+struct StackPart {
     weight: Body,
     /// Index of its first output among those of all parts.
     start: usize,
     rows: usize,
 }
 
-impl Part {
+impl StackPart {
     fn packed(&self) -> Option<&Packed> {
         match &self.weight {
             Body::Packed(packed, _) => Some(packed),
@@ -141,9 +141,9 @@ impl Linear {
                 };
                 let (mut weight, size) = body(cpu, part, activations, kernels)?;
                 if let Body::Packed(w, _) = &mut weight {
-                    trellis::share_input_scales(w, stacked.iter().filter_map(Part::packed));
+                    trellis::share_input_scales(w, stacked.iter().filter_map(StackPart::packed));
                 }
-                stacked.push(Part {
+                stacked.push(StackPart {
                     weight,
                     start,
                     rows,
@@ -199,7 +199,7 @@ impl Linear {
     }
 
     /// The parts of one expert.
-    fn expert(&self, expert: usize) -> &[Part] {
+    fn expert(&self, expert: usize) -> &[StackPart] {
         let each = self.parts.len() / self.experts;
         &self.parts[expert * each..][..each]
     }
@@ -228,7 +228,7 @@ impl Linear {
 
     /// The packed codes, part by part; none for weights kept as they were given.
     pub(crate) fn packed_words(&self) -> impl Iterator<Item = &[u32]> {
-        let packed = self.parts.iter().filter_map(Part::packed);
+        let packed = self.parts.iter().filter_map(StackPart::packed);
         packed.map(|packed| &packed.data[..])
     }
 
@@ -372,7 +372,7 @@ impl Cpu {
     /// One pass over packed parts of `w` for at most [`PASS_ROWS`] rows.
     fn linear_pass(
         &self,
-        (w, parts): (&Linear, &[Part]),
+        (w, parts): (&Linear, &[StackPart]),
         x: &[f32],
         y: &mut [f32],
         width: usize,
@@ -382,7 +382,7 @@ impl Cpu {
         let many = m > super::table::GEMV_COLUMNS;
         with_scratch!(Vec<Prepared>, |inputs| {
             let (parts, _) = self.prepare_parts(parts, w, x, (inputs, 0), &mut Vec::new());
-            let pass = Pass {
+            let pass = LinearPass {
                 table: self.table,
                 parts: &parts,
                 inputs,
@@ -409,7 +409,7 @@ impl Cpu {
     /// prepared before `first`. Also returns the index for the next ones.
     fn prepare_parts<'a>(
         &self,
-        parts: &'a [Part],
+        parts: &'a [StackPart],
         w: &Linear,
         x: &[f32],
         (inputs, first): (&mut Vec<Prepared>, usize),
@@ -417,7 +417,7 @@ impl Cpu {
     ) -> (Vec<PassPart<'a>>, usize) {
         let m = x.len() / w.in_features;
         let before = first - layouts.len();
-        let prepare = |part: &'a Part| {
+        let prepare = |part: &'a StackPart| {
             let Body::Packed(packed, kernels) = &part.weight else {
                 unreachable!("a Linear is either packed or canonical");
             };
@@ -497,8 +497,8 @@ impl Cpu {
 }
 
 /// One pass of at most [`PASS_ROWS`] rows over a [`Linear`].
-struct Pass<'a> {
-    table: &'static Table,
+struct LinearPass<'a> {
+    table: &'static KernelTable,
     parts: &'a [PassPart<'a>],
     inputs: &'a [Prepared],
     /// Number of rows of x.
@@ -513,7 +513,7 @@ struct Pass<'a> {
 
 /// The share of one part in a pass.
 struct PassPart<'a> {
-    part: &'a Part,
+    part: &'a StackPart,
     packed: &'a Packed,
     kernel: &'static LinearKernel,
     /// Index of its prepared activations.
@@ -528,7 +528,7 @@ fn step(parts: &[PassPart<'_>], least: usize) -> usize {
         .fold(least, usize::max)
 }
 
-impl Pass<'_> {
+impl LinearPass<'_> {
     fn steps(&self, part: &PassPart<'_>) -> usize {
         part.packed.panels().div_ceil(self.step)
     }
@@ -596,7 +596,7 @@ impl Pass<'_> {
         team.run_ranges(steps, 1, |range| self.silu_mul_range(range, y));
     }
 
-    /// [`Pass::silu_mul`] for the panels of these steps, which no other task writes.
+    /// [`LinearPass::silu_mul`] for the panels of these steps, which no other task writes.
     fn silu_mul_range(&self, steps: Range<usize>, y: &Shared<'_, f32>) {
         let [gate, up] = self.parts else {
             unreachable!("checked by the caller: gate and up");
@@ -632,7 +632,7 @@ impl Pass<'_> {
         y: &Shared<'_, f32>,
         add: bool,
     ) {
-        let Part { start, rows, .. } = *part.part;
+        let StackPart { start, rows, .. } = *part.part;
         let columns = self.columns(part);
         // Rows in the outer loop: a row's outputs of all panels are adjacent.
         for c in 0..self.m {

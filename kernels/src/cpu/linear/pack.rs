@@ -14,7 +14,7 @@
 //! are stored per group in the same order of rows. Rows past the last one are zeros.
 
 use super::input::InputScales;
-use super::trellis::{self, Trellis};
+use super::trellis::{self, PackedTrellis};
 use crate::cpu::Team;
 use crate::cpu::memory::{Buffer, Shared};
 use crate::cpu::simd::LANES;
@@ -30,7 +30,7 @@ use std::sync::Arc;
 
 /// The content of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Codes {
+pub(crate) enum UnitCodes {
     /// One f32.
     F32,
     /// Two f16.
@@ -49,24 +49,24 @@ pub(crate) enum Codes {
     Trellis,
 }
 
-impl Codes {
+impl UnitCodes {
     /// Number of inputs in a unit.
     pub(crate) const fn inputs(self) -> usize {
         match self {
-            Codes::F32 | Codes::Trellis => 1,
-            Codes::F16 | Codes::Bf16 => 2,
-            Codes::Byte => 4,
-            Codes::Nibble => 8,
-            Codes::Five => 32,
-            Codes::Six => 16,
+            UnitCodes::F32 | UnitCodes::Trellis => 1,
+            UnitCodes::F16 | UnitCodes::Bf16 => 2,
+            UnitCodes::Byte => 4,
+            UnitCodes::Nibble => 8,
+            UnitCodes::Five => 32,
+            UnitCodes::Six => 16,
         }
     }
 
     /// Number of 4-byte words in a unit.
     pub(crate) const fn words(self) -> usize {
         match self {
-            Codes::Five => 5,
-            Codes::Six => 3,
+            UnitCodes::Five => 5,
+            UnitCodes::Six => 3,
             _ => 1,
         }
     }
@@ -74,9 +74,9 @@ impl Codes {
     /// Width of integer codes, which gives the midpoint of symmetric ones.
     fn bits(self) -> Bits {
         match self {
-            Codes::Nibble => Bits::B4,
-            Codes::Five => Bits::B5,
-            Codes::Six => Bits::B6,
+            UnitCodes::Nibble => Bits::B4,
+            UnitCodes::Five => Bits::B5,
+            UnitCodes::Six => Bits::B6,
             _ => Bits::B8,
         }
     }
@@ -90,18 +90,18 @@ impl Codes {
     fn of(weight: &Weight) -> Vec<Self> {
         match weight {
             Weight::Dense(t) => match t.dtype() {
-                DType::F32 => vec![Codes::F32],
-                DType::F16 => vec![Codes::F16],
-                DType::BF16 => vec![Codes::Bf16],
+                DType::F32 => vec![UnitCodes::F32],
+                DType::F16 => vec![UnitCodes::F16],
+                DType::BF16 => vec![UnitCodes::Bf16],
                 _ => Vec::new(),
             },
             Weight::Quantized(QuantizedWeight::Affine(a)) => match a.scheme().value_bits() {
-                Bits::B5 => vec![Codes::Five, Codes::Byte],
-                Bits::B6 => vec![Codes::Six, Codes::Byte],
-                Bits::B8 => vec![Codes::Byte],
-                _ => vec![Codes::Nibble],
+                Bits::B5 => vec![UnitCodes::Five, UnitCodes::Byte],
+                Bits::B6 => vec![UnitCodes::Six, UnitCodes::Byte],
+                Bits::B8 => vec![UnitCodes::Byte],
+                _ => vec![UnitCodes::Nibble],
             },
-            Weight::Quantized(QuantizedWeight::Trellis(_)) => vec![Codes::Trellis],
+            Weight::Quantized(QuantizedWeight::Trellis(_)) => vec![UnitCodes::Trellis],
             Weight::Quantized(_) => Vec::new(),
         }
     }
@@ -131,7 +131,7 @@ pub(crate) enum PackedZeros {
 /// A weight in panels.
 pub(crate) struct Packed {
     /// The content of a unit.
-    pub(crate) codes: Codes,
+    pub(crate) codes: UnitCodes,
     /// Number of output rows.
     pub(crate) rows: usize,
     /// Number of inputs after permuting and padding: whole units, and a multiple of `align`.
@@ -151,7 +151,7 @@ pub(crate) struct Packed {
     /// Original index of each packed input ([`HOLE`]: none), if they are permuted.
     pub(crate) order: Option<Arc<[u32]>>,
     /// Of a trellis weight, what it has beside its words, which are `data`.
-    pub(crate) trellis: Option<Trellis>,
+    pub(crate) trellis: Option<PackedTrellis>,
 }
 
 /// Marks a packed input that has no original input.
@@ -162,8 +162,13 @@ impl Packed {
     ///
     /// # Errors
     /// [`Error::NoKernel`] for element types that cannot be packed in this way.
-    pub(crate) fn new(team: &Team, weight: &Weight, codes: Codes, align: usize) -> Result<Self> {
-        if !Codes::of(weight).contains(&codes) {
+    pub(crate) fn new(
+        team: &Team,
+        weight: &Weight,
+        codes: UnitCodes,
+        align: usize,
+    ) -> Result<Self> {
+        if !UnitCodes::of(weight).contains(&codes) {
             return Err(Error::NoKernel {
                 op: "linear",
                 scheme: weight.scheme_name(),
@@ -179,7 +184,7 @@ impl Packed {
         })
     }
 
-    fn dense(team: &Team, t: &Tensor, codes: Codes, align: usize) -> Self {
+    fn dense(team: &Team, t: &Tensor, codes: UnitCodes, align: usize) -> Self {
         let (rows, k) = (t.shape()[0], t.shape()[1]);
         let inputs = k.next_multiple_of(align.max(codes.inputs()));
         let units = inputs / codes.inputs();
@@ -192,7 +197,7 @@ impl Packed {
             units,
             group: inputs,
             groups: 1,
-            data: interleave(team, rows, units, &Rows::Dense { data, stride }),
+            data: interleave(team, rows, units, &RowSource::Dense { data, stride }),
             scales: Buffer::default(),
             zeros: PackedZeros::None,
             order: None,
@@ -203,7 +208,7 @@ impl Packed {
     fn of_trellis(team: &Team, w: &TrellisWeight) -> Self {
         let (rows, inputs) = (w.out_features(), w.in_features());
         Packed {
-            codes: Codes::Trellis,
+            codes: UnitCodes::Trellis,
             rows,
             inputs,
             units: inputs,
@@ -213,7 +218,7 @@ impl Packed {
             scales: panels_of(team, rows, 1, &[0], w.row_scales()),
             zeros: PackedZeros::None,
             order: None,
-            trellis: Some(Trellis {
+            trellis: Some(PackedTrellis {
                 scheme: w.scheme(),
                 input_scales: InputScales(w.input_scales().into()),
             }),
@@ -224,11 +229,11 @@ impl Packed {
     ///
     /// # Panics
     /// If it is another weight.
-    pub(crate) fn trellis(&self) -> &Trellis {
+    pub(crate) fn trellis(&self) -> &PackedTrellis {
         self.trellis.as_ref().expect("a trellis weight")
     }
 
-    fn affine(team: &Team, a: &AffineWeight, codes: Codes, align: usize) -> Self {
+    fn affine(team: &Team, a: &AffineWeight, codes: UnitCodes, align: usize) -> Self {
         let (rows, k) = (a.out_features(), a.in_features());
         let align = align.max(codes.inputs());
         // Packed groups: the index of each one's original group, and the order of its inputs.
@@ -250,7 +255,7 @@ impl Packed {
         }
         .next_multiple_of(align);
         let (units, groups) = (inputs / codes.inputs(), source.len());
-        let from = Rows::Affine {
+        let from = RowSource::Affine {
             weight: a,
             codes,
             inputs,
@@ -346,19 +351,19 @@ impl Packed {
         let panel = &self.data[row / LANES * words * LANES..];
         let unit = |u: usize| panel[u * LANES + row % LANES];
         let value = |i: usize| match self.codes {
-            Codes::F32 => f32::from_bits(unit(i)),
-            Codes::F16 => f16::from_bits((unit(i / 2) >> (16 * (i & 1))) as u16).to_f32(),
-            Codes::Bf16 => f32::from_bits((unit(i / 2) >> (16 * (i & 1))) << 16),
-            Codes::Byte | Codes::Nibble | Codes::Five | Codes::Six => {
+            UnitCodes::F32 => f32::from_bits(unit(i)),
+            UnitCodes::F16 => f16::from_bits((unit(i / 2) >> (16 * (i & 1))) as u16).to_f32(),
+            UnitCodes::Bf16 => f32::from_bits((unit(i / 2) >> (16 * (i & 1))) << 16),
+            UnitCodes::Byte | UnitCodes::Nibble | UnitCodes::Five | UnitCodes::Six => {
                 let (s, o) = self.affine_of(row, i / self.group);
                 let q = match self.codes {
-                    Codes::Byte => (unit(i / 4) >> (8 * (i & 3))) & 255,
-                    Codes::Nibble => (unit(i / 8) >> (4 * (i & 7))) & 15,
+                    UnitCodes::Byte => (unit(i / 4) >> (8 * (i & 3))) & 255,
+                    UnitCodes::Nibble => (unit(i / 8) >> (4 * (i & 7))) & 15,
                     codes => code_of_planes(codes, i, unit),
                 };
                 s.mul_add(q as f32, o)
             }
-            Codes::Trellis => unreachable!("has no units"),
+            UnitCodes::Trellis => unreachable!("has no units"),
         };
         match &self.order {
             None => out.iter_mut().enumerate().for_each(|(i, o)| *o = value(i)),
@@ -434,14 +439,14 @@ fn gather_groups(g_idx: &[u32], groups: usize, size: usize) -> (Vec<usize>, Vec<
 }
 
 /// The source of the rows to be packed.
-enum Rows<'a> {
+enum RowSource<'a> {
     Dense {
         data: &'a [u8],
         stride: usize,
     },
     Affine {
         weight: &'a AffineWeight,
-        codes: Codes,
+        codes: UnitCodes,
         /// Number of inputs, padded.
         inputs: usize,
         /// The input at each place, or [`HOLE`].
@@ -449,18 +454,18 @@ enum Rows<'a> {
     },
 }
 
-impl Rows<'_> {
+impl RowSource<'_> {
     /// The bytes of one row: the original ones, or converted ones in `scratch`.
     fn row<'a>(&'a self, row: usize, scratch: &'a mut Vec<u8>) -> &'a [u8] {
         match self {
-            Rows::Dense { data, stride } => &data[row * stride..(row + 1) * stride],
-            Rows::Affine {
+            RowSource::Dense { data, stride } => &data[row * stride..(row + 1) * stride],
+            RowSource::Affine {
                 weight,
                 codes,
                 order: None,
                 ..
             } if codes.words() == 1 => weight.held_row(row, scratch),
-            Rows::Affine {
+            RowSource::Affine {
                 weight,
                 codes,
                 inputs,
@@ -491,13 +496,13 @@ impl Rows<'_> {
 }
 
 /// Position, in a unit's high word, of the bits of input `i` of the unit.
-fn high_place(codes: Codes, i: usize) -> usize {
+fn high_place(codes: UnitCodes, i: usize) -> usize {
     let (quad, byte) = (i / 8 * 2 + i % 2, i % 8 / 2);
     8 * byte + quad * (codes.bits().width() - 4)
 }
 
 /// Appends units of codes in two planes.
-fn pack_planes(codes: Codes, values: &[u8], out: &mut Vec<u8>) {
+fn pack_planes(codes: UnitCodes, values: &[u8], out: &mut Vec<u8>) {
     let last = codes.words() - 1;
     for unit in values.chunks(codes.inputs()) {
         let mut words = [0u32; 5];
@@ -510,7 +515,7 @@ fn pack_planes(codes: Codes, values: &[u8], out: &mut Vec<u8>) {
 }
 
 /// Code `i` of a row in units of two planes; `word` returns the words.
-fn code_of_planes(codes: Codes, i: usize, word: impl Fn(usize) -> u32) -> u32 {
+fn code_of_planes(codes: UnitCodes, i: usize, word: impl Fn(usize) -> u32) -> u32 {
     let (first, i) = (i / codes.inputs() * codes.words(), i % codes.inputs());
     let low = word(first + i / 8) >> (4 * (i % 8)) & 15;
     let high = word(first + codes.words() - 1) >> high_place(codes, i);
@@ -518,7 +523,7 @@ fn code_of_planes(codes: Codes, i: usize, word: impl Fn(usize) -> u32) -> u32 {
 }
 
 /// Transposes rows into panels of 4-byte units, in parallel.
-fn interleave(team: &Team, rows: usize, units: usize, source: &Rows<'_>) -> Buffer<u32> {
+fn interleave(team: &Team, rows: usize, units: usize, source: &RowSource<'_>) -> Buffer<u32> {
     let mut data = Buffer::weights(rows.div_ceil(LANES) * units * LANES);
     spread(team, &mut data, units * LANES, |panel, data| {
         let mut scratch = Vec::new();

@@ -1,10 +1,10 @@
 //! Converts rows of x to the layout that [`super::input`] describes.
 
-use super::input::{Layout, Prepared, Values};
-use super::pack::{Codes, HOLE};
+use super::input::{ActivationType, Layout, Prepared};
+use super::pack::{HOLE, UnitCodes};
 use super::trellis;
 use crate::cpu::memory::{Buffer, Shared};
-use crate::cpu::table::Table;
+use crate::cpu::table::KernelTable;
 use crate::cpu::{Team, with_scratch};
 use crate::reference::INT16_BASE;
 use nq_formats::trellis::Code;
@@ -24,7 +24,7 @@ impl Prepared {
     pub(crate) fn prepare(
         &mut self,
         team: &Team,
-        table: &Table,
+        table: &KernelTable,
         layout: &Layout,
         x: &[f32],
         k: usize,
@@ -33,7 +33,7 @@ impl Prepared {
         // Blocks of equal width: 13 rows with at most 12 per block become 7 + 6, not 12 + 1.
         let blocks = self.rows.div_ceil(layout.columns);
         self.width = self.rows.div_ceil(blocks);
-        let rows = Rows {
+        let rows = RowsToPrepare {
             team,
             table,
             layout,
@@ -43,17 +43,17 @@ impl Prepared {
             blocks: self.blocks(),
         };
         match layout.values {
-            Values::F32 => self.prepare_floats(&rows),
-            Values::Bf16 => self.prepare_pairs(&rows),
-            Values::Codes { share, .. } => {
+            ActivationType::F32 => self.prepare_floats(&rows),
+            ActivationType::Bf16 => self.prepare_pairs(&rows),
+            ActivationType::Codes { share, .. } => {
                 self.share = share;
                 self.prepare_codes(&rows);
             }
-            Values::Quads { .. } => self.prepare_quads(&rows),
+            ActivationType::Quads { .. } => self.prepare_quads(&rows),
         }
     }
 
-    fn prepare_floats(&mut self, rows: &Rows<'_>) {
+    fn prepare_floats(&mut self, rows: &RowsToPrepare<'_>) {
         let (width, inputs) = (rows.width, rows.layout.inputs);
         let groups = rows.groups();
         let sums = Shared::new(self.sums.reserve(rows.blocks * groups * width));
@@ -80,7 +80,7 @@ impl Prepared {
         });
     }
 
-    fn prepare_pairs(&mut self, rows: &Rows<'_>) {
+    fn prepare_pairs(&mut self, rows: &RowsToPrepare<'_>) {
         let part = rows.layout.inputs / 2 * rows.width;
         let pairs = Shared::new(self.pairs.reserve(rows.blocks * part));
         rows.each_block(|b, scratch| {
@@ -94,8 +94,8 @@ impl Prepared {
     }
 
     /// Rounds to codes of one byte, or of two bytes in separate planes.
-    fn prepare_codes(&mut self, rows: &Rows<'_>) {
-        let Values::Codes {
+    fn prepare_codes(&mut self, rows: &RowsToPrepare<'_>) {
+        let ActivationType::Codes {
             planes,
             group,
             share,
@@ -133,7 +133,7 @@ impl Prepared {
                 } else {
                     (table.quantize_wide)(row, group, high, low.reserve(inputs), row_scales);
                 }
-                let nibbles = against != Codes::Byte;
+                let nibbles = against != UnitCodes::Byte;
                 for (plane, bytes) in scratch.codes[..planes].iter().enumerate() {
                     let (bytes, at) = (&bytes[..inputs], c * planes + plane);
                     let totals = scratch.totals[plane].reserve(shares);
@@ -163,8 +163,8 @@ impl Prepared {
 
 impl Prepared {
     /// Rounds to codes of one byte, or of two bytes in separate planes, and makes quads of them.
-    fn prepare_quads(&mut self, rows: &Rows<'_>) {
-        let Values::Quads {
+    fn prepare_quads(&mut self, rows: &RowsToPrepare<'_>) {
+        let ActivationType::Quads {
             planes,
             group,
             start,
@@ -228,9 +228,9 @@ impl Prepared {
 }
 
 /// The rows of x to be prepared, and their layout.
-struct Rows<'a> {
+struct RowsToPrepare<'a> {
     team: &'a Team,
-    table: &'a Table,
+    table: &'a KernelTable,
     layout: &'a Layout,
     /// `[rows, k]`
     x: &'a [f32],
@@ -239,7 +239,7 @@ struct Rows<'a> {
     blocks: usize,
 }
 
-impl Rows<'_> {
+impl RowsToPrepare<'_> {
     /// Number of sums per row.
     fn groups(&self) -> usize {
         let group = self.layout.sums;

@@ -136,7 +136,7 @@ impl Cpu {
         let begin = self.profile.begin();
         let DeltaRows { qkvz, ba } = rows;
         let states: Vec<Shared<'_, f32>> = states.iter_mut().map(|s| Shared::new(s)).collect();
-        let pass = Pass {
+        let pass = DeltaPass {
             cpu: self,
             shape,
             vectors,
@@ -158,7 +158,7 @@ impl Cpu {
 }
 
 /// What the steps of a pass share.
-struct Pass<'a> {
+struct DeltaPass<'a> {
     cpu: &'a Cpu,
     shape: &'a DeltaShape,
     vectors: &'a DeltaVectors<'a>,
@@ -168,7 +168,7 @@ struct Pass<'a> {
     m: usize,
 }
 
-impl Pass<'_> {
+impl DeltaPass<'_> {
     /// Runs `f(span, state, task)` for `each` tasks of every span, which have `values` values per row.
     fn run(
         &self,

@@ -1,14 +1,14 @@
 //! The product of rows in groups of eight, for up to 16 rows and any device.
 
-use super::{Group, MOST_DEPTH, Prepared};
+use super::{ColumnGroup, MOST_DEPTH, Prepared};
 use crate::cuda::driver::{Address, GpuInfo, LaunchShape, Stream, has_small_blocks};
 use crate::cuda::kernel::{kernels, names};
 use crate::cuda::linear::WeightSizes;
-use crate::cuda::product::{PackedShape, Product, Written, cheapest};
+use crate::cuda::product::{OutputAddresses, PackedShape, Product, cheapest};
 use crate::error::Result;
 
 /// Rows of a group, which are columns of a tensor-core product.
-const GROUP: usize = Group::Eight.rows();
+const GROUP: usize = ColumnGroup::Eight.rows();
 /// Warps of a block, and tiles for which it holds x (`cuda/gemv_batch.cu`).
 const WARPS: usize = 8;
 const TILES: usize = 4;
@@ -53,7 +53,7 @@ impl GroupsPlan {
         // Sums of the warps' tiles; from sm_90 on, where there is room, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
         let x = if info.capability >= (9, 0) && !has_small_blocks(info.shared_memory) {
-            WARPS * groups * Group::Eight.slot_bytes(bits) * 4 / kind_stages
+            WARPS * groups * ColumnGroup::Eight.slot_bytes(bits) * 4 / kind_stages
         } else {
             0
         };
@@ -106,7 +106,7 @@ impl Stream {
         p: &Product<'_>,
         x: &Prepared,
         plan: &GroupsPlan,
-        to: &Written<'_>,
+        to: &OutputAddresses<'_>,
     ) -> Result<()> {
         let (w, m) = (p.w, p.m);
         let together = plan.groups * GROUP;
@@ -114,7 +114,7 @@ impl Stream {
         let shape = LaunchShape::new((plan.blocks, 1, 1), WARPS * 32)
             .shared(plan.shared)
             .overlapping();
-        let group_bytes = Group::Eight.bytes(w.kind().bits(), w.spans());
+        let group_bytes = ColumnGroup::Eight.bytes(w.kind().bits(), w.spans());
         let (codes, meta, scale) = w.operands(&p.o)?;
         for first in (0..m).step_by(together) {
             let further = |from: Address, bytes: usize| match from {

@@ -9,7 +9,7 @@ use super::gemv::GemvOutput;
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN};
-use super::product::{Asked, Plan, Product, Rows, Written};
+use super::product::{Asked, Inputs, OutputAddresses, Product, ProductPlan};
 use crate::error::Result;
 
 /// Most sequences in one step.
@@ -20,23 +20,27 @@ const MOST_DEPTH: usize = 8;
 
 /// How many rows of activations are columns of one tensor-core product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Group {
+pub(super) enum ColumnGroup {
     /// With both parts of their values.
     Four,
     /// With one part.
     Eight,
 }
 
-impl Group {
+impl ColumnGroup {
     /// That for `m` rows.
     pub(super) fn of(m: usize) -> Self {
-        if m > 4 { Group::Eight } else { Group::Four }
+        if m > 4 {
+            ColumnGroup::Eight
+        } else {
+            ColumnGroup::Four
+        }
     }
 
     const fn rows(self) -> usize {
         match self {
-            Group::Four => 4,
-            Group::Eight => 8,
+            ColumnGroup::Four => 4,
+            ColumnGroup::Eight => 8,
         }
     }
 
@@ -70,7 +74,7 @@ impl Columns {
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, rows: usize, inputs: usize) -> Result<Self> {
         let spans = inputs.div_ceil(SPAN);
-        let group = Group::Eight;
+        let group = ColumnGroup::Eight;
         let bytes = rows.div_ceil(group.rows()) * group.bytes(16, spans);
         Ok(Columns {
             words: gpu.zeros("activations", bytes)?,
@@ -110,7 +114,7 @@ impl Columns {
         &self,
         o: &Operands<'_>,
         w: &DeviceLinear,
-        (m, group): (usize, Group),
+        (m, group): (usize, ColumnGroup),
     ) -> Result<Address> {
         let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
         o.of("columns", &self.words, &[bytes])
@@ -127,7 +131,7 @@ impl Columns {
         if !Self::suit(w) {
             return o.refuse("a weight", "integer codes of whole spans", w.kind().name());
         }
-        let group = Plan::checked(o, w.shape(), Asked::Columns(m))?.group(m);
+        let group = ProductPlan::checked(o, w.shape(), Asked::Columns(m))?.group(m);
         Ok(ColumnsTarget {
             words: self.address(o, w, (m, group))?,
             rows: group.rows() as i32,
@@ -154,7 +158,7 @@ pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
         1 => Asked::Row { head: true },
         _ => Asked::Columns(m),
     };
-    Ok(Plan::new(gpu, w.shape(), asked)?.map_or(1, |plan| plan.shares().1))
+    Ok(ProductPlan::new(gpu, w.shape(), asked)?.map_or(1, |plan| plan.shares().1))
 }
 
 kernels! {
@@ -203,7 +207,7 @@ impl Stream {
         let p = Product {
             columns: Some(columns),
             late,
-            ..Product::new(o, w, Rows::Full(x), m, asked)
+            ..Product::new(o, w, Inputs::Full(x), m, asked)
         };
         self.multiply(p, output.into())
     }
@@ -225,7 +229,7 @@ impl Stream {
         let (o, asked) = (self.operands("gemv_batch"), Asked::Columns(m));
         let p = Product {
             columns: Some(columns),
-            ..Product::new(o, w, Rows::Prepared, m, asked)
+            ..Product::new(o, w, Inputs::Prepared, m, asked)
         };
         self.multiply(p, GemvOutput::Add(y).into())
     }
@@ -235,15 +239,15 @@ impl Stream {
         &self,
         p: &Product<'_>,
         columns: &Columns,
-        plan: &Plan,
-        to: &Written<'_>,
+        plan: &ProductPlan,
+        to: &OutputAddresses<'_>,
     ) -> Result<()> {
         let (o, w, m, group) = (&p.o, p.w, p.m, plan.group(p.m));
         let prepared = Prepared {
             words: columns.address(o, w, (m, group))?,
             factors: o.optional("factors", to.norm.map(|_| &columns.factors), &[m])?,
         };
-        if !matches!(p.x, Rows::Prepared) {
+        if !matches!(p.x, Inputs::Prepared) {
             let args = ColumnsArgs {
                 x: p.x()?,
                 gain: to.gain(o, w.inputs())?,
@@ -258,15 +262,18 @@ impl Stream {
                 Some(_) => 1,
                 None => w.spans().div_ceil(16),
             };
-            let (order, few) = (w.kind().order().ilog2() as usize, group == Group::Four);
+            let (order, few) = (
+                w.kind().order().ilog2() as usize,
+                group == ColumnGroup::Four,
+            );
             let kernel = COLUMNS.instance(order - 2 + 3 * usize::from(few));
             let shape = LaunchShape::new((m, parts, 1), 512).overlapping();
             // SAFETY: the operands were checked.
             unsafe { self.launch(kernel, shape, &args)? };
         }
         match plan {
-            Plan::Rows(plan) => self.multiply_rows(p, &prepared, plan, to),
-            Plan::Groups(plan) => self.multiply_groups(p, &prepared, plan, to),
+            ProductPlan::Rows(plan) => self.multiply_rows(p, &prepared, plan, to),
+            ProductPlan::Groups(plan) => self.multiply_groups(p, &prepared, plan, to),
             _ => unreachable!("other plans read no columns"),
         }
     }

@@ -1,11 +1,11 @@
 //! The product of up to 16 rows with integer codes, for devices with clusters of blocks.
 
-use super::{Group, MOST_DEPTH, MOST_SEQUENCES, Prepared};
+use super::{ColumnGroup, MOST_DEPTH, MOST_SEQUENCES, Prepared};
 use crate::cuda::driver::{Address, Gpu, LaunchShape, Stream};
 use crate::cuda::kernel::{Instance, SCHEMES, kernels, kind_index, names};
 use crate::cuda::linear::WeightSizes;
 use crate::cuda::pack::PackedKind;
-use crate::cuda::product::{PackedShape, Product, Written};
+use crate::cuda::product::{OutputAddresses, PackedShape, Product};
 use crate::error::Result;
 
 /// `WARPS` of `cuda/gemv_rows.cu`.
@@ -43,8 +43,8 @@ impl RowsPlan {
         let multiprocessors = gpu.info().multiprocessors;
         let records = w.tiles * w.spans / (multiprocessors * WARPS);
         let tiles = 2 * w.tiles / multiprocessors;
-        let fast =
-            records >= LEAST_RECORDS || Group::of(m) == Group::Four && tiles >= LEAST_HALF_TILES;
+        let fast = records >= LEAST_RECORDS
+            || ColumnGroup::of(m) == ColumnGroup::Four && tiles >= LEAST_HALF_TILES;
         let kernel = instance(w.kind, m);
         if !fast || !gpu.has_kernel(&kernel) {
             return Ok(None);
@@ -64,7 +64,7 @@ impl RowsPlan {
         parts: usize,
         kernel: &Instance<GemvRowsArgs>,
     ) -> Result<Option<Self>> {
-        let (info, group) = (gpu.info(), Group::of(m));
+        let (info, group) = (gpu.info(), ColumnGroup::of(m));
         let groups = m.div_ceil(group.rows());
         let rows = groups * group.rows();
         let part_spans = w.spans.div_ceil(parts);
@@ -151,7 +151,7 @@ impl Stream {
         p: &Product<'_>,
         x: &Prepared,
         plan: &RowsPlan,
-        to: &Written<'_>,
+        to: &OutputAddresses<'_>,
     ) -> Result<()> {
         let (w, m) = (p.w, p.m);
         let (codes, meta, _) = w.operands(&p.o)?;

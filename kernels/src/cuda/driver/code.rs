@@ -23,19 +23,19 @@ const MOST_BYTES: usize = 256 << 20;
 /// A target, by the compiler's name: `sm_86` is machine code for compute capability 8.6 and
 /// newer 8.x; `sm_90a` for 9.0 alone; `compute_100` is PTX for 10.0 and newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) struct Target {
+pub(in crate::cuda) struct CodeTarget {
     name: &'static str,
     capability: (i32, i32),
     ptx: bool,
     exact: bool,
 }
 
-impl Target {
+impl CodeTarget {
     fn of(name: &'static str) -> Option<Self> {
         let (kind, arch) = name.split_once('_')?;
         let digits = arch.trim_end_matches('a');
         let number: i32 = digits.parse().ok()?;
-        Some(Target {
+        Some(CodeTarget {
             name,
             capability: (number / 10, number % 10),
             ptx: kind == "compute",
@@ -84,12 +84,12 @@ impl Target {
 }
 
 /// All targets for which this build has code.
-pub(in crate::cuda) fn targets() -> impl Iterator<Item = Target> {
-    code().filter_map(|(name, _)| Target::of(name))
+pub(in crate::cuda) fn targets() -> impl Iterator<Item = CodeTarget> {
+    code().filter_map(|(name, _)| CodeTarget::of(name))
 }
 
 /// The best of `targets` for a device: machine code if there is any, and the newest.
-fn best(targets: impl Iterator<Item = Target>, capability: (i32, i32)) -> Option<Target> {
+fn best(targets: impl Iterator<Item = CodeTarget>, capability: (i32, i32)) -> Option<CodeTarget> {
     targets
         .filter(|t| t.runs_on(capability))
         .max_by_key(|t| (!t.ptx, t.capability, t.exact))
@@ -100,7 +100,7 @@ fn best(targets: impl Iterator<Item = Target>, capability: (i32, i32)) -> Option
 ///
 /// # Errors
 /// The reason why it cannot be used, and what can be done.
-pub(super) fn target_for(capability: (i32, i32), driver: i32) -> Result<Target, String> {
+pub(super) fn target_for(capability: (i32, i32), driver: i32) -> Result<CodeTarget, String> {
     let (major, minor) = capability;
     let Some(target) = best(targets(), capability) else {
         let names: Vec<&str> = targets().map(|t| t.name).collect();
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     fn chosen(names: &[&'static str], capability: (i32, i32)) -> Option<&'static str> {
-        let targets = names.iter().map(|name| Target::of(name).unwrap());
+        let targets = names.iter().map(|name| CodeTarget::of(name).unwrap());
         best(targets, capability).map(|t| t.name)
     }
 

@@ -1,6 +1,6 @@
 //! Finds GPUs and checks whether this build can use them.
 
-use super::code::{Target, target_for, too_old};
+use super::code::{CodeTarget, target_for, too_old};
 use super::gpu::check;
 use crate::error::{Error, Result};
 use cudarc::driver::{result, sys};
@@ -56,7 +56,7 @@ pub(super) fn find(ordinal: usize) -> Result<sys::CUdevice> {
 }
 
 /// The code that a device runs.
-pub(super) fn code_for(device: sys::CUdevice, ordinal: usize) -> Result<Target> {
+pub(super) fn code_for(device: sys::CUdevice, ordinal: usize) -> Result<CodeTarget> {
     target_for(capability(device)?, driver_version()?).map_err(|why| Error::Cuda {
         what: "looking for a GPU",
         why: match result::device::get_name(device) {

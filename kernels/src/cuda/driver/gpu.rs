@@ -1,6 +1,6 @@
 //! A device: its properties, its kernels, and the timing of its work.
 
-use super::code::Target;
+use super::code::CodeTarget;
 use super::found::{capability, code_for, driver_version, find};
 use super::stream::{Attributes, LaunchShape};
 use crate::account::Account;
@@ -92,11 +92,11 @@ pub(super) struct Timed {
     pub(super) key: Key,
     pub(super) bytes: usize,
     pub(super) events: [sys::CUevent; 2],
-    pub(super) parts: Option<Parts>,
+    pub(super) parts: Option<PartTimes>,
 }
 
 /// Tells the times of parts of an operation that has run: what remains of its time is counted as its own.
-pub(crate) type Parts = Box<dyn FnOnce() -> Vec<(Key, Duration)> + Send>;
+pub(crate) type PartTimes = Box<dyn FnOnce() -> Vec<(Key, Duration)> + Send>;
 
 // SAFETY: the driver's handles may be used from any thread once the context is current there,
 // which every method ensures.
@@ -524,7 +524,7 @@ impl Inner {
     }
 
     /// Loads the kernels.
-    fn load_modules(&mut self, code: Target) -> Result<()> {
+    fn load_modules(&mut self, code: CodeTarget) -> Result<()> {
         let images = || code.images();
         #[cfg(feature = "imitate")]
         let images = || super::imitate::imitation()?.map_or_else(images, |i| i.images());

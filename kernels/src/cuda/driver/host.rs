@@ -1,7 +1,7 @@
 //! Work of a stream that the CPU does.
 
 use super::gpu::{Gpu, check};
-use super::memory::{Allocation, Buffer, Kind, allocated};
+use super::memory::{Allocation, Buffer, MemoryKind, allocated};
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
@@ -26,7 +26,8 @@ impl Gpu {
     /// # Errors
     /// [`Error::DeviceMemory`].
     pub fn host_stage(&self, what: &'static str, len: usize) -> Result<HostStage> {
-        let memory = Allocation::host(self, what, allocated::<f32>(what, len)?, Kind::Mapped)?;
+        let memory =
+            Allocation::host(self, what, allocated::<f32>(what, len)?, MemoryKind::Mapped)?;
         Ok(HostStage {
             memory: Arc::new(memory),
             len,

@@ -124,7 +124,7 @@ impl Imitation {
         Ok(())
     }
 
-    /// The fatbins, as [`Target::images`](super::code::Target::images) has them.
+    /// The fatbins, as [`CodeTarget::images`](super::code::Target::images) has them.
     ///
     /// # Errors
     /// [`Error::Cuda`] if the folder has no such code, or it was compiled from other sources.

@@ -15,14 +15,14 @@ use std::sync::atomic::{Ordering, fence};
 pub(super) struct Allocation {
     gpu: Gpu,
     address: u64,
-    kind: Kind,
+    kind: MemoryKind,
     /// Share of the account of device memory.
     _held: Option<Held>,
 }
 
 /// Kind of memory, which determines what must have ended before it is freed.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Kind {
+pub(super) enum MemoryKind {
     /// Device memory: the driver waits for work that uses it.
     Device,
     /// Host memory for copies, which its owner waits for.
@@ -48,7 +48,7 @@ impl Allocation {
         let memory = Allocation {
             gpu: gpu.clone(),
             address,
-            kind: Kind::Device,
+            kind: MemoryKind::Device,
             _held: Some(gpu.account().hold(bytes)),
         };
         // SAFETY: the allocation has this many bytes.
@@ -58,7 +58,12 @@ impl Allocation {
     }
 
     /// Zeroed page-locked memory. With unified addressing, its device address is its host address.
-    pub(super) fn host(gpu: &Gpu, what: &'static str, bytes: usize, kind: Kind) -> Result<Self> {
+    pub(super) fn host(
+        gpu: &Gpu,
+        what: &'static str,
+        bytes: usize,
+        kind: MemoryKind,
+    ) -> Result<Self> {
         gpu.0.bind()?;
         // SAFETY: freed in `Drop`, and zeroed before any use.
         let address = unsafe {
@@ -81,7 +86,7 @@ impl Allocation {
 
     /// True for host memory, which all devices reach.
     pub(super) fn is_on_host(&self) -> bool {
-        self.kind != Kind::Device
+        self.kind != MemoryKind::Device
     }
 
     /// The address of byte `at`, which is inside the allocation or at its end.
@@ -95,9 +100,9 @@ impl Drop for Allocation {
         if self.gpu.0.bind().is_err() {
             return;
         }
-        if self.kind != Kind::Device {
+        if self.kind != MemoryKind::Device {
             // If kernels may still write to it and cannot be waited for, it is never freed.
-            if self.kind == Kind::Copied || self.gpu.settle().is_ok() {
+            if self.kind == MemoryKind::Copied || self.gpu.settle().is_ok() {
                 // SAFETY: allocated by `Allocation::host`; the device no longer uses it.
                 let _ = unsafe { result::free_host(self.address as *mut _) };
             }
@@ -165,7 +170,10 @@ impl Gpu {
             (0, Allocation::device(self, what, 0)?)
         } else {
             let bytes = allocated::<T>(what, len)?;
-            (len, Allocation::host(self, what, bytes, Kind::Mapped)?)
+            (
+                len,
+                Allocation::host(self, what, bytes, MemoryKind::Mapped)?,
+            )
         };
         let mut mapped = Mapped {
             memory: Arc::new(memory),

@@ -50,4 +50,4 @@ pub use pinned::Pinned;
 pub(crate) use staging::Staging;
 pub(crate) use stream::LaunchShape;
 pub use stream::{Graph, Mark, Stream, StreamOptions};
-pub(crate) use tensor_map::{Matrix, TensorMap};
+pub(crate) use tensor_map::{BoxedMatrix, TensorMap};

@@ -1,7 +1,7 @@
 //! Memory that several devices share: of one of them, which the others reach, or of the host.
 
 use super::gpu::{Gpu, check};
-use super::memory::{Allocation, Kind, Region, allocated};
+use super::memory::{Allocation, MemoryKind, Region, allocated};
 use crate::error::Result;
 use bytemuck::Pod;
 use cudarc::driver::sys::{self, CUresult};
@@ -70,7 +70,7 @@ impl<T: Pod> Common<T> {
         let bytes = allocated::<T>(what, len)?;
         let memory = match (on_host, gpu.is_dry()) {
             (false, _) => Allocation::device(gpu, what, bytes)?,
-            (true, false) => Allocation::host(gpu, what, bytes, Kind::Mapped)?,
+            (true, false) => Allocation::host(gpu, what, bytes, MemoryKind::Mapped)?,
             (true, true) => Allocation::device(gpu, what, 0)?,
         };
         Ok(Common {

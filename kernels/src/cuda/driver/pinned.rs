@@ -1,7 +1,7 @@
 //! Page-locked host memory, and copies to and from it.
 
 use super::gpu::{Gpu, check};
-use super::memory::{Allocation, Buffer, Kind, allocated};
+use super::memory::{Allocation, Buffer, MemoryKind, allocated};
 use super::stream::{Mark, Stream};
 use crate::error::{Error, Result};
 use bytemuck::Pod;
@@ -17,7 +17,7 @@ impl Gpu {
     /// [`Error::DeviceMemory`].
     pub fn pinned<T: Pod>(&self, what: &'static str, len: usize) -> Result<Pinned<T>> {
         Ok(Pinned {
-            memory: Allocation::host(self, what, allocated::<T>(what, len)?, Kind::Copied)?,
+            memory: Allocation::host(self, what, allocated::<T>(what, len)?, MemoryKind::Copied)?,
             len,
             copies: None,
             marker: PhantomData,

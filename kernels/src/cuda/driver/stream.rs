@@ -1,6 +1,6 @@
 //! Work in order: launches, copies, graphs, and marks to wait for.
 
-use super::gpu::{Gpu, GpuInfo, Parts, Timed, check};
+use super::gpu::{Gpu, GpuInfo, PartTimes, Timed, check};
 use super::host::Call;
 use super::memory::Allocation;
 use crate::cuda::kernel::Instance;
@@ -205,7 +205,7 @@ struct StreamInner {
     /// Held while a recording begins.
     beginning: Mutex<()>,
     /// What the recorded launches use.
-    kept: Mutex<Kept>,
+    kept: Mutex<GraphMemory>,
     /// The end of the last kernel here that had to run alone: see [`Stream::alone`].
     alone: OnceLock<Mark>,
     /// Memory between the kernels of products with trellis codes, which run one after the other.
@@ -216,7 +216,7 @@ struct StreamInner {
 
 /// What a graph keeps alive: memory by address, and calls of the CPU.
 #[derive(Default)]
-struct Kept {
+struct GraphMemory {
     memory: HashMap<*const Allocation, Arc<Allocation>>,
     calls: Vec<Arc<Call>>,
     /// True if one of the kernels must run alone.
@@ -249,7 +249,7 @@ impl Stream {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
+    fn kept(&self) -> MutexGuard<'_, GraphMemory> {
         lock(&self.0.kept)
     }
 
@@ -393,7 +393,7 @@ impl Stream {
         &self,
         key: Key,
         bytes: usize,
-        parts: Option<Parts>,
+        parts: Option<PartTimes>,
         body: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let gpu = &self.0.gpu;
@@ -408,7 +408,7 @@ impl Stream {
         &self,
         key: Key,
         bytes: usize,
-        parts: Option<Parts>,
+        parts: Option<PartTimes>,
         body: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let gpu = &self.0.gpu;
@@ -574,11 +574,11 @@ impl<'a> Recording<'a> {
         })
     }
 
-    fn end(mut self) -> (Result<sys::CUgraph>, Kept) {
+    fn end(mut self) -> (Result<sys::CUgraph>, GraphMemory) {
         self.finish()
     }
 
-    fn finish(&mut self) -> (Result<sys::CUgraph>, Kept) {
+    fn finish(&mut self) -> (Result<sys::CUgraph>, GraphMemory) {
         self.is_ended = true;
         // SAFETY: a capture is in progress in this stream.
         let graph = check("recording a graph", unsafe {
@@ -618,7 +618,7 @@ impl Drop for StreamInner {
 pub struct Graph {
     gpu: Gpu,
     handle: sys::CUgraphExec,
-    kept: Kept,
+    kept: GraphMemory,
 }
 
 // SAFETY: as for streams.

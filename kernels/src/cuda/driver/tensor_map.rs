@@ -7,7 +7,7 @@ use cudarc::driver::sys::{self, CUtensorMapDataType as Type, CUtensorMapSwizzle 
 
 /// A matrix in device memory that is copied to shared memory in boxes.
 #[derive(Clone, Copy)]
-pub(crate) struct Matrix {
+pub(crate) struct BoxedMatrix {
     pub(crate) address: Address,
     /// Size of an element in bytes: 2, 4 or 8.
     pub(crate) element: usize,
@@ -37,7 +37,7 @@ impl Gpu {
     /// # Errors
     /// [`Error::Cuda`] if the copy engine cannot read it: rows that are not a multiple of 16 bytes,
     /// boxes of more than 256 elements.
-    pub(crate) fn tensor_map(&self, matrix: Matrix) -> Result<TensorMap> {
+    pub(crate) fn tensor_map(&self, matrix: BoxedMatrix) -> Result<TensorMap> {
         #[cfg(test)]
         if super::trace::is_imagined(self) {
             return Ok(super::trace::tensor_map(&matrix));

@@ -2,7 +2,7 @@
 
 use super::gpu::{Gpu, GpuInfo};
 use super::stream::LaunchShape;
-use super::tensor_map::{Matrix, TensorMap};
+use super::tensor_map::{BoxedMatrix, TensorMap};
 use crate::account::Account;
 use crate::cuda::kernel::Instance;
 use std::cell::{Cell, RefCell};
@@ -64,7 +64,7 @@ pub(super) fn record<A: Copy>(kernel: &Instance<A>, shape: LaunchShape, args: &A
     LAUNCHES.with_borrow_mut(|all| all.push(line));
 }
 
-pub(super) fn tensor_map(m: &Matrix) -> TensorMap {
+pub(super) fn tensor_map(m: &BoxedMatrix) -> TensorMap {
     let mut words = [0; 16];
     let sizes = [
         m.element,

@@ -10,7 +10,7 @@ use crate::second_order::SecondOrder;
 use std::sync::Arc;
 
 kernels! {
-    EMBED: EmbedArgs = "grad_embed" in "grad_rows.cu", test TEST, bench BENCH;
+    EMBED: GradEmbedArgs = "grad_embed" in "grad_rows.cu", test TEST, bench BENCH;
     EMBED_GRAD: EmbedGradArgs = "grad_embed_grad" in "grad_rows.cu", test TEST, bench BENCH;
     RMS_NORM: NormArgs = "grad_rms_norm" in "grad_rows.cu", test TEST, bench BENCH;
     RMS_NORM_GRAD: NormGradArgs = "grad_rms_norm_grad" in "grad_rows.cu", test TEST, bench BENCH;
@@ -56,7 +56,7 @@ impl From<HeadShape> for HeadArgs {
 /// `GradEmbedArgs` of `cuda/grad_rows.cu`; those below are from the same file.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct EmbedArgs {
+struct GradEmbedArgs {
     table: Address,
     ids: Address,
     x: Address,
@@ -267,7 +267,7 @@ impl LayerOps for CudaOps {
         o.at_least("width", 1, width)?;
         let tokens = table.len() / width;
         let last = (rows - 1).saturating_mul(stride).saturating_add(offset);
-        let args = EmbedArgs {
+        let args = GradEmbedArgs {
             table: o.of("table", table, &[tokens, width])?,
             ids: o.of("ids", ids, &[last.saturating_add(1)])?,
             x: o.of("x", x, &[rows, width])?,

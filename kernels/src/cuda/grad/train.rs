@@ -87,7 +87,7 @@ struct SampleArgs {
 
 /// The operands of rounding; each operation uses some of them.
 #[derive(Default)]
-struct Rounded<'a> {
+struct RoundingOperands<'a> {
     latent: Option<&'a Buffer<f32>>,
     codes: Option<&'a Buffer<u8>>,
     scales: Option<&'a Buffer<f32>>,
@@ -97,7 +97,7 @@ struct Rounded<'a> {
     dscales: Option<&'a Buffer<f32>>,
 }
 
-impl Rounded<'_> {
+impl RoundingOperands<'_> {
     fn args(&self, o: &Operands<'_>, shape: Rounding) -> Result<RoundingArgs> {
         o.multiple("columns", shape.group.max(1), shape.cols)?;
         let (all, groups) = (&[shape.elements()], &[shape.groups()]);
@@ -122,7 +122,7 @@ impl CudaOps {
         op: &'static str,
         kernel: &'static Kernel<RoundingArgs>,
         shape: Rounding,
-        operands: &Rounded<'_>,
+        operands: &RoundingOperands<'_>,
     ) -> Result<()> {
         let args = operands.args(&self.operands(op), shape)?;
         let grid = blocks(shape.groups(), THREADS / 32);
@@ -160,12 +160,12 @@ impl GradOps for CudaOps {
         zeros: &Buffer<f32>,
         w: &mut Buffer<f32>,
     ) -> Result<()> {
-        let operands = Rounded {
+        let operands = RoundingOperands {
             latent: Some(latent),
             scales: Some(scales),
             zeros: Some(zeros),
             w: Some(w),
-            ..Rounded::default()
+            ..RoundingOperands::default()
         };
         self.rounding("round", &ROUND, shape, &operands)
     }
@@ -180,7 +180,7 @@ impl GradOps for CudaOps {
         dlatent: &mut Buffer<f32>,
         dscales: &mut Buffer<f32>,
     ) -> Result<()> {
-        let operands = Rounded {
+        let operands = RoundingOperands {
             latent: Some(latent),
             scales: Some(scales),
             zeros: Some(zeros),
@@ -200,12 +200,12 @@ impl GradOps for CudaOps {
         zeros: &Buffer<f32>,
         w: &mut Buffer<f32>,
     ) -> Result<()> {
-        let operands = Rounded {
+        let operands = RoundingOperands {
             codes: Some(codes),
             scales: Some(scales),
             zeros: Some(zeros),
             w: Some(w),
-            ..Rounded::default()
+            ..RoundingOperands::default()
         };
         self.rounding("dequantize", &ROUND, shape, &operands)
     }
@@ -218,14 +218,14 @@ impl GradOps for CudaOps {
         dw: &Buffer<f32>,
         dscales: &mut Buffer<f32>,
     ) -> Result<()> {
-        let operands = Rounded {
+        let operands = RoundingOperands {
             codes: Some(codes),
             // The kernel reads a scale that this gradient does not need: any buffer will do.
             scales: Some(zeros),
             zeros: Some(zeros),
             dw: Some(dw),
             dscales: Some(dscales),
-            ..Rounded::default()
+            ..RoundingOperands::default()
         };
         self.rounding("dequantize_grad", &ROUND_GRAD, shape, &operands)
     }

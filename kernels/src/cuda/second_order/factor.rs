@@ -89,7 +89,7 @@ struct EmitArgs {
 }
 
 /// A factorization in progress.
-struct Work<'a> {
+struct Factorization<'a> {
     ops: &'a CudaOps,
     np: usize,
     /// The buffers that the addresses point into.
@@ -134,7 +134,7 @@ impl CudaOps {
         let matrix = |n| self.gpu().zeros(what, n);
         let (a, inverse, panel) = (matrix(np * np)?, matrix(np * SIDE)?, matrix(np * SIDE)?);
         let flag = self.gpu().zeros(what, 1)?;
-        let work = Work {
+        let work = Factorization {
             ops: self,
             np,
             at: Addresses {
@@ -161,7 +161,7 @@ impl CudaOps {
     }
 }
 
-impl Work<'_> {
+impl Factorization<'_> {
     /// Tile `(row, col)` of A.
     fn tile(&self, row: usize, col: usize) -> Address {
         debug_assert!(row.max(col) < self.np / SIDE);

@@ -148,7 +148,7 @@ impl Spread {
 }
 
 /// A weight that is being rounded.
-struct Work<'a> {
+struct TrellisRounding<'a> {
     ops: &'a CudaOps,
     scheme: TrellisScheme,
     window: usize,
@@ -249,7 +249,7 @@ impl CudaOps {
         let values: Vec<f16> = values.map(f16::from_f32).collect();
         let gpu = self.gpu();
         let words = rows.div_ceil(STRIP) * scheme.strip_bytes(n) / 4;
-        let work = Work {
+        let work = TrellisRounding {
             ops: self,
             scheme,
             window: weight.window,
@@ -277,7 +277,7 @@ impl CudaOps {
     }
 }
 
-impl Work<'_> {
+impl TrellisRounding<'_> {
     /// Rounds the tile from column `start` on, and leaves its values and errors.
     fn search(&self, o: &Operands<'_>, start: usize) -> Result<()> {
         let (scheme, spread) = (self.scheme, self.spread);

@@ -68,7 +68,7 @@ pub(super) struct LayerArgs {
 /// `LayersRoom` of `cuda/layers.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
-pub(super) struct Room {
+pub(super) struct LayersRoom {
     pub(super) digits: [i32; 2],
     pub(super) x: i32,
     pub(super) sums: i32,
@@ -94,7 +94,7 @@ pub(super) struct LayersArgs {
     pub(super) peers: [Address; MOST_RANKS],
     pub(super) lost: Address,
     pub(super) times: Address,
-    pub(super) at: Room,
+    pub(super) at: LayersRoom,
     pub(super) shape: [ProductShape; PRODUCTS],
     pub(super) rank: i32,
     pub(super) ranks: i32,

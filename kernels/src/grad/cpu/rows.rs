@@ -25,7 +25,7 @@ pub(super) fn inverse_rms(x: &[f32], eps: f32) -> f32 {
 /// The code less the zero-point, the value before that was clamped and rounded, and 1 if it is within the
 /// codes' range, else 0.
 #[inline(always)]
-fn rounded(latent: f32, group: Group) -> (f32, f32, f32) {
+fn rounded(latent: f32, group: RoundingGroup) -> (f32, f32, f32) {
     let v = latent / group.scale;
     let clamped = v.clamp(-group.zero, group.max - group.zero);
     let inside = if v == clamped { 1.0 } else { 0.0 };
@@ -34,7 +34,7 @@ fn rounded(latent: f32, group: Group) -> (f32, f32, f32) {
 
 /// How a group of weights is rounded.
 #[derive(Clone, Copy)]
-pub(super) struct Group {
+pub(super) struct RoundingGroup {
     /// Scale as stored; not 0 where values are rounded.
     pub scale: f32,
     /// Zero-point.
@@ -177,7 +177,7 @@ vectorized! {
     }
 
     /// The values of a group's rounded latent weights.
-    pub(super) fn round(latent: &[f32], group: Group, w: &mut [f32]) {
+    pub(super) fn round(latent: &[f32], group: RoundingGroup, w: &mut [f32]) {
         for (w, &l) in w.iter_mut().zip(latent) {
             *w = group.scale * rounded(l, group).0;
         }
@@ -185,7 +185,7 @@ vectorized! {
 
     /// Adds the gradients at a group's latent weights, taken through the rounding as if it were none, to
     /// theirs. Returns that at its scale.
-    pub(super) fn round_grad(latent: &[f32], group: Group, dw: &[f32], dlatent: &mut [f32]) -> f32 {
+    pub(super) fn round_grad(latent: &[f32], group: RoundingGroup, dw: &[f32], dlatent: &mut [f32]) -> f32 {
         for ((dl, &dw), &l) in dlatent.iter_mut().zip(dw).zip(latent) {
             *dl += dw * rounded(l, group).2;
         }

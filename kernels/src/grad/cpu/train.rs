@@ -1,6 +1,6 @@
 //! Loss, rounding, Adam and sampling.
 
-use super::rows::{self, Group};
+use super::rows::{self, RoundingGroup};
 use super::{CpuOps, VALUES};
 use crate::error::Result;
 use crate::grad::{Adam, Draw, GradOps, OneShape, Rounding, UNKNOWN, enough};
@@ -59,7 +59,7 @@ impl GradOps for CpuOps {
                 if scale == 0.0 {
                     w.fill(0.0);
                 } else {
-                    rows::round(l, Group { scale, zero, max }, w);
+                    rows::round(l, RoundingGroup { scale, zero, max }, w);
                 }
             });
         Ok(())
@@ -100,7 +100,7 @@ impl GradOps for CpuOps {
             .for_each(|(((dl, ds), (dw, l)), (&s, &z))| {
                 let (scale, zero) = (stored(s), z);
                 if scale != 0.0 {
-                    *ds += rows::round_grad(l, Group { scale, zero, max }, dw, dl);
+                    *ds += rows::round_grad(l, RoundingGroup { scale, zero, max }, dw, dl);
                 }
             });
         Ok(())

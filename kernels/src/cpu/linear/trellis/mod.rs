@@ -14,7 +14,7 @@ use super::pack::{Packed, spread};
 use crate::cpu::Team;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::LANES;
-use crate::cpu::table::Table;
+use crate::cpu::table::KernelTable;
 use crate::cpu::with_scratch;
 use nq_formats::TrellisWeight;
 use nq_formats::trellis::{self, Code, STRIP, TILE, TrellisScheme};
@@ -37,13 +37,13 @@ pub(crate) const UNIT: f32 = 128.0;
 const CHUNK: usize = 256;
 
 /// What a packed trellis weight has beside its words.
-pub(crate) struct Trellis {
+pub(crate) struct PackedTrellis {
     pub(crate) scheme: TrellisScheme,
     /// Factors of the inputs, before they are transformed.
     pub(crate) input_scales: InputScales,
 }
 
-impl Trellis {
+impl PackedTrellis {
     /// The code.
     pub(crate) fn code(&self) -> Code {
         self.scheme.code()
@@ -171,7 +171,7 @@ fn finish(w: &Packed, first: usize, columns: usize, out: &mut [f32]) {
 /// That of a [`LinearKernel`]'s function.
 pub(super) unsafe fn gemv(
     kernel: &LinearKernel,
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -197,7 +197,7 @@ pub(super) unsafe fn gemv(
 /// That of a [`LinearKernel`]'s function.
 pub(super) unsafe fn gemm(
     kernel: &LinearKernel,
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -242,7 +242,7 @@ pub(super) unsafe fn gemm(
 /// That of a [`LinearKernel`]'s function.
 pub(super) unsafe fn gemm_f32(
     _: &LinearKernel,
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     x: &Prepared,
     panels: Range<usize>,
@@ -286,7 +286,7 @@ pub(super) unsafe fn gemm_f32(
 /// with the piece's quads, `[panels][quads][16]`, the inputs, the number of panels and their part of `out`, of which
 /// each panel has `stride` floats. Then applies the rows' scales.
 fn each_piece(
-    table: &Table,
+    table: &KernelTable,
     w: &Packed,
     panels: Range<usize>,
     (out, stride): (&mut [f32], usize),

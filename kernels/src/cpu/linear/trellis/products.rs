@@ -14,7 +14,7 @@
 use super::super::fetch::AHEAD;
 use super::super::input::Prepared;
 use super::super::pack::Packed;
-use super::{PANELS, SEQUENCES, Trellis};
+use super::{PANELS, PackedTrellis, SEQUENCES};
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::INT16_BASE;
 use half::f16;
@@ -37,18 +37,18 @@ macro_rules! each {
 
 /// Where the parts of a strip are.
 #[derive(Clone, Copy)]
-struct Parts {
+struct StripParts {
     strip: *const u32,
     /// Parts of a tile, as a power of two.
     shift: u32,
     words: usize,
 }
 
-impl Parts {
+impl StripParts {
     #[inline(always)]
-    fn new(w: &Packed, trellis: &Trellis, bits: usize, strip: usize) -> Self {
+    fn new(w: &Packed, trellis: &PackedTrellis, bits: usize, strip: usize) -> Self {
         let parts = trellis.parts_of_row(w.inputs);
-        Parts {
+        StripParts {
             strip: w.data[strip * parts * bits * SEQUENCES..].as_ptr(),
             shift: trellis.parts().ilog2(),
             words: bits * SEQUENCES,
@@ -136,7 +136,7 @@ pub(crate) unsafe fn gemv<
     // SAFETY: by contract.
     let codes = unsafe { x.codes.as_ptr().add(block * x.quads * 4 * C * N) };
     let strip = Strip {
-        parts: Parts::new(w, trellis, bits, strip),
+        parts: StripParts::new(w, trellis, bits, strip),
         multiplier,
         codes,
         ahead: (parts * bits * SEQUENCES).max(AHEAD / 4),
@@ -170,7 +170,7 @@ pub(crate) unsafe fn gemv<
 
 /// A strip that is multiplied with a block of columns.
 struct Strip<I> {
-    parts: Parts,
+    parts: StripParts,
     multiplier: I,
     /// Codes of the block.
     codes: *const i8,
@@ -302,7 +302,7 @@ pub(crate) unsafe fn spread<S: Simd>(
 ) {
     let trellis = w.trellis();
     let bits = trellis.scheme.step_bits() as usize;
-    let at = Parts::new(w, trellis, bits, strip);
+    let at = StripParts::new(w, trellis, bits, strip);
     let multiplier = s.splat_i(trellis.code().multiplier() as i32);
     // SAFETY: by contract.
     unsafe {
