@@ -41,13 +41,13 @@ const SILENCE: f64 = 30.0;
 /// printed once.
 #[derive(Default)]
 pub struct Terminal {
-    stage: Mutex<Option<Stage>>,
-    plan: Mutex<Plan>,
+    stage: Mutex<Option<RunningStage>>,
+    plan: Mutex<StagePlan>,
     said: Mutex<HashSet<String>>,
 }
 
 /// A stage under way.
-struct Stage {
+struct RunningStage {
     bar: ProgressBar,
     name: String,
     begun: Instant,
@@ -55,7 +55,7 @@ struct Stage {
     said: Instant,
 }
 
-impl Stage {
+impl RunningStage {
     /// The share of the stage that is done.
     fn done(&self) -> f64 {
         let total = self.bar.length().unwrap_or(0).max(1);
@@ -65,7 +65,7 @@ impl Stage {
 
 /// The stages of a run, and how long they take.
 #[derive(Default)]
-struct Plan {
+struct StagePlan {
     stages: Vec<Planned>,
     /// The stage under way.
     at: Option<usize>,
@@ -79,7 +79,7 @@ struct Planned {
     took: Option<f64>,
 }
 
-impl Plan {
+impl StagePlan {
     fn begin(&mut self, stage: &str) {
         self.at = self.stages.iter().position(|s| s.name == stage);
     }
@@ -138,11 +138,11 @@ impl Terminal {
         Self::default()
     }
 
-    fn stage(&self) -> MutexGuard<'_, Option<Stage>> {
+    fn stage(&self) -> MutexGuard<'_, Option<RunningStage>> {
         self.stage.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn planned(&self) -> MutexGuard<'_, Plan> {
+    fn planned(&self) -> MutexGuard<'_, StagePlan> {
         self.plan.lock().unwrap_or_else(|e| e.into_inner())
     }
 }
@@ -155,7 +155,7 @@ impl Progress for Terminal {
             took: None,
         });
         let stages = planned.collect();
-        *self.planned() = Plan { stages, at: None };
+        *self.planned() = StagePlan { stages, at: None };
     }
 
     fn begin(&self, stage: &str, total: u64, unit: Unit) {
@@ -178,7 +178,7 @@ impl Progress for Terminal {
             .with_message(printable(&message).into_owned());
         bar.enable_steady_tick(Duration::from_millis(200));
         let now = Instant::now();
-        *self.stage() = Some(Stage {
+        *self.stage() = Some(RunningStage {
             bar,
             name: message,
             begun: now,
@@ -407,7 +407,7 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Plan, Planned, about, filled, printable, shell_word, shortened};
+    use super::{Planned, StagePlan, about, filled, printable, shell_word, shortened};
 
     #[test]
     fn control_characters_are_written_out() {
@@ -434,7 +434,7 @@ mod tests {
             took: None,
         };
         let stages = vec![stage("a", 100.0), stage("b", 200.0), stage("c", 50.0)];
-        let mut plan = Plan { stages, at: None };
+        let mut plan = StagePlan { stages, at: None };
         assert_eq!((plan.left(0.5, 1.0), plan.step()), (None, None));
         plan.begin("a");
         assert_eq!(plan.step().as_deref(), Some("step 1 of 3"));
@@ -448,7 +448,7 @@ mod tests {
         plan.begin("c");
         assert_eq!(plan.left(0.25, 25.0), Some(75.0));
         let unknown = vec![stage("a", 0.0)];
-        let mut plan = Plan {
+        let mut plan = StagePlan {
             stages: unknown,
             at: None,
         };

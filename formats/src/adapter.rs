@@ -38,11 +38,11 @@ pub struct Adapter {
     /// The architecture that a GGUF adapter names.
     architecture: Option<&'static Architecture>,
     /// By the name of the Linear that they change.
-    changes: BTreeMap<String, Change>,
+    changes: BTreeMap<String, AdapterChange>,
 }
 
 /// What an adapter adds to one Linear.
-struct Change {
+struct AdapterChange {
     a: Vec<f32>, // [rank, in]
     b: Vec<f32>, // [out, rank]
     rank: usize,
@@ -61,9 +61,9 @@ impl Adapter {
             true => Self::of_peft(path)?,
             false => Self::of_gguf(path)?,
         };
-        let scaled = |(name, change): (String, Change)| {
+        let scaled = |(name, change): (String, AdapterChange)| {
             let scale = change.scale * weight;
-            (name, Change { scale, ..change })
+            (name, AdapterChange { scale, ..change })
         };
         let shifted = adapter.changes.values().any(|c| c.magnitude.is_some());
         if shifted && weight != 1.0 {
@@ -149,7 +149,7 @@ impl Adapter {
             let rank = rank_of(&shards, &a, &b)?;
             changes.insert(
                 name.clone(),
-                Change {
+                AdapterChange {
                     a: floats(&shards, &a)?,
                     b: floats(&shards, &b)?,
                     rank,
@@ -243,7 +243,7 @@ impl Adapter {
             } else {
                 alpha / rank as f64
             };
-            let change = Change {
+            let change = AdapterChange {
                 a,
                 b,
                 rank,
@@ -495,8 +495,8 @@ struct Adapted {
 
 impl Adapted {
     /// The changes of the parameter `name` of so many rows, each with the first row that it changes.
-    fn changes(&self, name: &str, rows: usize) -> Vec<(usize, &Change)> {
-        let all = |name: &str, first: usize| -> Vec<(usize, &Change)> {
+    fn changes(&self, name: &str, rows: usize) -> Vec<(usize, &AdapterChange)> {
+        let all = |name: &str, first: usize| -> Vec<(usize, &AdapterChange)> {
             let found = self.adapters.iter().filter_map(|a| a.changes.get(name));
             found.map(|change| (first, change)).collect()
         };
@@ -543,7 +543,7 @@ impl Adapted {
     }
 }
 
-impl Change {
+impl AdapterChange {
     /// Changes row `r` of the weight.
     fn add(&self, r: usize, row: &mut [f32]) {
         let b = &self.b[r * self.rank..(r + 1) * self.rank];

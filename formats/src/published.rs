@@ -31,7 +31,7 @@ pub(crate) struct Published {
 
 /// A part of a fused matrix: its name, its number of rows, and its rows in the order wanted, as ranges of
 /// (first row, number of rows).
-struct Part {
+struct FusedPart {
     fused: String,
     rows: usize,
     pieces: Vec<(usize, usize)>,
@@ -59,7 +59,7 @@ impl Published {
 
     /// The fused matrix that the Linear `name` is a part of, if the files have one: for each key head its
     /// rows of queries, keys, values and gates, or those of `b` and `a`.
-    fn part(&self, name: &str) -> Option<Part> {
+    fn part(&self, name: &str) -> Option<FusedPart> {
         let linear = layer_matrix(name)?;
         let Delta {
             key_heads,
@@ -90,14 +90,14 @@ impl Published {
         }
         let heads =
             |&(first, rows): &(usize, usize)| (0..key_heads).map(move |h| (h * head + first, rows));
-        Some(Part {
+        Some(FusedPart {
             fused,
             rows: key_heads * head,
             pieces: within.iter().flat_map(heads).collect(),
         })
     }
 
-    fn matrix_part(&self, part: &Part, cols: usize) -> Result<Weight> {
+    fn matrix_part(&self, part: &FusedPart, cols: usize) -> Result<Weight> {
         let whole = self.inner.matrix(&part.fused, (part.rows, cols))?;
         let piece = |&(first, rows): &(usize, usize)| whole.rows(first..first + rows);
         let pieces: Vec<Weight> = part.pieces.iter().map(piece).collect();

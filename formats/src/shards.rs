@@ -33,7 +33,7 @@ pub struct Shards {
 const PREFIX: &str = "model.";
 
 #[derive(Deserialize)]
-struct Index {
+struct ShardIndex {
     weight_map: BTreeMap<String, String>,
 }
 
@@ -69,7 +69,7 @@ impl Shards {
             expected: expected.into(),
             found,
         };
-        let index: Index = serde_json::from_slice(&files.require(name)?).map_err(|e| {
+        let index: ShardIndex = serde_json::from_slice(&files.require(name)?).map_err(|e| {
             malformed(
                 "contents",
                 "an object with weight_map, tensor names to file names",

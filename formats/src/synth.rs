@@ -62,7 +62,7 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
     let mut buffer = vec![0; 1 << 24];
     write_folder(dest, &files, &layout, progress, &mut |spec, sink| {
         let name = parameter_of(&spec.name).expect("every tensor here holds a parameter");
-        let stream = Stream::new(
+        let stream = RandomStream::new(
             seed,
             name,
             values_of(config.architecture, name, spec.shape.len()),
@@ -347,7 +347,7 @@ pub fn random_quantized(
 
 /// How the values of a parameter are spread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Values {
+enum Distribution {
     /// A weight, or a bias.
     Weight,
     /// Gains of a norm.
@@ -359,15 +359,15 @@ enum Values {
 }
 
 /// How files of an architecture spread the parameter `name` of so many dimensions.
-fn values_of(architecture: &Architecture, name: &str, dimensions: usize) -> Values {
+fn values_of(architecture: &Architecture, name: &str, dimensions: usize) -> Distribution {
     if let Some(vector) = layer_vector(name) {
-        return Values::Recurrence(vector.kind);
+        return Distribution::Recurrence(vector.kind);
     }
     // Biases are drawn like weights.
     match dimensions == 1 && tensor_name(name) != name {
-        true if is_less_one(architecture, name) => Values::GainLessOne,
-        true => Values::Gain,
-        false => Values::Weight,
+        true if is_less_one(architecture, name) => Distribution::GainLessOne,
+        true => Distribution::Gain,
+        false => Distribution::Weight,
     }
 }
 
@@ -380,7 +380,7 @@ pub fn random_tensor(
 ) -> Tensor {
     let mut bytes = vec![0; 2 * shape.iter().product::<usize>()];
     let values = values_of(architecture, name, shape.len());
-    Stream::new(seed, name, values).fill(0, &mut bytes);
+    RandomStream::new(seed, name, values).fill(0, &mut bytes);
     let tensor = Tensor::new(DType::BF16, shape, bytes.into());
     tensor.expect("the buffer was made for the shape")
 }
@@ -462,7 +462,7 @@ impl WeightStore for RandomStore {
 }
 
 /// The random numbers of one tensor, addressable by element.
-struct Stream {
+struct RandomStream {
     key: u64,
     quantiles: &'static [[u8; 2]],
 }
@@ -475,8 +475,8 @@ fn key(seed: u64, name: &str) -> u64 {
 /// Number of elements drawn from one 64-bit hash.
 const LANES: u64 = 4;
 
-impl Stream {
-    fn new(seed: u64, name: &str, values: Values) -> Self {
+impl RandomStream {
+    fn new(seed: u64, name: &str, values: Distribution) -> Self {
         type Table = LazyLock<Vec<[u8; 2]>>;
         static WEIGHTS: Table = LazyLock::new(|| quantiles(0.0, WEIGHT_STD));
         static GAINS: Table = LazyLock::new(|| quantiles(1.0, NORM_STD));
@@ -484,15 +484,15 @@ impl Stream {
         static CONVS: Table = LazyLock::new(|| quantiles(CONV.0, CONV.1));
         static DECAYS: Table = LazyLock::new(|| quantiles(DECAY.0, DECAY.1));
         static TIME_STEPS: Table = LazyLock::new(|| quantiles(TIME_STEP.0, TIME_STEP.1));
-        Stream {
+        RandomStream {
             key: key(seed, name),
             quantiles: match values {
-                Values::Weight => &WEIGHTS,
-                Values::Gain => &GAINS,
-                Values::GainLessOne => &LESS_ONE,
-                Values::Recurrence(VectorKind::Conv) => &CONVS,
-                Values::Recurrence(VectorKind::Decay) => &DECAYS,
-                Values::Recurrence(VectorKind::TimeStep) => &TIME_STEPS,
+                Distribution::Weight => &WEIGHTS,
+                Distribution::Gain => &GAINS,
+                Distribution::GainLessOne => &LESS_ONE,
+                Distribution::Recurrence(VectorKind::Conv) => &CONVS,
+                Distribution::Recurrence(VectorKind::Decay) => &DECAYS,
+                Distribution::Recurrence(VectorKind::TimeStep) => &TIME_STEPS,
             },
         }
     }

@@ -100,14 +100,14 @@ pub fn largest_id(path: &Path, json: &[u8]) -> Result<Option<u32>> {
     struct File {
         #[serde(default)]
         added_tokens: Vec<Added>,
-        model: Model,
+        model: TokenizerModel,
     }
     #[derive(Deserialize)]
     struct Added {
         id: u32,
     }
     #[derive(Deserialize)]
-    struct Model {
+    struct TokenizerModel {
         vocab: Largest,
     }
     let file: File = serde_json::from_slice(json).map_err(|e| Error::Malformed {

@@ -215,7 +215,7 @@ pub type Chosen = Vec<usize>;
 const STEPS: u64 = 1 << 16;
 
 /// The least total loss for every number of bytes.
-struct Table {
+struct LossTable {
     smallest: u64,
     unit: u64,
     /// By units above the smallest size.
@@ -226,7 +226,7 @@ struct Table {
     units: Vec<Vec<usize>>,
 }
 
-impl Table {
+impl LossTable {
     fn new(menus: &[Menu]) -> Self {
         let least = |m: &Menu| m.candidates.iter().map(|c| c.bytes).min().unwrap_or(0);
         let most = |m: &Menu| m.candidates.iter().map(|c| c.bytes).max().unwrap_or(0);
@@ -262,7 +262,7 @@ impl Table {
             loss = next;
             chosen.push(by);
         }
-        Table {
+        LossTable {
             smallest,
             unit,
             loss,
@@ -291,7 +291,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 /// # Errors
 /// [`Error::Request`] if not even the smallest candidates fit.
 pub(crate) fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
-    let table = Table::new(menus);
+    let table = LossTable::new(menus);
     if budget < table.smallest {
         return Err(Error::Request {
             what: "target size",
@@ -309,7 +309,7 @@ pub(crate) fn within_bytes(menus: &[Menu], budget: u64) -> Result<Chosen> {
 /// The choice with the fewest bytes whose total loss is at most `limit`; `None` if no choice is
 /// that good.
 pub(crate) fn within_loss(menus: &[Menu], limit: f64) -> Option<Chosen> {
-    let table = Table::new(menus);
+    let table = LossTable::new(menus);
     let units = table.loss.iter().position(|&l| l <= limit)?;
     Some(table.at(units))
 }

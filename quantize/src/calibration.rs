@@ -244,14 +244,14 @@ pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Re
                 if line.trim().is_empty() {
                     continue;
                 }
-                let line = serde_json::from_str::<Line>(line);
+                let line = serde_json::from_str::<TextLine>(line);
                 let line = line.map_err(|e| fail(format!("line {}: {e}", i + 1)))?;
                 match line {
-                    Line::Text { text } => {
+                    TextLine::Text { text } => {
                         tokens.push(prompter.document);
                         tokens.extend(prompter.tokenizer.encode(&text)?);
                     }
-                    Line::Chat { messages, tools } => {
+                    TextLine::Chat { messages, tools } => {
                         let template = prompter.template.as_ref().ok_or_else(|| {
                             fail(format!(
                                 "line {}: messages need a chat template, which the model has not",
@@ -302,7 +302,7 @@ pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Re
     untagged,
     expecting = "an object with a string \"text\", or with \"messages\""
 )]
-enum Line {
+enum TextLine {
     Text {
         text: String,
     },

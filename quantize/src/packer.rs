@@ -12,20 +12,20 @@ pub struct Packer {
     cols: usize,
     rows: usize,
     codes: Vec<u8>,
-    scales: Values,
-    offsets: Values,
+    scales: PackedValues,
+    offsets: PackedValues,
     zeros: Vec<u8>,
 }
 
 /// Scales or offsets: an f16 each, or small integers and the f16 of each span.
 #[derive(Clone, Debug, Default)]
-struct Values {
+struct PackedValues {
     half: Vec<f16>,
     small: Vec<u8>,
 }
 
-impl Values {
-    fn append(&mut self, more: Values) {
+impl PackedValues {
+    fn append(&mut self, more: PackedValues) {
         self.half.extend(more.half);
         self.small.extend(more.small);
     }
@@ -49,8 +49,8 @@ impl Packer {
             cols,
             rows: 0,
             codes: Vec::new(),
-            scales: Values::default(),
-            offsets: Values::default(),
+            scales: PackedValues::default(),
+            offsets: PackedValues::default(),
             zeros: Vec::new(),
         }
     }
@@ -108,15 +108,15 @@ impl Packer {
 }
 
 /// What `of` names of a group and its span.
-fn values(rows: &Rounded, of: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -> Values {
+fn values(rows: &Rounded, of: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -> PackedValues {
     let half = |p: &GroupParams| f16::from_f32(of(*p, SpanFactors::default()).0);
     let factors = |s: &SpanFactors| of(GroupParams::default(), *s).1;
     match rows.grid.two_level() {
-        None => Values {
+        None => PackedValues {
             half: rows.params.iter().map(half).collect(),
             small: Vec::new(),
         },
-        Some(two) => Values {
+        Some(two) => PackedValues {
             half: rows.spans.iter().map(factors).collect(),
             small: pack::pack_rows(two.bits, &rows.small(of), rows.groups()),
         },

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use std::sync::Arc;
 
 /// A weight, or its rows so far, rounded and packed.
-enum Packing {
+enum RoundedRows {
     Affine(Packer),
     Trellis(TrellisRows),
 }
@@ -33,7 +33,7 @@ struct TrellisRows {
 
 /// A rounded weight and how it was made.
 pub(crate) struct Rounding {
-    packing: Packing,
+    packing: RoundedRows,
     bits: u32,
     errors: Errors,
     method: &'static str,
@@ -76,7 +76,7 @@ pub(crate) fn round(
             let mut packer = Packer::new(outcome.rounded.grid, weight.cols);
             packer.push(&outcome.rounded);
             Ok(Rounding {
-                packing: Packing::Affine(packer),
+                packing: RoundedRows::Affine(packer),
                 bits: scheme.bits.into(),
                 errors,
                 method: outcome.method,
@@ -105,7 +105,7 @@ pub(crate) fn round(
                 errors.output_change = hessian.quadratic_error(&change)?;
             }
             Ok(Rounding {
-                packing: Packing::Trellis(TrellisRows {
+                packing: RoundedRows::Trellis(TrellisRows {
                     scheme,
                     words: rounded.words().to_vec(),
                     row_scales: rounded.row_scales().to_vec(),
@@ -181,8 +181,8 @@ impl Rounding {
     /// Appends more rows of the weight, made by the same request.
     pub(crate) fn append(&mut self, more: Rounding) {
         match (&mut self.packing, more.packing) {
-            (Packing::Affine(rows), Packing::Affine(more)) => rows.append(more),
-            (Packing::Trellis(rows), Packing::Trellis(more)) => {
+            (RoundedRows::Affine(rows), RoundedRows::Affine(more)) => rows.append(more),
+            (RoundedRows::Trellis(rows), RoundedRows::Trellis(more)) => {
                 debug_assert!(rows.row_scales.len().is_multiple_of(STRIP));
                 debug_assert!(rows.input_scales == more.input_scales);
                 rows.words.extend(more.words);
@@ -212,8 +212,8 @@ impl Rounding {
     /// Errors of assembling a weight; what is made here causes none.
     pub(crate) fn finish(self) -> Result<(Weight, Vec<String>)> {
         let weight = match self.packing {
-            Packing::Affine(packer) => packer.finish()?,
-            Packing::Trellis(rows) => {
+            RoundedRows::Affine(packer) => packer.finish()?,
+            RoundedRows::Trellis(rows) => {
                 let dims = (rows.row_scales.len(), rows.input_scales.len());
                 let words = rows.words.into();
                 let of_rows = rows.row_scales.into();

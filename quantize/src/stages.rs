@@ -17,16 +17,16 @@ pub struct Stage {
 /// A [`Progress`] that passes everything on and measures the time of stages.
 pub(crate) struct Stages<'a> {
     progress: &'a dyn Progress,
-    state: Mutex<State>,
+    state: Mutex<StageState>,
 }
 
 #[derive(Default)]
-struct State {
+struct StageState {
     current: Option<(String, Instant)>,
     done: Vec<Stage>,
 }
 
-impl State {
+impl StageState {
     fn add(&mut self, name: &str, seconds: f64) {
         match self.done.iter_mut().find(|s| s.name == name) {
             Some(stage) => stage.seconds += seconds,
@@ -53,7 +53,7 @@ impl<'a> Stages<'a> {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, StageState> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 

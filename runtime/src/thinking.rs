@@ -16,12 +16,12 @@ pub enum Part {
 /// is only white space is dropped too. A `<think>` counts only at the start, and text is held back
 /// until it is certain whether it begins with one.
 pub struct Splitter {
-    state: State,
+    state: ThinkingState,
     held: String,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum State {
+enum ThinkingState {
     /// Nothing but white space so far.
     Start,
     /// After `<think>`, nothing but white space so far.
@@ -36,9 +36,9 @@ impl Splitter {
     /// A splitter for the continuation of `prompt`, which may have opened the thinking.
     pub fn after(prompt: &str) -> Self {
         let state = if prompt.trim_end().ends_with(OPEN) {
-            State::ThinkingStart
+            ThinkingState::ThinkingStart
         } else {
-            State::Start
+            ThinkingState::Start
         };
         Splitter {
             state,
@@ -49,14 +49,17 @@ impl Splitter {
     /// A splitter that treats all text as the answer.
     pub fn none() -> Self {
         Splitter {
-            state: State::Answer,
+            state: ThinkingState::Answer,
             held: String::new(),
         }
     }
 
     /// True while inside the tags.
     pub fn is_thinking(&self) -> bool {
-        matches!(self.state, State::Thinking | State::ThinkingStart)
+        matches!(
+            self.state,
+            ThinkingState::Thinking | ThinkingState::ThinkingStart
+        )
     }
 
     /// Takes more text and calls `emit` with the parts that are certain.
@@ -69,10 +72,12 @@ impl Splitter {
     pub fn finish(&mut self, emit: &mut dyn FnMut(Part, &str)) {
         let rest = std::mem::take(&mut self.held);
         match self.state {
-            State::Start | State::AnswerStart | State::Answer if !rest.is_empty() => {
+            ThinkingState::Start | ThinkingState::AnswerStart | ThinkingState::Answer
+                if !rest.is_empty() =>
+            {
                 emit(Part::Answer, &rest);
             }
-            State::Thinking if !rest.trim_end().is_empty() => {
+            ThinkingState::Thinking if !rest.trim_end().is_empty() => {
                 emit(Part::Thinking, rest.trim_end());
             }
             _ => {}
@@ -82,38 +87,38 @@ impl Splitter {
     /// Makes one step; false if more text is needed.
     fn advance(&mut self, emit: &mut dyn FnMut(Part, &str)) -> bool {
         match self.state {
-            State::Start => {
+            ThinkingState::Start => {
                 let text = self.held.trim_start();
                 if let Some(rest) = text.strip_prefix(OPEN) {
                     self.held = rest.to_owned();
-                    self.state = State::ThinkingStart;
+                    self.state = ThinkingState::ThinkingStart;
                     return true;
                 }
                 if OPEN.starts_with(text) {
                     return false;
                 }
-                self.state = State::Answer;
+                self.state = ThinkingState::Answer;
                 true
             }
-            State::ThinkingStart | State::AnswerStart => {
+            ThinkingState::ThinkingStart | ThinkingState::AnswerStart => {
                 self.held = self.held.trim_start().to_owned();
                 if self.held.is_empty() {
                     return false;
                 }
                 self.state = match self.state {
-                    State::ThinkingStart => State::Thinking,
-                    _ => State::Answer,
+                    ThinkingState::ThinkingStart => ThinkingState::Thinking,
+                    _ => ThinkingState::Answer,
                 };
                 true
             }
-            State::Thinking => {
+            ThinkingState::Thinking => {
                 if let Some(at) = self.held.find(CLOSE) {
                     let thinking = self.held[..at].trim_end();
                     if !thinking.is_empty() {
                         emit(Part::Thinking, thinking);
                     }
                     self.held.drain(..at + CLOSE.len());
-                    self.state = State::AnswerStart;
+                    self.state = ThinkingState::AnswerStart;
                     return true;
                 }
                 // White space before the closing tag is dropped, so it is held back too.
@@ -125,7 +130,7 @@ impl Splitter {
                 }
                 false
             }
-            State::Answer => {
+            ThinkingState::Answer => {
                 if !self.held.is_empty() {
                     emit(Part::Answer, &self.held);
                     self.held.clear();

@@ -43,20 +43,20 @@ pub(crate) fn state_key(page: &Key) -> Key {
 pub struct PageStore {
     folder: PathBuf,
     limit: u64,
-    index: Mutex<Index>,
+    index: Mutex<PageIndex>,
     progress: Arc<dyn Progress>,
 }
 
 #[derive(Default)]
-struct Index {
-    files: HashMap<Key, Held>,
+struct PageIndex {
+    files: HashMap<Key, HeldPage>,
     bytes: u64,
     clock: u64,
     /// True after an error: nothing is written any more.
     broken: bool,
 }
 
-struct Held {
+struct HeldPage {
     bytes: u64,
     used: u64,
 }
@@ -116,7 +116,7 @@ impl PageStore {
         }
     }
 
-    fn index(&self) -> MutexGuard<'_, Index> {
+    fn index(&self) -> MutexGuard<'_, PageIndex> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -150,13 +150,13 @@ impl PageStore {
     }
 }
 
-impl Index {
+impl PageIndex {
     fn add(&mut self, key: Key, bytes: u64) {
         self.remove(&key);
         self.clock += 1;
         self.bytes += bytes;
         let used = self.clock;
-        self.files.insert(key, Held { bytes, used });
+        self.files.insert(key, HeldPage { bytes, used });
     }
 
     fn remove(&mut self, key: &Key) {

@@ -118,7 +118,7 @@ pub struct Usage {
 }
 
 /// One of the answers.
-struct Choice {
+struct AnswerChoice {
     reader: Reader,
     /// Log-probabilities of tokens whose text is held back.
     logprobs: Vec<TokenLogprobs>,
@@ -195,7 +195,7 @@ pub struct Stream {
     /// Keeps the model loaded while it answers.
     _model: Arc<Model>,
     answers: Answers,
-    choices: Vec<Choice>,
+    choices: Vec<AnswerChoice>,
     usage: Usage,
 }
 
@@ -277,7 +277,7 @@ pub fn start(
     };
     let answers = n * generation.prompts.len();
     let requests = (0..answers).map(request).collect();
-    let choice = |index: usize| Choice {
+    let choice = |index: usize| AnswerChoice {
         reader: Reader::new(model.tokenizer(), &generation.reader),
         logprobs: Vec::new(),
         over: false,

@@ -42,7 +42,7 @@ pub enum LoadError {
 /// Models by name; the first serves requests that name none.
 #[derive(Default)]
 pub struct Models {
-    entries: Vec<Entry>,
+    entries: Vec<ModelEntry>,
     /// Other names of models, and their indices.
     aliases: Vec<(String, usize)>,
     states: Mutex<States>,
@@ -50,7 +50,7 @@ pub struct Models {
     loading: tokio::sync::Mutex<()>,
 }
 
-struct Entry {
+struct ModelEntry {
     name: String,
     created: u64,
     source: Option<Box<dyn Source>>,
@@ -59,7 +59,7 @@ struct Entry {
     pinned: bool,
 }
 
-impl Entry {
+impl ModelEntry {
     /// True if it may be unloaded, because it can be loaded again.
     fn can_go(&self) -> bool {
         self.source.is_some() && !self.pinned
@@ -124,7 +124,7 @@ impl Models {
     fn push(&mut self, name: String, source: Option<Box<dyn Source>>, model: Option<Arc<Model>>) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let loaded = model.as_ref().map(|m| m.about().clone());
-        self.entries.push(Entry {
+        self.entries.push(ModelEntry {
             name,
             created: since.map_or(0, |d| d.as_secs()),
             about: loaded.or_else(|| source.as_ref()?.about()),
@@ -169,7 +169,7 @@ impl Models {
     /// Maps `f` over all models in order. None is loaded or unloaded meanwhile.
     pub fn each<T>(&self, f: impl Fn(Listed<'_>) -> T) -> Vec<T> {
         let states = self.states();
-        let listed = |(at, entry): (usize, &'_ Entry)| {
+        let listed = |(at, entry): (usize, &'_ ModelEntry)| {
             let model = states.loaded[at].0.as_ref();
             let in_use = model.is_some_and(|m| Arc::strong_count(m) > 1);
             let aliases = self.aliases.iter().filter(|a| a.1 == at);

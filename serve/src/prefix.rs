@@ -25,7 +25,7 @@ struct Node {
 
 /// A sequence in the tree.
 #[derive(Debug)]
-struct Entry {
+struct SequenceEntry {
     salt: u64,
     node: usize,
     len: usize,
@@ -48,7 +48,7 @@ pub struct PrefixTree {
     roots: HashMap<u64, usize>,
     nodes: Vec<Node>,
     free: Vec<usize>,
-    entries: HashMap<usize, Entry>,
+    entries: HashMap<usize, SequenceEntry>,
     clock: u64,
 }
 
@@ -87,7 +87,7 @@ impl PrefixTree {
         }
         self.clock += 1;
         self.nodes[at].slots.push(slot);
-        let entry = Entry {
+        let entry = SequenceEntry {
             salt,
             node: at,
             len: tokens.len(),

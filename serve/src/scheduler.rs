@@ -144,7 +144,7 @@ pub fn share(rows: Rows, wanted: &[usize]) -> Vec<usize> {
 #[derive(Clone, Debug)]
 pub struct Pace {
     /// Seconds for rows of prompts.
-    prompts: Line,
+    prompts: FittedLine,
     /// Seconds for a step without prompts.
     decode: Option<f64>,
     limits: PaceLimits,
@@ -171,7 +171,7 @@ impl Pace {
     /// An estimate before any step.
     pub fn new(limits: PaceLimits) -> Self {
         Pace {
-            prompts: Line::default(),
+            prompts: FittedLine::default(),
             decode: None,
             limits,
         }
@@ -220,7 +220,7 @@ impl Pace {
 
 /// A line fitted to points by least squares; later points weigh more.
 #[derive(Clone, Copy, Debug, Default)]
-struct Line {
+struct FittedLine {
     points: f64,
     x: f64,
     y: f64,
@@ -228,7 +228,7 @@ struct Line {
     xy: f64,
 }
 
-impl Line {
+impl FittedLine {
     fn learn(&mut self, x: f64, y: f64) {
         let sums = [
             (&mut self.points, 1.0),
@@ -374,7 +374,7 @@ mod tests {
     /// If all pieces have the same size, the line passes through the origin.
     #[test]
     fn pieces_that_are_all_alike_give_a_rate() {
-        let mut line = Line::default();
+        let mut line = FittedLine::default();
         for _ in 0..10 {
             line.learn(100.0, 5.0);
         }

@@ -67,7 +67,7 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
         None => Purpose::Document,
     };
     let mut lines = Lines::open(&args.texts, args.read.file.as_deref())?;
-    let mut out = Output::create(args.out.as_deref(), dimensions)?;
+    let mut out = VectorOutput::create(args.out.as_deref(), dimensions)?;
     let mut session = Session::new(&checkpoint, Row::Hidden, &args.read, global, &terminal)?;
     let begun = Instant::now();
     let reading = (&mut lines, &texts, &purpose);
@@ -88,7 +88,7 @@ fn write_all(
     args: &EmbedArgs,
     (lines, texts, purpose): (&mut Lines, &EmbeddingTexts, &Purpose),
     session: &mut Session,
-    out: &mut Output,
+    out: &mut VectorOutput,
     terminal: &Terminal,
 ) -> anyhow::Result<(usize, usize)> {
     let (mut count, mut tokens) = (0, 0);
@@ -137,29 +137,29 @@ fn write_all(
 }
 
 /// The output for vectors: each is written as soon as it is computed.
-struct Output {
-    place: Place,
+struct VectorOutput {
+    place: VectorSink,
     /// Numbers of a vector.
     dimensions: usize,
     /// Vectors written.
     rows: usize,
 }
 
-enum Place {
+enum VectorSink {
     Stdout,
     Lines(File, PathBuf),
     Npy(Npy, PathBuf),
 }
 
-impl Output {
+impl VectorOutput {
     fn create(path: Option<&Path>, dimensions: usize) -> anyhow::Result<Self> {
-        let output = |place| Output {
+        let output = |place| VectorOutput {
             place,
             dimensions,
             rows: 0,
         };
         let Some(path) = path else {
-            return Ok(output(Place::Stdout));
+            return Ok(output(VectorSink::Stdout));
         };
         let name = || path.display().to_string();
         // Vectors are written as they come: nothing whole could take an older file's place.
@@ -167,8 +167,8 @@ impl Output {
         let file = file.with_context(name)?;
         let path = path.to_owned();
         Ok(output(match path.extension().is_some_and(|e| e == "npy") {
-            true => Place::Npy(Npy::new(file, dimensions).with_context(name)?, path),
-            false => Place::Lines(file, path),
+            true => VectorSink::Npy(Npy::new(file, dimensions).with_context(name)?, path),
+            false => VectorSink::Lines(file, path),
         }))
     }
 
@@ -180,7 +180,7 @@ impl Output {
     /// Takes the file away if nothing is in it; `error` is why there is no more.
     fn left(mut self, error: anyhow::Error) -> anyhow::Error {
         let committed = self.commit();
-        let (Place::Lines(_, path) | Place::Npy(_, path)) = &self.place else {
+        let (VectorSink::Lines(_, path) | VectorSink::Npy(_, path)) = &self.place else {
             return error;
         };
         let path = path.clone();
@@ -209,13 +209,13 @@ impl Output {
         };
         self.rows += 1;
         match &mut self.place {
-            Place::Stdout => Ok(print_line(&object())?),
-            Place::Lines(file, path) => {
+            VectorSink::Stdout => Ok(print_line(&object())?),
+            VectorSink::Lines(file, path) => {
                 let line = object() + "\n";
                 let written = file.write_all(line.as_bytes());
                 written.with_context(|| path.display().to_string())
             }
-            Place::Npy(npy, path) => {
+            VectorSink::Npy(npy, path) => {
                 let written = npy.write(vector);
                 written.with_context(|| path.display().to_string())
             }
@@ -225,11 +225,11 @@ impl Output {
     /// Makes the vectors written so far permanent, whatever happens next.
     fn commit(&mut self) -> anyhow::Result<()> {
         match &mut self.place {
-            Place::Npy(npy, path) => {
+            VectorSink::Npy(npy, path) => {
                 let written = npy.write_header();
                 written.with_context(|| path.display().to_string())
             }
-            Place::Stdout | Place::Lines(..) => Ok(()),
+            VectorSink::Stdout | VectorSink::Lines(..) => Ok(()),
         }
     }
 }

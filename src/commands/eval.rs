@@ -86,7 +86,7 @@ const DEEP: usize = 16_384;
 const WORST: usize = 10;
 
 /// A loaded model.
-struct Loaded {
+struct EvalModel {
     model: Model,
     engine: Arc<dyn Engine>,
     tokenizer: Tokenizer,
@@ -196,7 +196,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Result<Loaded> {
+fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Result<EvalModel> {
     model::check_writes(&model)?;
     let checkpoint = &model.checkpoint;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
@@ -206,7 +206,7 @@ fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Res
     model::note_growth(checkpoint, terminal);
     let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)
         .with_context(|| model.source.clone())?;
-    Ok(Loaded {
+    Ok(EvalModel {
         model,
         engine,
         tokenizer,
@@ -217,7 +217,7 @@ fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Res
 struct Workbench<'a> {
     args: &'a EvalArgs,
     text: Text,
-    reference: Option<Loaded>,
+    reference: Option<EvalModel>,
     /// The reference's log-probabilities, when several models are measured against it.
     recorded: Option<ReferenceLogits>,
     several: bool,
@@ -226,7 +226,7 @@ struct Workbench<'a> {
 }
 
 impl Workbench<'_> {
-    fn measure(&mut self, loaded: &Loaded, terminal: &Terminal) -> anyhow::Result<Outcome> {
+    fn measure(&mut self, loaded: &EvalModel, terminal: &Terminal) -> anyhow::Result<Outcome> {
         let tokens = loaded.tokenizer.encode(&self.text.text)?;
         if let Some(r) = &self.reference
             && r.tokenizer.encode(&self.text.text)? != tokens
@@ -285,7 +285,7 @@ impl Workbench<'_> {
     }
 
     /// The requested context or the protocol's, at most what the models were trained for.
-    fn spec(&mut self, loaded: &Loaded, tokens: usize, terminal: &Terminal) -> EvalSpec {
+    fn spec(&mut self, loaded: &EvalModel, tokens: usize, terminal: &Terminal) -> EvalSpec {
         if let Some(spec) = &self.spec {
             return spec.clone();
         }
@@ -296,7 +296,7 @@ impl Workbench<'_> {
                 Protocol::Hf => 2048,
                 Protocol::Llama => 512,
             };
-            let of = |l: &Loaded| l.model.checkpoint.config().max_position_embeddings;
+            let of = |l: &EvalModel| l.model.checkpoint.config().max_position_embeddings;
             let most = of(loaded).min(self.reference.as_ref().map_or(usize::MAX, of));
             if most < usual && !self.args.by_depth {
                 terminal.note(&format!(
@@ -421,7 +421,7 @@ fn check_report(path: &Path) -> anyhow::Result<()> {
 /// Runs the reference once for several models, if its log-probabilities fit a quarter of
 /// the free memory.
 fn record(
-    reference: &Loaded,
+    reference: &EvalModel,
     tokens: &[u32],
     spec: &EvalSpec,
     terminal: &Terminal,

@@ -46,12 +46,12 @@ struct Report {
     /// What `--verify` has not checked.
     not_checked: &'static [&'static str],
     left_over: Vec<LeftOver>,
-    tensors: Vec<Row>,
+    tensors: Vec<TensorRow>,
 }
 
 /// One stored tensor.
 #[derive(Serialize)]
-struct Row {
+struct TensorRow {
     name: String,
     dtype: String,
     shape: Vec<usize>,
@@ -122,7 +122,7 @@ fn verify(checkpoint: &Checkpoint) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> Row {
+fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> TensorRow {
     let elements: usize = e.shape.iter().product();
     let parameter = e
         .name
@@ -132,7 +132,7 @@ fn row(e: TensorEntry, record: Option<&QuantizationRecord>) -> Row {
         Some(scheme) => f64::from(scheme.scheme.bits()),
         None => 8.0 * e.bytes as f64 / elements.max(1) as f64,
     };
-    Row {
+    TensorRow {
         name: e.name,
         dtype: e.dtype,
         shape: e.shape,

@@ -49,7 +49,7 @@ const LONGEST_REASON: usize = 300;
 
 /// One model of the folder.
 #[derive(Serialize)]
-struct Row {
+struct ModelRow {
     name: String,
     path: PathBuf,
     format: String,
@@ -104,7 +104,7 @@ pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
+fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -143,7 +143,7 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<Row>> {
                 (String::new(), Some(format!("unreadable: {why}")))
             }
         };
-        rows.push(Row {
+        rows.push(ModelRow {
             name,
             format,
             file_bytes: size_of_tree(&path),

@@ -9,7 +9,7 @@ static TABLE: &str = include_str!("engines.csv");
 pub(super) const GGUF: &str = "loads in llama.cpp (of llama-cpp-python 0.3.36)";
 
 /// One measurement.
-struct Row {
+struct EngineMeasurement {
     format: &'static str,
     bits: usize,
     symmetric: bool,
@@ -19,13 +19,13 @@ struct Row {
     why: &'static str,
 }
 
-fn rows() -> impl Iterator<Item = Row> {
+fn rows() -> impl Iterator<Item = EngineMeasurement> {
     TABLE.lines().skip(1).map(|line| {
         let mut fields = line.splitn(7, ',');
         let mut next = || fields.next().expect("seven fields");
         let (format, bits, zeros, engine, loads) = (next(), next(), next(), next(), next());
         let _measured = next();
-        Row {
+        EngineMeasurement {
             format,
             bits: bits.parse().expect("a number of bits"),
             symmetric: zeros == "sym",
@@ -39,13 +39,14 @@ fn rows() -> impl Iterator<Item = Row> {
 /// Notes on engines that read `format` with Linears of `schemes` (bits, symmetric): one line with the
 /// engines that load all of them, and one for each engine that does not.
 pub(super) fn notes(format: &str, schemes: &[(usize, bool)]) -> Vec<String> {
-    let mut engines: BTreeMap<&str, Vec<Row>> = BTreeMap::new();
+    let mut engines: BTreeMap<&str, Vec<EngineMeasurement>> = BTreeMap::new();
     for row in rows().filter(|r| r.format == format) {
         if schemes.contains(&(row.bits, row.symmetric)) {
             engines.entry(row.engine).or_default().push(row);
         }
     }
-    let loads = |rows: &[Row]| rows.len() == schemes.len() && rows.iter().all(|r| r.loads);
+    let loads =
+        |rows: &[EngineMeasurement]| rows.len() == schemes.len() && rows.iter().all(|r| r.loads);
     let all: Vec<&str> = engines
         .iter()
         .filter(|(_, rows)| loads(rows))

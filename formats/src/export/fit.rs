@@ -130,7 +130,7 @@ pub fn requantization(
         if is_layer_linear(&name) {
             let weight = store.matrix(&name, (rows, cols))?;
             let a = affine(&weight);
-            linears.push(Found {
+            linears.push(SourceLinear {
                 name,
                 dims: (rows, cols),
                 scheme: a.map(|a| a.scheme()),
@@ -144,7 +144,7 @@ pub fn requantization(
     if linears.iter().any(|l| l.scheme.is_some()) {
         linears.retain(|l| l.scheme.is_some());
     }
-    let alike = |l: &Found| (l.scheme, l.order) == (linears[0].scheme, linears[0].order);
+    let alike = |l: &SourceLinear| (l.scheme, l.order) == (linears[0].scheme, linears[0].order);
     if linears
         .iter()
         .all(|l| l.fits && (!packing.uniform || alike(l)))
@@ -170,7 +170,7 @@ pub fn requantization(
 }
 
 /// A Linear of the source.
-struct Found {
+struct SourceLinear {
     name: String,
     dims: (usize, usize),
     scheme: Option<AffineScheme>, // None: unquantized
@@ -179,7 +179,7 @@ struct Found {
 }
 
 /// The scheme of the most values.
-fn most_common<'a>(linears: impl IntoIterator<Item = &'a Found>) -> Option<AffineScheme> {
+fn most_common<'a>(linears: impl IntoIterator<Item = &'a SourceLinear>) -> Option<AffineScheme> {
     let mut counts: Vec<(AffineScheme, usize)> = Vec::new();
     for l in linears {
         let values = l.dims.0 * l.dims.1;

@@ -122,7 +122,7 @@ pub(super) fn dense_type(checkpoint: &Checkpoint) -> DType {
 }
 
 /// A tensor to be written and its source.
-enum Source {
+enum TensorSource {
     Dense(Origin),
     Packed(Origin, Part),
 }
@@ -193,7 +193,7 @@ pub(super) fn export(
     let config = checkpoint.config();
     let root = checkpoint.files().root();
     let store = AsPublished::new(checkpoint.store(), config, &root);
-    let mut plan = Plan {
+    let mut plan = FolderPlan {
         out,
         checkpoint,
         store: &store,
@@ -219,7 +219,7 @@ pub(super) fn export(
                     shape,
                     rows: 0..1,
                 };
-                let source = Source::Dense(origin);
+                let source = TensorSource::Dense(origin);
                 plan.put(tensor_name(&name), dtype, as_stored, source);
             }
             Shape::Matrix(rows, cols) => plan.put_matrix(name, (rows, cols))?,
@@ -230,7 +230,7 @@ pub(super) fn export(
 }
 
 /// The planned contents of a folder.
-struct Plan<'a> {
+struct FolderPlan<'a> {
     out: &'a Path,
     checkpoint: &'a Checkpoint,
     /// Its parameters as folders hold them.
@@ -239,7 +239,7 @@ struct Plan<'a> {
     /// Type of unquantized parameters.
     dense: DType,
     /// The source of each tensor, by name.
-    sources: BTreeMap<String, Source>,
+    sources: BTreeMap<String, TensorSource>,
     specs: Vec<TensorSpec>,
     linears: Vec<Linear>,
     /// Bytes that unquantized matrices gain.
@@ -247,7 +247,7 @@ struct Plan<'a> {
     report: ExportReport,
 }
 
-impl Plan<'_> {
+impl FolderPlan<'_> {
     fn unsupported(&self, what: String, why: String) -> Error {
         Error::Unsupported {
             path: self.out.into(),
@@ -257,7 +257,7 @@ impl Plan<'_> {
     }
 
     /// Adds the tensor `name`; returns its bytes.
-    fn put(&mut self, name: String, dtype: DType, shape: Vec<usize>, source: Source) -> u64 {
+    fn put(&mut self, name: String, dtype: DType, shape: Vec<usize>, source: TensorSource) -> u64 {
         let spec = TensorSpec { name, dtype, shape };
         let bytes = spec.bytes();
         self.sources.insert(spec.name.clone(), source);
@@ -267,7 +267,12 @@ impl Plan<'_> {
 
     fn put_dense(&mut self, name: &str, origin: Origin) -> u64 {
         let shape = origin.shape();
-        self.put(tensor_name(name), self.dense, shape, Source::Dense(origin))
+        self.put(
+            tensor_name(name),
+            self.dense,
+            shape,
+            TensorSource::Dense(origin),
+        )
     }
 
     /// Adds a matrix, or each expert's of a stack: packed if it is a quantized Linear of a layer.
@@ -336,7 +341,7 @@ impl Plan<'_> {
         let mut bytes = 0;
         for part in (self.packing.parts)(a, self.dense) {
             let (suffix, dtype, shape) = (part.suffix, part.dtype, part.shape.clone());
-            let source = Source::Packed(origin.clone(), part);
+            let source = TensorSource::Packed(origin.clone(), part);
             bytes += self.put(format!("{name}.{suffix}"), dtype, shape, source);
         }
         let kept = match kept {
@@ -385,10 +390,10 @@ impl Plan<'_> {
             &new,
             progress,
             &mut |spec, sink| match &self.sources[&spec.name] {
-                Source::Dense(origin) => {
+                TensorSource::Dense(origin) => {
                     sink.write(&dense_bytes(store, origin, spec.dtype, &mut stored)?)
                 }
-                Source::Packed(origin, part) => {
+                TensorSource::Packed(origin, part) => {
                     let read = || store.matrix(&origin.parameter, origin.dims());
                     let whole = weights.get(&origin.parameter, read)?;
                     let weight = whole.rows(origin.rows.clone());

@@ -66,7 +66,7 @@ impl Mix {
     }
 
     /// `general.file_type`: the customary number of the mix.
-    fn file_type(self, plans: &[Plan]) -> u32 {
+    fn file_type(self, plans: &[ParameterPlan]) -> u32 {
         let kind = match self {
             Mix::Q4KM => return 15,
             Mix::All(kind) => kind,
@@ -123,7 +123,7 @@ fn for_width(kind: BlockType, cols: usize) -> BlockType {
 }
 
 /// How a parameter is written to the file.
-struct Plan {
+struct ParameterPlan {
     name: String, // Hugging Face
     shape: Shape,
     kind: BlockType,
@@ -256,7 +256,11 @@ fn rope_divisors(c: &ModelConfig) -> Option<Vec<f32>> {
 }
 
 /// Chooses every parameter's type.
-fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<Vec<Plan>> {
+fn plan(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    options: &ExportOptions,
+) -> Result<Vec<ParameterPlan>> {
     let (config, store) = (checkpoint.config(), checkpoint.store());
     let mut plans = Vec::new();
     let mut refused = Vec::new();
@@ -266,7 +270,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
     };
     for (name, shape) in fused_rates(config, parameters(config)) {
         let Shape::Matrix(rows, cols) = shape else {
-            plans.push(Plan {
+            plans.push(ParameterPlan {
                 name,
                 shape,
                 kind: BlockType::F32,
@@ -282,7 +286,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
         };
         if is_kept(&name) || rates_of(&name).is_some() {
             // Readers of this format expect F32 here, which holds every float exactly.
-            plans.push(Plan {
+            plans.push(ParameterPlan {
                 name,
                 shape,
                 kind: BlockType::F32,
@@ -318,7 +322,7 @@ fn plan(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<
                 (kind, How::Encode, Change::Requantized)
             }
         };
-        plans.push(Plan {
+        plans.push(ParameterPlan {
             name,
             shape,
             kind,
@@ -436,7 +440,7 @@ fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
     for_width(kind, cols)
 }
 
-fn most_common(plans: &[Plan]) -> BlockType {
+fn most_common(plans: &[ParameterPlan]) -> BlockType {
     let matrices = || {
         plans
             .iter()
@@ -450,7 +454,7 @@ fn most_common(plans: &[Plan]) -> BlockType {
 /// Writes a parameter, its rows in the order that the architecture's files have.
 fn write_parameter(
     checkpoint: &Checkpoint,
-    plan: &Plan,
+    plan: &ParameterPlan,
     tensor: &TensorPlan,
     sink: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
@@ -489,7 +493,7 @@ fn reorders(c: &ModelConfig) -> bool {
 }
 
 /// The values of a vector as files of the architecture have them.
-fn vector(checkpoint: &Checkpoint, plan: &Plan) -> Result<Vec<f32>> {
+fn vector(checkpoint: &Checkpoint, plan: &ParameterPlan) -> Result<Vec<f32>> {
     let (config, name) = (checkpoint.config(), &plan.name);
     let mut values = checkpoint
         .store()
@@ -555,7 +559,7 @@ fn write_rates(
 /// Writes a parameter, its rows in their usual order.
 fn write_rows(
     checkpoint: &Checkpoint,
-    plan: &Plan,
+    plan: &ParameterPlan,
     tensor: &TensorPlan,
     sink: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {

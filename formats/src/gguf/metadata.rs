@@ -132,12 +132,12 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
 
 /// The parts of a `tokenizer.json` that nq needs.
 #[derive(Deserialize)]
-struct Tokenizer {
+struct TokenizerFile {
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
     normalizer: Option<Json>,
     pre_tokenizer: Option<Json>,
-    model: Model,
+    model: VocabularyModel,
 }
 
 #[derive(Deserialize)]
@@ -154,7 +154,7 @@ struct AddedToken {
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct VocabularyModel {
     #[serde(rename = "type")]
     kind: String,
     #[serde(default)]
@@ -187,7 +187,7 @@ pub fn describe_tokenizer(plan: &mut GgufPlan, checkpoint: &Checkpoint) -> Resul
         found,
     };
     let json = applied(files)?;
-    let tokenizer: Tokenizer = serde_json::from_slice(&json)
+    let tokenizer: TokenizerFile = serde_json::from_slice(&json)
         .map_err(|e| malformed("contents", "a tokenizer".into(), e.to_string()))?;
     let pre = pre_of(&path, &tokenizer)?;
     let rows = checkpoint.config().vocab_size;
@@ -293,7 +293,7 @@ fn looks_special(text: &str) -> bool {
 }
 
 /// GGUF's name for what a tokenizer does before BPE.
-fn pre_of(path: &Path, tokenizer: &Tokenizer) -> Result<&'static Pre> {
+fn pre_of(path: &Path, tokenizer: &TokenizerFile) -> Result<&'static Pre> {
     let unsupported = |what: String| Error::Unsupported {
         path: path.into(),
         what,

@@ -17,7 +17,7 @@ macro_rules! types {
 
         const ALL: &[BlockType] = &[$(BlockType::$name),*];
 
-        static ROWS: &[Row] = &[$(Row {
+        static ROWS: &[TypeRow] = &[$(TypeRow {
             id: $id,
             name: stringify!($name),
             elements: $elements,
@@ -27,7 +27,7 @@ macro_rules! types {
     };
 }
 
-struct Row {
+struct TypeRow {
     id: u32,
     name: &'static str,
     elements: usize, // of one block
@@ -115,7 +115,7 @@ impl BlockType {
         Self::all().find(|t| t.name() == name)
     }
 
-    fn row(self) -> &'static Row {
+    fn row(self) -> &'static TypeRow {
         &ROWS[self as usize]
     }
 

@@ -127,12 +127,12 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
 }
 
 /// The tensors of the weight `name`.
-struct Parts<'a> {
+struct Exl3Tensors<'a> {
     shards: &'a Shards,
     name: &'a str,
 }
 
-impl Parts<'_> {
+impl Exl3Tensors<'_> {
     /// The code that the scalar tensors of a weight name.
     fn code(&self) -> Result<Codebook> {
         let name = self.name;
@@ -295,7 +295,7 @@ impl Expansion for Exl3 {
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {
-        Parts { shards, name }.expand(dims, dtype, encode)
+        Exl3Tensors { shards, name }.expand(dims, dtype, encode)
     }
 }
 

@@ -12,9 +12,9 @@ use regex::Regex;
 use serde_json::{Map, Value};
 
 /// What a rotation is applied to, as a Linear's name, the class of all Linears, or a pattern of names.
-struct Targets(Vec<Target>);
+struct Targets(Vec<RotationTarget>);
 
-enum Target {
+enum RotationTarget {
     Linears,
     Name(String),
     Pattern(Regex),
@@ -27,9 +27,11 @@ impl Targets {
             let text = v.as_str()?;
             Some(match text.strip_prefix("re:") {
                 // As Python's re.match: from the name's start.
-                Some(pattern) => Target::Pattern(Regex::new(&format!("^(?:{pattern})")).ok()?),
-                None if text == "Linear" => Target::Linears,
-                None => Target::Name(text.into()),
+                Some(pattern) => {
+                    RotationTarget::Pattern(Regex::new(&format!("^(?:{pattern})")).ok()?)
+                }
+                None if text == "Linear" => RotationTarget::Linears,
+                None => RotationTarget::Name(text.into()),
             })
         };
         let list = match settings.get(key) {
@@ -37,16 +39,16 @@ impl Targets {
             Some(Value::Array(list)) => list.iter().collect(),
             Some(one) => vec![one],
         };
-        let targets: Option<Vec<Target>> = list.into_iter().map(target).collect();
+        let targets: Option<Vec<RotationTarget>> = list.into_iter().map(target).collect();
         let targets = targets.ok_or_else(|| settings.malformed(key, "names and patterns"))?;
         Ok(Targets(targets))
     }
 
     fn hold(&self, name: &str) -> bool {
         self.0.iter().any(|target| match target {
-            Target::Linears => name != EMBEDDING,
-            Target::Name(other) => other == name,
-            Target::Pattern(pattern) => pattern.is_match(name),
+            RotationTarget::Linears => name != EMBEDDING,
+            RotationTarget::Name(other) => other == name,
+            RotationTarget::Pattern(pattern) => pattern.is_match(name),
         })
     }
 }

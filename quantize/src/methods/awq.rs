@@ -72,7 +72,7 @@ impl Method for Awq {
             let each = inputs.iter_mut().enumerate();
             each.map(move |(expert, stats)| {
                 (
-                    Share {
+                    ProductShare {
                         product,
                         expert,
                         of,
@@ -127,7 +127,7 @@ impl Awq {
     fn search(
         &self,
         layer: &Layer,
-        share: Share<'_>,
+        share: ProductShare<'_>,
         stats: &InputStats,
         rms: &[f32],
         grids: &Grids,
@@ -258,13 +258,13 @@ fn scale_columns(rows: &mut [f32], scales: &[f32]) {
 
 /// A product, or the part of it that belongs to expert `expert` of `of`, which has its own input.
 #[derive(Clone, Copy)]
-struct Share<'a> {
+struct ProductShare<'a> {
     product: &'a Product,
     expert: usize,
     of: usize,
 }
 
-impl Share<'_> {
+impl ProductShare<'_> {
     /// Its rows in a weight of `rows` rows.
     fn rows(&self, rows: usize) -> Range<usize> {
         let each = rows / self.of;
@@ -280,7 +280,7 @@ impl Share<'_> {
 
 /// Multiplies the columns of a product's weights by `scales` and divides whatever produces its
 /// input by them. Other users of that input (a router, a shared expert) are multiplied too.
-fn fold(layer: &mut Layer, share: Share<'_>, scales: &[f32]) {
+fn fold(layer: &mut Layer, share: ProductShare<'_>, scales: &[f32]) {
     for linear in share.product.linears {
         scale_columns(share.values(layer.linear_mut(linear.kind)), scales);
     }

@@ -37,7 +37,7 @@ const MEASURING: f64 = 2.0; // of three passes in 8-bit products
 const SIDE: usize = 1024;
 
 /// Multiplications of the products of a model.
-struct Work {
+struct ProductWork {
     /// In the layers, for a token, attention included.
     layers: f64,
     /// In the head, for a token.
@@ -93,10 +93,10 @@ impl Job<'_> {
         stages
     }
 
-    fn work(&self) -> Work {
+    fn work(&self) -> ProductWork {
         let config = self.config();
         let attention = 2 * config.num_attention_heads * config.head_dim * self.shape().1 / 2;
-        let mut work = Work {
+        let mut work = ProductWork {
             layers: (config.num_hidden_layers * attention) as f64,
             head: (config.vocab_size * config.hidden_size) as f64,
             rounding: 0.0,

@@ -45,7 +45,7 @@ pub(super) struct Run<'r> {
 }
 
 /// The final norm and the head.
-struct End {
+struct ModelEnd {
     norm: Tensor,
     head: Weight,
     /// The head's group and name, if it is measured.
@@ -204,17 +204,17 @@ impl<'r> Run<'r> {
         Ok((self.found, if sane { share } else { 1.0 }))
     }
 
-    fn end(&self, embedding: &Weight) -> Result<End> {
+    fn end(&self, embedding: &Weight) -> Result<ModelEnd> {
         let (store, groups) = (self.probe.store, self.probe.groups);
         let norm = models::final_norm(store, self.config)?;
         Ok(if self.config.tie_word_embeddings {
-            End {
+            ModelEnd {
                 norm,
                 head: embedding.clone(),
                 group: group_at(groups, Place::Embedding).map(|g| (g, EMBEDDING)),
             }
         } else {
-            End {
+            ModelEnd {
                 norm,
                 head: models::head(store, self.config)?,
                 group: group_at(groups, Place::Head).map(|g| (g, HEAD)),
@@ -224,7 +224,7 @@ impl<'r> Run<'r> {
 
     /// Records the divergence of every group's stream. Returns that of all layers together, and the
     /// source's logits on the first tile.
-    fn score(&mut self, end: &End) -> Result<(f64, Vec<f32>)> {
+    fn score(&mut self, end: &ModelEnd) -> Result<(f64, Vec<f32>)> {
         let (vocab, variants) = (self.config.vocab_size, self.variants.len());
         let (tiles, h) = (self.tiles(), self.config.hidden_size);
         let most = tiles.iter().map(Range::len).max().unwrap_or(0);
@@ -262,7 +262,7 @@ impl<'r> Run<'r> {
 
     /// Records the cost of rounding the head, over the first tile of the source's stream, which is
     /// enough; `first` are its unrounded logits.
-    fn score_head(&mut self, end: &End, first: &[f32]) -> Result<()> {
+    fn score_head(&mut self, end: &ModelEnd, first: &[f32]) -> Result<()> {
         let (Some((g, name)), Some(tile)) = (end.group, self.tiles().into_iter().next()) else {
             return Ok(());
         };
@@ -288,7 +288,7 @@ impl<'r> Run<'r> {
         }
     }
 
-    fn head_inputs(&self, end: &End, x: &[f32]) -> Result<InputStats> {
+    fn head_inputs(&self, end: &ModelEnd, x: &[f32]) -> Result<InputStats> {
         let (norm, eps) = (end.norm.to_f32()?, self.config.rms_norm_eps);
         let looked_up = if self.config.tie_word_embeddings {
             LOOKED_UP

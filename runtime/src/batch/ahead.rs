@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 /// Work queued on a device that the host has not waited for.
 #[derive(Default)]
 pub(super) struct Queue {
-    work: VecDeque<Work>,
+    work: VecDeque<QueuedWork>,
     /// When the device started the oldest entry, as far as the host knows.
     since: Option<Instant>,
     /// Estimated seconds per step.
     step: Option<f64>,
 }
 
-enum Work {
+enum QueuedWork {
     /// Rows of prompts.
     Prompts(usize),
     /// A step: (row, slot) of each sequence in it; one that leaves is removed.
@@ -36,7 +36,7 @@ impl Queue {
         self.work.is_empty()
     }
 
-    fn push(&mut self, work: Work) {
+    fn push(&mut self, work: QueuedWork) {
         if self.work.is_empty() {
             self.since = Some(Instant::now());
         }
@@ -45,11 +45,16 @@ impl Queue {
 
     /// True if rows of prompts are queued.
     pub(super) fn has_prompts(&self) -> bool {
-        self.work.iter().any(|w| matches!(w, Work::Prompts(_)))
+        self.work
+            .iter()
+            .any(|w| matches!(w, QueuedWork::Prompts(_)))
     }
 
     pub(super) fn steps(&self) -> usize {
-        let steps = self.work.iter().filter(|w| matches!(w, Work::Step(_)));
+        let steps = self
+            .work
+            .iter()
+            .filter(|w| matches!(w, QueuedWork::Step(_)));
         steps.count()
     }
 
@@ -70,7 +75,7 @@ impl Queue {
     /// Removes a sequence from all queued steps.
     pub(super) fn forget(&mut self, slot: usize) {
         for work in &mut self.work {
-            if let Work::Step(rows) = work {
+            if let QueuedWork::Step(rows) = work {
                 rows.retain(|r| r.1 != slot);
             }
         }
@@ -81,8 +86,8 @@ impl Queue {
         for work in self.work.drain(..) {
             // The next call returns the error again.
             let _ = match work {
-                Work::Prompts(_) => device.finish_prompts().map(drop),
-                Work::Step(_) => device.receive(&mut |_, _| {}),
+                QueuedWork::Prompts(_) => device.finish_prompts().map(drop),
+                QueuedWork::Step(_) => device.receive(&mut |_, _| {}),
             };
         }
     }
@@ -168,7 +173,7 @@ impl Batch<'_> {
         };
         device.queue_prompts(&chunks)?;
         let rows = chunks.iter().map(|c| c.tokens.len()).sum();
-        self.queue.push(Work::Prompts(rows));
+        self.queue.push(QueuedWork::Prompts(rows));
         Ok(true)
     }
 
@@ -190,7 +195,7 @@ impl Batch<'_> {
                     Ok(()) => {
                         member.feed.drain(..n);
                         member.len += n;
-                        self.queue.push(Work::Prompts(n));
+                        self.queue.push(QueuedWork::Prompts(n));
                     }
                     Err(e @ Error::PagesFull { .. }) => member.blocked = Some(e),
                     Err(e) => return Err(e),
@@ -202,7 +207,7 @@ impl Batch<'_> {
 
     /// Waits for the prompts at the front of the queue.
     pub(super) fn finish_prompts(&mut self) -> Result<()> {
-        if let (Some(Work::Prompts(rows)), Some(device)) =
+        if let (Some(QueuedWork::Prompts(rows)), Some(device)) =
             (self.queue.work.front(), self.session.ahead())
         {
             let prompt_rows = *rows;
@@ -299,7 +304,7 @@ impl Batch<'_> {
                         m.queued += 1;
                         Some((m.row?, m.slot))
                     });
-                    self.queue.push(Work::Step(rows.collect()));
+                    self.queue.push(QueuedWork::Step(rows.collect()));
                 }
                 // The sequence that joined last ends; the others wait for the pages that it frees.
                 Err(e @ Error::PagesFull { .. }) => match sitting.next_back() {
@@ -313,10 +318,10 @@ impl Batch<'_> {
 
     /// Waits for the oldest queued step and the prompts before it, and passes the tokens on.
     pub(super) fn receive(&mut self, each: &mut Each<'_>) -> Result<()> {
-        while let Some(Work::Prompts(_)) = self.queue.work.front() {
+        while let Some(QueuedWork::Prompts(_)) = self.queue.work.front() {
             self.finish_prompts()?;
         }
-        let (Some(Work::Step(rows)), Some(device)) =
+        let (Some(QueuedWork::Step(rows)), Some(device)) =
             (self.queue.work.pop_front(), self.session.ahead())
         else {
             return Ok(());

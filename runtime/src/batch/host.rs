@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 /// The tokens that a sequence drew in a step (several if drafted tokens were accepted), and the error that ended
 /// it, if any.
 #[derive(Default)]
-struct Drawn {
+struct DrawnTokens {
     tokens: Vec<u32>,
     error: Option<Error>,
 }
 
 /// The draws of all sequences, members first, and the time that the device took.
-type DrawnByAll = (Vec<Drawn>, Option<Duration>);
+type DrawnByAll = (Vec<DrawnTokens>, Option<Duration>);
 
 impl Batch<'_> {
     /// One forward pass over all members and the pieces, whose logits come to the host.
@@ -168,7 +168,7 @@ impl Batch<'_> {
 
     /// Gives out what the sequence in `slot` drew, whose cache also holds `draft`, until it leaves;
     /// the rest is forgotten.
-    fn hand_out(&mut self, slot: usize, drawn: Drawn, draft: &[u32], each: &mut Each<'_>) {
+    fn hand_out(&mut self, slot: usize, drawn: DrawnTokens, draft: &[u32], each: &mut Each<'_>) {
         let right = drawn.tokens.iter().zip(draft).filter(|(a, b)| a == b);
         let right = right.count();
         if let (Some(speculation), false) = (self.speculation(), drawn.tokens.is_empty()) {
@@ -242,7 +242,7 @@ fn forward(
             before: member.feed.len() - 1,
         };
         let token = alone(&chunks_of(&[fed], &[]), Some(&mut member.sampler));
-        drawn.extend(token.transpose().map(Drawn::from));
+        drawn.extend(token.transpose().map(DrawnTokens::from));
     }
     for piece in pieces {
         let mut then = piece.then.take();
@@ -254,16 +254,16 @@ fn forward(
         let token = alone(&[chunk], then.as_mut().map(|t| &mut t.sampler));
         match (&then, token) {
             (None, Err(e)) => drop(each(piece.slot, Err(e))),
-            (_, token) => drawn.extend(token.transpose().map(Drawn::from)),
+            (_, token) => drawn.extend(token.transpose().map(DrawnTokens::from)),
         }
         piece.then = then;
     }
     Ok((drawn, None))
 }
 
-impl From<Result<u32>> for Drawn {
+impl From<Result<u32>> for DrawnTokens {
     fn from(token: Result<u32>) -> Self {
-        let mut drawn = Drawn::default();
+        let mut drawn = DrawnTokens::default();
         match token {
             Ok(token) => drawn.tokens.push(token),
             Err(e) => drawn.error = Some(e),
@@ -316,7 +316,7 @@ fn draw<'a>(
     samplers: impl Iterator<Item = &'a mut Sampler>,
     drafts: impl Iterator<Item = &'a [u32]>,
     logits: Logits<'_>,
-) -> Vec<Drawn> {
+) -> Vec<DrawnTokens> {
     let mut row = 0;
     let drafts = drafts.chain(std::iter::repeat(&[][..]));
     let mut all: Vec<(&mut Sampler, &[u32], usize)> = samplers
@@ -338,8 +338,8 @@ fn draw<'a>(
 }
 
 /// Draws until a token differs from the one in `draft`.
-fn draw_one(sampler: &mut Sampler, draft: &[u32], first: usize, logits: Logits<'_>) -> Drawn {
-    let mut drawn = Drawn::default();
+fn draw_one(sampler: &mut Sampler, draft: &[u32], first: usize, logits: Logits<'_>) -> DrawnTokens {
+    let mut drawn = DrawnTokens::default();
     for row in 0..=draft.len() {
         match sampler.sample(logits.row(first + row)) {
             Ok(token) => drawn.tokens.push(token),

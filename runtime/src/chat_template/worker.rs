@@ -68,7 +68,7 @@ impl Failure {
 
 /// A rendering request, as it is written.
 #[derive(Serialize)]
-struct Request<'a, C> {
+struct RenderRequest<'a, C> {
     tools: bool,
     context: &'a C,
 }
@@ -111,7 +111,7 @@ impl Worker {
 
     /// Renders in the process; see [`Templates::render`].
     pub(super) fn render(&self, tools: bool, context: &impl Serialize) -> Result<String, Failure> {
-        let request = line(&Request { tools, context })?;
+        let request = line(&RenderRequest { tools, context })?;
         let mut slot = self.process.lock().unwrap_or_else(|e| e.into_inner());
         let mut process = match slot.take() {
             Some(process) => process,

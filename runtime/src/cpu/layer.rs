@@ -179,7 +179,7 @@ impl Ops for Pass<'_> {
         }
         let vectors = delta_vectors(delta);
         // In two parts where states are kept on the way, which changes no bit.
-        for part in [Part::First, Part::Rest] {
+        for part in [MarkSide::First, MarkSide::Rest] {
             let spans = self.batch.part(part);
             if spans.iter().all(|span| span.len == 0) {
                 continue;
@@ -191,7 +191,7 @@ impl Ops for Pass<'_> {
             let mut states = self.cache.states_mut(&self.batch.slots);
             let eps = c.rms_norm_eps;
             cpu.delta(&shape, &vectors, rows, &spans, &mut states, eps, out);
-            if part == Part::First {
+            if part == MarkSide::First {
                 for (slot, place) in self.batch.marked() {
                     self.cache.copy_state(slot, place);
                 }
@@ -371,10 +371,10 @@ fn sigmoid(x: f32) -> f32 {
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     spans: Vec<Span>,
-    slots: Vec<usize>,        // [spans]: whose page tables
-    marks: Vec<Option<Mark>>, // [spans]
-    cos_sin: Vec<(f32, f32)>, // [rows, half of the values of a head that are rotated]
-    row_ids: Vec<usize>,      // 0 .. rows: each row has a table row of its own
+    slots: Vec<usize>,             // [spans]: whose page tables
+    marks: Vec<Option<StateMark>>, // [spans]
+    cos_sin: Vec<(f32, f32)>,      // [rows, half of the values of a head that are rotated]
+    row_ids: Vec<usize>,           // 0 .. rows: each row has a table row of its own
 }
 
 impl Batch {
@@ -415,7 +415,7 @@ impl Batch {
     /// Has the state that the last span's sequence has after `rows` of its rows copied to `place`.
     pub(crate) fn mark(&mut self, rows: usize, place: usize) {
         if let Some(last) = self.marks.last_mut() {
-            *last = Some(Mark { rows, place });
+            *last = Some(StateMark { rows, place });
         }
     }
 
@@ -426,15 +426,15 @@ impl Batch {
     }
 
     /// The rows of each sequence before its mark, or behind it. Without one, all are before it.
-    fn part(&self, part: Part) -> Vec<Span> {
-        let of = |(span, mark): (&Span, &Option<Mark>)| {
+    fn part(&self, part: MarkSide) -> Vec<Span> {
+        let of = |(span, mark): (&Span, &Option<StateMark>)| {
             let before = mark.as_ref().map_or(span.len, |m| m.rows);
             match part {
-                Part::First => Span {
+                MarkSide::First => Span {
                     len: before,
                     ..*span
                 },
-                Part::Rest => Span {
+                MarkSide::Rest => Span {
                     row: span.row + before,
                     len: span.len - before,
                     position: span.position + before,
@@ -457,7 +457,7 @@ impl Batch {
 
 /// A place in a span at which its sequence's states are copied.
 #[derive(Debug)]
-struct Mark {
+struct StateMark {
     /// Rows of the span before it.
     rows: usize,
     /// Where to.
@@ -466,7 +466,7 @@ struct Mark {
 
 /// The rows before marks, or those behind them.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum MarkSide {
     First,
     Rest,
 }

@@ -457,17 +457,17 @@ mod tests {
     }
 
     /// A model of that shape, with memory reserved for its head.
-    struct Model {
+    struct PlannedModel {
         config: ModelConfig,
         head: DeviceLinear,
     }
 
-    impl Model {
+    impl PlannedModel {
         fn new() -> Self {
             let config = config();
             let gpu = Gpu::dry(INFO.clone(), Account::gpu());
             let head = head(&gpu, &config, &bf16).unwrap();
-            Model { config, head }
+            PlannedModel { config, head }
         }
 
         fn request<'a>(&'a self, weights: usize, session: &'a SessionSpec) -> Request<'a> {
@@ -494,7 +494,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused_with_figures() {
-        let (model, spec) = (Model::new(), spec(32_768, KvType::F16));
+        let (model, spec) = (PlannedModel::new(), spec(32_768, KvType::F16));
         let request = model.request(5_000_000_000, &spec);
         let plan = request.plan().unwrap();
         assert!(request.check(plan.total()).is_ok());
@@ -521,11 +521,11 @@ mod tests {
 
     #[test]
     fn as_few_experts_as_necessary_stay_on_the_cpu() {
-        let mut model = Model::new();
+        let mut model = PlannedModel::new();
         let spec = spec(4096, KvType::F16);
-        let rest = |model: &Model| model.request(0, &spec).plan().unwrap().total();
+        let rest = |model: &PlannedModel| model.request(0, &spec).plan().unwrap().total();
         let weights = |on_host: usize| Ok(10_000_000_000 - on_host * 200_000_000);
-        let split = |model: &Model, wanted, free| {
+        let split = |model: &PlannedModel, wanted, free| {
             let free = rest(model) + free;
             let found = model.request(0, &spec).split(wanted, free, weights);
             found.map_err(|e| e.to_string())
@@ -554,7 +554,7 @@ mod tests {
 
     #[test]
     fn what_is_suggested_fits_and_no_longer_context_does() {
-        let model = Model::new();
+        let model = PlannedModel::new();
         for (ctx, free) in [
             (65_536, 8_000_000_000),
             (40_960, 7_500_000_000),
@@ -578,7 +578,7 @@ mod tests {
 
     #[test]
     fn what_cannot_help_is_not_suggested() {
-        let (model, spec) = (Model::new(), spec(8192, KvType::Int8));
+        let (model, spec) = (PlannedModel::new(), spec(8192, KvType::Int8));
         // 8.2 billion parameters in 16 bits do not fit 12 GB; in 4 bits they do.
         let help = model.request(16_400_000_000, &spec).help(12_000_000_000);
         assert!(
@@ -633,7 +633,7 @@ mod tests {
 
     #[test]
     fn a_session_counts_keys_and_values_and_rows() {
-        let model = Model::new();
+        let model = PlannedModel::new();
         let with = |spec: &SessionSpec| model.session(spec, MOST_SEQUENCES);
         let plan = with(&spec(8192, KvType::F16));
         // 64 pages and the unowned one: 36 layers, 8 heads of 128, keys and values of two bytes each.

@@ -503,9 +503,9 @@ mod tests {
     }
 
     /// Counts rows.
-    struct Rows(usize);
+    struct RowCounter(usize);
 
-    impl Observer for Rows {
+    impl Observer for RowCounter {
         fn rows(&mut self, rows: usize) {
             self.0 += rows;
         }
@@ -513,9 +513,9 @@ mod tests {
 
     /// All inputs of Linears, by product.
     #[derive(Default)]
-    struct Seen(Vec<(&'static str, usize, Vec<f32>)>);
+    struct AllInputs(Vec<(&'static str, usize, Vec<f32>)>);
 
-    impl Seen {
+    impl AllInputs {
         fn add(&mut self, name: &'static str, expert: usize, x: &[f32]) {
             match self.0.iter_mut().find(|s| (s.0, s.1) == (name, expert)) {
                 Some(seen) => seen.2.extend_from_slice(x),
@@ -524,7 +524,7 @@ mod tests {
         }
     }
 
-    impl Observer for Seen {
+    impl Observer for AllInputs {
         fn linear_input(&mut self, _layer: usize, product: &Product, x: &[f32]) {
             self.add(product.name, 0, x);
         }
@@ -534,7 +534,7 @@ mod tests {
         }
     }
 
-    impl Seen {
+    impl AllInputs {
         /// Mean squares, by product, expert and element.
         fn squares(&self, c: &ModelConfig, layer: usize) -> Vec<Vec<f32>> {
             let products = c.layer(layer).products().into_iter();
@@ -642,14 +642,14 @@ mod tests {
         let mut b = a.clone();
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index).unwrap();
-            let mut rows = Rows(0);
+            let mut rows = RowCounter(0);
             let pieces = crate::stepper::plan(&a.lengths, own.0.cut());
             own.0.reserve(&pieces).unwrap();
             let layer = (index, &weights);
             let sums = own.0.sums(layer, &a, &pieces, &mut rows).unwrap();
             assert_eq!(rows.0, 98);
             let seen = |stepper: &mut dyn LayerStepper, hidden: &Hidden| {
-                let mut seen = Seen::default();
+                let mut seen = AllInputs::default();
                 stepper.observe(index, &weights, hidden, &mut seen).unwrap();
                 seen.squares(config, index)
             };

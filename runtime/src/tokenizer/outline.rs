@@ -28,11 +28,11 @@ struct Outline {
     pre_tokenizer: Option<Value>,
     post_processor: Option<Value>,
     decoder: Option<Value>,
-    model: Model,
+    model: OutlineModel,
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct OutlineModel {
     #[serde(rename = "type")]
     kind: Option<String>,
     dropout: Option<Value>,

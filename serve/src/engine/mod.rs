@@ -247,13 +247,13 @@ pub enum Refused {
 }
 
 /// A message to the thread.
-enum Command {
+enum EngineCommand {
     Submit(Box<job::Job>),
     Close(Instant),
 }
 
 /// State that the thread and handles share.
-struct Shared {
+struct EngineShared {
     waiting: AtomicUsize,
     closing: AtomicBool,
     failed: AtomicBool,
@@ -264,8 +264,8 @@ struct Shared {
 
 /// A handle to the thread; when it is dropped, the thread ends once its requests have.
 pub struct Engine {
-    commands: Mutex<mpsc::Sender<Command>>,
-    shared: Arc<Shared>,
+    commands: Mutex<mpsc::Sender<EngineCommand>>,
+    shared: Arc<EngineShared>,
     spec: SessionSpec,
     vocab: usize,
     options: EngineOptions,
@@ -312,7 +312,7 @@ impl Engine {
             });
         }
         let (commands, received) = mpsc::channel();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(EngineShared {
             waiting: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
             failed: AtomicBool::new(false),
@@ -385,12 +385,13 @@ impl Engine {
                     .fetch_sub(open - index, Ordering::Relaxed);
                 Refused::Invalid(e.to_string())
             })?;
-            self.send(Command::Submit(Box::new(job))).map_err(|()| {
-                self.shared
-                    .waiting
-                    .fetch_sub(open - index, Ordering::Relaxed);
-                Refused::Closing
-            })?;
+            self.send(EngineCommand::Submit(Box::new(job)))
+                .map_err(|()| {
+                    self.shared
+                        .waiting
+                        .fetch_sub(open - index, Ordering::Relaxed);
+                    Refused::Closing
+                })?;
         }
         Ok(Answers {
             events,
@@ -399,7 +400,7 @@ impl Engine {
         })
     }
 
-    fn send(&self, command: Command) -> Result<(), ()> {
+    fn send(&self, command: EngineCommand) -> Result<(), ()> {
         let commands = self.commands.lock().map_err(|_| ())?;
         commands.send(command).map_err(|_| ())
     }
@@ -449,7 +450,7 @@ impl Engine {
     /// [`Failure::Closing`]. Returns once the thread has ended.
     pub fn close(&self, grace: Duration) {
         self.shared.closing.store(true, Ordering::Relaxed);
-        let _ = self.send(Command::Close(Instant::now() + grace));
+        let _ = self.send(EngineCommand::Close(Instant::now() + grace));
         let thread = self.thread.lock().ok().and_then(|mut t| t.take());
         if let Some(thread) = thread {
             let _ = thread.join();

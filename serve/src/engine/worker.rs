@@ -3,7 +3,7 @@
 use super::job::{Job, Phase};
 use super::keep::RestoreTimes;
 use super::seats::Seats;
-use super::{Command, EngineOptions, Failure, Finish, OpenSession, Shared};
+use super::{EngineCommand, EngineOptions, EngineShared, Failure, Finish, OpenSession};
 use crate::metrics::Reason;
 use crate::scheduler::{Pace, PaceLimits, Queue};
 use nq_runtime::speculation::DraftCounts;
@@ -19,7 +19,7 @@ const FAILURES: usize = 3;
 
 /// The engine's state without the session, which it outlives.
 pub(super) struct Worker<'e> {
-    pub(super) shared: &'e Shared,
+    pub(super) shared: &'e EngineShared,
     pub(super) options: EngineOptions,
     pub(super) spec: SessionSpec,
     /// By number, in the order of arrival.
@@ -43,8 +43,8 @@ pub(super) struct Worker<'e> {
 pub(super) fn run(
     (mut session, mut drafts): (Box<dyn Session>, Option<Speculation>),
     mut open: OpenSession,
-    commands: &Receiver<Command>,
-    shared: &Shared,
+    commands: &Receiver<EngineCommand>,
+    shared: &EngineShared,
     options: EngineOptions,
 ) {
     let spec = session.spec();
@@ -112,7 +112,7 @@ impl Worker<'_> {
     fn serve(
         &mut self,
         batch: &mut Batch<'_>,
-        commands: &Receiver<Command>,
+        commands: &Receiver<EngineCommand>,
     ) -> nq_runtime::Result<()> {
         loop {
             self.receive(commands);
@@ -133,7 +133,7 @@ impl Worker<'_> {
     }
 
     /// Receives the commands that have come; waits for one if there is nothing to do.
-    fn receive(&mut self, commands: &Receiver<Command>) {
+    fn receive(&mut self, commands: &Receiver<EngineCommand>) {
         loop {
             let idle =
                 self.jobs.is_empty() && self.closing.is_none() && self.seats.unsaved.is_empty();
@@ -143,13 +143,13 @@ impl Worker<'_> {
                 commands.try_recv()
             };
             match command {
-                Ok(Command::Submit(job)) => {
+                Ok(EngineCommand::Submit(job)) => {
                     let id = self.next;
                     self.next += 1;
                     self.queue.push(job.request.client.id, id);
                     self.jobs.insert(id, *job);
                 }
-                Ok(Command::Close(at)) => self.closing = Some(at),
+                Ok(EngineCommand::Close(at)) => self.closing = Some(at),
                 Err(TryRecvError::Empty) => return,
                 Err(TryRecvError::Disconnected) => {
                     self.deserted = true;

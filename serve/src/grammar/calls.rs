@@ -101,16 +101,16 @@ pub(super) fn lark(
 
 /// What a schema says of the parameters of a tool, without alternatives.
 #[derive(Clone, Default)]
-struct Shape {
+struct ParameterShape {
     properties: Map<String, Value>,
     required: Vec<String>,
     /// The schema of other parameters; `None` if there may be none.
     others: Option<Value>,
 }
 
-impl Shape {
+impl ParameterShape {
     /// What both say.
-    fn and(&self, other: &Shape) -> Shape {
+    fn and(&self, other: &ParameterShape) -> ParameterShape {
         let mut both = self.clone();
         for (name, schema) in &other.properties {
             let all = match both.properties.get(name) {
@@ -152,13 +152,13 @@ const READ: [&str; 18] = [
 ];
 
 /// The alternatives that a schema allows for a tool's parameters.
-fn shapes(root: &Value, schema: &Value, depth: usize) -> Result<Vec<Shape>, String> {
+fn shapes(root: &Value, schema: &Value, depth: usize) -> Result<Vec<ParameterShape>, String> {
     if depth > MOST_DEPTH {
         return Err("expected alternatives and references that end".into());
     }
-    let mut own = Shape {
+    let mut own = ParameterShape {
         others: Some(true.into()),
-        ..Shape::default()
+        ..ParameterShape::default()
     };
     let Some(map) = schema.as_object() else {
         return match schema {
@@ -189,7 +189,7 @@ fn shapes(root: &Value, schema: &Value, depth: usize) -> Result<Vec<Shape>, Stri
     let names = required.into_iter().flatten().filter_map(Value::as_str);
     own.required.extend(names.map(str::to_owned));
     let mut found = vec![own];
-    let mut add = |alternatives: Vec<Shape>| {
+    let mut add = |alternatives: Vec<ParameterShape>| {
         let both = found
             .iter()
             .flat_map(|a| alternatives.iter().map(|b| a.and(b)));
@@ -301,7 +301,7 @@ fn value(rules: &mut Rules, root: &Value, schema: &Value) -> Result<String, Stri
 
 /// What may be written for a string.
 #[derive(Clone, Debug)]
-enum Text {
+enum StringText {
     One(String),
     /// Of these lengths in characters, and with this pattern.
     Any {
@@ -329,7 +329,7 @@ fn split(
     root: &Value,
     schema: &Value,
     depth: usize,
-    texts: &mut Vec<Text>,
+    texts: &mut Vec<StringText>,
     jsons: &mut Vec<Value>,
 ) -> Result<(), String> {
     if depth > MOST_DEPTH {
@@ -346,7 +346,7 @@ fn split(
         return Ok(());
     }
     if let Some(Value::String(text)) = schema.get("const") {
-        texts.push(Text::One(text.clone()));
+        texts.push(StringText::One(text.clone()));
         return Ok(());
     }
     for key in ["$ref", "anyOf", "oneOf", "allOf"] {
@@ -369,7 +369,7 @@ fn split(
     }
     let number = |key: &str| schema.get(key).and_then(Value::as_u64);
     let pattern = schema.get("pattern").and_then(Value::as_str);
-    texts.push(Text::Any {
+    texts.push(StringText::Any {
         least: number("minLength").unwrap_or(0),
         most: number("maxLength"),
         pattern: pattern.map(str::to_owned),
@@ -390,10 +390,10 @@ const TAGS: &str = "<(\\/(parameter|function|tool_calls?)>|(parameter|function)=
 
 /// The rule of a string and the tag that ends it. `beside`: what else may be written in its place, so that no string
 /// must be taken for it.
-fn text_rule(rules: &mut Rules, text: &Text, beside: &[Value]) -> String {
+fn text_rule(rules: &mut Rules, text: &StringText, beside: &[Value]) -> String {
     let (least, most, pattern) = match text {
-        Text::One(text) => return format!("{} \"{END}\"", literal(text)),
-        Text::Any {
+        StringText::One(text) => return format!("{} \"{END}\"", literal(text)),
+        StringText::Any {
             least,
             most,
             pattern,

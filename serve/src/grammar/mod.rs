@@ -178,9 +178,9 @@ impl Grammars {
             return Err(reason(&why));
         }
         let state = match (start, self.think) {
-            (Start::Thinking, Some((_, end))) => State::Thinking(end),
-            (Start::MayThink, Some((begin, end))) => State::MayThink(begin, end),
-            _ => State::Answer,
+            (Start::Thinking, Some((_, end))) => GrammarState::Thinking(end),
+            (Start::MayThink, Some((begin, end))) => GrammarState::MayThink(begin, end),
+            _ => GrammarState::Answer,
         };
         Ok(Conformant {
             matcher,
@@ -302,7 +302,7 @@ fn json(format: &Format) -> Result<Value, String> {
 
 /// Where an answer is.
 #[derive(Clone, Copy, Debug)]
-enum State {
+enum GrammarState {
     /// Thinking, up to this token.
     Thinking(u32),
     /// At a beginning where the first of these tokens begins thinking and the second ends it.
@@ -316,7 +316,7 @@ enum State {
 #[derive(Clone)]
 pub struct Conformant {
     matcher: Matcher,
-    state: State,
+    state: GrammarState,
     words: usize,
     mask: Vec<u32>,
     blank: Arc<[u32]>,
@@ -333,7 +333,7 @@ impl fmt::Debug for Conformant {
 
 impl Constraint for Conformant {
     fn mask(&mut self) -> Result<Option<&[u32]>, String> {
-        if let State::Thinking(_) = self.state {
+        if let GrammarState::Thinking(_) = self.state {
             return Ok(Some(&self.unended));
         }
         let allowed: SimpleVob = self
@@ -344,8 +344,8 @@ impl Constraint for Conformant {
         self.mask.extend_from_slice(allowed.as_slice());
         self.mask.resize(self.words, 0);
         match self.state {
-            State::MayThink(begin, _) => set(&mut self.mask, begin, true),
-            State::Gap => self
+            GrammarState::MayThink(begin, _) => set(&mut self.mask, begin, true),
+            GrammarState::Gap => self
                 .blank
                 .iter()
                 .for_each(|&id| set(&mut self.mask, id, true)),
@@ -356,26 +356,26 @@ impl Constraint for Conformant {
 
     fn accept(&mut self, token: u32) -> Result<(), String> {
         match self.state {
-            State::Thinking(end) => {
+            GrammarState::Thinking(end) => {
                 if token == end {
-                    self.state = State::Gap;
+                    self.state = GrammarState::Gap;
                 }
                 return Ok(());
             }
-            State::MayThink(begin, end) if token == begin => {
-                self.state = State::Thinking(end);
+            GrammarState::MayThink(begin, end) if token == begin => {
+                self.state = GrammarState::Thinking(end);
                 return Ok(());
             }
-            State::Gap if self.blank.binary_search(&token).is_ok() => {
+            GrammarState::Gap if self.blank.binary_search(&token).is_ok() => {
                 let taken = self.matcher.validate_tokens(&[token]);
                 if !taken.is_ok_and(|n| n == 1) {
-                    self.state = State::Answer;
+                    self.state = GrammarState::Answer;
                     return Ok(());
                 }
             }
             _ => {}
         }
-        self.state = State::Answer;
+        self.state = GrammarState::Answer;
         self.matcher
             .consume_token(token)
             .map_err(|e| reason(&e.to_string()))

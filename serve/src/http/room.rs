@@ -33,14 +33,14 @@ pub(super) struct Room {
     bytes: Arc<Semaphore>,
     /// Large bodies that are read at once.
     large: Arc<Semaphore>,
-    shares: Mutex<HashMap<u64, Weak<Share>>>,
+    shares: Mutex<HashMap<u64, Weak<ClientShare>>>,
     /// Units that one client may hold.
     share: usize,
     litter: AtomicUsize,
 }
 
 /// A client's part of it.
-struct Share {
+struct ClientShare {
     bytes: Arc<Semaphore>,
     threads: Arc<Semaphore>,
 }
@@ -51,7 +51,7 @@ pub(super) struct Place(Arc<Taken>);
 
 struct Taken {
     room: Arc<Room>,
-    share: Arc<Share>,
+    share: Arc<ClientShare>,
     held: Mutex<Vec<OwnedSemaphorePermit>>,
 }
 
@@ -76,7 +76,7 @@ impl Room {
         }
         let known = shares.get(&client.id).and_then(Weak::upgrade);
         let share = known.unwrap_or_else(|| {
-            let share = Arc::new(Share {
+            let share = Arc::new(ClientShare {
                 bytes: Arc::new(Semaphore::new(self.share)),
                 threads: Arc::new(Semaphore::new(THREADS)),
             });

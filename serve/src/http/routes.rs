@@ -48,13 +48,13 @@ pub(super) struct Peer {
 /// How a protocol reads a request.
 type Parse = fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>;
 /// A handler of requests that do not need the engine.
-type Answer = fn(&Arc<Model>, Fields) -> Result<Value, ApiError>;
+type Handler = fn(&Arc<Model>, Fields) -> Result<Value, ApiError>;
 
 /// All routes, behind the guard.
 pub(super) fn router(app: Arc<App>) -> Router {
     let generates =
         |p: Parse| post(move |app, client, peer, request| generate(app, client, peer, request, p));
-    let answers = |f: Answer| post(move |app, peer, request| answer(app, peer, request, f));
+    let answers = |f: Handler| post(move |app, peer, request| answer(app, peer, request, f));
     let mut router = Router::new();
     for (path, kind, text) in page::FILES {
         router = router.route(path, get(move || async move { page::file(kind, text) }));
@@ -368,7 +368,7 @@ async fn answer(
     State(app): State<Arc<App>>,
     Extension(peer): Extension<Peer>,
     request: Request,
-    f: Answer,
+    f: Handler,
 ) -> Response {
     let made = |_, value: Value, _| async move { Ok(value.to_string()) };
     answered(app, peer.silence, request, f, made).await

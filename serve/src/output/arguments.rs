@@ -18,7 +18,7 @@ pub(super) enum Progress {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum ArgumentPlace {
     /// Before a key, or before the end of an object.
     Key,
     /// Behind a key.
@@ -38,7 +38,7 @@ enum Place {
 pub(super) struct Arguments {
     /// Open brackets.
     open: Vec<char>,
-    place: Place,
+    place: ArgumentPlace,
     /// White space, and the comma, before what comes next.
     gap: String,
     /// A word, or a backslash and what belongs to it.
@@ -49,7 +49,7 @@ impl Default for Arguments {
     fn default() -> Self {
         Arguments {
             open: Vec::new(),
-            place: Place::Value,
+            place: ArgumentPlace::Value,
             gap: String::new(),
             held: String::new(),
         }
@@ -73,17 +73,21 @@ impl Arguments {
     /// Writes what is missing to end the object.
     pub(super) fn close(&mut self, out: &mut String) {
         match self.place {
-            Place::Text { key, .. } => {
+            ArgumentPlace::Text { key, .. } => {
                 self.end_escape(out);
                 out.push('"');
-                self.place = if key { Place::Colon } else { Place::After };
+                self.place = if key {
+                    ArgumentPlace::Colon
+                } else {
+                    ArgumentPlace::After
+                };
             }
-            Place::Word { key } => self.end_word(key, out),
+            ArgumentPlace::Word { key } => self.end_word(key, out),
             _ => {}
         }
         match self.place {
-            Place::Colon => out.push_str(": null"),
-            Place::Value if self.open.last() == Some(&'{') => out.push_str("null"),
+            ArgumentPlace::Colon => out.push_str(": null"),
+            ArgumentPlace::Value if self.open.last() == Some(&'{') => out.push_str("null"),
             _ => {}
         }
         while let Some(open) = self.open.pop() {
@@ -94,11 +98,11 @@ impl Arguments {
     /// Takes a character; false if it cannot be read.
     fn take(&mut self, c: char, out: &mut String) -> bool {
         match self.place {
-            Place::Text { key, quote } => {
+            ArgumentPlace::Text { key, quote } => {
                 self.in_text(c, key, quote, out);
                 return true;
             }
-            Place::Word { key } => {
+            ArgumentPlace::Word { key } => {
                 if c.is_alphanumeric() || "+-._".contains(c) {
                     self.held.push(c);
                     return true;
@@ -113,25 +117,29 @@ impl Arguments {
         }
         let object = self.open.last() == Some(&'{');
         match (self.place, c) {
-            (Place::Colon, ':') => {
+            (ArgumentPlace::Colon, ':') => {
                 self.flush(out);
                 out.push(c);
-                self.place = Place::Value;
+                self.place = ArgumentPlace::Value;
                 true
             }
-            (Place::After, ',') if !self.gap.contains(',') => {
+            (ArgumentPlace::After, ',') if !self.gap.contains(',') => {
                 self.gap.push(c);
                 true
             }
-            (Place::Key | Place::After, '}') if object => self.end(out),
-            (Place::Value | Place::After, ']') if !object && !self.open.is_empty() => self.end(out),
-            (Place::Value, '}') if object => {
+            (ArgumentPlace::Key | ArgumentPlace::After, '}') if object => self.end(out),
+            (ArgumentPlace::Value | ArgumentPlace::After, ']')
+                if !object && !self.open.is_empty() =>
+            {
+                self.end(out)
+            }
+            (ArgumentPlace::Value, '}') if object => {
                 out.push_str("null");
                 self.end(out)
             }
-            (Place::Key, _) => self.begin(c, true, out),
-            (Place::Value, _) => self.begin(c, false, out),
-            (Place::After, _) => {
+            (ArgumentPlace::Key, _) => self.begin(c, true, out),
+            (ArgumentPlace::Value, _) => self.begin(c, false, out),
+            (ArgumentPlace::After, _) => {
                 if !self.gap.contains(',') {
                     self.gap.insert(0, ',');
                 }
@@ -147,18 +155,22 @@ impl Arguments {
             '"' | '\'' => {
                 self.flush(out);
                 out.push('"');
-                self.place = Place::Text { key, quote: c };
+                self.place = ArgumentPlace::Text { key, quote: c };
             }
             '{' | '[' if !key => {
                 self.flush(out);
                 out.push(c);
                 self.open.push(c);
-                self.place = if c == '{' { Place::Key } else { Place::Value };
+                self.place = if c == '{' {
+                    ArgumentPlace::Key
+                } else {
+                    ArgumentPlace::Value
+                };
             }
             c if c.is_alphanumeric() || "+-._".contains(c) => {
                 self.flush(out);
                 self.held.push(c);
-                self.place = Place::Word { key };
+                self.place = ArgumentPlace::Word { key };
             }
             _ => return false,
         }
@@ -171,7 +183,7 @@ impl Arguments {
         self.flush(out);
         let open = self.open.pop();
         out.push(if open == Some('{') { '}' } else { ']' });
-        self.place = Place::After;
+        self.place = ArgumentPlace::After;
         true
     }
 
@@ -194,7 +206,11 @@ impl Arguments {
         } else {
             out.push_str(&quoted(&word));
         }
-        self.place = if key { Place::Colon } else { Place::After };
+        self.place = if key {
+            ArgumentPlace::Colon
+        } else {
+            ArgumentPlace::After
+        };
     }
 
     fn in_text(&mut self, c: char, key: bool, quote: char, out: &mut String) {
@@ -203,7 +219,11 @@ impl Arguments {
                 '\\' => self.held.push(c),
                 c if c == quote => {
                     out.push('"');
-                    self.place = if key { Place::Colon } else { Place::After };
+                    self.place = if key {
+                        ArgumentPlace::Colon
+                    } else {
+                        ArgumentPlace::After
+                    };
                 }
                 c => out.push_str(&escaped(c)),
             }

@@ -31,7 +31,7 @@ pub enum CallForm {
 #[derive(Debug, Default)]
 pub struct CallParser {
     tools: Tools,
-    state: State,
+    state: CallState,
     held: String,
     count: usize,
     /// The text so far ends within a line.
@@ -43,7 +43,7 @@ pub struct CallParser {
 }
 
 #[derive(Debug, Default)]
-enum State {
+enum CallState {
     /// Outside a call.
     #[default]
     Text,
@@ -102,7 +102,7 @@ struct Parameter {
 }
 
 /// Where a value ends.
-enum End {
+enum ValueEnd {
     /// After this many bytes; what follows begins after so many.
     At(usize, usize),
     /// Not within this many bytes.
@@ -158,25 +158,25 @@ impl CallParser {
         }
         match std::mem::take(&mut self.state) {
             // White space after a call is not part of the text.
-            State::Text | State::Block if self.count > 0 && rest.trim().is_empty() => {}
+            CallState::Text | CallState::Block if self.count > 0 && rest.trim().is_empty() => {}
             // Of a call that was cut off, the tag alone is no text.
-            State::Text if cut && is_begun(&rest) => {
+            CallState::Text if cut && is_begun(&rest) => {
                 let at = rest.find(Self::OPEN).unwrap_or(0);
                 self.emit(rest[..at].trim_end(), out);
             }
-            State::Text | State::Block => self.emit(&rest, out),
-            State::Head(lead) => match head(&rest) {
+            CallState::Text | CallState::Block => self.emit(&rest, out),
+            CallState::Head(lead) => match head(&rest) {
                 Head::Open(Some(name)) if cut && !lead.bare => self.start(name, out),
                 Head::Open(None) if cut && !lead.bare => {}
                 _ => self.emit(&(lead.text + &rest), out),
             },
-            State::Whole(lead, _) => self.whole(lead, &rest, out),
-            State::Arguments(mut arguments) if !cut => {
+            CallState::Whole(lead, _) => self.whole(lead, &rest, out),
+            CallState::Arguments(mut arguments) if !cut => {
                 let mut text = String::new();
                 arguments.close(&mut text);
                 self.more(text, out);
             }
-            State::Value(mut xml, mut parameter) => {
+            CallState::Value(mut xml, mut parameter) => {
                 // What is held back of a value that was cut off may belong to a tag.
                 if !cut {
                     let rest = rest.strip_suffix('\n').unwrap_or(&rest);
@@ -187,11 +187,11 @@ impl CallParser {
                     self.end_xml(&mut xml, out);
                 }
             }
-            State::Xml(mut xml) if !cut => {
+            CallState::Xml(mut xml) if !cut => {
                 xml.stray += &rest;
                 self.end_xml(&mut xml, out);
             }
-            State::Xml(xml) if !xml.stray.is_empty() => self.emit(&xml.stray, out),
+            CallState::Xml(xml) if !xml.stray.is_empty() => self.emit(&xml.stray, out),
             _ => {}
         }
     }
@@ -199,46 +199,48 @@ impl CallParser {
     /// Makes one step; false if more text is needed.
     fn advance(&mut self, out: &mut Vec<Piece>) -> bool {
         match std::mem::take(&mut self.state) {
-            State::Text => self.text(out),
-            State::Block => self.block(out),
-            State::Head(lead) => self.head(lead, out),
-            State::Whole(lead, whole) => self.object(lead, whole, out),
-            State::Arguments(arguments) => self.arguments(arguments, out),
-            State::Tail => self.tail(),
-            State::Rest(mut arguments) => {
+            CallState::Text => self.text(out),
+            CallState::Block => self.block(out),
+            CallState::Head(lead) => self.head(lead, out),
+            CallState::Whole(lead, whole) => self.object(lead, whole, out),
+            CallState::Arguments(arguments) => self.arguments(arguments, out),
+            CallState::Tail => self.tail(),
+            CallState::Rest(mut arguments) => {
                 let progress = arguments.push(&self.held, &mut String::new());
                 let (Progress::End(at) | Progress::Broken(at)) = progress else {
                     self.held.clear();
-                    self.state = State::Rest(arguments);
+                    self.state = CallState::Rest(arguments);
                     return false;
                 };
                 self.held.drain(..at);
                 self.ended()
             }
-            State::Xml(xml) => self.xml(xml, out),
-            State::Value(xml, mut parameter) => match self.end_of_value(&xml, parameter.begun) {
-                End::NotBefore(at) => {
-                    let text: String = self.held.drain(..at).collect();
-                    self.value(&mut parameter, &text, out);
-                    self.state = State::Value(xml, parameter);
-                    false
+            CallState::Xml(xml) => self.xml(xml, out),
+            CallState::Value(xml, mut parameter) => {
+                match self.end_of_value(&xml, parameter.begun) {
+                    ValueEnd::NotBefore(at) => {
+                        let text: String = self.held.drain(..at).collect();
+                        self.value(&mut parameter, &text, out);
+                        self.state = CallState::Value(xml, parameter);
+                        false
+                    }
+                    ValueEnd::At(at, next) => {
+                        let text: String = self.held.drain(..next).collect();
+                        let value = &text[..at];
+                        let value = value.strip_suffix('\n').unwrap_or(value);
+                        self.value(&mut parameter, value, out);
+                        self.end_value(&parameter, false, out);
+                        self.state = CallState::Xml(xml);
+                        true
+                    }
                 }
-                End::At(at, next) => {
-                    let text: String = self.held.drain(..next).collect();
-                    let value = &text[..at];
-                    let value = value.strip_suffix('\n').unwrap_or(value);
-                    self.value(&mut parameter, value, out);
-                    self.end_value(&parameter, false, out);
-                    self.state = State::Xml(xml);
-                    true
-                }
-            },
+            }
         }
     }
 
     /// A call has ended.
     fn ended(&mut self) -> bool {
-        self.state = State::Block;
+        self.state = CallState::Block;
         self.over = !self.tools.several;
         !self.over
     }
@@ -300,7 +302,7 @@ impl CallParser {
             Found::Json(object) => {
                 let text: String = self.held.drain(..behind + object).collect();
                 let bare = tag == "{";
-                self.state = State::Head(Lead { text, bare });
+                self.state = CallState::Head(Lead { text, bare });
             }
             Found::Xml(name, end) => {
                 self.held.drain(..behind + end);
@@ -337,17 +339,17 @@ impl CallParser {
         let close = CLOSES.iter().find(|close| rest.starts_with(**close));
         if let Some(close) = close {
             self.held.drain(..at + close.len());
-            self.state = State::Block;
+            self.state = CallState::Block;
             return true;
         }
         if rest.starts_with('{') {
             let text: String = self.held.drain(..at).collect();
-            self.state = State::Head(Lead { text, bare: false });
+            self.state = CallState::Head(Lead { text, bare: false });
             return true;
         }
         let may_be = [&CLOSES[..], &[FENCE]].concat();
         if begins_with(rest, &may_be, self.last).is_none() {
-            self.state = State::Block;
+            self.state = CallState::Block;
             return false;
         }
         if self.last && rest.is_empty() {
@@ -362,15 +364,15 @@ impl CallParser {
             Head::Named(name, at) if !lead.bare => {
                 self.start(name, out);
                 self.held.drain(..at);
-                self.state = State::Arguments(Arguments::default());
+                self.state = CallState::Arguments(Arguments::default());
                 true
             }
             Head::Open(_) => {
-                self.state = State::Head(lead);
+                self.state = CallState::Head(lead);
                 false
             }
             _ => {
-                self.state = State::Whole(lead, Whole::default());
+                self.state = CallState::Whole(lead, Whole::default());
                 true
             }
         }
@@ -385,7 +387,7 @@ impl CallParser {
                 match whole.object.push(new, &mut String::new()) {
                     Progress::More => {
                         whole.read = self.held.len();
-                        self.state = State::Whole(lead, whole);
+                        self.state = CallState::Whole(lead, whole);
                         return false;
                     }
                     Progress::End(at) => whole.read + at,
@@ -402,7 +404,7 @@ impl CallParser {
                 Some(closes) => closes,
                 None => {
                     whole.end = Some(end);
-                    self.state = State::Whole(lead, whole);
+                    self.state = CallState::Whole(lead, whole);
                     return false;
                 }
             }
@@ -434,18 +436,18 @@ impl CallParser {
         let more = match progress {
             Progress::More => {
                 self.held.clear();
-                self.state = State::Arguments(arguments);
+                self.state = CallState::Arguments(arguments);
                 false
             }
             Progress::End(at) => {
                 self.held.drain(..at);
-                self.state = State::Tail;
+                self.state = CallState::Tail;
                 true
             }
             Progress::Broken(at) => {
                 self.held.drain(..at);
                 arguments.close(&mut text);
-                self.state = State::Tail;
+                self.state = CallState::Tail;
                 true
             }
         };
@@ -459,7 +461,7 @@ impl CallParser {
         let at = self.held.len() - rest.len();
         match rest.chars().next() {
             None => {
-                self.state = State::Tail;
+                self.state = CallState::Tail;
                 return false;
             }
             Some('}') => {
@@ -469,7 +471,7 @@ impl CallParser {
                 self.held.drain(..=at);
                 let mut rest = Arguments::default();
                 rest.push("{", &mut String::new());
-                self.state = State::Rest(rest);
+                self.state = CallState::Rest(rest);
                 return true;
             }
             Some(_) => {}
@@ -479,7 +481,7 @@ impl CallParser {
 
     fn begin_xml(&mut self, name: String, out: &mut Vec<Piece>) {
         self.start(name.clone(), out);
-        self.state = State::Xml(Xml {
+        self.state = CallState::Xml(Xml {
             name,
             ..Xml::default()
         });
@@ -497,7 +499,7 @@ impl CallParser {
         }
         if rest.starts_with('{') && xml.parameters == 0 {
             self.held.drain(..at);
-            self.state = State::Arguments(Arguments::default());
+            self.state = CallState::Arguments(Arguments::default());
             return true;
         }
         if let Some(tag) = rest.strip_prefix(PARAMETER) {
@@ -514,15 +516,15 @@ impl CallParser {
                     text: String::new(),
                     begun: false,
                 };
-                self.state = State::Value(xml, parameter);
+                self.state = CallState::Value(xml, parameter);
                 return true;
             }
             if !tag.contains('>') && tag.len() <= MOST_NAME && !self.last {
-                self.state = State::Xml(xml);
+                self.state = CallState::Xml(xml);
                 return false;
             }
         } else if begins_with(rest, &AFTER_PARAMETER, self.last).is_none() {
-            self.state = State::Xml(xml);
+            self.state = CallState::Xml(xml);
             return false;
         }
         // Neither a parameter nor the end.
@@ -541,7 +543,7 @@ impl CallParser {
             end
         };
         self.held.drain(..at + skipped);
-        self.state = State::Xml(xml);
+        self.state = CallState::Xml(xml);
         skipped > 0
     }
 
@@ -585,12 +587,12 @@ impl CallParser {
 
     /// Where the value ends that the held text begins with or goes on. A tag in it counts if what follows it fits, or
     /// if it begins a line; others belong to the value.
-    fn end_of_value(&self, xml: &Xml, begun: bool) -> End {
+    fn end_of_value(&self, xml: &Xml, begun: bool) -> ValueEnd {
         let held = self.held.as_str();
         let before = |at: usize| held[..at].strip_suffix('\n').map_or(at, str::len);
         for (at, _) in held.match_indices('<') {
             let tag = &held[at..];
-            let unknown = End::NotBefore(before(at));
+            let unknown = ValueEnd::NotBefore(before(at));
             let line = at == 0 && !begun || held[..at].ends_with('\n');
             let tags = [END_PARAMETER, PARAMETER, END_FUNCTION, CallParser::CLOSE];
             match begins_with(tag, &tags, self.last) {
@@ -600,7 +602,9 @@ impl CallParser {
             }
             if let Some(name) = tag.strip_prefix(PARAMETER).filter(|_| line) {
                 match named(name) {
-                    Some((name, _)) if self.tools.has(&xml.name, name) => return End::At(at, at),
+                    Some((name, _)) if self.tools.has(&xml.name, name) => {
+                        return ValueEnd::At(at, at);
+                    }
                     None if !name.contains('>') && name.len() <= MOST_NAME && !self.last => {
                         return unknown;
                     }
@@ -620,12 +624,12 @@ impl CallParser {
                 None => return unknown,
                 Some(false) if !(self.last && after.is_empty()) => {}
                 _ if tag.starts_with(END_PARAMETER) => {
-                    return End::At(at, at + END_PARAMETER.len());
+                    return ValueEnd::At(at, at + END_PARAMETER.len());
                 }
-                _ => return End::At(at, at),
+                _ => return ValueEnd::At(at, at),
             }
         }
-        End::NotBefore(before(held.len()))
+        ValueEnd::NotBefore(before(held.len()))
     }
 }
 

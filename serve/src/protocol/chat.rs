@@ -125,7 +125,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     fields.finish()?;
     let generation = render(model, chat, partial)?;
     Ok(Parsed {
-        shape: Box::new(Chat::new(model, n, logprobs.is_some(), told, older)),
+        shape: Box::new(ChatFormat::new(model, n, logprobs.is_some(), told, older)),
         generation,
         stream: streams,
     })
@@ -396,7 +396,7 @@ pub fn finish_reason(ending: Ending) -> &'static str {
 
 /// An answer that is being collected.
 #[derive(Clone, Debug, Default)]
-struct Answer {
+struct ChatAnswer {
     text: String,
     reasoning: String,
     /// (id, name, arguments)
@@ -407,7 +407,7 @@ struct Answer {
 }
 
 /// The formats of this protocol.
-struct Chat {
+struct ChatFormat {
     model: Arc<Model>,
     id: String,
     created: u64,
@@ -415,19 +415,19 @@ struct Chat {
     told: Told,
     /// True: a call is a `function_call`, as before there were tools.
     older: bool,
-    answers: Vec<Answer>,
+    answers: Vec<ChatAnswer>,
 }
 
-impl Chat {
+impl ChatFormat {
     fn new(model: &Arc<Model>, n: usize, logprobs: bool, told: Told, older: bool) -> Self {
-        Chat {
+        ChatFormat {
             model: Arc::clone(model),
             id: unique("chatcmpl-"),
             created: now(),
             logprobs,
             told,
             older,
-            answers: vec![Answer::default(); n],
+            answers: vec![ChatAnswer::default(); n],
         }
     }
 
@@ -489,7 +489,7 @@ fn content_logprob(tokenizer: &Tokenizer, token: &TokenLogprobs) -> Value {
     value
 }
 
-impl Shape for Chat {
+impl Shape for ChatFormat {
     fn begin(&mut self, usage: Usage) -> Vec<SseEvent> {
         let first = || json!({"role": "assistant", "content": ""});
         let answers = 0..self.answers.len();

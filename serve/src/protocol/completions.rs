@@ -28,7 +28,7 @@ const NAMES: Names = Names {
 /// A prompt as text or tokens, or a list of either.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Prompt {
+enum PromptInput {
     Text(String),
     Tokens(Vec<u32>),
     Texts(Vec<String>),
@@ -46,16 +46,16 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
         tokens.map_err(|e| NAMES.read(e, model.context()))
     };
     let given: Value = fields.require("prompt")?;
-    let given = Prompt::deserialize(given).map_err(|_| {
+    let given = PromptInput::deserialize(given).map_err(|_| {
         let what = "expected a text, a list of texts, token ids, or a list of lists of token ids";
         ApiError::field("prompt", what)
     })?;
     let prompts = match given {
-        Prompt::Text(text) => vec![encode(&text)?],
-        Prompt::Tokens(tokens) => vec![tokens],
-        Prompt::Texts(texts) if texts.len() > MOST_PROMPTS => vec![Vec::new(); texts.len()],
-        Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
-        Prompt::TokenLists(lists) => lists,
+        PromptInput::Text(text) => vec![encode(&text)?],
+        PromptInput::Tokens(tokens) => vec![tokens],
+        PromptInput::Texts(texts) if texts.len() > MOST_PROMPTS => vec![Vec::new(); texts.len()],
+        PromptInput::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
+        PromptInput::TokenLists(lists) => lists,
     };
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
     if prompts.len() * n > MOST_PROMPTS {
@@ -97,7 +97,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
         firsts: prompts.iter().map(|p| p[0]).collect(),
         texts,
     });
-    let answers = vec![Answer::default(); n * prompts.len()];
+    let answers = vec![CompletionAnswer::default(); n * prompts.len()];
     let generation = Generation {
         prompts,
         n,
@@ -132,7 +132,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
 
 /// An answer that is being collected.
 #[derive(Clone, Debug, Default)]
-struct Answer {
+struct CompletionAnswer {
     text: String,
     tokens: Vec<TokenLogprobs>,
     /// The text of the tokens reported so far, for their offsets: a token within a character is where
@@ -153,7 +153,7 @@ struct Completion {
     told: Told,
     /// The prompts, if the answers begin with them.
     echo: Option<Echo>,
-    answers: Vec<Answer>,
+    answers: Vec<CompletionAnswer>,
 }
 
 /// The prompts of answers that begin with them.

@@ -48,7 +48,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
     let generation = prompt(model, fields, partial)?;
     Ok(Parsed {
         generation,
-        shape: Box::new(Answer {
+        shape: Box::new(MessagesFormat {
             model: model.name().to_owned(),
             id: unique("msg_"),
             blocks: Blocks::default(),
@@ -324,7 +324,7 @@ fn usage_of(usage: Usage) -> Value {
 }
 
 /// The formats of this protocol.
-struct Answer {
+struct MessagesFormat {
     model: String,
     id: String,
     blocks: Blocks,
@@ -333,7 +333,7 @@ struct Answer {
     stop_string: Value,
 }
 
-impl Answer {
+impl MessagesFormat {
     fn frame(&self, content: Value, usage: Usage) -> Value {
         json!({
             "id": self.id,
@@ -400,7 +400,7 @@ impl Answer {
     }
 }
 
-impl Shape for Answer {
+impl Shape for MessagesFormat {
     fn begin(&mut self, _: Usage) -> Vec<SseEvent> {
         Vec::new()
     }

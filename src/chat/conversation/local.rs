@@ -20,7 +20,7 @@ use std::time::Instant;
 const THINKING_END: &str = "\n</think>\n\n";
 
 /// All messages in the form for the model.
-enum Prompt {
+enum PromptForm {
     /// As text and as tokens.
     Fits(String, Vec<u32>),
     /// More tokens than fit the context; their number.
@@ -48,8 +48,8 @@ impl Answerer for Local<'_> {
     ) -> anyhow::Result<Turn> {
         let start = Instant::now();
         let (text, mut prompt) = match self.fitting_prompt(chat, 0, on_event)? {
-            Prompt::Fits(text, ids) => (text, ids),
-            Prompt::TooLong(tokens) => {
+            PromptForm::Fits(text, ids) => (text, ids),
+            PromptForm::TooLong(tokens) => {
                 let ctx = self.session.spec().ctx;
                 bail!(
                     "the chat has {tokens} tokens, {} more than the context of {ctx} tokens has \
@@ -126,8 +126,8 @@ impl Answerer for Local<'_> {
             }
             (writer.on_event)(Event::Note(dropped(1)))?;
             match self.fitting_prompt(chat, tokens.len(), writer.on_event)? {
-                Prompt::Fits(_, shorter) => prompt = [shorter.as_slice(), &tokens].concat(),
-                Prompt::TooLong(_) => break StopReason::ContextFull,
+                PromptForm::Fits(_, shorter) => prompt = [shorter.as_slice(), &tokens].concat(),
+                PromptForm::TooLong(_) => break StopReason::ContextFull,
             }
         };
         if let Some(rest) = detokenizer.flush() {
@@ -240,7 +240,7 @@ impl<'m> Local<'m> {
         chat: &mut Chat,
         more: usize,
         on_event: &mut OnEvent<'_>,
-    ) -> anyhow::Result<Prompt> {
+    ) -> anyhow::Result<PromptForm> {
         let capacity = self.session.spec().ctx;
         let wanted = chat.settings.max_tokens.unwrap_or(usize::MAX);
         let room = more + wanted.clamp(1, (capacity / 4).max(1));
@@ -253,7 +253,7 @@ impl<'m> Local<'m> {
                         count += 1;
                         continue;
                     }
-                    break Prompt::TooLong(at_least + more);
+                    break PromptForm::TooLong(at_least + more);
                 }
                 prompt => prompt?,
             };
@@ -262,9 +262,9 @@ impl<'m> Local<'m> {
                 continue;
             }
             break if ids.len() + more < capacity {
-                Prompt::Fits(text, ids)
+                PromptForm::Fits(text, ids)
             } else {
-                Prompt::TooLong(ids.len() + more)
+                PromptForm::TooLong(ids.len() + more)
             };
         };
         if count > 0 {

@@ -9,7 +9,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 
 /// A mark of the plot, in the units of its axes.
-struct Mark<'a> {
+struct PlotMark<'a> {
     name: &'a str,
     x: f64,
     y: f64,
@@ -36,13 +36,13 @@ pub(in crate::render) fn size_against_quality(document: &Document<'_>) -> Result
         let bar = (scale(value - 2.0 * se), scale(value + 2.0 * se));
         (m.bytes as f64 / 1e6, scale(value), bar)
     };
-    let marks: Vec<Mark<'_>> = document
+    let marks: Vec<PlotMark<'_>> = document
         .models
         .iter()
         .map(|m| {
             let (x, y, bar) = of(m);
             let name = m.name.as_str();
-            Mark {
+            PlotMark {
                 name,
                 x: x.log10(),
                 y,
@@ -171,7 +171,7 @@ fn bands(
 }
 
 /// The least divergence that a size allows, as a staircase that ends at `right`.
-fn frontier(marks: &[Mark<'_>], right: f64) -> Vec<(f64, f64)> {
+fn frontier(marks: &[PlotMark<'_>], right: f64) -> Vec<(f64, f64)> {
     let mut order: Vec<(f64, f64)> = marks.iter().map(|m| (m.x, m.y)).collect();
     order.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
     let mut line: Vec<(f64, f64)> = Vec::new();
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn the_frontier_leaves_out_what_is_larger_and_worse() {
-        let mark = |x, y| Mark {
+        let mark = |x, y| PlotMark {
             name: "",
             x,
             y,
