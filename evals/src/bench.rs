@@ -7,7 +7,7 @@ pub use text::{Answer, DraftBy, OpenDrafter, TextSpec, text};
 use crate::error::{Error, Result};
 use crate::report::{BenchRow, Breakdown, OpRow};
 use crate::stats;
-use crate::windows::Stage;
+use crate::windows::StageGuard;
 use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
 use nq_runtime::generate::{generate, rewind};
@@ -157,7 +157,7 @@ impl BenchSpec {
         let texts = RandomTokens::new(engine, 1).sequences(self.batch, self.depth);
         if self.depth > 0 {
             let stage = format!("filling {} tokens", self.depth);
-            let _stage = Stage::begin(progress, &stage, 1, Unit::Items);
+            let _stage = StageGuard::begin(progress, &stage, 1, Unit::Items);
             feed(session.as_mut(), &texts)?;
         }
         Ok(AtDepth { session, texts })
@@ -311,7 +311,7 @@ pub fn prefill(
     let mut session = spec.session(engine, n, progress)?;
     let mut random = RandomTokens::new(engine, 2);
     let test = format!("pp{n}");
-    let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
+    let _stage = StageGuard::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut passes) = (Vec::new(), 0);
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
@@ -353,7 +353,7 @@ pub fn decode(
     let mut session = spec.session(engine, n, progress)?;
     let mut random = RandomTokens::new(engine, 3);
     let test = format!("tg{n}");
-    let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
+    let _stage = StageGuard::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut step_ms) = (Vec::new(), Vec::new());
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {
@@ -447,7 +447,7 @@ pub fn streaming(
     let prompt = RandomTokens::new(engine, 4).sequences(1, depth).remove(0);
     let mut sequence = Sequence::new(session.as_mut(), 0);
     let test = format!("chat{n}");
-    let _stage = Stage::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
+    let _stage = StageGuard::begin(progress, &test, spec.repeats as u64 + 1, Unit::Items);
     let (mut seconds, mut bare_seconds) = (Vec::new(), Vec::new());
     let mut read_gb_s = vec![(machine.read_gb_s)()?];
     for repeat in 0..=spec.repeats {

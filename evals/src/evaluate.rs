@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::report::{Comparison, EvalReport, KldStats};
 use crate::softmax;
 use crate::stats;
-use crate::windows::{EvalSpec, Place, Plan};
+use crate::windows::{EvalSpec, LogitsRow, Plan};
 use nq_formats::Progress;
 use nq_formats::models::Product;
 use nq_runtime::{Chunk, Engine, Logits, LogitsWanted, Observer};
@@ -233,7 +233,7 @@ pub(crate) fn score_pair(
     model: &[f32],
     reference: &[f32],
     d: &softmax::Divergence,
-    place: Place,
+    place: LogitsRow,
     model_top: usize,
     reference_top: usize,
     reference_nll: f64,
@@ -274,7 +274,7 @@ pub(crate) struct RowNll {
 }
 
 /// Scores one row against the token that follows it.
-pub(crate) fn row_nll(role: &'static str, row: &[f32], place: Place) -> Result<RowNll> {
+pub(crate) fn row_nll(role: &'static str, row: &[f32], place: LogitsRow) -> Result<RowNll> {
     let (top, max) = peak(role, row, place)?;
     let lse = softmax::log_sum_exp(row, max);
     Ok(RowNll {
@@ -285,7 +285,7 @@ pub(crate) fn row_nll(role: &'static str, row: &[f32], place: Place) -> Result<R
 }
 
 /// The best token of a row and its logit.
-pub(crate) fn peak(role: &'static str, row: &[f32], place: Place) -> Result<(usize, f32)> {
+pub(crate) fn peak(role: &'static str, row: &[f32], place: LogitsRow) -> Result<(usize, f32)> {
     softmax::peak(row).ok_or(Error::NotFinite {
         role,
         window: place.window,
@@ -295,8 +295,8 @@ pub(crate) fn peak(role: &'static str, row: &[f32], place: Place) -> Result<(usi
 
 /// Scores rows in parallel; results are in the order of `places`, whatever the number of threads.
 pub(crate) fn score_rows<T: Send>(
-    places: &[Place],
-    score: impl Fn(usize, Place) -> Result<T> + Sync,
+    places: &[LogitsRow],
+    score: impl Fn(usize, LogitsRow) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     places
         .par_iter()
@@ -306,7 +306,7 @@ pub(crate) fn score_rows<T: Send>(
 }
 
 /// Writes the rows' results to the places of their tokens in the text.
-pub(crate) fn scatter<T: Copy>(plan: &Plan<'_>, places: &[Place], rows: &[T], all: &mut [T]) {
+pub(crate) fn scatter<T: Copy>(plan: &Plan<'_>, places: &[LogitsRow], rows: &[T], all: &mut [T]) {
     for (&place, &row) in places.iter().zip(rows) {
         all[plan.index(place)] = row;
     }

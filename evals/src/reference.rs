@@ -7,7 +7,7 @@ use crate::evaluate::{
 };
 use crate::report::KldStats;
 use crate::softmax;
-use crate::windows::{EvalSpec, Place, Plan};
+use crate::windows::{EvalSpec, LogitsRow, Plan};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use nq_formats::Progress;
@@ -176,7 +176,7 @@ impl ReferenceLogits {
             "KL divergence",
             progress,
             |logits, places| {
-                let score = |scratch: &mut Vec<f32>, (i, &place): (usize, &Place)| {
+                let score = |scratch: &mut Vec<f32>, (i, &place): (usize, &LogitsRow)| {
                     let at = plan.index(place);
                     let span = at * vocab..(at + 1) * vocab;
                     let x: &[f32] = match &self.log_probs {
@@ -237,7 +237,7 @@ impl ReferenceLogits {
 }
 
 /// Number of places in the first window of `places`; every window has as many.
-fn run_length(places: &[Place]) -> usize {
+fn run_length(places: &[LogitsRow]) -> usize {
     let window = places.first().map(|p| p.window);
     places
         .iter()

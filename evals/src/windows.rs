@@ -84,7 +84,7 @@ impl EvalSpec {
 
 /// The place of a row of logits in the text.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct LogitsRow {
     /// Window, counted from 0.
     pub(crate) window: usize,
     /// Position of the token whose logits these are, in the window.
@@ -175,7 +175,7 @@ impl<'a> Plan<'a> {
     }
 
     /// Index of a place in arrays over all scored tokens, in text order.
-    pub(crate) fn index(&self, place: Place) -> usize {
+    pub(crate) fn index(&self, place: LogitsRow) -> usize {
         place.window * self.scored.len() + (place.position - self.scored.start)
     }
 
@@ -201,9 +201,9 @@ impl<'a> Plan<'a> {
         sessions: &mut [Box<dyn Session>],
         stage: &str,
         progress: &dyn Progress,
-        mut visit: impl FnMut(&[Logits<'_>], &[Place]) -> Result<()>,
+        mut visit: impl FnMut(&[Logits<'_>], &[LogitsRow]) -> Result<()>,
     ) -> Result<()> {
-        let _stage = Stage::begin(progress, stage, self.fed() as u64, Unit::Tokens);
+        let _stage = StageGuard::begin(progress, stage, self.fed() as u64, Unit::Tokens);
         for first in (0..self.windows).step_by(self.slots) {
             let slots = self.slots.min(self.windows - first);
             for piece in self.pieces(slots) {
@@ -224,9 +224,9 @@ impl<'a> Plan<'a> {
                     .map(|s| s.forward(&chunks, None))
                     .collect::<Result<Vec<_>, _>>()?;
                 if wanted == LogitsWanted::All {
-                    let places: Vec<Place> = (first..first + slots)
+                    let places: Vec<LogitsRow> = (first..first + slots)
                         .flat_map(|window| piece.clone().map(move |position| (window, position)))
-                        .map(|(window, position)| Place {
+                        .map(|(window, position)| LogitsRow {
                             window,
                             position,
                             target: self.window(window)[position + 1],
@@ -247,16 +247,16 @@ impl<'a> Plan<'a> {
 }
 
 /// Ends a stage of progress when dropped.
-pub(crate) struct Stage<'a>(&'a dyn Progress);
+pub(crate) struct StageGuard<'a>(&'a dyn Progress);
 
-impl<'a> Stage<'a> {
+impl<'a> StageGuard<'a> {
     pub(crate) fn begin(progress: &'a dyn Progress, name: &str, total: u64, unit: Unit) -> Self {
         progress.begin(name, total, unit);
-        Stage(progress)
+        StageGuard(progress)
     }
 }
 
-impl Drop for Stage<'_> {
+impl Drop for StageGuard<'_> {
     fn drop(&mut self) {
         self.0.end();
     }

@@ -6,11 +6,11 @@ use serde_json::Value;
 use std::fmt::Write;
 
 /// A key and what nq does with it.
-pub(crate) type Key = (&'static str, &'static str);
+pub(crate) type KeyUse = (&'static str, &'static str);
 
 /// Keys of `config.json` that nq reads.
 #[rustfmt::skip]
-pub(crate) const CONFIG: &[Key] = &[
+pub(crate) const CONFIG: &[KeyUse] = &[
     ("architectures", "the model's class, which must be one that nq runs"),
     ("model_type", "the same"),
     ("hidden_size", "width of the residual stream"),
@@ -62,7 +62,7 @@ pub(crate) const CONFIG: &[Key] = &[
 
 /// Keys of `rope_parameters` and `rope_scaling` that nq reads.
 #[rustfmt::skip]
-pub(crate) const ROPE: &[Key] = &[
+pub(crate) const ROPE: &[KeyUse] = &[
     ("rope_type", "`default`, `yarn` and `llama3`; others are refused"),
     ("type", "the same, as older files name it"),
     ("rope_theta", "base of the frequencies, before the one beside it"),
@@ -82,7 +82,7 @@ pub(crate) const ROPE: &[Key] = &[
 
 /// Keys of `generation_config.json` that nq reads.
 #[rustfmt::skip]
-pub(crate) const GENERATION: &[Key] = &[
+pub(crate) const GENERATION: &[KeyUse] = &[
     ("do_sample", "false: greedy"),
     ("temperature", "default of the sampler"),
     ("top_k", "the same; 0 or less: all tokens"),
@@ -94,7 +94,7 @@ pub(crate) const GENERATION: &[Key] = &[
 
 /// Keys of `tokenizer_config.json` that nq reads, beside all that end in `_token`.
 #[rustfmt::skip]
-pub(crate) const TOKENIZER: &[Key] = &[
+pub(crate) const TOKENIZER: &[KeyUse] = &[
     ("eos_token", "a token that ends a text, and a variable of the chat template"),
     ("bos_token", "a variable of the chat template, as is all else that ends in `_token`"),
     ("pad_token", "the same"),
@@ -110,7 +110,7 @@ pub(crate) const TOKENIZER: &[Key] = &[
 
 /// Keys of `tokenizer_config.json` that change nothing in what nq computes.
 #[rustfmt::skip]
-pub(crate) const TOKENIZER_UNUSED: &[Key] = &[
+pub(crate) const TOKENIZER_UNUSED: &[KeyUse] = &[
     ("_commit_hash", NOTHING), ("add_prefix_space", DIVIDED), ("auto_map", NOTHING), ("backend", NOTHING),
     ("clean_up_tokenization_spaces", SPELLED), ("device_map", NOTHING), ("errors", SPELLED),
     ("fix_mistral_regex", DIVIDED), ("from_slow", NOTHING), ("is_local", NOTHING), ("legacy", DIVIDED),
@@ -129,7 +129,7 @@ pub(crate) const TOKENIZER_UNUSED: &[Key] = &[
 
 /// Keys of the other two files that change nothing in what nq computes.
 #[rustfmt::skip]
-pub(crate) const UNUSED: &[Key] = &[
+pub(crate) const UNUSED: &[KeyUse] = &[
     ("_attn_implementation", NOTHING), ("_attn_implementation_autoset", NOTHING), ("_commit_hash", NOTHING),
     ("_from_model_config", NOTHING), ("_name_or_path", NOTHING), ("attention_dropout", TRAINING),
     ("attn_implementation", NOTHING), ("auto_map", NOTHING), ("bos_token_id", PROMPT),
@@ -167,7 +167,7 @@ const WINDOW: &str = "without `use_sliding_window`, all layers attend fully";
 /// `unused` does not list.
 pub(crate) fn unknown<'a>(
     file: &str,
-    unused: &[Key],
+    unused: &[KeyUse],
     entries: impl Iterator<Item = (&'a String, &'a Value)>,
 ) -> Vec<LeftOver> {
     // What is off or empty asks for nothing.

@@ -139,14 +139,14 @@ impl Observer for Gather<'_> {
 }
 
 /// An observer that only advances the progress by rows.
-pub struct Pass<'a> {
+pub struct RowProgress<'a> {
     /// Width of the residual stream.
     pub width: usize,
     /// Receives the number of rows.
     pub progress: &'a dyn Progress,
 }
 
-impl Observer for Pass<'_> {
+impl Observer for RowProgress<'_> {
     fn wants_inputs(&self) -> bool {
         false
     }

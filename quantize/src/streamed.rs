@@ -3,7 +3,7 @@
 //! the device.
 
 use crate::error::Result;
-use crate::layers::Pass;
+use crate::layers::RowProgress;
 use nq_formats::{ModelConfig, Progress, Unit, Weight, WeightStore};
 use nq_runtime::models;
 use nq_runtime::{
@@ -49,7 +49,7 @@ impl Streamed {
         progress.begin("running the source layer by layer", total, Unit::Tokens);
         for index in 0..layers {
             let weights = LayerWeights::read(store, &config, index)?;
-            let mut pass = Pass {
+            let mut pass = RowProgress {
                 width: config.hidden_size,
                 progress,
             };

@@ -172,7 +172,7 @@ pub(crate) trait LayerDevice: Send {
     fn cut(&self) -> Cut;
 
     /// Makes room for each of `pieces`.
-    fn reserve(&mut self, pieces: &[Piece]) -> Result<()>;
+    fn reserve(&mut self, pieces: &[LayerPiece]) -> Result<()>;
 
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Self::Layer>;
 
@@ -180,7 +180,7 @@ pub(crate) trait LayerDevice: Send {
     fn run(
         &mut self,
         layer: &Self::Layer,
-        piece: &Piece,
+        piece: &LayerPiece,
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()>;
@@ -190,7 +190,7 @@ pub(crate) trait LayerDevice: Send {
         &mut self,
         _layer: (usize, &LayerWeights),
         _hidden: &Hidden,
-        _pieces: &[Piece],
+        _pieces: &[LayerPiece],
         _observer: &mut dyn Observer,
     ) -> Result<Option<ProductMoments>> {
         Ok(None)
@@ -211,14 +211,14 @@ pub(crate) struct Cut {
 
 /// Rows that go through a layer together.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct LayerPiece {
     /// First row in the residual stream.
     row: usize,
     /// `(position, rows)` of consecutive sequences, or of a part of a long one.
     pub(crate) chunks: Vec<(usize, usize)>,
 }
 
-impl Piece {
+impl LayerPiece {
     pub(crate) fn rows(&self) -> usize {
         self.chunks.iter().map(|c| c.1).sum()
     }
@@ -230,8 +230,8 @@ impl Piece {
 }
 
 /// Cuts sequences into pieces.
-pub(crate) fn plan(lengths: &[usize], cut: Cut) -> Vec<Piece> {
-    let mut pieces: Vec<Piece> = Vec::new();
+pub(crate) fn plan(lengths: &[usize], cut: Cut) -> Vec<LayerPiece> {
+    let mut pieces: Vec<LayerPiece> = Vec::new();
     let (mut row, mut room) = (0, 0);
     for &len in lengths.iter().filter(|&&len| len > 0) {
         match pieces.last_mut() {
@@ -241,7 +241,7 @@ pub(crate) fn plan(lengths: &[usize], cut: Cut) -> Vec<Piece> {
             }
             _ => {
                 let part = if cut.alike { len } else { cut.rows };
-                pieces.extend((0..len).step_by(part).map(|start| Piece {
+                pieces.extend((0..len).step_by(part).map(|start| LayerPiece {
                     row: row + start,
                     chunks: vec![(start, part.min(len - start))],
                 }));
@@ -258,7 +258,7 @@ pub(crate) struct Stepper<D>(pub(crate) D);
 
 impl<D: LayerDevice> Stepper<D> {
     /// Cuts the stream into pieces and makes room for each.
-    fn pieces(&mut self, hidden: &Hidden) -> Result<Vec<Piece>> {
+    fn pieces(&mut self, hidden: &Hidden) -> Result<Vec<LayerPiece>> {
         hidden.check(self.0.config().hidden_size)?;
         let pieces = plan(&hidden.lengths, self.0.cut());
         self.0.reserve(&pieces)?;
@@ -268,7 +268,7 @@ impl<D: LayerDevice> Stepper<D> {
     fn run(
         &mut self,
         (index, layer): (usize, &D::Layer),
-        piece: &Piece,
+        piece: &LayerPiece,
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()> {

@@ -191,7 +191,7 @@ fn can_be_scored(model: &Model, generation: &Generation) -> Result<(), ApiError>
 }
 
 /// Answers as they come. Dropping it cancels them.
-pub struct Stream {
+pub struct AnswerStream {
     /// Keeps the model loaded while it answers.
     _model: Arc<Model>,
     answers: Answers,
@@ -208,7 +208,7 @@ pub fn start(
     generation: &Generation,
     client: Client,
     deadline: Option<Instant>,
-) -> Result<Stream, ApiError> {
+) -> Result<AnswerStream, ApiError> {
     let constraint = match &generation.format {
         None => None,
         Some((format, start)) => Some(constraint(model, generation, format, *start)?),
@@ -287,7 +287,7 @@ pub fn start(
             false => Vec::new(),
         },
     };
-    Ok(Stream {
+    Ok(AnswerStream {
         _model: Arc::clone(model),
         answers: (model.engine().submit(requests)).map_err(|e| generation.names.refused(e))?,
         choices: (0..answers).map(choice).collect(),
@@ -370,7 +370,7 @@ impl Names {
     }
 }
 
-impl Stream {
+impl AnswerStream {
     /// The next event; `None` once all answers have ended.
     pub async fn next(&mut self) -> Option<Output> {
         while self.choices.iter().any(|c| !c.over) {

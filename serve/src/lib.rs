@@ -31,4 +31,4 @@ pub use engine::{
 pub use error::ApiError;
 pub use http::{Limits, Security, Server, Stopper};
 pub use model::Model;
-pub use models::{LoadError, Models, Source};
+pub use models::{LoadError, ModelSource, Models};

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A model that can be loaded repeatedly.
-pub trait Source: Send + Sync {
+pub trait ModelSource: Send + Sync {
     /// Loads the model if memory allows; details of errors are reported to the server's operator.
     ///
     /// # Errors
@@ -53,7 +53,7 @@ pub struct Models {
 struct ModelEntry {
     name: String,
     created: u64,
-    source: Option<Box<dyn Source>>,
+    source: Option<Box<dyn ModelSource>>,
     about: Option<About>,
     /// True: once loaded, it stays.
     pinned: bool,
@@ -111,17 +111,22 @@ impl From<Vec<Arc<Model>>> for Models {
 
 impl Models {
     /// Adds a model that is loaded on request.
-    pub fn add(&mut self, name: impl Into<String>, source: Box<dyn Source>) {
+    pub fn add(&mut self, name: impl Into<String>, source: Box<dyn ModelSource>) {
         self.push(name.into(), Some(source), None);
     }
 
     /// Adds a model that `source` has loaded.
-    pub fn add_loaded(&mut self, source: Box<dyn Source>, model: Model) {
+    pub fn add_loaded(&mut self, source: Box<dyn ModelSource>, model: Model) {
         let name = model.name().to_owned();
         self.push(name, Some(source), Some(Arc::new(model)));
     }
 
-    fn push(&mut self, name: String, source: Option<Box<dyn Source>>, model: Option<Arc<Model>>) {
+    fn push(
+        &mut self,
+        name: String,
+        source: Option<Box<dyn ModelSource>>,
+        model: Option<Arc<Model>>,
+    ) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let loaded = model.as_ref().map(|m| m.about().clone());
         self.entries.push(ModelEntry {

@@ -35,7 +35,7 @@ struct SequenceEntry {
 
 /// The part of a prompt that a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct HeldPrefix {
     /// The slot.
     pub slot: usize,
     /// Number of tokens that can be taken over.
@@ -106,7 +106,7 @@ impl PrefixTree {
     }
 
     /// The slot with the longest beginning of `tokens`.
-    pub fn peek(&self, salt: u64, tokens: &[u32]) -> Option<Found> {
+    pub fn peek(&self, salt: u64, tokens: &[u32]) -> Option<HeldPrefix> {
         self.best(salt, tokens, |_, common| common)
     }
 
@@ -117,7 +117,7 @@ impl PrefixTree {
         salt: u64,
         tokens: &[u32],
         reach: impl Fn(usize, usize) -> usize,
-    ) -> Option<Found> {
+    ) -> Option<HeldPrefix> {
         let mut at = *self.roots.get(&salt)?;
         let mut common_len = 0;
         // Nodes on the way, and the tokens in common with the sequences below them.
@@ -134,7 +134,7 @@ impl PrefixTree {
                 break;
             }
         }
-        let mut best: Option<Found> = None;
+        let mut best: Option<HeldPrefix> = None;
         let mut done = None;
         for (node, len) in way.into_iter().rev() {
             let reached = best.map_or(0, |b| b.len);
@@ -142,7 +142,7 @@ impl PrefixTree {
                 break;
             }
             for slot in self.below(node, done) {
-                let found = Found {
+                let found = HeldPrefix {
                     slot,
                     len: reach(slot, len),
                 };
@@ -345,7 +345,7 @@ mod tests {
                     .unwrap_or(0)
             })
         };
-        let found = |slot, len| Some(Found { slot, len });
+        let found = |slot, len| Some(HeldPrefix { slot, len });
         assert_eq!(best(&[1, 2, 3, 4, 5, 6]), found(0, 5));
         assert_eq!(best(&[1, 2, 3, 4, 7]), found(1, 3));
         assert_eq!(best(&[1, 2, 7]), found(2, 2));

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Running, load, model, named};
-use nq_serve::{EngineOptions, Limits, LoadError, Model, Models, Security, Source};
+use nq_serve::{EngineOptions, Limits, LoadError, Model, ModelSource, Models, Security};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -31,7 +31,7 @@ impl Memory {
 
 struct Demo(&'static str, Arc<Memory>);
 
-impl Source for Demo {
+impl ModelSource for Demo {
     fn load(&self) -> Result<Model, LoadError> {
         let Demo(name, memory) = self;
         if *name == "broken" {
@@ -286,7 +286,7 @@ fn a_pinned_model_is_not_unloaded() {
 /// A model that is loaded once the test says so, or fails then.
 struct Slow(Mutex<Receiver<bool>>);
 
-impl Source for Slow {
+impl ModelSource for Slow {
     fn load(&self) -> Result<Model, LoadError> {
         match self.0.lock().unwrap().recv() {
             Ok(true) => Ok(named("slow", load(), None, EngineOptions::default())),

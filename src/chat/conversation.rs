@@ -18,7 +18,7 @@ use std::sync::atomic::AtomicBool;
 
 /// Settings that a user may change between turns.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct ChatSettings {
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Most tokens in an answer; `None`: as many as the context holds.
@@ -35,7 +35,7 @@ pub struct Settings {
 
 /// How messages are turned into the text for the model.
 #[derive(Clone, Copy)]
-pub enum Form<'m> {
+pub enum MessageForm<'m> {
     /// Rendered by the model's chat template.
     Chat(&'m ChatTemplate),
     /// One text after another, with control tokens encoded as such.
@@ -52,7 +52,7 @@ pub enum End {
 }
 
 /// An event while an answer is generated.
-pub enum Event<'e> {
+pub enum ChatEvent<'e> {
     /// A piece of text.
     Piece(Part, &'e str),
     /// A note for the user.
@@ -73,7 +73,7 @@ pub struct Turn {
 }
 
 /// Receives the events of an answer.
-pub type OnEvent<'e> = dyn FnMut(Event<'_>) -> anyhow::Result<()> + 'e;
+pub type OnEvent<'e> = dyn FnMut(ChatEvent<'_>) -> anyhow::Result<()> + 'e;
 
 /// Generates answers: a model in this process, or a server.
 trait Answerer {
@@ -102,7 +102,7 @@ pub struct Chat {
     system: Option<String>,
     messages: Vec<Message>,
     /// Settings.
-    pub settings: Settings,
+    pub settings: ChatSettings,
 }
 
 impl Chat {
@@ -174,22 +174,26 @@ impl<'m> Conversation<'m> {
     /// tokens that end a turn.
     pub fn new(
         tokenizer: &'m Tokenizer,
-        form: Form<'m>,
+        form: MessageForm<'m>,
         stop: &[u32],
         (session, drafts): (Box<dyn Session>, Option<Speculation>),
         system: Option<String>,
-        settings: Settings,
+        settings: ChatSettings,
     ) -> Self {
         let local = Local::new(tokenizer, form, stop, session, drafts);
         Conversation::with(Box::new(local), system, settings)
     }
 
     /// An empty conversation with a server's model.
-    pub fn remote(remote: Remote, system: Option<String>, settings: Settings) -> Self {
+    pub fn remote(remote: Remote, system: Option<String>, settings: ChatSettings) -> Self {
         Conversation::with(Box::new(remote), system, settings)
     }
 
-    fn with(answerer: Box<dyn Answerer + 'm>, system: Option<String>, settings: Settings) -> Self {
+    fn with(
+        answerer: Box<dyn Answerer + 'm>,
+        system: Option<String>,
+        settings: ChatSettings,
+    ) -> Self {
         Conversation {
             chat: Chat {
                 system,

@@ -1,6 +1,6 @@
 //! The conversation in a terminal: reads entries, runs commands, prints answers.
 
-use super::conversation::{Conversation, End, Event, Turn};
+use super::conversation::{ChatEvent, Conversation, End, Turn};
 use super::input::{Command, Entry, Lines, help, parse};
 use super::interrupt::Answering;
 use super::printer::{Printer, Thinking};
@@ -304,10 +304,10 @@ impl Repl<'_> {
             let raw = self.shown == Thinking::Aside; // stdout is no terminal
             let width = width().filter(|_| !raw);
             let mut printer = Printer::new(out, err, thinking, raw, width);
-            let mut on_event = |event: Event<'_>| -> anyhow::Result<()> {
+            let mut on_event = |event: ChatEvent<'_>| -> anyhow::Result<()> {
                 match event {
-                    Event::Piece(part, text) => printer.piece(part, text)?,
-                    Event::Note(note) => {
+                    ChatEvent::Piece(part, text) => printer.piece(part, text)?,
+                    ChatEvent::Note(note) => {
                         printer.finish()?;
                         self::note(&mut notes, &note)?;
                     }

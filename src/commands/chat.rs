@@ -2,7 +2,7 @@
 
 use crate::at_load::{self, at_load, longest_context};
 use crate::chat::Overflow;
-use crate::chat::conversation::{Conversation, Form, Remote, Settings};
+use crate::chat::conversation::{ChatSettings, Conversation, MessageForm, Remote};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
@@ -149,7 +149,9 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     } else {
         Some(ChatTemplate::from_files(checkpoint.files())?)
     };
-    let form = template.as_ref().map_or(Form::Raw, Form::Chat);
+    let form = template
+        .as_ref()
+        .map_or(MessageForm::Raw, MessageForm::Chat);
     if args.no_think
         && !template
             .as_ref()
@@ -184,7 +186,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if global.verbose {
         terminal.note(&sampling.to_string());
     }
-    let settings = Settings {
+    let settings = ChatSettings {
         sampling,
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),
@@ -265,7 +267,7 @@ fn remote(
     if args.seed.is_none() {
         remote.leave_seed(sampling.seed);
     }
-    let settings = Settings {
+    let settings = ChatSettings {
         sampling,
         max_tokens: args.max_tokens,
         thinking: args.no_think.then_some(false),

@@ -133,7 +133,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         return Err(conflict("eval", why.to_owned()));
     }
     if let Some(path) = &args.report {
-        if let Err(e) = render::Kind::of(path) {
+        if let Err(e) = render::DocumentForm::of(path) {
             return Err(conflict("eval", e.to_string()));
         }
         check_report(path)?; // before hours of work, not after

@@ -6,7 +6,7 @@ use super::{Machine, Sample};
 use crate::error::Result;
 use crate::report::{BenchRow, DraftRow};
 use crate::stats;
-use crate::windows::Stage;
+use crate::windows::StageGuard;
 use nq_formats::{Progress, Unit};
 use nq_runtime::generate::generate;
 use nq_runtime::interface::Drafter;
@@ -169,7 +169,7 @@ pub fn text(
     let tokens: usize = answers.iter().map(|a| a.1 - 1).sum();
     let test = format!("text{tokens}");
     let rounds = (spec.repeats as u64 + 1) * answers.len() as u64;
-    let _stage = Stage::begin(progress, &test, rounds, Unit::Items);
+    let _stage = StageGuard::begin(progress, &test, rounds, Unit::Items);
     let mut row = DraftRow {
         from: spec.drafts.1.to_owned(),
         replayed: matches!(spec.answer, Answer::Replayed { .. }),

@@ -127,9 +127,9 @@ const WORST_NOTE: &str =
 /// # Errors
 /// [`Error::Spec`] for another extension, [`Error::Write`], [`Error::Plot`].
 pub fn write(path: &Path, document: &Document<'_>) -> Result<()> {
-    let contents = match Kind::of(path)? {
-        Kind::Markdown => markdown(document),
-        Kind::Html => html(document)?,
+    let contents = match DocumentForm::of(path)? {
+        DocumentForm::Markdown => markdown(document),
+        DocumentForm::Html => html(document)?,
     };
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".tmp{}", std::process::id()));
@@ -147,22 +147,22 @@ pub fn write(path: &Path, document: &Document<'_>) -> Result<()> {
 
 /// Forms of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum DocumentForm {
     /// `.md`
     Markdown,
     /// `.html`, `.htm`
     Html,
 }
 
-impl Kind {
+impl DocumentForm {
     /// The form for a path's extension.
     ///
     /// # Errors
     /// [`Error::Spec`] for any other extension.
     pub fn of(path: &Path) -> Result<Self> {
         match path.extension().and_then(|e| e.to_str()) {
-            Some("md") => Ok(Kind::Markdown),
-            Some("html" | "htm") => Ok(Kind::Html),
+            Some("md") => Ok(DocumentForm::Markdown),
+            Some("html" | "htm") => Ok(DocumentForm::Html),
             _ => Err(Error::Spec {
                 what: "report",
                 expected: "a file that ends in .md or .html".into(),

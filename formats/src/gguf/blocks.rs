@@ -9,7 +9,7 @@ use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use half::f16;
 
 /// Layout of a block type.
-pub struct Layout {
+pub struct BlockLayout {
     /// Width of a canonical code: 4 if all codes fit, otherwise 8.
     pub bits: Bits,
     /// Elements that share a scale.
@@ -26,7 +26,7 @@ pub struct Layout {
 /// `(block, codes, scales, offsets)`.
 pub type Unpack = fn(&[u8], &mut [u8], &mut [f32], &mut [f32]);
 
-impl Layout {
+impl BlockLayout {
     /// The canonical scheme.
     pub const fn scheme(&self) -> AffineScheme {
         AffineScheme::new(
@@ -70,7 +70,7 @@ impl Layout {
     }
 }
 
-/// Buffers of [`Layout::dequantize`].
+/// Buffers of [`BlockLayout::dequantize`].
 #[derive(Default)]
 pub struct Scratch {
     codes: Vec<u8>,
@@ -92,7 +92,7 @@ pub(super) fn nibbles(bytes: &[u8], codes: &mut [u8]) {
 }
 
 /// f16 d, 16 bytes of nibbles; `d * (q - 8)`.
-pub(super) const Q4_0: Layout = Layout {
+pub(super) const Q4_0: BlockLayout = BlockLayout {
     bits: Bits::B4,
     group: 32,
     offsets: false,
@@ -104,7 +104,7 @@ pub(super) const Q4_0: Layout = Layout {
 };
 
 /// f16 d, f16 m, 16 bytes of nibbles; `d * q + m`.
-pub(super) const Q4_1: Layout = Layout {
+pub(super) const Q4_1: BlockLayout = BlockLayout {
     bits: Bits::B4,
     group: 32,
     offsets: true,
@@ -124,7 +124,7 @@ fn fifth_bits(high: &[u8], codes: &mut [u8]) {
 }
 
 /// f16 d, 4 bytes of fifth bits, 16 bytes of nibbles; `d * (q - 16)`.
-pub(super) const Q5_0: Layout = Layout {
+pub(super) const Q5_0: BlockLayout = BlockLayout {
     bits: Bits::B8,
     group: 32,
     offsets: false,
@@ -138,7 +138,7 @@ pub(super) const Q5_0: Layout = Layout {
 };
 
 /// f16 d, f16 m, 4 bytes of fifth bits, 16 bytes of nibbles; `d * q + m`.
-pub(super) const Q5_1: Layout = Layout {
+pub(super) const Q5_1: BlockLayout = BlockLayout {
     bits: Bits::B8,
     group: 32,
     offsets: true,
@@ -152,7 +152,7 @@ pub(super) const Q5_1: Layout = Layout {
 };
 
 /// f16 d, 32 signed bytes; `d * q`.
-pub(super) const Q8_0: Layout = Layout {
+pub(super) const Q8_0: BlockLayout = BlockLayout {
     bits: Bits::B8,
     group: 32,
     offsets: false,
@@ -179,7 +179,7 @@ pub(super) fn crumbs(bytes: &[u8], codes: &mut [u8]) {
 
 /// 16 bytes of (scale, minimum) nibbles, 64 bytes of 2-bit codes, f16 d, f16 dmin;
 /// `d * sc * q - dmin * m` per 16.
-pub(super) const Q2_K: Layout = Layout {
+pub(super) const Q2_K: BlockLayout = BlockLayout {
     bits: Bits::B4,
     group: 16,
     offsets: true,
@@ -196,7 +196,7 @@ pub(super) const Q2_K: Layout = Layout {
 
 /// 32 bytes of high bits (set: no 4 subtracted), 64 bytes of 2-bit codes, 12 bytes of
 /// 6-bit scales, f16 d; `d * (sc - 32) * q` per 16, q in -4 to 3.
-pub(super) const Q3_K: Layout = Layout {
+pub(super) const Q3_K: BlockLayout = BlockLayout {
     bits: Bits::B4,
     group: 16,
     offsets: false,
@@ -233,7 +233,7 @@ fn scales_and_minima(block: &[u8], scales: &mut [f32], offsets: &mut [f32]) {
 
 /// f16 d, f16 dmin, 12 bytes of scales and minima, 128 bytes of nibbles;
 /// `d * sc * q - dmin * m` per 32.
-pub(super) const Q4_K: Layout = Layout {
+pub(super) const Q4_K: BlockLayout = BlockLayout {
     bits: Bits::B4,
     group: 32,
     offsets: true,
@@ -248,7 +248,7 @@ pub(super) const Q4_K: Layout = Layout {
 
 /// As Q4_K, with 32 bytes of fifth bits before the nibbles: bit `g` of byte `l` belongs to
 /// element `l` of group `g`.
-pub(super) const Q5_K: Layout = Layout {
+pub(super) const Q5_K: BlockLayout = BlockLayout {
     bits: Bits::B8,
     group: 32,
     offsets: true,
@@ -267,7 +267,7 @@ pub(super) const Q5_K: Layout = Layout {
 
 /// 128 bytes of low nibbles, 64 bytes of high crumbs, 16 signed scales, f16 d;
 /// `d * sc * (q - 32)` per 16.
-pub(super) const Q6_K: Layout = Layout {
+pub(super) const Q6_K: BlockLayout = BlockLayout {
     bits: Bits::B8,
     group: 16,
     offsets: false,
@@ -300,7 +300,7 @@ fn iq4_values(codes: &mut [u8]) {
 }
 
 /// f16 d, 16 bytes of nibbles that index [`IQ4_VALUES`]; `d * value`.
-pub(super) const IQ4_NL: Layout = Layout {
+pub(super) const IQ4_NL: BlockLayout = BlockLayout {
     bits: Bits::B8,
     group: 32,
     offsets: false,
@@ -314,7 +314,7 @@ pub(super) const IQ4_NL: Layout = Layout {
 
 /// f16 d, 2 bytes of high and 4 of low scale bits, 128 bytes of nibbles that index
 /// [`IQ4_VALUES`]; `d * (sc - 32) * value` per 32.
-pub(super) const IQ4_XS: Layout = Layout {
+pub(super) const IQ4_XS: BlockLayout = BlockLayout {
     bits: Bits::B8,
     group: 32,
     offsets: false,

@@ -8,7 +8,7 @@
 //! number. `grids.bin` holds one bit per possible number, set if the grid has that point; it is
 //! written by `tests/fixtures/gguf/make.py`.
 
-use super::blocks::{Layout, crumbs, f16_at, nibbles};
+use super::blocks::{BlockLayout, crumbs, f16_at, nibbles};
 use crate::scheme::Bits;
 use half::f16;
 use std::sync::LazyLock;
@@ -85,8 +85,8 @@ fn nibble(bytes: &[u8], g: usize) -> u8 {
 }
 
 /// Layout with 8-bit codes for small integers times one scale per `group`.
-const fn of_points(group: u32, unpack: super::blocks::Unpack) -> Layout {
-    Layout {
+const fn of_points(group: u32, unpack: super::blocks::Unpack) -> BlockLayout {
+    BlockLayout {
         bits: Bits::B8,
         group,
         offsets: false,
@@ -97,7 +97,7 @@ const fn of_points(group: u32, unpack: super::blocks::Unpack) -> Layout {
 
 /// f16 d, then for each 32: 4 bytes that index points of 8, and 32 bits of four times 7 signs and
 /// a scale of 4 bits; `d * (sc + 1/2) / 4 * value`.
-pub(super) const IQ2_XXS: Layout = of_points(32, |block, codes, scales, _| {
+pub(super) const IQ2_XXS: BlockLayout = of_points(32, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
         let points = &block[2 + 8 * g..][..4];
@@ -112,7 +112,7 @@ pub(super) const IQ2_XXS: Layout = of_points(32, |block, codes, scales, _| {
 
 /// f16 d, 32 words of a point's index (9 bits) and 7 signs, 8 bytes of 4-bit scales per 16;
 /// `d * (sc + 1/2) / 4 * value`.
-pub(super) const IQ2_XS: Layout = of_points(16, |block, codes, scales, _| {
+pub(super) const IQ2_XS: BlockLayout = of_points(16, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, s) in scales.iter_mut().enumerate() {
         *s = d * (0.5 + f32::from(nibble(&block[66..74], g))) * 0.25;
@@ -126,7 +126,7 @@ pub(super) const IQ2_XS: Layout = of_points(16, |block, codes, scales, _| {
 
 /// f16 d, 32 bytes of low bits of points' indices, 32 of signs, 8 of two high bits each, 8 of
 /// 4-bit scales per 16; `d * (sc + 1/2) / 4 * value`.
-pub(super) const IQ2_S: Layout = of_points(16, |block, codes, scales, _| {
+pub(super) const IQ2_S: BlockLayout = of_points(16, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, s) in scales.iter_mut().enumerate() {
         *s = d * (0.5 + f32::from(nibble(&block[74..82], g))) * 0.25;
@@ -140,7 +140,7 @@ pub(super) const IQ2_S: Layout = of_points(16, |block, codes, scales, _| {
 
 /// f16 d, 64 bytes that index points of 4, then for each 32: 32 bits of four times 7 signs and a
 /// scale of 4 bits; `d * (sc + 1/2) / 2 * value`.
-pub(super) const IQ3_XXS: Layout = of_points(32, |block, codes, scales, _| {
+pub(super) const IQ3_XXS: BlockLayout = of_points(32, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
         let points = &block[2 + 8 * g..][..8];
@@ -155,7 +155,7 @@ pub(super) const IQ3_XXS: Layout = of_points(32, |block, codes, scales, _| {
 
 /// f16 d, 64 bytes of low bits of points' indices, 8 of a high bit each, 32 of signs, 4 of 4-bit
 /// scales per 32; `d * (1 + 2 sc) * value`.
-pub(super) const IQ3_S: Layout = of_points(32, |block, codes, scales, _| {
+pub(super) const IQ3_S: BlockLayout = of_points(32, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, s) in scales.iter_mut().enumerate() {
         *s = d * f32::from(1 + 2 * nibble(&block[106..110], g));
@@ -177,7 +177,7 @@ fn shifted(codes: &mut [u8], point: &[i8; 8], negative: bool) {
 
 /// f16 d, 32 bytes of low bits of points' indices, then a word for each 32: four times 3 high
 /// bits, a scale of 3 bits, the sign of a shift; `d * (2 sc + 1) * (value +- 1/8)`.
-pub(super) const IQ1_S: Layout = of_points(32, |block, codes, scales, _| {
+pub(super) const IQ1_S: BlockLayout = of_points(32, |block, codes, scales, _| {
     let d = f16_at(block, 0);
     for (g, (codes, s)) in codes.chunks_mut(32).zip(scales).enumerate() {
         let word = u16_at(block, 34 + 2 * g);
@@ -193,7 +193,7 @@ pub(super) const IQ1_S: Layout = of_points(32, |block, codes, scales, _| {
 /// 32 bytes of low bits of points' indices, 16 of nibbles of three high bits and the sign of a
 /// shift, then four words of four 3-bit scales per 16 and, in their highest nibbles, an f16 d;
 /// `d * (2 sc + 1) * (value +- 1/8)`.
-pub(super) const IQ1_M: Layout = of_points(16, |block, codes, scales, _| {
+pub(super) const IQ1_M: BlockLayout = of_points(16, |block, codes, scales, _| {
     let word = |i: usize| u16_at(block, 48 + 2 * i);
     let bits = (0..4).map(|i| (word(i) >> 12) << (4 * i));
     let d = f16::from_bits(bits.fold(0, |all, nibble| all | nibble)).to_f32();
@@ -209,8 +209,8 @@ pub(super) const IQ1_M: Layout = of_points(16, |block, codes, scales, _| {
 });
 
 /// Layout with codes -1, 0 and 1 (TQ2_0: also 2) around the midpoint of 4 bits.
-const fn ternary(unpack: super::blocks::Unpack) -> Layout {
-    Layout {
+const fn ternary(unpack: super::blocks::Unpack) -> BlockLayout {
+    BlockLayout {
         bits: Bits::B4,
         group: 128, // two groups of the same scale: 256 is wider than kernels' groups
         offsets: false,
@@ -226,7 +226,7 @@ fn digit(byte: u8, place: u32) -> u8 {
 }
 
 /// 32 + 16 bytes of five digits of 3 each, 4 of four, f16 d; `d * (digit - 1)`.
-pub(super) const TQ1_0: Layout = ternary(|block, codes, scales, _| {
+pub(super) const TQ1_0: BlockLayout = ternary(|block, codes, scales, _| {
     scales.fill(f16_at(block, 52));
     let (wide, rest) = codes.split_at_mut(160);
     let (narrow, last) = rest.split_at_mut(80);
@@ -244,7 +244,7 @@ pub(super) const TQ1_0: Layout = ternary(|block, codes, scales, _| {
 });
 
 /// 64 bytes of 2-bit codes, f16 d; `d * (q - 1)`.
-pub(super) const TQ2_0: Layout = ternary(|block, codes, scales, _| {
+pub(super) const TQ2_0: BlockLayout = ternary(|block, codes, scales, _| {
     scales.fill(f16_at(block, 64));
     crumbs(&block[..64], codes);
     codes.iter_mut().for_each(|q| *q += 7);
@@ -262,7 +262,7 @@ fn fp4(bytes: &[u8], codes: &mut [u8]) {
 }
 
 /// 8 bits of exponent, 16 bytes of FP4; `2^(e - 127) * value`, OCP's microscaling format.
-pub(super) const MXFP4: Layout = of_points(32, |block, codes, scales, _| {
+pub(super) const MXFP4: BlockLayout = of_points(32, |block, codes, scales, _| {
     // Half of the power, since codes are twice the values.
     scales[0] = match u32::from(block[0]) {
         e @ 0..2 => f32::from_bits(0x0020_0000 << e), // subnormal
@@ -273,7 +273,7 @@ pub(super) const MXFP4: Layout = of_points(32, |block, codes, scales, _| {
 
 /// Four scales of 8 bits (E4M3 without a sign), for each 16 values 8 bytes of FP4;
 /// `scale * value`.
-pub(super) const NVFP4: Layout = Layout {
+pub(super) const NVFP4: BlockLayout = BlockLayout {
     plain_scales: true, // every such float is an f16
     ..of_points(16, nvfp4)
 };

@@ -1,6 +1,6 @@
 //! Tensor types of GGUF: one table of blocks, their sizes and their layouts.
 
-use super::blocks::{self, Layout};
+use super::blocks::{self, BlockLayout};
 use super::grids;
 use std::fmt;
 
@@ -32,7 +32,7 @@ struct TypeRow {
     name: &'static str,
     elements: usize, // of one block
     bytes: usize,    // of one block
-    layout: Option<Layout>,
+    layout: Option<BlockLayout>,
 }
 
 // All types of known size, so that files with them can be listed; floats and types with a layout
@@ -140,7 +140,7 @@ impl BlockType {
     }
 
     /// The layout of a block's codes and scales, for the integer types that nq can read.
-    pub fn layout(self) -> Option<&'static Layout> {
+    pub fn layout(self) -> Option<&'static BlockLayout> {
         self.row().layout.as_ref()
     }
 

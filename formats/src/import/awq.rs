@@ -6,7 +6,7 @@
 //! | `X.qzeros` | I32 `[groups, out / 8]` | the same order; the true zero-point |
 //! | `X.scales` | F16 `[groups, out]` | |
 
-use super::{Layout, Parts, Settings, check_dims, in_word, open_with, transpose, words};
+use super::{Layout, Parts, QuantizationConfig, check_dims, in_word, open_with, transpose, words};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::FLOATS;
 use crate::dtype::DType;
@@ -35,7 +35,7 @@ struct Awq {
 /// [`crate::Error::Unsupported`], naming it, for a version or width that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
-    let settings = Settings::new(&source);
+    let settings = QuantizationConfig::new(&source);
     let version = settings.str("version")?.unwrap_or("gemm");
     if !version.eq_ignore_ascii_case("gemm") {
         return Err(settings.unsupported(format!("AWQ version {version}"), "nq reads gemm"));

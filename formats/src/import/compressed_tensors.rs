@@ -11,7 +11,9 @@
 //! | `X.weight_shape` | I64 or I32 `[2]` | |
 
 use super::rotation::Rotation;
-use super::{Layout, Parts, Settings, in_word, listed_groups, open_with, per_word, words};
+use super::{
+    Layout, Parts, QuantizationConfig, in_word, listed_groups, open_with, per_word, words,
+};
 use crate::account::{ACTIVATIONS, CACHE, LeftOver};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::FLOATS;
@@ -72,7 +74,7 @@ struct CompressedTensors {
 /// [`crate::Error::Unsupported`], naming it, for a format, type or strategy that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
-    let settings = Settings::new(&source);
+    let settings = QuantizationConfig::new(&source);
     const FORMATS: [&str; 5] = [
         "pack-quantized",
         "int-quantized",
@@ -80,7 +82,7 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
         "nvfp4-pack-quantized",
         "mixed-precision",
     ];
-    let known = |s: &Settings<'_>| match s.str("format")? {
+    let known = |s: &QuantizationConfig<'_>| match s.str("format")? {
         Some(f) if !FORMATS.contains(&f) => {
             let what = format!("compressed-tensors format {f}");
             let why =
@@ -158,7 +160,7 @@ const WEIGHT_RECORDS: &[&str] = &[
 ];
 
 /// True for weights in a small float that nq reads, false for integers.
-fn is_float(weights: &Settings<'_>) -> Result<bool> {
+fn is_float(weights: &QuantizationConfig<'_>) -> Result<bool> {
     if weights.bool("dynamic")?.unwrap_or(false) {
         return Err(
             weights.unsupported("weights with dynamic true".into(), "nq reads stored codes")
@@ -184,7 +186,7 @@ fn is_float(weights: &Settings<'_>) -> Result<bool> {
     }
 }
 
-fn scheme(weights: &Settings<'_>) -> Result<GroupScheme> {
+fn scheme(weights: &QuantizationConfig<'_>) -> Result<GroupScheme> {
     if let Some(other) = weights.str("type")?.filter(|t| *t != "int") {
         return Err(
             weights.unsupported(format!("weights of type {other}"), "nq reads int and float")

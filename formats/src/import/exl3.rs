@@ -12,8 +12,8 @@
 //! into tiles of 16 inputs and 16 outputs, each a cyclic sequence of 256 values whose states are the last 16 bits, as in
 //! [`crate::trellis`]; a value is the sum of two halves that the state's product is masked to, or of its bytes.
 
-use super::Settings;
-use super::expanded::{Expansion, Held, open_with};
+use super::QuantizationConfig;
+use super::expanded::{ExpandedType, Expansion, open_with};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -110,7 +110,7 @@ struct Exl3;
 /// # Errors
 /// Errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
-    let settings = Settings::new(&source);
+    let settings = QuantizationConfig::new(&source);
     source.left_over = settings.left_over(&[
         "bits",
         "calibration",
@@ -277,7 +277,7 @@ impl Exl3Tensors<'_> {
 
 impl Expansion for Exl3 {
     const FORMAT: &'static str = METHOD;
-    const HELD: Held = Held::F16;
+    const HELD: ExpandedType = ExpandedType::F16;
 
     fn is_expanded(&self, shards: &Shards, name: &str) -> bool {
         shards.contains(&format!("{name}{TRELLIS}"))

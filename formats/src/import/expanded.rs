@@ -15,7 +15,7 @@ use serde_json::Value;
 
 /// The type to which values are rounded where they are held.
 #[derive(Clone, Copy)]
-pub(super) enum Held {
+pub(super) enum ExpandedType {
     Bf16,
     F16,
 }
@@ -25,7 +25,7 @@ pub(super) trait Expansion: Send + Sync {
     /// The format's name.
     const FORMAT: &'static str;
     /// The type of its expanded weights.
-    const HELD: Held;
+    const HELD: ExpandedType;
 
     /// True if the weight `name` is stored in the format's codes.
     fn is_expanded(&self, shards: &Shards, name: &str) -> bool;
@@ -90,11 +90,11 @@ impl<E: Expansion> WeightStore for ExpandedStore<E> {
         let (expansion, shards) = (&self.expansion, &self.shards);
         let tensor = match (self.is_expanded(name), E::HELD) {
             (false, _) => shards.require(&tensor_name(name), &FLOATS, &[dims.0, dims.1])?,
-            (true, Held::Bf16) => {
+            (true, ExpandedType::Bf16) => {
                 let encode = |v| bf16::from_f32(v).to_le_bytes();
                 expansion.expand(shards, name, dims, DType::BF16, encode)?
             }
-            (true, Held::F16) => {
+            (true, ExpandedType::F16) => {
                 let encode = |v| f16::from_f32(v).to_le_bytes();
                 expansion.expand(shards, name, dims, DType::F16, encode)?
             }
@@ -125,8 +125,8 @@ impl<E: Expansion> WeightStore for ExpandedStore<E> {
     fn exactness(&self, name: &str) -> Exactness {
         match (self.is_expanded(name), E::HELD) {
             (false, _) => Exactness::Exact,
-            (true, Held::Bf16) => Exactness::ValuesRounded(DType::BF16),
-            (true, Held::F16) => Exactness::ValuesRounded(DType::F16),
+            (true, ExpandedType::Bf16) => Exactness::ValuesRounded(DType::BF16),
+            (true, ExpandedType::F16) => Exactness::ValuesRounded(DType::F16),
         }
     }
 

@@ -28,7 +28,7 @@ use half::bf16;
 
 /// The small float that a weight is stored in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum SmallFloat {
     /// FP8.
     Fp8,
     /// NVFP4 of compressed-tensors.
@@ -42,14 +42,14 @@ const SCALE: &str = ".weight_scale";
 /// Rows and columns of a block of FP8 that has one scale.
 const BLOCK: usize = 128;
 
-impl Kind {
+impl SmallFloat {
     /// The kind of the weight `name`; `None` if it is in no small float.
-    pub(super) fn of(shards: &Shards, name: &str) -> Option<Kind> {
+    pub(super) fn of(shards: &Shards, name: &str) -> Option<SmallFloat> {
         let dtype = |suffix: &str| Some(shards.get(&format!("{name}{suffix}"))?.dtype());
         match (dtype(".weight_packed"), dtype(".weight")) {
-            (Some(DType::U8), _) => Some(Kind::PackedNvfp4),
-            (None, Some(DType::U8)) => Some(Kind::PlainNvfp4),
-            (None, Some(DType::F8E4M3)) => Some(Kind::Fp8),
+            (Some(DType::U8), _) => Some(SmallFloat::PackedNvfp4),
+            (None, Some(DType::U8)) => Some(SmallFloat::PlainNvfp4),
+            (None, Some(DType::F8E4M3)) => Some(SmallFloat::Fp8),
             _ => None,
         }
     }
@@ -57,9 +57,9 @@ impl Kind {
     /// The suffixes of the tensors that such a weight is read from.
     pub(super) fn parts(self) -> &'static [&'static str] {
         match self {
-            Kind::Fp8 => &[".weight", SCALE],
-            Kind::PackedNvfp4 => &[".weight_packed", SCALE, ".weight_global_scale"],
-            Kind::PlainNvfp4 => &[".weight", SCALE, ".weight_scale_2"],
+            SmallFloat::Fp8 => &[".weight", SCALE],
+            SmallFloat::PackedNvfp4 => &[".weight_packed", SCALE, ".weight_global_scale"],
+            SmallFloat::PlainNvfp4 => &[".weight", SCALE, ".weight_scale_2"],
         }
     }
 
@@ -104,7 +104,7 @@ impl Kind {
         }
         // Half of it, since codes are twice the values.
         let factor = match self {
-            Kind::PackedNvfp4 => 0.5 / whole,
+            SmallFloat::PackedNvfp4 => 0.5 / whole,
             _ => 0.5 * whole,
         };
         let code = |bits: u8| FP4_VALUES[usize::from(bits)].cast_unsigned() ^ 0x80;

@@ -6,8 +6,8 @@
 //! | `X.weight` | F8_E4M3 `[out, in]` |
 //! | `X.weight_scale_inv` | F32 or BF16 `[ceil(out / 128), ceil(in / 128)]` |
 
-use super::Settings;
-use super::expanded::{Expansion, Held, open_with};
+use super::QuantizationConfig;
+use super::expanded::{ExpandedType, Expansion, open_with};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::FLOATS;
 use crate::dtype::DType;
@@ -34,7 +34,7 @@ struct Fp8 {
 /// [`crate::Error::Unsupported`] for another float format or scales that are not block-wise;
 /// otherwise errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
-    let settings = Settings::new(&source);
+    let settings = QuantizationConfig::new(&source);
     if let Some(other) = settings.str("fmt")?.filter(|f| *f != "e4m3") {
         return Err(settings.unsupported(format!("FP8 format {other}"), "nq reads e4m3"));
     }
@@ -74,7 +74,7 @@ pub fn e4m3(byte: u8) -> f32 {
 
 impl Expansion for Fp8 {
     const FORMAT: &'static str = METHOD;
-    const HELD: Held = Held::Bf16;
+    const HELD: ExpandedType = ExpandedType::Bf16;
 
     fn is_expanded(&self, shards: &Shards, name: &str) -> bool {
         let tensor = shards.get(&tensor_name(name));

@@ -7,7 +7,9 @@
 //! | `X.scales` | F16 `[groups, out]` | |
 //! | `X.g_idx` | I32 `[in]` | group of each input |
 
-use super::{Layout, Parts, Settings, check_dims, in_word, listed_groups, open_with, per_word};
+use super::{
+    Layout, Parts, QuantizationConfig, check_dims, in_word, listed_groups, open_with, per_word,
+};
 use super::{transpose, words};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dense::FLOATS;
@@ -68,7 +70,7 @@ const RECORDS: &[&str] = &[
 /// [`crate::Error::Unsupported`], naming it, for a `checkpoint_format` or width that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
-    let settings = Settings::new(&source);
+    let settings = QuantizationConfig::new(&source);
     // Files beside config.json name it `format`.
     let format = settings.str("checkpoint_format")?;
     let zeros_less_one = match format.or(settings.str("format")?) {

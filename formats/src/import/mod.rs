@@ -152,14 +152,15 @@ pub(crate) fn open_with(source: Source, layout: impl Layout + 'static) -> Result
 
 impl<L: Layout> ImportStore<L> {
     /// The small float that a weight is in, if it is in one.
-    fn float(&self, name: &str) -> Option<floats::Kind> {
+    fn float(&self, name: &str) -> Option<floats::SmallFloat> {
         let has = self.layout.has_floats();
-        has.then(|| floats::Kind::of(&self.shards, name)).flatten()
+        has.then(|| floats::SmallFloat::of(&self.shards, name))
+            .flatten()
     }
 
     fn parts(&self, name: &str, dims: (usize, usize)) -> Result<Option<Parts>> {
         let parts = match self.float(name) {
-            Some(floats::Kind::Fp8) => return Ok(None),
+            Some(floats::SmallFloat::Fp8) => return Ok(None),
             Some(nvfp4) => nvfp4.read(&self.shards, name, dims)?,
             None if !self.layout.is_quantized(&self.shards, name) => return Ok(None),
             None => self.layout.read(&self.shards, name, dims)?,
@@ -188,7 +189,7 @@ impl<L: Layout> ImportStore<L> {
     }
 
     fn dense(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
-        if self.float(name) == Some(floats::Kind::Fp8) {
+        if self.float(name) == Some(floats::SmallFloat::Fp8) {
             let tensor = floats::fp8(&self.shards, name, (rows, cols), false)?;
             return Ok(Weight::Dense(tensor));
         }
@@ -269,7 +270,7 @@ impl<L: Layout> WeightStore for ImportStore<L> {
                     .ok()
             };
             return match kind {
-                floats::Kind::Fp8 => Exactness::ValuesRounded(DType::BF16),
+                floats::SmallFloat::Fp8 => Exactness::ValuesRounded(DType::BF16),
                 _ if parts().is_some_and(|p| fit_f16(&p.scales)) => Exactness::Exact,
                 _ => Exactness::ScalesRounded(DType::F16),
             };
@@ -303,17 +304,17 @@ impl<L: Layout> WeightStore for ImportStore<L> {
 
 /// The quantization settings of a config.json; errors name the key.
 /// They note the keys that were asked for.
-pub(crate) struct Settings<'a> {
+pub(crate) struct QuantizationConfig<'a> {
     source: &'a Source,
     value: &'a Value,
     asked: RefCell<BTreeSet<&'static str>>,
 }
 
-impl<'a> Settings<'a> {
+impl<'a> QuantizationConfig<'a> {
     pub(crate) fn new(source: &'a Source) -> Self {
         static NULL: Value = Value::Null;
         let value = source.quantization().unwrap_or(&NULL);
-        Settings {
+        QuantizationConfig {
             source,
             value,
             asked: RefCell::default(),
@@ -332,7 +333,7 @@ impl<'a> Settings<'a> {
 
     /// Settings of a part of these.
     pub(crate) fn within(&self, value: &'a Value) -> Self {
-        Settings {
+        QuantizationConfig {
             source: self.source,
             value,
             asked: RefCell::default(),

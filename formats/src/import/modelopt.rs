@@ -1,7 +1,7 @@
 //! Reads what NVIDIA's ModelOpt exports: NVFP4 and FP8 weights beside unquantized ones. `floats`
 //! has the layouts; which one a weight is in is told by its tensors.
 
-use super::{Layout, Parts, Settings, open_with};
+use super::{Layout, Parts, QuantizationConfig, open_with};
 use crate::account::{ACTIVATIONS, CACHE, LeftOver};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
@@ -28,7 +28,7 @@ struct ModelOpt;
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for another algorithm; otherwise errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
-    let settings = Settings::new(&source);
+    let settings = QuantizationConfig::new(&source);
     let Some(algorithm) = settings.str("quant_algo")? else {
         return Err(settings.malformed("quant_algo", "the name of an algorithm"));
     };

@@ -1,7 +1,7 @@
 //! Rotations of compressed-tensors' `transform_config`: a Linear's inputs or outputs are multiplied by a
 //! Hadamard matrix while the model runs. Multiplying the weight by it when it is read computes the same.
 
-use super::Settings;
+use super::QuantizationConfig;
 use crate::error::{Error, Result};
 use crate::models::LAYERS;
 use crate::names::{EMBEDDING, HEAD};
@@ -22,7 +22,7 @@ enum RotationTarget {
 
 impl Targets {
     /// Reads a list under `key`, or one string.
-    fn read(settings: &Settings<'_>, key: &'static str) -> Result<Self> {
+    fn read(settings: &QuantizationConfig<'_>, key: &'static str) -> Result<Self> {
         let target = |v: &Value| {
             let text = v.as_str()?;
             Some(match text.strip_prefix("re:") {
@@ -75,7 +75,7 @@ impl Rotation {
     /// # Errors
     /// [`Error::Unsupported`], naming it, for another kind of matrix or another place;
     /// [`Error::Malformed`] for mistyped keys.
-    pub(crate) fn read_all(settings: &Settings<'_>) -> Result<Vec<Rotation>> {
+    pub(crate) fn read_all(settings: &QuantizationConfig<'_>) -> Result<Vec<Rotation>> {
         let Some(config) = settings.get("transform_config") else {
             return Ok(Vec::new());
         };

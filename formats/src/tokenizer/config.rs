@@ -93,14 +93,14 @@ impl Described {
     /// opened.
     pub(crate) fn read(files: &Files) -> Result<Self> {
         #[derive(Deserialize)]
-        struct File {
+        struct ConfigFile {
             #[serde(default)]
             added_tokens: Vec<Numbered>,
         }
         let config = files.get(TOKENIZER_CONFIG)?;
         let config = config.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let json = files.get(TOKENIZER)?;
-        let file = json.and_then(|bytes| serde_json::from_slice::<File>(&bytes).ok());
+        let file = json.and_then(|bytes| serde_json::from_slice::<ConfigFile>(&bytes).ok());
         let mut described = Described {
             config: config.unwrap_or_default(),
             added: file.map(|file| file.added_tokens),

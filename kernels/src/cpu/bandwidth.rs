@@ -1,6 +1,6 @@
 //! Measures how fast this machine's memory can be read, the limit to compare speeds with.
 
-use super::memory::{Buffer, Shared};
+use super::memory::{Buffer, SharedSlice};
 use super::table::KernelTable;
 use super::{Cpu, IsaChoice, Linear};
 use std::hint::black_box;
@@ -37,7 +37,7 @@ impl Cpu {
         let mut buffer = Buffer::<u32>::zeroed(pieces * PIECE);
         {
             // Untouched pages would all map to the same page of zeros.
-            let words = Shared::new(&mut buffer);
+            let words = SharedSlice::new(&mut buffer);
             self.team().run_ranges(pieces, 1, |range| {
                 for i in range.start * PIECE..range.end * PIECE {
                     // SAFETY: each word is written by the task that owns its piece.

@@ -240,7 +240,7 @@ impl<T: Plain> DerefMut for Buffer<T> {
 }
 
 /// A mutable slice whose disjoint parts the members of a team write.
-pub(crate) struct Shared<'a, T> {
+pub(crate) struct SharedSlice<'a, T> {
     data: *mut T,
     len: usize,
     _slice: PhantomData<&'a mut [T]>,
@@ -248,11 +248,11 @@ pub(crate) struct Shared<'a, T> {
 
 // SAFETY: stands for a `&mut [T]` that is split among threads; `part`'s contract keeps the
 // parts disjoint.
-unsafe impl<T: Send> Sync for Shared<'_, T> {}
+unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
 
-impl<'a, T> Shared<'a, T> {
+impl<'a, T> SharedSlice<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
-        Shared {
+        SharedSlice {
             data: slice.as_mut_ptr(),
             len: slice.len(),
             _slice: PhantomData,
@@ -265,9 +265,9 @@ impl<'a, T> Shared<'a, T> {
     }
 
     /// The elements of `range`, as another shared slice.
-    pub(crate) fn within(&self, range: Range<usize>) -> Shared<'_, T> {
+    pub(crate) fn within(&self, range: Range<usize>) -> SharedSlice<'_, T> {
         assert!(range.start <= range.end && range.end <= self.len);
-        Shared {
+        SharedSlice {
             // SAFETY: inside the slice.
             data: unsafe { self.data.add(range.start) },
             len: range.len(),

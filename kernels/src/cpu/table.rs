@@ -16,7 +16,7 @@ use super::kv::KvView;
 use super::linear::float::{self, Units};
 use super::linear::input::Prepared;
 use super::linear::int8;
-use super::linear::pack::Packed;
+use super::linear::pack::PanelWeight;
 use super::linear::trellis::products;
 use super::ops::attention::{self, Partial};
 use super::ops::delta::{self, TileRows};
@@ -29,20 +29,22 @@ use nq_formats::trellis::Code;
 use std::ops::Range;
 
 /// Writes units of a panel as floats; see [`float::dequantize`].
-pub(crate) type Dequantize = unsafe fn(&Packed, usize, Range<usize>, *mut f32);
+pub(crate) type Dequantize = unsafe fn(&PanelWeight, usize, Range<usize>, *mut f32);
 /// One panel times one block of columns; see [`float::gemv`].
-pub(crate) type Gemv = unsafe fn(&Packed, &Prepared, usize, *mut f32);
+pub(crate) type Gemv = unsafe fn(&PanelWeight, &Prepared, usize, *mut f32);
 /// A block of f32 matrix product; see [`float::tile`].
 pub(crate) type Tile =
     unsafe fn(usize, *const f32, usize, *const f32, *mut f32, usize, usize, bool);
 /// Panels times a block of integer or bf16 columns; see [`int8::dot`] and
 /// [`float::dot_bf16`].
-pub(crate) type Dot = unsafe fn(&Packed, &Prepared, *const u32, usize, usize, *mut f32, usize);
+pub(crate) type Dot = unsafe fn(&PanelWeight, &Prepared, *const u32, usize, usize, *mut f32, usize);
 /// Writes a panel's codes four to a word; see [`int8::spread`].
-pub(crate) type Spread = unsafe fn(&Packed, usize, *mut u32);
+pub(crate) type Spread = unsafe fn(&PanelWeight, usize, *mut u32);
 /// Products of trellis codes; see [`products`].
-pub(crate) type TrellisGemv = unsafe fn(&Packed, &Prepared, usize, usize, usize, *mut f32, usize);
-pub(crate) type TrellisSpread = unsafe fn(&Packed, usize, Range<usize>, Range<usize>, *mut u32);
+pub(crate) type TrellisGemv =
+    unsafe fn(&PanelWeight, &Prepared, usize, usize, usize, *mut f32, usize);
+pub(crate) type TrellisSpread =
+    unsafe fn(&PanelWeight, usize, Range<usize>, Range<usize>, *mut u32);
 pub(crate) type TrellisDot =
     unsafe fn(*const u32, usize, &Prepared, usize, Range<usize>, *mut f32, usize);
 /// See [`attention::decode`].
@@ -242,7 +244,7 @@ macro_rules! products {
     ) => {
         #[$enable]
         unsafe fn dot<U: Units, const P: usize, const C: usize, const N: usize>(
-            w: &Packed, x: &Prepared, data: *const u32, panel: usize, block: usize, out: *mut f32,
+            w: &PanelWeight, x: &Prepared, data: *const u32, panel: usize, block: usize, out: *mut f32,
             out_stride: usize,
         ) {
             // SAFETY: the instructions are enabled here; the rest is the caller's.
@@ -250,7 +252,7 @@ macro_rules! products {
         }
         #[$enable]
         unsafe fn dot_bf16<const P: usize, const C: usize>(
-            w: &Packed, x: &Prepared, data: *const u32, panel: usize, block: usize, out: *mut f32,
+            w: &PanelWeight, x: &Prepared, data: *const u32, panel: usize, block: usize, out: *mut f32,
             out_stride: usize,
         ) {
             // SAFETY: as above.
@@ -258,7 +260,7 @@ macro_rules! products {
         }
         #[$enable]
         unsafe fn trellis_gemv<const N: usize>(
-            w: &Packed, x: &Prepared, strip: usize, block: usize, panels: usize, out: *mut f32,
+            w: &PanelWeight, x: &Prepared, strip: usize, block: usize, panels: usize, out: *mut f32,
             stride: usize,
         ) {
             // SAFETY: as above.
@@ -270,7 +272,7 @@ macro_rules! products {
         }
         #[$enable]
         unsafe fn trellis_spread(
-            w: &Packed, strip: usize, panels: Range<usize>, parts: Range<usize>, out: *mut u32,
+            w: &PanelWeight, strip: usize, panels: Range<usize>, parts: Range<usize>, out: *mut u32,
         ) {
             // SAFETY: as above.
             unsafe { products::spread(<$simd>::new(), w, strip, panels, parts, out) }
@@ -355,17 +357,17 @@ macro_rules! instantiate {
             }
 
             #[$enable]
-            unsafe fn dequantize<U: Units>(w: &Packed, panel: usize, units: Range<usize>, out: *mut f32) {
+            unsafe fn dequantize<U: Units>(w: &PanelWeight, panel: usize, units: Range<usize>, out: *mut f32) {
                 // SAFETY: the instructions are enabled here; the rest is the caller's.
                 unsafe { float::dequantize::<_, U>(<$simd>::new(), w, panel, units, out) }
             }
             #[$enable]
-            unsafe fn gemv<U: Units, const C: usize>(w: &Packed, x: &Prepared, panel: usize, out: *mut f32) {
+            unsafe fn gemv<U: Units, const C: usize>(w: &PanelWeight, x: &Prepared, panel: usize, out: *mut f32) {
                 // SAFETY: as above.
                 unsafe { float::gemv::<_, U, C>(<$simd>::new(), w, x, panel, out) }
             }
             #[$enable]
-            unsafe fn spread<U: Units>(w: &Packed, panel: usize, out: *mut u32) {
+            unsafe fn spread<U: Units>(w: &PanelWeight, panel: usize, out: *mut u32) {
                 // SAFETY: as above.
                 unsafe { int8::spread::<_, U>(<$simd>::new(), w, panel, out) }
             }
@@ -544,7 +546,7 @@ mod trellis_avx512 {
     use super::*;
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
     unsafe fn gemv<const B: usize, const C: usize, const N: usize, const M: usize>(
-        w: &Packed,
+        w: &PanelWeight,
         x: &Prepared,
         strip: usize,
         block: usize,
@@ -579,7 +581,7 @@ mod avx512bf16 {
         enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"
     )]
     unsafe fn dot_bf16<const P: usize, const C: usize>(
-        w: &Packed,
+        w: &PanelWeight,
         x: &Prepared,
         data: *const u32,
         panel: usize,

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use super::memory::Shared;
+use super::memory::SharedSlice;
 
 /// Iterations of the wait loop before a member sleeps: some 50 microseconds.
 const SPINS: u32 = 2_000;
@@ -215,7 +215,7 @@ impl Team {
         f: impl Fn(usize, &mut [T]) + Sync + Send,
     ) {
         let (len, piece) = (data.len(), piece.max(1));
-        let shared = Shared::new(data);
+        let shared = SharedSlice::new(data);
         self.run(len.div_ceil(piece), |i| {
             let range = i * piece..((i + 1) * piece).min(len);
             // SAFETY: every task `i` has a range of its own.

@@ -5,7 +5,7 @@ use super::job::Job;
 use super::state::{State, Step, key, save, step_name};
 use crate::calibration::Sequences;
 use crate::error::Result;
-use crate::layers::{self, Pass};
+use crate::layers::{self, RowProgress};
 use crate::linalg::read_row;
 use crate::schemes::{LayerSchemes, Schemes};
 use nq_formats::models::LinearSpec;
@@ -89,7 +89,7 @@ impl Job<'_> {
                 }
             };
             if let Some(stream) = &mut stream {
-                let mut pass = Pass {
+                let mut pass = RowProgress {
                     width: config.hidden_size,
                     progress: &self.progress,
                 };

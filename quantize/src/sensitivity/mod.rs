@@ -26,7 +26,7 @@ use nq_formats::{ModelConfig, Unit};
 use nq_runtime::{LayerStepper, models};
 use probe::LOGITS;
 pub use probe::Probe;
-use run::Run;
+use run::SensitivityRun;
 
 /// Most tokens of a window. The second half is scored.
 const WINDOW: usize = 256;
@@ -98,7 +98,7 @@ impl Probe<'_> {
     fn run(&self, stepper: &mut dyn LayerStepper) -> Result<(Vec<Found>, f64)> {
         let config = stepper.config().clone();
         let embedding = models::embedding(self.store, &config)?;
-        let mut run = Run::new(self, stepper, &config, &embedding)?;
+        let mut run = SensitivityRun::new(self, stepper, &config, &embedding)?;
         for index in 0..config.num_hidden_layers {
             run.layer(index)?;
         }

@@ -6,7 +6,7 @@ use crate::allocation::{Place, WeightGroup};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
-use crate::layers::{self, LOOKED_UP, Pass, head_inputs};
+use crate::layers::{self, LOOKED_UP, RowProgress, head_inputs};
 use crate::linalg::Matrix;
 use crate::methods::{Needs, Problem, rtn};
 use crate::second_order::InputStats;
@@ -30,7 +30,7 @@ enum Variant {
 }
 
 /// A measurement in progress.
-pub(super) struct Run<'r> {
+pub(super) struct SensitivityRun<'r> {
     probe: &'r Probe<'r>,
     stepper: &'r mut dyn LayerStepper,
     config: &'r ModelConfig,
@@ -52,7 +52,7 @@ struct ModelEnd {
     group: Option<(usize, &'static str)>,
 }
 
-impl<'r> Run<'r> {
+impl<'r> SensitivityRun<'r> {
     /// Streams of the embedded text, with the embedding rounded and unrounded.
     pub(super) fn new(
         probe: &'r Probe<'r>,
@@ -75,7 +75,7 @@ impl<'r> Run<'r> {
             join(&mut stream, Hidden::embed(&weight, probe.text)?);
             variants.push(Variant::Group(g));
         }
-        Ok(Run {
+        Ok(SensitivityRun {
             probe,
             stepper,
             config,
@@ -329,7 +329,7 @@ fn pass(
     weights: &LayerWeights,
     stream: &mut Hidden,
 ) -> Result<()> {
-    let mut observer = Pass {
+    let mut observer = RowProgress {
         width: stepper.config().hidden_size,
         progress: probe.progress,
     };

@@ -7,7 +7,7 @@ use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::states::{delta_shape, is_recurrent};
-use crate::stepper::{Cut, Head, LayerDevice, Piece};
+use crate::stepper::{Cut, Head, LayerDevice, LayerPiece};
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::cpu::{Cpu, Epilogue, KvPages, Linear};
@@ -82,7 +82,7 @@ impl LayerDevice for CpuLayers {
         }
     }
 
-    fn reserve(&mut self, pieces: &[Piece]) -> Result<()> {
+    fn reserve(&mut self, pieces: &[LayerPiece]) -> Result<()> {
         let slots = pieces.iter().map(|p| p.chunks.len()).max().unwrap_or(0);
         let ends = pieces.iter().flat_map(|p| &p.chunks).map(|c| c.0 + c.1);
         let pages = ends.max().unwrap_or(0).div_ceil(PAGE);
@@ -112,7 +112,7 @@ impl LayerDevice for CpuLayers {
     fn run(
         &mut self,
         layer: &Layer,
-        piece: &Piece,
+        piece: &LayerPiece,
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()> {

@@ -10,7 +10,7 @@ use crate::interface::Observer;
 use crate::models::LayerWeights;
 use crate::states::shape_of;
 use crate::stepper::{
-    Cut, Head, Hidden, LayerDevice, LayerStepper, Piece, ProductMoments, Stepper,
+    Cut, Head, Hidden, LayerDevice, LayerPiece, LayerStepper, ProductMoments, Stepper,
 };
 use nq_formats::models::{LinearKind, LinearSpec, NormKind, Product};
 use nq_formats::{ModelConfig, Tensor, Weight};
@@ -261,7 +261,7 @@ impl<O: LayerOps> FullPrecision<O> {
     fn pass(
         &mut self,
         layer: &Layer<O>,
-        piece: &Piece,
+        piece: &LayerPiece,
         x: &[f32],
         every_expert: bool,
         shown: &mut Shown<'_, O>,
@@ -283,7 +283,7 @@ impl<O: LayerOps> FullPrecision<O> {
         &mut self,
         (index, weights): (usize, &LayerWeights),
         hidden: &Hidden,
-        pieces: &[Piece],
+        pieces: &[LayerPiece],
         observer: &mut dyn Observer,
     ) -> Result<Vec<Vec<O::Floats>>> {
         let (ops, c) = (Arc::clone(&self.ops), self.config.clone());
@@ -346,8 +346,8 @@ where
         }
     }
 
-    fn reserve(&mut self, pieces: &[Piece]) -> Result<()> {
-        let rows = pieces.iter().map(Piece::rows).max().unwrap_or(0);
+    fn reserve(&mut self, pieces: &[LayerPiece]) -> Result<()> {
+        let rows = pieces.iter().map(LayerPiece::rows).max().unwrap_or(0);
         let seq = pieces.iter().map(|p| p.chunks[0].1).max().unwrap_or(0);
         if (self.room.as_ref()).is_some_and(|w| w.rows >= rows && w.seq >= seq) {
             return Ok(());
@@ -364,7 +364,7 @@ where
     fn run(
         &mut self,
         layer: &Layer<O>,
-        piece: &Piece,
+        piece: &LayerPiece,
         x: &mut [f32],
         observer: &mut dyn Observer,
     ) -> Result<()> {
@@ -394,7 +394,7 @@ where
         &mut self,
         layer: (usize, &LayerWeights),
         hidden: &Hidden,
-        pieces: &[Piece],
+        pieces: &[LayerPiece],
         observer: &mut dyn Observer,
     ) -> Result<Option<ProductMoments>> {
         let Some(device) = self.ops.second_order() else {

@@ -3,7 +3,7 @@
 use super::job::{Job, Phase};
 use super::keep::Unsaved;
 use super::worker::Worker;
-use crate::prefix::{Found, PrefixTree, common};
+use crate::prefix::{HeldPrefix, PrefixTree, common};
 use crate::scheduler::Admission;
 use nq_kernels::pages::PAGE;
 use nq_runtime::{Batch, Session, resting_points};
@@ -80,7 +80,7 @@ impl Worker<'_> {
     }
 
     /// How many of a request's tokens a slot holds; the last token must be computed for its logits.
-    fn cached(&self, session: &dyn Session, job: &Job) -> Option<Found> {
+    fn cached(&self, session: &dyn Session, job: &Job) -> Option<HeldPrefix> {
         if !self.seats.sharing || !self.options.prefix_cache {
             return None;
         }

@@ -2,7 +2,7 @@
 
 use super::Limits;
 use super::connections::Working;
-use super::room::{Place, SMALL};
+use super::room::{RoomPlace, SMALL};
 use crate::error::ApiError;
 use crate::protocol::reading::plain;
 use axum::body::Body;
@@ -27,7 +27,7 @@ pub(super) async fn read(
     headers: &HeaderMap,
     body: Body,
     limits: &Limits,
-    place: &Place,
+    place: &RoomPlace,
 ) -> Result<Bytes, ApiError> {
     let kind = headers
         .get(CONTENT_TYPE)
@@ -58,7 +58,7 @@ async fn receive(
     mut body: Body,
     encoded: bool,
     limits: &Limits,
-    place: &Place,
+    place: &RoomPlace,
 ) -> Result<Bytes, ApiError> {
     let announced = hyper::body::Body::size_hint(&body).exact();
     if announced.is_some_and(|bytes| bytes > limits.body as u64) {

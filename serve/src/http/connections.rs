@@ -38,7 +38,7 @@ impl Working {
 }
 
 /// A connection's entry, which goes with it.
-pub(super) struct Entry {
+pub(super) struct ConnectionEntry {
     all: Arc<Connections>,
     number: u64,
     /// Whether it is at work.
@@ -53,7 +53,7 @@ impl Connections {
     }
 
     /// Notes a connection of `address`.
-    pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> Entry {
+    pub(super) fn enter(self: &Arc<Self>, address: IpAddr) -> ConnectionEntry {
         let (working, leave) = (Working::default(), Arc::new(Notify::new()));
         let mut known = self.known();
         let number = known.next;
@@ -65,7 +65,7 @@ impl Connections {
         };
         known.all.insert(number, connection);
         drop(known);
-        Entry {
+        ConnectionEntry {
             all: Arc::clone(self),
             number,
             working,
@@ -90,7 +90,7 @@ impl Connections {
     }
 }
 
-impl Drop for Entry {
+impl Drop for ConnectionEntry {
     fn drop(&mut self) {
         self.all.known().all.remove(&self.number);
     }
@@ -104,8 +104,8 @@ mod tests {
     fn the_oldest_that_waits_of_the_client_with_most_makes_room() {
         let all = Arc::new(Connections::default());
         let address = |n: u8| IpAddr::from([127, 0, 0, n]);
-        let entries: Vec<Entry> = [1, 2, 2, 2, 1].map(|n| all.enter(address(n))).into();
-        let told = |entry: &Entry| {
+        let entries: Vec<ConnectionEntry> = [1, 2, 2, 2, 1].map(|n| all.enter(address(n))).into();
+        let told = |entry: &ConnectionEntry| {
             let mut told = std::pin::pin!(entry.leave.notified());
             let mut context = std::task::Context::from_waker(std::task::Waker::noop());
             told.as_mut().poll(&mut context).is_ready()

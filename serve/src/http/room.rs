@@ -47,7 +47,7 @@ struct ClientShare {
 
 /// A request's place in the room. Clones are of the same place, which is free once all have gone.
 #[derive(Clone)]
-pub(super) struct Place(Arc<Taken>);
+pub(super) struct RoomPlace(Arc<Taken>);
 
 struct Taken {
     room: Arc<Room>,
@@ -69,7 +69,7 @@ impl Room {
     }
 
     /// A place for a request of `client`, which holds nothing yet.
-    pub(super) fn place(self: &Arc<Self>, client: Client) -> Place {
+    pub(super) fn place(self: &Arc<Self>, client: Client) -> RoomPlace {
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
         if shares.len() >= CLIENTS {
             shares.retain(|_, share| share.strong_count() > 0);
@@ -83,7 +83,7 @@ impl Room {
             shares.insert(client.id, Arc::downgrade(&share));
             share
         });
-        Place(Arc::new(Taken {
+        RoomPlace(Arc::new(Taken {
             room: Arc::clone(self),
             share,
             held: Mutex::default(),
@@ -105,7 +105,7 @@ impl Room {
     }
 }
 
-impl Place {
+impl RoomPlace {
     /// Waits at most `patience` for room for a body of so many bytes.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use super::body::{self, Ending};
 use super::census;
 use super::connections::Working;
-use super::room::Place;
+use super::room::RoomPlace;
 use super::stream::{self, Silence, patient};
 use super::{App, openapi, page};
 use crate::about::About;
@@ -276,9 +276,9 @@ async fn begin(
     model: Arc<Model>,
     client: Client,
     fields: Fields,
-    (parse, place): (Parse, Place),
+    (parse, place): (Parse, RoomPlace),
     deadline: Option<Instant>,
-) -> Result<(generation::Stream, Parsed), ApiError> {
+) -> Result<(generation::AnswerStream, Parsed), ApiError> {
     if model.embedding().is_some() {
         return Err(ApiError {
             code: Some("no_generation"),
@@ -300,7 +300,10 @@ async fn begin(
 
 /// The name of the model that a request is for, the body's other fields, and the request's place for further work on
 /// them.
-async fn asked(app: &App, request: Request) -> Result<(Option<String>, Fields, Place), ApiError> {
+async fn asked(
+    app: &App,
+    request: Request,
+) -> Result<(Option<String>, Fields, RoomPlace), ApiError> {
     let (mut parts, body) = request.into_parts();
     let client = parts.extensions.get().copied().unwrap_or_default();
     let place = app.room.place(client);
@@ -326,7 +329,7 @@ async fn answered<T, A>(
     silence: Silence,
     request: Request,
     read: fn(&Arc<Model>, Fields) -> Result<T, ApiError>,
-    made: impl FnOnce(Arc<Model>, T, Place) -> A + Send + 'static,
+    made: impl FnOnce(Arc<Model>, T, RoomPlace) -> A + Send + 'static,
 ) -> Response
 where
     T: Send + 'static,
@@ -465,7 +468,7 @@ async fn embed(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let made = move |model: Arc<Model>, mut asked: embeddings::Embeddings, place: Place| async move {
+    let made = move |model: Arc<Model>, mut asked: embeddings::Embeddings, place: RoomPlace| async move {
         let texts = std::mem::take(&mut asked.texts);
         let tokens = texts.iter().map(Vec::len).sum();
         let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
@@ -490,7 +493,7 @@ async fn score(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let made = move |model: Arc<Model>, mut asked: rerank::Rerank, place: Place| async move {
+    let made = move |model: Arc<Model>, mut asked: rerank::Rerank, place: RoomPlace| async move {
         let row = rerank::reranker(&model)?.row();
         let prompts = std::mem::take(&mut asked.prompts);
         let tokens = prompts.iter().map(Vec::len).sum();

@@ -1,6 +1,6 @@
 //! Connections: their number, time limits and shutdown.
 
-use super::connections::{Connections, Entry};
+use super::connections::{ConnectionEntry, Connections};
 use super::noted::{Ledger, Report};
 use super::room::Room;
 use super::routes::{Peer, router};
@@ -271,7 +271,7 @@ async fn connection(
     limits: Limits,
     mut finishing: watch::Receiver<bool>,
     silent: watch::Sender<bool>,
-    entry: &Entry,
+    entry: &ConnectionEntry,
 ) -> io::Result<()> {
     // Tokens are small and must not wait for more data.
     let _ = stream.set_nodelay(true);

@@ -3,7 +3,7 @@
 use super::Limits;
 use super::body::Channel;
 use crate::error::ApiError;
-use crate::generation::Stream;
+use crate::generation::AnswerStream;
 use crate::protocol::{Parsed, Shape, SseEvent};
 use axum::body::Body;
 use axum::response::Response;
@@ -38,7 +38,7 @@ async fn silent(silence: &mut Silence) {
 
 /// Sends events as they come. A panic while making them ends the stream with an error.
 pub(super) fn events(
-    stream: Stream,
+    stream: AnswerStream,
     shape: Box<dyn Shape>,
     limits: Limits,
     silence: Silence,
@@ -50,7 +50,7 @@ pub(super) fn events(
 
 /// Like [`events`], of an answer that has not begun: comments are sent until it does. `wrong` says why it does not.
 pub(super) fn events_of(
-    begun: impl Future<Output = Result<(Stream, Parsed), ApiError>> + Send + 'static,
+    begun: impl Future<Output = Result<(AnswerStream, Parsed), ApiError>> + Send + 'static,
     wrong: impl FnOnce(&ApiError) -> SseEvent + Send + 'static,
     limits: Limits,
     mut silence: Silence,
@@ -96,7 +96,7 @@ async fn alive<F: Future>(
 
 /// Sends the events of an answer; a panic while making them ends it with an error.
 async fn tell_all(
-    stream: Stream,
+    stream: AnswerStream,
     mut shape: Box<dyn Shape>,
     sender: &Sender<Bytes>,
     limits: &Limits,
@@ -121,7 +121,7 @@ fn event_stream(receiver: Receiver<Bytes>) -> Response {
 
 /// Sends all events of a stream, until it ends or its reader is gone.
 async fn tell(
-    mut stream: Stream,
+    mut stream: AnswerStream,
     shape: &mut dyn Shape,
     sender: &Sender<Bytes>,
     limits: &Limits,
@@ -203,7 +203,7 @@ async fn send_bytes(sender: &Sender<Bytes>, bytes: Bytes, limits: &Limits) -> bo
 /// # Errors
 /// The first answer's error, or a panic.
 pub(super) async fn whole(
-    mut stream: Stream,
+    mut stream: AnswerStream,
     mut shape: Box<dyn Shape>,
 ) -> Result<String, ApiError> {
     let told = guarded(async {

@@ -6,7 +6,7 @@ use crate::output::Piece;
 
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Block {
+pub enum AnswerBlock {
     /// Thinking.
     Reasoning(String),
     /// Text.
@@ -36,13 +36,13 @@ pub enum Change {
 /// The blocks of one answer.
 #[derive(Clone, Debug, Default)]
 pub struct Blocks {
-    list: Vec<Block>,
+    list: Vec<AnswerBlock>,
     open: bool,
 }
 
 impl Blocks {
     /// All blocks so far.
-    pub fn list(&self) -> &[Block] {
+    pub fn list(&self) -> &[AnswerBlock] {
         &self.list
     }
 
@@ -52,16 +52,16 @@ impl Blocks {
         for piece in pieces {
             let same = matches!(
                 (self.list.last(), &piece),
-                (Some(Block::Reasoning(_)), Piece::Reasoning(_))
-                    | (Some(Block::Text(_)), Piece::Text(_))
-                    | (Some(Block::Call { .. }), Piece::CallArguments { .. })
+                (Some(AnswerBlock::Reasoning(_)), Piece::Reasoning(_))
+                    | (Some(AnswerBlock::Text(_)), Piece::Text(_))
+                    | (Some(AnswerBlock::Call { .. }), Piece::CallArguments { .. })
             );
             if !(same && self.open) {
                 changes.extend(self.close());
                 self.list.push(match &piece {
-                    Piece::Reasoning(_) => Block::Reasoning(String::new()),
-                    Piece::Text(_) => Block::Text(String::new()),
-                    Piece::CallStart { name, .. } => Block::Call {
+                    Piece::Reasoning(_) => AnswerBlock::Reasoning(String::new()),
+                    Piece::Text(_) => AnswerBlock::Text(String::new()),
+                    Piece::CallStart { name, .. } => AnswerBlock::Call {
                         id: unique(call),
                         name: name.clone(),
                         arguments: String::new(),
@@ -74,9 +74,9 @@ impl Blocks {
             }
             let at = self.list.len() - 1;
             match (&mut self.list[at], piece) {
-                (Block::Reasoning(all), Piece::Reasoning(text))
-                | (Block::Text(all), Piece::Text(text))
-                | (Block::Call { arguments: all, .. }, Piece::CallArguments { text, .. }) => {
+                (AnswerBlock::Reasoning(all), Piece::Reasoning(text))
+                | (AnswerBlock::Text(all), Piece::Text(text))
+                | (AnswerBlock::Call { arguments: all, .. }, Piece::CallArguments { text, .. }) => {
                     all.push_str(&text);
                     changes.push(Change::Grow(at, text));
                 }

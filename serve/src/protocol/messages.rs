@@ -1,6 +1,6 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's protocol.
 
-use super::blocks::{Block, Blocks, Change};
+use super::blocks::{AnswerBlock, Blocks, Change};
 use super::chat::{ChatRequest, render};
 use super::fields::{Fields, Kind};
 use super::reading::Reading;
@@ -375,11 +375,11 @@ impl MessagesFormat {
         match change {
             Change::Open(index) => {
                 let block = match &self.blocks.list()[index] {
-                    Block::Reasoning(_) => {
+                    AnswerBlock::Reasoning(_) => {
                         json!({"type": "thinking", "thinking": "", "signature": ""})
                     }
-                    Block::Text(_) => json!({"type": "text", "text": ""}),
-                    Block::Call { id, name, .. } => {
+                    AnswerBlock::Text(_) => json!({"type": "text", "text": ""}),
+                    AnswerBlock::Call { id, name, .. } => {
                         json!({"type": "tool_use", "id": id, "name": name, "input": {}})
                     }
                 };
@@ -388,9 +388,13 @@ impl MessagesFormat {
             }
             Change::Grow(index, text) => {
                 let delta = match &self.blocks.list()[index] {
-                    Block::Reasoning(_) => json!({"type": "thinking_delta", "thinking": text}),
-                    Block::Text(_) => json!({"type": "text_delta", "text": text}),
-                    Block::Call { .. } => json!({"type": "input_json_delta", "partial_json": text}),
+                    AnswerBlock::Reasoning(_) => {
+                        json!({"type": "thinking_delta", "thinking": text})
+                    }
+                    AnswerBlock::Text(_) => json!({"type": "text_delta", "text": text}),
+                    AnswerBlock::Call { .. } => {
+                        json!({"type": "input_json_delta", "partial_json": text})
+                    }
                 };
                 let data = json!({"index": index, "delta": delta});
                 SseEvent::typed("content_block_delta", data)
@@ -438,12 +442,12 @@ impl Shape for MessagesFormat {
     }
 
     fn whole(&mut self, usage: Usage) -> Value {
-        let block = |block: &Block| match block {
-            Block::Reasoning(text) => {
+        let block = |block: &AnswerBlock| match block {
+            AnswerBlock::Reasoning(text) => {
                 json!({"type": "thinking", "thinking": text, "signature": ""})
             }
-            Block::Text(text) => json!({"type": "text", "text": text}),
-            Block::Call {
+            AnswerBlock::Text(text) => json!({"type": "text", "text": text}),
+            AnswerBlock::Call {
                 id,
                 name,
                 arguments,

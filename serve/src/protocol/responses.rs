@@ -1,6 +1,6 @@
 //! `POST /v1/responses`: OpenAI's newer protocol. Responses are kept for a while ([`super::kept`]).
 
-use super::blocks::{Block, Blocks, Change};
+use super::blocks::{AnswerBlock, Blocks, Change};
 use super::called::{Called, input};
 use super::chat::{ChatRequest, render};
 use super::fields::{Fields, Kind};
@@ -423,15 +423,15 @@ impl Response {
         };
         let part = |part: Value| if whole { json!([part]) } else { json!([]) };
         match &self.blocks.list()[index] {
-            Block::Reasoning(text) => json!({
+            AnswerBlock::Reasoning(text) => json!({
                 "type": "reasoning", "id": id, "summary": [],
                 "content": part(json!({"type": "reasoning_text", "text": text})),
             }),
-            Block::Text(text) => json!({
+            AnswerBlock::Text(text) => json!({
                 "type": "message", "id": id, "status": status, "role": "assistant",
                 "content": part(text_part(text)),
             }),
-            Block::Call {
+            AnswerBlock::Call {
                 id: call,
                 name,
                 arguments,
@@ -459,10 +459,10 @@ impl Response {
             .push(std::mem::take(&mut output.pieces), "call_");
         for block in &self.blocks.list()[self.ids.len()..] {
             self.ids.push(unique(match block {
-                Block::Reasoning(_) => "rs_",
-                Block::Text(_) => "msg_",
-                Block::Call { name, .. } if self.called.is_custom(name) => "ctc_",
-                Block::Call { .. } => "fc_",
+                AnswerBlock::Reasoning(_) => "rs_",
+                AnswerBlock::Text(_) => "msg_",
+                AnswerBlock::Call { name, .. } if self.called.is_custom(name) => "ctc_",
+                AnswerBlock::Call { .. } => "fc_",
             }));
         }
         changes
@@ -489,41 +489,41 @@ impl Response {
             (Change::Open(_), block) => {
                 let item = json!({"output_index": index, "item": self.item(index, false)});
                 events.push(("response.output_item.added", item));
-                if let Block::Text(_) = block {
+                if let AnswerBlock::Text(_) = block {
                     let part = in_part(json!({"part": text_part("")}));
                     events.push(("response.content_part.added", part));
                 }
             }
-            (Change::Grow(..), Block::Text(_)) => {
+            (Change::Grow(..), AnswerBlock::Text(_)) => {
                 let delta = in_part(json!({"delta": grown, "logprobs": []}));
                 events.push(("response.output_text.delta", delta));
             }
-            (Change::Grow(..), Block::Reasoning(_)) => {
+            (Change::Grow(..), AnswerBlock::Reasoning(_)) => {
                 events.push((
                     "response.reasoning_text.delta",
                     in_part(json!({"delta": grown})),
                 ));
             }
             // Its text is known at its end.
-            (Change::Grow(..), Block::Call { name, .. }) if self.called.is_custom(name) => {}
-            (Change::Grow(..), Block::Call { .. }) => {
+            (Change::Grow(..), AnswerBlock::Call { name, .. }) if self.called.is_custom(name) => {}
+            (Change::Grow(..), AnswerBlock::Call { .. }) => {
                 let mut data = place.clone();
                 data["delta"] = grown.into();
                 events.push(("response.function_call_arguments.delta", data));
             }
             (Change::Close(_), block) => {
                 match block {
-                    Block::Text(text) => {
+                    AnswerBlock::Text(text) => {
                         let done = in_part(json!({"text": text, "logprobs": []}));
                         events.push(("response.output_text.done", done));
                         let part = in_part(json!({"part": text_part(text)}));
                         events.push(("response.content_part.done", part));
                     }
-                    Block::Reasoning(text) => {
+                    AnswerBlock::Reasoning(text) => {
                         let done = in_part(json!({"text": text}));
                         events.push(("response.reasoning_text.done", done));
                     }
-                    Block::Call {
+                    AnswerBlock::Call {
                         name, arguments, ..
                     } if self.called.is_custom(name) => {
                         let (mut delta, mut done) = (place.clone(), place.clone());
@@ -532,7 +532,7 @@ impl Response {
                         events.push(("response.custom_tool_call_input.delta", delta));
                         events.push(("response.custom_tool_call_input.done", done));
                     }
-                    Block::Call {
+                    AnswerBlock::Call {
                         name, arguments, ..
                     } => {
                         let mut data = place.clone();

@@ -3,7 +3,7 @@
 //! Each turn renders all messages again, because templates strip earlier thinking, and feeds only the part of
 //! the result that is not in the cache.
 
-use super::{Answerer, Chat, End, Event, Form, OnEvent, Turn};
+use super::{Answerer, Chat, ChatEvent, End, MessageForm, OnEvent, Turn};
 use crate::chat::Overflow;
 use anyhow::bail;
 use nq_runtime::generate::generate;
@@ -30,7 +30,7 @@ enum PromptForm {
 /// A model, and the cache that holds most of the messages.
 pub(super) struct Local<'m> {
     tokenizer: &'m Tokenizer,
-    form: Form<'m>,
+    form: MessageForm<'m>,
     stop: Vec<u32>,
     session: Box<dyn Session>,
     sequence: Sequence,
@@ -61,8 +61,8 @@ impl Answerer for Local<'_> {
         };
         let mut writer = Writer {
             splitter: match self.form {
-                Form::Chat(_) => Splitter::after(&text),
-                Form::Raw => Splitter::none(),
+                MessageForm::Chat(_) => Splitter::after(&text),
+                MessageForm::Raw => Splitter::none(),
             },
             stops: StopTexts::new(&chat.settings.stop),
             raw: String::new(),
@@ -124,7 +124,7 @@ impl Answerer for Local<'_> {
             if !goes_on {
                 break part.stop;
             }
-            (writer.on_event)(Event::Note(dropped(1)))?;
+            (writer.on_event)(ChatEvent::Note(dropped(1)))?;
             match self.fitting_prompt(chat, tokens.len(), writer.on_event)? {
                 PromptForm::Fits(_, shorter) => prompt = [shorter.as_slice(), &tokens].concat(),
                 PromptForm::TooLong(_) => break StopReason::ContextFull,
@@ -145,19 +145,19 @@ impl Answerer for Local<'_> {
         let mut stats = stats.unwrap_or_default();
         stats.decode = start.elapsed().saturating_sub(stats.first_token);
         if let Some(note) = self.sequence.speculation().and_then(|s| s.take_note()) {
-            (writer.on_event)(Event::Note(note))?;
+            (writer.on_event)(ChatEvent::Note(note))?;
         }
         if end == End::Generated(StopReason::ContextFull) {
             let capacity = self.session.spec().ctx;
-            (writer.on_event)(Event::Note(format!(
+            (writer.on_event)(ChatEvent::Note(format!(
                 "the context of {capacity} tokens is full: the answer is cut off; {}",
                 chat.what_helps(false)
             )))?;
         }
         // Thinking is kept: the template strips or shows it.
         chat.messages.push(match self.form {
-            Form::Chat(template) => template.answer(&text, &writer.raw),
-            Form::Raw => Message::new("assistant", &writer.raw),
+            MessageForm::Chat(template) => template.answer(&text, &writer.raw),
+            MessageForm::Raw => Message::new("assistant", &writer.raw),
         });
         Ok(Turn {
             thinking: writer.thinking,
@@ -173,8 +173,10 @@ impl Answerer for Local<'_> {
 
     fn refuses(&self, setting: &str) -> Option<&'static str> {
         match (self.form, setting) {
-            (Form::Raw, "thinking" | "hide_thinking") => Some("--raw does not tell thinking apart"),
-            (Form::Chat(template), "thinking") if !template.switches_thinking() => {
+            (MessageForm::Raw, "thinking" | "hide_thinking") => {
+                Some("--raw does not tell thinking apart")
+            }
+            (MessageForm::Chat(template), "thinking") if !template.switches_thinking() => {
                 Some("this model's template cannot switch thinking")
             }
             _ => None,
@@ -182,7 +184,7 @@ impl Answerer for Local<'_> {
     }
 
     fn is_raw(&self) -> bool {
-        matches!(self.form, Form::Raw)
+        matches!(self.form, MessageForm::Raw)
     }
 }
 
@@ -190,7 +192,7 @@ impl<'m> Local<'m> {
     /// In slot 0 of `session`, with what drafts there. `stop` are the tokens that end a turn.
     pub(super) fn new(
         tokenizer: &'m Tokenizer,
-        form: Form<'m>,
+        form: MessageForm<'m>,
         stop: &[u32],
         mut session: Box<dyn Session>,
         drafts: Option<Speculation>,
@@ -268,7 +270,7 @@ impl<'m> Local<'m> {
             };
         };
         if count > 0 {
-            on_event(Event::Note(dropped(count)))?;
+            on_event(ChatEvent::Note(dropped(count)))?;
         }
         Ok(prompt)
     }
@@ -283,7 +285,7 @@ impl<'m> Local<'m> {
     fn prompt(&self, chat: &Chat, most: usize) -> nq_runtime::Result<(String, Vec<u32>)> {
         let messages = chat.messages();
         match self.form {
-            Form::Chat(template) => {
+            MessageForm::Chat(template) => {
                 let prompt = template.prompt(
                     self.tokenizer.control_tokens(),
                     &messages,
@@ -294,7 +296,7 @@ impl<'m> Local<'m> {
                 let ids = self.tokenizer.encode_prompt_within(&prompt, most)?;
                 Ok((prompt.text().into_owned(), ids))
             }
-            Form::Raw => {
+            MessageForm::Raw => {
                 let text: String = messages.iter().map(Message::text).collect();
                 let ids = self.tokenizer.encode_within(&text, most)?;
                 Ok((text, ids))
@@ -317,7 +319,7 @@ struct Writer<'e> {
     raw: String,
     thinking: String,
     answer: String,
-    on_event: &'e mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
+    on_event: &'e mut dyn FnMut(ChatEvent<'_>) -> anyhow::Result<()>,
     /// The error that stops it.
     failed: Option<anyhow::Error>,
 }
@@ -374,7 +376,7 @@ impl Writer<'_> {
             Part::Answer => self.answer.push_str(text),
         }
         if self.failed.is_none() {
-            self.failed = (self.on_event)(Event::Piece(part, text)).err();
+            self.failed = (self.on_event)(ChatEvent::Piece(part, text)).err();
         }
     }
 }

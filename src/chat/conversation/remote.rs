@@ -1,7 +1,7 @@
 //! Answers from a server that speaks OpenAI's chat protocol.
 
 use super::events::Events;
-use super::{Answerer, Chat, End, Event, OnEvent, Settings, Turn};
+use super::{Answerer, Chat, ChatEvent, ChatSettings, End, OnEvent, Turn};
 use anyhow::{Context, bail};
 use nq_runtime::thinking::Part;
 use nq_runtime::{Message, SamplingParams, Stats, StopReason};
@@ -115,7 +115,7 @@ impl Remote {
 
     /// The body of the request. It contains only settings that differ from the server's defaults, so that
     /// servers that do not know all settings work too.
-    fn body(&self, messages: &[Message], settings: &Settings) -> Value {
+    fn body(&self, messages: &[Message], settings: &ChatSettings) -> Value {
         let mut body = json!({
             "model": self.model,
             "messages": messages,
@@ -340,7 +340,7 @@ impl Answerer for Remote {
                 }
                 all.push_str(text);
                 stats.tokens += 1;
-                on_event(Event::Piece(part, text))?;
+                on_event(ChatEvent::Piece(part, text))?;
                 heard = Instant::now();
             }
             if choice["finish_reason"] == "length" {

@@ -142,7 +142,7 @@ impl Bench {
             logits: Vec::new(),
             fed: Arc::clone(&fed),
         };
-        let settings = Settings {
+        let settings = ChatSettings {
             sampling: SamplingParams::greedy(),
             max_tokens: None,
             thinking_budget: None,
@@ -151,7 +151,7 @@ impl Bench {
             stop: Vec::new(),
         };
         let stop = [self.tokenizer.token_id("<|im_end|>").unwrap()];
-        let (tokenizer, form) = (self.tokenizer.as_ref(), Form::Chat(&self.template));
+        let (tokenizer, form) = (self.tokenizer.as_ref(), MessageForm::Chat(&self.template));
         let system = system.map(String::from);
         let session = (Box::new(session) as _, None);
         Talk {
@@ -177,9 +177,9 @@ impl Talk<'_> {
             .conversation
             .ask(text, &AtomicBool::new(false), &mut |event| {
                 match event {
-                    Event::Piece(Part::Answer, text) => streamed.push_str(text),
-                    Event::Piece(Part::Thinking, _) => {}
-                    Event::Note(note) => notes.push(note),
+                    ChatEvent::Piece(Part::Answer, text) => streamed.push_str(text),
+                    ChatEvent::Piece(Part::Thinking, _) => {}
+                    ChatEvent::Note(note) => notes.push(note),
                 }
                 Ok(())
             })?;
@@ -405,7 +405,7 @@ fn an_interrupted_answer_is_kept_and_its_thinking_closed() {
     let mut talk = bench.talk(1000, None, Overflow::Stop);
     let flag = AtomicBool::new(false);
     let turn = talk.conversation.ask("one", &flag, &mut |event| {
-        if matches!(event, Event::Piece(Part::Thinking, _)) {
+        if matches!(event, ChatEvent::Piece(Part::Thinking, _)) {
             flag.store(true, Ordering::Relaxed);
         }
         Ok(())

@@ -168,33 +168,36 @@ fn encoder<'a>(
 fn words(text: &str) -> Vec<&str> {
     const LONGEST: usize = 6;
     #[derive(PartialEq)]
-    enum Kind {
+    enum CharacterKind {
         Letter,
         Digit,
         Space,
         Sign,
     }
     let kind = |c: char| match c {
-        c if c.is_alphabetic() => Kind::Letter,
-        c if c.is_numeric() => Kind::Digit,
-        c if c.is_whitespace() => Kind::Space,
-        _ => Kind::Sign,
+        c if c.is_alphabetic() => CharacterKind::Letter,
+        c if c.is_numeric() => CharacterKind::Digit,
+        c if c.is_whitespace() => CharacterKind::Space,
+        _ => CharacterKind::Sign,
     };
     let mut pieces = Vec::new();
     let (mut start, mut letters) = (0, 0);
     let mut last: Option<char> = None;
     for (at, c) in text.char_indices() {
         let joins = last.is_none_or(|before| match (kind(before), kind(c)) {
-            (Kind::Letter, Kind::Letter) => letters < LONGEST,
-            (Kind::Space, Kind::Letter | Kind::Sign) => before == ' ' && at == start + 1,
-            (Kind::Space, Kind::Space) | (Kind::Sign, Kind::Sign) => true,
+            (CharacterKind::Letter, CharacterKind::Letter) => letters < LONGEST,
+            (CharacterKind::Space, CharacterKind::Letter | CharacterKind::Sign) => {
+                before == ' ' && at == start + 1
+            }
+            (CharacterKind::Space, CharacterKind::Space)
+            | (CharacterKind::Sign, CharacterKind::Sign) => true,
             _ => false,
         });
         if !joins {
             pieces.push(&text[start..at]);
             (start, letters) = (at, 0);
         }
-        letters += usize::from(kind(c) == Kind::Letter);
+        letters += usize::from(kind(c) == CharacterKind::Letter);
         last = Some(c);
     }
     if start < text.len() {

@@ -15,7 +15,7 @@ use nq_kernels::pages::PAGE;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{ChatTemplate, Engine, KvType, LoadOptions, SessionSpec};
-use nq_serve::{About, EngineOptions, LoadError, Model, OpenDrafts, PageStore, Source};
+use nq_serve::{About, EngineOptions, LoadError, Model, ModelSource, OpenDrafts, PageStore};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ const SNAPSHOTS_SHARE: u64 = 8;
 
 /// Settings for loading all models.
 #[derive(Clone)]
-pub(super) struct Settings {
+pub(super) struct LoadingSettings {
     load: LoadOptions,
     bits: Option<u32>,
     engine: EngineOptions,
@@ -52,7 +52,7 @@ pub(super) struct Settings {
     draft: Option<DraftFrom>,
 }
 
-impl Settings {
+impl LoadingSettings {
     pub(super) fn new(
         args: &ServeArgs,
         global: &Global,
@@ -69,7 +69,7 @@ impl Settings {
                 Some(opened.with_context(|| format!("--cache-dir {}", folder.display()))?)
             }
         };
-        Ok(Settings {
+        Ok(LoadingSettings {
             load,
             bits: args.bits,
             engine: EngineOptions {
@@ -98,7 +98,7 @@ pub(super) struct Loadable {
     schemes: Option<Schemes>,
     /// The weights of its drafter.
     draft: Option<DraftWeights>,
-    settings: Settings,
+    settings: LoadingSettings,
     terminal: Arc<Terminal>,
 }
 
@@ -120,7 +120,7 @@ impl Loadable {
     pub(super) fn new(
         name: Option<&str>,
         model: model::Model,
-        settings: &Settings,
+        settings: &LoadingSettings,
         terminal: &Arc<Terminal>,
     ) -> anyhow::Result<Self> {
         let (checkpoint, schemes) = at_load(model.checkpoint, settings.bits, &**terminal)?;
@@ -390,7 +390,7 @@ impl Loadable {
     }
 }
 
-impl Source for Loadable {
+impl ModelSource for Loadable {
     fn load(&self) -> Result<Model, LoadError> {
         let loaded = Loadable::load(self);
         loaded.map(|l| l.model).map_err(|e| {

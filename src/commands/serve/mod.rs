@@ -8,7 +8,7 @@ use crate::model;
 use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
 use anyhow::{Context, bail};
 use clap::Args;
-use loading::{Loadable, Loaded, Settings};
+use loading::{Loadable, Loaded, LoadingSettings};
 use nq_formats::{Progress, Task, mapping};
 use nq_runtime::KvType;
 use nq_serve::protocol::reading::Rules;
@@ -202,7 +202,7 @@ fn models(
         None => None,
     };
     let count = usize::from(first.is_some()) + args.models.len();
-    let settings = Settings::new(args, global, count, terminal)?;
+    let settings = LoadingSettings::new(args, global, count, terminal)?;
     let mut models = Models::default();
     let mut served = Served {
         names: Vec::new(),

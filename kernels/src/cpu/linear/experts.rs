@@ -6,7 +6,7 @@
 
 use super::input::Prepared;
 use super::{Body, Epilogue, Linear, LinearPass, PASS_ROWS, PassPart, kernels, serving, step};
-use crate::cpu::memory::{Buffer, Shared};
+use crate::cpu::memory::{Buffer, SharedSlice};
 use crate::cpu::simd::LANES;
 use crate::cpu::table::PANELS;
 use crate::cpu::{Cpu, with_scratch};
@@ -152,7 +152,7 @@ impl Cpu {
             });
             let passes = passes_of(self, jobs, &parts, prepared, width);
             let steps = passes[0].steps(&parts[0][0]);
-            let out = Shared::new(gated);
+            let out = SharedSlice::new(gated);
             self.team().run_ranges(jobs.len() * steps, 1, |range| {
                 for (i, (job, pass)) in jobs.iter().zip(&passes).enumerate() {
                     let own = part_of(&range, i * steps, steps);
@@ -167,7 +167,7 @@ impl Cpu {
             });
             let passes = passes_of(self, jobs, &parts, prepared, down.out_features);
             let steps = passes[0].steps(&parts[0][0]);
-            let y = Shared::new(y);
+            let y = SharedSlice::new(y);
             self.team().run_ranges(steps, 1, |range| {
                 for (job, pass) in jobs.iter().zip(&passes) {
                     pass.add_rows(range.clone(), &job.rows, &y);
@@ -315,7 +315,7 @@ fn check(gate_up: &Linear, down: &Linear, routes: &Routes, x: &[f32], y: &[f32])
 impl LinearPass<'_> {
     /// Multiplies panels `steps` of the single part and adds each row, times its weight, to its row
     /// of `y`.
-    fn add_rows(&self, steps: Range<usize>, rows: &[(usize, f32)], y: &Shared<'_, f32>) {
+    fn add_rows(&self, steps: Range<usize>, rows: &[(usize, f32)], y: &SharedSlice<'_, f32>) {
         let part = &self.parts[0];
         let columns = self.columns(part);
         with_scratch!(Buffer<f32>, |buffer| {

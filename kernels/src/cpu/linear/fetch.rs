@@ -1,7 +1,7 @@
 //! Requests for weights that are read soon. Hardware prefetchers stop at the end of a page, so kernels that multiply
 //! one panel at a time request what they read one page later themselves.
 
-use super::pack::{Packed, PackedZeros};
+use super::pack::{PackedZeros, PanelWeight};
 use crate::cpu::simd::{LANES, Simd};
 
 /// Bytes that codes are requested before they are read: a page. On an Intel Xeon (Emerald Rapids) decoding is a
@@ -18,14 +18,14 @@ pub(super) fn fetch_ahead<S: Simd>(s: S, codes: *const u32, lines: usize) {
 }
 
 /// Number of groups whose codes take [`AHEAD`] bytes.
-pub(super) fn groups_ahead(w: &Packed) -> usize {
+pub(super) fn groups_ahead(w: &PanelWeight) -> usize {
     let group = w.group * w.codes.words() * LANES * size_of::<u32>() / w.codes.inputs();
     AHEAD.div_ceil(group.max(1))
 }
 
 /// Requests the scales and zero-points of a group of `w`, which need not exist.
 #[inline(always)]
-pub(super) fn fetch_group<S: Simd>(s: S, w: &Packed, group: usize) {
+pub(super) fn fetch_group<S: Simd>(s: S, w: &PanelWeight, group: usize) {
     s.prefetch(w.scales.as_ptr().wrapping_add(group * LANES));
     match &w.zeros {
         PackedZeros::None => {}

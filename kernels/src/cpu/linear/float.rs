@@ -8,7 +8,7 @@
 
 use super::fetch::fetch_ahead;
 use super::input::Prepared;
-use super::pack::{Packed, PackedZeros, UnitCodes};
+use super::pack::{PackedZeros, PanelWeight, UnitCodes};
 use crate::cpu::simd::{LANES, Simd};
 use std::ops::Range;
 
@@ -164,7 +164,7 @@ impl Units for Nibble {
 #[inline(always)]
 pub(crate) unsafe fn offset<S: Simd>(
     s: S,
-    w: &Packed,
+    w: &PanelWeight,
     at: usize,
     scale: S::F,
     centre: f32,
@@ -192,7 +192,7 @@ pub(crate) unsafe fn offset<S: Simd>(
 #[inline(always)]
 pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
     s: S,
-    w: &Packed,
+    w: &PanelWeight,
     panel: usize,
     units: Range<usize>,
     out: *mut f32,
@@ -250,7 +250,7 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
 #[inline(always)]
 pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
     s: S,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panel: usize,
     out: *mut f32,
@@ -325,7 +325,7 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
 )]
 pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
     s: S,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     data: *const u32,
     _: usize,

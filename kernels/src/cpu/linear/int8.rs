@@ -12,7 +12,7 @@
 use super::fetch::{fetch_ahead, fetch_group, groups_ahead};
 use super::float::{Units, offset};
 use super::input::Prepared;
-use super::pack::{Packed, UnitCodes};
+use super::pack::{PanelWeight, UnitCodes};
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::INT16_BASE;
 
@@ -33,7 +33,7 @@ use crate::reference::INT16_BASE;
 )]
 pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, const N: usize>(
     s: S,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     mut data: *const u32,
     panel: usize,
@@ -144,7 +144,7 @@ pub(crate) unsafe fn dot<S: Simd, U: Units, const P: usize, const C: usize, cons
 /// # Safety
 /// The panel lies inside `w`, which holds `U::CODES` (integers); `out` has room.
 #[inline(always)]
-pub(crate) unsafe fn spread<S: Simd, U: Units>(s: S, w: &Packed, panel: usize, out: *mut u32) {
+pub(crate) unsafe fn spread<S: Simd, U: Units>(s: S, w: &PanelWeight, panel: usize, out: *mut u32) {
     let quads = U::INPUTS / 4;
     // SAFETY: by contract.
     unsafe {

@@ -6,7 +6,7 @@
 
 use super::float::{Byte, Five, Nibble, Six, Units};
 use super::input::{ActivationType, Layout, Prepared};
-use super::pack::{Packed, UnitCodes};
+use super::pack::{PanelWeight, UnitCodes};
 use super::trellis;
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::Buffer;
@@ -24,7 +24,7 @@ use std::ops::Range;
 /// The panels are inside the weight; the activations were prepared for it with the row's
 /// layout; the output is large enough; the table's instruction set is available.
 type RunPanels =
-    unsafe fn(&LinearKernel, &KernelTable, &Packed, &Prepared, Range<usize>, &mut [f32]);
+    unsafe fn(&LinearKernel, &KernelTable, &PanelWeight, &Prepared, Range<usize>, &mut [f32]);
 
 /// A kernel for the Linear operation on the CPU.
 pub struct LinearKernel {
@@ -62,7 +62,7 @@ impl LinearKernel {
     }
 
     /// The layout of activations for weight `w`.
-    pub(crate) fn layout(&self, w: &Packed, activations: Activations) -> Layout {
+    pub(crate) fn layout(&self, w: &PanelWeight, activations: Activations) -> Layout {
         let asymmetric = !matches!(w.zeros, super::pack::PackedZeros::None);
         Layout {
             inputs: w.inputs,
@@ -117,7 +117,7 @@ impl LinearKernel {
     pub(crate) unsafe fn run(
         &self,
         table: &KernelTable,
-        w: &Packed,
+        w: &PanelWeight,
         x: &Prepared,
         panels: Range<usize>,
         out: &mut [f32],
@@ -173,7 +173,7 @@ const TILE_INPUTS: usize = 256;
 unsafe fn gemv_f32(
     _: &LinearKernel,
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],
@@ -190,7 +190,7 @@ unsafe fn gemv_f32(
 unsafe fn gemm_f32(
     _: &LinearKernel,
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],
@@ -210,7 +210,7 @@ unsafe fn gemm_f32(
 /// Like [`RunPanels`].
 unsafe fn gemm_f32_group(
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],
@@ -261,7 +261,7 @@ unsafe fn gemm_f32_group(
 unsafe fn gemv_codes(
     kernel: &LinearKernel,
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],
@@ -285,7 +285,7 @@ unsafe fn gemv_codes(
 unsafe fn gemm_codes(
     kernel: &LinearKernel,
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],

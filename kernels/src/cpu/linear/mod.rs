@@ -16,7 +16,7 @@ pub(crate) mod pack;
 mod prepare;
 pub(crate) mod trellis;
 
-use super::memory::{Buffer, Shared};
+use super::memory::{Buffer, SharedSlice};
 use super::simd::LANES;
 use super::table::{KernelTable, PANELS};
 use super::{Cpu, Team, with_scratch};
@@ -27,7 +27,7 @@ use choose::{choose, no_kernel, serving, without_groups};
 use input::{Layout, Prepared};
 use kernels::LinearKernel;
 use nq_formats::Weight;
-use pack::Packed;
+use pack::PanelWeight;
 pub use pack::held_bits;
 use std::ops::Range;
 
@@ -64,7 +64,7 @@ struct StackPart {
 }
 
 impl StackPart {
-    fn packed(&self) -> Option<&Packed> {
+    fn packed(&self) -> Option<&PanelWeight> {
         match &self.weight {
             Body::Packed(packed, _) => Some(packed),
             Body::Canonical(_) => None,
@@ -74,7 +74,7 @@ impl StackPart {
 
 enum Body {
     /// For fused kernels, with the kernels to use for increasing numbers of rows of x.
-    Packed(Packed, Vec<&'static LinearKernel>),
+    Packed(PanelWeight, Vec<&'static LinearKernel>),
     /// For the reference kernel: the weight as it was given.
     Canonical(Weight),
 }
@@ -165,7 +165,7 @@ impl Linear {
 
     /// Bytes that [`Linear::new`] takes for a weight `[out, inputs]` of this kind with fused kernels.
     pub fn bytes_of(kind: WeightKind, dims: (usize, usize)) -> usize {
-        Packed::bytes_of(kind, dims)
+        PanelWeight::bytes_of(kind, dims)
     }
 
     /// True if [`Linear::new`] has a kernel for this weight with these activations.
@@ -301,7 +301,7 @@ fn body(
         KernelSet::Fused => {
             let chosen = choose(cpu, kind, activations)?;
             let align = kernels::align(kind, activations);
-            let packed = Packed::new(cpu.team(), &weight, chosen[0].codes(), align)?;
+            let packed = PanelWeight::new(cpu.team(), &weight, chosen[0].codes(), align)?;
             let size = packed.bytes();
             Ok((Body::Packed(packed, chosen), size))
         }
@@ -395,7 +395,7 @@ impl Cpu {
                     GEMV_PANELS
                 },
             };
-            let y = Shared::new(y);
+            let y = SharedSlice::new(y);
             match epilogue {
                 Epilogue::SiluMul => pass.silu_mul(self.team(), &y),
                 Epilogue::Store => pass.store(self.team(), &y, false),
@@ -514,7 +514,7 @@ struct LinearPass<'a> {
 /// The share of one part in a pass.
 struct PassPart<'a> {
     part: &'a StackPart,
-    packed: &'a Packed,
+    packed: &'a PanelWeight,
     kernel: &'static LinearKernel,
     /// Index of its prepared activations.
     input: usize,
@@ -562,7 +562,7 @@ impl LinearPass<'_> {
     }
 
     /// Writes the products of all parts side by side to `y`; with `add`, adds them.
-    fn store(&self, team: &Team, y: &Shared<'_, f32>, add: bool) {
+    fn store(&self, team: &Team, y: &SharedSlice<'_, f32>, add: bool) {
         let ends: Vec<usize> = self
             .parts
             .iter()
@@ -591,13 +591,13 @@ impl LinearPass<'_> {
     }
 
     /// `silu` of the first part's product, times the second part's product.
-    fn silu_mul(&self, team: &Team, y: &Shared<'_, f32>) {
+    fn silu_mul(&self, team: &Team, y: &SharedSlice<'_, f32>) {
         let steps = self.steps(&self.parts[0]);
         team.run_ranges(steps, 1, |range| self.silu_mul_range(range, y));
     }
 
     /// [`LinearPass::silu_mul`] for the panels of these steps, which no other task writes.
-    fn silu_mul_range(&self, steps: Range<usize>, y: &Shared<'_, f32>) {
+    fn silu_mul_range(&self, steps: Range<usize>, y: &SharedSlice<'_, f32>) {
         let [gate, up] = self.parts else {
             unreachable!("checked by the caller: gate and up");
         };
@@ -629,7 +629,7 @@ impl LinearPass<'_> {
         part: &PassPart<'_>,
         panels: &Range<usize>,
         results: &[f32],
-        y: &Shared<'_, f32>,
+        y: &SharedSlice<'_, f32>,
         add: bool,
     ) {
         let StackPart { start, rows, .. } = *part.part;

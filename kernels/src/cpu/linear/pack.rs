@@ -16,7 +16,7 @@
 use super::input::InputScales;
 use super::trellis::{self, PackedTrellis};
 use crate::cpu::Team;
-use crate::cpu::memory::{Buffer, Shared};
+use crate::cpu::memory::{Buffer, SharedSlice};
 use crate::cpu::simd::LANES;
 use crate::error::{Error, Result};
 use crate::registry::WeightKind;
@@ -129,7 +129,7 @@ pub(crate) enum PackedZeros {
 }
 
 /// A weight in panels.
-pub(crate) struct Packed {
+pub(crate) struct PanelWeight {
     /// The content of a unit.
     pub(crate) codes: UnitCodes,
     /// Number of output rows.
@@ -157,7 +157,7 @@ pub(crate) struct Packed {
 /// Marks a packed input that has no original input.
 pub(crate) const HOLE: u32 = u32::MAX;
 
-impl Packed {
+impl PanelWeight {
     /// Packs `weight` to `codes`, with inputs padded to a multiple of `align`.
     ///
     /// # Errors
@@ -190,7 +190,7 @@ impl Packed {
         let units = inputs / codes.inputs();
         let stride = k * t.dtype().size();
         let data = t.data();
-        Packed {
+        PanelWeight {
             codes,
             rows,
             inputs,
@@ -207,7 +207,7 @@ impl Packed {
 
     fn of_trellis(team: &Team, w: &TrellisWeight) -> Self {
         let (rows, inputs) = (w.out_features(), w.in_features());
-        Packed {
+        PanelWeight {
             codes: UnitCodes::Trellis,
             rows,
             inputs,
@@ -270,7 +270,7 @@ impl Packed {
             }
             ZeroPoints::Integer(_) => pack_zeros(team, a, &source),
         };
-        Packed {
+        PanelWeight {
             codes,
             rows,
             inputs,
@@ -553,7 +553,7 @@ pub(super) fn spread<T: Send>(
     if panel == 0 {
         return;
     }
-    let shared = Shared::new(data);
+    let shared = SharedSlice::new(data);
     team.run_ranges(shared.len() / panel, 4, |panels| {
         for p in panels {
             // SAFETY: every panel is visited once.

@@ -3,7 +3,7 @@
 use super::input::{ActivationType, Layout, Prepared};
 use super::pack::{HOLE, UnitCodes};
 use super::trellis;
-use crate::cpu::memory::{Buffer, Shared};
+use crate::cpu::memory::{Buffer, SharedSlice};
 use crate::cpu::table::KernelTable;
 use crate::cpu::{Team, with_scratch};
 use crate::reference::INT16_BASE;
@@ -56,8 +56,8 @@ impl Prepared {
     fn prepare_floats(&mut self, rows: &RowsToPrepare<'_>) {
         let (width, inputs) = (rows.width, rows.layout.inputs);
         let groups = rows.groups();
-        let sums = Shared::new(self.sums.reserve(rows.blocks * groups * width));
-        let floats = Shared::new(self.floats.reserve(rows.blocks * inputs * width));
+        let sums = SharedSlice::new(self.sums.reserve(rows.blocks * groups * width));
+        let floats = SharedSlice::new(self.floats.reserve(rows.blocks * inputs * width));
         rows.each_block(|b, scratch| {
             // SAFETY: each block is prepared once.
             let (floats, sums) = unsafe {
@@ -82,7 +82,7 @@ impl Prepared {
 
     fn prepare_pairs(&mut self, rows: &RowsToPrepare<'_>) {
         let part = rows.layout.inputs / 2 * rows.width;
-        let pairs = Shared::new(self.pairs.reserve(rows.blocks * part));
+        let pairs = SharedSlice::new(self.pairs.reserve(rows.blocks * part));
         rows.each_block(|b, scratch| {
             // SAFETY: each block is prepared once.
             let pairs = unsafe { pairs.part(b * part..(b + 1) * part) };
@@ -109,10 +109,10 @@ impl Prepared {
         // Both are powers of two, or equal.
         let shift = (group / share).ilog2();
         let (groups, shares, wide) = (rows.groups(), inputs / share, width * planes);
-        let sums = Shared::new(self.sums.reserve(rows.blocks * groups * width));
-        let codes = Shared::new(self.codes.reserve(rows.blocks * inputs * wide));
-        let scales = Shared::new(self.scales.reserve(rows.blocks * shares * width));
-        let starts = Shared::new(self.starts.reserve(rows.blocks * shares * wide));
+        let sums = SharedSlice::new(self.sums.reserve(rows.blocks * groups * width));
+        let codes = SharedSlice::new(self.codes.reserve(rows.blocks * inputs * wide));
+        let scales = SharedSlice::new(self.scales.reserve(rows.blocks * shares * width));
+        let starts = SharedSlice::new(self.starts.reserve(rows.blocks * shares * wide));
         rows.each_block(|b, scratch| {
             // SAFETY: each block is prepared once.
             let (codes, scales, starts, sums) = unsafe {
@@ -182,9 +182,9 @@ impl Prepared {
             Code::Octagon => (2 * group, 1),
         };
         let block = 4 * self.quads * wide;
-        let codes = Shared::new(self.codes.reserve(rows.blocks * block));
-        let scales = Shared::new(self.scales.reserve(rows.blocks * groups * width));
-        let sums = Shared::new(self.sums.reserve(rows.blocks * groups * wide));
+        let codes = SharedSlice::new(self.codes.reserve(rows.blocks * block));
+        let scales = SharedSlice::new(self.scales.reserve(rows.blocks * groups * width));
+        let sums = SharedSlice::new(self.sums.reserve(rows.blocks * groups * wide));
         rows.each_block(|b, scratch| {
             // SAFETY: each block is prepared once.
             let (codes, scales, sums) = unsafe {

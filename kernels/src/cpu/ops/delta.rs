@@ -13,7 +13,7 @@
 //! the update for one token also multiplies by the key of the next.
 
 use super::{SMALL, Span};
-use crate::cpu::memory::{Buffer, Shared};
+use crate::cpu::memory::{Buffer, SharedSlice};
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::{Cpu, with_scratch};
 
@@ -135,7 +135,8 @@ impl Cpu {
         check(shape, vectors, &rows, spans, states, out);
         let begin = self.profile.begin();
         let DeltaRows { qkvz, ba } = rows;
-        let states: Vec<Shared<'_, f32>> = states.iter_mut().map(|s| Shared::new(s)).collect();
+        let states: Vec<SharedSlice<'_, f32>> =
+            states.iter_mut().map(|s| SharedSlice::new(s)).collect();
         let pass = DeltaPass {
             cpu: self,
             shape,
@@ -163,7 +164,7 @@ struct DeltaPass<'a> {
     shape: &'a DeltaShape,
     vectors: &'a DeltaVectors<'a>,
     spans: &'a [Span],
-    states: &'a [Shared<'a, f32>],
+    states: &'a [SharedSlice<'a, f32>],
     /// Number of rows.
     m: usize,
 }
@@ -174,7 +175,7 @@ impl DeltaPass<'_> {
         &self,
         each: usize,
         values: usize,
-        f: impl Fn(Span, &Shared<'_, f32>, usize) + Sync + Send,
+        f: impl Fn(Span, &SharedSlice<'_, f32>, usize) + Sync + Send,
     ) {
         let rows = self.spans.iter().map(|s| s.len).min().unwrap_or(1);
         let grain = SMALL.div_ceil((values * rows).max(1));
@@ -199,8 +200,8 @@ impl DeltaPass<'_> {
             conv,
             tiled: _,
         } = *shape;
-        let qkvz = Shared::new(qkvz);
-        let gates = Shared::new(gates);
+        let qkvz = SharedSlice::new(qkvz);
+        let gates = SharedSlice::new(gates);
         self.run(
             key_heads + value_heads,
             conv * key_dim,
@@ -233,9 +234,9 @@ impl DeltaPass<'_> {
     /// state's last inputs of these channels are replaced.
     fn convolve(
         &self,
-        qkvz: &Shared<'_, f32>,
+        qkvz: &SharedSlice<'_, f32>,
         span: Span,
-        state: &Shared<'_, f32>,
+        state: &SharedSlice<'_, f32>,
         Channels { first, n, length }: Channels,
     ) {
         let (shape, conv) = (self.shape, self.shape.conv);
@@ -276,7 +277,7 @@ impl DeltaPass<'_> {
         let shape = self.shape;
         let (key_dim, value_dim) = (shape.key_dim, shape.value_dim);
         let (tiles, tile_len) = (shape.tiles(), shape.tile_len());
-        let out = Shared::new(out);
+        let out = SharedSlice::new(out);
         let each = tiles * tile_len;
         self.run(shape.value_heads, each, |span, state, h| {
             let q = shape.key_head(h) * key_dim;
@@ -322,7 +323,7 @@ impl DeltaPass<'_> {
     /// RMSNorm of each head's output, times `silu(z)`. A task is a value head of a span.
     fn gate(&self, qkvz: &[f32], eps: f32, out: &mut [f32]) {
         let (shape, d) = (self.shape, self.shape.value_dim);
-        let out = Shared::new(out);
+        let out = SharedSlice::new(out);
         self.run(shape.value_heads, 2 * d, |span, _, h| {
             for r in span.row..span.row + span.len {
                 let z = &qkvz[r * shape.stride() + shape.channels() + h * d..][..d];

@@ -4,7 +4,7 @@ pub(crate) mod attention;
 pub(crate) mod delta;
 pub(crate) mod rows;
 
-use super::memory::{Buffer, Shared};
+use super::memory::{Buffer, SharedSlice};
 use super::simd::LANES;
 use super::{Cpu, KvSequence, with_scratch};
 use attention::{CHUNK, Partial};
@@ -34,7 +34,7 @@ impl Cpu {
         let n = weight.len();
         assert_eq!(x.len(), y.len(), "rms_norm: x and y");
         let begin = self.profile.begin();
-        let y = Shared::new(y);
+        let y = SharedSlice::new(y);
         self.team()
             .run_ranges(x.len() / n.max(1), SMALL.div_ceil(n.max(1)), |rows| {
                 for i in rows {
@@ -63,7 +63,7 @@ impl Cpu {
     ) {
         let rows = x.len() / stride.max(1);
         let begin = self.profile.begin();
-        let x = Shared::new(x);
+        let x = SharedSlice::new(x);
         let grain = SMALL.div_ceil((heads * d).max(1));
         self.team().run_ranges(rows, grain, |rows| {
             for i in rows {
@@ -146,7 +146,7 @@ impl Cpu {
         if spans.iter().all(few) {
             self.attend_few(qkv, stride, spans, heads, &kv, y);
         } else {
-            let all = Shared::new(y);
+            let all = SharedSlice::new(y);
             let attend = |i: usize| {
                 let span = spans[i];
                 // SAFETY: spans do not overlap, and each is attended once.
@@ -203,8 +203,8 @@ impl Cpu {
             let outs = outs.reserve(kv_heads * each * group * d);
             partials.resize(kv_heads * each * group, Partial::default());
             {
-                let outs = Shared::new(outs);
-                let partials = Shared::new(partials);
+                let outs = SharedSlice::new(outs);
+                let partials = SharedSlice::new(partials);
                 self.team().run_ranges(kv_heads * each, 1, |range| {
                     with_scratch!(Buffer<f32>, |scores| {
                         for i in range {
@@ -237,7 +237,7 @@ impl Cpu {
                 });
             }
             // Merge each query head's chunks, in their order.
-            let y = Shared::new(y);
+            let y = SharedSlice::new(y);
             let grain = SMALL.div_ceil(each * d).max(1);
             self.team().run_ranges(rows.len() * heads, grain, |range| {
                 with_scratch!(MergeScratch, |own| {
@@ -280,7 +280,7 @@ impl Cpu {
         let tiles = queries.div_ceil(tile);
         let scale = 1.0 / (d as f32).sqrt();
         assert!(q.len() >= (span.len - 1) * stride + heads * d);
-        let y = Shared::new(y);
+        let y = SharedSlice::new(y);
         self.team().run_ranges(kv_heads * tiles, 1, |tasks| {
             with_scratch!(Buffer<f32>, |scratch| {
                 let scratch = scratch.reserve(attention::prefill_scratch(panels, d));

@@ -25,9 +25,9 @@ fn tools(several: bool) -> Tools {
 }
 
 /// The text, and calls as (name, arguments).
-type Answer = (String, Vec<(String, String)>);
+type ParsedAnswer = (String, Vec<(String, String)>);
 
-fn parse_with(tools: Tools, cut: bool, text: &str, size: usize) -> Answer {
+fn parse_with(tools: Tools, cut: bool, text: &str, size: usize) -> ParsedAnswer {
     let (mut parser, mut out) = (CallParser::new(tools), Vec::new());
     let chars: Vec<char> = text.chars().collect();
     for piece in chars.chunks(size) {

@@ -63,8 +63,8 @@ fn serve(stream: TcpStream, (status, kind, body): &Canned, last: &Mutex<Value>) 
     }
 }
 
-fn settings() -> Settings {
-    Settings {
+fn settings() -> ChatSettings {
+    ChatSettings {
         sampling: SamplingParams::default(),
         max_tokens: None,
         thinking: None,
@@ -74,13 +74,13 @@ fn settings() -> Settings {
     }
 }
 
-fn ask(canned: Canned, settings: Settings) -> (anyhow::Result<(Turn, String)>, Value) {
+fn ask(canned: Canned, settings: ChatSettings) -> (anyhow::Result<(Turn, String)>, Value) {
     let (url, seen) = server(canned);
     let remote = Remote::connect(&url, Some("m"), None).unwrap();
     let mut conversation = Conversation::remote(remote, None, settings);
     let mut streamed = String::new();
     let turn = conversation.ask("Hi", &AtomicBool::new(false), &mut |event| {
-        if let Event::Piece(Part::Answer, text) = event {
+        if let ChatEvent::Piece(Part::Answer, text) = event {
             streamed.push_str(text);
         }
         Ok(())
@@ -250,7 +250,7 @@ fn only_settings_that_differ_are_sent() {
     let mut names: Vec<&String> = plain.as_object().unwrap().keys().collect();
     names.sort();
     assert_eq!(names, ["messages", "model", "stream", "stream_options"]);
-    let changed = Settings {
+    let changed = ChatSettings {
         max_tokens: Some(9),
         thinking: Some(true),
         thinking_budget: Some(64),

@@ -10,7 +10,7 @@ pub(crate) mod products;
 
 use super::input::{InputScales, Prepared};
 use super::kernels::LinearKernel;
-use super::pack::{Packed, spread};
+use super::pack::{PanelWeight, spread};
 use crate::cpu::Team;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::LANES;
@@ -78,9 +78,12 @@ pub(crate) fn words(scheme: TrellisScheme, (rows, inputs): (usize, usize)) -> us
 }
 
 /// Lets `w` have the input scales of one of `others` that has the same, so that x is prepared once for both.
-pub(crate) fn share_input_scales<'a>(w: &mut Packed, mut others: impl Iterator<Item = &'a Packed>) {
+pub(crate) fn share_input_scales<'a>(
+    w: &mut PanelWeight,
+    mut others: impl Iterator<Item = &'a PanelWeight>,
+) {
     if let Some(own) = &mut w.trellis {
-        let same = |other: &'a Packed| {
+        let same = |other: &'a PanelWeight| {
             let scales = &other.trellis.as_ref()?.input_scales;
             (scales.0 == own.input_scales.0).then(|| scales.clone())
         };
@@ -108,7 +111,7 @@ pub(crate) fn pack(team: &Team, w: &TrellisWeight) -> Buffer<u32> {
 }
 
 /// Writes row `row` of a packed weight, with the values of [`TrellisWeight::dequantize_row`].
-pub(crate) fn dequantize_row(w: &Packed, row: usize, out: &mut [f32]) {
+pub(crate) fn dequantize_row(w: &PanelWeight, row: usize, out: &mut [f32]) {
     let t = w.trellis();
     let (code, bits, words) = (t.code(), t.scheme.step_bits() as usize, t.scheme.words());
     let tiles = w.inputs / TILE;
@@ -152,7 +155,7 @@ fn strips(panels: &Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> 
 }
 
 /// Multiplies panels of sums, `[panels][columns][16]`, by the scales of their rows, and puts the rows in order.
-fn finish(w: &Packed, first: usize, columns: usize, out: &mut [f32]) {
+fn finish(w: &PanelWeight, first: usize, columns: usize, out: &mut [f32]) {
     let scales = w.scales[first * LANES..].chunks_exact(LANES);
     for (out, scales) in out.chunks_exact_mut(columns * LANES).zip(scales) {
         let mut factors = [0.0; LANES];
@@ -172,7 +175,7 @@ fn finish(w: &Packed, first: usize, columns: usize, out: &mut [f32]) {
 pub(super) unsafe fn gemv(
     kernel: &LinearKernel,
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],
@@ -198,7 +201,7 @@ pub(super) unsafe fn gemv(
 pub(super) unsafe fn gemm(
     kernel: &LinearKernel,
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],
@@ -243,7 +246,7 @@ pub(super) unsafe fn gemm(
 pub(super) unsafe fn gemm_f32(
     _: &LinearKernel,
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     panels: Range<usize>,
     out: &mut [f32],
@@ -287,7 +290,7 @@ pub(super) unsafe fn gemm_f32(
 /// each panel has `stride` floats. Then applies the rows' scales.
 fn each_piece(
     table: &KernelTable,
-    w: &Packed,
+    w: &PanelWeight,
     panels: Range<usize>,
     (out, stride): (&mut [f32], usize),
     f: impl Fn(&[u32], Range<usize>, usize, &mut [f32]),

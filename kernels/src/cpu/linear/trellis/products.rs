@@ -13,7 +13,7 @@
 
 use super::super::fetch::AHEAD;
 use super::super::input::Prepared;
-use super::super::pack::Packed;
+use super::super::pack::PanelWeight;
 use super::{PANELS, PackedTrellis, SEQUENCES};
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::INT16_BASE;
@@ -46,7 +46,7 @@ struct StripParts {
 
 impl StripParts {
     #[inline(always)]
-    fn new(w: &Packed, trellis: &PackedTrellis, bits: usize, strip: usize) -> Self {
+    fn new(w: &PanelWeight, trellis: &PackedTrellis, bits: usize, strip: usize) -> Self {
         let parts = trellis.parts_of_row(w.inputs);
         StripParts {
             strip: w.data[strip * parts * bits * SEQUENCES..].as_ptr(),
@@ -120,7 +120,7 @@ pub(crate) unsafe fn gemv<
     const M: usize,
 >(
     s: S,
-    w: &Packed,
+    w: &PanelWeight,
     x: &Prepared,
     strip: usize,
     block: usize,
@@ -294,7 +294,7 @@ unsafe fn add_group<S: Simd, const C: usize, const N: usize>(
 #[inline(always)]
 pub(crate) unsafe fn spread<S: Simd>(
     s: S,
-    w: &Packed,
+    w: &PanelWeight,
     strip: usize,
     panels: Range<usize>,
     parts: Range<usize>,
