@@ -39,7 +39,7 @@ impl TensorSpec {
 
 /// The distribution of a set of tensors over files.
 #[derive(Clone, Debug)]
-pub struct Layout {
+pub struct ShardLayout {
     files: Vec<FileLayout>,
 }
 
@@ -50,7 +50,7 @@ struct FileLayout {
     tensors: Vec<TensorSpec>,
 }
 
-impl Layout {
+impl ShardLayout {
     /// Lays out `tensors` in `model.safetensors`, or in shards of at most `max_shard` bytes
     /// each (a larger tensor gets one of its own). The result does not depend on the order
     /// given: shards follow the layers, and within a file wide types come first so
@@ -77,7 +77,7 @@ impl Layout {
             _ => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
         };
         let file = |(i, tensors)| FileLayout::new(name(i), tensors, metadata);
-        Layout {
+        ShardLayout {
             files: shards.into_iter().enumerate().map(file).collect(),
         }
     }
@@ -196,7 +196,7 @@ impl FileLayout {
 /// Writes `tensors` as the single file `path`, durably.
 ///
 /// # Errors
-/// Errors of [`Layout::write`].
+/// Errors of [`ShardLayout::write`].
 pub fn write_tensors(
     path: &Path,
     tensors: &[(String, crate::tensor::Tensor)],
@@ -208,7 +208,7 @@ pub fn write_tensors(
         dtype: t.dtype(),
         shape: t.shape().to_vec(),
     });
-    let layout = Layout::new(specs.collect(), metadata, u64::MAX);
+    let layout = ShardLayout::new(specs.collect(), metadata, u64::MAX);
     layout.files[0].write(path, &(), &mut |spec, sink| {
         sink.write(by_name[spec.name.as_str()].data())
     })
@@ -219,11 +219,11 @@ pub fn write_tensors(
 ///
 /// # Errors
 /// [`Error::Exists`] if `dest` exists; [`Error::Space`], checked before anything is written;
-/// otherwise errors of [`Layout::write`].
+/// otherwise errors of [`ShardLayout::write`].
 pub fn write_folder(
     dest: &Path,
     files: &BTreeMap<String, Bytes>,
-    layout: &Layout,
+    layout: &ShardLayout,
     progress: &dyn Progress,
     data: &mut dyn FnMut(&TensorSpec, &mut Sink) -> Result<()>,
 ) -> Result<()> {

@@ -16,7 +16,7 @@ use crate::pack;
 use crate::progress::Progress;
 use crate::published::{Form, Published};
 use crate::scheme::{AffineScheme, Levels, Scales, Scheme, Zeros};
-use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_folder};
+use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec, write_folder};
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
 use crate::tensor::Tensor;
@@ -57,7 +57,7 @@ pub fn write(dest: &Path, config: &ModelConfig, seed: u64, progress: &dyn Progre
         shape: stored_shape(&name, shape, config),
     });
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    let layout = Layout::new(specs.collect(), &metadata, MAX_SHARD);
+    let layout = ShardLayout::new(specs.collect(), &metadata, MAX_SHARD);
     let files = files(config)?;
     let mut buffer = vec![0; 1 << 24];
     write_folder(dest, &files, &layout, progress, &mut |spec, sink| {

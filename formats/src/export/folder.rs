@@ -23,7 +23,7 @@ use crate::nq::copy_files;
 use crate::pack;
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Zeros};
-use crate::serialize::{Layout, MAX_SHARD, TensorSpec};
+use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec};
 use crate::store::{Exactness, WeightStore};
 use crate::stored::StoredWeight;
 use crate::synth::stored_shape;
@@ -378,7 +378,7 @@ impl FolderPlan<'_> {
         let (description, extra) = (packing.describe)(&self.linears)
             .map_err(|why| self.unsupported(format!("this mix in {}", packing.format), why))?;
         let specs = std::mem::take(&mut self.specs);
-        let layout = Layout::new(specs, &[("format".into(), "pt".into())].into(), MAX_SHARD);
+        let layout = ShardLayout::new(specs, &[("format".into(), "pt".into())].into(), MAX_SHARD);
         let folder = parent(self.out);
         check_space(&folder, layout.file_bytes())?;
         let staging = temporary_folder(&folder)?;

@@ -23,7 +23,7 @@ use crate::models::tensor_name;
 use crate::names::HEAD;
 use crate::progress::Progress;
 use crate::safetensors::SafetensorsFile;
-use crate::serialize::{Layout, MAX_SHARD, TensorSpec, write_tensors};
+use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec, write_tensors};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
@@ -384,7 +384,7 @@ impl Writer {
             ("nq_version", record.version().to_string()),
         ];
         let metadata = metadata.map(|(k, v)| (k.to_owned(), v)).into();
-        let layout = Layout::new(staged.specs(), &metadata, MAX_SHARD);
+        let layout = ShardLayout::new(staged.specs(), &metadata, MAX_SHARD);
         check_space(&folder, layout.file_bytes())?;
         layout.write(&folder, progress, &mut |spec, sink| {
             staged.write(&spec.name, &mut |bytes| sink.write(bytes))

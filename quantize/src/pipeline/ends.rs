@@ -1,7 +1,7 @@
 //! The final norm, the embedding and the head of a run, and an MTP layer.
 
 use super::job::Job;
-use super::state::{ENDS, MTP, State, Step, key, save};
+use super::state::{ENDS, MTP, State, StepReport, key, save};
 use crate::allocation;
 use crate::error::Result;
 use crate::layers::{LOOKED_UP, head_inputs};
@@ -58,9 +58,9 @@ impl Job<'_> {
         if !config.tie_word_embeddings {
             names.push((HEAD, models::head(store, config)?));
         }
-        let mut report = Step {
+        let mut report = StepReport {
             key,
-            ..Step::default()
+            ..StepReport::default()
         };
         let mut weights = Vec::new();
         for (name, source) in names {
@@ -127,9 +127,9 @@ impl Job<'_> {
         }
         let store = self.checkpoint.store();
         let (mut vectors, mut matrices) = (Vec::new(), Vec::new());
-        let mut report = Step {
+        let mut report = StepReport {
             key,
-            ..Step::default()
+            ..StepReport::default()
         };
         for (name, shape) in mtp::parameters(self.config()) {
             match shape {

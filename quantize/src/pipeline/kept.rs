@@ -2,7 +2,7 @@
 //! to one neither rounds nor tunes it again. Each has a set of steps of its own.
 
 use super::job::Job;
-use super::state::{Attempt, ENDS, Kept, MTP, Overrides, State, Step, key, save, step_name};
+use super::state::{Attempt, ENDS, Kept, MTP, Overrides, State, StepReport, key, save, step_name};
 use crate::error::Result;
 use crate::schemes::Schemes;
 use nq_formats::nq::Writer;
@@ -133,7 +133,7 @@ impl Job<'_> {
     }
 
     /// The reports of the staged steps that are valid for `schemes`.
-    fn valid_steps(&self, state: &State, schemes: &Schemes) -> BTreeMap<String, Step> {
+    fn valid_steps(&self, state: &State, schemes: &Schemes) -> BTreeMap<String, StepReport> {
         let config = self.config();
         let layers = config.num_hidden_layers;
         let mut valid = BTreeMap::new();
@@ -224,9 +224,9 @@ mod tests {
     #[test]
     fn what_is_put_aside_is_taken_up_as_it_was() {
         let (none, four, eight) = (Overrides::new(), overrides(Bits::B4), overrides(Bits::B8));
-        let step = |key: &str| Step {
+        let step = |key: &str| StepReport {
             key: key.into(),
-            ..Step::default()
+            ..StepReport::default()
         };
         let mut state = State::default();
         state.steps.insert("ends".into(), step("first"));

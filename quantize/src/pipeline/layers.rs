@@ -2,7 +2,7 @@
 
 use super::ends::end;
 use super::job::Job;
-use super::state::{State, Step, key, save, step_name};
+use super::state::{State, StepReport, key, save, step_name};
 use crate::calibration::Sequences;
 use crate::error::Result;
 use crate::layers::{self, RowProgress};
@@ -72,7 +72,7 @@ impl Job<'_> {
                     for f in &done.fallbacks {
                         self.progress.note(f);
                     }
-                    let report = Step {
+                    let report = StepReport {
                         rows: done.rows,
                         fallbacks: done.fallbacks,
                         key,

@@ -22,9 +22,9 @@ pub(super) type Overrides = BTreeMap<String, Scheme>;
 #[serde(default)]
 pub(super) struct State {
     /// Calibration text, one string of ids per sequence.
-    pub(super) calibration: Option<Text>,
+    pub(super) calibration: Option<StoredText>,
     /// Held-out text.
-    pub(super) held_out: Option<Text>,
+    pub(super) held_out: Option<StoredText>,
     /// The model that text was sampled from.
     pub(super) sampled_from: SampledFrom,
     /// The candidates of each group of weights, if they were measured.
@@ -40,7 +40,7 @@ pub(super) struct State {
     /// Other sets that the run may return to.
     pub(super) kept: Vec<Kept>,
     /// Reports of finished steps, by name.
-    pub(super) steps: BTreeMap<String, Step>,
+    pub(super) steps: BTreeMap<String, StepReport>,
     /// Tuning, once its schedule is chosen.
     #[serde(default)]
     pub(super) tuning: Option<Tuning>,
@@ -67,14 +67,14 @@ pub(super) struct Attempt {
 
 /// Sequences as stored in the state.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Text {
+pub(super) struct StoredText {
     name: String,
     ids: Vec<String>,
 }
 
 /// The report of a step.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Step {
+pub(super) struct StepReport {
     pub(super) rows: Vec<LayerReport>,
     pub(super) fallbacks: Vec<String>,
     /// A hash of everything that the step depends on; under another key the staged step is invalid.
@@ -90,18 +90,18 @@ pub(super) struct Kept {
     /// Its schemes, where they differ from those requested.
     pub(super) overrides: Overrides,
     /// Reports of its steps.
-    pub(super) steps: BTreeMap<String, Step>,
+    pub(super) steps: BTreeMap<String, StepReport>,
     /// Its tuning.
     pub(super) tuning: Option<Tuning>,
 }
 
-impl Text {
+impl StoredText {
     pub(super) fn new(sequences: &Sequences) -> Self {
         let join = |s: &Vec<u32>| {
             let words: Vec<String> = s.iter().map(u32::to_string).collect();
             words.join(" ")
         };
-        Text {
+        StoredText {
             name: sequences.name.clone(),
             ids: sequences.ids.iter().map(join).collect(),
         }

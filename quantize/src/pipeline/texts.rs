@@ -1,7 +1,7 @@
 //! The texts of a run: sampled from the source or read from files, once.
 
 use super::job::Job;
-use super::state::{State, Text, save};
+use super::state::{State, StoredText, save};
 use crate::calibration::{self, CalibrationSource, Prompter, Sequences};
 use crate::error::Result;
 use crate::quality;
@@ -23,8 +23,8 @@ impl Job<'_> {
     ) -> Result<(Option<Sequences>, Option<Sequences>)> {
         let o = self.options;
         let (n, length) = self.shape();
-        let mut calibration = state.calibration.as_ref().and_then(Text::sequences);
-        let mut held_out = state.held_out.as_ref().and_then(Text::sequences);
+        let mut calibration = state.calibration.as_ref().and_then(StoredText::sequences);
+        let mut held_out = state.held_out.as_ref().and_then(StoredText::sequences);
         let sample_calibration =
             n > 0 && calibration.is_none() && o.calibration == CalibrationSource::SelfSampled;
         let sample_held_out = self.samples_held_out() && held_out.is_none();
@@ -70,8 +70,8 @@ impl Job<'_> {
             }
         }
         if state.calibration.is_none() || state.held_out.is_none() {
-            state.calibration = calibration.as_ref().map(Text::new);
-            state.held_out = held_out.as_ref().map(Text::new);
+            state.calibration = calibration.as_ref().map(StoredText::new);
+            state.held_out = held_out.as_ref().map(StoredText::new);
             save(writer, state)?;
         }
         Ok((calibration, held_out))

@@ -43,7 +43,8 @@ pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
         let each = |l: &LinearSpec| vec![l.elements(c) / l.copies(c); l.copies(c)];
         p.linears.iter().flat_map(each).map(dense).collect()
     };
-    let layer: Layer<Account> = Layer::new(0, c.largest_layer(), product, |v| dense(v.len(c)))?;
+    let layer: DenseLayer<Account> =
+        DenseLayer::new(0, c.largest_layer(), product, |v| dense(v.len(c)))?;
     Ok(layer)
 }
 
@@ -172,14 +173,14 @@ fn finite_row(name: &str, weight: &Weight, row: usize, values: &mut [f32]) -> Re
     }
 }
 
-type Layer<O> = forward::Layer<Vec<Dense<O>>, Dense<O>>;
+type DenseLayer<O> = forward::Layer<Vec<Dense<O>>, Dense<O>>;
 
 fn pack<O: LayerOps>(
     ops: &O,
     c: &ModelConfig,
     index: usize,
     weights: &LayerWeights,
-) -> Result<Layer<O>> {
+) -> Result<DenseLayer<O>> {
     let order = Turned::new(c);
     let product = |product: &Product| -> Result<Vec<Dense<O>>> {
         let named = |l: &LinearSpec| (l.name(index), weights.linear(l.kind));
@@ -213,7 +214,7 @@ fn pack<O: LayerOps>(
             false => Dense::vector(ops, &values),
         }
     };
-    Layer::new(index, weights.spec, product, vector)
+    DenseLayer::new(index, weights.spec, product, vector)
 }
 
 /// Queries, keys and values, the first two in `order`; behind them the gates of heads that have some.
@@ -260,7 +261,7 @@ impl<O: LayerOps> FullPrecision<O> {
     /// Runs the layer over `x`, the rows of `piece`, into `room.out`.
     fn pass(
         &mut self,
-        layer: &Layer<O>,
+        layer: &DenseLayer<O>,
         piece: &LayerPiece,
         x: &[f32],
         every_expert: bool,
@@ -329,7 +330,7 @@ impl<O: LayerOps + Send + Sync + 'static> LayerDevice for FullPrecision<O>
 where
     O::Floats: Send,
 {
-    type Layer = Layer<O>;
+    type Layer = DenseLayer<O>;
 
     fn config(&self) -> &ModelConfig {
         &self.config
@@ -357,13 +358,13 @@ where
         Ok(())
     }
 
-    fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Layer<O>> {
+    fn pack(&self, index: usize, weights: &LayerWeights) -> Result<DenseLayer<O>> {
         pack(self.ops.as_ref(), &self.config, index, weights)
     }
 
     fn run(
         &mut self,
-        layer: &Layer<O>,
+        layer: &DenseLayer<O>,
         piece: &LayerPiece,
         x: &mut [f32],
         observer: &mut dyn Observer,
