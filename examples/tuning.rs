@@ -14,10 +14,12 @@ use anyhow::{Context, bail};
 use nq_formats::Checkpoint;
 use nq_kernels::grad::GradOps;
 use nq_quantize::calibration::Prompter;
+use nq_quantize::linalg::Matrix;
 use nq_quantize::train::graph::Graph;
 use nq_quantize::train::params::{Canonical, Model};
 use nq_quantize::train::plan::rate_codes;
 use nq_quantize::train::trainer::{Settings, Trainer};
+use nq_quantize::trellis::nearest;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -60,6 +62,7 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
             "sequences" => s.strays.sequences = value.parse()?,
             "pass" => s.pass = value.parse()?,
             "held_out" => s.held_out = value.parse()?,
+            "search" => s.search = value.parse()?,
             "checks" => s.checks = value.parse()?,
             "tokens" => s.strays.tokens = value.parse()?,
             "tf32" => v.tf32 = value.parse()?,
@@ -133,8 +136,17 @@ fn run<O: GradOps>(ops: &O, setup: &Setup, v: &Variant) -> anyhow::Result<()> {
     let config = setup.checkpoint.config();
     let seed = v.settings.seed;
     let beginnings = |first: u64, n: usize| setup.prompter.beginnings(n, seed.wrapping_add(first));
+    // Trellises are searched by the CPU.
+    let nearest = |weight: &Matrix, scheme| nearest(weight, scheme, None);
     let weights = (&setup.source, &setup.quantized);
-    let mut trainer = Trainer::new(ops, config, weights, v.settings.clone(), &beginnings, &())?;
+    let mut trainer = Trainer::new(
+        ops,
+        config,
+        weights,
+        v.settings.clone(),
+        (&beginnings, &nearest),
+        &(),
+    )?;
     let start = Instant::now();
     trainer.run(None, &())?;
     let seconds = start.elapsed().as_secs_f64();

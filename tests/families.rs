@@ -167,6 +167,14 @@ fn families_are_quantized_to_trellises() {
             six < 0.05 * fed && fed < 1.3 * nearest,
             "{family}: {six:e} {fed:e} {nearest:e}"
         );
+        if family == "qwen2" {
+            let steps = ["--tune-steps", "6", "--tune-batch", "4"];
+            let auto = [&["--bits", "2.5", "--method", "auto"][..], &steps[..]].concat();
+            let tuned = quantize("tuned", &auto);
+            assert!(tuned < 1.01 * fed, "{tuned:e} {fed:e}");
+            let seen = report(home.path(), &["inspect", &path("tuned"), "--verify"]);
+            assert_eq!(seen["quantization"]["method"], "gptq+tuned");
+        }
         let seen = report(home.path(), &["inspect", &path("six"), "--verify"]);
         let linears = serde_json::json!({"trellis": "sum", "bits": 6.0});
         assert_eq!(seen["quantization"]["linears"], linears);
@@ -194,7 +202,6 @@ fn flags_that_trellises_do_not_go_with_are_refused() {
         ("--bits 2.25", "2.5"),
         ("--group-size 64", "--group-size"),
         ("--format gguf", "nq"),
-        ("--method auto", "--method"),
         ("--head-bits 5 --sym", "--sym"),
     ] {
         let words = ["quantize", "demo", "--device", "cpu"];

@@ -82,12 +82,14 @@ impl<O: GradOps> On<'_, O> {
 fn gemms<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     let ops = on.0;
     let mut cases = Vec::new();
-    // Shapes at and off the edges of tiles; one whose k is cut into parts.
+    // Shapes at and off the edges of tiles; one whose k is cut into parts; sums of rows, and rows scaled.
     let shapes = [
         (128, 128, 64, 1),
         (130, 257, 19, 2),
         (3, 40, 1030, 1),
         (72, 96, 5000, 1),
+        (1, 1, 384, 300),
+        (1, 384, 1, 300),
     ];
     for (m, n, k, batch) in shapes {
         for layout in 0..8 {

@@ -296,3 +296,26 @@ fn the_gpu_rounds_to_trellises_as_the_host() {
         }
     }
 }
+
+/// The nearest codes, of rows that fill no strip, are searched by blocks of inputs.
+#[test]
+fn the_gpu_finds_the_nearest_codes_of_trellises_as_the_host() {
+    let Some(ops) = ops() else { return };
+    let mut alike = Matrix::zeros(128, 128);
+    alike.data.iter_mut().step_by(129).for_each(|v| *v = 1.0);
+    let [_, device] = both(&ops, alike);
+    let weight = normal(520, 512, 8);
+    for (code, bits) in [(Code::Octagon, 3.5), (Code::Octagon, 4.0), (Code::Sum, 6.0)] {
+        let scheme = TrellisScheme::of_bits(code, bits).unwrap();
+        let [host, device, again] = [None, Some(&device), Some(&device)]
+            .map(|on| trellis::nearest(&weight, scheme, on).unwrap());
+        assert_eq!(device.words(), again.words(), "{scheme}");
+        let [a, b] = [host, device].map(|w| {
+            let mut change = dequantized(&w);
+            let changes = change.data.iter_mut().zip(&weight.data);
+            changes.for_each(|(c, w)| *c -= w);
+            change.square_norm()
+        });
+        assert!((a / b - 1.0).abs() < 1e-3, "{scheme}: {a} {b}");
+    }
+}

@@ -173,13 +173,6 @@ impl<'a> Job<'a> {
             return Err(refused(found));
         }
         let trellis = options.schemes.have_trellis();
-        if trellis && options.tuning.is_some() {
-            return Err(Error::Request {
-                what: "tuning",
-                expected: "integer codes, whose scales it tunes".into(),
-                found: "trellis codes".into(),
-            });
-        }
         if trellis && method.scales_inputs() {
             return Err(Error::Request {
                 what: "method",

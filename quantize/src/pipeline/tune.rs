@@ -5,18 +5,20 @@ use super::layers::{params, staged_layer};
 use super::state::{ENDS, State, save, step_name};
 use crate::calibration::{self, CalibrationSource, Prompter, SEQUENCE, Sequences};
 use crate::error::{Error, Result};
-use crate::linalg::read_row;
+use crate::linalg::{Matrix, read_row};
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::train::params::Canonical;
 use crate::train::plan::{
-    CHECKS, Effort, MemoryPlan, Schedule, TuneOptions, default_seconds, schedule,
+    CHECKS, Effort, MemoryPlan, Schedule, StudentCodes, TuneOptions, default_seconds, schedule,
 };
 use crate::train::record::Tuning;
 use crate::train::trainer::{Beginnings, Settings, Trainer, settings_of};
+use crate::trellis::{nearest, nearest_rows};
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
-use nq_formats::{Group, Progress, Unit, Weight, human_bytes};
+use nq_formats::trellis::BLOCK;
+use nq_formats::{Group, Progress, TrellisScheme, Unit, Weight, human_bytes};
 use nq_kernels::grad::{GradOps, GradWork};
 use nq_kernels::rng::Philox;
 use nq_runtime::device::total_memory;
@@ -232,7 +234,8 @@ impl Job<'_> {
         let limit = self.tuning_limit()?;
         let length = SEQUENCE.min(config.max_position_embeddings);
         let passes = (most.pass, most.slots);
-        let plan = MemoryPlan::new(most.on_cpu, config, length, group, limit, passes)?;
+        let codes = self.codes(group)?;
+        let plan = MemoryPlan::new(most.on_cpu, config, length, codes, limit, passes)?;
         let fits = plan.bytes <= limit;
         Ok(Some(TuningEstimate {
             on_cpu: most.on_cpu,
@@ -261,8 +264,9 @@ impl Job<'_> {
             device: ops.device(),
             ..Tuning::default()
         };
-        let (group, passes) = (least_group(&staged), (most.pass, most.slots));
-        let plan = MemoryPlan::new(most.on_cpu, config, length, group, limit, passes)?;
+        let codes = self.codes(least_group(&staged))?;
+        let passes = (most.pass, most.slots);
+        let plan = MemoryPlan::new(most.on_cpu, config, length, codes, limit, passes)?;
         if plan.bytes > limit {
             let why = format!(
                 "not tuned: that takes {} bytes on {}, of which {limit} may be used",
@@ -284,12 +288,17 @@ impl Job<'_> {
             .unwrap_or_else(|| self.first_settings(plan, most, options.effort, length));
         let source = Canonical::read(self.checkpoint.store(), config)?;
         let texts = self.beginnings(length, settings.seed)?;
+        let alike = match codes {
+            StudentCodes::Trellis { .. } => self.alike(BLOCK)?,
+            StudentCodes::Groups(_) => None,
+        };
+        let nearest = |weight: &Matrix, scheme| nearest(weight, scheme, alike.as_ref());
         let mut trainer = Trainer::new(
             ops,
             config,
             (&source, &staged),
             settings,
-            texts.as_ref(),
+            (texts.as_ref(), &nearest),
             &self.progress,
         )?;
         if known.is_none() {
@@ -332,6 +341,25 @@ impl Job<'_> {
         state.tuning = Some(tuning);
         save(writer, state)?;
         remove_checkpoint(writer)
+    }
+
+    /// What a student is rounded to: trellises, or integers in groups of `group`.
+    fn codes(&self, group: usize) -> Result<StudentCodes> {
+        if !self.options.schemes.have_trellis() {
+            return Ok(StudentCodes::Groups(group));
+        }
+        let (most, cols) = nearest_rows();
+        let shape = (most.min(self.config().parameters().div_ceil(cols)), cols);
+        let search = match self.gpu()? {
+            // The weights, their blocks, and these with the values of codes.
+            None => Some(24 * shape.0 * cols),
+            Some(_) => {
+                let bytes = nq_runtime::gpu::sizes()?.trellis;
+                TrellisScheme::all().map(|s| bytes(s, shape)).max()
+            }
+        };
+        let search = search.unwrap_or(0);
+        Ok(StudentCodes::Trellis { search })
     }
 
     /// The settings known before the number of steps is.

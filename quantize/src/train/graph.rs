@@ -230,7 +230,9 @@ impl<O: GradOps> Graph<O> {
             let width = self.config.hidden_size;
             ops.clear(&mut self.dw, self.config.vocab_size * width)?;
             let occurrences = Occurrences::new(tokens);
-            ops.embed_grad(&self.dx, &occurrences, &mut self.dw, width)?;
+            let dw = student.embedding.gradient();
+            let dw = dw.unwrap_or(&mut self.dw);
+            ops.embed_grad(&self.dx, &occurrences, dw, width)?;
             student.embedding.accumulate(ops, &self.dw)?;
         }
         Ok(loss)
@@ -332,7 +334,9 @@ impl<O: GradOps> Graph<O> {
             self.losses(ops, weight, &mut losses[start..start + n])?;
             if tuned {
                 let g = Gemm::weight_grad(n, vocab, hidden).add();
-                ops.gemm(g, &self.logits, &self.head_in, &mut self.dw)?;
+                let dw = student.head_mut().gradient();
+                let dw = dw.unwrap_or(&mut self.dw);
+                ops.gemm(g, &self.logits, &self.head_in, dw)?;
             }
             // `logits` left the student's head in this buffer, if its values are computed.
             let w = student.head().load(ops, &mut self.f.w)?;
@@ -466,7 +470,11 @@ impl<O: GradOps> Products<'_, O> {
         for (i, ((linear, weight), dy)) in linears.enumerate() {
             let (n, k) = linear.dims(self.c);
             if weight.is_tuned() {
-                ops.gemm(Gemm::weight_grad(self.rows, n, k), dy, x, self.dw)?;
+                let g = Gemm::weight_grad(self.rows, n, k);
+                match weight.gradient() {
+                    Some(own) => ops.gemm(g.add(), dy, x, own)?,
+                    None => ops.gemm(g, dy, x, self.dw)?,
+                }
                 weight.accumulate(ops, self.dw)?;
             }
             let back = Gemm {

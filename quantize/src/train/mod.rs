@@ -21,6 +21,7 @@ pub mod strays;
 #[cfg(test)]
 mod tests;
 pub mod trainer;
+pub mod trellis;
 
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;

@@ -1,6 +1,7 @@
 //! The parameters of a model on a device: the teacher's as they are, the student's with the state
 //! needed to change them.
 
+use super::trellis::{self, MOST_ROWS, Nearest, TunedTrellis};
 use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
@@ -62,7 +63,13 @@ impl<O: Allocate> AsRef<O::Floats> for Values<O> {
 
 impl<O: Allocate> Values<O> {
     /// Allocates `len` values, and Adam's state for them if they are tuned.
-    fn zeros(ops: &O, name: String, kind: Kind, len: usize, tuned: bool) -> Result<Self> {
+    pub(super) fn zeros(
+        ops: &O,
+        name: String,
+        kind: Kind,
+        len: usize,
+        tuned: bool,
+    ) -> Result<Self> {
         let zeros = || ops.floats("parameters to be tuned", len);
         let state = || -> Result<State<O>> {
             Ok(State {
@@ -82,7 +89,7 @@ impl<O: Allocate> Values<O> {
     }
 
     /// Sets the values they start from.
-    fn start(&mut self, ops: &O, values: &[f32]) -> Result<()> {
+    pub(super) fn start(&mut self, ops: &O, values: &[f32]) -> Result<()> {
         ops.write(&mut self.value, values)?;
         let sum: f64 = values.iter().map(|v| f64::from(v.abs())).sum();
         self.magnitude = (sum / self.len.max(1) as f64) as f32;
@@ -135,6 +142,8 @@ pub enum Matrix<O: Allocate> {
     Dense(O::Floats),
     /// Quantized, with tuned scales.
     Tuned(Tuned<O>),
+    /// In a trellis code.
+    Trellis(TunedTrellis<O>),
 }
 
 /// A quantized weight whose scales are tuned.
@@ -241,10 +250,16 @@ impl<O: GradOps> Matrix<O> {
         source: &Weight,
         codes: bool,
     ) -> Result<Self> {
-        let Weight::Quantized(QuantizedWeight::Affine(w)) = weight else {
-            return Self::dense(ops, name, weight);
-        };
         let (rows, cols) = weight.dims();
+        let w = match weight {
+            Weight::Quantized(QuantizedWeight::Affine(w)) => w,
+            Weight::Quantized(QuantizedWeight::Trellis(w)) if codes || rows <= MOST_ROWS => {
+                return Ok(Matrix::Trellis(TunedTrellis::new(
+                    ops, name, w, source, codes,
+                )?));
+            }
+            _ => return Self::dense(ops, name, weight),
+        };
         let p = parts(w);
         let offsets = w.scheme().zeros == Zeros::Offset;
         if w.g_idx().is_some() || offsets || !cols.is_multiple_of(p.group) {
@@ -288,13 +303,23 @@ impl<O: GradOps> Matrix<O> {
         !matches!(self, Matrix::Dense(_))
     }
 
-    /// Adds the gradient at the weight's values to those of its parameters.
+    /// Where the gradient at the weight's values is summed, if that is all; otherwise [`Matrix::accumulate`] needs it.
+    pub(crate) fn gradient(&mut self) -> Option<&mut O::Floats> {
+        match self {
+            Matrix::Trellis(t) => t.gradient(),
+            Matrix::Dense(_) | Matrix::Tuned(_) => None,
+        }
+    }
+
+    /// Adds the gradient at the weight's values to those of its other parameters.
     ///
     /// # Errors
     /// Errors of the device.
     pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
-        let Matrix::Tuned(t) = self else {
-            return Ok(());
+        let t = match self {
+            Matrix::Dense(_) => return Ok(()),
+            Matrix::Trellis(t) => return t.accumulate(ops, dw),
+            Matrix::Tuned(t) => t,
         };
         let (shape, zeros) = (t.shape, &t.zeros);
         match (&mut t.codes, &mut t.scales.state) {
@@ -316,6 +341,7 @@ impl<O: GradOps> Matrix<O> {
     fn values(&self) -> Vec<&Values<O>> {
         match self {
             Matrix::Dense(_) => Vec::new(),
+            Matrix::Trellis(t) => vec![&t.tuned],
             Matrix::Tuned(t) => match &t.codes {
                 Codes::Latent(latent) => vec![latent, &t.scales],
                 Codes::Fixed(_) => vec![&t.scales],
@@ -326,6 +352,7 @@ impl<O: GradOps> Matrix<O> {
     fn values_mut(&mut self) -> Vec<&mut Values<O>> {
         match self {
             Matrix::Dense(_) => Vec::new(),
+            Matrix::Trellis(t) => vec![&mut t.tuned],
             Matrix::Tuned(t) => match &mut t.codes {
                 Codes::Latent(latent) => vec![latent, &mut t.scales],
                 Codes::Fixed(_) => vec![&mut t.scales],
@@ -342,6 +369,7 @@ impl<O: GradOps> Load<O> for Matrix<O> {
     ) -> nq_kernels::Result<&'a O::Floats> {
         let t = match self {
             Matrix::Dense(w) => return Ok(w),
+            Matrix::Trellis(t) => return t.load(ops, scratch),
             Matrix::Tuned(t) => t,
         };
         let (scales, zeros) = (&t.scales.value, &t.zeros);
@@ -413,28 +441,34 @@ impl Canonical {
     }
 }
 
-/// Allocates the parameters of a teacher and of a student of this shape, quantized in groups of `group`.
+/// Allocates the parameters of a teacher and of a student, quantized in groups of `group` or, without, in trellises.
 ///
 /// # Errors
 /// If the device has not enough memory.
 pub(crate) fn both_models<O: Allocate>(
     ops: &O,
     c: &ModelConfig,
-    group: usize,
+    group: Option<usize>,
     codes: bool,
 ) -> Result<impl Sized> {
     let (mut teacher, mut matrices, mut norms) = (Vec::new(), Vec::new(), Vec::new());
+    let mut trellises = Vec::new();
     for (name, shape) in names::parameters(c) {
         let n = match shape {
             Shape::Matrix(rows, cols) => {
-                let shape = Rounding {
-                    rows,
-                    cols,
-                    group: group.clamp(1, cols),
-                    max_code: u8::MAX,
-                };
-                matrices.push(Tuned::zeros(ops, &name, shape, codes)?);
-                shape.elements()
+                match group {
+                    None => trellises.push(TunedTrellis::zeros(ops, &name, (rows, cols), codes)?),
+                    Some(group) => {
+                        let shape = Rounding {
+                            rows,
+                            cols,
+                            group: group.clamp(1, cols),
+                            max_code: u8::MAX,
+                        };
+                        matrices.push(Tuned::zeros(ops, &name, shape, codes)?);
+                    }
+                }
+                rows * cols
             }
             Shape::Vector(n) => {
                 norms.push(Values::zeros(ops, name, Kind::Gain, n, true)?);
@@ -443,7 +477,7 @@ pub(crate) fn both_models<O: Allocate>(
         };
         teacher.push(ops.floats("weights", n)?);
     }
-    Ok((teacher, matrices, norms))
+    Ok((teacher, matrices, trellises, norms))
 }
 
 /// A model on a device.
@@ -523,6 +557,20 @@ impl<O: GradOps> Model<O> {
         self.head.as_mut().unwrap_or(&mut self.embedding)
     }
 
+    /// The weights in trellis codes, in a fixed order.
+    pub(super) fn trellises_mut<'a>(&'a mut self) -> Vec<&'a mut TunedTrellis<O>> {
+        let mut all = vec![&mut self.embedding];
+        all.extend(&mut self.head);
+        for layer in &mut self.layers {
+            all.extend(layer.parts_mut().0.into_iter().flatten());
+        }
+        let trellis = |m: &'a mut Matrix<O>| match m {
+            Matrix::Trellis(t) => Some(t),
+            _ => None,
+        };
+        all.into_iter().filter_map(trellis).collect()
+    }
+
     /// All tuned values, in a fixed order.
     pub fn values(&self) -> Vec<&Values<O>> {
         let mut all = self.embedding.values();
@@ -551,18 +599,23 @@ impl<O: GradOps> Model<O> {
     }
 }
 
-/// `base` with the tuned values that `lookup` returns by name: codes are rounded anew, and
-/// scales to f16. Zero-points stay.
+/// `base` with the tuned values that `lookup` returns by name: codes are rounded anew, scales to f16. Zero-points stay.
 ///
 /// # Errors
 /// [`crate::Error::NotFinite`] if a file cannot store a tuned value.
 pub fn rounded<'a>(
     base: &Canonical,
     lookup: impl Fn(&str) -> Option<&'a [f32]>,
+    nearest: &Nearest<'_>,
 ) -> Result<Canonical> {
     let weight = |name: &str, w: &Weight| -> Result<Weight> {
-        let Weight::Quantized(QuantizedWeight::Affine(a)) = w else {
-            return Ok(w.clone());
+        let a = match w {
+            Weight::Quantized(QuantizedWeight::Affine(a)) => a,
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => {
+                let tuned = trellis::rounded(name, t, &lookup, nearest)?;
+                return Ok(Weight::Quantized(QuantizedWeight::Trellis(tuned)));
+            }
+            _ => return Ok(w.clone()),
         };
         let Some(scales) = lookup(&format!("{name}.scales")) else {
             return Ok(w.clone());
@@ -618,7 +671,7 @@ pub fn rounded<'a>(
     })
 }
 
-fn check_finite(name: &str, values: &[f32], cols: usize) -> Result<()> {
+pub(super) fn check_finite(name: &str, values: &[f32], cols: usize) -> Result<()> {
     // A value beyond f16 cannot be a scale; gains and latent weights are far below that.
     let bad = |v: &f32| !v.is_finite() || v.abs() > 65504.0;
     match values.iter().position(bad) {

@@ -123,6 +123,18 @@ pub(crate) fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule
     })
 }
 
+/// What the weights of a student are rounded to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StudentCodes {
+    /// Integers; the least size of a group of inputs.
+    Groups(usize),
+    /// Trellises, at least some.
+    Trellis {
+        /// Bytes that a search takes on the device.
+        search: usize,
+    },
+}
+
 /// A plan that fits a device's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryPlan {
@@ -148,7 +160,7 @@ impl MemoryPlan {
     }
 
     /// The plan with the largest passes that holds at most `limit` bytes of the device's memory;
-    /// if none fits, the one with the smallest. `group` is the least group size of the model's schemes.
+    /// if none fits, the one with the smallest.
     ///
     /// # Errors
     /// Never, as an account has no limit.
@@ -156,7 +168,7 @@ impl MemoryPlan {
         on_cpu: bool,
         config: &ModelConfig,
         length: usize,
-        group: usize,
+        codes: StudentCodes,
         limit: u64,
         (most_pass, most_slots): (usize, usize),
     ) -> Result<Self> {
@@ -168,7 +180,11 @@ impl MemoryPlan {
         } else {
             &Account::gpu()
         };
-        let _scratch = account.hold(SCRATCH);
+        let (group, search) = match codes {
+            StudentCodes::Groups(group) => (Some(group), 0),
+            StudentCodes::Trellis { search } => (None, search),
+        };
+        let _scratch = account.hold(SCRATCH + search);
         let mut plan = MemoryPlan::default();
         for codes in [true, false] {
             let _models = both_models(account, config, group, codes)?;
@@ -263,7 +279,8 @@ mod tests {
     fn large_models_tune_scales_alone_where_codes_do_not_fit() {
         let plan = |preset: &str, limit: u64| {
             let config = Preset::find(preset).unwrap().config();
-            let plan = MemoryPlan::new(false, &config, 512, 64, limit << 30, (32, 1024)).unwrap();
+            let (codes, most) = (StudentCodes::Groups(64), (32, 1024));
+            let plan = MemoryPlan::new(false, &config, 512, codes, limit << 30, most).unwrap();
             (plan.codes, plan.bytes <= limit << 30)
         };
         assert_eq!(plan("qwen3-0.6b", 100), (true, true));

@@ -4,13 +4,17 @@ use super::plan::Schedule;
 use super::sample::Sampler;
 use super::strays::Strays;
 use super::trainer::{Settings, Trainer};
+use super::trellis::Nearest;
 use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg;
 use crate::methods::rtn;
+use crate::trellis;
 use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind, find};
+use nq_formats::trellis::Code;
 use nq_formats::{
-    AffineScheme, Bits, Group, ModelConfig, Rope, RopeScaling, Tensor, Weight, Zeros,
+    AffineScheme, Bits, Group, ModelConfig, QuantizedWeight, Rope, RopeScaling, Tensor,
+    TrellisScheme, Weight, Zeros,
 };
 use nq_kernels::grad::{CpuOps, UNKNOWN};
 use nq_kernels::rng::Philox;
@@ -98,6 +102,10 @@ fn quantized(w: &Canonical, bits: Bits) -> Canonical {
             .to_weight()
             .unwrap()
     };
+    rounded_by(w, round)
+}
+
+fn rounded_by(w: &Canonical, round: impl Fn(&Weight) -> Weight) -> Canonical {
     Canonical {
         layers: w
             .layers
@@ -109,8 +117,34 @@ fn quantized(w: &Canonical, bits: Bits) -> Canonical {
             .collect(),
         final_norm: w.final_norm.clone(),
         embedding: round(&w.embedding),
-        head: w.head.as_ref().map(round),
+        head: w.head.as_ref().map(&round),
     }
+}
+
+const NEAREST: &Nearest<'_> = &|weight, scheme| trellis::nearest(weight, scheme, None);
+
+/// Whose inputs are whole blocks of a trellis.
+fn wide(tied: bool) -> ModelConfig {
+    ModelConfig {
+        hidden_size: 128,
+        intermediate_size: 128,
+        head_dim: 32,
+        num_hidden_layers: 1,
+        ..config(tied)
+    }
+}
+
+fn in_integers(w: &Canonical) -> Canonical {
+    quantized(w, Bits::B8)
+}
+
+fn in_trellis(w: &Canonical, bits: f32) -> Canonical {
+    let scheme = TrellisScheme::of_bits(Code::Octagon, bits).unwrap();
+    rounded_by(w, |w| {
+        let m = linalg::Matrix::from_weight("w", w).unwrap();
+        let (weight, _) = trellis::round("w", &m, None, scheme).unwrap();
+        Weight::Quantized(QuantizedWeight::Trellis(weight))
+    })
 }
 
 fn tokens(c: &ModelConfig, n: usize) -> Vec<u32> {
@@ -123,12 +157,12 @@ fn tokens(c: &ModelConfig, n: usize) -> Vec<u32> {
 /// Compares the gradient of every tuned tensor along a random direction with the difference of
 /// losses. The direction moves latent weights by a whole step of their grid, so that their
 /// codes really change.
-fn check_gradients(c: ModelConfig, codes: bool) {
-    let ops = CpuOps;
+fn check_gradients(c: ModelConfig, round: impl Fn(&Canonical) -> Canonical) {
+    let (ops, codes) = (CpuOps, false);
     let (batch, seq) = (3, 8);
     let source = random(&c, 1);
     // An unrelated model: the loss is then far from its minimum, where it would be flat.
-    let student = quantized(&random(&c, 2), Bits::B8);
+    let student = round(&random(&c, 2));
     let teacher = Model::teacher(&ops, &c, &source).unwrap();
     let mut model = Model::student(&ops, &c, &student, &random(&c, 2), codes).unwrap();
     let mut graph = Graph::new(&ops, &c, batch, seq).unwrap();
@@ -140,7 +174,8 @@ fn check_gradients(c: ModelConfig, codes: bool) {
     assert_eq!(loss, again);
     assert!(loss > 0.3, "{loss}");
     let names: Vec<String> = model.values().iter().map(|v| v.name.clone()).collect();
-    assert_eq!(names.iter().any(|n| n.ends_with("latent")), codes);
+    assert!(names.iter().any(|n| n.ends_with(".scales")));
+    assert!(!names.iter().any(|n| n.ends_with(".latent")));
     for (i, name) in names.iter().enumerate() {
         let mut rng = Philox::new(5, i as u64);
         let values = model.values()[i].value.clone();
@@ -204,12 +239,12 @@ fn step_sizes(model: &Model<CpuOps>, i: usize) -> Vec<f32> {
 
 #[test]
 fn gradients_of_scales_and_gains_with_fixed_codes() {
-    check_gradients(config(true), false);
+    check_gradients(config(true), in_integers);
 }
 
 #[test]
 fn gradients_of_an_untied_head_with_fixed_codes() {
-    check_gradients(config(false), false);
+    check_gradients(config(false), in_integers);
 }
 
 /// A model whose queries, keys and values have biases and no norms.
@@ -222,7 +257,12 @@ fn biased() -> ModelConfig {
 
 #[test]
 fn gradients_of_a_model_with_biases() {
-    check_gradients(biased(), false);
+    check_gradients(biased(), in_integers);
+}
+
+#[test]
+fn gradients_of_scales_of_trellises() {
+    check_gradients(wide(false), |w| in_trellis(w, 3.0));
 }
 
 /// A latent weight's gradient is that of its weight wherever its code is free to move.
@@ -376,7 +416,7 @@ fn nothing_tuned_is_nothing_changed() {
             .find(|(n, _)| n == name)
             .map(|(_, v)| v.as_slice())
     };
-    let back = rounded(&quantized, lookup).unwrap();
+    let back = rounded(&quantized, lookup, NEAREST).unwrap();
     for (a, b) in back.layers.iter().zip(&quantized.layers) {
         for (a, b) in a.linears.values().zip(b.linears.values()) {
             let a = linalg::Matrix::from_weight("a", a).unwrap();
@@ -441,6 +481,7 @@ fn settings() -> Settings {
         held_out: 32,
         checks: 8,
         codes: true,
+        search: 4,
         rate_codes: 0.01,
         rate_scales: 0.001,
         rate_gains: 0.0005,
@@ -462,7 +503,8 @@ fn measuring_the_pace_changes_nothing() {
     let quantized = quantized(&source, Bits::B4);
     let run = |measure: bool| {
         let weights = (&source, &quantized);
-        let mut trainer = Trainer::new(&ops, &c, weights, settings(), &begin, &()).unwrap();
+        let mut trainer =
+            Trainer::new(&ops, &c, weights, settings(), (&begin, NEAREST), &()).unwrap();
         if measure {
             let pace = trainer.pace().unwrap();
             assert!(pace.sequence > 0.0 && pace.check > 0.0, "{pace:?}");
@@ -483,12 +525,30 @@ fn begin(first: u64, n: usize) -> crate::Result<Vec<Vec<u32>>> {
 /// and a run that stopped halfway continues to the same bits.
 #[test]
 fn tuning_helps_and_resumes_to_the_same_bits() {
-    let (ops, c) = (CpuOps, config(true));
+    check_tuning(config(true), |w| quantized(w, Bits::B4));
+}
+
+#[test]
+fn trellises_are_tuned_too() {
+    check_tuning(wide(true), |w| in_trellis(w, 2.0));
+}
+
+fn check_tuning(c: ModelConfig, round: impl Fn(&Canonical) -> Canonical) {
+    let ops = CpuOps;
     let source = random(&c, 4);
-    let quantized = quantized(&source, Bits::B4);
+    let quantized = round(&source);
     let dir = tempfile::tempdir().unwrap();
-    let trainer =
-        || Trainer::new(&ops, &c, (&source, &quantized), settings(), &begin, &()).unwrap();
+    let trainer = || {
+        Trainer::new(
+            &ops,
+            &c,
+            (&source, &quantized),
+            settings(),
+            (&begin, NEAREST),
+            &(),
+        )
+        .unwrap()
+    };
     let mut whole = trainer();
     let path = dir.path().join("whole");
     whole.run(Some(&path), &()).unwrap();

@@ -5,6 +5,7 @@ use super::params::{Canonical, Kind, Model, Values, rounded};
 use super::plan::{CHECKS, Pace, RATE_CODES, Schedule, rate_codes};
 use super::sample::Sampler;
 use super::strays::Strays;
+use super::trellis::Nearest;
 use crate::error::{Error, Result};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
@@ -36,6 +37,9 @@ pub struct Settings {
     pub checks: usize,
     /// True if latent weights, and with them the codes, are tuned, not only scales and gains.
     pub codes: bool,
+    /// Steps after which the codes of trellises are found again.
+    #[serde(default)]
+    pub search: usize,
     /// Learning rate of latent weights, relative to the mean step of their weight's grid.
     pub rate_codes: f32,
     /// Learning rate of scales, relative to the mean scale of their weight.
@@ -64,6 +68,7 @@ impl Default for Settings {
             held_out: 64,
             checks: CHECKS,
             codes: true,
+            search: 10,
             rate_codes: RATE_CODES,
             rate_scales: 3e-4,
             rate_gains: 1e-3,
@@ -123,6 +128,7 @@ pub struct Trainer<'a, O: GradOps> {
     sampler: Sampler<O>,
     settings: Settings,
     beginnings: &'a Beginnings<'a>,
+    nearest: &'a Nearest<'a>,
     text: Vec<u32>,
     text_first: u64,
     held_out: Vec<u32>,
@@ -186,7 +192,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         config: &nq_formats::ModelConfig,
         (source, quantized): (&Canonical, &Canonical),
         settings: Settings,
-        beginnings: &'a Beginnings<'a>,
+        (beginnings, nearest): (&'a Beginnings<'a>, &'a Nearest<'a>),
         progress: &dyn Progress,
     ) -> Result<Self> {
         let s = &settings;
@@ -202,6 +208,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             graph: Graph::new(ops, config, s.pass, s.length)?,
             sampler: Sampler::new(ops, config, s.slots, s.length)?,
             beginnings,
+            nearest,
             text: Vec::new(),
             text_first: 0,
             held_out: Vec::new(),
@@ -305,7 +312,22 @@ impl<'a, O: GradOps> Trainer<'a, O> {
                 check: forward * self.settings.held_out.div_ceil(pass) as f64,
             };
         }
+        let start = Instant::now();
+        self.search(false)?;
+        let search = start.elapsed().as_secs_f64();
+        pace.step += search / self.settings.search.max(1) as f64;
+        pace.check += search;
         Ok(pace)
+    }
+
+    /// Finds the codes that are nearest to the latent weights of trellises, and takes their values if `take`.
+    fn search(&mut self, take: bool) -> Result<()> {
+        for trellis in self.student.trellises_mut() {
+            if let Some(found) = trellis.search(self.ops, self.nearest)?.filter(|_| take) {
+                trellis.set(self.ops, &found)?;
+            }
+        }
+        Ok(())
     }
 
     /// Sets the schedule and its learning rate. The batch must be a multiple of the sequences in a
@@ -341,10 +363,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         let every = s.steps.div_ceil(s.checks.max(1)).max(1);
         let mut saves = Saves::new(self.checkpoint_bytes());
         while !self.done && self.step < s.steps && !self.is_over() {
-            let loss = self.step()?;
-            self.losses.0 += loss;
-            self.losses.1 += 1;
-            self.step += 1;
+            let loss = self.step(every)?;
             progress.advance(tokens(1));
             if !loss.is_finite() {
                 progress.note(&format!(
@@ -379,9 +398,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         self.check(&())?;
         let every = self.settings.steps.div_ceil(self.settings.checks).max(1);
         while self.step < steps {
-            self.losses.0 += self.step()?;
-            self.losses.1 += 1;
-            self.step += 1;
+            self.step(every)?;
             if self.step.is_multiple_of(every) {
                 self.check(&())?;
             }
@@ -398,7 +415,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         }
     }
 
-    fn step(&mut self) -> Result<f64> {
+    /// One step, and its loss; `every` so many steps, a check follows.
+    fn step(&mut self, every: usize) -> Result<f64> {
         let s = self.settings.clone();
         let passes = s.batch / s.pass;
         let mut loss = 0.0;
@@ -427,6 +445,13 @@ impl<'a, O: GradOps> Trainer<'a, O> {
                 epsilon: EPSILON,
             };
             v.step(self.ops, adam)?;
+        }
+        self.losses.0 += loss;
+        self.losses.1 += 1;
+        self.step += 1;
+        let at = |every: usize| self.step.is_multiple_of(every.max(1));
+        if loss.is_finite() && (at(s.search) || at(every) || self.step == s.steps) {
+            self.search(true)?;
         }
         Ok(loss)
     }
@@ -475,7 +500,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             return Ok(None);
         }
         let lookup = |name: &str| self.best.get(name).map(Vec::as_slice);
-        rounded(quantized, lookup).map(Some)
+        rounded(quantized, lookup, self.nearest).map(Some)
     }
 
     /// Writes the complete state of the run, whole or not at all.
@@ -556,6 +581,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
                 best.insert(name.clone(), read(format!("{name}/best"), *len)?);
             }
         }
+        // A checkpoint follows a search.
+        self.search(true)?;
         self.best = best;
         (self.step, self.checks) = (header.step, header.checks);
         (self.losses, self.done) = (header.losses, header.done);

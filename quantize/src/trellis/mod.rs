@@ -5,8 +5,8 @@
 mod round;
 mod search;
 
-pub use round::round;
-pub(crate) use round::{on_host, turned_moments};
+pub use round::{nearest, round};
+pub(crate) use round::{nearest_rows, on_host, turned_moments};
 
 use nq_formats::trellis::{Code, SEQUENCE, TrellisScheme};
 use rayon::prelude::*;

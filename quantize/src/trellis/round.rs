@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::linalg::{Matrix, add_product, product};
 use crate::methods::gptq;
 use crate::second_order::{Damped, Factor, Hessian, InputStats, TrellisRounded};
+use bytes::Bytes;
 use half::f16;
 use nq_formats::trellis::{
     BLOCK, Code, LANES, SEQUENCE, STRIP, TILE, place, transform, word_place,
@@ -44,22 +45,13 @@ pub fn round(
     };
     let trellis = Trellis::new(scheme);
     let turned = turned(weight, &signs);
-    let mut scales: Vec<f32> = (turned.data.par_chunks(weight.cols))
-        .map(|row| {
-            let squares: f64 = row.iter().map(|&v| f64::from(v).powi(2)).sum();
-            let deviation = (squares / row.len() as f64).sqrt() as f32;
-            f16::from_f32(deviation * trellis.unit()).to_f32()
-        })
-        .collect();
+    let mut scales = scales_of(&turned, &trellis);
     let rounded = match &factor {
         Some(factor) => factor.round_to_trellis(&trellis, &turned, &scales)?,
         None => on_host(&trellis, &turned, &scales, None),
     };
     for (scale, &best) in scales.iter_mut().zip(&rounded.scales) {
-        let best = f16::from_f64(best).to_f32();
-        if best.is_finite() && best > 0.0 {
-            *scale = best;
-        }
+        *scale = refitted(*scale, best);
     }
     let words = rounded.words.iter().flat_map(|w| w.to_le_bytes());
     let weight = TrellisWeight::new(
@@ -70,6 +62,111 @@ pub fn round(
         signs.into_iter().map(f16::from_f32).collect(),
     )?;
     Ok((weight, fallbacks))
+}
+
+/// Most rows of [`BLOCK`] inputs that [`nearest`] searches at once.
+const SEARCHED: usize = 1 << 17;
+
+/// The shape of the weight that a search for the nearest codes gives to a device at most.
+pub(crate) fn nearest_rows() -> (usize, usize) {
+    (SEARCHED, BLOCK)
+}
+
+/// Rounds the weight `[out, in]` to the nearest codes, as if its inputs mattered alike, and refits scales to them. As no
+/// errors are fed to later columns, all blocks of inputs are searched side by side, by the host or on the device that
+/// has `alike`, the moments of [`BLOCK`] inputs that matter alike.
+///
+/// # Errors
+/// [`Error::Format`] for widths that are not whole blocks, and scales beyond f16; errors of the device.
+pub fn nearest(
+    weight: &Matrix,
+    scheme: TrellisScheme,
+    alike: Option<&InputStats>,
+) -> Result<TrellisWeight> {
+    let dims @ (rows, cols) = (weight.rows, weight.cols);
+    scheme.check(dims)?;
+    let trellis = Trellis::new(scheme);
+    let signs: Vec<f32> = (0..cols).map(sign).collect();
+    let turned = turned(weight, &signs);
+    let mut scales = scales_of(&turned, &trellis);
+    // A row for each block of each row, by blocks; strips that are not full are filled with zeros.
+    let (strips, blocks) = (rows.div_ceil(STRIP), cols / BLOCK);
+    let filled = strips * STRIP;
+    let mut all = Matrix::zeros(filled * blocks, BLOCK);
+    let mut of_all = vec![1.0; all.rows];
+    for block in 0..blocks {
+        of_all[block * filled..][..rows].copy_from_slice(&scales);
+        for (row, values) in turned.iter_rows().enumerate() {
+            let part = &values[block * BLOCK..][..BLOCK];
+            all.row_mut(block * filled + row).copy_from_slice(part);
+        }
+    }
+    let order: Vec<usize> = (0..BLOCK).collect();
+    let plain = Damped {
+        order: &order,
+        dead: &[],
+        fill: 0.0,
+        damping: 0.0,
+        noise: 0.0,
+    };
+    let moments = alike.and_then(|a| a.hessian.as_ref());
+    let factor = moments.map(|h| h.inverse_factor(&plain)).transpose()?;
+    let mut words = Vec::new();
+    for start in (0..all.rows).step_by(SEARCHED) {
+        let rows = start..(start + SEARCHED).min(all.rows);
+        let (part, scales) = (all.part(rows.clone()), &of_all[rows]);
+        let found = match factor.iter().flatten().next() {
+            Some(factor) => factor.round_to_trellis(&trellis, &part, scales)?,
+            None => on_host(&trellis, &part, scales, None),
+        };
+        words.extend(found.words);
+    }
+    // From blocks, strips and tiles to strips, blocks and tiles.
+    let tiles: Vec<&[u32]> = words
+        .chunks_exact(words.len() / (strips * blocks))
+        .collect();
+    let places = (0..strips * blocks).map(|i| i % blocks * strips + i / blocks);
+    let words: Bytes = (places.flat_map(|i| tiles[i]).flat_map(|w| w.to_le_bytes()))
+        .collect::<Vec<u8>>()
+        .into();
+    let of_inputs: Arc<[f16]> = signs.into_iter().map(f16::from_f32).collect();
+    let new = |scales: &[f32]| {
+        let scales = scales.iter().map(|&s| f16::from_f32(s)).collect();
+        TrellisWeight::new(scheme, dims, words.clone(), scales, of_inputs.clone())
+    };
+    let rounded = new(&scales)?;
+    scales.par_iter_mut().enumerate().for_each(|(i, scale)| {
+        let mut values = vec![0.0; cols];
+        rounded.dequantize_row(i, &mut values);
+        let share = dot(weight.row(i), &values) / dot(&values, &values);
+        *scale = refitted(*scale, f64::from(*scale) * share);
+    });
+    Ok(new(&scales)?)
+}
+
+/// The scales with which rows of a weight of transformed inputs are searched.
+fn scales_of(turned: &Matrix, trellis: &Trellis) -> Vec<f32> {
+    let rows = turned.data.par_chunks(turned.cols).map(|row| {
+        let squares: f64 = row.iter().map(|&v| f64::from(v).powi(2)).sum();
+        let deviation = (squares / row.len() as f64).sqrt() as f32;
+        f16::from_f32(deviation * trellis.unit()).to_f32()
+    });
+    rows.collect()
+}
+
+/// The scale that is best for the codes found with `scale`; `scale` where there is none.
+fn refitted(scale: f32, best: f64) -> f32 {
+    let best = f16::from_f64(best).to_f32();
+    if best.is_finite() && best > 0.0 {
+        best
+    } else {
+        scale
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    let products = a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b));
+    products.sum()
 }
 
 /// Rounds the weight `[out, in]` of transformed inputs on the host, with the factor of their moments and these.
@@ -308,10 +405,6 @@ fn best_scales(weight: &Matrix, values: &Matrix, moments: Option<&Matrix>) -> Ve
             Some(moments) => product(&values, moments),
             None => values.clone(),
         };
-        let dot = |a: &[f32], b: &[f32]| -> f64 {
-            let products = a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b));
-            products.sum()
-        };
         (0..values.rows).map(move |i| {
             let weighted = weighted.row(i);
             dot(weighted, weight.row(start + i)) / dot(weighted, values.row(i))
@@ -394,6 +487,22 @@ mod tests {
                     "{scheme}: {error}, expected {expected}"
                 );
             }
+        }
+    }
+
+    /// Searched by blocks, a weight gets the codes that it gets as a whole.
+    #[test]
+    fn the_nearest_codes_are_those_of_rounding_without_moments() {
+        let weight = &example(160).0;
+        for scheme in [scheme(Code::Octagon, 7), scheme(Code::Sum, 3)] {
+            let found = &nearest(weight, scheme, None).unwrap();
+            let (alone, _) = round("w", weight, None, scheme).unwrap();
+            // Of rows that fill a strip up, codes may differ.
+            let strip = scheme.strip_bytes(weight.cols);
+            assert_eq!(found.words()[..strip], alone.words()[..strip]);
+            assert_eq!(found.input_scales(), alone.input_scales());
+            let change = change(&dequantized(&alone), found).square_norm();
+            assert!(change < 1e-6 * weight.square_norm(), "{change}");
         }
     }
 

@@ -214,11 +214,6 @@ impl QuantizeArgs {
             let what = "--trellis: only nq's own format has trellis codes: expected --format nq";
             return Err(conflict("quantize", what));
         }
-        if self.trellis.is_some() && self.method == AUTO {
-            let what =
-                "--trellis: scales of trellis codes are not tuned: expected another --method";
-            return Err(conflict("quantize", what));
-        }
         let tuning = [
             (self.tune_steps.is_some(), "--tune-steps"),
             (self.budget.is_some(), "--budget"),
