@@ -26,9 +26,10 @@ EDITS = (6, 11, 16)
 
 def words(rng, length):
     """Text of `length` characters."""
-    out = []
-    while sum(map(len, out)) + len(out) < length:
+    out, all = [], 0
+    while all < length:
         out.append("".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randrange(2, 9))))
+        all += len(out[-1]) + 1
     return " ".join(out)[:length]
 
 
