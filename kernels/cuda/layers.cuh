@@ -27,7 +27,7 @@ constexpr int PRODUCTS = 5;   // of different shapes
 
 // The records of a weight.
 struct RecordKind {
-    uint8_t scheme;        // of a mix, in the order of `LayersBlock::multiply`
+    uint8_t scheme;        // of a mix, in the order of `LayersBlock::multiply`; of trellis codes, of `with_code`
     uint8_t groups;        // scale groups of a span
     uint16_t meta_bytes;
     uint32_t codes_bytes;
@@ -50,7 +50,7 @@ struct LayerRecurrence {
 
 struct LayerArgs {
     const uint8_t* codes[4];   // records [tiles][spans] of each product
-    const uint8_t* meta[4];
+    const uint8_t* meta[4];    // of trellis codes: __half [rows], [inputs], their scales
     const float* gains[2];     // [hidden], of the norms before qkv and before gate and up
     RecordKind kind[4];        // of each product
     int recurrent;             // the layer has a recurrence in place of attention
@@ -62,6 +62,7 @@ struct LayerArgs {
     };
 };
 
+// Of trellis codes: strips, and their tiles.
 struct ProductShape {
     int tiles;
     int spans;
@@ -69,7 +70,7 @@ struct ProductShape {
 
 // Where things lie in shared memory, in bytes.
 struct LayersRoom {
-    int digits[2];   // SpanDigits [spans], of qkv or gate and up; of o or down. Without clusters both are one
+    int digits[2];   // SpanDigits [spans], or `BlockDigits`, of qkv or gate and up; of o or down. Without clusters both are one
     int x;           // float [inputs of x that the block gathers]
     int sums;        // float [2][LAYERS_WARPS tiles][LAYERS_WARPS][16]; or `AttentionRoom`
     int queries;     // uint4 [group][DIM / 4], left operands; then the new key and value in FP16; or `DeltaRoom`
@@ -81,10 +82,12 @@ struct LayersArgs {
     uint64_t* qkv;           // [HeadsOf<DIM>::width][DIM]; or `DeltaLayer::stride` values
     uint64_t* attended;      // [MOST_SOURCES][heads * DIM and heads * 2]: sums of values; greatest scores, weights. Or what
                              // the recurrence gives: [value_heads][128]
-    uint64_t* gated;         // [intermediate], or [chosen][intermediate of an expert]
+    uint64_t* gated;         // [intermediate], or [chosen][intermediate of an expert]. Of trellis codes this and `qkv` have parts,
+                             // [MOST_STRIP_PARTS][rows], here in strips of gate and of up in turn
     uint64_t* scores;        // [experts]
-    uint64_t* parts[2];      // [ranks * MOST_PARTS][hidden], of o and of down: those of a tile one after the other, of rank 0 first
-    uint64_t* digits[2];     // without clusters: the words of inputs, SpanDigits [spans]; of qkv or gate and up; of o or down
+    uint64_t* parts[2];      // [ranks * MOST_PARTS][hidden], of o and of down: those of a tile one after the other, of rank 0 first. Of
+                             // trellis codes [MOST_STRIP_PARTS][hidden]
+    uint64_t* digits[2];     // without clusters: the words of inputs, SpanDigits [spans] or `BlockDigits`; of qkv or gate and up; of o or down
     uint32_t* epoch;         // of the step, from 1 on
     const float2* cos_sin;   // [positions][HeadsOf<DIM>::ROTATED / 2]
     const uint32_t* tables;  // as of `Cache`

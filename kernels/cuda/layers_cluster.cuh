@@ -42,6 +42,16 @@ struct SharedInputs {
             send_4(there + behind, v, there);
         }
     }
+    // Four words of each lane.
+    DEVICE void put(uint32_t word, uint4 v) const {
+        const uint32_t behind = at + word * 4 - barrier;
+        const float4 values = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+#pragma unroll
+        for (int b = 0; b < CLUSTER; b++) {
+            const uint32_t there = map_rank(barrier, b);
+            send_16(there + behind, values, there);
+        }
+    }
     // Four words that all lanes of a warp have.
     DEVICE void put(uint32_t word, float4 v, int lane) const {
         if (lane >= CLUSTER) return;
@@ -94,6 +104,10 @@ struct SharedInputs {
 
     DEVICE void expect(uint32_t) const {}
     DEVICE void put(uint32_t word, uint32_t v) const { store_stamped(words + word, __uint_as_float(v), stamp); }
+    DEVICE void put(uint32_t word, uint4 v) const {
+        store_stamped_two(words + word, make_float2(__uint_as_float(v.x), __uint_as_float(v.y)), stamp);
+        store_stamped_two(words + word + 2, make_float2(__uint_as_float(v.z), __uint_as_float(v.w)), stamp);
+    }
     DEVICE void put(uint32_t word, float4 v, int lane) const {
         if (lane < 4) store_stamped(words + word + lane, lane == 0 ? v.x : lane == 1 ? v.y : lane == 2 ? v.z : v.w, stamp);
     }

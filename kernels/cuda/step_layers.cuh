@@ -37,7 +37,7 @@
 // Stages of the ring hold a record for each warp of a team; the teams take stages in turn. The warps'
 // sums of a tile meet in shared memory, where they are added in the order of the warps.
 //
-// Weights: INT4 with a scale for 64 inputs or more, or a mix.
+// Weights: INT4 with a scale for 64 inputs or more, a mix, or trellis codes (`layers_trellis.cuh`).
 //
 // Bytes: codes + scales + zeros once; keys and values once; states read and written; for each cluster 8 a value of x, qkv and gated;
 // without clusters, that once, and for each block 4.5 a value. To each other rank 8 a value of each part.
@@ -46,6 +46,7 @@
 #include "layers_attention.cuh"
 #include "layers_delta.cuh"
 #include "layers_experts.cuh"
+#include "layers_trellis.cuh"
 
 // The records of a product that a block has.
 struct BlockShare {
@@ -56,9 +57,8 @@ struct BlockShare {
     int stages;
     int part;          // of the block's first tile: which one it has
 
-    DEVICE BlockShare(const ProductShape& w, int which, uint32_t block, uint32_t blocks) : spans(w.spans) {
-        // What is dealt: records, or tiles.
-        const bool records = which == OUT || which == DOWN;
+    // What is dealt: records, or tiles.
+    DEVICE BlockShare(const ProductShape& w, bool records, uint32_t block, uint32_t blocks) : spans(w.spans) {
         const uint32_t all = records ? w.tiles * w.spans : w.tiles, each = records ? 1 : w.spans;
         begin = block * all / blocks * each, units = (block + 1) * all / blocks * each - begin;
         tile = begin / spans, span = begin - tile * spans;
@@ -105,12 +105,13 @@ OUT_OF_LINE void store_far_part(const LayersArgs& p, int of, int part, int outpu
 }
 
 // S: the scheme of all weights; or void: of a mix, in which each weight of each layer has its own, of codes of 4
-// to 6 bits with scales in two levels. HYBRID: attention has wide heads with gates, and layers may have a recurrence in
+// to 6 bits with scales in two levels; or `trellis_codes`. HYBRID: attention has wide heads with gates, and layers may have a recurrence in
 // its place. EXPERTS: layers have mixtures in place of MLPs. TIMED: block 0 tells how long it waited and worked; only then, because it makes the loop over records
 // longer.
 template <class S, bool HYBRID, bool EXPERTS, bool TIMED>
 struct LayersBlock {
-    static constexpr bool MIX = std::is_void_v<S>;
+    static constexpr bool MIX = std::is_void_v<S>, TRELLIS = std::is_same_v<S, trellis_codes>;
+    static_assert(!TRELLIS || !(HYBRID || EXPERTS || TIMED), "not written");
     static constexpr int DIM = HYBRID ? WIDE_HEAD_DIM : HEAD_DIM;
     using Of = HeadsOf<DIM>;
     static constexpr int WARPS = LAYERS_WARPS;
@@ -154,6 +155,7 @@ struct LayersBlock {
     // The first of a block's share of `slots` slots of 64 inputs, if it is `sharer`-th of those that share the work.
     static DEVICE int first_slot(int slots, int sharer) { return sharer * slots / sharers(); }
     // The stamp of what a product of layer l reads.
+    static DEVICE bool deals_records(int which) { return TRELLIS || which == OUT || which == DOWN; }
     DEVICE uint32_t stamp_before(int l, int which) const { return stamp0 + l * PHASES + (which == QKV || which == END ? 0 : which + 1); }
 
     // Counts the time since the last call, or begins to count.
@@ -176,7 +178,7 @@ struct LayersBlock {
         const uint8_t *codes = p.layer[0].codes[0], *meta = p.layer[0].meta[0];
 #pragma unroll 1
         for (int i = 0; i < p.layers * 4; i++) {
-            const BlockShare mine(p.shape[shape_of(p, i / 4, i % 4)], i % 4, blockIdx.x, gridDim.x);
+            const BlockShare mine(p.shape[shape_of(p, i / 4, i % 4)], deals_records(i % 4), blockIdx.x, gridDim.x);
             const RecordKind kind = kind_of(p, i / 4, i % 4);
             codes += size_t(mine.begin) * kind.codes_bytes, meta += size_t(mine.begin) * kind.meta_bytes;
             // Those of the next product, early.
@@ -193,7 +195,7 @@ struct LayersBlock {
                 const int records = min(left, TEAM);
                 requests.fill(records * (kind.codes_bytes + kind.meta_bytes), [&](uint32_t to, const Copies& copies) {
                     copies.copy<true>(to, codes, records * kind.codes_bytes);
-                    copies.copy<true>(to + TEAM * kind.codes_bytes, meta, records * kind.meta_bytes);
+                    if (!TRELLIS) copies.copy<true>(to + TEAM * kind.codes_bytes, meta, records * kind.meta_bytes);
                 });
                 codes += TEAM * kind.codes_bytes, meta += TEAM * kind.meta_bytes;
             }
@@ -249,7 +251,7 @@ struct LayersBlock {
         }
     }
 
-    static DEVICE RecordKind kind_of(const LayersArgs& p, int l, int which) { return MIX ? p.layer[l].kind[which] : p.layer[0].kind[0]; }
+    static DEVICE RecordKind kind_of(const LayersArgs& p, int l, int which) { return MIX || TRELLIS ? p.layer[l].kind[which] : p.layer[0].kind[0]; }
 
     static DEVICE Step step_of(const LayersArgs& p) { return {__ldcg(&p.step->position), __ldcg(&p.step->slot), 0, 0, __ldcg(&p.step->behind)}; }
     static DEVICE AttentionShare attention_share(const LayersArgs& p) { return AttentionShare::of(step_of(p), p.kv_heads, blockIdx.x, gridDim.x); }
@@ -257,12 +259,18 @@ struct LayersBlock {
     // What all products and layers share.
     DEVICE void prepare() {
         if (threadIdx.x < (HYBRID ? PRODUCTS : PRODUCTS - 1))
-            reinterpret_cast<BlockShare*>(shared + SHARES)[threadIdx.x] = BlockShare(p.shape[threadIdx.x], threadIdx.x, blockIdx.x, gridDim.x);
+            reinterpret_cast<BlockShare*>(shared + SHARES)[threadIdx.x] = BlockShare(p.shape[threadIdx.x], deals_records(threadIdx.x), blockIdx.x, gridDim.x);
         if (threadIdx.x == 32) *reinterpret_cast<AttentionShare*>(shared + ATTENTION) = attention_share(p);
         if (HYBRID && threadIdx.x == 64) *reinterpret_cast<DeltaShare*>(shared + DELTA) = DeltaShare::of(step_of(p), p, blockIdx.x, gridDim.x);
-        const int tiles = p.hidden / 16;
-        for (int i = threadIdx.x; i < 2 * tiles; i += WARPS * 32) {
-            shared[COUNTS + i] = BlockShare::parts(p.shape[i < tiles ? OUT : DOWN], i % tiles, gridDim.x);
+        if constexpr (TRELLIS) {
+#pragma unroll 1
+            for (int which = QKV, first = 0; which <= DOWN; first += p.shape[which++].tiles)
+                for (int i = threadIdx.x; i < p.shape[which].tiles; i += WARPS * 32)
+                    shared[COUNTS + first + i] = BlockShare::parts(p.shape[which], i, gridDim.x);
+        } else {
+            const int tiles = p.hidden / 16;
+            for (int i = threadIdx.x; i < 2 * tiles; i += WARPS * 32)
+                shared[COUNTS + i] = BlockShare::parts(p.shape[i < tiles ? OUT : DOWN], i % tiles, gridDim.x);
         }
         request_gain(p.layer[0].gains[0]);
         sync_layers();
@@ -272,8 +280,10 @@ struct LayersBlock {
         const int slots = p.hidden / 64;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int s = first_slot(slots, sharer) + warp + i * WARPS;
-            if (s < first_slot(slots, sharer + 1)) gain[i] = __ldg(reinterpret_cast<const float2*>(from + s * 64) + lane);
+            // Of trellis codes the two slots of a block.
+            const int s = TRELLIS ? (first_slot(slots / 2, sharer) + warp) * 2 + i : first_slot(slots, sharer) + warp + i * WARPS;
+            const int end = TRELLIS ? first_slot(slots / 2, sharer + 1) * 2 : first_slot(slots, sharer + 1);
+            if (s < end) gain[i] = __ldg(reinterpret_cast<const float2*>(from + s * 64) + lane);
         }
     }
 
@@ -404,6 +414,158 @@ struct LayersBlock {
             inputs.put(span + (offsetof(SpanDigits, slots) / 4 + s % 4 * 4), make_float4(d.scale, d.sum, square, d.second), lane);
         }
         if (which != END) inputs.template receive<WARPS * 32>(slots / 4 * SPAN_WORDS, lane);
+    }
+
+    // Parts that strip `strip` of a product in trellis codes has.
+    DEVICE int strip_parts(int which, int strip) const {
+        for (int i = QKV; i < which; i++) strip += p.shape[i].tiles;
+        return shared[COUNTS + strip];
+    }
+    static DEVICE float4 joined(float2 a, float2 b) { return make_float4(a.x, a.y, b.x, b.y); }
+    // Scales of rows, and behind them those of inputs.
+    static DEVICE const __half* scales_of(const LayersArgs& p, int l, int which) { return reinterpret_cast<const __half*>(p.layer[l].meta[which]); }
+    static DEVICE bool is_octagon(const LayersArgs& p, int l, int which) { return kind_of(p, l, which).scheme >= CODES_OF_SUM; }
+
+    // As `gather`, where weights are in trellis codes.
+    DEVICE void gather_blocks(int l, int which) {
+        const uint32_t barrier = sent + (which & 1) * 8, stamp = stamp_before(l, which);
+        const bool norm = which == QKV || which == GATED, octagon = which != END && is_octagon(p, l, which);
+        const int blocks = (which == OUT || which == DOWN ? p.shape[which].spans * TILE : p.hidden) / BLOCK;
+        const int first = first_slot(blocks, sharer), end = first_slot(blocks, sharer + 1);
+        if (!CLUSTERED) sync_layers();   // as in `gather`
+        const SharedInputs inputs(digits(which), barrier, p.digits[which & 1], stamp);
+        if (which != END) inputs.expect(blocks * block_words(octagon) * 4);
+#pragma unroll 1
+        for (int b = first + warp, i = 0; b < end; b += WARPS, i++) {
+            float4* const own = reinterpret_cast<float4*>(shared + p.at.x) + (b - first) * 32 + lane;
+            const int at = b * BLOCK + 2 * lane;   // of two values, and two 64 further
+            float4 v;
+            // Requested before the wait for values, and only looked at after it.
+            __half2 scales[2];
+            if (which != END) {
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    scales[j] = __ldg(reinterpret_cast<const __half2*>(scales_of(p, l, which) + p.shape[which].tiles * STRIP + at + 64 * j));
+            }
+            if (which == OUT) {
+                v = joined(join(2 * b, stamp, attention().sources), join(2 * b + 1, stamp, attention().sources));
+            } else if (which == DOWN) {
+                const int rows = p.shape[GATED].tiles * STRIP;
+                const uint64_t* const from = p.gated + 2 * b * STRIP + 2 * lane;
+                float4 gate = {}, up = {};
+                add_strip_parts_of_two(from, rows, strip_parts(GATED, 2 * b), strip_parts(GATED, 2 * b + 1), stamp, gate, up);
+                v = make_float4(quick_silu(gate.x) * up.x, quick_silu(gate.y) * up.y, quick_silu(gate.z) * up.z, quick_silu(gate.w) * up.w);
+            } else {
+                if (l == 0 && which == QKV) {
+                    v = joined(__ldcg(reinterpret_cast<const float2*>(p.x + at)), __ldcg(reinterpret_cast<const float2*>(p.x + at + 64)));
+                } else {
+                    const int of = which == GATED ? 0 : 1;
+                    v = add_strip_parts<64>(p.parts[of] + at, p.hidden, strip_parts(of == 0 ? OUT : DOWN, b), stamp, *own);
+                }
+                *own = v;
+            }
+            __syncwarp();
+            if (which == END) {
+                *reinterpret_cast<float2*>(p.x + at) = make_float2(v.x, v.y);
+                *reinterpret_cast<float2*>(p.x + at + 64) = make_float2(v.z, v.w);
+                continue;
+            }
+            float4 factor = joined(__half22float2(scales[0]), __half22float2(scales[1]));
+            if (norm) {
+                float4 f = joined(gain[0], gain[1]);
+                const float* const gains = p.layer[l].gains[which / 2] + at;
+                if (i > 0) f = joined(__ldg(reinterpret_cast<const float2*>(gains)), __ldg(reinterpret_cast<const float2*>(gains + 64)));
+                factor.x *= f.x, factor.y *= f.y, factor.z *= f.z, factor.w *= f.w;
+            }
+            const float square = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;   // of x; not needed where there is no norm
+            float turned[4] = {v.x * factor.x, v.y * factor.y, v.z * factor.z, v.w * factor.w};
+            transform(turned);
+            if (octagon) put_block<true>(inputs, b, turned, square, lane);
+            else put_block<false>(inputs, b, turned, square, lane);
+        }
+        if (which != END) inputs.template receive<WARPS * 32>(blocks * block_words(octagon), lane);
+    }
+
+    // Asks for what ends of this block's strips, and its share of the next product's inputs, will need.
+    DEVICE void prefetch_scales(int l, int which, const BlockShare& mine) const {
+        const __half* const rows = scales_of(p, l, which);
+        for (int i = threadIdx.x; i < mine.tiles * 2; i += WARPS * 32) prefetch_line(rows + mine.tile * STRIP + i * 64);
+        const int next = (which + 1) % 4, next_layer = which == DOWN ? l + 1 : l;
+        if (next_layer == p.layers) return;
+        const int blocks = p.shape[next].spans * TILE / BLOCK, first = first_slot(blocks, sharer), end = first_slot(blocks, sharer + 1);
+        const __half* const inputs = scales_of(p, next_layer, next) + p.shape[next].tiles * STRIP;
+        for (int i = first * 2 + threadIdx.x; i < end * 2; i += WARPS * 32) prefetch_line(inputs + i * 64);
+    }
+
+    // As `multiply`, of weights in trellis codes.
+    DEVICE void multiply_strips(int l, int which) {
+        const BlockShare& mine = share(which);
+        const bool norm = which == QKV || which == GATED;
+        const uint32_t stamp = stamp0 + l * PHASES + (which == QKV ? 1 : which + 2);
+        const uint32_t barrier = sent + (which & 1) * 8, parity = phase >> 1 & 1;
+        phase++;
+        int unit = warp, stage = warp / TEAM, tile = quotient(mine.span + warp, mine.spans);
+        tile = mine.span + warp - tile * mine.spans;   // of its strip
+        RingPlace at = next;
+        at.step(stage, p.depth);
+        const RecordKind kind = kind_of(p, l, which);
+        const uint32_t row = keep(shared_address(digits(which)));
+        prefetch_scales(l, which, mine);
+        bool waited = false;
+        auto wait_digits = [&] {
+            if (!waited) SharedInputs::wait(barrier, parity);
+            waited = true;
+        };
+        if (norm && warp == WARPS - 1) {   // which has the fewest records
+            wait_digits();
+            const int words = block_words(kind.scheme >= CODES_OF_SUM);
+            float square = 0.f;
+            for (int b = lane; b < p.hidden / BLOCK; b += 32) square += __uint_as_float(load_shared_4(row + ((b + 1) * words - 2) * 4));
+            square = warp_sum(square);
+            if (lane == 0) factor() = rsqrtf(square / p.hidden + p.eps);
+        }
+#pragma unroll 1
+        for (int strip = 0; strip < mine.tiles; strip++) {
+            const int end = min((strip + 1) * mine.spans - mine.span, mine.units);   // of its units
+            float* const buffer = sums() + turn * (WARPS * WARPS * 16);
+            static_assert(STRIP <= WARPS * 16);
+            turn ^= 1;
+            StripSums all;
+            with_code(kind.scheme, [&](auto code) {
+                using C = decltype(code);
+                StripUnits<C> units(all, lane);
+#pragma unroll 1
+                while (unit < end) {
+                    ring.wait(at);
+                    units.add(ring.at(at) + warp % TEAM * C::UNIT, row, tile, wait_digits, [&] { ring.leave(at, 1, lane); });
+                    unit += WARPS, stage += TEAMS, tile += WARPS;
+                    while (tile >= mine.spans) tile -= mine.spans;
+                    at.step(TEAMS, p.depth);
+                }
+                units.end();
+            });
+            all.store(shared_address(buffer) + warp * (STRIP * 4), lane);
+            sync_layers();
+            if (threadIdx.x >= STRIP) continue;
+            const int output = threadIdx.x;
+            const __half scale = __ldg(scales_of(p, l, which) + (mine.tile + strip) * STRIP + output);
+            float v = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) v += buffer[w * STRIP + output];
+            v *= __half2float(scale) * (norm ? factor() * (1.f / 128.f) : 1.f / 128.f);
+            const int part = strip == 0 ? mine.part : 0, rows = p.shape[which].tiles * STRIP;
+            uint64_t* const to = which == QKV ? p.qkv : which == GATED ? p.gated : p.parts[which / 2];
+            store_stamped(to + size_t(part) * rows + (mine.tile + strip) * STRIP + output, v, stamp);
+        }
+        wait_digits();
+        // Stages of which this warp has nothing.
+#pragma unroll 1
+        for (; stage < mine.stages; stage += TEAMS) {
+            ring.wait(at);
+            ring.leave(at, 1, lane);
+            at.step(TEAMS, p.depth);
+        }
+        next.skip(mine.stages, p.depth);
     }
 
     // The experts that this block scores.
@@ -584,6 +746,10 @@ struct LayersBlock {
             const int head = kind == 0 ? Of::query(of_kind) : Of::key(p.heads, (kind - 1) * p.kv_heads + of_kind);
             const uint64_t* const from = p.qkv + head * DIM + lane * 4;
             Head<DIM> v;
+            if constexpr (TRELLIS) {
+                static_assert(DIM == STRIP);
+                v.part[0] = add_strip_parts<2>(from, p.shape[QKV].tiles * STRIP, strip_parts(QKV, head), stamp, {});
+            } else
 #pragma unroll
             for (int j = 0; j < Head<DIM>::PARTS; j++) {
                 uint4 a, b;
@@ -618,13 +784,15 @@ struct LayersBlock {
         for (int l = 0; l < p.layers; l++) {
 #pragma unroll 1
             for (int which = QKV; which <= DOWN; which++) {
-                gather(l, which);
+                if constexpr (TRELLIS) gather_blocks(l, which);
+                else gather(l, which);
                 const bool recurrent = which == QKV && recurs(p, l);
                 if (recurrent && has_columns) recurrence(l).prefetch();
                 if (EXPERTS && which == GATED) choose(l);
                 if (which == OUT) request_gain(p.layer[l].gains[1]);
                 if (which == DOWN && l + 1 < p.layers) request_gain(p.layer[l + 1].gains[0]);
-                multiply(l, which);
+                if constexpr (TRELLIS) multiply_strips(l, which);
+                else multiply(l, which);
                 if (EXPERTS && which == QKV) prefetch_router(l);
                 // Attention takes the memory of the sums. The next product writes there only after it has ended:
                 // it needs digits that come in part from it.
@@ -638,7 +806,10 @@ struct LayersBlock {
                 }
             }
         }
-        if (!CLUSTERED || blockIdx.x < CLUSTER) gather(p.layers, END);
+        if (!CLUSTERED || blockIdx.x < CLUSTER) {
+            if constexpr (TRELLIS) gather_blocks(p.layers, END);
+            else gather(p.layers, END);
+        }
         if (TIMED && blockIdx.x == 0 && threadIdx.x == 0)
             for (int i = 0; i < 2 * PHASES; i++) p.times[i] = reinterpret_cast<const uint64_t*>(shared + TIMES)[i];
     }

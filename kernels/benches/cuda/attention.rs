@@ -273,6 +273,7 @@ pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
             delta: None,
             experts: None,
             intermediate: weights[3][0].inputs(),
+            trellis: false,
         };
         let mut scratch = LayersScratch::new(&t.gpu, sizes)?;
         let mut x = t.gpu.upload("a benchmark", &vec![0.5; model.hidden])?;

@@ -17,7 +17,7 @@ pub struct DeviceLinear {
     rows: usize,
     inputs: usize,
     scale: f32,
-    /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows.
+    /// Of a weight in a trellis code: `codes` are its words, `meta` the scales of its rows and, behind them, of its inputs.
     pub(super) trellis: Option<TrellisParts>,
 }
 

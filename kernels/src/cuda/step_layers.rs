@@ -7,17 +7,19 @@ mod sizes;
 use super::all_reduce::MOST_RANKS;
 use super::attention::{HEAD_DIM, Heads, LayerPages, WIDE_HEAD_DIM};
 use super::delta::{DeltaVectors, LayerStates};
-use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Stream};
+use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Parts, Stream};
 use super::experts::chosen;
 use super::half_rows::HalfRows;
 use super::kernel::{Instance, UNIFORM, kernels, kind_index};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
 use super::rows::Step;
+use super::trellis;
 use crate::error::Result;
 use crate::pages::PAGE;
 use args::{LayerArgs, LayersArgs, LayersRoom};
 use nq_formats::Experts;
+use nq_formats::trellis::{STRIP, TILE as COLUMNS};
 pub use scratch::{LayersInbox, LayersScratch};
 pub use sizes::LayersSizes;
 use std::sync::Arc;
@@ -89,10 +91,16 @@ const MOST_LAYERS: usize = 64;
 const CLUSTER: usize = 8;
 /// Size of `SpanDigits` of `cuda/products.cuh`.
 const DIGITS_BYTES: usize = 576;
+/// Most bytes of `BlockDigits` of `cuda/layers_trellis.cuh`.
+const BLOCK_DIGITS_BYTES: usize = 528;
+/// `MOST_STRIP_PARTS` of `cuda/layers_trellis.cuh`.
+const MOST_STRIP_PARTS: usize = 16;
 /// Most bytes that a stage of the ring has of keys and values: those of `cuda/layers_attention.cuh` in int8.
 const PAGE_STAGE: usize = 8320;
 /// Bytes of shared memory in front of the numbers of parts: `COUNTS` of `cuda/step_layers.cuh`.
 const HEAD_BYTES: usize = 1024;
+/// Bytes of a record of INT4 with a scale for 64 inputs.
+const INT4_RECORD: usize = 2048 + 128;
 /// `PHASES` of `cuda/layers.cuh`.
 const PHASES: usize = 5;
 /// Their names in a profile, while blocks wait for inputs.
@@ -147,6 +155,8 @@ kernels! {
             "step_layers_hybrid_experts_int4_offset_64_timed",
             "step_layers_hybrid_experts_mix_timed",
         ];
+    STEP_LAYERS_TRELLIS: LayersArgs = "step_layers_trellis" in "step_layers_trellis.cu",
+        test "kernels/tests/cuda/layers.rs::all_layers_of_trellis_codes_at_once", bench "step_layers";
 }
 
 /// Launch settings for the layers of a step, for [`Stream::step_layers`].
@@ -194,11 +204,6 @@ struct SharedMemory {
     bytes: usize,
 }
 
-/// Bytes of the `SpanDigits` of so many inputs.
-fn digits_bytes(inputs: usize) -> usize {
-    inputs / 256 * DIGITS_BYTES
-}
-
 /// Blocks of a cluster on devices of this compute capability, as in `cuda/layers_cluster.cuh`.
 fn cluster_of(capability: (i32, i32)) -> usize {
     if capability == (9, 0) { CLUSTER } else { 1 }
@@ -211,6 +216,8 @@ enum Weights {
     Uniform(PackedKind),
     /// Each of its own kind, with codes of 4 to 6 bits and scales in two levels.
     Mix,
+    /// Each in a trellis code of its own, of those that [`StepLayer::is_of`] takes.
+    Trellis,
 }
 
 impl Weights {
@@ -222,6 +229,9 @@ impl Weights {
                 .flat_map(|l| l.weights().map(DeviceLinear::kind))
         };
         let first = kinds().next()?;
+        if kinds().all(|k| trellis::layer_code(k).is_some()) {
+            return Some(Weights::Trellis);
+        }
         if kinds().all(PackedKind::is_two_level) {
             return Some(Weights::Mix);
         }
@@ -235,6 +245,8 @@ impl Weights {
         let instance = match self {
             Weights::Uniform(kind) => kind_index(kind),
             Weights::Mix => UNIFORM,
+            // It takes no time of its parts.
+            Weights::Trellis => return (&STEP_LAYERS_TRELLIS).into(),
         };
         let group = usize::from(hybrid) + 2 * usize::from(experts) + 4 * usize::from(timed);
         STEP_LAYERS.instance(group * (UNIFORM + 1) + instance)
@@ -244,6 +256,7 @@ impl Weights {
         match self {
             Weights::Uniform(kind) => kind.name(),
             Weights::Mix => "mix",
+            Weights::Trellis => "trellis",
         }
     }
 }
@@ -274,7 +287,8 @@ impl StepLayer<'_> {
         let shapes = [first, o, gate_up, down];
         let mut all = self.weights().into_iter().zip(shapes);
         same && all.all(|(w, (rows, inputs))| {
-            (w.rows(), w.inputs()) == (rows, inputs) && inputs.is_multiple_of(256)
+            let whole = !sizes.trellis || w.trellis_strips() == Some(rows / STRIP);
+            (w.rows(), w.inputs()) == (rows, inputs) && inputs.is_multiple_of(256) && whole
         })
     }
 }
@@ -298,10 +312,12 @@ fn sizes_of(layers: &[StepLayer<'_>], experts: Option<Experts>) -> Option<Layers
         delta,
         experts,
         intermediate: layers.first()?.down.inputs(),
+        trellis: layers.first()?.o.trellis_strips().is_some(),
     };
     let serves = match sizes.head_dim {
+        _ if sizes.trellis && experts.is_some() => false,
         HEAD_DIM => delta.is_none(),
-        WIDE_HEAD_DIM => !cache.is_int8(),
+        WIDE_HEAD_DIM => !cache.is_int8() && !sizes.trellis,
         _ => false,
     };
     (serves && layers.iter().all(|l| l.is_of(sizes))).then_some(sizes)
@@ -347,8 +363,22 @@ impl LayersPlan {
         let kinds = layers
             .iter()
             .flat_map(|l| l.weights().map(DeviceLinear::kind));
-        let records = kinds.map(|k| TEAM * (k.codes_bytes() + k.meta_bytes()));
+        let records = kinds.map(|k| match trellis::layer_code(k) {
+            Some(code) => TEAM * code.unit,
+            None => TEAM * (k.codes_bytes() + k.meta_bytes()),
+        });
         let stage = records.max().unwrap_or_default().max(PAGE_STAGE);
+        // As many bytes under way as those of INT4, where units of trellis codes are shorter.
+        let of = |size: fn(&DeviceLinear) -> usize| -> usize {
+            layers.iter().flat_map(|l| l.weights().map(size)).sum()
+        };
+        let window = match sizes.trellis {
+            true => {
+                let units = of(|w| w.rows() / STRIP * (w.inputs() / COLUMNS));
+                (window(sizes.hidden) * INT4_RECORD * units).div_ceil(of(DeviceLinear::bytes).max(1))
+            }
+            false => window(sizes.hidden),
+        };
         let positions = layers.iter().find_map(|l| match &l.mixer {
             StepMixer::Attention { cache, .. } => Some(cache.places().positions),
             StepMixer::Recurrence { .. } => None,
@@ -367,7 +397,7 @@ impl LayersPlan {
         let Some(blocks) = fitting(info.multiprocessors / cluster) else {
             return Ok(None);
         };
-        let Some(shared) = SharedMemory::of(info, sizes, stage, blocks) else {
+        let Some(shared) = SharedMemory::of(info, sizes, (stage, window), blocks) else {
             return Ok(None);
         };
         let plan = LayersPlan {
@@ -412,15 +442,22 @@ impl LayersPlan {
 }
 
 impl SharedMemory {
-    /// For one of so many blocks; `None` if it has too little on this device.
-    fn of(info: &GpuInfo, sizes: LayersSizes, stage: usize, blocks: usize) -> Option<Self> {
-        let mut end = (HEAD_BYTES + sizes.hidden / 8).next_multiple_of(128);
+    /// For one of so many blocks, with stages of so many bytes, of which so many may be requested and not there yet;
+    /// `None` if it has too little on this device.
+    fn of(
+        info: &GpuInfo,
+        sizes: LayersSizes,
+        (stage, window): (usize, usize),
+        blocks: usize,
+    ) -> Option<Self> {
+        let mut end = (HEAD_BYTES + sizes.counts()).next_multiple_of(128);
         let mut take = |bytes: usize| {
             let at = end;
             end += bytes.next_multiple_of(128);
             at as i32
         };
-        let (digits, inner) = (digits_bytes, sizes.inner());
+        let (digits, inner) = (|inputs| sizes.digits_bytes(inputs), sizes.inner());
+        let each = sizes.gathered();
         let alone = cluster_of(info.capability) == 1;
         let room = LayersRoom {
             digits: if alone {
@@ -428,7 +465,7 @@ impl SharedMemory {
             } else {
                 [take(digits(sizes.hidden)), take(digits(inner))]
             },
-            x: take((sizes.hidden / 64).div_ceil(if alone { blocks } else { CLUSTER }) * 64 * 4),
+            x: take((sizes.hidden / each).div_ceil(if alone { blocks } else { CLUSTER }) * each * 4),
             sums: take(2 * WARPS * WARPS * 16 * 4),
             queries: take((sizes.group() + 1) * 4 * sizes.head_dim),
             ring: take(0),
@@ -436,7 +473,7 @@ impl SharedMemory {
         let depth = (info.shared_memory.checked_sub(end)? / stage).min(MOST_RING);
         let behind = depth.checked_sub(stages_ahead(sizes.head_dim))?;
         // Copies of 16 bytes end in order, bulk copies do not.
-        let window = window(sizes.hidden).min(if alone { depth } else { behind });
+        let window = window.min(if alone { depth } else { behind });
         (window > 0).then_some(SharedMemory {
             room,
             stage,
@@ -513,24 +550,21 @@ impl Stream {
         let table = cache.args(&o)?;
         let [(qkv_rows, _), .., (inputs, _)] = plan.sizes.shapes();
         let rank = scratch.rank_args(&o, plan)?;
+        let digits = |inputs| plan.sizes.digits_bytes(inputs) / 4;
         let args = LayersArgs {
             x: o.of("x", x, &[hidden])?,
-            qkv: o.of("qkv", &scratch.qkv, &[qkv_rows.max(inputs)])?,
+            qkv: o.of("qkv", &scratch.qkv, &[plan.sizes.row_parts(), qkv_rows.max(inputs)])?,
             attended: o.of(
                 "attended",
                 &scratch.attended,
                 &[MOST_SOURCES, heads, head_dim + 2],
             )?,
-            gated: o.of("gated", &scratch.gated, &[plan.sizes.gated()])?,
+            gated: o.of("gated", &scratch.gated, &[plan.sizes.gated_words()])?,
             scores: o.of("scores", &scratch.scores, &[plan.sizes.stacked()])?,
             parts: rank.parts,
             digits: [
-                o.of("digits", &scratch.digits[0], &[digits_bytes(hidden) / 4])?,
-                o.of(
-                    "digits",
-                    &scratch.digits[1],
-                    &[digits_bytes(plan.sizes.inner()) / 4],
-                )?,
+                o.of("digits", &scratch.digits[0], &[digits(hidden)])?,
+                o.of("digits", &scratch.digits[1], &[digits(plan.sizes.inner())])?,
             ],
             epoch: o.of("epoch", &scratch.epoch, &[1])?,
             cos_sin: first.args(&o, cache)?.cos_sin,
@@ -577,7 +611,8 @@ impl Stream {
         };
         // Weights are read all the time: no part counts their bytes.
         let key = ("start and end of layers", "fused", (layers.len(), hidden));
-        self.timed_in_parts(key, 0, Some(Box::new(parts)), || {
+        let parts = (!plan.sizes.trellis).then(|| Box::new(parts) as Parts);
+        self.timed_in_parts(key, 0, parts, || {
             // SAFETY: the operands were checked, and that the step is in the cache; all blocks fit on the
             // device, where no other such kernel runs.
             self.alone(|| unsafe { self.launch(plan.kernel(timed), plan.shape(), &args) })

@@ -11,7 +11,7 @@ pub(super) use stack::{TrellisParts, upload, weights};
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
-use super::pack::{SPAN, TILE};
+use super::pack::{PackedKind, SPAN, TILE};
 use super::product::{Asked, Epilogue, Inputs, OutputAddresses, Product, ProductOutput};
 use crate::error::Result;
 use bytemuck::Pod;
@@ -107,7 +107,7 @@ impl TrellisRoom {
 /// `cuda/trellis_rows.cu`.
 fn rows_shared(scheme: TrellisScheme, which: usize) -> usize {
     let (group, warps) = (GROUPS[which], THREADS[which] / LANES);
-    let unit = scheme.words() * LANES * size_of::<u32>();
+    let unit = unit_bytes(scheme);
     let end = (warps / 2 + 2) * STRIP * group * size_of::<f32>() + 1024;
     let stages = ((ROWS_SHARED - end) / (warps * unit)).min(4);
     stages * warps * unit + end
@@ -256,7 +256,41 @@ struct Operand<'w> {
     parts: &'w TrellisParts,
 }
 
+/// A code of which the kernel of all layers has products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LayerCode {
+    /// Its number in `with_code` of `cuda/layers_trellis.cuh`.
+    pub(super) number: u8,
+    /// Bytes of a strip's tile.
+    pub(super) unit: usize,
+}
+
+/// The code of weights of this kind, if the kernel of all layers has it: octagons, and sums of 6 bits.
+pub(super) fn layer_code(kind: PackedKind) -> Option<LayerCode> {
+    let PackedKind::Trellis(scheme) = kind else {
+        return None;
+    };
+    let before = TrellisScheme::all().filter(|s| s.code() == Code::Sum).count() - 1;
+    let number = index_of(scheme).checked_sub(before)?;
+    Some(LayerCode {
+        number: number as u8,
+        unit: unit_bytes(scheme),
+    })
+}
+
+/// Bytes of a tile of a strip.
+fn unit_bytes(scheme: TrellisScheme) -> usize {
+    scheme.words() * LANES * size_of::<u32>()
+}
+
 impl DeviceLinear {
+    /// Words of a trellis weight, and scales of rows, behind which those of inputs are.
+    pub(super) fn trellis_args(&self, o: &Operands<'_>) -> Result<(Address, Address)> {
+        let of = self.trellis_operand(o)?;
+        of.input_scales(o)?;
+        Ok((of.words(o)?, of.row_scales(o)?))
+    }
+
     /// True if it is in a trellis code.
     pub(super) fn is_trellis(&self) -> bool {
         self.trellis.is_some()
@@ -298,11 +332,8 @@ impl Operand<'_> {
     }
 
     fn input_scales(&self, o: &Operands<'_>) -> Result<Address> {
-        o.of(
-            "scales of inputs",
-            &self.parts.input_scales,
-            &[self.inputs()],
-        )
+        let rows = self.parts.strips * STRIP * 2;
+        o.part("scales of inputs", &self.w.meta, rows, &[self.inputs(), 2])
     }
 
     fn instance<A: Copy>(&self, kernel: &'static Kernel<A>, suffix: usize) -> Instance<A> {

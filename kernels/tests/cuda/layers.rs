@@ -2,15 +2,16 @@
 
 use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::common::delta::{self, EPS};
-use super::common::{affine, dense, nmse, normal, two_level};
+use super::common::{affine, dense, nmse, normal, trellis, two_level};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
-use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Zeros};
+use nq_formats::trellis::Code;
+use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Scheme, TrellisScheme, Zeros};
 use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
     DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch, LayersSizes,
-    Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, WIDE_HEAD_DIM,
-    gated_width, stacked,
+    Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, StreamOptions, TrellisRoom,
+    TrellisSizes, WIDE_HEAD_DIM, gated_width, stacked,
 };
 use nq_kernels::pages::KvType;
 
@@ -73,10 +74,14 @@ impl Recurrence {
 
 impl Weights {
     /// Of the schemes of qkv, o, gate and up, and down.
-    fn new(gpu: &Gpu, (shape, case): (Shape, &Case), schemes: [AffineScheme; 4], i: usize) -> Self {
+    fn new(gpu: &Gpu, (shape, case): (Shape, &Case), schemes: [Scheme; 4], i: usize) -> Self {
         let Shape { hidden, mlp, .. } = shape;
         let seed = 100 * i as u64;
-        let weight = |which: usize, out, inp, seed| affine(schemes[which], out, inp, None, seed);
+        // Parts of a product in trellis codes have the same scales of inputs.
+        let weight = |which: usize, out, inp, seed| match schemes[which] {
+            Scheme::Affine(scheme) => affine(scheme, out, inp, None, seed),
+            Scheme::Trellis(scheme) => trellis(scheme, (out, inp), seed, which as u64),
+        };
         let gain = |seed| {
             let values: Vec<f32> = normal(hidden, seed).iter().map(|v| 1.0 + 0.3 * v).collect();
             gpu.upload("a test", &values).unwrap()
@@ -282,18 +287,30 @@ fn draft(
 /// Steps of one sequence from its first position on, in both ways; each has its own cache, so that
 /// appended keys and values are tested by later steps. Products of all layers take their schemes from
 /// `schemes` in turn.
-fn check(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], kv: KvType, len: usize) {
+fn check<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: Shape, schemes: &[S], kv: KvType, len: usize) {
     let case = Case::new(shape.heads, KV_HEADS, kv, len);
     check_case(gpu, shape, schemes, case);
 }
 
-fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
-    let stream = gpu.stream().unwrap();
+fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: Shape, schemes: &[S], case: Case) {
+    let schemes: Vec<Scheme> = schemes.iter().map(|s| (*s).into()).collect();
+    let trellis = schemes[0].trellis().is_some();
     let Shape {
         hidden, heads, mlp, ..
     } = shape;
     let (kv, len) = (case.kv, case.len);
     let on_device = Uploaded::new(gpu, &case);
+    let room = TrellisSizes {
+        rows: 1,
+        many: 1,
+        inputs: hidden.max(mlp).max(heads * case.dim),
+        weights: 0,
+    };
+    let options = StreamOptions {
+        room: trellis.then(|| TrellisRoom::new(gpu, room).unwrap()),
+        beside: false,
+    };
+    let stream = gpu.stream_with(options).unwrap();
     let mut turns = schemes.iter().cycle();
     let mut next = || std::array::from_fn(|_| *turns.next().unwrap());
     let weights: Vec<Weights> = (0..LAYERS)
@@ -328,12 +345,11 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
         _ => 1e-5,
     };
     let Some(plan) = LayersPlan::new(gpu, &layers[0], shape.experts).unwrap() else {
-        // 99 KiB of shared memory are too little for the keys of a page of wide heads.
+        // 99 KiB of shared memory are too little for the keys of a page of wide heads, and for digits of the widest inputs
+        // of trellis codes.
         let room = gpu.info().shared_memory;
-        assert!(
-            room < 100 << 10 && case.dim == WIDE_HEAD_DIM,
-            "{name}: not at once"
-        );
+        let large = case.dim == WIDE_HEAD_DIM || trellis && mlp > 9000;
+        assert!(room < 100 << 10 && large, "{name}: not at once");
         println!("skipped: {name}: {room} bytes of shared memory are too little");
         return;
     };
@@ -345,6 +361,7 @@ fn check_case(gpu: &Gpu, shape: Shape, schemes: &[AffineScheme], case: Case) {
         delta: shape.delta,
         experts: shape.experts,
         intermediate: mlp,
+        trellis,
     };
     let mut scratch = LayersScratch::new(gpu, sizes).unwrap();
     let bounds = step_bounds(&kept[0].cache);
@@ -453,6 +470,31 @@ fn all_layers_at_once() {
 }
 
 #[test]
+fn all_layers_of_trellis_codes_at_once() {
+    let Some(gpu) = gpu() else { return };
+    let of = |hidden, heads, mlp| Shape {
+        hidden,
+        heads,
+        mlp,
+        delta: None,
+        experts: None,
+    };
+    let octagon = |bits| TrellisScheme::of_bits(Code::Octagon, bits).unwrap();
+    let sum = TrellisScheme::of_bits(Code::Sum, 6.0).unwrap();
+    let all = [3.5, 2.0, 5.0, 2.5, 4.0, 3.0].map(octagon);
+    // Five products, so that each place gets each of them.
+    let mix = [octagon(4.0), sum, octagon(3.0), octagon(3.5), octagon(2.5)];
+    if !is_sanitizing() {
+        // As in 0.6B, 4B and 8B, except for the number of layers.
+        check(&gpu, of(1024, 16, 3072), &all, KvType::F16, 3);
+        check(&gpu, of(2560, 32, 9728), &mix, KvType::F16, 3);
+        check(&gpu, of(4096, 32, 12288), &[octagon(4.0)], KvType::F16, 3);
+        check(&gpu, of(1280, 40, 4352), &mix, KvType::Int8, 200);
+    }
+    check(&gpu, of(1024, 16, 1280), &mix, KvType::F16, 140);
+}
+
+#[test]
 fn all_layers_of_hybrids_at_once() {
     let Some(gpu) = gpu() else { return };
     let usual = [AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer)];
@@ -540,11 +582,10 @@ fn layers_that_do_not_run_at_once() {
         let layer = w.layer(0, &on_device, &kept);
         LayersPlan::new(&gpu, &[layer], None).unwrap().is_some()
     };
-    let scheme = |bits, group| AffineScheme::new(bits, Group::Size(group), Zeros::Integer);
-    let (usual, two_level) = (
-        scheme(Bits::B4, 64),
-        scheme(Bits::B5, 32).two_level(Bits::B8),
-    );
+    let affine = |bits, group| AffineScheme::new(bits, Group::Size(group), Zeros::Integer);
+    let scheme = |bits, group| Scheme::from(affine(bits, group));
+    let two_level = Scheme::from(affine(Bits::B5, 32).two_level(Bits::B8));
+    let usual = scheme(Bits::B4, 64);
     assert!(of([usual; 4]));
     assert!(of([two_level; 4]));
     assert!(!of([scheme(Bits::B8, 64); 4]));

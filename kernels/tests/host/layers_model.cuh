@@ -2,6 +2,7 @@
 #pragma once
 
 #include "step_layers.cuh"
+#include "trellis_values.cuh"
 
 #include <memory>
 
@@ -61,8 +62,12 @@ Coding coding<void>(int, int nth) {
     return {bits, bits == 6 ? SYM : INT, scheme % 2 ? 8 : 4, scheme, true};
 }
 
+// The code of the nth product, in the order of `with_code`.
+int code_of(int nth) { return nth * 4 % LAYER_CODES; }
+
 template <int GROUP, class S, bool HYBRID, bool EXPERTS>
 struct Model {
+    static constexpr bool TRELLIS = std::is_same_v<S, trellis_codes>;
     using Values = std::vector<double>;
     static constexpr int DIM = HYBRID ? 256 : 128, ROTATED = HYBRID ? 64 : 128;
     using Of = HeadsOf<DIM>;
@@ -96,14 +101,15 @@ struct Model {
         }
         for (size_t i = 0; i < tables.size(); i++) tables[i] = tables.size() - 1 - i;
         for (int l = 0; l < c.layers; l++) add_layer(args.layer[l], l);
-        for (int i = 0; i < 5; i++) args.shape[i] = {shapes[i][0] / 16, shapes[i][1] / 256};
-        args.qkv = allocate<uint64_t>(max(shapes[0][0], shapes[4][0]));
+        const int strip_parts = TRELLIS ? 2 * MOST_STRIP_PARTS : 1;   // of gate and of up
+        for (int i = 0; i < 5; i++) args.shape[i] = {shapes[i][0] / (TRELLIS ? STRIP : 16), shapes[i][1] / (TRELLIS ? TILE : 256)};
+        args.qkv = allocate<uint64_t>(strip_parts * max(shapes[0][0], shapes[4][0]));
         args.key_heads = max(c.key_heads, 1), args.value_heads = max(value_heads, 1), args.tiled = c.tiled;
         args.attended = allocate<uint64_t>(MOST_SOURCES * (width + 2 * heads));
-        args.gated = allocate<uint64_t>(c.chosen * c.intermediate), args.scores = allocate<uint64_t>(c.experts);
+        args.gated = allocate<uint64_t>(strip_parts * c.chosen * c.intermediate), args.scores = allocate<uint64_t>(c.experts);
         args.experts = c.experts, args.chosen = c.chosen, args.shared_expert = c.shared, args.normalized = c.normalized;
         args.up_tiles = c.intermediate / 8, args.down_spans = c.intermediate / 256;
-        for (auto& parts : args.parts) parts = allocate<uint64_t>(MOST_PARTS * c.hidden);
+        for (auto& parts : args.parts) parts = allocate<uint64_t>((TRELLIS ? MOST_STRIP_PARTS : MOST_PARTS) * c.hidden);
         args.ranks = 1, args.lost = &lost, args.epoch = &epoch, args.cos_sin = cos_sin.data(), args.tables = tables.data(), args.step = &step;
         args.table_len = tables.size(), args.layers = c.layers, args.hidden = c.hidden, args.heads = heads, args.kv_heads = c.kv_heads, args.group = GROUP;
         // Without clusters, as few stages as keys of a page have, and up to two more, all of them under way.
@@ -136,32 +142,56 @@ struct Model {
         if (c.behind > 0) to.kept = values(value_heads * KEPT, .1f, .5f);
     }
 
+    // Product `which` of a layer, in trellis codes.
+    void add_codes(LayerArgs& layer, int which, int nth) {
+        const int rows = shapes[which][0], inputs = shapes[which][1], code = code_of(nth);
+        with_code(code, [&](auto of) {
+            using C = decltype(of);
+            const size_t bytes = size_t(rows / STRIP) * (inputs / TILE) * C::UNIT;
+            uint8_t* const codes = allocate<uint8_t>(bytes);
+            for (size_t i = 0; i < bytes; i++) codes[i] = draw.bits();
+            layer.codes[which] = codes, layer.kind[which] = {uint8_t(code), 0, 0, uint32_t(C::UNIT)};
+            stage = max(stage, TEAM * C::UNIT);
+        });
+        __half* const scales = allocate<__half>(rows + inputs);
+        const float usual = 1 / 1.16f / sqrtf(inputs);
+        for (int i = 0; i < rows; i++) scales[i] = __float2half(draw.between(.5f, 1.5f) * usual);
+        for (int i = 0; i < inputs; i++) scales[rows + i] = __float2half(draw.between(.5f, 1.5f) * (draw.bits() % 2 ? -1 : 1));
+        layer.meta[which] = reinterpret_cast<const uint8_t*>(scales);
+    }
+
+    // Product i of layer l.
+    void add_weight(LayerArgs& layer, int l, int i) {
+        int rows = shape(l, i)[0], inputs = shape(l, i)[1];
+        if (EXPERTS && i == GATED) rows = c.experts * 2 * c.intermediate;
+        if (EXPERTS && i == DOWN) rows = c.experts * c.hidden, inputs = c.intermediate;
+        const Coding of = coding<S>(c.groups, l * 4 + i);
+        const int codes_bytes = of.bits * 512, meta_bytes = of.meta_bytes();
+        const size_t records = size_t(rows / 16) * (inputs / 256);
+        uint8_t* const codes = allocate<uint8_t>(records * codes_bytes);
+        uint8_t* const meta = allocate<uint8_t>(records * meta_bytes);
+        for (size_t j = 0; j < records * codes_bytes; j++) codes[j] = draw.bits();
+        const float usual = 16 / 4.6f / sqrtf(inputs) / (1 << of.bits);   // scale
+        for (size_t r = 0; r < records; r++) {
+            uint8_t* at = meta + r * meta_bytes;
+            __half* const scales = reinterpret_cast<__half*>(at);
+            for (int j = 0; j < (of.two_level ? 16 : of.groups * 16); j++)
+                scales[j] = __float2half(draw.between(.5f, 1.5f) * usual / (of.two_level ? 64 : 1));
+            at += of.two_level ? 32 : of.groups * 32;
+            for (int j = 0; of.two_level && j < of.groups * 16; j++) *at++ = (of.zero == SYM ? 128 : 0) + 40 + draw.bits() % 48;
+            for (int j = 0; of.zero == OFFSET && j < of.groups * 16; j++) reinterpret_cast<__half*>(at)[j] = __float2half(draw.between(-.005f, .005f));
+            for (int j = 0; of.zero == INT && j < of.groups * (of.bits == 4 ? 8 : 16); j++)
+                at[j] = of.bits == 4 ? 0x77 + (draw.bits() & 0x11) : (1 << of.bits - 1) - 1 + draw.bits() % 2;
+        }
+        layer.codes[i] = codes, layer.meta[i] = meta;
+        layer.kind[i] = {uint8_t(of.scheme), uint8_t(of.groups), uint16_t(meta_bytes), uint32_t(codes_bytes)};
+        stage = max(stage, TEAM * (codes_bytes + meta_bytes));
+    }
+
     void add_layer(LayerArgs& layer, int l) {
         for (int i = 0; i < 4; i++) {
-            int rows = shape(l, i)[0], inputs = shape(l, i)[1];
-            if (EXPERTS && i == GATED) rows = c.experts * 2 * c.intermediate;
-            if (EXPERTS && i == DOWN) rows = c.experts * c.hidden, inputs = c.intermediate;
-            const Coding of = coding<S>(c.groups, l * 4 + i);
-            const int codes_bytes = of.bits * 512, meta_bytes = of.meta_bytes();
-            const size_t records = size_t(rows / 16) * (inputs / 256);
-            uint8_t* const codes = allocate<uint8_t>(records * codes_bytes);
-            uint8_t* const meta = allocate<uint8_t>(records * meta_bytes);
-            for (size_t j = 0; j < records * codes_bytes; j++) codes[j] = draw.bits();
-            const float usual = 16 / 4.6f / sqrtf(inputs) / (1 << of.bits);   // scale
-            for (size_t r = 0; r < records; r++) {
-                uint8_t* at = meta + r * meta_bytes;
-                __half* const scales = reinterpret_cast<__half*>(at);
-                for (int j = 0; j < (of.two_level ? 16 : of.groups * 16); j++)
-                    scales[j] = __float2half(draw.between(.5f, 1.5f) * usual / (of.two_level ? 64 : 1));
-                at += of.two_level ? 32 : of.groups * 32;
-                for (int j = 0; of.two_level && j < of.groups * 16; j++) *at++ = (of.zero == SYM ? 128 : 0) + 40 + draw.bits() % 48;
-                for (int j = 0; of.zero == OFFSET && j < of.groups * 16; j++) reinterpret_cast<__half*>(at)[j] = __float2half(draw.between(-.005f, .005f));
-                for (int j = 0; of.zero == INT && j < of.groups * (of.bits == 4 ? 8 : 16); j++)
-                    at[j] = of.bits == 4 ? 0x77 + (draw.bits() & 0x11) : (1 << of.bits - 1) - 1 + draw.bits() % 2;
-            }
-            layer.codes[i] = codes, layer.meta[i] = meta;
-            layer.kind[i] = {uint8_t(of.scheme), uint8_t(of.groups), uint16_t(meta_bytes), uint32_t(codes_bytes)};
-            stage = max(stage, TEAM * (codes_bytes + meta_bytes));
+            if constexpr (TRELLIS) add_codes(layer, i, l * 4 + i);
+            else add_weight(layer, l, i);
         }
         layer.gains[0] = layer.gains[1] = gain.data();
         if (EXPERTS) {
@@ -193,28 +223,52 @@ struct Model {
 
     // As `LayersPlan::room` of `step_layers.rs`.
     void lay_out() {
-        int end = (1024 + c.hidden / 8 + 127) / 128 * 128;
+        int end = (1024 + max(c.hidden / 8, TRELLIS ? args.shape[0].tiles + args.shape[1].tiles + args.shape[2].tiles + args.shape[3].tiles : 0) + 127) / 128 * 128;
         auto take = [&](int bytes) {
             const int at = end;
             end += (bytes + 127) / 128 * 128;
             return at;
         };
-        auto digits = [](int inputs) { return inputs / 256 * int(sizeof(SpanDigits)); };
+        auto digits = [](int inputs) { return TRELLIS ? inputs / BLOCK * block_words(true) * 4 : inputs / 256 * int(sizeof(SpanDigits)); };
         const int inner = max(width, c.chosen * c.intermediate);
         args.at.digits[0] = take(digits(CLUSTERED ? c.hidden : max(c.hidden, inner)));
         args.at.digits[1] = CLUSTERED ? take(digits(inner)) : args.at.digits[0];
         const int ranks = CLUSTERED ? CLUSTER : c.blocks;
-        args.at.x = take((c.hidden / 64 + ranks - 1) / ranks * 256);
-        for (uint64_t*& words : args.digits) words = allocate<uint64_t>(max(c.hidden, inner) / 256 * SPAN_WORDS);
+        const int each = TRELLIS ? BLOCK : 64;   // inputs that a warp gathers together
+        args.at.x = take((c.hidden / each + ranks - 1) / ranks * each * 4);
+        for (uint64_t*& words : args.digits) words = allocate<uint64_t>(digits(max(c.hidden, inner)) / 4);
         args.at.sums = take(max(2 * LAYERS_WARPS * LAYERS_WARPS * 64, int(sizeof(AttentionRoom))));
         args.at.queries = take((GROUP + 1) * DIM * 4);
         args.at.ring = take(args.depth * stage);
         if (end > int(SHARED_BYTES)) throw "more shared memory than a block has";
     }
 
+    // In trellis codes.
+    Values product_of_codes(const LayerArgs& layer, int which, const Values& inputs) const {
+        Values turned(inputs), out(shapes[which][0]);
+        const __half* const scales = reinterpret_cast<const __half*>(layer.meta[which]);
+        for (size_t k = 0; k < turned.size(); k++) turned[k] *= __half2float(scales[out.size() + k]);
+        for (size_t k = 0; k < turned.size(); k += BLOCK) transform(&turned[k]);
+        const int tiles = inputs.size() / TILE;
+        with_code(layer.kind[which].scheme, [&](auto of) {
+            using C = decltype(of);
+            for (size_t unit = 0; unit < out.size() / STRIP * tiles; unit++) {
+                const int row0 = unit / tiles * STRIP, column0 = unit % tiles * TILE;
+                each_weight<C>(reinterpret_cast<const uint32_t*>(layer.codes[which] + unit * C::UNIT),
+                               [&](int row, int column, double v) { out[row0 + row] += v * turned[column0 + column]; });
+            }
+        });
+        for (size_t r = 0; r < out.size(); r++) out[r] *= __half2float(scales[r]);
+        return out;
+    }
+
     // Of all rows, or of those of an expert.
     Values product(int l, int which, const Values& inputs, int expert = -1) const {
         const LayerArgs& layer = args.layer[l];
+        if constexpr (TRELLIS) return product_of_codes(layer, which, inputs);
+        else return product_of_records(layer, l, which, inputs, expert);
+    }
+    Values product_of_records(const LayerArgs& layer, int l, int which, const Values& inputs, int expert) const {
         const Coding of = coding<S>(c.groups, l * 4 + which);
         const int all = inputs.size(), some = which == GATED ? 2 * c.intermediate : c.hidden;
         const PackedWeight w = {layer.codes[which], layer.meta[which],  expert < 0 ? shape(l, which)[0] : c.experts * some, all, all / 256, of.bits,
@@ -229,7 +283,8 @@ struct Model {
     Values gated(const Values& both) const {
         Values out(c.intermediate);
         for (int i = 0; i < c.intermediate; i++) {
-            const double gate = both[i / 8 * 16 + i % 8], up = both[i / 8 * 16 + i % 8 + 8];
+            const int each = TRELLIS ? STRIP : 8;   // of gate and of up in turn
+            const double gate = both[i / each * (2 * each) + i % each], up = both[i / each * (2 * each) + i % each + each];
             out[i] = gate / (1 + exp(-gate)) * up;
         }
         return out;

@@ -8,6 +8,7 @@ use crate::cuda::driver::{Address, Operands};
 use crate::cuda::kernel::{TWO_LEVEL, kind_index};
 use crate::cuda::pack::PackedKind;
 use crate::cuda::rows::Places;
+use crate::cuda::trellis;
 use crate::error::Result;
 
 /// `LayerAttention` of `cuda/layers.cuh`.
@@ -184,6 +185,15 @@ impl LayerArgs {
             (args.router, args.router_scale) = router.args(o, sizes.stacked(), hidden)?;
         }
         for (i, w) in layer.weights().into_iter().enumerate() {
+            if let Some(code) = trellis::layer_code(w.kind()) {
+                (args.codes[i], args.meta[i]) = w.trellis_args(o)?;
+                args.kind[i] = RecordKind {
+                    scheme: code.number,
+                    codes_bytes: code.unit as u32,
+                    ..RecordKind::default()
+                };
+                continue;
+            }
             let p = w.args(o)?;
             (args.codes[i], args.meta[i]) = (p.codes, p.meta);
             args.kind[i] = RecordKind::of(w.kind());

@@ -1,7 +1,7 @@
 //! The memory through which the blocks of the kernel of all layers send each other values, also to those of other ranks.
 
 use super::sizes::LayersSizes;
-use super::{LayersPlan, MOST_PARTS, MOST_RANKS, MOST_SOURCES, PHASES, digits_bytes};
+use super::{LayersPlan, MOST_RANKS, MOST_SOURCES, PHASES};
 use crate::cuda::all_reduce::Rank;
 use crate::cuda::driver::{Address, Buffer, Common, Gpu, Mapped, Operands};
 use crate::error::{Error, Result};
@@ -10,9 +10,9 @@ use std::sync::Arc;
 /// Memory in which the blocks of [`Stream::step_layers`](crate::cuda::Stream::step_layers) leave values for each other:
 /// words with a value, and above it a stamp.
 pub struct LayersScratch {
-    pub(super) qkv: Buffer<u64>, // as many as the first products have rows
+    pub(super) qkv: Buffer<u64>, // as many as the first products have rows; of trellis codes parts of them
     pub(super) attended: Buffer<u64>, // [MOST_SOURCES, heads * (head_dim + 2)]; a recurrence has fewer values
-    pub(super) gated: Buffer<u64>,    // [intermediate], of each chosen expert
+    pub(super) gated: Buffer<u64>,    // [intermediate], of each chosen expert; of trellis codes parts of gate and up
     pub(super) scores: Buffer<u64>,   // [experts]
     pub(super) digits: [Buffer<u64>; 2], // SpanDigits of inputs, where blocks are in no clusters
     pub(super) epoch: Buffer<u32>,    // counts steps
@@ -27,7 +27,9 @@ pub struct LayersScratch {
 /// Where the blocks of all ranks leave a rank the parts of its residual stream. Cloning shares it.
 #[derive(Clone)]
 pub struct LayersInbox {
-    parts: Common<u64>, // [2, ranks * MOST_PARTS, hidden]
+    parts: Common<u64>, // [2, ranks * most, hidden]
+    /// Parts of a value, at most.
+    most: usize,
     rank: usize,
     ranks: usize,
     hidden: usize,
@@ -45,7 +47,7 @@ pub(super) struct RankArgs {
 impl LayersInbox {
     /// Of the parts of o (0), behind which those of down are, or of down (1).
     fn address(&self, o: &Operands<'_>, of: usize, hidden: usize) -> Result<Address> {
-        let count = self.ranks * MOST_PARTS;
+        let count = self.ranks * self.most;
         let dims = [2 - of, count, hidden];
         o.common("parts", &self.parts, of * count * hidden, &dims)
     }
@@ -87,18 +89,20 @@ impl LayersScratch {
         }
         let words = |n| gpu.zeros("activations", n);
         let [(qkv, _), .., (inputs, _)] = sizes.shapes();
-        let digits = |inputs| words(digits_bytes(inputs) / 4);
-        let (hidden, parts) = (sizes.hidden, 2 * ranks * MOST_PARTS * sizes.hidden);
+        let digits = |inputs| words(sizes.digits_bytes(inputs) / 4);
+        let (hidden, most) = (sizes.hidden, sizes.parts());
+        let parts = 2 * ranks * most * hidden;
         Ok(LayersScratch {
-            qkv: words(qkv.max(inputs))?,
+            qkv: words(sizes.row_parts() * qkv.max(inputs))?,
             attended: words(MOST_SOURCES * sizes.heads * (sizes.head_dim + 2))?,
-            gated: words(sizes.gated())?,
+            gated: words(sizes.gated_words())?,
             scores: words(sizes.stacked())?,
             digits: [digits(hidden)?, digits(sizes.inner())?],
             epoch: gpu.upload("activations", &[1])?,
             times: Arc::new(gpu.mapped("times", 2 * PHASES, 0)?),
             inbox: LayersInbox {
                 parts: Common::new(gpu, "activations", parts, of.through_host)?,
+                most,
                 rank,
                 ranks,
                 hidden,
@@ -122,7 +126,7 @@ impl LayersScratch {
     pub fn join(&mut self, inboxes: Vec<LayersInbox>, blocks: usize) -> Result<()> {
         let own = &self.inbox;
         let alike = |(rank, i): (usize, &LayersInbox)| {
-            (i.rank, i.ranks, i.hidden) == (rank, own.ranks, own.hidden)
+            (i.rank, i.ranks, i.hidden, i.most) == (rank, own.ranks, own.hidden, own.most)
         };
         let all = inboxes.len() == own.ranks && inboxes.iter().enumerate().all(alike);
         if !all || !inboxes[own.rank].parts.is(&own.parts) {
@@ -178,6 +182,7 @@ mod tests {
             delta: None,
             experts: None,
             intermediate: 512,
+            trellis: false,
         };
         let of = Rank {
             rank,

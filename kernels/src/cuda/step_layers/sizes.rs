@@ -1,10 +1,14 @@
 //! The sizes of models whose layers run at once, and whether their products can be dealt to blocks.
 
-use super::{MOST_GROUP, MOST_PARTS, MOST_ROUTE, PRODUCTS, WARPS};
+use super::{
+    BLOCK_DIGITS_BYTES, DIGITS_BYTES, MOST_GROUP, MOST_PARTS, MOST_ROUTE, MOST_STRIP_PARTS, PRODUCTS,
+    WARPS,
+};
 use crate::cpu::DeltaShape;
 use crate::cuda::attention::row_heads;
 use crate::cuda::experts::{MOST_EXPERTS, chosen, stacked};
 use nq_formats::Experts;
+use nq_formats::trellis::{BLOCK, STRIP, TILE};
 
 /// Sizes of a model whose layers run at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +27,8 @@ pub struct LayersSizes {
     pub experts: Option<Experts>,
     /// Width of an MLP, or of an expert.
     pub intermediate: usize,
+    /// The weights of the layers are in trellis codes.
+    pub trellis: bool,
 }
 
 impl LayersSizes {
@@ -56,10 +62,50 @@ impl LayersSizes {
 
     /// Their tiles and spans.
     pub(super) fn products(self) -> [ProductShape; PRODUCTS] {
+        let (tile, span) = if self.trellis { (STRIP, TILE) } else { (16, 256) };
         self.shapes().map(|(rows, inputs)| ProductShape {
-            tiles: (rows / 16) as i32,
-            spans: (inputs / 256) as i32,
+            tiles: (rows / tile) as i32,
+            spans: (inputs / span) as i32,
         })
+    }
+
+    /// Inputs that a warp gathers together.
+    pub(super) fn gathered(self) -> usize {
+        if self.trellis { BLOCK } else { 64 }
+    }
+
+    /// Bytes of the digits of so many inputs.
+    pub(super) fn digits_bytes(self, inputs: usize) -> usize {
+        match self.trellis {
+            true => inputs / BLOCK * BLOCK_DIGITS_BYTES,
+            false => inputs / 256 * DIGITS_BYTES,
+        }
+    }
+
+    /// Bytes of the numbers of parts that tiles have, in shared memory.
+    pub(super) fn counts(self) -> usize {
+        match self.trellis {
+            true => self.products().iter().map(|p| p.tiles as usize).sum(),
+            false => self.hidden / 8,
+        }
+    }
+
+    /// Most parts of a value of the residual stream.
+    pub(super) fn parts(self) -> usize {
+        if self.trellis { MOST_STRIP_PARTS } else { MOST_PARTS }
+    }
+
+    /// Most parts of a value of qkv, or of gate and up.
+    pub(super) fn row_parts(self) -> usize {
+        if self.trellis { MOST_STRIP_PARTS } else { 1 }
+    }
+
+    /// Words between gate and up, and down.
+    pub(super) fn gated_words(self) -> usize {
+        match self.trellis {
+            true => MOST_STRIP_PARTS * 2 * self.gated(),
+            false => self.gated(),
+        }
     }
 
     /// Query heads of a key head.
@@ -76,10 +122,11 @@ impl LayersSizes {
         let [qkv, o, gate_up, down, inputs] = self.products();
         let width = self.heads * self.head_dim;
         // Each block gathers some of the inputs of `o`.
-        let gathers = width / 64 >= cluster && self.delta.is_none_or(|d| d.values() == width);
+        let gathers = width / self.gathered() >= cluster && self.delta.is_none_or(|d| d.values() == width);
         // Without clusters, each has a share of every product (`SharedInputs::receive` of `cuda/layers_cluster.cuh`).
         let firsts = [Some(qkv), Some(gate_up), self.delta.map(|_| inputs)];
         let shares = cluster > 1
+            || self.trellis
             || firsts
                 .into_iter()
                 .flatten()
@@ -90,7 +137,11 @@ impl LayersSizes {
             counts && chosen(&e) <= MOST_ROUTE && e.width == self.intermediate
         });
         let enough = blocks >= self.kv_heads.max(self.value_heads());
-        heads && routes && enough && gathers && shares && o.fits(blocks) && down.fits(blocks)
+        // What is dealt by records.
+        let mut dealt = [o, down, qkv, gate_up].into_iter();
+        let fits = |p: ProductShape| p.fits(blocks, self.parts());
+        let deals = dealt.by_ref().take(2).all(fits) && (!self.trellis || dealt.all(fits));
+        heads && routes && enough && gathers && shares && deals
     }
 }
 
@@ -105,17 +156,17 @@ pub(super) struct ProductShape {
 impl ProductShape {
     /// True if the records can be dealt to `blocks` blocks: each has some, or there would be parts that nobody
     /// writes, and no tile has too many parts.
-    pub(super) fn fits(self, blocks: usize) -> bool {
+    pub(super) fn fits(self, blocks: usize, most: usize) -> bool {
         let (tiles, spans) = (self.tiles as usize, self.spans as usize);
         let owner = |record: usize| ((record + 1) * blocks - 1) / (tiles * spans);
         let parts = |t: usize| owner((t + 1) * spans - 1) - owner(t * spans) + 1;
-        tiles * spans >= blocks && (0..tiles).all(|t| parts(t) <= MOST_PARTS)
+        tiles * spans >= blocks && (0..tiles).all(|t| parts(t) <= most)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{SharedMemory, TEAM, cluster_of, stages_ahead};
+    use super::super::{SharedMemory, TEAM, cluster_of, stages_ahead, window};
     use super::*;
     use crate::cuda::driver::GpuInfo;
 
@@ -147,6 +198,7 @@ mod tests {
             delta: None,
             experts: None,
             intermediate,
+            trellis: false,
         }
     }
 
@@ -191,6 +243,7 @@ mod tests {
             }),
             experts: None,
             intermediate,
+            trellis: false,
         }
     }
 
@@ -228,7 +281,12 @@ mod tests {
                         163 => wide && long && sizes.hidden == 5120,
                         _ => false,
                     };
-                    let shared = SharedMemory::of(&info, *sizes, TEAM * record, blocks);
+                    let shared = SharedMemory::of(
+                        &info,
+                        *sizes,
+                        (TEAM * record, window(sizes.hidden)),
+                        blocks,
+                    );
                     assert_eq!(shared.is_none(), lacks, "{room}, {record}: {sizes:?}");
                     let Some(shared) = shared else { continue };
                     assert!(shared.bytes <= room, "{sizes:?}: {}", shared.bytes);

@@ -9,8 +9,6 @@ use nq_formats::{QuantizedWeight, Weight};
 /// What a weight in a trellis code has besides codes and the scales of rows.
 pub(in crate::cuda) struct TrellisParts {
     pub(super) scheme: TrellisScheme,
-    /// `[inputs]` in FP16, of all parts of a stack.
-    pub(super) input_scales: Buffer<u16>,
     /// Of each strip its first output row, and how many of its rows there are.
     pub(super) places: Buffer<[i32; 2]>,
     pub(super) strips: usize,
@@ -28,19 +26,18 @@ impl TrellisParts {
     pub(in crate::cuda) fn zeros(
         gpu: &Gpu,
         scheme: TrellisScheme,
-        (heights, inputs): (&[usize], usize),
+        (heights, _): (&[usize], usize),
     ) -> Result<Self> {
         let strips = strips(heights);
         Ok(TrellisParts {
             scheme,
-            input_scales: gpu.zeros("weights", inputs)?,
             places: gpu.zeros("weights", strips)?,
             strips,
             paired: false,
         })
     }
 
-    /// Bytes of codes and of scales of rows.
+    /// Bytes of codes and of scales.
     pub(in crate::cuda) fn bytes(
         scheme: TrellisScheme,
         (heights, inputs): (&[usize], usize),
@@ -49,7 +46,7 @@ impl TrellisParts {
         // A size that no memory has is refused, not wrapped to a small one.
         (
             strips.saturating_mul(scheme.strip_bytes(inputs)),
-            strips * STRIP * 2,
+            (strips * STRIP + inputs) * 2,
         )
     }
 }
@@ -110,7 +107,7 @@ fn order(heights: &[usize], stack: Stack) -> Vec<(usize, usize, usize)> {
 }
 
 /// Calls `write` with the codes of each strip of a stack, in order, and fills in `parts`. Returns the scales of rows,
-/// `[strips, STRIP]`, zeros of rows that do not exist.
+/// `[strips, STRIP]`, zeros of rows that do not exist, and behind them those of inputs.
 pub(in crate::cuda) fn upload(
     parts: &mut TrellisParts,
     (of, stack): (&[&TrellisWeight], Stack),
@@ -131,9 +128,8 @@ pub(in crate::cuda) fn upload(
         places.push([row as i32, rows.len() as i32]);
     }
     parts.places.write(0, &places)?;
-    let inputs: Vec<u16> = of[0].input_scales().iter().map(|s| s.to_bits()).collect();
     parts.paired = stack == Stack::Interleave;
-    parts.input_scales.write(0, &inputs)?;
+    scales.extend(of[0].input_scales().iter().map(|s| s.to_bits()));
     Ok(scales)
 }
 

@@ -137,14 +137,14 @@ struct Seat {
 
 impl StepRows {
     /// Allocates buffers for steps of up to `rows` rows of a model with this head, over keys and values of type
-    /// `kv`. All rows start idle, in the last slot of `places`.
+    /// `kv`, with weights in trellis codes or not. All rows start idle, in the last slot of `places`.
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
         head: &DeviceLinear,
         rows: usize,
         (kv, places): (KvType, Places),
-        rank: Option<Rank>,
+        (rank, trellis): (Option<Rank>, bool),
     ) -> Result<Self> {
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
@@ -180,6 +180,7 @@ impl StepRows {
             delta: w.delta,
             experts: c.experts.as_ref().map(largest_mixture),
             intermediate: c.experts.map_or(w.mlp, |e| e.width),
+            trellis,
         };
         Ok(StepRows {
             rows,
