@@ -108,33 +108,37 @@ struct Call {
 };
 
 DEVICE void add(float4& to, const float4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; }
+DEVICE void add(float2& to, const float2& v) { to.x += v.x, to.y += v.y; }
 
-// Vector i of this rank's values.
-DEVICE float4 own_values(const AllReduceArgs& p, int i) {
-    float4 v = {};
+// Vector i of this rank's values; V: of two or four.
+template <class V>
+DEVICE V own_values(const AllReduceArgs& p, int i) {
+    V v = {};
 #pragma unroll 1
-    for (int j = 0; j < p.count; j++) add(v, __ldcg(reinterpret_cast<const float4*>(p.parts + size_t(j) * p.n) + i));
+    for (int j = 0; j < p.count; j++) add(v, __ldcg(reinterpret_cast<const V*>(p.parts + size_t(j) * p.n) + i));
     return v;
 }
+template <class V>
 DEVICE void clear_values(const AllReduceArgs& p, int i) {
 #pragma unroll 1
-    for (int j = 0; j < p.count; j++) reinterpret_cast<float4*>(p.parts + size_t(j) * p.n)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int j = 0; j < p.count; j++) reinterpret_cast<V*>(p.parts + size_t(j) * p.n)[i] = V{};
 }
 
 // Adds to vector i of x what the ranks have: this one `own`, the others what `of` gives.
-template <class F>
-DEVICE void add_ranks(const AllReduceArgs& p, int i, float4 own, F of) {
-    float4 sum = {};
+template <class V, class F>
+DEVICE void add_ranks(const AllReduceArgs& p, int i, V own, F of) {
+    V sum = {};
 #pragma unroll 1
     for (int r = 0; r < p.ranks; r++) add(sum, r == p.rank ? own : of(r));
-    float4* const x = reinterpret_cast<float4*>(p.x) + i;
-    float4 v = __ldcg(x);
+    V* const x = reinterpret_cast<V*>(p.x) + i;
+    V v = __ldcg(x);
     add(v, sum);
     *x = v;
-    if (p.clear) clear_values(p, i);
+    if (p.clear) clear_values<V>(p, i);
 }
 
-// Few values, as words of a value and the number of the call: nothing else says that they have come.
+// Few values, as words of a value and the number of the call: nothing else says that they have come. What a warp stores at once
+// lies together, 512 bytes: links between GPUs carry longer packets then.
 extern "C" __global__ __launch_bounds__(THREADS) void all_reduce_words(const __grid_constant__ AllReduceArgs p) {
     release_successor();
     wait_for_predecessor();
@@ -142,29 +146,25 @@ extern "C" __global__ __launch_bounds__(THREADS) void all_reduce_words(const __g
     const size_t half = size_t(call.number & 1) * p.ranks * p.most;
     Waiting waiting(p);
     const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
-    float4 own = {};
+    float2 own = {};
 #pragma unroll 1
-    for (int i = first; i < p.n / 4; i += step) {
-        own = own_values(p, i);
+    for (int i = first; i < p.n / 2; i += step) {
+        own = own_values<float2>(p, i);
 #pragma unroll 1
-        for (int r = 0; r < p.ranks; r++) {
-            if (r == p.rank) continue;
-            uint64_t* const to = static_cast<uint64_t*>(p.out[r]) + half + size_t(p.rank) * p.most + 4 * i;
-            store_word(to, make_float2(own.x, own.y), call.number);
-            store_word(to + 2, make_float2(own.z, own.w), call.number);
-        }
+        for (int r = 0; r < p.ranks; r++)
+            if (r != p.rank) store_word(static_cast<uint64_t*>(p.out[r]) + half + size_t(p.rank) * p.most + 2 * i, own, call.number);
     }
 #pragma unroll 1
-    for (int i = first; i < p.n / 4; i += step) {
-        if (p.n / 4 > step) own = own_values(p, i);
+    for (int i = first; i < p.n / 2; i += step) {
+        if (p.n / 2 > step) own = own_values<float2>(p, i);
         add_ranks(p, i, own, [&](int r) {
-            const uint64_t* const from = static_cast<const uint64_t*>(p.inbox) + half + size_t(r) * p.most + 4 * i;
-            uint4 a, b;
+            const uint64_t* const from = static_cast<const uint64_t*>(p.inbox) + half + size_t(r) * p.most + 2 * i;
+            uint4 w;
             waiting.until([&] {
-                a = load_words(from), b = load_words(from + 2);
-                return a.y == call.number && a.w == call.number && b.y == call.number && b.w == call.number;
+                w = load_words(from);
+                return w.y == call.number && w.w == call.number;
             });
-            return make_float4(__uint_as_float(a.x), __uint_as_float(a.z), __uint_as_float(b.x), __uint_as_float(b.z));
+            return make_float2(__uint_as_float(w.x), __uint_as_float(w.z));
         });
     }
     call.end(p);
@@ -184,7 +184,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void all_reduce_rows(const __gr
             const int end = min((c + 1) * CHUNK, p.n) / 4;
 #pragma unroll 2
             for (int i = c * (CHUNK / 4) + threadIdx.x; i < end; i += THREADS) {
-                const float4 v = own_values(p, i);
+                const float4 v = own_values<float4>(p, i);
 #pragma unroll 1
                 for (int r = 0; r < p.ranks; r++)
                     if (r != p.rank) *reinterpret_cast<float4*>(static_cast<float*>(p.out[r]) + (half + p.rank) * p.most + 4 * i) = v;
@@ -207,7 +207,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void all_reduce_rows(const __gr
         const int end = min((before + 1) * CHUNK, p.n) / 4;
 #pragma unroll 1
         for (int i = before * (CHUNK / 4) + threadIdx.x; i < end; i += THREADS)
-            add_ranks(p, i, own_values(p, i), [&](int r) {
+            add_ranks(p, i, own_values<float4>(p, i), [&](int r) {
                 const float* const inbox = static_cast<const float*>(p.inbox) + (half + r) * p.most;
                 return __ldcv(reinterpret_cast<const float4*>(inbox) + i);
             });

@@ -54,8 +54,9 @@ def kernels(folder):
 def run(name, program, gpu, folder, names):
     """Runs a program of tests; returns what the table says, and the names of tests that failed."""
     package = next(p for p in PACKAGES if name.startswith(p))
-    # Ranks of a model that share a GPU wait for each other's kernels, which must be loaded before.
-    env = {**os.environ, "NQ_REQUIRE_CUDA": "1", "CUDA_MODULE_LOADING": "EAGER"}
+    # Ranks of a model that share a GPU wait for each other's kernels, which must be loaded before, and no two of whose streams may
+    # lie in one queue of the GPU.
+    env = {**os.environ, "NQ_REQUIRE_CUDA": "1", "CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     env.pop("NQ_IMITATE", None)
     if gpu != NATIVE:
         env["NQ_IMITATE"] = f"{gpu}:{folder}"

@@ -214,7 +214,7 @@ impl Stream {
         }
         (args.inbox, args.flags) = (args.out[of.rank], args.told[of.rank]);
         let (kernel, blocks) = match words {
-            true => (&ALL_REDUCE_WORDS, n.div_ceil(4 * THREADS)),
+            true => (&ALL_REDUCE_WORDS, n.div_ceil(2 * THREADS)),
             false => (&ALL_REDUCE_ROWS, n.div_ceil(CHUNK)),
         };
         let most_blocks = match of.beside {

@@ -7,7 +7,7 @@ mod sizes;
 use super::all_reduce::MOST_RANKS;
 use super::attention::{HEAD_DIM, Heads, LayerPages, WIDE_HEAD_DIM};
 use super::delta::{DeltaVectors, LayerStates};
-use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Parts, Stream};
+use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Stream, PartTimes};
 use super::experts::chosen;
 use super::half_rows::HalfRows;
 use super::kernel::{Instance, UNIFORM, kernels, kind_index};
@@ -138,26 +138,23 @@ kernels! {
             "step_layers_hybrid_experts_int4_int_64",
             "step_layers_hybrid_experts_int4_offset_64",
             "step_layers_hybrid_experts_mix",
-            "step_layers_int4_sym_64_timed",
             "step_layers_int4_int_64_timed",
-            "step_layers_int4_offset_64_timed",
             "step_layers_mix_timed",
-            "step_layers_hybrid_int4_sym_64_timed",
             "step_layers_hybrid_int4_int_64_timed",
-            "step_layers_hybrid_int4_offset_64_timed",
             "step_layers_hybrid_mix_timed",
-            "step_layers_experts_int4_sym_64_timed",
             "step_layers_experts_int4_int_64_timed",
-            "step_layers_experts_int4_offset_64_timed",
             "step_layers_experts_mix_timed",
-            "step_layers_hybrid_experts_int4_sym_64_timed",
             "step_layers_hybrid_experts_int4_int_64_timed",
-            "step_layers_hybrid_experts_int4_offset_64_timed",
             "step_layers_hybrid_experts_mix_timed",
         ];
     STEP_LAYERS_TRELLIS: LayersArgs = "step_layers_trellis" in "step_layers_trellis.cu",
         test "kernels/tests/cuda/layers.rs::all_layers_of_trellis_codes_at_once", bench "step_layers";
 }
+
+/// Kinds of layers that have instances of their own: of hybrids or not, with mixtures or not.
+const LAYER_KINDS: usize = 4;
+/// Index among the first kinds of INT4 with integer zero-points.
+const INTEGER_ZEROS: usize = 1;
 
 /// Launch settings for the layers of a step, for [`Stream::step_layers`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -245,11 +242,22 @@ impl Weights {
         let instance = match self {
             Weights::Uniform(kind) => kind_index(kind),
             Weights::Mix => UNIFORM,
-            // It takes no time of its parts.
             Weights::Trellis => return (&STEP_LAYERS_TRELLIS).into(),
         };
-        let group = usize::from(hybrid) + 2 * usize::from(experts) + 4 * usize::from(timed);
-        STEP_LAYERS.instance(group * (UNIFORM + 1) + instance)
+        let group = usize::from(hybrid) + 2 * usize::from(experts);
+        STEP_LAYERS.instance(match timed && self.are_timed() {
+            true => LAYER_KINDS * (UNIFORM + 1) + 2 * group + usize::from(self == Weights::Mix),
+            false => group * (UNIFORM + 1) + instance,
+        })
+    }
+
+    /// True if there is a kernel that takes the time of its parts: for what `nq quantize` makes of integers.
+    fn are_timed(self) -> bool {
+        match self {
+            Weights::Uniform(kind) => kind_index(kind) == INTEGER_ZEROS,
+            Weights::Mix => true,
+            Weights::Trellis => false,
+        }
     }
 
     fn name(self) -> &'static str {
@@ -611,7 +619,7 @@ impl Stream {
         };
         // Weights are read all the time: no part counts their bytes.
         let key = ("start and end of layers", "fused", (layers.len(), hidden));
-        let parts = (!plan.sizes.trellis).then(|| Box::new(parts) as Parts);
+        let parts = plan.weights.are_timed().then(|| Box::new(parts) as PartTimes);
         self.timed_in_parts(key, 0, parts, || {
             // SAFETY: the operands were checked, and that the step is in the cache; all blocks fit on the
             // device, where no other such kernel runs.

@@ -33,7 +33,7 @@ mod tensor_map;
 pub(in crate::cuda) mod trace;
 
 pub(crate) use blas::{Blas, Side};
-pub(crate) use gpu::Parts;
+pub(crate) use gpu::PartTimes;
 pub use checked::{Checked, Followed};
 pub use code::driver_needed;
 #[cfg(test)]
