@@ -311,8 +311,8 @@ impl Drafts {
     pub fn speculation(&self, session: &mut dyn Session) -> nq_runtime::Result<Speculation> {
         match self {
             Drafts::Ngram => Ok(Speculation::ngram()),
-            Drafts::Eagle(eagle) => Ok(Speculation::new(eagle.drafter(session)?)),
-            Drafts::Mtp(mtp) => Ok(Speculation::new(mtp.drafter(session)?)),
+            Drafts::Eagle(eagle) => Ok(Speculation::new(eagle.drafter(session)?).with_copies()),
+            Drafts::Mtp(mtp) => Ok(Speculation::new(mtp.drafter(session)?).with_copies()),
             Drafts::Model { engine, vocab, ctx } => {
                 let spec = session.spec();
                 let spec = SessionSpec {
@@ -320,7 +320,7 @@ impl Drafts {
                     ..spec
                 };
                 let model = DraftModel::new(engine.session(spec)?, *vocab);
-                Ok(Speculation::new(Box::new(model)))
+                Ok(Speculation::new(Box::new(model)).with_copies())
             }
         }
     }

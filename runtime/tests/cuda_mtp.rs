@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::mtp::Published;
+use common::mtp::{Published, check_forks};
 use common::published::ask;
 use common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
@@ -114,6 +114,22 @@ fn drafts_are_those_of_the_published_computation() {
         check(0, &[&text[..275], &tokens(2, 5)[..]].concat(), 275, 0);
         check(0, &tokens(50, 13), 0, 0);
     }
+}
+
+#[test]
+fn forks_know_what_the_layer_saw_of_the_other_sequence() {
+    let config = config();
+    let store = random(&config);
+    let Some(engine) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let cpu = nq(&config, &store);
+    let published = Published {
+        config: &config,
+        store: &store,
+    };
+    let layer = Mtp::load((&config, &store), &on_gpu()).unwrap();
+    check_forks(&published, (&*cpu, &layer), || gpu_session(&*engine), 0.05);
 }
 
 /// An answer with drafts is the one without, up to where two tokens are almost equally likely.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::mtp::{Published, session};
+use common::mtp::{Published, check_forks, session};
 use common::published::ask;
 use common::{Store, feed, hybrid, nq, options, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
@@ -50,6 +50,20 @@ fn drafts_are_those_of_the_published_computation() {
     }
 }
 
+#[test]
+fn forks_know_what_the_layer_saw_of_the_other_sequence() {
+    for config in configs() {
+        let store = Store::random(&config, 9);
+        let engine = nq(&config, &store);
+        let published = Published {
+            config: &config,
+            store: &store,
+        };
+        let layer = Mtp::load((&config, &store), &options(EngineKind::Nq)).unwrap();
+        check_forks(&published, (&*engine, &layer), || session(&*engine), 1e-3);
+    }
+}
+
 /// Whatever is drafted, answers stay as they are, bit for bit.
 #[test]
 fn drafts_change_no_answer() {
@@ -62,8 +76,8 @@ fn drafts_change_no_answer() {
         };
         let engine = nq_runtime::load(&config, &store, &auto, &()).unwrap();
         let layer = Mtp::load((&config, &store), &auto).unwrap();
-        let prompt = tokens(40, 8);
-        for temperature in [0.0, 0.7] {
+        // Copies from a text that repeats itself are drafted beside.
+        for (prompt, temperature) in [(tokens(40, 8), 0.0), (tokens(20, 8).repeat(2), 0.7)] {
             let params = SamplingParams {
                 temperature,
                 ..SamplingParams::greedy()
@@ -72,7 +86,7 @@ fn drafts_change_no_answer() {
                 let mut session = session(&*engine);
                 let speculation = drafts.then(|| {
                     let drafter = layer.drafter(&mut *session).unwrap();
-                    Speculation::new(drafter).always()
+                    Speculation::new(drafter).always().with_copies()
                 });
                 let mut sequence = Sequence::new(&mut *session, 0).with_drafts(speculation);
                 let mut all = Vec::new();

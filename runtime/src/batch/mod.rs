@@ -124,7 +124,7 @@ impl<'s> Batch<'s> {
     pub fn with_drafts(mut self, speculation: Option<&'s mut Speculation>) -> Self {
         self.speculation = speculation.filter(|_| self.session.draft_rows() > 1);
         if let (Some(speculation), true) = (&mut self.speculation, self.session.ahead().is_some()) {
-            speculation.rounds_rows(bucket);
+            speculation.runs_ahead(bucket);
         }
         self
     }

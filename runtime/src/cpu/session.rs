@@ -6,7 +6,7 @@ use super::eagle::EagleModel;
 use super::kept::KeptRows;
 use super::layer::{Batch, Layer, Pass, Scratch};
 use super::mtp::{MtpDrafter, MtpModel};
-use super::stream_drafts::StreamDrafts;
+use super::stream_drafts::{Forks, StreamDrafts};
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -16,7 +16,7 @@ use crate::kv::{PageCopy, PageTables};
 use crate::states::Snapshots;
 use nq_formats::ModelConfig;
 use nq_kernels::cpu::{Epilogue, FEW_ROWS, Linear, Span};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Sequences in progress over a [`CpuModel`].
 pub(super) struct CpuSession {
@@ -43,6 +43,7 @@ struct Taps {
     /// The numbers of layers after which they are kept.
     after: Vec<usize>,
     slots: Vec<Tapped>,
+    drafter: Option<Arc<Mutex<dyn Forks>>>,
 }
 
 /// Most tokens of a sequence whose streams are kept while no drafter asks for them.
@@ -268,6 +269,20 @@ impl CpuSession {
         }
     }
 
+    /// Lets the drafter know of the sequence in `to` what it knows of the first `len` tokens of that in `from`.
+    fn fork_streams(&mut self, from: usize, to: usize, len: usize) {
+        let Some(drafter) = self.taps.drafter.clone() else {
+            return;
+        };
+        let waiting = self.take(from);
+        let mut drafter = drafter.lock().unwrap_or_else(PoisonError::into_inner);
+        drafter.fork(from, to, len, waiting);
+        self.taps.slots[to] = Tapped {
+            position: len,
+            rows: Vec::new(),
+        };
+    }
+
     /// True if the sequence can be cut at its end: if it has states there, or none at all.
     fn ends_whole(&self, slot: usize, len: usize) -> bool {
         !self.recurrent() || len >= self.tables.len(slot) && !self.stateless[slot]
@@ -373,6 +388,7 @@ impl Session for CpuSession {
         };
         self.snapshots.share(from, to, reached);
         self.tables.truncate(to, reached);
+        self.fork_streams(from, to, reached);
         Ok(reached)
     }
 
@@ -530,19 +546,25 @@ impl Pages for CpuSession {
 
 impl Streams for CpuSession {
     fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>> {
-        let drafter: Box<dyn Drafter> = match Arc::clone(&head.weights).downcast::<MtpModel>() {
-            Ok(layer) => {
-                let head = MtpDrafter::new(layer, Arc::clone(&self.model));
-                Box::new(StreamDrafts::new(Arc::new(head), &self.spec))
-            }
-            Err(_) => {
-                let head = head.weights::<EagleModel>("the CPU")?;
-                Box::new(StreamDrafts::new(head, &self.spec))
-            }
-        };
+        let (drafter, forks): (Box<dyn Drafter>, _) =
+            match Arc::clone(&head.weights).downcast::<MtpModel>() {
+                Ok(layer) => {
+                    let head = MtpDrafter::new(layer, Arc::clone(&self.model));
+                    let drafts = StreamDrafts::new(Arc::new(head), &self.spec);
+                    let forks = drafts.forks();
+                    (Box::new(drafts), forks)
+                }
+                Err(_) => {
+                    let head = head.weights::<EagleModel>("the CPU")?;
+                    let drafts = StreamDrafts::new(head, &self.spec);
+                    let forks = drafts.forks();
+                    (Box::new(drafts), forks)
+                }
+            };
         self.taps = Taps {
             after: head.taps.clone(),
             slots: vec![Tapped::default(); self.spec.slots],
+            drafter: Some(forks),
         };
         Ok(drafter)
     }

@@ -4,7 +4,7 @@ use super::cache::LayerCache;
 use crate::error::Result;
 use crate::interface::{Draft, Drafter, SessionSpec, Tapped};
 use nq_kernels::pages::PAGE;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A layer that drafts from the residual streams of a model. A row of it is a token with the streams of the token
 /// before it; of drafted tokens, with what the layer itself made of the token before.
@@ -50,8 +50,17 @@ pub(crate) trait DraftHead: Send + Sync {
     fn draft(&self, made: &[f32]) -> Result<u32>;
 }
 
-/// Drafts with a [`DraftHead`].
-pub(crate) struct StreamDrafts<H> {
+/// Drafts with a [`DraftHead`]; the session that it drafts for holds the other reference.
+pub(crate) struct StreamDrafts<H>(Arc<Mutex<State<H>>>);
+
+/// What a session tells its drafter besides the streams of sequences.
+pub(crate) trait Forks: Send {
+    /// The sequence in `to` is now the first `len` tokens of that in `from`, whose streams that the drafter has not
+    /// seen are `waiting`.
+    fn fork(&mut self, from: usize, to: usize, len: usize, waiting: Option<Tapped>);
+}
+
+struct State<H> {
     head: Arc<H>,
     cache: LayerCache,
     slots: Vec<Slot>,
@@ -101,6 +110,23 @@ impl Slot {
 impl<H: DraftHead> StreamDrafts<H> {
     /// Drafts with `head` for a session of `spec`.
     pub(crate) fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
+        StreamDrafts(Arc::new(Mutex::new(State::new(head, spec))))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<H>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<H: DraftHead + 'static> StreamDrafts<H> {
+    /// The drafter, for its session.
+    pub(crate) fn forks(&self) -> Arc<Mutex<dyn Forks>> {
+        Arc::clone(&self.0) as Arc<Mutex<dyn Forks>>
+    }
+}
+
+impl<H: DraftHead> State<H> {
+    fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
         let pages = spec.ctx.div_ceil(PAGE);
         let slot = |slot: usize| Slot {
             table: (slot * pages..(slot + 1) * pages)
@@ -108,7 +134,7 @@ impl<H: DraftHead> StreamDrafts<H> {
                 .collect(),
             ..Slot::default()
         };
-        StreamDrafts {
+        State {
             cache: head.cache(spec.slots * pages),
             slots: (0..spec.slots).map(slot).collect(),
             ctx: spec.ctx,
@@ -127,13 +153,14 @@ impl<H: DraftHead> StreamDrafts<H> {
         if text.len() > self.ctx {
             return Ok(false);
         }
-        let same = |(fed, token): (&u32, &u32)| fed == token;
-        if !slot
-            .fed
-            .iter()
-            .zip(text.iter().skip(slot.first + 1))
-            .all(same)
-        {
+        let rows = slot.fed.iter().zip(text.iter().skip(slot.first + 1));
+        let compared = rows.len();
+        let same = rows.take_while(|(fed, token)| fed == token).count();
+        if same + 1 == slot.fed.len() && same < compared && !slot.streams.is_empty() {
+            // The text parted behind this row's streams, which are not kept: its keys and values stay those of the
+            // other token. Only drafts depend on them.
+            slot.fed[same] = text[slot.first + 1 + same];
+        } else if same < compared {
             slot.restart();
         }
         let Some(tokens) = text.get(slot.first + 1..).filter(|t| !t.is_empty()) else {
@@ -158,7 +185,7 @@ impl<H: DraftHead> StreamDrafts<H> {
     }
 }
 
-impl<H: DraftHead> Drafter for StreamDrafts<H> {
+impl<H: DraftHead> State<H> {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
         for draft in drafts {
             if !self.catch_up(draft)? {
@@ -181,10 +208,6 @@ impl<H: DraftHead> Drafter for StreamDrafts<H> {
         Ok(())
     }
 
-    fn reads_streams(&self) -> bool {
-        true
-    }
-
     fn see(&mut self, slot: usize, tapped: Tapped) {
         let width = self.head.width();
         let Some(slot) = self.slots.get_mut(slot) else {
@@ -200,5 +223,42 @@ impl<H: DraftHead> Drafter for StreamDrafts<H> {
             slot.first = tapped.position;
         }
         slot.streams.extend_from_slice(&tapped.rows);
+    }
+}
+
+impl<H: DraftHead> Forks for State<H> {
+    fn fork(&mut self, from: usize, to: usize, len: usize, waiting: Option<Tapped>) {
+        if let Some(tapped) = waiting {
+            self.see(from, tapped);
+        }
+        let width = self.head.width();
+        let Ok([from, to]) = self.slots.get_disjoint_mut([from, to]) else {
+            return;
+        };
+        let rows = from.seen(width).min(len.saturating_sub(from.first));
+        let fed = rows.min(from.fed.len());
+        to.first = from.first;
+        to.fed = from.fed[..fed].to_vec();
+        to.streams = from.streams[..(rows - fed) * width].to_vec();
+        to.last.clear();
+        let pages = self.cache.pages_mut();
+        for (index, (&from, &to)) in from.table.iter().zip(&to.table).enumerate() {
+            let rows = fed.saturating_sub(index * PAGE).min(PAGE);
+            pages.copy_rows(from, to, rows);
+        }
+    }
+}
+
+impl<H: DraftHead> Drafter for StreamDrafts<H> {
+    fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
+        self.state().draft(drafts)
+    }
+
+    fn reads_streams(&self) -> bool {
+        true
+    }
+
+    fn see(&mut self, slot: usize, tapped: Tapped) {
+        self.state().see(slot, tapped);
     }
 }

@@ -491,7 +491,7 @@ impl Session for CudaSession {
         self.snapshots.share(from, to, reached);
         self.tables.truncate(to, reached);
         if let Some(drafting) = &self.drafting {
-            drafting.truncate(to, 0);
+            drafting.fork(from, to, reached)?;
         }
         Ok(reached)
     }

@@ -43,6 +43,8 @@ pub(super) struct Demand {
     pub acceptance: f64,
     /// Tokens at most.
     pub most: usize,
+    /// The tokens are there already.
+    pub free: bool,
 }
 
 impl Default for CostModel {
@@ -80,7 +82,8 @@ impl CostModel {
             };
             tokens += chance;
             lengths[i] += 1;
-            let longest = lengths.iter().max().copied().unwrap_or(0);
+            let made = lengths.iter().zip(demands).filter(|(_, d)| !d.free);
+            let longest = made.map(|(n, _)| *n).max().unwrap_or(0);
             let seconds = self.step(rows + drafted) + self.draft() * longest as f64;
             if tokens / seconds > best.0 {
                 best = (tokens / seconds, lengths.clone());
@@ -221,7 +224,12 @@ mod tests {
     }
 
     fn alone(costs: &CostModel, acceptance: f64, most: usize) -> usize {
-        costs.plan(1, 7, &[Demand { acceptance, most }])[0]
+        let demand = Demand {
+            acceptance,
+            most,
+            free: false,
+        };
+        costs.plan(1, 7, &[demand])[0]
     }
 
     #[test]
@@ -257,6 +265,7 @@ mod tests {
         let demand = |acceptance| Demand {
             acceptance,
             most: 5,
+            free: false,
         };
         let planned = costs.plan(3, 5, &[demand(0.2), demand(0.9), demand(0.7)]);
         assert_eq!(planned.iter().sum::<usize>(), 5);
@@ -294,6 +303,7 @@ mod tests {
         let demands = [Demand {
             acceptance: 0.7,
             most: 8,
+            free: false,
         }];
         let mut drafted = Vec::new();
         for _ in 0..400 {
@@ -336,6 +346,7 @@ mod tests {
         let demands = [Demand {
             acceptance: 0.7,
             most: 15,
+            free: false,
         }];
         costs.stepped(1, milliseconds(1));
         costs.stepped(2, milliseconds(2));

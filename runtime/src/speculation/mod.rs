@@ -6,7 +6,8 @@
 //! few rows exactly as it computes one ([`Session::exact_rows`](crate::Session)). On other devices it may
 //! differ where two tokens are almost equally likely, as it may with the number of sequences in a batch.
 //!
-//! [`Ngram`] guesses from the text itself (prompt lookup), [`DraftModel`] with a smaller model. A
+//! [`Ngram`] guesses from the text itself (prompt lookup), also beside other drafters, [`DraftModel`] with a smaller
+//! model, [`Eagle`] and [`Mtp`] with a layer that reads what the model computes. A
 //! [`Batch`](crate::Batch) that has a [`Speculation`] asks it in each step how many rows to add for each
 //! sequence. The answer is the number that gives the most tokens per second, from the measured times of steps
 //! and drafts and the acceptance rate.
@@ -56,6 +57,10 @@ impl Sub for DraftCounts {
 /// A drafter, the sequences that it follows, their acceptance rates, and the measured costs.
 pub struct Speculation {
     drafter: Box<dyn Drafter>,
+    /// Copies from the text, beside a drafter that takes time.
+    copies: Option<Ngram>,
+    /// Steps run ahead of the host while nothing is drafted.
+    ahead: bool,
     costs: CostModel,
     /// By slot.
     followed: BTreeMap<usize, Followed>,
@@ -80,11 +85,17 @@ struct Followed {
     acceptance: [f64; KINDS],
     /// Kind of the latest guess.
     kind: usize,
-    /// Tokens checked, and the number of them that were accepted.
+    /// Acceptance rate of copies from the text, by kind.
+    copies: [f64; KINDS],
+    /// Kind of the latest guess if it was such a copy.
+    copied: Option<usize>,
+    /// Tokens of the drafter checked, and the number of them that were accepted.
     checked: (usize, usize),
     /// Checked tokens that count for the acceptance rate: all up to the first rejected one of a draft. Those
     /// after it were drafted for another text.
     judged: usize,
+    /// The drafter has stopped; the text is still copied from.
+    only_copies: bool,
     /// Drafting has stopped.
     off: bool,
 }
@@ -96,6 +107,8 @@ impl Followed {
     }
 }
 
+/// The least kind of a copy that is taken without asking a drafter that takes time.
+const COPY_KIND: usize = 1;
 /// Acceptance rates assumed at first, by kind, of a free drafter.
 const PRIOR_FREE: [f64; KINDS] = [0.5, 0.8, 0.95];
 /// The same of an expensive drafter.
@@ -123,6 +136,8 @@ impl Speculation {
         };
         Speculation {
             drafter,
+            copies: None,
+            ahead: false,
             costs,
             followed: BTreeMap::new(),
             always: false,
@@ -137,6 +152,12 @@ impl Speculation {
     /// Drafts from the text itself (prompt lookup).
     pub fn ngram() -> Self {
         Speculation::new(Box::<Ngram>::default())
+    }
+
+    /// Copies from the text what followed its last words there, and asks the drafter where these are new.
+    pub fn with_copies(mut self) -> Self {
+        self.copies = (!self.drafter.is_free()).then(Ngram::default);
+        self
     }
 
     /// Always drafts as many tokens as fit, even if that is slower, e.g. to measure the cost.
@@ -161,8 +182,11 @@ impl Speculation {
                 false => PRIOR_EXPENSIVE,
             },
             kind: 0,
+            copies: PRIOR_FREE,
+            copied: None,
             checked: (0, 0),
             judged: 0,
+            only_copies: false,
             off: false,
         };
         self.followed.insert(slot, followed);
@@ -177,7 +201,9 @@ impl Speculation {
             return;
         };
         for slot in slots {
-            let tapped = streams.take(slot).filter(|_| self.follows(slot));
+            let wants = |f: &Followed| !f.off && !f.only_copies;
+            let wanted = !self.failed && self.followed.get(&slot).is_some_and(wants);
+            let tapped = streams.take(slot).filter(|_| wanted);
             if let Some(tapped) = tapped {
                 self.drafter.see(slot, tapped);
             }
@@ -189,8 +215,10 @@ impl Speculation {
         self.drafter.reads_streams()
     }
 
-    /// For a device that computes `rounded(rows)` rows in a step that needs `rows`.
-    pub(crate) fn rounds_rows(&mut self, rounded: fn(usize) -> usize) {
+    /// For a device whose steps run ahead of the host, and that computes `rounded(rows)` rows in a step that needs
+    /// `rows`.
+    pub(crate) fn runs_ahead(&mut self, rounded: fn(usize) -> usize) {
+        self.ahead = true;
         self.costs.rounded = rounded;
     }
 
@@ -246,7 +274,63 @@ impl Speculation {
         rows: usize,
         most_rows: usize,
     ) -> Vec<Vec<u32>> {
-        let (mut demands, room) = self.demands(wanted, rows, most_rows);
+        let copied = self.copy(wanted, rows, most_rows);
+        let rows = rows + copied.iter().map(Vec::len).sum::<usize>();
+        let others = wanted.iter().zip(&copied);
+        let others = others.map(|(&(slot, most), copy)| match copy.is_empty() {
+            true => (slot, most),
+            false => (slot, 0),
+        });
+        let mut drafts = self.draft_new(&others.collect::<Vec<_>>(), rows, most_rows);
+        for (draft, copy) in drafts.iter_mut().zip(copied) {
+            draft.extend(copy);
+        }
+        drafts
+    }
+
+    /// Copies from the text for those of `wanted` whose last tokens are there once more: see [`Speculation::draft`].
+    fn copy(&mut self, wanted: &[(usize, usize)], rows: usize, most_rows: usize) -> Vec<Vec<u32>> {
+        let none = vec![Vec::new(); wanted.len()];
+        let (mut demands, room) = self.demands(wanted, rows, most_rows, true);
+        let Some(mut copies) = self.copies.take() else {
+            return none;
+        };
+        let found = ask(&mut copies, &self.followed, wanted, &demands);
+        self.copies = Some(copies);
+        let Ok(mut found) = found else {
+            return none;
+        };
+        for ((demand, (tokens, kind)), (slot, _)) in demands.iter_mut().zip(&found).zip(wanted) {
+            let Some(followed) = self.followed.get_mut(slot) else {
+                continue;
+            };
+            let rate = followed.copies[*kind];
+            let better = followed.only_copies || *kind >= COPY_KIND && rate >= followed.expected();
+            followed.copied = (better && !tokens.is_empty()).then_some(*kind);
+            *demand = Demand {
+                acceptance: rate,
+                most: if better { tokens.len() } else { 0 },
+                free: true,
+            };
+        }
+        let planned = self.plan(rows, room, &demands);
+        for (((tokens, _), n), (slot, _)) in found.iter_mut().zip(planned).zip(wanted) {
+            tokens.truncate(n);
+            if n == 0 {
+                self.followed.entry(*slot).and_modify(|f| f.copied = None);
+            }
+        }
+        found.into_iter().map(|(tokens, _)| tokens).collect()
+    }
+
+    /// Drafts by the drafter: see [`Speculation::draft`].
+    fn draft_new(
+        &mut self,
+        wanted: &[(usize, usize)],
+        rows: usize,
+        most_rows: usize,
+    ) -> Vec<Vec<u32>> {
+        let (mut demands, room) = self.demands(wanted, rows, most_rows, false);
         let drafted = match self.drafter.is_free() {
             // A free drafter is asked first, so that rows are divided among tokens that exist.
             true => self.ask(wanted, &demands).map(|mut found| {
@@ -286,28 +370,37 @@ impl Speculation {
                 drafts.iter().any(|d| !d.is_empty())
             }
             false => {
-                let (demands, room) = self.demands(wanted, rows, most_rows);
+                if self
+                    .copy(wanted, rows, most_rows)
+                    .iter()
+                    .any(|c| !c.is_empty())
+                {
+                    return true;
+                }
+                let (demands, room) = self.demands(wanted, rows, most_rows, false);
                 let planned = self.plan_expensive(wanted, rows, room, &demands);
                 planned.into_iter().any(|n| n > 0)
             }
         }
     }
 
-    /// The demand of each of `wanted`, and the number of rows for all of them.
+    /// The demand of each of `wanted`, of the drafter or of copies, and the number of rows for all of them.
     fn demands(
         &self,
         wanted: &[(usize, usize)],
         rows: usize,
         most_rows: usize,
+        copies: bool,
     ) -> (Vec<Demand>, usize) {
         let room = match self.failed {
             true => 0,
             false => most_rows.saturating_sub(rows),
         };
         let demand = |&(slot, most): &(usize, usize)| match self.followed.get(&slot) {
-            Some(f) if !f.off => Demand {
+            Some(f) if !f.off && (copies || !f.only_copies) => Demand {
                 acceptance: f.expected(),
                 most: most.min(room).min(self.most),
+                free: copies,
             },
             _ => Demand::default(),
         };
@@ -350,38 +443,19 @@ impl Speculation {
 
     /// Asks the drafter for as many tokens as are demanded.
     fn ask(&mut self, wanted: &[(usize, usize)], demands: &[Demand]) -> Result<Vec<Vec<u32>>> {
-        let mut out = vec![Vec::new(); wanted.len()];
-        let (mut of, mut drafts) = (Vec::new(), Vec::new());
-        for (i, (&(slot, _), demand)) in wanted.iter().zip(demands).enumerate() {
-            if let (Some(followed), 1..) = (self.followed.get(&slot), demand.most) {
-                of.push(i);
-                drafts.push(Draft {
-                    slot,
-                    text: &followed.text,
-                    most: demand.most,
-                    tokens: Vec::new(),
-                    kind: 0,
-                });
-            }
-        }
-        if drafts.is_empty() {
-            return Ok(out);
-        }
         let begun = Instant::now();
-        self.drafter.draft(&mut drafts)?;
-        let longest = drafts.iter().map(|d| d.tokens.len()).max().unwrap_or(0);
-        if longest > 0 && !self.drafter.is_free() {
+        let found = ask(&mut *self.drafter, &self.followed, wanted, demands)?;
+        let longest = found.iter().map(|(tokens, _)| tokens.len()).max();
+        if let (Some(longest @ 1..), false) = (longest, self.drafter.is_free()) {
             let each = begun.elapsed().as_secs_f64() / longest as f64;
             self.costs.drafted(each);
         }
-        let mut kinds = Vec::with_capacity(of.len());
-        for (i, draft) in of.into_iter().zip(drafts) {
-            kinds.push((draft.slot, draft.kind.min(KINDS - 1)));
-            out[i] = draft.tokens;
-            out[i].truncate(draft.most);
-        }
-        for (slot, kind) in kinds {
-            self.followed.entry(slot).and_modify(|f| f.kind = kind);
+        let mut out = Vec::with_capacity(found.len());
+        for (((tokens, kind), demand), (slot, _)) in found.into_iter().zip(demands).zip(wanted) {
+            if demand.most > 0 {
+                self.followed.entry(*slot).and_modify(|f| f.kind = kind);
+            }
+            out.push(tokens);
         }
         Ok(out)
     }
@@ -405,7 +479,9 @@ impl Speculation {
             }
             let too_expensive = followed.checked.0 == 0 && self.costs.knows_drafts();
             if too_expensive || followed.judged >= TRIAL {
-                followed.off = true;
+                // A device that runs ahead would wait for the host in every step.
+                followed.only_copies = self.copies.is_some() && !self.ahead;
+                followed.off = !followed.only_copies;
                 turned_off = Some(followed.checked);
             } else if wanted.len() == 1 {
                 *n = 1;
@@ -442,25 +518,68 @@ impl Speculation {
         self.counts.steps += 1;
         self.counts.drafted += drafted;
         self.counts.accepted += accepted;
-        followed.checked.0 += drafted;
-        followed.checked.1 += accepted;
-        let free = self.drafter.is_free();
-        let rate = &mut followed.acceptance[followed.kind];
+        let (copied, free) = (followed.copied.take(), self.drafter.is_free());
+        if copied.is_none() {
+            followed.checked.0 += drafted;
+            followed.checked.1 += accepted;
+        }
         for i in 0..drafted.min(accepted + 1) {
-            followed.judged += 1;
-            let weight = match free {
-                true => WEIGHT_FREE,
-                false => WEIGHT_EXPENSIVE.max(1.0 / (PRIOR_TOKENS + followed.judged) as f64),
-            };
             let outcome = if i < accepted { 1.0 } else { 0.0 };
+            let (rate, weight) = match copied {
+                Some(kind) => (&mut followed.copies[kind], WEIGHT_FREE),
+                None => {
+                    followed.judged += 1;
+                    let own = 1.0 / (PRIOR_TOKENS + followed.judged) as f64;
+                    let weight = if free {
+                        WEIGHT_FREE
+                    } else {
+                        WEIGHT_EXPENSIVE.max(own)
+                    };
+                    (&mut followed.acceptance[followed.kind], weight)
+                }
+            };
             *rate += weight * (outcome - *rate);
         }
-        if drafted == 0 && free {
-            for (rate, prior) in followed.acceptance.iter_mut().zip(PRIOR_FREE) {
-                *rate += RECOVERY * (prior - *rate).max(0.0);
-            }
+        let recovering = match (drafted, free) {
+            (0, true) => Some(&mut followed.acceptance),
+            _ if !free && copied.is_none() => Some(&mut followed.copies),
+            _ => None,
+        };
+        for (rate, prior) in recovering.into_iter().flatten().zip(PRIOR_FREE) {
+            *rate += RECOVERY * (prior - *rate).max(0.0);
         }
     }
+}
+
+/// What `drafter` guesses for each of `wanted`, as many tokens as are demanded at most, and of which kind that is.
+fn ask(
+    drafter: &mut dyn Drafter,
+    followed: &BTreeMap<usize, Followed>,
+    wanted: &[(usize, usize)],
+    demands: &[Demand],
+) -> Result<Vec<(Vec<u32>, usize)>> {
+    let mut out = vec![(Vec::new(), 0); wanted.len()];
+    let (mut asked, mut drafts) = (Vec::new(), Vec::new());
+    for (i, (&(slot, _), demand)) in wanted.iter().zip(demands).enumerate() {
+        if let (Some(followed), 1..) = (followed.get(&slot), demand.most) {
+            asked.push(i);
+            drafts.push(Draft {
+                slot,
+                text: &followed.text,
+                most: demand.most,
+                tokens: Vec::new(),
+                kind: 0,
+            });
+        }
+    }
+    if !drafts.is_empty() {
+        drafter.draft(&mut drafts)?;
+    }
+    for (i, mut draft) in asked.into_iter().zip(drafts) {
+        draft.tokens.truncate(draft.most);
+        out[i] = (draft.tokens, draft.kind.min(KINDS - 1));
+    }
+    Ok(out)
 }
 
 /// Refuses a session that cannot check drafts. Returns a note for the user if answers with drafts may differ
@@ -530,6 +649,28 @@ mod tests {
             speculation.measured(4, 1e6);
             speculation.checked(0, 3.min(room), 0);
         }
+    }
+
+    #[test]
+    fn what_the_text_repeats_is_copied_until_copies_are_wrong() {
+        let mut speculation = Speculation::new(Box::new(Guesser)).with_copies();
+        let words: Vec<u32> = (1..40).collect();
+        let again = [&words[..], &words[..20]].concat();
+        speculation.follow(0, again);
+        speculation.follow(1, words.clone());
+        assert_eq!(speculation.draft(&[(0, 3)], 1, 9), [[21, 22, 23]]);
+        assert_eq!(speculation.draft(&[(1, 1)], 1, 9), [[0]]);
+        // Right guesses of the drafter, wrong copies.
+        let mut copied = 0;
+        for _ in 0..20 {
+            let drafted = speculation.draft(&[(0, 3)], 1, 9).concat();
+            let right = drafted.first() == Some(&0);
+            copied += usize::from(drafted.first() == Some(&21));
+            speculation.measured(1 + drafted.len(), 1e6);
+            speculation.checked(0, drafted.len(), if right { drafted.len() } else { 0 });
+        }
+        assert!((1..5).contains(&copied), "{copied} copies");
+        assert_eq!(speculation.draft(&[(0, 3)], 1, 9)[0].first(), Some(&0));
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! The MTP layer of a model as published, computed by an engine of its own.
 
+use super::published::ask;
 use super::{Store, feed, nq};
 use nq_formats::mtp::{self, EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore};
 use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
-use nq_runtime::{Chunk, Engine, KvType, LogitsWanted, Session, SessionSpec};
+use nq_runtime::{Chunk, Engine, KvType, LogitsWanted, Mtp, Session, SessionSpec};
 
 pub(crate) fn session(engine: &dyn Engine) -> Box<dyn Session> {
     let spec = SessionSpec {
@@ -140,5 +141,42 @@ impl Published<'_> {
             assert!(gap < tie, "draft {i} of {} tokens: {gap}", text.len());
             inputs.push(self.input(token, &made));
         }
+    }
+}
+
+/// Forks of sequences: what was fed to `layer` of them and what waits is known behind the fork, with another text,
+/// too, and the sequence itself goes on. `cpu` gives the model's hidden states.
+pub(crate) fn check_forks(
+    published: &Published<'_>,
+    (cpu, layer): (&dyn Engine, &Mtp),
+    open: impl Fn() -> Box<dyn Session>,
+    tie: f32,
+) {
+    let text = super::tokens(270, 3);
+    for (drafted, at) in [(true, 200), (false, 200), (true, 150), (false, 150)] {
+        let mut session = open();
+        let mut drafter = layer.drafter(&mut *session).unwrap();
+        let mut check = |session: &mut dyn Session, slot: usize, text: &[u32]| {
+            let found = ask(&mut *drafter, session, slot, text);
+            assert_eq!(found.len(), 5, "fork at {at}");
+            published.check(cpu, (text, 0), &found, tie);
+        };
+        session.keep_at(0, 150);
+        feed(&mut *session, 0, &text[..200]);
+        if drafted {
+            check(&mut *session, 0, &text[..201]);
+        }
+        assert_eq!(session.fork(0, 1, at).unwrap(), at);
+        let other = [&text[..at + 1], &super::tokens(40, 12)].concat();
+        feed(&mut *session, 1, &other[at..other.len() - 1]);
+        check(&mut *session, 1, &other);
+        feed(&mut *session, 0, &text[200..230]);
+        check(&mut *session, 0, &text[..231]);
+        // Where the text parts in front of the token that the fork's last row was made with.
+        assert_eq!(session.fork(0, 1, at).unwrap(), at);
+        let parted = [&text[..at], &super::tokens(41, 13)].concat();
+        feed(&mut *session, 1, &parted[at..parted.len() - 1]);
+        let found = ask(&mut *drafter, &mut *session, 1, &parted);
+        assert_eq!(found.len(), 5, "parted at {at}");
     }
 }

@@ -128,6 +128,8 @@ trait Run: Send {
 
     fn truncate(&mut self, slot: usize, len: usize);
 
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()>;
+
     fn draft(&mut self, draft: &mut Draft<'_>) -> Result<()>;
 }
 
@@ -169,6 +171,14 @@ impl StreamRun {
         streams: (&Buffer<f32>, usize),
     ) -> Result<()> {
         self.state().take(slot, position, tokens, streams)
+    }
+
+    /// Knows of the sequence in `to` what it knows of the first `len` tokens of that in `from`.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn fork(&self, from: usize, to: usize, len: usize) -> Result<()> {
+        self.state().fork(from, to, len)
     }
 
     /// Forgets what is past the first `len` tokens of the sequence in `slot`.
@@ -270,6 +280,29 @@ impl<H: GpuHead> Run for State<H> {
         // differs a little from what it should be, and only drafts depend on it.
         let rows = self.tables.len(slot).min(known.tokens.len());
         self.tables.truncate(slot, rows);
+    }
+
+    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+        let width = self.head.shape().streams;
+        let Ok([source, known]) = self.slots.get_disjoint_mut([from, to]) else {
+            return Ok(());
+        };
+        let all = (source.tokens.len()).min(len.saturating_sub(source.first));
+        // The last row's next token may be another one now: see `truncate`.
+        let rows = self.tables.len(from).min(all);
+        self.tables.fork(from, to, rows)?;
+        known.first = source.first;
+        known.tokens = source.tokens[..all].to_vec();
+        if let (true, Some(waiting)) = (all > rows, &source.held) {
+            let held = match &mut known.held {
+                Some(held) => held,
+                none => none.insert(self.target.gpu.zeros(WHAT, MOST_RUN * width)?),
+            };
+            let to = (held, rows_at(0, width));
+            let from = (waiting, rows_at(0, width));
+            self.stream.copy_rows(from, to, (all - rows, width))?;
+        }
+        Ok(())
     }
 
     fn take(
