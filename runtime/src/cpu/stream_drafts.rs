@@ -80,6 +80,8 @@ struct Slot {
     streams: Vec<f32>,
     /// What the head made of the last row that was fed.
     last: Vec<f32>,
+    /// The row at which the sequence was forked, whose token may be another one now.
+    parted: Option<usize>,
 }
 
 impl Slot {
@@ -156,7 +158,8 @@ impl<H: DraftHead> State<H> {
         let rows = slot.fed.iter().zip(text.iter().skip(slot.first + 1));
         let compared = rows.len();
         let same = rows.take_while(|(fed, token)| fed == token).count();
-        if same + 1 == slot.fed.len() && same < compared && !slot.streams.is_empty() {
+        let parted = slot.parted.take().filter(|_| !slot.streams.is_empty());
+        if same < compared && parted == Some(same) {
             // The text parted behind this row's streams, which are not kept: its keys and values stay those of the
             // other token. Only drafts depend on them.
             slot.fed[same] = text[slot.first + 1 + same];
@@ -241,6 +244,7 @@ impl<H: DraftHead> Forks for State<H> {
         to.fed = from.fed[..fed].to_vec();
         to.streams = from.streams[..(rows - fed) * width].to_vec();
         to.last.clear();
+        to.parted = fed.checked_sub(1);
         let pages = self.cache.pages_mut();
         for (index, (&from, &to)) in from.table.iter().zip(&to.table).enumerate() {
             let rows = fed.saturating_sub(index * PAGE).min(PAGE);
