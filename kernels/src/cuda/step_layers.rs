@@ -7,7 +7,7 @@ mod sizes;
 use super::all_reduce::MOST_RANKS;
 use super::attention::{HEAD_DIM, Heads, LayerPages, WIDE_HEAD_DIM};
 use super::delta::{DeltaVectors, LayerStates};
-use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, Stream, PartTimes};
+use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, PartTimes, Stream};
 use super::experts::chosen;
 use super::half_rows::HalfRows;
 use super::kernel::{Instance, UNIFORM, kernels, kind_index};
@@ -383,7 +383,8 @@ impl LayersPlan {
         let window = match sizes.trellis {
             true => {
                 let units = of(|w| w.rows() / STRIP * (w.inputs() / COLUMNS));
-                (window(sizes.hidden) * INT4_RECORD * units).div_ceil(of(DeviceLinear::bytes).max(1))
+                (window(sizes.hidden) * INT4_RECORD * units)
+                    .div_ceil(of(DeviceLinear::bytes).max(1))
             }
             false => window(sizes.hidden),
         };
@@ -473,7 +474,9 @@ impl SharedMemory {
             } else {
                 [take(digits(sizes.hidden)), take(digits(inner))]
             },
-            x: take((sizes.hidden / each).div_ceil(if alone { blocks } else { CLUSTER }) * each * 4),
+            x: take(
+                (sizes.hidden / each).div_ceil(if alone { blocks } else { CLUSTER }) * each * 4,
+            ),
             sums: take(2 * WARPS * WARPS * 16 * 4),
             queries: take((sizes.group() + 1) * 4 * sizes.head_dim),
             ring: take(0),
@@ -561,7 +564,11 @@ impl Stream {
         let digits = |inputs| plan.sizes.digits_bytes(inputs) / 4;
         let args = LayersArgs {
             x: o.of("x", x, &[hidden])?,
-            qkv: o.of("qkv", &scratch.qkv, &[plan.sizes.row_parts(), qkv_rows.max(inputs)])?,
+            qkv: o.of(
+                "qkv",
+                &scratch.qkv,
+                &[plan.sizes.row_parts(), qkv_rows.max(inputs)],
+            )?,
             attended: o.of(
                 "attended",
                 &scratch.attended,
@@ -619,7 +626,10 @@ impl Stream {
         };
         // Weights are read all the time: no part counts their bytes.
         let key = ("start and end of layers", "fused", (layers.len(), hidden));
-        let parts = plan.weights.are_timed().then(|| Box::new(parts) as PartTimes);
+        let parts = plan
+            .weights
+            .are_timed()
+            .then(|| Box::new(parts) as PartTimes);
         self.timed_in_parts(key, 0, parts, || {
             // SAFETY: the operands were checked, and that the step is in the cache; all blocks fit on the
             // device, where no other such kernel runs.

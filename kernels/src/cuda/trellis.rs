@@ -270,7 +270,10 @@ pub(super) fn layer_code(kind: PackedKind) -> Option<LayerCode> {
     let PackedKind::Trellis(scheme) = kind else {
         return None;
     };
-    let before = TrellisScheme::all().filter(|s| s.code() == Code::Sum).count() - 1;
+    let before = TrellisScheme::all()
+        .filter(|s| s.code() == Code::Sum)
+        .count()
+        - 1;
     let number = index_of(scheme).checked_sub(before)?;
     Some(LayerCode {
         number: number as u8,

@@ -10,8 +10,8 @@ use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
     DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch, LayersSizes,
-    Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, StreamOptions, TrellisRoom,
-    TrellisSizes, WIDE_HEAD_DIM, gated_width, stacked,
+    Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, StreamOptions,
+    TrellisRoom, TrellisSizes, WIDE_HEAD_DIM, gated_width, stacked,
 };
 use nq_kernels::pages::KvType;
 

@@ -296,7 +296,14 @@ impl SessionMemory {
             states: w.delta.map(states).transpose()?,
             ranks: ranks.transpose()?,
             cos_sin: gpu.zeros("the rotary table", table)?,
-            step: StepRows::new(gpu, c, head, rows, (spec.kv, places), (request.rank, trellis))?,
+            step: StepRows::new(
+                gpu,
+                c,
+                head,
+                rows,
+                (spec.kv, places),
+                (request.rank, trellis),
+            )?,
             many: ManyRows::new(gpu, &w, kernels, many, places)?,
             pages,
         })

@@ -33,13 +33,13 @@ mod tensor_map;
 pub(in crate::cuda) mod trace;
 
 pub(crate) use blas::{Blas, Side};
-pub(crate) use gpu::PartTimes;
 pub use checked::{Checked, Followed};
 pub use code::driver_needed;
 #[cfg(test)]
 pub(in crate::cuda) use code::targets;
 pub use copy::Strided;
 pub use found::{check_device, device_count};
+pub(crate) use gpu::PartTimes;
 pub(in crate::cuda) use gpu::has_small_blocks;
 pub use gpu::{Gpu, GpuInfo};
 pub use host::{HostStage, HostWork};

@@ -12,10 +12,10 @@ use std::sync::Arc;
 pub struct LayersScratch {
     pub(super) qkv: Buffer<u64>, // as many as the first products have rows; of trellis codes parts of them
     pub(super) attended: Buffer<u64>, // [MOST_SOURCES, heads * (head_dim + 2)]; a recurrence has fewer values
-    pub(super) gated: Buffer<u64>,    // [intermediate], of each chosen expert; of trellis codes parts of gate and up
-    pub(super) scores: Buffer<u64>,   // [experts]
+    pub(super) gated: Buffer<u64>, // [intermediate], of each chosen expert; of trellis codes parts of gate and up
+    pub(super) scores: Buffer<u64>, // [experts]
     pub(super) digits: [Buffer<u64>; 2], // SpanDigits of inputs, where blocks are in no clusters
-    pub(super) epoch: Buffer<u32>,    // counts steps
+    pub(super) epoch: Buffer<u32>, // counts steps
     pub(super) times: Arc<Mapped<u64>>, // [PHASES, 2]: nanoseconds that timed kernels took
     inbox: LayersInbox,
     lost: Mapped<u32>,

@@ -1,8 +1,8 @@
 //! The sizes of models whose layers run at once, and whether their products can be dealt to blocks.
 
 use super::{
-    BLOCK_DIGITS_BYTES, DIGITS_BYTES, MOST_GROUP, MOST_PARTS, MOST_ROUTE, MOST_STRIP_PARTS, PRODUCTS,
-    WARPS,
+    BLOCK_DIGITS_BYTES, DIGITS_BYTES, MOST_GROUP, MOST_PARTS, MOST_ROUTE, MOST_STRIP_PARTS,
+    PRODUCTS, WARPS,
 };
 use crate::cpu::DeltaShape;
 use crate::cuda::attention::row_heads;
@@ -62,7 +62,11 @@ impl LayersSizes {
 
     /// Their tiles and spans.
     pub(super) fn products(self) -> [ProductShape; PRODUCTS] {
-        let (tile, span) = if self.trellis { (STRIP, TILE) } else { (16, 256) };
+        let (tile, span) = if self.trellis {
+            (STRIP, TILE)
+        } else {
+            (16, 256)
+        };
         self.shapes().map(|(rows, inputs)| ProductShape {
             tiles: (rows / tile) as i32,
             spans: (inputs / span) as i32,
@@ -92,7 +96,11 @@ impl LayersSizes {
 
     /// Most parts of a value of the residual stream.
     pub(super) fn parts(self) -> usize {
-        if self.trellis { MOST_STRIP_PARTS } else { MOST_PARTS }
+        if self.trellis {
+            MOST_STRIP_PARTS
+        } else {
+            MOST_PARTS
+        }
     }
 
     /// Most parts of a value of qkv, or of gate and up.
@@ -122,7 +130,8 @@ impl LayersSizes {
         let [qkv, o, gate_up, down, inputs] = self.products();
         let width = self.heads * self.head_dim;
         // Each block gathers some of the inputs of `o`.
-        let gathers = width / self.gathered() >= cluster && self.delta.is_none_or(|d| d.values() == width);
+        let gathers =
+            width / self.gathered() >= cluster && self.delta.is_none_or(|d| d.values() == width);
         // Without clusters, each has a share of every product (`SharedInputs::receive` of `cuda/layers_cluster.cuh`).
         let firsts = [Some(qkv), Some(gate_up), self.delta.map(|_| inputs)];
         let shares = cluster > 1
