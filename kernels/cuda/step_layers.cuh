@@ -524,38 +524,45 @@ struct LayersBlock {
             square = warp_sum(square);
             if (lane == 0) factor() = rsqrtf(square / p.hidden + p.eps);
         }
+        // Strips whose sums meet together: a thread ends with one output of one of them.
+        constexpr int TOGETHER = WARPS * 32 / STRIP;
+        float* const all_sums = sums();   // [TOGETHER][WARPS][STRIP]
+        static_assert(TOGETHER * STRIP <= 2 * WARPS * 16);
 #pragma unroll 1
-        for (int strip = 0; strip < mine.tiles; strip++) {
-            const int end = min((strip + 1) * mine.spans - mine.span, mine.units);   // of its units
-            float* const buffer = sums() + turn * (WARPS * WARPS * 16);
-            static_assert(STRIP <= WARPS * 16);
-            turn ^= 1;
-            StripSums all;
-            with_code(kind.scheme, [&](auto code) {
-                using C = decltype(code);
-                StripUnits<C> units(all, lane);
+        for (int first = 0; first < mine.tiles; first += TOGETHER) {
+            if (first > 0) sync_layers();   // those before have been read
+            const int last = min(first + TOGETHER, mine.tiles), ends_with = first + int(threadIdx.x) / STRIP, output = threadIdx.x % STRIP;
+            __half scale = __half();   // requested long before it is needed
+            if (ends_with < last) scale = __ldg(scales_of(p, l, which) + (mine.tile + ends_with) * STRIP + output);
 #pragma unroll 1
-                while (unit < end) {
-                    ring.wait(at);
-                    units.add(ring.at(at) + warp % TEAM * C::UNIT, row, tile, wait_digits, [&] { ring.leave(at, 1, lane); });
-                    unit += WARPS, stage += TEAMS, tile += WARPS;
-                    while (tile >= mine.spans) tile -= mine.spans;
-                    at.step(TEAMS, p.depth);
-                }
-                units.end();
-            });
-            all.store(shared_address(buffer) + warp * (STRIP * 4), lane);
+            for (int strip = first; strip < last; strip++) {
+                const int end = min((strip + 1) * mine.spans - mine.span, mine.units);   // of its units
+                StripSums all;
+                with_code(kind.scheme, [&](auto code) {
+                    using C = decltype(code);
+                    StripUnits<C> units(all, lane);
+#pragma unroll 1
+                    while (unit < end) {
+                        ring.wait(at);
+                        units.add(ring.at(at) + warp % TEAM * C::UNIT, row, tile, wait_digits, [&] { ring.leave(at, 1, lane); });
+                        unit += WARPS, stage += TEAMS, tile += WARPS;
+                        while (tile >= mine.spans) tile -= mine.spans;
+                        at.step(TEAMS, p.depth);
+                    }
+                    units.end();
+                });
+                all.store(shared_address(all_sums + ((strip - first) * WARPS + warp) * STRIP), lane);
+            }
             sync_layers();
-            if (threadIdx.x >= STRIP) continue;
-            const int output = threadIdx.x;
-            const __half scale = __ldg(scales_of(p, l, which) + (mine.tile + strip) * STRIP + output);
+            if (ends_with >= last) continue;
+            const float* const from = all_sums + (ends_with - first) * (WARPS * STRIP) + output;
             float v = 0.f;
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) v += buffer[w * STRIP + output];
+            for (int w = 0; w < WARPS; w++) v += from[w * STRIP];
             v *= __half2float(scale) * (norm ? factor() * (1.f / 128.f) : 1.f / 128.f);
-            const int part = strip == 0 ? mine.part : 0, rows = p.shape[which].tiles * STRIP;
+            const int part = ends_with == 0 ? mine.part : 0, rows = p.shape[which].tiles * STRIP;
             uint64_t* const to = which == QKV ? p.qkv : which == GATED ? p.gated : p.parts[which / 2];
-            store_stamped(to + size_t(part) * rows + (mine.tile + strip) * STRIP + output, v, stamp);
+            store_stamped(to + size_t(part) * rows + (mine.tile + ends_with) * STRIP + output, v, stamp);
         }
         wait_digits();
         // Stages of which this warp has nothing.

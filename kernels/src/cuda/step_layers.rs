@@ -19,7 +19,7 @@ use crate::error::Result;
 use crate::pages::PAGE;
 use args::{LayerArgs, LayersArgs, LayersRoom};
 use nq_formats::Experts;
-use nq_formats::trellis::{STRIP, TILE as COLUMNS};
+use nq_formats::trellis::STRIP;
 pub use scratch::{LayersInbox, LayersScratch};
 pub use sizes::LayersSizes;
 use std::sync::Arc;
@@ -99,8 +99,6 @@ const MOST_STRIP_PARTS: usize = 16;
 const PAGE_STAGE: usize = 8320;
 /// Bytes of shared memory in front of the numbers of parts: `COUNTS` of `cuda/step_layers.cuh`.
 const HEAD_BYTES: usize = 1024;
-/// Bytes of a record of INT4 with a scale for 64 inputs.
-const INT4_RECORD: usize = 2048 + 128;
 /// `PHASES` of `cuda/layers.cuh`.
 const PHASES: usize = 5;
 /// Their names in a profile, while blocks wait for inputs.
@@ -376,18 +374,6 @@ impl LayersPlan {
             None => TEAM * (k.codes_bytes() + k.meta_bytes()),
         });
         let stage = records.max().unwrap_or_default().max(PAGE_STAGE);
-        // As many bytes under way as those of INT4, where units of trellis codes are shorter.
-        let of = |size: fn(&DeviceLinear) -> usize| -> usize {
-            layers.iter().flat_map(|l| l.weights().map(size)).sum()
-        };
-        let window = match sizes.trellis {
-            true => {
-                let units = of(|w| w.rows() / STRIP * (w.inputs() / COLUMNS));
-                (window(sizes.hidden) * INT4_RECORD * units)
-                    .div_ceil(of(DeviceLinear::bytes).max(1))
-            }
-            false => window(sizes.hidden),
-        };
         let positions = layers.iter().find_map(|l| match &l.mixer {
             StepMixer::Attention { cache, .. } => Some(cache.places().positions),
             StepMixer::Recurrence { .. } => None,
@@ -406,7 +392,7 @@ impl LayersPlan {
         let Some(blocks) = fitting(info.multiprocessors / cluster) else {
             return Ok(None);
         };
-        let Some(shared) = SharedMemory::of(info, sizes, (stage, window), blocks) else {
+        let Some(shared) = SharedMemory::of(info, sizes, stage, blocks) else {
             return Ok(None);
         };
         let plan = LayersPlan {
@@ -451,12 +437,11 @@ impl LayersPlan {
 }
 
 impl SharedMemory {
-    /// For one of so many blocks, with stages of so many bytes, of which so many may be requested and not there yet;
-    /// `None` if it has too little on this device.
+    /// For one of so many blocks, with stages of so many bytes; `None` if it has too little on this device.
     fn of(
         info: &GpuInfo,
         sizes: LayersSizes,
-        (stage, window): (usize, usize),
+        stage: usize,
         blocks: usize,
     ) -> Option<Self> {
         let mut end = (HEAD_BYTES + sizes.counts()).next_multiple_of(128);
@@ -484,7 +469,7 @@ impl SharedMemory {
         let depth = (info.shared_memory.checked_sub(end)? / stage).min(MOST_RING);
         let behind = depth.checked_sub(stages_ahead(sizes.head_dim))?;
         // Copies of 16 bytes end in order, bulk copies do not.
-        let window = window.min(if alone { depth } else { behind });
+        let window = window(sizes.hidden).min(if alone { depth } else { behind });
         (window > 0).then_some(SharedMemory {
             room,
             stage,

@@ -42,7 +42,7 @@ int main() {
         check<8, int4_int_64, true>("int", {256, 1, 768, 16, 2, 300, 4, 12, 4, 13, false, 8}),
         check<2, void, true>("mix", {256, 2, 768, 16, 2, 17, 4, 12, 4, 14, false, 4, false, 3}),
         // All trellis codes; strips with more parts than are read at once, and blocks with several strips.
-        check<2, trellis_codes>("trellis", {1024, 4, 1024, 8, 3, 70, 0, 7, 3, 19}),
+        check<2, trellis_codes>("trellis", {1024, 4, 2048, 8, 2, 70, 0, 7, 3, 19}),
         check<4, trellis_codes>("trellis", {1024, 2, 1152, 16, 2, 128 * 3 + 5, 0, 8, 4, 20, true}),
         check<4, trellis_codes>("trellis", {1024, 2, 1280, 48, 2, 5, 0, 9, 3, 21}),
         // Mixtures: several rows of the router in a block, and in some none; shared experts.

@@ -175,7 +175,7 @@ impl ProductShape {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{SharedMemory, TEAM, cluster_of, stages_ahead, window};
+    use super::super::{SharedMemory, TEAM, cluster_of, stages_ahead};
     use super::*;
     use crate::cuda::driver::GpuInfo;
 
@@ -290,12 +290,7 @@ mod tests {
                         163 => wide && long && sizes.hidden == 5120,
                         _ => false,
                     };
-                    let shared = SharedMemory::of(
-                        &info,
-                        *sizes,
-                        (TEAM * record, window(sizes.hidden)),
-                        blocks,
-                    );
+                    let shared = SharedMemory::of(&info, *sizes, TEAM * record, blocks);
                     assert_eq!(shared.is_none(), lacks, "{room}, {record}: {sizes:?}");
                     let Some(shared) = shared else { continue };
                     assert!(shared.bytes <= room, "{sizes:?}: {}", shared.bytes);
