@@ -1,5 +1,6 @@
 //! A model over several GPUs against the same model on one. Two GPUs are used where they are; otherwise one stands in
-//! for both, with `CUDA_MODULE_LOADING=EAGER`: kernels that some wait for must be loaded before. Without a GPU the tests
+//! for both, with `CUDA_MODULE_LOADING=EAGER`, as kernels that some wait for must be loaded before, and
+//! `CUDA_DEVICE_MAX_CONNECTIONS=32`, so that their streams lie in different queues of the GPU. Without a GPU the tests
 //! say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 #![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
@@ -15,13 +16,16 @@ use nq_runtime::{
     Chunk, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
 const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
 
-/// The devices of two ranks; `None`, said in print, if there are none.
-fn two() -> Option<&'static str> {
+/// The turn of a test, as a process has one model over several GPUs at a time, and the devices of two ranks; `None`, said
+/// in print, if there are none.
+fn two() -> Option<(MutexGuard<'static, ()>, &'static str)> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
     let count = match nq_kernels::cuda::device_count() {
         Ok(count) => count,
@@ -31,12 +35,15 @@ fn two() -> Option<&'static str> {
             return None;
         }
     };
-    let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|v| v == "EAGER");
+    let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|v| v == "EAGER")
+        && std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|v| v == "32");
     match (count, eager) {
-        (2.., _) => Some("cuda:0,1"),
-        (_, true) => Some("cuda:0,0"),
+        (2.., _) => Some((turn, "cuda:0,1")),
+        (_, true) => Some((turn, "cuda:0,0")),
         (_, false) => {
-            println!("skipped: one GPU stands in for two with CUDA_MODULE_LOADING=EAGER only");
+            println!(
+                "skipped: one GPU stands in for two with CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32 only"
+            );
             None
         }
     }
@@ -126,7 +133,7 @@ fn far_rows(found: &[f32], expected: &[f32], vocab: usize) -> usize {
 
 #[test]
 fn two_ranks_agree_with_one_gpu() {
-    let Some(device) = two() else { return };
+    let Some((_turn, device)) = two() else { return };
     for (name, config, store) in models() {
         let whole = gpu_engine(&config, &store, KernelSet::Fused).expect("there is a GPU");
         let ranks = load(&config, &store, device);
@@ -194,7 +201,7 @@ fn two_ranks_agree_with_one_gpu() {
 /// Tokens that recorded steps draw are those of the logits.
 #[test]
 fn ranks_draw_the_tokens_of_their_logits() {
-    let Some(device) = two() else { return };
+    let Some((_turn, device)) = two() else { return };
     for (name, config, store) in models() {
         let ranks = load(&config, &store, device);
         let mut s = session(&*ranks, 2);
@@ -222,7 +229,7 @@ fn ranks_draw_the_tokens_of_their_logits() {
 /// Pages and states of all ranks, as they are kept on disk.
 #[test]
 fn pages_of_ranks_can_be_read_and_appended() {
-    let Some(device) = two() else { return };
+    let Some((_turn, device)) = two() else { return };
     for (name, config, store) in models().into_iter().filter(|m| m.0.ends_with("int4")) {
         let ranks = load(&config, &store, device);
         let mut s = session(&*ranks, 2);
@@ -246,7 +253,7 @@ fn pages_of_ranks_can_be_read_and_appended() {
 
 #[test]
 fn what_several_gpus_cannot_run_is_refused_by_name() {
-    let Some(device) = two() else { return };
+    let Some((_turn, device)) = two() else { return };
     let (_, config, store) = models().remove(0);
     let refused = |config: &ModelConfig, options: LoadOptions| {
         let options = LoadOptions {
@@ -266,6 +273,11 @@ fn what_several_gpus_cannot_run_is_refused_by_name() {
         ..LoadOptions::default()
     };
     assert!(refused(&config, on_host).contains("experts on the CPU"));
+    let first = load(&config, &store, device);
+    let second = refused(&config, LoadOptions::default());
+    assert!(second.contains("one at a time"), "{second}");
+    drop(first);
+    drop(load(&config, &store, device));
     let odd = ModelConfig {
         num_key_value_heads: 1,
         ..config

@@ -11,11 +11,11 @@ use std::fmt::Write as _;
 
 /// Compute capability, multiprocessors, KiB of shared memory of a block; and a hash of all that the device launches.
 const DEVICES: [((i32, i32), usize, usize, u64); 5] = [
-    ((8, 0), 108, 163, 0x7ea5_a6b0_3ef2_e60f),
-    ((8, 6), 84, 99, 0xca95_b972_41bc_ed96),
-    ((9, 0), 132, 227, 0xce93_805c_ef63_c365),
-    ((10, 0), 148, 227, 0xcac9_a014_3533_3320),
-    ((12, 0), 170, 99, 0xed72_7ea4_68fd_c911),
+    ((8, 0), 108, 163, 0x8270_5136_c8eb_0524),
+    ((8, 6), 84, 99, 0x8a05_ae98_35f8_6241),
+    ((9, 0), 132, 227, 0xb979_77c5_cb96_51c0),
+    ((10, 0), 148, 227, 0xd38f_1ec1_c3bb_38ce),
+    ((12, 0), 170, 99, 0xc003_8566_fac4_4b2b),
 ];
 
 /// Outputs and inputs.
@@ -241,6 +241,7 @@ impl Trace {
 /// files there, to be compared with those of the commit before.
 #[test]
 fn products_launch_what_was_measured() {
+    let mut others = Vec::new();
     for (capability, multiprocessors, kib, expected) in DEVICES {
         let text = Trace::new(imagined(capability, multiprocessors, kib)).all();
         if let Some(folder) = std::env::var_os("NQ_LAUNCHES") {
@@ -251,6 +252,9 @@ fn products_launch_what_was_measured() {
         let found = text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, b| {
             (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
         });
-        assert_eq!(found, expected, "{capability:?}: {found:#x}");
+        if found != expected {
+            others.push(format!("{capability:?}: {found:#x}"));
+        }
     }
+    assert!(others.is_empty(), "other launches: {others:#?}");
 }

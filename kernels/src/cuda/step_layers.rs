@@ -438,12 +438,7 @@ impl LayersPlan {
 
 impl SharedMemory {
     /// For one of so many blocks, with stages of so many bytes; `None` if it has too little on this device.
-    fn of(
-        info: &GpuInfo,
-        sizes: LayersSizes,
-        stage: usize,
-        blocks: usize,
-    ) -> Option<Self> {
+    fn of(info: &GpuInfo, sizes: LayersSizes, stage: usize, blocks: usize) -> Option<Self> {
         let mut end = (HEAD_BYTES + sizes.counts()).next_multiple_of(128);
         let mut take = |bytes: usize| {
             let at = end;

@@ -1,5 +1,6 @@
 //! Sums over the ranks of a model. One GPU stands in for several if there are no others: all its kernels must then be
-//! loaded before some wait for others, `CUDA_MODULE_LOADING=EAGER`.
+//! loaded before some wait for others, `CUDA_MODULE_LOADING=EAGER`, and streams in queues of their own,
+//! `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 
 use super::common::normal;
 use super::{finish, gpu, guarded};
@@ -49,10 +50,13 @@ fn gpus(n: usize) -> Option<(Vec<Gpu>, bool)> {
             return Some((gpus, false));
         }
     }
-    if std::env::var("CUDA_MODULE_LOADING").is_ok_and(|v| v == "EAGER") {
+    let set = |name: &str, value: &str| std::env::var(name).is_ok_and(|v| v == value);
+    if set("CUDA_MODULE_LOADING", "EAGER") && set("CUDA_DEVICE_MAX_CONNECTIONS", "32") {
         return Some((vec![first; n], true));
     }
-    println!("skipped: {n} ranks on one GPU without CUDA_MODULE_LOADING=EAGER");
+    println!(
+        "skipped: {n} ranks on one GPU without CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32"
+    );
     None
 }
 

@@ -19,6 +19,7 @@ use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
 use nq_kernels::cuda::{Gpu, Rank};
 use nq_kernels::profile::OpTiming;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// [`Engine`] on several GPUs.
@@ -30,6 +31,31 @@ pub(crate) struct ParallelEngine {
     /// True if the ranks share a GPU.
     beside: bool,
     threads: Arc<rayon::ThreadPool>,
+    _only: OnlyModel,
+}
+
+/// True while a model over several GPUs is loaded.
+static LOADED: AtomicBool = AtomicBool::new(false);
+
+/// The only model of the process over several GPUs. Kernels of a rank wait for those of the others: of two models, the
+/// ranks on one GPU could wait for the first and those on another for the second, forever.
+struct OnlyModel;
+
+impl OnlyModel {
+    /// # Errors
+    /// [`Error::Unsupported`] if there is one already.
+    fn new() -> Result<Self> {
+        match LOADED.swap(true, Ordering::AcqRel) {
+            true => refuse("models", "one at a time", "another one"),
+            false => Ok(OnlyModel),
+        }
+    }
+}
+
+impl Drop for OnlyModel {
+    fn drop(&mut self) {
+        LOADED.store(false, Ordering::Release);
+    }
 }
 
 fn refuse<T>(what: &'static str, expected: &str, found: impl ToString) -> Result<T> {
@@ -77,6 +103,7 @@ impl ParallelEngine {
         ordinals: &[usize],
         progress: &dyn Progress,
     ) -> Result<Self> {
+        let only = OnlyModel::new()?;
         let (gpus, ranks) = (open(ordinals)?, ordinals.len());
         let beside = (1..ranks).any(|i| ordinals[..i].contains(&ordinals[i]));
         let mut through_host = false;
@@ -142,6 +169,7 @@ impl ParallelEngine {
             ranks: engines,
             beside,
             threads: Arc::new(threads),
+            _only: only,
         })
     }
 }
