@@ -7,7 +7,7 @@ use common::assert_same;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, compare, export, gguf::Mix};
 use nq_formats::gguf::BlockType;
 use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters, stack};
-use nq_formats::serialize::{Layout, TensorSpec, write_folder};
+use nq_formats::serialize::{ShardLayout, TensorSpec, write_folder};
 use nq_formats::shards::Shards;
 use nq_formats::synth::{self, Preset};
 use nq_formats::{
@@ -61,7 +61,7 @@ fn rewritten(
         shape: t.shape().to_vec(),
     };
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    let layout = Layout::new(tensors.iter().map(spec).collect(), &metadata, u64::MAX);
+    let layout = ShardLayout::new(tensors.iter().map(spec).collect(), &metadata, u64::MAX);
     let text = Value::Object(config).to_string();
     let others = ["tokenizer.json", "tokenizer_config.json"];
     let mut beside: BTreeMap<String, bytes::Bytes> = others
