@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
 const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
 
-/// The turn of a test, as a process has one model over several GPUs at a time, and the devices of two ranks; `None`, said
+/// The turn of a test, as one model over several GPUs is at work at a time, and the devices of two ranks; `None`, said
 /// in print, if there are none.
 fn two() -> Option<(MutexGuard<'static, ()>, &'static str)> {
     static TURN: Mutex<()> = Mutex::new(());
@@ -273,11 +273,13 @@ fn what_several_gpus_cannot_run_is_refused_by_name() {
         ..LoadOptions::default()
     };
     assert!(refused(&config, on_host).contains("experts on the CPU"));
-    let first = load(&config, &store, device);
-    let second = refused(&config, LoadOptions::default());
+    let models = [0, 1].map(|_| load(&config, &store, device));
+    let open = session(&*models[0], 1);
+    let spec = open.spec();
+    let second = models[1].session(spec).err().expect("refused").to_string();
     assert!(second.contains("one at a time"), "{second}");
-    drop(first);
-    drop(load(&config, &store, device));
+    drop(open);
+    drop(session(&*models[1], 1));
     let odd = ModelConfig {
         num_key_value_heads: 1,
         ..config

@@ -211,7 +211,7 @@ enum Weights {
     Uniform(PackedKind),
     /// Each of its own kind, with codes of 4 to 6 bits and scales in two levels.
     Mix,
-    /// Each in a trellis code of its own, of those that [`StepLayer::is_of`] takes.
+    /// Each in a trellis code of its own, of those that [`trellis::layer_code`] knows.
     Trellis,
 }
 

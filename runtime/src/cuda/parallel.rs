@@ -18,8 +18,8 @@ use crate::sampler::Sampler;
 use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
 use nq_kernels::cuda::{Gpu, Rank};
 use nq_kernels::profile::OpTiming;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// [`Engine`] on several GPUs.
@@ -31,30 +31,38 @@ pub(crate) struct ParallelEngine {
     /// True if the ranks share a GPU.
     beside: bool,
     threads: Arc<rayon::ThreadPool>,
-    _only: OnlyModel,
+    /// Which of the process's models it is.
+    number: usize,
 }
 
-/// True while a model over several GPUs is loaded.
-static LOADED: AtomicBool = AtomicBool::new(false);
+/// A session of a model over several GPUs, of which a process has those of one model at a time. Kernels of a rank wait for
+/// those of the others: of two models, the ranks on one GPU could wait for the first and those on another for the second,
+/// forever.
+struct OpenSession;
 
-/// The only model of the process over several GPUs. Kernels of a rank wait for those of the others: of two models, the
-/// ranks on one GPU could wait for the first and those on another for the second, forever.
-struct OnlyModel;
+/// Models so far.
+static MODELS: AtomicUsize = AtomicUsize::new(0);
+/// The number of the model with open sessions, and how many.
+static OPEN: Mutex<(usize, usize)> = Mutex::new((0, 0));
 
-impl OnlyModel {
+impl OpenSession {
+    /// Opens one of model `number`.
+    ///
     /// # Errors
-    /// [`Error::Unsupported`] if there is one already.
-    fn new() -> Result<Self> {
-        match LOADED.swap(true, Ordering::AcqRel) {
-            true => refuse("models", "one at a time", "another one"),
-            false => Ok(OnlyModel),
+    /// [`Error::Unsupported`] if another model has open sessions.
+    fn new(number: usize) -> Result<Self> {
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if open.1 > 0 && open.0 != number {
+            return refuse("models at work", "one at a time", "another one");
         }
+        *open = (number, open.1 + 1);
+        Ok(OpenSession)
     }
 }
 
-impl Drop for OnlyModel {
+impl Drop for OpenSession {
     fn drop(&mut self) {
-        LOADED.store(false, Ordering::Release);
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).1 -= 1;
     }
 }
 
@@ -103,7 +111,6 @@ impl ParallelEngine {
         ordinals: &[usize],
         progress: &dyn Progress,
     ) -> Result<Self> {
-        let only = OnlyModel::new()?;
         let (gpus, ranks) = (open(ordinals)?, ordinals.len());
         let beside = (1..ranks).any(|i| ordinals[..i].contains(&ordinals[i]));
         let mut through_host = false;
@@ -169,7 +176,7 @@ impl ParallelEngine {
             ranks: engines,
             beside,
             threads: Arc::new(threads),
-            _only: only,
+            number: MODELS.fetch_add(1, Ordering::Relaxed),
         })
     }
 }
@@ -233,6 +240,7 @@ impl Engine for ParallelEngine {
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
+        let open = OpenSession::new(self.number)?;
         let session = |engine: &CudaEngine| engine.open_session(spec);
         let mut ranks: Vec<CudaSession> = self.ranks.iter().map(session).collect::<Result<_>>()?;
         let inboxes: Vec<_> = ranks.iter().filter_map(CudaSession::inbox).collect();
@@ -245,6 +253,7 @@ impl Engine for ParallelEngine {
         Ok(Box::new(ParallelSession {
             ranks,
             threads: self.threads.clone(),
+            _open: open,
         }))
     }
 }
@@ -253,6 +262,7 @@ impl Engine for ParallelEngine {
 struct ParallelSession {
     ranks: Vec<CudaSession>,
     threads: Arc<rayon::ThreadPool>,
+    _open: OpenSession,
 }
 
 impl ParallelSession {
@@ -461,5 +471,21 @@ impl StepsAhead for ParallelSession {
         self.ranks.iter().try_for_each(CudaSession::check_ranks)?;
         drawn.into_iter().for_each(|(row, found)| each(row, found));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_model_at_a_time_has_open_sessions() {
+        let first = OpenSession::new(1).unwrap();
+        let second = OpenSession::new(1).unwrap();
+        drop(first);
+        let error = OpenSession::new(2).err().expect("refused").to_string();
+        assert!(error.contains("one at a time"), "{error}");
+        drop(second);
+        drop(OpenSession::new(2).unwrap());
     }
 }
