@@ -2,8 +2,8 @@
 
 use crate::demo;
 use crate::library::{Error, Result};
-use nq_formats::account;
 use nq_formats::hub::{Hub, HubId, HubOptions};
+use nq_formats::left_over;
 use nq_formats::{Checkpoint, Progress};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -166,7 +166,7 @@ pub fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<Mode
 
 /// Says once what the model's files hold and nq does not use.
 pub fn note_left_over(model: &Model, progress: &dyn Progress) {
-    for line in account::lines(model.checkpoint.left_over()) {
+    for line in left_over::lines(model.checkpoint.left_over()) {
         progress.note(&format!("{}: not used: {line}", model.name));
     }
 }

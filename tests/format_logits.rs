@@ -3,7 +3,7 @@
 
 #![allow(clippy::print_stdout, reason = "the figures of FORMAT.md are these")]
 
-use nq_formats::export::gguf::Mix;
+use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::BlockType;
 use nq_formats::names::{is_layer_linear, parameters};

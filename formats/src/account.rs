@@ -5,48 +5,13 @@
 //! a configuration notes each key that is asked for. Whatever nobody uses ends up here.
 
 use crate::error::{Error, Result};
+use crate::left_over::LeftOver;
 use crate::models::ModelConfig;
 use crate::names::{EMBEDDING, HEAD, layer_of, parameters};
 use crate::store::{TensorEntry, WeightStore};
 use crate::weight::Weight;
-use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-
-/// Something that a checkpoint holds and that changes nothing in what nq computes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct LeftOver {
-    /// A tensor's name, or a file's and a key's.
-    pub name: String,
-    /// What nq does instead.
-    pub why: String,
-}
-
-impl LeftOver {
-    pub(crate) fn new(name: impl Into<String>, why: impl Into<String>) -> Self {
-        LeftOver {
-            name: name.into(),
-            why: why.into(),
-        }
-    }
-}
-
-/// A line for each reason, with at most three of the names it holds for.
-pub fn lines(left: &[LeftOver]) -> Vec<String> {
-    const SHOWN: usize = 3;
-    let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for one in left {
-        by_reason.entry(&one.why).or_default().push(&one.name);
-    }
-    let line = |(why, names): (&str, Vec<&str>)| {
-        let shown = names[..names.len().min(SHOWN)].join(", ");
-        match names.len().saturating_sub(SHOWN) {
-            0 => format!("{shown}: {why}"),
-            more => format!("{shown} and {more} more: {why}"),
-        }
-    };
-    by_reason.into_iter().map(line).collect()
-}
 
 /// Names of tensors that a model computes the same without, and why. Those of the second list are known to be
 /// so in quantized files only: elsewhere they are what is left of a quantization.

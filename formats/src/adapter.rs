@@ -5,17 +5,18 @@
 //! `W + scale B A`; with a magnitude `m` `[out]` (DoRA) its rows are brought to the lengths `m`.
 
 use crate::checkpoint::Checkpoint;
-use crate::config::Object;
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::{Error, Result};
+use crate::exactness::Exactness;
 use crate::files::Files;
 use crate::gguf::{GgufFile, MAGIC, names as gguf_names};
 use crate::hash::sha256_hex;
 use crate::models::{self, Architecture, ModelConfig};
 use crate::names::{EMBEDDING, HEAD, Shape, expert_name, head, parameters, stack};
+use crate::object::Object;
 use crate::shards::Shards;
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;

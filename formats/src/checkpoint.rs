@@ -1,10 +1,11 @@
 //! A checkpoint: a model's configuration, tokenizer files and weights, whatever the format.
 
-use crate::account::{self, LeftOver};
+use crate::account;
 use crate::config::{GenerationDefaults, check_eos};
 use crate::error::{Error, Result};
 use crate::experts::Gathered;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG};
+use crate::left_over::LeftOver;
 use crate::models::ModelConfig;
 use crate::mtp;
 use crate::names::{HEAD, layer_of};
@@ -12,7 +13,7 @@ use crate::published::{Form, Published};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
-use crate::tokenizer;
+use crate::tokenizer::{self, TOKENIZER};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
@@ -197,6 +198,26 @@ impl Checkpoint {
     /// and those by which the chat template ends a turn.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.eos
+    }
+
+    /// Checks that the embedding has a row for every token of the checkpoint's tokenizer. More rows
+    /// than tokens are usual: published models are padded.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`], with the largest id and the rows; errors of [`tokenizer::largest_id`];
+    /// [`Error::Missing`] without a tokenizer.
+    pub fn check_tokenizer(&self) -> Result<()> {
+        let path = self.files.path(TOKENIZER);
+        let rows = self.config.vocab_size;
+        match tokenizer::largest_id(&path, &self.files.require(TOKENIZER)?)? {
+            Some(id) if id as usize >= rows => Err(Error::Malformed {
+                path,
+                what: "largest token id".into(),
+                expected: format!("below the model's vocab_size {rows}"),
+                found: id.to_string(),
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// The files beside the weights (tokenizer, template).

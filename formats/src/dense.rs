@@ -1,16 +1,13 @@
 //! Unquantized Hugging Face checkpoints: safetensors in bf16, f16 or f32.
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::models::tensor_name;
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-
-/// Element types that an unquantized weight may have.
-pub(crate) const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
 
 /// The parameters of an unquantized checkpoint.
 pub(crate) struct DenseStore {

@@ -92,3 +92,6 @@ impl fmt::Display for DType {
         f.write_str(self.name())
     }
 }
+
+/// Element types that an unquantized weight may have.
+pub(crate) const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];

@@ -15,13 +15,14 @@
 //!
 //! The layer may be called `layers.0` too. Without `embed_tokens` the model's embedding is used.
 
-use crate::config::{MAX_PARAMETERS, Object};
+use crate::config::MAX_PARAMETERS;
 use crate::dense::DenseStore;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::models::{ModelConfig, Rope};
 use crate::names::{EMBEDDING, HEAD};
+use crate::object::Object;
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;

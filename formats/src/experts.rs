@@ -3,13 +3,14 @@
 //! gate and up of all experts in one tensor, and [`Gathered`] builds stacks from them.
 
 use crate::error::{Error, Result};
+use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::models::{Experts, LinearKind, LinearSpec, ModelConfig};
 use crate::names::{expert_name, in_experts, stack};
 use crate::pack::pack_rows;
 use crate::scheme::{AffineScheme, Scales, Zeros};
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, ZeroPoints};

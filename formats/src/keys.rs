@@ -1,7 +1,7 @@
 //! The keys of `config.json`, `generation_config.json` and `tokenizer_config.json`, and what nq does with each. A key that a file has
 //! and that neither a reader nor a list of unused ones knows is said to be unknown.
 
-use crate::account::LeftOver;
+use crate::left_over::LeftOver;
 use serde_json::Value;
 use std::fmt::Write;
 

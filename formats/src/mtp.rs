@@ -7,13 +7,13 @@
 //! Files name its parameters `mtp.`, and so does nq. [`config`] and [`LayerStore`] show its layer as that of a model
 //! of one layer, for code that reads layers.
 
-use crate::account::LeftOver;
-use crate::config::Object;
 use crate::error::Result;
-use crate::models::{Architecture, ModelConfig, Shape};
-use crate::names::in_layer;
+use crate::exactness::Exactness;
+use crate::left_over::LeftOver;
+use crate::models::{Architecture, ModelConfig, Shape, in_layer};
+use crate::object::Object;
 use crate::scheme::Scheme;
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
@@ -76,6 +76,14 @@ pub fn parameters(c: &ModelConfig) -> impl Iterator<Item = (String, Shape)> {
         let all: Vec<_> = before.into_iter().chain(within).collect();
         all.into_iter().chain([norm(NORM)])
     })
+}
+
+impl ModelConfig {
+    /// Number of parameters of the model with its MTP layer; a tied head counts once.
+    pub fn parameters(&self) -> usize {
+        let mtp = parameters(self).map(|(_, shape)| shape.elements());
+        self.trunk_parameters() + mtp.sum::<usize>()
+    }
 }
 
 impl Object<'_> {

@@ -5,7 +5,7 @@
 use crate::models::{
     ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, VectorRow,
 };
-pub use crate::models::{Shape, in_layer, parameter_of, tensor_name};
+pub use crate::models::{Shape, expert_name, in_layer, parameter_of, tensor_name};
 use crate::mtp;
 
 /// Token embedding `[vocab, hidden]`; also the head if they are tied.
@@ -86,13 +86,6 @@ pub(crate) fn layer_matrix(name: &str) -> Option<&'static LinearSpec> {
 /// The stack of the weights of a layer's experts, if the parameter `name` is one.
 pub fn stack(name: &str) -> Option<&'static LinearSpec> {
     layer_linear(name).filter(|linear| linear.stacked)
-}
-
-/// The name of one expert's weight in files that store experts separately: `mlp.experts.5.gate_proj` for the stack
-/// `mlp.experts.gate_proj`.
-pub fn expert_name(stack: &str, expert: usize) -> String {
-    let (experts, linear) = stack.rsplit_once('.').unwrap_or(("", stack));
-    format!("{experts}.{expert}.{linear}")
 }
 
 /// The experts of the layer that a parameter or tensor of theirs is in, and the rest of its name: `5.gate_proj.weight`.

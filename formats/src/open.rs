@@ -2,13 +2,13 @@
 
 use crate::adapter;
 use crate::checkpoint::{Checkpoint, Source};
-use crate::config::json_object;
 use crate::dense;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::gguf;
 use crate::import::{awq, compressed_tensors, exl3, fp8, gptq, modelopt};
 use crate::nq;
+use crate::object::json_object;
 use serde_json::{Map, Value};
 use std::path::Path;
 

@@ -3,11 +3,12 @@
 //! has them.
 
 use crate::error::{Error, Result};
+use crate::exactness::Exactness;
 use crate::models::{Architecture, Delta, LinearKind, ModelConfig, VectorKind, tensor_name};
 use crate::names::{is_less_one, layer_matrix, layer_vector};
-use crate::nq;
+use crate::nq::record;
 use crate::scheme::Scheme;
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
@@ -46,7 +47,7 @@ impl Published {
         root: PathBuf,
     ) -> Box<dyn WeightStore> {
         match config.delta {
-            Some(delta) if inner.format() != nq::METHOD => Box::new(Published {
+            Some(delta) if inner.format() != record::METHOD => Box::new(Published {
                 architecture: config.architecture,
                 inner,
                 delta,

@@ -1,8 +1,8 @@
 //! Reads what a config.json says of a hybrid's recurrences.
 
-use crate::config::Object;
 use crate::error::Result;
 use crate::models::{Architecture, Delta};
+use crate::object::Object;
 
 /// The order of the value heads of recurrences, a key of nq's own: models read from GGUF files have them
 /// [tiled](crate::models::Delta::tiled).

@@ -1,9 +1,9 @@
 //! Reads the rotary embedding of a config.json as transformers does: from `rope_scaling` if there is one,
 //! otherwise from `rope_parameters` of transformers 5, otherwise from `rope_theta` alone.
 
-use crate::config::{MAX_DIM, Object};
 use crate::error::Result;
 use crate::models::{Rope, RopeScaling};
+use crate::object::{MAX_DIM, Object};
 
 /// What one of the two objects says: the base, how it stretches, and how many values of a head are rotated.
 type OneRope = (Option<f64>, RopeScaling, Option<usize>);

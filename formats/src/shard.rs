@@ -7,10 +7,11 @@
 //! whose weights [`ShardStore`] cuts out of those of the whole.
 
 use crate::error::{Error, Result};
+use crate::exactness::Exactness;
 use crate::models::{ModelConfig, Parameter, Width};
 use crate::pack::{pack_row, unpack_row};
 use crate::scheme::{Bits, Group, Scales, Scheme};
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;

@@ -1,8 +1,8 @@
 //! The safetensors files of one checkpoint as one set of tensors: a single file, or
 //! shards listed by an index.
 
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::names::{EMBEDDING, HEAD};

@@ -1,7 +1,7 @@
 //! The weights of a checkpoint, whatever its format.
 
-use crate::dtype::DType;
 use crate::error::Result;
+use crate::exactness::Exactness;
 use crate::scheme::Scheme;
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -21,17 +21,6 @@ pub struct TensorEntry {
     pub bytes: u64,
     /// File that holds it.
     pub file: String,
-}
-
-/// How the numbers that a store returns for a weight relate to those stored in its file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exactness {
-    /// The same numbers.
-    Exact,
-    /// The same codes; scales and offsets rounded to this type.
-    ScalesRounded(DType),
-    /// Values rounded to this type.
-    ValuesRounded(DType),
 }
 
 /// The weights of one checkpoint format, by their Hugging Face names without the

@@ -6,7 +6,6 @@ mod config;
 pub(crate) use config::Described;
 pub use config::applied;
 
-use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
@@ -140,26 +139,5 @@ impl<'de> Deserialize<'de> for Largest {
             }
         }
         deserializer.deserialize_map(Values)
-    }
-}
-
-/// Checks that the embedding has a row for every token of the checkpoint's tokenizer. More rows
-/// than tokens are usual: published models are padded.
-///
-/// # Errors
-/// [`Error::Malformed`], with the largest id and the rows; errors of [`largest_id`];
-/// [`Error::Missing`] without a tokenizer.
-pub fn check(checkpoint: &Checkpoint) -> Result<()> {
-    let files = checkpoint.files();
-    let path = files.path(TOKENIZER);
-    let rows = checkpoint.config().vocab_size;
-    match largest_id(&path, &files.require(TOKENIZER)?)? {
-        Some(id) if id as usize >= rows => Err(Error::Malformed {
-            path,
-            what: "largest token id".into(),
-            expected: format!("below the model's vocab_size {rows}"),
-            found: id.to_string(),
-        }),
-        _ => Ok(()),
     }
 }

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Rng, names, random_dense, tiny_config};
-use nq_formats::account::{self, LeftOver};
+use nq_formats::left_over::{self, LeftOver};
 use nq_formats::names::{EMBEDDING, HEAD, parameters};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, DType, GenerationDefaults, ModelConfig, Result, Tensor, keys};
@@ -151,7 +151,7 @@ fn lines_name_three_of_many() {
         left("d", "x"),
         left("e", "x"),
     ];
-    assert_eq!(account::lines(&all), ["a, b, d and 1 more: x", "c: y"]);
+    assert_eq!(left_over::lines(&all), ["a, b, d and 1 more: x", "c: y"]);
 }
 
 #[test]

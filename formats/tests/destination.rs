@@ -5,7 +5,7 @@ mod common;
 
 use common::{assets, names};
 use nq_formats::durable::{Form, check_destination, check_writable};
-use nq_formats::export::gguf::Mix;
+use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::BlockType;
 use nq_formats::nq::{Writer, WriterOptions};

@@ -4,7 +4,7 @@
 mod common;
 
 use common::assert_same;
-use nq_formats::export::{Change, ExportFormat, ExportOptions, compare, export, gguf::Mix};
+use nq_formats::export::{Change, ExportFormat, ExportOptions, Mix, compare, export};
 use nq_formats::gguf::BlockType;
 use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters, stack};
 use nq_formats::serialize::{ShardLayout, TensorSpec, write_folder};

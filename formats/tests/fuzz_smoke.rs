@@ -6,7 +6,7 @@ mod common;
 mod targets;
 
 use common::{Rng, assets, random_affine, random_dense, safetensors};
-use nq_formats::export::gguf::Mix;
+use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{BlockType, GgufFile, GgufPlan, Value};
 use nq_formats::names::{Shape, expert_name, is_layer_linear, parameters, stack};

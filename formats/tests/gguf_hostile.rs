@@ -578,7 +578,7 @@ fn agrees_with_the_gguf_crate() {
     let path = dir.path().join(FILE);
     let demo = Checkpoint::open(&assets().join("demo")).unwrap();
     let options = ExportOptions {
-        mix: nq_formats::export::gguf::Mix::Q4KM,
+        mix: nq_formats::export::Mix::Q4KM,
         ..ExportOptions::default()
     };
     export(&demo, ExportFormat::Gguf, &path, &options, &()).unwrap();

@@ -4,7 +4,7 @@ mod common;
 
 use common::{assets, names, shared};
 use nq_formats::Files;
-use nq_formats::export::gguf::Mix;
+use nq_formats::export::Mix;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::gguf::{BlockType, GgufFile, encode};
 use nq_formats::names::{Shape, parameters};

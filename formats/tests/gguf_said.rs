@@ -3,7 +3,7 @@
 mod common;
 
 use common::{assets, names};
-use nq_formats::export::gguf::Mix;
+use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{Array, BlockType, GgufFile, GgufPlan, Value};
 use nq_formats::names::{EMBEDDING, HEAD};

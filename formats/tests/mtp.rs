@@ -4,7 +4,7 @@
 mod common;
 
 use common::names;
-use nq_formats::export::gguf::Mix;
+use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, compare, export};
 use nq_formats::files::Files;
 use nq_formats::gguf::{BlockType, GgufFile};

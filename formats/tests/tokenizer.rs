@@ -11,7 +11,7 @@ use std::path::Path;
 #[test]
 fn tokenizers_fit_their_models() {
     let demo = assets().join("demo");
-    tokenizer::check(&Checkpoint::open(&demo).unwrap()).unwrap();
+    Checkpoint::open(&demo).unwrap().check_tokenizer().unwrap();
     let largest = |path: &Path| {
         tokenizer::largest_id(path, &fs::read(path).unwrap())
             .unwrap()
@@ -30,7 +30,7 @@ fn others_are_refused() {
     put("config.json", tiny_config("").as_bytes());
     let header = r#"{"model.layers.0.input_layernorm.weight":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}"#;
     put("model.safetensors", &common::safetensors(header, &[0; 2]));
-    let check = || tokenizer::check(&Checkpoint::open(dir.path()).unwrap());
+    let check = || Checkpoint::open(dir.path()).unwrap().check_tokenizer();
     names(check(), &["no tokenizer.json"]);
     put("tokenizer.json", br#"{"model":{"vocab":{"a":0,"b":15}}}"#);
     check().unwrap();

@@ -6,7 +6,7 @@ use crate::terminal::{Terminal, print_line};
 use crate::written;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use nq_formats::export::gguf::Mix;
+use nq_formats::export::Mix;
 use nq_formats::export::{
     Change, Difference, ExportFormat, ExportOptions, ExportReport, compare, export, requantization,
 };

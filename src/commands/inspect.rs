@@ -5,7 +5,7 @@ use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
 use anyhow::bail;
 use clap::Args;
-use nq_formats::account::{self, LeftOver};
+use nq_formats::left_over::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, Task, TensorEntry};
 use nq_runtime::{ChatTemplate, Tokenizer, is_recurrent, state_bytes, tokenizer};
@@ -232,7 +232,7 @@ fn describe(
     for what in report.not_checked {
         writeln!(out, "  not checked      {what}")?;
     }
-    for line in account::lines(&report.left_over) {
+    for line in left_over::lines(&report.left_over) {
         writeln!(out, "  not used         {line}")?;
     }
     if let Some(held) = model::held_otherwise(checkpoint) {

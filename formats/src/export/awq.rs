@@ -1,10 +1,10 @@
 //! AWQ as in AutoAWQ's `gemm` version: 4 bits, a zero-point per group.
 
-use super::folder::{Description, Linear, Packing, Part};
-use super::folder::{codes, even_codes, transposed_scales, uniform, word, zero_points};
+use super::packing::{Description, Linear, Packing, Part};
+use super::packing::{codes, even_codes, transposed_scales, uniform, word, zero_points};
 use crate::dtype::DType;
+use crate::exactness::Exactness;
 use crate::scheme::{AffineScheme, Bits, Zeros};
-use crate::store::Exactness;
 use crate::weight::AffineWeight;
 use serde_json::json;
 

@@ -1,10 +1,10 @@
 //! compressed-tensors `pack-quantized`: vLLM, SGLang and transformers.
 
-use super::folder::{Description, Linear, LinearScheme, Packing, Part};
-use super::folder::{codes, even_codes, float_bytes, word, zero_points};
+use super::packing::{Description, Linear, LinearScheme, Packing, Part};
+use super::packing::{codes, even_codes, float_bytes, word, zero_points};
 use crate::dtype::DType;
+use crate::exactness::Exactness;
 use crate::scheme::{AffineScheme, Zeros};
-use crate::store::Exactness;
 use crate::weight::AffineWeight;
 use serde_json::{Map, Value, json};
 

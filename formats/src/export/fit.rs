@@ -1,7 +1,9 @@
 //! Checks of what a format can hold, before anything is rounded or written.
 
-use super::folder::{Packing, affine, dense_type};
-use super::{ExportFormat, gguf};
+use super::folder::{affine, dense_type};
+use super::format::ExportFormat;
+use super::gguf;
+use super::packing::Packing;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::gguf::affine as blocks;

@@ -1,10 +1,10 @@
 //! GPTQ version 1, which every loader of the format reads.
 
-use super::folder::{Description, Linear, Packing, Part};
-use super::folder::{codes, even_codes, transposed_scales, uniform, word, zero_points};
+use super::packing::{Description, Linear, Packing, Part};
+use super::packing::{codes, even_codes, transposed_scales, uniform, word, zero_points};
 use crate::dtype::DType;
+use crate::exactness::Exactness;
 use crate::scheme::{AffineScheme, Zeros};
-use crate::store::Exactness;
 use crate::weight::AffineWeight;
 use serde_json::{Map, Value, json};
 

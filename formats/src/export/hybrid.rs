@@ -3,12 +3,13 @@
 
 use crate::config::TEXT;
 use crate::error::{Error, Result};
+use crate::exactness::Exactness;
 use crate::gguf::order::Heads;
 use crate::models::{Delta, ModelConfig};
 use crate::names::{Shape, is_less_one, parameters};
 use crate::recurrence::VALUE_HEADS;
 use crate::scheme::Bits;
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};

@@ -1,6 +1,7 @@
 //! Exports a quantized checkpoint of another format as nq's own folder.
 
-use super::{Change, ExportOptions, ExportReport, Exported};
+use super::options::ExportOptions;
+use super::report::{Change, ExportReport, Exported};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::mtp;

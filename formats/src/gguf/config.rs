@@ -1,13 +1,14 @@
 //! `config.json` and `generation_config.json` from GGUF metadata.
 
 use super::file::GgufFile;
+use super::names::ROPE_FACTORS;
 use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
 use super::types::BlockType;
 use super::value::malformed;
-use crate::account::LeftOver;
 use crate::error::{Error, Result};
 use crate::keys::UNKNOWN;
-use crate::models::{self, Architecture, RopeScaling};
+use crate::left_over::LeftOver;
+use crate::models::{Architecture, RopeScaling};
 use crate::mtp;
 use crate::recurrence::{TILED, VALUE_HEADS};
 use serde_json::{Map, Value, json};
@@ -17,54 +18,6 @@ fn decimal(v: f64) -> Value {
     match (v as f32).to_string().parse::<f64>() {
         Ok(short) if f64::from(v as f32) == v => short.into(),
         _ => v.into(),
-    }
-}
-
-/// The architecture of the file's model.
-///
-/// # Errors
-/// [`Error::Unsupported`], naming one that nq does not support.
-pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
-    let name = "general.architecture";
-    let architecture = file.required(name, file.str(name)?)?;
-    models::find(|a| a.gguf, architecture).ok_or_else(|| Error::Unsupported {
-        path: file.path().into(),
-        what: format!("architecture {architecture}"),
-        why: models::supported(|a| a.gguf),
-    })
-}
-
-/// llama.cpp's number of the embedding that is the last token's.
-pub(super) const LAST_TOKEN: u64 = 3;
-
-/// What the last layer's rows become.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pooling {
-    /// Logits of the next token.
-    None,
-    /// An embedding, of the last token's row.
-    Last,
-    /// A score: the logits of `yes` and `no` after a prompt.
-    Rank,
-}
-
-/// The pooling that the file names.
-///
-/// # Errors
-/// [`Error::Unsupported`] for other ways to make an embedding.
-pub(super) fn pooling(file: &GgufFile, architecture: &Architecture) -> Result<Pooling> {
-    const NONE: u64 = 0;
-    const RANK: u64 = 4;
-    let key = format!("{}.pooling_type", architecture.gguf);
-    match file.u64(&key)? {
-        None | Some(NONE) => Ok(Pooling::None),
-        Some(RANK) => Ok(Pooling::Rank),
-        Some(LAST_TOKEN) => Ok(Pooling::Last),
-        Some(other) => Err(Error::Unsupported {
-            path: file.path().into(),
-            what: format!("{key} {other}"),
-            why: "nq makes embeddings of the last token's hidden state".into(),
-        }),
     }
 }
 
@@ -311,7 +264,7 @@ fn llama3(file: &GgufFile, factors: &[f32], (theta, head_dim): (f64, u64)) -> Re
     if !right {
         return Err(Error::Tensor {
             path: file.path().into(),
-            tensor: super::store::ROPE_FACTORS.into(),
+            tensor: ROPE_FACTORS.into(),
             expected: format!(
                 "{} divisors of frequencies as in Llama 3.1 (from 8192 positions, between wave lengths of a \
                  fourth of them and all of them)",

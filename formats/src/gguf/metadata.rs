@@ -1,6 +1,6 @@
 //! Builds a GGUF file's metadata from a checkpoint's configuration, tokenizer and chat template.
 
-use super::config::LAST_TOKEN;
+use super::architecture::LAST_TOKEN;
 use super::tokenizer::{ADD_END, CHAT_TEMPLATE, DEFAULT, Pre, TokenKind};
 use super::value::{Array, Value};
 use super::writer::GgufPlan;

@@ -6,6 +6,7 @@
 //! keep beside their weights.
 
 pub mod affine;
+mod architecture;
 pub mod blocks;
 mod config;
 pub mod encode;
@@ -23,7 +24,8 @@ pub mod weight;
 pub mod writer;
 
 pub use file::{GgufFile, MAGIC};
-pub(crate) use store::{ROPE_FACTORS, find, is_rotated, open, paired};
+pub(crate) use names::ROPE_FACTORS;
+pub(crate) use store::{find, is_rotated, open, paired};
 pub use types::BlockType;
 pub use value::{Array, Value};
 pub use weight::BlockWeight;

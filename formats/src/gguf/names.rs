@@ -12,6 +12,9 @@ const MODEL: [(&str, &str); 3] = [
     (HEAD, "output"),
 ];
 
+/// The divisors of the rotary frequencies, where files of an architecture have them as a tensor.
+pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
+
 /// Prefixes of names in layers, before the layer's number: (Hugging Face, GGUF).
 const PREFIXES: (&str, &str) = (LAYERS, "blk.");
 

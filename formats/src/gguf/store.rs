@@ -1,8 +1,9 @@
 //! Opens GGUF checkpoints: finds the files, joins split ones, reads weights.
 
-use super::config::{self, CLASSIFIER, Pooling};
+use super::architecture::{Pooling, architecture, pooling};
+use super::config::{self, CLASSIFIER};
 use super::file::{GgufFile, MAGIC};
-use super::names;
+use super::names::{self, ROPE_FACTORS};
 use super::tokenizer::{self, Vocabulary};
 use super::types::BlockType;
 use super::value::malformed;
@@ -11,13 +12,14 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::config::GenerationDefaults;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::models::ModelConfig;
 use crate::models::{Architecture, Delta, LinearKind, VectorKind};
 use crate::mtp;
 use crate::names::{EMBEDDING, HEAD, NORM, layer_linear, layer_vector, stack, tensor_name};
 use crate::published::{Form, Published};
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::task::{MODULES, POOLING, Task};
 use crate::tensor::Tensor;
@@ -122,7 +124,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
             why: why.into(),
         });
     }
-    let architecture = config::architecture(&first)?;
+    let architecture = architecture(&first)?;
     let mut by_name = BTreeMap::new();
     for (i, file) in files.iter().enumerate() {
         for tensor in file.tensors().keys() {
@@ -148,7 +150,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         delta: None,
         labels: Vec::new(),
     };
-    let pooling = config::pooling(&first, architecture)?;
+    let pooling = pooling(&first, architecture)?;
     if pooling == Pooling::Rank && store.info(CLASSIFIER).is_some() {
         store.labels = config::labels(&first, architecture, &vocabulary)?;
     }
@@ -402,9 +404,6 @@ impl GgufStore {
         }
     }
 }
-
-/// The divisors of the rotary frequencies, where files of an architecture have them as a tensor.
-pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// True for queries and keys, whose heads are rotated.
 pub(crate) fn is_rotated(name: &str) -> bool {

@@ -3,7 +3,7 @@
 //! GGUF stores a byte-level BPE as its tokens by id, their kinds and the merges, but the
 //! pre-tokenizer only by name. This module knows the definition behind the name.
 
-use super::config::{self, Pooling};
+use super::architecture::{Pooling, architecture, pooling};
 use super::file::GgufFile;
 use super::value::malformed;
 use crate::error::{Error, Result};
@@ -179,8 +179,8 @@ impl<'a> Vocabulary<'a> {
             let why = format!("{} add no token before a text", pre.family);
             return Err(unsupported(format!("{key} true"), why));
         }
-        let pooling = || config::pooling(file, config::architecture(file)?);
-        if file.bool(ADD_END)? == Some(true) && pooling()? == Pooling::None {
+        let pooled = || pooling(file, architecture(file)?);
+        if file.bool(ADD_END)? == Some(true) && pooled()? == Pooling::None {
             let why = "nq adds a token to a text where a model embeds it alone".into();
             return Err(unsupported(format!("{ADD_END} true"), why));
         }
@@ -353,7 +353,7 @@ fn post_processor(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value>
         ))
     };
     // A reranker's prompt is complete.
-    let ranks = || Ok(config::pooling(file, config::architecture(file)?)? == Pooling::Rank);
+    let ranks = || Ok(pooling(file, architecture(file)?)? == Pooling::Rank);
     let adds_end = file.bool(ADD_END)? == Some(true) && !ranks()?;
     let end = token(adds_end, "tokenizer.ggml.eos_token_id")?;
     let start = token(vocabulary.pre.adds_bos, "tokenizer.ggml.bos_token_id")?;

@@ -1,6 +1,6 @@
 //! The hub's protocol over HTTP: lists of a repository's files, their properties, their bytes.
 
-use super::HubOptions;
+use super::options::HubOptions;
 use crate::error::{Error, HubProblem, Result};
 use crate::progress::Progress;
 use serde::de::DeserializeOwned;

@@ -6,10 +6,12 @@
 //! | `X.qzeros` | I32 `[groups, out / 8]` | the same order; the true zero-point |
 //! | `X.scales` | F16 `[groups, out]` | |
 
-use super::{Layout, Parts, QuantizationConfig, check_dims, in_word, open_with, transpose, words};
+use super::quantization::QuantizationConfig;
+use super::weight::ImportedWeight;
+use super::{Layout, check_dims, in_word, open_with, transpose, words};
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
@@ -81,7 +83,12 @@ impl Layout for Awq {
         ".scales"
     }
 
-    fn read(&self, shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<Parts> {
+    fn read(
+        &self,
+        shards: &Shards,
+        name: &str,
+        (rows, cols): (usize, usize),
+    ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}.{suffix}");
         check_dims(shards, &tensor("qweight"), (BITS, self.group), cols)?;
         if !rows.is_multiple_of(8) {
@@ -117,7 +124,7 @@ impl Layout for Awq {
                     }
                 }
             });
-        Ok(Parts {
+        Ok(ImportedWeight {
             bits: BITS,
             group: self.group,
             codes: codes.into(),

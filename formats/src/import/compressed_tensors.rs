@@ -10,15 +10,16 @@
 //! | `X.weight_g_idx` | I32 `[in]` | activation order by group |
 //! | `X.weight_shape` | I64 or I32 `[2]` | |
 
+use super::quantization::QuantizationConfig;
 use super::rotation::Rotation;
-use super::{
-    Layout, Parts, QuantizationConfig, in_word, listed_groups, open_with, per_word, words,
-};
-use crate::account::{ACTIVATIONS, CACHE, LeftOver};
+use super::weight::ImportedWeight;
+use super::{Layout, in_word, listed_groups, open_with, per_word, words};
+use crate::account::{ACTIVATIONS, CACHE};
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::Result;
+use crate::left_over::LeftOver;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
@@ -276,7 +277,12 @@ impl Layout for CompressedTensors {
         SCALE
     }
 
-    fn read(&self, shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<Parts> {
+    fn read(
+        &self,
+        shards: &Shards,
+        name: &str,
+        (rows, cols): (usize, usize),
+    ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}{suffix}");
         check_shape(shards, &tensor(SHAPE), (rows, cols))?;
         let GroupScheme { bits, strategy, .. } = self.scheme(shards, name, cols)?;
@@ -335,7 +341,7 @@ impl Layout for CompressedTensors {
             }
             _ => None,
         };
-        Ok(Parts {
+        Ok(ImportedWeight {
             bits,
             group,
             codes,

@@ -12,8 +12,8 @@
 //! into tiles of 16 inputs and 16 outputs, each a cyclic sequence of 256 values whose states are the last 16 bits, as in
 //! [`crate::trellis`]; a value is the sum of two halves that the state's product is masked to, or of its bytes.
 
-use super::QuantizationConfig;
 use super::expanded::{ExpandedType, Expansion, open_with};
+use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
 use crate::dtype::DType;
 use crate::error::Result;

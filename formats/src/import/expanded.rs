@@ -1,12 +1,13 @@
 //! Stores of formats whose codes no kernel multiplies: weights are expanded to floats as they are read.
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::Result;
+use crate::exactness::Exactness;
 use crate::models::tensor_name;
 use crate::shards::Shards;
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;

@@ -14,10 +14,10 @@
 //! | F8_E4M3 `[out, in / 16]` | `X.weight_scale` | `X.weight_scale` |
 //! | F32 `[]` or `[1]` | `X.weight_global_scale` | `X.weight_scale_2` |
 
-use super::Parts;
 use super::fp8::{self, e4m3};
-use crate::dense::FLOATS;
+use super::weight::ImportedWeight;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::gguf::FP4_VALUES;
 use crate::models::tensor_name;
@@ -81,7 +81,7 @@ impl SmallFloat {
         shards: &Shards,
         name: &str,
         (rows, cols): (usize, usize),
-    ) -> Result<Parts> {
+    ) -> Result<ImportedWeight> {
         let [codes, scale, global] = self.parts() else {
             unreachable!("NVFP4 weights have three tensors");
         };
@@ -110,7 +110,7 @@ impl SmallFloat {
         let code = |bits: u8| FP4_VALUES[usize::from(bits)].cast_unsigned() ^ 0x80;
         let pairs = bytes.data().iter();
         let codes: Vec<u8> = pairs.flat_map(|b| [code(b & 15), code(b >> 4)]).collect();
-        Ok(Parts {
+        Ok(ImportedWeight {
             bits: Bits::B8,
             group: Group::Size(group as u32),
             codes: codes.into(),

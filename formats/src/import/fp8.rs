@@ -6,11 +6,11 @@
 //! | `X.weight` | F8_E4M3 `[out, in]` |
 //! | `X.weight_scale_inv` | F32 or BF16 `[ceil(out / 128), ceil(in / 128)]` |
 
-use super::QuantizationConfig;
 use super::expanded::{ExpandedType, Expansion, open_with};
+use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::models::tensor_name;
 use crate::shards::Shards;

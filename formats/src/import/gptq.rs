@@ -7,13 +7,13 @@
 //! | `X.scales` | F16 `[groups, out]` | |
 //! | `X.g_idx` | I32 `[in]` | group of each input |
 
-use super::{
-    Layout, Parts, QuantizationConfig, check_dims, in_word, listed_groups, open_with, per_word,
-};
+use super::quantization::QuantizationConfig;
+use super::weight::ImportedWeight;
+use super::{Layout, check_dims, in_word, listed_groups, open_with, per_word};
 use super::{transpose, words};
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
@@ -142,7 +142,12 @@ impl Layout for Gptq {
         ".scales"
     }
 
-    fn read(&self, shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<Parts> {
+    fn read(
+        &self,
+        shards: &Shards,
+        name: &str,
+        (rows, cols): (usize, usize),
+    ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}.{suffix}");
         let (bits, group) = self.scheme(shards, name, cols)?;
         check_dims(shards, &tensor("qweight"), (bits, group), cols)?;
@@ -200,7 +205,7 @@ impl Layout for Gptq {
             // A true zero-point of 0 was stored as -1 in the field's width.
             (zeros.iter_mut()).for_each(|z| *z = z.wrapping_add(1) & bits.max_code());
         }
-        Ok(Parts {
+        Ok(ImportedWeight {
             bits,
             group,
             codes: codes.into(),

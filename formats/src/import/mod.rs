@@ -9,30 +9,27 @@ mod floats;
 pub mod fp8;
 pub mod gptq;
 pub mod modelopt;
+mod quantization;
 mod rotation;
+mod weight;
 
-use crate::account::LeftOver;
+use weight::ImportedWeight;
+
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
-use crate::files::CONFIG;
-use crate::keys;
+use crate::dtype::FLOATS;
+use crate::error::Result;
+use crate::exactness::Exactness;
 use crate::models::tensor_name;
-use crate::pack;
-use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
-use crate::store::{Exactness, TensorEntry, WeightStore};
+use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
-use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
-use bytes::Bytes;
+use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
-use rayon::prelude::*;
 use rotation::Rotation;
 use serde_json::Value;
-use std::cell::RefCell;
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// How a tool lays out quantized weights.
@@ -61,70 +58,7 @@ pub(crate) trait Layout: Send + Sync {
     fn scales(&self) -> &'static str;
 
     /// Reads a quantized weight `[out_features, in_features]`.
-    fn read(&self, shards: &Shards, name: &str, dims: (usize, usize)) -> Result<Parts>;
-}
-
-/// A quantized weight in a tool's own representation, in canonical order.
-pub(crate) struct Parts {
-    pub(crate) bits: Bits,
-    pub(crate) group: Group,
-    /// `[out, bits.bytes(in)]`, canonical packing.
-    pub(crate) codes: Bytes,
-    /// `[out, groups]`, exactly as stored.
-    pub(crate) scales: Vec<f32>,
-    /// `[out, groups]`, not packed; `None` if symmetric.
-    pub(crate) zeros: Option<Vec<u8>>,
-    /// `[in]`; `None` if input `i` is in group `i / group size`.
-    pub(crate) g_idx: Option<Arc<[u32]>>,
-}
-
-impl Parts {
-    fn into_affine(self, (rows, cols): (usize, usize)) -> Result<AffineWeight> {
-        let groups = self.group.count(cols);
-        // If all zero-points are at the midpoint, the scheme is symmetric: the same numbers in fewer
-        // bytes.
-        let middle = self.bits.midpoint();
-        let zeros = self.zeros.filter(|z| z.iter().any(|&z| z != middle));
-        let scheme = AffineScheme::new(
-            self.bits,
-            self.group,
-            if zeros.is_some() {
-                Zeros::Integer
-            } else {
-                Zeros::None
-            },
-        );
-        let zeros = match zeros {
-            Some(z) => ZeroPoints::Integer(pack::pack_rows(self.bits, &z, groups).into()),
-            None => ZeroPoints::None,
-        };
-        let scales = self.scales.iter().map(|&s| f16::from_f32(s)).collect();
-        AffineWeight::new(scheme, (rows, cols), self.codes, scales, zeros, self.g_idx)
-    }
-
-    /// `s * (q - z)` in f32, with the scales' full precision.
-    fn into_dense(self, (rows, cols): (usize, usize)) -> Result<Tensor> {
-        let groups = self.group.count(cols);
-        let size = self.group.size(cols).max(1);
-        let stride = self.bits.bytes(cols);
-        let middle = self.bits.midpoint();
-        let mut values = vec![0.0; rows * cols];
-        values
-            .par_chunks_mut(cols.max(1))
-            .enumerate()
-            .for_each(|(r, row)| {
-                let packed = &self.codes[r * stride..(r + 1) * stride];
-                let mut codes = vec![0; cols];
-                pack::unpack_row(self.bits, packed, &mut codes);
-                for (i, w) in row.iter_mut().enumerate() {
-                    let g = self.g_idx.as_ref().map_or(i / size, |g| g[i] as usize);
-                    let z = self.zeros.as_ref().map_or(middle, |z| z[r * groups + g]);
-                    let q = i16::from(codes[i]) - i16::from(z);
-                    *w = self.scales[r * groups + g] * f32::from(q);
-                }
-            });
-        Tensor::from_f32(vec![rows, cols], values)
-    }
+    fn read(&self, shards: &Shards, name: &str, dims: (usize, usize)) -> Result<ImportedWeight>;
 }
 
 /// True if every scale fits an f16.
@@ -158,7 +92,7 @@ impl<L: Layout> ImportStore<L> {
             .flatten()
     }
 
-    fn parts(&self, name: &str, dims: (usize, usize)) -> Result<Option<Parts>> {
+    fn parts(&self, name: &str, dims: (usize, usize)) -> Result<Option<ImportedWeight>> {
         let parts = match self.float(name) {
             Some(floats::SmallFloat::Fp8) => return Ok(None),
             Some(nvfp4) => nvfp4.read(&self.shards, name, dims)?,
@@ -299,104 +233,6 @@ impl<L: Layout> WeightStore for ImportStore<L> {
 
     fn quantization(&self) -> Option<&Value> {
         Some(&self.value)
-    }
-}
-
-/// The quantization settings of a config.json; errors name the key.
-/// They note the keys that were asked for.
-pub(crate) struct QuantizationConfig<'a> {
-    source: &'a Source,
-    value: &'a Value,
-    asked: RefCell<BTreeSet<&'static str>>,
-}
-
-impl<'a> QuantizationConfig<'a> {
-    pub(crate) fn new(source: &'a Source) -> Self {
-        static NULL: Value = Value::Null;
-        let value = source.quantization().unwrap_or(&NULL);
-        QuantizationConfig {
-            source,
-            value,
-            asked: RefCell::default(),
-        }
-    }
-
-    /// The keys that nobody asked for and that are not among those that only record how the file was made.
-    pub(crate) fn left_over(&self, records: &[&str]) -> Vec<LeftOver> {
-        let asked = self.asked.borrow();
-        let known =
-            |key: &str| key == "quant_method" || asked.contains(key) || records.contains(&key);
-        let entries = self.value.as_object().into_iter().flatten();
-        let unknown = entries.filter(|(key, _)| !known(key));
-        keys::unknown("config.json: quantization_config", keys::UNUSED, unknown)
-    }
-
-    /// Settings of a part of these.
-    pub(crate) fn within(&self, value: &'a Value) -> Self {
-        QuantizationConfig {
-            source: self.source,
-            value,
-            asked: RefCell::default(),
-        }
-    }
-
-    pub(crate) fn malformed(&self, key: &str, expected: &str) -> Error {
-        Error::Malformed {
-            path: self.source.files().path(CONFIG),
-            what: format!("quantization_config: {key}"),
-            expected: expected.into(),
-            found: self
-                .value
-                .get(key)
-                .map_or("no such key".into(), Value::to_string),
-        }
-    }
-
-    pub(crate) fn unsupported(&self, what: String, why: &str) -> Error {
-        Error::Unsupported {
-            path: self.source.files().path(CONFIG),
-            what,
-            why: why.into(),
-        }
-    }
-
-    /// The key's value; JSON null counts as absent.
-    pub(crate) fn get(&self, key: &'static str) -> Option<&'a Value> {
-        self.asked.borrow_mut().insert(key);
-        self.value.get(key).filter(|v| !v.is_null())
-    }
-
-    pub(crate) fn str(&self, key: &'static str) -> Result<Option<&'a str>> {
-        let read = |v: &'a Value| v.as_str().ok_or_else(|| self.malformed(key, "a string"));
-        self.get(key).map(read).transpose()
-    }
-
-    pub(crate) fn bool(&self, key: &'static str) -> Result<Option<bool>> {
-        let read = |v: &Value| {
-            v.as_bool()
-                .ok_or_else(|| self.malformed(key, "true or false"))
-        };
-        self.get(key).map(read).transpose()
-    }
-
-    /// The number of bits under `key`: 4 or 8.
-    pub(crate) fn bits(&self, key: &'static str) -> Result<Bits> {
-        let n = self.get(key).and_then(Value::as_u64);
-        let n = n.ok_or_else(|| self.malformed(key, "a number of bits"))?;
-        // Other widths are packed differently in these formats.
-        let known = [Bits::B4, Bits::B8].into_iter();
-        let bits = known.into_iter().find(|b| b.width() as u64 == n);
-        bits.ok_or_else(|| self.unsupported(format!("{n} bits"), "nq runs 4 and 8"))
-    }
-
-    /// A group size; -1 means one group per row.
-    pub(crate) fn group(&self, key: &'static str) -> Result<Group> {
-        let size = self.get(key).and_then(Value::as_i64);
-        match size.map(u32::try_from) {
-            Some(Ok(n)) if n > 0 => Ok(Group::Size(n)),
-            Some(Err(_)) if size == Some(-1) => Ok(Group::Channel),
-            _ => Err(self.malformed(key, "a group size above 0, or -1")),
-        }
     }
 }
 

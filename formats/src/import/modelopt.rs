@@ -1,10 +1,13 @@
 //! Reads what NVIDIA's ModelOpt exports: NVFP4 and FP8 weights beside unquantized ones. `floats`
 //! has the layouts; which one a weight is in is told by its tensors.
 
-use super::{Layout, Parts, QuantizationConfig, open_with};
-use crate::account::{ACTIVATIONS, CACHE, LeftOver};
+use super::quantization::QuantizationConfig;
+use super::weight::ImportedWeight;
+use super::{Layout, open_with};
+use crate::account::{ACTIVATIONS, CACHE};
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
+use crate::left_over::LeftOver;
 use crate::shards::Shards;
 use serde_json::Value;
 
@@ -84,7 +87,7 @@ impl Layout for ModelOpt {
         ".weight_scale"
     }
 
-    fn read(&self, shards: &Shards, name: &str, _: (usize, usize)) -> Result<Parts> {
+    fn read(&self, shards: &Shards, name: &str, _: (usize, usize)) -> Result<ImportedWeight> {
         Err(shards.error(name, "NVFP4 or FP8".into(), "other codes".into()))
     }
 }

@@ -1,7 +1,7 @@
 //! Rotations of compressed-tensors' `transform_config`: a Linear's inputs or outputs are multiplied by a
 //! Hadamard matrix while the model runs. Multiplying the weight by it when it is read computes the same.
 
-use super::QuantizationConfig;
+use super::quantization::QuantizationConfig;
 use crate::error::{Error, Result};
 use crate::models::LAYERS;
 use crate::names::{EMBEDDING, HEAD};

@@ -1,7 +1,7 @@
 //! A row of the table of architectures.
 
+use super::dimensions::{Delta, Experts, RopeScaling};
 use super::layer::{LayerSpec, LinearSpec, Mixer, Parameter};
-use super::shape::{Delta, Experts, ModelConfig, RopeScaling};
 use std::fmt;
 
 /// A family of models with the same kinds of layers.
@@ -20,8 +20,8 @@ pub struct Architecture {
     pub gguf: &'static str,
     /// The kinds of layers that its models have.
     pub kinds: &'static [LayerSpec],
-    /// Which of [`Architecture::kinds`] layer `index` of a model is.
-    pub kind_of: fn(&ModelConfig, usize) -> usize,
+    /// Which of [`Architecture::kinds`] layer `index` of a model with these recurrences is.
+    pub kind_of: fn(Option<&Delta>, usize) -> usize,
     /// True if `head_dim` may be absent from config.json, and is then `hidden_size / num_attention_heads`.
     pub heads_split_hidden: bool,
     /// Heads are rotated in the first of this many parts, unless a config says otherwise.
@@ -44,13 +44,13 @@ pub struct Architecture {
 
 /// The [`Architecture::kind_of`] of models whose kinds of layers are one with a recurrence and one with
 /// attention.
-pub(super) fn hybrid(c: &ModelConfig, index: usize) -> usize {
-    let interval = c.delta.map_or(1, |d| d.interval.max(1));
+pub(super) fn hybrid(delta: Option<&Delta>, index: usize) -> usize {
+    let interval = delta.map_or(1, |d| d.interval.max(1));
     usize::from((index + 1).is_multiple_of(interval))
 }
 
 /// The [`Architecture::kind_of`] of models whose layers are all alike.
-pub(super) fn all_alike(_: &ModelConfig, _: usize) -> usize {
+pub(super) fn all_alike(_: Option<&Delta>, _: usize) -> usize {
     0
 }
 

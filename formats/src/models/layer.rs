@@ -37,6 +37,13 @@ pub fn in_layer(layer: usize, suffix: &str) -> String {
     format!("{LAYERS}{layer}.{suffix}")
 }
 
+/// The name of one expert's weight in files that store experts separately: `mlp.experts.5.gate_proj` for the stack
+/// `mlp.experts.gate_proj`.
+pub fn expert_name(stack: &str, expert: usize) -> String {
+    let (experts, linear) = stack.rsplit_once('.').unwrap_or(("", stack));
+    format!("{experts}.{expert}.{linear}")
+}
+
 /// A kind of layer: its blocks in running order.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerSpec {
@@ -578,7 +585,7 @@ impl LinearSpec {
 
     /// The name of one expert's weight in files that store experts separately.
     pub fn expert_name(&self, layer: usize, expert: usize) -> String {
-        crate::names::expert_name(&self.name(layer), expert)
+        expert_name(&self.name(layer), expert)
     }
 }
 

@@ -1,11 +1,11 @@
 //! Llama 3, 3.1, 3.2 and 3.3 (arXiv 2407.21783), whose blocks other families have too.
 
 use super::architecture::{Architecture, Preset, all_alike};
+use super::dimensions::RopeScaling;
 use super::layer::{
     AttentionSpec, Block, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind, NormSpec, Product,
     Source, Width, linear, norm,
 };
-use super::shape::RopeScaling;
 
 /// The norm before attention.
 #[rustfmt::skip]

@@ -6,6 +6,7 @@
 //! and kernels.
 
 mod architecture;
+mod dimensions;
 mod layer;
 mod llama;
 mod qwen2;
@@ -14,13 +15,14 @@ mod qwen3_5;
 mod shape;
 
 pub use architecture::{Architecture, Preset};
+pub use dimensions::{Delta, Experts, Rope, RopeScaling};
 pub(crate) use layer::LAYERS;
 pub use layer::{
     AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, LinearSpec,
     Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec, Source, VectorKind,
-    VectorRow, Width, in_layer, parameter_of, tensor_name,
+    VectorRow, Width, expert_name, in_layer, parameter_of, tensor_name,
 };
-pub use shape::{Delta, Experts, ModelConfig, Rope, RopeScaling, Shape};
+pub use shape::{ModelConfig, Shape};
 
 /// Every architecture.
 pub static ARCHITECTURES: &[&Architecture] = &[

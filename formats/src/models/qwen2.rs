@@ -2,9 +2,9 @@
 //! biases, and heads have no norms.
 
 use super::architecture::{Architecture, Preset, all_alike};
+use super::dimensions::RopeScaling;
 use super::layer::{AttentionSpec, Block, LayerSpec, LinearKind, Mixer, Product, Width, biased};
 use super::llama;
-use super::shape::RopeScaling;
 
 #[rustfmt::skip]
 const ATTENTION: Block = Block {

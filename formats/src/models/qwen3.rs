@@ -1,12 +1,12 @@
 //! Qwen3, dense and mixtures of experts (arXiv 2505.09388).
 
 use super::architecture::{Architecture, Preset, all_alike};
+use super::dimensions::{Experts, RopeScaling};
 use super::layer::{
     AttentionSpec, Block, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, Mixer, NormKind, Product,
     Source, Width, linear, norm, stack,
 };
 use super::llama;
-use super::shape::{Experts, RopeScaling};
 
 #[rustfmt::skip]
 const ATTENTION: Block = Block {

@@ -2,12 +2,12 @@
 //! gated attention in every fourth (transformers' `qwen3_5`, `qwen3_5_moe` and `qwen3_next`).
 
 use super::architecture::{Architecture, Preset, hybrid};
+use super::dimensions::{Delta, Experts, RopeScaling};
 use super::layer::{
     AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, Mixer, MlpSpec,
     NormKind, NormSpec, Product, SharedSpec, Source, VectorKind, VectorRow, Width, linear, norm,
     norm_less_one,
 };
-use super::shape::{Delta, Experts, RopeScaling};
 
 #[rustfmt::skip]
 const MIXER_NORM: NormSpec =

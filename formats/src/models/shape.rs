@@ -1,6 +1,7 @@
 //! The shape of a model, and the table's dimensions in a model of that shape.
 
 use super::architecture::{Architecture, Preset};
+use super::dimensions::{Delta, Experts, Rope};
 use super::layer::{LayerSpec, LinearKind, LinearSpec, Parameter, Product, Source, Width};
 use crate::dtype::DType;
 
@@ -41,126 +42,6 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// The type of the weights according to the config.
     pub dtype: Option<DType>,
-}
-
-/// The experts of each layer of a mixture.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Experts {
-    /// Experts in a layer (`num_experts`).
-    pub count: usize,
-    /// Experts that each token is routed to (`num_experts_per_tok`).
-    pub per_token: usize,
-    /// Width of each expert (`moe_intermediate_size`).
-    pub width: usize,
-    /// True if the weights of a token's experts are divided by their sum (`norm_topk_prob`).
-    pub normalized: bool,
-    /// Width of the expert that all tokens go through (`shared_expert_intermediate_size`); 0 without one.
-    pub shared: usize,
-}
-
-/// The gated DeltaNets of a model, and which of its layers have one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Delta {
-    /// Heads of queries and keys (`linear_num_key_heads`).
-    pub key_heads: usize,
-    /// Heads of values (`linear_num_value_heads`), a multiple of `key_heads`.
-    pub value_heads: usize,
-    /// Width of a head of keys (`linear_key_head_dim`).
-    pub key_dim: usize,
-    /// Width of a head of values (`linear_value_head_dim`).
-    pub value_dim: usize,
-    /// Inputs that the convolution sees: a row's own and those before it (`linear_conv_kernel_dim`).
-    pub conv: usize,
-    /// Every so many layers, the last has attention instead (`full_attention_interval`).
-    pub interval: usize,
-    /// True if value head `h` has key head `h % key_heads`, as in GGUF files; otherwise the value heads of
-    /// a key head are neighbours.
-    pub tiled: bool,
-}
-
-impl Delta {
-    /// Width of all queries, or of all keys.
-    pub fn keys(&self) -> usize {
-        self.key_heads * self.key_dim
-    }
-
-    /// Width of all values.
-    pub fn values(&self) -> usize {
-        self.value_heads * self.value_dim
-    }
-
-    /// Channels of the convolution: queries, keys and values.
-    pub fn channels(&self) -> usize {
-        2 * self.keys() + self.values()
-    }
-}
-
-/// Rotary position embedding.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rope {
-    /// Base of the frequencies.
-    pub theta: f64,
-    /// Values of a head that are rotated, the first ones; `None`: all.
-    pub dims: Option<usize>,
-    /// Extension beyond the trained length.
-    pub scaling: RopeScaling,
-}
-
-/// How rotary frequencies are stretched for longer contexts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
-    /// Not stretched.
-    None,
-    /// YaRN (arXiv 2309.00071), as Qwen3 documents it.
-    Yarn {
-        /// Stretch of the context.
-        factor: f64,
-        /// Length before stretching.
-        original_max_position_embeddings: usize,
-        /// Rotations above which a dimension is not changed.
-        beta_fast: f64,
-        /// Rotations below which a dimension is fully interpolated.
-        beta_slow: f64,
-        /// True if the dimensions between which the stretch grows are rounded outwards to whole ones.
-        truncate: bool,
-        /// Scale of queries and keys; `0.1 ln(factor) + 1` if the config does not give it.
-        attention_factor: f64,
-    },
-    /// Llama 3.1's, whose low frequencies are divided by a factor and whose high ones are kept
-    /// (arXiv 2407.21783; transformers' `rope_type` `llama3`).
-    Llama3 {
-        /// Divisor of low frequencies.
-        factor: f64,
-        /// A wave of more than the original length divided by this is a low frequency.
-        low_freq_factor: f64,
-        /// A wave of less than the original length divided by this is a high frequency.
-        high_freq_factor: f64,
-        /// Length before stretching.
-        original_max_position_embeddings: usize,
-    },
-}
-
-impl RopeScaling {
-    /// The divisor of the rotary frequency `frequency`, in radians a position, where scaling divides each
-    /// frequency by a number of its own: 1 without scaling, `None` for YaRN.
-    pub fn divisor(&self, frequency: f64) -> Option<f64> {
-        match *self {
-            RopeScaling::None => Some(1.0),
-            RopeScaling::Yarn { .. } => None,
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position_embeddings,
-            } => {
-                let length = original_max_position_embeddings as f64;
-                let waves = length * frequency / std::f64::consts::TAU; // within the original length
-                let kept = (waves - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                let kept = kept.clamp(0.0, 1.0);
-                Some(1.0 / ((1.0 - kept) / factor + kept))
-            }
-        }
-    }
 }
 
 /// A parameter's shape.
@@ -206,13 +87,7 @@ impl ModelConfig {
         self.rope.dims.unwrap_or(self.head_dim)
     }
 
-    /// Number of parameters of the model; a tied head counts once.
-    pub fn parameters(&self) -> usize {
-        let mtp = crate::mtp::parameters(self).map(|(_, shape)| shape.elements());
-        self.trunk_parameters() + mtp.sum::<usize>()
-    }
-
-    /// The same without an MTP layer: what is run for every token.
+    /// Number of parameters of the model without an MTP layer, which are run for every token; a tied head counts once.
     pub fn trunk_parameters(&self) -> usize {
         let h = self.hidden_size;
         let layer = |spec: &LayerSpec| -> usize {
@@ -247,7 +122,7 @@ impl ModelConfig {
     /// The specification of layer `index`.
     pub fn layer(&self, index: usize) -> &'static LayerSpec {
         let Architecture { kinds, kind_of, .. } = self.architecture;
-        &kinds[kind_of(self, index)]
+        &kinds[kind_of(self.delta.as_ref(), index)]
     }
 
     /// The specification of the layer with the most parameters, for plans of memory that layers use in
@@ -271,7 +146,9 @@ impl ModelConfig {
         let kinds: Vec<usize> = self.architecture.kinds.iter().map(of).collect();
         let kind_of = self.architecture.kind_of;
         let layers = 0..self.num_hidden_layers;
-        layers.map(|index| kinds[kind_of(self, index)]).sum()
+        layers
+            .map(|index| kinds[kind_of(self.delta.as_ref(), index)])
+            .sum()
     }
 }
 

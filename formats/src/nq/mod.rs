@@ -1,17 +1,19 @@
 //! nq's own quantized folder, as FORMAT.md specifies it: a Hugging Face folder that
 //! stores quantized weights as separate, inspectable parts.
 
-mod record;
+pub(crate) mod record;
 mod staging;
 mod writer;
 
-pub use record::{CalibrationRecord, QuantizationRecord, SourceRecord, TensorScheme};
+pub use record::{
+    CalibrationRecord, METHOD, QuantizationRecord, SourceRecord, TensorScheme, VERSION,
+};
 pub use staging::{at_work, staging};
 pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_files};
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dense::FLOATS;
 use crate::dtype::DType;
+use crate::dtype::FLOATS;
 use crate::error::{Error, Result};
 use crate::models::ModelConfig;
 use crate::models::tensor_name;
@@ -27,14 +29,6 @@ use rayon::prelude::*;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// The `quant_method` of the format.
-pub const METHOD: &str = "nq";
-/// The first version: schemes of 4 or 8 bits with an f16 scale per group and even steps.
-pub(crate) const FIRST_VERSION: u32 = 1;
-/// The newest version that this crate reads: with trellis codes. A folder has the oldest version that allows its
-/// schemes.
-pub const VERSION: u32 = 3;
 
 /// The tensors that store a quantized weight `X`, as suffixes of its name.
 pub(crate) mod part {

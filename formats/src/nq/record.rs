@@ -1,6 +1,5 @@
 //! A quantized folder's description of itself: config.json's `quantization_config`.
 
-use super::{FIRST_VERSION, METHOD, VERSION};
 use crate::error::{Error, Result};
 use crate::names::is_layer_linear;
 use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, Zeros};
@@ -12,6 +11,14 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
+
+/// The `quant_method` of the format.
+pub const METHOD: &str = "nq";
+/// The first version: schemes of 4 or 8 bits with an f16 scale per group and even steps.
+pub(crate) const FIRST_VERSION: u32 = 1;
+/// The newest version that this crate reads: with trellis codes. A folder has the oldest version that allows its
+/// schemes.
+pub const VERSION: u32 = 3;
 
 /// How one weight is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -10,8 +10,7 @@ use super::staging::{
 };
 use super::{NqStore, parts, read_quantized, verify};
 use crate::checkpoint::Checkpoint;
-use crate::config::json_object;
-use crate::dense::FLOATS;
+use crate::dtype::FLOATS;
 use crate::durable::{
     COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent,
     rename_folder, sync_folder, write_bytes,
@@ -21,6 +20,7 @@ use crate::files::{CONFIG, Files};
 use crate::hash;
 use crate::models::tensor_name;
 use crate::names::HEAD;
+use crate::object::json_object;
 use crate::progress::Progress;
 use crate::safetensors::SafetensorsFile;
 use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec, write_tensors};

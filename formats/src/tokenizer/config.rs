@@ -5,10 +5,10 @@
 //! of tokenizer_config.json and the ids of tokenizer.json, and so does nq.
 
 use super::{TOKENIZER, around};
-use crate::account::LeftOver;
 use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::keys;
+use crate::left_over::LeftOver;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};

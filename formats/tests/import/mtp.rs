@@ -3,7 +3,7 @@
 
 use super::encode::*;
 use super::{CHANNEL, config_groups, gptq_settings, packed_settings};
-use nq_formats::account::LeftOver;
+use nq_formats::left_over::LeftOver;
 use nq_formats::names::is_layer_linear;
 use nq_formats::{DType, Tensor, mtp};
 

@@ -1,0 +1,45 @@
+//! The formats that nq exports to.
+
+use super::packing::Packing;
+use super::{awq, compressed_tensors, gptq};
+use crate::durable::Form;
+
+/// A format that nq exports to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportFormat {
+    /// nq's own folder.
+    Nq,
+    /// One GGUF file (llama.cpp).
+    Gguf,
+    /// A folder in compressed-tensors' `pack-quantized` (vLLM, SGLang, transformers).
+    CompressedTensors,
+    /// A folder in GPTQ version 1.
+    Gptq,
+    /// A folder in AWQ's `gemm` version.
+    Awq,
+}
+
+impl ExportFormat {
+    /// The packing of a folder format; `None` for nq's own and GGUF.
+    pub(super) fn packing(self) -> Option<&'static Packing> {
+        match self {
+            ExportFormat::Nq | ExportFormat::Gguf => None,
+            ExportFormat::CompressedTensors => Some(&compressed_tensors::PACKING),
+            ExportFormat::Gptq => Some(&gptq::PACKING),
+            ExportFormat::Awq => Some(&awq::PACKING),
+        }
+    }
+
+    /// The form of an export in this format: file or folder.
+    pub fn form(self) -> Form {
+        match self {
+            ExportFormat::Gguf => Form::File,
+            _ => Form::Folder,
+        }
+    }
+
+    /// True if its loaders need embedding and head unquantized.
+    pub fn dense_ends(self) -> bool {
+        self.packing().is_some()
+    }
+}

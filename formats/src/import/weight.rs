@@ -1,0 +1,74 @@
+//! A quantized weight as tools store it.
+
+use crate::error::Result;
+use crate::pack;
+use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use crate::tensor::Tensor;
+use crate::weight::{AffineWeight, ZeroPoints};
+use bytes::Bytes;
+use half::f16;
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// A quantized weight in a tool's own representation, in canonical order.
+pub(crate) struct ImportedWeight {
+    pub(crate) bits: Bits,
+    pub(crate) group: Group,
+    /// `[out, bits.bytes(in)]`, canonical packing.
+    pub(crate) codes: Bytes,
+    /// `[out, groups]`, exactly as stored.
+    pub(crate) scales: Vec<f32>,
+    /// `[out, groups]`, not packed; `None` if symmetric.
+    pub(crate) zeros: Option<Vec<u8>>,
+    /// `[in]`; `None` if input `i` is in group `i / group size`.
+    pub(crate) g_idx: Option<Arc<[u32]>>,
+}
+
+impl ImportedWeight {
+    pub(super) fn into_affine(self, (rows, cols): (usize, usize)) -> Result<AffineWeight> {
+        let groups = self.group.count(cols);
+        // If all zero-points are at the midpoint, the scheme is symmetric: the same numbers in fewer
+        // bytes.
+        let middle = self.bits.midpoint();
+        let zeros = self.zeros.filter(|z| z.iter().any(|&z| z != middle));
+        let scheme = AffineScheme::new(
+            self.bits,
+            self.group,
+            if zeros.is_some() {
+                Zeros::Integer
+            } else {
+                Zeros::None
+            },
+        );
+        let zeros = match zeros {
+            Some(z) => ZeroPoints::Integer(pack::pack_rows(self.bits, &z, groups).into()),
+            None => ZeroPoints::None,
+        };
+        let scales = self.scales.iter().map(|&s| f16::from_f32(s)).collect();
+        AffineWeight::new(scheme, (rows, cols), self.codes, scales, zeros, self.g_idx)
+    }
+
+    /// `s * (q - z)` in f32, with the scales' full precision.
+    pub(super) fn into_dense(self, (rows, cols): (usize, usize)) -> Result<Tensor> {
+        let groups = self.group.count(cols);
+        let size = self.group.size(cols).max(1);
+        let stride = self.bits.bytes(cols);
+        let middle = self.bits.midpoint();
+        let mut values = vec![0.0; rows * cols];
+        values
+            .par_chunks_mut(cols.max(1))
+            .enumerate()
+            .for_each(|(r, row)| {
+                let packed = &self.codes[r * stride..(r + 1) * stride];
+                let mut codes = vec![0; cols];
+                pack::unpack_row(self.bits, packed, &mut codes);
+                for (i, w) in row.iter_mut().enumerate() {
+                    let g = self.g_idx.as_ref().map_or(i / size, |g| g[i] as usize);
+                    let z = self.zeros.as_ref().map_or(middle, |z| z[r * groups + g]);
+                    let q = i16::from(codes[i]) - i16::from(z);
+                    *w = self.scales[r * groups + g] * f32::from(q);
+                }
+            });
+        Tensor::from_f32(vec![rows, cols], values)
+    }
+}
