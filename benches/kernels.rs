@@ -9,7 +9,8 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
-use nq_kernels::cpu::linear::kernels::{KERNELS, LinearKernel};
+use nq_kernels::cpu::linear::kernel::LinearKernel;
+use nq_kernels::cpu::linear::kernels::KERNELS;
 use nq_kernels::cpu::{Cpu, Epilogue, Isa, IsaChoice, KvPages, KvSequence, Linear, Span};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};

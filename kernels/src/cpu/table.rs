@@ -19,7 +19,7 @@ use super::linear::int8;
 use super::linear::pack::PanelWeight;
 use super::linear::trellis::products;
 use super::ops::attention::{self, Partial};
-use super::ops::delta::{self, TileRows};
+use super::ops::delta_kernels::{self, TileRows};
 use super::ops::rows;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::avx2::{EVEX, VEX, WITHOUT};
@@ -425,9 +425,9 @@ macro_rules! instantiate {
                 rms_norm = rows::rms_norm[x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]] -> ();
                 norm_rope = rows::norm_rope[head: &mut [f32], weight: &[f32], eps: f32, cos_sin: &[(f32, f32)]] -> ();
                 merge = attention::merge[partials: &[Partial], outs: &[f32], y: &mut [f32]] -> ();
-                delta_conv = delta::conv[window: &[f32], taps: &[f32], length: Option<f32>, y: &mut [f32]] -> ();
-                delta_tile = delta::tile[tile: &mut [f32], rows: &TileRows<'_>, put: &dyn Fn(usize, &[f32; LANES])] -> ();
-                delta_gate = delta::gate[y: &mut [f32], norm: &[f32], z: &[f32], eps: f32] -> ();
+                delta_conv = delta_kernels::conv[window: &[f32], taps: &[f32], length: Option<f32>, y: &mut [f32]] -> ();
+                delta_tile = delta_kernels::tile[tile: &mut [f32], rows: &TileRows<'_>, put: &dyn Fn(usize, &[f32; LANES])] -> ();
+                delta_gate = delta_kernels::gate[y: &mut [f32], norm: &[f32], z: &[f32], eps: f32] -> ();
             }
 
             pub(super) const TABLE: KernelTable = KernelTable {

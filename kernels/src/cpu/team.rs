@@ -348,6 +348,25 @@ fn pin_to(cpu: usize) {
 #[cfg(not(target_os = "linux"))]
 fn pin_to(_cpu: usize) {}
 
+/// Calls `f(panel, its part of data)` for all panels, spread over the team.
+pub(super) fn spread<T: Send>(
+    team: &Team,
+    data: &mut [T],
+    panel: usize,
+    f: impl Fn(usize, &mut [T]) + Sync + Send,
+) {
+    if panel == 0 {
+        return;
+    }
+    let shared = SharedSlice::new(data);
+    team.run_ranges(shared.len() / panel, 4, |panels| {
+        for p in panels {
+            // SAFETY: every panel is visited once.
+            f(p, unsafe { shared.part(p * panel..(p + 1) * panel) });
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,8 +1,8 @@
 //! Sums over the ranks of a model, GPUs that each have a part of every layer, as `cuda/all_reduce.cu` computes them.
 
 use super::driver::{Address, Buffer, Common, Gpu, LaunchShape, Mapped, Stream};
-use super::gemm_step::PartialSums;
 use super::kernel::kernels;
+use super::partial_sums::PartialSums;
 use crate::error::{Error, Result};
 
 kernels! {

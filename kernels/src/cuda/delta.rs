@@ -2,14 +2,14 @@
 
 mod stored;
 
-use super::attention::{AttentionOutput, MOST_RUN};
+use super::attention::AttentionOutput;
 use super::driver::{Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream};
-use super::gemv::Norm;
 use super::half_rows::HalfRows;
 use super::kernel::kernels;
 use super::pack::SPAN;
 use super::prefill::SequenceRows;
-use super::rows::{Places, Row, RowsOut, Step, shape};
+use super::product::Norm;
+use super::rows::{MOST_RUN, Places, Row, RowsOut, Step, shape};
 use crate::cpu::DeltaShape;
 use crate::error::{Error, Result};
 use crate::grad::{

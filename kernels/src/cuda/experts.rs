@@ -1,11 +1,12 @@
 //! The experts of a mixture: for each row those with the best router scores, chosen on the device.
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
-use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan, Norm};
+use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan};
 use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use super::linear::{DeviceLinear, WeightSizes};
+use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
-use super::product::{Asked, PackedShape, ProductPlan};
+use super::plan::ProductPlan;
+use super::product::{Asked, Norm};
 use crate::error::Result;
 use nq_formats::Experts;
 
@@ -40,7 +41,7 @@ struct ExpertsArgs {
 }
 
 /// `sizeof(Chosen)` of `cuda/choose.cuh`.
-pub(super) const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
+const CHOSEN_BYTES: usize = 8 * MOST_CHOSEN + 4 * MOST_EXPERTS;
 
 /// Number of experts in a layer's stacks: where there is a shared one, which all rows go through, it is the last.
 pub fn stacked(experts: &Experts) -> usize {
@@ -158,7 +159,9 @@ impl Stream {
             tiles: launch.tiles,
             spans: launch.spans,
         };
-        let ProductPlan::Row(plan) = ProductPlan::checked(o, shape, Asked::Experts(m))? else {
+        let chosen_bytes = CHOSEN_BYTES;
+        let asked = Asked::Experts { m, chosen_bytes };
+        let ProductPlan::Row(plan) = ProductPlan::checked(o, shape, asked)? else {
             unreachable!("experts of a row are planned as one row");
         };
         let (codes, meta, scale) = w.operands(o)?;

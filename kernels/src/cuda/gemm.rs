@@ -4,11 +4,11 @@ use super::driver::{
     Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream, TensorMap, has_small_blocks,
 };
 use super::kernel::{kernels, names};
-use super::linear::{DeviceLinear, WeightSizes};
+use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::product::{
-    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, PackedShape, Product, ProductOutput,
-    ProductPlan, boxes, cheapest,
+    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, Product, ProductOutput, RowBlocks,
+    boxes, cheapest,
 };
 use crate::error::Result;
 use std::ops::Range;
@@ -130,25 +130,6 @@ const LARGE_ROOM: usize = 163_840;
 const EXACT_ROWS: usize = 16;
 /// Microseconds until the sums of one more team are added up.
 const JOINING: f64 = 0.5;
-
-/// How rows of x are dealt to blocks.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum RowBlocks {
-    /// So many rows, in as many blocks as an instance needs.
-    Of(usize),
-    /// `columns` blocks, each of up to `rows` rows of one expert.
-    Sorted { columns: usize, rows: usize },
-}
-
-impl RowBlocks {
-    /// Number of blocks that take `rows` rows each.
-    fn columns(self, rows: usize) -> usize {
-        match self {
-            RowBlocks::Of(m) => m.div_ceil(rows),
-            RowBlocks::Sorted { columns, .. } => columns,
-        }
-    }
-}
 
 /// How `cuda/gemm.cu` computes a product: by which instance, with how many teams and bytes of shared memory per
 /// block.
@@ -341,6 +322,24 @@ impl WgmmaPlan {
     }
 }
 
+/// How a product of many rows is computed.
+pub(super) enum ManyRowsPlan {
+    /// `cuda/gemm_wgmma.cu`
+    Warpgroups(WgmmaPlan),
+    /// `cuda/gemm.cu`
+    Warps(GemmPlan),
+}
+
+impl ManyRowsPlan {
+    /// `None` if no kernel has room for the product.
+    pub(super) fn new(gpu: &Gpu, w: &PackedShape, blocks: RowBlocks) -> Option<Self> {
+        match WgmmaPlan::new(gpu, w, blocks) {
+            Some(plan) => Some(ManyRowsPlan::Warpgroups(plan)),
+            None => GemmPlan::new(gpu.info(), w, blocks).map(ManyRowsPlan::Warps),
+        }
+    }
+}
+
 /// Rows that a block of [`Stream::gemm_experts`] takes if experts have `mean` rows on average: rows are dealt
 /// unevenly, and few experts should need a second block.
 pub(super) fn rows_of_experts(gpu: &Gpu, mean: usize) -> usize {
@@ -376,44 +375,6 @@ impl Stream {
         self.multiply(p, output.into())
     }
 
-    /// Multiplies rows that are sorted by expert, each by its expert's part of the stack `w`: `x`
-    /// `[routes, inputs padded to 256]` as in [`Stream::gemm`]. `blocks` says which rows each of `columns`
-    /// blocks of [`rows_of_experts`] takes.
-    ///
-    /// # Safety
-    /// On the device, each of `blocks` has an expert below `experts` and rows within `routes`.
-    ///
-    /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
-    pub(super) unsafe fn gemm_experts(
-        &self,
-        (w, experts): (&DeviceLinear, usize),
-        x: &Buffer<u16>,
-        output: GemmOutput<'_>,
-        routes: usize,
-        blocks: &Buffer<[i32; 4]>,
-        (columns, block_rows): (usize, usize),
-    ) -> Result<()> {
-        let o = self.operands("gemm_experts");
-        o.multiple("rows of the stack", experts * TILE, w.rows())?;
-        let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
-        let asked = Asked::Many(RowBlocks::Sorted {
-            columns,
-            rows: block_rows,
-        });
-        let p = Product::new(o, w, Inputs::Half(x), routes, asked);
-        let plan = ProductPlan::checked(&o, PackedShape { tiles, ..w.shape() }, asked)?;
-        let to = ProductOutput::from(output).written(&o, (routes, rows), plan.shares())?;
-        let sizes = WeightSizes {
-            rows: rows as i32,
-            tiles: tiles as i32,
-            ..w.sizes()
-        };
-        let blocks = o.of("blocks", blocks, &[columns])?;
-        // SAFETY: the operands were checked; the caller answers for the blocks.
-        unsafe { self.multiply_many(&p, &plan, &to, sizes, blocks) }
-    }
-
     /// Launches a kernel of `cuda/gemm.cu` or `cuda/gemm_wgmma.cu` over all of a weight, or with `of_experts`
     /// (`ExpertRows` of `cuda/gemm.cuh`) over experts of these sizes.
     ///
@@ -422,7 +383,7 @@ impl Stream {
     pub(super) unsafe fn multiply_many(
         &self,
         p: &Product<'_>,
-        plan: &ProductPlan,
+        plan: &ManyRowsPlan,
         to: &OutputAddresses<'_>,
         sizes: WeightSizes,
         of_experts: Address,
@@ -444,7 +405,7 @@ impl Stream {
             parts: 1,
         };
         match plan {
-            ProductPlan::Warpgroups(plan) => {
+            ManyRowsPlan::Warpgroups(plan) => {
                 let of = &WGMMA_INSTANCES[plan.instance];
                 args.parts = plan.parts as i32;
                 // A box has at most 256 elements; with 16-bit weights, a step takes 2,048 bytes of a tile.
@@ -466,7 +427,7 @@ impl Stream {
                 // SAFETY: by the caller; the boxes are those of the kernel.
                 unsafe { self.launch(GEMM_WGMMA.of_kind(plan.instance, kind), shape, &args) }
             }
-            ProductPlan::Warps(plan) => {
+            ManyRowsPlan::Warps(plan) => {
                 let grid = (
                     plan.columns,
                     tiles.div_ceil(INSTANCES[plan.instance].tiles),
@@ -476,7 +437,6 @@ impl Stream {
                 // SAFETY: by the caller.
                 unsafe { self.launch(GEMM.of_kind(plan.instance, kind), shape, &args) }
             }
-            _ => unreachable!("other plans are of other rows"),
         }
     }
 }

@@ -1,69 +1,18 @@
 //! The products of a decode step of 17 to 64 sequences, and the norms between them.
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream, TensorMap};
-use super::gemv::Norm;
 use super::kernel::{kernels, names};
-use super::linear::DeviceLinear;
+use super::linear::{DeviceLinear, PackedShape};
 use super::pack::{PackedKind, SPAN};
+use super::partial_sums::{MOST_PARTS, PartialSums};
 use super::product::{
-    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, PackedShape, Product, ProductOutput,
-    boxes, cheapest,
+    Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, boxes,
+    cheapest,
 };
 use crate::error::{Error, Result};
 
 /// Most sequences that [`Stream::gemm_step`] supports.
 pub const MOST_WIDE_SEQUENCES: usize = 64;
-
-/// Most parts that the inputs of a product are cut into, for blocks that share rows of weights.
-const MOST_PARTS: usize = 8;
-
-/// The output of a product as partial sums: each part of the inputs has its own, `[parts, m, rows]`,
-/// and the next kernel adds them in the order of the parts.
-pub struct PartialSums {
-    values: Buffer<f32>,
-    parts: usize,
-    m: usize,
-    rows: usize,
-}
-
-impl PartialSums {
-    /// Allocates sums for products of `m` sequences with weights of up to `rows` outputs. Consecutive
-    /// products may share it, if each has been read before the next is queued.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`].
-    pub fn new(gpu: &Gpu, m: usize, rows: usize) -> Result<Self> {
-        Ok(PartialSums {
-            values: gpu.zeros("activations", MOST_PARTS * m * rows)?,
-            parts: 0,
-            m: 0,
-            rows: 0,
-        })
-    }
-
-    /// The address for the sums of a product that is queued next.
-    pub(super) fn written(
-        &mut self,
-        o: &Operands<'_>,
-        parts: usize,
-        m: usize,
-        rows: usize,
-    ) -> Result<Address> {
-        let to = o.of("partial sums", &self.values, &[parts, m, rows])?;
-        (self.parts, self.m, self.rows) = (parts, m, rows);
-        Ok(to)
-    }
-
-    /// The sums `[parts, m, rows]` of the last queued product.
-    pub fn values(&self) -> &Buffer<f32> {
-        &self.values
-    }
-
-    /// Number of parts of the last queued product.
-    pub fn parts(&self) -> usize {
-        self.parts
-    }
-}
 
 /// Output of a wide step's product of `m` sequences.
 pub enum StepOutput<'a> {
@@ -363,10 +312,14 @@ impl Stream {
             let found = format!("[{}, {}]", s.m, s.rows);
             return o.refuse("partial sums", format!("[{m}, {width}]"), found);
         }
-        let count = sums.map_or(0, |s| s.parts);
+        let count = sums.map_or(0, PartialSums::parts);
         let args = NormStepArgs {
             x: o.of("x", x, &[m, width])?,
-            parts: o.optional("partial sums", sums.map(|s| &s.values), &[count, m, width])?,
+            parts: o.optional(
+                "partial sums",
+                sums.map(PartialSums::values),
+                &[count, m, width],
+            )?,
             gain: norm.gain(&o, width)?,
             half: o.of("FP16 output", half, &[m, padded])?,
             count: count as i32,

@@ -1,23 +1,13 @@
 //! One row of activations times a packed weight: the products of a decode step.
 
-use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Operands, Stream};
+use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Stream};
 use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use super::linear::{DeviceLinear, WeightSizes};
+use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::PackedKind;
 use super::product::{
-    Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, PackedShape, Product, ProductOutput,
-    cheapest,
+    Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, cheapest,
 };
 use crate::error::Result;
-
-/// RMSNorm of a product's input.
-#[derive(Clone, Copy)]
-pub struct Norm<'a> {
-    /// `[inputs]`
-    pub gain: &'a Buffer<f32>,
-    /// Added to the mean of squares.
-    pub eps: f32,
-}
 
 /// Output of a step's product of `m` sequences.
 pub enum GemvOutput<'a> {
@@ -30,13 +20,6 @@ pub enum GemvOutput<'a> {
     /// Logits `[m, rows]` from the normalized input, and the best of each block: at least
     /// [`super::best_len`] values (logit, row as bits) per sequence.
     Head(Norm<'a>, &'a mut Buffer<f32>, &'a mut Buffer<[f32; 2]>),
-}
-
-impl Norm<'_> {
-    /// The gain, checked as an operand of a product of `inputs`.
-    pub(super) fn gain(&self, o: &Operands<'_>, inputs: usize) -> Result<Address> {
-        o.of("gain", self.gain, &[inputs])
-    }
 }
 
 impl<'a> From<GemvOutput<'a>> for ProductOutput<'a> {

@@ -5,8 +5,10 @@ use super::driver::{Address, Buffer, Gpu, Stream};
 use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
 use super::kernel::kernels;
-use super::linear::DeviceLinear;
+use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{SPAN, TILE};
+use super::plan::ProductPlan;
+use super::product::{Asked, Inputs, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
 use crate::error::Result;
 use nq_formats::Experts;
@@ -130,6 +132,47 @@ impl GroupedRows {
 }
 
 impl Stream {
+    /// Multiplies rows that are sorted by expert, each by its expert's part of the stack `w`: `x`
+    /// `[routes, inputs padded to 256]` as in [`Stream::gemm`]. `blocks` says which rows each of `columns`
+    /// blocks of [`rows_of_experts`] takes.
+    ///
+    /// # Safety
+    /// On the device, each of `blocks` has an expert below `experts` and rows within `routes`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    unsafe fn gemm_experts(
+        &self,
+        (w, experts): (&DeviceLinear, usize),
+        x: &Buffer<u16>,
+        output: GemmOutput<'_>,
+        routes: usize,
+        blocks: &Buffer<[i32; 4]>,
+        (columns, block_rows): (usize, usize),
+    ) -> Result<()> {
+        let o = self.operands("gemm_experts");
+        o.multiple("rows of the stack", experts * TILE, w.rows())?;
+        let (rows, tiles) = (w.rows() / experts, w.tiles() / experts);
+        let asked = Asked::Many(RowBlocks::Sorted {
+            columns,
+            rows: block_rows,
+        });
+        let p = Product::new(o, w, Inputs::Half(x), routes, asked);
+        let plan = ProductPlan::checked(&o, PackedShape { tiles, ..w.shape() }, asked)?;
+        let to = ProductOutput::from(output).written(&o, (routes, rows), plan.shares())?;
+        let sizes = WeightSizes {
+            rows: rows as i32,
+            tiles: tiles as i32,
+            ..w.sizes()
+        };
+        let blocks = o.of("blocks", blocks, &[columns])?;
+        let ProductPlan::Many(plan) = plan else {
+            unreachable!("rows of experts are many");
+        };
+        // SAFETY: the operands were checked; the caller answers for the blocks.
+        unsafe { self.multiply_many(&p, &plan, &to, sizes, blocks) }
+    }
+
     /// Sorts `m` normalized rows `x` `[m, hidden padded to 256]`, FP16 in operand order, by the experts
     /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]).
     ///

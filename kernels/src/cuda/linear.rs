@@ -2,12 +2,31 @@
 
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::kernels;
-use super::pack::{PackedKind, Packing, Stack};
-use super::product::PackedShape;
-use super::trellis::{self, TrellisParts};
+use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
+use super::trellis::stack::{TrellisParts, upload, weights};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use nq_formats::Weight;
+
+/// The sizes of a packed weight, or of the part of one that a launch reads.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PackedShape {
+    pub(super) kind: PackedKind,
+    /// Tiles of 16 outputs.
+    pub(super) tiles: usize,
+    /// Spans of 256 inputs.
+    pub(super) spans: usize,
+}
+
+impl PackedShape {
+    pub(super) fn new(kind: PackedKind, rows: usize, inputs: usize) -> Self {
+        PackedShape {
+            kind,
+            tiles: rows.div_ceil(TILE),
+            spans: inputs.div_ceil(SPAN),
+        }
+    }
+}
 
 /// One or several weights with the same inputs, packed on a device.
 pub struct DeviceLinear {
@@ -92,8 +111,8 @@ impl Uploader {
         if let Some(of) = &mut linear.trellis {
             let (stream, staging) = (&self.stream, &mut self.staging);
             let codes = &mut linear.codes;
-            let weights = trellis::weights(parts)?;
-            let scales = trellis::upload(of, (&weights, stack), |at, words| {
+            let weights = weights(parts)?;
+            let scales = upload(of, (&weights, stack), |at, words| {
                 for (i, piece) in words.chunks(STAGING).enumerate() {
                     let host = staging.turn();
                     host.values_mut()?[..piece.len()].copy_from_slice(piece);

@@ -26,6 +26,8 @@ mod kernel;
 mod launches;
 mod linear;
 pub mod pack;
+mod partial_sums;
+mod plan;
 mod prefill;
 mod product;
 mod rows;
@@ -40,10 +42,11 @@ pub use advance::{
 pub use all_reduce::{AllReduce, Inbox, MOST_RANKS, Rank, Share};
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
-    HEAD_DIM, Heads, LayerPages, MOST_RUN, PageEntry, PageStaging, PagesShape, SharedPrefix,
-    WIDE_HEAD_DIM, WIDE_ROTATED, rotated,
+    HEAD_DIM, Heads, LayerPages, PageEntry, PageStaging, PagesShape, SharedPrefix, WIDE_HEAD_DIM,
+    WIDE_ROTATED, rotated,
 };
-pub use batch::{Columns, MOST_SEQUENCES, best_len};
+pub use batch::best_len;
+pub use batch::columns::{Columns, MOST_SEQUENCES};
 pub use delta::{
     CONV, DELTA_DIM, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, LayerStates,
     MOST_RATE_INPUTS, Rates, StatesShape,
@@ -54,20 +57,23 @@ pub use driver::{
 };
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
 pub use gemm::GemmOutput;
-pub use gemm_step::{MOST_WIDE_SEQUENCES, PartialSums, StepOutput, wide_best_len};
-pub use gemv::{GemvOutput, Norm};
+pub use gemm_step::{MOST_WIDE_SEQUENCES, StepOutput, wide_best_len};
+pub use gemv::GemvOutput;
 pub use grad::{CudaOps, GemmPrecision};
 pub use grouped::GroupedRows;
 pub use half_rows::HalfRows;
 pub use kernel::KernelRow;
 pub use linear::{DeviceLinear, Uploader};
 pub use pack::{PackedKind, Stack, operand_index};
+pub use partial_sums::PartialSums;
 pub use prefill::SequenceRows;
-pub use rows::{Places, Row, RowsOut, Step, StepBounds};
+pub use product::Norm;
+pub use rows::{MOST_RUN, Places, Row, RowsOut, Step, StepBounds};
 pub use second_order::{Codes, Groups, Order};
 pub use step_layers::{
     BlockLimit, LayersInbox, LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE,
     StepLayer, StepMixer,
 };
 pub use table::table;
-pub use trellis::{MOST_ROWS as MOST_TRELLIS_ROWS, TrellisRoom, TrellisSizes, packed_weights};
+pub use trellis::room::{TrellisRoom, TrellisSizes};
+pub use trellis::{MOST_ROWS as MOST_TRELLIS_ROWS, packed_weights};

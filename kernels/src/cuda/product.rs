@@ -1,36 +1,12 @@
-//! Products of rows of activations with packed weights: what is asked for, and which kernel computes it.
+//! Products of rows of activations with packed weights: what is asked for, and where it goes. `plan` says which kernel
+//! computes it.
 
-use super::batch::groups::GroupsPlan;
-use super::batch::rows::RowsPlan;
-use super::batch::{ColumnGroup, Columns};
-use super::driver::{Address, BoxedMatrix, Buffer, Gpu, Operands, Stream, TensorMap};
-use super::experts::CHOSEN_BYTES;
-use super::gemm::{GemmPlan, RowBlocks, WgmmaPlan};
-use super::gemm_step::{self, PartialSums, StepPlan};
-use super::gemv::{GemvPlan, Norm};
+use super::batch::columns::Columns;
+use super::driver::{Address, BoxedMatrix, Buffer, Operands, TensorMap};
 use super::linear::DeviceLinear;
-use super::pack::{PackedKind, SPAN, TILE};
+use super::pack::SPAN;
+use super::partial_sums::PartialSums;
 use crate::error::Result;
-
-/// The sizes of a packed weight, or of the part of one that a launch reads.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PackedShape {
-    pub(super) kind: PackedKind,
-    /// Tiles of 16 outputs.
-    pub(super) tiles: usize,
-    /// Spans of 256 inputs.
-    pub(super) spans: usize,
-}
-
-impl PackedShape {
-    pub(super) fn new(kind: PackedKind, rows: usize, inputs: usize) -> Self {
-        PackedShape {
-            kind,
-            tiles: rows.div_ceil(TILE),
-            spans: inputs.div_ceil(SPAN),
-        }
-    }
-}
 
 /// What becomes of sums: `Epilogue` of `cuda/weights.cuh`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -153,88 +129,8 @@ pub(super) enum Asked {
     Step(usize, bool),
     /// Rows in FP16.
     Many(RowBlocks),
-    /// Rows in f32, each of experts that it chooses.
-    Experts(usize),
-}
-
-/// The kernel of a product, and how it is cut.
-pub(super) enum ProductPlan {
-    /// `cuda/gemv.cu`
-    Row(GemvPlan),
-    /// `cuda/gemv_rows.cu`
-    Rows(RowsPlan),
-    /// `cuda/gemv_batch.cu`
-    Groups(GroupsPlan),
-    /// `cuda/gemm_step.cu`
-    Step(StepPlan),
-    /// `cuda/gemm_wgmma.cu`
-    Warpgroups(WgmmaPlan),
-    /// `cuda/gemm.cu`
-    Warps(GemmPlan),
-}
-
-impl ProductPlan {
-    /// `None` if no kernel has room for the product.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    pub(super) fn new(gpu: &Gpu, w: PackedShape, asked: Asked) -> Result<Option<Self>> {
-        let info = gpu.info();
-        Ok(match asked {
-            Asked::Row { head } => {
-                GemvPlan::new(info, info.multiprocessors, &w, head, 0).map(ProductPlan::Row)
-            }
-            Asked::Columns(m) => match RowsPlan::new(gpu, &w, m)? {
-                Some(plan) => Some(ProductPlan::Rows(plan)),
-                None => GroupsPlan::new(info, &w, m).map(ProductPlan::Groups),
-            },
-            Asked::Step(m, parted) => {
-                let plan = StepPlan::new(info.multiprocessors, m, &w, parted);
-                Some(ProductPlan::Step(plan))
-            }
-            Asked::Experts(m) => {
-                // Rows share the multiprocessors.
-                let own = (info.multiprocessors / m).max(1);
-                GemvPlan::new(info, own, &w, false, CHOSEN_BYTES).map(ProductPlan::Row)
-            }
-            Asked::Many(blocks) => match WgmmaPlan::new(gpu, &w, blocks) {
-                Some(plan) => Some(ProductPlan::Warpgroups(plan)),
-                None => GemmPlan::new(info, &w, blocks).map(ProductPlan::Warps),
-            },
-        })
-    }
-
-    /// As [`ProductPlan::new`]; where there is no room, an error that names the device.
-    pub(super) fn checked(o: &Operands<'_>, w: PackedShape, asked: Asked) -> Result<Self> {
-        let info = o.gpu().info();
-        match ProductPlan::new(o.gpu(), w, asked)? {
-            Some(plan) => Ok(plan),
-            None => {
-                let room = info.shared_memory;
-                let expected = format!("rows within the {room} bytes of shared memory of {info}");
-                o.refuse("inputs", expected, w.spans * SPAN)
-            }
-        }
-    }
-
-    /// Parts in which sums are left, and best values per row of a head: those of each block.
-    pub(super) fn shares(&self) -> (usize, usize) {
-        match self {
-            ProductPlan::Row(plan) => (1, plan.cut.blocks),
-            ProductPlan::Rows(plan) => (1, plan.blocks),
-            ProductPlan::Groups(plan) => (1, plan.blocks),
-            ProductPlan::Step(plan) => (plan.parts, plan.taken),
-            ProductPlan::Warpgroups(_) | ProductPlan::Warps(_) => (1, 0),
-        }
-    }
-
-    /// How its kernel takes `m` rows in columns.
-    pub(super) fn group(&self, m: usize) -> ColumnGroup {
-        match self {
-            ProductPlan::Groups(_) => ColumnGroup::Eight,
-            _ => ColumnGroup::of(m),
-        }
-    }
+    /// Rows in f32, each of experts that it chooses in so many bytes of shared memory.
+    Experts { m: usize, chosen_bytes: usize },
 }
 
 impl<'a> Product<'a> {
@@ -263,18 +159,6 @@ impl<'a> Product<'a> {
             Inputs::Full(x) => self.o.of("x", x, &[m, w.inputs()]),
             Inputs::Half(x) => self.o.of("x", x, &[m, w.spans(), SPAN]),
             Inputs::Prepared => Ok(Address::NULL),
-        }
-    }
-
-    /// Checks what the kernels for these rows demand.
-    fn check(&self) -> Result<()> {
-        let (o, w, m) = (&self.o, self.w, self.m);
-        match (self.asked, self.columns) {
-            (Asked::Row { .. }, _) => o.multiple("inputs", 8, w.inputs()),
-            (Asked::Columns(_), Some(columns)) => columns.check(o, w, m),
-            (Asked::Columns(_), None) => o.refuse("columns", "memory for them", "none"),
-            (Asked::Step(..), _) => gemm_step::check_wide(o, m),
-            (Asked::Many(_) | Asked::Experts(_), _) => Ok(()),
         }
     }
 }
@@ -314,21 +198,37 @@ pub(super) fn boxes(
     Ok([gpu.tensor_map(x)?, codes, meta])
 }
 
-impl Stream {
-    /// Computes a product by the kernel of its plan.
-    pub(super) fn multiply(&self, p: Product<'_>, output: ProductOutput<'_>) -> Result<()> {
-        if let Some(parts) = &p.w.trellis {
-            return self.multiply_trellis(&p, parts, output);
-        }
-        p.check()?;
-        let plan = ProductPlan::checked(&p.o, p.w.shape(), p.asked)?;
-        let to = output.written(&p.o, (p.m, p.w.rows()), plan.shares())?;
-        match (&plan, p.columns) {
-            (ProductPlan::Row(plan), _) => self.multiply_row(&p, plan, &to),
-            (ProductPlan::Step(plan), _) => self.multiply_step(&p, plan, &to),
-            (_, Some(columns)) => self.multiply_in_columns(&p, columns, &plan, &to),
-            // SAFETY: there are no blocks of experts.
-            _ => unsafe { self.multiply_many(&p, &plan, &to, p.w.sizes(), Address::NULL) },
+/// RMSNorm of a product's input.
+#[derive(Clone, Copy)]
+pub struct Norm<'a> {
+    /// `[inputs]`
+    pub gain: &'a Buffer<f32>,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+impl Norm<'_> {
+    /// The gain, checked as an operand of a product of `inputs`.
+    pub(super) fn gain(&self, o: &Operands<'_>, inputs: usize) -> Result<Address> {
+        o.of("gain", self.gain, &[inputs])
+    }
+}
+
+/// How rows of x are dealt to blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum RowBlocks {
+    /// So many rows, in as many blocks as an instance needs.
+    Of(usize),
+    /// `columns` blocks, each of up to `rows` rows of one expert.
+    Sorted { columns: usize, rows: usize },
+}
+
+impl RowBlocks {
+    /// Number of blocks that take `rows` rows each.
+    pub(super) fn columns(self, rows: usize) -> usize {
+        match self {
+            RowBlocks::Of(m) => m.div_ceil(rows),
+            RowBlocks::Sorted { columns, .. } => columns,
         }
     }
 }

@@ -1,12 +1,14 @@
 //! Rows of activations on the device, and operations on each of them.
 
-use super::attention::MOST_RUN;
 use super::driver::{Address, Buffer, Checked, Followed, LaunchShape, Operands, Stream};
 use super::kernel::{Kernel, kernels};
 use super::linear::{DeviceLinear, PackedArgs};
 use super::pack::SPAN;
 use crate::error::Result;
 use bytemuck::{Pod, Zeroable};
+
+/// Most rows of one sequence in a step (`cuda/attention_decode.cuh`).
+pub const MOST_RUN: usize = 16;
 
 /// A token's place: `Row` of `cuda/rows.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]

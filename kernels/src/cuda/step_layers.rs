@@ -1,15 +1,14 @@
 //! Runs all layers of a decode step of one row with one kernel.
 
 mod args;
+mod layer;
+mod limits;
 mod scratch;
 mod sizes;
 
-use super::all_reduce::MOST_RANKS;
-use super::attention::{HEAD_DIM, Heads, LayerPages, WIDE_HEAD_DIM};
-use super::delta::{DeltaVectors, LayerStates};
+use super::attention::{HEAD_DIM, WIDE_HEAD_DIM};
 use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, PartTimes, Stream};
 use super::experts::chosen;
-use super::half_rows::HalfRows;
 use super::kernel::{Instance, UNIFORM, kernels, kind_index};
 use super::linear::DeviceLinear;
 use super::pack::PackedKind;
@@ -18,6 +17,11 @@ use super::trellis;
 use crate::error::Result;
 use crate::pages::PAGE;
 use args::{LayerArgs, LayersArgs, LayersRoom};
+pub use layer::{StepLayer, StepMixer};
+use limits::{
+    CLUSTER, HEAD_BYTES, MOST_LAYERS, MOST_PAGES, MOST_RING, MOST_SOURCES, PAGE_STAGE, PHASES,
+    TEAM, WARPS,
+};
 use nq_formats::Experts;
 use nq_formats::trellis::STRIP;
 pub use scratch::{LayersInbox, LayersScratch};
@@ -25,82 +29,10 @@ pub use sizes::LayersSizes;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A layer in the form that [`Stream::step_layers`] runs.
-pub struct StepLayer<'a> {
-    /// Gain of the first norm, `[hidden]`.
-    pub norm: &'a Buffer<f32>,
-    /// What the first norm feeds.
-    pub mixer: StepMixer<'a>,
-    /// `[hidden, q_dim]`, or `[hidden, values]` of a recurrence.
-    pub o: &'a DeviceLinear,
-    /// Gain of the second norm, `[hidden]`.
-    pub mlp_norm: &'a Buffer<f32>,
-    /// The router of a mixture, `[experts, hidden]`; `None`: an MLP. Where there is a shared expert, it is the last.
-    pub router: Option<&'a HalfRows>,
-    /// Gate and up `[2 intermediate, hidden]`, interleaved; of a mixture those of all experts.
-    pub gate_up: &'a DeviceLinear,
-    /// `[hidden, intermediate]`; of a mixture those of all experts.
-    pub down: &'a DeviceLinear,
-}
-
-/// What exchanges values between positions in a [`StepLayer`].
-pub enum StepMixer<'a> {
-    /// Attention.
-    Attention {
-        /// Queries, of wide heads with their gates, keys and values, from `hidden` inputs.
-        qkv: &'a DeviceLinear,
-        /// Other parameters.
-        heads: Heads<'a>,
-        /// Cache of keys and values; of wide heads in FP16.
-        cache: LayerPages<'a>,
-    },
-    /// A gated DeltaNet, in models whose attention has wide heads.
-    Recurrence {
-        /// `[channels + values, hidden]`
-        inputs: &'a DeviceLinear,
-        /// `b` and `a`.
-        rates: &'a HalfRows,
-        /// Other parameters.
-        vectors: DeltaVectors<'a>,
-        /// The states of sequences.
-        states: LayerStates<'a>,
-    },
-}
-
 /// Most positions of a sequence that [`Stream::step_layers`] attends to: the longest context that Qwen3 models
 /// are trained for without scaling. Steps beyond need a kernel for each operation.
 pub const MOST_POSITIONS_AT_ONCE: usize = 40_960;
 
-/// `LAYERS_WARPS` of `cuda/layers.cuh`.
-const WARPS: usize = 12;
-/// `TEAM` of `cuda/layers.cuh`.
-const TEAM: usize = 4;
-/// `MOST_SOURCES` of `cuda/layers.cuh`.
-const MOST_SOURCES: usize = 16;
-/// `MOST_PAGES` of `cuda/layers.cuh`.
-const MOST_PAGES: usize = 32;
-/// `MOST_PARTS` of `cuda/layers.cuh`.
-const MOST_PARTS: usize = 4;
-/// `MOST_RING` of `cuda/layers.cuh`.
-const MOST_RING: usize = 32;
-/// `MOST_ROUTE` of `cuda/layers.cuh`.
-const MOST_ROUTE: usize = 16;
-/// `MOST_LAYERS` of `cuda/layers.cuh`.
-const MOST_LAYERS: usize = 64;
-/// `CLUSTER` of `cuda/layers_cluster.cuh`, where blocks are in clusters.
-const CLUSTER: usize = 8;
-/// Size of `SpanDigits` of `cuda/products.cuh`.
-const DIGITS_BYTES: usize = 576;
-/// Most bytes of `BlockDigits` of `cuda/layers_trellis.cuh`.
-const BLOCK_DIGITS_BYTES: usize = 528;
-/// `MOST_STRIP_PARTS` of `cuda/layers_trellis.cuh`.
-const MOST_STRIP_PARTS: usize = 16;
-/// Most bytes that a stage of the ring has of keys and values: those of `cuda/layers_attention.cuh` in int8.
-const PAGE_STAGE: usize = 8320;
-/// Bytes of shared memory in front of the numbers of parts: `COUNTS` of `cuda/step_layers.cuh`.
-const HEAD_BYTES: usize = 1024;
-/// `PHASES` of `cuda/layers.cuh`.
-const PHASES: usize = 5;
 /// Their names in a profile, while blocks wait for inputs.
 const WAITS: [&str; PHASES] = [
     "wait for x of qkv",
@@ -111,10 +43,6 @@ const WAITS: [&str; PHASES] = [
 ];
 /// Their names, while blocks work.
 const WORKS: [&str; PHASES] = ["qkv", "attention", "o", "gate_up", "down"];
-/// `PRODUCTS` of `cuda/layers.cuh`.
-const PRODUCTS: usize = 5;
-/// `MOST_GROUP` of `cuda/layers.cuh`.
-const MOST_GROUP: usize = 8;
 
 kernels! {
     STEP_LAYERS: LayersArgs = "step_layers" in "step_layers.cu",

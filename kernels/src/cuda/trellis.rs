@@ -4,11 +4,10 @@
 //! transformed before a product: of up to [`MOST_ROWS`] rows they become digits, which the bytes of states multiply as
 //! integers; for more, the weights' values become FP16, a product at a time, and other kernels multiply them.
 
-mod stack;
+pub(super) mod room;
+pub(super) mod stack;
 
-pub(super) use stack::{TrellisParts, upload, weights};
-
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
+use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
@@ -17,11 +16,11 @@ use crate::error::Result;
 use bytemuck::Pod;
 use nq_formats::trellis::TILE as COLUMNS;
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TrellisScheme};
+use room::{GROUPS, TrellisRoom, digit_bytes, grouped};
+use stack::TrellisParts;
 
 /// Most rows that are multiplied by codes as they are.
 pub const MOST_ROWS: usize = 64;
-/// Rows of x that a block multiplies at once: few, or many.
-const GROUPS: [usize; 2] = [4, 16];
 /// Threads of the kernels of products, by group.
 const THREADS: [usize; 2] = [512, 256];
 /// Warps of a block of `cuda/trellis_expand.cu`.
@@ -31,76 +30,9 @@ const ROWS_SHARED: usize = 96 << 10;
 /// Most inputs of a product: the sum of their digits has 32 bits.
 const MOST_INPUTS: usize = 32_768;
 
-/// What sessions of a model with trellis codes need memory for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TrellisSizes {
-    /// Most rows that are multiplied by codes as they are, up to [`MOST_ROWS`].
-    pub rows: usize,
-    /// Most rows of all.
-    pub many: usize,
-    /// Most inputs of a product.
-    pub inputs: usize,
-    /// Most weights of another product that are held for many rows: see [`packed_weights`].
-    pub weights: usize,
-}
-
 /// Weights of a product `[rows, inputs]` as packed FP16 values: rows padded to whole tiles, inputs to whole spans.
 pub fn packed_weights(rows: usize, inputs: usize) -> usize {
     rows.next_multiple_of(TILE) * inputs.next_multiple_of(SPAN)
-}
-
-/// Memory between the kernels of a product, which a stream has for one after the other.
-pub struct TrellisRoom {
-    sizes: TrellisSizes,
-    digits: Buffer<u8>,
-    steps: Buffer<[f32; 2]>,
-    /// Zeros between products.
-    parts: Buffer<u32>,
-    expanded: Buffer<u8>,
-    no_meta: Buffer<u8>,
-    turned: Buffer<u16>,
-}
-
-/// Groups of rows, and rows of a group: the index in [`GROUPS`].
-fn grouped(m: usize) -> (usize, usize) {
-    let which = usize::from(m > GROUPS[0]);
-    (m.div_ceil(GROUPS[which]), which)
-}
-
-/// Bytes of the digits of a group: of each four rows 8 a lane for 16 inputs, or for 32 of sums.
-fn digit_bytes(code: Code, group: usize, inputs: usize) -> usize {
-    inputs / COLUMNS * code.width() * group / 4 * LANES * 8
-}
-
-impl TrellisRoom {
-    /// Allocates it.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
-    pub fn new(gpu: &Gpu, sizes: TrellisSizes) -> Result<Self> {
-        let (groups, which) = grouped(sizes.rows);
-        let group = GROUPS[which];
-        let inputs = sizes.inputs.next_multiple_of(BLOCK);
-        // The widest digits are those of octagons.
-        let digits = groups * digit_bytes(Code::Octagon, group, inputs);
-        let blocks = gpu.info().multiprocessors;
-        let many = if sizes.many > sizes.rows {
-            sizes.many
-        } else {
-            0
-        };
-        let expanded = if many > 0 { sizes.weights } else { 0 };
-        let zeros = |bytes| gpu.zeros("activations", bytes);
-        Ok(TrellisRoom {
-            sizes,
-            digits: zeros(digits)?,
-            steps: gpu.zeros("activations", groups * group)?,
-            parts: gpu.zeros("activations", groups * blocks * 2 * 2 * STRIP * group)?,
-            expanded: zeros(expanded * 2)?,
-            no_meta: zeros(0)?,
-            turned: gpu.zeros("activations", many * inputs.next_multiple_of(SPAN))?,
-        })
-    }
 }
 
 /// Shared memory of a product, without the row of x of which it makes digits itself: `RowsOf::ROW` of

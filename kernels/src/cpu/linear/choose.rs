@@ -1,6 +1,6 @@
 //! Which kernels of the registry serve a weight, for every number of rows of x.
 
-use super::kernels::LinearKernel;
+use super::kernel::LinearKernel;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::registry::{Activations, WeightKind};

@@ -2,8 +2,8 @@
 //! blocks of columns (rows of x), rounded if the kernel takes bf16 or integer codes.
 
 use super::pack::UnitCodes;
+use super::trellis::pack::InputScales;
 use crate::cpu::memory::Buffer;
-use half::f16;
 use nq_formats::trellis::Code;
 use std::sync::Arc;
 
@@ -22,16 +22,6 @@ pub(crate) struct Layout {
     pub(crate) input_scales: Option<InputScales>,
     /// Type of the values.
     pub(crate) values: ActivationType,
-}
-
-/// Factors of inputs; equal if they are the same in memory.
-#[derive(Clone)]
-pub(crate) struct InputScales(pub(crate) Arc<[f16]>);
-
-impl PartialEq for InputScales {
-    fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
 }
 
 /// Type of a kernel's activations.

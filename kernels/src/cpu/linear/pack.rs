@@ -13,15 +13,17 @@
 //! high bits, arranged in each byte to match the inputs of the low nibbles. Scales and zero-points
 //! are stored per group in the same order of rows. Rows past the last one are zeros.
 
-use super::input::InputScales;
-use super::trellis::{self, PackedTrellis};
-use crate::cpu::Team;
-use crate::cpu::memory::{Buffer, SharedSlice};
+use super::trellis::pack::{
+    InputScales, PackedTrellis, SEQUENCES, pack as pack_trellis, words as trellis_words,
+};
+use crate::cpu::memory::Buffer;
 use crate::cpu::simd::LANES;
+use crate::cpu::team::{Team, spread};
 use crate::error::{Error, Result};
 use crate::registry::WeightKind;
 use half::f16;
 use nq_formats::pack::{pack_row, unpack_row};
+use nq_formats::trellis::{self, STRIP, TILE};
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, TrellisWeight, Weight,
     ZeroPoints, Zeros,
@@ -214,7 +216,7 @@ impl PanelWeight {
             units: inputs,
             group: inputs,
             groups: 1,
-            data: trellis::pack(team, w),
+            data: pack_trellis(team, w),
             scales: panels_of(team, rows, 1, &[0], w.row_scales()),
             zeros: PackedZeros::None,
             order: None,
@@ -291,7 +293,7 @@ impl PanelWeight {
         let dims = (rows, inputs);
         let rows = rows.next_multiple_of(LANES);
         match kind {
-            WeightKind::Trellis(scheme) => 4 * trellis::words(scheme, dims) + 2 * (rows + inputs),
+            WeightKind::Trellis(scheme) => 4 * trellis_words(scheme, dims) + 2 * (rows + inputs),
             WeightKind::Dense(dtype) => rows * inputs * dtype.size(),
             WeightKind::Affine { scheme, act_order } => {
                 let (held, groups) = (scheme.held(), scheme.group.count(inputs));
@@ -344,7 +346,7 @@ impl PanelWeight {
     /// as the canonical weight has.
     pub(crate) fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         if self.trellis.is_some() {
-            trellis::dequantize_row(self, row, out);
+            dequantize_trellis_row(self, row, out);
             return;
         }
         let words = self.units * self.codes.words();
@@ -543,21 +545,37 @@ fn interleave(team: &Team, rows: usize, units: usize, source: &RowSource<'_>) ->
     data
 }
 
-/// Calls `f(panel, its part of data)` for all panels, spread over the team.
-pub(super) fn spread<T: Send>(
-    team: &Team,
-    data: &mut [T],
-    panel: usize,
-    f: impl Fn(usize, &mut [T]) + Sync + Send,
-) {
-    if panel == 0 {
-        return;
-    }
-    let shared = SharedSlice::new(data);
-    team.run_ranges(shared.len() / panel, 4, |panels| {
-        for p in panels {
-            // SAFETY: every panel is visited once.
-            f(p, unsafe { shared.part(p * panel..(p + 1) * panel) });
+/// Writes row `row` of a packed weight, with the values of [`TrellisWeight::dequantize_row`].
+fn dequantize_trellis_row(w: &PanelWeight, row: usize, out: &mut [f32]) {
+    let t = w.trellis();
+    let (code, bits, words) = (t.code(), t.scheme.step_bits() as usize, t.scheme.words());
+    let tiles = w.inputs / TILE;
+    let first = row % STRIP / LANES * 4 + row % LANES / 8;
+    let scale = w.scales[row].to_f32();
+    for (tile, out) in out.chunks_exact_mut(TILE).enumerate() {
+        let from = (row / STRIP * tiles + tile) * SEQUENCES * words;
+        let from = &w.data[from..][..SEQUENCES * words];
+        // The four sequences that have the row.
+        for lane in row % 8 * 4..row % 8 * 4 + 4 {
+            for step in (0..t.parts()).flat_map(|part| [0, 2].map(|i| 32 * part + first + i)) {
+                let end = (step + 1) * bits;
+                let word = (end - 1) / 32;
+                let [before, word] =
+                    [(word + words - 1) % words, word].map(|i| from[i * SEQUENCES + lane]);
+                let values = code.values(trellis::state(
+                    &[before, word],
+                    64 - (end.wrapping_neg() % 32),
+                ));
+                let (_, column) = trellis::place(code, lane, step);
+                let to = &mut out[column..column + code.width()];
+                to.iter_mut()
+                    .zip(values)
+                    .for_each(|(to, v)| *to = scale * v);
+            }
         }
-    });
+    }
+    trellis::transform(out);
+    out.iter_mut()
+        .zip(&*t.input_scales.0)
+        .for_each(|(v, s)| *v *= s.to_f32());
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod delta;
+pub(crate) mod delta_kernels;
 pub(crate) mod rows;
 
 use super::memory::{Buffer, SharedSlice};

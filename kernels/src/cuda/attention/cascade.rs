@@ -1,7 +1,9 @@
 //! Attention over pages with which several sequences of a step begin: the pages are read once for all
 //! of them, as in cascade attention (FlashInfer, arXiv 2501.01005, section 3.1.2).
 
-use super::{AttentionArgs, HEAD_DIM, LayerPages};
+use super::args::AttentionArgs;
+use super::heads::{HEAD_DIM, HeadVectors};
+use super::pages::LayerPages;
 use crate::cuda::driver::{Address, Buffer, Checked, Followed, Gpu, LaunchShape, Operands, Stream};
 use crate::cuda::kernel::kernels;
 use crate::cuda::rows::Places;
@@ -173,7 +175,7 @@ kernels! {
 #[repr(C)]
 struct SharedArgs {
     qkv: Address,
-    vectors: super::HeadVectors,
+    vectors: HeadVectors,
     cos_sin: Address,
     cache: super::CacheArgs,
     step: Address,

@@ -1,44 +1,26 @@
 //! Attention on the device, for the rows of a step: its inputs, outputs and launchers.
 
+mod args;
 pub(super) mod cascade;
+mod heads;
 pub(super) mod pages;
 
-use super::batch::Columns;
+use super::batch::columns::Columns;
 use super::driver::{
     Address, Buffer, Checked, Gpu, LaunchShape, Operands, Stream, has_small_blocks,
 };
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::pack::SPAN;
-use super::rows::{Row, Step, shape};
+use super::rows::{MOST_RUN, Row, Step, shape};
 use crate::error::Result;
 use crate::pages::PAGE;
+use args::AttentionArgs;
 pub use cascade::{Cascade, CascadeShape, SharedPrefix};
+pub use heads::{HEAD_DIM, WIDE_HEAD_DIM, WIDE_ROTATED, rotated};
+pub(super) use heads::{HeadVectors, row_heads};
 pub(super) use pages::CacheArgs;
 pub use pages::{DevicePages, LayerPages, PageEntry, PageStaging, PagesShape};
-
-/// The usual width of a head, which all kernels of attention serve.
-pub const HEAD_DIM: usize = 128;
-/// The other width that steps and prompts serve. Behind the queries of each such head stand the gates of its output
-/// (arXiv 2505.06708), and only its first [`WIDE_ROTATED`] values turn with the position.
-pub const WIDE_HEAD_DIM: usize = 256;
-/// Values of a wide head that the rotary embedding turns.
-pub const WIDE_ROTATED: usize = 64;
-
-/// Values of a head of `width` that the rotary embedding turns.
-pub const fn rotated(width: usize) -> usize {
-    if width == WIDE_HEAD_DIM {
-        WIDE_ROTATED
-    } else {
-        width
-    }
-}
-
-/// Widths of a head in a row of products of `heads` query and `kv_heads` key heads: wide ones have gates.
-pub(super) const fn row_heads(width: usize, heads: usize, kv_heads: usize) -> usize {
-    let gates = if width == WIDE_HEAD_DIM { heads } else { 0 };
-    heads + gates + 2 * kv_heads
-}
 
 /// Parameters of a layer's attention.
 pub struct Heads<'a> {
@@ -58,22 +40,6 @@ pub struct Heads<'a> {
 pub(super) struct HeadArgs {
     pub(super) vectors: HeadVectors,
     pub(super) cos_sin: Address,
-}
-
-/// `HeadVectors` of `cuda/rows.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct HeadVectors {
-    gains: [Address; 2],
-    biases: [Address; 3],
-}
-
-impl HeadVectors {
-    /// Neither norms nor biases.
-    pub(super) const NONE: Self = HeadVectors {
-        gains: [Address::NULL; 2],
-        biases: [Address::NULL; 3],
-    };
 }
 
 impl Heads<'_> {
@@ -125,9 +91,6 @@ pub struct AttentionShape<'a> {
     /// If set, pages that rows share are read once for all of them.
     pub shared: Option<(&'a Cascade, CascadeShape)>,
 }
-
-/// Most rows of one sequence in a step (`cuda/attention_decode.cuh`).
-pub const MOST_RUN: usize = 16;
 
 /// Output of a step's attention, or of its recurrence: of `width` values a row.
 pub enum AttentionOutput<'a> {
@@ -292,32 +255,6 @@ struct AttendArgs {
     cache: CacheArgs,
     out: Address,
     heads: i32,
-}
-
-/// `AttentionArgs` of `cuda/attention_decode.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AttentionArgs {
-    qkv: Address,
-    vectors: HeadVectors,
-    cos_sin: Address,
-    cache: CacheArgs,
-    step: Address,
-    out: Address,
-    half: Address,
-    columns: Address,
-    partial: Address,
-    tops: Address,
-    arrived: Address,
-    shared: Address,
-    parts: i32,
-    shared_splits: i32,
-    heads: i32,
-    padded: i32,
-    column_rows: i32,
-    nibbles: i32,
-    eps: f32,
-    late: i32,
 }
 
 impl Stream {

@@ -1,6 +1,6 @@
 //! Keys and values on the device, in pages.
 
-use super::{HEAD_DIM, WIDE_HEAD_DIM};
+use super::heads::{HEAD_DIM, WIDE_HEAD_DIM};
 use crate::cuda::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
 use crate::cuda::kernel::kernels;
 use crate::cuda::rows::{Places, shape};

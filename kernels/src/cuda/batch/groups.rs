@@ -1,10 +1,10 @@
 //! The product of rows in groups of eight, for up to 16 rows and any device.
 
-use super::{ColumnGroup, MOST_DEPTH, Prepared};
+use super::columns::{ColumnGroup, MOST_DEPTH, PreparedColumns};
 use crate::cuda::driver::{Address, GpuInfo, LaunchShape, Stream, has_small_blocks};
 use crate::cuda::kernel::{kernels, names};
-use crate::cuda::linear::WeightSizes;
-use crate::cuda::product::{OutputAddresses, PackedShape, Product, cheapest};
+use crate::cuda::linear::{PackedShape, WeightSizes};
+use crate::cuda::product::{OutputAddresses, Product, cheapest};
 use crate::error::Result;
 
 /// Rows of a group, which are columns of a tensor-core product.
@@ -104,7 +104,7 @@ impl Stream {
     pub(super) fn multiply_groups(
         &self,
         p: &Product<'_>,
-        x: &Prepared,
+        x: &PreparedColumns,
         plan: &GroupsPlan,
         to: &OutputAddresses<'_>,
     ) -> Result<()> {

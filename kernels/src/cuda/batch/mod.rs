@@ -1,125 +1,20 @@
 //! The products of a decode step of several rows. [`Stream::gemv_batch`] has two kernels for them: one for
 //! weights of integer codes on devices with clusters of blocks, and one for other weights, small ones and other devices.
 
+pub(in crate::cuda) mod columns;
 pub(in crate::cuda) mod groups;
 pub(in crate::cuda) mod rows;
 
+use self::columns::{ColumnGroup, Columns, ColumnsTarget, PreparedColumns};
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::gemv::GemvOutput;
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
-use super::pack::{PackedKind, SPAN};
-use super::product::{Asked, Inputs, OutputAddresses, Product, ProductPlan};
+use super::plan::ProductPlan;
+use super::product::{Asked, Inputs, OutputAddresses, Product};
 use crate::error::Result;
 
-/// Most sequences in one step.
-pub const MOST_SEQUENCES: usize = 16;
-
-/// `MOST_DEPTH` of `cuda/ring.cuh`.
-const MOST_DEPTH: usize = 8;
-
-/// How many rows of activations are columns of one tensor-core product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ColumnGroup {
-    /// With both parts of their values.
-    Four,
-    /// With one part.
-    Eight,
-}
-
-impl ColumnGroup {
-    /// That for `m` rows.
-    pub(super) fn of(m: usize) -> Self {
-        if m > 4 {
-            ColumnGroup::Eight
-        } else {
-            ColumnGroup::Four
-        }
-    }
-
-    const fn rows(self) -> usize {
-        match self {
-            ColumnGroup::Four => 4,
-            ColumnGroup::Eight => 8,
-        }
-    }
-
-    /// `sizeof(DigitColumns)` or `sizeof(HalfColumns)` of `cuda/columns.cuh`: 64 inputs.
-    const fn slot_bytes(self, bits: usize) -> usize {
-        match bits {
-            16 => 256 * self.rows(),
-            _ => (128 + 4 + 8) * self.rows(),
-        }
-    }
-
-    /// Bytes of all inputs.
-    const fn bytes(self, bits: usize, spans: usize) -> usize {
-        spans * SPAN / 64 * self.slot_bytes(bits)
-    }
-}
-
-/// Rows of activations in the layout that [`Stream::gemv_batch`] multiplies
-/// (`cuda/columns.cuh`).
-pub struct Columns {
-    words: Buffer<u8>,
-    factors: Buffer<f32>, // [rows], of RMSNorm
-    rows: usize,
-    spans: usize,
-}
-
 impl Columns {
-    /// Allocates columns for `rows` rows of up to `inputs` values.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
-    pub fn new(gpu: &Gpu, rows: usize, inputs: usize) -> Result<Self> {
-        let spans = inputs.div_ceil(SPAN);
-        let group = ColumnGroup::Eight;
-        let bytes = rows.div_ceil(group.rows()) * group.bytes(16, spans);
-        Ok(Columns {
-            words: gpu.zeros("activations", bytes)?,
-            factors: gpu.zeros("activations", rows.next_multiple_of(group.rows()))?,
-            rows,
-            spans,
-        })
-    }
-}
-
-/// Where another kernel writes the columns for a product.
-#[derive(Clone, Copy)]
-pub(in crate::cuda) struct ColumnsTarget {
-    pub(in crate::cuda) words: Address,
-    /// Of a group.
-    pub(in crate::cuda) rows: i32,
-    /// 1 if they meet codes in the order of those of 4 bits.
-    pub(in crate::cuda) nibbles: i32,
-}
-
-impl Columns {
-    /// True if attention can prepare the inputs of `w`.
-    pub fn suit(w: &DeviceLinear) -> bool {
-        matches!(w.kind(), PackedKind::Affine { .. }) && w.inputs().is_multiple_of(SPAN)
-    }
-
-    /// Refuses `m` rows for a product with `w` that have no room, or no kernel.
-    pub(super) fn check(&self, o: &Operands<'_>, w: &DeviceLinear, m: usize) -> Result<()> {
-        o.multiple("inputs", 8, w.inputs())?;
-        o.at_least("rows", 1, m)?;
-        o.at_most("rows", MOST_SEQUENCES.min(self.rows), m)?;
-        o.at_most("spans", self.spans, w.spans())
-    }
-
-    /// The address of `m` rows for a product with `w`.
-    fn address(
-        &self,
-        o: &Operands<'_>,
-        w: &DeviceLinear,
-        (m, group): (usize, ColumnGroup),
-    ) -> Result<Address> {
-        let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
-        o.of("columns", &self.words, &[bytes])
-    }
-
     /// Where the columns of `m` rows go for a product with `w`.
     pub(in crate::cuda) fn target(
         &self,
@@ -138,12 +33,6 @@ impl Columns {
             nibbles: i32::from(w.kind().order() == 4),
         })
     }
-}
-
-/// The columns of a product's rows, and the factors of their norm.
-struct Prepared {
-    words: Address,
-    factors: Address,
 }
 
 /// Blocks of a product of `m` rows: the values per row that `best` of [`GemvOutput::Head`] must hold.
@@ -243,7 +132,7 @@ impl Stream {
         to: &OutputAddresses<'_>,
     ) -> Result<()> {
         let (o, w, m, group) = (&p.o, p.w, p.m, plan.group(p.m));
-        let prepared = Prepared {
+        let prepared = PreparedColumns {
             words: columns.address(o, w, (m, group))?,
             factors: o.optional("factors", to.norm.map(|_| &columns.factors), &[m])?,
         };

@@ -1,11 +1,11 @@
 //! The product of up to 16 rows with integer codes, for devices with clusters of blocks.
 
-use super::{ColumnGroup, MOST_DEPTH, MOST_SEQUENCES, Prepared};
+use super::columns::{ColumnGroup, MOST_DEPTH, MOST_SEQUENCES, PreparedColumns};
 use crate::cuda::driver::{Address, Gpu, LaunchShape, Stream};
 use crate::cuda::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use crate::cuda::linear::WeightSizes;
+use crate::cuda::linear::{PackedShape, WeightSizes};
 use crate::cuda::pack::PackedKind;
-use crate::cuda::product::{OutputAddresses, PackedShape, Product};
+use crate::cuda::product::{OutputAddresses, Product};
 use crate::error::Result;
 
 /// `WARPS` of `cuda/gemv_rows.cu`.
@@ -149,7 +149,7 @@ impl Stream {
     pub(super) fn multiply_rows(
         &self,
         p: &Product<'_>,
-        x: &Prepared,
+        x: &PreparedColumns,
         plan: &RowsPlan,
         to: &OutputAddresses<'_>,
     ) -> Result<()> {

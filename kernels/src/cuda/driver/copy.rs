@@ -1,6 +1,6 @@
 //! Copies within device memory.
 
-use super::gpu::check;
+use super::errors::check;
 use super::memory::Buffer;
 use super::stream::Stream;
 use crate::error::Result;

@@ -1,7 +1,7 @@
 //! Finds GPUs and checks whether this build can use them.
 
 use super::code::{CodeTarget, target_for, too_old};
-use super::gpu::check;
+use super::errors::check;
 use crate::error::{Error, Result};
 use cudarc::driver::{result, sys};
 

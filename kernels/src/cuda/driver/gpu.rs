@@ -1,8 +1,10 @@
 //! A device: its properties, its kernels, and the timing of its work.
 
 use super::code::CodeTarget;
+use super::errors::check;
 use super::found::{capability, code_for, driver_version, find};
-use super::stream::{Attributes, LaunchShape};
+use super::info::GpuInfo;
+use super::launch::{Attributes, LaunchShape};
 use crate::account::Account;
 use crate::cuda::kernel::{Instance, KernelRow, MOST_INSTANCES};
 use crate::error::{Error, Result};
@@ -10,7 +12,6 @@ use crate::profile::{Key, OpTiming, Profile};
 use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{DriverError, result};
 use std::ffi::{CString, c_void};
-use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -21,46 +22,6 @@ const KNOWS_ARGUMENTS: i32 = 12_040;
 
 /// Dynamic shared memory of a block that needs no request: 48 KiB, less some for static arrays.
 const UNASKED_SHARED: usize = 32 * 1024;
-
-/// Properties of a device.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct GpuInfo {
-    /// Its number among the machine's devices.
-    pub ordinal: usize,
-    /// The driver's name for it, e.g. `NVIDIA H200`.
-    pub name: String,
-    /// Compute capability, e.g. (9, 0).
-    pub capability: (i32, i32),
-    /// Number of streaming multiprocessors.
-    pub multiprocessors: usize,
-    /// Most dynamic shared memory of a block, in bytes.
-    pub shared_memory: usize,
-    /// Cache shared by all multiprocessors, in bytes.
-    pub l2_bytes: usize,
-    /// Total memory of the device, in bytes.
-    pub memory: usize,
-    /// CUDA version of the driver, e.g. 13000.
-    pub driver: i32,
-    /// True if kernels of other processes may run at the same time (CUDA's Multi-Process Service).
-    pub multi_process: bool,
-}
-
-/// True if the kernels for devices with so many bytes of shared memory for a block are those for at most 99 KiB:
-/// `SMALL_BLOCKS` of `cuda/common.cuh`.
-pub(in crate::cuda) fn has_small_blocks(shared_memory: usize) -> bool {
-    shared_memory < 163 << 10
-}
-
-impl fmt::Display for GpuInfo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (major, minor) = self.capability;
-        write!(
-            f,
-            "cuda:{} ({}, sm_{major}{minor})",
-            self.ordinal, self.name
-        )
-    }
-}
 
 /// An open device. Cloning shares it.
 #[derive(Clone)]
@@ -115,21 +76,6 @@ struct Function {
 
 /// Most blocks of a cluster that every device with clusters supports.
 const PORTABLE_CLUSTER: usize = 8;
-
-/// Converts a driver's result to this crate's error.
-pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Result<T> {
-    result.map_err(|e| match e.0 {
-        CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::DeviceMemory { what },
-        _ => {
-            let name = e.error_name().map_or("?".into(), |n| n.to_string_lossy());
-            let text = e.error_string().map_or("?".into(), |n| n.to_string_lossy());
-            Error::Cuda {
-                what,
-                why: format!("{name}: {text}"),
-            }
-        }
-    })
-}
 
 impl Gpu {
     /// Opens device `ordinal` and loads the kernels.

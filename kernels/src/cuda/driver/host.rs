@@ -1,18 +1,14 @@
 //! Work of a stream that the CPU does.
 
-use super::gpu::{Gpu, check};
+use super::call::{Call, HostWork};
+use super::errors::check;
+use super::gpu::Gpu;
 use super::memory::{Allocation, Buffer, MemoryKind, allocated};
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::c_void;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-
-/// What the CPU does with copies of values of two buffers: it may change those of the first. It runs on a
-/// thread of the driver, must not use the GPU, and must not own anything that does. If it panics, the
-/// first values become NaN.
-pub type HostWork = dyn Fn(&mut [f32], &[f32]) + Send + Sync;
 
 /// Page-locked memory for the copies of [`Stream::on_host`]. Dropping it waits for the work of all streams.
 pub struct HostStage {
@@ -40,29 +36,6 @@ impl Drop for HostStage {
         // Calls that are queued own the memory too; the last of them would free it on the driver's thread,
         // where that is not allowed.
         let _ = self.memory.gpu().settle();
-    }
-}
-
-/// One call of a [`HostWork`]: queued once, or recorded in a graph, which then owns it.
-pub(super) struct Call {
-    work: Arc<HostWork>,
-    memory: Arc<Allocation>,
-    /// Values of the first and of the second buffer, one after the other.
-    first: usize,
-    second: usize,
-}
-
-impl Call {
-    fn run(&self) {
-        let at = self.memory.address(0).0 as *mut f32;
-        // SAFETY: the allocation holds `first + second` initialized values. The stream's copies into it are
-        // done, those out of it have not begun, and other calls run before or after.
-        let values = unsafe { std::slice::from_raw_parts_mut(at, self.first + self.second) };
-        let (first, second) = values.split_at_mut(self.first);
-        let done = catch_unwind(AssertUnwindSafe(|| (self.work)(first, second)));
-        if done.is_err() {
-            first.fill(f32::NAN);
-        }
     }
 }
 

@@ -6,8 +6,8 @@
 //! with the feature `imitate` read the variable.
 
 use super::code::{SOURCES, unpack};
-use super::gpu::GpuInfo;
-use super::stream::LaunchShape;
+use super::info::GpuInfo;
+use super::launch::LaunchShape;
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;

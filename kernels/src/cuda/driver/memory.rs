@@ -1,6 +1,7 @@
 //! Memory of the device, and host memory that a device can address.
 
-use super::gpu::{Gpu, check};
+use super::errors::check;
+use super::gpu::Gpu;
 use crate::account::Held;
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};

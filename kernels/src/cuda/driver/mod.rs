@@ -14,14 +14,18 @@
 //! - Numbers that kernels use as indices into memory are checked when they are written ([`Checked`]).
 
 mod blas;
+mod call;
 mod checked;
 mod code;
 mod copy;
+mod errors;
 mod found;
 mod gpu;
 mod host;
 #[cfg(feature = "imitate")]
 mod imitate;
+mod info;
+mod launch;
 mod memory;
 mod operands;
 mod peers;
@@ -33,22 +37,24 @@ mod tensor_map;
 pub(in crate::cuda) mod trace;
 
 pub(crate) use blas::{Blas, Side};
+pub use call::HostWork;
 pub use checked::{Checked, Followed};
 pub use code::driver_needed;
 #[cfg(test)]
 pub(in crate::cuda) use code::targets;
 pub use copy::Strided;
 pub use found::{check_device, device_count};
+pub use gpu::Gpu;
 pub(crate) use gpu::PartTimes;
-pub(in crate::cuda) use gpu::has_small_blocks;
-pub use gpu::{Gpu, GpuInfo};
-pub use host::{HostStage, HostWork};
+pub use host::HostStage;
+pub use info::GpuInfo;
+pub(in crate::cuda) use info::has_small_blocks;
+pub(crate) use launch::LaunchShape;
 pub(crate) use memory::Address;
 pub use memory::{Buffer, Mapped};
 pub(crate) use operands::Operands;
 pub(crate) use peers::Common;
 pub use pinned::Pinned;
 pub(crate) use staging::Staging;
-pub(crate) use stream::LaunchShape;
 pub use stream::{Graph, Mark, Stream, StreamOptions};
 pub(crate) use tensor_map::{BoxedMatrix, TensorMap};

@@ -1,6 +1,7 @@
 //! Memory that several devices share: of one of them, which the others reach, or of the host.
 
-use super::gpu::{Gpu, check};
+use super::errors::check;
+use super::gpu::Gpu;
 use super::memory::{Allocation, MemoryKind, Region, allocated};
 use crate::error::Result;
 use bytemuck::Pod;

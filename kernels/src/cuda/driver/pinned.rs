@@ -1,6 +1,7 @@
 //! Page-locked host memory, and copies to and from it.
 
-use super::gpu::{Gpu, check};
+use super::errors::check;
+use super::gpu::Gpu;
 use super::memory::{Allocation, Buffer, MemoryKind, allocated};
 use super::stream::{Mark, Stream};
 use crate::error::{Error, Result};

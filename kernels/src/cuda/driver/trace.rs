@@ -1,7 +1,8 @@
 //! In tests, an imagined device writes down what it is asked to launch.
 
-use super::gpu::{Gpu, GpuInfo};
-use super::stream::LaunchShape;
+use super::gpu::Gpu;
+use super::info::GpuInfo;
+use super::launch::LaunchShape;
 use super::tensor_map::{BoxedMatrix, TensorMap};
 use crate::account::Account;
 use crate::cuda::kernel::Instance;

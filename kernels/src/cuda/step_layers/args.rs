@@ -1,7 +1,9 @@
 //! The arguments of the kernel of all layers.
 
+use super::layer::{StepLayer, StepMixer};
+use super::limits::{MOST_LAYERS, PRODUCTS};
 use super::sizes::{LayersSizes, ProductShape};
-use super::{MOST_LAYERS, MOST_RANKS, PRODUCTS, StepLayer, StepMixer};
+use crate::cuda::all_reduce::MOST_RANKS;
 use crate::cuda::attention::HeadVectors;
 use crate::cuda::delta::RecurrenceArgs;
 use crate::cuda::driver::{Address, Operands};

@@ -1,7 +1,9 @@
 //! The memory through which the blocks of the kernel of all layers send each other values, also to those of other ranks.
 
+use super::LayersPlan;
+use super::limits::{MOST_SOURCES, PHASES};
 use super::sizes::LayersSizes;
-use super::{LayersPlan, MOST_RANKS, MOST_SOURCES, PHASES};
+use crate::cuda::all_reduce::MOST_RANKS;
 use crate::cuda::all_reduce::Rank;
 use crate::cuda::driver::{Address, Buffer, Common, Gpu, Mapped, Operands};
 use crate::error::{Error, Result};

@@ -1,6 +1,6 @@
 //! The sizes of models whose layers run at once, and whether their products can be dealt to blocks.
 
-use super::{
+use super::limits::{
     BLOCK_DIGITS_BYTES, DIGITS_BYTES, MOST_GROUP, MOST_PARTS, MOST_ROUTE, MOST_STRIP_PARTS,
     PRODUCTS, WARPS,
 };
@@ -175,7 +175,8 @@ impl ProductShape {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{SharedMemory, TEAM, cluster_of, stages_ahead};
+    use super::super::limits::TEAM;
+    use super::super::{SharedMemory, cluster_of, stages_ahead};
     use super::*;
     use crate::cuda::driver::GpuInfo;
 

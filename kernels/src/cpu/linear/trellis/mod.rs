@@ -6,29 +6,19 @@
 //! pair of inputs (octagon), or one of them four times (sum). Sums are integers over the inputs that share a scale of
 //! x; the row's own scale comes last.
 
+pub(crate) mod pack;
 pub(crate) mod products;
 
-use super::input::{InputScales, Prepared};
-use super::kernels::LinearKernel;
-use super::pack::{PanelWeight, spread};
-use crate::cpu::Team;
+use super::input::Prepared;
+use super::kernel::LinearKernel;
+use super::pack::PanelWeight;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::LANES;
 use crate::cpu::table::KernelTable;
 use crate::cpu::with_scratch;
-use nq_formats::TrellisWeight;
-use nq_formats::trellis::{self, Code, STRIP, TILE, TrellisScheme};
-use products::QUADS;
+use nq_formats::trellis::Code;
+use pack::{PANELS, QUADS};
 use std::ops::Range;
-
-/// Panels of a strip.
-pub(crate) const PANELS: usize = STRIP / LANES;
-
-/// Sequences of a tile.
-const SEQUENCES: usize = trellis::LANES;
-
-/// Bits of a step that kernels are compiled for.
-const STEP_BITS: [usize; 8] = [2, 3, 4, 5, 6, 7, 8, 10];
 
 /// What a value of a code is divided by: values are 1/128 of sums of bytes.
 pub(crate) const UNIT: f32 = 128.0;
@@ -36,45 +26,9 @@ pub(crate) const UNIT: f32 = 128.0;
 /// Inputs whose bytes are written out at once for many columns: 8 KiB of a panel, or 16 of the code `sum`.
 const CHUNK: usize = 256;
 
-/// What a packed trellis weight has beside its words.
-pub(crate) struct PackedTrellis {
-    pub(crate) scheme: TrellisScheme,
-    /// Factors of the inputs, before they are transformed.
-    pub(crate) input_scales: InputScales,
-}
-
-impl PackedTrellis {
-    /// The code.
-    pub(crate) fn code(&self) -> Code {
-        self.scheme.code()
-    }
-
-    /// Parts of a tile: [`products`].
-    fn parts(&self) -> usize {
-        TILE / (QUADS * self.code().width())
-    }
-
-    /// Parts of this many inputs.
-    fn parts_of_row(&self, inputs: usize) -> usize {
-        inputs / TILE * self.parts() + inputs % TILE / (QUADS * self.code().width())
-    }
-
-    /// Index of the steps' bits in tables of kernels.
-    fn place(&self) -> usize {
-        let bits = self.scheme.step_bits() as usize;
-        let place = STEP_BITS.iter().position(|&b| b == bits);
-        place.expect("a scheme checks the bits of its steps")
-    }
-}
-
 /// Quads of inputs that a code makes of `inputs`.
 pub(crate) fn quads(code: Code, inputs: usize) -> usize {
     inputs / code.width()
-}
-
-/// Words of a weight `[rows, inputs]`, padded to strips.
-pub(crate) fn words(scheme: TrellisScheme, (rows, inputs): (usize, usize)) -> usize {
-    rows.div_ceil(STRIP) * (inputs / TILE) * SEQUENCES * scheme.words()
 }
 
 /// Lets `w` have the input scales of one of `others` that has the same, so that x is prepared once for both.
@@ -91,58 +45,6 @@ pub(crate) fn share_input_scales<'a>(
             own.input_scales = scales;
         }
     }
-}
-
-/// The words of `w` in the layout of this module, in parallel.
-pub(crate) fn pack(team: &Team, w: &TrellisWeight) -> Buffer<u32> {
-    let scheme = w.scheme();
-    let each = scheme.words();
-    let mut data = Buffer::weights(words(scheme, (w.out_features(), w.in_features())));
-    let (from, _) = w.words().as_chunks::<4>();
-    let tile = SEQUENCES * each;
-    spread(team, &mut data, tile, |index, data| {
-        let from = &from[index * tile..][..tile];
-        for (i, to) in data.iter_mut().enumerate() {
-            let place = trellis::word_place(each, i % SEQUENCES, i / SEQUENCES);
-            *to = u32::from_le_bytes(from[place]);
-        }
-    });
-    data
-}
-
-/// Writes row `row` of a packed weight, with the values of [`TrellisWeight::dequantize_row`].
-pub(crate) fn dequantize_row(w: &PanelWeight, row: usize, out: &mut [f32]) {
-    let t = w.trellis();
-    let (code, bits, words) = (t.code(), t.scheme.step_bits() as usize, t.scheme.words());
-    let tiles = w.inputs / TILE;
-    let first = row % STRIP / LANES * 4 + row % LANES / 8;
-    let scale = w.scales[row].to_f32();
-    for (tile, out) in out.chunks_exact_mut(TILE).enumerate() {
-        let from = (row / STRIP * tiles + tile) * SEQUENCES * words;
-        let from = &w.data[from..][..SEQUENCES * words];
-        // The four sequences that have the row.
-        for lane in row % 8 * 4..row % 8 * 4 + 4 {
-            for step in (0..t.parts()).flat_map(|part| [0, 2].map(|i| 32 * part + first + i)) {
-                let end = (step + 1) * bits;
-                let word = (end - 1) / 32;
-                let [before, word] =
-                    [(word + words - 1) % words, word].map(|i| from[i * SEQUENCES + lane]);
-                let values = code.values(trellis::state(
-                    &[before, word],
-                    64 - (end.wrapping_neg() % 32),
-                ));
-                let (_, column) = trellis::place(code, lane, step);
-                let to = &mut out[column..column + code.width()];
-                to.iter_mut()
-                    .zip(values)
-                    .for_each(|(to, v)| *to = scale * v);
-            }
-        }
-    }
-    trellis::transform(out);
-    out.iter_mut()
-        .zip(&*t.input_scales.0)
-        .for_each(|(v, s)| *v *= s.to_f32());
 }
 
 /// The strips that have some panels, each with its panels among those of `panels`, from 0 on.

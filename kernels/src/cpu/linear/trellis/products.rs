@@ -14,16 +14,13 @@
 use super::super::fetch::AHEAD;
 use super::super::input::Prepared;
 use super::super::pack::PanelWeight;
-use super::{PANELS, PackedTrellis, SEQUENCES};
+use super::pack::{PANELS, PackedTrellis, QUADS, SEQUENCES};
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::INT16_BASE;
 use half::f16;
 use nq_formats::trellis::{BLOCK, Code};
 use std::f32::consts::FRAC_1_SQRT_2;
 use std::ops::Range;
-
-/// Quads of inputs in a part.
-pub(super) const QUADS: usize = 8;
 
 /// Repeats a block with a constant of each of some values.
 macro_rules! each {

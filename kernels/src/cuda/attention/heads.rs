@@ -1,0 +1,44 @@
+//! Widths of heads, and what kernels read of them.
+
+use crate::cuda::driver::Address;
+
+/// The usual width of a head, which all kernels of attention serve.
+pub const HEAD_DIM: usize = 128;
+
+/// The other width that steps and prompts serve. Behind the queries of each such head stand the gates of its output
+/// (arXiv 2505.06708), and only its first [`WIDE_ROTATED`] values turn with the position.
+pub const WIDE_HEAD_DIM: usize = 256;
+
+/// Values of a wide head that the rotary embedding turns.
+pub const WIDE_ROTATED: usize = 64;
+
+/// Values of a head of `width` that the rotary embedding turns.
+pub const fn rotated(width: usize) -> usize {
+    if width == WIDE_HEAD_DIM {
+        WIDE_ROTATED
+    } else {
+        width
+    }
+}
+
+/// Widths of a head in a row of products of `heads` query and `kv_heads` key heads: wide ones have gates.
+pub(in crate::cuda) const fn row_heads(width: usize, heads: usize, kv_heads: usize) -> usize {
+    let gates = if width == WIDE_HEAD_DIM { heads } else { 0 };
+    heads + gates + 2 * kv_heads
+}
+
+/// `HeadVectors` of `cuda/rows.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct HeadVectors {
+    pub(super) gains: [Address; 2],
+    pub(super) biases: [Address; 3],
+}
+
+impl HeadVectors {
+    /// Neither norms nor biases.
+    pub(in crate::cuda) const NONE: Self = HeadVectors {
+        gains: [Address::NULL; 2],
+        biases: [Address::NULL; 3],
+    };
+}
