@@ -7,20 +7,23 @@
 mod filters;
 mod jinja;
 mod json;
-mod prompt;
+mod message;
+pub(crate) mod prompt;
 mod python;
 mod source;
 mod worker;
 
+pub use message::Message;
 pub use prompt::Prompt;
 pub use worker::{Isolation, isolate, serve};
 
 use crate::error::{Error, Result};
 use crate::thinking::{Part, Splitter};
-use crate::tokenizer::ControlTokens;
+use crate::tokenizer::control::ControlTokens;
 use jinja::Templates;
+use message::REASONING;
 use nq_formats::Files;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -37,53 +40,6 @@ pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 const TOOL_USE: &str = "tool_use";
 /// Name of the template to use otherwise.
 const DEFAULT: &str = "default";
-
-/// Fields of a message that hold what a model thought, under the names that clients give them.
-const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-
-/// One message of a chat.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Message {
-    /// `system`, `user`, `assistant` or `tool`.
-    pub role: String,
-    /// A string in most chats; null or a list of parts where a format allows it.
-    #[serde(default)]
-    pub content: Value,
-    /// All other fields that a template may read: `reasoning_content`, `tool_calls`, `name`, ...
-    #[serde(flatten)]
-    pub extra: Map<String, Value>,
-}
-
-impl Message {
-    /// A message of plain text.
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Message {
-            role: role.into(),
-            content: Value::String(content.into()),
-            extra: Map::new(),
-        }
-    }
-
-    /// The message with its reasoning under each of the names that templates read, as transformers gives it.
-    fn aliased(&self) -> Cow<'_, Message> {
-        let mut given = REASONING.iter().filter_map(|key| self.extra.get(*key));
-        let Some(reasoning) = given.find(|v| !v.is_null()).cloned() else {
-            return Cow::Borrowed(self);
-        };
-        let mut message = self.clone();
-        message
-            .extra
-            .entry(REASONING[1])
-            .or_insert_with(|| reasoning.clone());
-        message.extra.insert(REASONING[0].into(), reasoning);
-        Cow::Owned(message)
-    }
-
-    /// The content if it is plain text, otherwise an empty string.
-    pub fn text(&self) -> &str {
-        self.content.as_str().unwrap_or_default()
-    }
-}
 
 /// Variables by which a template lets its caller steer thinking; those that are `None` stay undefined.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Rendered chats that tell control tokens quoted in messages from those of the template.
 
-use super::Message;
+use super::message::Message;
 use crate::error::Result;
-use crate::tokenizer::ControlTokens;
+use crate::tokenizer::control::ControlTokens;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::collections::HashSet;

@@ -2,7 +2,7 @@
 //! these rows and from what they brought into it. So drafted tokens can be checked by rows of one forward.
 
 use super::cache::LayerCache;
-use super::layer::{Layer, delta_vectors};
+use super::weights::{Layer, delta_vectors};
 use crate::states::delta_shape;
 use nq_formats::ModelConfig;
 use nq_kernels::cpu::{Cpu, DeltaRows, Span};

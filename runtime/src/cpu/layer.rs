@@ -2,6 +2,7 @@
 
 use super::cache::LayerCache;
 use super::kept::KeptRows;
+use super::weights::{Layer, delta_vectors};
 use crate::error::{Error, Result};
 use crate::forward::{
     self, Delta, Experts, HeadVectors, Mlp, Operand, Ops, Packed, Projection, Shared, VectorSpec,
@@ -14,12 +15,9 @@ use crate::states::delta_shape;
 use crate::weights::Census;
 use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, DeltaRows, DeltaVectors, Epilogue, FEW_ROWS, KvSequence, Linear, Span};
+use nq_kernels::cpu::{Cpu, DeltaRows, Epilogue, FEW_ROWS, KvSequence, Linear, Span};
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
-
-/// The weights of a layer, repacked for this CPU.
-pub(crate) type Layer = forward::Layer<Linear, Vec<f32>>;
 
 /// Repacks `weights` as layer `index`, counting them in `census`.
 pub(crate) fn pack_layer(
@@ -88,17 +86,6 @@ pub(crate) struct Pass<'a> {
     pub(crate) observer: &'a mut dyn Observer,
     /// Keeps the inputs of recurrences, for sequences that may be cut within their rows.
     pub(crate) kept: Option<&'a mut KeptRows>,
-}
-
-/// The vectors of a recurrence.
-pub(super) fn delta_vectors(delta: &Delta<Linear, Vec<f32>>) -> DeltaVectors<'_> {
-    let vectors = &delta.vectors;
-    DeltaVectors {
-        conv: &vectors.conv,
-        decay: &vectors.decay,
-        dt_bias: &vectors.dt_bias,
-        norm: &vectors.norm,
-    }
 }
 
 impl Ops for Pass<'_> {

@@ -8,6 +8,7 @@ pub(crate) mod mtp;
 mod session;
 mod stepper;
 mod stream_drafts;
+mod weights;
 
 pub use cache::state_bytes;
 pub(crate) use session::session_bytes;
@@ -21,12 +22,13 @@ use crate::kv::least_prefix;
 use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
-use layer::{Layer, layer_bytes, pack, pack_layer};
+use layer::{layer_bytes, pack, pack_layer};
 use nq_formats::{AffineScheme, ModelConfig, Progress, Scheme, Weight, WeightStore};
 use nq_kernels::cpu::{Cpu, Linear};
 use nq_kernels::profile::OpTiming;
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
+use weights::Layer;
 
 /// A model packed for this CPU.
 pub(crate) struct CpuModel {

@@ -2,8 +2,9 @@
 
 use super::CpuModel;
 use super::cache::LayerCache;
-use super::layer::{Batch, Layer, Pass, Scratch, pack, pack_layer};
+use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
 use super::stream_drafts::DraftHead;
+use super::weights::Layer;
 use crate::error::Result;
 use crate::forward::Mix;
 use crate::interface::LoadOptions;

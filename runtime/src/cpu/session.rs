@@ -4,9 +4,10 @@ use super::CpuModel;
 use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle::EagleModel;
 use super::kept::KeptRows;
-use super::layer::{Batch, Layer, Pass, Scratch};
+use super::layer::{Batch, Pass, Scratch};
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts};
+use super::weights::Layer;
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{

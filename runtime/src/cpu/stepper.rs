@@ -1,7 +1,8 @@
 //! The CPU as a device of the layer stepper.
 
 use super::cache::LayerCache;
-use super::layer::{Batch, Layer, Pass, Scratch, pack, pack_layer};
+use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
+use super::weights::Layer;
 use crate::error::Result;
 use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;

@@ -1,9 +1,12 @@
 //! The GPU engine: nq's own forward over `nq_kernels::cuda`.
 
 mod host_experts;
+mod layer;
 mod model;
+mod page_tables;
 mod parallel;
 mod plan;
+mod request;
 mod session;
 mod streams;
 
@@ -20,8 +23,10 @@ use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank};
 use nq_kernels::profile::OpTiming;
 use nq_kernels::{Account, KernelSet};
 pub(crate) use parallel::ParallelEngine;
-use plan::Request;
-use session::{CudaSession, least_shared_pages, most_together};
+use request::Request;
+use session::CudaSession;
+use session::step::least_shared_pages;
+use session::step_rows::most_together;
 use std::sync::{Arc, OnceLock};
 pub(crate) use streams::{CudaEagle, CudaMtp};
 

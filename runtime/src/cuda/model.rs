@@ -1,10 +1,12 @@
 //! A model's weights on a GPU.
 
 use super::host_experts::{HostExperts, is_of_experts};
-use super::plan::{self, Request, no_weight, stored_by_layer, told_kinds, weight_bytes};
-use super::session::most_together;
+use super::layer::{CudaLayer, drop_shared, mixture};
+use super::plan::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
+use super::request::Request;
+use super::session::step_rows::most_together;
 use crate::error::{Error, Result};
-pub(super) use crate::forward::has_gates;
+use crate::forward::has_gates;
 use crate::forward::{HeadVectors, Layer, Mix, VectorSpec};
 use crate::interface::{LoadOptions, SessionSpec};
 use crate::models::{self, LayerWeights};
@@ -50,9 +52,6 @@ pub(super) struct CudaModel {
     /// Which part of a model it is, if it is not a whole one.
     pub(super) rank: Option<Rank>,
 }
-
-/// The weights of a layer; gate and up are interleaved.
-pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
 
 /// What the GPU does more slowly for want of a kernel: quantized weights that it holds as FP16 (bytes in their
 /// scheme and held), and shared experts that do not stand behind the others.
@@ -139,15 +138,6 @@ pub(super) fn pack_layer(
     Ok(layer)
 }
 
-/// Drops the shared expert of a layer whose stacks have it.
-pub(super) fn drop_shared(layer: &mut CudaLayer) {
-    for block in &mut layer.blocks {
-        if let Mix::Experts(experts) = &mut block.mixer {
-            experts.shared = None;
-        }
-    }
-}
-
 /// The weights of a mixture with its shared expert behind the others, of which it then is one that all rows go
 /// through: fewer kernels than one for itself.
 struct Stacks {
@@ -201,29 +191,6 @@ fn router_of<'w>(layer: &CudaLayer, weights: &'w LayerWeights) -> Option<Vec<&'w
     let score = |kind| weights.linears.get(&kind);
     let parts = [LinearKind::Router, LinearKind::SharedScore].into_iter();
     stacks.then(|| parts.filter_map(score).collect())
-}
-
-/// The mixture that kernels run for a layer: with the shared expert, if the layer's stacks have it.
-pub(super) fn mixture(
-    config: &ModelConfig,
-    experts: &crate::forward::Experts<DeviceLinear>,
-) -> Experts {
-    let Some(shape) = config.experts else {
-        unreachable!("layers with experts have an expert shape");
-    };
-    match experts.shared {
-        Some(_) => Experts { shared: 0, ..shape },
-        None => shape,
-    }
-}
-
-/// The largest mixture that [`mixture`] gives.
-pub(super) fn largest_mixture(shape: &Experts) -> Experts {
-    let stacks = shape.shared == shape.width && shape.count < MOST_EXPERTS;
-    Experts {
-        shared: if stacks { shape.shared } else { 0 },
-        ..*shape
-    }
 }
 
 /// How the outputs of a product's Linears are laid out: interleaved if an epilogue takes them in

@@ -2,8 +2,9 @@
 //! constructors are run on a device that only counts.
 
 use super::host_experts::is_of_experts;
-use super::model::{CudaLayer, drop_shared, largest_mixture};
-use super::session::SessionMemory;
+use super::layer::{CudaLayer, drop_shared, largest_mixture};
+use super::request::Request;
+use super::session::memory::SessionMemory;
 use crate::error::{Error, Result};
 use crate::forward::{Block, Layer, Mix, VectorSpec};
 use crate::interface::{DeviceMemory, SessionSpec};
@@ -12,10 +13,10 @@ use crate::states::{is_recurrent, shape_of};
 use nq_formats::models::{LinearKind, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{DType, ModelConfig, TensorEntry, WeightStore, human_bytes};
-use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind, Rank};
+use nq_kernels::Account;
+use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
 use nq_kernels::pages::KvType;
 use nq_kernels::registry::WeightKind;
-use nq_kernels::{Account, KernelSet};
 use std::collections::BTreeMap;
 
 /// Reserves the matrix `name` of a model, of shape `dims`.
@@ -170,30 +171,6 @@ pub(super) fn weight_bytes(
         )?)
     };
     Ok(layers + account.held())
-}
-
-/// A model to be loaded, a session to be opened, or both, to be compared with the memory that the
-/// driver has free.
-#[derive(Clone, Copy)]
-pub(super) struct Request<'a> {
-    /// The device.
-    pub(super) info: &'a GpuInfo,
-    /// Most sequences in a step.
-    pub(super) together: usize,
-    /// The model's shape.
-    pub(super) config: &'a ModelConfig,
-    /// Its kernels.
-    pub(super) kernels: KernelSet,
-    /// Its head, or memory reserved for it.
-    pub(super) head: &'a DeviceLinear,
-    /// Some of its weights are in trellis codes.
-    pub(super) trellis: bool,
-    /// Which part of a model it is.
-    pub(super) rank: Option<Rank>,
-    /// Bytes of weights still to be loaded.
-    pub(super) weights: usize,
-    /// The session.
-    pub(super) session: Option<&'a SessionSpec>,
 }
 
 /// Suggested contexts are multiples of this.
@@ -403,6 +380,7 @@ pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<
 mod tests {
     use super::*;
     use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros, trellis::Code};
+    use nq_kernels::KernelSet;
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 
     /// Qwen3-8B's shape.

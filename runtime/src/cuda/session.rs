@@ -1,42 +1,42 @@
 //! [`Session`] on a GPU.
 
+pub(super) mod buffers;
 mod experts;
+mod graphs;
+pub(super) mod memory;
 mod pages;
 mod passes;
+pub(super) mod rank_rows;
 mod ranks;
 mod rows;
 mod states;
-mod step;
+pub(super) mod step;
+pub(super) mod step_rows;
 mod taps;
 
-use super::model::{CudaModel, has_gates, largest_mixture};
-use super::plan::Request;
+use super::model::CudaModel;
+use super::page_tables::reserve_pages;
 use super::streams::StreamRun;
 use crate::checks::{all_finite, check_chunks, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
 };
-use crate::kv::{PageCopy, PageTables};
-use crate::states::{Snapshots, is_recurrent, shape_of};
-use nq_formats::{Experts, ModelConfig};
+use crate::kv::PageTables;
+use crate::states::Snapshots;
+use buffers::{LOGIT_ROWS, ManyRows};
+use graphs::Graphs;
+use memory::SessionMemory;
 use nq_kernels::KernelSet;
-use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
-    Buffer, Checked, DeltaRows, DeviceLinear, DevicePages, DeviceStates, Gpu, GroupedRows,
-    HostStage, MOST_SEQUENCES, MOST_TRELLIS_ROWS, Mark, PageEntry, PageStaging, PagesShape, Pinned,
-    Places, Row, StatesShape, Stream, StreamOptions, TrellisRoom, TrellisSizes, gated_width,
-    packed_weights, stacked,
+    Buffer, DeviceLinear, DevicePages, DeviceStates, Gpu, HostStage, MOST_SEQUENCES, Mark,
+    PageStaging, Pinned, Stream, StreamOptions,
 };
-use ranks::RankRows;
+use rank_rows::RankRows;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use step::{Graphs, StepRows, most_rows};
-pub(super) use step::{least_shared_pages, most_together};
+use step_rows::StepRows;
 use taps::Taps;
-
-/// Rows of logits computed and copied at a time.
-pub(super) const LOGIT_ROWS: usize = 64;
 
 /// Sequences in progress over a [`CudaModel`].
 pub(super) struct CudaSession {
@@ -70,249 +70,6 @@ pub(super) struct CudaSession {
     /// For pages that are read or appended.
     page_host: Option<PageStaging>,
     logits: Vec<f32>, // [rows wanted, vocab]
-}
-
-/// Buffers of a forward over many rows.
-struct ManyRows {
-    tokens: Checked<u32>,
-    rows: Checked<Row>,
-    wanted: Checked<u32>,
-    x: Buffer<f32>,        // [rows, hidden], the residual
-    normed: Buffer<u16>,   // [rows, hidden padded]
-    qkv: Buffer<f32>,      // [rows, widest products of a mixer]
-    attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
-    mlp: Buffer<u16>,      // [rows, intermediate padded]
-    delta: Option<RecurrentRows>,
-    head_in: Buffer<u16>, // [LOGIT_ROWS, hidden padded]
-    logits: Buffer<f32>,  // [LOGIT_ROWS, vocab], or hidden states of as many rows
-    experts: Option<ExpertRows>,
-    full: Option<FullRows>,
-    taps: Option<Taps>,
-}
-
-/// Buffers for layers with recurrences, of forwards over many rows.
-struct RecurrentRows {
-    rates: Buffer<f32>,   // [rows, 2 value heads]
-    mixed: Buffer<f32>,   // [rows, channels]
-    chunks: Buffer<f32>,  // `DeltaRows::chunk_parts`
-    scanned: Buffer<f32>, // [rows, values]
-}
-
-impl RecurrentRows {
-    fn new(gpu: &Gpu, delta: &DeltaShape, rows: usize, slots: usize) -> Result<Self> {
-        let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
-        Ok(RecurrentRows {
-            rates: f32s(2 * delta.value_heads)?,
-            mixed: f32s(delta.channels())?,
-            chunks: gpu.zeros("activations", DeltaRows::chunk_parts(delta, rows, slots))?,
-            scanned: f32s(delta.values())?,
-        })
-    }
-}
-
-/// Buffers for layers with experts.
-pub(super) struct ExpertRows {
-    pub(super) scores: Buffer<f32>, // [rows, experts in a stack]
-    pub(super) shared: Buffer<f32>, // [rows], scores of the shared expert
-    pub(super) gated: Buffer<f32>,  // [rows, chosen experts, width], of rows that are not grouped
-    pub(super) grouped: Option<GroupedRows>,
-}
-
-/// From so many rows on, rows are sorted by expert, and an expert's weights are read once for all of its
-/// rows; before, rows that go through their experts one by one are faster (Qwen3-30B-A3B on an H200).
-const GROUPED_ROWS: usize = 48;
-
-impl ExpertRows {
-    /// Allocates them for up to `rows` rows; `None` if the model has no experts.
-    pub(super) fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Option<Self>> {
-        let Some(experts) = &w.experts else {
-            return Ok(None);
-        };
-        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
-        let experts = &largest_mixture(experts);
-        let grouped = || GroupedRows::new(gpu, *experts, w.hidden, rows);
-        Ok(Some(ExpertRows {
-            scores: f32s(rows * stacked(experts))?,
-            shared: f32s(rows)?,
-            gated: f32s(rows.min(GROUPED_ROWS) * gated_width(experts))?,
-            grouped: (rows >= GROUPED_ROWS).then(grouped).transpose()?,
-        }))
-    }
-}
-
-/// f32 activations, for the plain kernels and for observers.
-struct FullRows {
-    normed: Buffer<f32>,   // [rows, hidden]
-    attended: Buffer<f32>, // [rows, widest output of a mixer]
-    gate_up: Buffer<f32>,  // [rows, 2 intermediate]
-    mlp: Buffer<f32>,      // [rows, intermediate]
-}
-
-/// Row widths of the buffers.
-pub(super) struct Widths {
-    pub(super) hidden: usize,
-    /// Of the products that attention or a recurrence begins with.
-    pub(super) qkv: usize,
-    /// Of what attention or a recurrence gives to its last product.
-    pub(super) attended: usize,
-    /// Width of a layer's MLP or shared expert; other experts have their own buffers.
-    pub(super) mlp: usize,
-    pub(super) vocab: usize,
-    pub(super) experts: Option<Experts>,
-    pub(super) delta: Option<DeltaShape>,
-}
-
-impl Widths {
-    pub(super) fn of(c: &ModelConfig) -> Self {
-        let delta = shape_of(c);
-        let gates = if has_gates(c) { c.q_dim() } else { 0 };
-        let (products, values) = delta.map_or((0, 0), |d| (d.channels() + d.values(), d.values()));
-        Widths {
-            hidden: c.hidden_size,
-            qkv: products.max(c.q_dim() + gates + 2 * c.kv_dim()),
-            attended: values.max(c.q_dim()),
-            mlp: c.mlp_width().max(c.experts.map_or(0, |e| e.shared)),
-            vocab: c.vocab_size,
-            experts: c.experts,
-            delta,
-        }
-    }
-
-    /// Of products with trellis codes of up to `many` rows.
-    fn trellis(&self, many: usize) -> TrellisSizes {
-        let outputs = self.qkv.max(2 * self.mlp);
-        let weights = packed_weights(outputs, self.hidden);
-        TrellisSizes {
-            rows: MOST_TRELLIS_ROWS.max(LOGIT_ROWS),
-            many,
-            inputs: self.widest_input(),
-            weights: weights.max(packed_weights(self.hidden, self.attended.max(self.mlp))),
-        }
-    }
-
-    /// The most inputs of any product.
-    fn widest_input(&self) -> usize {
-        self.hidden.max(self.attended).max(self.mlp)
-    }
-}
-
-pub(super) fn padded(width: usize) -> usize {
-    width.next_multiple_of(256)
-}
-
-impl FullRows {
-    fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Self> {
-        let zeros = |n: usize| gpu.zeros("activations", rows * n);
-        Ok(FullRows {
-            normed: zeros(w.hidden)?,
-            attended: zeros(w.attended)?,
-            gate_up: zeros(2 * w.mlp)?,
-            mlp: zeros(w.mlp)?,
-        })
-    }
-}
-
-impl ManyRows {
-    /// Allocates buffers for forwards over up to `m` rows, which stand in `places`.
-    fn new(gpu: &Gpu, w: &Widths, kernels: KernelSet, m: usize, places: Places) -> Result<Self> {
-        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
-        let halves = |n: usize| gpu.zeros::<u16>("activations", n);
-        Ok(ManyRows {
-            tokens: Checked::new(gpu, "activations", m, 0, w.vocab)?,
-            rows: Checked::new(gpu, "activations", m, Row::default(), places)?,
-            wanted: Checked::new(gpu, "activations", m, 0, m)?,
-            x: f32s(m * w.hidden)?,
-            normed: halves(m * padded(w.hidden))?,
-            qkv: f32s(m * w.qkv)?,
-            attended: halves(m * padded(w.attended))?,
-            mlp: halves(m * padded(w.mlp))?,
-            delta: match &w.delta {
-                Some(delta) => Some(RecurrentRows::new(gpu, delta, m, places.slots)?),
-                None => None,
-            },
-            head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
-            logits: f32s(LOGIT_ROWS * w.vocab)?,
-            experts: ExpertRows::new(gpu, w, m)?,
-            full: match kernels {
-                KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
-                KernelSet::Fused => None,
-            },
-            taps: None,
-        })
-    }
-}
-
-/// Device memory of a session.
-pub(super) struct SessionMemory {
-    pages: DevicePages,
-    states: Option<DeviceStates>,
-    cos_sin: Buffer<[f32; 2]>,
-    step: StepRows,
-    many: ManyRows,
-    ranks: Option<RankRows>,
-    room: Option<TrellisRoom>,
-}
-
-impl SessionMemory {
-    /// Allocates it for the model of `request`. The rotary table is not written yet.
-    pub(super) fn new(gpu: &Gpu, request: &Request<'_>, spec: &SessionSpec) -> Result<Self> {
-        let Request {
-            config: c,
-            kernels,
-            head,
-            trellis,
-            ..
-        } = *request;
-        let (w, rows) = (Widths::of(c), most_rows(spec, request.together));
-        let many = spec.max_rows.max(1);
-        let recurrent = c.layers().filter(|l| is_recurrent(l)).count();
-        let shape = PagesShape {
-            kv: spec.kv,
-            layers: c.num_hidden_layers - recurrent,
-            kv_heads: c.num_key_value_heads,
-            head_dim: c.head_dim,
-            pages: spec.page_count(),
-            slots: spec.slots,
-            ctx: spec.ctx,
-        };
-        let pages = DevicePages::new(gpu, shape)?;
-        let places = pages.places();
-        let table = places.positions * c.rotated() / 2;
-        let states = |delta| {
-            let shape = StatesShape {
-                delta,
-                layers: recurrent,
-                places: places.slots + spec.snapshot_count(),
-                kept: if spec.drafts { spec.slots } else { 0 },
-            };
-            DeviceStates::new(gpu, shape)
-        };
-        let room = || TrellisRoom::new(gpu, w.trellis(many.max(rows)));
-        let ranks = request
-            .rank
-            .map(|rank| RankRows::new(gpu, &w, rank, (rows, many)));
-        Ok(SessionMemory {
-            room: trellis.then(room).transpose()?,
-            states: w.delta.map(states).transpose()?,
-            ranks: ranks.transpose()?,
-            cos_sin: gpu.zeros("the rotary table", table)?,
-            step: StepRows::new(
-                gpu,
-                c,
-                head,
-                rows,
-                (spec.kv, places),
-                (request.rank, trellis),
-            )?,
-            many: ManyRows::new(gpu, &w, kernels, many, places)?,
-            pages,
-        })
-    }
-
-    /// Bytes of keys and values, and of states.
-    pub(super) fn kv_bytes(&self) -> usize {
-        self.pages.bytes() + self.states.as_ref().map_or(0, DeviceStates::bytes)
-    }
 }
 
 impl CudaSession {
@@ -390,33 +147,6 @@ impl CudaSession {
         let tables = (&mut self.tables, &mut self.placed[..]);
         reserve_pages(&self.stream, tables, &mut self.pages, growth)
     }
-}
-
-/// Makes room for more positions of sequences, given as (slot, positions): queues the copies of shared
-/// pages and the changes of the device's page tables, of which `placed` is a copy.
-pub(super) fn reserve_pages(
-    stream: &Stream,
-    (tables, placed): (&mut PageTables, &mut [Vec<u32>]),
-    pages: &mut DevicePages,
-    growth: impl Iterator<Item = (usize, usize)> + Clone,
-) -> Result<()> {
-    for PageCopy { from, to, .. } in tables.reserve(growth.clone())? {
-        // Copies all rows: those past the shared ones are written before they are read.
-        stream.copy_page(pages, from, to)?;
-    }
-    let mut entries = Vec::new();
-    for (slot, _) in growth {
-        let placed = &mut placed[slot];
-        for (index, &page) in tables.all()[slot].iter().enumerate() {
-            match placed.get_mut(index) {
-                Some(there) if *there == page => continue,
-                Some(there) => *there = page,
-                None => placed.push(page),
-            }
-            entries.push(PageEntry { slot, index, page });
-        }
-    }
-    Ok(stream.set_pages(pages, &entries)?)
 }
 
 /// Host memory for copying pages, allocated at its first use.

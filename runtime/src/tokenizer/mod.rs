@@ -5,13 +5,13 @@
 //! model's vocabulary, and a table of each token's bytes, used for decoding (here) and streaming
 //! ([`crate::Detokenizer`]).
 
-mod control;
+pub(crate) mod control;
 mod cut;
 mod outline;
 
 pub use control::ControlTokens;
 
-use crate::chat_template::Prompt;
+use crate::chat_template::prompt::Prompt;
 use crate::error::{Error, Result};
 use nq_formats::Files;
 use rayon::prelude::*;

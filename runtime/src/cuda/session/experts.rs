@@ -1,8 +1,9 @@
 //! The experts of a pass's rows.
 
-use super::ranks::{RankRows, added_to};
-use super::{ExpertRows, GROUPED_ROWS};
-use crate::cuda::model::{CudaModel, mixture};
+use super::buffers::{ExpertRows, GROUPED_ROWS};
+use super::rank_rows::{RankRows, added_to};
+use crate::cuda::layer::mixture;
+use crate::cuda::model::CudaModel;
 use crate::forward::{Experts, Packed};
 use nq_kernels::Result;
 use nq_kernels::cuda::{Buffer, DeviceLinear, HostStage, Norm, Stream, stacked};

@@ -1,10 +1,13 @@
 //! The layers of a step: each operation is one or two kernels, which the stream queues or records.
 
+use super::buffers::ExpertRows;
 use super::experts::add_experts;
-use super::ranks::{RankRows, added_to, reduce, reduce_parts};
-use super::step::{StepKind, StepRows, WideRows};
-use super::{ExpertRows, product};
-use crate::cuda::model::{CudaLayer, CudaModel};
+use super::graphs::StepKind;
+use super::product;
+use super::rank_rows::{RankRows, added_to, reduce, reduce_parts};
+use super::step_rows::{StepRows, WideRows};
+use crate::cuda::layer::CudaLayer;
+use crate::cuda::model::CudaModel;
 use crate::forward::{
     Block, Delta, DeltaVectors, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection, Shared,
 };

@@ -1,10 +1,11 @@
 //! A forward over the rows of many tokens.
 
 use super::super::model::CudaModel;
+use super::buffers::{FullRows, LOGIT_ROWS, ManyRows, Widths, padded};
 use super::experts::add_experts;
 use super::passes::states_of;
-use super::ranks::{RankRows, added_to, reduce, reduce_written};
-use super::{CudaSession, FullRows, LOGIT_ROWS, ManyRows, Widths, padded, product};
+use super::rank_rows::{RankRows, added_to, reduce, reduce_written};
+use super::{CudaSession, product};
 use crate::error::{Error, Result};
 use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection, Shared};
 use crate::interface::{Chunk, Observer};

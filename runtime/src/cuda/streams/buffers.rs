@@ -1,7 +1,7 @@
 //! Device memory that a layer works in, besides its weights and its context.
 
-use super::{HeadShape, RING, ROWS, WHAT};
-use crate::cuda::session::{ExpertRows, padded};
+use super::shape::{HeadShape, RING, ROWS, WHAT};
+use crate::cuda::session::buffers::{ExpertRows, padded};
 use crate::error::Result;
 use nq_kernels::cuda::{
     Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, Gpu, HEAD_DIM, Logprobs,

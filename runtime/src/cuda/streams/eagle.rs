@@ -1,6 +1,7 @@
 //! An EAGLE-3 head on a GPU.
 
-use super::{GpuHead, HeadShape, On, WHAT, full, halves, multiply, norm_rows, rows_at};
+use super::shape::{HeadShape, WHAT};
+use super::{GpuHead, On, full, halves, multiply, norm_rows, rows_at};
 use crate::cuda::model::{CudaModel, refuse};
 use crate::error::{Error, Result};
 use crate::rope::Rotary;

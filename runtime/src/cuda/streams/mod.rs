@@ -10,12 +10,14 @@
 mod buffers;
 mod eagle;
 mod mtp;
+mod shape;
 
 pub(crate) use eagle::CudaEagle;
 pub(crate) use mtp::CudaMtp;
 
 use super::model::CudaModel;
-use super::session::{ExpertRows, reserve_pages};
+use super::page_tables::reserve_pages;
+use super::session::buffers::ExpertRows;
 use crate::error::{Error, Result};
 use crate::interface::{Draft, Drafter, SessionSpec, StreamHead};
 use crate::kv::PageTables;
@@ -26,37 +28,8 @@ use nq_kernels::cuda::{
     DeviceLinear, DevicePages, GemvOutput, Gpu, Heads, MOST_RUN, NOT_FINITE as NO_NUMBER,
     PagesShape, Row, RowsOut, Step, Stream, Strided, best_len,
 };
+use shape::{HeadShape, RING, ROWS, WHAT};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Rows of prompts computed together.
-const ROWS: usize = 512;
-/// Places for drafted tokens: more than a step can check, and a power of two.
-const RING: usize = 2 * MOST_RUN;
-const WHAT: &str = "a layer that drafts";
-
-/// Sizes of a layer that drafts.
-#[derive(Clone, Copy)]
-struct HeadShape {
-    hidden: usize,
-    /// Of the target's streams that a row has, side by side.
-    streams: usize,
-    /// Heads of queries, and of keys and values.
-    heads: (usize, usize),
-    head_dim: usize,
-    /// Of the products that attention begins with.
-    qkv: usize,
-    mlp: usize,
-    /// Tokens that may be fed, and that may be drafted.
-    vocab: usize,
-    drafted: usize,
-}
-
-impl HeadShape {
-    /// Width of what attention gives.
-    fn attended(&self) -> usize {
-        self.heads.0 * self.head_dim
-    }
-}
 
 /// What a layer's operations work on.
 struct On<'a> {

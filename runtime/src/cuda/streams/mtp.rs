@@ -1,10 +1,12 @@
 //! A model's MTP layer on a GPU ([`nq_formats::mtp`]).
 
-use super::{GpuHead, HeadShape, On, full, halves, multiply, norm_rows};
-use crate::cuda::model::{CudaLayer, CudaModel, Slower, has_gates, heads_of, mixture, pack_layer};
-use crate::cuda::session::{ExpertRows, Widths};
+use super::shape::HeadShape;
+use super::{GpuHead, On, full, halves, multiply, norm_rows};
+use crate::cuda::layer::{CudaLayer, mixture};
+use crate::cuda::model::{CudaModel, Slower, heads_of, pack_layer};
+use crate::cuda::session::buffers::{ExpertRows, Widths};
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Block, Mix, Shared};
+use crate::forward::{Attention, Block, Mix, Shared, has_gates};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::speculation::mtp::NOT_FINITE;

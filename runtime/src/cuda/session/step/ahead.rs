@@ -1,7 +1,9 @@
 //! Steps whose tokens the device draws.
 
-use super::{CudaSession, RING, Seat, StepEnd, StepKind, idle_step};
 use crate::checks::check_tokens;
+use crate::cuda::session::CudaSession;
+use crate::cuda::session::graphs::{StepEnd, StepKind};
+use crate::cuda::session::step_rows::{PENDING, RING, Seat, idle_step};
 use crate::error::{Error, Result};
 use crate::interface::{Chunk, Drawn, LogitsWanted, Run, Session, StepsAhead, bucket};
 use crate::sampler::Sampler;
@@ -10,8 +12,6 @@ use std::time::Duration;
 
 /// Steps queued ahead of the token that the host waits for.
 const AHEAD: usize = 12;
-/// The value of a place where the device has not written a token yet.
-pub(super) const PENDING: u32 = u32::MAX;
 /// Draws are counted modulo this, a multiple of [`RING`], so that the count does not overflow.
 const DRAWS: u64 = 1 << 30;
 const _: () = assert!(DRAWS.is_multiple_of(RING as u64));

@@ -1,0 +1,18 @@
+//! The weights of a layer on the CPU.
+
+use crate::forward::{self, Delta};
+use nq_kernels::cpu::{DeltaVectors, Linear};
+
+/// The weights of a layer, repacked for this CPU.
+pub(crate) type Layer = forward::Layer<Linear, Vec<f32>>;
+
+/// The vectors of a recurrence.
+pub(super) fn delta_vectors(delta: &Delta<Linear, Vec<f32>>) -> DeltaVectors<'_> {
+    let vectors = &delta.vectors;
+    DeltaVectors {
+        conv: &vectors.conv,
+        decay: &vectors.decay,
+        dt_bias: &vectors.dt_bias,
+        norm: &vectors.norm,
+    }
+}

@@ -1,0 +1,30 @@
+//! What is asked of the memory of a GPU.
+
+use crate::interface::SessionSpec;
+use nq_formats::ModelConfig;
+use nq_kernels::KernelSet;
+use nq_kernels::cuda::{DeviceLinear, GpuInfo, Rank};
+
+/// A model to be loaded, a session to be opened, or both, to be compared with the memory that the
+/// driver has free.
+#[derive(Clone, Copy)]
+pub(super) struct Request<'a> {
+    /// The device.
+    pub(super) info: &'a GpuInfo,
+    /// Most sequences in a step.
+    pub(super) together: usize,
+    /// The model's shape.
+    pub(super) config: &'a ModelConfig,
+    /// Its kernels.
+    pub(super) kernels: KernelSet,
+    /// Its head, or memory reserved for it.
+    pub(super) head: &'a DeviceLinear,
+    /// Some of its weights are in trellis codes.
+    pub(super) trellis: bool,
+    /// Which part of a model it is.
+    pub(super) rank: Option<Rank>,
+    /// Bytes of weights still to be loaded.
+    pub(super) weights: usize,
+    /// The session.
+    pub(super) session: Option<&'a SessionSpec>,
+}

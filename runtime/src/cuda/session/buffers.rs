@@ -1,0 +1,193 @@
+//! Buffers of a session beside those of its steps.
+
+use super::taps::Taps;
+use crate::cuda::layer::largest_mixture;
+use crate::error::Result;
+use crate::forward::has_gates;
+use crate::states::shape_of;
+use nq_formats::{Experts, ModelConfig};
+use nq_kernels::KernelSet;
+use nq_kernels::cpu::DeltaShape;
+use nq_kernels::cuda::{
+    Buffer, Checked, DeltaRows, Gpu, GroupedRows, MOST_TRELLIS_ROWS, Places, Row, TrellisSizes,
+    gated_width, packed_weights, stacked,
+};
+
+/// Rows of logits computed and copied at a time.
+pub(in crate::cuda) const LOGIT_ROWS: usize = 64;
+
+/// From so many rows on, rows are sorted by expert, and an expert's weights are read once for all of its
+/// rows; before, rows that go through their experts one by one are faster (Qwen3-30B-A3B on an H200).
+pub(super) const GROUPED_ROWS: usize = 48;
+
+/// Row widths of the buffers.
+pub(in crate::cuda) struct Widths {
+    pub(in crate::cuda) hidden: usize,
+    /// Of the products that attention or a recurrence begins with.
+    pub(in crate::cuda) qkv: usize,
+    /// Of what attention or a recurrence gives to its last product.
+    pub(in crate::cuda) attended: usize,
+    /// Width of a layer's MLP or shared expert; other experts have their own buffers.
+    pub(in crate::cuda) mlp: usize,
+    pub(in crate::cuda) vocab: usize,
+    pub(in crate::cuda) experts: Option<Experts>,
+    pub(in crate::cuda) delta: Option<DeltaShape>,
+}
+
+impl Widths {
+    pub(in crate::cuda) fn of(c: &ModelConfig) -> Self {
+        let delta = shape_of(c);
+        let gates = if has_gates(c) { c.q_dim() } else { 0 };
+        let (products, values) = delta.map_or((0, 0), |d| (d.channels() + d.values(), d.values()));
+        Widths {
+            hidden: c.hidden_size,
+            qkv: products.max(c.q_dim() + gates + 2 * c.kv_dim()),
+            attended: values.max(c.q_dim()),
+            mlp: c.mlp_width().max(c.experts.map_or(0, |e| e.shared)),
+            vocab: c.vocab_size,
+            experts: c.experts,
+            delta,
+        }
+    }
+
+    /// Of products with trellis codes of up to `many` rows.
+    pub(super) fn trellis(&self, many: usize) -> TrellisSizes {
+        let outputs = self.qkv.max(2 * self.mlp);
+        let weights = packed_weights(outputs, self.hidden);
+        TrellisSizes {
+            rows: MOST_TRELLIS_ROWS.max(LOGIT_ROWS),
+            many,
+            inputs: self.widest_input(),
+            weights: weights.max(packed_weights(self.hidden, self.attended.max(self.mlp))),
+        }
+    }
+
+    /// The most inputs of any product.
+    pub(super) fn widest_input(&self) -> usize {
+        self.hidden.max(self.attended).max(self.mlp)
+    }
+}
+
+pub(in crate::cuda) fn padded(width: usize) -> usize {
+    width.next_multiple_of(256)
+}
+
+/// Buffers of a forward over many rows.
+pub(super) struct ManyRows {
+    pub(super) tokens: Checked<u32>,
+    pub(super) rows: Checked<Row>,
+    pub(super) wanted: Checked<u32>,
+    pub(super) x: Buffer<f32>,        // [rows, hidden], the residual
+    pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
+    pub(super) qkv: Buffer<f32>,      // [rows, widest products of a mixer]
+    pub(super) attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
+    pub(super) mlp: Buffer<u16>,      // [rows, intermediate padded]
+    pub(super) delta: Option<RecurrentRows>,
+    pub(super) head_in: Buffer<u16>, // [LOGIT_ROWS, hidden padded]
+    pub(super) logits: Buffer<f32>,  // [LOGIT_ROWS, vocab], or hidden states of as many rows
+    pub(super) experts: Option<ExpertRows>,
+    pub(super) full: Option<FullRows>,
+    pub(super) taps: Option<Taps>,
+}
+
+impl ManyRows {
+    /// Allocates buffers for forwards over up to `m` rows, which stand in `places`.
+    pub(super) fn new(
+        gpu: &Gpu,
+        w: &Widths,
+        kernels: KernelSet,
+        m: usize,
+        places: Places,
+    ) -> Result<Self> {
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
+        let halves = |n: usize| gpu.zeros::<u16>("activations", n);
+        Ok(ManyRows {
+            tokens: Checked::new(gpu, "activations", m, 0, w.vocab)?,
+            rows: Checked::new(gpu, "activations", m, Row::default(), places)?,
+            wanted: Checked::new(gpu, "activations", m, 0, m)?,
+            x: f32s(m * w.hidden)?,
+            normed: halves(m * padded(w.hidden))?,
+            qkv: f32s(m * w.qkv)?,
+            attended: halves(m * padded(w.attended))?,
+            mlp: halves(m * padded(w.mlp))?,
+            delta: match &w.delta {
+                Some(delta) => Some(RecurrentRows::new(gpu, delta, m, places.slots)?),
+                None => None,
+            },
+            head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
+            logits: f32s(LOGIT_ROWS * w.vocab)?,
+            experts: ExpertRows::new(gpu, w, m)?,
+            full: match kernels {
+                KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
+                KernelSet::Fused => None,
+            },
+            taps: None,
+        })
+    }
+}
+
+/// Buffers for layers with recurrences, of forwards over many rows.
+pub(super) struct RecurrentRows {
+    pub(super) rates: Buffer<f32>,   // [rows, 2 value heads]
+    pub(super) mixed: Buffer<f32>,   // [rows, channels]
+    pub(super) chunks: Buffer<f32>,  // `DeltaRows::chunk_parts`
+    pub(super) scanned: Buffer<f32>, // [rows, values]
+}
+
+impl RecurrentRows {
+    pub(super) fn new(gpu: &Gpu, delta: &DeltaShape, rows: usize, slots: usize) -> Result<Self> {
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
+        Ok(RecurrentRows {
+            rates: f32s(2 * delta.value_heads)?,
+            mixed: f32s(delta.channels())?,
+            chunks: gpu.zeros("activations", DeltaRows::chunk_parts(delta, rows, slots))?,
+            scanned: f32s(delta.values())?,
+        })
+    }
+}
+
+/// Buffers for layers with experts.
+pub(in crate::cuda) struct ExpertRows {
+    pub(in crate::cuda) scores: Buffer<f32>, // [rows, experts in a stack]
+    pub(in crate::cuda) shared: Buffer<f32>, // [rows], scores of the shared expert
+    pub(in crate::cuda) gated: Buffer<f32>, // [rows, chosen experts, width], of rows that are not grouped
+    pub(in crate::cuda) grouped: Option<GroupedRows>,
+}
+
+impl ExpertRows {
+    /// Allocates them for up to `rows` rows; `None` if the model has no experts.
+    pub(in crate::cuda) fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Option<Self>> {
+        let Some(experts) = &w.experts else {
+            return Ok(None);
+        };
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
+        let experts = &largest_mixture(experts);
+        let grouped = || GroupedRows::new(gpu, *experts, w.hidden, rows);
+        Ok(Some(ExpertRows {
+            scores: f32s(rows * stacked(experts))?,
+            shared: f32s(rows)?,
+            gated: f32s(rows.min(GROUPED_ROWS) * gated_width(experts))?,
+            grouped: (rows >= GROUPED_ROWS).then(grouped).transpose()?,
+        }))
+    }
+}
+
+/// f32 activations, for the plain kernels and for observers.
+pub(super) struct FullRows {
+    pub(super) normed: Buffer<f32>,   // [rows, hidden]
+    pub(super) attended: Buffer<f32>, // [rows, widest output of a mixer]
+    pub(super) gate_up: Buffer<f32>,  // [rows, 2 intermediate]
+    pub(super) mlp: Buffer<f32>,      // [rows, intermediate]
+}
+
+impl FullRows {
+    pub(super) fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Self> {
+        let zeros = |n: usize| gpu.zeros("activations", rows * n);
+        Ok(FullRows {
+            normed: zeros(w.hidden)?,
+            attended: zeros(w.attended)?,
+            gate_up: zeros(2 * w.mlp)?,
+            mlp: zeros(w.mlp)?,
+        })
+    }
+}

@@ -1,0 +1,89 @@
+//! The device memory of a session, which plans and sessions allocate alike.
+
+use super::buffers::{ManyRows, Widths};
+use super::rank_rows::RankRows;
+use super::step_rows::{StepRows, most_rows};
+use crate::cuda::request::Request;
+use crate::error::Result;
+use crate::interface::SessionSpec;
+use crate::states::is_recurrent;
+use nq_kernels::cuda::{
+    Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom,
+};
+
+/// Device memory of a session.
+pub(in crate::cuda) struct SessionMemory {
+    pub(super) pages: DevicePages,
+    pub(super) states: Option<DeviceStates>,
+    pub(super) cos_sin: Buffer<[f32; 2]>,
+    pub(super) step: StepRows,
+    pub(super) many: ManyRows,
+    pub(super) ranks: Option<RankRows>,
+    pub(super) room: Option<TrellisRoom>,
+}
+
+impl SessionMemory {
+    /// Allocates it for the model of `request`. The rotary table is not written yet.
+    pub(in crate::cuda) fn new(
+        gpu: &Gpu,
+        request: &Request<'_>,
+        spec: &SessionSpec,
+    ) -> Result<Self> {
+        let Request {
+            config: c,
+            kernels,
+            head,
+            trellis,
+            ..
+        } = *request;
+        let (w, rows) = (Widths::of(c), most_rows(spec, request.together));
+        let many = spec.max_rows.max(1);
+        let recurrent = c.layers().filter(|l| is_recurrent(l)).count();
+        let shape = PagesShape {
+            kv: spec.kv,
+            layers: c.num_hidden_layers - recurrent,
+            kv_heads: c.num_key_value_heads,
+            head_dim: c.head_dim,
+            pages: spec.page_count(),
+            slots: spec.slots,
+            ctx: spec.ctx,
+        };
+        let pages = DevicePages::new(gpu, shape)?;
+        let places = pages.places();
+        let table = places.positions * c.rotated() / 2;
+        let states = |delta| {
+            let shape = StatesShape {
+                delta,
+                layers: recurrent,
+                places: places.slots + spec.snapshot_count(),
+                kept: if spec.drafts { spec.slots } else { 0 },
+            };
+            DeviceStates::new(gpu, shape)
+        };
+        let room = || TrellisRoom::new(gpu, w.trellis(many.max(rows)));
+        let ranks = request
+            .rank
+            .map(|rank| RankRows::new(gpu, &w, rank, (rows, many)));
+        Ok(SessionMemory {
+            room: trellis.then(room).transpose()?,
+            states: w.delta.map(states).transpose()?,
+            ranks: ranks.transpose()?,
+            cos_sin: gpu.zeros("the rotary table", table)?,
+            step: StepRows::new(
+                gpu,
+                c,
+                head,
+                rows,
+                (spec.kv, places),
+                (request.rank, trellis),
+            )?,
+            many: ManyRows::new(gpu, &w, kernels, many, places)?,
+            pages,
+        })
+    }
+
+    /// Bytes of keys and values, and of states.
+    pub(in crate::cuda) fn kv_bytes(&self) -> usize {
+        self.pages.bytes() + self.states.as_ref().map_or(0, DeviceStates::bytes)
+    }
+}

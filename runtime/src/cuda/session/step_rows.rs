@@ -1,0 +1,224 @@
+//! Buffers of the steps of a session.
+
+use super::buffers::{ExpertRows, Widths, padded};
+use super::taps::Taps;
+use crate::cuda::layer::largest_mixture;
+use crate::error::Result;
+use crate::interface::SessionSpec;
+use nq_formats::ModelConfig;
+use nq_kernels::cuda::{
+    Adjustments, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked, Columns,
+    DeviceLinear, Gpu, HEAD_DIM, LayersScratch, LayersSizes, Logprobs, MOST_LOGPROBS, MOST_RUN,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Rank, Sampling, Step,
+    StepBounds, best_len, wide_best_len,
+};
+use nq_kernels::pages::KvType;
+use std::collections::VecDeque;
+
+/// Most tokens of a sequence that the device may be ahead of the host; a power of two.
+pub(super) const RING: usize = 64;
+
+const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
+
+/// The value of a place where the device has not written a token yet.
+pub(super) const PENDING: u32 = u32::MAX;
+
+/// Buffers of the fused step of up to `rows` rows.
+pub(super) struct StepRows {
+    pub(super) rows: usize,
+    pub(super) step: Checked<Step>,   // [rows]
+    pub(super) x: Buffer<f32>,        // [rows, hidden], the residual
+    pub(super) qkv: Buffer<f32>,      // [rows, widest products of a mixer]
+    pub(super) rates: Buffer<f32>, // [rows, 2 value heads], of recurrences in more than `MOST_SEQUENCES` rows
+    pub(super) attended: Buffer<f32>, // [narrow rows, widest output of a mixer]
+    pub(super) gated: Buffer<f32>, // [narrow rows, intermediate]
+    pub(super) attention: AttentionScratch,
+    /// The pages that rows of a step share, on devices that can read them once for all.
+    pub(super) cascade: Option<Cascade>,
+    /// Launch shape of attention over those pages; `None` if sharing would save too little.
+    pub(super) shared: Option<CascadeShape>,
+    pub(super) columns: Option<Columns>, // of several narrow rows
+    pub(super) experts: Option<ExpertRows>,
+    pub(super) layers: LayersScratch,      // of a step of one row
+    pub(super) wide: Option<WideRows>,     // of more rows than `MOST_SEQUENCES`
+    pub(super) taps: Option<Taps>,         // of up to `MOST_SEQUENCES` rows
+    pub(super) logits: Buffer<f32>,        // [rows, vocab]
+    pub(super) best: Buffer<[f32; 2]>,     // [rows, blocks of the head]
+    pub(super) sampling: Buffer<Sampling>, // [rows]
+    /// The contents of `sampling` once the queued work is done.
+    pub(super) sampled_by: Vec<Sampling>,
+    pub(super) candidates: Option<Candidates>,
+    pub(super) adjust: Adjustments,        // [rows]
+    pub(super) ring: Mapped<u32>,          // [rows, RING]
+    pub(super) logprobs: Mapped<Logprobs>, // [rows, RING]
+    pub(super) seats: Vec<Seat>,           // [rows]
+    /// Which sequences sat in the rows of each step that is queued and not received.
+    pub(super) queued: VecDeque<Vec<Seat>>,
+    /// True after a row was written: the embedding of its token is still to be looked up.
+    pub(super) written: bool,
+}
+
+/// Further buffers for steps of more than [`MOST_SEQUENCES`] rows, which have kernels of their own:
+/// inputs of products in FP16 and operand order.
+pub(super) struct WideRows {
+    pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
+    pub(super) attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
+    pub(super) gated: Buffer<u16>,    // [rows, intermediate padded]
+    pub(super) sums: PartialSums,     // [parts, rows, hidden]
+}
+
+impl WideRows {
+    fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Self> {
+        let halves = |n: usize| gpu.zeros::<u16>("activations", rows * padded(n));
+        Ok(WideRows {
+            normed: halves(w.hidden)?,
+            attended: halves(w.attended)?,
+            gated: halves(w.mlp)?,
+            sums: PartialSums::new(gpu, rows, w.hidden)?,
+        })
+    }
+}
+
+/// Most sequences that a step takes on `gpu`.
+pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
+    if gpu.takes_wide_steps() {
+        MOST_WIDE_SEQUENCES
+    } else {
+        MOST_SEQUENCES
+    }
+}
+
+/// Most rows of a session's steps on a device that takes at most `together` sequences.
+pub(super) fn most_rows(spec: &SessionSpec, together: usize) -> usize {
+    let sequences = spec.slots.min(together).max(1);
+    sequences.max(MOST_RUN.min(spec.max_rows))
+}
+
+/// Values per row that the head's product of `m` rows leaves in [`StepRows::best`].
+pub(super) fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> nq_kernels::Result<usize> {
+    if m <= MOST_SEQUENCES {
+        best_len(gpu, head, m)
+    } else {
+        Ok(wide_best_len(gpu, head, m))
+    }
+}
+
+/// A row's state, as the host knows it.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Seat {
+    /// The sequence; `None` if the row runs idle.
+    pub(super) slot: Option<usize>,
+    /// Draws queued in this row so far, by all sequences that sat there.
+    pub(super) drawn: i32,
+    /// True if its sampler looks at more than the best token.
+    pub(super) lists: bool,
+    /// True if its sampler wants log-probabilities.
+    pub(super) logprobs: bool,
+}
+
+impl StepRows {
+    /// Allocates buffers for steps of up to `rows` rows of a model with this head, over keys and values of type
+    /// `kv`, with weights in trellis codes or not. All rows start idle, in the last slot of `places`.
+    pub(super) fn new(
+        gpu: &Gpu,
+        c: &ModelConfig,
+        head: &DeviceLinear,
+        rows: usize,
+        (kv, places): (KvType, Places),
+        (rank, trellis): (Option<Rank>, bool),
+    ) -> Result<Self> {
+        let w = Widths::of(c);
+        let idle = idle_step(places.slots - 1, 0);
+        let tokens = w.vocab;
+        let bounds = StepBounds { places, tokens };
+        let narrow = rows.min(MOST_SEQUENCES);
+        let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
+        let mut blocks = 1;
+        for m in 1..=rows {
+            blocks = blocks.max(m * head_blocks(gpu, head, m)?);
+        }
+        let columns = match narrow {
+            1 => None,
+            _ => Some(Columns::new(gpu, narrow, w.widest_input())?),
+        };
+        let wide = if rows > narrow {
+            Some(WideRows::new(gpu, &w, rows)?)
+        } else {
+            None
+        };
+        let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
+        let usual = c.head_dim == HEAD_DIM;
+        let cascade = if rows > 1 && usual && Cascade::fits(gpu, kv) {
+            Some(Cascade::new(gpu, rows, places)?)
+        } else {
+            None
+        };
+        let sizes = LayersSizes {
+            hidden: w.hidden,
+            heads,
+            kv_heads,
+            head_dim: c.head_dim,
+            delta: w.delta,
+            experts: c.experts.as_ref().map(largest_mixture),
+            intermediate: c.experts.map_or(w.mlp, |e| e.width),
+            trellis,
+        };
+        Ok(StepRows {
+            rows,
+            step: Checked::new(gpu, "activations", rows, idle, bounds)?,
+            x: f32s(rows, w.hidden)?,
+            qkv: f32s(rows, w.qkv)?,
+            rates: f32s(rows, w.delta.map_or(0, |d| 2 * d.value_heads))?,
+            attended: f32s(narrow, w.attended)?,
+            gated: f32s(narrow, w.mlp)?,
+            attention: AttentionScratch::new(gpu, c.q_dim() / HEAD_DIM, kv_heads, rows)?,
+            cascade,
+            shared: None,
+            columns,
+            experts: ExpertRows::new(gpu, &w, rows)?,
+            layers: match rank {
+                None => LayersScratch::new(gpu, sizes)?,
+                Some(rank) => LayersScratch::of_rank(gpu, sizes, rank)?,
+            },
+            wide,
+            taps: None,
+            logits: f32s(rows, w.vocab)?,
+            best: gpu.zeros("activations", blocks)?,
+            sampling: gpu.zeros("activations", rows)?,
+            sampled_by: vec![Sampling::default(); rows],
+            candidates: Candidates::new(gpu, w.vocab, rows)?,
+            adjust: Adjustments::new(gpu, w.vocab, rows)?,
+            ring: gpu.mapped("sampled tokens", rows * RING, PENDING)?,
+            logprobs: gpu.mapped("sampled tokens", rows * RING, Logprobs::default())?,
+            seats: vec![Seat::default(); rows],
+            queued: VecDeque::new(),
+            written: false,
+        })
+    }
+
+    /// Most rows of a step.
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Most rows of a step of runs.
+    pub(super) fn most_run(&self) -> usize {
+        MOST_RUN.min(self.rows)
+    }
+
+    /// True if the sequence in `slot` sits in a row.
+    pub(super) fn seats_slot(&self, slot: usize) -> bool {
+        self.seats.iter().any(|s| s.slot == Some(slot))
+    }
+}
+
+/// The state of a row in which no sequence sits.
+pub(super) fn idle_step(slot: usize, drawn: i32) -> Step {
+    Step {
+        position: 0,
+        slot: slot as i32,
+        token: 0,
+        drawn,
+        behind: 0,
+    }
+}
