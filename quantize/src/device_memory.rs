@@ -7,9 +7,9 @@
 
 use crate::calibration::{SAMPLING_ROWS, sampling_slots};
 use crate::error::{Error, Result};
-use crate::layers::PIECE;
 use crate::memory::{self, session};
 use crate::methods::Needs;
+use crate::rounding::PIECE;
 use crate::schemes::Schemes;
 use crate::streamed;
 use nq_formats::{Bits, DType, ModelConfig, TrellisScheme};

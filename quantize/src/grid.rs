@@ -7,10 +7,9 @@
 
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
-use crate::packer::Packer;
 use half::f16;
 use nq_formats::models::LinearKind;
-use nq_formats::{AffineScheme, Bits, Group, Levels, TwoLevel, Weight, Zeros, product};
+use nq_formats::{AffineScheme, Bits, Group, Levels, TwoLevel, Zeros, product};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
@@ -324,16 +323,6 @@ impl Rounded {
         });
         change
     }
-
-    /// The weight in canonical form.
-    ///
-    /// # Errors
-    /// Errors of [`nq_formats::AffineWeight::new`]; the methods of this crate cause none.
-    pub(crate) fn to_weight(&self) -> Result<Weight> {
-        let mut packer = Packer::new(self.grid, self.cols);
-        packer.push(self);
-        packer.finish()
-    }
 }
 
 /// Some rows of a [`Rounded`], for writing.
@@ -350,6 +339,7 @@ pub struct RowsMut<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::packer::Packer;
 
     fn grid(bits: Bits, zeros: Zeros) -> Grid {
         let group = Group::Size(4);

@@ -7,23 +7,16 @@ use crate::methods::{Layer, Method, Needs};
 use crate::report::LayerReport;
 use crate::rounding::{self, Rounding};
 use crate::schemes::LayerSchemes;
-use crate::second_order::InputStats;
+use crate::second_order::{InputStats, LayerStats};
 use nq_formats::models::{LinearSpec, Product, Source};
 use nq_formats::{ModelConfig, Progress, Scheme, Tensor, Weight};
 use nq_kernels::{Routes, reference};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
-/// Most elements of a large weight held in f32 at once.
-pub(crate) const PIECE: usize = 1 << 26;
-
 /// Share of the diagonal's mean that is added to the moments of a tied head's inputs, since the
 /// matrix is also looked up, where all elements matter alike. Of 0, .1, 1, 3 and 10, a share of 1 gave
 /// the least divergence on the demo model.
 pub(crate) const LOOKED_UP: f32 = 1.0;
-
-/// Calibration statistics of the inputs of each of a layer's products, in their order; one entry
-/// per expert if experts have inputs of their own ([`Product::shares`]).
-pub type LayerStats = Vec<Vec<InputStats>>;
 
 /// Gathers the second moments of the inputs of each of a layer's products.
 pub struct Gather<'a> {

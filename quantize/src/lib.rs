@@ -26,6 +26,7 @@ pub mod device_memory;
 pub mod error;
 pub mod fit;
 pub mod grid;
+pub mod groups;
 pub mod layers;
 pub mod linalg;
 pub mod memory;

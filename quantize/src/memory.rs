@@ -5,9 +5,9 @@
 //! stage are counted on an account, and the largest of the three peaks counts.
 
 use crate::calibration::{SAMPLING_ROWS, SEQUENCE, sampling_slots};
-use crate::layers::PIECE;
 use crate::linalg::factor_bytes;
 use crate::methods::Needs;
+use crate::rounding::PIECE;
 use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::models::Product;

@@ -6,10 +6,11 @@
 //! [`crate::sensitivity`] measures all this for a given model, which takes longer than quantizing a
 //! large one.
 
-use crate::allocation::{self, Candidate, Menu, Place, WeightGroup};
+use crate::allocation::{self, Candidate, Menu};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::Grid;
+use crate::groups::{self, Place, WeightGroup};
 use crate::linalg::Matrix;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
@@ -28,7 +29,7 @@ pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[Scheme]) -> Res
         .map(|s| error(*s))
         .collect::<Result<_>>()?;
     let (mut menus, mut budget) = (Vec::new(), 0);
-    for group in allocation::groups(config) {
+    for group in groups::groups(config) {
         let known = group.weights.first().and_then(|w| base.of(&w.0));
         let weight = importance(config, &group) * elements(&group) as f64;
         let candidate = |(&scheme, &error): (&Scheme, &f64)| Candidate {
@@ -146,7 +147,7 @@ mod tests {
             let base = Schemes::defaults(Bits::B4);
             let mix = mixed(&config, &base, &allocation::candidates(Bits::B4)).unwrap();
             let bytes = |schemes: &Schemes| -> u64 {
-                let groups = allocation::groups(&config).into_iter();
+                let groups = groups::groups(&config).into_iter();
                 groups
                     .map(|g| g.bytes(schemes.of(&g.weights[0].0).unwrap()))
                     .sum()

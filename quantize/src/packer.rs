@@ -122,3 +122,15 @@ fn values(rows: &Rounded, of: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -
         },
     }
 }
+
+impl Rounded {
+    /// The weight in canonical form.
+    ///
+    /// # Errors
+    /// Errors of [`nq_formats::AffineWeight::new`]; the methods of this crate cause none.
+    pub(crate) fn to_weight(&self) -> Result<Weight> {
+        let mut packer = Packer::new(self.grid, self.cols);
+        packer.push(self);
+        packer.finish()
+    }
+}

@@ -3,7 +3,6 @@
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::Grid;
-use crate::layers::PIECE;
 use crate::linalg::{Matrix, read_row};
 use crate::methods::rtn::{self, Rtn};
 use crate::methods::{Method, Needs, Problem};
@@ -225,3 +224,6 @@ impl Rounding {
         Ok((weight, self.fallbacks))
     }
 }
+
+/// Most elements of a large weight held in f32 at once.
+pub(crate) const PIECE: usize = 1 << 26;

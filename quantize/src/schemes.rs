@@ -1,8 +1,8 @@
 //! The scheme of each weight of a model.
 
-use crate::allocation;
 use crate::error::{Error, Result};
 use crate::grid::Grid;
+use crate::groups;
 use nq_formats::models::{LinearKind, LinearSpec};
 use nq_formats::names::{EMBEDDING, HEAD, Shape, is_kept, parameters};
 use nq_formats::trellis::{BLOCK, Code};
@@ -99,8 +99,8 @@ impl Schemes {
     /// The schemes with those of `others` where scales of a span of inputs do not fill the rows of a
     /// weight: of those that do, the one of the fewest bytes that has as many bits, or more.
     pub fn fitted(mut self, config: &ModelConfig, others: &[Scheme]) -> Self {
-        let all = allocation::groups(config).into_iter();
-        for group in all.chain(allocation::mtp_groups(config)) {
+        let all = groups::groups(config).into_iter();
+        for group in all.chain(groups::mtp_groups(config)) {
             let known = group.weights.first().and_then(|w| self.of(&w.0));
             let Some(scheme) = known.and_then(Scheme::affine) else {
                 continue;

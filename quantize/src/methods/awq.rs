@@ -8,12 +8,13 @@
 //! projection into the rows of the value heads: one scale per element of a key/value head, tied
 //! over the query heads that share the head.
 
-use super::{Layer, Method, Needs, Outcome, Problem, rtn};
+use super::method::{Layer, Method, Needs, Outcome, Problem};
+use super::rtn;
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Grids};
-use crate::layers::LayerStats;
 use crate::linalg::Matrix;
+use crate::second_order::LayerStats;
 use crate::second_order::{Hessian, InputStats};
 use nq_formats::models::{NormKind, Product, Source};
 use serde_json::{Map, Value};

@@ -3,10 +3,10 @@
 
 use super::awq::Awq;
 use super::gptq::{Gptq, Order};
-use super::{Layer, Method, Needs, Outcome, Problem};
+use super::method::{Layer, Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::grid::Grids;
-use crate::layers::LayerStats;
+use crate::second_order::LayerStats;
 use serde_json::{Map, Value};
 
 /// The settings of both.

@@ -6,7 +6,8 @@
 //! while the most columns can still compensate. Groups keep their place in the weight
 //! (their parameters are fixed beforehand), so the order costs nothing in the file.
 
-use super::{Method, Needs, Outcome, Problem, rtn};
+use super::method::{Method, Needs, Outcome, Problem};
+use super::rtn;
 use crate::error::{Error, Result};
 use crate::fit::Fit;
 use crate::grid::Grid;

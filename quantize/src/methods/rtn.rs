@@ -1,7 +1,7 @@
 //! Rounding to nearest: every element on its own, with the range of each group either whole
 //! or searched ([`Fit`]).
 
-use super::{Method, Needs, Outcome, Problem};
+use super::method::{Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};

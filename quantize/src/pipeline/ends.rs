@@ -2,8 +2,8 @@
 
 use super::job::Job;
 use super::state::{ENDS, MTP, State, StepReport, key, save};
-use crate::allocation;
 use crate::error::Result;
+use crate::groups;
 use crate::layers::{LOOKED_UP, head_inputs};
 use crate::report::LayerReport;
 use crate::rounding;
@@ -105,7 +105,7 @@ impl Job<'_> {
 
     /// A hash of what the step of an MTP layer depends on besides the plan; `None` without one.
     pub(super) fn mtp_key(&self, schemes: &Schemes) -> Option<String> {
-        let groups = allocation::mtp_groups(self.config());
+        let groups = groups::mtp_groups(self.config());
         let weights = groups.iter().flat_map(|g| &g.weights);
         let of: Vec<_> = weights.map(|(name, _)| schemes.of(name)).collect();
         (!of.is_empty()).then(|| hash::sha256_hex(format!("{of:?}").as_bytes()))

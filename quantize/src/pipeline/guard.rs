@@ -4,9 +4,10 @@
 use super::job::{Job, TargetSize};
 use super::search::{Tried, aim};
 use super::state::{Attempt, State, save};
-use crate::allocation::{self, Menu, WeightGroup};
+use crate::allocation::{self, Menu};
 use crate::calibration::Sequences;
 use crate::error::{Error, Result};
+use crate::groups::{self, WeightGroup};
 use crate::memory;
 use crate::quality::{Limits, nats};
 use crate::schemes::Schemes;
@@ -301,7 +302,7 @@ impl Job<'_> {
 
     /// The groups of weights whose schemes are chosen.
     fn chosen_groups(&self) -> Vec<WeightGroup> {
-        let mut groups = allocation::groups(self.config());
+        let mut groups = groups::groups(self.config());
         if self.options.head_fixed || self.options.schemes.head.is_none() {
             groups.retain(|g| !g.weights.iter().any(|w| w.0 == EMBEDDING || w.0 == HEAD));
         }

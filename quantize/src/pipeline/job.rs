@@ -4,6 +4,7 @@ use crate::allocation;
 use crate::calibration::{self, CALIBRATION_TOKENS, CalibrationSource, EVAL_TOKENS, SEQUENCE};
 use crate::device_memory::DeviceEstimate;
 use crate::error::{Error, Result};
+use crate::groups;
 use crate::memory;
 use crate::methods::{self, Method, Needs};
 use crate::mix;
@@ -287,7 +288,7 @@ impl<'a> Job<'a> {
             calibration: n * length,
             sampled: self.sampled(),
             groups: if self.options.target.is_some() || self.may_raise() {
-                allocation::groups(self.config()).len()
+                groups::groups(self.config()).len()
             } else {
                 0
             },

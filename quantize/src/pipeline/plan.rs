@@ -5,8 +5,8 @@
 //! is estimated to reach.
 
 use super::job::Job;
-use crate::allocation::{self, Place};
 use crate::calibration::CalibrationSource;
+use crate::groups::{self, Place};
 use crate::memory;
 use crate::methods::Needs;
 use crate::quality;
@@ -101,7 +101,7 @@ impl Job<'_> {
             head: (config.vocab_size * config.hidden_size) as f64,
             rounding: 0.0,
         };
-        for group in allocation::groups(config) {
+        for group in groups::groups(config) {
             if !matches!(group.place, Place::Layer { .. }) {
                 continue;
             }

@@ -4,13 +4,16 @@
 
 mod device;
 pub mod host;
+mod stats;
+
+pub use stats::{InputStats, LayerStats};
 
 pub use nq_kernels::second_order::{ColumnBlock, TrellisRounded};
 
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
-use crate::linalg::{Matrix, Moments};
+use crate::linalg::Matrix;
 use crate::report::LayerReport;
 use crate::trellis::Trellis;
 use std::fmt::Debug;
@@ -137,66 +140,6 @@ impl Columns<'_> {
     }
 }
 
-/// Calibration statistics of a Linear's inputs.
-#[derive(Clone, Debug, Default)]
-pub struct InputStats {
-    /// `E[x_i^2]`, `[in]`.
-    pub mean_square: Vec<f32>,
-    /// `E[x x^T]`, `[in, in]`.
-    pub hessian: Option<Arc<dyn Hessian>>,
-    /// Number of inputs that these are means of; 0 if that is not known.
-    pub rows: usize,
-}
-
-impl InputStats {
-    /// Statistics from these second moments.
-    pub fn of(moments: Matrix) -> Self {
-        InputStats {
-            mean_square: (0..moments.cols).map(|i| moments.row(i)[i]).collect(),
-            hessian: Some(Arc::new(moments)),
-            rows: 0,
-        }
-    }
-
-    /// Statistics from second moments that a device keeps.
-    pub fn on_device(moments: Arc<dyn nq_kernels::second_order::Moments>) -> Self {
-        InputStats {
-            mean_square: moments.diagonal().to_vec(),
-            hessian: Some(Arc::new(device::DeviceHessian(moments))),
-            rows: 0,
-        }
-    }
-
-    /// The statistics of `x_i / s_i`.
-    ///
-    /// # Errors
-    /// Errors of the device, if the moments are on one.
-    pub fn divide(&mut self, s: &[f32]) -> Result<()> {
-        for (m, &s) in self.mean_square.iter_mut().zip(s) {
-            *m /= s * s;
-        }
-        if let Some(h) = &mut self.hessian {
-            *h = h.divided(s)?;
-        }
-        Ok(())
-    }
-}
-
-impl From<Moments> for InputStats {
-    fn from(moments: Moments) -> Self {
-        let rows = moments.rows();
-        let stats = if moments.is_full() {
-            InputStats::of(moments.matrix())
-        } else {
-            InputStats {
-                mean_square: moments.mean_squares(),
-                ..InputStats::default()
-            }
-        };
-        InputStats { rows, ..stats }
-    }
-}
-
 /// Squared norms of a weight and of its change by rounding, in values and in mean outputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Errors {
@@ -236,6 +179,7 @@ impl AddAssign for Errors {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::linalg::Moments;
 
     #[test]
     fn raised_moments_have_more_on_the_diagonal() {

@@ -19,8 +19,9 @@ mod errors;
 mod probe;
 mod run;
 
-use crate::allocation::{Candidate, Menu, WeightGroup};
+use crate::allocation::{Candidate, Menu};
 use crate::error::Result;
+use crate::groups::WeightGroup;
 use errors::Found;
 use nq_formats::{ModelConfig, Unit};
 use nq_runtime::{LayerStepper, models};

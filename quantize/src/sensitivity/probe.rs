@@ -1,6 +1,6 @@
 //! Settings of a measurement.
 
-use crate::allocation::WeightGroup;
+use crate::groups::WeightGroup;
 use crate::methods::Method;
 use nq_formats::{AffineScheme, Bits, Group, Progress, Scheme, WeightStore, Zeros};
 
@@ -16,7 +16,7 @@ pub struct Probe<'a> {
     pub store: &'a dyn WeightStore,
     /// Sequences to measure on, all of one length.
     pub text: &'a [Vec<u32>],
-    /// The groups, as [`crate::allocation::groups`] lists them.
+    /// The groups, as [`crate::groups::groups`] lists them.
     pub groups: &'a [WeightGroup],
     /// The schemes to choose from.
     pub candidates: &'a [Scheme],

@@ -2,10 +2,10 @@
 
 use super::errors::{Found, SAMPLE, sample, sample_of};
 use super::probe::{LOGITS, PROBE, Probe};
-use crate::allocation::{Place, WeightGroup};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
+use crate::groups::{Place, WeightGroup};
 use crate::layers::{self, LOOKED_UP, RowProgress, head_inputs};
 use crate::linalg::Matrix;
 use crate::methods::{Needs, Problem, rtn};

@@ -11,9 +11,9 @@ use nq_formats::durable::check_destination;
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters};
 use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress, Scheme};
-use nq_quantize::allocation;
 use nq_quantize::schemes::head_scheme;
 use nq_quantize::{QuantizeReport, Schemes};
+use nq_quantize::{allocation, groups};
 use std::path::{Path, PathBuf};
 
 /// Destination and format of the result.
@@ -53,7 +53,7 @@ impl FormatArg {
 
     /// The schemes of at least `least` bits among which weights can choose; empty if the format has one for all.
     pub(super) fn candidates(self, config: &ModelConfig, least: Bits) -> Vec<Scheme> {
-        let groups = allocation::groups(config);
+        let groups = groups::groups(config);
         let widths = groups.iter().flat_map(|g| g.weights.iter().map(|w| w.1.1));
         match (self, self.format().candidates(least, widths)) {
             (FormatArg::Nq, _) => allocation::candidates(least),
