@@ -1,68 +1,25 @@
 //! Renders evaluation reports as documents: Markdown, or self-contained HTML.
 
+mod document;
 mod html;
 mod markdown;
+mod numbers;
 mod plots;
 mod verdict;
 
+pub use document::{Document, Reference, Section, WorstLine};
 pub use html::html;
 pub use markdown::markdown;
 pub use verdict::verdicts;
 
 use crate::depth::{DepthBucket, DepthComparison};
 use crate::error::{Error, Result};
-use crate::evaluate::{Evaluation, Probability};
+use crate::evaluate::Evaluation;
 use crate::report::{Comparison, KldStats};
 use crate::spread::Over;
+pub use numbers::kld_cell;
+use numbers::{percent_change, plus_minus};
 use std::path::Path;
-
-/// The content of a document.
-pub struct Document<'a> {
-    /// Name and version of the program that measured.
-    pub program: String,
-    /// The command that measured, quoted for a shell.
-    pub command: String,
-    /// Date in words.
-    pub date: String,
-    /// Description of the text.
-    pub text: String,
-    /// The reference, if any.
-    pub reference: Option<Reference>,
-    /// The models, in the order given.
-    pub models: Vec<Section<'a>>,
-    /// True if it shows quality by depth.
-    pub by_depth: bool,
-}
-
-/// What the models of a document are compared with.
-pub struct Reference {
-    /// Its name.
-    pub name: String,
-    /// Bytes of its tensors.
-    pub bytes: u64,
-    /// Bytes of its tensors over its parameters, times 8.
-    pub bits_per_weight: f64,
-}
-
-/// One model of a document.
-pub struct Section<'a> {
-    /// Its name.
-    pub name: String,
-    /// Bytes of its tensors.
-    pub bytes: u64,
-    /// Bytes of its tensors over its parameters, times 8.
-    pub bits_per_weight: f64,
-    /// Description of the engine and device.
-    pub engine: String,
-    /// Type that inputs of the Linears are rounded to.
-    pub activations: String,
-    /// The measurement.
-    pub evaluation: &'a Evaluation,
-    /// The positions at which it differs most from the reference.
-    pub worst: Vec<WorstLine>,
-    /// KL divergence of the reference from itself with other rounding, and in pieces of other sizes.
-    pub self_noise: Option<KldStats>,
-}
 
 /// Header of the table of worst positions.
 const WORST_HEAD: [&str; 6] = [
@@ -73,49 +30,6 @@ const WORST_HEAD: [&str; 6] = [
     "reference's best",
     "model's best",
 ];
-
-/// A worst position, as text.
-#[derive(Clone, Debug)]
-pub struct WorstLine {
-    /// KL divergence in nats.
-    pub kld: f64,
-    /// Window, counted from 0.
-    pub window: usize,
-    /// Position in the window, counted from 0.
-    pub position: usize,
-    /// The text up to the position.
-    pub context: String,
-    /// The next token of the text.
-    pub target: String,
-    /// The reference's best token.
-    pub reference_top: String,
-    /// The model's best token.
-    pub model_top: String,
-    /// Probability of `target`.
-    pub target_p: Probability,
-    /// Probability of `reference_top`.
-    pub reference_top_p: Probability,
-    /// Probability of `model_top`.
-    pub model_top_p: Probability,
-}
-
-impl WorstLine {
-    /// Its tokens, in the order of the header, each with its probability according to the reference and to the model.
-    pub fn tokens(&self) -> [(&str, String); 3] {
-        let shown = |p: Probability| {
-            let percent = |v: f32| match 100.0 * v {
-                v if v < 0.95 => format!("{v:.1}"),
-                v => format!("{v:.0}"),
-            };
-            format!("{} → {} %", percent(p.reference), percent(p.model))
-        };
-        [
-            (&self.target, shown(self.target_p)),
-            (&self.reference_top, shown(self.reference_top_p)),
-            (&self.model_top, shown(self.model_top_p)),
-        ]
-    }
-}
 
 /// Explains the probabilities in a table of worst positions.
 const WORST_NOTE: &str =
@@ -284,21 +198,6 @@ fn change(m: &Section<'_>, c: &Comparison) -> String {
     percent_change(c.ln_ppl_ratio, m.evaluation.errors().ln_ppl_ratio)
 }
 
-/// A change of perplexity in percent and its standard error, given the logarithm of the ratio.
-fn percent_change(ln_ratio: f64, se: f64) -> String {
-    let ratio = ln_ratio.exp();
-    format!(
-        "{:+.2} ± {:.2} %",
-        100.0 * (ratio - 1.0),
-        100.0 * ratio * se
-    )
-}
-
-/// A divergence and its standard error.
-fn plus_minus(kld: f64, se: f64) -> String {
-    format!("{} ± {}", kld_cell(kld), kld_cell(se))
-}
-
 /// A model's figures by depth, as head and rows.
 fn depth_table(section: &Section<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
     let mut head = vec!["position", "tokens", "perplexity"];
@@ -321,17 +220,6 @@ fn depth_table(section: &Section<'_>) -> (Vec<&'static str>, Vec<Vec<String>>) {
 /// A bucket's mean divergence and its standard error.
 pub fn depth_kld_cell(c: &DepthComparison) -> String {
     plus_minus(c.kld, c.kld_se)
-}
-
-/// A divergence with a suitable number of digits.
-pub fn kld_cell(v: f64) -> String {
-    if v.abs() >= 1e-5 {
-        format!("{v:.5}")
-    } else if v.abs() < 1e-12 {
-        "0".into()
-    } else {
-        format!("{v:.1e}")
-    }
 }
 
 /// A sentence on how the text was cut and scored.

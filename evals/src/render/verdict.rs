@@ -1,6 +1,7 @@
 //! What the figures of a model mean, in words, beside known quantizations.
 
-use super::{Document, Reference, Section, percent_change, plus_minus};
+use super::document::{Document, Reference, Section};
+use super::numbers::{percent_change, plus_minus};
 
 /// A kind of file that readers know, and the range of mean KL divergences that such files have.
 pub(super) struct Rung {

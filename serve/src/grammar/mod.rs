@@ -15,13 +15,10 @@ use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use nq_runtime::Tokenizer;
 pub(crate) use schema::unenforced;
-use schema::{compact, prepared};
+use schema::{MOST_BYTES, compact, prepared};
 use serde_json::{Value, json};
 use std::fmt;
 use std::sync::Arc;
-
-/// Bytes of a schema or a grammar, at most.
-const MOST_BYTES: usize = 256 << 10;
 
 /// Bytes of one regular expression, at most; of several, the sum of their squares counts, as their compilation takes
 /// time that grows with the square of their length.

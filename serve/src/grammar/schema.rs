@@ -1,10 +1,12 @@
 //! Turns clients' JSON schemas into schemas that llguidance supports: checks their size, and narrows them where
 //! that is necessary or helps the model.
 
-use super::MOST_BYTES;
 use super::disjoint::settle_one_of;
 use crate::output::resolved;
 use serde_json::{Map, Value, json};
+
+/// Bytes of a schema or a grammar, at most.
+pub(super) const MOST_BYTES: usize = 256 << 10;
 
 /// How deep a schema may nest.
 const MOST_DEPTH: usize = 64;

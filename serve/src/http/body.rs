@@ -1,7 +1,7 @@
 //! Bodies: requests within limits, and answers from a channel.
 
-use super::Limits;
 use super::connections::Working;
+use super::limits::Limits;
 use super::room::{RoomPlace, SMALL};
 use crate::error::ApiError;
 use crate::protocol::reading::plain;

@@ -4,6 +4,7 @@ mod body;
 mod census;
 mod connections;
 pub mod guard;
+mod limits;
 mod noted;
 mod openapi;
 mod page;
@@ -13,8 +14,9 @@ mod server;
 mod stream;
 
 pub use guard::Security;
+pub use limits::Limits;
 pub use noted::Report;
-pub use server::{Limits, Server, Stopper};
+pub use server::{Server, Stopper};
 
 use crate::models::Models;
 use crate::protocol::kept::Kept;

@@ -1,7 +1,7 @@
 //! Answers over HTTP: as server-sent events while they are generated, or whole.
 
-use super::Limits;
 use super::body::Channel;
+use super::limits::Limits;
 use crate::error::ApiError;
 use crate::generation::AnswerStream;
 use crate::protocol::{Parsed, Shape, SseEvent};

@@ -10,12 +10,12 @@
 
 use super::arguments::{Arguments, Progress, quoted};
 use super::json_call::{Head, call, head};
+use super::piece::{Piece, join};
 use super::signature::{Tools, Types, typed};
 use super::tags::{
     self, AFTER_PARAMETER, CLOSES, END_FUNCTION, END_PARAMETER, FENCE, FUNCTION, Found, MOST_NAME,
     PARAMETER, begins_with, behind_marks, call_in, is_begun, named,
 };
-use super::{Piece, join};
 use nq_runtime::thinking::overlap;
 
 /// How a model writes calls.
