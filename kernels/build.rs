@@ -119,7 +119,7 @@ fn prebuilt(sources: &[PathBuf]) -> String {
         .filter_map(|l| l.split_once(' ')?.1.split_once(' '))
         .collect();
     let mut code =
-        "/// Code by target, by crate.\nstatic CODE: &[&&[(&str, Packed)]] = &[".to_owned();
+        "/// Code by target, by crate.\nstatic CODE: &[&&[(&str, TargetCode)]] = &[".to_owned();
     for (name, targets) in CRATES {
         for (target, bytes) in targets {
             let hash = hash(bytes);
@@ -210,7 +210,8 @@ fn compile(sources: &[PathBuf]) -> String {
     }
     let version = version(&nvcc);
     let mut code = tools(&version, &version);
-    code += "/// Fatbins by target, one for each source.\nstatic CODE: &[&[(&str, Packed)]] = &[&[";
+    code +=
+        "/// Fatbins by target, one for each source.\nstatic CODE: &[&[(&str, TargetCode)]] = &[&[";
     for target in &targets {
         code += &format!("({target:?}, &[");
         for job in jobs.iter().filter(|j| j.target == *target) {
@@ -249,7 +250,7 @@ const VARIABLES: [&str; 7] = [
 ];
 
 /// One source for one target.
-struct Job {
+struct CompileJob {
     source: PathBuf,
     target: String,
     output: PathBuf,
@@ -266,7 +267,7 @@ fn targets() -> Vec<String> {
 }
 
 /// One fatbin per source and target, so that the compiler's work spreads over cores.
-fn jobs(sources: &[PathBuf], targets: &[String], out: &Path) -> Vec<Job> {
+fn jobs(sources: &[PathBuf], targets: &[String], out: &Path) -> Vec<CompileJob> {
     let mut jobs = Vec::new();
     for source in sources
         .iter()
@@ -274,7 +275,7 @@ fn jobs(sources: &[PathBuf], targets: &[String], out: &Path) -> Vec<Job> {
     {
         let stem = source.file_stem().unwrap_or_default().to_string_lossy();
         for target in targets {
-            jobs.push(Job {
+            jobs.push(CompileJob {
                 source: source.clone(),
                 target: target.clone(),
                 output: out.join(format!("{stem}.{target}.fatbin")),
@@ -284,7 +285,7 @@ fn jobs(sources: &[PathBuf], targets: &[String], out: &Path) -> Vec<Job> {
     jobs
 }
 
-impl Job {
+impl CompileJob {
     fn run(&self, nvcc: &Path) -> Result<(), String> {
         let (_, arch) = self.target.split_once('_').unwrap_or_default();
         let mut command = Command::new(nvcc);

@@ -3,7 +3,7 @@
 use crate::demo;
 use crate::flags::{AdapterArg, Global};
 use crate::library::Error;
-pub use crate::names::{DEFAULT_ID, Model, fetch, models_dir};
+pub use crate::names::{DEFAULT_ID, FoundModel, fetch, models_dir};
 use crate::names::{find, note_left_over, open_hub};
 use anyhow::bail;
 use nq_formats::adapter::Adapter;
@@ -18,7 +18,7 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
     model: Option<&M>,
     global: &Global,
     progress: &dyn Progress,
-) -> anyhow::Result<Model> {
+) -> anyhow::Result<FoundModel> {
     let model = match model {
         Some(name) => Ok(find(name.as_ref(), global.offline, progress)?),
         None => open_default(global, progress),
@@ -37,7 +37,7 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
 
 /// The default model of `nq chat`: the quantized copy of the default model
 /// in nq's folder (4 bits before 8), otherwise that of [`open`].
-pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<FoundModel> {
     let name = DEFAULT_ID.rsplit('/').next().unwrap_or(DEFAULT_ID);
     for bits in [4, 8] {
         let copy = models_dir()?.join(format!("{name}-int{bits}"));
@@ -49,7 +49,7 @@ pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result
 }
 
 /// Refuses an embedding model for a command that generates text.
-pub fn check_writes(model: &Model) -> anyhow::Result<()> {
+pub fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
     match model.checkpoint.task() {
         Task::Embed(_) => bail!(
             "{}: an embedding model, which generates no text; use `nq embed` or `nq serve`",
@@ -121,7 +121,7 @@ pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
     })
 }
 
-fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<Model> {
+fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<FoundModel> {
     let opened = open_hub(DEFAULT_ID, global.offline, progress);
     match opened.map_err(Error::into_format) {
         Err(Ok(e)) if e.is_unreachable() => Err(anyhow::Error::from(e).context(format!(

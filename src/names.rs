@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 /// Names and places of a model that was found.
-pub struct Model {
+pub struct FoundModel {
     /// A short name, usable for a folder: `demo`, `Qwen3-0.6B`.
     pub name: String,
     /// Where it came from, for records: a path, a hub id or `demo`.
@@ -52,7 +52,7 @@ pub fn models_dir() -> Result<PathBuf> {
 ///
 /// # Errors
 /// [`ErrorKind::NoModel`](crate::ErrorKind) if nothing goes by that name; errors of the download and of reading the files.
-pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Model> {
+pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<FoundModel> {
     if model == demo::LABEL {
         return open_demo();
     }
@@ -153,11 +153,11 @@ pub fn fetch(id: &str, offline: bool, progress: &dyn Progress) -> Result<PathBuf
 ///
 /// # Errors
 /// Errors of [`fetch`] and of reading the files.
-pub fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<Model> {
+pub fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<FoundModel> {
     let path = fetch(id, offline, progress)?;
     // In the cache, a file's real name is its hash; the id has its usual name.
     let name = HubId::parse(id).map_or_else(|| id.to_owned(), |id| id.name());
-    Ok(Model {
+    Ok(FoundModel {
         name,
         source: id.into(),
         checkpoint: Checkpoint::open(&path)?,
@@ -165,13 +165,13 @@ pub fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<Mode
 }
 
 /// Says once what the model's files hold and nq does not use.
-pub fn note_left_over(model: &Model, progress: &dyn Progress) {
+pub fn note_left_over(model: &FoundModel, progress: &dyn Progress) {
     for line in left_over::lines(model.checkpoint.left_over()) {
         progress.note(&format!("{}: not used: {line}", model.name));
     }
 }
 
-fn open_demo() -> Result<Model> {
+fn open_demo() -> Result<FoundModel> {
     let Some(files) = demo::files() else {
         let why = concat!(
             "this build has no demo model: it was built without the feature `demo`, or from the published \
@@ -181,14 +181,14 @@ fn open_demo() -> Result<Model> {
         );
         return Err(Error::no_model(why));
     };
-    Ok(Model {
+    Ok(FoundModel {
         name: demo::LABEL.into(),
         source: demo::LABEL.into(),
         checkpoint: Checkpoint::open_files(files)?,
     })
 }
 
-fn open_path(path: &Path) -> Result<Model> {
+fn open_path(path: &Path) -> Result<FoundModel> {
     let checkpoint = Checkpoint::open(path)?;
     let absolute = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let name = absolute
@@ -196,7 +196,7 @@ fn open_path(path: &Path) -> Result<Model> {
         .filter(|_| absolute.is_file())
         .or(absolute.file_name())
         .unwrap_or(path.as_os_str());
-    Ok(Model {
+    Ok(FoundModel {
         name: name.to_string_lossy().into_owned(),
         source: absolute.display().to_string(),
         checkpoint,

@@ -19,14 +19,14 @@ pub trait SecondOrder: Send + Sync {
     ///
     /// # Errors
     /// Errors of the device.
-    fn moments(self: Arc<Self>, sums: Self::Floats, n: usize) -> Result<Arc<dyn Moments>>;
+    fn moments(self: Arc<Self>, sums: Self::Floats, n: usize) -> Result<Arc<dyn DeviceMoments>>;
 }
 
 /// `E[x x^T]` of `n` inputs, `[n, n]`, on a device.
 ///
 /// # Errors
 /// Every operation returns errors of the device.
-pub trait Moments: Debug + Send + Sync {
+pub trait DeviceMoments: Debug + Send + Sync {
     /// `E[x_i^2]`, `[n]`.
     fn diagonal(&self) -> &[f32];
 
@@ -34,21 +34,21 @@ pub trait Moments: Debug + Send + Sync {
     fn quadratic_error(&self, e: &[f32], rows: usize) -> Result<f64>;
 
     /// Squared norms of `weight` `[rows, n]` and of its changes by rounding to `rounded`.
-    fn errors(&self, weight: &[f32], rounded: Codes<'_>) -> Result<Changes>;
+    fn errors(&self, weight: &[f32], rounded: WeightCodes<'_>) -> Result<Changes>;
 
     /// The moments of `x_i / s_i`.
-    fn divided(&self, s: &[f32]) -> Result<Arc<dyn Moments>>;
+    fn divided(&self, s: &[f32]) -> Result<Arc<dyn DeviceMoments>>;
 
     /// The moments, with the diagonal `diagonal`, of inputs that are multiplied by `signs`, `[n]`, and transformed by
     /// [`nq_formats::trellis::transform`].
-    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Moments>>;
+    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn DeviceMoments>>;
 
     /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`; `None` if the damped matrix is
     /// not positive definite.
     fn inverse_factor(&self, damped: Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>>;
 }
 
-/// The result of [`Moments::inverse_factor`].
+/// The result of [`DeviceMoments::inverse_factor`].
 ///
 /// # Errors
 /// Every operation returns errors of the device.
@@ -61,7 +61,7 @@ pub trait Factor {
 
     /// Rounds the columns of a weight one after another; later columns compensate for the error of
     /// each.
-    fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
+    fn round(&self, columns: &WeightColumns<'_>) -> Result<Rounded>;
 
     /// Rounds a weight to a trellis code, tile after tile of columns in their own order; later columns compensate for
     /// the errors of each tile.
@@ -85,7 +85,7 @@ pub struct Damped<'a> {
 
 /// A weight and the order of its columns.
 #[derive(Clone, Copy, Debug)]
-pub struct Columns<'a> {
+pub struct WeightColumns<'a> {
     /// `[rows, n]`
     pub weight: &'a [f32],
     /// Rows of the weight.
@@ -134,7 +134,7 @@ pub struct ColumnBlock {
 
 /// A weight's rounded form.
 #[derive(Clone, Copy, Debug)]
-pub struct Codes<'a> {
+pub struct WeightCodes<'a> {
     /// `[rows, n]`
     pub codes: &'a [u8],
     /// Scale of each group, `[rows, groups]`.
@@ -147,7 +147,7 @@ pub struct Codes<'a> {
     pub max_code: u8,
 }
 
-/// The result of [`Factor::round`], in the form of [`Codes`].
+/// The result of [`Factor::round`], in the form of [`WeightCodes`].
 #[derive(Clone, Debug)]
 pub struct Rounded {
     /// `[rows, n]`

@@ -43,7 +43,7 @@ mod module {
     #[pymodule_export]
     use crate::error::Error;
     #[pymodule_export]
-    use crate::model::Model;
+    use crate::model::PyModel;
     #[pymodule_export]
     use crate::stream::Stream;
 

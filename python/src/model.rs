@@ -17,8 +17,8 @@ const WINDOWS: [(&str, Protocol, usize); 2] =
     [("hf", Protocol::Hf, 2048), ("llama", Protocol::Llama, 512)];
 
 /// A loaded model, and what of its memory the next call may use again.
-#[pyclass(frozen, module = "nq._nq")]
-pub(crate) struct Model {
+#[pyclass(frozen, name = "Model", module = "nq._nq")]
+pub(crate) struct PyModel {
     model: nq_llm::Model,
     ctx: Option<usize>,
     /// The chat of the last answer, whose cache holds what was said. An answer takes it, and another that comes
@@ -91,7 +91,7 @@ impl Settings {
     }
 }
 
-impl Model {
+impl PyModel {
     fn check_process(&self) -> PyResult<()> {
         if self.process == std::process::id() {
             return Ok(());
@@ -130,7 +130,7 @@ fn messages(json: &str) -> PyResult<Vec<Message>> {
 }
 
 #[pymethods]
-impl Model {
+impl PyModel {
     #[new]
     fn new(
         py: Python<'_>,
@@ -151,7 +151,7 @@ impl Model {
             Some(bits) => nq_llm::Model::open_quantized(name, bits, &options, progress),
             None => nq_llm::Model::open_with(name, &options, progress),
         };
-        Ok(Model {
+        Ok(PyModel {
             model: watched(py, &interrupt, report, load)?,
             ctx: how.ctx,
             chat: Arc::default(),
@@ -255,7 +255,7 @@ impl Model {
         py: Python<'_>,
         text: &str,
         how: Measuring,
-        reference: Option<&Model>,
+        reference: Option<&PyModel>,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
         self.check_process()?;

@@ -76,7 +76,7 @@ pub struct DeviceEstimate {
 const ROWS: [usize; 5] = [8192, 4096, 2048, 1024, 512];
 
 /// The parts of a run that its GPU memory depends on.
-pub(crate) struct Work<'a> {
+pub(crate) struct DeviceWork<'a> {
     pub(crate) schemes: &'a Schemes,
     /// Trellises that weights may get.
     pub(crate) trellises: Vec<TrellisScheme>,
@@ -106,7 +106,7 @@ pub(crate) fn copy_schemes(from: SampledFrom) -> Option<Schemes> {
 ///
 /// # Errors
 /// [`Error::Request`] with the bytes needed if a stage does not fit; a scheme that no kernel supports.
-pub(crate) fn fit(c: &ModelConfig, work: &Work<'_>, limit: u64) -> Result<DeviceEstimate> {
+pub(crate) fn fit(c: &ModelConfig, work: &DeviceWork<'_>, limit: u64) -> Result<DeviceEstimate> {
     // An engine with a session: of the source, or of its weights under `schemes`.
     let engine = |schemes: Option<&Schemes>, slots, max_rows| {
         let dense = WeightKind::Dense(DType::BF16);
@@ -208,7 +208,7 @@ fn run(a: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
 }
 
 /// Quantizes the layers, after the head, which is rounded in pieces.
-fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Result<()> {
+fn quantize(a: &Account, c: &ModelConfig, work: &DeviceWork<'_>, rows: usize) -> Result<()> {
     let moments = |n: usize| a.hold(4 * n * n);
     if work.needs != Needs::Hessian {
         return run(a, c, rows).map(drop);
@@ -233,7 +233,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, rows: usize) -> Resul
 }
 
 /// Rounds a weight `[out, n]` using the moments of its inputs.
-fn round(a: &Account, out: usize, n: usize, work: &Work<'_>) {
+fn round(a: &Account, out: usize, n: usize, work: &DeviceWork<'_>) {
     let (values, groups) = (out * n, work.schemes.linears.group().count(n));
     let factor = a.hold(4 * n * n);
     drop(a.hold((work.sizes.factor)(n)));
@@ -302,7 +302,7 @@ mod tests {
         {
             let choose_for = |schemes: &Schemes, preset: &str, limit: u64| {
                 let config = Preset::find(preset).expect("a published shape").config();
-                let work = Work {
+                let work = DeviceWork {
                     schemes,
                     trellises: schemes.all().filter_map(Scheme::trellis).collect(),
                     needs: Needs::Hessian,

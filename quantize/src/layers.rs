@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::grid::{Grid, Grids};
 use crate::linalg::{Matrix, Moments};
-use crate::methods::{Layer, Method, Needs};
+use crate::methods::{FloatLayer, Method, Needs};
 use crate::report::LayerReport;
 use crate::rounding::{self, Rounding};
 use crate::schemes::LayerSchemes;
@@ -153,7 +153,7 @@ impl Observer for RowProgress<'_> {
 ///
 /// # Errors
 /// [`crate::Error::NotFinite`], which names the weight that contains NaN or infinity.
-pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Result<Layer> {
+pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Result<FloatLayer> {
     let spec = weights.spec;
     let linears = spec.matrices().map(|linear| {
         let weight = weights.linear(linear.kind);
@@ -168,7 +168,7 @@ pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Resul
         Source::Heads(_) | Source::Rows(_) | Source::Fixed => None,
     });
     let norms = norms.map(|kind| Ok((kind, weights.norm(kind).to_f32()?)));
-    Ok(Layer {
+    Ok(FloatLayer {
         index,
         spec,
         linears,

@@ -62,13 +62,13 @@ pub struct Delta<L, N> {
     /// `b` and `a`: `[2 value_heads, hidden]`.
     pub rates: Packed<L>,
     /// Its vectors.
-    pub vectors: DeltaVectors<N>,
+    pub vectors: DeltaParameters<N>,
     /// `[hidden, values]`
     pub out: Packed<L>,
 }
 
 /// The vectors of a [`Delta`].
-pub struct DeltaVectors<N> {
+pub struct DeltaParameters<N> {
     /// The convolution's weights, `[channels, width]`.
     pub conv: N,
     /// Logarithms of rates of decay, `[value_heads]`.
@@ -251,12 +251,12 @@ impl<N> HeadVectors<N> {
     }
 }
 
-impl<N> DeltaVectors<N> {
+impl<N> DeltaParameters<N> {
     fn new<E>(
         spec: &'static DeltaSpec,
         mut vector: impl FnMut(VectorSpec) -> Result<N, E>,
     ) -> Result<Self, E> {
-        Ok(DeltaVectors {
+        Ok(DeltaParameters {
             conv: vector(VectorSpec::Row(&spec.conv))?,
             decay: vector(VectorSpec::Row(&spec.decay))?,
             dt_bias: vector(VectorSpec::Row(&spec.dt_bias))?,
@@ -378,7 +378,7 @@ impl<L, N> Layer<L, N> {
                 Mixer::Delta(d) => Mix::Delta(Delta {
                     inputs: pack(&d.inputs)?,
                     rates: pack(&d.rates)?,
-                    vectors: DeltaVectors::new(d, &mut vector)?,
+                    vectors: DeltaParameters::new(d, &mut vector)?,
                     out: pack(&d.out)?,
                 }),
                 Mixer::Mlp(m) => Mix::Mlp(Mlp::new(m, &mut pack)?),

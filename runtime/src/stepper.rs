@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::interface::Observer;
 use crate::models::LayerWeights;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::second_order::Moments;
+use nq_kernels::second_order::DeviceMoments;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl Hidden {
 
 /// Second moments of the inputs of each of a layer's products, in their order; for each expert where
 /// experts have inputs of their own ([`Product::shares`](nq_formats::models::Product::shares)).
-pub type ProductMoments = Vec<Vec<Arc<dyn Moments>>>;
+pub type ProductMoments = Vec<Vec<Arc<dyn DeviceMoments>>>;
 
 /// The forward pass one layer at a time over whole sequences from position 0, so that a model
 /// larger than memory can be calibrated and quantized layer by layer.

@@ -3,7 +3,7 @@
 use crate::engine::{Answers, Client, Constraint, Event, Finish, Refused, Request, ThinkingBudget};
 use crate::error::ApiError;
 use crate::grammar::{Conformant, Format, Start};
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::output::{Piece, Reader, ReaderOptions};
 use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
 use std::sync::Arc;
@@ -53,7 +53,7 @@ pub struct Names {
 
 impl Generation {
     /// One answer to no prompt yet, with the model's own settings.
-    pub fn of(model: &Model) -> Self {
+    pub fn of(model: &ServedModel) -> Self {
         Generation {
             prompts: Vec::new(),
             n: 1,
@@ -165,7 +165,7 @@ impl Constraint for Given {
 /// # Errors
 /// Tokens past the vocabulary, a prompt that does not fit, one of a single token without an answer; penalties, which
 /// would count its tokens as written.
-fn can_be_scored(model: &Model, generation: &Generation) -> Result<(), ApiError> {
+fn can_be_scored(model: &ServedModel, generation: &Generation) -> Result<(), ApiError> {
     let (names, ctx) = (generation.names, model.context());
     let answer = generation.max_tokens.unwrap_or(1);
     for prompt in &generation.prompts {
@@ -193,7 +193,7 @@ fn can_be_scored(model: &Model, generation: &Generation) -> Result<(), ApiError>
 /// Answers as they come. Dropping it cancels them.
 pub struct AnswerStream {
     /// Keeps the model loaded while it answers.
-    _model: Arc<Model>,
+    _model: Arc<ServedModel>,
     answers: Answers,
     choices: Vec<AnswerChoice>,
     usage: Usage,
@@ -204,7 +204,7 @@ pub struct AnswerStream {
 /// # Errors
 /// A format that is not supported; a request that the engine refuses.
 pub fn start(
-    model: &Arc<Model>,
+    model: &Arc<ServedModel>,
     generation: &Generation,
     client: Client,
     deadline: Option<Instant>,
@@ -303,7 +303,7 @@ pub fn start(
 /// # Errors
 /// A format that cannot be served, by the name of its field.
 fn constraint(
-    model: &Model,
+    model: &ServedModel,
     generation: &Generation,
     format: &Format,
     start: Start,

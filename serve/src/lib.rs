@@ -29,6 +29,6 @@ pub use engine::{
     ThinkingBudget,
 };
 pub use error::ApiError;
-pub use http::{Limits, Security, Server, Stopper};
-pub use model::Model;
+pub use http::{HttpLimits, Security, Server, Stopper};
+pub use model::ServedModel;
 pub use models::{LoadError, ModelSource, Models};

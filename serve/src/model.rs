@@ -26,7 +26,7 @@ enum ToolPrompt {
 }
 
 /// A served model and its name.
-pub struct Model {
+pub struct ServedModel {
     name: String,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
@@ -60,7 +60,7 @@ pub struct Prompt {
     pub begun: Vec<u32>,
 }
 
-impl Model {
+impl ServedModel {
     /// Serves the checkpoint that `engine` runs, in sessions of `spec`. One without a chat template
     /// serves completions alone, an embedding model embeddings alone.
     ///
@@ -88,7 +88,7 @@ impl Model {
         let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;
         let tool_prompt = template.as_ref().map_or(ToolPrompt::Described, tool_prompt);
         let about = About::of(checkpoint, &name, template.as_ref(), engine.spec().ctx);
-        Ok(Model {
+        Ok(ServedModel {
             name,
             about,
             reads,

@@ -4,7 +4,7 @@
 use crate::about::About;
 use crate::error::ApiError;
 use crate::metrics;
-use crate::model::Model;
+use crate::model::ServedModel;
 use nq_formats::human_bytes;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -15,7 +15,7 @@ pub trait ModelSource: Send + Sync {
     ///
     /// # Errors
     /// [`LoadError`].
-    fn load(&self) -> Result<Model, LoadError>;
+    fn load(&self) -> Result<ServedModel, LoadError>;
 
     /// What is known of it before it is loaded.
     fn about(&self) -> Option<About> {
@@ -69,7 +69,7 @@ impl ModelEntry {
 #[derive(Default)]
 struct States {
     /// For each entry, the model while it is loaded, and the number of its last request.
-    loaded: Vec<(Option<Arc<Model>>, u64)>,
+    loaded: Vec<(Option<Arc<ServedModel>>, u64)>,
     /// When each was last seen in use.
     used: Vec<Instant>,
     /// How often each was loaded.
@@ -95,12 +95,12 @@ pub struct Listed<'a> {
     /// How long nobody has used it.
     pub idle: Duration,
     /// The model, while it is loaded.
-    pub model: Option<&'a Model>,
+    pub model: Option<&'a ServedModel>,
 }
 
 /// Models that are loaded and never unloaded.
-impl From<Vec<Arc<Model>>> for Models {
-    fn from(models: Vec<Arc<Model>>) -> Self {
+impl From<Vec<Arc<ServedModel>>> for Models {
+    fn from(models: Vec<Arc<ServedModel>>) -> Self {
         let mut all = Models::default();
         for model in models {
             all.push(model.name().to_owned(), None, Some(model));
@@ -116,7 +116,7 @@ impl Models {
     }
 
     /// Adds a model that `source` has loaded.
-    pub fn add_loaded(&mut self, source: Box<dyn ModelSource>, model: Model) {
+    pub fn add_loaded(&mut self, source: Box<dyn ModelSource>, model: ServedModel) {
         let name = model.name().to_owned();
         self.push(name, Some(source), Some(Arc::new(model)));
     }
@@ -125,7 +125,7 @@ impl Models {
         &mut self,
         name: String,
         source: Option<Box<dyn ModelSource>>,
-        model: Option<Arc<Model>>,
+        model: Option<Arc<ServedModel>>,
     ) {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let loaded = model.as_ref().map(|m| m.about().clone());
@@ -228,7 +228,7 @@ impl Models {
     ///
     /// # Errors
     /// If no model has that name, or if it cannot be loaded.
-    pub async fn get(self: &Arc<Self>, name: Option<&str>) -> Result<Arc<Model>, ApiError> {
+    pub async fn get(self: &Arc<Self>, name: Option<&str>) -> Result<Arc<ServedModel>, ApiError> {
         let at = self.find(name)?;
         if let Some(model) = self.take(at)? {
             return Ok(model);
@@ -247,7 +247,7 @@ impl Models {
     }
 
     /// Returns the model, if it is loaded, and marks it as just used.
-    fn take(&self, at: usize) -> Result<Option<Arc<Model>>, ApiError> {
+    fn take(&self, at: usize) -> Result<Option<Arc<ServedModel>>, ApiError> {
         let mut states = self.states();
         if states.closed {
             return Err(crate::engine::Refused::Closing.into());
@@ -260,7 +260,7 @@ impl Models {
         Ok(model.clone())
     }
 
-    fn load(&self, at: usize) -> Result<Arc<Model>, ApiError> {
+    fn load(&self, at: usize) -> Result<Arc<ServedModel>, ApiError> {
         loop {
             // Another request may have loaded the same model meanwhile.
             if let Some(model) = self.take(at)? {
@@ -384,7 +384,7 @@ impl Models {
 
     /// Loads no more models and closes the loaded ones: see [`crate::Engine::close`].
     pub fn close(&self, grace: Duration) {
-        let models: Vec<Arc<Model>> = {
+        let models: Vec<Arc<ServedModel>> = {
             let mut states = self.states();
             states.closed = true;
             let loaded = states.loaded.iter_mut();

@@ -3,7 +3,7 @@
 
 use crate::engine::{Client, Event, Finish, Refused, Request};
 use crate::error::ApiError;
-use crate::model::Model;
+use crate::model::ServedModel;
 use nq_runtime::Row;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// # Errors
 /// If the engine refuses a request or a text fails.
 pub async fn read(
-    model: &Arc<Model>,
+    model: &Arc<ServedModel>,
     row: &Row,
     texts: Vec<Vec<u32>>,
     client: Client,

@@ -7,7 +7,7 @@ mod common;
 
 use common::{Running, templated};
 use nq_runtime::{ChatTemplate, Message};
-use nq_serve::{Limits, Security};
+use nq_serve::{HttpLimits, Security};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,7 @@ const XML: &str = "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.conten
     {%- endfor %}</function>\n</tool_call>{%- endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n";
 
 fn xml() -> Running {
-    Running::over(templated(XML), Security::default(), Limits::default())
+    Running::over(templated(XML), Security::default(), HttpLimits::default())
 }
 
 fn tool(name: &str, schema: &Value) -> Value {
@@ -491,7 +491,11 @@ fn published_templates_of_qwen35_are_served() {
             println!("skipped: {} is absent", path.display());
             return;
         };
-        let server = Running::over(templated(&source), Security::default(), Limits::default());
+        let server = Running::over(
+            templated(&source),
+            Security::default(),
+            HttpLimits::default(),
+        );
         let text = "Let me see.\n\n<tool_call>\n<function=write>\n<parameter=content>\n a\n\n<b> \n</parameter>\n\
             <parameter=flag>\nTrue\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n\
             <parameter=a>\n[1, 2]\n</parameter>\n</function>\n</tool_call>";

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{CHAT, MESSAGES, RESPONSES, Running, user, with};
-use nq_serve::{EngineOptions, Limits, Security};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 
 fn city() -> Value {
@@ -98,7 +98,7 @@ fn responses_are_kept_for_their_client() {
     const KEYS: [&str; 2] = ["0123456789abcdef", "fedcba9876543210"];
     let keys = KEYS.map(str::to_owned);
     let security = Security::new(&keys, &[], &[]).unwrap();
-    let server = Running::with(EngineOptions::default(), security, Limits::default());
+    let server = Running::with(EngineOptions::default(), security, HttpLimits::default());
     let send = |key: usize, method: &str, path: &str, body: &str| {
         let bearer = format!("Bearer {}", KEYS[key]);
         server.send(method, path, &[("authorization", &bearer)], body)

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{CHAT, COMPLETIONS, MESSAGES, Response, Running, base, user};
-use nq_serve::{EngineOptions, Limits, Security};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::time::Duration;
@@ -67,9 +67,9 @@ fn bodies_of_many_values_are_refused() {
 /// Uploads that stop hold room of their client alone, and not for long.
 #[test]
 fn uploads_that_stop_are_given_up() {
-    let limits = Limits {
+    let limits = HttpLimits {
         body_pause: Duration::from_millis(300),
-        ..Limits::default()
+        ..HttpLimits::default()
     };
     let server = Running::with(EngineOptions::default(), Security::default(), limits);
     let head = server.request("POST", CHAT, &[("content-length", "8000000")], "");
@@ -91,12 +91,12 @@ fn uploads_that_stop_are_given_up() {
 /// Whoever waits for its client makes room for one that has a request; who is at work stays.
 #[test]
 fn silent_connections_make_room() {
-    let limits = Limits {
+    let limits = HttpLimits {
         connections: 8,
         head_time: Duration::from_secs(600),
         body_pause: Duration::from_secs(600),
         body_time: Duration::from_secs(600),
-        ..Limits::default()
+        ..HttpLimits::default()
     };
     let server = Running::with(EngineOptions::default(), Security::default(), limits);
     let mut works = server.connect();

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Response, Running, model};
-use nq_serve::{EngineOptions, Limits, Security, Server};
+use nq_serve::{EngineOptions, HttpLimits, Security, Server};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
@@ -48,7 +48,7 @@ fn pages_of_other_sites_and_other_names_are_refused() {
     let server = Running::with(
         EngineOptions::default(),
         security.unwrap(),
-        Limits::default(),
+        HttpLimits::default(),
     );
     let status = |method: &str, path: &str, headers: &[(&str, &str)]| {
         let body = if method == "POST" {
@@ -122,7 +122,7 @@ fn without_a_key_only_this_machine_is_served() {
             everywhere,
             vec![Arc::clone(&model)],
             security,
-            Limits::default(),
+            HttpLimits::default(),
         )
     };
     let refused = bind(Security::default()).err().expect("no key").to_string();
@@ -130,7 +130,7 @@ fn without_a_key_only_this_machine_is_served() {
     let security = || Security::new(&[KEY.into(), format!("{KEY}-2")], &[], &[]).unwrap();
     assert!(bind(security()).is_ok());
 
-    let server = Running::over(model, security(), Limits::default());
+    let server = Running::over(model, security(), HttpLimits::default());
     for path in ["/v1/models", "/metrics", "/nothing"] {
         let response = server.get(path);
         assert_eq!(response.status, 401, "{path}");
@@ -175,11 +175,11 @@ fn without_a_key_only_this_machine_is_served() {
 
 #[test]
 fn bodies_and_heads_have_bounds() {
-    let limits = Limits {
+    let limits = HttpLimits {
         body: 2000,
         body_time: Duration::from_millis(300),
         head_time: Duration::from_millis(300),
-        ..Limits::default()
+        ..HttpLimits::default()
     };
     let server = Running::with(EngineOptions::default(), Security::default(), limits);
     let long = json!({"messages": [{"role": "user", "content": "x".repeat(3000)}]});
@@ -233,9 +233,9 @@ fn bodies_and_heads_have_bounds() {
 
 #[test]
 fn connections_are_counted() {
-    let limits = Limits {
+    let limits = HttpLimits {
         connections: 2,
-        ..Limits::default()
+        ..HttpLimits::default()
     };
     let server = Running::with(EngineOptions::default(), Security::default(), limits);
     let answers = [0, 1].map(|_| begin(&server, &streamed(1000), 1));
@@ -263,7 +263,7 @@ fn whoever_hangs_up_is_dropped_wherever_it_is() {
         parallel: 1,
         ..EngineOptions::default()
     };
-    let server = Running::with(options, Security::default(), Limits::default());
+    let server = Running::with(options, Security::default(), HttpLimits::default());
     // In a stream.
     let stream = begin(&server, &streamed(1000), 3);
     // In the queue, as a stream and as a whole.
@@ -287,7 +287,7 @@ fn a_full_queue_is_429_with_a_time() {
         queue: 1,
         ..EngineOptions::default()
     };
-    let server = Running::with(options, Security::default(), Limits::default());
+    let server = Running::with(options, Security::default(), HttpLimits::default());
     let stream = begin(&server, &streamed(1000), 3);
     let queued = begin(&server, &streamed(1000), 1);
     let refused = server.post(CHAT, &chat(3));
@@ -305,10 +305,10 @@ fn streams_say_that_they_live_and_end_in_time() {
         parallel: 1,
         ..EngineOptions::default()
     };
-    let limits = Limits {
+    let limits = HttpLimits {
         keep_alive: Duration::from_millis(50),
         request_time: Some(Duration::from_millis(600)),
-        ..Limits::default()
+        ..HttpLimits::default()
     };
     let server = Running::with(options, Security::default(), limits);
     let first = begin(&server, &streamed(1000), 3);
@@ -366,7 +366,7 @@ fn few_pages_delay_answers_and_change_none() {
     let server = Running::over(
         model(Some(5), options),
         Security::default(),
-        Limits::default(),
+        HttpLimits::default(),
     );
     let ask = |i: usize| {
         let mut body = chat(150);
@@ -397,7 +397,7 @@ fn few_pages_delay_answers_and_change_none() {
 #[test]
 fn the_page_is_a_fixed_table_under_a_strict_policy() {
     let security = Security::new(&[KEY.into()], &[], &[]).unwrap();
-    let server = Running::with(EngineOptions::default(), security, Limits::default());
+    let server = Running::with(EngineOptions::default(), security, HttpLimits::default());
     let page = server.get("/");
     assert_eq!(
         (page.status, page.header("content-type")),

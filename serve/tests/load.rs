@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Response, Running, model};
-use nq_serve::{EngineOptions, Limits, Security};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -95,7 +95,7 @@ fn nothing_is_left_of_clients_of_all_kinds() {
     let server = Running::over(
         model(Some(PAGES), options),
         Security::default(),
-        Limits::default(),
+        HttpLimits::default(),
     );
     let whole = AtomicUsize::new(0);
     let end = Instant::now() + Duration::from_secs(8);

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Running, load, model, named};
-use nq_serve::{EngineOptions, Limits, LoadError, Model, ModelSource, Models, Security};
+use nq_serve::{EngineOptions, HttpLimits, LoadError, ModelSource, Models, Security, ServedModel};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,7 +32,7 @@ impl Memory {
 struct Demo(&'static str, Arc<Memory>);
 
 impl ModelSource for Demo {
-    fn load(&self) -> Result<Model, LoadError> {
+    fn load(&self) -> Result<ServedModel, LoadError> {
         let Demo(name, memory) = self;
         if *name == "broken" {
             return Err(LoadError::Failed);
@@ -56,7 +56,7 @@ fn server(names: &[&'static str]) -> (Running, Arc<Memory>) {
         models.add(*name, Box::new(Demo(name, Arc::clone(&memory))));
     }
     let other = model(None, EngineOptions::default());
-    let server = Running::all(models, other, Security::default(), Limits::default());
+    let server = Running::all(models, other, Security::default(), HttpLimits::default());
     (server, memory)
 }
 
@@ -224,7 +224,7 @@ fn aliases_name_models_and_pinned_ones_stay() {
     assert!(models.pin("c").is_err());
     assert!(models.alias("gpt-5", "a").is_err());
     let other = model(None, EngineOptions::default());
-    let server = Running::all(models, other, Security::default(), Limits::default());
+    let server = Running::all(models, other, Security::default(), HttpLimits::default());
     assert_eq!(server.json(CHAT, &chat("gpt-5", 3))["model"], "b");
     let list = server.get("/v1/models").json();
     let of = |key: &str| -> Vec<Value> {
@@ -287,7 +287,7 @@ fn a_pinned_model_is_not_unloaded() {
 struct Slow(Mutex<Receiver<bool>>);
 
 impl ModelSource for Slow {
-    fn load(&self) -> Result<Model, LoadError> {
+    fn load(&self) -> Result<ServedModel, LoadError> {
         match self.0.lock().unwrap().recv() {
             Ok(true) => Ok(named("slow", load(), None, EngineOptions::default())),
             _ => Err(LoadError::Failed),
@@ -298,9 +298,9 @@ impl ModelSource for Slow {
 #[test]
 fn clients_hear_from_a_model_that_is_being_loaded() {
     const PATHS: [&str; 4] = [CHAT, "/v1/responses", "/v1/messages", "/v1/completions"];
-    let limits = Limits {
+    let limits = HttpLimits {
         keep_alive: Duration::from_millis(20),
-        ..Limits::default()
+        ..HttpLimits::default()
     };
     for (path, good) in PATHS.iter().flat_map(|p| [(*p, true), (*p, false)]) {
         for streams in [true, false] {

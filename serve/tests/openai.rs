@@ -510,11 +510,11 @@ fn a_model_without_a_template_serves_completions() {
         parallel: 2,
         ..nq_serve::EngineOptions::default()
     };
-    let model = nq_serve::Model::new("plain", &checkpoint, engine, spec, options).unwrap();
+    let model = nq_serve::ServedModel::new("plain", &checkpoint, engine, spec, options).unwrap();
     let server = Running::over(
         std::sync::Arc::new(model),
         nq_serve::Security::default(),
-        nq_serve::Limits::default(),
+        nq_serve::HttpLimits::default(),
     );
     let body = json!({"prompt": "Once upon a time", "max_tokens": 4});
     assert_eq!(server.json("/v1/completions", &body)["model"], "plain");

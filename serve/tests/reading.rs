@@ -6,7 +6,7 @@ use common::{Running, demo};
 use nq_formats::{Checkpoint, Files};
 use nq_runtime::rerank::Reranker;
 use nq_runtime::{Encoder, SessionSpec, Tokenizer};
-use nq_serve::{EngineOptions, Limits, Models, Security};
+use nq_serve::{EngineOptions, HttpLimits, Models, Security};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn server() -> Running {
         Models::from(models),
         first,
         Security::default(),
-        Limits::default(),
+        HttpLimits::default(),
     )
 }
 

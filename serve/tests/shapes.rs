@@ -3,7 +3,7 @@
 mod common;
 
 use common::Running;
-use nq_serve::{EngineOptions, Limits, Security};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 
 /// Names and data of a stream's events.
@@ -259,7 +259,7 @@ fn the_description_is_that_of_the_server() {
     let demo = common::model(None, EngineOptions::default());
     let others = [common::embedder, common::reranker].map(|f| f(EngineOptions::default()));
     let models: Vec<_> = std::iter::once(demo.clone()).chain(others).collect();
-    let (security, limits) = (Security::default(), Limits::default());
+    let (security, limits) = (Security::default(), HttpLimits::default());
     let server = Running::all(models.into(), demo, security, limits);
     let document = server.get("/openapi.json").json();
     let mut fields = 0;

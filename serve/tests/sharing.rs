@@ -4,7 +4,7 @@ mod common;
 
 use common::{Running, model};
 use nq_kernels::pages::PAGE;
-use nq_serve::{EngineOptions, Limits, Security};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,7 +12,7 @@ const CHAT: &str = "/v1/chat/completions";
 
 fn server(pages: usize, options: EngineOptions) -> Running {
     let model = model(Some(pages), options);
-    Running::over(model, Security::default(), Limits::default())
+    Running::over(model, Security::default(), HttpLimits::default())
 }
 
 /// Four answers to a prompt of three and a half pages take one page of their own each, not four.

@@ -4,7 +4,7 @@ mod common;
 
 use common::{CHAT, MESSAGES, RESPONSES, Running, user, with};
 use nq_serve::protocol::reading::Rules;
-use nq_serve::{Limits, Security};
+use nq_serve::{HttpLimits, Security};
 use serde_json::{Value, json};
 
 /// A template that opens thinking, for a model that would go on with it for long.
@@ -17,7 +17,7 @@ fn thinking_ends_when_its_budget_is_spent() {
     let server = Running::over(
         common::templated(THINKER),
         Security::default(),
-        Limits::default(),
+        HttpLimits::default(),
     );
     let close = "\n</think>\n\n";
     let close = server.json("/tokenize", &json!({"prompt": close}))["count"]

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{CHAT, RESPONSES, Running, base, templated, user, with};
-use nq_serve::{Limits, Security};
+use nq_serve::{HttpLimits, Security};
 use serde_json::{Value, json};
 
 /// Shows what it gets: the model is asked for nothing, prompts are read by their tokens.
@@ -172,7 +172,11 @@ const WRITES: &str = "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.con
 
 #[test]
 fn a_custom_tool_takes_a_text() {
-    let server = Running::over(templated(WRITES), Security::default(), Limits::default());
+    let server = Running::over(
+        templated(WRITES),
+        Security::default(),
+        HttpLimits::default(),
+    );
     let grammar = json!({"type": "grammar", "syntax": "lark", "definition": "start: /[a-z]+/"});
     let custom = json!({"type": "custom", "name": "note", "description": "Takes a note.", "format": grammar});
     let more = json!({"tools": [custom], "tool_choice": {"type": "custom", "name": "note"}, "max_output_tokens": 400,

@@ -5,7 +5,7 @@ mod common;
 use common::{CHAT, Response, Running, base, user, with};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use nq_serve::{EngineOptions, Limits, Security};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 use serde_json::{Value, json};
 use std::io::Write;
@@ -16,7 +16,7 @@ fn clients_that_send_no_more_get_their_answers() {
     let server = Running::over(
         common::model(None, EngineOptions::default()),
         Security::default(),
-        Limits::default(),
+        HttpLimits::default(),
     );
     let ask = |path: &str, body: Value| {
         let mut stream = server.connect();
@@ -122,7 +122,7 @@ fn pages_of_allowed_origins_may_send_any_header() {
         "http://localhost:*".to_owned(),
     ];
     let security = Security::new(&[], &[], &origins).unwrap();
-    let server = Running::with(EngineOptions::default(), security, Limits::default());
+    let server = Running::with(EngineOptions::default(), security, HttpLimits::default());
     let preflight = |origin: &str, headers: &str| {
         let asked = [
             ("origin", origin),

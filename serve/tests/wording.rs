@@ -3,7 +3,7 @@
 mod common;
 
 use common::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Running, base, user, with};
-use nq_serve::{EngineOptions, Limits, Security};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 
 #[test]
@@ -47,7 +47,7 @@ fn what_does_not_fit_is_said_in_the_words_that_clients_look_for() {
 fn errors_have_the_form_of_the_protocol_on_every_route() {
     const KEY: &str = "0123456789abcdef";
     let security = Security::new(&[KEY.into()], &[], &[]).unwrap();
-    let server = Running::with(EngineOptions::default(), security, Limits::default());
+    let server = Running::with(EngineOptions::default(), security, HttpLimits::default());
     let own = [("x-api-key", KEY)];
     for (method, path, headers, body, status) in [
         ("POST", "/v1/messages/count_tokens", &own[..], "{}", 400),

@@ -1,7 +1,7 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
 use crate::flags::{Global, conflict, parse_kv};
-use crate::model::{self, Model};
+use crate::model::{self, FoundModel};
 use crate::terminal::{Terminal, shell_word, width};
 use crate::texts::{self, Text};
 use anyhow::{Context, bail};
@@ -87,7 +87,7 @@ const WORST: usize = 10;
 
 /// A loaded model.
 struct EvalModel {
-    model: Model,
+    model: FoundModel,
     engine: Arc<dyn Engine>,
     tokenizer: Tokenizer,
 }
@@ -196,7 +196,11 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn load(model: Model, options: &LoadOptions, terminal: &Terminal) -> anyhow::Result<EvalModel> {
+fn load(
+    model: FoundModel,
+    options: &LoadOptions,
+    terminal: &Terminal,
+) -> anyhow::Result<EvalModel> {
     model::check_writes(&model)?;
     let checkpoint = &model.checkpoint;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;

@@ -64,7 +64,7 @@ pub fn quantize_with(
 ///
 /// # Errors
 /// [`ErrorKind::Unsuited`].
-pub(crate) fn check_quantizable(model: &names::Model) -> Result<()> {
+pub(crate) fn check_quantizable(model: &names::FoundModel) -> Result<()> {
     match model.checkpoint.task() {
         Task::Embed(_) => Err(Error::unsuited(format!(
             "{}: an embedding model, which cannot generate the text that calibration and quality \

@@ -8,7 +8,7 @@
 //! projection into the rows of the value heads: one scale per element of a key/value head, tied
 //! over the query heads that share the head.
 
-use super::method::{Layer, Method, Needs, Outcome, Problem};
+use super::method::{FloatLayer, Method, Needs, Outcome, Problem};
 use super::rtn;
 use crate::error::Result;
 use crate::fit::Fit;
@@ -63,7 +63,12 @@ impl Method for Awq {
         true
     }
 
-    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
+    fn transform(
+        &self,
+        layer: &mut FloatLayer,
+        inputs: &mut LayerStats,
+        grids: &Grids,
+    ) -> Result<bool> {
         let mut changed = false;
         // The scales of norms, by which a layer's other products with the same input are multiplied too.
         let mut folded: BTreeMap<NormKind, Vec<f32>> = BTreeMap::new();
@@ -127,7 +132,7 @@ impl Awq {
     /// The scales with the least output error; `None` for the identity.
     fn search(
         &self,
-        layer: &Layer,
+        layer: &FloatLayer,
         share: ProductShare<'_>,
         stats: &InputStats,
         rms: &[f32],
@@ -281,7 +286,7 @@ impl ProductShare<'_> {
 
 /// Multiplies the columns of a product's weights by `scales` and divides whatever produces its
 /// input by them. Other users of that input (a router, a shared expert) are multiplied too.
-fn fold(layer: &mut Layer, share: ProductShare<'_>, scales: &[f32]) {
+fn fold(layer: &mut FloatLayer, share: ProductShare<'_>, scales: &[f32]) {
     for linear in share.product.linears {
         scale_columns(share.values(layer.linear_mut(linear.kind)), scales);
     }

@@ -3,7 +3,7 @@
 
 use super::awq::Awq;
 use super::gptq::{Gptq, Order};
-use super::method::{Layer, Method, Needs, Outcome, Problem};
+use super::method::{FloatLayer, Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::grid::Grids;
 use crate::second_order::LayerStats;
@@ -50,7 +50,12 @@ impl Method for AwqGptq {
         true
     }
 
-    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
+    fn transform(
+        &self,
+        layer: &mut FloatLayer,
+        inputs: &mut LayerStats,
+        grids: &Grids,
+    ) -> Result<bool> {
         self.awq.transform(layer, inputs, grids)
     }
 

@@ -45,7 +45,7 @@ pub enum Needs {
 
 /// The weights of one layer while it is quantized, in f32.
 #[derive(Clone, Debug)]
-pub struct Layer {
+pub struct FloatLayer {
     /// Layer, counted from 0.
     pub index: usize,
     /// Its row of the architecture's table.
@@ -60,7 +60,7 @@ pub struct Layer {
     pub head_dim: usize,
 }
 
-impl Layer {
+impl FloatLayer {
     /// The weight of one Linear.
     pub fn linear(&self, kind: LinearKind) -> &Matrix {
         &self.linears[&kind]
@@ -92,7 +92,12 @@ pub trait Method: Send + Sync {
     ///
     /// # Errors
     /// None from the methods here; a method of your own may refuse a layer.
-    fn transform(&self, layer: &mut Layer, inputs: &mut LayerStats, grids: &Grids) -> Result<bool> {
+    fn transform(
+        &self,
+        layer: &mut FloatLayer,
+        inputs: &mut LayerStats,
+        grids: &Grids,
+    ) -> Result<bool> {
         let _ = (layer, inputs, grids);
         Ok(false)
     }

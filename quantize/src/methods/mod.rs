@@ -9,7 +9,7 @@ pub mod rtn;
 #[cfg(test)]
 mod tests;
 
-pub use method::{Layer, Method, Needs, Outcome, Problem};
+pub use method::{FloatLayer, Method, Needs, Outcome, Problem};
 
 use crate::fit::Fit;
 

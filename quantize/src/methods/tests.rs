@@ -2,7 +2,7 @@
 
 use super::awq::Awq;
 use super::gptq::{Gptq, Importance, Order};
-use super::{Layer, METHODS, Method, Needs, Problem, by_name, rtn};
+use super::{FloatLayer, METHODS, Method, Needs, Problem, by_name, rtn};
 use crate::fit::Fit;
 use crate::grid::Grid;
 use crate::linalg::{Matrix, Moments};
@@ -346,7 +346,7 @@ fn awq_folds_scales_without_changing_the_layer() {
     let spec = &ARCHITECTURES[0].kinds[0];
     let kinds = || spec.linears().into_iter().map(|l| l.kind);
     let gains = |gain: fn(f32) -> f32| (0..hidden).map(|i| gain(i as f32)).collect();
-    let layer = Layer {
+    let layer = FloatLayer {
         index: 0,
         spec,
         linears: kinds().zip(linears).collect(),
@@ -393,10 +393,10 @@ fn awq_folds_scales_without_changing_the_layer() {
             );
         }
     }
-    let v = |l: &Layer, i: usize, j: usize| {
+    let v = |l: &FloatLayer, i: usize, j: usize| {
         l.linear(LinearKind::V).row(i)[j] * l.norms[&NormKind::Attention][j]
     };
-    let o = |l: &Layer, i: usize, j: usize| l.linear(LinearKind::O).row(i)[j];
+    let o = |l: &FloatLayer, i: usize, j: usize| l.linear(LinearKind::O).row(i)[j];
     for head in 0..heads {
         for d in 0..head_dim {
             let (at, value) = (head * head_dim + d, head / 2 * head_dim + d);
@@ -407,7 +407,7 @@ fn awq_folds_scales_without_changing_the_layer() {
         }
     }
     for d in 0..inner {
-        let path = |l: &Layer| {
+        let path = |l: &FloatLayer| {
             let up = l.linear(LinearKind::Up).row(d)[3] * l.norms[&NormKind::Mlp][3];
             up * l.linear(LinearKind::Down).row(2)[d]
         };
@@ -415,7 +415,7 @@ fn awq_folds_scales_without_changing_the_layer() {
     }
 
     // The statistics follow: dividing an input by s divides its moments by s_i s_j.
-    let gain = |l: &Layer| l.norms[&NormKind::Attention][0];
+    let gain = |l: &FloatLayer| l.norms[&NormKind::Attention][0];
     let s = gain(&layer) / gain(&scaled);
     close(
         inputs[0][0].mean_square[0],
@@ -448,7 +448,7 @@ fn folded_scales_leave_a_mixture_as_it_was() {
         (LinearKind::Up, normal(count * inner, hidden, 0.1, 75)),
         (LinearKind::Down, normal(count * hidden, inner, 0.1, 76)),
     ];
-    let layer = Layer {
+    let layer = FloatLayer {
         index: 0,
         spec,
         linears: linears.into(),
@@ -474,7 +474,7 @@ fn folded_scales_leave_a_mixture_as_it_was() {
     let changed = Awq::default().transform(&mut scaled, &mut seen, &grids);
     assert!(changed.unwrap());
     let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} {b}");
-    let seen_by = |l: &Layer, kind: LinearKind, row: usize, i: usize| {
+    let seen_by = |l: &FloatLayer, kind: LinearKind, row: usize, i: usize| {
         l.linear(kind).row(row)[i] * l.norms[&NormKind::Mlp][i]
     };
     assert_ne!(
@@ -489,12 +489,12 @@ fn folded_scales_leave_a_mixture_as_it_was() {
     let mut moved = 0;
     for e in 0..count {
         for d in 0..inner {
-            let path = |l: &Layer| {
+            let path = |l: &FloatLayer| {
                 let up = seen_by(l, LinearKind::Up, e * inner + d, 3);
                 up * l.linear(LinearKind::Down).row(e * hidden + 2)[d]
             };
             close(path(&scaled), path(&layer));
-            let down = |l: &Layer| l.linear(LinearKind::Down).row(e * hidden + 2)[d];
+            let down = |l: &FloatLayer| l.linear(LinearKind::Down).row(e * hidden + 2)[d];
             moved += usize::from(down(&scaled) != down(&layer));
         }
     }

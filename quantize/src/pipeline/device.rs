@@ -2,7 +2,7 @@
 
 use super::job::Job;
 use super::state::State;
-use crate::device_memory::{DeviceEstimate, SampledFrom, Work, copy_schemes, fit};
+use crate::device_memory::{DeviceEstimate, DeviceWork, SampledFrom, copy_schemes, fit};
 use crate::error::Result;
 use crate::linalg::Matrix;
 use crate::quality::Judge;
@@ -44,7 +44,7 @@ impl Job<'_> {
         let elsewhere = self.options.schemes.need_cpu();
         let more = self.options.candidates.iter().filter(|_| chosen);
         let all = self.options.schemes.all().chain(more.copied());
-        let work = Work {
+        let work = DeviceWork {
             trellises: all.filter_map(Scheme::trellis).collect(),
             schemes: if (chosen && !self.options.schemes.have_trellis()) || elsewhere {
                 &most

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// [`Hessian`] in a device's memory.
 #[derive(Debug)]
-pub(super) struct DeviceHessian(pub(super) Arc<dyn kernels::Moments>);
+pub(super) struct DeviceHessian(pub(super) Arc<dyn kernels::DeviceMoments>);
 
 /// The device's settings for the search of ranges.
 fn fit_shape(fit: Fit, grid: Grid) -> kernels::FitShape {
@@ -48,7 +48,7 @@ impl Hessian for DeviceHessian {
     fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors> {
         let scales: Vec<f32> = rounded.params.iter().map(|p| p.scale).collect();
         let zeros: Vec<f32> = rounded.params.iter().map(zero_of).collect();
-        let codes = kernels::Codes {
+        let codes = kernels::WeightCodes {
             codes: &rounded.codes,
             scales: &scales,
             zeros: &zeros,
@@ -150,7 +150,7 @@ impl Factor for DeviceFactor<'_> {
             begins: b.begins.filter(|_| !here),
         };
         let blocks: Vec<ColumnBlock> = c.blocks.iter().map(begins_nothing).collect();
-        let found = self.0.round(&kernels::Columns {
+        let found = self.0.round(&kernels::WeightColumns {
             weight: &weight,
             rows: c.weight.rows,
             group: c.grid.group().size(c.weight.cols),

@@ -28,7 +28,7 @@ impl InputStats {
     }
 
     /// Statistics from second moments that a device keeps.
-    pub fn on_device(moments: Arc<dyn nq_kernels::second_order::Moments>) -> Self {
+    pub fn on_device(moments: Arc<dyn nq_kernels::second_order::DeviceMoments>) -> Self {
         InputStats {
             mean_square: moments.diagonal().to_vec(),
             hessian: Some(Arc::new(DeviceHessian(moments))),

@@ -2,7 +2,7 @@
 //! these rows and from what they brought into it. So drafted tokens can be checked by rows of one forward.
 
 use super::cache::LayerCache;
-use super::weights::{Layer, delta_vectors};
+use super::weights::{CpuLayer, delta_vectors};
 use crate::states::delta_shape;
 use nq_formats::ModelConfig;
 use nq_kernels::cpu::{Cpu, DeltaRows, Span};
@@ -71,7 +71,7 @@ impl KeptRows {
     pub(super) fn run_again(
         &self,
         (cpu, c): (&Cpu, &ModelConfig),
-        (layers, caches): (&[Layer], &mut [LayerCache]),
+        (layers, caches): (&[CpuLayer], &mut [LayerCache]),
         (slot, span, count): (usize, Span, usize),
     ) {
         let shape = delta_shape(c);

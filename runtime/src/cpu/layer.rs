@@ -2,7 +2,7 @@
 
 use super::cache::LayerCache;
 use super::kept::KeptRows;
-use super::weights::{Layer, delta_vectors};
+use super::weights::{CpuLayer, delta_vectors};
 use crate::error::{Error, Result};
 use crate::forward::{
     self, Delta, Experts, HeadVectors, Mlp, Operand, Ops, Packed, Projection, Shared, VectorSpec,
@@ -26,7 +26,7 @@ pub(crate) fn pack_layer(
     index: usize,
     weights: &LayerWeights,
     census: &mut Census,
-) -> Result<Layer> {
+) -> Result<CpuLayer> {
     let linear = |product: &'static Product| {
         let parts = weights.product(product);
         let spec = &product.linears[0];
@@ -45,11 +45,11 @@ pub(crate) fn pack_layer(
         )
     };
     let vector = |vector: VectorSpec| weights.values(vector);
-    Layer::new(index, weights.spec, linear, vector)
+    CpuLayer::new(index, weights.spec, linear, vector)
 }
 
 /// Bytes of a layer that one token reads.
-pub(crate) fn layer_bytes(config: &ModelConfig, layer: &Layer) -> usize {
+pub(crate) fn layer_bytes(config: &ModelConfig, layer: &CpuLayer) -> usize {
     let vectors = layer.vectors().map(|v| 4 * v.len()).sum::<usize>();
     vectors + layer.bytes_per_token(config, Linear::bytes)
 }

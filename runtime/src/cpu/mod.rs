@@ -28,7 +28,7 @@ use nq_kernels::cpu::{Cpu, Linear};
 use nq_kernels::profile::OpTiming;
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
-use weights::Layer;
+use weights::CpuLayer;
 
 /// A model packed for this CPU.
 pub(crate) struct CpuModel {
@@ -38,7 +38,7 @@ pub(crate) struct CpuModel {
     /// `[vocab, hidden]`, canonical: only rows that are looked up are read. `None` if the
     /// head, whose rows can be read back, is the same matrix.
     embedding: Option<Weight>,
-    layers: Vec<Layer>,
+    layers: Vec<CpuLayer>,
     norm: Vec<f32>, // [hidden]
     head: Linear,   // [vocab, hidden]
 }
@@ -166,7 +166,7 @@ impl Engine for CpuEngine {
     fn memory_bandwidth(&self) -> Option<f64> {
         *self.bandwidth.get_or_init(|| {
             let m = &self.model;
-            let linears = m.layers.iter().flat_map(Layer::linears).chain([&m.head]);
+            let linears = m.layers.iter().flat_map(CpuLayer::linears).chain([&m.head]);
             Some(m.cpu.weights_bandwidth(linears)?.best)
         })
     }

@@ -4,7 +4,7 @@ use super::CpuModel;
 use super::cache::LayerCache;
 use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
 use super::stream_drafts::DraftHead;
-use super::weights::Layer;
+use super::weights::CpuLayer;
 use crate::error::Result;
 use crate::forward::Mix;
 use crate::interface::LoadOptions;
@@ -28,7 +28,7 @@ pub(crate) struct MtpModel {
     config: ModelConfig,
     rotary: Rotary,
     fc: Linear, // [hidden, 2 hidden]
-    layer: Layer,
+    layer: CpuLayer,
     embedding_norm: Vec<f32>,
     hidden_norm: Vec<f32>,
     norm: Vec<f32>,

@@ -7,7 +7,7 @@ use super::kept::KeptRows;
 use super::layer::{Batch, Pass, Scratch};
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts};
-use super::weights::Layer;
+use super::weights::CpuLayer;
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -431,7 +431,7 @@ impl Session for CpuSession {
         if !model.config.head_dim.is_multiple_of(16) || stuck {
             return 1;
         }
-        let linears = model.layers.iter().flat_map(Layer::linears);
+        let linears = model.layers.iter().flat_map(CpuLayer::linears);
         let linears = linears.chain([&model.head]).map(Linear::exact_rows);
         linears.fold(FEW_ROWS.min(self.spec.max_rows), usize::min)
     }

@@ -2,7 +2,7 @@
 
 use super::cache::LayerCache;
 use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
-use super::weights::Layer;
+use super::weights::CpuLayer;
 use crate::error::Result;
 use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
@@ -66,7 +66,7 @@ impl CpuLayers {
 }
 
 impl LayerDevice for CpuLayers {
-    type Layer = Layer;
+    type Layer = CpuLayer;
 
     fn config(&self) -> &ModelConfig {
         &self.config
@@ -99,7 +99,7 @@ impl LayerDevice for CpuLayers {
         Ok(())
     }
 
-    fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Layer> {
+    fn pack(&self, index: usize, weights: &LayerWeights) -> Result<CpuLayer> {
         let census = &mut Census::default();
         pack_layer(
             (&self.cpu, &self.config),
@@ -112,7 +112,7 @@ impl LayerDevice for CpuLayers {
 
     fn run(
         &mut self,
-        layer: &Layer,
+        layer: &CpuLayer,
         piece: &LayerPiece,
         x: &mut [f32],
         observer: &mut dyn Observer,

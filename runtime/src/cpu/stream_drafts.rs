@@ -51,7 +51,7 @@ pub(crate) trait DraftHead: Send + Sync {
 }
 
 /// Drafts with a [`DraftHead`]; the session that it drafts for holds the other reference.
-pub(crate) struct StreamDrafts<H>(Arc<Mutex<State<H>>>);
+pub(crate) struct StreamDrafts<H>(Arc<Mutex<DraftState<H>>>);
 
 /// What a session tells its drafter besides the streams of sequences.
 pub(crate) trait Forks: Send {
@@ -60,7 +60,7 @@ pub(crate) trait Forks: Send {
     fn fork(&mut self, from: usize, to: usize, len: usize, waiting: Option<Tapped>);
 }
 
-struct State<H> {
+struct DraftState<H> {
     head: Arc<H>,
     cache: LayerCache,
     slots: Vec<Slot>,
@@ -112,10 +112,10 @@ impl Slot {
 impl<H: DraftHead> StreamDrafts<H> {
     /// Drafts with `head` for a session of `spec`.
     pub(crate) fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
-        StreamDrafts(Arc::new(Mutex::new(State::new(head, spec))))
+        StreamDrafts(Arc::new(Mutex::new(DraftState::new(head, spec))))
     }
 
-    fn state(&self) -> MutexGuard<'_, State<H>> {
+    fn state(&self) -> MutexGuard<'_, DraftState<H>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -127,7 +127,7 @@ impl<H: DraftHead + 'static> StreamDrafts<H> {
     }
 }
 
-impl<H: DraftHead> State<H> {
+impl<H: DraftHead> DraftState<H> {
     fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
         let pages = spec.ctx.div_ceil(PAGE);
         let slot = |slot: usize| Slot {
@@ -136,7 +136,7 @@ impl<H: DraftHead> State<H> {
                 .collect(),
             ..Slot::default()
         };
-        State {
+        DraftState {
             cache: head.cache(spec.slots * pages),
             slots: (0..spec.slots).map(slot).collect(),
             ctx: spec.ctx,
@@ -188,7 +188,7 @@ impl<H: DraftHead> State<H> {
     }
 }
 
-impl<H: DraftHead> State<H> {
+impl<H: DraftHead> DraftState<H> {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
         for draft in drafts {
             if !self.catch_up(draft)? {
@@ -229,7 +229,7 @@ impl<H: DraftHead> State<H> {
     }
 }
 
-impl<H: DraftHead> Forks for State<H> {
+impl<H: DraftHead> Forks for DraftState<H> {
     fn fork(&mut self, from: usize, to: usize, len: usize, waiting: Option<Tapped>) {
         if let Some(tapped) = waiting {
             self.see(from, tapped);

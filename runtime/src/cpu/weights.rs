@@ -4,7 +4,7 @@ use crate::forward::{self, Delta};
 use nq_kernels::cpu::{DeltaVectors, Linear};
 
 /// The weights of a layer, repacked for this CPU.
-pub(crate) type Layer = forward::Layer<Linear, Vec<f32>>;
+pub(crate) type CpuLayer = forward::Layer<Linear, Vec<f32>>;
 
 /// The vectors of a recurrence.
 pub(super) fn delta_vectors(delta: &Delta<Linear, Vec<f32>>) -> DeltaVectors<'_> {

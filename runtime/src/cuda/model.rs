@@ -424,7 +424,7 @@ impl CudaModel {
     /// The vectors of a layer's recurrence.
     pub(super) fn delta<'a>(
         &self,
-        vectors: &'a crate::forward::DeltaVectors<Buffer<f32>>,
+        vectors: &'a crate::forward::DeltaParameters<Buffer<f32>>,
     ) -> DeltaVectors<'a> {
         DeltaVectors {
             conv: &vectors.conv,

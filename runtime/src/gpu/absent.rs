@@ -11,7 +11,7 @@ use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::grad::GradWork;
-use nq_kernels::second_order::Moments;
+use nq_kernels::second_order::DeviceMoments;
 use std::sync::Arc;
 
 const WHY: &str = "this nq was built without the feature `cuda`";
@@ -83,6 +83,6 @@ pub(crate) fn run<W: GradWork>(ordinal: usize, _: W) -> Result<W::Output> {
     absent(ordinal)
 }
 
-pub fn moments(ordinal: usize, _: &[f32], _: usize) -> Result<Arc<dyn Moments>> {
+pub fn moments(ordinal: usize, _: &[f32], _: usize) -> Result<Arc<dyn DeviceMoments>> {
     absent(ordinal)
 }

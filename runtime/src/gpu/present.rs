@@ -13,7 +13,7 @@ use nq_kernels::cuda::{
     CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count,
 };
 use nq_kernels::grad::GradWork;
-use nq_kernels::second_order::{Moments, SecondOrder};
+use nq_kernels::second_order::{DeviceMoments, SecondOrder};
 use std::sync::Arc;
 
 fn ops(ordinal: usize, precision: GemmPrecision) -> Result<CudaOps> {
@@ -130,7 +130,7 @@ pub(crate) fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
 ///
 /// # Errors
 /// See [`memory`].
-pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn Moments>> {
+pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn DeviceMoments>> {
     let gpu = Gpu::open(ordinal)?;
     let sums = gpu.upload("second moments", values)?;
     let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Full)?);

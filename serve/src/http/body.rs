@@ -1,7 +1,7 @@
 //! Bodies: requests within limits, and answers from a channel.
 
 use super::connections::Working;
-use super::limits::Limits;
+use super::limits::HttpLimits;
 use super::room::{RoomPlace, SMALL};
 use crate::error::ApiError;
 use crate::protocol::reading::plain;
@@ -26,7 +26,7 @@ use tokio::time::timeout;
 pub(super) async fn read(
     headers: &HeaderMap,
     body: Body,
-    limits: &Limits,
+    limits: &HttpLimits,
     place: &RoomPlace,
 ) -> Result<Bytes, ApiError> {
     let kind = headers
@@ -57,7 +57,7 @@ pub(super) async fn read(
 async fn receive(
     mut body: Body,
     encoded: bool,
-    limits: &Limits,
+    limits: &HttpLimits,
     place: &RoomPlace,
 ) -> Result<Bytes, ApiError> {
     let announced = hyper::body::Body::size_hint(&body).exact();

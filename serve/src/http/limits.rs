@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// Limits on a request or connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct HttpLimits {
     /// Most bytes of a request's body.
     pub body: usize,
     /// Longest time for receiving a body.
@@ -29,9 +29,9 @@ pub struct Limits {
     pub stall: Duration,
 }
 
-impl Default for Limits {
+impl Default for HttpLimits {
     fn default() -> Self {
-        Limits {
+        HttpLimits {
             body: 8 << 20,
             body_time: Duration::from_secs(60),
             body_pause: Duration::from_secs(10),

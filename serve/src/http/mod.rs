@@ -14,7 +14,7 @@ mod server;
 mod stream;
 
 pub use guard::Security;
-pub use limits::Limits;
+pub use limits::HttpLimits;
 pub use noted::Report;
 pub use server::{Server, Stopper};
 
@@ -32,7 +32,7 @@ pub struct App {
     /// Access control.
     pub security: Security,
     /// Limits on a request or connection.
-    pub limits: Limits,
+    pub limits: HttpLimits,
     /// How requests are read.
     pub rules: Rules,
     /// Responses that requests may refer to.

@@ -10,7 +10,7 @@ use crate::about::About;
 use crate::engine::Client;
 use crate::error::ApiError;
 use crate::generation;
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::models::Listed;
 use crate::protocol::fields::Fields;
 use crate::protocol::reading::{Reading, plain};
@@ -46,9 +46,9 @@ pub(super) struct Peer {
 }
 
 /// How a protocol reads a request.
-type Parse = fn(&Arc<Model>, Fields) -> Result<Parsed, ApiError>;
+type Parse = fn(&Arc<ServedModel>, Fields) -> Result<Parsed, ApiError>;
 /// A handler of requests that do not need the engine.
-type Handler = fn(&Arc<Model>, Fields) -> Result<Value, ApiError>;
+type Handler = fn(&Arc<ServedModel>, Fields) -> Result<Value, ApiError>;
 
 /// All routes, behind the guard.
 pub(super) fn router(app: Arc<App>) -> Router {
@@ -273,7 +273,7 @@ async fn generate(
 struct CountedLater;
 
 async fn begin(
-    model: Arc<Model>,
+    model: Arc<ServedModel>,
     client: Client,
     fields: Fields,
     (parse, place): (Parse, RoomPlace),
@@ -328,8 +328,8 @@ async fn answered<T, A>(
     app: Arc<App>,
     silence: Silence,
     request: Request,
-    read: fn(&Arc<Model>, Fields) -> Result<T, ApiError>,
-    made: impl FnOnce(Arc<Model>, T, RoomPlace) -> A + Send + 'static,
+    read: fn(&Arc<ServedModel>, Fields) -> Result<T, ApiError>,
+    made: impl FnOnce(Arc<ServedModel>, T, RoomPlace) -> A + Send + 'static,
 ) -> Response
 where
     T: Send + 'static,
@@ -468,7 +468,9 @@ async fn embed(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let made = move |model: Arc<Model>, mut asked: embeddings::Embeddings, place: RoomPlace| async move {
+    let made = move |model: Arc<ServedModel>,
+                     mut asked: embeddings::Embeddings,
+                     place: RoomPlace| async move {
         let texts = std::mem::take(&mut asked.texts);
         let tokens = texts.iter().map(Vec::len).sum();
         let rows = reading::read(&model, &Row::Hidden, texts, client, deadline).await?;
@@ -493,7 +495,7 @@ async fn score(
     request: Request,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
-    let made = move |model: Arc<Model>, mut asked: rerank::Rerank, place: RoomPlace| async move {
+    let made = move |model: Arc<ServedModel>, mut asked: rerank::Rerank, place: RoomPlace| async move {
         let row = rerank::reranker(&model)?.row();
         let prompts = std::mem::take(&mut asked.prompts);
         let tokens = prompts.iter().map(Vec::len).sum();

@@ -1,7 +1,7 @@
 //! Connections: their number, time limits and shutdown.
 
 use super::connections::{ConnectionEntry, Connections};
-use super::limits::Limits;
+use super::limits::HttpLimits;
 use super::noted::{Ledger, Report};
 use super::room::Room;
 use super::routes::{Peer, router};
@@ -56,7 +56,7 @@ impl Server {
         address: SocketAddr,
         models: impl Into<Models>,
         security: Security,
-        limits: Limits,
+        limits: HttpLimits,
     ) -> io::Result<Self> {
         if !address.ip().is_loopback() && !security.needs_key() {
             return Err(io::Error::new(
@@ -224,7 +224,7 @@ async fn stopped(stop: &mut watch::Receiver<Option<Duration>>) -> Duration {
 async fn connection(
     stream: TcpStream,
     router: axum::Router,
-    limits: Limits,
+    limits: HttpLimits,
     mut finishing: watch::Receiver<bool>,
     silent: watch::Sender<bool>,
     entry: &ConnectionEntry,

@@ -1,7 +1,7 @@
 //! Answers over HTTP: as server-sent events while they are generated, or whole.
 
 use super::body::Channel;
-use super::limits::Limits;
+use super::limits::HttpLimits;
 use crate::error::ApiError;
 use crate::generation::AnswerStream;
 use crate::protocol::{Parsed, Shape, SseEvent};
@@ -40,7 +40,7 @@ async fn silent(silence: &mut Silence) {
 pub(super) fn events(
     stream: AnswerStream,
     shape: Box<dyn Shape>,
-    limits: Limits,
+    limits: HttpLimits,
     silence: Silence,
 ) -> Response {
     let (sender, receiver) = channel(WAITING);
@@ -52,7 +52,7 @@ pub(super) fn events(
 pub(super) fn events_of(
     begun: impl Future<Output = Result<(AnswerStream, Parsed), ApiError>> + Send + 'static,
     wrong: impl FnOnce(&ApiError) -> SseEvent + Send + 'static,
-    limits: Limits,
+    limits: HttpLimits,
     mut silence: Silence,
 ) -> Response {
     let (sender, receiver) = channel(WAITING);
@@ -75,7 +75,7 @@ async fn alive<F: Future>(
     future: F,
     sign: &'static [u8],
     sender: &Sender<Bytes>,
-    limits: &Limits,
+    limits: &HttpLimits,
     silence: &mut Silence,
 ) -> Option<F::Output> {
     let mut future = std::pin::pin!(future);
@@ -99,7 +99,7 @@ async fn tell_all(
     stream: AnswerStream,
     mut shape: Box<dyn Shape>,
     sender: &Sender<Bytes>,
-    limits: &Limits,
+    limits: &HttpLimits,
     silence: Silence,
 ) {
     let told = guarded(tell(stream, shape.as_mut(), sender, limits, silence));
@@ -124,7 +124,7 @@ async fn tell(
     mut stream: AnswerStream,
     shape: &mut dyn Shape,
     sender: &Sender<Bytes>,
-    limits: &Limits,
+    limits: &HttpLimits,
     mut silence: Silence,
 ) {
     let mut beat = limits.keep_alive;
@@ -180,7 +180,7 @@ async fn guarded<F: Future>(future: F) -> std::thread::Result<F::Output> {
 }
 
 /// False if the reader is gone or too slow.
-async fn send(sender: &Sender<Bytes>, events: &[SseEvent], limits: &Limits) -> bool {
+async fn send(sender: &Sender<Bytes>, events: &[SseEvent], limits: &HttpLimits) -> bool {
     if events.is_empty() {
         return true;
     }
@@ -194,7 +194,7 @@ async fn send(sender: &Sender<Bytes>, events: &[SseEvent], limits: &Limits) -> b
     send_bytes(sender, text.into(), limits).await
 }
 
-async fn send_bytes(sender: &Sender<Bytes>, bytes: Bytes, limits: &Limits) -> bool {
+async fn send_bytes(sender: &Sender<Bytes>, bytes: Bytes, limits: &HttpLimits) -> bool {
     matches!(timeout(limits.stall, sender.send(bytes)).await, Ok(Ok(())))
 }
 
@@ -227,7 +227,7 @@ pub(super) async fn whole(
 pub(super) async fn patient(
     answer: impl Future<Output = Result<String, ApiError>> + Send + 'static,
     mut silence: Silence,
-    limits: Limits,
+    limits: HttpLimits,
 ) -> Result<Body, ApiError> {
     let mut answer = Box::pin(answer);
     tokio::select! {
@@ -244,7 +244,7 @@ pub(super) fn slow(
     answer: impl Future<Output = Result<String, ApiError>> + Send + 'static,
     wrong: impl FnOnce(&ApiError) -> String + Send + 'static,
     mut silence: Silence,
-    limits: Limits,
+    limits: HttpLimits,
 ) -> Body {
     let (sender, receiver) = channel(WAITING);
     tokio::spawn(async move {
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
     use crate::engine::{Client, EngineOptions};
     use crate::generation::{Output, Usage, start};
-    use crate::model::Model;
+    use crate::model::ServedModel;
     use crate::protocol::chat;
     use crate::protocol::fields::Fields;
     use http_body_util::BodyExt;
@@ -308,7 +308,7 @@ mod tests {
         }
     }
 
-    fn model() -> Arc<Model> {
+    fn model() -> Arc<ServedModel> {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/demo");
         let checkpoint = Checkpoint::open(folder.as_ref()).unwrap();
         let options = LoadOptions {
@@ -326,7 +326,7 @@ mod tests {
             parallel: 2,
             ..EngineOptions::default()
         };
-        Arc::new(Model::new("demo", &checkpoint, engine.unwrap(), spec, options).unwrap())
+        Arc::new(ServedModel::new("demo", &checkpoint, engine.unwrap(), spec, options).unwrap())
     }
 
     #[test]
@@ -352,7 +352,7 @@ mod tests {
             let told = events(
                 stream,
                 Box::new(Faulty(shape, 0)),
-                Limits::default(),
+                HttpLimits::default(),
                 hearing(),
             );
             let text = told.into_body().collect().await.unwrap().to_bytes();

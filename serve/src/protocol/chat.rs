@@ -10,7 +10,7 @@ use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Names, Output, Usage};
 use crate::grammar::{Format, Start, unenforced};
-use crate::model::{Model, message};
+use crate::model::{ServedModel, message};
 use crate::output::{self, Piece, ReaderOptions};
 use nq_runtime::{Message, TokenLogprobs, Tokenizer};
 use serde_json::{Map, Value, json};
@@ -48,7 +48,7 @@ pub struct ChatRequest {
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("chat")?;
     let (messages, prefix) = messages(&mut fields)?;
     let given = fields.objects("tools", "chat.tool", tools::MOST_TOOLS)?;
@@ -136,7 +136,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
 /// # Errors
 /// Errors of the template.
 pub fn render(
-    model: &Arc<Model>,
+    model: &Arc<ServedModel>,
     chat: ChatRequest,
     partial: Generation,
 ) -> Result<Generation, ApiError> {
@@ -408,7 +408,7 @@ struct ChatAnswer {
 
 /// The formats of this protocol.
 struct ChatFormat {
-    model: Arc<Model>,
+    model: Arc<ServedModel>,
     id: String,
     created: u64,
     logprobs: bool,
@@ -419,7 +419,7 @@ struct ChatFormat {
 }
 
 impl ChatFormat {
-    fn new(model: &Arc<Model>, n: usize, logprobs: bool, told: Told, older: bool) -> Self {
+    fn new(model: &Arc<ServedModel>, n: usize, logprobs: bool, told: Told, older: bool) -> Self {
         ChatFormat {
             model: Arc::clone(model),
             id: unique("chatcmpl-"),

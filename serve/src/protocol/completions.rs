@@ -6,7 +6,7 @@ use super::streaming::{Told, streaming};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Generation, Names, Output, Usage};
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::output::{Piece, ReaderOptions};
 use nq_runtime::TokenLogprobs;
 use nq_runtime::sampler::MOST_LOGPROBS;
@@ -39,7 +39,7 @@ enum PromptInput {
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("completions")?;
     let encode = |text: &String| {
         let tokens = model.tokenizer().encode_within(text, model.counted());
@@ -146,7 +146,7 @@ struct CompletionAnswer {
 
 /// The formats of this protocol.
 struct Completion {
-    model: Arc<Model>,
+    model: Arc<ServedModel>,
     id: String,
     created: u64,
     logprobs: bool,
@@ -166,7 +166,7 @@ struct Echo {
 }
 
 /// The text of a prompt's tokens.
-fn shown(model: &Model, prompt: &[u32]) -> String {
+fn shown(model: &ServedModel, prompt: &[u32]) -> String {
     let bytes = model.tokenizer().token_bytes();
     let bytes: Vec<u8> = prompt.iter().flat_map(|&t| bytes.get(t)).copied().collect();
     String::from_utf8_lossy(&bytes).into_owned()

@@ -3,7 +3,7 @@
 use super::fields::Fields;
 use super::too_long;
 use crate::error::ApiError;
-use crate::model::Model;
+use crate::model::ServedModel;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use nq_runtime::embedding::{Purpose, unit};
@@ -36,7 +36,7 @@ pub struct Embeddings {
 ///
 /// # Errors
 /// If the model makes no embeddings, or a field is invalid or not supported.
-pub fn parse(model: &Model, fields: Fields) -> Result<Embeddings, ApiError> {
+pub fn parse(model: &ServedModel, fields: Fields) -> Result<Embeddings, ApiError> {
     let Some(texts) = model.embedding() else {
         return Err(ApiError {
             code: Some("no_embeddings"),
@@ -97,7 +97,7 @@ pub fn parse(model: &Model, fields: Fields) -> Result<Embeddings, ApiError> {
 /// # Errors
 /// A row that is no vector.
 pub fn answer(
-    model: &Model,
+    model: &ServedModel,
     asked: &Embeddings,
     rows: &[Vec<f32>],
     tokens: usize,

@@ -11,7 +11,7 @@ use super::{Parsed, Shape, SseEvent, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Names, Output, Usage};
 use crate::grammar::Format;
-use crate::model::{Model, message};
+use crate::model::{ServedModel, message};
 use crate::output::ReaderOptions;
 use nq_runtime::Message;
 use serde_json::{Map, Value, json};
@@ -29,7 +29,7 @@ const MOST: usize = 16_384;
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("messages")?;
     let max_tokens = fields.count("max_tokens", 1, usize::MAX)?;
     let max_tokens =
@@ -64,7 +64,7 @@ pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
 ///
 /// # Errors
 /// Errors of [`parse`].
-pub fn count(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
+pub fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let generation = prompt(model, fields.under("count_tokens")?, Generation::of(model))?;
     let tokens: usize = generation.prompts.iter().map(Vec::len).sum();
     Ok(json!({"input_tokens": tokens}))
@@ -72,7 +72,7 @@ pub fn count(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
 
 /// Reads the parts of the prompt.
 fn prompt(
-    model: &Arc<Model>,
+    model: &Arc<ServedModel>,
     mut fields: Fields,
     partial: Generation,
 ) -> Result<Generation, ApiError> {

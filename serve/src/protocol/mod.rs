@@ -22,7 +22,7 @@ pub mod tools;
 
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
-use crate::model::Model;
+use crate::model::ServedModel;
 use serde_json::{Value, json};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -105,7 +105,12 @@ pub fn now() -> u64 {
 }
 
 /// Refuses text `index` of `field` if it has no token, or more than the model reads.
-fn too_long(model: &Model, field: &str, index: usize, tokens: &[u32]) -> Result<(), ApiError> {
+fn too_long(
+    model: &ServedModel,
+    field: &str,
+    index: usize,
+    tokens: &[u32],
+) -> Result<(), ApiError> {
     let name = format!("{field}[{index}]");
     let most = model.context() - 1;
     match tokens.len() {

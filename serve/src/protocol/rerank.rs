@@ -3,7 +3,7 @@
 use super::fields::Fields;
 use super::{too_long, unique};
 use crate::error::ApiError;
-use crate::model::Model;
+use crate::model::ServedModel;
 use nq_runtime::embedding::DEFAULT_TASK;
 use nq_runtime::rerank::Reranker;
 use serde::Deserialize;
@@ -35,7 +35,7 @@ pub struct Rerank {
 ///
 /// # Errors
 /// For one that does not.
-pub fn reranker(model: &Model) -> Result<&Reranker, ApiError> {
+pub fn reranker(model: &ServedModel) -> Result<&Reranker, ApiError> {
     model.reranker().ok_or_else(|| ApiError {
         code: Some("no_reranker"),
         ..ApiError::invalid(format!(
@@ -49,7 +49,7 @@ pub fn reranker(model: &Model) -> Result<&Reranker, ApiError> {
 ///
 /// # Errors
 /// A model that is no reranker; a field that is wrong or not served, by name.
-pub fn parse(model: &Model, fields: Fields) -> Result<Rerank, ApiError> {
+pub fn parse(model: &ServedModel, fields: Fields) -> Result<Rerank, ApiError> {
     let reranker = reranker(model)?;
     let mut fields = fields.under("rerank")?;
     let query: String = fields.require("query")?;
@@ -87,7 +87,7 @@ pub fn parse(model: &Model, fields: Fields) -> Result<Rerank, ApiError> {
 /// # Errors
 /// As [`reranker`].
 pub fn answer(
-    model: &Model,
+    model: &ServedModel,
     asked: &Rerank,
     rows: &[Vec<f32>],
     tokens: usize,

@@ -13,7 +13,7 @@ use super::{Parsed, Shape, SseEvent, now, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Names, Output, Usage};
 use crate::grammar::Format;
-use crate::model::{Model, message};
+use crate::model::{ServedModel, message};
 use nq_runtime::Message;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ const MOST: usize = 16_384;
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<Model>, fields: Fields) -> Result<Parsed, ApiError> {
+pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("responses")?;
     let reading = Arc::clone(fields.reading());
     // The answer repeats these as they came.

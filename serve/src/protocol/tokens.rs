@@ -3,7 +3,7 @@
 use super::fields::Fields;
 use crate::error::ApiError;
 use crate::generation::Names;
-use crate::model::Model;
+use crate::model::ServedModel;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ const NAMES: Names = Names {
 ///
 /// # Errors
 /// An invalid field.
-pub fn tokenize(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
+pub fn tokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let mut fields = fields.under("tokenize")?;
     let prompt: Option<String> = fields.take("prompt")?;
     let content: Option<String> = fields.take("content")?;
@@ -41,7 +41,7 @@ pub fn tokenize(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
 ///
 /// # Errors
 /// An invalid field.
-pub fn detokenize(model: &Arc<Model>, fields: Fields) -> Result<Value, ApiError> {
+pub fn detokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let mut fields = fields.under("detokenize")?;
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;

@@ -7,7 +7,7 @@ use nq_formats::task::{MODULES, POOLING};
 use nq_formats::{Checkpoint, Files, VirtualFiles};
 use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec};
 use nq_serve::protocol::reading::Rules;
-use nq_serve::{EngineOptions, Limits, Model, Models, Security, Server, Stopper};
+use nq_serve::{EngineOptions, HttpLimits, Models, Security, ServedModel, Server, Stopper};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -67,7 +67,7 @@ pub fn load() -> Arc<dyn nq_runtime::Engine> {
 }
 
 /// The demo model for `options.parallel` requests at once.
-pub fn model(pages: Option<usize>, options: EngineOptions) -> Arc<Model> {
+pub fn model(pages: Option<usize>, options: EngineOptions) -> Arc<ServedModel> {
     static LOADED: OnceLock<Arc<dyn nq_runtime::Engine>> = OnceLock::new();
     let engine = Arc::clone(LOADED.get_or_init(load));
     Arc::new(named("demo", engine, pages, options))
@@ -79,7 +79,7 @@ pub fn named(
     engine: Arc<dyn nq_runtime::Engine>,
     pages: Option<usize>,
     options: EngineOptions,
-) -> Model {
+) -> ServedModel {
     let spec = SessionSpec {
         slots: 2 * options.parallel,
         ctx: 1024,
@@ -89,7 +89,7 @@ pub fn named(
         snapshots: None,
         drafts: false,
     };
-    Model::new(name, checkpoint(), engine, spec, options).unwrap()
+    ServedModel::new(name, checkpoint(), engine, spec, options).unwrap()
 }
 
 /// The demo model's files, some of them others.
@@ -167,22 +167,22 @@ pub fn as_reranker() -> Checkpoint {
 }
 
 /// The demo model with another template.
-pub fn templated(template: &str) -> Arc<Model> {
+pub fn templated(template: &str) -> Arc<ServedModel> {
     let checkpoint = changed([("chat_template.jinja", template.to_owned())]);
     Arc::new(serving("demo", &checkpoint, EngineOptions::default()))
 }
 
 /// [`as_embedder`], served.
-pub fn embedder(options: EngineOptions) -> Arc<Model> {
+pub fn embedder(options: EngineOptions) -> Arc<ServedModel> {
     Arc::new(serving("embedder", &as_embedder(), options))
 }
 
 /// [`as_reranker`], served.
-pub fn reranker(options: EngineOptions) -> Arc<Model> {
+pub fn reranker(options: EngineOptions) -> Arc<ServedModel> {
     Arc::new(serving("reranker", &as_reranker(), options))
 }
 
-fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> Model {
+fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> ServedModel {
     let spec = SessionSpec {
         slots: 2 * options.parallel,
         ctx: 1024,
@@ -192,13 +192,13 @@ fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> Model
         snapshots: None,
         drafts: false,
     };
-    Model::new(name, checkpoint, load(), spec, options).unwrap()
+    ServedModel::new(name, checkpoint, load(), spec, options).unwrap()
 }
 
 /// A server that runs until it is dropped.
 pub struct Running {
     pub address: SocketAddr,
-    pub model: Arc<Model>,
+    pub model: Arc<ServedModel>,
     pub stopper: Stopper,
     thread: Option<JoinHandle<()>>,
 }
@@ -208,21 +208,26 @@ impl Running {
         Running::with(
             EngineOptions::default(),
             Security::default(),
-            Limits::default(),
+            HttpLimits::default(),
         )
     }
 
-    pub fn with(options: EngineOptions, security: Security, limits: Limits) -> Self {
+    pub fn with(options: EngineOptions, security: Security, limits: HttpLimits) -> Self {
         Running::over(model(None, options), security, limits)
     }
 
-    pub fn over(model: Arc<Model>, security: Security, limits: Limits) -> Self {
+    pub fn over(model: Arc<ServedModel>, security: Security, limits: HttpLimits) -> Self {
         let models = vec![Arc::clone(&model)];
         Running::all(models.into(), model, security, limits)
     }
 
     /// Serves all models; [`Running::until`] looks at `model`.
-    pub fn all(models: Models, model: Arc<Model>, security: Security, limits: Limits) -> Self {
+    pub fn all(
+        models: Models,
+        model: Arc<ServedModel>,
+        security: Security,
+        limits: HttpLimits,
+    ) -> Self {
         Running::set(models, model, security, limits, |server| server)
     }
 
@@ -232,9 +237,9 @@ impl Running {
     }
 
     /// A model under these rules.
-    pub fn ruled_over(model: Arc<Model>, rules: Rules) -> Self {
+    pub fn ruled_over(model: Arc<ServedModel>, rules: Rules) -> Self {
         let models = vec![Arc::clone(&model)];
-        let (security, limits) = (Security::default(), Limits::default());
+        let (security, limits) = (Security::default(), HttpLimits::default());
         Running::set(models.into(), model, security, limits, |server| {
             server.reading(rules, Box::new(|_| {}))
         })
@@ -242,9 +247,9 @@ impl Running {
 
     fn set(
         models: Models,
-        model: Arc<Model>,
+        model: Arc<ServedModel>,
         security: Security,
-        limits: Limits,
+        limits: HttpLimits,
         set: impl FnOnce(Server) -> Server,
     ) -> Self {
         let address = SocketAddr::from(([127, 0, 0, 1], 0));

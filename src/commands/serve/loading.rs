@@ -15,7 +15,7 @@ use nq_kernels::pages::PAGE;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
 use nq_runtime::{ChatTemplate, Engine, KvType, LoadOptions, SessionSpec};
-use nq_serve::{About, EngineOptions, LoadError, Model, ModelSource, OpenDrafts, PageStore};
+use nq_serve::{About, EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -104,7 +104,7 @@ pub(super) struct Loadable {
 
 /// A running model and the memory reserved for it.
 pub(super) struct Loaded {
-    pub(super) model: Model,
+    pub(super) model: ServedModel,
     pub(super) device: String,
     pub(super) spec: SessionSpec,
     pub(super) kv_bytes: u64,
@@ -119,7 +119,7 @@ impl Loadable {
     /// Errors of opening it.
     pub(super) fn new(
         name: Option<&str>,
-        model: model::Model,
+        model: model::FoundModel,
         settings: &LoadingSettings,
         terminal: &Arc<Terminal>,
     ) -> anyhow::Result<Self> {
@@ -186,7 +186,7 @@ impl Loadable {
         if let Some(pages) = &self.settings.pages {
             options.disk = Some(pages.of_model(&self.identity(engine.as_ref())?));
         }
-        let mut model = Model::new(&self.name, checkpoint, engine, spec, options)?;
+        let mut model = ServedModel::new(&self.name, checkpoint, engine, spec, options)?;
         model.quantized_at_load(self.bits_at_load());
         let pages = spec.page_count();
         let sharing = match (self.settings.engine.prefix_cache, read_once_from) {
@@ -391,7 +391,7 @@ impl Loadable {
 }
 
 impl ModelSource for Loadable {
-    fn load(&self) -> Result<Model, LoadError> {
+    fn load(&self) -> Result<ServedModel, LoadError> {
         let loaded = Loadable::load(self);
         loaded.map(|l| l.model).map_err(|e| {
             self.terminal

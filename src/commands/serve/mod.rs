@@ -12,7 +12,7 @@ use loading::{Loadable, Loaded, LoadingSettings};
 use nq_formats::{Progress, Task, mapping};
 use nq_runtime::KvType;
 use nq_serve::protocol::reading::Rules;
-use nq_serve::{Limits, Models, Security, Server};
+use nq_serve::{HttpLimits, Models, Security, Server};
 use serde_json::json;
 use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr};
@@ -145,9 +145,9 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     mapping::keep_little();
     let (models, loaded) = models(args, global, &terminal)?;
-    let limits = Limits {
+    let limits = HttpLimits {
         request_time: (args.timeout > 0).then(|| Duration::from_secs(args.timeout)),
-        ..Limits::default()
+        ..HttpLimits::default()
     };
     let keyed = security.needs_key();
     let server = Server::bind(address, models, security, limits)

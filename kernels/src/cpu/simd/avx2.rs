@@ -17,34 +17,34 @@ pub(crate) struct Avx2<const VNNI: u8>(());
 
 /// 16 floats.
 #[derive(Clone, Copy)]
-pub(crate) struct F(__m256, __m256);
+pub(crate) struct Floats(__m256, __m256);
 /// 16 times 4 bytes.
 #[derive(Clone, Copy)]
-pub(crate) struct I(__m256i, __m256i);
+pub(crate) struct Integers(__m256i, __m256i);
 
 /// One operation on both halves.
 macro_rules! both {
     ($op:ident($a:expr)) => {
-        F($op($a.0), $op($a.1))
+        Floats($op($a.0), $op($a.1))
     };
     ($op:ident($a:expr, $b:expr)) => {
-        F($op($a.0, $b.0), $op($a.1, $b.1))
+        Floats($op($a.0, $b.0), $op($a.1, $b.1))
     };
     ($op:ident($a:expr, $b:expr, $c:expr)) => {
-        F($op($a.0, $b.0, $c.0), $op($a.1, $b.1, $c.1))
+        Floats($op($a.0, $b.0, $c.0), $op($a.1, $b.1, $c.1))
     };
 }
 
 impl<const VNNI: u8> Avx2<VNNI> {
     instructions! {
-        fn widen_i8(self, v: __m128i) -> F {
-            F(
+        fn widen_i8(self, v: __m128i) -> Floats {
+            Floats(
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)),
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(v))),
             )
         }
-        fn widen_u8(self, v: __m128i) -> F {
-            F(
+        fn widen_u8(self, v: __m128i) -> Floats {
+            Floats(
                 _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v)),
                 _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128::<8>(v))),
             )
@@ -53,11 +53,11 @@ impl<const VNNI: u8> Avx2<VNNI> {
         fn madd(self, acc: __m256i, pairs: __m256i) -> __m256i {
             _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
         }
-        fn dpbusd(self, acc: I, w: I, x: I) -> I {
+        fn dpbusd(self, acc: Integers, w: Integers, x: Integers) -> Integers {
             if VNNI == VEX {
-                I(_mm256_dpbusd_avx_epi32(acc.0, w.0, x.0), _mm256_dpbusd_avx_epi32(acc.1, w.1, x.1))
+                Integers(_mm256_dpbusd_avx_epi32(acc.0, w.0, x.0), _mm256_dpbusd_avx_epi32(acc.1, w.1, x.1))
             } else {
-                I(_mm256_dpbusd_epi32(acc.0, w.0, x.0), _mm256_dpbusd_epi32(acc.1, w.1, x.1))
+                Integers(_mm256_dpbusd_epi32(acc.0, w.0, x.0), _mm256_dpbusd_epi32(acc.1, w.1, x.1))
             }
         }
         // See `Simd::state`, for one register.
@@ -99,7 +99,7 @@ impl<const VNNI: u8> Avx2<VNNI> {
 /// A bit field of each lane, sign-extended, as floats: shifted to the top, then down.
 macro_rules! field {
     ($v:expr, $left:literal, $right:literal) => {
-        F(
+        Floats(
             _mm256_cvtepi32_ps(_mm256_srai_epi32::<$right>(_mm256_slli_epi32::<$left>(
                 $v.0,
             ))),
@@ -111,8 +111,8 @@ macro_rules! field {
 }
 
 impl<const VNNI: u8> Simd for Avx2<VNNI> {
-    type F = F;
-    type I = I;
+    type F = Floats;
+    type I = Integers;
     const NIBBLE_START: i32 = -8;
     // Without VNNI, which takes unsigned weights, 8-bit ones are made signed: see
     // `signed_pairs`.
@@ -124,19 +124,19 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
     }
 
     memory! {
-        fn load(self, p: *const f32) -> F { F(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
-        fn store(self, p: *mut f32, v: F) {
+        fn load(self, p: *const f32) -> Floats { Floats(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
+        fn store(self, p: *mut f32, v: Floats) {
             _mm256_storeu_ps(p, v.0);
             _mm256_storeu_ps(p.add(8), v.1)
         }
-        fn load_f16(self, p: *const f16) -> F {
-            F(
+        fn load_f16(self, p: *const f16) -> Floats {
+            Floats(
                 _mm256_cvtph_ps(_mm_loadu_si128(p.cast())),
                 _mm256_cvtph_ps(_mm_loadu_si128(p.add(8).cast())),
             )
         }
-        fn load_i8(self, p: *const i8) -> F { self.widen_i8(_mm_loadu_si128(p.cast())) }
-        fn store_i8(self, p: *mut i8, v: F) {
+        fn load_i8(self, p: *const i8) -> Floats { self.widen_i8(_mm_loadu_si128(p.cast())) }
+        fn store_i8(self, p: *mut i8, v: Floats) {
             let words = _mm256_packs_epi32(_mm256_cvtps_epi32(v.0), _mm256_cvtps_epi32(v.1));
             // Packing works within 128-bit halves: put the quarters in order.
             let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
@@ -144,181 +144,181 @@ impl<const VNNI: u8> Simd for Avx2<VNNI> {
             let bytes = _mm256_permute4x64_epi64::<0b10_00>(bytes);
             _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(bytes))
         }
-        fn load_u8(self, p: *const u8) -> F { self.widen_u8(_mm_loadu_si128(p.cast())) }
-        fn load_u4(self, p: *const u8) -> F {
+        fn load_u8(self, p: *const u8) -> Floats { self.widen_u8(_mm_loadu_si128(p.cast())) }
+        fn load_u4(self, p: *const u8) -> Floats {
             let bytes = _mm_loadl_epi64(p.cast());
             let low = _mm_and_si128(bytes, _mm_set1_epi8(15));
             let high = _mm_and_si128(_mm_srli_epi16::<4>(bytes), _mm_set1_epi8(15));
             self.widen_u8(_mm_unpacklo_epi8(low, high))
         }
-        fn load_bits(self, p: *const u32) -> I {
-            I(_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast()))
+        fn load_bits(self, p: *const u32) -> Integers {
+            Integers(_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast()))
         }
-        fn store_bits(self, p: *mut u32, v: I) {
+        fn store_bits(self, p: *mut u32, v: Integers) {
             _mm256_storeu_si256(p.cast(), v.0);
             _mm256_storeu_si256(p.add(8).cast(), v.1)
         }
-        fn load_fours(self, p: *const i8) -> I {
+        fn load_fours(self, p: *const i8) -> Integers {
             let four = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
-            I(four, four)
+            Integers(four, four)
         }
     }
 
     instructions! {
-        fn splat(self, x: f32) -> F { F(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
-        fn add(self, a: F, b: F) -> F { both!(_mm256_add_ps(a, b)) }
-        fn sub(self, a: F, b: F) -> F { both!(_mm256_sub_ps(a, b)) }
-        fn mul(self, a: F, b: F) -> F { both!(_mm256_mul_ps(a, b)) }
-        fn div(self, a: F, b: F) -> F { both!(_mm256_div_ps(a, b)) }
-        fn max(self, a: F, b: F) -> F { both!(_mm256_max_ps(a, b)) }
-        fn fma(self, a: F, b: F, c: F) -> F { both!(_mm256_fmadd_ps(a, b, c)) }
-        fn abs(self, a: F) -> F {
+        fn splat(self, x: f32) -> Floats { Floats(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
+        fn add(self, a: Floats, b: Floats) -> Floats { both!(_mm256_add_ps(a, b)) }
+        fn sub(self, a: Floats, b: Floats) -> Floats { both!(_mm256_sub_ps(a, b)) }
+        fn mul(self, a: Floats, b: Floats) -> Floats { both!(_mm256_mul_ps(a, b)) }
+        fn div(self, a: Floats, b: Floats) -> Floats { both!(_mm256_div_ps(a, b)) }
+        fn max(self, a: Floats, b: Floats) -> Floats { both!(_mm256_max_ps(a, b)) }
+        fn fma(self, a: Floats, b: Floats, c: Floats) -> Floats { both!(_mm256_fmadd_ps(a, b, c)) }
+        fn abs(self, a: Floats) -> Floats {
             let sign = _mm256_set1_ps(-0.0);
-            F(_mm256_andnot_ps(sign, a.0), _mm256_andnot_ps(sign, a.1))
+            Floats(_mm256_andnot_ps(sign, a.0), _mm256_andnot_ps(sign, a.1))
         }
-        fn round(self, a: F) -> F {
-            F(
+        fn round(self, a: Floats) -> Floats {
+            Floats(
                 _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a.0),
                 _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a.1),
             )
         }
-        fn scale2(self, v: F, n: F) -> F {
+        fn scale2(self, v: Floats, n: Floats) -> Floats {
             let bias = _mm256_set1_epi32(127);
             let low = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n.0), bias));
             let high = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n.1), bias));
-            F(
+            Floats(
                 _mm256_mul_ps(v.0, _mm256_castsi256_ps(low)),
                 _mm256_mul_ps(v.1, _mm256_castsi256_ps(high)),
             )
         }
-        fn sum(self, v: F) -> f32 {
+        fn sum(self, v: Floats) -> f32 {
             let eight = _mm256_add_ps(v.0, v.1);
             let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
         }
-        fn swap_lanes(self, v: F, stride: usize) -> F {
+        fn swap_lanes(self, v: Floats, stride: usize) -> Floats {
             match stride {
-                1 => F(_mm256_permute_ps::<0b10_11_00_01>(v.0), _mm256_permute_ps::<0b10_11_00_01>(v.1)),
-                2 => F(_mm256_permute_ps::<0b01_00_11_10>(v.0), _mm256_permute_ps::<0b01_00_11_10>(v.1)),
-                4 => F(_mm256_permute2f128_ps::<1>(v.0, v.0), _mm256_permute2f128_ps::<1>(v.1, v.1)),
-                _ => F(v.1, v.0),
+                1 => Floats(_mm256_permute_ps::<0b10_11_00_01>(v.0), _mm256_permute_ps::<0b10_11_00_01>(v.1)),
+                2 => Floats(_mm256_permute_ps::<0b01_00_11_10>(v.0), _mm256_permute_ps::<0b01_00_11_10>(v.1)),
+                4 => Floats(_mm256_permute2f128_ps::<1>(v.0, v.0), _mm256_permute2f128_ps::<1>(v.1, v.1)),
+                _ => Floats(v.1, v.0),
             }
         }
-        fn max_lane(self, v: F) -> f32 {
+        fn max_lane(self, v: Floats) -> f32 {
             let eight = _mm256_max_ps(v.0, v.1);
             let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
             let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
         }
 
-        fn f32_units(self, v: I) -> [F; 1] {
-            [F(_mm256_castsi256_ps(v.0), _mm256_castsi256_ps(v.1))]
+        fn f32_units(self, v: Integers) -> [Floats; 1] {
+            [Floats(_mm256_castsi256_ps(v.0), _mm256_castsi256_ps(v.1))]
         }
-        fn bf16_units(self, v: I) -> [F; 2] {
+        fn bf16_units(self, v: Integers) -> [Floats; 2] {
             let mask = _mm256_set1_epi32(!0xffff);
             [
-                F(
+                Floats(
                     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v.0)),
                     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v.1)),
                 ),
-                F(
+                Floats(
                     _mm256_castsi256_ps(_mm256_and_si256(v.0, mask)),
                     _mm256_castsi256_ps(_mm256_and_si256(v.1, mask)),
                 ),
             ]
         }
-        fn f16_units(self, v: I) -> [F; 2] {
+        fn f16_units(self, v: Integers) -> [Floats; 2] {
             [
-                F(
+                Floats(
                     _mm256_cvtph_ps(self.low_halves(v.0)),
                     _mm256_cvtph_ps(self.low_halves(v.1)),
                 ),
-                F(
+                Floats(
                     _mm256_cvtph_ps(self.low_halves(_mm256_srli_epi32::<16>(v.0))),
                     _mm256_cvtph_ps(self.low_halves(_mm256_srli_epi32::<16>(v.1))),
                 ),
             ]
         }
-        fn byte_units(self, v: I) -> [F; 4] {
+        fn byte_units(self, v: Integers) -> [Floats; 4] {
             // Flipping the top bit turns code - 128 into a signed byte.
             let flip = _mm256_set1_epi8(-128);
-            let v = I(_mm256_xor_si256(v.0, flip), _mm256_xor_si256(v.1, flip));
+            let v = Integers(_mm256_xor_si256(v.0, flip), _mm256_xor_si256(v.1, flip));
             [field!(v, 24, 24), field!(v, 16, 24), field!(v, 8, 24), field!(v, 0, 24)]
         }
-        fn nibble_units(self, v: I) -> [F; 8] {
+        fn nibble_units(self, v: Integers) -> [Floats; 8] {
             // As for bytes: code - 8 as a signed nibble.
             let flip = _mm256_set1_epi8(0x88u8 as i8);
-            let v = I(_mm256_xor_si256(v.0, flip), _mm256_xor_si256(v.1, flip));
+            let v = Integers(_mm256_xor_si256(v.0, flip), _mm256_xor_si256(v.1, flip));
             [
                 field!(v, 28, 28), field!(v, 24, 28), field!(v, 20, 28), field!(v, 16, 28),
                 field!(v, 12, 28), field!(v, 8, 28), field!(v, 4, 28), field!(v, 0, 28),
             ]
         }
 
-        fn splat_i(self, x: i32) -> I { I(_mm256_set1_epi32(x), _mm256_set1_epi32(x)) }
-        fn to_f32(self, v: I) -> F { F(_mm256_cvtepi32_ps(v.0), _mm256_cvtepi32_ps(v.1)) }
-        fn split_nibbles(self, v: I) -> [I; 2] {
+        fn splat_i(self, x: i32) -> Integers { Integers(_mm256_set1_epi32(x), _mm256_set1_epi32(x)) }
+        fn to_f32(self, v: Integers) -> Floats { Floats(_mm256_cvtepi32_ps(v.0), _mm256_cvtepi32_ps(v.1)) }
+        fn split_nibbles(self, v: Integers) -> [Integers; 2] {
             let mask = _mm256_set1_epi8(15);
             [
-                I(_mm256_and_si256(v.0, mask), _mm256_and_si256(v.1, mask)),
-                I(
+                Integers(_mm256_and_si256(v.0, mask), _mm256_and_si256(v.1, mask)),
+                Integers(
                     _mm256_and_si256(_mm256_srli_epi32::<4>(v.0), mask),
                     _mm256_and_si256(_mm256_srli_epi32::<4>(v.1), mask),
                 ),
             ]
         }
-        fn with_high(self, low: I, high: I, shift: i32, mask: i32) -> I {
+        fn with_high(self, low: Integers, high: Integers, shift: i32, mask: i32) -> Integers {
             let (shift, mask) = (_mm_cvtsi32_si128(shift), _mm256_set1_epi32(mask));
-            let high = I(_mm256_srl_epi32(high.0, shift), _mm256_srl_epi32(high.1, shift));
-            let high = I(_mm256_and_si256(high.0, mask), _mm256_and_si256(high.1, mask));
-            I(
+            let high = Integers(_mm256_srl_epi32(high.0, shift), _mm256_srl_epi32(high.1, shift));
+            let high = Integers(_mm256_and_si256(high.0, mask), _mm256_and_si256(high.1, mask));
+            Integers(
                 _mm256_or_si256(low.0, _mm256_slli_epi32::<4>(high.0)),
                 _mm256_or_si256(low.1, _mm256_slli_epi32::<4>(high.1)),
             )
         }
-        fn dot4_nibbles(self, acc: I, w: I, x: i32) -> I {
+        fn dot4_nibbles(self, acc: Integers, w: Integers, x: i32) -> Integers {
             if VNNI != WITHOUT {
                 return self.dpbusd(acc, w, self.splat_i(x));
             }
             // At most 2 * 63 * 127 per pair: no saturation.
             let x = _mm256_set1_epi32(x);
-            I(
+            Integers(
                 self.madd(acc.0, _mm256_maddubs_epi16(w.0, x)),
                 self.madd(acc.1, _mm256_maddubs_epi16(w.1, x)),
             )
         }
-        fn dot4_lanes(self, acc: I, w: I, x: I) -> I {
+        fn dot4_lanes(self, acc: Integers, w: Integers, x: Integers) -> Integers {
             if VNNI != WITHOUT {
                 return self.dpbusd(acc, w, x);
             }
             let flip = _mm256_set1_epi8(-128);
-            let w = I(_mm256_xor_si256(w.0, flip), _mm256_xor_si256(w.1, flip));
-            I(
+            let w = Integers(_mm256_xor_si256(w.0, flip), _mm256_xor_si256(w.1, flip));
+            Integers(
                 self.madd(acc.0, self.signed_pairs(w.0, x.0)),
                 self.madd(acc.1, self.signed_pairs(w.1, x.1)),
             )
         }
 
-        fn state(self, before: I, word: I, end: usize) -> I {
+        fn state(self, before: Integers, word: Integers, end: usize) -> Integers {
             let end = end as i32;
-            I(self.state_of(before.0, word.0, end), self.state_of(before.1, word.1, end))
+            Integers(self.state_of(before.0, word.0, end), self.state_of(before.1, word.1, end))
         }
-        fn add_i(self, a: I, b: I) -> I { I(_mm256_add_epi32(a.0, b.0), _mm256_add_epi32(a.1, b.1)) }
-        fn mul_i(self, a: I, b: I) -> I {
-            I(_mm256_mullo_epi32(a.0, b.0), _mm256_mullo_epi32(a.1, b.1))
+        fn add_i(self, a: Integers, b: Integers) -> Integers { Integers(_mm256_add_epi32(a.0, b.0), _mm256_add_epi32(a.1, b.1)) }
+        fn mul_i(self, a: Integers, b: Integers) -> Integers {
+            Integers(_mm256_mullo_epi32(a.0, b.0), _mm256_mullo_epi32(a.1, b.1))
         }
-        fn sum_fours(self, v: [I; 4]) -> I {
+        fn sum_fours(self, v: [Integers; 4]) -> Integers {
             let [a, b, c, d] = v;
-            I(self.sum_fours_of(a.0, b.0, c.0, d.0), self.sum_fours_of(a.1, b.1, c.1, d.1))
+            Integers(self.sum_fours_of(a.0, b.0, c.0, d.0), self.sum_fours_of(a.1, b.1, c.1, d.1))
         }
-        fn transpose_fours(self, v: [I; 4]) -> [I; 4] {
+        fn transpose_fours(self, v: [Integers; 4]) -> [Integers; 4] {
             let [a, b, c, d] = v;
             let first = self.transpose_of(a.0, b.0, c.0, d.0);
             let second = self.transpose_of(a.1, b.1, c.1, d.1);
             [
-                I(first[0], second[0]), I(first[1], second[1]),
-                I(first[2], second[2]), I(first[3], second[3]),
+                Integers(first[0], second[0]), Integers(first[1], second[1]),
+                Integers(first[2], second[2]), Integers(first[3], second[3]),
             ]
         }
     }

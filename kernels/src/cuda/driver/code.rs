@@ -7,12 +7,12 @@ include!(concat!(env!("OUT_DIR"), "/code.rs"));
 
 /// What a target's code is made of: fatbins, or an xz file of them.
 #[cfg(feature = "cuda-source")]
-type Packed = &'static [&'static [u8]];
+type TargetCode = &'static [&'static [u8]];
 #[cfg(not(feature = "cuda-source"))]
-type Packed = &'static [u8];
+type TargetCode = &'static [u8];
 
 /// Code by target, e.g. `sm_90a`.
-fn code() -> impl Iterator<Item = (&'static str, Packed)> {
+fn code() -> impl Iterator<Item = (&'static str, TargetCode)> {
     CODE.iter().flat_map(|family| family.iter()).copied()
 }
 

@@ -34,7 +34,7 @@ pub struct Groups {
 }
 
 /// Codes of a weight, one byte each, by column.
-pub type Codes = Buffer<u8>;
+pub type CodeColumns = Buffer<u8>;
 
 kernels! {
     FIT_GROUPS: FitGroupsArgs = "fit_groups" in "fit_groups.cu", test ROUNDING, bench BENCH;
@@ -271,10 +271,10 @@ impl CudaOps {
         fit: FitShape,
         importance: &Buffer<f32>,
         g: &mut Groups,
-    ) -> Result<Codes> {
+    ) -> Result<CodeColumns> {
         let o = self.operands("round_columns");
         let (rows, n) = (g.rows, g.cols);
-        let codes: Codes = self.gpu().zeros("codes", rows * n)?;
+        let codes: CodeColumns = self.gpu().zeros("codes", rows * n)?;
         let errors: Buffer<f32> = self.gpu().zeros("errors of rounding", rows * COLUMNS)?;
         for ColumnBlock { places, begins } in blocks {
             o.at_most("places", n, places.end)?;
@@ -310,7 +310,7 @@ impl CudaOps {
         order: &Order,
         places: Range<usize>,
         g: &Groups,
-        (codes, errors): (&Codes, &Buffer<f32>),
+        (codes, errors): (&CodeColumns, &Buffer<f32>),
     ) -> Result<()> {
         let n = g.cols;
         let (scales, zeros) = g.addresses(o)?;
@@ -384,7 +384,7 @@ impl CudaOps {
     pub fn rounding_error(
         &self,
         w: &Buffer<f32>,
-        codes: &Codes,
+        codes: &CodeColumns,
         g: &Groups,
     ) -> Result<Buffer<f32>> {
         let o = self.operands("rounding_error");

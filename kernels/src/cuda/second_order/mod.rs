@@ -9,7 +9,7 @@ pub(super) mod factor;
 mod moments;
 pub(super) mod trellis;
 
-pub use columns::{Codes, Groups};
+pub use columns::{CodeColumns, Groups};
 
 use super::driver::Buffer;
 use super::grad::CudaOps;

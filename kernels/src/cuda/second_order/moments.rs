@@ -6,8 +6,8 @@ use crate::cuda::grad::CudaOps;
 use crate::error::Result;
 use crate::grad::{Gemm, LayerOps};
 use crate::second_order::{
-    Changes, Codes, Columns, Damped, Factor, Moments, Rounded, SecondOrder, TrellisRounded,
-    TrellisRows,
+    Changes, Damped, DeviceMoments, Factor, Rounded, SecondOrder, TrellisRounded, TrellisRows,
+    WeightCodes, WeightColumns,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ impl fmt::Debug for GpuMoments {
 impl SecondOrder for CudaOps {
     type Floats = Buffer<f32>;
 
-    fn moments(self: Arc<Self>, sums: Buffer<f32>, n: usize) -> Result<Arc<dyn Moments>> {
+    fn moments(self: Arc<Self>, sums: Buffer<f32>, n: usize) -> Result<Arc<dyn DeviceMoments>> {
         Ok(Arc::new(GpuMoments::new(&self, sums, n)?))
     }
 }
@@ -60,7 +60,7 @@ impl GpuMoments {
     }
 }
 
-impl Moments for GpuMoments {
+impl DeviceMoments for GpuMoments {
     fn diagonal(&self) -> &[f32] {
         &self.diagonal
     }
@@ -70,7 +70,7 @@ impl Moments for GpuMoments {
         self.quadratic(&buffer, rows)
     }
 
-    fn errors(&self, weight: &[f32], rounded: Codes<'_>) -> Result<Changes> {
+    fn errors(&self, weight: &[f32], rounded: WeightCodes<'_>) -> Result<Changes> {
         let (ops, n) = (&self.ops, weight.len());
         let rows = n / self.width().max(1);
         let w = ops.gpu().upload("a weight", weight)?;
@@ -88,12 +88,12 @@ impl Moments for GpuMoments {
         })
     }
 
-    fn divided(&self, s: &[f32]) -> Result<Arc<dyn Moments>> {
+    fn divided(&self, s: &[f32]) -> Result<Arc<dyn DeviceMoments>> {
         let moments = self.ops.divide_moments(&self.moments, s)?;
         Ok(Arc::new(Self::new(&self.ops, moments, s.len())?))
     }
 
-    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Moments>> {
+    fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn DeviceMoments>> {
         let moments = (self.ops).transform_moments(&self.moments, signs, diagonal)?;
         Ok(Arc::new(Self::new(&self.ops, moments, signs.len())?))
     }
@@ -118,7 +118,7 @@ impl Factor for GpuFactor<'_> {
         self.of.ops.diagonal(&self.u, self.of.width())
     }
 
-    fn round(&self, c: &Columns<'_>) -> Result<Rounded> {
+    fn round(&self, c: &WeightColumns<'_>) -> Result<Rounded> {
         let (ops, n, fit) = (&self.of.ops, self.of.width(), c.fit);
         let order = Order::new(ops, c.order)?;
         let weight = ops.gpu().upload("a weight", c.weight)?;

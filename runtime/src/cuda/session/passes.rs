@@ -9,7 +9,8 @@ use super::step_rows::{StepRows, WideRows};
 use crate::cuda::layer::CudaLayer;
 use crate::cuda::model::CudaModel;
 use crate::forward::{
-    Block, Delta, DeltaVectors, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection, Shared,
+    Block, Delta, DeltaParameters, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection,
+    Shared,
 };
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, BlockLimit, Buffer, Cascade, Checked,
@@ -149,7 +150,7 @@ impl Device<'_> {
     fn recur(
         &self,
         layer: usize,
-        vectors: &DeltaVectors<Buffer<f32>>,
+        vectors: &DeltaParameters<Buffer<f32>>,
         products: (&Buffer<f32>, Rates<'_>),
         step: &Checked<Step>,
         out: AttentionOutput<'_>,

@@ -18,7 +18,7 @@ use nq_kernels::cuda::{
 use std::time::Duration;
 
 /// A pass of `m` rows.
-struct Pass<'a, 'o> {
+struct PrefillPass<'a, 'o> {
     stream: &'a Stream,
     model: &'a CudaModel,
     host: Option<&'a HostStage>,
@@ -51,7 +51,7 @@ fn multiply(
     Ok(())
 }
 
-impl Pass<'_, '_> {
+impl PrefillPass<'_, '_> {
     /// Normalizes `many.x` to `many.normed`.
     fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
         let c = &self.model.config;
@@ -142,7 +142,7 @@ impl Pass<'_, '_> {
     }
 }
 
-impl Ops for Pass<'_, '_> {
+impl Ops for PrefillPass<'_, '_> {
     type Linear = DeviceLinear;
     type Vector = Buffer<f32>;
     type Error = Error;
@@ -338,7 +338,7 @@ impl CudaSession {
             ..
         } = self;
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
-        let mut pass = Pass {
+        let mut pass = PrefillPass {
             stream,
             model,
             host: experts_host.as_ref(),

@@ -89,7 +89,7 @@ trait GpuHead: Send + Sync + 'static {
 #[derive(Clone)]
 pub(super) struct StreamRun(Arc<Mutex<dyn Run>>);
 
-/// A [`State`] of any layer.
+/// A [`DraftState`] of any layer.
 trait Run: Send {
     fn take(
         &mut self,
@@ -119,10 +119,10 @@ impl StreamRun {
     ) -> Result<Self> {
         let weights = Arc::clone(&head.weights);
         Ok(StreamRun(match weights.downcast::<CudaMtp>() {
-            Ok(layer) => Arc::new(Mutex::new(State::new(&layer, target, stream, spec)?)),
+            Ok(layer) => Arc::new(Mutex::new(DraftState::new(&layer, target, stream, spec)?)),
             Err(_) => {
                 let eagle = head.weights::<CudaEagle>("a GPU")?;
-                Arc::new(Mutex::new(State::new(&eagle, target, stream, spec)?))
+                Arc::new(Mutex::new(DraftState::new(&eagle, target, stream, spec)?))
             }
         }))
     }
@@ -183,7 +183,7 @@ struct Slot {
     held: Option<Buffer<f32>>,
 }
 
-struct State<H> {
+struct DraftState<H> {
     // Buffers go before the stream that works on them.
     few: Few,
     many: Many,
@@ -243,7 +243,7 @@ fn full(rows: &mut Buffer<f32>) -> RowsOut<'_> {
     }
 }
 
-impl<H: GpuHead> Run for State<H> {
+impl<H: GpuHead> Run for DraftState<H> {
     fn truncate(&mut self, slot: usize, len: usize) {
         let Some(known) = self.slots.get_mut(slot) else {
             return;
@@ -380,7 +380,7 @@ impl<H: GpuHead> Run for State<H> {
     }
 }
 
-impl<H: GpuHead> State<H> {
+impl<H: GpuHead> DraftState<H> {
     fn new(
         head: &Arc<H>,
         target: &Arc<CudaModel>,
@@ -408,7 +408,7 @@ impl<H: GpuHead> State<H> {
         let pages = DevicePages::new(gpu, pages)?;
         let places = pages.places();
         let pairs = head.rotary().pairs(places.positions);
-        Ok(State {
+        Ok(DraftState {
             few: Few::new(gpu, &shape, head.head(target), (head.experts()?, places))?,
             many: Many::new(gpu, &shape, places)?,
             tables: PageTables::new(spec),
@@ -455,7 +455,7 @@ impl<H: GpuHead> State<H> {
     /// Computes keys and values of the next `n` rows of the sequence in `slot`, whose streams are in `many.streams`.
     fn feed_many(&mut self, slot: usize, n: usize) -> Result<()> {
         let done = self.tables.len(slot);
-        let State {
+        let DraftState {
             many,
             slots,
             stream,
@@ -486,7 +486,7 @@ impl<H: GpuHead> State<H> {
         let Some(held) = self.slots[slot].held.take() else {
             return Ok(());
         };
-        let State {
+        let DraftState {
             few,
             stream,
             target,
@@ -509,7 +509,7 @@ impl<H: GpuHead> State<H> {
         self.slots[slot].held = Some(held);
         begun?;
         self.attend(n, done + n, false)?;
-        let State { few, stream, .. } = self;
+        let DraftState { few, stream, .. } = self;
         let (q, width) = (shape.attended(), shape.hidden);
         let (from, to) = (rows_at(n - 1, q), (&mut few.last.attended, rows_at(0, q)));
         stream.copy_rows((&few.attended, from), to, (1, q))?;
@@ -534,7 +534,7 @@ impl<H: GpuHead> State<H> {
     /// Attention of the `n` rows of `few.qkv`, or of the row of a token that was drawn. The last of them is the
     /// sequence's `positions`th.
     fn attend(&mut self, n: usize, positions: usize, drawn: bool) -> Result<()> {
-        let State {
+        let DraftState {
             few,
             pages,
             cos_sin,
@@ -565,7 +565,7 @@ impl<H: GpuHead> State<H> {
     fn draw(&mut self) -> Result<()> {
         let (head, on) = self.on();
         head.logits(on)?;
-        let State {
+        let DraftState {
             few,
             stream,
             target,

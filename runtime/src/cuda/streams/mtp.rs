@@ -68,7 +68,7 @@ impl CudaMtp {
         })
     }
 
-    fn parts(&self) -> Parts<'_> {
+    fn parts(&self) -> MtpParts<'_> {
         let [attention, mlp] = &self.layer.blocks[..] else {
             unreachable!("the layer has two blocks");
         };
@@ -82,7 +82,7 @@ impl CudaMtp {
                     norm: mlp_norm,
                     mixer: mlp,
                 },
-            ) => Parts {
+            ) => MtpParts {
                 attention_norm,
                 attention,
                 mlp_norm,
@@ -123,7 +123,7 @@ impl CudaMtp {
 }
 
 /// The blocks of the layer.
-struct Parts<'a> {
+struct MtpParts<'a> {
     attention_norm: &'a Buffer<f32>,
     attention: &'a Attention<DeviceLinear, Buffer<f32>>,
     mlp_norm: &'a Buffer<f32>,
