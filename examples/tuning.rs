@@ -12,6 +12,7 @@
 
 use anyhow::{Context, bail};
 use nq_formats::Checkpoint;
+use nq_formats::trellis::BLOCK;
 use nq_kernels::grad::GradOps;
 use nq_quantize::calibration::Prompter;
 use nq_quantize::linalg::Matrix;
@@ -19,7 +20,7 @@ use nq_quantize::train::graph::Graph;
 use nq_quantize::train::params::{Canonical, Model};
 use nq_quantize::train::plan::rate_codes;
 use nq_quantize::train::trainer::{Settings, Trainer};
-use nq_quantize::trellis::nearest;
+use nq_quantize::trellis::{alike, nearest};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -132,12 +133,13 @@ struct Setup {
     texts: Vec<Text>,
 }
 
-fn run<O: GradOps>(ops: &O, setup: &Setup, v: &Variant) -> anyhow::Result<()> {
+/// Runs a variant with `ops`, the operations of the CPU or of `gpu`.
+fn run<O: GradOps>(ops: &O, gpu: Option<usize>, setup: &Setup, v: &Variant) -> anyhow::Result<()> {
     let config = setup.checkpoint.config();
     let seed = v.settings.seed;
     let beginnings = |first: u64, n: usize| setup.prompter.beginnings(n, seed.wrapping_add(first));
-    // Trellises are searched by the CPU.
-    let nearest = |weight: &Matrix, scheme| nearest(weight, scheme, None);
+    let alike = gpu.map(|gpu| alike(gpu, BLOCK)).transpose()?;
+    let nearest = |weight: &Matrix, scheme| nearest(weight, scheme, alike.as_ref());
     let weights = (&setup.source, &setup.quantized);
     let mut trainer = Trainer::new(
         ops,
@@ -172,7 +174,7 @@ fn run_on_gpu(setup: &Setup, v: &Variant) -> anyhow::Result<()> {
     } else {
         GemmPrecision::Full
     };
-    run(&CudaOps::new(&Gpu::open(0)?, precision)?, setup, v)
+    run(&CudaOps::new(&Gpu::open(0)?, precision)?, Some(0), setup, v)
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -208,7 +210,7 @@ fn main() -> anyhow::Result<()> {
     for spec in variants {
         let v = variant(spec)?;
         if on_cpu {
-            run(&nq_kernels::grad::CpuOps, &setup, &v)?
+            run(&nq_kernels::grad::CpuOps, None, &setup, &v)?
         } else {
             run_on_gpu(&setup, &v)?
         }

@@ -223,7 +223,7 @@ fn flags_that_trellises_do_not_go_with_are_refused() {
         "cpu",
     ];
     let awq = nq(home.path(), &awq);
-    assert!(!awq.status.success() && stderr(&awq).contains("gptq or rtn for trellis codes"));
+    assert!(!awq.status.success() && stderr(&awq).contains("gptq, auto or rtn for trellis codes"));
     let plain = nq(home.path(), &["quantize", "demo", "--bits", "2.5"]);
     assert_eq!(plain.status.code(), Some(2));
     assert!(

@@ -4,7 +4,6 @@ use super::job::Job;
 use super::state::State;
 use crate::device_memory::{DeviceEstimate, DeviceWork, SampledFrom, copy_schemes, fit};
 use crate::error::Result;
-use crate::linalg::Matrix;
 use crate::quality::Judge;
 use crate::schemes::Schemes;
 use crate::second_order::InputStats;
@@ -99,33 +98,10 @@ impl Job<'_> {
     /// # Errors
     /// Errors of the device.
     pub(super) fn on_device(&self, inputs: InputStats) -> Result<InputStats> {
-        let moments = inputs.hessian.as_ref().and_then(|h| h.host());
-        if let (Some(n), Some(moments)) = (self.gpu()?, moments) {
-            let moments = gpu::moments(n, &moments.data, moments.cols)?;
-            return Ok(InputStats {
-                rows: inputs.rows,
-                ..InputStats::on_device(moments)
-            });
+        match self.gpu()? {
+            Some(gpu) => inputs.moved_to(gpu),
+            None => Ok(inputs),
         }
-        Ok(inputs)
-    }
-
-    /// Statistics of `n` inputs that matter alike, on the device, which searches trellises with second moments; none on
-    /// the CPU, which needs none.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    pub(super) fn alike(&self, n: usize) -> Result<Option<InputStats>> {
-        if self.gpu()?.is_none() {
-            return Ok(None);
-        }
-        let mut moments = Matrix::zeros(n, n);
-        moments
-            .data
-            .iter_mut()
-            .step_by(n + 1)
-            .for_each(|v| *v = 1.0);
-        self.on_device(InputStats::of(moments)).map(Some)
     }
 
     /// Options for loading the staged model to measure it: on the CPU if the GPU has no kernels for it.

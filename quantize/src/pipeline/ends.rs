@@ -9,6 +9,7 @@ use crate::report::LayerReport;
 use crate::rounding;
 use crate::schemes::Schemes;
 use crate::second_order::InputStats;
+use crate::trellis;
 use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Scheme, Weight, hash, mtp};
@@ -69,7 +70,8 @@ impl Job<'_> {
             let scheme = schemes.of(name);
             let alike = match scheme {
                 Some(Scheme::Trellis(_)) if looked_up && inputs.is_some() => {
-                    self.alike(config.hidden_size)?
+                    let on = |gpu| trellis::alike(gpu, config.hidden_size);
+                    self.gpu()?.map(on).transpose()?
                 }
                 _ => None,
             };

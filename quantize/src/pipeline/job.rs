@@ -177,7 +177,8 @@ impl<'a> Job<'a> {
         if trellis && method.scales_inputs() {
             return Err(Error::Request {
                 what: "method",
-                expected: "gptq or rtn for trellis codes, which transform inputs themselves".into(),
+                expected: "gptq, auto or rtn for trellis codes, which transform inputs themselves"
+                    .into(),
                 found: method.name().into(),
             });
         }

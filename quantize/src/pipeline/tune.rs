@@ -14,7 +14,7 @@ use crate::train::plan::{
 };
 use crate::train::record::Tuning;
 use crate::train::trainer::{Beginnings, Settings, Trainer, settings_of};
-use crate::trellis::{nearest, nearest_rows};
+use crate::trellis::{alike, nearest, nearest_rows};
 use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::trellis::BLOCK;
@@ -289,7 +289,7 @@ impl Job<'_> {
         let source = Canonical::read(self.checkpoint.store(), config)?;
         let texts = self.beginnings(length, settings.seed)?;
         let alike = match codes {
-            StudentCodes::Trellis { .. } => self.alike(BLOCK)?,
+            StudentCodes::Trellis { .. } => self.gpu()?.map(|gpu| alike(gpu, BLOCK)).transpose()?,
             StudentCodes::Groups(_) => None,
         };
         let nearest = |weight: &Matrix, scheme| nearest(weight, scheme, alike.as_ref());

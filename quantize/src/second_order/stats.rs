@@ -36,6 +36,21 @@ impl InputStats {
         }
     }
 
+    /// The same statistics, with second moments on the GPU of this ordinal, if there are any.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn moved_to(self, gpu: usize) -> Result<Self> {
+        let Some(moments) = self.hessian.as_ref().and_then(|h| h.host()) else {
+            return Ok(self);
+        };
+        let moments = nq_runtime::gpu::moments(gpu, &moments.data, moments.cols)?;
+        Ok(InputStats {
+            rows: self.rows,
+            ..InputStats::on_device(moments)
+        })
+    }
+
     /// The statistics of `x_i / s_i`.
     ///
     /// # Errors

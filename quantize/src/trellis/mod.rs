@@ -5,7 +5,7 @@
 mod round;
 mod search;
 
-pub use round::{nearest, round};
+pub use round::{alike, nearest, round};
 pub(crate) use round::{nearest_rows, on_host, turned_moments};
 
 use nq_formats::trellis::{Code, SEQUENCE, TrellisScheme};

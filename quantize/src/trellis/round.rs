@@ -72,9 +72,20 @@ pub(crate) fn nearest_rows() -> (usize, usize) {
     (SEARCHED, BLOCK)
 }
 
+/// The moments of `n` inputs that matter alike, with which the GPU of this ordinal searches trellises.
+///
+/// # Errors
+/// Errors of the device.
+pub fn alike(gpu: usize, n: usize) -> Result<InputStats> {
+    let mut moments = Matrix::zeros(n, n);
+    let diagonal = moments.data.iter_mut().step_by(n + 1);
+    diagonal.for_each(|v| *v = 1.0);
+    InputStats::of(moments).moved_to(gpu)
+}
+
 /// Rounds the weight `[out, in]` to the nearest codes, as if its inputs mattered alike, and refits scales to them. As no
-/// errors are fed to later columns, all blocks of inputs are searched side by side, by the host or on the device that
-/// has `alike`, the moments of [`BLOCK`] inputs that matter alike.
+/// errors are fed to later columns, all blocks of inputs are searched side by side, by the host or on the device of
+/// `alike`, the moments of [`BLOCK`] inputs that matter [`alike`].
 ///
 /// # Errors
 /// [`Error::Format`] for widths that are not whole blocks, and scales beyond f16; errors of the device.
