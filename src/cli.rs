@@ -17,7 +17,7 @@ const STYLES: Styles = Styles::styled()
     .literal(AnsiColor::Cyan.on_default().bold())
     .placeholder(AnsiColor::Cyan.on_default());
 
-/// Quantizes Qwen3 models to 4 and 8 bits with measured quality, and runs them fast.
+/// Quantizes Qwen and Llama language models to 3 to 8 bits with measured quality, and runs them fast.
 #[derive(Parser)]
 #[command(name = "nq", version = version(), styles = STYLES, propagate_version = true)]
 pub struct Cli {
@@ -56,7 +56,7 @@ pub enum Command {
     Rm(commands::models::RmArgs),
     /// Check this machine and say what to do about problems
     Doctor,
-    /// Write a checkpoint with random weights in a published Qwen3 shape, for scale tests
+    /// Write a checkpoint with random weights in a published shape, for scale tests
     Synth(commands::synth::SynthArgs),
     /// Print a completion script for a shell
     Completions {

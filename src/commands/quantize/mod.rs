@@ -230,7 +230,7 @@ fn trade(code: Code) -> String {
         Code::Sum => "decode at about half of the speed",
     };
     format!(
-        "speed, beside 4-bit integers: CPUs {decode} and read prompts at 0.6, GPUs decode at 0.5 to 0.6 and read \
+        "speed, beside 4-bit integers: CPUs {decode} and read prompts at 0.6, GPUs decode at 0.55 to 0.7 and read \
          prompts at 0.65"
     )
 }
