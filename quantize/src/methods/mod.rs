@@ -1,4 +1,4 @@
-//! Quantization methods. A method rounds weights to a [`Grid`], knowing nothing of files and
+//! Quantization methods. A method rounds weights to a [`Grid`](crate::grid::Grid), knowing nothing of files and
 //! devices. A new method is a file here and a line in [`METHODS`].
 
 pub mod awq;
