@@ -84,15 +84,15 @@ pub fn alike(gpu: usize, n: usize) -> Result<InputStats> {
 }
 
 /// Rounds the weight `[out, in]` to the nearest codes, as if its inputs mattered alike, and refits scales to them. As no
-/// errors are fed to later columns, all blocks of inputs are searched side by side, by the host or on the device of
-/// `alike`, the moments of [`BLOCK`] inputs that matter [`alike`].
+/// errors are fed to later columns, all blocks of inputs are searched side by side, by the host or on the device
+/// that holds `equal`, [`alike`] for [`BLOCK`] inputs.
 ///
 /// # Errors
 /// [`Error::Format`] for widths that are not whole blocks, and scales beyond f16; errors of the device.
 pub fn nearest(
     weight: &Matrix,
     scheme: TrellisScheme,
-    alike: Option<&InputStats>,
+    equal: Option<&InputStats>,
 ) -> Result<TrellisWeight> {
     let dims @ (rows, cols) = (weight.rows, weight.cols);
     scheme.check(dims)?;
@@ -120,7 +120,7 @@ pub fn nearest(
         damping: 0.0,
         noise: 0.0,
     };
-    let moments = alike.and_then(|a| a.hessian.as_ref());
+    let moments = equal.and_then(|e| e.hessian.as_ref());
     let factor = moments.map(|h| h.inverse_factor(&plain)).transpose()?;
     let mut words = Vec::new();
     for start in (0..all.rows).step_by(SEARCHED) {
