@@ -10,7 +10,8 @@ use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::train::params::Canonical;
 use crate::train::plan::{
-    CHECKS, Effort, MemoryPlan, Schedule, StudentCodes, TuneOptions, default_seconds, schedule,
+    CHECKS, Effort, MemoryPlan, SEARCH, Schedule, StudentCodes, TuneOptions, default_seconds,
+    schedule,
 };
 use crate::train::record::Tuning;
 use crate::train::trainer::{Beginnings, Settings, Trainer, settings_of};
@@ -402,6 +403,7 @@ impl Job<'_> {
             Effort::Steps { steps, batch } => Some(Schedule {
                 steps,
                 batch,
+                search: SEARCH,
                 checks: CHECKS,
             }),
             Effort::Default | Effort::Budget(_) => {

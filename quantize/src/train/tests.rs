@@ -525,15 +525,19 @@ fn begin(first: u64, n: usize) -> crate::Result<Vec<Vec<u32>>> {
 /// and a run that stopped halfway continues to the same bits.
 #[test]
 fn tuning_helps_and_resumes_to_the_same_bits() {
-    check_tuning(config(true), |w| quantized(w, Bits::B4));
+    check_tuning(config(true), settings(), |w| quantized(w, Bits::B4));
 }
 
 #[test]
 fn trellises_are_tuned_too() {
-    check_tuning(wide(true), |w| in_trellis(w, 2.0));
+    let slower = Settings {
+        rate_codes: 0.005,
+        ..settings()
+    };
+    check_tuning(wide(true), slower, |w| in_trellis(w, 2.0));
 }
 
-fn check_tuning(c: ModelConfig, round: impl Fn(&Canonical) -> Canonical) {
+fn check_tuning(c: ModelConfig, settings: Settings, round: impl Fn(&Canonical) -> Canonical) {
     let ops = CpuOps;
     let source = random(&c, 4);
     let quantized = round(&source);
@@ -543,7 +547,7 @@ fn check_tuning(c: ModelConfig, round: impl Fn(&Canonical) -> Canonical) {
             &ops,
             &c,
             (&source, &quantized),
-            settings(),
+            settings.clone(),
             (&begin, NEAREST),
             &(),
         )
@@ -584,6 +588,7 @@ fn check_tuning(c: ModelConfig, round: impl Fn(&Canonical) -> Canonical) {
     let schedule = Schedule {
         steps: 41,
         batch: 16,
+        search: 5,
         checks: 8,
     };
     other.plan(schedule);

@@ -2,7 +2,7 @@
 
 use super::graph::Graph;
 use super::params::{Canonical, Kind, Model, Values, rounded};
-use super::plan::{CHECKS, Pace, RATE_CODES, Schedule, rate_codes};
+use super::plan::{CHECKS, Pace, RATE_CODES, SEARCH, Schedule, rate_codes};
 use super::sample::Sampler;
 use super::strays::Strays;
 use super::trellis::Nearest;
@@ -68,7 +68,7 @@ impl Default for Settings {
             held_out: 64,
             checks: CHECKS,
             codes: true,
-            search: 10,
+            search: SEARCH,
             rate_codes: RATE_CODES,
             rate_scales: 3e-4,
             rate_gains: 1e-3,
@@ -309,14 +309,14 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             pace = Pace {
                 sequence: sampling + gradient / pass as f64,
                 step: (all - 2.0 * forward - gradient).max(0.0),
+                search: 0.0,
                 check: forward * self.settings.held_out.div_ceil(pass) as f64,
             };
         }
         let start = Instant::now();
         self.search(false)?;
-        let search = start.elapsed().as_secs_f64();
-        pace.step += search / self.settings.search.max(1) as f64;
-        pace.check += search;
+        pace.search = start.elapsed().as_secs_f64();
+        pace.check += pace.search;
         Ok(pace)
     }
 
@@ -334,7 +334,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     /// pass.
     pub fn plan(&mut self, schedule: Schedule) {
         let s = &mut self.settings;
-        (s.steps, s.batch, s.checks) = (schedule.steps, schedule.batch, schedule.checks);
+        (s.steps, s.batch) = (schedule.steps, schedule.batch);
+        (s.search, s.checks) = (schedule.search, schedule.checks);
         s.rate_codes = rate_codes(s.steps, s.batch);
     }
 

@@ -19,6 +19,9 @@ pub type Nearest<'a> = dyn Fn(&Matrix, TrellisScheme) -> Result<TrellisWeight> +
 const REACH: f32 = 0.5;
 /// Steps of an even grid, in root mean squares of its error: what rates are relative to.
 const STEP: f32 = 3.464;
+/// Latent weights of trellises move so many times as fast as those of even grids. The demo model in 7.58 MB has a divergence
+/// of .0144 after 600 steps at the rate of even grids, of .0137 at twice that, and gains nothing at four times.
+const RATE: f32 = 2.0;
 /// Most rows of a weight whose scales alone are tuned: GPUs take as many products at once.
 pub(super) const MOST_ROWS: usize = 65_535;
 
@@ -83,7 +86,7 @@ impl<O: GradOps> TunedTrellis<O> {
         }
         trellis.tuned.start(ops, &start.data)?;
         let mean = square / start.data.len().max(1) as f64;
-        trellis.tuned.magnitude = STEP * mean.sqrt() as f32;
+        trellis.tuned.magnitude = RATE * STEP * mean.sqrt() as f32;
         Ok(trellis)
     }
 
