@@ -5,8 +5,23 @@ use clap::{Args, ValueEnum};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::{Isa, IsaChoice};
 use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
+use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// The command line, the program's name first.
+static COMMAND_LINE: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// The command line of this process: `words` at the first call, the program's name first.
+pub(crate) fn command_line(words: impl IntoIterator<Item = OsString>) -> &'static [OsString] {
+    COMMAND_LINE.get_or_init(|| words.into_iter().collect())
+}
+
+/// The arguments of the command line, without the program's name.
+pub(crate) fn arguments() -> impl Iterator<Item = &'static OsString> {
+    COMMAND_LINE.get().into_iter().flatten().skip(1)
+}
 
 /// Flags that every subcommand takes.
 #[derive(Args, Clone, Debug)]

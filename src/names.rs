@@ -1,7 +1,7 @@
 //! Finds the model that a name means: `demo`, a folder or file, a name in nq's model folder, or a hub id.
 
 use crate::demo;
-use crate::library::{Error, Result};
+use crate::library::error::{Error, Result};
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::left_over;
 use nq_formats::{Checkpoint, Progress};

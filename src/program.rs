@@ -1,19 +1,15 @@
 //! The program `nq`: what its binary and the command of its Python package run.
 
-use crate::{cli, terminal};
+use crate::{cli, flags, terminal};
 use nq_runtime::Error;
 use std::ffi::OsString;
 use std::process::ExitCode;
-use std::sync::OnceLock;
-
-/// The command line, the program's name first.
-static COMMAND_LINE: OnceLock<Vec<OsString>> = OnceLock::new();
 
 /// Runs `nq` with a command line, whose first word is the program's name, and returns its exit code. Handles signals
 /// and prints: not for a program that does something else as well.
 #[doc(hidden)]
 pub fn program(command_line: impl IntoIterator<Item = OsString>) -> u8 {
-    let words = COMMAND_LINE.get_or_init(|| command_line.into_iter().collect());
+    let words = flags::command_line(command_line);
     match cli::run(cli::parse(words)) {
         Ok(code) => number(code),
         Err(e) if terminal::is_broken_pipe(&e) => 0,
@@ -28,11 +24,6 @@ pub fn program(command_line: impl IntoIterator<Item = OsString>) -> u8 {
             }
         }
     }
-}
-
-/// The arguments of the command line, without the program's name.
-pub(crate) fn arguments() -> impl Iterator<Item = &'static OsString> {
-    COMMAND_LINE.get().into_iter().flatten().skip(1)
 }
 
 /// The number of an exit code, which the standard library does not tell.

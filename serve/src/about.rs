@@ -1,6 +1,6 @@
 //! What is known of a model, loaded or not: what clients ask for before they use it.
 
-use crate::model::ServedModel;
+use crate::dialect::ToolPrompt;
 use nq_formats::{Checkpoint, Scheme, Task};
 use nq_runtime::ChatTemplate;
 use serde_json::{Value, json};
@@ -58,7 +58,7 @@ impl About {
             scheme: most.map(|(_, scheme)| scheme),
             bits_per_weight: checkpoint.bits_per_weight(),
             bits_at_load: None,
-            tools: template.is_some_and(ServedModel::presents_tools),
+            tools: template.is_some_and(|t| ToolPrompt::of(t).is_templates()),
             switches_thinking: template.is_some_and(ChatTemplate::switches_thinking),
             reads_effort: template.is_some_and(ChatTemplate::reads_effort),
         }

@@ -1,6 +1,50 @@
 //! What a chat template makes of messages, found out by rendering some.
 
+use crate::output::{CallForm, CallParser};
 use nq_runtime::{ChatTemplate, Message};
+use serde_json::json;
+
+/// How a model is given the descriptions of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ToolPrompt {
+    /// By its template; calls have this form.
+    Template(CallForm),
+    /// The template does not support tools: they are described in the system message, and calls and
+    /// results are put into the text.
+    Described,
+}
+
+impl ToolPrompt {
+    /// Finds out how a template presents tools, by rendering some.
+    pub(crate) fn of(template: &ChatTemplate) -> Self {
+        let name = "nq_probe";
+        let tool = json!({"type": "function", "function": {
+            "name": name, "description": "d",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        }});
+        let call = json!([{"type": "function", "id": "1", "function": {
+            "name": name, "arguments": {"key": "value"},
+        }}]);
+        let mut asked = Message::new("assistant", "");
+        asked.extra.insert("tool_calls".into(), call);
+        let messages = [Message::new("user", "u"), asked, Message::new("tool", "t")];
+        let text = template.render(&messages, Some(&[tool]), true, None);
+        match text {
+            Ok(text) if text.contains(&format!("<function={name}>")) => {
+                ToolPrompt::Template(CallForm::Xml)
+            }
+            Ok(text) if text.contains(CallParser::OPEN) && text.matches(name).count() > 1 => {
+                ToolPrompt::Template(CallForm::Json)
+            }
+            _ => ToolPrompt::Described,
+        }
+    }
+
+    /// True if the template presents tools and reads their results.
+    pub(crate) fn is_templates(self) -> bool {
+        matches!(self, ToolPrompt::Template(_))
+    }
+}
 
 /// How a model's template treats system messages and thinking.
 #[derive(Clone, Debug)]

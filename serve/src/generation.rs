@@ -4,6 +4,7 @@ use crate::engine::{Answers, Client, Constraint, Event, Finish, Refused, Request
 use crate::error::ApiError;
 use crate::grammar::{Conformant, Format, Start};
 use crate::model::ServedModel;
+use crate::names::Names;
 use crate::output::{Piece, Reader, ReaderOptions};
 use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
 use std::sync::Arc;
@@ -40,15 +41,6 @@ pub struct Generation {
     pub names: Names,
     /// What errors call the schemas of the tools that the format may call.
     pub schemas: Vec<String>,
-}
-
-/// What a protocol calls parts of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Names {
-    /// The prompt.
-    pub prompt: &'static str,
-    /// The format of the answer.
-    pub format: &'static str,
 }
 
 impl Generation {
@@ -332,42 +324,6 @@ fn constraint(
         })?;
     }
     Ok(compiled)
-}
-
-impl Names {
-    /// The error for a request that the engine refuses.
-    fn refused(self, refused: Refused) -> ApiError {
-        match refused {
-            Refused::ContextFull { prompt, ctx } => self.full(prompt, ctx, ""),
-            refused => refused.into(),
-        }
-    }
-
-    /// An error of reading a prompt: the words of one that is longer than anybody counts are those of one that is
-    /// too long.
-    pub fn read(self, error: nq_runtime::Error, ctx: usize) -> ApiError {
-        match error {
-            nq_runtime::Error::TooLong { at_least, .. } => self.full(at_least, ctx, " or more"),
-            error => error.into(),
-        }
-    }
-
-    /// A prompt that does not fit, in the words that clients look for: on these, they shorten a conversation.
-    fn full(self, prompt: usize, ctx: usize, more: &str) -> ApiError {
-        let of = match self.prompt {
-            "messages" => "messages",
-            _ => "prompt",
-        };
-        ApiError {
-            code: Some("context_length_exceeded"),
-            param: Some(self.prompt.to_owned()),
-            overflow: Some((prompt as u32, ctx as u32 - 1)),
-            ..ApiError::invalid(format!(
-                "This model's maximum context length is {ctx} tokens. However, your {of} resulted in {prompt} \
-                 tokens{more}. Please reduce the length of the {of}: at least one token is for the answer."
-            ))
-        }
-    }
 }
 
 impl AnswerStream {

@@ -16,6 +16,7 @@ pub mod http;
 pub mod metrics;
 pub mod model;
 pub mod models;
+pub mod names;
 pub mod output;
 pub mod prefix;
 pub mod protocol;

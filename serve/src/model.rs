@@ -1,11 +1,11 @@
 //! A model that is served: its text side and its engine.
 
 use crate::about::About;
-use crate::dialect::Dialect;
+use crate::dialect::{Dialect, ToolPrompt};
 use crate::engine::{Engine, EngineOptions, ThinkingBudget};
 use crate::error::ApiError;
-use crate::generation::Names;
 use crate::grammar::{Grammars, Start};
+use crate::names::Names;
 use crate::output::{CallForm, CallParser};
 use crate::protocol::thinking::Thinking;
 use nq_formats::{Checkpoint, Task};
@@ -14,16 +14,6 @@ use nq_runtime::rerank::Reranker;
 use nq_runtime::{ChatTemplate, Message, SamplingParams, SessionSpec, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, OnceLock};
-
-/// How a model is given the descriptions of tools.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ToolPrompt {
-    /// By its template; calls have this form.
-    Template(CallForm),
-    /// The template does not support tools: they are described in the system message, and calls and
-    /// results are put into the text.
-    Described,
-}
 
 /// A served model and its name.
 pub struct ServedModel {
@@ -86,7 +76,9 @@ impl ServedModel {
         let sampling = SamplingParams::from_defaults(checkpoint.generation());
         sampling.validate()?;
         let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;
-        let tool_prompt = template.as_ref().map_or(ToolPrompt::Described, tool_prompt);
+        let tool_prompt = template
+            .as_ref()
+            .map_or(ToolPrompt::Described, ToolPrompt::of);
         let about = About::of(checkpoint, &name, template.as_ref(), engine.spec().ctx);
         Ok(ServedModel {
             name,
@@ -191,11 +183,6 @@ impl ServedModel {
         } else {
             Start::MayThink
         }
-    }
-
-    /// True if a template presents tools and reads their results.
-    pub(crate) fn presents_tools(template: &ChatTemplate) -> bool {
-        matches!(tool_prompt(template), ToolPrompt::Template(_))
     }
 
     /// What is known of it.
@@ -324,31 +311,6 @@ impl ServedModel {
             text,
             begun,
         })
-    }
-}
-
-/// Finds out how a template presents tools, by rendering some.
-fn tool_prompt(template: &ChatTemplate) -> ToolPrompt {
-    let name = "nq_probe";
-    let tool = json!({"type": "function", "function": {
-        "name": name, "description": "d",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    }});
-    let call = json!([{"type": "function", "id": "1", "function": {
-        "name": name, "arguments": {"key": "value"},
-    }}]);
-    let mut asked = Message::new("assistant", "");
-    asked.extra.insert("tool_calls".into(), call);
-    let messages = [Message::new("user", "u"), asked, Message::new("tool", "t")];
-    let text = template.render(&messages, Some(&[tool]), true, None);
-    match text {
-        Ok(text) if text.contains(&format!("<function={name}>")) => {
-            ToolPrompt::Template(CallForm::Xml)
-        }
-        Ok(text) if text.contains(CallParser::OPEN) && text.matches(name).count() > 1 => {
-            ToolPrompt::Template(CallForm::Json)
-        }
-        _ => ToolPrompt::Described,
     }
 }
 

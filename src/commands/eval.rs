@@ -1,6 +1,6 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
-use crate::flags::{Global, conflict, parse_kv};
+use crate::flags::{Global, arguments, conflict, parse_kv};
 use crate::model::{self, FoundModel};
 use crate::terminal::{Terminal, shell_word, width};
 use crate::texts::{self, Text};
@@ -401,7 +401,7 @@ impl Workbench<'_> {
 
 /// The command line of this process, quoted for a shell.
 fn command_line() -> String {
-    let words: Vec<String> = crate::program::arguments()
+    let words: Vec<String> = arguments()
         .map(|w| shell_word(&w.to_string_lossy()).into_owned())
         .collect();
     format!("nq {}", words.join(" "))

@@ -1,7 +1,7 @@
 //! The interface for programs, and what it has in common with the command line.
 
 mod chat;
-mod error;
+pub(crate) mod error;
 mod model;
 mod reading;
 

@@ -4,7 +4,8 @@
 //! Results of the forward that the backward needs are kept if they are expensive to compute
 //! (products), and recomputed if they are cheap (norms, SiLU, attention weights).
 
-use super::params::{Matrix, Model, Values};
+use super::params::{Matrix, Model};
+use super::values::Values;
 use super::{refused, untrainable};
 use crate::error::Result;
 use nq_formats::ModelConfig;

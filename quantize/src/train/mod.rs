@@ -22,6 +22,7 @@ pub mod strays;
 mod tests;
 pub mod trainer;
 pub mod trellis;
+pub mod values;
 
 pub use plan::{Effort, TuneOptions};
 pub use record::Tuning;

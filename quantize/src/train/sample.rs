@@ -1,7 +1,8 @@
 //! Fresh text for every step: the teacher continues many beginnings at once on the device.
 
-use super::params::{Matrix, Model, Values};
+use super::params::{Matrix, Model};
 use super::refused;
+use super::values::Values;
 use crate::error::{Error, Result};
 use nq_formats::ModelConfig;
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};

@@ -1,11 +1,12 @@
 //! The training loop: fresh text, gradients, Adam, held-out checks, checkpoints.
 
 use super::graph::Graph;
-use super::params::{Canonical, Kind, Model, Values, rounded};
+use super::params::{Canonical, Model, rounded};
 use super::plan::{CHECKS, Pace, RATE_CODES, SEARCH, Schedule, rate_codes};
 use super::sample::Sampler;
 use super::strays::Strays;
 use super::trellis::Nearest;
+use super::values::{Kind, Values};
 use crate::error::{Error, Result};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;

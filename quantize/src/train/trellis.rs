@@ -5,7 +5,7 @@
 //! alone. Where these do not fit the device, scales of rows are tuned. Scales of inputs stay: gains of norms, and scales
 //! of rows of the products before, do what they could.
 
-use super::params::{Kind, Values, check_finite};
+use super::values::{Kind, Values, check_finite};
 use crate::error::Result;
 use crate::linalg::Matrix;
 use half::f16;

@@ -1,15 +1,15 @@
 //! An EAGLE-3 head on the CPU.
 
 use super::cache::LayerCache;
-use super::embed;
 use super::layer::pack;
+use super::model::embed;
 use super::stream_drafts::DraftHead;
 use crate::error::Result;
 use crate::interface::LoadOptions;
 use crate::models;
 use crate::rope::Rotary;
 use crate::sampler::best_token;
-use crate::speculation::head::{HeadWeights, NOT_FINITE, rotary};
+use crate::speculation::head::{EAGLE_NOT_FINITE, HeadWeights, rotary};
 use crate::weights::Census;
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight, WeightStore};
@@ -114,7 +114,7 @@ impl EagleModel {
         cpu.linear(&w.down, &gated, &mut x, Epilogue::Add)?;
         match crate::checks::all_finite(&x) {
             true => Ok(x),
-            false => Err(NOT_FINITE),
+            false => Err(EAGLE_NOT_FINITE),
         }
     }
 }

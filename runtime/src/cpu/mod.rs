@@ -4,6 +4,7 @@ mod cache;
 pub(crate) mod eagle;
 mod kept;
 pub(crate) mod layer;
+mod model;
 pub(crate) mod mtp;
 mod session;
 mod stepper;
@@ -23,38 +24,12 @@ use crate::models::{self, LayerWeights};
 use crate::rope::Rotary;
 use crate::weights::{Census, LoadProgress, note_held};
 use layer::{layer_bytes, pack, pack_layer};
-use nq_formats::{AffineScheme, ModelConfig, Progress, Scheme, Weight, WeightStore};
-use nq_kernels::cpu::{Cpu, Linear};
+use model::CpuModel;
+use nq_formats::{AffineScheme, ModelConfig, Progress, Scheme, WeightStore};
 use nq_kernels::profile::OpTiming;
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
 use weights::CpuLayer;
-
-/// A model packed for this CPU.
-pub(crate) struct CpuModel {
-    config: ModelConfig,
-    cpu: Cpu,
-    rotary: Rotary,
-    /// `[vocab, hidden]`, canonical: only rows that are looked up are read. `None` if the
-    /// head, whose rows can be read back, is the same matrix.
-    embedding: Option<Weight>,
-    layers: Vec<CpuLayer>,
-    norm: Vec<f32>, // [hidden]
-    head: Linear,   // [vocab, hidden]
-}
-
-impl CpuModel {
-    /// Looks up `tokens`, all within the vocabulary: `x` `[tokens, hidden]`.
-    fn embed<'a>(&self, tokens: impl Iterator<Item = &'a u32>, x: &mut [f32]) -> Result<()> {
-        if let Some(embedding) = &self.embedding {
-            return embed(embedding, tokens, x);
-        }
-        for (&token, x) in tokens.zip(x.chunks_exact_mut(self.config.hidden_size)) {
-            self.head.dequantize_row(token as usize, x)?;
-        }
-        Ok(())
-    }
-}
 
 /// [`Engine`] on the CPU.
 pub(crate) struct CpuEngine {
@@ -198,18 +173,4 @@ impl Engine for CpuEngine {
             _ => Ok(Box::new(CpuSession::new(self.model.clone(), spec))),
         }
     }
-}
-
-/// Looks up `tokens`, all within the vocabulary, in `embedding` `[vocab, hidden]`:
-/// `x` `[tokens, hidden]`.
-fn embed<'a>(
-    embedding: &Weight,
-    tokens: impl Iterator<Item = &'a u32>,
-    x: &mut [f32],
-) -> Result<()> {
-    let h = embedding.dims().1;
-    for (&token, x) in tokens.zip(x.chunks_exact_mut(h)) {
-        embedding.dequantize_row(token as usize, x)?;
-    }
-    Ok(())
 }

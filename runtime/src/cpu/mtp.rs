@@ -1,8 +1,8 @@
 //! A model's MTP layer on the CPU ([`nq_formats::mtp`]).
 
-use super::CpuModel;
 use super::cache::LayerCache;
 use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
+use super::model::CpuModel;
 use super::stream_drafts::DraftHead;
 use super::weights::CpuLayer;
 use crate::error::Result;
@@ -11,7 +11,7 @@ use crate::interface::LoadOptions;
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::sampler::best_token;
-use crate::speculation::mtp::NOT_FINITE;
+use crate::speculation::head::MTP_NOT_FINITE;
 use crate::weights::Census;
 use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
 use nq_formats::{ModelConfig, WeightStore};
@@ -136,7 +136,7 @@ impl MtpDrafter {
             .rms_norm(last, &own.norm, c.rms_norm_eps, &mut made);
         match crate::checks::all_finite(&made) {
             true => Ok(made),
-            false => Err(NOT_FINITE),
+            false => Err(MTP_NOT_FINITE),
         }
     }
 }

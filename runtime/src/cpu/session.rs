@@ -1,10 +1,10 @@
 //! [`Session`] on the CPU.
 
-use super::CpuModel;
 use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle::EagleModel;
 use super::kept::KeptRows;
 use super::layer::{Batch, Pass, Scratch};
+use super::model::CpuModel;
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts};
 use super::weights::CpuLayer;

@@ -114,7 +114,13 @@ pub(crate) fn rotary(head: &EagleHead, model: &ModelConfig) -> Rotary {
 }
 
 /// The error of a head whose streams overflow or are no numbers.
-pub(crate) const NOT_FINITE: Error = Error::NotFinite {
+pub(crate) const EAGLE_NOT_FINITE: Error = Error::NotFinite {
     what: "the EAGLE-3 head behind the output",
+    layer: 0,
+};
+
+/// The error of an MTP layer whose values overflow or are no numbers.
+pub(crate) const MTP_NOT_FINITE: Error = Error::NotFinite {
+    what: "the MTP layer behind the output",
     layer: 0,
 };

@@ -58,9 +58,3 @@ impl Mtp {
         drafter(&self.0, session)
     }
 }
-
-/// The error of a layer whose values overflow or are no numbers.
-pub(crate) const NOT_FINITE: Error = Error::NotFinite {
-    what: "the MTP layer behind the output",
-    layer: 0,
-};

@@ -2,8 +2,8 @@
 
 use super::fields::Fields;
 use crate::error::ApiError;
-use crate::generation::Names;
 use crate::model::ServedModel;
+use crate::names::Names;
 use serde_json::{Value, json};
 use std::sync::Arc;
 

@@ -5,7 +5,7 @@ use super::{GpuHead, On, full, halves, multiply, norm_rows, rows_at};
 use crate::cuda::model::{CudaModel, refuse};
 use crate::error::{Error, Result};
 use crate::rope::Rotary;
-use crate::speculation::head::{GATE_UP, HeadWeights, NOT_FINITE, rotary};
+use crate::speculation::head::{EAGLE_NOT_FINITE, GATE_UP, HeadWeights, rotary};
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cuda::{
@@ -154,7 +154,7 @@ impl GpuHead for CudaEagle {
     }
 
     fn not_finite(&self) -> Error {
-        NOT_FINITE
+        EAGLE_NOT_FINITE
     }
 
     fn fill(&self, on: On<'_>, n: usize) -> Result<()> {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::forward::{Attention, Block, Mix, Shared, has_gates};
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
-use crate::speculation::mtp::NOT_FINITE;
+use crate::speculation::head::MTP_NOT_FINITE;
 use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
 use nq_kernels::cuda::{
@@ -183,7 +183,7 @@ impl GpuHead for CudaMtp {
     }
 
     fn not_finite(&self) -> Error {
-        NOT_FINITE
+        MTP_NOT_FINITE
     }
 
     fn fill(&self, on: On<'_>, n: usize) -> Result<()> {
