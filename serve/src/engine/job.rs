@@ -1,6 +1,6 @@
 //! A request in progress.
 
-use super::keep::Restore;
+use super::saved::Restore;
 use super::{Event, Finish, Request, ThinkingBudget};
 use nq_runtime::{Result, Sampler};
 use std::sync::Arc;

@@ -3,60 +3,15 @@
 
 use super::Event;
 use super::job::{Job, Phase};
+use super::saved::{Restore, Unsaved};
 use super::worker::Worker;
-use crate::disk::{Key, ModelPages, state_key};
+use crate::disk::{ModelPages, state_key};
 use nq_kernels::pages::PAGE;
 use nq_runtime::{Batch, Session};
 use std::time::{Duration, Instant};
 
 /// Longest time spent writing after the last answer.
 const AT_THE_END: Duration = Duration::from_secs(10);
-
-/// A kept sequence whose pages may not all be on disk.
-pub(super) struct Unsaved {
-    pub(super) slot: usize,
-    keys: Vec<Key>,
-    /// Number of pages on disk.
-    saved: usize,
-    /// Numbers of whole pages at whose ends it has states that are to be written behind the pages.
-    states: Vec<usize>,
-}
-
-/// The measured time of reading pages back, which is done only if computing them takes longer.
-#[derive(Default)]
-pub(super) struct RestoreTimes {
-    /// Seconds a page, a moving average; `None` before the first.
-    page: Option<f64>,
-    told: bool,
-}
-
-/// Weight of the latest page in the average.
-const LATEST: f64 = 0.2;
-/// Factor on the average each time that reading back was skipped, so that a disk that was slow is tried again.
-const FORGIVEN: f64 = 0.98;
-
-impl RestoreTimes {
-    fn learn(&mut self, page: Duration) {
-        let new = page.as_secs_f64();
-        self.page = Some(self.page.map_or(new, |old| old + LATEST * (new - old)));
-    }
-
-    /// True if reading `pages` back takes less time than computing them, or if that is not known.
-    fn pays(&mut self, pages: usize, computing: Duration) -> bool {
-        let known = self.page.filter(|_| computing > Duration::ZERO);
-        let pays = known.is_none_or(|page| page * pages as f64 <= computing.as_secs_f64());
-        if !pays {
-            self.page = self.page.map(|page| page * FORGIVEN);
-        }
-        pays
-    }
-}
-
-/// Pages of a prompt that are being read back, and the states that belong to their end.
-pub(super) struct Restore {
-    keys: std::vec::IntoIter<Key>,
-    state: Option<Key>,
-}
 
 impl Worker<'_> {
     fn disk(&self) -> Option<&ModelPages> {
@@ -265,23 +220,5 @@ impl Job {
             .queue_time
             .observe(self.arrived.elapsed().as_secs_f64());
         self.tell(Event::Started { cached: self.fed });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pages_are_read_back_where_that_is_faster_than_computing_them() {
-        let ms = Duration::from_millis;
-        let mut times = RestoreTimes::default();
-        assert!(times.pays(10, ms(1)), "nothing is known");
-        times.learn(ms(8));
-        assert!(times.pays(10, Duration::ZERO), "no prompt was computed yet");
-        assert!(times.pays(10, ms(81)) && !times.pays(10, ms(79)));
-        // A disk that was slow once is tried again.
-        let again = (0..20).find(|_| times.pays(10, ms(60)));
-        assert!(again.is_some_and(|n| n > 10), "{again:?}");
     }
 }

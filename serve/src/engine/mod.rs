@@ -8,7 +8,9 @@
 mod drafts;
 mod job;
 mod keep;
+mod saved;
 mod seats;
+mod slots;
 mod step;
 mod worker;
 

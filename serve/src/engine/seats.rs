@@ -1,9 +1,8 @@
 //! Assigns slots to requests, reusing parts of prompts, and keeps sequences in them afterwards.
 
 use super::job::{Job, Phase};
-use super::keep::Unsaved;
 use super::worker::Worker;
-use crate::prefix::{HeldPrefix, PrefixTree, common};
+use crate::prefix::{HeldPrefix, common};
 use crate::scheduler::Admission;
 use nq_kernels::pages::PAGE;
 use nq_runtime::{Batch, Session, resting_points};
@@ -15,47 +14,6 @@ const WORTH_WAITING: usize = 32;
 const WORTH_A_SNAPSHOT: usize = 256;
 /// Least tokens that are worth keeping in a slot.
 const WORTH_KEEPING: usize = 16;
-
-/// The slots of a session.
-pub(super) struct Seats {
-    /// Empty slots.
-    free: Vec<usize>,
-    /// The sequences in the other slots.
-    pub(super) tree: PrefixTree,
-    /// Kept sequences still to be written to disk, the next one last.
-    pub(super) unsaved: Vec<Unsaved>,
-    /// False once the session has refused to share sequences.
-    sharing: bool,
-}
-
-impl Seats {
-    /// All slots are free.
-    pub(super) fn new(slots: usize) -> Self {
-        Seats {
-            free: (0..slots).rev().collect(),
-            tree: PrefixTree::default(),
-            unsaved: Vec::new(),
-            sharing: true,
-        }
-    }
-
-    /// Empties a slot.
-    fn clear(&mut self, session: &mut dyn Session, slot: usize) {
-        self.tree.remove(slot);
-        self.unsaved.retain(|u| u.slot != slot);
-        session.truncate(slot, 0);
-        self.free.push(slot);
-    }
-
-    /// Drops the least recently used kept sequence; false if there is none except in `spared`.
-    pub(super) fn give_up(&mut self, session: &mut dyn Session, spared: Option<usize>) -> bool {
-        let oldest = self.tree.oldest(spared);
-        if let Some(slot) = oldest {
-            self.clear(session, slot);
-        }
-        oldest.is_some()
-    }
-}
 
 /// Pages that a sequence of `to` tokens takes in addition if it shares its first `from` tokens.
 fn pages(from: usize, to: usize) -> usize {

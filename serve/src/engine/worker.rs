@@ -1,8 +1,8 @@
 //! The engine's thread: accepts requests, runs step after step, and survives failures.
 
 use super::job::{Job, Phase};
-use super::keep::RestoreTimes;
-use super::seats::Seats;
+use super::saved::RestoreTimes;
+use super::slots::Seats;
 use super::{EngineCommand, EngineOptions, EngineShared, Failure, Finish, OpenSession};
 use crate::metrics::Reason;
 use crate::scheduler::{Pace, PaceLimits, Queue};
