@@ -122,9 +122,10 @@ def beside():
     return table(["demo model", "size", "KL divergence", "99 % of tokens below", "perplexity", "same best token"], lines)
 
 
-# All of the picture is of the same 700,000 bytes of books: nq and llama.cpp in f32 on a CPU, EXL3 on a GPU.
+# All of the picture is of the same 700,000 bytes of books: nq and llama.cpp in f32 on a CPU, EXL3 and what nq tunes on a GPU.
 PICTURE = "2026-11-26-compare-quality.csv"
 TRELLIS = "2026-11-26-trellis-files.csv"
+TUNED = "2026-11-27-trellis-tuned-rates.csv"
 EXL3 = "2026-11-26-exl3.csv"
 
 
@@ -135,8 +136,9 @@ def points(found, size, kld):
 
 def ladder_picture():
     """KL divergence against size, on a logarithmic scale: nq's integers and trellis codes, llama.cpp's types, EXL3."""
+    tuned = [(float(r["tensor_mb"]), float(r["books"])) for r in rows(TUNED, steps="600", rate="0.005", search="5")]
     width, height, left, right, top, bottom = 640, 360, 64, 20, 46, 48
-    orange, blue, green, grey = "#c2571a", "#1b6fb8", "#2a8a57", "#7a5195"
+    orange, blue, green, light, grey = "#c2571a", "#1b6fb8", "#2a8a57", "#6fbf4b", "#7a5195"
     integers = points(rows(PICTURE, maker="nq"), "tensor_bytes", "books_kld")
     integers += points((r for r in rows("2026-11-22-mixes.csv") if r["kld_700k"] and "before" not in r["command"]), "tensor_bytes", "kld_700k")
     integers += points(rows("2026-11-21-methods.csv", scheme="int8 g128 symmetric"), "tensor_bytes", "mean_kld")
@@ -149,6 +151,7 @@ def ladder_picture():
         ("llama.cpp", orange, points(theirs, "tensor_bytes", "books_kld"), 2),
         ("nq", blue, sorted(integers), 2),
         ("nq, trellis codes", green, points(rows(TRELLIS), "tensor_bytes", "kld_f32"), 2),
+        ("tuned on a GPU", light, sorted(tuned), 2),
         ("EXL3", grey, wide, 1),
     ]
     x = lambda size: left + (size - sizes[0]) / (sizes[-1] - sizes[0]) * (width - left - right)
