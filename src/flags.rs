@@ -4,7 +4,7 @@ use crate::terminal::say;
 use clap::{Args, ValueEnum};
 use nq_kernels::KernelSet;
 use nq_kernels::cpu::{Isa, IsaChoice};
-use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
+use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, Split};
 use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -30,6 +30,10 @@ pub struct Global {
     /// Where to run: auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,1 or cuda:all
     #[arg(long, global = true, default_value = "auto")]
     pub device: DeviceChoice,
+    /// How several GPUs divide the model: tensors (a part of every layer each) or layers [default: tensors, where the model and
+    /// the GPUs allow it]
+    #[arg(long, global = true, value_name = "HOW")]
+    pub split: Option<Split>,
     /// CPU threads [default: one per physical core]
     #[arg(long, global = true, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
@@ -149,6 +153,7 @@ impl Global {
             threads: self.threads,
             pin: self.pin,
             cpu_experts: self.cpu_experts,
+            split: self.split,
             activations: self.activations,
             kernels: match self.kernels {
                 KernelArg::Fused => KernelSet::Fused,

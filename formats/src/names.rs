@@ -50,21 +50,21 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
 }
 
 /// Splits the name of a layer's parameter or tensor into the layer and the rest of the name.
-fn split(name: &str) -> Option<(usize, &str)> {
+pub(crate) fn split_layer(name: &str) -> Option<(usize, &str)> {
     let (layer, suffix) = name.strip_prefix(LAYERS)?.split_once('.')?;
     Some((layer.parse().ok()?, suffix))
 }
 
 /// The name of a layer's parameter or tensor within the layer: one of the model, or its MTP layer.
 fn within(name: &str) -> Option<&str> {
-    let trunk = split(name).map(|(_, suffix)| suffix);
+    let trunk = split_layer(name).map(|(_, suffix)| suffix);
     trunk.or_else(|| name.strip_prefix(mtp::LAYER))
 }
 
 /// The layer of a parameter or tensor, from its name; `None` outside of layers, and for an MTP layer, which is behind
 /// them.
 pub fn layer_of(name: &str) -> Option<usize> {
-    Some(split(name)?.0)
+    Some(split_layer(name)?.0)
 }
 
 /// The Linear of a layer whose weight has this name.

@@ -1,14 +1,17 @@
-//! A part of a model whose layers are divided among several devices, its ranks (tensor parallelism: Shoeybi et al.,
-//! Megatron-LM, arXiv 1909.08053).
+//! A part of a model that is divided among several devices, its ranks: by tensors (tensor parallelism: Shoeybi et al.,
+//! Megatron-LM, arXiv 1909.08053), or by layers (pipeline parallelism: Huang et al., GPipe, arXiv 1811.06965).
 //!
-//! Each rank has some heads of attention and of recurrences and some rows of MLPs and of every expert: the outputs of
+//! By layers, a rank has some layers, whole, one after the other: a model of fewer layers.
+//!
+//! By tensors, each rank has some heads of attention and of recurrences and some rows of MLPs and of every expert: the outputs of
 //! the Linears that a block begins with, and the inputs of the one that it ends with, whose products the ranks add up.
-//! Embedding, head, norms and routers are whole on every rank. So a rank is a model of fewer heads and narrower MLPs,
+//! Embedding, norms and routers are whole on every rank, and a head that is not the embedding is divided by tokens. So a rank is a model of fewer heads and narrower MLPs,
 //! whose weights [`ShardStore`] cuts out of those of the whole.
 
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
-use crate::models::{ModelConfig, Parameter, Width};
+use crate::models::{ModelConfig, Parameter, Width, in_layer};
+use crate::names;
 use crate::pack::{pack_row, unpack_row};
 use crate::scheme::{Bits, Group, Scales, Scheme};
 use crate::store::{TensorEntry, WeightStore};
@@ -16,34 +19,49 @@ use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Part `rank` of `ranks`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// Its number, from 0.
     pub rank: usize,
     /// The number of parts.
     pub ranks: usize,
+    /// The layers that it has, whole; `None`: a part of every layer.
+    pub layers: Option<Range<usize>>,
 }
 
 /// What a shard has of a dimension: ranges, one after the other.
 type Ranges = Vec<Range<usize>>;
 
 impl Shard {
+    /// Part `rank` of `ranks` of every layer.
+    pub fn tensors(rank: usize, ranks: usize) -> Self {
+        Shard {
+            rank,
+            ranks,
+            layers: None,
+        }
+    }
+
     /// The shape of this part of a model of shape `c`.
     ///
     /// # Errors
     /// [`Error::Weight`], naming the size that the number of parts does not divide, or a part that does not exist.
-    pub fn config(self, c: &ModelConfig) -> Result<ModelConfig> {
+    pub fn config(&self, c: &ModelConfig) -> Result<ModelConfig> {
         if self.rank >= self.ranks {
             return Err(Error::Weight {
                 what: "part of a model",
                 expected: format!("one below {}", self.ranks),
                 found: self.rank.to_string(),
             });
+        }
+        if let Some(layers) = &self.layers {
+            return self.stage(layers, c);
         }
         let part = |what: &'static str, n: usize| match n.is_multiple_of(self.ranks) {
             true => Ok(n / self.ranks),
@@ -71,18 +89,43 @@ impl Shard {
         Ok(shard)
     }
 
+    /// The shape of the model of `layers` alone.
+    fn stage(&self, layers: &Range<usize>, c: &ModelConfig) -> Result<ModelConfig> {
+        let all = c.num_hidden_layers;
+        let stage = ModelConfig {
+            num_hidden_layers: layers.len(),
+            ..c.clone()
+        };
+        let alike = || {
+            (layers.clone().enumerate())
+                .all(|(i, layer)| std::ptr::eq(stage.layer(i), c.layer(layer)))
+        };
+        if layers.is_empty() || layers.end > all || !alike() {
+            return Err(Error::Weight {
+                what: "layers of a part of a model",
+                expected: format!("some of {all}, from a layer of the kind of the first one on"),
+                found: format!("{layers:?}"),
+            });
+        }
+        Ok(stage)
+    }
+
     /// The weights of this part of a model of shape `c`, whose own are in `store`.
     ///
     /// # Errors
     /// As [`Shard::config`].
     pub fn store<'a>(
-        self,
+        &self,
         store: &'a dyn WeightStore,
         c: &'a ModelConfig,
     ) -> Result<ShardStore<'a>> {
         self.config(c)?;
         let mut cuts = BTreeMap::new();
-        for index in 0..c.num_hidden_layers {
+        let divided = match self.layers {
+            Some(_) => 0..0,
+            None => 0..c.num_hidden_layers,
+        };
+        for index in divided {
             for parameter in c.layer(index).parameters() {
                 let (name, cut) = match parameter {
                     Parameter::Norm(norm) => (norm.name(index), self.vector(norm.len, c)),
@@ -108,14 +151,33 @@ impl Shard {
                 cuts.insert(name, cut);
             }
         }
+        if !c.tie_word_embeddings {
+            let cut = Cut {
+                rows: std::iter::once(self.head_rows(c)).collect(),
+                cols: all_of(c.hidden_size),
+                dims: (c.vocab_size, c.hidden_size),
+            };
+            cuts.insert(names::head(c).into(), cut);
+        }
         Ok(ShardStore {
             inner: store,
-            shard: self,
+            shard: self.clone(),
             cuts,
         })
     }
 
-    fn vector(self, len: Width, c: &ModelConfig) -> Cut {
+    /// The rows of the head that this part has: an equal part where parts of whole tiles of 16 rows can be had, else all
+    /// of them, as of a head that is the embedding too.
+    pub fn head_rows(&self, c: &ModelConfig) -> Range<usize> {
+        let divided = !c.tie_word_embeddings && c.vocab_size.is_multiple_of(16 * self.ranks);
+        if divided {
+            self.share(c.vocab_size)
+        } else {
+            0..c.vocab_size
+        }
+    }
+
+    fn vector(&self, len: Width, c: &ModelConfig) -> Cut {
         Cut {
             rows: self.ranges(len, c),
             cols: all_of(1),
@@ -124,13 +186,13 @@ impl Shard {
     }
 
     /// This part of `n`, which the number of parts divides.
-    fn share(self, n: usize) -> Range<usize> {
+    fn share(&self, n: usize) -> Range<usize> {
         let each = n / self.ranks;
         self.rank * each..(self.rank + 1) * each
     }
 
     /// What this part has of a dimension.
-    fn ranges(self, width: Width, c: &ModelConfig) -> Ranges {
+    fn ranges(&self, width: Width, c: &ModelConfig) -> Ranges {
         let all = width.of(c);
         let Some(d) = c.delta else {
             return match width {
@@ -191,12 +253,24 @@ fn is_all(ranges: &[Range<usize>], n: usize) -> bool {
     ranges.iter().map(Range::len).sum::<usize>() == n
 }
 
-/// The parameters of a [`Shard`]: those that are divided are read whole, and cut.
+/// The parameters of a [`Shard`]: those that are divided are read whole, and cut; layers are counted from its first one.
 pub struct ShardStore<'a> {
     inner: &'a dyn WeightStore,
     shard: Shard,
     /// By parameter; others are whole.
     cuts: BTreeMap<String, Cut>,
+}
+
+impl ShardStore<'_> {
+    /// The name of this part's parameter `name` in the whole model.
+    fn whole<'n>(&self, name: &'n str) -> Cow<'n, str> {
+        match (&self.shard.layers, names::split_layer(name)) {
+            (Some(layers), Some((layer, suffix))) => {
+                Cow::Owned(in_layer(layers.start + layer, suffix))
+            }
+            _ => Cow::Borrowed(name),
+        }
+    }
 }
 
 impl WeightStore for ShardStore<'_> {
@@ -205,12 +279,12 @@ impl WeightStore for ShardStore<'_> {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.inner.contains(name)
+        self.inner.contains(&self.whole(name))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         let Some(cut) = self.cuts.get(name) else {
-            return self.inner.vector(name, len);
+            return self.inner.vector(&self.whole(name), len);
         };
         let whole = self.inner.vector(name, cut.dims.0)?;
         if is_all(&cut.rows, cut.dims.0) {
@@ -223,7 +297,7 @@ impl WeightStore for ShardStore<'_> {
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         let Some(cut) = self.cuts.get(name) else {
-            return self.inner.matrix(name, dims);
+            return self.inner.matrix(&self.whole(name), dims);
         };
         let whole = self.inner.matrix(name, cut.dims)?;
         let part = cut.of(&whole).map_err(|e| match e {
@@ -244,24 +318,36 @@ impl WeightStore for ShardStore<'_> {
     }
 
     fn scheme(&self, name: &str) -> Option<Scheme> {
-        self.inner.scheme(name)
+        self.inner.scheme(&self.whole(name))
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
-        self.inner.sources(name)
+        self.inner.sources(&self.whole(name))
     }
 
     fn exactness(&self, name: &str) -> Exactness {
-        self.inner.exactness(name)
+        self.inner.exactness(&self.whole(name))
     }
 
     fn is_bare(&self) -> bool {
         self.inner.is_bare()
     }
 
-    /// Those of the whole model, whose sizes tell how much larger one layer is than another.
+    /// Those of the whole model, or of its layers, whose sizes tell how much larger one layer is than another.
     fn entries(&self) -> Vec<TensorEntry> {
-        self.inner.entries()
+        let entries = self.inner.entries().into_iter();
+        let Some(layers) = &self.shard.layers else {
+            return entries.collect();
+        };
+        let own = |entry: TensorEntry| match names::split_layer(&entry.name) {
+            None => Some(entry),
+            Some((layer, suffix)) if layers.contains(&layer) => Some(TensorEntry {
+                name: in_layer(layer - layers.start, suffix),
+                ..entry
+            }),
+            Some(_) => None,
+        };
+        entries.filter_map(own).collect()
     }
 
     fn file_bytes(&self) -> u64 {

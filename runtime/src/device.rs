@@ -5,6 +5,7 @@ use crate::gpu;
 pub use crate::host::{available_memory, peak_memory, total_memory};
 use crate::interface::{DeviceChoice, Ordinals, too_many};
 use nq_kernels::grad::{CpuOps, GradWork};
+use std::fmt;
 use std::fs;
 use std::path::Path;
 
@@ -17,6 +18,16 @@ pub enum Device {
     Cuda(usize),
     /// Several GPUs, which have a part of a model each.
     Gpus(Ordinals),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(n) => write!(f, "cuda:{n}"),
+            Device::Gpus(several) => several.fmt(f),
+        }
+    }
 }
 
 impl Device {

@@ -79,7 +79,7 @@ pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use interface::{
     ActivationChoice, Chunk, DeviceChoice, DeviceMemory, Drafter, Engine, EngineDescription,
     EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Ordinals, Pages, Session, SessionSpec,
-    StepsAhead, Streams,
+    Split, StepsAhead, Streams,
 };
 pub use load::{load, stepper};
 pub use models::LayerWeights;

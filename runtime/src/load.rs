@@ -30,7 +30,16 @@ pub fn load(
         }
         return candle::load(config, store, options, progress);
     }
-    match options.device.resolve()? {
+    let device = options.device.resolve()?;
+    if options.split.is_some() && !matches!(device, Device::Gpus(_)) {
+        return Err(Error::Unsupported {
+            engine: "nq",
+            what: "a model divided among GPUs (--split)",
+            expected: "several GPUs, such as --device cuda:0,1".into(),
+            found: device.to_string(),
+        });
+    }
+    match device {
         Device::Cpu => Ok(Arc::new(CpuEngine::load(config, store, options, progress)?)),
         Device::Cuda(n) => gpu::load(config, store, options, n, progress),
         Device::Gpus(several) => {

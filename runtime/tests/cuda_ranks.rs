@@ -13,7 +13,8 @@ use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    Chunk, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session, SessionSpec,
+    Chunk, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session,
+    SessionSpec, Split,
 };
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,9 +50,11 @@ fn two() -> Option<(MutexGuard<'static, ()>, &'static str)> {
     }
 }
 
-fn load(config: &ModelConfig, store: &Store, device: &str) -> Arc<dyn Engine> {
+/// A model on two ranks.
+fn load(config: &ModelConfig, store: &Store, device: &str, split: Split) -> Arc<dyn Engine> {
     let options = LoadOptions {
         device: device.parse().unwrap(),
+        split: Some(split),
         ..LoadOptions::default()
     };
     nq_runtime::load(config, store, &options, &()).unwrap()
@@ -91,6 +94,7 @@ fn models() -> Vec<(String, ModelConfig, Store)> {
     };
     let wide = |config: ModelConfig| ModelConfig {
         intermediate_size: 1024,
+        num_hidden_layers: 8,
         experts: config.experts.map(|e| Experts {
             width: 512,
             shared: 512,
@@ -123,6 +127,13 @@ fn models() -> Vec<(String, ModelConfig, Store)> {
     all
 }
 
+/// The models by tensors, and by layers.
+fn divided() -> Vec<(Split, (String, ModelConfig, Store))> {
+    let both = [Split::Tensors, Split::Layers].into_iter();
+    both.flat_map(|split| models().into_iter().map(move |m| (split, m)))
+        .collect()
+}
+
 /// Rows of logits that differ by more than rounding; logits are of order 1, and routers near a tie may choose
 /// otherwise.
 fn far_rows(found: &[f32], expected: &[f32], vocab: usize) -> usize {
@@ -134,9 +145,14 @@ fn far_rows(found: &[f32], expected: &[f32], vocab: usize) -> usize {
 #[test]
 fn two_ranks_agree_with_one_gpu() {
     let Some((_turn, device)) = two() else { return };
-    for (name, config, store) in models() {
+    for (split, (name, config, store)) in divided() {
         let whole = gpu_engine(&config, &store, KernelSet::Fused).expect("there is a GPU");
-        let ranks = load(&config, &store, device);
+        let ranks = load(&config, &store, device, split);
+        let name = format!("{name}, {split:?}");
+        assert_eq!(
+            ranks.description().device.contains("by layers"),
+            split == Split::Layers
+        );
         assert!(
             ranks.description().device.starts_with(device),
             "{:?}",
@@ -202,8 +218,8 @@ fn two_ranks_agree_with_one_gpu() {
 #[test]
 fn ranks_draw_the_tokens_of_their_logits() {
     let Some((_turn, device)) = two() else { return };
-    for (name, config, store) in models() {
-        let ranks = load(&config, &store, device);
+    for (split, (name, config, store)) in divided() {
+        let ranks = load(&config, &store, device, split);
         let mut s = session(&*ranks, 2);
         let mut text = vec![7];
         let mut expected = Vec::new();
@@ -222,7 +238,7 @@ fn ranks_draw_the_tokens_of_their_logits() {
         };
         decode(&mut *s, 1, 7, 24, &mut sampler, None, each).unwrap();
         // Both run the same kernels, of one row.
-        assert_eq!(drawn, expected, "{name}");
+        assert_eq!(drawn, expected, "{name}, {split:?}");
     }
 }
 
@@ -230,8 +246,11 @@ fn ranks_draw_the_tokens_of_their_logits() {
 #[test]
 fn pages_of_ranks_can_be_read_and_appended() {
     let Some((_turn, device)) = two() else { return };
-    for (name, config, store) in models().into_iter().filter(|m| m.0.ends_with("int4")) {
-        let ranks = load(&config, &store, device);
+    for (split, (name, config, store)) in divided() {
+        if !name.ends_with("int4") {
+            continue;
+        }
+        let ranks = load(&config, &store, device, split);
         let mut s = session(&*ranks, 2);
         let text = tokens(129, 4);
         feed(&mut *s, 0, &text[..128]);
@@ -273,17 +292,40 @@ fn what_several_gpus_cannot_run_is_refused_by_name() {
         ..LoadOptions::default()
     };
     assert!(refused(&config, on_host).contains("experts on the CPU"));
-    let models = [0, 1].map(|_| load(&config, &store, device));
+    let models = [0, 1].map(|_| load(&config, &store, device, Split::Tensors));
     let open = session(&*models[0], 1);
     let spec = open.spec();
     let second = models[1].session(spec).err().expect("refused").to_string();
     assert!(second.contains("one at a time"), "{second}");
     drop(open);
     drop(session(&*models[1], 1));
+    // Heads that two GPUs cannot share: by layers, unless that is not what was asked for.
     let odd = ModelConfig {
         num_key_value_heads: 1,
+        ..config.clone()
+    };
+    let tensors = LoadOptions {
+        split: Some(Split::Tensors),
+        ..LoadOptions::default()
+    };
+    let why = refused(&odd, tensors);
+    assert!(why.contains("key"), "{why}");
+    let options = LoadOptions {
+        device: device.parse().unwrap(),
+        ..LoadOptions::default()
+    };
+    let odd_store = Store::random(&odd, 7);
+    let by_layers = nq_runtime::load(&odd, &odd_store, &options, &()).unwrap();
+    let said = &by_layers.description().device;
+    assert!(said.contains("by layers"), "{said}");
+    let short = ModelConfig {
+        num_hidden_layers: 1,
         ..config
     };
-    let odd = refused(&odd, LoadOptions::default());
-    assert!(odd.contains("key"), "{odd}");
+    let layers = LoadOptions {
+        split: Some(Split::Layers),
+        ..LoadOptions::default()
+    };
+    let why = refused(&short, layers);
+    assert!(why.contains("at least 2"), "{why}");
 }

@@ -4,6 +4,7 @@ mod common;
 
 use common::{Store, hybrid, small_config, small_mixture};
 use nq_formats::models::{LinearKind, Parameter, find};
+use nq_formats::names::layer_of;
 use nq_formats::synth::Preset;
 use nq_formats::{
     AffineScheme, Bits, Delta, Group, ModelConfig, Shard, Weight, WeightStore, Zeros,
@@ -77,7 +78,7 @@ fn values(w: &Weight) -> Vec<Vec<f32>> {
 /// Compares every parameter of every part with the rows and inputs of the whole that belong to it.
 fn check(name: &str, c: &ModelConfig, store: &Store, ranks: usize) {
     for rank in 0..ranks {
-        let shard = Shard { rank, ranks };
+        let shard = Shard::tensors(rank, ranks);
         let (config, part) = (shard.config(c).unwrap(), shard.store(store, c).unwrap());
         let mine = |owner: Option<usize>| owner.is_none_or(|o| o == rank);
         for layer in 0..c.num_hidden_layers {
@@ -203,7 +204,7 @@ fn parts_are_those_of_their_heads() {
 #[test]
 fn what_cannot_be_divided_is_refused_by_name() {
     let refused = |c: &ModelConfig, ranks| {
-        let shard = Shard { rank: 0, ranks };
+        let shard = Shard::tensors(0, ranks);
         shard
             .config(c)
             .err()
@@ -211,9 +212,9 @@ fn what_cannot_be_divided_is_refused_by_name() {
             .unwrap_or_default()
     };
     let c = small_config();
-    let beyond = Shard { rank: 2, ranks: 2 };
+    let beyond = Shard::tensors(2, 2);
     assert!(beyond.config(&c).is_err());
-    assert!(Shard { rank: 0, ranks: 0 }.config(&c).is_err());
+    assert!(Shard::tensors(0, 0).config(&c).is_err());
     assert!(refused(&c, 3).contains("num_attention_heads"));
     assert!(refused(&c, 4).contains("num_key_value_heads"));
     assert!(
@@ -229,7 +230,7 @@ fn what_cannot_be_divided_is_refused_by_name() {
     // Groups of 32 that two parts would share: 80 inputs.
     let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
     let store = Store::random(&c, 1).quantized(scheme);
-    let shard = Shard { rank: 1, ranks: 2 };
+    let shard = Shard::tensors(1, 2);
     let part = shard.store(&store, &c).unwrap();
     let found = part
         .matrix("model.layers.0.mlp.down_proj", (48, 40))
@@ -242,17 +243,96 @@ fn what_cannot_be_divided_is_refused_by_name() {
     );
 }
 
+/// A stage has its layers by their numbers from its first one on, and what is not of a layer.
+#[test]
+fn stages_have_their_layers() {
+    let hybrid = ModelConfig {
+        num_hidden_layers: 8,
+        ..hybrid("qwen35", 4, false)
+    };
+    for (c, first) in [(small_config(), 1), (hybrid, 4)] {
+        let store = Store::random(&c, 3);
+        let layers = first..c.num_hidden_layers;
+        let shard = Shard {
+            rank: 1,
+            ranks: 2,
+            layers: Some(layers.clone()),
+        };
+        let (config, part) = (shard.config(&c).unwrap(), shard.store(&store, &c).unwrap());
+        assert_eq!(config.num_hidden_layers, layers.len());
+        for (index, layer) in layers.clone().enumerate() {
+            assert!(std::ptr::eq(config.layer(index), c.layer(layer)));
+            for linear in c.layer(layer).matrices() {
+                let (name, dims) = (linear.name(index), linear.dims(&c));
+                let whole = store.matrix(&linear.name(layer), dims).unwrap();
+                assert!(part.contains(&name));
+                assert!(
+                    values(&part.matrix(&name, dims).unwrap()) == values(&whole),
+                    "{name}"
+                );
+            }
+        }
+        assert!(part.vector("model.norm", c.hidden_size).is_ok());
+        let layers_of = |store: &dyn WeightStore| -> Vec<usize> {
+            let entries = store.entries().into_iter();
+            entries.filter_map(|e| layer_of(&e.name)).collect()
+        };
+        let own = layers_of(&store).into_iter().filter(|l| layers.contains(l));
+        let own: Vec<usize> = own.map(|l| l - first).collect();
+        assert_eq!(layers_of(&part), own);
+    }
+}
+
+#[test]
+fn stages_without_layers_or_from_another_kind_of_layer_are_refused() {
+    let c = ModelConfig {
+        num_hidden_layers: 8,
+        ..hybrid("qwen35", 4, false)
+    };
+    for layers in [0..0, 2..8, 4..9] {
+        let shard = Shard {
+            rank: 0,
+            ranks: 1,
+            layers: Some(layers.clone()),
+        };
+        assert!(shard.config(&c).is_err(), "{layers:?}");
+    }
+}
+
+/// A head that is not the embedding is divided by tokens, where tiles allow it.
+#[test]
+fn heads_are_divided_by_tokens() {
+    let c = ModelConfig {
+        vocab_size: 96,
+        tie_word_embeddings: false,
+        ..small_config()
+    };
+    let store = Store::random(&c, 5);
+    let shard = Shard::tensors(1, 2);
+    assert_eq!(shard.head_rows(&c), 48..96);
+    let part = shard.store(&store, &c).unwrap();
+    let dims = (c.vocab_size, c.hidden_size);
+    let whole = values(&store.matrix("lm_head", dims).unwrap());
+    assert!(values(&part.matrix("lm_head", dims).unwrap()) == whole[48..]);
+    let odd = ModelConfig {
+        vocab_size: 90,
+        ..c.clone()
+    };
+    assert_eq!(shard.head_rows(&odd), 0..90);
+    let tied = ModelConfig {
+        tie_word_embeddings: true,
+        ..c
+    };
+    assert_eq!(shard.head_rows(&tied), 0..96);
+}
+
 /// Two GPUs, and four, run the published sizes.
 #[test]
 fn published_sizes_can_be_divided() {
     for preset in Preset::all() {
         let c = preset.config();
         for ranks in [2, 4] {
-            let shard = Shard {
-                rank: ranks - 1,
-                ranks,
-            }
-            .config(&c);
+            let shard = Shard::tensors(ranks - 1, ranks).config(&c);
             let divides = c.num_key_value_heads.is_multiple_of(ranks);
             match shard {
                 Ok(shard) => assert!(shard.parameters() < c.parameters(), "{}", preset.name),

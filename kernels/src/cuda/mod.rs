@@ -8,10 +8,10 @@
 //! kernel uses may be dropped at any time: freeing it waits, which is slow but correct.
 
 mod advance;
-mod all_reduce;
 mod attention;
 mod bandwidth;
 mod batch;
+mod collectives;
 mod delta;
 mod driver;
 mod experts;
@@ -39,7 +39,6 @@ mod trellis;
 pub use advance::{
     Adjustments, Advance, Candidates, Logprobs, MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling,
 };
-pub use all_reduce::{AllReduce, Inbox, MOST_RANKS, Rank, Share};
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
     HEAD_DIM, Heads, LayerPages, PageEntry, PageStaging, PagesShape, SharedPrefix, WIDE_HEAD_DIM,
@@ -47,6 +46,7 @@ pub use attention::{
 };
 pub use batch::best_len;
 pub use batch::columns::{Columns, MOST_SEQUENCES};
+pub use collectives::{Collectives, Gathered, Inbox, MOST_RANKS, Rank, Share, gathered_best_len};
 pub use delta::{
     CONV, DELTA_DIM, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, LayerStates,
     MOST_RATE_INPUTS, Rates, StatesShape,

@@ -2,7 +2,7 @@
 
 use super::kernel::KernelRow;
 use super::{
-    advance, all_reduce, attention, bandwidth, batch, delta, experts, gemm, gemm_step, gemv, grad,
+    advance, attention, bandwidth, batch, collectives, delta, experts, gemm, gemm_step, gemv, grad,
     grouped, linear,
 };
 use super::{prefill, rows, second_order, step_layers, trellis};
@@ -10,7 +10,6 @@ use super::{prefill, rows, second_order, step_layers, trellis};
 /// The rows of each file.
 static TABLE: [&[&KernelRow]; 27] = [
     advance::ROWS,
-    all_reduce::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
     attention::pages::ROWS,
@@ -18,6 +17,7 @@ static TABLE: [&[&KernelRow]; 27] = [
     batch::ROWS,
     batch::groups::ROWS,
     batch::rows::ROWS,
+    collectives::ROWS,
     delta::ROWS,
     experts::ROWS,
     gemm::ROWS,

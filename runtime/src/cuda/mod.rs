@@ -1,10 +1,12 @@
 //! The GPU engine: nq's own forward over `nq_kernels::cuda`.
 
+mod division;
 mod host_experts;
 mod layer;
 mod model;
 mod page_tables;
 mod parallel;
+mod part;
 mod plan;
 mod request;
 mod session;
@@ -19,10 +21,11 @@ use crate::memory::Kinds;
 use model::CudaModel;
 pub(crate) use model::check_shape;
 use nq_formats::{ModelConfig, Progress, WeightStore};
-use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank};
+use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 use nq_kernels::profile::OpTiming;
 use nq_kernels::{Account, KernelSet};
 pub(crate) use parallel::ParallelEngine;
+use part::Part;
 use request::Request;
 use session::CudaSession;
 use session::step::least_shared_pages;
@@ -57,10 +60,10 @@ pub(crate) fn planned(
         together: MOST_WIDE_SEQUENCES,
         config: c,
         kernels: KernelSet::Fused,
-        head: &plan::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds)?,
+        head: &plan::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, None)?,
         trellis: plan::has_trellis(c, kinds),
-        rank: None,
-        weights: plan::weight_bytes(c, kinds, None, 0)?,
+        part: None,
+        weights: plan::weight_bytes(c, kinds, None, 0, None)?,
         session: Some(spec),
     };
     request.plan()
@@ -84,9 +87,9 @@ impl CudaEngine {
         )
     }
 
-    /// As [`CudaEngine::load`], for a whole model or a rank's part of one.
+    /// As [`CudaEngine::load`], for a whole model or a part of one.
     fn load_on(
-        (gpu, rank): (Gpu, Option<Rank>),
+        (gpu, part): (Gpu, Option<Part>),
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -107,7 +110,7 @@ impl CudaEngine {
             );
         }
         let device = gpu.info().to_string();
-        let (model, bits) = CudaModel::load((gpu, rank), config, store, options, progress)?;
+        let (model, bits) = CudaModel::load((gpu, part), config, store, options, progress)?;
         let description = EngineDescription {
             engine: "nq".into(),
             device,

@@ -2,6 +2,7 @@
 
 use super::host_experts::{HostExperts, is_of_experts};
 use super::layer::{CudaLayer, drop_shared, mixture};
+use super::part::Part;
 use super::plan::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::request::Request;
 use super::session::step_rows::most_together;
@@ -19,7 +20,7 @@ use nq_formats::{DType, Experts, ModelConfig, Progress, Scheme, Weight, WeightSt
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
     Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
-    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Rank, Stack, Uploader, WIDE_HEAD_DIM,
+    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Uploader, WIDE_HEAD_DIM,
     rotated,
 };
 use nq_kernels::registry::WeightKind;
@@ -50,7 +51,7 @@ pub(super) struct CudaModel {
     /// Some of its weights are in trellis codes.
     pub(super) trellis: bool,
     /// Which part of a model it is, if it is not a whole one.
-    pub(super) rank: Option<Rank>,
+    pub(super) part: Option<Part>,
 }
 
 /// What the GPU does more slowly for want of a kernel: quantized weights that it holds as FP16 (bytes in their
@@ -206,7 +207,7 @@ impl CudaModel {
     /// Reads and packs a model, if there is room for it and for `session`; also returns the
     /// bits of most weights.
     pub(super) fn load(
-        (gpu, rank): (Gpu, Option<Rank>),
+        (gpu, part): (Gpu, Option<Part>),
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -214,7 +215,7 @@ impl CudaModel {
     ) -> Result<(Self, usize)> {
         let kernels = options.kernels;
         check_shape(config, kernels)?;
-        let cpu_experts = match rank {
+        let cpu_experts = match part {
             // What experts on the CPU make is added to the residual stream itself, not to a rank's share.
             Some(_) => Some(0),
             None => HostExperts::wanted(config, options.cpu_experts, progress)?,
@@ -260,19 +261,19 @@ impl CudaModel {
             together: most_together(&gpu),
             config,
             kernels,
-            head: &plan::head(&dry, config, &kinds)?,
+            head: &plan::head(&dry, config, &kinds, part)?,
             trellis,
-            rank,
+            part,
             weights: 0,
             session: options.session.as_ref(),
         };
         let free = gpu.free_memory()?;
         let (on_host, weights) = request.split(cpu_experts, free, |on_host| {
-            weight_bytes(config, &kinds, stored, on_host)
+            weight_bytes(config, &kinds, stored, on_host, part)
         })?;
         if on_host > 0 {
             // The CPU packs weights in about as many bytes as the GPU.
-            HostExperts::check_memory(weight_bytes(config, &kinds, stored, 0)? - weights)?;
+            HostExperts::check_memory(weight_bytes(config, &kinds, stored, 0, part)? - weights)?;
         }
         let mut uploader = Uploader::new(&gpu)?;
 
@@ -359,7 +360,7 @@ impl CudaModel {
             head,
             embedding,
             trellis,
-            rank,
+            part,
         };
         Ok((model, census.bits()))
     }
@@ -373,7 +374,7 @@ impl CudaModel {
             kernels: self.kernels,
             head: &self.head,
             trellis: self.trellis,
-            rank: self.rank,
+            part: self.part,
             weights: 0,
             session: Some(session),
         }

@@ -1,21 +1,24 @@
 //! A model over several GPUs: each, a rank, has a part of every layer (tensor parallelism: Shoeybi et al., Megatron-LM,
-//! arXiv 1909.08053).
+//! arXiv 1909.08053), or some of the layers (pipeline parallelism: Huang et al., GPipe, arXiv 1811.06965).
 //!
-//! A rank is a model and a session like those of one GPU, of a shape with fewer heads and narrower MLPs. What their
-//! blocks add to the residual stream is summed over all ranks on the devices (`kernels::cuda::AllReduce`), so the
-//! stream, the logits and the tokens that are drawn from them are the same on all of them. Every call is made on every
+//! A rank is a model and a session like those of one GPU, of a shape with fewer heads and narrower MLPs, or with fewer
+//! layers. What blocks of parts add to the residual stream is summed over all ranks on the devices
+//! (`kernels::cuda::Collectives`), and stages of layers hand it on, so the stream behind the last layer, the logits and the
+//! tokens that are drawn from them are the same on all of them. Every call is made on every
 //! rank, each in a thread of its own, because a rank's work ends only with that of the others; what rank 0 returns is
 //! the result.
 
 use super::CudaEngine;
+use super::division::{choose, refuse, shards};
+use super::part::Part;
 use super::session::CudaSession;
 use crate::error::{Error, Result};
 use crate::interface::{
     Chunk, DeviceMemory, Drawn, Engine, EngineDescription, LoadOptions, Logits, Observer, Pages,
-    Run, Session, SessionSpec, StepsAhead,
+    Run, Session, SessionSpec, Split, StepsAhead,
 };
 use crate::sampler::Sampler;
-use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
+use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::cuda::{Gpu, Rank};
 use nq_kernels::profile::OpTiming;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,6 +31,7 @@ pub(crate) struct ParallelEngine {
     config: ModelConfig,
     description: EngineDescription,
     ranks: Vec<CudaEngine>,
+    split: Split,
     /// True if the ranks share a GPU.
     beside: bool,
     threads: Arc<rayon::ThreadPool>,
@@ -66,17 +70,7 @@ impl Drop for OpenSession {
     }
 }
 
-fn refuse<T>(what: &'static str, expected: &str, found: impl ToString) -> Result<T> {
-    Err(Error::Unsupported {
-        engine: "nq on several GPUs",
-        what,
-        expected: expected.into(),
-        found: found.to_string(),
-    })
-}
-
-/// Opens the GPUs, each once, which must be of one kind: steps, whose results must be the same everywhere, are
-/// planned for it.
+/// Opens the GPUs, each once, which must run the same kernels: what each computes for itself must be the same everywhere.
 fn open(ordinals: &[usize]) -> Result<Vec<Gpu>> {
     let mut gpus: Vec<Gpu> = Vec::with_capacity(ordinals.len());
     for (i, ordinal) in ordinals.iter().enumerate() {
@@ -86,15 +80,10 @@ fn open(ordinals: &[usize]) -> Result<Vec<Gpu>> {
             None => Gpu::open(*ordinal)?,
         });
     }
-    let kind = |gpu: &Gpu| {
-        let info = gpu.info();
-        let sizes = (info.multiprocessors, info.shared_memory);
-        (info.name.clone(), info.capability, sizes)
-    };
-    match gpus.iter().find(|gpu| kind(gpu) != kind(&gpus[0])) {
+    match gpus.iter().find(|gpu| gpu.code() != gpus[0].code()) {
         Some(other) => refuse(
             "GPUs",
-            &format!("GPUs like {}", gpus[0].info()),
+            &format!("GPUs that run the kernels of {}", gpus[0].info()),
             other.info(),
         ),
         None => Ok(gpus),
@@ -102,8 +91,8 @@ fn open(ordinals: &[usize]) -> Result<Vec<Gpu>> {
 }
 
 impl ParallelEngine {
-    /// Reads a model and packs a part of every layer for each of the devices `ordinals`, of which two may be the same:
-    /// one GPU then stands in for several.
+    /// Reads a model and packs a part for each of the devices `ordinals`, of which two may be the same: one GPU then stands in
+    /// for several.
     pub(crate) fn load(
         config: &ModelConfig,
         store: &dyn WeightStore,
@@ -128,11 +117,20 @@ impl ParallelEngine {
             through_host,
             beside,
         };
+        let split = choose(options.split, config, store, &gpus, progress)?;
+        let free: Vec<usize> = (gpus.iter())
+            .map(Gpu::free_memory)
+            .collect::<nq_kernels::Result<_>>()?;
+        let shards = shards(split, config, &free)?;
         let load = |rank: usize, progress: &dyn Progress| {
-            let shard = Shard { rank, ranks };
-            let (shape, part) = (shard.config(config)?, shard.store(store, config)?);
-            let on = (gpus[rank].clone(), Some(place(rank)));
-            CudaEngine::load_on(on, &shape, &part, options, progress)
+            let shard = &shards[rank];
+            let (shape, weights) = (shard.config(config)?, shard.store(store, config)?);
+            let part = Part {
+                rank: place(rank),
+                split,
+            };
+            let on = (gpus[rank].clone(), Some(part));
+            CudaEngine::load_on(on, &shape, &weights, options, progress)
         };
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(ranks)
@@ -165,15 +163,20 @@ impl ParallelEngine {
             config: config.clone(),
             description: EngineDescription {
                 device: format!(
-                    "cuda:{} ({ranks} x {}, sm_{}{})",
+                    "cuda:{} ({ranks} x {}, sm_{}{}{})",
                     numbers.join(","),
                     info.name,
                     info.capability.0,
-                    info.capability.1
+                    info.capability.1,
+                    match split {
+                        Split::Tensors => "",
+                        Split::Layers => ", by layers",
+                    }
                 ),
                 ..one
             },
             ranks: engines,
+            split,
             beside,
             threads: Arc::new(threads),
             number: MODELS.fetch_add(1, Ordering::Relaxed),
@@ -190,17 +193,25 @@ impl Engine for ParallelEngine {
         &self.description
     }
 
-    /// Of all GPUs together, which read it at the same time.
     fn bytes_per_token(&self) -> usize {
         self.ranks.iter().map(Engine::bytes_per_token).sum()
     }
 
+    /// Of all GPUs together, if they read at the same time; of layers, which are read one after the other, of their mean.
     fn memory_bandwidth(&self) -> Option<f64> {
-        let one = self.ranks[0].memory_bandwidth()?;
-        Some(if self.beside {
-            one
-        } else {
-            one * self.ranks.len() as f64
+        if self.beside {
+            return self.ranks[0].memory_bandwidth();
+        }
+        let each: Option<Vec<f64>> = self.ranks.iter().map(Engine::memory_bandwidth).collect();
+        let each = each?;
+        let seconds = self
+            .ranks
+            .iter()
+            .zip(&each)
+            .map(|(rank, b)| rank.bytes_per_token() as f64 / b);
+        Some(match self.split {
+            Split::Tensors => each.iter().sum(),
+            Split::Layers => self.bytes_per_token() as f64 / seconds.sum::<f64>(),
         })
     }
 
@@ -212,22 +223,28 @@ impl Engine for ParallelEngine {
         self.ranks[0].stop_profile()
     }
 
-    /// Of all GPUs together. Ranks take the same, so it fits where the GPU with the least memory has that much.
+    /// Of all GPUs together. What is free is what activations take, and as much for keys and values as all GPUs would have when
+    /// the first one is full.
     fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
         let ranks: Option<Vec<DeviceMemory>> =
             self.ranks.iter().map(|r| r.device_memory(spec)).collect();
         let ranks = ranks?;
         let sum = |part: fn(&DeviceMemory) -> usize| ranks.iter().map(part).sum();
-        let least = ranks.iter().map(|r| r.free).min()?;
+        let (kv, scratch): (usize, usize) = (sum(|r| r.kv), sum(|r| r.scratch));
+        let free = if self.beside {
+            ranks.iter().map(|r| r.free).min()?
+        } else {
+            let room = |r: &DeviceMemory| {
+                let own = r.free.saturating_sub(r.scratch) as u128;
+                own * kv.max(1) as u128 / r.kv.max(1) as u128
+            };
+            scratch + ranks.iter().map(room).min()? as usize
+        };
         Some(DeviceMemory {
             weights: sum(|r| r.weights),
-            kv: sum(|r| r.kv),
-            scratch: sum(|r| r.scratch),
-            free: if self.beside {
-                least
-            } else {
-                least * ranks.len()
-            },
+            kv,
+            scratch,
+            free,
         })
     }
 
@@ -394,9 +411,12 @@ impl Pages for ParallelSession {
 
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
         crate::checks::check_bytes("a page of keys and values", page, self.page_bytes())?;
-        let parts = page.chunks_exact(page.len() / self.ranks.len());
-        let mut ranks = self.ranks.iter_mut().zip(parts);
-        ranks.try_for_each(|(rank, part)| rank.append(slot, part))
+        let mut rest = page;
+        self.ranks.iter_mut().try_for_each(|rank| {
+            let (part, behind) = rest.split_at(rank.page_bytes());
+            rest = behind;
+            rank.append(slot, part)
+        })
     }
 
     fn read_state(&mut self, slot: usize, len: usize, out: &mut Vec<u8>) -> Result<()> {
@@ -410,9 +430,12 @@ impl Pages for ParallelSession {
             return Ok(());
         }
         crate::checks::check_bytes("states of a sequence", state, all)?;
-        let parts = state.chunks_exact(all / self.ranks.len());
-        let mut ranks = self.ranks.iter_mut().zip(parts);
-        ranks.try_for_each(|(rank, part)| rank.write_state(slot, part))
+        let mut rest = state;
+        self.ranks.iter_mut().try_for_each(|rank| {
+            let (part, behind) = rest.split_at(rank.state_bytes().unwrap_or(0));
+            rest = behind;
+            rank.write_state(slot, part)
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 
 use super::host_experts::is_of_experts;
 use super::layer::{CudaLayer, drop_shared, largest_mixture};
+use super::part::Part;
 use super::request::Request;
 use super::session::memory::SessionMemory;
 use crate::error::{Error, Result};
@@ -84,9 +85,15 @@ pub(super) fn has_trellis(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
     coded(names::head(c)) || coded(EMBEDDING) || (0..c.num_hidden_layers).any(layer)
 }
 
-/// Reserves the head.
-pub(super) fn head(gpu: &Gpu, c: &ModelConfig, kinds: Kinds<'_>) -> Result<DeviceLinear> {
-    matrix(gpu, kinds, names::head(c), (c.vocab_size, c.hidden_size))
+/// Reserves the head, or what a GPU of several has of it.
+pub(super) fn head(
+    gpu: &Gpu,
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    part: Option<Part>,
+) -> Result<DeviceLinear> {
+    let rows = part.map_or(c.vocab_size, |part| part.head_rows(c).len());
+    matrix(gpu, kinds, names::head(c), (rows, c.hidden_size))
 }
 
 /// Bytes that packed weights of these kinds take, without the experts of the first `on_host` layers. If
@@ -100,6 +107,7 @@ pub(super) fn weight_bytes(
     kinds: Kinds<'_>,
     stored: Option<&[u64]>,
     on_host: usize,
+    part: Option<Part>,
 ) -> Result<usize> {
     let account = Account::gpu();
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
@@ -159,7 +167,7 @@ pub(super) fn weight_bytes(
             .sum::<Result<usize>>()?,
     };
     let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
-    let _head = head(gpu, c, kinds)?;
+    let _head = head(gpu, c, kinds, part)?;
     let _embedding = if c.tie_word_embeddings {
         None
     } else {
@@ -444,7 +452,7 @@ mod tests {
         fn new() -> Self {
             let config = config();
             let gpu = Gpu::dry(INFO.clone(), Account::gpu());
-            let head = head(&gpu, &config, &bf16).unwrap();
+            let head = head(&gpu, &config, &bf16, None).unwrap();
             PlannedModel { config, head }
         }
 
@@ -456,7 +464,7 @@ mod tests {
                 kernels: KernelSet::Fused,
                 head: &self.head,
                 trellis: false,
-                rank: None,
+                part: None,
                 weights,
                 session: Some(session),
             }
@@ -653,7 +661,7 @@ mod tests {
     #[test]
     fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
         let config = config();
-        let all = weight_bytes(&config, &bf16, None, 0).unwrap();
+        let all = weight_bytes(&config, &bf16, None, 0, None).unwrap();
         let parameters = 2 * config.parameters();
         assert!(
             (parameters..parameters + parameters / 100).contains(&all),
@@ -663,7 +671,7 @@ mod tests {
         let stored = |last: u64| {
             let mut stored = vec![4; layers];
             stored[layers - 1] = last;
-            weight_bytes(&config, &bf16, Some(&stored), 0).unwrap()
+            weight_bytes(&config, &bf16, Some(&stored), 0, None).unwrap()
         };
         assert_eq!(stored(4), all);
         let layer = 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288);

@@ -1,9 +1,10 @@
 //! What is asked of the memory of a GPU.
 
+use super::part::Part;
 use crate::interface::SessionSpec;
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::{DeviceLinear, GpuInfo, Rank};
+use nq_kernels::cuda::{DeviceLinear, GpuInfo};
 
 /// A model to be loaded, a session to be opened, or both, to be compared with the memory that the
 /// driver has free.
@@ -22,7 +23,7 @@ pub(super) struct Request<'a> {
     /// Some of its weights are in trellis codes.
     pub(super) trellis: bool,
     /// Which part of a model it is.
-    pub(super) rank: Option<Rank>,
+    pub(super) part: Option<Part>,
     /// Bytes of weights still to be loaded.
     pub(super) weights: usize,
     /// The session.

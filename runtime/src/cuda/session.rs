@@ -92,7 +92,7 @@ impl CudaSession {
         Ok(CudaSession {
             stream: gpu.stream_with(StreamOptions {
                 room: memory.room,
-                beside: model.rank.is_some_and(|rank| rank.beside),
+                beside: model.part.is_some_and(|part| part.rank.beside),
             })?,
             graphs: Graphs::default(),
             tables: PageTables::new(&spec),

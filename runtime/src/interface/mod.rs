@@ -23,7 +23,7 @@ pub use drafts::{Draft, Drafter, KINDS, StreamHead, Streams, Tapped};
 pub use engine::{DeviceMemory, Engine, EngineDescription};
 pub use observer::Observer;
 pub(crate) use options::too_many;
-pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions};
+pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, Split};
 pub use ordinals::Ordinals;
 pub use pages::Pages;
 pub use session::{Session, SessionSpec};

@@ -147,6 +147,28 @@ pub enum EngineKind {
     Candle,
 }
 
+/// How a model is divided among several GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// Each has a part of every layer: some heads, and rows of MLPs.
+    Tensors,
+    /// Each has some of the layers.
+    Layers,
+}
+
+impl FromStr for Split {
+    type Err = String;
+
+    /// Parses `tensors` or `layers`.
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        match s {
+            "tensors" => Ok(Split::Tensors),
+            "layers" => Ok(Split::Layers),
+            _ => Err("expected tensors or layers".into()),
+        }
+    }
+}
+
 /// Options for placing a model on a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoadOptions {
@@ -167,6 +189,8 @@ pub struct LoadOptions {
     /// Of a mixture of experts on a GPU: number of layers, from the first on, whose experts stay in the
     /// computer's memory and run on the CPU; `None`: as few as the GPU's memory requires.
     pub cpu_experts: Option<usize>,
+    /// How several GPUs divide it; `None`: by tensors if the model and the GPUs allow it, else by layers.
+    pub split: Option<Split>,
     /// A session that will be opened later: a GPU must have room for it too, which is checked before
     /// anything is allocated.
     pub session: Option<SessionSpec>,

@@ -95,6 +95,11 @@ fn best(targets: impl Iterator<Item = CodeTarget>, capability: (i32, i32)) -> Op
         .max_by_key(|t| (!t.ptx, t.capability, t.exact))
 }
 
+/// The name of the code that a device of `capability` runs; `None` if there is none.
+pub(super) fn name_of_code(capability: (i32, i32)) -> Option<&'static str> {
+    best(targets(), capability).map(|target| target.name)
+}
+
 /// The target for a device of `capability`, if its driver, of CUDA version `driver` (e.g. 13000),
 /// supports it.
 ///

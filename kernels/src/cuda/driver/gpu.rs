@@ -1,6 +1,6 @@
 //! A device: its properties, its kernels, and the timing of its work.
 
-use super::code::CodeTarget;
+use super::code::{CodeTarget, name_of_code};
 use super::errors::check;
 use super::found::{capability, code_for, driver_version, find};
 use super::info::GpuInfo;
@@ -123,6 +123,11 @@ impl Gpu {
     /// Properties of the device.
     pub fn info(&self) -> &GpuInfo {
         &self.0.info
+    }
+
+    /// The name of the compiled kernels that it runs, e.g. `sm_86`.
+    pub fn code(&self) -> Option<&'static str> {
+        name_of_code(self.0.info.capability)
     }
 
     /// True if both are the same device.

@@ -3,8 +3,8 @@
 use super::layer::{StepLayer, StepMixer};
 use super::limits::{MOST_LAYERS, PRODUCTS};
 use super::sizes::{LayersSizes, ProductShape};
-use crate::cuda::all_reduce::MOST_RANKS;
 use crate::cuda::attention::HeadVectors;
+use crate::cuda::collectives::MOST_RANKS;
 use crate::cuda::delta::RecurrenceArgs;
 use crate::cuda::driver::{Address, Operands};
 use crate::cuda::kernel::{TWO_LEVEL, kind_index};

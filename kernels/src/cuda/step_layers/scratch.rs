@@ -3,8 +3,8 @@
 use super::LayersPlan;
 use super::limits::{MOST_SOURCES, PHASES};
 use super::sizes::LayersSizes;
-use crate::cuda::all_reduce::MOST_RANKS;
-use crate::cuda::all_reduce::Rank;
+use crate::cuda::collectives::MOST_RANKS;
+use crate::cuda::collectives::Rank;
 use crate::cuda::driver::{Address, Buffer, Common, Gpu, Mapped, Operands};
 use crate::error::{Error, Result};
 use std::sync::Arc;

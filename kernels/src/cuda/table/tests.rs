@@ -332,19 +332,29 @@ fn rows_have_tests_and_benches() {
 const CONSTANTS: [[&str; 4]; 50] = [
     ["pages.rs", "PAGE", "rows.cuh", "PAGE"],
     [
-        "cuda/all_reduce.rs",
+        "cuda/collectives.rs",
         "MOST_RANKS",
-        "all_reduce.cu",
+        "collectives.cu",
         "MOST_RANKS",
     ],
     [
-        "cuda/all_reduce.rs",
+        "cuda/collectives.rs",
         "MOST_RANKS",
         "layers.cuh",
         "MOST_RANKS",
     ],
-    ["cuda/all_reduce.rs", "THREADS", "all_reduce.cu", "THREADS"],
-    ["cuda/all_reduce.rs", "CHUNK", "all_reduce.cu", "CHUNK"],
+    [
+        "cuda/collectives.rs",
+        "THREADS",
+        "collectives.cu",
+        "THREADS",
+    ],
+    [
+        "cuda/collectives.rs",
+        "BLOCKS_EACH",
+        "collectives.cu",
+        "BLOCKS_EACH",
+    ],
     ["cuda/advance.rs", "NOT_FINITE", "advance.cu", "NOT_FINITE"],
     [
         "cuda/trellis.rs",

@@ -62,8 +62,8 @@ impl SessionMemory {
         };
         let room = || TrellisRoom::new(gpu, w.trellis(many.max(rows)));
         let ranks = request
-            .rank
-            .map(|rank| RankRows::new(gpu, &w, rank, (rows, many)));
+            .part
+            .map(|part| RankRows::new(gpu, c, part, (rows, many)));
         Ok(SessionMemory {
             room: trellis.then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
@@ -75,7 +75,7 @@ impl SessionMemory {
                 head,
                 rows,
                 (spec.kv, places),
-                (request.rank, trellis),
+                (request.part, trellis),
             )?,
             many: ManyRows::new(gpu, &w, kernels, many, places)?,
             pages,

@@ -4,7 +4,9 @@ use super::buffers::ExpertRows;
 use super::experts::add_experts;
 use super::graphs::StepKind;
 use super::product;
-use super::rank_rows::{RankRows, added_to, reduce, reduce_parts};
+use super::rank_rows::{
+    Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_parts,
+};
 use super::step_rows::{StepRows, WideRows};
 use crate::cuda::layer::CudaLayer;
 use crate::cuda::model::CudaModel;
@@ -12,6 +14,7 @@ use crate::forward::{
     Block, Delta, DeltaParameters, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection,
     Shared,
 };
+use crate::interface::Split;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, BlockLimit, Buffer, Cascade, Checked,
     Columns, DeviceLinear, DevicePages, DeviceStates, GemvOutput, HostStage, LayerStates,
@@ -41,19 +44,26 @@ impl Device<'_> {
     pub(super) fn queue(self, step: &mut StepRows, ranks: Option<&mut RankRows>) -> Result<()> {
         let layers = &self.model.layers;
         if self.kind.m <= MOST_SEQUENCES {
-            let at_once = self.queue_at_once(step, ranks.as_deref())?;
             let mut pass = NarrowPass {
                 device: self,
                 step,
                 ranks,
             };
+            pass.hand_over(Handover::Begin)?;
+            let at_once = self.queue_at_once(pass.step, pass.ranks.as_deref())?;
             if !at_once {
                 layers.iter().try_for_each(|l| l.run(&mut pass))?;
             }
+            pass.hand_over(Handover::End)?;
+            pass.hand_over(Handover::Last)?;
             pass.head()
         } else {
             let mut pass = WidePass::new(self, step, ranks)?;
+            pass.hand_over(Handover::Begin)?;
             layers.iter().try_for_each(|l| l.run(&mut pass))?;
+            pass.end()?;
+            pass.hand_over(Handover::End)?;
+            pass.hand_over(Handover::Last)?;
             pass.head()
         }
     }
@@ -84,7 +94,9 @@ impl Device<'_> {
         let Some(layers) = layers.collect::<Option<Vec<_>>>() else {
             return Ok(None);
         };
-        let beside = model.rank.filter(|r| r.beside).map_or(1, |r| r.ranks);
+        let beside = (model.part)
+            .filter(|part| part.rank.beside)
+            .map_or(1, |part| part.rank.ranks);
         let limit = BlockLimit { most, beside };
         let plan = LayersPlan::within(&model.gpu, &layers, model.stacks(), limit)?;
         Ok(plan.map(|plan| (plan, layers)))
@@ -275,19 +287,26 @@ impl NarrowPass<'_> {
         reduce(self.device.stream, &mut self.step.x, &mut self.ranks, size)
     }
 
+    /// Gives the residual stream to other ranks, or takes it from them.
+    fn hand_over(&mut self, what: Handover) -> Result<()> {
+        let (device, ranks) = (self.device, self.ranks.as_deref());
+        let size = (device.kind.m, device.model.config.hidden_size);
+        hand_over(device.stream, &mut self.step.x, ranks, size, what)
+    }
+
     /// Final norm and head.
     fn head(&mut self) -> Result<()> {
         let (device, step) = (self.device, &mut *self.step);
         let (norm, head) = (device.norm(&device.model.norm), &device.model.head);
-        let out = GemvOutput::Head(norm, &mut step.logits, &mut step.best);
-        Self::multiply(
-            device,
-            ("head", head),
-            &step.x,
-            out,
-            &mut step.columns,
-            false,
-        )
+        let out = match self.ranks.as_mut().and_then(|r| r.head_logits()) {
+            Some(part) => GemvOutput::Store(norm, part),
+            None => GemvOutput::Head(norm, &mut step.logits, &mut step.best),
+        };
+        let columns = &mut step.columns;
+        Self::multiply(device, ("head", head), &step.x, out, columns, false)?;
+        let size = (device.kind.m, device.model.config.vocab_size);
+        let to = (&mut step.logits, Some(&mut step.best));
+        gather_logits(device.stream, self.ranks.as_deref(), to, size)
     }
 }
 
@@ -516,12 +535,35 @@ impl<'a> WidePass<'a> {
         product(stream, name, w, || stream.gemm_step(w, x, out, m))
     }
 
+    /// Gives the residual stream to other ranks, or takes it from them.
+    fn hand_over(&mut self, what: Handover) -> Result<()> {
+        let (size, ranks) = (self.size(), self.ranks.as_deref());
+        hand_over(self.device.stream, self.x, ranks, size, what)
+    }
+
+    /// Adds what is pending to the residual stream of a stage, whose layers end here.
+    fn end(&mut self) -> Result<()> {
+        let model = self.device.model;
+        if self.pending && model.part.is_some_and(|part| part.split == Split::Layers) {
+            self.norm(&model.norm)?;
+            self.pending = false;
+        }
+        Ok(())
+    }
+
     /// Final norm and head.
     fn head(&mut self) -> Result<()> {
         let model = self.device.model;
         self.norm(&model.norm)?;
-        let out = StepOutput::Head(self.head.0, self.head.1);
-        Self::multiply(self.device, ("head", &model.head), &self.rows.normed, out)
+        let (logits, best) = (&mut *self.head.0, &mut *self.head.1);
+        let out = match self.ranks.as_mut().and_then(|r| r.head_logits()) {
+            Some(part) => StepOutput::Store(part),
+            None => StepOutput::Head(logits, best),
+        };
+        Self::multiply(self.device, ("head", &model.head), &self.rows.normed, out)?;
+        let size = (self.device.kind.m, model.config.vocab_size);
+        let to = (&mut *self.head.0, Some(&mut *self.head.1));
+        gather_logits(self.device.stream, self.ranks.as_deref(), to, size)
     }
 }
 

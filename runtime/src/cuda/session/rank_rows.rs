@@ -1,29 +1,47 @@
-//! Buffers of a rank, a GPU with a part of every layer, and sums over ranks.
+//! Buffers of one of several GPUs, and what it exchanges with the others.
 
-use super::buffers::Widths;
+use super::buffers::{LOGIT_ROWS, Widths};
+use crate::cuda::part::Part;
 use crate::error::Result;
+use crate::interface::Split;
+use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
-    AllReduce, Buffer, Gpu, Inbox, LayersInbox, PartialSums, Rank, Share, Stream,
+    Buffer, Collectives, Gathered, Gpu, Inbox, LayersInbox, PartialSums, Share, Stream,
 };
+use std::ops::Range;
 
 /// Buffers of a rank.
 pub(super) struct RankRows {
-    /// What products of this rank add, `[rows, hidden]`: zero until they do.
-    pub(super) share: Buffer<f32>,
-    /// What one product of many rows alone is, `[rows, hidden]`: written whole each time.
-    pub(super) written: Buffer<f32>,
+    part: Part,
+    shares: Option<Shares>,
+    head: Option<HeadRows>,
     pub(super) inbox: Inbox,
     /// `None` until the rank has joined the others.
-    pub(super) sums: Option<AllReduce>,
+    pub(super) collectives: Option<Collectives>,
     /// Of the kernel of all layers, on every rank; 0 if not all of them run it.
     pub(super) blocks: usize,
 }
 
-/// Where other ranks write what they add to a rank's residual stream: by kernels for it, and by the kernel of all
-/// layers. Cloning shares it.
+/// What products of a part of every layer add to the residual stream.
+struct Shares {
+    /// `[rows, hidden]`: zero until they do.
+    added: Buffer<f32>,
+    /// What one product of many rows alone is, `[rows, hidden]`: written whole each time.
+    written: Buffer<f32>,
+}
+
+/// Of a head of which each rank has some rows.
+struct HeadRows {
+    /// The tokens of each rank.
+    columns: Vec<Range<usize>>,
+    /// Logits of this rank's tokens, `[rows, columns]`.
+    logits: Buffer<f32>,
+}
+
+/// Where other ranks write what they have for a rank: by kernels for it, and by the kernel of all layers. Cloning shares it.
 #[derive(Clone)]
 pub(in crate::cuda) struct RankInbox {
-    pub(super) sums: Inbox,
+    pub(super) rows: Inbox,
     pub(super) layers: LayersInbox,
 }
 
@@ -31,40 +49,140 @@ impl RankRows {
     /// Allocates them for steps of up to `rows` rows, and for passes of up to `many`.
     pub(super) fn new(
         gpu: &Gpu,
-        w: &Widths,
-        rank: Rank,
+        c: &ModelConfig,
+        part: Part,
         (rows, many): (usize, usize),
     ) -> Result<Self> {
-        let most = rows.max(many);
-        // Of many rows, only the sums of experts are added to something.
-        let added = if w.experts.is_some() { most } else { rows };
+        let (w, most) = (Widths::of(c), rows.max(many));
+        let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
+        let shares = match part.split {
+            Split::Layers => None,
+            Split::Tensors => Some(Shares {
+                // Of many rows, only the sums of experts are added to something.
+                added: f32s(w.hidden * if w.experts.is_some() { most } else { rows })?,
+                written: f32s(w.hidden * many)?,
+            }),
+        };
+        let head = part.divided_head(c).map(|columns| -> Result<_> {
+            let own = columns[part.rank.rank].len();
+            Ok(HeadRows {
+                columns,
+                logits: f32s(rows.max(LOGIT_ROWS) * own)?,
+            })
+        });
+        let head = head.transpose()?;
+        let sent = (most * w.hidden).max(head.as_ref().map_or(0, |h| h.logits.len()));
         Ok(RankRows {
-            share: gpu.zeros("activations", added * w.hidden)?,
-            written: gpu.zeros("activations", many * w.hidden)?,
-            inbox: Inbox::new(gpu, rank, (most, w.hidden))?,
-            sums: None,
+            part,
+            shares,
+            head,
+            inbox: Inbox::new(gpu, part.rank, sent)?,
+            collectives: None,
             blocks: 0,
         })
     }
 
-    /// Where a product of many rows writes the share, if nothing else is part of it.
-    pub(super) fn written(&mut self) -> &mut Buffer<f32> {
-        &mut self.written
+    /// Where a product of many rows writes what it would add, if nothing else is part of that; `None` if it is to add to the
+    /// residual stream itself.
+    pub(super) fn written(&mut self) -> Option<&mut Buffer<f32>> {
+        self.shares.as_mut().map(|shares| &mut shares.written)
     }
 
-    /// Blocks of the kernel of all layers; 0 if ranks do not run it.
+    /// Where the head writes its logits; `None` if it has all tokens.
+    pub(super) fn head_logits(&mut self) -> Option<&mut Buffer<f32>> {
+        self.head.as_mut().map(|head| &mut head.logits)
+    }
+
+    /// Most blocks of the kernel of all layers; 0 if ranks do not run it.
     pub(super) fn blocks(&self) -> usize {
         self.blocks
     }
 
-    fn sums(&self) -> nq_kernels::Result<&AllReduce> {
-        self.sums.as_ref().ok_or_else(|| nq_kernels::Error::Shape {
-            op: "all_reduce",
+    fn collectives(&self) -> nq_kernels::Result<&Collectives> {
+        let missing = || nq_kernels::Error::Shape {
+            op: "collectives",
             what: "rank",
             expected: "one that has joined the others".into(),
             found: "one alone".into(),
-        })
+        };
+        self.collectives.as_ref().ok_or_else(missing)
     }
+
+    /// Gives all ranks the rows `x` `[m, hidden]` of those of `ranks`, in their order.
+    fn hand_on(
+        &self,
+        stream: &Stream,
+        ranks: Range<usize>,
+        x: &mut Buffer<f32>,
+        (m, hidden): (usize, usize),
+    ) -> nq_kernels::Result<()> {
+        for rank in ranks {
+            let of = |r| if r == rank { 0..hidden } else { 0..0 };
+            let columns: Vec<Range<usize>> = (0..self.part.rank.ranks).map(of).collect();
+            let rows = Gathered {
+                from: None,
+                to: &mut *x,
+                columns: &columns,
+                best: None,
+            };
+            stream.timed(("all-gather", "fused", (m, hidden)), 0, || {
+                stream.all_gather(rows, self.collectives()?, (m, hidden))
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// What a stage of layers does with the residual stream of rows `[m, hidden]`; nothing on ranks of parts of every layer.
+pub(super) enum Handover {
+    /// Takes what the stage before made of it.
+    Begin,
+    /// Passes on what it made of it, to all stages.
+    End,
+    /// Takes, on all stages, what the last one made of it.
+    Last,
+}
+
+/// Does `what` with the residual stream, of one of several ranks.
+pub(super) fn hand_over(
+    stream: &Stream,
+    x: &mut Buffer<f32>,
+    ranks: Option<&RankRows>,
+    size: (usize, usize),
+    what: Handover,
+) -> nq_kernels::Result<()> {
+    let Some(ranks) = ranks.filter(|r| r.part.split == Split::Layers) else {
+        return Ok(());
+    };
+    let (rank, last) = (ranks.part.rank.rank, ranks.part.rank.ranks - 1);
+    let from = match what {
+        Handover::Begin => 0..rank,
+        Handover::End => rank..last,
+        Handover::Last => last..last + 1,
+    };
+    ranks.hand_on(stream, from, x, size)
+}
+
+/// Makes of the logits of each rank's tokens those of all, `[m, vocab]`, and finds the best of each part of a row, if there
+/// are several ranks and each has some tokens.
+pub(super) fn gather_logits(
+    stream: &Stream,
+    ranks: Option<&RankRows>,
+    (logits, best): (&mut Buffer<f32>, Option<&mut Buffer<[f32; 2]>>),
+    size: (usize, usize),
+) -> nq_kernels::Result<()> {
+    let Some((ranks, head)) = ranks.and_then(|r| Some((r, r.head.as_ref()?))) else {
+        return Ok(());
+    };
+    let rows = Gathered {
+        from: Some(&head.logits),
+        to: logits,
+        columns: &head.columns,
+        best,
+    };
+    stream.timed(("all-gather", "fused", size), 0, || {
+        stream.all_gather(rows, ranks.collectives()?, size)
+    })
 }
 
 /// Where products add their outputs: to the residual stream `x`, or to a rank's share.
@@ -72,25 +190,29 @@ pub(super) fn added_to<'a>(
     x: &'a mut Buffer<f32>,
     ranks: &'a mut Option<&mut RankRows>,
 ) -> &'a mut Buffer<f32> {
-    match ranks {
-        Some(ranks) => &mut ranks.share,
+    match ranks.as_mut().and_then(|r| r.shares.as_mut()) {
+        Some(shares) => &mut shares.added,
         None => x,
     }
 }
 
-/// Adds the shares of all ranks to `x` `[m, hidden]`, if there are several.
+/// Adds the shares of all ranks to `x` `[m, hidden]`, if there are shares.
 pub(super) fn reduce(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: &mut Option<&mut RankRows>,
-    (m, hidden): (usize, usize),
+    size: (usize, usize),
 ) -> nq_kernels::Result<()> {
-    let Some(ranks) = ranks else { return Ok(()) };
-    ranks.sums()?;
-    let RankRows { share, sums, .. } = &mut **ranks;
-    let Some(sums) = sums else { return Ok(()) };
-    stream.timed(("all-reduce", "fused", (m, hidden)), 0, || {
-        stream.all_reduce(x, Share::Cleared(share), sums, m)
+    let Some(RankRows {
+        shares: Some(shares),
+        collectives: Some(collectives),
+        ..
+    }) = ranks.as_deref_mut()
+    else {
+        return ranks.as_ref().map_or(Ok(()), |r| r.collectives().map(drop));
+    };
+    stream.timed(("all-reduce", "fused", size), 0, || {
+        stream.all_reduce(x, Share::Cleared(&mut shares.added), collectives, size)
     })
 }
 
@@ -99,26 +221,29 @@ pub(super) fn reduce_written(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: &RankRows,
-    (m, hidden): (usize, usize),
+    size: (usize, usize),
 ) -> nq_kernels::Result<()> {
-    let sums = ranks.sums()?;
-    stream.timed(("all-reduce", "fused", (m, hidden)), 0, || {
-        stream.all_reduce(x, Share::Rows(&ranks.written), sums, m)
+    let Some(shares) = &ranks.shares else {
+        return Ok(());
+    };
+    stream.timed(("all-reduce", "fused", size), 0, || {
+        stream.all_reduce(x, Share::Rows(&shares.written), ranks.collectives()?, size)
     })
 }
 
-/// As [`reduce`], for a share that a product left in parts; false if there are no ranks.
+/// As [`reduce`], for a share that a product left in parts; false if there are no shares.
 pub(super) fn reduce_parts(
     stream: &Stream,
     x: &mut Buffer<f32>,
     parts: &PartialSums,
     ranks: &Option<&mut RankRows>,
-    (m, hidden): (usize, usize),
+    size: (usize, usize),
 ) -> nq_kernels::Result<bool> {
-    let Some(ranks) = ranks else { return Ok(false) };
-    let sums = ranks.sums()?;
-    stream.timed(("all-reduce", "fused", (m, hidden)), 0, || {
-        stream.all_reduce(x, Share::Parts(parts), sums, m)
+    let Some(ranks) = ranks.as_deref().filter(|r| r.shares.is_some()) else {
+        return Ok(false);
+    };
+    stream.timed(("all-reduce", "fused", size), 0, || {
+        stream.all_reduce(x, Share::Parts(parts), ranks.collectives()?, size)
     })?;
     Ok(true)
 }

@@ -1,17 +1,17 @@
-//! What a session of a rank, a GPU with a part of every layer, has beside what that of a whole model has: its share of
-//! what blocks add to the residual stream, and the way to the shares of the other ranks.
+//! What a session of a rank, one of several GPUs, has beside what that of a whole model has: the ways to the other ranks.
 
 use super::CudaSession;
 use super::graphs::StepEnd;
 use super::rank_rows::RankInbox;
 use crate::error::{Error, Result};
-use nq_kernels::cuda::AllReduce;
+use crate::interface::Split;
+use nq_kernels::cuda::Collectives;
 
 impl CudaSession {
     /// Where other ranks write to this one; `None` for a whole model.
     pub(in crate::cuda) fn inbox(&self) -> Option<RankInbox> {
         self.ranks.as_ref().map(|ranks| RankInbox {
-            sums: ranks.inbox.clone(),
+            rows: ranks.inbox.clone(),
             layers: self.step.layers.inbox(),
         })
     }
@@ -23,26 +23,29 @@ impl CudaSession {
         Ok(plan.map_or(0, |(plan, _)| plan.blocks()))
     }
 
-    /// Joins the ranks with these inboxes, which are all of the model's; all run the kernel of all layers with so
-    /// many blocks, or none does.
+    /// Joins the ranks with these inboxes, which are all of the model's. Those of parts of every layer all run the kernel of
+    /// all layers with so many blocks, or none does.
     pub(in crate::cuda) fn join(&mut self, inboxes: &[RankInbox], blocks: usize) -> Result<()> {
-        if let (Some(ranks), Some(rank)) = (&mut self.ranks, self.model.rank) {
-            let sums = inboxes.iter().map(|i| i.sums.clone()).collect();
-            let layers = inboxes.iter().map(|i| i.layers.clone()).collect();
-            ranks.sums = Some(AllReduce::new(&self.model.gpu, rank.rank, sums)?);
-            ranks.blocks = blocks;
-            self.step.layers.join(layers, blocks)?;
+        if let (Some(ranks), Some(part)) = (&mut self.ranks, self.model.part) {
+            let rows = inboxes.iter().map(|i| i.rows.clone()).collect();
+            ranks.collectives = Some(Collectives::new(&self.model.gpu, part.rank.rank, rows)?);
+            ranks.blocks = usize::MAX;
+            if part.split == Split::Tensors {
+                let layers = inboxes.iter().map(|i| i.layers.clone()).collect();
+                ranks.blocks = blocks;
+                self.step.layers.join(layers, blocks)?;
+            }
         }
         Ok(())
     }
 
     /// Refuses results of a rank that waited in vain for another.
     pub(in crate::cuda) fn check_ranks(&self) -> Result<()> {
-        let sums = self.ranks.as_ref().and_then(|ranks| ranks.sums.as_ref());
-        match sums.is_some_and(AllReduce::is_lost) || self.step.layers.is_lost() {
+        let rows = (self.ranks.as_ref()).and_then(|ranks| ranks.collectives.as_ref());
+        match rows.is_some_and(Collectives::is_lost) || self.step.layers.is_lost() {
             false => Ok(()),
             true => Err(Error::Kernel(nq_kernels::Error::Cuda {
-                what: "summing over GPUs",
+                what: "exchanging values between GPUs",
                 why: format!("{} waited in vain for another", self.model.gpu.info()),
             })),
         }

@@ -4,7 +4,9 @@ use super::super::model::CudaModel;
 use super::buffers::{FullRows, LOGIT_ROWS, ManyRows, Widths, padded};
 use super::experts::add_experts;
 use super::passes::states_of;
-use super::rank_rows::{RankRows, added_to, reduce, reduce_written};
+use super::rank_rows::{
+    Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_written,
+};
 use super::{CudaSession, product};
 use crate::error::{Error, Result};
 use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection, Shared};
@@ -77,6 +79,18 @@ impl PrefillPass<'_, '_> {
         };
         let out = GemmOutput::Add(added_to(&mut many.x, &mut self.ranks));
         multiply(device, (w.spec.name, &w.linear), full, half, out, m)
+    }
+
+    /// Gives the residual stream to other ranks, or takes it from them.
+    fn hand_over(&mut self, what: Handover) -> Result<()> {
+        let (x, size) = (&mut self.many.x, (self.m, self.model.config.hidden_size));
+        Ok(hand_over(
+            self.stream,
+            x,
+            self.ranks.as_deref(),
+            size,
+            what,
+        )?)
     }
 
     /// Adds the shares of all ranks to the residual stream.
@@ -210,7 +224,7 @@ impl Ops for PrefillPass<'_, '_> {
         }
         let (device, m) = ((self.stream, self.model.kernels), self.m);
         let many = &mut *self.many;
-        let Some(ranks) = &mut self.ranks else {
+        let Some(written) = self.ranks.as_mut().and_then(|r| r.written()) else {
             return self.add_product(operand, w);
         };
         // Nothing is to be added to, nor to be set to zero.
@@ -218,10 +232,13 @@ impl Ops for PrefillPass<'_, '_> {
             Operand::Attended => &many.attended,
             Operand::Gated => &many.mlp,
         };
-        let out = GemmOutput::Store(ranks.written());
+        let out = GemmOutput::Store(written);
         multiply(device, (w.spec.name, &w.linear), None, half, out, m)?;
         let size = (m, self.model.config.hidden_size);
-        Ok(reduce_written(self.stream, &mut many.x, ranks, size)?)
+        match self.ranks.as_deref() {
+            Some(ranks) => Ok(reduce_written(self.stream, &mut many.x, ranks, size)?),
+            None => Ok(()),
+        }
     }
 
     fn recur(
@@ -351,7 +368,21 @@ impl CudaSession {
             m,
             observer,
         };
-        model.layers.iter().try_for_each(|l| l.run(&mut pass))
+        pass.hand_over(Handover::Begin)?;
+        model.layers.iter().try_for_each(|l| l.run(&mut pass))?;
+        pass.hand_over(Handover::End)
+    }
+
+    /// Makes `many.x` the residual stream behind the last layer on every rank, if rows of it are wanted: ranks that do not wait
+    /// for it go on with the next chunks.
+    fn finish_layers(&mut self, chunks: &[Chunk<'_>], wanted: &[u32]) -> Result<()> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let m = chunks.iter().map(|c| c.tokens.len()).sum();
+        let (x, size) = (&mut self.many.x, (m, self.model.config.hidden_size));
+        let ranks = self.ranks.as_ref();
+        Ok(hand_over(&self.stream, x, ranks, size, Handover::Last)?)
     }
 
     /// Runs the final norm and the head over the listed rows of `many.x`.
@@ -362,6 +393,7 @@ impl CudaSession {
             many,
             logits_host,
             logits,
+            ranks,
             ..
         } = self;
         let c = &model.config;
@@ -379,9 +411,11 @@ impl CudaSession {
                 seen.extend(fetch(stream, &full.normed, m * h)?);
             }
             let normed = many.full.as_ref().map(|f| &f.normed);
-            let out = GemmOutput::Store(&mut many.logits);
+            let part = ranks.as_mut().and_then(|r| r.head_logits());
+            let out = GemmOutput::Store(part.unwrap_or(&mut many.logits));
             let (device, head) = ((&*stream, model.kernels), ("head", &model.head));
             multiply(device, head, normed, &many.head_in, out, m)?;
+            gather_logits(stream, ranks.as_ref(), (&mut many.logits, None), (m, vocab))?;
             stream.read(&many.logits, 0, logits_host, 0..m * vocab)?;
             stream.synchronize()?;
             logits.extend_from_slice(&logits_host.values()?[..m * vocab]);
@@ -459,6 +493,7 @@ impl CudaSession {
             self.many.full = Some(FullRows::new(&model.gpu, &w, rows)?);
         }
         let wanted = self.queue_rows(chunks, &mut observer)?;
+        self.finish_layers(chunks, &wanted)?;
         self.run_head(&wanted, &mut observer)?;
         self.stream.synchronize()?;
         if self.model.gpu.is_profiling() {
@@ -475,6 +510,7 @@ impl CudaSession {
     /// through the memory of logits.
     pub(super) fn hidden_many(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
         let wanted = self.queue_rows(chunks, &mut None)?;
+        self.finish_layers(chunks, &wanted)?;
         let Self {
             stream,
             model,

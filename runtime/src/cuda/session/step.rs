@@ -7,7 +7,7 @@ use super::CudaSession;
 use super::buffers::LOGIT_ROWS;
 use super::graphs::{StepEnd, StepKind};
 use super::passes::Device;
-use super::step_rows::{RING, head_blocks, idle_step};
+use super::step_rows::{RING, best_values, idle_step};
 use crate::error::Result;
 use crate::interface::{Chunk, LogitsWanted, Run, bucket};
 use nq_formats::ModelConfig;
@@ -47,7 +47,7 @@ impl CudaSession {
     fn queue_advance(&mut self, m: usize, lists: bool) -> nq_kernels::Result<()> {
         let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
-        let blocks = head_blocks(&model.gpu, &model.head, m)?;
+        let blocks = best_values(&model.gpu, &model.head, vocab, m)?;
         let key = ("sample", "fused", (m, vocab));
         if lists && let Some(candidates) = &mut step.candidates {
             self.stream.timed(key, 4 * m * vocab, || {

@@ -3,14 +3,15 @@
 use super::buffers::{ExpertRows, Widths, padded};
 use super::taps::Taps;
 use crate::cuda::layer::largest_mixture;
+use crate::cuda::part::Part;
 use crate::error::Result;
-use crate::interface::SessionSpec;
+use crate::interface::{SessionSpec, Split};
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
     Adjustments, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked, Columns,
     DeviceLinear, Gpu, HEAD_DIM, LayersScratch, LayersSizes, Logprobs, MOST_LOGPROBS, MOST_RUN,
-    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Rank, Sampling, Step,
-    StepBounds, best_len, wide_best_len,
+    MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, Step, StepBounds,
+    best_len, gathered_best_len, wide_best_len,
 };
 use nq_kernels::pages::KvType;
 use std::collections::VecDeque;
@@ -94,9 +95,17 @@ pub(super) fn most_rows(spec: &SessionSpec, together: usize) -> usize {
     sequences.max(MOST_RUN.min(spec.max_rows))
 }
 
-/// Values per row that the head's product of `m` rows leaves in [`StepRows::best`].
-pub(super) fn head_blocks(gpu: &Gpu, head: &DeviceLinear, m: usize) -> nq_kernels::Result<usize> {
-    if m <= MOST_SEQUENCES {
+/// Values per row of [`StepRows::best`] after a step of `m` rows: of the blocks of the head's product, or of the logits that
+/// were gathered from several GPUs.
+pub(super) fn best_values(
+    gpu: &Gpu,
+    head: &DeviceLinear,
+    vocab: usize,
+    m: usize,
+) -> nq_kernels::Result<usize> {
+    if head.rows() < vocab {
+        Ok(gathered_best_len(vocab))
+    } else if m <= MOST_SEQUENCES {
         best_len(gpu, head, m)
     } else {
         Ok(wide_best_len(gpu, head, m))
@@ -125,7 +134,7 @@ impl StepRows {
         head: &DeviceLinear,
         rows: usize,
         (kv, places): (KvType, Places),
-        (rank, trellis): (Option<Rank>, bool),
+        (part, trellis): (Option<Part>, bool),
     ) -> Result<Self> {
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
@@ -135,7 +144,7 @@ impl StepRows {
         let f32s = |rows: usize, n: usize| gpu.zeros::<f32>("activations", rows * n);
         let mut blocks = 1;
         for m in 1..=rows {
-            blocks = blocks.max(m * head_blocks(gpu, head, m)?);
+            blocks = blocks.max(m * best_values(gpu, head, w.vocab, m)?);
         }
         let columns = match narrow {
             1 => None,
@@ -176,9 +185,9 @@ impl StepRows {
             shared: None,
             columns,
             experts: ExpertRows::new(gpu, &w, rows)?,
-            layers: match rank {
+            layers: match part.filter(|part| part.split == Split::Tensors) {
                 None => LayersScratch::new(gpu, sizes)?,
-                Some(rank) => LayersScratch::of_rank(gpu, sizes, rank)?,
+                Some(part) => LayersScratch::of_rank(gpu, sizes, part.rank)?,
             },
             wide,
             taps: None,
