@@ -33,6 +33,9 @@ pub struct Shard {
     pub ranks: usize,
     /// The layers that it has, whole; `None`: a part of every layer.
     pub layers: Option<Range<usize>>,
+    /// Copies of each of its key heads, for devices whose kernels take fewer query heads of one: the model is the same, with
+    /// as many times the keys and values.
+    pub key_copies: usize,
 }
 
 /// What a shard has of a dimension: ranges, one after the other.
@@ -45,7 +48,15 @@ impl Shard {
             rank,
             ranks,
             layers: None,
+            key_copies: 1,
         }
+    }
+
+    /// The copies of key heads with which a model of shape `c` has at most `most` query heads of each, which is at least 1.
+    pub fn copies_for(c: &ModelConfig, most: usize) -> usize {
+        let group = c.num_attention_heads / c.num_key_value_heads.max(1);
+        let fits = |copies: &usize| group.is_multiple_of(*copies) && group / copies <= most;
+        (1..=group).find(fits).unwrap_or(1)
     }
 
     /// The shape of this part of a model of shape `c`.
@@ -73,7 +84,8 @@ impl Shard {
         };
         let mut shard = c.clone();
         shard.num_attention_heads = part("num_attention_heads", c.num_attention_heads)?;
-        shard.num_key_value_heads = part("num_key_value_heads", c.num_key_value_heads)?;
+        shard.num_key_value_heads =
+            part("num_key_value_heads", c.num_key_value_heads)? * self.key_copies;
         let mlps = || c.layers().flat_map(|l| l.linears());
         if mlps().any(|l| l.out == Width::Mlp) {
             shard.intermediate_size = part("intermediate_size", c.intermediate_size)?;
@@ -94,6 +106,7 @@ impl Shard {
         let all = c.num_hidden_layers;
         let stage = ModelConfig {
             num_hidden_layers: layers.len(),
+            num_key_value_heads: c.num_key_value_heads * self.key_copies,
             ..c.clone()
         };
         let alike = || {
@@ -119,14 +132,14 @@ impl Shard {
         store: &'a dyn WeightStore,
         c: &'a ModelConfig,
     ) -> Result<ShardStore<'a>> {
-        self.config(c)?;
+        let shape = self.config(c)?;
         let mut cuts = BTreeMap::new();
         let divided = match self.layers {
-            Some(_) => 0..0,
-            None => 0..c.num_hidden_layers,
+            Some(_) if self.key_copies == 1 => 0,
+            _ => shape.num_hidden_layers,
         };
-        for index in divided {
-            for parameter in c.layer(index).parameters() {
+        for index in 0..divided {
+            for parameter in shape.layer(index).parameters() {
                 let (name, cut) = match parameter {
                     Parameter::Norm(norm) => (norm.name(index), self.vector(norm.len, c)),
                     Parameter::Bias(linear) => {
@@ -170,8 +183,9 @@ impl Shard {
     /// of them, as of a head that is the embedding too.
     pub fn head_rows(&self, c: &ModelConfig) -> Range<usize> {
         let divided = !c.tie_word_embeddings && c.vocab_size.is_multiple_of(16 * self.ranks);
+        let each = c.vocab_size / self.ranks.max(1);
         if divided {
-            self.share(c.vocab_size)
+            self.rank * each..(self.rank + 1) * each
         } else {
             0..c.vocab_size
         }
@@ -185,8 +199,11 @@ impl Shard {
         }
     }
 
-    /// This part of `n`, which the number of parts divides.
+    /// This part of `n`, which the number of parts divides: all of it of a whole layer.
     fn share(&self, n: usize) -> Range<usize> {
+        if self.layers.is_some() {
+            return 0..n;
+        }
         let each = n / self.ranks;
         self.rank * each..(self.rank + 1) * each
     }
@@ -194,6 +211,13 @@ impl Shard {
     /// What this part has of a dimension.
     fn ranges(&self, width: Width, c: &ModelConfig) -> Ranges {
         let all = width.of(c);
+        if width == Width::KvHeads && self.key_copies > 1 {
+            let heads = self.share(c.num_key_value_heads);
+            let copies = |h: usize| {
+                std::iter::repeat_n(h * c.head_dim..(h + 1) * c.head_dim, self.key_copies)
+            };
+            return heads.flat_map(copies).collect();
+        }
         let Some(d) = c.delta else {
             return match width {
                 Width::Hidden | Width::Head | Width::Experts | Width::One => all_of(all),
@@ -250,7 +274,10 @@ fn all_of(n: usize) -> Ranges {
 
 /// True if `ranges` are all of `n`.
 fn is_all(ranges: &[Range<usize>], n: usize) -> bool {
-    ranges.iter().map(Range::len).sum::<usize>() == n
+    let end = ranges
+        .iter()
+        .try_fold(0, |end, r| (r.start == end).then_some(r.end));
+    end == Some(n)
 }
 
 /// The parameters of a [`Shard`]: those that are divided are read whole, and cut; layers are counted from its first one.
@@ -286,7 +313,7 @@ impl WeightStore for ShardStore<'_> {
         let Some(cut) = self.cuts.get(name) else {
             return self.inner.vector(&self.whole(name), len);
         };
-        let whole = self.inner.vector(name, cut.dims.0)?;
+        let whole = self.inner.vector(&self.whole(name), cut.dims.0)?;
         if is_all(&cut.rows, cut.dims.0) {
             return Ok(whole);
         }
@@ -299,7 +326,7 @@ impl WeightStore for ShardStore<'_> {
         let Some(cut) = self.cuts.get(name) else {
             return self.inner.matrix(&self.whole(name), dims);
         };
-        let whole = self.inner.matrix(name, cut.dims)?;
+        let whole = self.inner.matrix(&self.whole(name), cut.dims)?;
         let part = cut.of(&whole).map_err(|e| match e {
             Error::Weight {
                 what,

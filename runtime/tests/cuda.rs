@@ -311,6 +311,38 @@ fn agrees_with_the_cpu() {
     }
 }
 
+/// Kernels take at most 8 query heads of a key head: of models with more, key heads are copied.
+#[test]
+fn key_heads_with_many_query_heads_agree_with_the_cpu() {
+    let config = ModelConfig {
+        num_attention_heads: 32,
+        num_key_value_heads: 2,
+        tie_word_embeddings: false,
+        ..fused_config()
+    };
+    let store = Store::random(&config, 7).quantized(INT4);
+    let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
+        return;
+    };
+    let cpu = nq(&config, &store);
+    compare(
+        &mut *fused_session(&*gpu, KvType::F16),
+        &mut *fused_session(&*cpu, KvType::F16),
+        ("16 query heads of a key head", config.vocab_size),
+        1.5e-2,
+        0,
+    );
+    // Keys and values take twice the memory of as many heads of 8 query heads each.
+    let session = gpu.session(SessionSpec {
+        ctx: 256,
+        ..fused_session(&*gpu, KvType::F16).spec()
+    });
+    let mut session = session.unwrap();
+    let bytes = session.pages().unwrap().page_bytes();
+    let dims = 2 * config.num_hidden_layers * 4 * config.head_dim * 2;
+    assert_eq!(bytes, nq_kernels::pages::PAGE * dims);
+}
+
 #[test]
 fn trellis_codes_agree_with_the_cpu() {
     let of = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();

@@ -103,7 +103,12 @@ fn models() -> Vec<(String, ModelConfig, Store)> {
         ..config
     };
     let mut all = Vec::new();
+    let many = ModelConfig {
+        num_attention_heads: 32,
+        ..dense("qwen3", false)
+    };
     for (name, config) in [
+        ("16 query heads of a key head", many),
         ("dense", dense("qwen3", true)),
         ("biased", dense("qwen2", false)),
         ("mixture", mixture),

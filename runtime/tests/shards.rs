@@ -257,6 +257,7 @@ fn stages_have_their_layers() {
             rank: 1,
             ranks: 2,
             layers: Some(layers.clone()),
+            key_copies: 1,
         };
         let (config, part) = (shard.config(&c).unwrap(), shard.store(&store, &c).unwrap());
         assert_eq!(config.num_hidden_layers, layers.len());
@@ -294,8 +295,56 @@ fn stages_without_layers_or_from_another_kind_of_layer_are_refused() {
             rank: 0,
             ranks: 1,
             layers: Some(layers.clone()),
+            key_copies: 1,
         };
         assert!(shard.config(&c).is_err(), "{layers:?}");
+    }
+}
+
+/// Copies of key heads, of a whole model, of a part of every layer, and of a stage.
+#[test]
+fn key_heads_are_copied() {
+    let c = ModelConfig {
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        ..small_config()
+    };
+    assert_eq!(
+        [1, 2, 3, 4, 8].map(|most| Shard::copies_for(&c, most)),
+        [4, 2, 2, 1, 1]
+    );
+    let store = Store::random(&c, 5);
+    let last = c.num_hidden_layers - 1;
+    for (shard, heads, layer) in [
+        (Shard::tensors(0, 1), vec![0, 0, 1, 1], 0),
+        (Shard::tensors(1, 2), vec![1, 1], 0),
+        (
+            Shard {
+                layers: Some(last..last + 1),
+                ..Shard::tensors(1, 2)
+            },
+            vec![0, 0, 1, 1],
+            last,
+        ),
+    ] {
+        let shard = Shard {
+            key_copies: 2,
+            ..shard
+        };
+        let config = shard.config(&c).unwrap();
+        assert_eq!(config.num_key_value_heads, heads.len());
+        let part = shard.store(&store, &c).unwrap();
+        for (index, name) in [(0, "self_attn.k_proj"), (0, "self_attn.v_proj")] {
+            let dims = (c.num_key_value_heads * c.head_dim, c.hidden_size);
+            let whole = store.matrix(&format!("model.layers.{layer}.{name}"), dims);
+            let whole = values(&whole.unwrap());
+            let expected: Vec<Vec<f32>> = (heads.iter())
+                .flat_map(|h| whole[h * c.head_dim..(h + 1) * c.head_dim].to_vec())
+                .collect();
+            let dims = (heads.len() * c.head_dim, c.hidden_size);
+            let found = part.matrix(&format!("model.layers.{index}.{name}"), dims);
+            assert!(values(&found.unwrap()) == expected, "{name}, {shard:?}");
+        }
     }
 }
 

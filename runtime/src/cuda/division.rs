@@ -1,6 +1,6 @@
 //! How several GPUs divide a model.
 
-use super::model::check_shape;
+use super::model::{check_shape, key_copies};
 use crate::error::{Error, Result};
 use crate::interface::Split;
 use crate::models::LayerWeights;
@@ -15,13 +15,16 @@ use std::ops::Range;
 /// [`Error::Unsupported`] if there are fewer layers than GPUs.
 pub(super) fn shards(split: Split, c: &ModelConfig, free: &[usize]) -> Result<Vec<Shard>> {
     let ranks = free.len();
+    let of_layers = |rank| Shard {
+        key_copies: key_copies(c),
+        ..Shard::tensors(rank, ranks)
+    };
     if split == Split::Tensors {
-        return Ok((0..ranks).map(|rank| Shard::tensors(rank, ranks)).collect());
+        return Ok((0..ranks).map(of_layers).collect());
     }
     let shard = |(rank, layers)| Shard {
-        rank,
-        ranks,
         layers: Some(layers),
+        ..of_layers(rank)
     };
     Ok(stages(c, free)?
         .into_iter()
@@ -100,7 +103,10 @@ fn by_tensors(c: &ModelConfig, store: &dyn WeightStore, gpus: &[Gpu]) -> Result<
             other.info(),
         );
     }
-    let shard = Shard::tensors(0, gpus.len());
+    let shard = Shard {
+        key_copies: key_copies(c),
+        ..Shard::tensors(0, gpus.len())
+    };
     let shape = shard.config(c)?;
     check_shape(&shape, KernelSet::Fused)?;
     for layer in 0..c.num_hidden_layers {

@@ -18,9 +18,9 @@ use crate::interface::{
 };
 use crate::kv::least_prefix;
 use crate::memory::Kinds;
-use model::CudaModel;
 pub(crate) use model::check_shape;
-use nq_formats::{ModelConfig, Progress, WeightStore};
+use model::{CudaModel, key_copies, note_copies};
+use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
 use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 use nq_kernels::profile::OpTiming;
 use nq_kernels::{Account, KernelSet};
@@ -50,6 +50,7 @@ pub(crate) fn planned(
     kinds: Kinds<'_>,
     spec: &SessionSpec,
 ) -> Result<DeviceMemory> {
+    let c = &served(c).config(c)?;
     let info = &GpuInfo {
         multiprocessors: 132,
         shared_memory: 227 << 10,
@@ -69,6 +70,14 @@ pub(crate) fn planned(
     request.plan()
 }
 
+/// The whole of a model of shape `c`, with as many copies of its key heads as the kernels need.
+pub(crate) fn served(c: &ModelConfig) -> Shard {
+    Shard {
+        key_copies: key_copies(c),
+        ..Shard::tensors(0, 1)
+    }
+}
+
 impl CudaEngine {
     /// Reads a model layer by layer and packs it for device `ordinal`.
     pub(crate) fn load(
@@ -78,13 +87,14 @@ impl CudaEngine {
         ordinal: usize,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        Self::load_on(
-            (Gpu::open(ordinal)?, None),
-            config,
-            store,
-            options,
-            progress,
-        )
+        let on = (Gpu::open(ordinal)?, None);
+        if key_copies(config) == 1 {
+            return Self::load_on(on, config, store, options, progress);
+        }
+        note_copies(config, progress);
+        let whole = served(config);
+        let (shape, copied) = (whole.config(config)?, whole.store(store, config)?);
+        Self::load_on(on, &shape, &copied, options, progress)
     }
 
     /// As [`CudaEngine::load`], for a whole model or a part of one.

@@ -16,7 +16,9 @@ use crate::states::is_recurrent;
 use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LinearKind, Mixer, Product};
 use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{DType, Experts, ModelConfig, Progress, Scheme, Weight, WeightStore, human_bytes};
+use nq_formats::{
+    DType, Experts, ModelConfig, Progress, Scheme, Shard, Weight, WeightStore, human_bytes,
+};
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
     Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
@@ -482,6 +484,26 @@ pub(super) fn refuse<T>(what: &'static str, expected: &str, found: usize) -> Res
     })
 }
 
+/// Most query heads of a key head that the kernels of attention serve.
+const MOST_GROUP: usize = 8;
+
+/// Copies of the key heads with which the kernels serve a model of shape `c`.
+pub(super) fn key_copies(c: &ModelConfig) -> usize {
+    Shard::copies_for(c, MOST_GROUP)
+}
+
+/// Says that keys and values are kept more than once, if they are.
+pub(super) fn note_copies(c: &ModelConfig, progress: &dyn Progress) {
+    let copies = key_copies(c);
+    if copies > 1 {
+        progress.note(&format!(
+            "keys and values take {copies} times their memory: attention on GPUs serves at most {MOST_GROUP} query heads of a \
+             key head, of {}",
+            c.num_attention_heads / c.num_key_value_heads
+        ));
+    }
+}
+
 /// Refuses shapes that the kernels do not serve.
 pub(crate) fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
     let (gated, turned) = (has_gates(config), config.rotated());
@@ -526,7 +548,7 @@ pub(crate) fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()
         }
     }
     let group = config.num_attention_heads / config.num_key_value_heads;
-    if group > 8 {
+    if group > MOST_GROUP {
         return refuse("query heads per key head", "at most 8", group);
     }
     match config.experts {

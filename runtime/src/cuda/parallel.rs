@@ -10,6 +10,7 @@
 
 use super::CudaEngine;
 use super::division::{choose, refuse, shards};
+use super::model::note_copies;
 use super::part::Part;
 use super::session::CudaSession;
 use crate::error::{Error, Result};
@@ -117,6 +118,7 @@ impl ParallelEngine {
             through_host,
             beside,
         };
+        note_copies(config, progress);
         let split = choose(options.split, config, store, &gpus, progress)?;
         let free: Vec<usize> = (gpus.iter())
             .map(Gpu::free_memory)

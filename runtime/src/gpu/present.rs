@@ -1,7 +1,7 @@
 //! The functions of a build with CUDA.
 
 use super::{GpuMemory, GpuSizes};
-use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, planned};
+use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, planned, served};
 use crate::error::Result;
 use crate::full_precision;
 use crate::interface::{Engine, LoadOptions, Ordinals};
@@ -102,7 +102,7 @@ pub fn memory(ordinal: usize) -> Result<GpuMemory> {
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported), which names the size.
 pub fn check(config: &ModelConfig) -> Result<()> {
-    check_shape(config, KernelSet::Fused)
+    check_shape(&served(config).config(config)?, KernelSet::Fused)
 }
 
 /// Functions that compute the memory that work takes.
