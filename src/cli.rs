@@ -66,8 +66,9 @@ pub enum Command {
 }
 
 /// Flags for how a model is run.
-const RUNNING: [&str; 7] = [
+const RUNNING: [&str; 8] = [
     "device",
+    "split",
     "threads",
     "pin",
     "cpu-experts",
@@ -96,6 +97,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
         "synth",
         &[&[
             "device",
+            "split",
             "pin",
             "cpu-experts",
             "activations",
@@ -110,6 +112,7 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
         "doctor",
         &[&[
             "adapter",
+            "split",
             "cpu-experts",
             "activations",
             "kernels",

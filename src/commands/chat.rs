@@ -46,7 +46,7 @@ pub struct ChatArgs {
         value_name = "URL",
         conflicts_with_all = [
             "raw", "bits", "ctx", "kv", "draft", "on_overflow", "offline",
-            "device", "threads", "pin", "activations", "kernels", "isa",
+            "device", "split", "threads", "pin", "cpu-experts", "activations", "kernels", "isa",
         ]
     )]
     pub server: Option<String>,
