@@ -3,10 +3,10 @@
 //!
 //! By layers, a rank has some layers, whole, one after the other: a model of fewer layers.
 //!
-//! By tensors, each rank has some heads of attention and of recurrences and some rows of MLPs and of every expert: the outputs of
-//! the Linears that a block begins with, and the inputs of the one that it ends with, whose products the ranks add up.
-//! Embedding, norms and routers are whole on every rank, and a head that is not the embedding is divided by tokens. So a rank is a model of fewer heads and narrower MLPs,
-//! whose weights [`ShardStore`] cuts out of those of the whole.
+//! By tensors, each rank has some heads of attention and of recurrences and some rows of MLPs and of every expert: the
+//! outputs of the Linears that a block begins with, and the inputs of the one that it ends with, whose products the ranks
+//! add up. Embedding, norms and routers are whole on every rank, and a head that is not the embedding is divided by tokens.
+//! So a rank is a model of fewer heads and narrower MLPs, whose weights [`ShardStore`] cuts out of those of the whole.
 
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
