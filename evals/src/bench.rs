@@ -34,9 +34,6 @@ fn spread_note(tok_s: f64, std: f64) -> Option<String> {
     })
 }
 
-/// Tokens in one forward of a prefill, all sequences together, as in chat.
-pub(crate) const PREFILL_ROWS: usize = 512;
-
 /// The specification of a benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct BenchSpec {
@@ -52,6 +49,8 @@ pub struct BenchSpec {
     pub repeats: usize,
     /// Type that keys and values are rounded to.
     pub kv: KvType,
+    /// Tokens in one forward of a prefill, all sequences together.
+    pub prompt_rows: usize,
 }
 
 /// The machine's limits, measured in the same run.
@@ -114,12 +113,13 @@ impl BenchSpec {
     }
 
     fn session_spec(&self, tokens: usize) -> SessionSpec {
+        let ctx = self.depth + tokens;
         SessionSpec {
             slots: self.batch,
-            ctx: self.depth + tokens,
+            ctx,
             pages: None,
             kv: self.kv,
-            max_rows: PREFILL_ROWS.max(self.batch),
+            max_rows: self.prompt_rows.min(self.batch * ctx).max(self.batch),
             snapshots: None,
             drafts: false,
         }
@@ -210,7 +210,7 @@ impl RandomTokens {
 /// the number of forwards.
 fn feed(session: &mut dyn Session, sequences: &[Vec<u32>]) -> Result<usize> {
     let n = sequences.first().map_or(0, Vec::len);
-    let piece = (PREFILL_ROWS / sequences.len().max(1)).max(1);
+    let piece = (session.spec().max_rows / sequences.len().max(1)).max(1);
     let mut forwards = 0;
     for start in (0..n).step_by(piece) {
         let end = (start + piece).min(n);

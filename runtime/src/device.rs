@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::gpu;
 pub use crate::host::{available_memory, peak_memory, total_memory};
-use crate::interface::{DeviceChoice, Ordinals, too_many};
+use crate::interface::{DeviceChoice, Ordinals, SessionSpec, too_many};
 use nq_kernels::grad::{CpuOps, GradWork};
 use std::fmt;
 use std::fs;
@@ -31,6 +31,11 @@ impl fmt::Display for Device {
 }
 
 impl Device {
+    /// [`SessionSpec::prompt_rows`] on this device.
+    pub fn prompt_rows(self) -> usize {
+        SessionSpec::prompt_rows(self == Device::Cpu)
+    }
+
     /// Runs `work` on this device; on a GPU, f32 products round their operands to TF32.
     ///
     /// # Errors

@@ -103,18 +103,23 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
-    fn spec(&self) -> BenchSpec {
+    fn spec(&self, device: Device) -> BenchSpec {
         BenchSpec {
             prompt_tokens: self.prompt_tokens,
             gen_tokens: self.gen_tokens,
             depth: self.depth,
             batch: self.batch,
             repeats: self.repeats,
-            kv: self.kv.unwrap_or(match self.engine {
-                EngineArg::Nq => KvType::F16,
-                EngineArg::Candle => KvType::F32,
-            }),
+            kv: self.kv(),
+            prompt_rows: device.prompt_rows(),
         }
+    }
+
+    fn kv(&self) -> KvType {
+        self.kv.unwrap_or(match self.engine {
+            EngineArg::Nq => KvType::F16,
+            EngineArg::Candle => KvType::F32,
+        })
     }
 }
 
@@ -184,7 +189,8 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     } else {
         None
     };
-    let spec = args.spec();
+    let device = global.device.resolve()?;
+    let spec = args.spec(device);
     let options = LoadOptions {
         engine: match args.engine {
             EngineArg::Nq => EngineKind::Nq,
@@ -194,7 +200,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ..global.load_options()
     };
     let session = spec.largest_session();
-    if session.slots * session.ctx > MANY && options.device.resolve()? == Device::Cpu {
+    if session.slots * session.ctx > MANY && device == Device::Cpu {
         let memory = at_load::memory(&checkpoint, None, &session)?;
         system::check_memory(
             memory.peak,

@@ -28,8 +28,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-/// Prompt tokens computed together.
-const CHUNK: usize = 512;
 /// Positions reserved by default.
 const DEFAULT_CTX: usize = 8192;
 
@@ -164,7 +162,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ctx,
         pages: None,
         kv: args.kv,
-        max_rows: CHUNK.min(ctx),
+        max_rows: global.device.resolve()?.prompt_rows().min(ctx),
         snapshots: None,
         drafts: draft::are_wanted(args.draft.as_ref()),
     };

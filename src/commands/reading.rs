@@ -9,7 +9,6 @@ use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Checkpoint, Progress};
-use nq_runtime::device::Device;
 use nq_runtime::{Encoder, LoadOptions, Row, Tokenizer};
 use serde_json::Value;
 use std::fs::File;
@@ -64,8 +63,7 @@ impl Session {
         };
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(config.vocab_size)?;
-        let on_cpu = global.device.resolve()? == Device::Cpu;
-        let spec = session_for_texts(ctx, on_cpu);
+        let spec = session_for_texts(ctx, global.device.resolve()?.prompt_rows());
         model::note_growth(checkpoint, terminal);
         let options = LoadOptions {
             session: Some(spec),

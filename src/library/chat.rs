@@ -14,8 +14,6 @@ use std::sync::atomic::AtomicBool;
 
 /// Positions of a chat, if the model has as many.
 const CONTEXT: usize = 8192;
-/// Prompt tokens computed together.
-const CHUNK: usize = 512;
 
 /// A conversation with a model. What was said is kept in its cache.
 pub struct Chat {
@@ -70,7 +68,7 @@ impl Chat {
             ctx,
             pages: None,
             kv: KvType::F16,
-            max_rows: CHUNK.min(ctx),
+            max_rows: model.engine().description().prompt_rows().min(ctx),
             snapshots: None,
             drafts: false,
         })?;

@@ -14,18 +14,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) const LONGEST_TEXT: usize = 8192;
 /// Texts worked on at once.
 const SLOTS: usize = 32;
-/// Tokens computed together, on a CPU and on a GPU.
-const ROWS: (usize, usize) = (512, 2048);
 
-/// A session for texts of up to `ctx` tokens.
-pub(crate) fn session_for_texts(ctx: usize, on_cpu: bool) -> SessionSpec {
+/// A session for texts of up to `ctx` tokens, of which `rows` are computed together.
+pub(crate) fn session_for_texts(ctx: usize, rows: usize) -> SessionSpec {
     SessionSpec {
         slots: SLOTS,
         ctx,
         // The longest text, or short ones in all slots.
         pages: Some(2 * ctx.div_ceil(PAGE) + SLOTS),
         kv: KvType::F16,
-        max_rows: if on_cpu { ROWS.0 } else { ROWS.1 },
+        max_rows: rows,
         snapshots: None,
         drafts: false,
     }
@@ -34,8 +32,8 @@ pub(crate) fn session_for_texts(ctx: usize, on_cpu: bool) -> SessionSpec {
 /// An encoder for texts of up to 8192 tokens, if the model takes as many.
 fn encoder(model: &Model, row: Row) -> Result<Encoder> {
     let ctx = longest_context(model.checkpoint().config()).min(LONGEST_TEXT);
-    let on_cpu = model.engine().description().threads > 0;
-    let session = model.engine().session(session_for_texts(ctx, on_cpu))?;
+    let rows = model.engine().description().prompt_rows();
+    let session = model.engine().session(session_for_texts(ctx, rows))?;
     Ok(Encoder::new(session, row))
 }
 

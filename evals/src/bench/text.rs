@@ -89,14 +89,14 @@ impl TextSpec<'_> {
     }
 
     /// The session that it needs.
-    pub(crate) fn session_spec(&self) -> SessionSpec {
+    pub(crate) fn session_spec(&self, prompt_rows: usize) -> SessionSpec {
         let longest = self.answers().into_iter().map(|(p, n)| p.len() + n).max();
         SessionSpec {
             slots: 2,
             ctx: longest.unwrap_or(0),
             pages: None,
             kv: self.kv,
-            max_rows: super::PREFILL_ROWS,
+            max_rows: prompt_rows,
             snapshots: None,
             drafts: true,
         }
@@ -104,7 +104,7 @@ impl TextSpec<'_> {
 
     /// A session, which draws the known answer if there is one.
     fn session(&self, engine: &dyn Engine, right: Option<f64>) -> Result<Box<dyn Session>> {
-        let session = engine.session(self.session_spec())?;
+        let session = engine.session(self.session_spec(engine.description().prompt_rows()))?;
         let (Answer::Replayed { prompt, answer, .. }, Some(right)) = (&self.answer, right) else {
             return Ok(session);
         };
@@ -233,6 +233,7 @@ pub fn text(
             batch: 1,
             repeats: spec.repeats,
             kv: spec.kv,
+            prompt_rows: engine.description().prompt_rows(),
         };
         sample.row(engine, &bench, machine)
     });

@@ -78,6 +78,13 @@ pub struct EngineDescription {
     pub threads: usize,
 }
 
+impl EngineDescription {
+    /// [`SessionSpec::prompt_rows`] on its device.
+    pub fn prompt_rows(&self) -> usize {
+        SessionSpec::prompt_rows(self.threads > 0)
+    }
+}
+
 impl fmt::Display for EngineDescription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(

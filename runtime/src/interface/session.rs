@@ -34,6 +34,12 @@ pub struct SessionSpec {
 const SNAPSHOTS: usize = 16;
 
 impl SessionSpec {
+    /// Most tokens of prompts that are worth computing together, on a CPU or a GPU. A GPU makes numbers of weights in
+    /// trellis codes once for all of them.
+    pub fn prompt_rows(on_cpu: bool) -> usize {
+        if on_cpu { 512 } else { 2048 }
+    }
+
     /// Number of pages for keys and values.
     pub fn page_count(&self) -> usize {
         let all = self.slots * self.ctx.div_ceil(PAGE);

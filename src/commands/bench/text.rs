@@ -113,7 +113,7 @@ pub(super) fn run(
         ),
         draft_tokens: args.draft_tokens,
         repeats: args.repeats,
-        kv: args.spec().kv,
+        kv: args.kv(),
     };
     let engine: &dyn Engine = engine.as_ref();
     let read = || meter.read_gb_s();

@@ -20,8 +20,6 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-/// Most prompt tokens computed together, on a CPU and on a GPU.
-const ROWS: (usize, usize) = (512, 2048);
 /// Least prompt tokens computed together, if prompts have that many.
 const LEAST_ROWS: (usize, usize) = (16, 64);
 
@@ -283,7 +281,7 @@ impl Loadable {
             ctx,
             pages: Some(pages),
             kv: self.settings.kv,
-            max_rows: if on_gpu { ROWS.1 } else { ROWS.0 },
+            max_rows: SessionSpec::prompt_rows(!on_gpu),
             snapshots: Some(0),
             drafts: self.draft.is_some() || draft::are_wanted(self.settings.draft.as_ref()),
         }
