@@ -5,6 +5,7 @@ use half::f16;
 use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, DType, Exactness, ModelConfig, Tensor, Weight, nq};
+use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -141,6 +142,70 @@ fn random(
     }
     tensors.extend(code.map(|(suffix, multiplier)| (suffix.to_owned(), scalar(multiplier))));
     (tensors, values)
+}
+
+/// Of parts of 128 x 128 of projections that exllamav3 1.6.5 has quantized, some columns are as exllamav3 computes
+/// them (`fixtures/exl3.py`), up to its rounding to f16.
+#[test]
+fn weights_are_those_of_exllamav3() {
+    let fixture = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/fixtures/exl3.safetensors"
+    );
+    let bytes = fs::read(fixture).unwrap();
+    let fixture = SafeTensors::deserialize(&bytes).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+    let config = ModelConfig::parse(Path::new("c"), CONFIG.as_bytes()).unwrap();
+    let of = |code: &str, part: &str| fixture.tensor(&format!("{code}.{part}")).unwrap();
+    let layer = "model.layers.0.self_attn";
+    let weights = [
+        (format!("{layer}.q_proj"), "first"),
+        (format!("{layer}.k_proj"), "mcg"),
+    ];
+    let mut tensors = vec![(format!("{layer}.k_proj.mcg"), scalar(0xCBAC_1FED))];
+    for (name, code) in &weights {
+        for (part, dtype) in [
+            ("trellis", DType::I16),
+            ("suh", DType::F16),
+            ("svh", DType::F16),
+        ] {
+            let from = of(code, part);
+            let data = from.data().to_vec().into();
+            let tensor = Tensor::new(dtype, from.shape().to_vec(), data).unwrap();
+            tensors.push((format!("{name}.{part}"), tensor));
+        }
+    }
+    let mut rng = Rng(6);
+    for (name, shape) in parameters(&config) {
+        if weights.iter().all(|(own, _)| *own != name) {
+            let tensor = random_dense(&mut rng, &shape.dims());
+            tensors.push((format!("{name}.weight"), tensor));
+        }
+    }
+    let path = dir.path().join("model.safetensors");
+    write_tensors(&path, &tensors, &BTreeMap::new()).unwrap();
+    let opened = Checkpoint::open(dir.path()).unwrap();
+    for (name, code) in &weights {
+        let stored = opened.store().stored(name, (128, 128)).unwrap();
+        let (halves, _) = of(code, "columns").data().as_chunks::<2>();
+        let columns: Vec<f32> = (halves.iter())
+            .map(|b| f16::from_le_bytes(*b).to_f32())
+            .collect();
+        let size = columns.iter().fold(0f32, |m, v| m.max(v.abs()));
+        assert!(size > 0.0);
+        let mut row = vec![0f32; 128];
+        for output in 0..128 {
+            stored.dequantize_row(output, &mut row).unwrap();
+            for (nth, input) in [0, 17, 34, 51, 68, 85, 102, 127].into_iter().enumerate() {
+                let (found, expected) = (row[input], columns[nth * 128 + output]);
+                assert!(
+                    (found - expected).abs() < 2e-3 * size,
+                    "{name}: {found} for {expected} at {output}, {input}"
+                );
+            }
+        }
+    }
 }
 
 #[test]
