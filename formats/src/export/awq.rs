@@ -1,6 +1,6 @@
 //! AWQ as in AutoAWQ's `gemm` version: 4 bits, a zero-point per group.
 
-use super::packing::{Description, Linear, Packing, Part};
+use super::packing::{Description, Linear, PackedTensor, Packing};
 use super::packing::{codes, even_codes, transposed_scales, uniform, word, zero_points};
 use crate::dtype::DType;
 use crate::exactness::Exactness;
@@ -44,16 +44,16 @@ fn check(_: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
     Ok(Exactness::Exact)
 }
 
-fn parts(a: &AffineWeight, _dense: DType) -> Vec<Part> {
+fn parts(a: &AffineWeight, _dense: DType) -> Vec<PackedTensor> {
     let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
     vec![
-        Part::new("qweight", DType::I32, vec![cols, rows / ORDER.len()]),
-        Part::new("qzeros", DType::I32, vec![groups, rows / ORDER.len()]),
-        Part::new("scales", DType::F16, vec![groups, rows]),
+        PackedTensor::new("qweight", DType::I32, vec![cols, rows / ORDER.len()]),
+        PackedTensor::new("qzeros", DType::I32, vec![groups, rows / ORDER.len()]),
+        PackedTensor::new("scales", DType::F16, vec![groups, rows]),
     ]
 }
 
-fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
+fn pack(a: &AffineWeight, part: &PackedTensor) -> Vec<u8> {
     let (fields, stride) = match part.suffix {
         "qweight" => (codes(a), a.in_features()),
         "qzeros" => (zero_points(a), a.groups()),

@@ -1,6 +1,6 @@
 //! compressed-tensors `pack-quantized`: vLLM, SGLang and transformers.
 
-use super::packing::{Description, Linear, LinearScheme, Packing, Part};
+use super::packing::{Description, Linear, LinearScheme, PackedTensor, Packing};
 use super::packing::{codes, even_codes, float_bytes, word, zero_points};
 use crate::dtype::DType;
 use crate::exactness::Exactness;
@@ -36,29 +36,29 @@ fn check(_: &AffineWeight, dense: DType) -> Result<Exactness, String> {
     })
 }
 
-fn parts(a: &AffineWeight, dense: DType) -> Vec<Part> {
+fn parts(a: &AffineWeight, dense: DType) -> Vec<PackedTensor> {
     let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
     let per_word = 32 / a.scheme().bits.width();
     let mut parts = vec![
-        Part::new(
+        PackedTensor::new(
             "weight_packed",
             DType::I32,
             vec![rows, cols.div_ceil(per_word)],
         ),
-        Part::new("weight_scale", dense, vec![rows, groups]),
-        Part::new("weight_shape", DType::I64, vec![2]),
+        PackedTensor::new("weight_scale", dense, vec![rows, groups]),
+        PackedTensor::new("weight_shape", DType::I64, vec![2]),
     ];
     if a.scheme().zeros == Zeros::Integer {
         let shape = vec![rows.div_ceil(per_word), groups];
-        parts.push(Part::new("weight_zero_point", DType::I32, shape));
+        parts.push(PackedTensor::new("weight_zero_point", DType::I32, shape));
     }
     if a.g_idx().is_some() {
-        parts.push(Part::new("weight_g_idx", DType::I32, vec![cols]));
+        parts.push(PackedTensor::new("weight_g_idx", DType::I32, vec![cols]));
     }
     parts
 }
 
-fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
+fn pack(a: &AffineWeight, part: &PackedTensor) -> Vec<u8> {
     let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
     let bits = a.scheme().bits;
     let per_word = 32 / bits.width();

@@ -7,7 +7,7 @@ use super::compressed_tensors;
 use super::engines;
 use super::hybrid::{self, AsPublished};
 use super::options::OTHERWISE;
-use super::packing::{Linear, LinearScheme, Packing, Part, float_bytes};
+use super::packing::{Linear, LinearScheme, PackedTensor, Packing, float_bytes};
 use super::report::{Change, ExportReport, Exported};
 use crate::checkpoint::Checkpoint;
 use crate::dtype::DType;
@@ -46,7 +46,7 @@ pub(super) fn dense_type(checkpoint: &Checkpoint) -> DType {
 /// A tensor to be written and its source.
 enum TensorSource {
     Dense(Origin),
-    Packed(Origin, Part),
+    Packed(Origin, PackedTensor),
 }
 
 /// A parameter, or one expert's part of a stack.

@@ -1,6 +1,6 @@
 //! GPTQ version 1, which every loader of the format reads.
 
-use super::packing::{Description, Linear, Packing, Part};
+use super::packing::{Description, Linear, PackedTensor, Packing};
 use super::packing::{codes, even_codes, transposed_scales, uniform, word, zero_points};
 use crate::dtype::DType;
 use crate::exactness::Exactness;
@@ -43,18 +43,18 @@ fn check(a: &AffineWeight, _dense: DType) -> Result<Exactness, String> {
     Ok(Exactness::Exact)
 }
 
-fn parts(a: &AffineWeight, _dense: DType) -> Vec<Part> {
+fn parts(a: &AffineWeight, _dense: DType) -> Vec<PackedTensor> {
     let (rows, cols, groups) = (a.out_features(), a.in_features(), a.groups());
     let per_word = 32 / a.scheme().bits.width();
     vec![
-        Part::new("qweight", DType::I32, vec![cols / per_word, rows]),
-        Part::new("qzeros", DType::I32, vec![groups, rows / per_word]),
-        Part::new("scales", DType::F16, vec![groups, rows]),
-        Part::new("g_idx", DType::I32, vec![cols]),
+        PackedTensor::new("qweight", DType::I32, vec![cols / per_word, rows]),
+        PackedTensor::new("qzeros", DType::I32, vec![groups, rows / per_word]),
+        PackedTensor::new("scales", DType::F16, vec![groups, rows]),
+        PackedTensor::new("g_idx", DType::I32, vec![cols]),
     ]
 }
 
-fn pack(a: &AffineWeight, part: &Part) -> Vec<u8> {
+fn pack(a: &AffineWeight, part: &PackedTensor) -> Vec<u8> {
     let (cols, groups) = (a.in_features(), a.groups());
     let bits = a.scheme().bits;
     let per_word = 32 / bits.width();

@@ -9,16 +9,16 @@ use half::{bf16, f16};
 use serde_json::Value;
 
 /// One tensor of a packed Linear.
-pub(super) struct Part {
+pub(super) struct PackedTensor {
     /// Suffix after the Linear's name, e.g. `qweight`.
     pub(super) suffix: &'static str,
     pub(super) dtype: DType,
     pub(super) shape: Vec<usize>,
 }
 
-impl Part {
+impl PackedTensor {
     pub(super) fn new(suffix: &'static str, dtype: DType, shape: Vec<usize>) -> Self {
-        Part {
+        PackedTensor {
             suffix,
             dtype,
             shape,
@@ -39,9 +39,9 @@ pub(super) struct Packing {
     /// type is that of unquantized parameters.
     pub(super) check: fn(&AffineWeight, DType) -> Result<Exactness, String>,
     /// The tensors of a weight that passed `check`.
-    pub(super) parts: fn(&AffineWeight, DType) -> Vec<Part>,
+    pub(super) parts: fn(&AffineWeight, DType) -> Vec<PackedTensor>,
     /// The contents of one of these tensors.
-    pub(super) pack: fn(&AffineWeight, &Part) -> Vec<u8>,
+    pub(super) pack: fn(&AffineWeight, &PackedTensor) -> Vec<u8>,
     /// Makes config.json's `quantization_config`, and further files.
     pub(super) describe: fn(&[Linear]) -> Result<Description, String>,
 }

@@ -25,7 +25,7 @@ use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 use nq_kernels::profile::OpTiming;
 use nq_kernels::{Account, KernelSet};
 pub(crate) use parallel::ParallelEngine;
-use part::Part;
+use part::GpuPart;
 use request::Request;
 use session::CudaSession;
 use session::step::least_shared_pages;
@@ -99,7 +99,7 @@ impl CudaEngine {
 
     /// As [`CudaEngine::load`], for a whole model or a part of one.
     fn load_on(
-        (gpu, part): (Gpu, Option<Part>),
+        (gpu, part): (Gpu, Option<GpuPart>),
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,

@@ -2,7 +2,7 @@
 
 use super::host_experts::{HostExperts, is_of_experts};
 use super::layer::{CudaLayer, drop_shared, mixture};
-use super::part::Part;
+use super::part::GpuPart;
 use super::plan::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::request::Request;
 use super::session::step_rows::most_together;
@@ -53,7 +53,7 @@ pub(super) struct CudaModel {
     /// Some of its weights are in trellis codes.
     pub(super) trellis: bool,
     /// Which part of a model it is, if it is not a whole one.
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<GpuPart>,
 }
 
 /// What the GPU does more slowly for want of a kernel: quantized weights that it holds as FP16 (bytes in their
@@ -209,7 +209,7 @@ impl CudaModel {
     /// Reads and packs a model, if there is room for it and for `session`; also returns the
     /// bits of most weights.
     pub(super) fn load(
-        (gpu, part): (Gpu, Option<Part>),
+        (gpu, part): (Gpu, Option<GpuPart>),
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,

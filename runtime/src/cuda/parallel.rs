@@ -11,7 +11,7 @@
 use super::CudaEngine;
 use super::division::{choose, refuse, shards};
 use super::model::note_copies;
-use super::part::Part;
+use super::part::GpuPart;
 use super::session::CudaSession;
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -127,7 +127,7 @@ impl ParallelEngine {
         let load = |rank: usize, progress: &dyn Progress| {
             let shard = &shards[rank];
             let (shape, weights) = (shard.config(config)?, shard.store(store, config)?);
-            let part = Part {
+            let part = GpuPart {
                 rank: place(rank),
                 split,
             };

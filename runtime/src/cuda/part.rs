@@ -7,12 +7,12 @@ use std::ops::Range;
 
 /// The part of a GPU.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
+pub(super) struct GpuPart {
     pub(super) rank: Rank,
     pub(super) split: Split,
 }
 
-impl Part {
+impl GpuPart {
     /// The rows of the head that it has.
     pub(super) fn head_rows(self, c: &ModelConfig) -> Range<usize> {
         let Rank { rank, ranks, .. } = self.rank;

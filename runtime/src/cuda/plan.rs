@@ -3,7 +3,7 @@
 
 use super::host_experts::is_of_experts;
 use super::layer::{CudaLayer, drop_shared, largest_mixture};
-use super::part::Part;
+use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
 use crate::error::{Error, Result};
@@ -90,7 +90,7 @@ pub(super) fn head(
     gpu: &Gpu,
     c: &ModelConfig,
     kinds: Kinds<'_>,
-    part: Option<Part>,
+    part: Option<GpuPart>,
 ) -> Result<DeviceLinear> {
     let rows = part.map_or(c.vocab_size, |part| part.head_rows(c).len());
     matrix(gpu, kinds, names::head(c), (rows, c.hidden_size))
@@ -107,7 +107,7 @@ pub(super) fn weight_bytes(
     kinds: Kinds<'_>,
     stored: Option<&[u64]>,
     on_host: usize,
-    part: Option<Part>,
+    part: Option<GpuPart>,
 ) -> Result<usize> {
     let account = Account::gpu();
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());

@@ -1,6 +1,6 @@
 //! What is asked of the memory of a GPU.
 
-use super::part::Part;
+use super::part::GpuPart;
 use crate::interface::SessionSpec;
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
@@ -23,7 +23,7 @@ pub(super) struct Request<'a> {
     /// Some of its weights are in trellis codes.
     pub(super) trellis: bool,
     /// Which part of a model it is.
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<GpuPart>,
     /// Bytes of weights still to be loaded.
     pub(super) weights: usize,
     /// The session.

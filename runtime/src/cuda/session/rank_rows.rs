@@ -1,7 +1,7 @@
 //! Buffers of one of several GPUs, and what it exchanges with the others.
 
 use super::buffers::{LOGIT_ROWS, Widths};
-use crate::cuda::part::Part;
+use crate::cuda::part::GpuPart;
 use crate::error::Result;
 use crate::interface::Split;
 use nq_formats::ModelConfig;
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// Buffers of a rank.
 pub(super) struct RankRows {
-    part: Part,
+    part: GpuPart,
     shares: Option<Shares>,
     head: Option<HeadRows>,
     pub(super) inbox: Inbox,
@@ -50,7 +50,7 @@ impl RankRows {
     pub(super) fn new(
         gpu: &Gpu,
         c: &ModelConfig,
-        part: Part,
+        part: GpuPart,
         (rows, many): (usize, usize),
     ) -> Result<Self> {
         let (w, most) = (Widths::of(c), rows.max(many));

@@ -3,7 +3,7 @@
 use super::buffers::{ExpertRows, Widths, padded};
 use super::taps::Taps;
 use crate::cuda::layer::largest_mixture;
-use crate::cuda::part::Part;
+use crate::cuda::part::GpuPart;
 use crate::error::Result;
 use crate::interface::{SessionSpec, Split};
 use nq_formats::ModelConfig;
@@ -134,7 +134,7 @@ impl StepRows {
         head: &DeviceLinear,
         rows: usize,
         (kv, places): (KvType, Places),
-        (part, trellis): (Option<Part>, bool),
+        (part, trellis): (Option<GpuPart>, bool),
     ) -> Result<Self> {
         let w = Widths::of(c);
         let idle = idle_step(places.slots - 1, 0);
