@@ -80,12 +80,12 @@ fn variant(spec: &str) -> anyhow::Result<Variant> {
 }
 
 /// The whole windows of a text.
-struct Text {
+struct ModelText {
     name: String,
     ids: Vec<u32>,
 }
 
-fn text(spec: &str, prompter: &Prompter) -> anyhow::Result<Text> {
+fn text(spec: &str, prompter: &Prompter) -> anyhow::Result<ModelText> {
     let (path, bytes) = match spec.split_once(':') {
         Some((path, n)) => (Path::new(path), n.parse()?),
         None => (Path::new(spec), usize::MAX),
@@ -95,7 +95,7 @@ fn text(spec: &str, prompter: &Prompter) -> anyhow::Result<Text> {
     let mut ids = prompter.tokenizer().encode(&part)?;
     ids.truncate(ids.len() / LENGTH * LENGTH);
     let name = path.file_stem().unwrap_or_default().to_string_lossy();
-    Ok(Text {
+    Ok(ModelText {
         name: name.into_owned(),
         ids,
     })
@@ -105,7 +105,7 @@ fn text(spec: &str, prompter: &Prompter) -> anyhow::Result<Text> {
 fn measure<O: GradOps>(
     ops: &O,
     (teacher, student): (&Model<O>, &Model<O>),
-    texts: &[Text],
+    texts: &[ModelText],
 ) -> anyhow::Result<String> {
     let mut graph = Graph::new(ops, &teacher.config, WINDOWS, LENGTH)?;
     let mut row = String::new();
@@ -130,7 +130,7 @@ struct Setup {
     prompter: Prompter,
     source: Canonical,
     quantized: Canonical,
-    texts: Vec<Text>,
+    texts: Vec<ModelText>,
 }
 
 /// Runs a variant with `ops`, the operations of the CPU or of `gpu`.

@@ -60,11 +60,11 @@ impl Matrix {
     }
 }
 
-type Weights = BTreeMap<String, Matrix>;
+type WeightMap = BTreeMap<String, Matrix>;
 
-fn weights(seed: u64) -> Weights {
+fn weights(seed: u64) -> WeightMap {
     let rng = &mut Philox::new(seed, 1);
-    let mut all = Weights::new();
+    let mut all = WeightMap::new();
     let mut put = |name: String, rows, cols, mean, std| {
         all.insert(name, Matrix::random(rng, rows, cols, mean, std));
     };
@@ -144,7 +144,7 @@ fn norm(x: &[f64], gains: &Matrix) -> Vec<f64> {
 }
 
 /// The perplexity of [`tokens`], in f64.
-fn reference(w: &Weights, (frequencies, attention): &Rope, head: &Matrix) -> f64 {
+fn reference(w: &WeightMap, (frequencies, attention): &Rope, head: &Matrix) -> f64 {
     let ids = tokens();
     let mut stream: Vec<Vec<f64>> = ids
         .iter()
@@ -234,7 +234,7 @@ fn write(dir: &Path, config: &Value, tensors: Vec<(String, Tensor)>) {
     write_tensors(&dir.join("model.safetensors"), &tensors, &BTreeMap::new()).unwrap();
 }
 
-fn dense(w: &Weights) -> Vec<(String, Tensor)> {
+fn dense(w: &WeightMap) -> Vec<(String, Tensor)> {
     w.iter()
         .map(|(name, m)| (format!("{name}.weight"), m.f32()))
         .collect()
@@ -558,7 +558,7 @@ fn adapter(dir: &Path, seed: u64, dora: bool) -> Vec<(String, Matrix, Matrix, Ma
 }
 
 /// Adds `scale B A`, and brings the rows to the magnitudes if they count.
-fn merge(w: &mut Weights, parts: &[(String, Matrix, Matrix, Matrix)], scale: f64, dora: bool) {
+fn merge(w: &mut WeightMap, parts: &[(String, Matrix, Matrix, Matrix)], scale: f64, dora: bool) {
     for (name, a, b, magnitude) in parts {
         let m = w.get_mut(name).unwrap();
         for r in 0..m.rows {

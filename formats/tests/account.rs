@@ -13,13 +13,13 @@ use std::fs;
 use std::path::Path;
 
 /// A folder of a tiny model, with weights from a fixed generator.
-struct Folder {
+struct AccountFolder {
     dir: tempfile::TempDir,
     config: Value,
     tensors: Vec<(String, Tensor)>,
 }
 
-impl Folder {
+impl AccountFolder {
     fn new() -> Self {
         let config = tiny_config("");
         let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
@@ -30,7 +30,7 @@ impl Folder {
                 random_dense(&mut rng, &shape.dims()),
             )
         };
-        Folder {
+        AccountFolder {
             dir: tempfile::tempdir().unwrap(),
             config: serde_json::from_str(&config).unwrap(),
             tensors: parameters(&shape).into_iter().map(tensor).collect(),
@@ -103,7 +103,7 @@ fn tensors_without_which_the_numbers_are_wrong_are_refused() {
     ] {
         let name = format!("{layer}{name}");
         names(
-            Folder::new().with(&name, filled(&[8], 5.0)).open(),
+            AccountFolder::new().with(&name, filled(&[8], 5.0)).open(),
             &[&name, why],
         );
     }
@@ -112,14 +112,17 @@ fn tensors_without_which_the_numbers_are_wrong_are_refused() {
         "base_model.model.x.lora_B.weight",
         "score.weight",
     ] {
-        names(Folder::new().with(name, filled(&[8], 5.0)).open(), &[name]);
+        names(
+            AccountFolder::new().with(name, filled(&[8], 5.0)).open(),
+            &[name],
+        );
     }
 }
 
 #[test]
 fn tensors_that_change_nothing_are_listed() {
-    assert!(Folder::new().left_over().is_empty());
-    let folder = Folder::new()
+    assert!(AccountFolder::new().left_over().is_empty());
+    let folder = AccountFolder::new()
         .with("model.layers.0.self_attn.q_proj.bias", filled(&[8], 0.0))
         .with(
             "model.layers.0.self_attn.rotary_emb.inv_freq",
@@ -156,19 +159,19 @@ fn lines_name_three_of_many() {
 
 #[test]
 fn more_layers_than_tensors_are_refused() {
-    let folder = Folder::new().key("num_hidden_layers", json!(268_435_456));
+    let folder = AccountFolder::new().key("num_hidden_layers", json!(268_435_456));
     names(folder.open(), &["num_hidden_layers", "268435456"]);
 }
 
 #[test]
 fn a_head_of_its_own_wins_over_a_tie() {
-    let tied = |folder: &Folder| folder.open().unwrap().config().tie_word_embeddings;
+    let tied = |folder: &AccountFolder| folder.open().unwrap().config().tie_word_embeddings;
     let head = format!("{HEAD}.weight");
-    let own = Folder::new().with(&head, random_dense(&mut Rng(9), &[16, 8]));
+    let own = AccountFolder::new().with(&head, random_dense(&mut Rng(9), &[16, 8]));
     assert!(!tied(&own));
     assert!(own.left_over()[0].contains("differs from the embedding"));
-    let copy = Folder::new().tensors.remove(0).1;
-    let copied = Folder::new().with(&head, copy);
+    let copy = AccountFolder::new().tensors.remove(0).1;
+    let copied = AccountFolder::new().with(&head, copy);
     assert!(tied(&copied));
     assert!(copied.left_over()[0].contains("a copy of the embedding"));
 }
@@ -176,8 +179,8 @@ fn a_head_of_its_own_wins_over_a_tie() {
 #[test]
 fn a_lone_head_serves_as_embedding() {
     let embedding = format!("{EMBEDDING}.weight");
-    let lone = Folder::new().rename(&embedding, "lm_head.weight");
-    let whole = Folder::new().open().unwrap();
+    let lone = AccountFolder::new().rename(&embedding, "lm_head.weight");
+    let whole = AccountFolder::new().open().unwrap();
     let opened = lone.open().unwrap();
     assert!(opened.config().tie_word_embeddings);
     let read = |c: &Checkpoint| c.store().matrix(EMBEDDING, (16, 8)).unwrap();
@@ -196,7 +199,7 @@ fn a_lone_head_serves_as_embedding() {
 
 #[test]
 fn the_index_may_name_the_other_of_two_tied_weights() {
-    let folder = Folder::new();
+    let folder = AccountFolder::new();
     folder.open().unwrap();
     let path = |name: &str| folder.dir.path().join(name);
     fs::rename(path("model.safetensors"), path("1.safetensors")).unwrap();
@@ -216,7 +219,7 @@ fn the_index_may_name_the_other_of_two_tied_weights() {
 
 #[test]
 fn keys_that_nobody_knows_are_listed() {
-    let folder = Folder::new()
+    let folder = AccountFolder::new()
         .key("logit_scale", json!(0.5))
         .key("unsloth_version", json!("2025.1"))
         .key("off", json!(false));
@@ -224,7 +227,7 @@ fn keys_that_nobody_knows_are_listed() {
         folder.left_over(),
         ["config.json: logit_scale: a key that nq does not know"]
     );
-    let folder = Folder::new();
+    let folder = AccountFolder::new();
     fs::write(
         folder.dir.path().join("generation_config.json"),
         r#"{"top_k": -1, "no_repeat_ngram_size": 3, "pad_token_id": 0}"#,
@@ -254,9 +257,12 @@ fn settings_that_change_numbers_are_refused() {
         ),
         ("attention_bias", json!(true), "attention_bias true"),
     ] {
-        names(Folder::new().key(key, value).open(), &["config.json", part]);
+        names(
+            AccountFolder::new().key(key, value).open(),
+            &["config.json", part],
+        );
     }
-    let marked = Folder::new();
+    let marked = AccountFolder::new();
     marked.open().unwrap();
     let path = marked.dir.path().join("config.json");
     let text = fs::read_to_string(&path).unwrap();
@@ -270,7 +276,7 @@ fn settings_that_change_numbers_are_refused() {
 #[test]
 fn types_may_be_said_in_other_words() {
     for (value, dtype) in [("torch.float16", Some(DType::F16)), ("float8_e4m3fn", None)] {
-        let folder = Folder::new().key("torch_dtype", json!(value));
+        let folder = AccountFolder::new().key("torch_dtype", json!(value));
         assert_eq!(folder.open().unwrap().config().dtype, dtype);
     }
 }

@@ -62,13 +62,13 @@ fn config(preset: &str) -> ModelConfig {
 
 const FAMILIES: [&str; 3] = ["qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b"];
 
-struct Folder {
+struct MtpFolder {
     dir: tempfile::TempDir,
     config: Value,
     tensors: BTreeMap<String, Tensor>,
 }
 
-impl Folder {
+impl MtpFolder {
     /// A random model as its family's files hold it.
     fn new(preset: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
@@ -77,7 +77,7 @@ impl Folder {
         let json = fs::read(root.join("config.json")).unwrap();
         let shards = Shards::open(&Files::Folder(root)).unwrap();
         let tensor = |n: &str| (n.to_owned(), shards.get(n).unwrap());
-        Folder {
+        MtpFolder {
             config: serde_json::from_slice(&json).unwrap(),
             tensors: shards.names().map(tensor).collect(),
             dir,
@@ -128,7 +128,7 @@ fn values(store: &dyn WeightStore, name: &str, shape: Shape) -> Vec<f32> {
 #[test]
 fn the_layer_is_that_of_a_model_of_one_layer() {
     for family in FAMILIES {
-        let folder = Folder::new(family);
+        let folder = MtpFolder::new(family);
         let checkpoint = folder.open().unwrap();
         assert_eq!(left(&checkpoint), [""; 0], "{family}");
         assert_eq!(checkpoint.config(), &config(family));
@@ -171,7 +171,7 @@ fn the_layer_is_that_of_a_model_of_one_layer() {
 /// Files may hold the experts of the layer in two tensors, as Qwen3.5's are published.
 #[test]
 fn experts_of_the_layer_may_be_fused() {
-    let mut folder = Folder::new("qwen3.5-35b-a3b");
+    let mut folder = MtpFolder::new("qwen3.5-35b-a3b");
     let apart = folder.open().unwrap();
     let (prefix, experts) = ("mtp.layers.0.mlp.experts", 3);
     let mut fused: BTreeMap<&str, Vec<f32>> = BTreeMap::new();
@@ -246,7 +246,7 @@ fn a_layer_that_is_not_used_is_said() {
             "mtp.norm.weight",
         ),
     ] {
-        let mut folder = Folder::new("qwen3.5-0.8b");
+        let mut folder = MtpFolder::new("qwen3.5-0.8b");
         folder.config[key] = value.clone();
         folder.tensors.retain(|name, _| match tensors {
             "none" => !name.starts_with("mtp."),
@@ -265,7 +265,7 @@ fn a_layer_that_is_not_used_is_said() {
         ("mtp_num_hidden_layers", json!(-1)),
         ("mtp_use_dedicated_embeddings", json!(1)),
     ] {
-        let mut folder = Folder::new("qwen3.5-0.8b");
+        let mut folder = MtpFolder::new("qwen3.5-0.8b");
         folder.config[key] = value;
         names(folder.open(), &[key]);
     }
@@ -274,7 +274,7 @@ fn a_layer_that_is_not_used_is_said() {
 /// Qwen3-Next has the layer whether or not config.json says so; without it, nothing is missing.
 #[test]
 fn a_family_may_have_the_layer_unsaid() {
-    let mut folder = Folder::new("qwen3-next-80b-a3b");
+    let mut folder = MtpFolder::new("qwen3-next-80b-a3b");
     folder
         .config
         .as_object_mut()
@@ -308,7 +308,7 @@ fn write(source: &Checkpoint, format: ExportFormat, out: &Path) -> Checkpoint {
 #[test]
 fn the_layer_goes_through_every_format_of_nq() {
     for family in FAMILIES {
-        let folder = Folder::new(family);
+        let folder = MtpFolder::new(family);
         let source = folder.open().unwrap();
         let path = |name: &str| folder.dir.path().join(name);
         fs::copy(path("m/tokenizer.json"), path("changed/tokenizer.json")).unwrap();
@@ -363,7 +363,7 @@ fn the_layer_goes_through_every_format_of_nq() {
 /// What a GGUF file says of such layers is held against what it has.
 #[test]
 fn lies_of_gguf_files_are_found() {
-    let folder = Folder::new("qwen3.5-0.8b");
+    let folder = MtpFolder::new("qwen3.5-0.8b");
     folder.open().unwrap();
     let path = |name: &str| folder.dir.path().join(name);
     fs::copy(path("m/tokenizer.json"), path("changed/tokenizer.json")).unwrap();
@@ -416,7 +416,7 @@ fn lies_of_gguf_files_are_found() {
 fn tensors_of_the_layer_are_checked() {
     let small = Tensor::from_f32(vec![2, 3], vec![0.5; 6]).unwrap();
     for name in [mtp::FC, mtp::NORM, "mtp.layers.0.self_attn.q_proj"] {
-        let mut folder = Folder::new("qwen3.5-0.8b");
+        let mut folder = MtpFolder::new("qwen3.5-0.8b");
         folder.tensors.insert(tensor_name(name), small.clone());
         let checkpoint = folder.open().unwrap();
         let read = mtp::parameters(checkpoint.config()).try_for_each(|(name, shape)| match shape {
@@ -426,7 +426,7 @@ fn tensors_of_the_layer_are_checked() {
         names(read, &[name, "[2, 3]"]);
     }
     // As many experts as the model's layers have.
-    let mut folder = Folder::new("qwen3.5-35b-a3b");
+    let mut folder = MtpFolder::new("qwen3.5-35b-a3b");
     folder
         .tensors
         .insert("mtp.layers.0.mlp.experts.7.up_proj.weight".into(), small);

@@ -62,11 +62,11 @@ fn others_are_refused() {
 }
 
 /// A folder of a tiny model with a tokenizer of one special token and one that is not.
-struct Folder(tempfile::TempDir);
+struct TokenizerFolder(tempfile::TempDir);
 
-impl Folder {
+impl TokenizerFolder {
     fn new(config: &Value) -> Self {
-        let folder = Folder(tempfile::tempdir().unwrap());
+        let folder = TokenizerFolder(tempfile::tempdir().unwrap());
         let header = r#"{"model.layers.0.input_layernorm.weight":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}"#;
         folder.put("model.safetensors", &common::safetensors(header, &[0; 2]));
         folder.put("config.json", tiny_config("").as_bytes());
@@ -105,15 +105,15 @@ fn added_tokens_have_the_flags_of_the_tokenizer_config() {
         let said = Value::from_iter([(id, token)]);
         json!({"added_tokens_decoder": said, "chat_template": "<|im_end|>"})
     };
-    let ends = |folder: &Folder| folder.open().unwrap().eos_token_ids().to_vec();
-    let plain = Folder::new(&json!({"chat_template": "<|im_end|>"}));
+    let ends = |folder: &TokenizerFolder| folder.open().unwrap().eos_token_ids().to_vec();
+    let plain = TokenizerFolder::new(&json!({"chat_template": "<|im_end|>"}));
     assert_eq!(ends(&plain), [3]);
     let files = Files::Folder(plain.0.path().into());
     let written = fs::read(plain.0.path().join("tokenizer.json")).unwrap();
     assert_eq!(tokenizer::applied(&files).unwrap(), written);
 
     let special = json!({"content": "<|im_end|>", "lstrip": true, "special": true});
-    let folder = Folder::new(&config("4", special));
+    let folder = TokenizerFolder::new(&config("4", special));
     assert_eq!(ends(&folder), [3, 4]);
     assert!(folder.left_over().is_empty());
     let files = Files::Folder(folder.0.path().into());
@@ -125,13 +125,13 @@ fn added_tokens_have_the_flags_of_the_tokenizer_config() {
     assert_eq!(applied["model"]["vocab"]["a"], 0);
 
     // Those that tokenizer.json does not have, or has elsewhere, are said.
-    let folder = Folder::new(&json!({"added_tokens_decoder": {
+    let folder = TokenizerFolder::new(&json!({"added_tokens_decoder": {
         "5": {"content": "<|im_end|>", "normalized": true}, "6": {"content": "<|y|>"}}}));
     let left = folder.left_over();
     assert_eq!(left.len(), 2, "{left:?}");
     assert!(left[0].contains("added_tokens_decoder 5: tokenizer.json has \"<|im_end|>\" as 4"));
     assert!(left[1].contains("added_tokens_decoder 6 \"<|y|>\": tokenizer.json has no such"));
-    let malformed = Folder::new(&config("4", json!({"content": 4})));
+    let malformed = TokenizerFolder::new(&config("4", json!({"content": 4})));
     names(
         malformed.open(),
         &[
@@ -140,7 +140,7 @@ fn added_tokens_have_the_flags_of_the_tokenizer_config() {
             "an added token",
         ],
     );
-    let split = Folder::new(&json!({"split_special_tokens": true}));
+    let split = TokenizerFolder::new(&json!({"split_special_tokens": true}));
     names(split.open(), &["split_special_tokens true"]);
 }
 
@@ -161,9 +161,13 @@ fn keys_of_the_tokenizer_config_are_accounted_for() {
     for key in ["add_bos_token", "add_eos_token"] {
         all[key] = json!(false);
     }
-    assert!(Folder::new(&Value::from(all)).left_over().is_empty());
+    assert!(
+        TokenizerFolder::new(&Value::from(all))
+            .left_over()
+            .is_empty()
+    );
 
-    let folder = Folder::new(&json!({
+    let folder = TokenizerFolder::new(&json!({
         "eos_token": "<|end|>",
         "image_token": "<|x|>",
         "pad_token": null,

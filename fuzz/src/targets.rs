@@ -57,7 +57,7 @@ pub fn gguf(data: &[u8]) {
     assert!(total <= file.file_bytes());
     let _ = nq_formats::gguf::tokenizer::tokenizer_json(&file);
     let _ = nq_formats::gguf::tokenizer::tokenizer_config_json(&file);
-    let files = Files::Virtual(Arc::new(Folder(vec![(
+    let files = Files::Virtual(Arc::new(FilesInMemory(vec![(
         "model.gguf",
         Bytes::copy_from_slice(data),
     )])));
@@ -166,7 +166,7 @@ pub fn folder(data: &[u8]) {
     let weights = Bytes::copy_from_slice(&data[end + 1..]);
     for shape in [SHAPE, MIXTURE, HYBRID] {
         let config = format!(r#"{{{shape},"quantization_config":{record}}}"#);
-        let files = Files::Virtual(Arc::new(Folder(vec![
+        let files = Files::Virtual(Arc::new(FilesInMemory(vec![
             ("config.json", config.into()),
             ("model.safetensors", weights.clone()),
         ])));
@@ -224,7 +224,7 @@ pub fn account(data: &[u8]) {
     };
     // The one weight of a tied model may have either name.
     let head = dropped.as_deref() == Some("model.embed_tokens.weight") && name == "lm_head.weight";
-    let files = Files::Virtual(Arc::new(Folder(vec![
+    let files = Files::Virtual(Arc::new(FilesInMemory(vec![
         ("config.json", config.into()),
         ("model.safetensors", floats(&tensors)),
     ])));
@@ -288,9 +288,9 @@ fn read_all(checkpoint: &Checkpoint) {
 
 /// Files by name.
 #[derive(Debug)]
-struct Folder(Vec<(&'static str, Bytes)>);
+struct FilesInMemory(Vec<(&'static str, Bytes)>);
 
-impl VirtualFiles for Folder {
+impl VirtualFiles for FilesInMemory {
     fn root(&self) -> PathBuf {
         "fuzz".into()
     }

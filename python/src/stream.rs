@@ -17,11 +17,11 @@ const AHEAD: usize = 16;
 /// the iterator.
 #[pyclass(frozen, module = "nq._nq")]
 pub(crate) struct Stream {
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<RunningStream>>,
     interrupt: Arc<AtomicBool>,
 }
 
-struct Running {
+struct RunningStream {
     pieces: Receiver<String>,
     thread: JoinHandle<Result<()>>,
 }
@@ -46,7 +46,7 @@ impl Stream {
             answer.map(drop)
         };
         let thread = Builder::new().stack_size(STACK).spawn(answer)?;
-        let running = Mutex::new(Some(Running { pieces, thread }));
+        let running = Mutex::new(Some(RunningStream { pieces, thread }));
         Ok(Stream { running, interrupt })
     }
 
@@ -67,7 +67,7 @@ impl Stream {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        let Some(Running { pieces, thread }) = running else {
+        let Some(RunningStream { pieces, thread }) = running else {
             return Ok(());
         };
         self.interrupt.store(true, Ordering::Relaxed);

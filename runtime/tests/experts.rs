@@ -211,13 +211,13 @@ fn a_token_reads_its_experts_alone() {
 
 /// Records what observers see: every row through every expert, and the routes.
 #[derive(Default)]
-struct Seen {
+struct SeenRoutes {
     inputs: Vec<(usize, usize, usize)>, // layer, expert, values
     routes: Vec<Routes>,
     others: usize,
 }
 
-impl Observer for Seen {
+impl Observer for SeenRoutes {
     fn linear_input(&mut self, _: usize, _: &nq_formats::models::Product, _: &[f32]) {
         self.others += 1;
     }
@@ -248,7 +248,7 @@ fn observers_see_every_row_through_every_expert() {
         tokens: &text,
         logits: LogitsWanted::All,
     };
-    let mut seen = Seen::default();
+    let mut seen = SeenRoutes::default();
     let mut watched = session(&*engine, 1);
     let logits = watched.forward(&[chunk], Some(&mut seen)).unwrap();
     assert_eq!(logits.data, feed(&mut *session(&*engine, 1), 0, &text));

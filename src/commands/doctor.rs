@@ -19,7 +19,7 @@ struct Findings {
     cpu: CpuFindings,
     memory: MemoryFindings,
     gpu: GpuFindings,
-    folders: Vec<Folder>,
+    folders: Vec<UsedFolder>,
     environment: Vec<Variable>,
     problems: Vec<Problem>,
 }
@@ -104,7 +104,7 @@ fn products() -> Result<String, String> {
 }
 
 #[derive(Serialize)]
-struct Folder {
+struct UsedFolder {
     what: &'static str,
     path: PathBuf,
     exists: bool,
@@ -357,7 +357,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
 /// With less free space than this, a quantized 0.6B model does not fit.
 const LITTLE_SPACE: u64 = 2_000_000_000;
 
-fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
+fn folders(problems: &mut Vec<Problem>) -> Vec<UsedFolder> {
     let mut folders = Vec::new();
     let mut push = |what, path: Option<PathBuf>| match path {
         Some(path) => {
@@ -382,7 +382,7 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<Folder> {
                         .into(),
                 });
             }
-            folders.push(Folder {
+            folders.push(UsedFolder {
                 what,
                 exists: path.exists(),
                 free_bytes: free,

@@ -205,7 +205,7 @@ pub(super) fn step_bounds(cache: &DevicePages) -> StepBounds {
 }
 
 /// A case on a device, and the expected results for some of its rows.
-struct Check<'a> {
+struct AttentionCheck<'a> {
     gpu: &'a Gpu,
     stream: Stream,
     case: &'a Case,
@@ -215,11 +215,11 @@ struct Check<'a> {
     expected: Vec<f32>,
 }
 
-impl<'a> Check<'a> {
+impl<'a> AttentionCheck<'a> {
     fn new(gpu: &'a Gpu, case: &'a Case) -> Self {
         let len = case.len;
         let rows: Vec<usize> = (0..len).filter(|r| r % 61 == 0 || r + 3 > len).collect();
-        Check {
+        AttentionCheck {
             gpu,
             stream: gpu.stream().unwrap(),
             case,
@@ -456,7 +456,7 @@ impl<'a> Check<'a> {
 }
 
 fn check_attention(gpu: &Gpu, case: &Case) {
-    let check = Check::new(gpu, case);
+    let check = AttentionCheck::new(gpu, case);
     check.prefill();
     check.decode();
     check.runs(false);
@@ -498,7 +498,7 @@ fn copied_pages() {
     let Some(gpu) = gpu() else { return };
     for kv in [KvType::F16, KvType::Int8] {
         let case = Case::new(4, 2, kv, 2 * PAGE + 30);
-        let check = Check::new(&gpu, &case);
+        let check = AttentionCheck::new(&gpu, &case);
         let mut cache = new_cache(&gpu, &check.stream, &case, 3);
         let (qkv, places) = check.append(&cache, 0..case.len);
         let width = check.width();
@@ -539,7 +539,7 @@ fn copied_pages() {
 fn rows_outside_the_cache_are_refused() {
     let Some(gpu) = gpu() else { return };
     let case = Case::new(4, 2, KvType::F16, 30);
-    let check = Check::new(&gpu, &case);
+    let check = AttentionCheck::new(&gpu, &case);
     let cache = check.new_cache();
     let larger = new_cache(
         &gpu,

@@ -50,7 +50,7 @@ fn step_at((position, slot): (usize, usize), behind: usize) -> Step {
 }
 
 /// A sequence's products and what they should give, and the vectors and states on a device.
-struct Check<'a> {
+struct DeltaCheck<'a> {
     gpu: &'a Gpu,
     stream: Stream,
     shape: DeltaShape,
@@ -61,9 +61,9 @@ struct Check<'a> {
     expected: Vec<f32>,
 }
 
-impl<'a> Check<'a> {
+impl<'a> DeltaCheck<'a> {
     fn new(gpu: &'a Gpu, shape: DeltaShape, len: usize) -> Self {
-        Check::keeping(gpu, shape, len, 0)
+        DeltaCheck::keeping(gpu, shape, len, 0)
     }
 
     /// Steps keep rows of the first `kept` slots.
@@ -79,7 +79,7 @@ impl<'a> Check<'a> {
             kept,
         };
         let upload = |v: &Vec<f32>| gpu.upload("a test", v).unwrap();
-        Check {
+        DeltaCheck {
             gpu,
             stream: gpu.stream().unwrap(),
             shape,
@@ -121,7 +121,7 @@ impl<'a> Check<'a> {
         self.step_of(at, half, None)
     }
 
-    /// As [`Check::step`], with `rates` in place of the sequence's.
+    /// As [`DeltaCheck::step`], with `rates` in place of the sequence's.
     fn step_of(&self, at: &[(usize, usize)], half: bool, rates: Option<Rates<'_>>) -> Vec<f32> {
         let steps: Vec<Step> = at.iter().map(|&at| step_at(at, 0)).collect();
         let positions: Vec<usize> = at.iter().map(|a| a.0).collect();
@@ -252,7 +252,7 @@ fn steps() {
     let Some(gpu) = gpu() else { return };
     for shape in shapes() {
         let len = 60;
-        let c = Check::new(&gpu, shape, len);
+        let c = DeltaCheck::new(&gpu, shape, len);
         let width = c.shape.values();
         let (mut from, mut run, mut other) = (0, 1, 0);
         while from < len {
@@ -278,7 +278,7 @@ fn rows_are_taken_back() {
     let Some(gpu) = gpu() else { return };
     let len = if is_sanitizing() { 60 } else { 400 };
     for shape in shapes() {
-        let mut c = Check::keeping(&gpu, shape, len, SLOTS);
+        let mut c = DeltaCheck::keeping(&gpu, shape, len, SLOTS);
         let width = c.shape.values();
         let (mut at, mut behind, mut turn) = (0, 0, 0);
         while at + 20 < len {
@@ -304,7 +304,7 @@ fn rows_are_taken_back() {
             if turn.is_multiple_of(3) && behind > 0 {
                 // The kept rows go into a copy first, then into the sequence itself.
                 c.stream.copy_states(&mut c.states, 0, SNAPSHOT).unwrap();
-                let settle = |c: &mut Check<'_>, place| {
+                let settle = |c: &mut DeltaCheck<'_>, place| {
                     c.stream
                         .settle_states(&mut c.states, 0, place, behind)
                         .unwrap();
@@ -318,7 +318,7 @@ fn rows_are_taken_back() {
             }
         }
     }
-    let mut c = Check::new(&gpu, shapes()[0], 4);
+    let mut c = DeltaCheck::new(&gpu, shapes()[0], 4);
     assert!(c.stream.settle_states(&mut c.states, 0, 0, 1).is_err());
 }
 
@@ -328,7 +328,7 @@ fn many_rows() {
     let Some(gpu) = gpu() else { return };
     let len = if is_sanitizing() { 40 } else { 150 };
     for shape in shapes() {
-        let mut c = Check::new(&gpu, shape, len);
+        let mut c = DeltaCheck::new(&gpu, shape, len);
         let width = c.shape.values();
         let whole = c.many(&[(0, 0, len, None)]);
         c.compare("whole", 0, &whole, CLOSE);
@@ -364,7 +364,7 @@ fn rates_of_rows() {
     let hidden = 520;
     for shape in shapes() {
         let heads = shape.value_heads;
-        let mut c = Check::new(&gpu, shape, 12);
+        let mut c = DeltaCheck::new(&gpu, shape, 12);
         let (x, gain) = (normal(12 * hidden, 21), normal(hidden, 22));
         let part = |seed| dense(DType::F16, heads, hidden, seed);
         let parts = [part(23), part(24)];

@@ -22,7 +22,7 @@ const LAYERS: usize = 3;
 /// Sizes of a model. With `delta`, heads are wide, and even layers have a recurrence in place of attention. With
 /// `experts`, layers have mixtures, and `mlp` is the width of an expert.
 #[derive(Clone, Copy, Debug)]
-struct Shape {
+struct LayersShape {
     hidden: usize,
     heads: usize,
     mlp: usize,
@@ -31,7 +31,7 @@ struct Shape {
 }
 
 /// A layer's weights and gains.
-struct Weights {
+struct LayerWeights {
     gains: [Buffer<f32>; 2],
     /// Of attention, or the inputs of a recurrence.
     qkv: DeviceLinear,
@@ -72,10 +72,10 @@ impl Recurrence {
     }
 }
 
-impl Weights {
+impl LayerWeights {
     /// Of the schemes of qkv, o, gate and up, and down.
-    fn new(gpu: &Gpu, (shape, case): (Shape, &Case), schemes: [Scheme; 4], i: usize) -> Self {
-        let Shape { hidden, mlp, .. } = shape;
+    fn new(gpu: &Gpu, (shape, case): (LayersShape, &Case), schemes: [Scheme; 4], i: usize) -> Self {
+        let LayersShape { hidden, mlp, .. } = shape;
         let seed = 100 * i as u64;
         // Parts of a product in trellis codes have the same scales of inputs.
         let weight = |which: usize, out, inp, seed| match schemes[which] {
@@ -97,7 +97,7 @@ impl Weights {
         });
         let delta = shape.delta.filter(|_| i.is_multiple_of(2));
         let rows = delta.map_or(case.width(), |d| d.channels() + d.values());
-        Weights {
+        LayerWeights {
             gains: [gain(seed + 5), gain(seed + 6)],
             qkv: concat(weight(0, rows, hidden, seed)),
             delta: delta.map(|d| Recurrence::new(gpu, &d, hidden, seed + 7)),
@@ -142,7 +142,7 @@ struct Kept {
 }
 
 impl Kept {
-    fn new(gpu: &Gpu, stream: &Stream, shape: Shape, case: &Case) -> Self {
+    fn new(gpu: &Gpu, stream: &Stream, shape: LayersShape, case: &Case) -> Self {
         let states = |delta| StatesShape {
             delta,
             layers: LAYERS,
@@ -175,7 +175,7 @@ impl Plain {
     fn run(
         &mut self,
         stream: &Stream,
-        layers: &[Weights],
+        layers: &[LayerWeights],
         (heads, case, experts): (&Uploaded, &Case, Option<&Experts>),
         x: &mut Buffer<f32>,
         step: &Checked<Step>,
@@ -252,7 +252,7 @@ impl Plain {
 fn draft(
     gpu: &Gpu,
     stream: &Stream,
-    (weights, shape): (&[Weights], &DeltaShape),
+    (weights, shape): (&[LayerWeights], &DeltaShape),
     kept: &Kept,
     position: usize,
 ) {
@@ -287,15 +287,21 @@ fn draft(
 /// Steps of one sequence from its first position on, in both ways; each has its own cache, so that
 /// appended keys and values are tested by later steps. Products of all layers take their schemes from
 /// `schemes` in turn.
-fn check<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: Shape, schemes: &[S], kv: KvType, len: usize) {
+fn check<S: Copy + Into<Scheme>>(
+    gpu: &Gpu,
+    shape: LayersShape,
+    schemes: &[S],
+    kv: KvType,
+    len: usize,
+) {
     let case = Case::new(shape.heads, KV_HEADS, kv, len);
     check_case(gpu, shape, schemes, case);
 }
 
-fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: Shape, schemes: &[S], case: Case) {
+fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: LayersShape, schemes: &[S], case: Case) {
     let schemes: Vec<Scheme> = schemes.iter().map(|s| (*s).into()).collect();
     let trellis = schemes[0].trellis().is_some();
-    let Shape {
+    let LayersShape {
         hidden, heads, mlp, ..
     } = shape;
     let (kv, len) = (case.kv, case.len);
@@ -313,8 +319,8 @@ fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: Shape, schemes: &[S], ca
     let stream = gpu.stream_with(options).unwrap();
     let mut turns = schemes.iter().cycle();
     let mut next = || std::array::from_fn(|_| *turns.next().unwrap());
-    let weights: Vec<Weights> = (0..LAYERS)
-        .map(|i| Weights::new(gpu, (shape, &case), next(), i))
+    let weights: Vec<LayerWeights> = (0..LAYERS)
+        .map(|i| LayerWeights::new(gpu, (shape, &case), next(), i))
         .collect();
     let zeros = |n| gpu.zeros::<f32>("a test", n).unwrap();
     let rows = weights.iter().map(|w| w.qkv.rows()).max().unwrap();
@@ -422,7 +428,7 @@ fn hybrid_shape(key_heads: usize, value_heads: usize) -> DeltaShape {
 fn all_layers_at_once() {
     let Some(gpu) = gpu() else { return };
     let scheme = |zeros, group| AffineScheme::new(Bits::B4, group, zeros);
-    let of = |hidden, heads, mlp| Shape {
+    let of = |hidden, heads, mlp| LayersShape {
         hidden,
         heads,
         mlp,
@@ -472,7 +478,7 @@ fn all_layers_at_once() {
 #[test]
 fn all_layers_of_trellis_codes_at_once() {
     let Some(gpu) = gpu() else { return };
-    let of = |hidden, heads, mlp| Shape {
+    let of = |hidden, heads, mlp| LayersShape {
         hidden,
         heads,
         mlp,
@@ -503,7 +509,7 @@ fn all_layers_of_hybrids_at_once() {
         let case = Case::of(WIDE_HEAD_DIM, heads, kv_heads, KvType::F16, len);
         let mut delta = hybrid_shape(key_heads, value_heads);
         delta.tiled = mlp == 1280;
-        let shape = Shape {
+        let shape = LayersShape {
             hidden,
             heads,
             mlp,
@@ -543,7 +549,7 @@ fn all_layers_of_mixtures_at_once() {
             true => Case::of(WIDE_HEAD_DIM, heads, 2, KvType::F16, len),
             false => Case::new(heads, 4, KvType::F16, len),
         };
-        let shape = Shape {
+        let shape = LayersShape {
             hidden,
             heads,
             mlp: of.width,
@@ -567,7 +573,7 @@ fn all_layers_of_mixtures_at_once() {
 fn layers_that_do_not_run_at_once() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
-    let shape = Shape {
+    let shape = LayersShape {
         hidden: 256,
         heads: 16,
         mlp: 1024,
@@ -578,7 +584,7 @@ fn layers_that_do_not_run_at_once() {
     let on_device = Uploaded::new(&gpu, &case);
     let kept = Kept::new(&gpu, &stream, shape, &case);
     let of = |schemes| {
-        let w = Weights::new(&gpu, (shape, &case), schemes, 1);
+        let w = LayerWeights::new(&gpu, (shape, &case), schemes, 1);
         let layer = w.layer(0, &on_device, &kept);
         LayersPlan::new(&gpu, &[layer], None).unwrap().is_some()
     };
@@ -593,14 +599,14 @@ fn layers_that_do_not_run_at_once() {
     assert!(!of([usual, usual, usual, two_level]));
     // Wide heads with keys and values in int8.
     let case = Case::of(WIDE_HEAD_DIM, 4, 2, KvType::Int8, 8);
-    let shape = Shape {
+    let shape = LayersShape {
         heads: 4,
         delta: Some(hybrid_shape(2, 8)),
         ..shape
     };
     let on_device = Uploaded::new(&gpu, &case);
     let kept = Kept::new(&gpu, &stream, shape, &case);
-    let w = [0, 1].map(|i| Weights::new(&gpu, (shape, &case), [usual; 4], i));
+    let w = [0, 1].map(|i| LayerWeights::new(&gpu, (shape, &case), [usual; 4], i));
     let layers = [0, 1].map(|i| w[i].layer(i, &on_device, &kept));
     assert!(LayersPlan::new(&gpu, &layers, None).unwrap().is_none());
 }

@@ -34,8 +34,8 @@ pub struct SessionSpec {
 const SNAPSHOTS: usize = 16;
 
 impl SessionSpec {
-    /// Most tokens of prompts that are worth computing together, on a CPU or a GPU. A GPU makes numbers of weights in
-    /// trellis codes once for all of them.
+    /// Most tokens of prompts to compute together ([`SessionSpec::max_rows`]), on a CPU or on a GPU, whose products are faster
+    /// with more rows, and which expands weights in trellis codes once for all of them.
     pub fn prompt_rows(on_cpu: bool) -> usize {
         if on_cpu { 512 } else { 2048 }
     }

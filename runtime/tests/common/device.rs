@@ -21,7 +21,7 @@ pub(crate) fn logits_after(tokens: &[u32]) -> Vec<f32> {
         .collect()
 }
 
-struct Seat {
+struct HeldSeat {
     slot: usize,
     token: u32,
     sampler: Sampler,
@@ -36,7 +36,7 @@ pub(crate) struct Device {
     /// Sequences are cut at multiples of this.
     every: usize,
     sequences: Vec<Vec<u32>>,
-    seats: Vec<Option<Seat>>,
+    seats: Vec<Option<HeldSeat>>,
     queued: VecDeque<Vec<u32>>,
     /// Number of rows of every queued step.
     pub(crate) rows: Vec<usize>,
@@ -195,7 +195,7 @@ impl StepsAhead for Device {
 
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
         assert!(self.seats[row].is_none(), "row {row} is taken");
-        self.seats[row] = Some(Seat {
+        self.seats[row] = Some(HeldSeat {
             slot,
             token,
             sampler: sampler.clone(),

@@ -223,14 +223,18 @@ fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<Strin
     lines
 }
 
-/// A line about what trellis codes cost in speed beside integers of 4 bits, as docs/trellis.md has measured it.
+/// A line about what trellis codes cost in speed beside integers of 4 bits, as docs/trellis.md has measured it: of the code sum
+/// single products alone.
 fn trade(code: Code) -> String {
-    let (decode, with_avx2, on_gpus) = match code {
-        Code::Octagon => ("about the same speed", "0.3", "0.55 to 0.7"),
-        Code::Sum => ("about half of the speed", "0.15", "about half of the speed"),
+    let speeds = match code {
+        Code::Octagon => {
+            "CPUs with AVX-512 decode at about the same speed and read prompts at 0.6, those with AVX2 at 0.3 and \
+             0.45; GPUs decode at 0.55 to 0.7 and read prompts of 512 tokens at 0.65, of 2,048 at 0.9"
+        }
+        Code::Sum => {
+            "products take CPUs with AVX-512 twice the time, of prompts three times, those with AVX2 seven times; \
+             GPUs twice"
+        }
     };
-    format!(
-        "speed, beside 4-bit integers: CPUs with AVX-512 decode at {decode} and read prompts at 0.6, those with AVX2 at \
-         {with_avx2} and 0.45; GPUs decode at {on_gpus} and read prompts of 512 tokens at 0.65, of 2,048 at 0.9"
-    )
+    format!("speed, beside 4-bit integers: {speeds}")
 }
