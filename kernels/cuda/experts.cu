@@ -1,22 +1,19 @@
-// Instances of `experts.cuh`: experts_<scheme>_<up or down>, and those for products of
-// few stages, ..._short.
+// Instances of `experts.cuh`: experts_<scheme>, and those for products of few stages, ..._short.
 #include "experts.cuh"
 
 constexpr int WARPS = 16;
 
-#define EXPERTS(name, scheme, epilogue, ahead)                                                                \
+#define EXPERTS(name, scheme, ahead)                                                                          \
     extern "C" __global__ __launch_bounds__(WARPS * 32, 1) void name(const __grid_constant__ ExpertsArgs a) { \
-        experts<scheme, epilogue, WARPS, ahead>(a);                                                           \
+        __shared__ Meeting<WARPS> meeting;                                                                    \
+        __shared__ __align__(16) Chosen chosen;                                                               \
+        if (a.product.epilogue == SILU) experts<scheme, SILU, WARPS, ahead>(a, meeting, chosen);              \
+        else experts<scheme, ADD, WARPS, ahead>(a, meeting, chosen);                                          \
     }
 
-#define LONG(scheme)                                \
-    EXPERTS(experts_##scheme##_up, scheme, SILU, 0) \
-    EXPERTS(experts_##scheme##_down, scheme, ADD, 0)
+#define BOTH(scheme)                     \
+    EXPERTS(experts_##scheme, scheme, 0) \
+    EXPERTS(experts_##scheme##_short, scheme, 2)
 
-#define SHORT(scheme)                                     \
-    LONG(scheme)                                          \
-    EXPERTS(experts_##scheme##_up_short, scheme, SILU, 2) \
-    EXPERTS(experts_##scheme##_down_short, scheme, ADD, 2)
-
-INTEGER_SCHEMES(SHORT)
-LONG(fp16)
+INTEGER_SCHEMES(BOTH)
+EXPERTS(experts_fp16, fp16, 0)

@@ -78,12 +78,10 @@ struct ExpertRequests {
 };
 
 template <class S, int EPI, int WARPS, int AHEAD>
-DEVICE void experts(const ExpertsArgs& a) {
+DEVICE void experts(const ExpertsArgs& a, Meeting<WARPS>& meeting, Chosen& chosen) {
     using Row = PreparedRow<S::BITS>;
     using Next = ExpertRequests<S, EPI>;
     extern __shared__ __align__(128) uint4 shared[];
-    __shared__ Meeting<WARPS> meeting;
-    __shared__ __align__(16) Chosen chosen;
 
     // UP lets nothing overtake the kernel that scores: DOWN reads the scores before UP has ended.
     if constexpr (EPI == SILU) wait_for_predecessor();
@@ -103,11 +101,10 @@ DEVICE void experts(const ExpertsArgs& a) {
         multiply<S, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
     } else {
         constexpr int STAGE_WORDS = RingStages<S, Next>::WeightRing::STAGE_WORDS;
-        __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const Share share = share_of<WARPS>(p, warp);
         RingStages<S, Next> stages(p, share, Next(p, share, chosen, a), shared + warp * p.depth * STAGE_WORDS,
-                                                  barriers[warp]);
+                                                  meeting.barriers[warp]);
         auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
         multiply<S, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
     }

@@ -1,5 +1,4 @@
-// Instances of `gemv.cuh`: gemv_<scheme>_<epilogue>, and those for products of few
-// stages, ..._short.
+// Instances of `gemv.cuh`: gemv_<scheme>, and those for products of few stages, ..._short.
 #include "gemv.cuh"
 
 constexpr int WARPS = 16;
@@ -8,22 +7,19 @@ constexpr int WARPS = 16;
 template <class S>
 constexpr int CAP = S::BITS == 5 || S::BITS == 6 ? WARPS * 32 : 608;
 
-#define GEMV(name, scheme, epilogue, ahead, threads)                                                    \
+// A kernel chooses its epilogue when it begins: chosen in its loops, that took 1 to 20 % of its time.
+#define GEMV(name, scheme, ahead, threads)                                                              \
     extern "C" __global__ __launch_bounds__(threads, 1) void name(const __grid_constant__ GemvArgs p) { \
-        gemv<scheme, epilogue, WARPS, ahead>(p);                                                        \
+        __shared__ Meeting<WARPS> meeting;                                                              \
+        if (p.epilogue == ADD) gemv<scheme, ADD, WARPS, ahead>(p, meeting);                             \
+        else if (p.epilogue == SILU) gemv<scheme, SILU, WARPS, ahead>(p, meeting);                      \
+        else if (ahead > 0 || p.epilogue == STORE) gemv<scheme, STORE, WARPS, ahead>(p, meeting);       \
+        else if constexpr (ahead == 0) gemv<scheme, HEAD, WARPS, 0>(p, meeting);                        \
     }
 
-#define EPILOGUES(scheme)                                     \
-    GEMV(gemv_##scheme##_store, scheme, STORE, 0, WARPS * 32) \
-    GEMV(gemv_##scheme##_add, scheme, ADD, 0, WARPS * 32)     \
-    GEMV(gemv_##scheme##_silu, scheme, SILU, 0, WARPS * 32)   \
-    GEMV(gemv_##scheme##_head, scheme, HEAD, 0, WARPS * 32)
+#define BOTH(scheme)                           \
+    GEMV(gemv_##scheme, scheme, 0, WARPS * 32) \
+    GEMV(gemv_##scheme##_short, scheme, 2, CAP<scheme>)
 
-#define SHORT(scheme)                                                \
-    EPILOGUES(scheme)                                                \
-    GEMV(gemv_##scheme##_store_short, scheme, STORE, 2, CAP<scheme>) \
-    GEMV(gemv_##scheme##_add_short, scheme, ADD, 2, CAP<scheme>)     \
-    GEMV(gemv_##scheme##_silu_short, scheme, SILU, 2, CAP<scheme>)
-
-INTEGER_SCHEMES(SHORT)
-EPILOGUES(fp16)
+INTEGER_SCHEMES(BOTH)
+GEMV(gemv_fp16, fp16, 0, WARPS * 32)

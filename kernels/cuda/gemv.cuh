@@ -58,6 +58,8 @@ struct GemvArgs {
     float eps;
     float scale;           // of the product
     int late;              // release the successor only after the predecessor's end
+    int epilogue;
+    int unused;
 };
 
 // A stage in registers.
@@ -133,11 +135,12 @@ struct Requests {
     DEVICE float weight(int) const { return 1.f; }
 };
 
-// Where the warps of a block meet.
+// Where the warps of a block meet, and what their rings wait for.
 template <int WARPS>
 struct Meeting {
     float red[2][WARPS][16];
     float squares[WARPS];
+    uint64_t barriers[WARPS][MOST_DEPTH];
 };
 
 template <int BITS>
@@ -488,10 +491,9 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
 
 // A whole product: the kernels of `gemv.cu`.
 template <class S, int EPI, int WARPS, int AHEAD>
-DEVICE void gemv(const GemvArgs& p) {
+DEVICE void gemv(const GemvArgs& p, Meeting<WARPS>& meeting) {
     using Row = PreparedRow<S::BITS>;
     extern __shared__ __align__(128) uint4 shared[];
-    __shared__ Meeting<WARPS> meeting;
     auto wait = [&] {
         wait_for_predecessor();
         if (p.late) release_successor();
@@ -504,11 +506,10 @@ DEVICE void gemv(const GemvArgs& p) {
         multiply<S, EPI, WARPS, AHEAD>(p, share, reinterpret_cast<Row*>(shared), meeting, stages, wait);
     } else {
         constexpr int STAGE_WORDS = RingStages<S>::WeightRing::STAGE_WORDS;
-        __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
         // Known to be the same for the whole warp: addresses that follow from it cost less.
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const Share share = share_of<WARPS>(p, warp);
-        RingStages<S> stages(p, share, {p, share}, shared + warp * p.depth * STAGE_WORDS, barriers[warp]);
+        RingStages<S> stages(p, share, {p, share}, shared + warp * p.depth * STAGE_WORDS, meeting.barriers[warp]);
         auto* const row = reinterpret_cast<Row*>(shared + WARPS * p.depth * STAGE_WORDS);
         multiply<S, EPI, WARPS, 0>(p, share, row, meeting, stages, wait);
     }

@@ -5,12 +5,19 @@
 #include "common.cuh"
 
 constexpr int MOST_DEPTH = 8;
+// Stages begin at multiples of so many bytes. At multiples of 128, bulk copies end sooner; with little shared memory, fewer
+// stages would fit.
+#if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
+constexpr int STAGE_ALIGN = 128;
+#else
+constexpr int STAGE_ALIGN = 16;
+#endif
 
 // A warp's ring of stages: CODES bytes of codes, META of scales and zero-points. A stage may be
 // filled again LAG stages after it has been read.
 template <int CODES, int META, int LAG = 0>
 struct Ring {
-    static constexpr int STAGE_WORDS = (CODES + META) / 16;
+    static constexpr int STAGE_WORDS = (CODES + (META + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN) / 16;
     uint4* stages;
     int depth;
     uint32_t at;

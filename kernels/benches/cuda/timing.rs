@@ -61,15 +61,18 @@ pub(crate) enum Scheme {
     /// Codes of 4, 5 or 6 bits with scales in two levels.
     Mixed(Bits),
     Int8,
+    /// INT4 as most GGUF files have it.
+    Offsets,
     Fp16,
 }
 
-pub(crate) const SCHEMES: [(Scheme, &str); 6] = [
+pub(crate) const SCHEMES: [(Scheme, &str); 7] = [
     (Scheme::Int4, "int4 g128"),
     (Scheme::Mixed(Bits::B4), "int4 g64 scales8"),
     (Scheme::Mixed(Bits::B5), "int5 g64 scales8"),
     (Scheme::Mixed(Bits::B6), "int6 g64 scales8"),
     (Scheme::Int8, "int8"),
+    (Scheme::Offsets, "int4 g32 offsets"),
     (Scheme::Fp16, "fp16"),
 ];
 
@@ -81,6 +84,7 @@ impl Scheme {
             Scheme::Mixed(Bits::B6) => (Bits::B6, Group::Size(64), Zeros::None),
             Scheme::Mixed(bits) => (bits, Group::Size(64), Zeros::Integer),
             Scheme::Int8 => (Bits::B8, Group::Channel, Zeros::None),
+            Scheme::Offsets => (Bits::B4, Group::Size(32), Zeros::Offset),
             Scheme::Fp16 => {
                 let data = [0x1e, 0x2b, 0x31, 0xac].repeat(out * inp / 2);
                 let tensor = Tensor::new(DType::F16, vec![out, inp], data.into());
@@ -102,7 +106,8 @@ impl Scheme {
             codes: vec![0x5au8; out * bits.bytes(inp)].into(),
             scales,
             zeros: (zeros == Zeros::Integer).then(|| vec![0x77u8; out * bits.bytes(groups)].into()),
-            offsets: None,
+            offsets: (zeros == Zeros::Offset)
+                .then(|| GroupValues::Half(vec![half::f16::from_f32(-0.1); out * groups].into())),
             levels: None,
             g_idx: None,
         };

@@ -2,11 +2,11 @@
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
 use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan};
-use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
+use super::kernel::{Instance, kernels, kind_index, names};
 use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::plan::ProductPlan;
-use super::product::{Asked, Norm};
+use super::product::{Asked, Epilogue, Norm};
 use crate::error::Result;
 use nq_formats::Experts;
 
@@ -18,10 +18,10 @@ pub const MOST_CHOSEN: usize = 32;
 kernels! {
     EXPERTS: ExpertsArgs = "experts" in "experts.cu",
         test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
-        instances names!(kinds "experts"; "_up", "_down");
+        instances names!(kinds "experts"; "");
     EXPERTS_SHORT: ExpertsArgs = "experts_short" in "experts.cu",
         test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
-        instances names!(schemes "experts"; "_up_short", "_down_short");
+        instances names!(schemes "experts"; "_short");
 }
 
 /// `ExpertsArgs` of `cuda/experts.cuh`.
@@ -58,19 +58,11 @@ pub fn gated_width(experts: &Experts) -> usize {
     chosen(experts) * experts.width
 }
 
-/// One half of the mixture's work.
-#[derive(Clone, Copy)]
-enum Half {
-    Up,
-    Down,
-}
-
-/// The kernel that runs this half for each of `m` rows.
-fn kernel(plan: &GemvPlan, half: Half, kind: PackedKind) -> Instance<ExpertsArgs> {
-    let suffix = half as usize;
+/// The kernel that runs half of a mixture's work for each of `m` rows.
+fn kernel(plan: &GemvPlan, kind: PackedKind) -> Instance<ExpertsArgs> {
     match plan.depth {
-        0 => EXPERTS_SHORT.instance(suffix * SCHEMES + kind_index(kind)),
-        _ => EXPERTS.of_kind(suffix, kind),
+        0 => EXPERTS_SHORT.instance(kind_index(kind)),
+        _ => EXPERTS.instance(kind_index(kind)),
     }
 }
 
@@ -97,7 +89,7 @@ impl Stream {
         let tiles = 2 * experts.width / TILE;
         check(&o, experts, (w.rows(), 2 * experts.width), m)?;
         let launch = Launch {
-            half: Half::Up,
+            epilogue: Epilogue::Silu,
             x: o.of("x", x, &[m, w.inputs()])?,
             gain: norm.gain(&o, w.inputs())?,
             eps: norm.eps,
@@ -131,7 +123,7 @@ impl Stream {
         check(&o, experts, (w.rows(), outputs), m)?;
         let inputs = gated_width(experts);
         let launch = Launch {
-            half: Half::Down,
+            epilogue: Epilogue::Add,
             x: o.of("gated", gated, &[m, inputs])?,
             gain: Address::NULL,
             eps: 0.0,
@@ -186,6 +178,8 @@ impl Stream {
                 eps: launch.eps,
                 scale,
                 late: 0,
+                epilogue: launch.epilogue as i32,
+                pad: 0,
             },
             scores: o.of("scores", scores, &[m, stacked(experts)])?,
             experts: stacked(experts) as i32,
@@ -202,13 +196,14 @@ impl Stream {
             .overlapping();
         // SAFETY: the operands were checked; a chosen index is below the number of experts, whose records
         // `w` was checked to have.
-        unsafe { self.launch(kernel(&plan, launch.half, w.kind()), shape, &args) }
+        unsafe { self.launch(kernel(&plan, w.kind()), shape, &args) }
     }
 }
 
 /// What a half reads, of the stacks in records, and writes.
 struct Launch {
-    half: Half,
+    /// `Silu` of up, `Add` of down.
+    epilogue: Epilogue,
     x: Address,
     /// Of the inputs' norm, or null.
     gain: Address,

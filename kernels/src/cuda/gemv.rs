@@ -1,7 +1,7 @@
 //! One row of activations times a packed weight: the products of a decode step.
 
 use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Stream};
-use super::kernel::{Instance, SCHEMES, kernels, kind_index, names};
+use super::kernel::{Instance, kernels, kind_index, names};
 use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::PackedKind;
 use super::product::{
@@ -39,10 +39,10 @@ impl<'a> From<GemvOutput<'a>> for ProductOutput<'a> {
 kernels! {
     GEMV: GemvArgs = "gemv" in "gemv.cu",
         test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
-        instances names!(kinds "gemv"; "_store", "_add", "_silu", "_head");
+        instances names!(kinds "gemv"; "");
     GEMV_SHORT: GemvArgs = "gemv_short" in "gemv.cu",
         test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
-        instances names!(schemes "gemv"; "_store_short", "_add_short", "_silu_short");
+        instances names!(schemes "gemv"; "_short");
 }
 
 /// `GemvArgs` of `cuda/gemv.cuh`.
@@ -63,6 +63,8 @@ pub(super) struct GemvArgs {
     pub(super) eps: f32,
     pub(super) scale: f32,
     pub(super) late: i32,
+    pub(super) epilogue: i32,
+    pub(super) pad: i32,
 }
 
 /// Warps of a block of `cuda/gemv.cu`.
@@ -129,11 +131,6 @@ fn row_bytes(w: &PackedShape) -> usize {
 /// Static arrays of a kernel with rings: the warps' sums and squares, barriers.
 const FIXED_BYTES: usize = GEMV_WARPS * (2 * 16 * 4 + 4 + 8 * 8);
 
-/// Bytes of a stage in the rings of all warps.
-fn stage_bytes(kind: PackedKind) -> usize {
-    GEMV_WARPS * (kind.stage_bytes() + kind.meta_room())
-}
-
 /// Launch settings of a product.
 pub(super) struct GemvPlan {
     pub(super) cut: WarpCut,
@@ -156,7 +153,7 @@ impl GemvPlan {
         let bits = w.kind.bits();
         let row = row_bytes(w);
         let room = info.shared_memory.checked_sub(row + FIXED_BYTES + more)?;
-        let stage = stage_bytes(w.kind);
+        let stage = GEMV_WARPS * w.kind.ring_bytes(info);
         // With 99 KiB and rows of 25,600 inputs, as in Qwen3-32B, stages of 5 and 6 bits fit in registers alone.
         let in_registers = !head && bits != 16;
         let short = cut.spans <= short_spans(bits) || room < stage;
@@ -173,12 +170,11 @@ impl GemvPlan {
 
 impl GemvPlan {
     /// The kernel for this plan.
-    fn kernel(&self, kind: PackedKind, epilogue: Epilogue) -> Instance<GemvArgs> {
-        let suffix = epilogue as usize;
+    fn kernel(&self, kind: PackedKind) -> Instance<GemvArgs> {
         match self.depth {
             // There is none for FP16, which always has many spans.
-            0 => GEMV_SHORT.instance(suffix * SCHEMES + kind_index(kind)),
-            _ => GEMV.of_kind(suffix, kind),
+            0 => GEMV_SHORT.instance(kind_index(kind)),
+            _ => GEMV.instance(kind_index(kind)),
         }
     }
 }
@@ -226,12 +222,14 @@ impl Stream {
             eps: to.eps(),
             scale,
             late: i32::from(p.late),
+            epilogue: to.epilogue as i32,
+            pad: 0,
         };
         let shape = LaunchShape::new((plan.cut.blocks, 1, 1), GEMV_WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         // SAFETY: the operands were checked.
-        unsafe { self.launch(plan.kernel(w.kind(), to.epilogue), shape, &args) }
+        unsafe { self.launch(plan.kernel(w.kind()), shape, &args) }
     }
 }
 

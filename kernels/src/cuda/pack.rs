@@ -1,5 +1,6 @@
 //! Packs canonical weights into the device's layout (described in `cuda/weights.cuh`).
 
+use super::driver::GpuInfo;
 use crate::error::{Error, Result};
 use crate::registry::WeightKind;
 use half::f16;
@@ -173,6 +174,12 @@ impl PackedKind {
                 (rows + groups * (scale + zero)).next_multiple_of(16)
             }
         }
+    }
+
+    /// Bytes of a stage in the rings of `cuda/ring.cuh`: codes, and scales and zero-points of a record.
+    pub(super) fn ring_bytes(self, info: &GpuInfo) -> usize {
+        let align = if info.has_large_blocks() { 128 } else { 16 };
+        self.stage_bytes() + self.meta_room().next_multiple_of(align)
     }
 
     /// `META` of `cuda/weights.cuh`, padded to 16 bytes.

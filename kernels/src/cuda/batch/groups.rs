@@ -1,7 +1,7 @@
 //! The product of rows in groups of eight, for up to 16 rows and any device.
 
 use super::columns::{ColumnGroup, MOST_DEPTH, PreparedColumns};
-use crate::cuda::driver::{Address, GpuInfo, LaunchShape, Stream, has_small_blocks};
+use crate::cuda::driver::{Address, GpuInfo, LaunchShape, Stream};
 use crate::cuda::kernel::{kernels, names};
 use crate::cuda::linear::{PackedShape, WeightSizes};
 use crate::cuda::product::{OutputAddresses, Product, cheapest};
@@ -52,7 +52,7 @@ impl GroupsPlan {
         let (split, blocks, stages) = cheapest(cuts)?;
         // Sums of the warps' tiles; from sm_90 on, where there is room, a piece of x per warp.
         let sums = WARPS * TILES * groups * GROUP * 20 * 4;
-        let x = if info.capability >= (9, 0) && !has_small_blocks(info.shared_memory) {
+        let x = if info.has_large_blocks() {
             WARPS * groups * ColumnGroup::Eight.slot_bytes(bits) * 4 / kind_stages
         } else {
             0
@@ -60,7 +60,7 @@ impl GroupsPlan {
         // Static arrays of the kernel: barriers, best rows.
         let fixed = WARPS * (8 * (MOST_DEPTH + 1) + groups * GROUP * 8);
         let room = info.shared_memory.checked_sub(sums + x + fixed)?;
-        let stage = WARPS * (w.kind.stage_bytes() + w.kind.meta_room());
+        let stage = WARPS * w.kind.ring_bytes(info);
         // A stage is refilled when the next one has arrived: there must be two.
         let depth = MOST_DEPTH.min(stages.max(2)).min(room / stage);
         (depth >= 2).then_some(GroupsPlan {

@@ -97,7 +97,7 @@ impl RowsPlan {
             } else {
                 0
             };
-        let stages = DEPTH * WARPS * (w.kind.stage_bytes() + w.kind.meta_room());
+        let stages = DEPTH * WARPS * w.kind.ring_bytes(info);
         let shared = stages + x + met * 16 * rows * size_of::<f32>();
         Ok((shared <= room).then_some(plan(clusters, shared.max(ALONE.min(room)))))
     }

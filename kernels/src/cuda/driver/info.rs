@@ -31,6 +31,14 @@ pub(in crate::cuda) fn has_small_blocks(shared_memory: usize) -> bool {
     shared_memory < 163 << 10
 }
 
+impl GpuInfo {
+    /// True if kernels copy in bulk and blocks have much shared memory: `__CUDA_ARCH__ >= 900 && !SMALL_BLOCKS` of the
+    /// kernels.
+    pub(in crate::cuda) fn has_large_blocks(&self) -> bool {
+        self.capability >= (9, 0) && !has_small_blocks(self.shared_memory)
+    }
+}
+
 impl fmt::Display for GpuInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (major, minor) = self.capability;
