@@ -146,25 +146,8 @@ impl VectorSpec {
     }
 }
 
-/// Destination of [`Ops::project`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Projection {
-    /// Queries, keys and values, the input of [`Ops::attend`].
-    Qkv,
-    /// `silu(gate) * up`, later used as [`Operand::Gated`].
-    Gated,
-}
-
-/// Left operand of [`Ops::add`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operand {
-    /// The output of attention.
-    Attended,
-    /// The output of [`Projection::Gated`].
-    Gated,
-}
-
-/// The operations of a layer over the rows of a pass, which holds their residual stream `x`.
+/// What a layer's blocks do to the rows of a pass, which holds their residual stream `x`. Passes that compute a
+/// block's operations one by one have them from [`Verbs`].
 ///
 /// # Errors
 /// Every operation returns errors of the device.
@@ -176,7 +159,85 @@ pub trait Ops {
     /// Type of the device's errors.
     type Error;
 
-    /// Computes `norm(x) w^T`.
+    /// Adds attention of `norm(x)` to `x`.
+    fn add_attention(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        attention: &Attention<Self::Linear, Self::Vector>,
+    ) -> Result<(), Self::Error>;
+
+    /// Adds the recurrence `delta` of `norm(x)` to `x`, and brings the states of the rows' sequences forward.
+    fn add_delta(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        delta: &Delta<Self::Linear, Self::Vector>,
+    ) -> Result<(), Self::Error>;
+
+    /// Adds the MLP of `norm(x)` to `x`.
+    fn add_mlp(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        mlp: &Mlp<Self::Linear>,
+    ) -> Result<(), Self::Error>;
+
+    /// Adds the mixture of `experts` of `norm(x)` to `x`.
+    fn add_experts(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        experts: &Experts<Self::Linear>,
+    ) -> Result<(), Self::Error>;
+
+    /// Called when `x` is the layer's output.
+    fn end_layer(&mut self, layer: usize) -> Result<(), Self::Error> {
+        let _ = layer;
+        Ok(())
+    }
+}
+
+/// Destination of [`Verbs::project`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Projection {
+    /// Queries, keys and values, the input of [`Verbs::attend`]; or what [`Verbs::recur`] mixes.
+    Mixer,
+    /// `b` and `a` of a recurrence.
+    Rates,
+    /// Scores of experts.
+    Scores,
+    /// The score of the expert of all rows.
+    SharedScore,
+    /// `silu(gate) * up`, later used as [`Operand::Gated`].
+    Gated,
+}
+
+/// Left operand of [`Verbs::add`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operand {
+    /// The output of attention, or of a recurrence.
+    Attended,
+    /// The output of [`Projection::Gated`].
+    Gated,
+}
+
+/// The operations of which blocks are made ([`Ops`]), over the rows of a pass.
+///
+/// # Errors
+/// Every operation returns errors of the device.
+pub trait Verbs {
+    /// As of [`Ops`].
+    type Linear;
+    /// As of [`Ops`].
+    type Vector;
+    /// As of [`Ops`].
+    type Error;
+
+    /// Normalizes `x` for the projections that follow, with gains `norm`; nothing where products do.
+    fn norm(&mut self, norm: &Self::Vector) -> Result<(), Self::Error>;
+
+    /// Computes `norm(x) w^T`, behind [`Verbs::norm`] with the same gains.
     fn project(
         &mut self,
         layer: usize,
@@ -194,6 +255,25 @@ pub trait Ops {
         o: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
+    /// Brings the states of the rows' sequences forward, and reads them.
+    fn recur(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        delta: &Delta<Self::Linear, Self::Vector>,
+    ) -> Result<(), Self::Error>;
+
+    /// Adds the experts that the scores choose to `x`.
+    fn mix(
+        &mut self,
+        layer: usize,
+        norm: &Self::Vector,
+        experts: &Experts<Self::Linear>,
+    ) -> Result<(), Self::Error>;
+
+    /// Multiplies what the expert of all rows has gated by the sigmoid of its score.
+    fn weigh(&mut self, shared: &Shared<Self::Linear>) -> Result<(), Self::Error>;
+
     /// Computes `x += operand w^T`.
     fn add(
         &mut self,
@@ -202,26 +282,77 @@ pub trait Ops {
         w: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
-    /// Adds the recurrence `delta` of `norm(x)` to `x`, and brings the states of the rows' sequences forward.
-    fn recur(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        delta: &Delta<Self::Linear, Self::Vector>,
-    ) -> Result<(), Self::Error>;
-
-    /// Adds the mixture of `experts` of `norm(x)` to `x`.
-    fn add_experts(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        experts: &Experts<Self::Linear>,
-    ) -> Result<(), Self::Error>;
-
-    /// Called when `x` is the layer's output.
+    /// As [`Ops::end_layer`].
     fn end_layer(&mut self, layer: usize) -> Result<(), Self::Error> {
         let _ = layer;
         Ok(())
+    }
+}
+
+impl<V: Verbs> Ops for V {
+    type Linear = V::Linear;
+    type Vector = V::Vector;
+    type Error = V::Error;
+
+    fn add_attention(
+        &mut self,
+        layer: usize,
+        norm: &V::Vector,
+        attention: &Attention<V::Linear, V::Vector>,
+    ) -> Result<(), V::Error> {
+        self.norm(norm)?;
+        self.project(layer, norm, &attention.qkv, Projection::Mixer)?;
+        self.attend(layer, &attention.heads, &attention.o)?;
+        self.add(layer, Operand::Attended, &attention.o)
+    }
+
+    fn add_delta(
+        &mut self,
+        layer: usize,
+        norm: &V::Vector,
+        delta: &Delta<V::Linear, V::Vector>,
+    ) -> Result<(), V::Error> {
+        self.norm(norm)?;
+        self.project(layer, norm, &delta.rates, Projection::Rates)?;
+        self.project(layer, norm, &delta.inputs, Projection::Mixer)?;
+        self.recur(layer, norm, delta)?;
+        self.add(layer, Operand::Attended, &delta.out)
+    }
+
+    fn add_mlp(
+        &mut self,
+        layer: usize,
+        norm: &V::Vector,
+        mlp: &Mlp<V::Linear>,
+    ) -> Result<(), V::Error> {
+        self.norm(norm)?;
+        self.project(layer, norm, &mlp.gate_up, Projection::Gated)?;
+        self.add(layer, Operand::Gated, &mlp.down)
+    }
+
+    fn add_experts(
+        &mut self,
+        layer: usize,
+        norm: &V::Vector,
+        experts: &Experts<V::Linear>,
+    ) -> Result<(), V::Error> {
+        self.norm(norm)?;
+        self.project(layer, norm, &experts.router, Projection::Scores)?;
+        // The shared expert reads the residual stream before the others add to it.
+        if let Some(shared) = &experts.shared {
+            self.project(layer, norm, &shared.score, Projection::SharedScore)?;
+            self.project(layer, norm, &shared.mlp.gate_up, Projection::Gated)?;
+            self.weigh(shared)?;
+        }
+        self.mix(layer, norm, experts)?;
+        match &experts.shared {
+            Some(shared) => self.add(layer, Operand::Gated, &shared.mlp.down),
+            None => Ok(()),
+        }
+    }
+
+    fn end_layer(&mut self, layer: usize) -> Result<(), V::Error> {
+        Verbs::end_layer(self, layer)
     }
 }
 
@@ -471,16 +602,9 @@ impl<L, N> Layer<L, N> {
         let layer = self.index;
         for Block { norm, mixer } in &self.blocks {
             match mixer {
-                Mix::Attention(a) => {
-                    ops.project(layer, norm, &a.qkv, Projection::Qkv)?;
-                    ops.attend(layer, &a.heads, &a.o)?;
-                    ops.add(layer, Operand::Attended, &a.o)?;
-                }
-                Mix::Delta(delta) => ops.recur(layer, norm, delta)?,
-                Mix::Mlp(m) => {
-                    ops.project(layer, norm, &m.gate_up, Projection::Gated)?;
-                    ops.add(layer, Operand::Gated, &m.down)?;
-                }
+                Mix::Attention(attention) => ops.add_attention(layer, norm, attention)?,
+                Mix::Delta(delta) => ops.add_delta(layer, norm, delta)?,
+                Mix::Mlp(mlp) => ops.add_mlp(layer, norm, mlp)?,
                 Mix::Experts(experts) => ops.add_experts(layer, norm, experts)?,
             }
         }

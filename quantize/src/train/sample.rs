@@ -6,7 +6,9 @@ use super::values::Values;
 use crate::error::{Error, Result};
 use nq_formats::ModelConfig;
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
-use nq_runtime::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection};
+use nq_runtime::forward::{
+    Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs,
+};
 use nq_runtime::full_precision::{Load, add_biases, multiply, ones};
 use nq_runtime::rope::Rotary;
 
@@ -175,24 +177,28 @@ struct Step<'a, O: GradOps> {
     t: usize,
 }
 
-impl<O: GradOps> Ops for Step<'_, O> {
+impl<O: GradOps> Verbs for Step<'_, O> {
     type Linear = Vec<Matrix<O>>;
     type Vector = Values<O>;
     type Error = Error;
 
+    fn norm(&mut self, norm: &Values<O>) -> Result<()> {
+        let (ops, s) = (self.ops, &mut *self.of);
+        let (shape, eps) = ((self.batch, s.config.hidden_size), s.config.rms_norm_eps);
+        Ok(ops.rms_norm(&s.x, &norm.value, &mut s.h, &mut s.inv, shape, eps)?)
+    }
+
     fn project(
         &mut self,
         _layer: usize,
-        norm: &Values<O>,
+        _norm: &Values<O>,
         w: &Packed<Vec<Matrix<O>>>,
         to: Projection,
     ) -> Result<()> {
         let (ops, s, batch) = (self.ops, &mut *self.of, self.batch);
-        let (c, h) = (&s.config, &mut s.h);
-        let (shape, eps) = ((batch, c.hidden_size), c.rms_norm_eps);
-        ops.rms_norm(&s.x, &norm.value, h, &mut s.inv, shape, eps)?;
+        let (c, h) = (&s.config, &s.h);
         match to {
-            Projection::Qkv => {
+            Projection::Mixer => {
                 let to = &mut [&mut s.q, &mut s.k, &mut s.up];
                 Ok(multiply((ops, c), w, batch, (h, to), false, &mut s.w)?)
             }
@@ -201,6 +207,8 @@ impl<O: GradOps> Ops for Step<'_, O> {
                 multiply((ops, c), w, batch, (h, to), false, &mut s.w)?;
                 Ok(ops.silu_mul(&s.gate, &s.up, &mut s.act, batch * c.intermediate_size)?)
             }
+            Projection::Rates => Err(nq_runtime::Error::no_recurrences("training").into()),
+            Projection::Scores | Projection::SharedScore => Err(refused("a mixture of experts")),
         }
     }
 
@@ -249,12 +257,16 @@ impl<O: GradOps> Ops for Step<'_, O> {
         Err(nq_runtime::Error::no_recurrences("training").into())
     }
 
-    fn add_experts(
+    fn mix(
         &mut self,
         _layer: usize,
         _norm: &Values<O>,
         _experts: &Experts<Vec<Matrix<O>>>,
     ) -> Result<()> {
+        Err(refused("a mixture of experts"))
+    }
+
+    fn weigh(&mut self, _shared: &Shared<Vec<Matrix<O>>>) -> Result<()> {
         Err(refused("a mixture of experts"))
     }
 

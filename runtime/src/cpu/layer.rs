@@ -5,7 +5,7 @@ use super::kept::KeptRows;
 use super::weights::{CpuLayer, delta_vectors};
 use crate::error::{Error, Result};
 use crate::forward::{
-    self, Delta, Experts, HeadVectors, Mlp, Operand, Ops, Packed, Projection, Shared, VectorSpec,
+    self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
     has_gates,
 };
 use crate::interface::{LoadOptions, Observer};
@@ -88,31 +88,42 @@ pub(crate) struct Pass<'a> {
     pub(crate) kept: Option<&'a mut KeptRows>,
 }
 
-impl Ops for Pass<'_> {
+impl Verbs for Pass<'_> {
     type Linear = Linear;
     type Vector = Vec<f32>;
     type Error = Error;
 
+    fn norm(&mut self, norm: &Vec<f32>) -> Result<()> {
+        let c = self.config;
+        let normed = &mut self.scratch.normed[..self.batch.rows() * c.hidden_size];
+        self.cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
+        Ok(())
+    }
+
     fn project(
         &mut self,
         layer: usize,
-        norm: &Vec<f32>,
+        _norm: &Vec<f32>,
         w: &Packed<Linear>,
         to: Projection,
     ) -> Result<()> {
-        let (c, m) = (self.config, self.batch.rows());
-        let normed = &mut self.scratch.normed[..m * c.hidden_size];
-        self.cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
-        self.observer.linear_input(layer, w.spec, normed);
-        let width = w.linear.out_features();
-        let (out, epilogue) = match to {
-            Projection::Qkv => (&mut self.scratch.qkv[..m * width], Epilogue::Store),
-            Projection::Gated => {
-                let width = width / 2;
-                (&mut self.scratch.gated[..m * width], Epilogue::SiluMul)
+        let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
+        let (scratch, width) = (&mut *self.scratch, w.linear.out_features());
+        let normed = &scratch.normed[..m * c.hidden_size];
+        let (out, epilogue, width) = match to {
+            Projection::Mixer => (&mut scratch.qkv, Epilogue::Store, width),
+            Projection::Gated => (&mut scratch.gated, Epilogue::SiluMul, width / 2),
+            Projection::Rates | Projection::Scores | Projection::SharedScore => {
+                let out = match to {
+                    Projection::Rates => &mut scratch.rates,
+                    Projection::Scores => &mut scratch.scores,
+                    _ => &mut scratch.shared,
+                };
+                return apart(cpu, &w.linear, normed, &mut out[..m * width], c.hidden_size);
             }
         };
-        Ok(self.cpu.linear(&w.linear, normed, out, epilogue)?)
+        self.observer.linear_input(layer, w.spec, normed);
+        Ok(cpu.linear(&w.linear, normed, &mut out[..m * width], epilogue)?)
     }
 
     fn attend(
@@ -139,26 +150,20 @@ impl Ops for Pass<'_> {
     fn recur(
         &mut self,
         layer: usize,
-        norm: &Vec<f32>,
+        _norm: &Vec<f32>,
         delta: &Delta<Linear, Vec<f32>>,
     ) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
         let shape = delta_shape(c);
         let Scratch {
-            normed,
             qkv,
             attended,
             rates,
             ..
         } = &mut *self.scratch;
-        let normed = &mut normed[..m * c.hidden_size];
         let qkvz = &mut qkv[..m * delta.inputs.linear.out_features()];
         let ba = &mut rates[..m * delta.rates.linear.out_features()];
         let out = &mut attended[..m * shape.values()];
-        cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
-        self.observer.linear_input(layer, delta.inputs.spec, normed);
-        cpu.linear(&delta.inputs.linear, normed, qkvz, Epilogue::Store)?;
-        apart(cpu, &delta.rates.linear, normed, ba, c.hidden_size)?;
         if let Some(kept) = &mut self.kept {
             let spans = self.batch.slots.iter().zip(&self.batch.spans);
             let spans = spans.map(|(&slot, &span)| (slot, span));
@@ -184,39 +189,30 @@ impl Ops for Pass<'_> {
                 }
             }
         }
-        self.observer.linear_input(layer, delta.out.spec, out);
-        Ok(cpu.linear(&delta.out.linear, out, self.x, Epilogue::Add)?)
+        Ok(())
     }
 
     fn add(&mut self, layer: usize, operand: Operand, w: &Packed<Linear>) -> Result<()> {
-        let (c, m) = (self.config, self.batch.rows());
         let is_last = matches!(operand, Operand::Gated);
         let operand = match operand {
-            Operand::Attended => &self.scratch.attended[..m * c.q_dim()],
-            Operand::Gated => &self.scratch.gated[..m * w.linear.in_features()],
+            Operand::Attended => &self.scratch.attended,
+            Operand::Gated => &self.scratch.gated,
         };
+        let operand = &operand[..self.batch.rows() * w.linear.in_features()];
         self.observer.linear_input(layer, w.spec, operand);
-        // A dense MLP is a layer's last block.
+        // An MLP, or the expert of all rows, is the last that a layer adds.
         if is_last && !self.observer.wants_output() {
             return Ok(());
         }
         Ok(self.cpu.linear(&w.linear, operand, self.x, Epilogue::Add)?)
     }
 
-    fn add_experts(
-        &mut self,
-        layer: usize,
-        norm: &Vec<f32>,
-        experts: &Experts<Linear>,
-    ) -> Result<()> {
+    fn mix(&mut self, layer: usize, _norm: &Vec<f32>, experts: &Experts<Linear>) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
         let Some(shape) = &c.experts else {
             unreachable!("layers with experts have an expert shape");
         };
-        let normed = &mut self.scratch.normed[..m * c.hidden_size];
-        let scores = &mut self.scratch.scores[..m * shape.count];
-        cpu.rms_norm(self.x, norm, c.rms_norm_eps, normed);
-        apart(cpu, &experts.router.linear, normed, scores, c.hidden_size)?;
+        let normed = &self.scratch.normed[..m * c.hidden_size];
         let (gate_up, down) = (&experts.gate_up, &experts.down);
         if self.observer.wants_inputs() {
             self.observer.linear_input(layer, gate_up.spec, normed);
@@ -227,13 +223,20 @@ impl Ops for Pass<'_> {
                 self.observer.expert_input(layer, down.spec, expert, &gated);
             }
         }
-        let routes = Routes::new(scores, shape);
+        let routes = Routes::new(&self.scratch.scores[..m * shape.count], shape);
         self.observer.routed(layer, &routes);
-        cpu.experts(&gate_up.linear, &down.linear, &routes, normed, self.x)?;
-        match &experts.shared {
-            None => Ok(()),
-            Some(shared) => self.add_shared(layer, shared),
+        Ok(cpu.experts(&gate_up.linear, &down.linear, &routes, normed, self.x)?)
+    }
+
+    fn weigh(&mut self, shared: &Shared<Linear>) -> Result<()> {
+        let width = shared.mlp.down.linear.in_features();
+        let Scratch { gated, shared, .. } = &mut *self.scratch;
+        let rows = gated.chunks_exact_mut(width);
+        for (row, score) in rows.zip(&shared[..self.batch.rows()]) {
+            let score = sigmoid(*score);
+            row.iter_mut().for_each(|v| *v *= score);
         }
+        Ok(())
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -295,33 +298,10 @@ impl Pass<'_> {
         norm: &Vec<f32>,
         attention: &forward::Attention<Linear, Vec<f32>>,
     ) -> Result<()> {
-        self.project(0, norm, &attention.qkv, Projection::Qkv)?;
+        self.norm(norm)?;
+        self.project(0, norm, &attention.qkv, Projection::Mixer)?;
         self.append(&attention.heads);
         Ok(())
-    }
-
-    /// Adds the expert of all rows, whose input the scratch holds.
-    fn add_shared(&mut self, layer: usize, shared: &Shared<Linear>) -> Result<()> {
-        let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
-        let Scratch {
-            normed,
-            gated,
-            scores,
-            ..
-        } = &mut *self.scratch;
-        let Mlp { gate_up, down } = &shared.mlp;
-        let width = down.linear.in_features();
-        let (normed, gated) = (&normed[..m * c.hidden_size], &mut gated[..m * width]);
-        self.observer.linear_input(layer, gate_up.spec, normed);
-        cpu.linear(&gate_up.linear, normed, gated, Epilogue::SiluMul)?;
-        let scores = &mut scores[..m];
-        apart(cpu, &shared.score.linear, normed, scores, c.hidden_size)?;
-        for (row, score) in gated.chunks_exact_mut(width).zip(scores) {
-            let score = sigmoid(*score);
-            row.iter_mut().for_each(|v| *v *= score);
-        }
-        self.observer.linear_input(layer, down.spec, gated);
-        Ok(cpu.linear(&down.linear, gated, self.x, Epilogue::Add)?)
     }
 }
 
@@ -468,20 +448,21 @@ pub(crate) struct Scratch {
     rates: Vec<f32>,    // [rows, 2 value heads of a recurrence]
     gated: Vec<f32>,    // [rows, intermediate], or the width of the shared expert
     scores: Vec<f32>,   // [rows, experts]
+    shared: Vec<f32>,   // [rows], scores of the shared expert
 }
 
 impl Scratch {
     /// Values per row of each buffer.
-    fn widths(c: &ModelConfig) -> [usize; 7] {
+    fn widths(c: &ModelConfig) -> [usize; 8] {
         let gates = if has_gates(c) { c.q_dim() } else { 0 };
         let qkv = gates + c.q_dim() + 2 * c.kv_dim();
         let [inputs, values, rates] = match c.delta {
             None => [0; 3],
             Some(d) => [d.channels() + d.values(), d.values(), 2 * d.value_heads],
         };
-        let (gated, scores) = match c.experts {
-            None => (c.intermediate_size, 0),
-            Some(experts) => (experts.shared, experts.count),
+        let (gated, scores, shared) = match c.experts {
+            None => (c.intermediate_size, 0, 0),
+            Some(experts) => (experts.shared, experts.count, 1),
         };
         [
             c.hidden_size,
@@ -491,12 +472,13 @@ impl Scratch {
             rates,
             gated,
             scores,
+            shared,
         ]
     }
 
     /// Allocates buffers for `rows` rows.
     pub(crate) fn new(c: &ModelConfig, rows: usize) -> Self {
-        let [normed, qkv, attended, gates, rates, gated, scores] =
+        let [normed, qkv, attended, gates, rates, gated, scores, shared] =
             Self::widths(c).map(|width| vec![0.0; rows * width]);
         Scratch {
             normed,
@@ -506,6 +488,7 @@ impl Scratch {
             rates,
             gated,
             scores,
+            shared,
         }
     }
 

@@ -11,7 +11,7 @@ pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
 use crate::forward::{
-    Delta, Experts, HeadVectors, Layer, Operand, Ops, Packed, Projection, Shared, has_gates,
+    Attention, Delta, Experts, HeadVectors, Layer, Mlp, Operand, Ops, Packed, Shared, has_gates,
 };
 use crate::states::{delta_shape, shape_of};
 use nq_formats::ModelConfig;
@@ -306,59 +306,42 @@ pub fn add_biases<O: LayerOps, G: AsRef<O::Floats>>(
     Ok(())
 }
 
-impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
-    type Linear = Vec<M>;
-    type Vector = G;
-    type Error = Error;
+impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'_, O, M, G> {
+    /// Normalizes the rows behind the layer's input, or behind its first block, to `work.h`, and shows them as the
+    /// input of `w`.
+    fn norm(&mut self, norm: &G, w: &Packed<Vec<M>>, behind: Operand) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let (x, inv) = match behind {
+            Operand::Attended => (self.x, &mut tape.inv1),
+            Operand::Gated => (&tape.mid, &mut tape.inv2),
+        };
+        let (shape, eps) = ((rows, work.config.hidden_size), work.config.rms_norm_eps);
+        ops.rms_norm(x, norm.as_ref(), &mut work.h, inv, shape, eps)?;
+        (self.shown)(Seen::Input(w.spec, 0, &work.h))
+    }
 
-    fn project(
-        &mut self,
-        _layer: usize,
-        norm: &G,
-        w: &Packed<Vec<M>>,
-        to: Projection,
-    ) -> Result<()> {
+    /// Queries, keys and values of `work.h`.
+    fn project(&mut self, w: &Packed<Vec<M>>) -> Result<()> {
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let (c, scratch) = (&work.config, &mut work.w);
-        let (x, inv) = match to {
-            Projection::Qkv => (self.x, &mut tape.inv1),
-            Projection::Gated => (&tape.mid, &mut tape.inv2),
-        };
-        let shape = (rows, c.hidden_size);
-        ops.rms_norm(x, norm.as_ref(), &mut work.h, inv, shape, c.rms_norm_eps)?;
-        (self.shown)(Seen::Input(w.spec, 0, &work.h))?;
-        match to {
-            Projection::Qkv => {
-                let (q, kv) = (c.q_dim(), c.kv_dim());
-                // Of gated heads, the gates have a weight of their own behind the others.
-                let outputs = [
-                    (&mut tape.q, q),
-                    (&mut tape.k, kv),
-                    (&mut work.kv, kv),
-                    (&mut work.gates, q),
-                ];
-                for (weight, (to, n)) in w.linear.iter().zip(outputs) {
-                    let product = Gemm::linear(rows, n, c.hidden_size);
-                    ops.gemm(product, &work.h, weight.load(ops, scratch)?, to)?;
-                }
-                Ok(())
-            }
-            Projection::Gated => {
-                let to = &mut [&mut tape.gate, &mut tape.up];
-                multiply((ops, c), w, rows, (&work.h, to), false, scratch)?;
-                let values = rows * c.mlp_width();
-                Ok(ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, values)?)
-            }
+        let (q, kv) = (c.q_dim(), c.kv_dim());
+        // Of gated heads, the gates have a weight of their own behind the others.
+        let outputs = [
+            (&mut tape.q, q),
+            (&mut tape.k, kv),
+            (&mut work.kv, kv),
+            (&mut work.gates, q),
+        ];
+        for (weight, (to, n)) in w.linear.iter().zip(outputs) {
+            let product = Gemm::linear(rows, n, c.hidden_size);
+            ops.gemm(product, &work.h, weight.load(ops, scratch)?, to)?;
         }
+        Ok(())
     }
 
-    fn attend(
-        &mut self,
-        _layer: usize,
-        vectors: &HeadVectors<G>,
-        _o: &Packed<Vec<M>>,
-    ) -> Result<()> {
+    fn attend(&mut self, vectors: &HeadVectors<G>) -> Result<()> {
         let (ops, batch, seq) = (self.ops, self.batch, self.seq);
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let c = &work.config;
@@ -402,7 +385,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         Ok(())
     }
 
-    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<M>>) -> Result<()> {
+    fn add(&mut self, operand: Operand, w: &Packed<Vec<M>>) -> Result<()> {
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let (before, from, to) = match operand {
@@ -414,18 +397,46 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
         ops.copy((before, 0), (&mut *to, 0), rows * c.hidden_size)?;
         multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
     }
+}
 
-    fn recur(&mut self, _layer: usize, norm: &G, delta: &Delta<Vec<M>, G>) -> Result<()> {
+impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
+    type Linear = Vec<M>;
+    type Vector = G;
+    type Error = Error;
+
+    fn add_attention(
+        &mut self,
+        _layer: usize,
+        norm: &G,
+        attention: &Attention<Vec<M>, G>,
+    ) -> Result<()> {
+        self.norm(norm, &attention.qkv, Operand::Attended)?;
+        self.project(&attention.qkv)?;
+        self.attend(&attention.heads)?;
+        self.add(Operand::Attended, &attention.o)
+    }
+
+    fn add_mlp(&mut self, _layer: usize, norm: &G, mlp: &Mlp<Vec<M>>) -> Result<()> {
+        self.norm(norm, &mlp.gate_up, Operand::Gated)?;
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let (c, scratch) = (&work.config, &mut work.w);
+        let to = &mut [&mut tape.gate, &mut tape.up];
+        multiply((ops, c), &mlp.gate_up, rows, (&work.h, to), false, scratch)?;
+        let values = rows * c.mlp_width();
+        ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, values)?;
+        self.add(Operand::Gated, &mlp.down)
+    }
+
+    fn add_delta(&mut self, _layer: usize, norm: &G, delta: &Delta<Vec<M>, G>) -> Result<()> {
+        self.norm(norm, &delta.inputs, Operand::Attended)?;
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let (c, scratch) = (&work.config, &mut work.w);
         let (shape, Some(own)) = (delta_shape(c), &mut work.delta) else {
             unreachable!("layers with recurrences have a shape for them");
         };
-        let (hidden, eps, norm) = (c.hidden_size, c.rms_norm_eps, norm.as_ref());
-        let (h, inv) = (&mut work.h, &mut tape.inv1);
-        ops.rms_norm(self.x, norm, h, inv, (rows, hidden), eps)?;
-        (self.shown)(Seen::Input(delta.inputs.spec, 0, &work.h))?;
+        let (hidden, eps) = (c.hidden_size, c.rms_norm_eps);
         // Each product's Linears are one weight here.
         let products = shape.channels() + shape.values();
         for (w, n, to) in [
@@ -449,25 +460,20 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             eps,
         };
         ops.delta(inputs, &mut own.work, &mut tape.o)?;
-        (self.shown)(Seen::Input(delta.out.spec, 0, &tape.o))?;
-        ops.copy((self.x, 0), (&mut tape.mid, 0), rows * hidden)?;
-        let to = &mut [&mut tape.mid];
-        multiply((ops, c), &delta.out, rows, (&tape.o, to), true, scratch)
+        self.add(Operand::Attended, &delta.out)
     }
 
     /// Sends every row through every expert that some row is routed to: 16 times the work of a mixture
     /// of 8 in 128 experts, but statistics of inputs need it.
     fn add_experts(&mut self, _layer: usize, norm: &G, experts: &Experts<Vec<M>>) -> Result<()> {
+        self.norm(norm, &experts.gate_up, Operand::Gated)?;
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let (c, scratch) = (&work.config, &mut work.w);
         let (Some(shape), Some(own)) = (&c.experts, &mut work.experts) else {
             unreachable!("layers with experts have an expert shape");
         };
-        let (hidden, width, stream) = (c.hidden_size, shape.width, (rows, c.hidden_size));
-        let (norm, eps) = (norm.as_ref(), c.rms_norm_eps);
-        ops.rms_norm(&tape.mid, norm, &mut work.h, &mut tape.inv2, stream, eps)?;
-        (self.shown)(Seen::Input(experts.gate_up.spec, 0, &work.h))?;
+        let (hidden, width) = (c.hidden_size, shape.width);
         let router = experts.router.linear[0].load(ops, scratch)?;
         let scoring = Gemm::linear(rows, shape.count, hidden);
         ops.gemm(scoring, &work.h, router, &mut own.scores)?;

@@ -1,4 +1,12 @@
-//! The layers of a step: each operation is one or two kernels, which the stream queues or records.
+//! The layers of a step: each verb is one or two kernels, which the stream queues or records, or part of another's:
+//!
+//! | pass | rows | a norm is | rates of a recurrence are | an added product |
+//! |---|---|---|---|---|
+//! | [`NarrowPass`] | 1 to 16 of a step | part of each projection | part of the recurrence | adds itself |
+//! | [`WidePass`] | 17 to 64 of a step | a kernel, which adds pending sums first | a product | leaves its sums in parts |
+//! | `PrefillPass` of `rows` | of prompts | a kernel | a product | adds itself |
+//!
+//! One row may take all layers as one kernel ([`Device::queue`]).
 
 use super::buffers::ExpertRows;
 use super::experts::add_experts;
@@ -11,8 +19,8 @@ use super::step_rows::{StepRows, WideRows};
 use crate::cuda::layer::CudaLayer;
 use crate::cuda::model::CudaModel;
 use crate::forward::{
-    Block, Delta, DeltaParameters, Experts, HeadVectors, Mix, Operand, Ops, Packed, Projection,
-    Shared,
+    Block, Delta, DeltaParameters, Experts, HeadVectors, Mix, Operand, Packed, Projection, Shared,
+    Verbs,
 };
 use crate::interface::Split;
 use nq_kernels::cuda::{
@@ -190,6 +198,21 @@ impl Device<'_> {
         }
     }
 
+    /// Where the mixer of a narrow step leaves its output for the product with `o`, and whether the successors of its
+    /// kernel wait for the end of its predecessor.
+    fn attended<'b>(
+        &self,
+        o: &'b DeviceLinear,
+        columns: &'b mut Option<Columns>,
+        full: &'b mut Buffer<f32>,
+    ) -> (AttentionOutput<'b>, bool) {
+        let out = match columns {
+            Some(columns) if self.prepares(o) => AttentionOutput::Columns(columns, o),
+            _ => AttentionOutput::Full(full),
+        };
+        (out, self.kind.m == 1 && o.bytes() > FLOOD)
+    }
+
     fn attend(
         &self,
         layer: usize,
@@ -310,10 +333,14 @@ impl NarrowPass<'_> {
     }
 }
 
-impl Ops for NarrowPass<'_> {
+impl Verbs for NarrowPass<'_> {
     type Linear = DeviceLinear;
     type Vector = Buffer<f32>;
     type Error = Error;
+
+    fn norm(&mut self, _norm: &Buffer<f32>) -> Result<()> {
+        Ok(())
+    }
 
     fn project(
         &mut self,
@@ -325,12 +352,18 @@ impl Ops for NarrowPass<'_> {
         let (device, step) = (self.device, &mut *self.step);
         let norm = device.norm(norm);
         let out = match to {
-            Projection::Qkv => GemvOutput::Store(norm, &mut step.qkv),
+            Projection::Mixer => GemvOutput::Store(norm, &mut step.qkv),
             Projection::Gated => GemvOutput::Silu(norm, &mut step.gated),
+            Projection::Scores => GemvOutput::Store(norm, &mut rows_of(&mut step.experts).scores),
+            Projection::SharedScore => {
+                GemvOutput::Store(norm, &mut rows_of(&mut step.experts).shared)
+            }
+            // The kernel of the recurrence computes them.
+            Projection::Rates => return Ok(()),
         };
         // No kernel may overtake the previous step's sampler, on which early reads of the attention
         // kernel depend: the first product of a step ensures that.
-        let late = layer == 0 && to == Projection::Qkv;
+        let late = layer == 0 && to == Projection::Mixer;
         let w = (w.spec.name, &w.linear);
         Self::multiply(device, w, &step.x, out, &mut step.columns, late)
     }
@@ -341,21 +374,11 @@ impl Ops for NarrowPass<'_> {
         vectors: &HeadVectors<Buffer<f32>>,
         o: &Packed<DeviceLinear>,
     ) -> Result<()> {
-        let step = &mut *self.step;
-        let o = &o.linear;
-        let late = self.device.kind.m == 1 && o.bytes() > FLOOD;
-        let out = match &mut step.columns {
-            Some(columns) if self.device.prepares(o) => AttentionOutput::Columns(columns, o),
-            _ => AttentionOutput::Full(&mut step.attended),
-        };
+        let (device, step) = (self.device, &mut *self.step);
+        let (out, late) = device.attended(&o.linear, &mut step.columns, &mut step.attended);
         let from = (&step.qkv, &step.step);
         let memory = (&mut step.attention, step.cascade.as_ref());
-        self.device.attend(layer, vectors, from, memory, out, late)
-    }
-
-    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
-        self.add_product(operand, w)?;
-        self.reduce()
+        device.attend(layer, vectors, from, memory, out, late)
     }
 
     fn recur(
@@ -365,67 +388,44 @@ impl Ops for NarrowPass<'_> {
         delta: &Delta<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
         let (device, step) = (self.device, &mut *self.step);
-        // As in `project`.
-        let late = layer == 0;
-        let out = GemvOutput::Store(device.norm(norm), &mut step.qkv);
-        let w = (delta.inputs.spec.name, &delta.inputs.linear);
-        Self::multiply(device, w, &step.x, out, &mut step.columns, late)?;
         let o = &delta.out.linear;
-        let late = device.kind.m == 1 && o.bytes() > FLOOD;
-        let out = match &mut step.columns {
-            Some(columns) if device.prepares(o) => AttentionOutput::Columns(columns, o),
-            _ => AttentionOutput::Full(&mut step.attended),
-        };
+        let (out, late) = device.attended(o, &mut step.columns, &mut step.attended);
         let rates = Rates::Of(&step.x, device.norm(norm), device.model.rates(layer));
         let products = (&step.qkv, rates);
-        device.recur(layer, &delta.vectors, products, &step.step, out, late)?;
-        self.add(layer, Operand::Attended, &delta.out)
+        device.recur(layer, &delta.vectors, products, &step.step, out, late)
     }
 
-    fn add_experts(
+    fn mix(
         &mut self,
         layer: usize,
         norm: &Buffer<f32>,
         experts: &Experts<DeviceLinear>,
     ) -> Result<()> {
         let (device, step) = (self.device, &mut *self.step);
-        let Some(rows) = &mut step.experts else {
-            unreachable!("sessions of mixtures have them");
-        };
-        let (x, columns) = (&step.x, &mut step.columns);
-        let router = (experts.router.spec.name, &experts.router.linear);
-        let out = GemvOutput::Store(device.norm(norm), &mut rows.scores);
-        Self::multiply(device, router, x, out, columns, false)?;
-        // The shared expert reads the residual stream before the others add to it.
-        if let Some(Shared { score, mlp }) = &experts.shared {
-            let out = GemvOutput::Store(device.norm(norm), &mut rows.shared);
-            Self::multiply(
-                device,
-                (score.spec.name, &score.linear),
-                x,
-                out,
-                columns,
-                false,
-            )?;
-            let up = (mlp.gate_up.spec.name, &mlp.gate_up.linear);
-            let out = GemvOutput::Silu(device.norm(norm), &mut step.gated);
-            Self::multiply(device, up, x, out, columns, false)?;
-            let scaled = RowsOut {
-                full: Some(&mut step.gated),
-                half: None,
-            };
-            let (m, width) = (device.kind.m, mlp.down.linear.inputs());
-            device
-                .stream
-                .scale_rows(&rows.shared, &scaled, (m, width))?;
-        }
         let on = (device.stream, device.model, device.host);
-        let m = device.kind.m;
         let to = (&mut step.x, &mut self.ranks);
-        add_experts(on, layer, (norm, experts), rows, None, to, m)?;
-        if let Some(shared) = &experts.shared {
-            self.add_product(Operand::Gated, &shared.mlp.down)?;
+        let rows = rows_of(&mut step.experts);
+        add_experts(on, layer, (norm, experts), rows, None, to, device.kind.m)?;
+        // The shared expert adds to the same share.
+        match experts.shared {
+            Some(_) => Ok(()),
+            None => self.reduce(),
         }
+    }
+
+    fn weigh(&mut self, shared: &Shared<DeviceLinear>) -> Result<()> {
+        let (device, step) = (self.device, &mut *self.step);
+        let scaled = RowsOut {
+            full: Some(&mut step.gated),
+            half: None,
+        };
+        let size = (device.kind.m, shared.mlp.down.linear.inputs());
+        let scores = &rows_of(&mut step.experts).shared;
+        device.stream.scale_rows(scores, &scaled, size)
+    }
+
+    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
+        self.add_product(operand, w)?;
         self.reduce()
     }
 
@@ -437,6 +437,14 @@ impl Ops for NarrowPass<'_> {
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// The rows of experts of a mixture.
+pub(super) fn rows_of(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
+    match experts {
+        Some(rows) => rows,
+        None => unreachable!("sessions of mixtures have rows for them"),
     }
 }
 
@@ -505,26 +513,6 @@ impl<'a> WidePass<'a> {
         (self.device.kind.m, self.device.model.config.hidden_size)
     }
 
-    /// Normalizes `x`, including pending sums, to `normed`.
-    fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
-        let Device {
-            stream,
-            model,
-            kind: StepKind { m, .. },
-            ..
-        } = self.device;
-        // No kernel may overtake the previous step's sampler, on which early reads of the attention
-        // kernel depend: the first kernel of a step ensures that.
-        let late = !self.pending;
-        let WideRows { normed, sums, .. } = &mut *self.rows;
-        let sums = self.pending.then_some(&*sums);
-        let gain = self.device.norm(gain);
-        let key = ("norm", "fused", (m, model.config.hidden_size));
-        stream.timed(key, 0, || {
-            stream.norm_step(self.x, sums, gain, normed, m, late)
-        })
-    }
-
     fn multiply(
         device: Device<'_>,
         (name, w): (&'static str, &DeviceLinear),
@@ -546,7 +534,6 @@ impl<'a> WidePass<'a> {
         let model = self.device.model;
         if self.pending && model.part.is_some_and(|part| part.split == Split::Layers) {
             self.norm(&model.norm)?;
-            self.pending = false;
         }
         Ok(())
     }
@@ -567,23 +554,46 @@ impl<'a> WidePass<'a> {
     }
 }
 
-impl Ops for WidePass<'_> {
+impl Verbs for WidePass<'_> {
     type Linear = DeviceLinear;
     type Vector = Buffer<f32>;
     type Error = Error;
 
+    /// Normalizes `x`, including pending sums, to `normed`.
+    fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
+        let Device {
+            stream,
+            model,
+            kind: StepKind { m, .. },
+            ..
+        } = self.device;
+        // No kernel may overtake the previous step's sampler, on which early reads of the attention
+        // kernel depend: the first kernel of a step ensures that.
+        let late = !self.pending;
+        let WideRows { normed, sums, .. } = &mut *self.rows;
+        let sums = self.pending.then_some(&*sums);
+        self.pending = false;
+        let gain = self.device.norm(gain);
+        let key = ("norm", "fused", (m, model.config.hidden_size));
+        stream.timed(key, 0, || {
+            stream.norm_step(self.x, sums, gain, normed, m, late)
+        })
+    }
+
     fn project(
         &mut self,
         _layer: usize,
-        norm: &Buffer<f32>,
+        _norm: &Buffer<f32>,
         w: &Packed<DeviceLinear>,
         to: Projection,
     ) -> Result<()> {
-        self.norm(norm)?;
         let WideRows { normed, gated, .. } = &mut *self.rows;
         let out = match to {
-            Projection::Qkv => StepOutput::Store(self.qkv),
+            Projection::Mixer => StepOutput::Store(self.qkv),
             Projection::Gated => StepOutput::Silu(gated),
+            Projection::Rates => StepOutput::Store(self.rates),
+            Projection::Scores => StepOutput::Store(&mut rows_of(self.experts).scores),
+            Projection::SharedScore => StepOutput::Store(&mut rows_of(self.experts).shared),
         };
         Self::multiply(self.device, (w.spec.name, &w.linear), normed, out)
     }
@@ -598,6 +608,42 @@ impl Ops for WidePass<'_> {
         let from = (&*self.qkv, self.step);
         let memory = (&mut *self.scratch, self.cascade);
         self.device.attend(layer, vectors, from, memory, out, false)
+    }
+
+    fn recur(
+        &mut self,
+        layer: usize,
+        _norm: &Buffer<f32>,
+        delta: &Delta<DeviceLinear, Buffer<f32>>,
+    ) -> Result<()> {
+        let out = AttentionOutput::Half(&mut self.rows.attended);
+        let products = (&*self.qkv, Rates::Products(self.rates));
+        let (device, vectors) = (self.device, &delta.vectors);
+        device.recur(layer, vectors, products, self.step, out, false)
+    }
+
+    fn mix(
+        &mut self,
+        layer: usize,
+        norm: &Buffer<f32>,
+        experts: &Experts<DeviceLinear>,
+    ) -> Result<()> {
+        let (device, size) = (self.device, self.size());
+        let on = (device.stream, device.model, device.host);
+        let normed = Some(&self.rows.normed);
+        let (of, to) = ((norm, experts), (&mut *self.x, &mut self.ranks));
+        add_experts(on, layer, of, rows_of(self.experts), normed, to, size.0)?;
+        reduce(device.stream, self.x, &mut self.ranks, size)
+    }
+
+    fn weigh(&mut self, shared: &Shared<DeviceLinear>) -> Result<()> {
+        let scaled = RowsOut {
+            full: None,
+            half: Some(&mut self.rows.gated),
+        };
+        let size = (self.device.kind.m, shared.mlp.down.linear.inputs());
+        let scores = &rows_of(self.experts).shared;
+        self.device.stream.scale_rows(scores, &scaled, size)
     }
 
     fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
@@ -617,78 +663,5 @@ impl Ops for WidePass<'_> {
         let reduced = reduce_parts(self.device.stream, self.x, sums, &self.ranks, size)?;
         self.pending = !reduced;
         Ok(())
-    }
-
-    fn recur(
-        &mut self,
-        layer: usize,
-        norm: &Buffer<f32>,
-        delta: &Delta<DeviceLinear, Buffer<f32>>,
-    ) -> Result<()> {
-        self.norm(norm)?;
-        let (device, normed) = (self.device, &self.rows.normed);
-        for (w, to) in [
-            (&delta.rates, &mut *self.rates),
-            (&delta.inputs, &mut *self.qkv),
-        ] {
-            let w = (w.spec.name, &w.linear);
-            Self::multiply(device, w, normed, StepOutput::Store(to))?;
-        }
-        let out = AttentionOutput::Half(&mut self.rows.attended);
-        let products = (&*self.qkv, Rates::Products(self.rates));
-        device.recur(layer, &delta.vectors, products, self.step, out, false)?;
-        self.add(layer, Operand::Attended, &delta.out)
-    }
-
-    fn add_experts(
-        &mut self,
-        layer: usize,
-        norm: &Buffer<f32>,
-        experts: &Experts<DeviceLinear>,
-    ) -> Result<()> {
-        // The norm adds pending sums to `x`.
-        self.norm(norm)?;
-        self.pending = false;
-        let Some(rows) = &mut *self.experts else {
-            unreachable!("sessions of mixtures have them");
-        };
-        let router = (experts.router.spec.name, &experts.router.linear);
-        let out = StepOutput::Store(&mut rows.scores);
-        let WideRows { normed, gated, .. } = &mut *self.rows;
-        Self::multiply(self.device, router, normed, out)?;
-        if let Some(Shared { score, mlp }) = &experts.shared {
-            let out = StepOutput::Store(&mut rows.shared);
-            Self::multiply(self.device, (score.spec.name, &score.linear), normed, out)?;
-            let up = (mlp.gate_up.spec.name, &mlp.gate_up.linear);
-            Self::multiply(self.device, up, normed, StepOutput::Silu(gated))?;
-            let scaled = RowsOut {
-                full: None,
-                half: Some(gated),
-            };
-            let size = (self.device.kind.m, mlp.down.linear.inputs());
-            self.device.stream.scale_rows(&rows.shared, &scaled, size)?;
-        }
-        let Device {
-            stream,
-            model,
-            host,
-            ..
-        } = self.device;
-        let normed = Some(&self.rows.normed);
-        add_experts(
-            (stream, model, host),
-            layer,
-            (norm, experts),
-            rows,
-            normed,
-            (self.x, &mut self.ranks),
-            self.device.kind.m,
-        )?;
-        let size = self.size();
-        reduce(self.device.stream, self.x, &mut self.ranks, size)?;
-        match &experts.shared {
-            Some(shared) => self.add(layer, Operand::Gated, &shared.mlp.down),
-            None => Ok(()),
-        }
     }
 }

@@ -3,20 +3,20 @@
 use super::super::model::CudaModel;
 use super::buffers::{FullRows, LOGIT_ROWS, ManyRows, Widths, padded};
 use super::experts::add_experts;
-use super::passes::states_of;
+use super::passes::{rows_of, states_of};
 use super::rank_rows::{
     Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_written,
 };
 use super::{CudaSession, product};
-use crate::error::{Error, Result};
-use crate::forward::{Delta, Experts, HeadVectors, Operand, Ops, Packed, Projection, Shared};
+use crate::error;
+use crate::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
 use crate::interface::{Chunk, Observer};
 use nq_formats::models::Product;
-use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     Buffer, CONV, DeltaRows, DeltaSpan, DeviceLinear, DevicePages, DeviceStates, GemmOutput,
     HostStage, Row, RowsOut, SequenceRows, Stream, operand_index,
 };
+use nq_kernels::{Error, KernelSet, Result};
 use std::time::Duration;
 
 /// A pass of `m` rows.
@@ -32,6 +32,8 @@ struct PrefillPass<'a, 'o> {
     spans: &'a [DeltaSpan],
     m: usize,
     observer: &'a mut Option<&'o mut dyn Observer>,
+    /// True between a mixture's experts and its shared one, which adds to the same share of a rank.
+    shared: bool,
 }
 
 /// Multiplies rows by `w`: the `full` f32 rows by the reference kernels, if they are given and the
@@ -54,20 +56,6 @@ fn multiply(
 }
 
 impl PrefillPass<'_, '_> {
-    /// Normalizes `many.x` to `many.normed`.
-    fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
-        let c = &self.model.config;
-        let (stream, m, many) = (self.stream, self.m, &mut *self.many);
-        let out = RowsOut {
-            full: many.full.as_mut().map(|f| &mut f.normed),
-            half: Some(&mut many.normed),
-        };
-        let key = ("norm", "fused", (m, c.hidden_size));
-        Ok(stream.timed(key, 0, || {
-            stream.rms_norm(&many.x, None, gain, &out, m, c.rms_norm_eps)
-        })?)
-    }
-
     /// Adds a product to the residual stream, or to this rank's share.
     fn add_product(&mut self, operand: Operand, w: &Packed<DeviceLinear>) -> Result<()> {
         let (device, m) = ((self.stream, self.model.kernels), self.m);
@@ -84,37 +72,31 @@ impl PrefillPass<'_, '_> {
     /// Gives the residual stream to other ranks, or takes it from them.
     fn hand_over(&mut self, what: Handover) -> Result<()> {
         let (x, size) = (&mut self.many.x, (self.m, self.model.config.hidden_size));
-        Ok(hand_over(
-            self.stream,
-            x,
-            self.ranks.as_deref(),
-            size,
-            what,
-        )?)
+        hand_over(self.stream, x, self.ranks.as_deref(), size, what)
     }
 
     /// Adds the shares of all ranks to the residual stream.
     fn reduce(&mut self) -> Result<()> {
         let (x, size) = (&mut self.many.x, (self.m, self.model.config.hidden_size));
-        Ok(reduce(self.stream, x, &mut self.ranks, size)?)
+        reduce(self.stream, x, &mut self.ranks, size)
     }
 
     /// Multiplies `many.normed` by gate and up and applies SwiGLU: `many.mlp`.
     fn gate_up(&mut self, w: &Packed<DeviceLinear>) -> Result<()> {
-        let (stream, kernels, m) = (self.stream, self.model.kernels, self.m);
-        let many = &mut *self.many;
-        let name = (w.spec.name, &w.linear);
+        let (device, m) = ((self.stream, self.model.kernels), self.m);
+        let (many, name) = (&mut *self.many, (w.spec.name, &w.linear));
         let Some(full) = &mut many.full else {
             let out = GemmOutput::Silu(&mut many.mlp);
-            return multiply((stream, kernels), name, None, &many.normed, out, m);
+            return multiply(device, name, None, &many.normed, out, m);
         };
         let (normed, out) = (Some(&full.normed), GemmOutput::Store(&mut full.gate_up));
-        multiply((stream, kernels), name, normed, &many.normed, out, m)?;
+        multiply(device, name, normed, &many.normed, out, m)?;
         let out = RowsOut {
             full: Some(&mut full.mlp),
             half: Some(&mut many.mlp),
         };
-        Ok(stream.silu_mul(&full.gate_up, &out, m, self.model.config.intermediate_size)?)
+        self.stream
+            .silu_mul(&full.gate_up, &out, m, w.linear.rows() / 2)
     }
 
     /// Shows the observer the input rows of a product, if they exist in f32.
@@ -156,35 +138,49 @@ impl PrefillPass<'_, '_> {
     }
 }
 
-impl Ops for PrefillPass<'_, '_> {
+impl Verbs for PrefillPass<'_, '_> {
     type Linear = DeviceLinear;
     type Vector = Buffer<f32>;
     type Error = Error;
 
+    fn norm(&mut self, gain: &Buffer<f32>) -> Result<()> {
+        let c = &self.model.config;
+        let (stream, m, many) = (self.stream, self.m, &mut *self.many);
+        let out = RowsOut {
+            full: many.full.as_mut().map(|f| &mut f.normed),
+            half: Some(&mut many.normed),
+        };
+        let key = ("norm", "fused", (m, c.hidden_size));
+        stream.timed(key, 0, || {
+            stream.rms_norm(&many.x, None, gain, &out, m, c.rms_norm_eps)
+        })
+    }
+
     fn project(
         &mut self,
         layer: usize,
-        norm: &Buffer<f32>,
+        _norm: &Buffer<f32>,
         w: &Packed<DeviceLinear>,
         to: Projection,
     ) -> Result<()> {
-        self.norm(norm)?;
-        self.show(layer, w.spec, |f| &f.normed)?;
+        if matches!(to, Projection::Mixer | Projection::Gated) {
+            self.show(layer, w.spec, |f| &f.normed)?;
+        }
         if to == Projection::Gated {
             return self.gate_up(w);
         }
-        let (device, m) = ((self.stream, self.model.kernels), self.m);
-        let many = &mut *self.many;
-        let normed = many.full.as_ref().map(|f| &f.normed);
-        let out = GemmOutput::Store(&mut many.qkv);
-        multiply(
-            device,
+        let (device, m, many) = ((self.stream, self.model.kernels), self.m, &mut *self.many);
+        let to = match (to, &mut many.delta) {
+            (Projection::Rates, Some(rows)) => &mut rows.rates,
+            (Projection::Scores, _) => &mut rows_of(&mut many.experts).scores,
+            (Projection::SharedScore, _) => &mut rows_of(&mut many.experts).shared,
+            _ => &mut many.qkv,
+        };
+        let (w, full) = (
             (w.spec.name, &w.linear),
-            normed,
-            &many.normed,
-            out,
-            m,
-        )
+            many.full.as_ref().map(|f| &f.normed),
+        );
+        multiply(device, w, full, &many.normed, GemmOutput::Store(to), m)
     }
 
     fn attend(
@@ -222,6 +218,10 @@ impl Ops for PrefillPass<'_, '_> {
             Operand::Attended => self.show_attended(layer, w.spec)?,
             Operand::Gated => self.show(layer, w.spec, |f| &f.mlp)?,
         }
+        if std::mem::take(&mut self.shared) {
+            self.add_product(operand, w)?;
+            return self.reduce();
+        }
         let (device, m) = ((self.stream, self.model.kernels), self.m);
         let many = &mut *self.many;
         let Some(written) = self.ranks.as_mut().and_then(|r| r.written()) else {
@@ -236,7 +236,7 @@ impl Ops for PrefillPass<'_, '_> {
         multiply(device, (w.spec.name, &w.linear), None, half, out, m)?;
         let size = (m, self.model.config.hidden_size);
         match self.ranks.as_deref() {
-            Some(ranks) => Ok(reduce_written(self.stream, &mut many.x, ranks, size)?),
+            Some(ranks) => reduce_written(self.stream, &mut many.x, ranks, size),
             None => Ok(()),
         }
     }
@@ -244,24 +244,14 @@ impl Ops for PrefillPass<'_, '_> {
     fn recur(
         &mut self,
         layer: usize,
-        norm: &Buffer<f32>,
+        _norm: &Buffer<f32>,
         delta: &Delta<DeviceLinear, Buffer<f32>>,
     ) -> Result<()> {
-        self.norm(norm)?;
-        self.show(layer, delta.inputs.spec, |f| &f.normed)?;
         let (model, stream, m) = (self.model, self.stream, self.m);
         let many = &mut *self.many;
         let Some(rows) = &mut many.delta else {
             unreachable!("sessions of models with recurrences have buffers for them");
         };
-        for (w, to) in [
-            (&delta.inputs, &mut many.qkv),
-            (&delta.rates, &mut rows.rates),
-        ] {
-            let w = (w.spec.name, &w.linear);
-            let (device, out) = ((stream, model.kernels), GemmOutput::Store(to));
-            multiply(device, w, None, &many.normed, out, m)?;
-        }
         let out = RowsOut {
             full: many.full.as_mut().map(|f| &mut f.attended),
             half: Some(&mut many.attended),
@@ -279,47 +269,36 @@ impl Ops for PrefillPass<'_, '_> {
         let key = ("recurrence", "fused", (m, model.config.hidden_size));
         stream.timed(key, 0, || {
             stream.delta_rows(of, self.spans, &vectors, states, &out, m)
-        })?;
-        self.add(layer, Operand::Attended, &delta.out)
+        })
     }
 
-    fn add_experts(
+    fn mix(
         &mut self,
         layer: usize,
         norm: &Buffer<f32>,
         experts: &Experts<DeviceLinear>,
     ) -> Result<()> {
-        self.norm(norm)?;
-        let (device, m) = ((self.stream, self.model.kernels), self.m);
-        let many = &mut *self.many;
-        let Some(rows) = &mut many.experts else {
-            unreachable!("sessions of models with experts have buffers for them");
-        };
-        let router = (experts.router.spec.name, &experts.router.linear);
-        let out = GemmOutput::Store(&mut rows.scores);
-        multiply(device, router, None, &many.normed, out, m)?;
-        if let Some(Shared { score, mlp }) = &experts.shared {
-            let score = (score.spec.name, &score.linear);
-            let out = GemmOutput::Store(&mut rows.shared);
-            multiply(device, score, None, &many.normed, out, m)?;
-            let up = (mlp.gate_up.spec.name, &mlp.gate_up.linear);
-            let out = GemmOutput::Silu(&mut many.mlp);
-            multiply(device, up, None, &many.normed, out, m)?;
-            let scaled = RowsOut {
-                full: None,
-                half: Some(&mut many.mlp),
-            };
-            let size = (m, mlp.down.linear.inputs());
-            self.stream.scale_rows(&rows.shared, &scaled, size)?;
-        }
-        let on = (self.stream, self.model, self.host);
-        let normed = Some(&many.normed);
+        let (m, many) = (self.m, &mut *self.many);
+        let (on, normed) = ((self.stream, self.model, self.host), Some(&many.normed));
         let (of, to) = ((norm, experts), (&mut many.x, &mut self.ranks));
-        add_experts(on, layer, of, rows, normed, to, m)?;
-        if let Some(shared) = &experts.shared {
-            self.add_product(Operand::Gated, &shared.mlp.down)?;
+        add_experts(on, layer, of, rows_of(&mut many.experts), normed, to, m)?;
+        // The shared expert adds to the same share.
+        self.shared = experts.shared.is_some();
+        match self.shared {
+            true => Ok(()),
+            false => self.reduce(),
         }
-        self.reduce()
+    }
+
+    fn weigh(&mut self, shared: &Shared<DeviceLinear>) -> Result<()> {
+        let many = &mut *self.many;
+        let scaled = RowsOut {
+            full: many.full.as_mut().map(|f| &mut f.mlp),
+            half: Some(&mut many.mlp),
+        };
+        let size = (self.m, shared.mlp.down.linear.inputs());
+        let scores = &rows_of(&mut many.experts).shared;
+        self.stream.scale_rows(scores, &scaled, size)
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {
@@ -342,7 +321,7 @@ impl CudaSession {
         spans: &[DeltaSpan],
         m: usize,
         observer: &mut Option<&mut dyn Observer>,
-    ) -> Result<()> {
+    ) -> error::Result<()> {
         let Self {
             stream,
             model,
@@ -367,15 +346,16 @@ impl CudaSession {
             spans,
             m,
             observer,
+            shared: false,
         };
         pass.hand_over(Handover::Begin)?;
         model.layers.iter().try_for_each(|l| l.run(&mut pass))?;
-        pass.hand_over(Handover::End)
+        Ok(pass.hand_over(Handover::End)?)
     }
 
     /// Makes `many.x` the residual stream behind the last layer on every rank, if rows of it are wanted: ranks that do not wait
     /// for it go on with the next chunks.
-    fn finish_layers(&mut self, chunks: &[Chunk<'_>], wanted: &[u32]) -> Result<()> {
+    fn finish_layers(&mut self, chunks: &[Chunk<'_>], wanted: &[u32]) -> error::Result<()> {
         if wanted.is_empty() {
             return Ok(());
         }
@@ -386,7 +366,11 @@ impl CudaSession {
     }
 
     /// Runs the final norm and the head over the listed rows of `many.x`.
-    fn run_head(&mut self, rows: &[u32], observer: &mut Option<&mut dyn Observer>) -> Result<()> {
+    fn run_head(
+        &mut self,
+        rows: &[u32],
+        observer: &mut Option<&mut dyn Observer>,
+    ) -> error::Result<()> {
         let Self {
             stream,
             model,
@@ -432,7 +416,7 @@ impl CudaSession {
         &mut self,
         chunks: &[Chunk<'_>],
         observer: &mut Option<&mut dyn Observer>,
-    ) -> Result<Vec<u32>> {
+    ) -> error::Result<Vec<u32>> {
         self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         for chunk in chunks {
             self.settle(chunk.slot)?;
@@ -486,7 +470,7 @@ impl CudaSession {
         &mut self,
         chunks: &[Chunk<'_>],
         mut observer: Option<&mut dyn Observer>,
-    ) -> Result<()> {
+    ) -> error::Result<()> {
         if observer.is_some() && self.many.full.is_none() {
             let (model, rows) = (&self.model, self.spec.max_rows.max(1));
             let w = Widths::of(&model.config);
@@ -508,7 +492,11 @@ impl CudaSession {
 
     /// Appends to `out` the hidden states after the final norm of the rows that the chunks want. They pass
     /// through the memory of logits.
-    pub(super) fn hidden_many(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
+    pub(super) fn hidden_many(
+        &mut self,
+        chunks: &[Chunk<'_>],
+        out: &mut Vec<f32>,
+    ) -> error::Result<()> {
         let wanted = self.queue_rows(chunks, &mut None)?;
         self.finish_layers(chunks, &wanted)?;
         let Self {
@@ -537,7 +525,7 @@ impl CudaSession {
     }
 
     /// Queues the chunks, without logits.
-    pub(super) fn queue_chunks(&mut self, chunks: &[Chunk<'_>]) -> Result<()> {
+    pub(super) fn queue_chunks(&mut self, chunks: &[Chunk<'_>]) -> error::Result<()> {
         let begin = self.stream.mark()?;
         let queued = self.queue_rows(chunks, &mut None);
         queued.inspect_err(|e| self.lose(chunks, e))?;
@@ -549,7 +537,7 @@ impl CudaSession {
     }
 
     /// Waits for the oldest queued chunks; returns the time they took.
-    pub(super) fn finish_chunks(&mut self) -> Result<Duration> {
+    pub(super) fn finish_chunks(&mut self) -> error::Result<Duration> {
         let Some((begin, end)) = self.prompts.pop_front() else {
             return Ok(Duration::ZERO);
         };
