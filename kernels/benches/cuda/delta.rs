@@ -34,7 +34,7 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
             delta: shape,
             layers: LAYERS,
             places: slots + 1,
-            kept: 0,
+            kept: slots,
         };
         let mut states = DeviceStates::new(&t.gpu, sizes)?;
         let upload = |n: usize| t.gpu.upload("a benchmark", &noise(n));
@@ -55,19 +55,25 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
             slots: slots + 1,
         };
         let mut out = t.gpu.zeros("a benchmark", 64 * shape.values())?;
-        for m in [1, 16, 64] {
+        // Of several sequences, and of one whose drafts are checked.
+        for (m, run) in [(1, 0), (16, 0), (64, 0), (2, 1), (4, 1), (8, 1)] {
             let steps: Vec<Step> = (0..m)
-                .map(|slot| Step {
-                    position: 100,
-                    slot,
+                .map(|row| Step {
+                    position: 100 + row * run,
+                    slot: row * (1 - run),
+                    behind: 2 * run,
                     ..Step::default()
                 })
                 .collect();
             let bounds = StepBounds { places, tokens: 1 };
             let steps = Checked::upload(&t.gpu, "a benchmark", &steps, bounds)?;
             let m = m as usize;
-            let bytes = m * states.layer(0).bytes_per_row();
-            t.chained(&format!("{name} delta_step {m} rows"), bytes, |turn| {
+            let (what, sequences) = match run {
+                0 => ("rows", m),
+                _ => ("rows of a sequence", 1),
+            };
+            let bytes = sequences * states.layer(0).bytes_per_row();
+            t.chained(&format!("{name} delta_step {m} {what}"), bytes, |turn| {
                 let layer = states.layer(turn % LAYERS);
                 let out = AttentionOutput::Full(&mut out);
                 let products = (&qkvz, Rates::Products(&ba));
