@@ -354,9 +354,11 @@ impl Verbs for NarrowPass<'_> {
         let out = match to {
             Projection::Mixer => GemvOutput::Store(norm, &mut step.qkv),
             Projection::Gated => GemvOutput::Silu(norm, &mut step.gated),
-            Projection::Scores => GemvOutput::Store(norm, &mut rows_of(&mut step.experts).scores),
+            Projection::Scores => {
+                GemvOutput::Store(norm, &mut expert_rows(&mut step.experts).scores)
+            }
             Projection::SharedScore => {
-                GemvOutput::Store(norm, &mut rows_of(&mut step.experts).shared)
+                GemvOutput::Store(norm, &mut expert_rows(&mut step.experts).shared)
             }
             // The kernel of the recurrence computes them.
             Projection::Rates => return Ok(()),
@@ -404,7 +406,7 @@ impl Verbs for NarrowPass<'_> {
         let (device, step) = (self.device, &mut *self.step);
         let on = (device.stream, device.model, device.host);
         let to = (&mut step.x, &mut self.ranks);
-        let rows = rows_of(&mut step.experts);
+        let rows = expert_rows(&mut step.experts);
         add_experts(on, layer, (norm, experts), rows, None, to, device.kind.m)?;
         // The shared expert adds to the same share.
         match experts.shared {
@@ -420,7 +422,7 @@ impl Verbs for NarrowPass<'_> {
             half: None,
         };
         let size = (device.kind.m, shared.mlp.down.linear.inputs());
-        let scores = &rows_of(&mut step.experts).shared;
+        let scores = &expert_rows(&mut step.experts).shared;
         device.stream.scale_rows(scores, &scaled, size)
     }
 
@@ -441,7 +443,7 @@ impl Verbs for NarrowPass<'_> {
 }
 
 /// The rows of experts of a mixture.
-pub(super) fn rows_of(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
+pub(super) fn expert_rows(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
     match experts {
         Some(rows) => rows,
         None => unreachable!("sessions of mixtures have rows for them"),
@@ -592,8 +594,8 @@ impl Verbs for WidePass<'_> {
             Projection::Mixer => StepOutput::Store(self.qkv),
             Projection::Gated => StepOutput::Silu(gated),
             Projection::Rates => StepOutput::Store(self.rates),
-            Projection::Scores => StepOutput::Store(&mut rows_of(self.experts).scores),
-            Projection::SharedScore => StepOutput::Store(&mut rows_of(self.experts).shared),
+            Projection::Scores => StepOutput::Store(&mut expert_rows(self.experts).scores),
+            Projection::SharedScore => StepOutput::Store(&mut expert_rows(self.experts).shared),
         };
         Self::multiply(self.device, (w.spec.name, &w.linear), normed, out)
     }
@@ -632,7 +634,7 @@ impl Verbs for WidePass<'_> {
         let on = (device.stream, device.model, device.host);
         let normed = Some(&self.rows.normed);
         let (of, to) = ((norm, experts), (&mut *self.x, &mut self.ranks));
-        add_experts(on, layer, of, rows_of(self.experts), normed, to, size.0)?;
+        add_experts(on, layer, of, expert_rows(self.experts), normed, to, size.0)?;
         reduce(device.stream, self.x, &mut self.ranks, size)
     }
 
@@ -642,7 +644,7 @@ impl Verbs for WidePass<'_> {
             half: Some(&mut self.rows.gated),
         };
         let size = (self.device.kind.m, shared.mlp.down.linear.inputs());
-        let scores = &rows_of(self.experts).shared;
+        let scores = &expert_rows(self.experts).shared;
         self.device.stream.scale_rows(scores, &scaled, size)
     }
 

@@ -1,9 +1,9 @@
 //! A forward over the rows of many tokens.
 
 use super::super::model::CudaModel;
-use super::buffers::{FullRows, LOGIT_ROWS, ManyRows, Widths, padded};
+use super::buffers::{FullRows, LOGIT_ROWS, ManyRows, RecurrentRows, Widths, padded};
 use super::experts::add_experts;
-use super::passes::{rows_of, states_of};
+use super::passes::{expert_rows, states_of};
 use super::rank_rows::{
     Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_written,
 };
@@ -18,6 +18,14 @@ use nq_kernels::cuda::{
 };
 use nq_kernels::{Error, KernelSet, Result};
 use std::time::Duration;
+
+/// The rows of recurrences of a model that has some.
+fn recurrent_rows(rows: &mut Option<RecurrentRows>) -> &mut RecurrentRows {
+    match rows {
+        Some(rows) => rows,
+        None => unreachable!("sessions of models with recurrences have rows for them"),
+    }
+}
 
 /// A pass of `m` rows.
 struct PrefillPass<'a, 'o> {
@@ -170,11 +178,11 @@ impl Verbs for PrefillPass<'_, '_> {
             return self.gate_up(w);
         }
         let (device, m, many) = ((self.stream, self.model.kernels), self.m, &mut *self.many);
-        let to = match (to, &mut many.delta) {
-            (Projection::Rates, Some(rows)) => &mut rows.rates,
-            (Projection::Scores, _) => &mut rows_of(&mut many.experts).scores,
-            (Projection::SharedScore, _) => &mut rows_of(&mut many.experts).shared,
-            _ => &mut many.qkv,
+        let to = match to {
+            Projection::Mixer | Projection::Gated => &mut many.qkv,
+            Projection::Rates => &mut recurrent_rows(&mut many.delta).rates,
+            Projection::Scores => &mut expert_rows(&mut many.experts).scores,
+            Projection::SharedScore => &mut expert_rows(&mut many.experts).shared,
         };
         let (w, full) = (
             (w.spec.name, &w.linear),
@@ -249,9 +257,7 @@ impl Verbs for PrefillPass<'_, '_> {
     ) -> Result<()> {
         let (model, stream, m) = (self.model, self.stream, self.m);
         let many = &mut *self.many;
-        let Some(rows) = &mut many.delta else {
-            unreachable!("sessions of models with recurrences have buffers for them");
-        };
+        let rows = recurrent_rows(&mut many.delta);
         let out = RowsOut {
             full: many.full.as_mut().map(|f| &mut f.attended),
             half: Some(&mut many.attended),
@@ -281,7 +287,7 @@ impl Verbs for PrefillPass<'_, '_> {
         let (m, many) = (self.m, &mut *self.many);
         let (on, normed) = ((self.stream, self.model, self.host), Some(&many.normed));
         let (of, to) = ((norm, experts), (&mut many.x, &mut self.ranks));
-        add_experts(on, layer, of, rows_of(&mut many.experts), normed, to, m)?;
+        add_experts(on, layer, of, expert_rows(&mut many.experts), normed, to, m)?;
         // The shared expert adds to the same share.
         self.shared = experts.shared.is_some();
         match self.shared {
@@ -297,7 +303,7 @@ impl Verbs for PrefillPass<'_, '_> {
             half: Some(&mut many.mlp),
         };
         let size = (self.m, shared.mlp.down.linear.inputs());
-        let scores = &rows_of(&mut many.experts).shared;
+        let scores = &expert_rows(&mut many.experts).shared;
         self.stream.scale_rows(scores, &scaled, size)
     }
 
