@@ -7,7 +7,7 @@
 All servers run the same GGUF file, which `nq synth qwen3.5-0.8b FOLDER` and `nq convert FOLDER MODEL.gguf --format gguf
 --type q4_0 --requantize` make, one after the other, with two slots; one conversation, and two at once. Rows are those of
 agent_load.py behind the run's name; a table goes to standard error: tokens of prompts, those computed, medians of first
-tokens, wall time, and the most memory that the server held beside files.
+tokens, wall time, and the most memory that the server held beside files, or that was in use on the GPU.
 """
 
 import argparse
@@ -48,8 +48,11 @@ def servers(args):
             ("nq", 2, nq(2)), ("llama-server", 2, llama(2))]
 
 
-def held(pid):
-    """MiB of memory of a process that are not of files."""
+def held(pid, device):
+    """MiB of memory of a process that are not of files; on a GPU those in use there, by whomever."""
+    if device != "cpu":
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        return max(int(line) for line in subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split())
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -78,7 +81,7 @@ def ask(url, text):
     urllib.request.urlopen(request).read()
 
 
-def measure(command, conversations, scale):
+def measure(command, conversations, scale, device):
     """The rows of a load, and the most memory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,7 +92,7 @@ def measure(command, conversations, scale):
 
         def watch():
             while not done.wait(0.25):
-                most[0] = max(most[0], held(server.pid))
+                most[0] = max(most[0], held(server.pid, device))
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -123,7 +126,7 @@ def main():
     out = None
     print(f"{'run':16} {'at once':>7} {'prompt':>8} {'computed':>9} {'first token':>12} {'wall':>9} {'held':>10}", file=sys.stderr)
     for name, n, command in servers(args):
-        rows, memory = measure(command, n, args.scale)
+        rows, memory = measure(command, n, args.scale, args.device)
         *each, last = rows
         prompt, cached = int(last["prompt_tokens"]), int(last["cached_tokens"])
         first = statistics.median(float(row["first_token_s"]) for row in each)
