@@ -6,7 +6,8 @@ use nq_formats::{Bits, Checkpoint};
 use nq_quantize::{Schemes, quantize_at_load};
 use nq_runtime::generate::rewind;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitsWanted,
+    SessionSpec, load,
 };
 use std::hint::black_box;
 use std::path::Path;
@@ -47,7 +48,7 @@ fn end_to_end(c: &mut Criterion) {
             kv: KvType::F16,
             max_rows: PROMPT,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         };
         let mut session = engine.session(spec).expect("a small session");
         let vocab = engine.config().vocab_size as u32;

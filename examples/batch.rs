@@ -5,8 +5,8 @@
 
 use nq_formats::Checkpoint;
 use nq_runtime::{
-    Batch, Continuation, KvType, LoadOptions, Piece, Sampler, SamplingParams, SessionSpec,
-    Tokenizer,
+    Batch, Continuation, DraftedBy, KvType, LoadOptions, Piece, Sampler, SamplingParams,
+    SessionSpec, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -27,7 +27,7 @@ fn main() -> anyhow::Result<()> {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     })?;
 
     let prompts = ["The river", "A mountain is", "Once upon a time"];

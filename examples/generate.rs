@@ -7,8 +7,8 @@ use anyhow::Context;
 use nq_formats::Checkpoint;
 use nq_runtime::generate::generate_text;
 use nq_runtime::{
-    ChatTemplate, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams, Sequence,
-    SessionSpec, Speculation, Tokenizer,
+    ChatTemplate, DraftedBy, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams,
+    Sequence, SessionSpec, Speculation, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -32,7 +32,7 @@ fn main() -> anyhow::Result<()> {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     })?;
 
     let chat = template.render(&[Message::new("user", prompt)], None, true, None)?;

@@ -7,13 +7,12 @@ use crate::terminal::human_bytes;
 use anyhow::Context;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, mtp};
-use nq_kernels::pages::PAGE;
-use nq_quantize::OnTheFly;
 use nq_quantize::schemes::Schemes;
+use nq_quantize::{OnTheFly, draft_head, draft_head_bytes};
 use nq_runtime::speculation::check_drafts;
 use nq_runtime::{
-    DraftModel, Eagle, Engine, KvType, LoadOptions, Mtp, Session, SessionSpec, Speculation,
-    Tokenizer,
+    DeviceMemory, DraftLayer, DraftModel, DraftedBy, Eagle, Engine, LoadOptions, Mtp, Session,
+    SessionSpec, Speculation, Tokenizer,
 };
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -41,9 +40,13 @@ impl DraftFrom {
     }
 }
 
-/// True if `from` names a drafter.
-pub fn are_wanted(from: Option<&DraftFrom>) -> bool {
-    from.is_some_and(|from| *from != DraftFrom::None)
+/// What drafts for sessions whose drafter is `from`, or `weights` if it has any.
+pub fn drafted_by(from: Option<&DraftFrom>, weights: Option<&DraftWeights>) -> DraftedBy {
+    match (from, weights) {
+        (_, Some(weights)) => weights.drafted_by(),
+        (None | Some(DraftFrom::None), None) => DraftedBy::Nothing,
+        (Some(_), None) => DraftedBy::Tokens,
+    }
 }
 
 /// Reads the value of `--draft`.
@@ -94,18 +97,10 @@ impl DraftCheckpoint {
         })
     }
 
-    /// The session of the draft model for a target's session of `spec`: as many slots and pages, and a context
-    /// no longer than the draft model was trained for.
-    pub fn spec(&self, spec: &SessionSpec) -> SessionSpec {
-        SessionSpec {
-            ctx: spec.ctx.min(longest_context(self.checkpoint.config())),
-            ..*spec
-        }
-    }
-
     /// Bytes of keys and values of the draft model's session, on a CPU, for a target's session of `spec`.
     pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
-        nq_runtime::memory::kv_bytes(self.checkpoint.config(), &self.spec(spec)) as u64
+        let config = self.checkpoint.config();
+        nq_runtime::memory::kv_bytes(config, &shorter(spec, longest_context(config))) as u64
     }
 
     /// Loads it on the device of its target.
@@ -144,8 +139,7 @@ pub enum DraftWeights {
     },
     /// The target's own MTP layer.
     Mtp {
-        /// Its shape as a model of one layer.
-        config: Box<ModelConfig>,
+        layer: DraftLayer,
         /// Bytes of its weights in the files.
         stored: u64,
     },
@@ -167,7 +161,7 @@ impl DraftWeights {
         Ok(match from {
             DraftFrom::None | DraftFrom::Ngram => None,
             DraftFrom::Mtp => {
-                let config = mtp::config(target.config()).with_context(|| {
+                let layer = DraftLayer::mtp(target.config()).with_context(|| {
                     let title = target.config().architecture.title;
                     format!(
                         "--draft mtp: expected a model with an MTP layer, found {title} without one"
@@ -177,7 +171,7 @@ impl DraftWeights {
                 let own = entries.filter(|e| mtp::is_of_layer(&e.name, target.config()));
                 Some(DraftWeights::Mtp {
                     stored: own.map(|e| e.bytes).sum(),
-                    config: Box::new(config),
+                    layer,
                 })
             }
             DraftFrom::Model(name) => {
@@ -207,6 +201,15 @@ impl DraftWeights {
         }
     }
 
+    /// What drafts for sessions of its target.
+    pub fn drafted_by(&self) -> DraftedBy {
+        match self {
+            DraftWeights::Model(_) => DraftedBy::Tokens,
+            DraftWeights::Eagle3 { head, .. } => DraftedBy::Layer(DraftLayer::eagle3(&head.config)),
+            DraftWeights::Mtp { layer, .. } => DraftedBy::Layer(*layer),
+        }
+    }
+
     /// Loads it on the device of its target.
     ///
     /// # Errors
@@ -226,62 +229,51 @@ impl DraftWeights {
                 Ok(Drafts::Eagle(eagle.with_context(named)?))
             }
             DraftWeights::Mtp { .. } => {
-                let mtp = Mtp::load((config, store), options);
-                Ok(Drafts::Mtp(mtp.context("--draft mtp")?))
+                let load = || {
+                    let head = draft_head(target)?;
+                    anyhow::Ok(Mtp::load((config, store), head.as_ref(), options)?)
+                };
+                Ok(Drafts::Mtp(load().context("--draft mtp")?))
             }
         }
     }
 
-    /// Bytes of keys and values of its session, on a CPU, for a target's session of `spec`.
+    /// Bytes of keys and values of a session of its own, on a CPU, for a target's session of `spec`. Those of a layer are in
+    /// the session that it drafts for.
     pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
         match self {
             DraftWeights::Model(draft) => draft.kv_bytes(spec),
-            DraftWeights::Eagle3 { head, .. } => {
-                let c = &head.config;
-                layer_kv_bytes(c.num_key_value_heads * c.head_dim, spec)
-            }
-            DraftWeights::Mtp { config, .. } => layer_kv_bytes(config.kv_dim(), spec),
+            DraftWeights::Eagle3 { .. } | DraftWeights::Mtp { .. } => 0,
         }
     }
 
-    /// The CPU memory that it needs in addition to its target's, as text and in bytes.
+    /// The CPU memory that it needs in addition to its `target` and a session of that, which is of `spec`, as text and in
+    /// bytes.
     ///
     /// # Errors
     /// Those of its weights.
-    pub fn memory(&self, spec: &SessionSpec) -> anyhow::Result<(String, u64)> {
-        match self {
-            DraftWeights::Model(draft) => memory_of(draft, spec),
-            DraftWeights::Eagle3 { folder, head } => {
-                let kv = self.kv_bytes(spec);
-                // Codes of 8 bits and an f16 scale for each 128 of them.
-                let bytes = kv.saturating_add(head.config.elements() / 64 * 65);
-                let words = format!(
-                    "{} for the EAGLE-3 head {}, {} of it for its context",
-                    human_bytes(bytes),
-                    folder.display(),
-                    human_bytes(kv)
-                );
-                Ok((words, bytes))
-            }
+    pub fn memory(
+        &self,
+        target: &ModelConfig,
+        spec: &SessionSpec,
+    ) -> anyhow::Result<(String, u64)> {
+        let (what, bytes) = match self {
+            DraftWeights::Model(draft) => return memory_of(draft, spec),
+            // Codes of 8 bits and an f16 scale for each 128 of them.
+            DraftWeights::Eagle3 { folder, head } => (
+                format!("EAGLE-3 head {}", folder.display()),
+                head.config.elements() / 64 * 65,
+            ),
             DraftWeights::Mtp { stored, .. } => {
-                let kv = self.kv_bytes(spec);
-                let bytes = kv.saturating_add(*stored);
-                let words = format!(
-                    "{} for the MTP layer, {} of it for its context",
-                    human_bytes(bytes),
-                    human_bytes(kv)
-                );
-                Ok((words, bytes))
+                let head = draft_head_bytes(target) as u64;
+                (
+                    "MTP layer and the head that it drafts with".into(),
+                    stored + head,
+                )
             }
-        }
+        };
+        Ok((format!("{} for the {what}", human_bytes(bytes)), bytes))
     }
-}
-
-/// Bytes of the keys and values of a layer, each of `width` values a position, for a session of `spec`.
-fn layer_kv_bytes(width: usize, spec: &SessionSpec) -> u64 {
-    let position = 2 * KvType::F16.bytes(width);
-    let positions = spec.slots * spec.ctx.next_multiple_of(PAGE);
-    (positions as u64).saturating_mul(position as u64)
 }
 
 /// A loaded drafter.
@@ -314,30 +306,44 @@ impl Drafts {
             Drafts::Eagle(eagle) => Ok(Speculation::new(eagle.drafter(session)?).with_copies()),
             Drafts::Mtp(mtp) => Ok(Speculation::new(mtp.drafter(session)?).with_copies()),
             Drafts::Model { engine, vocab, ctx } => {
-                let spec = session.spec();
-                let spec = SessionSpec {
-                    ctx: spec.ctx.min(*ctx),
-                    ..spec
-                };
-                let model = DraftModel::new(engine.session(spec)?, *vocab);
+                let own = engine.session(shorter(&session.spec(), *ctx))?;
+                let model = DraftModel::new(own, *vocab);
                 Ok(Speculation::new(Box::new(model)).with_copies())
             }
         }
     }
+
+    /// What a session of its own takes of a GPU's memory beside a target's session of `spec`: a draft model has one.
+    pub fn device_memory(&self, spec: &SessionSpec) -> DeviceMemory {
+        let own = match self {
+            Drafts::Model { engine, ctx, .. } => engine.device_memory(&shorter(spec, *ctx)),
+            Drafts::Ngram | Drafts::Eagle(_) | Drafts::Mtp(_) => None,
+        };
+        own.unwrap_or_default()
+    }
+}
+
+/// The session of a draft model that was trained for contexts of `ctx` tokens, for a target's session of `spec`: as many slots
+/// and pages.
+fn shorter(spec: &SessionSpec, ctx: usize) -> SessionSpec {
+    SessionSpec {
+        ctx: spec.ctx.min(ctx),
+        ..*spec
+    }
 }
 
 /// The drafter for a model's sessions. By default it is prompt lookup if answers with drafts are the same as
-/// without, else none. If a drafter was requested and answers may differ, `progress` gets a note. `open` loads
-/// the draft model of a name.
+/// without, else none. If a drafter was requested and answers may differ, `progress` gets a note. `loaded` is the requested
+/// one if it has weights.
 ///
 /// # Errors
-/// If a drafter was requested and the device cannot check drafts; those of `open`.
+/// If a drafter was requested and the device cannot check drafts.
 pub fn drafts(
     from: Option<&DraftFrom>,
     session: &dyn Session,
     device: &str,
     progress: &dyn Progress,
-    open: impl FnOnce(&DraftFrom) -> anyhow::Result<Drafts>,
+    loaded: Option<Drafts>,
 ) -> anyhow::Result<Option<Drafts>> {
     let named = || {
         let inexact = check_drafts(session, device).context("--draft")?;
@@ -350,13 +356,9 @@ pub fn drafts(
             exact.then_some(Drafts::Ngram)
         }
         Some(DraftFrom::None) => None,
-        Some(DraftFrom::Ngram) => {
+        Some(_) => {
             named()?;
-            Some(Drafts::Ngram)
-        }
-        Some(from @ (DraftFrom::Model(_) | DraftFrom::Eagle3(_) | DraftFrom::Mtp)) => {
-            named()?;
-            Some(open(from)?)
+            Some(loaded.unwrap_or(Drafts::Ngram))
         }
     })
 }
@@ -366,7 +368,7 @@ pub fn drafts(
 /// # Errors
 /// Those of its weights.
 fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> anyhow::Result<(String, u64)> {
-    let spec = draft.spec(spec);
+    let spec = shorter(spec, longest_context(draft.checkpoint.config()));
     let memory = at_load::memory(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
     let words = format!(
         "{} for the draft model {}, {} of it for its context",

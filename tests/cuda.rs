@@ -12,8 +12,8 @@ use nq_formats::models::find;
 use nq_formats::{Bits, Checkpoint, DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
 use nq_quantize::{CalibrationSource, Job, QuantizeOptions, Schemes, quantize_at_load};
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Session,
-    SessionSpec, Tokenizer, load,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted,
+    Session, SessionSpec, Tokenizer, load,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -72,7 +72,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
         kv,
         max_rows: 256,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     engine.session(spec).expect("it fits")
 }

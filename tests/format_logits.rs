@@ -10,7 +10,8 @@ use nq_formats::names::{is_layer_linear, parameters};
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
 use nq_quantize::requantize;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitsWanted,
+    SessionSpec,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -44,7 +45,7 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
         kv: KvType::F32,
         max_rows: tokens.len(),
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let mut session = engine.session(spec).unwrap();
     let chunk = Chunk {

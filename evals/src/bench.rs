@@ -12,8 +12,8 @@ use nq_formats::{Progress, Unit};
 use nq_kernels::rng::Philox;
 use nq_runtime::generate::{generate, rewind};
 use nq_runtime::{
-    Batch, Chunk, Continuation, Detokenizer, Engine, Generated, KvType, Limits, LogitsWanted,
-    Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
+    Batch, Chunk, Continuation, Detokenizer, DraftedBy, Engine, Generated, KvType, Limits,
+    LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -121,7 +121,7 @@ impl BenchSpec {
             kv: self.kv,
             max_rows: self.prompt_rows.min(self.batch * ctx).max(self.batch),
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         }
     }
 

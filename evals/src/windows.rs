@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::report::Protocol;
 use nq_formats::{Progress, Unit};
-use nq_runtime::{Chunk, Engine, KvType, Logits, LogitsWanted, Session, SessionSpec};
+use nq_runtime::{Chunk, DraftedBy, Engine, KvType, Logits, LogitsWanted, Session, SessionSpec};
 use std::ops::Range;
 
 /// Most bytes of one forward's logits. This limits the rows requested at once: 220 for
@@ -170,7 +170,7 @@ impl<'a> Plan<'a> {
             kv: self.kv,
             max_rows: self.rows,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         })?)
     }
 

@@ -441,6 +441,30 @@ fn packed_cols(packed: &Bytes, bits: Bits, n: usize, cols: &[Range<usize>]) -> B
     all.into()
 }
 
+impl Weight {
+    /// The inputs `cols` of every row, in its scheme.
+    ///
+    /// # Errors
+    /// [`Error::Weight`] if they begin or end within a group, if groups are in activation order, or for a trellis; for columns
+    /// that it does not have.
+    pub fn columns(&self, cols: Range<usize>) -> Result<Weight> {
+        let dims = self.dims();
+        if cols.end > dims.1 || cols.is_empty() {
+            return Err(Error::Weight {
+                what: "columns of a weight",
+                expected: format!("some of {}", dims.1),
+                found: format!("{} to {}", cols.start, cols.end),
+            });
+        }
+        let cut = Cut {
+            rows: all_of(dims.0),
+            cols: std::iter::once(cols).collect(),
+            dims,
+        };
+        cut.of(self)
+    }
+}
+
 impl Cut {
     /// This part of `whole`.
     ///

@@ -9,7 +9,9 @@ use nq_formats::nq::CalibrationRecord;
 use nq_formats::{Files, ModelConfig, Progress, Unit, hash, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::{BatchRequest, sample_sequences};
-use nq_runtime::{ChatTemplate, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer};
+use nq_runtime::{
+    ChatTemplate, DraftedBy, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer,
+};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fs::File;
@@ -200,7 +202,7 @@ pub fn sample(
         kv: KvType::F16,
         max_rows: slots.max(longest).max(SAMPLING_ROWS),
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     })?;
     let prompted: usize = prompts.iter().map(|p| p.len().min(length)).sum();
     progress.begin(stage, (n * length - prompted) as u64, Unit::Tokens);

@@ -52,7 +52,7 @@ pub use error::{Error, Result};
 pub use fit::Fit;
 pub use grid::{Grid, GroupParams, Rounded};
 pub use memory::Estimate;
-pub use on_the_fly::{OnTheFly, quantize_at_load, requantize};
+pub use on_the_fly::{OnTheFly, draft_head, draft_head_bytes, quantize_at_load, requantize};
 pub use pipeline::{Job, QuantizeOptions, TargetSize};
 pub use quality::Limits;
 pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};

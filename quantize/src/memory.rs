@@ -16,7 +16,7 @@ use nq_formats::{Checkpoint, DType, ModelConfig, Scheme, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
 use nq_runtime::memory::{Kinds, WeightSource, hold_model, hold_session, program_bytes};
-use nq_runtime::{KvType, LayerWeights, SessionSpec, stepper_bytes};
+use nq_runtime::{DraftedBy, KvType, LayerWeights, SessionSpec, stepper_bytes};
 use serde::Serialize;
 
 /// Memory and disk space that a run needs, in bytes.
@@ -112,7 +112,7 @@ pub(crate) fn session(c: &ModelConfig, slots: usize, max_rows: usize) -> Session
         kv: KvType::F16,
         max_rows,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     }
 }
 

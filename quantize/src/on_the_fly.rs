@@ -3,11 +3,14 @@
 //! better quality in the same bytes.
 
 use crate::error::Result;
+use crate::fit::Fit;
+use crate::grid::Grid;
+use crate::methods::rtn;
 use crate::rounding;
-use crate::schemes::Schemes;
+use crate::schemes::{Schemes, default_scheme};
 use nq_formats::{
-    AffineScheme, Checkpoint, Exactness, Scheme, StoredWeight, Tensor, TensorEntry, Weight,
-    WeightStore,
+    AffineScheme, Bits, Checkpoint, Exactness, ModelConfig, Scheme, StoredWeight, Tensor,
+    TensorEntry, Weight, WeightStore, names,
 };
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -78,6 +81,37 @@ impl<'a> OnTheFly<'a> {
 pub fn quantize_at_load(checkpoint: Checkpoint, schemes: Schemes) -> Result<Checkpoint> {
     schemes.check(checkpoint.config())?;
     Ok(rounded(checkpoint, Rule::Unquantized(schemes)))
+}
+
+/// The head of `checkpoint` in 4 bits, for a layer that drafts with it: of what such a layer reads, the head is most, and
+/// drafts are checked. Ranges of groups are not searched, which would take longer than loading does. `None` if the head has
+/// no more bits already.
+///
+/// # Errors
+/// A missing or misshapen tensor; a weight that is not finite.
+pub fn draft_head(checkpoint: &Checkpoint) -> Result<Option<Weight>> {
+    let (c, name) = (checkpoint.config(), names::head(checkpoint.config()));
+    let head = checkpoint
+        .store()
+        .matrix(name, (c.vocab_size, c.hidden_size))?;
+    match &head {
+        Weight::Quantized(q) if q.scheme().bits() <= Scheme::from(DRAFT_HEAD).bits() => Ok(None),
+        head => {
+            let grid = Grid::new(DRAFT_HEAD)?;
+            Ok(Some(
+                rtn::round_rows(name, head, grid, Fit::absmax(), &[])?.0,
+            ))
+        }
+    }
+}
+
+/// The scheme of [`draft_head`].
+const DRAFT_HEAD: AffineScheme = default_scheme(Bits::B4);
+
+/// Most bytes of [`draft_head`] of a model of this shape.
+pub fn draft_head_bytes(c: &ModelConfig) -> usize {
+    let dims = (c.vocab_size, c.hidden_size);
+    Scheme::from(DRAFT_HEAD).stored(dims).bytes
 }
 
 /// `checkpoint` with the weights that `schemes` names rounded as they are read, quantized before

@@ -4,7 +4,7 @@
 //! ```
 //! use nq_formats::Checkpoint;
 //! use nq_runtime::embedding::unit;
-//! use nq_runtime::{Encoder, KvType, LoadOptions, Row, SessionSpec, Tokenizer, load};
+//! use nq_runtime::{Encoder, KvType, LoadOptions, Row, DraftedBy, SessionSpec, Tokenizer, load};
 //! use std::path::Path;
 //!
 //! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
@@ -17,7 +17,7 @@
 //!     kv: KvType::F16,
 //!     max_rows: 64,
 //!     snapshots: None,
-//!     drafts: false,
+//!     drafts: DraftedBy::Nothing,
 //! })?;
 //! let texts = [tokenizer.encode("a cat")?, tokenizer.encode("two dogs")?];
 //! let mut vectors = Vec::new();

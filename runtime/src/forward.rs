@@ -356,12 +356,6 @@ impl<V: Verbs> Ops for V {
     }
 }
 
-/// True if heads of a model of shape `c` have gates.
-pub(crate) fn has_gates(c: &ModelConfig) -> bool {
-    let mut blocks = c.architecture.kinds.iter().flat_map(|k| k.blocks);
-    blocks.any(|b| matches!(b.mixer, Mixer::Attention(a) if a.gated))
-}
-
 impl<N> HeadVectors<N> {
     fn new<E>(
         spec: &'static AttentionSpec,

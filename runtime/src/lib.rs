@@ -9,7 +9,7 @@
 //!
 //! ```
 //! use nq_formats::Checkpoint;
-//! use nq_runtime::{Chunk, KvType, LoadOptions, LogitsWanted, SessionSpec, Tokenizer, load};
+//! use nq_runtime::{Chunk, KvType, LoadOptions, LogitsWanted, DraftedBy, SessionSpec, Tokenizer, load};
 //! use std::path::Path;
 //!
 //! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
@@ -22,7 +22,7 @@
 //!     kv: KvType::F16,
 //!     max_rows: 64,
 //!     snapshots: None,
-//!     drafts: false,
+//!     drafts: DraftedBy::Nothing,
 //! })?;
 //! let tokens = tokenizer.encode("The capital of France is")?;
 //! let chunk = Chunk { slot: 0, tokens: &tokens, logits: LogitsWanted::Last };
@@ -77,9 +77,9 @@ pub use encoder::{Encoder, Row};
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use interface::{
-    ActivationChoice, Chunk, DeviceChoice, DeviceMemory, Drafter, Engine, EngineDescription,
-    EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Ordinals, Pages, Session, SessionSpec,
-    Split, StepsAhead, Streams,
+    ActivationChoice, Chunk, DeviceChoice, DeviceMemory, DraftLayer, DraftedBy, Drafter, Engine,
+    EngineDescription, EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Ordinals, Pages,
+    Session, SessionSpec, Split, StepsAhead, Streams,
 };
 pub use load::{load, stepper};
 pub use models::LayerWeights;

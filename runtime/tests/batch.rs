@@ -8,8 +8,8 @@ use nq_formats::ModelConfig;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    Batch, Chunk, Continuation, DraftModel, Engine, Error, KvType, Logits, Observer, Pages, Piece,
-    Result, Sampler, SamplingParams, Session, SessionSpec, Speculation, StepsAhead,
+    Batch, Chunk, Continuation, DraftModel, DraftedBy, Engine, Error, KvType, Logits, Observer,
+    Pages, Piece, Result, Sampler, SamplingParams, Session, SessionSpec, Speculation, StepsAhead,
 };
 use std::ops::ControlFlow;
 
@@ -21,7 +21,7 @@ fn spec(slots: usize, pages: Option<usize>) -> SessionSpec {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     }
 }
 

@@ -15,8 +15,8 @@ use nq_formats::{
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Observer,
-    Sampler, SamplingParams, Session, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted,
+    Observer, Sampler, SamplingParams, Session, SessionSpec,
 };
 use std::ops::ControlFlow;
 
@@ -139,7 +139,7 @@ fn mixtures_agree_with_the_cpu() {
                 kv: KvType::F16,
                 max_rows: 128,
                 snapshots: None,
-                drafts: false,
+                drafts: DraftedBy::Nothing,
             };
             let mut s = gpu.session(spec).unwrap();
             let texts: Vec<Vec<u32>> = (0..slots).map(|i| tokens(5, i as u64)).collect();
@@ -577,7 +577,7 @@ fn requests_that_do_not_fit_are_refused() {
         kv: KvType::F16,
         max_rows: 1,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let e = gpu.session(spec).err().expect("it cannot fit").to_string();
     assert!(e.contains("--ctx"), "{e}");

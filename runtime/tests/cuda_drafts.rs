@@ -10,7 +10,8 @@ use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::{
-    DraftModel, Engine, KvType, Sampler, SamplingParams, Session, SessionSpec, Speculation,
+    DraftModel, DraftedBy, Engine, KvType, Sampler, SamplingParams, Session, SessionSpec,
+    Speculation,
 };
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex};
@@ -53,7 +54,7 @@ fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
         kv,
         max_rows: 300,
         snapshots: None,
-        drafts: true,
+        drafts: DraftedBy::Tokens,
     };
     engine.session(spec).expect("it fits")
 }

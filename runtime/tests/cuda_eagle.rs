@@ -10,8 +10,8 @@ use nq_formats::names::EMBEDDING;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::{
-    Batch, Continuation, DeviceChoice, Eagle, Engine, Error, KvType, LoadOptions, Piece, Result,
-    Sampler, SamplingParams, Session, SessionSpec, Speculation,
+    Batch, Continuation, DeviceChoice, DraftedBy, Eagle, Engine, Error, KvType, LoadOptions, Piece,
+    Result, Sampler, SamplingParams, Session, SessionSpec, Speculation,
 };
 use serde_json::json;
 use std::ops::ControlFlow;
@@ -42,7 +42,12 @@ fn on_gpu() -> LoadOptions {
     }
 }
 
-fn session(engine: &dyn Engine, kv: KvType, pages: Option<usize>) -> Box<dyn Session> {
+fn session(
+    engine: &dyn Engine,
+    head: Option<&Eagle>,
+    kv: KvType,
+    pages: Option<usize>,
+) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots: 3,
         ctx: 1500,
@@ -50,7 +55,7 @@ fn session(engine: &dyn Engine, kv: KvType, pages: Option<usize>) -> Box<dyn Ses
         kv,
         max_rows: 1000,
         snapshots: None,
-        drafts: false,
+        drafts: head.map_or(DraftedBy::Nothing, |head| DraftedBy::Layer(head.layer())),
     };
     engine.session(spec).unwrap()
 }
@@ -76,7 +81,7 @@ fn drafts_are_those_of_the_published_computation() {
             head.config["eagle_config"] = json!({"eagle_aux_hidden_state_layer_ids": taps});
         }
         let eagle = head.load((&c, &store), &on_gpu()).unwrap();
-        let mut session = session(&*engine, kv, None);
+        let mut session = session(&*engine, Some(&eagle), kv, None);
         let mut drafter = eagle.drafter(&mut *session).unwrap();
         // The session computes `first` behind what it holds, and forgets what is behind the first `kept` tokens. The
         // head may have kept a row with the token that stood there before: `old`.
@@ -135,7 +140,7 @@ fn answers(
     head: Option<&Eagle>,
     pages: Option<usize>,
 ) -> (Vec<Answer>, usize) {
-    let mut session = session(engine, KvType::F16, pages);
+    let mut session = session(engine, head, KvType::F16, pages);
     let mut speculation = head.map(|head| {
         let drafter = head.drafter(&mut *session).unwrap();
         Speculation::new(drafter).always().at_most(4)
@@ -192,7 +197,7 @@ fn drafts_change_no_answer() {
     };
     let head = published(&c, "midlayer", HEADS, 5);
     let eagle = head.load((&c, &store), &on_gpu()).unwrap();
-    let mut alone = session(&*engine, KvType::F16, None);
+    let mut alone = session(&*engine, None, KvType::F16, None);
     for pages in [None, Some(5)] {
         let (found, drafted) = answers(&*engine, Some(&eagle), pages);
         let (plain, none) = answers(&*engine, None, pages);
@@ -237,7 +242,7 @@ fn heads_that_do_not_fit_are_refused() {
     let head = published(&c, "midlayer", HEADS, 5);
     let on_cpu = common::options(nq_runtime::EngineKind::Nq);
     let elsewhere = head.load((&c, &store), &on_cpu).unwrap();
-    let mut session = session(&*engine, KvType::F16, None);
+    let mut session = session(&*engine, Some(&elsewhere), KvType::F16, None);
     refused(
         elsewhere.drafter(&mut *session).err(),
         &["EAGLE-3 head", "a GPU", "the CPU"],
@@ -247,6 +252,13 @@ fn heads_that_do_not_fit_are_refused() {
     nan.tensors.get_mut("norm.weight").unwrap().1[3] = f32::NAN;
     let eagle = nan.load((&c, &store), &on_gpu()).unwrap();
     let mut drafter = eagle.drafter(&mut *session).unwrap();
+    refused(
+        eagle.drafter(&mut *session).err(),
+        &["drafters of a session", "one"],
+    );
+    let mut unprepared = self::session(&*engine, None, KvType::F16, None);
+    let found = eagle.drafter(&mut *unprepared).err();
+    refused(found, &["EAGLE-3 head", "a session made for it", "Nothing"]);
     feed(&mut *session, 0, &[1, 2, 3]);
     let mut drafts = [nq_runtime::interface::Draft {
         slot: 0,

@@ -13,8 +13,9 @@ use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, Hidden, KvType, LayerStepper, LayerWeights,
-    LoadOptions, LogitsWanted, Observer, Sampler, SamplingParams, Session, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, Hidden, KvType, LayerStepper,
+    LayerWeights, LoadOptions, LogitsWanted, Observer, Sampler, SamplingParams, Session,
+    SessionSpec,
 };
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -67,7 +68,7 @@ fn spec(kv: KvType, slots: usize) -> SessionSpec {
         kv,
         max_rows: 300,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     }
 }
 
@@ -158,16 +159,16 @@ fn sequences_do_not_see_each_other() {
 /// Sequences of random steps, forks and cuts give what each text gives alone.
 #[test]
 fn random_cuts_and_forks_reach_true_states() {
-    cuts_and_forks(false);
+    cuts_and_forks(DraftedBy::Nothing);
 }
 
 /// The same where steps check drafts; the rows of a sequence's last step can then be taken back one by one.
 #[test]
 fn random_cuts_within_steps_reach_true_states() {
-    cuts_and_forks(true);
+    cuts_and_forks(DraftedBy::Tokens);
 }
 
-fn cuts_and_forks(drafts: bool) {
+fn cuts_and_forks(drafts: DraftedBy) {
     let config = wide_hybrid("qwen35", 4, false);
     let store = Store::random(&config, 7);
     let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
@@ -179,6 +180,7 @@ fn cuts_and_forks(drafts: bool) {
         ..spec(KvType::F16, slots)
     };
     let mut s = gpu.session(spec).unwrap();
+    let drafts = drafts != DraftedBy::Nothing;
     assert_eq!(s.draft_rows() > 1, drafts);
     let mut held: Vec<Vec<u32>> = vec![Vec::new(); slots];
     // By slot, the first length that can be reached because rows behind it are kept.
@@ -258,7 +260,7 @@ fn pages_and_states_move_to_another_session() {
         return;
     };
     let (first, more) = (tokens(PAGE + 21, 4), tokens(6, 5));
-    for drafts in [false, true] {
+    for drafts in [DraftedBy::Nothing, DraftedBy::Tokens] {
         let spec = |slots| SessionSpec {
             drafts,
             ..spec(KvType::F16, slots)

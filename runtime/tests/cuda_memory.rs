@@ -6,11 +6,15 @@
 
 mod common;
 
+use common::published::ask;
 use common::{Store, feed, small_config, tokens, wide_hybrid};
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, TrellisScheme, Zeros};
 use nq_kernels::{Account, KernelSet};
-use nq_runtime::{Chunk, DeviceChoice, KvType, LoadOptions, LogitsWanted, SessionSpec, load};
+use nq_runtime::{
+    Chunk, DeviceChoice, DraftLayer, DraftedBy, KvType, LoadOptions, LogitsWanted, Mtp,
+    SessionSpec, load,
+};
 
 #[test]
 fn plans_are_what_is_taken() {
@@ -44,17 +48,16 @@ fn plans_are_what_is_taken() {
         hidden_size: 384,
         ..wide_hybrid("qwen35moe", 4, false)
     };
+    let with_mtp = |gguf, value_heads, tiled| ModelConfig {
+        mtp_layers: 1,
+        ..wide_hybrid(gguf, value_heads, tiled)
+    };
     for (config, kernels, kv, trellis) in [
         (dense(true), fused, KvType::F16, false),
         (dense(false), fused, KvType::Int8, false),
         (dense(false), plain, KvType::F16, false),
-        (wide_hybrid("qwen35", 6, true), fused, KvType::F16, false),
-        (
-            wide_hybrid("qwen35moe", 4, false),
-            fused,
-            KvType::F16,
-            false,
-        ),
+        (with_mtp("qwen35", 6, true), fused, KvType::F16, false),
+        (with_mtp("qwen35moe", 4, false), fused, KvType::F16, false),
         (blocks(true), fused, KvType::F16, true),
         (blocks(false), fused, KvType::F16, true),
         (blocks(false), plain, KvType::F16, true),
@@ -71,10 +74,18 @@ fn plans_are_what_is_taken() {
             kernels,
             ..LoadOptions::default()
         };
+        let layer = DraftLayer::mtp(&config);
+        let mtp = layer.map(|_| Mtp::load((&config, &store), None, &options).unwrap());
+        let by_layer = layer.map_or(DraftedBy::Nothing, DraftedBy::Layer);
         let before = held();
         let engine = load(&config, &store, &options, &()).unwrap();
         let weights = held() - before;
-        for slots in [1, 5, 40] {
+        for (slots, drafts) in [
+            (1, DraftedBy::Nothing),
+            (5, DraftedBy::Tokens),
+            (3, by_layer),
+            (40, by_layer),
+        ] {
             let spec = SessionSpec {
                 slots,
                 ctx: 200,
@@ -82,7 +93,7 @@ fn plans_are_what_is_taken() {
                 kv,
                 max_rows: 96,
                 snapshots: None,
-                drafts: slots == 5,
+                drafts,
             };
             let plan = engine.device_memory(&spec).unwrap();
             let model = (config.architecture.gguf, config.hidden_size, trellis);
@@ -90,8 +101,21 @@ fn plans_are_what_is_taken() {
             assert_eq!(plan.weights, weights, "{what}");
             let mut session = engine.session(spec).unwrap();
             assert_eq!(held() - before, plan.total(), "{what}");
-            feed(&mut *session, 0, &tokens(90, 1));
-            feed(&mut *session, 0, &tokens(1, 2));
+            let mut drafter = match (&mtp, drafts) {
+                (Some(mtp), DraftedBy::Layer(_)) => Some(mtp.drafter(&mut *session).unwrap()),
+                _ => None,
+            };
+            let text = [tokens(90, 1), tokens(1, 2)].concat();
+            feed(&mut *session, 0, &text[..90]);
+            feed(&mut *session, 0, &text[90..]);
+            if let Some(drafter) = &mut drafter {
+                let text = [&text[..], &[3]].concat();
+                assert_eq!(
+                    ask(&mut **drafter, &mut *session, 0, &text).len(),
+                    5,
+                    "{what}"
+                );
+            }
             assert_eq!(held() - before, plan.total(), "{what}, while it runs");
             let (text, mut rows) = (tokens(60, 3), Vec::new());
             let chunk = Chunk {

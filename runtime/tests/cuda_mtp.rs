@@ -12,7 +12,8 @@ use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
-    DeviceChoice, Engine, LoadOptions, Mtp, Sampler, SamplingParams, SessionSpec, Speculation,
+    DeviceChoice, DraftLayer, DraftedBy, Engine, LoadOptions, Mtp, Sampler, SamplingParams,
+    SessionSpec, Speculation,
 };
 use std::ops::ControlFlow;
 
@@ -63,7 +64,7 @@ fn gpu_session(engine: &dyn Engine) -> Box<dyn nq_runtime::Session> {
         ctx: 600,
         kv: nq_runtime::KvType::F16,
         max_rows: 300,
-        drafts: true,
+        drafts: DraftLayer::mtp(engine.config()).map_or(DraftedBy::Nothing, DraftedBy::Layer),
         ..SessionSpec::default()
     };
     engine.session(spec).unwrap()
@@ -90,7 +91,7 @@ fn drafts_are_those_of_the_published_computation() {
             config: &config,
             store: &store,
         };
-        let layer = Mtp::load((&config, &store), &on_gpu()).unwrap();
+        let layer = Mtp::load((&config, &store), None, &on_gpu()).unwrap();
         let mut session = gpu_session(&*engine);
         let mut drafter = layer.drafter(&mut *session).unwrap();
         let mut check = |slot: usize, text: &[u32], fed: usize, from: usize| {
@@ -128,7 +129,7 @@ fn forks_know_what_the_layer_saw_of_the_other_sequence() {
         config: &config,
         store: &store,
     };
-    let layer = Mtp::load((&config, &store), &on_gpu()).unwrap();
+    let layer = Mtp::load((&config, &store), None, &on_gpu()).unwrap();
     check_forks(&published, (&*cpu, &layer), || gpu_session(&*engine), 0.05);
 }
 
@@ -141,7 +142,7 @@ fn drafts_change_no_answer() {
     let Some(engine) = gpu_engine(&config, &store, KernelSet::Fused) else {
         return;
     };
-    let layer = Mtp::load((&config, &store), &on_gpu()).unwrap();
+    let layer = Mtp::load((&config, &store), None, &on_gpu()).unwrap();
     let prompt = tokens(40, 8);
     let answer = |drafts: bool| {
         let mut session = gpu_session(&*engine);

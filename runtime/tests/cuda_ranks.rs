@@ -13,7 +13,7 @@ use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    Chunk, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session,
+    Chunk, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session,
     SessionSpec, Split,
 };
 use std::ops::ControlFlow;
@@ -68,7 +68,7 @@ fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         kv: KvType::F16,
         max_rows: 160,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     engine.session(spec).unwrap()
 }

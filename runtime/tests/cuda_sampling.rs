@@ -10,7 +10,8 @@ use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;
 use nq_runtime::{
-    Batch, Continuation, Error, KvType, LogitBias, Piece, Sampler, SamplingParams, SessionSpec,
+    Batch, Continuation, DraftedBy, Error, KvType, LogitBias, Piece, Sampler, SamplingParams,
+    SessionSpec,
 };
 use std::ops::ControlFlow;
 
@@ -315,7 +316,7 @@ fn many_sequences_continue_as_each_alone() {
         kv: KvType::F16,
         max_rows: 128,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     const STEPS: usize = 20;
     for m in [1, 2, 5, 8, 9, 16, 17, 24, 33, 64] {

@@ -10,8 +10,8 @@ use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::cpu::FEW_ROWS;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
-    ActivationChoice, Batch, Continuation, DraftModel, Encoder, Engine, EngineKind, KvType,
-    LoadOptions, Piece, Row, Sampler, SamplingParams, Session, SessionSpec, Speculation,
+    ActivationChoice, Batch, Continuation, DraftModel, DraftedBy, Encoder, Engine, EngineKind,
+    KvType, LoadOptions, Piece, Row, Sampler, SamplingParams, Session, SessionSpec, Speculation,
 };
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,7 +47,7 @@ fn spec(slots: usize, max_rows: usize) -> SessionSpec {
         kv: KvType::F16,
         max_rows,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     }
 }
 
@@ -119,7 +119,11 @@ fn answers_stay_and_so_do_those_with_drafts() {
                 &|session| Some(Speculation::new(eagle.drafter(session).unwrap()).always()),
             ];
             for (i, drafter) in drafters.iter().enumerate() {
-                let mut session = cut(&*target, spec(1, rows), every, &short);
+                let spec = SessionSpec {
+                    drafts: DraftedBy::Layer(eagle.layer()),
+                    ..spec(1, rows)
+                };
+                let mut session = cut(&*target, spec, every, &short);
                 let drafts = drafter(&mut session);
                 let what = format!("drafter {i}, cut at multiples of {every}, {rows} rows");
                 assert_eq!(talk(&mut session, drafts), plain, "{what}");

@@ -9,8 +9,8 @@ use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    ActivationChoice, Eagle, Engine, EngineKind, KvType, LoadOptions, Sampler, SamplingParams,
-    Session, SessionSpec, Speculation,
+    ActivationChoice, DraftedBy, Eagle, Engine, EngineKind, KvType, LoadOptions, Sampler,
+    SamplingParams, Session, SessionSpec, Speculation,
 };
 use serde_json::json;
 use std::ops::ControlFlow;
@@ -36,7 +36,7 @@ fn target(c: &ModelConfig) -> (Arc<dyn Engine>, Store) {
     (engine, store)
 }
 
-fn session(engine: &dyn Engine) -> Box<dyn Session> {
+fn session(engine: &dyn Engine, head: &Eagle) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots: 2,
         ctx: 300,
@@ -44,7 +44,7 @@ fn session(engine: &dyn Engine) -> Box<dyn Session> {
         kv: KvType::F32,
         max_rows: 300,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Layer(head.layer()),
     };
     engine.session(spec).unwrap()
 }
@@ -72,7 +72,7 @@ fn drafts_are_those_of_the_published_computation() {
             head.config["eagle_config"] = json!({"eagle_aux_hidden_state_layer_ids": taps});
         }
         let eagle = load(&head, (&c, &store)).unwrap();
-        let mut session = session(&*engine);
+        let mut session = session(&*engine, &eagle);
         let mut drafter = eagle.drafter(&mut *session).unwrap();
         // Of `text`, the session holds `fed` tokens, and the head sees those from `from` on.
         let mut check = |slot: usize, text: &[u32], fed: usize, from: usize| {
@@ -118,7 +118,7 @@ fn drafts_change_no_answer() {
             ..SamplingParams::greedy()
         };
         let answer = |drafts: bool| {
-            let mut session = session(&*engine);
+            let mut session = session(&*engine, &eagle);
             let speculation = drafts.then(|| {
                 let drafter = eagle.drafter(&mut *session).unwrap();
                 Speculation::new(drafter).always()
@@ -235,7 +235,14 @@ fn hostile_heads_are_refused() {
     nan(&mut head);
     let (engine, store) = target(&c);
     let eagle = load(&head, (&c, &store)).unwrap();
-    let mut session = session(&*engine);
+    let spec = SessionSpec {
+        drafts: DraftedBy::Tokens,
+        ..session(&*engine, &eagle).spec()
+    };
+    let unprepared = eagle.drafter(&mut *engine.session(spec).unwrap()).err();
+    let unprepared = unprepared.expect("an error").to_string();
+    assert!(unprepared.contains("a session made for it"), "{unprepared}");
+    let mut session = session(&*engine, &eagle);
     let mut drafter = eagle.drafter(&mut *session).unwrap();
     feed(&mut *session, 0, &[1, 2, 3]);
     drafter.see(0, session.streams().unwrap().take(0).unwrap());

@@ -9,7 +9,7 @@ use nq_formats::names::HEAD;
 use nq_formats::{Tensor, Weight};
 use nq_runtime::embedding::unit;
 use nq_runtime::rerank::shared_beginning;
-use nq_runtime::{Encoder, Error, KvType, Row, SessionSpec};
+use nq_runtime::{DraftedBy, Encoder, Error, KvType, Row, SessionSpec};
 
 /// A model whose logits are what its head reads: the head is the identity.
 fn transparent(seed: u64) -> (ModelConfig, Store) {
@@ -83,7 +83,7 @@ fn what_runs_together_makes_no_difference() {
             kv: KvType::F32,
             max_rows,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         };
         let mut encoder = Encoder::new(engine.session(spec).unwrap(), Row::Hidden);
         let found = encode(&mut encoder, 0, &texts());

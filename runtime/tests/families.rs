@@ -7,7 +7,7 @@ use common::{distance, hybrid, options};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::models::{Architecture, find};
 use nq_formats::{Checkpoint, DType, ModelConfig, Rope, RopeScaling, synth};
-use nq_runtime::{Chunk, EngineKind, KvType, LogitsWanted, Session, SessionSpec};
+use nq_runtime::{Chunk, DraftedBy, EngineKind, KvType, LogitsWanted, Session, SessionSpec};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -91,7 +91,7 @@ fn logits(checkpoint: &Checkpoint, tokens: &[u32], piece: usize) -> Vec<f32> {
         kv: KvType::F32,
         max_rows: 64,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let mut session: Box<dyn Session> = engine.session(spec).unwrap();
     let mut all = Vec::new();

@@ -10,8 +10,8 @@ use nq_formats::models::{
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_runtime::memory::weight_kinds;
 use nq_runtime::{
-    ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LoadOptions, Logits,
-    LogitsWanted, Observer, SessionSpec, load,
+    ActivationChoice, Chunk, DraftedBy, EngineKind, Error, Hidden, KvType, LayerWeights,
+    LoadOptions, Logits, LogitsWanted, Observer, SessionSpec, load,
 };
 
 /// Logits are of order 1; two f32 implementations agree to this.
@@ -254,7 +254,7 @@ fn rounding_the_cache_costs_little() {
             kv,
             max_rows: 50,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         };
         feed(&mut *engine.session(spec).unwrap(), 0, &text)
     };
@@ -376,7 +376,7 @@ fn layer_by_layer_equals_the_whole_forward() {
             kv: KvType::F32,
             max_rows: 700,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         };
         let want = feed(&mut *engine.session(spec).unwrap(), 0, text);
         let d = distance(&logits[at..at + want.len()], &want);
@@ -509,7 +509,7 @@ fn candle_names_what_it_does_not_do() {
         kv: KvType::F32,
         max_rows: 64,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let refused = |spec| engine.session(spec).err().expect("refused").to_string();
     assert!(refused(SessionSpec { slots: 2, ..spec }).contains("slots: expected 1, found 2"));

@@ -5,8 +5,8 @@ use nq_formats::{Files, Progress};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::generate::{generate, generate_text};
 use nq_runtime::{
-    Chunk, Error, KvType, Limits, Logits, LogitsWanted, Observer, Result, Sampler, SamplingParams,
-    Sequence, Session, SessionSpec, StopReason, Tokenizer,
+    Chunk, DraftedBy, Error, KvType, Limits, Logits, LogitsWanted, Observer, Result, Sampler,
+    SamplingParams, Sequence, Session, SessionSpec, StopReason, Tokenizer,
 };
 use std::cell::Cell;
 use std::ops::ControlFlow;
@@ -36,7 +36,7 @@ impl Fake {
                 kv: KvType::F16,
                 max_rows,
                 snapshots: None,
-                drafts: false,
+                drafts: DraftedBy::Nothing,
             },
             sequences: vec![Vec::new(); slots],
             logits: Vec::new(),

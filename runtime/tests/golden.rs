@@ -2,8 +2,8 @@
 
 use nq_formats::Checkpoint;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Encoder, Engine, KvType, LoadOptions, LogitsWanted, Row,
-    SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Encoder, Engine, KvType, LoadOptions,
+    LogitsWanted, Row, SessionSpec,
 };
 use serde::Deserialize;
 use std::path::Path;
@@ -58,7 +58,7 @@ fn spec(ctx: usize) -> SessionSpec {
         kv: KvType::F32,
         max_rows: ctx,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     }
 }
 

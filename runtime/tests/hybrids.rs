@@ -12,8 +12,8 @@ use nq_kernels::rng::Philox;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::models::LayerWeights;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, EngineKind, Error, Hidden, KvType, LoadOptions,
-    LogitsWanted, Sampler, SamplingParams, Session, SessionSpec, Speculation,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, EngineKind, Error, Hidden, KvType,
+    LoadOptions, LogitsWanted, Sampler, SamplingParams, Session, SessionSpec, Speculation,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         kv: KvType::F32,
         max_rows: 700,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     engine.session(spec).unwrap()
 }

@@ -375,6 +375,35 @@ fn heads_are_divided_by_tokens() {
     assert_eq!(shard.head_rows(&tied), 0..96);
 }
 
+#[test]
+fn columns_keep_their_scheme() {
+    let c = small_config();
+    let dims = (c.hidden_size, c.intermediate_size);
+    let name = "model.layers.0.mlp.down_proj";
+    let scheme = |bits, group| AffineScheme::new(bits, Group::Size(group), Zeros::Integer);
+    for (bits, group) in [(Bits::B4, 8), (Bits::B5, 16), (Bits::B8, 32)] {
+        let scheme = scheme(bits, group);
+        let store = Store::random(&c, 5).quantized(scheme);
+        let whole = store.matrix(name, dims).unwrap();
+        let all = values(&whole);
+        for cols in [0..32, 32..dims.1] {
+            let part = whole.columns(cols.clone()).unwrap();
+            assert_eq!(part.scheme_name(), whole.scheme_name());
+            assert_eq!(part.dims(), (dims.0, cols.len()));
+            for (part, row) in values(&part).iter().zip(&all) {
+                assert_eq!(part, &row[cols.clone()]);
+            }
+        }
+        for within in [0..33, 31..dims.1, 0..dims.1 + 1, 0..0] {
+            assert!(whole.columns(within.clone()).is_err(), "{within:?}");
+        }
+    }
+    let whole = Store::random(&c, 5).matrix(name, dims).unwrap();
+    let part = values(&whole.columns(3..10).unwrap());
+    let all = values(&whole);
+    assert!(part.iter().zip(&all).all(|(part, row)| part == &row[3..10]));
+}
+
 /// Two GPUs, and four, run the published sizes.
 #[test]
 fn published_sizes_can_be_divided() {

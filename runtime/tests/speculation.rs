@@ -8,9 +8,9 @@ use nq_kernels::cpu::{FEW_ROWS, Isa, IsaChoice};
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    ActivationChoice, Batch, Chunk, Continuation, DraftModel, Drafter, Engine, EngineKind, KvType,
-    LoadOptions, LogitBias, LogitsWanted, Piece, Sampler, SamplingParams, Session, SessionSpec,
-    Speculation,
+    ActivationChoice, Batch, Chunk, Continuation, DraftModel, DraftedBy, Drafter, Engine,
+    EngineKind, KvType, LoadOptions, LogitBias, LogitsWanted, Piece, Sampler, SamplingParams,
+    Session, SessionSpec, Speculation,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ fn session(engine: &dyn Engine, kv: KvType, ctx: usize) -> Box<dyn Session> {
         kv,
         max_rows: 400,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     engine.session(spec).unwrap()
 }
@@ -188,7 +188,7 @@ fn by_model(engine: &dyn Engine, ctx: usize) -> Speculation {
         kv: KvType::Int8,
         max_rows: 25,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let session = engine.session(spec).unwrap();
     let vocab = engine.config().vocab_size;
@@ -305,7 +305,7 @@ fn drafts_change_no_batch() {
             kv: KvType::F16,
             max_rows: 200,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         };
         let mut session = target.session(spec).unwrap();
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(30 + 9 * i, 5 + i as u64)).collect();

@@ -2,7 +2,7 @@
 //! holds a checkpoint, such as `assets/demo`.
 
 use nq_formats::Checkpoint;
-use nq_runtime::{Detokenizer, KvType, LoadOptions, SessionSpec, Tokenizer};
+use nq_runtime::{Detokenizer, DraftedBy, KvType, LoadOptions, SessionSpec, Tokenizer};
 use nq_serve::{Engine, EngineOptions, Event, Request};
 
 #[allow(clippy::print_stdout, reason = "an example prints")]
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let vocab = checkpoint.config().vocab_size;
     let options = EngineOptions {

@@ -6,7 +6,7 @@ mod cut;
 mod common;
 
 use cut::Cut;
-use nq_runtime::{KvType, Session, SessionSpec};
+use nq_runtime::{DraftedBy, KvType, Session, SessionSpec};
 use nq_serve::{Engine, EngineOptions, Event, Finish, PageStore, Request};
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn engine(every: usize, options: EngineOptions) -> Engine {
             kv: KvType::F16,
             max_rows: 128,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         })?;
         Ok(Box::new(Cut {
             session,

@@ -3,7 +3,8 @@
 
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    Chunk, Drafter, Error, KvType, Logits, Observer, Result, Session, SessionSpec, Speculation,
+    Chunk, DraftedBy, Drafter, Error, KvType, Logits, Observer, Result, Session, SessionSpec,
+    Speculation,
 };
 use nq_serve::engine::{Failure, Refused};
 use nq_serve::{
@@ -155,7 +156,7 @@ fn engine_cut_at(every: usize, step_ms: u64, options: EngineOptions) -> (Engine,
         kv: KvType::F16,
         max_rows: 64,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let of_session = Arc::clone(&log);
     let open = Box::new(move || {

@@ -4,7 +4,9 @@ use nq_formats::models::find;
 use nq_formats::{Delta, ModelConfig, Rope, RopeScaling, synth};
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
-use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, LogitBias, SessionSpec};
+use nq_runtime::{
+    ActivationChoice, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitBias, SessionSpec,
+};
 use nq_serve::{Engine, EngineOptions, Event, Finish, PageStore, Request};
 use std::path::Path;
 use std::sync::Arc;
@@ -70,7 +72,7 @@ fn engine(snapshots: Option<usize>, engine_options: EngineOptions) -> Engine {
             kv: KvType::F32,
             max_rows: 700,
             snapshots,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         })
     });
     Engine::start(open, config.vocab_size, engine_options).unwrap()

@@ -504,7 +504,7 @@ fn a_model_without_a_template_serves_completions() {
         kv: nq_runtime::KvType::F16,
         max_rows: 64,
         snapshots: None,
-        drafts: false,
+        drafts: nq_runtime::DraftedBy::Nothing,
     };
     let options = nq_serve::EngineOptions {
         parallel: 2,

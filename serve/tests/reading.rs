@@ -5,7 +5,7 @@ mod common;
 use common::{Running, demo};
 use nq_formats::{Checkpoint, Files};
 use nq_runtime::rerank::Reranker;
-use nq_runtime::{Encoder, SessionSpec, Tokenizer};
+use nq_runtime::{DraftedBy, Encoder, SessionSpec, Tokenizer};
 use nq_serve::{EngineOptions, HttpLimits, Models, Security};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -214,7 +214,7 @@ fn documents_are_scored_and_sorted() {
         kv: nq_runtime::KvType::F16,
         max_rows: 1024,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     });
     let mut encoder = Encoder::new(session.unwrap(), reranker.row());
     let mut scores = Vec::new();

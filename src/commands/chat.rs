@@ -157,6 +157,10 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     {
         terminal.note("--no-think has no effect: this model's template cannot turn thinking off");
     }
+    let draft = match &args.draft {
+        Some(from) => DraftWeights::open(from, &checkpoint, args.bits, global, &terminal)?,
+        None => None,
+    };
     let spec = SessionSpec {
         slots: 1,
         ctx,
@@ -164,20 +168,34 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         kv: args.kv,
         max_rows: global.device.resolve()?.prompt_rows().min(ctx),
         snapshots: None,
-        drafts: draft::are_wanted(args.draft.as_ref()),
+        drafts: draft::drafted_by(args.draft.as_ref(), draft.as_ref()),
     };
-    let engine = load(&checkpoint, schemes.as_ref(), &spec, global, &terminal)?;
+    // A drafter is loaded first: what it and a session of its own take of a GPU's memory is not there for the model.
+    let load_drafts = |draft: &DraftWeights| {
+        if global.verbose && global.device.resolve()? == Device::Cpu {
+            let memory = draft.memory(config, &spec)?;
+            terminal.note(&format!("memory: {}", memory.0));
+        }
+        draft.load(&global.load_options(), &checkpoint, &terminal)
+    };
+    let loaded = draft.as_ref().map(load_drafts).transpose()?;
+    let beside = loaded.as_ref().map(|d| d.device_memory(&spec).total());
+    let options = LoadOptions {
+        session: Some(spec),
+        reserved: beside.unwrap_or(0),
+        ..global.load_options()
+    };
+    let engine = load(
+        &checkpoint,
+        schemes.as_ref(),
+        (&spec, &options),
+        global,
+        &terminal,
+    )?;
     let mut session = engine.session(spec)?;
     let device = &engine.description().device;
     let of = args.draft.as_ref();
-    let drafts = draft::drafts(of, session.as_ref(), device, &terminal, |from| {
-        let draft = DraftWeights::open(from, &checkpoint, args.bits, global, &terminal)?;
-        let draft = draft.context("--draft: a drafter without weights")?;
-        if global.verbose && global.device.resolve()? == Device::Cpu {
-            terminal.note(&format!("memory: {}", draft.memory(&spec)?.0));
-        }
-        draft.load(&global.load_options(), &checkpoint, &terminal)
-    })?;
+    let drafts = draft::drafts(of, session.as_ref(), device, &terminal, loaded)?;
     let drafts = drafts
         .map(|d| d.speculation(session.as_mut()))
         .transpose()?;
@@ -354,7 +372,7 @@ fn open(
 fn load(
     checkpoint: &Checkpoint,
     schemes: Option<&Schemes>,
-    spec: &SessionSpec,
+    (spec, options): (&SessionSpec, &LoadOptions),
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<Arc<dyn Engine>> {
@@ -368,11 +386,7 @@ fn load(
         ));
     }
     model::note_growth(checkpoint, terminal);
-    let options = LoadOptions {
-        session: Some(*spec),
-        ..global.load_options()
-    };
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, terminal)?;
+    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)?;
     if global.verbose
         && let Some(memory) = engine.device_memory(spec)
     {

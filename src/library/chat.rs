@@ -5,8 +5,8 @@ use crate::at_load::longest_context;
 use nq_formats::Task;
 use nq_runtime::generate::generate_text;
 use nq_runtime::{
-    ChatTemplate, KvType, Limits, Message, Sampler, SamplingParams, Sequence, Session, SessionSpec,
-    Stats, StopReason, StopTexts,
+    ChatTemplate, DraftedBy, KvType, Limits, Message, Sampler, SamplingParams, Sequence, Session,
+    SessionSpec, Stats, StopReason, StopTexts,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -70,7 +70,7 @@ impl Chat {
             kv: KvType::F16,
             max_rows: model.engine().description().prompt_rows().min(ctx),
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         })?;
         Ok(Chat {
             sequence: Sequence::new(session.as_mut(), 0),

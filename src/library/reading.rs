@@ -6,7 +6,7 @@ use nq_formats::Task;
 use nq_kernels::pages::PAGE;
 use nq_runtime::embedding::{EmbeddingTexts, Purpose, unit};
 use nq_runtime::rerank::{self, shared_beginning};
-use nq_runtime::{Encoder, KvType, Row, SessionSpec};
+use nq_runtime::{DraftedBy, Encoder, KvType, Row, SessionSpec};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -25,7 +25,7 @@ pub(crate) fn session_for_texts(ctx: usize, rows: usize) -> SessionSpec {
         kv: KvType::F16,
         max_rows: rows,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     }
 }
 

@@ -11,8 +11,8 @@ use nq_formats::{Progress, Unit};
 use nq_runtime::generate::generate;
 use nq_runtime::interface::Drafter;
 use nq_runtime::{
-    DraftModel, Engine, Generated, KvType, Limits, Sampler, SamplingParams, Sequence, Session,
-    SessionSpec, Speculation,
+    DraftLayer, DraftModel, DraftedBy, Engine, Generated, KvType, Limits, Sampler, SamplingParams,
+    Sequence, Session, SessionSpec, Speculation,
 };
 use replay::{Replay, Told};
 use std::ops::ControlFlow;
@@ -58,6 +58,8 @@ pub enum DraftBy<'a> {
     Head {
         /// Makes a drafter for a session.
         open: OpenDrafter<'a>,
+        /// Its sizes.
+        layer: DraftLayer,
         /// Number of tokens of the model.
         vocab: usize,
     },
@@ -98,7 +100,10 @@ impl TextSpec<'_> {
             kv: self.kv,
             max_rows: prompt_rows,
             snapshots: None,
-            drafts: true,
+            drafts: match self.drafts.0 {
+                DraftBy::Head { layer, .. } => DraftedBy::Layer(layer),
+                DraftBy::Ngram | DraftBy::Model { .. } => DraftedBy::Tokens,
+            },
         }
     }
 
@@ -116,7 +121,7 @@ impl TextSpec<'_> {
     fn speculation(&self, session: &mut dyn Session) -> Result<Speculation> {
         let speculation = match &self.drafts.0 {
             DraftBy::Ngram => Speculation::ngram(),
-            DraftBy::Head { open, vocab } => {
+            DraftBy::Head { open, vocab, .. } => {
                 let drafter = open(session)?;
                 Speculation::new(match self.answer {
                     Answer::Replayed {

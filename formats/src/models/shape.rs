@@ -2,7 +2,7 @@
 
 use super::architecture::{Architecture, Preset};
 use super::dimensions::{Delta, Experts, Rope};
-use super::layer::{LayerSpec, LinearKind, LinearSpec, Parameter, Product, Source, Width};
+use super::layer::{LayerSpec, LinearKind, LinearSpec, Mixer, Parameter, Product, Source, Width};
 use crate::dtype::DType;
 
 /// The shape of a model. Dimensions are in elements.
@@ -80,6 +80,15 @@ impl ModelConfig {
     /// Width of all key (or value) heads together.
     pub fn kv_dim(&self) -> usize {
         self.num_key_value_heads * self.head_dim
+    }
+
+    /// Width of the gates of all heads together; 0 if heads have none.
+    pub fn gate_dim(&self) -> usize {
+        let mut blocks = self.architecture.kinds.iter().flat_map(|k| k.blocks);
+        match blocks.any(|b| matches!(b.mixer, Mixer::Attention(a) if a.gated)) {
+            true => self.q_dim(),
+            false => 0,
+        }
     }
 
     /// Values of a head that are rotated.

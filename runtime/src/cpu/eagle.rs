@@ -3,7 +3,7 @@
 use super::cache::LayerCache;
 use super::layer::pack;
 use super::model::embed;
-use super::stream_drafts::DraftHead;
+use super::stream_drafts::{DRAFT_KV, DraftHead};
 use crate::error::Result;
 use crate::interface::LoadOptions;
 use crate::models;
@@ -130,7 +130,7 @@ impl DraftHead for EagleModel {
 
     fn cache(&self, pages: usize) -> LayerCache {
         let c = &self.config;
-        let pages = KvPages::new(Default::default(), pages, c.num_key_value_heads, c.head_dim);
+        let pages = KvPages::new(DRAFT_KV, pages, c.num_key_value_heads, c.head_dim);
         LayerCache::Pages(pages)
     }
 

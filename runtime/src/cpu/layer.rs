@@ -6,7 +6,6 @@ use super::weights::{CpuLayer, delta_vectors};
 use crate::error::{Error, Result};
 use crate::forward::{
     self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
-    has_gates,
 };
 use crate::interface::{LoadOptions, Observer};
 use crate::models::LayerWeights;
@@ -454,8 +453,7 @@ pub(crate) struct Scratch {
 impl Scratch {
     /// Values per row of each buffer.
     fn widths(c: &ModelConfig) -> [usize; 8] {
-        let gates = if has_gates(c) { c.q_dim() } else { 0 };
-        let qkv = gates + c.q_dim() + 2 * c.kv_dim();
+        let qkv = c.gate_dim() + c.q_dim() + 2 * c.kv_dim();
         let [inputs, values, rates] = match c.delta {
             None => [0; 3],
             Some(d) => [d.channels() + d.values(), d.values(), 2 * d.value_heads],
@@ -468,7 +466,7 @@ impl Scratch {
             c.hidden_size,
             qkv.max(inputs),
             c.q_dim().max(values),
-            gates,
+            c.gate_dim(),
             rates,
             gated,
             scores,

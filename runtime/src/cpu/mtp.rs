@@ -3,7 +3,7 @@
 use super::cache::LayerCache;
 use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
 use super::model::CpuModel;
-use super::stream_drafts::DraftHead;
+use super::stream_drafts::{DRAFT_KV, DraftHead};
 use super::weights::CpuLayer;
 use crate::error::Result;
 use crate::forward::Mix;
@@ -14,9 +14,8 @@ use crate::sampler::best_token;
 use crate::speculation::head::MTP_NOT_FINITE;
 use crate::weights::Census;
 use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
-use nq_formats::{ModelConfig, WeightStore};
+use nq_formats::{ModelConfig, Weight, WeightStore};
 use nq_kernels::cpu::{Epilogue, Linear};
-use nq_kernels::pages::KvType;
 use std::sync::Arc;
 
 /// Rows computed together.
@@ -32,23 +31,29 @@ pub(crate) struct MtpModel {
     embedding_norm: Vec<f32>,
     hidden_norm: Vec<f32>,
     norm: Vec<f32>,
+    /// `[vocab, hidden]`; `None`: the model's.
+    head: Option<Linear>,
 }
 
 impl MtpModel {
-    /// Packs the layer of the model of `store`, whose shape as a model of its own is `config`.
+    /// Packs the layer of the model of `store`, whose shape as a model of its own is `config`, and the head that it drafts
+    /// with if that is not the model's.
     ///
     /// # Errors
     /// A missing or misshapen tensor.
     pub(crate) fn load(
         config: ModelConfig,
         store: &dyn WeightStore,
+        head: Option<&Weight>,
         options: &LoadOptions,
     ) -> Result<Self> {
         let (cpu, h, mut census) = (options.cpu()?, config.hidden_size, Census::default());
         let gains = |name: &str| -> Result<Vec<f32>> { Ok(store.vector(name, h)?.to_f32()?) };
         let fc = store.matrix(FC, (h, 2 * h))?;
         let weights = LayerWeights::read(&LayerStore::new(store), &config, 0)?;
+        let head = head.map(|w| pack(&cpu, options, ("draft head", 1), &[w], &mut census));
         Ok(MtpModel {
+            head: head.transpose()?,
             rotary: Rotary::new(&config),
             fc: pack(&cpu, options, ("mtp fc", 1), &[&fc], &mut census)?,
             layer: pack_layer((&cpu, &config), options, 0, &weights, &mut census)?,
@@ -152,7 +157,7 @@ impl DraftHead for MtpDrafter {
 
     fn cache(&self, pages: usize) -> LayerCache {
         let c = &self.own.config;
-        LayerCache::new(c, c.layer(0), KvType::default(), (0, pages))
+        LayerCache::new(c, c.layer(0), DRAFT_KV, (0, pages))
     }
 
     fn feed(
@@ -190,9 +195,8 @@ impl DraftHead for MtpDrafter {
     fn draft(&self, made: &[f32]) -> Result<u32> {
         let model = &*self.model;
         let mut logits = vec![0.0; model.config.vocab_size];
-        model
-            .cpu
-            .linear(&model.head, made, &mut logits, Epilogue::Store)?;
+        let head = self.own.head.as_ref().unwrap_or(&model.head);
+        model.cpu.linear(head, made, &mut logits, Epilogue::Store)?;
         best_token(&logits)
     }
 }

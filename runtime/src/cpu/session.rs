@@ -6,12 +6,13 @@ use super::kept::KeptRows;
 use super::layer::{Batch, Pass, Scratch};
 use super::model::CpuModel;
 use super::mtp::{MtpDrafter, MtpModel};
-use super::stream_drafts::{Forks, StreamDrafts};
+use super::stream_drafts::{Forks, StreamDrafts, draft_page_bytes};
 use super::weights::CpuLayer;
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
-    Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams, Tapped,
+    Chunk, DraftedBy, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams,
+    Tapped,
 };
 use crate::kv::{PageCopy, PageTables};
 use crate::states::Snapshots;
@@ -89,12 +90,17 @@ fn places(spec: &SessionSpec) -> usize {
     spec.slots + spec.snapshot_count()
 }
 
-/// Bytes that [`CpuSession::new`] reserves: (keys and values, activations without the logits, which
-/// depend on the request).
+/// Bytes that [`CpuSession::new`] and a layer that drafts for it reserve: (keys and values, activations without the logits,
+/// which depend on the request).
 pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usize) {
     let stream = size_of::<f32>() * spec.max_rows * c.hidden_size;
+    let page = page_bytes(c, spec.kv)
+        + match spec.drafts {
+            DraftedBy::Layer(layer) => draft_page_bytes(&layer),
+            DraftedBy::Nothing | DraftedBy::Tokens => 0,
+        };
     (
-        spec.page_count() * page_bytes(c, spec.kv) + places(spec) * state_bytes(c),
+        spec.page_count() * page + places(spec) * state_bytes(c),
         Scratch::bytes(c, spec.max_rows) + stream,
     )
 }
@@ -547,21 +553,23 @@ impl Pages for CpuSession {
 
 impl Streams for CpuSession {
     fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>> {
-        let (drafter, forks): (Box<dyn Drafter>, _) =
-            match Arc::clone(&head.weights).downcast::<MtpModel>() {
-                Ok(layer) => {
-                    let head = MtpDrafter::new(layer, Arc::clone(&self.model));
-                    let drafts = StreamDrafts::new(Arc::new(head), &self.spec);
-                    let forks = drafts.forks();
-                    (Box::new(drafts), forks)
-                }
-                Err(_) => {
-                    let head = head.weights::<EagleModel>("the CPU")?;
-                    let drafts = StreamDrafts::new(head, &self.spec);
-                    let forks = drafts.forks();
-                    (Box::new(drafts), forks)
-                }
-            };
+        head.check("the CPU", &self.spec)?;
+        let (drafter, forks): (Box<dyn Drafter>, _) = match head.weights::<MtpModel>() {
+            Some(layer) => {
+                let head = MtpDrafter::new(layer, Arc::clone(&self.model));
+                let drafts = StreamDrafts::new(Arc::new(head), &self.spec);
+                let forks = drafts.forks();
+                (Box::new(drafts), forks)
+            }
+            None => {
+                let Some(head) = head.weights::<EagleModel>() else {
+                    unreachable!("a layer that drafts is an MTP layer or an EAGLE-3 head");
+                };
+                let drafts = StreamDrafts::new(head, &self.spec);
+                let forks = drafts.forks();
+                (Box::new(drafts), forks)
+            }
+        };
         self.taps = Taps {
             after: head.taps.clone(),
             slots: vec![Tapped::default(); self.spec.slots],

@@ -2,8 +2,9 @@
 
 use super::cache::LayerCache;
 use crate::error::Result;
-use crate::interface::{Draft, Drafter, SessionSpec, Tapped};
-use nq_kernels::pages::PAGE;
+use crate::interface::{Draft, DraftLayer, Drafter, SessionSpec, Tapped};
+use nq_kernels::cpu::KvPages;
+use nq_kernels::pages::{KvType, PAGE};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A layer that drafts from the residual streams of a model. A row of it is a token with the streams of the token
@@ -48,6 +49,14 @@ pub(crate) trait DraftHead: Send + Sync {
     /// # Errors
     /// See [`DraftHead::feed`].
     fn draft(&self, made: &[f32]) -> Result<u32>;
+}
+
+/// Type of the keys and values of layers that draft.
+pub(crate) const DRAFT_KV: KvType = KvType::F16;
+
+/// Bytes of a page of a layer that drafts.
+pub(crate) fn draft_page_bytes(layer: &DraftLayer) -> usize {
+    KvPages::page_bytes(DRAFT_KV, layer.heads.1, layer.head_dim)
 }
 
 /// Drafts with a [`DraftHead`]; the session that it drafts for holds the other reference.

@@ -7,7 +7,6 @@ use super::plan::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::request::Request;
 use super::session::step_rows::most_together;
 use crate::error::{Error, Result};
-use crate::forward::has_gates;
 use crate::forward::{HeadVectors, Layer, Mix, VectorSpec};
 use crate::interface::{LoadOptions, SessionSpec};
 use crate::models::{self, LayerWeights};
@@ -269,7 +268,7 @@ impl CudaModel {
             weights: 0,
             session: options.session.as_ref(),
         };
-        let free = gpu.free_memory()?;
+        let free = gpu.free_memory()?.saturating_sub(options.reserved);
         let (on_host, weights) = request.split(cpu_experts, free, |on_host| {
             weight_bytes(config, &kinds, stored, on_host, part)
         })?;
@@ -506,7 +505,7 @@ pub(super) fn note_copies(c: &ModelConfig, progress: &dyn Progress) {
 
 /// Refuses shapes that the kernels do not serve.
 pub(crate) fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
-    let (gated, turned) = (has_gates(config), config.rotated());
+    let (gated, turned) = (config.gate_dim() > 0, config.rotated());
     match (config.head_dim, gated) {
         (HEAD_DIM, false) | (WIDE_HEAD_DIM, true) => {}
         (found, false) => return refuse("head_dim", "128", found),

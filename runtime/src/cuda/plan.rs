@@ -387,6 +387,7 @@ pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::interface::DraftedBy;
     use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros, trellis::Code};
     use nq_kernels::KernelSet;
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
@@ -406,7 +407,7 @@ mod tests {
             kv,
             max_rows: 512,
             snapshots: None,
-            drafts: false,
+            drafts: DraftedBy::Nothing,
         }
     }
 

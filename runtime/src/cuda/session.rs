@@ -16,7 +16,7 @@ mod taps;
 
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
-use super::streams::StreamRun;
+use super::streams::{DraftMemory, StreamRun};
 use crate::checks::{all_finite, check_chunks, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -29,8 +29,8 @@ use graphs::Graphs;
 use memory::SessionMemory;
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
-    Buffer, DeviceLinear, DevicePages, DeviceStates, Gpu, HostStage, MOST_SEQUENCES, Mark,
-    PageStaging, Pinned, Stream, StreamOptions,
+    Buffer, DeviceLinear, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned,
+    Stream, StreamOptions,
 };
 use rank_rows::RankRows;
 use std::collections::VecDeque;
@@ -62,6 +62,8 @@ pub(super) struct CudaSession {
     ranks: Option<RankRows>,
     /// Reads the residual streams of the rows that the host has written.
     drafting: Option<StreamRun>,
+    /// For a drafter to come.
+    draft_memory: Option<DraftMemory>,
     /// Start and end of queued chunks that have not been waited for.
     prompts: VecDeque<(Mark, Mark)>,
     logits_host: Pinned<f32>, // [LOGIT_ROWS, vocab]
@@ -107,6 +109,7 @@ impl CudaSession {
             many: memory.many,
             ranks: memory.ranks,
             drafting: None,
+            draft_memory: memory.drafts,
             prompts: VecDeque::new(),
             logits_host: gpu.pinned("logits", LOGIT_ROWS * model.config.vocab_size)?,
             logits: Vec::new(),
@@ -336,17 +339,19 @@ impl Streams for CudaSession {
                 found: model.kernels.to_string(),
             });
         }
-        let run = StreamRun::new(head, model, &self.stream, spec)?;
-        let taps = |rows: usize| {
-            Taps::new(
-                &model.gpu,
-                head.taps.clone(),
-                rows,
-                model.config.hidden_size,
-            )
+        head.check("a GPU", spec)?;
+        let Some(memory) = self.draft_memory.take() else {
+            return Err(Error::Request {
+                what: "drafters of a session",
+                expected: "one".into(),
+                found: "another one".into(),
+            });
         };
-        self.step.taps = Some(taps(MOST_SEQUENCES)?);
-        self.many.taps = Some(taps(spec.max_rows.max(1))?);
+        let (run, tapped) = StreamRun::new(head, model, &self.stream, (spec, memory))?;
+        let taps = |streams| Taps::new(head.taps.clone(), model.config.hidden_size, streams);
+        let [of_steps, of_many] = tapped.map(taps);
+        self.step.taps = Some(of_steps);
+        self.many.taps = Some(of_many);
         self.drafting = Some(run.clone());
         // The recorded steps keep no streams.
         self.graphs = Graphs::default();

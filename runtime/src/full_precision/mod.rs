@@ -11,7 +11,7 @@ pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
 use crate::forward::{
-    Attention, Delta, Experts, HeadVectors, Layer, Mlp, Operand, Ops, Packed, Shared, has_gates,
+    Attention, Delta, Experts, HeadVectors, Layer, Mlp, Operand, Ops, Packed, Shared,
 };
 use crate::states::{delta_shape, shape_of};
 use nq_formats::ModelConfig;
@@ -160,7 +160,7 @@ impl<O: Allocate> Workspace<O> {
             p: floats(batch * c.num_attention_heads * seq * seq)?,
             w: floats(largest)?,
             ones: ones(ops, c, rows)?,
-            gates: floats(if has_gates(c) { rows * c.q_dim() } else { 0 })?,
+            gates: floats(rows * c.gate_dim())?,
             delta: match delta {
                 None => None,
                 Some(shape) => Some(DeltaBuffers {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::interface::{Engine, LoadOptions, Ordinals};
 use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
-use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::DeviceMoments;
 use std::sync::Arc;
@@ -39,7 +39,12 @@ pub(crate) fn load_eagle(_: &EagleHead, _: &ModelConfig, ordinal: usize) -> Resu
     absent(ordinal)
 }
 
-pub(crate) fn load_mtp(_: ModelConfig, _: &dyn WeightStore, ordinal: usize) -> Result<()> {
+pub(crate) fn load_mtp(
+    _: ModelConfig,
+    _: &dyn WeightStore,
+    _: Option<&Weight>,
+    ordinal: usize,
+) -> Result<()> {
     absent(ordinal)
 }
 

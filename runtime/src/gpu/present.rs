@@ -7,7 +7,7 @@ use crate::full_precision;
 use crate::interface::{Engine, LoadOptions, Ordinals};
 use crate::stepper::LayerStepper;
 use nq_formats::eagle::EagleHead;
-use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{
     CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count,
@@ -41,13 +41,15 @@ pub(crate) fn load_eagle(
     CudaEagle::load(&Gpu::open(ordinal)?, head, model)
 }
 
-/// Packs the MTP layer of the model of `store`, whose shape as a model of its own is `config`, for GPU `ordinal`.
+/// Packs the MTP layer of the model of `store`, whose shape as a model of its own is `config`, for GPU `ordinal`, with the
+/// head that it drafts with if that is not the model's.
 pub(crate) fn load_mtp(
     config: ModelConfig,
     store: &dyn WeightStore,
+    head: Option<&Weight>,
     ordinal: usize,
 ) -> Result<CudaMtp> {
-    CudaMtp::load(&Gpu::open(ordinal)?, config, store)
+    CudaMtp::load(&Gpu::open(ordinal)?, config, store, head)
 }
 
 /// Loads the engine of GPU `ordinal`.

@@ -1,6 +1,9 @@
 //! Drafters, and the residual streams that some of them read.
 
+use super::session::SessionSpec;
 use crate::error::{Error, Result};
+use nq_formats::eagle::{EagleConfig, TAPS};
+use nq_formats::{Experts, ModelConfig, mtp};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -59,13 +62,92 @@ pub struct Draft<'a> {
 /// Number of kinds of guesses.
 pub const KINDS: usize = 3;
 
+/// What drafts the tokens that the steps of a session check.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DraftedBy {
+    /// Nothing: steps check no drafts.
+    #[default]
+    Nothing,
+    /// The text itself, or another model, which has a session of its own.
+    Tokens,
+    /// A layer that reads the session's residual streams. The session has memory for its context and its activations.
+    Layer(DraftLayer),
+}
+
+/// Sizes of a layer that drafts from residual streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftLayer {
+    pub(crate) hidden: usize,
+    /// The target's streams that a row has, side by side, `hidden` values each.
+    pub(crate) taps: usize,
+    /// Heads of queries, and of keys and values.
+    pub(crate) heads: (usize, usize),
+    pub(crate) head_dim: usize,
+    /// Values of a head that turn with the position.
+    pub(crate) rotated: usize,
+    /// Of the products that attention begins with.
+    pub(crate) qkv: usize,
+    /// Width of the MLP, or of the shared expert.
+    pub(crate) mlp: usize,
+    pub(crate) experts: Option<Experts>,
+    /// Tokens that may be fed, and that may be drafted.
+    pub(crate) vocab: usize,
+    pub(crate) drafted: usize,
+}
+
+impl DraftLayer {
+    /// The MTP layer of a model of shape `c`; `None` without one.
+    pub fn mtp(c: &ModelConfig) -> Option<Self> {
+        mtp::config(c).map(|layer| DraftLayer::of(&layer))
+    }
+
+    /// The layer of a model of shape `c` that has one layer, with attention.
+    pub(crate) fn of(c: &ModelConfig) -> Self {
+        DraftLayer {
+            hidden: c.hidden_size,
+            taps: 1,
+            heads: (c.num_attention_heads, c.num_key_value_heads),
+            head_dim: c.head_dim,
+            rotated: c.rotated(),
+            qkv: c.gate_dim() + c.q_dim() + 2 * c.kv_dim(),
+            mlp: c.mlp_width().max(c.experts.map_or(0, |e| e.shared)),
+            experts: c.experts,
+            vocab: c.vocab_size,
+            drafted: c.vocab_size,
+        }
+    }
+
+    /// An EAGLE-3 head.
+    pub fn eagle3(c: &EagleConfig) -> Self {
+        let (heads, kv_heads) = (c.num_attention_heads, c.num_key_value_heads);
+        DraftLayer {
+            hidden: c.hidden_size,
+            taps: TAPS,
+            heads: (heads, kv_heads),
+            head_dim: c.head_dim,
+            rotated: c.rope.dims.unwrap_or(c.head_dim),
+            qkv: (heads + 2 * kv_heads) * c.head_dim,
+            mlp: c.intermediate_size,
+            experts: None,
+            vocab: c.vocab_size,
+            drafted: c.draft_vocab_size,
+        }
+    }
+
+    /// Values of a row's streams.
+    pub(crate) fn streams(&self) -> usize {
+        self.taps * self.hidden
+    }
+}
+
 /// The part of a session that gives its residual streams to drafters.
 pub trait Streams {
-    /// A drafter that drafts with `head` for this session, and is given its residual streams from now on.
+    /// The drafter that drafts with `head` for this session, and is given its residual streams from now on. The session has to
+    /// be made for it ([`SessionSpec::drafts`](crate::SessionSpec::drafts)), and has one.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the head is on another device, or if the session's kernels keep no streams;
-    /// errors of the device.
+    /// [`Error::Request`] if the session was made for another layer, or has a drafter already.
     fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>>;
 
     /// The streams of the sequence in `slot` that were kept for a drafter since the last call; `None` if there are
@@ -84,23 +166,40 @@ pub struct StreamHead {
     pub(crate) what: &'static str,
     /// The numbers of layers after which it reads the stream.
     pub(crate) taps: Vec<usize>,
+    /// Its sizes.
+    pub(crate) layer: DraftLayer,
     /// Where it is: `the CPU` or `a GPU`.
     pub(crate) device: &'static str,
     pub(crate) weights: Arc<dyn Any + Send + Sync>,
 }
 
 impl StreamHead {
-    /// Its weights, for a session on `device`.
+    /// Checks that it drafts for a session of `spec` on `device`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if they are elsewhere.
-    pub(crate) fn weights<T: Any + Send + Sync>(&self, device: &'static str) -> Result<Arc<T>> {
-        let weights = Arc::clone(&self.weights).downcast();
-        weights.map_err(|_| Error::Unsupported {
-            engine: "nq",
-            what: self.what,
-            expected: format!("on {device}, as its model"),
-            found: format!("on {}", self.device),
-        })
+    /// [`Error::Unsupported`] if it is elsewhere; [`Error::Request`] if the session was made for something else.
+    pub(crate) fn check(&self, device: &str, spec: &SessionSpec) -> Result<()> {
+        if self.device != device {
+            return Err(Error::Unsupported {
+                engine: "nq",
+                what: self.what,
+                expected: format!("on {device}, as its model"),
+                found: format!("on {}", self.device),
+            });
+        }
+        let expected = DraftedBy::Layer(self.layer);
+        if spec.drafts != expected {
+            return Err(Error::Request {
+                what: self.what,
+                expected: format!("a session made for it, with drafts {expected:?}"),
+                found: format!("{:?}", spec.drafts),
+            });
+        }
+        Ok(())
+    }
+
+    /// Its weights, if they are of this type.
+    pub(crate) fn weights<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+        Arc::clone(&self.weights).downcast().ok()
     }
 }

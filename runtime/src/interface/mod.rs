@@ -19,7 +19,7 @@ mod session;
 pub(crate) use ahead::bucket;
 pub use ahead::{Drawn, Run, StepsAhead};
 pub use chunk::{Chunk, Logits, LogitsWanted};
-pub use drafts::{Draft, Drafter, KINDS, StreamHead, Streams, Tapped};
+pub use drafts::{Draft, DraftLayer, DraftedBy, Drafter, KINDS, StreamHead, Streams, Tapped};
 pub use engine::{DeviceMemory, Engine, EngineDescription};
 pub use observer::Observer;
 pub(crate) use options::too_many;

@@ -194,6 +194,8 @@ pub struct LoadOptions {
     /// A session that will be opened later: a GPU must have room for it too, which is checked before
     /// anything is allocated.
     pub session: Option<SessionSpec>,
+    /// Bytes of a GPU's memory to leave to others, such as a session of a draft model, when that is checked.
+    pub reserved: usize,
 }
 
 impl LoadOptions {

@@ -2,7 +2,7 @@
 
 use super::ahead::StepsAhead;
 use super::chunk::{Chunk, Logits};
-use super::drafts::Streams;
+use super::drafts::{DraftedBy, Streams};
 use super::observer::Observer;
 use super::pages::Pages;
 use crate::error::Result;
@@ -25,9 +25,9 @@ pub struct SessionSpec {
     /// Most snapshots of all sequences together ([`Session::keep_at`]), for a model with recurrences; `None`: four
     /// for each slot, and 16 at most.
     pub snapshots: Option<usize>,
-    /// True if steps check drafts: a GPU then keeps the last rows of each slot of a model with recurrences, so that wrong
-    /// ones can be taken back. A CPU does so without being told.
-    pub drafts: bool,
+    /// What drafts the tokens that steps check. If anything does, a GPU keeps the last rows of each slot of a model with
+    /// recurrences, so that wrong ones can be taken back. A CPU does so without being told.
+    pub drafts: DraftedBy,
 }
 
 /// Snapshots of a session at most, unless it is told otherwise: they are large.

@@ -5,7 +5,7 @@ use super::head::drafter;
 use crate::cpu::eagle::EagleModel;
 use crate::error::Result;
 use crate::gpu;
-use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
+use crate::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, WeightStore};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ impl Eagle {
     ) -> Result<Self> {
         head.check_model(target.0)?;
         let taps = head.config.taps_of(target.0.num_hidden_layers).to_vec();
-        let what = "an EAGLE-3 head";
+        let (what, layer) = ("an EAGLE-3 head", DraftLayer::eagle3(&head.config));
         Ok(Eagle(
             match options
                 .device
@@ -37,12 +37,14 @@ impl Eagle {
                 None => StreamHead {
                     what,
                     taps,
+                    layer,
                     device: "the CPU",
                     weights: Arc::new(EagleModel::load(head, target, options)?),
                 },
                 Some(ordinal) => StreamHead {
                     what,
                     taps,
+                    layer,
                     device: "a GPU",
                     weights: Arc::new(gpu::load_eagle(head, target.0, ordinal)?),
                 },
@@ -50,11 +52,16 @@ impl Eagle {
         ))
     }
 
+    /// Its sizes, which sessions that it drafts for have in their [`SessionSpec`](crate::SessionSpec).
+    pub fn layer(&self) -> DraftLayer {
+        self.0.layer
+    }
+
     /// Drafts for `session`, whose residual streams the head reads from now on.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for sessions that do not give them to it; on a GPU,
-    /// [`Error::Kernel`](crate::Error::Kernel) if there is no memory for the head's context.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for sessions that do not give them to it;
+    /// [`Error::Request`](crate::Error::Request) for those that were not made for such a head.
     pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
         drafter(&self.0, session)
     }

@@ -5,8 +5,8 @@ use super::head::drafter;
 use crate::cpu::mtp::MtpModel;
 use crate::error::{Error, Result};
 use crate::gpu;
-use crate::interface::{Drafter, LoadOptions, Session, StreamHead};
-use nq_formats::{ModelConfig, WeightStore, mtp};
+use crate::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
+use nq_formats::{ModelConfig, Weight, WeightStore, mtp};
 use std::sync::Arc;
 
 /// A model's MTP layer, loaded.
@@ -14,15 +14,17 @@ use std::sync::Arc;
 pub struct Mtp(StreamHead);
 
 impl Mtp {
-    /// Packs the layer of the model of `config` and `store`, on the device of `options`.
+    /// Packs the layer of the model of `config` and `store`, on the device of `options`. It drafts with `head`, which may be
+    /// the model's in fewer bits, or with the model's own.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a model without such a layer; a missing or misshapen tensor; on a GPU, [`Error::Kernel`] if there is no memory for it.
     pub fn load(
         (config, store): (&ModelConfig, &dyn WeightStore),
+        head: Option<&Weight>,
         options: &LoadOptions,
     ) -> Result<Self> {
-        let Some(layer) = mtp::config(config) else {
+        let (Some(layer), Some(sizes)) = (mtp::config(config), DraftLayer::mtp(config)) else {
             return Err(Error::Unsupported {
                 engine: "nq",
                 what: "drafts by an MTP layer",
@@ -37,23 +39,31 @@ impl Mtp {
                 None => StreamHead {
                     what,
                     taps,
+                    layer: sizes,
                     device: "the CPU",
-                    weights: Arc::new(MtpModel::load(layer, store, options)?),
+                    weights: Arc::new(MtpModel::load(layer, store, head, options)?),
                 },
                 Some(ordinal) => StreamHead {
                     what,
                     taps,
+                    layer: sizes,
                     device: "a GPU",
-                    weights: Arc::new(gpu::load_mtp(layer, store, ordinal)?),
+                    weights: Arc::new(gpu::load_mtp(layer, store, head, ordinal)?),
                 },
             },
         ))
     }
 
+    /// Its sizes, which sessions that it drafts for have in their [`SessionSpec`](crate::SessionSpec).
+    pub fn layer(&self) -> DraftLayer {
+        self.0.layer
+    }
+
     /// Drafts for `session`, whose residual streams the layer reads from now on.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for sessions that do not give them to it.
+    /// [`Error::Unsupported`] for sessions that do not give them to it; [`Error::Request`] for those that were not made for
+    /// such a layer.
     pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
         drafter(&self.0, session)
     }

@@ -3,8 +3,8 @@
 
 use nq_runtime::interface::{Drawn, Run};
 use nq_runtime::{
-    Chunk, Continuation, Error, KvType, Logits, LogitsWanted, Observer, Piece, Result, Sampler,
-    SamplingParams, Session, SessionSpec, StepsAhead,
+    Chunk, Continuation, DraftedBy, Error, KvType, Logits, LogitsWanted, Observer, Piece, Result,
+    Sampler, SamplingParams, Session, SessionSpec, StepsAhead,
 };
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -59,7 +59,7 @@ impl Device {
                 kv: KvType::F16,
                 max_rows: 100,
                 snapshots: None,
-                drafts: false,
+                drafts: DraftedBy::Nothing,
             },
             positions,
             draft_rows: 1,

@@ -16,8 +16,8 @@ use nq_formats::{
 };
 use nq_kernels::rng::Philox;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
-    Session, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, EngineKind, KvType, LoadOptions,
+    LogitsWanted, Session, SessionSpec,
 };
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -462,7 +462,7 @@ pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
         kv: KvType::F32,
         max_rows: 128,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     engine.session(spec).expect("it fits")
 }
@@ -534,7 +534,7 @@ pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session>
         kv,
         max_rows: 128,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     engine.session(spec).expect("it fits")
 }

@@ -5,7 +5,9 @@ use super::{Store, feed, nq};
 use nq_formats::mtp::{self, EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore};
 use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
-use nq_runtime::{Chunk, Engine, KvType, LogitsWanted, Mtp, Session, SessionSpec};
+use nq_runtime::{
+    Chunk, DraftLayer, DraftedBy, Engine, KvType, LogitsWanted, Mtp, Session, SessionSpec,
+};
 
 pub(crate) fn session(engine: &dyn Engine) -> Box<dyn Session> {
     let spec = SessionSpec {
@@ -15,7 +17,7 @@ pub(crate) fn session(engine: &dyn Engine) -> Box<dyn Session> {
         kv: KvType::F32,
         max_rows: 300,
         snapshots: None,
-        drafts: true,
+        drafts: DraftLayer::mtp(engine.config()).map_or(DraftedBy::Nothing, DraftedBy::Layer),
     };
     engine.session(spec).unwrap()
 }

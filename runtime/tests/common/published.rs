@@ -4,7 +4,9 @@ use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Weight, WeightStore};
 use nq_kernels::rng::Philox;
 use nq_runtime::interface::Draft;
-use nq_runtime::{Drafter, Eagle, Engine, KvType, LoadOptions, Observer, Session, SessionSpec};
+use nq_runtime::{
+    DraftedBy, Drafter, Eagle, Engine, KvType, LoadOptions, Observer, Session, SessionSpec,
+};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -262,7 +264,7 @@ pub(crate) fn streams(
         kv,
         max_rows: text.len(),
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     let mut session = engine.session(spec).unwrap();
     let chunk = nq_runtime::Chunk {

@@ -5,7 +5,7 @@
 use bytes::Bytes;
 use nq_formats::task::{MODULES, POOLING};
 use nq_formats::{Checkpoint, Files, VirtualFiles};
-use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec};
+use nq_runtime::{DeviceChoice, DraftedBy, KvType, LoadOptions, SessionSpec};
 use nq_serve::protocol::reading::Rules;
 use nq_serve::{EngineOptions, HttpLimits, Models, Security, ServedModel, Server, Stopper};
 use serde_json::{Value, json};
@@ -87,7 +87,7 @@ pub fn named(
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     ServedModel::new(name, checkpoint(), engine, spec, options).unwrap()
 }
@@ -190,7 +190,7 @@ fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> Serve
         kv: KvType::F16,
         max_rows: 256,
         snapshots: None,
-        drafts: false,
+        drafts: DraftedBy::Nothing,
     };
     ServedModel::new(name, checkpoint, load(), spec, options).unwrap()
 }

@@ -1,6 +1,6 @@
 use super::*;
 use nq_formats::Files;
-use nq_runtime::{Chunk, KvType, Logits, LogitsWanted, Observer, SessionSpec};
+use nq_runtime::{Chunk, DraftedBy, KvType, Logits, LogitsWanted, Observer, SessionSpec};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -136,7 +136,7 @@ impl Bench {
                 kv: KvType::F16,
                 max_rows: 64,
                 snapshots: None,
-                drafts: false,
+                drafts: DraftedBy::Nothing,
             },
             held: Vec::new(),
             logits: Vec::new(),

@@ -98,10 +98,12 @@ pub(super) fn run(
                 Drafts::Ngram => DraftBy::Ngram,
                 Drafts::Eagle(head) => DraftBy::Head {
                     open: Box::new(|session| Ok(head.drafter(session)?)),
+                    layer: head.layer(),
                     vocab: checkpoint.config().vocab_size,
                 },
                 Drafts::Mtp(layer) => DraftBy::Head {
                     open: Box::new(|session| Ok(layer.drafter(session)?)),
+                    layer: layer.layer(),
                     vocab: checkpoint.config().vocab_size,
                 },
                 Drafts::Model { engine, vocab, .. } => DraftBy::Model {

@@ -14,7 +14,7 @@ use nq_formats::{Checkpoint, Files, Progress, Task};
 use nq_kernels::pages::PAGE;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::device::Device;
-use nq_runtime::{ChatTemplate, Engine, KvType, LoadOptions, SessionSpec};
+use nq_runtime::{ChatTemplate, DeviceMemory, Engine, KvType, LoadOptions, SessionSpec};
 use nq_serve::{About, EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -161,7 +161,8 @@ impl Loadable {
         if options.device.resolve()? == Device::Cpu {
             let least = self.spec(PAGE, 1);
             let running = at_load::memory(checkpoint, schemes, &least)?;
-            let draft = self.draft.as_ref().map(|d| d.memory(&least));
+            let draft = self.draft.as_ref();
+            let draft = draft.map(|d| d.memory(checkpoint.config(), &least));
             let needed = running.peak + draft.transpose()?.map_or(0, |(_, bytes)| bytes);
             let free = available_memory().unwrap_or(u64::MAX);
             if needed > free {
@@ -173,7 +174,7 @@ impl Loadable {
         let engine = nq_runtime::load(config, store, options, &*self.terminal)?;
         let device = engine.description().device.clone();
         let drafts = self.drafts(engine.as_ref())?;
-        let (spec, kv_bytes) = self.plan(engine.as_ref())?;
+        let (spec, kv_bytes) = self.plan(engine.as_ref(), drafts.as_ref())?;
         let parallel = self.settings.engine.parallel;
         let read_once_from = engine.read_once_from(&spec, parallel);
         let mut options = self.settings.engine.clone();
@@ -225,11 +226,12 @@ impl Loadable {
         let session = engine.session(self.spec(PAGE, 1))?;
         let named = self.draft.as_ref().map(DraftWeights::named);
         let from = named.as_ref().or(self.settings.draft.as_ref());
-        let device = &engine.description().device;
-        draft::drafts(from, session.as_ref(), device, &*self.terminal, |_| {
-            let draft = self.draft.as_ref().context("--draft: no weights")?;
+        let load = |draft: &DraftWeights| {
             draft.load(&self.settings.load, &self.checkpoint, &*self.terminal)
-        })
+        };
+        let loaded = self.draft.as_ref().map(load).transpose()?;
+        let device = &engine.description().device;
+        draft::drafts(from, session.as_ref(), device, &*self.terminal, loaded)
     }
 
     /// All that keys and values depend on, beside the tokens: the program, how it computes, and the
@@ -283,36 +285,46 @@ impl Loadable {
             kv: self.settings.kv,
             max_rows: SessionSpec::prompt_rows(!on_gpu),
             snapshots: Some(0),
-            drafts: self.draft.is_some() || draft::are_wanted(self.settings.draft.as_ref()),
+            drafts: draft::drafted_by(self.settings.draft.as_ref(), self.draft.as_ref()),
         }
     }
 
     /// The number and length of sequences, the pages and snapshots for them, and the bytes of both.
-    fn plan(&self, engine: &dyn Engine) -> anyhow::Result<(SessionSpec, u64)> {
+    fn plan(
+        &self,
+        engine: &dyn Engine,
+        drafts: Option<&Drafts>,
+    ) -> anyhow::Result<(SessionSpec, u64)> {
         let settings = &self.settings;
         let trained = longest_context(self.checkpoint.config());
+        let of_drafts = |spec: &SessionSpec| {
+            drafts.map_or_else(DeviceMemory::default, |d| d.device_memory(spec))
+        };
         let bytes = |pages: usize, snapshots: usize| -> anyhow::Result<u64> {
             let spec = SessionSpec {
                 snapshots: Some(snapshots),
                 ..self.spec(PAGE, pages)
             };
-            let own = match engine.device_memory(&spec) {
-                Some(memory) => memory.kv as u64,
+            // A drafter has a page for each.
+            Ok(match engine.device_memory(&spec) {
+                Some(memory) => (memory.kv + of_drafts(&spec).kv) as u64,
                 None => {
                     let schemes = self.schemes.as_ref();
-                    at_load::memory(&self.checkpoint, schemes, &spec)?.kv
+                    let own = at_load::memory(&self.checkpoint, schemes, &spec)?.kv;
+                    own + self.draft.as_ref().map_or(0, |d| d.kv_bytes(&spec))
                 }
-            };
-            // A draft model has a page for each.
-            let draft = self.draft.as_ref().map(|d| d.kv_bytes(&spec));
-            Ok(own + draft.unwrap_or(0))
+            })
         };
         let least = bytes(1, 0)?;
         let (page_bytes, snapshot_bytes) = (bytes(2, 0)? - least, bytes(1, 1)? - least);
         let states = least - page_bytes;
         let longest = settings.ctx.unwrap_or(trained);
-        let (free, on_gpu) = match engine.device_memory(&self.spec(longest, 1)) {
-            Some(memory) => (memory.free.saturating_sub(memory.scratch) as u64, true),
+        let whole = self.spec(longest, 1);
+        let (free, on_gpu) = match engine.device_memory(&whole) {
+            Some(memory) => {
+                let scratch = memory.scratch + of_drafts(&whole).scratch;
+                (memory.free.saturating_sub(scratch) as u64, true)
+            }
             None => (available_memory().unwrap_or(u64::MAX), false),
         };
         let usable = if on_gpu { free / 10 * 9 } else { free / 5 * 2 };

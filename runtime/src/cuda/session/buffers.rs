@@ -3,7 +3,6 @@
 use super::taps::Taps;
 use crate::cuda::layer::largest_mixture;
 use crate::error::Result;
-use crate::forward::has_gates;
 use crate::states::shape_of;
 use nq_formats::{Experts, ModelConfig};
 use nq_kernels::KernelSet;
@@ -37,11 +36,10 @@ pub(in crate::cuda) struct Widths {
 impl Widths {
     pub(in crate::cuda) fn of(c: &ModelConfig) -> Self {
         let delta = shape_of(c);
-        let gates = if has_gates(c) { c.q_dim() } else { 0 };
         let (products, values) = delta.map_or((0, 0), |d| (d.channels() + d.values(), d.values()));
         Widths {
             hidden: c.hidden_size,
-            qkv: products.max(c.q_dim() + gates + 2 * c.kv_dim()),
+            qkv: products.max(c.q_dim() + c.gate_dim() + 2 * c.kv_dim()),
             attended: values.max(c.q_dim()),
             mlp: c.mlp_width().max(c.experts.map_or(0, |e| e.shared)),
             vocab: c.vocab_size,
@@ -116,7 +114,7 @@ impl ManyRows {
             },
             head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
             logits: f32s(LOGIT_ROWS * w.vocab)?,
-            experts: ExpertRows::new(gpu, w, m)?,
+            experts: ExpertRows::new(gpu, (w.experts.as_ref(), w.hidden), m)?,
             full: match kernels {
                 KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
                 KernelSet::Fused => None,
@@ -155,14 +153,18 @@ pub(in crate::cuda) struct ExpertRows {
 }
 
 impl ExpertRows {
-    /// Allocates them for up to `rows` rows; `None` if the model has no experts.
-    pub(in crate::cuda) fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Option<Self>> {
-        let Some(experts) = &w.experts else {
+    /// Allocates them for up to `rows` rows of `hidden` values; `None` without experts.
+    pub(in crate::cuda) fn new(
+        gpu: &Gpu,
+        (experts, hidden): (Option<&Experts>, usize),
+        rows: usize,
+    ) -> Result<Option<Self>> {
+        let Some(experts) = experts else {
             return Ok(None);
         };
         let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
         let experts = &largest_mixture(experts);
-        let grouped = || GroupedRows::new(gpu, *experts, w.hidden, rows);
+        let grouped = || GroupedRows::new(gpu, *experts, hidden, rows);
         Ok(Some(ExpertRows {
             scores: f32s(rows * stacked(experts))?,
             shared: f32s(rows)?,

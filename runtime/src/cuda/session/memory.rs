@@ -4,8 +4,9 @@ use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
 use super::step_rows::{StepRows, most_rows};
 use crate::cuda::request::Request;
+use crate::cuda::streams::DraftMemory;
 use crate::error::Result;
-use crate::interface::SessionSpec;
+use crate::interface::{DraftedBy, SessionSpec};
 use crate::states::is_recurrent;
 use nq_kernels::cuda::{
     Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom,
@@ -20,6 +21,7 @@ pub(in crate::cuda) struct SessionMemory {
     pub(super) many: ManyRows,
     pub(super) ranks: Option<RankRows>,
     pub(super) room: Option<TrellisRoom>,
+    pub(super) drafts: Option<DraftMemory>,
 }
 
 impl SessionMemory {
@@ -56,7 +58,10 @@ impl SessionMemory {
                 delta,
                 layers: recurrent,
                 places: places.slots + spec.snapshot_count(),
-                kept: if spec.drafts { spec.slots } else { 0 },
+                kept: match spec.drafts {
+                    DraftedBy::Nothing => 0,
+                    DraftedBy::Tokens | DraftedBy::Layer(_) => spec.slots,
+                },
             };
             DeviceStates::new(gpu, shape)
         };
@@ -64,7 +69,12 @@ impl SessionMemory {
         let ranks = request
             .part
             .map(|part| RankRows::new(gpu, c, part, (rows, many)));
+        let drafts = match spec.drafts {
+            DraftedBy::Layer(layer) => Some(DraftMemory::new(gpu, layer, head, spec)?),
+            DraftedBy::Nothing | DraftedBy::Tokens => None,
+        };
         Ok(SessionMemory {
+            drafts,
             room: trellis.then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
             ranks: ranks.transpose()?,
@@ -82,8 +92,10 @@ impl SessionMemory {
         })
     }
 
-    /// Bytes of keys and values, and of states.
+    /// Bytes of keys and values, and of states; with those of a layer that drafts.
     pub(in crate::cuda) fn kv_bytes(&self) -> usize {
-        self.pages.bytes() + self.states.as_ref().map_or(0, DeviceStates::bytes)
+        let states = self.states.as_ref().map_or(0, DeviceStates::bytes);
+        let drafts = self.drafts.as_ref().map_or(0, DraftMemory::kv_bytes);
+        self.pages.bytes() + states + drafts
     }
 }

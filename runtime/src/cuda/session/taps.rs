@@ -1,7 +1,7 @@
 //! Residual streams of a pass that a drafter reads.
 
 use nq_kernels::Result;
-use nq_kernels::cuda::{Buffer, Gpu, Stream, Strided};
+use nq_kernels::cuda::{Buffer, Stream, Strided};
 
 /// The streams of the latest pass after some of its layers.
 pub(in crate::cuda) struct Taps {
@@ -12,13 +12,13 @@ pub(in crate::cuda) struct Taps {
 }
 
 impl Taps {
-    /// Allocates them for passes of up to `rows` rows.
-    pub(super) fn new(gpu: &Gpu, after: Vec<usize>, rows: usize, hidden: usize) -> Result<Self> {
-        Ok(Taps {
-            streams: gpu.zeros("residual streams", rows * after.len() * hidden)?,
+    /// Keeps the streams of `hidden` values in `streams`.
+    pub(super) fn new(after: Vec<usize>, hidden: usize, streams: Buffer<f32>) -> Self {
+        Taps {
             after,
             hidden,
-        })
+            streams,
+        }
     }
 
     /// Copies the streams `x` `[m, hidden]` behind layer `layer`, if they are to be kept.

@@ -1,12 +1,73 @@
-//! Device memory that a layer works in, besides its weights and its context.
+//! Device memory of a layer that drafts, besides its weights, which plans and sessions allocate alike.
 
-use super::shape::{HeadShape, RING, ROWS, WHAT};
 use crate::cuda::session::buffers::{ExpertRows, padded};
 use crate::error::Result;
+use crate::interface::{DraftLayer, SessionSpec};
 use nq_kernels::cuda::{
-    Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, Gpu, HEAD_DIM, Logprobs,
-    MOST_RUN, Mapped, Places, Row, Sampling, Step, StepBounds, best_len,
+    Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, DevicePages, Gpu,
+    HEAD_DIM, Logprobs, MOST_RUN, MOST_SEQUENCES, Mapped, PagesShape, Places, Row, Sampling, Step,
+    StepBounds, best_len,
 };
+
+/// Rows of prompts computed together.
+pub(super) const ROWS: usize = 512;
+
+/// Places for drafted tokens: more than a step can check, and a power of two.
+pub(super) const RING: usize = 2 * MOST_RUN;
+
+pub(super) const WHAT: &str = "a layer that drafts";
+
+/// Device memory of a layer that drafts for a session.
+pub(in crate::cuda) struct DraftMemory {
+    pub(super) few: Few,
+    pub(super) many: Many,
+    pub(super) pages: DevicePages,
+    pub(super) cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
+    /// By slot, the streams of the last tokens, which have no keys and values yet: `[MOST_RUN, streams of a row]`.
+    pub(super) held: Vec<Buffer<f32>>,
+    /// The streams of the target's steps, and of its passes over many rows: `[rows, streams of a row]`.
+    pub(in crate::cuda) tapped: [Buffer<f32>; 2],
+}
+
+impl DraftMemory {
+    /// Allocates that of `layer` for a session of `spec`, whose model has the head `head`. The rotary table is not written
+    /// yet.
+    pub(in crate::cuda) fn new(
+        gpu: &Gpu,
+        layer: DraftLayer,
+        head: &DeviceLinear,
+        spec: &SessionSpec,
+    ) -> Result<Self> {
+        let shape = PagesShape {
+            kv: spec.kv,
+            layers: 1,
+            kv_heads: layer.heads.1,
+            head_dim: layer.head_dim,
+            pages: spec.page_count(),
+            slots: spec.slots,
+            ctx: spec.ctx,
+        };
+        let pages = DevicePages::new(gpu, shape)?;
+        let places = pages.places();
+        // The layer's own head has the kernel of a row, which gives a best token of each multiprocessor at most.
+        let best = best_len(gpu, head, 1)?.max(gpu.info().multiprocessors);
+        let streams = |rows: usize| gpu.zeros::<f32>(WHAT, rows * layer.streams());
+        let held = (0..spec.slots).map(|_| streams(MOST_RUN));
+        Ok(DraftMemory {
+            few: Few::new(gpu, &layer, best, places)?,
+            many: Many::new(gpu, &layer, places)?,
+            cos_sin: gpu.zeros(WHAT, places.positions * layer.rotated / 2)?,
+            held: held.collect::<nq_kernels::Result<_>>()?,
+            tapped: [streams(MOST_SEQUENCES)?, streams(spec.max_rows.max(1))?],
+            pages,
+        })
+    }
+
+    /// Bytes of keys and values.
+    pub(in crate::cuda) fn kv_bytes(&self) -> usize {
+        self.pages.bytes()
+    }
+}
 
 /// Buffers for up to [`MOST_RUN`] rows, of which the last drafts.
 pub(super) struct Few {
@@ -50,18 +111,13 @@ pub(super) struct Many {
 }
 
 impl Few {
-    /// Buffers for a layer of shape `w`, whose logits `head` gives.
-    pub(super) fn new(
-        gpu: &Gpu,
-        w: &HeadShape,
-        head: &DeviceLinear,
-        (experts, places): (Option<ExpertRows>, Places),
-    ) -> Result<Self> {
+    /// Buffers for a layer whose head gives up to `best` best tokens.
+    fn new(gpu: &Gpu, w: &DraftLayer, best: usize, places: Places) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>(WHAT, n);
         let tokens = w.vocab;
         let bounds = StepBounds { places, tokens };
-        let q = w.attended();
-        let widest = w.streams.max(q).max(w.mlp);
+        let q = w.heads.0 * w.head_dim;
+        let widest = w.streams().max(q).max(w.mlp);
         // As many rows of scratch as heads of the usual width would take.
         let heads = q / HEAD_DIM;
         Ok(Few {
@@ -78,10 +134,10 @@ impl Few {
             last: Last {
                 attended: f32s(q)?,
                 x: f32s(w.hidden)?,
-                experts,
+                experts: ExpertRows::new(gpu, (w.experts.as_ref(), w.hidden), 1)?,
                 gated: f32s(w.mlp)?,
                 logits: f32s(w.drafted)?,
-                best: gpu.zeros(WHAT, best_len(gpu, head, 1)?)?,
+                best: gpu.zeros(WHAT, best)?,
                 sampling: gpu.zeros(WHAT, 1)?,
                 adjust: Adjustments::new(gpu, w.drafted, 1)?,
                 ring: gpu.mapped(WHAT, RING, 0)?,
@@ -92,14 +148,14 @@ impl Few {
 }
 
 impl Many {
-    pub(super) fn new(gpu: &Gpu, w: &HeadShape, places: Places) -> Result<Self> {
+    fn new(gpu: &Gpu, w: &DraftLayer, places: Places) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>(WHAT, ROWS * n);
         let halves = |n: usize| gpu.zeros::<u16>(WHAT, ROWS * padded(n));
         Ok(Many {
             tokens: Checked::new(gpu, WHAT, ROWS, 0, w.vocab)?,
             rows: Checked::new(gpu, WHAT, ROWS, Row::default(), places)?,
-            streams: f32s(w.streams)?,
-            half: halves(w.streams)?,
+            streams: f32s(w.streams())?,
+            half: halves(w.streams())?,
             embedded: f32s(w.hidden)?,
             x: f32s(w.hidden)?,
             normed: halves(w.hidden)?,

@@ -1,9 +1,10 @@
 //! An EAGLE-3 head on a GPU.
 
-use super::shape::{HeadShape, WHAT};
+use super::buffers::WHAT;
 use super::{GpuHead, On, full, halves, multiply, norm_rows, rows_at};
 use crate::cuda::model::{CudaModel, refuse};
 use crate::error::{Error, Result};
+use crate::interface::DraftLayer;
 use crate::rope::Rotary;
 use crate::speculation::head::{EAGLE_NOT_FINITE, GATE_UP, HeadWeights, rotary};
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
@@ -113,18 +114,8 @@ impl GpuHead for CudaEagle {
         &self.gpu
     }
 
-    fn shape(&self) -> HeadShape {
-        let c = &self.config;
-        HeadShape {
-            hidden: c.hidden_size,
-            streams: TAPS * c.hidden_size,
-            heads: (c.num_attention_heads, c.num_key_value_heads),
-            head_dim: HEAD_DIM,
-            qkv: (c.num_attention_heads + 2 * c.num_key_value_heads) * HEAD_DIM,
-            mlp: c.intermediate_size,
-            vocab: c.vocab_size,
-            drafted: c.draft_vocab_size,
-        }
+    fn layer(&self) -> DraftLayer {
+        DraftLayer::eagle3(&self.config)
     }
 
     fn rotary(&self) -> &Rotary {

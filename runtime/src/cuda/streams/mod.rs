@@ -10,25 +10,23 @@
 mod buffers;
 mod eagle;
 mod mtp;
-mod shape;
 
+pub(super) use buffers::DraftMemory;
 pub(crate) use eagle::CudaEagle;
 pub(crate) use mtp::CudaMtp;
 
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
-use super::session::buffers::ExpertRows;
 use crate::error::{Error, Result};
-use crate::interface::{Draft, Drafter, SessionSpec, StreamHead};
+use crate::interface::{Draft, DraftLayer, Drafter, SessionSpec, StreamHead};
 use crate::kv::PageTables;
 use crate::rope::Rotary;
-use buffers::{Few, Many};
+use buffers::{Few, Many, RING, ROWS};
 use nq_kernels::cuda::{
     Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, Columns,
-    DeviceLinear, DevicePages, GemvOutput, Gpu, Heads, MOST_RUN, NOT_FINITE as NO_NUMBER,
-    PagesShape, Row, RowsOut, Step, Stream, Strided, best_len,
+    DeviceLinear, DevicePages, GemvOutput, Gpu, Heads, MOST_RUN, NOT_FINITE as NO_NUMBER, Row,
+    RowsOut, Step, Stream, Strided, best_len,
 };
-use shape::{HeadShape, RING, ROWS, WHAT};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What a layer's operations work on.
@@ -45,7 +43,7 @@ struct On<'a> {
 trait GpuHead: Send + Sync + 'static {
     fn gpu(&self) -> &Gpu;
 
-    fn shape(&self) -> HeadShape;
+    fn layer(&self) -> DraftLayer;
 
     fn rotary(&self) -> &Rotary;
 
@@ -78,11 +76,6 @@ trait GpuHead: Send + Sync + 'static {
 
     /// Computes the logits behind the last row.
     fn logits(&self, on: On<'_>) -> Result<()>;
-
-    /// Buffers for the experts of a row, if the layer has any.
-    fn experts(&self) -> Result<Option<ExpertRows>> {
-        Ok(None)
-    }
 }
 
 /// The drafter of a layer; its target's session holds the other reference.
@@ -107,24 +100,22 @@ trait Run: Send {
 }
 
 impl StreamRun {
-    /// Drafts with `head` for a session of `target`, in whose `stream` all work is queued.
+    /// Drafts with `head` in `memory` for a session of `spec` of `target`, in whose `stream` all work is queued. Returns also
+    /// the buffers for the streams of the session's rows.
     ///
     /// # Errors
-    /// A head on another device; no memory for its context.
+    /// A head on another device; errors of the device.
     pub(super) fn new(
         head: &StreamHead,
         target: &Arc<CudaModel>,
         stream: &Stream,
-        spec: &SessionSpec,
-    ) -> Result<Self> {
-        let weights = Arc::clone(&head.weights);
-        Ok(StreamRun(match weights.downcast::<CudaMtp>() {
-            Ok(layer) => Arc::new(Mutex::new(DraftState::new(&layer, target, stream, spec)?)),
-            Err(_) => {
-                let eagle = head.weights::<CudaEagle>("a GPU")?;
-                Arc::new(Mutex::new(DraftState::new(&eagle, target, stream, spec)?))
-            }
-        }))
+        on: (&SessionSpec, DraftMemory),
+    ) -> Result<(Self, [Buffer<f32>; 2])> {
+        match (head.weights::<CudaMtp>(), head.weights::<CudaEagle>()) {
+            (Some(layer), _) => DraftState::open(&layer, target, stream, on),
+            (None, Some(eagle)) => DraftState::open(&eagle, target, stream, on),
+            (None, None) => unreachable!("a layer that drafts is an MTP layer or an EAGLE-3 head"),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, dyn Run + 'static> {
@@ -173,14 +164,13 @@ impl Drafter for StreamRun {
 
 /// What the layer knows of a sequence. The number of its rows that have keys and values is its length in the page
 /// tables.
-#[derive(Default)]
 struct Slot {
     /// Position of the first token whose streams are known.
     first: usize,
     /// Tokens from there on whose streams are known.
     tokens: Vec<u32>,
     /// Streams of the last tokens, which have no keys and values yet: `[MOST_RUN, streams of a row]`.
-    held: Option<Buffer<f32>>,
+    held: Buffer<f32>,
 }
 
 struct DraftState<H> {
@@ -256,7 +246,7 @@ impl<H: GpuHead> Run for DraftState<H> {
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
-        let width = self.head.shape().streams;
+        let width = self.head.layer().streams();
         let Ok([source, known]) = self.slots.get_disjoint_mut([from, to]) else {
             return Ok(());
         };
@@ -266,13 +256,9 @@ impl<H: GpuHead> Run for DraftState<H> {
         self.tables.fork(from, to, rows)?;
         known.first = source.first;
         known.tokens = source.tokens[..all].to_vec();
-        if let (true, Some(waiting)) = (all > rows, &source.held) {
-            let held = match &mut known.held {
-                Some(held) => held,
-                none => none.insert(self.target.gpu.zeros(WHAT, MOST_RUN * width)?),
-            };
-            let to = (held, rows_at(0, width));
-            let from = (waiting, rows_at(0, width));
+        if all > rows {
+            let to = (&mut known.held, rows_at(0, width));
+            let from = (&source.held, rows_at(0, width));
             self.stream.copy_rows(from, to, (all - rows, width))?;
         }
         Ok(())
@@ -286,7 +272,7 @@ impl<H: GpuHead> Run for DraftState<H> {
         (streams, row): (&Buffer<f32>, usize),
     ) -> Result<()> {
         self.truncate(slot, position);
-        let width = self.head.shape().streams;
+        let width = self.head.layer().streams();
         let Some(known) = self.slots.get_mut(slot) else {
             return Ok(());
         };
@@ -298,13 +284,9 @@ impl<H: GpuHead> Run for DraftState<H> {
         }
         let waiting = known.tokens.len() - self.tables.len(slot);
         known.tokens.extend_from_slice(tokens);
-        let held = match &mut known.held {
-            Some(held) => held,
-            none => none.insert(self.target.gpu.zeros(WHAT, MOST_RUN * width)?),
-        };
         let all = waiting + tokens.len();
         if all <= MOST_RUN {
-            let to = (held, rows_at(waiting, width));
+            let to = (&mut known.held, rows_at(waiting, width));
             let from = (streams, rows_at(row, width));
             return Ok(self.stream.copy_rows(from, to, (tokens.len(), width))?);
         }
@@ -316,23 +298,19 @@ impl<H: GpuHead> Run for DraftState<H> {
         for at in (0..all - 1).step_by(ROWS) {
             let n = ROWS.min(all - 1 - at);
             let waited = waiting.saturating_sub(at).min(n);
-            let known = &self.slots[slot];
-            if let Some(held) = known.held.as_ref().filter(|_| waited > 0) {
+            if waited > 0 {
+                let from = (&self.slots[slot].held, rows_at(at, width));
                 let to = (&mut self.many.streams, rows_at(0, width));
-                self.stream
-                    .copy_rows((held, rows_at(at, width)), to, (waited, width))?;
+                self.stream.copy_rows(from, to, (waited, width))?;
             }
             let from = (streams, rows_at(row + at + waited - waiting, width));
             let to = (&mut self.many.streams, rows_at(waited, width));
             self.stream.copy_rows(from, to, (n - waited, width))?;
             self.feed_many(slot, n)?;
         }
-        if let Some(held) = &mut self.slots[slot].held {
-            let from = (streams, rows_at(row + tokens.len() - 1, width));
-            self.stream
-                .copy_rows(from, (held, rows_at(0, width)), (1, width))?;
-        }
-        Ok(())
+        let from = (streams, rows_at(row + tokens.len() - 1, width));
+        let to = (&mut self.slots[slot].held, rows_at(0, width));
+        Ok(self.stream.copy_rows(from, to, (1, width))?)
     }
 
     /// Drafts after the text of `draft`; nothing if the streams of its last tokens are unknown, or if there is no
@@ -349,7 +327,7 @@ impl<H: GpuHead> Run for DraftState<H> {
         let done = self.tables.len(slot);
         let n = known.tokens.len() - done;
         let follows = before.get(known.first..) == Some(&known.tokens[..]);
-        let vocab = self.head.shape().vocab;
+        let vocab = self.head.layer().vocab;
         if !follows || !(1..=MOST_RUN).contains(&n) || next as usize >= vocab {
             return Ok(());
         }
@@ -381,13 +359,14 @@ impl<H: GpuHead> Run for DraftState<H> {
 }
 
 impl<H: GpuHead> DraftState<H> {
-    fn new(
+    /// See [`StreamRun::new`].
+    fn open(
         head: &Arc<H>,
         target: &Arc<CudaModel>,
         stream: &Stream,
-        spec: &SessionSpec,
-    ) -> Result<Self> {
-        let (gpu, shape) = (&target.gpu, head.shape());
+        (spec, memory): (&SessionSpec, DraftMemory),
+    ) -> Result<(StreamRun, [Buffer<f32>; 2])> {
+        let gpu = &target.gpu;
         if head.gpu().info().ordinal != gpu.info().ordinal {
             return Err(Error::Unsupported {
                 engine: "nq",
@@ -396,31 +375,28 @@ impl<H: GpuHead> DraftState<H> {
                 found: head.gpu().info().to_string(),
             });
         }
-        let pages = PagesShape {
-            kv: spec.kv,
-            layers: 1,
-            kv_heads: shape.heads.1,
-            head_dim: shape.head_dim,
-            pages: spec.page_count(),
-            slots: spec.slots,
-            ctx: spec.ctx,
+        let mut cos_sin = memory.cos_sin;
+        let positions = memory.pages.places().positions;
+        cos_sin.write(0, &head.rotary().pairs(positions))?;
+        let slot = |held| Slot {
+            first: 0,
+            tokens: Vec::new(),
+            held,
         };
-        let pages = DevicePages::new(gpu, pages)?;
-        let places = pages.places();
-        let pairs = head.rotary().pairs(places.positions);
-        Ok(DraftState {
-            few: Few::new(gpu, &shape, head.head(target), (head.experts()?, places))?,
-            many: Many::new(gpu, &shape, places)?,
+        let state = DraftState {
+            few: memory.few,
+            many: memory.many,
             tables: PageTables::new(spec),
             placed: vec![Vec::new(); spec.slots],
-            slots: (0..spec.slots).map(|_| Slot::default()).collect(),
+            slots: memory.held.into_iter().map(slot).collect(),
             ctx: spec.ctx,
             stream: stream.clone(),
             target: Arc::clone(target),
             head: Arc::clone(head),
-            cos_sin: gpu.upload("the rotary table", &pairs)?,
-            pages,
-        })
+            cos_sin,
+            pages: memory.pages,
+        };
+        Ok((StreamRun(Arc::new(Mutex::new(state))), memory.tapped))
     }
 
     /// The layer, and what its operations work on.
@@ -483,17 +459,18 @@ impl<H: GpuHead> DraftState<H> {
     /// held. Leaves the last row in `few.last.x`.
     fn feed_few(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         let (n, done) = (tokens.len(), self.tables.len(slot));
-        let Some(held) = self.slots[slot].held.take() else {
-            return Ok(());
-        };
         let DraftState {
             few,
+            many,
+            pages,
+            cos_sin,
             stream,
             target,
             head,
+            slots,
             ..
         } = self;
-        let shape = head.shape();
+        let layer = head.layer();
         let embedding = head.embedding().unwrap_or(target.embedding());
         let step = |i: usize| Step {
             position: (done + i) as i32,
@@ -504,13 +481,18 @@ impl<H: GpuHead> DraftState<H> {
         stream.put_checked(&mut few.step, 0, &steps)?;
         stream.put_checked(&mut few.tokens, 0, tokens)?;
         stream.embed(embedding, &few.tokens, &mut few.embedded, n)?;
-        let (head, on) = self.on();
-        let begun = head.begin(on, &held, n);
-        self.slots[slot].held = Some(held);
-        begun?;
+        let on = On {
+            stream,
+            target,
+            pages,
+            cos_sin,
+            few,
+            many,
+        };
+        head.begin(on, &slots[slot].held, n)?;
         self.attend(n, done + n, false)?;
         let DraftState { few, stream, .. } = self;
-        let (q, width) = (shape.attended(), shape.hidden);
+        let (q, width) = (layer.heads.0 * layer.head_dim, layer.hidden);
         let (from, to) = (rows_at(n - 1, q), (&mut few.last.attended, rows_at(0, q)));
         stream.copy_rows((&few.attended, from), to, (1, q))?;
         let (from, to) = (rows_at(n - 1, width), (&mut few.last.x, rows_at(0, width)));
@@ -547,7 +529,7 @@ impl<H: GpuHead> DraftState<H> {
             true => &mut few.last.attended,
             false => &mut few.attended,
         };
-        let kv_heads = head.shape().heads.1;
+        let kv_heads = head.layer().heads.1;
         let shape = AttentionShape {
             m: n,
             splits: AttentionScratch::splits(&target.gpu, kv_heads, n, positions),

@@ -1,12 +1,12 @@
 //! A model's MTP layer on a GPU ([`nq_formats::mtp`]).
 
-use super::shape::HeadShape;
 use super::{GpuHead, On, full, halves, multiply, norm_rows};
 use crate::cuda::layer::{CudaLayer, mixture};
 use crate::cuda::model::{CudaModel, Slower, heads_of, pack_layer};
-use crate::cuda::session::buffers::{ExpertRows, Widths};
+use crate::cuda::session::buffers::ExpertRows;
 use crate::error::{Error, Result};
-use crate::forward::{Attention, Block, Mix, Shared, has_gates};
+use crate::forward::{Attention, Block, Mix, Shared};
+use crate::interface::DraftLayer;
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
 use crate::speculation::head::MTP_NOT_FINITE;
@@ -15,6 +15,7 @@ use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
 use nq_kernels::cuda::{
     Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Heads, Norm, Stack, Uploader,
 };
+use std::ops::Range;
 
 /// The layer, packed for a GPU.
 pub(crate) struct CudaMtp {
@@ -28,14 +29,22 @@ pub(crate) struct CudaMtp {
     embedding_norm: Buffer<f32>,
     hidden_norm: Buffer<f32>,
     norm: Buffer<f32>,
+    /// `[vocab, hidden]`; `None`: the model's.
+    head: Option<DeviceLinear>,
 }
 
 impl CudaMtp {
-    /// Packs the layer of the model of `store`, whose shape as a model of its own is `config`.
+    /// Packs the layer of the model of `store`, whose shape as a model of its own is `config`, and the head that it drafts
+    /// with if that is not the model's.
     ///
     /// # Errors
     /// A missing or misshapen tensor; no memory for it.
-    pub(crate) fn load(gpu: &Gpu, config: ModelConfig, store: &dyn WeightStore) -> Result<Self> {
+    pub(crate) fn load(
+        gpu: &Gpu,
+        config: ModelConfig,
+        store: &dyn WeightStore,
+        head: Option<&Weight>,
+    ) -> Result<Self> {
         let h = config.hidden_size;
         let mut uploader = Uploader::new(gpu)?;
         let gains = |name: &str| -> Result<Buffer<f32>> {
@@ -43,7 +52,7 @@ impl CudaMtp {
         };
         let fc = store.matrix(FC, (h, 2 * h))?;
         let mut half = |first: usize| -> Result<DeviceLinear> {
-            let part = columns(&fc, first, h)?;
+            let part = columns(&fc, first..first + h)?;
             Ok(uploader.pack(&[&part], Stack::Concat, true)?)
         };
         let fc = [half(0)?, half(h)?];
@@ -55,8 +64,11 @@ impl CudaMtp {
             (false, true),
             &mut Slower::default(),
         )?;
+        let head = head.map(|w| uploader.pack(&[w], Stack::Concat, true));
+        let head = head.transpose()?;
         uploader.finish()?;
         Ok(CudaMtp {
+            head,
             rotary: Rotary::new(&config),
             fc,
             layer,
@@ -131,15 +143,21 @@ struct MtpParts<'a> {
     mlp: &'a Mix<DeviceLinear, Buffer<f32>>,
 }
 
-/// Columns `first..first + count` of `w`, as floats.
-fn columns(w: &Weight, first: usize, count: usize) -> Result<Weight> {
+/// The columns `cols` of `w`: in its scheme, or as floats if they end within a group.
+fn columns(w: &Weight, cols: Range<usize>) -> Result<Weight> {
+    if let Ok(part) = w.columns(cols.clone()) {
+        return Ok(part);
+    }
     let (rows, inputs) = w.dims();
-    let (mut row, mut values) = (vec![0.0; inputs], Vec::with_capacity(rows * count));
+    let (mut row, mut values) = (vec![0.0; inputs], Vec::with_capacity(rows * cols.len()));
     for index in 0..rows {
         w.dequantize_row(index, &mut row)?;
-        values.extend_from_slice(&row[first..first + count]);
+        values.extend_from_slice(&row[cols.clone()]);
     }
-    Ok(Weight::Dense(Tensor::from_f32(vec![rows, count], values)?))
+    Ok(Weight::Dense(Tensor::from_f32(
+        vec![rows, cols.len()],
+        values,
+    )?))
 }
 
 impl GpuHead for CudaMtp {
@@ -147,19 +165,8 @@ impl GpuHead for CudaMtp {
         &self.gpu
     }
 
-    fn shape(&self) -> HeadShape {
-        let c = &self.config;
-        let gates = if has_gates(c) { c.q_dim() } else { 0 };
-        HeadShape {
-            hidden: c.hidden_size,
-            streams: c.hidden_size,
-            heads: (c.num_attention_heads, c.num_key_value_heads),
-            head_dim: c.head_dim,
-            qkv: gates + c.q_dim() + 2 * c.kv_dim(),
-            mlp: Widths::of(c).mlp,
-            vocab: c.vocab_size,
-            drafted: c.vocab_size,
-        }
+    fn layer(&self) -> DraftLayer {
+        DraftLayer::of(&self.config)
     }
 
     fn rotary(&self) -> &Rotary {
@@ -171,7 +178,7 @@ impl GpuHead for CudaMtp {
     }
 
     fn head<'a>(&'a self, target: &'a CudaModel) -> &'a DeviceLinear {
-        &target.head
+        self.head.as_ref().unwrap_or(&target.head)
     }
 
     fn ids(&self) -> Option<&Checked<u32>> {
@@ -268,13 +275,9 @@ impl GpuHead for CudaMtp {
         }
     }
 
-    fn experts(&self) -> Result<Option<ExpertRows>> {
-        ExpertRows::new(&self.gpu, &Widths::of(&self.config), 1)
-    }
-
     fn logits(&self, on: On<'_>) -> Result<()> {
         let last = &mut on.few.last;
         let out = GemvOutput::Head(self.norm(&self.norm), &mut last.logits, &mut last.best);
-        Ok(on.stream.gemv(&on.target.head, &last.x, out, true)?)
+        Ok(on.stream.gemv(self.head(on.target), &last.x, out, true)?)
     }
 }
