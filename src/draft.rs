@@ -6,13 +6,15 @@ use crate::model;
 use crate::terminal::human_bytes;
 use anyhow::Context;
 use nq_formats::eagle::EagleHead;
-use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, mtp};
+use nq_formats::names::HEAD;
+use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, Task, mtp};
 use nq_quantize::schemes::Schemes;
 use nq_quantize::{OnTheFly, draft_head, draft_head_bytes};
+use nq_runtime::device::Device;
 use nq_runtime::speculation::check_drafts;
 use nq_runtime::{
-    DeviceMemory, DraftLayer, DraftModel, DraftedBy, Eagle, Engine, LoadOptions, Mtp, Session,
-    SessionSpec, Speculation, Tokenizer,
+    ActivationChoice, DeviceMemory, DraftLayer, DraftModel, DraftedBy, Eagle, Engine, LoadOptions,
+    Mtp, Session, SessionSpec, Speculation, Tokenizer,
 };
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -40,6 +42,13 @@ impl DraftFrom {
     }
 }
 
+/// The schemes of an EAGLE-3 head: its drafts are checked, and speed is all that they are for.
+fn eagle_schemes() -> Schemes {
+    let mut schemes = Schemes::defaults(Bits::B4);
+    schemes.overrides.insert(HEAD.into(), schemes.linears);
+    schemes
+}
+
 /// What drafts for sessions whose drafter is `from`, or `weights` if it has any.
 pub fn drafted_by(from: Option<&DraftFrom>, weights: Option<&DraftWeights>) -> DraftedBy {
     match (from, weights) {
@@ -62,6 +71,26 @@ pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
             None => DraftFrom::Model(other.into()),
         }),
     }
+}
+
+/// The drafter with weights that `checkpoint` has of its own and is used unless something else is asked for: an MTP layer, where
+/// answers with drafts are those without, which a CPU with quantized weights gives. `at_load`: its weights are quantized at load.
+///
+/// # Errors
+/// An absent device.
+pub fn by_default(
+    checkpoint: &Checkpoint,
+    at_load: bool,
+    options: &LoadOptions,
+) -> anyhow::Result<Option<DraftWeights>> {
+    let quantized = at_load || checkpoint.store().quantization().is_some();
+    let rounds = options.activations == ActivationChoice::Auto;
+    let on_cpu = options.device.resolve()? == Device::Cpu;
+    let writes = *checkpoint.task() == Task::Generate;
+    Ok(match writes && quantized && rounds && on_cpu {
+        true => DraftWeights::mtp(checkpoint),
+        false => None,
+    })
 }
 
 /// A draft model that is not loaded yet.
@@ -147,7 +176,7 @@ pub enum DraftWeights {
 
 impl DraftWeights {
     /// Opens it for `target`; `None` if `from` has no weights. If a draft model is unquantized, `bits` apply to it
-    /// as to the target; a head is rounded to 8 bits.
+    /// as to the target; a head is rounded to 4 bits.
     ///
     /// # Errors
     /// If it cannot be opened, or was not made for such a target.
@@ -161,18 +190,13 @@ impl DraftWeights {
         Ok(match from {
             DraftFrom::None | DraftFrom::Ngram => None,
             DraftFrom::Mtp => {
-                let layer = DraftLayer::mtp(target.config()).with_context(|| {
+                let own = DraftWeights::mtp(target).with_context(|| {
                     let title = target.config().architecture.title;
                     format!(
                         "--draft mtp: expected a model with an MTP layer, found {title} without one"
                     )
                 })?;
-                let entries = target.store().entries().into_iter();
-                let own = entries.filter(|e| mtp::is_of_layer(&e.name, target.config()));
-                Some(DraftWeights::Mtp {
-                    stored: own.map(|e| e.bytes).sum(),
-                    layer,
-                })
+                Some(own)
             }
             DraftFrom::Model(name) => {
                 let draft = DraftCheckpoint::open(name, target, bits, global, progress)?;
@@ -182,13 +206,22 @@ impl DraftWeights {
                 let named = || format!("--draft eagle3:{}", folder.display());
                 let head = EagleHead::open(folder).with_context(named)?;
                 head.check_model(target.config()).with_context(named)?;
-                let schemes = Schemes::defaults(Bits::B8);
-                let head = head.wrapped(|store| Box::new(OnTheFly::new(store, schemes)));
+                let head = head.wrapped(|store| Box::new(OnTheFly::new(store, eagle_schemes())));
                 Some(DraftWeights::Eagle3 {
                     head: Box::new(head),
                     folder: folder.clone(),
                 })
             }
+        })
+    }
+
+    /// The MTP layer of `target`; `None` without one.
+    fn mtp(target: &Checkpoint) -> Option<Self> {
+        let entries = target.store().entries().into_iter();
+        let own = entries.filter(|e| mtp::is_of_layer(&e.name, target.config()));
+        DraftLayer::mtp(target.config()).map(|layer| DraftWeights::Mtp {
+            stored: own.map(|e| e.bytes).sum(),
+            layer,
         })
     }
 
@@ -259,10 +292,10 @@ impl DraftWeights {
     ) -> anyhow::Result<(String, u64)> {
         let (what, bytes) = match self {
             DraftWeights::Model(draft) => return memory_of(draft, spec),
-            // Codes of 8 bits and an f16 scale for each 128 of them.
+            // Codes of 4 bits, and for each 64 of them a scale of 16 and a zero point of 4.
             DraftWeights::Eagle3 { folder, head } => (
                 format!("EAGLE-3 head {}", folder.display()),
-                head.config.elements() / 64 * 65,
+                head.config.elements() / 128 * 69,
             ),
             DraftWeights::Mtp { stored, .. } => {
                 let head = draft_head_bytes(target) as u64;
@@ -296,21 +329,29 @@ pub enum Drafts {
 }
 
 impl Drafts {
-    /// Drafts for `session`.
+    /// Drafts for `session`. Unless they were `asked` for, nothing is said where they do not pay.
     ///
     /// # Errors
     /// If there is no room for a session of a draft model.
-    pub fn speculation(&self, session: &mut dyn Session) -> nq_runtime::Result<Speculation> {
-        match self {
-            Drafts::Ngram => Ok(Speculation::ngram()),
-            Drafts::Eagle(eagle) => Ok(Speculation::new(eagle.drafter(session)?).with_copies()),
-            Drafts::Mtp(mtp) => Ok(Speculation::new(mtp.drafter(session)?).with_copies()),
+    pub fn speculation(
+        &self,
+        session: &mut dyn Session,
+        asked: bool,
+    ) -> nq_runtime::Result<Speculation> {
+        let speculation = match self {
+            Drafts::Ngram => Speculation::ngram(),
+            Drafts::Eagle(eagle) => Speculation::new(eagle.drafter(session)?).with_copies(),
+            Drafts::Mtp(mtp) => Speculation::new(mtp.drafter(session)?).with_copies(),
             Drafts::Model { engine, vocab, ctx } => {
                 let own = engine.session(shorter(&session.spec(), *ctx))?;
                 let model = DraftModel::new(own, *vocab);
-                Ok(Speculation::new(Box::new(model)).with_copies())
+                Speculation::new(Box::new(model)).with_copies()
             }
-        }
+        };
+        Ok(match asked {
+            true => speculation,
+            false => speculation.quietly(),
+        })
     }
 
     /// What a session of its own takes of a GPU's memory beside a target's session of `spec`: a draft model has one.
@@ -332,9 +373,9 @@ fn shorter(spec: &SessionSpec, ctx: usize) -> SessionSpec {
     }
 }
 
-/// The drafter for a model's sessions. By default it is prompt lookup if answers with drafts are the same as
-/// without, else none. If a drafter was requested and answers may differ, `progress` gets a note. `loaded` is the requested
-/// one if it has weights.
+/// The drafter for a model's sessions: `loaded`, if it has weights, or prompt lookup. Unless one is requested by `from`, there is
+/// one only if answers with drafts are the same as without. If a drafter was requested and answers may differ, `progress` gets
+/// a note.
 ///
 /// # Errors
 /// If a drafter was requested and the device cannot check drafts.
@@ -353,7 +394,7 @@ pub fn drafts(
     Ok(match from {
         None => {
             let exact = session.exact_rows() > 1 && session.exact_rows() >= session.draft_rows();
-            exact.then_some(Drafts::Ngram)
+            exact.then(|| loaded.unwrap_or(Drafts::Ngram))
         }
         Some(DraftFrom::None) => None,
         Some(_) => {

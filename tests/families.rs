@@ -123,6 +123,26 @@ fn families_are_quantized_and_exported() {
             assert_eq!(biases(&out), expected, "{family} as {format}");
             let mean = divergence(&out);
             assert!(mean < most, "{family} as {format}: {mean:e}");
+            // Where the file has a layer to draft with, it drafts, and the answer is the one without.
+            let chat = |more: &[&str]| {
+                let args = ["chat", &path(&out), "--raw", "-p", "The river", "-v"];
+                let how = ["--max-tokens", "40", "--seed", "7", "--device", "cpu"];
+                let output = nq(home.path(), &[&args[..], &how, more].concat());
+                assert!(output.status.success(), "{format}: {}", stderr(&output));
+                let drafts = stderr(&output).contains("for the MTP layer");
+                (stdout(&output), drafts)
+            };
+            let (answer, drafts) = chat(&[]);
+            assert_eq!(
+                drafts,
+                config(family).mtp_layers == 1,
+                "{family} as {format}"
+            );
+            assert_eq!(
+                chat(&["--draft", "none"]),
+                (answer, false),
+                "{family} as {format}"
+            );
         }
     }
 }

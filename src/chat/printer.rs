@@ -105,8 +105,20 @@ impl<'a> Printer<'a> {
         }
         if self.last == Some(Part::Answer) && !self.ends_line {
             self.out.write_all(b"\n")?;
+            self.ends_line = true;
         }
         self.out.flush()
+    }
+
+    /// Makes room for a note on stderr: ends the line that a person reads. An answer that is data stays as it is.
+    ///
+    /// # Errors
+    /// Errors of [`Printer::piece`].
+    pub fn before_note(&mut self) -> io::Result<()> {
+        match (self.raw, self.last) {
+            (true, Some(Part::Answer)) => self.out.flush(),
+            _ => self.finish(),
+        }
     }
 
     /// Closes the thinking, if it came last.
@@ -183,6 +195,21 @@ mod tests {
         check(Thinking::Dimmed, "\x1b[2ma b\x1b[0m\n\nc d\n", "");
         check(Thinking::Tagged, "<think>\na b\n</think>\n\nc d\n", "");
         check(Thinking::Aside, "c d\n", "<think>\na b\n</think>\n\n");
+    }
+
+    /// A note within an answer or behind it adds no line to what stdout is given.
+    #[test]
+    fn notes_leave_data_alone() {
+        for (raw, expected) in [(true, "ab\n"), (false, "a\nb\n")] {
+            let (mut out, mut err) = (Vec::new(), Vec::new());
+            let mut printer = Printer::new(&mut out, &mut err, Thinking::Aside, raw, None);
+            for piece in ["a", "b"] {
+                printer.piece(Part::Answer, piece).unwrap();
+                printer.before_note().unwrap();
+            }
+            printer.finish().unwrap();
+            assert_eq!(String::from_utf8(out).unwrap(), expected);
+        }
     }
 
     /// A model may write anything, including the escape code for the clipboard (OSC 52).

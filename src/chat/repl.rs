@@ -308,7 +308,7 @@ impl Repl<'_> {
                 match event {
                     ChatEvent::Piece(part, text) => printer.piece(part, text)?,
                     ChatEvent::Note(note) => {
-                        printer.finish()?;
+                        printer.before_note()?;
                         self::note(&mut notes, &note)?;
                     }
                 }

@@ -113,8 +113,8 @@ pub struct ChatArgs {
     pub kv: KvType,
     /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
     /// the layer that Qwen3.5 and its like have for it, a smaller MODEL with the same tokenizer drafts,
-    /// eagle3:FOLDER asks an EAGLE-3 head made for the model, none turns it off [default: ngram on devices where
-    /// answers stay exactly the same, such as CPUs with quantized models; else none]
+    /// eagle3:FOLDER asks an EAGLE-3 head made for the model, none turns it off [default: mtp or else ngram where
+    /// answers stay exactly the same, as on CPUs with quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full
@@ -159,7 +159,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let draft = match &args.draft {
         Some(from) => DraftWeights::open(from, &checkpoint, args.bits, global, &terminal)?,
-        None => None,
+        None => draft::by_default(&checkpoint, schemes.is_some(), &global.load_options())?,
     };
     let spec = SessionSpec {
         slots: 1,
@@ -197,7 +197,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let of = args.draft.as_ref();
     let drafts = draft::drafts(of, session.as_ref(), device, &terminal, loaded)?;
     let drafts = drafts
-        .map(|d| d.speculation(session.as_mut()))
+        .map(|d| d.speculation(session.as_mut(), of.is_some()))
         .transpose()?;
     if global.verbose {
         terminal.note(&sampling.to_string());

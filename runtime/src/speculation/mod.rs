@@ -73,6 +73,8 @@ pub struct Speculation {
     note: Option<String>,
     /// A reason has been noted; there is no second note.
     noted: bool,
+    /// That drafting does not pay is not noted.
+    quiet: bool,
     /// The drafter has failed.
     failed: bool,
 }
@@ -145,6 +147,7 @@ impl Speculation {
             counts: DraftCounts::default(),
             note: None,
             noted: false,
+            quiet: false,
             failed: false,
         }
     }
@@ -157,6 +160,12 @@ impl Speculation {
     /// Copies from the text what followed its last words there, and asks the drafter where these are new.
     pub fn with_copies(mut self) -> Self {
         self.copies = (!self.drafter.is_free()).then(Ngram::default);
+        self
+    }
+
+    /// Notes no more that drafting stopped because it does not pay: nobody asked for it.
+    pub fn quietly(mut self) -> Self {
+        self.quiet = true;
         self
     }
 
@@ -487,7 +496,7 @@ impl Speculation {
                 *n = 1;
             }
         }
-        if let Some((checked, accepted)) = turned_off {
+        if let (Some((checked, accepted)), false) = (turned_off, self.quiet) {
             self.add_note(match checked {
                 0 => "drafting is off: it takes longer than it could save".to_owned(),
                 _ => format!(

@@ -94,6 +94,8 @@ pub(super) struct Loadable {
     checkpoint: Checkpoint,
     /// Schemes for quantizing it at load.
     schemes: Option<Schemes>,
+    /// The drafter that was asked for.
+    asked: Option<DraftFrom>,
     /// The weights of its drafter.
     draft: Option<DraftWeights>,
     settings: LoadingSettings,
@@ -127,19 +129,27 @@ impl Loadable {
         if let Some(n) = settings.ctx.filter(|n| !(2..=trained).contains(n)) {
             bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}");
         }
+        let draft = match &settings.draft {
+            Some(_) => None,
+            None => draft::by_default(&checkpoint, schemes.is_some(), &settings.load)?,
+        };
         Ok(Loadable {
             name: name.map_or(model.name, str::to_owned),
             checkpoint,
             schemes,
-            draft: None,
+            asked: settings.draft.clone(),
+            draft,
             settings: settings.clone(),
             terminal: Arc::clone(terminal),
         })
     }
 
-    /// With a drafter that has weights.
+    /// With the drafter that was asked for, if it has weights.
     pub(super) fn with_draft(mut self, draft: Option<DraftWeights>) -> Self {
-        self.draft = draft;
+        if let Some(draft) = draft {
+            self.asked = Some(draft.named());
+            self.draft = Some(draft);
+        }
         self
     }
 
@@ -163,10 +173,18 @@ impl Loadable {
             let running = at_load::memory(checkpoint, schemes, &least)?;
             let draft = self.draft.as_ref();
             let draft = draft.map(|d| d.memory(checkpoint.config(), &least));
-            let needed = running.peak + draft.transpose()?.map_or(0, |(_, bytes)| bytes);
+            let draft = draft.transpose()?.map_or(0, |(_, bytes)| bytes);
+            let needed = running.peak + draft;
             let free = available_memory().unwrap_or(u64::MAX);
             if needed > free {
-                let help = None;
+                let help = (draft > 0).then(|| {
+                    format!(
+                        "this needs {} of memory, {} of it for drafts (--draft none), and {} are free",
+                        human_bytes(needed),
+                        human_bytes(draft),
+                        human_bytes(free)
+                    )
+                });
                 return Err(Short { needed, free, help }.into());
             }
         }
@@ -178,9 +196,10 @@ impl Loadable {
         let parallel = self.settings.engine.parallel;
         let read_once_from = engine.read_once_from(&spec, parallel);
         let mut options = self.settings.engine.clone();
+        let asked = self.asked.is_some();
         options.drafts = drafts.map(|drafts| {
             let progress = Arc::clone(&self.terminal) as Arc<dyn Progress>;
-            OpenDrafts::new(move |session| drafts.speculation(session), progress)
+            OpenDrafts::new(move |session| drafts.speculation(session, asked), progress)
         });
         if let Some(pages) = &self.settings.pages {
             options.disk = Some(pages.of_model(&self.identity(engine.as_ref())?));
@@ -224,14 +243,18 @@ impl Loadable {
     /// Its drafter, loaded.
     fn drafts(&self, engine: &dyn Engine) -> anyhow::Result<Option<Drafts>> {
         let session = engine.session(self.spec(PAGE, 1))?;
-        let named = self.draft.as_ref().map(DraftWeights::named);
-        let from = named.as_ref().or(self.settings.draft.as_ref());
         let load = |draft: &DraftWeights| {
             draft.load(&self.settings.load, &self.checkpoint, &*self.terminal)
         };
         let loaded = self.draft.as_ref().map(load).transpose()?;
         let device = &engine.description().device;
-        draft::drafts(from, session.as_ref(), device, &*self.terminal, loaded)
+        draft::drafts(
+            self.asked.as_ref(),
+            session.as_ref(),
+            device,
+            &*self.terminal,
+            loaded,
+        )
     }
 
     /// All that keys and values depend on, beside the tokens: the program, how it computes, and the
@@ -285,7 +308,7 @@ impl Loadable {
             kv: self.settings.kv,
             max_rows: SessionSpec::prompt_rows(!on_gpu),
             snapshots: Some(0),
-            drafts: draft::drafted_by(self.settings.draft.as_ref(), self.draft.as_ref()),
+            drafts: draft::drafted_by(self.asked.as_ref(), self.draft.as_ref()),
         }
     }
 

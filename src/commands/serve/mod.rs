@@ -82,8 +82,8 @@ pub struct ServeArgs {
     pub bits: Option<u32>,
     /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
     /// the layer that Qwen3.5 and its like have for it, a smaller model with the same tokenizer drafts for MODEL,
-    /// eagle3:FOLDER asks an EAGLE-3 head made for it, none turns it off [default: ngram on devices where
-    /// answers stay exactly the same, such as CPUs with quantized models; else none]
+    /// eagle3:FOLDER asks an EAGLE-3 head made for it, none turns it off [default: mtp or else ngram where
+    /// answers stay exactly the same, as on CPUs with quantized models; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// Do not keep keys and values of prompts for later requests
