@@ -74,7 +74,8 @@ pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
 }
 
 /// The drafter with weights that `checkpoint` has of its own and is used unless something else is asked for: an MTP layer, where
-/// answers with drafts are those without, which a CPU with quantized weights gives. `at_load`: its weights are quantized at load.
+/// answers with drafts are those without, which a CPU with quantized weights gives. Of mixtures, each row of a step reads other
+/// experts, and drafts rarely pay. `at_load`: its weights are quantized at load.
 ///
 /// # Errors
 /// An absent device.
@@ -87,7 +88,8 @@ pub fn by_default(
     let rounds = options.activations == ActivationChoice::Auto;
     let on_cpu = options.device.resolve()? == Device::Cpu;
     let writes = *checkpoint.task() == Task::Generate;
-    Ok(match writes && quantized && rounds && on_cpu {
+    let dense = checkpoint.config().experts.is_none();
+    Ok(match writes && dense && quantized && rounds && on_cpu {
         true => DraftWeights::mtp(checkpoint),
         false => None,
     })

@@ -8,7 +8,8 @@ use common::{Store, feed, hybrid, nq, options, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
-    ActivationChoice, EngineKind, LoadOptions, Mtp, Sampler, SamplingParams, Speculation,
+    ActivationChoice, EngineKind, LoadOptions, Mtp, Sampler, SamplingParams, Session, SessionSpec,
+    Speculation,
 };
 use std::ops::ControlFlow;
 
@@ -48,6 +49,43 @@ fn drafts_are_those_of_the_published_computation() {
         check(1, &tokens(20, 12), 0, 0);
         check(0, &tokens(50, 13), 0, 0);
     }
+}
+
+/// The layer has as many pages as the session. Where these are all taken, it forgets the sequence that was not drafted for
+/// the longest.
+#[test]
+fn pages_go_to_the_sequences_that_are_drafted_for() {
+    let config = configs()[0].clone();
+    let store = Store::random(&config, 9);
+    let engine = nq(&config, &store);
+    let published = Published {
+        config: &config,
+        store: &store,
+    };
+    let layer = Mtp::load((&config, &store), None, &options(EngineKind::Nq)).unwrap();
+    let spec = SessionSpec {
+        pages: Some(4),
+        ..session(&*engine).spec()
+    };
+    let mut session = engine.session(spec).unwrap();
+    let mut drafter = layer.drafter(&mut *session).unwrap();
+    let texts = [tokens(270, 3), tokens(200, 12)];
+    let mut ask = |session: &mut dyn Session, slot: usize, length: usize, from: usize| {
+        let text = &texts[slot][..length];
+        let new = &text[session.len(slot)..length - 1];
+        if !new.is_empty() {
+            feed(session, slot, new);
+        }
+        let found = ask(&mut *drafter, session, slot, text);
+        assert_eq!(found.len(), 5, "slot {slot}, {length} tokens");
+        published.check(&*engine, (text, from), &found, 1e-3);
+    };
+    ask(&mut *session, 0, 270, 0);
+    ask(&mut *session, 1, 100, 0);
+    let held = session.truncate(0, 10);
+    ask(&mut *session, 1, 200, 0);
+    ask(&mut *session, 0, 30, held);
+    ask(&mut *session, 1, 200, 0);
 }
 
 #[test]

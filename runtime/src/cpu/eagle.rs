@@ -5,7 +5,7 @@ use super::layer::pack;
 use super::model::embed;
 use super::stream_drafts::{DRAFT_KV, DraftHead};
 use crate::error::Result;
-use crate::interface::LoadOptions;
+use crate::interface::{DraftLayer, LoadOptions};
 use crate::models;
 use crate::rope::Rotary;
 use crate::sampler::best_token;
@@ -121,7 +121,7 @@ impl EagleModel {
 
 impl DraftHead for EagleModel {
     fn width(&self) -> usize {
-        TAPS * self.config.hidden_size
+        DraftLayer::eagle3(&self.config).streams()
     }
 
     fn vocab(&self) -> usize {

@@ -1,10 +1,11 @@
 //! Drafts from residual streams on the CPU: those of an EAGLE-3 head, or of a model's MTP layer.
 
 use super::cache::LayerCache;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::interface::{Draft, DraftLayer, Drafter, SessionSpec, Tapped};
+use crate::kv::{PageCopy, PageTables};
 use nq_kernels::cpu::KvPages;
-use nq_kernels::pages::{KvType, PAGE};
+use nq_kernels::pages::KvType;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A layer that drafts from the residual streams of a model. A row of it is a token with the streams of the token
@@ -72,15 +73,18 @@ pub(crate) trait Forks: Send {
 struct DraftState<H> {
     head: Arc<H>,
     cache: LayerCache,
+    /// The pages of each slot, as long as its tokens that were fed.
+    tables: PageTables,
     slots: Vec<Slot>,
     ctx: usize,
+    /// Drafts so far.
+    drafts: u64,
 }
 
 /// What the head knows of a sequence. Row `i` is the token at `first + i + 1` of the text with the residual streams of
 /// the token before it.
 #[derive(Default)]
 struct Slot {
-    table: Vec<u32>,
     /// Position of the first token whose streams are known.
     first: usize,
     /// Tokens of the rows that the cache holds.
@@ -91,6 +95,8 @@ struct Slot {
     last: Vec<f32>,
     /// The row at which the sequence was forked, whose token may be another one now.
     parted: Option<usize>,
+    /// When it was drafted for last.
+    drafted: u64,
 }
 
 impl Slot {
@@ -104,6 +110,14 @@ impl Slot {
     fn restart(&mut self) {
         self.first += self.fed.len();
         self.fed.clear();
+        self.last.clear();
+    }
+
+    /// Forgets all rows.
+    fn forget(&mut self, width: usize) {
+        self.first += self.seen(width);
+        self.fed.clear();
+        self.streams.clear();
         self.last.clear();
     }
 
@@ -138,24 +152,46 @@ impl<H: DraftHead + 'static> StreamDrafts<H> {
 
 impl<H: DraftHead> DraftState<H> {
     fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
-        let pages = spec.ctx.div_ceil(PAGE);
-        let slot = |slot: usize| Slot {
-            table: (slot * pages..(slot + 1) * pages)
-                .map(|p| p as u32)
-                .collect(),
-            ..Slot::default()
-        };
         DraftState {
-            cache: head.cache(spec.slots * pages),
-            slots: (0..spec.slots).map(slot).collect(),
+            cache: head.cache(spec.page_count()),
+            tables: PageTables::new(spec),
+            slots: (0..spec.slots).map(|_| Slot::default()).collect(),
             ctx: spec.ctx,
+            drafts: 0,
             head,
         }
     }
 
+    /// Makes room for `rows` more rows of the sequence in `slot`, if need be of sequences that were not drafted for the
+    /// longest. False if there is none.
+    fn reserve(&mut self, slot: usize, rows: usize) -> Result<bool> {
+        let width = self.head.width();
+        loop {
+            match self.tables.reserve([(slot, rows)].into_iter()) {
+                Ok(copies) => {
+                    let pages = self.cache.pages_mut();
+                    for PageCopy { from, to, rows } in copies {
+                        pages.copy_rows(from, to, rows);
+                    }
+                    return Ok(true);
+                }
+                Err(Error::PagesFull { .. }) => {}
+                Err(e) => return Err(e),
+            }
+            let others = self.slots.iter().enumerate();
+            let with_pages = others.filter(|(other, s)| *other != slot && !s.fed.is_empty());
+            let Some(idle) = with_pages.min_by_key(|(_, s)| s.drafted).map(|(i, _)| i) else {
+                return Ok(false);
+            };
+            self.slots[idle].forget(width);
+            self.tables.truncate(idle, 0);
+        }
+    }
+
     /// Feeds the rows of the draft's text that are new. False if nothing can be drafted: the streams of its last
-    /// tokens are unknown, or the text has tokens that the model does not know.
-    fn catch_up(&mut self, draft: &Draft<'_>) -> Result<bool> {
+    /// tokens are unknown, or the text has tokens that the model does not know, or there is no page. Makes room for `ahead` rows
+    /// more.
+    fn catch_up(&mut self, draft: &Draft<'_>, ahead: usize) -> Result<bool> {
         let (width, head) = (self.head.width(), &self.head);
         let Some(slot) = self.slots.get_mut(draft.slot) else {
             return Ok(false);
@@ -175,23 +211,31 @@ impl<H: DraftHead> DraftState<H> {
         } else if same < compared {
             slot.restart();
         }
-        let Some(tokens) = text.get(slot.first + 1..).filter(|t| !t.is_empty()) else {
-            return Ok(false);
-        };
+        let tokens = text.get(slot.first + 1..).unwrap_or_default();
         slot.truncate(tokens.len(), width);
-        if slot.seen(width) < tokens.len() {
+        self.tables.truncate(draft.slot, slot.fed.len());
+        if tokens.is_empty() || slot.seen(width) < tokens.len() {
             return Ok(false);
         }
         let new = &tokens[slot.fed.len()..];
         if new.iter().any(|&t| t as usize >= head.vocab()) {
             return Ok(false);
         }
+        self.drafts += 1;
+        slot.drafted = self.drafts;
+        let ahead = ahead.min(self.ctx.saturating_sub(slot.fed.len() + new.len()));
+        if !self.reserve(draft.slot, new.len() + ahead)? {
+            self.slots[draft.slot].forget(width);
+            self.tables.truncate(draft.slot, 0);
+            return Ok(false);
+        }
+        let slot = &mut self.slots[draft.slot];
         if !new.is_empty() {
-            let at = slot.fed.len();
-            let cache = (&mut self.cache, &slot.table[..]);
-            slot.last = head.feed(cache, at, new, &slot.streams)?;
+            let cache = (&mut self.cache, &self.tables.all()[draft.slot][..]);
+            slot.last = self.head.feed(cache, slot.fed.len(), new, &slot.streams)?;
             slot.fed.extend_from_slice(new);
             slot.streams.clear();
+            self.tables.advance(draft.slot, new.len());
         }
         Ok(!slot.last.is_empty())
     }
@@ -200,20 +244,22 @@ impl<H: DraftHead> DraftState<H> {
 impl<H: DraftHead> DraftState<H> {
     fn draft(&mut self, drafts: &mut [Draft<'_>]) -> Result<()> {
         for draft in drafts {
-            if !self.catch_up(draft)? {
+            let ahead = draft.most.saturating_sub(1);
+            if !self.catch_up(draft, ahead)? {
                 continue;
             }
-            let (head, slot) = (&self.head, &mut self.slots[draft.slot]);
+            let (head, slot) = (&self.head, &self.slots[draft.slot]);
             let (mut made, mut at) = (slot.last.clone(), slot.fed.len());
-            let capacity = slot.table.len() * PAGE;
+            let table = &self.tables.all()[draft.slot];
+            let end = (at + ahead).min(self.ctx);
             while draft.tokens.len() < draft.most {
                 let token = head.draft(&made)?;
                 draft.tokens.push(token);
-                if draft.tokens.len() == draft.most || at == capacity {
+                if at == end {
                     break;
                 }
                 // The rows of drafted tokens are written over by those of the text.
-                made = head.feed_draft((&mut self.cache, &slot.table), at, token, made)?;
+                made = head.feed_draft((&mut self.cache, table), at, token, made)?;
                 at += 1;
             }
         }
@@ -222,7 +268,8 @@ impl<H: DraftHead> DraftState<H> {
 
     fn see(&mut self, slot: usize, tapped: Tapped) {
         let width = self.head.width();
-        let Some(slot) = self.slots.get_mut(slot) else {
+        let index = slot;
+        let Some(slot) = self.slots.get_mut(index) else {
             return;
         };
         let end = slot.first + slot.seen(width);
@@ -235,6 +282,7 @@ impl<H: DraftHead> DraftState<H> {
             slot.first = tapped.position;
         }
         slot.streams.extend_from_slice(&tapped.rows);
+        self.tables.truncate(index, slot.fed.len());
     }
 }
 
@@ -244,20 +292,18 @@ impl<H: DraftHead> Forks for DraftState<H> {
             self.see(from, tapped);
         }
         let width = self.head.width();
-        let Ok([from, to]) = self.slots.get_disjoint_mut([from, to]) else {
+        let Ok([source, known]) = self.slots.get_disjoint_mut([from, to]) else {
             return;
         };
-        let rows = from.seen(width).min(len.saturating_sub(from.first));
-        let fed = rows.min(from.fed.len());
-        to.first = from.first;
-        to.fed = from.fed[..fed].to_vec();
-        to.streams = from.streams[..(rows - fed) * width].to_vec();
-        to.last.clear();
-        to.parted = fed.checked_sub(1);
-        let pages = self.cache.pages_mut();
-        for (index, (&from, &to)) in from.table.iter().zip(&to.table).enumerate() {
-            let rows = fed.saturating_sub(index * PAGE).min(PAGE);
-            pages.copy_rows(from, to, rows);
+        let rows = source.seen(width).min(len.saturating_sub(source.first));
+        let fed = rows.min(source.fed.len());
+        known.first = source.first;
+        known.fed = source.fed[..fed].to_vec();
+        known.streams = source.streams[..(rows - fed) * width].to_vec();
+        known.last.clear();
+        known.parted = fed.checked_sub(1);
+        if self.tables.fork(from, to, fed).is_err() {
+            unreachable!("as many rows have pages as were fed, in slots that there are");
         }
     }
 }
