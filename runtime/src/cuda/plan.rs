@@ -8,7 +8,7 @@ use super::request::Request;
 use super::session::memory::SessionMemory;
 use crate::error::{Error, Result};
 use crate::forward::{Block, Layer, Mix, VectorSpec};
-use crate::interface::{DeviceMemory, SessionSpec};
+use crate::interface::{DeviceMemory, DraftedBy, SessionSpec};
 use crate::memory::Kinds;
 use crate::states::{is_recurrent, shape_of};
 use nq_formats::models::{LinearKind, Product};
@@ -290,6 +290,17 @@ impl Request<'_> {
                 )),
                 _ => {}
             }
+            let without = SessionSpec {
+                drafts: DraftedBy::Nothing,
+                ..*spec
+            };
+            let without = Request {
+                session: Some(&without),
+                ..*self
+            };
+            if spec.drafts != DraftedBy::Nothing && without.fits(free) {
+                ways.push("no drafts (--draft none)".into());
+            }
         }
         let four = Request {
             weights: self.config.parameters() / 8 * INT4_BITS,
@@ -387,7 +398,7 @@ pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::interface::DraftedBy;
+    use crate::interface::DraftLayer;
     use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros, trellis::Code};
     use nq_kernels::KernelSet;
     use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
@@ -498,6 +509,28 @@ mod tests {
         ] {
             assert!(refused.contains(&figure), "{figure} in {refused}");
         }
+    }
+
+    #[test]
+    fn layers_that_draft_are_counted_and_can_be_left_out() {
+        let model = PlannedModel::new();
+        let plain = spec(32_768, KvType::F16);
+        let drafts = SessionSpec {
+            drafts: DraftedBy::Layer(DraftLayer::of(&model.config)),
+            ..plain
+        };
+        let plan = |spec: &SessionSpec| model.request(5_000_000_000, spec).plan().unwrap();
+        // The keys and values of one layer more than 36.
+        let (with, without) = (plan(&drafts), plan(&plain));
+        let layer = without.kv / 36;
+        assert!((layer - (1 << 20)..layer + (1 << 20)).contains(&(with.kv - without.kv)));
+        assert!(with.scratch > without.scratch + 16 * 4 * model.config.hidden_size);
+        let request = model.request(5_000_000_000, &drafts);
+        let help = |free| request.help(free);
+        assert!(help(without.total()).contains("no drafts (--draft none)"));
+        assert!(!help(without.total() - 1).contains("--draft"));
+        let request = model.request(5_000_000_000, &plain);
+        assert!(!request.help(without.total()).contains("--draft"));
     }
 
     /// The context that `help` suggests.
