@@ -74,17 +74,16 @@ pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
 }
 
 /// The drafter with weights that `checkpoint` has of its own and is used unless something else is asked for: an MTP layer, where
-/// answers with drafts are those without, which a CPU with quantized weights gives. Of mixtures, each row of a step reads other
-/// experts, and drafts rarely pay. `at_load`: its weights are quantized at load.
+/// answers with drafts are those without, which a CPU with quantized weights gives. Not of mixtures, of which each row of a step
+/// reads other experts, nor where weights are quantized at load, which reads the head twice then.
 ///
 /// # Errors
 /// An absent device.
 pub fn by_default(
     checkpoint: &Checkpoint,
-    at_load: bool,
     options: &LoadOptions,
 ) -> anyhow::Result<Option<DraftWeights>> {
-    let quantized = at_load || checkpoint.store().quantization().is_some();
+    let quantized = checkpoint.store().quantization().is_some();
     let rounds = options.activations == ActivationChoice::Auto;
     let on_cpu = options.device.resolve()? == Device::Cpu;
     let writes = *checkpoint.task() == Task::Generate;

@@ -159,7 +159,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let draft = match &args.draft {
         Some(from) => DraftWeights::open(from, &checkpoint, args.bits, global, &terminal)?,
-        None => draft::by_default(&checkpoint, schemes.is_some(), &global.load_options())?,
+        None => draft::by_default(&checkpoint, &global.load_options())?,
     };
     let spec = SessionSpec {
         slots: 1,

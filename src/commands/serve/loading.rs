@@ -131,7 +131,7 @@ impl Loadable {
         }
         let draft = match &settings.draft {
             Some(_) => None,
-            None => draft::by_default(&checkpoint, schemes.is_some(), &settings.load)?,
+            None => draft::by_default(&checkpoint, &settings.load)?,
         };
         Ok(Loadable {
             name: name.map_or(model.name, str::to_owned),

@@ -1,0 +1,314 @@
+use super::*;
+use crate::interface::DraftLayer;
+use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros, trellis::Code};
+use nq_kernels::KernelSet;
+use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
+
+/// Qwen3-8B's shape.
+fn config() -> nq_formats::ModelConfig {
+    nq_formats::synth::Preset::find("qwen3-8b")
+        .expect("a published shape")
+        .config()
+}
+
+fn spec(ctx: usize, kv: KvType) -> SessionSpec {
+    SessionSpec {
+        slots: 1,
+        ctx,
+        pages: None,
+        kv,
+        max_rows: 512,
+        snapshots: None,
+        drafts: DraftedBy::Nothing,
+    }
+}
+
+#[test]
+fn shared_experts_stack_where_their_weights_do() {
+    let config = nq_formats::synth::Preset::find("qwen3.5-35b-a3b").unwrap();
+    let config = config.config();
+    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
+    let octagon = nq_formats::TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
+    for (scheme, stacked) in [
+        (Scheme::Affine(int4), true),
+        (Scheme::Affine(int4.two_level(Bits::B8)), false),
+        (Scheme::Trellis(octagon), false),
+    ] {
+        let kinds = |_: &str| WeightKind::in_scheme(scheme, false);
+        assert_eq!(SharedStacks::of(&config, &kinds, 0, false).0, stacked);
+    }
+}
+
+static INFO: GpuInfo = GpuInfo {
+    ordinal: 0,
+    name: String::new(),
+    capability: (9, 0),
+    multiprocessors: 132,
+    shared_memory: 227 << 10,
+    l2_bytes: 50 << 20,
+    memory: 141 << 30,
+    driver: 13_000,
+    multi_process: false,
+};
+
+fn bf16(_: &str) -> WeightKind {
+    WeightKind::Dense(DType::BF16)
+}
+
+/// A model of that shape, with memory reserved for its head.
+struct PlannedModel {
+    config: ModelConfig,
+    head: DeviceLinear,
+}
+
+impl PlannedModel {
+    fn new() -> Self {
+        let config = config();
+        let gpu = Gpu::dry(INFO.clone(), Account::gpu());
+        let head = head(&gpu, &config, &bf16, None).unwrap();
+        PlannedModel { config, head }
+    }
+
+    fn request<'a>(&'a self, weights: usize, session: &'a SessionSpec) -> Request<'a> {
+        Request {
+            info: &INFO,
+            together: MOST_SEQUENCES,
+            config: &self.config,
+            kernels: KernelSet::Fused,
+            head: &self.head,
+            trellis: false,
+            part: None,
+            weights,
+            session: Some(session),
+        }
+    }
+
+    /// The memory of a session whose steps take `together` sequences.
+    fn session(&self, spec: &SessionSpec, together: usize) -> DeviceMemory {
+        let mut request = self.request(0, spec);
+        request.together = together;
+        request.plan().unwrap()
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_figures() {
+    let (model, spec) = (PlannedModel::new(), spec(32_768, KvType::F16));
+    let request = model.request(5_000_000_000, &spec);
+    let plan = request.plan().unwrap();
+    assert!(request.check(plan.total()).is_ok());
+    let refused = request.check(plan.total() - 1).unwrap_err().to_string();
+    let human = |bytes: usize| human_bytes(bytes as u64);
+    for figure in [
+        human(plan.total()),
+        human(plan.total() - 1),
+        "5.00 GB of weights".into(),
+        format!("{} for a context of 32768 tokens", human(plan.kv)),
+        format!("{} of activations", human(plan.scratch)),
+        "a context of 32512 tokens (--ctx), or INT8 keys and values (--kv 8), or the CPU".into(),
+    ] {
+        assert!(refused.contains(&figure), "{figure} in {refused}");
+    }
+}
+
+#[test]
+fn layers_that_draft_are_counted_and_can_be_left_out() {
+    let model = PlannedModel::new();
+    let plain = spec(32_768, KvType::F16);
+    let drafts = SessionSpec {
+        drafts: DraftedBy::Layer(DraftLayer::of(&model.config)),
+        ..plain
+    };
+    let plan = |spec: &SessionSpec| model.request(5_000_000_000, spec).plan().unwrap();
+    // The keys and values of one layer more than 36.
+    let (with, without) = (plan(&drafts), plan(&plain));
+    let layer = without.kv / 36;
+    assert!((layer - (1 << 20)..layer + (1 << 20)).contains(&(with.kv - without.kv)));
+    assert!(with.scratch > without.scratch + 16 * 4 * model.config.hidden_size);
+    let request = model.request(5_000_000_000, &drafts);
+    let help = |free| request.help(free);
+    assert!(help(without.total()).contains("no drafts (--draft none)"));
+    assert!(!help(without.total() - 1).contains("--draft"));
+    let request = model.request(5_000_000_000, &plain);
+    assert!(!request.help(without.total()).contains("--draft"));
+}
+
+/// The context that `help` suggests.
+fn suggested(help: &str) -> usize {
+    let (_, rest) = help.split_once("context of ").expect(help);
+    rest.split(' ').next().unwrap().parse().expect(help)
+}
+
+#[test]
+fn as_few_experts_as_necessary_stay_on_the_cpu() {
+    let mut model = PlannedModel::new();
+    let spec = spec(4096, KvType::F16);
+    let rest = |model: &PlannedModel| model.request(0, &spec).plan().unwrap().total();
+    let weights = |on_host: usize| Ok(10_000_000_000 - on_host * 200_000_000);
+    let split = |model: &PlannedModel, wanted, free| {
+        let free = rest(model) + free;
+        let found = model.request(0, &spec).split(wanted, free, weights);
+        found.map_err(|e| e.to_string())
+    };
+    // A dense model has no experts to leave on the CPU.
+    assert!(split(&model, None, 9_900_000_000).is_err());
+    model.config.experts = Some(nq_formats::Experts {
+        count: 16,
+        per_token: 2,
+        width: 768,
+        normalized: true,
+        shared: 0,
+    });
+    assert_eq!(split(&model, None, 10_000_000_000), Ok((0, 10_000_000_000)));
+    assert_eq!(split(&model, None, 9_999_999_999), Ok((1, 9_800_000_000)));
+    assert_eq!(split(&model, None, 2_800_000_000), Ok((36, 2_800_000_000)));
+    let refused = split(&model, None, 2_799_999_999).unwrap_err();
+    assert!(refused.contains("2.80 GB of weights"), "{refused}");
+    // What is asked for is done, or refused.
+    assert_eq!(
+        split(&model, Some(5), 20_000_000_000),
+        Ok((5, 9_000_000_000))
+    );
+    assert!(split(&model, Some(5), 8_999_999_999).is_err());
+}
+
+#[test]
+fn what_is_suggested_fits_and_no_longer_context_does() {
+    let model = PlannedModel::new();
+    for (ctx, free) in [
+        (65_536, 8_000_000_000),
+        (40_960, 7_500_000_000),
+        (131_072, 9_123_456_789),
+    ] {
+        let asked = spec(ctx, KvType::F16);
+        let help = model.request(5_000_000_000, &asked).help(free);
+        let ways: Vec<&str> = help.split(", or ").collect();
+        for (way, kv) in ways.iter().zip([KvType::F16, KvType::Int8]) {
+            assert_eq!(way.contains("INT8"), kv == KvType::Int8, "{help}");
+            let longest = suggested(way);
+            let total = |ctx| {
+                let spec = spec(ctx, kv);
+                model.request(5_000_000_000, &spec).plan().unwrap().total()
+            };
+            assert!(total(longest) <= free, "{help}");
+            assert!(total(longest + CTX_STEP) > free, "{help}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_help_is_not_suggested() {
+    let (model, spec) = (PlannedModel::new(), spec(8192, KvType::Int8));
+    // 8.2 billion parameters in 16 bits do not fit 12 GB; in 4 bits they do.
+    let help = model.request(16_400_000_000, &spec).help(12_000_000_000);
+    assert!(
+        help.starts_with("4-bit weights") && !help.contains("--ctx"),
+        "{help}"
+    );
+    let help = model.request(16_400_000_000, &spec).help(2_000_000_000);
+    assert_eq!(help, "the CPU (--device cpu)");
+    // With the weights already loaded.
+    let session = model.request(0, &spec);
+    let refused = session
+        .check(session.plan().unwrap().total() - 1)
+        .unwrap_err();
+    let refused = refused.to_string();
+    assert!(!refused.contains("weights"), "{refused}");
+    assert!(!refused.contains("--kv 8"), "{refused}");
+}
+
+#[test]
+fn layers_of_other_bits_are_counted_as_stored() {
+    let entry = |name: &str, bytes| TensorEntry {
+        name: name.into(),
+        dtype: String::new(),
+        shape: Vec::new(),
+        bytes,
+        file: String::new(),
+    };
+    let entries = [
+        entry("model.layers.0.mlp.up_proj.codes", 60),
+        entry("model.layers.0.mlp.up_proj.scales", 40),
+        entry("model.layers.1.mlp.up_proj.codes", 200),
+        entry("model.norm.weight", 7),
+    ];
+    let stored = stored_by_layer(&entries, 2).unwrap();
+    assert_eq!(stored, [100, 200]);
+    assert_eq!(stored_by_layer(&entries, 3), None);
+    assert_eq!(stored_by_layer(&entries, 1), None);
+    let gguf = [entry("blk.0.attn_q.weight", 5), entry("output.weight", 9)];
+    assert_eq!(stored_by_layer(&gguf, 1), Some(vec![5]));
+    // Nor do layers to draft with belong to the model.
+    let mtp = [
+        entry("model.layers.0.mlp.up_proj.weight", 60),
+        entry("mtp.layers.0.mlp.up_proj.weight", 30),
+    ];
+    assert_eq!(stored_by_layer(&mtp, 1), Some(vec![60]));
+    let names = ["blk.0.attn_q", "blk.1.attn_q", "blk.1.nextn.eh_proj"];
+    assert_eq!(
+        stored_by_layer(&names.map(|n| entry(n, 8)), 1),
+        Some(vec![8])
+    );
+}
+
+#[test]
+fn a_session_counts_keys_and_values_and_rows() {
+    let model = PlannedModel::new();
+    let with = |spec: &SessionSpec| model.session(spec, MOST_SEQUENCES);
+    let plan = with(&spec(8192, KvType::F16));
+    // 64 pages and the unowned one: 36 layers, 8 heads of 128, keys and values of two bytes each.
+    let bytes = 36 * (8192 + 128) * 8 * 128 * 2 * 2;
+    assert!((bytes..bytes + (6 << 20)).contains(&plan.kv), "{plan:?}");
+    assert!(with(&spec(8192, KvType::Int8)).kv < plan.kv * 9 / 16);
+    let twice = with(&spec(16384, KvType::F16)).kv;
+    assert!(twice < 2 * plan.kv && twice > plan.kv * 19 / 10);
+    // 512 rows of 4096 + 6144 f32 and 4096 + 4096 + 12288 FP16, logits of 64 rows; a step of 16 rows with
+    // logits, biases and counts of tokens.
+    let rows = 512 * (4 * 10240 + 2 * 20480) + 16 * 10 * 151_936;
+    assert!(
+        (rows..2 * rows + 64 * 4 * 151_936).contains(&plan.scratch),
+        "{plan:?}"
+    );
+    // A step has as many rows as there are slots, up to the device's limit. Each row has logits,
+    // biases and counts of tokens; in wide steps also FP16 rows and partial sums. Added to that: the
+    // candidates, and up to 16 parts of attention over shared pages, 520 bytes for each of 32 query
+    // heads.
+    let many = SessionSpec {
+        slots: 64,
+        ..spec(8192, KvType::F16)
+    };
+    let narrow = model.session(&many, MOST_SEQUENCES).scratch;
+    let wide = model.session(&many, MOST_WIDE_SEQUENCES).scratch;
+    let more = 48 * (10 * 151_936 + 4 * 10240) + 64 * (2 * 20480 + 8 * 4 * 4096);
+    assert!(
+        (more..more + more / 10 + 64 * 16 * 32 * 520).contains(&(wide - narrow)),
+        "{}",
+        wide - narrow
+    );
+    let few = SessionSpec { slots: 16, ..many };
+    assert_eq!(
+        model.session(&few, MOST_WIDE_SEQUENCES),
+        model.session(&few, MOST_SEQUENCES)
+    );
+}
+
+#[test]
+fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
+    let config = config();
+    let all = weight_bytes(&config, &bf16, None, 0, None).unwrap();
+    let parameters = 2 * config.parameters();
+    assert!(
+        (parameters..parameters + parameters / 100).contains(&all),
+        "{all}"
+    );
+    let layers = config.num_hidden_layers;
+    let stored = |last: u64| {
+        let mut stored = vec![4; layers];
+        stored[layers - 1] = last;
+        weight_bytes(&config, &bf16, Some(&stored), 0, None).unwrap()
+    };
+    assert_eq!(stored(4), all);
+    let layer = 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288);
+    let off = all - stored(2) - layer / 2;
+    assert!(off < 1 << 20, "{off}");
+}
