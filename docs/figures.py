@@ -1,54 +1,24 @@
 #!/usr/bin/env python3
-"""Tables and pictures of README and docs, made from benches/records.
+"""Tables, pictures and numbers of README and docs, made from benches/records.
 
-    docs/figures.py            fails where a table or a picture differs from the records
+    docs/figures.py            fails where a table, a picture or a number in a sentence differs from the records
     docs/figures.py --write    makes them anew
 
 A table stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function below. PICTURES names the
-pictures. To show a newer measurement, put its rows into benches/records and name the file in the function.
+pictures. A number in a sentence stands before `<!--= NAME -->`; prose.py has its names, and checks how pages are written.
+To show a newer measurement, put its rows into benches/records and name the file in the function.
 """
 
-import csv
-import math
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benches/records"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+import prose
+from pictures import EXL3, first_picture, ladder_picture
+from records import ROOT, percent, row, rows, table, whole
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
 PRESETS = ["0.6b", "1.7b", "4b", "8b", "14b", "32b"]
-
-
-def rows(file, **wanted):
-    """Rows of a record whose columns have these values."""
-    lines = [l for l in (RECORDS / file).read_text().splitlines() if not l.startswith("#")]
-    found = [r for r in csv.DictReader(lines) if all(r[k] == v for k, v in wanted.items())]
-    if not found:
-        raise SystemExit(f"{file}: no row with {wanted}")
-    return found
-
-
-def row(file, **wanted):
-    """The one row of a record whose columns have these values."""
-    found = rows(file, **wanted)
-    if len(found) != 1:
-        raise SystemExit(f"{file}: {len(found)} rows with {wanted}, expected one")
-    return found[0]
-
-
-def whole(value):
-    return f"{round(float(value)):,}"
-
-
-def percent(share, digits=1):
-    return f"{100 * float(share):.{digits}f} %"
-
-
-def table(header, lines, right=True):
-    """A table, its first column to the left and the others to the right or left."""
-    rule = "|---|" + ("---:|" if right else "---|") * (len(header) - 1)
-    return ["| " + " | ".join(header) + " |", rule, *("| " + " | ".join(l) + " |" for l in lines)]
 
 
 # Quality of the demo model. What is the default comes first after the source.
@@ -104,100 +74,28 @@ def rungs(file, wiki):
     return table(head + (["llama.cpp on WikiText", "nq on WikiText"] if wiki else []), lines)
 
 
-# Files of about the same size, in pairs.
-BESIDE = [("llama.cpp", "Q4_K_S"), ("nq", "--bits 4"), ("llama.cpp", "Q4_K_M"), ("nq", "--target-size 8721408B"),
-          ("llama.cpp", "Q6_K"), ("nq", "--target-size 11424768B"), ("llama.cpp", "Q8_0"), ("nq", "--bits 8")]
-
-
-def beside():
+# README's kinds of files: name, what makes it, its row of quality, and its speed.
+def files():
+    mix, simple = (whole(one_row("8b", weights)["tok_s"]) for weights in ["mix", "simple"])
+    trellis = whole(row("2026-11-27-trellis-layers.csv", model="qwen3-8b", bits="4")["3"])
+    theirs = {e: whole(row(GPU_OTHERS, engine=e, model="8b")["1"]) for e in ["vLLM", "llama.cpp"]}
     lines = []
-    for maker, how in BESIDE:
-        r = row(LADDER, maker=maker, how=how)
-        size = f"{int(r['tensor_bytes']) / 1e6:.2f} MB"
-        short = how.replace(how.split()[-1], size) if "size" in how else how
-        lines.append([
-            f"{maker} `{short}`", size, f"{float(r['books_kld']):.4f}", f"{float(r['books_kld_99']):.4f}",
-            f"{float(r['books_ppl']):.2f}", percent(r["books_same_top1"]),
-        ])
-    return table(["demo model", "size", "KL divergence", "99 % of tokens below", "perplexity", "same best token"], lines)
-
-
-# All of the picture is of the same 700,000 bytes of books: nq and llama.cpp in f32 on a CPU, EXL3 and what nq tunes on a GPU.
-PICTURE = "2026-11-26-compare-quality.csv"
-TRELLIS = "2026-11-26-trellis-files.csv"
-TUNED = "2026-11-27-trellis-tuned-rates.csv"
-EXL3 = "2026-11-26-exl3.csv"
-
-
-def points(found, size, kld):
-    """Sizes in MB and divergences, in the order of the sizes."""
-    return sorted((int(r[size]) / 1e6, float(r[kld])) for r in found)
-
-
-def ladder_picture():
-    """KL divergence against size, on a logarithmic scale: nq's integers and trellis codes, llama.cpp's types, EXL3."""
-    tuned = [(float(r["tensor_mb"]), float(r["books"])) for r in rows(TUNED, steps="600", rate="0.005", search="5")]
-    width, height, left, right, top, bottom = 640, 360, 64, 20, 46, 48
-    orange, blue, green, light, grey = "#c2571a", "#1b6fb8", "#2a8a57", "#6fbf4b", "#7a5195"
-    integers = points(rows(PICTURE, maker="nq"), "tensor_bytes", "books_kld")
-    integers += points((r for r in rows("2026-11-22-mixes.csv") if r["kld_700k"] and "before" not in r["command"]), "tensor_bytes", "kld_700k")
-    integers += points(rows("2026-11-21-methods.csv", scheme="int8 g128 symmetric"), "tensor_bytes", "mean_kld")
-    theirs = rows(PICTURE, maker="llama.cpp")
-    (small,) = rows(EXL3, table="6")
-    sizes = range(5, 16)
-    # What lies outside of the picture stays in the record.
-    wide = [p for p in points(rows(EXL3, table="16"), "bytes", "kld") if p[0] <= sizes[-1] and p[1] <= 0.1]
-    series = [
-        ("llama.cpp", orange, points(theirs, "tensor_bytes", "books_kld"), 2),
-        ("nq", blue, sorted(integers), 2),
-        ("nq, trellis codes", green, points(rows(TRELLIS), "tensor_bytes", "kld_f32"), 2),
-        ("tuned on a GPU", light, sorted(tuned), 2),
-        ("EXL3", grey, wide, 1),
-    ]
-    x = lambda size: left + (size - sizes[0]) / (sizes[-1] - sizes[0]) * (width - left - right)
-    y = lambda kld: top + (math.log10(0.1) - math.log10(kld)) / 3 * (height - top - bottom)
-    text = lambda at, down, what, more="": f'<text x="{at:.1f}" y="{down:.1f}"{more}>{what}</text>'
-    circle = lambda at, colour, r=3.5, more="": f'<circle cx="{x(at[0]):.1f}" cy="{y(at[1]):.1f}" r="{r}" fill="{colour}"{more}/>'
-    note = lambda at, right, down, what, colour, anchor="start": text(
-        x(at[0]) + right, y(at[1]) + down, what, f' text-anchor="{anchor}" fill="{colour}" font-size="11"')
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12" fill="#444">',
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        text(left, 20, "The demo model, quantized by nq, llama.cpp and exllamav3 (EXL3)", ' font-size="14" fill="#111"'),
-        text(left, 37, "mean KL divergence from the source on books, in nats per token; lower is better"),
-    ]
-    for kld in [0.1, 0.01, 0.001, 0.0001]:
-        out.append(f'<line x1="{left}" x2="{width - right}" y1="{y(kld):.1f}" y2="{y(kld):.1f}" stroke="#ddd"/>')
-        out.append(text(left - 8, y(kld) + 4, f"{kld:g}" if kld > 0.0001 else "0.0001", ' text-anchor="end"'))
-    for size in sizes:
-        out.append(text(x(size), height - bottom + 20, f"{size} MB", ' text-anchor="middle"'))
-    # EXL3 with a small table as it is stored, and with its table counted once.
-    kld = float(small["kld"])
-    stored, once = ((int(small[k]) / 1e6, kld) for k in ["bytes", "bytes_once"])
-    out.append(f'<line x1="{x(once[0]):.1f}" x2="{x(stored[0]):.1f}" y1="{y(kld):.1f}" y2="{y(kld):.1f}" stroke="{grey}" stroke-dasharray="3 3"/>')
-    for name, colour, line, thick in series:
-        path = " ".join(f"{x(size):.1f},{y(kld):.1f}" for size, kld in line)
-        dashed = ' stroke-dasharray="6 3"' if name == "EXL3" else ""
-        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{thick}"{dashed}/>')
-        out += [circle(p, colour) for p in line]
-    for r in theirs:
-        at, how = (int(r["tensor_bytes"]) / 1e6, float(r["books_kld"])), r["how"]
-        # Two of about the same size stand above each other.
-        last = at[0] > 14
-        up = 24 if how == "Q4_K_S" else 12 if last else 8
-        out.append(note(at, 2 if last else 7, -up, how, orange, "middle" if last else "start"))
-    out += [circle(stored, grey), circle(once, "none", 6, f' stroke="{grey}" stroke-width="1.5"')]
-    out.append(note(stored, 8, 4, "EXL3, 4 bits, embedding and head in 6", grey))
-    out.append(note(stored, 24, 18, "(ring: if its tied table were stored once)", grey))
-    out.append(note(wide[0], -8, 4, "EXL3, 3 to 4 bits, embedding and head in 16", grey, "end"))
-    at = left
-    for name, colour, _, thick in series:
-        down = height - 12
-        out.append(f'<line x1="{at}" x2="{at + 24}" y1="{down - 4}" y2="{down - 4}" stroke="{colour}" stroke-width="{thick + 1}"/>')
-        out.append(text(at + 30, down, name))
-        at += 56 + 6 * len(name)
-    return "\n".join([*out, "</svg>", ""])
+    for name, file, wanted, speed in [
+        ("**nq `--bits 4`**, the default", "2026-11-22-mixes.csv", {"command": "--bits 4"}, mix),
+        ("**nq `--trellis`**", "2026-11-26-trellis-files.csv", {"flags": "(4 bits)"}, f"{trellis} ¹"),
+        ("nq `--bits 4 --simple`", "2026-11-21-methods.csv", {"method": "gptq", "tensor_bytes": "8502784"}, simple),
+        ("llama.cpp `Q4_K_S`", "2026-11-26-compare-quality.csv", {"how": "Q4_K_S"}, None),
+        ("llama.cpp `Q4_K_M`", "2026-11-26-compare-quality.csv", {"how": "Q4_K_M"}, None),
+        ("EXL3, 4 bits", EXL3, {"table": "6"}, None),
+        ("llama.cpp `Q4_0`", None, {}, theirs["llama.cpp"]),
+        ("vLLM 0.26, GPTQ 4 bits", None, {}, theirs["vLLM"]),
+    ]:
+        r = row(file, **wanted) if file else {}
+        size = r.get("tensor_bytes") or r.get("bytes")
+        kld = next((r[k] for k in ["kld_700k", "kld_f32", "mean_kld", "books_kld", "kld"] if r.get(k)), None)
+        lines.append([name, f"{int(size) / 1e6:.2f} MB" if size else "–", f"{float(kld):.4f}" if kld else "–", speed or "–"])
+    return [*table(["kind of file", "demo model", "its KL divergence", "8B, tokens a second"], lines), "",
+            "¹ of a file with one width of codes in all layers (`--simple`)."]
 
 
 def exl3():
@@ -282,6 +180,32 @@ def gpu_quantize():
     mixture = row("2026-11-23-gpu-quantize.csv", model="30b-a3b")
     lines.append(["30B-A3B, gptq", whole(mixture["seconds"]), whole(mixture["layers"]), gb(mixture["estimated_device_bytes"]), gb(mixture["peak_device_bytes"])])
     return table(["shape, method", "seconds", "of it quantizing layers", "GPU memory, estimated", "at the peak"], lines)
+
+
+def recipe():
+    """Whole runs of `nq quantize` with the defaults, or nearly."""
+    gb = lambda b: f"{float(b) / 1e9:.1f} GB"
+    minutes = lambda s: f"{float(s) / 60:.1f}" if float(s) < 600 else f"{float(s) / 60:.0f}"
+    # The record's last row, whose columns are its own: seconds in all and the peak of memory follow those of four stages.
+    seconds, peak = list(rows("2026-11-26-cpu-quantize.csv", model="0.6b")[-1].values())[5:7]
+    small = row("2026-11-23-gpu-quantize.csv", model="0.6b", flags="")
+    eight = row("2026-11-22-gpu-quantize.csv", model="8b", flags="--device-memory 12GB")
+    mixture = row("2026-11-23-gpu-quantize.csv", model="30b-a3b")
+    trellis = {r["what"]: r["seconds"] for r in rows("2026-11-26-trellis-gptq-8b.csv")}
+    lines = [
+        ["0.6B", "two CPU cores (Zen 4)", minutes(seconds), "", gb(peak), gb(small["tensor_bytes"])],
+        ["0.6B", "H200", minutes(small["seconds"]), gb(small["peak_device_bytes"]), gb(small["peak_rss_bytes"]), gb(small["tensor_bytes"])],
+        ["8B, `--device-memory 12GB`", "H200", minutes(eight["seconds"]), gb(eight["peak_bytes"]), "", ""],
+        ["8B, `--trellis`", "H200", minutes(trellis["all"]), gb(trellis["peak of GPU memory"]), gb(trellis["peak of host memory"]),
+         gb(trellis["tensor bytes"])],
+        ["30B-A3B", "H200", minutes(mixture["seconds"]), gb(mixture["peak_device_bytes"]), gb(mixture["peak_rss_bytes"]),
+         gb(mixture["tensor_bytes"])],
+    ]
+    for name in ["27B", "35B-A3B"]:
+        r = {r["what"]: r[f"{name} seconds"] for r in rows("2026-11-26-gpu-gptq-27b.csv")}
+        lines.append([f"Qwen3.5-{name}", "H200", minutes(r["all"]), gb(r["peak of GPU memory"]), gb(r["peak of host memory"]),
+                      gb(r["tensor bytes"])])
+    return table(["model", "device", "minutes", "GPU memory", "memory", "file"], lines)
 
 
 GPU_PAGES = "2026-11-22-gpu-pages.csv"
@@ -500,18 +424,22 @@ def json_bench():
 
 
 # Pictures by their file, from the repository's root.
-PICTURES = {"docs/ladder.svg": ladder_picture}
+PICTURES = {"docs/first.svg": first_picture, "docs/lab/ladder.svg": ladder_picture}
 
 
 def main():
     write = "--write" in sys.argv[1:]
     block = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
-    differ = []
+    differ, used, faults = [], set(), []
     for page in PAGES:
-        text = page.read_text()
+        name, text = str(page.relative_to(ROOT)), page.read_text()
         made = block.sub(lambda m: m[1] + "\n".join(globals()[m[2]]()) + "\n" + m[3], text)
+        made = prose.tied(made, name)
+        used |= prose.names(text)
+        wrong = [*prose.faults(made, readme=name == "README.md"), *prose.dead_links(page)]
+        faults += [f"{name}:{fault}" for fault in wrong]
         if made != text:
-            differ.append(str(page.relative_to(ROOT)))
+            differ.append(name)
             if write:
                 page.write_text(made)
     for name, make in PICTURES.items():
@@ -520,8 +448,11 @@ def main():
             differ.append(name)
             if write:
                 file.write_text(make())
+    faults += [f"docs/prose.py: no page uses {name}" for name in sorted(prose.VALUES.keys() - used)]
     if differ and not write:
-        raise SystemExit(f"figures differ from benches/records in {', '.join(differ)}: docs/figures.py --write")
+        faults.append(f"figures differ from benches/records in {', '.join(differ)}: docs/figures.py --write")
+    if faults:
+        raise SystemExit("\n".join(faults))
 
 
 if __name__ == "__main__":
