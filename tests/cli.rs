@@ -1,8 +1,6 @@
 //! The real binary: flags, exit codes, stdout and stderr.
 
-mod common;
-
-use common::{command, nq, stderr, stdout};
+use crate::common::{command, nq, stderr, stdout};
 use std::fs::File;
 use std::process::Stdio;
 

@@ -1,6 +1,7 @@
 //! The crates depend on each other in one direction only.
 
 use cargo_metadata::{DependencyKind, MetadataCommand};
+use std::path::Path;
 
 /// Each crate may use those before it.
 const ORDER: [&str; 12] = [
@@ -122,6 +123,50 @@ fn libraries_do_not_use_what_belongs_to_the_binary() {
                 "{} forbids unsafe",
                 package.name
             );
+        }
+    }
+}
+
+/// The tests of a crate are one program, so a file that no module names would not be run, without a word.
+#[test]
+fn every_file_of_tests_is_in_a_program() {
+    let metadata = MetadataCommand::new()
+        .manifest_path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
+    let mut programs = 0;
+    for package in &metadata.packages {
+        let tests = package.targets.iter().filter(|t| t.is_test());
+        let roots: Vec<&Path> = tests.map(|t| t.src_path.as_std_path()).collect();
+        programs += roots.len();
+        if let Some(main) = roots.iter().find(|r| r.ends_with("tests/main.rs")) {
+            named_by(main, &roots);
+        }
+    }
+    assert!(
+        programs <= 12,
+        "{programs} programs of tests, each of which links all of nq"
+    );
+}
+
+/// Fails for a file beside or below `parent`, a file with modules, that it does not name.
+fn named_by(parent: &Path, roots: &[&Path]) {
+    let source = std::fs::read_to_string(parent).expect("UTF-8");
+    let entries = std::fs::read_dir(parent.parent().expect("a folder")).expect("a folder");
+    for path in entries.map(|e| e.expect("an entry").path()) {
+        let own = path == parent || roots.contains(&path.as_path());
+        let below = path.join("mod.rs");
+        if own || !(below.exists() || path.extension().is_some_and(|e| e == "rs")) {
+            continue;
+        }
+        let module = path.file_stem().and_then(|s| s.to_str()).expect("UTF-8");
+        let named = source
+            .lines()
+            .any(|l| l.ends_with(&format!("mod {module};")));
+        assert!(named, "{} has no `mod {module};`", parent.display());
+        if below.exists() {
+            named_by(&below, roots);
         }
     }
 }

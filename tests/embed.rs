@@ -1,9 +1,7 @@
 //! `nq embed` and `nq rerank` as their users run them, on the demo model with its head taken away.
 #![cfg(feature = "demo")]
 
-mod common;
-
-use common::{command, nq, stderr, stdout};
+use crate::common::{command, nq, stderr, stdout};
 use nq_llm::{DEFAULT_TASK, DeviceChoice, LoadOptions, Purpose};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};

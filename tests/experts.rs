@@ -1,9 +1,6 @@
 //! Mixtures of experts from the command line: quantized, written, read back and run.
 
-#[path = "common/mod.rs"]
-mod common;
-
-use common::{nq, stderr, stdout};
+use crate::common::{nq, stderr, stdout};
 use nq_formats::{Experts, ModelConfig, synth};
 use serde_json::Value;
 use std::path::{Path, PathBuf};

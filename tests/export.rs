@@ -1,8 +1,6 @@
 //! `nq quantize --format` and `nq convert --requantize` through the real binary.
 
-mod common;
-
-use common::{nq, stderr, stdout};
+use crate::common::{nq, stderr, stdout};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,6 @@
 //! Models of other families than Qwen3 through the real binary: quantized, and written for other engines.
 
-mod common;
-
-use common::{nq, stderr, stdout};
+use crate::common::{nq, stderr, stdout};
 use nq_formats::models::find;
 use nq_formats::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
 use serde_json::Value;

@@ -1,9 +1,7 @@
 //! Limits on a model of unknown origin, a text without end and a signal, through the real
 //! binary.
 
-mod common;
-
-use common::{command, nq, stderr, stdout};
+use crate::common::{command, nq, stderr, stdout};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{DType, ModelConfig, Tensor, synth};

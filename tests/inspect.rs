@@ -1,8 +1,6 @@
 //! `nq inspect` and `nq synth` through the real binary.
 
-mod common;
-
-use common::{nq, stderr};
+use crate::common::{nq, stderr};
 use serde_json::Value;
 
 fn demo() -> String {

@@ -2,9 +2,7 @@
 
 #![cfg(feature = "demo")]
 
-mod common;
-
-use common::{nq, stderr};
+use crate::common::{nq, stderr};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;

@@ -1,10 +1,7 @@
 //! `nq serve` as its users run it: the real binary on the demo model.
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
-#[allow(dead_code, reason = "other tests use the rest")]
-mod pty;
-
-use pty::Pty;
+use crate::pty::Pty;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, ChildStderr, Command, Stdio};

@@ -1,9 +1,7 @@
 //! An interrupt while a template runs, through the real binary.
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
-mod common;
-
-use common::command;
+use crate::common::{self, command};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,6 @@
 //! Windows, scoring and statistics, on an engine whose every logit is known.
 
-mod common;
-
-use common::FakeEngine;
+use crate::common::FakeEngine;
 use nq_evals::{Error, EvalReport, EvalSpec, Precision, Protocol, ReferenceLogits};
 use nq_evals::{compare, evaluate, self_noise};
 use nq_runtime::Engine;

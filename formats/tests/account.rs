@@ -1,9 +1,7 @@
 //! Every tensor and every key that a checkpoint's files hold is used, refused by name or left over for a
 //! stated reason.
 
-mod common;
-
-use common::{Rng, names, random_dense, tiny_config};
+use crate::common::{self, Rng, names, random_dense, tiny_config};
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::names::{EMBEDDING, HEAD, parameters};
 use nq_formats::serialize::write_tensors;

@@ -1,9 +1,7 @@
 //! Writing survives a kill at any moment, a full disk, a second process and leftovers of earlier
 //! runs. Children are this test program run again (see [`child`]).
 
-mod common;
-
-use common::{Rng, assets, names, random_affine, random_dense};
+use crate::common::{Rng, assets, names, random_affine, random_dense};
 use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions, verify};
 use nq_formats::{
@@ -94,7 +92,7 @@ fn child_command(dest: &Path, shell: &str) -> Command {
     command
         .args(["-c", shell, "sh"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
+        .args(["--exact", "crash::child", "--nocapture"])
         .env(DEST, dest)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());

@@ -1,9 +1,7 @@
 //! Which destinations `force` may overwrite: a file with a file and a model with a model, nothing
 //! else.
 
-mod common;
-
-use common::{assets, names};
+use crate::common::{assets, names};
 use nq_formats::durable::{Form, check_destination, check_writable};
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};

@@ -1,9 +1,7 @@
 //! Mixtures of experts in files: the layouts of published checkpoints, round trips, and files with
 //! contradictions.
 
-mod common;
-
-use common::assert_same;
+use crate::common::assert_same;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, Mix, compare, export};
 use nq_formats::gguf::BlockType;
 use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters, stack};

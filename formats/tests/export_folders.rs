@@ -1,8 +1,6 @@
 //! compressed-tensors, GPTQ and AWQ folders, read back by the formats' own formulas.
 
-mod common;
-
-use common::{assets, names};
+use crate::common::{assets, names};
 use half::f16;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::names::{Shape, is_layer_linear, parameters};

@@ -1,8 +1,6 @@
 //! Hybrids as folders for other engines: what nq wrote is read as the same model, and in the form of published files.
 
-mod common;
-
-use common::names;
+use crate::common::names;
 use nq_formats::export::{ExportFormat, ExportOptions, compare, export};
 use nq_formats::files::Files;
 use nq_formats::models::Preset;

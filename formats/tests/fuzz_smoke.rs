@@ -1,11 +1,10 @@
 //! Runs the fuzz targets over `fuzz/seeds` and mutations of valid files, so that every test run
 //! tries some.
 
-mod common;
 #[path = "../../fuzz/src/targets.rs"]
 mod targets;
 
-use common::{Rng, assets, random_affine, random_dense, safetensors};
+use crate::common::{Rng, assets, random_affine, random_dense, safetensors};
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{BlockType, GgufFile, GgufPlan, Value};

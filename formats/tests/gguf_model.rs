@@ -1,8 +1,6 @@
 //! The demo model written as GGUF files reads back as the same model.
 
-mod common;
-
-use common::{assets, names, shared};
+use crate::common::{self, assets, names, shared};
 use nq_formats::Files;
 use nq_formats::export::Mix;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, ExportReport, export};

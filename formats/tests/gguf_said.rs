@@ -1,8 +1,6 @@
 //! What a GGUF file says is applied, refused by name or listed: files of the demo model with more in them.
 
-mod common;
-
-use common::{assets, names};
+use crate::common::{assets, names};
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{Array, BlockType, GgufFile, GgufPlan, Value};

@@ -1,9 +1,7 @@
 //! Downloads from a server that speaks the hub's protocol: the cache's layout, resumed
 //! downloads, and an error that says what to do for each way a download can fail.
 
-mod common;
-
-use common::{names, tiny_config};
+use crate::common::{self, names, tiny_config};
 use nq_formats::hash::sha256_hex;
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::{Checkpoint, Error, HubProblem, Progress, Task, Unit};

@@ -1,9 +1,7 @@
 //! Models with recurrences as they are published: within a model that sees images, with layers that predict
 //! several tokens at once, with matrices of several Linears; and files that say what cannot be.
 
-mod common;
-
-use common::names;
+use crate::common::names;
 use nq_formats::files::Files;
 use nq_formats::models::{Shape, find};
 use nq_formats::names::parameters;

@@ -1,9 +1,7 @@
 //! The layer with which a model predicts the token after the next: as it is published, read as a model of one layer,
 //! left out where the files do not hold it or nq does not run it.
 
-mod common;
-
-use common::names;
+use crate::common::names;
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, compare, export};
 use nq_formats::files::Files;

@@ -1,9 +1,7 @@
 //! nq's own folder: contents are read back unchanged, sizes are those of the scheme, and
 //! contradictions between record and tensors are refused by name.
 
-mod common;
-
-use common::{Rng, assert_same, assets, names, random_affine, random_dense, tiny_config};
+use crate::common::{Rng, assert_same, assets, names, random_affine, random_dense, tiny_config};
 use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;

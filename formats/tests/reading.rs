@@ -1,9 +1,7 @@
 //! Opens real checkpoints, and refuses broken ones by name.
 
-mod common;
-
+use crate::common::{assets, names, safetensors, shared, tiny_config};
 use bytes::Bytes;
-use common::{assets, names, safetensors, shared, tiny_config};
 use nq_formats::Files;
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::shards::Shards;

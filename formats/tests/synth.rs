@@ -1,8 +1,6 @@
 //! Random models: the published shapes, the same bytes from the same seed, and folders that open.
 
-mod common;
-
-use common::{names, shared};
+use crate::common::{names, shared};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::models::ARCHITECTURES;
 use nq_formats::names::{Shape, parameters};

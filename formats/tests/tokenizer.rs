@@ -1,8 +1,6 @@
 //! A tokenizer must fit its model.
 
-mod common;
-
-use common::{assets, names, shared, tiny_config};
+use crate::common::{self, assets, names, shared, tiny_config};
 use nq_formats::{Checkpoint, Files, tokenizer};
 use serde_json::{Value, json};
 use std::fs;

@@ -1,8 +1,6 @@
 //! Trellis weights: values as FORMAT.md defines them, whole folders, and parts that contradict each other.
 
-mod common;
-
-use common::{Rng, assets, names, random_dense};
+use crate::common::{Rng, assets, names, random_dense};
 use half::f16;
 use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};

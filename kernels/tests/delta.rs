@@ -1,9 +1,7 @@
 //! Gated DeltaNet compared with its formulas in f64, on every instruction set.
 
-mod common;
-
-use common::delta::{EPS, Vectors, reference, rows, shape, vectors};
-use common::{Guarded, cpu, isas, nmse};
+use crate::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
+use crate::common::{Guarded, cpu, isas, nmse};
 use nq_kernels::cpu::{Cpu, DeltaRows, DeltaShape, Span};
 use nq_kernels::grad::{CpuOps, DeltaInputs, DeltaWork, LayerOps};
 

@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "kernels/prebuilt/build"
 PACKAGES = {"nq-kernels": "kernels", "nq-runtime": "runtime", "nq-quantize": "quantize", "nq-llm": "."}
-TESTS = "cuda cuda_ranks cuda_sampling cuda_drafts cuda_eagle cuda_hybrids cuda_mtp cuda_memory batch grad second_order".split()
+# Programs of tests for GPUs, and in each the part of a name that all these tests have.
+TESTS = {"integration": "cuda::", "cuda_memory": "", "cuda_ranks": ""}
 NATIVE = "native"
 
 
@@ -54,6 +55,7 @@ def kernels(folder):
 def run(name, program, gpu, folder, names):
     """Runs a program of tests; returns what the table says, and the names of tests that failed."""
     package = next(p for p in PACKAGES if name.startswith(p))
+    names = names or [TESTS[name.removeprefix(f"{package}-")]]
     # Ranks of a model that share a GPU wait for each other's kernels, which must be loaded before, and no two of whose streams may
     # lie in one queue of the GPU.
     env = {**os.environ, "NQ_REQUIRE_CUDA": "1", "CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}

@@ -1,8 +1,6 @@
 //! Every Linear kernel in the CPU's registry compared with the reference.
 
-mod common;
-
-use common::{
+use crate::common::{
     Guarded, affine, cpu, dense, held_as_others, isas, nmse, normal, schemes, shuffled_groups,
 };
 use nq_formats::{AffineScheme, Bits, DType, Group, QuantizedWeight, Weight, Zeros};

@@ -1,9 +1,7 @@
 //! Norms, rotary embedding, attention and the cache compared with the reference, on every
 //! instruction set.
 
-mod common;
-
-use common::{Guarded, cpu, isas, nmse, normal};
+use crate::common::{Guarded, cpu, isas, nmse, normal};
 use nq_kernels::cpu::{Isa, KvPages, KvSequence, Span};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::reference;

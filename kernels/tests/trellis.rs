@@ -1,8 +1,6 @@
 //! Linears in trellis codes compared with their formula in f64, on every instruction set of this machine.
 
-mod common;
-
-use common::{Guarded, affine, cpu, isas, nmse, normal, trellis};
+use crate::common::{self, Guarded, affine, cpu, isas, nmse, normal, trellis};
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TILE};
 use nq_formats::{
     AffineScheme, Bits, Experts, Group, QuantizedWeight, TrellisScheme, TrellisWeight, Weight,

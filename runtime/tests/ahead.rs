@@ -1,8 +1,6 @@
 //! A batch over a fake device that is steps ahead of the host.
 
-mod common;
-
-use common::device::{DEPTH, Device, VOCAB, alone, piece};
+use crate::common::device::{DEPTH, Device, VOCAB, alone, piece};
 use nq_kernels::rng::Philox;
 use nq_runtime::{Batch, Error, Piece, Result};
 use std::ops::ControlFlow;

@@ -1,9 +1,7 @@
 //! Sequences that join, leave, fork and fail in a running batch draw the tokens each draws alone.
 #![allow(clippy::print_stdout, reason = "tests say what they did and skip")]
 
-mod common;
-
-use common::{Store, feed, nq, small_config, tokens};
+use crate::common::{self, Store, feed, nq, small_config, tokens};
 use nq_formats::ModelConfig;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;

@@ -1,11 +1,10 @@
 //! Sessions that cannot be cut everywhere: who cuts them feeds what is missing, and nothing else changes.
 
-mod common;
-
-use common::cut::Cut;
-use common::oracle::{Futures, oracle};
-use common::published::published;
-use common::{Store, feed, options, small_config, tokens};
+use crate::common;
+use crate::common::cut::Cut;
+use crate::common::oracle::{Futures, oracle};
+use crate::common::published::published;
+use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::cpu::FEW_ROWS;
 use nq_runtime::generate::{Limits, Sequence, generate};

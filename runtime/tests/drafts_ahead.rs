@@ -1,9 +1,8 @@
 //! Drafts on a device that draws tokens itself, a fake one.
 
-mod common;
-
-use common::device::{DEPTH, Device, VOCAB, alone, piece};
-use common::oracle::{Futures, oracle, reading_oracle};
+use crate::common;
+use crate::common::device::{DEPTH, Device, VOCAB, alone, piece};
+use crate::common::oracle::{Futures, oracle, reading_oracle};
 use nq_kernels::rng::Philox;
 use nq_runtime::speculation::DraftCounts;
 use nq_runtime::{Batch, DraftModel, Error, Result, Speculation};

@@ -1,9 +1,7 @@
 //! EAGLE-3 heads: read as published, drafts as the published computation gives them, answers unchanged.
 
-mod common;
-
-use common::published::{Published, ask, published, streams};
-use common::{Store, feed, options, small_config, tokens};
+use crate::common::published::{Published, ask, published, streams};
+use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::names::EMBEDDING;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
 use nq_runtime::generate::{Limits, Sequence, generate};

@@ -1,9 +1,7 @@
 //! Texts that are read: their last tokens' hidden states against candle, whatever goes through
 //! together, and what embeddings and scores make of them.
 
-mod common;
-
-use common::{Store, distance, feed, nq, session, small_config, tokens};
+use crate::common::{self, Store, distance, feed, nq, session, small_config, tokens};
 use nq_formats::ModelConfig;
 use nq_formats::names::HEAD;
 use nq_formats::{Tensor, Weight};

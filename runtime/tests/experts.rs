@@ -1,9 +1,7 @@
 //! Mixtures of experts: compared with candle's, with themselves cut up differently, and the bytes
 //! of experts that are read.
 
-mod common;
-
-use common::{
+use crate::common::{
     Store, candle, distance, feed, nq, options, session, small_config, small_mixture, tokens,
 };
 use nq_formats::models::{LinearKind, in_layer};

@@ -1,9 +1,7 @@
 //! Families of models other than Qwen3, compared with Hugging Face's transformers: small random models, read from
 //! safetensors and from GGUF, whole and in pieces. `fixtures/families.py` computed the expected logits.
 
-mod common;
-
-use common::{distance, hybrid, options};
+use crate::common::{distance, hybrid, options};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::models::{Architecture, find};
 use nq_formats::{Checkpoint, DType, ModelConfig, Rope, RopeScaling, synth};

@@ -1,8 +1,6 @@
 //! nq's forward compared with candle's, and with itself cut up differently.
 
-mod common;
-
-use common::{Store, candle, distance, feed, nq, options, session, small_config, tokens};
+use crate::common::{Store, candle, distance, feed, nq, options, session, small_config, tokens};
 use nq_formats::models::{
     ARCHITECTURES, Architecture, AttentionSpec, Block, HeadNorms, LayerSpec, LinearKind,
     LinearSpec, Mixer, MlpSpec, NormSpec, Product,

@@ -1,10 +1,8 @@
 //! Models with recurrences: sequences beside each other and in pieces, states that cannot be cut, and states
 //! that a failure leaves behind.
 
-mod common;
-
-use common::oracle::{Futures, oracle};
-use common::{Store, distance, feed, hybrid, options, tokens};
+use crate::common::oracle::{Futures, oracle};
+use crate::common::{Store, distance, feed, hybrid, options, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::cpu::FEW_ROWS;
 use nq_kernels::pages::PAGE;

@@ -1,10 +1,8 @@
 //! Drafts by a model's MTP layer: those of the published computation, and answers unchanged.
 
-mod common;
-
-use common::mtp::{Published, check_forks, session};
-use common::published::ask;
-use common::{Store, feed, hybrid, nq, options, tokens};
+use crate::common::mtp::{Published, check_forks, session};
+use crate::common::published::ask;
+use crate::common::{Store, feed, hybrid, nq, options, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{

@@ -1,8 +1,6 @@
 //! Rotary embedding compared with values worked out by hand from the published formulas.
 
-mod common;
-
-use common::small_config;
+use crate::common::small_config;
 use nq_formats::{ModelConfig, Rope, RopeScaling};
 use nq_runtime::rope::Rotary;
 

@@ -1,8 +1,6 @@
 //! The parts of a model that several devices have, put together again.
 
-mod common;
-
-use common::{Store, hybrid, small_config, small_mixture};
+use crate::common::{Store, hybrid, small_config, small_mixture};
 use nq_formats::models::{LinearKind, Parameter, find};
 use nq_formats::names::layer_of;
 use nq_formats::synth::Preset;

@@ -1,8 +1,6 @@
 //! Drafted tokens change the time of an answer and nothing else.
 
-mod common;
-
-use common::{Store, feed, options, small_config, tokens};
+use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::cpu::{FEW_ROWS, Isa, IsaChoice};
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};

@@ -3,9 +3,7 @@
 
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::{Running, templated};
+use crate::common::{Running, templated};
 use nq_runtime::{ChatTemplate, Message};
 use nq_serve::{HttpLimits, Security};
 use serde_json::{Map, Value, json};

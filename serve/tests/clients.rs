@@ -1,9 +1,7 @@
 //! Requests of common clients, as they come: what they send by default is served, and what nq leaves out it
 //! says.
 
-mod common;
-
-use common::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Running, base, user, with};
+use crate::common::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Running, base, user, with};
 use nq_serve::protocol::reading::Rules;
 use serde_json::{Value, json};
 

@@ -1,8 +1,6 @@
 //! What nq has answered, it accepts: unchanged, by reference, or as the beginning of the next answer.
 
-mod common;
-
-use common::{CHAT, MESSAGES, RESPONSES, Running, user, with};
+use crate::common::{CHAT, MESSAGES, RESPONSES, Running, user, with};
 use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 

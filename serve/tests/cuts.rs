@@ -3,8 +3,7 @@
 #[path = "../../runtime/tests/common/cut.rs"]
 mod cut;
 
-mod common;
-
+use crate::common;
 use cut::Cut;
 use nq_runtime::{DraftedBy, KvType, Session, SessionSpec};
 use nq_serve::{Engine, EngineOptions, Event, Finish, PageStore, Request};

@@ -1,8 +1,6 @@
 //! Requests that are made to cost more than they are worth: each is refused, and none keeps others waiting.
 
-mod common;
-
-use common::{CHAT, COMPLETIONS, MESSAGES, Response, Running, base, user};
+use crate::common::{CHAT, COMPLETIONS, MESSAGES, Response, Running, base, user};
 use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 use std::io::Write;

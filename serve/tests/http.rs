@@ -1,8 +1,6 @@
 //! Requests that a server accepts, and those that it refuses.
 
-mod common;
-
-use common::{Response, Running, model};
+use crate::common::{Response, Running, model};
 use nq_serve::{EngineOptions, HttpLimits, Security, Server};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};

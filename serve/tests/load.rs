@@ -1,8 +1,6 @@
 //! Clients of all kinds at once: every answer is complete or ends with an error, and no resources leak.
 
-mod common;
-
-use common::{Response, Running, model};
+use crate::common::{Response, Running, model};
 use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 use std::io::{Read, Write};

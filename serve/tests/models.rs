@@ -1,8 +1,6 @@
 //! Several models: loaded when requested, and unloaded for one another.
 
-mod common;
-
-use common::{Running, load, model, named};
+use crate::common::{self, Running, load, model, named};
 use nq_serve::{EngineOptions, HttpLimits, LoadError, ModelSource, Models, Security, ServedModel};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};

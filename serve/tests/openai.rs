@@ -1,8 +1,6 @@
 //! OpenAI's protocols over the demo model.
 
-mod common;
-
-use common::Running;
+use crate::common::{self, Running};
 use serde_json::{Value, json};
 
 fn chat(content: &str) -> Value {

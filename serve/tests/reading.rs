@@ -1,8 +1,6 @@
 //! Models that read texts: embeddings and rerankers.
 
-mod common;
-
-use common::{Running, demo};
+use crate::common::{self, Running, demo};
 use nq_formats::{Checkpoint, Files};
 use nq_runtime::rerank::Reranker;
 use nq_runtime::{DraftedBy, Encoder, SessionSpec, Tokenizer};

@@ -1,8 +1,6 @@
 //! Completions that begin with their prompt, and its log-probabilities.
 
-mod common;
-
-use common::{COMPLETIONS, Running, with};
+use crate::common::{COMPLETIONS, Running, with};
 use serde_json::{Value, json};
 
 fn tokens(server: &Running, text: &str) -> Vec<u64> {

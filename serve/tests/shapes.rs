@@ -1,8 +1,6 @@
 //! Anthropic's protocol and OpenAI's Responses over the demo model.
 
-mod common;
-
-use common::Running;
+use crate::common::{self, Running};
 use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 

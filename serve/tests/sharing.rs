@@ -1,8 +1,6 @@
 //! Resources that prompts share: memory, and computation.
 
-mod common;
-
-use common::{Running, model};
+use crate::common::{Running, model};
 use nq_kernels::pages::PAGE;
 use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};

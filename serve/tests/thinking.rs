@@ -1,8 +1,6 @@
 //! Thinking within a budget.
 
-mod common;
-
-use common::{CHAT, MESSAGES, RESPONSES, Running, user, with};
+use crate::common::{self, CHAT, MESSAGES, RESPONSES, Running, user, with};
 use nq_serve::protocol::reading::Rules;
 use nq_serve::{HttpLimits, Security};
 use serde_json::{Value, json};

@@ -1,9 +1,7 @@
 //! Tools in the forms that clients have beside functions: `functions` of before there were tools, those of a
 //! namespace, and those that take a text.
 
-mod common;
-
-use common::{CHAT, RESPONSES, Running, base, templated, user, with};
+use crate::common::{CHAT, RESPONSES, Running, base, templated, user, with};
 use nq_serve::{HttpLimits, Security};
 use serde_json::{Value, json};
 

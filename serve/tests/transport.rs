@@ -1,8 +1,6 @@
 //! How clients send requests: compressed, from pages, and with nothing after them.
 
-mod common;
-
-use common::{CHAT, Response, Running, base, user, with};
+use crate::common::{self, CHAT, Response, Running, base, user, with};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use nq_serve::{EngineOptions, HttpLimits, Security};

@@ -1,8 +1,6 @@
 //! Errors in the words and forms that clients look for.
 
-mod common;
-
-use common::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Running, base, user, with};
+use crate::common::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Running, base, user, with};
 use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 

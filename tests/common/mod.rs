@@ -1,7 +1,5 @@
 //! Helpers of the tests that run the real binary.
 
-#![allow(dead_code, reason = "each test binary uses a part of it")]
-
 use std::path::Path;
 use std::process::{Command, Output};
 

@@ -1,6 +1,6 @@
 //! EXL3: weights expanded value by value from the description of the format, and files that contradict it.
 
-use super::common::{Rng, names, random_dense};
+use crate::common::{Rng, names, random_dense};
 use half::f16;
 use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::serialize::write_tensors;

@@ -1,8 +1,8 @@
 //! Weights in small floats: NVFP4 and FP8 of compressed-tensors and ModelOpt.
 
-use super::common::names;
 use super::encode::*;
 use super::{CHANNEL, config_groups, packed_settings};
+use crate::common::names;
 use nq_formats::{Checkpoint, DType, Exactness, Tensor, Weight, nq};
 use std::fs;
 

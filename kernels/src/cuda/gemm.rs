@@ -38,10 +38,10 @@ impl<'a> From<GemmOutput<'a>> for ProductOutput<'a> {
 
 kernels! {
     GEMM: GemmArgs = "gemm" in "gemm.cu",
-        test "kernels/tests/cuda/main.rs::products_of_many_rows", bench "gemm",
+        test "kernels/tests/cuda/mod.rs::products_of_many_rows", bench "gemm",
         instances names!(kinds "gemm"; "_8", "_16", "_64", "_128");
     GEMM_WGMMA: WgmmaArgs = "gemm_wgmma" in "gemm_wgmma.cu",
-        test "kernels/tests/cuda/main.rs::products_of_many_rows_in_real_shapes", bench "gemm",
+        test "kernels/tests/cuda/mod.rs::products_of_many_rows_in_real_shapes", bench "gemm",
         instances names!(kinds "gemm"; "_64x64", "_64x128", "_192x128");
 }
 

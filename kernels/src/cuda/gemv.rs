@@ -38,10 +38,10 @@ impl<'a> From<GemvOutput<'a>> for ProductOutput<'a> {
 
 kernels! {
     GEMV: GemvArgs = "gemv" in "gemv.cu",
-        test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
+        test "kernels/tests/cuda/mod.rs::products_of_a_step", bench "gemv",
         instances names!(kinds "gemv"; "");
     GEMV_SHORT: GemvArgs = "gemv_short" in "gemv.cu",
-        test "kernels/tests/cuda/main.rs::products_of_a_step", bench "gemv",
+        test "kernels/tests/cuda/mod.rs::products_of_a_step", bench "gemv",
         instances names!(schemes "gemv"; "_short");
 }
 

@@ -291,7 +291,7 @@ impl DeviceLinear {
 
 kernels! {
     LINEAR_REFERENCE: LinearReferenceArgs = "linear_reference" in "reference.cu",
-        test "kernels/tests/cuda/main.rs::products_of_many_rows", bench "linear_reference";
+        test "kernels/tests/cuda/mod.rs::products_of_many_rows", bench "linear_reference";
 }
 
 /// `LinearReferenceArgs` of `cuda/reference.cu`.

@@ -126,9 +126,9 @@ kernels! {
     PUT: PutArgs = "put" in "put.cu",
         test "kernels/tests/cuda/driver.rs::values_are_put_in_order", bench "rows";
     EMBED: EmbedArgs = "embed" in "reference.cu",
-        test "kernels/tests/cuda/main.rs::embeddings", bench "rows";
+        test "kernels/tests/cuda/mod.rs::embeddings", bench "rows";
     EMBED_STEP: EmbedArgs = "embed_step" in "reference.cu",
-        test "kernels/tests/cuda/main.rs::embeddings", bench "rows";
+        test "kernels/tests/cuda/mod.rs::embeddings", bench "rows";
     RMS_NORM: NormArgs = "rms_norm" in "reference.cu",
         test "kernels/tests/cuda/rows.rs::norms", bench "rows";
     SILU_MUL: SiluArgs = "silu_mul" in "reference.cu",

@@ -1,9 +1,5 @@
 //! Shared by the kernel tests: seeded weights, error measures, the ISAs of this machine.
-#![allow(
-    dead_code,
-    clippy::print_stdout,
-    reason = "not every test uses everything; tests say what they skip"
-)]
+#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 pub(crate) mod delta;
 

@@ -1,7 +1,7 @@
 //! Attention: one token per sequence, many tokens, and compared with the reference kernel.
 
-use super::common::{nmse, normal};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
+use crate::common::{nmse, normal};
 use half::f16;
 use nq_kernels::cpu::KvPages;
 use nq_kernels::cuda::{

@@ -1,11 +1,11 @@
 //! The kernels of a decode step of several sequences.
 
 use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
-use super::common::{affine, dense, nmse, normal};
 use super::{
     EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, is_sanitizing,
     kinds, pack, weights,
 };
+use crate::common::{affine, dense, nmse, normal};
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cuda::{

@@ -1,8 +1,8 @@
 //! Attention over pages that sequences share, read once for all of them.
 
 use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
-use super::common::nmse;
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
+use crate::common::nmse;
 use half::f16;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,

@@ -1,9 +1,9 @@
 //! Gated DeltaNets on the device, compared with their formulas in f64: rows of steps, of one sequence or several, and
 //! many rows in pieces; states that are copied, and written on the way.
 
-use super::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
-use super::common::{dense, nmse, normal};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
+use crate::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
+use crate::common::{dense, nmse, normal};
 use half::f16;
 use nq_formats::DType;
 use nq_kernels::cpu::DeltaShape;

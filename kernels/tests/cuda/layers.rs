@@ -1,9 +1,9 @@
 //! All layers of a step at once, compared with the same layers by one kernel per operation.
 
 use super::attention::{Case, Uploaded, new_cache, step_bounds};
-use super::common::delta::{self, EPS};
-use super::common::{affine, dense, nmse, normal, trellis, two_level};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
+use crate::common::delta::{self, EPS};
+use crate::common::{affine, dense, nmse, normal, trellis, two_level};
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Scheme, TrellisScheme, Zeros};
 use nq_kernels::cpu::DeltaShape;

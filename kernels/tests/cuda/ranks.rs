@@ -2,8 +2,8 @@
 //! loaded before some wait for others, `CUDA_MODULE_LOADING=EAGER`, and streams in queues of their own,
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 
-use super::common::normal;
 use super::{finish, gpu, guarded};
+use crate::common::normal;
 use nq_kernels::cuda::{
     Buffer, Collectives, Gathered, Gpu, Inbox, Rank, Share, Stream, StreamOptions, device_count,
     gathered_best_len,

@@ -1,7 +1,7 @@
 //! Operations on rows: norms of listed rows, gates times ups.
 
-use super::common::{nmse, normal};
 use super::{GUARD, finish, gpu, guarded};
+use crate::common::{nmse, normal};
 use half::f16;
 use nq_kernels::cuda::{Checked, RowsOut, operand_index};
 use nq_kernels::reference;

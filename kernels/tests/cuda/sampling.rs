@@ -1,8 +1,8 @@
 //! The end of a step: tokens compared with the documented steps over all logits, in f64, and
 //! log-probabilities compared with a softmax in f64.
 
-use super::common::{dense, normal};
 use super::{gpu, is_sanitizing, pack};
+use crate::common::{dense, normal};
 use nq_formats::DType;
 use nq_kernels::cuda::{
     Adjustments, Advance, Buffer, Candidates, Checked, DeviceLinear, Gpu, Logprobs, MOST_LOGPROBS,

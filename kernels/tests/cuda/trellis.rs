@@ -1,7 +1,7 @@
 //! Products with trellis codes.
 
-use super::common::{nmse, normal, trellis};
 use super::{finish, gpu, guarded, is_sanitizing};
+use crate::common::{nmse, normal, trellis};
 use half::f16;
 use nq_formats::trellis::Code;
 use nq_formats::{TrellisScheme, Weight};

@@ -1,9 +1,9 @@
 //! The kernels of a decode step of 17 to 64 sequences.
 
-use super::common::{affine, dense, nmse, normal};
 use super::{
     EDGES, GUARD, as_on_device, finish, gpu, guarded, is_sanitizing, kinds, pack, weights,
 };
+use crate::common::{affine, dense, nmse, normal};
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cuda::{

@@ -1,6 +1,6 @@
 //! A server with the demo model on a free port of this machine, and a client that can misbehave.
 
-#![allow(dead_code, unreachable_pub, reason = "each test uses its own part")]
+#![allow(unreachable_pub, reason = "a module of tests")]
 
 use bytes::Bytes;
 use nq_formats::task::{MODULES, POOLING};

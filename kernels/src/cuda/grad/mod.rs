@@ -39,7 +39,7 @@ pub struct CudaOps {
 }
 
 /// The test that compares all of these kernels with the CPU's operations, and their bench.
-const TEST: &str = "kernels/tests/grad.rs::operations_are_those_of_the_cpu";
+const TEST: &str = "kernels/tests/cuda/grad.rs::operations_are_those_of_the_cpu";
 const BENCH: &str = "training";
 
 /// Number of values that are generated and copied at a time.

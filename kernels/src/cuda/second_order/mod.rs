@@ -64,7 +64,7 @@ fn cover(n: usize, rows: usize) -> (usize, usize, usize) {
 const THREADS: usize = 256;
 
 /// The test of whole roundings and their measured errors, and the bench of these kernels.
-const ROUNDING: &str = "quantize/tests/second_order.rs::the_gpu_rounds_as_the_host";
+const ROUNDING: &str = "quantize/tests/cuda/second_order.rs::the_gpu_rounds_as_the_host";
 const MEASURES: &str =
-    "quantize/tests/second_order.rs::moments_are_scaled_and_errors_measured_where_they_are";
+    "quantize/tests/cuda/second_order.rs::moments_are_scaled_and_errors_measured_where_they_are";
 const BENCH: &str = "second_order";

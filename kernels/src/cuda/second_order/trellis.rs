@@ -23,7 +23,7 @@ const MOST_ROOM: usize = 227 << 10;
 const RESERVED: usize = 1 << 10;
 const STATES: usize = 1 << 16;
 
-const TEST: &str = "quantize/tests/second_order.rs::the_gpu_rounds_to_trellises_as_the_host";
+const TEST: &str = "quantize/tests/cuda/second_order.rs::the_gpu_rounds_to_trellises_as_the_host";
 
 kernels! {
     SEARCH: SearchArgs = "trellis_search" in "trellis_search.cu", test TEST, bench BENCH,

@@ -1,11 +1,8 @@
 //! EAGLE-3 heads on a GPU. Without one the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::published::{ask, published, streams};
-use common::{Store, feed, fused_config, tokens};
+use crate::common;
+use crate::common::published::{ask, published, streams};
+use crate::common::{Store, feed, fused_config, tokens};
 use nq_formats::names::EMBEDDING;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
 use nq_kernels::KernelSet;

@@ -8,11 +8,10 @@
 mod attention;
 mod batch;
 mod cascade;
-#[path = "../common/mod.rs"]
-mod common;
 mod delta;
 mod driver;
 mod experts;
+mod grad;
 mod layers;
 mod ranks;
 mod rows;
@@ -20,7 +19,7 @@ mod sampling;
 mod trellis;
 mod wide;
 
-use common::{affine, dense, held_as_others, nmse, normal, schemes, two_level};
+use crate::common::{affine, dense, held_as_others, nmse, normal, schemes, two_level};
 use half::f16;
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::cuda::{

@@ -1,14 +1,12 @@
 //! Quantized checkpoints of other tools. Each is encoded here element by element, from the
 //! format's description alone, and must dequantize to the same numbers bit for bit.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod encode;
 mod exl3;
 mod floats;
 mod mtp;
 
-use common::names;
+use crate::common::names;
 use encode::*;
 use nq_formats::Exactness;
 use nq_formats::{Checkpoint, DType, Tensor, Weight, nq};

@@ -1,11 +1,7 @@
 //! The GPU engine against the CPU's. Without a GPU the tests say that they are skipped;
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
+use crate::common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
 use nq_formats::models::{ARCHITECTURES, Product, find};
 use nq_formats::names::is_kept;
 use nq_formats::trellis::Code;

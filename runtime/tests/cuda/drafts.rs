@@ -1,11 +1,8 @@
 //! Drafts on a GPU. Without one the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::oracle::{Futures, oracle};
-use common::{Store, feed, fused_config, tokens, wide_hybrid};
+use crate::common;
+use crate::common::oracle::{Futures, oracle};
+use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};

@@ -1,8 +1,6 @@
 //! Second-order rounding on the GPU compared with the host's.
 //!
 //! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, TrellisScheme, TrellisWeight, Zeros};

@@ -1,11 +1,7 @@
 //! Models with recurrences on a GPU, compared with the CPU. Without a GPU the tests say that they are skipped;
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::{Store, distance, feed, gpu_engine, nq, tokens, wide_hybrid};
+use crate::common::{Store, distance, feed, gpu_engine, nq, tokens, wide_hybrid};
 use nq_formats::models::Product;
 use nq_formats::{AffineScheme, Bits, Delta, Group, ModelConfig, Rope, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;

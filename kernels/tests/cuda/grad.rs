@@ -2,8 +2,6 @@
 //! sums and finite differences. Every operation runs twice with the same bits.
 //!
 //! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};

@@ -1,11 +1,7 @@
 //! Tokens that a GPU draws against those of the host. Without a GPU the tests say that they are skipped;
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
+use crate::common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::batch::decode;

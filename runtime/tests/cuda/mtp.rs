@@ -1,13 +1,9 @@
 //! Drafts by a model's MTP layer on a GPU. Without one the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes
 //! that a failure.
-#![cfg(feature = "cuda")]
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::mtp::{Published, check_forks};
-use common::published::ask;
-use common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
+use crate::common::mtp::{Published, check_forks};
+use crate::common::published::ask;
+use crate::common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_runtime::generate::{Limits, Sequence, generate};

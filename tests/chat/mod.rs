@@ -2,11 +2,8 @@
 //! model.
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
-#[path = "chat/daily.rs"]
 mod daily;
-mod pty;
-
-use pty::Pty;
+use crate::pty::Pty;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
 

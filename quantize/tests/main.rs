@@ -1,0 +1,3 @@
+//! All tests of quantizing that need no access to its modules: one program, so that it is linked once.
+
+mod cuda;

@@ -1,0 +1,22 @@
+//! All tests of the server: one program, so that it is linked once.
+
+mod calls;
+mod clients;
+mod common;
+mod conversations;
+mod cuts;
+mod engine;
+mod hostile;
+mod http;
+mod hybrids;
+mod load;
+mod models;
+mod openai;
+mod reading;
+mod scores;
+mod shapes;
+mod sharing;
+mod thinking;
+mod tools;
+mod transport;
+mod wording;

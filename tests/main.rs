@@ -1,0 +1,23 @@
+//! All tests of the program and the library: one program, so that it is linked once.
+
+mod chat;
+mod cli;
+mod common;
+mod cuda;
+mod direction;
+mod embed;
+mod eval_bench;
+mod experts;
+mod export;
+mod families;
+mod format_logits;
+mod hostile;
+mod inspect;
+mod large_files;
+mod library;
+#[cfg(all(feature = "demo", target_os = "linux"))]
+mod pty;
+mod quantize;
+mod reports;
+mod serve;
+mod template_interrupt;
