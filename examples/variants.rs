@@ -142,7 +142,7 @@ fn main() -> anyhow::Result<()> {
 
     let mut scaled = source;
     let path = model.join(files::CONFIG);
-    let config = ModelConfig::parse(&path, &std::fs::read(&path)?)?;
+    let config = nq_formats::config::parse(&path, &std::fs::read(&path)?)?;
     // In one layer before attention, in another before the MLP.
     let mut layers = [1, 3].into_iter();
     for product in config.layer(0).products() {

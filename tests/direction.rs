@@ -4,7 +4,8 @@ use cargo_metadata::{DependencyKind, MetadataCommand};
 use std::path::Path;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 12] = [
+const ORDER: [&str; 13] = [
+    "nq-model",
     "nq-formats",
     "nq-kernels-ampere",
     "nq-kernels-hopper",

@@ -19,7 +19,7 @@ fn model(home: &Path, change: impl FnOnce(&mut Vec<(String, Tensor)>)) -> PathBu
         "intermediate_size":64,"num_hidden_layers":2,"num_attention_heads":2,
         "num_key_value_heads":1,"head_dim":16,"vocab_size":512,"max_position_embeddings":64,
         "rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,"eos_token_id":511}"#;
-    let config = ModelConfig::parse(Path::new("config.json"), config).unwrap();
+    let config = nq_formats::config::parse(Path::new("config.json"), config).unwrap();
     synth::write(&dir, &config, 0, &()).unwrap();
     let path = dir.join("model.safetensors");
     let file = SafetensorsFile::parse(&path, std::fs::read(&path).unwrap().into()).unwrap();

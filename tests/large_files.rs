@@ -66,7 +66,7 @@ fn sixteen_gigabytes_are_inspected_in_a_second_and_little_memory() {
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         fs::copy(demo.join(name), folder.join(name)).unwrap();
     }
-    let text = Value::Object(config.to_json()).to_string();
+    let text = Value::Object(nq_formats::config::to_json(&config)).to_string();
     fs::write(folder.join("config.json"), text).unwrap();
 
     let (mut header, mut end) = (Map::new(), 0);

@@ -89,7 +89,7 @@ fn untied(dir: &Path) -> PathBuf {
         "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "tie_word_embeddings": false, "eos_token_id": 4072, "torch_dtype": "bfloat16",
     });
-    let config = ModelConfig::parse(Path::new("c"), config.to_string().as_bytes()).unwrap();
+    let config = nq_formats::config::parse(Path::new("c"), config.to_string().as_bytes()).unwrap();
     assert!((13_000_000..14_000_000).contains(&config.parameters()));
     let to = dir.join("untied");
     synth::write(&to, &config, 1, &()).unwrap();

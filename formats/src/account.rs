@@ -6,10 +6,10 @@
 
 use crate::error::{Error, Result};
 use crate::left_over::LeftOver;
-use crate::models::ModelConfig;
-use crate::names::{EMBEDDING, HEAD, layer_of, parameters};
 use crate::store::{TensorEntry, WeightStore};
 use crate::weight::Weight;
+use nq_model::ModelConfig;
+use nq_model::names::{EMBEDDING, HEAD, layer_of, parameters};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 

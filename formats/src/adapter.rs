@@ -5,15 +5,11 @@
 //! `W + scale B A`; with a magnitude `m` `[out]` (DoRA) its rows are brought to the lengths `m`.
 
 use crate::checkpoint::Checkpoint;
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::files::Files;
 use crate::gguf::{GgufFile, MAGIC, names as gguf_names};
 use crate::hash::sha256_hex;
-use crate::models::{self, Architecture, ModelConfig};
-use crate::names::{EMBEDDING, HEAD, Shape, expert_name, head, parameters, stack};
 use crate::object::Object;
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
@@ -21,6 +17,8 @@ use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use half::{bf16, f16};
+use nq_model::names::{EMBEDDING, HEAD, Shape, expert_name, head, parameters, stack};
+use nq_model::{Architecture, DType, FLOATS, ModelConfig};
 use rayon::prelude::*;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -188,10 +186,10 @@ impl Adapter {
             }
         }
         let named = file.required("general.architecture", file.str("general.architecture")?)?;
-        let architecture = models::find(|a| a.gguf, named).ok_or_else(|| {
+        let architecture = nq_model::find(|a| a.gguf, named).ok_or_else(|| {
             unsupported(
                 format!("architecture {named}"),
-                &models::supported(|a| a.gguf),
+                &nq_model::supported(|a| a.gguf),
             )
         })?;
         let alpha = file.f64("adapter.lora.alpha")?.unwrap_or(0.0);

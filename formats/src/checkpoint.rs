@@ -6,14 +6,14 @@ use crate::error::{Error, Result};
 use crate::experts::Gathered;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG};
 use crate::left_over::LeftOver;
-use crate::models::ModelConfig;
 use crate::mtp;
-use crate::names::{HEAD, layer_of};
 use crate::published::{Form, Published};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
 use crate::tokenizer::{self, TOKENIZER};
+use nq_model::ModelConfig;
+use nq_model::names::{HEAD, layer_of};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
@@ -139,10 +139,10 @@ impl Checkpoint {
     /// A checkpoint with the config.json and generation_config.json of `files`, and `store`.
     ///
     /// # Errors
-    /// [`Error::Missing`] without a config.json; else as [`ModelConfig::parse`] and
+    /// [`Error::Missing`] without a config.json; else as [`crate::config::parse`] and
     /// [`GenerationDefaults::parse`] and [`Task::of`].
     pub(crate) fn of_files(files: Files, store: Box<dyn WeightStore>) -> Result<Self> {
-        let (config, mut left) = ModelConfig::read(&files.path(CONFIG), &files.require(CONFIG)?)?;
+        let (config, mut left) = crate::config::read(&files.path(CONFIG), &files.require(CONFIG)?)?;
         let task = Task::of(&files, store.is_bare())?;
         let store = Gathered::over(store, &config, &files)?;
         let store = Published::over(store, &config, Form::HuggingFace, files.root());

@@ -1,12 +1,11 @@
 //! Reads `config.json` and `generation_config.json`.
 
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::left_over::LeftOver;
-use crate::models::{self, Architecture, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling};
 use crate::mtp;
 use crate::object::Object;
 use crate::recurrence::{TILED, VALUE_HEADS};
+use nq_model::{Architecture, DType, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -29,247 +28,245 @@ pub struct GenerationDefaults {
     pub eos_token_ids: Vec<u32>,
 }
 
-impl ModelConfig {
-    /// Reads a `config.json`.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`], naming it, for another architecture, biases or norms that it has not, sliding
-    /// windows or a rope scaling other than YaRN and Llama 3's; [`Error::Malformed`] for missing,
-    /// mistyped or inconsistent keys.
-    pub fn parse(path: &Path, json: &[u8]) -> Result<Self> {
-        Self::read(path, json).map(|(config, _)| config)
-    }
+/// Reads a `config.json`.
+///
+/// # Errors
+/// [`Error::Unsupported`], naming it, for another architecture, biases or norms that it has not, sliding
+/// windows or a rope scaling other than YaRN and Llama 3's; [`Error::Malformed`] for missing,
+/// mistyped or inconsistent keys.
+pub fn parse(path: &Path, json: &[u8]) -> Result<ModelConfig> {
+    read(path, json).map(|(config, _)| config)
+}
 
-    /// Like [`ModelConfig::parse`]; also returns the keys that it does not know.
-    ///
-    /// # Errors
-    /// Errors of [`ModelConfig::parse`].
-    pub fn read(path: &Path, json: &[u8]) -> Result<(Self, Vec<LeftOver>)> {
-        let obj = Object::parse(path, json)?;
-        let architecture = obj.architecture()?;
-        // Read before this, to find the reader of the weights.
-        for key in ["quantization_config", "compression_config"] {
-            obj.get(key);
-        }
-        let within = obj.object(TEXT, |text| Self::of(text, &obj, architecture))?;
-        let config = match within {
-            Some(config) => config,
-            None => Self::of(&obj, &obj, architecture)?,
-        };
-        Ok((config, obj.left_over("config.json")))
+/// Like [`parse`]; also returns the keys that it does not know.
+///
+/// # Errors
+/// Errors of [`parse`].
+pub fn read(path: &Path, json: &[u8]) -> Result<(ModelConfig, Vec<LeftOver>)> {
+    let obj = Object::parse(path, json)?;
+    let architecture = obj.architecture()?;
+    // Read before this, to find the reader of the weights.
+    for key in ["quantization_config", "compression_config"] {
+        obj.get(key);
     }
+    let within = obj.object(TEXT, |text| shape(text, &obj, architecture))?;
+    let config = match within {
+        Some(config) => config,
+        None => shape(&obj, &obj, architecture)?,
+    };
+    Ok((config, obj.left_over("config.json")))
+}
 
-    /// The shape that `obj` describes: all of a config.json, or the part on text of one that also describes
-    /// how images are seen. `whole` is all of it.
-    fn of(
-        obj: &Object<'_>,
-        whole: &Object<'_>,
-        architecture: &'static Architecture,
-    ) -> Result<Self> {
-        let path = obj.path;
-        if !std::ptr::eq(obj, whole)
-            && let Some(found) = obj.str("model_type")?.filter(|t| !architecture.is_type(t))
-        {
-            return Err(obj.bad(
-                "text_config.model_type",
-                architecture.model_type.into(),
-                found,
-            ));
-        }
-        obj.check_layers(architecture)?;
-        let heads = obj.dim("num_attention_heads")?;
-        let kv_heads = obj.dim("num_key_value_heads")?;
-        let head_dim = obj.head_dim(architecture)?;
-        let experts = obj.experts(architecture)?;
-        let layers = obj.dim("num_hidden_layers")?;
-        let (eos, within) = (whole.ids("eos_token_id")?, obj.ids("eos_token_id")?);
-        // As in transformers, the whole model's word counts where both have one.
-        const TIED: &str = "tie_word_embeddings";
-        let (tied, within_tied) = (whole.bool(TIED)?, obj.bool(TIED)?);
-        let (dtype, within_dtype) = (whole.float_type()?, obj.float_type()?);
-        let cfg = ModelConfig {
-            architecture,
-            hidden_size: obj.dim("hidden_size")?,
-            intermediate_size: match experts {
-                // Some mixtures, which have no other MLP, leave it out.
-                Some(e) if obj.get("intermediate_size").is_none() => e.width,
-                _ => obj.dim("intermediate_size")?,
-            },
-            experts,
-            delta: obj.delta(architecture, layers)?,
-            num_hidden_layers: layers,
-            num_attention_heads: heads,
-            num_key_value_heads: kv_heads,
-            head_dim,
-            vocab_size: obj.dim("vocab_size")?,
-            max_position_embeddings: obj.dim("max_position_embeddings")?,
-            rms_norm_eps: obj.epsilon()?,
-            rope: match architecture.rotated {
-                1 => obj.whole_rope(head_dim)?,
-                parts => obj.rope(head_dim, parts)?,
-            },
-            tie_word_embeddings: tied.or(within_tied).unwrap_or(false),
-            mtp_layers: obj.mtp_layers(architecture)?,
-            eos_token_ids: if eos.is_empty() { within } else { eos },
-            dtype: within_dtype.or(dtype),
-        };
-        check_eos(path, &cfg.eos_token_ids, cfg.vocab_size)?;
-        if !heads.is_multiple_of(kv_heads) {
-            return Err(obj.bad(
-                "num_attention_heads",
-                format!("a multiple of num_key_value_heads ({kv_heads})"),
-                heads.to_string(),
-            ));
-        }
-        // Each dimension is in range; their product must be too, or sizes overflow later.
-        let layer = |spec: &LayerSpec| -> u128 {
-            let dims = spec.matrices().map(|l| l.dims(&cfg));
-            dims.map(|(out, inputs)| out as u128 * inputs as u128).sum()
-        };
-        let largest = architecture.kinds.iter().map(layer).max().unwrap_or(0);
-        let total = largest * cfg.num_hidden_layers as u128
-            + 2 * cfg.vocab_size as u128 * cfg.hidden_size as u128;
-        if total > MAX_PARAMETERS {
-            return Err(obj.bad(
-                "the model's dimensions",
-                format!("at most {MAX_PARAMETERS} parameters"),
-                total.to_string(),
-            ));
-        }
-        let even = cfg.head_dim.is_multiple_of(2) && cfg.rotated().is_multiple_of(2);
-        if cfg.head_dim == 0 || !even {
-            return Err(obj.bad(
-                "head_dim",
-                "an even number above 0".into(),
-                cfg.head_dim.to_string(),
-            ));
-        }
-        Ok(cfg)
+/// The shape that `obj` describes: all of a config.json, or the part on text of one that also describes
+/// how images are seen. `whole` is all of it.
+fn shape(
+    obj: &Object<'_>,
+    whole: &Object<'_>,
+    architecture: &'static Architecture,
+) -> Result<ModelConfig> {
+    let path = obj.path;
+    if !std::ptr::eq(obj, whole)
+        && let Some(found) = obj.str("model_type")?.filter(|t| !architecture.is_type(t))
+    {
+        return Err(obj.bad(
+            "text_config.model_type",
+            architecture.model_type.into(),
+            found,
+        ));
     }
+    obj.check_layers(architecture)?;
+    let heads = obj.dim("num_attention_heads")?;
+    let kv_heads = obj.dim("num_key_value_heads")?;
+    let head_dim = obj.head_dim(architecture)?;
+    let experts = obj.experts(architecture)?;
+    let layers = obj.dim("num_hidden_layers")?;
+    let (eos, within) = (whole.ids("eos_token_id")?, obj.ids("eos_token_id")?);
+    // As in transformers, the whole model's word counts where both have one.
+    const TIED: &str = "tie_word_embeddings";
+    let (tied, within_tied) = (whole.bool(TIED)?, obj.bool(TIED)?);
+    let (dtype, within_dtype) = (whole.float_type()?, obj.float_type()?);
+    let cfg = ModelConfig {
+        architecture,
+        hidden_size: obj.dim("hidden_size")?,
+        intermediate_size: match experts {
+            // Some mixtures, which have no other MLP, leave it out.
+            Some(e) if obj.get("intermediate_size").is_none() => e.width,
+            _ => obj.dim("intermediate_size")?,
+        },
+        experts,
+        delta: obj.delta(architecture, layers)?,
+        num_hidden_layers: layers,
+        num_attention_heads: heads,
+        num_key_value_heads: kv_heads,
+        head_dim,
+        vocab_size: obj.dim("vocab_size")?,
+        max_position_embeddings: obj.dim("max_position_embeddings")?,
+        rms_norm_eps: obj.epsilon()?,
+        rope: match architecture.rotated {
+            1 => obj.whole_rope(head_dim)?,
+            parts => obj.rope(head_dim, parts)?,
+        },
+        tie_word_embeddings: tied.or(within_tied).unwrap_or(false),
+        mtp_layers: obj.mtp_layers(architecture)?,
+        eos_token_ids: if eos.is_empty() { within } else { eos },
+        dtype: within_dtype.or(dtype),
+    };
+    check_eos(path, &cfg.eos_token_ids, cfg.vocab_size)?;
+    if !heads.is_multiple_of(kv_heads) {
+        return Err(obj.bad(
+            "num_attention_heads",
+            format!("a multiple of num_key_value_heads ({kv_heads})"),
+            heads.to_string(),
+        ));
+    }
+    // Each dimension is in range; their product must be too, or sizes overflow later.
+    let layer = |spec: &LayerSpec| -> u128 {
+        let dims = spec.matrices().map(|l| l.dims(&cfg));
+        dims.map(|(out, inputs)| out as u128 * inputs as u128).sum()
+    };
+    let largest = architecture.kinds.iter().map(layer).max().unwrap_or(0);
+    let total = largest * cfg.num_hidden_layers as u128
+        + 2 * cfg.vocab_size as u128 * cfg.hidden_size as u128;
+    if total > MAX_PARAMETERS {
+        return Err(obj.bad(
+            "the model's dimensions",
+            format!("at most {MAX_PARAMETERS} parameters"),
+            total.to_string(),
+        ));
+    }
+    let even = cfg.head_dim.is_multiple_of(2) && cfg.rotated().is_multiple_of(2);
+    if cfg.head_dim == 0 || !even {
+        return Err(obj.bad(
+            "head_dim",
+            "an even number above 0".into(),
+            cfg.head_dim.to_string(),
+        ));
+    }
+    Ok(cfg)
+}
 
-    /// The `config.json` of this model, with the keys of the published ones.
-    pub fn to_json(&self) -> Map<String, Value> {
-        let dtype = match self.dtype {
-            Some(DType::F16) => "float16",
-            Some(DType::F32) => "float32",
-            _ => "bfloat16",
-        };
-        let scaling = match self.rope.scaling {
-            RopeScaling::None => Value::Null,
-            RopeScaling::Yarn {
-                factor,
-                original_max_position_embeddings,
-                beta_fast,
-                beta_slow,
-                truncate,
-                attention_factor,
-            } => json!({
-                "rope_type": "yarn",
-                "factor": factor,
-                "original_max_position_embeddings": original_max_position_embeddings,
-                "beta_fast": beta_fast,
-                "beta_slow": beta_slow,
-                "truncate": truncate,
-                "attention_factor": attention_factor,
-            }),
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position_embeddings,
-            } => json!({
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low_freq_factor,
-                "high_freq_factor": high_freq_factor,
-                "original_max_position_embeddings": original_max_position_embeddings,
-            }),
-        };
-        let eos = match self.eos_token_ids.as_slice() {
-            [] => Value::Null,
-            [one] => (*one).into(),
-            ids => ids.into(),
-        };
-        // Whole numbers are written without a fraction, as published.
-        let number = |v: f64| {
-            if v.fract() == 0.0 && v.abs() < 9e15 {
-                json!(v as i64)
-            } else {
-                json!(v)
-            }
-        };
-        // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
-        let eps: f64 = self.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
-        let Value::Object(mut map) = json!({
-            "architectures": [self.architecture.class],
-            "attention_dropout": 0.0,
-            "eos_token_id": eos,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
-            "initializer_range": 0.02,
-            "intermediate_size": self.intermediate_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "max_window_layers": self.num_hidden_layers,
-            "model_type": self.architecture.model_type,
-            "num_attention_heads": self.num_attention_heads,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_key_value_heads": self.num_key_value_heads,
-            "rms_norm_eps": eps,
-            "rope_scaling": scaling,
-            "rope_theta": number(self.rope.theta),
-            "sliding_window": null,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "torch_dtype": dtype,
-            "use_cache": true,
-            "use_sliding_window": false,
-            "vocab_size": self.vocab_size,
-        }) else {
-            unreachable!("written as an object")
-        };
-        if self.architecture.matrices().all(|l| !l.bias) {
-            map.insert("attention_bias".into(), false.into());
+/// The `config.json` of a model, with the keys of the published ones.
+pub fn to_json(c: &ModelConfig) -> Map<String, Value> {
+    let dtype = match c.dtype {
+        Some(DType::F16) => "float16",
+        Some(DType::F32) => "float32",
+        _ => "bfloat16",
+    };
+    let scaling = match c.rope.scaling {
+        RopeScaling::None => Value::Null,
+        RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings,
+            beta_fast,
+            beta_slow,
+            truncate,
+            attention_factor,
+        } => json!({
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+            "beta_fast": beta_fast,
+            "beta_slow": beta_slow,
+            "truncate": truncate,
+            "attention_factor": attention_factor,
+        }),
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+        }),
+    };
+    let eos = match c.eos_token_ids.as_slice() {
+        [] => Value::Null,
+        [one] => (*one).into(),
+        ids => ids.into(),
+    };
+    // Whole numbers are written without a fraction, as published.
+    let number = |v: f64| {
+        if v.fract() == 0.0 && v.abs() < 9e15 {
+            json!(v as i64)
+        } else {
+            json!(v)
         }
-        if let Some(experts) = self.experts {
-            let keys = [
-                ("decoder_sparse_step", json!(1)),
-                ("mlp_only_layers", json!([])),
-                ("moe_intermediate_size", json!(experts.width)),
-                ("norm_topk_prob", json!(experts.normalized)),
-                ("num_experts", json!(experts.count)),
-                ("num_experts_per_tok", json!(experts.per_token)),
-                ("output_router_logits", json!(false)),
-                ("router_aux_loss_coef", json!(0.001)),
-            ];
-            map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
-            if self.architecture.shares_expert() {
-                map.insert(
-                    "shared_expert_intermediate_size".into(),
-                    experts.shared.into(),
-                );
-            }
-        }
-        if let Some(delta) = self.delta {
-            let keys = [
-                ("full_attention_interval", json!(delta.interval)),
-                ("linear_conv_kernel_dim", json!(delta.conv)),
-                ("linear_key_head_dim", json!(delta.key_dim)),
-                ("linear_num_key_heads", json!(delta.key_heads)),
-                ("linear_num_value_heads", json!(delta.value_heads)),
-                ("linear_value_head_dim", json!(delta.value_dim)),
-            ];
-            map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
-            if delta.tiled {
-                map.insert(VALUE_HEADS.into(), TILED.into());
-            }
-            map.insert(mtp::LAYERS_KEY.into(), self.mtp_layers.into());
-        }
-        if self.rope.dims.is_some() || self.architecture.rotated > 1 {
-            let part = self.rotated() as f64 / self.head_dim as f64;
-            map.insert("partial_rotary_factor".into(), part.into());
-        }
-        map
+    };
+    // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
+    let eps: f64 = c.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
+    let Value::Object(mut map) = json!({
+        "architectures": [c.architecture.class],
+        "attention_dropout": 0.0,
+        "eos_token_id": eos,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": c.intermediate_size,
+        "max_position_embeddings": c.max_position_embeddings,
+        "max_window_layers": c.num_hidden_layers,
+        "model_type": c.architecture.model_type,
+        "num_attention_heads": c.num_attention_heads,
+        "num_hidden_layers": c.num_hidden_layers,
+        "num_key_value_heads": c.num_key_value_heads,
+        "rms_norm_eps": eps,
+        "rope_scaling": scaling,
+        "rope_theta": number(c.rope.theta),
+        "sliding_window": null,
+        "tie_word_embeddings": c.tie_word_embeddings,
+        "torch_dtype": dtype,
+        "use_cache": true,
+        "use_sliding_window": false,
+        "vocab_size": c.vocab_size,
+    }) else {
+        unreachable!("written as an object")
+    };
+    if c.architecture.matrices().all(|l| !l.bias) {
+        map.insert("attention_bias".into(), false.into());
     }
+    if let Some(experts) = c.experts {
+        let keys = [
+            ("decoder_sparse_step", json!(1)),
+            ("mlp_only_layers", json!([])),
+            ("moe_intermediate_size", json!(experts.width)),
+            ("norm_topk_prob", json!(experts.normalized)),
+            ("num_experts", json!(experts.count)),
+            ("num_experts_per_tok", json!(experts.per_token)),
+            ("output_router_logits", json!(false)),
+            ("router_aux_loss_coef", json!(0.001)),
+        ];
+        map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
+        if c.architecture.shares_expert() {
+            map.insert(
+                "shared_expert_intermediate_size".into(),
+                experts.shared.into(),
+            );
+        }
+    }
+    if let Some(delta) = c.delta {
+        let keys = [
+            ("full_attention_interval", json!(delta.interval)),
+            ("linear_conv_kernel_dim", json!(delta.conv)),
+            ("linear_key_head_dim", json!(delta.key_dim)),
+            ("linear_num_key_heads", json!(delta.key_heads)),
+            ("linear_num_value_heads", json!(delta.value_heads)),
+            ("linear_value_head_dim", json!(delta.value_dim)),
+        ];
+        map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
+        if delta.tiled {
+            map.insert(VALUE_HEADS.into(), TILED.into());
+        }
+        map.insert(mtp::LAYERS_KEY.into(), c.mtp_layers.into());
+    }
+    if c.rope.dims.is_some() || c.architecture.rotated > 1 {
+        let part = c.rotated() as f64 / c.head_dim as f64;
+        map.insert("partial_rotary_factor".into(), part.into());
+    }
+    map
 }
 
 impl GenerationDefaults {
@@ -376,7 +373,7 @@ impl Object<'_> {
     /// The architecture named by `architectures` and `model_type`.
     fn architecture(&self) -> Result<&'static Architecture> {
         let unsupported =
-            |what: String| Err(self.unsupported(what, &models::supported(|a| a.class)));
+            |what: String| Err(self.unsupported(what, &nq_model::supported(|a| a.class)));
         let model_type = self.str("model_type")?;
         let classes = self.strings("architectures")?;
         let mut found = None;
@@ -385,18 +382,18 @@ impl Object<'_> {
             let causal = class
                 .strip_suffix("Model")
                 .map(|family| format!("{family}ForCausalLM"));
-            found = models::of_class(causal.as_deref().unwrap_or(&class));
+            found = nq_model::of_class(causal.as_deref().unwrap_or(&class));
             if found.is_none() {
                 return unsupported(format!("architecture {class}"));
             }
         }
-        let types: Vec<String> = models::ARCHITECTURES
+        let types: Vec<String> = nq_model::ARCHITECTURES
             .iter()
             .filter(|&&a| found.is_none_or(|f| f == a))
             .map(|a| format!("{:?}", a.model_type))
             .collect();
         match model_type {
-            Some(t) => match models::of_type(&t) {
+            Some(t) => match nq_model::of_type(&t) {
                 None => unsupported(format!("model_type {t}")),
                 Some(a) if found.is_none_or(|f| f == a) => Ok(a),
                 Some(_) => Err(self.bad("model_type", types.join(" or "), t)),

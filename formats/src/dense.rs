@@ -1,13 +1,12 @@
 //! Unquantized Hugging Face checkpoints: safetensors in bf16, f16 or f32.
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::FLOATS;
 use crate::error::Result;
-use crate::models::tensor_name;
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
+use nq_model::{FLOATS, tensor_name};
 
 /// The parameters of an unquantized checkpoint.
 pub(crate) struct DenseStore {

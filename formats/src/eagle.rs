@@ -17,17 +17,16 @@
 
 use crate::config::MAX_PARAMETERS;
 use crate::dense::DenseStore;
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
-use crate::models::{ModelConfig, Rope};
-use crate::names::{EMBEDDING, HEAD};
 use crate::object::Object;
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use bytes::Bytes;
+use nq_model::names::{EMBEDDING, HEAD};
+use nq_model::{DType, ModelConfig, Rope};
 use std::path::{Path, PathBuf};
 
 /// Number of residual streams that a head reads.

@@ -1,6 +1,6 @@
 //! How exactly a store returns what a file holds.
 
-use crate::dtype::DType;
+use nq_model::DType;
 
 /// How the numbers that a store returns for a weight relate to those stored in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

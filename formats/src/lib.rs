@@ -1,7 +1,7 @@
 //! Weights and checkpoints as files: numeric schemes, canonical weights, packing,
 //! and the readers and writers of checkpoint formats.
 //!
-//! This crate does not know devices, and of models only [`models`]. Readers return weights in canonical
+//! This crate does not know devices, and of models what [`nq_model`] says. Readers return weights in canonical
 //! form ([`Weight`]): row-major `[out, in]`, the same for every file format.
 //!
 //! A part of nq that may change in any version: programs use `nq-llm`.
@@ -24,9 +24,8 @@
 pub mod account;
 pub mod adapter;
 pub mod checkpoint;
-mod config;
+pub mod config;
 mod dense;
-mod dtype;
 pub mod durable;
 pub mod eagle;
 mod error;
@@ -41,9 +40,7 @@ pub mod import;
 pub mod keys;
 pub mod left_over;
 pub mod mapping;
-pub mod models;
 pub mod mtp;
-pub mod names;
 pub mod nq;
 mod object;
 mod open;
@@ -70,11 +67,11 @@ mod weight;
 
 pub use checkpoint::Checkpoint;
 pub use config::GenerationDefaults;
-pub use dtype::DType;
 pub use error::{Error, HubProblem, Result};
 pub use exactness::Exactness;
 pub use files::{Files, VirtualFiles};
-pub use models::{Delta, Experts, ModelConfig, Rope, RopeScaling};
+pub use nq_model as models;
+pub use nq_model::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, names};
 pub use progress::{Progress, Unit};
 pub use scheme::{AffineScheme, Bits, Group, Held, Levels, Scales, Scheme, TwoLevel, Zeros};
 pub use shard::Shard;

@@ -4,14 +4,14 @@
 
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
-use crate::models::{Architecture, Delta, LinearKind, ModelConfig, VectorKind, tensor_name};
-use crate::names::{is_less_one, layer_matrix, layer_vector};
 use crate::nq::record;
 use crate::scheme::Scheme;
 use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
+use nq_model::names::{is_less_one, layer_matrix, layer_vector};
+use nq_model::{Architecture, Delta, LinearKind, ModelConfig, VectorKind, tensor_name};
 use std::path::{Path, PathBuf};
 
 /// Whose files they are.

@@ -1,11 +1,11 @@
 //! Reads what a config.json says of a hybrid's recurrences.
 
 use crate::error::Result;
-use crate::models::{Architecture, Delta};
 use crate::object::Object;
+use nq_model::{Architecture, Delta};
 
 /// The order of the value heads of recurrences, a key of nq's own: models read from GGUF files have them
-/// [tiled](crate::models::Delta::tiled).
+/// [tiled](nq_model::Delta::tiled).
 pub(crate) const VALUE_HEADS: &str = "linear_value_head_order";
 pub(crate) const TILED: &str = "tiled";
 

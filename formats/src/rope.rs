@@ -2,8 +2,8 @@
 //! otherwise from `rope_parameters` of transformers 5, otherwise from `rope_theta` alone.
 
 use crate::error::Result;
-use crate::models::{Rope, RopeScaling};
 use crate::object::{MAX_DIM, Object};
+use nq_model::{Rope, RopeScaling};
 
 /// What one of the two objects says: the base, how it stretches, and how many values of a head are rotated.
 type OneRope = (Option<f64>, RopeScaling, Option<usize>);

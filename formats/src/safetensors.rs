@@ -4,12 +4,12 @@
 //! numbers, and if a name occurs twice it silently keeps one of the two entries. The parser here says what is
 //! wrong and where. Tests compare it with that crate.
 
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::incomplete;
 use crate::store::TensorEntry;
 use crate::tensor::Tensor;
 use bytes::Bytes;
+use nq_model::DType;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::cell::RefCell;

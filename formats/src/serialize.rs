@@ -1,16 +1,16 @@
 //! Writes safetensors: the layout of all files is known before the first byte is written, and
 //! data is streamed tensor by tensor.
 
-use crate::dtype::DType;
 use crate::durable::{
     Sink, check_space, parent, rename_folder, temporary_folder, write_bytes, write_file,
 };
 use crate::error::{Error, Result};
-use crate::names::natural_order;
 use crate::progress::{Progress, Unit};
 use crate::safetensors::METADATA;
 use crate::shards::{INDEX, SINGLE};
 use bytes::Bytes;
+use nq_model::DType;
+use nq_model::names::natural_order;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;

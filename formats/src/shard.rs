@@ -10,8 +10,6 @@
 
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
-use crate::models::{ModelConfig, Parameter, Width, in_layer};
-use crate::names;
 use crate::pack::{pack_row, unpack_row};
 use crate::scheme::{Bits, Group, Scales, Scheme};
 use crate::store::{TensorEntry, WeightStore};
@@ -19,6 +17,7 @@ use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
+use nq_model::{ModelConfig, Parameter, Width, in_layer, names};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,14 +1,13 @@
 //! The safetensors files of one checkpoint as one set of tensors: a single file, or
 //! shards listed by an index.
 
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::{Error, Result};
 use crate::files::Files;
-use crate::names::{EMBEDDING, HEAD};
 use crate::safetensors::SafetensorsFile;
 use crate::store::TensorEntry;
 use crate::tensor::Tensor;
+use nq_model::names::{EMBEDDING, HEAD};
+use nq_model::{DType, FLOATS};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -3,15 +3,9 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::config::GenerationDefaults;
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
 use crate::gguf::tokenizer::{byte_level, pre_tokenizer};
-pub use crate::models::Preset;
-use crate::models::{Architecture, ModelConfig, VectorKind};
-use crate::names::{
-    Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
-};
 use crate::pack;
 use crate::progress::Progress;
 use crate::published::{Form, Published};
@@ -24,6 +18,11 @@ use crate::trellis::{STRIP, TrellisScheme, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::{bf16, f16};
+pub use nq_model::Preset;
+use nq_model::names::{
+    Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
+};
+use nq_model::{Architecture, DType, ModelConfig, VectorKind};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -602,7 +601,7 @@ fn files(config: &ModelConfig) -> Result<BTreeMap<String, Bytes>> {
         "bos_token_id": end - 2, "pad_token_id": end - 2, "eos_token_id": [end, end - 2],
         "do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
     });
-    let mut model = config.to_json();
+    let mut model = crate::config::to_json(config);
     model.insert("bos_token_id".into(), (end - 2).into());
     let text = |value: &Value| {
         let mut text = serde_json::to_vec_pretty(value).expect("string keys");

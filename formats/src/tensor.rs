@@ -1,9 +1,9 @@
 //! A dense tensor's bytes with their type and shape.
 
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use half::{bf16, f16};
+use nq_model::DType;
 
 /// A dense row-major tensor. Its bytes (little endian) may be a view of a memory-mapped file,
 /// of any alignment; cloning shares them.

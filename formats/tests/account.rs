@@ -20,7 +20,7 @@ struct AccountFolder {
 impl AccountFolder {
     fn new() -> Self {
         let config = tiny_config("");
-        let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+        let shape = nq_formats::config::parse(Path::new("c"), config.as_bytes()).unwrap();
         let mut rng = Rng(5);
         let tensor = |(name, shape): (String, nq_formats::models::Shape)| {
             (
@@ -300,7 +300,8 @@ fn the_tables_are_what_readers_ask_for() {
     }"#,
     )
     .unwrap();
-    let read = |config: &Value| ModelConfig::read(Path::new("c"), config.to_string().as_bytes());
+    let read =
+        |config: &Value| nq_formats::config::read(Path::new("c"), config.to_string().as_bytes());
     let wrong = || json!([{}]);
     let (_, left) = read(&config).unwrap();
     assert!(left.is_empty(), "{left:?}");

@@ -102,9 +102,9 @@ fn presets_are_the_published_mixtures() {
     }
     for preset in Preset::all().filter(|p| p.config().experts.is_some()) {
         let c = preset.config();
-        let text = Value::Object(c.to_json()).to_string();
+        let text = Value::Object(nq_formats::config::to_json(&c)).to_string();
         assert_eq!(
-            ModelConfig::parse(Path::new("c"), text.as_bytes()).unwrap(),
+            nq_formats::config::parse(Path::new("c"), text.as_bytes()).unwrap(),
             c
         );
         // Planned without a weight being drawn.
@@ -333,10 +333,10 @@ fn experts_in_fp8_are_read() {
 #[test]
 fn configurations_say_what_they_mean_or_are_refused() {
     let parse = |change: &dyn Fn(&mut Map<String, Value>)| {
-        let mut json = small().to_json();
+        let mut json = nq_formats::config::to_json(&small());
         change(&mut json);
         let text = Value::Object(json).to_string();
-        ModelConfig::parse(Path::new("config.json"), text.as_bytes())
+        nq_formats::config::parse(Path::new("config.json"), text.as_bytes())
     };
     let set = |key: &'static str, value: Value| {
         parse(&move |json| {

@@ -187,7 +187,7 @@ fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
         panic!("nothing is complete")
     };
     let mut rng = Rng(3);
-    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+    let shape = nq_formats::config::parse(Path::new("c"), config.as_bytes()).unwrap();
     for (name, shape) in parameters(&shape) {
         let (vector, matrix);
         let param = match shape {
@@ -223,7 +223,7 @@ fn imported_seed(
     parts: impl Fn(usize, usize) -> Vec<PartShape>,
 ) -> Vec<u8> {
     let config = format!("{{{shape}}}");
-    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+    let shape = nq_formats::config::parse(Path::new("c"), config.as_bytes()).unwrap();
     let own = |name: String, rows: usize| match stack(&name) {
         None => vec![(name, rows)],
         Some(linear) => {
@@ -380,7 +380,7 @@ fn gguf_seed(kind: BlockType) -> Vec<u8> {
             &format!("\"intermediate_size\":{width}"),
         )
         .replace("\"head_dim\":8", &format!("\"head_dim\":{}", width / 2));
-    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+    let shape = nq_formats::config::parse(Path::new("c"), config.as_bytes()).unwrap();
     let mut rng = Rng(5);
     let tensors: Vec<_> = parameters(&shape)
         .into_iter()

@@ -179,8 +179,7 @@ fn the_published_tokenizer_is_rebuilt() {
         .replace("\"vocab_size\":16", "\"vocab_size\":151936")
         .replace("\"eos_token_id\":3", "\"eos_token_id\":151645");
     fs::write(source.join("config.json"), &config).unwrap();
-    let model =
-        nq_formats::ModelConfig::parse(Path::new("config.json"), config.as_bytes()).unwrap();
+    let model = nq_formats::config::parse(Path::new("config.json"), config.as_bytes()).unwrap();
     let tensors: Vec<_> = parameters(&model)
         .into_iter()
         .map(|(name, shape)| {

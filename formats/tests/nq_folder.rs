@@ -135,7 +135,7 @@ fn the_safetensors_crate_reads_it() {
 fn tiny_model(dir: &Path, layers: AffineScheme) -> (std::path::PathBuf, BTreeMap<String, Weight>) {
     fs::write(dir.join("config.json"), tiny_config("")).unwrap();
     fs::write(dir.join("tokenizer.json"), "{}").unwrap();
-    let config = ModelConfig::parse(Path::new("c"), tiny_config("").as_bytes()).unwrap();
+    let config = nq_formats::config::parse(Path::new("c"), tiny_config("").as_bytes()).unwrap();
     let dest = dir.join("out");
     let mut rng = Rng(2);
     let mut kept = BTreeMap::new();

@@ -29,9 +29,9 @@ fn presets_are_the_published_models() {
             continue;
         };
         let text = fs::read(&path).unwrap();
-        assert_eq!(ModelConfig::parse(&path, &text).unwrap(), config);
+        assert_eq!(nq_formats::config::parse(&path, &text).unwrap(), config);
         let published: Value = serde_json::from_slice(&text).unwrap();
-        for (key, value) in config.to_json() {
+        for (key, value) in nq_formats::config::to_json(&config) {
             assert_eq!(published[&key], value, "{}: {key}", preset.name);
         }
     }

@@ -109,12 +109,12 @@ pub fn config(data: &[u8]) {
     if let Ok(head) = EagleConfig::parse(path, data) {
         assert!(head.elements() > 0 && head.draft_vocab_size <= head.vocab_size);
     }
-    let Ok(config) = ModelConfig::parse(path, data) else {
+    let Ok(config) = nq_formats::config::parse(path, data) else {
         return;
     };
     assert!(config.parameters() > 0);
     let text = serde_json_text(&config);
-    let again = ModelConfig::parse(path, text.as_bytes()).expect("what nq writes it reads");
+    let again = nq_formats::config::parse(path, text.as_bytes()).expect("what nq writes it reads");
     let same = ModelConfig {
         dtype: config.dtype.or(again.dtype),
         ..config
@@ -124,8 +124,7 @@ pub fn config(data: &[u8]) {
 
 fn serde_json_text(config: &ModelConfig) -> String {
     // A map displays as JSON only as a value; each entry's `Display` is JSON.
-    let entries: Vec<String> = config
-        .to_json()
+    let entries: Vec<String> = nq_formats::config::to_json(config)
         .iter()
         .map(|(k, v)| format!("{k:?}: {v}"))
         .collect();
@@ -189,7 +188,7 @@ pub fn account(data: &[u8]) {
     };
     let base = if change & 4 == 0 { SHAPE } else { HYBRID };
     let mut config = format!("{{{base}}}");
-    let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).expect("nq's own");
+    let shape = nq_formats::config::parse(Path::new("c"), config.as_bytes()).expect("nq's own");
     let mut tensors: Vec<(String, Vec<usize>)> = names::parameters(&shape)
         .into_iter()
         .map(|(name, shape)| {

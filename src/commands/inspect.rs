@@ -79,7 +79,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         tensor_bytes: checkpoint.tensor_bytes(),
         file_bytes: checkpoint.store().file_bytes(),
         bits_per_weight: checkpoint.bits_per_weight(),
-        config: checkpoint.config().to_json(),
+        config: nq_formats::config::to_json(checkpoint.config()),
         quantization: checkpoint.store().quantization().cloned(),
         verified: args.verify,
         not_checked: if args.verify { &NOT_CHECKED } else { &[] },

@@ -66,12 +66,12 @@ impl Architecture {
     }
 
     /// True if `class` is the class of its models.
-    pub(crate) fn is_class(&self, class: &str) -> bool {
+    pub fn is_class(&self, class: &str) -> bool {
         self.class == class || self.also.iter().any(|(c, _)| *c == class)
     }
 
     /// True if `model_type` is the type of its models.
-    pub(crate) fn is_type(&self, model_type: &str) -> bool {
+    pub fn is_type(&self, model_type: &str) -> bool {
         self.model_type == model_type || self.also.iter().any(|(_, t)| *t == model_type)
     }
 
@@ -82,7 +82,7 @@ impl Architecture {
     }
 
     /// True if its layers have a shared expert.
-    pub(crate) fn shares_expert(&self) -> bool {
+    pub fn shares_expert(&self) -> bool {
         let mut blocks = self.kinds.iter().flat_map(|k| k.blocks);
         blocks.any(|b| matches!(b.mixer, Mixer::Experts(e) if e.shared.is_some()))
     }

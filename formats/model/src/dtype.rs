@@ -94,4 +94,4 @@ impl fmt::Display for DType {
 }
 
 /// Element types that an unquantized weight may have.
-pub(crate) const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
+pub const FLOATS: [DType; 3] = [DType::BF16, DType::F16, DType::F32];

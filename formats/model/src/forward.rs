@@ -1,9 +1,9 @@
 //! The forward of a layer, written once: its blocks' operations in their order. Each device
 //! runs them its own way, over its own buffers, and may queue or record them.
 
-use nq_formats::ModelConfig;
-use nq_formats::models::{
-    AttentionSpec, DeltaSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, NormSpec, Product, VectorRow,
+use crate::{
+    AttentionSpec, DeltaSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, ModelConfig, NormSpec,
+    Product, VectorRow,
 };
 
 /// A layer's weights as a device holds them: matrices as `L`, vectors (gains of norms, biases) as `N`.
@@ -492,7 +492,7 @@ impl<L, N> Layer<L, N> {
             let linear = linear(spec)?;
             Ok(Packed { spec, linear })
         };
-        let mut block = |spec: &'static nq_formats::models::Block| -> Result<_, E> {
+        let mut block = |spec: &'static crate::Block| -> Result<_, E> {
             let norm = vector(VectorSpec::Norm(&spec.norm))?;
             let mixer = match &spec.mixer {
                 Mixer::Attention(a) => Mix::Attention(Attention {
@@ -581,7 +581,7 @@ impl<L, N> Layer<L, N> {
     }
 
     /// Its recurrence, if it has one.
-    pub(crate) fn recurrence(&self) -> Option<&Delta<L, N>> {
+    pub fn recurrence(&self) -> Option<&Delta<L, N>> {
         self.blocks.iter().find_map(|b| match &b.mixer {
             Mix::Delta(delta) => Some(delta),
             _ => None,

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 /// Prefix of the names of layers' parameters, before the layer's number.
-pub(crate) const LAYERS: &str = "model.layers.";
+pub const LAYERS: &str = "model.layers.";
 
 /// End of the names of biases, whose tensors are called so too.
 const BIAS: &str = ".bias";

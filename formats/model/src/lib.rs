@@ -5,10 +5,16 @@
 //! row of [`ARCHITECTURES`]; one whose layers compute something else also needs a variant of [`Mixer`]
 //! and kernels.
 
+#![forbid(unsafe_code)]
+
 mod architecture;
 mod dimensions;
+mod dtype;
+pub mod forward;
 mod layer;
 mod llama;
+pub mod mtp;
+pub mod names;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
@@ -16,11 +22,11 @@ mod shape;
 
 pub use architecture::{Architecture, Preset};
 pub use dimensions::{Delta, Experts, Rope, RopeScaling};
-pub(crate) use layer::LAYERS;
+pub use dtype::{DType, FLOATS};
 pub use layer::{
-    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, LinearSpec,
-    Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec, Source, VectorKind,
-    VectorRow, Width, expert_name, in_layer, parameter_of, tensor_name,
+    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, LAYERS, LayerSpec, LinearKind,
+    LinearSpec, Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec, Source,
+    VectorKind, VectorRow, Width, expert_name, in_layer, parameter_of, tensor_name,
 };
 pub use shape::{ModelConfig, Shape};
 
@@ -41,12 +47,12 @@ pub fn find(key: fn(&Architecture) -> &'static str, value: &str) -> Option<&'sta
 }
 
 /// The architecture of the class that config.json's `architectures` names.
-pub(crate) fn of_class(class: &str) -> Option<&'static Architecture> {
+pub fn of_class(class: &str) -> Option<&'static Architecture> {
     ARCHITECTURES.iter().copied().find(|a| a.is_class(class))
 }
 
 /// The architecture of a `model_type` of config.json.
-pub(crate) fn of_type(model_type: &str) -> Option<&'static Architecture> {
+pub fn of_type(model_type: &str) -> Option<&'static Architecture> {
     ARCHITECTURES
         .iter()
         .copied()

@@ -1,12 +1,10 @@
 //! Parameters of a model by their Hugging Face names: those of their tensors, without `.weight`. Names outside the layers
-//! are the same in every architecture; those within layers are in [`crate::models`], those of an MTP layer's own parts in
+//! are the same in every architecture; those within layers are in the rows of [`crate::ARCHITECTURES`], those of an MTP layer's own parts in
 //! [`crate::mtp`].
 
-use crate::models::{
-    ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, VectorRow,
-};
-pub use crate::models::{Shape, expert_name, in_layer, parameter_of, tensor_name};
 use crate::mtp;
+use crate::{ARCHITECTURES, Architecture, LAYERS, LayerSpec, LinearSpec, ModelConfig, VectorRow};
+pub use crate::{Shape, expert_name, in_layer, parameter_of, tensor_name};
 
 /// Token embedding `[vocab, hidden]`; also the head if they are tied.
 pub const EMBEDDING: &str = "model.embed_tokens";
@@ -16,7 +14,7 @@ pub const NORM: &str = "model.norm";
 pub const HEAD: &str = "lm_head";
 
 /// Prefix of the names of experts' weights within a layer.
-pub(crate) const EXPERTS: &str = "mlp.experts";
+pub const EXPERTS: &str = "mlp.experts";
 
 /// The matrix that computes logits: the embedding if they are tied.
 pub fn head(c: &ModelConfig) -> &'static str {
@@ -50,7 +48,7 @@ pub fn parameters(c: &ModelConfig) -> Vec<(String, Shape)> {
 }
 
 /// Splits the name of a layer's parameter or tensor into the layer and the rest of the name.
-pub(crate) fn split_layer(name: &str) -> Option<(usize, &str)> {
+pub fn split_layer(name: &str) -> Option<(usize, &str)> {
     let (layer, suffix) = name.strip_prefix(LAYERS)?.split_once('.')?;
     Some((layer.parse().ok()?, suffix))
 }
@@ -76,7 +74,7 @@ pub fn layer_linear(name: &str) -> Option<&'static LinearSpec> {
 }
 
 /// The matrix of a layer with this name, whether it can be quantized or not.
-pub(crate) fn layer_matrix(name: &str) -> Option<&'static LinearSpec> {
+pub fn layer_matrix(name: &str) -> Option<&'static LinearSpec> {
     let suffix = within(name)?;
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut matrices = kinds.flat_map(LayerSpec::matrices);
@@ -89,7 +87,7 @@ pub fn stack(name: &str) -> Option<&'static LinearSpec> {
 }
 
 /// The experts of the layer that a parameter or tensor of theirs is in, and the rest of its name: `5.gate_proj.weight`.
-pub(crate) fn in_experts(name: &str) -> Option<(&str, &str)> {
+pub fn in_experts(name: &str) -> Option<(&str, &str)> {
     let rest = within(name)?.strip_prefix(EXPERTS)?.strip_prefix('.')?;
     Some((&name[..name.len() - rest.len() - 1], rest))
 }
@@ -102,7 +100,7 @@ pub fn is_kept(name: &str) -> bool {
 }
 
 /// The vector of a layer, neither a norm nor a bias, whose name this is.
-pub(crate) fn layer_vector(name: &str) -> Option<&'static VectorRow> {
+pub fn layer_vector(name: &str) -> Option<&'static VectorRow> {
     let suffix = within(name)?;
     let kinds = ARCHITECTURES.iter().flat_map(|a| a.kinds);
     let mut vectors = kinds.flat_map(LayerSpec::vectors);
@@ -110,7 +108,7 @@ pub(crate) fn layer_vector(name: &str) -> Option<&'static VectorRow> {
 }
 
 /// True if Hugging Face files of the architecture hold the gains of this norm less 1.
-pub(crate) fn is_less_one(architecture: &Architecture, name: &str) -> bool {
+pub fn is_less_one(architecture: &Architecture, name: &str) -> bool {
     if [NORM, mtp::EMBEDDING_NORM, mtp::HIDDEN_NORM, mtp::NORM].contains(&name) {
         return architecture.norm_less_one;
     }
@@ -125,7 +123,7 @@ pub fn is_layer_linear(name: &str) -> bool {
 }
 
 /// Compares names so that layer 2 comes before layer 10.
-pub(crate) fn natural_order(a: &str, b: &str) -> std::cmp::Ordering {
+pub fn natural_order(a: &str, b: &str) -> std::cmp::Ordering {
     fn key(part: &str) -> (u64, &str) {
         (part.parse().map_or(u64::MAX, |n: u64| n), part)
     }

@@ -151,7 +151,7 @@ impl ModelConfig {
     }
 
     /// The sum over its layers of what `of` returns for a layer.
-    pub(crate) fn over_layers(&self, of: impl Fn(&LayerSpec) -> usize) -> usize {
+    pub fn over_layers(&self, of: impl Fn(&LayerSpec) -> usize) -> usize {
         let kinds: Vec<usize> = self.architecture.kinds.iter().map(of).collect();
         let kind_of = self.architecture.kind_of;
         let layers = 0..self.num_hidden_layers;

@@ -7,8 +7,8 @@ use super::packing::Packing;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::gguf::affine as blocks;
-use crate::names::{Shape, is_layer_linear, parameters};
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use nq_model::names::{Shape, is_layer_linear, parameters};
 use std::collections::BTreeMap;
 
 /// Group sizes for which loaders have fast kernels, if they divide the rows.

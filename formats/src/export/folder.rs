@@ -10,7 +10,6 @@ use super::options::OTHERWISE;
 use super::packing::{Linear, LinearScheme, PackedTensor, Packing, float_bytes};
 use super::report::{Change, ExportReport, Exported};
 use crate::checkpoint::Checkpoint;
-use crate::dtype::DType;
 use crate::durable::{
     check_space, parent, rename_folder, sync_folder, temporary_folder, write_bytes,
 };
@@ -18,10 +17,6 @@ use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::experts::Recent;
 use crate::files::CONFIG;
-use crate::models::ModelConfig;
-use crate::names::{
-    Shape, expert_name, is_kept, is_layer_linear, layer_vector, stack, tensor_name,
-};
 use crate::nq::copy_files;
 use crate::object::json_object;
 use crate::progress::Progress;
@@ -30,6 +25,10 @@ use crate::store::WeightStore;
 use crate::stored::StoredWeight;
 use crate::synth::stored_shape;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
+use nq_model::names::{
+    Shape, expert_name, is_kept, is_layer_linear, layer_vector, stack, tensor_name,
+};
+use nq_model::{DType, ModelConfig};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ops::Range;

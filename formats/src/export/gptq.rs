@@ -2,10 +2,10 @@
 
 use super::packing::{Description, Linear, PackedTensor, Packing};
 use super::packing::{codes, even_codes, transposed_scales, uniform, word, zero_points};
-use crate::dtype::DType;
 use crate::exactness::Exactness;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::weight::AffineWeight;
+use nq_model::DType;
 use serde_json::{Map, Value, json};
 
 pub(super) const PACKING: Packing = Packing {

@@ -5,8 +5,6 @@ use crate::config::TEXT;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::gguf::order::Heads;
-use crate::models::{Delta, ModelConfig};
-use crate::names::{Shape, is_less_one, parameters};
 use crate::recurrence::VALUE_HEADS;
 use crate::scheme::Bits;
 use crate::store::{TensorEntry, WeightStore};
@@ -15,6 +13,8 @@ use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use crate::{mtp, pack};
 use half::f16;
+use nq_model::names::{Shape, is_less_one, parameters};
+use nq_model::{Delta, ModelConfig};
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -350,14 +350,14 @@ fn columns(weight: &Weight, from: &[usize], each: usize) -> Result<Weight> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::Preset;
+    use nq_model::Preset;
     use serde_json::json;
 
     #[test]
     fn a_text_model_is_taken_out_of_one_that_sees_images() {
         let mut c = Preset::find("qwen3.5-0.8b").unwrap().config();
         c.mtp_layers = 0;
-        let mut text = c.to_json();
+        let mut text = crate::config::to_json(&c);
         text.shift_remove("eos_token_id");
         text.shift_remove("architectures");
         text.insert(mtp::LAYERS_KEY.into(), 1.into());
@@ -371,7 +371,7 @@ mod tests {
         let alone = text_config(whole, &c);
         assert!(!alone.contains_key("vision_config") && !alone.contains_key("image_token_id"));
         let json = Value::Object(alone).to_string();
-        let (read, left) = ModelConfig::read(Path::new("c"), json.as_bytes()).unwrap();
+        let (read, left) = crate::config::read(Path::new("c"), json.as_bytes()).unwrap();
         assert_eq!(read, c);
         assert!(left.is_empty(), "{left:?}");
     }

@@ -1,8 +1,8 @@
 //! Which type each matrix of a GGUF file has.
 
 use crate::gguf::BlockType;
-use crate::models::LinearKind;
-use crate::names::{EMBEDDING, HEAD, layer_linear, layer_of};
+use nq_model::LinearKind;
+use nq_model::names::{EMBEDDING, HEAD, layer_linear, layer_of};
 
 /// Block types of a file's matrices; norms are F32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

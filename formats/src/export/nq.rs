@@ -4,14 +4,14 @@ use super::options::ExportOptions;
 use super::report::{Change, ExportReport, Exported};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::mtp;
-use crate::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters, parameters};
 use crate::nq::{Opened, Param, Writer, WriterOptions};
 use crate::nq::{QuantizationRecord, SourceRecord};
 use crate::progress::Progress;
 use crate::store::WeightStore;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
+use nq_model::mtp;
+use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters, parameters};
 use serde_json::json;
 use std::path::Path;
 

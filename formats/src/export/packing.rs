@@ -1,11 +1,11 @@
 //! How formats store quantized Linears, and what they share in doing so.
 
-use crate::dtype::DType;
 use crate::exactness::Exactness;
 use crate::pack;
 use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::weight::{AffineWeight, ZeroPoints};
 use half::{bf16, f16};
+use nq_model::DType;
 use serde_json::Value;
 
 /// One tensor of a packed Linear.

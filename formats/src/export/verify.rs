@@ -3,8 +3,8 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::gguf::order::Heads;
-use crate::names::{Shape, parameters};
 use crate::progress::{Progress, Unit};
+use nq_model::names::{Shape, parameters};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -64,7 +64,7 @@ impl Sums {
 
 /// Compares every parameter of `a` with that of `b`, both exactly as stored in their files
 /// ([`crate::WeightStore::stored`]), without rounding scales. Value heads of recurrences may be in different
-/// orders ([`Delta::tiled`](crate::models::Delta::tiled)).
+/// orders ([`Delta::tiled`](nq_model::Delta::tiled)).
 ///
 /// # Errors
 /// [`Error::Malformed`] if the models have different shapes; errors of reading either.

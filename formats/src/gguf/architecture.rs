@@ -2,7 +2,7 @@
 
 use super::file::GgufFile;
 use crate::error::{Error, Result};
-use crate::models::{self, Architecture};
+use nq_model::Architecture;
 
 /// The architecture of the file's model.
 ///
@@ -11,10 +11,10 @@ use crate::models::{self, Architecture};
 pub(super) fn architecture(file: &GgufFile) -> Result<&'static Architecture> {
     let name = "general.architecture";
     let architecture = file.required(name, file.str(name)?)?;
-    models::find(|a| a.gguf, architecture).ok_or_else(|| Error::Unsupported {
+    nq_model::find(|a| a.gguf, architecture).ok_or_else(|| Error::Unsupported {
         path: file.path().into(),
         what: format!("architecture {architecture}"),
-        why: models::supported(|a| a.gguf),
+        why: nq_model::supported(|a| a.gguf),
     })
 }
 

@@ -8,9 +8,9 @@ use super::value::malformed;
 use crate::error::{Error, Result};
 use crate::keys::UNKNOWN;
 use crate::left_over::LeftOver;
-use crate::models::{Architecture, RopeScaling};
 use crate::mtp;
 use crate::recurrence::{TILED, VALUE_HEADS};
+use nq_model::{Architecture, RopeScaling};
 use serde_json::{Map, Value, json};
 
 /// A float as its shortest decimal: 1e-6, not the f64 nearest to its f32 value.

@@ -1,8 +1,8 @@
 //! Translates parameter names, without `.weight`, between GGUF and Hugging Face checkpoints.
 
-use crate::models::{Architecture, LAYERS, Parameter};
-use crate::mtp;
-use crate::names::{EMBEDDING, HEAD, NORM, in_layer};
+use nq_model::mtp;
+use nq_model::names::{EMBEDDING, HEAD, NORM, in_layer};
+use nq_model::{Architecture, LAYERS, Parameter};
 use std::borrow::Cow;
 
 /// Names outside the layers: (Hugging Face, GGUF), the same in every architecture.
@@ -87,7 +87,7 @@ pub fn from_gguf(architecture: &Architecture, name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::ARCHITECTURES;
+    use nq_model::ARCHITECTURES;
 
     #[test]
     fn names_translate_both_ways() {
@@ -102,7 +102,7 @@ mod tests {
             assert_eq!(to_gguf(qwen3, 36, hf).as_deref(), Some(gguf));
             assert_eq!(from_gguf(qwen3, gguf).as_deref(), Some(hf));
         }
-        let qwen3_5 = crate::models::find(|a| a.gguf, "qwen35").unwrap();
+        let qwen3_5 = nq_model::find(|a| a.gguf, "qwen35").unwrap();
         for (hf, gguf) in [
             ("mtp.fc", "blk.24.nextn.eh_proj"),
             ("mtp.norm", "blk.24.nextn.shared_head_norm"),

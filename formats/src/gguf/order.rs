@@ -1,8 +1,8 @@
 //! The order of the value heads of recurrences in GGUF files: tiled over the key heads, where other files have
 //! the value heads of a key head side by side ([`Delta::tiled`]).
 
-use crate::models::{Delta, LinearKind, ModelConfig, VectorKind};
-use crate::names::{layer_matrix, layer_vector};
+use nq_model::names::{layer_matrix, layer_vector};
+use nq_model::{Delta, LinearKind, ModelConfig, VectorKind};
 
 /// Values in blocks of one value head each, behind some that stay where they are.
 #[derive(Clone, Debug, PartialEq, Eq)]

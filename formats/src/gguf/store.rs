@@ -10,14 +10,10 @@ use super::value::malformed;
 use super::weight::BlockWeight;
 use crate::checkpoint::{Checkpoint, Source};
 use crate::config::GenerationDefaults;
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files, GENERATION_CONFIG, VirtualFiles};
-use crate::models::ModelConfig;
-use crate::models::{Architecture, Delta, LinearKind, VectorKind};
 use crate::mtp;
-use crate::names::{EMBEDDING, HEAD, NORM, layer_linear, layer_vector, stack, tensor_name};
 use crate::published::{Form, Published};
 use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
@@ -25,6 +21,8 @@ use crate::task::{MODULES, POOLING, Task};
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};
 use bytes::Bytes;
+use nq_model::names::{EMBEDDING, HEAD, NORM, layer_linear, layer_vector, stack, tensor_name};
+use nq_model::{Architecture, DType, Delta, LinearKind, VectorKind};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -197,7 +195,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         config: contents(json),
         generation: contents(generation),
     };
-    let (config, mut left) = ModelConfig::read(&metadata.root(), &metadata.config)?;
+    let (config, mut left) = crate::config::read(&metadata.root(), &metadata.config)?;
     left.extend(config::left_over(&metadata.file, architecture));
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
     store.layers = config.num_hidden_layers;

@@ -2,7 +2,6 @@
 
 use super::blocks::Scratch;
 use super::types::BlockType;
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::pack;
@@ -10,6 +9,7 @@ use crate::scheme::Bits;
 use crate::weight::{AffineWeight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
+use nq_model::DType;
 use rayon::prelude::*;
 
 /// A quantized weight `[out, in]` in GGUF blocks of an integer type, as stored in a file.

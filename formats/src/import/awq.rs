@@ -10,11 +10,10 @@ use super::quantization::QuantizationConfig;
 use super::weight::ImportedWeight;
 use super::{Layout, check_dims, in_word, open_with, transpose, words};
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
+use nq_model::{DType, FLOATS};
 use rayon::prelude::*;
 
 /// The `quant_method` of this format.

@@ -16,13 +16,12 @@ use super::weight::ImportedWeight;
 use super::{Layout, in_word, listed_groups, open_with, per_word, words};
 use crate::account::{ACTIVATIONS, CACHE};
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::left_over::LeftOver;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
+use nq_model::{DType, FLOATS};
 use serde_json::Value;
 use std::fmt;
 

@@ -15,12 +15,12 @@
 use super::expanded::{ExpandedType, Expansion, open_with};
 use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::DType;
 use crate::error::Result;
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::trellis::{BLOCK, state, transform};
 use half::f16;
+use nq_model::DType;
 use rayon::prelude::*;
 
 /// The `quant_method` of this format.

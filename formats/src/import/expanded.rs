@@ -1,17 +1,15 @@
 //! Stores of formats whose codes no kernel multiplies: weights are expanded to floats as they are read.
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::exactness::Exactness;
-use crate::models::tensor_name;
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use half::{bf16, f16};
+use nq_model::{DType, FLOATS, tensor_name};
 use serde_json::Value;
 
 /// The type to which values are rounded where they are held.

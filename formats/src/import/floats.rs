@@ -16,15 +16,13 @@
 
 use super::fp8::{self, e4m3};
 use super::weight::ImportedWeight;
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::Result;
 use crate::gguf::FP4_VALUES;
-use crate::models::tensor_name;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use half::bf16;
+use nq_model::{DType, FLOATS, tensor_name};
 
 /// The small float that a weight is stored in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

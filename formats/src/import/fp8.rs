@@ -9,12 +9,10 @@
 use super::expanded::{ExpandedType, Expansion, open_with};
 use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::Result;
-use crate::models::tensor_name;
 use crate::shards::Shards;
 use crate::tensor::Tensor;
+use nq_model::{DType, FLOATS, tensor_name};
 use rayon::prelude::*;
 
 /// The `quant_method` of this format.

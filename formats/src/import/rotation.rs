@@ -3,10 +3,10 @@
 
 use super::quantization::QuantizationConfig;
 use crate::error::{Error, Result};
-use crate::models::LAYERS;
-use crate::names::{EMBEDDING, HEAD};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
+use nq_model::LAYERS;
+use nq_model::names::{EMBEDDING, HEAD};
 use rayon::prelude::*;
 use regex::Regex;
 use serde_json::{Map, Value};

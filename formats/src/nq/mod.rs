@@ -12,11 +12,7 @@ pub use staging::{at_work, staging};
 pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_files};
 
 use crate::checkpoint::{Checkpoint, Source};
-use crate::dtype::DType;
-use crate::dtype::FLOATS;
 use crate::error::{Error, Result};
-use crate::models::ModelConfig;
-use crate::models::tensor_name;
 use crate::scheme::{Levels, Scales, Scheme, Zeros};
 use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
@@ -25,6 +21,7 @@ use crate::trellis::{self, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
+use nq_model::{DType, FLOATS, ModelConfig, tensor_name};
 use rayon::prelude::*;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -390,7 +387,7 @@ pub fn verify(checkpoint: &Checkpoint) -> Result<()> {
 /// # Errors
 /// Errors of [`verify`]; [`Error::Tensor`], naming the parameter and the first value that is not.
 pub fn verify_values(checkpoint: &Checkpoint) -> Result<()> {
-    use crate::names::{Shape, parameters};
+    use nq_model::names::{Shape, parameters};
     let store = checkpoint.store();
     let check =
         |name: &str, row: usize, values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
@@ -423,7 +420,7 @@ pub fn verify_values(checkpoint: &Checkpoint) -> Result<()> {
 }
 
 fn verify_store(store: &dyn WeightStore, config: &ModelConfig) -> Result<()> {
-    use crate::names::{Shape, parameters};
+    use nq_model::names::{Shape, parameters};
     for (name, shape) in parameters(config) {
         match shape {
             Shape::Vector(len) => store.vector(&name, len).map(drop)?,

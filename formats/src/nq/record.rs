@@ -1,10 +1,10 @@
 //! A quantized folder's description of itself: config.json's `quantization_config`.
 
 use crate::error::{Error, Result};
-use crate::names::is_layer_linear;
 use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, Zeros};
 use crate::trellis::TrellisScheme;
 use crate::weight::QuantizedWeight;
+use nq_model::names::is_layer_linear;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};

@@ -10,7 +10,6 @@ use super::staging::{
 };
 use super::{NqStore, parts, read_quantized, verify};
 use crate::checkpoint::Checkpoint;
-use crate::dtype::FLOATS;
 use crate::durable::{
     COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent,
     rename_folder, sync_folder, write_bytes,
@@ -18,8 +17,6 @@ use crate::durable::{
 use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::hash;
-use crate::models::tensor_name;
-use crate::names::HEAD;
 use crate::object::json_object;
 use crate::progress::Progress;
 use crate::safetensors::SafetensorsFile;
@@ -27,6 +24,8 @@ use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec, write_tensors};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
+use nq_model::names::HEAD;
+use nq_model::{FLOATS, tensor_name};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{self, File};

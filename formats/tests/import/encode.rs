@@ -292,7 +292,7 @@ impl Folder {
     ) -> Folder {
         let dir = tempfile::tempdir().unwrap();
         let config = format!(r#"{{{shape},"quantization_config":{settings}}}"#);
-        let shape = ModelConfig::parse(Path::new("c"), config.as_bytes()).unwrap();
+        let shape = nq_formats::config::parse(Path::new("c"), config.as_bytes()).unwrap();
         fs::write(dir.path().join("config.json"), config).unwrap();
         let mut rng = Rng(11);
         let mut tensors = Vec::new();

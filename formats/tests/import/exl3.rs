@@ -156,7 +156,7 @@ fn weights_are_those_of_exllamav3() {
     let fixture = SafeTensors::deserialize(&bytes).unwrap();
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), CONFIG).unwrap();
-    let config = ModelConfig::parse(Path::new("c"), CONFIG.as_bytes()).unwrap();
+    let config = nq_formats::config::parse(Path::new("c"), CONFIG.as_bytes()).unwrap();
     let of = |code: &str, part: &str| fixture.tensor(&format!("{code}.{part}")).unwrap();
     let layer = "model.layers.0.self_attn";
     let weights = [
@@ -212,7 +212,7 @@ fn weights_are_those_of_exllamav3() {
 fn weights_are_expanded_as_the_format_says() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), CONFIG).unwrap();
-    let config = ModelConfig::parse(Path::new("c"), CONFIG.as_bytes()).unwrap();
+    let config = nq_formats::config::parse(Path::new("c"), CONFIG.as_bytes()).unwrap();
     let (mut rng, mut tensors, mut expected) = (Rng(5), Vec::new(), BTreeMap::new());
     let mut kinds = KINDS.into_iter().cycle();
     for (name, shape) in parameters(&config) {
