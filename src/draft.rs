@@ -85,7 +85,7 @@ pub fn by_default(
 ) -> anyhow::Result<Option<DraftWeights>> {
     let quantized = checkpoint.store().quantization().is_some();
     let rounds = options.activations == ActivationChoice::Auto;
-    let on_cpu = options.device.resolve()? == Device::Cpu;
+    let on_cpu = Device::choose(options.device)? == Device::Cpu;
     let writes = *checkpoint.task() == Task::Generate;
     let dense = checkpoint.config().experts.is_none();
     Ok(match writes && dense && quantized && rounds && on_cpu {
@@ -130,7 +130,7 @@ impl DraftCheckpoint {
     /// Bytes of keys and values of the draft model's session, on a CPU, for a target's session of `spec`.
     pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
         let config = self.checkpoint.config();
-        nq_runtime::memory::kv_bytes(config, &shorter(spec, longest_context(config))) as u64
+        nq_runtime::cpu::plan::kv_bytes(config, &shorter(spec, longest_context(config))) as u64
     }
 
     /// Loads it on the device of its target.

@@ -2,8 +2,7 @@
 
 use crate::terminal::say;
 use clap::{Args, ValueEnum};
-use nq_kernels::KernelSet;
-use nq_kernels::cpu::{Isa, IsaChoice};
+use nq_kernels::{Isa, IsaChoice, KernelSet};
 use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, Split};
 use std::ffi::OsString;
 use std::fmt;
@@ -139,7 +138,7 @@ impl Global {
         if self.device != DeviceChoice::Auto {
             return;
         }
-        if let Some(why) = DeviceChoice::why_no_gpu() {
+        if let Some(why) = nq_runtime::device::Device::why_no_gpu() {
             say(&format!(
                 "nq: using the CPU (--device cpu leaves out this note): {why}"
             ));

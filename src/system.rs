@@ -4,7 +4,7 @@ use nq_formats::human_bytes;
 use std::fs;
 use std::path::Path;
 
-pub use nq_runtime::device::{available_memory, total_memory};
+pub use nq_runtime::host::{available_memory, total_memory};
 
 /// The processor's name, if the system tells it.
 pub fn cpu_name() -> Option<String> {

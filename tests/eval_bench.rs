@@ -3,7 +3,7 @@
 #![cfg(feature = "demo")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-use nq_kernels::cpu::Isa;
+use nq_kernels::Isa;
 use serde_json::Value;
 use std::fs;
 use std::process::{Command, Output};

@@ -93,7 +93,7 @@ impl Isa {
 
     /// True if the CPU supports the VEX encoding of VNNI.
     #[cfg(target_arch = "x86_64")]
-    pub(crate) fn vex_vnni() -> bool {
+    pub fn vex_vnni() -> bool {
         is_x86_feature_detected!("avxvnni")
     }
 }

@@ -11,8 +11,10 @@ pub mod account;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod delta;
 pub mod error;
 pub mod grad;
+pub mod isa;
 pub mod math;
 pub mod matrix;
 pub mod pages;
@@ -24,6 +26,8 @@ pub mod routing;
 pub mod second_order;
 
 pub use account::{Account, Held};
+pub use delta::DeltaShape;
 pub use error::{Error, Result};
+pub use isa::{Isa, IsaChoice};
 pub use registry::{Activations, KernelSet};
 pub use routing::Routes;

@@ -38,3 +38,14 @@ impl fmt::Display for KvType {
 /// Positions in a page: as many as one pass of a GPU's decode attention covers. A sequence leaves
 /// half a page unused on average.
 pub const PAGE: usize = 128;
+
+/// Rows of a step whose sequences begin with the same pages, or that belong to one sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharedPrefix {
+    /// One of the sequences.
+    pub slot: usize,
+    /// Number of full pages that they share, all before the positions of the rows.
+    pub pages: usize,
+    /// The rows, two or more.
+    pub rows: Vec<usize>,
+}

@@ -2,7 +2,8 @@
 
 use crate::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
 use crate::common::{Guarded, cpu, isas, nmse};
-use nq_kernels::cpu::{Cpu, DeltaRows, DeltaShape, Span};
+use nq_kernels::DeltaShape;
+use nq_kernels::cpu::{Cpu, DeltaRows, Span, state_len};
 use nq_kernels::grad::{CpuOps, DeltaInputs, DeltaWork, LayerOps};
 
 /// Published widths, more value heads than key heads, and widths that fill no vectors.
@@ -32,7 +33,7 @@ fn in_pieces(
     pieces: &[usize],
 ) -> [Vec<f32>; 2] {
     let (stride, values) = (shape.channels() + shape.values(), shape.values());
-    let mut state = Guarded::new(&vec![0.0; shape.state_len()]);
+    let mut state = Guarded::new(&vec![0.0; state_len(&shape)]);
     let mut out = Vec::new();
     let mut row = 0;
     for &len in pieces {
@@ -244,12 +245,12 @@ fn whole_sequences_are_those_of_the_formulas() {
 #[test]
 fn is_profiled_once_per_pass() {
     let shape = shape([1, 2, 16, 16, 4]);
-    let cpu = Cpu::new(Some(2), nq_kernels::cpu::IsaChoice::Auto).unwrap();
+    let cpu = Cpu::new(Some(2), nq_kernels::IsaChoice::Auto).unwrap();
     cpu.profile().start();
     in_pieces(&cpu, &shape, &vectors(&shape), &rows(&shape, 3, 1), &[1, 2]);
     let timings = cpu.profile().stop();
     assert_eq!(timings.len(), 1);
     let t = &timings[0];
     assert_eq!((t.op, t.calls, t.shape), ("delta", 2, (2, 16)));
-    assert_eq!(t.bytes, 2 * 4 * shape.state_len() as u64);
+    assert_eq!(t.bytes, 2 * 4 * state_len(&shape) as u64);
 }

@@ -5,9 +5,9 @@ use crate::common::{
 };
 use nq_formats::{AffineScheme, Bits, DType, Group, QuantizedWeight, Weight, Zeros};
 use nq_kernels::cpu::linear::kernels::KERNELS;
-use nq_kernels::cpu::{Epilogue, Isa, Linear};
-use nq_kernels::reference;
+use nq_kernels::cpu::{Epilogue, Linear};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
+use nq_kernels::{Isa, reference};
 
 const ROWS: [usize; 7] = [1, 2, 3, 8, 16, 17, 33];
 const GROUPS: [Group; 5] = [

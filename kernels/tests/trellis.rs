@@ -7,9 +7,9 @@ use nq_formats::{
     Zeros, trellis as code,
 };
 use nq_kernels::cpu::linear::kernels::KERNELS;
-use nq_kernels::cpu::{Epilogue, Isa, Linear};
+use nq_kernels::cpu::{Epilogue, Linear};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
-use nq_kernels::{Routes, reference};
+use nq_kernels::{Isa, Routes, reference};
 
 const ACTIVATIONS: [Activations; 9] = [
     Activations::F32,

@@ -15,7 +15,8 @@ use nq_formats::names::{self, EMBEDDING, Shape};
 use nq_formats::{Checkpoint, DType, ModelConfig, Scheme, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
-use nq_runtime::memory::{Kinds, WeightSource, hold_model, hold_session, program_bytes};
+use nq_runtime::cpu::plan::{WeightSource, hold_model, hold_session, program_bytes};
+use nq_runtime::weights::Kinds;
 use nq_runtime::{DraftedBy, KvType, LayerWeights, SessionSpec, stepper_bytes};
 use serde::Serialize;
 
@@ -249,7 +250,7 @@ pub fn file_bytes(checkpoint: &Checkpoint, schemes: &Schemes) -> u64 {
 
 /// The peak resident memory of this process so far, in bytes; 0 if the system does not say.
 pub(crate) fn peak_rss() -> u64 {
-    nq_runtime::device::peak_memory().unwrap_or(0)
+    nq_runtime::host::peak_memory().unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::interface::{Chunk, SessionSpec};
 
 /// Refuses bytes, of `what`, that are not `expected` many.
-pub(crate) fn check_bytes(what: &'static str, bytes: &[u8], expected: usize) -> Result<()> {
+pub fn check_bytes(what: &'static str, bytes: &[u8], expected: usize) -> Result<()> {
     if bytes.len() == expected {
         return Ok(());
     }
@@ -16,7 +16,7 @@ pub(crate) fn check_bytes(what: &'static str, bytes: &[u8], expected: usize) -> 
 }
 
 /// True if `x` contains neither NaN nor infinity.
-pub(crate) fn all_finite(x: &[f32]) -> bool {
+pub fn all_finite(x: &[f32]) -> bool {
     const EXPONENT: u32 = 0x7f80_0000;
     // Without an early exit inside a block, the compiler can vectorize the loop.
     let block_finite = |b: &[f32]| {
@@ -27,7 +27,7 @@ pub(crate) fn all_finite(x: &[f32]) -> bool {
 }
 
 /// An error if `x`, the output of layer `layer`, holds a NaN or an infinity.
-pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
+pub fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
     if all_finite(x) {
         Ok(())
     } else {
@@ -39,7 +39,7 @@ pub(crate) fn check_finite(layer: usize, x: &[f32]) -> Result<()> {
 }
 
 /// Refuses chunks of sequences that have got pages alone: by slot, `stateless` tells which.
-pub(crate) fn check_states(chunks: &[Chunk<'_>], stateless: &[bool]) -> Result<()> {
+pub fn check_states(chunks: &[Chunk<'_>], stateless: &[bool]) -> Result<()> {
     match chunks.iter().find(|c| stateless[c.slot]) {
         None => Ok(()),
         Some(chunk) => Err(Error::Request {
@@ -52,7 +52,7 @@ pub(crate) fn check_states(chunks: &[Chunk<'_>], stateless: &[bool]) -> Result<(
 
 /// Refuses chunks that do not fit a session, before anything is computed. `len` returns the
 /// number of tokens in a slot.
-pub(crate) fn check_chunks(
+pub fn check_chunks(
     chunks: &[Chunk<'_>],
     spec: &SessionSpec,
     vocab: usize,
@@ -101,7 +101,7 @@ pub(crate) fn check_chunks(
 }
 
 /// An error if a token id is past the vocabulary.
-pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<()> {
+pub fn check_tokens(tokens: &[u32], vocab: usize) -> Result<()> {
     match tokens.iter().find(|&&t| t as usize >= vocab) {
         None => Ok(()),
         Some(token) => Err(Error::Request {

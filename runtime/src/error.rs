@@ -162,7 +162,7 @@ impl Error {
     }
 
     /// True for activations or logits that are not finite: an error of the sequence that they belong to.
-    pub(crate) fn is_not_finite(&self) -> bool {
+    pub fn is_not_finite(&self) -> bool {
         matches!(
             self,
             Error::NotFinite { .. } | Error::LogitsNotFinite | Error::Logits { .. }

@@ -9,39 +9,36 @@
 
 use crate::error::{Error, Result};
 use crate::interface::SessionSpec;
-#[cfg(feature = "cuda")]
-use nq_kernels::cuda::SharedPrefix;
 use nq_kernels::pages::PAGE;
-#[cfg(feature = "cuda")]
+use nq_kernels::pages::SharedPrefix;
 use std::ops::Range;
 
 /// A copy of the first rows of a shared page into a page that a sequence has alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PageCopy {
+pub struct PageCopy {
     /// The shared page.
-    pub(crate) from: u32,
+    pub from: u32,
     /// The sequence's own page.
-    pub(crate) to: u32,
+    pub to: u32,
     /// Rows to copy: less than a full page.
-    pub(crate) rows: usize,
+    pub rows: usize,
 }
 
 /// Page reads saved by reading the prefix once for all of its rows.
-#[cfg(feature = "cuda")]
 fn saved(prefix: &SharedPrefix) -> usize {
     prefix.pages * (prefix.rows.len() - 1)
 }
 
 /// Tokens that `sequences` must have in common for one read of them to save `least` reads of a page,
 /// and one at least; `None` if there are no others to save them for.
-pub(crate) fn least_prefix(sequences: usize, least: usize) -> Option<usize> {
+pub fn least_prefix(sequences: usize, least: usize) -> Option<usize> {
     let others = sequences.checked_sub(1).filter(|&n| n > 0)?;
     Some(least.max(1).div_ceil(others) * PAGE)
 }
 
 /// The pages of a session, and the sequences in them by slot.
 #[derive(Debug)]
-pub(crate) struct PageTables {
+pub struct PageTables {
     counts: Vec<u32>,      // [pages]: tables that name the page
     free: Vec<u32>,        // pages in no table, the next one last
     tables: Vec<Vec<u32>>, // [slots]
@@ -50,7 +47,7 @@ pub(crate) struct PageTables {
 
 impl PageTables {
     /// Empty sequences, one for each slot of `spec`, over its pages.
-    pub(crate) fn new(spec: &SessionSpec) -> Self {
+    pub fn new(spec: &SessionSpec) -> Self {
         let pages = spec.page_count();
         PageTables {
             counts: vec![0; pages],
@@ -61,17 +58,17 @@ impl PageTables {
     }
 
     /// Number of filled positions of a sequence.
-    pub(crate) fn len(&self, slot: usize) -> usize {
+    pub fn len(&self, slot: usize) -> usize {
         self.lengths[slot]
     }
 
     /// The page tables of all slots, each in the order of positions.
-    pub(crate) fn all(&self) -> &[Vec<u32>] {
+    pub fn all(&self) -> &[Vec<u32>] {
         &self.tables
     }
 
     /// Number of pages that no sequence uses.
-    pub(crate) fn free_pages(&self) -> usize {
+    pub fn free_pages(&self) -> usize {
         self.free.len()
     }
 
@@ -81,7 +78,7 @@ impl PageTables {
     ///
     /// # Errors
     /// [`Error::PagesFull`] if there are not enough pages; nothing has changed then.
-    pub(crate) fn reserve(
+    pub fn reserve(
         &mut self,
         growth: impl Iterator<Item = (usize, usize)> + Clone,
     ) -> Result<Vec<PageCopy>> {
@@ -118,8 +115,7 @@ impl PageTables {
 
     /// The full pages of the sequence in `slot`, as the prefix that `rows` of a run after its end share;
     /// `None` if reading it once saves fewer than `least` page reads.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn prefix_of_run(
+    pub fn prefix_of_run(
         &self,
         slot: usize,
         rows: Range<usize>,
@@ -136,8 +132,7 @@ impl PageTables {
     /// Groups of the given (row, slot) pairs that share a prefix of pages. The groups are disjoint, each
     /// saves at least `least` page reads when its prefix is read once, and they are chosen so that the
     /// total saving is greatest.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn prefixes(&self, rows: &[(usize, usize)], least: usize) -> Vec<SharedPrefix> {
+    pub fn prefixes(&self, rows: &[(usize, usize)], least: usize) -> Vec<SharedPrefix> {
         let full = |slot: usize| &self.tables[slot][..self.lengths[slot] / PAGE];
         let mut rows = rows.to_vec();
         rows.sort_by_key(|&(_, slot)| full(slot));
@@ -148,7 +143,6 @@ impl PageTables {
 
     /// The best grouping of `rows`, which are ordered by their pages and share the first `common` ones:
     /// page reads saved, and the groups.
-    #[cfg(feature = "cuda")]
     fn best_prefixes(&self, rows: &[(usize, usize)], common: usize) -> (usize, Vec<SharedPrefix>) {
         let page = |&(_, slot): &(usize, usize), at: usize| {
             let full = self.lengths[slot] / PAGE;
@@ -204,7 +198,7 @@ impl PageTables {
     }
 
     /// Marks `rows` more positions of the sequence as filled; there must be room for them.
-    pub(crate) fn advance(&mut self, slot: usize, rows: usize) {
+    pub fn advance(&mut self, slot: usize, rows: usize) {
         self.lengths[slot] += rows;
         debug_assert!(self.lengths[slot] <= self.tables[slot].len() * PAGE);
     }
@@ -213,7 +207,7 @@ impl PageTables {
     ///
     /// # Errors
     /// [`Error::Request`] if the slot does not exist or the sequence has fewer positions.
-    pub(crate) fn whole_page(&self, slot: usize, index: usize) -> Result<u32> {
+    pub fn whole_page(&self, slot: usize, index: usize) -> Result<u32> {
         let len = self.lengths.get(slot).copied().unwrap_or(0);
         match len / PAGE {
             whole if index < whole => Ok(self.tables[slot][index]),
@@ -231,7 +225,7 @@ impl PageTables {
     /// # Errors
     /// [`Error::Request`] if the slot does not exist or the sequence ends within a page,
     /// [`Error::ContextFull`], [`Error::PagesFull`]; nothing has changed then.
-    pub(crate) fn append_page(&mut self, slot: usize, ctx: usize) -> Result<u32> {
+    pub fn append_page(&mut self, slot: usize, ctx: usize) -> Result<u32> {
         let len = self.lengths.get(slot).copied();
         let Some(len) = len.filter(|len| len.is_multiple_of(PAGE)) else {
             return Err(Error::Request {
@@ -253,7 +247,7 @@ impl PageTables {
     }
 
     /// Forgets all but the first `len` positions of a sequence, and frees the pages after them.
-    pub(crate) fn truncate(&mut self, slot: usize, len: usize) {
+    pub fn truncate(&mut self, slot: usize, len: usize) {
         self.lengths[slot] = self.lengths[slot].min(len);
         while self.tables[slot].len() > self.lengths[slot].div_ceil(PAGE) {
             if let Some(page) = self.tables[slot].pop() {
@@ -268,7 +262,7 @@ impl PageTables {
     /// # Errors
     /// [`Error::Request`] if a slot does not exist, if both are the same, or if the sequence has fewer
     /// positions.
-    pub(crate) fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
+    pub fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
         let slots = self.tables.len();
         let refuse = |what, expected, found: usize| {
             Err(Error::Request {
@@ -349,7 +343,6 @@ mod tests {
     }
 
     /// Rows 10 to 16 over slots 0 to 6: four share five pages, two of those a sixth; others share none.
-    #[cfg(feature = "cuda")]
     #[test]
     fn what_is_in_common_is_grouped_so_that_most_is_saved() {
         let mut t = tables(8, 60);

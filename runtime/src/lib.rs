@@ -36,37 +36,32 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
-#[cfg_attr(not(feature = "candle"), path = "candle_absent.rs")]
-mod candle;
 pub mod chat_template;
-mod checks;
-mod cpu;
+pub mod checks;
+pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod detokenizer;
-pub mod device;
 pub mod embedding;
 mod encoder;
 mod error;
 pub mod full_precision;
 pub mod generate;
-pub mod gpu;
-mod host;
+pub mod host;
 pub mod interface;
-mod kv;
+pub mod kv;
 pub mod load;
-pub mod memory;
 pub mod models;
 pub mod rerank;
 pub mod rope;
 pub mod sampler;
 pub mod speculation;
-mod states;
-mod stepper;
+pub mod states;
+pub mod stepper;
 mod stop;
 pub mod thinking;
 pub mod tokenizer;
-mod weights;
+pub mod weights;
 
 pub use batch::{Batch, Continuation, Piece, Ran};
 pub use chat_template::{ChatTemplate, Message};
@@ -80,13 +75,13 @@ pub use interface::{
     EngineDescription, EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Ordinals, Pages,
     Session, SessionSpec, Split, StepsAhead, Streams,
 };
-pub use load::{load, stepper};
+pub use load::{Eagle, Mtp, device, gpu, load, stepper};
 pub use models::LayerWeights;
 pub use nq_kernels::pages::KvType;
 pub use nq_kernels::profile::OpTiming;
 pub use nq_model::forward;
 pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
-pub use speculation::{DraftModel, Eagle, Mtp, Speculation};
+pub use speculation::{DraftModel, Speculation};
 pub use states::{is_recurrent, pass_end, resting_points};
 pub use stepper::{Head, Hidden, LayerStepper, ProductMoments};
 pub use stop::StopTexts;

@@ -264,7 +264,7 @@ impl Sampler {
     }
 
     /// Refuses biases and a mask that do not fit the vocabulary.
-    pub(crate) fn check(&self, vocab: usize) -> Result<()> {
+    pub fn check(&self, vocab: usize) -> Result<()> {
         self.bias.check(vocab)?;
         self.mask().map_or(Ok(()), |mask| check_mask(mask, vocab))
     }
@@ -440,7 +440,7 @@ fn first_equal(logits: &[f32], max: f32) -> u32 {
 ///
 /// # Errors
 /// As [`Sampler::sample`].
-pub(crate) fn best_token(logits: &[f32]) -> Result<u32> {
+pub fn best_token(logits: &[f32]) -> Result<u32> {
     Ok(first_equal(logits, finite_max(logits)?))
 }
 

@@ -2,13 +2,13 @@
 
 use nq_formats::ModelConfig;
 use nq_formats::models::{LayerSpec, Mixer};
-use nq_kernels::cpu::DeltaShape;
+use nq_kernels::DeltaShape;
 
 /// Snapshots: states of sequences at earlier lengths, so that a sequence can be cut or forked there. A snapshot
 /// belongs to all sequences that begin with its tokens in this session, and is there until none of them has these
 /// tokens any more or its place is needed.
 #[derive(Debug, Default)]
-pub(crate) struct Snapshots {
+pub struct Snapshots {
     /// The place of the first among the states.
     first: usize,
     held: Vec<Option<Snapshot>>,
@@ -28,7 +28,7 @@ struct Snapshot {
 
 impl Snapshots {
     /// Room for `count` of them, at the places from `first` on, of the sequences in `slots` slots.
-    pub(crate) fn new(first: usize, count: usize, slots: usize) -> Self {
+    pub fn new(first: usize, count: usize, slots: usize) -> Self {
         Snapshots {
             first,
             held: vec![None; count],
@@ -38,12 +38,12 @@ impl Snapshots {
     }
 
     /// The number of snapshots, and of places for them.
-    pub(crate) fn count(&self) -> (usize, usize) {
+    pub fn count(&self) -> (usize, usize) {
         (self.held.iter().flatten().count(), self.held.len())
     }
 
     /// Asks for a snapshot of the sequence in `slot` when it gets past `len` tokens.
-    pub(crate) fn want(&mut self, slot: usize, len: usize) {
+    pub fn want(&mut self, slot: usize, len: usize) {
         let wanted = &mut self.wanted[slot];
         if let Err(at) = wanted.binary_search(&len) {
             wanted.insert(at, len);
@@ -52,7 +52,7 @@ impl Snapshots {
 
     /// A snapshot that was asked for within the next `rows` rows of the sequence in `slot`, which has `position`: the
     /// number of rows in front of it, at least `least`, and a place for it. Of several the last.
-    pub(crate) fn due(
+    pub fn due(
         &mut self,
         slot: usize,
         (position, rows): (usize, usize),
@@ -77,13 +77,13 @@ impl Snapshots {
     }
 
     /// The length of the longest snapshot of the sequence in `slot` with at most `len` tokens; 0 if there is none.
-    pub(crate) fn reach(&self, slot: usize, len: usize) -> usize {
+    pub fn reach(&self, slot: usize, len: usize) -> usize {
         self.longest(slot, len).map_or(0, |(_, len)| len)
     }
 
     /// The longest snapshot of the sequence in `slot` with at most `len` tokens, which is then marked as just used: its
     /// place and length.
-    pub(crate) fn nearest(&mut self, slot: usize, len: usize) -> Option<(usize, usize)> {
+    pub fn nearest(&mut self, slot: usize, len: usize) -> Option<(usize, usize)> {
         let (index, len) = self.longest(slot, len)?;
         self.clock += 1;
         if let Some(snapshot) = &mut self.held[index] {
@@ -95,7 +95,7 @@ impl Snapshots {
     /// A place for the state of the sequence in `slot` after `len` tokens: a free one, or that of the snapshot whose
     /// loss costs least. That is the one with the fewest tokens to compute again, from the snapshot before it, for the
     /// time that it has not been used. `None` if it is there already, or if there is no place at all.
-    pub(crate) fn take(&mut self, slot: usize, len: usize) -> Option<usize> {
+    pub fn take(&mut self, slot: usize, len: usize) -> Option<usize> {
         if len == 0 || self.reach(slot, len) == len {
             return None;
         }
@@ -124,7 +124,7 @@ impl Snapshots {
     }
 
     /// Forgets the snapshot of the sequence in `slot` with `len` tokens.
-    pub(crate) fn forget(&mut self, slot: usize, len: usize) {
+    pub fn forget(&mut self, slot: usize, len: usize) {
         self.release(slot, |s| s.len == len);
     }
 
@@ -141,7 +141,7 @@ impl Snapshots {
     }
 
     /// Lets the sequence in `to`, which has the first `len` tokens of that in `from`, share its snapshots.
-    pub(crate) fn share(&mut self, from: usize, to: usize, len: usize) {
+    pub fn share(&mut self, from: usize, to: usize, len: usize) {
         let shared = self.held.iter_mut().flatten();
         let shared = shared.filter(|s| s.len <= len && s.slots.contains(&from));
         for snapshot in shared
@@ -153,7 +153,7 @@ impl Snapshots {
     }
 
     /// Forgets those of the sequence in `slot` with more than `len` tokens, and what was asked for.
-    pub(crate) fn cut(&mut self, slot: usize, len: usize) {
+    pub fn cut(&mut self, slot: usize, len: usize) {
         self.wanted[slot].clear();
         self.release(slot, |s| s.len > len);
     }
@@ -214,7 +214,7 @@ pub fn is_recurrent(spec: &LayerSpec) -> bool {
 }
 
 /// The shape of the model's recurrences, if it has any.
-pub(crate) fn shape_of(c: &ModelConfig) -> Option<DeltaShape> {
+pub fn shape_of(c: &ModelConfig) -> Option<DeltaShape> {
     c.delta.map(|d| DeltaShape {
         key_heads: d.key_heads,
         value_heads: d.value_heads,
@@ -229,7 +229,7 @@ pub(crate) fn shape_of(c: &ModelConfig) -> Option<DeltaShape> {
 ///
 /// # Panics
 /// If it has none.
-pub(crate) fn delta_shape(c: &ModelConfig) -> DeltaShape {
+pub fn delta_shape(c: &ModelConfig) -> DeltaShape {
     let Some(shape) = shape_of(c) else {
         unreachable!("layers with recurrences have a shape for them");
     };

@@ -161,7 +161,7 @@ pub trait Head: Send {
 }
 
 /// A device as a [`Stepper`] uses it.
-pub(crate) trait LayerDevice: Send {
+pub trait LayerDevice: Send {
     /// A layer's weights on the device.
     type Layer;
 
@@ -201,36 +201,36 @@ pub(crate) trait LayerDevice: Send {
 
 /// Rules for cutting the rows of a stream into pieces.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Cut {
+pub struct Cut {
     /// Most rows in a piece.
-    pub(crate) rows: usize,
+    pub rows: usize,
     /// True: a piece holds whole sequences of one length; one longer than `rows` is a piece of its own.
     /// False: any whole sequences that fit; a longer one is cut into parts.
-    pub(crate) alike: bool,
+    pub alike: bool,
 }
 
 /// Rows that go through a layer together.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct LayerPiece {
+pub struct LayerPiece {
     /// First row in the residual stream.
     row: usize,
     /// `(position, rows)` of consecutive sequences, or of a part of a long one.
-    pub(crate) chunks: Vec<(usize, usize)>,
+    pub chunks: Vec<(usize, usize)>,
 }
 
 impl LayerPiece {
-    pub(crate) fn rows(&self) -> usize {
+    pub fn rows(&self) -> usize {
         self.chunks.iter().map(|c| c.1).sum()
     }
 
     /// The range of its values in a stream of this width.
-    pub(crate) fn values(&self, width: usize) -> Range<usize> {
+    pub fn values(&self, width: usize) -> Range<usize> {
         self.row * width..(self.row + self.rows()) * width
     }
 }
 
 /// Cuts sequences into pieces.
-pub(crate) fn plan(lengths: &[usize], cut: Cut) -> Vec<LayerPiece> {
+pub fn plan(lengths: &[usize], cut: Cut) -> Vec<LayerPiece> {
     let mut pieces: Vec<LayerPiece> = Vec::new();
     let (mut row, mut room) = (0, 0);
     for &len in lengths.iter().filter(|&&len| len > 0) {
@@ -254,7 +254,7 @@ pub(crate) fn plan(lengths: &[usize], cut: Cut) -> Vec<LayerPiece> {
 }
 
 /// [`LayerStepper`] on a device.
-pub(crate) struct Stepper<D>(pub(crate) D);
+pub struct Stepper<D>(pub D);
 
 impl<D: LayerDevice> Stepper<D> {
     /// Cuts the stream into pieces and makes room for each.

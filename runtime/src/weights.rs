@@ -1,29 +1,53 @@
-//! Loading on any device: counting weights and reporting progress.
+//! Loading on any device: kinds of weights, counting them, and reporting progress.
 
+use crate::error::Result;
 use nq_formats::{
     Held, ModelConfig, Progress, Scheme, Unit, Weight, WeightStore, human_bytes, names,
 };
 use nq_kernels::Activations;
+use nq_kernels::registry::WeightKind;
 use std::collections::BTreeMap;
 
 /// Bits of one code, or of one value of an unquantized weight; those of a trellis rounded up.
-pub(crate) fn bits(weight: &Weight) -> usize {
+pub fn bits(weight: &Weight) -> usize {
     match weight {
         Weight::Dense(t) => 8 * t.dtype().size(),
         Weight::Quantized(q) => q.scheme().bits().ceil() as usize,
     }
 }
 
+/// The kind of each matrix of a model, by name.
+pub type Kinds<'a> = &'a dyn Fn(&str) -> WeightKind;
+
+/// The kinds of all matrices in `store`, by name. A store that makes its weights has to make all of
+/// them for this; its owner knows the kinds already.
+///
+/// # Errors
+/// A missing or misshapen tensor.
+pub fn weight_kinds(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+) -> Result<BTreeMap<String, WeightKind>> {
+    let mut kinds = BTreeMap::new();
+    for (name, shape) in names::parameters(config) {
+        if let names::Shape::Matrix(out, inputs) = shape {
+            let kind = WeightKind::of(&store.matrix(&name, (out, inputs))?);
+            kinds.insert(name, kind);
+        }
+    }
+    Ok(kinds)
+}
+
 /// Statistics of a model's weights, for [`crate::EngineDescription`].
 #[derive(Debug, Default)]
-pub(crate) struct Census {
+pub struct Census {
     parameters: BTreeMap<usize, usize>,     // by bits
     activations: Vec<(Activations, usize)>, // parameters by what their input is rounded to
 }
 
 impl Census {
     /// Counts one product of stacked `weights` whose input is rounded to `activations`.
-    pub(crate) fn add(&mut self, weights: &[&Weight], activations: Activations) {
+    pub fn add(&mut self, weights: &[&Weight], activations: Activations) {
         let mut all = 0;
         for w in weights {
             let (out, inputs) = w.dims();
@@ -37,18 +61,18 @@ impl Census {
     }
 
     /// The width in bits that most parameters have.
-    pub(crate) fn bits(&self) -> usize {
+    pub fn bits(&self) -> usize {
         let most = self.parameters.iter().max_by_key(|&(_, n)| n);
         most.map_or(0, |(&bits, _)| bits)
     }
 
     /// True if any input is rounded.
-    pub(crate) fn rounds(&self) -> bool {
+    pub fn rounds(&self) -> bool {
         self.activations.iter().any(|a| a.0 != Activations::F32)
     }
 
     /// Names of all activation types in use, the one with most parameters first, joined by ` + `.
-    pub(crate) fn activations(&self) -> String {
+    pub fn activations(&self) -> String {
         let mut all = self.activations.clone();
         all.sort_by_key(|&(_, n)| std::cmp::Reverse(n));
         let names: Vec<String> = all.iter().map(|(a, _)| a.to_string()).collect();
@@ -58,7 +82,7 @@ impl Census {
 
 /// Reports codes that the device holds in more bits than the file, and their size in both. `held` says what
 /// the device holds of a weight.
-pub(crate) fn note_held(
+pub fn note_held(
     config: &ModelConfig,
     store: &dyn WeightStore,
     held: fn(Scheme, (usize, usize)) -> Held,
@@ -95,7 +119,7 @@ pub(crate) fn note_held(
 
 /// Reports loading in bytes of the file. The weights may differ from the file's bytes (a store may
 /// quantize while loading), so each weight counts for its share of the parameters.
-pub(crate) struct LoadProgress<'a> {
+pub struct LoadProgress<'a> {
     progress: &'a dyn Progress,
     bytes: u64,
     parameters: u64,
@@ -105,7 +129,7 @@ pub(crate) struct LoadProgress<'a> {
 
 impl<'a> LoadProgress<'a> {
     /// Begins the stage.
-    pub(crate) fn begin(
+    pub fn begin(
         config: &ModelConfig,
         store: &dyn WeightStore,
         progress: &'a dyn Progress,
@@ -122,7 +146,7 @@ impl<'a> LoadProgress<'a> {
     }
 
     /// Counts `weight`, now on the device, and releases its source, which is not needed again.
-    pub(crate) fn add(&mut self, weight: &Weight) {
+    pub fn add(&mut self, weight: &Weight) {
         weight.release();
         let (out, inputs) = weight.dims();
         self.done = (self.done + (out * inputs) as u64).min(self.parameters);
@@ -133,7 +157,7 @@ impl<'a> LoadProgress<'a> {
     }
 
     /// Ends the stage: all weights are on the device.
-    pub(crate) fn end(self) {
+    pub fn end(self) {
         self.progress.advance(self.bytes - self.reported);
         self.progress.end();
     }

@@ -6,7 +6,7 @@ use nq_formats::models::{
     LinearSpec, Mixer, MlpSpec, NormSpec, Product,
 };
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
-use nq_runtime::memory::weight_kinds;
+use nq_runtime::weights::weight_kinds;
 use nq_runtime::{
     ActivationChoice, Chunk, DraftedBy, EngineKind, Error, Hidden, KvType, LayerWeights,
     LoadOptions, Logits, LogitsWanted, Observer, SessionSpec, load,

@@ -2,7 +2,8 @@
 
 use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
-use nq_kernels::cpu::{FEW_ROWS, Isa, IsaChoice};
+use nq_kernels::cpu::FEW_ROWS;
+use nq_kernels::{Isa, IsaChoice};
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{

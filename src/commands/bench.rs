@@ -189,7 +189,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     } else {
         None
     };
-    let device = global.device.resolve()?;
+    let device = Device::choose(global.device)?;
     let spec = args.spec(device);
     let options = LoadOptions {
         engine: match args.engine {
@@ -346,7 +346,7 @@ impl Meter {
     fn new(options: &LoadOptions) -> anyhow::Result<Self> {
         #[cfg(feature = "cuda")]
         if options.engine == EngineKind::Nq {
-            let ordinals = match options.device.resolve()? {
+            let ordinals = match Device::choose(options.device)? {
                 Device::Cpu => BTreeSet::new(),
                 Device::Cuda(n) => BTreeSet::from([n]),
                 Device::Gpus(several) => several.as_slice().iter().copied().collect(),
@@ -366,7 +366,7 @@ impl Meter {
                 available / 1_000_000
             );
         }
-        let cpu = options.cpu()?;
+        let cpu = nq_runtime::cpu::open(&options)?;
         let buffer = cpu.bandwidth_buffer(BANDWIDTH_BYTES);
         Ok(Meter::Cpu(cpu, buffer))
     }

@@ -166,13 +166,13 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         ctx,
         pages: None,
         kv: args.kv,
-        max_rows: global.device.resolve()?.prompt_rows().min(ctx),
+        max_rows: Device::choose(global.device)?.prompt_rows().min(ctx),
         snapshots: None,
         drafts: draft::drafted_by(args.draft.as_ref(), draft.as_ref()),
     };
     // A drafter is loaded first: what it and a session of its own take of a GPU's memory is not there for the model.
     let load_drafts = |draft: &DraftWeights| {
-        if global.verbose && global.device.resolve()? == Device::Cpu {
+        if global.verbose && Device::choose(global.device)? == Device::Cpu {
             let memory = draft.memory(config, &spec)?;
             terminal.note(&format!("memory: {}", memory.0));
         }
@@ -376,7 +376,7 @@ fn load(
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<Arc<dyn Engine>> {
-    if global.verbose && global.device.resolve()? == Device::Cpu {
+    if global.verbose && Device::choose(global.device)? == Device::Cpu {
         let memory = at_load::memory(checkpoint, schemes, spec)?;
         terminal.note(&format!(
             "memory: {} on a CPU once the context of {} tokens is full, {} of it for the context",

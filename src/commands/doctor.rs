@@ -6,7 +6,8 @@ use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line};
 use nq_formats::durable;
 use nq_formats::hub::HubOptions;
-use nq_kernels::cpu::{Cpu, Isa, IsaChoice};
+use nq_kernels::cpu::Cpu;
+use nq_kernels::{Isa, IsaChoice};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -235,7 +236,7 @@ fn memory(
     let available = system::available_memory();
     let read_gb_s = if available.is_none_or(|a| a > 2 * BANDWIDTH_BYTES) {
         terminal.begin("memory bandwidth", 1, Unit::Items);
-        let cpu = options.cpu()?;
+        let cpu = nq_runtime::cpu::open(&options)?;
         let measured = cpu.read_bandwidth(&cpu.bandwidth_buffer(BANDWIDTH_BYTES as usize));
         terminal.end();
         Some(measured.best / 1e9)
@@ -303,7 +304,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
                 .into(),
         });
     }
-    if let Some(why) = nq_runtime::DeviceChoice::why_no_gpu() {
+    if let Some(why) = nq_runtime::device::Device::why_no_gpu() {
         problems.push(Problem {
             problem: format!("the GPU cannot be used: {why}"),
             remedy: format!(
@@ -317,7 +318,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
         Ok(usable) => usable,
         Err(why) => {
             // The reason why `auto` does not use it is reported above.
-            if driver.is_some() && nq_runtime::DeviceChoice::why_no_gpu().is_none() {
+            if driver.is_some() && nq_runtime::device::Device::why_no_gpu().is_none() {
                 problems.push(Problem {
                     problem: format!("the GPU cannot be used: {why}"),
                     remedy: "`--device cpu` runs on the CPU meanwhile".into(),

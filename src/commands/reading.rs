@@ -9,6 +9,7 @@ use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Checkpoint, Progress};
+use nq_runtime::device::Device;
 use nq_runtime::{Encoder, LoadOptions, Row, Tokenizer};
 use serde_json::Value;
 use std::fs::File;
@@ -63,7 +64,7 @@ impl Session {
         };
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(config.vocab_size)?;
-        let spec = session_for_texts(ctx, global.device.resolve()?.prompt_rows());
+        let spec = session_for_texts(ctx, Device::choose(global.device)?.prompt_rows());
         model::note_growth(checkpoint, terminal);
         let options = LoadOptions {
             session: Some(spec),

@@ -86,7 +86,7 @@ pub(crate) fn place(
 ) -> Result<()> {
     if config.delta.is_some()
         && load.device == DeviceChoice::Auto
-        && load.device.resolve()? != Device::Cpu
+        && Device::choose(load.device)? != Device::Cpu
         && let Err(why) = gpu::check(config)
     {
         progress.note(&format!("quantized on the CPU: {why}"));

@@ -5,9 +5,9 @@ use nq_kernels::Result;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages,
     HEAD_DIM, Heads, LayersPlan, LayersScratch, LayersSizes, PageEntry, PagesShape, Row,
-    SequenceRows, SharedPrefix, Step, StepBounds, StepLayer, StepMixer,
+    SequenceRows, Step, StepBounds, StepLayer, StepMixer,
 };
-use nq_kernels::pages::{KvType, PAGE};
+use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
 
 /// Layers used in turn, so that pages come out of memory rather than the cache.
 const LAYERS: usize = 8;

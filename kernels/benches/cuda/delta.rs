@@ -1,12 +1,11 @@
 //! Benches of gated DeltaNets, in the shapes of Qwen3.5 0.8B and 27B.
 
 use super::timing::Timing;
-use nq_kernels::Result;
-use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     AttentionOutput, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Places, Rates, Row,
     RowsOut, SequenceRows, StatesShape, Step, StepBounds,
 };
+use nq_kernels::{DeltaShape, Result};
 
 /// Heads of keys and of values.
 const SHAPES: [(&str, usize, usize); 2] = [("0.8B", 16, 16), ("27B", 16, 48)];

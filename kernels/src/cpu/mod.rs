@@ -5,7 +5,6 @@
 //! one order, so results do not depend on the number of threads.
 
 pub mod bandwidth;
-pub mod isa;
 pub mod kv;
 pub mod linear;
 mod memory;
@@ -15,13 +14,13 @@ mod table;
 pub mod team;
 
 pub use bandwidth::{Bandwidth, BandwidthBuffer};
-pub use isa::{Isa, IsaChoice};
 pub use kv::{KvPages, KvSequence};
 pub use linear::{Epilogue, Linear, held_bits};
-pub use ops::{DeltaRows, DeltaShape, DeltaVectors, FEW_ROWS, Span};
+pub use ops::{DeltaRows, DeltaVectors, FEW_ROWS, Span, state_len};
 pub use team::{Team, TeamOptions};
 
 use crate::error::Result;
+use crate::isa::{Isa, IsaChoice};
 use crate::profile::Profile;
 pub(crate) use memory::with_scratch;
 use table::KernelTable;

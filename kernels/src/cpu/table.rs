@@ -11,7 +11,6 @@
     reason = "signatures repeat those of the kernels they point to"
 )]
 
-use super::isa::Isa;
 use super::kv::KvView;
 use super::linear::float::{self, Units};
 use super::linear::input::Prepared;
@@ -24,6 +23,7 @@ use super::ops::rows;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::avx2::{EVEX, VEX, WITHOUT};
 use crate::cpu::simd::{LANES, Simd};
+use crate::isa::Isa;
 use half::f16;
 use nq_formats::trellis::Code;
 use std::ops::Range;

@@ -10,7 +10,7 @@ use super::pack::SPAN;
 use super::prefill::SequenceRows;
 use super::product::Norm;
 use super::rows::{MOST_RUN, Places, Row, RowsOut, Step, shape};
-use crate::cpu::DeltaShape;
+use crate::delta::DeltaShape;
 use crate::error::{Error, Result};
 use crate::grad::{
     DELTA_CHUNK as CHUNK, DELTA_CHUNK_VALUES as CHUNK_PARTS, DELTA_INPUTS as INPUTS,

@@ -41,8 +41,8 @@ pub use advance::{
 };
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
-    HEAD_DIM, Heads, LayerPages, PageEntry, PageStaging, PagesShape, SharedPrefix, WIDE_HEAD_DIM,
-    WIDE_ROTATED, rotated,
+    HEAD_DIM, Heads, LayerPages, PageEntry, PageStaging, PagesShape, WIDE_HEAD_DIM, WIDE_ROTATED,
+    rotated,
 };
 pub use batch::best_len;
 pub use batch::columns::{Columns, MOST_SEQUENCES};

@@ -1,7 +1,7 @@
 //! Operands of a gated DeltaNet over whole sequences, and the memory that it takes.
 
 use super::Allocate;
-use crate::cpu::DeltaShape;
+use crate::delta::DeltaShape;
 use crate::error::Result;
 
 /// Rows of a chunk of a gated DeltaNet on a GPU: `CHUNK` of `cuda/delta_rows.cu`.

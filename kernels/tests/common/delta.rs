@@ -1,7 +1,8 @@
 //! A gated DeltaNet's random parameters and rows, and its formulas in f64.
 
 use super::normal;
-use nq_kernels::cpu::{DeltaShape, DeltaVectors};
+use nq_kernels::DeltaShape;
+use nq_kernels::cpu::DeltaVectors;
 
 pub(crate) const EPS: f32 = 1e-6;
 

@@ -11,8 +11,9 @@ use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Levels, Parts, QuantizedWeight,
     Scales, Tensor, TrellisScheme, TrellisWeight, Weight, Zeros,
 };
-use nq_kernels::cpu::{Cpu, Isa, IsaChoice};
+use nq_kernels::cpu::Cpu;
 use nq_kernels::rng::Philox;
+use nq_kernels::{Isa, IsaChoice};
 use std::collections::HashMap;
 use std::sync::Mutex;
 

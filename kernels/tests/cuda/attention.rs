@@ -6,10 +6,10 @@ use half::f16;
 use nq_kernels::cpu::KvPages;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
-    HEAD_DIM, Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, SharedPrefix, Step,
-    StepBounds, Stream, WIDE_HEAD_DIM, operand_index, rotated,
+    HEAD_DIM, Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds, Stream,
+    WIDE_HEAD_DIM, operand_index, rotated,
 };
-use nq_kernels::pages::{KvType, PAGE};
+use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
 use nq_kernels::reference;
 use std::ops::Range;
 

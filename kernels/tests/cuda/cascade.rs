@@ -6,9 +6,9 @@ use crate::common::nmse;
 use half::f16;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
-    HEAD_DIM, PageEntry, Row, SharedPrefix, Step, Stream, operand_index,
+    HEAD_DIM, PageEntry, Row, Step, Stream, operand_index,
 };
-use nq_kernels::pages::{KvType, PAGE};
+use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
 
 /// Rows at positions of one case's sequence: each in its own slot, with its first `pages` pages
 /// shared with another slot.

@@ -6,13 +6,12 @@ use crate::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
 use crate::common::{dense, nmse, normal};
 use half::f16;
 use nq_formats::DType;
-use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     AttentionOutput, Buffer, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Gpu,
     HalfRows, Norm, Places, Rates, Row, RowsOut, SequenceRows, StatesShape, Step, StepBounds,
     Stream, operand_index,
 };
-use nq_kernels::reference;
+use nq_kernels::{DeltaShape, reference};
 
 const LAYERS: usize = 2;
 const LAYER: usize = 1;

@@ -3,7 +3,7 @@
 //!
 //! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 
-use nq_kernels::cpu::DeltaShape;
+use nq_kernels::DeltaShape;
 use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_kernels::grad::{
     Adam, Allocate, Buffers, CpuOps, DeltaInputs, DeltaWork, Draw, Gemm, GradOps, HeadShape,

@@ -6,7 +6,7 @@ use crate::common::delta::{self, EPS};
 use crate::common::{affine, dense, nmse, normal, trellis, two_level};
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Scheme, TrellisScheme, Zeros};
-use nq_kernels::cpu::DeltaShape;
+use nq_kernels::DeltaShape;
 use nq_kernels::cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
     DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch, LayersSizes,

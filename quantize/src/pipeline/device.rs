@@ -111,7 +111,7 @@ impl Job<'_> {
             overrides: state.overrides.clone().unwrap_or_default(),
             ..self.options.schemes.clone()
         };
-        if staged.need_cpu() && options.device.resolve()? != Device::Cpu {
+        if staged.need_cpu() && Device::choose(options.device)? != Device::Cpu {
             options.device = DeviceChoice::Cpu;
             self.progress.note(
                 "the result is measured on the CPU: no kernel of a GPU serves groups of 16 inputs",

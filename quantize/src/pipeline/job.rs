@@ -182,7 +182,7 @@ impl<'a> Job<'a> {
                 found: method.name().into(),
             });
         }
-        let device = options.load.device.resolve();
+        let device = Device::choose(options.load.device);
         if let Ok(device) = device {
             device.single(QUANTIZING)?;
         }
@@ -226,7 +226,7 @@ impl<'a> Job<'a> {
     /// # Errors
     /// An absent device; several.
     pub(super) fn gpu(&self) -> Result<Option<usize>> {
-        Ok(self.options.load.device.resolve()?.single(QUANTIZING)?)
+        Ok(Device::choose(self.options.load.device)?.single(QUANTIZING)?)
     }
 
     pub(super) fn config(&self) -> &ModelConfig {
@@ -255,7 +255,7 @@ impl<'a> Job<'a> {
     }
 
     fn default_tokens(&self) -> usize {
-        match self.options.load.device.resolve() {
+        match Device::choose(self.options.load.device) {
             Ok(Device::Cpu) => calibration::default_tokens(self.config()),
             _ => CALIBRATION_TOKENS,
         }
@@ -294,7 +294,10 @@ impl<'a> Job<'a> {
                 0
             },
             eval_tokens: self.eval_tokens(),
-            on_gpu: matches!(self.options.load.device.resolve(), Ok(Device::Cuda(_))),
+            on_gpu: matches!(
+                Device::choose(self.options.load.device),
+                Ok(Device::Cuda(_))
+            ),
         };
         memory::Estimate::new(self.checkpoint, work)
     }

@@ -11,7 +11,7 @@ use crate::memory;
 use crate::methods::Needs;
 use crate::quality;
 use nq_formats::DType;
-use nq_kernels::cpu::Isa;
+use nq_kernels::Isa;
 use nq_kernels::matrix::{Target, Threads, View, multiply};
 use nq_runtime::device::Device;
 use serde::Serialize;
@@ -50,7 +50,7 @@ impl Job<'_> {
     /// The stages that the run goes through, if no limit on the quality makes it begin again.
     pub fn stages(&self) -> Vec<PlannedStage> {
         let o = self.options;
-        let on_cpu = matches!(o.load.device.resolve(), Ok(Device::Cpu));
+        let on_cpu = matches!(Device::choose(o.load.device), Ok(Device::Cpu));
         let speed = if on_cpu { speed() } else { f64::INFINITY };
         let bf16 = memory::dense_type(self.checkpoint) == DType::BF16;
         let slower = usize::from(!(bf16 && Isa::Avx512Bf16.available()));

@@ -22,7 +22,8 @@ use nq_formats::trellis::BLOCK;
 use nq_formats::{Group, Progress, TrellisScheme, Unit, Weight, human_bytes};
 use nq_kernels::grad::{GradOps, GradWork};
 use nq_kernels::rng::Philox;
-use nq_runtime::device::total_memory;
+use nq_runtime::device::Device;
+use nq_runtime::host::total_memory;
 use rayon::prelude::*;
 use serde::Serialize;
 use std::time::Instant;
@@ -182,7 +183,7 @@ impl Job<'_> {
         let key = self.ends_key(schemes);
         let staged = self.staged(writer)?;
         let limit = self.tuning_limit()?;
-        let device = self.options.load.device.resolve()?;
+        let device = Device::choose(self.options.load.device)?;
         let work = Work {
             job: self,
             limit,

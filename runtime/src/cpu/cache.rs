@@ -3,7 +3,7 @@
 use crate::states::{delta_shape, is_recurrent};
 use nq_formats::ModelConfig;
 use nq_formats::models::LayerSpec;
-use nq_kernels::cpu::KvPages;
+use nq_kernels::cpu::{KvPages, state_len};
 use nq_kernels::pages::KvType;
 
 /// The cache of one layer.
@@ -30,7 +30,7 @@ pub(crate) fn page_bytes(c: &ModelConfig, kv: KvType) -> usize {
 pub fn state_bytes(c: &ModelConfig) -> usize {
     match c.layers().filter(|l| is_recurrent(l)).count() {
         0 => 0,
-        layers => size_of::<f32>() * layers * delta_shape(c).state_len(),
+        layers => size_of::<f32>() * layers * state_len(&delta_shape(c)),
     }
 }
 
@@ -43,7 +43,7 @@ impl LayerCache {
         (states, pages): (usize, usize),
     ) -> Self {
         if is_recurrent(spec) {
-            let len = delta_shape(c).state_len();
+            let len = state_len(&delta_shape(c));
             let values = vec![0.0; states * len];
             LayerCache::States(States { values, len })
         } else {

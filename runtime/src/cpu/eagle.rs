@@ -40,7 +40,7 @@ impl EagleModel {
         (model, target): (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
     ) -> Result<Self> {
-        let cpu = options.cpu()?;
+        let cpu = super::open(options)?;
         let mut census = Census::default();
         let linear = |product: &'static str, parts: &[&Weight]| {
             pack(&cpu, options, (product, 1), parts, &mut census)

@@ -6,6 +6,7 @@ mod kept;
 pub(crate) mod layer;
 mod model;
 pub(crate) mod mtp;
+pub mod plan;
 mod session;
 mod stepper;
 mod stream_drafts;
@@ -26,10 +27,32 @@ use crate::weights::{Census, LoadProgress, note_held};
 use layer::{layer_bytes, pack, pack_layer};
 use model::CpuModel;
 use nq_formats::{AffineScheme, ModelConfig, Progress, Scheme, WeightStore};
+use nq_kernels::cpu::{Cpu, TeamOptions};
 use nq_kernels::profile::OpTiming;
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
 use weights::CpuLayer;
+
+/// The CPU with the threads and the instruction set of `options`.
+///
+/// # Errors
+/// A forced instruction set that this CPU lacks; binding threads to cores on a system that cannot
+/// do it.
+pub fn open(options: &LoadOptions) -> Result<Cpu> {
+    if options.pin && !cfg!(target_os = "linux") {
+        return Err(Error::Unsupported {
+            engine: "nq",
+            what: "threads bound to cores",
+            expected: "Linux".into(),
+            found: std::env::consts::OS.into(),
+        });
+    }
+    let team = TeamOptions {
+        threads: options.threads,
+        pin: options.pin,
+    };
+    Ok(Cpu::with(team, options.isa)?)
+}
 
 /// [`Engine`] on the CPU.
 pub(crate) struct CpuEngine {
@@ -47,7 +70,7 @@ impl CpuEngine {
         options: &LoadOptions,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        let cpu = options.cpu()?;
+        let cpu = open(options)?;
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
         // Load the largest weight first: it is held twice while nothing else is held yet.

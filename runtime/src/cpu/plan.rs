@@ -1,15 +1,14 @@
 //! The CPU memory that a model and its sessions will take, before any of it is allocated: the steps of
 //! loading and running, on an account.
 
-use crate::cpu::session_bytes;
+use super::session_bytes;
 use crate::error::Result;
 use crate::interface::SessionSpec;
-use nq_formats::names::{self, EMBEDDING, Shape};
-use nq_formats::{Checkpoint, Files, ModelConfig, WeightStore};
+use crate::weights::{Kinds, weight_kinds};
+use nq_formats::names::{self, EMBEDDING};
+use nq_formats::{Checkpoint, Files, ModelConfig};
 use nq_kernels::cpu::Linear;
-use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Held};
-use std::collections::BTreeMap;
 
 /// The smallest unit of memory that is mapped, in bytes.
 const PAGE: usize = 4096;
@@ -22,9 +21,6 @@ const BASE: u64 = 22 << 20;
 
 /// Memory of a tokenizer, in bytes per byte of its file.
 const TOKENIZER: u64 = 9;
-
-/// The kind of each matrix of a model, by name.
-pub type Kinds<'a> = &'a dyn Fn(&str) -> WeightKind;
 
 /// Where weights come from when a model is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,25 +89,6 @@ pub fn hold_session(
 /// Bytes of keys and values, and of the states of recurrences, of a session on the CPU.
 pub fn kv_bytes(c: &ModelConfig, spec: &SessionSpec) -> usize {
     session_bytes(c, spec).0
-}
-
-/// The kinds of all matrices in `store`, by name. A store that makes its weights has to make all of
-/// them for this; its owner knows the kinds already.
-///
-/// # Errors
-/// A missing or misshapen tensor.
-pub fn weight_kinds(
-    config: &ModelConfig,
-    store: &dyn WeightStore,
-) -> Result<BTreeMap<String, WeightKind>> {
-    let mut kinds = BTreeMap::new();
-    for (name, shape) in names::parameters(config) {
-        if let Shape::Matrix(out, inputs) = shape {
-            let kind = WeightKind::of(&store.matrix(&name, (out, inputs))?);
-            kinds.insert(name, kind);
-        }
-    }
-    Ok(kinds)
 }
 
 /// Memory for running a model, in bytes.

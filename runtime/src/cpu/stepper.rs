@@ -11,7 +11,7 @@ use crate::states::{delta_shape, is_recurrent};
 use crate::stepper::{Cut, Head, LayerDevice, LayerPiece};
 use crate::weights::Census;
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, KvPages, Linear};
+use nq_kernels::cpu::{Cpu, Epilogue, KvPages, Linear, state_len};
 use nq_kernels::pages::{KvType, PAGE};
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ pub fn stepper_bytes(c: &ModelConfig, kv: KvType) -> usize {
     let page = KvPages::page_bytes(kv, c.num_key_value_heads, c.head_dim);
     let state = match c.delta {
         None => 0,
-        Some(_) => size_of::<f32>() * delta_shape(c).state_len(),
+        Some(_) => size_of::<f32>() * state_len(&delta_shape(c)),
     };
     let stream = size_of::<f32>() * ROWS * c.hidden_size;
     Scratch::bytes(c, ROWS) + stream + ROWS.div_ceil(PAGE) * page + state
@@ -52,7 +52,7 @@ impl CpuLayers {
         kv_type: KvType,
     ) -> Result<Self> {
         Ok(CpuLayers {
-            cpu: Arc::new(options.cpu()?),
+            cpu: Arc::new(super::open(options)?),
             rotary: Rotary::new(config),
             kv_type,
             cache: caches(config, kv_type, (0, 0)),

@@ -96,7 +96,7 @@ impl HostExperts {
         };
         let cpu = match &self.cpu {
             Some(cpu) => Arc::clone(cpu),
-            None => Arc::clone(self.cpu.insert(Arc::new(options.cpu()?))),
+            None => Arc::clone(self.cpu.insert(Arc::new(crate::cpu::open(options)?))),
         };
         let packed = |product: &'static Product| {
             let name = (product.name, experts.count);

@@ -17,7 +17,7 @@ use crate::interface::{
     ActivationChoice, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
 };
 use crate::kv::least_prefix;
-use crate::memory::Kinds;
+use crate::weights::Kinds;
 pub(crate) use model::check_shape;
 use model::{CudaModel, key_copies, note_copies};
 use nq_formats::{ModelConfig, Progress, Shard, WeightStore};

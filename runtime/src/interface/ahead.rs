@@ -93,7 +93,7 @@ pub struct Drawn {
 }
 
 /// Rows that a device runs for this many sequences: a size for which steps are recorded.
-pub(crate) fn bucket(rows: usize) -> usize {
+pub fn bucket(rows: usize) -> usize {
     const SIZES: [usize; 10] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64];
     let fits = SIZES.into_iter().find(|&s| s >= rows);
     fits.unwrap_or(rows.next_multiple_of(64))

@@ -77,22 +77,22 @@ pub enum DraftedBy {
 /// Sizes of a layer that drafts from residual streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraftLayer {
-    pub(crate) hidden: usize,
+    pub hidden: usize,
     /// The target's streams that a row has, side by side, `hidden` values each.
-    pub(crate) taps: usize,
+    pub taps: usize,
     /// Heads of queries, and of keys and values.
-    pub(crate) heads: (usize, usize),
-    pub(crate) head_dim: usize,
+    pub heads: (usize, usize),
+    pub head_dim: usize,
     /// Values of a head that turn with the position.
-    pub(crate) rotated: usize,
+    pub rotated: usize,
     /// Of the products that attention begins with.
-    pub(crate) qkv: usize,
+    pub qkv: usize,
     /// Width of the MLP, or of the shared expert.
-    pub(crate) mlp: usize,
-    pub(crate) experts: Option<Experts>,
+    pub mlp: usize,
+    pub experts: Option<Experts>,
     /// Tokens that may be fed, and that may be drafted.
-    pub(crate) vocab: usize,
-    pub(crate) drafted: usize,
+    pub vocab: usize,
+    pub drafted: usize,
 }
 
 impl DraftLayer {
@@ -102,7 +102,7 @@ impl DraftLayer {
     }
 
     /// The layer of a model of shape `c` that has one layer, with attention.
-    pub(crate) fn of(c: &ModelConfig) -> Self {
+    pub fn of(c: &ModelConfig) -> Self {
         DraftLayer {
             hidden: c.hidden_size,
             taps: 1,
@@ -135,7 +135,7 @@ impl DraftLayer {
     }
 
     /// Values of a row's streams.
-    pub(crate) fn streams(&self) -> usize {
+    pub fn streams(&self) -> usize {
         self.taps * self.hidden
     }
 }
@@ -163,14 +163,14 @@ pub trait Streams {
 #[derive(Clone)]
 pub struct StreamHead {
     /// What it is, in errors: `an EAGLE-3 head`.
-    pub(crate) what: &'static str,
+    pub what: &'static str,
     /// The numbers of layers after which it reads the stream.
-    pub(crate) taps: Vec<usize>,
+    pub taps: Vec<usize>,
     /// Its sizes.
-    pub(crate) layer: DraftLayer,
+    pub layer: DraftLayer,
     /// Where it is: `the CPU` or `a GPU`.
-    pub(crate) device: &'static str,
-    pub(crate) weights: Arc<dyn Any + Send + Sync>,
+    pub device: &'static str,
+    pub weights: Arc<dyn Any + Send + Sync>,
 }
 
 impl StreamHead {
@@ -178,7 +178,7 @@ impl StreamHead {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if it is elsewhere; [`Error::Request`] if the session was made for something else.
-    pub(crate) fn check(&self, device: &str, spec: &SessionSpec) -> Result<()> {
+    pub fn check(&self, device: &str, spec: &SessionSpec) -> Result<()> {
         if self.device != device {
             return Err(Error::Unsupported {
                 engine: "nq",
@@ -199,7 +199,7 @@ impl StreamHead {
     }
 
     /// Its weights, if they are of this type.
-    pub(crate) fn weights<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+    pub fn weights<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         Arc::clone(&self.weights).downcast().ok()
     }
 }

@@ -16,13 +16,13 @@ mod ordinals;
 mod pages;
 mod session;
 
-pub(crate) use ahead::bucket;
+pub use ahead::bucket;
 pub use ahead::{Drawn, Run, StepsAhead};
 pub use chunk::{Chunk, Logits, LogitsWanted};
 pub use drafts::{Draft, DraftLayer, DraftedBy, Drafter, KINDS, StreamHead, Streams, Tapped};
 pub use engine::{DeviceMemory, Engine, EngineDescription};
 pub use observer::Observer;
-pub(crate) use options::too_many;
+pub use options::too_many;
 pub use options::{ActivationChoice, DeviceChoice, EngineKind, LoadOptions, Split};
 pub use ordinals::Ordinals;
 pub use pages::Pages;

@@ -2,12 +2,10 @@
 
 use super::ordinals::Ordinals;
 use super::session::SessionSpec;
-use crate::error::{Error, Result};
 use crate::weights::bits;
 use nq_formats::trellis::BLOCK;
 use nq_formats::{DType, QuantizedWeight, Weight};
-use nq_kernels::cpu::{Cpu, IsaChoice, TeamOptions};
-use nq_kernels::{Activations, KernelSet};
+use nq_kernels::{Activations, IsaChoice, KernelSet};
 use std::fmt;
 use std::str::FromStr;
 
@@ -54,7 +52,7 @@ impl FromStr for DeviceChoice {
 }
 
 /// What is wrong with a list of `found` GPUs.
-pub(crate) fn too_many(found: usize) -> String {
+pub fn too_many(found: usize) -> String {
     format!("expected at most {} GPUs, found {found}", Ordinals::MOST)
 }
 
@@ -198,32 +196,9 @@ pub struct LoadOptions {
     pub reserved: usize,
 }
 
-impl LoadOptions {
-    /// The CPU with the requested threads and instruction set.
-    ///
-    /// # Errors
-    /// A forced instruction set that this CPU lacks; binding threads to cores on a system that cannot
-    /// do it.
-    pub fn cpu(&self) -> Result<Cpu> {
-        if self.pin && !cfg!(target_os = "linux") {
-            return Err(Error::Unsupported {
-                engine: "nq",
-                what: "threads bound to cores",
-                expected: "Linux".into(),
-                found: std::env::consts::OS.into(),
-            });
-        }
-        let team = TeamOptions {
-            threads: self.threads,
-            pin: self.pin,
-        };
-        Ok(Cpu::with(team, self.isa)?)
-    }
-}
-
 impl ActivationChoice {
     /// True if a model must do as it says, or be refused.
-    pub(crate) fn is_forced(self) -> bool {
+    pub fn is_forced(self) -> bool {
         !matches!(self, Self::Auto | Self::AutoBf16 | Self::F32)
     }
 

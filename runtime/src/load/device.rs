@@ -1,8 +1,7 @@
 //! Devices that run models, and their memory.
 
+use super::gpu;
 use crate::error::{Error, Result};
-use crate::gpu;
-pub use crate::host::{available_memory, peak_memory, total_memory};
 use crate::interface::{DeviceChoice, Ordinals, SessionSpec, too_many};
 use nq_kernels::grad::{CpuOps, GradWork};
 use std::fmt;
@@ -65,12 +64,12 @@ impl Device {
     }
 }
 
-impl DeviceChoice {
-    /// The device to use. `Auto` takes the first usable GPU, or else the CPU.
+impl Device {
+    /// The device that `choice` names. `Auto` takes the first usable GPU, or else the CPU.
     ///
     /// # Errors
     /// [`Error::Device`] if the requested device is absent; the message says what is missing.
-    pub fn resolve(self) -> Result<Device> {
+    pub fn choose(choice: DeviceChoice) -> Result<Device> {
         let absent = |device: String, why| Error::Device { device, why };
         let check = |device: Device, ordinals: &[usize], name: String| match gpu::count() {
             Ok(count) if ordinals.iter().all(|n| *n < count) => Ok(device),
@@ -80,7 +79,7 @@ impl DeviceChoice {
             }
             Err(why) => Err(absent(name, why)),
         };
-        match self {
+        match choice {
             DeviceChoice::Cpu => Ok(Device::Cpu),
             DeviceChoice::Auto => Ok(gpu::first().map_or(Device::Cpu, Device::Cuda)),
             DeviceChoice::Cuda(n) => check(Device::Cuda(n), &[n], format!("cuda:{n}")),
@@ -96,7 +95,7 @@ impl DeviceChoice {
         }
     }
 
-    /// Why `Auto` takes the CPU although the machine has an NVIDIA GPU and this build has kernels for
+    /// Why [`DeviceChoice::Auto`] takes the CPU although the machine has an NVIDIA GPU and this build has kernels for
     /// it. `None` if it takes the GPU, if there is none, or if `CUDA_VISIBLE_DEVICES` hides it.
     pub fn why_no_gpu() -> Option<String> {
         let why = gpu::first().err().filter(|_| cfg!(feature = "cuda"))?;
@@ -221,7 +220,7 @@ mod tests {
     #[test]
     fn absent_gpus_are_refused_by_name() {
         for name in ["cuda:999", "cuda:0,999"] {
-            let refused = name.parse::<DeviceChoice>().unwrap().resolve().unwrap_err();
+            let refused = Device::choose(name.parse().unwrap()).unwrap_err();
             let named = matches!(&refused, Error::Device { device, .. } if device == name);
             assert!(named, "{refused}");
         }

@@ -1,11 +1,12 @@
 //! Drafts by an EAGLE-3 head (arXiv 2503.01840): one layer that reads the target's residual streams, and from its
 //! second token on its own.
 
-use super::head::drafter;
+use super::device::Device;
+use super::gpu;
 use crate::cpu::eagle::EagleModel;
 use crate::error::Result;
-use crate::gpu;
 use crate::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
+use crate::speculation::head::drafter;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, WeightStore};
 use std::sync::Arc;
@@ -29,11 +30,7 @@ impl Eagle {
         let taps = head.config.taps_of(target.0.num_hidden_layers).to_vec();
         let (what, layer) = ("an EAGLE-3 head", DraftLayer::eagle3(&head.config));
         Ok(Eagle(
-            match options
-                .device
-                .resolve()?
-                .single("drafts of an EAGLE-3 head")?
-            {
+            match Device::choose(options.device)?.single("drafts of an EAGLE-3 head")? {
                 None => StreamHead {
                     what,
                     taps,

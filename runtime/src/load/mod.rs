@@ -1,12 +1,20 @@
-//! From weights to a running engine.
+//! From weights to a running engine: the choice of a device.
 
-use crate::candle;
+#[cfg_attr(not(feature = "candle"), path = "candle_absent.rs")]
+mod candle;
+pub mod device;
+mod eagle;
+pub mod gpu;
+mod mtp;
+
+pub use eagle::Eagle;
+pub use mtp::Mtp;
+
 use crate::cpu::{CpuEngine, CpuLayers};
-use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::gpu;
 use crate::interface::{Engine, EngineKind, LoadOptions, Ordinals};
 use crate::stepper::{LayerStepper, Stepper};
+use device::Device;
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
@@ -30,7 +38,7 @@ pub fn load(
         }
         return candle::load(config, store, options, progress);
     }
-    let device = options.device.resolve()?;
+    let device = Device::choose(options.device)?;
     if options.split.is_some() && !matches!(device, Device::Gpus(_)) {
         return Err(Error::Unsupported {
             engine: "nq",
@@ -72,7 +80,7 @@ pub fn stepper(
     kv: KvType,
     rows: usize,
 ) -> Result<Box<dyn LayerStepper>> {
-    let device = options.device.resolve()?;
+    let device = Device::choose(options.device)?;
     match device.single("a forward one layer at a time")? {
         None => Ok(Box::new(Stepper(CpuLayers::new(config, options, kv)?))),
         Some(n) => gpu::stepper(config, n, rows),

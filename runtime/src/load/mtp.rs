@@ -1,11 +1,12 @@
 //! Drafts by the layer with which a model predicts the token after the next (multi-token prediction;
 //! [`nq_formats::mtp`]).
 
-use super::head::drafter;
+use super::device::Device;
+use super::gpu;
 use crate::cpu::mtp::MtpModel;
 use crate::error::{Error, Result};
-use crate::gpu;
 use crate::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
+use crate::speculation::head::drafter;
 use nq_formats::{ModelConfig, Weight, WeightStore, mtp};
 use std::sync::Arc;
 
@@ -35,7 +36,7 @@ impl Mtp {
         // It reads what the final norm and the head of the model do.
         let (what, taps) = ("an MTP layer", vec![config.num_hidden_layers]);
         Ok(Mtp(
-            match options.device.resolve()?.single("drafts of an MTP layer")? {
+            match Device::choose(options.device)?.single("drafts of an MTP layer")? {
                 None => StreamHead {
                     what,
                     taps,

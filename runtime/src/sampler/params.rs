@@ -94,7 +94,7 @@ impl SamplingParams {
     }
 
     /// True if tokens seen before change the logits.
-    pub(crate) fn has_penalties(&self) -> bool {
+    pub fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0
             || self.frequency_penalty != 0.0
             || self.presence_penalty != 0.0

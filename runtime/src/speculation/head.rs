@@ -11,7 +11,7 @@ use nq_formats::{ModelConfig, Weight};
 ///
 /// # Errors
 /// [`Error::Unsupported`] for sessions that do not give them to it.
-pub(super) fn drafter(head: &StreamHead, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
+pub fn drafter(head: &StreamHead, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
     match session.streams() {
         Some(streams) => streams.drafter(head),
         None => Err(Error::Unsupported {
@@ -24,33 +24,33 @@ pub(super) fn drafter(head: &StreamHead, session: &mut dyn Session) -> Result<Bo
 }
 
 /// Matrices as `L`, gains of norms as `N`.
-pub(crate) struct HeadWeights<L, N> {
+pub struct HeadWeights<L, N> {
     /// `[hidden, 3 hidden]`
-    pub(crate) fc: L,
+    pub fc: L,
     /// Of a token's embedding, `[hidden]`.
-    pub(crate) embedding_norm: N,
+    pub embedding_norm: N,
     /// Of the stream before it, `[hidden]`.
-    pub(crate) stream_norm: N,
+    pub stream_norm: N,
     /// q, k and v of the normalized embedding, `[q_dim + 2 kv_dim, hidden]`.
-    pub(crate) qkv_of_embedding: L,
+    pub qkv_of_embedding: L,
     /// What the normalized stream adds to them, of the same shape.
-    pub(crate) qkv_of_stream: L,
+    pub qkv_of_stream: L,
     /// `[hidden, q_dim]`
-    pub(crate) o: L,
+    pub o: L,
     /// `[hidden]`
-    pub(crate) mlp_norm: N,
+    pub mlp_norm: N,
     /// `[2 intermediate, hidden]`
-    pub(crate) gate_up: L,
+    pub gate_up: L,
     /// `[hidden, intermediate]`
-    pub(crate) down: L,
+    pub down: L,
     /// `[hidden]`
-    pub(crate) norm: N,
+    pub norm: N,
     /// `[draft vocab, hidden]`
-    pub(crate) head: L,
+    pub head: L,
 }
 
 /// The product whose outputs an epilogue takes in pairs.
-pub(crate) const GATE_UP: &str = "gate_up";
+pub const GATE_UP: &str = "gate_up";
 
 impl<L, N> HeadWeights<L, N> {
     /// Reads `head`: weights through `linear`, which gets the name of a product and the weights that share its
@@ -58,7 +58,7 @@ impl<L, N> HeadWeights<L, N> {
     ///
     /// # Errors
     /// A missing or misshapen tensor; errors of the two functions.
-    pub(crate) fn read(
+    pub fn read(
         head: &EagleHead,
         mut linear: impl FnMut(&'static str, &[&Weight]) -> Result<L>,
         mut norm: impl FnMut(Vec<f32>) -> Result<N>,
@@ -105,7 +105,7 @@ impl<L, N> HeadWeights<L, N> {
 }
 
 /// The rotary embedding of `head`, which drafts for `model`.
-pub(crate) fn rotary(head: &EagleHead, model: &ModelConfig) -> Rotary {
+pub fn rotary(head: &EagleHead, model: &ModelConfig) -> Rotary {
     Rotary::new(&ModelConfig {
         head_dim: head.config.head_dim,
         rope: head.config.rope,
@@ -114,13 +114,13 @@ pub(crate) fn rotary(head: &EagleHead, model: &ModelConfig) -> Rotary {
 }
 
 /// The error of a head whose streams overflow or are no numbers.
-pub(crate) const EAGLE_NOT_FINITE: Error = Error::NotFinite {
+pub const EAGLE_NOT_FINITE: Error = Error::NotFinite {
     what: "the EAGLE-3 head behind the output",
     layer: 0,
 };
 
 /// The error of an MTP layer whose values overflow or are no numbers.
-pub(crate) const MTP_NOT_FINITE: Error = Error::NotFinite {
+pub const MTP_NOT_FINITE: Error = Error::NotFinite {
     what: "the MTP layer behind the output",
     layer: 0,
 };

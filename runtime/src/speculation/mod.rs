@@ -7,21 +7,17 @@
 //! differ where two tokens are almost equally likely, as it may with the number of sequences in a batch.
 //!
 //! [`Ngram`] guesses from the text itself (prompt lookup), also beside other drafters, [`DraftModel`] with a smaller
-//! model, [`Eagle`] and [`Mtp`] with a layer that reads what the model computes. A
+//! model, a [`StreamHead`](crate::interface::StreamHead) with a layer that reads what the model computes. A
 //! [`Batch`](crate::Batch) that has a [`Speculation`] asks it in each step how many rows to add for each
 //! sequence. The answer is the number that gives the most tokens per second, from the measured times of steps
 //! and drafts and the acceptance rate.
 
 mod cost;
-mod eagle;
-pub(crate) mod head;
+pub mod head;
 mod model;
-pub(crate) mod mtp;
 mod ngram;
 
-pub use eagle::Eagle;
 pub use model::DraftModel;
-pub use mtp::Mtp;
 pub use ngram::Ngram;
 
 use crate::error::{Error, Result};

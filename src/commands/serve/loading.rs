@@ -58,7 +58,7 @@ impl LoadingSettings {
         terminal: &Arc<Terminal>,
     ) -> anyhow::Result<Self> {
         let load = global.load_options();
-        let on_gpu = load.device.resolve()? != Device::Cpu;
+        let on_gpu = Device::choose(load.device)? != Device::Cpu;
         let pages = match &args.cache_dir {
             None => None,
             Some(folder) => {
@@ -168,7 +168,7 @@ impl Loadable {
     pub(super) fn load(&self) -> anyhow::Result<Loaded> {
         let options = &self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
-        if options.device.resolve()? == Device::Cpu {
+        if Device::choose(options.device)? == Device::Cpu {
             let least = self.spec(PAGE, 1);
             let running = at_load::memory(checkpoint, schemes, &least)?;
             let draft = self.draft.as_ref();
@@ -295,7 +295,7 @@ impl Loadable {
 
     /// The size of a session without snapshots.
     fn spec(&self, ctx: usize, pages: usize) -> SessionSpec {
-        let on_gpu = !matches!(self.settings.load.device.resolve(), Ok(Device::Cpu));
+        let on_gpu = !matches!(Device::choose(self.settings.load.device), Ok(Device::Cpu));
         let recurrent = self.checkpoint.config().delta.is_some();
         let kept = match recurrent {
             true => KEPT_WITH_STATES,

@@ -3,9 +3,9 @@
 use super::input::{ActivationType, Layout, Prepared};
 use super::pack::{PackedZeros, PanelWeight, UnitCodes};
 use super::trellis::pack::PANELS;
-use crate::cpu::isa::Isa;
 use crate::cpu::simd::LANES;
 use crate::cpu::table::KernelTable;
+use crate::isa::Isa;
 use crate::registry::{Activations, KernelInfo};
 use std::ops::Range;
 

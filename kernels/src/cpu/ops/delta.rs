@@ -17,73 +17,26 @@ use super::{SMALL, Span};
 use crate::cpu::memory::{Buffer, SharedSlice};
 use crate::cpu::simd::LANES;
 use crate::cpu::{Cpu, with_scratch};
+use crate::delta::DeltaShape;
 
-/// Shape of a gated DeltaNet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeltaShape {
-    /// Number of heads of queries and keys; divides `value_heads`.
-    pub key_heads: usize,
-    /// Number of heads of values, each with a state.
-    pub value_heads: usize,
-    /// Width of a query or a key.
-    pub key_dim: usize,
-    /// Width of a value.
-    pub value_dim: usize,
-    /// Width of the causal convolution, at least 1.
-    pub conv: usize,
-    /// True if value head `h` uses key head `h % key_heads`; otherwise the value heads of a key head are
-    /// neighbours.
-    pub tiled: bool,
+/// Number of f32 values of a sequence's state in one layer: the matrices, as tiles `[value_heads,
+/// value_dim / 16 rounded up, key_dim, 16]`, then the last inputs of the convolution
+/// `[conv - 1, channels]`.
+pub fn state_len(shape: &DeltaShape) -> usize {
+    matrices_len(shape) + shape.conv.saturating_sub(1) * shape.channels()
 }
 
-impl DeltaShape {
-    /// Width of all keys of a token.
-    pub fn keys(&self) -> usize {
-        self.key_heads * self.key_dim
-    }
+/// Number of tiles of a head's matrix.
+fn tiles(shape: &DeltaShape) -> usize {
+    shape.value_dim.div_ceil(LANES)
+}
 
-    /// Width of all values of a token.
-    pub fn values(&self) -> usize {
-        self.value_heads * self.value_dim
-    }
+fn tile_len(shape: &DeltaShape) -> usize {
+    shape.key_dim * LANES
+}
 
-    /// Number of channels that the convolution runs over: queries, keys, values.
-    pub fn channels(&self) -> usize {
-        2 * self.keys() + self.values()
-    }
-
-    /// Number of f32 values of a sequence's state in one layer: the matrices, as tiles `[value_heads,
-    /// value_dim / 16 rounded up, key_dim, 16]`, then the last inputs of the convolution
-    /// `[conv - 1, channels]`.
-    pub fn state_len(&self) -> usize {
-        self.matrices_len() + self.conv.saturating_sub(1) * self.channels()
-    }
-
-    /// The key head that a value head uses.
-    pub(crate) fn key_head(&self, value_head: usize) -> usize {
-        match self.tiled {
-            true => value_head % self.key_heads,
-            false => value_head / (self.value_heads / self.key_heads),
-        }
-    }
-
-    /// Number of tiles of a head's matrix.
-    fn tiles(&self) -> usize {
-        self.value_dim.div_ceil(LANES)
-    }
-
-    fn tile_len(&self) -> usize {
-        self.key_dim * LANES
-    }
-
-    fn matrices_len(&self) -> usize {
-        self.value_heads * self.tiles() * self.tile_len()
-    }
-
-    /// Values in a row of [`DeltaRows::qkvz`].
-    fn stride(&self) -> usize {
-        self.channels() + self.values()
-    }
+fn matrices_len(shape: &DeltaShape) -> usize {
+    shape.value_heads * tiles(shape) * tile_len(shape)
 }
 
 /// The vectors of a gated DeltaNet.
@@ -110,7 +63,7 @@ pub struct DeltaRows<'a> {
 
 impl Cpu {
     /// Runs the rows of each span, in order, from and to the state of the span's sequence (`states`,
-    /// one per span, of [`DeltaShape::state_len`] values; zeros for a new sequence). `out` is
+    /// one per span, of [`state_len`] values; zeros for a new sequence). `out` is
     /// `[m, values]`: each head's output after RMSNorm, times `silu(z)`. Rows outside all spans are not
     /// changed.
     ///
@@ -149,7 +102,7 @@ impl Cpu {
             pass.recur(qkvz, gates, out);
         });
         pass.gate(qkvz, eps, out);
-        let bytes = size_of::<f32>() * shape.state_len() * spans.len();
+        let bytes = size_of::<f32>() * state_len(shape) * spans.len();
         let heads = (shape.value_heads, shape.value_dim);
         self.profile
             .end(begin, "delta", self.isa.name(), heads, bytes);
@@ -248,7 +201,7 @@ impl DeltaPass<'_> {
             let (window, y) = scratch.split_at_mut(conv * width);
             transpose(weights, conv, taps, width);
             let last = |j: usize| {
-                let from = shape.matrices_len() + j * shape.channels() + first;
+                let from = matrices_len(shape) + j * shape.channels() + first;
                 // SAFETY: each channel of a state has one task, which holds one part at a time.
                 unsafe { state.part(from..from + n) }
             };
@@ -274,7 +227,7 @@ impl DeltaPass<'_> {
     fn recur(&self, qkvz: &[f32], gates: &[f32], out: &mut [f32]) {
         let shape = self.shape;
         let (key_dim, value_dim) = (shape.key_dim, shape.value_dim);
-        let (tiles, tile_len) = (shape.tiles(), shape.tile_len());
+        let (tiles, tile_len) = (tiles(shape), tile_len(shape));
         let out = SharedSlice::new(out);
         let each = tiles * tile_len;
         self.run(shape.value_heads, each, |span, state, h| {
@@ -356,7 +309,7 @@ fn check(
     assert!(spans.windows(2).all(ordered), "delta: spans");
     assert!(spans.last().is_none_or(|s| s.row + s.len <= m));
     assert_eq!(spans.len(), states.len(), "delta: states");
-    assert!(states.iter().all(|s| s.len() == shape.state_len()));
+    assert!(states.iter().all(|s| s.len() == state_len(shape)));
 }
 
 /// `ln(1 + e^x)`; from 20 on `x`, as the models were trained with.

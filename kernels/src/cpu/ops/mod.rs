@@ -9,7 +9,7 @@ use super::memory::{Buffer, SharedSlice};
 use super::simd::LANES;
 use super::{Cpu, KvSequence, with_scratch};
 use attention::{CHUNK, Partial};
-pub use delta::{DeltaRows, DeltaShape, DeltaVectors};
+pub use delta::{DeltaRows, DeltaVectors, state_len};
 
 /// Consecutive new tokens of one sequence within a batch's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

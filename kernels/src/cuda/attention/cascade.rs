@@ -8,7 +8,7 @@ use crate::cuda::driver::{Address, Buffer, Checked, Followed, Gpu, LaunchShape, 
 use crate::cuda::kernel::kernels;
 use crate::cuda::rows::Places;
 use crate::error::Result;
-use crate::pages::{KvType, PAGE};
+use crate::pages::{KvType, PAGE, SharedPrefix};
 use bytemuck::{Pod, Zeroable};
 
 /// `MOST_GROUP` of `cuda/attention_shared.cu`.
@@ -19,17 +19,6 @@ const WARPS: usize = 8;
 const MOST_QUERIES: usize = 8 * WARPS;
 /// Most parts that shared pages are split into.
 const MOST_SHARED_SPLITS: usize = 16;
-
-/// Rows of a step whose sequences begin with the same pages, or that belong to one sequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SharedPrefix {
-    /// One of the sequences.
-    pub slot: usize,
-    /// Number of full pages that they share, all before the positions of the rows.
-    pub pages: usize,
-    /// The rows, two or more.
-    pub rows: Vec<usize>,
-}
 
 /// The groups of rows that share pages, on the device.
 pub struct Cascade {

@@ -16,7 +16,7 @@ use super::rows::{MOST_RUN, Row, Step, shape};
 use crate::error::Result;
 use crate::pages::PAGE;
 use args::AttentionArgs;
-pub use cascade::{Cascade, CascadeShape, SharedPrefix};
+pub use cascade::{Cascade, CascadeShape};
 pub use heads::{HEAD_DIM, WIDE_HEAD_DIM, WIDE_ROTATED, rotated};
 pub(super) use heads::{HeadVectors, row_heads};
 pub(super) use pages::CacheArgs;

@@ -8,7 +8,7 @@ pub(super) mod train;
 use super::delta::DeviceStates;
 use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::{Instance, kernels};
-use crate::cpu::DeltaShape;
+use crate::delta::DeltaShape;
 use crate::error::{Error, Result};
 use crate::grad::{Allocate, Buffers};
 use rayon::prelude::*;

@@ -4,9 +4,9 @@ use super::limits::{
     BLOCK_DIGITS_BYTES, DIGITS_BYTES, MOST_GROUP, MOST_PARTS, MOST_ROUTE, MOST_STRIP_PARTS,
     PRODUCTS, WARPS,
 };
-use crate::cpu::DeltaShape;
 use crate::cuda::attention::row_heads;
 use crate::cuda::experts::{MOST_EXPERTS, chosen, stacked};
+use crate::delta::DeltaShape;
 use nq_formats::Experts;
 use nq_formats::trellis::{BLOCK, STRIP, TILE};
 

@@ -5,12 +5,11 @@ use crate::cuda::layer::largest_mixture;
 use crate::error::Result;
 use crate::states::shape_of;
 use nq_formats::{Experts, ModelConfig};
-use nq_kernels::KernelSet;
-use nq_kernels::cpu::DeltaShape;
 use nq_kernels::cuda::{
     Buffer, Checked, DeltaRows, Gpu, GroupedRows, MOST_TRELLIS_ROWS, Places, Row, TrellisSizes,
     gated_width, packed_weights, stacked,
 };
+use nq_kernels::{DeltaShape, KernelSet};
 
 /// Rows of logits computed and copied at a time.
 pub(in crate::cuda) const LOGIT_ROWS: usize = 64;

@@ -12,9 +12,9 @@ use crate::error::Result;
 use crate::interface::{Chunk, LogitsWanted, Run, bucket};
 use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
-    Advance, AttentionScratch, CascadeShape, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES,
-    SharedPrefix, Step,
+    Advance, AttentionScratch, CascadeShape, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, Step,
 };
+use nq_kernels::pages::SharedPrefix;
 
 /// Page reads per key head that reading shared pages once must save in a step to be worth one more
 /// kernel a layer (`benches/records/2026-11-22-cascade.csv`, and `2026-11-23-gpu-runs.csv` for rows of one

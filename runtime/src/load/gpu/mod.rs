@@ -13,7 +13,7 @@ pub(crate) use here::{count, first, load, load_eagle, load_mtp, load_parallel, r
 
 use crate::error::Result;
 use crate::interface::{DeviceMemory, SessionSpec};
-use crate::memory::Kinds;
+use crate::weights::Kinds;
 use nq_formats::{ModelConfig, TrellisScheme};
 
 /// Memory of a GPU, in bytes.
