@@ -165,18 +165,31 @@ pub trait LayerDevice: Send {
     /// A layer's weights on the device.
     type Layer;
 
+    /// Shape of the model.
     fn config(&self) -> &ModelConfig;
 
+    /// The device, for reports.
     fn name(&self) -> String;
 
+    /// How it wants streams cut.
     fn cut(&self) -> Cut;
 
     /// Makes room for each of `pieces`.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
     fn reserve(&mut self, pieces: &[LayerPiece]) -> Result<()>;
 
+    /// Packs the weights of layer `index`.
+    ///
+    /// # Errors
+    /// A weight that no kernel serves; no memory for it.
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Self::Layer>;
 
     /// Runs `layer` over `x`, the rows of `piece`, in place.
+    ///
+    /// # Errors
+    /// Errors of the device.
     fn run(
         &mut self,
         layer: &Self::Layer,
@@ -186,6 +199,9 @@ pub trait LayerDevice: Send {
     ) -> Result<()>;
 
     /// See [`LayerStepper::moments`]; the stream is cut into `pieces`.
+    ///
+    /// # Errors
+    /// Errors of the device.
     fn moments(
         &mut self,
         _layer: (usize, &LayerWeights),
@@ -196,6 +212,10 @@ pub trait LayerDevice: Send {
         Ok(None)
     }
 
+    /// Packs the final norm `[hidden]` and the head `[vocab, hidden]`, for up to `rows` rows at once.
+    ///
+    /// # Errors
+    /// As [`LayerDevice::pack`].
     fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
 }
 
@@ -219,6 +239,7 @@ pub struct LayerPiece {
 }
 
 impl LayerPiece {
+    /// Number of its rows.
     pub fn rows(&self) -> usize {
         self.chunks.iter().map(|c| c.1).sum()
     }

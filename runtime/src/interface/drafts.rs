@@ -77,11 +77,13 @@ pub enum DraftedBy {
 /// Sizes of a layer that drafts from residual streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraftLayer {
+    /// Width of the residual stream.
     pub hidden: usize,
     /// The target's streams that a row has, side by side, `hidden` values each.
     pub taps: usize,
     /// Heads of queries, and of keys and values.
     pub heads: (usize, usize),
+    /// Width of a head.
     pub head_dim: usize,
     /// Values of a head that turn with the position.
     pub rotated: usize,
@@ -89,9 +91,11 @@ pub struct DraftLayer {
     pub qkv: usize,
     /// Width of the MLP, or of the shared expert.
     pub mlp: usize,
+    /// Its experts, if it has some.
     pub experts: Option<Experts>,
-    /// Tokens that may be fed, and that may be drafted.
+    /// Tokens that may be fed.
     pub vocab: usize,
+    /// Tokens that may be drafted.
     pub drafted: usize,
 }
 
@@ -170,6 +174,7 @@ pub struct StreamHead {
     pub layer: DraftLayer,
     /// Where it is: `the CPU` or `a GPU`.
     pub device: &'static str,
+    /// As its device holds them.
     pub weights: Arc<dyn Any + Send + Sync>,
 }
 
