@@ -4,7 +4,7 @@
 use crate::common::{command, nq, stderr, stdout};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{DType, ModelConfig, Tensor, synth};
+use nq_formats::{DType, Tensor, synth};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::Write;

@@ -2,7 +2,7 @@
 //! a guard that leaves nothing but its work when it fails.
 
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, ModelConfig, Tensor, synth};
+use nq_formats::{Checkpoint, Tensor, synth};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};

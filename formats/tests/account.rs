@@ -5,7 +5,7 @@ use crate::common::{self, Rng, names, random_dense, tiny_config};
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::names::{EMBEDDING, HEAD, parameters};
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, DType, GenerationDefaults, ModelConfig, Result, Tensor, keys};
+use nq_formats::{Checkpoint, DType, GenerationDefaults, Result, Tensor, keys};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use nq_formats::Exactness;
 use nq_formats::names::{Shape, is_layer_linear, parameters, tensor_name};
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, DType, ModelConfig, Tensor, nq};
+use nq_formats::{Checkpoint, DType, Tensor, nq};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

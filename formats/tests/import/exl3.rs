@@ -4,7 +4,7 @@ use crate::common::{Rng, names, random_dense};
 use half::f16;
 use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, DType, Exactness, ModelConfig, Tensor, Weight, nq};
+use nq_formats::{Checkpoint, DType, Exactness, Tensor, Weight, nq};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::fs;
