@@ -37,6 +37,7 @@ FASTER = 3      # the commands' time over that shown
 PAUSE = 0.7     # the longest wait that is shown
 FRAME = 0.2     # screens that change faster are left out
 HOLD = 1.2      # seconds after a command's end
+POSTER = 2.0    # seconds for which the last screen is shown first, as it is where nothing moves
 
 CELL, LINE, FONT, MARGIN, BAR = 7.8, 16, 13, 14, 20
 COLOURS = {"default": "#d6dde6", "green": "#7ee787", "cyan": "#76d9e6", "red": "#ff8f85", "brown": "#e3c46d",
@@ -168,8 +169,9 @@ def draw(frames, end):
                 continue
             if line:
                 last = now is None
-                # Lines of the last screen are hidden until they come; the others are visible for a while.
-                time = f"animation-duration:{since:.2f}s" if last else f"animation-duration:{at - since:.2f}s;animation-delay:{since:.2f}s"
+                # Lines of the last screen are visible first, then hidden until they come; the others are visible for a while.
+                lasts, delay = (since, POSTER) if last else (at - since, POSTER + since)
+                time = f"animation-duration:{lasts:.2f}s;animation-delay:{delay:.2f}s"
                 for x, colour, bold, letters in line:
                     out.append(
                         f'<text class="{"f" if last else "t"}" style="{time}" x="{MARGIN + x * CELL:g}" '

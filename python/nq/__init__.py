@@ -268,8 +268,8 @@ def quantize(
 ) -> dict[str, Any]:
     """Quantizes an unquantized model into the folder `out`; the report that `nq quantize --json` prints.
 
-    `bits` is 3, 4, 5, 6 or 8; with `trellis` "octagon", which makes trellis codes on a CPU, 2, 2.5, 3, 3.5, 4, 5 or 6, with
-    "sum" 2, 3, 4, 5 or 6. `method` is gptq, rtn (plain rounding, the fastest), another of `nq quantize --method`, or
+    `bits` is 3, 4, 5, 6 or 8; with `trellis` "octagon", which makes trellis codes, 2, 2.5, 3, 3.5, 4, 5 or 6, with "sum"
+    2, 3, 4, 5 or 6. `method` is gptq, rtn (plain rounding, the fastest), another of `nq quantize --method`, or
     auto: gptq, then tuned while that helps. `simple` gives all layers one scheme instead of a mix. `force` replaces what
     is at `out`; `resume` continues an interrupted run. `measure` compares the result with the source on text that the
     source samples; a result that misses `max_kld` or `min_top1` is not written. `target_bytes` and `target_bpw` choose
