@@ -146,58 +146,6 @@ impl VectorSpec {
     }
 }
 
-/// What a layer's blocks do to the rows of a pass, which holds their residual stream `x`. Passes that compute a
-/// block's operations one by one have them from [`Verbs`].
-///
-/// # Errors
-/// Every operation returns errors of the device.
-pub trait Ops {
-    /// Type of a product's weight.
-    type Linear;
-    /// Type of a vector: a norm's gains, a bias.
-    type Vector;
-    /// Type of the device's errors.
-    type Error;
-
-    /// Adds attention of `norm(x)` to `x`.
-    fn add_attention(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        attention: &Attention<Self::Linear, Self::Vector>,
-    ) -> Result<(), Self::Error>;
-
-    /// Adds the recurrence `delta` of `norm(x)` to `x`, and brings the states of the rows' sequences forward.
-    fn add_delta(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        delta: &Delta<Self::Linear, Self::Vector>,
-    ) -> Result<(), Self::Error>;
-
-    /// Adds the MLP of `norm(x)` to `x`.
-    fn add_mlp(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        mlp: &Mlp<Self::Linear>,
-    ) -> Result<(), Self::Error>;
-
-    /// Adds the mixture of `experts` of `norm(x)` to `x`.
-    fn add_experts(
-        &mut self,
-        layer: usize,
-        norm: &Self::Vector,
-        experts: &Experts<Self::Linear>,
-    ) -> Result<(), Self::Error>;
-
-    /// Called when `x` is the layer's output.
-    fn end_layer(&mut self, layer: usize) -> Result<(), Self::Error> {
-        let _ = layer;
-        Ok(())
-    }
-}
-
 /// Destination of [`Verbs::project`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Projection {
@@ -222,19 +170,20 @@ pub enum Operand {
     Gated,
 }
 
-/// The operations of which blocks are made ([`Ops`]), over the rows of a pass.
+/// The operations of which a layer's blocks are made, over the rows of a pass, which holds their residual stream `x`.
 ///
 /// # Errors
 /// Every operation returns errors of the device.
 pub trait Verbs {
-    /// As of [`Ops`].
+    /// Type of a product's weight.
     type Linear;
-    /// As of [`Ops`].
+    /// Type of a vector: a norm's gains, a bias.
     type Vector;
-    /// As of [`Ops`].
+    /// Type of the device's errors.
     type Error;
 
-    /// Normalizes `x` for the projections that follow, with gains `norm`; nothing where products do.
+    /// Begins a block, which adds to `x`: normalizes `x` with gains `norm` for the projections that follow, unless they
+    /// do so themselves.
     fn norm(&mut self, norm: &Self::Vector) -> Result<(), Self::Error>;
 
     /// Computes `norm(x) w^T`, behind [`Verbs::norm`] with the same gains.
@@ -282,77 +231,10 @@ pub trait Verbs {
         w: &Packed<Self::Linear>,
     ) -> Result<(), Self::Error>;
 
-    /// As [`Ops::end_layer`].
+    /// Called when `x` is the layer's output.
     fn end_layer(&mut self, layer: usize) -> Result<(), Self::Error> {
         let _ = layer;
         Ok(())
-    }
-}
-
-impl<V: Verbs> Ops for V {
-    type Linear = V::Linear;
-    type Vector = V::Vector;
-    type Error = V::Error;
-
-    fn add_attention(
-        &mut self,
-        layer: usize,
-        norm: &V::Vector,
-        attention: &Attention<V::Linear, V::Vector>,
-    ) -> Result<(), V::Error> {
-        self.norm(norm)?;
-        self.project(layer, norm, &attention.qkv, Projection::Mixer)?;
-        self.attend(layer, &attention.heads, &attention.o)?;
-        self.add(layer, Operand::Attended, &attention.o)
-    }
-
-    fn add_delta(
-        &mut self,
-        layer: usize,
-        norm: &V::Vector,
-        delta: &Delta<V::Linear, V::Vector>,
-    ) -> Result<(), V::Error> {
-        self.norm(norm)?;
-        self.project(layer, norm, &delta.rates, Projection::Rates)?;
-        self.project(layer, norm, &delta.inputs, Projection::Mixer)?;
-        self.recur(layer, norm, delta)?;
-        self.add(layer, Operand::Attended, &delta.out)
-    }
-
-    fn add_mlp(
-        &mut self,
-        layer: usize,
-        norm: &V::Vector,
-        mlp: &Mlp<V::Linear>,
-    ) -> Result<(), V::Error> {
-        self.norm(norm)?;
-        self.project(layer, norm, &mlp.gate_up, Projection::Gated)?;
-        self.add(layer, Operand::Gated, &mlp.down)
-    }
-
-    fn add_experts(
-        &mut self,
-        layer: usize,
-        norm: &V::Vector,
-        experts: &Experts<V::Linear>,
-    ) -> Result<(), V::Error> {
-        self.norm(norm)?;
-        self.project(layer, norm, &experts.router, Projection::Scores)?;
-        // The shared expert reads the residual stream before the others add to it.
-        if let Some(shared) = &experts.shared {
-            self.project(layer, norm, &shared.score, Projection::SharedScore)?;
-            self.project(layer, norm, &shared.mlp.gate_up, Projection::Gated)?;
-            self.weigh(shared)?;
-        }
-        self.mix(layer, norm, experts)?;
-        match &experts.shared {
-            Some(shared) => self.add(layer, Operand::Gated, &shared.mlp.down),
-            None => Ok(()),
-        }
-    }
-
-    fn end_layer(&mut self, layer: usize) -> Result<(), V::Error> {
-        Verbs::end_layer(self, layer)
     }
 }
 
@@ -592,16 +474,41 @@ impl<L, N> Layer<L, N> {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn run<O: Ops<Linear = L, Vector = N>>(&self, ops: &mut O) -> Result<(), O::Error> {
+    pub fn run<V: Verbs<Linear = L, Vector = N>>(&self, pass: &mut V) -> Result<(), V::Error> {
         let layer = self.index;
         for Block { norm, mixer } in &self.blocks {
+            pass.norm(norm)?;
             match mixer {
-                Mix::Attention(attention) => ops.add_attention(layer, norm, attention)?,
-                Mix::Delta(delta) => ops.add_delta(layer, norm, delta)?,
-                Mix::Mlp(mlp) => ops.add_mlp(layer, norm, mlp)?,
-                Mix::Experts(experts) => ops.add_experts(layer, norm, experts)?,
+                Mix::Attention(attention) => {
+                    pass.project(layer, norm, &attention.qkv, Projection::Mixer)?;
+                    pass.attend(layer, &attention.heads, &attention.o)?;
+                    pass.add(layer, Operand::Attended, &attention.o)?;
+                }
+                Mix::Delta(delta) => {
+                    pass.project(layer, norm, &delta.rates, Projection::Rates)?;
+                    pass.project(layer, norm, &delta.inputs, Projection::Mixer)?;
+                    pass.recur(layer, norm, delta)?;
+                    pass.add(layer, Operand::Attended, &delta.out)?;
+                }
+                Mix::Mlp(mlp) => {
+                    pass.project(layer, norm, &mlp.gate_up, Projection::Gated)?;
+                    pass.add(layer, Operand::Gated, &mlp.down)?;
+                }
+                Mix::Experts(experts) => {
+                    pass.project(layer, norm, &experts.router, Projection::Scores)?;
+                    // The shared expert reads the residual stream before the others add to it.
+                    if let Some(shared) = &experts.shared {
+                        pass.project(layer, norm, &shared.score, Projection::SharedScore)?;
+                        pass.project(layer, norm, &shared.mlp.gate_up, Projection::Gated)?;
+                        pass.weigh(shared)?;
+                    }
+                    pass.mix(layer, norm, experts)?;
+                    if let Some(shared) = &experts.shared {
+                        pass.add(layer, Operand::Gated, &shared.mlp.down)?;
+                    }
+                }
             }
         }
-        ops.end_layer(layer)
+        pass.end_layer(layer)
     }
 }

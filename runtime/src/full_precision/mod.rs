@@ -11,11 +11,11 @@ pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
 use crate::error::{Error, Result};
 use crate::forward::{
-    Attention, Delta, Experts, HeadVectors, Layer, Mlp, Operand, Ops, Packed, Shared,
+    Delta, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared, Verbs,
 };
 use crate::states::{delta_shape, shape_of};
 use nq_formats::ModelConfig;
-use nq_formats::models::Product;
+use nq_formats::models::{LinearSpec, Product};
 use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps};
 use std::marker::PhantomData;
@@ -55,7 +55,7 @@ pub struct Tape<O: Allocate> {
     pub o: O::Floats,
     /// `[rows, hidden]`, the residual stream after attention.
     pub mid: O::Floats,
-    /// `[rows, intermediate]`, or the width of a shared expert; of the last expert in a layer with experts.
+    /// `[rows, intermediate]`, or the width of a shared expert. Of no use for a backward in a layer with experts.
     pub gate: O::Floats,
     /// `[rows, intermediate]`, the same for up.
     pub up: O::Floats,
@@ -125,9 +125,9 @@ fn widest_mlp(c: &ModelConfig) -> usize {
 
 /// Further buffers for layers with experts.
 struct ExpertWork<O: Allocate> {
-    scores: O::Floats,   // [rows, experts]
-    weights: O::Floats,  // [rows], of one expert
-    weighted: O::Floats, // [rows, width of an expert]
+    scores: O::Floats,  // [rows, experts]
+    weights: O::Floats, // [rows], of one expert; of the shared one before
+    gated: O::Floats,   // [rows, width of an expert]
 }
 
 impl<O: Allocate> Workspace<O> {
@@ -173,7 +173,7 @@ impl<O: Allocate> Workspace<O> {
                 Some(experts) => Some(ExpertWork {
                     scores: floats(rows * experts.count)?,
                     weights: floats(rows)?,
-                    weighted: floats(rows * experts.width)?,
+                    gated: floats(rows * experts.width)?,
                 }),
             },
         })
@@ -192,7 +192,8 @@ pub struct Pass<'a, O: LayerOps, M, G> {
     out: &'a mut O::Floats, // [rows, hidden]
     shown: &'a mut Shown<'a, O>,
     every_expert: bool,
-    of: PhantomData<fn(&M, &G)>,
+    blocks: usize, // whose norms were computed
+    weights: PhantomData<fn(&M, &G)>,
 }
 
 /// An intermediate value of a layer, passed to its observer.
@@ -227,7 +228,8 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
             out,
             shown,
             every_expert: false,
-            of: PhantomData,
+            blocks: 0,
+            weights: PhantomData,
         }
     }
 
@@ -242,8 +244,8 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
     ///
     /// # Errors
     /// Errors of the device and of the observer.
-    pub fn run(&mut self, layer: &Layer<Vec<M>, G>) -> Result<()> {
-        layer.run(self)
+    pub fn run(mut self, layer: &Layer<Vec<M>, G>) -> Result<()> {
+        layer.run(&mut self)
     }
 
     fn rows(&self) -> usize {
@@ -306,42 +308,74 @@ pub fn add_biases<O: LayerOps, G: AsRef<O::Floats>>(
     Ok(())
 }
 
-impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'_, O, M, G> {
-    /// Normalizes the rows behind the layer's input, or behind its first block, to `work.h`, and shows them as the
-    /// input of `w`.
-    fn norm(&mut self, norm: &G, w: &Packed<Vec<M>>, behind: Operand) -> Result<()> {
+impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
+    type Linear = Vec<M>;
+    type Vector = G;
+    type Error = Error;
+
+    /// Normalizes the residual stream to `work.h`, and copies the stream to where the block adds to it: from `x` to
+    /// `tape.mid`, from there to `out`.
+    fn norm(&mut self, norm: &G) -> Result<()> {
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
-        let (x, inv) = match behind {
-            Operand::Attended => (self.x, &mut tape.inv1),
-            Operand::Gated => (&tape.mid, &mut tape.inv2),
+        let (from, inv, to) = match self.blocks {
+            0 => (self.x, &mut tape.inv1, &mut tape.mid),
+            1 => (&tape.mid, &mut tape.inv2, &mut *self.out),
+            _ => unreachable!("a layer has two blocks, whose norms the tape keeps"),
         };
-        let (shape, eps) = ((rows, work.config.hidden_size), work.config.rms_norm_eps);
-        ops.rms_norm(x, norm.as_ref(), &mut work.h, inv, shape, eps)?;
-        (self.shown)(Seen::Input(w.spec, 0, &work.h))
+        self.blocks += 1;
+        let (hidden, eps) = (work.config.hidden_size, work.config.rms_norm_eps);
+        ops.rms_norm(from, norm.as_ref(), &mut work.h, inv, (rows, hidden), eps)?;
+        Ok(ops.copy((from, 0), (to, 0), rows * hidden)?)
     }
 
-    /// Queries, keys and values of `work.h`.
-    fn project(&mut self, w: &Packed<Vec<M>>) -> Result<()> {
+    fn project(
+        &mut self,
+        _layer: usize,
+        _norm: &G,
+        w: &Packed<Vec<M>>,
+        to: Projection,
+    ) -> Result<()> {
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
-        let (c, scratch) = (&work.config, &mut work.w);
-        let (q, kv) = (c.q_dim(), c.kv_dim());
-        // Of gated heads, the gates have a weight of their own behind the others.
-        let outputs = [
-            (&mut tape.q, q),
-            (&mut tape.k, kv),
-            (&mut work.kv, kv),
-            (&mut work.gates, q),
-        ];
-        for (weight, (to, n)) in w.linear.iter().zip(outputs) {
+        let c = &work.config;
+        if matches!(to, Projection::Mixer | Projection::Gated) {
+            (self.shown)(Seen::Input(w.spec, 0, &work.h))?;
+        }
+        let outputs = |linear: &LinearSpec| linear.dims(c).0;
+        // The Linears of a recurrence's product are one weight here.
+        let all = w.spec.linears.iter().map(outputs).sum();
+        let (q, kv, width) = (c.q_dim(), c.kv_dim(), outputs(&w.spec.linears[0]));
+        let to_each = match (to, &w.linear[..]) {
+            (Projection::Mixer, [_]) => vec![(&mut work.wide, all)],
+            // Of gated heads, the gates have a weight of their own behind the others.
+            (Projection::Mixer, _) => vec![
+                (&mut tape.q, q),
+                (&mut tape.k, kv),
+                (&mut work.kv, kv),
+                (&mut work.gates, q),
+            ],
+            (Projection::Gated, _) => vec![(&mut tape.gate, width), (&mut tape.up, width)],
+            (Projection::Rates, _) => vec![(&mut buffers(&mut work.delta).rates, all)],
+            (Projection::Scores, _) => vec![(&mut buffers(&mut work.experts).scores, all)],
+            (Projection::SharedScore, _) => vec![(&mut buffers(&mut work.experts).weights, all)],
+        };
+        for (weight, (out, n)) in w.linear.iter().zip(to_each) {
             let product = Gemm::linear(rows, n, c.hidden_size);
-            ops.gemm(product, &work.h, weight.load(ops, scratch)?, to)?;
+            ops.gemm(product, &work.h, weight.load(ops, &mut work.w)?, out)?;
+        }
+        if to == Projection::Gated {
+            ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, rows * width)?;
         }
         Ok(())
     }
 
-    fn attend(&mut self, vectors: &HeadVectors<G>) -> Result<()> {
+    fn attend(
+        &mut self,
+        _layer: usize,
+        vectors: &HeadVectors<G>,
+        _o: &Packed<Vec<M>>,
+    ) -> Result<()> {
         let (ops, batch, seq) = (self.ops, self.batch, self.seq);
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let c = &work.config;
@@ -385,70 +419,11 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'_, O, M, G> {
         Ok(())
     }
 
-    fn add(&mut self, operand: Operand, w: &Packed<Vec<M>>) -> Result<()> {
-        let (ops, rows) = (self.ops, self.rows());
-        let (work, tape) = (&mut *self.work, &mut *self.tape);
-        let (before, from, to) = match operand {
-            Operand::Attended => (self.x, &tape.o, &mut tape.mid),
-            Operand::Gated => (&tape.mid, &work.wide, &mut *self.out),
-        };
-        let (c, scratch) = (&work.config, &mut work.w);
-        (self.shown)(Seen::Input(w.spec, 0, from))?;
-        ops.copy((before, 0), (&mut *to, 0), rows * c.hidden_size)?;
-        multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
-    }
-}
-
-impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
-    type Linear = Vec<M>;
-    type Vector = G;
-    type Error = Error;
-
-    fn add_attention(
-        &mut self,
-        _layer: usize,
-        norm: &G,
-        attention: &Attention<Vec<M>, G>,
-    ) -> Result<()> {
-        self.norm(norm, &attention.qkv, Operand::Attended)?;
-        self.project(&attention.qkv)?;
-        self.attend(&attention.heads)?;
-        self.add(Operand::Attended, &attention.o)
-    }
-
-    fn add_mlp(&mut self, _layer: usize, norm: &G, mlp: &Mlp<Vec<M>>) -> Result<()> {
-        self.norm(norm, &mlp.gate_up, Operand::Gated)?;
-        let (ops, rows) = (self.ops, self.rows());
-        let (work, tape) = (&mut *self.work, &mut *self.tape);
-        let (c, scratch) = (&work.config, &mut work.w);
-        let to = &mut [&mut tape.gate, &mut tape.up];
-        multiply((ops, c), &mlp.gate_up, rows, (&work.h, to), false, scratch)?;
-        let values = rows * c.mlp_width();
-        ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, values)?;
-        self.add(Operand::Gated, &mlp.down)
-    }
-
-    fn add_delta(&mut self, _layer: usize, norm: &G, delta: &Delta<Vec<M>, G>) -> Result<()> {
-        self.norm(norm, &delta.inputs, Operand::Attended)?;
-        let (ops, rows) = (self.ops, self.rows());
-        let (work, tape) = (&mut *self.work, &mut *self.tape);
-        let (c, scratch) = (&work.config, &mut work.w);
-        let (shape, Some(own)) = (delta_shape(c), &mut work.delta) else {
-            unreachable!("layers with recurrences have a shape for them");
-        };
-        let (hidden, eps) = (c.hidden_size, c.rms_norm_eps);
-        // Each product's Linears are one weight here.
-        let products = shape.channels() + shape.values();
-        for (w, n, to) in [
-            (&delta.inputs, products, &mut work.wide),
-            (&delta.rates, 2 * shape.value_heads, &mut own.rates),
-        ] {
-            let product = Gemm::linear(rows, n, hidden);
-            ops.gemm(product, &work.h, w.linear[0].load(ops, scratch)?, to)?;
-        }
-        let vectors = &delta.vectors;
+    fn recur(&mut self, _layer: usize, _norm: &G, delta: &Delta<Vec<M>, G>) -> Result<()> {
+        let (work, vectors) = (&mut *self.work, &delta.vectors);
+        let own = buffers(&mut work.delta);
         let inputs = DeltaInputs {
-            shape,
+            shape: delta_shape(&work.config),
             batch: self.batch,
             seq: self.seq,
             qkvz: &work.wide,
@@ -457,31 +432,27 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             decay: vectors.decay.as_ref(),
             dt_bias: vectors.dt_bias.as_ref(),
             norm: vectors.norm.as_ref(),
-            eps,
+            eps: work.config.rms_norm_eps,
         };
-        ops.delta(inputs, &mut own.work, &mut tape.o)?;
-        self.add(Operand::Attended, &delta.out)
+        Ok((self.ops).delta(inputs, &mut own.work, &mut self.tape.o)?)
     }
 
     /// Sends every row through every expert that some row is routed to: 16 times the work of a mixture
-    /// of 8 in 128 experts, but statistics of inputs need it.
-    fn add_experts(&mut self, _layer: usize, norm: &G, experts: &Experts<Vec<M>>) -> Result<()> {
-        self.norm(norm, &experts.gate_up, Operand::Gated)?;
+    /// of 8 in 128 experts, but statistics of inputs need it. Leaves `work.wide` to the shared expert.
+    fn mix(&mut self, _layer: usize, _norm: &G, experts: &Experts<Vec<M>>) -> Result<()> {
         let (ops, rows) = (self.ops, self.rows());
         let (work, tape) = (&mut *self.work, &mut *self.tape);
         let (c, scratch) = (&work.config, &mut work.w);
-        let (Some(shape), Some(own)) = (&c.experts, &mut work.experts) else {
+        let own = buffers(&mut work.experts);
+        let Some(shape) = &c.experts else {
             unreachable!("layers with experts have an expert shape");
         };
+        (self.shown)(Seen::Input(experts.gate_up.spec, 0, &work.h))?;
         let (hidden, width) = (c.hidden_size, shape.width);
-        let router = experts.router.linear[0].load(ops, scratch)?;
-        let scoring = Gemm::linear(rows, shape.count, hidden);
-        ops.gemm(scoring, &work.h, router, &mut own.scores)?;
         let mut scores = vec![0.0; rows * shape.count];
         ops.read(&own.scores, &mut scores)?;
         let routes = Routes::new(&scores, shape);
         (self.shown)(Seen::Routes(&routes))?;
-        ops.copy((&tape.mid, 0), (&mut *self.out, 0), rows * hidden)?;
         let (gates, ups) = experts.gate_up.linear.split_at(shape.count);
         let first = Gemm::linear(rows, width, hidden);
         // Scales each row by its own factor.
@@ -496,20 +467,14 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
             if routed.is_none() && !self.every_expert {
                 continue;
             }
-            ops.gemm(
-                first,
-                &work.h,
-                gates[expert].load(ops, scratch)?,
-                &mut tape.gate,
-            )?;
-            ops.gemm(
-                first,
-                &work.h,
-                ups[expert].load(ops, scratch)?,
-                &mut tape.up,
-            )?;
-            ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, rows * width)?;
-            (self.shown)(Seen::Input(experts.down.spec, expert, &work.wide))?;
+            for (weight, to) in [
+                (&gates[expert], &mut tape.gate),
+                (&ups[expert], &mut tape.up),
+            ] {
+                ops.gemm(first, &work.h, weight.load(ops, scratch)?, to)?;
+            }
+            ops.silu_mul(&tape.gate, &tape.up, &mut own.gated, rows * width)?;
+            (self.shown)(Seen::Input(experts.down.spec, expert, &own.gated))?;
             let Some((_, routed)) = routed else {
                 continue;
             };
@@ -518,39 +483,42 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Ops for Pass<'_, O, M, G> {
                 .into_iter()
                 .for_each(|(row, weight)| weights[row] = weight);
             ops.write(&mut own.weights, &weights)?;
-            ops.gemm(by_row, &own.weights, &work.wide, &mut own.weighted)?;
+            ops.gemm(by_row, &own.weights, &own.gated, &mut tape.gate)?;
             let down = experts.down.linear[expert].load(ops, scratch)?;
-            ops.gemm(last, &own.weighted, down, self.out)?;
+            ops.gemm(last, &tape.gate, down, self.out)?;
         }
-        match &experts.shared {
-            None => Ok(()),
-            Some(shared) => self.add_shared(shared),
-        }
+        Ok(())
+    }
+
+    fn weigh(&mut self, shared: &Shared<Vec<M>>) -> Result<()> {
+        let (rows, work) = (self.rows(), &mut *self.work);
+        let shape = (rows, shared.mlp.down.spec.inputs(&work.config));
+        let scores = &buffers(&mut work.experts).weights;
+        Ok((self.ops).scale_rows(scores, &mut work.wide, shape)?)
+    }
+
+    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<M>>) -> Result<()> {
+        let (ops, rows) = (self.ops, self.rows());
+        let (work, tape) = (&mut *self.work, &mut *self.tape);
+        let from = match operand {
+            Operand::Attended => &tape.o,
+            Operand::Gated => &work.wide,
+        };
+        let to = match self.blocks {
+            1 => &mut tape.mid,
+            _ => &mut *self.out,
+        };
+        let (c, scratch) = (&work.config, &mut work.w);
+        (self.shown)(Seen::Input(w.spec, 0, from))?;
+        multiply((ops, c), w, rows, (from, &mut [to]), true, scratch)
     }
 }
 
-impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'_, O, M, G> {
-    /// Adds the expert of all rows, whose input is `work.h`, to `out`.
-    fn add_shared(&mut self, shared: &Shared<Vec<M>>) -> Result<()> {
-        let (ops, rows) = (self.ops, self.rows());
-        let (work, tape) = (&mut *self.work, &mut *self.tape);
-        let (c, scratch) = (&work.config, &mut work.w);
-        let (Some(shape), Some(own)) = (&c.experts, &mut work.experts) else {
-            unreachable!("layers with experts have an expert shape");
-        };
-        let (gate_up, down) = (&shared.mlp.gate_up, &shared.mlp.down);
-        (self.shown)(Seen::Input(gate_up.spec, 0, &work.h))?;
-        let to = &mut [&mut tape.gate, &mut tape.up];
-        multiply((ops, c), gate_up, rows, (&work.h, to), false, scratch)?;
-        let shape = (rows, shape.shared);
-        let values = rows * shape.1;
-        ops.silu_mul(&tape.gate, &tape.up, &mut work.wide, values)?;
-        let to = &mut [&mut own.weights];
-        multiply((ops, c), &shared.score, rows, (&work.h, to), false, scratch)?;
-        ops.scale_rows(&own.weights, &mut work.wide, shape)?;
-        (self.shown)(Seen::Input(down.spec, 0, &work.wide))?;
-        let to = &mut [&mut *self.out];
-        multiply((ops, c), down, rows, (&work.wide, to), true, scratch)
+/// The buffers of a kind of block that the model has.
+fn buffers<T>(of_kind: &mut Option<T>) -> &mut T {
+    match of_kind {
+        Some(buffers) => buffers,
+        None => unreachable!("a model's workspace has buffers for each kind of its blocks"),
     }
 }
 
