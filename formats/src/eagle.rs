@@ -26,7 +26,7 @@ use crate::tensor::Tensor;
 use crate::weight::Weight;
 use bytes::Bytes;
 use nq_model::names::{EMBEDDING, HEAD};
-use nq_model::{DType, ModelConfig, Rope};
+use nq_model::{DType, LLAMA, ModelConfig, Rope};
 use std::path::{Path, PathBuf};
 
 /// Number of residual streams that a head reads.
@@ -119,6 +119,25 @@ impl EagleConfig {
                 format!("at most {MAX_PARAMETERS} parameters"),
                 n.to_string(),
             )),
+        }
+    }
+
+    /// The shape of the layer as a model of one layer, which drafts for `model`.
+    pub fn layer(&self, model: &ModelConfig) -> ModelConfig {
+        ModelConfig {
+            architecture: &LLAMA,
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            experts: None,
+            delta: None,
+            num_hidden_layers: 1,
+            num_attention_heads: self.num_attention_heads,
+            num_key_value_heads: self.num_key_value_heads,
+            head_dim: self.head_dim,
+            rms_norm_eps: self.rms_norm_eps,
+            rope: self.rope,
+            mtp_layers: 0,
+            ..model.clone()
         }
     }
 

@@ -462,6 +462,20 @@ impl<L, N> Layer<L, N> {
         (linears, stream)
     }
 
+    /// Its attention, with the norm before it.
+    ///
+    /// # Panics
+    /// For a layer that does not begin with attention.
+    pub fn attention(&self) -> (&N, &Attention<L, N>) {
+        match &self.blocks[0] {
+            Block {
+                norm,
+                mixer: Mix::Attention(attention),
+            } => (norm, attention),
+            _ => unreachable!("layers that draft begin with attention"),
+        }
+    }
+
     /// Its recurrence, if it has one.
     pub fn recurrence(&self) -> Option<&Delta<L, N>> {
         self.blocks.iter().find_map(|b| match &b.mixer {

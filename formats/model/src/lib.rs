@@ -28,6 +28,7 @@ pub use layer::{
     LinearSpec, Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec, Source,
     VectorKind, VectorRow, Width, expert_name, in_layer, parameter_of, tensor_name,
 };
+pub use llama::LLAMA;
 pub use shape::{ModelConfig, Shape};
 
 /// Every architecture.
@@ -38,7 +39,7 @@ pub static ARCHITECTURES: &[&Architecture] = &[
     &qwen3_5::QWEN3_5_MOE,
     &qwen3_5::QWEN3_NEXT,
     &qwen2::QWEN2,
-    &llama::LLAMA,
+    &LLAMA,
 ];
 
 /// The architecture whose `key` is `value`, e.g. the one whose `model_type` is `qwen3`.

@@ -72,8 +72,9 @@ const ATTENTION: Block = Block {
     }),
 };
 
+/// Llama 3, whose blocks the layers that draft have too.
 #[rustfmt::skip]
-pub(super) static LLAMA: Architecture = Architecture {
+pub static LLAMA: Architecture = Architecture {
     family: "Llama",
     title: "Llama 3",
     class: "LlamaForCausalLM",

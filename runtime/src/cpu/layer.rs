@@ -82,6 +82,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) scratch: &'a mut Scratch,
     /// The residual stream `[m, hidden]`.
     pub(crate) x: &'a mut [f32],
+    /// Queries, keys and values `[m, q_dim + 2 kv_dim]` of attention, if they were made of more than `x`.
+    pub(crate) qkv: Option<&'a [f32]>,
     pub(crate) observer: &'a mut dyn Observer,
     /// Keeps the inputs of recurrences, for sequences that may be cut within their rows.
     pub(crate) kept: Option<&'a mut KeptRows>,
@@ -108,6 +110,10 @@ impl Verbs for Pass<'_> {
     ) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
         let (scratch, width) = (&mut *self.scratch, w.linear.out_features());
+        if let (Projection::Mixer, Some(qkv)) = (to, self.qkv) {
+            scratch.qkv[..m * width].copy_from_slice(qkv);
+            return Ok(());
+        }
         let normed = &scratch.normed[..m * c.hidden_size];
         let (out, epilogue, width) = match to {
             Projection::Mixer => (&mut scratch.qkv, Epilogue::Store, width),

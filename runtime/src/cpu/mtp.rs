@@ -1,12 +1,10 @@
 //! A model's MTP layer on the CPU ([`nq_formats::mtp`]).
 
-use super::cache::LayerCache;
-use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
+use super::layer::{pack, pack_layer};
 use super::model::CpuModel;
-use super::stream_drafts::{DRAFT_KV, DraftHead};
+use super::stream_drafts::{DraftHead, Input};
 use super::weights::CpuLayer;
 use crate::error::Result;
-use crate::forward::Mix;
 use crate::interface::LoadOptions;
 use crate::models::LayerWeights;
 use crate::rope::Rotary;
@@ -15,11 +13,8 @@ use crate::speculation::head::MTP_NOT_FINITE;
 use crate::weights::Census;
 use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
 use nq_formats::{ModelConfig, Weight, WeightStore};
-use nq_kernels::cpu::{Epilogue, Linear};
+use nq_kernels::cpu::{Cpu, Epilogue, Linear};
 use std::sync::Arc;
-
-/// Rows computed together.
-const ROWS: usize = 256;
 
 /// The layer, packed for this CPU.
 pub(crate) struct MtpModel {
@@ -78,7 +73,7 @@ impl MtpDrafter {
     }
 
     /// The layer's input `[rows, hidden]`, of tokens and the hidden states of those before them `[rows, hidden]`.
-    fn input(&self, tokens: &[u32], hidden: &[f32]) -> Result<Vec<f32>> {
+    fn rows(&self, tokens: &[u32], hidden: &[f32]) -> Result<Input> {
         let (own, model) = (&*self.own, &*self.model);
         let (h, eps, cpu) = (own.config.hidden_size, own.config.rms_norm_eps, &model.cpu);
         let mut embedded = vec![0.0; hidden.len()];
@@ -92,104 +87,52 @@ impl MtpDrafter {
         }
         let mut x = embedded;
         cpu.linear(&own.fc, &both, &mut x, Epilogue::Store)?;
-        Ok(x)
-    }
-
-    /// Runs the layer over the rows `x` of one sequence, from `position` on. Returns the last row, normalized; of the
-    /// others only keys and values are needed.
-    fn run(
-        &self,
-        (cache, table): (&mut LayerCache, &[u32]),
-        position: usize,
-        x: &mut [f32],
-    ) -> Result<Vec<f32>> {
-        let (own, model) = (&*self.own, &*self.model);
-        let (c, h) = (&own.config, own.config.hidden_size);
-        let m = x.len() / h;
-        let tables = [table.to_vec()];
-        let mut scratch = Scratch::new(c, m);
-        let (others, last) = x.split_at_mut((m - 1) * h);
-        for (x, at) in [(others, position), (&mut *last, position + m - 1)] {
-            let rows = x.len() / h;
-            if rows == 0 {
-                continue;
-            }
-            let is_last = at == position + m - 1;
-            let mut batch = Batch::with_capacity(c, rows, 1);
-            batch.push(&own.rotary, 0, at, rows);
-            let mut pass = Pass {
-                cpu: &model.cpu,
-                config: c,
-                batch: &batch,
-                cache: &mut *cache,
-                tables: &tables,
-                scratch: &mut scratch,
-                x,
-                observer: &mut (),
-                kept: None,
-            };
-            match &own.layer.blocks[0].mixer {
-                Mix::Attention(attention) if !is_last => {
-                    pass.fill(&own.layer.blocks[0].norm, attention)?;
-                }
-                _ => own.layer.run(&mut pass)?,
-            }
-        }
-        let mut made = vec![0.0; h];
-        model
-            .cpu
-            .rms_norm(last, &own.norm, c.rms_norm_eps, &mut made);
-        match crate::checks::all_finite(&made) {
-            true => Ok(made),
-            false => Err(MTP_NOT_FINITE),
-        }
+        Ok(Input { x, qkv: None })
     }
 }
 
 impl DraftHead for MtpDrafter {
+    fn cpu(&self) -> &Cpu {
+        &self.model.cpu
+    }
+
+    fn config(&self) -> &ModelConfig {
+        &self.own.config
+    }
+
+    fn rotary(&self) -> &Rotary {
+        &self.own.rotary
+    }
+
+    fn layer(&self) -> &CpuLayer {
+        &self.own.layer
+    }
+
     fn width(&self) -> usize {
         self.own.config.hidden_size
     }
 
-    fn vocab(&self) -> usize {
-        self.own.config.vocab_size
+    fn input(&self, tokens: &[u32], streams: &[f32]) -> Result<Input> {
+        let model = &*self.model;
+        // The layer reads what the head of the model does.
+        let mut hidden = vec![0.0; streams.len()];
+        let eps = model.config.rms_norm_eps;
+        model.cpu.rms_norm(streams, &model.norm, eps, &mut hidden);
+        self.rows(tokens, &hidden)
     }
 
-    fn cache(&self, pages: usize) -> LayerCache {
-        let c = &self.own.config;
-        LayerCache::new(c, c.layer(0), DRAFT_KV, (0, pages))
+    fn drafted_input(&self, token: u32, made: Vec<f32>) -> Result<Input> {
+        self.rows(&[token], &made)
     }
 
-    fn feed(
-        &self,
-        (cache, table): (&mut LayerCache, &[u32]),
-        position: usize,
-        tokens: &[u32],
-        streams: &[f32],
-    ) -> Result<Vec<f32>> {
-        let (model, h) = (&*self.model, self.own.config.hidden_size);
-        let mut last = Vec::new();
-        let rows = tokens.chunks(ROWS).zip(streams.chunks(ROWS * h));
-        for (i, (tokens, streams)) in rows.enumerate() {
-            // The layer reads what the head of the model does.
-            let mut hidden = vec![0.0; streams.len()];
-            let eps = model.config.rms_norm_eps;
-            model.cpu.rms_norm(streams, &model.norm, eps, &mut hidden);
-            let mut x = self.input(tokens, &hidden)?;
-            last = self.run((&mut *cache, table), position + i * ROWS, &mut x)?;
+    fn made(&self, x: &[f32]) -> Result<Vec<f32>> {
+        let (own, mut made) = (&*self.own, vec![0.0; x.len()]);
+        let eps = own.config.rms_norm_eps;
+        self.model.cpu.rms_norm(x, &own.norm, eps, &mut made);
+        match crate::checks::all_finite(&made) {
+            true => Ok(made),
+            false => Err(MTP_NOT_FINITE),
         }
-        Ok(last)
-    }
-
-    fn feed_draft(
-        &self,
-        cache: (&mut LayerCache, &[u32]),
-        position: usize,
-        token: u32,
-        made: Vec<f32>,
-    ) -> Result<Vec<f32>> {
-        let mut x = self.input(&[token], &made)?;
-        self.run(cache, position, &mut x)
     }
 
     fn draft(&self, made: &[f32]) -> Result<u32> {

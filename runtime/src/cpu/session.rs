@@ -152,6 +152,7 @@ impl CpuSession {
                 tables: self.tables.all(),
                 scratch: &mut self.scratch,
                 x,
+                qkv: None,
                 observer,
                 kept: Some(&mut self.kept),
             };

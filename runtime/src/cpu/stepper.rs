@@ -133,6 +133,7 @@ impl LayerDevice for CpuLayers {
             tables: &self.tables,
             scratch: &mut self.scratch,
             x,
+            qkv: None,
             observer,
             kept: None,
         })

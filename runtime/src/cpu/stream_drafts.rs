@@ -1,56 +1,69 @@
 //! Drafts from residual streams on the CPU: those of an EAGLE-3 head, or of a model's MTP layer.
 
 use super::cache::LayerCache;
+use super::layer::{Batch, Pass, Scratch};
+use super::weights::CpuLayer;
 use crate::error::{Error, Result};
 use crate::interface::{Draft, DraftLayer, Drafter, SessionSpec, Tapped};
 use crate::kv::{PageCopy, PageTables};
-use nq_kernels::cpu::KvPages;
+use crate::rope::Rotary;
+use nq_formats::ModelConfig;
+use nq_kernels::cpu::{Cpu, KvPages};
 use nq_kernels::pages::KvType;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A layer that drafts from the residual streams of a model. A row of it is a token with the streams of the token
-/// before it; of drafted tokens, with what the layer itself made of the token before.
+/// A layer that drafts from the residual streams of a model: a model of one layer, but for its input and for what it
+/// drafts from. A row of it is a token with the streams of the token before it; of drafted tokens, with what the layer
+/// itself made of the token before.
 pub(crate) trait DraftHead: Send + Sync {
+    fn cpu(&self) -> &Cpu;
+
+    /// The shape of a model of this layer alone.
+    fn config(&self) -> &ModelConfig;
+
+    fn rotary(&self) -> &Rotary;
+
+    /// The layer, which begins with attention.
+    fn layer(&self) -> &CpuLayer;
+
     /// Values of a row's streams.
     fn width(&self) -> usize;
 
-    /// Number of tokens that may be fed.
-    fn vocab(&self) -> usize;
-
-    /// An empty cache of `pages` pages.
-    fn cache(&self, pages: usize) -> LayerCache;
-
-    /// Feeds `tokens`, each with the `streams` `[rows, width]` of the token before it. The first stands at `position`
-    /// of the sequence whose pages `table` lists. Returns what the layer made of the last one.
+    /// The layer's input of `tokens`, each with the `streams` `[rows, width]` of the token before it.
     ///
     /// # Errors
-    /// Errors of kernels; values that are not finite.
-    fn feed(
-        &self,
-        cache: (&mut LayerCache, &[u32]),
-        position: usize,
-        tokens: &[u32],
-        streams: &[f32],
-    ) -> Result<Vec<f32>>;
+    /// Errors of kernels.
+    fn input(&self, tokens: &[u32], streams: &[f32]) -> Result<Input>;
 
-    /// Feeds the drafted `token`; `made` is what the layer made of the token before it. Returns that of this one.
+    /// The layer's input of the drafted `token`; `made` is what the layer made of the token before it.
     ///
     /// # Errors
-    /// See [`DraftHead::feed`].
-    fn feed_draft(
-        &self,
-        cache: (&mut LayerCache, &[u32]),
-        position: usize,
-        token: u32,
-        made: Vec<f32>,
-    ) -> Result<Vec<f32>>;
+    /// Errors of kernels.
+    fn drafted_input(&self, token: u32, made: Vec<f32>) -> Result<Input>;
+
+    /// What the layer makes of a token: that of its output `x` `[hidden]` from which it drafts.
+    ///
+    /// # Errors
+    /// Values that are not finite.
+    fn made(&self, x: &[f32]) -> Result<Vec<f32>>;
 
     /// The likeliest token behind the one that `made` was made of.
     ///
     /// # Errors
-    /// See [`DraftHead::feed`].
+    /// Errors of kernels; values that are not finite.
     fn draft(&self, made: &[f32]) -> Result<u32>;
 }
+
+/// Rows that a layer is run over.
+pub(crate) struct Input {
+    /// The residual stream `[rows, hidden]`.
+    pub(crate) x: Vec<f32>,
+    /// Queries, keys and values `[rows, q_dim + 2 kv_dim]` of a layer that makes them of more than the stream.
+    pub(crate) qkv: Option<Vec<f32>>,
+}
+
+/// Rows computed together.
+const ROWS: usize = 256;
 
 /// Type of the keys and values of layers that draft.
 pub(crate) const DRAFT_KV: KvType = KvType::F16;
@@ -152,8 +165,9 @@ impl<H: DraftHead + 'static> StreamDrafts<H> {
 
 impl<H: DraftHead> DraftState<H> {
     fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
+        let c = head.config();
         DraftState {
-            cache: head.cache(spec.page_count()),
+            cache: LayerCache::new(c, c.layer(0), DRAFT_KV, (0, spec.page_count())),
             tables: PageTables::new(spec),
             slots: (0..spec.slots).map(|_| Slot::default()).collect(),
             ctx: spec.ctx,
@@ -218,7 +232,7 @@ impl<H: DraftHead> DraftState<H> {
             return Ok(false);
         }
         let new = &tokens[slot.fed.len()..];
-        if new.iter().any(|&t| t as usize >= head.vocab()) {
+        if new.iter().any(|&t| t as usize >= head.config().vocab_size) {
             return Ok(false);
         }
         self.drafts += 1;
@@ -231,14 +245,59 @@ impl<H: DraftHead> DraftState<H> {
         }
         let slot = &mut self.slots[draft.slot];
         if !new.is_empty() {
-            let cache = (&mut self.cache, &self.tables.all()[draft.slot][..]);
-            slot.last = self.head.feed(cache, slot.fed.len(), new, &slot.streams)?;
+            let parts = new.chunks(ROWS).zip(slot.streams.chunks(ROWS * width));
+            for (i, (tokens, streams)) in parts.enumerate() {
+                let input = self.head.input(tokens, streams)?;
+                let cache = (&mut self.cache, &self.tables.all()[draft.slot..][..1]);
+                slot.last = run(&*self.head, cache, slot.fed.len() + i * ROWS, input)?;
+            }
             slot.fed.extend_from_slice(new);
             slot.streams.clear();
             self.tables.advance(draft.slot, new.len());
         }
         Ok(!slot.last.is_empty())
     }
+}
+
+/// Runs the layer of `head` over rows of the sequence whose page table is the only one of `tables`, from `position` on.
+/// Returns what the layer makes of the last; of the others only keys and values are needed.
+fn run(
+    head: &impl DraftHead,
+    (cache, tables): (&mut LayerCache, &[Vec<u32>]),
+    position: usize,
+    mut input: Input,
+) -> Result<Vec<f32>> {
+    let (c, layer) = (head.config(), head.layer());
+    let (norm, attention) = layer.attention();
+    let rows = input.x.len() / c.hidden_size;
+    let mut scratch = Scratch::new(c, rows);
+    let (others, last) = input.x.split_at_mut((rows - 1) * c.hidden_size);
+    let parts = [(0..rows - 1, others), (rows - 1..rows, &mut *last)];
+    for (part, x) in parts.into_iter().filter(|(part, _)| !part.is_empty()) {
+        let mut batch = Batch::with_capacity(c, part.len(), 1);
+        batch.push(head.rotary(), 0, position + part.start, part.len());
+        let qkv = input.qkv.as_ref().map(|qkv| {
+            let width = qkv.len() / rows;
+            &qkv[part.start * width..part.end * width]
+        });
+        let mut pass = Pass {
+            cpu: head.cpu(),
+            config: c,
+            batch: &batch,
+            cache: &mut *cache,
+            tables,
+            scratch: &mut scratch,
+            x,
+            qkv,
+            observer: &mut (),
+            kept: None,
+        };
+        match part.end == rows {
+            true => layer.run(&mut pass)?,
+            false => pass.fill(norm, attention)?,
+        }
+    }
+    head.made(last)
 }
 
 impl<H: DraftHead> DraftState<H> {
@@ -250,7 +309,7 @@ impl<H: DraftHead> DraftState<H> {
             }
             let (head, slot) = (&self.head, &self.slots[draft.slot]);
             let (mut made, mut at) = (slot.last.clone(), slot.fed.len());
-            let table = &self.tables.all()[draft.slot];
+            let table = &self.tables.all()[draft.slot..][..1];
             let end = (at + ahead).min(self.ctx);
             while draft.tokens.len() < draft.most {
                 let token = head.draft(&made)?;
@@ -259,7 +318,8 @@ impl<H: DraftHead> DraftState<H> {
                     break;
                 }
                 // The rows of drafted tokens are written over by those of the text.
-                made = head.feed_draft((&mut self.cache, table), at, token, made)?;
+                let input = head.drafted_input(token, made)?;
+                made = run(&**head, (&mut self.cache, table), at, input)?;
                 at += 1;
             }
         }

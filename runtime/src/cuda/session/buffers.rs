@@ -173,6 +173,14 @@ impl ExpertRows {
     }
 }
 
+/// The rows of experts of a mixture.
+pub(in crate::cuda) fn expert_rows(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
+    match experts {
+        Some(rows) => rows,
+        None => unreachable!("sessions of mixtures have rows for them"),
+    }
+}
+
 /// f32 activations, for the plain kernels and for observers.
 pub(super) struct FullRows {
     pub(super) normed: Buffer<f32>,   // [rows, hidden]

@@ -8,7 +8,7 @@
 //!
 //! One row may take all layers as one kernel ([`Device::queue`]).
 
-use super::buffers::ExpertRows;
+use super::buffers::{ExpertRows, expert_rows};
 use super::experts::add_experts;
 use super::graphs::StepKind;
 use super::product;
@@ -439,14 +439,6 @@ impl Verbs for NarrowPass<'_> {
             }
             _ => Ok(()),
         }
-    }
-}
-
-/// The rows of experts of a mixture.
-pub(super) fn expert_rows(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
-    match experts {
-        Some(rows) => rows,
-        None => unreachable!("sessions of mixtures have rows for them"),
     }
 }
 

@@ -1,9 +1,9 @@
 //! A forward over the rows of many tokens.
 
 use super::super::model::CudaModel;
-use super::buffers::{FullRows, LOGIT_ROWS, ManyRows, RecurrentRows, Widths, padded};
+use super::buffers::{FullRows, LOGIT_ROWS, ManyRows, RecurrentRows, Widths, expert_rows, padded};
 use super::experts::add_experts;
-use super::passes::{expert_rows, states_of};
+use super::passes::states_of;
 use super::rank_rows::{
     Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_written,
 };

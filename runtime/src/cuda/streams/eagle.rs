@@ -2,21 +2,27 @@
 
 use super::buffers::WHAT;
 use super::{GpuHead, On, full, halves, multiply, norm_rows, rows_at};
+use crate::cuda::layer::CudaLayer;
 use crate::cuda::model::{CudaModel, refuse};
 use crate::error::{Error, Result};
 use crate::interface::DraftLayer;
 use crate::rope::Rotary;
-use crate::speculation::head::{EAGLE_NOT_FINITE, GATE_UP, HeadWeights, rotary};
+use crate::speculation::head::{EAGLE_NOT_FINITE, HeadWeights};
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight};
 use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Heads, Norm, Stack,
-    Uploader,
+    Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm, Stack, Uploader,
 };
+
+/// The product whose outputs an epilogue takes in pairs.
+const GATE_UP: &str = "gate_up";
 
 /// A head packed for a GPU.
 pub(crate) struct CudaEagle {
-    config: EagleConfig,
+    sizes: DraftLayer,
+    /// The shape of a model of its layer alone.
+    config: ModelConfig,
+    norm_before_residual: bool,
     gpu: Gpu,
     rotary: Rotary,
     weights: HeadWeights<DeviceLinear, Buffer<f32>>,
@@ -43,7 +49,8 @@ impl CudaEagle {
             Ok(uploader.pack(parts, stack, true)?)
         };
         let norm = |gains: Vec<f32>| Ok(gpu.upload("a norm", &gains)?);
-        let weights = HeadWeights::read(head, linear, norm)?;
+        let config = c.layer(model);
+        let weights = HeadWeights::read((head, &config), linear, norm)?;
         let embedding = match head.has_embedding {
             true => {
                 let embedding = crate::models::embedding(head.store.as_ref(), model)?;
@@ -53,9 +60,11 @@ impl CudaEagle {
         };
         uploader.finish()?;
         Ok(CudaEagle {
-            rotary: rotary(head, model),
+            rotary: Rotary::new(&config),
             tokens: Checked::upload(gpu, WHAT, &head.tokens, c.vocab_size)?,
-            config: c.clone(),
+            sizes: DraftLayer::eagle3(c),
+            norm_before_residual: c.norm_before_residual,
+            config,
             gpu: gpu.clone(),
             weights,
             embedding,
@@ -88,24 +97,25 @@ fn check_shape(c: &EagleConfig) -> Result<()> {
 }
 
 impl CudaEagle {
-    /// The products of `n` rows: `few.embedded` and the streams `x`, which become the residual.
-    fn products(&self, on: On<'_>, drawn: bool, n: usize) -> Result<()> {
-        let (c, w, few, stream) = (&self.config, &self.weights, on.few, on.stream);
+    /// Computes queries, keys and values of `n` rows, `few.embedded` and the streams `x`, which become the residual.
+    fn products(&self, on: &mut On<'_>, drawn: bool, n: usize) -> Result<()> {
+        let (c, w, stream, few) = (&self.config, &self.weights, on.stream, &mut *on.few);
         let x = if drawn { &mut few.last.x } else { &mut few.x };
         let (eps, width, columns) = (c.rms_norm_eps, c.hidden_size, &mut few.columns);
+        let (stream_norm, attention) = w.layer.attention();
         let norm = Norm {
             gain: &w.embedding_norm,
             eps,
         };
         let out = GemvOutput::Store(norm, &mut few.qkv);
         multiply(stream, &w.qkv_of_embedding, &few.embedded, out, columns, n)?;
-        norm_rows(stream, x, &w.stream_norm, full(&mut few.normed), (n, eps))?;
-        if c.norm_before_residual {
+        norm_rows(stream, x, stream_norm, full(&mut few.normed), (n, eps))?;
+        if self.norm_before_residual {
             let to = (x, rows_at(0, width));
             stream.copy_rows((&few.normed, rows_at(0, width)), to, (n, width))?;
         }
         let out = GemvOutput::Add(&mut few.qkv);
-        multiply(stream, &w.qkv_of_stream, &few.normed, out, columns, n)
+        multiply(stream, &attention.qkv.linear, &few.normed, out, columns, n)
     }
 }
 
@@ -115,7 +125,15 @@ impl GpuHead for CudaEagle {
     }
 
     fn layer(&self) -> DraftLayer {
-        DraftLayer::eagle3(&self.config)
+        self.sizes
+    }
+
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn weights(&self) -> &CudaLayer {
+        &self.weights.layer
     }
 
     fn rotary(&self) -> &Rotary {
@@ -126,6 +144,10 @@ impl GpuHead for CudaEagle {
         self.embedding.as_ref()
     }
 
+    fn norm(&self) -> &Buffer<f32> {
+        &self.weights.norm
+    }
+
     fn head<'a>(&'a self, _target: &'a CudaModel) -> &'a DeviceLinear {
         &self.weights.head
     }
@@ -134,25 +156,18 @@ impl GpuHead for CudaEagle {
         Some(&self.tokens)
     }
 
-    fn heads<'a>(&'a self, cos_sin: &'a Buffer<[f32; 2]>) -> Heads<'a> {
-        Heads {
-            heads: self.config.num_attention_heads,
-            gains: None,
-            biases: &[],
-            cos_sin,
-            eps: self.config.rms_norm_eps,
-        }
-    }
-
     fn not_finite(&self) -> Error {
         EAGLE_NOT_FINITE
     }
 
-    fn fill(&self, on: On<'_>, n: usize) -> Result<()> {
-        let (c, w, stream, many) = (&self.config, &self.weights, on.stream, on.many);
+    const MAKES_QKV: bool = true;
+
+    fn many_input(&self, on: &mut On<'_>, n: usize) -> Result<()> {
+        let (c, w, stream, many) = (&self.config, &self.weights, on.stream, &mut *on.many);
         let taps = (n, TAPS * c.hidden_size);
         stream.convert_rows(&many.streams, &halves(&mut many.half), taps)?;
         stream.gemm(&w.fc, &many.half, GemmOutput::Store(&mut many.x), n)?;
+        let (stream_norm, attention) = w.layer.attention();
         let halves_of = [
             (
                 &many.embedded,
@@ -160,7 +175,7 @@ impl GpuHead for CudaEagle {
                 &w.qkv_of_embedding,
                 false,
             ),
-            (&many.x, &w.stream_norm, &w.qkv_of_stream, true),
+            (&many.x, stream_norm, &attention.qkv.linear, true),
         ];
         for (x, gain, product, adds) in halves_of {
             let normed = halves(&mut many.normed);
@@ -171,11 +186,10 @@ impl GpuHead for CudaEagle {
             };
             stream.gemm(product, &many.normed, out, n)?;
         }
-        let (heads, cache) = (self.heads(on.cos_sin), on.pages.layer(0));
-        Ok(stream.append(&mut many.qkv, &many.rows, &heads, cache, n)?)
+        Ok(())
     }
 
-    fn begin(&self, on: On<'_>, held: &Buffer<f32>, n: usize) -> Result<()> {
+    fn few_input(&self, on: &mut On<'_>, held: &Buffer<f32>, n: usize) -> Result<()> {
         let (few, stream, width) = (&mut *on.few, on.stream, self.config.hidden_size);
         let (zeros, x) = (
             (&few.zeros, rows_at(0, width)),
@@ -187,31 +201,7 @@ impl GpuHead for CudaEagle {
         self.products(on, false, n)
     }
 
-    fn begin_drawn(&self, on: On<'_>) -> Result<()> {
+    fn drawn_input(&self, on: &mut On<'_>) -> Result<()> {
         self.products(on, true, 1)
-    }
-
-    fn finish(&self, on: On<'_>) -> Result<()> {
-        let (w, last, stream) = (&self.weights, &mut on.few.last, on.stream);
-        let norm = Norm {
-            gain: &w.mlp_norm,
-            eps: self.config.rms_norm_eps,
-        };
-        let multiply = |w, x: &Buffer<f32>, out: GemvOutput<'_>| stream.gemv(w, x, out, true);
-        multiply(&w.o, &last.attended, GemvOutput::Add(&mut last.x))?;
-        let out = GemvOutput::Silu(norm, &mut last.gated);
-        multiply(&w.gate_up, &last.x, out)?;
-        multiply(&w.down, &last.gated, GemvOutput::Add(&mut last.x))?;
-        Ok(())
-    }
-
-    fn logits(&self, on: On<'_>) -> Result<()> {
-        let (w, last) = (&self.weights, &mut on.few.last);
-        let norm = Norm {
-            gain: &w.norm,
-            eps: self.config.rms_norm_eps,
-        };
-        let out = GemvOutput::Head(norm, &mut last.logits, &mut last.best);
-        Ok(on.stream.gemv(&w.head, &last.x, out, true)?)
     }
 }

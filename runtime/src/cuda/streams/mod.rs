@@ -10,11 +10,13 @@
 mod buffers;
 mod eagle;
 mod mtp;
+mod pass;
 
 pub(super) use buffers::DraftMemory;
 pub(crate) use eagle::CudaEagle;
 pub(crate) use mtp::CudaMtp;
 
+use super::layer::CudaLayer;
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
 use crate::error::{Error, Result};
@@ -22,11 +24,12 @@ use crate::interface::{Draft, DraftLayer, Drafter, SessionSpec, StreamHead};
 use crate::kv::PageTables;
 use crate::rope::Rotary;
 use buffers::{Few, Many, RING, ROWS};
+use nq_formats::ModelConfig;
 use nq_kernels::cuda::{
-    Advance, AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, Columns,
-    DeviceLinear, DevicePages, GemvOutput, Gpu, Heads, MOST_RUN, NOT_FINITE as NO_NUMBER, Row,
-    RowsOut, Step, Stream, Strided, best_len,
+    Advance, Buffer, Checked, Columns, DeviceLinear, DevicePages, GemvOutput, Gpu, MOST_RUN,
+    NOT_FINITE as NO_NUMBER, Norm, Row, RowsOut, Step, Stream, Strided, best_len,
 };
+use pass::{FewPass, fill};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What a layer's operations work on.
@@ -45,10 +48,19 @@ trait GpuHead: Send + Sync + 'static {
 
     fn layer(&self) -> DraftLayer;
 
+    /// The shape of a model of this layer alone.
+    fn config(&self) -> &ModelConfig;
+
+    /// The layer, which begins with attention.
+    fn weights(&self) -> &CudaLayer;
+
     fn rotary(&self) -> &Rotary;
 
     /// The matrix of tokens, if it is not the target's.
     fn embedding(&self) -> Option<&DeviceLinear>;
+
+    /// The gains of the norm before the head.
+    fn norm(&self) -> &Buffer<f32>;
 
     /// The matrix that gives logits.
     fn head<'a>(&'a self, target: &'a CudaModel) -> &'a DeviceLinear;
@@ -56,26 +68,20 @@ trait GpuHead: Send + Sync + 'static {
     /// The target's token for each that is drafted, if they differ.
     fn ids(&self) -> Option<&Checked<u32>>;
 
-    /// How its attention prepares queries and keys.
-    fn heads<'a>(&'a self, cos_sin: &'a Buffer<[f32; 2]>) -> Heads<'a>;
-
     /// The error of values that overflow or are no numbers.
     fn not_finite(&self) -> Error;
 
-    /// Computes keys and values of `n` rows: `many.embedded` and `many.streams`.
-    fn fill(&self, on: On<'_>, n: usize) -> Result<()>;
+    /// True if queries, keys and values are part of its input, as they are made of more than the residual stream.
+    const MAKES_QKV: bool;
 
-    /// Computes `few.x` and the products `few.qkv` of `n` rows: `few.embedded`, and the streams `held`.
-    fn begin(&self, on: On<'_>, held: &Buffer<f32>, n: usize) -> Result<()>;
+    /// Computes the layer's input `many.x` of `n` rows, `many.embedded` and `many.streams`.
+    fn many_input(&self, on: &mut On<'_>, n: usize) -> Result<()>;
 
-    /// The same of a drawn token, `few.embedded`, behind the row `few.last.x`, in which it leaves its own.
-    fn begin_drawn(&self, on: On<'_>) -> Result<()>;
+    /// Computes the layer's input `few.x` of `n` rows, `few.embedded` and the streams `held`.
+    fn few_input(&self, on: &mut On<'_>, held: &Buffer<f32>, n: usize) -> Result<()>;
 
-    /// The rest of the layer behind attention: adds to the last row, `few.last.x`, what `few.last.attended` gives.
-    fn finish(&self, on: On<'_>) -> Result<()>;
-
-    /// Computes the logits behind the last row.
-    fn logits(&self, on: On<'_>) -> Result<()>;
+    /// Makes the layer's output `few.last.x` its input of the token that was drawn behind it, `few.embedded`.
+    fn drawn_input(&self, on: &mut On<'_>) -> Result<()>;
 }
 
 /// The drafter of a layer; its target's session holds the other reference.
@@ -449,8 +455,9 @@ impl<H: GpuHead> DraftState<H> {
         let tokens = &slots[slot].tokens[done + 1..][..n];
         stream.write_checked(&mut many.tokens, tokens)?;
         stream.embed(embedding, &many.tokens, &mut many.embedded, n)?;
-        let (head, on) = self.on();
-        head.fill(on, n)?;
+        let (head, mut on) = self.on();
+        head.many_input(&mut on, n)?;
+        fill(head, on, n)?;
         self.tables.advance(slot, n);
         Ok(())
     }
@@ -470,7 +477,6 @@ impl<H: GpuHead> DraftState<H> {
             slots,
             ..
         } = self;
-        let layer = head.layer();
         let embedding = head.embedding().unwrap_or(target.embedding());
         let step = |i: usize| Step {
             position: (done + i) as i32,
@@ -481,7 +487,7 @@ impl<H: GpuHead> DraftState<H> {
         stream.put_checked(&mut few.step, 0, &steps)?;
         stream.put_checked(&mut few.tokens, 0, tokens)?;
         stream.embed(embedding, &few.tokens, &mut few.embedded, n)?;
-        let on = On {
+        let mut on = On {
             stream,
             target,
             pages,
@@ -489,64 +495,23 @@ impl<H: GpuHead> DraftState<H> {
             few,
             many,
         };
-        head.begin(on, &slots[slot].held, n)?;
-        self.attend(n, done + n, false)?;
-        let DraftState { few, stream, .. } = self;
-        let (q, width) = (layer.heads.0 * layer.head_dim, layer.hidden);
-        let (from, to) = (rows_at(n - 1, q), (&mut few.last.attended, rows_at(0, q)));
-        stream.copy_rows((&few.attended, from), to, (1, q))?;
-        let (from, to) = (rows_at(n - 1, width), (&mut few.last.x, rows_at(0, width)));
-        stream.copy_rows((&few.x, from), to, (1, width))?;
-        // What `draw` continues from: its step stands at the last row.
-        stream.put_checked(&mut few.step, 0, &steps[n - 1..])?;
-        let (head, on) = self.on();
-        head.finish(on)
+        head.few_input(&mut on, &slots[slot].held, n)?;
+        let last = Some(steps[n - 1]);
+        head.weights()
+            .run(&mut FewPass::new(&**head, on, (n, done + n), last))
     }
 
     /// Runs the layer over the token that was drawn last, whose embedding is in `few.embedded`. The sequence then
     /// has `positions` rows.
     fn feed_drawn(&mut self, positions: usize) -> Result<()> {
-        let (head, on) = self.on();
-        head.begin_drawn(on)?;
-        self.attend(1, positions, true)?;
-        let (head, on) = self.on();
-        head.finish(on)
-    }
-
-    /// Attention of the `n` rows of `few.qkv`, or of the row of a token that was drawn. The last of them is the
-    /// sequence's `positions`th.
-    fn attend(&mut self, n: usize, positions: usize, drawn: bool) -> Result<()> {
-        let DraftState {
-            few,
-            pages,
-            cos_sin,
-            stream,
-            target,
-            head,
-            ..
-        } = self;
-        let attended = match drawn {
-            true => &mut few.last.attended,
-            false => &mut few.attended,
-        };
-        let kv_heads = head.layer().heads.1;
-        let shape = AttentionShape {
-            m: n,
-            splits: AttentionScratch::splits(&target.gpu, kv_heads, n, positions),
-            late: true,
-            runs: n > 1,
-            shared: None,
-        };
-        let (heads, out) = (head.heads(cos_sin), AttentionOutput::Full(attended));
-        let (step, scratch, cache) = (&few.step, &mut few.attention, pages.layer(0));
-        stream.attention_decode(&few.qkv, step, &heads, cache, scratch, out, shape)?;
-        Ok(())
+        let (head, mut on) = self.on();
+        head.drawn_input(&mut on)?;
+        head.weights()
+            .run(&mut FewPass::new(head, on, (1, positions), None))
     }
 
     /// Draws the likeliest token after `few.last.x` to the ring, advances the step and looks the token up.
     fn draw(&mut self) -> Result<()> {
-        let (head, on) = self.on();
-        head.logits(on)?;
         let DraftState {
             few,
             stream,
@@ -556,6 +521,12 @@ impl<H: GpuHead> DraftState<H> {
             ..
         } = self;
         let last = &mut few.last;
+        let norm = Norm {
+            gain: head.norm(),
+            eps: head.config().rms_norm_eps,
+        };
+        let out = GemvOutput::Head(norm, &mut last.logits, &mut last.best);
+        stream.gemv(head.head(target), &last.x, out, true)?;
         stream.advance(Advance {
             m: 1,
             candidates: None,
