@@ -7,7 +7,7 @@ use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::pack::pack_rows;
-use crate::scheme::{AffineScheme, Scales, Zeros};
+use crate::scheme::{Scales, Zeros};
 use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
@@ -153,29 +153,16 @@ fn affine_rows(a: &AffineWeight, rows: Range<usize>) -> AffineWeight {
     part.expect("whole rows of a weight are one")
 }
 
-/// True if the rows of two weights can be stacked: one may store zero-points and the other have all
-/// of them at the midpoint. Other formats have f16 scales and even steps.
+/// True if the rows of two weights can be stacked.
 fn alike(a: &AffineWeight, b: &AffineWeight) -> bool {
-    if !a.scheme().is_plain() || !b.scheme().is_plain() {
-        return false;
-    }
-    let zeros = |a: &AffineWeight| a.scheme().zeros == Zeros::Offset;
-    let (s, t) = (a.scheme(), b.scheme());
-    (s.bits, s.group, a.in_features()) == (t.bits, t.group, b.in_features()) && zeros(a) == zeros(b)
+    a.in_features() == b.in_features() && a.scheme().stacked(&b.scheme()).is_some()
 }
 
 fn stack_affine(parts: &[&AffineWeight]) -> Result<AffineWeight> {
     let first = parts[0];
-    let any = |zeros: Zeros| parts.iter().any(|p| p.scheme().zeros == zeros);
-    let kept = match (any(Zeros::Offset), any(Zeros::Integer)) {
-        (true, _) => Zeros::Offset,
-        (_, true) => Zeros::Integer,
-        _ => Zeros::None,
-    };
-    let scheme = AffineScheme {
-        zeros: kept,
-        ..first.scheme()
-    };
+    let schemes = parts.iter().map(|p| p.scheme());
+    let scheme = schemes.fold(first.scheme(), |all, s| all.stacked(&s).unwrap_or(all));
+    let kept = scheme.zeros;
     let (bits, groups) = (scheme.bits, first.groups());
     let (mut rows, mut codes) = (0, Vec::new());
     let (mut scales, mut zeros, mut offsets) = (Vec::<f16>::new(), Vec::new(), Vec::new());

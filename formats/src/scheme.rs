@@ -508,6 +508,20 @@ impl AffineScheme {
         }
     }
 
+    /// The scheme of a stack of rows in this scheme and rows in `other`, which have as many inputs; `None` if they cannot
+    /// be one weight. Where some have zero-points, those of the others are at the midpoint. Other formats have f16
+    /// scales and even steps.
+    pub fn stacked(&self, other: &Self) -> Option<Self> {
+        let alike = (self.bits, self.group) == (other.bits, other.group);
+        let zeros = match (self.zeros, other.zeros) {
+            (a, b) if a == b => a,
+            (Zeros::Offset, _) | (_, Zeros::Offset) => return None,
+            _ => Zeros::Integer,
+        };
+        let plain = self.is_plain() && other.is_plain();
+        (plain && alike).then_some(AffineScheme { zeros, ..*self })
+    }
+
     /// True for schemes that version 1 of nq's format supports: codes of 4 or 8 bits, f16 scales and even levels.
     pub fn is_plain(&self) -> bool {
         let known = [Bits::B4, Bits::B8].contains(&self.bits);

@@ -95,6 +95,28 @@ impl WeightKind {
         }
     }
 
+    /// The kind of a stack of weights of this kind and of `other`, which have as many inputs; `None` if they are not to be
+    /// one. Unquantized weights always are, whatever their types.
+    pub fn stacked(self, other: Self) -> Option<Self> {
+        match (self, other) {
+            (WeightKind::Dense(_), WeightKind::Dense(_)) => Some(self),
+            (
+                WeightKind::Affine {
+                    scheme,
+                    act_order: false,
+                },
+                WeightKind::Affine {
+                    scheme: other,
+                    act_order: false,
+                },
+            ) => Some(WeightKind::Affine {
+                scheme: scheme.stacked(&other)?,
+                act_order: false,
+            }),
+            _ => None,
+        }
+    }
+
     /// The kind with the same values in a scheme that kernels support ([`AffineScheme::expanded`]).
     #[must_use]
     pub const fn expanded(self) -> Self {

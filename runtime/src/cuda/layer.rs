@@ -1,8 +1,10 @@
 //! The weights of a layer on a GPU, and the mixtures that its kernels run.
 
 use crate::forward::{Layer, Mix};
+use nq_formats::models::{LayerSpec, LinearKind, Product};
 use nq_formats::{Experts, ModelConfig};
 use nq_kernels::cuda::{Buffer, DeviceLinear, MOST_EXPERTS};
+use nq_kernels::registry::WeightKind;
 
 /// The weights of a layer; gate and up are interleaved.
 pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
@@ -14,6 +16,40 @@ pub(super) fn drop_shared(layer: &mut CudaLayer) {
             experts.shared = None;
         }
     }
+}
+
+/// The weights of all experts of a mixture, each with that of the shared expert.
+const WITH_SHARED: [(LinearKind, LinearKind); 4] = [
+    (LinearKind::Router, LinearKind::SharedScore),
+    (LinearKind::Gate, LinearKind::SharedGate),
+    (LinearKind::Up, LinearKind::SharedUp),
+    (LinearKind::Down, LinearKind::SharedDown),
+];
+
+/// The weight of the shared expert that stands behind that of all others, if the shared expert stands in their stacks.
+pub(super) fn shared_behind(kind: LinearKind) -> Option<LinearKind> {
+    let pair = WITH_SHARED.into_iter().find(|(all, _)| *all == kind);
+    pair.map(|(_, own)| own)
+}
+
+/// True if the product is one of the shared expert alone.
+pub(super) fn is_of_shared(product: &Product) -> bool {
+    let kind = product.linears[0].kind;
+    WITH_SHARED.iter().any(|(_, own)| *own == kind)
+}
+
+/// True if the shared expert of a layer stands behind the others in their stacks, of which it then is one that all rows go
+/// through: fewer kernels than one for itself. It follows from the shape `c` and the kinds of the layer's weights, so
+/// that plans and models decide alike.
+pub(super) fn stacks_shared(
+    c: &ModelConfig,
+    spec: &LayerSpec,
+    kind: impl Fn(LinearKind) -> WeightKind,
+) -> bool {
+    let shares = spec.matrices().any(|l| l.kind == LinearKind::SharedGate);
+    let fits = c.experts.is_some_and(|e| largest_mixture(&e).shared > 0);
+    let alike = |(all, own)| kind(all).stacked(kind(own)).is_some();
+    shares && fits && WITH_SHARED.into_iter().all(alike)
 }
 
 /// The mixture that kernels run for a layer: with the shared expert, if the layer's stacks have it.

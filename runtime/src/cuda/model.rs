@@ -1,7 +1,7 @@
 //! A model's weights on a GPU.
 
 use super::host_experts::{HostExperts, is_of_experts};
-use super::layer::{CudaLayer, drop_shared, mixture};
+use super::layer::{CudaLayer, drop_shared, is_of_shared, mixture, stacks_shared};
 use super::part::GpuPart;
 use super::plan::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::request::Request;
@@ -16,7 +16,7 @@ use crate::weights::{Census, LoadProgress, note_held};
 use nq_formats::models::{LinearKind, Mixer, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{
-    DType, Experts, ModelConfig, Progress, Scheme, Shard, Weight, WeightStore, human_bytes,
+    DType, Experts, ModelConfig, Progress, Scheme, Shard, Tensor, Weight, WeightStore, human_bytes,
 };
 use nq_kernels::cuda::pack::{SPAN, TILE};
 use nq_kernels::cuda::{
@@ -106,16 +106,17 @@ impl Slower {
 /// Packs the weights of layer `index`, without its experts if they are on the CPU; those in trellis codes as FP16 if
 /// `plain`.
 pub(super) fn pack_layer(
-    uploader: &mut Uploader,
+    (uploader, config): (&mut Uploader, &ModelConfig),
     index: usize,
     weights: &LayerWeights,
     (experts_on_host, plain): (bool, bool),
     slower: &mut Slower,
 ) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
-    let stacks = match experts_on_host {
-        true => None,
-        false => Stacks::with_shared(weights),
+    let kind = |kind| WeightKind::of(weights.linear(kind));
+    let stacks = match !experts_on_host && stacks_shared(config, weights.spec, kind) {
+        true => Some(Stacks::with_shared(weights)?),
+        false => None,
     };
     let linear = |product: &'static Product| {
         if let Some(parts) = stacks.as_ref().and_then(|s| s.parts(product)) {
@@ -140,8 +141,7 @@ pub(super) fn pack_layer(
     Ok(layer)
 }
 
-/// The weights of a mixture with its shared expert behind the others, of which it then is one that all rows go
-/// through: fewer kernels than one for itself.
+/// The weights of a mixture with its shared expert behind the others.
 struct Stacks {
     router: Weight,
     gate: Weight,
@@ -150,18 +150,18 @@ struct Stacks {
 }
 
 impl Stacks {
-    /// `None` if there is no shared expert, or if its width or schemes are not those of the others.
-    fn with_shared(weights: &LayerWeights) -> Option<Self> {
-        let of = |kind| weights.linears.get(&kind);
-        let stack = |all, own| Weight::stack(&[of(all)?.clone(), of(own)?.clone()]).ok();
-        let (count, width) = (
-            of(LinearKind::Router)?.dims().0,
-            of(LinearKind::SharedGate)?.dims().0,
-        );
-        if count >= MOST_EXPERTS || of(LinearKind::Gate)?.dims().0 != count * width {
-            return None;
-        }
-        Some(Stacks {
+    /// Those of a layer of which [`stacks_shared`] says so.
+    fn with_shared(weights: &LayerWeights) -> Result<Self> {
+        let stack = |all, own| -> Result<Weight> {
+            let parts = match [weights.linear(all), weights.linear(own)] {
+                [Weight::Dense(a), Weight::Dense(b)] if a.dtype() != b.dtype() => {
+                    [floats(a)?, floats(b)?]
+                }
+                parts => parts.map(Weight::clone),
+            };
+            Ok(Weight::stack(&parts)?)
+        };
+        Ok(Stacks {
             router: stack(LinearKind::Router, LinearKind::SharedScore)?,
             gate: stack(LinearKind::Gate, LinearKind::SharedGate)?,
             up: stack(LinearKind::Up, LinearKind::SharedUp)?,
@@ -175,12 +175,15 @@ impl Stacks {
             LinearKind::Router => Some(vec![&self.router]),
             LinearKind::Gate => Some(vec![&self.gate, &self.up]),
             LinearKind::Down => Some(vec![&self.down]),
-            LinearKind::SharedScore | LinearKind::SharedGate | LinearKind::SharedDown => {
-                Some(Vec::new())
-            }
-            _ => None,
+            _ => is_of_shared(product).then(Vec::new),
         }
     }
+}
+
+/// The values of `w` as f32.
+fn floats(w: &Tensor) -> Result<Weight> {
+    let values = Tensor::from_f32(w.shape().to_vec(), w.to_f32()?)?;
+    Ok(Weight::Dense(values))
 }
 
 /// The weights that score the experts of a layer, if it has a mixture whose shared expert, if there is one, is in
@@ -317,7 +320,7 @@ impl CudaModel {
                 }
             }
             let layer = pack_layer(
-                &mut uploader,
+                (&mut uploader, config),
                 index,
                 &weights,
                 (experts_on_host, plain),

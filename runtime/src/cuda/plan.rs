@@ -2,7 +2,7 @@
 //! constructors are run on a device that only counts.
 
 use super::host_experts::is_of_experts;
-use super::layer::{CudaLayer, drop_shared, largest_mixture};
+use super::layer::{CudaLayer, drop_shared, is_of_shared, shared_behind, stacks_shared};
 use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
@@ -11,7 +11,7 @@ use crate::forward::{Block, Layer, Mix, VectorSpec};
 use crate::interface::{DeviceMemory, DraftedBy, SessionSpec};
 use crate::states::{is_recurrent, shape_of};
 use crate::weights::Kinds;
-use nq_formats::models::{LinearKind, Product};
+use nq_formats::models::{LinearKind, LinearSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{DType, ModelConfig, TensorEntry, WeightStore, human_bytes};
 use nq_kernels::Account;
@@ -29,50 +29,6 @@ fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Resu
 /// An empty weight, in the place of experts that are on the CPU.
 pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
     DeviceLinear::zeros(gpu, PackedKind::Fp16, (&[], 0))
-}
-
-/// True if [`nq_formats::Weight::stack`] takes weights of this kind.
-fn stacks(kind: WeightKind) -> bool {
-    match kind {
-        WeightKind::Dense(_) => true,
-        WeightKind::Affine { scheme, .. } => scheme.is_plain(),
-        WeightKind::Trellis(_) => false,
-    }
-}
-
-/// Whether a layer's shared expert stands behind the others in their stacks ([`CudaModel`](super::model::CudaModel)).
-struct SharedStacks(bool);
-
-impl SharedStacks {
-    fn of(c: &ModelConfig, kinds: Kinds<'_>, layer: usize, on_host: bool) -> Self {
-        let spec = c.layer(layer);
-        let shares = spec.matrices().any(|l| l.kind == LinearKind::SharedGate);
-        let fits = c.experts.is_some_and(|e| largest_mixture(&e).shared > 0);
-        let alike = |(a, b)| {
-            let kind = |kind| kinds(&spec.linear(kind).name(layer));
-            kind(a) == kind(b) && stacks(kind(a))
-        };
-        let pairs = [
-            (LinearKind::Router, LinearKind::SharedScore),
-            (LinearKind::Gate, LinearKind::SharedGate),
-            (LinearKind::Up, LinearKind::SharedUp),
-            (LinearKind::Down, LinearKind::SharedDown),
-        ];
-        SharedStacks(shares && fits && !on_host && pairs.into_iter().all(alike))
-    }
-
-    /// Rows that `product` has of the shared expert; `None` if it is in another product.
-    fn more_rows(&self, product: &Product, c: &ModelConfig) -> Option<usize> {
-        let width = c.experts.map_or(0, |e| e.shared);
-        match product.linears[0].kind {
-            _ if !self.0 => Some(0),
-            LinearKind::Router => Some(1),
-            LinearKind::Gate => Some(2 * width),
-            LinearKind::Down => Some(c.hidden_size),
-            LinearKind::SharedScore | LinearKind::SharedGate | LinearKind::SharedDown => None,
-            _ => Some(0),
-        }
-    }
 }
 
 /// True if matrices of the model are in trellis codes.
@@ -113,36 +69,43 @@ pub(super) fn weight_bytes(
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
     let layer = |index: usize, on_host: bool| -> Result<usize> {
         let before = account.held();
-        let stacks = SharedStacks::of(c, kinds, index, on_host);
+        let spec = c.layer(index);
+        let kind = |kind: LinearKind| kinds(&spec.linear(kind).name(index));
+        let stacks = !on_host && stacks_shared(c, spec, kind);
         let vector = |vector: VectorSpec| -> Result<_> { Ok(gpu.zeros("a norm", vector.len(c))?) };
         let pack = |product: &'static Product| {
-            if on_host && is_of_experts(c.layer(index), product) {
+            let apart = on_host && is_of_experts(spec, product) || stacks && is_of_shared(product);
+            if apart {
                 return Ok(no_weight(gpu)?);
             }
-            let Some(more) = stacks.more_rows(product, c) else {
-                return Ok(no_weight(gpu)?);
+            let behind = |l: &LinearSpec| shared_behind(l.kind).filter(|_| stacks);
+            let height = |l: &LinearSpec| {
+                let more = behind(l).map_or(0, |shared| spec.linear(shared).dims(c).0);
+                l.dims(c).0 + more
             };
-            let mut heights: Vec<usize> = product.linears.iter().map(|l| l.dims(c).0).collect();
-            heights.extend((more > 0).then_some(more));
+            let heights: Vec<usize> = product.linears.iter().map(height).collect();
             let inputs = product.inputs(c);
-            let parts = product.linears.iter().map(|l| kinds(&l.name(index)));
+            let parts = product.linears.iter().map(|l| {
+                let stacked = behind(l).and_then(|shared| kind(l.kind).stacked(kind(shared)));
+                stacked.unwrap_or_else(|| kind(l.kind))
+            });
             let kind = match PackedKind::of_stack(parts, inputs)? {
-                kind if is_of_experts(c.layer(index), product) => kind.without_trellis(),
+                kind if is_of_experts(spec, product) => kind.without_trellis(),
                 kind => kind,
             };
             Ok(DeviceLinear::zeros(gpu, kind, (&heights, inputs))?)
         };
-        let mut layer: CudaLayer = Layer::new(index, c.layer(index), pack, vector)?;
-        if stacks.0 {
+        let mut layer: CudaLayer = Layer::new(index, spec, pack, vector)?;
+        if stacks {
             drop_shared(&mut layer);
         }
-        let delta = shape_of(c).filter(|_| is_recurrent(c.layer(index)));
+        let delta = shape_of(c).filter(|_| is_recurrent(spec));
         let routes = |block: &Block<_, _>| match &block.mixer {
             Mix::Experts(experts) => experts.shared.is_none() && !on_host,
             _ => false,
         };
         let router = (c.experts.filter(|_| layer.blocks.iter().any(routes)))
-            .map_or(0, |e| e.count + usize::from(stacks.0));
+            .map_or(0, |e| e.count + usize::from(stacks));
         let rates = delta.map_or(0, |d| 2 * d.value_heads);
         // Memory of no bytes takes some too, so what does not exist is not reserved.
         let halves = |rows: usize| {

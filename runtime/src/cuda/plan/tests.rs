@@ -1,6 +1,9 @@
 use super::*;
 use crate::interface::DraftLayer;
-use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros, trellis::Code};
+use nq_formats::{
+    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Scheme, Weight, ZeroPoints, Zeros,
+    trellis::Code,
+};
 use nq_kernels::KernelSet;
 use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 
@@ -23,19 +26,64 @@ fn spec(ctx: usize, kv: KvType) -> SessionSpec {
     }
 }
 
+/// One weight of two rows of 64 inputs.
+fn weight(scheme: AffineScheme) -> Weight {
+    let zeros = match scheme.zeros {
+        Zeros::None => ZeroPoints::None,
+        Zeros::Integer => ZeroPoints::Integer(vec![0; 2].into()),
+        Zeros::Offset => ZeroPoints::Offset(vec![half::f16::ONE; 2].into()),
+    };
+    let codes = vec![0; 2 * scheme.bits.bytes(64)];
+    let scales = vec![half::f16::ONE; 2];
+    let weight = AffineWeight::new(scheme, (2, 64), codes.into(), scales.into(), zeros, None);
+    Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
+}
+
+/// What plans count as one stack can be stacked, and packs to the kind that is counted; what cannot be stacked is counted
+/// apart. Zero-points used to be a difference to plans alone.
 #[test]
 fn shared_experts_stack_where_their_weights_do() {
     let config = nq_formats::synth::Preset::find("qwen3.5-35b-a3b").unwrap();
     let config = config.config();
-    let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
-    let octagon = nq_formats::TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
-    for (scheme, stacked) in [
-        (Scheme::Affine(int4), true),
-        (Scheme::Affine(int4.two_level(Bits::B8)), false),
-        (Scheme::Trellis(octagon), false),
+    let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(64), zeros);
+    let (int4, plain) = (
+        scheme(Bits::B4, Zeros::Integer),
+        scheme(Bits::B4, Zeros::None),
+    );
+    let kinds = |experts: Scheme, shared: Scheme| {
+        move |name: &str| match name {
+            name if name.contains("shared_expert.") => WeightKind::in_scheme(shared, false),
+            name if name.contains("experts.") => WeightKind::in_scheme(experts, false),
+            _ => WeightKind::Dense(DType::BF16),
+        }
+    };
+    let spec = config.layer(0);
+    let stacks =
+        |kinds: Kinds<'_>| stacks_shared(&config, spec, |kind| kinds(&spec.linear(kind).name(0)));
+    let bytes = |kinds: Kinds<'_>| weight_bytes(&config, kinds, None, 0, None).unwrap();
+    for (experts, shared) in [
+        (int4, int4),
+        (int4, plain),
+        (plain, int4),
+        (int4, scheme(Bits::B4, Zeros::Offset)),
+        (int4, scheme(Bits::B8, Zeros::Integer)),
     ] {
-        let kinds = |_: &str| WeightKind::in_scheme(scheme, false);
-        assert_eq!(SharedStacks::of(&config, &kinds, 0, false).0, stacked);
+        let kinds = kinds(experts.into(), shared.into());
+        let stack = Weight::stack(&[weight(experts), weight(shared)]).ok();
+        assert_eq!(stacks(&kinds), stack.is_some(), "{experts} {shared}");
+        let kind = WeightKind::in_scheme(experts.into(), false);
+        let stacked = kind.stacked(WeightKind::in_scheme(shared.into(), false));
+        assert_eq!(stacked, stack.as_ref().map(WeightKind::of));
+    }
+    // A stack has the zero-points of those of its parts that have some.
+    let same = kinds(int4.into(), int4.into());
+    assert_eq!(bytes(&same), bytes(&kinds(int4.into(), plain.into())));
+    let octagon = nq_formats::TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
+    for scheme in [
+        Scheme::Affine(int4.two_level(Bits::B8)),
+        Scheme::Trellis(octagon),
+    ] {
+        assert!(!stacks(&kinds(scheme, scheme)));
     }
 }
 

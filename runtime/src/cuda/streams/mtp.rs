@@ -56,7 +56,7 @@ impl CudaMtp {
         let fc = [half(0)?, half(h)?];
         let weights = LayerWeights::read(&LayerStore::new(store), &config, 0)?;
         let layer = pack_layer(
-            &mut uploader,
+            (&mut uploader, &config),
             0,
             &weights,
             (false, true),
