@@ -1,15 +1,17 @@
-//! Sets `demo` if the feature of that name is on and the demo model exists. The published crate
+//! Sets `demo` if the feature of that name is on and the demo model exists, whose weights it unpacks. The published crate
 //! does not include it, because crates are limited to 10 MB.
 
-use std::env;
-use std::path::Path;
+#[cfg(feature = "demo")]
+#[path = "assets/unpack.rs"]
+mod unpack;
 
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(demo)");
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=assets/demo/config.json");
-    let wanted = env::var_os("CARGO_FEATURE_DEMO").is_some();
-    if wanted && Path::new("assets/demo/config.json").exists() {
+    #[cfg(feature = "demo")]
+    if std::path::Path::new("assets/demo/config.json").exists() {
+        unpack::unpack("assets".as_ref()).expect("assets/packed is unpacked to assets/demo");
         println!("cargo::rustc-cfg=demo");
     }
 }

@@ -31,13 +31,7 @@ struct Pair {
 
 /// False, said in print, where there is no GPU and none is required.
 fn has_gpu() -> bool {
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    let found = nq_kernels::cuda::device_count();
-    if let Err(e) = &found {
-        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-        println!("skipped: {e}");
-    }
-    found.is_ok()
+    nq_testkit::on_gpu(nq_kernels::cuda::device_count()).is_some()
 }
 
 fn pair(bits: Bits) -> Option<Pair> {

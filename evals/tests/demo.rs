@@ -8,16 +8,12 @@
 use nq_evals::{EvalSpec, Evaluation, Protocol, ReferenceLogits, compare, evaluate, self_noise};
 use nq_formats::Checkpoint;
 use nq_runtime::{ActivationChoice, DeviceChoice, Engine, KvType, LoadOptions, Tokenizer, load};
-use std::path::{Path, PathBuf};
+use nq_testkit::{repository, shared};
 use std::sync::{Arc, LazyLock};
 
 struct Demo {
     engine: Arc<dyn Engine>,
     tokenizer: Tokenizer,
-}
-
-fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
 static DEMO: LazyLock<Demo> = LazyLock::new(|| {
@@ -39,15 +35,8 @@ fn slow_text(name: &str) -> Option<String> {
         println!("skipped: {name} takes minutes; NQ_SLOW_TESTS=1 runs it");
         return None;
     }
-    let shared =
-        std::env::var_os("NQ_SHARED").map_or_else(|| repository().join("../shared"), PathBuf::from);
-    match std::fs::read_to_string(shared.join("data").join(name)) {
-        Ok(text) => Some(text),
-        Err(e) => {
-            println!("skipped: {name}: {e}");
-            None
-        }
-    }
+    let path = shared(&format!("data/{name}"))?;
+    Some(std::fs::read_to_string(path).unwrap())
 }
 
 fn demo_eval() -> String {

@@ -13,6 +13,7 @@ repository at the same path. Kernels that are not in --kernels or are of other s
 import argparse
 import hashlib
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -40,6 +41,14 @@ def compiled():
         f"{packages[folder]}-{made['target']['name']}": Path(made["executable"])
         for folder, made in zip(folders, built)
     }
+
+
+def demo():
+    """Unpacks the demo model's weights, as builds do, for programs that were built elsewhere."""
+    for packed in (ROOT / "assets/packed").glob("*.xz"):
+        whole = ROOT / "assets/demo" / packed.stem
+        if not whole.exists():
+            whole.write_bytes(lzma.decompress(packed.read_bytes()))
 
 
 def kernels(folder):
@@ -91,6 +100,7 @@ def main():
         return 0
     folder = options.kernels.resolve()
     kernels(folder)
+    demo()
     programs = compiled() if options.binaries is None else {p.name: p.resolve() for p in options.binaries.iterdir()}
     gpus = options.gpus.split(",")
     table, failures = {}, []

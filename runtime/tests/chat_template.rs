@@ -5,26 +5,10 @@
 use nq_formats::Files;
 use nq_runtime::chat_template::Switches;
 use nq_runtime::{ChatTemplate, Message, Tokenizer};
+use nq_testkit::{repository, shared};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-
-fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
-/// Published files beside the repository; prints that the test is skipped where they are absent.
-fn shared(path: &str) -> Option<PathBuf> {
-    let root =
-        std::env::var_os("NQ_SHARED").map_or_else(|| repository().join("../shared"), PathBuf::from);
-    let dir = root.join(path);
-    if !dir.exists() {
-        println!("skipped: {} is absent", dir.display());
-        return None;
-    }
-    Some(dir)
-}
 
 /// A folder with these files.
 fn folder(files: &[(&str, &str)]) -> (tempfile::TempDir, Files) {

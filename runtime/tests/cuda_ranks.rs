@@ -27,15 +27,7 @@ const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::
 fn two() -> Option<(MutexGuard<'static, ()>, &'static str)> {
     static TURN: Mutex<()> = Mutex::new(());
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    let count = match nq_kernels::cuda::device_count() {
-        Ok(count) => count,
-        Err(e) => {
-            assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-            println!("skipped: {e}");
-            return None;
-        }
-    };
+    let count = nq_testkit::on_gpu(nq_kernels::cuda::device_count())?;
     let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|v| v == "EAGER")
         && std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|v| v == "32");
     match (count, eager) {

@@ -6,25 +6,10 @@
 use nq_formats::Files;
 use nq_formats::gguf::GgufFile;
 use nq_runtime::{Detokenizer, Tokenizer};
+use nq_testkit::{repository, shared};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-
-fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
-/// Test data beside the repository; prints that the test is skipped where it is absent.
-fn shared(path: &str) -> Option<PathBuf> {
-    let root =
-        std::env::var_os("NQ_SHARED").map_or_else(|| repository().join("../shared"), PathBuf::from);
-    let path = root.join(path);
-    if !path.exists() {
-        println!("skipped: {} is absent", path.display());
-        return None;
-    }
-    Some(path)
-}
 
 fn open(folder: PathBuf) -> Tokenizer {
     Tokenizer::from_files(&Files::Folder(folder)).unwrap()

@@ -7,7 +7,6 @@ use crate::common::{Running, templated};
 use nq_runtime::{ChatTemplate, Message};
 use nq_serve::{HttpLimits, Security};
 use serde_json::{Map, Value, json};
-use std::path::{Path, PathBuf};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -481,14 +480,12 @@ fn schemas_of_popular_clients_are_served() {
 /// messages, every effort, and a budget of thinking that the prompt opens.
 #[test]
 fn published_templates_of_qwen35_are_served() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared");
-    let root = std::env::var_os("NQ_SHARED").map_or(root, PathBuf::from);
     for name in ["3.5-4B", "3.6-27B", "3.8-27B"] {
-        let path = root.join(format!("data/qwen3.5/chat_template-Qwen{name}.jinja"));
-        let Ok(source) = std::fs::read_to_string(&path) else {
-            println!("skipped: {} is absent", path.display());
+        let path = format!("data/qwen3.5/chat_template-Qwen{name}.jinja");
+        let Some(path) = nq_testkit::shared(&path) else {
             return;
         };
+        let source = std::fs::read_to_string(&path).unwrap();
         let server = Running::over(
             templated(&source),
             Security::default(),

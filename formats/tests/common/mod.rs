@@ -6,30 +6,9 @@ use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, GroupValues, Levels, Parts, Scales, Tensor, Weight,
     Zeros, pack,
 };
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The repository's assets folder.
-pub(crate) fn assets() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets")
-}
-
-/// The shared test data, or `None` with a printed note if it is absent.
-pub(crate) fn shared(file: &str) -> Option<PathBuf> {
-    let root = std::env::var_os("NQ_SHARED").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared"),
-        PathBuf::from,
-    );
-    let path = root.join(file);
-    if path.exists() {
-        return Some(path);
-    }
-    #[allow(clippy::print_stdout)]
-    {
-        println!("skipped: no {} here", path.display());
-    }
-    None
-}
+pub(crate) use nq_testkit::{assets, shared};
 
 /// A safetensors file: length, `header`, data.
 pub(crate) fn safetensors(header: &str, data: &[u8]) -> Vec<u8> {

@@ -4,7 +4,7 @@
 //! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 
 use nq_kernels::DeltaShape;
-use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+use nq_kernels::cuda::{CudaOps, GemmPrecision};
 use nq_kernels::grad::{
     Adam, Allocate, Buffers, CpuOps, DeltaInputs, DeltaWork, Draw, Gemm, GradOps, HeadShape,
     LayerOps, Occurrences, OneShape, Rounding, UNKNOWN,
@@ -13,14 +13,8 @@ use nq_kernels::rng::Philox;
 
 /// The GPU with nq's products and, if it is installed, with cuBLAS's.
 fn ops(precision: GemmPrecision) -> Vec<CudaOps> {
-    let gpu = match Gpu::open(0) {
-        Ok(gpu) => gpu,
-        Err(e) => {
-            let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-            assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-            println!("skipped: {e}");
-            return Vec::new();
-        }
+    let Some(gpu) = super::gpu() else {
+        return Vec::new();
     };
     let own = CudaOps::with_own_products(&gpu, precision).unwrap();
     let best = CudaOps::new(&gpu, precision).unwrap();

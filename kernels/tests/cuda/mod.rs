@@ -34,13 +34,7 @@ const GUARD: f32 = f32::from_bits(0x7fc0_beef);
 const GUARDS: usize = 64;
 
 fn gpu() -> Option<Gpu> {
-    let found = Gpu::open(0);
-    if let Err(e) = &found {
-        let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-        println!("skipped: {e}");
-    }
-    found.ok()
+    nq_testkit::on_gpu(Gpu::open(0))
 }
 
 /// True under compute-sanitizer, which slows kernels down a hundredfold: long sequences and real

@@ -16,15 +16,8 @@ use nq_quantize::{Grid, Rounded, trellis};
 use std::sync::Arc;
 
 fn ops() -> Option<Arc<CudaOps>> {
-    match Gpu::open(0) {
-        Ok(gpu) => Some(Arc::new(CudaOps::new(&gpu, GemmPrecision::Full).unwrap())),
-        Err(e) => {
-            let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-            assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-            println!("skipped: {e}");
-            None
-        }
-    }
+    let gpu = nq_testkit::on_gpu(Gpu::open(0))?;
+    Some(Arc::new(CudaOps::new(&gpu, GemmPrecision::Full).unwrap()))
 }
 
 fn normal(rows: usize, cols: usize, stream: u64) -> Matrix {

@@ -493,18 +493,12 @@ pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
 
 /// The model on the first GPU; `None`, said in print, where there is none and none is required.
 #[cfg(feature = "cuda")]
-#[allow(clippy::print_stdout, reason = "tests say what they skip")]
 pub(crate) fn gpu_engine(
     config: &ModelConfig,
     store: &Store,
     kernels: nq_kernels::KernelSet,
 ) -> Option<std::sync::Arc<dyn Engine>> {
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    if let Err(e) = nq_kernels::cuda::device_count() {
-        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-        println!("skipped: {e}");
-        return None;
-    }
+    nq_testkit::on_gpu(nq_kernels::cuda::device_count())?;
     let options = nq_runtime::LoadOptions {
         device: nq_runtime::DeviceChoice::Cuda(0),
         kernels,

@@ -234,10 +234,7 @@ fn mixtures_that_have_no_kernels_are_refused_by_name() {
     let config = mixture();
     let store = mixture_store(&config, None);
     let refused = |config: &ModelConfig, kernels| {
-        let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-        if nq_kernels::cuda::device_count().is_err() && !required {
-            return None;
-        }
+        nq_testkit::on_gpu(nq_kernels::cuda::device_count())?;
         let options = LoadOptions {
             device: DeviceChoice::Cuda(0),
             kernels,

@@ -379,10 +379,7 @@ impl Observer for Watch<'_> {
 /// summed on the GPU, and logits are those of the CPU. Texts are of several lengths, one of which is longer than a piece.
 #[test]
 fn layers_are_those_of_the_cpu() {
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    if let Err(e) = nq_kernels::cuda::device_count() {
-        assert!(!required, "NQ_REQUIRE_CUDA=1, but: {e}");
-        println!("skipped: {e}");
+    if nq_testkit::on_gpu(nq_kernels::cuda::device_count()).is_none() {
         return;
     }
     for config in configs() {
@@ -439,8 +436,7 @@ fn layers_are_those_of_the_cpu() {
 /// Sizes that have no kernels are refused by name, before weights are read.
 #[test]
 fn hybrids_that_have_no_kernels_are_refused_by_name() {
-    let required = std::env::var_os("NQ_REQUIRE_CUDA").is_some_and(|v| v == "1");
-    if nq_kernels::cuda::device_count().is_err() && !required {
+    if nq_testkit::on_gpu(nq_kernels::cuda::device_count()).is_none() {
         return;
     }
     let good = wide_hybrid("qwen35", 4, false);
