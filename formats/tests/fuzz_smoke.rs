@@ -12,8 +12,7 @@ use nq_formats::names::{Shape, expert_name, is_layer_linear, parameters, stack};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
-    AffineScheme, Bits, Checkpoint, DType, Files, Group, ModelConfig, QuantizedWeight, Tensor,
-    Weight, Zeros,
+    AffineScheme, Bits, Checkpoint, DType, Files, Group, QuantizedWeight, Tensor, Weight, Zeros,
 };
 use std::fs;
 use std::path::Path;
