@@ -24,7 +24,6 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
         None => open_default(global, progress),
     };
     let mut model = model?;
-    note_left_over(&model, progress);
     let mut adapters = Vec::new();
     for AdapterArg { path, weight } in &global.adapters {
         adapters.push(Adapter::open(path, *weight)?);
@@ -32,6 +31,7 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
         model.source = format!("{} with {weight} x {}", model.source, place.display());
     }
     model.checkpoint = model.checkpoint.with_adapters(adapters)?;
+    note_left_over(&model, progress);
     Ok(model)
 }
 

@@ -179,6 +179,16 @@ impl Checkpoint {
         self
     }
 
+    /// Notes what else is left over.
+    pub(crate) fn leave_over(&mut self, left: Vec<LeftOver>) {
+        self.left_over.extend(left);
+    }
+
+    /// Makes the head a matrix of its own, which the store must have.
+    pub(crate) fn untie(&mut self) {
+        self.config.tie_word_embeddings = false;
+    }
+
     /// Model shape.
     pub fn config(&self) -> &ModelConfig {
         &self.config

@@ -235,31 +235,44 @@ impl Gathered {
         };
         let entries = store.entries();
         check_count(&entries, experts.count, &files.path(CONFIG))?;
-        let is_fused = |e: &TensorEntry| {
-            let (_, rest) = in_experts(&e.name)?;
-            FUSED.contains(&rest).then(|| e.name.clone())
-        };
-        let fused_tensors: BTreeSet<String> = entries.iter().filter_map(is_fused).collect();
-        let mut apart: BTreeMap<String, usize> = BTreeMap::new();
-        for (of, _) in entries.iter().filter_map(|e| expert_of(&e.name)) {
-            *apart.entry(of.into()).or_default() += 1;
-        }
+        let names = entries.iter().map(|e| e.name.as_str());
+        let gathered = Self::of(store, experts, files.root(), names);
         // Each has tensors of its own: fewer tensors than experts are not all of them.
-        if let Some((of, tensors)) = apart.iter().find(|(_, n)| **n < experts.count) {
+        let mut apart = gathered.apart.iter();
+        if let Some((layer, tensors)) = apart.find(|(_, n)| **n < experts.count) {
             return Err(Error::Malformed {
                 path: files.path(CONFIG),
                 what: "num_experts".into(),
-                expected: format!("at most the {tensors} tensors of {of}"),
+                expected: format!("at most the {tensors} tensors of {layer}"),
                 found: experts.count.to_string(),
             });
         }
-        Ok(Box::new(Gathered {
+        Ok(Box::new(gathered))
+    }
+
+    /// Wraps `inner`, whose tensors are called `names`.
+    pub(crate) fn of<'a>(
+        inner: Box<dyn WeightStore>,
+        experts: Experts,
+        root: PathBuf,
+        names: impl Iterator<Item = &'a str>,
+    ) -> Self {
+        let mut fused_tensors = BTreeSet::new();
+        let mut apart: BTreeMap<String, usize> = BTreeMap::new();
+        for name in names {
+            if in_experts(name).is_some_and(|(_, rest)| FUSED.contains(&rest)) {
+                fused_tensors.insert(name.into());
+            } else if let Some((layer, _)) = expert_of(name) {
+                *apart.entry(layer.into()).or_default() += 1;
+            }
+        }
+        Gathered {
+            inner,
+            experts,
+            root,
             fused_tensors,
             apart,
-            inner: store,
-            experts,
-            root: files.root(),
-        }))
+        }
     }
 
     /// The stack with this name, unless the files store it as one.
@@ -285,7 +298,7 @@ impl Gathered {
         let Some(stack) = self.inner.tensor(&tensor, &shape)? else {
             return Ok(None);
         };
-        let all = vec![shape[0] * shape[1], cols];
+        let all = vec![shape[0] * shape[1], stack.shape()[2]];
         let stack = Weight::Dense(Tensor::new(stack.dtype(), all, stack.data().clone())?);
         if height == out {
             return Ok(Some(stack));

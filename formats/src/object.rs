@@ -71,6 +71,21 @@ impl<'a> Object<'a> {
         left
     }
 
+    /// A key that nobody asked for and whose value is neither empty nor off.
+    pub(crate) fn unasked(&self) -> Option<(&str, &Value)> {
+        let asked = self.asked.borrow();
+        let empty = |v: &Value| match v {
+            Value::Null => true,
+            Value::Bool(on) => !on,
+            Value::Array(items) => items.is_empty(),
+            Value::Object(map) => map.is_empty(),
+            Value::Number(_) | Value::String(_) => false,
+        };
+        let mut unasked = self.map.iter().filter(|(k, _)| !asked.contains(*k));
+        let found = unasked.find(|(_, v)| !empty(v));
+        found.map(|(k, v)| (k.as_str(), v))
+    }
+
     pub(crate) fn bad(&self, key: &str, expected: String, found: String) -> Error {
         Error::Malformed {
             path: self.path.into(),

@@ -271,7 +271,7 @@ const TEXT_PREFIX: &str = "model.language_model.";
 const MTP: &str = "mtp.";
 
 /// The name that a causal model's tensor has, of one that `bare` files hold.
-fn full_name(stored: &str, bare: bool) -> String {
+pub(crate) fn full_name(stored: &str, bare: bool) -> String {
     if let Some(rest) = stored.strip_prefix(TEXT_PREFIX) {
         return format!("{PREFIX}{rest}");
     }

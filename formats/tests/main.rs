@@ -1,6 +1,7 @@
 //! All tests of reading and writing checkpoints: one program, so that it is linked once.
 
 mod account;
+mod adapters;
 mod common;
 mod crash;
 mod destination;

@@ -8,9 +8,9 @@ use crate::durable::{check_space, parent};
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::gguf::affine::{self, Blocks};
-use crate::gguf::order::Heads;
+use crate::gguf::order::{Heads, paired, pairs_of};
 use crate::gguf::writer::{GgufPlan, TensorPlan};
-use crate::gguf::{BlockType, ROPE_FACTORS, encode, is_rotated, metadata, names, paired};
+use crate::gguf::{BlockType, ROPE_FACTORS, encode, metadata, names};
 use crate::progress::Progress;
 use crate::scheme::{AffineScheme, Bits, Levels, Zeros};
 use crate::stored::StoredWeight;
@@ -377,7 +377,7 @@ fn write_parameter(
     let Shape::Matrix(rows, _) = plan.shape else {
         return sink(bytemuck::cast_slice(&vector(checkpoint, plan)?));
     };
-    let pairs = config.architecture.gguf_pairs && is_rotated(&plan.name);
+    let pairs = pairs_of(config.architecture, &plan.name);
     let heads = rows_of(config, &plan.name);
     if !pairs && heads.is_none() {
         return write_rows(checkpoint, plan, tensor, sink);

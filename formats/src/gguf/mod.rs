@@ -25,7 +25,7 @@ pub mod writer;
 
 pub use file::{GgufFile, MAGIC};
 pub(crate) use names::ROPE_FACTORS;
-pub(crate) use store::{find, is_rotated, open, paired};
+pub(crate) use store::{find, open};
 pub use types::BlockType;
 pub use value::{Array, Value};
 pub use weight::BlockWeight;

@@ -1,8 +1,41 @@
-//! The order of the value heads of recurrences in GGUF files: tiled over the key heads, where other files have
-//! the value heads of a key head side by side ([`Delta::tiled`]).
+//! The order of rows and columns in GGUF files, where it is not that of other files.
+//!
+//! The value heads of recurrences are tiled over the key heads, where other files have the value heads of a key head
+//! side by side ([`Delta::tiled`]). Rows of queries and keys are in pairs ([`Architecture::gguf_pairs`]).
 
-use nq_model::names::{layer_matrix, layer_vector};
-use nq_model::{Delta, LinearKind, ModelConfig, VectorKind};
+use nq_model::names::{layer_linear, layer_matrix, layer_vector};
+use nq_model::{Architecture, Delta, LinearKind, ModelConfig, VectorKind};
+
+/// True if files of the architecture keep the rows of `name` as [`Architecture::gguf_pairs`] says: those of queries
+/// and keys, whose heads are rotated.
+pub(crate) fn pairs_of(architecture: &Architecture, name: &str) -> bool {
+    let kind = layer_linear(name).map(|linear| linear.kind);
+    architecture.gguf_pairs && matches!(kind, Some(LinearKind::Q | LinearKind::K))
+}
+
+/// The rows of a matrix whose heads of `head_dim` rows are kept in pairs
+/// ([`Architecture::gguf_pairs`]), with the rows of a pair half a head apart.
+pub(crate) fn apart(bytes: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
+    reorder(bytes, rows, |row| {
+        let (head, place) = (row / head_dim, row % head_dim);
+        head * head_dim + place % (head_dim / 2) * 2 + place / (head_dim / 2)
+    })
+}
+
+/// The inverse of [`apart`].
+pub(crate) fn paired(bytes: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
+    reorder(bytes, rows, |row| {
+        let (head, place) = (row / head_dim, row % head_dim);
+        head * head_dim + place % 2 * (head_dim / 2) + place / 2
+    })
+}
+
+/// The rows of a matrix in another order: row `i` of the result is row `from(i)`.
+fn reorder(bytes: &[u8], rows: usize, from: impl Fn(usize) -> usize) -> Vec<u8> {
+    let width = bytes.len() / rows.max(1);
+    let row = |i| &bytes[from(i) * width..][..width];
+    (0..rows).flat_map(row).copied().collect()
+}
 
 /// Values in blocks of one value head each, behind some that stay where they are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +107,17 @@ impl Heads {
         from
     }
 
+    /// The values of a tiled file in the other order, `unit` of them for one that the heads count: the inverse of
+    /// [`Heads::tiled`].
+    ///
+    /// # Panics
+    /// If there are fewer values.
+    pub(crate) fn grouped<T: Copy>(&self, values: &[T], unit: usize) -> Vec<T> {
+        let from = self.grouped_from(values.len() / unit.max(1));
+        let value = |&i: &usize| &values[i * unit..][..unit];
+        from.iter().flat_map(value).copied().collect()
+    }
+
     /// The values in the order of a tiled file, `unit` of them for one that the heads count.
     ///
     /// # Panics
@@ -120,6 +164,7 @@ mod tests {
         let values: Vec<u32> = (0..13).collect();
         let tiled = [0, 1, 2, 7, 8, 3, 4, 9, 10, 5, 6, 11, 12];
         assert_eq!(heads.tiled(&values, 1), tiled);
+        assert_eq!(heads.grouped(&tiled, 1), values);
         let at: Vec<u32> = (0..13).map(|i| heads.at(i) as u32).collect();
         assert_eq!(at, tiled);
         let back: Vec<u32> = (heads.grouped_from(13).into_iter())

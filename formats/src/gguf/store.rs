@@ -4,6 +4,7 @@ use super::architecture::{Pooling, architecture, pooling};
 use super::config::{self, CLASSIFIER};
 use super::file::{GgufFile, MAGIC};
 use super::names::{self, ROPE_FACTORS};
+use super::order::{apart, pairs_of};
 use super::tokenizer::{self, Vocabulary};
 use super::types::BlockType;
 use super::value::malformed;
@@ -21,8 +22,8 @@ use crate::task::{MODULES, POOLING, Task};
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};
 use bytes::Bytes;
-use nq_model::names::{EMBEDDING, HEAD, NORM, layer_linear, layer_vector, stack, tensor_name};
-use nq_model::{Architecture, DType, Delta, LinearKind, VectorKind};
+use nq_model::names::{EMBEDDING, HEAD, NORM, layer_vector, stack, tensor_name};
+use nq_model::{Architecture, DType, Delta, VectorKind};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -373,11 +374,6 @@ impl GgufStore {
         }))
     }
 
-    /// True if the file keeps the rows of `name` as [`Architecture::gguf_pairs`] says.
-    fn pairs_of(&self, name: &str) -> bool {
-        self.architecture.gguf_pairs && is_rotated(name)
-    }
-
     fn blocks(&self, name: &str, dims: (usize, usize)) -> Result<Stored> {
         let (stored, kind, bytes) = self.require(name, &self.shape(name, dims))?;
         let wrap = |e: Error| match e {
@@ -388,7 +384,7 @@ impl GgufStore {
             } => self.error(&stored, format!("{what}: {expected}"), found),
             other => other,
         };
-        let bytes = match self.pairs_of(name) {
+        let bytes = match pairs_of(self.architecture, name) {
             true => apart(&bytes, dims.0, self.head_dim).into(),
             false => bytes,
         };
@@ -401,36 +397,6 @@ impl GgufStore {
                 .map_err(wrap),
         }
     }
-}
-
-/// True for queries and keys, whose heads are rotated.
-pub(crate) fn is_rotated(name: &str) -> bool {
-    let kind = layer_linear(name).map(|linear| linear.kind);
-    matches!(kind, Some(LinearKind::Q | LinearKind::K))
-}
-
-/// The rows of a matrix whose heads of `head_dim` rows are kept in pairs
-/// ([`Architecture::gguf_pairs`]), with the rows of a pair half a head apart.
-fn apart(bytes: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
-    reorder(bytes, rows, |row| {
-        let (head, place) = (row / head_dim, row % head_dim);
-        head * head_dim + place % (head_dim / 2) * 2 + place / (head_dim / 2)
-    })
-}
-
-/// The inverse of [`apart`].
-pub(crate) fn paired(bytes: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
-    reorder(bytes, rows, |row| {
-        let (head, place) = (row / head_dim, row % head_dim);
-        head * head_dim + place % 2 * (head_dim / 2) + place / 2
-    })
-}
-
-/// The rows of a matrix in another order: row `i` of the result is row `from(i)`.
-fn reorder(bytes: &[u8], rows: usize, from: impl Fn(usize) -> usize) -> Vec<u8> {
-    let width = bytes.len() / rows.max(1);
-    let row = |i| &bytes[from(i) * width..][..width];
-    (0..rows).flat_map(row).copied().collect()
 }
 
 enum Stored {

@@ -1,0 +1,349 @@
+//! What an adapter holds, as a store of weights of its own kind of file, and as parameters of a model.
+
+use crate::error::{Error, Result};
+use crate::experts::Gathered;
+use crate::gguf::order::{Heads, apart, pairs_of};
+use crate::published::{Form, Published};
+use crate::store::{TensorEntry, WeightStore};
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+use nq_model::names::Shape;
+use nq_model::{Architecture, ModelConfig, parameter_of};
+use rayon::prelude::*;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// `scale B A` of a matrix, or of each matrix of a stack.
+pub(super) struct Product {
+    /// `[experts, rank, in]`
+    pub(super) a: Vec<f32>,
+    /// `[experts, out, rank]`
+    pub(super) b: Vec<f32>,
+    pub(super) experts: usize,
+    pub(super) rank: usize,
+    pub(super) scale: f64,
+}
+
+/// A part of an adapter.
+pub(super) enum Values {
+    Product(Product),
+    Whole(Tensor),
+    /// Some rows of a matrix.
+    Rows(Vec<usize>, Tensor),
+}
+
+/// Parts of one meaning, by the names that weights have in files of the adapter's kind, without `.weight`.
+#[derive(Clone)]
+pub(super) struct Parts {
+    path: PathBuf,
+    all: Arc<BTreeMap<String, Values>>,
+    /// The value where an adapter says nothing.
+    blank: f32,
+    /// True for one value for each row.
+    by_row: bool,
+    /// Of products.
+    weight: f64,
+}
+
+impl Parts {
+    /// What is added to a model's values.
+    pub(super) fn sums(path: &Path, all: BTreeMap<String, Values>) -> Self {
+        Parts {
+            path: path.into(),
+            all: Arc::new(all),
+            blank: 0.0,
+            by_row: false,
+            weight: 1.0,
+        }
+    }
+
+    /// What takes the place of a model's values.
+    pub(super) fn replacing(path: &Path, all: BTreeMap<String, Values>) -> Self {
+        Parts {
+            blank: f32::NAN,
+            ..Self::sums(path, all)
+        }
+    }
+
+    /// Lengths that rows get.
+    pub(super) fn lengths(path: &Path, all: BTreeMap<String, Values>) -> Self {
+        Parts {
+            by_row: true,
+            ..Self::replacing(path, all)
+        }
+    }
+
+    /// Multiplies what products add.
+    pub(super) fn multiply(&mut self, weight: f64) {
+        self.weight *= weight;
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.all.keys().map(String::as_str)
+    }
+
+    pub(super) fn error(&self, tensor: &str, expected: String, found: String) -> Error {
+        Error::Tensor {
+            path: self.path.clone(),
+            tensor: tensor.into(),
+            expected,
+            found,
+        }
+    }
+}
+
+impl Product {
+    /// Rows and columns, of all experts.
+    fn dims(&self) -> (usize, usize) {
+        let columns = self.a.len() / (self.experts * self.rank);
+        (self.b.len() / self.rank, columns)
+    }
+
+    /// `[experts * out, in]`, summed in f64.
+    fn values(&self, weight: f64) -> Vec<f32> {
+        let (rows, cols) = self.dims();
+        let out = rows / self.experts;
+        let mut values = vec![0.0; rows * cols];
+        let each = values
+            .par_chunks_mut(cols)
+            .zip(self.b.par_chunks(self.rank));
+        each.enumerate().for_each(|(row, (values, b))| {
+            let mut sums = vec![0.0; cols];
+            let a = &self.a[row / out * self.rank * cols..][..self.rank * cols];
+            for (b, a) in b.iter().zip(a.chunks(cols)) {
+                let factor = self.scale * weight * f64::from(*b);
+                let each = sums.iter_mut().zip(a);
+                each.for_each(|(sum, a)| *sum += factor * f64::from(*a));
+            }
+            let each = values.iter_mut().zip(sums);
+            each.for_each(|(value, sum)| *value = sum as f32);
+        });
+        values
+    }
+}
+
+/// Parts as parameters of a model.
+pub(super) struct View {
+    store: Box<dyn WeightStore>,
+    /// The same without columns, which tells shapes from each other at no cost.
+    shapes: Box<dyn WeightStore>,
+    parts: Parts,
+    config: ModelConfig,
+    /// The order of value heads, if it is another than the model's.
+    order: Option<Order>,
+}
+
+/// What becomes of the order of value heads ([`nq_model::Delta::tiled`]).
+#[derive(Clone, Copy)]
+enum Order {
+    Tiled,
+    Grouped,
+}
+
+impl View {
+    /// `parts` of an adapter of this form, read as weights of a model of this shape are.
+    pub(super) fn new(parts: &Parts, form: Form, config: &ModelConfig) -> Self {
+        let over = |shapes_only: bool| -> Box<dyn WeightStore> {
+            let raw: Box<dyn WeightStore> = Box::new(Raw {
+                parts: parts.clone(),
+                shapes_only,
+                pairs: (form == Form::Gguf).then_some((config.architecture, config.head_dim)),
+            });
+            let root = parts.path.clone();
+            let gathered: Box<dyn WeightStore> = match config.experts {
+                Some(e) => Box::new(Gathered::of(raw, e, root.clone(), parts.names())),
+                None => raw,
+            };
+            Published::over(gathered, config, form, root)
+        };
+        let tiled = form == Form::Gguf && config.architecture.gguf_tiled;
+        let order = match config.delta.map(|d| d.tiled) {
+            Some(true) if !tiled => Some(Order::Tiled),
+            Some(false) if tiled => Some(Order::Grouped),
+            _ => None,
+        };
+        View {
+            store: over(false),
+            shapes: over(true),
+            parts: parts.clone(),
+            config: config.clone(),
+            order,
+        }
+    }
+
+    /// The parts that the parameter `name` is made of, if there are any.
+    pub(super) fn sources(&self, name: &str) -> Vec<String> {
+        self.store.sources(name)
+    }
+
+    pub(super) fn contains(&self, name: &str) -> bool {
+        let sources = self.sources(name);
+        sources.iter().any(|s| self.parts.all.contains_key(s))
+    }
+
+    /// Refuses parts of another shape than the parameter's.
+    pub(super) fn check(&self, name: &str, shape: Shape) -> Result<()> {
+        match shape {
+            _ if !self.contains(name) => Ok(()),
+            Shape::Matrix(rows, _) if self.parts.by_row => {
+                self.shapes.matrix(name, (rows, 1)).map(drop)
+            }
+            Shape::Matrix(rows, cols) => self.shapes.matrix(name, (rows, cols)).map(drop),
+            Shape::Vector(len) => self.shapes.vector(name, len).map(drop),
+        }
+    }
+
+    /// The values for a matrix, if there are any: one for each element, or one for each row.
+    pub(super) fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Option<Vec<f32>>> {
+        if !self.contains(name) {
+            return Ok(None);
+        }
+        let cols = if self.parts.by_row { 1 } else { cols };
+        let Weight::Dense(tensor) = self.store.matrix(name, (rows, cols))? else {
+            return Err(self.parts.error(name, "floats".into(), "codes".into()));
+        };
+        let values = self.in_order(Heads::of_rows(&self.config, name), tensor.to_f32()?, cols);
+        let columns = Heads::of_columns(&self.config, name).filter(|_| !self.parts.by_row);
+        if columns.is_none() || self.order.is_none() {
+            return Ok(Some(values));
+        }
+        let row = |row: &[f32]| self.in_order(columns.clone(), row.into(), 1);
+        Ok(Some(values.par_chunks(cols).flat_map_iter(row).collect()))
+    }
+
+    /// The values for a vector, if there are any.
+    pub(super) fn vector(&self, name: &str, len: usize) -> Result<Option<Vec<f32>>> {
+        if !self.contains(name) {
+            return Ok(None);
+        }
+        let values = self.store.vector(name, len)?.to_f32()?;
+        let heads = Heads::of_rows(&self.config, name);
+        Ok(Some(self.in_order(heads, values, 1)))
+    }
+
+    /// Values in the model's order of value heads, `unit` of them for one that the heads count.
+    fn in_order(&self, heads: Option<Heads>, values: Vec<f32>, unit: usize) -> Vec<f32> {
+        match (heads, self.order) {
+            (Some(heads), Some(Order::Tiled)) => heads.tiled(&values, unit),
+            (Some(heads), Some(Order::Grouped)) => heads.grouped(&values, unit),
+            _ => values,
+        }
+    }
+}
+
+/// Parts as weights of a file.
+struct Raw {
+    parts: Parts,
+    /// Gives matrices without columns.
+    shapes_only: bool,
+    /// For the order of rows in GGUF files: architecture and values of a head.
+    pairs: Option<(&'static Architecture, usize)>,
+}
+
+impl Raw {
+    /// The values of `name` as a matrix of these dimensions, blank where the adapter says nothing.
+    fn values(&self, name: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
+        let found = self.parts.all.get(name);
+        let dims = match found {
+            None => (rows, cols),
+            Some(Values::Product(product)) => product.dims(),
+            Some(Values::Rows(places, t)) => {
+                if let Some(place) = places.iter().find(|p| **p >= rows) {
+                    let expected = format!("tokens below {rows}");
+                    return Err(self.parts.error(name, expected, place.to_string()));
+                }
+                (rows, t.shape().get(1).copied().unwrap_or(1))
+            }
+            Some(Values::Whole(t)) => match *t.shape() {
+                [rows] => (rows, 1),
+                [rows, cols] => (rows, cols),
+                _ => (t.len(), 1),
+            },
+        };
+        if dims != (rows, cols) {
+            let (expected, found) = (format!("{:?}", (rows, cols)), format!("{dims:?}"));
+            return Err(self.parts.error(name, expected, found));
+        }
+        if self.shapes_only {
+            return Ok(Vec::new());
+        }
+        Ok(match found {
+            None => vec![self.parts.blank; rows * cols],
+            Some(Values::Product(product)) => product.values(self.parts.weight),
+            Some(Values::Whole(t)) => t.to_f32()?,
+            Some(Values::Rows(places, t)) => {
+                let mut values = vec![self.parts.blank; rows * cols];
+                for (&place, row) in places.iter().zip(t.to_f32()?.chunks(cols.max(1))) {
+                    values[place * cols..][..cols].copy_from_slice(row);
+                }
+                values
+            }
+        })
+    }
+}
+
+impl WeightStore for Raw {
+    fn format(&self) -> &'static str {
+        "adapter"
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.parts.all.contains_key(name)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
+        let found = match self.parts.all.get(name) {
+            Some(Values::Whole(t)) if t.len() == len => return Ok(t.clone()),
+            Some(Values::Whole(t)) => format!("{:?}", t.shape()),
+            Some(Values::Product(_) | Values::Rows(..)) => "a change of a matrix".into(),
+            None => "none".into(),
+        };
+        Err(self.parts.error(name, format!("[{len}]"), found))
+    }
+
+    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+        let values = self.values(name, rows, cols)?;
+        let tensor = Tensor::from_f32(vec![rows, values.len() / rows.max(1)], values)?;
+        let pairs = self.pairs.filter(|(a, _)| pairs_of(a, name));
+        let Some((_, head_dim)) = pairs else {
+            return Ok(Weight::Dense(tensor));
+        };
+        let bytes = apart(tensor.data(), rows, head_dim);
+        Tensor::new(tensor.dtype(), tensor.shape().into(), bytes.into()).map(Weight::Dense)
+    }
+
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        let name = parameter_of(name).unwrap_or(name);
+        match (self.parts.all.get(name), shape) {
+            (Some(Values::Product(p)), &[experts, out, cols]) => {
+                if p.experts != experts {
+                    let expected = format!("{experts} experts");
+                    return Err(self.parts.error(name, expected, p.experts.to_string()));
+                }
+                let values = self.values(name, experts * out, cols)?;
+                let cols = values.len() / (experts * out).max(1);
+                Tensor::from_f32(vec![experts, out, cols], values).map(Some)
+            }
+            (Some(Values::Whole(t)), shape) if t.shape() == shape => Ok(Some(t.clone())),
+            (Some(Values::Whole(t)), shape) => {
+                let (expected, found) = (format!("{shape:?}"), format!("{:?}", t.shape()));
+                Err(self.parts.error(name, expected, found))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn entries(&self) -> Vec<TensorEntry> {
+        Vec::new()
+    }
+
+    fn file_bytes(&self) -> u64 {
+        0
+    }
+
+    fn quantization(&self) -> Option<&Value> {
+        None
+    }
+}
