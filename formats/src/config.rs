@@ -5,7 +5,9 @@ use crate::left_over::LeftOver;
 use crate::mtp;
 use crate::object::Object;
 use crate::recurrence::{TILED, VALUE_HEADS};
-use nq_model::{Architecture, DType, Experts, LayerSpec, ModelConfig, NormKind, RopeScaling};
+use nq_model::{
+    Architecture, DType, Experts, LayerSpec, Mixer, ModelConfig, NormKind, RopeScaling,
+};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -409,7 +411,10 @@ impl Object<'_> {
         let biased = architecture.matrices().any(|l| l.bias);
         let norms = architecture.kinds.iter().flat_map(LayerSpec::norms);
         let head_norms = norms.into_iter().any(|n| n.kind == NormKind::Q);
+        let mut blocks = architecture.kinds.iter().flat_map(|k| k.blocks);
+        let gated = blocks.any(|b| matches!(b.mixer, Mixer::Attention(a) if a.gated));
         for (key, has, what) in [
+            ("attn_output_gate", gated, "gates of attention's output"),
             ("attention_bias", biased, "biases in attention"),
             ("qkv_bias", biased, "biases of queries, keys and values"),
             ("mlp_bias", false, "biases in the MLP"),
@@ -434,6 +439,12 @@ impl Object<'_> {
         if let Some(act) = self.str("hidden_act")?.filter(|a| a != "silu") {
             let why = format!("{family} uses silu");
             return Err(self.unsupported(format!("hidden_act {act}"), &why));
+        }
+        // Of recurrences: the gates of attention are sigmoids in every model.
+        let gate = self.str("output_gate_type")?;
+        if let Some(gate) = gate.filter(|g| !["silu", "swish"].contains(&g.as_str())) {
+            let why = "nq gates the output of recurrences by silu";
+            return Err(self.unsupported(format!("output_gate_type {gate}"), why));
         }
         Ok(())
     }

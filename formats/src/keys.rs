@@ -30,6 +30,8 @@ pub(crate) const CONFIG: &[KeyUse] = &[
     ("qkv_bias", "must be what the architecture has"),
     ("mlp_bias", "must be what the architecture has"),
     ("use_qk_norm", "must be what the architecture has"),
+    ("attn_output_gate", "must be what the architecture has"),
+    ("output_gate_type", "hybrids: other gates of a recurrence's output than `silu`, which is `swish` too, are refused"),
     ("use_sliding_window", "true is refused"),
     ("layer_types", "other layers than the architecture has, or in another order, are refused"),
     ("text_config", "these keys, of the text model of one that also sees images"),
@@ -141,9 +143,9 @@ pub(crate) const UNUSED: &[KeyUse] = &[
     ("output_router_logits", TRAINING), ("output_scores", NOTHING), ("pad_token_id", PROMPT),
     ("pretraining_tp", NOTHING), ("problem_type", NOTHING), ("resid_pdrop", TRAINING),
     ("return_dict", NOTHING), ("return_dict_in_generate", NOTHING), ("router_aux_loss_coef", TRAINING),
-    ("attn_output_gate", GATES), ("image_token_id", IMAGES), ("language_model_only", IMAGES),
+    ("image_token_id", IMAGES), ("language_model_only", IMAGES),
     ("mamba_ssm_dtype", STATE), ("mrope_interleaved", COORDINATES),
-    ("mrope_section", COORDINATES), ("output_gate_type", GATES), ("sliding_window", WINDOW),
+    ("mrope_section", COORDINATES), ("sliding_window", WINDOW),
     ("video_token_id", IMAGES), ("vision_config", IMAGES), ("vision_end_token_id", IMAGES),
     ("vision_start_token_id", IMAGES), ("task_specific_params", NOTHING), ("transformers_version", NOTHING),
     ("unsloth_fixed", NOTHING), ("unsloth_version", NOTHING), ("use_bfloat16", NOTHING), ("use_cache", NOTHING),
@@ -156,7 +158,6 @@ const PROMPT: &str = "prompts are as templates and tokenizers make them";
 const LENGTH: &str = "lengths are set by --ctx and --max-tokens";
 const IMAGES: &str = "images are not read";
 const COORDINATES: &str = "the coordinates of a position are equal in text";
-const GATES: &str = "gates are as the architecture has them";
 const STATE: &str = "the state of recurrences is f32";
 const DIVIDED: &str = "tokenizer.json says how texts are divided";
 const SPELLED: &str = "answers are spelled as their tokens are";

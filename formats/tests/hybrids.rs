@@ -287,3 +287,32 @@ fn tensors_of_recurrences_are_checked() {
         }
     }
 }
+
+#[test]
+fn other_gates_are_refused() {
+    for (key, value, parts) in [
+        (
+            "output_gate_type",
+            json!("sigmoid"),
+            ["output_gate_type sigmoid", "by silu"],
+        ),
+        (
+            "attn_output_gate",
+            json!(false),
+            ["attn_output_gate false", "gates of attention"],
+        ),
+    ] {
+        let (dir, mut json) = folder("qwen35");
+        let root = dir.path().join("m");
+        json[key] = value;
+        fs::write(root.join("config.json"), json.to_string()).unwrap();
+        names(Checkpoint::open(&root), &parts);
+    }
+    for gate in ["silu", "swish"] {
+        let (dir, mut json) = folder("qwen35");
+        let root = dir.path().join("m");
+        json["output_gate_type"] = gate.into();
+        fs::write(root.join("config.json"), json.to_string()).unwrap();
+        assert!(Checkpoint::open(&root).unwrap().left_over().is_empty());
+    }
+}

@@ -17,6 +17,7 @@ use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use nq_model::{DType, FLOATS};
 use rayon::prelude::*;
+use serde_json::Value;
 
 /// The `quant_method` of this format.
 pub const METHOD: &str = "gptq";
@@ -29,7 +30,7 @@ struct Gptq {
     activation_order: bool,
     /// True if stored zero-points are one less than the true ones.
     zeros_less_one: bool,
-    /// True if zero-points are at the midpoint.
+    /// True if zero-points are at the midpoint in every module.
     symmetric: bool,
 }
 
@@ -83,16 +84,16 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
     if let Some(other) = settings.str("pack_dtype")?.filter(|p| *p != "int32") {
         return Err(settings.unsupported(format!("pack_dtype {other}"), "nq reads int32"));
     }
+    let dynamic = settings.get("dynamic").and_then(|d| d.as_object());
+    let rules = || dynamic.into_iter().flat_map(|rules| rules.values());
+    let asymmetric = |rule: &Value| rule.get("sym").and_then(Value::as_bool) == Some(false);
     let layout = Gptq {
         bits: settings.bits("bits")?,
         group: settings.group("group_size")?,
-        dynamic: settings
-            .get("dynamic")
-            .and_then(|d| d.as_object())
-            .is_some_and(|d| !d.is_empty()),
+        dynamic: rules().next().is_some(),
         activation_order: settings.bool("desc_act")?.unwrap_or(false),
         zeros_less_one,
-        symmetric: settings.bool("sym")?.unwrap_or(false),
+        symmetric: settings.bool("sym")?.unwrap_or(false) && !rules().any(asymmetric),
     };
     source.left_over = settings.left_over(RECORDS);
     open_with(source, layout)
@@ -189,7 +190,7 @@ impl Layout for Gptq {
             .flat_map(|w| (0..pf).map(move |j| in_word(bits, w, j)))
             .collect();
         let middle = bits.midpoint();
-        if self.symmetric && !self.dynamic {
+        if self.symmetric {
             // Some files say the other version than the one that they were written in. As `sym` rules out other
             // zero-points than the midpoint, both ways to store it mean the same.
             let stored = [middle, middle - 1].into_iter();
