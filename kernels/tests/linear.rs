@@ -214,6 +214,42 @@ fn activation_order() {
     }
 }
 
+/// Every row of some has the bits that it has alone, for every kind of weight and of activations.
+#[test]
+fn rows_do_not_depend_on_their_number() {
+    let (out, inp) = (57, 272);
+    let groups = [Group::Size(16), Group::Size(32), Group::Channel];
+    let mut weights: Vec<Weight> = [DType::F32, DType::F16, DType::BF16]
+        .map(|dtype| dense(dtype, out, inp, 3))
+        .into();
+    weights.extend((schemes(&groups).into_iter()).map(|s| affine(s, out, inp, None, 4)));
+    weights.extend(schemes(&[Group::Size(32)]).into_iter().map(|s| {
+        let order = shuffled_groups(inp, 32, 3);
+        affine(s, out, inp, Some(order), 5)
+    }));
+    let x = normal(33 * inp, 6);
+    for isa in isas() {
+        let cpu = cpu(isa, 2);
+        for w in &weights {
+            for activations in ACTIVATIONS {
+                let Ok(linear) = Linear::new(cpu, &[w], activations, KernelSet::Fused) else {
+                    continue;
+                };
+                let product = |x: &[f32]| {
+                    let mut y = vec![f32::NAN; x.len() / inp * out];
+                    cpu.linear(&linear, x, &mut y, Epilogue::Store).unwrap();
+                    y.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+                };
+                let alone: Vec<u32> = x.chunks_exact(inp).flat_map(product).collect();
+                for m in 2..=33 {
+                    let same = product(&x[..m * inp]) == alone[..m * out];
+                    assert!(same, "{} {activations} m={m} {isa}", w.scheme_name());
+                }
+            }
+        }
+    }
+}
+
 /// The projections of Qwen3-0.6B (two of each kind of aspect), on seeded rows.
 #[test]
 fn real_shapes() {

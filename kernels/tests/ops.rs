@@ -201,6 +201,61 @@ fn attention() {
     }
 }
 
+/// A row has the bits that it has alone, however many are attended with it, over few positions and many, and for
+/// values that are zero or negligible.
+#[test]
+fn attention_of_rows_is_that_of_each() {
+    for (heads, kv_heads, d) in [
+        (3, 3, 16),
+        (4, 2, 64),
+        (6, 2, 128),
+        (8, 2, 48),
+        (5, 1, 20),
+        (2, 1, 144),
+    ] {
+        let total = 600;
+        let mut k = normal(kv_heads * total * d, 1);
+        let mut v = normal(kv_heads * total * d, 2);
+        // Weights that vanish, and outputs that are exactly or nearly zero.
+        k.iter_mut().step_by(7).for_each(|k| *k *= 9.0);
+        v.chunks_exact_mut(d)
+            .for_each(|v| (v[0], v[1]) = (-0.0, v[1] * 1e-38));
+        let stride = heads * d;
+        let qkv = normal(total * stride, 3);
+        for kind in [KvType::F32, KvType::F16, KvType::Int8] {
+            let (pages, table) = paged(kind, kv_heads, d, [&k, &v]);
+            let kv = KvSequence::new(&pages, &table);
+            for isa in isas() {
+                let cpu = cpu(isa, 2);
+                let rows = |position: usize, len: usize| {
+                    let span = Span {
+                        row: 0,
+                        len,
+                        position,
+                    };
+                    let q = &qkv[position * stride..];
+                    let mut y = vec![f32::NAN; len * stride];
+                    cpu.attention(q, stride, span, heads, d, kv, &mut y);
+                    y.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+                };
+                let alone: Vec<u32> = (0..total).flat_map(|position| rows(position, 1)).collect();
+                for (position, len) in (1..=33).map(|len| (17 * len - 17, len)).chain([
+                    (0, total),
+                    (250, 9),
+                    (255, 2),
+                    (200, 300),
+                ]) {
+                    let same = rows(position, len) == alone[position * stride..][..len * stride];
+                    assert!(
+                        same,
+                        "{kind} {heads}/{kv_heads} d={d} {isa}: {len} rows from {position}"
+                    );
+                }
+            }
+        }
+    }
+}
+
 /// Scores far apart: the running maximum must keep exponentials in range.
 #[test]
 fn attention_with_extreme_scores() {

@@ -161,33 +161,6 @@ fn quantized_experts_equal_their_dequantized_values() {
     }
 }
 
-/// Integer products are bit for bit the same however many rows go together, also those of experts.
-#[test]
-fn few_rows_are_exact_with_rounded_activations() {
-    let config = wide(3);
-    let scheme = AffineScheme::new(Bits::B4, Group::Size(32), Zeros::Integer);
-    let store = quantized(&Store::random(&config, 4), scheme);
-    let options = LoadOptions {
-        activations: ActivationChoice::Auto,
-        ..options(EngineKind::Nq)
-    };
-    let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
-    assert_eq!(engine.description().activations, "int8 g32");
-    let text = tokens(24, 8);
-    let run = |size: usize| {
-        let mut s = session(&*engine, 1);
-        assert_eq!(s.exact_rows(), 8);
-        let mut logits = Vec::new();
-        for part in text.chunks(size) {
-            logits.extend(feed(&mut *s, 0, part));
-        }
-        logits
-    };
-    for rows in [2, 4, 8] {
-        assert!(run(1) == run(rows), "{rows} rows");
-    }
-}
-
 /// Decoding reads only the experts that a token is routed to.
 #[test]
 fn a_token_reads_its_experts_alone() {

@@ -47,60 +47,6 @@ fn session(engine: &dyn Engine, kv: KvType, ctx: usize) -> Box<dyn Session> {
     engine.session(spec).unwrap()
 }
 
-/// On every instruction set, a chunk of a few rows gives, bit for bit, the logits of feeding its
-/// tokens one by one.
-#[test]
-fn a_few_rows_are_what_each_alone_is() {
-    let config = small_config();
-    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
-    for isa in isas {
-        for (name, store) in stores(&config) {
-            for activations in [ActivationChoice::Auto, ActivationChoice::F32] {
-                let options = LoadOptions {
-                    isa: IsaChoice::Force(isa),
-                    activations,
-                    ..options(EngineKind::Nq)
-                };
-                let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
-                for kv in [KvType::F16, KvType::Int8] {
-                    let mut s = session(&*engine, kv, 400);
-                    let integers = activations == ActivationChoice::Auto && name != "dense";
-                    assert_eq!(
-                        s.exact_rows(),
-                        if integers { FEW_ROWS } else { 1 },
-                        "{name}"
-                    );
-                    let what = format!("{name} {activations} {kv} {isa}");
-                    check_rows(&mut *s, &what);
-                }
-            }
-        }
-    }
-}
-
-fn check_rows(s: &mut dyn Session, what: &str) {
-    let text = tokens(330, 4);
-    for (start, rows) in [(3, 2), (126, 8), (250, 5), (300, 7)] {
-        let rows = rows.min(s.exact_rows());
-        for slot in [0, 1] {
-            s.truncate(slot, 0);
-            feed(s, slot, &text[..start]);
-        }
-        let part = &text[start..start + rows];
-        let alone: Vec<Vec<f32>> = part.iter().map(|&t| feed(s, 0, &[t])).collect();
-        let chunk = Chunk {
-            slot: 1,
-            tokens: part,
-            logits: LogitsWanted::All,
-        };
-        let logits = s.forward(&[chunk], None).unwrap();
-        for (i, alone) in alone.iter().enumerate() {
-            let same = logits.row(i) == &alone[..];
-            assert!(same, "{what}: {rows} rows from {start}, row {i}");
-        }
-    }
-}
-
 /// How an answer is made.
 struct Setting<'a> {
     engine: &'a dyn Engine,

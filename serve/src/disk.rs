@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 /// Begins each file; the last digit is the version of the format.
-const MAGIC: &[u8; 8] = b"nq-kv  2";
+const MAGIC: &[u8; 8] = b"nq-kv  3";
 /// The part of the magic number that all versions share.
 const OURS: usize = 5;
 /// Size of [`MAGIC`], the name and the digest of name and contents.

@@ -1,12 +1,14 @@
 //! Keys and values of one layer, stored in pages.
 
 use super::memory::Buffer;
+use super::simd::LANES;
 use crate::pages::{KvType, PAGE};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use std::ops::Range;
 
 /// Keys and values of one layer, in pages that belong to sequences through their page tables. Each
-/// page has `[kv_heads, PAGE, head_dim]` keys and as many values.
+/// page has `[kv_heads]` blocks of `PAGE * head_dim` keys, in panels of 16 positions, and as many of values, in rows.
 #[derive(Clone, Debug)]
 pub struct KvPages {
     kv_heads: usize,
@@ -16,7 +18,7 @@ pub struct KvPages {
     values: KvData,
 }
 
-/// `[pages, kv_heads, PAGE, head_dim]`
+/// The vectors of each page's heads, `[pages, kv_heads]` blocks of `PAGE * head_dim` values in an [`Order`].
 #[derive(Clone, Debug)]
 pub(crate) enum KvData {
     F32(Buffer<f32>),
@@ -26,6 +28,54 @@ pub(crate) enum KvData {
         codes: Buffer<i8>,
         scales: Buffer<f16>,
     },
+}
+
+/// How a head's vectors lie in a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    /// Of keys: panels of 16 positions, `[PAGE / 16, head_dim, 16]`. The products of a query with 16 keys are then in the
+    /// lanes of a vector, each added up dimension by dimension, the order in which the products of many queries with one key
+    /// are added up.
+    Panels,
+    /// Of values: `[PAGE, head_dim]`.
+    Rows,
+}
+
+/// The place of a head's vector in a pool.
+#[derive(Clone, Copy)]
+struct Place {
+    /// Its first value.
+    first: usize,
+    /// From one of its values to the next.
+    stride: usize,
+    /// Its number among the vectors of the pool.
+    row: usize,
+}
+
+impl Order {
+    /// The place of row `at` of block `block`, of vectors of `d` values.
+    fn place(self, block: usize, at: usize, d: usize) -> Place {
+        let (within, stride) = match self {
+            Order::Panels => (at / LANES * LANES * d + at % LANES, LANES),
+            Order::Rows => (at * d, 1),
+        };
+        Place {
+            first: block * PAGE * d + within,
+            stride,
+            row: block * PAGE + at,
+        }
+    }
+
+    /// Where in a block of vectors of `d` values the first `rows` rows are.
+    fn runs(self, rows: usize, d: usize) -> impl Iterator<Item = Range<usize>> {
+        let (whole, last) = match self {
+            Order::Panels => (rows - rows % LANES, rows % LANES),
+            Order::Rows => (rows, 0),
+        };
+        let lines = 0..if last > 0 { d } else { 0 };
+        let lines = lines.map(move |i| whole * d + i * LANES);
+        std::iter::once(0..whole * d).chain(lines.map(move |at| at..at + last))
+    }
 }
 
 impl KvData {
@@ -41,12 +91,22 @@ impl KvData {
         }
     }
 
-    /// Stores `x`, rounded, as row `row`.
-    fn store(&mut self, row: usize, x: &[f32]) {
-        let span = row * x.len()..(row + 1) * x.len();
+    /// Stores `x`, rounded, at `place`.
+    fn store(&mut self, place: Place, x: &[f32]) {
+        let Place { first, stride, row } = place;
         match self {
-            KvData::F32(d) => d[span].copy_from_slice(x),
-            KvData::F16(d) => d[span].convert_from_f32_slice(x),
+            KvData::F32(d) => {
+                let to = d[first..].iter_mut().step_by(stride);
+                to.zip(x).for_each(|(to, &x)| *to = x);
+            }
+            KvData::F16(d) => {
+                for (i, x) in x.chunks(LANES).enumerate() {
+                    let mut rounded = [f16::ZERO; LANES];
+                    rounded[..x.len()].convert_from_f32_slice(x);
+                    let to = d[first + i * LANES * stride..].iter_mut().step_by(stride);
+                    to.zip(&rounded[..x.len()]).for_each(|(to, &x)| *to = x);
+                }
+            }
             KvData::Int8 { codes, scales } => {
                 let absmax = x.iter().fold(0f32, |m, v| m.max(v.abs()));
                 // A NaN is lost in the maximum and in codes, so it is put into the scale.
@@ -58,42 +118,45 @@ impl KvData {
                 } else {
                     0.0
                 };
-                for (c, &x) in codes[span].iter_mut().zip(x) {
+                let to = codes[first..].iter_mut().step_by(stride);
+                for (c, &x) in to.zip(x) {
                     *c = (x * inv).round().clamp(-127.0, 127.0) as i8;
                 }
             }
         }
     }
 
-    /// Reads row `row` back.
-    fn load(&self, row: usize, out: &mut [f32]) {
-        let span = row * out.len()..(row + 1) * out.len();
-        match self {
-            KvData::F32(d) => out.copy_from_slice(&d[span]),
-            KvData::F16(d) => d[span].convert_to_f32_slice(out),
-            KvData::Int8 { codes, scales } => {
-                let s = scales[row].to_f32();
-                for (o, &c) in out.iter_mut().zip(&codes[span]) {
-                    *o = s * f32::from(c);
-                }
-            }
+    /// Reads the vector at `place` back.
+    fn load(&self, place: Place, out: &mut [f32]) {
+        let Place { first, stride, row } = place;
+        for (i, out) in out.iter_mut().enumerate() {
+            let at = first + i * stride;
+            *out = match self {
+                KvData::F32(d) => d[at],
+                KvData::F16(d) => d[at].to_f32(),
+                KvData::Int8 { codes, scales } => scales[row].to_f32() * f32::from(codes[at]),
+            };
         }
     }
 
-    /// Copies `n` rows of `width` values from row `from` to row `to`.
-    fn copy(&mut self, from: usize, to: usize, n: usize, width: usize) {
-        let span = from * width..(from + n) * width;
-        match self {
-            KvData::F32(d) => d.copy_within(span, to * width),
-            KvData::F16(d) => d.copy_within(span, to * width),
-            KvData::Int8 { codes, scales } => {
-                codes.copy_within(span, to * width);
-                scales.copy_within(from..from + n, to);
+    /// Copies the first `rows` rows, of `d` values in `order`, of block `from` to block `to`.
+    fn copy(&mut self, from: usize, to: usize, order: Order, rows: usize, d: usize) {
+        let (from, to) = (from * PAGE, to * PAGE);
+        for run in order.runs(rows, d) {
+            let span = from * d + run.start..from * d + run.end;
+            let to = to * d + run.start;
+            match self {
+                KvData::F32(values) => values.copy_within(span, to),
+                KvData::F16(values) => values.copy_within(span, to),
+                KvData::Int8 { codes, .. } => codes.copy_within(span, to),
             }
+        }
+        if let KvData::Int8 { scales, .. } = self {
+            scales.copy_within(from..from + rows, to);
         }
     }
 
-    /// Appends the bytes of `rows` rows of `width` values from row `from` on.
+    /// Appends the bytes of `rows` rows of `width` values from row `from` on, whole blocks.
     fn read(&self, from: usize, rows: usize, width: usize, out: &mut Vec<u8>) {
         let span = from * width..(from + rows) * width;
         match self {
@@ -177,9 +240,15 @@ impl KvPages {
         self.pages
     }
 
-    fn row(&self, page: u32, head: usize, at: usize) -> usize {
+    fn block(&self, page: u32, head: usize) -> usize {
+        page as usize * self.kv_heads + head
+    }
+
+    /// The places of a head's key and value at row `at` of `page`.
+    fn places(&self, page: u32, head: usize, at: usize) -> [Place; 2] {
         assert!(at < PAGE, "row {at} of a page of {PAGE}");
-        (page as usize * self.kv_heads + head) * PAGE + at
+        let block = self.block(page, head);
+        [Order::Panels, Order::Rows].map(|order| order.place(block, at, self.head_dim))
     }
 
     /// Rounds and stores the keys and values `[kv_heads, head_dim]` of one position as row `at` of
@@ -188,33 +257,34 @@ impl KvPages {
         let d = self.head_dim;
         let heads = keys.chunks_exact(d).zip(values.chunks_exact(d));
         for (head, (k, v)) in heads.enumerate() {
-            let row = self.row(page, head, at);
-            self.keys.store(row, k);
-            self.values.store(row, v);
+            let [key, value] = self.places(page, head, at);
+            self.keys.store(key, k);
+            self.values.store(value, v);
         }
     }
 
     /// Reads one head's key and value `[head_dim]` at row `at` of `page` back as f32.
     pub fn load(&self, page: u32, at: usize, head: usize, key: &mut [f32], value: &mut [f32]) {
-        let row = self.row(page, head, at);
-        self.keys.load(row, key);
-        self.values.load(row, value);
+        let places = self.places(page, head, at);
+        self.keys.load(places[0], key);
+        self.values.load(places[1], value);
     }
 
     /// Copies the first `rows` rows of page `from` to page `to`.
     pub fn copy_rows(&mut self, from: u32, to: u32, rows: usize) {
         assert!(rows <= PAGE, "{rows} rows of a page of {PAGE}");
         for head in 0..self.kv_heads {
-            let (from, to) = (self.row(from, head, 0), self.row(to, head, 0));
-            self.keys.copy(from, to, rows, self.head_dim);
-            self.values.copy(from, to, rows, self.head_dim);
+            let (from, to) = (self.block(from, head), self.block(to, head));
+            let d = self.head_dim;
+            self.keys.copy(from, to, Order::Panels, rows, d);
+            self.values.copy(from, to, Order::Rows, rows, d);
         }
     }
 
     /// Appends the [`KvPages::page_bytes`] bytes of `page` to `out`: its keys, then its
     /// values, in their layout in memory.
     pub fn read_page(&self, page: u32, out: &mut Vec<u8>) {
-        let (from, rows) = (self.row(page, 0, 0), self.kv_heads * PAGE);
+        let (from, rows) = (self.block(page, 0) * PAGE, self.kv_heads * PAGE);
         self.keys.read(from, rows, self.head_dim, out);
         self.values.read(from, rows, self.head_dim, out);
     }
@@ -224,7 +294,7 @@ impl KvPages {
     /// # Panics
     /// If `bytes` has not [`KvPages::page_bytes`] bytes.
     pub fn write_page(&mut self, page: u32, bytes: &[u8]) {
-        let (from, rows) = (self.row(page, 0, 0), self.kv_heads * PAGE);
+        let (from, rows) = (self.block(page, 0) * PAGE, self.kv_heads * PAGE);
         let (keys, values) = bytes.split_at(bytes.len() / 2);
         self.keys.write(from, rows, self.head_dim, keys);
         self.values.write(from, rows, self.head_dim, values);

@@ -30,7 +30,7 @@ use std::ops::Range;
 
 /// Writes units of a panel as floats; see [`float::dequantize`].
 pub(crate) type Dequantize = unsafe fn(&PanelWeight, usize, Range<usize>, *mut f32);
-/// One panel times one block of columns; see [`float::gemv`].
+/// Panels times one block of columns; see [`float::gemv`].
 pub(crate) type Gemv = unsafe fn(&PanelWeight, &Prepared, usize, *mut f32);
 /// A block of f32 matrix product; see [`float::tile`].
 pub(crate) type Tile =
@@ -65,6 +65,9 @@ pub(crate) type Prefill =
 
 /// Most columns of an f32 GEMV kernel.
 pub(crate) const GEMV_COLUMNS: usize = 4;
+
+/// Panels that an f32 GEMV kernel takes at a time, by columns - 1: with three sums or more that do not wait for each other.
+pub(crate) const GEMV_TOGETHER: [usize; GEMV_COLUMNS] = [4, 2, 1, 1];
 
 /// Most panels that matrix product kernels take at a time.
 pub(crate) const PANELS: usize = 2;
@@ -113,8 +116,8 @@ pub(crate) struct TrellisKernels {
 pub(crate) struct KernelTable {
     /// Indexed by [`super::linear::pack::UnitCodes`].
     pub(crate) dequantize: [Dequantize; 7],
-    /// Indexed by codes, then columns - 1.
-    pub(crate) gemv: [[Gemv; GEMV_COLUMNS]; 7],
+    /// Indexed by codes, then columns - 1: for one panel, and for as many as [`GEMV_TOGETHER`] says.
+    pub(crate) gemv: [[[Gemv; 2]; GEMV_COLUMNS]; 7],
     /// Indexed by panels - 1, then columns - 1.
     pub(crate) tile: [&'static [Tile]; PANELS],
     pub(crate) dots: Dots,
@@ -126,7 +129,6 @@ pub(crate) struct KernelTable {
     /// Panels of queries in one tile of `prefill`.
     pub(crate) query_panels: usize,
     pub(crate) checksum: fn(&[u32]) -> f32,
-    pub(crate) sum: fn(&[f32]) -> f32,
     pub(crate) quantize: fn(&[f32], usize, &mut [i8], &mut [f32]),
     pub(crate) quantize_wide: fn(&[f32], usize, &mut [i8], &mut [i8], &mut [f32]),
     pub(crate) pair_bf16: fn(&[f32], &mut [u32], usize, usize),
@@ -362,9 +364,19 @@ macro_rules! instantiate {
                 unsafe { float::dequantize::<_, U>(<$simd>::new(), w, panel, units, out) }
             }
             #[$enable]
-            unsafe fn gemv<U: Units, const C: usize>(w: &PanelWeight, x: &Prepared, panel: usize, out: *mut f32) {
+            unsafe fn gemv<U: Units, const P: usize, const C: usize>(
+                w: &PanelWeight, x: &Prepared, panel: usize, out: *mut f32,
+            ) {
                 // SAFETY: as above.
-                unsafe { float::gemv::<_, U, C>(<$simd>::new(), w, x, panel, out) }
+                unsafe { float::gemv::<_, U, P, C>(<$simd>::new(), w, x, panel, out) }
+            }
+            const fn gemvs<U: Units>() -> [[Gemv; 2]; GEMV_COLUMNS] {
+                [
+                    [gemv::<U, 1, 1>, gemv::<U, { GEMV_TOGETHER[0] }, 1>],
+                    [gemv::<U, 1, 2>, gemv::<U, { GEMV_TOGETHER[1] }, 2>],
+                    [gemv::<U, 1, 3>, gemv::<U, { GEMV_TOGETHER[2] }, 3>],
+                    [gemv::<U, 1, 4>, gemv::<U, { GEMV_TOGETHER[3] }, 4>],
+                ]
             }
             #[$enable]
             unsafe fn spread<U: Units>(w: &PanelWeight, panel: usize, out: *mut u32) {
@@ -411,7 +423,6 @@ macro_rules! instantiate {
             row_operations! {
                 $simd, #[$enable],
                 checksum = rows::checksum[words: &[u32]] -> f32;
-                sum = rows::sum[x: &[f32]] -> f32;
                 quantize = rows::quantize[x: &[f32], group: usize, codes: &mut [i8], scales: &mut [f32]] -> ();
                 quantize_wide = rows::quantize_wide[x: &[f32], group: usize, high: &mut [i8], low: &mut [i8], scales: &mut [f32]] -> ();
                 pair_bf16 = rows::pair_bf16[x: &[f32], to: &mut [u32], c: usize, width: usize] -> ();
@@ -441,13 +452,13 @@ macro_rules! instantiate {
                     dequantize::<float::Six>,
                 ],
                 gemv: [
-                    [gemv::<float::F32, 1>, gemv::<float::F32, 2>, gemv::<float::F32, 3>, gemv::<float::F32, 4>],
-                    [gemv::<float::F16, 1>, gemv::<float::F16, 2>, gemv::<float::F16, 3>, gemv::<float::F16, 4>],
-                    [gemv::<float::Bf16, 1>, gemv::<float::Bf16, 2>, gemv::<float::Bf16, 3>, gemv::<float::Bf16, 4>],
-                    [gemv::<float::Byte, 1>, gemv::<float::Byte, 2>, gemv::<float::Byte, 3>, gemv::<float::Byte, 4>],
-                    [gemv::<float::Nibble, 1>, gemv::<float::Nibble, 2>, gemv::<float::Nibble, 3>, gemv::<float::Nibble, 4>],
-                    [gemv::<float::Five, 1>, gemv::<float::Five, 2>, gemv::<float::Five, 3>, gemv::<float::Five, 4>],
-                    [gemv::<float::Six, 1>, gemv::<float::Six, 2>, gemv::<float::Six, 3>, gemv::<float::Six, 4>],
+                    gemvs::<float::F32>(),
+                    gemvs::<float::F16>(),
+                    gemvs::<float::Bf16>(),
+                    gemvs::<float::Byte>(),
+                    gemvs::<float::Nibble>(),
+                    gemvs::<float::Five>(),
+                    gemvs::<float::Six>(),
                 ],
                 tile: [
                     &[$(tile::<1, $fc>),*],
@@ -460,7 +471,6 @@ macro_rules! instantiate {
                 panels: $panels,
                 query_panels: $query_panels,
                 checksum,
-                sum,
                 quantize,
                 quantize_wide,
                 pair_bf16,

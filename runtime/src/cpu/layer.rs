@@ -14,7 +14,7 @@ use crate::states::delta_shape;
 use crate::weights::Census;
 use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, DeltaRows, Epilogue, FEW_ROWS, KvSequence, Linear, Span};
+use nq_kernels::cpu::{Cpu, DeltaRows, Epilogue, KvSequence, Linear, Span};
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
 
@@ -118,16 +118,13 @@ impl Verbs for Pass<'_> {
         let (out, epilogue, width) = match to {
             Projection::Mixer => (&mut scratch.qkv, Epilogue::Store, width),
             Projection::Gated => (&mut scratch.gated, Epilogue::SiluMul, width / 2),
-            Projection::Rates | Projection::Scores | Projection::SharedScore => {
-                let out = match to {
-                    Projection::Rates => &mut scratch.rates,
-                    Projection::Scores => &mut scratch.scores,
-                    _ => &mut scratch.shared,
-                };
-                return apart(cpu, &w.linear, normed, &mut out[..m * width], c.hidden_size);
-            }
+            Projection::Rates => (&mut scratch.rates, Epilogue::Store, width),
+            Projection::Scores => (&mut scratch.scores, Epilogue::Store, width),
+            Projection::SharedScore => (&mut scratch.shared, Epilogue::Store, width),
         };
-        self.observer.linear_input(layer, w.spec, normed);
+        if matches!(to, Projection::Mixer | Projection::Gated) {
+            self.observer.linear_input(layer, w.spec, normed);
+        }
         Ok(cpu.linear(&w.linear, normed, &mut out[..m * width], epilogue)?)
     }
 
@@ -308,19 +305,6 @@ impl Pass<'_> {
         self.append(&attention.heads);
         Ok(())
     }
-}
-
-/// `y = x w^T` for a small matrix in floats. Few rows go one by one: float sums depend on how many rows go
-/// together, and the choice of experts, for one, depends on those sums.
-fn apart(cpu: &Cpu, w: &Linear, x: &[f32], y: &mut [f32], inputs: usize) -> Result<()> {
-    let m = x.len() / inputs.max(1);
-    let rows = if m <= FEW_ROWS { 1 } else { m };
-    let (x, y) = (
-        x.chunks(rows * inputs),
-        y.chunks_mut(rows * w.out_features()),
-    );
-    x.zip(y)
-        .try_for_each(|(x, y)| Ok(cpu.linear(w, x, y, Epilogue::Store)?))
 }
 
 /// Parts the queries of a row, which stand before each head's gates, from the gates: the gates go to `gates`

@@ -7,7 +7,6 @@ use super::layer::{Batch, Pass, Scratch};
 use super::model::CpuModel;
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts, draft_page_bytes};
-use super::weights::CpuLayer;
 use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use crate::error::{Error, Result};
 use crate::interface::{
@@ -17,7 +16,7 @@ use crate::interface::{
 use crate::kv::{PageCopy, PageTables};
 use crate::states::Snapshots;
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::{Epilogue, FEW_ROWS, Linear, Span};
+use nq_kernels::cpu::{Epilogue, FEW_ROWS, Span};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Sequences in progress over a [`CpuModel`].
@@ -432,15 +431,15 @@ impl Session for CpuSession {
     }
 
     fn exact_rows(&self) -> usize {
-        let model = &*self.model;
+        self.spec.max_rows
+    }
+
+    fn draft_rows(&self) -> usize {
         // Rows that are not kept are taken out of states again from a snapshot in front of them.
-        let stuck = self.recurrent() && self.spec.snapshot_count() == 0;
-        if !model.config.head_dim.is_multiple_of(16) || stuck {
-            return 1;
+        match self.recurrent() && self.spec.snapshot_count() == 0 {
+            true => 1,
+            false => FEW_ROWS.min(self.spec.max_rows),
         }
-        let linears = model.layers.iter().flat_map(CpuLayer::linears);
-        let linears = linears.chain([&model.head]).map(Linear::exact_rows);
-        linears.fold(FEW_ROWS.min(self.spec.max_rows), usize::min)
     }
 
     fn forward(

@@ -600,8 +600,8 @@ pub fn check_drafts(session: &dyn Session, device: &str) -> Result<Option<&'stat
             engine: "nq",
             what: "drafts",
             expected:
-                "a device that checks several tokens in a step: a GPU with fused kernels, or a CPU \
-                       with integer activations, the default for quantized models"
+                "a session that checks several tokens in a step: on a GPU with fused kernels, \
+                       or on a CPU, with room for a state to return to if the model has recurrences"
                     .into(),
             found: device.to_owned(),
         }),

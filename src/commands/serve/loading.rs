@@ -242,7 +242,12 @@ impl Loadable {
 
     /// Its drafter, loaded.
     fn drafts(&self, engine: &dyn Engine) -> anyhow::Result<Option<Drafts>> {
-        let session = engine.session(self.spec(PAGE, 1))?;
+        // As the session that serves will, it has room for states to return to, unless there is to be none.
+        let spec = SessionSpec {
+            snapshots: Some(usize::from(self.settings.state_memory != Some(0))),
+            ..self.spec(PAGE, 1)
+        };
+        let session = engine.session(spec)?;
         let load = |draft: &DraftWeights| {
             draft.load(&self.settings.load, &self.checkpoint, &*self.terminal)
         };

@@ -10,6 +10,7 @@ use super::fetch::fetch_ahead;
 use super::input::Prepared;
 use super::pack::{PackedZeros, PanelWeight, UnitCodes};
 use crate::cpu::simd::{LANES, Simd};
+use crate::cpu::table::GEMV_COLUMNS;
 use std::ops::Range;
 
 /// Conversion of a unit of 4 bytes to floats.
@@ -208,30 +209,13 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
             // Consecutive units that share a group.
             let group = u * n / w.group;
             let end = ((group + 1) * w.group / n).min(units.end);
-            let affine = !w.scales.is_empty();
-            let at = panel * w.groups + group;
-            let scale = if affine {
-                s.load_f16(w.scales.as_ptr().add(at * LANES))
-            } else {
-                s.splat(1.0)
-            };
-            let shift = if affine {
-                offset(s, w, at, scale, U::CENTRE)
-            } else {
-                None
-            };
-            let shift = shift.unwrap_or(s.splat(0.0));
+            let by = factors::<S, U>(s, w, panel * w.groups + group);
             while u < end {
                 for piece in 0..pieces {
                     let v = U::expand(s, data.add(u * words * LANES), piece);
                     for (i, &v) in v.iter().enumerate() {
                         if i < of_piece {
-                            let v = if U::CENTRE == 0.0 {
-                                v
-                            } else {
-                                s.fma(v, scale, shift)
-                            };
-                            s.store(out.add(i * LANES), v);
+                            s.store(out.add(i * LANES), weight::<S, U>(s, v, by));
                         }
                     }
                     out = out.add(of_piece * LANES);
@@ -242,13 +226,17 @@ pub(crate) unsafe fn dequantize<S: Simd, U: Units>(
     }
 }
 
-/// One panel times `C` rows of x: `out` is `[C][16]`.
+/// Panels from `panel` on, `P` of them, times `C` rows of x: `out` is `[P][C][16]`.
+///
+/// A weight becomes a float as in [`dequantize`], and the products are added in the order of the inputs, one after
+/// another, as in [`tile`]: a row has the same bits however many rows are multiplied with it. Several panels
+/// at a time hide how long an addition takes.
 ///
 /// # Safety
-/// `panel` lies inside `w`, which holds `U::CODES`; `x` was prepared for `w` as f32 with one
-/// block of `C` columns; `out` has room for `16 C` floats.
+/// The panels lie inside `w`, which holds `U::CODES`; `x` was prepared for `w` as f32 with one
+/// block of `C` columns; `out` has room for `16 P C` floats.
 #[inline(always)]
-pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
+pub(crate) unsafe fn gemv<S: Simd, U: Units, const P: usize, const C: usize>(
     s: S,
     w: &PanelWeight,
     x: &Prepared,
@@ -257,63 +245,76 @@ pub(crate) unsafe fn gemv<S: Simd, U: Units, const C: usize>(
 ) {
     let (n, words) = (U::CODES.inputs(), U::CODES.words());
     let (pieces, of_piece) = (n.div_ceil(8), n.min(8));
-    // Chains of additions per column: enough to hide their latency, few enough to fit the
-    // registers.
-    let chains = if C <= 2 { 4 } else { 2 };
     // SAFETY: by contract.
     unsafe {
-        let data = w.data.as_ptr().add(panel * w.units * words * LANES);
+        let stride = w.units * words * LANES;
+        let data = w.data.as_ptr().add(panel * stride);
         let xs = x.floats.as_ptr();
-        let mut y = [s.splat(0.0); C];
+        let mut acc = [[s.splat(0.0); C]; P];
         let mut u = 0;
         for group in 0..w.groups {
             let end = ((group + 1) * w.group / n).min(w.units);
-            let mut acc = [[s.splat(0.0); 4]; C];
+            let mut by = [[s.splat(0.0); 2]; P];
+            for p in 0..P {
+                by[p] = factors::<S, U>(s, w, (panel + p) * w.groups + group);
+            }
             while u < end {
-                let p = data.add(u * words * LANES);
-                fetch_ahead(s, p, words);
-                for piece in 0..pieces {
-                    let v = U::expand(s, p, piece);
-                    for (i, &v) in v.iter().enumerate() {
-                        if i < of_piece {
-                            // Dense units hold fewer inputs than there are chains: alternate
-                            // by unit as well.
-                            for c in 0..C {
-                                let x = s.splat(*xs.add((u * n + piece * 8 + i) * C + c));
-                                let chain = i % chains;
-                                acc[c][chain] = s.fma(v, x, acc[c][chain]);
+                for p in 0..P {
+                    let codes = data.add(p * stride + u * words * LANES);
+                    fetch_ahead(s, codes, words);
+                    for piece in 0..pieces {
+                        let v = U::expand(s, codes, piece);
+                        for (i, &v) in v.iter().enumerate() {
+                            if i < of_piece {
+                                let v = weight::<S, U>(s, v, by[p]);
+                                for c in 0..C {
+                                    let x = s.splat(*xs.add((u * n + piece * 8 + i) * C + c));
+                                    acc[p][c] = s.fma(v, x, acc[p][c]);
+                                }
                             }
                         }
                     }
                 }
                 u += 1;
             }
-            let at = panel * w.groups + group;
-            for c in 0..C {
-                let mut total = acc[c][0];
-                for chain in 1..chains {
-                    total = s.add(total, acc[c][chain]);
-                }
-                if U::CENTRE == 0.0 {
-                    y[c] = s.add(y[c], total);
-                } else {
-                    let scale = s.load_f16(w.scales.as_ptr().add(at * LANES));
-                    y[c] = s.fma(scale, total, y[c]);
-                    if let Some(shift) = offset(s, w, at, scale, U::CENTRE) {
-                        let sum = s.splat(*x.sums.as_ptr().add(group * C + c));
-                        y[c] = s.fma(shift, sum, y[c]);
-                    }
-                }
-            }
         }
-        for (c, &y) in y.iter().enumerate() {
-            s.store(out.add(c * LANES), y);
+        for p in 0..P {
+            for c in 0..C {
+                s.store(out.add((p * C + c) * LANES), acc[p][c]);
+            }
         }
     }
 }
 
+/// Scale and offset of centred codes in group `at = panel * groups + group`; not used for weights that are not
+/// codes.
+///
+/// # Safety
+/// `at` is a group of `w`.
+#[inline(always)]
+unsafe fn factors<S: Simd, U: Units>(s: S, w: &PanelWeight, at: usize) -> [S::F; 2] {
+    if U::CENTRE == 0.0 {
+        return [s.splat(1.0), s.splat(0.0)];
+    }
+    // SAFETY: by contract.
+    unsafe {
+        let scale = s.load_f16(w.scales.as_ptr().add(at * LANES));
+        let shift = offset(s, w, at, scale, U::CENTRE);
+        [scale, shift.unwrap_or(s.splat(0.0))]
+    }
+}
+
+/// The weight of a centred code, given its [`factors`].
+#[inline(always)]
+fn weight<S: Simd, U: Units>(s: S, code: S::F, [scale, shift]: [S::F; 2]) -> S::F {
+    match U::CENTRE == 0.0 {
+        true => code,
+        false => s.fma(code, scale, shift),
+    }
+}
+
 /// `P` panels of bf16, from `data` on, times block `block` of `C` columns of x in pairs of bf16: `out`
-/// is `[C][16]` for each panel, `out_stride` floats apart.
+/// is `[C][16]` for each panel, `out_stride` floats apart. Pairs are added in their order, for any `P` and `C`.
 ///
 /// # Safety
 /// The panels are those of `w`, which holds bf16; `x` was prepared for `w` as bf16 in blocks of
@@ -333,42 +334,30 @@ pub(crate) unsafe fn dot_bf16<S: Simd, const P: usize, const C: usize>(
     out: *mut f32,
     out_stride: usize,
 ) {
-    // Several chains of additions: a single one would wait for its own last step.
-    let chains = match P * C {
-        1 | 2 => 4,
-        3 | 4 => 2,
-        _ => 1,
-    };
     // SAFETY: by contract.
     unsafe {
         let stride = w.units * LANES;
         let xs = x.pairs.as_ptr().add(block * w.units * C);
-        let mut acc = [[[s.splat(0.0); 4]; C]; P];
-        let mut u = 0;
-        while u < w.units {
-            if P == 1 {
-                fetch_ahead(s, data.add(u * LANES), chains);
+        let mut acc = [[s.splat(0.0); C]; P];
+        for u in 0..w.units {
+            let mut v = [s.splat_i(0); P];
+            for p in 0..P {
+                let codes = data.add(p * stride + u * LANES);
+                if C <= GEMV_COLUMNS {
+                    fetch_ahead(s, codes, 1);
+                }
+                v[p] = s.load_bits(codes);
             }
-            for chain in 0..chains {
-                if u + chain < w.units {
-                    for c in 0..C {
-                        let pair = *xs.add((u + chain) * C + c);
-                        for p in 0..P {
-                            let v = s.load_bits(data.add(p * stride + (u + chain) * LANES));
-                            acc[p][c][chain] = s.dot2_bf16(acc[p][c][chain], v, pair);
-                        }
-                    }
+            for c in 0..C {
+                let pair = *xs.add(u * C + c);
+                for p in 0..P {
+                    acc[p][c] = s.dot2_bf16(acc[p][c], v[p], pair);
                 }
             }
-            u += chains;
         }
         for p in 0..P {
             for c in 0..C {
-                let mut y = acc[p][c][0];
-                for chain in 1..chains {
-                    y = s.add(y, acc[p][c][chain]);
-                }
-                s.store(out.add(p * out_stride + c * LANES), y);
+                s.store(out.add(p * out_stride + c * LANES), acc[p][c]);
             }
         }
     }

@@ -11,7 +11,7 @@ use super::pack::{PanelWeight, UnitCodes};
 use super::trellis;
 use crate::cpu::memory::Buffer;
 use crate::cpu::simd::{LANES, Simd};
-use crate::cpu::table::{Dot, Dots, GEMV_COLUMNS, KernelTable, PANELS};
+use crate::cpu::table::{Dot, Dots, GEMV_COLUMNS, GEMV_TOGETHER, KernelTable, PANELS};
 use crate::cpu::{simd, with_scratch};
 use crate::isa::Isa;
 use crate::registry::{Activations, KernelInfo, WeightKind};
@@ -55,7 +55,7 @@ pub(crate) const GEMM_PANELS: usize = 8;
 /// second-level cache holds while all columns are multiplied.
 const TILE_INPUTS: usize = 256;
 
-/// Few columns: every panel is read once, and its codes become floats in registers.
+/// Few columns: every panel is read once, several at a time, and codes become floats in registers.
 unsafe fn gemv_f32(
     _: &LinearKernel,
     table: &KernelTable,
@@ -64,11 +64,16 @@ unsafe fn gemv_f32(
     panels: Range<usize>,
     out: &mut [f32],
 ) {
-    let kernel = table.gemv[w.codes as usize][x.width - 1];
-    for (i, panel) in panels.enumerate() {
-        let out = &mut out[i * x.width * LANES..];
+    let [one, several] = table.gemv[w.codes as usize][x.width - 1];
+    let together = GEMV_TOGETHER[x.width - 1];
+    let mut at = panels.start;
+    while at < panels.end {
+        let whole = at + together <= panels.end;
+        let (kernel, count) = if whole { (several, together) } else { (one, 1) };
+        let out = &mut out[(at - panels.start) * x.width * LANES..];
         // SAFETY: by contract, with room checked by the caller.
-        unsafe { kernel(w, x, panel, out.as_mut_ptr()) };
+        unsafe { kernel(w, x, at, out.as_mut_ptr()) };
+        at += count;
     }
 }
 
@@ -332,7 +337,7 @@ macro_rules! rows {
             ("int8_int16", Byte::CODES, |w| nests(w, Bits::B8), int16_activations,
                 $int16, <$simd as Simd>::BYTE_START, 2, gemv_codes, gemm_codes),
             ("bf16_bf16", UnitCodes::Bf16, |w| w == WeightKind::Dense(DType::BF16), bf16_activations,
-                $bf16, 0, 1, gemv_codes, gemm_codes),
+                $bf16, 0, 1, gemm_codes, gemm_codes),
             ("int4_f32", Nibble::CODES, |w| whole_units(w, Bits::B4, 8), f32_activations,
                 $f32, 0, 1, gemv_f32, gemm_f32),
             ("int8_f32", Byte::CODES, |w| whole_units(w, Bits::B8, 4), f32_activations,

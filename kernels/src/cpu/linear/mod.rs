@@ -4,6 +4,9 @@
 //! registry's rows, `input` defines the layout of activations and `prepare` makes it; this
 //! file splits the work, chooses the kernel and applies epilogues. Every thread streams contiguous
 //! panels; `fetch` requests them a page ahead.
+//!
+//! Every kernel adds the products of an output in one order, whatever the number of rows of x: a row's results have
+//! the same bits whichever rows are multiplied with it.
 
 mod choose;
 mod experts;
@@ -208,18 +211,6 @@ impl Linear {
     /// Outputs of all parts together, for one expert.
     pub fn out_features(&self) -> usize {
         self.out_features
-    }
-
-    /// Most rows of x for which each row's product is bit for bit that of the row alone. Integer
-    /// products have no limit, as all kernels add the groups' exact sums in one order; float sums are
-    /// added in another order for each number of rows.
-    pub fn exact_rows(&self) -> usize {
-        let integers = !matches!(self.activations, Activations::F32 | Activations::Bf16);
-        if integers || self.parts.iter().all(|part| part.packed().is_none()) {
-            usize::MAX
-        } else {
-            1
-        }
     }
 
     /// Bytes that one pass reads from memory: packed codes and scales, of all experts.

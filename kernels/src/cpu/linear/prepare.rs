@@ -55,26 +55,15 @@ impl Prepared {
 
     fn prepare_floats(&mut self, rows: &RowsToPrepare<'_>) {
         let (width, inputs) = (rows.width, rows.layout.inputs);
-        let groups = rows.groups();
-        let sums = SharedSlice::new(self.sums.reserve(rows.blocks * groups * width));
-        let floats = SharedSlice::new(self.floats.reserve(rows.blocks * inputs * width));
+        let part = inputs * width;
+        let floats = SharedSlice::new(self.floats.reserve(rows.blocks * part));
         rows.each_block(|b, scratch| {
             // SAFETY: each block is prepared once.
-            let (floats, sums) = unsafe {
-                (
-                    floats.part(b * inputs * width..(b + 1) * inputs * width),
-                    sums.part(b * groups * width..(b + 1) * groups * width),
-                )
-            };
+            let floats = unsafe { floats.part(b * part..(b + 1) * part) };
             for c in 0..width {
                 let row = rows.place(b * width + c, &mut scratch.floats);
                 for (to, &v) in floats[c..].iter_mut().step_by(width).zip(row) {
                     *to = v;
-                }
-                if let Some(g) = rows.layout.sums {
-                    for (i, part) in row.chunks(g).enumerate() {
-                        sums[i * width + c] = (rows.table.sum)(part);
-                    }
                 }
             }
         });

@@ -22,8 +22,8 @@ pub struct Span {
     pub position: usize,
 }
 
-/// Most rows of a span for which attention computes each row bit for bit as if it were alone, if
-/// heads are whole vectors.
+/// Most rows of a span that attention computes one by one, if heads are whole vectors; more share what they read. The
+/// bits are the same.
 pub const FEW_ROWS: usize = 8;
 
 /// With fewer values than this, an operation on rows is not worth waking the team.

@@ -3,18 +3,6 @@
 use crate::cpu::simd::{LANES, Simd};
 use crate::reference::{INT8_GREATEST, INT16_BASE, INT16_GREATEST, code_scale};
 
-/// Sum of `x`, in a fixed order.
-#[inline(always)]
-pub(crate) fn sum<S: Simd>(s: S, x: &[f32]) -> f32 {
-    let (whole, rest) = x.as_chunks::<LANES>();
-    let mut acc = s.splat(0.0);
-    for x in whole {
-        // SAFETY: an array of 16.
-        acc = s.add(acc, unsafe { s.load(x.as_ptr()) });
-    }
-    rest.iter().fold(s.sum(acc), |a, x| a + x)
-}
-
 /// A sum over the bytes of the words, in 16 lanes of 4: reads every byte and does little else.
 /// Uses integers, since arbitrary bits as floats may be slow ones.
 #[inline(always)]
