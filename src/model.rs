@@ -5,12 +5,13 @@ use crate::flags::{AdapterArg, Global};
 use crate::library::Error;
 pub use crate::names::{DEFAULT_ID, FoundModel, fetch, models_dir};
 use crate::names::{find, note_left_over, open_hub};
-use anyhow::bail;
+use anyhow::{Context, bail};
 use nq_formats::adapter::Adapter;
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
 use nq_formats::names::{Shape, parameters};
 use nq_formats::{Checkpoint, Progress, Task, human_bytes};
+use nq_runtime::SamplingParams;
 use std::ffi::OsStr;
 
 /// Opens the model given to a command, a path or a name; without one, the default model.
@@ -33,6 +34,19 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
     model.checkpoint = model.checkpoint.with_adapters(adapters)?;
     note_left_over(&model, progress);
     Ok(model)
+}
+
+/// The sampling settings that a model's `generation_config.json` says.
+///
+/// # Errors
+/// If a setting is out of its range, with the file.
+pub fn sampling(checkpoint: &Checkpoint) -> anyhow::Result<SamplingParams> {
+    let defaults = SamplingParams::from_defaults(checkpoint.generation());
+    defaults.validate().with_context(|| {
+        let file = checkpoint.files().path("generation_config.json");
+        file.display().to_string()
+    })?;
+    Ok(defaults)
 }
 
 /// The default model of `nq chat`: the quantized copy of the default model

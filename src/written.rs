@@ -12,17 +12,18 @@ const PROBE: &str = "Don't I'LL stop? 3.14159 = 22/7;\n\n  \t(w\u{f6}rld)  \u{4f
 /// How many of the last tokens, among which are the added ones.
 const LAST: u32 = 512;
 
-/// Opens `out`, which was made from `source`, and compares what both say of the model, its tokenizer and its chat
-/// template. Weights are another matter.
+/// Opens `path`, which was made from `source` and is to become `out`, and compares what both say of the model, its tokenizer
+/// and its chat template. Weights are another matter.
 ///
 /// # Errors
 /// What differs; what was written cannot be opened.
 pub fn check(
     source: &Checkpoint,
-    out: &Path,
+    (path, out): (&Path, &Path),
     progress: &dyn Progress,
 ) -> anyhow::Result<Checkpoint> {
-    let written = Checkpoint::open(out).context("what was written cannot be read")?;
+    let written = Checkpoint::open(path)
+        .with_context(|| format!("{}: what was written cannot be read", out.display()))?;
     let differs = |what: &str, of: String, found: String| {
         let (root, out) = (source.files().root(), out.display());
         bail!(

@@ -94,6 +94,52 @@ pub(crate) fn temporary_folder(parent: &Path) -> Result<TemporaryFolder> {
     })
 }
 
+/// A file or folder that is written beside its place and put there once it has been checked. Until then an older one stays;
+/// dropped, it is removed.
+pub struct Unchecked {
+    place: PathBuf,
+    form: Form,
+    folder: TemporaryFolder,
+}
+
+impl Unchecked {
+    /// One for `place`, which [`check_destination`] lets be written or, with `force`, replaced.
+    ///
+    /// # Errors
+    /// Errors of [`check_destination`]; [`Error::Io`].
+    pub fn new(place: &Path, form: Form, force: bool) -> Result<Self> {
+        check_destination(place, form, force)?;
+        let parent = parent(place);
+        fs::create_dir_all(&parent).map_err(|e| Error::io(&parent, "create", e))?;
+        Ok(Unchecked {
+            place: place.into(),
+            form,
+            folder: temporary_folder(&parent)?,
+        })
+    }
+
+    /// Where to write it.
+    pub fn path(&self) -> PathBuf {
+        let name = self.place.file_name();
+        self.folder.path().join(name.unwrap_or("out".as_ref()))
+    }
+
+    /// Puts what was written into its place, instead of what is there.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; what is there stays.
+    pub fn put(self) -> Result<()> {
+        match self.form {
+            Form::Folder => rename_folder(&self.path(), &self.place),
+            Form::File => {
+                let renamed = fs::rename(self.path(), &self.place);
+                renamed.map_err(|e| Error::io(&self.place, "rename into place", e))?;
+                sync_folder(&parent(&self.place))
+            }
+        }
+    }
+}
+
 /// Prefix of temporary files' and folders' names.
 const PREFIX: &str = ".nq-";
 const SUFFIX: &str = ".tmp";
@@ -153,7 +199,9 @@ pub fn remove_temporaries() {
 fn sweep(folder: &Path) {
     let stale = |path: &Path| -> io::Result<bool> {
         let file = File::open(path)?;
-        let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
+        // A time to come is as old as it is far away: the clock was wrong then or is now.
+        let age = file.metadata()?.modified()?.elapsed();
+        let age = age.unwrap_or_else(|e| e.duration());
         Ok(age > STALE && file.try_lock().is_ok())
     };
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {

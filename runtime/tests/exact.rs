@@ -1,14 +1,13 @@
 //! A row's logits have the same bits whichever rows are computed with it, however its sequence is cut into pieces, and
 //! whether its beginning was computed or kept.
 
-mod common;
-
-use common::{
+use crate::common::{
     Store, fused_config, hybrid, options, round_to_nearest, small_config, small_mixture, tokens,
     wide_hybrid,
 };
 use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Tensor, Weight, Zeros};
-use nq_kernels::cpu::{FEW_ROWS, Isa, IsaChoice};
+use nq_kernels::cpu::FEW_ROWS;
+use nq_kernels::{Isa, IsaChoice};
 use nq_runtime::{
     ActivationChoice, Chunk, DraftedBy, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
     Session, SessionSpec,
@@ -215,7 +214,7 @@ fn long_texts_have_the_bits_of_their_rows() {
                 s.truncate(slot, 0);
             }
             s.keep_at(0, 290);
-            let mut found = Vec::new();
+            let mut found: Vec<u32> = Vec::new();
             for step in [
                 [200, 0, 31],
                 [1, 1, 1],

@@ -7,7 +7,7 @@ use crate::common::{
 use nq_formats::models::{LinearKind, in_layer};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Tensor, Weight, Zeros};
 use nq_kernels::{KernelSet, Routes};
-use nq_runtime::{ActivationChoice, Chunk, EngineKind, LoadOptions, LogitsWanted, Observer};
+use nq_runtime::{Chunk, EngineKind, LoadOptions, LogitsWanted, Observer};
 
 /// Logits are of order 1; two f32 implementations agree to this.
 const CLOSE: f32 = 2e-5;

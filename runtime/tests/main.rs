@@ -9,6 +9,7 @@ mod cuts;
 mod drafts_ahead;
 mod eagle;
 mod encoder;
+mod exact;
 mod experts;
 mod families;
 mod forward;

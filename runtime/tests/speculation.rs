@@ -1,15 +1,13 @@
 //! Drafted tokens change the time of an answer and nothing else.
 
-use crate::common::{Store, feed, options, small_config, tokens};
+use crate::common::{Store, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
-use nq_kernels::cpu::FEW_ROWS;
-use nq_kernels::{Isa, IsaChoice};
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    ActivationChoice, Batch, Chunk, Continuation, DraftModel, DraftedBy, Drafter, Engine,
-    EngineKind, KvType, LoadOptions, LogitBias, LogitsWanted, Piece, Sampler, SamplingParams,
-    Session, SessionSpec, Speculation,
+    ActivationChoice, Batch, Continuation, DraftModel, DraftedBy, Drafter, Engine, EngineKind,
+    KvType, LoadOptions, LogitBias, Piece, Sampler, SamplingParams, Session, SessionSpec,
+    Speculation,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;

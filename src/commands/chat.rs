@@ -114,7 +114,7 @@ pub struct ChatArgs {
     /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
     /// the layer that Qwen3.5 and its like have for it, a smaller MODEL with the same tokenizer drafts,
     /// eagle3:FOLDER asks an EAGLE-3 head made for the model, none turns it off [default: mtp or else ngram where
-    /// answers stay exactly the same, as on CPUs with quantized models; else none]
+    /// answers stay exactly the same, as on CPUs; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full
@@ -133,12 +133,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let (name, checkpoint, schemes) = open(args, global, &terminal)?;
     let config = checkpoint.config();
-    let defaults = SamplingParams::from_defaults(checkpoint.generation());
-    defaults.validate().with_context(|| {
-        let file = checkpoint.files().path("generation_config.json");
-        file.display().to_string()
-    })?;
-    let sampling = sampling(args, defaults)?;
+    let sampling = sampling(args, model::sampling(&checkpoint)?)?;
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     tokenizer.check_vocab(config.vocab_size)?;
@@ -408,7 +403,8 @@ fn load(
 fn sampling(args: &ChatArgs, model: SamplingParams) -> anyhow::Result<SamplingParams> {
     let clock = || {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        since.map_or(0, |d| d.as_nanos() as u64)
+        // A clock before 1970 seeds as well.
+        since.unwrap_or_else(|e| e.duration()).as_nanos() as u64
     };
     let sampling = SamplingParams {
         temperature: args.temperature.unwrap_or(model.temperature),

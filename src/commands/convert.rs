@@ -6,13 +6,14 @@ use crate::terminal::{Terminal, print_line};
 use crate::written;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
+use nq_formats::durable::Unchecked;
 use nq_formats::export::Mix;
 use nq_formats::export::{
     Change, Difference, ExportFormat, ExportOptions, ExportReport, compare, export, requantization,
 };
 use nq_formats::gguf::BlockType;
 use nq_formats::names::{Shape, parameters};
-use nq_formats::{Checkpoint, Exactness};
+use nq_formats::{Checkpoint, Exactness, nq};
 use nq_quantize::requantize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -138,17 +139,21 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let format = args.format.format();
     let checkpoint = &source.checkpoint;
+    let unchecked = Unchecked::new(&args.out, format.form(), args.force)?;
+    checkpoint.files().check_apart(&args.out)?;
+    nq::verify_values(checkpoint)?;
+    let out = unchecked.path();
     let again = if args.requantize {
         requantization(checkpoint, format)?
     } else {
         BTreeMap::new()
     };
     let report = if again.is_empty() {
-        export(checkpoint, format, &args.out, &options, &terminal)?
+        export(checkpoint, format, &out, &options, &terminal)?
     } else {
         let opened = model::open(Some(&args.model), global, &terminal)?.checkpoint;
         let rounded = requantize(opened, again.clone());
-        let mut report = export(&rounded, format, &args.out, &options, &terminal)?;
+        let mut report = export(&rounded, format, &out, &options, &terminal)?;
         for w in report
             .weights
             .iter_mut()
@@ -159,11 +164,15 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
         report
     };
-    let written = written::check(checkpoint, &args.out, &terminal)?;
+    let written = written::check(checkpoint, (&out, &args.out), &terminal)?;
     let differences = match args.verify {
         true => Some(compare(checkpoint, &written, &terminal)?),
         false => None,
     };
+    let unlike = (differences.as_deref()).and_then(|all| unannounced(&report, all));
+    if unlike.is_none() {
+        unchecked.put()?;
+    }
     if global.json {
         let json = report_json(args, checkpoint, &report, differences.as_deref());
         print_line(&format!("{json:#}"))?;
@@ -171,9 +180,9 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
         let lines = report_lines(args, checkpoint, &report, differences.as_deref());
         print_line(&lines.join("\n"))?;
     }
-    if let Some(name) = differences.and_then(|all| unannounced(&report, &all)) {
+    if let Some(name) = unlike {
         bail!(
-            "{}: {name} differs from the source, which the report above does not say",
+            "{}: not written, as {name} differs from the source, which the report above does not say",
             args.out.display()
         );
     }

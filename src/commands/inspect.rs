@@ -119,6 +119,7 @@ fn verify(checkpoint: &Checkpoint) -> anyhow::Result<()> {
         );
     }
     ChatTemplate::find(files)?;
+    model::sampling(checkpoint)?;
     Ok(())
 }
 

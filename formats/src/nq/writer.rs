@@ -126,7 +126,9 @@ impl Writer {
         check_destination(dest, Form::Folder, options.force)?;
         source.check_apart(dest)?;
         let (files, staged) = staged_work(&staging)?;
-        if files > 0 && !resuming && !options.force {
+        // Steps without a plan, which a kill in `start` leaves, cannot be continued: there is nothing to lose.
+        let lost = options.resume && !resuming;
+        if files > 0 && !resuming && !options.force && !lost {
             return Err(Error::Exists {
                 path: staging,
                 what: "unfinished work is there; --resume continues it, --force discards it".into(),

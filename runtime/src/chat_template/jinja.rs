@@ -1,6 +1,7 @@
 //! The template engine within bounds on the length of the source, the instructions of a rendering
 //! and the size of its output, on a stack large enough for any nesting that the source can hold.
 
+use super::worker::limit_note;
 use super::{filters, json, python, source};
 use minijinja::value::{Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
@@ -80,7 +81,10 @@ fn on_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Resu
         let thread = std::thread::Builder::new()
             .stack_size(STACK)
             .spawn_scoped(scope, f);
-        let thread = thread.map_err(|e| format!("a thread to render on: {e}"))?;
+        let thread = thread.map_err(|e| {
+            let stack = STACK >> 20;
+            format!("a thread with a stack of {stack} MB: {e}{}", limit_note())
+        })?;
         thread.join().unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().map(String::as_str);
             let said = said.or_else(|| panic.downcast_ref::<&str>().copied());

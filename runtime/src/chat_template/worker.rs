@@ -22,6 +22,9 @@ use std::time::{Duration, Instant};
 /// Most bytes that the process may allocate. Linux enforces this; macOS has no such limit.
 const MAX_MEMORY: u64 = 1 << 30;
 
+/// Most bytes of address space that the process takes.
+const MEMORY: u64 = MAX_MEMORY + STACK as u64;
+
 /// Most time that an answer may take.
 const MAX_TIME: Duration = Duration::from_secs(10);
 
@@ -140,6 +143,24 @@ fn line(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
     Ok(json)
 }
 
+/// Most bytes of address space that this process and those that it starts may take.
+fn allowed() -> u64 {
+    Resource::AS.get().map_or(u64::MAX, |(_, hard)| hard)
+}
+
+/// What an error adds where the shell allows less than a process that renders may need, which is no fault of a template's.
+pub(super) fn limit_note() -> String {
+    let allowed = allowed();
+    if allowed >= MEMORY {
+        return String::new();
+    }
+    format!(
+        "; this shell's processes may take {} MB of address space (ulimit -v), and one that renders up to {} MB",
+        allowed >> 20,
+        MEMORY >> 20
+    )
+}
+
 /// The running process; killed when dropped.
 struct Process {
     child: Child,
@@ -210,7 +231,8 @@ impl Process {
         if let Some(stderr) = self.child.stderr.take() {
             let _ = stderr.take(4096).read_to_string(&mut said);
         }
-        Failure::Template(match self.child.wait() {
+        let allowed = allowed();
+        let why = match self.child.wait() {
             _ if said.contains("overflowed its stack") => format!(
                 "a value or an expression nests too deeply for a stack of {} MB",
                 STACK >> 20
@@ -218,7 +240,7 @@ impl Process {
             _ if said.contains("memory allocation of") => {
                 format!(
                     "rendering takes more than {} MB of memory",
-                    MAX_MEMORY >> 20
+                    MAX_MEMORY.min(allowed) >> 20
                 )
             }
             Ok(status) => match status.signal() {
@@ -226,7 +248,8 @@ impl Process {
                 None => format!("its process ended early ({status})"),
             },
             Err(e) => format!("its process was lost: {e}"),
-        })
+        };
+        Failure::Template(why + &limit_note())
     }
 }
 
@@ -246,7 +269,7 @@ impl Drop for Process {
 pub fn serve(input: impl BufRead, mut output: impl Write + Send + 'static) -> io::Result<()> {
     Resource::CORE.set(0, 0)?;
     if cfg!(target_os = "linux") {
-        let most = MAX_MEMORY + STACK as u64;
+        let most = MEMORY.min(allowed());
         Resource::AS.set(most, most)?;
     }
     // A panic becomes an answer with its message.

@@ -7,7 +7,7 @@ use crate::commands::convert::{FormatArg, summary_lines};
 use crate::terminal::human_bytes;
 use crate::written;
 use anyhow::{Context, bail};
-use nq_formats::durable::check_destination;
+use nq_formats::durable::{Unchecked, check_destination};
 use nq_formats::export::{ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters};
 use nq_formats::{AffineScheme, Bits, Checkpoint, ModelConfig, Progress, Scheme};
@@ -169,7 +169,10 @@ fn write_from(
     };
     let format: ExportFormat = target.format.format();
     let checkpoint = Checkpoint::open(folder)?;
-    let report = export(&checkpoint, format, &target.out, &options, progress)?;
-    written::check(&checkpoint, &target.out, progress)?;
+    let unchecked = Unchecked::new(&target.out, format.form(), target.force)?;
+    let out = unchecked.path();
+    let report = export(&checkpoint, format, &out, &options, progress)?;
+    written::check(&checkpoint, (&out, &target.out), progress)?;
+    unchecked.put()?;
     Ok((report, checkpoint.config().parameters()))
 }

@@ -15,6 +15,8 @@ use nq_serve::protocol::reading::Rules;
 use nq_serve::{HttpLimits, Models, Security, Server};
 use serde_json::json;
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -83,7 +85,7 @@ pub struct ServeArgs {
     /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
     /// the layer that Qwen3.5 and its like have for it, a smaller model with the same tokenizer drafts for MODEL,
     /// eagle3:FOLDER asks an EAGLE-3 head made for it, none turns it off [default: mtp or else ngram where
-    /// answers stay exactly the same, as on CPUs with quantized models; else none]
+    /// answers stay exactly the same, as on CPUs; else none]
     #[arg(long, value_name = "FROM", value_parser = parse_draft)]
     pub draft: Option<DraftFrom>,
     /// Do not keep keys and values of prompts for later requests
@@ -266,11 +268,22 @@ fn models(
     Ok((models, served))
 }
 
+/// Bytes of a file of keys.
+const MOST_KEYS: u64 = 1 << 20;
+
 /// Access rules from the keys of `--api-key-file` and `NQ_API_KEY`, and the names and origins.
 fn security(args: &ServeArgs) -> anyhow::Result<Security> {
     let mut keys = Vec::new();
     if let Some(path) = &args.api_key_file {
-        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let mut text = String::new();
+        let read = File::open(path).and_then(|f| f.take(MOST_KEYS + 1).read_to_string(&mut text));
+        read.with_context(|| path.display().to_string())?;
+        if text.len() as u64 > MOST_KEYS {
+            bail!(
+                "{}: expected at most {MOST_KEYS} bytes of keys, found more",
+                path.display()
+            );
+        }
         let lines = text.lines().map(str::trim);
         keys.extend(
             lines
