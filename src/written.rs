@@ -19,7 +19,8 @@ const LAST: u32 = 512;
 /// What differs; what was written cannot be opened.
 pub fn check(
     source: &Checkpoint,
-    (path, out): (&Path, &Path),
+    path: &Path,
+    out: &Path,
     progress: &dyn Progress,
 ) -> anyhow::Result<Checkpoint> {
     let written = Checkpoint::open(path)
@@ -137,7 +138,7 @@ mod tests {
             let text = fs::read_to_string(dir.path().join(name)).unwrap();
             assert!(text.contains(from), "{name}: {from}");
             fs::write(dir.path().join(name), text.replacen(from, to, 1)).unwrap();
-            let checked = super::check(&source, dir.path(), &());
+            let checked = super::check(&source, dir.path(), dir.path(), &());
             checked.map_or_else(|e| format!("{e:#}"), |_| "the same".into())
         };
         let theta = check("config.json", "\"rms_norm_eps\": ", "\"rms_norm_eps\": 1");

@@ -189,3 +189,39 @@ fn weights_are_rounded_again_only_where_asked() {
     );
     assert_eq!(made["verify"]["identical"], true);
 }
+
+/// What convert refuses is nowhere, and an older output stays as it was.
+#[test]
+fn what_is_refused_is_not_written() {
+    let home = tempfile::tempdir().unwrap();
+    let source = mixed(home.path());
+    let source = source.to_str().unwrap();
+    let damaged = home.path().join("damaged");
+    let args = [
+        "convert",
+        source,
+        damaged.to_str().unwrap(),
+        "--format",
+        "nq",
+    ];
+    assert!(nq(home.path(), &args).status.success());
+    let tokenizer = damaged.join("tokenizer.json");
+    let text = std::fs::read(&tokenizer).unwrap();
+    std::fs::write(&tokenizer, &text[..text.len() / 2]).unwrap();
+    let (new, old) = (home.path().join("new"), home.path().join("old"));
+    let args = ["convert", source, old.to_str().unwrap(), "--format", "nq"];
+    assert!(nq(home.path(), &args).status.success());
+    let before = files(home.path());
+    for (out, force) in [(&new, &[][..]), (&old, &["--force"])] {
+        let args = ["convert", damaged.to_str().unwrap(), out.to_str().unwrap()];
+        let refused = nq(home.path(), &[&args, &["--format", "nq"], force].concat());
+        assert_eq!(refused.status.code(), Some(1));
+        assert!(
+            stderr(&refused).contains("tokenizer.json"),
+            "{}",
+            stderr(&refused)
+        );
+        assert_eq!(files(home.path()), before);
+    }
+    report(home.path(), &["inspect", old.to_str().unwrap(), "--verify"]);
+}

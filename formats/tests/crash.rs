@@ -318,6 +318,28 @@ fn beginnings_are_checked() {
         open(&plan(), true, false, 0),
         &["plan.json", "expected {\"bits\":4}, found {\"bits\":2}"],
     );
+    // Steps without their plan, which a kill while older work is removed leaves, cannot be continued: it begins anew.
+    let half = dir.path().join("half");
+    let begin = |resume| {
+        let options = WriterOptions {
+            resume,
+            force: false,
+            expected_bytes: 0,
+        };
+        Writer::open(&half, &source(), &plan(), options)
+    };
+    let Opened::Writer(killed) = begin(false).unwrap() else {
+        panic!("nothing is complete")
+    };
+    put(&killed, "norm").unwrap();
+    drop(killed);
+    std::fs::remove_file(dir.path().join("half.partial/plan.json")).unwrap();
+    names(begin(false), &["half.partial", "--force"]);
+    let Opened::Writer(anew) = begin(true).unwrap() else {
+        panic!("nothing is complete")
+    };
+    assert!(!anew.resumed() && anew.staged("norm").unwrap().is_none());
+    drop(anew);
     let Opened::Writer(third) = open(&json!({"bits": 2, "seed": 3}), true, false, 0).unwrap()
     else {
         panic!("nothing is complete")

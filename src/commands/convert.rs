@@ -164,7 +164,7 @@ pub fn run(args: &ConvertArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
         report
     };
-    let written = written::check(checkpoint, (&out, &args.out), &terminal)?;
+    let written = written::check(checkpoint, &out, &args.out, &terminal)?;
     let differences = match args.verify {
         true => Some(compare(checkpoint, &written, &terminal)?),
         false => None,

@@ -172,7 +172,7 @@ fn write_from(
     let unchecked = Unchecked::new(&target.out, format.form(), target.force)?;
     let out = unchecked.path();
     let report = export(&checkpoint, format, &out, &options, progress)?;
-    written::check(&checkpoint, (&out, &target.out), progress)?;
+    written::check(&checkpoint, &out, &target.out, progress)?;
     unchecked.put()?;
     Ok((report, checkpoint.config().parameters()))
 }
