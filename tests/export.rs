@@ -214,7 +214,10 @@ fn what_is_refused_is_not_written() {
     let before = files(home.path());
     for (out, force) in [(&new, &[][..]), (&old, &["--force"])] {
         let args = ["convert", damaged.to_str().unwrap(), out.to_str().unwrap()];
-        let refused = nq(home.path(), &[&args, &["--format", "nq"], force].concat());
+        let refused = nq(
+            home.path(),
+            &[&args[..], &["--format", "nq"], force].concat(),
+        );
         assert_eq!(refused.status.code(), Some(1));
         assert!(
             stderr(&refused).contains("tokenizer.json"),

@@ -386,7 +386,7 @@ impl Workbench<'_> {
         Document {
             program: format!("nq {}", env!("CARGO_PKG_VERSION")),
             command: command_line(),
-            date: jiff::Zoned::now().strftime("%Y-%m-%d %H:%M %Z").to_string(),
+            date: date(),
             text: self.text.name.clone(),
             reference: self.reference.as_ref().map(|r| Reference {
                 name: r.model.name.clone(),
@@ -397,6 +397,18 @@ impl Workbench<'_> {
             by_depth: self.args.by_depth,
         }
     }
+}
+
+/// The time of now; empty for a clock past the year 9999, which has no date.
+fn date() -> String {
+    let now = jiff::Timestamp::try_from(std::time::SystemTime::now());
+    now.map_or_else(
+        |_| String::new(),
+        |now| {
+            let now = now.to_zoned(jiff::tz::TimeZone::system());
+            now.strftime("%Y-%m-%d %H:%M %Z").to_string()
+        },
+    )
 }
 
 /// The command line of this process, quoted for a shell.

@@ -9,23 +9,27 @@ use std::fmt::Write as _;
 pub fn markdown(document: &Document<'_>) -> String {
     let mut out = format!("# {}\n\n", escape(&title(document)));
     for line in verdicts(document) {
-        let _ = writeln!(out, "{line}\n");
+        let _ = writeln!(out, "{}\n", escape(&line));
     }
     if document.models.len() > 1 {
         let (head, rows) = summary(document);
-        push_table(&mut out, &head, &rows);
+        push_table(&mut out, &head, &escaped(rows));
         out.push_str("\n## All figures\n\n");
     }
     let (head, rows) = figures(document);
-    push_table(&mut out, &head, &rows);
+    let head: Vec<String> = head.iter().map(|name| escape(name)).collect();
+    push_table(&mut out, &head, &escaped(rows));
     out.push('\n');
     for line in notes(document) {
-        let _ = writeln!(out, "{}\n", line.replace("||", "\\|\\|"));
+        let _ = writeln!(out, "{}\n", escape(&line));
     }
     let _ = writeln!(
         out,
         "Measured by {} on {}. Text: {}.\n\n    {}\n",
-        document.program, document.date, document.text, document.command
+        document.program,
+        document.date,
+        escape(&document.text),
+        document.command.replace(['\n', '\r'], " ")
     );
     if let Some(first) = document.models.first() {
         let _ = writeln!(out, "{}.", protocol_line(first.evaluation));
@@ -35,7 +39,7 @@ pub fn markdown(document: &Document<'_>) -> String {
             out,
             "\n## {}\n\nRun by {}.",
             escape(&model.name),
-            model.engine
+            escape(&model.engine)
         );
         let e = model.evaluation;
         if document.by_depth {
@@ -113,6 +117,33 @@ fn code(text: &str) -> String {
     format!("`{shown}`")
 }
 
+/// Cells of plain text.
+fn escaped(rows: Vec<Vec<String>>) -> Vec<Vec<String>> {
+    let row = |row: Vec<String>| row.iter().map(|cell| escape(cell)).collect();
+    rows.into_iter().map(row).collect()
+}
+
+/// Plain text, of which nothing is read as Markdown or HTML: names of models and files may hold anything.
 fn escape(text: &str) -> String {
-    text.replace(['*', '_', '`'], " ")
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\\' | '`' | '*' | '_' | '[' | ']' | '<' | '>' | '|' | '#' | '~' | '&' => {
+                out.extend(['\\', c])
+            }
+            c if c.is_control() => out.extend(c.escape_default()),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn names_are_text() {
+        let name = "a|b\n# c <img src=x> [d](e) `f` **g**";
+        let shown = r"a\|b\n\# c \<img src=x\> \[d\](e) \`f\` \*\*g\*\*";
+        assert_eq!(super::escape(name), shown);
+    }
 }

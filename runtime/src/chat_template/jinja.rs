@@ -3,9 +3,11 @@
 
 use super::worker::limit_note;
 use super::{filters, json, python, source};
+use jiff::tz::TimeZone;
 use minijinja::value::{Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
 use std::io::{self, Write};
+use std::time::SystemTime;
 
 /// Most bytes of a model's templates together. The longest published ones have tens of thousands.
 const MAX_SOURCE: usize = 256 << 10;
@@ -139,7 +141,10 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
     env.add_function("strftime_now", |format: String| {
-        jiff::fmt::strtime::format(&format, &jiff::Zoned::now())
+        // A clock past the year 9999 has no date.
+        jiff::Timestamp::try_from(SystemTime::now())
+            .map(|now| now.to_zoned(TimeZone::system()))
+            .and_then(|now| jiff::fmt::strtime::format(&format, &now))
             .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))
     });
     Ok(env)
