@@ -147,8 +147,11 @@ fn every_file_of_tests_is_in_a_program() {
         let tests = package.targets.iter().filter(|t| t.is_test());
         let roots: Vec<&Path> = tests.map(|t| t.src_path.as_std_path()).collect();
         programs += roots.len();
-        if let Some(main) = roots.iter().find(|r| r.ends_with("tests/main.rs")) {
-            named_by(main, &roots);
+        let folder = package.manifest_path.as_std_path().parent();
+        let main = folder.expect("a folder").join("tests/main.rs");
+        if main.exists() {
+            assert!(roots.contains(&&*main), "{} is no program", main.display());
+            named_by(&main, &roots);
         }
     }
     assert!(
