@@ -4,11 +4,13 @@
 use crate::commands;
 use crate::flags::{Conflict, Global};
 use crate::terminal::{leave_on_signals, print_line, say};
+use anyhow::Context;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 const STYLES: Styles = Styles::styled()
@@ -63,6 +65,12 @@ pub enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
+    /// Write manual pages into a folder, for packages
+    #[command(hide = true)]
+    Man {
+        /// The folder, which must be there
+        folder: PathBuf,
+    },
 }
 
 /// Flags for how a model is run.
@@ -79,7 +87,7 @@ const RUNNING: [&str; 8] = [
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
 /// not name them.
-const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
+const OF_NO_USE: [(&str, &[&[&str]]); 10] = [
     ("embed", &[&["json"]]),
     ("pull", &[&RUNNING, &["adapter", "verbose"]]),
     ("list", &[&RUNNING, &["adapter", "offline", "verbose"]]),
@@ -89,6 +97,10 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
     ),
     (
         "completions",
+        &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
+    ),
+    (
+        "man",
         &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
     ),
     ("inspect", &[&RUNNING, &["verbose"]]),
@@ -122,8 +134,88 @@ const OF_NO_USE: [(&str, &[&[&str]]); 9] = [
     ),
 ];
 
+/// Flags that `-h` explains, of subcommands with more than fit a screen; `--help` explains all.
+const EVERYDAY: [(&str, &[&str]); 5] = [
+    (
+        "quantize",
+        &[
+            "model",
+            "bits",
+            "trellis",
+            "method",
+            "target_size",
+            "max_kld",
+            "out",
+            "name",
+            "format",
+            "dry_run",
+            "resume",
+            "force",
+        ],
+    ),
+    (
+        "chat",
+        &[
+            "model",
+            "prompt",
+            "system",
+            "no_think",
+            "temperature",
+            "max_tokens",
+            "ctx",
+            "kv",
+            "bits",
+            "draft",
+            "server",
+        ],
+    ),
+    (
+        "serve",
+        &[
+            "model",
+            "models",
+            "host",
+            "port",
+            "api_key_file",
+            "parallel",
+            "ctx",
+            "kv",
+            "kv_memory",
+            "bits",
+            "draft",
+        ],
+    ),
+    (
+        "eval",
+        &[
+            "models",
+            "against",
+            "protocol",
+            "text",
+            "text_bytes",
+            "by_depth",
+            "report",
+        ],
+    ),
+    (
+        "bench",
+        &[
+            "model",
+            "preset",
+            "bits",
+            "trellis",
+            "simple",
+            "prompt_tokens",
+            "gen_tokens",
+            "depth",
+            "batch",
+            "text",
+        ],
+    ),
+];
+
 /// Ends of the subcommands' help.
-const EXAMPLES: [(&str, &str); 15] = [
+const EXAMPLES: [(&str, &str); 16] = [
     (
         "quantize",
         "nq quantize demo --bits 4\n\
@@ -177,6 +269,7 @@ const EXAMPLES: [(&str, &str); 15] = [
     ("rm", "nq rm demo-int4"),
     ("doctor", "nq doctor"),
     ("synth", "nq synth qwen3-0.6b ./random"),
+    ("man", "nq man /usr/share/man/man1"),
     (
         "completions",
         "nq completions bash > ~/.local/share/bash-completion/completions/nq",
@@ -189,7 +282,7 @@ fn program() -> clap::Command {
     let plain = Cli::command();
     let shared: Vec<clap::Arg> = plain.get_arguments().cloned().collect();
     EXAMPLES.iter().fold(plain, |program, (name, lines)| {
-        let of_no_use = OF_NO_USE.iter().find(|(of, _)| of == name);
+        let of_no_use = OF_NO_USE.iter().find(|(known, _)| known == name);
         let is_of_use = |a: &&clap::Arg| {
             !of_no_use.is_some_and(|(_, flags)| flags.concat().contains(&a.get_id().as_str()))
         };
@@ -198,16 +291,43 @@ fn program() -> clap::Command {
             .filter(is_of_use)
             .filter_map(clap::Arg::get_long);
         let flags: Vec<String> = flags.map(|long| format!("--{long}")).collect();
-        let mut end = if flags.is_empty() {
+        let examples = format!("Examples:\n  {}", lines.replace('\n', "\n  "));
+        let more = if flags.is_empty() {
             String::new()
         } else {
             format!("Shared options ({EXPLAINED}):\n  {}\n\n", flags.join(" "))
         };
-        end += &format!("Examples:\n  {}", lines.replace('\n', "\n  "));
+        let everyday = EVERYDAY
+            .iter()
+            .find(|(known, _)| known == name)
+            .map(|e| e.1);
+        let short = match everyday {
+            Some(_) => format!("`nq {name} --help` has all options.\n\n{examples}"),
+            None => format!("{more}{examples}"),
+        };
         // A subcommand's own argument replaces the shared one of the same name.
         let hidden = shared.iter().map(|a| a.clone().hide(true));
-        program.mut_subcommand(name, |command| command.args(hidden).after_help(end))
+        program.mut_subcommand(name, |command| {
+            command
+                .mut_args(|arg| first_sentence(arg, everyday))
+                .args(hidden)
+                .after_help(short)
+                .after_long_help(format!("{more}{examples}"))
+        })
     })
+}
+
+/// An argument of which `-h` prints the first sentence, if it is of `everyday` use or all are, and `--help` all.
+fn first_sentence(arg: clap::Arg, everyday: Option<&[&str]>) -> clap::Arg {
+    let hidden = everyday.is_some_and(|flags| !flags.contains(&arg.get_id().as_str()));
+    let arg = arg.hide_short_help(hidden);
+    let Some(text) = arg.get_help().map(ToString::to_string) else {
+        return arg;
+    };
+    match text.split_once(". ") {
+        Some((first, _)) => arg.help(first.to_owned()).long_help(text),
+        None => arg,
+    }
 }
 
 /// Where the shared flags are explained.
@@ -282,6 +402,11 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Rm(args) => commands::models::remove(&args),
         Command::Doctor => commands::doctor::run(&global),
         Command::Synth(args) => commands::synth::run(&args, &global),
+        Command::Man { folder } => {
+            clap_mangen::generate_to(program(), &folder)
+                .with_context(|| format!("{}: write manual pages", folder.display()))?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "nq", &mut script);
@@ -303,7 +428,10 @@ fn version() -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use super::{OF_NO_USE, RUNNING, program};
+    /// Lines that `-h` may take.
+    const SCREEN: usize = 45;
+
+    use super::{EVERYDAY, OF_NO_USE, RUNNING, program};
     use clap::FromArgMatches;
 
     #[test]
@@ -322,6 +450,14 @@ mod tests {
             .filter(|c| c.get_name() != "help")
         {
             let help = command.render_help().to_string();
+            let everyday = EVERYDAY
+                .iter()
+                .filter(|(name, _)| *name == command.get_name());
+            for id in everyday.flat_map(|(_, ids)| ids.iter()) {
+                assert!(command.get_arguments().any(|a| a.get_id() == *id), "{id}");
+            }
+            let lines = help.lines().count();
+            assert!(lines <= SCREEN, "{lines} lines: {help}");
             let example = format!("Examples:\n  nq {}", command.get_name());
             assert!(help.contains(&example), "{help}");
         }

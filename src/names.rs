@@ -4,6 +4,7 @@ use crate::demo;
 use crate::library::error::{Error, Result};
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::left_over;
+use nq_formats::models::Preset;
 use nq_formats::{Checkpoint, Progress};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -95,33 +96,68 @@ pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Fou
     open_hub(model, offline, progress)
 }
 
-/// Models that their makers publish under `Qwen/`.
-const PUBLISHED: [&str; 16] = [
-    "Qwen3-0.6B",
-    "Qwen3-1.7B",
-    "Qwen3-4B",
-    "Qwen3-8B",
-    "Qwen3-14B",
-    "Qwen3-32B",
-    "Qwen3-30B-A3B",
-    "Qwen3-235B-A22B",
-    "Qwen3-Coder-30B-A3B-Instruct",
-    "Qwen3-Embedding-0.6B",
-    "Qwen3-Embedding-4B",
-    "Qwen3-Embedding-8B",
-    "Qwen3-Reranker-0.6B",
-    "Qwen3-Reranker-4B",
-    "Qwen3-Reranker-8B",
-    "Qwen3-4B-Instruct-2507",
+/// Hub ids of models that are no presets, or whose names are not those of their presets.
+const PUBLISHED: [&str; 8] = [
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen/Qwen3-Embedding-0.6B",
+    "Qwen/Qwen3-Embedding-4B",
+    "Qwen/Qwen3-Embedding-8B",
+    "Qwen/Qwen3-Reranker-0.6B",
+    "Qwen/Qwen3-Reranker-4B",
+    "Qwen/Qwen3-Reranker-8B",
+    "Qwen/Qwen3-4B-Instruct-2507",
 ];
 
-/// The hub id of a model that goes by its bare name, or by its name in ollama: `Qwen3-0.6B`, `qwen3:0.6b`.
+/// Who publishes GGUF files of a model, as `OWNER/NAME-GGUF`.
+const GGUF_OWNER: &str = "unsloth";
+
+/// The hub id of a model that goes by its bare name, or by its name in ollama: `Qwen3-0.6B`, `qwen3:0.6b`, `llama3.2:3b`;
+/// with a kind of GGUF file behind it, that of such a file: `qwen3:0.6b:q4_K_M`, `qwen3:0.6b-q4_K_M`.
 fn published(name: &str) -> Option<String> {
+    if let Some(id) = whole(name) {
+        return Some(id.to_owned());
+    }
+    let split = |sign| {
+        let (model, kind) = name.rsplit_once(sign)?;
+        Some((whole(model)?, kind)).filter(|_| is_kind(kind))
+    };
+    let (id, kind): (&str, &str) = split(':').or_else(|| split('-'))?;
+    Some(format!(
+        "{GGUF_OWNER}/{}-GGUF:{}",
+        bare(id),
+        kind.to_uppercase()
+    ))
+}
+
+/// True for the name of a kind of GGUF file, such as `q4_K_M` or `IQ4_XS`.
+fn is_kind(text: &str) -> bool {
+    let lower = text.to_lowercase();
+    let digits = lower.trim_start_matches('i').strip_prefix('q');
+    let known = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    digits.is_some_and(|d| d.starts_with(|c: char| c.is_ascii_digit())) && text.chars().all(known)
+}
+
+/// The hub id of a published model by its name.
+fn whole(name: &str) -> Option<&'static str> {
+    // Ollama puts no dash between Llama and its version.
     let name = name.to_lowercase().replace(':', "-");
-    let begins = |p: &str| p.to_lowercase().starts_with(&format!("{name}-a"));
-    let same = PUBLISHED.iter().find(|p| p.to_lowercase() == name);
-    let found = same.or_else(|| PUBLISHED.iter().find(|p| begins(p)))?;
-    Some(format!("Qwen/{found}"))
+    let name = match name.strip_prefix("llama3") {
+        Some(rest) => format!("llama-3{rest}"),
+        None => name,
+    };
+    let presets = Preset::all().flat_map(|p| [(p.name, p.hub_id), (bare(p.hub_id), p.hub_id)]);
+    let named: Vec<(&str, &str)> = presets.chain(PUBLISHED.map(|id| (bare(id), id))).collect();
+    let same = named.iter().find(|(known, _)| known.to_lowercase() == name);
+    // A mixture by the parameters that all its experts have: qwen3:30b.
+    let mixture = format!("{name}-a");
+    let begins = |known: &str| known.to_lowercase().starts_with(&mixture);
+    let found = same.or_else(|| named.iter().find(|(known, _)| begins(known)))?;
+    Some(found.1)
+}
+
+/// The name of a hub id without its owner.
+fn bare(id: &str) -> &str {
+    id.rsplit('/').next().unwrap_or(id)
 }
 
 /// The name most similar to `model`, of those in nq's folder and `demo`, if any.
@@ -214,10 +250,26 @@ mod tests {
             ("qwen3:0.6b", "Qwen/Qwen3-0.6B"),
             ("qwen3:30b", "Qwen/Qwen3-30B-A3B"),
             ("qwen3-embedding:4b", "Qwen/Qwen3-Embedding-4B"),
+            ("qwen3.8:27b", "Qwen/Qwen3.8-27B"),
+            ("qwen3.6:35b", "Qwen/Qwen3.6-35B-A3B"),
+            ("qwen2.5:7b", "Qwen/Qwen2.5-7B-Instruct"),
+            ("llama3.2:3b", "meta-llama/Llama-3.2-3B-Instruct"),
+            ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
+            ("qwen3:0.6b:q4_K_M", "unsloth/Qwen3-0.6B-GGUF:Q4_K_M"),
+            ("qwen3:0.6b-q8_0", "unsloth/Qwen3-0.6B-GGUF:Q8_0"),
+            ("Qwen3-8B:IQ4_XS", "unsloth/Qwen3-8B-GGUF:IQ4_XS"),
         ] {
             assert_eq!(published(name).as_deref(), Some(id), "{name}");
         }
-        for name in ["qwen3", "qwen3:7b", "Qwen/Qwen3-0.6B", "llama3:8b", ""] {
+        for name in [
+            "qwen3",
+            "qwen3:7b",
+            "Qwen/Qwen3-0.6B",
+            "llama3:8b",
+            "qwen3:0.6b:",
+            "qwen3:0.6b:q4 k",
+            "",
+        ] {
             assert_eq!(published(name), None, "{name}");
         }
     }

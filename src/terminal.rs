@@ -6,11 +6,12 @@
 //! is not a terminal is data: an answer is written exactly as the model gave it, and reports with
 //! control characters escaped, which in JSON means the same.
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 pub use nq_formats::human_bytes;
 use nq_formats::{Progress, Unit};
 use std::borrow::Cow;
 use std::collections::HashSet;
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -51,16 +52,32 @@ struct RunningStage {
     bar: ProgressBar,
     name: String,
     begun: Instant,
+    /// Units that were there from an earlier run.
+    kept: u64,
     /// When the last line was printed.
     said: Instant,
 }
 
 impl RunningStage {
-    /// The share of the stage that is done.
-    fn done(&self) -> f64 {
-        let total = self.bar.length().unwrap_or(0).max(1);
-        (self.bar.position() as f64 / total as f64).min(1.0)
+    fn work(&self) -> Work {
+        let total = self.bar.length().unwrap_or(0).max(1) as f64;
+        Work {
+            kept: (self.kept as f64 / total).min(1.0),
+            done: (self.bar.position() as f64 / total).min(1.0),
+            seconds: self.begun.elapsed().as_secs_f64(),
+        }
     }
+}
+
+/// How far a stage is.
+#[derive(Clone, Copy)]
+struct Work {
+    /// The share that was there from an earlier run.
+    kept: f64,
+    /// The share that is there, with that.
+    done: f64,
+    /// Seconds that the difference took.
+    seconds: f64,
 }
 
 /// The stages of a run, and how long they take.
@@ -75,41 +92,50 @@ struct Planned {
     name: String,
     /// Estimated seconds.
     estimate: f64,
-    /// Seconds that it took.
-    took: Option<f64>,
+    /// The part of the estimate for what was done, and the seconds that it took.
+    took: Option<(f64, f64)>,
 }
+
+/// The share of a stage from which on its pace tells more than the estimate: its first steps tell little.
+const TELLING: f64 = 0.02;
 
 impl StagePlan {
     fn begin(&mut self, stage: &str) {
         self.at = self.stages.iter().position(|s| s.name == stage);
     }
 
-    fn end(&mut self, seconds: f64) {
+    fn end(&mut self, work: Work) {
         if let Some(at) = self.at.take() {
-            let took = &mut self.stages[at].took;
-            *took = Some(took.unwrap_or(0.0) + seconds);
+            let stage = &mut self.stages[at];
+            let (estimated, took) = stage.took.unwrap_or_default();
+            let more = stage.estimate * (1.0 - work.kept);
+            stage.took = Some((estimated + more, took + work.seconds));
         }
     }
 
-    /// Seconds left of all stages, `done` of the one under way after `seconds`; `None` where nothing is known.
-    /// What took longer than estimated lets the rest take longer too.
-    fn left(&self, done: f64, seconds: f64) -> Option<f64> {
+    /// Seconds left of all stages; `None` where nothing is known. What took longer than estimated lets the rest take
+    /// longer too.
+    fn left(&self, work: Work) -> Option<f64> {
         let at = self.at?;
         let now = self.stages[at].estimate;
-        let over = self.stages[..at]
-            .iter()
-            .filter_map(|s| Some((s.estimate, s.took?)));
-        let (estimated, took) = over.fold((done * now, seconds), |(e, t), s| (e + s.0, t + s.1));
+        let new = work.done - work.kept;
+        let before = self.stages[..at].iter().filter_map(|s| s.took);
+        let (estimated, took) = before.fold((new * now, work.seconds), |sum, s| {
+            (sum.0 + s.0, sum.1 + s.1)
+        });
         let rest: f64 = self.stages[at + 1..].iter().map(|s| s.estimate).sum();
-        if now <= 0.0 || estimated <= 0.0 {
+        if now <= 0.0 {
             return None;
         }
-        // A stage's first steps tell little about it.
-        let slower = if done > 0.02 { took / estimated } else { 1.0 };
-        let of_this = if done > 0.02 {
-            seconds * (1.0 - done) / done
+        let tells = new > TELLING;
+        let slower = if tells && estimated > 0.0 {
+            took / estimated
         } else {
-            now
+            1.0
+        };
+        let of_this = match tells {
+            true => work.seconds * (1.0 - work.done) / new,
+            false => now * (1.0 - work.done),
         };
         Some(of_this + slower * rest)
     }
@@ -163,6 +189,7 @@ impl Progress for Terminal {
             Unit::Bytes => "{bytes}/{total_bytes} {bytes_per_sec}",
             Unit::Tokens => "{human_pos}/{human_len} tokens",
             Unit::Items => "{human_pos}/{human_len}",
+            Unit::Layers(_) => "{layers} layers",
         };
         let mut plan = self.planned();
         plan.begin(stage);
@@ -173,6 +200,18 @@ impl Progress for Terminal {
         let template = format!("{{msg:28}} {{wide_bar}} {counts}  {end}");
         let style = ProgressStyle::with_template(&template)
             .unwrap_or_else(|_| ProgressStyle::default_bar());
+        let parts = match unit {
+            Unit::Layers(parts) => parts.max(1),
+            _ => 1,
+        };
+        let style = style.with_key(
+            "layers",
+            move |bar: &ProgressState, out: &mut dyn fmt::Write| {
+                let all = bar.len().unwrap_or(0) / parts;
+                // What cannot be written has no reader.
+                let _ = write!(out, "{}/{all}", bar.pos() / parts);
+            },
+        );
         let bar = ProgressBar::new(total)
             .with_style(style)
             .with_message(printable(&message).into_owned());
@@ -182,6 +221,7 @@ impl Progress for Terminal {
             bar,
             name: message,
             begun: now,
+            kept: 0,
             said: now,
         });
     }
@@ -192,8 +232,8 @@ impl Progress for Terminal {
             return;
         };
         stage.bar.inc(n);
-        let (done, seconds) = (stage.done(), stage.begun.elapsed().as_secs_f64());
-        let left = self.planned().left(done, seconds);
+        let work = stage.work();
+        let left = self.planned().left(work);
         if let Some(left) = left {
             stage.bar.set_prefix(format!("{} left", about(left)));
         }
@@ -201,19 +241,27 @@ impl Progress for Terminal {
             stage.said = Instant::now();
             let left = match left {
                 Some(left) => format!("{} left", about(left)),
-                None => format!("{} gone", about(seconds)),
+                None => format!("{} gone", about(work.seconds)),
             };
             say(&format!(
                 "nq: {}: {:.0} %, {left}",
                 stage.name,
-                100.0 * done
+                100.0 * work.done
             ));
+        }
+    }
+
+    fn kept(&self, n: u64) {
+        if let Some(stage) = &mut *self.stage() {
+            stage.bar.inc(n);
+            stage.kept += n;
+            stage.begun = Instant::now();
         }
     }
 
     fn end(&self) {
         if let Some(stage) = self.stage().take() {
-            self.planned().end(stage.begun.elapsed().as_secs_f64());
+            self.planned().end(stage.work());
             stage.bar.finish_and_clear();
         }
     }
@@ -407,7 +455,7 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Planned, StagePlan, about, filled, printable, shell_word, shortened};
+    use super::{Planned, StagePlan, Work, about, filled, printable, shell_word, shortened};
 
     #[test]
     fn control_characters_are_written_out() {
@@ -426,34 +474,50 @@ mod tests {
         assert_eq!(read, "\u{9b}\u{7f}");
     }
 
-    #[test]
-    fn what_is_left_follows_from_what_was_done() {
-        let stage = |name: &str, estimate| Planned {
+    /// What is done of a stage in a run that began it.
+    fn done(done: f64, seconds: f64) -> Work {
+        Work {
+            kept: 0.0,
+            done,
+            seconds,
+        }
+    }
+
+    fn plan_of(estimates: [(&str, f64); 3]) -> StagePlan {
+        let stage = |(name, estimate): (&str, f64)| Planned {
             name: name.into(),
             estimate,
             took: None,
         };
-        let stages = vec![stage("a", 100.0), stage("b", 200.0), stage("c", 50.0)];
-        let mut plan = StagePlan { stages, at: None };
-        assert_eq!((plan.left(0.5, 1.0), plan.step()), (None, None));
+        StagePlan {
+            stages: estimates.map(stage).into(),
+            at: None,
+        }
+    }
+
+    #[test]
+    fn what_is_left_follows_from_what_was_done() {
+        let mut plan = plan_of([("a", 100.0), ("b", 200.0), ("c", 50.0)]);
+        assert_eq!((plan.left(done(0.5, 1.0)), plan.step()), (None, None));
         plan.begin("a");
         assert_eq!(plan.step().as_deref(), Some("step 1 of 3"));
-        assert_eq!(plan.left(0.5, 50.0), Some(300.0));
-        // Half the speed.
-        assert_eq!(plan.left(0.5, 100.0), Some(600.0));
-        plan.end(200.0);
+        assert_eq!(plan.left(done(0.5, 50.0)), Some(300.0));
+        // Half as fast as estimated.
+        assert_eq!(plan.left(done(0.5, 100.0)), Some(600.0));
+        plan.end(done(1.0, 200.0));
         plan.begin("loading weights");
-        assert_eq!(plan.left(0.5, 1.0), None);
-        plan.end(1.0);
+        assert_eq!(plan.left(done(0.5, 1.0)), None);
+        plan.end(done(1.0, 1.0));
         plan.begin("c");
-        assert_eq!(plan.left(0.25, 25.0), Some(75.0));
-        let unknown = vec![stage("a", 0.0)];
-        let mut plan = StagePlan {
-            stages: unknown,
-            at: None,
-        };
+        assert_eq!(plan.left(done(0.25, 25.0)), Some(75.0));
+        // Of stages without an estimate nothing is known.
+        let mut plan = plan_of([("a", 0.0), ("b", 0.0), ("c", 0.0)]);
         plan.begin("a");
-        assert_eq!(plan.left(0.5, 50.0), None);
+        assert_eq!(plan.left(done(0.5, 50.0)), None);
+    }
+
+    #[test]
+    fn times_are_rounded_as_people_say_them() {
         for (seconds, words) in [
             (1.0, "about 10 seconds"),
             (61.0, "about 70 seconds"),
@@ -462,6 +526,35 @@ mod tests {
         ] {
             assert_eq!(about(seconds), words);
         }
+    }
+
+    #[test]
+    fn what_an_earlier_run_left_takes_no_time() {
+        let mut plan = plan_of([("a", 100.0), ("layers", 300.0), ("c", 50.0)]);
+        // A third was there: two thirds of 300 seconds are left before a new layer is done, and what follows.
+        plan.begin("layers");
+        let third = 1.0 / 3.0;
+        let work = |done, seconds| Work {
+            kept: third,
+            done,
+            seconds,
+        };
+        let near = |found: Option<f64>, expected: f64| {
+            let found = found.expect("an estimate");
+            assert!(
+                (found - expected).abs() < 1e-9,
+                "{found}, expected {expected}"
+            );
+        };
+        near(plan.left(work(third, 0.0)), 250.0);
+        // Another third in 100 seconds, as estimated.
+        near(plan.left(work(2.0 * third, 100.0)), 150.0);
+        // In twice the time.
+        near(plan.left(work(2.0 * third, 200.0)), 300.0);
+        plan.end(work(1.0, 400.0));
+        plan.begin("c");
+        near(plan.left(done(0.5, 50.0)), 50.0);
+        near(plan.left(done(0.0, 0.0)), 100.0);
     }
 
     #[test]

@@ -31,7 +31,7 @@ fn a_checkpoint_is_listed_and_verified() {
     assert_eq!(tensors[0]["shape"], serde_json::json!([4096, 512]));
     assert_eq!(tensors[0]["bits"], 16.0);
 
-    let out = nq(home.path(), &["inspect", &demo(), "--verify"]);
+    let out = nq(home.path(), &["inspect", &demo(), "--verify", "--tensors"]);
     let table = String::from_utf8(out.stdout).expect("UTF-8");
     assert_eq!(table.matches("  verified ").count(), 1, "{table}");
     // What sums it up first: the table of tensors may be long.
@@ -47,6 +47,24 @@ fn a_checkpoint_is_listed_and_verified() {
     ] {
         assert!(table.contains(part), "{part:?} is not in {table}");
     }
+    // Without the flag, what a user asks first fits a screen.
+    let out = nq(home.path(), &["inspect", &demo()]);
+    let short = String::from_utf8(out.stdout).expect("UTF-8");
+    assert!(short.lines().count() < 24, "{short}");
+    let lines: Vec<&str> = short.lines().skip(1).collect();
+    for (line, start) in lines.iter().zip([
+        "  context          1024 tokens",
+        "  chat template    yes",
+        "  sampling         ",
+        "  licence          ",
+        "  format           safetensors",
+    ]) {
+        assert!(line.starts_with(start), "{line:?}, expected {start:?}");
+    }
+    assert!(
+        short.contains("57 tensors (--tensors lists them)"),
+        "{short}"
+    );
 }
 
 #[test]

@@ -7,8 +7,10 @@ pub enum Unit {
     Bytes,
     /// Tokens processed.
     Tokens,
-    /// Layers, tensors, windows, steps.
+    /// Tensors, windows, steps.
     Items,
+    /// Parts of layers, so many each: layers are shown.
+    Layers(u64),
 }
 
 /// Receives the progress of long work. Stages do not overlap; `()` ignores everything.
@@ -26,6 +28,11 @@ pub trait Progress: Send + Sync {
     /// `n` more units are done.
     fn advance(&self, n: u64) {
         let _ = n;
+    }
+
+    /// `n` units are there from an earlier run. The time until now says nothing of how long the others take.
+    fn kept(&self, n: u64) {
+        self.advance(n);
     }
 
     /// The stage is over.

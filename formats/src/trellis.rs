@@ -178,7 +178,7 @@ impl TrellisScheme {
         self.step_bits as f32 / self.code.width() as f32
     }
 
-    /// Mean squared error on values that are normally distributed, of variance 1 (docs/trellis.md).
+    /// Mean squared error on values that are normally distributed, of variance 1 (docs/lab/trellis.md).
     pub const fn squared_error(self) -> f64 {
         match (self.code, self.step_bits) {
             (Code::Sum, 2) => 0.0696,

@@ -192,6 +192,7 @@ pub(crate) fn report_of(checkpoint: &nq_formats::Checkpoint) -> Result<crate::Qu
     Ok(crate::QuantizeReport {
         out: root,
         format: store.format().into(),
+        codes: record.codes(),
         method: record.method,
         bits: linears.map_or(16, |l| l.scheme.bits().ceil() as u32),
         group_size: linears.map_or(nq_formats::Group::Channel, |l| l.scheme.group()),

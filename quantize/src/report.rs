@@ -14,6 +14,9 @@ pub struct QuantizeReport {
     pub format: String,
     /// Method requested.
     pub method: String,
+    /// What the codes are called: `4-bit mix`.
+    #[serde(default)]
+    pub codes: String,
     /// Bits requested, rounded up.
     pub bits: u32,
     /// Group size, or "channel", which a trellis has too.

@@ -88,6 +88,10 @@ impl Progress for Stages<'_> {
         self.progress.advance(n);
     }
 
+    fn kept(&self, n: u64) {
+        self.progress.kept(n);
+    }
+
     fn end(&self) {
         self.state().finish();
         self.progress.end();

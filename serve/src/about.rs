@@ -1,7 +1,7 @@
 //! What is known of a model, loaded or not: what clients ask for before they use it.
 
 use crate::dialect::ToolPrompt;
-use nq_formats::{Checkpoint, Scheme, Task};
+use nq_formats::{Checkpoint, Scheme, Task, nq};
 use nq_runtime::ChatTemplate;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -15,6 +15,8 @@ pub struct About {
     pub context: usize,
     /// The format of its files.
     pub format: &'static str,
+    /// What its codes are called, such as `4-bit mix`, if its files are in nq's own format.
+    pub codes: Option<String>,
     /// The scheme of most of its quantized weights, if its files are quantized so.
     pub scheme: Option<Scheme>,
     /// Bits of a weight in its files on average, embedding and head included.
@@ -55,6 +57,7 @@ impl About {
             },
             context,
             format: store.format(),
+            codes: nq::record(checkpoint).ok().flatten().map(|r| r.codes()),
             scheme: most.map(|(_, scheme)| scheme),
             bits_per_weight: checkpoint.bits_per_weight(),
             bits_at_load: None,
@@ -72,6 +75,7 @@ impl About {
             "max_model_len": self.context,
             "quantization": {
                 "format": self.format,
+                "codes": self.codes,
                 "scheme": scheme.map(|s| s.to_string()),
                 "bits": scheme.map(|s| number(s.bits())),
                 "bits_at_load": self.bits_at_load,

@@ -1,5 +1,6 @@
 //! `nq inspect`: shows the contents of a checkpoint.
 
+use crate::at_load::longest_context;
 use crate::flags::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
@@ -7,8 +8,9 @@ use anyhow::bail;
 use clap::Args;
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
-use nq_formats::{Checkpoint, Task, TensorEntry};
-use nq_runtime::{ChatTemplate, Tokenizer, is_recurrent, state_bytes, tokenizer};
+use nq_formats::{Checkpoint, Files, Task, TensorEntry};
+use nq_runtime::{ChatTemplate, SamplingParams, Tokenizer, is_recurrent, state_bytes, tokenizer};
+use nq_serve::About;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::ffi::OsString;
@@ -24,7 +26,13 @@ pub struct InspectArgs {
     /// finite or anything else is wrong, and say what only running the model would show
     #[arg(long)]
     pub verify: bool,
+    /// List every tensor
+    #[arg(long)]
+    pub tensors: bool,
 }
+
+/// Most bytes of a licence in which its first line is looked for.
+const LONGEST_LICENCE: usize = 4096;
 
 /// Most characters of a name in the table; `--json` has all of it.
 const LONGEST_NAME: usize = 100;
@@ -35,6 +43,14 @@ struct Report {
     name: String,
     source: String,
     format: String,
+    /// What the codes are called, such as `4-bit mix`; null for formats of other programs.
+    codes: Option<String>,
+    /// Most positions of a sequence.
+    context: usize,
+    /// What the chat template knows; null without one, or if it cannot be read, which `--verify` reports.
+    template: Option<TemplateReport>,
+    /// The first line of the licence, and its file.
+    licence: Option<String>,
     task: &'static str,
     parameters: usize,
     tensor_bytes: u64,
@@ -47,6 +63,13 @@ struct Report {
     not_checked: &'static [&'static str],
     left_over: Vec<LeftOver>,
     tensors: Vec<TensorRow>,
+}
+
+/// What a chat template knows.
+#[derive(Serialize)]
+struct TemplateReport {
+    tools: bool,
+    switches_thinking: bool,
 }
 
 /// One stored tensor.
@@ -69,11 +92,21 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         verify(checkpoint)?;
     }
     let record = nq::record(checkpoint)?;
+    let template = ChatTemplate::find(checkpoint.files()).ok().flatten();
+    let context = longest_context(checkpoint.config());
+    let about = About::of(checkpoint, &opened.name, template.as_ref(), context);
     let row = |e: TensorEntry| row(e, record.as_ref());
     let report = Report {
         name: opened.name,
         source: opened.source,
         format: checkpoint.store().format().into(),
+        codes: about.codes,
+        context: about.context,
+        template: template.map(|_| TemplateReport {
+            tools: about.tools,
+            switches_thinking: about.switches_thinking,
+        }),
+        licence: licence(checkpoint.files())?,
         task: checkpoint.task().name(),
         parameters: checkpoint.config().parameters(),
         tensor_bytes: checkpoint.tensor_bytes(),
@@ -90,7 +123,13 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         print_line(&serde_json::to_string_pretty(&report)?)?;
     } else {
         let mut text = String::new();
-        describe(&mut text, &report, checkpoint, record.as_ref())?;
+        describe(
+            &mut text,
+            &report,
+            checkpoint,
+            record.as_ref(),
+            args.tensors,
+        )?;
         print_line(text.trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
@@ -149,10 +188,15 @@ fn describe(
     report: &Report,
     checkpoint: &Checkpoint,
     record: Option<&QuantizationRecord>,
+    tensors: bool,
 ) -> fmt::Result {
     let c = checkpoint.config();
     writeln!(out, "{} ({})", report.name, report.source)?;
-    writeln!(out, "  format           {}", report.format)?;
+    describe_use(out, checkpoint, report)?;
+    match &report.codes {
+        Some(codes) => writeln!(out, "  format           {}, {codes}", report.format)?,
+        None => writeln!(out, "  format           {}", report.format)?,
+    }
     writeln!(
         out,
         "  model            {} layers, hidden {}, MLP {}, {} heads of {} ({} key/value), \
@@ -242,8 +286,81 @@ fn describe(
     if let Some(record) = record {
         describe_record(out, record)?;
     }
-    writeln!(out)?;
-    describe_tensors(out, report)
+    match tensors {
+        true => {
+            writeln!(out)?;
+            describe_tensors(out, report)
+        }
+        false => writeln!(
+            out,
+            "  in the files     {} tensors (--tensors lists them)",
+            report.tensors.len()
+        ),
+    }
+}
+
+/// What a user asks first: context, chat template, sampling and licence.
+fn describe_use(out: &mut String, checkpoint: &Checkpoint, report: &Report) -> fmt::Result {
+    writeln!(out, "  context          {} tokens", report.context)?;
+    let template = match &report.template {
+        Some(t) => {
+            let knows = [
+                (t.tools, "tools"),
+                (t.switches_thinking, "thinking on and off"),
+            ];
+            let knows: Vec<&str> = knows
+                .into_iter()
+                .filter_map(|(on, what)| on.then_some(what))
+                .collect();
+            match &knows[..] {
+                [] => "yes".to_owned(),
+                some => format!("yes, knows {}", some.join(" and ")),
+            }
+        }
+        None => "none: it continues texts (--raw)".into(),
+    };
+    writeln!(out, "  chat template    {template}")?;
+    let s = SamplingParams::from_defaults(checkpoint.generation());
+    let sampling = match s.is_greedy() {
+        true => "the best token each time".to_owned(),
+        false => {
+            let mut said = format!("temperature {}", s.temperature);
+            let others = [
+                (s.top_k != 0, format!("top-k {}", s.top_k)),
+                (s.top_p != 1.0, format!("top-p {}", s.top_p)),
+                (s.min_p != 0.0, format!("min-p {}", s.min_p)),
+                (
+                    s.repetition_penalty != 1.0,
+                    format!("repetition penalty {}", s.repetition_penalty),
+                ),
+            ];
+            for (_, what) in others.into_iter().filter(|(set, _)| *set) {
+                said += &format!(", {what}");
+            }
+            said
+        }
+    };
+    writeln!(out, "  sampling         {sampling}")?;
+    let licence = report.licence.as_deref().unwrap_or("no file of it here");
+    writeln!(out, "  licence          {licence}")
+}
+
+/// The first line of the model's licence, and the file that holds it.
+fn licence(files: &Files) -> nq_formats::Result<Option<String>> {
+    let name = files
+        .names()?
+        .into_iter()
+        .find(|n| n.starts_with("LICENSE"));
+    let Some(name) = name else {
+        return Ok(None);
+    };
+    let text = files.require(&name)?;
+    let start = String::from_utf8_lossy(&text[..text.len().min(LONGEST_LICENCE)]).into_owned();
+    let line = start.lines().map(str::trim).find(|l| !l.is_empty());
+    Ok(Some(format!(
+        "{} ({name})",
+        shortened(line.unwrap_or("empty"), LONGEST_NAME)
+    )))
 }
 
 /// The table of tensors, which may be long.

@@ -7,16 +7,27 @@ use anyhow::{Context, bail};
 use clap::Args;
 use nq_evals::render::kld_cell;
 use nq_formats::Checkpoint;
+use nq_formats::hub::{HubId, HubOptions};
 use nq_formats::nq::{at_work, record};
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+/// Where a model is.
+#[derive(Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Place {
+    /// nq's own folder.
+    Nq,
+    /// The hub's cache.
+    Hub,
+}
+
 /// Flags of `nq rm`.
 #[derive(Args, Debug)]
 pub struct RmArgs {
-    /// A name from `nq list`
+    /// A name from `nq list`; OWNER/NAME is a download
     pub name: String,
     /// Do not ask for confirmation
     #[arg(short, long)]
@@ -47,12 +58,16 @@ pub fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
 /// Most characters in the reason why a model cannot be read.
 const LONGEST_REASON: usize = 300;
 
-/// One model of the folder.
+/// One model of nq's folder or of the hub's cache.
 #[derive(Serialize)]
 struct ModelRow {
+    /// Its name, or its hub id.
     name: String,
+    place: Place,
     path: PathBuf,
     format: String,
+    /// What its codes are called, such as `4-bit mix`; null for formats of other programs.
+    codes: Option<String>,
     file_bytes: u64,
     /// Bits per parameter.
     bits_per_weight: Option<f64>,
@@ -65,15 +80,18 @@ struct ModelRow {
 /// Runs `nq list`.
 pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
     let dir = model::models_dir()?;
-    let rows = rows(&dir)?;
+    let cache = HubOptions::from_env().cache;
+    let mut rows = rows(&dir)?;
+    rows.extend(downloads(&cache)?);
     if global.json {
         print_line(&serde_json::to_string_pretty(&rows)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     if rows.is_empty() {
         say(&format!(
-            "nq: no models in {}; `nq quantize` writes there",
-            dir.display()
+            "nq: no models in {}, where `nq quantize` writes, and no downloads in {}",
+            dir.display(),
+            cache.display()
         ));
         return Ok(ExitCode::SUCCESS);
     }
@@ -88,7 +106,11 @@ pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
         "NAME", "SIZE", "BITS", "KLD"
     );
     for r in &rows {
-        let what = r.problem.as_deref().unwrap_or(&r.format);
+        let what = match (&r.problem, &r.codes) {
+            (Some(problem), _) => problem.clone(),
+            (None, Some(codes)) => format!("{}, {codes}", r.format),
+            (None, None) => r.format.clone(),
+        };
         let size = human_bytes(r.file_bytes);
         let bits = r.bits_per_weight.map(|b| format!("{b:.2}"));
         let kld = r.kld.map(kld_cell);
@@ -100,33 +122,26 @@ pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
         );
     }
     print_line(&table)?;
-    say(&format!("in {}", dir.display()));
+    say(&format!(
+        "in {}; downloads, by OWNER/NAME, in {}",
+        dir.display(),
+        cache.display()
+    ));
     Ok(ExitCode::SUCCESS)
 }
 
 fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
-    let entries = match std::fs::read_dir(dir) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(e) => return Err(e).with_context(|| format!("{}: list", dir.display())),
-    };
     let mut rows = Vec::new();
-    for entry in entries {
-        let path = entry
-            .with_context(|| format!("{}: list", dir.display()))?
-            .path();
+    for path in children(dir)? {
         let Some(name) = path.file_name().and_then(|n| n.to_str()).map(String::from) else {
             continue;
         };
         let opened = Checkpoint::open(&path);
-        let kld = |c: &Checkpoint| {
-            let quality = record(c).ok()??.quality?;
-            quality.pointer("/kld/mean")?.as_f64()
-        };
-        let (bits_per_weight, kld) = match &opened {
-            Ok(c) => (Some(c.bits_per_weight()), kld(c)),
-            Err(_) => (None, None),
-        };
+        let record = opened.as_ref().ok().and_then(|c| record(c).ok()?);
+        let kld = record
+            .as_ref()
+            .and_then(|r| r.quality.as_ref()?.pointer("/kld/mean")?.as_f64());
+        let bits_per_weight = opened.as_ref().ok().map(Checkpoint::bits_per_weight);
         let (format, problem) = match opened {
             Ok(c) => (c.store().format().to_owned(), None),
             Err(_) if name.ends_with(".partial") => {
@@ -145,7 +160,9 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
         };
         rows.push(ModelRow {
             name,
+            place: Place::Nq,
             format,
+            codes: record.map(|r| r.codes()),
             file_bytes: size_of_tree(&path),
             bits_per_weight,
             kld,
@@ -155,6 +172,63 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
     }
     rows.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(rows)
+}
+
+/// How the hub's cache names the folders of models: `models--OWNER--NAME`.
+const CACHED: &str = "models--";
+
+/// The models in the hub's cache that have weights of a kind that nq reads.
+fn downloads(cache: &Path) -> anyhow::Result<Vec<ModelRow>> {
+    let mut rows = Vec::new();
+    for path in children(cache)? {
+        let folder = path.file_name().and_then(|n| n.to_str());
+        let Some((owner, name)) = folder.and_then(|n| n.strip_prefix(CACHED)?.split_once("--"))
+        else {
+            continue;
+        };
+        let files: Vec<PathBuf> = children(&path.join("snapshots"))?
+            .iter()
+            .map(|revision| children(revision))
+            .collect::<anyhow::Result<Vec<_>>>()?
+            .concat();
+        let has = |end: &str| {
+            files
+                .iter()
+                .any(|f| f.extension().is_some_and(|e| e == end))
+        };
+        let Some(format) = ["safetensors", "gguf"].into_iter().find(|end| has(end)) else {
+            continue;
+        };
+        rows.push(ModelRow {
+            name: format!("{owner}/{name}"),
+            place: Place::Hub,
+            format: format.into(),
+            codes: None,
+            file_bytes: size_of_tree(&path),
+            bits_per_weight: None,
+            kld: None,
+            path,
+            problem: None,
+        });
+    }
+    rows.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(rows)
+}
+
+/// What a folder holds; nothing if it is not there.
+fn children(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let list = || format!("{}: list", dir.display());
+    match std::fs::read_dir(dir) {
+        Ok(entries) => entries.map(|e| Ok(e.with_context(list)?.path())).collect(),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(e) => Err(e).with_context(list),
+    }
+}
+
+/// The folder of a download that goes by its hub id, of a whole repository; `None` for other names.
+fn download(name: &str, cache: &Path) -> Option<PathBuf> {
+    let id = HubId::parse(name).filter(|id| id.repo == name)?;
+    Some(cache.join(format!("{CACHED}{}", id.repo.replace('/', "--"))))
 }
 
 /// Bytes of a file, or of all files below a folder.
@@ -171,19 +245,28 @@ fn size_of_tree(path: &Path) -> u64 {
 /// Runs `nq rm`.
 pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
     let dir = model::models_dir()?;
-    // Only direct children of the folder are accepted: a name, never a path.
-    if args.name.is_empty() || args.name.contains(['/', '\\']) || args.name.starts_with('.') {
-        bail!(
-            "{:?} is not a valid model name; `nq list` shows the names",
-            args.name
-        );
-    }
-    let path = dir.join(&args.name);
+    let cache = HubOptions::from_env().cache;
+    let downloaded = download(&args.name, &cache);
+    let place = if downloaded.is_some() { &cache } else { &dir };
+    let path = match downloaded {
+        Some(path) => path,
+        // Only direct children of the folder are accepted: a name, never a path.
+        None if args.name.is_empty()
+            || args.name.contains(['/', '\\'])
+            || args.name.starts_with('.') =>
+        {
+            bail!(
+                "{:?} is not a valid model name; `nq list` shows the names",
+                args.name
+            )
+        }
+        None => dir.join(&args.name),
+    };
     let meta = std::fs::symlink_metadata(&path).map_err(|_| {
         anyhow::anyhow!(
             "no model {:?} in {}; `nq list` shows them",
             args.name,
-            dir.display()
+            place.display()
         )
     })?;
     if at_work(&path) {
@@ -217,4 +300,53 @@ pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
     removed.with_context(|| format!("{}: remove", path.display()))?;
     say(&format!("removed {}", path.display()));
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Place, download, downloads};
+    use std::fs;
+
+    #[test]
+    fn downloads_are_listed_by_their_ids_and_removed_by_them_alone() {
+        let cache = tempfile::tempdir().expect("a folder");
+        for (repo, file) in [
+            ("models--Some--Model-1B", "model.safetensors"),
+            ("models--Other--Model-GGUF", "model-Q4_K_M.gguf"),
+            ("models--Other--Speech", "weights.pt"),
+            ("datasets--Some--Text", "text.safetensors"),
+        ] {
+            let snapshot = cache.path().join(repo).join("snapshots/abc");
+            fs::create_dir_all(&snapshot).expect("a folder");
+            fs::write(snapshot.join(file), [0; 100]).expect("a file");
+        }
+        let rows = downloads(cache.path()).expect("a list");
+        let found: Vec<_> = rows
+            .iter()
+            .map(|r| (&*r.name, &*r.format, r.file_bytes))
+            .collect();
+        let expected = [
+            ("Other/Model-GGUF", "gguf", 100),
+            ("Some/Model-1B", "safetensors", 100),
+        ];
+        assert_eq!(found, expected);
+        assert!(rows.iter().all(|r| r.place == Place::Hub));
+        let whole = download("Some/Model-1B", cache.path());
+        assert_eq!(whole, Some(cache.path().join("models--Some--Model-1B")));
+        for name in [
+            "model",
+            "Some/Model-1B@main",
+            "a/b/c.gguf",
+            "../x",
+            "/etc",
+            "Other/Model-GGUF:Q4_K_M",
+        ] {
+            assert_eq!(download(name, cache.path()), None, "{name}");
+        }
+        assert!(
+            downloads(&cache.path().join("none"))
+                .expect("a list")
+                .is_empty()
+        );
+    }
 }

@@ -11,20 +11,30 @@ pub(super) struct Rung {
     pub(super) low: f64,
     /// The greatest.
     pub(super) high: f64,
+    /// Bits per weight of the demo model's file, embedding and head included.
+    bits: f64,
 }
 
 /// llama.cpp's files, best first. A test takes these figures from the records in `benches/records`.
 pub(super) const YARDSTICK: [Rung; 5] = [
-    rung("Q8_0", 0.000186, 0.001597),
-    rung("Q6_K", 0.001911, 0.004751),
-    rung("Q5_K_M", 0.005229, 0.008843),
-    rung("Q4_K_M", 0.014919, 0.032531),
-    rung("Q3_K_M", 0.031898, 0.075857),
+    rung("Q8_0", 0.000186, 0.001597, 8.51),
+    rung("Q6_K", 0.001911, 0.004751, 6.57),
+    rung("Q5_K_M", 0.005229, 0.008843, 5.77),
+    rung("Q4_K_M", 0.014919, 0.032531, 5.02),
+    rung("Q3_K_M", 0.031898, 0.075857, 4.29),
 ];
 
-const fn rung(name: &'static str, low: f64, high: f64) -> Rung {
-    Rung { name, low, high }
+const fn rung(name: &'static str, low: f64, high: f64, bits: f64) -> Rung {
+    Rung {
+        name,
+        low,
+        high,
+        bits,
+    }
 }
+
+/// Types differ in size by this factor at most to be called of about the same size.
+const ALIKE: f64 = 1.12;
 
 /// Where the yardstick comes from.
 const SOURCE: &str = "Yardstick: the mean KL divergence of llama.cpp's files, made with an importance matrix, of \
@@ -70,7 +80,7 @@ fn verdict(section: &Section<'_>, reference: &Reference, several: bool) -> Optio
         ));
     }
     let mean = plus_minus(c.kld.mean, errors.kld);
-    let beside = beside(c.kld.mean);
+    let beside = beside(c.kld.mean) + &of_size(section.bits_per_weight);
     if several {
         return Some(format!(
             "{name}: mean KL divergence {mean} from {source}, {beside}."
@@ -114,6 +124,23 @@ fn beside(kld: f64) -> String {
     }
 }
 
+/// Says what the file of the yardstick that is nearest in size has, if one is of about this size.
+fn of_size(bits: f64) -> String {
+    let apart = |r: &Rung| (bits / r.bits).max(r.bits / bits);
+    let nearest = YARDSTICK
+        .iter()
+        .min_by(|a, b| apart(a).total_cmp(&apart(b)));
+    nearest
+        .filter(|r| apart(r) <= ALIKE)
+        .map_or_else(String::new, |r| {
+            format!(
+                "; at about its {bits:.1} bits per weight, llama.cpp's {} has {}",
+                r.name,
+                range(r)
+            )
+        })
+}
+
 fn range(r: &Rung) -> String {
     format!("{:.4} to {:.4}", r.low, r.high)
 }
@@ -123,24 +150,35 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// The mean divergences of a type of llama.cpp in a record, over all its texts.
-    fn recorded(name: &str) -> Vec<f64> {
+    const DEMO: &str = "2026-11-23-compare-quality.csv";
+    /// Parameters of the demo model.
+    const PARAMETERS: f64 = 13_900_544.0;
+
+    /// The figures of a type of llama.cpp in a record, in the columns of these names.
+    fn figures(file: &str, name: &str, columns: &[&str]) -> Vec<f64> {
         let records = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/records");
-        let mut found = Vec::new();
-        for file in [
-            "2026-11-23-compare-quality.csv",
-            "2026-11-23-mixture-quality.csv",
-        ] {
-            let text = std::fs::read_to_string(records.join(file)).unwrap();
-            let mut lines = text.lines().filter(|l| !l.starts_with('#'));
-            let head: Vec<&str> = lines.next().unwrap().split(',').collect();
-            let row = lines.find(|l| l.starts_with(&format!("llama.cpp,{name},")));
-            let row: Vec<&str> = row.unwrap().split(',').collect();
-            let texts = head.iter().zip(row);
-            let texts = texts.filter(|(h, _)| ["books_kld", "wiki_kld"].contains(h));
-            found.extend(texts.map(|(_, v)| v.parse::<f64>().unwrap()));
-        }
-        found
+        let text = std::fs::read_to_string(records.join(file)).unwrap();
+        let mut lines = text.lines().filter(|l| !l.starts_with('#'));
+        let head: Vec<&str> = lines.next().unwrap().split(',').collect();
+        let row = lines.find(|l| l.starts_with(&format!("llama.cpp,{name},")));
+        let row: Vec<&str> = row.unwrap().split(',').collect();
+        let texts = head.iter().zip(row);
+        let texts = texts.filter(|(h, _)| columns.contains(h));
+        texts.map(|(_, v)| v.parse().unwrap()).collect()
+    }
+
+    /// The mean divergences of a type of llama.cpp, over all models and texts.
+    fn recorded(name: &str) -> Vec<f64> {
+        let files = [DEMO, "2026-11-23-mixture-quality.csv"];
+        let files = files.iter();
+        files
+            .flat_map(|file| figures(file, name, &["books_kld", "wiki_kld"]))
+            .collect()
+    }
+
+    /// Bytes of the demo model's file.
+    fn bytes(name: &str) -> f64 {
+        figures(DEMO, name, &["tensor_bytes"])[0]
     }
 
     #[test]
@@ -152,7 +190,20 @@ mod tests {
                 .iter()
                 .fold((f64::MAX, 0f64), |(l, h), &v| (l.min(v), h.max(v)));
             assert_eq!((rung.low, rung.high), (low, high), "{}", rung.name);
+            let bits = 8.0 * bytes(rung.name) / PARAMETERS;
+            assert!((rung.bits - bits).abs() < 0.006, "{}: {bits}", rung.name);
         }
+    }
+
+    #[test]
+    fn files_are_compared_with_those_of_their_size() {
+        assert_eq!(
+            of_size(4.9),
+            "; at about its 4.9 bits per weight, llama.cpp's Q4_K_M has 0.0149 to 0.0325"
+        );
+        assert!(of_size(8.1).contains("Q8_0") && of_size(4.4).contains("Q3_K_M"));
+        assert_eq!(of_size(3.4), "");
+        assert_eq!(of_size(16.0), "");
     }
 
     #[test]

@@ -6,7 +6,8 @@ mod staging;
 mod writer;
 
 pub use record::{
-    CalibrationRecord, METHOD, QuantizationRecord, SourceRecord, TensorScheme, VERSION,
+    CODES, CalibrationRecord, METHOD, QuantizationRecord, SourceRecord, TensorScheme, VERSION,
+    called,
 };
 pub use staging::{at_work, staging};
 pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_files};

@@ -124,6 +124,22 @@ impl fmt::Display for TensorScheme {
     }
 }
 
+/// What codes of these schemes, those of a model's layers, are called: `4-bit`, `3.5-bit trellis`, `mix of 4 to 6 bits`.
+pub fn called(schemes: impl Iterator<Item = Scheme>) -> String {
+    let (mut least, mut most, mut trellis) = (f32::INFINITY, 0.0_f32, true);
+    for scheme in schemes {
+        least = least.min(scheme.bits());
+        most = most.max(scheme.bits());
+        trellis &= scheme.trellis().is_some();
+    }
+    let kind = if trellis { " trellis" } else { "" };
+    match (most == 0.0, least < most) {
+        (true, _) => "unquantized".into(),
+        (_, true) => format!("mix of {least} to {most} bits{kind}"),
+        (_, false) => format!("{least}-bit{kind}"),
+    }
+}
+
 /// Origin of the unquantized weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceRecord {
@@ -179,7 +195,27 @@ pub struct QuantizationRecord {
     pub quality: Option<Value>,
 }
 
+/// The key of [`QuantizationRecord::settings`] for what the codes are called.
+pub const CODES: &str = "codes";
+
 impl QuantizationRecord {
+    /// What people call the file's codes: as its maker wrote it, such as `4-bit mix`, or else by its schemes.
+    pub fn codes(&self) -> String {
+        if let Some(name) = self.settings.get(CODES).and_then(Value::as_str) {
+            return name.to_owned();
+        }
+        let layers = self
+            .overrides
+            .iter()
+            .filter(|(name, _)| is_layer_linear(name));
+        called(
+            self.linears
+                .into_iter()
+                .chain(layers.filter_map(|(_, s)| *s))
+                .map(|s| s.scheme),
+        )
+    }
+
     /// How the weight `name` (without `.weight`) is stored; `None` if unquantized.
     pub fn scheme(&self, name: &str) -> Option<TensorScheme> {
         match self.overrides.get(name) {

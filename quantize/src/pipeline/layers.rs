@@ -47,19 +47,20 @@ impl Job<'_> {
         let tokens = calibration.map_or(0, Sequences::tokens) as u64;
         let linears = config.layers().map(|l| l.linears().len()).max();
         let share = tokens.max(linears.unwrap_or(0) as u64); // of a layer's rounding
-        let total = layers as u64 * (2 * tokens + share);
-        self.progress
-            .begin("quantizing layers", total, Unit::Tokens);
+        let parts = 2 * tokens + share;
+        (self.progress).begin(
+            "quantizing layers",
+            layers as u64 * parts,
+            Unit::Layers(parts),
+        );
         for index in 0..layers {
             let step = step_name(index);
             let key = key(config, schemes, index + 1);
             let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
             let staged = if valid { writer.staged(&step)? } else { None };
+            let kept = staged.is_some();
             let weights = match staged {
-                Some(staged) => {
-                    self.progress.advance(tokens + share);
-                    staged_layer(&staged, config, index)?
-                }
+                Some(staged) => staged_layer(&staged, config, index)?,
                 None => {
                     let of_layer = schemes.of_layer(config, index);
                     let done = self.quantize_layer(
@@ -89,12 +90,16 @@ impl Job<'_> {
                 }
             };
             if let Some(stream) = &mut stream {
+                // A layer that was there counts once it has run: its pace is another than that of those to come.
                 let mut pass = RowProgress {
                     width: config.hidden_size,
-                    progress: &self.progress,
+                    progress: if kept { &() } else { &self.progress },
                 };
                 let run = || stepper.layer(index, &weights, stream, &mut pass);
                 self.progress.time(RUNNING, run)?;
+            }
+            if kept {
+                self.progress.kept(parts);
             }
         }
         self.progress.end();

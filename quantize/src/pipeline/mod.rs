@@ -30,8 +30,8 @@ use crate::schemes::Schemes;
 use crate::train::Tuning;
 use guard::Next;
 pub use job::{Job, QuantizeOptions, TargetSize};
-use nq_formats::nq::{Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
-use nq_formats::{Checkpoint, Progress, hash, mapping};
+use nq_formats::nq::{self, Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
+use nq_formats::{Checkpoint, Progress, Unit, hash, mapping};
 use nq_kernels::Account;
 use nq_runtime::load;
 pub use plan::PlannedStage;
@@ -89,13 +89,6 @@ impl Job<'_> {
         let start = Instant::now();
         Account::of_all_gpus().begin();
         self.device_estimate()?;
-        self.progress.plan(
-            &self
-                .stages()
-                .iter()
-                .map(|s| (s.name, s.seconds))
-                .collect::<Vec<_>>(),
-        );
         let (checkpoint, options) = (self.checkpoint, self.options);
         let mut source = options.source.clone();
         if source.sha256.is_empty() {
@@ -122,6 +115,9 @@ impl Job<'_> {
         };
         state.forget_missing(&writer.sets()?);
         self.say_what_is_resumed(&writer, &state);
+        let stages = self.stages_after(&state);
+        let stages: Vec<_> = stages.iter().map(|s| (s.name, s.seconds)).collect();
+        self.progress.plan(&stages);
         let (calibration, held_out) = self.texts(&writer, &mut state)?;
         mapping::trim_heap();
         let mut schemes = self.first_schemes(&writer, &mut state, calibration.as_ref())?;
@@ -183,8 +179,10 @@ impl Job<'_> {
         self.prepare_tuning(writer, state, schemes)?;
         if !self.is_staged(writer, state, schemes)? {
             let stream = self.quantize_layers(writer, state, schemes, calibration)?;
-            let ends = || self.quantize_ends(writer, state, schemes, stream);
-            self.progress.time("quantizing embedding and head", ends)?;
+            (self.progress).begin("quantizing embedding and head", 1, Unit::Items);
+            let ended = self.quantize_ends(writer, state, schemes, stream);
+            self.progress.end();
+            ended?;
             self.quantize_mtp(writer, state, schemes)?;
         }
         mapping::trim_heap();
@@ -250,6 +248,7 @@ impl Job<'_> {
         schemes: &Schemes,
     ) -> QuantizationRecord {
         let mut settings = self.method.settings();
+        settings.insert(nq::CODES.into(), self.options.called(schemes).into());
         if calibration.is_some() {
             let (n, length) = self.shape();
             settings.insert("sequences".into(), n.into());
@@ -304,6 +303,7 @@ impl Job<'_> {
             out: self.options.out.clone(),
             format: "nq".into(),
             method: record.method.clone(),
+            codes: record.codes(),
             bits: self.options.bits.ceil() as u32,
             group_size: self.options.schemes.linears.group(),
             bits_per_weight: 0.0,

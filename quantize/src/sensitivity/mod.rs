@@ -45,32 +45,28 @@ pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usiz
     (n, length)
 }
 
-impl Probe<'_> {
-    /// Number of rows that the progress will count.
-    fn work(&self, config: &ModelConfig) -> u64 {
-        let layers = config.num_hidden_layers;
-        let tokens: usize = self.text.iter().map(Vec::len).sum();
-        let begin = 3; // the source, the embedding's variant and that of all layers
-        // Each layer runs the variants that branched off before it, then those of its own groups.
-        let mut variants = begin;
-        let runs: usize = config
-            .layers()
-            .map(|layer| {
-                variants += layer.products().len();
-                variants
-            })
-            .sum();
-        let calibration = self.calibration.unwrap_or_default();
-        let calibration: usize = calibration.iter().map(Vec::len).sum();
-        (tokens * runs + calibration * layers) as u64
-    }
+/// Rows that go through a layer while a text of `tokens` is measured, and `calibration` tokens run for a method.
+pub(crate) fn rows(config: &ModelConfig, tokens: usize, calibration: usize) -> u64 {
+    // The source, the embedding's variant and that of all layers. Each layer runs the variants that branched off before
+    // it, then those of its own groups.
+    let mut variants = 3;
+    let runs = config.layers().map(|layer| {
+        variants += layer.products().len();
+        variants
+    });
+    let runs: usize = runs.sum();
+    (tokens * runs + calibration * config.num_hidden_layers) as u64
+}
 
+impl Probe<'_> {
     /// Measures every group. Candidates whose groups do not fill a weight's rows are left out.
     ///
     /// # Errors
     /// Errors of reading and running the model; logits with NaN or infinity.
     pub(crate) fn menus(&self, stepper: &mut dyn LayerStepper) -> Result<Vec<Menu>> {
-        let work = self.work(stepper.config());
+        let tokens = |text: &[Vec<u32>]| text.iter().map(Vec::len).sum();
+        let calibration = tokens(self.calibration.unwrap_or_default());
+        let work = rows(stepper.config(), tokens(self.text), calibration);
         self.progress
             .begin("measuring sensitivity", work, Unit::Tokens);
         let run = self.run(stepper);

@@ -1,5 +1,5 @@
 //! Rounding to trellis codes ([`nq_formats::trellis`]): a sequence of weights is a path through a graph of states, and
-//! rounding it is the search for the path whose values are nearest. `docs/trellis.md` has the measurements behind the
+//! rounding it is the search for the path whose values are nearest. `docs/lab/trellis.md` has the measurements behind the
 //! choices here.
 
 mod round;

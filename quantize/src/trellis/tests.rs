@@ -53,7 +53,7 @@ fn round_trips() {
     }
 }
 
-/// The errors that docs/trellis.md states.
+/// The errors that docs/lab/trellis.md states.
 #[test]
 fn squared_errors_of_gaussians() {
     let expected = [

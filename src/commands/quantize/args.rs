@@ -1,6 +1,7 @@
 //! Flags of `nq quantize`, and what they ask of the library.
 
 use crate::commands::convert::FormatArg;
+use crate::demo;
 use crate::flags::{Global, conflict, parse_size};
 use anyhow::{Context, bail};
 use clap::Args;
@@ -79,9 +80,12 @@ pub struct QuantizeArgs {
     /// Search the clipping range of each group (rtn; always on for awq and gptq)
     #[arg(long)]
     pub clip: bool,
-    /// Folder to write [default: nq's own model folder]
-    #[arg(long, value_name = "DIR")]
+    /// Folder or file to write [default: a folder in nq's own model folder, by the name of --name]
+    #[arg(long, value_name = "PATH")]
     pub out: Option<PathBuf>,
+    /// Name in nq's own model folder, as `nq list` shows it [default: the model's, and what was asked for]
+    #[arg(long, conflicts_with = "out", value_parser = parse_name)]
+    pub name: Option<String>,
     /// Format to write; quality is measured on the same weights in nq's own format
     #[arg(long, value_enum, default_value_t = FormatArg::Nq)]
     pub format: FormatArg,
@@ -145,6 +149,18 @@ fn parse_bits(s: &str) -> Result<f32, String> {
     };
     let bits = s.parse().ok().filter(known);
     bits.ok_or_else(|| "expected 3, 4, 5, 6 or 8; with --trellis 2, 2.5, 3, 3.5, 4, 5 or 6".into())
+}
+
+/// A name in nq's own model folder, which is no path.
+fn parse_name(s: &str) -> Result<String, String> {
+    let plain = !s.is_empty() && !s.starts_with(['.', '-']) && !s.contains(['/', '\\', ':']);
+    let temporary = s.ends_with(".partial");
+    match plain && !temporary && s != demo::LABEL {
+        true => Ok(s.to_owned()),
+        false => {
+            Err("expected a name without /, \\ and :, which is not demo; --out takes paths".into())
+        }
+    }
 }
 
 fn parse_head_bits(s: &str) -> Result<u32, String> {

@@ -33,7 +33,10 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
         None => {
-            let name = args.default_name(&model.name, &schemes)?;
+            let name = match &args.name {
+                Some(name) => name.clone(),
+                None => args.default_name(&model.name, &schemes)?,
+            };
             (model::models_dir()?.join(&name), name)
         }
     };
@@ -64,8 +67,12 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let job =
         Job::new(&model.checkpoint, &options, &terminal).with_context(|| model.source.clone())?;
     let estimate = job.estimate();
-    let mut lines = plan(&model.name, &options, &estimate);
-    lines.extend(time_plan(&job.stages()));
+    let parameters = model.checkpoint.config().parameters();
+    let mut lines = plan(&model.name, parameters, &options, &estimate);
+    // What is left of an interrupted run is known once its work was read: progress shows it.
+    if args.dry_run || !args.resume {
+        lines.extend(time_plan(&job.stages()));
+    }
     match job.device_estimate()? {
         Some(device) => lines.push(device_plan(&device)),
         None if args.device_memory.is_some() => {
@@ -182,48 +189,43 @@ fn device_plan(device: &DeviceEstimate) -> String {
     line
 }
 
-/// Lines about the plan and the memory it takes.
-fn plan(name: &str, options: &QuantizeOptions, estimate: &Estimate) -> Vec<String> {
-    let head = match options.schemes.head {
-        Some(head) => head.to_string(),
-        None => "as they are".into(),
-    };
-    let least = options.bits;
-    let chosen = match options.target {
-        None => None,
-        Some(TargetSize::Bytes(n)) => Some(format!("at most {}", human_bytes(n))),
-        Some(TargetSize::BitsPerWeight(x)) => Some(format!("at most {x} bits per weight")),
-    };
-    let mut lines = vec![match chosen {
-        Some(size) => format!(
-            "{name}: {least} bits and more with {}, chosen by measured sensitivity, {size}",
-            options.method
-        ),
-        None if !options.schemes.overrides.is_empty() => format!(
-            "{name}: mixed schemes at the size of {} layers and {head} embedding and head, with \
-             {}, {} to write",
-            options.schemes.linears,
-            options.method,
-            human_bytes(estimate.file_bytes),
-        ),
+/// Lines about the plan of a model of `parameters` and the memory it takes.
+fn plan(
+    name: &str,
+    parameters: usize,
+    options: &QuantizeOptions,
+    estimate: &Estimate,
+) -> Vec<String> {
+    let (least, method) = (options.bits, &options.method);
+    let made = match options.target {
+        Some(target) => {
+            let size = match target {
+                TargetSize::Bytes(n) => human_bytes(n),
+                TargetSize::BitsPerWeight(x) => format!("{x} bits per weight"),
+            };
+            format!("at most {size}, {least} bits and more where sensitivity asks for them")
+        }
         None => format!(
-            "{name}: layers to {} with {}, embedding and head {head}, {} to write",
-            options.schemes.linears,
-            options.method,
+            "{}, {} ({:.1} bits per weight)",
+            options.called(&options.schemes),
             human_bytes(estimate.file_bytes),
+            8.0 * estimate.file_bytes as f64 / parameters as f64,
         ),
-    }];
-    lines.push(format!(
-        "memory: {} at its peak ({}), {} of it the memory-mapped source",
-        human_bytes(estimate.peak),
-        estimate.stage,
-        human_bytes(estimate.mapped),
-    ));
+    };
+    let mut lines = vec![
+        format!("{name}: {made}, method {method}"),
+        format!(
+            "memory: {} at the peak ({}), {} of which are the memory-mapped source",
+            human_bytes(estimate.peak),
+            estimate.stage,
+            human_bytes(estimate.mapped),
+        ),
+    ];
     lines.extend(options.schemes.linears.trellis().map(|s| trade(s.code())));
     lines
 }
 
-/// A line about what trellis codes cost in speed beside integers of 4 bits, as docs/trellis.md has measured it: of the code sum
+/// A line about what trellis codes cost in speed beside integers of 4 bits, as docs/lab/trellis.md has measured it: of the code sum
 /// single products alone.
 fn trade(code: Code) -> String {
     let speeds = match code {

@@ -3,7 +3,6 @@
 use crate::flags::Global;
 use crate::terminal::{human_bytes, print_line};
 use nq_evals::EvalReport;
-use nq_formats::Group;
 use nq_quantize::QuantizeReport;
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -41,31 +40,27 @@ pub(super) fn row(name: &str, value: impl Display) -> String {
 }
 
 fn file_lines(report: &QuantizeReport) -> Vec<String> {
-    let group = match report.group_size {
-        Group::Size(n) => format!("group {n}"),
-        Group::Channel => "per channel".into(),
-    };
     let layers = report
         .layers
         .iter()
         .filter(|l| l.name.starts_with("model.layers."));
     let bits: BTreeSet<u32> = layers.map(|l| l.bits).collect();
-    let scheme = match (report.allocation.is_empty(), bits.first(), bits.last()) {
-        (true, Some(least), Some(most)) if least < most => format!(
-            "{}, a mix of {least} to {most} bits in the layers",
-            report.method
-        ),
-        (true, ..) => format!("{}, {} bits, {group}", report.method, report.bits),
-        (false, ..) => format!(
-            "{}, {} bits and more, chosen by sensitivity (below)",
-            report.method, report.bits
-        ),
+    let layers = match (bits.first(), bits.last()) {
+        (Some(least), Some(most)) if least < most => {
+            format!(", {least} to {most} bits in the layers")
+        }
+        _ => String::new(),
     };
+    let chosen = match report.allocation.is_empty() {
+        true => "",
+        false => ", chosen by sensitivity (below)",
+    };
+    let scheme = format!("{}{layers}{chosen}, method {}", report.codes, report.method);
     let mut lines = vec![row("out", report.out.display()), row("scheme", scheme)];
     if report.file_bytes > 0 {
         let times = report.source_bytes as f64 / report.file_bytes as f64;
         let size = format!(
-            "{} in tensors, {} in files ({:.3} bits per weight, {times:.1} times smaller)",
+            "{} in tensors, {} in files ({:.1} bits per weight, {times:.1} times smaller)",
             human_bytes(report.tensor_bytes),
             human_bytes(report.file_bytes),
             report.bits_per_weight,
