@@ -23,6 +23,8 @@ pub struct About {
     pub bits_per_weight: f64,
     /// The bits that its weights are quantized to at load, if they are.
     pub bits_at_load: Option<u32>,
+    /// What it runs on, if it is loaded.
+    pub device: Option<String>,
     /// True if its template presents tools and reads their results.
     pub tools: bool,
     /// True if a request can switch thinking.
@@ -61,6 +63,7 @@ impl About {
             scheme: most.map(|(_, scheme)| scheme),
             bits_per_weight: checkpoint.bits_per_weight(),
             bits_at_load: None,
+            device: None,
             tools: template.is_some_and(|t| ToolPrompt::of(t).is_templates()),
             switches_thinking: template.is_some_and(ChatTemplate::switches_thinking),
             reads_effort: template.is_some_and(ChatTemplate::reads_effort),
@@ -73,6 +76,7 @@ impl About {
         json!({
             "task": self.task,
             "max_model_len": self.context,
+            "device": self.device,
             "quantization": {
                 "format": self.format,
                 "codes": self.codes,

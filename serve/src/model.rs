@@ -75,11 +75,15 @@ impl ServedModel {
         let template = ChatTemplate::find(checkpoint.files())?;
         let sampling = SamplingParams::from_defaults(checkpoint.generation());
         sampling.validate()?;
+        let device = engine.description().device.clone();
         let engine = Engine::start(Box::new(move || engine.session(spec)), vocab, options)?;
         let tool_prompt = template
             .as_ref()
             .map_or(ToolPrompt::Described, ToolPrompt::of);
-        let about = About::of(checkpoint, &name, template.as_ref(), engine.spec().ctx);
+        let about = About {
+            device: Some(device),
+            ..About::of(checkpoint, &name, template.as_ref(), engine.spec().ctx)
+        };
         Ok(ServedModel {
             name,
             about,

@@ -13,6 +13,8 @@ const SETTINGS = [...NUMBERS, "system", "thinking", "theme", "key", "remember"];
 const KEEPING = 1000;
 
 let current = conversations[0] ?? create();
+/// The models of the server, as it lists them.
+let served = [];
 /// What ends the answer under way, by the id of its conversation.
 const running = new Map();
 
@@ -332,8 +334,23 @@ function render() {
     fill(element, message);
     return element;
   });
-  $("chat").replaceChildren(...messages);
+  $("chat").replaceChildren(...(messages.length ? messages : [welcome()]));
   $("chat").scrollTop = $("chat").scrollHeight;
+}
+
+/// What a chat without messages shows: the model, what it runs on, how much it reads, and where chats are kept.
+function welcome() {
+  const model = served.find((m) => m.id === $("model").value);
+  const { codes, scheme, format, bits_per_weight: bits } = model?.quantization ?? {};
+  const facts = model && [
+    model.id,
+    [codes ?? scheme ?? format, bits && `${bits} bits per weight`].filter(Boolean).join(", "),
+    model.device ? `on ${model.device}` : "loaded at the first message",
+    model.max_model_len && `a context of ${model.max_model_len.toLocaleString()} tokens`,
+  ];
+  return node("div", { className: "welcome" },
+    node("p", {}, (facts ?? []).filter(Boolean).join(" · ")),
+    node("p", {}, "Chats are kept in this browser alone."));
 }
 
 function begin() {
@@ -370,6 +387,8 @@ async function models() {
     $("model").replaceChildren(...data.map((m) => node("option", { value: m.id }, m.id)));
     if (data.some((m) => m.id === settings.model)) $("model").value = settings.model;
     $("models").replaceChildren(...data.map(state));
+    served = data;
+    if (!current.head) render();
     note("");
   } catch (e) {
     note(e.message, true);
@@ -378,12 +397,12 @@ async function models() {
 
 /// A row of the table of models: what a model is, and what it is doing.
 function state(model) {
-  const { format, scheme, bits_per_weight: bits } = model.quantization ?? {};
+  const { codes, format, scheme, bits_per_weight: bits } = model.quantization ?? {};
   const idle = model.running || model.waiting ? "" : `, unused for ${Math.floor(model.idle_seconds / 60)} min`;
   const doing = model.loaded ? `${model.running} running, ${model.waiting} waiting${idle}` : "not loaded";
   const cells = [
     model.id === model.root ? model.id : `${model.id} (${model.root})`,
-    [scheme ?? format, bits && `${bits} bits`].filter(Boolean).join(", "),
+    [codes ?? scheme ?? format, bits && `${bits} bits per weight`].filter(Boolean).join(", "),
     model.max_model_len ? `${model.max_model_len.toLocaleString()} tokens` : "",
     [doing, model.pinned && "pinned"].filter(Boolean).join(", "),
   ];
@@ -444,7 +463,10 @@ function bind() {
     for (const file of $("file").files) await upload(file);
     $("file").value = "";
   });
-  $("model").addEventListener("change", () => set("model", $("model").value));
+  $("model").addEventListener("change", () => {
+    set("model", $("model").value);
+    if (!current.head) render();
+  });
   $("settings-open").addEventListener("click", () => {
     preferences();
     models();
