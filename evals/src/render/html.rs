@@ -20,7 +20,9 @@ th:first-child,td:first-child,td.text,th.text{text-align:left}td:first-child,th:
 .scroll{overflow-x:auto}code,pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.9em}\
 td:not(.text),td:first-child,th{white-space:nowrap}td.after{min-width:13rem}svg{width:100%;min-width:34rem;max-width:54rem;height:auto}\
 .note{color:var(--note);font-size:.92em}.note p{margin:.35rem 0}\
-.dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}summary{cursor:pointer}";
+.dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}summary{cursor:pointer}\
+@media(max-width:40rem){svg{min-width:0}table{font-size:.82rem}td,td:not(.text),td:first-child,th{white-space:normal;\
+padding:.25rem}th:not(:first-child),td.after{overflow-wrap:anywhere}td.after{min-width:5rem}}";
 
 /// The document as self-contained HTML.
 ///
