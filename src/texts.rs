@@ -9,7 +9,6 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
-use std::time::Duration;
 
 /// A text and its name in reports.
 pub struct Text {
@@ -24,9 +23,9 @@ pub fn whole(path: &Path) -> anyhow::Result<String> {
     Ok(read(path, None)?.text.into_owned())
 }
 
-/// Reads `file`, or the default text: WikiText-2 if the hub's cache or the hub has
-/// it, otherwise the built-in one; reports which and why. Reads at most
-/// `max_bytes`, cut before a character that would be split.
+/// Reads `file`, or the text that is built in, the same with a network and without; WikiText-2 from the hub or its cache
+/// if `file` is called [`WIKITEXT_NAME`] and there is no such file. Reads at most `max_bytes`, cut before a character
+/// that would be split, and reports which text it is.
 pub fn load(
     file: Option<&Path>,
     max_bytes: Option<usize>,
@@ -36,28 +35,24 @@ pub fn load(
     if max_bytes == Some(0) {
         bail!("text bytes: expected at least 1, found 0");
     }
-    if let Some(path) = file {
-        return read(path, max_bytes);
-    }
-    let text = match wikitext(offline, progress) {
-        Ok(text) => {
+    let text = match file {
+        Some(path) if path == Path::new(WIKITEXT_NAME) && !path.exists() => {
+            let text = wikitext(offline, progress).context("WikiText-2")?;
             let cut = text.floor_char_boundary(max_bytes.unwrap_or(text.len()));
             Text {
                 name: named("WikiText-2 raw, test", cut, text.len() as u64),
                 text: Cow::Owned(text[..cut].to_owned()),
             }
         }
-        Err(why) => {
-            let text = built_in(max_bytes)?;
-            progress.note(&format!(
-                "WikiText-2: {why:#}; using the built-in text instead"
-            ));
-            text
-        }
+        Some(path) => return read(path, max_bytes),
+        None => built_in(max_bytes)?,
     };
     progress.note(&format!("text: {}", text.name));
     Ok(text)
 }
+
+/// The name of WikiText-2 in place of a file.
+pub const WIKITEXT_NAME: &str = "wikitext2";
 
 /// WikiText-2 on the hub.
 const WIKITEXT: (&str, &str) = (
@@ -76,8 +71,6 @@ const WIKITEXT_SHA256: &str = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d
 fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
     let mut options = HubOptions::from_env();
     options.offline |= offline;
-    // A default that may be missing is worth only a short wait.
-    options.connect_timeout = Duration::from_secs(3);
     let (repo, file) = WIKITEXT;
     let path = Hub::new(options).fetch_dataset_file(repo, file, progress)?;
     let bytes = File::open(&path).and_then(|file| read_bounded(file, MOST_PARQUET));
@@ -98,7 +91,7 @@ fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
 /// The text built into the program.
 pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
     let text = demo::eval_text().context(
-        "no text to evaluate on: this build has none (feature `demo` is off); give one with --text",
+        "no text to evaluate on: this build has none (feature `demo` is off); give one with --text FILE or --text wikitext2",
     )?;
     let cut = text.floor_char_boundary(max_bytes.unwrap_or(text.len()));
     Ok(Text {

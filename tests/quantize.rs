@@ -382,13 +382,17 @@ fn a_dry_run_lists_the_stages() {
         })
         .collect()
     };
-    let layers = "quantizing layers";
+    let (layers, ends) = ("quantizing layers", "quantizing embedding and head");
     let (calibration, held_out) = ("sampling calibration text", "sampling held-out text");
     assert_eq!(
         stages(&[]),
-        [calibration, held_out, layers, "KL divergence"]
+        [calibration, held_out, layers, ends, "KL divergence"]
     );
-    assert_eq!(stages(&["--no-measure"]), [calibration, layers]);
+    assert_eq!(stages(&["--no-measure"]), [calibration, layers, ends]);
+    assert_eq!(
+        stages(&["--no-measure", "--target-size", "9MB"]),
+        [calibration, "measuring sensitivity", layers, ends]
+    );
     let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
     let said = command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
     let said = said.arg(&out).output().unwrap();

@@ -32,7 +32,7 @@ pub struct EvalArgs {
     /// Compare with this model, token by token
     #[arg(long, value_name = "REF")]
     pub against: Option<OsString>,
-    /// Text to evaluate on [default: WikiText-2 from the hub, otherwise the built-in text]
+    /// Text to evaluate on: a file, or wikitext2 for WikiText-2 from the hub [default: a text that is built in]
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
     /// Read only this many bytes of the text
