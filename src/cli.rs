@@ -324,8 +324,11 @@ fn first_sentence(arg: clap::Arg, everyday: Option<&[&str]>) -> clap::Arg {
     let Some(text) = arg.get_help().map(ToString::to_string) else {
         return arg;
     };
-    match text.split_once(". ") {
-        Some((first, _)) => arg.help(first.to_owned()).long_help(text),
+    // What follows a point inside a sentence (e.g. a number) is no capital letter.
+    let ends = |at: &usize| text[at + 2..].starts_with(|c: char| c.is_uppercase());
+    let end = text.match_indices(". ").map(|(at, _)| at).find(ends);
+    match end {
+        Some(end) => arg.help(text[..end].to_owned()).long_help(text),
         None => arg,
     }
 }

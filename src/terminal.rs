@@ -119,23 +119,24 @@ impl StagePlan {
         let at = self.at?;
         let now = self.stages[at].estimate;
         let new = work.done - work.kept;
+        let tells = new > TELLING;
+        let here = tells.then_some((new * now, work.seconds));
         let before = self.stages[..at].iter().filter_map(|s| s.took);
-        let (estimated, took) = before.fold((new * now, work.seconds), |sum, s| {
-            (sum.0 + s.0, sum.1 + s.1)
-        });
+        let (estimated, took) = before
+            .chain(here)
+            .fold((0.0, 0.0), |sum, stage| (sum.0 + stage.0, sum.1 + stage.1));
         let rest: f64 = self.stages[at + 1..].iter().map(|s| s.estimate).sum();
         if now <= 0.0 {
             return None;
         }
-        let tells = new > TELLING;
-        let slower = if tells && estimated > 0.0 {
+        let slower = if estimated > 0.0 {
             took / estimated
         } else {
             1.0
         };
         let of_this = match tells {
             true => work.seconds * (1.0 - work.done) / new,
-            false => now * (1.0 - work.done),
+            false => slower * now * (1.0 - work.done),
         };
         Some(of_this + slower * rest)
     }

@@ -341,7 +341,7 @@ fn describe_use(out: &mut String, checkpoint: &Checkpoint, report: &Report) -> f
         }
     };
     writeln!(out, "  sampling         {sampling}")?;
-    let licence = report.licence.as_deref().unwrap_or("no file of it here");
+    let licence = report.licence.as_deref().unwrap_or("none among the files");
     writeln!(out, "  licence          {licence}")
 }
 
