@@ -208,6 +208,53 @@ def recipe():
     return table(["model", "device", "minutes", "GPU memory", "memory", "file"], lines)
 
 
+# Planned by the program, for any card: a test of nq-quantize writes it.
+CARDS = "docs/cards.csv"
+# Bytes of a card that its driver takes, and that stay free.
+TAKEN = 0.8e9
+
+
+def longest(model, file, cards, gib):
+    """The longest context that fits so many cards of so much memory, with keys and values in 16 and in 8 bits."""
+    found = []
+    for kv in ["f16", "int8"]:
+        fit = 0
+        for r in rows(CARDS, model=model, file=file, kv=kv):
+            weights, kept, buffers, table_bytes = (int(r[k]) for k in ["weights", "keys_and_values", "buffers", "embedding"])
+            # Cards that share layers have buffers and the embedding each, and layers cannot be divided.
+            needed = weights + kept + cards * buffers + (cards > 1) * (table_bytes + 0.03 * weights)
+            if needed <= cards * (gib * 2**30 - TAKEN):
+                fit = max(fit, int(r["context"]) // 1024)
+        found.append(f"{fit}k" if fit else "–")
+    return found[0] if found[0] == found[1] else " / ".join(found)
+
+
+def cards_of(file, cards=1, sizes=(8, 12, 16, 24, 32, 48, 80)):
+    models = dict.fromkeys(r["model"] for r in rows(CARDS))
+    lines = []
+    for model in models:
+        r = rows(CARDS, model=model, file=file, kv="f16")[0]
+        lines.append([f"`{model}`", f"{int(r['weights']) / 1e9:.1f} GB", *(longest(model, file, cards, gib) for gib in sizes)])
+    few = "" if cards == 1 else f"{cards} x "
+    return table([f"`{file}`", "weights", *(f"{few}{gib} GB" for gib in sizes)], lines)
+
+
+def cards_4():
+    return cards_of("--bits 4")
+
+
+def cards_3():
+    return cards_of("--trellis --bits 3", sizes=(8, 12, 16, 24, 32))
+
+
+def cards_8():
+    return cards_of("--bits 8", sizes=(12, 16, 24, 32, 48, 80))
+
+
+def cards_two():
+    return cards_of("--bits 4", cards=2, sizes=(12, 16, 24, 32))
+
+
 GPU_PAGES = "2026-11-22-gpu-pages.csv"
 DECODE = "2026-11-22-gpu-decode.csv"
 LAYERS = "2026-11-24-gpu-layers.csv"   # of one sequence in INT4 or the mix

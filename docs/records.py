@@ -7,9 +7,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benches/records"
 
 
-def rows(file, **wanted):
-    """Rows of a record whose columns have these values."""
-    path = RECORDS / file
+def rows(file, /, **wanted):
+    """Rows of a record, or of a table of docs, whose columns have these values."""
+    path = ROOT / file if file.startswith("docs/") else RECORDS / file
     lines = [l for l in path.read_text().splitlines() if not l.startswith("#")]
     found = [r for r in csv.DictReader(lines) if all(r[k] == v for k, v in wanted.items())]
     if not found:

@@ -1,3 +1,5 @@
 //! All tests of quantizing that need no access to its modules: one program, so that it is linked once.
 
+#[cfg(feature = "cuda")]
+mod cards;
 mod cuda;
