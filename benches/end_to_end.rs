@@ -3,11 +3,12 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use nq_formats::{Bits, Checkpoint};
+use nq_load::load;
 use nq_quantize::{Schemes, quantize_at_load};
 use nq_runtime::generate::rewind;
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitsWanted,
-    SessionSpec, load,
+    SessionSpec,
 };
 use std::hint::black_box;
 use std::path::Path;

@@ -8,10 +8,10 @@
 #![allow(missing_docs, reason = "a benchmark's main")]
 
 use criterion::{BenchmarkId, Criterion, Throughput};
+use nq_cpu::linear::kernel::LinearKernel;
+use nq_cpu::linear::kernels::KERNELS;
+use nq_cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
 use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
-use nq_kernels::cpu::linear::kernel::LinearKernel;
-use nq_kernels::cpu::linear::kernels::KERNELS;
-use nq_kernels::cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, IsaChoice};

@@ -19,7 +19,7 @@ fn main() -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(Path::new(folder))?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     let options = LoadOptions::default();
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &())?;
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &())?;
     let mut session = engine.session(SessionSpec {
         slots: 3,
         ctx: 256,

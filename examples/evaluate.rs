@@ -21,7 +21,7 @@ fn main() -> anyhow::Result<()> {
     };
     let load = |folder: &str| -> anyhow::Result<_> {
         let checkpoint = Checkpoint::open(Path::new(folder))?;
-        let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &())?;
+        let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &())?;
         Ok((Tokenizer::from_files(checkpoint.files())?, engine))
     };
     let ((tokenizer, model), (_, reference)) = (load(model)?, load(reference)?);

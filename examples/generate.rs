@@ -24,7 +24,7 @@ fn main() -> anyhow::Result<()> {
 
     // The first usable GPU, otherwise the CPU; `&()` ignores progress.
     let options = LoadOptions::default();
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &())?;
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &())?;
     let mut session = engine.session(SessionSpec {
         slots: 1,
         ctx: 1024,

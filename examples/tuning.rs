@@ -166,20 +166,14 @@ fn run<O: GradOps>(ops: &O, gpu: Option<usize>, setup: &Setup, v: &Variant) -> a
     Ok(())
 }
 
-#[cfg(feature = "cuda")]
 fn run_on_gpu(setup: &Setup, v: &Variant) -> anyhow::Result<()> {
-    use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
+    use nq_cuda::{CudaOps, GemmPrecision, Gpu};
     let precision = if v.tf32 {
         GemmPrecision::Tf32
     } else {
         GemmPrecision::Full
     };
     run(&CudaOps::new(&Gpu::open(0)?, precision)?, Some(0), setup, v)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn run_on_gpu(_: &Setup, _: &Variant) -> anyhow::Result<()> {
-    bail!("this build has no CUDA: NQ_DEVICE=cpu")
 }
 
 fn main() -> anyhow::Result<()> {
@@ -210,7 +204,7 @@ fn main() -> anyhow::Result<()> {
     for spec in variants {
         let v = variant(spec)?;
         if on_cpu {
-            run(&nq_kernels::grad::CpuOps, None, &setup, &v)?
+            run(&nq_f32::CpuOps, None, &setup, &v)?
         } else {
             run_on_gpu(&setup, &v)?
         }

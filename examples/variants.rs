@@ -11,7 +11,7 @@ use nq_formats::models::{NormSpec, Product, Source};
 use nq_formats::names::{EMBEDDING, HEAD, in_layer, layer_of};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{DType, ModelConfig, Tensor, files};
+use nq_formats::{DType, Tensor, files};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

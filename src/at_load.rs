@@ -1,11 +1,11 @@
 //! What is decided about a model before it is loaded: the bits that it is quantized to, and its context.
 
 use crate::library::Result;
+use nq_cpu::plan::{Running, running};
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::SessionSpec;
-use nq_runtime::cpu::plan::{Running, running};
 
 /// The checkpoint, quantized at load if 4 or 8 bits are requested and it is unquantized, and the
 /// schemes that it then gets.

@@ -421,7 +421,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
 
 /// The version with the features of this build, as `--version` prints it.
 fn version() -> &'static str {
-    match (cfg!(feature = "cuda"), cfg!(demo)) {
+    match (nq_load::gpu::BUILT_IN, cfg!(demo)) {
         (true, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda, demo)"),
         (true, false) => concat!(env!("CARGO_PKG_VERSION"), " (features: cuda)"),
         (false, true) => concat!(env!("CARGO_PKG_VERSION"), " (features: demo)"),

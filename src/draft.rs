@@ -8,13 +8,14 @@ use anyhow::Context;
 use nq_formats::eagle::EagleHead;
 use nq_formats::names::HEAD;
 use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, Task, mtp};
+use nq_load::device::Device;
+use nq_load::{Eagle, Mtp};
 use nq_quantize::schemes::Schemes;
 use nq_quantize::{OnTheFly, draft_head, draft_head_bytes};
-use nq_runtime::device::Device;
 use nq_runtime::speculation::check_drafts;
 use nq_runtime::{
-    ActivationChoice, DeviceMemory, DraftLayer, DraftModel, DraftedBy, Eagle, Engine, LoadOptions,
-    Mtp, Session, SessionSpec, Speculation, Tokenizer,
+    ActivationChoice, DeviceMemory, DraftLayer, DraftModel, DraftedBy, Engine, LoadOptions,
+    Session, SessionSpec, Speculation, Tokenizer,
 };
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -130,7 +131,7 @@ impl DraftCheckpoint {
     /// Bytes of keys and values of the draft model's session, on a CPU, for a target's session of `spec`.
     pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
         let config = self.checkpoint.config();
-        nq_runtime::cpu::plan::kv_bytes(config, &shorter(spec, longest_context(config))) as u64
+        nq_cpu::plan::kv_bytes(config, &shorter(spec, longest_context(config))) as u64
     }
 
     /// Loads it on the device of its target.
@@ -148,7 +149,7 @@ impl DraftCheckpoint {
             session: None,
             ..*options
         };
-        let engine = nq_runtime::load(config, store, &options, progress)
+        let engine = nq_load::load(config, store, &options, progress)
             .with_context(|| format!("--draft {}", self.name))?;
         Ok(Drafts::Model {
             vocab: target_vocab.min(config.vocab_size),

@@ -138,7 +138,7 @@ impl Global {
         if self.device != DeviceChoice::Auto {
             return;
         }
-        if let Some(why) = nq_runtime::device::Device::why_no_gpu() {
+        if let Some(why) = nq_load::device::Device::why_no_gpu() {
             say(&format!(
                 "nq: using the CPU (--device cpu leaves out this note): {why}"
             ));

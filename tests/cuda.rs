@@ -10,10 +10,11 @@
 use nq_evals::{EvalSpec, Protocol, compare, kld_rows};
 use nq_formats::models::find;
 use nq_formats::{Bits, Checkpoint, DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
+use nq_load::load;
 use nq_quantize::{CalibrationSource, Job, QuantizeOptions, Schemes, quantize_at_load};
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted,
-    Session, SessionSpec, Tokenizer, load,
+    Session, SessionSpec, Tokenizer,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,7 +32,7 @@ struct Pair {
 
 /// False, said in print, where there is no GPU and none is required.
 fn has_gpu() -> bool {
-    nq_testkit::on_gpu(nq_kernels::cuda::device_count()).is_some()
+    nq_testkit::on_gpu(nq_cuda::device_count()).is_some()
 }
 
 fn pair(bits: Bits) -> Option<Pair> {

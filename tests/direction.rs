@@ -4,15 +4,19 @@ use cargo_metadata::{DependencyKind, MetadataCommand};
 use std::path::Path;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 13] = [
+const ORDER: [&str; 17] = [
     "nq-model",
     "nq-formats",
+    "nq-kernels",
+    "nq-runtime",
+    "nq-cpu",
+    "nq-f32",
     "nq-kernels-ampere",
     "nq-kernels-hopper",
     "nq-kernels-blackwell",
     "nq-kernels-ptx",
-    "nq-kernels",
-    "nq-runtime",
+    "nq-cuda",
+    "nq-load",
     "nq-evals",
     "nq-quantize",
     "nq-serve",

@@ -36,7 +36,7 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
         activations: ActivationChoice::F32,
         ..LoadOptions::default()
     };
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &()).unwrap();
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &()).unwrap();
     let tokens = tokens();
     let spec = SessionSpec {
         slots: 1,

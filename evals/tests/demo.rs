@@ -7,7 +7,8 @@
 
 use nq_evals::{EvalSpec, Evaluation, Protocol, ReferenceLogits, compare, evaluate, self_noise};
 use nq_formats::Checkpoint;
-use nq_runtime::{ActivationChoice, DeviceChoice, Engine, KvType, LoadOptions, Tokenizer, load};
+use nq_load::load;
+use nq_runtime::{ActivationChoice, DeviceChoice, Engine, KvType, LoadOptions, Tokenizer};
 use nq_testkit::{repository, shared};
 use std::sync::{Arc, LazyLock};
 

@@ -1,7 +1,7 @@
-//! With the feature `cuda`: finds the machine code of `cuda/*.cu`, which the library embeds.
+//! Finds the machine code of the `.cu` files here, which the library embeds.
 //!
-//! It comes from the crates in `prebuilt`, one for each family of GPUs. The manifest there says which sources
-//! it was compiled from; if they differ from those here, or the crates hold other code, the build fails.
+//! It comes from the crates in `kernels/prebuilt`, one for each family of GPUs. The manifest here says which sources
+//! it was compiled from; if they differ, or the crates hold other code, the build fails.
 //! With the feature `cuda-source` it is compiled here: `NVCC` then names the compiler; otherwise it is
 //! looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`, `/usr/local/cuda` and the packages of a Python
 //! environment (`NQ_NVCC_VENV`, `VIRTUAL_ENV`), where pip installs it. `NQ_CUDA_ARCHS` limits the
@@ -28,11 +28,10 @@ or set NVCC to the compiler. Without the feature `cuda-source` nothing of this i
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    if !feature("CUDA") {
-        return;
-    }
-    println!("cargo::rerun-if-changed=cuda");
     let sources = sources();
+    for source in &sources {
+        println!("cargo::rerun-if-changed={}", source.display());
+    }
     let code = if feature("CUDA_SOURCE") {
         compile(&sources)
     } else {
@@ -56,7 +55,7 @@ fn feature(name: &str) -> bool {
 
 /// Kernels and headers, sorted by name.
 fn sources() -> Vec<PathBuf> {
-    let dir = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
+    let dir = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let mut sources: Vec<PathBuf> = fs::read_dir(&dir)
         .unwrap_or_else(|e| fail(&format!("{}: {e}", dir.display())))
         .filter_map(|entry| entry.ok().map(|e| e.path()))
@@ -70,15 +69,12 @@ fn sources() -> Vec<PathBuf> {
 type Code = &'static [(&'static str, &'static [u8])];
 
 /// The crates of compiled kernels.
-#[cfg(feature = "cuda")]
 const CRATES: [(&str, Code); 4] = [
     ("nq_kernels_ampere", nq_kernels_ampere::CODE),
     ("nq_kernels_hopper", nq_kernels_hopper::CODE),
     ("nq_kernels_blackwell", nq_kernels_blackwell::CODE),
     ("nq_kernels_ptx", nq_kernels_ptx::CODE),
 ];
-#[cfg(not(feature = "cuda"))]
-const CRATES: [(&str, Code); 0] = [];
 
 /// Checks that the crates hold the manifest's code, compiled from `sources`; returns the compiler's version and the
 /// list of the code.
@@ -86,7 +82,7 @@ fn prebuilt(sources: &[PathBuf]) -> String {
     const REMEDY: &str = "kernels/prebuilt/build compiles them for all architectures (with nvcc, 15 \
         core-minutes); the feature cuda-source does without, by nvcc at each build (NQ_CUDA_ARCHS=90a \
         limits it to one architecture); --no-default-features builds for the CPU alone";
-    let path = "prebuilt/manifest";
+    let path = "manifest";
     println!("cargo::rerun-if-changed={path}");
     let manifest = fs::read_to_string(path)
         .unwrap_or_else(|e| fail(&format!("no prebuilt CUDA kernels: {path}: {e}\n{REMEDY}")));

@@ -2,7 +2,7 @@
 //!
 //! An allocation takes from an account and gives back to it when dropped. A plan goes through the
 //! same steps on an account of its own, without allocating. What
-//! constructors take on a GPU is found by running them on `cuda::Gpu::dry`, and on a device of
+//! constructors take on a GPU is found by running them on `nq_cuda::Gpu::dry`, and on a device of
 //! [`grad`](crate::grad) by running them on an account itself, which is a device that only counts.
 //! Stages that do not overlap need no formula of their own: the largest gives the peak.
 

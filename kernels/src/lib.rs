@@ -1,16 +1,12 @@
-//! Compute kernels over quantized and dense weights, one module per device, and the
-//! scalar reference that all of them are tested against.
+//! What kernels of every device have in common: the scalar reference that all of them are tested against,
+//! the keys by which a registry chooses one, and what training and rounding need of a device, as traits
+//! ([`grad`], [`second_order`]). The devices are crates beside this one: `nq-cpu`, `nq-cuda`, `nq-f32`.
 //!
-//! This crate does not know files or models: it multiplies, normalizes and attends.
-//! [`registry`] alone decides which kernel serves an operation, scheme, activation type,
-//! row count and instruction set.
+//! This crate does not know files or models.
 //!
 //! A part of nq that may change in any version: programs use `nq-llm`.
 
 pub mod account;
-pub mod cpu;
-#[cfg(feature = "cuda")]
-pub mod cuda;
 pub mod delta;
 pub mod error;
 pub mod grad;

@@ -13,7 +13,7 @@ pub struct Profile {
 }
 
 /// Operation, kernel and shape, as in [`OpTiming`].
-pub(crate) type Key = (&'static str, &'static str, (usize, usize));
+pub type Key = (&'static str, &'static str, (usize, usize));
 
 #[derive(Default)]
 struct OpTotal {
@@ -66,12 +66,12 @@ impl Profile {
     }
 
     /// The time now, if counting.
-    pub(crate) fn begin(&self) -> Option<Instant> {
+    pub fn begin(&self) -> Option<Instant> {
         self.on.load(Ordering::Relaxed).then(Instant::now)
     }
 
     /// Counts an operation that began at `begin`.
-    pub(crate) fn end(
+    pub fn end(
         &self,
         begin: Option<Instant>,
         op: &'static str,
@@ -85,13 +85,12 @@ impl Profile {
     }
 
     /// True while counting.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn is_on(&self) -> bool {
+    pub fn is_on(&self) -> bool {
         self.on.load(Ordering::Relaxed)
     }
 
     /// Counts an operation that took `time`.
-    pub(crate) fn add(&self, key: Key, time: Duration, bytes: usize) {
+    pub fn add(&self, key: Key, time: Duration, bytes: usize) {
         let mut entries = self.lock();
         let entry = entries.entry(key).or_default();
         entry.calls += 1;

@@ -114,19 +114,19 @@ pub fn round_activations(x: &mut [f32], k: usize, activations: crate::Activation
 }
 
 /// Greatest code of int8 activations.
-pub(crate) const INT8_GREATEST: f32 = 127.0;
+pub const INT8_GREATEST: f32 = 127.0;
 
 /// Weight of the high one of an int16 code's two signed bytes: with 255, both stay between
 /// -127 and 127, which every instruction set's dot products support.
-pub(crate) const INT16_BASE: f32 = 255.0;
+pub const INT16_BASE: f32 = 255.0;
 
 /// Greatest code of int16 activations: two bytes of 127.
-pub(crate) const INT16_GREATEST: f32 = 127.0 * INT16_BASE + 127.0;
+pub const INT16_GREATEST: f32 = 127.0 * INT16_BASE + 127.0;
 
 /// Factors for values up to `absmax`: from values to codes of `-greatest` to
 /// `greatest`, and from codes to values. Both are 0 if `absmax`
 /// is so small that its inverse overflows.
-pub(crate) fn code_scale(absmax: f32, greatest: f32) -> (f32, f32) {
+pub fn code_scale(absmax: f32, greatest: f32) -> (f32, f32) {
     if absmax > 1e-33 {
         (greatest / absmax, absmax / greatest)
     } else {

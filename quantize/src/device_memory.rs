@@ -12,12 +12,12 @@ use crate::methods::Needs;
 use crate::rounding::PIECE;
 use crate::schemes::Schemes;
 use crate::streamed;
+use nq_f32::{hold_head, hold_layer, hold_work};
 use nq_formats::{Bits, DType, ModelConfig, TrellisScheme};
 use nq_kernels::Account;
 use nq_kernels::grad::SCRATCH;
 use nq_kernels::registry::WeightKind;
-use nq_runtime::full_precision::{hold_head, hold_layer, hold_work};
-use nq_runtime::gpu::GpuSizes;
+use nq_load::gpu::GpuSizes;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -296,7 +296,7 @@ mod tests {
     /// GPU, text is sampled from a rounded copy and the source is streamed.
     #[test]
     fn published_shapes_fit_the_cards_of_their_users() {
-        for sizes in [Some(ABOUT), nq_runtime::gpu::sizes().ok()]
+        for sizes in [Some(ABOUT), nq_load::gpu::sizes().ok()]
             .into_iter()
             .flatten()
         {

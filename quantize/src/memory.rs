@@ -10,14 +10,15 @@ use crate::methods::Needs;
 use crate::rounding::PIECE;
 use crate::schemes::Schemes;
 use crate::sensitivity;
+use nq_cpu::plan::{WeightSource, hold_model, hold_session, program_bytes};
+use nq_cpu::stepper_bytes;
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, Shape};
 use nq_formats::{Checkpoint, DType, ModelConfig, Scheme, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
-use nq_runtime::cpu::plan::{WeightSource, hold_model, hold_session, program_bytes};
 use nq_runtime::weights::Kinds;
-use nq_runtime::{DraftedBy, KvType, LayerWeights, SessionSpec, stepper_bytes};
+use nq_runtime::{DraftedBy, KvType, LayerWeights, SessionSpec};
 use serde::Serialize;
 
 /// Memory and disk space that a run needs, in bytes.

@@ -198,7 +198,8 @@ mod tests {
     use super::*;
     use nq_evals::{EvalSpec, Protocol, compare};
     use nq_formats::Checkpoint;
-    use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, load, stepper};
+    use nq_load::{load, stepper};
+    use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions};
     use std::path::Path;
 
     /// It gives the same distributions as the engine that holds the whole model.
@@ -216,7 +217,7 @@ mod tests {
         };
         let stepper = stepper(config, &options, KvType::F32, usize::MAX).unwrap();
         let streamed = Streamed::new(stepper, store, &texts, &()).unwrap();
-        let whole = load::load(config, store, &options, &()).unwrap();
+        let whole = load(config, store, &options, &()).unwrap();
         let spec = EvalSpec::new(Protocol::Llama, 50, "a test");
         let found = compare(whole.as_ref(), &streamed, &ids, &spec, &()).unwrap();
         let kld = found.report.against.unwrap().kld;

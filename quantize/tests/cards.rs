@@ -5,9 +5,10 @@ use nq_formats::models::Preset;
 use nq_formats::names::EMBEDDING;
 use nq_formats::trellis::Code;
 use nq_formats::{Bits, DType, ModelConfig, TrellisScheme};
+use nq_load::gpu;
 use nq_quantize::mix;
 use nq_quantize::schemes::Schemes;
-use nq_runtime::{DraftedBy, KvType, SessionSpec, gpu};
+use nq_runtime::{DraftedBy, KvType, SessionSpec};
 use std::fmt::Write;
 use std::path::Path;
 

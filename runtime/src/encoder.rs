@@ -1,33 +1,5 @@
 //! Texts that are embedded or scored instead of continued. Each becomes one row: the hidden state of its last token
 //! after the final norm, or the logits of a few possible next tokens.
-//!
-//! ```
-//! use nq_formats::Checkpoint;
-//! use nq_runtime::embedding::unit;
-//! use nq_runtime::{Encoder, KvType, LoadOptions, Row, DraftedBy, SessionSpec, Tokenizer, load};
-//! use std::path::Path;
-//!
-//! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
-//! let tokenizer = Tokenizer::from_files(checkpoint.files())?;
-//! let engine = load(checkpoint.config(), checkpoint.store(), &LoadOptions::default(), &())?;
-//! let session = engine.session(SessionSpec {
-//!     slots: 4,
-//!     ctx: 128,
-//!     pages: None,
-//!     kv: KvType::F16,
-//!     max_rows: 64,
-//!     snapshots: None,
-//!     drafts: DraftedBy::Nothing,
-//! })?;
-//! let texts = [tokenizer.encode("a cat")?, tokenizer.encode("two dogs")?];
-//! let mut vectors = Vec::new();
-//! Encoder::new(session, Row::Hidden).encode(0, &texts, &mut |_, row| {
-//!     vectors.push(unit(row, row.len())?);
-//!     Ok(())
-//! })?;
-//! assert_eq!(vectors[1].len(), checkpoint.config().hidden_size);
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
 
 use crate::error::{Error, Result};
 use crate::interface::{Chunk, LogitsWanted, Session};

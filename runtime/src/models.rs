@@ -1,10 +1,10 @@
 //! A model's weights in canonical form, read from a store as listed by its architecture.
 
 use crate::error::Result;
-use crate::forward::VectorSpec;
 use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, Product, VectorKind};
 use nq_formats::names::{self, EMBEDDING, NORM};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
+use nq_model::forward::VectorSpec;
 use std::collections::BTreeMap;
 
 /// The canonical weights of one layer.

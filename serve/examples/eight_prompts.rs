@@ -11,7 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let checkpoint = Checkpoint::open(folder.as_ref())?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
     let options = LoadOptions::default();
-    let model = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &())?;
+    let model = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &())?;
     let spec = SessionSpec {
         slots: 16,
         ctx: 512,

@@ -1,6 +1,6 @@
 //! Kept sequences that cannot be cut everywhere: prompts that share a part of them get the same answers.
 
-#[path = "../../runtime/tests/common/cut.rs"]
+#[path = "../../runtime/load/tests/common/cut.rs"]
 mod cut;
 
 use crate::common;

@@ -63,7 +63,7 @@ fn engine(snapshots: Option<usize>, engine_options: EngineOptions) -> Engine {
         ..LoadOptions::default()
     };
     let made = synth::checkpoint("hybrid", &config, 3).unwrap();
-    let model = nq_runtime::load(&config, made.store(), &options, &()).unwrap();
+    let model = nq_load::load(&config, made.store(), &options, &()).unwrap();
     let open = Box::new(move || {
         model.session(SessionSpec {
             slots: 8,

@@ -494,7 +494,7 @@ fn a_model_without_a_template_serves_completions() {
         device: nq_runtime::DeviceChoice::Cpu,
         ..nq_runtime::LoadOptions::default()
     };
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &()).unwrap();
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &()).unwrap();
     let spec = nq_runtime::SessionSpec {
         slots: 2,
         ctx: 256,

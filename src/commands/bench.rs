@@ -11,17 +11,16 @@ use crate::system;
 use crate::terminal::{Terminal, print_line};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
+use nq_cpu::{BandwidthBuffer, Cpu};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::synth::{self, Preset};
 use nq_formats::trellis::Code;
 use nq_formats::{Bits, Checkpoint, Progress};
-use nq_kernels::cpu::{BandwidthBuffer, Cpu};
+use nq_load::device::Device;
 use nq_quantize::mix;
 use nq_quantize::{Codes, Schemes};
-use nq_runtime::device::Device;
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
-#[cfg(feature = "cuda")]
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
@@ -208,7 +207,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         )?;
     }
     let meter = Meter::new(&options)?;
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
         .with_context(|| name.clone())?;
     let engine = engine.as_ref();
     let read = || meter.read_gb_s();
@@ -336,15 +335,13 @@ fn parse_trellis(s: &str) -> Result<Codes, String> {
 /// Measures the bandwidth of the memory that holds the model, as read by its device.
 enum Meter {
     Cpu(Cpu, BandwidthBuffer),
-    #[cfg(feature = "cuda")]
     /// Different GPUs, which read a part of the model each, or one that reads all of it.
-    Gpus(Vec<nq_runtime::device::GpuMeter>),
+    Gpus(Vec<nq_load::gpu::GpuMeter>),
 }
 
 impl Meter {
     /// Allocates its memory before the model is loaded.
     fn new(options: &LoadOptions) -> anyhow::Result<Self> {
-        #[cfg(feature = "cuda")]
         if options.engine == EngineKind::Nq {
             let ordinals = match Device::choose(options.device)? {
                 Device::Cpu => BTreeSet::new(),
@@ -352,7 +349,7 @@ impl Meter {
                 Device::Gpus(several) => several.as_slice().iter().copied().collect(),
             };
             if !ordinals.is_empty() {
-                let open = nq_runtime::device::GpuMeter::open;
+                let open = nq_load::gpu::GpuMeter::open;
                 let meters = ordinals.into_iter().map(open).collect::<Result<_, _>>()?;
                 return Ok(Meter::Gpus(meters));
             }
@@ -366,7 +363,7 @@ impl Meter {
                 available / 1_000_000
             );
         }
-        let cpu = nq_runtime::cpu::open(&options)?;
+        let cpu = nq_cpu::open(&options)?;
         let buffer = cpu.bandwidth_buffer(BANDWIDTH_BYTES);
         Ok(Meter::Cpu(cpu, buffer))
     }
@@ -375,7 +372,6 @@ impl Meter {
     fn read_gb_s(&self) -> nq_evals::Result<f64> {
         match self {
             Meter::Cpu(cpu, buffer) => Ok(cpu.read_bandwidth(buffer).median / 1e9),
-            #[cfg(feature = "cuda")]
             Meter::Gpus(gpus) => {
                 let each = gpus.iter().map(|gpu| gpu.read_bandwidth());
                 Ok(each.sum::<nq_runtime::Result<f64>>()? / 1e9)
@@ -387,7 +383,6 @@ impl Meter {
     fn cache_bytes(&self) -> anyhow::Result<u64> {
         Ok(match self {
             Meter::Cpu(..) => system::last_level_cache(),
-            #[cfg(feature = "cuda")]
             Meter::Gpus(gpus) => gpus.iter().map(|gpu| gpu.cache_bytes()).sum(),
         })
     }

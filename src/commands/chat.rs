@@ -16,8 +16,8 @@ use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Checkpoint, ModelConfig, Progress};
+use nq_load::device::Device;
 use nq_quantize::schemes::Schemes;
-use nq_runtime::device::Device;
 use nq_runtime::{
     ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
 };
@@ -381,7 +381,7 @@ fn load(
         ));
     }
     model::note_growth(checkpoint, terminal);
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)?;
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), options, terminal)?;
     if global.verbose
         && let Some(memory) = engine.device_memory(spec)
     {

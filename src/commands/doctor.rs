@@ -4,10 +4,11 @@ use crate::flags::Global;
 use crate::model;
 use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line};
+use nq_cpu::Cpu;
 use nq_formats::durable;
 use nq_formats::hub::HubOptions;
-use nq_kernels::cpu::Cpu;
 use nq_kernels::{Isa, IsaChoice};
+use nq_load::gpu;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -71,10 +72,9 @@ struct UsableGpu {
 }
 
 /// The GPUs that this build can use, or why it can use none.
-#[cfg(feature = "cuda")]
 fn usable() -> Result<Vec<UsableGpu>, String> {
-    let gpus = nq_runtime::device::gpus().map_err(|e| e.to_string())?;
-    let usable = |g: nq_runtime::device::GpuFound| UsableGpu {
+    let gpus = gpu::found().map_err(|e| e.to_string())?;
+    let usable = |g: gpu::GpuFound| UsableGpu {
         name: g.name,
         memory_bytes: g.memory_bytes,
         compute_capability: format!("{}.{}", g.capability.0, g.capability.1),
@@ -84,24 +84,6 @@ fn usable() -> Result<Vec<UsableGpu>, String> {
         read_gb_s: g.bandwidth.map(|b| b / 1e9),
     };
     Ok(gpus.into_iter().map(usable).collect())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn usable() -> Result<Vec<UsableGpu>, String> {
-    Ok(Vec::new())
-}
-
-/// The implementation of f32 matrix products when quantizing on the first GPU.
-#[cfg(feature = "cuda")]
-fn products() -> Result<String, String> {
-    use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
-    let ops = Gpu::open(0).and_then(|gpu| CudaOps::new(&gpu, GemmPrecision::Full));
-    ops.map(|ops| ops.products()).map_err(|e| e.to_string())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn products() -> Result<String, String> {
-    Err("built for the CPU alone".into())
 }
 
 #[derive(Serialize)]
@@ -132,7 +114,7 @@ pub fn run(global: &Global) -> anyhow::Result<ExitCode> {
     let options = global.load_options();
     let findings = Findings {
         version: env!("CARGO_PKG_VERSION"),
-        features: [(cfg!(feature = "cuda"), "cuda"), (cfg!(demo), "demo")]
+        features: [(gpu::BUILT_IN, "cuda"), (cfg!(demo), "demo")]
             .into_iter()
             .filter_map(|(on, name)| on.then_some(name))
             .collect(),
@@ -236,7 +218,7 @@ fn memory(
     let available = system::available_memory();
     let read_gb_s = if available.is_none_or(|a| a > 2 * BANDWIDTH_BYTES) {
         terminal.begin("memory bandwidth", 1, Unit::Items);
-        let cpu = nq_runtime::cpu::open(&options)?;
+        let cpu = nq_cpu::open(&options)?;
         let measured = cpu.read_bandwidth(&cpu.bandwidth_buffer(BANDWIDTH_BYTES as usize));
         terminal.end();
         Some(measured.best / 1e9)
@@ -281,19 +263,8 @@ fn devices() -> Vec<String> {
     gpus.flatten().filter_map(|g| model(g.path())).collect()
 }
 
-/// The oldest driver that this build's kernels support.
-#[cfg(feature = "cuda")]
-fn driver_needed() -> Option<u32> {
-    Some(nq_kernels::cuda::driver_needed())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn driver_needed() -> Option<u32> {
-    None
-}
-
 fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
-    let built_in = cfg!(feature = "cuda");
+    let built_in = gpu::BUILT_IN;
     let (driver, devices) = (driver(), devices());
     if let (Some(version), false) = (&driver, built_in) {
         problems.push(Problem {
@@ -304,13 +275,13 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
                 .into(),
         });
     }
-    if let Some(why) = nq_runtime::device::Device::why_no_gpu() {
+    if let Some(why) = nq_load::device::Device::why_no_gpu() {
         problems.push(Problem {
             problem: format!("the GPU cannot be used: {why}"),
             remedy: format!(
                 "install driver {} or newer, or in a container pass the GPU through; nq runs on \
                  the CPU meanwhile",
-                driver_needed().unwrap_or_default()
+                gpu::driver_needed().unwrap_or_default()
             ),
         });
     }
@@ -318,7 +289,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
         Ok(usable) => usable,
         Err(why) => {
             // The reason why `auto` does not use it is reported above.
-            if driver.is_some() && nq_runtime::device::Device::why_no_gpu().is_none() {
+            if driver.is_some() && nq_load::device::Device::why_no_gpu().is_none() {
                 problems.push(Problem {
                     problem: format!("the GPU cannot be used: {why}"),
                     remedy: "`--device cpu` runs on the CPU meanwhile".into(),
@@ -337,7 +308,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
     }
     let mut products_found = None;
     if !usable.is_empty() {
-        match products() {
+        match gpu::products(0) {
             Ok(products) => products_found = Some(products),
             Err(why) => problems.push(Problem {
                 problem: format!("the GPU cannot quantize: {why}"),
@@ -351,7 +322,7 @@ fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
         devices,
         usable,
         products: products_found,
-        driver_needed: driver_needed(),
+        driver_needed: gpu::driver_needed(),
     }
 }
 

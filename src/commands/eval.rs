@@ -208,7 +208,7 @@ fn load(
     // Devices differ in how NaN propagates; figures of such a model are meaningless on all of them.
     nq::verify_values(checkpoint)?;
     model::note_growth(checkpoint, terminal);
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, terminal)
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), options, terminal)
         .with_context(|| model.source.clone())?;
     Ok(EvalModel {
         model,

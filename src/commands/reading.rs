@@ -9,7 +9,7 @@ use crate::terminal::Terminal;
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_formats::{Checkpoint, Progress};
-use nq_runtime::device::Device;
+use nq_load::device::Device;
 use nq_runtime::{Encoder, LoadOptions, Row, Tokenizer};
 use serde_json::Value;
 use std::fs::File;
@@ -70,7 +70,7 @@ impl Session {
             session: Some(spec),
             ..global.load_options()
         };
-        let engine = nq_runtime::load(config, checkpoint.store(), &options, terminal)?;
+        let engine = nq_load::load(config, checkpoint.store(), &options, terminal)?;
         if global.verbose {
             terminal.note(&engine.description().to_string());
         }

@@ -14,9 +14,10 @@ pub(crate) use reading::{LONGEST_TEXT, session_for_texts};
 
 use crate::names;
 use nq_formats::{ModelConfig, Progress, Task};
+use nq_load::device::Device;
+use nq_load::gpu;
 use nq_quantize::{Codes, Job, QuantizeOptions, QuantizeReport};
-use nq_runtime::device::Device;
-use nq_runtime::{DeviceChoice, LoadOptions, gpu};
+use nq_runtime::{DeviceChoice, LoadOptions};
 use std::path::{Path, PathBuf};
 
 /// Quantizes the unquantized model `source`, a folder, file or name as [`Model::open`] takes, into the folder `out`

@@ -76,7 +76,7 @@ impl Model {
     ) -> Result<Self> {
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(checkpoint.config().vocab_size)?;
-        let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), options, progress)?;
+        let engine = nq_load::load(checkpoint.config(), checkpoint.store(), options, progress)?;
         Ok(Model(Arc::new(Loaded {
             name,
             checkpoint,

@@ -2,9 +2,9 @@
 
 use super::memory::Buffer;
 use super::simd::LANES;
-use crate::pages::{KvType, PAGE};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use nq_kernels::pages::{KvType, PAGE};
 use std::ops::Range;
 
 /// Keys and values of one layer, in pages that belong to sequences through their page tables. Each

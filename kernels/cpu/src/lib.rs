@@ -1,10 +1,13 @@
-//! The CPU: instruction sets, a team of threads, and the operations of a forward pass.
+//! Models on a CPU: kernels for each instruction set, a team of threads, the operations of a forward pass, and
+//! the [`engine`] over them.
 //!
 //! [`Cpu`] is the device: every operation is a method of it, takes plain slices and
 //! spreads itself over the team. An output element is always computed by one thread in
 //! one order, so results do not depend on the number of threads.
 
 pub mod bandwidth;
+#[forbid(unsafe_code)]
+pub mod engine;
 pub mod kv;
 pub mod linear;
 mod memory;
@@ -14,15 +17,16 @@ mod table;
 pub mod team;
 
 pub use bandwidth::{Bandwidth, BandwidthBuffer};
+pub use engine::{CpuEngine, CpuLayers, open, plan, state_bytes, stepper_bytes};
 pub use kv::{KvPages, KvSequence};
 pub use linear::{Epilogue, Linear, held_bits};
 pub use ops::{DeltaRows, DeltaVectors, FEW_ROWS, Span, state_len};
 pub use team::{Team, TeamOptions};
 
-use crate::error::Result;
-use crate::isa::{Isa, IsaChoice};
-use crate::profile::Profile;
 pub(crate) use memory::with_scratch;
+use nq_kernels::Result;
+use nq_kernels::profile::Profile;
+use nq_kernels::{Isa, IsaChoice};
 use table::KernelTable;
 
 /// A CPU as a compute device.
@@ -38,7 +42,7 @@ impl Cpu {
     /// instruction set.
     ///
     /// # Errors
-    /// [`crate::Error::Isa`] if the instruction set is forced and absent.
+    /// [`nq_kernels::Error::Isa`] if the instruction set is forced and absent.
     pub fn new(threads: Option<usize>, isa: IsaChoice) -> Result<Self> {
         Self::with(
             TeamOptions {

@@ -21,11 +21,11 @@ use super::ops::attention::{self, Partial};
 use super::ops::delta_kernels::{self, TileRows};
 use super::ops::rows;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::simd::avx2::{EVEX, VEX, WITHOUT};
-use crate::cpu::simd::{LANES, Simd};
-use crate::isa::Isa;
+use crate::simd::avx2::{EVEX, VEX, WITHOUT};
+use crate::simd::{LANES, Simd};
 use half::f16;
 use nq_formats::trellis::Code;
+use nq_kernels::isa::Isa;
 use std::ops::Range;
 
 /// Writes units of a panel as floats; see [`float::dequantize`].
@@ -495,7 +495,7 @@ macro_rules! instantiate {
 }
 
 instantiate! {
-    scalar, crate::cpu::simd::scalar::Scalar, #[inline(never)],
+    scalar, crate::simd::scalar::Scalar, #[inline(never)],
     panels: 1,
     attention: 1 x 4,
     f32: [1 2 3 4],
@@ -507,7 +507,7 @@ instantiate! {
 // 16 registers of 8 lanes: a panel is two of them.
 #[cfg(target_arch = "x86_64")]
 instantiate! {
-    avx2, crate::cpu::simd::avx2::Avx2<{ WITHOUT }>, #[target_feature(enable = "avx2,fma,f16c")],
+    avx2, crate::simd::avx2::Avx2<{ WITHOUT }>, #[target_feature(enable = "avx2,fma,f16c")],
     panels: 1,
     attention: 1 x 4,
     f32: [1 2 3 4 5 6],
@@ -521,7 +521,7 @@ instantiate! {
 mod avxvnni_vex {
     use super::*;
     products! {
-        crate::cpu::simd::avx2::Avx2<{ VEX }>,
+        crate::simd::avx2::Avx2<{ VEX }>,
         #[target_feature(enable = "avx2,fma,f16c,avxvnni")],
         panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4],
     }
@@ -530,7 +530,7 @@ mod avxvnni_vex {
 mod avxvnni_evex {
     use super::*;
     products! {
-        crate::cpu::simd::avx2::Avx2<{ EVEX }>,
+        crate::simd::avx2::Avx2<{ EVEX }>,
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512vl,avx512vnni")],
         panels: 1, bf16: [1 2 3 4], int8: [1 2 3 4], int16: [1 2 3 4],
     }
@@ -540,7 +540,7 @@ mod avxvnni_evex {
 // need an integer and a float accumulator each, or two of the first.
 #[cfg(target_arch = "x86_64")]
 instantiate! {
-    avx512, crate::cpu::simd::avx512::Avx512<false>,
+    avx512, crate::simd::avx512::Avx512<false>,
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")],
     panels: 2,
     attention: 2 x 8,
@@ -566,7 +566,7 @@ mod trellis_avx512 {
     ) {
         // SAFETY: the instructions are enabled here; the rest is the caller's.
         unsafe {
-            let s = crate::cpu::simd::avx512::Avx512::<false>::new();
+            let s = crate::simd::avx512::Avx512::<false>::new();
             products::gemv::<_, B, C, N, M>(s, w, x, strip, block, panels, out, stride);
         }
     }
@@ -601,7 +601,7 @@ mod avx512bf16 {
     ) {
         // SAFETY: the instructions are enabled here; the rest is the caller's.
         unsafe {
-            let s = crate::cpu::simd::avx512::Avx512::<true>::new();
+            let s = crate::simd::avx512::Avx512::<true>::new();
             float::dot_bf16::<_, P, C>(s, w, x, data, panel, block, out, out_stride);
         }
     }
@@ -617,7 +617,7 @@ mod avx512bf16 {
 // 32 registers of 4 lanes: a panel is four of them.
 #[cfg(target_arch = "aarch64")]
 instantiate! {
-    neon, crate::cpu::simd::neon::Neon, #[target_feature(enable = "neon,dotprod")],
+    neon, crate::simd::neon::Neon, #[target_feature(enable = "neon,dotprod")],
     panels: 1,
     attention: 1 x 4,
     f32: [1 2 3 4 5 6],

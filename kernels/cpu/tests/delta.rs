@@ -1,28 +1,9 @@
 //! Gated DeltaNet compared with its formulas in f64, on every instruction set.
 
-use crate::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
+use crate::common::delta::{EPS, Vectors, reference, rows, shape, shapes, vectors};
 use crate::common::{Guarded, cpu, isas, nmse};
+use nq_cpu::{Cpu, DeltaRows, Span, state_len};
 use nq_kernels::DeltaShape;
-use nq_kernels::cpu::{Cpu, DeltaRows, Span, state_len};
-use nq_kernels::grad::{CpuOps, DeltaInputs, DeltaWork, LayerOps};
-
-/// Published widths, more value heads than key heads, and widths that fill no vectors.
-fn shapes() -> Vec<DeltaShape> {
-    let all = [
-        [2, 2, 128, 128, 4],
-        [2, 6, 128, 128, 4],
-        [1, 2, 64, 32, 4],
-        [1, 1, 1, 1, 4],
-        [2, 4, 20, 36, 3],
-        [3, 3, 17, 5, 1],
-        [1, 3, 33, 16, 6],
-    ];
-    let tiled = all.map(|s| DeltaShape {
-        tiled: true,
-        ..shape(s)
-    });
-    all.map(shape).into_iter().chain(tiled).collect()
-}
 
 /// Runs one sequence in pieces of these lengths: outputs and state.
 fn in_pieces(
@@ -208,36 +189,6 @@ fn keeps_what_is_not_a_number() {
                 first.iter().any(|v| v.is_nan()),
                 "{isa}: place {place}, {m} rows"
             );
-        }
-    }
-}
-
-/// The operation over whole sequences in f32.
-#[test]
-fn whole_sequences_are_those_of_the_formulas() {
-    for shape in shapes() {
-        let (w, seq) = (vectors(&shape), 19);
-        let sequences = [1, 2].map(|seed| rows(&shape, seq, seed));
-        let both = |part: usize| [&sequences[0][part][..], &sequences[1][part][..]].concat();
-        let mut out = vec![0.0; 2 * seq * shape.values()];
-        let inputs = DeltaInputs {
-            shape,
-            batch: 2,
-            seq,
-            qkvz: &both(0),
-            ba: &both(1),
-            conv: &w.conv,
-            decay: &w.decay,
-            dt_bias: &w.dt_bias,
-            norm: &w.norm,
-            eps: EPS,
-        };
-        let mut work = DeltaWork::new(&CpuOps, &shape, (2, seq)).unwrap();
-        CpuOps.delta(inputs, &mut work, &mut out).unwrap();
-        let halves = out.chunks(seq * shape.values());
-        for (found, sequence) in halves.zip(&sequences) {
-            let e = nmse(found, &reference(&shape, &w, sequence));
-            assert!(e < 1e-10, "{shape:?}: {e:e}");
         }
     }
 }

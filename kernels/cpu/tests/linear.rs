@@ -3,9 +3,9 @@
 use crate::common::{
     Guarded, affine, cpu, dense, held_as_others, isas, nmse, normal, schemes, shuffled_groups,
 };
+use nq_cpu::linear::kernels::KERNELS;
+use nq_cpu::{Epilogue, Linear};
 use nq_formats::{AffineScheme, Bits, DType, Group, QuantizedWeight, Weight, Zeros};
-use nq_kernels::cpu::linear::kernels::KERNELS;
-use nq_kernels::cpu::{Epilogue, Linear};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, reference};
 

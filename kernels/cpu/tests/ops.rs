@@ -2,7 +2,7 @@
 //! instruction set.
 
 use crate::common::{Guarded, cpu, isas, nmse, normal};
-use nq_kernels::cpu::{KvPages, KvSequence, Span};
+use nq_cpu::{KvPages, KvSequence, Span};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::{Isa, reference};
 
@@ -395,7 +395,7 @@ fn pages_are_copied_by_rows() {
 
 #[test]
 fn profile_counts_only_while_on() {
-    let cpu = nq_kernels::cpu::Cpu::new(Some(2), nq_kernels::IsaChoice::Auto).unwrap();
+    let cpu = nq_cpu::Cpu::new(Some(2), nq_kernels::IsaChoice::Auto).unwrap();
     let (x, w) = (normal(64, 1), normal(16, 2));
     let mut y = vec![0.0; 64];
     cpu.rms_norm(&x, &w, 1e-6, &mut y);

@@ -1,13 +1,13 @@
 //! Linears in trellis codes compared with their formula in f64, on every instruction set of this machine.
 
 use crate::common::{self, Guarded, affine, cpu, isas, nmse, normal, trellis};
+use nq_cpu::linear::kernels::KERNELS;
+use nq_cpu::{Epilogue, Linear};
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TILE};
 use nq_formats::{
     AffineScheme, Bits, Experts, Group, QuantizedWeight, TrellisScheme, TrellisWeight, Weight,
     Zeros, trellis as code,
 };
-use nq_kernels::cpu::linear::kernels::KERNELS;
-use nq_kernels::cpu::{Epilogue, Linear};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, Routes, reference};
 

@@ -6,8 +6,8 @@ use super::driver::{
 use super::kernel::kernels;
 use super::linear::{DeviceLinear, PackedArgs};
 use super::rows::Step;
-use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
+use nq_kernels::{Error, Result};
 
 /// Written instead of a token if the logits are not finite.
 pub const NOT_FINITE: u32 = 0xffff_fffe;
@@ -302,10 +302,10 @@ pub struct Advance<'a> {
 
 kernels! {
     CANDIDATES: CandidateArgs = "candidates" in "candidates.cu",
-        test "kernels/tests/cuda/sampling.rs::tokens_follow_the_documented_steps",
+        test "kernels/cuda/tests/cuda/sampling.rs::tokens_follow_the_documented_steps",
         bench "sampling";
     ADVANCE: AdvanceArgs = "advance" in "advance.cu",
-        test "kernels/tests/cuda/sampling.rs::tokens_follow_the_documented_steps",
+        test "kernels/cuda/tests/cuda/sampling.rs::tokens_follow_the_documented_steps",
         bench "sampling";
 }
 

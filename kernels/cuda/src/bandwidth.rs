@@ -2,13 +2,13 @@
 
 use super::driver::{Address, Gpu, LaunchShape, Mark};
 use super::kernel::kernels;
-use crate::error::Result;
+use nq_kernels::Result;
 
 kernels! {
     FILL_ALL: ReadArgs = "fill_all" in "reference.cu",
-        test "kernels/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
+        test "kernels/cuda/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
     READ_ALL: ReadArgs = "read_all" in "reference.cu",
-        test "kernels/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
+        test "kernels/cuda/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
 }
 
 /// `ReadArgs` of `cuda/reference.cu`.
@@ -35,7 +35,7 @@ impl Gpu {
     /// two for warming up. `bytes` should be many times the L2 cache.
     ///
     /// # Errors
-    /// [`crate::Error::DeviceMemory`]; errors of the driver.
+    /// [`nq_kernels::Error::DeviceMemory`]; errors of the driver.
     pub fn read_bandwidth(&self, bytes: usize) -> Result<f64> {
         let x = self.zeros::<u32>("measuring the bandwidth", bytes / 4)?;
         let out = self.zeros::<u32>("measuring the bandwidth", 1)?;

@@ -4,14 +4,14 @@
 use super::driver::{Address, Buffer, Common, Gpu, LaunchShape, Mapped, Operands, Stream};
 use super::kernel::kernels;
 use super::partial_sums::PartialSums;
-use crate::error::{Error, Result};
+use nq_kernels::{Error, Result};
 use std::ops::Range;
 
 kernels! {
     ALL_REDUCE: AllReduceArgs = "all_reduce" in "collectives.cu",
-        test "kernels/tests/cuda/ranks.rs::sums_over_ranks", bench "ranks";
+        test "kernels/cuda/tests/cuda/ranks.rs::sums_over_ranks", bench "ranks";
     ALL_GATHER: AllGatherArgs = "all_gather" in "collectives.cu",
-        test "kernels/tests/cuda/ranks.rs::columns_of_ranks", bench "ranks";
+        test "kernels/cuda/tests/cuda/ranks.rs::columns_of_ranks", bench "ranks";
 }
 
 /// Most ranks of a model: `MOST_RANKS` of `cuda/collectives.cu`.

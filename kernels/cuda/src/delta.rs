@@ -10,11 +10,11 @@ use super::pack::SPAN;
 use super::prefill::SequenceRows;
 use super::product::Norm;
 use super::rows::{MOST_RUN, Places, Row, RowsOut, Step, shape};
-use crate::delta::DeltaShape;
-use crate::error::{Error, Result};
-use crate::grad::{
+use nq_kernels::delta::DeltaShape;
+use nq_kernels::grad::{
     DELTA_CHUNK as CHUNK, DELTA_CHUNK_VALUES as CHUNK_PARTS, DELTA_INPUTS as INPUTS,
 };
+use nq_kernels::{Error, Result};
 
 /// The width of a head of keys and of values that the kernels serve.
 pub const DELTA_DIM: usize = 128;
@@ -278,19 +278,19 @@ impl LayerStates<'_> {
 
 kernels! {
     DELTA_STEP: StepArgs = "delta_step" in "delta_step.cu",
-        test "kernels/tests/cuda/delta.rs::steps", bench "delta";
+        test "kernels/cuda/tests/cuda/delta.rs::steps", bench "delta";
     DELTA_SETTLE: SettleArgs = "delta_settle" in "delta_step.cu",
-        test "kernels/tests/cuda/delta.rs::rows_are_taken_back", bench "delta";
+        test "kernels/cuda/tests/cuda/delta.rs::rows_are_taken_back", bench "delta";
     DELTA_CONV: ConvArgs = "delta_conv" in "delta_rows.cu",
-        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+        test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
     DELTA_CHUNKS: ChunksArgs = "delta_chunks" in "delta_rows.cu",
-        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+        test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
     DELTA_SCAN: ScanArgs = "delta_scan" in "delta_rows.cu",
-        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+        test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
     DELTA_GATE: GateArgs = "delta_gate" in "delta_rows.cu",
-        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+        test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
     COPY_STATES: CopyArgs = "copy_states" in "delta_rows.cu",
-        test "kernels/tests/cuda/delta.rs::many_rows", bench "delta";
+        test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
 }
 
 /// `DeltaStepArgs` of `cuda/delta_step.cu`.

@@ -7,8 +7,8 @@ use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Asked, Epilogue, Norm};
-use crate::error::Result;
 use nq_formats::Experts;
+use nq_kernels::Result;
 
 /// Most experts in a layer (`cuda/choose.cuh`).
 pub const MOST_EXPERTS: usize = 512;
@@ -17,10 +17,10 @@ pub const MOST_CHOSEN: usize = 32;
 
 kernels! {
     EXPERTS: ExpertsArgs = "experts" in "experts.cu",
-        test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
+        test "kernels/cuda/tests/cuda/experts.rs::experts_of_rows", bench "experts",
         instances names!(kinds "experts"; "");
     EXPERTS_SHORT: ExpertsArgs = "experts_short" in "experts.cu",
-        test "kernels/tests/cuda/experts.rs::experts_of_rows", bench "experts",
+        test "kernels/cuda/tests/cuda/experts.rs::experts_of_rows", bench "experts",
         instances names!(schemes "experts"; "_short");
 }
 
@@ -73,7 +73,7 @@ impl Stream {
     /// shared expert, if there is one.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn experts_up(
         &self,
         w: &DeviceLinear,

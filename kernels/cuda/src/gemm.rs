@@ -10,7 +10,7 @@ use super::product::{
     Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, Product, ProductOutput, RowBlocks,
     boxes, cheapest,
 };
-use crate::error::Result;
+use nq_kernels::Result;
 use std::ops::Range;
 
 /// Output of a product of many rows.
@@ -38,10 +38,10 @@ impl<'a> From<GemmOutput<'a>> for ProductOutput<'a> {
 
 kernels! {
     GEMM: GemmArgs = "gemm" in "gemm.cu",
-        test "kernels/tests/cuda/mod.rs::products_of_many_rows", bench "gemm",
+        test "kernels/cuda/tests/cuda/mod.rs::products_of_many_rows", bench "gemm",
         instances names!(kinds "gemm"; "_8", "_16", "_64", "_128");
     GEMM_WGMMA: WgmmaArgs = "gemm_wgmma" in "gemm_wgmma.cu",
-        test "kernels/tests/cuda/mod.rs::products_of_many_rows_in_real_shapes", bench "gemm",
+        test "kernels/cuda/tests/cuda/mod.rs::products_of_many_rows_in_real_shapes", bench "gemm",
         instances names!(kinds "gemm"; "_64x64", "_64x128", "_192x128");
 }
 
@@ -362,7 +362,7 @@ impl Stream {
     /// Products of more than 16 rows round weights to FP16.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemm(
         &self,
         w: &DeviceLinear,
@@ -444,7 +444,7 @@ impl Stream {
 #[cfg(test)]
 mod tests {
     use super::{GemmPlan, INSTANCES, PackedShape, RowBlocks, WgmmaPlan};
-    use crate::cuda::{GpuInfo, PackedKind};
+    use crate::{GpuInfo, PackedKind};
     use nq_formats::{Bits, Zeros};
 
     fn device(multiprocessors: usize, shared_memory: usize) -> GpuInfo {

@@ -9,7 +9,7 @@ use super::product::{
     Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, boxes,
     cheapest,
 };
-use crate::error::{Error, Result};
+use nq_kernels::{Error, Result};
 
 /// Most sequences that [`Stream::gemm_step`] supports.
 pub const MOST_WIDE_SEQUENCES: usize = 64;
@@ -30,13 +30,13 @@ pub enum StepOutput<'a> {
 
 kernels! {
     GEMM_STEP: GemmStepArgs = "gemm_step" in "gemm_step.cu",
-        test "kernels/tests/cuda/wide.rs::products_of_many_sequences", bench "gemm_step",
+        test "kernels/cuda/tests/cuda/wide.rs::products_of_many_sequences", bench "gemm_step",
         instances names!(
             kinds "gemm_step"; "_64x32", "_128x32", "_192x32", "_256x32", "_64x64", "_128x64",
             "_192x64"
         );
     NORM_STEP: NormStepArgs = "norm_step" in "norm_step.cu",
-        test "kernels/tests/cuda/wide.rs::norms_add_what_products_left_in_parts",
+        test "kernels/cuda/tests/cuda/wide.rs::norms_add_what_products_left_in_parts",
         bench "gemm_step";
 }
 
@@ -342,7 +342,7 @@ impl Stream {
 #[cfg(test)]
 mod tests {
     use super::{INSTANCES, MOST_PARTS, MOST_STAGES, PackedShape, StepPlan};
-    use crate::cuda::PackedKind;
+    use crate::PackedKind;
     use nq_formats::{Bits, Zeros};
 
     #[test]

@@ -7,7 +7,7 @@ use super::pack::PackedKind;
 use super::product::{
     Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, cheapest,
 };
-use crate::error::Result;
+use nq_kernels::Result;
 
 /// Output of a step's product of `m` sequences.
 pub enum GemvOutput<'a> {
@@ -38,10 +38,10 @@ impl<'a> From<GemvOutput<'a>> for ProductOutput<'a> {
 
 kernels! {
     GEMV: GemvArgs = "gemv" in "gemv.cu",
-        test "kernels/tests/cuda/mod.rs::products_of_a_step", bench "gemv",
+        test "kernels/cuda/tests/cuda/mod.rs::products_of_a_step", bench "gemv",
         instances names!(kinds "gemv"; "");
     GEMV_SHORT: GemvArgs = "gemv_short" in "gemv.cu",
-        test "kernels/tests/cuda/mod.rs::products_of_a_step", bench "gemv",
+        test "kernels/cuda/tests/cuda/mod.rs::products_of_a_step", bench "gemv",
         instances names!(schemes "gemv"; "_short");
 }
 
@@ -184,7 +184,7 @@ impl Stream {
     /// the next kernel from starting before the previous one has ended.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemv(
         &self,
         w: &DeviceLinear,
@@ -236,8 +236,8 @@ impl Stream {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registry::WeightKind;
     use nq_formats::{AffineScheme, Bits, Group, Zeros};
+    use nq_kernels::registry::WeightKind;
 
     /// The plan for `[5120, inputs]` on a GPU whose blocks have `shared_memory` bytes.
     fn depth(

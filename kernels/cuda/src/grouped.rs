@@ -10,18 +10,18 @@ use super::pack::{SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Asked, Inputs, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
-use crate::error::Result;
 use nq_formats::Experts;
+use nq_kernels::Result;
 
 kernels! {
     CHOOSE_EXPERTS: RoutesArgs = "choose_experts" in "grouped.cu",
-        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+        test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
     SORT_ROUTES: RoutesArgs = "sort_routes" in "grouped.cu",
-        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+        test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
     GATHER_ROWS: GatherArgs = "gather_rows" in "grouped.cu",
-        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+        test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
     COMBINE_EXPERTS: CombineArgs = "combine_experts" in "grouped.cu",
-        test "kernels/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
+        test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
 }
 
 /// `RoutesArgs` of `cuda/grouped.cu`.
@@ -109,7 +109,7 @@ impl GroupedRows {
     /// Allocates buffers for up to `rows` rows of width `hidden`, of mixtures of up to these `experts`.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, experts: Experts, hidden: usize, rows: usize) -> Result<Self> {
         let routes = rows * chosen(&experts);
         let padded = |n: usize| n.next_multiple_of(SPAN);
@@ -140,7 +140,7 @@ impl Stream {
     /// On the device, each of `blocks` has an expert below `experts` and rows within `routes`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     unsafe fn gemm_experts(
         &self,
         (w, experts): (&DeviceLinear, usize),
@@ -177,7 +177,7 @@ impl Stream {
     /// that their `scores` `[m, stacked]` choose ([`Stream::experts_up`]).
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn group_rows(
         &self,
         x: &Buffer<u16>,
@@ -228,7 +228,7 @@ impl Stream {
     /// holds the interleaved stacks of all experts.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn grouped_up(&self, w: &DeviceLinear, rows: &mut GroupedRows) -> Result<()> {
         let of = rows.grouped;
         let (e, k) = (of.experts, chosen(&of.experts));
@@ -244,7 +244,7 @@ impl Stream {
     /// Down of what [`Stream::grouped_up`] left, weighted and added to `x` `[m, hidden]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn grouped_down(
         &self,
         w: &DeviceLinear,

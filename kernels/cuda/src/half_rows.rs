@@ -1,9 +1,9 @@
 //! Weights of few rows in FP16, which kernels multiply where they need the products.
 
 use super::driver::{Address, Buffer, Gpu, Operands};
-use crate::error::Result;
 use half::f16;
 use nq_formats::Weight;
+use nq_kernels::Result;
 
 /// Weights of few rows: steps of few rows of activations multiply by them without a kernel for it.
 pub struct HalfRows {
@@ -16,7 +16,7 @@ impl HalfRows {
     /// Uploads the rows of all `parts`, which have the same number of inputs.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory); weights without f32 values.
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory); weights without f32 values.
     pub fn new(gpu: &Gpu, parts: &[&Weight]) -> Result<Self> {
         let inputs = parts.first().map_or(0, |w| w.dims().1);
         let rows = parts.iter().map(|w| w.dims().0).sum::<usize>();

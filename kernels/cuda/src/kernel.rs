@@ -23,7 +23,7 @@ pub struct KernelRow {
     pub args: usize,
     /// The test that compares it with a reference: file in the workspace and function.
     pub test: &'static str,
-    /// The function in `kernels/benches/cuda` that times it.
+    /// The function in `kernels/cuda/benches/cuda` that times it.
     pub bench: &'static str,
     /// Number of the first instance among all kernels' instances.
     first: OnceLock<usize>,
@@ -134,7 +134,7 @@ macro_rules! kernels {
     ($($id:ident: $args:ty = $name:literal in $source:literal, test $test:expr,
        bench $bench:expr $(, instances $instances:expr)?;)+) => {
         $(
-            static $id: $crate::cuda::kernel::Kernel<$args> = $crate::cuda::kernel::Kernel::new(
+            static $id: $crate::kernel::Kernel<$args> = $crate::kernel::Kernel::new(
                 $name,
                 kernels!(@instances $name $(, $instances)?),
                 $source,
@@ -143,7 +143,7 @@ macro_rules! kernels {
             );
         )+
         /// The kernels that this file launches.
-        pub(in crate::cuda) static ROWS: &[&$crate::cuda::kernel::KernelRow] = &[$(&$id.row),+];
+        pub(crate) static ROWS: &[&$crate::kernel::KernelRow] = &[$(&$id.row),+];
     };
     (@instances $name:literal) => { &[$name] };
     (@instances $name:literal, $instances:expr) => { $instances };

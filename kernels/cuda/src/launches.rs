@@ -3,10 +3,10 @@
 use super::driver::trace::{imagined, launches};
 use super::driver::{Buffer, Checked, Gpu, StreamOptions};
 use super::*;
-use crate::error::Result;
 use bytemuck::Pod;
 use nq_formats::trellis::{Code, TrellisScheme};
 use nq_formats::{Bits, Experts, Zeros};
+use nq_kernels::Result;
 use std::fmt::Write as _;
 
 /// Compute capability, multiprocessors, KiB of shared memory of a block; and a hash of all that the device launches.

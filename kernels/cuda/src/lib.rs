@@ -1,8 +1,8 @@
-//! NVIDIA GPUs: packed weights, kernels and their launchers.
+//! Models on NVIDIA GPUs: packed weights, kernels and their launchers, and the [`engine`] over them.
 //!
 //! [`Gpu`] is the device and [`Stream`] runs work on it: every operation is a method of the stream,
 //! checks its operands and queues one kernel. Weights are packed once
-//! ([`DeviceLinear`]); `cuda/weights.cuh` describes the layout that all kernels read.
+//! ([`DeviceLinear`]); `weights.cuh` describes the layout that all kernels read.
 //!
 //! [`table`] lists all kernels; each row is in the file of its launcher. The memory that a queued
 //! kernel uses may be dropped at any time: freeing it waits, which is slow but correct.
@@ -14,6 +14,8 @@ mod batch;
 mod collectives;
 mod delta;
 mod driver;
+#[forbid(unsafe_code)]
+pub mod engine;
 mod experts;
 mod gemm;
 mod gemm_step;
@@ -55,6 +57,7 @@ pub use driver::{
     Buffer, Checked, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark, Pinned,
     Stream, StreamOptions, Strided, check_device, device_count, driver_needed,
 };
+pub use engine::{CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, planned, served};
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, StepOutput, wide_best_len};

@@ -4,9 +4,9 @@ use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream
 use super::kernel::kernels;
 use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
 use super::trellis::stack::{TrellisParts, upload, weights};
-use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use nq_formats::Weight;
+use nq_kernels::{Error, Result};
 
 /// The sizes of a packed weight, or of the part of one that a launch reads.
 #[derive(Clone, Copy, Debug)]
@@ -291,7 +291,7 @@ impl DeviceLinear {
 
 kernels! {
     LINEAR_REFERENCE: LinearReferenceArgs = "linear_reference" in "reference.cu",
-        test "kernels/tests/cuda/mod.rs::products_of_many_rows", bench "linear_reference";
+        test "kernels/cuda/tests/cuda/mod.rs::products_of_many_rows", bench "linear_reference";
 }
 
 /// `LinearReferenceArgs` of `cuda/reference.cu`.

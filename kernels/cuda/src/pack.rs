@@ -1,12 +1,12 @@
 //! Packs canonical weights into the device's layout (described in `cuda/weights.cuh`).
 
 use super::driver::GpuInfo;
-use crate::error::{Error, Result};
-use crate::registry::WeightKind;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use nq_formats::trellis::TrellisScheme;
 use nq_formats::{AffineWeight, Bits, DType, Group, QuantizedWeight, Weight, ZeroPoints, Zeros};
+use nq_kernels::registry::WeightKind;
+use nq_kernels::{Error, Result};
 use rayon::prelude::*;
 
 /// Rows of a tile.

@@ -1,7 +1,7 @@
 //! Sums of products that stay in parts.
 
 use super::driver::{Address, Buffer, Gpu, Operands};
-use crate::error::Result;
+use nq_kernels::Result;
 
 /// Most parts that the inputs of a product are cut into, for blocks that share rows of weights.
 pub(super) const MOST_PARTS: usize = 8;
@@ -20,7 +20,7 @@ impl PartialSums {
     /// products may share it, if each has been read before the next is queued.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, m: usize, rows: usize) -> Result<Self> {
         Ok(PartialSums {
             values: gpu.zeros("activations", MOST_PARTS * m * rows)?,

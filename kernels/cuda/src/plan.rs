@@ -10,7 +10,7 @@ use super::gemv::GemvPlan;
 use super::linear::PackedShape;
 use super::pack::SPAN;
 use super::product::{Asked, Product, ProductOutput};
-use crate::error::Result;
+use nq_kernels::Result;
 
 /// The kernel of a product, and how it is cut.
 pub(super) enum ProductPlan {

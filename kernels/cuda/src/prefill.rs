@@ -4,7 +4,7 @@ use super::attention::{CacheArgs, HEAD_DIM, LayerPages, row_heads};
 use super::driver::{Address, Buffer, LaunchShape, Stream};
 use super::kernel::kernels;
 use super::pack::SPAN;
-use crate::error::Result;
+use nq_kernels::Result;
 
 /// New tokens of one sequence among the rows of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct SequenceRows {
 
 kernels! {
     ATTENTION_PREFILL: PrefillArgs = "attention_prefill" in "attention_prefill.cu",
-        test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill",
+        test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_prefill",
         instances &["attention_prefill_fp16", "attention_prefill_int8",
                     "attention_prefill_wide_fp16", "attention_prefill_wide_int8"];
 }
@@ -46,7 +46,7 @@ impl Stream {
     /// `out` `[rows, heads * width padded to 256]` in FP16, in operand order.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn attention_prefill(
         &self,
         qkv: &Buffer<f32>,

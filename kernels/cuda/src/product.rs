@@ -6,7 +6,7 @@ use super::driver::{Address, BoxedMatrix, Buffer, Operands, TensorMap};
 use super::linear::DeviceLinear;
 use super::pack::SPAN;
 use super::partial_sums::PartialSums;
-use crate::error::Result;
+use nq_kernels::Result;
 
 /// What becomes of sums: `Epilogue` of `cuda/weights.cuh`.
 #[derive(Clone, Copy, PartialEq, Eq)]

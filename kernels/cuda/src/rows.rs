@@ -4,8 +4,8 @@ use super::driver::{Address, Buffer, Checked, Followed, LaunchShape, Operands, S
 use super::kernel::{Kernel, kernels};
 use super::linear::{DeviceLinear, PackedArgs};
 use super::pack::SPAN;
-use crate::error::Result;
 use bytemuck::{Pod, Zeroable};
+use nq_kernels::Result;
 
 /// Most rows of one sequence in a step (`cuda/attention_decode.cuh`).
 pub const MOST_RUN: usize = 16;
@@ -124,17 +124,17 @@ impl RowsOut<'_> {
 
 kernels! {
     PUT: PutArgs = "put" in "put.cu",
-        test "kernels/tests/cuda/driver.rs::values_are_put_in_order", bench "rows";
+        test "kernels/cuda/tests/cuda/driver.rs::values_are_put_in_order", bench "rows";
     EMBED: EmbedArgs = "embed" in "reference.cu",
-        test "kernels/tests/cuda/mod.rs::embeddings", bench "rows";
+        test "kernels/cuda/tests/cuda/mod.rs::embeddings", bench "rows";
     EMBED_STEP: EmbedArgs = "embed_step" in "reference.cu",
-        test "kernels/tests/cuda/mod.rs::embeddings", bench "rows";
+        test "kernels/cuda/tests/cuda/mod.rs::embeddings", bench "rows";
     RMS_NORM: NormArgs = "rms_norm" in "reference.cu",
-        test "kernels/tests/cuda/rows.rs::norms", bench "rows";
+        test "kernels/cuda/tests/cuda/rows.rs::norms", bench "rows";
     SILU_MUL: SiluArgs = "silu_mul" in "reference.cu",
-        test "kernels/tests/cuda/rows.rs::gates_times_ups", bench "rows";
+        test "kernels/cuda/tests/cuda/rows.rs::gates_times_ups", bench "rows";
     SCALE_ROWS: ScaleArgs = "scale_rows" in "reference.cu",
-        test "kernels/tests/cuda/rows.rs::scaled_rows", bench "rows";
+        test "kernels/cuda/tests/cuda/rows.rs::scaled_rows", bench "rows";
 }
 
 /// `MOST_WORDS` of `cuda/put.cu`.
@@ -199,7 +199,7 @@ impl Stream {
     /// change or be dropped right after the call.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if there is no room for them; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if there is no room for them; errors of the driver.
     pub fn put<T: Pod>(&self, to: &mut Buffer<T>, at: usize, values: &[T]) -> Result<()> {
         const {
             assert!(size_of::<T>() <= 4 * MOST_WORDS && size_of::<T>().is_multiple_of(4));
@@ -224,7 +224,7 @@ impl Stream {
     /// `x[i]` = row `tokens[i]` of `embedding`, `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn embed(
         &self,
         embedding: &DeviceLinear,
@@ -264,7 +264,7 @@ impl Stream {
     /// RMSNorm of rows of `x` `[., width]` with `gain`: of rows `0..m`, or of the listed rows.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn rms_norm(
         &self,
         x: &Buffer<f32>,
@@ -280,7 +280,7 @@ impl Stream {
     /// Copies `m` rows `[m, width]` to each of `out`, unchanged but for rounding.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn convert_rows(
         &self,
         x: &Buffer<f32>,
@@ -319,7 +319,7 @@ impl Stream {
     /// `silu(gate) * up` for rows `[m, 2 * width]` of interleaved gate and up values.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn silu_mul(
         &self,
         x: &Buffer<f32>,
@@ -345,7 +345,7 @@ impl Stream {
     /// Multiplies each of `m` rows of `width` values by the sigmoid of its score: rows in f32, in FP16, or both.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn scale_rows(
         &self,
         scores: &Buffer<f32>,
@@ -371,7 +371,7 @@ impl Stream {
     /// Looks up the embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn embed_step(
         &self,
         embedding: &DeviceLinear,

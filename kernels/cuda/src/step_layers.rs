@@ -14,8 +14,6 @@ use super::linear::DeviceLinear;
 use super::pack::PackedKind;
 use super::rows::Step;
 use super::trellis;
-use crate::error::Result;
-use crate::pages::PAGE;
 use args::{LayerArgs, LayersArgs, LayersRoom};
 pub use layer::{StepLayer, StepMixer};
 use limits::{
@@ -24,6 +22,8 @@ use limits::{
 };
 use nq_formats::Experts;
 use nq_formats::trellis::STRIP;
+use nq_kernels::Result;
+use nq_kernels::pages::PAGE;
 pub use scratch::{LayersInbox, LayersScratch};
 pub use sizes::LayersSizes;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ const WORKS: [&str; PHASES] = ["qkv", "attention", "o", "gate_up", "down"];
 
 kernels! {
     STEP_LAYERS: LayersArgs = "step_layers" in "step_layers.cu",
-        test "kernels/tests/cuda/layers.rs::all_layers_at_once", bench "step_layers",
+        test "kernels/cuda/tests/cuda/layers.rs::all_layers_at_once", bench "step_layers",
         instances &[
             "step_layers_int4_sym_64",
             "step_layers_int4_int_64",
@@ -74,7 +74,7 @@ kernels! {
             "step_layers_hybrid_experts_mix_timed",
         ];
     STEP_LAYERS_TRELLIS: LayersArgs = "step_layers_trellis" in "step_layers_trellis.cu",
-        test "kernels/tests/cuda/layers.rs::all_layers_of_trellis_codes_at_once", bench "step_layers";
+        test "kernels/cuda/tests/cuda/layers.rs::all_layers_of_trellis_codes_at_once", bench "step_layers";
 }
 
 /// Kinds of layers that have instances of their own: of hybrids or not, with mixtures or not.
@@ -432,7 +432,7 @@ impl Stream {
     /// for those of all.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn step_layers(
         &self,
         plan: &LayersPlan,

@@ -12,10 +12,10 @@ use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
 use super::product::{Asked, Epilogue, Inputs, OutputAddresses, Product, ProductOutput};
-use crate::error::Result;
 use bytemuck::Pod;
 use nq_formats::trellis::TILE as COLUMNS;
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TrellisScheme};
+use nq_kernels::Result;
 use room::{GROUPS, TrellisRoom, digit_bytes, grouped};
 use stack::TrellisParts;
 
@@ -79,18 +79,18 @@ fn index_of(scheme: TrellisScheme) -> usize {
 
 kernels! {
     TRELLIS_INPUTS: InputsArgs = "trellis_inputs" in "trellis_inputs.cu",
-        test "kernels/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
+        test "kernels/cuda/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
         instances &["trellis_inputs_sum", "trellis_inputs_octagon"];
     TRELLIS_TURN: TurnArgs = "trellis_turn" in "trellis_inputs.cu",
-        test "kernels/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis";
+        test "kernels/cuda/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis";
     TRELLIS_ROWS: RowsArgs = "trellis_rows" in "trellis_rows.cu",
-        test "kernels/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
+        test "kernels/cuda/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
         instances codes!("trellis_rows"; "_4", "_16");
     TRELLIS_EXPAND: ExpandArgs = "trellis_expand" in "trellis_expand.cu",
-        test "kernels/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis",
+        test "kernels/cuda/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis",
         instances codes!("trellis_expand");
     TRELLIS_EMBED: TrellisEmbedArgs = "trellis_embed" in "trellis_expand.cu",
-        test "kernels/tests/cuda/trellis.rs::embeddings", bench "trellis",
+        test "kernels/cuda/tests/cuda/trellis.rs::embeddings", bench "trellis",
         instances codes!("trellis_embed");
 }
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs the tests for GPUs on one of compute capability 9.0, once for each GPU that it imitates, and prints a table.
 
-    kernels/tests/imitate.py [--gpus LIST] [--kernels FOLDER] [--binaries FOLDER] [TEST ...]
-    kernels/tests/imitate.py --collect FOLDER
+    kernels/cuda/tests/imitate.py [--gpus LIST] [--kernels FOLDER] [--binaries FOLDER] [TEST ...]
+    kernels/cuda/tests/imitate.py --collect FOLDER
 
 TEST: parts of the names of tests, all of them by default. Without --binaries, cargo builds the tests. --collect puts
 them stripped into a folder, as --binaries takes them: so they can be run where there is no cargo, in a copy of the
@@ -20,9 +20,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "kernels/prebuilt/build"
-PACKAGES = {"nq-kernels": "kernels", "nq-runtime": "runtime", "nq-quantize": "quantize", "nq-llm": "."}
+PACKAGES = {"nq-cuda": "kernels/cuda", "nq-load": "runtime/load", "nq-quantize": "quantize", "nq-llm": "."}
 # Programs of tests for GPUs, and in each the part of a name that all these tests have.
 TESTS = {"integration": "cuda::", "cuda_memory": "", "cuda_ranks": ""}
 NATIVE = "native"

@@ -1,23 +1,27 @@
-//! The operations of a layer in f32 over whole sequences, on any device of `kernels::grad`: for the
+//! The operations of a layer in f32 over whole sequences, on any device of [`nq_kernels::grad`]: for the
 //! layer stepper on a GPU, and for training, which needs the intermediate results.
 //!
 //! Heads are laid out `[sequence, kv head, query head of its group, token, dim]`, so that the
 //! queries that share a key head are one matrix, and attention is a batch of plain products.
 
+#![forbid(unsafe_code)]
+
+mod cpu;
 mod stepper;
 mod turned;
 
+pub use cpu::CpuOps;
 pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
-use crate::error::{Error, Result};
-use crate::forward::{
-    Delta, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared, Verbs,
-};
-use crate::states::{delta_shape, shape_of};
 use nq_formats::ModelConfig;
 use nq_formats::models::{LinearSpec, Product};
 use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps};
+use nq_model::forward::{
+    Delta, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared, Verbs,
+};
+use nq_runtime::states::{delta_shape, shape_of};
+use nq_runtime::{Error, Result};
 use std::marker::PhantomData;
 use turned::Turned;
 

@@ -3,19 +3,19 @@
 
 use super::turned::Turned;
 use super::{Load, Pass, Seen, Shown, Tape, Workspace};
-use crate::checks::all_finite;
-use crate::error::{Error, Result};
-use crate::forward::{self, VectorSpec};
-use crate::interface::Observer;
-use crate::models::LayerWeights;
-use crate::states::shape_of;
-use crate::stepper::{
-    Cut, Head, Hidden, LayerDevice, LayerPiece, LayerStepper, ProductMoments, Stepper,
-};
 use nq_formats::models::{LinearKind, LinearSpec, NormKind, Product};
 use nq_formats::{ModelConfig, Tensor, Weight};
 use nq_kernels::Account;
 use nq_kernels::grad::{Allocate, Gemm, LayerOps, delta_state_bytes};
+use nq_model::forward::{self, VectorSpec};
+use nq_runtime::checks::all_finite;
+use nq_runtime::interface::Observer;
+use nq_runtime::models::LayerWeights;
+use nq_runtime::states::shape_of;
+use nq_runtime::stepper::{
+    Cut, Head, Hidden, LayerDevice, LayerPiece, LayerStepper, ProductMoments, Stepper,
+};
+use nq_runtime::{Error, Result};
 use std::sync::Arc;
 
 /// Counts on an account the buffers for pieces of `rows` rows of sequences of `seq` tokens, without
@@ -482,16 +482,16 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::interface::{ActivationChoice, DeviceChoice, LoadOptions};
-    use crate::models;
+    use crate::CpuOps;
     use nq_formats::Checkpoint;
     use nq_formats::synth::{self, Preset};
-    use nq_kernels::grad::CpuOps;
     use nq_kernels::pages::KvType;
+    use nq_runtime::interface::{ActivationChoice, DeviceChoice, LoadOptions};
+    use nq_runtime::models;
     use std::path::Path;
 
     fn demo() -> Checkpoint {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/demo");
         Checkpoint::open(&root).unwrap()
     }
 
@@ -632,7 +632,7 @@ mod tests {
             activations: ActivationChoice::F32,
             ..LoadOptions::default()
         };
-        let mut cpu = crate::stepper(config, &options, KvType::F32, 0).unwrap();
+        let mut cpu = Stepper(nq_cpu::CpuLayers::new(config, &options, KvType::F32).unwrap());
         let mut own = Stepper(FullPrecision::new(CpuOps, config, 64));
         let text: Vec<Vec<u32>> = [21, 21, 21, 33, 2]
             .iter()
@@ -644,7 +644,7 @@ mod tests {
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index).unwrap();
             let mut rows = RowCounter(0);
-            let pieces = crate::stepper::plan(&a.lengths, own.0.cut());
+            let pieces = nq_runtime::stepper::plan(&a.lengths, own.0.cut());
             own.0.reserve(&pieces).unwrap();
             let layer = (index, &weights);
             let sums = own.0.sums(layer, &a, &pieces, &mut rows).unwrap();
@@ -654,7 +654,7 @@ mod tests {
                 stepper.observe(index, &weights, hidden, &mut seen).unwrap();
                 seen.squares(config, index)
             };
-            let (seen, expected) = (seen(&mut own, &a), seen(cpu.as_mut(), &b));
+            let (seen, expected) = (seen(&mut own, &a), seen(&mut cpu, &b));
             for ((sum, seen), expected) in sums.iter().flatten().zip(&seen).zip(&expected) {
                 let diagonal: Vec<f32> = sum.iter().step_by(seen.len() + 1).copied().collect();
                 assert!(off(&diagonal, seen) < 1e-5, "{}", off(&diagonal, seen));

@@ -5,11 +5,11 @@ use crate::delta::DeltaShape;
 use crate::error::Result;
 
 /// Rows of a chunk of a gated DeltaNet on a GPU: `CHUNK` of `cuda/delta_rows.cu`.
-pub(crate) const DELTA_CHUNK: usize = 16;
+pub const DELTA_CHUNK: usize = 16;
 /// What is computed of each value head of a chunk: `sizeof(ChunkParts)` of `cuda/delta_rows.cu`, in f32 values.
-pub(crate) const DELTA_CHUNK_VALUES: usize = 2 * DELTA_CHUNK * DELTA_CHUNK + 4 * DELTA_CHUNK;
+pub const DELTA_CHUNK_VALUES: usize = 2 * DELTA_CHUNK * DELTA_CHUNK + 4 * DELTA_CHUNK;
 /// Inputs of the convolution that a GPU keeps of a sequence: `INPUTS` of `cuda/delta_state.cuh`.
-pub(crate) const DELTA_INPUTS: usize = 20;
+pub const DELTA_INPUTS: usize = 20;
 
 /// The operands of [`LayerOps::delta`](super::LayerOps::delta): a gated DeltaNet over `batch` whole sequences of `seq` tokens.
 #[derive(Clone, Copy)]

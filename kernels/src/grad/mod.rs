@@ -1,20 +1,15 @@
 //! Operations of a training step, forward and backward, over f32 buffers on a device.
 //!
-//! A graph written against [`GradOps`] runs on every device that implements it: [`CpuOps`],
-//! and `cuda::CudaOps` with the feature `cuda`; on an [`Account`] of memory,
-//! memory is counted and nothing is computed. Matrices are row-major and contiguous.
+//! A graph written against [`GradOps`] runs on every device that implements it: `nq_f32::CpuOps`
+//! and `nq_cuda::CudaOps`; on an [`Account`] of memory, memory is counted and nothing is computed. Matrices are row-major and contiguous.
 //! Every reduction has a fixed order, so that a step gives the same bits each time on the
 //! same device. The operations do not know the model: the caller decides what is multiplied.
 
-mod cpu;
 mod delta;
-#[cfg(test)]
-mod tests;
 
-pub use cpu::CpuOps;
-#[cfg(feature = "cuda")]
-pub(crate) use delta::{DELTA_CHUNK, DELTA_CHUNK_VALUES, DELTA_INPUTS};
-pub use delta::{DeltaInputs, DeltaWork, delta_state_bytes};
+pub use delta::{
+    DELTA_CHUNK, DELTA_CHUNK_VALUES, DELTA_INPUTS, DeltaInputs, DeltaWork, delta_state_bytes,
+};
 
 use crate::account::{Account, Held};
 use crate::error::{Error, Result};
@@ -176,7 +171,7 @@ impl Rounding {
 
     /// An error unless each of `elements` has one value per element and each of `groups` one
     /// per group; both are (name, length).
-    pub(crate) fn check<const E: usize, const G: usize>(
+    pub fn check<const E: usize, const G: usize>(
         self,
         op: &'static str,
         elements: [(&'static str, usize); E],
@@ -231,11 +226,11 @@ pub const UNKNOWN: u32 = u32::MAX;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Occurrences {
     /// Row numbers, sorted by token, then by row.
-    pub(crate) rows: Vec<u32>,
+    pub rows: Vec<u32>,
     /// The distinct tokens, in ascending order.
-    pub(crate) tokens: Vec<u32>,
+    pub tokens: Vec<u32>,
     /// The start of each token's rows in `rows`, and the end.
-    pub(crate) starts: Vec<u32>,
+    pub starts: Vec<u32>,
 }
 
 impl Occurrences {
@@ -639,12 +634,7 @@ pub struct Draw {
 }
 
 /// An error unless there are at least `expected` values.
-pub(crate) fn enough(
-    op: &'static str,
-    what: &'static str,
-    expected: usize,
-    found: usize,
-) -> Result<()> {
+pub fn enough(op: &'static str, what: &'static str, expected: usize, found: usize) -> Result<()> {
     if found >= expected {
         return Ok(());
     }

@@ -9,8 +9,9 @@ use crate::schemes::Schemes;
 use crate::second_order::InputStats;
 use crate::streamed::Streamed;
 use nq_formats::{Progress, Scheme};
-use nq_runtime::device::Device;
-use nq_runtime::{ActivationChoice, DeviceChoice, Engine, LoadOptions, gpu, load};
+use nq_load::device::Device;
+use nq_load::{gpu, load};
+use nq_runtime::{ActivationChoice, DeviceChoice, Engine, LoadOptions};
 use std::sync::Arc;
 
 /// The note in the record if text was not sampled from the unrounded source.

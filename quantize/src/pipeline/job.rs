@@ -15,8 +15,9 @@ use crate::train::{TuneOptions, refused, untrainable};
 use nq_formats::names::is_layer_linear;
 use nq_formats::nq::{self, SourceRecord};
 use nq_formats::{Checkpoint, ModelConfig, Progress, Scheme};
-use nq_runtime::device::Device;
-use nq_runtime::{LayerWeights, LoadOptions, load};
+use nq_load::device::Device;
+use nq_load::load;
+use nq_runtime::{LayerWeights, LoadOptions};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
@@ -333,12 +334,7 @@ impl<'a> Job<'a> {
 
     pub(super) fn source_engine(&self) -> Result<Arc<dyn nq_runtime::Engine>> {
         let (config, store) = (self.config(), self.checkpoint.store());
-        Ok(load::load(
-            config,
-            store,
-            &self.options.load,
-            &self.progress,
-        )?)
+        Ok(load(config, store, &self.options.load, &self.progress)?)
     }
 }
 

@@ -12,9 +12,9 @@ use nq_formats::models::LinearSpec;
 use nq_formats::names::EMBEDDING;
 use nq_formats::nq::{Param, Staged, Writer};
 use nq_formats::{ModelConfig, Progress, Scheme, Tensor, Unit, Weight, mapping};
-use nq_runtime::models;
+use nq_load::stepper;
 use nq_runtime::{
-    ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions, stepper,
+    ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions, models,
 };
 use std::collections::BTreeSet;
 

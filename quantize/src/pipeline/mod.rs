@@ -33,7 +33,7 @@ pub use job::{Job, QuantizeOptions, TargetSize};
 use nq_formats::nq::{self, Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
 use nq_formats::{Checkpoint, Progress, Unit, hash, mapping};
 use nq_kernels::Account;
-use nq_runtime::load;
+use nq_load::load;
 pub use plan::PlannedStage;
 use serde_json::{Map, Value, json};
 use state::{Attempt, State};
@@ -377,7 +377,7 @@ impl Job<'_> {
         let preview = writer.preview(record)?;
         let options = self.measuring_options(state)?;
         let (config, store) = (preview.config(), preview.store());
-        let engine = load::load(config, store, &options, &self.progress)?;
+        let engine = load(config, store, &options, &self.progress)?;
         judge.measure(engine.as_ref(), source.as_ref(), &self.progress)
     }
 }

@@ -16,7 +16,7 @@ use nq_formats::trellis::Code;
 use nq_formats::{DType, Scheme, TrellisScheme};
 use nq_kernels::Isa;
 use nq_kernels::matrix::{Target, Threads, View, multiply};
-use nq_runtime::device::Device;
+use nq_load::device::Device;
 use serde::Serialize;
 use std::time::Instant;
 

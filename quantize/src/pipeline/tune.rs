@@ -22,7 +22,7 @@ use nq_formats::trellis::BLOCK;
 use nq_formats::{Group, Progress, TrellisScheme, Unit, Weight, human_bytes};
 use nq_kernels::grad::{GradOps, GradWork};
 use nq_kernels::rng::Philox;
-use nq_runtime::device::Device;
+use nq_load::device::Device;
 use nq_runtime::host::total_memory;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -211,7 +211,7 @@ impl Job<'_> {
             // If the system does not say, assume 8 GiB.
             None => Ok(total_memory().unwrap_or(8 << 30) / 2),
             Some(n) => {
-                let most = nq_runtime::gpu::memory(n)?.total / 10 * 8;
+                let most = nq_load::gpu::memory(n)?.total / 10 * 8;
                 Ok(self.options.device_memory.unwrap_or(most).min(most))
             }
         }
@@ -356,7 +356,7 @@ impl Job<'_> {
             // The weights, their blocks, and these with the values of codes.
             None => Some(24 * shape.0 * cols),
             Some(_) => {
-                let bytes = nq_runtime::gpu::sizes()?.trellis;
+                let bytes = nq_load::gpu::sizes()?.trellis;
                 TrellisScheme::all().map(|s| bytes(s, shape)).max()
             }
         };

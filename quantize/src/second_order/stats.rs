@@ -44,7 +44,7 @@ impl InputStats {
         let Some(moments) = self.hessian.as_ref().and_then(|h| h.host()) else {
             return Ok(self);
         };
-        let moments = nq_runtime::gpu::moments(gpu, &moments.data, moments.cols)?;
+        let moments = nq_load::gpu::moments(gpu, &moments.data, moments.cols)?;
         Ok(InputStats {
             rows: self.rows,
             ..InputStats::on_device(moments)

@@ -7,7 +7,7 @@
 //! every step, so that there is nothing to memorize; text that no step uses decides which
 //! state is kept. The file's format does not change.
 //!
-//! The forward of a layer is the runtime's ([`nq_runtime::full_precision`]), whose tape the backward
+//! The forward of a layer is the runtime's ([`nq_f32`]), whose tape the backward
 //! in [`graph`] uses; this module adds operations for the backward and for sampling ([`sample`]).
 
 pub mod graph;

@@ -7,14 +7,14 @@ use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
 use half::f16;
+use nq_f32::Load;
 use nq_formats::models::Product;
 use nq_formats::names::{self, EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::{
     AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, Zeros, pack,
 };
 use nq_kernels::grad::{Allocate, GradOps, Rounding};
-use nq_runtime::forward::{self, VectorSpec};
-use nq_runtime::full_precision::Load;
+use nq_model::forward::{self, VectorSpec};
 use nq_runtime::{LayerWeights, models};
 use rayon::prelude::*;
 

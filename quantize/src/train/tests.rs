@@ -10,17 +10,17 @@ use crate::grid::Grid;
 use crate::linalg;
 use crate::methods::rtn;
 use crate::trellis;
+use nq_f32::{CpuOps, Load};
 use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind, find};
 use nq_formats::trellis::Code;
 use nq_formats::{
     AffineScheme, Bits, Group, ModelConfig, QuantizedWeight, Rope, RopeScaling, Tensor,
     TrellisScheme, Weight, Zeros,
 };
-use nq_kernels::grad::{CpuOps, UNKNOWN};
+use nq_kernels::grad::UNKNOWN;
 use nq_kernels::rng::Philox;
+use nq_model::forward::Mix;
 use nq_runtime::LayerWeights;
-use nq_runtime::forward::Mix;
-use nq_runtime::full_precision::Load;
 use std::collections::BTreeMap;
 
 fn config(tied: bool) -> ModelConfig {

@@ -1,5 +1,4 @@
 //! Quantizing on a GPU. Without one the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 mod second_order;

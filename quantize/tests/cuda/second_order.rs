@@ -2,9 +2,9 @@
 //!
 //! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 
+use nq_cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, TrellisScheme, TrellisWeight, Zeros};
-use nq_kernels::cuda::{CudaOps, GemmPrecision, Gpu};
 use nq_kernels::rng::Philox;
 use nq_kernels::second_order::SecondOrder;
 use nq_quantize::fit::{Fit, Power};

@@ -2,14 +2,6 @@
 //! own forward is tested and measured against. Unquantized models run in f32; a GGUF file runs
 //! as it is, through candle's quantized Qwen3.
 
-use crate::checks::check_chunks;
-use crate::error::{Error, Result};
-use crate::interface::{
-    Chunk, DeviceChoice, Engine, EngineDescription, LoadOptions, Logits, Observer, Session,
-    SessionSpec,
-};
-use crate::models::{self, LayerWeights};
-use crate::weights::{Census, LoadProgress};
 use candle_core::quantized::gguf_file;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
@@ -20,6 +12,14 @@ use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::{ModelConfig, Progress, RopeScaling, Weight, WeightStore};
 use nq_kernels::Activations;
 use nq_kernels::pages::KvType;
+use nq_runtime::checks::check_chunks;
+use nq_runtime::interface::{
+    Chunk, DeviceChoice, Engine, EngineDescription, LoadOptions, Logits, Observer, Session,
+    SessionSpec,
+};
+use nq_runtime::models::{self, LayerWeights};
+use nq_runtime::weights::{Census, LoadProgress};
+use nq_runtime::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::BufReader;
@@ -41,10 +41,9 @@ pub(crate) fn load(
     Ok(Arc::new(engine))
 }
 
-impl From<candle_core::Error> for Error {
-    fn from(e: candle_core::Error) -> Self {
-        Error::Candle { why: e.to_string() }
-    }
+/// An error of candle as one of nq.
+fn failed(e: candle_core::Error) -> Error {
+    Error::Candle { why: e.to_string() }
 }
 
 /// [`Engine`] over candle's Qwen3.
@@ -171,7 +170,7 @@ fn dense_tensors(
     }
     norms.push((NORM.into(), models::final_norm(store, config)?));
     for (name, norm) in norms {
-        let t = Tensor::from_vec(norm.to_f32()?, norm.shape(), &Device::Cpu)?;
+        let t = Tensor::from_vec(norm.to_f32()?, norm.shape(), &Device::Cpu).map_err(failed)?;
         tensors.insert(format!("{name}.weight"), t);
     }
     done.end();
@@ -211,12 +210,12 @@ impl CandleEngine {
         Ok(CandleEngine {
             model: match candle_experts(config) {
                 None => CandleModel::Dense {
-                    model: qwen3::Model::new(&candle_config(config), vb)?,
-                    head: head.t()?,
+                    model: qwen3::Model::new(&candle_config(config), vb).map_err(failed)?,
+                    head: head.t().map_err(failed)?,
                 },
                 Some(experts) => CandleModel::Experts {
-                    model: qwen3_moe::Model::new(&experts, vb)?,
-                    head: head.t()?,
+                    model: qwen3_moe::Model::new(&experts, vb).map_err(failed)?,
+                    head: head.t().map_err(failed)?,
                 },
             },
             description: EngineDescription {
@@ -245,7 +244,7 @@ impl CandleEngine {
             unsupported("file", "one that opens", format!("{file}: {e}"))
         })?;
         let mut reader = BufReader::new(open);
-        let content = gguf_file::Content::read(&mut reader)?;
+        let content = gguf_file::Content::read(&mut reader).map_err(failed)?;
         let stored = |name| {
             to_gguf(config.architecture, config.num_hidden_layers, name)
                 .map(|n| format!("{n}.weight"))
@@ -278,7 +277,9 @@ impl CandleEngine {
         }
         let pool = threads(options)?;
         Ok(CandleEngine {
-            model: CandleModel::Gguf(ModelWeights::from_gguf(content, &mut reader, &Device::Cpu)?),
+            model: CandleModel::Gguf(
+                ModelWeights::from_gguf(content, &mut reader, &Device::Cpu).map_err(failed)?,
+            ),
             description: EngineDescription {
                 engine: "candle".into(),
                 device: format!("cpu ({isa})"),
@@ -427,7 +428,7 @@ impl Session for CandleSession {
             let pool = self.pool.clone();
             if let Err(e) = pool.install(|| self.run(chunk)) {
                 self.cached = usize::MAX; // the cache may be half-written
-                return Err(e.into());
+                return Err(failed(e));
             }
             self.tokens.extend(chunk.tokens);
         }
@@ -451,7 +452,7 @@ fn unsupported(what: &'static str, expected: &str, found: String) -> Error {
 /// A dense weight as candle's tensor, in f32.
 fn to_tensor(name: &str, weight: &Weight) -> Result<Tensor> {
     match weight {
-        Weight::Dense(t) => Ok(Tensor::from_vec(t.to_f32()?, t.shape(), &Device::Cpu)?),
+        Weight::Dense(t) => Tensor::from_vec(t.to_f32()?, t.shape(), &Device::Cpu).map_err(failed),
         Weight::Quantized(_) => {
             let found = format!("{} in {name}", weight.scheme_name());
             Err(unsupported("weights", "unquantized ones", found))

@@ -1,8 +1,8 @@
 //! `--engine candle` in a build without it.
 
-use crate::error::{Error, Result};
-use crate::interface::{Engine, LoadOptions};
 use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_runtime::interface::{Engine, LoadOptions};
+use nq_runtime::{Error, Result};
 use std::sync::Arc;
 
 /// # Errors

@@ -1,9 +1,10 @@
 //! Devices that run models, and their memory.
 
 use super::gpu;
-use crate::error::{Error, Result};
-use crate::interface::{DeviceChoice, Ordinals, SessionSpec, too_many};
-use nq_kernels::grad::{CpuOps, GradWork};
+use nq_f32::CpuOps;
+use nq_kernels::grad::GradWork;
+use nq_runtime::interface::{DeviceChoice, Ordinals, SessionSpec, too_many};
+use nq_runtime::{Error, Result};
 use std::fmt;
 use std::fs;
 use std::path::Path;
@@ -98,7 +99,7 @@ impl Device {
     /// Why [`DeviceChoice::Auto`] takes the CPU although the machine has an NVIDIA GPU and this build has kernels for
     /// it. `None` if it takes the GPU, if there is none, or if `CUDA_VISIBLE_DEVICES` hides it.
     pub fn why_no_gpu() -> Option<String> {
-        let why = gpu::first().err().filter(|_| cfg!(feature = "cuda"))?;
+        let why = gpu::first().err().filter(|_| gpu::BUILT_IN)?;
         let hidden = |v: std::ffi::OsString| v.is_empty() || v == "-1";
         if std::env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(hidden) {
             return None;
@@ -131,78 +132,6 @@ fn has_nvidia_gpu(root: &Path) -> bool {
         };
         is("vendor", "0x10de") && is("class", "0x03")
     })
-}
-
-/// A GPU as its driver describes it.
-#[derive(Clone, Debug)]
-pub struct GpuFound {
-    /// E.g. `NVIDIA H200`.
-    pub name: String,
-    /// Its total memory, in bytes.
-    pub memory_bytes: u64,
-    /// Compute capability, e.g. (9, 0).
-    pub capability: (i32, i32),
-    /// Number of streaming multiprocessors.
-    pub multiprocessors: usize,
-    /// The CUDA version that the driver supports, e.g. (13, 0).
-    pub driver_cuda: (i32, i32),
-    /// True if CUDA's Multi-Process Service shares it between processes.
-    pub multi_process: bool,
-    /// The rate at which its memory was read, in bytes per second; `None` if too little of it was free.
-    pub bandwidth: Option<f64>,
-}
-
-/// All GPUs of the machine. Each is opened, its kernels are loaded and its bandwidth is measured.
-///
-/// # Errors
-/// [`Error::Kernel`] if there is no driver or no device, or for the first device that cannot be used.
-#[cfg(feature = "cuda")]
-pub fn gpus() -> Result<Vec<GpuFound>> {
-    use nq_kernels::cuda::{Gpu, device_count};
-    let mut found = Vec::new();
-    for ordinal in 0..device_count()? {
-        let gpu = Gpu::open(ordinal)?;
-        let info = gpu.info();
-        found.push(GpuFound {
-            name: info.name.clone(),
-            memory_bytes: info.memory as u64,
-            capability: info.capability,
-            multiprocessors: info.multiprocessors,
-            driver_cuda: (info.driver / 1000, info.driver % 1000 / 10),
-            multi_process: info.multi_process,
-            bandwidth: gpu.memory_bandwidth().ok(),
-        });
-    }
-    Ok(found)
-}
-
-/// Measures how fast a GPU's memory is read. The device stays open, so that repeated measurements
-/// time nothing else.
-#[cfg(feature = "cuda")]
-pub struct GpuMeter(nq_kernels::cuda::Gpu);
-
-#[cfg(feature = "cuda")]
-impl GpuMeter {
-    /// Opens device `ordinal`.
-    ///
-    /// # Errors
-    /// An absent device; [`Error::Kernel`].
-    pub fn open(ordinal: usize) -> Result<Self> {
-        Ok(GpuMeter(nq_kernels::cuda::Gpu::open(ordinal)?))
-    }
-
-    /// Measured bytes per second.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
-    pub fn read_bandwidth(&self) -> Result<f64> {
-        Ok(self.0.memory_bandwidth()?)
-    }
-
-    /// Bytes of the last cache before the memory.
-    pub fn cache_bytes(&self) -> u64 {
-        self.0.info().l2_bytes as u64
-    }
 }
 
 #[cfg(test)]

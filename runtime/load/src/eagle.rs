@@ -3,12 +3,12 @@
 
 use super::device::Device;
 use super::gpu;
-use crate::cpu::eagle::EagleModel;
-use crate::error::Result;
-use crate::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
-use crate::speculation::head::drafter;
+use nq_cpu::engine::eagle::EagleModel;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, WeightStore};
+use nq_runtime::Result;
+use nq_runtime::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
+use nq_runtime::speculation::head::drafter;
 use std::sync::Arc;
 
 /// A loaded head.
@@ -20,7 +20,7 @@ impl Eagle {
     ///
     /// # Errors
     /// A missing or misshapen tensor; a model that the head was not made for; on a GPU, a shape that its kernels do
-    /// not serve, and [`Error::Kernel`](crate::Error::Kernel) if there is no memory for it.
+    /// not serve, and [`Error::Kernel`](nq_runtime::Error::Kernel) if there is no memory for it.
     pub fn load(
         head: &EagleHead,
         target: (&ModelConfig, &dyn WeightStore),
@@ -49,7 +49,7 @@ impl Eagle {
         ))
     }
 
-    /// Its sizes, which sessions that it drafts for have in their [`SessionSpec`](crate::SessionSpec).
+    /// Its sizes, which sessions that it drafts for have in their [`SessionSpec`](nq_runtime::SessionSpec).
     pub fn layer(&self) -> DraftLayer {
         self.0.layer
     }
@@ -57,8 +57,8 @@ impl Eagle {
     /// Drafts for `session`, whose residual streams the head reads from now on.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for sessions that do not give them to it;
-    /// [`Error::Request`](crate::Error::Request) for those that were not made for such a head.
+    /// [`Error::Unsupported`](nq_runtime::Error::Unsupported) for sessions that do not give them to it;
+    /// [`Error::Request`](nq_runtime::Error::Request) for those that were not made for such a head.
     pub fn drafter(&self, session: &mut dyn Session) -> Result<Box<dyn Drafter>> {
         drafter(&self.0, session)
     }

@@ -1,4 +1,64 @@
-//! From weights to a running engine: the choice of a device.
+//! From weights to a running engine: the choice of a device. No other crate knows which devices a build has.
+//!
+//! A part of nq that may change in any version: programs use `nq-llm`.
+//!
+//! ```
+//! use nq_formats::Checkpoint;
+//! use nq_load::load;
+//! use nq_runtime::{Chunk, KvType, LoadOptions, LogitsWanted, DraftedBy, SessionSpec, Tokenizer};
+//! use std::path::Path;
+//!
+//! let checkpoint = Checkpoint::open(Path::new("../../assets/demo"))?;
+//! let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+//! let engine = load(checkpoint.config(), checkpoint.store(), &LoadOptions::default(), &())?;
+//! let mut session = engine.session(SessionSpec {
+//!     slots: 1,
+//!     ctx: 128,
+//!     pages: None,
+//!     kv: KvType::F16,
+//!     max_rows: 64,
+//!     snapshots: None,
+//!     drafts: DraftedBy::Nothing,
+//! })?;
+//! let tokens = tokenizer.encode("The capital of France is")?;
+//! let chunk = Chunk { slot: 0, tokens: &tokens, logits: LogitsWanted::Last };
+//! let logits = session.forward(&[chunk], None)?;
+//! assert_eq!(logits.row(0).len(), checkpoint.config().vocab_size);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! The same for texts that are embedded ([`Encoder`](nq_runtime::Encoder)):
+//!
+//! ```
+//! use nq_formats::Checkpoint;
+//! use nq_runtime::embedding::unit;
+//! use nq_load::load;
+//! use nq_runtime::{Encoder, KvType, LoadOptions, Row, DraftedBy, SessionSpec, Tokenizer};
+//! use std::path::Path;
+//!
+//! let checkpoint = Checkpoint::open(Path::new("../../assets/demo"))?;
+//! let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+//! let engine = load(checkpoint.config(), checkpoint.store(), &LoadOptions::default(), &())?;
+//! let session = engine.session(SessionSpec {
+//!     slots: 4,
+//!     ctx: 128,
+//!     pages: None,
+//!     kv: KvType::F16,
+//!     max_rows: 64,
+//!     snapshots: None,
+//!     drafts: DraftedBy::Nothing,
+//! })?;
+//! let texts = [tokenizer.encode("a cat")?, tokenizer.encode("two dogs")?];
+//! let mut vectors = Vec::new();
+//! Encoder::new(session, Row::Hidden).encode(0, &texts, &mut |_, row| {
+//!     vectors.push(unit(row, row.len())?);
+//!     Ok(())
+//! })?;
+//! assert_eq!(vectors[1].len(), checkpoint.config().hidden_size);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![forbid(unsafe_code)]
 
 #[cfg_attr(not(feature = "candle"), path = "candle_absent.rs")]
 mod candle;
@@ -10,14 +70,14 @@ mod mtp;
 pub use eagle::Eagle;
 pub use mtp::Mtp;
 
-use crate::cpu::{CpuEngine, CpuLayers};
-use crate::error::{Error, Result};
-use crate::interface::{Engine, EngineKind, LoadOptions, Ordinals};
-use crate::stepper::{LayerStepper, Stepper};
 use device::Device;
+use nq_cpu::{CpuEngine, CpuLayers};
 use nq_formats::{ModelConfig, Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
+use nq_runtime::interface::{Engine, EngineKind, LoadOptions, Ordinals};
+use nq_runtime::stepper::{LayerStepper, Stepper};
+use nq_runtime::{Error, Result};
 use std::sync::Arc;
 
 /// Loads a model: reads every weight from `store`, repacks it for the device and reports

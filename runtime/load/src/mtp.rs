@@ -3,11 +3,11 @@
 
 use super::device::Device;
 use super::gpu;
-use crate::cpu::mtp::MtpModel;
-use crate::error::{Error, Result};
-use crate::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
-use crate::speculation::head::drafter;
+use nq_cpu::engine::mtp::MtpModel;
 use nq_formats::{ModelConfig, Weight, WeightStore, mtp};
+use nq_runtime::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
+use nq_runtime::speculation::head::drafter;
+use nq_runtime::{Error, Result};
 use std::sync::Arc;
 
 /// A model's MTP layer, loaded.
@@ -55,7 +55,7 @@ impl Mtp {
         ))
     }
 
-    /// Its sizes, which sessions that it drafts for have in their [`SessionSpec`](crate::SessionSpec).
+    /// Its sizes, which sessions that it drafts for have in their [`SessionSpec`](nq_runtime::SessionSpec).
     pub fn layer(&self) -> DraftLayer {
         self.0.layer
     }

@@ -568,7 +568,6 @@ fn one_sequence_fails_alone() {
     failures_stay_alone(&*nq(&config, &store), 77);
 }
 
-#[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
     use nq_formats::{AffineScheme, Bits, Group, Zeros};

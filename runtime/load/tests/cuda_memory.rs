@@ -1,7 +1,6 @@
 //! The GPU memory planned is the memory taken, byte for byte. The test runs alone in its process,
 //! as all GPUs share one account. Without a GPU it prints that it is skipped; `NQ_REQUIRE_CUDA=1`
 //! makes that a failure.
-#![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 mod common;
@@ -11,14 +10,14 @@ use common::{Store, feed, small_config, tokens, wide_hybrid};
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, TrellisScheme, Zeros};
 use nq_kernels::{Account, KernelSet};
+use nq_load::{Mtp, load};
 use nq_runtime::{
-    Chunk, DeviceChoice, DraftLayer, DraftedBy, KvType, LoadOptions, LogitsWanted, Mtp,
-    SessionSpec, load,
+    Chunk, DeviceChoice, DraftLayer, DraftedBy, KvType, LoadOptions, LogitsWanted, SessionSpec,
 };
 
 #[test]
 fn plans_are_what_is_taken() {
-    if nq_testkit::on_gpu(nq_kernels::cuda::device_count()).is_none() {
+    if nq_testkit::on_gpu(nq_cuda::device_count()).is_none() {
         return;
     }
     let held = || Account::of_all_gpus().held();

@@ -2,7 +2,6 @@
 //! for both, with `CUDA_MODULE_LOADING=EAGER`, as kernels that some wait for must be loaded before, and
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32`, so that their streams lie in different queues of the GPU. Without a GPU the tests
 //! say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 mod common;
@@ -27,7 +26,7 @@ const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::
 fn two() -> Option<(MutexGuard<'static, ()>, &'static str)> {
     static TURN: Mutex<()> = Mutex::new(());
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let count = nq_testkit::on_gpu(nq_kernels::cuda::device_count())?;
+    let count = nq_testkit::on_gpu(nq_cuda::device_count())?;
     let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|v| v == "EAGER")
         && std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|v| v == "32");
     match (count, eager) {
@@ -49,7 +48,7 @@ fn load(config: &ModelConfig, store: &Store, device: &str, split: Split) -> Arc<
         split: Some(split),
         ..LoadOptions::default()
     };
-    nq_runtime::load(config, store, &options, &()).unwrap()
+    nq_load::load(config, store, &options, &()).unwrap()
 }
 
 fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
@@ -276,7 +275,7 @@ fn what_several_gpus_cannot_run_is_refused_by_name() {
             device: device.parse().unwrap(),
             ..options
         };
-        let refused = nq_runtime::load(config, &store, &options, &());
+        let refused = nq_load::load(config, &store, &options, &());
         refused.err().expect("refused").to_string()
     };
     let reference = LoadOptions {
@@ -312,7 +311,7 @@ fn what_several_gpus_cannot_run_is_refused_by_name() {
         ..LoadOptions::default()
     };
     let odd_store = Store::random(&odd, 7);
-    let by_layers = nq_runtime::load(&odd, &odd_store, &options, &()).unwrap();
+    let by_layers = nq_load::load(&odd, &odd_store, &options, &()).unwrap();
     let said = &by_layers.description().device;
     assert!(said.contains("by layers"), "{said}");
     let short = ModelConfig {

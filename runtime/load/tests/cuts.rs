@@ -5,8 +5,8 @@ use crate::common::cut::Cut;
 use crate::common::oracle::{Futures, oracle};
 use crate::common::published::published;
 use crate::common::{Store, feed, options, small_config, tokens};
+use nq_cpu::FEW_ROWS;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
-use nq_kernels::cpu::FEW_ROWS;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
     ActivationChoice, Batch, Continuation, DraftModel, DraftedBy, Encoder, Engine, EngineKind,
@@ -34,7 +34,7 @@ fn load(config: &ModelConfig, bits: Bits) -> (Arc<dyn Engine>, Store) {
         activations: ActivationChoice::Auto,
         ..options(EngineKind::Nq)
     };
-    let engine = nq_runtime::load(config, &store, &options, &()).unwrap();
+    let engine = nq_load::load(config, &store, &options, &()).unwrap();
     (engine, store)
 }
 

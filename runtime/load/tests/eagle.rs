@@ -4,11 +4,12 @@ use crate::common::published::{Published, ask, published, streams};
 use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::names::EMBEDDING;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
+use nq_load::Eagle;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    ActivationChoice, DraftedBy, Eagle, Engine, EngineKind, KvType, LoadOptions, Sampler,
-    SamplingParams, Session, SessionSpec, Speculation,
+    ActivationChoice, DraftedBy, Engine, EngineKind, KvType, LoadOptions, Sampler, SamplingParams,
+    Session, SessionSpec, Speculation,
 };
 use serde_json::json;
 use std::ops::ControlFlow;
@@ -30,7 +31,7 @@ fn target(c: &ModelConfig) -> (Arc<dyn Engine>, Store) {
         activations: ActivationChoice::Auto,
         ..options(EngineKind::Nq)
     };
-    let engine = nq_runtime::load(c, &store, &options, &()).unwrap();
+    let engine = nq_load::load(c, &store, &options, &()).unwrap();
     (engine, store)
 }
 

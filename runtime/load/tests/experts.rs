@@ -106,7 +106,7 @@ fn cuts_batches_threads_and_kernels_change_nothing() {
     let other = |change: &dyn Fn(&mut LoadOptions)| {
         let mut options = options(EngineKind::Nq);
         change(&mut options);
-        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
+        let engine = nq_load::load(&config, &store, &options, &()).unwrap();
         feed(&mut *session(&*engine, 1), 0, &text)
     };
     let one = other(&|o| o.threads = Some(1));

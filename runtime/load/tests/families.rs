@@ -81,7 +81,7 @@ fn models() -> Vec<(String, ModelConfig)> {
 /// The logits of the expected rows, the text fed in pieces of `piece` tokens.
 fn logits(checkpoint: &Checkpoint, tokens: &[u32], piece: usize) -> Vec<f32> {
     let (config, store) = (checkpoint.config(), checkpoint.store());
-    let engine = nq_runtime::load(config, store, &options(EngineKind::Nq), &()).unwrap();
+    let engine = nq_load::load(config, store, &options(EngineKind::Nq), &()).unwrap();
     let spec = SessionSpec {
         slots: 1,
         ctx: 64,

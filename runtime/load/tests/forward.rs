@@ -6,10 +6,11 @@ use nq_formats::models::{
     LinearSpec, Mixer, MlpSpec, NormSpec, Product,
 };
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_load::load;
 use nq_runtime::weights::weight_kinds;
 use nq_runtime::{
     ActivationChoice, Chunk, DraftedBy, EngineKind, Error, Hidden, KvType, LayerWeights,
-    LoadOptions, Logits, LogitsWanted, Observer, SessionSpec, load,
+    LoadOptions, Logits, LogitsWanted, Observer, SessionSpec,
 };
 
 /// Logits are of order 1; two f32 implementations agree to this.
@@ -138,7 +139,7 @@ fn the_number_of_threads_does_not_change_a_bit() {
             threads: Some(threads),
             ..options(EngineKind::Nq)
         };
-        let engine = nq_runtime::load(&config, &store, &options, &()).unwrap();
+        let engine = nq_load::load(&config, &store, &options, &()).unwrap();
         assert_eq!(engine.description().threads, threads);
         let mut s = session(&*engine, 1);
         let text = tokens(40, 1);
@@ -198,7 +199,7 @@ fn activations_are_rounded_as_asked_and_by_default_for_4_bits() {
             activations,
             ..options(EngineKind::Nq)
         };
-        nq_runtime::load(&config, store, &options, &())
+        nq_load::load(&config, store, &options, &())
     };
     let run = |store: &Store, activations, named: &str| {
         let engine = load(store, activations).unwrap();
@@ -346,7 +347,7 @@ fn layer_by_layer_equals_the_whole_forward() {
         .map(|&n| tokens(n, n as u64))
         .collect();
     let mut stepper =
-        nq_runtime::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
+        nq_load::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
     let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
     let head = nq_runtime::models::head(&store, &config).unwrap();
     let norm = &store.vectors["model.norm"];
@@ -532,7 +533,7 @@ fn candle_names_what_it_does_not_do() {
     assert!(error.to_string().contains("candle: observer"), "{error}");
     let scheme = AffineScheme::new(Bits::B8, Group::Channel, Zeros::None);
     let quantized = store.quantized(scheme);
-    let error = nq_runtime::load(&config, &quantized, &options(EngineKind::Candle), &());
+    let error = nq_load::load(&config, &quantized, &options(EngineKind::Candle), &());
     let error = error.err().expect("no quantized weights").to_string();
     assert!(
         error.contains("int8 channel symmetric in model.layers.0.self_attn.q_proj"),
@@ -605,7 +606,7 @@ fn another_architecture_of_the_same_layers_is_a_table() {
         let kinds = weight_kinds(config, &store).unwrap();
         assert!(kinds.keys().eq(store.matrices.keys()));
         let mut stepper =
-            nq_runtime::stepper(config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
+            nq_load::stepper(config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
         let embedding = nq_runtime::models::embedding(&store, config).unwrap();
         let mut hidden = Hidden::embed(&embedding, std::slice::from_ref(&text)).unwrap();
         for index in 0..config.num_hidden_layers {

@@ -390,7 +390,7 @@ fn times_are_split_at_the_first_token() {
 
 #[test]
 fn text_comes_in_whole_characters() {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/demo");
     let tokenizer = Tokenizer::from_files(&Files::Folder(demo)).unwrap();
     let mut session = Fake::new(1, 400, 8);
     let mut sequence = Sequence::new(&mut session, 0);

@@ -32,7 +32,7 @@ struct Greedy {
 }
 
 fn assets() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../assets"))
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets"))
 }
 
 fn golden() -> Golden {
@@ -47,7 +47,7 @@ fn demo() -> Arc<dyn Engine> {
         activations: ActivationChoice::F32,
         ..LoadOptions::default()
     };
-    nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &()).expect("demo loads")
+    nq_load::load(checkpoint.config(), checkpoint.store(), &options, &()).expect("demo loads")
 }
 
 fn spec(ctx: usize) -> SessionSpec {

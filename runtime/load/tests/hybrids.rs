@@ -3,8 +3,8 @@
 
 use crate::common::oracle::{Futures, oracle};
 use crate::common::{Store, distance, feed, hybrid, options, tokens};
+use nq_cpu::FEW_ROWS;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
-use nq_kernels::cpu::FEW_ROWS;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_runtime::generate::{Limits, Sequence, generate};
@@ -20,7 +20,7 @@ const POISON: u32 = 77;
 
 fn load(config: &ModelConfig) -> (Arc<dyn Engine>, Store) {
     let store = Store::random(config, 3).with_poison(POISON);
-    let engine = nq_runtime::load(config, &store, &options(EngineKind::Nq), &()).unwrap();
+    let engine = nq_load::load(config, &store, &options(EngineKind::Nq), &()).unwrap();
     (engine, store)
 }
 
@@ -32,7 +32,7 @@ fn load_exact(config: &ModelConfig) -> Arc<dyn Engine> {
         activations: ActivationChoice::Auto,
         ..options(EngineKind::Nq)
     };
-    nq_runtime::load(config, &store, &options, &()).unwrap()
+    nq_load::load(config, &store, &options, &()).unwrap()
 }
 
 fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
@@ -359,8 +359,7 @@ fn the_stepper_runs_recurrences() {
         let (engine, store) = load(&config);
         let texts = [text(9, 1), text(600, 2), text(30, 3)];
         let mut stepper =
-            nq_runtime::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX)
-                .unwrap();
+            nq_load::stepper(&config, &options(EngineKind::Nq), KvType::F32, usize::MAX).unwrap();
         let embedding = nq_runtime::models::embedding(&store, &config).unwrap();
         let head = nq_runtime::models::head(&store, &config).unwrap();
         let mut hidden = Hidden::embed(&embedding, &texts).unwrap();
@@ -399,7 +398,7 @@ fn other_engines_refuse_recurrences() {
         ..options(EngineKind::Nq)
     };
     for options in [candle, on_gpu] {
-        let refused = nq_runtime::load(&config, &store, &options, &());
+        let refused = nq_load::load(&config, &store, &options, &());
         let said = refused.map(|_| ()).unwrap_err().to_string();
         let absent = said.contains("device cuda"); // of a machine without one
         assert!(absent || said.contains("recurrences"), "{said}");

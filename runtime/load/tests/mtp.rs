@@ -4,9 +4,10 @@ use crate::common::mtp::{Published, check_forks, session};
 use crate::common::published::ask;
 use crate::common::{Store, feed, hybrid, nq, options, tokens};
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_load::Mtp;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
-    ActivationChoice, EngineKind, LoadOptions, Mtp, Sampler, SamplingParams, Session, SessionSpec,
+    ActivationChoice, EngineKind, LoadOptions, Sampler, SamplingParams, Session, SessionSpec,
     Speculation,
 };
 use std::ops::ControlFlow;
@@ -110,7 +111,7 @@ fn drafts_change_no_answer() {
             activations: ActivationChoice::Auto,
             ..options(EngineKind::Nq)
         };
-        let engine = nq_runtime::load(&config, &store, &auto, &()).unwrap();
+        let engine = nq_load::load(&config, &store, &auto, &()).unwrap();
         let layer = Mtp::load((&config, &store), None, &auto).unwrap();
         // Copies from a text that repeats itself are drafted beside.
         for (prompt, temperature) in [(tokens(40, 8), 0.0), (tokens(20, 8).repeat(2), 0.7)] {

@@ -119,7 +119,7 @@ fn load(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
         activations: ActivationChoice::Auto,
         ..options(EngineKind::Nq)
     };
-    nq_runtime::load(config, store, &options, &()).unwrap()
+    nq_load::load(config, store, &options, &()).unwrap()
 }
 
 /// Drafts by a model whose prompts are computed in parts.

@@ -1,12 +1,12 @@
 //! The weights of an EAGLE-3 head, as a device holds them, and drafters of heads.
 
 use crate::error::{Error, Result};
-use crate::forward::{Layer, VectorSpec};
 use crate::interface::{Drafter, Session, StreamHead};
 use nq_formats::eagle::{EagleHead, Half, TAPS};
 use nq_formats::models::{LinearKind, LinearSpec, NormKind, Product};
 use nq_formats::names::HEAD;
 use nq_formats::{ModelConfig, Weight};
+use nq_model::forward::{Layer, VectorSpec};
 
 /// Drafts with `head` for `session`, whose residual streams it reads from now on.
 ///

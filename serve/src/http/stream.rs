@@ -315,7 +315,7 @@ mod tests {
             device: DeviceChoice::Cpu,
             ..LoadOptions::default()
         };
-        let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, &());
+        let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &());
         let spec = SessionSpec {
             slots: 4,
             ctx: 256,

@@ -63,7 +63,7 @@ pub fn load() -> Arc<dyn nq_runtime::Engine> {
         threads: Some(2),
         ..LoadOptions::default()
     };
-    nq_runtime::load(checkpoint().config(), checkpoint().store(), &options, &()).unwrap()
+    nq_load::load(checkpoint().config(), checkpoint().store(), &options, &()).unwrap()
 }
 
 /// The demo model for `options.parallel` requests at once.

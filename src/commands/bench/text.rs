@@ -88,7 +88,7 @@ pub(super) fn run(
     }
     let meter = Meter::new(&global.load_options())?;
     let options = global.load_options();
-    let engine = nq_runtime::load(checkpoint.config(), checkpoint.store(), &options, terminal)
+    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, terminal)
         .with_context(|| name.to_owned())?;
     let (drafts, from) = drafts(args, checkpoint, &options, global, terminal)?;
     let spec = TextSpec {

@@ -12,8 +12,8 @@ use anyhow::{Context, bail};
 use nq_formats::hash::sha256_hex;
 use nq_formats::{Checkpoint, Files, Progress, Task};
 use nq_kernels::pages::PAGE;
+use nq_load::device::Device;
 use nq_quantize::schemes::Schemes;
-use nq_runtime::device::Device;
 use nq_runtime::{ChatTemplate, DeviceMemory, Engine, KvType, LoadOptions, SessionSpec};
 use nq_serve::{About, EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
 use std::collections::BTreeSet;
@@ -189,7 +189,7 @@ impl Loadable {
             }
         }
         let (config, store) = (checkpoint.config(), checkpoint.store());
-        let engine = nq_runtime::load(config, store, options, &*self.terminal)?;
+        let engine = nq_load::load(config, store, options, &*self.terminal)?;
         let device = engine.description().device.clone();
         let drafts = self.drafts(engine.as_ref())?;
         let (spec, kv_bytes) = self.plan(engine.as_ref(), drafts.as_ref())?;

@@ -4,19 +4,18 @@ use super::layer::pack;
 use super::model::embed;
 use super::stream_drafts::{DraftHead, Input};
 use super::weights::CpuLayer;
-use crate::error::Result;
-use crate::interface::{DraftLayer, LoadOptions};
-use crate::models;
-use crate::rope::Rotary;
-use crate::sampler::best_token;
-use crate::speculation::head::{EAGLE_NOT_FINITE, HeadWeights};
-use crate::weights::Census;
+use crate::{Cpu, Epilogue, Linear};
 use nq_formats::eagle::{EagleHead, TAPS};
 use nq_formats::{ModelConfig, Weight, WeightStore};
-use nq_kernels::cpu::{Cpu, Epilogue, Linear};
+use nq_runtime::interface::{DraftLayer, LoadOptions};
+use nq_runtime::rope::Rotary;
+use nq_runtime::sampler::best_token;
+use nq_runtime::speculation::head::{EAGLE_NOT_FINITE, HeadWeights};
+use nq_runtime::weights::Census;
+use nq_runtime::{Result, models};
 
 /// A head packed for this CPU.
-pub(crate) struct EagleModel {
+pub struct EagleModel {
     sizes: DraftLayer,
     /// The shape of a model of its layer alone.
     config: ModelConfig,
@@ -34,7 +33,7 @@ impl EagleModel {
     ///
     /// # Errors
     /// A missing or misshapen tensor.
-    pub(crate) fn load(
+    pub fn load(
         head: &EagleHead,
         (model, target): (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
@@ -110,7 +109,7 @@ impl DraftHead for EagleModel {
     }
 
     fn made(&self, x: &[f32]) -> Result<Vec<f32>> {
-        match crate::checks::all_finite(x) {
+        match nq_runtime::checks::all_finite(x) {
             true => Ok(x.to_vec()),
             false => Err(EAGLE_NOT_FINITE),
         }

@@ -3,9 +3,9 @@
 
 use super::cache::LayerCache;
 use super::weights::{CpuLayer, delta_vectors};
-use crate::states::delta_shape;
+use crate::{Cpu, DeltaRows, Span};
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::{Cpu, DeltaRows, Span};
+use nq_runtime::states::delta_shape;
 
 /// The inputs of recurrences in the latest forward, for the rows of sequences that may be cut within them.
 #[derive(Default)]

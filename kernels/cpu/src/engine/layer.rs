@@ -3,20 +3,20 @@
 use super::cache::LayerCache;
 use super::kept::KeptRows;
 use super::weights::{CpuLayer, delta_vectors};
-use crate::error::{Error, Result};
-use crate::forward::{
-    self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
-};
-use crate::interface::{LoadOptions, Observer};
-use crate::models::LayerWeights;
-use crate::rope::Rotary;
-use crate::states::delta_shape;
-use crate::weights::Census;
+use crate::{Cpu, DeltaRows, Epilogue, KvSequence, Linear, Span};
 use nq_formats::models::Product;
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, DeltaRows, Epilogue, KvSequence, Linear, Span};
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
+use nq_model::forward::{
+    self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
+};
+use nq_runtime::interface::{LoadOptions, Observer};
+use nq_runtime::models::LayerWeights;
+use nq_runtime::rope::Rotary;
+use nq_runtime::states::delta_shape;
+use nq_runtime::weights::Census;
+use nq_runtime::{Error, Result};
 
 /// Repacks `weights` as layer `index`, counting them in `census`.
 pub(crate) fn pack_layer(
@@ -56,7 +56,7 @@ pub(crate) fn layer_bytes(config: &ModelConfig, layer: &CpuLayer) -> usize {
 /// Repacks weights that share an input, rounded as `options` say, and counts them in `census`.
 /// Profiles list the product under `name`. Each part is a stack of `experts` weights, or one
 /// weight.
-pub(crate) fn pack(
+pub fn pack(
     cpu: &Cpu,
     options: &LoadOptions,
     (name, experts): (&'static str, usize),

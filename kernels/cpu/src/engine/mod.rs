@@ -1,11 +1,11 @@
-//! The CPU engine: nq's own forward over `nq_kernels::cpu`.
+//! The CPU engine: nq's own forward over the operations of [`Cpu`].
 
 mod cache;
-pub(crate) mod eagle;
+pub mod eagle;
 mod kept;
-pub(crate) mod layer;
+pub mod layer;
 mod model;
-pub(crate) mod mtp;
+pub mod mtp;
 pub mod plan;
 mod session;
 mod stepper;
@@ -14,21 +14,21 @@ mod weights;
 
 pub use cache::state_bytes;
 pub(crate) use session::session_bytes;
-pub(crate) use stepper::CpuLayers;
+pub use stepper::CpuLayers;
 pub use stepper::stepper_bytes;
 
-use crate::error::{Error, Result};
-use crate::host::available_memory;
-use crate::interface::{Engine, EngineDescription, LoadOptions, Session, SessionSpec};
-use crate::kv::least_prefix;
-use crate::models::{self, LayerWeights};
-use crate::rope::Rotary;
-use crate::weights::{Census, LoadProgress, note_held};
+use crate::{Cpu, TeamOptions};
 use layer::{layer_bytes, pack, pack_layer};
 use model::CpuModel;
 use nq_formats::{AffineScheme, ModelConfig, Progress, Scheme, WeightStore};
-use nq_kernels::cpu::{Cpu, TeamOptions};
 use nq_kernels::profile::OpTiming;
+use nq_runtime::host::available_memory;
+use nq_runtime::interface::{Engine, EngineDescription, LoadOptions, Session, SessionSpec};
+use nq_runtime::kv::least_prefix;
+use nq_runtime::models::{self, LayerWeights};
+use nq_runtime::rope::Rotary;
+use nq_runtime::weights::{Census, LoadProgress, note_held};
+use nq_runtime::{Error, Result};
 use session::CpuSession;
 use std::sync::{Arc, OnceLock};
 use weights::CpuLayer;
@@ -55,7 +55,7 @@ pub fn open(options: &LoadOptions) -> Result<Cpu> {
 }
 
 /// [`Engine`] on the CPU.
-pub(crate) struct CpuEngine {
+pub struct CpuEngine {
     model: Arc<CpuModel>,
     description: EngineDescription,
     /// Measured at most once.
@@ -64,7 +64,7 @@ pub(crate) struct CpuEngine {
 
 impl CpuEngine {
     /// Reads and packs a model layer by layer.
-    pub(crate) fn load(
+    pub fn load(
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -99,9 +99,7 @@ impl CpuEngine {
         let norm = models::final_norm(store, config)?.to_f32()?;
         done.end();
         let held = |scheme: Scheme, dims| {
-            let held = |s: AffineScheme| {
-                AffineScheme::new(nq_kernels::cpu::held_bits(&s), s.group, s.zeros)
-            };
+            let held = |s: AffineScheme| AffineScheme::new(crate::held_bits(&s), s.group, s.zeros);
             scheme
                 .affine()
                 .map_or(scheme, |s| held(s).into())

@@ -1,10 +1,10 @@
 //! A model on the CPU.
 
 use super::weights::CpuLayer;
-use crate::error::Result;
-use crate::rope::Rotary;
+use crate::{Cpu, Linear};
 use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cpu::{Cpu, Linear};
+use nq_runtime::Result;
+use nq_runtime::rope::Rotary;
 
 /// A model packed for this CPU.
 pub(crate) struct CpuModel {

@@ -4,20 +4,20 @@ use super::layer::{pack, pack_layer};
 use super::model::CpuModel;
 use super::stream_drafts::{DraftHead, Input};
 use super::weights::CpuLayer;
-use crate::error::Result;
-use crate::interface::LoadOptions;
-use crate::models::LayerWeights;
-use crate::rope::Rotary;
-use crate::sampler::best_token;
-use crate::speculation::head::MTP_NOT_FINITE;
-use crate::weights::Census;
+use crate::{Cpu, Epilogue, Linear};
 use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
 use nq_formats::{ModelConfig, Weight, WeightStore};
-use nq_kernels::cpu::{Cpu, Epilogue, Linear};
+use nq_runtime::Result;
+use nq_runtime::interface::LoadOptions;
+use nq_runtime::models::LayerWeights;
+use nq_runtime::rope::Rotary;
+use nq_runtime::sampler::best_token;
+use nq_runtime::speculation::head::MTP_NOT_FINITE;
+use nq_runtime::weights::Census;
 use std::sync::Arc;
 
 /// The layer, packed for this CPU.
-pub(crate) struct MtpModel {
+pub struct MtpModel {
     /// The shape of a model of this layer alone.
     config: ModelConfig,
     rotary: Rotary,
@@ -36,7 +36,7 @@ impl MtpModel {
     ///
     /// # Errors
     /// A missing or misshapen tensor.
-    pub(crate) fn load(
+    pub fn load(
         config: ModelConfig,
         store: &dyn WeightStore,
         head: Option<&Weight>,
@@ -129,7 +129,7 @@ impl DraftHead for MtpDrafter {
         let (own, mut made) = (&*self.own, vec![0.0; x.len()]);
         let eps = own.config.rms_norm_eps;
         self.model.cpu.rms_norm(x, &own.norm, eps, &mut made);
-        match crate::checks::all_finite(&made) {
+        match nq_runtime::checks::all_finite(&made) {
             true => Ok(made),
             false => Err(MTP_NOT_FINITE),
         }

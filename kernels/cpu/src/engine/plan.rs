@@ -2,13 +2,13 @@
 //! loading and running, on an account.
 
 use super::session_bytes;
-use crate::error::Result;
-use crate::interface::SessionSpec;
-use crate::weights::{Kinds, weight_kinds};
+use crate::Linear;
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{Checkpoint, Files, ModelConfig};
-use nq_kernels::cpu::Linear;
 use nq_kernels::{Account, Held};
+use nq_runtime::Result;
+use nq_runtime::interface::SessionSpec;
+use nq_runtime::weights::{Kinds, weight_kinds};
 
 /// The smallest unit of memory that is mapped, in bytes.
 const PAGE: usize = 4096;
@@ -139,7 +139,10 @@ pub fn program_bytes(checkpoint: &Checkpoint) -> (u64, u64) {
         Files::Embedded { files, .. } => files.iter().map(|f| f.1.len() as u64).sum(),
         _ => 0,
     };
-    let tokenizer = match checkpoint.files().get(crate::tokenizer::TOKENIZER_FILE) {
+    let tokenizer = match checkpoint
+        .files()
+        .get(nq_runtime::tokenizer::TOKENIZER_FILE)
+    {
         Ok(Some(json)) => TOKENIZER * json.len() as u64,
         _ => 0,
     };

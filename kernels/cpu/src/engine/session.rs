@@ -7,16 +7,16 @@ use super::layer::{Batch, Pass, Scratch};
 use super::model::CpuModel;
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts, draft_page_bytes};
-use crate::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
-use crate::error::{Error, Result};
-use crate::interface::{
+use crate::{Epilogue, FEW_ROWS, Span};
+use nq_formats::ModelConfig;
+use nq_runtime::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
+use nq_runtime::interface::{
     Chunk, DraftedBy, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams,
     Tapped,
 };
-use crate::kv::{PageCopy, PageTables};
-use crate::states::Snapshots;
-use nq_formats::ModelConfig;
-use nq_kernels::cpu::{Epilogue, FEW_ROWS, Span};
+use nq_runtime::kv::{PageCopy, PageTables};
+use nq_runtime::states::Snapshots;
+use nq_runtime::{Error, Result};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Sequences in progress over a [`CpuModel`].

@@ -3,16 +3,16 @@
 use super::cache::LayerCache;
 use super::layer::{Batch, Pass, Scratch, pack, pack_layer};
 use super::weights::CpuLayer;
-use crate::error::Result;
-use crate::interface::{LoadOptions, Observer};
-use crate::models::LayerWeights;
-use crate::rope::Rotary;
-use crate::states::{delta_shape, is_recurrent};
-use crate::stepper::{Cut, Head, LayerDevice, LayerPiece};
-use crate::weights::Census;
+use crate::{Cpu, Epilogue, KvPages, Linear, state_len};
 use nq_formats::{ModelConfig, Tensor, Weight};
-use nq_kernels::cpu::{Cpu, Epilogue, KvPages, Linear, state_len};
 use nq_kernels::pages::{KvType, PAGE};
+use nq_runtime::Result;
+use nq_runtime::interface::{LoadOptions, Observer};
+use nq_runtime::models::LayerWeights;
+use nq_runtime::rope::Rotary;
+use nq_runtime::states::{delta_shape, is_recurrent};
+use nq_runtime::stepper::{Cut, Head, LayerDevice, LayerPiece};
+use nq_runtime::weights::Census;
 use std::sync::Arc;
 
 /// Rows that run through a layer at once: enough to keep the products efficient, few enough
@@ -20,7 +20,7 @@ use std::sync::Arc;
 const ROWS: usize = 512;
 
 /// The CPU as a [`LayerDevice`].
-pub(crate) struct CpuLayers {
+pub struct CpuLayers {
     config: ModelConfig,
     options: LoadOptions,
     cpu: Arc<Cpu>,
@@ -46,11 +46,7 @@ pub fn stepper_bytes(c: &ModelConfig, kv: KvType) -> usize {
 
 impl CpuLayers {
     /// Makes a stepper for models of this shape; keys and values are rounded to `kv_type`.
-    pub(crate) fn new(
-        config: &ModelConfig,
-        options: &LoadOptions,
-        kv_type: KvType,
-    ) -> Result<Self> {
+    pub fn new(config: &ModelConfig, options: &LoadOptions, kv_type: KvType) -> Result<Self> {
         Ok(CpuLayers {
             cpu: Arc::new(super::open(options)?),
             rotary: Rotary::new(config),

@@ -3,13 +3,13 @@
 use super::cache::LayerCache;
 use super::layer::{Batch, Pass, Scratch};
 use super::weights::CpuLayer;
-use crate::error::{Error, Result};
-use crate::interface::{Draft, DraftLayer, Drafter, SessionSpec, Tapped};
-use crate::kv::{PageCopy, PageTables};
-use crate::rope::Rotary;
+use crate::{Cpu, KvPages};
 use nq_formats::ModelConfig;
-use nq_kernels::cpu::{Cpu, KvPages};
 use nq_kernels::pages::KvType;
+use nq_runtime::interface::{Draft, DraftLayer, Drafter, SessionSpec, Tapped};
+use nq_runtime::kv::{PageCopy, PageTables};
+use nq_runtime::rope::Rotary;
+use nq_runtime::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A layer that drafts from the residual streams of a model: a model of one layer, but for its input and for what it

@@ -1,7 +1,7 @@
 //! The weights of a layer on the CPU.
 
-use crate::forward::{self, Delta};
-use nq_kernels::cpu::{DeltaVectors, Linear};
+use crate::{DeltaVectors, Linear};
+use nq_model::forward::{self, Delta};
 
 /// The weights of a layer, repacked for this CPU.
 pub(crate) type CpuLayer = forward::Layer<Linear, Vec<f32>>;

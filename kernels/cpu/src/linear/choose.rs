@@ -1,9 +1,9 @@
 //! Which kernels of the registry serve a weight, for every number of rows of x.
 
 use super::kernel::LinearKernel;
-use crate::cpu::Cpu;
-use crate::error::{Error, Result};
-use crate::registry::{Activations, WeightKind};
+use crate::Cpu;
+use nq_kernels::registry::{Activations, WeightKind};
+use nq_kernels::{Error, Result};
 
 /// True for groups without inputs, which are invalid.
 pub(super) fn without_groups(activations: Activations) -> bool {

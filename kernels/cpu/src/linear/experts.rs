@@ -6,12 +6,12 @@
 
 use super::input::Prepared;
 use super::{Body, Epilogue, Linear, LinearPass, PASS_ROWS, PassPart, kernels, serving, step};
-use crate::cpu::memory::{Buffer, SharedSlice};
-use crate::cpu::simd::LANES;
-use crate::cpu::table::PANELS;
-use crate::cpu::{Cpu, with_scratch};
-use crate::error::{Error, Result};
-use crate::routing::Routes;
+use crate::memory::{Buffer, SharedSlice};
+use crate::simd::LANES;
+use crate::table::PANELS;
+use crate::{Cpu, with_scratch};
+use nq_kernels::routing::Routes;
+use nq_kernels::{Error, Result};
 use std::ops::Range;
 
 /// Rows routed to one expert, at most [`PASS_ROWS`].

@@ -2,7 +2,7 @@
 //! one panel at a time request what they read one page later themselves.
 
 use super::pack::{PackedZeros, PanelWeight};
-use crate::cpu::simd::{LANES, Simd};
+use crate::simd::{LANES, Simd};
 
 /// Bytes that codes are requested before they are read: a page. On an Intel Xeon (Emerald Rapids) decoding is a
 /// third faster with it, and 5 to 15 % on an AMD EPYC (Zen 5); 2 and 8 KiB are no better

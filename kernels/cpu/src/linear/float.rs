@@ -9,8 +9,8 @@
 use super::fetch::fetch_ahead;
 use super::input::Prepared;
 use super::pack::{PackedZeros, PanelWeight, UnitCodes};
-use crate::cpu::simd::{LANES, Simd};
-use crate::cpu::table::GEMV_COLUMNS;
+use crate::simd::{LANES, Simd};
+use crate::table::GEMV_COLUMNS;
 use std::ops::Range;
 
 /// Conversion of a unit of 4 bytes to floats.

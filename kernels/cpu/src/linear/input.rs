@@ -3,7 +3,7 @@
 
 use super::pack::UnitCodes;
 use super::trellis::pack::InputScales;
-use crate::cpu::memory::Buffer;
+use crate::memory::Buffer;
 use nq_formats::trellis::Code;
 use std::sync::Arc;
 

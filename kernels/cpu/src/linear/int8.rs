@@ -13,8 +13,8 @@ use super::fetch::{fetch_ahead, fetch_group, groups_ahead};
 use super::float::{Units, offset};
 use super::input::Prepared;
 use super::pack::{PanelWeight, UnitCodes};
-use crate::cpu::simd::{LANES, Simd};
-use crate::reference::INT16_BASE;
+use crate::simd::{LANES, Simd};
+use nq_kernels::reference::INT16_BASE;
 
 /// `P` panels from panel `panel` on times block `block` of `C` columns of x, each code of `N` bytes:
 /// `out` is `[C][16]` for each panel, `out_stride` floats apart.

@@ -3,10 +3,10 @@
 use super::input::{ActivationType, Layout, Prepared};
 use super::pack::{PackedZeros, PanelWeight, UnitCodes};
 use super::trellis::pack::PANELS;
-use crate::cpu::simd::LANES;
-use crate::cpu::table::KernelTable;
-use crate::isa::Isa;
-use crate::registry::{Activations, KernelInfo};
+use crate::simd::LANES;
+use crate::table::KernelTable;
+use nq_kernels::isa::Isa;
+use nq_kernels::registry::{Activations, KernelInfo};
 use std::ops::Range;
 
 /// Multiplies panels `panels` of the weight with all columns: writes

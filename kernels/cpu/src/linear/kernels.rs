@@ -9,13 +9,13 @@ use super::input::Prepared;
 use super::kernel::{LinearKernel, share};
 use super::pack::{PanelWeight, UnitCodes};
 use super::trellis;
-use crate::cpu::memory::Buffer;
-use crate::cpu::simd::{LANES, Simd};
-use crate::cpu::table::{Dot, Dots, GEMV_COLUMNS, GEMV_TOGETHER, KernelTable, PANELS};
-use crate::cpu::{simd, with_scratch};
-use crate::isa::Isa;
-use crate::registry::{Activations, KernelInfo, WeightKind};
+use crate::memory::Buffer;
+use crate::simd::{LANES, Simd};
+use crate::table::{Dot, Dots, GEMV_COLUMNS, GEMV_TOGETHER, KernelTable, PANELS};
+use crate::{simd, with_scratch};
 use nq_formats::{Bits, DType, Group};
+use nq_kernels::isa::Isa;
+use nq_kernels::registry::{Activations, KernelInfo, WeightKind};
 use std::ops::Range;
 
 impl LinearKernel {

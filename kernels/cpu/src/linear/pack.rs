@@ -16,11 +16,9 @@
 use super::trellis::pack::{
     InputScales, PackedTrellis, SEQUENCES, pack as pack_trellis, words as trellis_words,
 };
-use crate::cpu::memory::Buffer;
-use crate::cpu::simd::LANES;
-use crate::cpu::team::{Team, spread};
-use crate::error::{Error, Result};
-use crate::registry::WeightKind;
+use crate::memory::Buffer;
+use crate::simd::LANES;
+use crate::team::{Team, spread};
 use half::f16;
 use nq_formats::pack::{pack_row, unpack_row};
 use nq_formats::trellis::{self, STRIP, TILE};
@@ -28,6 +26,8 @@ use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, TrellisWeight, Weight,
     ZeroPoints, Zeros,
 };
+use nq_kernels::registry::WeightKind;
+use nq_kernels::{Error, Result};
 use std::sync::Arc;
 
 /// The content of a unit.

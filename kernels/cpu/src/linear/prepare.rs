@@ -3,11 +3,11 @@
 use super::input::{ActivationType, Layout, Prepared};
 use super::pack::{HOLE, UnitCodes};
 use super::trellis;
-use crate::cpu::memory::{Buffer, SharedSlice};
-use crate::cpu::table::KernelTable;
-use crate::cpu::{Team, with_scratch};
-use crate::reference::INT16_BASE;
+use crate::memory::{Buffer, SharedSlice};
+use crate::table::KernelTable;
+use crate::{Team, with_scratch};
 use nq_formats::trellis::Code;
+use nq_kernels::reference::INT16_BASE;
 
 /// Buffers for one row of x on its way into a block.
 #[derive(Default)]

@@ -11,11 +11,11 @@
 //! chunk in blocks of [`BLOCK`], after each of which what came before is rescaled ([`Softmax::fade`]). The sum of a block's weights
 //! is that of four sums of every fourth weight; an output adds position by position. Chunks are merged in their order ([`Softmax::merge`]).
 
-use crate::cpu::kv::{KvData, KvView};
-use crate::cpu::linear::float::tile;
-use crate::cpu::simd::{LANES, Simd};
-use crate::pages::PAGE;
+use crate::kv::{KvData, KvView};
+use crate::linear::float::tile;
+use crate::simd::{LANES, Simd};
 use half::f16;
+use nq_kernels::pages::PAGE;
 
 /// Positions covered by one task of [`decode`]. The split over the cache's length is fixed,
 /// so that the order of sums does not depend on the number of threads.

@@ -14,10 +14,10 @@
 
 use super::delta_kernels::{BLOCK, TileRows};
 use super::{SMALL, Span};
-use crate::cpu::memory::{Buffer, SharedSlice};
-use crate::cpu::simd::LANES;
-use crate::cpu::{Cpu, with_scratch};
-use crate::delta::DeltaShape;
+use crate::memory::{Buffer, SharedSlice};
+use crate::simd::LANES;
+use crate::{Cpu, with_scratch};
+use nq_kernels::delta::DeltaShape;
 
 /// Number of f32 values of a sequence's state in one layer: the matrices, as tiles `[value_heads,
 /// value_dim / 16 rounded up, key_dim, 16]`, then the last inputs of the convolution

@@ -1,6 +1,6 @@
 //! The kernels of a gated DeltaNet, for each instruction set.
 
-use crate::cpu::simd::{LANES, Simd};
+use crate::simd::{LANES, Simd};
 
 /// Added to the sum of squares of a query or a key before the root.
 const UNIT_EPS: f32 = 1e-6;

@@ -1,7 +1,7 @@
 //! Operations on single rows, generic over the instruction set.
 
-use crate::cpu::simd::{LANES, Simd};
-use crate::reference::{INT8_GREATEST, INT16_BASE, INT16_GREATEST, code_scale};
+use crate::simd::{LANES, Simd};
+use nq_kernels::reference::{INT8_GREATEST, INT16_BASE, INT16_GREATEST, code_scale};
 
 /// A sum over the bytes of the words, in 16 lanes of 4: reads every byte and does little else.
 /// Uses integers, since arbitrary bits as floats may be slow ones.

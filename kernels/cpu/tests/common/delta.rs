@@ -1,8 +1,8 @@
 //! A gated DeltaNet's random parameters and rows, and its formulas in f64.
 
 use super::normal;
+use nq_cpu::DeltaVectors;
 use nq_kernels::DeltaShape;
-use nq_kernels::cpu::DeltaVectors;
 
 pub(crate) const EPS: f32 = 1e-6;
 
@@ -120,4 +120,22 @@ pub(crate) fn reference(shape: &DeltaShape, w: &Vectors, [qkvz, ba]: &[Vec<f32>;
         }
     }
     out
+}
+
+/// Published widths, more value heads than key heads, and widths that fill no vectors.
+pub(crate) fn shapes() -> Vec<DeltaShape> {
+    let all = [
+        [2, 2, 128, 128, 4],
+        [2, 6, 128, 128, 4],
+        [1, 2, 64, 32, 4],
+        [1, 1, 1, 1, 4],
+        [2, 4, 20, 36, 3],
+        [3, 3, 17, 5, 1],
+        [1, 3, 33, 16, 6],
+    ];
+    let tiled = all.map(|s| DeltaShape {
+        tiled: true,
+        ..shape(s)
+    });
+    all.map(shape).into_iter().chain(tiled).collect()
 }

@@ -5,13 +5,13 @@ pub(crate) mod delta;
 
 use bytes::Bytes;
 use half::{bf16, f16};
+use nq_cpu::Cpu;
 use nq_formats::pack::pack_rows;
 use nq_formats::trellis::STRIP;
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Levels, Parts, QuantizedWeight,
     Scales, Tensor, TrellisScheme, TrellisWeight, Weight, Zeros,
 };
-use nq_kernels::cpu::Cpu;
 use nq_kernels::rng::Philox;
 use nq_kernels::{Isa, IsaChoice};
 use std::collections::HashMap;

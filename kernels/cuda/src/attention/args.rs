@@ -2,7 +2,7 @@
 
 use super::heads::HeadVectors;
 use super::pages::CacheArgs;
-use crate::cuda::driver::Address;
+use crate::driver::Address;
 
 /// `AttentionArgs` of `cuda/attention_decode.cuh`.
 #[derive(Clone, Copy)]

@@ -4,12 +4,12 @@
 use super::args::AttentionArgs;
 use super::heads::{HEAD_DIM, HeadVectors};
 use super::pages::LayerPages;
-use crate::cuda::driver::{Address, Buffer, Checked, Followed, Gpu, LaunchShape, Operands, Stream};
-use crate::cuda::kernel::kernels;
-use crate::cuda::rows::Places;
-use crate::error::Result;
-use crate::pages::{KvType, PAGE, SharedPrefix};
+use crate::driver::{Address, Buffer, Checked, Followed, Gpu, LaunchShape, Operands, Stream};
+use crate::kernel::kernels;
+use crate::rows::Places;
 use bytemuck::{Pod, Zeroable};
+use nq_kernels::Result;
+use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
 
 /// `MOST_GROUP` of `cuda/attention_shared.cu`.
 const MOST_GROUP: usize = 32;
@@ -67,7 +67,7 @@ impl Cascade {
     /// Allocates groups for steps of up to `rows` rows, which stand in `places`; none share pages yet.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory)
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory)
     pub fn new(gpu: &Gpu, rows: usize, places: Places) -> Result<Self> {
         let what = "groups of rows";
         Ok(Cascade {
@@ -98,7 +98,7 @@ impl Cascade {
     /// key heads. Returns the launch shape for the following steps; `None` without prefixes.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) for a row, sequence or page that does not exist, and for
+    /// [`Error::Shape`](nq_kernels::Error::Shape) for a row, sequence or page that does not exist, and for
     /// more query heads than a block supports; errors of the driver.
     pub fn write(
         &mut self,
@@ -155,7 +155,7 @@ impl Cascade {
 
 kernels! {
     ATTENTION_SHARED: SharedArgs = "attention_shared" in "attention_shared.cu",
-        test "kernels/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
+        test "kernels/cuda/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
         instances &["attention_shared_fp16", "attention_shared_int8"];
 }
 

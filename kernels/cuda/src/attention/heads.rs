@@ -1,6 +1,6 @@
 //! Widths of heads, and what kernels read of them.
 
-use crate::cuda::driver::Address;
+use crate::driver::Address;
 
 /// The usual width of a head, which all kernels of attention serve.
 pub const HEAD_DIM: usize = 128;
@@ -22,7 +22,7 @@ pub const fn rotated(width: usize) -> usize {
 }
 
 /// Widths of a head in a row of products of `heads` query and `kv_heads` key heads: wide ones have gates.
-pub(in crate::cuda) const fn row_heads(width: usize, heads: usize, kv_heads: usize) -> usize {
+pub(crate) const fn row_heads(width: usize, heads: usize, kv_heads: usize) -> usize {
     let gates = if width == WIDE_HEAD_DIM { heads } else { 0 };
     heads + gates + 2 * kv_heads
 }
@@ -30,14 +30,14 @@ pub(in crate::cuda) const fn row_heads(width: usize, heads: usize, kv_heads: usi
 /// `HeadVectors` of `cuda/rows.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(in crate::cuda) struct HeadVectors {
+pub(crate) struct HeadVectors {
     pub(super) gains: [Address; 2],
     pub(super) biases: [Address; 3],
 }
 
 impl HeadVectors {
     /// Neither norms nor biases.
-    pub(in crate::cuda) const NONE: Self = HeadVectors {
+    pub(crate) const NONE: Self = HeadVectors {
         gains: [Address::NULL; 2],
         biases: [Address::NULL; 3],
     };

@@ -13,12 +13,12 @@ use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::pack::SPAN;
 use super::rows::{MOST_RUN, Row, Step, shape};
-use crate::error::Result;
-use crate::pages::PAGE;
 use args::AttentionArgs;
 pub use cascade::{Cascade, CascadeShape};
 pub use heads::{HEAD_DIM, WIDE_HEAD_DIM, WIDE_ROTATED, rotated};
 pub(super) use heads::{HeadVectors, row_heads};
+use nq_kernels::Result;
+use nq_kernels::pages::PAGE;
 pub(super) use pages::CacheArgs;
 pub use pages::{DevicePages, LayerPages, PageEntry, PageStaging, PagesShape};
 
@@ -173,7 +173,7 @@ impl AttentionScratch {
     /// twice, and `kv_heads` key heads.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, heads: usize, kv_heads: usize, sequences: usize) -> Result<Self> {
         let shared = |m| {
             if m > 1 {
@@ -212,23 +212,23 @@ impl AttentionScratch {
 
 kernels! {
     APPEND: AppendArgs = "append" in "reference.cu",
-        test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill",
+        test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_prefill",
         instances &["append_fp16", "append_int8", "append_wide_fp16", "append_wide_int8"];
     ATTENTION_REFERENCE: AttendArgs = "attention_reference" in "reference.cu",
-        test "kernels/tests/cuda/attention.rs::attention", bench "attention_prefill";
+        test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_prefill";
     ATTENTION_DECODE: AttentionArgs = "attention_decode" in "attention_decode.cu",
-        test "kernels/tests/cuda/attention.rs::attention", bench "attention_decode",
+        test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_decode",
         instances &["attention_decode_fp16", "attention_decode_int8",
                     "attention_decode_wide_fp16", "attention_decode_wide_int8"];
     ATTENTION_RUN: AttentionArgs = "attention_run" in "attention_decode.cu",
-        test "kernels/tests/cuda/attention.rs::attention", bench "attention_run",
+        test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_run",
         instances &["attention_run_fp16", "attention_run_int8",
                     "attention_run_wide_fp16", "attention_run_wide_int8"];
     ATTENTION_REST: AttentionArgs = "attention_rest" in "attention_decode.cu",
-        test "kernels/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
+        test "kernels/cuda/tests/cuda/cascade.rs::shared_pages", bench "attention_shared",
         instances &["attention_rest_fp16", "attention_rest_int8"];
     ATTENTION_RUN_REST: AttentionArgs = "attention_run_rest" in "attention_decode.cu",
-        test "kernels/tests/cuda/attention.rs::attention", bench "attention_run",
+        test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_run",
         instances &["attention_run_rest_fp16", "attention_run_rest_int8"];
 }
 
@@ -262,7 +262,7 @@ impl Stream {
     /// width]` (with gates, if heads are wide), and appends keys and values to the cache at `rows`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn append(
         &self,
         qkv: &mut Buffer<f32>,
@@ -295,7 +295,7 @@ impl Stream {
     /// reference kernel.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn attention_reference(
         &self,
         qkv: &Buffer<f32>,
@@ -325,7 +325,7 @@ impl Stream {
     /// width]`, with gates if heads are wide; their keys and values are appended to the cache, and the results go to `out`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     #[expect(clippy::too_many_arguments, reason = "the operands of one kernel")]
     pub fn attention_decode(
         &self,

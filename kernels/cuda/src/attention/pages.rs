@@ -1,11 +1,11 @@
 //! Keys and values on the device, in pages.
 
 use super::heads::{HEAD_DIM, WIDE_HEAD_DIM};
-use crate::cuda::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
-use crate::cuda::kernel::kernels;
-use crate::cuda::rows::{Places, shape};
-use crate::error::{Error, Result};
-use crate::pages::{KvType, PAGE};
+use crate::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
+use crate::kernel::kernels;
+use crate::rows::{Places, shape};
+use nq_kernels::pages::{KvType, PAGE};
+use nq_kernels::{Error, Result};
 use std::ops::Range;
 
 /// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.
@@ -83,13 +83,13 @@ pub struct LayerPages<'a> {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct CacheArgs {
-    pub(in crate::cuda) keys: Address,
-    pub(in crate::cuda) values: Address,
-    pub(in crate::cuda) key_scales: Address,
-    pub(in crate::cuda) value_scales: Address,
-    pub(in crate::cuda) tables: Address,
+    pub(crate) keys: Address,
+    pub(crate) values: Address,
+    pub(crate) key_scales: Address,
+    pub(crate) value_scales: Address,
+    pub(crate) tables: Address,
     kv_heads: i32,
-    pub(in crate::cuda) table_len: i32,
+    pub(crate) table_len: i32,
 }
 
 impl DevicePages {
@@ -246,7 +246,7 @@ impl LayerPages<'_> {
     }
 
     /// Index of the instance of a kernel for FP16, int8, and wide heads of both.
-    pub(in crate::cuda) fn instance(&self) -> usize {
+    pub(crate) fn instance(&self) -> usize {
         usize::from(self.is_int8())
             + if self.head_dim() == WIDE_HEAD_DIM {
                 2
@@ -283,9 +283,9 @@ impl LayerPages<'_> {
 
 kernels! {
     SET_PAGES: SetPagesArgs = "set_pages" in "pages.cu",
-        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
+        test "kernels/cuda/tests/cuda/attention.rs::copied_pages", bench "pages";
     COPY_PAGE: CopyPageArgs = "copy_page" in "pages.cu",
-        test "kernels/tests/cuda/attention.rs::copied_pages", bench "pages";
+        test "kernels/cuda/tests/cuda/attention.rs::copied_pages", bench "pages";
 }
 
 /// `MOST_ENTRIES` of `cuda/pages.cu`.

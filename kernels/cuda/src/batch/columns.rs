@@ -1,9 +1,9 @@
 //! Rows of activations in the layout that kernels of up to 16 rows multiply.
 
-use crate::cuda::driver::{Address, Buffer, Gpu, Operands};
-use crate::cuda::linear::DeviceLinear;
-use crate::cuda::pack::{PackedKind, SPAN};
-use crate::error::Result;
+use crate::driver::{Address, Buffer, Gpu, Operands};
+use crate::linear::DeviceLinear;
+use crate::pack::{PackedKind, SPAN};
+use nq_kernels::Result;
 
 /// Most sequences in one step.
 pub const MOST_SEQUENCES: usize = 16;
@@ -13,7 +13,7 @@ pub(super) const MOST_DEPTH: usize = 8;
 
 /// How many rows of activations are columns of one tensor-core product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) enum ColumnGroup {
+pub(crate) enum ColumnGroup {
     /// With both parts of their values.
     Four,
     /// With one part.
@@ -22,7 +22,7 @@ pub(in crate::cuda) enum ColumnGroup {
 
 impl ColumnGroup {
     /// That for `m` rows.
-    pub(in crate::cuda) fn of(m: usize) -> Self {
+    pub(crate) fn of(m: usize) -> Self {
         if m > 4 {
             ColumnGroup::Eight
         } else {
@@ -51,7 +51,7 @@ impl ColumnGroup {
     }
 }
 
-/// Rows of activations in the layout that [`Stream::gemv_batch`](crate::cuda::Stream::gemv_batch) multiplies
+/// Rows of activations in the layout that [`Stream::gemv_batch`](crate::Stream::gemv_batch) multiplies
 /// (`cuda/columns.cuh`).
 pub struct Columns {
     words: Buffer<u8>,
@@ -64,7 +64,7 @@ impl Columns {
     /// Allocates columns for `rows` rows of up to `inputs` values.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, rows: usize, inputs: usize) -> Result<Self> {
         let spans = inputs.div_ceil(SPAN);
         let group = ColumnGroup::Eight;
@@ -80,12 +80,12 @@ impl Columns {
 
 /// Where another kernel writes the columns for a product.
 #[derive(Clone, Copy)]
-pub(in crate::cuda) struct ColumnsTarget {
-    pub(in crate::cuda) words: Address,
+pub(crate) struct ColumnsTarget {
+    pub(crate) words: Address,
     /// Of a group.
-    pub(in crate::cuda) rows: i32,
+    pub(crate) rows: i32,
     /// 1 if they meet codes in the order of those of 4 bits.
-    pub(in crate::cuda) nibbles: i32,
+    pub(crate) nibbles: i32,
 }
 
 impl Columns {
@@ -95,12 +95,7 @@ impl Columns {
     }
 
     /// Refuses `m` rows for a product with `w` that have no room, or no kernel.
-    pub(in crate::cuda) fn check(
-        &self,
-        o: &Operands<'_>,
-        w: &DeviceLinear,
-        m: usize,
-    ) -> Result<()> {
+    pub(crate) fn check(&self, o: &Operands<'_>, w: &DeviceLinear, m: usize) -> Result<()> {
         o.multiple("inputs", 8, w.inputs())?;
         o.at_least("rows", 1, m)?;
         o.at_most("rows", MOST_SEQUENCES.min(self.rows), m)?;
@@ -120,7 +115,7 @@ impl Columns {
 }
 
 /// The columns of a product's rows, and the factors of their norm.
-pub(in crate::cuda) struct PreparedColumns {
+pub(crate) struct PreparedColumns {
     pub(super) words: Address,
     pub(super) factors: Address,
 }

@@ -1,11 +1,11 @@
 //! The product of rows in groups of eight, for up to 16 rows and any device.
 
 use super::columns::{ColumnGroup, MOST_DEPTH, PreparedColumns};
-use crate::cuda::driver::{Address, GpuInfo, LaunchShape, Stream};
-use crate::cuda::kernel::{kernels, names};
-use crate::cuda::linear::{PackedShape, WeightSizes};
-use crate::cuda::product::{OutputAddresses, Product, cheapest};
-use crate::error::Result;
+use crate::driver::{Address, GpuInfo, LaunchShape, Stream};
+use crate::kernel::{kernels, names};
+use crate::linear::{PackedShape, WeightSizes};
+use crate::product::{OutputAddresses, Product, cheapest};
+use nq_kernels::Result;
 
 /// Rows of a group, which are columns of a tensor-core product.
 const GROUP: usize = ColumnGroup::Eight.rows();
@@ -15,11 +15,11 @@ const TILES: usize = 4;
 
 /// How a product is cut: see `cuda/gemv_batch.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::cuda) struct GroupsPlan {
+pub(crate) struct GroupsPlan {
     /// Groups of rows per launch: 1 or 2.
     groups: usize,
     split: usize,
-    pub(in crate::cuda) blocks: usize,
+    pub(crate) blocks: usize,
     depth: usize,
     shared: usize,
 }
@@ -27,7 +27,7 @@ pub(in crate::cuda) struct GroupsPlan {
 impl GroupsPlan {
     /// The plan for `m` rows: two groups at once if shared memory allows, otherwise one after the
     /// other. `None` if not even one fits.
-    pub(in crate::cuda) fn new(info: &GpuInfo, w: &PackedShape, m: usize) -> Option<Self> {
+    pub(crate) fn new(info: &GpuInfo, w: &PackedShape, m: usize) -> Option<Self> {
         let wanted = m.div_ceil(GROUP).clamp(1, 2);
         (1..=wanted).rev().find_map(|g| Self::of(info, w, g))
     }
@@ -75,7 +75,7 @@ impl GroupsPlan {
 
 kernels! {
     GEMV_BATCH: GemvBatchArgs = "gemv_batch" in "gemv_batch.cu",
-        test "kernels/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
+        test "kernels/cuda/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
         instances names!(kinds "gemv_batch"; "_8", "_16");
 }
 

@@ -1,9 +1,9 @@
 //! The products of a decode step of several rows. [`Stream::gemv_batch`] has two kernels for them: one for
 //! weights of integer codes on devices with clusters of blocks, and one for other weights, small ones and other devices.
 
-pub(in crate::cuda) mod columns;
-pub(in crate::cuda) mod groups;
-pub(in crate::cuda) mod rows;
+pub(crate) mod columns;
+pub(crate) mod groups;
+pub(crate) mod rows;
 
 use self::columns::{ColumnGroup, Columns, ColumnsTarget, PreparedColumns};
 use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
@@ -12,11 +12,11 @@ use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::plan::ProductPlan;
 use super::product::{Asked, Inputs, OutputAddresses, Product};
-use crate::error::Result;
+use nq_kernels::Result;
 
 impl Columns {
     /// Where the columns of `m` rows go for a product with `w`.
-    pub(in crate::cuda) fn target(
+    pub(crate) fn target(
         &self,
         o: &Operands<'_>,
         w: &DeviceLinear,
@@ -52,7 +52,7 @@ pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
 
 kernels! {
     COLUMNS: ColumnsArgs = "columns" in "columns.cu",
-        test "kernels/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
+        test "kernels/cuda/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
         instances &[
             "columns_int4_8",
             "columns_int8_8",
@@ -82,7 +82,7 @@ impl Stream {
     /// kernels from starting before the previous one has ended.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn gemv_batch(
         &self,
         w: &DeviceLinear,
@@ -105,7 +105,7 @@ impl Stream {
     /// products to `y` `[m, outputs]`.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if an operand does not fit; errors of the driver.
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     ///
     /// [`AttentionOutput::Columns`]: super::AttentionOutput::Columns
     pub fn multiply_columns(

@@ -1,12 +1,12 @@
 //! The product of up to 16 rows with integer codes, for devices with clusters of blocks.
 
 use super::columns::{ColumnGroup, MOST_DEPTH, MOST_SEQUENCES, PreparedColumns};
-use crate::cuda::driver::{Address, Gpu, LaunchShape, Stream};
-use crate::cuda::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use crate::cuda::linear::{PackedShape, WeightSizes};
-use crate::cuda::pack::PackedKind;
-use crate::cuda::product::{OutputAddresses, Product};
-use crate::error::Result;
+use crate::driver::{Address, Gpu, LaunchShape, Stream};
+use crate::kernel::{Instance, SCHEMES, kernels, kind_index, names};
+use crate::linear::{PackedShape, WeightSizes};
+use crate::pack::PackedKind;
+use crate::product::{OutputAddresses, Product};
+use nq_kernels::Result;
 
 /// `WARPS` of `cuda/gemv_rows.cu`.
 const WARPS: usize = 12;
@@ -25,18 +25,18 @@ const ALONE: usize = 116 << 10;
 
 /// How a product is cut: see `cuda/gemv_rows.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::cuda) struct RowsPlan {
+pub(crate) struct RowsPlan {
     parts: usize,
     /// Most spans of a part.
     part_spans: usize,
-    pub(in crate::cuda) blocks: usize,
+    pub(crate) blocks: usize,
     shared: usize,
 }
 
 impl RowsPlan {
     /// The plan for `m` rows: with as few parts as have room. `None` for FP16 weights and more rows than this
     /// kernel takes, on a device without it, where nothing fits, and where `gemv_batch` is faster.
-    pub(in crate::cuda) fn new(gpu: &Gpu, w: &PackedShape, m: usize) -> Result<Option<Self>> {
+    pub(crate) fn new(gpu: &Gpu, w: &PackedShape, m: usize) -> Result<Option<Self>> {
         if w.kind == PackedKind::Fp16 || m > MOST_SEQUENCES {
             return Ok(None);
         }
@@ -122,7 +122,7 @@ fn instance(kind: PackedKind, m: usize) -> Instance<GemvRowsArgs> {
 
 kernels! {
     GEMV_ROWS: GemvRowsArgs = "gemv_rows" in "gemv_rows.cu",
-        test "kernels/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
+        test "kernels/cuda/tests/cuda/batch.rs::products_of_several_sequences", bench "gemv_batch",
         instances names!(schemes "gemv_rows"; "_4", "_8", "_16");
 }
 

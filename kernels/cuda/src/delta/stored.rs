@@ -1,8 +1,8 @@
 //! States as bytes on the host, for files: layer by layer the matrices, then the inputs of the convolution.
 
 use super::{DELTA_DIM, DeviceStates, INPUTS};
-use crate::cuda::driver::{Buffer, Stream};
-use crate::error::{Error, Result};
+use crate::driver::{Buffer, Stream};
+use nq_kernels::{Error, Result};
 
 impl DeviceStates {
     /// Bytes of the states at a place, in all layers.

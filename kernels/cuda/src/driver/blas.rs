@@ -7,14 +7,14 @@
 use super::gpu::Gpu;
 use super::memory::{Address, Buffer};
 use super::stream::Stream;
-use crate::error::{Error, Result};
-use crate::grad::Gemm;
 use cudarc::cublas::sys::{
     cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasHandle_t as Handle,
     cublasOperation_t as Operation, cudaDataType as Type,
 };
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
+use nq_kernels::grad::Gemm;
+use nq_kernels::{Error, Result};
 use std::env;
 use std::ffi::{OsStr, c_int, c_longlong, c_void};
 use std::fmt::Display;

@@ -4,8 +4,8 @@ use super::gpu::Gpu;
 use super::memory::Buffer;
 use super::staging::Staging;
 use super::stream::Stream;
-use crate::error::{Error, Result};
 use bytemuck::Pod;
+use nq_kernels::{Error, Result};
 use std::fmt::Debug;
 
 /// A value that tells a kernel where to read or write.

@@ -1,6 +1,6 @@
 //! The kernels' code: which of a build's targets a device runs, and which driver that needs.
 
-use crate::error::{Error, Result};
+use nq_kernels::{Error, Result};
 use std::borrow::Cow;
 
 include!(concat!(env!("OUT_DIR"), "/code.rs"));
@@ -23,7 +23,7 @@ const MOST_BYTES: usize = 256 << 20;
 /// A target, by the compiler's name: `sm_86` is machine code for compute capability 8.6 and
 /// newer 8.x; `sm_90a` for 9.0 alone; `compute_100` is PTX for 10.0 and newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) struct CodeTarget {
+pub(crate) struct CodeTarget {
     name: &'static str,
     capability: (i32, i32),
     ptx: bool,
@@ -44,12 +44,12 @@ impl CodeTarget {
     }
 
     #[cfg(test)]
-    pub(in crate::cuda) fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         self.name
     }
 
     #[cfg(test)]
-    pub(in crate::cuda) fn is_ptx(&self) -> bool {
+    pub(crate) fn is_ptx(&self) -> bool {
         self.ptx
     }
 
@@ -73,7 +73,7 @@ impl CodeTarget {
     ///
     /// # Errors
     /// [`Error::Cuda`] if the embedded code is damaged.
-    pub(in crate::cuda) fn images(&self) -> Result<Vec<Cow<'static, [u8]>>> {
+    pub(crate) fn images(&self) -> Result<Vec<Cow<'static, [u8]>>> {
         let code = code().find(|(name, _)| *name == self.name);
         let (_, code) = code.expect("targets are those of the table");
         images(code).map_err(|why| Error::Cuda {
@@ -84,7 +84,7 @@ impl CodeTarget {
 }
 
 /// All targets for which this build has code.
-pub(in crate::cuda) fn targets() -> impl Iterator<Item = CodeTarget> {
+pub(crate) fn targets() -> impl Iterator<Item = CodeTarget> {
     code().filter_map(|(name, _)| CodeTarget::of(name))
 }
 

@@ -3,9 +3,9 @@
 use super::errors::check;
 use super::memory::Buffer;
 use super::stream::Stream;
-use crate::error::Result;
 use bytemuck::Pod;
 use cudarc::driver::sys;
+use nq_kernels::Result;
 use std::ptr;
 
 /// Where rows of values lie in a buffer.
@@ -22,7 +22,7 @@ impl Stream {
     /// graph may contain it.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if the rows are not within the buffers, or overlap; errors of the
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if the rows are not within the buffers, or overlap; errors of the
     /// driver.
     pub fn copy_rows<T: Pod>(
         &self,

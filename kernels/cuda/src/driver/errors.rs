@@ -1,8 +1,8 @@
 //! Errors of the driver.
 
-use crate::error::{Error, Result};
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUresult;
+use nq_kernels::{Error, Result};
 
 /// Converts a driver's result to this crate's error.
 pub(super) fn check<T>(what: &'static str, result: Result<T, DriverError>) -> Result<T> {

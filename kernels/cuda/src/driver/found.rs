@@ -2,8 +2,8 @@
 
 use super::code::{CodeTarget, target_for, too_old};
 use super::errors::check;
-use crate::error::{Error, Result};
 use cudarc::driver::{result, sys};
+use nq_kernels::{Error, Result};
 
 /// CUDA version of the oldest driver whose library has all functions called here (12.0).
 const OLDEST_DRIVER: i32 = 12_000;

@@ -5,8 +5,8 @@ use super::errors::check;
 use super::gpu::Gpu;
 use super::memory::{Allocation, Buffer, MemoryKind, allocated};
 use super::stream::Stream;
-use crate::error::{Error, Result};
 use cudarc::driver::sys;
+use nq_kernels::{Error, Result};
 use std::ffi::c_void;
 use std::sync::Arc;
 

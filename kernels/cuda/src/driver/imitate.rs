@@ -8,7 +8,7 @@
 use super::code::{SOURCES, unpack};
 use super::info::GpuInfo;
 use super::launch::LaunchShape;
-use crate::error::{Error, Result};
+use nq_kernels::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};

@@ -27,14 +27,14 @@ pub struct GpuInfo {
 
 /// True if the kernels for devices with so many bytes of shared memory for a block are those for at most 99 KiB:
 /// `SMALL_BLOCKS` of `cuda/common.cuh`.
-pub(in crate::cuda) fn has_small_blocks(shared_memory: usize) -> bool {
+pub(crate) fn has_small_blocks(shared_memory: usize) -> bool {
     shared_memory < 163 << 10
 }
 
 impl GpuInfo {
     /// True if kernels copy in bulk and blocks have much shared memory: `__CUDA_ARCH__ >= 900 && !SMALL_BLOCKS` of the
     /// kernels.
-    pub(in crate::cuda) fn has_large_blocks(&self) -> bool {
+    pub(crate) fn has_large_blocks(&self) -> bool {
         self.capability >= (9, 0) && !has_small_blocks(self.shared_memory)
     }
 }

@@ -2,10 +2,10 @@
 
 use super::errors::check;
 use super::gpu::Gpu;
-use crate::account::Held;
-use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use cudarc::driver::{result, sys};
+use nq_kernels::account::Held;
+use nq_kernels::{Error, Result};
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
@@ -210,7 +210,7 @@ impl<T: Pod> Buffer<T> {
     }
 
     /// The same memory once more.
-    pub(in crate::cuda) fn share(&self) -> Self {
+    pub(crate) fn share(&self) -> Self {
         Buffer {
             memory: Arc::clone(&self.memory),
             len: self.len,
@@ -344,8 +344,8 @@ impl Address {
 
 #[cfg(test)]
 mod tests {
-    use crate::Account;
-    use crate::cuda::{Checked, Gpu, GpuInfo};
+    use crate::{Checked, Gpu, GpuInfo};
+    use nq_kernels::Account;
 
     /// On a dry device memory is only counted: no driver is needed.
     #[test]

@@ -34,21 +34,21 @@ mod staging;
 mod stream;
 mod tensor_map;
 #[cfg(test)]
-pub(in crate::cuda) mod trace;
+pub(crate) mod trace;
 
 pub(crate) use blas::{Blas, Side};
 pub use call::HostWork;
 pub use checked::{Checked, Followed};
 pub use code::driver_needed;
 #[cfg(test)]
-pub(in crate::cuda) use code::targets;
+pub(crate) use code::targets;
 pub use copy::Strided;
 pub use found::{check_device, device_count};
 pub use gpu::Gpu;
 pub(crate) use gpu::PartTimes;
 pub use host::HostStage;
 pub use info::GpuInfo;
-pub(in crate::cuda) use info::has_small_blocks;
+pub(crate) use info::has_small_blocks;
 pub(crate) use launch::LaunchShape;
 pub(crate) use memory::Address;
 pub use memory::{Buffer, Mapped};

@@ -4,8 +4,8 @@ use super::gpu::Gpu;
 use super::memory::{Address, Buffer, Mapped, Region};
 use super::peers::Common;
 use super::stream::Stream;
-use crate::error::{Error, Result};
 use bytemuck::Pod;
+use nq_kernels::{Error, Result};
 
 /// The operands of one operation in a stream. Every address that a kernel gets comes from here: it
 /// belongs to the stream's device, holds as many values as the operation states, and stays valid as long

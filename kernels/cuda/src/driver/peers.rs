@@ -3,9 +3,9 @@
 use super::errors::check;
 use super::gpu::Gpu;
 use super::memory::{Allocation, MemoryKind, Region, allocated};
-use crate::error::Result;
 use bytemuck::Pod;
 use cudarc::driver::sys::{self, CUresult};
+use nq_kernels::Result;
 use std::marker::PhantomData;
 use std::sync::{Arc, PoisonError};
 
@@ -66,7 +66,7 @@ impl<T: Pod> Common<T> {
     /// of which a dry device has none.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory).
     pub(crate) fn new(gpu: &Gpu, what: &'static str, len: usize, on_host: bool) -> Result<Self> {
         let bytes = allocated::<T>(what, len)?;
         let memory = match (on_host, gpu.is_dry()) {

@@ -4,8 +4,8 @@ use super::gpu::Gpu;
 use super::memory::Buffer;
 use super::pinned::Pinned;
 use super::stream::Stream;
-use crate::error::Result;
 use bytemuck::Pod;
+use nq_kernels::Result;
 
 /// Two page-locked buffers used in turn: one is filled while the other is copied.
 pub(crate) struct Staging<T> {
@@ -40,7 +40,7 @@ impl Stream {
     /// `staging`, which is allocated as needed. Waits only for the copy before the latest one.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if they do not fit; [`crate::Error::DeviceMemory`]; errors of the driver.
+    /// [`nq_kernels::Error::Shape`] if they do not fit; [`nq_kernels::Error::DeviceMemory`]; errors of the driver.
     pub(crate) fn write_staged<T: Pod>(
         &self,
         to: &mut Buffer<T>,

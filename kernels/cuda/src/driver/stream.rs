@@ -5,12 +5,12 @@ use super::errors::check;
 use super::gpu::{Gpu, PartTimes, Timed};
 use super::launch::{Attributes, LaunchShape};
 use super::memory::Allocation;
-use crate::cuda::kernel::Instance;
-use crate::cuda::trellis::room::TrellisRoom;
-use crate::error::{Error, Result};
-use crate::profile::Key;
+use crate::kernel::Instance;
+use crate::trellis::room::TrellisRoom;
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
+use nq_kernels::profile::Key;
+use nq_kernels::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::ptr;
@@ -137,7 +137,7 @@ impl Stream {
     }
 
     /// Its memory for products with trellis codes.
-    pub(in crate::cuda) fn room(&self) -> Option<&TrellisRoom> {
+    pub(crate) fn room(&self) -> Option<&TrellisRoom> {
         self.0.room.as_ref()
     }
 

@@ -2,8 +2,8 @@
 
 use super::gpu::Gpu;
 use super::memory::Address;
-use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUtensorMapDataType as Type, CUtensorMapSwizzle as Swizzle};
+use nq_kernels::{Error, Result};
 
 /// A matrix in device memory that is copied to shared memory in boxes.
 #[derive(Clone, Copy)]

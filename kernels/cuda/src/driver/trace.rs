@@ -4,8 +4,8 @@ use super::gpu::Gpu;
 use super::info::GpuInfo;
 use super::launch::LaunchShape;
 use super::tensor_map::{BoxedMatrix, TensorMap};
-use crate::account::Account;
-use crate::cuda::kernel::Instance;
+use crate::kernel::Instance;
+use nq_kernels::account::Account;
 use std::cell::{Cell, RefCell};
 use std::{ptr, slice};
 
@@ -17,11 +17,7 @@ thread_local! {
 }
 
 /// A dry device of this compute capability, number of multiprocessors and shared memory of a block, in KiB.
-pub(in crate::cuda) fn imagined(
-    capability: (i32, i32),
-    multiprocessors: usize,
-    shared_kib: usize,
-) -> Gpu {
+pub(crate) fn imagined(capability: (i32, i32), multiprocessors: usize, shared_kib: usize) -> Gpu {
     let info = GpuInfo {
         name: NAME.into(),
         capability,
@@ -38,7 +34,7 @@ pub(super) fn is_imagined(gpu: &Gpu) -> bool {
 }
 
 /// The launches of this thread since the last call: kernel, shape, and the words of its argument.
-pub(in crate::cuda) fn launches() -> Vec<String> {
+pub(crate) fn launches() -> Vec<String> {
     LAUNCHES.take()
 }
 

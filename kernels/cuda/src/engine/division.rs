@@ -1,12 +1,12 @@
 //! How several GPUs divide a model.
 
 use super::model::{check_shape, key_copies};
-use crate::error::{Error, Result};
-use crate::interface::Split;
-use crate::models::LayerWeights;
+use crate::Gpu;
 use nq_formats::{ModelConfig, Progress, Scheme, Shard, WeightStore};
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::Gpu;
+use nq_runtime::interface::Split;
+use nq_runtime::models::LayerWeights;
+use nq_runtime::{Error, Result};
 use std::ops::Range;
 
 /// The parts of a model that GPUs with so many `free` bytes get.

@@ -4,17 +4,17 @@
 //! a step copies the residual stream and the router's scores to the host, adds the mixture there, and
 //! copies the residual stream back; this is part of the recorded step.
 
-use crate::cpu::layer::pack;
-use crate::error::{Error, Result};
-use crate::host::available_memory;
-use crate::interface::LoadOptions;
-use crate::models::LayerWeights;
-use crate::weights::Census;
+use crate::HostWork;
+use nq_cpu::Cpu;
+use nq_cpu::engine::layer::pack;
 use nq_formats::models::{Block, LayerSpec, Mixer, Product};
 use nq_formats::{Experts, ModelConfig, Progress};
 use nq_kernels::Routes;
-use nq_kernels::cpu::Cpu;
-use nq_kernels::cuda::HostWork;
+use nq_runtime::host::available_memory;
+use nq_runtime::interface::LoadOptions;
+use nq_runtime::models::LayerWeights;
+use nq_runtime::weights::Census;
+use nq_runtime::{Error, Result};
 use std::sync::Arc;
 
 /// The experts of a model's first layers, as far as they are on the CPU.
@@ -96,7 +96,7 @@ impl HostExperts {
         };
         let cpu = match &self.cpu {
             Some(cpu) => Arc::clone(cpu),
-            None => Arc::clone(self.cpu.insert(Arc::new(crate::cpu::open(options)?))),
+            None => Arc::clone(self.cpu.insert(Arc::new(nq_cpu::open(options)?))),
         };
         let packed = |product: &'static Product| {
             let name = (product.name, experts.count);

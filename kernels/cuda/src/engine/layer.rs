@@ -1,10 +1,10 @@
 //! The weights of a layer on a GPU, and the mixtures that its kernels run.
 
-use crate::forward::{Layer, Mix};
+use crate::{Buffer, DeviceLinear, MOST_EXPERTS};
 use nq_formats::models::{LayerSpec, LinearKind, Product};
 use nq_formats::{Experts, ModelConfig};
-use nq_kernels::cuda::{Buffer, DeviceLinear, MOST_EXPERTS};
 use nq_kernels::registry::WeightKind;
+use nq_model::forward::{Layer, Mix};
 
 /// The weights of a layer; gate and up are interleaved.
 pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
@@ -55,7 +55,7 @@ pub(super) fn stacks_shared(
 /// The mixture that kernels run for a layer: with the shared expert, if the layer's stacks have it.
 pub(super) fn mixture(
     config: &ModelConfig,
-    experts: &crate::forward::Experts<DeviceLinear>,
+    experts: &nq_model::forward::Experts<DeviceLinear>,
 ) -> Experts {
     let Some(shape) = config.experts else {
         unreachable!("layers with experts have an expert shape");

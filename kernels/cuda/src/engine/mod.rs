@@ -1,4 +1,4 @@
-//! The GPU engine: nq's own forward over `nq_kernels::cuda`.
+//! The GPU engine: nq's own forward over the kernels of this crate.
 
 mod division;
 mod host_experts;
@@ -12,29 +12,29 @@ mod request;
 mod session;
 mod streams;
 
-use crate::error::{Error, Result};
-use crate::interface::{
-    ActivationChoice, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
-};
-use crate::kv::least_prefix;
-use crate::weights::Kinds;
-pub(crate) use model::check_shape;
+use crate::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
+pub use model::check_shape;
 use model::{CudaModel, key_copies, note_copies};
 use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
-use nq_kernels::cuda::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 use nq_kernels::profile::OpTiming;
 use nq_kernels::{Account, KernelSet};
-pub(crate) use parallel::ParallelEngine;
+use nq_runtime::interface::{
+    ActivationChoice, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+};
+use nq_runtime::kv::least_prefix;
+use nq_runtime::weights::Kinds;
+use nq_runtime::{Error, Result};
+pub use parallel::ParallelEngine;
 use part::GpuPart;
 use request::Request;
 use session::CudaSession;
 use session::step::least_shared_pages;
 use session::step_rows::most_together;
 use std::sync::{Arc, OnceLock};
-pub(crate) use streams::{CudaEagle, CudaMtp};
+pub use streams::{CudaEagle, CudaMtp};
 
 /// [`Engine`] on a GPU.
-pub(crate) struct CudaEngine {
+pub struct CudaEngine {
     model: Arc<CudaModel>,
     description: EngineDescription,
     bandwidth: OnceLock<Option<f64>>,
@@ -45,11 +45,7 @@ pub(crate) struct CudaEngine {
 ///
 /// # Errors
 /// A weight that no kernel serves; a type of keys and values that the device does not support.
-pub(crate) fn planned(
-    c: &ModelConfig,
-    kinds: Kinds<'_>,
-    spec: &SessionSpec,
-) -> Result<DeviceMemory> {
+pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<DeviceMemory> {
     let c = &served(c).config(c)?;
     let info = &GpuInfo {
         multiprocessors: 132,
@@ -71,7 +67,7 @@ pub(crate) fn planned(
 }
 
 /// The whole of a model of shape `c`, with as many copies of its key heads as the kernels need.
-pub(crate) fn served(c: &ModelConfig) -> Shard {
+pub fn served(c: &ModelConfig) -> Shard {
     Shard {
         key_copies: key_copies(c),
         ..Shard::tensors(0, 1)
@@ -80,7 +76,7 @@ pub(crate) fn served(c: &ModelConfig) -> Shard {
 
 impl CudaEngine {
     /// Reads a model layer by layer and packs it for device `ordinal`.
-    pub(crate) fn load(
+    pub fn load(
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,

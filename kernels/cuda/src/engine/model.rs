@@ -6,26 +6,26 @@ use super::part::GpuPart;
 use super::plan::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use super::request::Request;
 use super::session::step_rows::most_together;
-use crate::error::{Error, Result};
-use crate::forward::{HeadVectors, Layer, Mix, VectorSpec};
-use crate::interface::{LoadOptions, SessionSpec};
-use crate::models::{self, LayerWeights};
-use crate::rope::Rotary;
-use crate::states::is_recurrent;
-use crate::weights::{Census, LoadProgress, note_held};
+use crate::pack::{SPAN, TILE};
+use crate::{
+    Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
+    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Uploader, WIDE_HEAD_DIM,
+    rotated,
+};
 use nq_formats::models::{LinearKind, Mixer, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{
     DType, Experts, ModelConfig, Progress, Scheme, Shard, Tensor, Weight, WeightStore, human_bytes,
 };
-use nq_kernels::cuda::pack::{SPAN, TILE};
-use nq_kernels::cuda::{
-    Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
-    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Uploader, WIDE_HEAD_DIM,
-    rotated,
-};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
+use nq_model::forward::{HeadVectors, Layer, Mix, VectorSpec};
+use nq_runtime::interface::{LoadOptions, SessionSpec};
+use nq_runtime::models::{self, LayerWeights};
+use nq_runtime::rope::Rotary;
+use nq_runtime::states::is_recurrent;
+use nq_runtime::weights::{Census, LoadProgress, note_held};
+use nq_runtime::{Error, Result};
 use std::collections::BTreeMap;
 
 /// A model packed for a GPU.
@@ -429,7 +429,7 @@ impl CudaModel {
     /// The vectors of a layer's recurrence.
     pub(super) fn delta<'a>(
         &self,
-        vectors: &'a crate::forward::DeltaParameters<Buffer<f32>>,
+        vectors: &'a nq_model::forward::DeltaParameters<Buffer<f32>>,
     ) -> DeltaVectors<'a> {
         DeltaVectors {
             conv: &vectors.conv,
@@ -507,7 +507,7 @@ pub(super) fn note_copies(c: &ModelConfig, progress: &dyn Progress) {
 }
 
 /// Refuses shapes that the kernels do not serve.
-pub(crate) fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
+pub fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
     let (gated, turned) = (config.gate_dim() > 0, config.rotated());
     match (config.head_dim, gated) {
         (HEAD_DIM, false) | (WIDE_HEAD_DIM, true) => {}

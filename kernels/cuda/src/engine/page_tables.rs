@@ -1,8 +1,8 @@
 //! Page tables on the device.
 
-use crate::error::Result;
-use crate::kv::{PageCopy, PageTables};
-use nq_kernels::cuda::{DevicePages, PageEntry, Stream};
+use crate::{DevicePages, PageEntry, Stream};
+use nq_runtime::Result;
+use nq_runtime::kv::{PageCopy, PageTables};
 
 /// Makes room for more positions of sequences, given as (slot, positions): queues the copies of shared
 /// pages and the changes of the device's page tables, of which `placed` is a copy.

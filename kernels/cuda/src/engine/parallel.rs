@@ -13,21 +13,21 @@ use super::division::{choose, refuse, shards};
 use super::model::note_copies;
 use super::part::GpuPart;
 use super::session::CudaSession;
-use crate::error::{Error, Result};
-use crate::interface::{
+use crate::{Gpu, Rank};
+use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_kernels::profile::OpTiming;
+use nq_runtime::interface::{
     Chunk, DeviceMemory, Drawn, Engine, EngineDescription, LoadOptions, Logits, Observer, Pages,
     Run, Session, SessionSpec, Split, StepsAhead,
 };
-use crate::sampler::Sampler;
-use nq_formats::{ModelConfig, Progress, WeightStore};
-use nq_kernels::cuda::{Gpu, Rank};
-use nq_kernels::profile::OpTiming;
+use nq_runtime::sampler::Sampler;
+use nq_runtime::{Error, Result};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// [`Engine`] on several GPUs.
-pub(crate) struct ParallelEngine {
+pub struct ParallelEngine {
     /// Of the whole model.
     config: ModelConfig,
     description: EngineDescription,
@@ -94,7 +94,7 @@ fn open(ordinals: &[usize]) -> Result<Vec<Gpu>> {
 impl ParallelEngine {
     /// Reads a model and packs a part for each of the devices `ordinals`, of which two may be the same: one GPU then stands in
     /// for several.
-    pub(crate) fn load(
+    pub fn load(
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -412,7 +412,7 @@ impl Pages for ParallelSession {
     }
 
     fn append(&mut self, slot: usize, page: &[u8]) -> Result<()> {
-        crate::checks::check_bytes("a page of keys and values", page, self.page_bytes())?;
+        nq_runtime::checks::check_bytes("a page of keys and values", page, self.page_bytes())?;
         let mut rest = page;
         self.ranks.iter_mut().try_for_each(|rank| {
             let (part, behind) = rest.split_at(rank.page_bytes());
@@ -431,7 +431,7 @@ impl Pages for ParallelSession {
         if all == 0 {
             return Ok(());
         }
-        crate::checks::check_bytes("states of a sequence", state, all)?;
+        nq_runtime::checks::check_bytes("states of a sequence", state, all)?;
         let mut rest = state;
         self.ranks.iter_mut().try_for_each(|rank| {
             let (part, behind) = rest.split_at(rank.state_bytes().unwrap_or(0));

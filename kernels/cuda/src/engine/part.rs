@@ -1,8 +1,8 @@
 //! What each of several GPUs has of a model.
 
-use crate::interface::Split;
+use crate::Rank;
 use nq_formats::{ModelConfig, Shard};
-use nq_kernels::cuda::Rank;
+use nq_runtime::interface::Split;
 use std::ops::Range;
 
 /// The part of a GPU.

@@ -6,18 +6,18 @@ use super::layer::{CudaLayer, drop_shared, is_of_shared, shared_behind, stacks_s
 use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
-use crate::error::{Error, Result};
-use crate::forward::{Block, Layer, Mix, VectorSpec};
-use crate::interface::{DeviceMemory, DraftedBy, SessionSpec};
-use crate::states::{is_recurrent, shape_of};
-use crate::weights::Kinds;
+use crate::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
 use nq_formats::models::{LinearKind, LinearSpec, Product};
 use nq_formats::names::{self, EMBEDDING};
 use nq_formats::{DType, ModelConfig, TensorEntry, WeightStore, human_bytes};
 use nq_kernels::Account;
-use nq_kernels::cuda::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
 use nq_kernels::pages::KvType;
 use nq_kernels::registry::WeightKind;
+use nq_model::forward::{Block, Layer, Mix, VectorSpec};
+use nq_runtime::interface::{DeviceMemory, DraftedBy, SessionSpec};
+use nq_runtime::states::{is_recurrent, shape_of};
+use nq_runtime::weights::Kinds;
+use nq_runtime::{Error, Result};
 use std::collections::BTreeMap;
 
 /// Reserves the matrix `name` of a model, of shape `dims`.

@@ -1,10 +1,10 @@
 //! What is asked of the memory of a GPU.
 
 use super::part::GpuPart;
-use crate::interface::SessionSpec;
+use crate::{DeviceLinear, GpuInfo};
 use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::{DeviceLinear, GpuInfo};
+use nq_runtime::interface::SessionSpec;
 
 /// A model to be loaded, a session to be opened, or both, to be compared with the memory that the
 /// driver has free.

@@ -17,21 +17,21 @@ mod taps;
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
 use super::streams::{DraftMemory, StreamRun};
-use crate::checks::{all_finite, check_chunks, check_states};
-use crate::error::{Error, Result};
-use crate::interface::{
-    Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
+use crate::{
+    Buffer, DeviceLinear, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned,
+    Stream, StreamOptions,
 };
-use crate::kv::PageTables;
-use crate::states::Snapshots;
 use buffers::{LOGIT_ROWS, ManyRows};
 use graphs::Graphs;
 use memory::SessionMemory;
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::{
-    Buffer, DeviceLinear, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned,
-    Stream, StreamOptions,
+use nq_runtime::checks::{all_finite, check_chunks, check_states};
+use nq_runtime::interface::{
+    Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
 };
+use nq_runtime::kv::PageTables;
+use nq_runtime::states::Snapshots;
+use nq_runtime::{Error, Result};
 use rank_rows::RankRows;
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -1,16 +1,16 @@
 //! Gated DeltaNets over whole sequences, by the kernels that run rows of prompts.
 
 use super::CudaOps;
-use crate::cuda::delta::{DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, StatesShape};
-use crate::cuda::driver::{Buffer, Checked};
-use crate::cuda::prefill::SequenceRows;
-use crate::cuda::rows::{Places, Row, RowsOut};
-use crate::error::Result;
-use crate::grad::{DELTA_CHUNK, DELTA_CHUNK_VALUES, DeltaInputs, DeltaWork};
+use crate::delta::{DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, StatesShape};
+use crate::driver::{Buffer, Checked};
+use crate::prefill::SequenceRows;
+use crate::rows::{Places, Row, RowsOut};
+use nq_kernels::Result;
+use nq_kernels::grad::{DELTA_CHUNK, DELTA_CHUNK_VALUES, DeltaInputs, DeltaWork};
 use std::sync::PoisonError;
 
 impl CudaOps {
-    /// [`LayerOps::delta`](crate::grad::LayerOps::delta). Every sequence begins with zeros and nobody reads what it
+    /// [`LayerOps::delta`](nq_kernels::grad::LayerOps::delta). Every sequence begins with zeros and nobody reads what it
     /// leaves, so all share one state.
     pub(super) fn run_delta(
         &self,

@@ -1,10 +1,10 @@
 //! Products of f32 matrices, by cuBLAS or by `cuda/grad_gemm.cu`.
 
 use super::{BENCH, CudaOps, GemmPrecision, TEST, THREADS, blocks};
-use crate::cuda::driver::{Address, Side};
-use crate::cuda::kernel::kernels;
-use crate::error::Result;
-use crate::grad::Gemm;
+use crate::driver::{Address, Side};
+use crate::kernel::kernels;
+use nq_kernels::Result;
+use nq_kernels::grad::Gemm;
 
 /// Side of a block's tile of C (`cuda/grad_gemm.cu`).
 const TILE: usize = 128;
@@ -62,7 +62,7 @@ impl CudaOps {
     ///
     /// # Safety
     /// The operands have the shapes given by `g`; C's rows are contiguous unless the batch is 1.
-    pub(in crate::cuda) unsafe fn product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
+    pub(crate) unsafe fn product(&self, g: Gemm, a: Side, b: Side, c: Side) -> Result<()> {
         if let Some(blas) = &self.blas {
             let tf32 = self.precision == GemmPrecision::Tf32;
             // SAFETY: by contract.

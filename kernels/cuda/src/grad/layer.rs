@@ -1,12 +1,12 @@
 //! A layer's operations, forward and backward: launchers of `cuda/grad_rows.cu`.
 
 use super::{BENCH, CudaOps, TEST, THREADS, blocks};
-use crate::cuda::driver::{Address, Buffer, Operands, Side};
-use crate::cuda::kernel::kernels;
-use crate::cuda::rows::RowsOut;
-use crate::error::Result;
-use crate::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences};
-use crate::second_order::SecondOrder;
+use crate::driver::{Address, Buffer, Operands, Side};
+use crate::kernel::kernels;
+use crate::rows::RowsOut;
+use nq_kernels::Result;
+use nq_kernels::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences};
+use nq_kernels::second_order::SecondOrder;
 use std::sync::Arc;
 
 kernels! {

@@ -1,4 +1,4 @@
-//! Training operations on the device (`crate::grad`): launchers of `cuda/grad_*.cu`.
+//! Training operations on the device (`nq_kernels::grad`): launchers of `cuda/grad_*.cu`.
 
 mod delta;
 pub(super) mod gemm;
@@ -8,9 +8,9 @@ pub(super) mod train;
 use super::delta::DeviceStates;
 use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::{Instance, kernels};
-use crate::delta::DeltaShape;
-use crate::error::{Error, Result};
-use crate::grad::{Allocate, Buffers};
+use nq_kernels::delta::DeltaShape;
+use nq_kernels::grad::{Allocate, Buffers};
+use nq_kernels::{Error, Result};
 use rayon::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -39,7 +39,7 @@ pub struct CudaOps {
 }
 
 /// The test that compares all of these kernels with the CPU's operations, and their bench.
-const TEST: &str = "kernels/tests/cuda/grad.rs::operations_are_those_of_the_cpu";
+const TEST: &str = "kernels/cuda/tests/cuda/grad.rs::operations_are_those_of_the_cpu";
 const BENCH: &str = "training";
 
 /// Number of values that are generated and copied at a time.

@@ -2,10 +2,10 @@
 //! `cuda/grad_sample.cu` and of the KL divergence in `cuda/grad_rows.cu`.
 
 use super::{BENCH, CudaOps, TEST, THREADS, blocks};
-use crate::cuda::driver::{Address, Buffer, Operands};
-use crate::cuda::kernel::{Kernel, kernels};
-use crate::error::Result;
-use crate::grad::{Adam, Draw, GradOps, OneShape, Rounding};
+use crate::driver::{Address, Buffer, Operands};
+use crate::kernel::{Kernel, kernels};
+use nq_kernels::Result;
+use nq_kernels::grad::{Adam, Draw, GradOps, OneShape, Rounding};
 
 kernels! {
     KL: KlArgs = "grad_kl" in "grad_rows.cu", test TEST, bench BENCH;

@@ -2,12 +2,12 @@
 //! `cuda/round_columns.cu`).
 
 use super::{BENCH, MEASURES, Order, ROUNDING, THREADS, cover, runs};
-use crate::cuda::driver::{Address, Buffer, Operands, Side};
-use crate::cuda::grad::CudaOps;
-use crate::cuda::kernel::kernels;
-use crate::error::Result;
-use crate::grad::{Buffers, Gemm};
-use crate::second_order::{ColumnBlock, FitShape};
+use crate::driver::{Address, Buffer, Operands, Side};
+use crate::grad::CudaOps;
+use crate::kernel::kernels;
+use nq_kernels::Result;
+use nq_kernels::grad::{Buffers, Gemm};
+use nq_kernels::second_order::{ColumnBlock, FitShape};
 use std::ops::Range;
 
 /// Number of columns that the kernel takes at once, and rows of a block.
@@ -369,7 +369,7 @@ impl CudaOps {
         // Takes the block's rows of U and all rows of w, in columns from `end` on.
         let side = |what, x: &Buffer<f32>, first: usize, rows: usize| {
             let at = o.part(what, x, first * n, &[rows, n])?.plus(4 * end);
-            Ok::<_, crate::Error>(Side { at, ld: n })
+            Ok::<_, nq_kernels::Error>(Side { at, ld: n })
         };
         let u = side("factor", u, places.start, places.len())?;
         let w = side("weights", w, 0, g.rows)?;

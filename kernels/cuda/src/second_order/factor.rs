@@ -1,11 +1,11 @@
 //! The factor with which GPTQ rounds (`cuda/factor.cu`).
 
 use super::{BENCH, ROUNDING, THREADS, check_order, cover};
-use crate::cuda::driver::{Address, Buffer, Operands};
-use crate::cuda::grad::CudaOps;
-use crate::cuda::kernel::{Instance, kernels};
-use crate::error::Result;
-use crate::second_order::Damped;
+use crate::driver::{Address, Buffer, Operands};
+use crate::grad::CudaOps;
+use crate::kernel::{Instance, kernels};
+use nq_kernels::Result;
+use nq_kernels::second_order::Damped;
 
 /// Side of a tile of `cuda/factor.cu`.
 const SIDE: usize = 64;

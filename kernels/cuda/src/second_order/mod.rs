@@ -13,7 +13,7 @@ pub use columns::{CodeColumns, Groups};
 
 use super::driver::Buffer;
 use super::grad::CudaOps;
-use crate::error::{Error, Result};
+use nq_kernels::{Error, Result};
 
 /// The order in which columns go through the loop, on the device.
 pub struct Order(Buffer<u32>);

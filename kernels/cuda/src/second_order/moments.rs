@@ -1,11 +1,11 @@
 //! Second moments in GPU memory, and rounding with them.
 
 use super::{Groups, Order};
-use crate::cuda::driver::Buffer;
-use crate::cuda::grad::CudaOps;
-use crate::error::Result;
-use crate::grad::{Gemm, LayerOps};
-use crate::second_order::{
+use crate::driver::Buffer;
+use crate::grad::CudaOps;
+use nq_kernels::Result;
+use nq_kernels::grad::{Gemm, LayerOps};
+use nq_kernels::second_order::{
     Changes, Damped, DeviceMoments, Factor, Rounded, SecondOrder, TrellisRounded, TrellisRows,
     WeightCodes, WeightColumns,
 };

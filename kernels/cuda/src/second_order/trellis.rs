@@ -2,15 +2,15 @@
 //! later columns, and scales.
 
 use super::{BENCH, MOST_ROWS, THREADS};
-use crate::cuda::driver::{Address, Buffer, Operands, Side};
-use crate::cuda::grad::CudaOps;
-use crate::cuda::kernel::{Instance, kernels};
-use crate::error::Result;
-use crate::grad::{Gemm, LayerOps};
-use crate::second_order::{TrellisRounded, TrellisRows};
+use crate::driver::{Address, Buffer, Operands, Side};
+use crate::grad::CudaOps;
+use crate::kernel::{Instance, kernels};
 use half::f16;
 use nq_formats::TrellisScheme;
 use nq_formats::trellis::{BLOCK, Code, LANES, SEQUENCE, STRIP, TILE};
+use nq_kernels::Result;
+use nq_kernels::grad::{Gemm, LayerOps};
+use nq_kernels::second_order::{TrellisRounded, TrellisRows};
 
 const SEARCH_THREADS: usize = 512;
 /// Blocks that a multiprocessor runs at once, where shared memory allows it.

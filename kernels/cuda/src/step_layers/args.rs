@@ -3,15 +3,15 @@
 use super::layer::{StepLayer, StepMixer};
 use super::limits::{MOST_LAYERS, PRODUCTS};
 use super::sizes::{LayersSizes, ProductShape};
-use crate::cuda::attention::HeadVectors;
-use crate::cuda::collectives::MOST_RANKS;
-use crate::cuda::delta::RecurrenceArgs;
-use crate::cuda::driver::{Address, Operands};
-use crate::cuda::kernel::{TWO_LEVEL, kind_index};
-use crate::cuda::pack::PackedKind;
-use crate::cuda::rows::Places;
-use crate::cuda::trellis;
-use crate::error::Result;
+use crate::attention::HeadVectors;
+use crate::collectives::MOST_RANKS;
+use crate::delta::RecurrenceArgs;
+use crate::driver::{Address, Operands};
+use crate::kernel::{TWO_LEVEL, kind_index};
+use crate::pack::PackedKind;
+use crate::rows::Places;
+use crate::trellis;
+use nq_kernels::Result;
 
 /// `LayerAttention` of `cuda/layers.cuh`.
 #[derive(Clone, Copy)]

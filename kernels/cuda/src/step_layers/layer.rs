@@ -1,12 +1,12 @@
 //! A layer in the form that the kernel of all layers runs.
 
-use crate::cuda::attention::{Heads, LayerPages};
-use crate::cuda::delta::{DeltaVectors, LayerStates};
-use crate::cuda::driver::Buffer;
-use crate::cuda::half_rows::HalfRows;
-use crate::cuda::linear::DeviceLinear;
+use crate::attention::{Heads, LayerPages};
+use crate::delta::{DeltaVectors, LayerStates};
+use crate::driver::Buffer;
+use crate::half_rows::HalfRows;
+use crate::linear::DeviceLinear;
 
-/// A layer in the form that [`Stream::step_layers`](crate::cuda::Stream::step_layers) runs.
+/// A layer in the form that [`Stream::step_layers`](crate::Stream::step_layers) runs.
 pub struct StepLayer<'a> {
     /// Gain of the first norm, `[hidden]`.
     pub norm: &'a Buffer<f32>,

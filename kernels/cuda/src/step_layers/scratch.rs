@@ -3,13 +3,12 @@
 use super::LayersPlan;
 use super::limits::{MOST_SOURCES, PHASES};
 use super::sizes::LayersSizes;
-use crate::cuda::collectives::MOST_RANKS;
-use crate::cuda::collectives::Rank;
-use crate::cuda::driver::{Address, Buffer, Common, Gpu, Mapped, Operands};
-use crate::error::{Error, Result};
+use crate::collectives::{MOST_RANKS, Rank};
+use crate::driver::{Address, Buffer, Common, Gpu, Mapped, Operands};
+use nq_kernels::{Error, Result};
 use std::sync::Arc;
 
-/// Memory in which the blocks of [`Stream::step_layers`](crate::cuda::Stream::step_layers) leave values for each other:
+/// Memory in which the blocks of [`Stream::step_layers`](crate::Stream::step_layers) leave values for each other:
 /// words with a value, and above it a stamp.
 pub struct LayersScratch {
     pub(super) qkv: Buffer<u64>, // as many as the first products have rows; of trellis codes parts of them
@@ -121,7 +120,7 @@ impl LayersScratch {
     }
 
     /// Joins the ranks with these inboxes, which all run steps by plans of so many blocks: the
-    /// [fewest](crate::cuda::LayersPlan::blocks) of all ranks' plans.
+    /// [fewest](crate::LayersPlan::blocks) of all ranks' plans.
     ///
     /// # Errors
     /// [`Error::Shape`] if these are not the inboxes of all ranks in order, of one size.
@@ -172,8 +171,8 @@ impl LayersScratch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Account;
-    use crate::cuda::GpuInfo;
+    use crate::GpuInfo;
+    use nq_kernels::Account;
 
     fn scratch(gpu: &Gpu, hidden: usize, rank: usize, ranks: usize) -> Result<LayersScratch> {
         let sizes = LayersSizes {

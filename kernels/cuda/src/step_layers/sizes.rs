@@ -4,11 +4,11 @@ use super::limits::{
     BLOCK_DIGITS_BYTES, DIGITS_BYTES, MOST_GROUP, MOST_PARTS, MOST_ROUTE, MOST_STRIP_PARTS,
     PRODUCTS, WARPS,
 };
-use crate::cuda::attention::row_heads;
-use crate::cuda::experts::{MOST_EXPERTS, chosen, stacked};
-use crate::delta::DeltaShape;
+use crate::attention::row_heads;
+use crate::experts::{MOST_EXPERTS, chosen, stacked};
 use nq_formats::Experts;
 use nq_formats::trellis::{BLOCK, STRIP, TILE};
+use nq_kernels::delta::DeltaShape;
 
 /// Sizes of a model whose layers run at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub struct LayersSizes {
     pub heads: usize,
     /// Key heads.
     pub kv_heads: usize,
-    /// Width of a head: [`HEAD_DIM`](crate::cuda::HEAD_DIM) or [`WIDE_HEAD_DIM`](crate::cuda::WIDE_HEAD_DIM).
+    /// Width of a head: [`HEAD_DIM`](crate::HEAD_DIM) or [`WIDE_HEAD_DIM`](crate::WIDE_HEAD_DIM).
     pub head_dim: usize,
     /// The recurrence of layers without attention, if there are such layers.
     pub delta: Option<DeltaShape>,
@@ -178,7 +178,7 @@ mod tests {
     use super::super::limits::TEAM;
     use super::super::{SharedMemory, cluster_of, stages_ahead};
     use super::*;
-    use crate::cuda::driver::GpuInfo;
+    use crate::driver::GpuInfo;
 
     /// The published dense models.
     const MODELS: [LayersSizes; 14] = [

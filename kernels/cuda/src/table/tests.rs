@@ -1,16 +1,16 @@
 //! Compares the table with the sources: `kernels/cuda`, the tests and the benches.
 
 use super::table;
-use crate::cuda::PackedKind;
-use crate::cuda::driver::targets;
-use crate::cuda::kernel::{KINDS, MOST_INSTANCES, SCHEMES, kind_index, names};
+use crate::PackedKind;
+use crate::driver::targets;
+use crate::kernel::{KINDS, MOST_INSTANCES, SCHEMES, kind_index, names};
 use nq_formats::{Bits, Zeros};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 fn workspace() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
 fn read(path: &Path) -> String {
@@ -299,7 +299,7 @@ fn has_function(source: &str, name: &str, tested: bool) -> bool {
 #[test]
 fn rows_have_tests_and_benches() {
     let mut names = BTreeSet::new();
-    let benches: String = fs::read_dir(workspace().join("kernels/benches/cuda"))
+    let benches: String = fs::read_dir(workspace().join("kernels/cuda/benches/cuda"))
         .unwrap()
         .map(|entry| read(&entry.unwrap().path()))
         .collect();
@@ -327,7 +327,7 @@ fn rows_have_tests_and_benches() {
     }
 }
 
-/// Constants that must be the same in Rust and in CUDA: file below `src`, name, file in
+/// Constants that must be the same in Rust and in CUDA: file below `kernels`, name, file in
 /// `kernels/cuda`, name.
 const CONSTANTS: [[&str; 4]; 50] = [
     ["pages.rs", "PAGE", "rows.cuh", "PAGE"],
@@ -574,7 +574,7 @@ fn constants_are_those_of_the_kernels() {
             let source = read(&workspace().join("kernels").join(folder).join(file));
             constant(&source, name).unwrap_or_else(|| panic!("{file} has no {name}"))
         };
-        let (a, b) = (found("src", rust, here), found("cuda", cuda, there));
+        let (a, b) = (found("", rust, here), found("cuda", cuda, there));
         assert_eq!(a, b, "{here} of {rust}, {there} of {cuda}");
     }
 }

@@ -1,10 +1,10 @@
 //! Memory between the kernels of a product in trellis codes.
 
-use crate::cuda::driver::{Buffer, Gpu};
-use crate::cuda::pack::SPAN;
-use crate::error::Result;
+use crate::driver::{Buffer, Gpu};
+use crate::pack::SPAN;
 use nq_formats::trellis::TILE as COLUMNS;
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP};
+use nq_kernels::Result;
 
 /// Rows of x that a block multiplies at once: few, or many.
 pub(super) const GROUPS: [usize; 2] = [4, 16];
@@ -12,13 +12,13 @@ pub(super) const GROUPS: [usize; 2] = [4, 16];
 /// What sessions of a model with trellis codes need memory for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrellisSizes {
-    /// Most rows that are multiplied by codes as they are, up to [`MOST_TRELLIS_ROWS`](crate::cuda::MOST_TRELLIS_ROWS).
+    /// Most rows that are multiplied by codes as they are, up to [`MOST_TRELLIS_ROWS`](crate::MOST_TRELLIS_ROWS).
     pub rows: usize,
     /// Most rows of all.
     pub many: usize,
     /// Most inputs of a product.
     pub inputs: usize,
-    /// Most weights of another product that are held for many rows: see [`packed_weights`](crate::cuda::packed_weights).
+    /// Most weights of another product that are held for many rows: see [`packed_weights`](crate::packed_weights).
     pub weights: usize,
 }
 
@@ -49,7 +49,7 @@ impl TrellisRoom {
     /// Allocates it.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory).
+    /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory).
     pub fn new(gpu: &Gpu, sizes: TrellisSizes) -> Result<Self> {
         let (groups, which) = grouped(sizes.rows);
         let group = GROUPS[which];

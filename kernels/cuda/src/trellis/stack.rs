@@ -1,19 +1,19 @@
 //! Stacks of weights in trellis codes on a device.
 
-use crate::cuda::driver::{Buffer, Gpu};
-use crate::cuda::pack::{Stack, TILE};
-use crate::error::{Error, Result};
+use crate::driver::{Buffer, Gpu};
+use crate::pack::{Stack, TILE};
 use nq_formats::trellis::{STRIP, TrellisScheme, TrellisWeight};
 use nq_formats::{QuantizedWeight, Weight};
+use nq_kernels::{Error, Result};
 
 /// What a weight in a trellis code has besides codes and the scales of rows.
-pub(in crate::cuda) struct TrellisParts {
+pub(crate) struct TrellisParts {
     pub(super) scheme: TrellisScheme,
     /// Of each strip its first output row, and how many of its rows there are.
     pub(super) places: Buffer<[i32; 2]>,
     pub(super) strips: usize,
     /// Strips alternate between gate and up.
-    pub(in crate::cuda) paired: bool,
+    pub(crate) paired: bool,
 }
 
 /// The strips of a stack: of each part the rows of its strips.
@@ -23,7 +23,7 @@ fn strips(heights: &[usize]) -> usize {
 
 impl TrellisParts {
     /// Allocates the parts of a stack of `heights` rows.
-    pub(in crate::cuda) fn zeros(
+    pub(crate) fn zeros(
         gpu: &Gpu,
         scheme: TrellisScheme,
         (heights, _): (&[usize], usize),
@@ -38,7 +38,7 @@ impl TrellisParts {
     }
 
     /// Bytes of codes and of scales.
-    pub(in crate::cuda) fn bytes(
+    pub(crate) fn bytes(
         scheme: TrellisScheme,
         (heights, inputs): (&[usize], usize),
     ) -> (usize, usize) {
@@ -56,7 +56,7 @@ impl TrellisParts {
 /// # Errors
 /// [`Error::NoKernel`] if parts have different scales of inputs; [`Error::Shape`] if rows of a part do not begin at
 /// a tile.
-pub(in crate::cuda) fn weights<'w>(parts: &[&'w Weight]) -> Result<Vec<&'w TrellisWeight>> {
+pub(crate) fn weights<'w>(parts: &[&'w Weight]) -> Result<Vec<&'w TrellisWeight>> {
     let all: Vec<&TrellisWeight> = parts
         .iter()
         .filter_map(|w| match w {
@@ -108,7 +108,7 @@ fn order(heights: &[usize], stack: Stack) -> Vec<(usize, usize, usize)> {
 
 /// Calls `write` with the codes of each strip of a stack, in order, and fills in `parts`. Returns the scales of rows,
 /// `[strips, STRIP]`, zeros of rows that do not exist, and behind them those of inputs.
-pub(in crate::cuda) fn upload(
+pub(crate) fn upload(
     parts: &mut TrellisParts,
     (of, stack): (&[&TrellisWeight], Stack),
     mut write: impl FnMut(usize, &[u8]) -> Result<()>,

@@ -3,8 +3,8 @@
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use crate::common::{nmse, normal};
 use half::f16;
-use nq_kernels::cpu::KvPages;
-use nq_kernels::cuda::{
+use nq_cpu::KvPages;
+use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
     HEAD_DIM, Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds, Stream,
     WIDE_HEAD_DIM, operand_index, rotated,

@@ -7,11 +7,11 @@ use super::{
 };
 use crate::common::{affine, dense, nmse, normal};
 use half::f16;
-use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
-use nq_kernels::cuda::{
+use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Checked, Columns, GemvOutput, Gpu, HEAD_DIM,
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len, operand_index,
 };
+use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::pages::KvType;
 use nq_kernels::reference;
 

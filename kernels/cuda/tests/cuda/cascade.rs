@@ -4,7 +4,7 @@ use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use crate::common::nmse;
 use half::f16;
-use nq_kernels::cuda::{
+use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
     HEAD_DIM, PageEntry, Row, Step, Stream, operand_index,
 };

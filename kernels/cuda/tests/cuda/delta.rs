@@ -5,12 +5,12 @@ use super::{GUARD, finish, gpu, guarded, is_sanitizing};
 use crate::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
 use crate::common::{dense, nmse, normal};
 use half::f16;
-use nq_formats::DType;
-use nq_kernels::cuda::{
+use nq_cuda::{
     AttentionOutput, Buffer, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Gpu,
     HalfRows, Norm, Places, Rates, Row, RowsOut, SequenceRows, StatesShape, Step, StepBounds,
     Stream, operand_index,
 };
+use nq_formats::DType;
 use nq_kernels::{DeltaShape, reference};
 
 const LAYERS: usize = 2;

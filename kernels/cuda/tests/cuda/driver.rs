@@ -1,8 +1,8 @@
 //! Copies, graphs and memory: errors, waiting, and lifetimes.
 
 use super::{dense, gpu, pack};
+use nq_cuda::{GemvOutput, Gpu, HostWork, Norm, Stack, Strided, table};
 use nq_formats::DType;
-use nq_kernels::cuda::{GemvOutput, Gpu, HostWork, Norm, Stack, Strided, table};
 use std::sync::Arc;
 use std::time::Duration;
 

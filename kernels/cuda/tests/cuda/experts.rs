@@ -2,8 +2,8 @@
 
 use super::{GUARD, finish, gpu, guarded, is_sanitizing, kinds, pack};
 use crate::common::{affine, dense, nmse, normal};
+use nq_cuda::{Gpu, GroupedRows, Norm, RowsOut, Stack, Stream, gated_width, stacked};
 use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Weight, Zeros};
-use nq_kernels::cuda::{Gpu, GroupedRows, Norm, RowsOut, Stack, Stream, gated_width, stacked};
 use nq_kernels::{Routes, reference};
 
 /// Numbers of rows that kernels are tested with.

@@ -3,11 +3,12 @@
 //!
 //! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 
+use nq_cuda::{CudaOps, GemmPrecision};
+use nq_f32::CpuOps;
 use nq_kernels::DeltaShape;
-use nq_kernels::cuda::{CudaOps, GemmPrecision};
 use nq_kernels::grad::{
-    Adam, Allocate, Buffers, CpuOps, DeltaInputs, DeltaWork, Draw, Gemm, GradOps, HeadShape,
-    LayerOps, Occurrences, OneShape, Rounding, UNKNOWN,
+    Adam, Allocate, Buffers, DeltaInputs, DeltaWork, Draw, Gemm, GradOps, HeadShape, LayerOps,
+    Occurrences, OneShape, Rounding, UNKNOWN,
 };
 use nq_kernels::rng::Philox;
 

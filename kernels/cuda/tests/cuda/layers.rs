@@ -4,15 +4,15 @@ use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
 use crate::common::delta::{self, EPS};
 use crate::common::{affine, dense, nmse, normal, trellis, two_level};
-use nq_formats::trellis::Code;
-use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Scheme, TrellisScheme, Zeros};
-use nq_kernels::DeltaShape;
-use nq_kernels::cuda::{
+use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
     DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch, LayersSizes,
     Norm, Rates, Stack, StatesShape, Step, StepLayer, StepMixer, Stream, StreamOptions,
     TrellisRoom, TrellisSizes, WIDE_HEAD_DIM, gated_width, stacked,
 };
+use nq_formats::trellis::Code;
+use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Scheme, TrellisScheme, Zeros};
+use nq_kernels::DeltaShape;
 use nq_kernels::pages::KvType;
 
 const KV_HEADS: usize = 8;

@@ -2,7 +2,6 @@
 //! packing is tested too. Outputs end in guards, and every kernel runs twice with the same result.
 //!
 //! Without a GPU the tests print that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 mod attention;
@@ -21,11 +20,11 @@ mod wide;
 
 use crate::common::{affine, dense, held_as_others, nmse, normal, schemes, two_level};
 use half::f16;
-use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
-use nq_kernels::cuda::{
+use nq_cuda::{
     Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, Places, RowsOut, Stack, Step,
     StepBounds, Stream, Uploader, best_len, operand_index,
 };
+use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::reference;
 
 /// Numbers of rows of activations that kernels are tested with.

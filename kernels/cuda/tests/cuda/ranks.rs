@@ -4,7 +4,7 @@
 
 use super::{finish, gpu, guarded};
 use crate::common::normal;
-use nq_kernels::cuda::{
+use nq_cuda::{
     Buffer, Collectives, Gathered, Gpu, Inbox, Rank, Share, Stream, StreamOptions, device_count,
     gathered_best_len,
 };

@@ -3,7 +3,7 @@
 use super::{GUARD, finish, gpu, guarded};
 use crate::common::{nmse, normal};
 use half::f16;
-use nq_kernels::cuda::{Checked, RowsOut, operand_index};
+use nq_cuda::{Checked, RowsOut, operand_index};
 use nq_kernels::reference;
 
 /// The first `width` of `padded` values of FP16 rows in operand order; the others must be zero.

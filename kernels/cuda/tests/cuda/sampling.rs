@@ -3,11 +3,11 @@
 
 use super::{gpu, is_sanitizing, pack};
 use crate::common::{dense, normal};
-use nq_formats::DType;
-use nq_kernels::cuda::{
+use nq_cuda::{
     Adjustments, Advance, Buffer, Candidates, Checked, DeviceLinear, Gpu, Logprobs, MOST_LOGPROBS,
     Mapped, NONE_ALLOWED, NOT_FINITE, Places, Sampling, Stack, Step, StepBounds, Stream,
 };
+use nq_formats::DType;
 use nq_kernels::rng::Philox;
 
 /// Number of sequences in a step.

@@ -3,13 +3,13 @@
 use super::{finish, gpu, guarded, is_sanitizing};
 use crate::common::{nmse, normal, trellis};
 use half::f16;
-use nq_formats::trellis::Code;
-use nq_formats::{TrellisScheme, Weight};
-use nq_kernels::cuda::{
+use nq_cuda::{
     Buffer, Checked, Columns, DeviceLinear, GemmOutput, GemvOutput, Gpu, MOST_SEQUENCES,
     MOST_TRELLIS_ROWS, Norm, PartialSums, Places, Stack, Step, StepBounds, StepOutput, Stream,
     StreamOptions, TrellisRoom, TrellisSizes, Uploader, best_len, operand_index, packed_weights,
 };
+use nq_formats::trellis::Code;
+use nq_formats::{TrellisScheme, Weight};
 use nq_kernels::reference;
 
 /// Against digits of 16 bits, of the greatest of a row.

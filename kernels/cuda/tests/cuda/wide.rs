@@ -5,11 +5,11 @@ use super::{
 };
 use crate::common::{affine, dense, nmse, normal};
 use half::f16;
-use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
-use nq_kernels::cuda::{
+use nq_cuda::{
     Buffer, DeviceLinear, Gpu, MOST_WIDE_SEQUENCES, Norm, PartialSums, Stack, StepOutput, Stream,
     operand_index, wide_best_len,
 };
+use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
 use nq_kernels::reference;
 
 /// Numbers of sequences that kernels are tested with.

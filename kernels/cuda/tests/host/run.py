@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs kernels whose blocks wait for each other, and those of trellis codes, on the host: no GPU is needed.
 
-    kernels/tests/host/run.py [FOLDER]      FOLDER: where sources and program are made
+    kernels/cuda/tests/host/run.py [FOLDER]      FOLDER: where sources and program are made
 
 Headers and kernels are those of kernels/cuda, compiled by a C++ compiler, except for `common.cuh` and `exchange.cuh`,
 which have stand-ins here: all PTX is in them. It needs the headers of the CUDA toolkit: of NQ_NVCC_VENV (a virtual
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CUDA = HERE.parents[1] / "cuda"
+CUDA = HERE.parents[1]
 HEADERS = ["weights.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
 HEADERS += ["activations.cuh", "trellis.cuh", "trellis_inputs.cu", "trellis_rows.cu", "trellis_expand.cu", "trellis_search.cuh"]
 HEADERS += ["layers_cluster.cuh", "layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "layers_trellis.cuh", "step_layers.cuh"]
@@ -39,7 +39,7 @@ def include():
 
 
 def main():
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else HERE.parents[2] / "target/host-kernels")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else HERE.parents[3] / "target/host-kernels")
     folder.mkdir(parents=True, exist_ok=True)
     for source in [*(CUDA / h for h in HEADERS), *(HERE / s for s in STAND_INS)]:
         shutil.copy(source, folder)

@@ -1,7 +1,7 @@
 //! Gated DeltaNets, token by token as their formulas say.
 
-use crate::error::Result;
-use crate::grad::{DeltaInputs, enough};
+use nq_kernels::Result;
+use nq_kernels::grad::{DeltaInputs, enough};
 use rayon::prelude::*;
 
 /// Added to the sum of squares of a query or a key before the root.
@@ -11,7 +11,7 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// [`LayerOps::delta`](crate::grad::LayerOps::delta).
+/// [`LayerOps::delta`](nq_kernels::grad::LayerOps::delta).
 pub(super) fn run(of: &DeltaInputs<'_, Vec<f32>>, out: &mut [f32]) -> Result<()> {
     let (s, rows) = (&of.shape, of.rows());
     let stride = s.channels() + s.values();

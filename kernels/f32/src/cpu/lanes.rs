@@ -1,7 +1,7 @@
 //! Sums in independent lanes, and functions without calls or branches: loops over them become vector
 //! instructions.
 
-use crate::math::exp;
+use nq_kernels::math::exp;
 
 /// Lanes of a sum.
 const LANES: usize = 16;

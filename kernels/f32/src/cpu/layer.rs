@@ -2,9 +2,9 @@
 
 use super::rows::{self, inverse_rms};
 use super::{CpuOps, VALUES, delta};
-use crate::error::Result;
-use crate::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences, enough};
-use crate::matrix::{Target, Threads, View, multiply};
+use nq_kernels::Result;
+use nq_kernels::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences, enough};
+use nq_kernels::matrix::{Target, Threads, View, multiply};
 use rayon::prelude::*;
 
 /// Rows per piece of elementwise work.

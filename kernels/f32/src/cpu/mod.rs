@@ -1,14 +1,17 @@
-//! Training operations on the CPU: products by [`crate::matrix`], everything else row by row. Work is
+//! Training operations on the CPU: products by [`nq_kernels::matrix`], everything else row by row. Work is
 //! cut into pieces of fixed size, so results do not depend on the number of threads.
 
 mod delta;
 mod lanes;
 mod layer;
 mod rows;
+#[cfg(test)]
+mod tests;
 mod train;
 
-use super::{Allocate, Buffers, Result, enough};
-use crate::error::Error;
+use nq_kernels::Error;
+use nq_kernels::Result;
+use nq_kernels::grad::{Allocate, Buffers, enough};
 use rayon::prelude::*;
 
 /// The CPU, using rayon's threads.

@@ -2,8 +2,8 @@
 //! has runs.
 
 use super::lanes::{dot, log_sum_exp, sigmoid, sum, sum2, sum3};
-use crate::grad::Adam;
-use crate::math::{exp, nearest};
+use nq_kernels::grad::Adam;
+use nq_kernels::math::{exp, nearest};
 
 /// Functions that are compiled for each of these sets besides the baseline. What they call must be
 /// `#[inline(always)]`, as only code within them is compiled so.

@@ -1,7 +1,8 @@
 //! The CPU's operations compared with plain sums.
 
 use super::*;
-use crate::rng::Philox;
+use nq_kernels::grad::*;
+use nq_kernels::rng::Philox;
 
 fn random(n: usize, stream: u64) -> Vec<f32> {
     let mut rng = Philox::new(3, stream);

@@ -2,10 +2,10 @@
 
 use super::rows::{self, RoundingGroup};
 use super::{CpuOps, VALUES};
-use crate::error::Result;
-use crate::grad::{Adam, Draw, GradOps, OneShape, Rounding, UNKNOWN, enough};
-use crate::rng::Philox;
 use half::f16;
+use nq_kernels::Result;
+use nq_kernels::grad::{Adam, Draw, GradOps, OneShape, Rounding, UNKNOWN, enough};
+use nq_kernels::rng::Philox;
 use rayon::prelude::*;
 
 /// The scale as stored.

@@ -4,14 +4,14 @@
     reason = "documented where they do something: `present.rs`"
 )]
 
-use super::{GpuMemory, GpuSizes};
-use crate::error::{Error, Result};
-use crate::interface::{Engine, LoadOptions, Ordinals};
-use crate::stepper::LayerStepper;
+use super::{GpuFound, GpuMemory, GpuSizes};
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::DeviceMoments;
+use nq_runtime::interface::{Engine, LoadOptions, Ordinals};
+use nq_runtime::stepper::LayerStepper;
+use nq_runtime::{Error, Result};
 use std::sync::Arc;
 
 const WHY: &str = "this nq was built without the feature `cuda`";
@@ -90,4 +90,33 @@ pub(crate) fn run<W: GradWork>(ordinal: usize, _: W) -> Result<W::Output> {
 
 pub fn moments(ordinal: usize, _: &[f32], _: usize) -> Result<Arc<dyn DeviceMoments>> {
     absent(ordinal)
+}
+
+pub fn found() -> Result<Vec<GpuFound>> {
+    Ok(Vec::new())
+}
+
+/// Of which there is none.
+pub enum GpuMeter {}
+
+impl GpuMeter {
+    pub fn open(ordinal: usize) -> Result<Self> {
+        absent(ordinal)
+    }
+
+    pub fn read_bandwidth(&self) -> Result<f64> {
+        match *self {}
+    }
+
+    pub fn cache_bytes(&self) -> u64 {
+        match *self {}
+    }
+}
+
+pub fn products(ordinal: usize) -> Result<String> {
+    absent(ordinal)
+}
+
+pub fn driver_needed() -> Option<u32> {
+    None
 }

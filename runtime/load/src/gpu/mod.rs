@@ -8,13 +8,16 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
-pub use here::{check, memory, moments, sizes};
+pub use here::{GpuMeter, check, driver_needed, found, memory, moments, products, sizes};
 pub(crate) use here::{count, first, load, load_eagle, load_mtp, load_parallel, run, stepper};
 
-use crate::error::Result;
-use crate::interface::{DeviceMemory, SessionSpec};
-use crate::weights::Kinds;
 use nq_formats::{ModelConfig, TrellisScheme};
+use nq_runtime::Result;
+use nq_runtime::interface::{DeviceMemory, SessionSpec};
+use nq_runtime::weights::Kinds;
+
+/// True if this build has kernels for GPUs.
+pub const BUILT_IN: bool = cfg!(feature = "cuda");
 
 /// Memory of a GPU, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,4 +39,23 @@ pub struct GpuSizes {
     pub factor: fn(usize) -> usize,
     /// Most bytes taken by rounding a weight of this shape to a trellis code, besides moments and their factor.
     pub trellis: fn(TrellisScheme, (usize, usize)) -> usize,
+}
+
+/// A GPU as its driver describes it.
+#[derive(Clone, Debug)]
+pub struct GpuFound {
+    /// E.g. `NVIDIA H200`.
+    pub name: String,
+    /// Its total memory, in bytes.
+    pub memory_bytes: u64,
+    /// Compute capability, e.g. (9, 0).
+    pub capability: (i32, i32),
+    /// Number of streaming multiprocessors.
+    pub multiprocessors: usize,
+    /// The CUDA version that the driver supports, e.g. (13, 0).
+    pub driver_cuda: (i32, i32),
+    /// True if CUDA's Multi-Process Service shares it between processes.
+    pub multi_process: bool,
+    /// The rate at which its memory was read, in bytes per second; `None` if too little of it was free.
+    pub bandwidth: Option<f64>,
 }

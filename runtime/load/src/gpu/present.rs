@@ -1,19 +1,18 @@
 //! The functions of a build with CUDA.
 
-use super::{GpuMemory, GpuSizes};
-use crate::cuda::{CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, planned, served};
-use crate::error::Result;
-use crate::full_precision;
-use crate::interface::{Engine, LoadOptions, Ordinals};
-use crate::stepper::LayerStepper;
+use super::{GpuFound, GpuMemory, GpuSizes};
+use nq_cuda::{
+    CudaEagle, CudaEngine, CudaMtp, CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES,
+    ParallelEngine, check_device, check_shape, device_count, planned, served,
+};
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::{
-    CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES, check_device, device_count,
-};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::{DeviceMoments, SecondOrder};
+use nq_runtime::Result;
+use nq_runtime::interface::{Engine, LoadOptions, Ordinals};
+use nq_runtime::stepper::LayerStepper;
 use std::sync::Arc;
 
 fn ops(ordinal: usize, precision: GemmPrecision) -> Result<CudaOps> {
@@ -84,13 +83,13 @@ pub(crate) fn stepper(
     rows: usize,
 ) -> Result<Box<dyn LayerStepper>> {
     let ops = ops(ordinal, GemmPrecision::Full)?;
-    Ok(full_precision::stepper(ops, config, rows))
+    Ok(nq_f32::stepper(ops, config, rows))
 }
 
 /// Memory of GPU `ordinal`.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if there is none; errors of the driver.
+/// [`Error::Device`](nq_runtime::Error::Device) if there is none; errors of the driver.
 pub fn memory(ordinal: usize) -> Result<GpuMemory> {
     let gpu = Gpu::open(ordinal)?;
     Ok(GpuMemory {
@@ -102,7 +101,7 @@ pub fn memory(ordinal: usize) -> Result<GpuMemory> {
 /// Refuses models of sizes that no kernel of a GPU serves.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported), which names the size.
+/// [`Error::Unsupported`](nq_runtime::Error::Unsupported), which names the size.
 pub fn check(config: &ModelConfig) -> Result<()> {
     check_shape(&served(config).config(config)?, KernelSet::Fused)
 }
@@ -137,4 +136,66 @@ pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn Devic
     let sums = gpu.upload("second moments", values)?;
     let ops = Arc::new(CudaOps::new(&gpu, GemmPrecision::Full)?);
     Ok(ops.moments(sums, n)?)
+}
+
+/// All GPUs of the machine. Each is opened, its kernels are loaded and its bandwidth is measured.
+///
+/// # Errors
+/// [`Error::Kernel`](nq_runtime::Error::Kernel) if there is no driver or no device, or for the first device that cannot be used.
+pub fn found() -> Result<Vec<GpuFound>> {
+    let mut found = Vec::new();
+    for ordinal in 0..device_count()? {
+        let gpu = Gpu::open(ordinal)?;
+        let info = gpu.info();
+        found.push(GpuFound {
+            name: info.name.clone(),
+            memory_bytes: info.memory as u64,
+            capability: info.capability,
+            multiprocessors: info.multiprocessors,
+            driver_cuda: (info.driver / 1000, info.driver % 1000 / 10),
+            multi_process: info.multi_process,
+            bandwidth: gpu.memory_bandwidth().ok(),
+        });
+    }
+    Ok(found)
+}
+
+/// Measures how fast a GPU's memory is read. The device stays open, so that repeated measurements
+/// time nothing else.
+pub struct GpuMeter(Gpu);
+
+impl GpuMeter {
+    /// Opens device `ordinal`.
+    ///
+    /// # Errors
+    /// An absent device; [`Error::Kernel`](nq_runtime::Error::Kernel).
+    pub fn open(ordinal: usize) -> Result<Self> {
+        Ok(GpuMeter(Gpu::open(ordinal)?))
+    }
+
+    /// Measured bytes per second.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`](nq_runtime::Error::Kernel).
+    pub fn read_bandwidth(&self) -> Result<f64> {
+        Ok(self.0.memory_bandwidth()?)
+    }
+
+    /// Bytes of the last cache before the memory.
+    pub fn cache_bytes(&self) -> u64 {
+        self.0.info().l2_bytes as u64
+    }
+}
+
+/// The implementation of f32 matrix products when quantizing on GPU `ordinal`.
+///
+/// # Errors
+/// See [`memory`].
+pub fn products(ordinal: usize) -> Result<String> {
+    Ok(ops(ordinal, GemmPrecision::Full)?.products())
+}
+
+/// The oldest driver that this build's kernels support.
+pub fn driver_needed() -> Option<u32> {
+    Some(nq_cuda::driver_needed())
 }

@@ -445,12 +445,12 @@ pub(crate) fn options(engine: EngineKind) -> LoadOptions {
 
 /// nq's CPU engine in f32.
 pub(crate) fn nq(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
-    nq_runtime::load(config, store, &options(EngineKind::Nq), &()).expect("nq loads it")
+    nq_load::load(config, store, &options(EngineKind::Nq), &()).expect("nq loads it")
 }
 
 /// candle's engine.
 pub(crate) fn candle(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
-    nq_runtime::load(config, store, &options(EngineKind::Candle), &()).expect("candle loads it")
+    nq_load::load(config, store, &options(EngineKind::Candle), &()).expect("candle loads it")
 }
 
 /// A session of `slots` sequences with an f32 cache.
@@ -492,19 +492,18 @@ pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// The model on the first GPU; `None`, said in print, where there is none and none is required.
-#[cfg(feature = "cuda")]
 pub(crate) fn gpu_engine(
     config: &ModelConfig,
     store: &Store,
     kernels: nq_kernels::KernelSet,
 ) -> Option<std::sync::Arc<dyn Engine>> {
-    nq_testkit::on_gpu(nq_kernels::cuda::device_count())?;
+    nq_testkit::on_gpu(nq_cuda::device_count())?;
     let options = nq_runtime::LoadOptions {
         device: nq_runtime::DeviceChoice::Cuda(0),
         kernels,
         ..nq_runtime::LoadOptions::default()
     };
-    Some(nq_runtime::load(config, store, &options, &()).expect("the GPU loads it"))
+    Some(nq_load::load(config, store, &options, &()).expect("the GPU loads it"))
 }
 
 /// A small model whose heads are as wide as those that fused GPU kernels take.

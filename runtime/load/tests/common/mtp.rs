@@ -5,8 +5,9 @@ use super::{Store, feed, nq};
 use nq_formats::mtp::{self, EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore};
 use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
+use nq_load::Mtp;
 use nq_runtime::{
-    Chunk, DraftLayer, DraftedBy, Engine, KvType, LogitsWanted, Mtp, Session, SessionSpec,
+    Chunk, DraftLayer, DraftedBy, Engine, KvType, LogitsWanted, Session, SessionSpec,
 };
 
 pub(crate) fn session(engine: &dyn Engine) -> Box<dyn Session> {

@@ -3,10 +3,9 @@
 use nq_formats::eagle::EagleHead;
 use nq_formats::{ModelConfig, Weight, WeightStore};
 use nq_kernels::rng::Philox;
+use nq_load::Eagle;
 use nq_runtime::interface::Draft;
-use nq_runtime::{
-    DraftedBy, Drafter, Eagle, Engine, KvType, LoadOptions, Observer, Session, SessionSpec,
-};
+use nq_runtime::{DraftedBy, Drafter, Engine, KvType, LoadOptions, Observer, Session, SessionSpec};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -6,8 +6,9 @@ use crate::common::{Store, feed, fused_config, tokens};
 use nq_formats::names::EMBEDDING;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
 use nq_kernels::KernelSet;
+use nq_load::Eagle;
 use nq_runtime::{
-    Batch, Continuation, DeviceChoice, DraftedBy, Eagle, Engine, Error, KvType, LoadOptions, Piece,
+    Batch, Continuation, DeviceChoice, DraftedBy, Engine, Error, KvType, LoadOptions, Piece,
     Result, Sampler, SamplingParams, Session, SessionSpec, Speculation,
 };
 use serde_json::json;

@@ -190,7 +190,7 @@ fn experts_run_on_the_cpu() {
                 activations: ActivationChoice::F32,
                 ..LoadOptions::default()
             };
-            nq_runtime::load(&config, &store, &options, &())
+            nq_load::load(&config, &store, &options, &())
         };
         if gpu_engine(&config, &store, KernelSet::Fused).is_none() {
             return;
@@ -234,13 +234,13 @@ fn mixtures_that_have_no_kernels_are_refused_by_name() {
     let config = mixture();
     let store = mixture_store(&config, None);
     let refused = |config: &ModelConfig, kernels| {
-        nq_testkit::on_gpu(nq_kernels::cuda::device_count())?;
+        nq_testkit::on_gpu(nq_cuda::device_count())?;
         let options = LoadOptions {
             device: DeviceChoice::Cuda(0),
             kernels,
             ..LoadOptions::default()
         };
-        let refused = nq_runtime::load(config, &store, &options, &());
+        let refused = nq_load::load(config, &store, &options, &());
         Some(refused.err().expect("refused").to_string())
     };
     let Some(reference) = refused(&config, KernelSet::Reference) else {

@@ -379,7 +379,7 @@ impl Observer for Watch<'_> {
 /// summed on the GPU, and logits are those of the CPU. Texts are of several lengths, one of which is longer than a piece.
 #[test]
 fn layers_are_those_of_the_cpu() {
-    if nq_testkit::on_gpu(nq_kernels::cuda::device_count()).is_none() {
+    if nq_testkit::on_gpu(nq_cuda::device_count()).is_none() {
         return;
     }
     for config in configs() {
@@ -436,7 +436,7 @@ fn layers_are_those_of_the_cpu() {
 /// Sizes that have no kernels are refused by name, before weights are read.
 #[test]
 fn hybrids_that_have_no_kernels_are_refused_by_name() {
-    if nq_testkit::on_gpu(nq_kernels::cuda::device_count()).is_none() {
+    if nq_testkit::on_gpu(nq_cuda::device_count()).is_none() {
         return;
     }
     let good = wide_hybrid("qwen35", 4, false);
@@ -445,7 +445,7 @@ fn hybrids_that_have_no_kernels_are_refused_by_name() {
             device: DeviceChoice::Cuda(0),
             ..LoadOptions::default()
         };
-        let refused = nq_runtime::load(config, &Store::random(config, 7), &options, &());
+        let refused = nq_load::load(config, &Store::random(config, 7), &options, &());
         refused.err().expect("refused").to_string()
     };
     let narrow = ModelConfig {

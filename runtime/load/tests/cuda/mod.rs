@@ -1,6 +1,5 @@
 //! The GPU engine compared with the CPU engine. Without a GPU the tests print that they are skipped;
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
-#![cfg(feature = "cuda")]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 mod drafts;

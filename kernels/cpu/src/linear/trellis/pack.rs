@@ -1,8 +1,8 @@
 //! The layout of packed weights in trellis codes: [`super`] describes it.
 
-use crate::cpu::memory::Buffer;
-use crate::cpu::simd::LANES;
-use crate::cpu::team::{Team, spread};
+use crate::memory::Buffer;
+use crate::simd::LANES;
+use crate::team::{Team, spread};
 use half::f16;
 use nq_formats::TrellisWeight;
 use nq_formats::trellis::{self, Code, STRIP, TILE, TrellisScheme};
@@ -12,13 +12,13 @@ use std::sync::Arc;
 pub(crate) const PANELS: usize = STRIP / LANES;
 
 /// Sequences of a tile.
-pub(in crate::cpu::linear) const SEQUENCES: usize = trellis::LANES;
+pub(in crate::linear) const SEQUENCES: usize = trellis::LANES;
 
 /// Bits of a step that kernels are compiled for.
 const STEP_BITS: [usize; 8] = [2, 3, 4, 5, 6, 7, 8, 10];
 
 /// Quads of inputs in a part.
-pub(in crate::cpu::linear) const QUADS: usize = 8;
+pub(in crate::linear) const QUADS: usize = 8;
 
 /// Factors of inputs; equal if they are the same in memory.
 #[derive(Clone)]
@@ -44,7 +44,7 @@ impl PackedTrellis {
     }
 
     /// Parts of a tile: [`products`](super::products).
-    pub(in crate::cpu::linear) fn parts(&self) -> usize {
+    pub(in crate::linear) fn parts(&self) -> usize {
         TILE / (QUADS * self.code().width())
     }
 

@@ -15,10 +15,10 @@ use super::super::fetch::AHEAD;
 use super::super::input::Prepared;
 use super::super::pack::PanelWeight;
 use super::pack::{PANELS, PackedTrellis, QUADS, SEQUENCES};
-use crate::cpu::simd::{LANES, Simd};
-use crate::reference::INT16_BASE;
+use crate::simd::{LANES, Simd};
 use half::f16;
 use nq_formats::trellis::{BLOCK, Code};
+use nq_kernels::reference::INT16_BASE;
 use std::f32::consts::FRAC_1_SQRT_2;
 use std::ops::Range;
 

@@ -1,11 +1,11 @@
 use super::*;
-use crate::interface::DraftLayer;
+use crate::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Scheme, Weight, ZeroPoints, Zeros,
     trellis::Code,
 };
 use nq_kernels::KernelSet;
-use nq_kernels::cuda::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
+use nq_runtime::interface::DraftLayer;
 
 /// Qwen3-8B's shape.
 fn config() -> nq_formats::ModelConfig {

@@ -1,39 +1,39 @@
 //! Buffers of a session beside those of its steps.
 
 use super::taps::Taps;
-use crate::cuda::layer::largest_mixture;
-use crate::error::Result;
-use crate::states::shape_of;
-use nq_formats::{Experts, ModelConfig};
-use nq_kernels::cuda::{
+use crate::engine::layer::largest_mixture;
+use crate::{
     Buffer, Checked, DeltaRows, Gpu, GroupedRows, MOST_TRELLIS_ROWS, Places, Row, TrellisSizes,
     gated_width, packed_weights, stacked,
 };
+use nq_formats::{Experts, ModelConfig};
 use nq_kernels::{DeltaShape, KernelSet};
+use nq_runtime::Result;
+use nq_runtime::states::shape_of;
 
 /// Rows of logits computed and copied at a time.
-pub(in crate::cuda) const LOGIT_ROWS: usize = 64;
+pub(in crate::engine) const LOGIT_ROWS: usize = 64;
 
 /// From so many rows on, rows are sorted by expert, and an expert's weights are read once for all of its
 /// rows; before, rows that go through their experts one by one are faster (Qwen3-30B-A3B on an H200).
 pub(super) const GROUPED_ROWS: usize = 48;
 
 /// Row widths of the buffers.
-pub(in crate::cuda) struct Widths {
-    pub(in crate::cuda) hidden: usize,
+pub(in crate::engine) struct Widths {
+    pub(in crate::engine) hidden: usize,
     /// Of the products that attention or a recurrence begins with.
-    pub(in crate::cuda) qkv: usize,
+    pub(in crate::engine) qkv: usize,
     /// Of what attention or a recurrence gives to its last product.
-    pub(in crate::cuda) attended: usize,
+    pub(in crate::engine) attended: usize,
     /// Width of a layer's MLP or shared expert; other experts have their own buffers.
-    pub(in crate::cuda) mlp: usize,
-    pub(in crate::cuda) vocab: usize,
-    pub(in crate::cuda) experts: Option<Experts>,
-    pub(in crate::cuda) delta: Option<DeltaShape>,
+    pub(in crate::engine) mlp: usize,
+    pub(in crate::engine) vocab: usize,
+    pub(in crate::engine) experts: Option<Experts>,
+    pub(in crate::engine) delta: Option<DeltaShape>,
 }
 
 impl Widths {
-    pub(in crate::cuda) fn of(c: &ModelConfig) -> Self {
+    pub(in crate::engine) fn of(c: &ModelConfig) -> Self {
         let delta = shape_of(c);
         let (products, values) = delta.map_or((0, 0), |d| (d.channels() + d.values(), d.values()));
         Widths {
@@ -65,7 +65,7 @@ impl Widths {
     }
 }
 
-pub(in crate::cuda) fn padded(width: usize) -> usize {
+pub(in crate::engine) fn padded(width: usize) -> usize {
     width.next_multiple_of(256)
 }
 
@@ -144,16 +144,16 @@ impl RecurrentRows {
 }
 
 /// Buffers for layers with experts.
-pub(in crate::cuda) struct ExpertRows {
-    pub(in crate::cuda) scores: Buffer<f32>, // [rows, experts in a stack]
-    pub(in crate::cuda) shared: Buffer<f32>, // [rows], scores of the shared expert
-    pub(in crate::cuda) gated: Buffer<f32>, // [rows, chosen experts, width], of rows that are not grouped
-    pub(in crate::cuda) grouped: Option<GroupedRows>,
+pub(in crate::engine) struct ExpertRows {
+    pub(in crate::engine) scores: Buffer<f32>, // [rows, experts in a stack]
+    pub(in crate::engine) shared: Buffer<f32>, // [rows], scores of the shared expert
+    pub(in crate::engine) gated: Buffer<f32>, // [rows, chosen experts, width], of rows that are not grouped
+    pub(in crate::engine) grouped: Option<GroupedRows>,
 }
 
 impl ExpertRows {
     /// Allocates them for up to `rows` rows of `hidden` values; `None` without experts.
-    pub(in crate::cuda) fn new(
+    pub(in crate::engine) fn new(
         gpu: &Gpu,
         (experts, hidden): (Option<&Experts>, usize),
         rows: usize,
@@ -174,7 +174,7 @@ impl ExpertRows {
 }
 
 /// The rows of experts of a mixture.
-pub(in crate::cuda) fn expert_rows(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
+pub(in crate::engine) fn expert_rows(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
     match experts {
         Some(rows) => rows,
         None => unreachable!("sessions of mixtures have rows for them"),

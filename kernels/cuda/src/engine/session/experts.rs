@@ -2,11 +2,11 @@
 
 use super::buffers::{ExpertRows, GROUPED_ROWS};
 use super::rank_rows::{RankRows, added_to};
-use crate::cuda::layer::mixture;
-use crate::cuda::model::CudaModel;
-use crate::forward::{Experts, Packed};
+use crate::engine::layer::mixture;
+use crate::engine::model::CudaModel;
+use crate::{Buffer, DeviceLinear, HostStage, Norm, Stream, stacked};
 use nq_kernels::Result;
-use nq_kernels::cuda::{Buffer, DeviceLinear, HostStage, Norm, Stream, stacked};
+use nq_model::forward::{Experts, Packed};
 
 /// Adds the mixture of the experts that the scored rows choose to the residual stream `x`, or to a rank's share; `normed` are
 /// its normalized rows, if they exist in FP16. Many rows are grouped by expert; of few, each reads its

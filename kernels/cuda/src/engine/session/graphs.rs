@@ -1,6 +1,6 @@
 //! Kinds of steps, which are recorded once each.
 
-use nq_kernels::cuda::{CascadeShape, Graph};
+use crate::{CascadeShape, Graph};
 use std::collections::{HashMap, HashSet};
 
 /// Recorded steps.

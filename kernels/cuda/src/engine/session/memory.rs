@@ -3,17 +3,15 @@
 use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
 use super::step_rows::{StepRows, most_rows};
-use crate::cuda::request::Request;
-use crate::cuda::streams::DraftMemory;
-use crate::error::Result;
-use crate::interface::{DraftedBy, SessionSpec};
-use crate::states::is_recurrent;
-use nq_kernels::cuda::{
-    Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom,
-};
+use crate::engine::request::Request;
+use crate::engine::streams::DraftMemory;
+use crate::{Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom};
+use nq_runtime::Result;
+use nq_runtime::interface::{DraftedBy, SessionSpec};
+use nq_runtime::states::is_recurrent;
 
 /// Device memory of a session.
-pub(in crate::cuda) struct SessionMemory {
+pub(in crate::engine) struct SessionMemory {
     pub(super) pages: DevicePages,
     pub(super) states: Option<DeviceStates>,
     pub(super) cos_sin: Buffer<[f32; 2]>,
@@ -26,7 +24,7 @@ pub(in crate::cuda) struct SessionMemory {
 
 impl SessionMemory {
     /// Allocates it for the model of `request`. The rotary table is not written yet.
-    pub(in crate::cuda) fn new(
+    pub(in crate::engine) fn new(
         gpu: &Gpu,
         request: &Request<'_>,
         spec: &SessionSpec,
@@ -93,7 +91,7 @@ impl SessionMemory {
     }
 
     /// Bytes of keys and values, and of states; with those of a layer that drafts.
-    pub(in crate::cuda) fn kv_bytes(&self) -> usize {
+    pub(in crate::engine) fn kv_bytes(&self) -> usize {
         let states = self.states.as_ref().map_or(0, DeviceStates::bytes);
         let drafts = self.drafts.as_ref().map_or(0, DraftMemory::kv_bytes);
         self.pages.bytes() + states + drafts

@@ -1,11 +1,11 @@
 //! The pages and states of a session's sequences, for those that are written to disk and read back.
 
 use super::{CudaSession, staging};
-use crate::checks::check_bytes;
-use crate::error::{Error, Result};
-use crate::interface::Pages;
-use nq_kernels::cuda::DeviceStates;
+use crate::DeviceStates;
 use nq_kernels::pages::PAGE;
+use nq_runtime::checks::check_bytes;
+use nq_runtime::interface::Pages;
+use nq_runtime::{Error, Result};
 
 impl Pages for CudaSession {
     fn free(&self) -> usize {

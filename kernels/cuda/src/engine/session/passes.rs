@@ -16,20 +16,20 @@ use super::rank_rows::{
     Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_parts,
 };
 use super::step_rows::{StepRows, WideRows};
-use crate::cuda::layer::CudaLayer;
-use crate::cuda::model::CudaModel;
-use crate::forward::{
-    Block, Delta, DeltaParameters, Experts, HeadVectors, Mix, Operand, Packed, Projection, Shared,
-    Verbs,
-};
-use crate::interface::Split;
-use nq_kernels::cuda::{
+use crate::engine::layer::CudaLayer;
+use crate::engine::model::CudaModel;
+use crate::{
     AttentionOutput, AttentionScratch, AttentionShape, BlockLimit, Buffer, Cascade, Checked,
     Columns, DeviceLinear, DevicePages, DeviceStates, GemvOutput, HostStage, LayerStates,
     LayersPlan, MOST_SEQUENCES, Norm, Rates, RowsOut, Step, StepLayer, StepMixer, StepOutput,
     Stream,
 };
 use nq_kernels::{Error, Result};
+use nq_model::forward::{
+    Block, Delta, DeltaParameters, Experts, HeadVectors, Mix, Operand, Packed, Projection, Shared,
+    Verbs,
+};
+use nq_runtime::interface::Split;
 
 /// Bytes of the weights behind attention from which on prefetching them slows down the reads of
 /// attention, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).

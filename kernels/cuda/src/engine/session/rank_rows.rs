@@ -1,13 +1,11 @@
 //! Buffers of one of several GPUs, and what it exchanges with the others.
 
 use super::buffers::{LOGIT_ROWS, Widths};
-use crate::cuda::part::GpuPart;
-use crate::error::Result;
-use crate::interface::Split;
+use crate::engine::part::GpuPart;
+use crate::{Buffer, Collectives, Gathered, Gpu, Inbox, LayersInbox, PartialSums, Share, Stream};
 use nq_formats::ModelConfig;
-use nq_kernels::cuda::{
-    Buffer, Collectives, Gathered, Gpu, Inbox, LayersInbox, PartialSums, Share, Stream,
-};
+use nq_runtime::Result;
+use nq_runtime::interface::Split;
 use std::ops::Range;
 
 /// Buffers of a rank.
@@ -40,7 +38,7 @@ struct HeadRows {
 
 /// Where other ranks write what they have for a rank: by kernels for it, and by the kernel of all layers. Cloning shares it.
 #[derive(Clone)]
-pub(in crate::cuda) struct RankInbox {
+pub(in crate::engine) struct RankInbox {
     pub(super) rows: Inbox,
     pub(super) layers: LayersInbox,
 }

@@ -3,13 +3,13 @@
 use super::CudaSession;
 use super::graphs::StepEnd;
 use super::rank_rows::RankInbox;
-use crate::error::{Error, Result};
-use crate::interface::Split;
-use nq_kernels::cuda::Collectives;
+use crate::Collectives;
+use nq_runtime::interface::Split;
+use nq_runtime::{Error, Result};
 
 impl CudaSession {
     /// Where other ranks write to this one; `None` for a whole model.
-    pub(in crate::cuda) fn inbox(&self) -> Option<RankInbox> {
+    pub(in crate::engine) fn inbox(&self) -> Option<RankInbox> {
         self.ranks.as_ref().map(|ranks| RankInbox {
             rows: ranks.inbox.clone(),
             layers: self.step.layers.inbox(),
@@ -17,7 +17,7 @@ impl CudaSession {
     }
 
     /// Blocks of the kernel of all layers that this device runs at once; 0 if it runs the layers otherwise.
-    pub(in crate::cuda) fn blocks_at_once(&self) -> Result<usize> {
+    pub(in crate::engine) fn blocks_at_once(&self) -> Result<usize> {
         let device = self.device(self.kind(1, 1, StepEnd::Logits, false));
         let plan = device.plan_at_once(usize::MAX)?;
         Ok(plan.map_or(0, |(plan, _)| plan.blocks()))
@@ -25,7 +25,7 @@ impl CudaSession {
 
     /// Joins the ranks with these inboxes, which are all of the model's. Those of parts of every layer all run the kernel of
     /// all layers with so many blocks, or none does.
-    pub(in crate::cuda) fn join(&mut self, inboxes: &[RankInbox], blocks: usize) -> Result<()> {
+    pub(in crate::engine) fn join(&mut self, inboxes: &[RankInbox], blocks: usize) -> Result<()> {
         if let (Some(ranks), Some(part)) = (&mut self.ranks, self.model.part) {
             let rows = inboxes.iter().map(|i| i.rows.clone()).collect();
             ranks.collectives = Some(Collectives::new(&self.model.gpu, part.rank.rank, rows)?);
@@ -40,7 +40,7 @@ impl CudaSession {
     }
 
     /// Refuses results of a rank that waited in vain for another.
-    pub(in crate::cuda) fn check_ranks(&self) -> Result<()> {
+    pub(in crate::engine) fn check_ranks(&self) -> Result<()> {
         let rows = (self.ranks.as_ref()).and_then(|ranks| ranks.collectives.as_ref());
         match rows.is_some_and(Collectives::is_lost) || self.step.layers.is_lost() {
             false => Ok(()),

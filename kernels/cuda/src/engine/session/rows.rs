@@ -8,15 +8,14 @@ use super::rank_rows::{
     Handover, RankRows, added_to, gather_logits, hand_over, reduce, reduce_written,
 };
 use super::{CudaSession, product};
-use crate::error;
-use crate::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
-use crate::interface::{Chunk, Observer};
-use nq_formats::models::Product;
-use nq_kernels::cuda::{
+use crate::{
     Buffer, CONV, DeltaRows, DeltaSpan, DeviceLinear, DevicePages, DeviceStates, GemmOutput,
     HostStage, Row, RowsOut, SequenceRows, Stream, operand_index,
 };
+use nq_formats::models::Product;
 use nq_kernels::{Error, KernelSet, Result};
+use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
+use nq_runtime::interface::{Chunk, Observer};
 use std::time::Duration;
 
 /// The rows of recurrences of a model that has some.
@@ -327,7 +326,7 @@ impl CudaSession {
         spans: &[DeltaSpan],
         m: usize,
         observer: &mut Option<&mut dyn Observer>,
-    ) -> error::Result<()> {
+    ) -> nq_runtime::Result<()> {
         let Self {
             stream,
             model,
@@ -361,7 +360,7 @@ impl CudaSession {
 
     /// Makes `many.x` the residual stream behind the last layer on every rank, if rows of it are wanted: ranks that do not wait
     /// for it go on with the next chunks.
-    fn finish_layers(&mut self, chunks: &[Chunk<'_>], wanted: &[u32]) -> error::Result<()> {
+    fn finish_layers(&mut self, chunks: &[Chunk<'_>], wanted: &[u32]) -> nq_runtime::Result<()> {
         if wanted.is_empty() {
             return Ok(());
         }
@@ -376,7 +375,7 @@ impl CudaSession {
         &mut self,
         rows: &[u32],
         observer: &mut Option<&mut dyn Observer>,
-    ) -> error::Result<()> {
+    ) -> nq_runtime::Result<()> {
         let Self {
             stream,
             model,
@@ -422,7 +421,7 @@ impl CudaSession {
         &mut self,
         chunks: &[Chunk<'_>],
         observer: &mut Option<&mut dyn Observer>,
-    ) -> error::Result<Vec<u32>> {
+    ) -> nq_runtime::Result<Vec<u32>> {
         self.reserve(chunks.iter().map(|c| (c.slot, c.tokens.len())))?;
         for chunk in chunks {
             self.settle(chunk.slot)?;
@@ -476,7 +475,7 @@ impl CudaSession {
         &mut self,
         chunks: &[Chunk<'_>],
         mut observer: Option<&mut dyn Observer>,
-    ) -> error::Result<()> {
+    ) -> nq_runtime::Result<()> {
         if observer.is_some() && self.many.full.is_none() {
             let (model, rows) = (&self.model, self.spec.max_rows.max(1));
             let w = Widths::of(&model.config);
@@ -502,7 +501,7 @@ impl CudaSession {
         &mut self,
         chunks: &[Chunk<'_>],
         out: &mut Vec<f32>,
-    ) -> error::Result<()> {
+    ) -> nq_runtime::Result<()> {
         let wanted = self.queue_rows(chunks, &mut None)?;
         self.finish_layers(chunks, &wanted)?;
         let Self {
@@ -531,7 +530,7 @@ impl CudaSession {
     }
 
     /// Queues the chunks, without logits.
-    pub(super) fn queue_chunks(&mut self, chunks: &[Chunk<'_>]) -> error::Result<()> {
+    pub(super) fn queue_chunks(&mut self, chunks: &[Chunk<'_>]) -> nq_runtime::Result<()> {
         let begin = self.stream.mark()?;
         let queued = self.queue_rows(chunks, &mut None);
         queued.inspect_err(|e| self.lose(chunks, e))?;
@@ -543,7 +542,7 @@ impl CudaSession {
     }
 
     /// Waits for the oldest queued chunks; returns the time they took.
-    pub(super) fn finish_chunks(&mut self) -> error::Result<Duration> {
+    pub(super) fn finish_chunks(&mut self) -> nq_runtime::Result<Duration> {
         let Some((begin, end)) = self.prompts.pop_front() else {
             return Ok(Duration::ZERO);
         };

@@ -1,9 +1,9 @@
 //! The states of a session's sequences: where they stand, and how earlier ones are reached.
 
 use super::CudaSession;
-use crate::error::{Error, Result};
-use crate::interface::Chunk;
-use nq_kernels::cuda::DeviceStates;
+use crate::DeviceStates;
+use nq_runtime::interface::Chunk;
+use nq_runtime::{Error, Result};
 
 impl CudaSession {
     /// The rows of the sequence in `slot` that are kept and not in its states.

@@ -8,13 +8,13 @@ use super::buffers::LOGIT_ROWS;
 use super::graphs::{StepEnd, StepKind};
 use super::passes::Device;
 use super::step_rows::{RING, best_values, idle_step};
-use crate::error::Result;
-use crate::interface::{Chunk, LogitsWanted, Run, bucket};
-use nq_formats::ModelConfig;
-use nq_kernels::cuda::{
+use crate::{
     Advance, AttentionScratch, CascadeShape, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, Step,
 };
+use nq_formats::ModelConfig;
 use nq_kernels::pages::SharedPrefix;
+use nq_runtime::Result;
+use nq_runtime::interface::{Chunk, LogitsWanted, Run, bucket};
 
 /// Page reads per key head that reading shared pages once must save in a step to be worth one more
 /// kernel a layer (`benches/records/2026-11-22-cascade.csv`, and `2026-11-23-gpu-runs.csv` for rows of one
@@ -22,7 +22,7 @@ use nq_kernels::pages::SharedPrefix;
 const LEAST_SHARED: usize = 1024;
 
 /// [`LEAST_SHARED`] as reads of a page of all `kv_heads` key heads.
-pub(in crate::cuda) fn least_shared_pages(kv_heads: usize) -> usize {
+pub(in crate::engine) fn least_shared_pages(kv_heads: usize) -> usize {
     LEAST_SHARED / kv_heads
 }
 

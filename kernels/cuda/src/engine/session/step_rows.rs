@@ -2,24 +2,24 @@
 
 use super::buffers::{ExpertRows, Widths, padded};
 use super::taps::Taps;
-use crate::cuda::layer::largest_mixture;
-use crate::cuda::part::GpuPart;
-use crate::error::Result;
-use crate::interface::{SessionSpec, Split};
-use nq_formats::ModelConfig;
-use nq_kernels::cuda::{
+use crate::engine::layer::largest_mixture;
+use crate::engine::part::GpuPart;
+use crate::{
     Adjustments, AttentionScratch, Buffer, Candidates, Cascade, CascadeShape, Checked, Columns,
     DeviceLinear, Gpu, HEAD_DIM, LayersScratch, LayersSizes, Logprobs, MOST_LOGPROBS, MOST_RUN,
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, Step, StepBounds,
     best_len, gathered_best_len, wide_best_len,
 };
+use nq_formats::ModelConfig;
 use nq_kernels::pages::KvType;
+use nq_runtime::Result;
+use nq_runtime::interface::{SessionSpec, Split};
 use std::collections::VecDeque;
 
 /// Most tokens of a sequence that the device may be ahead of the host; a power of two.
 pub(super) const RING: usize = 64;
 
-const _: () = assert!(MOST_LOGPROBS == crate::sampler::MOST_LOGPROBS);
+const _: () = assert!(MOST_LOGPROBS == nq_runtime::sampler::MOST_LOGPROBS);
 
 /// The value of a place where the device has not written a token yet.
 pub(super) const PENDING: u32 = u32::MAX;
@@ -81,7 +81,7 @@ impl WideRows {
 }
 
 /// Most sequences that a step takes on `gpu`.
-pub(in crate::cuda) fn most_together(gpu: &Gpu) -> usize {
+pub(in crate::engine) fn most_together(gpu: &Gpu) -> usize {
     if gpu.takes_wide_steps() {
         MOST_WIDE_SEQUENCES
     } else {

@@ -1,10 +1,10 @@
 //! Residual streams of a pass that a drafter reads.
 
+use crate::{Buffer, Stream, Strided};
 use nq_kernels::Result;
-use nq_kernels::cuda::{Buffer, Stream, Strided};
 
 /// The streams of the latest pass after some of its layers.
-pub(in crate::cuda) struct Taps {
+pub(in crate::engine) struct Taps {
     /// The numbers of layers after which they are kept.
     after: Vec<usize>,
     hidden: usize,

@@ -1,13 +1,13 @@
 //! Device memory of a layer that drafts, besides its weights, which plans and sessions allocate alike.
 
-use crate::cuda::session::buffers::{ExpertRows, padded};
-use crate::error::Result;
-use crate::interface::{DraftLayer, SessionSpec};
-use nq_kernels::cuda::{
+use crate::engine::session::buffers::{ExpertRows, padded};
+use crate::{
     Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, DevicePages, Gpu,
     HEAD_DIM, Logprobs, MOST_RUN, MOST_SEQUENCES, Mapped, PagesShape, Places, Row, Sampling, Step,
     StepBounds, best_len,
 };
+use nq_runtime::Result;
+use nq_runtime::interface::{DraftLayer, SessionSpec};
 
 /// Rows of prompts computed together.
 pub(super) const ROWS: usize = 512;
@@ -18,7 +18,7 @@ pub(super) const RING: usize = 2 * MOST_RUN;
 pub(super) const WHAT: &str = "a layer that drafts";
 
 /// Device memory of a layer that drafts for a session.
-pub(in crate::cuda) struct DraftMemory {
+pub(in crate::engine) struct DraftMemory {
     pub(super) few: Few,
     pub(super) many: Many,
     pub(super) pages: DevicePages,
@@ -26,13 +26,13 @@ pub(in crate::cuda) struct DraftMemory {
     /// By slot, the streams of the last tokens, which have no keys and values yet: `[MOST_RUN, streams of a row]`.
     pub(super) held: Vec<Buffer<f32>>,
     /// The streams of the target's steps, and of its passes over many rows: `[rows, streams of a row]`.
-    pub(in crate::cuda) tapped: [Buffer<f32>; 2],
+    pub(in crate::engine) tapped: [Buffer<f32>; 2],
 }
 
 impl DraftMemory {
     /// Allocates that of `layer` for a session of `spec`, whose model has the head `head`. The rotary table is not written
     /// yet.
-    pub(in crate::cuda) fn new(
+    pub(in crate::engine) fn new(
         gpu: &Gpu,
         layer: DraftLayer,
         head: &DeviceLinear,
@@ -64,7 +64,7 @@ impl DraftMemory {
     }
 
     /// Bytes of keys and values.
-    pub(in crate::cuda) fn kv_bytes(&self) -> usize {
+    pub(in crate::engine) fn kv_bytes(&self) -> usize {
         self.pages.bytes()
     }
 }

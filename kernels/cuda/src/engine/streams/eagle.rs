@@ -2,23 +2,23 @@
 
 use super::buffers::WHAT;
 use super::{GpuHead, On, full, halves, multiply, norm_rows, rows_at};
-use crate::cuda::layer::CudaLayer;
-use crate::cuda::model::{CudaModel, refuse};
-use crate::error::{Error, Result};
-use crate::interface::DraftLayer;
-use crate::rope::Rotary;
-use crate::speculation::head::{EAGLE_NOT_FINITE, HeadWeights};
-use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
-use nq_formats::{ModelConfig, Weight};
-use nq_kernels::cuda::{
+use crate::engine::layer::CudaLayer;
+use crate::engine::model::{CudaModel, refuse};
+use crate::{
     Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm, Stack, Uploader,
 };
+use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
+use nq_formats::{ModelConfig, Weight};
+use nq_runtime::interface::DraftLayer;
+use nq_runtime::rope::Rotary;
+use nq_runtime::speculation::head::{EAGLE_NOT_FINITE, HeadWeights};
+use nq_runtime::{Error, Result};
 
 /// The product whose outputs an epilogue takes in pairs.
 const GATE_UP: &str = "gate_up";
 
 /// A head packed for a GPU.
-pub(crate) struct CudaEagle {
+pub struct CudaEagle {
     sizes: DraftLayer,
     /// The shape of a model of its layer alone.
     config: ModelConfig,
@@ -37,7 +37,7 @@ impl CudaEagle {
     ///
     /// # Errors
     /// A missing or misshapen tensor; a shape that the kernels do not serve; no memory for it.
-    pub(crate) fn load(gpu: &Gpu, head: &EagleHead, model: &ModelConfig) -> Result<Self> {
+    pub fn load(gpu: &Gpu, head: &EagleHead, model: &ModelConfig) -> Result<Self> {
         let c = &head.config;
         check_shape(c)?;
         let mut uploader = Uploader::new(gpu)?;
@@ -53,7 +53,7 @@ impl CudaEagle {
         let weights = HeadWeights::read((head, &config), linear, norm)?;
         let embedding = match head.has_embedding {
             true => {
-                let embedding = crate::models::embedding(head.store.as_ref(), model)?;
+                let embedding = nq_runtime::models::embedding(head.store.as_ref(), model)?;
                 Some(uploader.pack(&[&embedding], Stack::Concat, true)?)
             }
             false => None,

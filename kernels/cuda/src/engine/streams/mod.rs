@@ -13,22 +13,22 @@ mod mtp;
 mod pass;
 
 pub(super) use buffers::DraftMemory;
-pub(crate) use eagle::CudaEagle;
-pub(crate) use mtp::CudaMtp;
+pub use eagle::CudaEagle;
+pub use mtp::CudaMtp;
 
 use super::layer::CudaLayer;
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
-use crate::error::{Error, Result};
-use crate::interface::{Draft, DraftLayer, Drafter, SessionSpec, StreamHead};
-use crate::kv::PageTables;
-use crate::rope::Rotary;
-use buffers::{Few, Many, RING, ROWS};
-use nq_formats::ModelConfig;
-use nq_kernels::cuda::{
+use crate::{
     Advance, Buffer, Checked, Columns, DeviceLinear, DevicePages, GemvOutput, Gpu, MOST_RUN,
     NOT_FINITE as NO_NUMBER, Norm, Row, RowsOut, Step, Stream, Strided, best_len,
 };
+use buffers::{Few, Many, RING, ROWS};
+use nq_formats::ModelConfig;
+use nq_runtime::interface::{Draft, DraftLayer, Drafter, SessionSpec, StreamHead};
+use nq_runtime::kv::PageTables;
+use nq_runtime::rope::Rotary;
+use nq_runtime::{Error, Result};
 use pass::{FewPass, fill};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,22 +1,20 @@
 //! A model's MTP layer on a GPU ([`nq_formats::mtp`]).
 
 use super::{GpuHead, On, full, halves, multiply, norm_rows};
-use crate::cuda::layer::CudaLayer;
-use crate::cuda::model::{CudaModel, Slower, pack_layer};
-use crate::error::{Error, Result};
-use crate::interface::DraftLayer;
-use crate::models::LayerWeights;
-use crate::rope::Rotary;
-use crate::speculation::head::MTP_NOT_FINITE;
+use crate::engine::layer::CudaLayer;
+use crate::engine::model::{CudaModel, Slower, pack_layer};
+use crate::{Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, Stack, Uploader};
 use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
 use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
-use nq_kernels::cuda::{
-    Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, Stack, Uploader,
-};
+use nq_runtime::interface::DraftLayer;
+use nq_runtime::models::LayerWeights;
+use nq_runtime::rope::Rotary;
+use nq_runtime::speculation::head::MTP_NOT_FINITE;
+use nq_runtime::{Error, Result};
 use std::ops::Range;
 
 /// The layer, packed for a GPU.
-pub(crate) struct CudaMtp {
+pub struct CudaMtp {
     /// The shape of a model of this layer alone.
     config: ModelConfig,
     gpu: Gpu,
@@ -37,7 +35,7 @@ impl CudaMtp {
     ///
     /// # Errors
     /// A missing or misshapen tensor; no memory for it.
-    pub(crate) fn load(
+    pub fn load(
         gpu: &Gpu,
         config: ModelConfig,
         store: &dyn WeightStore,

@@ -2,16 +2,16 @@
 //! which go no further than their keys and values.
 
 use super::{GpuHead, On, full, halves, multiply, norm_rows, rows_at};
-use crate::cuda::layer::mixture;
-use crate::cuda::model::heads_of;
-use crate::cuda::session::buffers::{ExpertRows, expert_rows};
-use crate::error::{Error, Result};
-use crate::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
-use nq_formats::ModelConfig;
-use nq_kernels::cuda::{
+use crate::engine::layer::mixture;
+use crate::engine::model::heads_of;
+use crate::engine::session::buffers::{ExpertRows, expert_rows};
+use crate::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, DeviceLinear, GemmOutput,
     GemvOutput, Norm, Step,
 };
+use nq_formats::ModelConfig;
+use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
+use nq_runtime::{Error, Result};
 
 /// A pass over rows of one sequence: several, `few.x`, or that of a token that was drawn, `few.last.x`. Behind attention
 /// the last is left, in `few.last`.

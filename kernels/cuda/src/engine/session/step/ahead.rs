@@ -1,13 +1,13 @@
 //! Steps whose tokens the device draws.
 
-use crate::checks::check_tokens;
-use crate::cuda::session::CudaSession;
-use crate::cuda::session::graphs::{StepEnd, StepKind};
-use crate::cuda::session::step_rows::{PENDING, RING, Seat, idle_step};
-use crate::error::{Error, Result};
-use crate::interface::{Chunk, Drawn, LogitsWanted, Run, Session, StepsAhead, bucket};
-use crate::sampler::Sampler;
-use nq_kernels::cuda::{MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling, Step};
+use crate::engine::session::CudaSession;
+use crate::engine::session::graphs::{StepEnd, StepKind};
+use crate::engine::session::step_rows::{PENDING, RING, Seat, idle_step};
+use crate::{MOST_LOGPROBS, NONE_ALLOWED, NOT_FINITE, Sampling, Step};
+use nq_runtime::checks::check_tokens;
+use nq_runtime::interface::{Chunk, Drawn, LogitsWanted, Run, Session, StepsAhead, bucket};
+use nq_runtime::sampler::Sampler;
+use nq_runtime::{Error, Result};
 use std::time::Duration;
 
 /// Steps queued ahead of the token that the host waits for.

@@ -5,8 +5,8 @@ use crate::common::{
     Store, fused_config, hybrid, options, round_to_nearest, small_config, small_mixture, tokens,
     wide_hybrid,
 };
+use nq_cpu::FEW_ROWS;
 use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Tensor, Weight, Zeros};
-use nq_kernels::cpu::FEW_ROWS;
 use nq_kernels::{Isa, IsaChoice};
 use nq_runtime::{
     ActivationChoice, Chunk, DraftedBy, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
@@ -121,7 +121,7 @@ fn load(model: &(String, ModelConfig, Store, ActivationChoice), isa: IsaChoice) 
         threads: Some(1),
         ..options(EngineKind::Nq)
     };
-    nq_runtime::load(config, store, &options, &()).unwrap()
+    nq_load::load(config, store, &options, &()).unwrap()
 }
 
 fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {

@@ -1,7 +1,7 @@
 //! Benches of single CUDA kernels, in the shapes of Qwen3 0.6B and 8B, compared with the device's
 //! memory bandwidth.
 //!
-//! `cargo bench -p nq-kernels --features cuda --bench cuda [-- NAME ...]` prints a line per
+//! `cargo bench -p nq-cuda --bench cuda [-- NAME ...]` prints a line per
 //! operation: microseconds, bytes that it must read and write, and the share of the device's memory
 //! bandwidth that this reaches. Operations of a decode step are also timed as a step runs
 //! them, in a recorded graph where one may begin before the previous has ended ("chained"). Weights
@@ -10,35 +10,20 @@
 #![allow(missing_docs, reason = "a benchmark's main")]
 #![allow(clippy::print_stdout, reason = "a benchmark prints what it finds")]
 
-#[cfg(feature = "cuda")]
 mod attention;
-#[cfg(feature = "cuda")]
 mod delta;
-#[cfg(feature = "cuda")]
 mod products;
-#[cfg(feature = "cuda")]
 mod ranks;
-#[cfg(feature = "cuda")]
 mod rows;
-#[cfg(feature = "cuda")]
 mod timing;
-#[cfg(feature = "cuda")]
 mod training;
-#[cfg(feature = "cuda")]
 mod trellis;
 
-#[cfg(not(feature = "cuda"))]
-fn main() {
-    println!("skipped: this build has no CUDA kernels (feature `cuda`)");
-}
-
-#[cfg(feature = "cuda")]
 type Bench = (
     &'static str,
     fn(&mut timing::Timing) -> nq_kernels::Result<()>,
 );
 
-#[cfg(feature = "cuda")]
 const BENCHES: [Bench; 21] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
@@ -63,7 +48,6 @@ const BENCHES: [Bench; 21] = [
     ("trellis", trellis::trellis),
 ];
 
-#[cfg(feature = "cuda")]
 fn main() {
     let mut timing = match timing::Timing::new() {
         Ok(timing) => timing,

@@ -1,7 +1,7 @@
 //! Benches of gated DeltaNets, in the shapes of Qwen3.5 0.8B and 27B.
 
 use super::timing::Timing;
-use nq_kernels::cuda::{
+use nq_cuda::{
     AttentionOutput, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Places, Rates, Row,
     RowsOut, SequenceRows, StatesShape, Step, StepBounds,
 };

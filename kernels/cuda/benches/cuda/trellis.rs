@@ -1,13 +1,13 @@
 //! Benches of products with trellis codes, beside INT4.
 
 use super::timing::{Scheme, Timing};
-use nq_formats::trellis::{Code, TrellisScheme, TrellisWeight};
-use nq_formats::{QuantizedWeight, Weight};
-use nq_kernels::Result;
-use nq_kernels::cuda::{
+use nq_cuda::{
     Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, Stack, StreamOptions, TrellisRoom,
     TrellisSizes, Uploader,
 };
+use nq_formats::trellis::{Code, TrellisScheme, TrellisWeight};
+use nq_formats::{QuantizedWeight, Weight};
+use nq_kernels::Result;
 
 /// Products of Qwen3-8B and 0.6B: outputs, inputs, and whether they are gate and up.
 const PRODUCTS: [(&str, usize, usize); 8] = [

@@ -1,12 +1,12 @@
 //! Benches of products with packed weights.
 
 use super::timing::{MODELS, SCHEMES, Scheme, Timing, VOCAB};
-use nq_formats::Experts;
-use nq_kernels::Result;
-use nq_kernels::cuda::{
+use nq_cuda::{
     Buffer, Columns, DeviceLinear, GemmOutput, GemvOutput, GroupedRows, Norm, PartialSums,
     StepOutput, best_len, gated_width,
 };
+use nq_formats::Experts;
+use nq_kernels::Result;
 
 /// Buffers of a product of `m` rows.
 struct Operands {

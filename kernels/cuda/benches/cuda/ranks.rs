@@ -1,10 +1,10 @@
 //! Benches of what two GPUs exchange.
 
 use super::timing::Timing;
-use nq_kernels::Result;
-use nq_kernels::cuda::{
+use nq_cuda::{
     Buffer, Collectives, Gathered, Gpu, Inbox, Rank, Share, Stream, StreamOptions, device_count,
 };
+use nq_kernels::Result;
 
 /// Sums in a recorded graph, and runs of the graph.
 const CHAIN: usize = 64;

@@ -1,10 +1,10 @@
 //! Benches of a training step's operations and of second-order rounding, by nq's own kernels.
 
 use super::timing::{MODELS, Model, Timing};
+use nq_cuda::{Buffer, CudaOps, GemmPrecision, Groups, Order};
 use nq_formats::TrellisScheme;
 use nq_formats::trellis::Code;
 use nq_kernels::Result;
-use nq_kernels::cuda::{Buffer, CudaOps, GemmPrecision, Groups, Order};
 use nq_kernels::grad::{
     Adam, Allocate, Buffers, Draw, Gemm, GradOps, HeadShape, LayerOps, Occurrences, OneShape,
     Rounding, UNKNOWN,

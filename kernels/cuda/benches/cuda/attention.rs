@@ -1,12 +1,12 @@
 //! Benches of attention and of the pages of keys and values that it reads.
 
 use super::timing::{MODELS, Model, Scheme, Timing};
-use nq_kernels::Result;
-use nq_kernels::cuda::{
+use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages,
     HEAD_DIM, Heads, LayersPlan, LayersScratch, LayersSizes, PageEntry, PagesShape, Row,
     SequenceRows, Step, StepBounds, StepLayer, StepMixer,
 };
+use nq_kernels::Result;
 use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
 
 /// Layers used in turn, so that pages come out of memory rather than the cache.

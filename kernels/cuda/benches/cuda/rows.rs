@@ -1,11 +1,11 @@
 //! Benches of operations on rows of activations, of the end of a step, and of memory.
 
 use super::timing::{MODELS, Scheme, Timing, VOCAB};
-use nq_kernels::Result;
-use nq_kernels::cuda::{
+use nq_cuda::{
     Adjustments, Advance, Candidates, Checked, Logprobs, Places, RowsOut, Sampling, Step,
     StepBounds,
 };
+use nq_kernels::Result;
 
 /// The memory bandwidth with which all others are compared.
 pub(crate) fn read_all(t: &mut Timing) -> Result<()> {

@@ -1,11 +1,11 @@
 //! Timing by the device's own clock; shapes and weights of the benches.
 
+use nq_cuda::{DeviceLinear, Gpu, Mark, PackedKind, Stack, Stream, Uploader};
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Parts, QuantizedWeight, Tensor,
     Weight, Zeros,
 };
 use nq_kernels::Result;
-use nq_kernels::cuda::{DeviceLinear, Gpu, Mark, PackedKind, Stack, Stream, Uploader};
 
 /// Operations in a recorded graph, and runs of the graph.
 const CHAIN: usize = 24;

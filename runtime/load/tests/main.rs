@@ -1,0 +1,21 @@
+//! All tests of engines on devices: one program, so that it is linked once.
+
+mod ahead;
+mod batch;
+mod common;
+mod cuda;
+mod cuts;
+mod drafts_ahead;
+mod eagle;
+mod encoder;
+mod exact;
+mod experts;
+mod families;
+mod forward;
+mod generate;
+mod golden;
+mod hybrids;
+mod mtp;
+mod rope;
+mod shards;
+mod speculation;
