@@ -97,9 +97,12 @@ fn the_library_does_without_the_command_line() {
         .map(|d| d.name.as_str())
         .collect();
     let needed = [
+        "nq-cpu",
         "nq-evals",
         "nq-formats",
         "nq-kernels",
+        "nq-load",
+        "nq-model",
         "nq-quantize",
         "nq-runtime",
         "strsim",
@@ -108,8 +111,8 @@ fn the_library_does_without_the_command_line() {
     assert_eq!(always, needed);
 }
 
-/// Only the binary parses arguments, prints and wraps errors untyped; only `formats` and
-/// `kernels` may need `unsafe`.
+/// Only the binary parses arguments, prints and wraps errors untyped; only files, kernels and drivers
+/// may need `unsafe`.
 #[test]
 fn libraries_do_not_use_what_belongs_to_the_binary() {
     let metadata = MetadataCommand::new()
@@ -126,7 +129,7 @@ fn libraries_do_not_use_what_belongs_to_the_binary() {
                 package.name
             );
         }
-        if !["nq-formats", "nq-kernels"].contains(&package.name.as_str()) {
+        if !["nq-formats", "nq-kernels", "nq-cpu", "nq-cuda"].contains(&package.name.as_str()) {
             let folder = package.manifest_path.parent().expect("a folder");
             let root = std::fs::read_to_string(folder.join("src/lib.rs")).expect("lib.rs");
             assert!(

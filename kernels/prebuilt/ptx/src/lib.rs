@@ -1,7 +1,7 @@
 //! CUDA kernels compiled for GPUs that the other crates have no code for, as PTX, a part of
-//! [nq-kernels](https://docs.rs/nq-kernels): with them, building nq needs no CUDA toolkit.
+//! [nq-cuda](https://docs.rs/nq-cuda): with them, building nq needs no CUDA toolkit.
 //!
-//! The build of nq-kernels compares the code with its own manifest: which sources it was compiled from, by which
+//! The build of nq-cuda compares the code with its own manifest: which sources it was compiled from, by which
 //! compiler. A part of nq that may change in any version: programs use `nq-llm`.
 
 #![no_std]

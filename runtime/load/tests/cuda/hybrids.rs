@@ -391,7 +391,7 @@ fn layers_are_those_of_the_cpu() {
                 activations: ActivationChoice::F32,
                 ..LoadOptions::default()
             };
-            nq_runtime::stepper(&config, &options, KvType::F32, 64).unwrap()
+            nq_load::stepper(&config, &options, KvType::F32, 64).unwrap()
         };
         let (mut gpu, mut cpu) = (stepper(DeviceChoice::Cuda(0)), stepper(DeviceChoice::Cpu));
         let texts = [21, 21, 21, 150, 33, 2, 2].map(|n| tokens(n, n as u64));
