@@ -420,7 +420,7 @@ fn the_page_is_a_fixed_table_under_a_strict_policy() {
         "{}",
         page.body
     );
-    for script in ["app", "store", "markdown", "math", "highlight"] {
+    for script in ["app", "store", "markdown", "marked", "math", "highlight"] {
         let text = server.get(&format!("/page/{script}.js")).body;
         assert!(text.contains("export ") || script == "app", "{script}");
         for banned in ["innerHTML", "insertAdjacentHTML", "document.write", "eval("] {

@@ -258,6 +258,61 @@ for (const [name, content] of Object.entries({ ...files, "wrong.json": '{"nodes"
 }
 assert.equal(await page.$eval("#list .entry[aria-current]", (e) => e.textContent.includes("I would like")), true);
 
+// Settings of this chat alone, an answer that goes on behind its limit, edits and deletions.
+await click(page, "#new");
+await click(page, "#own-open");
+await page.type("#own-system", "Be brief.");
+await page.type("#own-max_tokens", "4");
+await page.type("#own-more", "[1]");
+await page.keyboard.press("Tab");
+assert.equal(await page.$eval("#own-more", (e) => e.validity.valid), false);
+await page.$eval("#own-more", (e) => (e.value = ""));
+await page.type("#own-more", '{"ignore_eos": true}');
+await page.keyboard.press("Tab");
+await page.$$eval("#own .end button", (all) => all.at(-1).click());
+const asked = page.waitForRequest((r) => r.url().includes("/v1/chat"));
+await ask(page, "Tell me about a film.");
+const body = JSON.parse((await asked).postData());
+assert.deepEqual([body.max_tokens, body.ignore_eos, body.messages[0]], [4, true, { role: "system", content: "Be brief." }]);
+await page.waitForSelector(".assistant .foot button[title='Continue answer']");
+assert.match(await text("#full"), /^\d+ %$/);
+const cut = await text(".assistant .body");
+await click(page, ".assistant .foot button[title='Continue answer']");
+await page.waitForFunction((n) => document.querySelector(".assistant .body").textContent.length > n, {}, cut.length);
+await idle(page);
+assert.ok((await text(".assistant .body")).startsWith(cut));
+await click(page, ".user .foot button[title='Edit message']");
+await page.waitForSelector(".user textarea");
+await page.keyboard.press("Escape");
+assert.equal(await page.$(".user textarea"), null);
+await click(page, ".assistant .foot button[title='Edit answer']");
+await page.waitForSelector(".assistant textarea");
+const steps = "1. Run\n   ```sh\n   pip install foo\n   ```\n\n   and more.\n- [x] done\n\n***both***, $\\boxed{42}$, a<br>b";
+await page.$eval(".assistant textarea", (e, value) => (e.value = value), steps);
+await click(page, ".assistant .foot button[title='Save the edited answer']");
+assert.equal(await text(".assistant ol li pre code"), "pip install foo");
+assert.match(await text(".assistant ol li"), /and more\.$/);
+assert.equal(await page.$eval(".assistant li input", (e) => e.checked && e.disabled), true);
+assert.equal(await page.$$eval(".assistant em strong, .assistant .boxed, .assistant p > br", (e) => e.length), 3);
+page.once("dialog", (d) => d.accept());
+await click(page, ".assistant .foot button[title='Delete message']");
+await page.waitForFunction(() => !document.querySelector(".assistant .foot").textContent.includes("/ 2"));
+await page.reload();
+await page.waitForSelector(".assistant .body");
+assert.ok((await text(".assistant .body")).startsWith(cut));
+
+// A long text is shown in pieces as it is shown at once.
+const pieces = await page.evaluate(async () => {
+  const { Written } = await import("/page/markdown.js");
+  const text = "1. a\n   ```js\n   let b;\n   ```\n2. c\n\n   d\n\n> e\n\n$$f$$\n\ng\n===\n\n| h |\n|---|\n| i |\n".repeat(20);
+  const [whole, grown] = [document.createElement("div"), document.createElement("div")];
+  new Written(whole).show(text, false);
+  const written = new Written(grown);
+  for (let i = 1; i <= text.length; i++) written.show(text.slice(0, i), true);
+  return [whole.innerHTML, grown.innerHTML];
+});
+assert.equal(pieces[0], pieces[1]);
+
 // A server that is gone is named as such.
 await page.setRequestInterception(true);
 page.on("request", (r) => (r.url().includes("/v1/chat") ? r.abort() : r.continue()));

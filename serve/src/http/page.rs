@@ -5,7 +5,7 @@ use axum::response::Response;
 use hyper::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue};
 
 /// Path, content type and text of each file.
-pub(super) const FILES: [(&str, &str, &str); 7] = [
+pub(super) const FILES: [(&str, &str, &str); 8] = [
     (
         "/",
         "text/html; charset=utf-8",
@@ -30,6 +30,11 @@ pub(super) const FILES: [(&str, &str, &str); 7] = [
         "/page/markdown.js",
         "text/javascript; charset=utf-8",
         include_str!("../page/markdown.js"),
+    ),
+    (
+        "/page/marked.js",
+        "text/javascript; charset=utf-8",
+        include_str!("../page/marked.js"),
     ),
     (
         "/page/math.js",

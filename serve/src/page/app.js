@@ -1,14 +1,19 @@
 // The page: what is shown, and what goes to the server and comes back.
 
-import { markdown } from "./markdown.js";
+import { Written } from "./markdown.js";
 import {
-  add, conversations, create, exported, imported, path, remove, save, saveSettings, settings, show, siblings, touch,
-  watch,
+  add, asMarkdown, conversations, create, drop, exported, imported, path, remove, save, saveSettings, settings, show,
+  siblings, touch, watch,
 } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
-const SETTINGS = [...NUMBERS, "system", "thinking", "theme", "key", "remember"];
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "seed", "max_tokens",
+  "thinking_budget",
+];
+/// What a chat may have of its own.
+const OWN = ["system", ...NUMBERS, "more"];
+const SETTINGS = [...OWN, "thinking", "theme", "key", "remember"];
 /// Milliseconds between two times that an answer under way is kept.
 const KEEPING = 1000;
 
@@ -77,7 +82,15 @@ async function* events(response) {
   }
 }
 
-function request(messages) {
+/// A setting of the chat or, if it has none of its own, of all; undefined if there is none.
+function setting(name) {
+  const own = current.own?.[name];
+  const value = own === undefined || own === "" ? settings[name] : own;
+  return value === "" ? undefined : value;
+}
+
+/// The request for an answer to messages; `continued`: the answer that is to go on.
+function request(messages, continued) {
   const body = {
     model: $("model").value || undefined,
     messages: messages.map(({ role, content }) => ({ role, content })),
@@ -85,19 +98,24 @@ function request(messages) {
     stream_options: { include_usage: true },
     chat_template_kwargs: settings.thinking ? undefined : { enable_thinking: false },
   };
-  if (settings.system) body.messages.unshift({ role: "system", content: settings.system });
-  for (const name of NUMBERS) {
-    if (settings[name] !== undefined && settings[name] !== "") body[name] = Number(settings[name]);
+  if (continued) {
+    if (continued.reasoning) body.messages.at(-1).reasoning_content = continued.reasoning;
+    Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   }
-  return body;
+  if (setting("system")) body.messages.unshift({ role: "system", content: setting("system") });
+  for (const name of NUMBERS) {
+    if (setting(name) !== undefined) body[name] = Number(setting(name));
+  }
+  return Object.assign(body, setting("more") ? JSON.parse(setting("more")) : {});
 }
 
-/// Answers the message `parent`, beside answers that it may have.
-async function answer(parent) {
+/// Answers the message `parent`, beside answers that it may have, or goes on with the answer `continued`.
+async function answer(parent, continued) {
   const conversation = current;
-  const messages = path(conversation, parent.id);
-  const made = add(conversation, parent.id, "assistant", "");
-  made.reasoning = "";
+  const messages = path(conversation, (continued ?? parent).id);
+  const made = continued ?? add(conversation, parent.id, "assistant", "");
+  made.reasoning ??= "";
+  for (const name of ["cut", "error", "usage"]) delete made[name];
   // Until it is complete: should the page be left, this much is kept.
   made.stopped = true;
   const stop = new AbortController();
@@ -108,7 +126,7 @@ async function answer(parent) {
   const since = () => (performance.now() - begun) / 1000;
   let kept = begun;
   try {
-    const body = JSON.stringify(request(messages));
+    const body = JSON.stringify(request(messages, continued));
     const response = await call("v1/chat/completions", { method: "POST", body, signal: stop.signal });
     if (!response.ok) throw await failure(response);
     for await (const event of events(response)) {
@@ -195,21 +213,43 @@ function foot(message) {
     row.append(button("Edit", "Edit message", () => edit(message)));
     if (message.id === current.head) row.append(button("Answer", "Answer this message", () => answer(message)));
   } else if (!busy && message.parent) {
+    const ended = message.id === current.head && message.content && (message.cut || message.stopped || message.error);
+    if (ended) row.append(button("Continue", "Continue answer", () => answer(null, message)));
     row.append(button("Regenerate", "Regenerate answer", () => answer(current.nodes[message.parent])));
+    row.append(button("Edit", "Edit answer", () => edit(message)));
   }
   row.append(button("Copy", "Copy message", () => navigator.clipboard?.writeText(message.content)));
+  if (!busy) row.append(button("Delete", "Delete message", () => cut(message)));
   if (!isRunning(message)) row.append(node("span", { className: "figures" }, figures(message)));
   return row;
 }
 
 const isRunning = (message) => running.has(current.id) && message.id === current.head;
 
+/// Deletes a message with all that follows it.
+function cut(message) {
+  const follows = Object.values(current.nodes).some((n) => n.parent === message.id);
+  if (!confirm(follows ? "Delete this message and all that follow it?" : "Delete this message?")) return;
+  drop(current, message);
+  touch(current);
+  keep(current);
+  render();
+}
+
+/// What shows the texts of messages, by their elements.
+const texts = new WeakMap();
+
 function fill(element, message) {
-  const body = node("div", { className: "body" });
-  if (message.role === "user") body.textContent = message.content;
-  else body.append(markdown(message.content));
-  const parts = [];
+  let text = texts.get(element);
+  if (!text) {
+    text = new Written(node("div", { className: "body" }));
+    texts.set(element, text);
+    element.replaceChildren(text.element);
+  }
   const busy = isRunning(message);
+  if (message.role === "user") text.element.textContent = message.content;
+  else text.show(message.content, busy);
+  const parts = [];
   const seconds = Math.round((Date.now() - message.made) / 1000);
   if (message.reasoning) {
     const open = element.querySelector("details")?.open ?? false;
@@ -222,20 +262,43 @@ function fill(element, message) {
   } else if (busy && !message.content) {
     parts.push(node("p", { className: "busy" }, seconds < 2 ? "Waiting…" : `Waiting… ${seconds} s`));
   }
-  parts.push(body);
-  if (message.error) parts.push(node("p", { className: "error", role: "alert" }, message.error));
-  element.replaceChildren(...parts, foot(message));
+  const error = message.error ? [node("p", { className: "error", role: "alert" }, message.error)] : [];
+  // The text stays where it is, with what is selected and scrolled in it.
+  for (const child of [...element.children]) if (child !== text.element) child.remove();
+  text.element.before(...parts);
+  text.element.after(...error, foot(message));
 }
 
+/// A message in a field; what comes of it stands beside the message as it was.
 function edit(message) {
-  const text = node("textarea", { value: message.content, rows: 3 });
+  const text = node("textarea", { value: message.content, rows: Math.min(20, message.content.split("\n").length + 2) });
   text.setAttribute("aria-label", "Edit message");
-  const send = button("Send", "Send the edited message", () => {
+  const asks = message.role === "user";
+  const done = () => {
     if (!text.value.trim()) return;
-    answer(add(current, message.parent, "user", text.value.trim()));
+    const edited = add(current, message.parent, message.role, text.value.trim());
+    if (asks) return void answer(edited);
+    keep(current);
+    render();
+  };
+  text.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    render();
   });
+  const send = button(asks ? "Send" : "Save", asks ? "Send the edited message" : "Save the edited answer", done);
   shown(message.id)?.replaceChildren(text, node("div", { className: "foot" }, send, button("Cancel", "Cancel", render)));
   text.focus();
+}
+
+/// How much of the model's context the chat takes, as far as the server has said.
+function fullness() {
+  const last = path(current).findLast((m) => m.usage);
+  const most = served.find((model) => model.id === $("model").value)?.max_model_len;
+  const used = last && most ? last.usage.total_tokens / most : 0;
+  $("full").textContent = used ? `${Math.round(100 * used)} %` : "";
+  $("full").title = used ? `${last.usage.total_tokens.toLocaleString()} of ${most.toLocaleString()} tokens of the context` : "";
+  $("full").classList.toggle("error", used > 0.9);
 }
 
 const shown = (id) => $("chat").querySelector(`[data-id="${CSS.escape(id)}"]`);
@@ -327,7 +390,9 @@ function render() {
   $("stop").hidden = !busy;
   $("chat").setAttribute("aria-busy", busy);
   $("title").textContent = current.title || "New chat";
-  $("export").disabled = !current.head;
+  for (const name of ["export", "as-markdown"]) $(name).disabled = !current.head;
+  $("own-open").classList.toggle("set", OWN.some((name) => current.own?.[name]));
+  fullness();
   const messages = path(current).map((message) => {
     const element = node("article", { className: `message ${message.role}` });
     element.dataset.id = message.id;
@@ -358,18 +423,21 @@ function begin() {
   $("text").focus();
 }
 
-function download() {
-  const file = new Blob([exported(current, $("model").value)], { type: "application/json" });
-  const link = node("a", { href: URL.createObjectURL(file), download: `${current.title.replace(/[^\w-]+/g, "-") || "chat"}.json` });
+function download(text, type, name) {
+  const file = new Blob([text], { type });
+  const link = node("a", { href: URL.createObjectURL(file), download: name });
   link.click();
   URL.revokeObjectURL(link.href);
 }
 
+const fileName = () => current.title.replace(/[^\w-]+/g, "-") || "chat";
+const json = (value) => JSON.stringify(value, null, 1);
+
 async function upload(file) {
   try {
-    const conversation = imported(await file.text(), file.name);
-    keep(conversation);
-    open(conversation);
+    const all = imported(await file.text(), file.name);
+    all.forEach(keep);
+    open(all[0]);
   } catch (e) {
     note(e instanceof SyntaxError ? `${file.name}: not JSON` : e.message, true);
   }
@@ -384,11 +452,12 @@ async function models() {
     }
     if (!response.ok) throw await failure(response);
     const { data } = await response.json();
+    served = data;
     $("model").replaceChildren(...data.map((m) => node("option", { value: m.id }, m.id)));
     if (data.some((m) => m.id === settings.model)) $("model").value = settings.model;
     $("models").replaceChildren(...data.map(state));
-    served = data;
     if (!current.head) render();
+    fullness();
     note("");
   } catch (e) {
     note(e.message, true);
@@ -420,6 +489,40 @@ function fields() {
 function preferences() {
   fields();
   $("settings").showModal();
+}
+
+/// True if a field holds what the server takes; further settings are an object of JSON.
+function valid(input) {
+  if (input.name === "more") {
+    let problem = "";
+    try {
+      if (input.value && !/^\{/.test(JSON.stringify(JSON.parse(input.value)))) problem = "expected an object";
+    } catch (e) {
+      problem = e.message;
+    }
+    input.setCustomValidity(problem);
+  }
+  return input.checkValidity();
+}
+
+/// The settings of the chat: fields like those of all chats, whose values they show while they are empty.
+function chatSettings() {
+  const rows = OWN.map((name) => {
+    const row = $(name).closest("label").cloneNode(true);
+    const input = row.querySelector("input, textarea");
+    input.id = `own-${name}`;
+    input.value = current.own?.[name] ?? "";
+    if (settings[name]) input.placeholder = settings[name];
+    input.addEventListener("change", () => {
+      if (!valid(input)) return;
+      current.own = { ...current.own, [name]: input.value || undefined };
+      touch(current);
+      keep(current);
+    });
+    return row;
+  });
+  $("own-fields").replaceChildren(...rows);
+  $("own").showModal();
 }
 
 /// Takes a setting from its field, if it is one that the server takes.
@@ -457,7 +560,16 @@ function bind() {
   $("search").addEventListener("input", list);
   $("show").addEventListener("click", () => $("side").classList.add("open"));
   $("hide").addEventListener("click", () => $("side").classList.remove("open"));
-  $("export").addEventListener("click", download);
+  $("own-open").addEventListener("click", chatSettings);
+  $("own").addEventListener("close", render);
+  $("export").addEventListener("click", () => {
+    download(json(exported(current, $("model").value)), "application/json", `${fileName()}.json`);
+  });
+  $("as-markdown").addEventListener("click", () => download(asMarkdown(current), "text/markdown", `${fileName()}.md`));
+  $("export-all").addEventListener("click", () => {
+    const chats = conversations.filter((c) => c.head).map((c) => exported(c, $("model").value));
+    download(json({ chats }), "application/json", "chats.json");
+  });
   $("import").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", async () => {
     for (const file of $("file").files) await upload(file);
@@ -466,6 +578,7 @@ function bind() {
   $("model").addEventListener("change", () => {
     set("model", $("model").value);
     if (!current.head) render();
+    fullness();
   });
   $("settings-open").addEventListener("click", () => {
     preferences();
@@ -476,7 +589,7 @@ function bind() {
     models();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !$("settings").open) running.get(current.id)?.abort();
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) running.get(current.id)?.abort();
     if (event.key === "O" && event.ctrlKey && event.shiftKey) {
       event.preventDefault();
       begin();
@@ -484,11 +597,11 @@ function bind() {
   });
   for (const name of SETTINGS) {
     const input = $(name);
-    input.addEventListener("change", () => input.checkValidity() && set(name, input[kind(input)]));
+    input.addEventListener("change", () => valid(input) && set(name, input[kind(input)]));
   }
   fields();
   // What an earlier page took and the server refuses.
-  for (const name of NUMBERS) if (!$(name).checkValidity()) set(name, undefined);
+  for (const name of [...NUMBERS, "more"]) if (!valid($(name))) set(name, undefined);
   fields();
   window.addEventListener("pagehide", () => {
     for (const conversation of conversations) if (running.has(conversation.id)) save(conversation);

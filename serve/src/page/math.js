@@ -27,6 +27,10 @@ const LIMITS = new Set("lim limsup liminf max min sup inf argmax argmin".split("
 const ACCENTS = words("hat=^ widehat=^ bar=¯ overline=¯ vec=→ overrightarrow=→ dot=˙ ddot=¨ tilde=~ widetilde=~");
 const STYLES = words(`mathbf=bold boldsymbol=bold bm=bold mathbb=double-struck mathcal=script mathscr=script
   mathfrak=fraktur`);
+/// What stretches over or under an argument; what is written behind it as a script stands beyond it.
+const BRACES = words(`underbrace=⏟ overbrace=⏞ underbracket=⎵ overbracket=⎴`);
+const ARROWS = words(`xrightarrow=→ xleftarrow=← xleftrightarrow=↔ xRightarrow=⇒ xLeftarrow=⇐ xmapsto=↦
+  xrightleftharpoons=⇌ xlongequal==`);
 const UPRIGHT = new Set("text textrm textbf textit mathrm operatorname mathsf mathtt mbox".split(" "));
 const GAPS = { ",": ".17em", ":": ".22em", ">": ".22em", ";": ".28em", "!": "-.17em", " ": ".33em", quad: "1em", qquad: "2em" };
 const FENCES = { pmatrix: "()", bmatrix: "[]", Bmatrix: "{}", vmatrix: "||", Vmatrix: "‖‖", cases: ["{", ""] };
@@ -114,7 +118,8 @@ class Parser {
   /// An atom with what stands below and above it.
   scripted() {
     const large = /^\\([a-zA-Z]+)/.exec(this.peek());
-    const stacked = this.display && large && (LARGE[large[1]] || LIMITS.has(large[1]));
+    const braced = large && BRACES[large[1]];
+    const stacked = braced || (this.display && large && (LARGE[large[1]] || LIMITS.has(large[1])));
     const base = this.peek() === "^" || this.peek() === "_" ? el("mrow") : this.atom();
     let [below, above] = [null, null];
     for (;;) {
@@ -177,7 +182,15 @@ class Parser {
       return el("mrow", {}, el("mo", {}, "("), parts, el("mo", {}, ")"));
     }
     if (name === "sqrt") return this.root();
-    if (name === "boxed") return el("mrow", {}, this.argument());
+    if (name === "boxed" || name === "fbox") return el("mrow", { class: "boxed" }, this.argument());
+    if (BRACES[name]) {
+      const kind = name.startsWith("over") ? "mover" : "munder";
+      return el(kind, {}, this.argument(), el("mo", { stretchy: "true" }, BRACES[name]));
+    }
+    if (ARROWS[name]) return this.arrow(ARROWS[name]);
+    if (name === "color" || name === "textcolor") return this.coloured();
+    if (name === "ce" || name === "pu") return chemical(this.raw());
+    if (name === "tag") return el("mtext", {}, `\u2003(${this.raw()})`);
     if (name === "left") return this.fenced();
     if (name === "begin") return this.environment();
     if (name === "\\") return el("mspace", { linebreak: "newline" });
@@ -200,6 +213,24 @@ class Parser {
     const degree = this.row((t) => t === "]");
     this.expect("]");
     return el("mroot", {}, this.argument(), degree);
+  }
+
+  /// An arrow with what stands above it and, in brackets, below it.
+  arrow(sign) {
+    const arrow = el("mo", { stretchy: "true" }, sign);
+    if (this.peek() !== "[") return el("mover", {}, arrow, this.argument());
+    this.next();
+    const below = this.row((t) => t === "]");
+    this.expect("]");
+    return el("munderover", {}, arrow, below, this.argument());
+  }
+
+  /// A colour, and the argument that has it. One that is no name or number
+  /// of a colour is none.
+  coloured() {
+    const colour = this.raw().trim();
+    const known = /^(#[0-9a-f]{3,8}|[a-z]{3,20})$/i.test(colour) ? { mathcolor: colour } : {};
+    return el("mstyle", known, this.argument());
   }
 
   fence() {
@@ -233,6 +264,27 @@ class Parser {
     const [opening, closing] = FENCES[name] ?? ["", ""];
     return surrounded(table, opening, closing);
   }
+}
+
+/// A chemical formula: numbers behind letters are below, charges above.
+function chemical(source) {
+  const row = el("mrow");
+  const pattern = /([A-Za-z)\]]+)(\d*)(?:\^\{?([\d+-]+)\}?|([+-])(?=\s|$))?|->|<->|<=>|\s+|[\s\S]/g;
+  const signs = { "->": "→", "<->": "↔", "<=>": "⇌" };
+  for (const [all, letters, count, power, charge] of source.matchAll(pattern)) {
+    const above = (power ?? charge)?.replace("-", "−");
+    if (signs[all]) row.append(el("mo", {}, signs[all]));
+    else if (!letters) row.append(/\d/.test(all) ? el("mn", {}, all) : el("mtext", {}, all.replace(/\s+/, "\u00a0")));
+    else {
+      const base = el("mi", { mathvariant: "normal" }, letters);
+      const below = count ? el("mn", {}, count) : null;
+      const over = above ? el("mtext", {}, above) : null;
+      if (below && over) row.append(el("msubsup", {}, base, below, over));
+      else if (below) row.append(el("msub", {}, base, below));
+      else row.append(over ? el("msup", {}, base, over) : base);
+    }
+  }
+  return row;
 }
 
 function surrounded(inner, opening, closing) {

@@ -48,20 +48,46 @@ export function saveSettings() {
 
 /// Takes over what another tab has made of a conversation.
 function merge(conversation, other) {
+  conversation.gone = [...new Set([...(conversation.gone ?? []), ...(other.gone ?? [])])];
   for (const node of Object.values(other.nodes)) {
     const mine = conversation.nodes[node.id];
     if (!mine || (node.changed ?? 0) > (mine.changed ?? 0)) conversation.nodes[node.id] = node;
   }
   if ((other.changed ?? 0) > (conversation.changed ?? 0)) {
     conversation.title = other.title;
+    conversation.own = other.own;
     conversation.changed = other.changed;
   }
+  // What was deleted in one tab is still in the other.
+  for (const id of conversation.gone) delete conversation.nodes[id];
+  if (!conversation.nodes[conversation.head]) conversation.head = newest(conversation, Object.values(conversation.nodes))?.id ?? null;
+}
+
+/// The message of the list that was made last and has nothing behind it.
+function newest(conversation, list) {
+  const parents = new Set(Object.values(conversation.nodes).map((n) => n.parent));
+  return list.filter((n) => !parents.has(n.id)).sort((a, b) => b.made - a.made)[0];
+}
+
+/// Deletes a message and all that follows it; another version of it is shown, or what was before it.
+export function drop(conversation, node) {
+  const gone = new Set([node.id]);
+  const nodes = Object.values(conversation.nodes);
+  for (let size = 0; size < gone.size; ) {
+    size = gone.size;
+    for (const n of nodes) if (gone.has(n.parent)) gone.add(n.id);
+  }
+  for (const id of gone) delete conversation.nodes[id];
+  conversation.gone = [...(conversation.gone ?? []), ...gone];
+  const beside = siblings(conversation, node).at(-1);
+  if (beside) show(conversation, beside);
+  else conversation.head = node.parent;
 }
 
 /// Keeps a conversation, with the messages that other tabs have added to it; false if the browser has no
 /// more room. An empty one is not kept.
 export function save(conversation) {
-  if (!conversation.head) return true;
+  if (!conversation.head && !conversation.gone?.length) return true;
   const stored = read("localStorage", PLACE + conversation.id, null);
   if (stored?.nodes) merge(conversation, stored);
   return write("localStorage", PLACE + conversation.id, conversation);
@@ -152,21 +178,35 @@ export function show(conversation, node) {
   conversation.head = node.id;
 }
 
-/// A conversation as a file, which `/load` of `nq chat` reads too.
+/// A conversation as it is in a file, which `/load` of `nq chat` reads too.
 export function exported(conversation, model) {
   const messages = path(conversation).map(({ role, content }) => ({ role, content }));
-  const { title, nodes, head } = conversation;
-  return JSON.stringify({ model, title, messages, nodes, head }, null, 1);
+  const { title, nodes, head, own } = conversation;
+  return { model, title, messages, nodes, head, own };
 }
 
-/// The conversation of a file: one that was exported here, or one that `nq chat` saved.
+/// The shown branch of a conversation as Markdown.
+export function asMarkdown(conversation) {
+  const said = path(conversation).map(({ role, content }) => `## ${role === "user" ? "User" : "Assistant"}\n\n${content}\n`);
+  return [`# ${conversation.title}\n`, ...said].join("\n");
+}
+
+/// The conversations of a file: those that were exported here, or one that `nq chat` saved.
 export function imported(text, file) {
   const read = JSON.parse(text);
+  const all = Array.isArray(read?.chats) ? read.chats : [read];
+  if (!all.length) throw new Error(`${file}: there is no chat in it`);
+  return all.map((one) => conversationOf(one, file));
+}
+
+function conversationOf(read, file) {
   const refuse = () => {
     throw new Error(`${file}: expected a conversation that was exported here or saved by nq chat`);
   };
   const plain = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
   const conversation = { id: name(), title: String(read?.title ?? "").slice(0, 60), nodes: {}, head: null };
+  const own = Object.entries(read?.own ?? {}).filter(([, value]) => typeof value === "string");
+  if (own.length) conversation.own = Object.fromEntries(own);
   const nodes = Object.values(read?.nodes ?? {});
   if (nodes.length) {
     // Messages get new ids; each must follow one before it.
