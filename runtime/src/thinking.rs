@@ -62,6 +62,15 @@ impl Splitter {
         )
     }
 
+    /// Takes an end of thinking where none has begun. It is no text; white space around it at the start of an answer
+    /// is none either.
+    pub fn end_unbegun(&mut self) {
+        if self.state == ThinkingState::Start && self.held.trim().is_empty() {
+            self.held.clear();
+            self.state = ThinkingState::AnswerStart;
+        }
+    }
+
     /// Takes more text and calls `emit` with the parts that are certain.
     pub fn push(&mut self, text: &str, emit: &mut dyn FnMut(Part, &str)) {
         self.held.push_str(text);
@@ -194,6 +203,19 @@ mod tests {
         check(plain, "<think>cut off  \n", "cut off", "");
         check(plain, "", "", "");
         check(plain, "  indented", "", "  indented");
+    }
+
+    #[test]
+    fn an_end_without_a_beginning_is_no_text() {
+        for (before, expected) in [("", "Hi"), ("\n", "Hi"), ("So", "So\n\nHi")] {
+            let mut found = String::new();
+            let mut splitter = Splitter::after("");
+            let mut emit = |_, text: &str| found.push_str(text);
+            splitter.push(before, &mut emit);
+            splitter.end_unbegun();
+            splitter.push("\n\nHi", &mut emit);
+            assert_eq!(found, expected, "{before:?}");
+        }
     }
 
     /// Nothing certain is held back: an answer streams.

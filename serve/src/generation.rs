@@ -5,7 +5,7 @@ use crate::error::ApiError;
 use crate::grammar::{Conformant, Format, Start};
 use crate::model::ServedModel;
 use crate::names::Names;
-use crate::output::{Piece, Reader, ReaderOptions};
+use crate::output::{ContentTokens, Piece, Reader, ReaderOptions};
 use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
 use std::sync::Arc;
 use std::time::Instant;
@@ -88,7 +88,7 @@ pub struct Output {
     pub index: usize,
     /// Its new pieces.
     pub pieces: Vec<Piece>,
-    /// Log-probabilities of its tokens, except those of thinking.
+    /// Log-probabilities of the tokens of their text; of completions, which are nothing but text, of all tokens.
     pub logprobs: Vec<TokenLogprobs>,
     /// The stop string that ended it, if any.
     pub stop_string: Option<String>,
@@ -114,7 +114,11 @@ struct AnswerChoice {
     reader: Reader,
     /// Log-probabilities of tokens whose text is held back.
     logprobs: Vec<TokenLogprobs>,
+    /// Finds the tokens of its text, where an answer is more than text.
+    content: Option<ContentTokens>,
     over: bool,
+    /// True if no token was asked for: the prompt is computed alone.
+    empty: bool,
     /// Tokens of the prompt that are still to be scored.
     given: usize,
     /// Tokens that end it, if the engine does not look for them.
@@ -248,7 +252,8 @@ pub fn start(
         stream: (index % n) as u64,
         bias: generation.bias.clone(),
         logprobs: generation.logprobs,
-        max_tokens: generation.max_tokens.unwrap_or(room(index).max(1)) + scored(index).1.len(),
+        // The engine draws at least one.
+        max_tokens: (generation.max_tokens.unwrap_or(room(index)) + scored(index).1.len()).max(1),
         stop: if generation.scores_prompt {
             // They may be in the prompt: the stream looks for them.
             Vec::new()
@@ -272,7 +277,10 @@ pub fn start(
     let choice = |index: usize| AnswerChoice {
         reader: Reader::new(model.tokenizer(), &generation.reader),
         logprobs: Vec::new(),
+        content: (generation.logprobs.and(generation.reader.thinking.as_ref()))
+            .map(|_| ContentTokens::new(model.tokenizer())),
         over: false,
+        empty: generation.max_tokens == Some(0) && !generation.scores_prompt,
         given: scored(index).1.len(),
         ends: match generation.scores_prompt {
             true => ends.to_vec(),
@@ -364,6 +372,10 @@ impl AnswerStream {
                 return None;
             }
             Event::Row(_) => return None,
+            Event::Token { .. } | Event::Finished(Finish::Stop(_)) if choice.empty => {
+                self.answers.cancel(index);
+                Some(Ok(Ending::Length))
+            }
             Event::Token { logprobs, .. } if choice.given > 0 => {
                 choice.given -= 1;
                 choice.logprobs.extend(logprobs);
@@ -379,7 +391,11 @@ impl AnswerStream {
                 self.usage.completion += 1;
                 let thinking = choice.reader.push(id, &mut pieces);
                 let stopped = choice.reader.stopped_by().is_some() || choice.reader.is_over();
-                choice.logprobs.extend(logprobs.filter(|_| !thinking));
+                match (&mut choice.content, logprobs) {
+                    (Some(content), Some(logprobs)) if !thinking => content.push(logprobs),
+                    (None, logprobs) => choice.logprobs.extend(logprobs),
+                    _ => {}
+                }
                 if stopped {
                     self.answers.cancel(index);
                 }
@@ -388,6 +404,7 @@ impl AnswerStream {
             Event::Finished(finish) => {
                 let cut = !matches!(finish, Finish::Stop(_) | Finish::Cancelled);
                 choice.reader.finish(cut, &mut pieces);
+                choice.content.iter_mut().for_each(ContentTokens::finish);
                 Some(match finish {
                     Finish::Stop(_) => {
                         self.usage.completion += 1;
@@ -400,6 +417,9 @@ impl AnswerStream {
             }
         };
         choice.over = end.is_some();
+        if let Some(content) = &mut choice.content {
+            choice.logprobs.extend(content.of_text(&pieces));
+        }
         let end = end.map(|end| match end {
             Ok(Ending::Stop | Ending::StopString) if choice.reader.has_calls() => {
                 Ok(Ending::ToolCalls)

@@ -203,9 +203,13 @@ impl Models {
         let found = match name {
             None => (!self.entries.is_empty()).then_some(0),
             Some(name) => {
-                let alias = self.aliases.iter().find(|a| a.0 == name);
-                let own = self.entries.iter().position(|e| e.name == name);
-                own.or(alias.map(|a| a.1))
+                let named = |name: &str| {
+                    let alias = self.aliases.iter().find(|a| a.0 == name);
+                    let own = self.entries.iter().position(|e| e.name == name);
+                    own.or(alias.map(|a| a.1))
+                };
+                // Clients of Ollama name a version too.
+                named(name).or_else(|| named(name.strip_suffix(":latest")?))
             }
         };
         found.ok_or_else(|| {

@@ -132,7 +132,10 @@ fn what_is_left_out_is_said() {
             json!({"type": "web_search", "external_web_access": false}),
             "web_search",
         ),
-        (json!({"type": "local_shell"}), "local_shell"),
+        (
+            json!({"type": "file_search", "vector_store_ids": []}),
+            "file_search",
+        ),
         (
             json!({"type": "image_generation", "output_format": "png"}),
             "image_generation",

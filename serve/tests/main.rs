@@ -1,5 +1,6 @@
 //! All tests of the server: one program, so that it is linked once.
 
+mod asked;
 mod calls;
 mod clients;
 mod common;
@@ -11,6 +12,7 @@ mod http;
 mod hybrids;
 mod load;
 mod models;
+mod ollama;
 mod openai;
 mod reading;
 mod scores;

@@ -292,7 +292,7 @@ fn what_is_wrong_is_named() {
         assert_eq!(refused(with(chat("x"), more.clone())).0, param, "{more}");
     }
     for (more, param) in [
-        (json!({"audio": {}}), "audio"),
+        (json!({"audio": {"voice": "x"}}), "audio"),
         (json!({"chat_template": "{{ 1 }}"}), "chat_template"),
         (
             json!({"chat_template_kwargs": {"x": 1}}),

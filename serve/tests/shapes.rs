@@ -279,12 +279,8 @@ fn the_description_is_that_of_the_server() {
             ("model", "/v1/rerank") => "reranker".into(),
             _ => properties[name]["example"].clone(),
         };
-        let required: Vec<&str> = schema["required"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|r| r.as_str().unwrap())
-            .collect();
+        let required = schema["required"].as_array().into_iter().flatten();
+        let required: Vec<&str> = required.map(|r| r.as_str().unwrap()).collect();
         let mut base = json!({"model": example("model")});
         for name in &required {
             base[*name] = example(name);

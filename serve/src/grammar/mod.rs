@@ -3,8 +3,10 @@
 //! Its Earley parser walks the tokens' bytes, so an answer is valid whatever the sampling, as long
 //! as it is not cut off. Thinking is free: a constraint begins after it.
 
+mod bounds;
 mod calls;
 mod disjoint;
+mod patterns;
 mod schema;
 
 use crate::engine::Constraint;
@@ -216,38 +218,49 @@ impl Grammars {
     }
 }
 
-/// Refuses regular expressions that would take long to compile. A line of a Lark grammar counts as one.
+/// What the engine takes for an end that looks ahead: it fails on one within a text when it is asked for tokens.
+const LOOKS_AHEAD: &str = "(?P<stop>";
+
+/// Refuses regular expressions that would take long to compile, or that would fail once there are tokens. A line of a
+/// Lark grammar counts as one.
 fn affordable(format: &Format) -> Result<(), String> {
-    fn within(schema: &Value, lengths: &mut Vec<usize>) {
+    fn within<'a>(schema: &'a Value, patterns: &mut Vec<&'a str>) {
         match schema {
-            Value::Array(items) => items.iter().for_each(|item| within(item, lengths)),
+            Value::Array(items) => items.iter().for_each(|item| within(item, patterns)),
             Value::Object(map) => {
                 for (key, value) in map {
                     match (key.as_str(), value) {
-                        ("pattern", Value::String(pattern)) => lengths.push(pattern.len()),
+                        ("pattern", Value::String(pattern)) => patterns.push(pattern),
                         ("patternProperties", Value::Object(named)) => {
-                            lengths.extend(named.keys().map(String::len));
+                            patterns.extend(named.keys().map(String::as_str));
                         }
                         _ => {}
                     }
-                    within(value, lengths);
+                    within(value, patterns);
                 }
             }
             _ => {}
         }
     }
-    let mut lengths = Vec::new();
+    let mut patterns: Vec<&str> = Vec::new();
     match format {
         Format::Object => {}
-        Format::Regex(pattern) => lengths.push(pattern.len()),
-        Format::Lark(text) => lengths.extend(text.lines().map(str::len)),
-        Format::Schema(schema) => within(schema, &mut lengths),
+        Format::Regex(pattern) => patterns.push(pattern),
+        Format::Lark(text) => patterns.extend(text.lines()),
+        Format::Schema(schema) => within(schema, &mut patterns),
         Format::Calls { tools, .. } | Format::CallsOr { tools, .. } => {
             tools
                 .iter()
-                .for_each(|(_, schema)| within(schema, &mut lengths));
+                .for_each(|(_, schema)| within(schema, &mut patterns));
         }
     }
+    let ahead = patterns.iter().find(|p| p.contains(LOOKS_AHEAD));
+    if let Some(pattern) = ahead.filter(|_| !matches!(format, Format::Lark(_))) {
+        return Err(format!(
+            "pattern {pattern}: look-around, including look-ahead, is not supported"
+        ));
+    }
+    let lengths: Vec<usize> = patterns.iter().map(|p| p.len()).collect();
     if let Format::CallsOr { answer, .. } = format {
         affordable(answer)?;
     }

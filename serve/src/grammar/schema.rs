@@ -1,8 +1,11 @@
 //! Turns clients' JSON schemas into schemas that llguidance supports: checks their size, and narrows them where
 //! that is necessary or helps the model.
 
+use super::bounds::{Multiples, uncounted};
 use super::disjoint::settle_one_of;
+use super::patterns::settle_patterns;
 use crate::output::resolved;
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 /// Bytes of a schema or a grammar, at most.
@@ -51,19 +54,72 @@ pub(super) fn prepared(schema: &Value, space: &str) -> Result<Value, String> {
 /// A schema that llguidance supports and that allows nothing that `schema` does not.
 ///
 /// # Errors
-/// If `schema` is too large, or is not a schema.
+/// If `schema` is too large, or is not a schema; a number that cannot be enforced.
 pub(super) fn narrowed(schema: &Value) -> Result<Value, String> {
     check(schema)?;
     let mut schema = closed(schema);
     let root = schema.clone();
+    let lenient = root["x-guidance"]["lenient"] == true;
+    let mut refused = None;
+    let mut multiples = Multiples::default();
     each(&mut schema, &mut |map| {
         settle_format(map);
         settle_names(map, &root);
+        settle_patterns(map);
         settle_one_of(map, &root);
+        settle_reference(map, &root);
         // `false` says nothing. That items differ cannot be enforced: [`unenforced`] tells of it.
         map.remove("uniqueItems");
+        for (keyword, why) in [
+            ("multipleOf", multiples.unbounded(map)),
+            ("minProperties", uncounted(map)),
+        ] {
+            if let Some(why) = why {
+                map.remove(keyword);
+                refused = refused.take().or(Some(format!("{keyword}: {why}")));
+            }
+        }
     });
-    Ok(schema)
+    // A lenient schema does without a keyword that is refused alone; this is one of several.
+    let together = multiples.unbounded_together();
+    let together = together.map(|why| format!("multipleOf: {why}"));
+    match refused.filter(|_| !lenient).or(together) {
+        Some(why) => Err(why),
+        None => Ok(schema),
+    }
+}
+
+/// What an address may not contain behind `#`.
+const ESCAPED: &AsciiSet = &CONTROLS
+    .add(b' ')
+    .add(b'"')
+    .add(b'<')
+    .add(b'>')
+    .add(b'[')
+    .add(b'\\')
+    .add(b']')
+    .add(b'^')
+    .add(b'`')
+    .add(b'{')
+    .add(b'|')
+    .add(b'}');
+
+/// The same where names have not been escaped at all.
+const ESCAPED_WHOLLY: &AsciiSet = &ESCAPED.add(b'%');
+
+/// Escapes a reference that generators of schemas wrote as its names are: `#/$defs/Page[Item]`.
+fn settle_reference(map: &mut Map<String, Value>, root: &Value) {
+    let Some(Value::String(reference)) = map.get_mut("$ref") else {
+        return;
+    };
+    let Some(pointer) = reference.strip_prefix('#') else {
+        return;
+    };
+    let set = match root.pointer(pointer) {
+        Some(_) => ESCAPED_WHOLLY,
+        None => ESCAPED,
+    };
+    *reference = format!("#{}", utf8_percent_encode(pointer, set));
 }
 
 /// A keyword of `schema` that answers are not held to, if there is one.

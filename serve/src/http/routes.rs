@@ -5,18 +5,16 @@ use super::census;
 use super::connections::Working;
 use super::room::RoomPlace;
 use super::stream::{self, Silence, patient};
-use super::{App, openapi, page};
-use crate::about::About;
+use super::{App, kept, listed, openapi, page};
 use crate::engine::Client;
 use crate::error::ApiError;
 use crate::generation;
 use crate::model::ServedModel;
-use crate::models::Listed;
 use crate::protocol::fields::Fields;
-use crate::protocol::reading::{Reading, plain};
-use crate::protocol::responses::number;
+use crate::protocol::reading::Reading;
 use crate::protocol::{
-    Parsed, SseEvent, chat, completions, embeddings, messages, rerank, responses, tokens,
+    Framing, Parsed, SseEvent, chat, compaction, completions, embeddings, messages, ollama, rerank,
+    responses, tokens, unique,
 };
 use crate::reading;
 use axum::body::Body;
@@ -63,12 +61,22 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/v1/chat/completions", generates(chat::parse))
         .route("/v1/completions", generates(completions::parse))
         .route("/v1/responses", generates(responses::parse))
-        .route("/v1/responses/{id}", get(response).delete(forget))
+        .route("/v1/responses/input_tokens", answers(responses::count))
+        .route("/v1/responses/compact", generates(compaction::parse))
+        .route("/v1/responses/{id}", get(kept::whole).delete(kept::forget))
+        .route("/v1/responses/{id}/input_items", get(kept::input_items))
+        .route("/v1/responses/{id}/cancel", post(kept::cancel))
         .route("/v1/messages", generates(messages::parse))
         .route("/v1/messages/count_tokens", answers(messages::count))
-        .route("/v1/models", get(models))
-        .route("/v1/models/", get(models))
-        .route("/v1/models/{*name}", get(model))
+        .route("/v1/models", get(listed::models))
+        .route("/v1/models/", get(listed::models))
+        .route("/v1/models/{*name}", get(listed::model))
+        .route("/api/chat", generates(ollama::chat))
+        .route("/api/generate", generates(ollama::generate))
+        .route("/api/tags", get(listed::tags))
+        .route("/api/ps", get(listed::running))
+        .route("/api/show", post(show))
+        .route("/api/version", get(version))
         .route("/v1/embeddings", post(embed))
         .route("/v1/rerank", post(score))
         .route("/tokenize", answers(tokens::tokenize))
@@ -90,19 +98,20 @@ async fn guard(
     next: Next,
 ) -> Response {
     let path = request.uri().path().to_owned();
+    let id = unique("req_");
     let (headers, uri) = (request.headers(), request.uri());
     let lines = headers
         .iter()
         .map(|(name, value)| name.as_str().len() + value.len());
     if lines.sum::<usize>() + uri.path().len() > app.limits.head {
         let what = format!("the headers: expected at most {} bytes", app.limits.head);
-        return worded(failure(&ApiError::bounds(431, what)), &path);
+        return worded(failure(&ApiError::bounds(431, what)), &path, &id);
     }
     let checked = app.security.check_host(headers, uri);
     let checked = checked.and_then(|()| app.security.check_origin(headers, request.method()));
     let origin = match checked {
         Ok(origin) => origin,
-        Err(e) => return worded(failure(&e), &path),
+        Err(e) => return worded(failure(&e), &path, &id),
     };
     // One that has a body is at work once that has come.
     peer.working
@@ -125,7 +134,7 @@ async fn guard(
             }
         }
     };
-    let mut response = worded(response, &path);
+    let mut response = worded(response, &path, &id);
     response = response.map(|body| Body::new(Ending(body, peer.working)));
     let headers = response.headers_mut();
     headers.insert(
@@ -135,7 +144,8 @@ async fn guard(
     if let Some(origin) = origin.and_then(|o| HeaderValue::from_str(&o).ok()) {
         headers.insert("access-control-allow-origin", origin);
         headers.append(VARY, HeaderValue::from_static("origin"));
-        let shown = HeaderValue::from_static("retry-after, x-nq-left-out");
+        let shown =
+            HeaderValue::from_static("retry-after, request-id, x-nq-left-out, x-request-id");
         headers.insert("access-control-expose-headers", shown);
     }
     response
@@ -156,20 +166,40 @@ fn told(app: &App, reading: &Reading, mut response: Response) -> Response {
     response
 }
 
-/// Writes the body of an error in the form of the route's protocol.
-fn worded(mut response: Response, path: &str) -> Response {
+/// Writes the request's id into its response, in the header that the route's protocol has for it, and the body of an
+/// error in the protocol's form.
+fn worded(mut response: Response, path: &str, id: &str) -> Response {
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {
-        *response.body_mut() = Body::from(error_body(path, &error).to_string());
+        let mut body = error_body(path, &error);
+        if is_anthropics(path) {
+            body["request_id"] = id.into();
+        }
+        *response.body_mut() = Body::from(body.to_string());
+    }
+    if let Ok(id) = HeaderValue::from_str(id) {
+        let name = match is_anthropics(path) {
+            true => "request-id",
+            false => "x-request-id",
+        };
+        response.headers_mut().insert(name, id);
     }
     response
 }
 
+fn is_anthropics(path: &str) -> bool {
+    path == "/v1/messages" || path.starts_with("/v1/messages/")
+}
+
+fn is_ollamas(path: &str) -> bool {
+    path.starts_with("/api/")
+}
+
 /// An error in the form of the route's protocol.
 fn error_body(path: &str, error: &ApiError) -> Value {
-    let anthropic = path == "/v1/messages" || path.starts_with("/v1/messages/");
-    match anthropic {
-        true => messages::error(error),
-        false => error.body(),
+    match path {
+        path if is_anthropics(path) => messages::error(error),
+        path if is_ollamas(path) => ollama::error(error),
+        _ => error.body(),
     }
 }
 
@@ -178,7 +208,7 @@ fn error_event(path: &str, error: &ApiError) -> SseEvent {
     match path {
         "/v1/messages" => SseEvent::typed("error", messages::error(error)),
         "/v1/responses" => responses::error_event(error),
-        _ => SseEvent::data(&error.body()),
+        path => SseEvent::data(&error_body(path, error)),
     }
 }
 
@@ -222,7 +252,11 @@ async fn generate(
         Ok(asked) => asked,
         Err(e) => return failure(&e),
     };
-    let (streams, reading) = (fields.peek("stream") == true, Arc::clone(fields.reading()));
+    let (streams, framing) = match is_ollamas(&path) {
+        true => (fields.peek("stream") != false, Framing::Lines),
+        false => (fields.peek("stream") == true, Framing::Events),
+    };
+    let reading = Arc::clone(fields.reading());
     let of = Arc::clone(&app);
     let mut begun = Box::pin(async move {
         let model = of.models.get(name.as_deref()).await?;
@@ -241,6 +275,7 @@ async fn generate(
             let mut response = match streams {
                 true => stream::events_of(
                     counted,
+                    framing,
                     move |e| error_event(&path, e),
                     limits,
                     peer.silence,
@@ -316,7 +351,8 @@ async fn asked(
         census::check(&body)?;
         let mut fields = Fields::parse(&body, reading)?;
         let name: Option<String> = fields.take("model")?;
-        Ok((name, fields))
+        // Clients with an empty setting for it send that.
+        Ok((name.filter(|name| !name.is_empty()), fields))
     });
     let (name, fields) = read.await?;
     Ok((name, fields, place))
@@ -377,89 +413,6 @@ async fn answer(
     answered(app, peer.silence, request, f, made).await
 }
 
-/// A model's entries in the list, one for each of its names: what is known of it, and how it is being used.
-fn cards(listed: Listed<'_>) -> Vec<Value> {
-    let mut card = json!({
-        "id": listed.name, "object": "model", "created": listed.created, "owned_by": "nq",
-        "root": listed.name, "loaded": listed.model.is_some(), "pinned": listed.pinned,
-        "idle_seconds": listed.idle.as_secs(),
-    });
-    let about = listed.about.map(About::json).unwrap_or_default();
-    for (key, value) in about.as_object().into_iter().flatten() {
-        card[key] = value.clone();
-    }
-    if let Some(model) = listed.model {
-        let (p, metrics) = (model.sampling(), model.engine().metrics());
-        card["running"] = metrics.running.get().into();
-        card["waiting"] = metrics.waiting.get().into();
-        card["default_sampling"] = json!({
-            "temperature": number(p.temperature), "top_k": p.top_k, "top_p": number(p.top_p),
-            "min_p": number(p.min_p), "repetition_penalty": number(p.repetition_penalty),
-            "frequency_penalty": number(p.frequency_penalty),
-            "presence_penalty": number(p.presence_penalty),
-        });
-    }
-    let other = |alias: &&str| {
-        let mut card = card.clone();
-        card["id"] = (*alias).into();
-        card
-    };
-    let others: Vec<Value> = listed.aliases.iter().map(other).collect();
-    [vec![card], others].concat()
-}
-
-async fn models(State(app): State<Arc<App>>) -> Response {
-    let cards = app.models.each(cards).concat();
-    json_response(StatusCode::OK, &json!({"object": "list", "data": cards}))
-}
-
-async fn model(
-    State(app): State<Arc<App>>,
-    axum::extract::Path(name): axum::extract::Path<String>,
-) -> Response {
-    let cards = app.models.each(cards).concat();
-    match (
-        cards.iter().find(|c| c["id"] == name.as_str()),
-        app.models.find(Some(&name)),
-    ) {
-        (Some(card), _) => json_response(StatusCode::OK, card),
-        (None, Err(e)) => failure(&e),
-        (None, Ok(_)) => failure(&ApiError::internal("a model without an entry")),
-    }
-}
-
-/// A response that is kept.
-async fn response(
-    State(app): State<Arc<App>>,
-    Extension(client): Extension<Client>,
-    axum::extract::Path(id): axum::extract::Path<String>,
-) -> Response {
-    match app.kept.whole(client.id, &id) {
-        Some(text) => json_text(StatusCode::OK, text),
-        None => failure(&no_response(&id)),
-    }
-}
-
-/// Forgets a response that is kept.
-async fn forget(
-    State(app): State<Arc<App>>,
-    Extension(client): Extension<Client>,
-    axum::extract::Path(id): axum::extract::Path<String>,
-) -> Response {
-    match app.kept.forget(client.id, &id) {
-        true => {
-            let gone = json!({"id": id, "object": "response.deleted", "deleted": true});
-            json_response(StatusCode::OK, &gone)
-        }
-        false => failure(&no_response(&id)),
-    }
-}
-
-fn no_response(id: &str) -> ApiError {
-    let what = format!("Response with id '{}' not found.", plain(id));
-    ApiError::not_found(what, "response_not_found")
-}
-
 /// A request for embeddings.
 async fn embed(
     State(app): State<Arc<App>>,
@@ -504,6 +457,25 @@ async fn score(
         place.work(answer).await
     };
     answered(app, peer.silence, request, |m, f| rerank::parse(m, f), made).await
+}
+
+/// What is known of a model, in Ollama's form; it is not loaded for that.
+async fn show(State(app): State<Arc<App>>, request: Request) -> Response {
+    let read = async {
+        let (name, fields, _) = asked(&app, request).await?;
+        let mut fields = fields.under("ollama.show")?;
+        let older: Option<String> = fields.take("name")?;
+        fields.finish()?;
+        listed::card(&app, name.or(older).as_deref())
+    };
+    match read.await {
+        Ok(card) => json_response(StatusCode::OK, &ollama::shown(&card)),
+        Err(e) => failure(&e),
+    }
+}
+
+async fn version() -> Response {
+    json_response(StatusCode::OK, &json!({"version": ollama::VERSION}))
 }
 
 /// An answer in JSON, or an error.
@@ -565,7 +537,7 @@ async fn no_method(request: Request) -> Response {
 }
 
 /// The response for an error; [`worded`] writes its body.
-fn failure(error: &ApiError) -> Response {
+pub(super) fn failure(error: &ApiError) -> Response {
     let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = json_text(status, String::new());
     response.extensions_mut().insert(error.clone());
@@ -580,11 +552,11 @@ fn failure(error: &ApiError) -> Response {
     response
 }
 
-fn json_response(status: StatusCode, value: &Value) -> Response {
+pub(super) fn json_response(status: StatusCode, value: &Value) -> Response {
     json_text(status, value.to_string())
 }
 
-fn json_text(status: StatusCode, json: String) -> Response {
+pub(super) fn json_text(status: StatusCode, json: String) -> Response {
     json_body(status, Body::from(json))
 }
 

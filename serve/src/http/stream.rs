@@ -4,7 +4,7 @@ use super::body::Channel;
 use super::limits::HttpLimits;
 use crate::error::ApiError;
 use crate::generation::AnswerStream;
-use crate::protocol::{Parsed, Shape, SseEvent};
+use crate::protocol::{Framing, Parsed, Shape, SseEvent};
 use axum::body::Body;
 use axum::response::Response;
 use bytes::Bytes;
@@ -18,9 +18,6 @@ use tokio::time::timeout;
 
 /// Chunks buffered for a slow reader while the engine continues.
 const WAITING: usize = 64;
-
-/// A comment, which clients ignore.
-const PING: &[u8] = b": keep-alive\n\n";
 
 /// How often something is sent to a client that has closed its sending side, to learn whether it is there.
 const PROBE: Duration = Duration::from_millis(250);
@@ -44,30 +41,33 @@ pub(super) fn events(
     silence: Silence,
 ) -> Response {
     let (sender, receiver) = channel(WAITING);
+    let framing = shape.framing();
     tokio::spawn(async move { tell_all(stream, shape, &sender, &limits, silence).await });
-    event_stream(receiver)
+    event_stream(receiver, framing)
 }
 
-/// Like [`events`], of an answer that has not begun: comments are sent until it does. `wrong` says why it does not.
+/// Like [`events`], of an answer that has not begun: signs of life are sent until it does. `wrong` says why it does
+/// not.
 pub(super) fn events_of(
     begun: impl Future<Output = Result<(AnswerStream, Parsed), ApiError>> + Send + 'static,
+    framing: Framing,
     wrong: impl FnOnce(&ApiError) -> SseEvent + Send + 'static,
     limits: HttpLimits,
     mut silence: Silence,
 ) -> Response {
     let (sender, receiver) = channel(WAITING);
     tokio::spawn(async move {
-        match alive(begun, PING, &sender, &limits, &mut silence).await {
+        match alive(begun, framing.ping(), &sender, &limits, &mut silence).await {
             None => {}
             Some(Ok((stream, parsed))) => {
                 tell_all(stream, parsed.shape, &sender, &limits, silence).await;
             }
             Some(Err(e)) => {
-                send(&sender, &[wrong(&e)], &limits).await;
+                send(&sender, framing, &[wrong(&e)], &limits).await;
             }
         }
     });
-    event_stream(receiver)
+    event_stream(receiver, framing)
 }
 
 /// Waits for a future, and sends a sign of life at intervals; `None` if its client is gone.
@@ -102,17 +102,19 @@ async fn tell_all(
     limits: &HttpLimits,
     silence: Silence,
 ) {
+    let framing = shape.framing();
     let told = guarded(tell(stream, shape.as_mut(), sender, limits, silence));
     if told.await.is_err() {
         let failed = catch_unwind(AssertUnwindSafe(|| shape.fail(&panicked())));
-        send(sender, &failed.unwrap_or_default(), limits).await;
+        send(sender, framing, &failed.unwrap_or_default(), limits).await;
     }
 }
 
-fn event_stream(receiver: Receiver<Bytes>) -> Response {
+fn event_stream(receiver: Receiver<Bytes>, framing: Framing) -> Response {
     let mut response = Response::new(Body::new(Channel(receiver)));
     let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    let kind = HeaderValue::from_static(framing.content_type());
+    headers.insert(CONTENT_TYPE, kind);
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // Tells proxies not to buffer the answer.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
@@ -127,9 +129,9 @@ async fn tell(
     limits: &HttpLimits,
     mut silence: Silence,
 ) {
-    let mut beat = limits.keep_alive;
+    let (mut beat, framing) = (limits.keep_alive, shape.framing());
     let mut events = shape.begin(stream.usage());
-    while send(sender, &events, limits).await {
+    while send(sender, framing, &events, limits).await {
         // A reader that is gone is noticed at once, not at the next token.
         let next = tokio::select! {
             () = sender.closed() => return,
@@ -141,7 +143,7 @@ async fn tell(
         };
         let (more, over) = match next {
             Err(_) => {
-                if send_bytes(sender, Bytes::from_static(PING), limits).await {
+                if send_bytes(sender, Bytes::from_static(framing.ping()), limits).await {
                     (Vec::new(), false)
                 } else {
                     return;
@@ -155,7 +157,7 @@ async fn tell(
         };
         events = more;
         if over {
-            send(sender, &events, limits).await;
+            send(sender, framing, &events, limits).await;
             return;
         }
     }
@@ -180,16 +182,18 @@ async fn guarded<F: Future>(future: F) -> std::thread::Result<F::Output> {
 }
 
 /// False if the reader is gone or too slow.
-async fn send(sender: &Sender<Bytes>, events: &[SseEvent], limits: &HttpLimits) -> bool {
+async fn send(
+    sender: &Sender<Bytes>,
+    framing: Framing,
+    events: &[SseEvent],
+    limits: &HttpLimits,
+) -> bool {
     if events.is_empty() {
         return true;
     }
     let mut text = String::new();
     for event in events {
-        if let Some(name) = event.name {
-            text += &format!("event: {name}\n");
-        }
-        text += &format!("data: {}\n\n", event.data);
+        framing.write(event, &mut text);
     }
     send_bytes(sender, text.into(), limits).await
 }

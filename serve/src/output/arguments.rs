@@ -5,6 +5,7 @@
 //! included.
 
 use serde_json::Value;
+use std::collections::HashSet;
 
 /// How far a piece of text went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +44,10 @@ pub(super) struct Arguments {
     gap: String,
     /// A word, or a backslash and what belongs to it.
     held: String,
+    /// The last key.
+    key: String,
+    /// The parameters that are integers.
+    integers: HashSet<String>,
 }
 
 impl Default for Arguments {
@@ -52,11 +57,21 @@ impl Default for Arguments {
             place: ArgumentPlace::Value,
             gap: String::new(),
             held: String::new(),
+            key: String::new(),
+            integers: HashSet::new(),
         }
     }
 }
 
 impl Arguments {
+    /// Arguments of which these are integers: models write 5.0 for 5, which readers of integers refuse.
+    pub(super) fn with_integers(integers: HashSet<String>) -> Self {
+        Arguments {
+            integers,
+            ..Arguments::default()
+        }
+    }
+
     /// Takes text, and appends what is certain as JSON to `out`. The first text begins with `{`.
     pub(super) fn push(&mut self, text: &str, out: &mut String) -> Progress {
         for (at, c) in text.char_indices() {
@@ -151,6 +166,9 @@ impl Arguments {
 
     /// Begins a key or a value.
     fn begin(&mut self, c: char, key: bool, out: &mut String) -> bool {
+        if key {
+            self.key.clear();
+        }
         match c {
             '"' | '\'' => {
                 self.flush(out);
@@ -201,8 +219,12 @@ impl Arguments {
             "None" => "null",
             word => word,
         };
+        let integer = self.open.len() == 1 && self.integers.contains(&self.key);
+        if key {
+            self.key.push_str(&word);
+        }
         if !key && serde_json::from_str::<Value>(literal).is_ok() {
-            out.push_str(literal);
+            out.push_str(if integer { whole(literal) } else { literal });
         } else {
             out.push_str(&quoted(&word));
         }
@@ -225,7 +247,12 @@ impl Arguments {
                         ArgumentPlace::After
                     };
                 }
-                c => out.push_str(&escaped(c)),
+                c => {
+                    out.push_str(&escaped(c));
+                    if key {
+                        self.key.push(c);
+                    }
+                }
             }
             return;
         }
@@ -266,6 +293,14 @@ impl Arguments {
     }
 }
 
+/// A number without zeros behind its point, if nothing else is there.
+pub(super) fn whole(number: &str) -> &str {
+    match number.split_once('.') {
+        Some((whole, zeros)) if zeros.bytes().all(|b| b == b'0') => whole,
+        _ => number,
+    }
+}
+
 /// A character in a JSON string.
 fn escaped(c: char) -> String {
     let text = quoted(c.encode_utf8(&mut [0; 4]));
@@ -275,6 +310,14 @@ fn escaped(c: char) -> String {
 /// A text as a JSON string.
 pub(super) fn quoted(text: &str) -> String {
     Value::from(text).to_string()
+}
+
+/// The beginning of an object as a whole one; empty if there is nothing of it.
+pub(crate) fn completed(begun: &str) -> String {
+    let (mut arguments, mut out) = (Arguments::default(), String::new());
+    arguments.push(begun, &mut out);
+    arguments.close(&mut out);
+    out
 }
 
 /// An object as valid JSON; `None` if it cannot be read as a whole.
@@ -341,6 +384,23 @@ mod tests {
             ("{\"a\": 007, \"b\": +1}", r#"{"a": "007", "b": "+1"}"#),
         ] {
             check(text, expected);
+        }
+    }
+
+    #[test]
+    fn integers_have_no_point() {
+        let integers = HashSet::from(["n".to_owned()]);
+        let text = r#"{"n": 5.0, "m": 5.0, "o": {"n": 5.0}, n: -12.00}"#;
+        let (mut arguments, mut out) = (Arguments::with_integers(integers), String::new());
+        assert_eq!(arguments.push(text, &mut out), Progress::End(text.len()));
+        assert_eq!(out, r#"{"n": 5, "m": 5.0, "o": {"n": 5.0}, "n": -12}"#);
+        for (number, expected) in [
+            ("5.5", "5.5"),
+            ("1e2", "1e2"),
+            ("5.0e1", "5.0e1"),
+            ("7", "7"),
+        ] {
+            assert_eq!(whole(number), expected);
         }
     }
 

@@ -13,10 +13,11 @@ use super::json_call::{Head, call, head};
 use super::piece::{Piece, join};
 use super::signature::{Tools, Types, typed};
 use super::tags::{
-    self, AFTER_PARAMETER, CLOSES, END_FUNCTION, END_PARAMETER, FENCE, FUNCTION, Found, MOST_NAME,
-    PARAMETER, begins_with, behind_marks, call_in, is_begun, named,
+    self, AFTER_PARAMETER, CLOSES, END_FUNCTION, END_PARAMETER, FENCE, FUNCTIONS, Found, MOST_NAME,
+    PARAMETERS, begins_with, behind, behind_marks, call_in, is_begun, named,
 };
 use nq_runtime::thinking::overlap;
+use std::collections::HashSet;
 
 /// How a model writes calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +88,8 @@ struct Whole {
 #[derive(Clone, Debug, Default)]
 struct Xml {
     name: String,
-    parameters: usize,
+    /// The parameters so far.
+    parameters: HashSet<String>,
     /// Text in it that is no parameter.
     stray: String,
 }
@@ -99,6 +101,8 @@ struct Parameter {
     /// Its text so far, if it is converted at its end.
     text: String,
     begun: bool,
+    /// True if it is there already: what it was first counts, which has been passed on.
+    again: bool,
 }
 
 /// Where a value ends.
@@ -108,6 +112,14 @@ enum ValueEnd {
     /// Not within this many bytes.
     NotBefore(usize),
 }
+
+/// What may follow the end of a call in XML.
+const AFTER_FUNCTION: [&str; 4] = [
+    CallParser::CLOSE,
+    FUNCTIONS[0],
+    FUNCTIONS[1],
+    CallParser::OPEN,
+];
 
 impl CallParser {
     /// The text that begins a call.
@@ -131,6 +143,11 @@ impl CallParser {
     /// True once nothing that follows can be part of the answer: the only call that may be made has ended.
     pub fn is_over(&self) -> bool {
         self.over
+    }
+
+    /// True between the beginning of a call and its end.
+    pub(super) fn is_inside(&self) -> bool {
+        !matches!(self.state, CallState::Text | CallState::Block)
     }
 
     /// True if a call begins in `text`, which follows [`CallParser::OPEN`]; `None` if that is not certain yet.
@@ -271,10 +288,14 @@ impl CallParser {
     fn text(&mut self, out: &mut Vec<Piece>) -> bool {
         let held = &self.held;
         let open = held.find(Self::OPEN).map(|at| (at, Self::OPEN));
-        let function = held.find(FUNCTION).map(|at| (at, FUNCTION));
+        let [function, attribute] = FUNCTIONS.map(|tag| held.find(tag).map(|at| (at, tag)));
         let brace = self.line_with_brace().map(|at| (at, "{"));
-        let first = [open, function, brace].into_iter().flatten().min();
-        let tail = overlap(held, Self::OPEN).max(overlap(held, FUNCTION));
+        let first = [open, function, attribute, brace]
+            .into_iter()
+            .flatten()
+            .min();
+        let tails = [Self::OPEN, FUNCTIONS[0], FUNCTIONS[1]].map(|tag| overlap(held, tag));
+        let tail = tails.into_iter().max().unwrap_or(0);
         let at = first.map_or(held.len() - tail, |(at, _)| at);
         // White space before a call is not part of the text; whether a call follows is not known yet.
         let certain = held[..at].trim_end().len();
@@ -290,7 +311,11 @@ impl CallParser {
         };
         let found = match (tag, call_in(&self.held[behind..], self.last)) {
             ("{", _) => self.bare(at),
-            (FUNCTION, Found::Xml(name, _)) if self.tools.schema(&name).is_none() => Found::Nothing,
+            (tag, Found::Xml(name, _))
+                if FUNCTIONS.contains(&tag) && self.tools.schema(&name).is_none() =>
+            {
+                Found::Nothing
+            }
             (_, found) => found,
         };
         match found {
@@ -362,9 +387,10 @@ impl CallParser {
     fn head(&mut self, lead: Lead, out: &mut Vec<Piece>) -> bool {
         match head(&self.held) {
             Head::Named(name, at) if !lead.bare => {
+                let arguments = Arguments::with_integers(self.tools.integers(&name));
                 self.start(name, out);
                 self.held.drain(..at);
-                self.state = CallState::Arguments(Arguments::default());
+                self.state = CallState::Arguments(arguments);
                 true
             }
             Head::Open(_) => {
@@ -491,30 +517,38 @@ impl CallParser {
     fn xml(&mut self, mut xml: Xml, out: &mut Vec<Piece>) -> bool {
         let rest = self.held.trim_start();
         let at = self.held.len() - rest.len();
-        let ends = [Self::OPEN, Self::CLOSE, "</tool_calls>", FUNCTION];
-        if rest.starts_with(END_FUNCTION) || ends.iter().any(|end| rest.starts_with(end)) {
+        let ends = [Self::OPEN, Self::CLOSE, "</tool_calls>", END_FUNCTION];
+        if ends
+            .iter()
+            .chain(&FUNCTIONS)
+            .any(|end| rest.starts_with(end))
+        {
             self.held.drain(..at);
             self.end_xml(&mut xml, out);
             return self.ended();
         }
-        if rest.starts_with('{') && xml.parameters == 0 {
+        if rest.starts_with('{') && xml.parameters.is_empty() {
+            let arguments = Arguments::with_integers(self.tools.integers(&xml.name));
             self.held.drain(..at);
-            self.state = CallState::Arguments(Arguments::default());
+            self.state = CallState::Arguments(arguments);
             return true;
         }
-        if let Some(tag) = rest.strip_prefix(PARAMETER) {
+        if let Some(tag) = behind(rest, &PARAMETERS) {
             if let Some((name, inner)) = named(tag) {
-                let begin = if xml.parameters == 0 { "{" } else { "," };
+                let begin = if xml.parameters.is_empty() { "{" } else { "," };
                 let types = self.tools.types(&xml.name, name);
                 let text = format!("{begin}{}:", quoted(name));
+                let again = !xml.parameters.insert(name.to_owned());
                 let end = self.held.len() - inner.len();
                 self.held.drain(..end);
-                self.more(text, out);
-                xml.parameters += 1;
+                if !again {
+                    self.more(text, out);
+                }
                 let parameter = Parameter {
                     types,
                     text: String::new(),
                     begun: false,
+                    again,
                 };
                 self.state = CallState::Value(xml, parameter);
                 return true;
@@ -548,15 +582,19 @@ impl CallParser {
     }
 
     fn end_xml(&mut self, xml: &mut Xml, out: &mut Vec<Piece>) {
-        let end = if xml.parameters == 0 { "{}" } else { "}" };
+        let end = if xml.parameters.is_empty() { "{}" } else { "}" };
         self.more(end.to_owned(), out);
         let stray = std::mem::take(&mut xml.stray);
-        self.emit(stray.trim(), out);
+        // Braces of a call in JSON are left over at times.
+        let says = |c: char| !c.is_whitespace() && !"{}".contains(c);
+        if stray.contains(says) {
+            self.emit(stray.trim(), out);
+        }
     }
 
     /// More of a value. Strings are passed on as they come.
     fn value(&self, parameter: &mut Parameter, text: &str, out: &mut Vec<Piece>) {
-        if text.is_empty() {
+        if text.is_empty() || parameter.again {
             return;
         }
         let text = match parameter.begun {
@@ -576,6 +614,7 @@ impl CallParser {
 
     fn end_value(&self, parameter: &Parameter, cut: bool, out: &mut Vec<Piece>) {
         let text = match (parameter.types.is_text(), parameter.begun) {
+            _ if parameter.again => return,
             (true, _) if cut => return,
             (true, true) => "\"".to_owned(),
             (true, false) => "\"\"".to_owned(),
@@ -594,13 +633,20 @@ impl CallParser {
             let tag = &held[at..];
             let unknown = ValueEnd::NotBefore(before(at));
             let line = at == 0 && !begun || held[..at].ends_with('\n');
-            let tags = [END_PARAMETER, PARAMETER, END_FUNCTION, CallParser::CLOSE];
+            let [parameter, attribute] = PARAMETERS;
+            let tags = [
+                END_PARAMETER,
+                parameter,
+                attribute,
+                END_FUNCTION,
+                CallParser::CLOSE,
+            ];
             match begins_with(tag, &tags, self.last) {
                 None => return unknown,
                 Some(false) => continue,
                 Some(true) => {}
             }
-            if let Some(name) = tag.strip_prefix(PARAMETER).filter(|_| line) {
+            if let Some(name) = behind(tag, &PARAMETERS).filter(|_| line) {
                 match named(name) {
                     Some((name, _)) if self.tools.has(&xml.name, name) => {
                         return ValueEnd::At(at, at);
@@ -615,7 +661,7 @@ impl CallParser {
                 Some(after) => (after, &AFTER_PARAMETER),
                 None if !line => continue,
                 None => match tag.strip_prefix(END_FUNCTION) {
-                    Some(after) => (after, &[CallParser::CLOSE, FUNCTION, CallParser::OPEN]),
+                    Some(after) => (after, &AFTER_FUNCTION),
                     None => (&tag[CallParser::CLOSE.len()..], &[CallParser::OPEN]),
                 },
             };

@@ -32,6 +32,10 @@ pub(super) fn head(text: &str) -> Head {
             Some(after) => rest = after,
             None => return open(rest, wanted, None),
         }
+        // Some models double the braces, as templates of texts do.
+        if wanted == "{" {
+            rest = rest.strip_prefix(wanted).unwrap_or(rest);
+        }
     }
     rest = rest.trim_start();
     let Some(inner) = rest.strip_prefix('"') else {

@@ -5,12 +5,15 @@
 
 mod arguments;
 mod calls;
+mod content;
 mod json_call;
 mod piece;
 mod signature;
 mod tags;
 
+pub(crate) use arguments::completed;
 pub use calls::{CallForm, CallParser};
+pub use content::ContentTokens;
 pub use piece::Piece;
 pub use signature::Tools;
 pub(crate) use signature::{may_be_text, resolved};
@@ -39,6 +42,8 @@ pub struct Reader {
     calls: Option<CallParser>,
     stop: StopTexts,
     reasoning_tokens: usize,
+    /// The token that ends thinking.
+    thinking_end: Option<u32>,
 }
 
 impl Reader {
@@ -51,6 +56,7 @@ impl Reader {
             calls: options.calls.clone().map(CallParser::new),
             stop: StopTexts::new(&options.stop),
             reasoning_tokens: 0,
+            thinking_end: tokenizer.token_id("</think>"),
         }
     }
 
@@ -58,6 +64,15 @@ impl Reader {
     /// of the thinking, including its tags.
     pub fn push(&mut self, token: u32, out: &mut Vec<Piece>) -> bool {
         let before = self.is_thinking();
+        // Models end thinking that has not begun, after a tool's result for example. In a call it may be an argument.
+        if let Some(splitter) = &mut self.thinking
+            && self.thinking_end == Some(token)
+            && !before
+            && !self.calls.as_ref().is_some_and(CallParser::is_inside)
+        {
+            splitter.end_unbegun();
+            return true;
+        }
         if let Some(text) = self.detokenizer.push(token) {
             self.text(&text, out);
         }

@@ -1,7 +1,9 @@
 //! What the schemas of tools say about their parameters: XML calls write values without their types.
 
-use super::arguments::{mended, quoted};
+use super::arguments::{mended, quoted, whole};
+use percent_encoding::percent_decode_str;
 use serde_json::Value;
+use std::collections::HashSet;
 
 /// How many references and alternatives are followed one inside the other.
 const MOST_DEPTH: usize = 16;
@@ -28,6 +30,16 @@ impl Tools {
         self.schema(name).and_then(of).unwrap_or(Types::ANY)
     }
 
+    /// The parameters of a tool that are integers where they are numbers.
+    pub(super) fn integers(&self, name: &str) -> HashSet<String> {
+        let properties = self.schema(name).and_then(|s| s["properties"].as_object());
+        let names = properties.into_iter().flat_map(|p| p.keys());
+        names
+            .filter(|parameter| self.types(name, parameter).is_integer())
+            .cloned()
+            .collect()
+    }
+
     /// True if a tool has this parameter, as far as its schema says.
     pub(super) fn has(&self, name: &str, parameter: &str) -> bool {
         let of = |root| of_parameter(root, root, parameter, 0);
@@ -47,7 +59,9 @@ impl Types {
     const TEXT: Types = Types(8);
     const LIST: Types = Types(16);
     const OBJECT: Types = Types(32);
-    const ANY: Types = Types(63);
+    /// Of numbers: those that are no integers too.
+    const FRACTION: Types = Types(64);
+    const ANY: Types = Types(127);
 
     fn has(self, other: Types) -> bool {
         self.0 & other.0 != 0
@@ -61,6 +75,11 @@ impl Types {
         Types(self.0 & other.0)
     }
 
+    /// True if numbers are integers.
+    fn is_integer(self) -> bool {
+        self.has(Types::NUMBER) && !self.has(Types::FRACTION)
+    }
+
     /// True if values are strings, which are written as they are.
     pub(super) fn is_text(self) -> bool {
         self == Types::TEXT
@@ -70,7 +89,8 @@ impl Types {
         match name {
             "null" => Types::NULL,
             "boolean" => Types::BOOLEAN,
-            "number" | "integer" => Types::NUMBER,
+            "integer" => Types::NUMBER,
+            "number" => Types::NUMBER.or(Types::FRACTION),
             "string" => Types::TEXT,
             "array" => Types::LIST,
             "object" => Types::OBJECT,
@@ -82,7 +102,8 @@ impl Types {
         match value {
             Value::Null => Types::NULL,
             Value::Bool(_) => Types::BOOLEAN,
-            Value::Number(_) => Types::NUMBER,
+            Value::Number(n) if n.as_f64().is_some_and(|n| n.fract() == 0.0) => Types::NUMBER,
+            Value::Number(_) => Types::NUMBER.or(Types::FRACTION),
             Value::String(_) => Types::TEXT,
             Value::Array(_) => Types::LIST,
             Value::Object(_) => Types::OBJECT,
@@ -90,9 +111,13 @@ impl Types {
     }
 }
 
-/// The schema that a reference inside `root` points to.
+/// The schema that a reference inside `root` points to, whether its names are escaped as those of an address or not.
 pub(crate) fn resolved<'a>(root: &'a Value, reference: &str) -> Option<&'a Value> {
-    root.pointer(reference.strip_prefix('#')?)
+    let pointer = reference.strip_prefix('#')?;
+    root.pointer(pointer).or_else(|| {
+        let pointer = percent_decode_str(pointer).decode_utf8().ok()?;
+        root.pointer(&pointer)
+    })
 }
 
 /// True if a schema in `root` allows strings.
@@ -172,7 +197,10 @@ pub(super) fn typed(text: &str, types: Types) -> String {
         && !json.is_string()
         && types.has(Types::of(&json))
     {
-        return value.to_owned();
+        return match json.is_number() && types.is_integer() {
+            true => whole(value).to_owned(),
+            false => value.to_owned(),
+        };
     }
     // As Python writes them. Where any type is allowed, they may be words.
     if types != Types::ANY {
@@ -238,6 +266,9 @@ mod tests {
                 "12345678901234567890123",
             ),
             ("count", "three", r#""three""#),
+            ("count", "5.0", "5"),
+            ("count", "5.5", "5.5"),
+            ("ratio", "5.0", "5.0"),
             ("ratio", "1.50", "1.50"),
             ("ratio", "1.5 m", r#""1.5 m""#),
             ("kind", "1", r#""1""#),

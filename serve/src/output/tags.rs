@@ -4,24 +4,28 @@
 pub(super) const OPEN: &str = "<tool_call>";
 /// Ends it.
 pub(super) const CLOSE: &str = "</tool_call>";
-pub(super) const FUNCTION: &str = "<function=";
+/// Begin a call in XML; the second way is that of XML's attributes.
+pub(super) const FUNCTIONS: [&str; 2] = ["<function=", "<function name="];
 pub(super) const END_FUNCTION: &str = "</function>";
-pub(super) const PARAMETER: &str = "<parameter=";
+/// Begin a parameter, in the same two ways.
+pub(super) const PARAMETERS: [&str; 2] = ["<parameter=", "<parameter name="];
 pub(super) const END_PARAMETER: &str = "</parameter>";
 /// What models write in place of [`CLOSE`] too.
 pub(super) const CLOSES: [&str; 3] = [CLOSE, "</tool_calls>", END_FUNCTION];
 /// What may follow the end of a parameter.
-pub(super) const AFTER_PARAMETER: [&str; 7] = [
-    PARAMETER,
+pub(super) const AFTER_PARAMETER: [&str; 9] = [
+    PARAMETERS[0],
+    PARAMETERS[1],
     END_PARAMETER,
     END_FUNCTION,
-    FUNCTION,
+    FUNCTIONS[0],
+    FUNCTIONS[1],
     OPEN,
     CLOSE,
     "</tool_calls>",
 ];
-/// Marks between calls of a block that say nothing.
-pub(super) const BETWEEN: [&str; 4] = [FENCE, "[", "]", ","];
+/// Marks between calls of a block that say nothing. Models write a brace too many now and then.
+pub(super) const BETWEEN: [&str; 5] = [FENCE, "[", "]", ",", "}"];
 /// Begins and ends a block of code, with a language behind it.
 pub(super) const FENCE: &str = "```";
 /// Most bytes of a name in a tag.
@@ -48,6 +52,11 @@ pub(super) fn begins_with(text: &str, tags: &[&str], last: bool) -> Option<bool>
     (!may).then_some(false)
 }
 
+/// What follows the one of `tags` that `text` begins with.
+pub(super) fn behind<'a>(text: &'a str, tags: &[&str]) -> Option<&'a str> {
+    tags.iter().find_map(|tag| text.strip_prefix(tag))
+}
+
 /// What follows marks and white space.
 pub(super) fn behind_marks(mut text: &str) -> &str {
     loop {
@@ -65,7 +74,10 @@ pub(super) fn behind_marks(mut text: &str) -> &str {
 /// The name in a tag that ends with `>`, and what follows; `None` if there is none.
 pub(super) fn named(text: &str) -> Option<(&str, &str)> {
     let (name, rest) = text.split_once('>')?;
-    let name = name.trim().trim_matches('"');
+    // What follows a name in quotes are other attributes.
+    let name = name.trim();
+    let quote = name.chars().next().filter(|c| matches!(c, '"' | '\''));
+    let name = quote.map_or(name, |q| name[1..].split(q).next().unwrap_or_default());
     let fits = name.len() <= MOST_NAME && !name.is_empty() && !name.contains(['<', '\n']);
     fits.then_some((name, rest))
 }
@@ -77,12 +89,12 @@ pub(super) fn call_in(text: &str, last: bool) -> Found {
     if rest.starts_with('{') {
         return Found::Json(at);
     }
-    match begins_with(rest, &[FUNCTION, FENCE], last) {
-        None => return Found::Unknown,
-        Some(false) => return Found::Nothing,
-        Some(true) => {}
+    if begins_with(rest, &[FUNCTIONS[0], FUNCTIONS[1], FENCE], last).is_none() {
+        return Found::Unknown;
     }
-    let tag = &rest[FUNCTION.len()..];
+    let Some(tag) = behind(rest, &FUNCTIONS) else {
+        return Found::Nothing;
+    };
     let Some((name, inner)) = named(tag) else {
         let whole = tag.contains('>') || tag.len() > MOST_NAME || last;
         return if whole {
@@ -91,7 +103,7 @@ pub(super) fn call_in(text: &str, last: bool) -> Found {
             Found::Unknown
         };
     };
-    let follows = [PARAMETER, END_FUNCTION, CLOSE, "{"];
+    let follows = [PARAMETERS[0], PARAMETERS[1], END_FUNCTION, CLOSE, "{"];
     match begins_with(inner.trim_start(), &follows, last) {
         None => Found::Unknown,
         Some(false) => Found::Nothing,

@@ -52,14 +52,7 @@ pub struct ChatRequest {
 pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("chat")?;
     let (messages, prefix) = messages(&mut fields)?;
-    let given = fields.objects("tools", "chat.tool", tools::MOST_TOOLS)?;
-    let mut tools = tools::read(given, "function", |tools, _, mut tool| {
-        let place = tool.name("function");
-        let function = tool.object("function", "chat.function")?;
-        let function = function.ok_or_else(|| ApiError::field(&place, "expected an object"))?;
-        tool.finish()?;
-        tools.add(function, "parameters")
-    })?;
+    let mut tools = tools(&mut fields)?;
     let functions = fields.objects("functions", "chat.function", tools::MOST_TOOLS)?;
     let older = !functions.is_empty();
     if older && !tools.list.is_empty() {
@@ -102,8 +95,8 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
         reading: Arc::clone(fields.reading()),
     };
     let n = fields.count("n", 1, sampling::MOST_ANSWERS)?.unwrap_or(1);
-    let max_tokens = fields.most_tokens("max_completion_tokens")?;
-    let most_tokens = fields.most_tokens("max_tokens")?;
+    let max_tokens = fields.limit("max_completion_tokens", 1)?;
+    let most_tokens = fields.limit("max_tokens", 1)?;
     let (streams, told) = streaming(&mut fields)?;
     let logprobs = sampling::chat_logprobs(&mut fields)?;
     let partial = Generation {
@@ -129,6 +122,21 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
         shape: Box::new(ChatFormat::new(model, n, logprobs.is_some(), told, older)),
         generation,
         stream: streams,
+    })
+}
+
+/// Reads `tools`.
+///
+/// # Errors
+/// An invalid tool, by name.
+pub(super) fn tools(fields: &mut Fields) -> Result<Tools, ApiError> {
+    let given = fields.objects("tools", "chat.tool", tools::MOST_TOOLS)?;
+    tools::read(given, "function", |tools, _, mut tool| {
+        let place = tool.name("function");
+        let function = tool.object("function", "chat.function")?;
+        let function = function.ok_or_else(|| ApiError::field(&place, "expected an object"))?;
+        tool.finish()?;
+        tools.add(function, "parameters")
     })
 }
 
@@ -506,6 +514,10 @@ impl Shape for ChatFormat {
         };
         let mut events = Vec::new();
         for piece in output.pieces {
+            let its_logprobs = match &piece {
+                Piece::Text(_) => logprobs.take(),
+                _ => Value::Null,
+            };
             let delta = match piece {
                 Piece::Reasoning(text) => json!({"reasoning_content": text, "reasoning": text}),
                 Piece::Text(text) => json!({"content": text}),
@@ -525,7 +537,7 @@ impl Shape for ChatFormat {
                     json!({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
                 }
             };
-            events.push(self.delta(index, delta, logprobs.take(), usage));
+            events.push(self.delta(index, delta, its_logprobs, usage));
         }
         if let Some(Ok(ending)) = output.end {
             // `stop_reason` is vLLM's: the stop string that ended the answer.

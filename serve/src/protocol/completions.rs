@@ -87,7 +87,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
     let default = (!fields.is_unlimited("max_tokens")).then_some(DEFAULT_TOKENS);
     let max_tokens = match no_answer {
         true => fields.count("max_tokens", 0, 0)?,
-        false => fields.most_tokens("max_tokens")?,
+        false => fields.limit("max_tokens", 1)?,
     };
     let texts: Vec<String> = match echo {
         true => prompts.iter().map(|p| shown(model, p)).collect(),

@@ -86,7 +86,9 @@ impl Fields {
                     self.map.insert(field, value);
                 }
                 Use::NoEffect => {}
-                Use::Only(values) if values.contains(&value) => {}
+                Use::Only(values) if values.iter().any(|v| same(v, &value)) => {}
+                // Clients that send all their settings send these too.
+                Use::Refused(_) if asks_nothing(&value) => {}
                 Use::Only([]) => {
                     let why = "nq serves null alone";
                     return Err(ApiError::unsupported(&name, why));
@@ -98,7 +100,9 @@ impl Fields {
                     return Err(ApiError::unsupported(&name, &why));
                 }
                 Use::LeftOut(words) => self.reading.left_out_and_told(&name, "", words),
-                Use::Refused(why) => return Err(ApiError::unsupported(&name, why)),
+                Use::Refused(why) | Use::RefusedRest(why) => {
+                    return Err(ApiError::unsupported(&name, why));
+                }
                 Use::Unknown => self.reading.unknown(&name)?,
             }
         }
@@ -140,7 +144,7 @@ impl Fields {
                 return Ok(Kind::Dropped);
             }
             Use::LeftOut(words) => words,
-            Use::Refused(why) => {
+            Use::Refused(why) | Use::RefusedRest(why) => {
                 let why = format!("{why}, found {kind:?}");
                 return Err(ApiError::unsupported(&name, &why));
             }
@@ -303,15 +307,15 @@ impl Fields {
         self.map.get(field).unwrap_or(&Value::Null)
     }
 
-    /// Takes the most tokens of an answer: -1 is as many as fit, as if it were absent.
+    /// Takes a limit of `least` or more; -1 is none, as if it were absent.
     ///
     /// # Errors
     /// Errors of [`Fields::count`].
-    pub(crate) fn most_tokens(&mut self, field: &str) -> Result<Option<usize>, ApiError> {
+    pub(crate) fn limit(&mut self, field: &str, least: usize) -> Result<Option<usize>, ApiError> {
         if self.is_unlimited(field) {
             self.map.remove(field);
         }
-        self.count(field, 1, usize::MAX)
+        self.count(field, least, usize::MAX)
     }
 
     /// Ends the reading: a served field that is left is one that the parser forgot.
@@ -326,6 +330,23 @@ impl Fields {
                 self.name(field)
             ))),
         }
+    }
+}
+
+/// True if two values mean the same: numbers may be written in several ways.
+fn same(a: &Value, b: &Value) -> bool {
+    a == b || a.as_f64().is_some_and(|a| b.as_f64() == Some(a))
+}
+
+/// True for a value that asks for nothing, whatever its field means.
+fn asks_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Bool(asked) => !asked,
+        Value::Number(_) => false,
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
     }
 }
 
@@ -356,8 +377,8 @@ mod tests {
         let mut read = fields(&body).unwrap().under("chat").unwrap();
         assert_eq!(read.take::<u32>("n").unwrap(), Some(1));
         assert_eq!(read.take::<u32>("seed").unwrap(), None);
-        assert_eq!(read.most_tokens("max_tokens").unwrap(), Some(4));
-        assert_eq!(read.most_tokens("max_completion_tokens").unwrap(), None);
+        assert_eq!(read.limit("max_tokens", 1).unwrap(), Some(4));
+        assert_eq!(read.limit("max_completion_tokens", 1).unwrap(), None);
         assert!(read.integer("top_k").is_err());
         #[derive(serde::Deserialize, Debug)]
         struct B {
@@ -376,11 +397,11 @@ mod tests {
             .under("chat")
             .unwrap_err();
         assert!(e.to_string().contains("nq serves 1 alone, found 2"), "{e}");
-        let e = fields(&json!({"audio": {}}))
-            .unwrap()
-            .under("chat")
-            .unwrap_err();
+        let audio = json!({"audio": {"voice": "x"}});
+        let e = fields(&audio).unwrap().under("chat").unwrap_err();
         assert_eq!((e.param.as_deref(), e.status), (Some("audio"), 400));
+        let nothing = json!({"audio": {}, "stop_token_ids": [], "min_tokens": 0.0, "grammar": "", "best_of": 1.0});
+        fields(&nothing).unwrap().under("chat").unwrap();
         for bad in ["", "[]", "3", "{", "{\"a\":1}x"] {
             assert!(
                 Fields::parse(bad.as_bytes(), Arc::default()).is_err(),

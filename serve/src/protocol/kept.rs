@@ -22,6 +22,8 @@ struct Response {
     id: String,
     /// All items of the conversation up to its end: its input and its output.
     items: Vec<Item>,
+    /// How many of them are its input.
+    input: usize,
     /// The response as it was sent, as JSON text.
     whole: String,
     bytes: usize,
@@ -65,7 +67,7 @@ impl Kept {
 
     /// Keeps a response with the items that led to it, unless it alone is larger than a client's room.
     pub fn keep(&self, owner: u64, whole: &Value, input: Vec<Item>) {
-        let mut items = input;
+        let (input, mut items) = (input.len(), input);
         let output = whole["output"].as_array().into_iter().flatten();
         items.extend(output.map(Item::new));
         let text = whole.to_string();
@@ -75,6 +77,7 @@ impl Kept {
             id: whole["id"].as_str().unwrap_or_default().to_owned(),
             bytes: items.iter().map(Item::bytes).sum::<usize>() + text.len(),
             items,
+            input,
             whole: text,
         };
         if response.bytes > MOST_BYTES_OF_ONE {
@@ -104,6 +107,13 @@ impl Kept {
         let list = self.list();
         let found = list.iter().find(|r| r.owner == owner && r.id == id)?;
         Some(found.items.clone())
+    }
+
+    /// The items that led to a client's response.
+    pub fn input(&self, owner: u64, id: &str) -> Option<Vec<Item>> {
+        let list = self.list();
+        let found = list.iter().find(|r| r.owner == owner && r.id == id)?;
+        Some(found.items[..found.input].to_vec())
     }
 
     /// A client's response as it was sent, as JSON text.

@@ -2,12 +2,13 @@
 
 use super::blocks::{AnswerBlock, Blocks, Change};
 use super::chat::{ChatRequest, render};
+use super::client_tools;
 use super::fields::{Fields, Kind};
 use super::reading::Reading;
 use super::text::{Place, text, words};
 use super::thinking;
 use super::tools::{self, Choice, Tools, made};
-use super::{Parsed, Shape, SseEvent, sampling, unique};
+use super::{Parsed, Shape, SseEvent, rfc3339, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Output, Usage};
 use crate::grammar::Format;
@@ -32,7 +33,8 @@ const MOST: usize = 16_384;
 /// An invalid or unsupported field, by name.
 pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("messages")?;
-    let max_tokens = fields.count("max_tokens", 1, usize::MAX)?;
+    // 0: the prompt is computed alone, so that it is cached for a later request.
+    let max_tokens = fields.count("max_tokens", 0, usize::MAX)?;
     let max_tokens =
         max_tokens.ok_or_else(|| ApiError::field("max_tokens", "expected a value, found none"))?;
     let stop = sampling::stop(&mut fields, "stop_sequences")?;
@@ -91,7 +93,10 @@ fn prompt(
         read_turn(turn, &mut messages)?;
     }
     let given = fields.objects("tools", "messages.tool", tools::MOST_TOOLS)?;
-    let mut tools = tools::read(given, "custom", |tools, _, tool| {
+    let mut tools = tools::read(given, "custom", |tools, kind, mut tool| {
+        if client_tools::add(tools, kind, &mut tool)? {
+            return Ok(());
+        }
         if tool.peek("input_schema").is_null() {
             let name = tool.name("input_schema");
             return Err(ApiError::field(&name, "expected a value, found none"));
@@ -284,7 +289,8 @@ fn shown(kind: &str, mut block: Fields, at: Place) -> Result<Option<String>, Api
             return Ok(Some(words("document")));
         }
         (_, found) => {
-            let why = format!("nq serves documents of text alone, found {found:?}");
+            let found = found.unwrap_or("no type");
+            let why = format!("nq serves documents of text alone, found {found}");
             return Err(ApiError::unsupported(&block.name("source.type"), &why));
         }
     };
@@ -313,6 +319,15 @@ pub fn error(error: &ApiError) -> Value {
         None => error.message.clone(),
     };
     json!({"type": "error", "error": {"type": kind, "message": message}})
+}
+
+/// A model's card in Anthropic's form, from that of OpenAI's list.
+pub fn card(card: &Value) -> Value {
+    let created = card["created"].as_i64().unwrap_or_default();
+    json!({
+        "type": "model", "id": card["id"], "display_name": card["id"], "created_at": rfc3339(created),
+        "max_input_tokens": card["max_model_len"], "max_tokens": card["max_model_len"],
+    })
 }
 
 fn usage_of(usage: Usage) -> Value {

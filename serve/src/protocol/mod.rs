@@ -4,11 +4,15 @@
 pub mod blocks;
 pub mod called;
 pub mod chat;
+mod client_tools;
+pub mod compaction;
 pub mod completions;
 pub mod embeddings;
 pub mod fields;
+pub(crate) mod items;
 pub mod kept;
 pub mod messages;
+pub mod ollama;
 pub mod reading;
 pub mod rerank;
 pub mod responses;
@@ -56,8 +60,52 @@ impl SseEvent {
     }
 }
 
+/// How events are written one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Framing {
+    /// As server-sent events.
+    Events,
+    /// As lines of JSON.
+    Lines,
+}
+
+impl Framing {
+    /// The type of the content.
+    pub fn content_type(self) -> &'static str {
+        match self {
+            Framing::Events => "text/event-stream",
+            Framing::Lines => "application/x-ndjson",
+        }
+    }
+
+    /// A sign of life that says nothing: a comment, or white space before a line.
+    pub fn ping(self) -> &'static [u8] {
+        match self {
+            Framing::Events => b": keep-alive\n\n",
+            Framing::Lines => b" ",
+        }
+    }
+
+    /// Writes an event.
+    pub fn write(self, event: &SseEvent, out: &mut String) {
+        match (self, event.name) {
+            (Framing::Lines, _) => *out += &event.data,
+            (Framing::Events, None) => *out += &format!("data: {}\n", event.data),
+            (Framing::Events, Some(name)) => {
+                *out += &format!("event: {name}\ndata: {}\n", event.data);
+            }
+        }
+        out.push('\n');
+    }
+}
+
 /// Formats the answers of one request in a protocol.
 pub trait Shape: Send {
+    /// How its events are written.
+    fn framing(&self) -> Framing {
+        Framing::Events
+    }
+
     /// The events before any answer.
     fn begin(&mut self, usage: Usage) -> Vec<SseEvent>;
 
@@ -102,6 +150,13 @@ pub fn unique(prefix: &str) -> String {
 pub fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |d| d.as_secs())
+}
+
+/// A time in seconds since 1970 as text; one that the calendar does not reach is 1970.
+pub fn rfc3339(seconds: i64) -> String {
+    jiff::Timestamp::from_second(seconds)
+        .unwrap_or(jiff::Timestamp::UNIX_EPOCH)
+        .to_string()
 }
 
 /// Refuses text `index` of `field` if it has no token, or more than the model reads.

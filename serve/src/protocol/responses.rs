@@ -1,31 +1,28 @@
 //! `POST /v1/responses`: OpenAI's newer protocol. Responses are kept for a while ([`super::kept`]).
 
 use super::blocks::{AnswerBlock, Blocks, Change};
-use super::called::{Called, input};
+use super::called::Called;
 use super::chat::{ChatRequest, render};
-use super::fields::{Fields, Kind};
+use super::fields::Fields;
+use super::items::{conversation, read_input, text_part};
 use super::kept::Item;
-use super::reading::{Reading, plain};
-use super::text::{Place, text};
+use super::reading::Reading;
 use super::thinking;
-use super::tools::{self, made};
+use super::tools;
 use super::{Parsed, Shape, SseEvent, now, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Output, Usage};
 use crate::grammar::Format;
-use crate::model::{ServedModel, message};
+use crate::model::ServedModel;
 use crate::names::Names;
 use nq_runtime::Message;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 const NAMES: Names = Names {
     prompt: "input",
     format: "text.format.schema",
 };
-
-/// Most items in one request, with those of responses before it.
-const MOST: usize = 16_384;
 
 /// Reads a request.
 ///
@@ -59,7 +56,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
         called.read(tools, kind, tool)
     })?;
     let choice = tools::choice(fields.take("tool_choice")?, &mut tools, "tool_choice")?;
-    let max_tokens = fields.most_tokens("max_output_tokens")?;
+    let max_tokens = fields.limit("max_output_tokens", 1)?;
     let stream = fields.take("stream")?.unwrap_or(false);
     let chat = ChatRequest {
         messages,
@@ -125,6 +122,16 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
     })
 }
 
+/// Counts the tokens of a request's prompt.
+///
+/// # Errors
+/// Errors of [`parse`].
+pub fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
+    let prompts = parse(model, fields)?.generation.prompts;
+    let tokens: usize = prompts.iter().map(Vec::len).sum();
+    Ok(json!({"object": "response.input_tokens", "input_tokens": tokens}))
+}
+
 /// An error as the only event of a stream.
 pub(crate) fn error_event(error: &ApiError) -> SseEvent {
     let data = json!({
@@ -188,181 +195,6 @@ fn format(fields: &mut Fields) -> Result<Option<Format>, ApiError> {
     };
     fields.finish()?;
     Ok(format)
-}
-
-/// All items of a conversation: those up to the response that the request continues, and its own, with those
-/// that it names by their ids.
-///
-/// # Errors
-/// A response or an item that is not kept, in the words of OpenAI's API.
-fn conversation(
-    previous: Option<&str>,
-    input: Value,
-    reading: &Reading,
-) -> Result<Vec<Item>, ApiError> {
-    let owner = reading.client.id;
-    let gone = |param: &str, code, what: String| ApiError {
-        param: Some(param.to_owned()),
-        ..ApiError::not_found(what, code)
-    };
-    let mut items = match previous {
-        None => Vec::new(),
-        Some(id) => reading
-            .kept
-            .conversation(owner, id)
-            .ok_or_else(|| ApiError {
-                status: 400,
-                ..gone(
-                    "previous_response_id",
-                    "previous_response_not_found",
-                    format!("Previous response with id '{}' not found.", plain(id)),
-                )
-            })?,
-    };
-    let given = match input {
-        Value::String(text) => vec![json!({"role": "user", "content": text})],
-        Value::Array(given) if !given.is_empty() || previous.is_some() => given,
-        _ => {
-            return Err(ApiError::field(
-                "input",
-                "expected a text or a list of items",
-            ));
-        }
-    };
-    if items.len() + given.len() > MOST {
-        let what = format!(
-            "expected at most {MOST} items, found {}",
-            items.len() + given.len()
-        );
-        return Err(ApiError::field("input", what));
-    }
-    let mut known = None;
-    for (i, item) in given.into_iter().enumerate() {
-        let refers = match item["type"].as_str() {
-            Some(kind) => kind == "item_reference",
-            None => item["role"].is_null() && item["id"].is_string(),
-        };
-        if !refers {
-            items.push(Item::new(&item));
-            continue;
-        }
-        let known = known.get_or_insert_with(|| reading.kept.items(owner));
-        let id = item["id"].as_str().unwrap_or_default();
-        let item = known.get(id).ok_or_else(|| {
-            let what = format!(
-                "Item with id '{}' not found. Items of responses with `store: false` are not kept, and older \
-                 ones make room for newer ones: send the item itself.",
-                plain(id)
-            );
-            gone(&format!("input[{i}].id"), "item_not_found", what)
-        })?;
-        items.push(item.clone());
-    }
-    Ok(items)
-}
-
-/// Reads the items of a conversation: messages, calls and their results.
-fn read_input(
-    items: &[Item],
-    reading: &Arc<Reading>,
-    out: &mut Vec<Message>,
-) -> Result<(), ApiError> {
-    let mut thinking: Option<String> = None;
-    for (i, item) in items.iter().enumerate() {
-        let place = format!("input[{i}]");
-        let mut item = Fields::of(item.value(), &place, "item", reading)?;
-        let kind = match item.kind("message")? {
-            Kind::Served(kind) => kind,
-            Kind::Dropped => continue,
-            Kind::LeftOut(what, words) => {
-                reading.left_out_and_told(&place, &what, words);
-                continue;
-            }
-        };
-        let content: Value = item.take("content")?.unwrap_or_default();
-        match kind.as_str() {
-            "message" => {
-                let role: Option<String> = item.take("role")?;
-                let role = match role.as_deref() {
-                    Some("developer" | "system") => "system",
-                    Some(role @ ("user" | "assistant")) => role,
-                    _ => {
-                        let what = "expected user, assistant, system or developer";
-                        return Err(ApiError::field(&format!("{place}.role"), what));
-                    }
-                };
-                let content = text(
-                    content,
-                    &format!("{place}.content"),
-                    Place::Message,
-                    reading,
-                )?;
-                let mut extra = Map::new();
-                if let Some(thinking) = thinking.take().filter(|_| role == "assistant") {
-                    extra.insert("reasoning_content".into(), thinking.into());
-                }
-                out.push(message(role, content, extra));
-            }
-            "function_call" | "custom_tool_call" | "local_shell_call" => {
-                let call = call(&kind, &mut item, reading)?;
-                // Calls of a turn go into its message.
-                if !matches!(out.last(), Some(m) if m.role == "assistant") {
-                    let mut extra = Map::new();
-                    if let Some(thinking) = thinking.take() {
-                        extra.insert("reasoning_content".into(), thinking.into());
-                    }
-                    out.push(message("assistant", String::new(), extra));
-                }
-                if let Some(last) = out.last_mut() {
-                    let calls = last.extra.entry("tool_calls").or_insert_with(|| json!([]));
-                    calls
-                        .as_array_mut()
-                        .into_iter()
-                        .for_each(|c| c.push(call.clone()));
-                }
-            }
-            "reasoning" => {
-                let parts = content.as_array().into_iter().flatten();
-                let texts: Vec<&str> = parts.filter_map(|p| p["text"].as_str()).collect();
-                thinking = Some(texts.join("\n")).filter(|t| !t.is_empty());
-            }
-            // The results of calls.
-            _ => {
-                let output: Value = item.take("output")?.unwrap_or_default();
-                let content = text(output, &format!("{place}.output"), Place::Result, reading)?;
-                let mut extra = Map::new();
-                let id: Value = item.take("call_id")?.unwrap_or_default();
-                extra.insert("tool_call_id".into(), id);
-                out.push(message("tool", content, extra));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A call as templates read it; one of a tool that is no function is shown as one with its input.
-fn call(kind: &str, item: &mut Fields, reading: &Reading) -> Result<Value, ApiError> {
-    let (id, name): (Option<Value>, Option<String>) = (item.take("call_id")?, item.take("name")?);
-    let namespace: Option<String> = item.take("namespace")?;
-    let name = match (namespace, name) {
-        (Some(namespace), Some(name)) => Some(tools::within(&namespace) + &name),
-        (_, name) => name,
-    };
-    let (name, arguments) = match kind {
-        "function_call" => (name, item.take("arguments")?),
-        "custom_tool_call" => {
-            let input: Option<Value> = item.take("input")?;
-            (name, Some(json!({"input": input})))
-        }
-        _ => (Some("local_shell".to_owned()), item.take("action")?),
-    };
-    made(
-        id.unwrap_or_default(),
-        name,
-        arguments,
-        &item.name("arguments"),
-        reading,
-    )
 }
 
 /// The formats of this protocol.
@@ -440,7 +272,11 @@ impl Response {
                 let arguments = if whole { arguments } else { "" };
                 let mut item = self.called.item(call, name, arguments);
                 item["id"] = id.as_str().into();
-                item["status"] = status.into();
+                item["status"] = match (&item["type"], status) {
+                    // A patch that is cut off has no status of its own.
+                    (kind, "incomplete") if kind == "apply_patch_call" => "in_progress".into(),
+                    (_, status) => status.into(),
+                };
                 item
             }
         }
@@ -462,8 +298,7 @@ impl Response {
             self.ids.push(unique(match block {
                 AnswerBlock::Reasoning(_) => "rs_",
                 AnswerBlock::Text(_) => "msg_",
-                AnswerBlock::Call { name, .. } if self.called.is_custom(name) => "ctc_",
-                AnswerBlock::Call { .. } => "fc_",
+                AnswerBlock::Call { name, .. } => self.called.prefix(name),
             }));
         }
         changes
@@ -505,12 +340,13 @@ impl Response {
                     in_part(json!({"delta": grown})),
                 ));
             }
-            // Its text is known at its end.
-            (Change::Grow(..), AnswerBlock::Call { name, .. }) if self.called.is_custom(name) => {}
-            (Change::Grow(..), AnswerBlock::Call { .. }) => {
-                let mut data = place.clone();
-                data["delta"] = grown.into();
-                events.push(("response.function_call_arguments.delta", data));
+            // What is called with something else than arguments is told at its end.
+            (Change::Grow(..), AnswerBlock::Call { name, .. }) => {
+                if self.called.is_function(name) {
+                    let mut data = place.clone();
+                    data["delta"] = grown.into();
+                    events.push(("response.function_call_arguments.delta", data));
+                }
             }
             (Change::Close(_), block) => {
                 match block {
@@ -526,20 +362,24 @@ impl Response {
                     }
                     AnswerBlock::Call {
                         name, arguments, ..
-                    } if self.called.is_custom(name) => {
-                        let (mut delta, mut done) = (place.clone(), place.clone());
-                        delta["delta"] = input(arguments).into();
-                        done["input"] = delta["delta"].clone();
-                        events.push(("response.custom_tool_call_input.delta", delta));
-                        events.push(("response.custom_tool_call_input.done", done));
-                    }
-                    AnswerBlock::Call {
-                        name, arguments, ..
                     } => {
+                        let item = self.called.item("", name, arguments);
                         let mut data = place.clone();
-                        data["arguments"] = arguments.clone().into();
-                        data["name"] = self.called.item("", name, "")["name"].clone();
-                        events.push(("response.function_call_arguments.done", data));
+                        match item["type"].as_str() {
+                            Some("function_call") => {
+                                data["arguments"] = item["arguments"].clone();
+                                data["name"] = item["name"].clone();
+                                events.push(("response.function_call_arguments.done", data));
+                            }
+                            Some("custom_tool_call") => {
+                                let mut delta = place.clone();
+                                delta["delta"] = item["input"].clone();
+                                data["input"] = item["input"].clone();
+                                events.push(("response.custom_tool_call_input.delta", delta));
+                                events.push(("response.custom_tool_call_input.done", data));
+                            }
+                            _ => {}
+                        }
                     }
                 }
                 let item = json!({"output_index": index, "item": self.item(index, true)});
@@ -568,10 +408,6 @@ impl Response {
             "completed"
         }
     }
-}
-
-fn text_part(text: &str) -> Value {
-    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
 }
 
 impl Shape for Response {

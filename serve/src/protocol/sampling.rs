@@ -44,11 +44,13 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
             .number("temperature", 0.0, 2.0)?
             .unwrap_or(model.temperature),
         top_k: top_k.unwrap_or(model.top_k),
-        top_p: fields.number("top_p", 0.0, 1.0)?.unwrap_or(model.top_p),
+        // 0 keeps the best token alone.
+        top_p: fields
+            .number("top_p", 0.0, 1.0)?
+            .map_or(model.top_p, |p| p.max(f32::MIN_POSITIVE)),
         min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(model.min_p),
-        repetition_penalty: fields
-            .number("repetition_penalty", 0.01, 10.0)?
-            .or(fields.number("repeat_penalty", 0.01, 10.0)?)
+        repetition_penalty: repetition(fields, "repetition_penalty")?
+            .or(repetition(fields, "repeat_penalty")?)
             .unwrap_or(model.repetition_penalty),
         frequency_penalty: fields
             .number("frequency_penalty", -2.0, 2.0)?
@@ -60,6 +62,14 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
     };
     params.validate()?;
     Ok(params)
+}
+
+/// A factor for tokens seen before; some clients call none 0.
+fn repetition(fields: &mut Fields, name: &str) -> Result<Option<f32>, ApiError> {
+    match fields.peek(name).as_f64() {
+        Some(0.0) => fields.take::<f32>(name).map(|_| Some(1.0)),
+        _ => fields.number(name, 0.01, 10.0),
+    }
 }
 
 /// A random seed.
@@ -94,7 +104,7 @@ pub fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
     Ok(LogitBias::new(biases?)?)
 }
 
-/// Reads `stop`: a string or a list of strings.
+/// Reads `stop`: a string, which is none if it is empty, or a list of strings.
 ///
 /// # Errors
 /// Too many, too long or empty strings.
@@ -102,6 +112,7 @@ pub fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
     let wrong = || ApiError::field(name, "expected a text or a list of texts");
     let stop: Vec<String> = match fields.take::<Value>(name)? {
         None => Vec::new(),
+        Some(Value::String(one)) if one.is_empty() => Vec::new(),
         Some(Value::String(one)) => vec![one],
         Some(many) => serde_json::from_value(many).map_err(|_| wrong())?,
     };

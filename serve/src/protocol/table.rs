@@ -4,7 +4,7 @@
 //!
 //! A table has `served` fields with their JSON schemas (`{"$table": NAME}` stands for an object with a table
 //! of its own), those `without_effect` (accepted, because no answer changes), those of which nq accepts `only`
-//! some values, those `left_out` with a note and those `refused`; a key may hold several names. `types` says
+//! some values, those `left_out` with a note and those `refused` unless their value asks for nothing; a key may hold several names. `types` says
 //! the same of the values of `type`. What is in no list is unknown. A table `extends` others.
 
 use serde::Deserialize;
@@ -25,6 +25,8 @@ pub enum Use<'a> {
     LeftOut(&'a str),
     /// It answers with an error: why.
     Refused(&'a str),
+    /// The table does not have it, and refuses whatever it does not have: why.
+    RefusedRest(&'a str),
     /// The table does not have it.
     Unknown,
 }
@@ -81,7 +83,7 @@ impl Table {
         }
         match (self.uses.get(name), &self.refused_rest) {
             (Some(other), _) => other.as_use(),
-            (None, Some(why)) => Use::Refused(why),
+            (None, Some(why)) => Use::RefusedRest(why),
             (None, None) => Use::Unknown,
         }
     }

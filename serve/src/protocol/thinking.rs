@@ -36,7 +36,7 @@ impl Thinking {
 /// # Errors
 /// A value that is none of those known, by name.
 pub fn read(fields: &mut Fields) -> Result<Thinking, ApiError> {
-    let mut budget = fields.count("thinking_budget", 0, usize::MAX)?;
+    let mut budget = budget_of(fields)?;
     let mut preserve: Option<bool> = fields.take("preserve_thinking")?;
     let mut switch: Option<bool> = fields.take("enable_thinking")?;
     let mut asked: Option<Effort> = None;
@@ -44,7 +44,7 @@ pub fn read(fields: &mut Fields) -> Result<Thinking, ApiError> {
         let older: Option<bool> = inner.take("thinking")?;
         switch = inner.take("enable_thinking")?.or(older).or(switch);
         preserve = inner.take("preserve_thinking")?.or(preserve);
-        budget = inner.count("thinking_budget", 0, usize::MAX)?.or(budget);
+        budget = budget_of(&mut inner)?.or(budget);
         asked = effort(&mut inner, "reasoning_effort")?;
         inner.finish()?;
     }
@@ -72,6 +72,22 @@ pub fn read(fields: &mut Fields) -> Result<Thinking, ApiError> {
     }
     asked = asked.or(effort(fields, "reasoning_effort")?);
     Ok(settled(switch, preserve, budget, asked))
+}
+
+/// Names of a budget: Qwen's, vLLM's and llama.cpp's.
+const BUDGETS: [&str; 3] = [
+    "thinking_budget",
+    "thinking_token_budget",
+    "thinking_budget_tokens",
+];
+
+/// Reads a budget by the first of its names that has one; -1 is none.
+fn budget_of(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    let mut found = None;
+    for name in BUDGETS {
+        found = found.or(fields.limit(name, 0)?);
+    }
+    Ok(found)
 }
 
 /// An effort: thinking or not, and its name for a template.
@@ -116,6 +132,18 @@ pub(crate) fn of_messages(found: Thinking, effort: Option<Effort>) -> Thinking {
     }
 }
 
+/// Reads `think` of Ollama's protocol: whether the model thinks, or how much.
+///
+/// # Errors
+/// A value that is none of those known.
+pub(crate) fn of_ollama(fields: &mut Fields) -> Result<Thinking, ApiError> {
+    if !fields.peek("think").is_boolean() {
+        let asked = effort(fields, "think")?;
+        return Ok(settled(None, None, None, asked));
+    }
+    Ok(settled(fields.take("think")?, None, None, None))
+}
+
 fn settled(
     switch: Option<bool>,
     preserve: Option<bool>,
@@ -156,6 +184,8 @@ mod tests {
             json!({"reasoning": {"enabled": false}}),
             json!({"reasoning_effort": "minimal"}),
             json!({"thinking_budget": 0}),
+            json!({"thinking_token_budget": 0}),
+            json!({"chat_template_kwargs": {"thinking_budget_tokens": 0}}),
             json!({"enable_thinking": false, "reasoning_effort": "high"}),
         ] {
             assert_eq!(on(off.clone()), Some(false), "{off}");
@@ -178,6 +208,10 @@ mod tests {
         let asked = json!({"thinking": {"type": "enabled", "budget_tokens": 2000}});
         assert_eq!(budget(asked.clone(), None), Some(2000));
         assert_eq!(budget(asked, Some(100)), Some(100));
+        for name in BUDGETS {
+            assert_eq!(budget(json!({name: 7}), None), Some(7), "{name}");
+            assert_eq!(budget(json!({name: -1}), None), None, "{name}");
+        }
         assert_eq!(budget(json!({"reasoning_effort": "low"}), None), Some(LOW));
         assert_eq!(budget(json!({"reasoning_effort": "high"}), None), None);
         let low = of(json!({"reasoning_effort": "low"})).unwrap();

@@ -1,5 +1,6 @@
 //! Tools in the format of OpenAI's chat, and the choice among them.
 
+use super::client_tools;
 use super::fields::{Fields, Kind};
 use super::reading::Reading;
 use crate::error::ApiError;
@@ -174,7 +175,8 @@ pub fn choice(value: Option<Value>, tools: &mut Tools, field: &str) -> Result<Ch
             &value["custom"]["name"],
             &value["name"],
         ];
-        let name = inner.iter().find_map(|n| n.as_str())?;
+        let name = (inner.iter().find_map(|n| n.as_str()))
+            .or_else(|| client_tools::name(value["type"].as_str()?))?;
         match value["namespace"].as_str() {
             Some(namespace) => Some(within(namespace) + name),
             None => Some(name.to_owned()),

@@ -370,3 +370,68 @@ fn arguments_stream() {
     let text = "{\"content\":\"one\\ntw".to_owned();
     assert_eq!(out[1], Piece::CallArguments { index: 0, text });
 }
+
+#[test]
+fn parameters_may_be_attributes_and_count_once() {
+    let called = |arguments: &'static str| [("f", arguments)];
+    check(
+        "<tool_call>\n<function name=\"f\">\n<parameter name=\"a\">\n1\n</parameter>\n</function>\n</tool_call>",
+        "",
+        &called("{\"a\":1}"),
+    );
+    check(
+        "<function name='f'><parameter name='a' string=\"true\">1</parameter></function>",
+        "",
+        &called("{\"a\":1}"),
+    );
+    check(
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n\
+         <parameter=b>\n3\n</parameter>\n</function>\n</tool_call>",
+        "",
+        &called("{\"a\":1,\"b\":3}"),
+    );
+}
+
+#[test]
+fn braces_too_many_are_no_text() {
+    for text in [
+        "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}}\n</tool_call>",
+        "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}}}",
+        "<tool_call>\n{{\"name\": \"f\", \"arguments\": {\"a\": 1}}}\n</tool_call>",
+    ] {
+        check(text, "", &[("f", "{\"a\": 1}")]);
+    }
+    check(
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n}\n</function>\n</tool_call>",
+        "",
+        &[("f", "{\"a\":1}")],
+    );
+}
+
+#[test]
+fn integers_are_written_without_a_point() {
+    let count = json!({"type": "object", "properties": {"n": {"type": "integer"}, "x": {"type": "number"}}});
+    let tools = || Tools {
+        list: vec![("f".into(), count.clone())],
+        several: true,
+    };
+    for (text, arguments) in [
+        (
+            "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"n\": 5.0, \"x\": 5.0}}\n</tool_call>",
+            "{\"n\": 5, \"x\": 5.0}",
+        ),
+        (
+            "<tool_call>\n<function=f>\n<parameter=n>\n5.0\n</parameter>\n<parameter=x>\n5.0\n</parameter>\n</function>\n</tool_call>",
+            "{\"n\":5,\"x\":5.0}",
+        ),
+    ] {
+        for size in 1..=text.len() {
+            let (plain, calls) = parse_with(tools(), false, text, size);
+            assert_eq!(
+                (plain.as_str(), calls[0].1.as_str()),
+                ("", arguments),
+                "{size}"
+            );
+        }
+    }
+}
