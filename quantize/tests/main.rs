@@ -1,5 +1,4 @@
 //! All tests of quantizing that need no access to its modules: one program, so that it is linked once.
 
-#[cfg(feature = "cuda")]
 mod cards;
 mod cuda;
