@@ -665,7 +665,8 @@ impl CallParser {
                     None => (&tag[CallParser::CLOSE.len()..], &[CallParser::OPEN]),
                 },
             };
-            let after = after.trim_start();
+            // Braces that are left over say nothing.
+            let after = after.trim_start_matches(|c: char| c.is_whitespace() || c == '}');
             match begins_with(after, next, self.last) {
                 None => return unknown,
                 Some(false) if !(self.last && after.is_empty()) => {}
