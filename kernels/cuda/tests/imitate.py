@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "kernels/prebuilt/build"
 PACKAGES = {"nq-cuda": "kernels/cuda", "nq-load": "runtime/load", "nq-quantize": "quantize", "nq-llm": "."}
 # Programs of tests for GPUs, and in each the part of a name that all these tests have.
-TESTS = {"integration": "cuda::", "cuda_memory": "", "cuda_ranks": ""}
+TESTS = {"integration": "cuda::", "cuda_alone": ""}
 NATIVE = "native"
 
 

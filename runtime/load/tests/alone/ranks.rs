@@ -4,9 +4,7 @@
 //! say that they are skipped; `NQ_REQUIRE_CUDA=1` makes that a failure.
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
-mod common;
-
-use common::{Store, distance, feed, fused_config, gpu_engine, tokens, wide_hybrid};
+use crate::common::{Store, distance, feed, fused_config, gpu_engine, tokens, wide_hybrid};
 use nq_formats::models::{ARCHITECTURES, find};
 use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Zeros};
 use nq_kernels::KernelSet;
@@ -16,16 +14,14 @@ use nq_runtime::{
     SessionSpec, Split,
 };
 use std::ops::ControlFlow;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
 const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
 
-/// The turn of a test, as one model over several GPUs is at work at a time, and the devices of two ranks; `None`, said
-/// in print, if there are none.
+/// The turn of a test and the devices of two ranks; `None`, said in print, if there are none.
 fn two() -> Option<(MutexGuard<'static, ()>, &'static str)> {
-    static TURN: Mutex<()> = Mutex::new(());
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let turn = crate::turn();
     let count = nq_testkit::on_gpu(nq_cuda::device_count())?;
     let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|v| v == "EAGER")
         && std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|v| v == "32");

@@ -1,12 +1,8 @@
-//! The GPU memory planned is the memory taken, byte for byte. The test runs alone in its process,
-//! as all GPUs share one account. Without a GPU it prints that it is skipped; `NQ_REQUIRE_CUDA=1`
-//! makes that a failure.
-#![allow(clippy::print_stdout, reason = "tests say what they skip")]
+//! The GPU memory planned is the memory taken, byte for byte. Without a GPU the test prints that it is skipped;
+//! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
-mod common;
-
-use common::published::ask;
-use common::{Store, feed, small_config, tokens, wide_hybrid};
+use crate::common::published::ask;
+use crate::common::{Store, feed, small_config, tokens, wide_hybrid};
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, ModelConfig, TrellisScheme, Zeros};
 use nq_kernels::{Account, KernelSet};
@@ -17,6 +13,7 @@ use nq_runtime::{
 
 #[test]
 fn plans_are_what_is_taken() {
+    let _turn = crate::turn();
     if nq_testkit::on_gpu(nq_cuda::device_count()).is_none() {
         return;
     }
