@@ -23,6 +23,7 @@
 
 pub mod account;
 pub mod adapter;
+pub mod blocks;
 pub mod checkpoint;
 pub mod config;
 mod dense;

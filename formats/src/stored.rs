@@ -1,7 +1,7 @@
 //! Weights exactly as stored in files, for comparisons: possibly in a form without a kernel.
 
+use crate::blocks::BlockWeight;
 use crate::error::Result;
-use crate::gguf::BlockWeight;
 use crate::weight::Weight;
 
 /// A weight `[out, in]` with exactly the numbers stored in its file.

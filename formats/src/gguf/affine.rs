@@ -1,6 +1,6 @@
 //! Affine weights as blocks: which type keeps a scheme's parts as they are, and its blocks written.
 
-use super::types::BlockType;
+use crate::blocks::BlockType;
 use crate::pack;
 use crate::scheme::{AffineScheme, Bits, Group, Scales, TwoLevel, Zeros};
 use crate::weight::{AffineWeight, GroupValues, Parts};

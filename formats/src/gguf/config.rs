@@ -3,8 +3,8 @@
 use super::file::GgufFile;
 use super::names::ROPE_FACTORS;
 use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
-use super::types::BlockType;
 use super::value::malformed;
+use crate::blocks::BlockType;
 use crate::error::{Error, Result};
 use crate::keys::UNKNOWN;
 use crate::left_over::LeftOver;

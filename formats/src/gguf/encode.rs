@@ -5,7 +5,7 @@
 //! Scales are rounded to their stored form before codes are rounded for the last time.
 
 use super::affine::scales_and_minima;
-use super::types::BlockType;
+use crate::blocks::BlockType;
 use crate::error::{Error, Result};
 use half::f16;
 

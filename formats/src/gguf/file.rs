@@ -1,8 +1,8 @@
 //! Reads one GGUF file: header, metadata and tensor table, fully checked in the mapped bytes, and
 //! zero-copy views of its tensors. Arrays are not decoded until they are asked for.
 
-use super::types::BlockType;
 use super::value::{Array, Reader, Value, malformed};
+use crate::blocks::BlockType;
 use crate::error::{Error, Result};
 use crate::files::incomplete;
 use crate::store::TensorEntry;

@@ -2,8 +2,8 @@
 //! streamed tensor by tensor.
 
 use super::file::{DEFAULT_ALIGNMENT, MAGIC};
-use super::types::BlockType;
 use super::value::Value;
+use crate::blocks::BlockType;
 use crate::durable::{Sink, write_file};
 use crate::error::{Error, Result};
 use crate::progress::{Progress, Unit};

@@ -16,8 +16,8 @@
 
 use super::fp8::{self, e4m3};
 use super::weight::ImportedWeight;
+use crate::blocks::FP4_VALUES;
 use crate::error::Result;
-use crate::gguf::FP4_VALUES;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use crate::tensor::Tensor;

@@ -1,4 +1,4 @@
-//! Unpacks, like [`super::blocks`], the GGUF block types whose codes index a grid of points (IQ1, IQ2,
+//! Unpacks, like [`super`], the GGUF block types whose codes index a grid of points (IQ1, IQ2,
 //! IQ3), and those with few values (TQ1, TQ2, MXFP4, NVFP4): every value is a small
 //! integer times a scale, so all become 4- or 8-bit codes.
 //!
@@ -8,7 +8,7 @@
 //! number. `grids.bin` holds one bit per possible number, set if the grid has that point; it is
 //! written by `tests/fixtures/gguf/make.py`.
 
-use super::blocks::{BlockLayout, crumbs, f16_at, nibbles};
+use super::{BlockLayout, crumbs, f16_at, nibbles};
 use crate::scheme::Bits;
 use half::f16;
 use std::sync::LazyLock;
@@ -85,7 +85,7 @@ fn nibble(bytes: &[u8], g: usize) -> u8 {
 }
 
 /// Layout with 8-bit codes for small integers times one scale per `group`.
-const fn of_points(group: u32, unpack: super::blocks::Unpack) -> BlockLayout {
+const fn of_points(group: u32, unpack: super::Unpack) -> BlockLayout {
     BlockLayout {
         bits: Bits::B8,
         group,
@@ -209,7 +209,7 @@ pub(super) const IQ1_M: BlockLayout = of_points(16, |block, codes, scales, _| {
 });
 
 /// Layout with codes -1, 0 and 1 (TQ2_0: also 2) around the midpoint of 4 bits.
-const fn ternary(unpack: super::blocks::Unpack) -> BlockLayout {
+const fn ternary(unpack: super::Unpack) -> BlockLayout {
     BlockLayout {
         bits: Bits::B4,
         group: 128, // two groups of the same scale: 256 is wider than kernels' groups

@@ -5,6 +5,14 @@
 //! dequantization and loading, without a second rounding. The products that make up a
 //! scale are exact in f32: an 11-bit significand times at most 8 bits.
 
+mod grids;
+pub mod types;
+pub mod weight;
+
+pub(crate) use grids::FP4_VALUES;
+pub use types::BlockType;
+pub use weight::BlockWeight;
+
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
 use half::f16;
 

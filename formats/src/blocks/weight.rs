@@ -1,6 +1,6 @@
 //! A weight in GGUF blocks: its exact numbers, and its conversion to a canonical weight.
 
-use super::blocks::Scratch;
+use super::Scratch;
 use super::types::BlockType;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;

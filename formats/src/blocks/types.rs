@@ -1,7 +1,7 @@
 //! Tensor types of GGUF: one table of blocks, their sizes and their layouts.
 
-use super::blocks::{self, BlockLayout};
 use super::grids;
+use super::{self as blocks, BlockLayout};
 use std::fmt;
 
 /// Defines the enum and its table from one list: name, number in files, elements and bytes of a
