@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::report::Protocol;
+use nq_formats::tokenizer::Around;
 use nq_formats::{Progress, Unit};
 use nq_runtime::{Chunk, DraftedBy, Engine, KvType, Logits, LogitsWanted, Session, SessionSpec};
 use std::ops::Range;
@@ -49,6 +50,16 @@ impl EvalSpec {
             Protocol::Llama => self.ctx / 2,
         };
         first..self.ctx.saturating_sub(1)
+    }
+
+    /// The tokens of a text that are measured, of all that it has with those that the tokenizer adds `around` it. As in
+    /// `llama-perplexity`, the begin token takes the place of the first one of each window of the llama protocol.
+    pub fn begun(&self, mut tokens: Vec<u32>, around: &Around) -> Vec<u32> {
+        if let (Protocol::Llama, Some(&begin)) = (self.protocol, around.before.first()) {
+            let windows = tokens.chunks_mut(self.ctx.max(1));
+            windows.for_each(|window| window[0] = begin);
+        }
+        tokens
     }
 
     /// Number of whole windows that will be scored in a text of `tokens` tokens.

@@ -105,7 +105,7 @@ pub(crate) const TOKENIZER: &[KeyUse] = &[
     ("added_tokens_decoder", "flags of the added tokens, before those of tokenizer.json; tokens and ids that it does not have are said"),
     ("additional_special_tokens", "tokens that tokenizer.json does not have are said"),
     ("extra_special_tokens", "the same"),
-    ("add_bos_token", "texts to embed have around them what the post-processor of tokenizer.json says; true is said where that adds none"),
+    ("add_bos_token", "texts that stand alone (completions, perplexity, embeddings) have around them what the post-processor of tokenizer.json says; true is said where that adds none"),
     ("add_eos_token", "the same"),
     ("split_special_tokens", "true is refused"),
 ];

@@ -1,6 +1,7 @@
 //! OpenAI's protocols over the demo model.
 
-use crate::common::{self, Running};
+use crate::common::{self, CHAT, Running, beginning, user};
+use nq_serve::{HttpLimits, Security};
 use serde_json::{Value, json};
 
 fn chat(content: &str) -> Value {
@@ -519,4 +520,40 @@ fn a_model_without_a_template_serves_completions() {
     let body = json!({"messages": [{"role": "user", "content": "x"}]});
     let (_, _, why) = server.post("/v1/chat/completions", &body).error();
     assert!(why.contains("no chat template"), "{why}");
+}
+
+/// As transformers and vLLM have them: the ids of this text in the tokenizer's form of Llama 3 are transformers'.
+#[test]
+fn a_begin_token_stands_before_texts_and_not_before_chats() {
+    let security = Security::default();
+    let server = Running::over(beginning(), security, HttpLimits::default());
+    let text = "Hello world";
+    let tokens = |body: Value| server.json("/tokenize", &body)["tokens"].clone();
+    let (with, without) = (json!([4070, 39, 463, 78, 1000]), json!([39, 463, 78, 1000]));
+    assert_eq!(tokens(json!({"prompt": text})), with);
+    assert_eq!(
+        tokens(json!({"prompt": text, "add_special_tokens": true})),
+        with
+    );
+    assert_eq!(
+        tokens(json!({"prompt": text, "add_special_tokens": false})),
+        without
+    );
+    assert_eq!(tokens(json!({"content": text})), without);
+    assert_eq!(tokens(json!({"content": text, "add_special": true})), with);
+    let count =
+        |path: &str, body: Value| server.json(path, &body)["usage"]["prompt_tokens"].clone();
+    let completion = |more: Value| {
+        let mut body = json!({"prompt": text, "max_tokens": 1});
+        for (key, value) in more.as_object().unwrap() {
+            body[key] = value.clone();
+        }
+        count("/v1/completions", body)
+    };
+    assert_eq!(completion(json!({})), 5);
+    assert_eq!(completion(json!({"add_special_tokens": false})), 4);
+    assert_eq!(completion(json!({"prompt": [39, 463]})), 2);
+    let chat = json!({"messages": [user(text)], "max_tokens": 1});
+    let plain = Running::start().json(CHAT, &chat)["usage"]["prompt_tokens"].clone();
+    assert_eq!(count(CHAT, chat), plain);
 }

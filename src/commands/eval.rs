@@ -231,9 +231,9 @@ struct Workbench<'a> {
 
 impl Workbench<'_> {
     fn measure(&mut self, loaded: &EvalModel, terminal: &Terminal) -> anyhow::Result<Outcome> {
-        let tokens = loaded.tokenizer.encode(&self.text.text)?;
+        let tokens = loaded.tokenizer.encode_whole(&self.text.text)?;
         if let Some(r) = &self.reference
-            && r.tokenizer.encode(&self.text.text)? != tokens
+            && r.tokenizer.encode_whole(&self.text.text)? != tokens
         {
             bail!(
                 "{} and {} tokenize the text differently: their distributions cannot be compared",
@@ -242,6 +242,7 @@ impl Workbench<'_> {
             );
         }
         let spec = self.spec(loaded, tokens.len(), terminal);
+        let tokens = spec.begun(tokens, loaded.tokenizer.around());
         let of = || loaded.model.source.clone();
         let engine = loaded.engine.as_ref();
         let mut noise = None;

@@ -177,14 +177,15 @@ impl Model {
         spec: &EvalSpec,
         progress: &dyn Progress,
     ) -> Result<EvalReport> {
-        let tokens = self.tokenizer().encode(text)?;
+        let tokens = self.tokenizer().encode_whole(text)?;
         // Devices differ in how NaN propagates: figures of such a model mean nothing.
         nq::verify_values(self.checkpoint())?;
+        let fed = spec.begun(tokens.clone(), self.tokenizer().around());
         let Some(reference) = reference else {
-            let measured = nq_evals::evaluate(self.engine(), &tokens, spec, progress)?;
+            let measured = nq_evals::evaluate(self.engine(), &fed, spec, progress)?;
             return Ok(measured.report);
         };
-        if reference.tokenizer().encode(text)? != tokens {
+        if reference.tokenizer().encode_whole(text)? != tokens {
             return Err(Error::unsuited(format!(
                 "{} and {} tokenize the text differently: their distributions cannot be compared",
                 self.name(),
@@ -193,7 +194,7 @@ impl Model {
         }
         nq::verify_values(reference.checkpoint())?;
         let (model, reference) = (self.engine(), reference.engine());
-        Ok(nq_evals::compare(model, reference, &tokens, spec, progress)?.report)
+        Ok(nq_evals::compare(model, reference, &fed, spec, progress)?.report)
     }
 }
 

@@ -174,10 +174,9 @@ impl<'a> Vocabulary<'a> {
             let why = format!("nq knows those of {}", Pre::known());
             return Err(unsupported(format!("pre-tokenizer {name}"), why));
         };
-        let key = "tokenizer.ggml.add_bos_token";
-        if file.bool(key)? == Some(true) && !pre.adds_bos {
+        if file.bool(ADD_BEGIN)? == Some(true) && !pre.adds_bos {
             let why = format!("{} add no token before a text", pre.family);
-            return Err(unsupported(format!("{key} true"), why));
+            return Err(unsupported(format!("{ADD_BEGIN} true"), why));
         }
         let pooled = || pooling(file, architecture(file)?);
         if file.bool(ADD_END)? == Some(true) && pooled()? == Pooling::None {
@@ -325,6 +324,14 @@ pub fn tokenizer_json(file: &GgufFile) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec(&tokenizer).expect("strings and numbers are always JSON"))
 }
 
+/// Whether a begin token is added to a text.
+const ADD_BEGIN: &str = "tokenizer.ggml.add_bos_token";
+
+/// Whether a begin token is added: as the file says or, if it does not, as its pre-tokenizer's family does.
+fn adds_bos(file: &GgufFile, pre: &Pre) -> Result<bool> {
+    Ok(file.bool(ADD_BEGIN)?.unwrap_or(pre.adds_bos))
+}
+
 /// Whether a text's end token is added to it: embedding models do.
 pub(super) const ADD_END: &str = "tokenizer.ggml.add_eos_token";
 
@@ -356,7 +363,8 @@ fn post_processor(file: &GgufFile, vocabulary: &Vocabulary<'_>) -> Result<Value>
     let ranks = || Ok(pooling(file, architecture(file)?)? == Pooling::Rank);
     let adds_end = file.bool(ADD_END)? == Some(true) && !ranks()?;
     let end = token(adds_end, "tokenizer.ggml.eos_token_id")?;
-    let start = token(vocabulary.pre.adds_bos, "tokenizer.ggml.bos_token_id")?;
+    let adds = adds_bos(file, vocabulary.pre)?;
+    let start = token(adds, "tokenizer.ggml.bos_token_id")?;
     if start.is_none() && end.is_none() {
         return Ok(byte_level());
     }
@@ -404,7 +412,7 @@ pub fn tokenizer_config_json(file: &GgufFile) -> Result<Vec<u8>> {
         .map(|(id, content, kind)| (id.to_string(), added_token(content, kind).into()))
         .collect();
     let mut config = json!({
-        "add_bos_token": vocabulary.pre.adds_bos,
+        "add_bos_token": adds_bos(file, vocabulary.pre)?,
         "add_prefix_space": false,
         "added_tokens_decoder": added,
         "bos_token": token("bos")?,

@@ -14,6 +14,7 @@ pub use control::ControlTokens;
 use crate::chat_template::prompt::Prompt;
 use crate::error::{Error, Result};
 use nq_formats::Files;
+use nq_formats::tokenizer::{Around, around};
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -52,6 +53,7 @@ pub struct Tokenizer {
     /// Most bytes of text that become one token.
     longest: usize,
     control: ControlTokens,
+    around: Around,
     /// The same tokenizer without special tokens; made when first needed.
     literal: OnceLock<Box<tokenizers::Tokenizer>>,
 }
@@ -71,6 +73,7 @@ impl Tokenizer {
             why,
         };
         outline::check(&json).map_err(bad)?;
+        let around = around(&path, &json)?;
         // Not `from_bytes`, a generic function: all of the crate's parsing would be compiled again here.
         let read = guarded(|| std::str::from_utf8(&json)?.parse::<tokenizers::Tokenizer>());
         let mut inner = read.map_err(bad)?;
@@ -93,6 +96,7 @@ impl Tokenizer {
             cuttable: cut::is_cuttable(&inner),
             longest: bytes.longest().clamp(1, MOST_TOKEN) * composed,
             control,
+            around,
             literal: OnceLock::new(),
             bytes: Arc::new(bytes),
             inner,
@@ -116,6 +120,30 @@ impl Tokenizer {
     /// [`Error::TooLong`] if it has more than `most` tokens; errors of [`Tokenizer::encode`].
     pub fn encode_within(&self, text: &str, most: usize) -> Result<Vec<u32>> {
         self.encode_pieces(&self.inner, text, most)
+    }
+
+    /// The tokens that the tokenizer adds around a text that stands alone, such as the begin token of Llama 3.
+    pub fn around(&self) -> &Around {
+        &self.around
+    }
+
+    /// The ids of a text that stands alone: like [`Tokenizer::encode`], with the tokens that the tokenizer adds around it.
+    /// Prompts of chats have what their template writes instead.
+    ///
+    /// # Errors
+    /// Errors of [`Tokenizer::encode`].
+    pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_whole_within(text, usize::MAX)
+    }
+
+    /// Like [`Tokenizer::encode_whole`], for a text whose length nobody has bounded yet.
+    ///
+    /// # Errors
+    /// Errors of [`Tokenizer::encode_within`].
+    pub fn encode_whole_within(&self, text: &str, most: usize) -> Result<Vec<u32>> {
+        let Around { before, after } = &self.around;
+        let tokens = self.encode_within(text, most)?;
+        Ok([before, &tokens, after].map(Vec::as_slice).concat())
     }
 
     /// Refuses `bytes` of text that have more than `most` tokens however they are divided.

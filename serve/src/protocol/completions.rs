@@ -42,8 +42,13 @@ enum PromptInput {
 /// An invalid or unsupported field, by name.
 pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("completions")?;
+    let added: bool = fields.take("add_special_tokens")?.unwrap_or(true);
     let encode = |text: &String| {
-        let tokens = model.tokenizer().encode_within(text, model.counted());
+        let (tokenizer, most) = (model.tokenizer(), model.counted());
+        let tokens = match added {
+            true => tokenizer.encode_whole_within(text, most),
+            false => tokenizer.encode_within(text, most),
+        };
         tokens.map_err(|e| NAMES.read(e, model.context()))
     };
     let given: Value = fields.require("prompt")?;

@@ -21,11 +21,19 @@ pub fn tokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiEr
     let prompt: Option<String> = fields.take("prompt")?;
     let content: Option<String> = fields.take("content")?;
     let with_pieces: bool = fields.take("return_token_strs")?.unwrap_or(false);
+    // As vLLM does by `prompt`, and llama-server by `content`.
+    let added: Option<bool> = fields.take("add_special_tokens")?;
+    let also: Option<bool> = fields.take("add_special")?;
+    let added = added.or(also).unwrap_or(prompt.is_some());
     fields.finish()?;
     let Some(text) = prompt.or(content) else {
         return Err(ApiError::field("prompt", "expected a text, found none"));
     };
-    let tokens = model.tokenizer().encode_within(&text, model.counted());
+    let (tokenizer, most) = (model.tokenizer(), model.counted());
+    let tokens = match added {
+        true => tokenizer.encode_whole_within(&text, most),
+        false => tokenizer.encode_within(&text, most),
+    };
     let tokens = tokens.map_err(|e| NAMES.read(e, model.context()))?;
     let mut found = json!({"count": tokens.len(), "max_model_len": model.context()});
     if with_pieces {

@@ -152,6 +152,22 @@ pub fn as_embedder() -> Checkpoint {
     ])
 }
 
+/// The demo model with a tokenizer in the form of Llama 3's, which puts a begin token in front of a text.
+pub fn beginning() -> Arc<ServedModel> {
+    let mut tokenizer: Value = serde_json::from_str(&demo_tokenizer()).unwrap();
+    let begin = tokenizer["added_tokens"][0].clone();
+    let (name, id) = (begin["content"].as_str().unwrap(), &begin["id"]);
+    let text = json!({"Sequence": {"id": "A", "type_id": 0}});
+    tokenizer["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]}},
+    });
+    let checkpoint = changed([("tokenizer.json", tokenizer.to_string())]);
+    Arc::new(serving("demo", &checkpoint, EngineOptions::default()))
+}
+
 /// The demo model as a reranker: a token that it never uses is called `yes`.
 pub fn as_reranker() -> Checkpoint {
     let tokenizer = demo_tokenizer().replace("\"<|video_pad|>\"", "\"yes\"");

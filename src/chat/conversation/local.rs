@@ -298,7 +298,7 @@ impl<'m> Local<'m> {
             }
             MessageForm::Raw => {
                 let text: String = messages.iter().map(Message::text).collect();
-                let ids = self.tokenizer.encode_within(&text, most)?;
+                let ids = self.tokenizer.encode_whole_within(&text, most)?;
                 Ok((text, ids))
             }
         }
