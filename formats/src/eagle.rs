@@ -77,6 +77,15 @@ impl EagleConfig {
             let why = "heads have one layer";
             return Err(obj.unsupported(format!("num_hidden_layers {layers}"), why));
         }
+        // EAGLE 3.1: each of the streams that are read has a norm of its own.
+        let within = obj
+            .get("eagle_config")
+            .and_then(|v| v.get("norm_before_fc"));
+        let within = within.is_some_and(|v| v.as_bool() != Some(false) && !v.is_null());
+        if within || obj.bool("norm_before_fc")?.unwrap_or(false) {
+            let why = "nq drafts with EAGLE-3 heads, which have no norms before fc";
+            return Err(obj.unsupported("norm_before_fc true".into(), why));
+        }
         let (hidden, heads) = (obj.dim("hidden_size")?, obj.dim("num_attention_heads")?);
         let kv_heads = obj.dim("num_key_value_heads")?;
         if !heads.is_multiple_of(kv_heads) {
@@ -379,17 +388,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_head_of_no_width_is_refused() {
-        let parse = |heads: usize| {
+    fn heads_of_no_width_or_with_norms_before_fc_are_refused() {
+        let parse = |heads: usize, norms: bool| {
             let json = serde_json::json!({
                 "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "hidden_size": 128,
                 "intermediate_size": 256, "num_attention_heads": heads, "num_key_value_heads": heads,
-                "vocab_size": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+                "vocab_size": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "norm_before_fc": norms,
             });
             EagleConfig::parse(Path::new("config.json"), json.to_string().as_bytes())
         };
-        assert_eq!(parse(4).unwrap().head_dim, 32);
-        let error = parse(256).unwrap_err().to_string();
+        assert_eq!(parse(4, false).unwrap().head_dim, 32);
+        let error = parse(4, true).unwrap_err().to_string();
+        assert!(error.contains("norm_before_fc true"), "{error}");
+        let error = parse(256, false).unwrap_err().to_string();
         assert!(
             error.contains("head_dim") && error.contains("above 0, found 0"),
             "{error}"

@@ -144,6 +144,10 @@ pub(super) fn fp8(
     let (shape, block) = match found.as_deref() {
         Some(shape @ ([] | [1] | [1, 1])) => (shape.to_vec(), (rows, cols)),
         Some(shape) if *shape == blocks => (shape.to_vec(), (BLOCK, BLOCK)),
+        // ModelOpt's, of which each block has dimensions of its own.
+        Some(shape @ &[down, 1, across, 1]) if [down, across] == blocks => {
+            (shape.to_vec(), (BLOCK, BLOCK))
+        }
         Some(shape @ [n]) if *n == rows => (shape.to_vec(), (1, cols)),
         _ => (vec![rows, 1], (1, cols)),
     };

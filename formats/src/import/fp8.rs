@@ -1,5 +1,6 @@
 //! Reads block-wise FP8 as in the official Qwen3-FP8 checkpoints: `w = fp8 * scale_inv` per
-//! block of `weight_block_size`, read as BF16, the type in which these models compute.
+//! block of `weight_block_size`, read as BF16, the type in which these models compute. Without blocks, as AutoFP8 and
+//! vLLM write it, it is the FP8 of [`super::floats`].
 //!
 //! | tensor | shape |
 //! |---|---|
@@ -7,6 +8,7 @@
 //! | `X.weight_scale_inv` | F32 or BF16 `[ceil(out / 128), ceil(in / 128)]` |
 
 use super::expanded::{ExpandedType, Expansion, open_with};
+use super::modelopt::small_floats;
 use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
@@ -29,27 +31,28 @@ struct Fp8 {
 /// Opens a checkpoint whose `quant_method` is `fp8`.
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] for another float format or scales that are not block-wise;
+/// [`crate::Error::Unsupported`] for another float format;
 /// otherwise errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = QuantizationConfig::new(&source);
     if let Some(other) = settings.str("fmt")?.filter(|f| *f != "e4m3") {
         return Err(settings.unsupported(format!("FP8 format {other}"), "nq reads e4m3"));
     }
+    const RECORDS: [&str; 4] = [
+        "activation_scheme",
+        "ignored_layers",
+        "modules_to_not_convert",
+        "scale_fmt",
+    ];
     let Some(block) = settings.get("weight_block_size") else {
-        let what = "FP8 without weight_block_size".into();
-        return Err(settings.unsupported(what, "nq reads block-wise scales"));
+        source.left_over = settings.left_over(&RECORDS);
+        return small_floats(source, METHOD);
     };
     let side = |i: usize| block.get(i)?.as_u64().filter(|n| (1..1 << 28).contains(n));
     let (Some(rows), Some(cols), None) = (side(0), side(1), block.get(2)) else {
         return Err(settings.malformed("weight_block_size", "two sizes above 0"));
     };
-    source.left_over = settings.left_over(&[
-        "activation_scheme",
-        "ignored_layers",
-        "modules_to_not_convert",
-        "scale_fmt",
-    ]);
+    source.left_over = settings.left_over(&RECORDS);
     let block = (rows as usize, cols as usize);
     open_with(source, Fp8 { block })
 }

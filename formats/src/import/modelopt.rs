@@ -24,7 +24,18 @@ const ALGORITHMS: [&str; 6] = [
     "W4A16_NVFP4",
 ];
 
-struct ModelOpt;
+/// Weights of which each is unquantized or in small floats, as its tensors show.
+struct SmallFloats {
+    format: &'static str,
+}
+
+/// Opens a checkpoint of such weights, whose `quant_method` is `format`.
+///
+/// # Errors
+/// Errors of [`Shards::open`].
+pub(super) fn small_floats(source: Source, format: &'static str) -> Result<Checkpoint> {
+    open_with(source, SmallFloats { format })
+}
 
 /// Opens a checkpoint whose `quant_method` is `modelopt`.
 ///
@@ -63,12 +74,12 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
         left.push(LeftOver::new(name, ACTIVATIONS));
     }
     source.left_over = left;
-    open_with(source, ModelOpt)
+    small_floats(source, METHOD)
 }
 
-impl Layout for ModelOpt {
+impl Layout for SmallFloats {
     fn format(&self) -> &'static str {
-        METHOD
+        self.format
     }
 
     fn has_floats(&self) -> bool {

@@ -160,9 +160,15 @@ fn fp8_with_a_scale_for_a_tensor_a_row_or_a_block() {
     let scale = |row: usize| to_bf16(0.01 + row as f32 * 0.003);
     let weights = packed_settings(8, CHANNEL, true).replace("\"int\"", "\"float\"");
     let packed = config_groups("float-quantized", &[weights]);
-    for (settings, method) in [(&packed[..], "compressed-tensors"), (MODELOPT, "modelopt")] {
-        for shape in [&[][..], &[1], &[0], &[0, 1]] {
-            // A 0 stands for the number of rows.
+    let auto =
+        r#"{"quant_method":"fp8","activation_scheme":"static","ignored_layers":["lm_head"]}"#;
+    for (settings, method) in [
+        (&packed[..], "compressed-tensors"),
+        (MODELOPT, "modelopt"),
+        (auto, "fp8"),
+    ] {
+        for shape in [&[][..], &[1], &[0], &[0, 1], &[1, 1, 1, 1]] {
+            // A 0 stands for the number of rows; four dimensions are those of ModelOpt's blocks.
             let by_row = shape.contains(&0);
             let encode = |n: &Numbers| {
                 let codes = (0..n.codes.len()).map(|i| byte(n, i)).collect();

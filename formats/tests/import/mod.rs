@@ -472,7 +472,6 @@ fn what_is_not_read_is_named() {
     let gemv = r#"{"quant_method":"awq","bits":4,"group_size":16,"version":"gemv"}"#;
     refused(gemv, &[file, "AWQ version gemv", "gemm"]);
     refused(r#"{"quant_method":"fp8","fmt":"e5m2"}"#, &[file, "e5m2"]);
-    refused(r#"{"quant_method":"fp8"}"#, &[file, "weight_block_size"]);
     refused(
         r#"{"quant_method":"fp8","weight_block_size":[0,1]}"#,
         &[file, "[0,1]"],
