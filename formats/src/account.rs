@@ -92,6 +92,10 @@ fn left_over(
     if let Some((_, why)) = known.find(|(pattern, _)| describes(pattern, name)) {
         return Ok(LeftOver::new(name, *why));
     }
+    // Ollama keeps what sees images beside the text model.
+    if store.format() == "gguf" && name.starts_with("v.") {
+        return Ok(LeftOver::new(name, HARMLESS[0].1));
+    }
     if config.tie_word_embeddings && store.sources(HEAD).iter().any(|s| s == name) {
         let why = "a copy of the embedding, to which the head is tied";
         return Ok(LeftOver::new(name, why));

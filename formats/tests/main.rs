@@ -12,6 +12,7 @@ mod fuzz_smoke;
 mod gguf_blocks;
 mod gguf_hostile;
 mod gguf_model;
+mod gguf_others;
 mod gguf_said;
 mod hub;
 mod hybrids;

@@ -112,7 +112,10 @@ pub(super) fn config(
     let eps = key("attention.layer_norm_rms_epsilon");
     let eps = file.required(&eps, file.f64(&eps)?)?;
     let theta = file.f64(&key("rope.freq_base"))?.unwrap_or(10_000.0);
-    let kv_heads = optional("attention.head_count_kv")?.unwrap_or(heads);
+    let kv_heads = match kv_heads_by_layer(file, architecture)? {
+        Some(of_layers) => of_layers.into_iter().max().unwrap_or(0),
+        None => optional(KV_HEADS)?.unwrap_or(heads),
+    };
     let dtype = [
         (BlockType::F32, "float32"),
         (BlockType::F16, "float16"),
@@ -185,6 +188,27 @@ fn trunk(file: &GgufFile, blocks: String, beyond: String) -> Result<u64> {
     })
 }
 
+const KV_HEADS: &str = "attention.head_count_kv";
+
+/// Key heads of each layer, where a file lists them: 0 for layers with a recurrence, and as many in all others.
+fn kv_heads_by_layer(file: &GgufFile, architecture: &Architecture) -> Result<Option<Vec<u64>>> {
+    let key = &format!("{}.{KV_HEADS}", architecture.gguf);
+    let Some(array) = file.metadata().get(key).and_then(|v| v.as_array()) else {
+        return Ok(None);
+    };
+    let heads = array.i32s().map(|all| all.map(u64::try_from).collect());
+    let heads: Option<Vec<u64>> = heads.and_then(std::result::Result::ok);
+    let most = heads.as_ref().and_then(|all| all.iter().max().copied());
+    let fits = |n: &u64| (*n == 0 && architecture.has_delta()) || Some(*n) == most;
+    match heads.filter(|all| all.iter().all(fits)) {
+        Some(all) => Ok(Some(all)),
+        None => {
+            let expected = "one number for all layers with attention".into();
+            Err(malformed(file.path(), key, expected, array.to_string()))
+        }
+    }
+}
+
 /// Adds the keys of the recurrences of a hybrid.
 fn delta(
     file: &GgufFile,
@@ -219,6 +243,16 @@ fn delta(
     if let Some(interval) = interval.filter(|_| !file.metadata().contains_key(&recurrent)) {
         config.insert("full_attention_interval".into(), interval.into());
     }
+    let kind = |recurrent| match recurrent {
+        true => "linear_attention",
+        false => "full_attention",
+    };
+    // MTP layers stand behind the others.
+    let layers = config["num_hidden_layers"].as_u64().unwrap_or(0) as usize;
+    if let Some(heads) = kv_heads_by_layer(file, architecture)? {
+        let types: Vec<&str> = heads.iter().take(layers).map(|n| kind(*n == 0)).collect();
+        config.insert("layer_types".into(), types.into());
+    }
     if let Some(array) = file.array(&recurrent)? {
         let Some(all) = array.bools() else {
             let expected = "an array of bool".into();
@@ -229,56 +263,72 @@ fn delta(
                 array.to_string(),
             ));
         };
-        let kind = |recurrent| match recurrent {
-            true => "linear_attention",
-            false => "full_attention",
-        };
-        // MTP layers stand behind the others.
-        let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
-        let types: Vec<&str> = all.take(layers as usize).map(kind).collect();
+        let types: Vec<&str> = all.take(layers).map(kind).collect();
         config.insert("layer_types".into(), types.into());
     }
-    if architecture.gguf_tiled {
+    if architecture.gguf_tiled && file.bool(&key("ssm.v_head_reordered"))? != Some(false) {
         config.insert(VALUE_HEADS.into(), TILED.into());
     }
     Ok(())
 }
 
-/// The `rope_scaling` of Llama 3.1 and later that gives these divisors of the frequencies. Files keep
-/// the divisors alone; all published models stretch a context of 8,192 with the same bounds, by
-/// different factors, the divisor of the lowest frequency.
+/// The `rope_scaling` of kind llama3 that gives these divisors of the frequencies, which files keep alone. Its factor is
+/// the divisor of the lowest frequency. Between the bounds, the waves of a frequency within the original length
+/// decide; only the quotients of that length and of the bounds count, so that the lower bound is 1.
 fn llama3(file: &GgufFile, factors: &[f32], (theta, head_dim): (f64, u64)) -> Result<Value> {
-    let factor = factors.last().copied().unwrap_or(1.0);
-    let scaling = RopeScaling::Llama3 {
-        factor: f64::from(factor),
+    let factor = f64::from(factors.last().copied().unwrap_or(1.0));
+    let frequency = |i: usize| theta.powf(-2.0 * i as f64 / head_dim as f64);
+    let scaling = |high: f64, length: u64| RopeScaling::Llama3 {
+        factor,
         low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 8192,
+        high_freq_factor: high,
+        original_max_position_embeddings: length as usize,
     };
-    let close = |(i, &found): (usize, &f32)| {
-        let frequency = theta.powf(-2.0 * i as f64 / head_dim as f64);
-        let divisor = scaling.divisor(frequency).unwrap_or(1.0);
-        (f64::from(found) - divisor).abs() <= 1e-4 * divisor
+    let fits = |scaling: &RopeScaling| {
+        let close = |(i, &found): (usize, &f32)| {
+            let divisor = scaling.divisor(frequency(i)).unwrap_or(1.0);
+            (f64::from(found) - divisor).abs() <= 1e-4 * divisor
+        };
+        factors.len() as u64 == head_dim / 2 && factors.iter().enumerate().all(close)
     };
-    let right = factors.len() as u64 == head_dim / 2 && factors.iter().enumerate().all(close);
-    if !right {
+    // How much of each frequency between the bounds is kept.
+    let kept = |&f: &f32| (1.0 / f64::from(f) - 1.0 / factor) / (1.0 - 1.0 / factor);
+    let between: Vec<(f64, f64)> = (factors.iter().enumerate())
+        .map(|(i, f)| (frequency(i) / std::f64::consts::TAU, kept(f)))
+        .filter(|(_, kept)| (1e-3..1.0 - 1e-3).contains(kept))
+        .collect();
+    // Lengths beyond any model's, and NaN, are none.
+    let whole = |v: f64| (1.0..1e9).contains(&v).then(|| v.round() as u64);
+    let published = (4.0, 8192);
+    let solved = match between[..] {
+        [] => None,
+        [(waves, kept)] => whole((3.0 * kept + 1.0) / waves).map(|length| (4.0, length)),
+        [(waves, kept), .., (others, less)] => {
+            let slope = (kept - less) / (waves - others);
+            let low = slope * waves - kept; // by the distance of the bounds
+            let high = ((1.0 + 1.0 / low) * 100.0).round() / 100.0;
+            whole(slope / low).map(|length| (high, length))
+        }
+    };
+    let candidates = [Some(published), solved].into_iter().flatten();
+    let mut known = candidates.filter(|&(high, length)| fits(&scaling(high, length)));
+    let Some((high, length)) = known.next() else {
         return Err(Error::Tensor {
             path: file.path().into(),
             tensor: ROPE_FACTORS.into(),
             expected: format!(
-                "{} divisors of frequencies as in Llama 3.1 (from 8192 positions, between wave lengths of a \
-                 fourth of them and all of them)",
+                "{} divisors of frequencies as in Llama 3.1, which grow between two bounds of wave length",
                 head_dim / 2
             ),
             found: format!("{} others, the last {factor}", factors.len()),
         });
-    }
+    };
     Ok(json!({
         "rope_type": "llama3",
-        "factor": decimal(factor.into()),
+        "factor": decimal(factor),
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": length,
     }))
 }
 
@@ -305,6 +355,7 @@ const READ: &[&str] = &[
     "rope.dimension_count",
     "rope.dimension_sections", // coordinates of a position, which are equal in text
     "rope.freq_base",
+    "rope.mrope_interleaved", // and their order
     "rope.scaling.attn_factor",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
@@ -319,6 +370,7 @@ const READ: &[&str] = &[
     "ssm.inner_size",
     "ssm.state_size",
     "ssm.time_step_rank",
+    "ssm.v_head_reordered",
     "vocab_size",
 ];
 

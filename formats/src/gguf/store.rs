@@ -305,7 +305,12 @@ impl GgufStore {
 
     /// The name of a parameter in the file.
     fn stored_name(&self, name: &str) -> Option<String> {
-        names::to_gguf(self.architecture, self.layers, name).map(|stored| tensor_name(&stored))
+        let stored = names::to_gguf(self.architecture, self.layers, name);
+        let stored = tensor_name(&stored?);
+        // Ollama's files leave the end of this name out.
+        let short = stored.strip_suffix(".bias");
+        let short = short.filter(|s| s.ends_with(".ssm_dt") && self.by_name.contains_key(*s));
+        Some(short.map_or(stored.clone(), String::from))
     }
 
     fn info(&self, stored: &str) -> Option<&super::file::TensorInfo> {
