@@ -91,6 +91,20 @@ fn hybrids_are_the_same_in_every_folder() {
     }
 }
 
+/// A GGUF file says how much of each head is rotated, also if that is all.
+#[test]
+fn heads_that_are_rotated_whole_stay_so() {
+    let dir = tempfile::tempdir().unwrap();
+    for dims in [None, Some(4), Some(8)] {
+        let mut config = config(FAMILIES[0], DType::F32);
+        config.rope.dims = dims;
+        let source = synth::checkpoint("m", &config, 3).unwrap();
+        let out = dir.path().join(format!("{dims:?}.gguf"));
+        let written = written(&source, ExportFormat::Gguf, &out);
+        assert_eq!(written.config().rotated(), dims.unwrap_or(16));
+    }
+}
+
 /// Value heads in the order of GGUF files are put into that of folders: in rows, in columns, codes or floats.
 #[test]
 fn value_heads_get_the_order_of_folders() {

@@ -80,8 +80,9 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
             plan.set(key("expert_shared_feed_forward_length"), width);
         }
     }
-    if let Some(dims) = c.rope.dims {
-        plan.set(key("rope.dimension_count"), dims as u32);
+    // Readers take a part for these families where nothing is said, also of heads that are rotated whole.
+    if c.rope.dims.is_some() || c.architecture.rotated > 1 {
+        plan.set(key("rope.dimension_count"), c.rotated() as u32);
     }
     if c.mtp_layers > 0 {
         plan.set(key("nextn_predict_layers"), c.mtp_layers as u32);
