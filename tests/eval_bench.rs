@@ -611,10 +611,6 @@ fn bench_measures_drafts_on_a_text() {
             ],
             "/nowhere/head: no config.json",
         ),
-        (
-            vec!["bench", "demo", "--text", text, "--draft", "demo"],
-            "integer activations",
-        ),
     ] {
         let out = nq(&args);
         assert!(

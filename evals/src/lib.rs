@@ -12,7 +12,8 @@
 //! ```
 //! use nq_evals::{EvalSpec, Protocol, evaluate};
 //! use nq_formats::Checkpoint;
-//! use nq_runtime::{LoadOptions, Tokenizer, load};
+//! use nq_load::load;
+//! use nq_runtime::{LoadOptions, Tokenizer};
 //! use std::path::Path;
 //!
 //! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;

@@ -159,6 +159,14 @@ fn same(what: &str, a: &Checkpoint, b: &Checkpoint) {
     }
 }
 
+/// A name, an adapter's settings and tensors, and the weights that change with what they become.
+type Case<'a> = (
+    &'a str,
+    Value,
+    Vec<(String, Tensor)>,
+    Vec<(&'a str, &'a Tensor)>,
+);
+
 fn random(rng: &mut Rng, shape: &[usize]) -> Tensor {
     let n = shape.iter().product::<usize>();
     let values = (0..n).map(|_| rng.signed() * 0.3).collect();
@@ -479,7 +487,7 @@ fn heads_and_embeddings_are_changed_together_or_apart() {
     let some = Tensor::from_f32(vec![300, 32], some).unwrap();
     let pre = |rest: &str| format!("base_model.model.{rest}");
     let embedded = |part: &str| pre(&format!("{EMBEDDING}.lora_embedding_{part}"));
-    let cases: [(&str, Value, Vec<(String, Tensor)>, Vec<(&str, &Tensor)>); 5] = [
+    let cases: [Case<'_>; 5] = [
         (
             "head",
             json!({ "target_modules": ["lm_head"] }),

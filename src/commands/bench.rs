@@ -363,7 +363,7 @@ impl Meter {
                 available / 1_000_000
             );
         }
-        let cpu = nq_cpu::open(&options)?;
+        let cpu = nq_cpu::open(options)?;
         let buffer = cpu.bandwidth_buffer(BANDWIDTH_BYTES);
         Ok(Meter::Cpu(cpu, buffer))
     }

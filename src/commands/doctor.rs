@@ -218,7 +218,7 @@ fn memory(
     let available = system::available_memory();
     let read_gb_s = if available.is_none_or(|a| a > 2 * BANDWIDTH_BYTES) {
         terminal.begin("memory bandwidth", 1, Unit::Items);
-        let cpu = nq_cpu::open(&options)?;
+        let cpu = nq_cpu::open(options)?;
         let measured = cpu.read_bandwidth(&cpu.bandwidth_buffer(BANDWIDTH_BYTES as usize));
         terminal.end();
         Some(measured.best / 1e9)

@@ -14,7 +14,7 @@ fn in_pieces(
     pieces: &[usize],
 ) -> [Vec<f32>; 2] {
     let (stride, values) = (shape.channels() + shape.values(), shape.values());
-    let mut state = Guarded::new(&vec![0.0; state_len(&shape)]);
+    let mut state = Guarded::new(&vec![0.0; state_len(shape)]);
     let mut out = Vec::new();
     let mut row = 0;
     for &len in pieces {

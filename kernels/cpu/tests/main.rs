@@ -4,10 +4,6 @@
     dead_code,
     reason = "the tests of a CPU and of a GPU share it, and each use a part"
 )]
-#[allow(
-    dead_code,
-    reason = "the tests of a CPU and of a GPU share it, and each use a part"
-)]
 mod common;
 mod delta;
 mod linear;

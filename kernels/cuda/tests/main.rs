@@ -4,10 +4,6 @@
     dead_code,
     reason = "the tests of a CPU and of a GPU share it, and each use a part"
 )]
-#[allow(
-    dead_code,
-    reason = "the tests of a CPU and of a GPU share it, and each use a part"
-)]
 #[path = "../../cpu/tests/common/mod.rs"]
 mod common;
 mod cuda;

@@ -169,7 +169,7 @@ fn in_pieces(s: &mut dyn Session, text: &[u32], lengths: &[usize]) -> Vec<u32> {
 #[test]
 fn rows_have_the_bits_of_each_alone() {
     let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
-    let best = isas.clone().last();
+    let best = isas.clone().next_back();
     let text = tokens(40, 4);
     let models = models();
     for isa in isas {

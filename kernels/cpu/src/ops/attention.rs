@@ -636,8 +636,8 @@ pub(crate) unsafe fn prefill<S: Simd, const P: usize, const C: usize>(
                 }
             }
         }
-        for p in 0..P {
-            let inverse = s.div(s.splat(1.0), all[p].sum);
+        for (p, softmax) in all.iter().enumerate() {
+            let inverse = s.div(s.splat(1.0), softmax.sum);
             for i in 0..d {
                 let at = all_outputs
                     .as_mut_ptr()

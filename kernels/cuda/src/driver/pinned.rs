@@ -103,7 +103,7 @@ impl Stream {
 /// waiting. Accessing the values waits until the copies queued last are done:
 ///
 /// ```no_run
-/// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
+/// # use nq_cuda::{Buffer, Pinned, Stream};
 /// # fn f(s: &Stream, b: &mut Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
 /// host.values_mut()?[0] = 1.0;
 /// s.write(b, 0, host, 0..1)?;
@@ -114,7 +114,7 @@ impl Stream {
 /// ```
 ///
 /// ```compile_fail,E0502
-/// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
+/// # use nq_cuda::{Buffer, Pinned, Stream};
 /// # fn f(s: &Stream, b: &Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
 /// let values = host.values()?;
 /// s.read(b, 0, host, 0..1)?; // the borrowed values would change
@@ -123,7 +123,7 @@ impl Stream {
 /// ```
 ///
 /// ```compile_fail,E0502
-/// # use nq_kernels::cuda::{Buffer, Pinned, Stream};
+/// # use nq_cuda::{Buffer, Pinned, Stream};
 /// # fn f(s: &Stream, b: &mut Buffer<f32>, host: &mut Pinned<f32>) -> nq_kernels::Result<()> {
 /// let values = host.values_mut()?;
 /// s.write(b, 0, host, 0..1)?; // the values written next may be copied, or not
