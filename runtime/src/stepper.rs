@@ -89,7 +89,7 @@ pub trait LayerStepper: Send {
     /// Runs layer `index` with `weights` over `hidden`, in place.
     ///
     /// # Errors
-    /// A weight no kernel serves; [`Error::NotFinite`](crate::Error::NotFinite).
+    /// A weight no kernel serves; [`Error::NotFinite`].
     fn layer(
         &mut self,
         index: usize,

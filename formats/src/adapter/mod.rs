@@ -6,8 +6,8 @@
 //! whole parameters, or some rows of the embedding, which take the place of the model's.
 //!
 //! What an adapter holds is named, divided and ordered as the weights of its own kind of file are. It goes
-//! through the stores through which weights of such files go ([`parts`]), and is merged in the order that the rest
-//! of nq knows ([`merged`]), whatever kind of file the model is in.
+//! through the stores through which weights of such files go (`parts`), and is merged in the order that the rest
+//! of nq knows (`merged`), whatever kind of file the model is in.
 
 mod gguf;
 mod merged;

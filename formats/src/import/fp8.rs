@@ -1,6 +1,6 @@
 //! Reads block-wise FP8 as in the official Qwen3-FP8 checkpoints: `w = fp8 * scale_inv` per
 //! block of `weight_block_size`, read as BF16, the type in which these models compute. Without blocks, as AutoFP8 and
-//! vLLM write it, it is the FP8 of [`super::floats`].
+//! vLLM write it, it is the FP8 of `super::floats`.
 //!
 //! | tensor | shape |
 //! |---|---|
