@@ -96,7 +96,7 @@ def errors():
             "context_length_exceeded",
         ),
         (
-            dict(model="demo", messages=HELLO, extra_body={"audio": {}}),
+            dict(model="demo", messages=HELLO, extra_body={"audio": {"voice": "alloy", "format": "wav"}}),
             openai.BadRequestError,
             "unsupported_parameter",
         ),
