@@ -150,9 +150,9 @@ impl ModelConfig {
         (0..self.num_hidden_layers).map(|index| self.layer(index))
     }
 
-    /// The sum over its layers of what `of` returns for a layer.
-    pub fn over_layers(&self, of: impl Fn(&LayerSpec) -> usize) -> usize {
-        let kinds: Vec<usize> = self.architecture.kinds.iter().map(of).collect();
+    /// The sum over its layers of what `value` returns for a layer.
+    pub fn over_layers(&self, value: impl Fn(&LayerSpec) -> usize) -> usize {
+        let kinds: Vec<usize> = self.architecture.kinds.iter().map(value).collect();
         let kind_of = self.architecture.kind_of;
         let layers = 0..self.num_hidden_layers;
         layers
