@@ -2,7 +2,7 @@
 """Tables, pictures and numbers of README and docs, made from benches/records.
 
     docs/figures.py            fails where a table, a picture or a number in a sentence differs from the records
-    docs/figures.py --write    makes them anew
+    docs/figures.py --write    makes them anew, and docs/lab/claims.md, which lists what holds each claim
 
 A table stands between `<!-- figures: NAME -->` and `<!-- end -->`; NAME is a function below. PICTURES names the
 pictures. A number in a sentence stands before `<!--= NAME -->`; prose.py has its names, and checks how pages are written.
@@ -12,11 +12,13 @@ To show a newer measurement, put its rows into benches/records and name the file
 import re
 import sys
 
+import claims
 import prose
 from pictures import EXL3, first_picture, ladder_picture
 from records import ROOT, percent, row, rows, table, whole
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CLAIMED = "claims.md"
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != CLAIMED)]
 
 PRESETS = ["0.6b", "1.7b", "4b", "8b", "14b", "32b"]
 
@@ -470,6 +472,8 @@ def json_bench():
     return fields("evals/src/report.rs", "BenchRow")
 
 
+# Made by claims.py, of all pages.
+CLAIMS = ROOT / "docs/lab" / CLAIMED
 # Pictures by their file, from the repository's root.
 PICTURES = {"docs/first.svg": first_picture, "docs/lab/ladder.svg": ladder_picture}
 
@@ -477,11 +481,16 @@ PICTURES = {"docs/first.svg": first_picture, "docs/lab/ladder.svg": ladder_pictu
 def main():
     write = "--write" in sys.argv[1:]
     block = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
-    differ, used, faults = [], set(), []
+    differ, used, faults, tables, tied = [], set(), [], [], []
     for page in PAGES:
         name, text = str(page.relative_to(ROOT)), page.read_text()
-        made = block.sub(lambda m: m[1] + "\n".join(globals()[m[2]]()) + "\n" + m[3], text)
-        made = prose.tied(made, name)
+        def table_of(m):
+            lines, read = claims.using(globals()[m[2]])
+            tables.append((name, m[2], read))
+            return m[1] + "\n".join(lines) + "\n" + m[3]
+        made = prose.tied(block.sub(table_of, text), name)
+        for value in sorted(prose.names(text)):
+            tied.append((name, value, *claims.using(prose.VALUES[value])))
         used |= prose.names(text)
         wrong = [*prose.faults(made, readme=name == "README.md"), *prose.dead_links(page)]
         faults += [f"{name}:{fault}" for fault in wrong]
@@ -495,6 +504,11 @@ def main():
             differ.append(name)
             if write:
                 file.write_text(make())
+    faults += claims.faults({str(p.relative_to(ROOT)): p.read_text() for p in PAGES})
+    if write or not CLAIMS.exists() or CLAIMS.read_text() != claims.page(tables, tied):
+        differ.append(str(CLAIMS.relative_to(ROOT)))
+        if write:
+            CLAIMS.write_text(claims.page(tables, tied))
     faults += [f"docs/prose.py: no page uses {name}" for name in sorted(prose.VALUES.keys() - used)]
     if differ and not write:
         faults.append(f"figures differ from benches/records in {', '.join(differ)}: docs/figures.py --write")

@@ -7,7 +7,7 @@ README may hold no measurement without such a name.
 
 import re
 
-from records import percent, row, whole
+from records import percent, record, row, whole
 
 LAYERS = "2026-11-24-gpu-layers.csv"
 TRELLIS_SPEED = "2026-11-27-trellis-layers.csv"
@@ -15,6 +15,7 @@ MIXES = "2026-11-22-mixes.csv"
 TRELLIS = "2026-11-26-trellis-files.csv"
 LADDER = "2026-11-23-compare-quality.csv"
 TWO = "2026-11-26-two-gpus.csv"
+BUILD = "2026-11-23-build-time.csv"
 HEADS = "2026-11-28-draft-heads.csv"
 
 
@@ -35,11 +36,18 @@ def mb(r):
     return f"{int(r['tensor_bytes']) / 1e6:.2f}"
 
 
+def built(what):
+    """Seconds of a build; the record has several tables."""
+    rest = record(BUILD).split(f'"{what}",')[1].split("\n")[0]
+    return rest.split(",")[2]
+
+
 def mtp(model, drafted="3"):
     return row(HEADS, card="h100", model=model, draft_bits="4", drafted=drafted)
 
 
 VALUES = {
+    "build_seconds": lambda: built("matrixmultiply: cargo install --path . --locked into an empty folder, two idle cores"),
     # Speed: one sequence on one H200, random weights of the published shapes.
     "slower_06b": lambda: less(layers("0.6b", "mix"), layers("0.6b", "simple")),
     "slower_8b": lambda: less(layers("8b", "mix"), layers("8b", "simple")),

@@ -5,12 +5,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benches/records"
+# The records that were read.
+USED = set()
+
+
+def record(file):
+    """The text of a record, or of a table of docs."""
+    USED.add(file)
+    return (ROOT / file if file.startswith("docs/") else RECORDS / file).read_text()
 
 
 def rows(file, /, **wanted):
     """Rows of a record, or of a table of docs, whose columns have these values."""
-    path = ROOT / file if file.startswith("docs/") else RECORDS / file
-    lines = [l for l in path.read_text().splitlines() if not l.startswith("#")]
+    lines = [l for l in record(file).splitlines() if not l.startswith("#")]
     found = [r for r in csv.DictReader(lines) if all(r[k] == v for k, v in wanted.items())]
     if not found:
         raise SystemExit(f"{file}: no row with {wanted}")
