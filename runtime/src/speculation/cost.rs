@@ -19,9 +19,22 @@ const LESS: f64 = 0.5;
 const PLAIN: usize = 4;
 const WIDER: usize = 32;
 
+/// Times that are known beforehand, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Costs {
+    /// A step of one row.
+    pub step: f64,
+    /// Each further row of a step.
+    pub row: f64,
+    /// Drafting one token.
+    pub draft: f64,
+}
+
 /// Measured times of steps and drafts.
 #[derive(Clone, Debug)]
 pub(super) struct CostModel {
+    /// Counts instead of what is measured.
+    pub(super) given: Option<Costs>,
     /// Seconds of a step of `i + 1` rows, where measured.
     steps: Vec<Option<f64>>,
     /// The number of rows that the device computes when it is given this many.
@@ -50,6 +63,7 @@ pub(super) struct Demand {
 impl Default for CostModel {
     fn default() -> Self {
         CostModel {
+            given: None,
             steps: Vec::new(),
             rounded: |rows| rows,
             draft: None,
@@ -167,6 +181,8 @@ impl CostModel {
         if rows == 0 || rows > 64 {
             return;
         }
+        let given = |costs: Costs| costs.step + costs.row * (rows - 1) as f64;
+        let seconds = self.given.map_or(seconds, given);
         let anything = self.steps.iter().any(Option::is_some);
         let expected = self.step(rows);
         if self.steps.len() < rows {
@@ -182,6 +198,7 @@ impl CostModel {
 
     /// Records that drafting took `seconds` per token.
     pub(super) fn drafted(&mut self, seconds: f64) {
+        let seconds = self.given.map_or(seconds, |costs| costs.draft);
         let first = !std::mem::replace(&mut self.warmed_up, true);
         self.draft = match self.draft {
             None if first => None,

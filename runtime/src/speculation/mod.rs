@@ -17,6 +17,7 @@ pub mod head;
 mod model;
 mod ngram;
 
+pub use cost::Costs;
 pub use model::DraftModel;
 pub use ngram::Ngram;
 
@@ -168,6 +169,12 @@ impl Speculation {
     /// Always drafts as many tokens as fit, even if that is slower, e.g. to measure the cost.
     pub fn always(mut self) -> Self {
         self.always = true;
+        self
+    }
+
+    /// Decides by these times instead of measured ones, so that the same drafts are made in every run.
+    pub fn with_costs(mut self, costs: Costs) -> Self {
+        self.costs.given = Some(costs);
         self
     }
 
