@@ -11,10 +11,11 @@ use criterion::{BenchmarkId, Criterion, Throughput};
 use nq_cpu::linear::kernel::LinearKernel;
 use nq_cpu::linear::kernels::KERNELS;
 use nq_cpu::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
-use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, IsaChoice};
+use nq_model::DType;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -313,9 +314,10 @@ mod weight {
     use nq_formats::pack::pack_rows;
     use nq_formats::synth::random_trellis;
     use nq_formats::{
-        AffineScheme, AffineWeight, DType, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
+        AffineScheme, AffineWeight, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
     };
     use nq_kernels::rng::Philox;
+    use nq_model::DType;
 
     pub(super) fn values(n: usize) -> Vec<f32> {
         let mut rng = Philox::new(1, 1);

@@ -8,9 +8,9 @@
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
 use anyhow::Context;
-use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::nq::SourceRecord;
 use nq_formats::{Bits, Checkpoint, Scheme};
+use nq_model::names::{Shape, is_layer_linear, parameters};
 use nq_quantize::methods::awq::Awq;
 use nq_quantize::methods::awq_gptq::AwqGptq;
 use nq_quantize::methods::gptq::{Gptq, Importance, Order};

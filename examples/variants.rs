@@ -7,11 +7,11 @@
 //! `OUT/outliers` from a folder of bf16 weights with a tied head.
 
 use anyhow::{Context, ensure};
-use nq_formats::models::{NormSpec, Product, Source};
-use nq_formats::names::{EMBEDDING, HEAD, in_layer, layer_of};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{DType, Tensor, files};
+use nq_formats::{Tensor, files};
+use nq_model::names::{EMBEDDING, HEAD, in_layer, layer_of};
+use nq_model::{DType, NormSpec, Product, Source};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,8 @@
 
 use crate::library::Result;
 use nq_cpu::plan::{Running, running};
-use nq_formats::{Bits, Checkpoint, ModelConfig, Progress, RopeScaling};
+use nq_formats::{Bits, Checkpoint, Progress};
+use nq_model::{ModelConfig, RopeScaling};
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::SessionSpec;

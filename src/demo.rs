@@ -1,7 +1,8 @@
 //! The demo model and its evaluation text, built into the program by the feature `demo` if the
 //! sources have them (`build.rs`).
 
-use nq_formats::{Checkpoint, Files, ModelConfig};
+use nq_formats::{Checkpoint, Files};
+use nq_model::ModelConfig;
 
 /// Name of the built-in model in messages.
 pub const LABEL: &str = "demo";

@@ -9,8 +9,8 @@ use anyhow::{Context, bail};
 use nq_formats::adapter::Adapter;
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
-use nq_formats::names::{Shape, parameters};
 use nq_formats::{Checkpoint, Progress, Task, human_bytes};
+use nq_model::names::{Shape, parameters};
 use nq_runtime::SamplingParams;
 use std::ffi::OsStr;
 

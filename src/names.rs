@@ -4,8 +4,8 @@ use crate::demo;
 use crate::library::error::{Error, Result};
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::left_over;
-use nq_formats::models::Preset;
 use nq_formats::{Checkpoint, Progress};
+use nq_model::Preset;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
 //! What was written, opened again: it must be read as its source is.
 
 use anyhow::{Context, bail};
-use nq_formats::models::Delta;
-use nq_formats::{Checkpoint, ModelConfig, Progress};
+use nq_formats::{Checkpoint, Progress};
+use nq_model::{Delta, ModelConfig};
 use nq_runtime::tokenizer::TOKENIZER_FILE;
 use nq_runtime::{ChatTemplate, Message, Tokenizer};
 use std::path::Path;

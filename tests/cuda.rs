@@ -8,9 +8,9 @@
 )]
 
 use nq_evals::{EvalSpec, Protocol, compare, kld_rows};
-use nq_formats::models::find;
-use nq_formats::{Bits, Checkpoint, DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
+use nq_formats::{Bits, Checkpoint, synth};
 use nq_load::load;
+use nq_model::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, find};
 use nq_quantize::{CalibrationSource, Job, QuantizeOptions, Schemes, quantize_at_load};
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted,

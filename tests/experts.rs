@@ -1,7 +1,8 @@
 //! Mixtures of experts from the command line: quantized, written, read back and run.
 
 use crate::common::{nq, stderr, stdout};
-use nq_formats::{Experts, ModelConfig, synth};
+use nq_formats::synth;
+use nq_model::{Experts, ModelConfig};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -25,7 +26,7 @@ fn mixture(dir: &Path) -> PathBuf {
         vocab_size: 300,
         max_position_embeddings: 512,
         eos_token_ids: vec![299],
-        ..synth::Preset::find("30b-a3b").unwrap().config()
+        ..nq_model::Preset::find("30b-a3b").unwrap().config()
     };
     let to = dir.join("mixture");
     synth::write(&to, &config, 1, &()).unwrap();

@@ -1,8 +1,8 @@
 //! Models of other families than Qwen3 through the real binary: quantized, and written for other engines.
 
 use crate::common::{nq, stderr, stdout};
-use nq_formats::models::find;
-use nq_formats::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, synth};
+use nq_formats::synth;
+use nq_model::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, find};
 use serde_json::Value;
 use std::path::Path;
 

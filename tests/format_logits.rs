@@ -6,8 +6,8 @@
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::BlockType;
-use nq_formats::names::{is_layer_linear, parameters};
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
+use nq_model::names::{is_layer_linear, parameters};
 use nq_quantize::requantize;
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitsWanted,

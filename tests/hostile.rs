@@ -4,7 +4,8 @@
 use crate::common::{command, nq, stderr, stdout};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
-use nq_formats::{DType, Tensor, synth};
+use nq_formats::{Tensor, synth};
+use nq_model::DType;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::Write;

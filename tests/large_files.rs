@@ -5,8 +5,8 @@
 
 use nq_formats::Checkpoint;
 use nq_formats::gguf::{BlockType, GgufPlan, metadata, names};
-use nq_formats::names::{Shape, parameters};
-use nq_formats::synth::Preset;
+use nq_model::Preset;
+use nq_model::names::{Shape, parameters};
 use serde_json::{Map, Value, json};
 use std::fs::{self, File};
 use std::io::Write;

@@ -6,7 +6,7 @@ use crate::softmax;
 use crate::stats;
 use crate::windows::{EvalSpec, LogitsRow, Plan};
 use nq_formats::Progress;
-use nq_formats::models::Product;
+use nq_model::Product;
 use nq_runtime::{Chunk, Engine, Logits, LogitsWanted, Observer};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};

@@ -71,8 +71,6 @@ pub use config::GenerationDefaults;
 pub use error::{Error, HubProblem, Result};
 pub use exactness::Exactness;
 pub use files::{Files, VirtualFiles};
-pub use nq_model as models;
-pub use nq_model::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, names};
 pub use progress::{Progress, Unit};
 pub use scheme::{AffineScheme, Bits, Group, Held, Levels, Scales, Scheme, TwoLevel, Zeros};
 pub use shard::Shard;

@@ -10,7 +10,7 @@ use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-pub use nq_model::mtp::*;
+use nq_model::mtp::{in_mtp_layer, parameters};
 use nq_model::{Architecture, ModelConfig, in_layer};
 use std::borrow::Cow;
 use std::path::Path;
@@ -65,7 +65,7 @@ pub(crate) fn stored_layers(
     0
 }
 
-/// A view of a model's weights in which `model.layers.0` is its MTP layer, as [`config`] describes it.
+/// A view of a model's weights in which `model.layers.0` is its MTP layer, as [`nq_model::mtp::config`] describes it.
 pub struct LayerStore<'a>(&'a dyn WeightStore);
 
 impl<'a> LayerStore<'a> {

@@ -18,7 +18,6 @@ use crate::trellis::{STRIP, TrellisScheme, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::{bf16, f16};
-pub use nq_model::Preset;
 use nq_model::names::{
     Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
 };

@@ -3,9 +3,10 @@
 
 use crate::common::{self, Rng, names, random_dense, tiny_config};
 use nq_formats::left_over::{self, LeftOver};
-use nq_formats::names::{EMBEDDING, HEAD, parameters};
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, DType, GenerationDefaults, Result, Tensor, keys};
+use nq_formats::{Checkpoint, GenerationDefaults, Result, Tensor, keys};
+use nq_model::DType;
+use nq_model::names::{EMBEDDING, HEAD, parameters};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -22,7 +23,7 @@ impl AccountFolder {
         let config = tiny_config("");
         let shape = nq_formats::config::parse(Path::new("c"), config.as_bytes()).unwrap();
         let mut rng = Rng(5);
-        let tensor = |(name, shape): (String, nq_formats::models::Shape)| {
+        let tensor = |(name, shape): (String, nq_model::Shape)| {
             (
                 format!("{name}.weight"),
                 random_dense(&mut rng, &shape.dims()),

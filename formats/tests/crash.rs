@@ -2,11 +2,11 @@
 //! runs. Children are this test program run again (see [`child`]).
 
 use crate::common::{Rng, assets, names, random_affine, random_dense};
-use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions, verify};
 use nq_formats::{
     AffineScheme, Bits, Checkpoint, Files, Group, QuantizedWeight, Result, Weight, Zeros,
 };
+use nq_model::names::{Shape, parameters};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;

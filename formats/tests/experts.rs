@@ -4,14 +4,14 @@
 use crate::common::assert_same;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, Mix, compare, export};
 use nq_formats::gguf::BlockType;
-use nq_formats::names::{Shape, is_kept, is_layer_linear, parameters, stack};
 use nq_formats::serialize::{ShardLayout, TensorSpec, write_folder};
 use nq_formats::shards::Shards;
-use nq_formats::synth::{self, Preset};
+use nq_formats::synth;
 use nq_formats::{
-    AffineScheme, Bits, Checkpoint, DType, Exactness, Experts, Files, Group, ModelConfig, Tensor,
-    Weight, Zeros, nq,
+    AffineScheme, Bits, Checkpoint, Exactness, Files, Group, Tensor, Weight, Zeros, nq,
 };
+use nq_model::names::{Shape, is_kept, is_layer_linear, parameters, stack};
+use nq_model::{DType, Experts, ModelConfig, Preset};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs;

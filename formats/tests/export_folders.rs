@@ -3,13 +3,14 @@
 use crate::common::{assets, names};
 use half::f16;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, ExportReport, export};
-use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::shards::Shards;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Checkpoint, DType, Exactness, Files, Group, QuantizedWeight,
-    Result, Tensor, Weight, ZeroPoints, Zeros,
+    AffineScheme, AffineWeight, Bits, Checkpoint, Exactness, Files, Group, QuantizedWeight, Result,
+    Tensor, Weight, ZeroPoints, Zeros,
 };
+use nq_model::DType;
+use nq_model::names::{Shape, is_layer_linear, parameters};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;

@@ -3,13 +3,10 @@
 use crate::common::names;
 use nq_formats::export::{ExportFormat, ExportOptions, compare, export};
 use nq_formats::files::Files;
-use nq_formats::models::Preset;
-use nq_formats::names::is_layer_linear;
 use nq_formats::shards::Shards;
-use nq_formats::{
-    AffineScheme, Bits, Checkpoint, DType, Delta, Experts, Group, ModelConfig, Rope, RopeScaling,
-    Zeros, nq, synth,
-};
+use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros, nq, synth};
+use nq_model::names::is_layer_linear;
+use nq_model::{DType, Delta, Experts, ModelConfig, Preset, Rope, RopeScaling};
 use serde_json::Value;
 use std::path::Path;
 
@@ -218,8 +215,8 @@ fn other_orders_and_unlike_halves_are_refused() {
 
 /// Writes a folder of nq in which one Linear of a recurrence has another scheme than its neighbour.
 fn unlike(source: &Checkpoint, out: &Path) {
-    use nq_formats::models::Shape;
     use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
+    use nq_model::Shape;
     let plan = Value::Null;
     let opened = Writer::open(out, source.files(), &plan, WriterOptions::default()).unwrap();
     let Opened::Writer(writer) = opened else {
@@ -227,7 +224,7 @@ fn unlike(source: &Checkpoint, out: &Path) {
     };
     let eight = AffineScheme::new(Bits::B8, Group::Size(16), Zeros::None);
     let (mut vectors, mut matrices) = (Vec::new(), Vec::new());
-    for (name, shape) in nq_formats::names::parameters(source.config()) {
+    for (name, shape) in nq_model::names::parameters(source.config()) {
         match shape {
             Shape::Vector(n) => {
                 vectors.push((name.clone(), source.store().vector(&name, n).unwrap()))

@@ -8,12 +8,13 @@ use crate::common::{Rng, assets, random_affine, random_dense, safetensors};
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{BlockType, GgufFile, GgufPlan, Value};
-use nq_formats::names::{Shape, expert_name, is_layer_linear, parameters, stack};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
-    AffineScheme, Bits, Checkpoint, DType, Files, Group, QuantizedWeight, Tensor, Weight, Zeros,
+    AffineScheme, Bits, Checkpoint, Files, Group, QuantizedWeight, Tensor, Weight, Zeros,
 };
+use nq_model::DType;
+use nq_model::names::{Shape, expert_name, is_layer_linear, parameters, stack};
 use std::fs;
 use std::path::Path;
 

@@ -2,7 +2,8 @@
 //! `fixtures/gguf/make.py`.
 
 use nq_formats::gguf::{BlockType, BlockWeight};
-use nq_formats::{DType, Exactness, Tensor};
+use nq_formats::{Exactness, Tensor};
+use nq_model::DType;
 use std::fs;
 use std::path::Path;
 

@@ -3,9 +3,9 @@
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::value::{Array, Value};
 use nq_formats::gguf::{BlockType, GgufFile, GgufPlan};
-use nq_formats::models::Preset;
-use nq_formats::names::{Shape, parameters};
-use nq_formats::{Checkpoint, DType, Delta, ModelConfig, Rope, RopeScaling, synth};
+use nq_formats::{Checkpoint, synth};
+use nq_model::names::{Shape, parameters};
+use nq_model::{DType, Delta, ModelConfig, Preset, Rope, RopeScaling};
 use std::fs;
 use std::path::{Path, PathBuf};
 

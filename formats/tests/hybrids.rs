@@ -3,11 +3,11 @@
 
 use crate::common::names;
 use nq_formats::files::Files;
-use nq_formats::models::{Shape, find};
-use nq_formats::names::parameters;
 use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
-use nq_formats::{Checkpoint, DType, Delta, ModelConfig, Rope, RopeScaling, Tensor, synth};
+use nq_formats::{Checkpoint, Tensor, synth};
+use nq_model::names::parameters;
+use nq_model::{DType, Delta, ModelConfig, Rope, RopeScaling, Shape, find};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;

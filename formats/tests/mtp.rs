@@ -6,14 +6,12 @@ use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, compare, export};
 use nq_formats::files::Files;
 use nq_formats::gguf::{BlockType, GgufFile};
-use nq_formats::models::{Preset, Shape};
-use nq_formats::mtp::{self, LayerStore};
-use nq_formats::names::{layer_parameters, stack, tensor_name};
+use nq_formats::mtp::LayerStore;
 use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
-use nq_formats::{
-    Checkpoint, Delta, Experts, ModelConfig, Rope, RopeScaling, Tensor, WeightStore, nq, synth,
-};
+use nq_formats::{Checkpoint, Tensor, WeightStore, nq, synth};
+use nq_model::names::{layer_parameters, stack, tensor_name};
+use nq_model::{Delta, Experts, ModelConfig, Preset, Rope, RopeScaling, Shape, mtp};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;

@@ -2,13 +2,14 @@
 //! contradictions between record and tensors are refused by name.
 
 use crate::common::{Rng, assert_same, assets, names, random_affine, random_dense, tiny_config};
-use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Checkpoint, DType, Files, Group, Levels, ModelConfig,
-    QuantizedWeight, Tensor, TwoLevel, Weight, ZeroPoints, Zeros, nq, pack,
+    AffineScheme, AffineWeight, Bits, Checkpoint, Files, Group, Levels, QuantizedWeight, Tensor,
+    TwoLevel, Weight, ZeroPoints, Zeros, nq, pack,
 };
+use nq_model::names::{Shape, parameters};
+use nq_model::{DType, ModelConfig};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -2,8 +2,9 @@
 //! (`fixtures/packages/make.py`): the same numbers, bit for bit.
 
 use nq_formats::hash::sha256_hex;
-use nq_formats::names::{Shape, is_layer_linear, parameters};
-use nq_formats::{Checkpoint, DType, Exactness};
+use nq_formats::{Checkpoint, Exactness};
+use nq_model::DType;
+use nq_model::names::{Shape, is_layer_linear, parameters};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;

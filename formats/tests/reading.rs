@@ -5,7 +5,8 @@ use bytes::Bytes;
 use nq_formats::Files;
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::shards::Shards;
-use nq_formats::{Checkpoint, DType, Weight};
+use nq_formats::{Checkpoint, Weight};
+use nq_model::DType;
 use std::fs;
 use std::path::Path;
 

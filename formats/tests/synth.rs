@@ -2,10 +2,10 @@
 
 use crate::common::{names, shared};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
-use nq_formats::models::ARCHITECTURES;
-use nq_formats::names::{Shape, parameters};
-use nq_formats::synth::{self, Preset};
-use nq_formats::{Checkpoint, ModelConfig, Weight, nq};
+use nq_formats::synth;
+use nq_formats::{Checkpoint, Weight, nq};
+use nq_model::names::{Shape, parameters};
+use nq_model::{ARCHITECTURES, ModelConfig, Preset};
 use serde_json::Value;
 use std::fs;
 

@@ -2,12 +2,12 @@
 
 use crate::common::{Rng, assets, names, random_dense};
 use half::f16;
-use nq_formats::names::{Shape, parameters};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::trellis::{BLOCK, Code, LANES, SEQUENCE, STRIP, TILE, TrellisScheme};
 use nq_formats::{
     Checkpoint, Files, QuantizedWeight, Scheme, StoredWeight, TrellisWeight, Weight, nq,
 };
+use nq_model::names::{Shape, parameters};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;

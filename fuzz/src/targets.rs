@@ -9,9 +9,8 @@ use nq_formats::VirtualFiles;
 use nq_formats::eagle::EagleConfig;
 use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::safetensors::SafetensorsFile;
-use nq_formats::{
-    Checkpoint, Exactness, Files, GenerationDefaults, ModelConfig, Result, names, nq, tokenizer,
-};
+use nq_formats::{Checkpoint, Exactness, Files, GenerationDefaults, Result, nq, tokenizer};
+use nq_model::{ModelConfig, names};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

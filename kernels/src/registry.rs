@@ -2,7 +2,8 @@
 //! type, rows `m`, device capabilities); each device module contributes its rows, and
 //! tests, benches and `--breakdown` iterate them.
 
-use nq_formats::{AffineScheme, DType, QuantizedWeight, Scheme, TrellisScheme, Weight};
+use nq_formats::{AffineScheme, QuantizedWeight, Scheme, TrellisScheme, Weight};
+use nq_model::DType;
 use std::fmt;
 use std::ops::RangeInclusive;
 

@@ -1,6 +1,6 @@
 //! The experts of a mixture that each row is routed to.
 
-use nq_formats::Experts;
+use nq_model::Experts;
 
 /// The experts of each row of a forward, and the factors of their outputs.
 #[derive(Clone, Debug, Default, PartialEq)]

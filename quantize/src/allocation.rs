@@ -297,7 +297,7 @@ mod tests {
     fn groups_end_within_heads_that_formats_move() {
         let super_blocks = AffineScheme::new(Bits::B6, Group::Size(256), Zeros::None);
         let fitting = |preset: &str| {
-            let config = nq_formats::models::Preset::find(preset).unwrap().config();
+            let config = nq_model::Preset::find(preset).unwrap().config();
             let all = groups(&config);
             let of = |part: &str| {
                 let name = format!("model.layers.0.{part}");

@@ -6,8 +6,9 @@
 
 use crate::error::{Error, Result};
 use nq_formats::nq::CalibrationRecord;
-use nq_formats::{Files, ModelConfig, Progress, Unit, hash, human_bytes};
+use nq_formats::{Files, Progress, Unit, hash, human_bytes};
 use nq_kernels::rng::Philox;
+use nq_model::ModelConfig;
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::{
     ChatTemplate, DraftedBy, Engine, KvType, Message, SamplingParams, SessionSpec, Tokenizer,
@@ -347,7 +348,7 @@ pub(crate) fn text(path: &Path) -> Result<String> {
 mod tests {
     use super::*;
     use nq_formats::Checkpoint;
-    use nq_formats::models::Preset;
+    use nq_model::Preset;
 
     fn demo() -> Files {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");

@@ -13,11 +13,12 @@ use crate::rounding::PIECE;
 use crate::schemes::Schemes;
 use crate::streamed;
 use nq_f32::{hold_head, hold_layer, hold_work};
-use nq_formats::{Bits, DType, ModelConfig, TrellisScheme};
+use nq_formats::{Bits, TrellisScheme};
 use nq_kernels::Account;
 use nq_kernels::grad::SCRATCH;
 use nq_kernels::registry::WeightKind;
 use nq_load::gpu::GpuSizes;
+use nq_model::{DType, ModelConfig};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -256,8 +257,8 @@ fn round(a: &Account, out: usize, n: usize, work: &DeviceWork<'_>) {
 mod tests {
     use super::*;
     use nq_formats::Scheme;
-    use nq_formats::names::{self, Shape};
-    use nq_formats::synth::Preset;
+    use nq_model::Preset;
+    use nq_model::names::{self, Shape};
     use nq_runtime::DeviceMemory;
 
     #[test]

@@ -8,8 +8,8 @@
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
 use half::f16;
-use nq_formats::models::LinearKind;
 use nq_formats::{AffineScheme, Bits, Group, Levels, TwoLevel, Zeros, product};
+use nq_model::LinearKind;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 

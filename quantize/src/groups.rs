@@ -1,8 +1,8 @@
 //! The groups of weights that share a scheme, and their places in a model.
 
-use nq_formats::models::{LinearKind, Product};
-use nq_formats::names::{EMBEDDING, HEAD};
-use nq_formats::{Group, ModelConfig, Scheme, mtp};
+use nq_formats::{Group, Scheme};
+use nq_model::names::{EMBEDDING, HEAD};
+use nq_model::{LinearKind, ModelConfig, Product, mtp};
 
 /// Weights that share one scheme, because a kernel reads them as one matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub enum Place {
     Layer {
         /// Layer, counted from 0.
         index: usize,
-        /// Index in [`nq_formats::models::LayerSpec::products`].
+        /// Index in [`nq_model::LayerSpec::products`].
         product: usize,
     },
     /// The embedding, which is also the head if they are tied.

@@ -8,9 +8,9 @@ use crate::report::LayerReport;
 use crate::rounding::{self, Rounding};
 use crate::schemes::LayerSchemes;
 use crate::second_order::{InputStats, LayerStats};
-use nq_formats::models::{LinearSpec, Product, Source};
-use nq_formats::{ModelConfig, Progress, Scheme, Tensor, Weight};
+use nq_formats::{Progress, Scheme, Tensor, Weight};
 use nq_kernels::{Routes, reference};
+use nq_model::{LinearSpec, ModelConfig, Product, Source};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
 /// Share of the diagonal's mean that is added to the moments of a tied head's inputs, since the

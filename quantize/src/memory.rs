@@ -12,11 +12,11 @@ use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_cpu::plan::{WeightSource, hold_model, hold_session, program_bytes};
 use nq_cpu::stepper_bytes;
-use nq_formats::models::Product;
-use nq_formats::names::{self, EMBEDDING, Shape};
-use nq_formats::{Checkpoint, DType, ModelConfig, Scheme, Weight};
+use nq_formats::{Checkpoint, Scheme, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
+use nq_model::names::{self, EMBEDDING, Shape};
+use nq_model::{DType, ModelConfig, Product};
 use nq_runtime::weights::Kinds;
 use nq_runtime::{DraftedBy, KvType, LayerWeights, SessionSpec};
 use serde::Serialize;
@@ -258,7 +258,7 @@ pub(crate) fn peak_rss() -> u64 {
 mod tests {
     use super::*;
     use nq_formats::Bits;
-    use nq_formats::synth::Preset;
+    use nq_model::Preset;
 
     /// With a GPU, 30B-A3B is quantized on a computer of 24 GB; a whole source does not fit there.
     #[test]

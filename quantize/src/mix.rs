@@ -14,9 +14,9 @@ use crate::groups::{self, Place, WeightGroup};
 use crate::linalg::Matrix;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
-use nq_formats::models::LinearKind;
-use nq_formats::{Bits, ModelConfig, Scheme, TrellisScheme};
+use nq_formats::{Bits, Scheme, TrellisScheme};
 use nq_kernels::rng::Philox;
+use nq_model::{LinearKind, ModelConfig};
 
 /// `base` with those of `candidates` that are expected to lose least in the bytes that `base` takes for
 /// what it quantizes. Weights that none of them fits keep their schemes.
@@ -137,8 +137,8 @@ fn error(scheme: Scheme) -> Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::models::Preset;
-    use nq_formats::names::EMBEDDING;
+    use nq_model::Preset;
+    use nq_model::names::EMBEDDING;
 
     #[test]
     fn a_mix_takes_no_more_bytes_and_gives_bits_where_they_matter() {

@@ -9,9 +9,10 @@ use crate::methods::rtn;
 use crate::rounding;
 use crate::schemes::{Schemes, default_scheme};
 use nq_formats::{
-    AffineScheme, Bits, Checkpoint, Exactness, ModelConfig, Scheme, StoredWeight, Tensor,
-    TensorEntry, Weight, WeightStore, names,
+    AffineScheme, Bits, Checkpoint, Exactness, Scheme, StoredWeight, Tensor, TensorEntry, Weight,
+    WeightStore,
 };
+use nq_model::{ModelConfig, names};
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};

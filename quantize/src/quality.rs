@@ -5,7 +5,8 @@ use crate::error::{Error, Result};
 use crate::report::WorstToken;
 use crate::train::record::Tuning;
 use nq_evals::{EvalReport, EvalSpec, Evaluation, KldStats, Protocol, compare, self_noise};
-use nq_formats::{Files, ModelConfig, Progress};
+use nq_formats::{Files, Progress};
+use nq_model::ModelConfig;
 use nq_runtime::{Engine, Tokenizer};
 use std::path::Path;
 

@@ -3,11 +3,11 @@
 use crate::error::{Error, Result};
 use crate::grid::Grid;
 use crate::groups;
-use nq_formats::models::{LinearKind, LinearSpec};
-use nq_formats::names::{EMBEDDING, HEAD, Shape, is_kept, parameters};
 use nq_formats::trellis::{BLOCK, Code};
-use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Scheme, TrellisScheme, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros};
 use nq_kernels::registry::WeightKind;
+use nq_model::names::{EMBEDDING, HEAD, Shape, is_kept, parameters};
+use nq_model::{DType, LinearKind, LinearSpec, ModelConfig};
 use std::collections::BTreeMap;
 
 /// The schemes of a layer's Linears.
@@ -251,7 +251,7 @@ pub(crate) fn trellises(code: Code) -> impl Iterator<Item = TrellisScheme> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::models::Preset;
+    use nq_model::Preset;
 
     #[test]
     fn overrides_come_first_and_the_head_has_its_own() {

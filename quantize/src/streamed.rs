@@ -4,7 +4,8 @@
 
 use crate::error::Result;
 use crate::layers::RowProgress;
-use nq_formats::{ModelConfig, Progress, Unit, Weight, WeightStore};
+use nq_formats::{Progress, Unit, Weight, WeightStore};
+use nq_model::ModelConfig;
 use nq_runtime::models;
 use nq_runtime::{
     Chunk, Engine, EngineDescription, Error as RuntimeError, Head, Hidden, LayerStepper,

@@ -1,11 +1,11 @@
 //! docs/cards.csv, from which the tables of docs/cards.md are made: the GPU memory of published models by kind of
 //! file and length of the context, as the plan of loading counts it. Needs no GPU.
 
-use nq_formats::models::Preset;
-use nq_formats::names::EMBEDDING;
 use nq_formats::trellis::Code;
-use nq_formats::{Bits, DType, ModelConfig, TrellisScheme};
+use nq_formats::{Bits, TrellisScheme};
 use nq_load::gpu;
+use nq_model::names::EMBEDDING;
+use nq_model::{DType, ModelConfig, Preset};
 use nq_quantize::mix;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{DraftedBy, KvType, SessionSpec};

@@ -1,10 +1,10 @@
 //! A model's weights in canonical form, read from a store as listed by its architecture.
 
 use crate::error::Result;
-use nq_formats::models::{LayerSpec, LinearKind, LinearSpec, NormKind, Product, VectorKind};
-use nq_formats::names::{self, EMBEDDING, NORM};
-use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
+use nq_formats::{Tensor, Weight, WeightStore};
 use nq_model::forward::VectorSpec;
+use nq_model::names::{self, EMBEDDING, NORM};
+use nq_model::{LayerSpec, LinearKind, LinearSpec, ModelConfig, NormKind, Product, VectorKind};
 use std::collections::BTreeMap;
 
 /// The canonical weights of one layer.

@@ -1,6 +1,6 @@
 //! Rotary position embedding: frequencies, YaRN, and the table rows of a batch.
 
-use nq_formats::{ModelConfig, RopeScaling};
+use nq_model::{ModelConfig, RopeScaling};
 use std::f64::consts::TAU;
 
 /// The rotary frequencies of a model.

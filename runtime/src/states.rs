@@ -1,8 +1,7 @@
 //! The states of recurrences, which cannot be cut: which of a sequence's earlier ones are kept.
 
-use nq_formats::ModelConfig;
-use nq_formats::models::{LayerSpec, Mixer};
 use nq_kernels::DeltaShape;
+use nq_model::{LayerSpec, Mixer, ModelConfig};
 
 /// Snapshots: states of sequences at earlier lengths, so that a sequence can be cut or forked there. A snapshot
 /// belongs to all sequences that begin with its tokens in this session, and is there until none of them has these

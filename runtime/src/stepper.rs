@@ -5,8 +5,9 @@ use crate::checks::{check_finite, check_tokens};
 use crate::error::{Error, Result};
 use crate::interface::Observer;
 use crate::models::LayerWeights;
-use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_formats::{Tensor, Weight};
 use nq_kernels::second_order::DeviceMoments;
+use nq_model::ModelConfig;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -74,7 +75,7 @@ impl Hidden {
 }
 
 /// Second moments of the inputs of each of a layer's products, in their order; for each expert where
-/// experts have inputs of their own ([`Product::shares`](nq_formats::models::Product::shares)).
+/// experts have inputs of their own ([`Product::shares`](nq_model::Product::shares)).
 pub type ProductMoments = Vec<Vec<Arc<dyn DeviceMoments>>>;
 
 /// The forward pass one layer at a time over whole sequences from position 0, so that a model

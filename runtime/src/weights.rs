@@ -1,11 +1,10 @@
 //! Loading on any device: kinds of weights, counting them, and reporting progress.
 
 use crate::error::Result;
-use nq_formats::{
-    Held, ModelConfig, Progress, Scheme, Unit, Weight, WeightStore, human_bytes, names,
-};
+use nq_formats::{Held, Progress, Scheme, Unit, Weight, WeightStore, human_bytes};
 use nq_kernels::Activations;
 use nq_kernels::registry::WeightKind;
+use nq_model::{ModelConfig, names};
 use std::collections::BTreeMap;
 
 /// Bits of one code, or of one value of an unquantized weight; those of a trellis rounded up.

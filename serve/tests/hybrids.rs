@@ -1,9 +1,9 @@
 //! Models whose states cannot be cut: what of earlier prompts is not computed again, and that it changes no answer.
 
-use nq_formats::models::find;
-use nq_formats::{Delta, ModelConfig, Rope, RopeScaling, synth};
+use nq_formats::synth;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
+use nq_model::{Delta, ModelConfig, Rope, RopeScaling, find};
 use nq_runtime::{
     ActivationChoice, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitBias, SessionSpec,
 };

@@ -15,8 +15,9 @@ use crate::model;
 use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
-use nq_formats::{Checkpoint, ModelConfig, Progress};
+use nq_formats::{Checkpoint, Progress};
 use nq_load::device::Device;
+use nq_model::ModelConfig;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{
     ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,

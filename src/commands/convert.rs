@@ -12,8 +12,8 @@ use nq_formats::export::{
     Change, Difference, ExportFormat, ExportOptions, ExportReport, compare, export, requantization,
 };
 use nq_formats::gguf::BlockType;
-use nq_formats::names::{Shape, parameters};
 use nq_formats::{Checkpoint, Exactness, nq};
+use nq_model::names::{Shape, parameters};
 use nq_quantize::requantize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};

@@ -13,9 +13,10 @@ pub use reading::{Embedder, Reranker};
 pub(crate) use reading::{LONGEST_TEXT, session_for_texts};
 
 use crate::names;
-use nq_formats::{ModelConfig, Progress, Task};
+use nq_formats::{Progress, Task};
 use nq_load::device::Device;
 use nq_load::gpu;
+use nq_model::ModelConfig;
 use nq_quantize::{Codes, Job, QuantizeOptions, QuantizeReport};
 use nq_runtime::{DeviceChoice, LoadOptions};
 use std::path::{Path, PathBuf};

@@ -1,9 +1,8 @@
 //! An engine whose logits are a hash of the whole prefix: feeding a window in the wrong order,
 //! to the wrong slot or after a stale token gives other logits.
 
-use nq_formats::models::ARCHITECTURES;
-use nq_formats::{ModelConfig, Rope, RopeScaling};
 use nq_kernels::rng::Philox;
+use nq_model::{ARCHITECTURES, ModelConfig, Rope, RopeScaling};
 use nq_runtime::{
     Chunk, Engine, EngineDescription, Error, Logits, Observer, Result, Session, SessionSpec,
 };

@@ -3,9 +3,10 @@
 use bytes::Bytes;
 use half::f16;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, GroupValues, Levels, Parts, Scales, Tensor, Weight,
-    Zeros, pack,
+    AffineScheme, AffineWeight, Bits, GroupValues, Levels, Parts, Scales, Tensor, Weight, Zeros,
+    pack,
 };
+use nq_model::DType;
 use std::sync::Arc;
 
 pub(crate) use nq_testkit::{assets, shared};

@@ -3,9 +3,10 @@
 use crate::common::{Rng, names, random_dense};
 use half::{bf16, f16};
 use nq_formats::Exactness;
-use nq_formats::names::{Shape, is_layer_linear, parameters, tensor_name};
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, DType, Tensor, nq};
+use nq_formats::{Checkpoint, Tensor, nq};
+use nq_model::DType;
+use nq_model::names::{Shape, is_layer_linear, parameters, tensor_name};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

@@ -2,9 +2,10 @@
 
 use crate::common::{Rng, names, random_dense};
 use half::f16;
-use nq_formats::names::{Shape, is_layer_linear, parameters};
 use nq_formats::serialize::write_tensors;
-use nq_formats::{Checkpoint, DType, Exactness, Tensor, Weight, nq};
+use nq_formats::{Checkpoint, Exactness, Tensor, Weight, nq};
+use nq_model::DType;
+use nq_model::names::{Shape, is_layer_linear, parameters};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::fs;

@@ -3,7 +3,8 @@
 use super::encode::*;
 use super::{CHANNEL, config_groups, packed_settings};
 use crate::common::names;
-use nq_formats::{Checkpoint, DType, Exactness, Tensor, Weight, nq};
+use nq_formats::{Checkpoint, Exactness, Tensor, Weight, nq};
+use nq_model::DType;
 use std::fs;
 
 /// Values of FP4 (E2M1): a sign, two bits of exponent with bias 1, one of mantissa.

@@ -9,7 +9,8 @@ mod mtp;
 use crate::common::names;
 use encode::*;
 use nq_formats::Exactness;
-use nq_formats::{Checkpoint, DType, Tensor, Weight, nq};
+use nq_formats::{Checkpoint, Tensor, Weight, nq};
+use nq_model::DType;
 use std::fs;
 
 fn gptq_settings(extra: &str, bits: usize, group: i64) -> String {

@@ -3,9 +3,10 @@
 
 use super::encode::*;
 use super::{CHANNEL, config_groups, gptq_settings, packed_settings};
+use nq_formats::Tensor;
 use nq_formats::left_over::LeftOver;
-use nq_formats::names::is_layer_linear;
-use nq_formats::{DType, Tensor, mtp};
+use nq_model::names::is_layer_linear;
+use nq_model::{DType, mtp};
 
 const HYBRID: &str = r#""architectures":["Qwen3_5ForCausalLM"],"model_type":"qwen3_5_text","hidden_size":32,
 "intermediate_size":64,"num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,

@@ -5,9 +5,10 @@ use crate::common::{
 };
 use nq_cpu::linear::kernels::KERNELS;
 use nq_cpu::{Epilogue, Linear};
-use nq_formats::{AffineScheme, Bits, DType, Group, QuantizedWeight, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, QuantizedWeight, Weight, Zeros};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, reference};
+use nq_model::DType;
 
 const ROWS: [usize; 7] = [1, 2, 3, 8, 16, 17, 33];
 const GROUPS: [Group; 5] = [

@@ -5,11 +5,12 @@ use nq_cpu::linear::kernels::KERNELS;
 use nq_cpu::{Epilogue, Linear};
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TILE};
 use nq_formats::{
-    AffineScheme, Bits, Experts, Group, QuantizedWeight, TrellisScheme, TrellisWeight, Weight,
-    Zeros, trellis as code,
+    AffineScheme, Bits, Group, QuantizedWeight, TrellisScheme, TrellisWeight, Weight, Zeros,
+    trellis as code,
 };
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, Routes, reference};
+use nq_model::Experts;
 
 const ACTIVATIONS: [Activations; 9] = [
     Activations::F32,

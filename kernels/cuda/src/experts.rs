@@ -7,8 +7,8 @@ use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Asked, Epilogue, Norm};
-use nq_formats::Experts;
 use nq_kernels::Result;
+use nq_model::Experts;
 
 /// Most experts in a layer (`cuda/choose.cuh`).
 pub const MOST_EXPERTS: usize = 512;

@@ -10,8 +10,8 @@ use super::pack::{SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Asked, Inputs, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
-use nq_formats::Experts;
 use nq_kernels::Result;
+use nq_model::Experts;
 
 kernels! {
     CHOOSE_EXPERTS: RoutesArgs = "choose_experts" in "grouped.cu",

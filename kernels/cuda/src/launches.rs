@@ -5,8 +5,9 @@ use super::driver::{Buffer, Checked, Gpu, StreamOptions};
 use super::*;
 use bytemuck::Pod;
 use nq_formats::trellis::{Code, TrellisScheme};
-use nq_formats::{Bits, Experts, Zeros};
+use nq_formats::{Bits, Zeros};
 use nq_kernels::Result;
+use nq_model::Experts;
 use std::fmt::Write as _;
 
 /// Compute capability, multiprocessors, KiB of shared memory of a block; and a hash of all that the device launches.

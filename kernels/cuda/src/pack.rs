@@ -4,9 +4,10 @@ use super::driver::GpuInfo;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use nq_formats::trellis::TrellisScheme;
-use nq_formats::{AffineWeight, Bits, DType, Group, QuantizedWeight, Weight, ZeroPoints, Zeros};
+use nq_formats::{AffineWeight, Bits, Group, QuantizedWeight, Weight, ZeroPoints, Zeros};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
+use nq_model::DType;
 use rayon::prelude::*;
 
 /// Rows of a tile.

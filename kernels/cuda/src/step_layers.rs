@@ -20,10 +20,10 @@ use limits::{
     CLUSTER, HEAD_BYTES, MOST_LAYERS, MOST_PAGES, MOST_RING, MOST_SOURCES, PAGE_STAGE, PHASES,
     TEAM, WARPS,
 };
-use nq_formats::Experts;
 use nq_formats::trellis::STRIP;
 use nq_kernels::Result;
 use nq_kernels::pages::PAGE;
+use nq_model::Experts;
 pub use scratch::{LayersInbox, LayersScratch};
 pub use sizes::LayersSizes;
 use std::sync::Arc;

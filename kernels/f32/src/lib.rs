@@ -13,13 +13,12 @@ mod turned;
 pub use cpu::CpuOps;
 pub use stepper::{hold_head, hold_layer, hold_work, stepper};
 
-use nq_formats::ModelConfig;
-use nq_formats::models::{LinearSpec, Product};
 use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps};
 use nq_model::forward::{
     Delta, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared, Verbs,
 };
+use nq_model::{LinearSpec, ModelConfig, Product};
 use nq_runtime::states::{delta_shape, shape_of};
 use nq_runtime::{Error, Result};
 use std::marker::PhantomData;

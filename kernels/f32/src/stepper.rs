@@ -3,11 +3,11 @@
 
 use super::turned::Turned;
 use super::{Load, Pass, Seen, Shown, Tape, Workspace};
-use nq_formats::models::{LinearKind, LinearSpec, NormKind, Product};
-use nq_formats::{ModelConfig, Tensor, Weight};
+use nq_formats::{Tensor, Weight};
 use nq_kernels::Account;
 use nq_kernels::grad::{Allocate, Gemm, LayerOps, delta_state_bytes};
 use nq_model::forward::{self, VectorSpec};
+use nq_model::{LinearKind, LinearSpec, ModelConfig, NormKind, Product};
 use nq_runtime::checks::all_finite;
 use nq_runtime::interface::Observer;
 use nq_runtime::models::LayerWeights;
@@ -484,8 +484,9 @@ mod tests {
     use super::*;
     use crate::CpuOps;
     use nq_formats::Checkpoint;
-    use nq_formats::synth::{self, Preset};
+    use nq_formats::synth;
     use nq_kernels::pages::KvType;
+    use nq_model::Preset;
     use nq_runtime::interface::{ActivationChoice, DeviceChoice, LoadOptions};
     use nq_runtime::models;
     use std::path::Path;
@@ -570,14 +571,14 @@ mod tests {
         let config = ModelConfig {
             hidden_size: 64,
             intermediate_size: 96,
-            experts: whole.experts.map(|e| nq_formats::Experts {
+            experts: whole.experts.map(|e| nq_model::Experts {
                 count: 5,
                 per_token: 2,
                 width: 24,
                 shared: 40,
                 ..e
             }),
-            delta: whole.delta.map(|d| nq_formats::Delta {
+            delta: whole.delta.map(|d| nq_model::Delta {
                 key_heads: 2,
                 value_heads,
                 key_dim: 16,
@@ -589,7 +590,7 @@ mod tests {
             num_key_value_heads: 2,
             head_dim: 32,
             vocab_size: 4001,
-            rope: nq_formats::Rope {
+            rope: nq_model::Rope {
                 dims: Some(8),
                 ..whole.rope
             },
@@ -605,7 +606,7 @@ mod tests {
     fn mixture() -> Checkpoint {
         let config = ModelConfig {
             hidden_size: 64,
-            experts: Some(nq_formats::Experts {
+            experts: Some(nq_model::Experts {
                 count: 5,
                 per_token: 2,
                 width: 24,

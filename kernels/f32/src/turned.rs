@@ -4,7 +4,7 @@
 //! order: behind each half of those turned stands a half of the others, which are turned by nothing. Products of queries
 //! and keys, and norms of heads, do not depend on the order.
 
-use nq_formats::ModelConfig;
+use nq_model::ModelConfig;
 use nq_runtime::rope::Rotary;
 
 /// The order of the values of a head.

@@ -477,7 +477,7 @@ pub trait LayerOps: Buffers {
         shape: (usize, usize),
     ) -> Result<()>;
 
-    /// A gated DeltaNet (formulas: [`Mixer::Delta`](nq_formats::models::Mixer::Delta)) over whole sequences: `out`
+    /// A gated DeltaNet (formulas: [`Mixer::Delta`](nq_model::Mixer::Delta)) over whole sequences: `out`
     /// `[rows, values]` is each head's output after RMSNorm, times `silu(z)`. Besides the errors of [`Buffers`],
     /// [`Error::NoKernel`] for heads of widths that the device does not serve.
     fn delta(

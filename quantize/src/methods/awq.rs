@@ -16,7 +16,7 @@ use crate::grid::{Grid, Grids};
 use crate::linalg::Matrix;
 use crate::second_order::LayerStats;
 use crate::second_order::{Hessian, InputStats};
-use nq_formats::models::{NormKind, Product, Source};
+use nq_model::{NormKind, Product, Source};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;

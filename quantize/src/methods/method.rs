@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::grid::{Grid, Grids, Rounded};
 use crate::linalg::Matrix;
 use crate::second_order::{InputStats, LayerStats};
-use nq_formats::models::{LayerSpec, LinearKind, NormKind};
+use nq_model::{LayerSpec, LinearKind, NormKind};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 

@@ -8,9 +8,9 @@ use crate::grid::Grid;
 use crate::linalg::{Matrix, Moments};
 use crate::second_order::InputStats;
 use nq_formats::gguf::affine;
-use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::rng::Philox;
+use nq_model::{ARCHITECTURES, LinearKind, NormKind};
 
 fn grid(bits: Bits, group: Group, zeros: Zeros) -> Grid {
     Grid::new(AffineScheme::new(bits, group, zeros)).unwrap()

@@ -10,9 +10,10 @@ use crate::rounding;
 use crate::schemes::Schemes;
 use crate::second_order::InputStats;
 use crate::trellis;
-use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_formats::nq::{Param, Writer};
-use nq_formats::{Scheme, Weight, hash, mtp};
+use nq_formats::{Scheme, Weight, hash};
+use nq_model::mtp;
+use nq_model::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_runtime::Hidden;
 use nq_runtime::models;
 

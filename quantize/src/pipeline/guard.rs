@@ -12,9 +12,9 @@ use crate::memory;
 use crate::quality::{Limits, nats};
 use crate::schemes::Schemes;
 use crate::sensitivity;
-use nq_formats::names::{EMBEDDING, HEAD};
 use nq_formats::nq::Writer;
 use nq_formats::{Progress, human_bytes, mapping};
+use nq_model::names::{EMBEDDING, HEAD};
 use nq_runtime::ActivationChoice;
 
 /// Most whole models made in search of one that keeps the limits.

@@ -8,11 +8,11 @@ use crate::error::Result;
 use crate::layers::{self, RowProgress};
 use crate::linalg::read_row;
 use crate::schemes::{LayerSchemes, Schemes};
-use nq_formats::models::LinearSpec;
-use nq_formats::names::EMBEDDING;
 use nq_formats::nq::{Param, Staged, Writer};
-use nq_formats::{ModelConfig, Progress, Scheme, Tensor, Unit, Weight, mapping};
+use nq_formats::{Progress, Scheme, Tensor, Unit, Weight, mapping};
 use nq_load::stepper;
+use nq_model::names::EMBEDDING;
+use nq_model::{LinearSpec, ModelConfig};
 use nq_runtime::{
     ActivationChoice, Hidden, KvType, LayerStepper, LayerWeights, LoadOptions, models,
 };

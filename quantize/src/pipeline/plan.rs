@@ -13,10 +13,11 @@ use crate::methods::Needs;
 use crate::quality;
 use crate::sensitivity;
 use nq_formats::trellis::Code;
-use nq_formats::{DType, Scheme, TrellisScheme};
+use nq_formats::{Scheme, TrellisScheme};
 use nq_kernels::Isa;
 use nq_kernels::matrix::{Target, Threads, View, multiply};
 use nq_load::device::Device;
+use nq_model::DType;
 use serde::Serialize;
 use std::time::Instant;
 

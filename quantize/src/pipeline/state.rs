@@ -8,9 +8,10 @@ use crate::report::LayerReport;
 use crate::schemes::Schemes;
 use crate::train::record::Tuning;
 use nq_evals::KldStats;
-use nq_formats::names::EMBEDDING;
 use nq_formats::nq::Writer;
-use nq_formats::{ModelConfig, Scheme, hash};
+use nq_formats::{Scheme, hash};
+use nq_model::ModelConfig;
+use nq_model::names::EMBEDDING;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 

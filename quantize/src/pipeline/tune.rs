@@ -16,13 +16,13 @@ use crate::train::plan::{
 use crate::train::record::Tuning;
 use crate::train::trainer::{Beginnings, Settings, Trainer, settings_of};
 use crate::trellis::{alike, nearest, nearest_rows};
-use nq_formats::names::{EMBEDDING, HEAD, NORM};
 use nq_formats::nq::{Param, Writer};
 use nq_formats::trellis::BLOCK;
 use nq_formats::{Group, Progress, TrellisScheme, Unit, Weight, human_bytes};
 use nq_kernels::grad::{GradOps, GradWork};
 use nq_kernels::rng::Philox;
 use nq_load::device::Device;
+use nq_model::names::{EMBEDDING, HEAD, NORM};
 use nq_runtime::host::total_memory;
 use rayon::prelude::*;
 use serde::Serialize;

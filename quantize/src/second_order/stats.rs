@@ -82,5 +82,5 @@ impl From<Moments> for InputStats {
 }
 
 /// Calibration statistics of the inputs of each of a layer's products, in their order; one entry
-/// per expert if experts have inputs of their own ([`Product::shares`](nq_formats::models::Product::shares)).
+/// per expert if experts have inputs of their own ([`Product::shares`](nq_model::Product::shares)).
 pub type LayerStats = Vec<Vec<InputStats>>;

@@ -9,10 +9,9 @@ use super::values::Values;
 use super::{refused, untrainable};
 use crate::error::Result;
 use nq_f32::{AttentionProducts, Load, Pass, Tape, Workspace, attention_weights};
-use nq_formats::ModelConfig;
-use nq_formats::models::LayerSpec;
 use nq_kernels::grad::{Allocate, Gemm, GradOps, HeadShape, Occurrences};
 use nq_model::forward::{Attention, Block, Mix, Mlp, Packed};
+use nq_model::{LayerSpec, ModelConfig};
 
 /// Most logits held at once, per model.
 const LOGITS: usize = 1 << 26;

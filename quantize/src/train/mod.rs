@@ -12,7 +12,7 @@
 
 pub mod graph;
 pub mod params;
-use nq_formats::ModelConfig;
+use nq_model::ModelConfig;
 
 pub mod plan;
 pub mod record;

@@ -8,13 +8,11 @@ use crate::grid::{Grid, GroupParams, Rounded};
 use crate::linalg::read_row;
 use half::f16;
 use nq_f32::Load;
-use nq_formats::models::Product;
-use nq_formats::names::{self, EMBEDDING, HEAD, NORM, Shape};
-use nq_formats::{
-    AffineWeight, ModelConfig, QuantizedWeight, Tensor, Weight, WeightStore, Zeros, pack,
-};
+use nq_formats::{AffineWeight, QuantizedWeight, Tensor, Weight, WeightStore, Zeros, pack};
 use nq_kernels::grad::{Allocate, GradOps, Rounding};
 use nq_model::forward::{self, VectorSpec};
+use nq_model::names::{self, EMBEDDING, HEAD, NORM, Shape};
+use nq_model::{ModelConfig, Product};
 use nq_runtime::{LayerWeights, models};
 use rayon::prelude::*;
 
@@ -564,5 +562,5 @@ fn gain_tensor(source: &Tensor, values: &[f32]) -> Result<Tensor> {
         .iter()
         .flat_map(|&v| f16::from_f32(v).to_le_bytes())
         .collect();
-    Ok(Tensor::new(nq_formats::DType::F16, shape, bytes.into())?)
+    Ok(Tensor::new(nq_model::DType::F16, shape, bytes.into())?)
 }

@@ -4,9 +4,9 @@ use super::graph::Graph;
 use super::params::both_models;
 use super::sample::Sampler;
 use crate::error::Result;
-use nq_formats::ModelConfig;
 use nq_kernels::Account;
 use nq_kernels::grad::SCRATCH;
+use nq_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -231,7 +231,7 @@ impl MemoryPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::synth::Preset;
+    use nq_model::Preset;
 
     #[test]
     fn schedules_fill_the_budget_and_no_more() {

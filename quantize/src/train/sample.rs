@@ -5,8 +5,8 @@ use super::refused;
 use super::values::Values;
 use crate::error::{Error, Result};
 use nq_f32::{Load, add_biases, multiply, ones};
-use nq_formats::ModelConfig;
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
+use nq_model::ModelConfig;
 use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
 use nq_runtime::rope::Rotary;
 

@@ -11,15 +11,14 @@ use crate::linalg;
 use crate::methods::rtn;
 use crate::trellis;
 use nq_f32::{CpuOps, Load};
-use nq_formats::models::{ARCHITECTURES, LinearKind, NormKind, find};
 use nq_formats::trellis::Code;
 use nq_formats::{
-    AffineScheme, Bits, Group, ModelConfig, QuantizedWeight, Rope, RopeScaling, Tensor,
-    TrellisScheme, Weight, Zeros,
+    AffineScheme, Bits, Group, QuantizedWeight, Tensor, TrellisScheme, Weight, Zeros,
 };
 use nq_kernels::grad::UNKNOWN;
 use nq_kernels::rng::Philox;
 use nq_model::forward::Mix;
+use nq_model::{ARCHITECTURES, LinearKind, ModelConfig, NormKind, Rope, RopeScaling, find};
 use nq_runtime::LayerWeights;
 use std::collections::BTreeMap;
 

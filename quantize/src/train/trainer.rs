@@ -190,7 +190,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     /// If the device does not have enough memory; errors of sampling.
     pub fn new(
         ops: &'a O,
-        config: &nq_formats::ModelConfig,
+        config: &nq_model::ModelConfig,
         (source, quantized): (&Canonical, &Canonical),
         settings: Settings,
         (beginnings, nearest): (&'a Beginnings<'a>, &'a Nearest<'a>),

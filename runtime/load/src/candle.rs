@@ -8,10 +8,11 @@ use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::quantized_qwen3::ModelWeights;
 use candle_transformers::models::{qwen3, qwen3_moe};
 use nq_formats::gguf::names::to_gguf;
-use nq_formats::names::{EMBEDDING, HEAD, NORM};
-use nq_formats::{ModelConfig, Progress, RopeScaling, Weight, WeightStore};
+use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::Activations;
 use nq_kernels::pages::KvType;
+use nq_model::names::{EMBEDDING, HEAD, NORM};
+use nq_model::{ModelConfig, RopeScaling};
 use nq_runtime::checks::check_chunks;
 use nq_runtime::interface::{
     Chunk, DeviceChoice, Engine, EngineDescription, LoadOptions, Logits, Observer, Session,

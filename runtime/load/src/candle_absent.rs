@@ -1,6 +1,7 @@
 //! `--engine candle` in a build without it.
 
-use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_formats::{Progress, WeightStore};
+use nq_model::ModelConfig;
 use nq_runtime::interface::{Engine, LoadOptions};
 use nq_runtime::{Error, Result};
 use std::sync::Arc;

@@ -4,8 +4,9 @@
 use super::device::Device;
 use super::gpu;
 use nq_cpu::engine::eagle::EagleModel;
+use nq_formats::WeightStore;
 use nq_formats::eagle::EagleHead;
-use nq_formats::{ModelConfig, WeightStore};
+use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
 use nq_runtime::speculation::head::drafter;

@@ -72,9 +72,10 @@ pub use mtp::Mtp;
 
 use device::Device;
 use nq_cpu::{CpuEngine, CpuLayers};
-use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_formats::{Progress, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::KvType;
+use nq_model::ModelConfig;
 use nq_runtime::interface::{Engine, EngineKind, LoadOptions, Ordinals};
 use nq_runtime::stepper::{LayerStepper, Stepper};
 use nq_runtime::{Error, Result};

@@ -1,10 +1,11 @@
 //! Drafts by the layer with which a model predicts the token after the next (multi-token prediction;
-//! [`nq_formats::mtp`]).
+//! [`nq_model::mtp`]).
 
 use super::device::Device;
 use super::gpu;
 use nq_cpu::engine::mtp::MtpModel;
-use nq_formats::{ModelConfig, Weight, WeightStore, mtp};
+use nq_formats::{Weight, WeightStore};
+use nq_model::{ModelConfig, mtp};
 use nq_runtime::interface::{DraftLayer, Drafter, LoadOptions, Session, StreamHead};
 use nq_runtime::speculation::head::drafter;
 use nq_runtime::{Error, Result};

@@ -2,9 +2,9 @@
 #![allow(clippy::print_stdout, reason = "tests say what they did and skip")]
 
 use crate::common::{self, Store, feed, nq, small_config, tokens};
-use nq_formats::ModelConfig;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
+use nq_model::ModelConfig;
 use nq_runtime::{
     Batch, Chunk, Continuation, DraftModel, DraftedBy, Engine, Error, KvType, Logits, Observer,
     Pages, Piece, Result, Sampler, SamplingParams, Session, SessionSpec, Speculation, StepsAhead,

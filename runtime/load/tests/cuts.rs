@@ -6,7 +6,8 @@ use crate::common::oracle::{Futures, oracle};
 use crate::common::published::published;
 use crate::common::{Store, feed, options, small_config, tokens};
 use nq_cpu::FEW_ROWS;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_model::ModelConfig;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
     ActivationChoice, Batch, Continuation, DraftModel, DraftedBy, Encoder, Engine, EngineKind,

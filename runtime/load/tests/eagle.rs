@@ -2,9 +2,10 @@
 
 use crate::common::published::{Published, ask, published, streams};
 use crate::common::{Store, feed, options, small_config, tokens};
-use nq_formats::names::EMBEDDING;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, WeightStore, Zeros};
 use nq_load::Eagle;
+use nq_model::ModelConfig;
+use nq_model::names::EMBEDDING;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{

@@ -2,9 +2,9 @@
 //! together, and what embeddings and scores make of them.
 
 use crate::common::{self, Store, distance, feed, nq, session, small_config, tokens};
-use nq_formats::ModelConfig;
-use nq_formats::names::HEAD;
 use nq_formats::{Tensor, Weight};
+use nq_model::ModelConfig;
+use nq_model::names::HEAD;
 use nq_runtime::embedding::unit;
 use nq_runtime::rerank::shared_beginning;
 use nq_runtime::{DraftedBy, Encoder, Error, KvType, Row, SessionSpec};

@@ -6,8 +6,9 @@ use crate::common::{
     wide_hybrid,
 };
 use nq_cpu::FEW_ROWS;
-use nq_formats::{AffineScheme, Bits, DType, Group, ModelConfig, Tensor, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::{Isa, IsaChoice};
+use nq_model::{DType, ModelConfig};
 use nq_runtime::{
     ActivationChoice, Chunk, DraftedBy, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
     Session, SessionSpec,

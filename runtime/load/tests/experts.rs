@@ -4,9 +4,9 @@
 use crate::common::{
     Store, candle, distance, feed, nq, options, session, small_config, small_mixture, tokens,
 };
-use nq_formats::models::{LinearKind, in_layer};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Tensor, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::{KernelSet, Routes};
+use nq_model::{LinearKind, ModelConfig, in_layer};
 use nq_runtime::{Chunk, EngineKind, LoadOptions, LogitsWanted, Observer};
 
 /// Logits are of order 1; two f32 implementations agree to this.
@@ -125,7 +125,7 @@ fn wide(per_token: usize) -> ModelConfig {
         hidden_size: 64,
         experts: mixture
             .experts
-            .map(|e| nq_formats::Experts { width: 96, ..e }),
+            .map(|e| nq_model::Experts { width: 96, ..e }),
         ..mixture
     }
 }
@@ -134,7 +134,7 @@ fn wide(per_token: usize) -> ModelConfig {
 fn quantized(store: &Store, scheme: AffineScheme) -> Store {
     let mut rounded = store.quantized(scheme);
     for (name, weight) in &store.matrices {
-        if nq_formats::names::is_kept(name) {
+        if nq_model::names::is_kept(name) {
             rounded.matrices.insert(name.clone(), weight.clone());
         }
     }
@@ -189,14 +189,14 @@ struct SeenRoutes {
 }
 
 impl Observer for SeenRoutes {
-    fn linear_input(&mut self, _: usize, _: &nq_formats::models::Product, _: &[f32]) {
+    fn linear_input(&mut self, _: usize, _: &nq_model::Product, _: &[f32]) {
         self.others += 1;
     }
 
     fn expert_input(
         &mut self,
         layer: usize,
-        product: &nq_formats::models::Product,
+        product: &nq_model::Product,
         expert: usize,
         x: &[f32],
     ) {

@@ -3,8 +3,8 @@
 
 use crate::common::{distance, hybrid, options};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
-use nq_formats::models::{Architecture, find};
-use nq_formats::{Checkpoint, DType, ModelConfig, Rope, RopeScaling, synth};
+use nq_formats::{Checkpoint, synth};
+use nq_model::{Architecture, DType, ModelConfig, Rope, RopeScaling, find};
 use nq_runtime::{Chunk, DraftedBy, EngineKind, KvType, LogitsWanted, Session, SessionSpec};
 use serde::Deserialize;
 use std::collections::BTreeMap;

@@ -1,12 +1,12 @@
 //! nq's forward compared with candle's, and with itself cut up differently.
 
 use crate::common::{Store, candle, distance, feed, nq, options, session, small_config, tokens};
-use nq_formats::models::{
-    ARCHITECTURES, Architecture, AttentionSpec, Block, HeadNorms, LayerSpec, LinearKind,
-    LinearSpec, Mixer, MlpSpec, NormSpec, Product,
-};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_load::load;
+use nq_model::{
+    ARCHITECTURES, Architecture, AttentionSpec, Block, HeadNorms, LayerSpec, LinearKind,
+    LinearSpec, Mixer, MlpSpec, ModelConfig, NormSpec, Product,
+};
 use nq_runtime::weights::weight_kinds;
 use nq_runtime::{
     ActivationChoice, Chunk, DraftedBy, EngineKind, Error, Hidden, KvType, LayerWeights,

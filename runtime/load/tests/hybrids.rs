@@ -4,9 +4,10 @@
 use crate::common::oracle::{Futures, oracle};
 use crate::common::{Store, distance, feed, hybrid, options, tokens};
 use nq_cpu::FEW_ROWS;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
+use nq_model::ModelConfig;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::models::LayerWeights;
 use nq_runtime::{

@@ -3,8 +3,9 @@
 use crate::common::mtp::{Published, check_forks, session};
 use crate::common::published::ask;
 use crate::common::{Store, feed, hybrid, nq, options, tokens};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_load::Mtp;
+use nq_model::ModelConfig;
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
     ActivationChoice, EngineKind, LoadOptions, Sampler, SamplingParams, Session, SessionSpec,

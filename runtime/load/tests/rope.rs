@@ -1,7 +1,7 @@
 //! Rotary embedding compared with values worked out by hand from the published formulas.
 
 use crate::common::small_config;
-use nq_formats::{ModelConfig, Rope, RopeScaling};
+use nq_model::{ModelConfig, Rope, RopeScaling};
 use nq_runtime::rope::Rotary;
 
 /// Qwen3's heads, with the scaling that its model cards give for 131,072 positions.

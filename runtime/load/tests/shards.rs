@@ -1,12 +1,9 @@
 //! The parts of a model that several devices have, put together again.
 
 use crate::common::{Store, hybrid, small_config, small_mixture};
-use nq_formats::models::{LinearKind, Parameter, find};
-use nq_formats::names::layer_of;
-use nq_formats::synth::Preset;
-use nq_formats::{
-    AffineScheme, Bits, Delta, Group, ModelConfig, Shard, Weight, WeightStore, Zeros,
-};
+use nq_formats::{AffineScheme, Bits, Group, Shard, Weight, WeightStore, Zeros};
+use nq_model::names::layer_of;
+use nq_model::{Delta, LinearKind, ModelConfig, Parameter, Preset, find};
 
 /// Which of `ranks` parts has row `row` of the outputs of a Linear (or of a bias), by its heads.
 fn owner_of_row(kind: LinearKind, row: usize, c: &ModelConfig, ranks: usize) -> Option<usize> {
@@ -152,13 +149,13 @@ fn parts_are_those_of_their_heads() {
     let mixture = ModelConfig {
         experts: small_mixture(2, true)
             .experts
-            .map(|e| nq_formats::Experts { width: 256, ..e }),
+            .map(|e| nq_model::Experts { width: 256, ..e }),
         ..wide(small_mixture(2, true))
     };
     let hybrid = |gguf: &str, tiled: bool| {
         let small = hybrid(gguf, 6, false);
         ModelConfig {
-            experts: small.experts.map(|e| nq_formats::Experts {
+            experts: small.experts.map(|e| nq_model::Experts {
                 width: 256,
                 shared: 128,
                 ..e

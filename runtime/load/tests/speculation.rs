@@ -1,7 +1,8 @@
 //! Drafted tokens change the time of an answer and nothing else.
 
 use crate::common::{Store, options, small_config, tokens};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
+use nq_model::ModelConfig;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{

@@ -3,7 +3,7 @@
 use super::session::SessionSpec;
 use crate::error::{Error, Result};
 use nq_formats::eagle::{EagleConfig, TAPS};
-use nq_formats::{Experts, ModelConfig, mtp};
+use nq_model::{Experts, ModelConfig, mtp};
 use std::any::Any;
 use std::sync::Arc;
 

@@ -2,8 +2,8 @@
 
 use super::session::{Session, SessionSpec};
 use crate::error::Result;
-use nq_formats::ModelConfig;
 use nq_kernels::profile::OpTiming;
+use nq_model::ModelConfig;
 use std::fmt;
 
 /// A model on a device, ready to run. Weights are shared by all its sessions.

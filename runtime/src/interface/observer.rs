@@ -1,7 +1,7 @@
 //! Looking on while a forward computes.
 
-use nq_formats::models::Product;
 use nq_kernels::Routes;
+use nq_model::Product;
 
 /// Receives activations as a forward computes them. All methods do nothing by default.
 pub trait Observer {

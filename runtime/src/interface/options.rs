@@ -4,8 +4,9 @@ use super::ordinals::Ordinals;
 use super::session::SessionSpec;
 use crate::weights::bits;
 use nq_formats::trellis::BLOCK;
-use nq_formats::{DType, QuantizedWeight, Weight};
+use nq_formats::{QuantizedWeight, Weight};
 use nq_kernels::{Activations, IsaChoice, KernelSet};
+use nq_model::DType;
 use std::fmt;
 use std::str::FromStr;
 

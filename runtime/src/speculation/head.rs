@@ -2,11 +2,11 @@
 
 use crate::error::{Error, Result};
 use crate::interface::{Drafter, Session, StreamHead};
+use nq_formats::Weight;
 use nq_formats::eagle::{EagleHead, Half, TAPS};
-use nq_formats::models::{LinearKind, LinearSpec, NormKind, Product};
-use nq_formats::names::HEAD;
-use nq_formats::{ModelConfig, Weight};
 use nq_model::forward::{Layer, VectorSpec};
+use nq_model::names::HEAD;
+use nq_model::{LinearKind, LinearSpec, ModelConfig, NormKind, Product};
 
 /// Drafts with `head` for `session`, whose residual streams it reads from now on.
 ///

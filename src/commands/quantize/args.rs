@@ -8,7 +8,8 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use nq_formats::nq::SourceRecord;
 use nq_formats::trellis::Code;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Scheme, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros};
+use nq_model::ModelConfig;
 use nq_quantize::allocation;
 use nq_quantize::methods::{self, METHODS};
 use nq_quantize::mix;
@@ -498,7 +499,7 @@ impl QuantizeArgs {
 mod tests {
     use super::{Bits, Global, QuantizeArgs, QuantizeOptions, SourceRecord, parse_share};
     use clap::Parser;
-    use nq_formats::models::Preset;
+    use nq_model::Preset;
 
     #[derive(Parser)]
     struct Program {

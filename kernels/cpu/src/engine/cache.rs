@@ -1,9 +1,8 @@
 //! What a layer keeps of the sequences of a session: pages of keys and values, or states of recurrences.
 
 use crate::{KvPages, state_len};
-use nq_formats::ModelConfig;
-use nq_formats::models::LayerSpec;
 use nq_kernels::pages::KvType;
+use nq_model::{LayerSpec, ModelConfig};
 use nq_runtime::states::{delta_shape, is_recurrent};
 
 /// The cache of one layer.

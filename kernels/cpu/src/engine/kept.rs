@@ -4,7 +4,7 @@
 use super::cache::LayerCache;
 use super::weights::{CpuLayer, delta_vectors};
 use crate::{Cpu, DeltaRows, Span};
-use nq_formats::ModelConfig;
+use nq_model::ModelConfig;
 use nq_runtime::states::delta_shape;
 
 /// The inputs of recurrences in the latest forward, for the rows of sequences that may be cut within them.

@@ -4,13 +4,13 @@ use super::cache::LayerCache;
 use super::kept::KeptRows;
 use super::weights::{CpuLayer, delta_vectors};
 use crate::{Cpu, DeltaRows, Epilogue, KvSequence, Linear, Span};
-use nq_formats::models::Product;
-use nq_formats::{ModelConfig, Weight};
+use nq_formats::Weight;
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
 use nq_model::forward::{
     self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
 };
+use nq_model::{ModelConfig, Product};
 use nq_runtime::interface::{LoadOptions, Observer};
 use nq_runtime::models::LayerWeights;
 use nq_runtime::rope::Rotary;

@@ -2,7 +2,8 @@
 
 use super::weights::CpuLayer;
 use crate::{Cpu, Linear};
-use nq_formats::{ModelConfig, Weight};
+use nq_formats::Weight;
+use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::rope::Rotary;
 

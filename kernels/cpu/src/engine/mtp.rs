@@ -1,12 +1,14 @@
-//! A model's MTP layer on the CPU ([`nq_formats::mtp`]).
+//! A model's MTP layer on the CPU ([`nq_model::mtp`]).
 
 use super::layer::{pack, pack_layer};
 use super::model::CpuModel;
 use super::stream_drafts::{DraftHead, Input};
 use super::weights::CpuLayer;
 use crate::{Cpu, Epilogue, Linear};
-use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
-use nq_formats::{ModelConfig, Weight, WeightStore};
+use nq_formats::mtp::LayerStore;
+use nq_formats::{Weight, WeightStore};
+use nq_model::ModelConfig;
+use nq_model::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, NORM};
 use nq_runtime::Result;
 use nq_runtime::interface::LoadOptions;
 use nq_runtime::models::LayerWeights;

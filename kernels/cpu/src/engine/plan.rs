@@ -3,9 +3,10 @@
 
 use super::session_bytes;
 use crate::Linear;
-use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{Checkpoint, Files, ModelConfig};
+use nq_formats::{Checkpoint, Files};
 use nq_kernels::{Account, Held};
+use nq_model::ModelConfig;
+use nq_model::names::{self, EMBEDDING};
 use nq_runtime::Result;
 use nq_runtime::interface::SessionSpec;
 use nq_runtime::weights::{Kinds, weight_kinds};

@@ -8,7 +8,7 @@ use super::model::CpuModel;
 use super::mtp::{MtpDrafter, MtpModel};
 use super::stream_drafts::{Forks, StreamDrafts, draft_page_bytes};
 use crate::{Epilogue, FEW_ROWS, Span};
-use nq_formats::ModelConfig;
+use nq_model::ModelConfig;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use nq_runtime::interface::{
     Chunk, DraftedBy, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams,

@@ -13,9 +13,10 @@ use crate::memory::Buffer;
 use crate::simd::{LANES, Simd};
 use crate::table::{Dot, Dots, GEMV_COLUMNS, GEMV_TOGETHER, KernelTable, PANELS};
 use crate::{simd, with_scratch};
-use nq_formats::{Bits, DType, Group};
+use nq_formats::{Bits, Group};
 use nq_kernels::isa::Isa;
 use nq_kernels::registry::{Activations, KernelInfo, WeightKind};
+use nq_model::DType;
 use std::ops::Range;
 
 impl LinearKernel {

@@ -23,11 +23,12 @@ use half::f16;
 use nq_formats::pack::{pack_row, unpack_row};
 use nq_formats::trellis::{self, STRIP, TILE};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, Group, QuantizedWeight, Tensor, TrellisWeight, Weight,
+    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Tensor, TrellisWeight, Weight,
     ZeroPoints, Zeros,
 };
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
+use nq_model::DType;
 use std::sync::Arc;
 
 /// The content of a unit.

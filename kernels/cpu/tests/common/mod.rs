@@ -9,11 +9,12 @@ use nq_cpu::Cpu;
 use nq_formats::pack::pack_rows;
 use nq_formats::trellis::STRIP;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Levels, Parts, QuantizedWeight,
-    Scales, Tensor, TrellisScheme, TrellisWeight, Weight, Zeros,
+    AffineScheme, AffineWeight, Bits, Group, GroupValues, Levels, Parts, QuantizedWeight, Scales,
+    Tensor, TrellisScheme, TrellisWeight, Weight, Zeros,
 };
 use nq_kernels::rng::Philox;
 use nq_kernels::{Isa, IsaChoice};
+use nq_model::DType;
 use std::collections::HashMap;
 use std::sync::Mutex;
 

@@ -5,8 +5,8 @@ use nq_cuda::{
     Buffer, Columns, DeviceLinear, GemmOutput, GemvOutput, GroupedRows, Norm, PartialSums,
     StepOutput, best_len, gated_width,
 };
-use nq_formats::Experts;
 use nq_kernels::Result;
+use nq_model::Experts;
 
 /// Buffers of a product of `m` rows.
 struct Operands {

@@ -2,10 +2,11 @@
 
 use nq_cuda::{DeviceLinear, Gpu, Mark, PackedKind, Stack, Stream, Uploader};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, Group, GroupValues, Parts, QuantizedWeight, Tensor,
-    Weight, Zeros,
+    AffineScheme, AffineWeight, Bits, Group, GroupValues, Parts, QuantizedWeight, Tensor, Weight,
+    Zeros,
 };
 use nq_kernels::Result;
+use nq_model::DType;
 
 /// Operations in a recorded graph, and runs of the graph.
 const CHAIN: usize = 24;

@@ -2,8 +2,9 @@
 
 use super::model::{check_shape, key_copies};
 use crate::Gpu;
-use nq_formats::{ModelConfig, Progress, Scheme, Shard, WeightStore};
+use nq_formats::{Progress, Scheme, Shard, WeightStore};
 use nq_kernels::KernelSet;
+use nq_model::ModelConfig;
 use nq_runtime::interface::Split;
 use nq_runtime::models::LayerWeights;
 use nq_runtime::{Error, Result};
@@ -138,7 +139,7 @@ pub(super) fn refuse<T>(what: &'static str, expected: &str, found: impl ToString
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nq_formats::synth::Preset;
+    use nq_model::Preset;
 
     #[test]
     fn stages_are_by_free_memory() {

@@ -7,9 +7,9 @@
 use crate::HostWork;
 use nq_cpu::Cpu;
 use nq_cpu::engine::layer::pack;
-use nq_formats::models::{Block, LayerSpec, Mixer, Product};
-use nq_formats::{Experts, ModelConfig, Progress};
+use nq_formats::Progress;
 use nq_kernels::Routes;
+use nq_model::{Block, Experts, LayerSpec, Mixer, ModelConfig, Product};
 use nq_runtime::host::available_memory;
 use nq_runtime::interface::LoadOptions;
 use nq_runtime::models::LayerWeights;

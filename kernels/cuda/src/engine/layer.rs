@@ -1,10 +1,9 @@
 //! The weights of a layer on a GPU, and the mixtures that its kernels run.
 
 use crate::{Buffer, DeviceLinear, MOST_EXPERTS};
-use nq_formats::models::{LayerSpec, LinearKind, Product};
-use nq_formats::{Experts, ModelConfig};
 use nq_kernels::registry::WeightKind;
 use nq_model::forward::{Layer, Mix};
+use nq_model::{Experts, LayerSpec, LinearKind, ModelConfig, Product};
 
 /// The weights of a layer; gate and up are interleaved.
 pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;

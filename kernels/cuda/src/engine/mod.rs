@@ -15,9 +15,10 @@ mod streams;
 use crate::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 pub use model::check_shape;
 use model::{CudaModel, key_copies, note_copies};
-use nq_formats::{ModelConfig, Progress, Shard, WeightStore};
+use nq_formats::{Progress, Shard, WeightStore};
 use nq_kernels::profile::OpTiming;
 use nq_kernels::{Account, KernelSet};
+use nq_model::ModelConfig;
 use nq_runtime::interface::{
     ActivationChoice, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
 };

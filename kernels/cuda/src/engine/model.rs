@@ -12,14 +12,12 @@ use crate::{
     MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Uploader, WIDE_HEAD_DIM,
     rotated,
 };
-use nq_formats::models::{LinearKind, Mixer, Product};
-use nq_formats::names::{self, EMBEDDING};
-use nq_formats::{
-    DType, Experts, ModelConfig, Progress, Scheme, Shard, Tensor, Weight, WeightStore, human_bytes,
-};
+use nq_formats::{Progress, Scheme, Shard, Tensor, Weight, WeightStore, human_bytes};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
 use nq_model::forward::{HeadVectors, Layer, Mix, VectorSpec};
+use nq_model::names::{self, EMBEDDING};
+use nq_model::{DType, Experts, LinearKind, Mixer, ModelConfig, Product};
 use nq_runtime::interface::{LoadOptions, SessionSpec};
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;

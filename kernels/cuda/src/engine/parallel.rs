@@ -14,8 +14,9 @@ use super::model::note_copies;
 use super::part::GpuPart;
 use super::session::CudaSession;
 use crate::{Gpu, Rank};
-use nq_formats::{ModelConfig, Progress, WeightStore};
+use nq_formats::{Progress, WeightStore};
 use nq_kernels::profile::OpTiming;
+use nq_model::ModelConfig;
 use nq_runtime::interface::{
     Chunk, DeviceMemory, Drawn, Engine, EngineDescription, LoadOptions, Logits, Observer, Pages,
     Run, Session, SessionSpec, Split, StepsAhead,

@@ -1,7 +1,8 @@
 //! What each of several GPUs has of a model.
 
 use crate::Rank;
-use nq_formats::{ModelConfig, Shard};
+use nq_formats::Shard;
+use nq_model::ModelConfig;
 use nq_runtime::interface::Split;
 use std::ops::Range;
 

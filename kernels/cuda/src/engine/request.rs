@@ -2,8 +2,8 @@
 
 use super::part::GpuPart;
 use crate::{DeviceLinear, GpuInfo};
-use nq_formats::ModelConfig;
 use nq_kernels::KernelSet;
+use nq_model::ModelConfig;
 use nq_runtime::interface::SessionSpec;
 
 /// A model to be loaded, a session to be opened, or both, to be compared with the memory that the

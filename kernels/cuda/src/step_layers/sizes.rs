@@ -6,9 +6,9 @@ use super::limits::{
 };
 use crate::attention::row_heads;
 use crate::experts::{MOST_EXPERTS, chosen, stacked};
-use nq_formats::Experts;
 use nq_formats::trellis::{BLOCK, STRIP, TILE};
 use nq_kernels::delta::DeltaShape;
+use nq_model::Experts;
 
 /// Sizes of a model whose layers run at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,9 +11,10 @@ use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Checked, Columns, GemvOutput, Gpu, HEAD_DIM,
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Norm, Row, Stack, Step, Stream, best_len, operand_index,
 };
-use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::pages::KvType;
 use nq_kernels::reference;
+use nq_model::DType;
 
 /// Numbers of sequences that kernels are tested with.
 const SEQUENCES: [usize; 8] = [1, 2, 3, 7, 8, 9, 13, 16];

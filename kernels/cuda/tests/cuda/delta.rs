@@ -10,8 +10,8 @@ use nq_cuda::{
     HalfRows, Norm, Places, Rates, Row, RowsOut, SequenceRows, StatesShape, Step, StepBounds,
     Stream, operand_index,
 };
-use nq_formats::DType;
 use nq_kernels::{DeltaShape, reference};
+use nq_model::DType;
 
 const LAYERS: usize = 2;
 const LAYER: usize = 1;

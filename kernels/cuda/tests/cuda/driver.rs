@@ -2,7 +2,7 @@
 
 use super::{dense, gpu, pack};
 use nq_cuda::{GemvOutput, Gpu, HostWork, Norm, Stack, Strided, table};
-use nq_formats::DType;
+use nq_model::DType;
 use std::sync::Arc;
 use std::time::Duration;
 

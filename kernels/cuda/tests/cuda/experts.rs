@@ -3,8 +3,9 @@
 use super::{GUARD, finish, gpu, guarded, is_sanitizing, kinds, pack};
 use crate::common::{affine, dense, nmse, normal};
 use nq_cuda::{Gpu, GroupedRows, Norm, RowsOut, Stack, Stream, gated_width, stacked};
-use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::{Routes, reference};
+use nq_model::{DType, Experts};
 
 /// Numbers of rows that kernels are tested with.
 const ROWS: [usize; 5] = [1, 2, 3, 16, 33];

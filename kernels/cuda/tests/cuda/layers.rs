@@ -11,9 +11,10 @@ use nq_cuda::{
     TrellisRoom, TrellisSizes, WIDE_HEAD_DIM, gated_width, stacked,
 };
 use nq_formats::trellis::Code;
-use nq_formats::{AffineScheme, Bits, DType, Experts, Group, Scheme, TrellisScheme, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros};
 use nq_kernels::DeltaShape;
 use nq_kernels::pages::KvType;
+use nq_model::{DType, Experts};
 
 const KV_HEADS: usize = 8;
 const SLOT: usize = 1;

@@ -24,8 +24,9 @@ use nq_cuda::{
     Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, Places, RowsOut, Stack, Step,
     StepBounds, Stream, Uploader, best_len, operand_index,
 };
-use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::reference;
+use nq_model::DType;
 
 /// Numbers of rows of activations that kernels are tested with.
 const ROWS: [usize; 8] = [1, 2, 3, 8, 16, 17, 33, 130];

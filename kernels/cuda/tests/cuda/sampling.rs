@@ -7,8 +7,8 @@ use nq_cuda::{
     Adjustments, Advance, Buffer, Candidates, Checked, DeviceLinear, Gpu, Logprobs, MOST_LOGPROBS,
     Mapped, NONE_ALLOWED, NOT_FINITE, Places, Sampling, Stack, Step, StepBounds, Stream,
 };
-use nq_formats::DType;
 use nq_kernels::rng::Philox;
+use nq_model::DType;
 
 /// Number of sequences in a step.
 const M: usize = 3;

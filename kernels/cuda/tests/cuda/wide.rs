@@ -9,8 +9,9 @@ use nq_cuda::{
     Buffer, DeviceLinear, Gpu, MOST_WIDE_SEQUENCES, Norm, PartialSums, Stack, StepOutput, Stream,
     operand_index, wide_best_len,
 };
-use nq_formats::{AffineScheme, Bits, DType, Group, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::reference;
+use nq_model::DType;
 
 /// Numbers of sequences that kernels are tested with.
 const SEQUENCES: [usize; 8] = [17, 24, 31, 32, 33, 48, 63, 64];

@@ -6,9 +6,10 @@
 
 use super::{GpuFound, GpuMemory, GpuSizes};
 use nq_formats::eagle::EagleHead;
-use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::DeviceMoments;
+use nq_model::ModelConfig;
 use nq_runtime::interface::{Engine, LoadOptions, Ordinals};
 use nq_runtime::stepper::LayerStepper;
 use nq_runtime::{Error, Result};

@@ -11,7 +11,8 @@ mod here;
 pub use here::{GpuMeter, check, driver_needed, found, memory, moments, products, sizes};
 pub(crate) use here::{count, first, load, load_eagle, load_mtp, load_parallel, run, stepper};
 
-use nq_formats::{ModelConfig, TrellisScheme};
+use nq_formats::TrellisScheme;
+use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::interface::{DeviceMemory, SessionSpec};
 use nq_runtime::weights::Kinds;

@@ -6,10 +6,11 @@ use nq_cuda::{
     ParallelEngine, check_device, check_shape, device_count, planned, served,
 };
 use nq_formats::eagle::EagleHead;
-use nq_formats::{ModelConfig, Progress, Weight, WeightStore};
+use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::{DeviceMoments, SecondOrder};
+use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::interface::{Engine, LoadOptions, Ordinals};
 use nq_runtime::stepper::LayerStepper;

@@ -4,9 +4,10 @@
 use crate::common::published::ask;
 use crate::common::{Store, feed, small_config, tokens, wide_hybrid};
 use nq_formats::trellis::Code;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, TrellisScheme, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, TrellisScheme, Zeros};
 use nq_kernels::{Account, KernelSet};
 use nq_load::{Mtp, load};
+use nq_model::ModelConfig;
 use nq_runtime::{
     Chunk, DeviceChoice, DraftLayer, DraftedBy, KvType, LoadOptions, LogitsWanted, SessionSpec,
 };

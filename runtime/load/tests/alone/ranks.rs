@@ -5,9 +5,9 @@
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
 use crate::common::{Store, distance, feed, fused_config, gpu_engine, tokens, wide_hybrid};
-use nq_formats::models::{ARCHITECTURES, find};
-use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
+use nq_model::{ARCHITECTURES, Experts, ModelConfig, find};
 use nq_runtime::batch::decode;
 use nq_runtime::{
     Chunk, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session,

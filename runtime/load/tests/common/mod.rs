@@ -7,14 +7,14 @@ pub(crate) mod mtp;
 pub(crate) mod oracle;
 pub(crate) mod published;
 
-use nq_formats::models::{ARCHITECTURES, find};
-use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape, is_kept};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, DType, Delta, Error, Experts, Group, GroupValues,
-    ModelConfig, Parts, QuantizedWeight, Result, Rope, RopeScaling, Tensor, TensorEntry,
-    TrellisScheme, TrellisWeight, Weight, WeightStore, Zeros, pack, product, synth::random_trellis,
+    AffineScheme, AffineWeight, Bits, Error, Group, GroupValues, Parts, QuantizedWeight, Result,
+    Tensor, TensorEntry, TrellisScheme, TrellisWeight, Weight, WeightStore, Zeros, pack, product,
+    synth::random_trellis,
 };
 use nq_kernels::rng::Philox;
+use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, is_kept};
+use nq_model::{ARCHITECTURES, DType, Delta, Experts, ModelConfig, Rope, RopeScaling, find};
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, EngineKind, KvType, LoadOptions,
     LogitsWanted, Session, SessionSpec,
@@ -189,7 +189,7 @@ impl Store {
 
     /// The same weights, and random ones of the MTP layer, if the model has one.
     fn with_mtp(mut self, c: &ModelConfig, seed: u64) -> Self {
-        for (i, (name, shape)) in nq_formats::mtp::parameters(c).enumerate() {
+        for (i, (name, shape)) in nq_model::mtp::parameters(c).enumerate() {
             let mut rng = Philox::new(seed, 1 << 20 | i as u64);
             let mut normal = |n: usize, mean: f32, deviation: f32| -> Vec<f32> {
                 (0..n).map(|_| mean + deviation * rng.normal()).collect()

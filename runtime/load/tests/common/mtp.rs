@@ -2,10 +2,12 @@
 
 use super::published::ask;
 use super::{Store, feed, nq};
-use nq_formats::mtp::{self, EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore};
-use nq_formats::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters};
-use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
+use nq_formats::mtp::LayerStore;
+use nq_formats::{Tensor, Weight, WeightStore};
 use nq_load::Mtp;
+use nq_model::ModelConfig;
+use nq_model::mtp::{self, EMBEDDING_NORM, FC, HIDDEN_NORM};
+use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters};
 use nq_runtime::{
     Chunk, DraftLayer, DraftedBy, Engine, KvType, LogitsWanted, Session, SessionSpec,
 };

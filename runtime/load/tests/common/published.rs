@@ -1,9 +1,10 @@
 //! EAGLE-3 heads as published, and their computation in f64.
 
 use nq_formats::eagle::EagleHead;
-use nq_formats::{ModelConfig, Weight, WeightStore};
+use nq_formats::{Weight, WeightStore};
 use nq_kernels::rng::Philox;
 use nq_load::Eagle;
+use nq_model::ModelConfig;
 use nq_runtime::interface::Draft;
 use nq_runtime::{DraftedBy, Drafter, Engine, KvType, LoadOptions, Observer, Session, SessionSpec};
 use serde_json::{Value, json};

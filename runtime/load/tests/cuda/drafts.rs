@@ -3,8 +3,9 @@
 use crate::common;
 use crate::common::oracle::{Futures, oracle};
 use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
+use nq_model::ModelConfig;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::{
     DraftModel, DraftedBy, Engine, KvType, Sampler, SamplingParams, Session, SessionSpec,

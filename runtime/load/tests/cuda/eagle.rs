@@ -3,10 +3,11 @@
 use crate::common;
 use crate::common::published::{ask, published, streams};
 use crate::common::{Store, feed, fused_config, tokens};
-use nq_formats::names::EMBEDDING;
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, WeightStore, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, WeightStore, Zeros};
 use nq_kernels::KernelSet;
 use nq_load::Eagle;
+use nq_model::ModelConfig;
+use nq_model::names::EMBEDDING;
 use nq_runtime::{
     Batch, Continuation, DeviceChoice, DraftedBy, Engine, Error, KvType, LoadOptions, Piece,
     Result, Sampler, SamplingParams, Session, SessionSpec, Speculation,

@@ -2,13 +2,11 @@
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
 use crate::common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
-use nq_formats::models::{ARCHITECTURES, Product, find};
-use nq_formats::names::is_kept;
 use nq_formats::trellis::Code;
-use nq_formats::{
-    AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, TrellisScheme, Weight, Zeros,
-};
+use nq_formats::{AffineScheme, Bits, Group, Tensor, TrellisScheme, Weight, Zeros};
 use nq_kernels::KernelSet;
+use nq_model::names::is_kept;
+use nq_model::{ARCHITECTURES, Experts, ModelConfig, Product, find};
 use nq_runtime::batch::decode;
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted,

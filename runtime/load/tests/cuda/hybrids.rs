@@ -2,11 +2,11 @@
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
 use crate::common::{Store, distance, feed, gpu_engine, nq, tokens, wide_hybrid};
-use nq_formats::models::Product;
-use nq_formats::{AffineScheme, Bits, Delta, Group, ModelConfig, Rope, Tensor, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
+use nq_model::{Delta, ModelConfig, Product, Rope};
 use nq_runtime::batch::decode;
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, Hidden, KvType, LayerStepper,

@@ -4,9 +4,10 @@
 use crate::common::mtp::{Published, check_forks};
 use crate::common::published::ask;
 use crate::common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
-use nq_formats::{AffineScheme, Bits, Experts, Group, ModelConfig, Tensor, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_load::Mtp;
+use nq_model::{Experts, ModelConfig};
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
     DeviceChoice, DraftLayer, DraftedBy, Engine, LoadOptions, Sampler, SamplingParams, SessionSpec,

@@ -2,8 +2,9 @@
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
 use crate::common::{Store, distance, feed, fused_config, fused_session, gpu_engine, nq, tokens};
-use nq_formats::{AffineScheme, Bits, Group, ModelConfig, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
+use nq_model::ModelConfig;
 use nq_runtime::batch::decode;
 use nq_runtime::{
     Batch, Continuation, DraftedBy, Error, KvType, LogitBias, Piece, Sampler, SamplingParams,

@@ -8,8 +8,8 @@ use nq_kernels::KernelSet;
 use nq_runtime::interface::DraftLayer;
 
 /// Qwen3-8B's shape.
-fn config() -> nq_formats::ModelConfig {
-    nq_formats::synth::Preset::find("qwen3-8b")
+fn config() -> nq_model::ModelConfig {
+    nq_model::Preset::find("qwen3-8b")
         .expect("a published shape")
         .config()
 }
@@ -43,7 +43,7 @@ fn weight(scheme: AffineScheme) -> Weight {
 /// apart. Zero-points used to be a difference to plans alone.
 #[test]
 fn shared_experts_stack_where_their_weights_do() {
-    let config = nq_formats::synth::Preset::find("qwen3.5-35b-a3b").unwrap();
+    let config = nq_model::Preset::find("qwen3.5-35b-a3b").unwrap();
     let config = config.config();
     let scheme = |bits, zeros| AffineScheme::new(bits, Group::Size(64), zeros);
     let (int4, plain) = (
@@ -200,7 +200,7 @@ fn as_few_experts_as_necessary_stay_on_the_cpu() {
     };
     // A dense model has no experts to leave on the CPU.
     assert!(split(&model, None, 9_900_000_000).is_err());
-    model.config.experts = Some(nq_formats::Experts {
+    model.config.experts = Some(nq_model::Experts {
         count: 16,
         per_token: 2,
         width: 768,

@@ -6,8 +6,8 @@ use crate::{
     Buffer, Checked, DeltaRows, Gpu, GroupedRows, MOST_TRELLIS_ROWS, Places, Row, TrellisSizes,
     gated_width, packed_weights, stacked,
 };
-use nq_formats::{Experts, ModelConfig};
 use nq_kernels::{DeltaShape, KernelSet};
+use nq_model::{Experts, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::states::shape_of;
 

@@ -3,7 +3,7 @@
 use super::buffers::{LOGIT_ROWS, Widths};
 use crate::engine::part::GpuPart;
 use crate::{Buffer, Collectives, Gathered, Gpu, Inbox, LayersInbox, PartialSums, Share, Stream};
-use nq_formats::ModelConfig;
+use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::interface::Split;
 use std::ops::Range;

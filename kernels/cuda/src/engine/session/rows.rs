@@ -12,8 +12,8 @@ use crate::{
     Buffer, CONV, DeltaRows, DeltaSpan, DeviceLinear, DevicePages, DeviceStates, GemmOutput,
     HostStage, Row, RowsOut, SequenceRows, Stream, operand_index,
 };
-use nq_formats::models::Product;
 use nq_kernels::{Error, KernelSet, Result};
+use nq_model::Product;
 use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
 use nq_runtime::interface::{Chunk, Observer};
 use std::time::Duration;

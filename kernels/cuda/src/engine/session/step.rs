@@ -11,8 +11,8 @@ use super::step_rows::{RING, best_values, idle_step};
 use crate::{
     Advance, AttentionScratch, CascadeShape, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, Step,
 };
-use nq_formats::ModelConfig;
 use nq_kernels::pages::SharedPrefix;
+use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::interface::{Chunk, LogitsWanted, Run, bucket};
 

@@ -10,8 +10,8 @@ use crate::{
     MOST_SEQUENCES, MOST_WIDE_SEQUENCES, Mapped, PartialSums, Places, Sampling, Step, StepBounds,
     best_len, gathered_best_len, wide_best_len,
 };
-use nq_formats::ModelConfig;
 use nq_kernels::pages::KvType;
+use nq_model::ModelConfig;
 use nq_runtime::Result;
 use nq_runtime::interface::{SessionSpec, Split};
 use std::collections::VecDeque;

@@ -7,8 +7,9 @@ use crate::engine::model::{CudaModel, refuse};
 use crate::{
     Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm, Stack, Uploader,
 };
+use nq_formats::Weight;
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
-use nq_formats::{ModelConfig, Weight};
+use nq_model::ModelConfig;
 use nq_runtime::interface::DraftLayer;
 use nq_runtime::rope::Rotary;
 use nq_runtime::speculation::head::{EAGLE_NOT_FINITE, HeadWeights};

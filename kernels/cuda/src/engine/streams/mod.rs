@@ -24,7 +24,7 @@ use crate::{
     NOT_FINITE as NO_NUMBER, Norm, Row, RowsOut, Step, Stream, Strided, best_len,
 };
 use buffers::{Few, Many, RING, ROWS};
-use nq_formats::ModelConfig;
+use nq_model::ModelConfig;
 use nq_runtime::interface::{Draft, DraftLayer, Drafter, SessionSpec, StreamHead};
 use nq_runtime::kv::PageTables;
 use nq_runtime::rope::Rotary;

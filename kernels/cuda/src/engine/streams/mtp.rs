@@ -1,11 +1,13 @@
-//! A model's MTP layer on a GPU ([`nq_formats::mtp`]).
+//! A model's MTP layer on a GPU ([`nq_model::mtp`]).
 
 use super::{GpuHead, On, full, halves, multiply, norm_rows};
 use crate::engine::layer::CudaLayer;
 use crate::engine::model::{CudaModel, Slower, pack_layer};
 use crate::{Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, Stack, Uploader};
-use nq_formats::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, LayerStore, NORM};
-use nq_formats::{ModelConfig, Tensor, Weight, WeightStore};
+use nq_formats::mtp::LayerStore;
+use nq_formats::{Tensor, Weight, WeightStore};
+use nq_model::ModelConfig;
+use nq_model::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, NORM};
 use nq_runtime::interface::DraftLayer;
 use nq_runtime::models::LayerWeights;
 use nq_runtime::rope::Rotary;

@@ -9,7 +9,7 @@ use crate::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, DeviceLinear, GemmOutput,
     GemvOutput, Norm, Step,
 };
-use nq_formats::ModelConfig;
+use nq_model::ModelConfig;
 use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
 use nq_runtime::{Error, Result};
 
