@@ -1,14 +1,11 @@
 //! Reads `config.json` and `generation_config.json`.
 
 use crate::error::{Error, Result};
+use crate::keys::CONFIG;
 use crate::left_over::LeftOver;
-use crate::mtp;
 use crate::object::Object;
-use crate::recurrence::{TILED, VALUE_HEADS};
-use nq_model::{
-    Architecture, DType, Experts, LayerSpec, Mixer, ModelConfig, NormKind, RopeScaling,
-};
-use serde_json::{Map, Value, json};
+use nq_model::{Architecture, DType, Experts, LayerSpec, Mixer, ModelConfig, NormKind};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Sampling defaults from `generation_config.json`.
@@ -149,125 +146,21 @@ fn shape(
 
 /// The `config.json` of a model, with the keys of the published ones.
 pub fn to_json(c: &ModelConfig) -> Map<String, Value> {
-    let dtype = match c.dtype {
-        Some(DType::F16) => "float16",
-        Some(DType::F32) => "float32",
-        _ => "bfloat16",
-    };
-    let scaling = match c.rope.scaling {
-        RopeScaling::None => Value::Null,
-        RopeScaling::Yarn {
-            factor,
-            original_max_position_embeddings,
-            beta_fast,
-            beta_slow,
-            truncate,
-            attention_factor,
-        } => json!({
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original_max_position_embeddings,
-            "beta_fast": beta_fast,
-            "beta_slow": beta_slow,
-            "truncate": truncate,
-            "attention_factor": attention_factor,
-        }),
-        RopeScaling::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_max_position_embeddings,
-        } => json!({
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low_freq_factor,
-            "high_freq_factor": high_freq_factor,
-            "original_max_position_embeddings": original_max_position_embeddings,
-        }),
-    };
-    let eos = match c.eos_token_ids.as_slice() {
-        [] => Value::Null,
-        [one] => (*one).into(),
-        ids => ids.into(),
-    };
-    // Whole numbers are written without a fraction, as published.
-    let number = |v: f64| {
-        if v.fract() == 0.0 && v.abs() < 9e15 {
-            json!(v as i64)
-        } else {
-            json!(v)
-        }
-    };
-    // f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
-    let eps: f64 = c.rms_norm_eps.to_string().parse().unwrap_or(1e-6);
-    let Value::Object(mut map) = json!({
-        "architectures": [c.architecture.class],
-        "attention_dropout": 0.0,
-        "eos_token_id": eos,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": c.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": c.intermediate_size,
-        "max_position_embeddings": c.max_position_embeddings,
-        "max_window_layers": c.num_hidden_layers,
-        "model_type": c.architecture.model_type,
-        "num_attention_heads": c.num_attention_heads,
-        "num_hidden_layers": c.num_hidden_layers,
-        "num_key_value_heads": c.num_key_value_heads,
-        "rms_norm_eps": eps,
-        "rope_scaling": scaling,
-        "rope_theta": number(c.rope.theta),
-        "sliding_window": null,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "torch_dtype": dtype,
-        "use_cache": true,
-        "use_sliding_window": false,
-        "vocab_size": c.vocab_size,
-    }) else {
-        unreachable!("written as an object")
-    };
-    if c.architecture.matrices().all(|l| !l.bias) {
-        map.insert("attention_bias".into(), false.into());
+    // What other programs look for.
+    let mut map = Map::from_iter([
+        ("attention_dropout".into(), 0.0.into()),
+        ("initializer_range".into(), 0.02.into()),
+        ("max_window_layers".into(), c.num_hidden_layers.into()),
+        ("sliding_window".into(), Value::Null),
+        ("use_cache".into(), true.into()),
+    ]);
+    if c.experts.is_some() {
+        map.insert("output_router_logits".into(), false.into());
+        map.insert("router_aux_loss_coef".into(), 0.001.into());
     }
-    if let Some(experts) = c.experts {
-        let keys = [
-            ("decoder_sparse_step", json!(1)),
-            ("mlp_only_layers", json!([])),
-            ("moe_intermediate_size", json!(experts.width)),
-            ("norm_topk_prob", json!(experts.normalized)),
-            ("num_experts", json!(experts.count)),
-            ("num_experts_per_tok", json!(experts.per_token)),
-            ("output_router_logits", json!(false)),
-            ("router_aux_loss_coef", json!(0.001)),
-        ];
-        map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
-        if c.architecture.shares_expert() {
-            map.insert(
-                "shared_expert_intermediate_size".into(),
-                experts.shared.into(),
-            );
-        }
-    }
-    if let Some(delta) = c.delta {
-        let keys = [
-            ("full_attention_interval", json!(delta.interval)),
-            ("linear_conv_kernel_dim", json!(delta.conv)),
-            ("linear_key_head_dim", json!(delta.key_dim)),
-            ("linear_num_key_heads", json!(delta.key_heads)),
-            ("linear_num_value_heads", json!(delta.value_heads)),
-            ("linear_value_head_dim", json!(delta.value_dim)),
-        ];
-        map.extend(keys.map(|(key, value)| (key.to_owned(), value)));
-        if delta.tiled {
-            map.insert(VALUE_HEADS.into(), TILED.into());
-        }
-        map.insert(mtp::LAYERS_KEY.into(), c.mtp_layers.into());
-    }
-    if c.rope.dims.is_some() || c.architecture.rotated > 1 {
-        let part = c.rotated() as f64 / c.head_dim as f64;
-        map.insert("partial_rotary_factor".into(), part.into());
-    }
+    let own = (CONFIG.iter()).filter(|key| !key.name.is_empty() && (key.models)(c.architecture));
+    map.extend(own.filter_map(|key| Some((key.name.to_owned(), (key.value)(c)?))));
+    map.sort_keys();
     map
 }
 

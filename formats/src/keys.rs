@@ -2,65 +2,193 @@
 //! and that neither a reader nor a list of unused ones knows is said to be unknown.
 
 use crate::left_over::LeftOver;
-use serde_json::Value;
+use Gguf::{May, Must, No};
+use nq_model::{Architecture, DType, ModelConfig, RopeScaling};
+use serde_json::{Value, json};
 use std::fmt::Write;
+
+/// The order of the value heads of recurrences, a key of nq's own: models read from GGUF files have them
+/// [tiled](nq_model::Delta::tiled).
+pub(crate) const VALUE_HEADS: &str = "linear_value_head_order";
+pub(crate) const TILED: &str = "tiled";
 
 /// A key and what nq does with it.
 pub(crate) type KeyUse = (&'static str, &'static str);
 
+/// A key of `config.json` that nq reads, what says the same in a GGUF file, and what nq writes of a model under either.
+pub(crate) struct Key {
+    /// Empty for what GGUF files alone say.
+    pub(crate) name: &'static str,
+    pub(crate) gguf: Gguf,
+    pub(crate) models: Models,
+    /// `None` if nothing is written.
+    pub(crate) value: Written,
+    what: &'static str,
+}
+
+/// A number in a GGUF file's metadata, by its key behind the architecture's name.
+#[derive(Clone, Copy)]
+pub(crate) enum Gguf {
+    /// There is none, or others say it in another way.
+    No,
+    Must(&'static str),
+    May(&'static str),
+}
+
+impl Gguf {
+    pub(crate) fn name(self) -> Option<&'static str> {
+        match self {
+            Gguf::No => None,
+            Gguf::Must(name) | Gguf::May(name) => Some(name),
+        }
+    }
+}
+
+type Models = fn(&Architecture) -> bool;
+const ALL: Models = |_| true;
+const MIXTURES: Models = |a| a.router().is_some();
+const SHARING: Models = Architecture::shares_expert;
+const HYBRIDS: Models = Architecture::has_delta;
+
+type Written = fn(&ModelConfig) -> Option<Value>;
+const NOT: Written = |_| None;
+
+#[rustfmt::skip]
+const fn key(name: &'static str, gguf: Gguf, models: Models, value: Written, what: &'static str) -> Key {
+    Key { name, gguf, models, value, what }
+}
+
 /// Keys of `config.json` that nq reads.
 #[rustfmt::skip]
-pub(crate) const CONFIG: &[KeyUse] = &[
-    ("architectures", "the model's class, which must be one that nq runs"),
-    ("model_type", "the same"),
-    ("hidden_size", "width of the residual stream"),
-    ("intermediate_size", "width of the MLP"),
-    ("num_hidden_layers", "layers; files with more are refused"),
-    ("num_attention_heads", "query heads"),
-    ("num_key_value_heads", "key and value heads"),
-    ("head_dim", "width of a head"),
-    ("vocab_size", "rows of the embedding"),
-    ("max_position_embeddings", "the longest context"),
-    ("rms_norm_eps", "epsilon of the norms; 1e-6 if absent"),
-    ("tie_word_embeddings", "the head is the embedding, unless the files have a head that differs from it"),
-    ("eos_token_id", "tokens that end a text"),
-    ("dtype", "type of the weights, for `inspect`; tensors state their own"),
-    ("torch_dtype", "the same"),
-    ("attention_bias", "must be what the architecture has"),
-    ("qkv_bias", "must be what the architecture has"),
-    ("mlp_bias", "must be what the architecture has"),
-    ("use_qk_norm", "must be what the architecture has"),
-    ("attn_output_gate", "must be what the architecture has"),
-    ("output_gate_type", "hybrids: other gates of a recurrence's output than `silu`, which is `swish` too, are refused"),
-    ("use_sliding_window", "true is refused"),
-    ("layer_types", "other layers than the architecture has, or in another order, are refused"),
-    ("text_config", "these keys, of the text model of one that also sees images"),
-    ("full_attention_interval", "hybrids: every so many layers, one has attention"),
-    ("linear_conv_kernel_dim", "hybrids: inputs of the convolution of a recurrence"),
-    ("linear_key_head_dim", "hybrids: width of a recurrence's key heads"),
-    ("linear_value_head_dim", "hybrids: width of a recurrence's value heads"),
-    ("linear_num_key_heads", "hybrids: key heads of a recurrence"),
-    ("linear_num_value_heads", "hybrids: value heads of a recurrence"),
-    ("linear_value_head_order", "hybrids: `tiled` if value head h has key head h modulo their number, as in GGUF (a key of nq)"),
-    ("mtp_num_hidden_layers", "hybrids: 1 if there is an MTP layer, to draft with; more are not used"),
-    ("mtp_use_dedicated_embeddings", "hybrids: an MTP layer with an embedding of its own is not used"),
-    ("hidden_act", "other functions than `silu` are refused"),
-    ("rope_theta", "base of the rotary frequencies"),
-    ("rope_parameters", "the same, and how they are stretched"),
-    ("rope_scaling", "the same; taken before `rope_parameters`, as in transformers"),
-    ("partial_rotary_factor", "the part of a head that is rotated; 1 if absent, 0.25 in hybrids"),
-    ("original_max_position_embeddings", "must be that of `rope_scaling`"),
-    ("quantization_config", "format and settings of quantized weights"),
-    ("compression_config", "the same"),
-    ("decoder_sparse_step", "mixtures: other values than 1 are refused"),
-    ("mlp_only_layers", "mixtures: layers listed there are refused"),
-    ("shared_expert_intermediate_size", "mixtures: width of the shared expert; refused in those without one"),
-    ("num_experts", "mixtures: experts of a layer"),
-    ("num_local_experts", "the same"),
-    ("num_experts_per_tok", "mixtures: experts of a token"),
-    ("moe_intermediate_size", "mixtures: width of an expert"),
-    ("norm_topk_prob", "mixtures: the weights of a token's experts sum to 1"),
+pub(crate) const CONFIG: &[Key] = &[
+    key("architectures", No, ALL, |c| some([c.architecture.class]), "the model's class, which must be one that nq runs"),
+    key("model_type", No, ALL, |c| some(c.architecture.model_type), "the same"),
+    key("num_hidden_layers", No, ALL, |c| some(c.num_hidden_layers), "layers; files with more are refused"),
+    // MTP layers stand behind the others.
+    key("", Must("block_count"), ALL, |c| some(c.num_hidden_layers + c.mtp_layers), ""),
+    key("max_position_embeddings", Must("context_length"), ALL, |c| some(c.max_position_embeddings), "the longest context"),
+    key("hidden_size", Must("embedding_length"), ALL, |c| some(c.hidden_size), "width of the residual stream"),
+    key("intermediate_size", Must("feed_forward_length"), ALL, |c| some(c.intermediate_size), "width of the MLP"),
+    key("num_attention_heads", Must("attention.head_count"), ALL, |c| some(c.num_attention_heads), "query heads"),
+    key("num_key_value_heads", May("attention.head_count_kv"), ALL, |c| some(c.num_key_value_heads), "key and value heads"),
+    key("head_dim", May("attention.key_length"), ALL, |c| some(c.head_dim), "width of a head"),
+    key("", May("attention.value_length"), ALL, |c| some(c.head_dim), ""),
+    key("vocab_size", No, ALL, |c| some(c.vocab_size), "rows of the embedding"),
+    key("num_experts", Must("expert_count"), MIXTURES, |c| some(c.experts?.count), "mixtures: experts of a layer"),
+    key("num_local_experts", No, MIXTURES, NOT, "the same"),
+    key("num_experts_per_tok", Must("expert_used_count"), MIXTURES, |c| some(c.experts?.per_token), "mixtures: experts of a token"),
+    key("moe_intermediate_size", Must("expert_feed_forward_length"), MIXTURES, |c| some(c.experts?.width), "mixtures: width of an expert"),
+    key("shared_expert_intermediate_size", Must("expert_shared_feed_forward_length"), SHARING, |c| some(c.experts?.shared), "mixtures: width of the shared expert; refused in those without one"),
+    key("norm_topk_prob", No, MIXTURES, |c| some(c.experts?.normalized), "mixtures: the weights of a token's experts sum to 1"),
+    key("decoder_sparse_step", No, MIXTURES, |c| c.experts.and(some(1)), "mixtures: other values than 1 are refused"),
+    key("mlp_only_layers", No, MIXTURES, |c| c.experts.and(some([0; 0])), "mixtures: layers listed there are refused"),
+    // Readers take a part for hybrids where nothing is said, also of heads that are rotated whole.
+    key("", May("rope.dimension_count"), ALL, |c| in_part(c).then(|| c.rotated().into()), ""),
+    key("partial_rotary_factor", No, ALL, |c| in_part(c).then(|| (c.rotated() as f64 / c.head_dim as f64).into()), "the part of a head that is rotated; 1 if absent, 0.25 in hybrids"),
+    key("mtp_num_hidden_layers", May("nextn_predict_layers"), HYBRIDS, |c| some(c.mtp_layers), "hybrids: 1 if there is an MTP layer, to draft with; more are not used"),
+    key("mtp_use_dedicated_embeddings", No, HYBRIDS, NOT, "hybrids: an MTP layer with an embedding of its own is not used"),
+    key("full_attention_interval", May("full_attention_interval"), HYBRIDS, |c| some(c.delta?.interval), "hybrids: every so many layers, one has attention"),
+    key("linear_conv_kernel_dim", Must("ssm.conv_kernel"), HYBRIDS, |c| some(c.delta?.conv), "hybrids: inputs of the convolution of a recurrence"),
+    key("linear_key_head_dim", Must("ssm.state_size"), HYBRIDS, |c| some(c.delta?.key_dim), "hybrids: width of a recurrence's key heads"),
+    key("linear_value_head_dim", No, HYBRIDS, |c| some(c.delta?.value_dim), "hybrids: width of a recurrence's value heads"),
+    key("linear_num_key_heads", Must("ssm.group_count"), HYBRIDS, |c| some(c.delta?.key_heads), "hybrids: key heads of a recurrence"),
+    key("linear_num_value_heads", Must("ssm.time_step_rank"), HYBRIDS, |c| some(c.delta?.value_heads), "hybrids: value heads of a recurrence"),
+    key("", May("ssm.inner_size"), HYBRIDS, |c| some(c.delta?.values()), ""),
+    key(VALUE_HEADS, No, HYBRIDS, |c| c.delta?.tiled.then(|| TILED.into()), "hybrids: `tiled` if value head h has key head h modulo their number, as in GGUF (a key of nq)"),
+    key("output_gate_type", No, HYBRIDS, NOT, "hybrids: other gates of a recurrence's output than `silu`, which is `swish` too, are refused"),
+    key("rms_norm_eps", No, ALL, epsilon, "epsilon of the norms; 1e-6 if absent"),
+    key("rope_theta", No, ALL, |c| Some(number(c.rope.theta)), "base of the rotary frequencies"),
+    key("rope_parameters", No, ALL, NOT, "the same, and how they are stretched"),
+    key("rope_scaling", No, ALL, scaling, "the same; taken before `rope_parameters`, as in transformers"),
+    key("original_max_position_embeddings", No, ALL, NOT, "must be that of `rope_scaling`"),
+    key("tie_word_embeddings", No, ALL, |c| some(c.tie_word_embeddings), "the head is the embedding, unless the files have a head that differs from it"),
+    key("eos_token_id", No, ALL, ends, "tokens that end a text"),
+    key("dtype", No, ALL, NOT, "type of the weights, for `inspect`; tensors state their own"),
+    key("torch_dtype", No, ALL, |c| some(dtype(c)), "the same"),
+    key("attention_bias", No, ALL, |c| c.architecture.matrices().all(|l| !l.bias).then(|| false.into()), "must be what the architecture has"),
+    key("qkv_bias", No, ALL, NOT, "must be what the architecture has"),
+    key("mlp_bias", No, ALL, NOT, "must be what the architecture has"),
+    key("use_qk_norm", No, ALL, NOT, "must be what the architecture has"),
+    key("attn_output_gate", No, ALL, NOT, "must be what the architecture has"),
+    key("use_sliding_window", No, ALL, |_| some(false), "true is refused"),
+    key("layer_types", No, ALL, NOT, "other layers than the architecture has, or in another order, are refused"),
+    key("text_config", No, ALL, NOT, "these keys, of the text model of one that also sees images"),
+    key("hidden_act", No, ALL, |_| some("silu"), "other functions than `silu` are refused"),
+    key("quantization_config", No, ALL, NOT, "format and settings of quantized weights"),
+    key("compression_config", No, ALL, NOT, "the same"),
 ];
+
+fn some(value: impl Into<Value>) -> Option<Value> {
+    Some(value.into())
+}
+
+fn dtype(c: &ModelConfig) -> &'static str {
+    match c.dtype {
+        Some(DType::F16) => "float16",
+        Some(DType::F32) => "float32",
+        _ => "bfloat16",
+    }
+}
+
+fn ends(c: &ModelConfig) -> Option<Value> {
+    Some(match c.eos_token_ids.as_slice() {
+        [] => Value::Null,
+        [one] => (*one).into(),
+        ids => ids.into(),
+    })
+}
+
+/// f32 to decimal and back, so that 1e-6 is not written as 9.999999974752427e-7.
+fn epsilon(c: &ModelConfig) -> Option<Value> {
+    some(c.rms_norm_eps.to_string().parse().unwrap_or(1e-6))
+}
+
+/// Whole numbers are written without a fraction, as published.
+fn number(v: f64) -> Value {
+    match v.fract() == 0.0 && v.abs() < 9e15 {
+        true => (v as i64).into(),
+        false => v.into(),
+    }
+}
+
+/// True if files have to say which part of a head is rotated.
+fn in_part(c: &ModelConfig) -> bool {
+    c.rope.dims.is_some() || c.architecture.rotated > 1
+}
+
+fn scaling(c: &ModelConfig) -> Option<Value> {
+    Some(match c.rope.scaling {
+        RopeScaling::None => Value::Null,
+        RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings,
+            beta_fast,
+            beta_slow,
+            truncate,
+            attention_factor,
+        } => json!({
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+            "beta_fast": beta_fast,
+            "beta_slow": beta_slow,
+            "truncate": truncate,
+            "attention_factor": attention_factor,
+        }),
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+        }),
+    })
+}
 
 /// Keys of `rope_parameters` and `rope_scaling` that nq reads.
 #[rustfmt::skip]
@@ -187,8 +315,10 @@ pub(crate) fn unknown<'a>(
 /// The keys as a table in Markdown, for docs/formats.md.
 pub fn table() -> String {
     let mut out = String::from("| file | key | |\n|---|---|---|\n");
+    let named = CONFIG.iter().filter(|k| !k.name.is_empty());
+    let config: Vec<KeyUse> = named.map(|k| (k.name, k.what)).collect();
     let files = [
-        ("config.json", CONFIG),
+        ("config.json", &config[..]),
         ("`rope_parameters`, `rope_scaling`", ROPE),
         ("generation_config.json", GENERATION),
         ("config.json, generation_config.json", UNUSED),

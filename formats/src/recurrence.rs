@@ -1,13 +1,9 @@
 //! Reads what a config.json says of a hybrid's recurrences.
 
 use crate::error::Result;
+use crate::keys::{TILED, VALUE_HEADS};
 use crate::object::Object;
 use nq_model::{Architecture, Delta};
-
-/// The order of the value heads of recurrences, a key of nq's own: models read from GGUF files have them
-/// [tiled](nq_model::Delta::tiled).
-pub(crate) const VALUE_HEADS: &str = "linear_value_head_order";
-pub(crate) const TILED: &str = "tiled";
 
 /// More heads of a recurrence, wider ones or a longer convolution than this are rejected.
 const MAX_HEADS: usize = 1 << 12;

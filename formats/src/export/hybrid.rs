@@ -5,7 +5,7 @@ use crate::config::TEXT;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::gguf::order::Heads;
-use crate::recurrence::VALUE_HEADS;
+use crate::keys::VALUE_HEADS;
 use crate::scheme::Bits;
 use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;

@@ -6,10 +6,9 @@ use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
 use super::value::malformed;
 use crate::blocks::BlockType;
 use crate::error::{Error, Result};
-use crate::keys::UNKNOWN;
+use crate::keys::{CONFIG, Gguf, TILED, UNKNOWN, VALUE_HEADS};
 use crate::left_over::LeftOver;
 use crate::mtp;
-use crate::recurrence::{TILED, VALUE_HEADS};
 use nq_model::{Architecture, RopeScaling};
 use serde_json::{Map, Value, json};
 
@@ -109,6 +108,7 @@ pub(super) fn config(
             found,
         ));
     }
+    let mixture = architecture.router().is_some();
     let eps = key("attention.layer_norm_rms_epsilon");
     let eps = file.required(&eps, file.f64(&eps)?)?;
     let theta = file.f64(&key("rope.freq_base"))?.unwrap_or(10_000.0);
@@ -128,14 +128,7 @@ pub(super) fn config(
         "eos_token_id": file.u64("tokenizer.ggml.eos_token_id")?,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": match architecture.router() {
-            Some(_) => optional("feed_forward_length")?,
-            None => Some(dim("feed_forward_length")?),
-        },
-        "max_position_embeddings": dim("context_length")?,
         "model_type": architecture.model_type,
-        "num_attention_heads": heads,
         "num_hidden_layers": trunk(file, key("block_count"), key("nextn_predict_layers"))?,
         "num_key_value_heads": kv_heads,
         "pad_token_id": file.u64("tokenizer.ggml.padding_token_id")?,
@@ -153,27 +146,28 @@ pub(super) fn config(
     let Value::Object(mut config) = config else {
         unreachable!("the literal above is an object");
     };
-    if architecture.router().is_some() {
-        for (name, json) in [
-            ("expert_count", "num_experts"),
-            ("expert_used_count", "num_experts_per_tok"),
-            ("expert_feed_forward_length", "moe_intermediate_size"),
-        ] {
-            config.insert(json.into(), dim(name)?.into());
-        }
-        if architecture.shares_expert() {
-            let width = dim("expert_shared_feed_forward_length")?;
-            config.insert("shared_expert_intermediate_size".into(), width.into());
-        }
-        // Defaults that files of this architecture do not state.
+    for entry in CONFIG
+        .iter()
+        .filter(|k| (k.models)(architecture) && !k.name.is_empty())
+    {
+        let value = match entry.gguf {
+            _ if config.contains_key(entry.name) => None,
+            // Some mixtures, which have no other MLP, leave its width out.
+            Gguf::Must(name) if entry.name != "intermediate_size" || !mixture => Some(dim(name)?),
+            Gguf::Must(name) | Gguf::May(name) => optional(name)?,
+            Gguf::No => None,
+        };
+        config.extend(value.map(|v| (entry.name.to_owned(), v.into())));
+    }
+    if mixture {
+        // A default that files of this architecture do not state.
         config.insert("norm_topk_prob".into(), true.into());
     }
     if architecture.has_delta() {
         let part = rotated as f64 / head_dim.max(1) as f64;
         config.insert("partial_rotary_factor".into(), part.into());
         delta(file, architecture, &mut config)?;
-        let layers = optional("nextn_predict_layers")?.unwrap_or(0);
-        config.insert(mtp::LAYERS_KEY.into(), layers.into());
+        config.entry(mtp::LAYERS_KEY).or_insert(0.into());
     }
     Ok(config)
 }
@@ -228,20 +222,11 @@ fn delta(
             inner.to_string(),
         ));
     }
-    for (json, value) in [
-        ("linear_conv_kernel_dim", dim("ssm.conv_kernel")?),
-        ("linear_key_head_dim", width),
-        ("linear_value_head_dim", width),
-        ("linear_num_key_heads", dim("ssm.group_count")?),
-        ("linear_num_value_heads", heads),
-    ] {
-        config.insert(json.into(), value.into());
-    }
+    config.insert("linear_value_head_dim".into(), width.into());
     let recurrent = key("attention.recurrent_layers");
-    let interval = file.u64(&key("full_attention_interval"))?;
     // Writers state a default beside a list, and readers take the list.
-    if let Some(interval) = interval.filter(|_| !file.metadata().contains_key(&recurrent)) {
-        config.insert("full_attention_interval".into(), interval.into());
+    if file.metadata().contains_key(&recurrent) {
+        config.shift_remove("full_attention_interval");
     }
     let kind = |recurrent| match recurrent {
         true => "linear_attention",
@@ -332,32 +317,18 @@ fn llama3(file: &GgufFile, factors: &[f32], (theta, head_dim): (f64, u64)) -> Re
     }))
 }
 
-/// Keys of an architecture, behind its name, that [`config`], [`labels`] and [`pooling`] read.
+/// Keys of an architecture, behind its name, that are read beside those of [`CONFIG`].
 const READ: &[&str] = &[
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
     "attention.layer_norm_rms_epsilon",
     "attention.recurrent_layers",
-    "attention.value_length",
-    "block_count",
     "classifier.output_labels",
-    "context_length",
-    "embedding_length",
-    "expert_count",
-    "expert_feed_forward_length",
-    "expert_shared_feed_forward_length",
-    "expert_used_count",
-    "feed_forward_length",
-    "full_attention_interval",
-    "nextn_predict_layers",
     "pooling_type",
-    "rope.dimension_count",
     "rope.dimension_sections", // coordinates of a position, which are equal in text
     "rope.freq_base",
     "rope.mrope_interleaved", // and their order
     "rope.scaling.attn_factor",
     "rope.scaling.factor",
+    "rope.scaling.finetuned", // whether a context was stretched before or after training changes nothing
     "rope.scaling.original_context_length",
     "rope.scaling.type",
     "rope.scaling.yarn_attn_factor",
@@ -365,11 +336,6 @@ const READ: &[&str] = &[
     "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_log_multiplier",
-    "ssm.conv_kernel",
-    "ssm.group_count",
-    "ssm.inner_size",
-    "ssm.state_size",
-    "ssm.time_step_rank",
     "ssm.v_head_reordered",
     "vocab_size",
 ];
@@ -390,8 +356,8 @@ pub(super) fn left_over(file: &GgufFile, architecture: &Architecture) -> Vec<Lef
         let own = key
             .strip_prefix(architecture.gguf)
             .and_then(|k| k.strip_prefix('.'));
-        // Whether a context was stretched before or after training changes nothing.
-        own.is_some_and(|k| READ.contains(&k) || k == "rope.scaling.finetuned")
+        let in_table = |k| CONFIG.iter().any(|key| key.gguf.name() == Some(k));
+        own.is_some_and(|k| READ.contains(&k) || in_table(k))
             || OTHERS.iter().any(|prefix| key.starts_with(prefix))
     };
     let unknown = file.metadata().keys().filter(|key| !known(key));

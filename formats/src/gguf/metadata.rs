@@ -7,6 +7,7 @@ use super::writer::GgufPlan;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::files::Files;
+use crate::keys::CONFIG;
 use crate::task::Task;
 use crate::tokenizer::{Around, applied, around};
 use nq_model::RopeScaling;
@@ -56,54 +57,21 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
         }
     }
     let key = |name: &str| format!("{architecture}.{name}");
-    for (name, n) in [
-        ("block_count", c.num_hidden_layers + c.mtp_layers),
-        ("context_length", c.max_position_embeddings),
-        ("embedding_length", c.hidden_size),
-        ("feed_forward_length", c.intermediate_size),
-        ("attention.head_count", c.num_attention_heads),
-        ("attention.head_count_kv", c.num_key_value_heads),
-        ("attention.key_length", c.head_dim),
-        ("attention.value_length", c.head_dim),
-    ] {
-        plan.set(key(name), n as u32); // dimensions are below 2^28
+    for entry in CONFIG.iter().filter(|k| (k.models)(c.architecture)) {
+        let value = (entry.value)(c).and_then(|v| v.as_u64());
+        // Where nothing is said, readers take 0.
+        if let (Some(name), Some(n @ 1..)) = (entry.gguf.name(), value) {
+            plan.set(key(name), n as u32); // dimensions are below 2^28
+        }
     }
     if matches!(checkpoint.task(), Task::Embed(_)) {
         plan.set(key("pooling_type"), LAST_TOKEN as u32);
     }
-    if let Some(experts) = c.experts {
-        plan.set(key("expert_count"), experts.count as u32);
-        plan.set(key("expert_used_count"), experts.per_token as u32);
-        plan.set(key("expert_feed_forward_length"), experts.width as u32);
-        if experts.shared > 0 {
-            let width = experts.shared as u32;
-            plan.set(key("expert_shared_feed_forward_length"), width);
-        }
-    }
-    // Readers take a part for these families where nothing is said, also of heads that are rotated whole.
-    if c.rope.dims.is_some() || c.architecture.rotated > 1 {
-        plan.set(key("rope.dimension_count"), c.rotated() as u32);
-    }
-    if c.mtp_layers > 0 {
-        plan.set(key("nextn_predict_layers"), c.mtp_layers as u32);
-    }
-    if let Some(d) = c.delta {
-        for (name, n) in [
-            ("full_attention_interval", d.interval),
-            ("ssm.conv_kernel", d.conv),
-            ("ssm.state_size", d.key_dim),
-            ("ssm.group_count", d.key_heads),
-            ("ssm.time_step_rank", d.value_heads),
-            ("ssm.inner_size", d.values()),
-        ] {
-            plan.set(key(name), n as u32);
-        }
+    if c.architecture.gguf_tiled {
         // A third each for the three coordinates of a position, which are equal in text.
         let pairs = c.rotated() as i32 / 2;
         let sections = [(pairs + 2) / 3, (pairs + 1) / 3, pairs / 3, 0];
-        if c.architecture.gguf_tiled {
-            plan.set(key("rope.dimension_sections"), Array::of_i32s(&sections));
-        }
+        plan.set(key("rope.dimension_sections"), Array::of_i32s(&sections));
     }
     plan.set(key("attention.layer_norm_rms_epsilon"), c.rms_norm_eps);
     plan.set(key("rope.freq_base"), c.rope.theta as f32);
