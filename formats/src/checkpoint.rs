@@ -171,10 +171,7 @@ impl Checkpoint {
     }
 
     /// The same with another store over its own.
-    pub(crate) fn over(
-        mut self,
-        over: impl FnOnce(Box<dyn WeightStore>) -> Box<dyn WeightStore>,
-    ) -> Self {
+    pub fn over(mut self, over: impl FnOnce(Box<dyn WeightStore>) -> Box<dyn WeightStore>) -> Self {
         self.store = over(self.store);
         self
     }

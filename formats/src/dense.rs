@@ -61,8 +61,4 @@ impl WeightStore for DenseStore {
     fn file_bytes(&self) -> u64 {
         self.shards.file_bytes()
     }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        None
-    }
 }

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::files::{CONFIG, Files};
 use crate::object::Object;
 use crate::shards::Shards;
-use crate::store::{TensorEntry, WeightStore};
+use crate::store::{Overlay, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use bytes::Bytes;
@@ -204,17 +204,9 @@ pub enum Half {
 /// The weights of a head, q, k and v also by halves.
 struct HalvedStore(DenseStore);
 
-impl WeightStore for HalvedStore {
-    fn format(&self) -> &'static str {
-        self.0.format()
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        self.0.contains(name)
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.0.vector(name, len)
+impl Overlay for HalvedStore {
+    fn inner(&self) -> &dyn WeightStore {
+        &self.0
     }
 
     fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
@@ -227,18 +219,6 @@ impl WeightStore for HalvedStore {
             unreachable!("the store is dense");
         };
         Ok(Weight::Dense(columns(&whole, half * cols, cols)?))
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.0.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.0.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.0.quantization()
     }
 }
 

@@ -152,6 +152,23 @@ impl Error {
         )
     }
 
+    /// The error, if it is about parts of a weight, as one about a tensor of the file or folder `path`.
+    pub(crate) fn in_tensor(self, path: impl Into<PathBuf>, tensor: &str) -> Self {
+        match self {
+            Error::Weight {
+                what,
+                expected,
+                found,
+            } => Error::Tensor {
+                path: path.into(),
+                tensor: tensor.into(),
+                expected: format!("{what}: {expected}"),
+                found,
+            },
+            other => other,
+        }
+    }
+
     /// Wraps an I/O error with the file and the action that failed.
     pub fn io(path: impl Into<PathBuf>, action: &'static str, cause: std::io::Error) -> Self {
         Error::Io {

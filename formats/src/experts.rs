@@ -8,7 +8,7 @@ use crate::files::{CONFIG, Files};
 use crate::mapping;
 use crate::pack::pack_rows;
 use crate::scheme::{Scales, Zeros};
-use crate::store::{TensorEntry, WeightStore};
+use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, ZeroPoints};
@@ -353,9 +353,9 @@ fn check_count(entries: &[TensorEntry], count: usize, config: &Path) -> Result<(
     }
 }
 
-impl WeightStore for Gathered {
-    fn format(&self) -> &'static str {
-        self.inner.format()
+impl Overlay for Gathered {
+    fn inner(&self) -> &dyn WeightStore {
+        self.inner.as_ref()
     }
 
     fn contains(&self, name: &str) -> bool {
@@ -366,10 +366,6 @@ impl WeightStore for Gathered {
                     || self.inner.contains(&expert_name(name, 0))
             }
         }
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.inner.vector(name, len)
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
@@ -422,26 +418,6 @@ impl WeightStore for Gathered {
                 .flat_map(|e| self.inner.sources(&expert_name(name, e)))
                 .collect(),
         }
-    }
-
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.inner.tensor(name, shape)
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.inner.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.inner.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.inner.quantization()
-    }
-
-    fn gguf_file(&self) -> Option<&Path> {
-        self.inner.gguf_file()
     }
 }
 

@@ -74,7 +74,7 @@ pub use files::{Files, VirtualFiles};
 pub use progress::{Progress, Unit};
 pub use scheme::{AffineScheme, Bits, Group, Held, Levels, Scales, Scheme, TwoLevel, Zeros};
 pub use shard::Shard;
-pub use store::{TensorEntry, WeightStore};
+pub use store::{Overlay, TensorEntry, WeightStore};
 pub use stored::StoredWeight;
 pub use task::Task;
 pub use tensor::Tensor;

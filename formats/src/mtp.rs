@@ -2,18 +2,12 @@
 //! ([`LayerStore`]) as that of a model of one layer, for code that reads layers.
 
 use crate::error::Result;
-use crate::exactness::Exactness;
 use crate::left_over::LeftOver;
 use crate::object::Object;
-use crate::scheme::Scheme;
-use crate::store::{TensorEntry, WeightStore};
-use crate::stored::StoredWeight;
-use crate::tensor::Tensor;
-use crate::weight::Weight;
+use crate::store::{Overlay, WeightStore};
 use nq_model::mtp::{in_mtp_layer, parameters};
 use nq_model::{Architecture, ModelConfig, in_layer};
 use std::borrow::Cow;
-use std::path::Path;
 
 /// The key of config.json that says how many such layers a model has.
 pub(crate) const LAYERS_KEY: &str = "mtp_num_hidden_layers";
@@ -75,69 +69,16 @@ impl<'a> LayerStore<'a> {
     }
 }
 
-/// The name in the whole model of a parameter of the view.
-fn whole(name: &str) -> Cow<'_, str> {
-    match name.strip_prefix(&in_layer(0, "")) {
-        Some(suffix) => in_mtp_layer(suffix).into(),
-        // Of the whole model, beside its layers.
-        None => name.into(),
-    }
-}
-
-impl WeightStore for LayerStore<'_> {
-    fn format(&self) -> &'static str {
-        self.0.format()
+impl Overlay for LayerStore<'_> {
+    fn inner(&self) -> &dyn WeightStore {
+        self.0
     }
 
-    fn contains(&self, name: &str) -> bool {
-        self.0.contains(&whole(name))
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.0.vector(&whole(name), len)
-    }
-
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
-        self.0.matrix(&whole(name), dims)
-    }
-
-    fn scheme(&self, name: &str) -> Option<Scheme> {
-        self.0.scheme(&whole(name))
-    }
-
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.0.tensor(&whole(name), shape)
-    }
-
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
-        self.0.stored(&whole(name), dims)
-    }
-
-    fn sources(&self, name: &str) -> Vec<String> {
-        self.0.sources(&whole(name))
-    }
-
-    fn exactness(&self, name: &str) -> Exactness {
-        self.0.exactness(&whole(name))
-    }
-
-    fn is_bare(&self) -> bool {
-        self.0.is_bare()
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.0.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.0.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.0.quantization()
-    }
-
-    fn gguf_file(&self) -> Option<&Path> {
-        self.0.gguf_file()
+    fn inner_name<'n>(&self, name: &'n str) -> Cow<'n, str> {
+        match name.strip_prefix(&in_layer(0, "")) {
+            Some(suffix) => in_mtp_layer(suffix).into(),
+            // Of the whole model, beside its layers.
+            None => name.into(),
+        }
     }
 }

@@ -3,15 +3,14 @@
 //! has them.
 
 use crate::error::{Error, Result};
-use crate::exactness::Exactness;
 use crate::nq::record;
-use crate::scheme::Scheme;
-use crate::store::{TensorEntry, WeightStore};
+use crate::store::{Overlay, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use nq_model::names::{is_less_one, layer_matrix, layer_vector};
 use nq_model::{Architecture, Delta, LinearKind, ModelConfig, VectorKind, tensor_name};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// Whose files they are.
@@ -125,13 +124,16 @@ impl Published {
     }
 }
 
-impl WeightStore for Published {
-    fn format(&self) -> &'static str {
-        self.inner.format()
+impl Overlay for Published {
+    fn inner(&self) -> &dyn WeightStore {
+        self.inner.as_ref()
     }
 
-    fn contains(&self, name: &str) -> bool {
-        self.inner.contains(name) || self.part(name).is_some()
+    fn inner_name<'n>(&self, name: &'n str) -> Cow<'n, str> {
+        match self.part(name) {
+            None => name.into(),
+            Some(part) => part.fused.into(),
+        }
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
@@ -162,52 +164,11 @@ impl WeightStore for Published {
         }
     }
 
-    fn scheme(&self, name: &str) -> Option<Scheme> {
-        match self.part(name) {
-            None => self.inner.scheme(name),
-            Some(part) => self.inner.scheme(&part.fused),
-        }
-    }
-
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.inner.tensor(name, shape)
-    }
-
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
         match self.part(name) {
             None => self.inner.stored(name, dims),
             Some(part) => self.matrix_part(&part, dims.1).map(StoredWeight::Canonical),
         }
-    }
-
-    fn sources(&self, name: &str) -> Vec<String> {
-        match self.part(name) {
-            None => self.inner.sources(name),
-            Some(part) => self.inner.sources(&part.fused),
-        }
-    }
-
-    fn exactness(&self, name: &str) -> Exactness {
-        match self.part(name) {
-            None => self.inner.exactness(name),
-            Some(part) => self.inner.exactness(&part.fused),
-        }
-    }
-
-    fn is_bare(&self) -> bool {
-        self.inner.is_bare()
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.inner.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.inner.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.inner.quantization()
     }
 
     fn gguf_file(&self) -> Option<&Path> {

@@ -9,10 +9,9 @@
 //! So a rank is a model of fewer heads and narrower MLPs, whose weights [`ShardStore`] cuts out of those of the whole.
 
 use crate::error::{Error, Result};
-use crate::exactness::Exactness;
 use crate::pack::{pack_row, unpack_row};
-use crate::scheme::{Bits, Group, Scales, Scheme};
-use crate::store::{TensorEntry, WeightStore};
+use crate::scheme::{Bits, Group, Scales};
+use crate::store::{Overlay, TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
@@ -21,7 +20,6 @@ use nq_model::{ModelConfig, Parameter, Width, in_layer, names};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 
 /// Part `rank` of `ranks`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -287,9 +285,12 @@ pub struct ShardStore<'a> {
     cuts: BTreeMap<String, Cut>,
 }
 
-impl ShardStore<'_> {
-    /// The name of this part's parameter `name` in the whole model.
-    fn whole<'n>(&self, name: &'n str) -> Cow<'n, str> {
+impl Overlay for ShardStore<'_> {
+    fn inner(&self) -> &dyn WeightStore {
+        self.inner
+    }
+
+    fn inner_name<'n>(&self, name: &'n str) -> Cow<'n, str> {
         match (&self.shard.layers, names::split_layer(name)) {
             (Some(layers), Some((layer, suffix))) => {
                 Cow::Owned(in_layer(layers.start + layer, suffix))
@@ -297,22 +298,12 @@ impl ShardStore<'_> {
             _ => Cow::Borrowed(name),
         }
     }
-}
-
-impl WeightStore for ShardStore<'_> {
-    fn format(&self) -> &'static str {
-        self.inner.format()
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        self.inner.contains(&self.whole(name))
-    }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         let Some(cut) = self.cuts.get(name) else {
-            return self.inner.vector(&self.whole(name), len);
+            return self.inner.vector(&self.inner_name(name), len);
         };
-        let whole = self.inner.vector(&self.whole(name), cut.dims.0)?;
+        let whole = self.inner.vector(&self.inner_name(name), cut.dims.0)?;
         if is_all(&cut.rows, cut.dims.0) {
             return Ok(whole);
         }
@@ -323,40 +314,13 @@ impl WeightStore for ShardStore<'_> {
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         let Some(cut) = self.cuts.get(name) else {
-            return self.inner.matrix(&self.whole(name), dims);
+            return self.inner.matrix(&self.inner_name(name), dims);
         };
-        let whole = self.inner.matrix(&self.whole(name), cut.dims)?;
-        let part = cut.of(&whole).map_err(|e| match e {
-            Error::Weight {
-                what,
-                expected,
-                found,
-            } => Error::Tensor {
-                path: PathBuf::from(format!("part {} of {}", self.shard.rank, self.shard.ranks)),
-                tensor: name.into(),
-                expected: format!("{what}: {expected}"),
-                found,
-            },
-            other => other,
-        })?;
+        let whole = self.inner.matrix(&self.inner_name(name), cut.dims)?;
+        let place = format!("part {} of {}", self.shard.rank, self.shard.ranks);
+        let part = cut.of(&whole).map_err(|e| e.in_tensor(place, name))?;
         whole.release();
         Ok(part)
-    }
-
-    fn scheme(&self, name: &str) -> Option<Scheme> {
-        self.inner.scheme(&self.whole(name))
-    }
-
-    fn sources(&self, name: &str) -> Vec<String> {
-        self.inner.sources(&self.whole(name))
-    }
-
-    fn exactness(&self, name: &str) -> Exactness {
-        self.inner.exactness(&self.whole(name))
-    }
-
-    fn is_bare(&self) -> bool {
-        self.inner.is_bare()
     }
 
     /// Those of the whole model, or of its layers, whose sizes tell how much larger one layer is than another.
@@ -374,18 +338,6 @@ impl WeightStore for ShardStore<'_> {
             Some(_) => None,
         };
         entries.filter_map(own).collect()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.inner.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.inner.quantization()
-    }
-
-    fn gguf_file(&self) -> Option<&Path> {
-        self.inner.gguf_file()
     }
 }
 

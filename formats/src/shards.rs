@@ -202,14 +202,15 @@ impl Shards {
         Ok(tensor)
     }
 
+    fn path(&self, name: &str) -> &Path {
+        let file = self.by_name.get(name);
+        file.map_or(self.root.as_path(), |(i, _)| self.files[*i].path())
+    }
+
     /// An error about the tensor `name`, with the path of the file that holds it, or of the folder.
     pub fn error(&self, name: &str, expected: String, found: String) -> Error {
-        let path = match self.by_name.get(name) {
-            Some((i, _)) => self.files[*i].path().to_owned(),
-            None => self.root.clone(),
-        };
         Error::Tensor {
-            path,
+            path: self.path(name).into(),
             tensor: name.into(),
             expected,
             found,
@@ -218,14 +219,7 @@ impl Shards {
 
     /// Adds the name of the weight to an error about parts that do not match each other.
     pub(crate) fn wrap(&self, name: &str, error: Error) -> Error {
-        match error {
-            Error::Weight {
-                what,
-                expected,
-                found,
-            } => self.error(name, format!("{what}: {expected}"), found),
-            other => other,
-        }
+        error.in_tensor(self.path(name), name)
     }
 
     /// Names of all tensors, sorted.

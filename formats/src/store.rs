@@ -6,6 +6,7 @@ use crate::scheme::Scheme;
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
+use std::borrow::Cow;
 use std::path::Path;
 
 /// A tensor as stored in a file, for listings.
@@ -97,11 +98,61 @@ pub trait WeightStore: Send + Sync {
 
     /// The file's own description of its quantization, unchanged; `None` if it is
     /// unquantized.
-    fn quantization(&self) -> Option<&serde_json::Value>;
+    fn quantization(&self) -> Option<&serde_json::Value> {
+        None
+    }
 
     /// The single GGUF file that holds everything, for engines that read it themselves; `None`
     /// if there is no such file.
     fn gguf_file(&self) -> Option<&Path> {
         None
     }
+}
+
+/// Declares [`Overlay`] and how it is a [`WeightStore`], by the methods that an overlay may state, each with what it
+/// returns unless it does.
+macro_rules! overlay {
+    ($($method:ident($($arg:ident: $type:ty),*) -> $out:ty = |$store:ident| $unstated:expr;)*) => {
+        /// A store over another one, which states what it changes. Everything else is what the store below says of
+        /// the parameter with the name [`Overlay::inner_name`]; but values that were changed on the way are no longer
+        /// those of a GGUF file, and [`WeightStore::stored`] is the weight as it is read, unless an overlay says so.
+        #[allow(missing_docs)] // Those of `WeightStore`.
+        pub trait Overlay: Send + Sync {
+            /// The store below.
+            fn inner(&self) -> &dyn WeightStore;
+
+            /// The name that the parameter `name` has in the store below.
+            fn inner_name<'n>(&self, name: &'n str) -> Cow<'n, str> {
+                name.into()
+            }
+
+            $(fn $method(&self, $($arg: $type),*) -> $out {
+                let $store = self;
+                $unstated
+            })*
+        }
+
+        impl<S: Overlay> WeightStore for S {
+            $(fn $method(&self, $($arg: $type),*) -> $out {
+                Overlay::$method(self, $($arg),*)
+            })*
+        }
+    };
+}
+
+overlay! {
+    format() -> &'static str = |s| s.inner().format();
+    contains(name: &str) -> bool = |s| s.inner().contains(&s.inner_name(name));
+    vector(name: &str, len: usize) -> Result<Tensor> = |s| s.inner().vector(&s.inner_name(name), len);
+    matrix(name: &str, dims: (usize, usize)) -> Result<Weight> = |s| s.inner().matrix(&s.inner_name(name), dims);
+    scheme(name: &str) -> Option<Scheme> = |s| s.inner().scheme(&s.inner_name(name));
+    tensor(name: &str, shape: &[usize]) -> Result<Option<Tensor>> = |s| s.inner().tensor(name, shape);
+    stored(name: &str, dims: (usize, usize)) -> Result<StoredWeight> = |s| s.matrix(name, dims).map(StoredWeight::Canonical);
+    sources(name: &str) -> Vec<String> = |s| s.inner().sources(&s.inner_name(name));
+    exactness(name: &str) -> Exactness = |s| s.inner().exactness(&s.inner_name(name));
+    is_bare() -> bool = |s| s.inner().is_bare();
+    entries() -> Vec<TensorEntry> = |s| s.inner().entries();
+    file_bytes() -> u64 = |s| s.inner().file_bytes();
+    quantization() -> Option<&serde_json::Value> = |s| s.inner().quantization();
+    gguf_file() -> Option<&Path> = |_s| None;
 }

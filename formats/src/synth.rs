@@ -453,10 +453,6 @@ impl WeightStore for RandomStore {
     fn file_bytes(&self) -> u64 {
         self.entries().iter().map(|e| e.bytes).sum()
     }
-
-    fn quantization(&self) -> Option<&Value> {
-        None
-    }
 }
 
 /// The random numbers of one tensor, addressable by element.

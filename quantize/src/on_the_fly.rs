@@ -9,18 +9,21 @@ use crate::methods::rtn;
 use crate::rounding;
 use crate::schemes::{Schemes, default_scheme};
 use nq_formats::{
-    AffineScheme, Bits, Checkpoint, Exactness, Scheme, StoredWeight, Tensor, TensorEntry, Weight,
-    WeightStore,
+    AffineScheme, Bits, Checkpoint, Exactness, Overlay, Scheme, StoredWeight, Weight, WeightStore,
 };
 use nq_model::{ModelConfig, names};
-use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 /// Quantizes the weights of another store.
 pub struct OnTheFly<'a> {
-    source: Box<dyn WeightStore + 'a>,
+    source: Source<'a>,
     rule: Rule,
+}
+
+enum Source<'a> {
+    Own(Box<dyn WeightStore>),
+    Lent(&'a dyn WeightStore),
 }
 
 /// Rule for which weights are rounded.
@@ -45,17 +48,19 @@ impl Rule {
     }
 }
 
-impl<'a> OnTheFly<'a> {
+impl OnTheFly<'_> {
     /// Reads the weights of `source` under `schemes`. Weights that are already quantized pass
     /// unchanged.
-    pub fn new(source: Box<dyn WeightStore + 'a>, schemes: Schemes) -> Self {
-        let rule = Rule::Unquantized(schemes);
-        OnTheFly { source, rule }
+    pub fn new(source: Box<dyn WeightStore>, schemes: Schemes) -> Self {
+        OnTheFly {
+            source: Source::Own(source),
+            rule: Rule::Unquantized(schemes),
+        }
     }
 
     /// Reads the weight `name` and rounds it if the rule says so.
     fn round(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
-        let weight = self.source.matrix(name, dims)?;
+        let weight = self.inner().matrix(name, dims)?;
         let Some(scheme) = self.rule.scheme(name, &weight) else {
             return Ok(weight);
         };
@@ -122,17 +127,10 @@ pub fn requantize(checkpoint: Checkpoint, schemes: BTreeMap<String, AffineScheme
 }
 
 fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
-    let (files, config) = (checkpoint.files().clone(), checkpoint.config().clone());
-    let generation = checkpoint.generation().clone();
-    let task = checkpoint.task().clone();
-    let source = Box::new(Whole(checkpoint));
-    Checkpoint::new(
-        files,
-        config,
-        generation,
-        task,
-        Box::new(OnTheFly { source, rule }),
-    )
+    checkpoint.over(|store| {
+        let source = Source::Own(store);
+        Box::new(OnTheFly { source, rule })
+    })
 }
 
 /// The weights of `checkpoint` under `schemes`, as they are read.
@@ -141,71 +139,18 @@ fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
 /// Errors of [`Schemes::check`].
 pub(crate) fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Result<OnTheFly<'_>> {
     schemes.check(checkpoint.config())?;
-    Ok(OnTheFly::new(Box::new(Whole(checkpoint)), schemes))
+    Ok(OnTheFly {
+        source: Source::Lent(checkpoint.store()),
+        rule: Rule::Unquantized(schemes),
+    })
 }
 
-/// A checkpoint as a store.
-struct Whole<C>(C);
-
-impl<C: Borrow<Checkpoint>> Whole<C> {
-    fn store(&self) -> &dyn WeightStore {
-        self.0.borrow().store()
-    }
-}
-
-impl<C: Borrow<Checkpoint> + Send + Sync> WeightStore for Whole<C> {
-    fn format(&self) -> &'static str {
-        self.store().format()
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        self.store().contains(name)
-    }
-
-    fn vector(&self, name: &str, len: usize) -> nq_formats::Result<Tensor> {
-        self.store().vector(name, len)
-    }
-
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
-        self.store().matrix(name, dims)
-    }
-
-    fn stored(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<StoredWeight> {
-        self.store().stored(name, dims)
-    }
-
-    fn exactness(&self, name: &str) -> Exactness {
-        self.store().exactness(name)
-    }
-
-    fn sources(&self, name: &str) -> Vec<String> {
-        self.store().sources(name)
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.store().entries()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.store().quantization()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.store().file_bytes()
-    }
-}
-
-impl WeightStore for OnTheFly<'_> {
-    fn format(&self) -> &'static str {
-        self.source.format()
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        self.source.contains(name)
-    }
-
-    fn vector(&self, name: &str, len: usize) -> nq_formats::Result<Tensor> {
-        self.source.vector(name, len)
+impl Overlay for OnTheFly<'_> {
+    fn inner(&self) -> &dyn WeightStore {
+        match &self.source {
+            Source::Own(store) => store.as_ref(),
+            Source::Lent(store) => *store,
+        }
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
@@ -226,32 +171,20 @@ impl WeightStore for OnTheFly<'_> {
     fn stored(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<StoredWeight> {
         match &self.rule {
             Rule::Named(schemes, _) if !schemes.contains_key(name) => {
-                self.source.stored(name, dims)
+                self.inner().stored(name, dims)
             }
-            _ => self.matrix(name, dims).map(StoredWeight::Canonical),
+            _ => Overlay::matrix(self, name, dims).map(StoredWeight::Canonical),
         }
+    }
+
+    fn scheme(&self, _: &str) -> Option<Scheme> {
+        None // told by each weight once it is rounded
     }
 
     fn exactness(&self, name: &str) -> Exactness {
         match &self.rule {
             Rule::Named(schemes, _) if schemes.contains_key(name) => Exactness::Exact,
-            _ => self.source.exactness(name),
+            _ => self.inner().exactness(name),
         }
-    }
-
-    fn sources(&self, name: &str) -> Vec<String> {
-        self.source.sources(name)
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.source.entries()
-    }
-
-    fn quantization(&self) -> Option<&serde_json::Value> {
-        self.source.quantization()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.source.file_bytes()
     }
 }

@@ -4,8 +4,7 @@ use super::Adapter;
 use super::parts::View;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
-use crate::store::{TensorEntry, WeightStore};
-use crate::stored::StoredWeight;
+use crate::store::{Overlay, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use half::{bf16, f16};
@@ -13,7 +12,7 @@ use nq_model::DType;
 use nq_model::ModelConfig;
 use nq_model::names::{EMBEDDING, HEAD};
 use rayon::prelude::*;
-use serde_json::Value;
+use std::borrow::Cow;
 use std::path::PathBuf;
 
 /// A model's weights, and what is merged into them.
@@ -146,13 +145,13 @@ fn rounded(values: Vec<f32>, dtype: DType, shape: Vec<usize>) -> Result<Tensor> 
     Tensor::new(dtype, shape, bytes.into())
 }
 
-impl WeightStore for Adapted {
-    fn format(&self) -> &'static str {
-        self.store.format()
+impl Overlay for Adapted {
+    fn inner(&self) -> &dyn WeightStore {
+        self.store.as_ref()
     }
 
-    fn contains(&self, name: &str) -> bool {
-        self.store.contains(self.base(name))
+    fn inner_name<'n>(&self, name: &'n str) -> Cow<'n, str> {
+        self.base(name).into()
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
@@ -169,34 +168,10 @@ impl WeightStore for Adapted {
         self.merged(name, dims)
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
-        self.merged(name, dims).map(StoredWeight::Canonical)
-    }
-
-    fn sources(&self, name: &str) -> Vec<String> {
-        self.store.sources(self.base(name))
-    }
-
     fn exactness(&self, name: &str) -> Exactness {
         match self.is_changed(name) {
             true => Exactness::Exact, // nothing is stored that it could be compared with
             false => self.store.exactness(self.base(name)),
         }
-    }
-
-    fn is_bare(&self) -> bool {
-        self.store.is_bare()
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.store.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.store.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&Value> {
-        self.store.quantization()
     }
 }

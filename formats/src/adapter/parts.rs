@@ -10,7 +10,6 @@ use crate::weight::Weight;
 use nq_model::names::Shape;
 use nq_model::{Architecture, ModelConfig, parameter_of};
 use rayon::prelude::*;
-use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -341,9 +340,5 @@ impl WeightStore for Raw {
 
     fn file_bytes(&self) -> u64 {
         0
-    }
-
-    fn quantization(&self) -> Option<&Value> {
-        None
     }
 }

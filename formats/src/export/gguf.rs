@@ -500,19 +500,7 @@ fn write_rows(
     };
     let weight = checkpoint.store().stored(&plan.name, (rows, cols))?;
     let row_bytes = (tensor.bytes() / rows as u64) as usize;
-    let wrap = |e: Error| match e {
-        Error::Weight {
-            what,
-            expected,
-            found,
-        } => Error::Tensor {
-            path: checkpoint.files().root(),
-            tensor: plan.name.clone(),
-            expected: format!("{what}: {expected}"),
-            found,
-        },
-        other => other,
-    };
+    let wrap = |e: Error| e.in_tensor(checkpoint.files().root(), &plan.name);
     match (plan.how, &weight) {
         (How::Copy, StoredWeight::GgufBlocks(b)) => ordered(b.data()),
         (How::Copy, StoredWeight::Canonical(Weight::Dense(t))) => ordered(t.data()),

@@ -7,7 +7,7 @@ use crate::exactness::Exactness;
 use crate::gguf::order::Heads;
 use crate::keys::VALUE_HEADS;
 use crate::scheme::Bits;
-use crate::store::{TensorEntry, WeightStore};
+use crate::store::{Overlay, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
@@ -107,24 +107,7 @@ impl<'a> AsPublished<'a> {
             [_, Some(heads)] => columns(&weight, &heads.grouped_from(dims.1), heads.each()),
             _ => return Ok(weight),
         }
-        .map_err(|e| self.named(name, e))
-    }
-
-    /// An error about a weight, as one about the tensor that it is of.
-    fn named(&self, name: &str, error: Error) -> Error {
-        match error {
-            Error::Weight {
-                what,
-                expected,
-                found,
-            } => Error::Tensor {
-                path: self.root.clone(),
-                tensor: name.into(),
-                expected: format!("{what}: {expected}"),
-                found,
-            },
-            other => other,
-        }
+        .map_err(|e| e.in_tensor(&self.root, name))
     }
 
     fn pair(&self, name: &str) -> Option<(Delta, Pair)> {
@@ -179,13 +162,13 @@ impl<'a> AsPublished<'a> {
         };
         let pieces: Vec<Weight> = heads.map(piece).collect();
         let both = pair.names.join(" and ");
-        Weight::stack(&pieces).map_err(|e| self.named(&format!("{name} ({both})"), e))
+        Weight::stack(&pieces).map_err(|e| e.in_tensor(&self.root, &format!("{name} ({both})")))
     }
 }
 
-impl WeightStore for AsPublished<'_> {
-    fn format(&self) -> &'static str {
-        self.inner.format()
+impl Overlay for AsPublished<'_> {
+    fn inner(&self) -> &dyn WeightStore {
+        self.inner
     }
 
     fn contains(&self, name: &str) -> bool {
@@ -216,7 +199,7 @@ impl WeightStore for AsPublished<'_> {
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
         match (self.pair(name), self.heads(name)) {
             (None, [None, None]) => self.inner.stored(name, dims),
-            _ => self.matrix(name, dims).map(StoredWeight::Canonical),
+            _ => Overlay::matrix(self, name, dims).map(StoredWeight::Canonical),
         }
     }
 
@@ -227,18 +210,6 @@ impl WeightStore for AsPublished<'_> {
         let all = pair.names.iter().map(|name| self.inner.exactness(name));
         let mut rounded = all.filter(|e| *e != Exactness::Exact);
         rounded.next().unwrap_or(Exactness::Exact)
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.inner.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.inner.file_bytes()
-    }
-
-    fn quantization(&self) -> Option<&Value> {
-        self.inner.quantization()
     }
 }
 

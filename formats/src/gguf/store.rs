@@ -317,10 +317,14 @@ impl GgufStore {
         self.files[*self.by_name.get(stored)?].tensors().get(stored)
     }
 
-    fn error(&self, tensor: &str, expected: String, found: String) -> Error {
+    fn path(&self, tensor: &str) -> &Path {
         let i = self.by_name.get(tensor).copied().unwrap_or(0);
+        self.files[i].path()
+    }
+
+    fn error(&self, tensor: &str, expected: String, found: String) -> Error {
         Error::Tensor {
-            path: self.files[i].path().into(),
+            path: self.path(tensor).into(),
             tensor: tensor.into(),
             expected,
             found,
@@ -381,14 +385,7 @@ impl GgufStore {
 
     fn blocks(&self, name: &str, dims: (usize, usize)) -> Result<Stored> {
         let (stored, kind, bytes) = self.require(name, &self.shape(name, dims))?;
-        let wrap = |e: Error| match e {
-            Error::Weight {
-                what,
-                expected,
-                found,
-            } => self.error(&stored, format!("{what}: {expected}"), found),
-            other => other,
-        };
+        let wrap = |e: Error| e.in_tensor(self.path(&stored), &stored);
         let bytes = match pairs_of(self.architecture, name) {
             true => apart(&bytes, dims.0, self.head_dim).into(),
             false => bytes,
@@ -463,12 +460,7 @@ impl WeightStore for GgufStore {
             Stored::Dense(tensor) => Ok(Weight::Dense(tensor)),
             Stored::Blocks(stored, blocks) => match blocks.to_affine() {
                 Ok(affine) => Ok(Weight::Quantized(QuantizedWeight::Affine(affine))),
-                Err(Error::Weight {
-                    what,
-                    expected,
-                    found,
-                }) => Err(self.error(&stored, format!("{what}: {expected}"), found)),
-                Err(other) => Err(other),
+                Err(e) => Err(e.in_tensor(self.path(&stored), &stored)),
             },
         }
     }

@@ -1,15 +1,16 @@
 //! Stores of formats whose codes no kernel multiplies: weights are expanded to floats as they are read.
 
 use crate::checkpoint::{Checkpoint, Source};
+use crate::dense::DenseStore;
 use crate::error::Result;
 use crate::exactness::Exactness;
 use crate::shards::Shards;
-use crate::store::{TensorEntry, WeightStore};
+use crate::store::{Overlay, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use half::{bf16, f16};
-use nq_model::{DType, FLOATS, tensor_name};
+use nq_model::DType;
 use serde_json::Value;
 
 /// The type to which values are rounded where they are held.
@@ -48,7 +49,7 @@ pub(super) trait Expansion: Send + Sync {
 
 /// The parameters of a checkpoint whose weights are expanded, or unquantized.
 struct ExpandedStore<E> {
-    shards: Shards,
+    dense: DenseStore,
     expansion: E,
     value: Value,
 }
@@ -59,7 +60,9 @@ struct ExpandedStore<E> {
 /// Errors of [`Shards::open`].
 pub(super) fn open_with(source: Source, expansion: impl Expansion + 'static) -> Result<Checkpoint> {
     let store = ExpandedStore {
-        shards: source.shards()?,
+        dense: DenseStore {
+            shards: source.shards()?,
+        },
         expansion,
         value: source.quantization().cloned().unwrap_or_default(),
     };
@@ -68,27 +71,27 @@ pub(super) fn open_with(source: Source, expansion: impl Expansion + 'static) -> 
 
 impl<E: Expansion> ExpandedStore<E> {
     fn is_expanded(&self, name: &str) -> bool {
-        self.expansion.is_expanded(&self.shards, name)
+        self.expansion.is_expanded(&self.dense.shards, name)
     }
 }
 
-impl<E: Expansion> WeightStore for ExpandedStore<E> {
+impl<E: Expansion> Overlay for ExpandedStore<E> {
+    fn inner(&self) -> &dyn WeightStore {
+        &self.dense
+    }
+
     fn format(&self) -> &'static str {
         E::FORMAT
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.is_expanded(name) || self.shards.contains(&tensor_name(name))
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&tensor_name(name), &FLOATS, &[len])
+        self.is_expanded(name) || self.dense.contains(name)
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
-        let (expansion, shards) = (&self.expansion, &self.shards);
+        let (expansion, shards) = (&self.expansion, &self.dense.shards);
         let tensor = match (self.is_expanded(name), E::HELD) {
-            (false, _) => shards.require(&tensor_name(name), &FLOATS, &[dims.0, dims.1])?,
+            (false, _) => return self.dense.matrix(name, dims),
             (true, ExpandedType::Bf16) => {
                 let encode = |v| bf16::from_f32(v).to_le_bytes();
                 expansion.expand(shards, name, dims, DType::BF16, encode)?
@@ -103,9 +106,9 @@ impl<E: Expansion> WeightStore for ExpandedStore<E> {
 
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
         if !self.is_expanded(name) {
-            return self.matrix(name, dims).map(StoredWeight::Canonical);
+            return self.dense.stored(name, dims);
         }
-        let (expansion, shards) = (&self.expansion, &self.shards);
+        let (expansion, shards) = (&self.expansion, &self.dense.shards);
         let tensor = expansion.expand(shards, name, dims, DType::F32, f32::to_le_bytes)?;
         Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
     }
@@ -113,12 +116,8 @@ impl<E: Expansion> WeightStore for ExpandedStore<E> {
     fn sources(&self, name: &str) -> Vec<String> {
         match self.is_expanded(name) {
             true => self.expansion.sources(name),
-            false => vec![tensor_name(name)],
+            false => self.dense.sources(name),
         }
-    }
-
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.shards.floats(name, shape)
     }
 
     fn exactness(&self, name: &str) -> Exactness {
@@ -127,14 +126,6 @@ impl<E: Expansion> WeightStore for ExpandedStore<E> {
             (true, ExpandedType::Bf16) => Exactness::ValuesRounded(DType::BF16),
             (true, ExpandedType::F16) => Exactness::ValuesRounded(DType::F16),
         }
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.shards.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.shards.file_bytes()
     }
 
     fn quantization(&self) -> Option<&Value> {

@@ -16,16 +16,17 @@ mod weight;
 use weight::ImportedWeight;
 
 use crate::checkpoint::{Checkpoint, Source};
+use crate::dense::DenseStore;
 use crate::error::Result;
 use crate::exactness::Exactness;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
-use crate::store::{TensorEntry, WeightStore};
+use crate::store::{Overlay, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
-use nq_model::{DType, FLOATS, tensor_name};
+use nq_model::{DType, tensor_name};
 use rotation::Rotation;
 use serde_json::Value;
 use std::sync::Arc;
@@ -66,17 +67,19 @@ fn fit_f16(scales: &[f32]) -> bool {
 
 /// The parameters of a checkpoint in a [`Layout`].
 struct ImportStore<L> {
-    shards: Shards,
+    dense: DenseStore,
     layout: L,
     value: Value,
 }
 
 /// Opens `source` with `layout`, which was made from its configuration.
 pub(crate) fn open_with(source: Source, layout: impl Layout + 'static) -> Result<Checkpoint> {
-    let shards = source.shards()?;
+    let dense = DenseStore {
+        shards: source.shards()?,
+    };
     let value = source.quantization().cloned().unwrap_or_default();
     source.into_checkpoint(Box::new(ImportStore {
-        shards,
+        dense,
         layout,
         value,
     }))
@@ -86,23 +89,26 @@ impl<L: Layout> ImportStore<L> {
     /// The small float that a weight is in, if it is in one.
     fn float(&self, name: &str) -> Option<floats::SmallFloat> {
         let has = self.layout.has_floats();
-        has.then(|| floats::SmallFloat::of(&self.shards, name))
+        has.then(|| floats::SmallFloat::of(&self.dense.shards, name))
             .flatten()
     }
 
     fn parts(&self, name: &str, dims: (usize, usize)) -> Result<Option<ImportedWeight>> {
         let parts = match self.float(name) {
             Some(floats::SmallFloat::Fp8) => return Ok(None),
-            Some(nvfp4) => nvfp4.read(&self.shards, name, dims)?,
-            None if !self.layout.is_quantized(&self.shards, name) => return Ok(None),
-            None => self.layout.read(&self.shards, name, dims)?,
+            Some(nvfp4) => nvfp4.read(&self.dense.shards, name, dims)?,
+            None if !self.layout.is_quantized(&self.dense.shards, name) => return Ok(None),
+            None => self.layout.read(&self.dense.shards, name, dims)?,
         };
         // Checked before any value is used: scales decide how a weight is read.
         if let Some((i, s)) = (0..).zip(&parts.scales).find(|(_, s)| !s.is_finite()) {
             let tensor = format!("{name}{}", self.layout.scales());
             let groups = (parts.scales.len() / dims.0.max(1)).max(1);
             let found = format!("{s} in row {}, group {}", i / groups, i % groups);
-            return Err(self.shards.error(&tensor, "finite values".into(), found));
+            return Err(self
+                .dense
+                .shards
+                .error(&tensor, "finite values".into(), found));
         }
         Ok(Some(parts))
     }
@@ -111,40 +117,37 @@ impl<L: Layout> ImportStore<L> {
     fn rotated(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         let mut weight = match self.parts(name, dims)? {
             Some(parts) => Weight::Dense(parts.into_dense(dims)?),
-            None => self.dense(name, dims)?,
+            None => self.plain(name, dims)?,
         };
         for rotation in self.layout.rotations(name) {
             let rotated = rotation.apply(&weight);
-            weight = rotated.map_err(|e| self.shards.wrap(&tensor_name(name), e))?;
+            weight = rotated.map_err(|e| self.dense.shards.wrap(&tensor_name(name), e))?;
         }
         Ok(weight)
     }
 
-    fn dense(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+    fn plain(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         if self.float(name) == Some(floats::SmallFloat::Fp8) {
-            let tensor = floats::fp8(&self.shards, name, (rows, cols), false)?;
+            let tensor = floats::fp8(&self.dense.shards, name, dims, false)?;
             return Ok(Weight::Dense(tensor));
         }
-        let tensor = self
-            .shards
-            .require(&tensor_name(name), &FLOATS, &[rows, cols])?;
-        Ok(Weight::Dense(tensor))
+        self.dense.matrix(name, dims)
     }
 }
 
-impl<L: Layout> WeightStore for ImportStore<L> {
+impl<L: Layout> Overlay for ImportStore<L> {
+    fn inner(&self) -> &dyn WeightStore {
+        &self.dense
+    }
+
     fn format(&self) -> &'static str {
         self.layout.format()
     }
 
     fn contains(&self, name: &str) -> bool {
         self.float(name).is_some()
-            || self.layout.is_quantized(&self.shards, name)
-            || self.shards.contains(&tensor_name(name))
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&tensor_name(name), &FLOATS, &[len])
+            || self.layout.is_quantized(&self.dense.shards, name)
+            || self.dense.contains(name)
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
@@ -152,11 +155,11 @@ impl<L: Layout> WeightStore for ImportStore<L> {
             return self.rotated(name, dims);
         }
         let Some(parts) = self.parts(name, dims)? else {
-            return self.dense(name, dims);
+            return self.plain(name, dims);
         };
         let affine = parts
             .into_affine(dims)
-            .map_err(|e| self.shards.wrap(name, e))?;
+            .map_err(|e| self.dense.shards.wrap(name, e))?;
         Ok(Weight::Quantized(QuantizedWeight::Affine(affine)))
     }
 
@@ -170,20 +173,20 @@ impl<L: Layout> WeightStore for ImportStore<L> {
                 Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
             }
             None if self.float(name).is_some() => {
-                let tensor = floats::fp8(&self.shards, name, dims, true)?;
+                let tensor = floats::fp8(&self.dense.shards, name, dims, true)?;
                 Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
             }
-            _ => self.matrix(name, dims).map(StoredWeight::Canonical),
+            _ => Overlay::matrix(self, name, dims).map(StoredWeight::Canonical),
         }
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
         let parts = match self.float(name) {
             Some(kind) => kind.parts(),
-            None if self.layout.is_quantized(&self.shards, name) => {
-                self.layout.parts(&self.shards, name)
+            None if self.layout.is_quantized(&self.dense.shards, name) => {
+                self.layout.parts(&self.dense.shards, name)
             }
-            None => return vec![tensor_name(name)],
+            None => return self.dense.sources(name),
         };
         parts
             .iter()
@@ -191,15 +194,15 @@ impl<L: Layout> WeightStore for ImportStore<L> {
             .collect()
     }
 
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.shards.floats(name, shape)
-    }
-
     fn exactness(&self, name: &str) -> Exactness {
         if let Some(kind) = self.float(name) {
             let parts = || {
-                kind.read(&self.shards, name, kind.dims(&self.shards, name)?)
-                    .ok()
+                kind.read(
+                    &self.dense.shards,
+                    name,
+                    kind.dims(&self.dense.shards, name)?,
+                )
+                .ok()
             };
             return match kind {
                 floats::SmallFloat::Fp8 => Exactness::ValuesRounded(DType::BF16),
@@ -207,9 +210,12 @@ impl<L: Layout> WeightStore for ImportStore<L> {
                 _ => Exactness::ScalesRounded(DType::F16),
             };
         }
-        let scales = self.shards.get(&format!("{name}{}", self.layout.scales()));
+        let scales = self
+            .dense
+            .shards
+            .get(&format!("{name}{}", self.layout.scales()));
         let rounded = self.layout.rotations(name).is_empty()
-            && self.layout.is_quantized(&self.shards, name)
+            && self.layout.is_quantized(&self.dense.shards, name)
             && scales
                 .filter(|t| t.dtype() != DType::F16)
                 .and_then(|t| t.to_f32().ok())
@@ -219,14 +225,6 @@ impl<L: Layout> WeightStore for ImportStore<L> {
         } else {
             Exactness::Exact
         }
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.shards.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.shards.file_bytes()
     }
 
     fn quantization(&self) -> Option<&Value> {

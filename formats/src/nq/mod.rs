@@ -13,16 +13,17 @@ pub use staging::{at_work, staging};
 pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_files};
 
 use crate::checkpoint::{Checkpoint, Source};
+use crate::dense::DenseStore;
 use crate::error::{Error, Result};
 use crate::scheme::{Levels, Scales, Scheme, Zeros};
 use crate::shards::Shards;
-use crate::store::{TensorEntry, WeightStore};
+use crate::store::{Overlay, WeightStore};
 use crate::tensor::Tensor;
 use crate::trellis::{self, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
-use nq_model::{DType, FLOATS, ModelConfig, tensor_name};
+use nq_model::{DType, ModelConfig, tensor_name};
 use rayon::prelude::*;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -81,7 +82,7 @@ pub fn record(checkpoint: &Checkpoint) -> Result<Option<QuantizationRecord>> {
 
 /// Parameters stored in nq's format, with the record that describes them.
 pub(crate) struct NqStore {
-    shards: Shards,
+    dense: DenseStore,
     record: QuantizationRecord,
     value: Value,
 }
@@ -107,35 +108,31 @@ impl NqStore {
             }
         }
         Ok(NqStore {
-            shards,
+            dense: DenseStore { shards },
             record,
             value,
         })
     }
 }
 
-impl WeightStore for NqStore {
+impl Overlay for NqStore {
+    fn inner(&self) -> &dyn WeightStore {
+        &self.dense
+    }
+
     fn format(&self) -> &'static str {
         METHOD
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.shards.contains(&tensor_name(name))
-            || self.shards.contains(&format!("{name}{}", part::CODES))
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
-        self.shards.require(&tensor_name(name), &FLOATS, &[len])
+        let codes = format!("{name}{}", part::CODES);
+        self.dense.contains(name) || self.dense.shards.contains(&codes)
     }
 
     fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
         match self.record.scheme(name) {
-            Some(scheme) => read_quantized(&self.shards, name, scheme, dims),
-            None => {
-                let name = tensor_name(name);
-                let tensor = self.shards.require(&name, &FLOATS, &[dims.0, dims.1])?;
-                Ok(Weight::Dense(tensor))
-            }
+            Some(scheme) => read_quantized(&self.dense.shards, name, scheme, dims),
+            None => self.dense.matrix(name, dims),
         }
     }
 
@@ -148,20 +145,8 @@ impl WeightStore for NqStore {
         parts.into_iter().chain([tensor_name(name)]).collect()
     }
 
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.shards.floats(name, shape)
-    }
-
     fn scheme(&self, name: &str) -> Option<Scheme> {
         self.record.scheme(name).map(|s| s.scheme)
-    }
-
-    fn entries(&self) -> Vec<TensorEntry> {
-        self.shards.entries()
-    }
-
-    fn file_bytes(&self) -> u64 {
-        self.shards.file_bytes()
     }
 
     fn quantization(&self) -> Option<&Value> {
