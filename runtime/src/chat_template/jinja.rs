@@ -1,7 +1,7 @@
 //! The template engine within bounds on the length of the source, the instructions of a rendering
 //! and the size of its output, on a stack large enough for any nesting that the source can hold.
 
-use super::worker::limit_note;
+use super::memory::{STACK, limit_note};
 use super::{filters, json, python, source};
 use jiff::tz::TimeZone;
 use minijinja::value::{Serde, Value as Jinja};
@@ -17,11 +17,6 @@ const MAX_INSTRUCTIONS: u64 = 10_000_000;
 
 /// Most bytes that one rendering may write.
 const MAX_OUTPUT: usize = 64 << 20;
-
-/// Stack for parsing and rendering. The parser and the compiler recurse over chains of operators
-/// without a limit of their own; the deepest chain that fits [`MAX_SOURCE`] bytes takes half of this
-/// (a test checks that). Memory that is not touched is not taken.
-pub(super) const STACK: usize = 512 << 20;
 
 /// The templates of a model, compiled.
 #[derive(Debug)]

@@ -7,6 +7,7 @@
 mod filters;
 mod jinja;
 mod json;
+mod memory;
 mod message;
 pub(crate) mod prompt;
 mod python;

@@ -5,7 +5,8 @@
 //! long as the [`ChatTemplate`](super::ChatTemplate), or until a template kills it; the next
 //! rendering starts a new one.
 
-use super::jinja::{STACK, Templates};
+use super::jinja::Templates;
+use super::memory::{MAX_MEMORY, MEMORY, STACK, allowed, limit_note};
 use crate::error::Error;
 use rlimit::Resource;
 use serde::{Deserialize, Serialize};
@@ -18,12 +19,6 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
-
-/// Most bytes that the process may allocate. Linux enforces this; macOS has no such limit.
-const MAX_MEMORY: u64 = 1 << 30;
-
-/// Most bytes of address space that the process takes.
-const MEMORY: u64 = MAX_MEMORY + STACK as u64;
 
 /// Most time that an answer may take.
 const MAX_TIME: Duration = Duration::from_secs(10);
@@ -141,24 +136,6 @@ fn line(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
     let mut json = json.map_err(|e| Failure::Template(e.to_string()))?;
     json.push(b'\n');
     Ok(json)
-}
-
-/// Most bytes of address space that this process and those that it starts may take.
-fn allowed() -> u64 {
-    Resource::AS.get().map_or(u64::MAX, |(_, hard)| hard)
-}
-
-/// What an error adds where the shell allows less than a process that renders may need, which is no fault of a template's.
-pub(super) fn limit_note() -> String {
-    let allowed = allowed();
-    if allowed >= MEMORY {
-        return String::new();
-    }
-    format!(
-        "; this shell's processes may take {} MB of address space (ulimit -v), and one that renders up to {} MB",
-        allowed >> 20,
-        MEMORY >> 20
-    )
 }
 
 /// The running process; killed when dropped.

@@ -1,6 +1,5 @@
 //! Drafters, and the residual streams that some of them read.
 
-use super::session::SessionSpec;
 use crate::error::{Error, Result};
 use nq_formats::eagle::{EagleConfig, TAPS};
 use nq_model::{Experts, ModelConfig, mtp};
@@ -179,11 +178,11 @@ pub struct StreamHead {
 }
 
 impl StreamHead {
-    /// Checks that it drafts for a session of `spec` on `device`.
+    /// Checks that it drafts for a session on `device` that was made for `drafts`.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if it is elsewhere; [`Error::Request`] if the session was made for something else.
-    pub fn check(&self, device: &str, spec: &SessionSpec) -> Result<()> {
+    pub fn check(&self, device: &str, drafts: DraftedBy) -> Result<()> {
         if self.device != device {
             return Err(Error::Unsupported {
                 engine: "nq",
@@ -193,11 +192,11 @@ impl StreamHead {
             });
         }
         let expected = DraftedBy::Layer(self.layer);
-        if spec.drafts != expected {
+        if drafts != expected {
             return Err(Error::Request {
                 what: self.what,
                 expected: format!("a session made for it, with drafts {expected:?}"),
-                found: format!("{:?}", spec.drafts),
+                found: format!("{drafts:?}"),
             });
         }
         Ok(())

@@ -553,7 +553,7 @@ impl Pages for CpuSession {
 
 impl Streams for CpuSession {
     fn drafter(&mut self, head: &StreamHead) -> Result<Box<dyn Drafter>> {
-        head.check("the CPU", &self.spec)?;
+        head.check("the CPU", self.spec.drafts)?;
         let (drafter, forks): (Box<dyn Drafter>, _) = match head.weights::<MtpModel>() {
             Some(layer) => {
                 let head = MtpDrafter::new(layer, Arc::clone(&self.model));

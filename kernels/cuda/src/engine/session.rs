@@ -339,7 +339,7 @@ impl Streams for CudaSession {
                 found: model.kernels.to_string(),
             });
         }
-        head.check("a GPU", spec)?;
+        head.check("a GPU", spec.drafts)?;
         let Some(memory) = self.draft_memory.take() else {
             return Err(Error::Request {
                 what: "drafters of a session",
