@@ -2,6 +2,7 @@
 //! `fixtures/jinja.json`. What nq's engine lacks is refused by name.
 
 use nq_formats::Files;
+use nq_runtime::chat_template::integers;
 use nq_runtime::{ChatTemplate, Message};
 use serde_json::Value;
 
@@ -33,6 +34,38 @@ fn renderings_are_transformers() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// What `json.loads`, `str` and `json.dumps` make of them.
+#[test]
+fn integers_of_any_length_keep_their_digits() {
+    let long = "1234567890".repeat(5);
+    for digits in [
+        "18446744073709551615",
+        "18446744073709551616",
+        "-9223372036854775809",
+        "100000000000000000000",
+        "340282366920938463463374607431768211456",
+        &long,
+    ] {
+        let message = format!(
+            r#"[{{"role": "assistant", "tool_calls": [{{"id": {digits}, "of": [{digits}]}}]}}]"#
+        );
+        let message: Vec<Message> =
+            serde_json::from_slice(&integers::marked(message.as_bytes())).unwrap();
+        let source = "{% for k, v in messages[0].tool_calls[0] | items %}{{ k }}={{ v | tojson }} {{ v }};{% endfor %}";
+        let template = ChatTemplate::from_source("t.jinja", source).unwrap();
+        let found = template.render(&message, None, true, None).unwrap();
+        assert_eq!(
+            found,
+            format!("id={digits} {digits};of=[{digits}] [{digits}];")
+        );
+    }
+    let template = ChatTemplate::from_source("t.jinja", "{{ messages[0].n + 1 }}").unwrap();
+    let message = integers::marked(br#"[{"role": "user", "n": 18446744073709551616}]"#);
+    let message: Vec<Message> = serde_json::from_slice(&message).unwrap();
+    let found = template.render(&message, None, true, None).unwrap();
+    assert_eq!(found, "18446744073709551617");
 }
 
 #[test]

@@ -476,6 +476,56 @@ fn schemas_of_popular_clients_are_served() {
     );
 }
 
+/// In each protocol, a call's integer is as long as the same digits as a text, which the template writes alike.
+#[test]
+fn integers_of_past_calls_keep_their_digits() {
+    let server = xml();
+    let digits = "12345678901234567890123";
+    let openai = |value: &str| {
+        let arguments = Value::from(format!(r#"{{"n": {value}}}"#));
+        format!(
+            r#"{{"max_tokens": 1, "messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": null,
+            "tool_calls": [{{"id": "c", "type": "function", "function": {{"name": "f", "arguments": {arguments}}}}}]}}]}}"#
+        )
+    };
+    let responses = |value: &str| {
+        let arguments = Value::from(format!(r#"{{"n": {value}}}"#));
+        format!(
+            r#"{{"max_output_tokens": 1, "input": [{{"role": "user", "content": "a"}},
+            {{"type": "function_call", "call_id": "c", "name": "f", "arguments": {arguments}}}]}}"#
+        )
+    };
+    let messages = |value: &str| {
+        format!(
+            r#"{{"max_tokens": 1, "messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "content":
+            [{{"type": "tool_use", "id": "c", "name": "f", "input": {{"n": {value}}}}}]}}]}}"#
+        )
+    };
+    let ollama = |value: &str| {
+        format!(
+            r#"{{"stream": false, "options": {{"num_predict": 1}}, "messages": [{{"role": "user", "content": "a"}},
+            {{"role": "assistant", "content": "", "tool_calls":
+            [{{"function": {{"name": "f", "arguments": {{"n": {value}}}}}}}]}}]}}"#
+        )
+    };
+    let bodies: [(&str, &dyn Fn(&str) -> String, &str); 4] = [
+        (CHAT, &openai, "/usage/prompt_tokens"),
+        ("/v1/responses", &responses, "/usage/input_tokens"),
+        ("/v1/messages", &messages, "/usage/input_tokens"),
+        ("/api/chat", &ollama, "/prompt_eval_count"),
+    ];
+    for (path, body, tokens) in bodies {
+        let count = |value: &str| {
+            let response = server.send("POST", path, &[], &body(value));
+            assert_eq!(response.status, 200, "{path}: {}", response.body);
+            let answer = response.json();
+            let cached = answer["usage"]["cache_read_input_tokens"].as_u64();
+            answer.pointer(tokens).and_then(Value::as_u64).unwrap() + cached.unwrap_or(0)
+        };
+        assert_eq!(count(digits), count(&format!("\"{digits}\"")), "{path}");
+    }
+}
+
 /// The published templates of Qwen3.5, 3.6 and 3.8: calls in their XML, histories with calls, results and late system
 /// messages, every effort, and a budget of thinking that the prompt opens.
 #[test]

@@ -1,11 +1,13 @@
 //! The template engine within bounds on the length of the source, the instructions of a rendering
 //! and the size of its output, on a stack large enough for any nesting that the source can hold.
 
+use super::integers::Unmarked;
 use super::memory::{STACK, limit_note};
 use super::{filters, json, python, source};
 use jiff::tz::TimeZone;
 use minijinja::value::{Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
+use serde_json::Value;
 use std::io::{self, Write};
 use std::time::SystemTime;
 
@@ -47,15 +49,12 @@ impl Templates {
         })
     }
 
-    /// Renders the template for chats with or without tools; `context` holds its variables.
+    /// Renders the template for chats with or without tools; `context` holds its variables, with
+    /// [marked](super::integers) integers.
     ///
     /// # Errors
     /// The error that the template raised, with its line, or the limit that it exceeded.
-    pub(super) fn render(
-        &self,
-        tools: bool,
-        context: &(impl serde::Serialize + Sync),
-    ) -> Result<String, String> {
+    pub(super) fn render(&self, tools: bool, context: &Value) -> Result<String, String> {
         on_large_stack(|| {
             let named = |name| self.0.get_template(name);
             let template = if tools {
@@ -65,7 +64,7 @@ impl Templates {
             };
             let mut out = Bounded(Vec::new());
             template
-                .and_then(|t| t.render_captured_to(Jinja::from(Serde(context)), &mut out))
+                .and_then(|t| t.render_captured_to(Jinja::from(Serde(Unmarked(context))), &mut out))
                 .map_err(|e| describe(&e))?;
             String::from_utf8(out.0).map_err(|e| e.to_string())
         })

@@ -1,5 +1,6 @@
 //! The filter `tojson` of transformers: Python's `json.dumps`.
 
+use super::integers::Digits;
 use super::python::{python_float, text};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
@@ -96,6 +97,10 @@ impl Style {
     fn dump(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
         if depth > MAX_DEPTH {
             return Err(invalid("a value that nests too deeply"));
+        }
+        if value.downcast_object_ref::<Digits>().is_some() {
+            out.push_str(&value.to_string());
+            return Ok(());
         }
         match value.kind() {
             ValueKind::Undefined => return Err(invalid("an undefined value")),

@@ -5,6 +5,7 @@
 //! that is `json.dumps(..., ensure_ascii=False)`.
 
 mod filters;
+pub mod integers;
 mod jinja;
 mod json;
 mod memory;
@@ -275,8 +276,9 @@ impl ChatTemplate {
             variables,
         };
         match &self.renderer {
-            Renderer::Here(templates) => templates
-                .render(tools.is_some(), &context)
+            Renderer::Here(templates) => serde_json::to_value(&context)
+                .map_err(|e| e.to_string())
+                .and_then(|context| templates.render(tools.is_some(), &context))
                 .map_err(|why| text_error(&self.path, why)),
             Renderer::Isolated(worker) => worker
                 .render(tools.is_some(), &context)

@@ -5,6 +5,7 @@
 //! long as the [`ChatTemplate`](super::ChatTemplate), or until a template kills it; the next
 //! rendering starts a new one.
 
+use super::integers;
 use super::jinja::Templates;
 use super::memory::{MAX_MEMORY, MEMORY, STACK, allowed, limit_note};
 use crate::error::Error;
@@ -280,7 +281,8 @@ fn answer(templates: &mut Option<Templates>, request: &str) -> Result<String, St
             Ok(String::new())
         }
         Some(templates) => {
-            let request: Received = serde_json::from_str(request).map_err(bad)?;
+            let request = integers::marked(request.as_bytes());
+            let request: Received = serde_json::from_slice(&request).map_err(bad)?;
             templates.render(request.tools, &request.context)
         }
     }

@@ -9,6 +9,7 @@ use axum::body::Body;
 use axum::response::Response;
 use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use nq_runtime::chat_template::integers::unmarked;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -217,7 +218,7 @@ pub(super) async fn whole(
             }
             shape.collect(output);
         }
-        Ok(shape.whole(stream.usage()).to_string())
+        Ok(unmarked(shape.whole(stream.usage()).to_string()))
     });
     told.await.unwrap_or_else(|_| Err(panicked()))
 }

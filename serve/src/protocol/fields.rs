@@ -3,8 +3,10 @@
 use super::reading::Reading;
 use super::table::{Table, Use};
 use crate::error::ApiError;
+use nq_runtime::chat_template::integers;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// The fields of an object that have not been read.
@@ -38,7 +40,7 @@ impl Fields {
         let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
         match serde_json::from_slice(body) {
             Ok(Value::Object(map)) => Ok(Fields {
-                map,
+                map: with_integers(map, body),
                 place: String::new(),
                 table: Table::named("openai"),
                 reading,
@@ -348,6 +350,18 @@ fn asks_nothing(value: &Value) -> bool {
         Value::Array(list) => list.is_empty(),
         Value::Object(map) => map.is_empty(),
     }
+}
+
+/// The fields of a body, with [marked](integers) integers in conversations, which models are shown; numbers elsewhere
+/// are computed with.
+fn with_integers(mut map: Map<String, Value>, body: &[u8]) -> Map<String, Value> {
+    if let Cow::Owned(marked) = integers::marked(body) {
+        let mut marked: Map<String, Value> = serde_json::from_slice(&marked).unwrap_or_default();
+        for field in ["messages", "input"] {
+            map.extend(marked.remove(field).map(|value| (field.to_owned(), value)));
+        }
+    }
+    map
 }
 
 /// A value as text, cut.

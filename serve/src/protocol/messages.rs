@@ -469,7 +469,7 @@ impl Shape for MessagesFormat {
                 arguments,
             } => {
                 // A call that was cut off has no input; the protocol wants an object.
-                let input: Map<String, Value> = serde_json::from_str(arguments).unwrap_or_default();
+                let input = tools::object(arguments).unwrap_or_default();
                 json!({"type": "tool_use", "id": id, "name": name, "input": input})
             }
         };

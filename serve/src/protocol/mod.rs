@@ -27,6 +27,7 @@ pub mod tools;
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
 use crate::model::ServedModel;
+use nq_runtime::chat_template::integers::unmarked;
 use serde_json::{Value, json};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,7 +47,7 @@ impl SseEvent {
     pub fn data(data: &Value) -> Self {
         SseEvent {
             name: None,
-            data: data.to_string(),
+            data: unmarked(data.to_string()),
         }
     }
 

@@ -3,7 +3,7 @@
 use super::chat::{self, ChatRequest, render};
 use super::fields::Fields;
 use super::thinking::{self, Thinking};
-use super::tools::{Choice, Tools, made};
+use super::tools::{Choice, Tools, made, object};
 use super::{Framing, Parsed, Shape, SseEvent, rfc3339, sampling};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Output, Usage};
@@ -317,8 +317,7 @@ impl OllamaFormat {
                 if last.is_some() && !self.calls.is_empty() {
                     let call = |call: &OllamaCall| {
                         // A call that was cut off has no arguments.
-                        let arguments: Map<String, Value> =
-                            serde_json::from_str(&call.arguments).unwrap_or_default();
+                        let arguments = object(&call.arguments).unwrap_or_default();
                         json!({"function": {"name": call.name, "arguments": arguments}})
                     };
                     told.insert("tool_calls".into(), self.calls.iter().map(call).collect());

@@ -4,6 +4,7 @@ use super::client_tools;
 use super::fields::{Fields, Kind};
 use super::reading::Reading;
 use crate::error::ApiError;
+use nq_runtime::chat_template::integers;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -223,6 +224,12 @@ pub fn choice(value: Option<Value>, tools: &mut Tools, field: &str) -> Result<Ch
     }
 }
 
+/// The object that a call's arguments are, with [marked](integers) integers; `None` if they are cut off or something
+/// else.
+pub fn object(arguments: &str) -> Option<Map<String, Value>> {
+    serde_json::from_slice(&integers::marked(arguments.as_bytes())).ok()
+}
+
 /// A call of an assistant's message in the form that templates read: its arguments are an object. A model
 /// does not always write one, and a length limit may cut it off: such arguments are left out.
 ///
@@ -240,7 +247,7 @@ pub fn made(
         Value::Null => Some(Map::new()),
         Value::Object(map) => Some(map),
         Value::String(text) if matches!(text.trim(), "" | "null") => Some(Map::new()),
-        Value::String(text) => serde_json::from_str(&text).ok(),
+        Value::String(text) => object(&text),
         _ => None,
     };
     if object.is_none() {
@@ -250,4 +257,16 @@ pub fn made(
         "id": id, "type": "function",
         "function": {"name": name, "arguments": object.unwrap_or_default()},
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_keep_the_digits_of_integers() {
+        let arguments = r#"{"a":12345678901234567890123,"b":[1.5,-9223372036854775809]}"#;
+        let object = Value::from(object(arguments));
+        assert_eq!(integers::unmarked(object.to_string()), arguments);
+    }
 }
