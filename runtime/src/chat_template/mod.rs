@@ -10,6 +10,7 @@ mod jinja;
 mod json;
 mod memory;
 mod message;
+mod percent;
 pub(crate) mod prompt;
 mod python;
 mod source;

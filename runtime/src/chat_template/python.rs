@@ -1,6 +1,7 @@
 //! What Jinja2 inherits from Python and the template engine does not know: how values are printed, methods of
 //! strings and lists, and the filters and tests that differ.
 
+use super::percent;
 use super::source::LOOPED;
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State};
@@ -24,6 +25,7 @@ pub(super) fn install(env: &mut Environment<'static>) {
     env.add_filter("int", int);
     env.add_filter("float", float);
     env.add_filter("string", |value: &Value| text(value));
+    percent::install(env);
     env.add_filter("join", join);
     env.add_filter("trim", |value: &Value, chars: Option<String>| {
         Ok::<_, Error>(strip(&text(value)?, chars.as_deref(), true, true).to_owned())
@@ -469,7 +471,7 @@ fn lines(s: &str, keep: bool) -> Vec<&str> {
 }
 
 /// Most characters that a string is padded to.
-const MAX_PADDED: usize = 1 << 16;
+pub(super) const MAX_PADDED: usize = 1 << 16;
 
 fn padded(s: &str, how: &str, args: &[Value]) -> Result<String, Error> {
     let (width, fill): (usize, Option<char>) = from_args(args)?;
