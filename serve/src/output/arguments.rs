@@ -46,7 +46,9 @@ pub(super) struct Arguments {
     held: String,
     /// The last key.
     key: String,
-    /// The parameters that are integers.
+    /// The names of what is open inside the first bracket.
+    path: Vec<String>,
+    /// The places of integers, as [`Tools::integers`](super::signature::Tools::integers) writes them.
     integers: HashSet<String>,
 }
 
@@ -58,13 +60,14 @@ impl Default for Arguments {
             gap: String::new(),
             held: String::new(),
             key: String::new(),
+            path: Vec::new(),
             integers: HashSet::new(),
         }
     }
 }
 
 impl Arguments {
-    /// Arguments of which these are integers: models write 5.0 for 5, which readers of integers refuse.
+    /// Arguments with integers at these places: models write 5.0 for 5, which readers of integers refuse.
     pub(super) fn with_integers(integers: HashSet<String>) -> Self {
         Arguments {
             integers,
@@ -178,6 +181,9 @@ impl Arguments {
             '{' | '[' if !key => {
                 self.flush(out);
                 out.push(c);
+                if !self.open.is_empty() {
+                    self.path.push(self.name().to_owned());
+                }
                 self.open.push(c);
                 self.place = if c == '{' {
                     ArgumentPlace::Key
@@ -200,9 +206,25 @@ impl Arguments {
         self.gap.retain(|c| c != ',');
         self.flush(out);
         let open = self.open.pop();
+        self.path.pop();
         out.push(if open == Some('{') { '}' } else { ']' });
         self.place = ArgumentPlace::After;
         true
+    }
+
+    /// The name of a value that comes now: its key, or `*` in a list.
+    fn name(&self) -> &str {
+        match self.open.last() {
+            Some('[') => "*",
+            _ => &self.key,
+        }
+    }
+
+    /// True if that value is an integer.
+    fn is_integer(&self) -> bool {
+        let names = self.path.iter().map(String::as_str);
+        let names: Vec<&str> = names.chain([self.name()]).collect();
+        !self.integers.is_empty() && self.integers.contains(&names.join("/"))
     }
 
     /// Writes the gap. JSON knows four kinds of white space.
@@ -219,12 +241,14 @@ impl Arguments {
             "None" => "null",
             word => word,
         };
-        let integer = self.open.len() == 1 && self.integers.contains(&self.key);
         if key {
             self.key.push_str(&word);
         }
         if !key && serde_json::from_str::<Value>(literal).is_ok() {
-            out.push_str(if integer { whole(literal) } else { literal });
+            out.push_str(match self.is_integer() {
+                true => whole(literal),
+                false => literal,
+            });
         } else {
             out.push_str(&quoted(&word));
         }
@@ -320,9 +344,9 @@ pub(crate) fn completed(begun: &str) -> String {
     out
 }
 
-/// An object as valid JSON; `None` if it cannot be read as a whole.
-pub(super) fn mended(object: &str) -> Option<String> {
-    let (mut arguments, mut out) = (Arguments::default(), String::new());
+/// An object or a list as valid JSON, with integers at these places; `None` if it cannot be read as a whole.
+pub(super) fn mended(object: &str, integers: &HashSet<String>) -> Option<String> {
+    let (mut arguments, mut out) = (Arguments::with_integers(integers.clone()), String::new());
     if !object.starts_with(['{', '[']) {
         return None;
     }
@@ -389,11 +413,14 @@ mod tests {
 
     #[test]
     fn integers_have_no_point() {
-        let integers = HashSet::from(["n".to_owned()]);
-        let text = r#"{"n": 5.0, "m": 5.0, "o": {"n": 5.0}, n: -12.00}"#;
+        let integers = ["n", "o/m", "l/*", "l/*/n"].map(str::to_owned).into();
+        let text = r#"{"n": 5.0, "m": 5.0, "o": {"n": 5.0, "m": 5.0, "l": [5.0]}, "l": [5.0, {"n": 5.0, "m": 5.0}, 6.0], n: -12.00}"#;
         let (mut arguments, mut out) = (Arguments::with_integers(integers), String::new());
         assert_eq!(arguments.push(text, &mut out), Progress::End(text.len()));
-        assert_eq!(out, r#"{"n": 5, "m": 5.0, "o": {"n": 5.0}, "n": -12}"#);
+        assert_eq!(
+            out,
+            r#"{"n": 5, "m": 5.0, "o": {"n": 5.0, "m": 5, "l": [5.0]}, "l": [5, {"n": 5, "m": 5.0}, 6], "n": -12}"#
+        );
         for (number, expected) in [
             ("5.5", "5.5"),
             ("1e2", "1e2"),
@@ -433,7 +460,10 @@ mod tests {
             let progress = Arguments::default().push(text, &mut String::new());
             assert_eq!(progress, Progress::Broken(at), "{text}");
         }
-        assert_eq!(mended("{\"a\": 1,} "), Some("{\"a\": 1}".into()));
-        assert_eq!(mended("{\"a\": 1} x"), None);
+        assert_eq!(
+            mended("{\"a\": 1,} ", &HashSet::new()),
+            Some("{\"a\": 1}".into())
+        );
+        assert_eq!(mended("{\"a\": 1} x", &HashSet::new()), None);
     }
 }

@@ -98,6 +98,8 @@ struct Xml {
 #[derive(Clone, Debug)]
 struct Parameter {
     types: Types,
+    /// The places of integers in it.
+    integers: HashSet<String>,
     /// Its text so far, if it is converted at its end.
     text: String,
     begun: bool,
@@ -447,7 +449,7 @@ impl CallParser {
 
     /// Reads a whole object; one that is no call stays text.
     fn whole(&mut self, lead: Lead, text: &str, out: &mut Vec<Piece>) {
-        match call(text) {
+        match call(text, &self.tools) {
             Some((name, arguments)) => {
                 self.start(name, out);
                 self.more(arguments, out);
@@ -537,6 +539,7 @@ impl CallParser {
             if let Some((name, inner)) = named(tag) {
                 let begin = if xml.parameters.is_empty() { "{" } else { "," };
                 let types = self.tools.types(&xml.name, name);
+                let integers = self.tools.integers_in(&xml.name, name);
                 let text = format!("{begin}{}:", quoted(name));
                 let again = !xml.parameters.insert(name.to_owned());
                 let end = self.held.len() - inner.len();
@@ -546,6 +549,7 @@ impl CallParser {
                 }
                 let parameter = Parameter {
                     types,
+                    integers,
                     text: String::new(),
                     begun: false,
                     again,
@@ -619,7 +623,7 @@ impl CallParser {
             (true, true) => "\"".to_owned(),
             (true, false) => "\"\"".to_owned(),
             (false, _) if cut && parameter.text.is_empty() => return,
-            (false, _) => typed(&parameter.text, parameter.types),
+            (false, _) => typed(&parameter.text, parameter.types, &parameter.integers),
         };
         self.more(text, out);
     }

@@ -1,9 +1,11 @@
 //! Calls as JSON: `{"name": ..., "arguments": {...}}`.
 
 use super::arguments::mended;
+use super::signature::Tools;
 use super::tags::MOST_NAME;
 use serde::de::IgnoredAny;
 use serde_json::Deserializer;
+use std::collections::HashSet;
 
 /// The beginning of a JSON call.
 pub(super) enum Head {
@@ -76,9 +78,10 @@ pub(super) fn head(text: &str) -> Head {
     }
 }
 
-/// A JSON call whose keys are in any order, or whose arguments are JSON in a string: its name and arguments.
-pub(super) fn call(text: &str) -> Option<(String, String)> {
-    let text = mended(text)?;
+/// A JSON call of one of `tools` whose keys are in any order, or whose arguments are JSON in a string: its name and
+/// arguments.
+pub(super) fn call(text: &str, tools: &Tools) -> Option<(String, String)> {
+    let text = mended(text, &HashSet::new())?;
     let (mut name, mut arguments) = (None, "null");
     let mut rest = text.strip_prefix('{')?.trim_start();
     while !rest.starts_with('}') {
@@ -93,13 +96,14 @@ pub(super) fn call(text: &str) -> Option<(String, String)> {
             _ => {}
         }
     }
+    let name = name?;
     let arguments = match arguments {
         "null" => "{}".to_owned(),
-        text if text.starts_with('"') => mended(serde_json::from_str::<String>(text).ok()?.trim())?,
+        text if text.starts_with('"') => serde_json::from_str(text).ok()?,
         text => text.to_owned(),
     };
-    name.filter(|_| arguments.starts_with('{'))
-        .zip(Some(arguments))
+    let arguments = mended(arguments.trim(), &tools.integers(&name))?;
+    arguments.starts_with('{').then_some((name, arguments))
 }
 
 /// Takes the JSON value that `rest` begins with, as it is written.

@@ -8,6 +8,9 @@ use std::collections::HashSet;
 /// How many references and alternatives are followed one inside the other.
 const MOST_DEPTH: usize = 16;
 
+/// How many schemas inside that of a tool are looked at for integers.
+const MOST_PLACES: usize = 1000;
+
 /// The tools that an answer may call.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tools {
@@ -30,20 +33,74 @@ impl Tools {
         self.schema(name).and_then(of).unwrap_or(Types::ANY)
     }
 
-    /// The parameters of a tool that are integers where they are numbers.
+    /// The places of a tool's arguments that are integers where they are numbers: `days`, `trip/days` inside an object,
+    /// `counts/*` inside a list.
     pub(super) fn integers(&self, name: &str) -> HashSet<String> {
-        let properties = self.schema(name).and_then(|s| s["properties"].as_object());
-        let names = properties.into_iter().flat_map(|p| p.keys());
-        names
-            .filter(|parameter| self.types(name, parameter).is_integer())
-            .cloned()
-            .collect()
+        let Some(root) = self.schema(name) else {
+            return HashSet::new();
+        };
+        let mut places = Places {
+            root,
+            integers: HashSet::new(),
+            fractions: HashSet::new(),
+            left: MOST_PLACES,
+        };
+        places.collect(root, "", 0);
+        &places.integers - &places.fractions
+    }
+
+    /// The places of integers inside a parameter.
+    pub(super) fn integers_in(&self, name: &str, parameter: &str) -> HashSet<String> {
+        let inside =
+            |place: String| Some(place.strip_prefix(parameter)?.strip_prefix('/')?.to_owned());
+        self.integers(name).into_iter().filter_map(inside).collect()
     }
 
     /// True if a tool has this parameter, as far as its schema says.
     pub(super) fn has(&self, name: &str, parameter: &str) -> bool {
         let of = |root| of_parameter(root, root, parameter, 0);
         self.schema(name).is_none_or(|root| of(root).is_some())
+    }
+}
+
+/// The places of numbers in what a schema describes.
+struct Places<'a> {
+    root: &'a Value,
+    integers: HashSet<String>,
+    /// Where a number that is no integer is allowed.
+    fractions: HashSet<String>,
+    /// Schemas that may still be looked at.
+    left: usize,
+}
+
+impl Places<'_> {
+    /// Adds the places inside a value at `place` that has this schema.
+    fn collect(&mut self, schema: &Value, place: &str, depth: usize) {
+        if depth > MOST_DEPTH || self.left == 0 {
+            return;
+        }
+        self.left -= 1;
+        let root = self.root;
+        let reference = schema["$ref"].as_str().and_then(|r| resolved(root, r));
+        let others = ["anyOf", "oneOf", "allOf"].map(|key| schema[key].as_array());
+        for same in others.into_iter().flatten().flatten().chain(reference) {
+            self.collect(same, place, depth + 1);
+        }
+        let properties = schema["properties"].as_object().into_iter().flatten();
+        let items = schema.get("items").map(|items| ("*", items));
+        for (name, inner) in properties.map(|(name, p)| (name.as_str(), p)).chain(items) {
+            let place = match place {
+                "" => name.to_owned(),
+                place => format!("{place}/{name}"),
+            };
+            let types = types(root, inner, 0);
+            if types.is_integer() {
+                self.integers.insert(place.clone());
+            } else if types.has(Types::FRACTION) {
+                self.fractions.insert(place.clone());
+            }
+            self.collect(inner, &place, depth + 1);
+        }
     }
 }
 
@@ -187,8 +244,9 @@ fn of_parameter(root: &Value, schema: &Value, parameter: &str, depth: usize) -> 
     found
 }
 
-/// The value that a text stands for, as JSON. A text that is none of the types stays a string.
-pub(super) fn typed(text: &str, types: Types) -> String {
+/// The value that a text stands for, as JSON, with `integers` at places inside it. A text that is none of the types
+/// stays a string.
+pub(super) fn typed(text: &str, types: Types, integers: &HashSet<String>) -> String {
     if types.is_text() {
         return quoted(text);
     }
@@ -199,7 +257,8 @@ pub(super) fn typed(text: &str, types: Types) -> String {
     {
         return match json.is_number() && types.is_integer() {
             true => whole(value).to_owned(),
-            false => value.to_owned(),
+            false if integers.is_empty() => value.to_owned(),
+            false => mended(value, integers).unwrap_or_else(|| value.to_owned()),
         };
     }
     // As Python writes them. Where any type is allowed, they may be words.
@@ -213,7 +272,7 @@ pub(super) fn typed(text: &str, types: Types) -> String {
     }
     let begins = |c, of| types.has(of) && value.starts_with(c);
     let slipped = begins('{', Types::OBJECT) || begins('[', Types::LIST);
-    match mended(value).filter(|_| slipped) {
+    match mended(value, integers).filter(|_| slipped) {
         Some(json) => json,
         None => quoted(text),
     }
@@ -242,6 +301,12 @@ mod tests {
                 "both": {"allOf": [{"$ref": "#/$defs/Name"}, {"type": ["string", "integer"]}]},
                 "loop": {"$ref": "#/properties/loop"},
                 "any": {},
+                "trip": {"type": "object", "properties": {"days": {"type": "integer"}, "km": {"type": "number"}}},
+                "counts": {"items": {"$ref": "#/properties/count"}},
+                "either": {"anyOf": [
+                    {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+                    {"properties": {"a": {"type": "number"}, "b": {"type": "string"}}},
+                ]},
             },
             "$defs": {"Pet": {"type": "object"}, "Name": {"type": "string"}},
         });
@@ -284,9 +349,18 @@ mod tests {
             ("any", "seven", r#""seven""#),
             ("any", "True", r#""True""#),
             ("any", "None", r#""None""#),
-            ("unknown", "[1]", "[1]"),
+            ("unknown", "[1.0]", "[1.0]"),
+            (
+                "trip",
+                r#"{"days": 3.0, "km": 3.0, "x": {"days": 3.0}}"#,
+                r#"{"days": 3, "km": 3.0, "x": {"days": 3.0}}"#,
+            ),
+            ("trip", "{'days': 3.0}", r#"{"days": 3}"#),
+            ("counts", "[1.0, 2.50, 3]", "[1, 2.50, 3]"),
+            ("either", r#"{"a": 1.0, "b": 1.0}"#, r#"{"a": 1.0, "b": 1}"#),
         ] {
-            let found = typed(text, tools.types("f", parameter));
+            let integers = tools.integers_in("f", parameter);
+            let found = typed(text, tools.types("f", parameter), &integers);
             assert_eq!(found, expected, "{parameter}: {text}");
         }
         assert!(tools.has("f", "text") && !tools.has("f", "unknown") && tools.has("g", "x"));
@@ -306,7 +380,8 @@ mod tests {
                 list: vec![("f".into(), schema.clone())],
                 several: true,
             };
-            assert_eq!(typed("1", tools.types("f", "t")), r#""1""#, "{schema}");
+            let found = typed("1", tools.types("f", "t"), &HashSet::new());
+            assert_eq!(found, r#""1""#, "{schema}");
         }
     }
 }

@@ -120,6 +120,48 @@ fn calls_are_the_same_whatever_the_pieces() {
 }
 
 #[test]
+fn integers_are_whole_however_deep_they_are() {
+    let days = json!({"type": "array", "items": {"type": "integer"}});
+    let trip = json!({"type": "object", "properties": {"days": days, "km": {"type": "number"}}});
+    let tools = Tools {
+        list: vec![("f".into(), json!({"properties": {"trip": trip}}))],
+        several: true,
+    };
+    let expected = r#"{"days": [1, 2], "km": 3.0}"#;
+    let written = r#"{"days": [1.0, 2.0], "km": 3.0}"#;
+    for (text, between) in [
+        (
+            format!(
+                "<tool_call>{{\"name\": \"f\", \"arguments\": {{\"trip\": {written}}}}}</tool_call>"
+            ),
+            " ",
+        ),
+        (
+            format!(
+                "<tool_call>{{\"arguments\": {{\"trip\": {written}}}, \"name\": \"f\"}}</tool_call>"
+            ),
+            " ",
+        ),
+        (
+            format!(
+                "<tool_call><function=f><parameter=trip>{written}</parameter></function></tool_call>"
+            ),
+            "",
+        ),
+    ] {
+        let arguments = format!("{{\"trip\":{between}{expected}}}");
+        for size in [1, text.len()] {
+            let found = parse_with(tools.clone(), false, &text, size);
+            assert_eq!(
+                found,
+                (String::new(), vec![("f".into(), arguments.clone())]),
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
 fn what_is_no_call_stays_text() {
     for text in [
         "a <tool_cal",
