@@ -74,19 +74,24 @@ pub(crate) fn round(
             };
             let mut packer = Packer::new(outcome.rounded.grid, weight.cols);
             packer.push(&outcome.rounded);
+            let mut fallbacks = outcome.fallbacks;
+            let scales = outcome.rounded.params.iter().map(|p| p.scale);
+            fallbacks.extend(cut(name, weight, scales));
             Ok(Rounding {
                 packing: RoundedRows::Affine(packer),
                 bits: scheme.bits.into(),
                 errors,
                 method: outcome.method,
                 asked,
-                fallbacks: outcome.fallbacks,
+                fallbacks,
             })
         }
         Scheme::Trellis(scheme) => {
             let feeds = method.needs() == Needs::Hessian;
-            let (rounded, fallbacks) =
+            let (rounded, mut fallbacks) =
                 trellis::round(name, weight, inputs.filter(|_| feeds), scheme)?;
+            let scales = rounded.row_scales().iter().map(|s| s.to_f32());
+            fallbacks.extend(cut(name, weight, scales));
             let mut change = Matrix::zeros(weight.rows, weight.cols);
             (change.data.par_chunks_mut(weight.cols).enumerate()).for_each(|(i, change)| {
                 rounded.dequantize_row(i, change);
@@ -118,6 +123,20 @@ pub(crate) fn round(
             })
         }
     }
+}
+
+/// The share of the greatest f16 from which on a scale is one that had to be made smaller; products in two levels do
+/// not reach it quite.
+const SATURATED: f32 = 0.98;
+
+/// Says that a weight has values which are cut, since an f16 holds no scale great enough for them.
+fn cut(name: &str, weight: &Matrix, mut scales: impl Iterator<Item = f32>) -> Option<String> {
+    let most = f16::MAX.to_f32();
+    let found = scales.any(|scale| scale.abs() > SATURATED * most);
+    found.then(|| {
+        let greatest = weight.data.iter().fold(0.0, |most: f32, v| most.max(v.abs()));
+        format!("{name}: values up to {greatest:.3e} are cut: their scales are beyond {most}, the greatest f16")
+    })
 }
 
 /// Rounds a large weight by `method`, in pieces of rows. Returns also what the method could not do, once each.
@@ -227,3 +246,35 @@ impl Rounding {
 
 /// Most elements of a large weight held in f32 at once.
 pub(crate) const PIECE: usize = 1 << 26;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_formats::trellis::Code;
+    use nq_formats::{AffineScheme, Bits, Group, Tensor, Zeros};
+
+    #[test]
+    fn values_beyond_the_greatest_scale_are_named() {
+        let (rows, cols) = (16, 256);
+        let four = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::None);
+        let schemes: [Scheme; 4] = [
+            four.into(),
+            AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer).into(),
+            four.two_level(Bits::B8).into(),
+            TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap().into(),
+        ];
+        for scheme in schemes {
+            let notes = |greatest: f32| {
+                let mut values: Vec<f32> = (0..rows * cols).map(|i| (i % 7) as f32 - 3.0).collect();
+                values[5 * cols + 9] = greatest;
+                let weight = Weight::Dense(Tensor::from_f32(vec![rows, cols], values).unwrap());
+                let nearest = Rtn::new(Fit::clip());
+                let made = by_pieces(&nearest, "model.w", &weight, None, scheme);
+                made.unwrap().2
+            };
+            assert_eq!(notes(1000.0), Vec::<String>::new(), "{scheme}");
+            let expected = "model.w: values up to 3.000e7 are cut: their scales are beyond 65504, the greatest f16";
+            assert_eq!(notes(3e7), [expected], "{scheme}");
+        }
+    }
+}

@@ -160,14 +160,15 @@ fn scales_of(turned: &Matrix, trellis: &Trellis) -> Vec<f32> {
     let rows = turned.data.par_chunks(turned.cols).map(|row| {
         let squares: f64 = row.iter().map(|&v| f64::from(v).powi(2)).sum();
         let deviation = (squares / row.len() as f64).sqrt() as f32;
-        f16::from_f32(deviation * trellis.unit()).to_f32()
+        let scale = deviation * trellis.unit();
+        f16::from_f32(scale.min(f16::MAX.to_f32())).to_f32()
     });
     rows.collect()
 }
 
 /// The scale that is best for the codes found with `scale`; `scale` where there is none.
 fn refitted(scale: f32, best: f64) -> f32 {
-    let best = f16::from_f64(best).to_f32();
+    let best = f16::from_f64(best.min(f16::MAX.to_f64())).to_f32();
     if best.is_finite() && best > 0.0 {
         best
     } else {
