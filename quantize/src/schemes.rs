@@ -24,6 +24,9 @@ pub struct Schemes {
     pub overrides: BTreeMap<String, Scheme>,
 }
 
+/// The sizes of groups that nq makes, besides whole rows.
+pub const GROUP_SIZES: [u32; 3] = [32, 64, 128];
+
 /// The scheme that `nq quantize` uses for Linears by default.
 pub const fn default_scheme(bits: Bits) -> AffineScheme {
     match bits {
@@ -136,6 +139,23 @@ impl Schemes {
         linears.map(|linear| (linear.kind, of(linear))).collect()
     }
 
+    /// The sizes of groups that divide the inputs of every weight that is quantized, in words.
+    fn fitting(&self, config: &ModelConfig) -> String {
+        let inputs = |(name, shape): (String, Shape)| match shape {
+            Shape::Matrix(_, cols) if self.of(&name).is_some() => Some(cols),
+            _ => None,
+        };
+        let inputs: Vec<usize> = parameters(config).into_iter().filter_map(inputs).collect();
+        let sizes = GROUP_SIZES.into_iter();
+        let fitting = sizes.filter(|size| {
+            inputs
+                .iter()
+                .all(|cols| cols.is_multiple_of(*size as usize))
+        });
+        let words: Vec<String> = fitting.map(|size| format!("{size} or ")).collect();
+        words.concat() + "channel"
+    }
+
     /// Checks that groups, or the blocks of a trellis, fill the rows: kernels do not support ragged groups, and no
     /// published model needs them.
     ///
@@ -171,11 +191,12 @@ impl Schemes {
                     return Err(Error::Request {
                         what,
                         expected: format!(
-                            "a divisor of the {cols} inputs of {name}{}",
+                            "a divisor of the {cols} inputs of {name}{} ({} would fit every weight)",
                             match [EMBEDDING, HEAD].contains(&name.as_str()) {
                                 true => ", or --head-bits 16",
                                 false => "",
-                            }
+                            },
+                            self.fitting(config)
                         ),
                         found: size.to_string(),
                     });
@@ -301,5 +322,24 @@ mod tests {
             error.contains("down_proj") && error.contains("3000"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn groups_that_do_not_divide_are_told_which_would() {
+        let mut config = Preset::find("qwen3-0.6b").unwrap().config();
+        let refused = |config: &ModelConfig| {
+            Schemes::defaults(Bits::B8)
+                .check(config)
+                .unwrap_err()
+                .to_string()
+        };
+        config.intermediate_size = 3008;
+        assert_eq!(
+            refused(&config),
+            "group size: expected a divisor of the 3008 inputs of model.layers.0.mlp.down_proj \
+             (32 or 64 or channel would fit every weight), found 128"
+        );
+        config.intermediate_size = 3000;
+        assert!(refused(&config).contains("(channel would fit every weight)"));
     }
 }

@@ -14,7 +14,7 @@ use nq_quantize::allocation;
 use nq_quantize::methods::{self, METHODS};
 use nq_quantize::mix;
 use nq_quantize::pipeline::QuantizeOptions;
-use nq_quantize::schemes::{default_scheme, head_scheme};
+use nq_quantize::schemes::{GROUP_SIZES, default_scheme, head_scheme};
 use nq_quantize::{CalibrationSource, Codes, Effort, Limits, Schemes, TargetSize, TuneOptions};
 use std::ffi::OsString;
 use std::fs::File;
@@ -204,11 +204,11 @@ fn parse_tokens(s: &str) -> Result<usize, String> {
 
 fn parse_group(s: &str) -> Result<Group, String> {
     match s {
-        "32" => Ok(Group::Size(32)),
-        "64" => Ok(Group::Size(64)),
-        "128" => Ok(Group::Size(128)),
         "channel" => Ok(Group::Channel),
-        _ => Err("expected 32, 64, 128 or channel".into()),
+        size => match size.parse() {
+            Ok(size) if GROUP_SIZES.contains(&size) => Ok(Group::Size(size)),
+            _ => Err("expected 32, 64, 128 or channel".into()),
+        },
     }
 }
 
