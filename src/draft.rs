@@ -1,12 +1,10 @@
-//! `--draft`: the choice of a drafter for speculative decoding.
+//! The choice of a drafter for speculative decoding: `--draft`.
 
 use crate::at_load::{self, at_load, longest_context};
-use crate::flags::Global;
-use crate::model;
-use crate::terminal::human_bytes;
-use anyhow::Context;
+use crate::library::{Error, Result};
+use crate::names;
 use nq_formats::eagle::EagleHead;
-use nq_formats::{Bits, Checkpoint, Progress, Task};
+use nq_formats::{Bits, Checkpoint, Progress, Task, human_bytes};
 use nq_load::device::Device;
 use nq_load::{Eagle, Mtp};
 use nq_model::names::HEAD;
@@ -19,10 +17,11 @@ use nq_runtime::{
     Session, SessionSpec, Speculation, Tokenizer,
 };
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 
-/// The value of `--draft`.
+/// Where drafts come from: what `--draft` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DraftFrom {
     /// No drafts.
@@ -60,18 +59,27 @@ pub fn drafted_by(from: Option<&DraftFrom>, weights: Option<&DraftWeights>) -> D
     }
 }
 
-/// Reads the value of `--draft`.
-pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
-    match text {
-        "" => Err("expected none, ngram, mtp, a model or eagle3:FOLDER".into()),
-        "none" => Ok(DraftFrom::None),
-        "ngram" => Ok(DraftFrom::Ngram),
-        "mtp" => Ok(DraftFrom::Mtp),
-        "eagle3:" => Err("expected a folder behind eagle3:".into()),
-        other => Ok(match other.strip_prefix("eagle3:") {
-            Some(folder) => DraftFrom::Eagle3(folder.into()),
-            None => DraftFrom::Model(other.into()),
-        }),
+/// What errors call an EAGLE-3 head.
+fn eagle(folder: &Path) -> String {
+    format!("--draft eagle3:{}", folder.display())
+}
+
+impl FromStr for DraftFrom {
+    type Err = String;
+
+    /// Parses `none`, `ngram`, `mtp`, a model or `eagle3:FOLDER`.
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "" => Err("expected none, ngram, mtp, a model or eagle3:FOLDER".into()),
+            "none" => Ok(DraftFrom::None),
+            "ngram" => Ok(DraftFrom::Ngram),
+            "mtp" => Ok(DraftFrom::Mtp),
+            "eagle3:" => Err("expected a folder behind eagle3:".into()),
+            other => Ok(match other.strip_prefix("eagle3:") {
+                Some(folder) => DraftFrom::Eagle3(folder.into()),
+                None => DraftFrom::Model(other.into()),
+            }),
+        }
     }
 }
 
@@ -81,10 +89,7 @@ pub fn parse_draft(text: &str) -> Result<DraftFrom, String> {
 ///
 /// # Errors
 /// An absent device.
-pub fn by_default(
-    checkpoint: &Checkpoint,
-    options: &LoadOptions,
-) -> anyhow::Result<Option<DraftWeights>> {
+pub fn by_default(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Option<DraftWeights>> {
     let quantized = checkpoint.store().quantization().is_some();
     let rounds = options.activations == ActivationChoice::Auto;
     let on_cpu = Device::choose(options.device)? == Device::Cpu;
@@ -112,16 +117,19 @@ impl DraftCheckpoint {
         name: &OsString,
         target: &Checkpoint,
         bits: Option<u32>,
-        global: &Global,
+        offline: bool,
         progress: &dyn Progress,
-    ) -> anyhow::Result<Self> {
-        let model = model::open(Some(name), &global.without_adapters(), progress)?;
+    ) -> Result<Self> {
+        let model = names::find(name, offline, progress)?;
+        names::note_left_over(&model, progress);
         let (checkpoint, schemes) = at_load(model.checkpoint, bits, progress)?;
         let tokenizer = Tokenizer::from_files(checkpoint.files())?;
         tokenizer.check_vocab(checkpoint.config().vocab_size)?;
         Tokenizer::from_files(target.files())?
             .check_same(&tokenizer)
-            .with_context(|| format!("--draft {}: its vocabulary differs", model.name))?;
+            .map_err(|e| {
+                Error::from(e).within(format!("--draft {}: its vocabulary differs", model.name))
+            })?;
         Ok(DraftCheckpoint {
             name: model.name,
             checkpoint,
@@ -144,14 +152,14 @@ impl DraftCheckpoint {
         options: &LoadOptions,
         target_vocab: usize,
         progress: &dyn Progress,
-    ) -> anyhow::Result<Drafts> {
+    ) -> Result<Drafts> {
         let (config, store) = (self.checkpoint.config(), self.checkpoint.store());
         let options = LoadOptions {
             session: None,
             ..*options
         };
         let engine = nq_load::load(config, store, &options, progress)
-            .with_context(|| format!("--draft {}", self.name))?;
+            .map_err(|e| Error::from(e).within(format!("--draft {}", self.name)))?;
         Ok(Drafts::Model {
             vocab: target_vocab.min(config.vocab_size),
             ctx: longest_context(config),
@@ -187,28 +195,31 @@ impl DraftWeights {
         from: &DraftFrom,
         target: &Checkpoint,
         bits: Option<u32>,
-        global: &Global,
+        offline: bool,
         progress: &dyn Progress,
-    ) -> anyhow::Result<Option<Self>> {
+    ) -> Result<Option<Self>> {
         Ok(match from {
             DraftFrom::None | DraftFrom::Ngram => None,
             DraftFrom::Mtp => {
-                let own = DraftWeights::mtp(target).with_context(|| {
+                let own = DraftWeights::mtp(target).ok_or_else(|| {
                     let title = target.config().architecture.title;
-                    format!(
+                    Error::unsuited(format!(
                         "--draft mtp: expected a model with an MTP layer, found {title} without one"
-                    )
+                    ))
                 })?;
                 Some(own)
             }
             DraftFrom::Model(name) => {
-                let draft = DraftCheckpoint::open(name, target, bits, global, progress)?;
+                let draft = DraftCheckpoint::open(name, target, bits, offline, progress)?;
                 Some(DraftWeights::Model(Box::new(draft)))
             }
             DraftFrom::Eagle3(folder) => {
-                let named = || format!("--draft eagle3:{}", folder.display());
-                let head = EagleHead::open(folder).with_context(named)?;
-                head.check_model(target.config()).with_context(named)?;
+                let open = || {
+                    let head = EagleHead::open(folder)?;
+                    head.check_model(target.config())?;
+                    Ok::<_, nq_formats::Error>(head)
+                };
+                let head = open().map_err(|e| Error::from(e).within(eagle(folder)))?;
                 let head = head.wrapped(|store| Box::new(OnTheFly::new(store, eagle_schemes())));
                 Some(DraftWeights::Eagle3 {
                     head: Box::new(head),
@@ -255,21 +266,22 @@ impl DraftWeights {
         options: &LoadOptions,
         target: &Checkpoint,
         progress: &dyn Progress,
-    ) -> anyhow::Result<Drafts> {
+    ) -> Result<Drafts> {
         let (config, store) = (target.config(), target.store());
         match self {
             DraftWeights::Model(draft) => draft.load(options, config.vocab_size, progress),
             DraftWeights::Eagle3 { folder, head } => {
-                let eagle = Eagle::load(head, (config, store), options);
-                let named = || format!("--draft eagle3:{}", folder.display());
-                Ok(Drafts::Eagle(eagle.with_context(named)?))
+                let loaded = Eagle::load(head, (config, store), options);
+                let named = |e| Error::from(e).within(eagle(folder));
+                Ok(Drafts::Eagle(loaded.map_err(named)?))
             }
             DraftWeights::Mtp { .. } => {
                 let load = || {
                     let head = draft_head(target)?;
-                    anyhow::Ok(Mtp::load((config, store), head.as_ref(), options)?)
+                    Ok(Mtp::load((config, store), head.as_ref(), options)?)
                 };
-                Ok(Drafts::Mtp(load().context("--draft mtp")?))
+                let loaded = load().map_err(|e: Error| e.within("--draft mtp"))?;
+                Ok(Drafts::Mtp(loaded))
             }
         }
     }
@@ -288,11 +300,7 @@ impl DraftWeights {
     ///
     /// # Errors
     /// Those of its weights.
-    pub fn memory(
-        &self,
-        target: &ModelConfig,
-        spec: &SessionSpec,
-    ) -> anyhow::Result<(String, u64)> {
+    pub fn memory(&self, target: &ModelConfig, spec: &SessionSpec) -> Result<(String, u64)> {
         let (what, bytes) = match self {
             DraftWeights::Model(draft) => return memory_of(draft, spec),
             // Codes of 4 bits, and for each 64 of them a scale of 16 and a zero point of 4.
@@ -388,12 +396,7 @@ pub fn drafts(
     device: &str,
     progress: &dyn Progress,
     loaded: Option<Drafts>,
-) -> anyhow::Result<Option<Drafts>> {
-    let named = || {
-        let inexact = check_drafts(session, device).context("--draft")?;
-        inexact.iter().for_each(|note| progress.note(note));
-        anyhow::Ok(())
-    };
+) -> Result<Option<Drafts>> {
     Ok(match from {
         None => {
             let exact = session.exact_rows() > 1 && session.exact_rows() >= session.draft_rows();
@@ -401,7 +404,9 @@ pub fn drafts(
         }
         Some(DraftFrom::None) => None,
         Some(_) => {
-            named()?;
+            let inexact = check_drafts(session, device);
+            let inexact = inexact.map_err(|e| Error::from(e).within("--draft"))?;
+            inexact.iter().for_each(|note| progress.note(note));
             Some(loaded.unwrap_or(Drafts::Ngram))
         }
     })
@@ -411,7 +416,7 @@ pub fn drafts(
 ///
 /// # Errors
 /// Those of its weights.
-fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> anyhow::Result<(String, u64)> {
+fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> Result<(String, u64)> {
     let spec = shorter(spec, longest_context(draft.checkpoint.config()));
     let memory = at_load::memory(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
     let words = format!(

@@ -14,7 +14,7 @@
 //! ```
 //!
 //! Everything that a program needs is in this crate; a minor version before 1.0 may change it, a patch version does not.
-//! The crates below it (`nq-model`, `nq-formats`, `nq-kernels`, `nq-runtime`, `nq-cpu`, `nq-f32`, `nq-cuda`, `nq-load`, `nq-evals`, `nq-quantize`, `nq-serve`) may change in
+//! The crates below it (`nq-model`, `nq-formats`, `nq-kernels`, `nq-runtime`, `nq-cpu`, `nq-f32`, `nq-cuda`, `nq-load`, `nq-evals`, `nq-quantize`, `nq-answers`, `nq-serve`) may change in
 //! any version. The program `nq` is the feature `cli`: without it, this crate needs neither a terminal nor a server.
 
 #![forbid(unsafe_code)]
@@ -30,6 +30,7 @@
     )
 )]
 
+pub use nq_answers::{Answer, Call, Choice as ToolChoice, End, Format, Piece, Prompt};
 pub use nq_evals::{Comparison, EvalReport, EvalSpec, Protocol};
 pub use nq_formats::{Bits, Progress, TrellisScheme, Unit};
 pub use nq_quantize::{
@@ -39,17 +40,21 @@ pub use nq_quantize::{
 pub use nq_runtime::embedding::{DEFAULT_TASK, Purpose};
 pub use nq_runtime::{
     ActivationChoice, DeviceChoice, LoadOptions, Message, SamplingParams, Stats, StopReason,
+    TokenLogprobs,
 };
 
+pub use draft::DraftFrom;
 pub use library::{
-    Answer, Chat, Embedder, Error, ErrorKind, Model, Reranker, Result, quantize, quantize_with,
+    Chat, Embedder, Error, ErrorKind, Model, OpenOptions, Reranker, Result, quantize, quantize_with,
 };
 #[cfg(feature = "cli")]
 pub use program::program;
+pub use serde_json::Value;
 pub use templates::{isolate_templates, isolate_templates_by, serve_templates};
 
 mod at_load;
 mod demo;
+mod draft;
 mod library;
 mod names;
 mod templates;
@@ -66,8 +71,6 @@ mod chat;
 mod cli;
 #[cfg(feature = "cli")]
 mod commands;
-#[cfg(feature = "cli")]
-mod draft;
 #[cfg(feature = "cli")]
 mod flags;
 #[cfg(feature = "cli")]

@@ -4,7 +4,7 @@ use cargo_metadata::{DependencyKind, MetadataCommand};
 use std::path::Path;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 17] = [
+const ORDER: [&str; 18] = [
     "nq-model",
     "nq-formats",
     "nq-kernels",
@@ -19,6 +19,7 @@ const ORDER: [&str; 17] = [
     "nq-load",
     "nq-evals",
     "nq-quantize",
+    "nq-answers",
     "nq-serve",
     "nq-llm",
     "nq-python",
@@ -97,6 +98,7 @@ fn the_library_does_without_the_command_line() {
         .map(|d| d.name.as_str())
         .collect();
     let needed = [
+        "nq-answers",
         "nq-cpu",
         "nq-evals",
         "nq-formats",
@@ -105,6 +107,7 @@ fn the_library_does_without_the_command_line() {
         "nq-model",
         "nq-quantize",
         "nq-runtime",
+        "serde_json",
         "strsim",
         "thiserror",
     ];

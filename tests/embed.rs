@@ -2,7 +2,7 @@
 #![cfg(feature = "demo")]
 
 use crate::common::{command, nq, stderr, stdout};
-use nq_llm::{DEFAULT_TASK, DeviceChoice, LoadOptions, Purpose};
+use nq_llm::{DEFAULT_TASK, DeviceChoice, OpenOptions, Purpose};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -101,11 +101,9 @@ fn vectors(lines: &str) -> Vec<Vec<f64>> {
 
 /// The model as a program loads it.
 fn library(folder: &Path) -> nq_llm::Model {
-    let load = LoadOptions {
-        device: DeviceChoice::Cpu,
-        ..LoadOptions::default()
-    };
-    nq_llm::Model::open_with(folder, &load, &()).unwrap()
+    let mut options = OpenOptions::default();
+    options.load.device = DeviceChoice::Cpu;
+    nq_llm::Model::open_with(folder, &options, &()).unwrap()
 }
 
 fn cosine(a: &[f64], b: &[f64]) -> f64 {

@@ -12,19 +12,24 @@ such as `Qwen/Qwen3-0.6B`, which is downloaded. Notes go to the logger `nq`. Err
 `OSError` and its kinds, wrong arguments `ValueError`, all others `nq.Error`.
 """
 
+import asyncio
+import html
 import json
 import logging
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Optional, Union, overload
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, TypedDict, Union, overload
 
 from . import _nq
 from ._nq import Error, __version__
 
-__all__ = ["Error", "Model", "Stream", "__version__", "eval", "main", "quantize"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Answer", "Call", "ChatSettings", "Error", "Logprob", "Model", "Settings", "Stream", "__version__", "eval", "main", "quantize"]
 
 Path = Union[str, "os.PathLike[str]"]
 """A name or a path."""
@@ -34,6 +39,9 @@ Messages = Union[str, Sequence[Mapping[str, Any]]]
 
 Progress = Callable[[str, int, int], object]
 """Called with a stage's name, how much of it is done, and all of it."""
+
+OnPiece = Callable[[str], object]
+"""Called with each piece of an answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,14 +58,100 @@ def _reporter(progress: Optional[Progress]) -> Callable[[Optional[str], Any, Any
     return report
 
 
-class Stream(Iterator[str]):
-    """An answer in pieces, as they come. Ends when it is closed or nobody holds it any more."""
+class Call(NamedTuple):
+    """A call of a tool: its name, and its arguments as JSON text, which is not whole if the answer was cut off in it."""
+
+    name: str
+    arguments: str
+
+
+class Logprob(NamedTuple):
+    """The log-probability of a token of an answer, and the most probable tokens with theirs, the best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Answer(str):
+    """An answer: a text, in which what was thought comes first, between <think> and </think>, and all that is known of it.
+
+    `thinking` and `text` are its parts, `calls` the calls of tools, `message` the answer as a message of a chat. `tokens`
+    are all that the model wrote but the one that ended it. `stop_reason` is eos, max_tokens, context_full, stop_text, call
+    (the only one allowed) or interrupted; `stop_text` is the text of `stop` that was found. `usage` counts tokens of the
+    prompt, of those that were cached, of the answer and of drafts, and seconds. `logprobs` are those of the tokens that the
+    model drew, if they were asked for.
+    """
+
+    thinking: str
+    text: str
+    calls: list[Call]
+    message: dict[str, Any]
+    tokens: list[int]
+    logprobs: list[Logprob]
+    stop_reason: str
+    stop_text: Optional[str]
+    usage: dict[str, float]
+
+    def _repr_html_(self) -> str:
+        """The answer in a notebook."""
+        parts = []
+        if self.thinking:
+            parts.append(f"<details><summary>thinking</summary>{_shown(self.thinking)}</details>")
+        if self.text:
+            parts.append(_shown(self.text))
+        parts += [_shown(f"{call.name}({call.arguments})") for call in self.calls]
+        return "".join(parts)
+
+
+def _shown(text: str) -> str:
+    return f'<div style="white-space: pre-wrap">{html.escape(text)}</div>'
+
+
+def _answer(made: str) -> Answer:
+    """The answer that the native part describes."""
+    told = json.loads(made)
+    answer = Answer(told.pop("whole"))
+    told["calls"] = [Call(**call) for call in told["calls"]]
+    told["logprobs"] = [
+        # JSON has no infinity: a token that the model excludes has none.
+        Logprob(token, _number(logprob), [(other, _number(its)) for other, its in top])
+        for token, logprob, top in told["logprobs"]
+    ]
+    vars(answer).update(told)
+    return answer
+
+
+def _number(logprob: Optional[float]) -> float:
+    return float("-inf") if logprob is None else logprob
+
+
+class Stream(Iterator[str], AsyncIterator[str]):
+    """An answer in pieces, as they come, for `for` and `async for`. Ends when it is closed or nobody holds it any more."""
 
     def __init__(self, pieces: "_nq.Stream") -> None:
         self._pieces = pieces
 
     def __next__(self) -> str:
         return next(self._pieces)
+
+    async def __anext__(self) -> str:
+        try:
+            piece = await asyncio.get_running_loop().run_in_executor(None, next, self._pieces, None)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once it has ended or was closed."""
+        made = self._pieces.answer
+        if made is None:
+            raise ValueError("the answer has not ended")
+        return _answer(made)
 
     def close(self) -> None:
         """Ends the answer; what has not been read is lost."""
@@ -70,13 +164,58 @@ class Stream(Iterator[str]):
         self.close()
 
 
+class Settings(TypedDict, total=False):
+    """How tokens are chosen, and what ends them. Settings that are left out or None are those that the model's makers
+    recommend."""
+
+    max_tokens: Optional[int]
+    """Most tokens of an answer; otherwise all that the context has room for."""
+    temperature: Optional[float]
+    top_k: Optional[int]
+    top_p: Optional[float]
+    min_p: Optional[float]
+    repetition_penalty: Optional[float]
+    frequency_penalty: Optional[float]
+    presence_penalty: Optional[float]
+    seed: Optional[int]
+    """The same seed gives the same answer."""
+    stop: Union[str, Sequence[str], None]
+    """Texts that end an answer, without being part of it."""
+    schema: Union[Mapping[str, Any], bool, None]
+    """A JSON schema that the answer fits; True: any JSON object."""
+    regex: Optional[str]
+    """A regular expression that matches the whole answer."""
+    grammar: Optional[str]
+    """A Lark grammar of the answer."""
+    logprobs: Optional[int]
+    """How many of the most probable tokens are reported with the log-probability of each token, at most 20."""
+
+
+class ChatSettings(Settings, total=False):
+    """Settings of an answer to a chat, and those of `Settings`."""
+
+    thinking: Optional[bool]
+    """Whether the model thinks first, if its template can switch that."""
+    thinking_budget: Optional[int]
+    """Most tokens of thinking; it is then closed, and the answer begins."""
+    tools: Optional[Sequence[Mapping[str, Any]]]
+    """Tools that the model may call: `{"type": "function", "function": {"name", "description", "parameters"}}`, whose
+    parameters are a JSON schema."""
+    tool_choice: Optional[str]
+    """auto, none, required, or the name of the tool to call."""
+
+
 class Model:
     """A loaded model.
 
     `device` is auto (the first GPU, otherwise the CPU), cpu, cuda, cuda:N, or several GPUs as cuda:0,1 or cuda:all;
     `threads` are those of a CPU, one per core if it is None. `ctx` is the number of tokens that a chat has room for, by default at most 8192. `bits` quantizes an
     unquantized model while it is loaded, to 3, 4, 5, 6 or 8; `nq.quantize` gives better quality. `activations` is how
-    inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16. `progress` hears of downloads and loading.
+    inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16. `draft` is what drafts tokens, so that answers
+    come sooner: ngram (the text so far), mtp (the model's own layer), a smaller model's name, eagle3:FOLDER or none; if it is
+    None, mtp or ngram where answers stay exactly the same, as on CPUs. `progress` hears of downloads and loading.
+
+    In a `with` block it is closed at its end.
     """
 
     def __init__(
@@ -88,14 +227,36 @@ class Model:
         ctx: Optional[int] = None,
         bits: Optional[int] = None,
         activations: str = "auto",
+        draft: Optional[Path] = None,
         progress: Optional[Progress] = None,
     ) -> None:
-        how = {"device": device, "threads": threads, "ctx": ctx, "bits": bits, "activations": activations}
+        how = {
+            "device": device,
+            "threads": threads,
+            "ctx": ctx,
+            "bits": bits,
+            "activations": activations,
+            "draft": None if draft is None else os.fspath(draft),
+        }
         self._model = _nq.Model(os.fspath(name), how, _reporter(progress))
         self._device = device
 
     def __repr__(self) -> str:
         return f"<nq.Model {self.name!r} on {self.device}>"
+
+    def _repr_html_(self) -> str:
+        """The model in a notebook."""
+        return f"<b>{html.escape(self.name)}</b> on {html.escape(self.device)}"
+
+    def close(self) -> None:
+        """Frees its memory, once what is being computed has ended. It can then not be used any more."""
+        self._model.close()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def name(self) -> str:
@@ -107,88 +268,113 @@ class Model:
         """What it runs on, such as `cpu (avx512)`."""
         return self._model.device
 
-    @overload
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        stream: Literal[False] = False,
-        max_tokens: Optional[int] = None,
-        temperature: Optional[float] = None,
-        top_k: Optional[int] = None,
-        top_p: Optional[float] = None,
-        min_p: Optional[float] = None,
-        repetition_penalty: Optional[float] = None,
-        frequency_penalty: Optional[float] = None,
-        presence_penalty: Optional[float] = None,
-        seed: Optional[int] = None,
-        stop: Sequence[str] = (),
-        thinking: Optional[bool] = None,
-    ) -> str: ...
+    @property
+    def vocab(self) -> int:
+        """The number of tokens that it tells apart."""
+        return self._model.vocab
 
     @overload
     def chat(
-        self,
-        messages: Messages,
-        *,
-        stream: Literal[True],
-        max_tokens: Optional[int] = None,
-        temperature: Optional[float] = None,
-        top_k: Optional[int] = None,
-        top_p: Optional[float] = None,
-        min_p: Optional[float] = None,
-        repetition_penalty: Optional[float] = None,
-        frequency_penalty: Optional[float] = None,
-        presence_penalty: Optional[float] = None,
-        seed: Optional[int] = None,
-        stop: Sequence[str] = (),
-        thinking: Optional[bool] = None,
+        self, messages: Messages, *, stream: Literal[False] = False, on_piece: Optional[OnPiece] = None,
+        **settings: "Unpack[ChatSettings]"
+    ) -> Answer: ...
+
+    @overload
+    def chat(self, messages: Messages, *, stream: Literal[True], **settings: "Unpack[ChatSettings]") -> Stream: ...
+
+    def chat(
+        self, messages: Messages, *, stream: bool = False, on_piece: Optional[OnPiece] = None,
+        **settings: "Unpack[ChatSettings]"
+    ) -> Union[Answer, Stream]:
+        """Answers the last of `messages`: the answer, or with `stream` an iterator over its pieces. What the model thinks
+        comes before the answer, between <think> and </think>. `on_piece` is called with each piece; an exception that it
+        raises ends the answer.
+
+        What the messages have in common with those of the last call is not computed again. `help(nq.ChatSettings)`
+        explains the settings.
+        """
+        return self._answer(_messages(messages), stream, on_piece, settings, ChatSettings)
+
+    async def chat_async(
+        self, messages: Messages, *, on_piece: Optional[OnPiece] = None, **settings: "Unpack[ChatSettings]"
+    ) -> Answer:
+        """Like `chat`, for asyncio: other tasks run meanwhile, and cancelling ends the answer. With `chat(stream=True)`,
+        `async for` gets the pieces."""
+        stream = self.chat(messages, stream=True, **settings)
+        async for piece in stream:
+            if on_piece:
+                on_piece(piece)
+        return stream.answer
+
+    @overload
+    def complete(
+        self, prompt: Union[str, Sequence[int]], *, stream: Literal[False] = False, on_piece: Optional[OnPiece] = None,
+        **settings: "Unpack[Settings]"
+    ) -> Answer: ...
+
+    @overload
+    def complete(
+        self, prompt: Union[str, Sequence[int]], *, stream: Literal[True], **settings: "Unpack[Settings]"
     ) -> Stream: ...
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        stream: bool = False,
-        max_tokens: Optional[int] = None,
-        temperature: Optional[float] = None,
-        top_k: Optional[int] = None,
-        top_p: Optional[float] = None,
-        min_p: Optional[float] = None,
-        repetition_penalty: Optional[float] = None,
-        frequency_penalty: Optional[float] = None,
-        presence_penalty: Optional[float] = None,
-        seed: Optional[int] = None,
-        stop: Sequence[str] = (),
-        thinking: Optional[bool] = None,
-    ) -> Union[str, Stream]:
-        """Answers the last of `messages`: the text, or with `stream` an iterator over its pieces. What the model thinks
-        comes before the answer, between <think> and </think>.
+    def complete(
+        self, prompt: Union[str, Sequence[int]], *, stream: bool = False, on_piece: Optional[OnPiece] = None,
+        **settings: "Unpack[Settings]"
+    ) -> Union[Answer, Stream]:
+        """Continues a text, or the tokens of one, as it is: no template makes a chat of it."""
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._answer(tokens, stream, on_piece, settings, Settings)
 
-        What the messages have in common with those of the last call is not computed again. Settings that are None are
-        those that the model's makers recommend, `max_tokens` is then all that the context has room for. The same `seed`
-        gives the same answer. `stop` are texts that end it. `thinking` says whether the model thinks first, if its
-        template can switch that.
-        """
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        settings = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "seed": secrets.randbits(64) if seed is None else seed,
-            "stop": [stop] if isinstance(stop, str) else list(stop),
-            "thinking": thinking,
-        }
-        text = json.dumps([dict(message) for message in messages])
+    def _answer(
+        self, request: Union[str, list[int]], stream: bool, on_piece: Optional[OnPiece], given: Any, known: Any
+    ) -> Union[Answer, Stream]:
+        unknown = given.keys() - known.__optional_keys__
+        if unknown:
+            raise TypeError(f"unexpected settings: {', '.join(sorted(unknown))}")
+        settings = dict.fromkeys(ChatSettings.__optional_keys__) | given
+        if settings["seed"] is None:
+            settings["seed"] = secrets.randbits(64)
+        stop = settings["stop"] or ()
+        settings["stop"] = [stop] if isinstance(stop, str) else list(stop)
+        settings["tool_choice"] = settings["tool_choice"] or "auto"
+        for name in ["schema", "tools"]:
+            settings[name] = json.dumps(settings[name]) if settings[name] else None
+        if not stream and on_piece is None:
+            return _answer(self._model.chat(request, settings, _reporter(None)))
+        pieces = Stream(self._model.stream(request, settings))
         if stream:
-            return Stream(self._model.stream(text, settings))
-        return self._model.chat(text, settings, _reporter(None))
+            return pieces
+        with pieces:
+            for piece in pieces:
+                if on_piece:
+                    on_piece(piece)
+        return pieces.answer
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts around one; names of control tokens become these."""
+        return self._model.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens included."""
+        return self._model.decode(list(tokens))
+
+    def apply_template(
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (), thinking: Optional[bool] = None
+    ) -> tuple[str, list[int]]:
+        """The prompt that the model's chat template makes of messages, as a text and as tokens.
+
+        The tokens are what `chat` computes with: where a message quotes a control token, it is text in them.
+        """
+        shown = json.dumps(list(tools)) if tools else None
+        return self._model.prompt(_messages(messages), shown, thinking)
+
+    def logits(self, tokens: Sequence[int]) -> memoryview:
+        """The model's logits after each of `tokens`: float32 numbers in the shape (tokens, vocab).
+
+        `numpy.asarray` makes an array of them without copying.
+        """
+        tokens = list(tokens)
+        return memoryview(self._model.logits(tokens, _reporter(None))).cast("f", (len(tokens), self.vocab))
 
     def embed(
         self,
@@ -236,6 +422,12 @@ class Model:
         other = None if reference is None else reference._model
         report: dict[str, Any] = json.loads(self._model.eval(text, how, other, _reporter(progress)))
         return report
+
+
+def _messages(messages: Messages) -> str:
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    return json.dumps([dict(message) for message in messages])
 
 
 def _texts(texts: Sequence[str]) -> list[str]:

@@ -4,10 +4,14 @@ use crate::error::{Error, to_python};
 use crate::stream::Stream;
 use crate::watch::{Reporter, watched};
 use nq_llm::{
-    Bits, Chat, DEFAULT_TASK, Embedder, EvalSpec, LoadOptions, Message, Protocol, Purpose, Reranker,
+    Bits, Chat, DEFAULT_TASK, Embedder, EvalSpec, Format, LoadOptions, Message, OpenOptions, Piece,
+    Protocol, Purpose, Reranker, ToolChoice,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use serde_json::{Value, json};
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,15 +23,32 @@ const WINDOWS: [(&str, Protocol, usize); 2] =
 /// A loaded model, and what of its memory the next call may use again.
 #[pyclass(frozen, name = "Model", module = "nq._nq")]
 pub(crate) struct PyModel {
-    model: nq_llm::Model,
+    held: Arc<Held>,
+    name: String,
+    device: String,
     ctx: Option<usize>,
-    /// The chat of the last answer, whose cache holds what was said. An answer takes it, and another that comes
-    /// meanwhile makes one of its own.
-    chat: Arc<Mutex<Option<Chat>>>,
     embedder: Mutex<Option<Embedder>>,
     reranker: Mutex<Option<Reranker>>,
     /// The process that loaded it: threads are not there in a fork of it.
     process: u32,
+}
+
+/// What a model and its streams share.
+struct Held {
+    /// The model, until it is closed.
+    model: Mutex<Option<nq_llm::Model>>,
+    /// The chat of the last answer, whose cache holds what was said. An answer takes it, and another that comes
+    /// meanwhile makes one of its own.
+    chat: Mutex<Option<Chat>>,
+}
+
+impl Held {
+    /// Keeps a chat for the next answer, unless the model was closed meanwhile.
+    fn keep(&self, chat: Chat) {
+        if lock(&self.model).is_some() {
+            *lock(&self.chat) = Some(chat);
+        }
+    }
 }
 
 /// How a model is loaded: the arguments of `nq.Model`.
@@ -39,6 +60,7 @@ pub(crate) struct Loading {
     ctx: Option<usize>,
     bits: Option<u32>,
     activations: String,
+    draft: Option<String>,
 }
 
 /// How a model is measured: the arguments of `nq.Model.eval`.
@@ -66,6 +88,13 @@ pub(crate) struct Settings {
     seed: u64,
     stop: Vec<String>,
     thinking: Option<bool>,
+    thinking_budget: Option<usize>,
+    tools: Option<String>,
+    tool_choice: String,
+    schema: Option<String>,
+    regex: Option<String>,
+    grammar: Option<String>,
+    logprobs: Option<usize>,
 }
 
 impl Settings {
@@ -83,18 +112,41 @@ impl Settings {
         sampling
             .validate()
             .map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let formats = [
+            self.schema.as_deref().map(schema).transpose()?,
+            self.regex.map(Format::Regex),
+            self.grammar.map(Format::Lark),
+        ];
+        let mut formats = formats.into_iter().flatten();
         chat.sampling = sampling;
         chat.max_tokens = self.max_tokens.unwrap_or(usize::MAX);
         chat.stop = self.stop;
         chat.thinking = self.thinking;
-        Ok(())
+        chat.thinking_budget = self.thinking_budget;
+        chat.tools = tools(self.tools.as_deref())?;
+        chat.tool_choice = match self.tool_choice.as_str() {
+            "auto" => ToolChoice::Auto,
+            "none" => ToolChoice::None,
+            "required" => ToolChoice::Required,
+            name => ToolChoice::Named(name.to_owned()),
+        };
+        chat.format = formats.next();
+        chat.logprobs = self.logprobs;
+        match formats.next() {
+            None => Ok(()),
+            Some(_) => Err(PyValueError::new_err(
+                "expected one of schema, regex and grammar, found several",
+            )),
+        }
     }
 }
 
 impl PyModel {
-    fn check_process(&self) -> PyResult<()> {
+    /// The model, in the process that loaded it and until it is closed.
+    fn model(&self) -> PyResult<nq_llm::Model> {
         if self.process == std::process::id() {
-            return Ok(());
+            let model = lock(&self.held.model).clone();
+            return model.ok_or_else(|| PyValueError::new_err("the model is closed"));
         }
         Err(Error::new_err(
             "the model was loaded by another process, whose threads are not here: load it in this one \
@@ -104,17 +156,17 @@ impl PyModel {
 
     /// The chat of the last answer or a new one, ready for the next.
     fn take_chat(&self, py: Python<'_>, settings: Settings) -> PyResult<Chat> {
-        self.check_process()?;
-        let kept = lock(&self.chat).take();
+        let model = self.model()?;
+        let kept = lock(&self.held.chat).take();
         let make = || match self.ctx {
-            Some(ctx) => self.model.chat_within(ctx),
-            None => self.model.chat(),
+            Some(ctx) => model.chat_within(ctx),
+            None => model.chat(),
         };
         let mut chat = match kept {
             Some(chat) => chat,
             None => py.detach(make).map_err(to_python)?,
         };
-        settings.apply(&mut chat, self.model.sampling())?;
+        settings.apply(&mut chat, model.sampling())?;
         chat.interrupt = Arc::default();
         Ok(chat)
     }
@@ -124,9 +176,92 @@ fn lock<T>(kept: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn messages(json: &str) -> PyResult<Vec<Message>> {
-    let wrong = |e| PyValueError::new_err(format!("messages: {e}"));
-    serde_json::from_str(json).map_err(wrong)
+/// The error of an argument that is not the JSON that it should be.
+fn wrong(what: &'static str) -> impl Fn(serde_json::Error) -> PyErr {
+    move |e| PyValueError::new_err(format!("{what}: {e}"))
+}
+
+fn messages(text: &str) -> PyResult<Vec<Message>> {
+    serde_json::from_str(text).map_err(wrong("messages"))
+}
+
+/// Tools in the format of OpenAI's chat.
+fn tools(text: Option<&str>) -> PyResult<Vec<Value>> {
+    let tools = text.map(serde_json::from_str).transpose();
+    Ok(tools.map_err(wrong("tools"))?.unwrap_or_default())
+}
+
+fn schema(text: &str) -> PyResult<Format> {
+    Ok(match serde_json::from_str(text).map_err(wrong("schema"))? {
+        Value::Bool(true) => Format::Object,
+        schema => Format::Schema(schema),
+    })
+}
+
+/// What is asked for: a chat's messages as JSON, or the tokens of a text to continue.
+#[derive(FromPyObject)]
+pub(crate) enum Request {
+    #[pyo3(transparent)]
+    Messages(String),
+    #[pyo3(transparent)]
+    Tokens(Vec<u32>),
+}
+
+/// [`Request`], read.
+pub(crate) enum Question {
+    Messages(Vec<Message>),
+    Tokens(Vec<u32>),
+}
+
+impl Question {
+    fn read(request: Request) -> PyResult<Self> {
+        Ok(match request {
+            Request::Messages(text) => Question::Messages(messages(&text)?),
+            Request::Tokens(tokens) => Question::Tokens(tokens),
+        })
+    }
+
+    /// The answer as JSON; `each` gets its text in pieces.
+    pub(crate) fn answer(
+        &self,
+        chat: &mut Chat,
+        mut each: impl FnMut(&str),
+    ) -> nq_llm::Result<String> {
+        let answer = match self {
+            Question::Messages(messages) => chat.answer(messages, each),
+            Question::Tokens(tokens) => chat.continue_tokens(tokens, |piece| {
+                if let Piece::Text(text) = piece {
+                    each(text);
+                }
+                ControlFlow::Continue(())
+            }),
+        }?;
+        let logprob = |l: &nq_llm::TokenLogprobs| json!([l.token, l.logprob, l.top]);
+        let call = |c: &nq_llm::Call| json!({"name": c.name, "arguments": c.arguments});
+        let stats = answer.stats;
+        let usage = json!({
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.reused_tokens,
+            "completion_tokens": stats.tokens,
+            "drafted_tokens": stats.drafted,
+            "accepted_tokens": stats.accepted,
+            "first_token_seconds": stats.first_token.as_secs_f64(),
+            "decode_seconds": stats.decode.as_secs_f64(),
+        });
+        let answer = json!({
+            "whole": answer.whole(),
+            "thinking": answer.thinking,
+            "text": answer.text,
+            "calls": answer.calls.iter().map(call).collect::<Value>(),
+            "tokens": answer.tokens,
+            "logprobs": answer.logprobs.iter().map(logprob).collect::<Value>(),
+            "stop_reason": answer.end.name(),
+            "stop_text": answer.stop_text,
+            "usage": usage,
+            "message": answer.message,
+        });
+        Ok(answer.to_string())
+    }
 }
 
 #[pymethods]
@@ -138,61 +273,128 @@ impl PyModel {
         how: Loading,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let options = LoadOptions {
+        let load = LoadOptions {
             device: how.device.parse().map_err(PyValueError::new_err)?,
             activations: how.activations.parse().map_err(PyValueError::new_err)?,
             threads: how.threads,
             ..LoadOptions::default()
         };
         let bits = how.bits.map(Bits::try_from).transpose();
-        let bits = bits.map_err(|e| PyValueError::new_err(e.to_string()))?;
-        let interrupt = AtomicBool::new(false);
-        let load = |progress: &Reporter<'_>| match bits {
-            Some(bits) => nq_llm::Model::open_quantized(name, bits, &options, progress),
-            None => nq_llm::Model::open_with(name, &options, progress),
+        let draft = how.draft.map(|from| from.parse()).transpose();
+        let wrong = |why: String| PyValueError::new_err(format!("draft: {why}"));
+        let options = OpenOptions {
+            load,
+            bits: bits.map_err(|e| PyValueError::new_err(e.to_string()))?,
+            draft: draft.map_err(wrong)?,
         };
+        let interrupt = AtomicBool::new(false);
+        let load = |progress: &Reporter<'_>| nq_llm::Model::open_with(name, &options, progress);
+        let model = watched(py, &interrupt, report, load)?;
         Ok(PyModel {
-            model: watched(py, &interrupt, report, load)?,
+            name: model.name().to_owned(),
+            device: model.device().to_owned(),
+            held: Arc::new(Held {
+                model: Mutex::new(Some(model)),
+                chat: Mutex::default(),
+            }),
             ctx: how.ctx,
-            chat: Arc::default(),
             embedder: Mutex::default(),
             reranker: Mutex::default(),
             process: std::process::id(),
         })
     }
 
+    /// Frees the memory of the model, once what is being computed has ended.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| {
+            drop(lock(&self.held.model).take());
+            drop(lock(&self.held.chat).take());
+            drop(lock(&self.embedder).take());
+            drop(lock(&self.reranker).take());
+        });
+    }
+
     #[getter]
     fn name(&self) -> &str {
-        self.model.name()
+        &self.name
     }
 
     #[getter]
     fn device(&self) -> &str {
-        self.model.device()
+        &self.device
     }
 
+    #[getter]
+    fn vocab(&self) -> PyResult<usize> {
+        Ok(self.model()?.vocab())
+    }
+
+    /// The answer as JSON.
     fn chat(
         &self,
         py: Python<'_>,
-        messages_json: &str,
+        request: Request,
         settings: Settings,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        let messages = messages(messages_json)?;
+        let question = Question::read(request)?;
         let mut chat = self.take_chat(py, settings)?;
         let interrupt = Arc::clone(&chat.interrupt);
         watched(py, &interrupt, report, |_| {
-            let answer = chat.answer(&messages, |_| {});
-            *lock(&self.chat) = Some(chat);
-            Ok(answer?.text)
+            let answer = question.answer(&mut chat, |_| {});
+            self.held.keep(chat);
+            answer
         })
     }
 
-    fn stream(&self, py: Python<'_>, messages_json: &str, settings: Settings) -> PyResult<Stream> {
-        let messages = messages(messages_json)?;
+    fn stream(&self, py: Python<'_>, request: Request, settings: Settings) -> PyResult<Stream> {
+        let question = Question::read(request)?;
         let chat = self.take_chat(py, settings)?;
-        let kept = Arc::clone(&self.chat);
-        Stream::new(chat, messages, move |chat| *lock(&kept) = Some(chat))
+        let held = Arc::clone(&self.held);
+        Stream::new(chat, question, move |chat| held.keep(chat))
+    }
+
+    fn encode(&self, py: Python<'_>, text: &str) -> PyResult<Vec<u32>> {
+        let model = self.model()?;
+        py.detach(|| model.encode(text)).map_err(to_python)
+    }
+
+    fn decode(&self, tokens: Vec<u32>) -> PyResult<String> {
+        Ok(self.model()?.decode(&tokens))
+    }
+
+    /// The text and the tokens of a chat's prompt.
+    fn prompt(
+        &self,
+        py: Python<'_>,
+        messages_json: &str,
+        tools_json: Option<&str>,
+        thinking: Option<bool>,
+    ) -> PyResult<(String, Vec<u32>)> {
+        let (model, messages) = (self.model()?, messages(messages_json)?);
+        let tools = tools(tools_json)?;
+        let prompt = py.detach(|| model.prompt(&messages, &tools, thinking));
+        let prompt = prompt.map_err(to_python)?;
+        Ok((prompt.text, prompt.tokens))
+    }
+
+    /// The logits of each token, as the bytes of float32 numbers.
+    fn logits<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: Vec<u32>,
+        report: &Bound<'_, PyAny>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let model = self.model()?;
+        let logits = watched(py, &AtomicBool::new(false), report, |_| {
+            model.logits(&tokens)
+        })?;
+        PyBytes::new_with(py, 4 * logits.len(), |bytes| {
+            for (to, logit) in bytes.chunks_exact_mut(4).zip(logits) {
+                to.copy_from_slice(&logit.to_ne_bytes());
+            }
+            Ok(())
+        })
     }
 
     fn embed(
@@ -204,7 +406,7 @@ impl PyModel {
         dimensions: Option<usize>,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<Vec<f32>>> {
-        self.check_process()?;
+        let model = self.model()?;
         let purpose = match instruction {
             Some(task) => Purpose::Instructed(task),
             None if query => Purpose::Query,
@@ -215,7 +417,7 @@ impl PyModel {
             let mut kept = lock(&self.embedder);
             let mut embedder = match kept.take() {
                 Some(embedder) => embedder,
-                None => self.model.embedder()?,
+                None => model.embedder()?,
             };
             embedder.interrupt = Arc::clone(&interrupt);
             embedder.dimensions = dimensions;
@@ -233,14 +435,14 @@ impl PyModel {
         instruction: Option<&str>,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<f32>> {
-        self.check_process()?;
+        let model = self.model()?;
         let instruction = instruction.unwrap_or(DEFAULT_TASK);
         let interrupt = Arc::new(AtomicBool::new(false));
         watched(py, &interrupt, report, |_| {
             let mut kept = lock(&self.reranker);
             let mut reranker = match kept.take() {
                 Some(reranker) => reranker,
-                None => self.model.reranker()?,
+                None => model.reranker()?,
             };
             reranker.interrupt = Arc::clone(&interrupt);
             let scores = reranker.score(instruction, query, &documents);
@@ -258,21 +460,21 @@ impl PyModel {
         reference: Option<&PyModel>,
         report: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        self.check_process()?;
+        let model = self.model()?;
         let Some(&(_, protocol, usual)) = WINDOWS.iter().find(|w| w.0 == how.protocol) else {
             let why = format!("protocol: expected hf or llama, found {}", how.protocol);
             return Err(PyValueError::new_err(why));
         };
-        let of_reference = reference.map_or(usize::MAX, |r| r.model.positions());
-        let most = self.model.positions().min(of_reference);
+        let reference = reference.map(PyModel::model).transpose()?;
+        let of_reference = reference.as_ref().map_or(usize::MAX, |r| r.positions());
+        let most = model.positions().min(of_reference);
         let spec = EvalSpec {
             max_windows: how.windows,
             ..EvalSpec::new(protocol, how.ctx.unwrap_or(usual.min(most)), how.text_name)
         };
-        let reference = reference.map(|r| &r.model);
         let interrupt = AtomicBool::new(false);
         let measured = watched(py, &interrupt, report, |progress| {
-            self.model.measure(reference, text, &spec, progress)
+            model.measure(reference.as_ref(), text, &spec, progress)
         })?;
         serde_json::to_string(&measured).map_err(|e| PyValueError::new_err(e.to_string()))
     }

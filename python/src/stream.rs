@@ -1,8 +1,9 @@
 //! An answer that comes in pieces.
 
 use crate::error::to_python;
+use crate::model::Question;
 use crate::watch::{STACK, TICK};
-use nq_llm::{Chat, Message, Result};
+use nq_llm::{Chat, Result};
 use pyo3::prelude::*;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,36 +19,42 @@ const AHEAD: usize = 16;
 #[pyclass(frozen, module = "nq._nq")]
 pub(crate) struct Stream {
     running: Mutex<Option<RunningStream>>,
+    /// The answer as JSON, once it has ended.
+    answer: Mutex<Option<String>>,
     interrupt: Arc<AtomicBool>,
 }
 
 struct RunningStream {
     pieces: Receiver<String>,
-    thread: JoinHandle<Result<()>>,
+    thread: JoinHandle<Result<String>>,
 }
 
 impl Stream {
-    /// Answers `messages` in `chat`, which `keep` gets afterwards.
+    /// Answers `question` in `chat`, which `keep` gets afterwards.
     pub(crate) fn new(
         mut chat: Chat,
-        messages: Vec<Message>,
+        question: Question,
         keep: impl FnOnce(Chat) + Send + 'static,
     ) -> PyResult<Self> {
         let interrupt = Arc::clone(&chat.interrupt);
         let stop = Arc::clone(&interrupt);
         let (send, pieces) = sync_channel::<String>(AHEAD);
         let answer = move || {
-            let answer = chat.answer(&messages, |piece| {
+            let answer = question.answer(&mut chat, |piece| {
                 if send.send(piece.to_owned()).is_err() {
                     stop.store(true, Ordering::Relaxed);
                 }
             });
             keep(chat);
-            answer.map(drop)
+            answer
         };
         let thread = Builder::new().stack_size(STACK).spawn(answer)?;
         let running = Mutex::new(Some(RunningStream { pieces, thread }));
-        Ok(Stream { running, interrupt })
+        Ok(Stream {
+            running,
+            answer: Mutex::default(),
+            interrupt,
+        })
     }
 
     /// The next piece; `None` if none came within a [`TICK`]; an error if the answer has ended.
@@ -72,7 +79,9 @@ impl Stream {
         };
         self.interrupt.store(true, Ordering::Relaxed);
         drop(pieces); // the thread may wait for room
-        thread.join().unwrap_or_else(|panic| resume_unwind(panic))
+        let answer = thread.join().unwrap_or_else(|panic| resume_unwind(panic))?;
+        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+        Ok(())
     }
 }
 
@@ -93,6 +102,13 @@ impl Stream {
                 Err(_) => return py.detach(|| self.end()).map(|()| None).map_err(to_python),
             }
         }
+    }
+
+    /// The answer as JSON; `None` before its end.
+    #[getter]
+    fn answer(&self) -> Option<String> {
+        let answer = self.answer.lock();
+        answer.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Ends the answer; what has not been read is lost.

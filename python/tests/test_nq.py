@@ -1,11 +1,14 @@
 """The installed package, on the demo model."""
 
+import asyncio
 import contextlib
 import functools
 import inspect
 import io
 import itertools
+import json
 import logging
+import math
 import os
 import re
 import signal
@@ -162,7 +165,7 @@ class Talking(unittest.TestCase):
             for stream in [False, True]:
                 with self.assertRaises(ValueError):
                     self.model.chat("Hello!", stream=stream, **wrong)
-        for wrong in [{"temperature": "hot"}, {"max_tokens": 1.5}, {"warmth": 1}]:
+        for wrong in [{"temperature": "hot"}, {"max_tokens": 1.5}, {"warmth": 1}, {"schema": {}, "shape": 1}]:
             with self.assertRaises(TypeError):
                 self.model.chat("Hello!", **wrong)
         with self.assertRaisesRegex(ValueError, "messages"):
@@ -206,6 +209,129 @@ class Talking(unittest.TestCase):
             except nq.Error as e:
                 os._exit("another process" not in str(e))
             os._exit(1)
+
+
+RIVER = [{"role": "user", "content": "Tell me about a river."}]
+LOOK_UP = {"type": "function", "function": {
+    "name": "look_up", "description": "Looks up a river.",
+    "parameters": {"type": "object", "properties": {"river": {"enum": ["Rhine", "Nile"]}}, "required": ["river"]},
+}}
+
+
+class Answering(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = nq.Model("demo", device="cpu", bits=4, draft="ngram")
+
+    def test_an_answer_tells_how_it_was_made(self):
+        answer = self.model.chat(RIVER, temperature=0.0, max_tokens=12)
+        self.assertEqual((answer, answer.text, answer.thinking), (answer.text, str(answer), ""))
+        self.assertEqual((answer.stop_reason, answer.stop_text, len(answer.tokens)), ("max_tokens", None, 12))
+        self.assertEqual(self.model.decode(answer.tokens), answer)
+        self.assertEqual(answer.message, {"role": "assistant", "content": answer})
+        _, prompt = self.model.apply_template(RIVER)
+        self.assertEqual(answer.usage["prompt_tokens"], len(prompt))
+        self.assertEqual(answer.usage["completion_tokens"], 12)
+        again = self.model.chat(RIVER, temperature=0.0, max_tokens=12)
+        self.assertEqual(again.usage["cached_tokens"], len(prompt) - 1)
+        word = answer.split()[2]
+        cut = self.model.chat(RIVER, temperature=0.0, max_tokens=12, stop=word)
+        self.assertEqual((cut.stop_reason, cut.stop_text), ("stop_text", word))
+        self.assertIn("white-space", answer._repr_html_())
+
+    def test_pieces_go_to_a_function_and_to_asyncio(self):
+        settings = {"temperature": 0.0, "max_tokens": 12}
+        pieces = []
+        answer = self.model.chat(RIVER, on_piece=pieces.append, **settings)
+        self.assertEqual("".join(pieces), answer)
+        self.assertGreater(len(pieces), 1)
+
+        def refuse(_):
+            raise ZeroDivisionError
+
+        with self.assertRaises(ZeroDivisionError):
+            self.model.chat(RIVER, on_piece=refuse, **LONG)
+
+        async def both():
+            stream = self.model.chat(RIVER, stream=True, **settings)
+            with self.assertRaisesRegex(ValueError, "not ended"):
+                stream.answer
+            found = [piece async for piece in stream]
+            return found, stream.answer, await self.model.chat_async(RIVER, **settings)
+
+        found, streamed, awaited = asyncio.run(both())
+        self.assertEqual(("".join(found), streamed, awaited), (answer, answer, answer))
+
+        async def given_up():
+            begun = asyncio.Event()
+            talking = asyncio.create_task(self.model.chat_async(RIVER, on_piece=lambda _: begun.set(), **LONG))
+            await begun.wait()
+            talking.cancel()
+            with self.assertRaises(asyncio.CancelledError):
+                await talking
+
+        asyncio.run(given_up())
+        self.assertEqual(self.model.chat(RIVER, **settings), answer)
+
+    def test_answers_are_held_to_schemas_patterns_and_tools(self):
+        schema = {"type": "object", "properties": {"name": {"enum": ["Rhine", "Nile"]}}, "required": ["name"],
+                  "additionalProperties": False}
+        answer = self.model.chat(RIVER, schema=schema)
+        self.assertIn(json.loads(answer)["name"], ["Rhine", "Nile"])
+        self.assertRegex(self.model.chat(RIVER, regex="[a-c]{3}"), "^[a-c]{3}$")
+        self.assertIn(self.model.complete("A river: ", grammar='start: "Rhine" | "Nile"'), ["Rhine", "Nile"])
+        with self.assertRaisesRegex(ValueError, "found several"):
+            self.model.chat(RIVER, schema=schema, regex="a")
+        with self.assertRaisesRegex(ValueError, "format"):
+            self.model.chat(RIVER, regex="(")
+        answer = self.model.chat(RIVER, tools=[LOOK_UP], tool_choice="look_up")
+        [call] = answer.calls
+        self.assertEqual((call.name, str(answer)), ("look_up", ""))
+        self.assertIn(json.loads(call.arguments)["river"], ["Rhine", "Nile"])
+        self.assertIn("look_up(", answer._repr_html_())
+        result = {"role": "tool", "name": "look_up", "content": "1,230 km"}
+        last = self.model.chat([*RIVER, answer.message, result], tools=[LOOK_UP], tool_choice="none", max_tokens=4)
+        self.assertTrue(last)
+
+    def test_tokens_go_in_and_come_out_with_their_probabilities(self):
+        tokens = self.model.encode("The river runs")
+        self.assertEqual(self.model.decode(tokens), "The river runs")
+        logits = self.model.logits(tokens)
+        self.assertEqual((logits.shape, logits.format), ((len(tokens), self.model.vocab), "f"))
+        last = logits.tolist()[-1]
+        best = max(range(len(last)), key=last.__getitem__)
+        answer = self.model.complete(tokens, temperature=0.0, max_tokens=4, logprobs=3)
+        self.assertEqual(answer, self.model.complete("The river runs", temperature=0.0, max_tokens=4))
+        self.assertEqual([its.token for its in answer.logprobs], answer.tokens)
+        first = answer.logprobs[0]
+        self.assertEqual((first.token, len(first.top), first.top[0][0]), (best, 3, best))
+        total = math.log(sum(math.exp(logit - last[best]) for logit in last))
+        self.assertAlmostEqual(first.logprob, -total, places=4)
+        for wrong in [[], [self.model.vocab]]:
+            with self.assertRaises(ValueError):
+                self.model.logits(wrong)
+            with self.assertRaises(ValueError):
+                self.model.complete(wrong)
+        with self.assertRaisesRegex(TypeError, "tools"):
+            self.model.complete(tokens, tools=[LOOK_UP])
+
+    def test_a_closed_model_is_used_no_more(self):
+        with nq.Model("demo", device="cpu") as model:
+            stream = model.chat(RIVER, stream=True, max_tokens=4)
+            next(stream)
+        # What was begun goes on to its end.
+        self.assertTrue(list(stream))
+        model.close()
+        for use in [lambda: model.chat("Hello!"), lambda: model.encode("a"), lambda: model.vocab]:
+            with self.assertRaisesRegex(ValueError, "closed"):
+                use()
+        self.assertIn("demo", model._repr_html_())
+
+    def test_drafts_that_do_not_fit_are_refused(self):
+        with self.assertRaisesRegex(nq.Error, "an MTP layer"):
+            nq.Model("demo", device="cpu", draft="mtp")
+        with self.assertRaisesRegex(ValueError, "eagle3"):
+            nq.Model("demo", device="cpu", draft="eagle3:")
 
 
 class Loading(unittest.TestCase):
@@ -291,7 +417,8 @@ class Types(unittest.TestCase):
             found = getattr(nq, name)
             if callable(found):
                 self.assertTrue(inspect.getdoc(found), name)
-        for found in [nq.quantize, nq.eval, nq.main, nq.Model.chat, nq.Model.embed, nq.Model.rerank, nq.Model.eval]:
+        for found in [nq.quantize, nq.eval, nq.main, nq.Model.chat, nq.Model.chat_async, nq.Model.complete, nq.Model.embed,
+                      nq.Model.rerank, nq.Model.eval, nq.Model.logits, nq.Model.apply_template]:
             signature = inspect.signature(found)
             parameters = [p for p in signature.parameters.values() if p.name != "self"]
             self.assertTrue(all(p.annotation is not p.empty for p in parameters), found)

@@ -187,6 +187,23 @@ pub fn generate(
     limits: &Limits<'_>,
     each: &mut dyn FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Generated> {
+    sampler.begin(prompt);
+    resume(session, sequence, prompt, sampler, limits, each)
+}
+
+/// Goes on with an answer as [`generate`] begins one: `prompt` ends with what there is of the answer, and `sampler` has
+/// recorded all of it.
+///
+/// # Errors
+/// Errors of [`generate`].
+pub fn resume(
+    session: &mut dyn Session,
+    sequence: &mut Sequence,
+    prompt: &[u32],
+    sampler: &mut Sampler,
+    limits: &Limits<'_>,
+    each: &mut dyn FnMut(u32) -> ControlFlow<()>,
+) -> Result<Generated> {
     let start = Instant::now();
     let capacity = session.spec().ctx;
     check_prompt(prompt, capacity)?;
@@ -202,7 +219,6 @@ pub fn generate(
     if limits.max_tokens == 0 {
         return Ok(answer);
     }
-    sampler.begin(prompt);
     let Some(logits) = prefill(session, sequence, prompt, limits)? else {
         answer.stop = StopReason::Interrupted;
         return Ok(answer);
@@ -236,7 +252,7 @@ pub fn generate(
     let result = match receive(first) {
         ControlFlow::Break(()) => Ok(()),
         ControlFlow::Continue(()) => {
-            if let Some(speculation) = &mut speculation {
+            if let Some(speculation) = speculation.as_mut().filter(|_| steps > 0) {
                 speculation.follow(slot, [prompt, &[first]].concat());
             }
             let drafts = speculation.as_deref_mut();

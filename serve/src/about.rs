@@ -1,6 +1,6 @@
 //! What is known of a model, loaded or not: what clients ask for before they use it.
 
-use crate::dialect::ToolPrompt;
+use nq_answers::ToolPrompt;
 use nq_formats::{Checkpoint, Scheme, Task, nq};
 use nq_runtime::ChatTemplate;
 use serde_json::{Value, json};

@@ -1,11 +1,12 @@
 //! Answers to one prompt, independent of the protocol: the request and its events.
 
-use crate::engine::{Answers, Client, Constraint, Event, Finish, Refused, Request, ThinkingBudget};
+use crate::engine::{Answers, Client, Event, Finish, Refused, Request};
 use crate::error::ApiError;
-use crate::grammar::{Conformant, Format, Start};
 use crate::model::ServedModel;
 use crate::names::Names;
-use crate::output::{ContentTokens, Piece, Reader, ReaderOptions};
+use nq_answers::grammar::{Conformant, Format, Start};
+use nq_answers::output::{ContentTokens, Piece, Reader, ReaderOptions};
+use nq_answers::{Constraint, ThinkingBudget};
 use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
 use std::sync::Arc;
 use std::time::Instant;
@@ -308,7 +309,7 @@ fn constraint(
     format: &Format,
     start: Start,
 ) -> Result<Conformant, ApiError> {
-    let grammars = model.grammars()?;
+    let grammars = model.text().grammars().map_err(ApiError::internal)?;
     let mut compiled = grammars.compile(format, start).map_err(|why| {
         let Format::Calls { tools, .. } = format else {
             return ApiError::field(generation.names.format, why);

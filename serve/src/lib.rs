@@ -6,18 +6,15 @@
 #![forbid(unsafe_code)]
 
 pub mod about;
-mod dialect;
 pub mod disk;
 pub mod engine;
 pub mod error;
 pub mod generation;
-pub mod grammar;
 pub mod http;
 pub mod metrics;
 pub mod model;
 pub mod models;
 pub mod names;
-pub mod output;
 pub mod prefix;
 pub mod protocol;
 pub mod reading;
@@ -25,10 +22,7 @@ pub mod scheduler;
 
 pub use about::About;
 pub use disk::{ModelPages, PageStore};
-pub use engine::{
-    Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, OpenDrafts, Request,
-    ThinkingBudget,
-};
+pub use engine::{Answers, Client, Engine, EngineOptions, Event, Finish, OpenDrafts, Request};
 pub use error::ApiError;
 pub use http::{HttpLimits, Security, Server, Stopper};
 pub use model::ServedModel;

@@ -1,15 +1,14 @@
 //! The engine over a session without a model: its logits follow from the tokens, a step takes a
 //! set time, and some tokens cause failures.
 
+use nq_answers::Constraint;
 use nq_runtime::interface::Draft;
 use nq_runtime::{
     Chunk, DraftedBy, Drafter, Error, KvType, Logits, Observer, Result, Session, SessionSpec,
     Speculation,
 };
 use nq_serve::engine::{Failure, Refused};
-use nq_serve::{
-    Answers, Client, Constraint, Engine, EngineOptions, Event, Finish, OpenDrafts, Request,
-};
+use nq_serve::{Answers, Client, Engine, EngineOptions, Event, Finish, OpenDrafts, Request};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};

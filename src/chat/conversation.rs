@@ -5,15 +5,15 @@ mod events;
 mod local;
 mod remote;
 
+pub use nq_answers::End;
 pub use remote::Remote;
 
 use super::Overflow;
 use anyhow::Context;
 use local::Local;
+use nq_answers::ModelText;
 use nq_runtime::thinking::Part;
-use nq_runtime::{
-    ChatTemplate, Message, SamplingParams, Session, Speculation, Stats, StopReason, Tokenizer,
-};
+use nq_runtime::{Message, SamplingParams, Session, Speculation, Stats};
 use std::sync::atomic::AtomicBool;
 
 /// Settings that a user may change between turns.
@@ -31,24 +31,6 @@ pub struct ChatSettings {
     pub overflow: Overflow,
     /// Texts that end an answer; none is empty.
     pub stop: Vec<String>,
-}
-
-/// How messages are turned into the text for the model.
-#[derive(Clone, Copy)]
-pub enum MessageForm<'m> {
-    /// Rendered by the model's chat template.
-    Chat(&'m ChatTemplate),
-    /// One text after another, with control tokens encoded as such.
-    Raw,
-}
-
-/// How an answer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    /// For this reason of generation.
-    Generated(StopReason),
-    /// With a stop text.
-    Text,
 }
 
 /// An event while an answer is generated.
@@ -170,17 +152,15 @@ pub struct Conversation<'m> {
 }
 
 impl<'m> Conversation<'m> {
-    /// An empty conversation in slot 0 of `session`, whose answers `drafts` drafts. `stop` are the
-    /// tokens that end a turn.
+    /// An empty conversation in slot 0 of `session`, whose answers `drafts` drafts; `raw`: without the model's template.
     pub fn new(
-        tokenizer: &'m Tokenizer,
-        form: MessageForm<'m>,
-        stop: &[u32],
+        text: &'m ModelText,
+        raw: bool,
         (session, drafts): (Box<dyn Session>, Option<Speculation>),
         system: Option<String>,
         settings: ChatSettings,
     ) -> Self {
-        let local = Local::new(tokenizer, form, stop, session, drafts);
+        let local = Local::new(text, raw, session, drafts);
         Conversation::with(Box::new(local), system, settings)
     }
 

@@ -400,7 +400,7 @@ impl Repl<'_> {
             "model": self.model,
             "answer": turn.answer,
             "thinking": turn.thinking,
-            "stop": report::end_name(turn.end),
+            "stop": turn.end.name(),
             "prompt_tokens": s.prompt_tokens,
             "reused_tokens": s.reused_tokens,
             "tokens": s.tokens,

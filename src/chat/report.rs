@@ -59,17 +59,7 @@ fn ending(end: End) -> &'static str {
         End::Generated(StopReason::ContextFull) => "; ended by the context",
         End::Generated(StopReason::Interrupted) => "; interrupted",
         End::Text => "; ended by --stop",
-    }
-}
-
-/// The JSON name of how an answer ended.
-pub fn end_name(end: End) -> &'static str {
-    match end {
-        End::Generated(StopReason::Eos(_)) => "eos",
-        End::Generated(StopReason::MaxTokens) => "max_tokens",
-        End::Generated(StopReason::ContextFull) => "context_full",
-        End::Generated(StopReason::Interrupted) => "interrupted",
-        End::Text => "stop_text",
+        End::Call => "; ended by a call",
     }
 }
 

@@ -4,7 +4,7 @@ mod text;
 
 use super::synth::parse_preset;
 use crate::at_load;
-use crate::draft::{DraftFrom, parse_draft};
+use crate::draft::DraftFrom;
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
 use crate::model;
 use crate::system;
@@ -89,7 +89,7 @@ pub struct BenchArgs {
     pub before: Option<PathBuf>,
     /// The drafter for --text: ngram (prompt lookup), mtp (the model's own layer), a smaller MODEL with the same
     /// tokenizer, eagle3:FOLDER (an EAGLE-3 head) or, with --preset, another preset [default: ngram]
-    #[arg(long, value_name = "FROM", value_parser = parse_draft, requires = "text")]
+    #[arg(long, value_name = "FROM", requires = "text")]
     pub draft: Option<DraftFrom>,
     /// Tokens to draft in each step, whether that pays or not [default: as many as pay]
     #[arg(long, value_name = "N", requires = "text", value_parser = parse_count)]

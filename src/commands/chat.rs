@@ -2,19 +2,21 @@
 
 use crate::at_load::{self, at_load, longest_context};
 use crate::chat::Overflow;
-use crate::chat::conversation::{ChatSettings, Conversation, MessageForm, Remote};
+use crate::chat::conversation::{ChatSettings, Conversation, Remote};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
 use crate::chat::piped::{self, Input};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Figures, Repl, Totals};
 use crate::demo;
-use crate::draft::{self, DraftFrom, DraftWeights, parse_draft};
+use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
+use crate::library::Error;
 use crate::model;
 use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
+use nq_answers::ModelText;
 use nq_formats::{Checkpoint, Progress};
 use nq_load::device::Device;
 use nq_model::ModelConfig;
@@ -116,7 +118,7 @@ pub struct ChatArgs {
     /// the layer that Qwen3.5 and its like have for it, a smaller MODEL with the same tokenizer drafts,
     /// eagle3:FOLDER asks an EAGLE-3 head made for the model, none turns it off [default: mtp or else ngram where
     /// answers stay exactly the same, as on CPUs; else none]
-    #[arg(long, value_name = "FROM", value_parser = parse_draft)]
+    #[arg(long, value_name = "FROM")]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full
     #[arg(long, value_enum, default_value_t = Overflow::Stop)]
@@ -143,9 +145,6 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     } else {
         Some(ChatTemplate::from_files(checkpoint.files())?)
     };
-    let form = template
-        .as_ref()
-        .map_or(MessageForm::Raw, MessageForm::Chat);
     if args.no_think
         && !template
             .as_ref()
@@ -153,8 +152,10 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     {
         terminal.note("--no-think has no effect: this model's template cannot turn thinking off");
     }
+    let stop = checkpoint.eos_token_ids();
+    let text = ModelText::new(tokenizer, template, stop, config.vocab_size);
     let draft = match &args.draft {
-        Some(from) => DraftWeights::open(from, &checkpoint, args.bits, global, &terminal)?,
+        Some(from) => DraftWeights::open(from, &checkpoint, args.bits, global.offline, &terminal)?,
         None => draft::by_default(&checkpoint, &global.load_options())?,
     };
     let spec = SessionSpec {
@@ -172,7 +173,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
             let memory = draft.memory(config, &spec)?;
             terminal.note(&format!("memory: {}", memory.0));
         }
-        draft.load(&global.load_options(), &checkpoint, &terminal)
+        let loaded = draft.load(&global.load_options(), &checkpoint, &terminal);
+        loaded.map_err(Error::untyped)
     };
     let loaded = draft.as_ref().map(load_drafts).transpose()?;
     let beside = loaded.as_ref().map(|d| d.device_memory(&spec).total());
@@ -208,9 +210,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let mut repl = Repl {
         conversation: Conversation::new(
-            &tokenizer,
-            form,
-            checkpoint.eos_token_ids(),
+            &text,
+            args.raw,
             (session, drafts),
             args.system.clone(),
             settings,

@@ -2,12 +2,12 @@
 
 use super::{Error, Model, Result};
 use crate::at_load::longest_context;
-use nq_formats::Task;
-use nq_runtime::generate::generate_text;
-use nq_runtime::{
-    ChatTemplate, DraftedBy, KvType, Limits, Message, Sampler, SamplingParams, Sequence, Session,
-    SessionSpec, Stats, StopReason, StopTexts,
+use nq_answers::{
+    Answer, Answering, Asked, Choice, Drawing, Format, OnPiece, Piece, Start, Tagged, Thinking,
 };
+use nq_formats::Task;
+use nq_runtime::{KvType, Message, SamplingParams, Sequence, Session, SessionSpec};
+use serde_json::Value;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -18,7 +18,6 @@ const CONTEXT: usize = 8192;
 /// A conversation with a model. What was said is kept in its cache.
 pub struct Chat {
     model: Model,
-    template: ChatTemplate,
     session: Box<dyn Session>,
     sequence: Sequence,
     messages: Vec<Message>,
@@ -29,21 +28,21 @@ pub struct Chat {
     pub max_tokens: usize,
     /// Whether the model thinks before it answers, if its template can switch that; `None`: as it has it.
     pub thinking: Option<bool>,
+    /// Most tokens of thinking; the thinking is then closed and the answer begins.
+    pub thinking_budget: Option<usize>,
     /// Texts that end an answer, without being part of it.
     pub stop: Vec<String>,
+    /// Tools that the model may call, in the format of OpenAI's chat: `{"type": "function", "function": {"name": ...,
+    /// "description": ..., "parameters": a JSON schema}}`.
+    pub tools: Vec<Value>,
+    /// Which of the tools it may call.
+    pub tool_choice: Choice,
+    /// The format that answers have: a JSON schema, a pattern or a grammar.
+    pub format: Option<Format>,
+    /// The number of most probable tokens to report with the log-probabilities of each token; `None` computes none.
+    pub logprobs: Option<usize>,
     /// Ends an answer once another thread or the function that gets the pieces sets it; it stays set.
     pub interrupt: Arc<AtomicBool>,
-}
-
-/// An answer.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
-    /// Its text, thinking included.
-    pub text: String,
-    /// Why it ended; `Interrupted` also for a text of [`Chat::stop`].
-    pub end: StopReason,
-    /// Counts and times.
-    pub stats: Stats,
 }
 
 impl Chat {
@@ -62,7 +61,6 @@ impl Chat {
             };
             return Err(error.into());
         }
-        let template = ChatTemplate::from_files(model.checkpoint().files())?;
         let mut session = model.engine().session(SessionSpec {
             slots: 1,
             ctx,
@@ -70,18 +68,23 @@ impl Chat {
             kv: KvType::F16,
             max_rows: model.engine().description().prompt_rows().min(ctx),
             snapshots: None,
-            drafts: DraftedBy::Nothing,
+            drafts: model.drafted_by(),
         })?;
+        let drafts = model.speculation(session.as_mut())?;
         Ok(Chat {
-            sequence: Sequence::new(session.as_mut(), 0),
-            template,
+            sequence: Sequence::new(session.as_mut(), 0).with_drafts(drafts),
             session,
             messages: Vec::new(),
             answers: 0,
             sampling: model.sampling(),
             max_tokens: usize::MAX,
             thinking: None,
+            thinking_budget: None,
             stop: Vec::new(),
+            tools: Vec::new(),
+            tool_choice: Choice::Auto,
+            format: None,
+            logprobs: None,
             interrupt: Arc::default(),
             model,
         })
@@ -97,84 +100,113 @@ impl Chat {
         &self.messages
     }
 
-    /// Answers a message; `each` gets the text in pieces, thinking included, as it comes. If that fails, the
-    /// message is not kept.
+    /// Answers a message; `each` gets the text in pieces as it comes, what was thought between `<think>` and
+    /// `</think>`. If that fails, the message is not kept.
     ///
     /// # Errors
     /// Errors of [`Chat::answer`].
-    pub fn ask(&mut self, text: &str, mut each: impl FnMut(&str)) -> Result<String> {
+    pub fn ask(&mut self, text: &str, each: impl FnMut(&str)) -> Result<String> {
         let mut messages = std::mem::take(&mut self.messages);
         messages.push(Message::new("user", text));
         // Each answer draws from its own stream: the same message gets another one.
         let stream = self.answers;
         self.answers += 1;
-        let answer = self.generate(&messages, stream, &mut each);
+        let answer = self.generate(&messages, stream, &mut spoken(each));
         match &answer {
-            Ok((prompt, answer)) => messages.push(self.template.answer(prompt, &answer.text)),
+            Ok(answer) => messages.push(answer.message.clone()),
             Err(_) => drop(messages.pop()),
         }
         self.messages = messages;
-        answer.map(|(_, answer)| answer.text)
+        answer.map(|answer| answer.whole())
     }
 
     /// Answers the last of `messages`, whatever this chat has heard before; what they have in common with the last
-    /// ones is not computed again. The same messages and seed get the same answer.
+    /// ones is not computed again. The same messages and seed get the same answer. `each` gets pieces as for
+    /// [`Chat::ask`].
     ///
     /// # Errors
-    /// A full context; sampling settings out of range; errors of the template and the device.
-    pub fn answer(&mut self, messages: &[Message], mut each: impl FnMut(&str)) -> Result<Answer> {
-        let answer = self.generate(messages, 0, &mut each)?;
-        Ok(answer.1)
+    /// A full context; sampling settings out of range; tools, schemas and grammars that no answer can be held to;
+    /// errors of the template and the device.
+    pub fn answer(&mut self, messages: &[Message], each: impl FnMut(&str)) -> Result<Answer> {
+        self.generate(messages, 0, &mut spoken(each))
     }
 
-    /// The prompt and the answer to it.
+    /// Like [`Chat::answer`], with thinking, text and calls told apart; `each` may break the answer off.
+    ///
+    /// # Errors
+    /// Errors of [`Chat::answer`].
+    pub fn answer_pieces(
+        &mut self,
+        messages: &[Message],
+        mut each: impl FnMut(&Piece) -> ControlFlow<()>,
+    ) -> Result<Answer> {
+        self.generate(messages, 0, &mut each)
+    }
+
+    /// Continues a text of these tokens, which no template sees. Tools and settings of thinking are not for it.
+    ///
+    /// # Errors
+    /// Errors of [`Chat::answer`]; tokens past the vocabulary.
+    pub fn continue_tokens(
+        &mut self,
+        tokens: &[u32],
+        mut each: impl FnMut(&Piece) -> ControlFlow<()>,
+    ) -> Result<Answer> {
+        self.model.check_tokens(tokens)?;
+        let asked = Asked {
+            format: self.format.clone().map(|format| (format, Start::Answer)),
+            ..Asked::continuation(tokens.to_vec(), self.stop.clone())
+        };
+        self.draw(&asked, 0, &mut each)
+    }
+
     fn generate(
         &mut self,
         messages: &[Message],
         stream: u64,
-        each: &mut dyn FnMut(&str),
-    ) -> Result<(String, Answer)> {
-        let tokenizer = self.model.tokenizer();
-        let control = tokenizer.control_tokens();
-        let prompt = self
-            .template
-            .prompt(control, messages, None, true, self.thinking)?;
-        let most = 2 * self.session.spec().ctx;
-        let mut sampler = Sampler::new(self.sampling, stream)?;
-        let limits = Limits {
-            stop: self.model.checkpoint().eos_token_ids(),
-            max_tokens: self.max_tokens,
-            interrupt: Some(&self.interrupt),
-        };
-        let mut stops = StopTexts::new(&self.stop);
-        let mut text = String::new();
-        let mut emit = |piece: &str| {
-            if !piece.is_empty() {
-                text.push_str(piece);
-                each(piece);
-            }
-        };
-        let generated = generate_text(
-            self.session.as_mut(),
-            &mut self.sequence,
-            &tokenizer.encode_prompt_within(&prompt, most)?,
-            tokenizer,
-            &mut sampler,
-            &limits,
-            &mut |piece| {
-                emit(&stops.push(piece));
-                match stops.has_ended() {
-                    true => ControlFlow::Break(()),
-                    false => ControlFlow::Continue(()),
-                }
+        each: &mut OnPiece<'_>,
+    ) -> Result<Answer> {
+        let asked = self.model.ask(
+            nq_answers::Chat {
+                messages: messages.to_vec(),
+                tools: self.tools.clone(),
+                choice: self.tool_choice.clone(),
+                thinking: Thinking {
+                    switches: self.thinking.into(),
+                    budget: self.thinking_budget,
+                },
+                format: self.format.clone(),
+                stop: self.stop.clone(),
+                ..nq_answers::Chat::default()
             },
+            2 * self.session.spec().ctx,
         )?;
-        emit(&stops.finish());
-        let answer = Answer {
-            text,
-            end: generated.stop,
-            stats: generated.stats,
+        self.draw(&asked, stream, each)
+    }
+
+    fn draw(&mut self, asked: &Asked, stream: u64, each: &mut OnPiece<'_>) -> Result<Answer> {
+        let drawing = Drawing {
+            sampling: self.sampling,
+            stream,
+            logprobs: self.logprobs,
+            max_tokens: self.max_tokens,
+            interrupt: &self.interrupt,
         };
-        Ok((prompt.text().into_owned(), answer))
+        let mut answering = Answering::new(self.model.text(), asked, drawing)?;
+        let session = self.session.as_mut();
+        let end = answering.run(session, &mut self.sequence, &asked.prompt.tokens, each)?;
+        Ok(answering.finish(end, each))
+    }
+}
+
+/// Gives `each` the text of pieces.
+fn spoken(mut each: impl FnMut(&str)) -> impl FnMut(&Piece) -> ControlFlow<()> {
+    let mut tagged = Tagged::default();
+    move |piece| {
+        let text = tagged.text(piece);
+        if !text.is_empty() {
+            each(&text);
+        }
+        ControlFlow::Continue(())
     }
 }

@@ -45,6 +45,10 @@ enum Cause {
     Quantize(Box<nq_quantize::Error>),
     #[error(transparent)]
     Evaluate(nq_evals::Error),
+    #[error(transparent)]
+    Answer(nq_answers::Error),
+    #[error("{what}: {error}")]
+    Within { what: String, error: Box<Error> },
 }
 
 impl Error {
@@ -58,6 +62,22 @@ impl Error {
         Error(Cause::Unsuited(why.into()))
     }
 
+    /// The error in a part of the work that `what` names.
+    pub(crate) fn within(self, what: impl Into<String>) -> Self {
+        let (what, error) = (what.into(), Box::new(self));
+        Error(Cause::Within { what, error })
+    }
+
+    /// It for the program, which looks for errors of the runtime.
+    #[cfg(feature = "cli")]
+    pub(crate) fn untyped(self) -> anyhow::Error {
+        match self.0 {
+            Cause::Run(e) => e.into(),
+            Cause::Within { what, error } => error.untyped().context(what),
+            other => Error(other).into(),
+        }
+    }
+
     /// What a program may do about it.
     pub fn kind(&self) -> ErrorKind {
         match &self.0 {
@@ -67,6 +87,9 @@ impl Error {
             Cause::Run(e) => of_run(e),
             Cause::Quantize(e) => of_quantize(e),
             Cause::Evaluate(e) => of_evaluation(e),
+            Cause::Answer(nq_answers::Error::Format(_)) => ErrorKind::Argument,
+            Cause::Answer(_) => ErrorKind::Other,
+            Cause::Within { error, .. } => error.kind(),
         }
     }
 
@@ -112,6 +135,15 @@ impl From<nq_quantize::Error> for Error {
 impl From<nq_evals::Error> for Error {
     fn from(error: nq_evals::Error) -> Self {
         Error(Cause::Evaluate(error))
+    }
+}
+
+impl From<nq_answers::Error> for Error {
+    fn from(error: nq_answers::Error) -> Self {
+        Error(match error {
+            nq_answers::Error::Runtime(e) => Cause::Run(e),
+            other => Cause::Answer(other),
+        })
     }
 }
 

@@ -5,9 +5,9 @@ pub(crate) mod error;
 mod model;
 mod reading;
 
-pub use chat::{Answer, Chat};
+pub use chat::Chat;
 pub use error::{Error, ErrorKind, Result};
-pub use model::Model;
+pub use model::{Model, OpenOptions};
 pub use reading::{Embedder, Reranker};
 #[cfg(feature = "cli")]
 pub(crate) use reading::{LONGEST_TEXT, session_for_texts};

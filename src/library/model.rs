@@ -1,11 +1,17 @@
 //! A loaded model.
 
 use super::{Chat, Embedder, Error, Reranker, Result};
-use crate::at_load::at_load;
+use crate::at_load::{at_load, longest_context};
+use crate::draft::{self, DraftFrom, DraftWeights, Drafts};
 use crate::names;
+use nq_answers::{Asked, ModelText, Prompt, Thinking};
 use nq_evals::{EvalReport, EvalSpec, Protocol};
-use nq_formats::{Bits, Checkpoint, Progress, nq};
-use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
+use nq_formats::{Bits, Checkpoint, Progress, Task, nq};
+use nq_runtime::{
+    ChatTemplate, Chunk, DraftedBy, Engine, LoadOptions, LogitsWanted, Message, SamplingParams,
+    Session, SessionSpec, Speculation, Tokenizer,
+};
+use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -20,8 +26,26 @@ pub struct Model(Arc<Loaded>);
 struct Loaded {
     name: String,
     checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
+    text: ModelText,
     engine: Arc<dyn Engine>,
+    /// What drafts, if that was asked for.
+    asked: Option<DraftFrom>,
+    drafted_by: DraftedBy,
+    /// The drafter, if it has weights.
+    drafts: Option<Drafts>,
+}
+
+/// How a model is opened.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// Its device, and how it computes there.
+    pub load: LoadOptions,
+    /// Bits that the weights of an unquantized model are rounded to while it is loaded:
+    /// [`quantize`](crate::quantize) takes longer and gives better quality.
+    pub bits: Option<Bits>,
+    /// What drafts the tokens of answers, which come sooner where drafts are right. `None`: the model's MTP layer, or else
+    /// the text so far, where answers stay exactly the same, as on CPUs.
+    pub draft: Option<DraftFrom>,
 }
 
 impl Model {
@@ -33,55 +57,40 @@ impl Model {
     /// A name that nothing goes by; files that cannot be read or are not supported; errors of the download and the
     /// device.
     pub fn open(name: impl AsRef<Path>) -> Result<Self> {
-        Model::open_with(name, &LoadOptions::default(), &())
+        Model::open_with(name, &OpenOptions::default(), &())
     }
 
-    /// Like [`Model::open`], on a device and with activations of your choice; `progress` hears of downloads and
-    /// loading.
+    /// Like [`Model::open`], as `options` say; `progress` hears of downloads and loading.
     ///
     /// # Errors
-    /// Errors of [`Model::open`].
+    /// Errors of [`Model::open`]; a drafter that is not there, or that was not made for the model.
     pub fn open_with(
         name: impl AsRef<Path>,
-        options: &LoadOptions,
+        options: &OpenOptions,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        let model = names::find(name.as_ref().as_os_str(), false, progress)?;
-        names::note_left_over(&model, progress);
-        Model::load(model.name, model.checkpoint, options, progress)
-    }
-
-    /// Like [`Model::open_with`], with the weights of an unquantized model rounded to `bits` while it is loaded:
-    /// [`quantize`](crate::quantize) takes longer and gives better quality.
-    ///
-    /// # Errors
-    /// Errors of [`Model::open`].
-    pub fn open_quantized(
-        name: impl AsRef<Path>,
-        bits: Bits,
-        options: &LoadOptions,
-        progress: &dyn Progress,
-    ) -> Result<Self> {
-        let model = names::find(name.as_ref().as_os_str(), false, progress)?;
-        names::note_left_over(&model, progress);
-        let (checkpoint, _) = at_load(model.checkpoint, Some(bits.into()), progress)?;
-        Model::load(model.name, checkpoint, options, progress)
-    }
-
-    fn load(
-        name: String,
-        checkpoint: Checkpoint,
-        options: &LoadOptions,
-        progress: &dyn Progress,
-    ) -> Result<Self> {
-        let tokenizer = Tokenizer::from_files(checkpoint.files())?;
-        tokenizer.check_vocab(checkpoint.config().vocab_size)?;
-        let engine = nq_load::load(checkpoint.config(), checkpoint.store(), options, progress)?;
+        let found = names::find(name.as_ref().as_os_str(), false, progress)?;
+        names::note_left_over(&found, progress);
+        let bits = options.bits.map(Into::into);
+        let (checkpoint, _) = at_load(found.checkpoint, bits, progress)?;
+        let weights = match &options.draft {
+            Some(from) => DraftWeights::open(from, &checkpoint, bits, false, progress)?,
+            None => draft::by_default(&checkpoint, &options.load)?,
+        };
+        let load = |weights: &DraftWeights| weights.load(&options.load, &checkpoint, progress);
         Ok(Model(Arc::new(Loaded {
-            name,
+            text: text_of(&checkpoint)?,
+            drafts: weights.as_ref().map(load).transpose()?,
+            drafted_by: draft::drafted_by(options.draft.as_ref(), weights.as_ref()),
+            engine: nq_load::load(
+                checkpoint.config(),
+                checkpoint.store(),
+                &options.load,
+                progress,
+            )?,
+            asked: options.draft.clone(),
+            name: found.name,
             checkpoint,
-            tokenizer,
-            engine,
         })))
     }
 
@@ -113,8 +122,124 @@ impl Model {
         self.0.engine.as_ref()
     }
 
+    pub(super) fn text(&self) -> &ModelText {
+        &self.0.text
+    }
+
     pub(super) fn tokenizer(&self) -> &Tokenizer {
-        &self.0.tokenizer
+        self.0.text.tokenizer()
+    }
+
+    /// What its sessions have to give to what drafts for them.
+    pub(super) fn drafted_by(&self) -> DraftedBy {
+        self.0.drafted_by
+    }
+
+    /// What drafts in a session.
+    pub(super) fn speculation(&self, session: &mut dyn Session) -> Result<Option<Speculation>> {
+        let (asked, loaded) = (self.0.asked.as_ref(), self.0.drafts.clone());
+        let drafts = draft::drafts(asked, session, self.device(), &(), loaded)?;
+        let open = |drafts: Drafts| drafts.speculation(session, asked.is_some());
+        Ok(drafts.map(open).transpose()?)
+    }
+
+    /// Refuses tokens past the vocabulary.
+    pub(super) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let vocab = self.text().vocab();
+        match tokens.iter().find(|&&token| token as usize >= vocab) {
+            None => Ok(()),
+            Some(token) => Err(Error::from(nq_runtime::Error::Request {
+                what: "tokens",
+                expected: format!("ids below {vocab}"),
+                found: token.to_string(),
+            })),
+        }
+    }
+
+    /// What the model reads of a chat.
+    pub(super) fn ask(&self, chat: nq_answers::Chat, most: usize) -> Result<Asked> {
+        if self.text().template().is_none() {
+            // Says where there should be one.
+            ChatTemplate::from_files(self.checkpoint().files())?;
+        }
+        Ok(self.text().ask(chat, most)?)
+    }
+
+    /// The tokens of a text, with those that the model's tokenizer puts around one; names of control tokens, such as
+    /// `<|im_end|>`, become these.
+    ///
+    /// # Errors
+    /// A text that the tokenizer refuses.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.tokenizer().encode_whole(text)?)
+    }
+
+    /// The text of tokens, control tokens included; those past the vocabulary have none.
+    pub fn decode(&self, tokens: &[u32]) -> String {
+        self.tokenizer().decode(tokens, false)
+    }
+
+    /// The prompt that the model's template makes of a chat, as text and tokens, with the assistant's turn begun. `tools`
+    /// are in the format of OpenAI's chat.
+    ///
+    /// # Errors
+    /// A model without a template, or one that refuses the chat.
+    pub fn prompt(
+        &self,
+        messages: &[Message],
+        tools: &[Value],
+        thinking: Option<bool>,
+    ) -> Result<Prompt> {
+        let chat = nq_answers::Chat {
+            messages: messages.to_vec(),
+            tools: tools.to_vec(),
+            thinking: Thinking {
+                switches: thinking.into(),
+                budget: None,
+            },
+            ..nq_answers::Chat::default()
+        };
+        let most = longest_context(self.checkpoint().config());
+        Ok(self.ask(chat, most)?.prompt)
+    }
+
+    /// The logits after each of `tokens`, row by row, `[tokens, vocab]`: computed in a session of their own.
+    ///
+    /// # Errors
+    /// No tokens, tokens past the vocabulary, or more than the model's context; too little memory; errors of the
+    /// device.
+    pub fn logits(&self, tokens: &[u32]) -> Result<Vec<f32>> {
+        self.check_tokens(tokens)?;
+        let trained = longest_context(self.checkpoint().config());
+        if !(1..=trained).contains(&tokens.len()) {
+            return Err(Error::from(nq_runtime::Error::Request {
+                what: "tokens",
+                expected: format!("1 to {trained}"),
+                found: tokens.len().to_string(),
+            }));
+        }
+        let rows = self.engine().description().prompt_rows().min(tokens.len());
+        let mut session = self.engine().session(SessionSpec {
+            slots: 1,
+            ctx: tokens.len(),
+            max_rows: rows,
+            ..SessionSpec::default()
+        })?;
+        let mut logits = Vec::new();
+        for tokens in tokens.chunks(rows) {
+            let chunk = Chunk {
+                slot: 0,
+                tokens,
+                logits: LogitsWanted::All,
+            };
+            logits.extend_from_slice(session.forward(&[chunk], None)?.data);
+        }
+        Ok(logits)
+    }
+
+    /// Number of tokens that the model tells apart: logits of a row.
+    pub fn vocab(&self) -> usize {
+        self.text().vocab()
     }
 
     /// A chat with the sampling settings that the model's makers recommend, in a context of at most 8192 tokens.
@@ -196,6 +321,17 @@ impl Model {
         let (model, reference) = (self.engine(), reference.engine());
         Ok(nq_evals::compare(model, reference, &fed, spec, progress)?.report)
     }
+}
+
+/// The text side of a model; one that generates no text needs no template.
+fn text_of(checkpoint: &Checkpoint) -> nq_runtime::Result<ModelText> {
+    if !matches!(checkpoint.task(), Task::Embed(_)) {
+        return ModelText::open(checkpoint);
+    }
+    let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+    let vocab = checkpoint.config().vocab_size;
+    tokenizer.check_vocab(vocab)?;
+    Ok(ModelText::new(tokenizer, None, &[], vocab))
 }
 
 fn spec() -> EvalSpec {

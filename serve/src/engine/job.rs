@@ -1,7 +1,8 @@
 //! A request in progress.
 
 use super::saved::Restore;
-use super::{Event, Finish, Request, ThinkingBudget};
+use super::{Event, Finish, Request};
+use nq_answers::Hold;
 use nq_runtime::{Result, Sampler};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,10 +30,8 @@ pub(super) struct Job {
     pub(super) restore: Option<Restore>,
     /// Number of log-probabilities reported so far.
     pub(super) reported: usize,
-    /// True once the sampler has the mask for the next token.
-    pub(super) masked: bool,
-    /// Number of drawn tokens at which thinking has spent its budget, until that was looked at.
-    pub(super) look: Option<usize>,
+    /// What its answer is held to.
+    pub(super) hold: Hold,
     /// True once its start was reported.
     pub(super) started: bool,
     pub(super) arrived: Instant,
@@ -63,7 +62,7 @@ impl Phase {
 
 impl Job {
     pub(super) fn new(
-        request: Request,
+        mut request: Request,
         index: usize,
         events: UnboundedSender<(usize, Event)>,
         cancelled: Arc<AtomicBool>,
@@ -74,10 +73,7 @@ impl Job {
         sampler.begin(&request.prompt);
         Ok(Job {
             tokens: request.prompt.clone(),
-            look: request
-                .thinking
-                .as_ref()
-                .map(|t| t.tokens.max(1) + usize::from(!t.thinks)),
+            hold: Hold::new(request.constraint.take(), request.thinking.take()),
             request,
             index,
             events,
@@ -88,7 +84,6 @@ impl Job {
             points: Vec::new(),
             restore: None,
             reported: 0,
-            masked: false,
             started: false,
             arrived: Instant::now(),
             last: None,
@@ -109,20 +104,7 @@ impl Job {
 
     /// Number of tokens that the batch may draw before the engine has to look at them.
     pub(super) fn run(&self, ctx: usize) -> usize {
-        match (&self.request.constraint, self.look) {
-            // What may follow under a constraint is known one token at a time.
-            (Some(_), _) => 1,
-            (None, Some(look)) => self.left(ctx).min(look - self.drawn()),
-            (None, None) => self.left(ctx),
-        }
-    }
-
-    /// True if it is thinking: a beginning of it was the prompt's or was drawn, and no end was.
-    pub(super) fn is_thinking(&self) -> bool {
-        let drawn = &self.tokens[self.request.prompt.len()..];
-        let thinks =
-            |t: &ThinkingBudget| (t.thinks || drawn.contains(&t.begin)) && !drawn.contains(&t.end);
-        self.request.thinking.as_ref().is_some_and(thinks)
+        self.hold.run(self.drawn(), self.left(ctx))
     }
 
     /// Tokens of its prompt that a step may still be fed: all but the last of one that is to be read,

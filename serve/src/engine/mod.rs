@@ -18,6 +18,7 @@ pub use drafts::OpenDrafts;
 
 use crate::disk::ModelPages;
 use crate::metrics::Metrics;
+use nq_answers::{Constraint, ThinkingBudget};
 use nq_runtime::{LogitBias, Row, SamplingParams, Session, SessionSpec, TokenLogprobs};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -73,36 +74,6 @@ pub struct Client {
     pub id: u64,
     /// Prompts may be reused only for prompts with the same salt.
     pub salt: u64,
-}
-
-/// The tokens that a grammar, a schema or another rule allows next.
-pub trait Constraint: Send {
-    /// Bits of the tokens that may follow, `i % 32` of word `i / 32` for token `i`; `None`: all.
-    ///
-    /// # Errors
-    /// A description of the error, with which the request ends.
-    fn mask(&mut self) -> Result<Option<&[u32]>, String>;
-
-    /// Advances the constraint by the token that was drawn.
-    ///
-    /// # Errors
-    /// Errors of [`Constraint::mask`].
-    fn accept(&mut self, token: u32) -> Result<(), String>;
-}
-
-/// The most tokens of thinking in an answer, and how it is closed when they are spent.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ThinkingBudget {
-    /// Tokens of thinking, at least one.
-    pub tokens: usize,
-    /// True if the prompt has begun the thinking.
-    pub thinks: bool,
-    /// The token that begins it.
-    pub begin: u32,
-    /// The token that ends it.
-    pub end: u32,
-    /// What is written to close it, with that token.
-    pub close: Vec<u32>,
 }
 
 /// A prompt to continue.

@@ -9,7 +9,6 @@ use nq_runtime::{
 };
 use rayon::prelude::*;
 use std::ops::ControlFlow;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 /// A request's part of a step.
@@ -46,11 +45,8 @@ impl Worker<'_> {
             of.push((fed.id, fed.to, fed.then.is_some()));
             let job = &self.jobs[&fed.id];
             // What may follow under a constraint is known one token at a time.
-            if let (Some(drafts), true, None) = (
-                batch.speculation(),
-                fed.then.is_some(),
-                &job.request.constraint,
-            ) {
+            let drafts = batch.speculation().filter(|_| !job.hold.is_constrained());
+            if let (Some(drafts), true) = (drafts, fed.then.is_some()) {
                 drafts.follow(fed.slot, job.tokens[..fed.to].to_vec());
             }
             pieces.push(Piece {
@@ -218,7 +214,7 @@ impl Worker<'_> {
         let mut jobs: Vec<(u64, &mut Job)> = self
             .jobs
             .iter_mut()
-            .filter(|(_, job)| job.request.constraint.is_some() && !job.masked && draws(job))
+            .filter(|(_, job)| job.hold.wants_mask() && draws(job))
             .map(|(&id, job)| (id, job))
             .collect();
         let failed: Vec<(u64, String)> = jobs
@@ -305,13 +301,11 @@ impl Worker<'_> {
         if job.left(self.spec.ctx) == 0 {
             return Some(Finish::Length);
         }
-        let spent = job.look == Some(job.drawn());
-        if job.request.constraint.is_none() && !spent {
+        if !job.hold.looks_at(job.drawn()) {
             return None;
         }
         // It left the batch by itself, so that its constraint can set the next mask.
         job.sampler = batch.leave(slot);
-        job.masked = false;
         job.fed = batch.session().len(slot);
         if job.fed + 1 < job.tokens.len() {
             // What the session has lost is fed as the rest of a prompt is.
@@ -320,15 +314,7 @@ impl Worker<'_> {
         if let Err(finish) = accept(job, token) {
             return Some(finish);
         }
-        if !spent {
-            return None;
-        }
-        job.look = None;
-        if !job.is_thinking() {
-            return None;
-        }
-        let close = job.request.thinking.as_ref().map(|t| t.close.clone());
-        let close = close.unwrap_or_default();
+        let close = job.hold.closing(&job.tokens[job.request.prompt.len()..])?;
         if job.left(self.spec.ctx) <= close.len() {
             return Some(Finish::Length);
         }
@@ -404,24 +390,14 @@ impl Worker<'_> {
 /// # Errors
 /// How the answer ends, if the constraint fails.
 fn accept(job: &mut Job, token: u32) -> std::result::Result<(), Finish> {
-    let Some(constraint) = &mut job.request.constraint else {
-        return Ok(());
-    };
-    match catch_unwind(AssertUnwindSafe(|| constraint.accept(token))) {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(why)) => Err(Finish::Failed(Failure::Constraint(why))),
-        Err(_) => Err(Finish::Failed(Failure::Constraint("it panicked".into()))),
-    }
+    let accepted = job.hold.accept(token);
+    accepted.map_err(|why| Finish::Failed(Failure::Constraint(why)))
 }
 
 /// Gives a request's sampler the mask for the next token.
 fn mask(job: &mut Job) -> std::result::Result<(), String> {
-    let (Some(constraint), Some(sampler)) = (&mut job.request.constraint, &mut job.sampler) else {
-        return Ok(());
-    };
-    let mask = catch_unwind(AssertUnwindSafe(|| {
-        constraint.mask().map(|mask| sampler.set_mask(mask))
-    }));
-    job.masked = true;
-    mask.unwrap_or_else(|_| Err("it panicked".into()))
+    match &mut job.sampler {
+        Some(sampler) => job.hold.mask(sampler),
+        None => Ok(()),
+    }
 }

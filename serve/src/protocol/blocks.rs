@@ -2,7 +2,7 @@
 //! which begins, grows and ends before the next one.
 
 use super::unique;
-use crate::output::Piece;
+use nq_answers::output::Piece;
 
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]

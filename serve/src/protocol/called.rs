@@ -5,7 +5,7 @@ use super::client_tools;
 use super::fields::{Fields, Kind};
 use super::tools::{self, Tools};
 use crate::error::ApiError;
-use crate::output::completed;
+use nq_answers::output::completed;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -4,15 +4,16 @@ use super::fields::Fields;
 use super::reading::Reading;
 use super::streaming::{Told, streaming};
 use super::text::{Place, text};
-use super::thinking::{self, Thinking};
-use super::tools::{self, Choice, Tools, made};
+use super::thinking;
+use super::tools::{self, Tools, made};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Output, Usage};
-use crate::grammar::{Format, Start, unenforced};
 use crate::model::{ServedModel, message};
 use crate::names::Names;
-use crate::output::{self, Piece, ReaderOptions};
+use nq_answers::grammar::{Format, unenforced};
+use nq_answers::{Choice, Thinking};
+use nq_answers::{Piece, ReaderOptions};
 use nq_runtime::{Message, TokenLogprobs, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -149,53 +150,36 @@ pub fn render(
     chat: ChatRequest,
     partial: Generation,
 ) -> Result<Generation, ApiError> {
-    let shown = match chat.choice {
-        Choice::None => None,
-        _ => Some(chat.tools.list.as_slice()).filter(|t| !t.is_empty()),
+    let named = match &chat.choice {
+        Choice::Named(name) => Some(name.as_str()),
+        _ => None,
     };
-    let must_call = matches!(chat.choice, Choice::Required | Choice::Named(_));
-    let most = chat.reading.rules.reasoning_budget;
-    let thinking = model.thinking(chat.thinking, most);
-    let messages = told(chat.messages, &chat.reading.found().told);
-    let prompt = model.prompt(messages, shown, &thinking, chat.continues, partial.names)?;
-    let several = chat.several_calls;
-    let format = match (&chat.choice, chat.format) {
-        (Choice::Required, _) => Some(Format::Calls {
-            tools: tools::signatures(&chat.tools.list, None),
-            several,
-        }),
-        (Choice::Named(name), _) => Some(Format::Calls {
-            tools: tools::signatures(&chat.tools.list, Some(name)),
-            several: false,
-        }),
-        // A grammar or a pattern is of the whole answer, calls included.
-        (Choice::Auto, Some(answer @ (Format::Object | Format::Schema(_)))) if shown.is_some() => {
-            Some(Format::CallsOr {
-                tools: tools::signatures(&chat.tools.list, None),
-                several,
-                answer: Box::new(answer),
-            })
-        }
-        (_, format) => format,
+    let shown = chat.tools.list.iter().zip(chat.tools.schemas);
+    let schemas = shown.filter(|(t, _)| named.is_none_or(|n| t["function"]["name"] == n));
+    let schemas: Vec<String> = schemas.map(|(_, place)| place).collect();
+    if model.text().template().is_none() {
+        let what = "this model has no chat template: it serves /v1/completions";
+        return Err(ApiError::invalid(what));
+    }
+    let asked = nq_answers::Chat {
+        messages: told(chat.messages, &chat.reading.found().told),
+        tools: chat.tools.list,
+        choice: chat.choice,
+        one_call: !chat.several_calls,
+        thinking: chat.thinking,
+        most_thinking: chat.reading.rules.reasoning_budget,
+        format: chat.format,
+        continues: chat.continues,
+        stop: partial.reader.stop.clone(),
     };
-    let start = match chat.continues {
-        true => Start::Answer,
-        false => model.start(&prompt.text, thinking.switches.enable_thinking),
-    };
-    let schemas = match &chat.choice {
-        Choice::Named(name) => {
-            let named = |t: &Value| t["function"]["name"] == name.as_str();
-            let both = chat.tools.list.iter().zip(chat.tools.schemas);
-            both.filter(|(t, _)| named(t)).map(|(_, s)| s).collect()
-        }
-        _ => chat.tools.schemas,
-    };
+    let asked = model.text().ask(asked, model.counted());
+    let asked = asked.map_err(|e| partial.names.read(e, model.context()))?;
     let left_out = |place: &str, schema: &Value| {
         if let Some(keyword) = unenforced(schema) {
             chat.reading.left_out(place, keyword);
         }
     };
-    match &format {
+    match asked.format.as_ref().map(|f| &f.0) {
         Some(Format::Calls { tools, .. }) => {
             let both = tools.iter().zip(&schemas);
             both.for_each(|((_, schema), place): (_, &String)| left_out(place, schema));
@@ -209,26 +193,11 @@ pub fn render(
         _ => {}
     }
     Ok(Generation {
-        prompts: vec![prompt.tokens],
-        begun: if format.is_some() {
-            prompt.begun
-        } else {
-            Vec::new()
-        },
-        thinking: model.thinking_budget(&prompt.text, thinking.budget),
-        reader: ReaderOptions {
-            thinking: Some(prompt.text),
-            calls: shown.map(|tools| output::Tools {
-                list: tools::signatures(tools, None),
-                several,
-            }),
-            stop: if must_call {
-                Vec::new()
-            } else {
-                partial.reader.stop
-            },
-        },
-        format: format.map(|f| (f, start)),
+        prompts: vec![asked.prompt.tokens],
+        begun: asked.prompt.begun,
+        thinking: asked.thinking,
+        reader: asked.reader,
+        format: asked.format,
         schemas,
         ..partial
     })

@@ -4,15 +4,16 @@
 use super::chat::{ChatRequest, render};
 use super::fields::Fields;
 use super::items::{conversation, listed, read_input};
-use super::tools::{Choice, Tools};
+use super::tools::Tools;
 use super::{Parsed, Shape, SseEvent, now, sampling, thinking, unique};
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
 use crate::model::ServedModel;
 use crate::names::Names;
-use crate::output::Piece;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use nq_answers::Choice;
+use nq_answers::output::Piece;
 use nq_runtime::Message;
 use serde_json::{Value, json};
 use std::sync::Arc;

@@ -8,7 +8,7 @@ use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
 use crate::model::ServedModel;
 use crate::names::Names;
-use crate::output::{Piece, ReaderOptions};
+use nq_answers::output::{Piece, ReaderOptions};
 use nq_runtime::TokenLogprobs;
 use nq_runtime::sampler::MOST_LOGPROBS;
 use serde::Deserialize;

@@ -2,15 +2,16 @@
 
 use super::chat::{self, ChatRequest, render};
 use super::fields::Fields;
-use super::thinking::{self, Thinking};
-use super::tools::{Choice, Tools, made, object};
+use super::thinking;
+use super::tools::{Tools, made, object};
 use super::{Framing, Parsed, Shape, SseEvent, rfc3339, sampling};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Output, Usage};
-use crate::grammar::Format;
 use crate::model::{ServedModel, message};
 use crate::names::Names;
-use crate::output::{Piece, ReaderOptions};
+use nq_answers::grammar::Format;
+use nq_answers::output::{Piece, ReaderOptions};
+use nq_answers::{Choice, Thinking};
 use nq_runtime::Message;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;

@@ -2,33 +2,8 @@
 
 use super::fields::Fields;
 use crate::error::ApiError;
+use nq_answers::Thinking;
 use nq_runtime::chat_template::Switches;
-
-/// Tokens of thinking at low and medium effort, for models whose template knows no efforts.
-const LOW: usize = 1024;
-const MEDIUM: usize = 8192;
-
-/// What a request says about thinking.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Thinking {
-    /// What the template is told.
-    pub switches: Switches,
-    /// Most tokens of thinking, if the request says so itself.
-    pub budget: Option<usize>,
-}
-
-impl Thinking {
-    /// Most tokens of thinking: those that were asked for, or those of the effort, but at most `most`.
-    pub fn tokens(&self, reads_effort: bool, most: Option<usize>) -> Option<usize> {
-        let by_effort = match self.switches.reasoning_effort.as_deref() {
-            Some("low") if !reads_effort => Some(LOW),
-            Some("medium") if !reads_effort => Some(MEDIUM),
-            _ => None,
-        };
-        let asked = self.budget.or(by_effort);
-        asked.into_iter().chain(most).min()
-    }
-}
 
 /// Reads whatever a request says. What says most clearly counts: a switch before a kind of thinking, and that
 /// before an effort.
@@ -212,7 +187,10 @@ mod tests {
             assert_eq!(budget(json!({name: 7}), None), Some(7), "{name}");
             assert_eq!(budget(json!({name: -1}), None), None, "{name}");
         }
-        assert_eq!(budget(json!({"reasoning_effort": "low"}), None), Some(LOW));
+        assert_eq!(
+            budget(json!({"reasoning_effort": "low"}), None),
+            Some(Thinking::LOW)
+        );
         assert_eq!(budget(json!({"reasoning_effort": "high"}), None), None);
         let low = of(json!({"reasoning_effort": "low"})).unwrap();
         assert_eq!(low.tokens(true, None), None);
@@ -239,7 +217,7 @@ mod tests {
                 json!({"thinking": {"type": "adaptive"}}),
                 "low",
                 true,
-                Some(LOW),
+                Some(Thinking::LOW),
             ),
             (
                 json!({"thinking": {"type": "disabled"}}),

@@ -4,6 +4,7 @@ use super::client_tools;
 use super::fields::{Fields, Kind};
 use super::reading::Reading;
 use crate::error::ApiError;
+use nq_answers::Choice;
 use nq_runtime::chat_template::integers;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
@@ -13,20 +14,6 @@ use std::sync::Arc;
 pub(crate) const MOST_TOOLS: usize = 1024;
 /// Most bytes of a tool's name.
 const MOST_NAME: usize = 128;
-
-/// Which tools the model may call.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub enum Choice {
-    /// Any tool, or none.
-    #[default]
-    Auto,
-    /// No tool.
-    None,
-    /// At least one tool.
-    Required,
-    /// This tool.
-    Named(String),
-}
 
 /// The tools that a model is shown.
 #[derive(Clone, Debug, Default)]
@@ -145,20 +132,6 @@ impl Tools {
 /// What names in a namespace begin with, where the model reads them.
 pub fn within(namespace: &str) -> String {
     format!("{namespace}.")
-}
-
-/// Names of tools, and schemas of their arguments; `name`: of this tool alone.
-pub fn signatures(tools: &[Value], name: Option<&str>) -> Vec<(String, Value)> {
-    let function = |tool: &Value| {
-        let called = tool["function"]["name"].as_str().unwrap_or_default();
-        let schema = match &tool["function"]["parameters"] {
-            Value::Null => json!({"type": "object"}),
-            schema => schema.clone(),
-        };
-        name.is_none_or(|n| n == called)
-            .then(|| (called.to_owned(), schema))
-    };
-    tools.iter().filter_map(function).collect()
 }
 
 /// Reads `tool_choice`, the value of `field`; where it allows some tools alone, the others are not shown.

@@ -3,39 +3,31 @@
 //! Each turn renders all messages again, because templates strip earlier thinking, and feeds only the part of
 //! the result that is not in the cache.
 
-use super::{Answerer, Chat, ChatEvent, End, MessageForm, OnEvent, Turn};
+use super::{Answerer, Chat, ChatEvent, End, OnEvent, Turn};
 use crate::chat::Overflow;
 use anyhow::bail;
-use nq_runtime::generate::generate;
-use nq_runtime::thinking::{Part, Splitter};
-use nq_runtime::{
-    Detokenizer, Generated, Limits, Message, Sampler, Sequence, Session, Speculation, Stats,
-    StopReason, StopTexts, Tokenizer,
-};
+use nq_answers::{Answering, Asked, Drawing, ModelText, Piece, Thinking};
+use nq_runtime::thinking::Part;
+use nq_runtime::{ChatTemplate, Message, Sequence, Session, Speculation, StopReason};
 use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
-
-/// How thinking ends that has spent its budget.
-const THINKING_END: &str = "\n</think>\n\n";
+use std::sync::atomic::AtomicBool;
 
 /// All messages in the form for the model.
 enum PromptForm {
-    /// As text and as tokens.
-    Fits(String, Vec<u32>),
+    /// As a prompt.
+    Fits(Box<Asked>),
     /// More tokens than fit the context; their number.
     TooLong(usize),
 }
 
 /// A model, and the cache that holds most of the messages.
 pub(super) struct Local<'m> {
-    tokenizer: &'m Tokenizer,
-    form: MessageForm<'m>,
-    stop: Vec<u32>,
+    text: &'m ModelText,
+    /// True if the model gets texts without a template.
+    raw: bool,
     session: Box<dyn Session>,
     sequence: Sequence,
-    /// Number of uses of the sampler: each draws from its own stream, so that regenerating an answer
-    /// gives another one.
+    /// Number of answers: each draws from its own stream, so that regenerating one gives another.
     streams: u64,
 }
 
@@ -46,9 +38,8 @@ impl Answerer for Local<'_> {
         interrupt: &AtomicBool,
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<Turn> {
-        let start = Instant::now();
-        let (text, mut prompt) = match self.fitting_prompt(chat, 0, on_event)? {
-            PromptForm::Fits(text, ids) => (text, ids),
+        let mut asked = match self.fitting_prompt(chat, 0, on_event)? {
+            PromptForm::Fits(asked) => asked,
             PromptForm::TooLong(tokens) => {
                 let ctx = self.session.spec().ctx;
                 bail!(
@@ -59,111 +50,57 @@ impl Answerer for Local<'_> {
                 )
             }
         };
-        let mut writer = Writer {
-            splitter: match self.form {
-                MessageForm::Chat(_) => Splitter::after(&text),
-                MessageForm::Raw => Splitter::none(),
-            },
-            stops: StopTexts::new(&chat.settings.stop),
-            raw: String::new(),
-            thinking: String::new(),
-            answer: String::new(),
-            on_event,
-            failed: None,
+        let drawing = Drawing {
+            sampling: chat.settings.sampling,
+            stream: self.streams,
+            logprobs: None,
+            max_tokens: chat.settings.max_tokens.unwrap_or(usize::MAX),
+            interrupt,
         };
-        let mut detokenizer = Detokenizer::new(self.tokenizer, true);
-        let mut tokens: Vec<u32> = Vec::new();
-        let mut stats: Option<Stats> = None;
-        let budget = chat.settings.thinking_budget;
-        let mut thought = 0;
-        let generated = loop {
-            let mut spent = false;
-            let part = self.part(chat, &prompt, tokens.len(), interrupt, &mut |token| {
-                if let Some(piece) = detokenizer.push(token)
-                    && writer.push(&piece).is_break()
-                {
-                    return ControlFlow::Break(());
-                }
-                thought += usize::from(writer.splitter.is_thinking());
-                spent = writer.splitter.is_thinking() && budget.is_some_and(|most| thought >= most);
-                match spent {
-                    true => ControlFlow::Break(()),
-                    false => ControlFlow::Continue(()),
-                }
-            })?;
-            tokens.extend_from_slice(&part.tokens);
-            let total = stats.get_or_insert(Stats {
-                tokens: 0,
-                ..part.stats
-            });
-            total.tokens += part.stats.tokens;
-            total.draft_steps += part.stats.draft_steps;
-            total.drafted += part.stats.drafted;
-            total.accepted += part.stats.accepted;
-            if spent && !interrupt.load(Ordering::Relaxed) {
-                // The thinking is closed for the model, and the answer begins.
-                if let Some(rest) = detokenizer.flush() {
-                    let _ = writer.push(&rest);
-                }
-                let _ = writer.push(THINKING_END);
-                tokens.extend(self.tokenizer.encode(THINKING_END)?);
-                let fed = self.prompt_with(chat, &tokens)?;
-                let most = chat.settings.max_tokens.unwrap_or(usize::MAX);
-                if tokens.len() >= most {
-                    break StopReason::MaxTokens;
-                }
-                if fed.len() >= self.session.spec().ctx {
-                    break StopReason::ContextFull;
-                }
-                prompt = fed;
-                continue;
-            }
-            let goes_on = part.stop == StopReason::ContextFull
-                && chat.settings.overflow == Overflow::DropOldest
-                && chat.drop_oldest();
+        self.streams += 1;
+        let mut answering = Answering::new(self.text, &asked, drawing).map_err(untyped)?;
+        let full = End::Generated(StopReason::ContextFull);
+        let mut failed = None;
+        let end = loop {
+            let end = answering.run(
+                self.session.as_mut(),
+                &mut self.sequence,
+                &asked.prompt.tokens,
+                &mut |piece| tell(piece, on_event, &mut failed),
+            );
+            let end = end.map_err(untyped)?;
+            let goes_on =
+                end == full && chat.settings.overflow == Overflow::DropOldest && chat.drop_oldest();
             if !goes_on {
-                break part.stop;
+                break end;
             }
-            (writer.on_event)(ChatEvent::Note(dropped(1)))?;
-            match self.fitting_prompt(chat, tokens.len(), writer.on_event)? {
-                PromptForm::Fits(_, shorter) => prompt = [shorter.as_slice(), &tokens].concat(),
-                PromptForm::TooLong(_) => break StopReason::ContextFull,
+            on_event(ChatEvent::Note(dropped(1)))?;
+            match self.fitting_prompt(chat, answering.tokens().len(), on_event)? {
+                PromptForm::Fits(shorter) => asked = shorter,
+                PromptForm::TooLong(_) => break full,
             }
         };
-        if let Some(rest) = detokenizer.flush() {
-            let _ = writer.push(&rest);
-        }
-        writer.finish();
-        let end = if writer.stops.has_ended() {
-            End::Text
-        } else {
-            End::Generated(generated)
-        };
-        if let Some(e) = writer.failed {
+        let answer = answering.finish(end, &mut |piece| tell(piece, on_event, &mut failed));
+        if let Some(e) = failed {
             return Err(e);
         }
-        let mut stats = stats.unwrap_or_default();
-        stats.decode = start.elapsed().saturating_sub(stats.first_token);
         if let Some(note) = self.sequence.speculation().and_then(|s| s.take_note()) {
-            (writer.on_event)(ChatEvent::Note(note))?;
+            on_event(ChatEvent::Note(note))?;
         }
-        if end == End::Generated(StopReason::ContextFull) {
+        if answer.end == full {
             let capacity = self.session.spec().ctx;
-            (writer.on_event)(ChatEvent::Note(format!(
+            on_event(ChatEvent::Note(format!(
                 "the context of {capacity} tokens is full: the answer is cut off; {}",
                 chat.what_helps(false)
             )))?;
         }
         // Thinking is kept: the template strips or shows it.
-        chat.messages.push(match self.form {
-            MessageForm::Chat(template) => template.answer(&text, &writer.raw),
-            MessageForm::Raw => Message::new("assistant", &writer.raw),
-        });
+        chat.messages.push(answer.message);
         Ok(Turn {
-            thinking: writer.thinking,
-            answer: writer.answer,
-            end,
-            stats,
+            thinking: answer.thinking,
+            answer: answer.text,
+            end: answer.end,
+            stats: answer.stats,
         })
     }
 
@@ -172,70 +109,39 @@ impl Answerer for Local<'_> {
     }
 
     fn refuses(&self, setting: &str) -> Option<&'static str> {
-        match (self.form, setting) {
-            (MessageForm::Raw, "thinking" | "hide_thinking") => {
-                Some("--raw does not tell thinking apart")
-            }
-            (MessageForm::Chat(template), "thinking") if !template.switches_thinking() => {
-                Some("this model's template cannot switch thinking")
-            }
+        let template = self.text.template();
+        let switches = template.is_some_and(ChatTemplate::switches_thinking);
+        match setting {
+            "thinking" | "hide_thinking" if self.raw => Some("--raw does not tell thinking apart"),
+            "thinking" if !switches => Some("this model's template cannot switch thinking"),
             _ => None,
         }
     }
 
     fn is_raw(&self) -> bool {
-        matches!(self.form, MessageForm::Raw)
+        self.raw
     }
 }
 
 impl<'m> Local<'m> {
-    /// In slot 0 of `session`, with what drafts there. `stop` are the tokens that end a turn.
+    /// In slot 0 of `session`, with what drafts there; `raw`: without the model's template.
     pub(super) fn new(
-        tokenizer: &'m Tokenizer,
-        form: MessageForm<'m>,
-        stop: &[u32],
+        text: &'m ModelText,
+        raw: bool,
         mut session: Box<dyn Session>,
         drafts: Option<Speculation>,
     ) -> Self {
         let sequence = Sequence::new(session.as_mut(), 0).with_drafts(drafts);
         Local {
-            tokenizer,
-            form,
-            stop: stop.to_vec(),
+            text,
+            raw,
             session,
             sequence,
             streams: 0,
         }
     }
 
-    /// Generates until the answer ends or the context is full; `before` tokens of the answer exist
-    /// already.
-    fn part(
-        &mut self,
-        chat: &Chat,
-        prompt: &[u32],
-        before: usize,
-        interrupt: &AtomicBool,
-        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
-    ) -> nq_runtime::Result<Generated> {
-        let limits = Limits {
-            stop: &self.stop,
-            max_tokens: chat.settings.max_tokens.unwrap_or(usize::MAX) - before,
-            interrupt: Some(interrupt),
-        };
-        let mut sampler = Sampler::new(chat.settings.sampling, self.streams)?;
-        self.streams += 1;
-        generate(
-            self.session.as_mut(),
-            &mut self.sequence,
-            prompt,
-            &mut sampler,
-            &limits,
-            on_token,
-        )
-    }
-
-    /// The prompt as text and ids, with room for `more` tokens and an answer; drops the oldest
+    /// The prompt, with room for `more` tokens and an answer; drops the oldest
     /// turns for that if the settings say so.
     fn fitting_prompt(
         &mut self,
@@ -249,7 +155,7 @@ impl<'m> Local<'m> {
         let mut count = 0;
         let prompt = loop {
             let may_drop = chat.settings.overflow == Overflow::DropOldest;
-            let (text, ids) = match self.prompt(chat, 2 * capacity) {
+            let asked = match self.prompt(chat, 2 * capacity) {
                 Err(nq_runtime::Error::TooLong { at_least, .. }) => {
                     if may_drop && chat.drop_oldest() {
                         count += 1;
@@ -259,14 +165,15 @@ impl<'m> Local<'m> {
                 }
                 prompt => prompt?,
             };
-            if ids.len() + room > capacity && may_drop && chat.drop_oldest() {
+            let tokens = asked.prompt.tokens.len();
+            if tokens + room > capacity && may_drop && chat.drop_oldest() {
                 count += 1;
                 continue;
             }
-            break if ids.len() + more < capacity {
-                PromptForm::Fits(text, ids)
+            break if tokens + more < capacity {
+                PromptForm::Fits(Box::new(asked))
             } else {
-                PromptForm::TooLong(ids.len() + more)
+                PromptForm::TooLong(tokens + more)
             };
         };
         if count > 0 {
@@ -275,33 +182,24 @@ impl<'m> Local<'m> {
         Ok(prompt)
     }
 
-    /// The prompt and what there is of its answer.
-    fn prompt_with(&self, chat: &Chat, tokens: &[u32]) -> anyhow::Result<Vec<u32>> {
-        let most = 2 * self.session.spec().ctx;
-        Ok([self.prompt(chat, most)?.1.as_slice(), tokens].concat())
-    }
-
-    /// The prompt made from all messages, as text and as at most `most` tokens.
-    fn prompt(&self, chat: &Chat, most: usize) -> nq_runtime::Result<(String, Vec<u32>)> {
-        let messages = chat.messages();
-        match self.form {
-            MessageForm::Chat(template) => {
-                let prompt = template.prompt(
-                    self.tokenizer.control_tokens(),
-                    &messages,
-                    None,
-                    true,
-                    chat.settings.thinking,
-                )?;
-                let ids = self.tokenizer.encode_prompt_within(&prompt, most)?;
-                Ok((prompt.text().into_owned(), ids))
-            }
-            MessageForm::Raw => {
-                let text: String = messages.iter().map(Message::text).collect();
-                let ids = self.tokenizer.encode_whole_within(&text, most)?;
-                Ok((text, ids))
-            }
+    /// The prompt made from all messages, of at most `most` tokens.
+    fn prompt(&self, chat: &Chat, most: usize) -> nq_runtime::Result<Asked> {
+        let (messages, stop) = (chat.messages(), chat.settings.stop.clone());
+        if self.raw {
+            let text: String = messages.iter().map(Message::text).collect();
+            let tokens = self.text.tokenizer().encode_whole_within(&text, most)?;
+            return Ok(Asked::continuation(tokens, stop));
         }
+        let chat = nq_answers::Chat {
+            messages,
+            thinking: Thinking {
+                switches: chat.settings.thinking.into(),
+                budget: chat.settings.thinking_budget,
+            },
+            stop,
+            ..nq_answers::Chat::default()
+        };
+        self.text.ask(chat, most)
     }
 }
 
@@ -312,71 +210,31 @@ fn dropped(turns: usize) -> String {
     }
 }
 
-/// Passes an answer's text on and collects it.
-struct Writer<'e> {
-    splitter: Splitter,
-    stops: StopTexts,
-    raw: String,
-    thinking: String,
-    answer: String,
-    on_event: &'e mut dyn FnMut(ChatEvent<'_>) -> anyhow::Result<()>,
-    /// The error that stops it.
-    failed: Option<anyhow::Error>,
+/// An error of the runtime as such, for those who look for some of them.
+fn untyped(error: nq_answers::Error) -> anyhow::Error {
+    match error {
+        nq_answers::Error::Runtime(e) => e.into(),
+        other => other.into(),
+    }
 }
 
-impl Writer<'_> {
-    fn push(&mut self, piece: &str) -> ControlFlow<()> {
-        if self.stops.has_ended() {
-            return ControlFlow::Break(());
-        }
-        self.raw.push_str(piece);
-        self.split(|splitter, emit| splitter.push(piece, emit));
-        if self.failed.is_some() || self.stops.has_ended() {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
-        }
+/// Passes a piece of an answer on; breaks off if that has `failed`.
+fn tell(
+    piece: &Piece,
+    on_event: &mut OnEvent<'_>,
+    failed: &mut Option<anyhow::Error>,
+) -> ControlFlow<()> {
+    let event = match piece {
+        Piece::Reasoning(text) => ChatEvent::Piece(Part::Thinking, text),
+        Piece::Text(text) => ChatEvent::Piece(Part::Answer, text),
+        // There are no tools.
+        Piece::CallStart { .. } | Piece::CallArguments { .. } => return ControlFlow::Continue(()),
+    };
+    if failed.is_none() {
+        *failed = on_event(event).err();
     }
-
-    fn finish(&mut self) {
-        if self.splitter.is_thinking() {
-            // Cut off during thinking: closed, so that the template can tell it from the answer.
-            self.raw.push_str("\n</think>\n\n");
-        }
-        self.split(|splitter, emit| splitter.finish(emit));
-        let rest = self.stops.finish();
-        self.emit(Part::Answer, &rest);
-    }
-
-    fn split(&mut self, run: impl FnOnce(&mut Splitter, &mut dyn FnMut(Part, &str))) {
-        let mut pieces = Vec::new();
-        run(&mut self.splitter, &mut |part, text| {
-            pieces.push((part, text.to_owned()));
-        });
-        for (part, text) in pieces {
-            match part {
-                Part::Answer if self.stops.has_ended() => {}
-                Part::Answer => {
-                    let certain = self.stops.push(&text);
-                    // The answer is the end of the sampled text.
-                    self.raw.truncate(self.raw.len() - self.stops.cut_bytes());
-                    self.emit(part, &certain);
-                }
-                Part::Thinking => self.emit(part, &text),
-            }
-        }
-    }
-
-    fn emit(&mut self, part: Part, text: &str) {
-        if text.is_empty() {
-            return;
-        }
-        match part {
-            Part::Thinking => self.thinking.push_str(text),
-            Part::Answer => self.answer.push_str(text),
-        }
-        if self.failed.is_none() {
-            self.failed = (self.on_event)(ChatEvent::Piece(part, text)).err();
-        }
+    match failed {
+        Some(_) => ControlFlow::Break(()),
+        None => ControlFlow::Continue(()),
     }
 }

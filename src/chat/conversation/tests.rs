@@ -1,6 +1,9 @@
 use super::*;
 use nq_formats::Files;
-use nq_runtime::{Chunk, DraftedBy, KvType, Logits, LogitsWanted, Observer, SessionSpec};
+use nq_runtime::{
+    ChatTemplate, Chunk, DraftedBy, KvType, Logits, LogitsWanted, Observer, SessionSpec,
+    StopReason, Tokenizer,
+};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -114,14 +117,21 @@ impl Session for Parrot {
 /// A conversation and its model, for tests.
 struct Bench {
     tokenizer: Arc<Tokenizer>,
-    template: ChatTemplate,
+    text: ModelText,
 }
 
 impl Bench {
     fn new() -> Self {
+        Bench::with(TEMPLATE)
+    }
+
+    fn with(template: &str) -> Self {
+        let own = Arc::into_inner(tokenizer()).unwrap();
+        let stop = [own.token_id("<|im_end|>").unwrap()];
+        let template = ChatTemplate::from_source("test", template).unwrap();
         Bench {
             tokenizer: tokenizer(),
-            template: ChatTemplate::from_source("test", TEMPLATE).unwrap(),
+            text: ModelText::new(own, Some(template), &stop, 4096),
         }
     }
 
@@ -150,12 +160,10 @@ impl Bench {
             overflow,
             stop: Vec::new(),
         };
-        let stop = [self.tokenizer.token_id("<|im_end|>").unwrap()];
-        let (tokenizer, form) = (self.tokenizer.as_ref(), MessageForm::Chat(&self.template));
         let system = system.map(String::from);
         let session = (Box::new(session) as _, None);
         Talk {
-            conversation: Conversation::new(tokenizer, form, &stop, session, system, settings),
+            conversation: Conversation::new(&self.text, false, session, system, settings),
             notes: Vec::new(),
             fed,
         }
@@ -220,10 +228,7 @@ fn a_template_may_keep_the_thinking() {
     let stripped = "{{ m.content.split('</think>')[-1].lstrip('\\n') }}";
     let kept = "{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' + m.content }}";
     assert!(TEMPLATE.contains(stripped));
-    let bench = Bench {
-        tokenizer: tokenizer(),
-        template: ChatTemplate::from_source("test", &TEMPLATE.replace(stripped, kept)).unwrap(),
-    };
+    let bench = Bench::with(&TEMPLATE.replace(stripped, kept));
     let mut talk = bench.talk(1000, None, Overflow::Stop);
     let first = talk.ask("one").unwrap();
     let second = talk.ask("two").unwrap();
@@ -249,10 +254,7 @@ fn thinking_can_be_switched() {
     talk.conversation.chat.settings.thinking = Some(true);
     assert_eq!(talk.ask("two").unwrap().thinking, "hm");
 
-    let fixed = Bench {
-        template: ChatTemplate::from_source("test", "{{ messages[0].content }}").unwrap(),
-        ..Bench::new()
-    };
+    let fixed = Bench::with("{{ messages[0].content }}");
     let talk = fixed.talk(1000, None, Overflow::Stop);
     let why = talk.conversation.refuses("thinking").unwrap();
     assert!(why.contains("template cannot switch"), "{why}");

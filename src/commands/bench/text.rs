@@ -221,7 +221,7 @@ fn drafts(
         Some(DraftFrom::None) => bail!("--draft none: there is nothing to measure"),
         Some(DraftFrom::Model(name)) => name,
         Some(from @ (DraftFrom::Eagle3(_) | DraftFrom::Mtp)) => {
-            let draft = DraftWeights::open(from, target, args.bits, global, terminal)?;
+            let draft = DraftWeights::open(from, target, args.bits, global.offline, terminal)?;
             let draft = draft.context("--draft: a drafter without weights")?;
             let drafts = draft.load(options, target, terminal)?;
             let name = match from {
@@ -250,7 +250,7 @@ fn drafts(
         None if args.draft_layers.is_some() => {
             bail!("--draft-layers: expected a preset as --draft")
         }
-        None => DraftCheckpoint::open(name, target, args.bits, global, terminal)?,
+        None => DraftCheckpoint::open(name, target, args.bits, global.offline, terminal)?,
     };
     let drafts = draft.load(options, target.config().vocab_size, terminal)?;
     Ok((drafts, draft.name))

@@ -5,6 +5,7 @@ use super::ServeArgs;
 use crate::at_load::{self, at_load, longest_context};
 use crate::draft::{self, DraftFrom, DraftWeights, Drafts};
 use crate::flags::Global;
+use crate::library::Error;
 use crate::model;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
@@ -251,7 +252,8 @@ impl Loadable {
         let load = |draft: &DraftWeights| {
             draft.load(&self.settings.load, &self.checkpoint, &*self.terminal)
         };
-        let loaded = self.draft.as_ref().map(load).transpose()?;
+        let loaded = self.draft.as_ref().map(load).transpose();
+        let loaded = loaded.map_err(Error::untyped)?;
         let device = &engine.description().device;
         draft::drafts(
             self.asked.as_ref(),
@@ -260,6 +262,7 @@ impl Loadable {
             &*self.terminal,
             loaded,
         )
+        .map_err(Error::untyped)
     }
 
     /// All that keys and values depend on, beside the tokens: the program, how it computes, and the

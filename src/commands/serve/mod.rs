@@ -2,7 +2,7 @@
 
 mod loading;
 
-use crate::draft::{DraftFrom, DraftWeights, parse_draft};
+use crate::draft::{DraftFrom, DraftWeights};
 use crate::flags::{Global, parse_kv, parse_load_bits, parse_size};
 use crate::model;
 use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
@@ -86,7 +86,7 @@ pub struct ServeArgs {
     /// the layer that Qwen3.5 and its like have for it, a smaller model with the same tokenizer drafts for MODEL,
     /// eagle3:FOLDER asks an EAGLE-3 head made for it, none turns it off [default: mtp or else ngram where
     /// answers stay exactly the same, as on CPUs; else none]
-    #[arg(long, value_name = "FROM", value_parser = parse_draft)]
+    #[arg(long, value_name = "FROM")]
     pub draft: Option<DraftFrom>,
     /// Do not keep keys and values of prompts for later requests
     #[arg(long)]
@@ -217,9 +217,13 @@ fn models(
                 "--draft: expected a MODEL to draft for; models of --model use prompt lookup only"
             )
         }
-        (Some(from), Some(first)) => {
-            DraftWeights::open(from, &first.checkpoint, args.bits, global, &**terminal)?
-        }
+        (Some(from), Some(first)) => DraftWeights::open(
+            from,
+            &first.checkpoint,
+            args.bits,
+            global.offline,
+            &**terminal,
+        )?,
         _ => None,
     };
     if let Some(first) = first {

@@ -6,7 +6,7 @@ use serde_json::json;
 
 /// How a model is given the descriptions of tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ToolPrompt {
+pub enum ToolPrompt {
     /// By its template; calls have this form.
     Template(CallForm),
     /// The template does not support tools: they are described in the system message, and calls and
@@ -16,7 +16,7 @@ pub(crate) enum ToolPrompt {
 
 impl ToolPrompt {
     /// Finds out how a template presents tools, by rendering some.
-    pub(crate) fn of(template: &ChatTemplate) -> Self {
+    pub fn of(template: &ChatTemplate) -> Self {
         let name = "nq_probe";
         let tool = json!({"type": "function", "function": {
             "name": name, "description": "d",
@@ -41,7 +41,7 @@ impl ToolPrompt {
     }
 
     /// True if the template presents tools and reads their results.
-    pub(crate) fn is_templates(self) -> bool {
+    pub fn is_templates(self) -> bool {
         matches!(self, ToolPrompt::Template(_))
     }
 }

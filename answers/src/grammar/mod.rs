@@ -9,14 +9,14 @@ mod disjoint;
 mod patterns;
 mod schema;
 
-use crate::engine::Constraint;
+use crate::hold::Constraint;
 use crate::output::{CallForm, CallParser};
 use calls::Writing;
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use nq_runtime::Tokenizer;
-pub(crate) use schema::unenforced;
+pub use schema::unenforced;
 use schema::{MOST_BYTES, compact, prepared};
 use serde_json::{Value, json};
 use std::fmt;

@@ -11,10 +11,10 @@ mod piece;
 mod signature;
 mod tags;
 
-pub(crate) use arguments::completed;
+pub use arguments::completed;
 pub use calls::{CallForm, CallParser};
 pub use content::ContentTokens;
-pub use piece::Piece;
+pub use piece::{Piece, Tagged};
 pub use signature::Tools;
 pub(crate) use signature::{may_be_text, resolved};
 
@@ -82,7 +82,7 @@ impl Reader {
     }
 
     /// The stop string that ended the answer, if any.
-    pub(crate) fn stopped_by(&self) -> Option<&str> {
+    pub fn stopped_by(&self) -> Option<&str> {
         self.stop.ended_by()
     }
 
@@ -118,7 +118,7 @@ impl Reader {
     }
 
     /// True once a tool call has begun.
-    pub(crate) fn has_calls(&self) -> bool {
+    pub fn has_calls(&self) -> bool {
         self.calls.as_ref().is_some_and(|c| c.count() > 0)
     }
 

@@ -23,6 +23,29 @@ pub enum Piece {
     },
 }
 
+/// Makes one text of an answer's pieces: thinking stands between `<think>` and `</think>`, calls are left out.
+#[derive(Debug, Default)]
+pub struct Tagged {
+    thinks: bool,
+}
+
+impl Tagged {
+    /// The text of the next piece, with the tag before it.
+    pub fn text(&mut self, piece: &Piece) -> String {
+        let (thinks, text) = match piece {
+            Piece::Reasoning(text) => (true, text.as_str()),
+            Piece::Text(text) => (false, text.as_str()),
+            Piece::CallStart { .. } | Piece::CallArguments { .. } => (false, ""),
+        };
+        let tag = match (std::mem::replace(&mut self.thinks, thinks), thinks) {
+            (false, true) => "<think>\n",
+            (true, false) => "\n</think>\n\n",
+            _ => "",
+        };
+        format!("{tag}{text}")
+    }
+}
+
 /// Appends a piece, or extends the last one if it is of the same kind; ignores empty text.
 pub(super) fn join(out: &mut Vec<Piece>, piece: Piece) {
     match (out.last_mut(), piece) {

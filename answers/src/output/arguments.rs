@@ -337,7 +337,7 @@ pub(super) fn quoted(text: &str) -> String {
 }
 
 /// The beginning of an object as a whole one; empty if there is nothing of it.
-pub(crate) fn completed(begun: &str) -> String {
+pub fn completed(begun: &str) -> String {
     let (mut arguments, mut out) = (Arguments::default(), String::new());
     arguments.push(begun, &mut out);
     arguments.close(&mut out);

@@ -123,7 +123,7 @@ fn settle_reference(map: &mut Map<String, Value>, root: &Value) {
 }
 
 /// A keyword of `schema` that answers are not held to, if there is one.
-pub(crate) fn unenforced(schema: &Value) -> Option<&'static str> {
+pub fn unenforced(schema: &Value) -> Option<&'static str> {
     let mut found = None;
     each(&mut schema.clone(), &mut |map| {
         if map.get("uniqueItems") == Some(&Value::Bool(true)) {

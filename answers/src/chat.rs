@@ -1,0 +1,163 @@
+//! A chat that is to be answered, and what the model makes of it.
+
+use crate::grammar::{Format, Start};
+use crate::hold::ThinkingBudget;
+use crate::output::ReaderOptions;
+use nq_runtime::Message;
+use nq_runtime::chat_template::Switches;
+use serde_json::{Value, json};
+
+/// Which tools the model may call.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Choice {
+    /// Any tool, or none.
+    #[default]
+    Auto,
+    /// No tool.
+    None,
+    /// At least one tool.
+    Required,
+    /// This tool.
+    Named(String),
+}
+
+/// How much a model is asked to think.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Thinking {
+    /// What the template is told.
+    pub switches: Switches,
+    /// Most tokens of thinking, if the request says so itself.
+    pub budget: Option<usize>,
+}
+
+impl Thinking {
+    /// Tokens of thinking at low effort, for models whose template knows no efforts.
+    pub const LOW: usize = 1024;
+    /// Those at medium effort.
+    pub const MEDIUM: usize = 8192;
+
+    /// Most tokens of thinking: those that were asked for, or those of the effort, but at most `most`.
+    pub fn tokens(&self, reads_effort: bool, most: Option<usize>) -> Option<usize> {
+        let by_effort = match self.switches.reasoning_effort.as_deref() {
+            Some("low") if !reads_effort => Some(Self::LOW),
+            Some("medium") if !reads_effort => Some(Self::MEDIUM),
+            _ => None,
+        };
+        let asked = self.budget.or(by_effort);
+        asked.into_iter().chain(most).min()
+    }
+}
+
+/// A chat that is to be answered.
+#[derive(Clone, Debug, Default)]
+pub struct Chat {
+    /// Its messages.
+    pub messages: Vec<Message>,
+    /// Its tools, in the format of OpenAI's chat.
+    pub tools: Vec<Value>,
+    /// Which of them the model may call.
+    pub choice: Choice,
+    /// True if one call may be made at most.
+    pub one_call: bool,
+    /// How much the model thinks.
+    pub thinking: Thinking,
+    /// Most tokens of thinking, whatever is asked for.
+    pub most_thinking: Option<usize>,
+    /// The format that the answer must have.
+    pub format: Option<Format>,
+    /// True: the answer continues the last message.
+    pub continues: bool,
+    /// Texts that end the answer; they are not part of it.
+    pub stop: Vec<String>,
+}
+
+/// A chat as the model reads it.
+#[derive(Clone, Debug)]
+pub struct Prompt {
+    /// As text.
+    pub text: String,
+    /// As tokens.
+    pub tokens: Vec<u32>,
+    /// The tokens at its end that the answer begins with.
+    pub begun: Vec<u32>,
+}
+
+/// A prompt, what its answer is held to, and how it is read.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// The prompt.
+    pub prompt: Prompt,
+    /// How the answer's text is split into pieces.
+    pub reader: ReaderOptions,
+    /// The constraint on the answer, and where in the answer it begins.
+    pub format: Option<(Format, Start)>,
+    /// The most that is thought.
+    pub thinking: Option<ThinkingBudget>,
+}
+
+impl Asked {
+    /// Asks for the continuation of `tokens`, up to the first of the texts in `stop`: nothing in it is told apart.
+    pub fn continuation(tokens: Vec<u32>, stop: Vec<String>) -> Self {
+        Asked {
+            prompt: Prompt {
+                text: String::new(),
+                tokens,
+                begun: Vec::new(),
+            },
+            reader: ReaderOptions {
+                stop,
+                ..ReaderOptions::default()
+            },
+            format: None,
+            thinking: None,
+        }
+    }
+}
+
+impl Chat {
+    /// The tools that the model is shown.
+    pub(crate) fn shown(&self) -> Option<&[Value]> {
+        let shown = self.choice != Choice::None && !self.tools.is_empty();
+        shown.then_some(self.tools.as_slice())
+    }
+
+    /// What the answer must be, its calls included.
+    pub(crate) fn whole_format(&self) -> Option<Format> {
+        let several = !self.one_call;
+        match (&self.choice, &self.format) {
+            (Choice::Required, _) => Some(Format::Calls {
+                tools: signatures(&self.tools, None),
+                several,
+            }),
+            (Choice::Named(name), _) => Some(Format::Calls {
+                tools: signatures(&self.tools, Some(name)),
+                several: false,
+            }),
+            // A grammar or a pattern is of the whole answer, calls included.
+            (Choice::Auto, Some(answer @ (Format::Object | Format::Schema(_))))
+                if self.shown().is_some() =>
+            {
+                Some(Format::CallsOr {
+                    tools: signatures(&self.tools, None),
+                    several,
+                    answer: Box::new(answer.clone()),
+                })
+            }
+            (_, format) => format.clone(),
+        }
+    }
+}
+
+/// Names of tools, and schemas of their arguments; `name`: of this tool alone.
+pub(crate) fn signatures(tools: &[Value], name: Option<&str>) -> Vec<(String, Value)> {
+    let function = |tool: &Value| {
+        let called = tool["function"]["name"].as_str().unwrap_or_default();
+        let schema = match &tool["function"]["parameters"] {
+            Value::Null => json!({"type": "object"}),
+            schema => schema.clone(),
+        };
+        name.is_none_or(|n| n == called)
+            .then(|| (called.to_owned(), schema))
+    };
+    tools.iter().filter_map(function).collect()
+}

@@ -1,0 +1,326 @@
+//! The text side of a model: how it is asked, and how its answers are read.
+
+use crate::chat::{Asked, Chat, Choice, Prompt, Thinking, signatures};
+use crate::dialect::{Dialect, ToolPrompt};
+use crate::grammar::{Conformant, Format, Grammars, Start};
+use crate::hold::ThinkingBudget;
+use crate::output::{CallForm, CallParser, ReaderOptions, Tools};
+use nq_formats::Checkpoint;
+use nq_runtime::{ChatTemplate, Error, Message, Result, Tokenizer};
+use serde_json::{Value, json};
+use std::sync::OnceLock;
+
+/// A model's tokenizer and chat template, how it thinks and calls tools, and the tokens that end its answers.
+pub struct ModelText {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    stop: Vec<u32>,
+    vocab: usize,
+    // Found out by rendering, so only once they are needed.
+    tool_prompt: OnceLock<ToolPrompt>,
+    dialect: OnceLock<Dialect>,
+    grammars: OnceLock<Result<Grammars, String>>,
+}
+
+impl ModelText {
+    /// Reads the text side of a checkpoint.
+    ///
+    /// # Errors
+    /// A tokenizer or template that cannot be read, or a tokenizer of another model.
+    pub fn open(checkpoint: &Checkpoint) -> Result<Self> {
+        let tokenizer = Tokenizer::from_files(checkpoint.files())?;
+        let vocab = checkpoint.config().vocab_size;
+        tokenizer.check_vocab(vocab)?;
+        let template = ChatTemplate::find(checkpoint.files())?;
+        let stop = checkpoint.eos_token_ids();
+        Ok(ModelText::new(tokenizer, template, stop, vocab))
+    }
+
+    /// The text side of a model with logits for `vocab` tokens, of which `stop` end an answer.
+    pub fn new(
+        tokenizer: Tokenizer,
+        template: Option<ChatTemplate>,
+        stop: &[u32],
+        vocab: usize,
+    ) -> Self {
+        ModelText {
+            tokenizer,
+            template,
+            stop: stop.to_vec(),
+            vocab,
+            tool_prompt: OnceLock::new(),
+            dialect: OnceLock::new(),
+            grammars: OnceLock::new(),
+        }
+    }
+
+    /// Its tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Its chat template, if it has one.
+    pub fn template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref()
+    }
+
+    /// Tokens that end an answer.
+    pub fn stop(&self) -> &[u32] {
+        &self.stop
+    }
+
+    /// Number of logits per row.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// The constraint that holds an answer to a format.
+    ///
+    /// # Errors
+    /// The part of the format that cannot be served, and why.
+    pub fn constraint(&self, format: &Format, start: Start) -> Result<Conformant, String> {
+        self.grammars()?.compile(format, start)
+    }
+
+    /// Compiles formats for this model; made on the first call.
+    ///
+    /// # Errors
+    /// If its tokenizer does not support constraints.
+    pub fn grammars(&self) -> Result<&Grammars, String> {
+        let make = || {
+            let form = match self.tool_prompt() {
+                ToolPrompt::Template(form) => form,
+                ToolPrompt::Described => CallForm::Json,
+            };
+            Grammars::new(&self.tokenizer, self.vocab, &self.stop, form)
+        };
+        self.grammars
+            .get_or_init(make)
+            .as_ref()
+            .map_err(Clone::clone)
+    }
+
+    fn tool_prompt(&self) -> ToolPrompt {
+        let of = || self.template.as_ref().map(ToolPrompt::of);
+        *self
+            .tool_prompt
+            .get_or_init(|| of().unwrap_or(ToolPrompt::Described))
+    }
+
+    fn dialect(&self) -> &Dialect {
+        let of = || self.template.as_ref().map(Dialect::of);
+        self.dialect.get_or_init(|| of().unwrap_or_default())
+    }
+
+    /// Where the constraint on the answer to `prompt` begins.
+    fn start(&self, prompt: &str, thinking: Option<bool>) -> Start {
+        let end = prompt.trim_end();
+        let thinks = self
+            .template
+            .as_ref()
+            .is_some_and(ChatTemplate::switches_thinking);
+        if end.ends_with("<think>") {
+            Start::Thinking
+        } else if end.ends_with("</think>") || thinking == Some(false) || !thinks {
+            Start::Answer
+        } else {
+            Start::MayThink
+        }
+    }
+
+    /// What a request for thinking means to this model, if `most` tokens are the most that anyone gets.
+    fn thinking(&self, asked: Thinking, most: Option<usize>) -> Thinking {
+        let reads_effort = self
+            .template
+            .as_ref()
+            .is_some_and(ChatTemplate::reads_effort);
+        let budget = asked.tokens(reads_effort, most);
+        let mut switches = asked.switches;
+        let effort = switches.reasoning_effort.as_deref();
+        let known = |e| self.template.as_ref().and_then(|t| t.effort(e));
+        switches.reasoning_effort = effort.and_then(known).map(str::to_owned);
+        if budget == Some(0) {
+            switches.enable_thinking = Some(false);
+        }
+        Thinking { switches, budget }
+    }
+
+    /// How an answer to `prompt` is held to so many tokens of thinking; `None`: it need not be.
+    fn thinking_budget(&self, prompt: &str, tokens: Option<usize>) -> Option<ThinkingBudget> {
+        let (tokens, id) = (tokens?, |token| self.tokenizer.token_id(token));
+        let (begin, end) = (id("<think>")?, id("</think>")?);
+        let close = self.tokenizer.encode(&self.dialect().thinking_end).ok()?;
+        Some(ThinkingBudget {
+            tokens,
+            thinks: prompt.trim_end().ends_with("<think>"),
+            begin,
+            end,
+            close,
+        })
+    }
+
+    /// Makes the prompt of a chat, of at most `most` tokens, and what its answer is held to and read with.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] for a chat of more tokens; a template that refuses the chat; [`Error::Request`] for a model
+    /// without one.
+    pub fn ask(&self, chat: Chat, most: usize) -> Result<Asked> {
+        let must_call = matches!(chat.choice, Choice::Required | Choice::Named(_));
+        let format = chat.whole_format();
+        let calls = chat.shown().map(|tools| Tools {
+            list: signatures(tools, None),
+            several: !chat.one_call,
+        });
+        let (continues, stop) = (chat.continues, chat.stop.clone());
+        let thinking = self.thinking(chat.thinking.clone(), chat.most_thinking);
+        let mut prompt = self.prompt(chat, &thinking, most)?;
+        let start = match continues {
+            true => Start::Answer,
+            false => self.start(&prompt.text, thinking.switches.enable_thinking),
+        };
+        if format.is_none() {
+            prompt.begun.clear();
+        }
+        Ok(Asked {
+            thinking: self.thinking_budget(&prompt.text, thinking.budget),
+            reader: ReaderOptions {
+                thinking: Some(prompt.text.clone()),
+                calls,
+                stop: if must_call { Vec::new() } else { stop },
+            },
+            format: format.map(|f| (f, start)),
+            prompt,
+        })
+    }
+
+    /// An answer as a message of the chat: `prompt` is the text that it answers, if a template made that. The model
+    /// `thinks` if it was cut off there, which the message then ends, so that a template can tell it from the answer.
+    pub(crate) fn wrote(&self, prompt: Option<&str>, tokens: &[u32], thinks: bool) -> Message {
+        let end = if thinks { "\n</think>\n\n" } else { "" };
+        self.message(prompt, &(self.tokenizer.decode(tokens, true) + end))
+    }
+
+    /// Like [`ModelText::wrote`], of the thinking and the text of an answer.
+    pub(crate) fn said(&self, prompt: Option<&str>, thinking: &str, text: &str) -> Message {
+        let opened = prompt.is_some_and(|p| p.trim_end().ends_with("<think>"));
+        self.message(
+            prompt,
+            &match (opened, thinking) {
+                (false, "") => text.to_owned(),
+                (false, thinking) => format!("<think>\n{thinking}\n</think>\n\n{text}"),
+                (true, thinking) => format!("{thinking}\n</think>\n\n{text}"),
+            },
+        )
+    }
+
+    fn message(&self, prompt: Option<&str>, written: &str) -> Message {
+        match (&self.template, prompt) {
+            (Some(template), Some(prompt)) => template.answer(prompt, written),
+            _ => Message::new("assistant", written),
+        }
+    }
+
+    /// Renders the chat as text and tokens, with the assistant's turn begun or, if the answer `continues` the
+    /// last message, with that message's text at its end.
+    fn prompt(&self, chat: Chat, thinking: &Thinking, most: usize) -> Result<Prompt> {
+        let template = self.template.as_ref().ok_or_else(|| Error::Request {
+            what: "chat",
+            expected: "a model with a chat template".into(),
+            found: "one without".into(),
+        })?;
+        let tools = chat.shown().map(<[Value]>::to_vec);
+        let (mut messages, tools) = (chat.messages, tools.as_deref());
+        let bytes = messages.iter().map(|m| m.text().len()).sum();
+        self.tokenizer.check_bytes(bytes, most)?;
+        let last = if chat.continues { messages.pop() } else { None };
+        let calls = |m: &Message| m.role == "tool" || m.extra.contains_key("tool_calls");
+        let (mut messages, tools) = match tools.is_some() || messages.iter().any(calls) {
+            true if self.tool_prompt() == ToolPrompt::Described => {
+                (described(messages, tools), None)
+            }
+            _ => (messages, tools),
+        };
+        if messages.iter().skip(1).any(|m| m.role == "system") {
+            messages = self.dialect().arranged(messages);
+        }
+        let mut switches = thinking.switches.clone();
+        let thought = last
+            .as_ref()
+            .and_then(|m| m.extra.get("reasoning_content")?.as_str());
+        if last.is_some() {
+            switches.enable_thinking = Some(thought.is_some());
+        }
+        let control = self.tokenizer.control_tokens();
+        let prompt = template.prompt(control, &messages, tools, true, switches)?;
+        let mut text = prompt.text().into_owned();
+        let mut tokens = self.tokenizer.encode_prompt_within(&prompt, most)?;
+        let mut begun = Vec::new();
+        if last.is_none() && thinking.budget == Some(0) && text.trim_end().ends_with("<think>") {
+            // A template that opens thinking whatever it is told.
+            tokens.extend(self.tokenizer.encode(&self.dialect().thinking_end)?);
+            text += &self.dialect().thinking_end;
+        }
+        if let Some(last) = &last {
+            // What the template would write around the message's parts, and the parts as text.
+            let opened = text.trim_end().ends_with("<think>");
+            let open = if thought.is_some() && !opened {
+                "<think>\n"
+            } else {
+                ""
+            };
+            let close = match opened || thought.is_some() {
+                true => self.dialect().thinking_end.as_str(),
+                false => "",
+            };
+            let thought = thought.unwrap_or_default().trim();
+            tokens.extend(self.tokenizer.encode(open)?);
+            let quoted = |text| self.tokenizer.encode_quoted_within(text, most);
+            tokens.extend(quoted(thought)?);
+            tokens.extend(self.tokenizer.encode(close)?);
+            begun = quoted(last.text())?;
+            tokens.extend_from_slice(&begun);
+            text += &[open, thought, close, last.text()].concat();
+        }
+        Ok(Prompt {
+            tokens,
+            text,
+            begun,
+        })
+    }
+}
+
+/// Messages for a template that does not support tools.
+fn described(messages: Vec<Message>, tools: Option<&[Value]>) -> Vec<Message> {
+    let mut out: Vec<Message> = Vec::with_capacity(messages.len() + 1);
+    for mut message in messages {
+        if let Some(Value::Array(calls)) = message.extra.remove("tool_calls") {
+            let mut text = message.text().to_owned();
+            for call in &calls {
+                let function = &call["function"];
+                let call = json!({"name": function["name"], "arguments": function["arguments"]});
+                text += &format!("\n{}\n{call}\n{}", CallParser::OPEN, CallParser::CLOSE);
+            }
+            message.content = text.trim_start().into();
+        }
+        if message.role == "tool" {
+            let text = format!("<tool_response>\n{}\n</tool_response>", message.text());
+            message = Message::new("user", text);
+        }
+        out.push(message);
+    }
+    let Some(tools) = tools.filter(|t| !t.is_empty()) else {
+        return out;
+    };
+    let mut text =
+        String::from("You may call functions. Their signatures are JSON schemas:\n<tools>\n");
+    for tool in tools {
+        text += &format!("{tool}\n");
+    }
+    text += "</tools>\nTo call one, answer with a JSON object of its name and arguments:\n\
+             <tool_call>\n{\"name\": <name>, \"arguments\": <object>}\n</tool_call>";
+    match out.first_mut().filter(|m| m.role == "system") {
+        Some(system) => system.content = format!("{}\n\n{text}", system.text()).into(),
+        None => out.insert(0, Message::new("system", text)),
+    }
+    out
+}
