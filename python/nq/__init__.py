@@ -338,7 +338,7 @@ class Model:
         settings["stop"] = [stop] if isinstance(stop, str) else list(stop)
         settings["tool_choice"] = settings["tool_choice"] or "auto"
         for name in ["schema", "tools"]:
-            settings[name] = json.dumps(settings[name]) if settings[name] else None
+            settings[name] = None if settings[name] is None else json.dumps(settings[name])
         if not stream and on_piece is None:
             return _answer(self._model.chat(request, settings, _reporter(None)))
         pieces = Stream(self._model.stream(request, settings))
@@ -368,7 +368,7 @@ class Model:
         shown = json.dumps(list(tools)) if tools else None
         return self._model.prompt(_messages(messages), shown, thinking)
 
-    def logits(self, tokens: Sequence[int]) -> memoryview:
+    def logits(self, tokens: Sequence[int]) -> "memoryview[float]":
         """The model's logits after each of `tokens`: float32 numbers in the shape (tokens, vocab).
 
         `numpy.asarray` makes an array of them without copying.
