@@ -39,8 +39,8 @@ pub use nq_quantize::{
 };
 pub use nq_runtime::embedding::{DEFAULT_TASK, Purpose};
 pub use nq_runtime::{
-    ActivationChoice, DeviceChoice, LoadOptions, Message, SamplingParams, Stats, StopReason,
-    TokenLogprobs,
+    ActivationChoice, DeviceChoice, LoadOptions, Message, SamplingChoices, SamplingParams, Stats,
+    StopReason, TokenLogprobs,
 };
 
 pub use draft::DraftFrom;

@@ -10,7 +10,6 @@ use nq_formats::adapter::Adapter;
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
 use nq_formats::{Checkpoint, Progress, Task, human_bytes};
-use nq_model::names::{Shape, parameters};
 use nq_runtime::SamplingParams;
 use std::ffi::OsStr;
 
@@ -105,34 +104,6 @@ pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
             grown.join(", ")
         ));
     }
-}
-
-/// How a GPU holds codes that its kernels do not read in their own width, and the memory that takes;
-/// `None` if all of nq's own weights are held in their own.
-pub fn held_otherwise(checkpoint: &Checkpoint) -> Option<String> {
-    let (mut stored, mut held, mut widths) = (0, 0, Vec::new());
-    for (name, shape) in parameters(checkpoint.config()) {
-        let (Shape::Matrix(rows, cols), Some(scheme)) = (shape, checkpoint.store().scheme(&name))
-        else {
-            continue;
-        };
-        stored += scheme.bytes(rows, cols) as u64;
-        let on_gpu = scheme.held_on_gpu((rows, cols));
-        held += on_gpu.bytes as u64;
-        let width = (scheme.bits(), on_gpu.bits);
-        if width.0 != width.1 && !widths.contains(&width) {
-            widths.push(width);
-        }
-    }
-    widths.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let words = widths
-        .iter()
-        .map(|(stored, held)| format!("{stored} bits held as {held}"));
-    let words: Vec<String> = words.collect();
-    (!words.is_empty()).then(|| {
-        let (stored, held) = (human_bytes(stored), human_bytes(held));
-        format!("{}, {stored} of weights as {held}", words.join(", "))
-    })
 }
 
 fn open_default(global: &Global, progress: &dyn Progress) -> anyhow::Result<FoundModel> {

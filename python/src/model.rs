@@ -99,16 +99,19 @@ pub(crate) struct Settings {
 
 impl Settings {
     fn apply(self, chat: &mut Chat, own: nq_llm::SamplingParams) -> PyResult<()> {
-        let sampling = nq_llm::SamplingParams {
-            temperature: self.temperature.unwrap_or(own.temperature),
-            top_k: self.top_k.unwrap_or(own.top_k),
-            top_p: self.top_p.unwrap_or(own.top_p),
-            min_p: self.min_p.unwrap_or(own.min_p),
-            repetition_penalty: self.repetition_penalty.unwrap_or(own.repetition_penalty),
-            frequency_penalty: self.frequency_penalty.unwrap_or(own.frequency_penalty),
-            presence_penalty: self.presence_penalty.unwrap_or(own.presence_penalty),
-            seed: self.seed,
+        let choices = nq_llm::SamplingChoices {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            frequency_penalty: self.frequency_penalty,
+            presence_penalty: self.presence_penalty,
         };
+        let sampling = choices.over(nq_llm::SamplingParams {
+            seed: self.seed,
+            ..own
+        });
         sampling
             .validate()
             .map_err(|e| PyValueError::new_err(e.to_string()))?;

@@ -47,7 +47,7 @@ pub use interface::{
 pub use models::LayerWeights;
 pub use nq_kernels::pages::KvType;
 pub use nq_kernels::profile::OpTiming;
-pub use sampler::{LogitBias, Sampler, SamplingParams, TokenLogprobs};
+pub use sampler::{LogitBias, Sampler, SamplingChoices, SamplingParams, TokenLogprobs};
 pub use speculation::{Costs, DraftModel, Speculation};
 pub use states::{is_recurrent, pass_end, resting_points};
 pub use stepper::{Head, Hidden, LayerStepper, ProductMoments};

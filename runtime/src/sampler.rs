@@ -35,7 +35,7 @@ mod params;
 
 pub use adjust::{LogitBias, SeenToken};
 pub use logprobs::{MOST_LOGPROBS, TokenLogprobs};
-pub use params::SamplingParams;
+pub use params::{SamplingChoices, SamplingParams};
 
 use crate::error::{Error, Result};
 use adjust::{Seen, check_mask, exclude};

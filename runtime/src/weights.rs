@@ -79,14 +79,13 @@ impl Census {
     }
 }
 
-/// Reports codes that the device holds in more bits than the file, and their size in both. `held` says what
-/// the device holds of a weight.
-pub fn note_held(
+/// In words, codes that a device holds in more bits than the file, and the size of all weights in both; `None` if it holds
+/// all as they are. `held` says what it holds of a weight.
+pub fn held_otherwise(
     config: &ModelConfig,
     store: &dyn WeightStore,
     held: fn(Scheme, (usize, usize)) -> Held,
-    progress: &dyn Progress,
-) {
+) -> Option<[String; 2]> {
     let (mut file, mut memory, mut widths) = (0, 0, Vec::new());
     for (name, shape) in names::parameters(config) {
         let (names::Shape::Matrix(rows, cols), Some(scheme)) = (shape, store.scheme(&name)) else {
@@ -101,19 +100,26 @@ pub fn note_held(
         }
     }
     widths.sort_by(|a, b| a.0.total_cmp(&b.0));
-    if widths.is_empty() {
-        return;
-    }
-    let words = widths
-        .iter()
-        .map(|(file, held)| format!("{file} bits held as {held}"));
+    let words = (widths.iter()).map(|(file, held)| format!("{file} bits held as {held}"));
     let words: Vec<String> = words.collect();
-    progress.note(&format!(
-        "on this device {}: {} of weights as {}",
-        words.join(", "),
+    let sizes = format!(
+        "{} of weights as {}",
         human_bytes(file),
         human_bytes(memory)
-    ));
+    );
+    (!words.is_empty()).then(|| [words.join(", "), sizes])
+}
+
+/// Reports what [`held_otherwise`] says.
+pub fn note_held(
+    config: &ModelConfig,
+    store: &dyn WeightStore,
+    held: fn(Scheme, (usize, usize)) -> Held,
+    progress: &dyn Progress,
+) {
+    if let Some([words, sizes]) = held_otherwise(config, store, held) {
+        progress.note(&format!("on this device {words}: {sizes}"));
+    }
 }
 
 /// Reports loading in bytes of the file. The weights may differ from the file's bytes (a store may

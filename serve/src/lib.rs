@@ -18,6 +18,7 @@ pub mod names;
 pub mod prefix;
 pub mod protocol;
 pub mod reading;
+pub mod room;
 pub mod scheduler;
 
 pub use about::About;

@@ -1,6 +1,6 @@
 //! The line editor of a conversation: completion with Tab, and Ctrl-C at the prompt.
 
-use super::input::{COMMANDS, SETTINGS};
+use super::input::{COMMANDS, settings};
 use super::saved::at_home;
 use rustyline::completion::{Completer, Pair};
 use rustyline::config::Configurer;
@@ -97,7 +97,7 @@ fn candidates(typed: &str) -> (usize, Vec<String>) {
     let rest = rest.trim_start();
     let start = typed.len() - rest.len();
     match command {
-        "/set" if !rest.contains(' ') => (start, beginning(&mut SETTINGS.iter().copied(), rest)),
+        "/set" if !rest.contains(' ') => (start, beginning(&mut settings(), rest)),
         "/help" => {
             let mut names = COMMANDS.iter().map(|c| c.name);
             (start, beginning(&mut names, rest))

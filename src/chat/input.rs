@@ -1,6 +1,7 @@
 //! User input: messages of several lines, and commands.
 
 use crate::terminal::filled;
+use nq_runtime::SamplingParams;
 
 /// Marks the first and the last line of a message of several lines.
 const BLOCK: &str = "\"\"\"";
@@ -193,21 +194,17 @@ pub const COMMANDS: [Listed; 11] = [
 ];
 
 /// The settings that `/set` knows.
-pub const SETTINGS: [&str; 13] = [
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "max_tokens",
-    "thinking",
-    "thinking_budget",
-    "hide_thinking",
-    "on_overflow",
-];
+pub fn settings() -> impl Iterator<Item = &'static str> {
+    let others = [
+        "seed",
+        "max_tokens",
+        "thinking",
+        "thinking_budget",
+        "hide_thinking",
+        "on_overflow",
+    ];
+    SamplingParams::NAMES.iter().copied().chain(others)
+}
 
 /// Help for all commands, or for one, in lines of `width` columns.
 pub fn help(command: Option<&str>, width: Option<usize>) -> String {

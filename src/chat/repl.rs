@@ -450,16 +450,7 @@ impl Repl<'_> {
             bail!("{name}: {why}");
         }
         let mut settings = self.conversation.chat.settings.clone();
-        let sampling = &mut settings.sampling;
         match name {
-            "temperature" => sampling.temperature = read(name, value)?,
-            "top_k" => sampling.top_k = read(name, value)?,
-            "top_p" => sampling.top_p = read(name, value)?,
-            "min_p" => sampling.min_p = read(name, value)?,
-            "repetition_penalty" => sampling.repetition_penalty = read(name, value)?,
-            "frequency_penalty" => sampling.frequency_penalty = read(name, value)?,
-            "presence_penalty" => sampling.presence_penalty = read(name, value)?,
-            "seed" => sampling.seed = read(name, value)?,
             "max_tokens" if value == "none" => settings.max_tokens = None,
             "max_tokens" => settings.max_tokens = Some(read(name, value)?),
             "thinking" if value == "auto" => settings.thinking = None,
@@ -477,7 +468,11 @@ impl Repl<'_> {
                     _ => bail!("{name}: expected stop or drop-oldest, found {value:?}"),
                 }
             }
-            _ => bail!("no setting {name}: /set lists them"),
+            _ => match settings.sampling.read(name, value) {
+                Some(true) => {}
+                Some(false) => bail!("{name}: {value:?} is not a valid value"),
+                None => bail!("no setting {name}: /set lists them"),
+            },
         }
         settings.sampling.validate()?;
         self.conversation.chat.settings = settings;
@@ -486,23 +481,22 @@ impl Repl<'_> {
 
     fn show_settings(&self, err: &mut dyn Write) -> io::Result<()> {
         let s = &self.conversation.chat.settings;
-        let p = &s.sampling;
+        let sampling = s
+            .sampling
+            .texts()
+            .map(|(name, text)| format!("{name} {text}"));
+        let sampling: Vec<String> = sampling.collect();
+        let (first, second) = sampling.split_at(4);
         let number = |n: Option<usize>| n.map_or("none".to_owned(), |n| n.to_string());
         let (max_tokens, budget) = (number(s.max_tokens), number(s.thinking_budget));
         let on_off = |on: bool| if on { "on" } else { "off" };
         writeln!(
             err,
-            "temperature {}  top_k {}  top_p {}  min_p {}\n\
-             repetition_penalty {}  frequency_penalty {}  presence_penalty {}  seed {}\n\
+            "{}\n{}  seed {}\n\
              max_tokens {max_tokens}  thinking {}  thinking_budget {budget}  hide_thinking {}{}",
-            p.temperature,
-            p.top_k,
-            p.top_p,
-            p.min_p,
-            p.repetition_penalty,
-            p.frequency_penalty,
-            p.presence_penalty,
-            p.seed,
+            first.join("  "),
+            second.join("  "),
+            s.sampling.seed,
             s.thinking.map_or("auto", on_off),
             on_off(self.hide_thinking),
             match (self.conversation.refuses("on_overflow"), s.overflow) {

@@ -22,14 +22,14 @@ use nq_load::device::Device;
 use nq_model::ModelConfig;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{
-    ChatTemplate, Engine, KvType, LoadOptions, SamplingParams, SessionSpec, Tokenizer,
+    ChatTemplate, Engine, KvType, LoadOptions, SamplingChoices, SamplingParams, SessionSpec,
+    Tokenizer,
 };
 use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 /// Positions reserved by default.
 const DEFAULT_CTX: usize = 8192;
@@ -102,7 +102,7 @@ pub struct ChatArgs {
     /// Subtract this from the logit of a token once if it was written [default: the model's]
     #[arg(long, value_name = "R")]
     pub presence_penalty: Option<f32>,
-    /// Seed of the sampler [default: drawn from the clock, shown by -v]
+    /// Seed of the sampler [default: a random one, shown by -v]
     #[arg(long)]
     pub seed: Option<u64>,
     /// Most tokens of one answer [default: as many as the context holds]
@@ -403,21 +403,19 @@ fn load(
 
 /// The model's sampling settings, which are valid, overridden by the flags.
 fn sampling(args: &ChatArgs, model: SamplingParams) -> anyhow::Result<SamplingParams> {
-    let clock = || {
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        // A clock before 1970 seeds as well.
-        since.unwrap_or_else(|e| e.duration()).as_nanos() as u64
+    let choices = SamplingChoices {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        frequency_penalty: args.frequency_penalty,
+        presence_penalty: args.presence_penalty,
     };
-    let sampling = SamplingParams {
-        temperature: args.temperature.unwrap_or(model.temperature),
-        top_k: args.top_k.unwrap_or(model.top_k),
-        top_p: args.top_p.unwrap_or(model.top_p),
-        min_p: args.min_p.unwrap_or(model.min_p),
-        repetition_penalty: args.repetition_penalty.unwrap_or(model.repetition_penalty),
-        frequency_penalty: args.frequency_penalty.unwrap_or(model.frequency_penalty),
-        presence_penalty: args.presence_penalty.unwrap_or(model.presence_penalty),
-        seed: args.seed.unwrap_or_else(clock),
-    };
+    let sampling = choices.over(SamplingParams {
+        seed: args.seed.unwrap_or_else(SamplingParams::random_seed),
+        ..model
+    });
     match sampling.validate() {
         Ok(()) => Ok(sampling),
         Err(e) => Err(conflict("chat", e.to_string())),

@@ -9,7 +9,8 @@ use clap::Args;
 use nq_cpu::state_bytes;
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
-use nq_formats::{Checkpoint, Files, Task, TensorEntry};
+use nq_formats::{Checkpoint, Files, Scheme, Task, TensorEntry};
+use nq_runtime::weights::held_otherwise;
 use nq_runtime::{ChatTemplate, SamplingParams, Tokenizer, is_recurrent, tokenizer};
 use nq_serve::About;
 use serde::Serialize;
@@ -281,8 +282,9 @@ fn describe(
     for line in left_over::lines(&report.left_over) {
         writeln!(out, "  not used         {line}")?;
     }
-    if let Some(held) = model::held_otherwise(checkpoint) {
-        writeln!(out, "  on a GPU         {held}")?;
+    let (config, store) = (checkpoint.config(), checkpoint.store());
+    if let Some(held) = held_otherwise(config, store, Scheme::held_on_gpu) {
+        writeln!(out, "  on a GPU         {}", held.join(", "))?;
     }
     if let Some(record) = record {
         describe_record(out, record)?;
@@ -325,20 +327,11 @@ fn describe_use(out: &mut String, checkpoint: &Checkpoint, report: &Report) -> f
     let sampling = match s.is_greedy() {
         true => "the best token each time".to_owned(),
         false => {
-            let mut said = format!("temperature {}", s.temperature);
-            let others = [
-                (s.top_k != 0, format!("top-k {}", s.top_k)),
-                (s.top_p != 1.0, format!("top-p {}", s.top_p)),
-                (s.min_p != 0.0, format!("min-p {}", s.min_p)),
-                (
-                    s.repetition_penalty != 1.0,
-                    format!("repetition penalty {}", s.repetition_penalty),
-                ),
-            ];
-            for (_, what) in others.into_iter().filter(|(set, _)| *set) {
-                said += &format!(", {what}");
+            let mut said = s.words();
+            if s.temperature == 1.0 {
+                said.insert(0, "temperature 1".into());
             }
-            said
+            said.join(", ")
         }
     };
     writeln!(out, "  sampling         {sampling}")?;

@@ -2,60 +2,121 @@
 
 use crate::error::{Error, Result};
 use nq_formats::GenerationDefaults;
+use serde_json::Value;
 use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
 
-/// How tokens are chosen.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SamplingParams {
-    /// Divides the logits; 0 always takes the best token.
-    pub temperature: f32,
-    /// Keeps this many best tokens; 0 keeps all.
-    pub top_k: usize,
-    /// Keeps the fewest best tokens that have this probability together; 1 keeps all.
-    pub top_p: f32,
-    /// Drops tokens below this share of the best one's probability; 0 drops none.
-    pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens seen before; 1 is off.
-    pub repetition_penalty: f32,
-    /// Subtracted from a token's logit once per occurrence in the answer; 0 is off.
-    pub frequency_penalty: f32,
-    /// Subtracted once from the logits of tokens already generated; 0 is off.
-    pub presence_penalty: f32,
-    /// Key of the random numbers.
-    pub seed: u64,
-}
-
-impl fmt::Display for SamplingParams {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "temperature {}, top-k {}, top-p {}, min-p {}, repetition penalty {}, frequency penalty {}, presence penalty {}, seed {}",
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.frequency_penalty,
-            self.presence_penalty,
-            self.seed
-        )
-    }
-}
-
-impl Default for SamplingParams {
-    /// Samples from the model's own distribution.
-    fn default() -> Self {
-        SamplingParams {
-            temperature: 1.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            frequency_penalty: 0.0,
-            presence_penalty: 0.0,
-            seed: 0,
+/// Declares the settings, in the order in which they are listed: the name that flags, files, protocols and Python have for
+/// each, how texts call it, its type, the value that changes nothing, and which values make sense.
+macro_rules! settings {
+    ($($(#[$doc:meta])+ $name:ident ($words:literal): $type:ty = $neutral:literal, $valid:expr, $expected:literal;)+) => {
+        /// How tokens are chosen.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub struct SamplingParams {
+            $($(#[$doc])+ pub $name: $type,)+
+            /// Key of the random numbers.
+            pub seed: u64,
         }
-    }
+
+        /// Settings that somebody has chosen, of those of [`SamplingParams`].
+        #[derive(Clone, Copy, Debug, Default, PartialEq)]
+        pub struct SamplingChoices {
+            $($(#[$doc])+ pub $name: Option<$type>,)+
+        }
+
+        impl SamplingChoices {
+            /// What was chosen, and of `otherwise` what was not.
+            pub fn over(self, otherwise: SamplingParams) -> SamplingParams {
+                SamplingParams {
+                    $($name: self.$name.unwrap_or(otherwise.$name),)+
+                    seed: otherwise.seed,
+                }
+            }
+        }
+
+        impl Default for SamplingParams {
+            /// Samples from the model's own distribution.
+            fn default() -> Self {
+                SamplingParams { $($name: $neutral,)+ seed: 0 }
+            }
+        }
+
+        impl SamplingParams {
+            /// The names of the settings but the seed.
+            pub const NAMES: &[&str] = &[$(stringify!($name)),+];
+
+            /// The values of [`SamplingParams::NAMES`], as texts.
+            pub fn texts(&self) -> impl Iterator<Item = (&'static str, String)> {
+                [$((stringify!($name), self.$name.to_string())),+].into_iter()
+            }
+
+            /// The values of [`SamplingParams::NAMES`], as JSON has them: 0.7, not the f64 nearest to its f32 value.
+            pub fn values(&self) -> impl Iterator<Item = (&'static str, Value)> {
+                let short = |value: Value, text: &str| match text.parse::<f64>() {
+                    Ok(number) if value.is_f64() => number.into(),
+                    _ => value,
+                };
+                let values = [$(Value::from(self.$name)),+].into_iter().zip(self.texts());
+                values.map(move |(value, (name, text))| (name, short(value, &text)))
+            }
+
+            /// Those that change something, as texts call them: `top-p 0.9`.
+            pub fn words(&self) -> Vec<String> {
+                let all = [$((self.$name != $neutral, format!(concat!($words, " {}"), self.$name))),+];
+                all.into_iter().filter_map(|(on, words)| on.then_some(words)).collect()
+            }
+
+            /// Reads the value of the setting `name`; false if it is none of the setting's type. `None` if there is no
+            /// such setting.
+            pub fn read(&mut self, name: &str, value: &str) -> Option<bool> {
+                match name {
+                    $(stringify!($name) => Some(value.parse().map(|v| self.$name = v).is_ok()),)+
+                    "seed" => Some(value.parse().map(|v| self.seed = v).is_ok()),
+                    _ => None,
+                }
+            }
+
+            /// Refuses values that make no sense.
+            ///
+            /// # Errors
+            /// [`Error::Request`], which names the parameter.
+            pub fn validate(&self) -> Result<()> {
+                $(let valid: fn($type) -> bool = $valid;
+                if !valid(self.$name) {
+                    return Err(Error::Request {
+                        what: stringify!($name),
+                        expected: $expected.into(),
+                        found: self.$name.to_string(),
+                    });
+                })+
+                Ok(())
+            }
+        }
+
+        impl fmt::Display for SamplingParams {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                $(write!(f, concat!($words, " {}, "), self.$name)?;)+
+                write!(f, "seed {}", self.seed)
+            }
+        }
+    };
+}
+
+settings! {
+    /// Divides the logits; 0 always takes the best token.
+    temperature ("temperature"): f32 = 1.0, |t| t.is_finite() && t >= 0.0, "0 or more";
+    /// Keeps this many best tokens; 0 keeps all.
+    top_k ("top-k"): usize = 0, |_| true, "a number";
+    /// Keeps the fewest best tokens that have this probability together; 1 keeps all.
+    top_p ("top-p"): f32 = 1.0, |p| p > 0.0 && p <= 1.0, "above 0, up to 1";
+    /// Drops tokens below this share of the best one's probability; 0 drops none.
+    min_p ("min-p"): f32 = 0.0, |p| (0.0..=1.0).contains(&p), "0 to 1";
+    /// Divides positive and multiplies negative logits of tokens seen before; 1 is off.
+    repetition_penalty ("repetition penalty"): f32 = 1.0, |p| p.is_finite() && p > 0.0, "a positive number";
+    /// Subtracted from a token's logit once per occurrence in the answer; 0 is off.
+    frequency_penalty ("frequency penalty"): f32 = 0.0, f32::is_finite, "a finite number";
+    /// Subtracted once from the logits of tokens already generated; 0 is off.
+    presence_penalty ("presence penalty"): f32 = 0.0, f32::is_finite, "a finite number";
 }
 
 impl SamplingParams {
@@ -67,25 +128,27 @@ impl SamplingParams {
         }
     }
 
+    /// A seed that nobody has chosen.
+    pub fn random_seed() -> u64 {
+        RandomState::new().build_hasher().finish()
+    }
+
     /// Reads a checkpoint's `generation_config.json`: `do_sample: false` is greedy, and, as in
     /// transformers, so is a file that does not mention sampling.
     pub fn from_defaults(defaults: &GenerationDefaults) -> Self {
-        let none = Self::default();
         let asks_to_sample = defaults.do_sample.unwrap_or(defaults.temperature.is_some());
-        SamplingParams {
-            temperature: if asks_to_sample {
-                defaults.temperature.unwrap_or(1.0)
-            } else {
-                0.0
+        let choices = SamplingChoices {
+            temperature: match asks_to_sample {
+                true => defaults.temperature,
+                false => Some(0.0),
             },
-            top_k: defaults.top_k.unwrap_or(none.top_k),
-            top_p: defaults.top_p.unwrap_or(none.top_p),
-            min_p: defaults.min_p.unwrap_or(none.min_p),
-            repetition_penalty: defaults
-                .repetition_penalty
-                .unwrap_or(none.repetition_penalty),
-            ..none
-        }
+            top_k: defaults.top_k,
+            top_p: defaults.top_p,
+            min_p: defaults.min_p,
+            repetition_penalty: defaults.repetition_penalty,
+            ..SamplingChoices::default()
+        };
+        choices.over(Self::default())
     }
 
     /// True if each token is the best one, without a draw.
@@ -98,36 +161,5 @@ impl SamplingParams {
         self.repetition_penalty != 1.0
             || self.frequency_penalty != 0.0
             || self.presence_penalty != 0.0
-    }
-
-    /// Refuses values that make no sense.
-    ///
-    /// # Errors
-    /// [`Error::Request`], which names the parameter.
-    pub fn validate(&self) -> Result<()> {
-        let check = |what, value: f32, ok: bool, expected: &str| {
-            if ok {
-                Ok(())
-            } else {
-                Err(Error::Request {
-                    what,
-                    expected: expected.into(),
-                    found: value.to_string(),
-                })
-            }
-        };
-        let t = self.temperature;
-        check("temperature", t, t.is_finite() && t >= 0.0, "0 or more")?;
-        let p = self.top_p;
-        check("top_p", p, p > 0.0 && p <= 1.0, "above 0, up to 1")?;
-        let p = self.min_p;
-        check("min_p", p, (0.0..=1.0).contains(&p), "0 to 1")?;
-        let p = self.repetition_penalty;
-        let ok = p.is_finite() && p > 0.0;
-        check("repetition_penalty", p, ok, "a positive number")?;
-        let p = self.frequency_penalty;
-        check("frequency_penalty", p, p.is_finite(), "a finite number")?;
-        let p = self.presence_penalty;
-        check("presence_penalty", p, p.is_finite(), "a finite number")
     }
 }

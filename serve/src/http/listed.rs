@@ -6,7 +6,6 @@ use super::routes::{failure, json_response};
 use crate::about::About;
 use crate::error::ApiError;
 use crate::models::Listed;
-use crate::protocol::responses::number;
 use crate::protocol::{messages, ollama};
 use axum::extract::{Path, State};
 use axum::response::Response;
@@ -29,12 +28,7 @@ fn cards(listed: Listed<'_>) -> Vec<Value> {
         let (p, metrics) = (model.sampling(), model.engine().metrics());
         card["running"] = metrics.running.get().into();
         card["waiting"] = metrics.waiting.get().into();
-        card["default_sampling"] = json!({
-            "temperature": number(p.temperature), "top_k": p.top_k, "top_p": number(p.top_p),
-            "min_p": number(p.min_p), "repetition_penalty": number(p.repetition_penalty),
-            "frequency_penalty": number(p.frequency_penalty),
-            "presence_penalty": number(p.presence_penalty),
-        });
+        card["default_sampling"] = p.values().collect();
     }
     let other = |alias: &&str| {
         let mut card = card.clone();

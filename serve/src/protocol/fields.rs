@@ -240,8 +240,8 @@ impl Fields {
     ///
     /// # Errors
     /// Errors of [`Fields::take`]; a number outside the limits.
-    pub fn number(&mut self, field: &str, least: f64, most: f64) -> Result<Option<f32>, ApiError> {
-        let name = self.name(field);
+    pub fn number(&mut self, field: &str) -> Result<Option<f32>, ApiError> {
+        let (name, (least, most)) = (self.name(field), self.table.limits(field));
         match self.take::<f64>(field)? {
             Some(x) if !(least..=most).contains(&x) => Err(ApiError::field(
                 &name,

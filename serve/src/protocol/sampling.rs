@@ -3,9 +3,8 @@
 use super::fields::Fields;
 use crate::error::ApiError;
 use nq_runtime::sampler::MOST_LOGPROBS;
-use nq_runtime::{LogitBias, SamplingParams};
+use nq_runtime::{LogitBias, SamplingChoices, SamplingParams};
 use serde_json::{Map, Value};
-use std::hash::{BuildHasher, Hasher, RandomState};
 
 /// Most answers to one prompt.
 pub(crate) const MOST_ANSWERS: usize = 16;
@@ -39,27 +38,21 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
                 .map_err(|_| ApiError::field("seed", format!("expected 64 bits, found {seed}")))?,
         ),
     };
-    let params = SamplingParams {
-        temperature: fields
-            .number("temperature", 0.0, 2.0)?
-            .unwrap_or(model.temperature),
-        top_k: top_k.unwrap_or(model.top_k),
+    let choices = SamplingChoices {
+        temperature: fields.number("temperature")?,
+        top_k,
         // 0 keeps the best token alone.
-        top_p: fields
-            .number("top_p", 0.0, 1.0)?
-            .map_or(model.top_p, |p| p.max(f32::MIN_POSITIVE)),
-        min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(model.min_p),
+        top_p: fields.number("top_p")?.map(|p| p.max(f32::MIN_POSITIVE)),
+        min_p: fields.number("min_p")?,
         repetition_penalty: repetition(fields, "repetition_penalty")?
-            .or(repetition(fields, "repeat_penalty")?)
-            .unwrap_or(model.repetition_penalty),
-        frequency_penalty: fields
-            .number("frequency_penalty", -2.0, 2.0)?
-            .unwrap_or(model.frequency_penalty),
-        presence_penalty: fields
-            .number("presence_penalty", -2.0, 2.0)?
-            .unwrap_or(model.presence_penalty),
-        seed: seed.unwrap_or_else(random),
+            .or(repetition(fields, "repeat_penalty")?),
+        frequency_penalty: fields.number("frequency_penalty")?,
+        presence_penalty: fields.number("presence_penalty")?,
     };
+    let params = choices.over(SamplingParams {
+        seed: seed.unwrap_or_else(SamplingParams::random_seed),
+        ..model
+    });
     params.validate()?;
     Ok(params)
 }
@@ -68,13 +61,8 @@ pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingPara
 fn repetition(fields: &mut Fields, name: &str) -> Result<Option<f32>, ApiError> {
     match fields.peek(name).as_f64() {
         Some(0.0) => fields.take::<f32>(name).map(|_| Some(1.0)),
-        _ => fields.number(name, 0.01, 10.0),
+        _ => fields.number(name),
     }
-}
-
-/// A random seed.
-fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
 }
 
 /// Reads `logit_bias`: token ids, as text, and the biases of their logits.

@@ -88,6 +88,17 @@ impl Table {
         }
     }
 
+    /// The least and the most that a number may be, of which a schema may also allow other values.
+    pub fn limits(&self, name: &str) -> (f64, f64) {
+        let schema = self.served.get(name).unwrap_or(&Value::Null);
+        let schema = schema["oneOf"].get(0).unwrap_or(schema);
+        let limit = |key: &str| schema[key].as_f64();
+        (
+            limit("minimum").unwrap_or(f64::NEG_INFINITY),
+            limit("maximum").unwrap_or(f64::INFINITY),
+        )
+    }
+
     /// What nq does with an object of this `type`.
     pub fn kind(&self, name: &str) -> Use<'_> {
         self.types.get(name).map_or(Use::Unknown, Other::as_use)

@@ -126,32 +126,10 @@ impl Remote {
         if asked.seed != own.seed {
             body["seed"] = json!(asked.seed as i64);
         }
-        for (name, asked, own) in [
-            ("temperature", asked.temperature, own.temperature),
-            ("top_p", asked.top_p, own.top_p),
-            ("min_p", asked.min_p, own.min_p),
-            (
-                "repetition_penalty",
-                asked.repetition_penalty,
-                own.repetition_penalty,
-            ),
-            (
-                "frequency_penalty",
-                asked.frequency_penalty,
-                own.frequency_penalty,
-            ),
-            (
-                "presence_penalty",
-                asked.presence_penalty,
-                own.presence_penalty,
-            ),
-        ] {
+        for ((name, asked), (_, own)) in asked.values().zip(own.values()) {
             if asked != own {
-                body[name] = asked.into();
+                body[name] = asked;
             }
-        }
-        if asked.top_k != own.top_k {
-            body["top_k"] = asked.top_k.into();
         }
         if let Some(most) = settings.max_tokens {
             body["max_tokens"] = most.into();
@@ -262,18 +240,11 @@ fn text(response: ureq::http::Response<ureq::Body>) -> anyhow::Result<String> {
 
 /// Reads a server's sampling defaults; if it gives none, OpenAI's.
 fn sampling(said: &Value) -> SamplingParams {
-    let plain = SamplingParams::default();
-    let number = |name: &str, otherwise: f32| said[name].as_f64().map_or(otherwise, |x| x as f32);
-    SamplingParams {
-        temperature: number("temperature", plain.temperature),
-        top_k: said["top_k"].as_u64().map_or(plain.top_k, |k| k as usize),
-        top_p: number("top_p", plain.top_p),
-        min_p: number("min_p", plain.min_p),
-        repetition_penalty: number("repetition_penalty", plain.repetition_penalty),
-        frequency_penalty: number("frequency_penalty", plain.frequency_penalty),
-        presence_penalty: number("presence_penalty", plain.presence_penalty),
-        seed: plain.seed,
+    let mut sampling = SamplingParams::default();
+    for name in SamplingParams::NAMES {
+        sampling.read(name, &said[name].to_string());
     }
+    sampling
 }
 
 impl Answerer for Remote {

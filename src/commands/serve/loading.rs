@@ -16,6 +16,7 @@ use nq_kernels::pages::PAGE;
 use nq_load::device::Device;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{ChatTemplate, DeviceMemory, Engine, KvType, LoadOptions, SessionSpec};
+use nq_serve::room::{self, Room, SessionBytes, Wanted};
 use nq_serve::{About, EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -23,15 +24,6 @@ use std::sync::Arc;
 
 /// Least prompt tokens computed together, if prompts have that many.
 const LEAST_ROWS: (usize, usize) = (16, 64);
-
-/// Slots that keep sequences for later prompts, per request in progress.
-const KEPT_PER_REQUEST: usize = 4;
-/// The same where each slot takes a state of fixed size, which is large.
-const KEPT_WITH_STATES: usize = 1;
-/// Snapshots of such states at most, per request in progress, unless a size is given.
-const SNAPSHOTS_PER_REQUEST: u64 = 4;
-/// The part of the memory for sequences that snapshots take at most, unless a size is given.
-const SNAPSHOTS_SHARE: u64 = 8;
 
 /// Settings for loading all models.
 #[derive(Clone)]
@@ -305,12 +297,8 @@ impl Loadable {
     fn spec(&self, ctx: usize, pages: usize) -> SessionSpec {
         let on_gpu = !matches!(Device::choose(self.settings.load.device), Ok(Device::Cpu));
         let recurrent = self.checkpoint.config().delta.is_some();
-        let kept = match recurrent {
-            true => KEPT_WITH_STATES,
-            false => KEPT_PER_REQUEST,
-        };
         SessionSpec {
-            slots: self.settings.engine.parallel * (1 + kept),
+            slots: room::slots(self.settings.engine.parallel, recurrent),
             ctx,
             pages: Some(pages),
             kv: self.settings.kv,
@@ -358,29 +346,30 @@ impl Loadable {
             }
             None => (available_memory().unwrap_or(u64::MAX), false),
         };
-        let usable = if on_gpu { free / 10 * 9 } else { free / 5 * 2 };
-        let share = (usable / settings.models).saturating_sub(states);
-        let parallel = settings.engine.parallel;
-        let snapshots = match (snapshot_bytes, settings.state_memory) {
-            (0, _) => 0,
-            (one, Some(bytes)) => bytes / one,
-            (one, None) => {
-                (share / SNAPSHOTS_SHARE / one).min(SNAPSHOTS_PER_REQUEST * parallel as u64)
-            }
+        let bytes = SessionBytes {
+            page: page_bytes,
+            snapshot: snapshot_bytes,
+            states,
         };
+        let wanted = Wanted {
+            kv_memory: settings.kv_memory,
+            state_memory: settings.state_memory,
+            ctx: settings.ctx,
+            trained,
+            models: settings.models,
+            parallel: settings.engine.parallel,
+        };
+        let Room {
+            usable,
+            share,
+            snapshots,
+            pages,
+            ctx,
+        } = Room::new(free, on_gpu, bytes, wanted);
         if snapshot_bytes == 0 && settings.state_memory.is_some() {
             let name = &self.name;
             (self.terminal).note(&format!("--state-memory: {name} has no recurrences"));
         }
-        let share = share.saturating_sub(snapshots * snapshot_bytes);
-        let most = (parallel * longest.div_ceil(PAGE)) as u64;
-        let pages = match settings.kv_memory {
-            Some(bytes) => bytes / page_bytes,
-            None => (share / page_bytes).min(most),
-        };
-        let pages = usize::try_from(pages).unwrap_or(usize::MAX);
-        let pages = pages.min(u32::MAX as usize);
-        let ctx = settings.ctx.unwrap_or_else(|| trained.min(pages * PAGE));
         let one = page_bytes * ctx.div_ceil(PAGE).max(1) as u64;
         if pages < ctx.div_ceil(PAGE) || pages == 0 {
             let room = settings.kv_memory.unwrap_or(share);
