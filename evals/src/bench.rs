@@ -340,9 +340,6 @@ pub fn prefill(
 
 /// `tg`: `gen_tokens` steps of one token per sequence after the depth, with the sequences' own
 /// greedy continuations.
-///
-/// # Errors
-/// Errors of [`prefill`].
 pub fn decode(
     engine: &dyn Engine,
     spec: &BenchSpec,
@@ -533,9 +530,6 @@ fn answer(
 /// (`gen_tokens`) with every operation timed. Timing takes some time itself, so
 /// the rates of [`prefill`] and [`decode`] are measured without it. `None` if the engine
 /// cannot do this.
-///
-/// # Errors
-/// Errors of [`prefill`].
 pub fn breakdown(
     engine: &dyn Engine,
     spec: &BenchSpec,

@@ -150,9 +150,6 @@ impl ReferenceLogits {
     }
 
     /// Compares a candidate with the recorded reference.
-    ///
-    /// # Errors
-    /// Errors of [`crate::compare`].
     pub fn compare(&self, engine: &dyn Engine, progress: &dyn Progress) -> Result<Evaluation> {
         self.compare_with(engine, &self.spec, progress)
     }
@@ -267,9 +264,6 @@ fn noise_spec(spec: &EvalSpec, vocab: usize) -> EvalSpec {
 /// different portions: the floor below which a divergence says nothing about the
 /// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities; of a window that does not
 /// fit, only its beginning. On a device with only rounded caches, only the portions differ.
-///
-/// # Errors
-/// Errors of [`crate::evaluate()`].
 pub fn self_noise(
     engine: &dyn Engine,
     tokens: &[u32],

@@ -147,9 +147,6 @@ fn path_of(entry: &TensorEntry, root: &Path) -> PathBuf {
 
 /// Whether the head is the embedding. A head that the files have and that differs from the embedding is the
 /// head, whatever the configuration says: training set it apart.
-///
-/// # Errors
-/// Errors of [`WeightStore::matrix`].
 pub(crate) fn is_tied(
     store: &dyn WeightStore,
     config: &ModelConfig,

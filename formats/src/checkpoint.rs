@@ -44,9 +44,6 @@ impl Source {
     }
 
     /// The safetensors files: the one given, or those of the folder.
-    ///
-    /// # Errors
-    /// Errors of [`Shards::open`].
     pub fn shards(&self) -> Result<Shards> {
         let mut shards = match &self.weights {
             Some(name) => Shards::open_named(&self.files, name),
@@ -60,9 +57,6 @@ impl Source {
     }
 
     /// A checkpoint made of these files and `store`.
-    ///
-    /// # Errors
-    /// Errors of `Checkpoint::of_files`.
     pub(crate) fn into_checkpoint(self, store: Box<dyn WeightStore>) -> Result<Checkpoint> {
         let mut checkpoint = Checkpoint::of_files(self.files, store)?;
         checkpoint.left_over.extend(self.left_over);
@@ -123,9 +117,6 @@ impl Checkpoint {
 
     /// Like [`Checkpoint::new`], for weights of a file, all of which must be accounted for. `left_over` is what
     /// is known to be left over of the configuration.
-    ///
-    /// # Errors
-    /// Errors of [`account::tensors`] and [`account::is_tied`].
     pub(crate) fn accounted(mut self, mut left_over: Vec<LeftOver>) -> Result<Self> {
         check_layers(&self.files, &self.config, self.store.as_ref())?;
         let store = self.store.as_ref();

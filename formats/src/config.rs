@@ -38,9 +38,6 @@ pub fn parse(path: &Path, json: &[u8]) -> Result<ModelConfig> {
 }
 
 /// Like [`parse`]; also returns the keys that it does not know.
-///
-/// # Errors
-/// Errors of [`parse`].
 pub fn read(path: &Path, json: &[u8]) -> Result<(ModelConfig, Vec<LeftOver>)> {
     let obj = Object::parse(path, json)?;
     let architecture = obj.architecture()?;
@@ -174,9 +171,6 @@ impl GenerationDefaults {
     }
 
     /// Like [`GenerationDefaults::parse`]; also returns the keys that it does not know.
-    ///
-    /// # Errors
-    /// Errors of [`GenerationDefaults::parse`].
     pub fn read(path: &Path, json: &[u8]) -> Result<(Self, Vec<LeftOver>)> {
         let obj = Object::parse(path, json)?;
         // Programs differ in how they say that all tokens are kept.

@@ -14,9 +14,6 @@ pub(crate) struct DenseStore {
 }
 
 /// Opens a folder whose config.json names no quantization.
-///
-/// # Errors
-/// Errors of [`Shards::open`] and [`Source::into_checkpoint`].
 pub(crate) fn open(source: Source) -> Result<Checkpoint> {
     let shards = source.shards()?;
     source.into_checkpoint(Box::new(DenseStore { shards }))

@@ -21,9 +21,6 @@ pub(crate) fn write_file(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>
 }
 
 /// Like `write_file`, for a file that nobody but its owner may read.
-///
-/// # Errors
-/// Errors of `write_file`.
 pub fn write_private(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
     write_mode(path, 0o600, fill)
 }
@@ -47,9 +44,6 @@ fn write_mode(path: &Path, mode: u32, fill: impl FnOnce(&mut Sink) -> Result<()>
 }
 
 /// Like `write_file`, with the complete contents.
-///
-/// # Errors
-/// Errors of `write_file`.
 pub fn write_bytes(path: &Path, contents: &[u8]) -> Result<()> {
     write_file(path, |sink| sink.write(contents))
 }
@@ -104,9 +98,6 @@ pub struct Unchecked {
 
 impl Unchecked {
     /// One for `place`, which [`check_destination`] lets be written or, with `force`, replaced.
-    ///
-    /// # Errors
-    /// Errors of [`check_destination`]; [`Error::Io`].
     pub fn new(place: &Path, form: Form, force: bool) -> Result<Self> {
         check_destination(place, form, force)?;
         let parent = parent(place);

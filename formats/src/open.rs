@@ -94,9 +94,6 @@ impl Checkpoint {
     }
 
     /// Like [`Checkpoint::open`], for files that may be embedded.
-    ///
-    /// # Errors
-    /// Errors of [`Checkpoint::open`].
     pub fn open_files(files: Files) -> Result<Self> {
         Source::new(files, None)?.open()
     }

@@ -194,9 +194,6 @@ impl FileLayout {
 }
 
 /// Writes `tensors` as the single file `path`, durably.
-///
-/// # Errors
-/// Errors of [`ShardLayout::write`].
 pub fn write_tensors(
     path: &Path,
     tensors: &[(String, crate::tensor::Tensor)],

@@ -121,9 +121,6 @@ impl Shard {
     }
 
     /// The weights of this part of a model of shape `c`, whose own are in `store`.
-    ///
-    /// # Errors
-    /// As [`Shard::config`].
     pub fn store<'a>(
         &self,
         store: &'a dyn WeightStore,

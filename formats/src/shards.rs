@@ -49,9 +49,6 @@ impl Shards {
     }
 
     /// Opens the index `name` and its shards, or one safetensors file as the whole set.
-    ///
-    /// # Errors
-    /// Errors of [`Shards::open`].
     pub(crate) fn open_named(files: &Files, name: &str) -> Result<Self> {
         if name.ends_with(INDEX_SUFFIX) {
             return Self::open_index(files, name);

@@ -65,9 +65,6 @@ pub trait WeightStore: Send + Sync {
 
     /// The weight exactly as stored in the file, possibly in a form that no kernel can run; for
     /// comparisons.
-    ///
-    /// # Errors
-    /// Errors of [`WeightStore::matrix`].
     fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
         self.matrix(name, dims).map(StoredWeight::Canonical)
     }

@@ -35,9 +35,6 @@ impl Tensor {
     }
 
     /// A tensor of f32 values.
-    ///
-    /// # Errors
-    /// Errors of [`Tensor::new`].
     pub fn from_f32(shape: Vec<usize>, values: Vec<f32>) -> Result<Self> {
         Self::new(DType::F32, shape, Bytes::from_owner(ByteVec(values)))
     }

@@ -137,9 +137,6 @@ impl TrellisScheme {
     }
 
     /// The code `code` with `bits` bits a weight.
-    ///
-    /// # Errors
-    /// Those of [`TrellisScheme::new`].
     pub fn of_bits(code: Code, bits: f32) -> Result<Self> {
         let found = Self::all().find(|s| s.code == code && s.bits() == bits);
         found.ok_or_else(|| Self::no_such(code, bits))

@@ -161,9 +161,6 @@ impl AffineWeight {
     /// `codes` are packed rows, `scales` is `[out, groups]`, `zeros` must match
     /// `scheme.zeros`. `g_idx`, if given, maps each input to its group (activation
     /// order); otherwise input `i` is in group `i / group size`.
-    ///
-    /// # Errors
-    /// Errors of [`AffineWeight::assemble`].
     pub fn new(
         scheme: AffineScheme,
         dims: (usize, usize),

@@ -16,9 +16,6 @@ pub trait SecondOrder: Send + Sync {
     type Floats;
 
     /// Prepares `sums` `[n, n]`, the second moments of `n` inputs, for use.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn moments(self: Arc<Self>, sums: Self::Floats, n: usize) -> Result<Arc<dyn DeviceMoments>>;
 }
 

@@ -64,9 +64,6 @@ pub fn least(bits: Bits) -> Bits {
 }
 
 /// The schemes that nq chooses by default for `bits`: at fewer than 8 a mix.
-///
-/// # Errors
-/// Errors of [`mixed`].
 pub fn usual(config: &ModelConfig, bits: Bits) -> Result<Schemes> {
     let mixing = (bits < Bits::B8).then(|| allocation::candidates(least(bits)));
     let others = allocation::candidates(bits);
@@ -85,9 +82,6 @@ pub fn usual_trellis(config: &ModelConfig, linears: TrellisScheme) -> Result<Sch
 
 /// The schemes that a run begins with: `base`, or a mix of the schemes `mixing` at its size; schemes that do
 /// not fit a weight's rows give way to those of `others`.
-///
-/// # Errors
-/// Errors of [`mixed`].
 pub fn initial(
     config: &ModelConfig,
     base: Schemes,

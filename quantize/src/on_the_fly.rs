@@ -81,9 +81,6 @@ impl OnTheFly<'_> {
 }
 
 /// `checkpoint` with its weights quantized under `schemes` as they are read.
-///
-/// # Errors
-/// Errors of [`Schemes::check`].
 pub fn quantize_at_load(checkpoint: Checkpoint, schemes: Schemes) -> Result<Checkpoint> {
     schemes.check(checkpoint.config())?;
     Ok(rounded(checkpoint, Rule::Unquantized(schemes)))
@@ -134,9 +131,6 @@ fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
 }
 
 /// The weights of `checkpoint` under `schemes`, as they are read.
-///
-/// # Errors
-/// Errors of [`Schemes::check`].
 pub(crate) fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Result<OnTheFly<'_>> {
     schemes.check(checkpoint.config())?;
     Ok(OnTheFly {

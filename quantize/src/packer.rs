@@ -89,9 +89,6 @@ impl Packer {
     }
 
     /// The weight.
-    ///
-    /// # Errors
-    /// As [`AffineWeight::assemble`].
     pub fn finish(self) -> Result<Weight> {
         let (grid, scheme) = (self.grid, self.grid.scheme());
         let parts = Parts {

@@ -61,9 +61,6 @@ impl EmbeddingTexts {
     }
 
     /// The ids of `text` with its prompt and the tokens that the tokenizer adds.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`].
     pub fn encode(&self, tokenizer: &Tokenizer, text: &str, purpose: &Purpose) -> Result<Vec<u32>> {
         let prefix = match purpose {
             Purpose::Plain => String::new(),

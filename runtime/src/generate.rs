@@ -276,9 +276,6 @@ pub fn resume(
 
 /// [`generate`] with the answer as text: each piece, made of whole characters, goes to `each` as
 /// it comes. Tokens marked special are left out.
-///
-/// # Errors
-/// Errors of [`generate`].
 pub fn generate_text(
     session: &mut dyn Session,
     sequence: &mut Sequence,

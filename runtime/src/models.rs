@@ -101,26 +101,17 @@ impl LayerWeights {
 }
 
 /// Reads the embedding `[vocab, hidden]`.
-///
-/// # Errors
-/// Errors of [`LayerWeights::read`].
 pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
     Ok(store.matrix(EMBEDDING, (config.vocab_size, config.hidden_size))?)
 }
 
 /// Reads the head `[vocab, hidden]`: the embedding if they are tied.
-///
-/// # Errors
-/// Errors of [`LayerWeights::read`].
 pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
     let dims = (config.vocab_size, config.hidden_size);
     Ok(store.matrix(names::head(config), dims)?)
 }
 
 /// Reads the final norm `[hidden]`.
-///
-/// # Errors
-/// Errors of [`LayerWeights::read`].
 pub fn final_norm(store: &dyn WeightStore, config: &ModelConfig) -> Result<Tensor> {
     Ok(store.vector(NORM, config.hidden_size)?)
 }

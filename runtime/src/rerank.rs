@@ -48,9 +48,6 @@ impl Reranker {
     }
 
     /// The prompt for a document. Control tokens in the instruction, query and document are treated as text.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`].
     pub fn encode(
         &self,
         tokenizer: &Tokenizer,

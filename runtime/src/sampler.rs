@@ -77,9 +77,6 @@ pub struct Sampler {
 
 impl Sampler {
     /// A sampler for one of 2^64 independent streams, at the start of a sequence.
-    ///
-    /// # Errors
-    /// Errors of [`SamplingParams::validate`].
     pub fn new(params: SamplingParams, stream: u64) -> Result<Self> {
         params.validate()?;
         Ok(Sampler {
@@ -437,9 +434,6 @@ fn first_equal(logits: &[f32], max: f32) -> u32 {
 }
 
 /// The best token, as a greedy sampler without more draws it.
-///
-/// # Errors
-/// As [`Sampler::sample`].
 pub fn best_token(logits: &[f32]) -> Result<u32> {
     Ok(first_equal(logits, finite_max(logits)?))
 }

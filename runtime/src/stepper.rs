@@ -100,9 +100,6 @@ pub trait LayerStepper: Send {
     ) -> Result<()>;
 
     /// Shows `observer` the inputs and the output of the layer over `hidden`, which is not changed.
-    ///
-    /// # Errors
-    /// Errors of [`LayerStepper::layer`].
     fn observe(
         &mut self,
         index: usize,
@@ -114,9 +111,6 @@ pub trait LayerStepper: Send {
     /// Runs the layer over `hidden`, which is not changed, and sums the second moments of each product's
     /// input, on a device that quantizes from them; `observer` receives rows and routes. `None`, with
     /// nothing run, if the device leaves that to an observer.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn moments(
         &mut self,
         index: usize,
@@ -133,9 +127,6 @@ pub trait LayerStepper: Send {
     fn open_head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
 
     /// Applies the final norm and the head to rows `rows` of `hidden`: logits `[rows, vocab]`.
-    ///
-    /// # Errors
-    /// Errors of [`LayerStepper::open_head`].
     fn head(
         &mut self,
         norm: &Tensor,
@@ -188,9 +179,6 @@ pub trait LayerDevice: Send {
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<Self::Layer>;
 
     /// Runs `layer` over `x`, the rows of `piece`, in place.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn run(
         &mut self,
         layer: &Self::Layer,
@@ -200,9 +188,6 @@ pub trait LayerDevice: Send {
     ) -> Result<()>;
 
     /// See [`LayerStepper::moments`]; the stream is cut into `pieces`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn moments(
         &mut self,
         _layer: (usize, &LayerWeights),
@@ -214,9 +199,6 @@ pub trait LayerDevice: Send {
     }
 
     /// Packs the final norm `[hidden]` and the head `[vocab, hidden]`, for up to `rows` rows at once.
-    ///
-    /// # Errors
-    /// As [`LayerDevice::pack`].
     fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>>;
 }
 

@@ -485,9 +485,6 @@ impl<L, N> Layer<L, N> {
     }
 
     /// Runs the layer over the rows of a pass.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn run<V: Verbs<Linear = L, Vector = N>>(&self, pass: &mut V) -> Result<(), V::Error> {
         let layer = self.index;
         for Block { norm, mixer } in &self.blocks {

@@ -12,9 +12,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Opens the adapter in a file.
-///
-/// # Errors
-/// Errors of [`Adapter::open`].
 pub(super) fn open(path: &Path) -> Result<Adapter> {
     let bytes = crate::files::map_file(path).map_err(|e| Error::io(path, "open", e))?;
     let unsupported = |what: String, why: &str| Error::Unsupported {

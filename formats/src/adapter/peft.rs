@@ -79,9 +79,6 @@ fn part_of(tensor: &str) -> Option<(String, Part)> {
 }
 
 /// Opens the adapter in the folder `path`.
-///
-/// # Errors
-/// Errors of [`Adapter::open`].
 pub(super) fn open(path: &Path) -> Result<Adapter> {
     let files = Files::Folder(path.into());
     let (place, json) = (files.path(CONFIG), files.require(CONFIG)?);

@@ -102,9 +102,6 @@ pub(super) fn affine(weight: &Weight) -> Option<&AffineWeight> {
 }
 
 /// Writes `checkpoint` as the folder `out`, packed by `packing`: whole or not at all.
-///
-/// # Errors
-/// Errors of [`super::export`].
 pub(super) fn export(
     checkpoint: &Checkpoint,
     out: &Path,

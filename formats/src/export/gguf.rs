@@ -58,9 +58,6 @@ enum How {
 }
 
 /// Writes `checkpoint` as the GGUF file `out`.
-///
-/// # Errors
-/// Errors of [`super::export`].
 pub fn export(
     checkpoint: &Checkpoint,
     out: &Path,

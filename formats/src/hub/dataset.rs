@@ -11,9 +11,6 @@ use std::path::PathBuf;
 impl Hub {
     /// Returns the file `file` of the data set `repo` (`OWNER/NAME`), main branch: from the cache, or
     /// downloaded into it.
-    ///
-    /// # Errors
-    /// Errors of [`Hub::fetch_model`].
     pub fn fetch_dataset_file(
         &self,
         repo: &str,

@@ -106,9 +106,6 @@ const fn place(t: usize) -> (usize, usize) {
 struct Exl3;
 
 /// Opens a checkpoint whose `quant_method` is `exl3`.
-///
-/// # Errors
-/// Errors of [`Shards::open`].
 pub fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = QuantizationConfig::new(&source);
     source.left_over = settings.left_over(&[

@@ -55,9 +55,6 @@ struct ExpandedStore<E> {
 }
 
 /// Opens `source`, whose weights `expansion` expands.
-///
-/// # Errors
-/// Errors of [`Shards::open`].
 pub(super) fn open_with(source: Source, expansion: impl Expansion + 'static) -> Result<Checkpoint> {
     let store = ExpandedStore {
         dense: DenseStore {

@@ -30,9 +30,6 @@ struct SmallFloats {
 }
 
 /// Opens a checkpoint of such weights, whose `quant_method` is `format`.
-///
-/// # Errors
-/// Errors of [`Shards::open`].
 pub(super) fn small_floats(source: Source, format: &'static str) -> Result<Checkpoint> {
     open_with(source, SmallFloats { format })
 }

@@ -67,9 +67,6 @@ pub fn open(source: Source) -> Result<Checkpoint> {
 }
 
 /// The quantization record of an opened checkpoint; `None` for other formats.
-///
-/// # Errors
-/// Errors of [`QuantizationRecord::parse`].
 pub fn record(checkpoint: &Checkpoint) -> Result<Option<QuantizationRecord>> {
     let path = checkpoint.files().path(crate::files::CONFIG);
     match checkpoint.store().quantization() {

@@ -352,9 +352,6 @@ impl Writer {
     }
 
     /// The model as staged so far, for measuring it before it is finished. Nothing is written.
-    ///
-    /// # Errors
-    /// Errors of [`Writer::staged`].
     pub fn preview(&self, record: &QuantizationRecord) -> Result<Checkpoint> {
         let staged = self.all_staged()?;
         let mut record = record.clone();

@@ -54,9 +54,6 @@ impl Cpu {
     }
 
     /// The CPU with a team as described and the chosen instruction set.
-    ///
-    /// # Errors
-    /// Errors of [`Cpu::new`].
     pub fn with(team: TeamOptions, isa: IsaChoice) -> Result<Self> {
         let isa = isa.resolve()?;
         Ok(Cpu {

@@ -23,9 +23,6 @@ struct ReadArgs {
 impl Gpu {
     /// Bytes per second, by [`Gpu::read_bandwidth`] over a buffer that is large compared with the cache and takes at most half of the free
     /// memory.
-    ///
-    /// # Errors
-    /// Those of [`Gpu::read_bandwidth`].
     pub fn memory_bandwidth(&self) -> Result<f64> {
         let bytes = (32 * self.info().l2_bytes).min(self.free_memory()? / 2);
         self.read_bandwidth(bytes)

@@ -269,9 +269,6 @@ impl Stream {
 
     /// Gives all ranks the columns of each of rows `[m, width]`; the last bit of values is dropped. Each rank must make
     /// the same calls.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
     pub fn all_gather(
         &self,
         rows: Gathered<'_>,

@@ -105,9 +105,6 @@ impl Stream {
 
     /// Down of each row's experts, applied to what [`Stream::experts_up`] left in `gated` and added to
     /// `x` `[m, outputs]`.
-    ///
-    /// # Errors
-    /// Errors of [`Stream::experts_up`].
     pub fn experts_down(
         &self,
         w: &DeviceLinear,

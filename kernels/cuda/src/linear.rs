@@ -148,9 +148,6 @@ impl Uploader {
     }
 
     /// Waits until all weights are on the device.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn finish(self) -> Result<()> {
         self.stream.synchronize()
     }

@@ -52,9 +52,6 @@ impl PackedKind {
 
     /// The kind that weights with this many inputs pack to: their own if kernels read it, otherwise
     /// FP16. Codes in groups of 16 and in activation order have no kernels.
-    ///
-    /// # Errors
-    /// Errors of [`PackedKind::of`].
     pub fn new(kind: WeightKind, inputs: usize) -> Result<Self> {
         let scheme = match kind {
             WeightKind::Dense(dtype) if !dtype.is_float() => {
@@ -86,9 +83,6 @@ impl PackedKind {
 
     /// The kind that a stack of weights with this many inputs packs to: that of its parts, or FP16
     /// if they differ.
-    ///
-    /// # Errors
-    /// Errors of [`PackedKind::of`].
     pub fn of_stack(kinds: impl IntoIterator<Item = WeightKind>, inputs: usize) -> Result<Self> {
         let mut all = None;
         for kind in kinds {

@@ -28,9 +28,6 @@ pub(super) enum ProductPlan {
 
 impl ProductPlan {
     /// `None` if no kernel has room for the product.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub(super) fn new(gpu: &Gpu, w: PackedShape, asked: Asked) -> Result<Option<Self>> {
         let info = gpu.info();
         Ok(match asked {

@@ -265,9 +265,6 @@ fn common(layers: &[StepLayer<'_>], experts: Option<Experts>) -> Option<(LayersS
 impl LayersPlan {
     /// The plan for a model's layers, which have mixtures of `experts`, or else MLPs; `None` if the kernel does not
     /// support their shapes, their kinds or the device.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn new(
         gpu: &Gpu,
         layers: &[StepLayer<'_>],
@@ -277,9 +274,6 @@ impl LayersPlan {
     }
 
     /// As [`LayersPlan::new`], with a limit to its blocks.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn within(
         gpu: &Gpu,
         layers: &[StepLayer<'_>],

@@ -27,9 +27,6 @@ use turned::Turned;
 /// A weight on a device: its values, or something from which they are computed.
 pub trait Load<O: LayerOps> {
     /// Its values `[out, in]`: those it holds, or values computed into `scratch`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn load<'a>(&'a self, ops: &O, scratch: &'a mut O::Floats)
     -> nq_kernels::Result<&'a O::Floats>;
 }
@@ -257,9 +254,6 @@ impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
 }
 
 /// Multiplies `from` by each of the weights `w`, into the outputs `to`; with `add`, adds to them.
-///
-/// # Errors
-/// Errors of the device.
 pub fn multiply<O: LayerOps, M: Load<O>>(
     (ops, c): (&O, &ModelConfig),
     w: &Packed<Vec<M>>,
@@ -294,9 +288,6 @@ pub fn ones<O: Allocate>(ops: &O, c: &ModelConfig, rows: usize) -> Result<O::Flo
 
 /// Adds to each of the first `rows` rows of queries, keys and values its bias, if they have biases; `ones`
 /// `[rows]` spreads them.
-///
-/// # Errors
-/// Errors of the device.
 pub fn add_biases<O: LayerOps, G: AsRef<O::Floats>>(
     (ops, c): (&O, &ModelConfig),
     biases: &[G],
@@ -572,9 +563,6 @@ impl AttentionProducts {
 }
 
 /// Computes into `p` the softmax of the scores of all queries on `tape` against the keys up to each.
-///
-/// # Errors
-/// Errors of the device.
 pub fn attention_weights<O: LayerOps>(
     ops: &O,
     c: &ModelConfig,

@@ -335,9 +335,6 @@ pub trait Buffers: Allocate {
 
 /// The operations of a transformer layer, forward and backward. Buffers may be longer than an
 /// operation needs.
-///
-/// # Errors
-/// Errors of [`Buffers`].
 pub trait LayerOps: Buffers {
     /// The rounding that uses second moments summed on the device; `None` if the host does
     /// that.
@@ -498,9 +495,6 @@ pub trait LayerOps: Buffers {
 }
 
 /// The other operations of a training step: loss, rounding, Adam, and sampling of text.
-///
-/// # Errors
-/// Errors of [`Buffers`].
 pub trait GradOps: LayerOps {
     /// Writes the KL divergence of every row of logits from the teacher's, in nats, to `loss`; replaces
     /// `logits` by its gradient times `weight`.

@@ -95,9 +95,6 @@ impl Job<'_> {
     }
 
     /// Statistics whose second moments are on the device, if it rounds with them.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub(super) fn on_device(&self, inputs: InputStats) -> Result<InputStats> {
         match self.gpu()? {
             Some(gpu) => inputs.moved_to(gpu),

@@ -181,9 +181,6 @@ impl<'a> Job<'a> {
 
     /// Like [`Job::new`], with a method of your own, for experiments. A run can be resumed only with a method of
     /// the same name and settings.
-    ///
-    /// # Errors
-    /// Errors of [`Job::new`].
     pub fn with_method(
         checkpoint: &'a Checkpoint,
         options: &'a QuantizeOptions,

@@ -36,35 +36,20 @@ pub trait Hessian: Debug + Send + Sync {
 
     /// `tr(E H E^T)` for `e` `[rows, in]`: the mean squared output error caused by the weight error
     /// `e`, summed over outputs.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn quadratic_error(&self, e: &Matrix) -> Result<f64>;
 
     /// Norms of a weight and of the change that rounding makes, in values and in outputs.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors>;
 
     /// The moments of `x_i / s_i`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>>;
 
     /// The moments, with the diagonal `diagonal`, of inputs that are multiplied by `signs` and transformed by
     /// [`nq_formats::trellis::transform`].
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn transformed(&self, signs: &[f32], diagonal: &[f32]) -> Result<Arc<dyn Hessian>>;
 
     /// The upper triangular `U` with `(P H P^T + d I)^-1 = U^T U`; `None` if the damped matrix
     /// is not positive definite.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn inverse_factor(&self, damped: &Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>>;
 }
 
@@ -74,24 +59,15 @@ pub trait Factor {
     fn block(&self) -> usize;
 
     /// `U_jj` for each place.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn diagonal(&self) -> Result<Vec<f32>>;
 
     /// Rounds the columns of a weight one after another; later columns compensate for the error
     /// of each.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn round(&self, columns: &Columns<'_>) -> Result<Rounded>;
 
     /// Rounds a weight of transformed inputs, whose rows have these scales, to a trellis code, tile after tile of columns
     /// in their own order; later columns compensate for the errors of each tile. The moments must have been factored as
     /// they are.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn round_to_trellis(
         &self,
         trellis: &Trellis,

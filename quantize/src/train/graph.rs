@@ -112,9 +112,6 @@ impl<O: GradOps> Graph<O> {
 
     /// Mean KL divergence of `student` from `teacher` over all positions of `tokens`
     /// (`[batch, seq]`), in nats.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn divergence(
         &mut self,
         ops: &O,
@@ -127,9 +124,6 @@ impl<O: GradOps> Graph<O> {
     }
 
     /// Like [`Graph::divergence`], for each position.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn divergences(
         &mut self,
         ops: &O,
@@ -181,9 +175,6 @@ impl<O: GradOps> Graph<O> {
     }
 
     /// Like [`Graph::divergence`]; also adds its gradient, times `share`, to that in `student`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn gradient(
         &mut self,
         ops: &O,
@@ -198,9 +189,6 @@ impl<O: GradOps> Graph<O> {
     }
 
     /// Like [`Graph::gradient`], with the teacher's outputs that were taken for each of `tokens`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub(crate) fn gradient_towards(
         &mut self,
         ops: &O,

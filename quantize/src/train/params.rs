@@ -120,9 +120,6 @@ impl<O: GradOps> Matrix<O> {
 
     /// A student's weight: tuned if it is quantized in groups that fill its rows, without float
     /// offsets, else as it is. `source` is what it was rounded from.
-    ///
-    /// # Errors
-    /// Errors of `Matrix::dense`.
     pub fn student(
         ops: &O,
         name: &str,
@@ -192,9 +189,6 @@ impl<O: GradOps> Matrix<O> {
     }
 
     /// Adds the gradient at the weight's values to those of its other parameters.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
         let t = match self {
             Matrix::Dense(_) => return Ok(()),
@@ -385,9 +379,6 @@ impl<O: GradOps> Model<O> {
 
     /// Loads the quantized model for tuning, with its codes too if `codes`. `source` holds the weights
     /// it was quantized from.
-    ///
-    /// # Errors
-    /// Errors of [`Model::teacher`].
     pub fn student(
         ops: &O,
         config: &ModelConfig,

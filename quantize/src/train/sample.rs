@@ -91,9 +91,6 @@ impl<O: GradOps> Sampler<O> {
     /// Continues up to as many beginnings as there are slots to the full length, at
     /// temperature 1. Longer beginnings are cut, and [`UNKNOWN`] tokens in them are drawn. Sequence `i`
     /// draws from stream `stream + i` of `seed`. Returns `[beginnings, length]`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn sample(
         &mut self,
         ops: &O,

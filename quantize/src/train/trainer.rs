@@ -278,9 +278,6 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     }
 
     /// Measures how long the parts of a tuning take. Tuned values do not change.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn pace(&mut self) -> Result<Pace> {
         let (pass, slots) = (self.graph.batch(), self.sampler.slots());
         let start = Instant::now();

@@ -94,9 +94,6 @@ impl<O: Allocate> Values<O> {
 
 impl<O: GradOps> Values<O> {
     /// Takes one step of Adam, if it is tuned.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn step(&mut self, ops: &O, adam: Adam) -> Result<()> {
         if let Some(s) = &mut self.state {
             let n = self.len;
@@ -113,9 +110,6 @@ impl<O: GradOps> Values<O> {
     }
 
     /// Copies the values to the host.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub(crate) fn to_host(&self, ops: &O) -> Result<Vec<f32>> {
         let mut values = vec![0.0; self.len];
         ops.read(&self.value, &mut values)?;

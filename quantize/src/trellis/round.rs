@@ -73,9 +73,6 @@ pub(crate) fn nearest_rows() -> (usize, usize) {
 }
 
 /// The moments of `n` inputs that matter alike, with which the GPU of this ordinal searches trellises.
-///
-/// # Errors
-/// Errors of the device.
 pub fn alike(gpu: usize, n: usize) -> Result<InputStats> {
     let mut moments = Matrix::zeros(n, n);
     let diagonal = moments.data.iter_mut().step_by(n + 1);

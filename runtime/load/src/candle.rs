@@ -29,9 +29,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Loads the candle engine.
-///
-/// # Errors
-/// Errors of [`CandleEngine::load`].
 pub(crate) fn load(
     config: &ModelConfig,
     store: &dyn WeightStore,

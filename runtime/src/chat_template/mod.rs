@@ -224,9 +224,6 @@ impl ChatTemplate {
     ///
     /// [`Tokenizer::encode`]: crate::Tokenizer::encode
     /// [`Tokenizer::encode_prompt`]: crate::Tokenizer::encode_prompt
-    ///
-    /// # Errors
-    /// Errors of [`ChatTemplate::render`].
     pub fn prompt(
         &self,
         control: &ControlTokens,

@@ -30,21 +30,12 @@ pub trait StepsAhead {
     fn queue_prompts(&mut self, chunks: &[Chunk<'_>]) -> Result<()>;
 
     /// Waits for the oldest queued prompts that have not been waited for; returns the time they took.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn finish_prompts(&mut self) -> Result<Duration>;
 
     /// Seats the sequence in `slot` in row `row`. The next step queued feeds it `token`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()>;
 
     /// Frees a row: steps queued from here on leave its sequence alone.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn vacate(&mut self, row: usize) -> Result<()>;
 
     /// Queues a step of all seated sequences.
@@ -65,9 +56,6 @@ pub trait StepsAhead {
 
     /// Waits for the oldest queued step that has not been received, and passes each of its rows, in
     /// order, and the token drawn in it to `each`. There may be more rows than sequences sat in.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn receive(&mut self, each: &mut dyn FnMut(usize, Result<Drawn>)) -> Result<()>;
 }
 

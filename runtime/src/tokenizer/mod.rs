@@ -129,17 +129,11 @@ impl Tokenizer {
 
     /// The ids of a text that stands alone: like [`Tokenizer::encode`], with the tokens that the tokenizer adds around it.
     /// Prompts of chats have what their template writes instead.
-    ///
-    /// # Errors
-    /// Errors of [`Tokenizer::encode`].
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_whole_within(text, usize::MAX)
     }
 
     /// Like [`Tokenizer::encode_whole`], for a text whose length nobody has bounded yet.
-    ///
-    /// # Errors
-    /// Errors of [`Tokenizer::encode_within`].
     pub fn encode_whole_within(&self, text: &str, most: usize) -> Result<Vec<u32>> {
         let Around { before, after } = &self.around;
         let tokens = self.encode_within(text, most)?;
@@ -217,17 +211,11 @@ impl Tokenizer {
 
     /// The ids of a chat. Control tokens quoted in messages stay text: `<|im_end|>` in a message is
     /// encoded as its characters, like any word that is not in the vocabulary.
-    ///
-    /// # Errors
-    /// Errors of [`Tokenizer::encode`].
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>> {
         self.encode_prompt_within(prompt, usize::MAX)
     }
 
     /// Like [`Tokenizer::encode_prompt`], for a chat whose length nobody has bounded yet.
-    ///
-    /// # Errors
-    /// Errors of [`Tokenizer::encode_within`].
     pub fn encode_prompt_within(&self, prompt: &Prompt, most: usize) -> Result<Vec<u32>> {
         if !prompt.is_marked() {
             return self.encode_within(&prompt.text(), most);
@@ -248,17 +236,11 @@ impl Tokenizer {
     }
 
     /// The ids of an untrusted text: control tokens in it (`<|im_end|>`) are encoded by their characters.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`].
     pub(crate) fn encode_quoted(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_quoted_within(text, usize::MAX)
     }
 
     /// Like `encode_quoted`, for a text whose length nobody has bounded yet.
-    ///
-    /// # Errors
-    /// Errors of [`Tokenizer::encode_within`].
     pub fn encode_quoted_within(&self, text: &str, most: usize) -> Result<Vec<u32>> {
         self.encode_pieces(self.literal(), text, most)
     }

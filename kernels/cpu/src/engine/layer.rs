@@ -292,9 +292,6 @@ impl Pass<'_> {
     }
 
     /// Appends keys and values of the rows `x` to their sequences, and leaves `x` as it is.
-    ///
-    /// # Errors
-    /// Errors of kernels.
     pub(crate) fn fill(
         &mut self,
         norm: &Vec<f32>,

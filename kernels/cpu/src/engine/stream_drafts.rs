@@ -30,15 +30,9 @@ pub(crate) trait DraftHead: Send + Sync {
     fn width(&self) -> usize;
 
     /// The layer's input of `tokens`, each with the `streams` `[rows, width]` of the token before it.
-    ///
-    /// # Errors
-    /// Errors of kernels.
     fn input(&self, tokens: &[u32], streams: &[f32]) -> Result<Input>;
 
     /// The layer's input of the drafted `token`; `made` is what the layer made of the token before it.
-    ///
-    /// # Errors
-    /// Errors of kernels.
     fn drafted_input(&self, token: u32, made: Vec<f32>) -> Result<Input>;
 
     /// What the layer makes of a token: that of its output `x` `[hidden]` from which it drafts.

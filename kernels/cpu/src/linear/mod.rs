@@ -110,9 +110,6 @@ impl Linear {
 
     /// Like [`Linear::new`], for stacks of `experts` weights, for use with [`Cpu::experts`].
     ///
-    /// # Errors
-    /// Errors of [`Linear::new`].
-    ///
     /// # Panics
     /// If a part's rows are not a multiple of `experts`.
     pub fn of_experts(

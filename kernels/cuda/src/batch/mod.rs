@@ -36,9 +36,6 @@ impl Columns {
 }
 
 /// Blocks of a product of `m` rows: the values per row that `best` of [`GemvOutput::Head`] must hold.
-///
-/// # Errors
-/// Errors of the driver.
 pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
     if let Some(strips) = w.trellis_strips() {
         return Ok(strips);

@@ -55,9 +55,6 @@ impl<T: Followed> Checked<T> {
     }
 
     /// A copy of `values`.
-    ///
-    /// # Errors
-    /// Errors of [`Checked::new`].
     pub fn upload(gpu: &Gpu, what: &'static str, values: &[T], bounds: T::Bounds) -> Result<Self> {
         check_bounds(what, values, &bounds)?;
         Ok(Checked {

@@ -136,9 +136,6 @@ impl Gpu {
     }
 
     /// Bytes of device memory that are currently free.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn free_memory(&self) -> Result<usize> {
         self.0.bind()?;
         Ok(check("asking for free memory", result::mem_get_info())?.0)
@@ -289,9 +286,6 @@ impl Gpu {
     }
 
     /// Most clusters of a launch that run at once.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub(crate) fn clusters_at_once<A>(
         &self,
         kernel: &Instance<A>,

@@ -11,9 +11,6 @@ use std::sync::{Arc, PoisonError};
 
 impl Gpu {
     /// Lets this device's kernels reach the memory of `other`; false if its connections do not allow it.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn reach(&self, other: &Gpu) -> Result<bool> {
         if self.reaches(other) {
             return Ok(true);

@@ -72,9 +72,6 @@ impl Stream {
 
     /// Copies the values from index `at` of `from` on to `range` of `to`, in order with the stream's
     /// other work.
-    ///
-    /// # Errors
-    /// Errors of [`Stream::write`].
     pub fn read<T: Pod>(
         &self,
         from: &Buffer<T>,
@@ -161,9 +158,6 @@ impl<T: Pod> Pinned<T> {
     }
 
     /// The values, mutable, after waiting for copies of them.
-    ///
-    /// # Errors
-    /// Errors of [`Pinned::values`].
     pub fn values_mut(&mut self) -> Result<&mut [T]> {
         self.wait()?;
         // SAFETY: see `values`; the borrow is exclusive.

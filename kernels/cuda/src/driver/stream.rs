@@ -19,17 +19,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 impl Gpu {
     /// Creates a stream, whose work runs in order.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn stream(&self) -> Result<Stream> {
         self.stream_with(StreamOptions::default())
     }
 
     /// Creates a stream.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn stream_with(&self, options: StreamOptions) -> Result<Stream> {
         let StreamOptions { room, beside } = options;
         let create = || {
@@ -282,9 +276,6 @@ impl Stream {
 
     /// Runs `body`, which queues one operation, between two events if the device is being
     /// profiled. This also works in a graph: the events are part of it, and each recording has its own.
-    ///
-    /// # Errors
-    /// Errors of `body` and of the driver.
     pub fn timed(&self, key: Key, bytes: usize, body: impl FnOnce() -> Result<()>) -> Result<()> {
         self.timed_in_parts(key, bytes, None, body)
     }
@@ -384,9 +375,6 @@ impl Stream {
 
     /// Records the launches of `body` as a graph instead of running them. The graph keeps the memory
     /// that they use.
-    ///
-    /// # Errors
-    /// Errors of `body` and of the driver.
     pub fn record(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.0.gpu.0.bind()?;
         let recording = Recording::begin(self)?;
@@ -440,9 +428,6 @@ impl Stream {
     }
 
     /// A point in the stream's work.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn mark(&self) -> Result<Mark> {
         self.0.gpu.0.bind()?;
         let handle = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT);

@@ -78,9 +78,6 @@ impl CudaOps {
     }
 
     /// Like [`CudaOps::new`], without cuBLAS.
-    ///
-    /// # Errors
-    /// Errors of the driver.
     pub fn with_own_products(gpu: &Gpu, precision: GemmPrecision) -> Result<Self> {
         Ok(CudaOps {
             gpu: gpu.clone(),

@@ -121,17 +121,11 @@ pub fn sizes() -> Result<GpuSizes> {
 }
 
 /// Runs `work` on GPU `ordinal`, whose f32 products round their operands to TF32.
-///
-/// # Errors
-/// See [`memory`].
 pub(crate) fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
     Ok(work.run(&ops(ordinal, GemmPrecision::Tf32)?))
 }
 
 /// Copies the second moments `values` `[n, n]` of `n` inputs to GPU `ordinal`.
-///
-/// # Errors
-/// See [`memory`].
 pub fn moments(ordinal: usize, values: &[f32], n: usize) -> Result<Arc<dyn DeviceMoments>> {
     let gpu = Gpu::open(ordinal)?;
     let sums = gpu.upload("second moments", values)?;
@@ -189,9 +183,6 @@ impl GpuMeter {
 }
 
 /// The implementation of f32 matrix products when quantizing on GPU `ordinal`.
-///
-/// # Errors
-/// See [`memory`].
 pub fn products(ordinal: usize) -> Result<String> {
     Ok(ops(ordinal, GemmPrecision::Full)?.products())
 }

@@ -130,9 +130,6 @@ impl StreamRun {
 
     /// Takes over the streams of `tokens`, which stand at `position` of the sequence in `slot`: rows of `streams`
     /// `[., streams of a row]` from `row` on.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub(super) fn take(
         &self,
         slot: usize,
@@ -144,9 +141,6 @@ impl StreamRun {
     }
 
     /// Knows of the sequence in `to` what it knows of the first `len` tokens of that in `from`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub(super) fn fork(&self, from: usize, to: usize, len: usize) -> Result<()> {
         self.state().fork(from, to, len)
     }
