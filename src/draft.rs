@@ -5,8 +5,8 @@ use crate::library::{Error, Result};
 use crate::names;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{Bits, Checkpoint, Progress, Task, human_bytes};
+use nq_load::StreamDrafts;
 use nq_load::device::Device;
-use nq_load::{Eagle, Mtp};
 use nq_model::names::HEAD;
 use nq_model::{ModelConfig, mtp};
 use nq_quantize::schemes::Schemes;
@@ -271,14 +271,14 @@ impl DraftWeights {
         match self {
             DraftWeights::Model(draft) => draft.load(options, config.vocab_size, progress),
             DraftWeights::Eagle3 { folder, head } => {
-                let loaded = Eagle::load(head, (config, store), options);
+                let loaded = StreamDrafts::eagle(head, (config, store), options);
                 let named = |e| Error::from(e).within(eagle(folder));
                 Ok(Drafts::Eagle(loaded.map_err(named)?))
             }
             DraftWeights::Mtp { .. } => {
                 let load = || {
                     let head = draft_head(target)?;
-                    Ok(Mtp::load((config, store), head.as_ref(), options)?)
+                    Ok(StreamDrafts::mtp((config, store), head.as_ref(), options)?)
                 };
                 let loaded = load().map_err(|e: Error| e.within("--draft mtp"))?;
                 Ok(Drafts::Mtp(loaded))
@@ -334,9 +334,9 @@ pub enum Drafts {
         ctx: usize,
     },
     /// An EAGLE-3 head.
-    Eagle(Eagle),
+    Eagle(StreamDrafts),
     /// The model's MTP layer.
-    Mtp(Mtp),
+    Mtp(StreamDrafts),
 }
 
 impl Drafts {

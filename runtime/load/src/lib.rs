@@ -63,12 +63,10 @@
 #[cfg_attr(not(feature = "candle"), path = "candle_absent.rs")]
 mod candle;
 pub mod device;
-mod eagle;
+mod drafts;
 pub mod gpu;
-mod mtp;
 
-pub use eagle::Eagle;
-pub use mtp::Mtp;
+pub use drafts::StreamDrafts;
 
 use device::Device;
 use nq_cpu::{CpuEngine, CpuLayers};

@@ -3,7 +3,7 @@
 use crate::common::published::{Published, ask, published, streams};
 use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, WeightStore, Zeros};
-use nq_load::Eagle;
+use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
 use nq_model::names::EMBEDDING;
 use nq_runtime::generate::{Limits, Sequence, generate};
@@ -36,7 +36,7 @@ fn target(c: &ModelConfig) -> (Arc<dyn Engine>, Store) {
     (engine, store)
 }
 
-fn session(engine: &dyn Engine, head: &Eagle) -> Box<dyn Session> {
+fn session(engine: &dyn Engine, head: &StreamDrafts) -> Box<dyn Session> {
     let spec = SessionSpec {
         slots: 2,
         ctx: 300,
@@ -49,7 +49,7 @@ fn session(engine: &dyn Engine, head: &Eagle) -> Box<dyn Session> {
     engine.session(spec).unwrap()
 }
 
-fn load(head: &Published, (c, store): (&ModelConfig, &Store)) -> nq_runtime::Result<Eagle> {
+fn load(head: &Published, (c, store): (&ModelConfig, &Store)) -> nq_runtime::Result<StreamDrafts> {
     head.load((c, store), &options(EngineKind::Nq))
 }
 

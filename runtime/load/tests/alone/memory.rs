@@ -6,7 +6,7 @@ use crate::common::{Store, feed, small_config, tokens, wide_hybrid};
 use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, TrellisScheme, Zeros};
 use nq_kernels::{Account, KernelSet};
-use nq_load::{Mtp, load};
+use nq_load::{StreamDrafts, load};
 use nq_model::ModelConfig;
 use nq_runtime::{
     Chunk, DeviceChoice, DraftLayer, DraftedBy, KvType, LoadOptions, LogitsWanted, SessionSpec,
@@ -69,7 +69,7 @@ fn plans_are_what_is_taken() {
             ..LoadOptions::default()
         };
         let layer = DraftLayer::mtp(&config);
-        let mtp = layer.map(|_| Mtp::load((&config, &store), None, &options).unwrap());
+        let mtp = layer.map(|_| StreamDrafts::mtp((&config, &store), None, &options).unwrap());
         let by_layer = layer.map_or(DraftedBy::Nothing, DraftedBy::Layer);
         let before = held();
         let engine = load(&config, &store, &options, &()).unwrap();

@@ -4,7 +4,7 @@ use super::published::ask;
 use super::{Store, feed, nq};
 use nq_formats::mtp::LayerStore;
 use nq_formats::{Tensor, Weight, WeightStore};
-use nq_load::Mtp;
+use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
 use nq_model::mtp::{self, EMBEDDING_NORM, FC, HIDDEN_NORM};
 use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters};
@@ -153,7 +153,7 @@ impl Published<'_> {
 /// too, and the sequence itself goes on. `cpu` gives the model's hidden states.
 pub(crate) fn check_forks(
     published: &Published<'_>,
-    (cpu, layer): (&dyn Engine, &Mtp),
+    (cpu, layer): (&dyn Engine, &StreamDrafts),
     open: impl Fn() -> Box<dyn Session>,
     tie: f32,
 ) {

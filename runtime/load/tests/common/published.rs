@@ -3,7 +3,7 @@
 use nq_formats::eagle::EagleHead;
 use nq_formats::{Weight, WeightStore};
 use nq_kernels::rng::Philox;
-use nq_load::Eagle;
+use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
 use nq_runtime::interface::Draft;
 use nq_runtime::{DraftedBy, Drafter, Engine, KvType, LoadOptions, Observer, Session, SessionSpec};
@@ -116,11 +116,11 @@ impl Published {
         &self,
         (config, store): (&ModelConfig, &dyn WeightStore),
         options: &LoadOptions,
-    ) -> nq_runtime::Result<Eagle> {
+    ) -> nq_runtime::Result<StreamDrafts> {
         let folder = tempfile::tempdir().unwrap();
         self.write(folder.path());
         let opened = EagleHead::open(folder.path())?;
-        Eagle::load(&opened, (config, store), options)
+        StreamDrafts::eagle(&opened, (config, store), options)
     }
 
     fn weight(&self, name: &str) -> &[f32] {

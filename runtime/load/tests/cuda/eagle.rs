@@ -5,7 +5,7 @@ use crate::common::published::{ask, published, streams};
 use crate::common::{Store, feed, fused_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, WeightStore, Zeros};
 use nq_kernels::KernelSet;
-use nq_load::Eagle;
+use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
 use nq_model::names::EMBEDDING;
 use nq_runtime::{
@@ -43,7 +43,7 @@ fn on_gpu() -> LoadOptions {
 
 fn session(
     engine: &dyn Engine,
-    head: Option<&Eagle>,
+    head: Option<&StreamDrafts>,
     kv: KvType,
     pages: Option<usize>,
 ) -> Box<dyn Session> {
@@ -136,7 +136,7 @@ type Answer = (Vec<u32>, Vec<u32>);
 /// Answers of three sequences that join one after the other, alone in steps of one row if there is no head.
 fn answers(
     engine: &dyn Engine,
-    head: Option<&Eagle>,
+    head: Option<&StreamDrafts>,
     pages: Option<usize>,
 ) -> (Vec<Answer>, usize) {
     let mut session = session(engine, head, KvType::F16, pages);

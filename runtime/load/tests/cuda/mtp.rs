@@ -6,7 +6,7 @@ use crate::common::published::ask;
 use crate::common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
-use nq_load::Mtp;
+use nq_load::StreamDrafts;
 use nq_model::{Experts, ModelConfig};
 use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::{
@@ -89,7 +89,7 @@ fn drafts_are_those_of_the_published_computation() {
             config: &config,
             store: &store,
         };
-        let layer = Mtp::load((&config, &store), None, &on_gpu()).unwrap();
+        let layer = StreamDrafts::mtp((&config, &store), None, &on_gpu()).unwrap();
         let mut session = gpu_session(&*engine);
         let mut drafter = layer.drafter(&mut *session).unwrap();
         let mut check = |slot: usize, text: &[u32], fed: usize, from: usize| {
@@ -127,7 +127,7 @@ fn forks_know_what_the_layer_saw_of_the_other_sequence() {
         config: &config,
         store: &store,
     };
-    let layer = Mtp::load((&config, &store), None, &on_gpu()).unwrap();
+    let layer = StreamDrafts::mtp((&config, &store), None, &on_gpu()).unwrap();
     check_forks(&published, (&*cpu, &layer), || gpu_session(&*engine), 0.05);
 }
 
@@ -140,7 +140,7 @@ fn drafts_change_no_answer() {
     let Some(engine) = gpu_engine(&config, &store, KernelSet::Fused) else {
         return;
     };
-    let layer = Mtp::load((&config, &store), None, &on_gpu()).unwrap();
+    let layer = StreamDrafts::mtp((&config, &store), None, &on_gpu()).unwrap();
     let prompt = tokens(40, 8);
     let answer = |drafts: bool| {
         let mut session = gpu_session(&*engine);
