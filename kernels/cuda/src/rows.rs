@@ -107,7 +107,23 @@ pub struct RowsOut<'a> {
     pub half: Option<&'a mut Buffer<u16>>,
 }
 
-impl RowsOut<'_> {
+impl<'a> RowsOut<'a> {
+    /// Rows in f32 alone.
+    pub fn full(rows: &'a mut Buffer<f32>) -> Self {
+        RowsOut {
+            full: Some(rows),
+            half: None,
+        }
+    }
+
+    /// Rows in FP16 alone.
+    pub fn half(rows: &'a mut Buffer<u16>) -> Self {
+        RowsOut {
+            full: None,
+            half: Some(rows),
+        }
+    }
+
     pub(super) fn addresses(
         &self,
         o: &Operands<'_>,

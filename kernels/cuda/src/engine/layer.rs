@@ -1,12 +1,65 @@
 //! The weights of a layer on a GPU, and the mixtures that its kernels run.
 
-use crate::{Buffer, DeviceLinear, MOST_EXPERTS};
+use super::host_experts::HostExperts;
+use crate::{Buffer, DeviceLinear, HalfRows, MOST_EXPERTS};
 use nq_kernels::registry::WeightKind;
 use nq_model::forward::{Layer, Mix};
 use nq_model::{Experts, LayerSpec, LinearKind, ModelConfig, Product};
+use nq_runtime::states::is_recurrent;
 
 /// The weights of a layer; gate and up are interleaved.
 pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
+
+/// The layers of a model, or the one that drafts.
+pub(super) struct CudaLayers {
+    pub(super) all: Vec<CudaLayer>,
+    /// Of each layer, its number among those that keep what it keeps of sequences: pages, or states.
+    places: Vec<usize>,
+    /// Rows of the projections of rates, of the layers with recurrences.
+    pub(super) rates: Vec<HalfRows>,
+    /// Of each layer the rows of its router, if it has a mixture that runs here as one stack.
+    pub(super) routers: Vec<Option<HalfRows>>,
+    /// Experts of the first layers that run on the CPU.
+    pub(super) host: HostExperts,
+}
+
+impl CudaLayers {
+    /// Those of a model of shape `config`, still without their weights.
+    pub(super) fn new(config: &ModelConfig) -> Self {
+        let mut next = [0; 2];
+        let place = |spec| {
+            let next = &mut next[usize::from(is_recurrent(spec))];
+            *next += 1;
+            *next - 1
+        };
+        CudaLayers {
+            all: Vec::with_capacity(config.num_hidden_layers),
+            places: config.layers().map(place).collect(),
+            rates: Vec::new(),
+            routers: Vec::new(),
+            host: HostExperts::default(),
+        }
+    }
+
+    /// The number of layer `index` among those that keep pages, or among those that keep states.
+    pub(super) fn place(&self, index: usize) -> usize {
+        self.places[index]
+    }
+
+    /// The rows of the projections of rates of layer `index`, which has a recurrence.
+    pub(super) fn rates(&self, index: usize) -> &HalfRows {
+        &self.rates[self.place(index)]
+    }
+
+    /// The mixtures of layers of a model of shape `config`, as their stacks are.
+    pub(super) fn stacks(&self, config: &ModelConfig) -> Option<Experts> {
+        let mut blocks = self.all.iter().flat_map(|l| &l.blocks);
+        blocks.find_map(|block| match &block.mixer {
+            Mix::Experts(experts) => Some(mixture(config, experts)),
+            _ => None,
+        })
+    }
+}
 
 /// Drops the shared expert of a layer whose stacks have it.
 pub(super) fn drop_shared(layer: &mut CudaLayer) {

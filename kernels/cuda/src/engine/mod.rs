@@ -7,10 +7,12 @@ mod model;
 mod page_tables;
 mod parallel;
 mod part;
+mod pass;
 mod plan;
 mod request;
 mod session;
 mod streams;
+mod weights;
 
 use crate::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
 pub use model::check_shape;
@@ -58,10 +60,10 @@ pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<
         together: MOST_WIDE_SEQUENCES,
         config: c,
         kernels: KernelSet::Fused,
-        head: &plan::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, None)?,
-        trellis: plan::has_trellis(c, kinds),
+        head: &weights::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, None)?,
+        trellis: weights::has_trellis(c, kinds),
         part: None,
-        weights: plan::weight_bytes(c, kinds, None, 0, None)?,
+        weights: weights::weight_bytes(c, kinds, None, 0, None)?,
         session: Some(spec),
     };
     request.plan()

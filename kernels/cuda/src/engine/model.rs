@@ -1,27 +1,27 @@
 //! A model's weights on a GPU.
 
 use super::host_experts::{HostExperts, is_of_experts};
-use super::layer::{CudaLayer, drop_shared, is_of_shared, mixture, stacks_shared};
+use super::layer::{CudaLayer, CudaLayers, drop_shared, is_of_shared, stacks_shared};
 use super::part::GpuPart;
-use super::plan::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
+use super::pass::Context;
 use super::request::Request;
 use super::session::step_rows::most_together;
+use super::weights::{self, no_weight, stored_by_layer, told_kinds, weight_bytes};
 use crate::pack::{SPAN, TILE};
 use crate::{
-    Buffer, CONV, DELTA_DIM, DeltaVectors, DeviceLinear, Gpu, HEAD_DIM, HalfRows, Heads,
-    MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Uploader, WIDE_HEAD_DIM,
-    rotated,
+    Buffer, CONV, DELTA_DIM, DeviceLinear, DevicePages, DeviceStates, Gpu, HEAD_DIM, HalfRows,
+    HostStage, MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Stream, Uploader,
+    WIDE_HEAD_DIM, rotated,
 };
 use nq_formats::{Progress, Scheme, Shard, Tensor, Weight, WeightStore, human_bytes};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
-use nq_model::forward::{HeadVectors, Layer, Mix, VectorSpec};
+use nq_model::forward::{Layer, Mix, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, Experts, LinearKind, Mixer, ModelConfig, Product};
+use nq_model::{DType, LinearKind, Mixer, ModelConfig, Product};
 use nq_runtime::interface::{LoadOptions, SessionSpec};
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;
-use nq_runtime::states::is_recurrent;
 use nq_runtime::weights::{Census, LoadProgress, note_held};
 use nq_runtime::{Error, Result};
 use std::collections::BTreeMap;
@@ -34,15 +34,7 @@ pub(super) struct CudaModel {
     pub(super) rotary: Rotary,
     /// Device memory that weights take.
     pub(super) weights: usize,
-    pub(super) layers: Vec<CudaLayer>,
-    /// Of each layer, its number among those that keep what it keeps of sequences: pages, or states.
-    places: Vec<usize>,
-    /// Rows of the projections of rates, of the layers with recurrences.
-    rates: Vec<HalfRows>,
-    /// Of each layer the rows of its router, if it has a mixture that runs here as one stack.
-    routers: Vec<Option<HalfRows>>,
-    /// Experts of its first layers that run on the CPU.
-    pub(super) host: HostExperts,
+    pub(super) layers: CudaLayers,
     pub(super) norm: Buffer<f32>,  // [hidden]
     pub(super) head: DeviceLinear, // [vocab, hidden]
     /// `[vocab, hidden]`; `None` if the head is the same matrix.
@@ -263,7 +255,7 @@ impl CudaModel {
             together: most_together(&gpu),
             config,
             kernels,
-            head: &plan::head(&dry, config, &kinds, part)?,
+            head: &weights::head(&dry, config, &kinds, part)?,
             trellis,
             part,
             weights: 0,
@@ -298,9 +290,7 @@ impl CudaModel {
             }
         };
         drop(embedding_weight);
-        let mut layers = Vec::with_capacity(config.num_hidden_layers);
-        let (mut rates, mut routers) = (Vec::new(), Vec::new());
-        let mut host = HostExperts::default();
+        let mut layers = CudaLayers::new(config);
         let mut first = Some(first);
         for index in 0..config.num_hidden_layers {
             let weights = match first.take() {
@@ -310,11 +300,11 @@ impl CudaModel {
             count(&weights.linears.values().collect::<Vec<_>>());
             let experts_on_host = index < on_host;
             if experts_on_host {
-                host.add(config, options, &weights)?;
+                layers.host.add(config, options, &weights)?;
             }
             for block in weights.spec.blocks {
                 if let Mixer::Delta(delta) = &block.mixer {
-                    rates.push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
+                    (layers.rates).push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
                 }
             }
             let layer = pack_layer(
@@ -326,8 +316,8 @@ impl CudaModel {
             )?;
             let router = (!experts_on_host).then(|| router_of(&layer, &weights));
             let router = router.flatten().map(|parts| HalfRows::new(&gpu, &parts));
-            routers.push(router.transpose()?);
-            layers.push(layer);
+            layers.routers.push(router.transpose()?);
+            layers.all.push(layer);
             weights.linears.values().for_each(|w| done.add(w));
         }
         let norm = models::final_norm(store, config)?;
@@ -336,12 +326,11 @@ impl CudaModel {
         done.end();
         note_held(config, store, Scheme::held_on_gpu, progress);
         slower.note(progress);
-        if host.layers() > 0 {
+        if on_host > 0 {
             progress.note(&format!(
-                "the experts of {} of {} layers ({}) are in the computer's memory and run on the CPU",
-                host.layers(),
+                "the experts of {on_host} of {} layers ({}) are in the computer's memory and run on the CPU",
                 config.num_hidden_layers,
-                human_bytes(host.bytes() as u64)
+                human_bytes(layers.host.bytes() as u64)
             ));
         }
         if dense_f32 {
@@ -354,10 +343,6 @@ impl CudaModel {
             gpu,
             kernels,
             layers,
-            places: places(config),
-            rates,
-            routers,
-            host,
             norm,
             head,
             embedding,
@@ -382,6 +367,27 @@ impl CudaModel {
         }
     }
 
+    /// What the layers of a pass over pages and states of a session share.
+    pub(super) fn context<'a>(
+        &'a self,
+        stream: &'a Stream,
+        pages: &'a DevicePages,
+        states: Option<&'a DeviceStates>,
+        cos_sin: &'a Buffer<[f32; 2]>,
+        host: Option<&'a HostStage>,
+    ) -> Context<'a> {
+        Context {
+            stream,
+            config: &self.config,
+            layers: &self.layers,
+            kernels: self.kernels,
+            pages,
+            states,
+            cos_sin,
+            host,
+        }
+    }
+
     /// The embedding `[vocab, hidden]`.
     pub(super) fn embedding(&self) -> &DeviceLinear {
         self.embedding.as_ref().unwrap_or(&self.head)
@@ -389,89 +395,19 @@ impl CudaModel {
 
     /// Bytes that decoding one token reads.
     pub(super) fn bytes_per_token(&self) -> usize {
-        let vectors = self.layers.iter().flat_map(Layer::vectors);
-        let layers = self.layers.iter();
+        let layers = self.layers.all.iter();
+        let vectors = layers.clone().flat_map(Layer::vectors);
         layers
             .map(|l| l.bytes_per_token(&self.config, DeviceLinear::bytes))
             .sum::<usize>()
             + vectors.map(Buffer::bytes).sum::<usize>()
-            + self.host.bytes_per_token(self.config.experts.as_ref())
+            + self
+                .layers
+                .host
+                .bytes_per_token(self.config.experts.as_ref())
             + self.norm.bytes()
             + self.head.bytes()
     }
-
-    /// The number of layer `index` among those that keep pages, or among those that keep states.
-    pub(super) fn place(&self, index: usize) -> usize {
-        self.places[index]
-    }
-
-    /// The rows of the projections of rates of layer `index`, which has a recurrence.
-    pub(super) fn rates(&self, index: usize) -> &HalfRows {
-        &self.rates[self.place(index)]
-    }
-
-    /// The mixtures of the layers, as their stacks are.
-    pub(super) fn stacks(&self) -> Option<Experts> {
-        let mut blocks = self.layers.iter().flat_map(|l| &l.blocks);
-        blocks.find_map(|block| match &block.mixer {
-            Mix::Experts(experts) => Some(mixture(&self.config, experts)),
-            _ => None,
-        })
-    }
-
-    /// The rows of the router of layer `index`, if it has a mixture that runs here as one stack.
-    pub(super) fn router(&self, index: usize) -> Option<&HalfRows> {
-        self.routers[index].as_ref()
-    }
-
-    /// The vectors of a layer's recurrence.
-    pub(super) fn delta<'a>(
-        &self,
-        vectors: &'a nq_model::forward::DeltaParameters<Buffer<f32>>,
-    ) -> DeltaVectors<'a> {
-        DeltaVectors {
-            conv: &vectors.conv,
-            decay: &vectors.decay,
-            dt_bias: &vectors.dt_bias,
-            norm: &vectors.norm,
-            eps: self.config.rms_norm_eps,
-        }
-    }
-
-    /// The parameters of a layer's attention.
-    pub(super) fn heads<'a>(
-        &self,
-        vectors: &'a HeadVectors<Buffer<f32>>,
-        cos_sin: &'a Buffer<[f32; 2]>,
-    ) -> Heads<'a> {
-        heads_of(&self.config, vectors, cos_sin)
-    }
-}
-
-/// The parameters of the attention of a layer of a model of shape `c`.
-pub(super) fn heads_of<'a>(
-    c: &ModelConfig,
-    vectors: &'a HeadVectors<Buffer<f32>>,
-    cos_sin: &'a Buffer<[f32; 2]>,
-) -> Heads<'a> {
-    Heads {
-        heads: c.num_attention_heads,
-        gains: vectors.norms.as_ref().map(|norms| norms.each_ref()),
-        biases: &vectors.biases,
-        cos_sin,
-        eps: c.rms_norm_eps,
-    }
-}
-
-/// Of each layer, its number among those that keep what it keeps of sequences.
-fn places(config: &ModelConfig) -> Vec<usize> {
-    let mut next = [0; 2];
-    let mut place = |spec| {
-        let next = &mut next[usize::from(is_recurrent(spec))];
-        *next += 1;
-        *next - 1
-    };
-    config.layers().map(&mut place).collect()
 }
 
 /// The error of a size that the kernels do not serve.

@@ -1,148 +1,14 @@
-//! The GPU memory that a model and its sessions will take, before any of it is allocated: their
-//! constructors are run on a device that only counts.
+//! The GPU memory that a model and its sessions will take, before any of it is allocated: their constructors are run on a
+//! device that only counts. [`super::weights`] counts weights.
 
-use super::host_experts::is_of_experts;
-use super::layer::{CudaLayer, drop_shared, is_of_shared, shared_behind, stacks_shared};
-use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
-use crate::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
-use nq_formats::{TensorEntry, WeightStore, human_bytes};
+use crate::Gpu;
+use nq_formats::human_bytes;
 use nq_kernels::Account;
 use nq_kernels::pages::KvType;
-use nq_kernels::registry::WeightKind;
-use nq_model::forward::{Block, Layer, Mix, VectorSpec};
-use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, LinearKind, LinearSpec, ModelConfig, Product};
 use nq_runtime::interface::{DeviceMemory, DraftedBy, SessionSpec};
-use nq_runtime::states::{is_recurrent, shape_of};
-use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
-use std::collections::BTreeMap;
-
-/// Reserves the matrix `name` of a model, of shape `dims`.
-fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
-    let kind = PackedKind::new(kinds(name), dims.1)?;
-    Ok(DeviceLinear::zeros(gpu, kind, (&[dims.0], dims.1))?)
-}
-
-/// An empty weight, in the place of experts that are on the CPU.
-pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
-    DeviceLinear::zeros(gpu, PackedKind::Fp16, (&[], 0))
-}
-
-/// True if matrices of the model are in trellis codes.
-pub(super) fn has_trellis(c: &ModelConfig, kinds: Kinds<'_>) -> bool {
-    let coded = |name: &str| matches!(kinds(name), WeightKind::Trellis(_));
-    let layer = |i: usize| {
-        let linears = c.layer(i).linears();
-        linears.iter().any(|l| coded(&l.name(i)))
-    };
-    coded(names::head(c)) || coded(EMBEDDING) || (0..c.num_hidden_layers).any(layer)
-}
-
-/// Reserves the head, or what a GPU of several has of it.
-pub(super) fn head(
-    gpu: &Gpu,
-    c: &ModelConfig,
-    kinds: Kinds<'_>,
-    part: Option<GpuPart>,
-) -> Result<DeviceLinear> {
-    let rows = part.map_or(c.vocab_size, |part| part.head_rows(c).len());
-    matrix(gpu, kinds, names::head(c), (rows, c.hidden_size))
-}
-
-/// Bytes that packed weights of these kinds take, without the experts of the first `on_host` layers. If
-/// `stored` gives the bytes of each layer in the file, only the first layer is packed, and the others are
-/// scaled by their stored sizes.
-///
-/// # Errors
-/// A weight that no kernel serves.
-pub(super) fn weight_bytes(
-    c: &ModelConfig,
-    kinds: Kinds<'_>,
-    stored: Option<&[u64]>,
-    on_host: usize,
-    part: Option<GpuPart>,
-) -> Result<usize> {
-    let account = Account::gpu();
-    let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
-    let layer = |index: usize, on_host: bool| -> Result<usize> {
-        let before = account.held();
-        let spec = c.layer(index);
-        let kind = |kind: LinearKind| kinds(&spec.linear(kind).name(index));
-        let stacks = !on_host && stacks_shared(c, spec, kind);
-        let vector = |vector: VectorSpec| -> Result<_> { Ok(gpu.zeros("a norm", vector.len(c))?) };
-        let pack = |product: &'static Product| {
-            let apart = on_host && is_of_experts(spec, product) || stacks && is_of_shared(product);
-            if apart {
-                return Ok(no_weight(gpu)?);
-            }
-            let behind = |l: &LinearSpec| shared_behind(l.kind).filter(|_| stacks);
-            let height = |l: &LinearSpec| {
-                let more = behind(l).map_or(0, |shared| spec.linear(shared).dims(c).0);
-                l.dims(c).0 + more
-            };
-            let heights: Vec<usize> = product.linears.iter().map(height).collect();
-            let inputs = product.inputs(c);
-            let parts = product.linears.iter().map(|l| {
-                let stacked = behind(l).and_then(|shared| kind(l.kind).stacked(kind(shared)));
-                stacked.unwrap_or_else(|| kind(l.kind))
-            });
-            let kind = match PackedKind::of_stack(parts, inputs)? {
-                kind if is_of_experts(spec, product) => kind.without_trellis(),
-                kind => kind,
-            };
-            Ok(DeviceLinear::zeros(gpu, kind, (&heights, inputs))?)
-        };
-        let mut layer: CudaLayer = Layer::new(index, spec, pack, vector)?;
-        if stacks {
-            drop_shared(&mut layer);
-        }
-        let delta = shape_of(c).filter(|_| is_recurrent(spec));
-        let routes = |block: &Block<_, _>| match &block.mixer {
-            Mix::Experts(experts) => experts.shared.is_none() && !on_host,
-            _ => false,
-        };
-        let router = (c.experts.filter(|_| layer.blocks.iter().any(routes)))
-            .map_or(0, |e| e.count + usize::from(stacks));
-        let rates = delta.map_or(0, |d| 2 * d.value_heads);
-        // Memory of no bytes takes some too, so what does not exist is not reserved.
-        let halves = |rows: usize| {
-            let bytes = HalfRows::bytes(rows, c.hidden_size);
-            let reserved = (rows > 0).then(|| gpu.zeros::<u8>("a weight", bytes));
-            reserved.transpose()
-        };
-        let _halves = (halves(rates)?, halves(router)?);
-        Ok(account.held() - before)
-    };
-    let layers = match stored {
-        Some(stored) => {
-            let (whole, bare) = (layer(0, false)? as u128, layer(0, true)? as u128);
-            let sizes = stored.iter().enumerate();
-            let all: u128 = sizes
-                .map(|(i, &size)| if i < on_host { bare } else { whole } * u128::from(size))
-                .sum();
-            all.div_ceil(stored[0].into()) as usize
-        }
-        None => (0..c.num_hidden_layers)
-            .map(|i| layer(i, i < on_host))
-            .sum::<Result<usize>>()?,
-    };
-    let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
-    let _head = head(gpu, c, kinds, part)?;
-    let _embedding = if c.tie_word_embeddings {
-        None
-    } else {
-        Some(matrix(
-            gpu,
-            kinds,
-            EMBEDDING,
-            (c.vocab_size, c.hidden_size),
-        )?)
-    };
-    Ok(layers + account.held())
-}
 
 /// Suggested contexts are multiples of this.
 const CTX_STEP: usize = 256;
@@ -307,55 +173,6 @@ impl Request<'_> {
         }
         (low > 0).then_some(low * CTX_STEP)
     }
-}
-
-/// The kinds of all Linears of the layers, by name, if the store knows their schemes without reading
-/// the weights; only these tell whether inputs are in activation order. A layer may hold its weights in
-/// more bits than the first does.
-pub(super) fn told_kinds(
-    config: &ModelConfig,
-    store: &dyn WeightStore,
-    act_order: bool,
-) -> Option<BTreeMap<String, WeightKind>> {
-    let layers = 0..config.num_hidden_layers;
-    let names = layers.flat_map(|layer| {
-        let linears = config.layer(layer).linears().into_iter();
-        linears.map(move |linear| linear.name(layer))
-    });
-    let kind = |name: String| {
-        let scheme = store.scheme(&name)?;
-        Some((name, WeightKind::in_scheme(scheme, act_order)))
-    };
-    let mut kinds: BTreeMap<String, WeightKind> = names.map(&kind).collect::<Option<_>>()?;
-    // Those that nq never quantizes; unquantized weights are held in one way, whatever their type.
-    for layer in 0..config.num_hidden_layers {
-        for linear in config.layer(layer).kept() {
-            let name = linear.name(layer);
-            let kind = kind(name.clone()).map_or(WeightKind::Dense(DType::BF16), |k| k.1);
-            kinds.insert(name, kind);
-        }
-    }
-    Some(kinds)
-}
-
-/// Stored bytes of each layer; `None` if the names in the file do not tell.
-pub(super) fn stored_by_layer(entries: &[TensorEntry], layers: usize) -> Option<Vec<u64>> {
-    let mut bytes = vec![0; layers];
-    // MTP layers: apart in Hugging Face checkpoints, behind the others in GGUF.
-    let behind: Vec<&str> = (entries.iter())
-        .filter_map(|e| Some(e.name.split_once("nextn.")?.0))
-        .chain(["mtp."])
-        .collect();
-    let of_model = |e: &&TensorEntry| !behind.iter().any(|start| e.name.starts_with(start));
-    for entry in entries.iter().filter(of_model) {
-        let mut words = entry.name.split('.');
-        // The names in Hugging Face checkpoints and in GGUF.
-        if words.by_ref().any(|w| w == "layers" || w == "blk") {
-            let index: usize = words.next()?.parse().ok()?;
-            *bytes.get_mut(index)? += entry.bytes;
-        }
-    }
-    bytes.iter().all(|&b| b > 0).then_some(bytes)
 }
 
 #[cfg(test)]

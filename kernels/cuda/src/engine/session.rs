@@ -1,25 +1,24 @@
 //! [`Session`] on a GPU.
 
 pub(super) mod buffers;
-mod experts;
 mod graphs;
 pub(super) mod memory;
 mod pages;
-mod passes;
 pub(super) mod rank_rows;
 mod ranks;
 mod rows;
 mod states;
 pub(super) mod step;
 pub(super) mod step_rows;
-mod taps;
+pub(super) mod taps;
 
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
-use super::streams::{DraftMemory, StreamRun};
+use super::streams::StreamRun;
+use super::streams::buffers::DraftMemory;
 use crate::{
-    Buffer, DeviceLinear, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned,
-    Stream, StreamOptions,
+    Buffer, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned, Stream,
+    StreamOptions,
 };
 use buffers::{LOGIT_ROWS, ManyRows};
 use graphs::Graphs;
@@ -83,7 +82,7 @@ impl CudaSession {
         let positions = cos_sin.len() / (c.rotated() / 2);
         let slots = memory.pages.places().slots;
         let rows = memory.step.rows().max(spec.max_rows);
-        let experts_host = match (&c.experts, model.host.layers()) {
+        let experts_host = match (&c.experts, model.layers.host.layers()) {
             (Some(experts), 1..) => {
                 let row = c.hidden_size + experts.count;
                 Some(gpu.host_stage("rows for the CPU", rows * row)?)
@@ -162,17 +161,6 @@ fn staging<'a>(
         Some(host) => Ok(host),
         None => Ok(host.insert(pages.staging(gpu)?)),
     }
-}
-
-/// Queues a product with `w`, timed as `op`.
-fn product(
-    stream: &Stream,
-    op: &'static str,
-    w: &DeviceLinear,
-    queue: impl FnOnce() -> nq_kernels::Result<()>,
-) -> nq_kernels::Result<()> {
-    let key = (op, w.kind().name(), (w.rows(), w.inputs()));
-    stream.timed(key, w.bytes(), queue)
 }
 
 impl Session for CudaSession {
@@ -292,7 +280,7 @@ impl Session for CudaSession {
         if !all_finite(&out[first..]) {
             let error = Error::NotFinite {
                 what: "the final norm behind the output",
-                layer: self.model.layers.len() - 1,
+                layer: self.model.layers.all.len() - 1,
             };
             self.lose(chunks, &error);
             return Err(error);

@@ -1,14 +1,19 @@
 use super::*;
-use crate::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
+use crate::engine::layer::stacks_shared;
+use crate::engine::weights::{head, stored_by_layer, weight_bytes};
+use crate::{DeviceLinear, GpuInfo, MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Scheme, Weight, ZeroPoints, Zeros,
-    trellis::Code,
+    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Scheme, TensorEntry, Weight,
+    ZeroPoints, Zeros, trellis::Code,
 };
 use nq_kernels::KernelSet;
+use nq_kernels::registry::WeightKind;
+use nq_model::{DType, ModelConfig};
 use nq_runtime::interface::DraftLayer;
+use nq_runtime::weights::Kinds;
 
 /// Qwen3-8B's shape.
-fn config() -> nq_model::ModelConfig {
+fn config() -> ModelConfig {
     nq_model::Preset::find("qwen3-8b")
         .expect("a published shape")
         .config()

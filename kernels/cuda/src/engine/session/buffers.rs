@@ -7,6 +7,7 @@ use crate::{
     gated_width, packed_weights, stacked,
 };
 use nq_kernels::{DeltaShape, KernelSet};
+use nq_model::forward::Operand;
 use nq_model::{Experts, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::states::shape_of;
@@ -16,7 +17,7 @@ pub(in crate::engine) const LOGIT_ROWS: usize = 64;
 
 /// From so many rows on, rows are sorted by expert, and an expert's weights are read once for all of its
 /// rows; before, rows that go through their experts one by one are faster (Qwen3-30B-A3B on an H200).
-pub(super) const GROUPED_ROWS: usize = 48;
+pub(in crate::engine) const GROUPED_ROWS: usize = 48;
 
 /// Row widths of the buffers.
 pub(in crate::engine) struct Widths {
@@ -74,12 +75,11 @@ pub(super) struct ManyRows {
     pub(super) tokens: Checked<u32>,
     pub(super) rows: Checked<Row>,
     pub(super) wanted: Checked<u32>,
-    pub(super) x: Buffer<f32>,        // [rows, hidden], the residual
-    pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
-    pub(super) qkv: Buffer<f32>,      // [rows, widest products of a mixer]
-    pub(super) attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
-    pub(super) mlp: Buffer<u16>,      // [rows, intermediate padded]
-    pub(super) delta: Option<RecurrentRows>,
+    pub(super) x: Buffer<f32>,   // [rows, hidden], the residual
+    pub(super) qkv: Buffer<f32>, // [rows, widest products of a mixer]
+    pub(super) halves: Halves,
+    pub(super) rates: Buffer<f32>, // [rows, 2 value heads]
+    pub(super) recurrent: Option<RecurrentRows>,
     pub(super) head_in: Buffer<u16>, // [LOGIT_ROWS, hidden padded]
     pub(super) logits: Buffer<f32>,  // [LOGIT_ROWS, vocab], or hidden states of as many rows
     pub(super) experts: Option<ExpertRows>,
@@ -97,21 +97,19 @@ impl ManyRows {
         places: Places,
     ) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
-        let halves = |n: usize| gpu.zeros::<u16>("activations", n);
         Ok(ManyRows {
             tokens: Checked::new(gpu, "activations", m, 0, w.vocab)?,
             rows: Checked::new(gpu, "activations", m, Row::default(), places)?,
             wanted: Checked::new(gpu, "activations", m, 0, m)?,
             x: f32s(m * w.hidden)?,
-            normed: halves(m * padded(w.hidden))?,
             qkv: f32s(m * w.qkv)?,
-            attended: halves(m * padded(w.attended))?,
-            mlp: halves(m * padded(w.mlp))?,
-            delta: match &w.delta {
+            halves: Halves::new(gpu, m, w.hidden, w.attended, w.mlp)?,
+            rates: f32s(m * w.delta.map_or(0, |d| 2 * d.value_heads))?,
+            recurrent: match &w.delta {
                 Some(delta) => Some(RecurrentRows::new(gpu, delta, m, places.slots)?),
                 None => None,
             },
-            head_in: halves(LOGIT_ROWS * padded(w.hidden))?,
+            head_in: gpu.zeros("activations", LOGIT_ROWS * padded(w.hidden))?,
             logits: f32s(LOGIT_ROWS * w.vocab)?,
             experts: ExpertRows::new(gpu, (w.experts.as_ref(), w.hidden), m)?,
             full: match kernels {
@@ -123,19 +121,49 @@ impl ManyRows {
     }
 }
 
+/// Inputs of products in FP16 and operand order.
+pub(in crate::engine) struct Halves {
+    pub(in crate::engine) normed: Buffer<u16>, // [rows, hidden padded]
+    pub(in crate::engine) attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
+    pub(in crate::engine) gated: Buffer<u16>,  // [rows, intermediate padded]
+}
+
+impl Halves {
+    /// Allocates them for up to `rows` rows of these widths.
+    pub(in crate::engine) fn new(
+        gpu: &Gpu,
+        rows: usize,
+        hidden: usize,
+        attended: usize,
+        gated: usize,
+    ) -> nq_kernels::Result<Self> {
+        let halves = |width: usize| gpu.zeros("activations", rows * padded(width));
+        Ok(Halves {
+            normed: halves(hidden)?,
+            attended: halves(attended)?,
+            gated: halves(gated)?,
+        })
+    }
+
+    pub(in crate::engine) fn operand(&self, operand: Operand) -> &Buffer<u16> {
+        match operand {
+            Operand::Attended => &self.attended,
+            Operand::Gated => &self.gated,
+        }
+    }
+}
+
 /// Buffers for layers with recurrences, of forwards over many rows.
-pub(super) struct RecurrentRows {
-    pub(super) rates: Buffer<f32>,   // [rows, 2 value heads]
-    pub(super) mixed: Buffer<f32>,   // [rows, channels]
-    pub(super) chunks: Buffer<f32>,  // `DeltaRows::chunk_parts`
-    pub(super) scanned: Buffer<f32>, // [rows, values]
+pub(in crate::engine) struct RecurrentRows {
+    pub(in crate::engine) mixed: Buffer<f32>, // [rows, channels]
+    pub(in crate::engine) chunks: Buffer<f32>, // `DeltaRows::chunk_parts`
+    pub(in crate::engine) scanned: Buffer<f32>, // [rows, values]
 }
 
 impl RecurrentRows {
     pub(super) fn new(gpu: &Gpu, delta: &DeltaShape, rows: usize, slots: usize) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>("activations", rows * n);
         Ok(RecurrentRows {
-            rates: f32s(2 * delta.value_heads)?,
             mixed: f32s(delta.channels())?,
             chunks: gpu.zeros("activations", DeltaRows::chunk_parts(delta, rows, slots))?,
             scanned: f32s(delta.values())?,
@@ -173,20 +201,12 @@ impl ExpertRows {
     }
 }
 
-/// The rows of experts of a mixture.
-pub(in crate::engine) fn expert_rows(experts: &mut Option<ExpertRows>) -> &mut ExpertRows {
-    match experts {
-        Some(rows) => rows,
-        None => unreachable!("sessions of mixtures have rows for them"),
-    }
-}
-
 /// f32 activations, for the plain kernels and for observers.
-pub(super) struct FullRows {
-    pub(super) normed: Buffer<f32>,   // [rows, hidden]
-    pub(super) attended: Buffer<f32>, // [rows, widest output of a mixer]
-    pub(super) gate_up: Buffer<f32>,  // [rows, 2 intermediate]
-    pub(super) mlp: Buffer<f32>,      // [rows, intermediate]
+pub(in crate::engine) struct FullRows {
+    pub(in crate::engine) normed: Buffer<f32>, // [rows, hidden]
+    pub(in crate::engine) attended: Buffer<f32>, // [rows, widest output of a mixer]
+    pub(in crate::engine) gate_up: Buffer<f32>, // [rows, 2 intermediate]
+    pub(in crate::engine) gated: Buffer<f32>,  // [rows, intermediate]
 }
 
 impl FullRows {
@@ -196,7 +216,14 @@ impl FullRows {
             normed: zeros(w.hidden)?,
             attended: zeros(w.attended)?,
             gate_up: zeros(2 * w.mlp)?,
-            mlp: zeros(w.mlp)?,
+            gated: zeros(w.mlp)?,
         })
+    }
+
+    pub(in crate::engine) fn operand(&self, operand: Operand) -> &Buffer<f32> {
+        match operand {
+            Operand::Attended => &self.attended,
+            Operand::Gated => &self.gated,
+        }
     }
 }

@@ -4,7 +4,7 @@ use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
 use super::step_rows::{StepRows, most_rows};
 use crate::engine::request::Request;
-use crate::engine::streams::DraftMemory;
+use crate::engine::streams::buffers::DraftMemory;
 use crate::{Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom};
 use nq_runtime::Result;
 use nq_runtime::interface::{DraftedBy, SessionSpec};

@@ -9,7 +9,7 @@ use nq_runtime::interface::Split;
 use std::ops::Range;
 
 /// Buffers of a rank.
-pub(super) struct RankRows {
+pub(in crate::engine) struct RankRows {
     part: GpuPart,
     shares: Option<Shares>,
     head: Option<HeadRows>,
@@ -80,14 +80,19 @@ impl RankRows {
         })
     }
 
+    /// True for a stage of layers, whose residual stream other ranks go on with.
+    pub(in crate::engine) fn is_stage(&self) -> bool {
+        self.part.split == Split::Layers
+    }
+
     /// Where a product of many rows writes what it would add, if nothing else is part of that; `None` if it is to add to the
     /// residual stream itself.
-    pub(super) fn written(&mut self) -> Option<&mut Buffer<f32>> {
+    pub(in crate::engine) fn written(&mut self) -> Option<&mut Buffer<f32>> {
         self.shares.as_mut().map(|shares| &mut shares.written)
     }
 
     /// Where the head writes its logits; `None` if it has all tokens.
-    pub(super) fn head_logits(&mut self) -> Option<&mut Buffer<f32>> {
+    pub(in crate::engine) fn head_logits(&mut self) -> Option<&mut Buffer<f32>> {
         self.head.as_mut().map(|head| &mut head.logits)
     }
 
@@ -132,7 +137,7 @@ impl RankRows {
 }
 
 /// What a stage of layers does with the residual stream of rows `[m, hidden]`; nothing on ranks of parts of every layer.
-pub(super) enum Handover {
+pub(in crate::engine) enum Handover {
     /// Takes what the stage before made of it.
     Begin,
     /// Passes on what it made of it, to all stages.
@@ -142,14 +147,14 @@ pub(super) enum Handover {
 }
 
 /// Does `what` with the residual stream, of one of several ranks.
-pub(super) fn hand_over(
+pub(in crate::engine) fn hand_over(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: Option<&RankRows>,
     size: (usize, usize),
     what: Handover,
 ) -> nq_kernels::Result<()> {
-    let Some(ranks) = ranks.filter(|r| r.part.split == Split::Layers) else {
+    let Some(ranks) = ranks.filter(|r| r.is_stage()) else {
         return Ok(());
     };
     let (rank, last) = (ranks.part.rank.rank, ranks.part.rank.ranks - 1);
@@ -163,7 +168,7 @@ pub(super) fn hand_over(
 
 /// Makes of the logits of each rank's tokens those of all, `[m, vocab]`, and finds the best of each part of a row, if there
 /// are several ranks and each has some tokens.
-pub(super) fn gather_logits(
+pub(in crate::engine) fn gather_logits(
     stream: &Stream,
     ranks: Option<&RankRows>,
     (logits, best): (&mut Buffer<f32>, Option<&mut Buffer<[f32; 2]>>),
@@ -184,7 +189,7 @@ pub(super) fn gather_logits(
 }
 
 /// Where products add their outputs: to the residual stream `x`, or to a rank's share.
-pub(super) fn added_to<'a>(
+pub(in crate::engine) fn added_to<'a>(
     x: &'a mut Buffer<f32>,
     ranks: &'a mut Option<&mut RankRows>,
 ) -> &'a mut Buffer<f32> {
@@ -195,7 +200,7 @@ pub(super) fn added_to<'a>(
 }
 
 /// Adds the shares of all ranks to `x` `[m, hidden]`, if there are shares.
-pub(super) fn reduce(
+pub(in crate::engine) fn reduce(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: &mut Option<&mut RankRows>,
@@ -215,7 +220,7 @@ pub(super) fn reduce(
 }
 
 /// As [`reduce`], for a share that a product wrote to [`RankRows::written`].
-pub(super) fn reduce_written(
+pub(in crate::engine) fn reduce_written(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: &RankRows,
@@ -230,7 +235,7 @@ pub(super) fn reduce_written(
 }
 
 /// As [`reduce`], for a share that a product left in parts; false if there are no shares.
-pub(super) fn reduce_parts(
+pub(in crate::engine) fn reduce_parts(
     stream: &Stream,
     x: &mut Buffer<f32>,
     parts: &PartialSums,

@@ -1,7 +1,6 @@
 //! What a session of a rank, one of several GPUs, has beside what that of a whole model has: the ways to the other ranks.
 
 use super::CudaSession;
-use super::graphs::StepEnd;
 use super::rank_rows::RankInbox;
 use crate::Collectives;
 use nq_runtime::interface::Split;
@@ -14,13 +13,6 @@ impl CudaSession {
             rows: ranks.inbox.clone(),
             layers: self.step.layers.inbox(),
         })
-    }
-
-    /// Blocks of the kernel of all layers that this device runs at once; 0 if it runs the layers otherwise.
-    pub(in crate::engine) fn blocks_at_once(&self) -> Result<usize> {
-        let device = self.device(self.kind(1, 1, StepEnd::Logits, false));
-        let plan = device.plan_at_once(usize::MAX)?;
-        Ok(plan.map_or(0, |(plan, _)| plan.blocks()))
     }
 
     /// Joins the ranks with these inboxes, which are all of the model's. Those of parts of every layer all run the kernel of

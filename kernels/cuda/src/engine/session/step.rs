@@ -2,12 +2,13 @@
 //! one row per sequence they are those of the next step, which is queued before the host sees them.
 
 mod ahead;
+mod layers;
 
 use super::CudaSession;
 use super::buffers::LOGIT_ROWS;
 use super::graphs::{StepEnd, StepKind};
-use super::passes::Device;
 use super::step_rows::{RING, best_values, idle_step};
+use crate::engine::pass::Fused;
 use crate::{
     Advance, AttentionScratch, CascadeShape, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, Step,
 };
@@ -83,44 +84,6 @@ impl CudaSession {
         self.stream.timed(key, 0, || self.stream.advance(advance))
     }
 
-    /// What the layers of a step of this kind share.
-    pub(super) fn device(&self, kind: StepKind) -> Device<'_> {
-        Device {
-            states: self.states.as_ref(),
-            stream: &self.stream,
-            model: &self.model,
-            host: self.experts_host.as_ref(),
-            pages: &self.pages,
-            cos_sin: &self.cos_sin,
-            kind,
-        }
-    }
-
-    /// Queues the step's rows, whose tokens are looked up, through the layers and the head.
-    fn queue_layers(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
-        let Self {
-            stream,
-            model,
-            pages,
-            states,
-            cos_sin,
-            step,
-            ranks,
-            experts_host,
-            ..
-        } = self;
-        let device = Device {
-            states: states.as_ref(),
-            stream,
-            model,
-            host: experts_host.as_ref(),
-            pages,
-            cos_sin,
-            kind,
-        };
-        device.queue(step, ranks.as_mut())
-    }
-
     /// Queues a step.
     fn queue_step(&mut self, kind: StepKind) -> nq_kernels::Result<()> {
         let StepKind { m, end, runs, .. } = kind;
@@ -174,7 +137,7 @@ impl CudaSession {
         StepKind {
             m,
             splits: AttentionScratch::splits(&self.model.gpu, kv_heads, m, positions),
-            at_once: m == 1 && positions <= MOST_POSITIONS_AT_ONCE && !tapped,
+            at_once: Fused::in_step(m).layers && positions <= MOST_POSITIONS_AT_ONCE && !tapped,
             end,
             runs,
             shared: None,

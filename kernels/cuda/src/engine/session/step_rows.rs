@@ -1,6 +1,6 @@
 //! Buffers of the steps of a session.
 
-use super::buffers::{ExpertRows, Widths, padded};
+use super::buffers::{ExpertRows, Halves, Widths};
 use super::taps::Taps;
 use crate::engine::layer::largest_mixture;
 use crate::engine::part::GpuPart;
@@ -59,22 +59,16 @@ pub(super) struct StepRows {
     pub(super) written: bool,
 }
 
-/// Further buffers for steps of more than [`MOST_SEQUENCES`] rows, which have kernels of their own:
-/// inputs of products in FP16 and operand order.
+/// Further buffers for steps of more than [`MOST_SEQUENCES`] rows, which have kernels of their own.
 pub(super) struct WideRows {
-    pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
-    pub(super) attended: Buffer<u16>, // [rows, widest output of a mixer, padded]
-    pub(super) gated: Buffer<u16>,    // [rows, intermediate padded]
-    pub(super) sums: PartialSums,     // [parts, rows, hidden]
+    pub(super) halves: Halves,
+    pub(super) sums: PartialSums, // [parts, rows, hidden]
 }
 
 impl WideRows {
     fn new(gpu: &Gpu, w: &Widths, rows: usize) -> Result<Self> {
-        let halves = |n: usize| gpu.zeros::<u16>("activations", rows * padded(n));
         Ok(WideRows {
-            normed: halves(w.hidden)?,
-            attended: halves(w.attended)?,
-            gated: halves(w.mlp)?,
+            halves: Halves::new(gpu, rows, w.hidden, w.attended, w.mlp)?,
             sums: PartialSums::new(gpu, rows, w.hidden)?,
         })
     }

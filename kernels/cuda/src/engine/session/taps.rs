@@ -22,7 +22,7 @@ impl Taps {
     }
 
     /// Copies the streams `x` `[m, hidden]` behind layer `layer`, if they are to be kept.
-    pub(super) fn keep(
+    pub(in crate::engine) fn keep(
         &mut self,
         stream: &Stream,
         layer: usize,

@@ -1,6 +1,6 @@
 //! Device memory of a layer that drafts, besides its weights, which plans and sessions allocate alike.
 
-use crate::engine::session::buffers::{ExpertRows, padded};
+use crate::engine::session::buffers::{ExpertRows, Halves, padded};
 use crate::{
     Adjustments, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, DevicePages, Gpu,
     HEAD_DIM, Logprobs, MOST_RUN, MOST_SEQUENCES, Mapped, PagesShape, Places, Row, Sampling, Step,
@@ -106,8 +106,9 @@ pub(super) struct Many {
     pub(super) half: Buffer<u16>,     // [rows, streams padded]
     pub(super) embedded: Buffer<f32>, // [rows, hidden]
     pub(super) x: Buffer<f32>,        // [rows, hidden]
-    pub(super) normed: Buffer<u16>,   // [rows, hidden padded]
     pub(super) qkv: Buffer<f32>,      // [rows, products]
+    /// Only normalized rows: they go no further than their keys and values.
+    pub(super) halves: Halves,
 }
 
 impl Few {
@@ -150,16 +151,15 @@ impl Few {
 impl Many {
     fn new(gpu: &Gpu, w: &DraftLayer, places: Places) -> Result<Self> {
         let f32s = |n: usize| gpu.zeros::<f32>(WHAT, ROWS * n);
-        let halves = |n: usize| gpu.zeros::<u16>(WHAT, ROWS * padded(n));
         Ok(Many {
             tokens: Checked::new(gpu, WHAT, ROWS, 0, w.vocab)?,
             rows: Checked::new(gpu, WHAT, ROWS, Row::default(), places)?,
             streams: f32s(w.streams())?,
-            half: halves(w.streams())?,
+            half: gpu.zeros(WHAT, ROWS * padded(w.streams()))?,
             embedded: f32s(w.hidden)?,
             x: f32s(w.hidden)?,
-            normed: halves(w.hidden)?,
             qkv: f32s(w.qkv)?,
+            halves: Halves::new(gpu, ROWS, w.hidden, 0, 0)?,
         })
     }
 }

@@ -1,11 +1,12 @@
 //! An EAGLE-3 head on a GPU.
 
 use super::buffers::WHAT;
-use super::{GpuHead, On, full, halves, multiply, norm_rows, rows_at};
-use crate::engine::layer::CudaLayer;
-use crate::engine::model::{CudaModel, refuse};
+use super::{DraftModel, GpuHead, On, multiply, rows_at};
+use crate::engine::layer::CudaLayers;
+use crate::engine::model::refuse;
 use crate::{
-    Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm, Stack, Uploader,
+    Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm, RowsOut, Stack,
+    Uploader,
 };
 use nq_formats::Weight;
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
@@ -20,17 +21,13 @@ const GATE_UP: &str = "gate_up";
 
 /// A head packed for a GPU.
 pub struct CudaEagle {
-    sizes: DraftLayer,
-    /// The shape of a model of its layer alone.
-    config: ModelConfig,
+    model: DraftModel,
     norm_before_residual: bool,
-    gpu: Gpu,
-    rotary: Rotary,
-    weights: HeadWeights<DeviceLinear, Buffer<f32>>,
-    /// `[vocab, hidden]`; `None`: the model's.
-    embedding: Option<DeviceLinear>,
-    /// The model's token for each of the head's.
-    tokens: Checked<u32>,
+    /// `[hidden, TAPS * hidden]`
+    fc: DeviceLinear,
+    embedding_norm: Buffer<f32>,
+    /// The part of queries, keys and values that reads the embedding.
+    qkv_of_embedding: DeviceLinear,
 }
 
 impl CudaEagle {
@@ -51,7 +48,14 @@ impl CudaEagle {
         };
         let norm = |gains: Vec<f32>| Ok(gpu.upload("a norm", &gains)?);
         let config = c.layer(model);
-        let weights = HeadWeights::read((head, &config), linear, norm)?;
+        let HeadWeights {
+            fc,
+            embedding_norm,
+            qkv_of_embedding,
+            layer,
+            norm,
+            head: draft_head,
+        } = HeadWeights::read((head, &config), linear, norm)?;
         let embedding = match head.has_embedding {
             true => {
                 let embedding = nq_runtime::models::embedding(head.store.as_ref(), model)?;
@@ -60,15 +64,24 @@ impl CudaEagle {
             false => None,
         };
         uploader.finish()?;
+        let mut layers = CudaLayers::new(&config);
+        layers.all.push(layer);
         Ok(CudaEagle {
-            rotary: Rotary::new(&config),
-            tokens: Checked::upload(gpu, WHAT, &head.tokens, c.vocab_size)?,
-            sizes: DraftLayer::eagle3(c),
+            model: DraftModel {
+                gpu: gpu.clone(),
+                sizes: DraftLayer::eagle3(c),
+                rotary: Rotary::new(&config),
+                layers,
+                norm,
+                head: Some(draft_head),
+                embedding,
+                ids: Some(Checked::upload(gpu, WHAT, &head.tokens, c.vocab_size)?),
+                config,
+            },
             norm_before_residual: c.norm_before_residual,
-            config,
-            gpu: gpu.clone(),
-            weights,
-            embedding,
+            fc,
+            embedding_norm,
+            qkv_of_embedding,
         })
     }
 }
@@ -100,17 +113,31 @@ fn check_shape(c: &EagleConfig) -> Result<()> {
 impl CudaEagle {
     /// Computes queries, keys and values of `n` rows, `few.embedded` and the streams `x`, which become the residual.
     fn products(&self, on: &mut On<'_>, drawn: bool, n: usize) -> Result<()> {
-        let (c, w, stream, few) = (&self.config, &self.weights, on.stream, &mut *on.few);
+        let (c, stream, few) = (&self.model.config, on.stream, &mut *on.few);
         let x = if drawn { &mut few.last.x } else { &mut few.x };
         let (eps, width, columns) = (c.rms_norm_eps, c.hidden_size, &mut few.columns);
-        let (stream_norm, attention) = w.layer.attention();
+        let (stream_norm, attention) = self.model.layers.all[0].attention();
         let norm = Norm {
-            gain: &w.embedding_norm,
+            gain: &self.embedding_norm,
             eps,
         };
         let out = GemvOutput::Store(norm, &mut few.qkv);
-        multiply(stream, &w.qkv_of_embedding, &few.embedded, out, columns, n)?;
-        norm_rows(stream, x, stream_norm, full(&mut few.normed), (n, eps))?;
+        multiply(
+            stream,
+            &self.qkv_of_embedding,
+            &few.embedded,
+            out,
+            columns,
+            n,
+        )?;
+        stream.rms_norm(
+            x,
+            None,
+            stream_norm,
+            &RowsOut::full(&mut few.normed),
+            n,
+            eps,
+        )?;
         if self.norm_before_residual {
             let to = (x, rows_at(0, width));
             stream.copy_rows((&few.normed, rows_at(0, width)), to, (n, width))?;
@@ -121,84 +148,49 @@ impl CudaEagle {
 }
 
 impl GpuHead for CudaEagle {
-    fn gpu(&self) -> &Gpu {
-        &self.gpu
-    }
-
-    fn layer(&self) -> DraftLayer {
-        self.sizes
-    }
-
-    fn config(&self) -> &ModelConfig {
-        &self.config
-    }
-
-    fn weights(&self) -> &CudaLayer {
-        &self.weights.layer
-    }
-
-    fn rotary(&self) -> &Rotary {
-        &self.rotary
-    }
-
-    fn embedding(&self) -> Option<&DeviceLinear> {
-        self.embedding.as_ref()
-    }
-
-    fn norm(&self) -> &Buffer<f32> {
-        &self.weights.norm
-    }
-
-    fn head<'a>(&'a self, _target: &'a CudaModel) -> &'a DeviceLinear {
-        &self.weights.head
-    }
-
-    fn ids(&self) -> Option<&Checked<u32>> {
-        Some(&self.tokens)
-    }
-
-    fn not_finite(&self) -> Error {
-        EAGLE_NOT_FINITE
-    }
-
+    const NOT_FINITE: Error = EAGLE_NOT_FINITE;
     const MAKES_QKV: bool = true;
 
+    fn model(&self) -> &DraftModel {
+        &self.model
+    }
+
     fn many_input(&self, on: &mut On<'_>, n: usize) -> Result<()> {
-        let (c, w, stream, many) = (&self.config, &self.weights, on.stream, &mut *on.many);
+        let (c, stream, many) = (&self.model.config, on.stream, &mut *on.many);
         let taps = (n, TAPS * c.hidden_size);
-        stream.convert_rows(&many.streams, &halves(&mut many.half), taps)?;
-        stream.gemm(&w.fc, &many.half, GemmOutput::Store(&mut many.x), n)?;
-        let (stream_norm, attention) = w.layer.attention();
+        stream.convert_rows(&many.streams, &RowsOut::half(&mut many.half), taps)?;
+        stream.gemm(&self.fc, &many.half, GemmOutput::Store(&mut many.x), n)?;
+        let (stream_norm, attention) = self.model.layers.all[0].attention();
         let halves_of = [
             (
                 &many.embedded,
-                &w.embedding_norm,
-                &w.qkv_of_embedding,
+                &self.embedding_norm,
+                &self.qkv_of_embedding,
                 false,
             ),
             (&many.x, stream_norm, &attention.qkv.linear, true),
         ];
         for (x, gain, product, adds) in halves_of {
-            let normed = halves(&mut many.normed);
-            norm_rows(stream, x, gain, normed, (n, c.rms_norm_eps))?;
+            let normed = RowsOut::half(&mut many.halves.normed);
+            stream.rms_norm(x, None, gain, &normed, n, c.rms_norm_eps)?;
             let out = match adds {
                 false => GemmOutput::Store(&mut many.qkv),
                 true => GemmOutput::Add(&mut many.qkv),
             };
-            stream.gemm(product, &many.normed, out, n)?;
+            stream.gemm(product, &many.halves.normed, out, n)?;
         }
         Ok(())
     }
 
     fn few_input(&self, on: &mut On<'_>, held: &Buffer<f32>, n: usize) -> Result<()> {
-        let (few, stream, width) = (&mut *on.few, on.stream, self.config.hidden_size);
+        let (few, stream, width) = (&mut *on.few, on.stream, self.model.config.hidden_size);
         let (zeros, x) = (
             (&few.zeros, rows_at(0, width)),
             (&mut few.x, rows_at(0, width)),
         );
         stream.copy_rows(zeros, x, (n, width))?;
         let out = GemvOutput::Add(&mut few.x);
-        multiply(stream, &self.weights.fc, held, out, &mut few.columns, n)?;
+        multiply(stream, &self.fc, held, out, &mut few.columns, n)?;
         self.products(on, false, n)
     }
 

@@ -7,29 +7,28 @@
 //! drafts when the next draft is asked for, since only then is it known which of its rows stay. Drafting reads only
 //! the stream behind the last row, so the others go no further than their keys and values.
 
-mod buffers;
+pub(super) mod buffers;
 mod eagle;
 mod mtp;
-mod pass;
 
-pub(super) use buffers::DraftMemory;
 pub use eagle::CudaEagle;
 pub use mtp::CudaMtp;
 
-use super::layer::CudaLayer;
+use super::layer::CudaLayers;
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
+use super::pass::{Context, Drafting, Fused, Inputs, LastRow, Pass, PassState, Rows, Sequences};
 use crate::{
-    Advance, Buffer, Checked, Columns, DeviceLinear, DevicePages, GemvOutput, Gpu, MOST_RUN,
-    NOT_FINITE as NO_NUMBER, Norm, Row, RowsOut, Step, Stream, Strided, best_len,
+    Advance, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, DevicePages, GemvOutput,
+    Gpu, MOST_RUN, NOT_FINITE as NO_NUMBER, Norm, Row, Step, Stream, Strided, best_len,
 };
-use buffers::{Few, Many, RING, ROWS};
+use buffers::{DraftMemory, Few, Many, RING, ROWS};
+use nq_kernels::KernelSet;
 use nq_model::ModelConfig;
 use nq_runtime::interface::{Draft, DraftLayer, Drafter, SessionSpec, StreamHead};
 use nq_runtime::kv::PageTables;
 use nq_runtime::rope::Rotary;
 use nq_runtime::{Error, Result};
-use pass::{FewPass, fill};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What a layer's operations work on.
@@ -40,39 +39,149 @@ struct On<'a> {
     cos_sin: &'a Buffer<[f32; 2]>,
     few: &'a mut Few,
     many: &'a mut Many,
+    slots: &'a [Slot],
 }
 
-/// A layer that drafts, with its weights on a GPU.
-trait GpuHead: Send + Sync + 'static {
-    fn gpu(&self) -> &Gpu;
+impl<'a> On<'a> {
+    fn context(&self, model: &'a DraftModel) -> Context<'a> {
+        Context {
+            stream: self.stream,
+            config: &model.config,
+            layers: &model.layers,
+            kernels: KernelSet::Fused,
+            pages: self.pages,
+            states: None,
+            cos_sin: self.cos_sin,
+            host: None,
+        }
+    }
 
-    fn layer(&self) -> DraftLayer;
+    /// A pass over `m` rows of a sequence that then has `positions`: several, `few.x`, behind attention only the last,
+    /// with the step `last`; or that of a token that was drawn, `few.last.x`. It is left in `few.last.x`.
+    fn few<H: GpuHead>(
+        self,
+        head: &'a H,
+        m: usize,
+        positions: usize,
+        last: Option<Step>,
+    ) -> Pass<'a> {
+        let model = head.model();
+        let (on, kv_heads) = (self.context(model), model.config.num_key_value_heads);
+        let own = &mut self.few.last;
+        let (x, attended, last) = match last {
+            None => (&mut own.x, &mut own.attended, None),
+            Some(step) => {
+                let (x, attended) = (&mut own.x, &mut own.attended);
+                let last = LastRow { x, attended, step };
+                (&mut self.few.x, &mut self.few.attended, Some(last))
+            }
+        };
+        Pass {
+            on,
+            m,
+            fused: Fused::in_step(m),
+            rows: Rows {
+                x,
+                qkv: &mut self.few.qkv,
+                rates: None,
+                experts: own.experts.as_mut(),
+                taps: None,
+            },
+            inputs: Inputs::Full {
+                attended,
+                gated: &mut own.gated,
+                columns: &mut self.few.columns,
+            },
+            sequences: Sequences::Step {
+                step: &mut self.few.step,
+                scratch: &mut self.few.attention,
+                shared: None,
+                splits: AttentionScratch::splits(&model.gpu, kv_heads, m, positions),
+                runs: true,
+            },
+            ranks: None,
+            observer: None,
+            drafting: Some(Drafting {
+                has_qkv: H::MAKES_QKV,
+                last,
+            }),
+            state: PassState::default(),
+        }
+    }
 
-    /// The shape of a model of this layer alone.
-    fn config(&self) -> &ModelConfig;
+    /// A pass over `m` rows, `many.x`, which only become keys and values.
+    fn many<H: GpuHead>(self, head: &'a H, m: usize) -> Pass<'a> {
+        let on = self.context(head.model());
+        let many = self.many;
+        Pass {
+            on,
+            m,
+            fused: Fused::IN_PROMPTS,
+            rows: Rows {
+                x: &mut many.x,
+                qkv: &mut many.qkv,
+                rates: None,
+                experts: None,
+                taps: None,
+            },
+            inputs: Inputs::Half {
+                halves: &mut many.halves,
+                full: None,
+                sums: None,
+            },
+            sequences: Sequences::Prompts {
+                rows: &many.rows,
+                spans: &[],
+                recurrent: None,
+            },
+            ranks: None,
+            observer: None,
+            drafting: Some(Drafting {
+                has_qkv: H::MAKES_QKV,
+                last: None,
+            }),
+            state: PassState::default(),
+        }
+    }
+}
 
+/// A model of one layer, which drafts for another model, on that model's GPU.
+struct DraftModel {
+    gpu: Gpu,
+    sizes: DraftLayer,
+    config: ModelConfig,
+    rotary: Rotary,
     /// The layer, which begins with attention.
-    fn weights(&self) -> &CudaLayer;
+    layers: CudaLayers,
+    /// Gains of the norm before the head.
+    norm: Buffer<f32>, // [hidden]
+    /// The matrix that gives logits `[drafted, hidden]`, if it is not the other model's.
+    head: Option<DeviceLinear>,
+    /// The matrix of tokens `[vocab, hidden]`, if it is not the other model's.
+    embedding: Option<DeviceLinear>,
+    /// The other model's token for each that is drafted, if they differ.
+    ids: Option<Checked<u32>>,
+}
 
-    fn rotary(&self) -> &Rotary;
+impl DraftModel {
+    fn head<'a>(&'a self, target: &'a CudaModel) -> &'a DeviceLinear {
+        self.head.as_ref().unwrap_or(&target.head)
+    }
 
-    /// The matrix of tokens, if it is not the target's.
-    fn embedding(&self) -> Option<&DeviceLinear>;
+    fn embedding<'a>(&'a self, target: &'a CudaModel) -> &'a DeviceLinear {
+        self.embedding.as_ref().unwrap_or(target.embedding())
+    }
+}
 
-    /// The gains of the norm before the head.
-    fn norm(&self) -> &Buffer<f32>;
-
-    /// The matrix that gives logits.
-    fn head<'a>(&'a self, target: &'a CudaModel) -> &'a DeviceLinear;
-
-    /// The target's token for each that is drafted, if they differ.
-    fn ids(&self) -> Option<&Checked<u32>>;
-
+/// A layer that drafts: how its input is made.
+trait GpuHead: Send + Sync + 'static {
     /// The error of values that overflow or are no numbers.
-    fn not_finite(&self) -> Error;
+    const NOT_FINITE: Error;
 
     /// True if queries, keys and values are part of its input, as they are made of more than the residual stream.
     const MAKES_QKV: bool;
+
+    fn model(&self) -> &DraftModel;
 
     /// Computes the layer's input `many.x` of `n` rows, `many.embedded` and `many.streams`.
     fn many_input(&self, on: &mut On<'_>, n: usize) -> Result<()>;
@@ -214,25 +323,6 @@ fn rows_at(at: usize, width: usize) -> Strided {
     }
 }
 
-/// Copies of rows `[m, width]`, normalized with `gain`.
-fn norm_rows(
-    stream: &Stream,
-    x: &Buffer<f32>,
-    gain: &Buffer<f32>,
-    out: RowsOut<'_>,
-    (m, eps): (usize, f32),
-) -> Result<()> {
-    Ok(stream.rms_norm(x, None, gain, &out, m, eps)?)
-}
-
-/// Rows in f32.
-fn full(rows: &mut Buffer<f32>) -> RowsOut<'_> {
-    RowsOut {
-        full: Some(rows),
-        half: None,
-    }
-}
-
 impl<H: GpuHead> Run for DraftState<H> {
     fn truncate(&mut self, slot: usize, len: usize) {
         let Some(known) = self.slots.get_mut(slot) else {
@@ -246,7 +336,7 @@ impl<H: GpuHead> Run for DraftState<H> {
     }
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<()> {
-        let width = self.head.layer().streams();
+        let width = self.head.model().sizes.streams();
         let Ok([source, known]) = self.slots.get_disjoint_mut([from, to]) else {
             return Ok(());
         };
@@ -272,7 +362,7 @@ impl<H: GpuHead> Run for DraftState<H> {
         (streams, row): (&Buffer<f32>, usize),
     ) -> Result<()> {
         self.truncate(slot, position);
-        let width = self.head.layer().streams();
+        let width = self.head.model().sizes.streams();
         let Some(known) = self.slots.get_mut(slot) else {
             return Ok(());
         };
@@ -327,7 +417,7 @@ impl<H: GpuHead> Run for DraftState<H> {
         let done = self.tables.len(slot);
         let n = known.tokens.len() - done;
         let follows = before.get(known.first..) == Some(&known.tokens[..]);
-        let vocab = self.head.layer().vocab;
+        let vocab = self.head.model().sizes.vocab;
         if !follows || !(1..=MOST_RUN).contains(&n) || next as usize >= vocab {
             return Ok(());
         }
@@ -350,7 +440,7 @@ impl<H: GpuHead> Run for DraftState<H> {
         for i in 0..most {
             match self.few.last.ring.load(i) {
                 token if (token as usize) < vocab => draft.tokens.push(token),
-                NO_NUMBER => return Err(self.head.not_finite()),
+                NO_NUMBER => return Err(H::NOT_FINITE),
                 _ => break,
             }
         }
@@ -366,18 +456,18 @@ impl<H: GpuHead> DraftState<H> {
         stream: &Stream,
         (spec, memory): (&SessionSpec, DraftMemory),
     ) -> Result<(StreamRun, [Buffer<f32>; 2])> {
-        let gpu = &target.gpu;
-        if head.gpu().info().ordinal != gpu.info().ordinal {
+        let (gpu, model) = (&target.gpu, head.model());
+        if model.gpu.info().ordinal != gpu.info().ordinal {
             return Err(Error::Unsupported {
                 engine: "nq",
                 what: "a layer that drafts on another device than its model",
                 expected: gpu.info().to_string(),
-                found: head.gpu().info().to_string(),
+                found: model.gpu.info().to_string(),
             });
         }
         let mut cos_sin = memory.cos_sin;
         let positions = memory.pages.places().positions;
-        cos_sin.write(0, &head.rotary().pairs(positions))?;
+        cos_sin.write(0, &model.rotary.pairs(positions))?;
         let slot = |held| Slot {
             first: 0,
             tokens: Vec::new(),
@@ -408,6 +498,7 @@ impl<H: GpuHead> DraftState<H> {
             cos_sin: &self.cos_sin,
             few: &mut self.few,
             many: &mut self.many,
+            slots: &self.slots,
         };
         (&self.head, on)
     }
@@ -431,27 +522,20 @@ impl<H: GpuHead> DraftState<H> {
     /// Computes keys and values of the next `n` rows of the sequence in `slot`, whose streams are in `many.streams`.
     fn feed_many(&mut self, slot: usize, n: usize) -> Result<()> {
         let done = self.tables.len(slot);
-        let DraftState {
-            many,
-            slots,
-            stream,
-            target,
-            head,
-            ..
-        } = self;
-        let embedding = head.embedding().unwrap_or(target.embedding());
+        let (head, mut on) = self.on();
+        let (stream, many) = (on.stream, &mut *on.many);
         let row = |i: usize| Row {
             position: (done + i) as i32,
             slot: slot as i32,
         };
         let rows: Vec<Row> = (0..n).map(row).collect();
         stream.write_checked(&mut many.rows, &rows)?;
-        let tokens = &slots[slot].tokens[done + 1..][..n];
+        let tokens = &on.slots[slot].tokens[done + 1..][..n];
         stream.write_checked(&mut many.tokens, tokens)?;
+        let embedding = head.model().embedding(on.target);
         stream.embed(embedding, &many.tokens, &mut many.embedded, n)?;
-        let (head, mut on) = self.on();
         head.many_input(&mut on, n)?;
-        fill(head, on, n)?;
+        on.many(head, n).fill(&head.model().layers.all[0])?;
         self.tables.advance(slot, n);
         Ok(())
     }
@@ -460,18 +544,8 @@ impl<H: GpuHead> DraftState<H> {
     /// held. Leaves the last row in `few.last.x`.
     fn feed_few(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         let (n, done) = (tokens.len(), self.tables.len(slot));
-        let DraftState {
-            few,
-            many,
-            pages,
-            cos_sin,
-            stream,
-            target,
-            head,
-            slots,
-            ..
-        } = self;
-        let embedding = head.embedding().unwrap_or(target.embedding());
+        let (head, mut on) = self.on();
+        let (stream, few) = (on.stream, &mut *on.few);
         let step = |i: usize| Step {
             position: (done + i) as i32,
             slot: slot as i32,
@@ -480,19 +554,12 @@ impl<H: GpuHead> DraftState<H> {
         let steps: Vec<Step> = (0..n).map(step).collect();
         stream.put_checked(&mut few.step, 0, &steps)?;
         stream.put_checked(&mut few.tokens, 0, tokens)?;
+        let embedding = head.model().embedding(on.target);
         stream.embed(embedding, &few.tokens, &mut few.embedded, n)?;
-        let mut on = On {
-            stream,
-            target,
-            pages,
-            cos_sin,
-            few,
-            many,
-        };
-        head.few_input(&mut on, &slots[slot].held, n)?;
-        let last = Some(steps[n - 1]);
-        head.weights()
-            .run(&mut FewPass::new(&**head, on, (n, done + n), last))
+        let held = &on.slots[slot].held;
+        head.few_input(&mut on, held, n)?;
+        let mut pass = on.few(head, n, done + n, Some(steps[n - 1]));
+        Ok(head.model().layers.all[0].run(&mut pass)?)
     }
 
     /// Runs the layer over the token that was drawn last, whose embedding is in `few.embedded`. The sequence then
@@ -500,53 +567,38 @@ impl<H: GpuHead> DraftState<H> {
     fn feed_drawn(&mut self, positions: usize) -> Result<()> {
         let (head, mut on) = self.on();
         head.drawn_input(&mut on)?;
-        head.weights()
-            .run(&mut FewPass::new(head, on, (1, positions), None))
+        let mut pass = on.few(head, 1, positions, None);
+        Ok(head.model().layers.all[0].run(&mut pass)?)
     }
 
     /// Draws the likeliest token after `few.last.x` to the ring, advances the step and looks the token up.
     fn draw(&mut self) -> Result<()> {
-        let DraftState {
-            few,
-            stream,
-            target,
-            head,
-            pages,
-            ..
-        } = self;
-        let last = &mut few.last;
+        let (head, on) = self.on();
+        let (target, model, last) = (on.target, head.model(), &mut on.few.last);
         let norm = Norm {
-            gain: head.norm(),
-            eps: head.config().rms_norm_eps,
+            gain: &model.norm,
+            eps: model.config.rms_norm_eps,
         };
         let out = GemvOutput::Head(norm, &mut last.logits, &mut last.best);
-        stream.gemv(head.head(target), &last.x, out, true)?;
-        stream.advance(Advance {
+        (on.stream).gemv(model.head(target), &last.x, out, true)?;
+        (on.stream).advance(Advance {
             m: 1,
             candidates: None,
             logits: &last.logits,
             best: &last.best,
-            blocks: best_len(&target.gpu, head.head(target), 1)?,
+            blocks: best_len(&target.gpu, model.head(target), 1)?,
             sampling: &last.sampling,
             adjust: &mut last.adjust,
-            step: &mut few.step,
+            step: &mut on.few.step,
             ring: &mut last.ring,
             logprobs: &mut last.logprobs,
             ring_len: RING,
-            ids: head.ids(),
-            embedding: head.embedding().unwrap_or(target.embedding()),
-            x: &mut few.embedded,
-            idle: pages.idle_slot(),
+            ids: model.ids.as_ref(),
+            embedding: model.embedding(target),
+            x: &mut on.few.embedded,
+            idle: on.pages.idle_slot(),
         })?;
         Ok(())
-    }
-}
-
-/// Rows in FP16.
-fn halves(half: &mut Buffer<u16>) -> RowsOut<'_> {
-    RowsOut {
-        full: None,
-        half: Some(half),
     }
 }
 
