@@ -94,7 +94,7 @@ CLAIMS = [
     ("docs/quantizing.md", "within 6 % of the KL divergence measured afterwards", "benches/records/2026-11-21-allocation.csv",
      lambda: predictions() < 0.06),
     ("docs/quantizing.md", "continues an interrupted run", "tests/quantize.rs: a_run_killed_in_the_middle_of_layers_resumes_to_the_same_bytes", None),
-    ("docs/serving.md", "at most 40 % of free memory, 90 % on a GPU", "src/commands/serve/loading.rs: { free / 10 * 9 } else { free / 5 * 2 }", None),
+    ("docs/serving.md", "at most 40 % of free memory, 90 % on a GPU", "serve/src/room.rs: { free / 10 * 9 } else { free / 5 * 2 }", None),
     ("docs/serving.md", "| none, 8GB |", "src/commands/serve: 8GB", None),
     ("docs/serving.md", "the limit of 8 MB holds for what they contain",
      "serve/tests/transport.rs: compressed_bodies_are_decoded_within_the_limit", None),
