@@ -70,6 +70,7 @@ CLAIMS = [
     (README, "were tried on pairs of H200 with NVLink alone", "benches/records/2026-11-26-two-gpus.csv", None),
     (README, "a test that does, such as one of a GPU, prints that it was skipped", "testkit/src/lib.rs: skipped", None),
     ("docs/cards.md", "0.8 GB of the card are left to its driver", "docs/figures.py: TAKEN = 0.8e9", None),
+    ("docs/cards.md", "25.8 GB in the unit of all other sizes here", "docs/figures.py: gib * 2**30", lambda: f"{24 * 2**30 / 1e9:.1f}" == "25.8"),
     ("docs/cards.md", "3 % of the weights", "docs/figures.py: 0.03 * weights", None),
     ("docs/cards.md", "by the plan that nq makes before it loads a model", "quantize/tests/cards.rs: the_table_of_cards_is_what_plans_say", None),
     ("docs/chat.md", "the answer is the same as without drafts", "runtime/load/tests/hybrids.rs: answers_with_drafts_are_those_without; runtime/load/tests/eagle.rs: drafts_change_no_answer", None),

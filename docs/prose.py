@@ -69,6 +69,8 @@ TIED = re.compile(r"(\d[\d.,]*)?(<!--=\s*(\w+)\s*-->)")
 # What a reader would take for a measurement.
 MEASURED = re.compile(r"(?<![\w.,])\d[\d.,]* ?(?:%|MB\b|GB\b|tok/s|tokens a second|seconds)|(?<![\w.])0\.\d+\b(?!B)|\d[\d.]* times")
 WIDTH = 120
+# Sizes have one unit on all pages, powers of 1000. A GPU's shared memory is in KiB, as CUDA's documentation has it.
+BINARY = re.compile(r"\b[MGT]iB\b")
 BARE = re.compile(r"(?<![\w.)\]/\\])\.\d")
 
 
@@ -132,6 +134,8 @@ def faults(text, readme):
         visible = re.sub(r"<!--.*?-->|\]\([^)]*\)", "", plain)
         if len(re.sub(r"<!--.*?-->", "", line)) > WIDTH and not line.startswith(("|", "![", "<")):
             yield f"{number}: longer than {WIDTH} characters"
+        if BINARY.search(visible):
+            yield f"{number}: sizes are in MB and GB"
         if BARE.search(visible):
             yield f"{number}: a number without its leading zero"
         if readme and not line.startswith(("#", "![")):
