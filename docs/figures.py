@@ -181,7 +181,7 @@ def gpu_quantize():
     lines = [[label, whole(r["seconds"]), whole(r["layers"]), gb(r["estimate_bytes"]), gb(r["peak_bytes"])] for label, r in shown]
     mixture = row("2026-11-23-gpu-quantize.csv", model="30b-a3b")
     lines.append(["30B-A3B, gptq", whole(mixture["seconds"]), whole(mixture["layers"]), gb(mixture["estimated_device_bytes"]), gb(mixture["peak_device_bytes"])])
-    return table(["shape, method", "seconds", "of it quantizing layers", "GPU memory, estimated", "at the peak"], lines)
+    return table(["shape, method", "seconds", "of which quantizing layers", "GPU memory, estimated", "at the peak"], lines)
 
 
 def recipe():
