@@ -17,7 +17,7 @@ use std::process::ExitCode;
 /// Where a model is.
 #[derive(Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Place {
+enum StoredIn {
     /// nq's own folder.
     Nq,
     /// The hub's cache.
@@ -63,7 +63,7 @@ const LONGEST_REASON: usize = 300;
 struct ModelRow {
     /// Its name, or its hub id.
     name: String,
-    place: Place,
+    place: StoredIn,
     path: PathBuf,
     format: String,
     /// What its codes are called, such as `4-bit mix`; null for formats of other programs.
@@ -160,7 +160,7 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
         };
         rows.push(ModelRow {
             name,
-            place: Place::Nq,
+            place: StoredIn::Nq,
             format,
             codes: record.map(|r| r.codes()),
             file_bytes: size_of_tree(&path),
@@ -201,7 +201,7 @@ fn downloads(cache: &Path) -> anyhow::Result<Vec<ModelRow>> {
         };
         rows.push(ModelRow {
             name: format!("{owner}/{name}"),
-            place: Place::Hub,
+            place: StoredIn::Hub,
             format: format.into(),
             codes: None,
             file_bytes: size_of_tree(&path),
@@ -304,7 +304,7 @@ pub fn remove(args: &RmArgs) -> anyhow::Result<ExitCode> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Place, download, downloads};
+    use super::{StoredIn, download, downloads};
     use std::fs;
 
     #[test]
@@ -330,7 +330,7 @@ mod tests {
             ("Some/Model-1B", "safetensors", 100),
         ];
         assert_eq!(found, expected);
-        assert!(rows.iter().all(|r| r.place == Place::Hub));
+        assert!(rows.iter().all(|r| r.place == StoredIn::Hub));
         let whole = download("Some/Model-1B", cache.path());
         assert_eq!(whole, Some(cache.path().join("models--Some--Model-1B")));
         for name in [

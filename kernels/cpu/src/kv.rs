@@ -18,7 +18,7 @@ pub struct KvPages {
     values: KvData,
 }
 
-/// The vectors of each page's heads, `[pages, kv_heads]` blocks of `PAGE * head_dim` values in an [`Order`].
+/// The vectors of each page's heads, `[pages, kv_heads]` blocks of `PAGE * head_dim` values in a [`VectorLayout`].
 #[derive(Clone, Debug)]
 pub(crate) enum KvData {
     F32(Buffer<f32>),
@@ -32,7 +32,7 @@ pub(crate) enum KvData {
 
 /// How a head's vectors lie in a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
+enum VectorLayout {
     /// Of keys: panels of 16 positions, `[PAGE / 16, head_dim, 16]`. The products of a query with 16 keys are then in the
     /// lanes of a vector, each added up dimension by dimension, the order in which the products of many queries with one key
     /// are added up.
@@ -43,7 +43,7 @@ enum Order {
 
 /// The place of a head's vector in a pool.
 #[derive(Clone, Copy)]
-struct Place {
+struct StridedVector {
     /// Its first value.
     first: usize,
     /// From one of its values to the next.
@@ -52,14 +52,14 @@ struct Place {
     row: usize,
 }
 
-impl Order {
+impl VectorLayout {
     /// The place of row `at` of block `block`, of vectors of `d` values.
-    fn place(self, block: usize, at: usize, d: usize) -> Place {
+    fn place(self, block: usize, at: usize, d: usize) -> StridedVector {
         let (within, stride) = match self {
-            Order::Panels => (at / LANES * LANES * d + at % LANES, LANES),
-            Order::Rows => (at * d, 1),
+            VectorLayout::Panels => (at / LANES * LANES * d + at % LANES, LANES),
+            VectorLayout::Rows => (at * d, 1),
         };
-        Place {
+        StridedVector {
             first: block * PAGE * d + within,
             stride,
             row: block * PAGE + at,
@@ -69,8 +69,8 @@ impl Order {
     /// Where in a block of vectors of `d` values the first `rows` rows are.
     fn runs(self, rows: usize, d: usize) -> impl Iterator<Item = Range<usize>> {
         let (whole, last) = match self {
-            Order::Panels => (rows - rows % LANES, rows % LANES),
-            Order::Rows => (rows, 0),
+            VectorLayout::Panels => (rows - rows % LANES, rows % LANES),
+            VectorLayout::Rows => (rows, 0),
         };
         let lines = 0..if last > 0 { d } else { 0 };
         let lines = lines.map(move |i| whole * d + i * LANES);
@@ -92,8 +92,8 @@ impl KvData {
     }
 
     /// Stores `x`, rounded, at `place`.
-    fn store(&mut self, place: Place, x: &[f32]) {
-        let Place { first, stride, row } = place;
+    fn store(&mut self, place: StridedVector, x: &[f32]) {
+        let StridedVector { first, stride, row } = place;
         match self {
             KvData::F32(d) => {
                 let to = d[first..].iter_mut().step_by(stride);
@@ -127,8 +127,8 @@ impl KvData {
     }
 
     /// Reads the vector at `place` back.
-    fn load(&self, place: Place, out: &mut [f32]) {
-        let Place { first, stride, row } = place;
+    fn load(&self, place: StridedVector, out: &mut [f32]) {
+        let StridedVector { first, stride, row } = place;
         for (i, out) in out.iter_mut().enumerate() {
             let at = first + i * stride;
             *out = match self {
@@ -140,7 +140,7 @@ impl KvData {
     }
 
     /// Copies the first `rows` rows, of `d` values in `order`, of block `from` to block `to`.
-    fn copy(&mut self, from: usize, to: usize, order: Order, rows: usize, d: usize) {
+    fn copy(&mut self, from: usize, to: usize, order: VectorLayout, rows: usize, d: usize) {
         let (from, to) = (from * PAGE, to * PAGE);
         for run in order.runs(rows, d) {
             let span = from * d + run.start..from * d + run.end;
@@ -245,10 +245,11 @@ impl KvPages {
     }
 
     /// The places of a head's key and value at row `at` of `page`.
-    fn places(&self, page: u32, head: usize, at: usize) -> [Place; 2] {
+    fn places(&self, page: u32, head: usize, at: usize) -> [StridedVector; 2] {
         assert!(at < PAGE, "row {at} of a page of {PAGE}");
         let block = self.block(page, head);
-        [Order::Panels, Order::Rows].map(|order| order.place(block, at, self.head_dim))
+        [VectorLayout::Panels, VectorLayout::Rows]
+            .map(|order| order.place(block, at, self.head_dim))
     }
 
     /// Rounds and stores the keys and values `[kv_heads, head_dim]` of one position as row `at` of
@@ -276,8 +277,8 @@ impl KvPages {
         for head in 0..self.kv_heads {
             let (from, to) = (self.block(from, head), self.block(to, head));
             let d = self.head_dim;
-            self.keys.copy(from, to, Order::Panels, rows, d);
-            self.values.copy(from, to, Order::Rows, rows, d);
+            self.keys.copy(from, to, VectorLayout::Panels, rows, d);
+            self.values.copy(from, to, VectorLayout::Rows, rows, d);
         }
     }
 

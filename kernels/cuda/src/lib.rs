@@ -72,7 +72,7 @@ pub use partial_sums::PartialSums;
 pub use prefill::SequenceRows;
 pub use product::Norm;
 pub use rows::{MOST_RUN, Places, Row, RowsOut, Step, StepBounds};
-pub use second_order::{CodeColumns, Groups, Order};
+pub use second_order::{CodeColumns, Groups, Permutation};
 pub use step_layers::{
     BlockLimit, LayersInbox, LayersPlan, LayersScratch, LayersSizes, MOST_POSITIONS_AT_ONCE,
     StepLayer, StepMixer,

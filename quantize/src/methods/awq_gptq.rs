@@ -2,7 +2,7 @@
 //! down before it, and other columns compensate the remaining error.
 
 use super::awq::Awq;
-use super::gptq::{Gptq, Order};
+use super::gptq::{ActOrder, Gptq};
 use super::method::{FloatLayer, Method, Needs, Outcome, Problem};
 use crate::error::Result;
 use crate::grid::Grids;
@@ -24,7 +24,7 @@ impl Default for AwqGptq {
         AwqGptq {
             awq: Awq::default(),
             gptq: Gptq {
-                order: Order::Groups,
+                order: ActOrder::Groups,
                 ..Gptq::default()
             },
         }

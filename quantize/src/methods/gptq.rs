@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 
 /// Order in which columns are rounded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum ActOrder {
     /// By descending `E[x^2]` over all columns; group parameters come from the original weights.
     Columns,
     /// Group after group, by descending mean of `E[x^2]`, and by descending `E[x^2]` within each;
@@ -39,7 +39,7 @@ pub struct Gptq {
     /// Added to the diagonal, as a share of its mean.
     pub damping: f64,
     /// Order of columns.
-    pub order: Order,
+    pub order: ActOrder,
     /// Choice of ranges.
     pub fit: Fit,
     /// Weighting of errors in that choice.
@@ -50,7 +50,7 @@ impl Default for Gptq {
     fn default() -> Self {
         Gptq {
             damping: 0.01,
-            order: Order::Columns,
+            order: ActOrder::Columns,
             fit: Fit::clip(),
             importance: Importance::Squares,
         }
@@ -98,8 +98,8 @@ impl Method for Gptq {
 
     fn settings(&self) -> Map<String, Value> {
         let order = match self.order {
-            Order::Columns => "columns",
-            Order::Groups => "groups",
+            ActOrder::Columns => "columns",
+            ActOrder::Groups => "groups",
         };
         let importance = match self.importance {
             Importance::Squares => "squares",
@@ -208,8 +208,8 @@ impl Gptq {
         let n = diagonal.len();
         let mut order: Vec<usize> = (0..n).collect();
         match self.order {
-            Order::Columns => order.sort_by(|&a, &b| diagonal[b].total_cmp(&diagonal[a])),
-            Order::Groups => {
+            ActOrder::Columns => order.sort_by(|&a, &b| diagonal[b].total_cmp(&diagonal[a])),
+            ActOrder::Groups => {
                 let size = grid.group().size(n);
                 let mean: Vec<f32> = diagonal
                     .chunks(size)
@@ -236,10 +236,10 @@ impl Gptq {
         let mut start = 0;
         while start < n {
             let whole = match self.order {
-                Order::Columns => n - start,
-                Order::Groups => size.min(n - order[start] / size * size),
+                ActOrder::Columns => n - start,
+                ActOrder::Groups => size.min(n - order[start] / size * size),
             };
-            let group = (self.order == Order::Groups).then(|| order[start] / size);
+            let group = (self.order == ActOrder::Groups).then(|| order[start] / size);
             for at in (start..start + whole).step_by(most) {
                 blocks.push(ColumnBlock {
                     places: at..(at + most).min(start + whole),

@@ -1,7 +1,7 @@
 //! One suite for every method, and the special cases of each paper.
 
 use super::awq::Awq;
-use super::gptq::{Gptq, Importance, Order};
+use super::gptq::{ActOrder, Gptq, Importance};
 use super::{FloatLayer, METHODS, Method, Needs, Problem, by_name, rtn};
 use crate::fit::Fit;
 use crate::grid::Grid;
@@ -181,7 +181,7 @@ fn gptq_beats_rounding_to_nearest_on_correlated_inputs() {
     for grid in grids().into_iter().chain(blocks) {
         let plain = output_error(&w, &rtn::Rtn::new(Fit::absmax()), &inputs, grid);
         let clip = output_error(&w, &rtn::Rtn::new(Fit::clip()), &inputs, grid);
-        for order in [Order::Columns, Order::Groups] {
+        for order in [ActOrder::Columns, ActOrder::Groups] {
             for importance in [Importance::Squares, Importance::Remaining] {
                 let gptq = Gptq {
                     order,

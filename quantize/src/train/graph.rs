@@ -4,7 +4,7 @@
 //! Results of the forward that the backward needs are kept if they are expensive to compute
 //! (products), and recomputed if they are cheap (norms, SiLU, attention weights).
 
-use super::params::{Matrix, Model};
+use super::params::{DeviceMatrix, Model};
 use super::values::Values;
 use super::{refused, untrainable};
 use crate::error::Result;
@@ -349,7 +349,7 @@ impl<O: GradOps> Graph<O> {
         &mut self,
         ops: &O,
         norm: &mut Values<O>,
-        mlp: &mut Mlp<Vec<Matrix<O>>>,
+        mlp: &mut Mlp<Vec<DeviceMatrix<O>>>,
         (layer, rows): (usize, usize),
     ) -> Result<()> {
         let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
@@ -376,7 +376,7 @@ impl<O: GradOps> Graph<O> {
         &mut self,
         ops: &O,
         norm: &mut Values<O>,
-        attention: &mut Attention<Vec<Matrix<O>>, Values<O>>,
+        attention: &mut Attention<Vec<DeviceMatrix<O>>, Values<O>>,
         (layer, rows): (usize, usize),
     ) -> Result<()> {
         let (qs, ks) = (
@@ -446,7 +446,7 @@ impl<O: GradOps> Products<'_, O> {
     /// of each weight to that weight's, and leaves the gradient at the input in `dx`.
     fn gradient(
         &mut self,
-        product: &mut Packed<Vec<Matrix<O>>>,
+        product: &mut Packed<Vec<DeviceMatrix<O>>>,
         dy: &[&O::Floats],
         x: &O::Floats,
         dx: &mut O::Floats,

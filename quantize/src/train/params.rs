@@ -17,7 +17,7 @@ use nq_runtime::{LayerWeights, models};
 use rayon::prelude::*;
 
 /// A matrix on the device.
-pub enum Matrix<O: Allocate> {
+pub enum DeviceMatrix<O: Allocate> {
     /// Plain values, not tuned.
     Dense(O::Floats),
     /// Quantized, with tuned scales.
@@ -108,14 +108,18 @@ impl<O: Allocate> Tuned<O> {
     }
 }
 
-impl<O: GradOps> Matrix<O> {
+impl<O: GradOps> DeviceMatrix<O> {
     /// A weight as plain values, not tuned.
     ///
     /// # Errors
     /// A weight that is not finite; errors of the device.
     fn dense(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
         let row = |row: usize, values: &mut [f32]| read_row(name, weight, row, values);
-        Ok(Matrix::Dense(ops.rows("weights", weight.dims(), row)?))
+        Ok(DeviceMatrix::Dense(ops.rows(
+            "weights",
+            weight.dims(),
+            row,
+        )?))
     }
 
     /// A student's weight: tuned if it is quantized in groups that fill its rows, without float
@@ -131,7 +135,7 @@ impl<O: GradOps> Matrix<O> {
         let w = match weight {
             Weight::Quantized(QuantizedWeight::Affine(w)) => w,
             Weight::Quantized(QuantizedWeight::Trellis(w)) if codes || rows <= MOST_ROWS => {
-                return Ok(Matrix::Trellis(TunedTrellis::new(
+                return Ok(DeviceMatrix::Trellis(TunedTrellis::new(
                     ops, name, w, source, codes,
                 )?));
             }
@@ -158,10 +162,10 @@ impl<O: GradOps> Matrix<O> {
             latent.magnitude = tuned.scales.magnitude;
         }
         ops.write(&mut tuned.zeros, &p.zeros)?;
-        Ok(Matrix::Tuned(tuned))
+        Ok(DeviceMatrix::Tuned(tuned))
     }
 
-    /// [`Matrix::student`] if there is a `source`, otherwise [`Matrix::dense`].
+    /// [`DeviceMatrix::student`] if there is a `source`, otherwise [`DeviceMatrix::dense`].
     fn build(
         ops: &O,
         name: &str,
@@ -177,23 +181,23 @@ impl<O: GradOps> Matrix<O> {
 
     /// True if it has parameters to tune.
     pub(crate) fn is_tuned(&self) -> bool {
-        !matches!(self, Matrix::Dense(_))
+        !matches!(self, DeviceMatrix::Dense(_))
     }
 
-    /// Where the gradient at the weight's values is summed, if that is all; otherwise [`Matrix::accumulate`] needs it.
+    /// Where the gradient at the weight's values is summed, if that is all; otherwise [`DeviceMatrix::accumulate`] needs it.
     pub(crate) fn gradient(&mut self) -> Option<&mut O::Floats> {
         match self {
-            Matrix::Trellis(t) => t.gradient(),
-            Matrix::Dense(_) | Matrix::Tuned(_) => None,
+            DeviceMatrix::Trellis(t) => t.gradient(),
+            DeviceMatrix::Dense(_) | DeviceMatrix::Tuned(_) => None,
         }
     }
 
     /// Adds the gradient at the weight's values to those of its other parameters.
     pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
         let t = match self {
-            Matrix::Dense(_) => return Ok(()),
-            Matrix::Trellis(t) => return t.accumulate(ops, dw),
-            Matrix::Tuned(t) => t,
+            DeviceMatrix::Dense(_) => return Ok(()),
+            DeviceMatrix::Trellis(t) => return t.accumulate(ops, dw),
+            DeviceMatrix::Tuned(t) => t,
         };
         let (shape, zeros) = (t.shape, &t.zeros);
         match (&mut t.codes, &mut t.scales.state) {
@@ -214,9 +218,9 @@ impl<O: GradOps> Matrix<O> {
 
     fn values(&self) -> Vec<&Values<O>> {
         match self {
-            Matrix::Dense(_) => Vec::new(),
-            Matrix::Trellis(t) => vec![&t.tuned],
-            Matrix::Tuned(t) => match &t.codes {
+            DeviceMatrix::Dense(_) => Vec::new(),
+            DeviceMatrix::Trellis(t) => vec![&t.tuned],
+            DeviceMatrix::Tuned(t) => match &t.codes {
                 Codes::Latent(latent) => vec![latent, &t.scales],
                 Codes::Fixed(_) => vec![&t.scales],
             },
@@ -225,9 +229,9 @@ impl<O: GradOps> Matrix<O> {
 
     fn values_mut(&mut self) -> Vec<&mut Values<O>> {
         match self {
-            Matrix::Dense(_) => Vec::new(),
-            Matrix::Trellis(t) => vec![&mut t.tuned],
-            Matrix::Tuned(t) => match &mut t.codes {
+            DeviceMatrix::Dense(_) => Vec::new(),
+            DeviceMatrix::Trellis(t) => vec![&mut t.tuned],
+            DeviceMatrix::Tuned(t) => match &mut t.codes {
                 Codes::Latent(latent) => vec![latent, &mut t.scales],
                 Codes::Fixed(_) => vec![&mut t.scales],
             },
@@ -235,16 +239,16 @@ impl<O: GradOps> Matrix<O> {
     }
 }
 
-impl<O: GradOps> Load<O> for Matrix<O> {
+impl<O: GradOps> Load<O> for DeviceMatrix<O> {
     fn load<'a>(
         &'a self,
         ops: &O,
         scratch: &'a mut O::Floats,
     ) -> nq_kernels::Result<&'a O::Floats> {
         let t = match self {
-            Matrix::Dense(w) => return Ok(w),
-            Matrix::Trellis(t) => return t.load(ops, scratch),
-            Matrix::Tuned(t) => t,
+            DeviceMatrix::Dense(w) => return Ok(w),
+            DeviceMatrix::Trellis(t) => return t.load(ops, scratch),
+            DeviceMatrix::Tuned(t) => t,
         };
         let (scales, zeros) = (&t.scales.value, &t.zeros);
         match &t.codes {
@@ -256,7 +260,7 @@ impl<O: GradOps> Load<O> for Matrix<O> {
 }
 
 /// One layer.
-pub type Layer<O> = forward::Layer<Vec<Matrix<O>>, Values<O>>;
+pub type Layer<O> = forward::Layer<Vec<DeviceMatrix<O>>, Values<O>>;
 
 /// Layer `index`; if there is a `source`, it is tuned, with its codes too if `codes`.
 fn layer<O: GradOps>(
@@ -270,7 +274,7 @@ fn layer<O: GradOps>(
         let matrix = product.linears.iter().map(|linear| {
             let source = source.map(|s| s.linear(linear.kind));
             let weight = w.linear(linear.kind);
-            Matrix::build(ops, &linear.name(index), weight, source, codes)
+            DeviceMatrix::build(ops, &linear.name(index), weight, source, codes)
         });
         matrix.collect::<Result<_>>()
     };
@@ -359,9 +363,9 @@ pub struct Model<O: GradOps> {
     /// Shape of the model.
     pub config: ModelConfig,
     /// `[vocab, hidden]`
-    pub embedding: Matrix<O>,
+    pub embedding: DeviceMatrix<O>,
     /// `[vocab, hidden]`; `None` if the embedding is the head.
-    pub head: Option<Matrix<O>>,
+    pub head: Option<DeviceMatrix<O>>,
     /// The layers.
     pub layers: Vec<Layer<O>>,
     /// The norm before the head.
@@ -396,7 +400,8 @@ impl<O: GradOps> Model<O> {
         source: Option<&Canonical>,
         codes: bool,
     ) -> Result<Self> {
-        let matrix = |name: &str, w: &Weight, source| Matrix::build(ops, name, w, source, codes);
+        let matrix =
+            |name: &str, w: &Weight, source| DeviceMatrix::build(ops, name, w, source, codes);
         let layers = w.layers.iter().enumerate().map(|(index, w)| {
             let source = source.map(|s| &s.layers[index]);
             layer(ops, index, w, source, codes)
@@ -419,12 +424,12 @@ impl<O: GradOps> Model<O> {
     }
 
     /// The head: the embedding, if they are tied.
-    pub fn head(&self) -> &Matrix<O> {
+    pub fn head(&self) -> &DeviceMatrix<O> {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
 
     /// The head, mutable.
-    pub(crate) fn head_mut(&mut self) -> &mut Matrix<O> {
+    pub(crate) fn head_mut(&mut self) -> &mut DeviceMatrix<O> {
         self.head.as_mut().unwrap_or(&mut self.embedding)
     }
 
@@ -435,8 +440,8 @@ impl<O: GradOps> Model<O> {
         for layer in &mut self.layers {
             all.extend(layer.parts_mut().0.into_iter().flatten());
         }
-        let trellis = |m: &'a mut Matrix<O>| match m {
-            Matrix::Trellis(t) => Some(t),
+        let trellis = |m: &'a mut DeviceMatrix<O>| match m {
+            DeviceMatrix::Trellis(t) => Some(t),
             _ => None,
         };
         all.into_iter().filter_map(trellis).collect()
@@ -445,9 +450,9 @@ impl<O: GradOps> Model<O> {
     /// All tuned values, in a fixed order.
     pub fn values(&self) -> Vec<&Values<O>> {
         let mut all = self.embedding.values();
-        all.extend(self.head.iter().flat_map(Matrix::values));
+        all.extend(self.head.iter().flat_map(DeviceMatrix::values));
         for layer in &self.layers {
-            all.extend(layer.linears().flatten().flat_map(Matrix::values));
+            all.extend(layer.linears().flatten().flat_map(DeviceMatrix::values));
             all.extend(layer.vectors());
         }
         all.push(&self.final_norm);
@@ -458,10 +463,15 @@ impl<O: GradOps> Model<O> {
     /// [`Model::values`], mutable.
     pub fn values_mut(&mut self) -> Vec<&mut Values<O>> {
         let mut all = self.embedding.values_mut();
-        all.extend(self.head.iter_mut().flat_map(Matrix::values_mut));
+        all.extend(self.head.iter_mut().flat_map(DeviceMatrix::values_mut));
         for layer in &mut self.layers {
             let (linears, vectors) = layer.parts_mut();
-            all.extend(linears.into_iter().flatten().flat_map(Matrix::values_mut));
+            all.extend(
+                linears
+                    .into_iter()
+                    .flatten()
+                    .flat_map(DeviceMatrix::values_mut),
+            );
             all.extend(vectors);
         }
         all.push(&mut self.final_norm);

@@ -1,6 +1,6 @@
 //! Fresh text for every step: the teacher continues many beginnings at once on the device.
 
-use super::params::{Matrix, Model};
+use super::params::{DeviceMatrix, Model};
 use super::refused;
 use super::values::Values;
 use crate::error::{Error, Result};
@@ -173,7 +173,7 @@ struct Step<'a, O: GradOps> {
 }
 
 impl<O: GradOps> Verbs for Step<'_, O> {
-    type Linear = Vec<Matrix<O>>;
+    type Linear = Vec<DeviceMatrix<O>>;
     type Vector = Values<O>;
     type Error = Error;
 
@@ -187,7 +187,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         &mut self,
         _layer: usize,
         _norm: &Values<O>,
-        w: &Packed<Vec<Matrix<O>>>,
+        w: &Packed<Vec<DeviceMatrix<O>>>,
         to: Projection,
     ) -> Result<()> {
         let (ops, s, batch) = (self.ops, &mut *self.of, self.batch);
@@ -211,7 +211,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         &mut self,
         layer: usize,
         vectors: &HeadVectors<Values<O>>,
-        _o: &Packed<Vec<Matrix<O>>>,
+        _o: &Packed<Vec<DeviceMatrix<O>>>,
     ) -> Result<()> {
         let (ops, s, batch, t) = (self.ops, &mut *self.of, self.batch, self.t);
         let (c, inv, turns) = (&s.config, &mut s.inv, &s.cos_sin);
@@ -247,7 +247,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         &mut self,
         _layer: usize,
         _norm: &Values<O>,
-        _delta: &Delta<Vec<Matrix<O>>, Values<O>>,
+        _delta: &Delta<Vec<DeviceMatrix<O>>, Values<O>>,
     ) -> Result<()> {
         Err(nq_runtime::Error::no_recurrences("training").into())
     }
@@ -256,16 +256,21 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         &mut self,
         _layer: usize,
         _norm: &Values<O>,
-        _experts: &Experts<Vec<Matrix<O>>>,
+        _experts: &Experts<Vec<DeviceMatrix<O>>>,
     ) -> Result<()> {
         Err(refused("a mixture of experts"))
     }
 
-    fn weigh(&mut self, _shared: &Shared<Vec<Matrix<O>>>) -> Result<()> {
+    fn weigh(&mut self, _shared: &Shared<Vec<DeviceMatrix<O>>>) -> Result<()> {
         Err(refused("a mixture of experts"))
     }
 
-    fn add(&mut self, _layer: usize, operand: Operand, w: &Packed<Vec<Matrix<O>>>) -> Result<()> {
+    fn add(
+        &mut self,
+        _layer: usize,
+        operand: Operand,
+        w: &Packed<Vec<DeviceMatrix<O>>>,
+    ) -> Result<()> {
         let s = &mut *self.of;
         let from = match operand {
             Operand::Attended => &s.q,

@@ -9,7 +9,7 @@ use nq_kernels::rng::Philox;
 use nq_kernels::second_order::SecondOrder;
 use nq_quantize::fit::{Fit, Power};
 use nq_quantize::linalg::{Matrix, Moments};
-use nq_quantize::methods::gptq::{Gptq, Importance, Order};
+use nq_quantize::methods::gptq::{ActOrder, Gptq, Importance};
 use nq_quantize::methods::{Method, Outcome, Problem};
 use nq_quantize::second_order::InputStats;
 use nq_quantize::{Grid, Rounded, trellis};
@@ -76,7 +76,7 @@ fn differing(a: &Rounded, b: &Rounded) -> f64 {
 
 fn variants() -> Vec<Gptq> {
     let groups = Gptq {
-        order: Order::Groups,
+        order: ActOrder::Groups,
         importance: Importance::Remaining,
         ..Gptq::default()
     };
@@ -120,7 +120,7 @@ fn the_gpu_rounds_as_the_host() {
             assert_eq!(a.method, "gptq", "{what}");
             assert_eq!((a.method, &a.fallbacks), (b.method, &b.fallbacks), "{what}");
             let (a, b) = (a.rounded, b.rounded);
-            if method.order == Order::Columns {
+            if method.order == ActOrder::Columns {
                 assert_eq!(a.params, b.params, "{what}");
             }
             let hessian = [&host, &device].map(|i| i.hessian.as_ref().unwrap());

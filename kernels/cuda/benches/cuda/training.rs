@@ -1,7 +1,7 @@
 //! Benches of a training step's operations and of second-order rounding, by nq's own kernels.
 
 use super::timing::{MODELS, Model, Timing};
-use nq_cuda::{Buffer, CudaOps, GemmPrecision, Groups, Order};
+use nq_cuda::{Buffer, CudaOps, GemmPrecision, Groups, Permutation};
 use nq_formats::TrellisScheme;
 use nq_formats::trellis::Code;
 use nq_kernels::Result;
@@ -264,7 +264,7 @@ pub(crate) fn second_order(t: &mut Timing) -> Result<()> {
         t.alone(&what("fit_groups"), 4 * rows * n, |_| {
             ops.fit_groups(fit, &weight, 0..n, &importance, &mut groups, 0)
         })?;
-        let places = Order::new(&ops, &order)?;
+        let places = Permutation::new(&ops, &order)?;
         let blocks: Vec<ColumnBlock> = (0..n)
             .step_by(128)
             .map(|at| ColumnBlock {

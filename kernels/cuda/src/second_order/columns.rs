@@ -1,7 +1,7 @@
 //! Ranges of groups, the column loop and its errors (`cuda/fit_groups.cu`,
 //! `cuda/round_columns.cu`).
 
-use super::{BENCH, MEASURES, Order, ROUNDING, THREADS, cover, runs};
+use super::{BENCH, MEASURES, Permutation, ROUNDING, THREADS, cover, runs};
 use crate::driver::{Address, Buffer, Operands, Side};
 use crate::grad::CudaOps;
 use crate::kernel::kernels;
@@ -234,7 +234,7 @@ impl CudaOps {
     pub fn permute_columns(
         &self,
         w: &Buffer<f32>,
-        order: &Order,
+        order: &Permutation,
         rows: usize,
     ) -> Result<Buffer<f32>> {
         let o = self.operands("permute_columns");
@@ -266,7 +266,7 @@ impl CudaOps {
         &self,
         mut w: Buffer<f32>,
         u: &Buffer<f32>,
-        order: &Order,
+        order: &Permutation,
         blocks: &[ColumnBlock],
         fit: FitShape,
         importance: &Buffer<f32>,
@@ -307,7 +307,7 @@ impl CudaOps {
         o: &Operands<'_>,
         w: &Buffer<f32>,
         u: &Buffer<f32>,
-        order: &Order,
+        order: &Permutation,
         places: Range<usize>,
         g: &Groups,
         (codes, errors): (&CodeColumns, &Buffer<f32>),

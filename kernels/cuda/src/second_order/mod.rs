@@ -16,16 +16,16 @@ use super::grad::CudaOps;
 use nq_kernels::{Error, Result};
 
 /// The order in which columns go through the loop, on the device.
-pub struct Order(Buffer<u32>);
+pub struct Permutation(Buffer<u32>);
 
-impl Order {
+impl Permutation {
     /// Takes the column of each place.
     ///
     /// # Errors
     /// A place whose column does not exist.
     pub fn new(ops: &CudaOps, order: &[u32]) -> Result<Self> {
         check_order(order)?;
-        Ok(Order(ops.gpu().upload("order of columns", order)?))
+        Ok(Permutation(ops.gpu().upload("order of columns", order)?))
     }
 
     fn len(&self) -> usize {

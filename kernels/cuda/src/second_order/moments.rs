@@ -1,6 +1,6 @@
 //! Second moments in GPU memory, and rounding with them.
 
-use super::{Groups, Order};
+use super::{Groups, Permutation};
 use crate::driver::Buffer;
 use crate::grad::CudaOps;
 use nq_kernels::Result;
@@ -120,7 +120,7 @@ impl Factor for GpuFactor<'_> {
 
     fn round(&self, c: &WeightColumns<'_>) -> Result<Rounded> {
         let (ops, n, fit) = (&self.of.ops, self.of.width(), c.fit);
-        let order = Order::new(ops, c.order)?;
+        let order = Permutation::new(ops, c.order)?;
         let weight = ops.gpu().upload("a weight", c.weight)?;
         let mut groups = Groups::new(ops, (c.rows, n), c.group, c.max_code)?;
         let mut importance = ops.gpu().upload("importance of columns", c.importance)?;
