@@ -230,15 +230,24 @@ impl Stream {
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
     pub fn grouped_up(&self, w: &DeviceLinear, rows: &mut GroupedRows) -> Result<()> {
-        let of = rows.grouped;
-        let (e, k) = (of.experts, chosen(&of.experts));
+        let grouped = rows.grouped;
+        let (e, k) = (grouped.experts, chosen(&grouped.experts));
         let o = self.operands("grouped_up");
         o.multiple("width of an expert", SPAN, e.width)?;
-        check(&o, &e, (w.rows(), 2 * e.width), of.m)?;
+        check(&o, &e, (w.rows(), 2 * e.width), grouped.m)?;
         let (x, output) = (&rows.sorted, GemmOutput::Silu(&mut rows.gated));
-        let blocks = (of.blocks, of.block_rows);
+        let blocks = (grouped.blocks, grouped.block_rows);
         // SAFETY: `group_rows` wrote the blocks.
-        unsafe { self.gemm_experts((w, stacked(&e)), x, output, of.m * k, &rows.blocks, blocks) }
+        unsafe {
+            self.gemm_experts(
+                (w, stacked(&e)),
+                x,
+                output,
+                grouped.m * k,
+                &rows.blocks,
+                blocks,
+            )
+        }
     }
 
     /// Down of what [`Stream::grouped_up`] left, weighted and added to `x` `[m, hidden]`.
@@ -251,21 +260,21 @@ impl Stream {
         rows: &mut GroupedRows,
         x: &mut Buffer<f32>,
     ) -> Result<()> {
-        let (of, hidden) = (rows.grouped, rows.hidden);
-        let (e, k) = (of.experts, chosen(&of.experts));
+        let (grouped, hidden) = (rows.grouped, rows.hidden);
+        let (e, k) = (grouped.experts, chosen(&grouped.experts));
         let o = self.operands("grouped_down");
         o.multiple("outputs of an expert", TILE, hidden)?;
-        check(&o, &e, (w.rows(), hidden), of.m)?;
+        check(&o, &e, (w.rows(), hidden), grouped.m)?;
         let combine = CombineArgs {
-            y: o.of("y", &rows.y, &[of.m, k, hidden])?,
-            weights: o.of("weights of experts", &rows.weights, &[of.m, k])?,
-            places: o.of("places", &rows.places, &[of.m, k])?,
-            x: o.of("x", x, &[of.m, hidden])?,
+            y: o.of("y", &rows.y, &[grouped.m, k, hidden])?,
+            weights: o.of("weights of experts", &rows.weights, &[grouped.m, k])?,
+            places: o.of("places", &rows.places, &[grouped.m, k])?,
+            x: o.of("x", x, &[grouped.m, hidden])?,
             width: hidden as i32,
             per_token: k as i32,
         };
         let (gated, output) = (&rows.gated, GemmOutput::Store(&mut rows.y));
-        let (routes, blocks) = (of.m * k, (of.blocks, of.block_rows));
+        let (routes, blocks) = (grouped.m * k, (grouped.blocks, grouped.block_rows));
         // SAFETY: `group_rows` wrote the blocks and the places; the operands were checked.
         unsafe {
             self.gemm_experts(
@@ -276,7 +285,7 @@ impl Stream {
                 &rows.blocks,
                 blocks,
             )?;
-            self.launch(&COMBINE_EXPERTS, shape((of.m, 1), 256), &combine)
+            self.launch(&COMBINE_EXPERTS, shape((grouped.m, 1), 256), &combine)
         }
     }
 }

@@ -84,10 +84,10 @@ pub struct StepBounds {
 impl Followed for Step {
     type Bounds = StepBounds;
 
-    fn is_within(&self, of: &StepBounds) -> bool {
+    fn is_within(&self, bounds: &StepBounds) -> bool {
         let behind = 0..=self.position.clamp(0, MOST_RUN as i32);
-        of.places.has(self.position, self.slot)
-            && (self.token as usize) < of.tokens
+        bounds.places.has(self.position, self.slot)
+            && (self.token as usize) < bounds.tokens
             && behind.contains(&self.behind)
     }
 }
@@ -419,13 +419,13 @@ mod tests {
         for outside in [row(5, 0), row(0, 2), row(-1, 0), row(0, -1)] {
             assert!(!outside.is_within(&places), "{outside:?}");
         }
-        let of = StepBounds { places, tokens: 3 };
+        let bounds = StepBounds { places, tokens: 3 };
         let step = |position, token| Step {
             position,
             token,
             ..Step::default()
         };
-        assert!(step(4, 2).is_within(&of));
-        assert!(!step(4, 3).is_within(&of) && !step(5, 2).is_within(&of));
+        assert!(step(4, 2).is_within(&bounds));
+        assert!(!step(4, 3).is_within(&bounds) && !step(5, 2).is_within(&bounds));
     }
 }

@@ -221,9 +221,9 @@ fn unit_bytes(scheme: TrellisScheme) -> usize {
 impl DeviceLinear {
     /// Words of a trellis weight, and scales of rows, behind which those of inputs are.
     pub(super) fn trellis_args(&self, o: &Operands<'_>) -> Result<(Address, Address)> {
-        let of = self.trellis_operand(o)?;
-        of.input_scales(o)?;
-        Ok((of.words(o)?, of.row_scales(o)?))
+        let operand = self.trellis_operand(o)?;
+        operand.input_scales(o)?;
+        Ok((operand.words(o)?, operand.row_scales(o)?))
     }
 
     /// True if it is in a trellis code.
@@ -293,12 +293,12 @@ impl Stream {
         parts: &TrellisParts,
         output: ProductOutput<'_>,
     ) -> Result<()> {
-        let of = Operand { w: p.w, parts };
+        let operand = Operand { w: p.w, parts };
         if matches!(p.asked, Asked::Many(_)) && p.m > self.trellis_room(&p.o)?.sizes.rows {
-            return self.trellis_many(p, &of, output);
+            return self.trellis_many(p, &operand, output);
         }
         let to = output.written(&p.o, (p.m, p.w.rows()), (1, parts.strips))?;
-        self.trellis_rows(p, &of, &to)
+        self.trellis_rows(p, &operand, &to)
     }
 
     /// A product of up to [`MOST_ROWS`] rows: two kernels, of which the first makes digits of the inputs. One row that
@@ -479,12 +479,12 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let o = self.operands("embed");
-        let of = embedding.trellis_operand(&o)?;
+        let operand = embedding.trellis_operand(&o)?;
         let inputs = embedding.inputs();
         let args = TrellisEmbedArgs {
-            words: of.words(&o)?,
-            row_scales: of.row_scales(&o)?,
-            scales: of.input_scales(&o)?,
+            words: operand.words(&o)?,
+            row_scales: operand.row_scales(&o)?,
+            scales: operand.input_scales(&o)?,
             tokens: o.of("tokens", tokens, &[m])?.plus(at * size_of::<u32>()),
             x: o.of("x", x, &[m, inputs])?,
             m: m as i32,
@@ -494,7 +494,7 @@ impl Stream {
         };
         let shape = LaunchShape::new((m, 1, 1), EXPAND_WARPS * 32).overlapping();
         // SAFETY: the operands were checked; callers answer for the tokens.
-        unsafe { self.launch(of.instance(&TRELLIS_EMBED, 0), shape, &args) }
+        unsafe { self.launch(operand.instance(&TRELLIS_EMBED, 0), shape, &args) }
     }
 }
 

@@ -318,12 +318,12 @@ impl Stream {
     /// [`Error::Shape`] for a slot, index or page that does not exist; errors of the driver.
     pub fn set_pages(&self, pages: &mut DevicePages, entries: &[PageEntry]) -> Result<()> {
         let o = self.operands("set_pages");
-        let of = pages.shape;
+        let sizes = pages.shape;
         let there = |e: &PageEntry| {
-            e.slot < of.slots && e.index < pages.table_len && (e.page as usize) < of.pages
+            e.slot < sizes.slots && e.index < pages.table_len && (e.page as usize) < sizes.pages
         };
         if let Some(entry) = entries.iter().find(|e| !there(e)) {
-            let (slots, len, pages) = (of.slots, pages.table_len, of.pages);
+            let (slots, len, pages) = (sizes.slots, pages.table_len, sizes.pages);
             let expected = format!("{slots} slots of {len} of {pages} pages");
             return o.refuse("entry", expected, format!("{entry:?}"));
         }
@@ -348,25 +348,25 @@ impl Stream {
     /// [`Error::Shape`] for a page that does not exist; errors of the driver.
     pub fn copy_page(&self, pages: &mut DevicePages, from: u32, to: u32) -> Result<()> {
         let o = self.operands("copy_page");
-        let of = pages.shape;
-        o.at_least("pages", from.max(to) as usize + 1, of.pages)?;
-        let bytes = pages.keys.len() / of.rows() * of.page_rows();
+        let sizes = pages.shape;
+        o.at_least("pages", from.max(to) as usize + 1, sizes.pages)?;
+        let bytes = pages.keys.len() / sizes.rows() * sizes.page_rows();
         let whole = |all: &Buffer<u8>| o.of("cache", all, &[all.len()]);
         let scales = |all: &Buffer<u16>| o.of("scales of the cache", all, &[all.len()]);
         let (k, v) = match &pages.scales {
             Some((k, v)) => (scales(k)?, scales(v)?),
             None => (Address::NULL, Address::NULL),
         };
-        let (words, scale_words) = ((bytes / 16) as i32, (2 * of.page_rows() / 16) as i32);
+        let (words, scale_words) = ((bytes / 16) as i32, (2 * sizes.page_rows() / 16) as i32);
         let args = CopyPageArgs {
             parts: [whole(&pages.keys)?, whole(&pages.values)?, k, v],
             words: [words, words, scale_words, scale_words],
-            pages: of.pages as i32 + 1,
+            pages: sizes.pages as i32 + 1,
             from,
             to,
         };
         // SAFETY: both pages are in the pool.
-        unsafe { self.launch(&COPY_PAGE, shape((16, of.layers), 256), &args) }
+        unsafe { self.launch(&COPY_PAGE, shape((16, sizes.layers), 256), &args) }
     }
 
     /// Appends to `out` the keys, values and scales of `page` in all layers, [`DevicePages::page_bytes`]

@@ -174,8 +174,8 @@ impl Gpu {
         self.0.bind()?;
         let timed = std::mem::take(&mut *self.0.timed.lock().unwrap_or_else(|e| e.into_inner()));
         let mut outcome = Ok(());
-        for of in timed {
-            let Timed { key, events, .. } = of;
+        for operation in timed {
+            let Timed { key, events, .. } = operation;
             // SAFETY: both events were recorded by `Stream::timed`, and are not used again.
             let ms = unsafe {
                 let ms = result::event::elapsed(events[0], events[1]);
@@ -187,12 +187,12 @@ impl Gpu {
             match check("timing kernels", ms) {
                 Ok(ms) => {
                     let mut time = Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3);
-                    let parts = of.parts.map_or_else(Vec::new, |parts| parts());
+                    let parts = operation.parts.map_or_else(Vec::new, |parts| parts());
                     for (key, part) in parts {
                         time = time.saturating_sub(part);
                         self.0.profile.add(key, part, 0);
                     }
-                    self.0.profile.add(key, time, of.bytes);
+                    self.0.profile.add(key, time, operation.bytes);
                 }
                 Err(e) => outcome = Err(e),
             }

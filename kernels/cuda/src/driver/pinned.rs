@@ -194,8 +194,8 @@ impl<T: Pod> Pinned<T> {
         }
         stream.refuse_recording(op)?;
         // There is one mark for all copies: those of another stream must be done.
-        if let Some((of, _)) = &self.copies
-            && !of.is(stream)
+        if let Some((other, _)) = &self.copies
+            && !other.is(stream)
         {
             self.wait()?;
             self.copies = None;

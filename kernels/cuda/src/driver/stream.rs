@@ -74,8 +74,8 @@ static STREAMS: Mutex<Vec<Weak<StreamInner>>> = Mutex::new(Vec::new());
 /// The stream of each device, by ordinal, that ran the last kernel that had to run alone.
 static LAST_ALONE: Mutex<BTreeMap<usize, Weak<StreamInner>>> = Mutex::new(BTreeMap::new());
 
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a stream is for.

@@ -457,7 +457,7 @@ impl Verbs for Pass<'_> {
                     full: full.as_mut().map(|f| &mut f.attended),
                     half: Some(&mut halves.attended),
                 };
-                let of = DeltaRows {
+                let inputs = DeltaRows {
                     qkvz: qkv,
                     ba: rates_of(&mut self.rows.rates),
                     rows,
@@ -466,7 +466,7 @@ impl Verbs for Pass<'_> {
                     scanned: &mut recurrent.scanned,
                 };
                 stream.timed(key, 0, || {
-                    stream.delta_rows(of, spans, &vectors, states, &out, m)
+                    stream.delta_rows(inputs, spans, &vectors, states, &out, m)
                 })
             }
         }

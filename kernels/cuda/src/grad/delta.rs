@@ -14,11 +14,11 @@ impl CudaOps {
     /// leaves, so all share one state.
     pub(super) fn run_delta(
         &self,
-        of: DeltaInputs<'_, Buffer<f32>>,
+        inputs: DeltaInputs<'_, Buffer<f32>>,
         work: &mut DeltaWork<Buffer<f32>>,
         out: &mut Buffer<f32>,
     ) -> Result<()> {
-        let (shape, seq, m) = (of.shape, of.seq, of.rows());
+        let (shape, seq, m) = (inputs.shape, inputs.seq, inputs.rows());
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let states = match &mut *state {
             Some((found, states)) if *found == shape => states,
@@ -51,13 +51,13 @@ impl CudaOps {
             },
             mark: None,
         };
-        let spans: Vec<DeltaSpan> = (0..of.batch).map(span).collect();
+        let spans: Vec<DeltaSpan> = (0..inputs.batch).map(span).collect();
         let vectors = DeltaVectors {
-            conv: of.conv,
-            decay: of.decay,
-            dt_bias: of.dt_bias,
-            norm: of.norm,
-            eps: of.eps,
+            conv: inputs.conv,
+            decay: inputs.decay,
+            dt_bias: inputs.dt_bias,
+            norm: inputs.norm,
+            eps: inputs.eps,
         };
         // Many short sequences have more chunks than there is room for: then only some go through the recurrence at a
         // time, and what is computed of all rows beside it is computed again.
@@ -65,8 +65,8 @@ impl CudaOps {
         let together = (work.chunks.len() / each.max(1)).max(1);
         for some in spans.chunks(together) {
             let pass = DeltaRows {
-                qkvz: of.qkvz,
-                ba: of.ba,
+                qkvz: inputs.qkvz,
+                ba: inputs.ba,
                 rows: &rows,
                 mixed: &mut work.mixed,
                 chunks: &mut work.chunks,

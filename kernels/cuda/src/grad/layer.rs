@@ -534,11 +534,11 @@ impl LayerOps for CudaOps {
 
     fn delta(
         &self,
-        of: DeltaInputs<'_, Buffer<f32>>,
+        inputs: DeltaInputs<'_, Buffer<f32>>,
         work: &mut DeltaWork<Buffer<f32>>,
         out: &mut Buffer<f32>,
     ) -> Result<()> {
-        self.run_delta(of, work, out)
+        self.run_delta(inputs, work, out)
     }
 
     fn silu_mul_grad(

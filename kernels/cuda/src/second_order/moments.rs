@@ -100,12 +100,12 @@ impl DeviceMoments for GpuMoments {
 
     fn inverse_factor(&self, damped: Damped<'_>) -> Result<Option<Box<dyn Factor + '_>>> {
         let factor = self.ops.inverse_factor(&self.moments, damped)?;
-        Ok(factor.map(|u| Box::new(GpuFactor { of: self, u }) as Box<dyn Factor>))
+        Ok(factor.map(|u| Box::new(GpuFactor { source: self, u }) as Box<dyn Factor>))
     }
 }
 
 struct GpuFactor<'a> {
-    of: &'a GpuMoments,
+    source: &'a GpuMoments,
     u: Buffer<f32>, // [n, n]
 }
 
@@ -115,11 +115,11 @@ impl Factor for GpuFactor<'_> {
     }
 
     fn diagonal(&self) -> Result<Vec<f32>> {
-        self.of.ops.diagonal(&self.u, self.of.width())
+        self.source.ops.diagonal(&self.u, self.source.width())
     }
 
     fn round(&self, c: &WeightColumns<'_>) -> Result<Rounded> {
-        let (ops, n, fit) = (&self.of.ops, self.of.width(), c.fit);
+        let (ops, n, fit) = (&self.source.ops, self.source.width(), c.fit);
         let order = Permutation::new(ops, c.order)?;
         let weight = ops.gpu().upload("a weight", c.weight)?;
         let mut groups = Groups::new(ops, (c.rows, n), c.group, c.max_code)?;
@@ -158,6 +158,6 @@ impl Factor for GpuFactor<'_> {
     }
 
     fn round_to_trellis(&self, weight: &TrellisRows<'_>) -> Result<TrellisRounded> {
-        (self.of.ops).round_to_trellis(&self.of.moments, &self.u, weight)
+        (self.source.ops).round_to_trellis(&self.source.moments, &self.u, weight)
     }
 }

@@ -110,15 +110,15 @@ fn order(heights: &[usize], stack: Stack) -> Vec<(usize, usize, usize)> {
 /// `[strips, STRIP]`, zeros of rows that do not exist, and behind them those of inputs.
 pub(crate) fn upload(
     parts: &mut TrellisParts,
-    (of, stack): (&[&TrellisWeight], Stack),
+    (weights, stack): (&[&TrellisWeight], Stack),
     mut write: impl FnMut(usize, &[u8]) -> Result<()>,
 ) -> Result<Vec<u16>> {
-    let heights: Vec<usize> = of.iter().map(|w| w.out_features()).collect();
-    let size = parts.scheme.strip_bytes(of[0].in_features());
+    let heights: Vec<usize> = weights.iter().map(|w| w.out_features()).collect();
+    let size = parts.scheme.strip_bytes(weights[0].in_features());
     let mut places = Vec::new();
     let mut scales = vec![0u16; parts.strips * STRIP];
     for (at, (part, strip, row)) in order(&heights, stack).into_iter().enumerate() {
-        let weight = of[part];
+        let weight = weights[part];
         let rows = strip * STRIP..weight.out_features().min((strip + 1) * STRIP);
         let of_rows = weight.row_scales()[rows.clone()].iter();
         for (to, scale) in scales[at * STRIP..].iter_mut().zip(of_rows) {
@@ -129,7 +129,7 @@ pub(crate) fn upload(
     }
     parts.places.write(0, &places)?;
     parts.paired = stack == Stack::Interleave;
-    scales.extend(of[0].input_scales().iter().map(|s| s.to_bits()));
+    scales.extend(weights[0].input_scales().iter().map(|s| s.to_bits()));
     Ok(scales)
 }
 

@@ -228,8 +228,8 @@ impl CudaSession {
                 drawn: 0,
                 behind: if i == 0 { behind } else { 0 },
             }));
-            let of = chunk.logits.rows(chunk.tokens.len());
-            wanted.push(first + of.start..first + of.end);
+            let with_logits = chunk.logits.rows(chunk.tokens.len());
+            wanted.push(first + with_logits.start..first + with_logits.end);
         }
         let m = bucket(rows.len()).min(self.step.rows);
         let longest = rows.iter().map(|r| r.position as usize + 1).max();
