@@ -144,9 +144,6 @@ impl DraftCheckpoint {
     }
 
     /// Loads it on the device of its target.
-    ///
-    /// # Errors
-    /// Those of loading.
     pub fn load(
         &self,
         options: &LoadOptions,
@@ -258,9 +255,6 @@ impl DraftWeights {
     }
 
     /// Loads it on the device of its target.
-    ///
-    /// # Errors
-    /// Those of loading.
     pub fn load(
         &self,
         options: &LoadOptions,
@@ -297,9 +291,6 @@ impl DraftWeights {
 
     /// The CPU memory that it needs in addition to its `target` and a session of that, which is of `spec`, as text and in
     /// bytes.
-    ///
-    /// # Errors
-    /// Those of its weights.
     pub fn memory(&self, target: &ModelConfig, spec: &SessionSpec) -> Result<(String, u64)> {
         let (what, bytes) = match self {
             DraftWeights::Model(draft) => return memory_of(draft, spec),
@@ -413,9 +404,6 @@ pub fn drafts(
 }
 
 /// The CPU memory that a draft model needs in addition to its target's, as text and in bytes.
-///
-/// # Errors
-/// Those of its weights.
 fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> Result<(String, u64)> {
     let spec = shorter(spec, longest_context(draft.checkpoint.config()));
     let memory = at_load::memory(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;

@@ -165,9 +165,6 @@ impl<'m> Answering<'m> {
 
     /// Draws the answer to `prompt`, or its rest, until it ends. After [`StopReason::ContextFull`] it may be called
     /// again with a shorter prompt, which the answer so far then follows.
-    ///
-    /// # Errors
-    /// Errors of [`generate`](nq_runtime::generate::generate); [`Error::Constraint`].
     pub fn run(
         &mut self,
         session: &mut dyn Session,

@@ -12,9 +12,6 @@ pub trait Constraint: Send {
     fn mask(&mut self) -> Result<Option<&[u32]>, String>;
 
     /// Advances the constraint by the token that was drawn.
-    ///
-    /// # Errors
-    /// Errors of [`Constraint::mask`].
     fn accept(&mut self, token: u32) -> Result<(), String>;
 }
 

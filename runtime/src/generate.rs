@@ -193,9 +193,6 @@ pub fn generate(
 
 /// Goes on with an answer as [`generate`] begins one: `prompt` ends with what there is of the answer, and `sampler` has
 /// recorded all of it.
-///
-/// # Errors
-/// Errors of [`generate`].
 pub fn resume(
     session: &mut dyn Session,
     sequence: &mut Sequence,

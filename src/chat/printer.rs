@@ -93,9 +93,6 @@ impl<'a> Printer<'a> {
     }
 
     /// Ends the answer's last line, if it has one.
-    ///
-    /// # Errors
-    /// Errors of [`Printer::piece`].
     pub fn finish(&mut self) -> io::Result<()> {
         self.end_sign();
         self.leave()?;
@@ -111,9 +108,6 @@ impl<'a> Printer<'a> {
     }
 
     /// Makes room for a note on stderr: ends the line that a person reads. An answer that is data stays as it is.
-    ///
-    /// # Errors
-    /// Errors of [`Printer::piece`].
     pub fn before_note(&mut self) -> io::Result<()> {
         match (self.raw, self.last) {
             (true, Some(Part::Answer)) => self.out.flush(),

@@ -102,9 +102,6 @@ impl Chat {
 
     /// Answers a message; `each` gets the text in pieces as it comes, what was thought between `<think>` and
     /// `</think>`. If that fails, the message is not kept.
-    ///
-    /// # Errors
-    /// Errors of [`Chat::answer`].
     pub fn ask(&mut self, text: &str, each: impl FnMut(&str)) -> Result<String> {
         let mut messages = std::mem::take(&mut self.messages);
         messages.push(Message::new("user", text));
@@ -132,9 +129,6 @@ impl Chat {
     }
 
     /// Like [`Chat::answer`], with thinking, text and calls told apart; `each` may break the answer off.
-    ///
-    /// # Errors
-    /// Errors of [`Chat::answer`].
     pub fn answer_pieces(
         &mut self,
         messages: &[Message],

@@ -23,9 +23,6 @@ use std::path::{Path, PathBuf};
 
 /// Quantizes the unquantized model `source`, a folder, file or name as [`Model::open`] takes, into the folder `out`
 /// as `nq quantize --bits BITS` does, with `--trellis` for trellis codes, and measures the result against the source.
-///
-/// # Errors
-/// Errors of [`quantize_with`].
 pub fn quantize(
     source: impl AsRef<Path>,
     out: impl Into<PathBuf>,

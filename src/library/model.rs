@@ -275,17 +275,11 @@ impl Model {
     }
 
     /// The perplexity of `text`, in windows of 512 tokens whose second half is scored.
-    ///
-    /// # Errors
-    /// Errors of [`Model::measure`].
     pub fn evaluate(&self, text: &str) -> Result<EvalReport> {
         self.measure(None, text, &spec(), &())
     }
 
     /// Like [`Model::evaluate`], with the KL divergence of `source` from this model in the report's `against`.
-    ///
-    /// # Errors
-    /// Errors of [`Model::measure`].
     pub fn compare(&self, source: &Model, text: &str) -> Result<EvalReport> {
         self.measure(Some(source), text, &spec(), &())
     }

@@ -22,9 +22,6 @@ struct Fed {
 
 impl Worker<'_> {
     /// Runs a step of all requests that have a slot.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub(super) fn step(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         self.constrain(batch);
         let read = self.read(batch)?;

@@ -34,9 +34,6 @@ pub struct Called {
 
 impl Called {
     /// Adds a tool that is served, of this type.
-    ///
-    /// # Errors
-    /// Errors of [`Tools::push`].
     pub fn read(
         &mut self,
         tools: &mut Tools,

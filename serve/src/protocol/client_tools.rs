@@ -40,9 +40,6 @@ pub(crate) fn name(kind: &str) -> Option<&'static str> {
 
 /// Adds a tool of a type that clients run; false if it is another type, which is left to the caller. Its screen, if it
 /// has one, is described to the model.
-///
-/// # Errors
-/// Errors of [`Tools::push`].
 pub(crate) fn add(tools: &mut Tools, kind: &str, tool: &mut Fields) -> Result<bool, ApiError> {
     let mut screen = None;
     if tool.has("display_width_px") {

@@ -205,9 +205,6 @@ impl Fields {
     }
 
     /// Takes an object with a table of its own.
-    ///
-    /// # Errors
-    /// Errors of [`Fields::of`].
     pub fn object(&mut self, field: &str, table: &str) -> Result<Option<Fields>, ApiError> {
         let name = self.name(field);
         let value: Option<Value> = self.take(field)?;
@@ -310,9 +307,6 @@ impl Fields {
     }
 
     /// Takes a limit of `least` or more; -1 is none, as if it were absent.
-    ///
-    /// # Errors
-    /// Errors of [`Fields::count`].
     pub(crate) fn limit(&mut self, field: &str, least: usize) -> Result<Option<usize>, ApiError> {
         if self.is_unlimited(field) {
             self.map.remove(field);

@@ -65,9 +65,6 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
 }
 
 /// Counts the tokens of a prompt.
-///
-/// # Errors
-/// Errors of [`parse`].
 pub fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let generation = prompt(model, fields.under("count_tokens")?, Generation::of(model))?;
     let tokens: usize = generation.prompts.iter().map(Vec::len).sum();

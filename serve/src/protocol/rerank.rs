@@ -83,9 +83,6 @@ pub fn parse(model: &ServedModel, fields: Fields) -> Result<Rerank, ApiError> {
 }
 
 /// The answer, the best document first.
-///
-/// # Errors
-/// As [`reranker`].
 pub fn answer(
     model: &ServedModel,
     asked: &Rerank,

@@ -123,9 +123,6 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
 }
 
 /// Counts the tokens of a request's prompt.
-///
-/// # Errors
-/// Errors of [`parse`].
 pub fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let prompts = parse(model, fields)?.generation.prompts;
     let tokens: usize = prompts.iter().map(Vec::len).sum();

@@ -27,9 +27,6 @@ pub struct Tools {
 
 /// Reads the tools of a request; `otherwise` is the type of those without one. `read` takes one that is served, of this
 /// type, and adds what it has. What else is there is left out, and the model is told so.
-///
-/// # Errors
-/// Errors of `read`.
 pub fn read(
     given: Vec<Fields>,
     otherwise: &str,
@@ -59,9 +56,6 @@ impl Tools {
     }
 
     /// Like [`Tools::add`], with a prefix of its name.
-    ///
-    /// # Errors
-    /// Errors of [`Tools::add`].
     pub(crate) fn add_within(
         &mut self,
         prefix: &str,
@@ -83,9 +77,6 @@ impl Tools {
     }
 
     /// Adds a tool; `place` is that of its name, `schema_place` that of its schema.
-    ///
-    /// # Errors
-    /// Errors of [`Tools::add`].
     pub fn push(
         &mut self,
         name: String,

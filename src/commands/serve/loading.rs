@@ -107,9 +107,6 @@ pub(super) struct Loaded {
 
 impl Loadable {
     /// Finds a model and reads its files' headers, without loading it.
-    ///
-    /// # Errors
-    /// Errors of opening it.
     pub(super) fn new(
         name: Option<&str>,
         model: model::FoundModel,
