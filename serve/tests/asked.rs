@@ -414,6 +414,12 @@ fn tools_that_clients_run_are_shown_and_called() {
         let more = shown["input_tokens"].as_u64().unwrap() - bare["input_tokens"].as_u64().unwrap();
         assert!(more > 20 * keys.len() as u64, "{kind}: {more}");
     }
+    // Three of them fit the demo's context.
+    let three = json!([{"type": "bash_20250124", "name": "bash"}, {"type": "memory_20250818", "name": "memory"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}]);
+    let answer = server.json(MESSAGES, &with(base(MESSAGES), &json!({"tools": three})));
+    let prompt = answer["usage"]["input_tokens"].as_u64().unwrap();
+    assert!(prompt < 1000, "{answer}");
     let hosted = json!([{"type": "shell", "environment": {"type": "container_auto"}}]);
     let response = server.post(RESPONSES, &with(base(RESPONSES), &json!({"tools": hosted})));
     assert_eq!(response.header("x-nq-left-out"), "tools[0] shell");
