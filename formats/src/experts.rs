@@ -5,6 +5,7 @@
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files};
+use crate::import::fp8::STACK_SCALES;
 use crate::mapping;
 use crate::pack::pack_rows;
 use crate::scheme::{Scales, Zeros};
@@ -396,8 +397,12 @@ impl Overlay for Gathered {
     }
 
     fn exactness(&self, name: &str) -> Exactness {
-        if self.stack(name).is_none() {
+        let Some(linear) = self.stack(name) else {
             return self.inner.exactness(name);
+        };
+        let fused = fused_name(name, linear.kind);
+        if self.fused_tensors.contains(&fused) {
+            return self.inner.exactness(&fused);
         }
         let names = (0..self.experts.count).map(|e| expert_name(name, e));
         let mut rounded = names
@@ -412,7 +417,7 @@ impl Overlay for Gathered {
         };
         let fused = fused_name(name, linear.kind);
         match self.fused_tensors.contains(&fused) {
-            true => vec![fused],
+            true => vec![format!("{fused}{STACK_SCALES}"), fused],
             false if !self.apart.contains_key(experts_of(name)) => Vec::new(),
             false => (0..self.experts.count)
                 .flat_map(|e| self.inner.sources(&expert_name(name, e)))

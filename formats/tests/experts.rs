@@ -163,6 +163,66 @@ fn experts_kept_apart_and_fused_are_the_same_stacks() {
     assert!(found.contains("gate"), "{found}");
 }
 
+/// As transformers keeps them: an FP8 tensor for all experts of a layer, with a scale for each block of each expert.
+#[test]
+fn fused_experts_in_fp8_have_scales_of_blocks() {
+    use nq_formats::import::fp8::e4m3;
+    let dir = tempfile::tempdir().unwrap();
+    let (apart, fused) = (dir.path().join("apart"), dir.path().join("fused"));
+    synth::write(&apart, &small(), 7, &()).unwrap();
+    // Codes and scales by their places. Blocks of 48 x 40 do not divide the sides.
+    let byte = |at: usize| (at * 7 % 120) as u8 | (at as u8 & 1) << 7;
+    let scale = |block: usize| half::bf16::from_f32(0.01 + block as f32 / 512.0);
+    rewritten(&apart, &fused, |tensors, config| {
+        tensors.retain(|name, _| !name.contains(".mlp.experts."));
+        for layer in 0..2 {
+            for (part, rows, cols) in [("gate_up_proj", 128, 128), ("down_proj", 128, 64)] {
+                let name = format!("model.layers.{layer}.mlp.experts.{part}");
+                let bytes: Vec<u8> = (0..5 * rows * cols).map(byte).collect();
+                let codes = Tensor::new(DType::F8E4M3, vec![5, rows, cols], bytes.into());
+                let blocks = [5usize, 128usize.div_ceil(48), cols.div_ceil(40)];
+                let scales = (0..blocks.iter().product()).flat_map(|i| scale(i).to_le_bytes());
+                let scales: Vec<u8> = scales.collect();
+                let scales = Tensor::new(DType::BF16, blocks.to_vec(), scales.into());
+                tensors.insert(format!("{name}_scale_inv"), scales.unwrap());
+                tensors.insert(name, codes.unwrap());
+            }
+        }
+        config.insert(
+            "quantization_config".into(),
+            serde_json::json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 40]}),
+        );
+    });
+    let opened = Checkpoint::open(&fused).unwrap();
+    nq::verify(&opened).unwrap();
+    let mut checked = 0;
+    for (name, shape) in parameters(&small()) {
+        let (Shape::Matrix(rows, cols), Some(_)) = (shape, stack(&name)) else {
+            continue;
+        };
+        let weight = opened.store().matrix(&name, (rows, cols)).unwrap();
+        assert_eq!(
+            opened.store().exactness(&name),
+            Exactness::ValuesRounded(DType::BF16)
+        );
+        let height = rows / 5;
+        let first = if name.ends_with("up_proj") { 64 } else { 0 };
+        let mut values = vec![0.0; cols];
+        for row in 0..rows {
+            weight.dequantize_row(row, &mut values).unwrap();
+            let (expert, inner) = (row / height, row % height + first);
+            for (col, &found) in values.iter().enumerate() {
+                let code = e4m3(byte((expert * 128 + inner) * cols + col));
+                let block = (expert * 3 + inner / 48) * cols.div_ceil(40) + col / 40;
+                let value = half::bf16::from_f32(code * scale(block).to_f32());
+                assert_eq!(found, value.to_f32(), "{name} {row} {col}");
+                checked += 1;
+            }
+        }
+    }
+    assert_eq!(checked, 2 * 5 * 3 * 64 * 128);
+}
+
 /// The schemes of parameters: set where a scheme applies, and nowhere else.
 fn quantized(scheme: AffineScheme) -> Checkpoint {
     synth::quantized_checkpoint("random", &small(), 3, move |name| {

@@ -45,6 +45,20 @@ pub(super) trait Expansion: Send + Sync {
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor>;
+
+    /// True if the tensor `name` has the weights of all experts of a layer in the format's codes.
+    fn is_stack(&self, shards: &Shards, name: &str) -> bool {
+        let _ = (shards, name);
+        false
+    }
+
+    /// The tensor `name` of the weights of all experts of a layer, if there is one, expanded if it is in the format's codes.
+    ///
+    /// # Errors
+    /// Those of [`Expansion::expand`].
+    fn stack(&self, shards: &Shards, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        shards.floats(name, shape)
+    }
 }
 
 /// The parameters of a checkpoint whose weights are expanded, or unquantized.
@@ -117,8 +131,13 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
         }
     }
 
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        self.expansion.stack(&self.dense.shards, name, shape)
+    }
+
     fn exactness(&self, name: &str) -> Exactness {
-        match (self.is_expanded(name), E::HELD) {
+        let is_stack = self.expansion.is_stack(&self.dense.shards, name);
+        match (is_stack || self.is_expanded(name), E::HELD) {
             (false, _) => Exactness::Exact,
             (true, ExpandedType::Bf16) => Exactness::ValuesRounded(DType::BF16),
             (true, ExpandedType::F16) => Exactness::ValuesRounded(DType::F16),

@@ -154,7 +154,7 @@ pub(super) fn fp8(
     let scales = shards.require(&scale, &FLOATS, &shape)?.to_f32()?;
     let names = (&weight[..], &scale[..]);
     let block = (block.0.max(1), block.1.max(1));
-    let (dims, scales) = ((rows, cols), (block, scales));
+    let (dims, scales) = (&[rows, cols], (block, scales));
     if exactly {
         return fp8::dequantize(shards, names, dims, scales, DType::F32, f32::to_le_bytes);
     }

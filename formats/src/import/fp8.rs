@@ -6,6 +6,13 @@
 //! |---|---|
 //! | `X.weight` | F8_E4M3 `[out, in]` |
 //! | `X.weight_scale_inv` | F32 or BF16 `[ceil(out / 128), ceil(in / 128)]` |
+//!
+//! transformers keeps the experts of a layer in one tensor, which has no `.weight` in its name:
+//!
+//! | tensor | shape |
+//! |---|---|
+//! | `X` | F8_E4M3 `[experts, out, in]` |
+//! | `X_scale_inv` | F32 or BF16 `[experts, ceil(out / 128), ceil(in / 128)]` |
 
 use super::expanded::{ExpandedType, Expansion, open_with};
 use super::modelopt::small_floats;
@@ -14,6 +21,7 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::shards::Shards;
 use crate::tensor::Tensor;
+use half::bf16;
 use nq_model::{DType, FLOATS, tensor_name};
 use rayon::prelude::*;
 
@@ -22,6 +30,9 @@ pub const METHOD: &str = "fp8";
 
 /// The suffix of the tensor that holds a weight's scales.
 const SCALES: &str = ".weight_scale_inv";
+
+/// The same for a tensor of all experts.
+pub(crate) const STACK_SCALES: &str = "_scale_inv";
 
 struct Fp8 {
     /// Rows and columns of a block.
@@ -78,7 +89,11 @@ impl Expansion for Fp8 {
     const HELD: ExpandedType = ExpandedType::Bf16;
 
     fn is_expanded(&self, shards: &Shards, name: &str) -> bool {
-        let tensor = shards.get(&tensor_name(name));
+        self.is_stack(shards, &tensor_name(name))
+    }
+
+    fn is_stack(&self, shards: &Shards, name: &str) -> bool {
+        let tensor = shards.get(name);
         tensor.is_some_and(|t| t.dtype() == DType::F8E4M3)
     }
 
@@ -99,25 +114,46 @@ impl Expansion for Fp8 {
         let scales = shards.require(&scale, &FLOATS, &[down, across])?;
         let names = (&tensor_name(name)[..], &scale[..]);
         let scales = (self.block, scales.to_f32()?);
-        dequantize(shards, names, (rows, cols), scales, dtype, encode)
+        dequantize(shards, names, &[rows, cols], scales, dtype, encode)
+    }
+
+    fn stack(&self, shards: &Shards, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
+        let &[experts, rows, cols] = shape else {
+            return shards.floats(name, shape);
+        };
+        if !self.is_stack(shards, name) {
+            return shards.floats(name, shape);
+        }
+        let blocks = [
+            experts,
+            rows.div_ceil(self.block.0),
+            cols.div_ceil(self.block.1),
+        ];
+        let scale = format!("{name}{STACK_SCALES}");
+        let scales = shards.require(&scale, &FLOATS, &blocks)?.to_f32()?;
+        let encode = |v| bf16::from_f32(v).to_le_bytes();
+        let (names, scales) = ((name, &scale[..]), (self.block, scales));
+        dequantize(shards, names, shape, scales, DType::BF16, encode).map(Some)
     }
 }
 
-/// The FP8 tensor `[rows, cols]` of the first name, times `scales` of the second, one for each `block` (rows, columns), in
-/// elements of `N` bytes; `encode` converts an f32 to one.
+/// The FP8 tensor `[rows, cols]` or `[experts, rows, cols]` of the first name, times `scales` of the second, one for each
+/// `block` (rows, columns) of a matrix, in elements of `N` bytes; `encode` converts an f32 to one.
 ///
 /// # Errors
 /// A missing or misshapen tensor; values or scales that are not finite.
 pub(super) fn dequantize<const N: usize>(
     shards: &Shards,
     (name, scale_name): (&str, &str),
-    (rows, cols): (usize, usize),
+    shape: &[usize],
     (block, scales): ((usize, usize), Vec<f32>),
     dtype: DType,
     encode: impl Fn(f32) -> [u8; N] + Sync,
 ) -> Result<Tensor> {
-    let tensor = shards.require(name, &[DType::F8E4M3], &[rows, cols])?;
-    let across = cols.div_ceil(block.1);
+    let tensor = shards.require(name, &[DType::F8E4M3], shape)?;
+    let mut sides = shape.iter().rev().copied();
+    let (cols, height) = (sides.next().unwrap_or(0), sides.next().unwrap_or(0));
+    let (down, across) = (height.div_ceil(block.0), cols.div_ceil(block.1));
     if let Some(i) = scales.iter().position(|s| !s.is_finite()) {
         let found = format!("{} in block {}, {}", scales[i], i / across, i % across);
         return Err(shards.error(scale_name, "finite values".into(), found));
@@ -127,17 +163,18 @@ pub(super) fn dequantize<const N: usize>(
         let found = format!("NaN in row {}, column {}", i / cols, i % cols);
         return Err(shards.error(name, "finite values".into(), found));
     }
-    let mut bytes = vec![0; rows * cols * N];
+    let mut bytes = vec![0; tensor.len() * N];
     bytes
         .par_chunks_mut(cols.max(1) * N)
         .enumerate()
         .for_each(|(r, out)| {
             let row = &tensor.data()[r * cols..(r + 1) * cols];
-            let scales = &scales[r / block.0 * across..][..across];
+            let place = r / height * down + r % height / block.0;
+            let scales = &scales[place * across..][..across];
             let values = row.iter().enumerate();
             for ((i, b), o) in values.zip(out.as_chunks_mut::<N>().0) {
                 *o = encode(table[usize::from(*b)] * scales[i / block.1]);
             }
         });
-    Tensor::new(dtype, vec![rows, cols], bytes.into())
+    Tensor::new(dtype, shape.to_vec(), bytes.into())
 }
