@@ -308,4 +308,27 @@ fn what_cannot_be_rounded_is_named() {
     let mut row = [0.5f32; 32];
     row[7] = f32::NAN;
     names(error(BlockType::Q8_0, &row), &["finite", "NaN in column 7"]);
+    row[7] = 3e7;
+    for kind in [
+        BlockType::F16,
+        BlockType::Q8_0,
+        BlockType::Q4_0,
+        BlockType::Q4_1,
+    ] {
+        names(
+            error(kind, &row),
+            &["can hold", kind.name(), "3e7 in column 7"],
+        );
+    }
+    // Scales of two levels reach further, and as far as they reach, so do values.
+    for kind in [BlockType::BF16, BlockType::F32] {
+        error(kind, &row).unwrap();
+    }
+    row[7] = 65504.0 * 100.0;
+    error(BlockType::Q8_0, &row).unwrap();
+    let mut row = [0.5f32; 256];
+    row[7] = 3e7;
+    error(BlockType::Q6_K, &row).unwrap();
+    row[7] = 1e30;
+    names(error(BlockType::Q6_K, &row), &["Q6_K", "1e30"]);
 }

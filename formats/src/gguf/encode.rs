@@ -5,7 +5,7 @@
 //! Scales are rounded to their stored form before codes are rounded for the last time.
 
 use super::affine::scales_and_minima;
-use crate::blocks::BlockType;
+use crate::blocks::{BlockType, Scratch};
 use crate::error::{Error, Result};
 use half::f16;
 
@@ -25,7 +25,8 @@ pub(crate) const ENCODED: [BlockType; 9] = [
 /// Appends the blocks of `row`, which must be a whole number of blocks, to `out`.
 ///
 /// # Errors
-/// [`Error::Weight`] for a type that is not among `ENCODED`, or a value that is not finite.
+/// [`Error::Weight`] for a type that is not among `ENCODED`, a value that is not finite, or one for which the type has no
+/// scale.
 pub fn encode_row(kind: BlockType, row: &[f32], out: &mut Vec<u8>) -> Result<()> {
     if let Some(i) = row.iter().position(|v| !v.is_finite()) {
         return Err(Error::Weight {
@@ -55,9 +56,35 @@ pub fn encode_row(kind: BlockType, row: &[f32], out: &mut Vec<u8>) -> Result<()>
             });
         }
     };
+    let start = out.len();
     row.chunks_exact(kind.elements())
         .for_each(|block| encode(block, out));
-    Ok(())
+    let greatest = |a: &usize, b: &usize| row[*a].abs().total_cmp(&row[*b].abs());
+    match (0..row.len()).max_by(greatest) {
+        // An f16 that holds no such number, or no such scale, is infinite.
+        Some(i) if row[i].abs() > f16::MAX.to_f32() && !is_finite(kind, &out[start..]) => {
+            Err(Error::Weight {
+                what: "values",
+                expected: format!("numbers that {} can hold", kind.name()),
+                found: format!("{:e} in column {i}", row[i]),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// True if blocks hold finite values alone.
+fn is_finite(kind: BlockType, blocks: &[u8]) -> bool {
+    let Some(layout) = kind.layout() else {
+        let halves = blocks.as_chunks::<2>().0.iter();
+        return kind != BlockType::F16
+            || halves.copied().all(|h| f16::from_le_bytes(h).is_finite());
+    };
+    let (mut scratch, mut values) = (Scratch::default(), vec![0.0; kind.elements()]);
+    blocks.chunks_exact(kind.bytes()).all(|block| {
+        layout.dequantize(block, &mut scratch, &mut values);
+        values.iter().all(|v| v.is_finite())
+    })
 }
 
 fn put_f16(out: &mut Vec<u8>, v: f32) {
