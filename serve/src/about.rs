@@ -1,10 +1,35 @@
 //! What is known of a model, loaded or not: what clients ask for before they use it.
 
 use nq_answers::ToolPrompt;
-use nq_formats::{Checkpoint, Scheme, Task, nq};
+use nq_formats::hash::sha256_hex;
+use nq_formats::{Checkpoint, Error, Files, Scheme, Task, nq};
 use nq_runtime::ChatTemplate;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What tells the weights of a checkpoint from others: its files by their places, sizes and times or, where they are
+/// built in, by their contents.
+///
+/// # Errors
+/// A file that is gone.
+pub fn identity(checkpoint: &Checkpoint) -> nq_formats::Result<String> {
+    let entries = checkpoint.store().entries();
+    let names: BTreeSet<String> = entries.into_iter().map(|e| e.file).collect();
+    let files = checkpoint.files();
+    let mut text = String::new();
+    for name in names {
+        let path = files.path(&name);
+        text += &match (path.canonicalize(), files) {
+            (_, Files::Embedded { .. }) | (Err(_), _) => sha256_hex(&files.require(&name)?),
+            (Ok(path), _) => {
+                let found = path.metadata().and_then(|m| Ok((m.len(), m.modified()?)));
+                let (bytes, time) = found.map_err(|e| Error::io(&path, "read", e))?;
+                format!("{path:?} {bytes} {time:?}\n")
+            }
+        };
+    }
+    Ok(text)
+}
 
 /// What is known of a model without its engine.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,6 +44,10 @@ pub struct About {
     pub codes: Option<String>,
     /// The scheme of most of its quantized weights, if its files are quantized so.
     pub scheme: Option<Scheme>,
+    /// Bytes of its files of weights.
+    pub bytes: u64,
+    /// The SHA-256 of their [`identity`], in hexadecimal digits; `None` if one is gone.
+    pub digest: Option<String>,
     /// Bits of a weight in its files on average, embedding and head included.
     pub bits_per_weight: f64,
     /// The bits that its weights are quantized to at load, if they are.
@@ -61,6 +90,10 @@ impl About {
             format: store.format(),
             codes: nq::record(checkpoint).ok().flatten().map(|r| r.codes()),
             scheme: most.map(|(_, scheme)| scheme),
+            bytes: store.file_bytes(),
+            digest: identity(checkpoint)
+                .ok()
+                .map(|text| sha256_hex(text.as_bytes())),
             bits_per_weight: checkpoint.bits_per_weight(),
             bits_at_load: None,
             device: None,
@@ -77,6 +110,8 @@ impl About {
             "task": self.task,
             "max_model_len": self.context,
             "device": self.device,
+            "bytes": self.bytes,
+            "digest": self.digest,
             "quantization": {
                 "format": self.format,
                 "codes": self.codes,

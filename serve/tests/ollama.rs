@@ -1,7 +1,7 @@
 //! Ollama's protocol over the demo model.
 
-use crate::common::{Running, base, templated, user, with};
-use nq_serve::{HttpLimits, Security};
+use crate::common::{self, Running, base, templated, user, with};
+use nq_serve::{EngineOptions, HttpLimits, Security};
 use serde_json::{Value, json};
 
 const OLLAMA_CHAT: &str = "/api/chat";
@@ -154,7 +154,19 @@ fn models_are_told_and_errors_have_the_form() {
         (&tags["models"][0]["name"], &tags["models"][0]["model"]),
         (&json!("demo"), &json!("demo"))
     );
-    assert_eq!(server.get("/api/ps").json()["models"][0]["name"], "demo");
+    let weights: u64 = std::fs::read_dir(common::demo())
+        .unwrap()
+        .flatten()
+        .filter(|file| file.path().extension().is_some_and(|e| e == "safetensors"))
+        .map(|file| file.metadata().unwrap().len())
+        .sum();
+    assert_eq!(tags["models"][0]["size"], weights);
+    let digest = tags["models"][0]["digest"].as_str().unwrap();
+    assert!(
+        digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit()),
+        "{digest}"
+    );
+    assert_eq!(server.get("/api/ps").json()["models"][0], tags["models"][0]);
     assert!(server.get("/api/version").json()["version"].is_string());
     for body in [
         json!({"model": "demo"}),
@@ -215,4 +227,36 @@ fn models_are_told_and_errors_have_the_form() {
         let error = response.json()["error"].as_str().unwrap().to_owned();
         assert!(error.contains(words), "{path}: {error}");
     }
+}
+
+#[test]
+fn vectors_are_those_of_openais_protocol() {
+    let model = common::embedder(EngineOptions::default());
+    let server = Running::over(model, Security::default(), HttpLimits::default());
+    let texts = json!(["Hello!", "A river."]);
+    let same = server.json("/v1/embeddings", &json!({"input": texts, "dimensions": 8}));
+    let answer = server.json(
+        "/api/embed",
+        &json!({"model": "embedder:latest", "input": texts, "dimensions": 8, "keep_alive": "5m", "options": {"num_ctx": 512}}),
+    );
+    assert_eq!(answer["embeddings"][0], same["data"][0]["embedding"]);
+    assert_eq!(answer["embeddings"][1], same["data"][1]["embedding"]);
+    assert_eq!(answer["embeddings"].as_array().unwrap().len(), 2);
+    assert_eq!(answer["prompt_eval_count"], same["usage"]["prompt_tokens"]);
+    assert_eq!(answer["model"], same["model"]);
+    let one = server.json("/api/embed", &json!({"input": "Hello!", "dimensions": 8}));
+    assert_eq!(one["embeddings"], json!([answer["embeddings"][0]]));
+    // Texts that are too long are refused, not cut.
+    let long = json!({"input": "river ".repeat(2000), "truncate": true});
+    let refused = server.post("/api/embed", &long);
+    assert!(
+        refused.status == 400 && refused.json()["error"].is_string(),
+        "{}",
+        refused.body
+    );
+    // A model that answers makes none.
+    let refused = Running::start().post("/api/embed", &json!({"input": "a"}));
+    assert_eq!(refused.status, 400);
+    let error = refused.json()["error"].as_str().unwrap().to_owned();
+    assert!(error.contains("makes no embeddings"), "{error}");
 }

@@ -275,7 +275,7 @@ fn the_description_is_that_of_the_server() {
         let schema = &post["requestBody"]["content"]["application/json"]["schema"];
         let properties = schema["properties"].as_object().unwrap();
         let example = |name: &str| match (name, path.as_str()) {
-            ("model", "/v1/embeddings") => "embedder".into(),
+            ("model", "/v1/embeddings" | "/api/embed") => "embedder".into(),
             ("model", "/v1/rerank") => "reranker".into(),
             _ => properties[name]["example"].clone(),
         };

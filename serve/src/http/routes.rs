@@ -48,11 +48,17 @@ type Parse = fn(&Arc<ServedModel>, Fields) -> Result<Parsed, ApiError>;
 /// A handler of requests that do not need the engine.
 type Handler = fn(&Arc<ServedModel>, Fields) -> Result<Value, ApiError>;
 
+/// How a protocol reads a request for embeddings.
+type EmbeddingParser = fn(&Arc<ServedModel>, Fields) -> Result<embeddings::Embeddings, ApiError>;
+
 /// All routes, behind the guard.
 pub(super) fn router(app: Arc<App>) -> Router {
     let generates =
         |p: Parse| post(move |app, client, peer, request| generate(app, client, peer, request, p));
     let answers = |f: Handler| post(move |app, peer, request| answer(app, peer, request, f));
+    let embeds = |f: EmbeddingParser| {
+        post(move |app, client, peer, request| embed(app, client, peer, request, f))
+    };
     let mut router = Router::new();
     for (path, kind, text) in page::FILES {
         router = router.route(path, get(move || async move { page::file(kind, text) }));
@@ -75,9 +81,10 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/api/generate", generates(ollama::generate))
         .route("/api/tags", get(listed::tags))
         .route("/api/ps", get(listed::running))
+        .route("/api/embed", embeds(embeddings::parse_ollamas))
         .route("/api/show", post(show))
         .route("/api/version", get(version))
-        .route("/v1/embeddings", post(embed))
+        .route("/v1/embeddings", embeds(embeddings::parse))
         .route("/v1/rerank", post(score))
         .route("/tokenize", answers(tokens::tokenize))
         .route("/detokenize", answers(tokens::detokenize))
@@ -419,6 +426,7 @@ async fn embed(
     Extension(client): Extension<Client>,
     Extension(peer): Extension<Peer>,
     request: Request,
+    parse: EmbeddingParser,
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
     let made = move |model: Arc<ServedModel>,
@@ -430,14 +438,7 @@ async fn embed(
         let answer = move || embeddings::answer(&model, &asked, &rows, tokens);
         place.work(answer).await
     };
-    answered(
-        app,
-        peer.silence,
-        request,
-        |m, f| embeddings::parse(m, f),
-        made,
-    )
-    .await
+    answered(app, peer.silence, request, parse, made).await
 }
 
 /// A request for the scores of documents.

@@ -1,14 +1,17 @@
-//! `POST /v1/embeddings`: vectors of texts, in OpenAI's shape.
+//! Vectors of texts: `POST /v1/embeddings` in OpenAI's shape, `/api/embed` in Ollama's.
 
 use super::fields::Fields;
+use super::ollama::nanoseconds;
 use super::too_long;
 use crate::error::ApiError;
 use crate::model::ServedModel;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use nq_runtime::embedding::{Purpose, unit};
+use nq_runtime::embedding::{EmbeddingTexts, Purpose, unit};
 use serde::Deserialize;
 use serde_json::{json, to_string};
+use std::sync::Arc;
+use std::time::Instant;
 
 /// Texts of one request, at most, as OpenAI has it.
 const MOST_TEXTS: usize = 2048;
@@ -28,34 +31,61 @@ pub struct Embeddings {
     /// Token ids of each text.
     pub texts: Vec<Vec<u32>>,
     dimensions: usize,
-    base64: bool,
+    written: Written,
+    begun: Instant,
 }
 
-/// Reads a request. Texts get the tokens that the model's tokenizer adds around them; token ids are used as
+/// The form of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Written {
+    /// OpenAI's.
+    Numbers,
+    /// OpenAI's, with the numbers' bytes as text.
+    Base64,
+    Ollama,
+}
+
+/// Reads a request of OpenAI's protocol. Texts get the tokens that the model's tokenizer adds around them; token ids are used as
 /// they are.
 ///
 /// # Errors
 /// If the model makes no embeddings, or a field is invalid or not supported.
-pub fn parse(model: &ServedModel, fields: Fields) -> Result<Embeddings, ApiError> {
-    let Some(texts) = model.embedding() else {
-        return Err(ApiError {
-            code: Some("no_embeddings"),
-            ..ApiError::invalid(format!(
-                "{} makes no embeddings: what does is an embedding model",
-                model.name()
-            ))
-        });
-    };
+pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Embeddings, ApiError> {
     let mut fields = fields.under("embeddings")?;
     let format: Option<String> = fields.take("encoding_format")?;
-    let base64 = match format.as_deref() {
-        None | Some("float") => false,
-        Some("base64") => true,
+    let written = match format.as_deref() {
+        None | Some("float") => Written::Numbers,
+        Some("base64") => Written::Base64,
         Some(other) => {
             let what = format!("expected float or base64, found {other:?}");
             return Err(ApiError::field("encoding_format", what));
         }
     };
+    read(model, fields, written)
+}
+
+/// Reads a request of Ollama's protocol, as [`parse`] does.
+///
+/// # Errors
+/// Those of [`parse`].
+pub fn parse_ollamas(model: &Arc<ServedModel>, fields: Fields) -> Result<Embeddings, ApiError> {
+    read(model, fields.under("ollama.embed")?, Written::Ollama)
+}
+
+/// Checks that the model makes embeddings.
+fn check(model: &ServedModel) -> Result<&EmbeddingTexts, ApiError> {
+    model.embedding().ok_or_else(|| ApiError {
+        code: Some("no_embeddings"),
+        ..ApiError::invalid(format!(
+            "{} makes no embeddings: what does is an embedding model",
+            model.name()
+        ))
+    })
+}
+
+/// Reads what both protocols have.
+fn read(model: &ServedModel, mut fields: Fields, written: Written) -> Result<Embeddings, ApiError> {
+    let texts = check(model)?;
     let width = model.width();
     let dimensions = fields.count("dimensions", 1, width)?.unwrap_or(width);
     let encode = |text: &String| {
@@ -88,7 +118,8 @@ pub fn parse(model: &ServedModel, fields: Fields) -> Result<Embeddings, ApiError
     Ok(Embeddings {
         texts: encoded,
         dimensions,
-        base64,
+        written,
+        begun: Instant::now(),
     })
 }
 
@@ -102,22 +133,32 @@ pub fn answer(
     rows: &[Vec<f32>],
     tokens: usize,
 ) -> Result<String, ApiError> {
-    let mut data = String::new();
-    for (index, row) in rows.iter().enumerate() {
-        let vector = unit(row, asked.dimensions).map_err(|e| ApiError::internal(e.to_string()))?;
-        let embedding = if asked.base64 {
-            let bytes: Vec<u8> = vector.iter().flat_map(|x| x.to_le_bytes()).collect();
-            to_string(&STANDARD.encode(bytes))
-        } else {
-            to_string(&vector)
+    let vector = |row: &Vec<f32>| -> Result<String, ApiError> {
+        let wrong = |e: String| ApiError::internal(e);
+        let vector = unit(row, asked.dimensions).map_err(|e| wrong(e.to_string()))?;
+        let written = match asked.written {
+            Written::Base64 => {
+                let bytes: Vec<u8> = vector.iter().flat_map(|x| x.to_le_bytes()).collect();
+                to_string(&STANDARD.encode(bytes))
+            }
+            Written::Numbers | Written::Ollama => to_string(&vector),
         };
-        let embedding = embedding.map_err(|e| ApiError::internal(e.to_string()))?;
-        let comma = if index > 0 { "," } else { "" };
-        data +=
-            &format!(r#"{comma}{{"object":"embedding","index":{index},"embedding":{embedding}}}"#);
+        written.map_err(|e| wrong(e.to_string()))
+    };
+    let vectors: Vec<String> = rows.iter().map(vector).collect::<Result<_, _>>()?;
+    let name = json!(model.name());
+    if asked.written == Written::Ollama {
+        let (vectors, took) = (vectors.join(","), nanoseconds(asked.begun.elapsed()));
+        return Ok(format!(
+            r#"{{"model":{name},"embeddings":[{vectors}],"total_duration":{took},"load_duration":0,"prompt_eval_count":{tokens}}}"#
+        ));
     }
-    let (name, usage) = (
-        json!(model.name()),
+    let entry = |(index, vector): (usize, String)| {
+        format!(r#"{{"object":"embedding","index":{index},"embedding":{vector}}}"#)
+    };
+    let data: Vec<String> = vectors.into_iter().enumerate().map(entry).collect();
+    let (data, usage) = (
+        data.join(","),
         json!({"prompt_tokens": tokens, "total_tokens": tokens}),
     );
     Ok(format!(

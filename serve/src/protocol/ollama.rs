@@ -225,7 +225,8 @@ fn one_message(mut fields: Fields) -> Result<Message, ApiError> {
 pub fn tag(card: &Value) -> Value {
     let created = card["created"].as_i64().unwrap_or_default();
     json!({
-        "name": card["id"], "model": card["id"], "modified_at": rfc3339(created), "size": 0, "digest": "",
+        "name": card["id"], "model": card["id"], "modified_at": rfc3339(created),
+        "size": card["bytes"], "digest": card["digest"].as_str().unwrap_or_default(),
         "details": details(card),
     })
 }
@@ -291,7 +292,7 @@ struct OllamaFormat {
 }
 
 /// A time as the protocol counts it.
-fn nanoseconds(time: Duration) -> u64 {
+pub(super) fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 

@@ -10,15 +10,14 @@ use crate::model;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
-use nq_formats::hash::sha256_hex;
-use nq_formats::{Checkpoint, Files, Progress, Task};
+use nq_formats::{Checkpoint, Progress, Task};
 use nq_kernels::pages::PAGE;
 use nq_load::device::Device;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{ChatTemplate, DeviceMemory, Engine, KvType, LoadOptions, SessionSpec};
+use nq_serve::about::{self, About};
 use nq_serve::room::{self, Room, SessionBytes, Wanted};
-use nq_serve::{About, EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
-use std::collections::BTreeSet;
+use nq_serve::{EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
 use std::fmt;
 use std::sync::Arc;
 
@@ -254,8 +253,7 @@ impl Loadable {
         .map_err(Error::untyped)
     }
 
-    /// All that keys and values depend on, beside the tokens: the program, how it computes, and the
-    /// weights, by their files' sizes and times or, where they are built in, by their contents.
+    /// All that keys and values depend on, beside the tokens: the program, how it computes, and the weights.
     fn identity(&self, engine: &dyn Engine) -> anyhow::Result<Vec<u8>> {
         let how = engine.description();
         let mut text = format!(
@@ -268,20 +266,7 @@ impl Loadable {
             self.schemes,
             self.checkpoint.config(),
         );
-        let entries = self.checkpoint.store().entries();
-        let names: BTreeSet<String> = entries.into_iter().map(|e| e.file).collect();
-        let files = self.checkpoint.files();
-        for name in names {
-            let path = files.path(&name);
-            text += &match (path.canonicalize(), files) {
-                (_, Files::Embedded { .. }) | (Err(_), _) => sha256_hex(&files.require(&name)?),
-                (Ok(path), _) => {
-                    let metadata = path.metadata()?;
-                    let (bytes, time) = (metadata.len(), metadata.modified()?);
-                    format!("{path:?} {bytes} {time:?}\n")
-                }
-            };
-        }
+        text += &about::identity(&self.checkpoint)?;
         Ok(text.into_bytes())
     }
 
