@@ -476,6 +476,9 @@ fn schemas_of_popular_clients_are_served() {
     );
 }
 
+/// A request with a value in the arguments of a past call.
+type BodyWith = fn(&str) -> String;
+
 /// In each protocol, a call's integer is as long as the same digits as a text, which the template writes alike.
 #[test]
 fn integers_of_past_calls_keep_their_digits() {
@@ -508,11 +511,11 @@ fn integers_of_past_calls_keep_their_digits() {
             [{{"function": {{"name": "f", "arguments": {{"n": {value}}}}}}}]}}]}}"#
         )
     };
-    let bodies: [(&str, &dyn Fn(&str) -> String, &str); 4] = [
-        (CHAT, &openai, "/usage/prompt_tokens"),
-        ("/v1/responses", &responses, "/usage/input_tokens"),
-        ("/v1/messages", &messages, "/usage/input_tokens"),
-        ("/api/chat", &ollama, "/prompt_eval_count"),
+    let bodies: [(&str, BodyWith, &str); 4] = [
+        (CHAT, openai, "/usage/prompt_tokens"),
+        ("/v1/responses", responses, "/usage/input_tokens"),
+        ("/v1/messages", messages, "/usage/input_tokens"),
+        ("/api/chat", ollama, "/prompt_eval_count"),
     ];
     for (path, body, tokens) in bodies {
         let count = |value: &str| {
