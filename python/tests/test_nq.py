@@ -120,7 +120,7 @@ class Talking(unittest.TestCase):
         self.assertEqual(self.model.chat(chat, stop=[word], **settings), answer[:answer.index(word)])
 
         chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And a lake?"}]
-        self.assertTrue(self.model.chat(chat, max_tokens=4))
+        self.assertTrue(self.model.chat(chat, max_tokens=4).tokens)
 
     def test_answers_at_the_same_time(self):
         chat = "Tell me about a river."
@@ -158,7 +158,7 @@ class Talking(unittest.TestCase):
                     for _ in self.model.chat(f"{i} " + "river " * 900, stream=stream, max_tokens=64):
                         pass
             timer.join()
-            self.assertTrue(self.model.chat("Hello!", max_tokens=4))
+            self.assertTrue(self.model.chat("Hello!", max_tokens=4).tokens)
 
     def test_wrong_arguments(self):
         for wrong in [{"temperature": -1.0}, {"top_p": 2.0}]:
@@ -224,18 +224,20 @@ class Answering(unittest.TestCase):
         cls.model = nq.Model("demo", device="cpu", bits=4, draft="ngram")
 
     def test_an_answer_tells_how_it_was_made(self):
-        answer = self.model.chat(RIVER, temperature=0.0, max_tokens=12)
+        film = [{"role": "user", "content": "Tell me about the film The Silent River (1931)."}]
+        settings = {"temperature": 0.0, "max_tokens": 12, "thinking": False}
+        answer = self.model.chat(film, **settings)
         self.assertEqual((answer, answer.text, answer.thinking), (answer.text, str(answer), ""))
         self.assertEqual((answer.stop_reason, answer.stop_text, len(answer.tokens)), ("max_tokens", None, 12))
         self.assertEqual(self.model.decode(answer.tokens), answer)
         self.assertEqual(answer.message, {"role": "assistant", "content": answer})
-        _, prompt = self.model.apply_template(RIVER)
+        _, prompt = self.model.apply_template(film, thinking=False)
         self.assertEqual(answer.usage["prompt_tokens"], len(prompt))
         self.assertEqual(answer.usage["completion_tokens"], 12)
-        again = self.model.chat(RIVER, temperature=0.0, max_tokens=12)
+        again = self.model.chat(film, **settings)
         self.assertEqual(again.usage["cached_tokens"], len(prompt) - 1)
         word = answer.split()[2]
-        cut = self.model.chat(RIVER, temperature=0.0, max_tokens=12, stop=word)
+        cut = self.model.chat(film, stop=word, **settings)
         self.assertEqual((cut.stop_reason, cut.stop_text), ("stop_text", word))
         self.assertIn("white-space", answer._repr_html_())
 
@@ -291,7 +293,8 @@ class Answering(unittest.TestCase):
         self.assertIn("look_up(", answer._repr_html_())
         result = {"role": "tool", "name": "look_up", "content": "1,230 km"}
         last = self.model.chat([*RIVER, answer.message, result], tools=[LOOK_UP], tool_choice="none", max_tokens=4)
-        self.assertTrue(last)
+        self.assertTrue(last.tokens)
+        self.assertEqual(last.calls, [])
 
     def test_tokens_go_in_and_come_out_with_their_probabilities(self):
         tokens = self.model.encode("The river runs")
