@@ -290,6 +290,11 @@ fn every_format_holds_a_mixture() {
         let own = Checkpoint::open(&own).unwrap();
         nq::verify_values(&own).unwrap();
         assert_equal(&opened, &own);
+        // Stores over others say what those say, unless they change it.
+        for (name, _) in parameters(&small()) {
+            let told = own.store().scheme(&name);
+            assert_eq!(told.is_some(), is_layer_linear(&name), "{name}");
+        }
         let record = nq::record(&own).unwrap().unwrap();
         assert!(
             !record.overrides.keys().any(|name| is_kept(name)),

@@ -2,6 +2,7 @@
 
 mod adjust;
 mod logprobs;
+mod params;
 
 use nq_formats::GenerationDefaults;
 use nq_runtime::sampler::uniform;
