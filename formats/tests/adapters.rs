@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-const FAMILIES: [&str; 7] = [
+pub(crate) const FAMILIES: [&str; 7] = [
     "llama-3.1-8b",
     "qwen2.5-7b",
     "qwen3-8b",
@@ -28,9 +28,9 @@ const FAMILIES: [&str; 7] = [
     "qwen3.5-35b-a3b",
     "qwen3-next-80b-a3b",
 ];
-const RANK: usize = 3;
+pub(crate) const RANK: usize = 3;
 
-fn config(preset: &str) -> ModelConfig {
+pub(crate) fn config(preset: &str) -> ModelConfig {
     let whole = Preset::find(preset).unwrap().config();
     ModelConfig {
         hidden_size: 32,
@@ -69,7 +69,7 @@ fn config(preset: &str) -> ModelConfig {
     }
 }
 
-type Tensors = BTreeMap<String, Tensor>;
+pub(crate) type Tensors = BTreeMap<String, Tensor>;
 
 fn tensors(root: &Path) -> Tensors {
     let shards = Shards::open(&Files::Folder(root.into())).unwrap();
@@ -80,13 +80,13 @@ fn tensors(root: &Path) -> Tensors {
     shards.names().map(|n| (n.to_owned(), floats(n))).collect()
 }
 
-fn write(file: &Path, tensors: &Tensors) {
+pub(crate) fn write(file: &Path, tensors: &Tensors) {
     let all: Vec<(String, Tensor)> = tensors.clone().into_iter().collect();
     write_tensors(file, &all, &BTreeMap::new()).unwrap();
 }
 
 /// A folder of a random model in f32.
-fn model(root: &Path, config: &ModelConfig) -> Tensors {
+pub(crate) fn model(root: &Path, config: &ModelConfig) -> Tensors {
     synth::write(root, config, 7, &()).unwrap();
     let all = tensors(root);
     let old = fs::read_dir(root).unwrap().map(|e| e.unwrap().path());
@@ -105,7 +105,7 @@ fn read(json: &Path) -> Value {
 }
 
 /// The same folder with other tensors.
-fn with(root: &Path, out: &Path, tensors: &Tensors) {
+pub(crate) fn with(root: &Path, out: &Path, tensors: &Tensors) {
     fs::create_dir(out).unwrap();
     for entry in fs::read_dir(root).unwrap() {
         let entry = entry.unwrap();
@@ -114,7 +114,7 @@ fn with(root: &Path, out: &Path, tensors: &Tensors) {
     write(&out.join("model.safetensors"), tensors);
 }
 
-fn gguf(folder: &Path) -> std::path::PathBuf {
+pub(crate) fn gguf(folder: &Path) -> std::path::PathBuf {
     let out = folder.with_extension("gguf");
     let source = Checkpoint::open(folder).unwrap();
     export(
@@ -167,16 +167,16 @@ type Case<'a> = (
     Vec<(&'a str, &'a Tensor)>,
 );
 
-fn random(rng: &mut Rng, shape: &[usize]) -> Tensor {
+pub(crate) fn random(rng: &mut Rng, shape: &[usize]) -> Tensor {
     let n = shape.iter().product::<usize>();
     let values = (0..n).map(|_| rng.signed() * 0.3).collect();
     Tensor::from_f32(shape.into(), values).unwrap()
 }
 
 /// `A` `[rank, in]` and `B` `[out, rank]`.
-struct Pair {
-    a: Tensor,
-    b: Tensor,
+pub(crate) struct Pair {
+    pub(crate) a: Tensor,
+    pub(crate) b: Tensor,
 }
 
 /// `w + scale B A`
@@ -192,7 +192,10 @@ fn merged(w: &Tensor, pair: &Pair, scale: f64) -> Tensor {
 }
 
 /// Random pairs for the matrices of a folder that `chosen` takes, and the tensors with them merged, at a scale of 2.
-fn pairs(all: &Tensors, chosen: impl Fn(&str) -> bool) -> (BTreeMap<String, Pair>, Tensors) {
+pub(crate) fn pairs(
+    all: &Tensors,
+    chosen: impl Fn(&str) -> bool,
+) -> (BTreeMap<String, Pair>, Tensors) {
     let mut rng = Rng(5);
     let (mut pairs, mut after) = (BTreeMap::new(), all.clone());
     for (tensor, values) in all {
@@ -212,7 +215,7 @@ fn pairs(all: &Tensors, chosen: impl Fn(&str) -> bool) -> (BTreeMap<String, Pair
     (pairs, after)
 }
 
-fn describe(dir: &Path, keys: Value) {
+pub(crate) fn describe(dir: &Path, keys: Value) {
     fs::create_dir_all(dir).unwrap();
     let mut config = json!({ "peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK });
     for (key, value) in keys.as_object().unwrap() {
@@ -222,7 +225,7 @@ fn describe(dir: &Path, keys: Value) {
 }
 
 /// PEFT's folder.
-fn peft(dir: &Path, pairs: &BTreeMap<String, Pair>, keys: Value) {
+pub(crate) fn peft(dir: &Path, pairs: &BTreeMap<String, Pair>, keys: Value) {
     describe(dir, keys);
     let mut all = Tensors::new();
     for (name, Pair { a, b }) in pairs {
@@ -276,7 +279,7 @@ fn order(c: &ModelConfig, name: &str, count: usize) -> Vec<usize> {
 }
 
 /// The same adapter as a GGUF file.
-fn lora(file: &Path, c: &ModelConfig, pairs: &BTreeMap<String, Pair>) {
+pub(crate) fn lora(file: &Path, c: &ModelConfig, pairs: &BTreeMap<String, Pair>) {
     let mut plan = GgufPlan::new();
     plan.set("general.architecture", c.architecture.gguf);
     plan.set("general.type", "adapter");

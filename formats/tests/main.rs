@@ -17,6 +17,7 @@ mod gguf_said;
 mod hub;
 mod hybrids;
 mod import;
+mod lora;
 mod mtp;
 mod nq_folder;
 mod packages;

@@ -161,6 +161,18 @@ impl Error {
         }
     }
 
+    /// The error for adapters beside a model's weights on a device that computes merged ones only.
+    pub fn no_adapters(device: &str) -> Self {
+        Error::Unsupported {
+            engine: "nq",
+            what: "adapters beside a model's weights",
+            expected: "the CPU (--device cpu), or the unquantized model, which --adapter FOLDER is merged \
+                       into"
+                .into(),
+            found: device.into(),
+        }
+    }
+
     /// True for activations or logits that are not finite: an error of the sequence that they belong to.
     pub fn is_not_finite(&self) -> bool {
         matches!(

@@ -40,9 +40,9 @@ pub use encoder::{Encoder, Row};
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
 pub use interface::{
-    ActivationChoice, Chunk, DeviceChoice, DeviceMemory, DraftLayer, DraftedBy, Drafter, Engine,
-    EngineDescription, EngineKind, LoadOptions, Logits, LogitsWanted, Observer, Ordinals, Pages,
-    Session, SessionSpec, Split, StepsAhead, Streams,
+    ActivationChoice, AppliedAdapter, Chunk, DeviceChoice, DeviceMemory, DraftLayer, DraftedBy,
+    Drafter, Engine, EngineDescription, EngineKind, LoadOptions, Logits, LogitsWanted, Observer,
+    Ordinals, Pages, Session, SessionSpec, Split, StepsAhead, Streams,
 };
 pub use models::LayerWeights;
 pub use nq_kernels::pages::KvType;

@@ -133,7 +133,7 @@ impl Merged {
 }
 
 /// Values in a float type.
-fn rounded(values: Vec<f32>, dtype: DType, shape: Vec<usize>) -> Result<Tensor> {
+pub(super) fn rounded(values: Vec<f32>, dtype: DType, shape: Vec<usize>) -> Result<Tensor> {
     let each = values.iter();
     let bytes: Vec<u8> = match dtype {
         DType::BF16 => each

@@ -1,5 +1,5 @@
 //! LoRA and DoRA adapters (Hu et al., arXiv 2106.09685; Liu et al., arXiv 2402.09353) in PEFT's folders and in
-//! GGUF files, merged into a model's weights as they are read.
+//! GGUF files, merged into a model's weights as they are read, or beside them ([`Lora`]).
 //!
 //! An adapter holds, for some matrices `W`, `A` `[rank, in]` and `B` `[out, rank]`. The merged weight is
 //! `W + scale B A`; with a magnitude `m` `[out]` (DoRA) its rows are brought to the lengths `m`. It may also hold
@@ -10,6 +10,7 @@
 //! of nq knows (`merged`), whatever kind of file the model is in.
 
 mod gguf;
+mod lora;
 mod merged;
 mod parts;
 mod peft;
@@ -20,6 +21,7 @@ use crate::files::Files;
 use crate::hash::sha256_hex;
 use crate::left_over::LeftOver;
 use crate::published::Form;
+pub use lora::{Lora, LoraFactors, LoraProduct};
 use merged::Adapted;
 use nq_model::names::{EMBEDDING, HEAD, Shape, parameters};
 use nq_model::{Architecture, ModelConfig};

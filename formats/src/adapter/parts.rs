@@ -1,5 +1,6 @@
 //! What an adapter holds, as a store of weights of its own kind of file, and as parameters of a model.
 
+use super::lora::LoraFactors;
 use crate::error::{Error, Result};
 use crate::experts::Gathered;
 use crate::gguf::order::{Heads, apart, pairs_of};
@@ -129,6 +130,7 @@ pub(super) struct View {
     /// The same without columns, which tells shapes from each other at no cost.
     shapes: Box<dyn WeightStore>,
     parts: Parts,
+    form: Form,
     config: ModelConfig,
     /// The order of value heads, if it is another than the model's.
     order: Option<Order>,
@@ -167,6 +169,7 @@ impl View {
             store: over(false),
             shapes: over(true),
             parts: parts.clone(),
+            form,
             config: config.clone(),
             order,
         }
@@ -199,17 +202,53 @@ impl View {
         if !self.contains(name) {
             return Ok(None);
         }
-        let cols = if self.parts.by_row { 1 } else { cols };
+        if self.parts.by_row {
+            return self.rows(name, rows, 1).map(Some);
+        }
+        let values = self.rows(name, rows, cols)?;
+        Ok(Some(self.columns(name, values, cols)))
+    }
+
+    /// The values for a matrix with its rows, but not its columns, in the model's order.
+    fn rows(&self, name: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
         let Weight::Dense(tensor) = self.store.matrix(name, (rows, cols))? else {
             return Err(self.parts.error(name, "floats".into(), "codes".into()));
         };
-        let values = self.in_order(Heads::of_rows(&self.config, name), tensor.to_f32()?, cols);
-        let columns = Heads::of_columns(&self.config, name).filter(|_| !self.parts.by_row);
+        let heads = Heads::of_rows(&self.config, name);
+        Ok(self.in_order(heads, tensor.to_f32()?, cols))
+    }
+
+    /// `values` `[.., cols]` with the columns of the matrix `name` in the model's order.
+    fn columns(&self, name: &str, values: Vec<f32>, cols: usize) -> Vec<f32> {
+        let columns = Heads::of_columns(&self.config, name);
         if columns.is_none() || self.order.is_none() {
-            return Ok(Some(values));
+            return values;
         }
         let row = |row: &[f32]| self.in_order(columns.clone(), row.into(), 1);
-        Ok(Some(values.par_chunks(cols).flat_map_iter(row).collect()))
+        values.par_chunks(cols).flat_map_iter(row).collect()
+    }
+
+    /// The products added to the matrix `name` `[rows, cols]`, each as the two matrices that it is made of.
+    pub(super) fn factors(&self, name: &str, rows: usize, cols: usize) -> Result<Vec<LoraFactors>> {
+        let mut all = Vec::new();
+        for source in self.sources(name) {
+            let Some(Values::Product(product)) = self.parts.all.get(&source) else {
+                continue;
+            };
+            // The rows of `B` are the matrix's, and go wherever those go.
+            let scale = product.scale * self.parts.weight;
+            let scaled = product.b.iter().map(|b| (scale * f64::from(*b)) as f32);
+            let shape = vec![product.dims().0, product.rank];
+            let b = Values::Whole(Tensor::from_f32(shape, scaled.collect())?);
+            let parts = Parts::sums(&self.parts.path, BTreeMap::from([(source, b)]));
+            let view = View::new(&parts, self.form, &self.config);
+            all.push(LoraFactors {
+                a: self.columns(name, product.a.clone(), cols),
+                b: view.rows(name, rows, product.rank)?,
+                rank: product.rank,
+            });
+        }
+        Ok(all)
     }
 
     /// The values for a vector, if there are any.

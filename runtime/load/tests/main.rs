@@ -1,5 +1,6 @@
 //! All tests of engines on devices: one program, so that it is linked once.
 
+mod adapters;
 mod ahead;
 mod batch;
 mod common;

@@ -1,10 +1,13 @@
 //! A model on a device.
 
+use super::adapters::AppliedAdapter;
 use super::session::{Session, SessionSpec};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use nq_formats::adapter::Lora;
 use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use std::fmt;
+use std::sync::Arc;
 
 /// A model on a device, ready to run. Weights are shared by all its sessions.
 pub trait Engine: Send + Sync {
@@ -47,6 +50,21 @@ pub trait Engine: Send + Sync {
     /// # Errors
     /// If the device does not have enough memory; the error says what did not fit.
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>>;
+
+    /// The same model, whose weights it shares, with adapters beside it. Sequences of its sessions have `applied` added to
+    /// what they compute, unless [`Session::adapt`] says otherwise.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the engine computes merged models only; [`Error::Request`] for one in `applied` that is
+    /// not in `adapters`.
+    fn with_adapters(
+        &self,
+        adapters: &[Lora],
+        applied: &[AppliedAdapter],
+    ) -> Result<Arc<dyn Engine>> {
+        let _ = (adapters, applied);
+        Err(Error::no_adapters(&self.description().device))
+    }
 
     /// Starts profiling the cost of each operation, from zero, over all sessions; false if this
     /// engine cannot.

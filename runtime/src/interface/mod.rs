@@ -6,6 +6,7 @@
 //! [`Observer`] may look on. What only some devices can do are parts of a session that it may have: [`Pages`],
 //! [`StepsAhead`], [`Streams`].
 
+mod adapters;
 mod ahead;
 mod chunk;
 mod drafts;
@@ -16,6 +17,7 @@ mod ordinals;
 mod pages;
 mod session;
 
+pub use adapters::AppliedAdapter;
 pub use ahead::bucket;
 pub use ahead::{Drawn, Run, StepsAhead};
 pub use chunk::{Chunk, Logits, LogitsWanted};

@@ -1,5 +1,6 @@
 //! Sequences in progress over a model.
 
+use super::adapters::AppliedAdapter;
 use super::ahead::StepsAhead;
 use super::chunk::{Chunk, Logits};
 use super::drafts::{DraftedBy, Streams};
@@ -74,9 +75,19 @@ pub trait Session: Send {
     /// state in `from` cannot be cut there. What both have in common takes memory once where it can be shared.
     ///
     /// # Errors
-    /// [`Error::Request`](crate::Error::Request) if a slot does not exist, or if `from` has fewer tokens;
-    /// [`Error::Unsupported`](crate::Error::Unsupported) if sequences of this engine never share anything.
+    /// [`crate::Error::Request`] if a slot does not exist, or if `from` has fewer tokens;
+    /// [`crate::Error::Unsupported`] if sequences of this engine never share anything.
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize>;
+
+    /// Has the sequence in `slot`, which must be empty, computed with these adapters, in place of those before, until it
+    /// is told otherwise; a fork of it has the same ones.
+    ///
+    /// # Errors
+    /// [`crate::Error::Request`] for a sequence with tokens, or an adapter that the engine does not have.
+    fn adapt(&mut self, slot: usize, adapters: &[AppliedAdapter]) -> Result<()> {
+        let _ = slot;
+        AppliedAdapter::check(adapters, 0)
+    }
 
     /// The length that [`Session::truncate`] and [`Session::fork`] reach in a sequence if they are asked for `len`.
     fn reach(&self, slot: usize, len: usize) -> usize {

@@ -1,5 +1,6 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
+use super::adapters::{AdaptedBatch, AdapterScratch, CpuAdapters, ProductKey};
 use super::cache::LayerCache;
 use super::kept::KeptRows;
 use super::weights::{CpuLayer, delta_vectors};
@@ -11,7 +12,7 @@ use nq_model::forward::{
     self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
 };
 use nq_model::{ModelConfig, Product};
-use nq_runtime::interface::{LoadOptions, Observer};
+use nq_runtime::interface::{AppliedAdapter, LoadOptions, Observer};
 use nq_runtime::models::LayerWeights;
 use nq_runtime::rope::Rotary;
 use nq_runtime::states::delta_shape;
@@ -110,6 +111,7 @@ impl Verbs for Pass<'_> {
     ) -> Result<()> {
         let (cpu, c, m) = (self.cpu, self.config, self.batch.rows());
         let (scratch, width) = (&mut *self.scratch, w.linear.out_features());
+        let (adapted, key) = (&self.batch.adapted, ProductKey::new(layer, w.spec));
         if let (Projection::Mixer, Some(qkv)) = (to, self.qkv) {
             scratch.qkv[..m * width].copy_from_slice(qkv);
             return Ok(());
@@ -125,7 +127,19 @@ impl Verbs for Pass<'_> {
         if matches!(to, Projection::Mixer | Projection::Gated) {
             self.observer.linear_input(layer, w.spec, normed);
         }
-        Ok(cpu.linear(&w.linear, normed, &mut out[..m * width], epilogue)?)
+        let out = &mut out[..m * width];
+        if epilogue == Epilogue::SiluMul && adapted.changes(key) {
+            // Adapters add to gate and up before these are multiplied.
+            let mut gate_up = std::mem::take(&mut scratch.adapters.gate_up);
+            let both = &mut gate_up[..2 * m * width];
+            cpu.linear(&w.linear, normed, both, Epilogue::Store)?;
+            adapted.add(cpu, key, normed, both, &mut scratch.adapters)?;
+            cpu.silu_mul(&w.linear, both, out);
+            scratch.adapters.gate_up = gate_up;
+            return Ok(());
+        }
+        cpu.linear(&w.linear, normed, out, epilogue)?;
+        adapted.add(cpu, key, normed, out, &mut scratch.adapters)
     }
 
     fn attend(
@@ -196,9 +210,10 @@ impl Verbs for Pass<'_> {
 
     fn add(&mut self, layer: usize, operand: Operand, w: &Packed<Linear>) -> Result<()> {
         let is_last = matches!(operand, Operand::Gated);
+        let scratch = &mut *self.scratch;
         let operand = match operand {
-            Operand::Attended => &self.scratch.attended,
-            Operand::Gated => &self.scratch.gated,
+            Operand::Attended => &scratch.attended,
+            Operand::Gated => &scratch.gated,
         };
         let operand = &operand[..self.batch.rows() * w.linear.in_features()];
         self.observer.linear_input(layer, w.spec, operand);
@@ -206,7 +221,9 @@ impl Verbs for Pass<'_> {
         if is_last && !self.observer.wants_output() {
             return Ok(());
         }
-        Ok(self.cpu.linear(&w.linear, operand, self.x, Epilogue::Add)?)
+        (self.cpu).linear(&w.linear, operand, self.x, Epilogue::Add)?;
+        let (adapted, key) = (&self.batch.adapted, ProductKey::new(layer, w.spec));
+        adapted.add(self.cpu, key, operand, self.x, &mut scratch.adapters)
     }
 
     fn mix(&mut self, layer: usize, _norm: &Vec<f32>, experts: &Experts<Linear>) -> Result<()> {
@@ -321,13 +338,14 @@ fn sigmoid(x: f32) -> f32 {
 }
 
 /// The sequence and position of each row of a forward.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Batch {
     spans: Vec<Span>,
     slots: Vec<usize>,             // [spans]: whose page tables
     marks: Vec<Option<StateMark>>, // [spans]
     cos_sin: Vec<(f32, f32)>,      // [rows, half of the values of a head that are rotated]
     row_ids: Vec<usize>,           // 0 .. rows: each row has a table row of its own
+    adapted: AdaptedBatch,
 }
 
 impl Batch {
@@ -339,6 +357,7 @@ impl Batch {
             marks: Vec::with_capacity(slots),
             cos_sin: Vec::with_capacity(rows * config.rotated() / 2),
             row_ids: Vec::with_capacity(rows),
+            adapted: AdaptedBatch::default(),
         }
     }
 
@@ -349,6 +368,7 @@ impl Batch {
         self.marks.clear();
         self.cos_sin.clear();
         self.row_ids.clear();
+        self.adapted.clear();
     }
 
     /// Adds `len` rows of the sequence in `slot`, from `position` on.
@@ -362,6 +382,14 @@ impl Batch {
         let table = self.cos_sin[row * half..].chunks_exact_mut(half.max(1));
         for (i, out) in table.enumerate() {
             rotary.row(position + i, out);
+        }
+    }
+
+    /// Adds `applied`, which is one of `adapters`, to the rows of the last span.
+    pub(super) fn adapt(&mut self, adapters: &CpuAdapters, applied: &AppliedAdapter) {
+        if let Some(span) = self.spans.last() {
+            let rows = span.row..span.row + span.len;
+            self.adapted.push(adapters, applied, rows);
         }
     }
 
@@ -435,6 +463,8 @@ pub(crate) struct Scratch {
     gated: Vec<f32>,    // [rows, intermediate], or the width of the shared expert
     scores: Vec<f32>,   // [rows, experts]
     shared: Vec<f32>,   // [rows], scores of the shared expert
+    /// Without room, unless a session has adapters.
+    pub(super) adapters: AdapterScratch,
 }
 
 impl Scratch {
@@ -474,6 +504,7 @@ impl Scratch {
             gated,
             scores,
             shared,
+            adapters: AdapterScratch::default(),
         }
     }
 

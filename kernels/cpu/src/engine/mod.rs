@@ -1,5 +1,6 @@
 //! The CPU engine: nq's own forward over the operations of [`Cpu`].
 
+mod adapters;
 mod cache;
 pub mod eagle;
 mod kept;
@@ -12,19 +13,25 @@ mod stepper;
 mod stream_drafts;
 mod weights;
 
+pub use adapters::adapter_bytes;
 pub use cache::state_bytes;
 pub(crate) use session::session_bytes;
 pub use stepper::CpuLayers;
 pub use stepper::stepper_bytes;
 
 use crate::{Cpu, TeamOptions};
+use adapters::{CpuAdapter, CpuAdapters};
 use layer::{layer_bytes, pack, pack_layer};
 use model::CpuModel;
+use nq_formats::adapter::Lora;
 use nq_formats::{AffineScheme, Progress, Scheme, WeightStore};
+use nq_kernels::KernelSet;
 use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use nq_runtime::host::available_memory;
-use nq_runtime::interface::{Engine, EngineDescription, LoadOptions, Session, SessionSpec};
+use nq_runtime::interface::{
+    AppliedAdapter, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+};
 use nq_runtime::kv::least_prefix;
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;
@@ -58,6 +65,8 @@ pub fn open(options: &LoadOptions) -> Result<Cpu> {
 /// [`Engine`] on the CPU.
 pub struct CpuEngine {
     model: Arc<CpuModel>,
+    adapters: CpuAdapters,
+    kernels: KernelSet,
     description: EngineDescription,
     /// Measured at most once.
     bandwidth: OnceLock<Option<f64>>,
@@ -135,6 +144,8 @@ impl CpuEngine {
         };
         Ok(CpuEngine {
             model: Arc::new(model),
+            adapters: CpuAdapters::default(),
+            kernels: options.kernels,
             description,
             bandwidth: OnceLock::new(),
         })
@@ -174,6 +185,26 @@ impl Engine for CpuEngine {
         least_prefix(sequences, 1)
     }
 
+    fn with_adapters(
+        &self,
+        adapters: &[Lora],
+        applied: &[AppliedAdapter],
+    ) -> Result<Arc<dyn Engine>> {
+        AppliedAdapter::check(applied, adapters.len())?;
+        let (model, kernels) = (&*self.model, self.kernels);
+        let pack = |lora| CpuAdapter::new(&model.cpu, &model.config, kernels, lora).map(Arc::new);
+        Ok(Arc::new(CpuEngine {
+            model: Arc::clone(&self.model),
+            adapters: CpuAdapters {
+                packed: adapters.iter().map(pack).collect::<Result<_>>()?,
+                applied: applied.to_vec(),
+            },
+            kernels,
+            description: self.description.clone(),
+            bandwidth: self.bandwidth.clone(),
+        }))
+    }
+
     fn start_profile(&self) -> bool {
         self.model.cpu.profile().start();
         true
@@ -185,14 +216,19 @@ impl Engine for CpuEngine {
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {
         let (kv, scratch) = session_bytes(self.config(), &spec);
-        let needed = (kv + scratch) as u64;
+        let adapters = self.adapters.widths().bytes(spec.max_rows);
+        let needed = (kv + scratch + adapters) as u64;
         match available_memory() {
             Some(available) if needed > available => Err(Error::Memory {
                 what: "the KV cache and scratch of a session",
                 needed,
                 available,
             }),
-            _ => Ok(Box::new(CpuSession::new(self.model.clone(), spec))),
+            _ => Ok(Box::new(CpuSession::new(
+                self.model.clone(),
+                self.adapters.clone(),
+                spec,
+            ))),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! [`Session`] on the CPU.
 
+use super::adapters::{AdapterScratch, CpuAdapters};
 use super::cache::{LayerCache, page_bytes, state_bytes};
 use super::eagle::EagleModel;
 use super::kept::KeptRows;
@@ -11,8 +12,8 @@ use crate::{Epilogue, FEW_ROWS, Span};
 use nq_model::ModelConfig;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
 use nq_runtime::interface::{
-    Chunk, DraftedBy, Drafter, Logits, Observer, Pages, Session, SessionSpec, StreamHead, Streams,
-    Tapped,
+    AppliedAdapter, Chunk, DraftedBy, Drafter, Logits, Observer, Pages, Session, SessionSpec,
+    StreamHead, Streams, Tapped,
 };
 use nq_runtime::kv::{PageCopy, PageTables};
 use nq_runtime::states::Snapshots;
@@ -22,6 +23,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Sequences in progress over a [`CpuModel`].
 pub(super) struct CpuSession {
     model: Arc<CpuModel>,
+    adapters: CpuAdapters,
+    adapted: Vec<Vec<AppliedAdapter>>, // [slots]
     spec: SessionSpec,
     tables: PageTables,
     caches: Vec<LayerCache>, // [layers]
@@ -105,9 +108,13 @@ pub(crate) fn session_bytes(c: &ModelConfig, spec: &SessionSpec) -> (usize, usiz
 }
 
 impl CpuSession {
-    pub(super) fn new(model: Arc<CpuModel>, spec: SessionSpec) -> Self {
+    pub(super) fn new(model: Arc<CpuModel>, adapters: CpuAdapters, spec: SessionSpec) -> Self {
         let c = &model.config;
+        let mut scratch = Scratch::new(c, spec.max_rows);
+        scratch.adapters = AdapterScratch::new(&adapters.widths(), spec.max_rows);
         CpuSession {
+            adapted: vec![adapters.applied.clone(); spec.slots],
+            adapters,
             tables: PageTables::new(&spec),
             caches: (c.layers())
                 .map(|layer| {
@@ -120,7 +127,7 @@ impl CpuSession {
             checked: vec![None; spec.slots],
             stateless: vec![false; spec.slots],
             batch: Batch::with_capacity(c, spec.max_rows, spec.slots),
-            scratch: Scratch::new(c, spec.max_rows),
+            scratch,
             x: vec![0.0; spec.max_rows * c.hidden_size],
             head_in: Vec::new(),
             logits: Vec::new(),
@@ -194,6 +201,9 @@ impl CpuSession {
             }
             self.batch
                 .push(&self.model.rotary, chunk.slot, position, rows);
+            for applied in &self.adapted[chunk.slot] {
+                self.batch.adapt(&self.adapters, applied);
+            }
             if let Some((before, place)) = self.snapshots.due(chunk.slot, (position, rows), 1) {
                 self.batch.mark(before, place);
             }
@@ -379,6 +389,9 @@ impl Session for CpuSession {
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
+        if from != to {
+            self.adapted[to] = self.adapted[from].clone();
+        }
         self.snapshots.cut(to, 0);
         self.stateless[to] = false;
         let reached = if !self.recurrent() {
@@ -397,6 +410,29 @@ impl Session for CpuSession {
         self.tables.truncate(to, reached);
         self.fork_streams(from, to, reached);
         Ok(reached)
+    }
+
+    fn adapt(&mut self, slot: usize, adapters: &[AppliedAdapter]) -> Result<()> {
+        AppliedAdapter::check(adapters, self.adapters.packed.len())?;
+        let (expected, found) = match slot < self.spec.slots {
+            false => (
+                format!("a slot below {}", self.spec.slots),
+                format!("slot {slot}"),
+            ),
+            true if self.tables.len(slot) > 0 => (
+                "an empty sequence".into(),
+                format!("{} tokens in slot {slot}", self.tables.len(slot)),
+            ),
+            true => {
+                self.adapted[slot] = adapters.to_vec();
+                return Ok(());
+            }
+        };
+        Err(Error::Request {
+            what: "adapters of a sequence",
+            expected,
+            found,
+        })
     }
 
     fn reach(&self, slot: usize, len: usize) -> usize {

@@ -357,6 +357,32 @@ impl Cpu {
         Ok(())
     }
 
+    /// `out = silu(gate) * up` `[m, n / 2]` of the products `gate_up` `[m, n]` that [`Cpu::linear`] made with `w` and
+    /// [`Epilogue::Store`]: bit for bit what [`Epilogue::SiluMul`] makes.
+    ///
+    /// # Panics
+    /// If the slices' lengths do not match.
+    pub(crate) fn silu_mul(&self, w: &Linear, gate_up: &[f32], out: &mut [f32]) {
+        let (n, m) = (w.out_features, gate_up.len() / w.out_features.max(1));
+        assert_eq!(2 * out.len(), m * n, "silu_mul: gate, up and out");
+        let packed = matches!(w.parts[0].weight, Body::Packed(..));
+        let out = SharedSlice::new(out);
+        self.team().run_ranges(m, 1, |rows| {
+            for row in rows {
+                let (gate, up) = gate_up[row * n..][..n].split_at(n / 2);
+                // SAFETY: each row is written once.
+                let out = unsafe { out.part(row * n / 2..(row + 1) * n / 2) };
+                out.copy_from_slice(gate);
+                match packed {
+                    true => (self.table.silu_mul)(out, up),
+                    false => {
+                        (out.iter_mut().zip(up)).for_each(|(y, up)| *y = reference::silu(*y) * up)
+                    }
+                }
+            }
+        });
+    }
+
     /// One pass over packed parts of `w` for at most [`PASS_ROWS`] rows.
     fn linear_pass(
         &self,
