@@ -58,13 +58,14 @@ pub struct Global {
     /// CPU instruction set
     #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
-    /// A LoRA or DoRA adapter to merge into the unquantized model: PEFT's folder, or a GGUF file; W multiplies it
-    /// [default of W: 1] (repeatable)
+    /// A LoRA or DoRA adapter of the model: PEFT's folder, or a GGUF file; W multiplies it [default of W: 1]. It is merged
+    /// into an unquantized model, and stays beside the weights of a quantized one. NAME=FOLDER, for serve, leaves the model as
+    /// it is, and clients ask for NAME (repeatable)
     #[arg(
         long = "adapter",
         id = "adapter",
         global = true,
-        value_name = "FOLDER[=W]",
+        value_name = "[NAME=]FOLDER[=W]",
         value_parser = parse_adapter
     )]
     pub adapters: Vec<AdapterArg>,
@@ -108,6 +109,8 @@ pub enum IsaArg {
 /// A value of `--adapter`.
 #[derive(Clone, Debug)]
 pub struct AdapterArg {
+    /// The name that clients ask for it by.
+    pub name: Option<String>,
     /// The folder or file.
     pub path: PathBuf,
     /// What multiplies it.
@@ -217,18 +220,25 @@ pub fn parse_kv(s: &str) -> Result<KvType, String> {
 }
 
 fn parse_adapter(s: &str) -> Result<AdapterArg, String> {
-    let (path, weight) = match s.rsplit_once('=') {
-        // A path may hold the sign.
-        Some((path, weight)) if !Path::new(s).exists() => (path, Some(weight)),
-        _ => (s, None),
+    // A path may hold the sign.
+    let exists = |path: &str| Path::new(path).exists();
+    let weighed = s.rsplit_once('=').filter(|_| !exists(s));
+    let weighed = weighed.and_then(|(path, weight)| Some((path, weight.parse().ok()?)));
+    let (named, weight) = weighed.unwrap_or((s, 1.0));
+    let (name, path) = match named.split_once('=').filter(|_| !exists(named)) {
+        Some((name, path)) => (Some(name.to_owned()), path),
+        None => (None, named),
     };
-    let weight = weight.map_or(Ok(1.0), str::parse);
-    match weight.ok().filter(|w: &f64| w.is_finite()) {
-        Some(weight) => Ok(AdapterArg {
+    let empty = path.is_empty() || name.as_ref().is_some_and(String::is_empty);
+    match f64::is_finite(weight) && !empty {
+        true => Ok(AdapterArg {
+            name,
             path: path.into(),
             weight,
         }),
-        None => Err("expected a folder or file, and a number behind =".into()),
+        false => {
+            Err("expected a folder or file, with a name before = or a number behind it".into())
+        }
     }
 }
 
@@ -264,7 +274,39 @@ pub fn parse_size(s: &str) -> Result<u64, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_size;
+    use super::{parse_adapter, parse_size};
+
+    #[test]
+    fn adapters_have_names_and_weights() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a=b=2");
+        std::fs::create_dir(&path).unwrap();
+        let path = path.to_str().unwrap();
+        let read = |text: &str| {
+            let found = parse_adapter(text).unwrap();
+            (found.name.unwrap_or_default(), found.path, found.weight)
+        };
+        for (text, name, path, weight) in [
+            ("./style", "", "./style", 1.0),
+            ("./style=0.5", "", "./style", 0.5),
+            ("one=./style", "one", "./style", 1.0),
+            ("one=./style=-2", "one", "./style", -2.0),
+            (path, "", path, 1.0),
+            (&format!("{path}=3"), "", path, 3.0),
+        ] {
+            assert_eq!(read(text), (name.to_owned(), path.into(), weight), "{text}");
+        }
+        for text in [
+            "",
+            "=",
+            "=./style",
+            "one=",
+            "./style=inf",
+            "one=./style=nan",
+        ] {
+            assert!(parse_adapter(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn sizes_have_units() {

@@ -52,6 +52,7 @@ pub use program::program;
 pub use serde_json::Value;
 pub use templates::{isolate_templates, isolate_templates_by, serve_templates};
 
+mod adapters;
 mod at_load;
 mod demo;
 mod draft;

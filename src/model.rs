@@ -1,12 +1,13 @@
 //! The model that MODEL names, with its adapters, and what commands say of it.
 
+use crate::adapters::adapt;
 use crate::demo;
 use crate::flags::{AdapterArg, Global};
 use crate::library::Error;
 pub use crate::names::{DEFAULT_ID, FoundModel, fetch, models_dir};
 use crate::names::{find, note_left_over, open_hub};
 use anyhow::{Context, bail};
-use nq_formats::adapter::Adapter;
+use nq_formats::adapter::{Adapter, Lora};
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
 use nq_formats::{Checkpoint, Progress, Task, human_bytes};
@@ -24,15 +25,48 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
         None => open_default(global, progress),
     };
     let mut model = model?;
+    let adapters = adapters(&mut model, global)?;
+    model.checkpoint = model.checkpoint.with_adapters(adapters)?;
+    note_left_over(&model, progress);
+    Ok(model)
+}
+
+/// A model that is run and not made into another.
+pub struct ToRun {
+    /// The model.
+    pub model: FoundModel,
+    /// Adapters beside its weights, which are quantized.
+    pub beside: Vec<Lora>,
+}
+
+/// As [`open`], for a command that runs the model: adapters of a quantized one stay beside its weights.
+pub fn open_to_run<M: AsRef<OsStr> + ?Sized>(
+    model: Option<&M>,
+    global: &Global,
+    progress: &dyn Progress,
+) -> anyhow::Result<ToRun> {
+    let mut model = open(model, &global.without_adapters(), progress)?;
+    let adapters = adapters(&mut model, global)?;
+    let (checkpoint, beside) = adapt(model.checkpoint, adapters)?;
+    model.checkpoint = checkpoint;
+    Ok(ToRun { model, beside })
+}
+
+/// The adapters of the command line, which the model's source then names.
+fn adapters(model: &mut FoundModel, global: &Global) -> anyhow::Result<Vec<Adapter>> {
     let mut adapters = Vec::new();
-    for AdapterArg { path, weight } in &global.adapters {
+    for AdapterArg { name, path, weight } in &global.adapters {
+        if let Some(name) = name {
+            bail!(
+                "--adapter {name}={}: names are for `nq serve`",
+                path.display()
+            );
+        }
         adapters.push(Adapter::open(path, *weight)?);
         let place = path.canonicalize().unwrap_or_else(|_| path.clone());
         model.source = format!("{} with {weight} x {}", model.source, place.display());
     }
-    model.checkpoint = model.checkpoint.with_adapters(adapters)?;
-    note_left_over(&model, progress);
-    Ok(model)
+    Ok(adapters)
 }
 
 /// The sampling settings that a model's `generation_config.json` says.
@@ -50,15 +84,15 @@ pub fn sampling(checkpoint: &Checkpoint) -> anyhow::Result<SamplingParams> {
 
 /// The default model of `nq chat`: the quantized copy of the default model
 /// in nq's folder (4 bits before 8), otherwise that of [`open`].
-pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<FoundModel> {
+pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<ToRun> {
     let name = DEFAULT_ID.rsplit('/').next().unwrap_or(DEFAULT_ID);
     for bits in [4, 8] {
         let copy = models_dir()?.join(format!("{name}-int{bits}"));
         if copy.exists() {
-            return open(Some(&copy), global, progress);
+            return open_to_run(Some(&copy), global, progress);
         }
     }
-    open::<OsStr>(None, global, progress)
+    open_to_run::<OsStr>(None, global, progress)
 }
 
 /// Refuses an embedding model for a command that generates text.

@@ -270,6 +270,7 @@ pub fn start(
             Some(c) => Some(Box::new(c.clone()) as Box<dyn Constraint>),
         },
         thinking: generation.thinking.clone(),
+        adapters: model.adapters().to_vec(),
         client,
         deadline,
     };

@@ -2,17 +2,25 @@
 
 use crate::about::About;
 use crate::engine::{Engine, EngineOptions};
+use crate::error::ApiError;
 use nq_answers::ModelText;
 use nq_formats::{Checkpoint, Task};
 use nq_runtime::embedding::EmbeddingTexts;
 use nq_runtime::rerank::Reranker;
-use nq_runtime::{Message, SamplingParams, SessionSpec, Tokenizer};
+use nq_runtime::{AppliedAdapter, Message, SamplingParams, SessionSpec, Tokenizer};
 use serde_json::{Map, Value};
+use std::ops::Deref;
 use std::sync::Arc;
 
-/// A served model and its name.
+/// A served model under one of its names: its own, or that of an adapter.
 pub struct ServedModel {
     name: String,
+    adapters: Vec<AppliedAdapter>,
+    parts: Arc<ModelParts>,
+}
+
+/// What a model has under all its names.
+pub struct ModelParts {
     text: ModelText,
     sampling: SamplingParams,
     width: usize,
@@ -26,6 +34,17 @@ enum Reads {
     Nothing,
     Embeddings(EmbeddingTexts),
     Scores(Reranker),
+}
+
+/// What an adapter may be multiplied by.
+const MOST_SCALE: f32 = 100.0;
+
+impl Deref for ServedModel {
+    type Target = ModelParts;
+
+    fn deref(&self) -> &ModelParts {
+        &self.parts
+    }
 }
 
 impl ServedModel {
@@ -57,15 +76,62 @@ impl ServedModel {
             device: Some(device),
             ..About::of(checkpoint, &name, text.template(), engine.spec().ctx)
         };
-        Ok(ServedModel {
-            name,
+        let parts = ModelParts {
             about,
             reads,
             width: checkpoint.config().hidden_size,
             text,
             sampling,
             engine,
+        };
+        Ok(ServedModel {
+            name,
+            adapters: Vec::new(),
+            parts: Arc::new(parts),
         })
+    }
+
+    /// The same model under another name, with adapters of its engine.
+    pub fn with(&self, name: String, adapters: Vec<AppliedAdapter>) -> Self {
+        ServedModel {
+            name,
+            adapters,
+            parts: Arc::clone(&self.parts),
+        }
+    }
+
+    /// What a request asks to be added, in the order of the engine's adapters.
+    ///
+    /// # Errors
+    /// An adapter that there is none of, or that is named twice; a scale out of its range.
+    pub(crate) fn applied(
+        &self,
+        mut asked: Vec<AppliedAdapter>,
+    ) -> Result<Vec<AppliedAdapter>, ApiError> {
+        let there = self.engine.options().adapters.len();
+        asked.sort_by_key(|a| a.adapter);
+        let wrong = |a: &AppliedAdapter| a.adapter >= there || !(a.scale.abs() <= MOST_SCALE);
+        let twice = asked
+            .windows(2)
+            .any(|pair| pair[0].adapter == pair[1].adapter);
+        if twice || asked.iter().any(wrong) {
+            let what = format!(
+                "expected different ids below {there}, and scales from -{MOST_SCALE} to {MOST_SCALE}"
+            );
+            return Err(ApiError::field("lora", what));
+        }
+        asked.retain(|a| a.scale != 0.0);
+        Ok(asked)
+    }
+
+    /// What is added to its products for those who ask for it by this name.
+    pub fn adapters(&self) -> &[AppliedAdapter] {
+        &self.adapters
+    }
+
+    /// True if anyone uses it besides the one who holds `this`.
+    pub(crate) fn is_in_use(this: &Arc<Self>) -> bool {
+        Arc::strong_count(this) > 1 || Arc::strong_count(&this.parts) > 1
     }
 
     /// Its name for clients.
@@ -141,7 +207,10 @@ impl ServedModel {
 
     /// Notes that its weights were quantized to so many bits when they were loaded.
     pub fn quantized_at_load(&mut self, bits: Option<u32>) {
-        self.about.bits_at_load = bits;
+        // Nobody has it yet under another name.
+        if let Some(parts) = Arc::get_mut(&mut self.parts) {
+            parts.about.bits_at_load = bits;
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use crate::error::ApiError;
 use crate::metrics;
 use crate::model::ServedModel;
 use nq_formats::human_bytes;
+use nq_runtime::AppliedAdapter;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -45,9 +46,19 @@ pub struct Models {
     entries: Vec<ModelEntry>,
     /// Other names of models, and their indices.
     aliases: Vec<(String, usize)>,
+    adapters: Vec<NamedAdapter>,
     states: Mutex<States>,
     /// Held while loading: one model at a time, so that the next sees how much memory is left.
     loading: tokio::sync::Mutex<()>,
+}
+
+/// An adapter by whose name clients ask for the model that has it.
+struct NamedAdapter {
+    name: String,
+    /// The index of its model.
+    model: usize,
+    /// Its place among that model's adapters.
+    place: usize,
 }
 
 struct ModelEntry {
@@ -84,6 +95,8 @@ pub struct Listed<'a> {
     pub name: &'a str,
     /// Other names for it.
     pub aliases: Vec<&'a str>,
+    /// Names of its adapters.
+    pub adapters: Vec<&'a str>,
     /// When the server first knew it, in seconds since 1970.
     pub created: u64,
     /// What is known of it, loaded or not.
@@ -142,18 +155,40 @@ impl Models {
         states.used.push(Instant::now());
     }
 
-    /// Gives a model another name.
+    /// Gives a model, or an adapter of one, another name.
     ///
     /// # Errors
     /// A name that is taken, or no such model.
     pub fn alias(&mut self, alias: &str, name: &str) -> Result<(), ApiError> {
-        let at = self.find(Some(name))?;
+        let (at, adapter) = self.named(Some(name))?;
+        if let Some(place) = adapter.map(|a| a.place) {
+            return self.adapter(alias, name, place);
+        }
         if self.find(Some(alias)).is_ok() {
             return Err(ApiError::invalid(format!(
                 "{alias} is the name of two models"
             )));
         }
         self.aliases.push((alias.to_owned(), at));
+        Ok(())
+    }
+
+    /// Lets clients ask by `adapter` for the model `name` with the adapter at this place of its engine's.
+    ///
+    /// # Errors
+    /// A name that is taken, or no such model.
+    pub fn adapter(&mut self, adapter: &str, name: &str, place: usize) -> Result<(), ApiError> {
+        let model = self.find(Some(name))?;
+        if self.find(Some(adapter)).is_ok() {
+            return Err(ApiError::invalid(format!(
+                "{adapter} is the name of two models"
+            )));
+        }
+        self.adapters.push(NamedAdapter {
+            name: adapter.to_owned(),
+            model,
+            place,
+        });
         Ok(())
     }
 
@@ -176,11 +211,13 @@ impl Models {
         let states = self.states();
         let listed = |(at, entry): (usize, &'_ ModelEntry)| {
             let model = states.loaded[at].0.as_ref();
-            let in_use = model.is_some_and(|m| Arc::strong_count(m) > 1);
+            let in_use = model.is_some_and(ServedModel::is_in_use);
             let aliases = self.aliases.iter().filter(|a| a.1 == at);
+            let adapters = self.adapters.iter().filter(|a| a.model == at);
             f(Listed {
                 name: &entry.name,
                 aliases: aliases.map(|a| a.0.as_str()).collect(),
+                adapters: adapters.map(|a| a.name.as_str()).collect(),
                 created: entry.created,
                 about: model.map(|m| m.about()).or(entry.about.as_ref()),
                 pinned: entry.pinned,
@@ -200,20 +237,29 @@ impl Models {
     /// # Errors
     /// If no model has that name.
     pub fn find(&self, name: Option<&str>) -> Result<usize, ApiError> {
+        self.named(name).map(|named| named.0)
+    }
+
+    /// The index of the model that a request names, and the adapter if that is what it names.
+    fn named(&self, name: Option<&str>) -> Result<(usize, Option<&NamedAdapter>), ApiError> {
         let found = match name {
-            None => (!self.entries.is_empty()).then_some(0),
+            None => (!self.entries.is_empty()).then_some((0, None)),
             Some(name) => {
                 let named = |name: &str| {
+                    let adapter = self.adapters.iter().find(|a| a.name == name);
                     let alias = self.aliases.iter().find(|a| a.0 == name);
                     let own = self.entries.iter().position(|e| e.name == name);
-                    own.or(alias.map(|a| a.1))
+                    let model = own.or(alias.map(|a| a.1)).map(|at| (at, None));
+                    model.or(adapter.map(|a| (a.model, Some(a))))
                 };
                 // Clients of Ollama name a version too.
                 named(name).or_else(|| named(name.strip_suffix(":latest")?))
             }
         };
         found.ok_or_else(|| {
-            let names: Vec<&str> = self.entries.iter().map(|e| e.name.as_str()).collect();
+            let own = self.entries.iter().map(|e| e.name.as_str());
+            let adapters = self.adapters.iter().map(|a| a.name.as_str());
+            let names: Vec<&str> = own.chain(adapters).collect();
             ApiError {
                 param: Some("model".into()),
                 ..ApiError::not_found(
@@ -233,7 +279,21 @@ impl Models {
     /// # Errors
     /// If no model has that name, or if it cannot be loaded.
     pub async fn get(self: &Arc<Self>, name: Option<&str>) -> Result<Arc<ServedModel>, ApiError> {
-        let at = self.find(name)?;
+        let (at, adapter) = self.named(name)?;
+        let model = self.loaded(at).await?;
+        Ok(match adapter {
+            None => model,
+            Some(NamedAdapter { name, place, .. }) => {
+                let applied = AppliedAdapter {
+                    adapter: *place,
+                    scale: 1.0,
+                };
+                Arc::new(model.with(name.clone(), vec![applied]))
+            }
+        })
+    }
+
+    async fn loaded(self: &Arc<Self>, at: usize) -> Result<Arc<ServedModel>, ApiError> {
         if let Some(model) = self.take(at)? {
             return Ok(model);
         }
@@ -307,10 +367,10 @@ impl Models {
     fn unload_idle(&self) -> bool {
         let model = {
             let mut states = self.states();
-            // An `Arc` held elsewhere means that the model is in use; no new one is handed out meanwhile.
+            // No model is handed out meanwhile.
             let idle = |i: &usize| {
                 let model = &states.loaded[*i].0;
-                model.as_ref().is_some_and(|m| Arc::strong_count(m) == 1)
+                model.as_ref().is_some_and(|m| !ServedModel::is_in_use(m))
                     && self.entries[*i].can_go()
             };
             let all = 0..states.loaded.len();
@@ -332,7 +392,7 @@ impl Models {
             let both = states.loaded.iter_mut().zip(&mut states.used);
             for (entry, ((model, _), used)) in self.entries.iter().zip(both) {
                 match model {
-                    Some(model) if Arc::strong_count(model) > 1 => *used = Instant::now(),
+                    Some(model) if ServedModel::is_in_use(model) => *used = Instant::now(),
                     Some(_) if entry.can_go() && used.elapsed() >= idle => {
                         gone.extend(model.take());
                     }

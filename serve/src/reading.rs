@@ -34,6 +34,7 @@ pub async fn read(
                 row: Some(row.clone()),
                 client,
                 deadline,
+                adapters: model.adapters().to_vec(),
                 ..Request::new(tokens.clone(), 1)
             });
             match model.engine().submit(requests.collect()) {

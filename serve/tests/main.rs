@@ -1,5 +1,6 @@
 //! All tests of the server: one program, so that it is linked once.
 
+mod adapters;
 mod asked;
 mod calls;
 mod clients;

@@ -3,10 +3,11 @@
 mod text;
 
 use super::synth::parse_preset;
+use crate::adapters;
 use crate::at_load;
 use crate::draft::DraftFrom;
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
-use crate::model;
+use crate::model::{self, ToRun};
 use crate::system;
 use crate::terminal::{Terminal, print_line};
 use anyhow::{Context, bail};
@@ -14,6 +15,7 @@ use clap::{Args, ValueEnum};
 use nq_cpu::{BandwidthBuffer, Cpu};
 use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
+use nq_formats::adapter::Lora;
 use nq_formats::synth;
 use nq_formats::trellis::Code;
 use nq_formats::{Bits, Checkpoint, Progress};
@@ -176,9 +178,9 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.mixed {
         terminal.note("--mixed does nothing: the mix is measured unless --simple is given");
     }
-    let (name, checkpoint) = open(args, global, &terminal)?;
+    let (name, checkpoint, loras) = open(args, global, &terminal)?;
     if let Some(file) = &args.text {
-        return text::run(args, file, (&name, &checkpoint), global, &terminal);
+        return text::run(args, file, (&name, &checkpoint, &loras), global, &terminal);
     }
     // Before the minutes that the other tests may take.
     let tokenizer = if args.gen_tokens > 1 && !args.no_chat {
@@ -208,8 +210,8 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         )?;
     }
     let meter = Meter::new(&options)?;
-    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &terminal)
-        .with_context(|| name.clone())?;
+    let engine =
+        adapters::load(&checkpoint, &loras, &options, &terminal).with_context(|| name.clone())?;
     let engine = engine.as_ref();
     let read = || meter.read_gb_s();
     let machine = Machine {
@@ -272,24 +274,21 @@ fn bare(
     Ok(rows)
 }
 
-/// The model, quantized at load if requested, or the preset.
+/// The model, quantized at load if requested, or the preset; and adapters beside its weights.
 fn open(
     args: &BenchArgs,
     global: &Global,
     terminal: &Terminal,
-) -> anyhow::Result<(String, Checkpoint)> {
+) -> anyhow::Result<(String, Checkpoint, Vec<Lora>)> {
     let Some(preset) = &args.preset else {
-        let model = model::open(args.model.as_deref(), global, terminal)?;
+        let ToRun { model, beside } = model::open_to_run(args.model.as_deref(), global, terminal)?;
         let (checkpoint, _) = at_load::at_load(model.checkpoint, args.bits, terminal)?;
         model::note_growth(&checkpoint, terminal);
-        return Ok((model.name, checkpoint));
+        return Ok((model.name, checkpoint, beside));
     };
-    random(
-        preset,
-        preset.config().num_hidden_layers,
-        (codes(args)?, args.simple),
-        0,
-    )
+    let layers = preset.config().num_hidden_layers;
+    let (label, checkpoint) = random(preset, layers, (codes(args)?, args.simple), 0)?;
+    Ok((label, checkpoint, Vec::new()))
 }
 
 /// Random weights of a preset with so many layers.

@@ -1,5 +1,6 @@
 //! `nq chat`: a conversation in the terminal, or a single answer for a script.
 
+use crate::adapters;
 use crate::at_load::{self, at_load, longest_context};
 use crate::chat::Overflow;
 use crate::chat::conversation::{ChatSettings, Conversation, Remote};
@@ -12,11 +13,13 @@ use crate::demo;
 use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
 use crate::library::Error;
-use crate::model;
+use crate::model::{self, ToRun};
 use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
 use nq_answers::ModelText;
+use nq_cpu::adapter_bytes;
+use nq_formats::adapter::Lora;
 use nq_formats::{Checkpoint, Progress};
 use nq_load::device::Device;
 use nq_model::ModelConfig;
@@ -134,7 +137,12 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(url) = &args.server {
         return remote(args, global, url, question, &terminal);
     }
-    let (name, checkpoint, schemes) = open(args, global, &terminal)?;
+    let Opened {
+        name,
+        checkpoint,
+        schemes,
+        loras,
+    } = open(args, global, &terminal)?;
     let config = checkpoint.config();
     let sampling = sampling(args, model::sampling(&checkpoint)?)?;
     let ctx = context_length(args.ctx, config)?;
@@ -186,6 +194,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let engine = load(
         &checkpoint,
         schemes.as_ref(),
+        &loras,
         (&spec, &options),
         global,
         &terminal,
@@ -344,46 +353,59 @@ fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
     }
 }
 
-/// The model's name, its checkpoint and, if it is quantized at load, its schemes.
-fn open(
-    args: &ChatArgs,
-    global: &Global,
-    terminal: &Terminal,
-) -> anyhow::Result<(String, Checkpoint, Option<Schemes>)> {
-    let (model, bits) = match &args.model {
-        Some(name) => (model::open(Some(name), global, terminal)?, args.bits),
+/// The model that answers.
+struct Opened {
+    name: String,
+    checkpoint: Checkpoint,
+    /// If it is quantized at load.
+    schemes: Option<Schemes>,
+    /// Adapters beside its weights.
+    loras: Vec<Lora>,
+}
+
+fn open(args: &ChatArgs, global: &Global, terminal: &Terminal) -> anyhow::Result<Opened> {
+    let (opened, bits) = match &args.model {
+        Some(name) => (model::open_to_run(Some(name), global, terminal)?, args.bits),
         None => {
-            let model = model::open_for_chat(global, terminal)?;
+            let opened = model::open_for_chat(global, terminal)?;
             // Without a named model, an answer should come soon: 4 bits, unless the model has fewer
             // than 16 already.
-            let quantized = model.checkpoint.store().quantization().is_some();
-            (model, args.bits.or((!quantized).then_some(4)))
+            let quantized = opened.model.checkpoint.store().quantization().is_some();
+            (opened, args.bits.or((!quantized).then_some(4)))
         }
     };
+    let ToRun { model, beside } = opened;
     model::check_writes(&model)?;
     let (checkpoint, schemes) = at_load(model.checkpoint, bits, terminal)?;
-    Ok((model.name, checkpoint, schemes))
+    Ok(Opened {
+        name: model.name,
+        checkpoint,
+        schemes,
+        loras: beside,
+    })
 }
 
 /// Loads the model on its device; with --verbose, reports memory and kernels.
 fn load(
     checkpoint: &Checkpoint,
     schemes: Option<&Schemes>,
+    loras: &[Lora],
     (spec, options): (&SessionSpec, &LoadOptions),
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<Arc<dyn Engine>> {
     if global.verbose && Device::choose(global.device)? == Device::Cpu {
         let memory = at_load::memory(checkpoint, schemes, spec)?;
+        let beside = adapter_bytes(checkpoint.config(), loras, spec.max_rows)?;
         terminal.note(&format!(
             "memory: {} on a CPU once the context of {} tokens is full, {} of it for the context",
-            human_bytes(memory.peak),
+            human_bytes(memory.peak + beside as u64),
             spec.ctx,
             human_bytes(memory.kv)
         ));
     }
     model::note_growth(checkpoint, terminal);
-    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), options, terminal)?;
+    let engine = adapters::load(checkpoint, loras, options, terminal)?;
     if global.verbose
         && let Some(memory) = engine.device_memory(spec)
     {

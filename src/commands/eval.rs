@@ -1,7 +1,8 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
+use crate::adapters;
 use crate::flags::{Global, arguments, conflict, parse_kv};
-use crate::model::{self, FoundModel};
+use crate::model::{self, FoundModel, ToRun};
 use crate::terminal::{Terminal, shell_word, width};
 use crate::texts::{self, Text};
 use anyhow::{Context, bail};
@@ -150,9 +151,9 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         [] => vec![None],
         names => names.iter().map(|n| Some(n.as_os_str())).collect(),
     };
-    let open = |name| model::open(name, global, &terminal);
+    let open = |name| model::open_to_run(name, global, &terminal);
     // Adapters are for the models that are measured.
-    let reference = |name| model::open(Some(name), &global.without_adapters(), &terminal);
+    let reference = |name| model::open_to_run(Some(name), &global.without_adapters(), &terminal);
     let against = args.against.as_deref().map(reference).transpose()?;
     let models = names
         .into_iter()
@@ -197,7 +198,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
 }
 
 fn load(
-    model: FoundModel,
+    ToRun { model, beside }: ToRun,
     options: &LoadOptions,
     terminal: &Terminal,
 ) -> anyhow::Result<EvalModel> {
@@ -208,7 +209,7 @@ fn load(
     // Devices differ in how NaN propagates; figures of such a model are meaningless on all of them.
     nq::verify_values(checkpoint)?;
     model::note_growth(checkpoint, terminal);
-    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), options, terminal)
+    let engine = adapters::load(checkpoint, &beside, options, terminal)
         .with_context(|| model.source.clone())?;
     Ok(EvalModel {
         model,

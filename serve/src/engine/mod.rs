@@ -19,7 +19,10 @@ pub use drafts::OpenDrafts;
 use crate::disk::ModelPages;
 use crate::metrics::Metrics;
 use nq_answers::{Constraint, ThinkingBudget};
-use nq_runtime::{LogitBias, Row, SamplingParams, Session, SessionSpec, TokenLogprobs};
+use nq_runtime::{
+    AppliedAdapter, LogitBias, Row, SamplingParams, Session, SessionSpec, TokenLogprobs,
+};
+use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -49,6 +52,9 @@ pub struct EngineOptions {
     pub disk: Option<ModelPages>,
     /// The drafter, used if the session can check drafts.
     pub drafts: Option<OpenDrafts>,
+    /// For each adapter of the session, a number that stands for its contents. What was computed with one is of no use
+    /// to requests with another.
+    pub adapters: Vec<u64>,
 }
 
 impl Default for EngineOptions {
@@ -63,6 +69,7 @@ impl Default for EngineOptions {
             prefix_cache: true,
             disk: None,
             drafts: None,
+            adapters: Vec::new(),
         }
     }
 }
@@ -98,6 +105,8 @@ pub struct Request {
     pub constraint: Option<Box<dyn Constraint>>,
     /// The most that is thought; `None`: no limit.
     pub thinking: Option<ThinkingBudget>,
+    /// What is added to the model's products.
+    pub adapters: Vec<AppliedAdapter>,
     /// The sender.
     pub client: Client,
     /// When the request ends with [`Failure::Timeout`], finished or not.
@@ -118,6 +127,7 @@ impl Request {
             row: None,
             constraint: None,
             thinking: None,
+            adapters: Vec::new(),
             client: Client::default(),
             deadline: None,
         }
@@ -348,7 +358,8 @@ impl Engine {
         let (sender, events) = unbounded_channel();
         let mut cancels = Vec::with_capacity(requests.len());
         let open = requests.len();
-        for (index, request) in requests.into_iter().enumerate() {
+        for (index, mut request) in requests.into_iter().enumerate() {
+            request.client.salt = self.salt(&request);
             let cancelled = Arc::new(AtomicBool::new(false));
             cancels.push(Arc::clone(&cancelled));
             let job = job::Job::new(request, index, sender.clone(), cancelled);
@@ -373,6 +384,23 @@ impl Engine {
         })
     }
 
+    /// The salt of the prompt of an admitted request, with what its adapters make of it.
+    fn salt(&self, request: &Request) -> u64 {
+        let salt = request.client.salt;
+        if request.adapters.is_empty() {
+            return salt;
+        }
+        let mut hash = Sha256::new().chain_update(salt.to_le_bytes());
+        for applied in &request.adapters {
+            hash.update(self.options.adapters[applied.adapter].to_le_bytes());
+            hash.update(applied.scale.to_le_bytes());
+        }
+        let bytes = hash.finalize();
+        bytes[..8]
+            .iter()
+            .fold(0, |salt, &byte| salt << 8 | u64::from(byte))
+    }
+
     fn send(&self, command: EngineCommand) -> Result<(), ()> {
         let commands = self.commands.lock().map_err(|_| ())?;
         commands.send(command).map_err(|_| ())
@@ -393,6 +421,13 @@ impl Engine {
                 return Err(Refused::Invalid(format!(
                     "prompt: expected token ids below {}, found {token}",
                     self.vocab
+                )));
+            }
+            let adapters = self.options.adapters.len();
+            if let Some(other) = request.adapters.iter().find(|a| a.adapter >= adapters) {
+                return Err(Refused::Invalid(format!(
+                    "expected adapters below {adapters}, found {}",
+                    other.adapter
                 )));
             }
             if prompt == 0 || request.max_tokens == 0 {

@@ -2,6 +2,7 @@
 
 use super::job::{Job, Phase};
 use super::worker::Worker;
+use super::{Failure, Finish};
 use crate::prefix::{HeldPrefix, common};
 use crate::scheduler::Admission;
 use nq_kernels::pages::PAGE;
@@ -138,6 +139,12 @@ impl Worker<'_> {
             self.jobs.insert(id, job);
             return Some(client);
         };
+        if let Err(e) = session.adapt(slot, &job.request.adapters) {
+            self.seats.free.push(slot);
+            self.jobs.insert(id, job);
+            self.finish(batch, id, Finish::Failed(Failure::Model(e.to_string())));
+            return None;
+        }
         job.fed = 0;
         if let Some(found) = found.filter(|f| session.len(f.slot) >= f.len) {
             match session.fork(found.slot, slot, found.len) {

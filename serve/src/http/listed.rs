@@ -17,7 +17,7 @@ use std::sync::Arc;
 fn cards(listed: Listed<'_>) -> Vec<Value> {
     let mut card = json!({
         "id": listed.name, "object": "model", "created": listed.created, "owned_by": "nq",
-        "root": listed.name, "loaded": listed.model.is_some(), "pinned": listed.pinned,
+        "root": listed.name, "parent": null, "loaded": listed.model.is_some(), "pinned": listed.pinned,
         "idle_seconds": listed.idle.as_secs(),
     });
     let about = listed.about.map(About::json).unwrap_or_default();
@@ -35,7 +35,14 @@ fn cards(listed: Listed<'_>) -> Vec<Value> {
         card["id"] = (*alias).into();
         card
     };
-    let others: Vec<Value> = listed.aliases.iter().map(other).collect();
+    let adapted = |adapter: &&str| {
+        let mut card = other(adapter);
+        (card["root"], card["parent"]) = ((*adapter).into(), listed.name.into());
+        card
+    };
+    let others = listed.aliases.iter().map(other);
+    let adapted = listed.adapters.iter().map(adapted);
+    let others: Vec<Value> = others.chain(adapted).collect();
     [vec![card], others].concat()
 }
 

@@ -25,7 +25,8 @@ use axum::routing::{get, post};
 use axum::{Extension, Router};
 use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER, VARY};
 use hyper::{HeaderMap, Method, StatusCode};
-use nq_runtime::Row;
+use nq_runtime::{AppliedAdapter, Row};
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -255,7 +256,7 @@ async fn generate(
 ) -> Response {
     let deadline = app.limits.request_time.map(|t| Instant::now() + t);
     let path = request.uri().path().to_owned();
-    let (name, fields, place) = match asked(&app, request).await {
+    let (named, fields, place) = match asked(&app, request).await {
         Ok(asked) => asked,
         Err(e) => return failure(&e),
     };
@@ -266,7 +267,7 @@ async fn generate(
     let reading = Arc::clone(fields.reading());
     let of = Arc::clone(&app);
     let mut begun = Box::pin(async move {
-        let model = of.models.get(name.as_deref()).await?;
+        let model = named.model(&of).await?;
         begin(model, client, fields, (parse, place), deadline).await
     });
     let (stream, parsed) = match timeout(app.limits.keep_alive, &mut begun).await {
@@ -340,12 +341,42 @@ async fn begin(
         .await
 }
 
-/// The name of the model that a request is for, the body's other fields, and the request's place for further work on
+/// The model that a request is for.
+struct NamedModel {
+    name: Option<String>,
+    /// Its adapters, if they are not those that go with the name.
+    lora: Option<Vec<Lora>>,
+}
+
+/// One of the model's adapters, by llama.cpp's names.
+#[derive(Deserialize)]
+struct Lora {
+    id: usize,
+    scale: f32,
+}
+
+impl NamedModel {
+    /// The model, loaded.
+    ///
+    /// # Errors
+    /// If no model has that name, or it has no such adapter; if it cannot be loaded.
+    async fn model(self, app: &App) -> Result<Arc<ServedModel>, ApiError> {
+        let model = app.models.get(self.name.as_deref()).await?;
+        let Some(lora) = self.lora else {
+            return Ok(model);
+        };
+        let applied = lora.iter().map(|lora| AppliedAdapter {
+            adapter: lora.id,
+            scale: lora.scale,
+        });
+        let applied = model.applied(applied.collect())?;
+        Ok(Arc::new(model.with(model.name().to_owned(), applied)))
+    }
+}
+
+/// The model that a request is for, the body's other fields, and the request's place for further work on
 /// them.
-async fn asked(
-    app: &App,
-    request: Request,
-) -> Result<(Option<String>, Fields, RoomPlace), ApiError> {
+async fn asked(app: &App, request: Request) -> Result<(NamedModel, Fields, RoomPlace), ApiError> {
     let (mut parts, body) = request.into_parts();
     let client = parts.extensions.get().copied().unwrap_or_default();
     let place = app.room.place(client);
@@ -358,11 +389,15 @@ async fn asked(
         census::check(&body)?;
         let mut fields = Fields::parse(&body, reading)?;
         let name: Option<String> = fields.take("model")?;
-        // Clients with an empty setting for it send that.
-        Ok((name.filter(|name| !name.is_empty()), fields))
+        let named = NamedModel {
+            // Clients with an empty setting for it send that.
+            name: name.filter(|name| !name.is_empty()),
+            lora: fields.take("lora")?,
+        };
+        Ok((named, fields))
     });
-    let (name, fields) = read.await?;
-    Ok((name, fields, place))
+    let (named, fields) = read.await?;
+    Ok((named, fields, place))
 }
 
 /// Handles a request that is answered at once, or whose answer the engine has a part in. `read` reads it, `made`
@@ -379,13 +414,13 @@ where
     A: Future<Output = Result<String, ApiError>> + Send + 'static,
 {
     let path = request.uri().path().to_owned();
-    let (name, fields, place) = match asked(&app, request).await {
+    let (named, fields, place) = match asked(&app, request).await {
         Ok(asked) => asked,
         Err(e) => return failure(&e),
     };
     let of = Arc::clone(&app);
     let mut woken = Box::pin(async move {
-        let model = of.models.get(name.as_deref()).await?;
+        let model = named.model(&of).await?;
         let reader = Arc::clone(&model);
         let read = place.work(move || read(&reader, fields)).await?;
         Ok((model, read, place))
@@ -463,11 +498,11 @@ async fn score(
 /// What is known of a model, in Ollama's form; it is not loaded for that.
 async fn show(State(app): State<Arc<App>>, request: Request) -> Response {
     let read = async {
-        let (name, fields, _) = asked(&app, request).await?;
+        let (named, fields, _) = asked(&app, request).await?;
         let mut fields = fields.under("ollama.show")?;
         let older: Option<String> = fields.take("name")?;
         fields.finish()?;
-        listed::card(&app, name.or(older).as_deref())
+        listed::card(&app, named.name.or(older).as_deref())
     };
     match read.await {
         Ok(card) => json_response(StatusCode::OK, &ollama::shown(&card)),

@@ -2,6 +2,7 @@
 
 use super::super::synth::parse_preset;
 use super::{BenchArgs, Meter, codes, random, show};
+use crate::adapters;
 use crate::at_load::longest_context;
 use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights, Drafts};
 use crate::flags::{Global, conflict};
@@ -10,6 +11,7 @@ use crate::texts;
 use anyhow::{Context, bail};
 use nq_evals::DraftRow;
 use nq_evals::bench::{self, Answer, DraftBy, Machine, TextSpec};
+use nq_formats::adapter::Lora;
 use nq_formats::{Checkpoint, Progress};
 use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
 use std::collections::HashMap;
@@ -26,7 +28,7 @@ const MOST: usize = 8192;
 pub(super) fn run(
     args: &BenchArgs,
     file: &Path,
-    (name, checkpoint): (&str, &Checkpoint),
+    (name, checkpoint, loras): (&str, &Checkpoint, &[Lora]),
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<ExitCode> {
@@ -88,8 +90,8 @@ pub(super) fn run(
     }
     let meter = Meter::new(&global.load_options())?;
     let options = global.load_options();
-    let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, terminal)
-        .with_context(|| name.to_owned())?;
+    let engine =
+        adapters::load(checkpoint, loras, &options, terminal).with_context(|| name.to_owned())?;
     let (drafts, from) = drafts(args, checkpoint, &options, global, terminal)?;
     let spec = TextSpec {
         answer,

@@ -2,14 +2,18 @@
 //! their sequences.
 
 use super::ServeArgs;
+use crate::adapters::check_device;
 use crate::at_load::{self, at_load, longest_context};
 use crate::draft::{self, DraftFrom, DraftWeights, Drafts};
-use crate::flags::Global;
+use crate::flags::{AdapterArg, Global};
 use crate::library::Error;
 use crate::model;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
+use nq_cpu::adapter_bytes;
+use nq_formats::adapter::{Adapter, Lora};
+use nq_formats::hash::sha256_hex;
 use nq_formats::{Checkpoint, Progress, Task};
 use nq_kernels::pages::PAGE;
 use nq_load::device::Device;
@@ -90,6 +94,7 @@ pub(super) struct Loadable {
     asked: Option<DraftFrom>,
     /// The weights of its drafter.
     draft: Option<DraftWeights>,
+    adapters: Vec<AdapterArg>,
     settings: LoadingSettings,
     terminal: Arc<Terminal>,
 }
@@ -128,6 +133,7 @@ impl Loadable {
             schemes,
             asked: settings.draft.clone(),
             draft,
+            adapters: Vec::new(),
             settings: settings.clone(),
             terminal: Arc::clone(terminal),
         })
@@ -140,6 +146,27 @@ impl Loadable {
             self.draft = Some(draft);
         }
         self
+    }
+
+    /// With adapters beside its weights.
+    ///
+    /// # Errors
+    /// An adapter of another model, or one that can only be merged; a GPU.
+    pub(super) fn with_adapters(mut self, adapters: &[AdapterArg]) -> anyhow::Result<Self> {
+        if !adapters.is_empty() {
+            check_device(&self.settings.load)?;
+        }
+        self.adapters = adapters.to_vec();
+        self.loras().map(|_| self)
+    }
+
+    /// Reads its adapters.
+    fn loras(&self) -> anyhow::Result<Vec<Lora>> {
+        let read = |arg: &AdapterArg| {
+            let adapter = Adapter::open(&arg.path, arg.weight)?;
+            Ok(adapter.lora(self.checkpoint.config())?)
+        };
+        self.adapters.iter().map(read).collect()
     }
 
     pub(super) fn name(&self) -> &str {
@@ -157,13 +184,15 @@ impl Loadable {
     pub(super) fn load(&self) -> anyhow::Result<Loaded> {
         let options = &self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
+        let loras = self.loras()?;
         if Device::choose(options.device)? == Device::Cpu {
             let least = self.spec(PAGE, 1);
             let running = at_load::memory(checkpoint, schemes, &least)?;
             let draft = self.draft.as_ref();
             let draft = draft.map(|d| d.memory(checkpoint.config(), &least));
             let draft = draft.transpose()?.map_or(0, |(_, bytes)| bytes);
-            let needed = running.peak + draft;
+            let adapters = adapter_bytes(checkpoint.config(), &loras, least.max_rows)?;
+            let needed = running.peak + draft + adapters as u64;
             let free = available_memory().unwrap_or(u64::MAX);
             if needed > free {
                 let help = (draft > 0).then(|| {
@@ -178,7 +207,11 @@ impl Loadable {
             }
         }
         let (config, store) = (checkpoint.config(), checkpoint.store());
-        let engine = nq_load::load(config, store, options, &*self.terminal)?;
+        let mut engine = nq_load::load(config, store, options, &*self.terminal)?;
+        if !loras.is_empty() {
+            engine = engine.with_adapters(&loras, &[])?;
+        }
+        drop(loras);
         let device = engine.description().device.clone();
         let drafts = self.drafts(engine.as_ref())?;
         let (spec, kv_bytes) = self.plan(engine.as_ref(), drafts.as_ref())?;
@@ -186,6 +219,11 @@ impl Loadable {
         let read_once_from = engine.read_once_from(&spec, parallel);
         let mut options = self.settings.engine.clone();
         let asked = self.asked.is_some();
+        options.adapters = self
+            .adapters
+            .iter()
+            .map(identity)
+            .collect::<Result<_, _>>()?;
         options.drafts = drafts.map(|drafts| {
             let progress = Arc::clone(&self.terminal) as Arc<dyn Progress>;
             OpenDrafts::new(move |session| drafts.speculation(session, asked), progress)
@@ -400,6 +438,15 @@ impl Loadable {
         let bytes = page_bytes * pages as u64 + states + snapshots * snapshot_bytes;
         Ok((spec, bytes))
     }
+}
+
+/// A number that stands for an adapter's contents and what multiplies them.
+fn identity(adapter: &AdapterArg) -> nq_formats::Result<u64> {
+    let contents = Adapter::sha256(&adapter.path)?;
+    let digest = sha256_hex(format!("{contents} {}", adapter.weight).as_bytes());
+    let digits = digest.bytes().take(16);
+    let digit = |d: u8| u64::from(char::from(d).to_digit(16).unwrap_or(0));
+    Ok(digits.fold(0, |all, d| all << 4 | digit(d)))
 }
 
 impl ModelSource for Loadable {

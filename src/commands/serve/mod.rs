@@ -4,7 +4,7 @@ mod loading;
 
 use crate::draft::{DraftFrom, DraftWeights};
 use crate::flags::{Global, parse_kv, parse_load_bits, parse_size};
-use crate::model;
+use crate::model::{self, ToRun};
 use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
 use anyhow::{Context, bail};
 use clap::Args;
@@ -176,6 +176,8 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
 /// The report about the models: their names, and the memory reserved for the loaded one.
 struct Served {
     names: Vec<String>,
+    /// Names of the first one's adapters.
+    adapters: Vec<String>,
     /// What the first of them is for.
     task: Task,
     first: Option<Reserved>,
@@ -197,9 +199,24 @@ fn models(
     global: &Global,
     terminal: &Arc<Terminal>,
 ) -> anyhow::Result<(Models, Served)> {
+    // Those without a name are merged into MODEL.
+    let (named, merged): (Vec<_>, Vec<_>) =
+        (global.adapters.iter().cloned()).partition(|a| a.name.is_some());
+    let global = &Global {
+        adapters: merged,
+        ..global.clone()
+    };
     let first = match &args.model {
         Some(name) => Some(model::open(Some(name), global, &**terminal)?),
-        None if args.models.is_empty() => Some(model::open_for_chat(global, &**terminal)?),
+        None if args.models.is_empty() => {
+            let ToRun { model, beside } = model::open_for_chat(global, &**terminal)?;
+            if !beside.is_empty() {
+                bail!(
+                    "--adapter: clients ask for one beside a quantized model by name: NAME=FOLDER"
+                );
+            }
+            Some(model)
+        }
         None if args.served_name.is_some() => bail!("--served-name: there is no MODEL to name"),
         None => None,
     };
@@ -208,6 +225,7 @@ fn models(
     let mut models = Models::default();
     let mut served = Served {
         names: Vec::new(),
+        adapters: Vec::new(),
         task: Task::Generate,
         first: None,
     };
@@ -228,7 +246,8 @@ fn models(
     };
     if let Some(first) = first {
         let first = Loadable::new(args.served_name.as_deref(), first, &settings, terminal)?
-            .with_draft(draft);
+            .with_draft(draft)
+            .with_adapters(&named)?;
         let Loaded {
             model,
             device,
@@ -246,6 +265,13 @@ fn models(
             read_once_from,
         });
         models.add_loaded(Box::new(first), model);
+        for (place, adapter) in named.iter().filter_map(|a| a.name.as_ref()).enumerate() {
+            let added = models.adapter(adapter, &served.names[0], place);
+            added.with_context(|| format!("--adapter {adapter}"))?;
+            served.adapters.push(adapter.clone());
+        }
+    } else if !named.is_empty() {
+        bail!("--adapter: expected a MODEL that it is for; those of --model have none");
     }
     for (name, path) in &args.models {
         if served.names.contains(name) {
@@ -323,7 +349,7 @@ fn announce_json(url: &str, served: &Served, args: &ServeArgs, keyed: bool) -> a
     let first = served.first.as_ref();
     let report = serde_json::json!({
         "model": served.names[0], "models": served.names, "url": url,
-        "parallel": args.parallel, "needs_key": keyed,
+        "adapters": served.adapters, "parallel": args.parallel, "needs_key": keyed,
         "device": first.map(|f| &f.device), "ctx": first.map(|f| f.ctx),
         "kv_pages": first.map(|f| f.kv_pages), "kv_bytes": first.map(|f| f.kv_bytes),
         "read_once_from": first.and_then(|f| f.read_once_from),
@@ -336,6 +362,10 @@ fn announce(url: &str, served: &Served, keyed: bool, terminal: &Terminal) {
     let later = &served.names[usize::from(served.first.is_some())..];
     if !later.is_empty() {
         terminal.note(&format!("loaded at first use: {}", later.join(", ")));
+    }
+    if !served.adapters.is_empty() {
+        let (names, model) = (served.adapters.join(", "), &served.names[0]);
+        terminal.note(&format!("adapters of {model}, asked for by name: {names}"));
     }
     let key = if keyed {
         " -H \"Authorization: Bearer $NQ_API_KEY\""
