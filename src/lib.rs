@@ -45,7 +45,8 @@ pub use nq_runtime::{
 
 pub use draft::DraftFrom;
 pub use library::{
-    Chat, Embedder, Error, ErrorKind, Model, OpenOptions, Reranker, Result, quantize, quantize_with,
+    AdapterFile, Chat, Embedder, Error, ErrorKind, Model, OpenOptions, Reranker, Result, quantize,
+    quantize_with,
 };
 #[cfg(feature = "cli")]
 pub use program::program;

@@ -2,9 +2,10 @@
 
 #![cfg(feature = "demo")]
 
+use crate::quantize::write_adapter;
 use nq_llm::{
-    ActivationChoice, Bits, Chat, DeviceChoice, DraftFrom, End, ErrorKind, Format, LoadOptions,
-    Message, Model, OpenOptions, Piece, StopReason, ToolChoice, quantize_with,
+    ActivationChoice, AdapterFile, Bits, Chat, DeviceChoice, DraftFrom, End, ErrorKind, Format,
+    LoadOptions, Message, Model, OpenOptions, Piece, StopReason, ToolChoice, quantize_with,
 };
 use serde_json::{Value, json};
 use std::ops::ControlFlow;
@@ -80,6 +81,23 @@ fn a_program_quantizes_chats_and_compares() {
     let kld = report.against.unwrap().kld.mean;
     assert!(kld > 0.0 && kld < 0.01, "{kld}");
     assert_eq!(report.ppl, model.evaluate(text).unwrap().ppl);
+
+    // Adapters beside quantized weights, which the models share.
+    let path = dir.path().join("adapter");
+    write_adapter(&path, 0.05);
+    let ppl = |weight| {
+        let path = path.clone();
+        let adapted = model.with_adapters(&[AdapterFile { path, weight }]);
+        adapted.unwrap().evaluate(text).unwrap().ppl
+    };
+    assert_eq!(ppl(0.0), report.ppl);
+    assert!(ppl(1.0) > 1.01 * report.ppl, "{} {}", ppl(1.0), report.ppl);
+    let missing = AdapterFile {
+        path: dir.path().join("missing"),
+        weight: 1.0,
+    };
+    let missing = model.with_adapters(&[missing]).err().unwrap();
+    assert!(matches!(missing.kind(), ErrorKind::System(_)), "{missing}");
 
     // Models go by the names of the command line; what they cannot do is refused by name.
     let rounded = OpenOptions {

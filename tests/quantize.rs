@@ -156,7 +156,7 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
 }
 
 /// An adapter that adds `value` to each weight of the first layer's queries.
-fn write_adapter(folder: &Path, value: f32) {
+pub(crate) fn write_adapter(folder: &Path, value: f32) {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
     let demo = Checkpoint::open(&demo).unwrap();
     let config = demo.config();

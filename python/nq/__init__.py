@@ -248,6 +248,17 @@ class Model:
         """The model in a notebook."""
         return f"<b>{html.escape(self.name)}</b> on {html.escape(self.device)}"
 
+    def with_adapters(self, adapters: Union[Sequence[Path], Mapping[Path, float]]) -> "Model":
+        """The same model with LoRA adapters, PEFT's folders or GGUF files, each multiplied by its number in a mapping.
+
+        Both share the weights, which may be quantized and stay as they are. On a CPU.
+        """
+        weighed = adapters.items() if isinstance(adapters, Mapping) else [(path, 1.0) for path in adapters]
+        model = Model.__new__(Model)
+        model._model = self._model.with_adapters([(os.fspath(path), float(weight)) for path, weight in weighed])
+        model._device = self._device
+        return model
+
     def close(self) -> None:
         """Frees its memory, once what is being computed has ended. It can then not be used any more."""
         self._model.close()

@@ -4,8 +4,8 @@ use crate::error::{Error, to_python};
 use crate::stream::Stream;
 use crate::watch::{Reporter, watched};
 use nq_llm::{
-    Bits, Chat, DEFAULT_TASK, Embedder, EvalSpec, Format, LoadOptions, Message, OpenOptions, Piece,
-    Protocol, Purpose, Reranker, ToolChoice,
+    AdapterFile, Bits, Chat, DEFAULT_TASK, Embedder, EvalSpec, Format, LoadOptions, Message,
+    OpenOptions, Piece, Protocol, Purpose, Reranker, ToolChoice,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -145,6 +145,22 @@ impl Settings {
 }
 
 impl PyModel {
+    /// A model that this process has loaded, and the context of its chats.
+    fn of(model: nq_llm::Model, ctx: Option<usize>) -> Self {
+        PyModel {
+            name: model.name().to_owned(),
+            device: model.device().to_owned(),
+            held: Arc::new(Held {
+                model: Mutex::new(Some(model)),
+                chat: Mutex::default(),
+            }),
+            ctx,
+            embedder: Mutex::default(),
+            reranker: Mutex::default(),
+            process: std::process::id(),
+        }
+    }
+
     /// The model, in the process that loaded it and until it is closed.
     fn model(&self) -> PyResult<nq_llm::Model> {
         if self.process == std::process::id() {
@@ -293,18 +309,16 @@ impl PyModel {
         let interrupt = AtomicBool::new(false);
         let load = |progress: &Reporter<'_>| nq_llm::Model::open_with(name, &options, progress);
         let model = watched(py, &interrupt, report, load)?;
-        Ok(PyModel {
-            name: model.name().to_owned(),
-            device: model.device().to_owned(),
-            held: Arc::new(Held {
-                model: Mutex::new(Some(model)),
-                chat: Mutex::default(),
-            }),
-            ctx: how.ctx,
-            embedder: Mutex::default(),
-            reranker: Mutex::default(),
-            process: std::process::id(),
-        })
+        Ok(PyModel::of(model, how.ctx))
+    }
+
+    /// The same model with adapters beside its weights: folders or files, and what multiplies each.
+    fn with_adapters(&self, py: Python<'_>, adapters: Vec<(PathBuf, f64)>) -> PyResult<Self> {
+        let own = self.model()?;
+        let file = |(path, weight)| AdapterFile { path, weight };
+        let files: Vec<AdapterFile> = adapters.into_iter().map(file).collect();
+        let made = py.detach(|| own.with_adapters(&files)).map_err(to_python)?;
+        Ok(PyModel::of(made, self.ctx))
     }
 
     /// Frees the memory of the model, once what is being computed has ended.

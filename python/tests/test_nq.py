@@ -1,5 +1,6 @@
 """The installed package, on the demo model."""
 
+import array
 import asyncio
 import contextlib
 import functools
@@ -48,6 +49,21 @@ def handles(process, number):
     """True if a process has a handler for a signal."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1
+
+
+def write_adapter(folder):
+    """A LoRA adapter that adds a number to each weight of the demo's first queries."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    header = {
+        name.format("A"): {"dtype": "F32", "shape": [1, 512], "data_offsets": [0, 2048]},
+        name.format("B"): {"dtype": "F32", "shape": [512, 1], "data_offsets": [2048, 4096]},
+    }
+    header = json.dumps(header).encode()
+    values = array.array("f", [0.25] * 512 + [1.0] * 512).tobytes()
+    data = len(header).to_bytes(8, "little") + header + values
+    Path(folder, "adapter_model.safetensors").write_bytes(data)
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    Path(folder, "adapter_config.json").write_text(json.dumps(settings))
 
 
 class Quantizing(unittest.TestCase):
@@ -121,6 +137,18 @@ class Talking(unittest.TestCase):
 
         chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And a lake?"}]
         self.assertTrue(self.model.chat(chat, max_tokens=4).tokens)
+
+    def test_adapters_are_beside_the_weights(self):
+        chat = [{"role": "user", "content": "Tell me about a river."}]
+        answer = functools.partial(nq.Model.chat, messages=chat, temperature=0.0, max_tokens=12)
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter(folder)
+            adapted, unchanged = self.model.with_adapters([folder]), self.model.with_adapters({folder: 0})
+        self.assertEqual((adapted.name, adapted.device), (self.model.name, self.model.device))
+        self.assertEqual(answer(unchanged), answer(self.model))
+        self.assertNotEqual(answer(adapted), answer(self.model))
+        with self.assertRaises(FileNotFoundError):
+            self.model.with_adapters(["no such folder"])
 
     def test_answers_at_the_same_time(self):
         chat = "Tell me about a river."

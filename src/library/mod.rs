@@ -1,10 +1,12 @@
 //! The interface for programs, and what it has in common with the command line.
 
+mod adapted;
 mod chat;
 pub(crate) mod error;
 mod model;
 mod reading;
 
+pub use adapted::AdapterFile;
 pub use chat::Chat;
 pub use error::{Error, ErrorKind, Result};
 pub use model::{Model, OpenOptions};

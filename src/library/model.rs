@@ -20,14 +20,18 @@ const WINDOW: usize = 512;
 
 /// A loaded model. Clones are the same model.
 #[derive(Clone)]
-pub struct Model(Arc<Loaded>);
+pub struct Model(
+    pub(super) Arc<Loaded>,
+    /// With adapters.
+    pub(super) Option<Arc<dyn Engine>>,
+);
 
 /// What a model and its chats share.
-struct Loaded {
+pub(super) struct Loaded {
     name: String,
     checkpoint: Checkpoint,
     text: ModelText,
-    engine: Arc<dyn Engine>,
+    pub(super) engine: Arc<dyn Engine>,
     /// What drafts, if that was asked for.
     asked: Option<DraftFrom>,
     drafted_by: DraftedBy,
@@ -78,7 +82,7 @@ impl Model {
             None => draft::by_default(&checkpoint, &options.load)?,
         };
         let load = |weights: &DraftWeights| weights.load(&options.load, &checkpoint, progress);
-        Ok(Model(Arc::new(Loaded {
+        let loaded = Loaded {
             text: text_of(&checkpoint)?,
             drafts: weights.as_ref().map(load).transpose()?,
             drafted_by: draft::drafted_by(options.draft.as_ref(), weights.as_ref()),
@@ -91,7 +95,8 @@ impl Model {
             asked: options.draft.clone(),
             name: found.name,
             checkpoint,
-        })))
+        };
+        Ok(Model(Arc::new(loaded), None))
     }
 
     /// Its short name, such as `demo` or `Qwen3-0.6B`.
@@ -119,7 +124,7 @@ impl Model {
     }
 
     pub(super) fn engine(&self) -> &dyn Engine {
-        self.0.engine.as_ref()
+        self.1.as_ref().unwrap_or(&self.0.engine).as_ref()
     }
 
     pub(super) fn text(&self) -> &ModelText {
