@@ -459,6 +459,30 @@ fn requests_that_fit_no_model_are_refused() {
     assert!(String::from_utf8_lossy(&missing.stderr).contains("no-such.txt"));
 }
 
+/// What comes out of a model with a weight that is no number says nothing of where it is.
+#[test]
+fn a_weight_that_is_no_number_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = untied(dir.path());
+    let path = model.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let tensors: Value = serde_json::from_slice(&bytes[8..header]).unwrap();
+    let name = "model.layers.1.mlp.down_proj";
+    let at = tensors[format!("{name}.weight")]["data_offsets"][0].as_u64();
+    // Row 2, column 5 of 1536 in BF16.
+    let at = header + at.unwrap() as usize + 2 * (2 * 1536 + 5);
+    bytes[at..at + 2].copy_from_slice(&[0xc0, 0x7f]);
+    std::fs::write(&path, bytes).unwrap();
+    for method in ["rtn", "gptq"] {
+        let refused = quantize_of(&model, &dir.path().join("x"), &["--method", method]);
+        assert_eq!(refused.status.code(), Some(1));
+        let said = String::from_utf8_lossy(&refused.stderr);
+        let named = format!("{name}: expected finite weights, found NaN in row 2, column 5");
+        assert!(said.contains(&named), "{method}: {said}");
+    }
+}
+
 /// Sensitivity takes long: a target that it cannot help with is refused before measuring.
 #[test]
 fn a_target_that_nothing_reaches_is_refused_at_once() {

@@ -77,6 +77,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// True if NaN or infinity came out of a model, whose cause may be a weight.
+    pub(crate) fn is_not_finite(&self) -> bool {
+        match self {
+            Error::Runtime(e) | Error::Evals(nq_evals::Error::Runtime(e)) => e.is_not_finite(),
+            _ => false,
+        }
+    }
+
     /// Wraps an I/O error with the file and the action that failed.
     pub fn io(path: impl Into<PathBuf>, action: &'static str, cause: std::io::Error) -> Self {
         Error::Io {

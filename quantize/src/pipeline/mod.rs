@@ -23,6 +23,7 @@ mod tune;
 use crate::allocation;
 use crate::calibration::{CalibrationSource, Sequences};
 use crate::error::{Error, Result};
+use crate::linalg::read_row;
 use crate::memory;
 use crate::quality::{self, Measured};
 use crate::report::{Choice, QuantizeReport};
@@ -31,10 +32,12 @@ use crate::train::Tuning;
 use guard::Next;
 pub use job::{Job, QuantizeOptions, TargetSize};
 use nq_formats::nq::{self, Opened, QuantizationRecord, SourceRecord, Writer, WriterOptions};
-use nq_formats::{Checkpoint, Progress, Unit, hash, mapping};
+use nq_formats::{Checkpoint, Progress, Tensor, Unit, Weight, hash, mapping};
 use nq_kernels::Account;
 use nq_load::load;
+use nq_model::names::{self, Shape};
 pub use plan::PlannedStage;
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 use state::{Attempt, State};
 use std::time::Instant;
@@ -84,8 +87,38 @@ impl Job<'_> {
     /// # Errors
     /// [`Error::Guard`] if the measured quality misses a limit: nothing is written then, but
     /// the staged work is kept. Otherwise errors of reading, calibration, the method, the device or the
-    /// disk.
+    /// disk; [`Error::NotFinite`] names the weight that made an output NaN or infinite.
     pub fn run(&self) -> Result<QuantizeReport> {
+        self.made().or_else(|error| {
+            if error.is_not_finite() {
+                self.check_finite()?;
+            }
+            Err(error)
+        })
+    }
+
+    /// Looks for the first weight that is not finite.
+    fn check_finite(&self) -> Result<()> {
+        let store = self.checkpoint.store();
+        for (name, shape) in names::parameters(self.config()) {
+            let (rows, weight) = match shape {
+                Shape::Vector(n) => {
+                    let values = store.vector(&name, n)?.to_f32()?;
+                    (1, Weight::Dense(Tensor::from_f32(vec![1, n], values)?))
+                }
+                Shape::Matrix(rows, cols) => (rows, store.matrix(&name, (rows, cols))?),
+            };
+            let cols = weight.dims().1;
+            (0..rows).into_par_iter().try_for_each_init(
+                || vec![0.0; cols],
+                |values, row| read_row(&name, &weight, row, values),
+            )?;
+            weight.release();
+        }
+        Ok(())
+    }
+
+    fn made(&self) -> Result<QuantizeReport> {
         let start = Instant::now();
         Account::of_all_gpus().begin();
         self.device_estimate()?;
