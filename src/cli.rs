@@ -370,6 +370,7 @@ pub fn refuse(conflict: &Conflict) -> ! {
 
 /// Runs the chosen subcommand.
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    leave_on_signals()?;
     let Cli { command, global } = cli;
     global.note_threads();
     match &command {
@@ -382,13 +383,6 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         | Command::Eval(_)
         | Command::Bench(_) => global.note_gpu(),
         _ => {}
-    }
-    // The other subcommands handle signals themselves.
-    if !matches!(
-        command,
-        Command::Quantize(_) | Command::Chat(_) | Command::Serve(_)
-    ) {
-        leave_on_signals()?;
     }
     match command {
         Command::Quantize(args) => commands::quantize::run(&args, &global),

@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use unicode_width::UnicodeWidthStr;
 
@@ -26,13 +26,26 @@ pub fn leave_interrupted() -> ! {
     std::process::exit(INTERRUPTED.into());
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP end the program that way.
+/// What a signal does instead, once there is work that it concerns.
+static ON_SIGNAL: Mutex<Option<Box<dyn Fn() + Send>>> = Mutex::new(None);
+
+/// From now on, SIGINT, SIGTERM and SIGHUP end the program that way, or do what [`on_signals`] was given.
 ///
 /// # Errors
 /// If the system refuses a handler.
 pub fn leave_on_signals() -> anyhow::Result<()> {
-    ctrlc::set_handler(|| leave_interrupted())?;
+    ctrlc::set_handler(
+        || match &*ON_SIGNAL.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(action) => action(),
+            None => leave_interrupted(),
+        },
+    )?;
     Ok(())
+}
+
+/// Lets signals do this from now on.
+pub fn on_signals(action: impl Fn() + Send + 'static) {
+    *ON_SIGNAL.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(action));
 }
 
 /// Seconds between two lines about a stage where no bar can be drawn.

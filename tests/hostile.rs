@@ -310,3 +310,31 @@ fn a_signal_leaves_no_temporary_files() {
         assert!(!out.exists());
     }
 }
+
+/// A signal that comes before the program has said anything ends it as a later one does.
+#[test]
+fn a_signal_before_the_first_line_is_handled() {
+    let home = tempfile::tempdir().unwrap();
+    let keys = home.path().join("keys");
+    let made = std::process::Command::new("mkfifo").arg(&keys).status();
+    assert!(made.unwrap().success());
+    let arguments = [
+        "serve",
+        "demo",
+        "--port",
+        "0",
+        "--api-key-file",
+        path(&keys),
+    ];
+    let mut child = command(home.path(), &arguments)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    // Opens once the server waits for its keys, with which it begins.
+    let writer = std::fs::OpenOptions::new().write(true).open(&keys).unwrap();
+    // SAFETY: the process is this test's child and has not been waited for.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGTERM) }, 0);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    drop(writer);
+}

@@ -1,6 +1,6 @@
 //! Ctrl-C: the first stops the current answer, the next one quits with 130.
 
-use crate::terminal::leave_interrupted;
+use crate::terminal::{leave_interrupted, on_signals};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// True while an answer is being generated.
@@ -8,18 +8,14 @@ static ANSWERING: AtomicBool = AtomicBool::new(false);
 /// True if that answer should stop.
 static STOP: AtomicBool = AtomicBool::new(false);
 
-/// Installs the handler.
-///
-/// # Errors
-/// If the system refuses it.
-pub fn install() -> anyhow::Result<()> {
-    ctrlc::set_handler(|| {
+/// From now on, signals stop answers first.
+pub fn install() {
+    on_signals(|| {
         if ANSWERING.load(Ordering::SeqCst) && !STOP.swap(true, Ordering::SeqCst) {
             return;
         }
         leave_interrupted();
-    })?;
-    Ok(())
+    });
 }
 
 /// True once the current answer should stop.

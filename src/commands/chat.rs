@@ -130,7 +130,7 @@ pub struct ChatArgs {
 
 /// Runs `nq chat`: one answer to `-p` and piped text, otherwise a conversation.
 pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
-    interrupt::install()?;
+    interrupt::install();
     // Read before the model is loaded: an empty prompt is reported at once.
     let question = question(args)?;
     let terminal = Terminal::new();

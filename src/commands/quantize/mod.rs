@@ -8,7 +8,7 @@ use crate::flags::Global;
 use crate::library::{check_quantizable, place};
 use crate::model;
 use crate::terminal::{
-    Terminal, about, human_bytes, leave_interrupted, print_line, say, shell_word,
+    Terminal, about, human_bytes, leave_interrupted, on_signals, print_line, say, shell_word,
 };
 use anyhow::Context;
 pub use args::QuantizeArgs;
@@ -88,7 +88,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(parent) = options.out.parent() {
         std::fs::create_dir_all(parent).with_context(|| format!("{}: create", parent.display()))?;
     }
-    say_how_to_resume(&options.out)?;
+    say_how_to_resume(&options.out);
     let mut report = match job.run() {
         Ok(report) => report,
         Err(Error::Guard {
@@ -115,9 +115,9 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
 }
 
 /// Makes an interrupt print that finished work is kept.
-fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
+fn say_how_to_resume(out: &Path) {
     let staging = staging(out);
-    ctrlc::set_handler(move || {
+    on_signals(move || {
         if staging.exists() {
             say(&format!(
                 "nq: interrupted; finished work is kept in {}: the same command with --resume \
@@ -126,8 +126,7 @@ fn say_how_to_resume(out: &Path) -> anyhow::Result<()> {
             ));
         }
         leave_interrupted();
-    })?;
-    Ok(())
+    });
 }
 
 /// Prints the plan, `lines` and more, or all of it as JSON.

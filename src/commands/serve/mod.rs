@@ -4,8 +4,13 @@ mod loading;
 
 use crate::draft::{DraftFrom, DraftWeights};
 use crate::flags::{Global, parse_kv, parse_load_bits, parse_size};
+<<<<<<< HEAD
 use crate::model::{self, ToRun};
 use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
+=======
+use crate::model;
+use crate::terminal::{Terminal, leave_interrupted, on_signals, print_line, shell_word};
+>>>>>>> 0a0ca04 (Handle signals from the start, before a command has said anything)
 use anyhow::{Context, bail};
 use clap::Args;
 use loading::{Loadable, Loaded, LoadingSettings};
@@ -162,7 +167,7 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let server = server
         .reading(rules, Box::new(move |note| notes.note(note)))
         .unloading(args.idle);
-    stop_on_signals(&server, Duration::from_secs(args.grace))?;
+    stop_on_signals(&server, Duration::from_secs(args.grace));
     let url = format!("http://{}", server.address()?);
     if global.json {
         announce_json(&url, &loaded, args, keyed)?
@@ -332,16 +337,15 @@ fn security(args: &ServeArgs) -> anyhow::Result<Security> {
 }
 
 /// The first signal shuts the server down gracefully, the next one ends it at once.
-fn stop_on_signals(server: &Server, grace: Duration) -> anyhow::Result<()> {
+fn stop_on_signals(server: &Server, grace: Duration) {
     let stopper = server.stopper();
     let stopping = AtomicBool::new(false);
-    ctrlc::set_handler(move || {
+    on_signals(move || {
         if stopping.swap(true, Ordering::SeqCst) {
             leave_interrupted();
         }
         stopper.stop(grace);
-    })?;
-    Ok(())
+    });
 }
 
 /// Prints as JSON where the server listens and what it serves.
