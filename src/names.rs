@@ -93,7 +93,21 @@ pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Fou
             }
         )));
     }
-    open_hub(model, offline, progress)
+    // Whoever means a folder is told first that there is none.
+    open_hub(model, offline, progress).map_err(|e| match e.into_format() {
+        Ok(nq_formats::Error::Hub {
+            what,
+            problem,
+            detail,
+        }) => nq_formats::Error::Hub {
+            what: format!("there is no folder or file {model} here; as a hub id, {what}"),
+            problem,
+            detail,
+        }
+        .into(),
+        Ok(other) => other.into(),
+        Err(other) => other,
+    })
 }
 
 /// Hub ids of models that are no presets, or whose names are not those of their presets.

@@ -290,4 +290,10 @@ fn a_models_path_need_not_be_utf8_and_the_list_has_bits() {
     let out = nq(home.path(), &["pull", "nobody/nothing", "--offline"]);
     assert_eq!(out.status.code(), Some(1));
     assert!(stderr(&out).contains("nobody/nothing"), "{}", stderr(&out));
+    // Who means a folder is told first that there is none.
+    let out = nq(home.path(), &["inspect", "nobody/nothing", "--offline"]);
+    assert_eq!(out.status.code(), Some(1));
+    let expected =
+        "nq: there is no folder or file nobody/nothing here; as a hub id, nobody/nothing: offline";
+    assert!(stderr(&out).starts_with(expected), "{}", stderr(&out));
 }

@@ -111,6 +111,37 @@ fn it_says_what_it_serves_answers_and_ends_in_good_order() {
     assert!(TcpStream::connect(&address).is_err());
 }
 
+/// Drafts and the beginnings of prompts need states: none are kept for a hybrid only if that is asked for.
+#[test]
+fn memory_for_less_than_a_state_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let hybrid = folder.path().join("hybrid");
+    let config = serde_json::json!({
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 128,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "vocab_size": 4096, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "tie_word_embeddings": true, "eos_token_id": 4072, "full_attention_interval": 2,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    });
+    let config = config.to_string();
+    let config = nq_formats::config::parse(std::path::Path::new("c"), config.as_bytes()).unwrap();
+    nq_formats::synth::write(&hybrid, &config, 1, &()).unwrap();
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(demo.join(name), hybrid.join(name)).unwrap();
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_nq"))
+        .arg("serve")
+        .arg(&hybrid)
+        .args(["--device", "cpu", "--port", "0", "--state-memory", "1KB"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("--state-memory: a state takes"), "{said}");
+}
+
 #[test]
 fn keys_come_from_a_file_or_the_environment_and_are_needed_abroad() {
     let refused = |args: &[&str], why: &str| {

@@ -105,7 +105,6 @@ impl Error {
     }
 
     /// The error of reading or writing files that it is, if any; otherwise itself.
-    #[cfg(feature = "cli")]
     pub(crate) fn into_format(self) -> std::result::Result<nq_formats::Error, Self> {
         match self.0 {
             Cause::Format(e) => Ok(e),

@@ -386,6 +386,15 @@ impl Loadable {
             pages,
             ctx,
         } = Room::new(free, on_gpu, bytes, wanted);
+        let less = |bytes: &u64| (1..snapshot_bytes).contains(bytes);
+        if let Some(bytes) = settings.state_memory.filter(less) {
+            bail!(
+                "--state-memory: a state takes {}, and {} are there for it: nothing could be drafted, and no \
+                 prompt kept; 0 asks for that, and a larger one helps",
+                human_bytes(snapshot_bytes),
+                human_bytes(bytes)
+            );
+        }
         if snapshot_bytes == 0 && settings.state_memory.is_some() {
             let name = &self.name;
             (self.terminal).note(&format!("--state-memory: {name} has no recurrences"));
