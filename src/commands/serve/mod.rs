@@ -4,13 +4,8 @@ mod loading;
 
 use crate::draft::{DraftFrom, DraftWeights};
 use crate::flags::{Global, parse_kv, parse_load_bits, parse_size};
-<<<<<<< HEAD
 use crate::model::{self, ToRun};
-use crate::terminal::{Terminal, leave_interrupted, print_line, shell_word};
-=======
-use crate::model;
 use crate::terminal::{Terminal, leave_interrupted, on_signals, print_line, shell_word};
->>>>>>> 0a0ca04 (Handle signals from the start, before a command has said anything)
 use anyhow::{Context, bail};
 use clap::Args;
 use loading::{Loadable, Loaded, LoadingSettings};
