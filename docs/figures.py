@@ -504,6 +504,7 @@ def main():
             differ.append(name)
             if write:
                 file.write_text(make())
+    faults += prose.sizes()
     faults += claims.faults({str(p.relative_to(ROOT)): p.read_text() for p in PAGES})
     if write or not CLAIMS.exists() or CLAIMS.read_text() != claims.page(tables, tied):
         differ.append(str(CLAIMS.relative_to(ROOT)))

@@ -7,7 +7,7 @@ README may hold no measurement without such a name.
 
 import re
 
-from records import percent, record, row, whole
+from records import ROOT, percent, record, row, whole
 
 LAYERS = "2026-11-24-gpu-layers.csv"
 TRELLIS_SPEED = "2026-11-27-trellis-layers.csv"
@@ -69,8 +69,11 @@ TIED = re.compile(r"(\d[\d.,]*)?(<!--=\s*(\w+)\s*-->)")
 # What a reader would take for a measurement.
 MEASURED = re.compile(r"(?<![\w.,])\d[\d.,]* ?(?:%|MB\b|GB\b|tok/s|tokens a second|seconds)|(?<![\w.])0\.\d+\b(?!B)|\d[\d.]* times")
 WIDTH = 120
-# Sizes have one unit on all pages, powers of 1000. A GPU's shared memory is in KiB, as CUDA's documentation has it.
+# Sizes have one unit, powers of 1000: pages have no MiB, and no text of the program but `human_bytes` has a figure
+# before a unit, except those of rates. A GPU's shared memory is in KiB, as CUDA's documentation has it.
 BINARY = re.compile(r"\b[MGT]iB\b")
+FIGURE = re.compile(r"\} ?[kMGT]B\b(?!/)|\b[KMGT]iB\b|\{bytes\}/")
+UNITS = {"formats/src/units.rs", "src/flags.rs"}  # writes them; reads those that users write
 BARE = re.compile(r"(?<![\w.)\]/\\])\.\d")
 
 
@@ -125,6 +128,18 @@ def dead_links(page):
                 yield f"{number}: no file {link}"
             elif anchor and anchor not in anchors(target.read_text()):
                 yield f"{number}: no heading {link}"
+
+
+def sizes():
+    """Lines of the program that write a size otherwise than by `human_bytes`."""
+    for path in sorted(ROOT.rglob("src/**/*.rs")):
+        name = str(path.relative_to(ROOT))
+        if name in UNITS or name.startswith("target/"):
+            continue
+        product = path.read_text().split("#[cfg(test)]")[0]
+        for number, line in enumerate(product.splitlines(), 1):
+            if not line.lstrip().startswith("//") and FIGURE.search(line):
+                yield f"{name}:{number}: sizes are written by human_bytes: {line.strip()}"
 
 
 def faults(text, readme):

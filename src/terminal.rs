@@ -200,7 +200,7 @@ impl Progress for Terminal {
 
     fn begin(&self, stage: &str, total: u64, unit: Unit) {
         let counts = match unit {
-            Unit::Bytes => "{bytes}/{total_bytes} {bytes_per_sec}",
+            Unit::Bytes => "{decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}",
             Unit::Tokens => "{human_pos}/{human_len} tokens",
             Unit::Items => "{human_pos}/{human_len}",
             Unit::Layers(_) => "{layers} layers",

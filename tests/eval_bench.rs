@@ -317,6 +317,7 @@ fn bench_reports_rows_beside_the_measured_bandwidth() {
                 "kernels",
                 "activations",
                 "bits",
+                "codes",
                 "device",
                 "threads",
                 "tok_s",
@@ -359,6 +360,32 @@ fn bench_rows(model: &str, more: &[&str]) -> Vec<Value> {
     let rows = serde_json::from_slice(&out.stdout);
     let rows: Value = rows.unwrap_or_else(|e| panic!("{args:?}: {e}: {}", stderr(&out)));
     rows.as_array().unwrap().clone()
+}
+
+/// What `--bits 4` makes has one name, wherever it is shown.
+#[test]
+fn codes_are_called_the_same_everywhere() {
+    let home = tempfile::tempdir().unwrap();
+    let path = home.path().join("mixed").to_str().unwrap().to_owned();
+    let how = ["--bits", "4", "--method", "rtn", "--no-measure", "--json"];
+    let made = json(&nq(
+        &[&["quantize", "demo", "--out", &path][..], &how].concat()
+    ));
+    assert_eq!(made["codes"], "4-bit mix");
+    let inspected = json(&nq(&["inspect", &path, "--json"]));
+    assert_eq!(inspected["codes"], made["codes"]);
+    for row in bench_rows(&path, &[]) {
+        assert_eq!(row["codes"], made["codes"]);
+    }
+    for (flags, codes) in [(&[][..], "unquantized"), (&["--bits", "8"], "8-bit")] {
+        assert_eq!(
+            bench_rows("demo", &[flags, &["--no-chat"]].concat())[0]["codes"],
+            codes
+        );
+    }
+    let out = nq(&["bench", &path, "-p", "8", "-n", "0", "--repeats", "1"]);
+    let said = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(said.contains(": 4-bit mix, 8.5"), "{said}");
 }
 
 #[test]

@@ -101,7 +101,7 @@ fn a_template_goes_on_after_one_rendering_failed() {
     for _ in 0..2 {
         assert_eq!(template.render(&one, None, true, None).unwrap(), "x");
         let error = template.render(&two, None, true, None).unwrap_err();
-        assert!(error.to_string().contains("1024 MB of memory"), "{error}");
+        assert!(error.to_string().contains("1.07 GB of memory"), "{error}");
     }
 }
 

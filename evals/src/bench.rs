@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::report::{BenchRow, Breakdown, OpRow};
 use crate::stats;
 use crate::windows::StageGuard;
-use nq_formats::{Progress, Unit};
+use nq_formats::{Progress, Unit, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_runtime::generate::{generate, rewind};
 use nq_runtime::{
@@ -83,8 +83,7 @@ impl Machine<'_> {
         if share <= 1.0 {
             return;
         }
-        let mb = |b: f64| format!("{:.1} MB", b / 1e6);
-        let (weights, cache) = (mb(bytes as f64), mb(self.cache_bytes as f64));
+        let (weights, cache) = (human_bytes(bytes as u64), human_bytes(self.cache_bytes));
         if share <= self.greatest_share(bytes) {
             row.note = Some(format!(
                 "the share is of DRAM bandwidth; of the {weights} of weights the last-level \
@@ -271,6 +270,7 @@ impl Sample {
             kernels: d.kernels.clone(),
             activations: d.activations.clone(),
             bits: d.bits,
+            codes: String::new(),
             device: d.device.clone(),
             threads: d.threads,
             tok_s,

@@ -108,6 +108,10 @@ pub struct BenchRow {
     pub activations: String,
     /// Bits of most weights.
     pub bits: usize,
+    /// What the codes of the layers are called: `4-bit mix`. A measurement knows the engine alone: whoever opened the
+    /// model names them.
+    #[serde(default)]
+    pub codes: String,
     /// Device and instruction set.
     pub device: String,
     /// Number of CPU threads.

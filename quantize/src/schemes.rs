@@ -4,9 +4,9 @@ use crate::error::{Error, Result};
 use crate::grid::Grid;
 use crate::groups;
 use nq_formats::trellis::{BLOCK, Code};
-use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros, nq};
 use nq_kernels::registry::WeightKind;
-use nq_model::names::{EMBEDDING, HEAD, Shape, is_kept, parameters};
+use nq_model::names::{EMBEDDING, HEAD, Shape, is_kept, is_layer_linear, parameters};
 use nq_model::{DType, LinearKind, LinearSpec, ModelConfig};
 use std::collections::BTreeMap;
 
@@ -72,6 +72,21 @@ impl Schemes {
     pub(crate) fn all(&self) -> impl Iterator<Item = Scheme> {
         let own = self.head.iter().chain([&self.linears]);
         own.chain(self.overrides.values()).copied()
+    }
+
+    /// What the codes of the layers are called; `asked` has the bits that chose the mix of schemes, if they did.
+    pub fn called(&self, asked: Option<f32>) -> String {
+        let trellis = match self.linears.trellis() {
+            Some(_) => "trellis ",
+            None => "",
+        };
+        let layers = self.overrides.iter();
+        let layers = layers.filter(|(name, _)| is_layer_linear(name));
+        match asked {
+            _ if self.overrides.is_empty() => nq::called([self.linears].into_iter()),
+            Some(bits) => format!("{bits}-bit {trellis}mix"),
+            None => nq::called(layers.map(|(_, s)| *s)),
+        }
     }
 
     /// True if any weight is in a trellis.

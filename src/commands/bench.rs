@@ -9,7 +9,7 @@ use crate::draft::DraftFrom;
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
 use crate::model::{self, ToRun};
 use crate::system;
-use crate::terminal::{Terminal, print_line};
+use crate::terminal::{Terminal, human_bytes, print_line};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_cpu::{BandwidthBuffer, Cpu};
@@ -18,7 +18,7 @@ use nq_evals::bench::{self, BenchSpec, Machine};
 use nq_formats::adapter::Lora;
 use nq_formats::synth;
 use nq_formats::trellis::Code;
-use nq_formats::{Bits, Checkpoint, Progress};
+use nq_formats::{Bits, Checkpoint, Progress, nq};
 use nq_load::device::Device;
 use nq_model::Preset;
 use nq_quantize::mix;
@@ -178,10 +178,11 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if args.mixed {
         terminal.note("--mixed does nothing: the mix is measured unless --simple is given");
     }
-    let (name, checkpoint, loras) = open(args, global, &terminal)?;
+    let model = open(args, global, &terminal)?;
     if let Some(file) = &args.text {
-        return text::run(args, file, (&name, &checkpoint, &loras), global, &terminal);
+        return text::run(args, file, &model, global, &terminal);
     }
+    let checkpoint = &model.checkpoint;
     // Before the minutes that the other tests may take.
     let tokenizer = if args.gen_tokens > 1 && !args.no_chat {
         Some(
@@ -203,15 +204,15 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let session = spec.largest_session();
     if session.slots * session.ctx > MANY && device == Device::Cpu {
-        let memory = at_load::memory(&checkpoint, None, &session)?;
+        let memory = at_load::memory(checkpoint, None, &session)?;
         system::check_memory(
             memory.peak,
             "a smaller --batch, --depth, -p or -n needs less",
         )?;
     }
     let meter = Meter::new(&options)?;
-    let engine =
-        adapters::load(&checkpoint, &loras, &options, &terminal).with_context(|| name.clone())?;
+    let engine = adapters::load(checkpoint, &model.loras, &options, &terminal)
+        .with_context(|| model.name.clone())?;
     let engine = engine.as_ref();
     let read = || meter.read_gb_s();
     let machine = Machine {
@@ -224,22 +225,23 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         let row = streaming(engine, tokenizer, &sampling, &spec, machine, &terminal)?;
         rows.push(row);
     }
-    show(&name, engine, machine, &rows, global, &terminal)
+    show(&model, engine, machine, rows, global, &terminal)
 }
 
 /// Prints rows; a row above the machine's limit makes the exit code 1.
 fn show(
-    name: &str,
+    model: &BenchModel,
     engine: &dyn Engine,
     machine: Machine<'_>,
-    rows: &[BenchRow],
+    mut rows: Vec<BenchRow>,
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<ExitCode> {
+    (rows.iter_mut()).for_each(|row| row.codes.clone_from(&model.codes));
     if global.json {
         print_line(&serde_json::to_string_pretty(&rows)?)?;
     } else {
-        print_line(&table(name, engine, machine, rows))?;
+        print_line(&table(model, engine, machine, &rows))?;
     }
     let failed = rows.iter().filter_map(|r| r.measurement_error.as_ref());
     let failures = failed.inspect(|why| terminal.note(&format!("measurement error: {why}")));
@@ -274,21 +276,36 @@ fn bare(
     Ok(rows)
 }
 
+/// A model to measure.
+struct BenchModel {
+    name: String,
+    /// What the codes of its layers are called.
+    codes: String,
+    checkpoint: Checkpoint,
+    /// Adapters beside its weights.
+    loras: Vec<Lora>,
+}
+
 /// The model, quantized at load if requested, or the preset; and adapters beside its weights.
-fn open(
-    args: &BenchArgs,
-    global: &Global,
-    terminal: &Terminal,
-) -> anyhow::Result<(String, Checkpoint, Vec<Lora>)> {
+fn open(args: &BenchArgs, global: &Global, terminal: &Terminal) -> anyhow::Result<BenchModel> {
     let Some(preset) = &args.preset else {
         let ToRun { model, beside } = model::open_to_run(args.model.as_deref(), global, terminal)?;
-        let (checkpoint, _) = at_load::at_load(model.checkpoint, args.bits, terminal)?;
+        let (checkpoint, schemes) = at_load::at_load(model.checkpoint, args.bits, terminal)?;
         model::note_growth(&checkpoint, terminal);
-        return Ok((model.name, checkpoint, beside));
+        let codes = match schemes {
+            Some(schemes) => schemes.called(None),
+            None => nq::called_in(&checkpoint)?,
+        };
+        let name = model.name;
+        return Ok(BenchModel {
+            name,
+            codes,
+            checkpoint,
+            loras: beside,
+        });
     };
     let layers = preset.config().num_hidden_layers;
-    let (label, checkpoint) = random(preset, layers, (codes(args)?, args.simple), 0)?;
-    Ok((label, checkpoint, Vec::new()))
+    random(preset, layers, (codes(args)?, args.simple), 0)
 }
 
 /// Random weights of a preset with so many layers.
@@ -297,25 +314,40 @@ fn random(
     layers: usize,
     (codes, simple): (Option<Codes>, bool),
     seed: u64,
-) -> anyhow::Result<(String, Checkpoint)> {
+) -> anyhow::Result<BenchModel> {
     let mut config = preset.config();
-    let label = if layers == config.num_hidden_layers {
+    let name = if layers == config.num_hidden_layers {
         format!("{} (random weights)", preset.name)
     } else {
         format!("{} of {layers} layers (random weights)", preset.name)
     };
     config.num_hidden_layers = layers;
     let schemes = match (codes, simple) {
-        (None, _) => return Ok((label.clone(), synth::checkpoint(&label, &config, seed)?)),
+        (None, _) => {
+            let checkpoint = synth::checkpoint(&name, &config, seed)?;
+            let codes = nq::called_in(&checkpoint)?;
+            return Ok(BenchModel {
+                name,
+                codes,
+                checkpoint,
+                loras: Vec::new(),
+            });
+        }
         (Some(Codes::Integer(bits)), true) => Schemes::defaults(bits),
         (Some(Codes::Integer(bits)), false) => mix::usual(&config, bits)?,
         (Some(Codes::Trellis(scheme)), true) => Schemes::trellis(scheme),
         (Some(Codes::Trellis(scheme)), false) => mix::usual_trellis(&config, scheme)?,
     };
     schemes.check(&config)?;
+    let called = schemes.called(codes.map(Codes::bits));
     let of = move |name: &str| schemes.of(name);
-    let checkpoint = synth::quantized_checkpoint(&label, &config, seed, of)?;
-    Ok((label, checkpoint))
+    let checkpoint = synth::quantized_checkpoint(&name, &config, seed, of)?;
+    Ok(BenchModel {
+        name,
+        codes: called,
+        checkpoint,
+        loras: Vec::new(),
+    })
 }
 
 /// The codes that the flags ask for; `None` for unquantized weights.
@@ -358,9 +390,9 @@ impl Meter {
             && available < BANDWIDTH_BYTES as u64 * 5 / 4
         {
             bail!(
-                "measuring the memory's bandwidth: expected {} MB of free memory, found {} MB",
-                BANDWIDTH_BYTES / 800_000,
-                available / 1_000_000
+                "measuring the memory's bandwidth: expected {} of free memory, found {}",
+                human_bytes(BANDWIDTH_BYTES as u64 * 5 / 4),
+                human_bytes(available)
             );
         }
         let cpu = nq_cpu::open(options)?;
@@ -413,17 +445,23 @@ fn streaming(
 }
 
 /// The table for people.
-fn table(name: &str, engine: &dyn Engine, machine: Machine<'_>, rows: &[BenchRow]) -> String {
+fn table(
+    model: &BenchModel,
+    engine: &dyn Engine,
+    machine: Machine<'_>,
+    rows: &[BenchRow],
+) -> String {
     let d = engine.description();
     let mut out = format!(
-        "{name}: {} bits, {:.1} MB of weights read per token\n\
+        "{}: {}, {} of weights read per token\n\
          {d}\n\
-         last-level cache {:.1} MB; the memory's bandwidth was measured between the repeats\n\n\
+         last-level cache {}; the memory's bandwidth was measured between the repeats\n\n\
          | test | depth | batch | tok/s | GB/s | of the memory's bandwidth | ms/token p50 | p99 | repeats |\n\
          |---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
-        d.bits,
-        engine.bytes_per_token() as f64 / 1e6,
-        machine.cache_bytes as f64 / 1e6,
+        model.name,
+        model.codes,
+        human_bytes(engine.bytes_per_token() as u64),
+        human_bytes(machine.cache_bytes),
     );
     let mut notes = Vec::new();
     for r in rows {

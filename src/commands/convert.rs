@@ -2,7 +2,7 @@
 
 use crate::flags::{Global, conflict};
 use crate::model;
-use crate::terminal::{Terminal, print_line};
+use crate::terminal::{Terminal, human_bytes, print_line};
 use crate::written;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
@@ -244,8 +244,8 @@ fn summary(report: &ExportReport) -> Vec<(String, String, String, usize, u64)> {
 /// Lines about the output and how it differs from the source.
 pub(super) fn summary_lines(report: &ExportReport) -> Vec<String> {
     let line = |(from, to, change, count, bytes): (String, String, String, usize, u64)| {
-        let megabytes = bytes as f64 / 1e6;
-        format!("{count:>4}  {from} -> {to}: {change}  ({megabytes:.1} MB)")
+        let size = human_bytes(bytes);
+        format!("{count:>4}  {from} -> {to}: {change}  ({size})")
     };
     let lines = summary(report).into_iter().map(line);
     lines.chain(report.notes.iter().cloned()).collect()
@@ -262,9 +262,9 @@ fn report_lines(
     let mut lines = vec![args.out.display().to_string()];
     lines.extend(summary_lines(report).iter().map(|line| format!("  {line}")));
     lines.push(format!(
-        "  {:.1} MB of files, {bits:.3} bits per weight; the source has {:.1} MB",
-        report.file_bytes as f64 / 1e6,
-        source.store().file_bytes() as f64 / 1e6,
+        "  {} of files, {bits:.3} bits per weight; the source has {}",
+        human_bytes(report.file_bytes),
+        human_bytes(source.store().file_bytes()),
     ));
     lines.extend(differences.map(verification_line));
     lines

@@ -445,10 +445,10 @@ impl std::fmt::Display for Findings {
         for g in &self.gpu.usable {
             writeln!(
                 f,
-                "          {}: {:.1} GB, compute capability {}, {} multiprocessors, driver for \
+                "          {}: {}, compute capability {}, {} multiprocessors, driver for \
                  CUDA {}",
                 g.name,
-                g.memory_bytes as f64 / 1e9,
+                human_bytes(g.memory_bytes),
                 g.compute_capability,
                 g.multiprocessors,
                 g.driver_cuda

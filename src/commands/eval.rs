@@ -3,7 +3,7 @@
 use crate::adapters;
 use crate::flags::{Global, arguments, conflict, parse_kv};
 use crate::model::{self, FoundModel, ToRun};
-use crate::terminal::{Terminal, shell_word, width};
+use crate::terminal::{Terminal, human_bytes, shell_word, width};
 use crate::texts::{self, Text};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
@@ -349,9 +349,9 @@ impl Workbench<'_> {
                 .as_ref()
                 .map_or(0.0, |c| c.ppl_ref);
             lines.push(format!(
-                "reference {}, {:.2} MB, perplexity {ppl:.4}; KL divergence is KL(reference || model), nats per token",
+                "reference {}, {}, perplexity {ppl:.4}; KL divergence is KL(reference || model), nats per token",
                 r.name,
-                r.bytes as f64 / 1e6
+                human_bytes(r.bytes)
             ));
         }
         if let Some(recorded) = &self.recorded

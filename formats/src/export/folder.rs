@@ -24,6 +24,7 @@ use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec};
 use crate::store::WeightStore;
 use crate::stored::StoredWeight;
 use crate::synth::stored_shape;
+use crate::units::human_bytes;
 use crate::weight::{AffineWeight, QuantizedWeight, Weight};
 use nq_model::names::{
     Shape, expert_name, is_kept, is_layer_linear, layer_vector, stack, tensor_name,
@@ -330,10 +331,10 @@ impl FolderPlan<'_> {
         rename_folder(&new, self.out)?;
         if self.widened > 0 {
             self.report.notes.push(format!(
-                "embedding and head are {}, as loaders of {} need them: {:.1} MB more",
+                "embedding and head are {}, as loaders of {} need them: {} more",
                 self.dense,
                 packing.format,
-                self.widened as f64 / 1e6,
+                human_bytes(self.widened),
             ));
         }
         let mut schemes: Vec<(usize, bool)> = Vec::new();

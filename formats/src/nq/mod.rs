@@ -7,7 +7,7 @@ mod writer;
 
 pub use record::{
     CODES, CalibrationRecord, METHOD, QuantizationRecord, SourceRecord, TensorScheme, VERSION,
-    called,
+    called, called_in,
 };
 pub use staging::{at_work, staging};
 pub use writer::{Opened, Param, Staged, Writer, WriterOptions, Written, copy_files};

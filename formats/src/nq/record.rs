@@ -1,10 +1,11 @@
 //! A quantized folder's description of itself: config.json's `quantization_config`.
 
+use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, Zeros};
 use crate::trellis::TrellisScheme;
 use crate::weight::QuantizedWeight;
-use nq_model::names::is_layer_linear;
+use nq_model::names::{is_layer_linear, parameters};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -138,6 +139,21 @@ pub fn called(schemes: impl Iterator<Item = Scheme>) -> String {
         (_, true) => format!("mix of {least} to {most} bits{kind}"),
         (_, false) => format!("{least}-bit{kind}"),
     }
+}
+
+/// What the codes of a checkpoint's layers are called: as its record says, or else by their schemes.
+///
+/// # Errors
+/// A record that cannot be read.
+pub fn called_in(checkpoint: &Checkpoint) -> Result<String> {
+    if let Some(record) = super::record(checkpoint)? {
+        return Ok(record.codes());
+    }
+    let names = parameters(checkpoint.config()).into_iter();
+    let layers = names.filter(|(name, _)| is_layer_linear(name));
+    Ok(called(
+        layers.filter_map(|(name, _)| checkpoint.store().scheme(&name)),
+    ))
 }
 
 /// Origin of the unquantized weights.

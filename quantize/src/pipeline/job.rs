@@ -12,12 +12,11 @@ use crate::quality::{self, Limits};
 use crate::schemes::{Codes, Schemes};
 use crate::stages::Stages;
 use crate::train::{TuneOptions, refused, untrainable};
-use nq_formats::nq::{self, SourceRecord};
+use nq_formats::nq::SourceRecord;
 use nq_formats::{Checkpoint, Progress, Scheme};
 use nq_load::device::Device;
 use nq_load::load;
 use nq_model::ModelConfig;
-use nq_model::names::is_layer_linear;
 use nq_runtime::{LayerWeights, LoadOptions};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -122,21 +121,8 @@ impl QuantizeOptions {
     /// What the codes of a result in `schemes` are called, with its size beside it: `4-bit mix` where the parts of the
     /// model have the schemes that `bits` chooses, whose bits may all be more.
     pub fn called(&self, schemes: &Schemes) -> String {
-        let layers = schemes
-            .overrides
-            .iter()
-            .filter(|(name, _)| is_layer_linear(name));
-        let kind = if schemes.linears.trellis().is_some() {
-            "trellis "
-        } else {
-            ""
-        };
         let as_asked = self.target.is_none() && schemes.overrides == self.schemes.overrides;
-        match (schemes.overrides.is_empty(), as_asked) {
-            (true, _) => nq::called([schemes.linears].into_iter()),
-            (false, true) => format!("{}-bit {kind}mix", self.bits),
-            (false, false) => nq::called(layers.map(|(_, s)| *s)),
-        }
+        schemes.called(as_asked.then_some(self.bits))
     }
 
     /// One scheme for all layers and 8 bits for embedding and head, as `--simple` asks for; a target size begins with

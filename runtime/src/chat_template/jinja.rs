@@ -7,6 +7,7 @@ use super::{filters, json, python, source};
 use jiff::tz::TimeZone;
 use minijinja::value::{Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
+use nq_formats::human_bytes;
 use serde_json::Value;
 use std::io::{self, Write};
 use std::time::SystemTime;
@@ -78,8 +79,8 @@ fn on_large_stack<T: Send>(f: impl FnOnce() -> Result<T, String> + Send) -> Resu
             .stack_size(STACK)
             .spawn_scoped(scope, f);
         let thread = thread.map_err(|e| {
-            let stack = STACK >> 20;
-            format!("a thread with a stack of {stack} MB: {e}{}", limit_note())
+            let stack = human_bytes(STACK as u64);
+            format!("a thread with a stack of {stack}: {e}{}", limit_note())
         })?;
         thread.join().unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().map(String::as_str);

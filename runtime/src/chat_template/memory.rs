@@ -1,5 +1,6 @@
 //! The memory that rendering may take.
 
+use nq_formats::human_bytes;
 use rlimit::Resource;
 
 /// Stack for parsing and rendering. The parser and the compiler recurse over chains of operators
@@ -25,8 +26,8 @@ pub(super) fn limit_note() -> String {
         return String::new();
     }
     format!(
-        "; this shell's processes may take {} MB of address space (ulimit -v), and one that renders up to {} MB",
-        allowed >> 20,
-        MEMORY >> 20
+        "; this shell's processes may take {} of address space (ulimit -v), and one that renders up to {}",
+        human_bytes(allowed),
+        human_bytes(MEMORY)
     )
 }

@@ -9,6 +9,7 @@ use super::integers;
 use super::jinja::Templates;
 use super::memory::{MAX_MEMORY, MEMORY, STACK, allowed, limit_note};
 use crate::error::Error;
+use nq_formats::human_bytes;
 use rlimit::Resource;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -212,13 +213,13 @@ impl Process {
         let allowed = allowed();
         let why = match self.child.wait() {
             _ if said.contains("overflowed its stack") => format!(
-                "a value or an expression nests too deeply for a stack of {} MB",
-                STACK >> 20
+                "a value or an expression nests too deeply for a stack of {}",
+                human_bytes(STACK as u64)
             ),
             _ if said.contains("memory allocation of") => {
                 format!(
-                    "rendering takes more than {} MB of memory",
-                    MAX_MEMORY.min(allowed) >> 20
+                    "rendering takes more than {} of memory",
+                    human_bytes(MAX_MEMORY.min(allowed))
                 )
             }
             Ok(status) => match status.signal() {

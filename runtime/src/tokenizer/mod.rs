@@ -399,7 +399,7 @@ impl TokenBytes {
                     }
                 }
             }
-            ends.push(u32::try_from(data.len()).map_err(|_| "its tokens exceed 4 GiB")?);
+            ends.push(u32::try_from(data.len()).map_err(|_| "its tokens exceed 2^32 bytes")?);
         }
         let mut special: Vec<u32> = tokenizer
             .get_added_tokens_decoder()

@@ -1,7 +1,7 @@
 //! `nq bench --text`: drafts on real text.
 
 use super::super::synth::parse_preset;
-use super::{BenchArgs, Meter, codes, random, show};
+use super::{BenchArgs, BenchModel, Meter, codes, random, show};
 use crate::adapters;
 use crate::at_load::longest_context;
 use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights, Drafts};
@@ -28,10 +28,11 @@ const MOST: usize = 8192;
 pub(super) fn run(
     args: &BenchArgs,
     file: &Path,
-    (name, checkpoint, loras): (&str, &Checkpoint, &[Lora]),
+    model: &BenchModel,
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<ExitCode> {
+    let checkpoint = &model.checkpoint;
     let text = read(file)?;
     let before = args.before.as_deref().map(read).transpose()?;
     let mut encode = encoder(args, checkpoint, terminal)?;
@@ -90,8 +91,8 @@ pub(super) fn run(
     }
     let meter = Meter::new(&global.load_options())?;
     let options = global.load_options();
-    let engine =
-        adapters::load(checkpoint, loras, &options, terminal).with_context(|| name.to_owned())?;
+    let engine = adapters::load(checkpoint, &model.loras, &options, terminal)
+        .with_context(|| model.name.clone())?;
     let (drafts, from) = drafts(args, checkpoint, &options, global, terminal)?;
     let spec = TextSpec {
         answer,
@@ -125,8 +126,8 @@ pub(super) fn run(
         read_gb_s: &read,
         cache_bytes: meter.cache_bytes()?,
     };
-    let rows = bench::text(engine, &spec, machine, terminal)?;
-    show(name, engine, machine, &rows, global, terminal)
+    let rows = bench::text(engine, &spec, machine, terminal)?.into();
+    show(model, engine, machine, rows, global, terminal)
 }
 
 fn read(path: &Path) -> anyhow::Result<String> {
@@ -242,10 +243,10 @@ fn drafts(
             let layers = args
                 .draft_layers
                 .unwrap_or(preset.config().num_hidden_layers);
-            let (name, checkpoint) = random(&preset, layers, (codes(args)?, true), 1)?;
+            let model = random(&preset, layers, (codes(args)?, true), 1)?;
             DraftCheckpoint {
-                name,
-                checkpoint,
+                name: model.name,
+                checkpoint: model.checkpoint,
                 schemes: None,
             }
         }
