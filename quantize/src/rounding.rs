@@ -12,7 +12,7 @@ use crate::second_order::{Errors, InputStats};
 use crate::trellis;
 use half::f16;
 use nq_formats::trellis::STRIP;
-use nq_formats::{QuantizedWeight, Scheme, TrellisScheme, TrellisWeight, Weight};
+use nq_formats::{Progress, QuantizedWeight, Scheme, TrellisScheme, TrellisWeight, Weight};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -139,7 +139,8 @@ fn cut(name: &str, weight: &Matrix, mut scales: impl Iterator<Item = f32>) -> Op
     })
 }
 
-/// Rounds a large weight by `method`, in pieces of rows. Returns also what the method could not do, once each.
+/// Rounds a large weight by `method`, in pieces of rows, by which `progress` advances. Returns also what
+/// the method could not do, once each.
 ///
 /// # Errors
 /// Errors of [`round`]; a weight that is not finite.
@@ -149,6 +150,7 @@ pub(crate) fn by_pieces(
     source: &Weight,
     inputs: Option<&InputStats>,
     scheme: Scheme,
+    progress: &dyn Progress,
 ) -> Result<(Weight, LayerReport, Vec<String>)> {
     let (out, cols) = source.dims();
     // Whole strips of a trellis.
@@ -163,6 +165,7 @@ pub(crate) fn by_pieces(
             None => all = Some(rounded),
             Some(all) => all.append(rounded),
         }
+        progress.advance(weight.rows as u64);
     }
     let Some(all) = all else {
         unreachable!("a matrix has rows")
@@ -189,7 +192,7 @@ pub(crate) fn to_nearest(
         }
         Scheme::Trellis(_) => {
             let nearest = Rtn::new(Fit::clip());
-            let (weight, row, _) = by_pieces(&nearest, name, source, None, scheme)?;
+            let (weight, row, _) = by_pieces(&nearest, name, source, None, scheme, &())?;
             Ok((weight, row.rel_error))
         }
     }
@@ -269,7 +272,7 @@ mod tests {
                 values[5 * cols + 9] = greatest;
                 let weight = Weight::Dense(Tensor::from_f32(vec![rows, cols], values).unwrap());
                 let nearest = Rtn::new(Fit::clip());
-                let made = by_pieces(&nearest, "model.w", &weight, None, scheme);
+                let made = by_pieces(&nearest, "model.w", &weight, None, scheme, &());
                 made.unwrap().2
             };
             assert_eq!(notes(1000.0), Vec::<String>::new(), "{scheme}");

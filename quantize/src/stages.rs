@@ -2,6 +2,7 @@
 
 use nq_formats::{Progress, Unit};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -14,6 +15,14 @@ pub struct Stage {
     pub seconds: f64,
 }
 
+/// How long a part of a stage took, by which a resumed run estimates the rest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Took {
+    pub(crate) seconds: f64,
+    /// The share of the stage that was done in that time; 2 of a stage that occurred twice.
+    pub(crate) share: f64,
+}
+
 /// A [`Progress`] that passes everything on and measures the time of stages.
 pub(crate) struct Stages<'a> {
     progress: &'a dyn Progress,
@@ -22,8 +31,22 @@ pub(crate) struct Stages<'a> {
 
 #[derive(Default)]
 struct StageState {
-    current: Option<(String, Instant)>,
+    current: Option<Current>,
     done: Vec<Stage>,
+    /// Stages of this run and of those that it resumes.
+    took: BTreeMap<String, Took>,
+}
+
+/// The stage under way.
+struct Current {
+    name: String,
+    begun: Instant,
+    /// Units of it: in all, done by now, and those that are in `took` or were there before.
+    total: u64,
+    at: u64,
+    counted: u64,
+    /// When they were counted.
+    counted_at: Instant,
 }
 
 impl StageState {
@@ -38,9 +61,23 @@ impl StageState {
     }
 
     fn finish(&mut self) {
-        if let Some((name, start)) = self.current.take() {
-            self.add(&name, start.elapsed().as_secs_f64());
+        if let Some(current) = &mut self.current {
+            current.at = current.total;
         }
+        self.count();
+        if let Some(current) = self.current.take() {
+            self.add(&current.name, current.begun.elapsed().as_secs_f64());
+        }
+    }
+
+    /// Counts what was done of the stage under way since it was last counted.
+    fn count(&mut self) {
+        let Some(c) = &mut self.current else { return };
+        let new = c.at.saturating_sub(c.counted) as f64 / c.total.max(1) as f64;
+        let took = self.took.entry(c.name.clone()).or_default();
+        took.share += if c.total == 0 { 1.0 } else { new };
+        took.seconds += c.counted_at.elapsed().as_secs_f64();
+        (c.counted, c.counted_at) = (c.at, Instant::now());
     }
 }
 
@@ -65,6 +102,18 @@ impl<'a> Stages<'a> {
         result
     }
 
+    /// What stages took, with what they `took` in runs before.
+    pub(crate) fn resume(&self, took: BTreeMap<String, Took>) {
+        self.state().took = took;
+    }
+
+    /// What stages took, in this run and in those that it resumes.
+    pub(crate) fn took(&self) -> BTreeMap<String, Took> {
+        let mut state = self.state();
+        state.count();
+        state.took.clone()
+    }
+
     /// The stages so far, in the order of first occurrence.
     pub(crate) fn done(&self) -> Vec<Stage> {
         self.state().done.clone()
@@ -79,16 +128,32 @@ impl Progress for Stages<'_> {
     fn begin(&self, stage: &str, total: u64, unit: Unit) {
         let mut state = self.state();
         state.finish();
-        state.current = Some((stage.into(), Instant::now()));
+        let now = Instant::now();
+        state.current = Some(Current {
+            name: stage.into(),
+            begun: now,
+            total,
+            at: 0,
+            counted: 0,
+            counted_at: now,
+        });
         drop(state);
         self.progress.begin(stage, total, unit);
     }
 
     fn advance(&self, n: u64) {
+        if let Some(current) = &mut self.state().current {
+            current.at += n;
+        }
         self.progress.advance(n);
     }
 
     fn kept(&self, n: u64) {
+        if let Some(current) = &mut self.state().current {
+            current.at += n;
+            current.counted += n;
+            current.counted_at = Instant::now();
+        }
         self.progress.kept(n);
     }
 
@@ -122,5 +187,28 @@ mod tests {
         let names: Vec<&str> = done.iter().map(|s| s.name.as_str()).collect();
         assert_eq!(names, ["a: part", "a", "b"]);
         assert!(done[0].seconds >= 0.004 && done[1].seconds >= done[0].seconds);
+        let took = stages.took();
+        assert_eq!((took["a"].share, took["b"].share), (2.0, 1.0));
+    }
+
+    /// A run that is killed in a stage knows how long the part took that it did, without what was there before.
+    #[test]
+    fn parts_of_a_stage_are_known_before_it_ends() {
+        let earlier = Took {
+            seconds: 8.0,
+            share: 0.25,
+        };
+        let stages = Stages::new(&());
+        stages.resume(BTreeMap::from([("layers".into(), earlier)]));
+        stages.begin("layers", 40, Unit::Items);
+        stages.kept(10);
+        stages.advance(4);
+        assert_eq!(stages.took()["layers"].share, 0.35);
+        stages.advance(6);
+        let took = stages.took()["layers"];
+        assert!(
+            (took.share - 0.5).abs() < 1e-9 && took.seconds >= 8.0,
+            "{took:?}"
+        );
     }
 }

@@ -8,7 +8,7 @@
 //! projection into the rows of the value heads: one scale per element of a key/value head, tied
 //! over the query heads that share the head.
 
-use super::method::{FloatLayer, Method, Needs, Outcome, Problem};
+use super::method::{FloatLayer, Method, Needs, Outcome, Problem, TRIED_ROWS};
 use super::rtn;
 use crate::error::Result;
 use crate::fit::Fit;
@@ -39,8 +39,7 @@ impl Default for Awq {
     }
 }
 
-/// Most rows of a weight that the search measures; for experts, a share of them each.
-const SAMPLE: usize = 512;
+/// For experts, a share of [`TRIED_ROWS`] each, but at least this.
 const LEAST_SAMPLE: usize = 64;
 
 impl Method for Awq {
@@ -61,6 +60,10 @@ impl Method for Awq {
 
     fn scales_inputs(&self) -> bool {
         true
+    }
+
+    fn trials(&self) -> usize {
+        self.exponents
     }
 
     fn transform(
@@ -145,7 +148,7 @@ impl Awq {
         let samples: Vec<(Matrix, Grid)> = linears
             .map(|l| {
                 let weight = layer.linear(l.kind);
-                let most = (SAMPLE / share.of).max(LEAST_SAMPLE);
+                let most = (TRIED_ROWS / share.of).max(LEAST_SAMPLE);
                 (
                     sample(weight, share.rows(weight.rows), most),
                     grids[&l.kind],

@@ -50,6 +50,14 @@ impl Method for AwqGptq {
         true
     }
 
+    fn trials(&self) -> usize {
+        self.awq.trials()
+    }
+
+    fn corrects(&self) -> bool {
+        true
+    }
+
     fn transform(
         &self,
         layer: &mut FloatLayer,

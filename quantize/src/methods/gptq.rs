@@ -117,6 +117,10 @@ impl Method for Gptq {
         Needs::Hessian
     }
 
+    fn corrects(&self) -> bool {
+        true
+    }
+
     fn round(&self, problem: &Problem<'_>) -> Result<Outcome> {
         let n = problem.weight.cols;
         let hessian = problem.inputs.and_then(|i| i.hessian.as_ref());

@@ -75,6 +75,9 @@ impl FloatLayer {
     }
 }
 
+/// Most rows of a weight on which scales of its inputs are tried.
+pub(crate) const TRIED_ROWS: usize = 512;
+
 /// A quantization method: chooses the codes of a weight.
 pub trait Method: Send + Sync {
     /// Its name in reports.
@@ -105,6 +108,16 @@ pub trait Method: Send + Sync {
     /// True if [`Method::transform`] scales inputs for the groups of a grid: trellises, which transform inputs
     /// themselves, are refused then.
     fn scales_inputs(&self) -> bool {
+        false
+    }
+
+    /// How many scales of inputs it tries, each on [`TRIED_ROWS`] rows of a weight at most; for estimates of time.
+    fn trials(&self) -> usize {
+        0
+    }
+
+    /// True if it corrects later columns for the errors of earlier ones; for estimates of time.
+    fn corrects(&self) -> bool {
         false
     }
 

@@ -9,6 +9,7 @@ pub mod rtn;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use method::TRIED_ROWS;
 pub use method::{FloatLayer, Method, Needs, Outcome, Problem};
 
 use crate::fit::Fit;

@@ -11,7 +11,7 @@ use crate::schemes::Schemes;
 use crate::second_order::InputStats;
 use crate::trellis;
 use nq_formats::nq::{Param, Writer};
-use nq_formats::{Scheme, Weight, hash};
+use nq_formats::{Progress, Scheme, Weight, hash};
 use nq_model::mtp;
 use nq_model::names::{EMBEDDING, HEAD, NORM, Shape};
 use nq_runtime::Hidden;
@@ -83,12 +83,22 @@ impl Job<'_> {
             let (weight, row) = match (scheme, inputs) {
                 (Some(scheme), Some(inputs)) if inputs.hessian.is_some() => {
                     let method = self.method.as_ref();
-                    let (weight, row, more) =
-                        rounding::by_pieces(method, name, &source, Some(inputs), scheme)?;
+                    let (weight, row, more) = rounding::by_pieces(
+                        method,
+                        name,
+                        &source,
+                        Some(inputs),
+                        scheme,
+                        &self.progress,
+                    )?;
                     report.fallbacks.extend(more);
                     (weight, row)
                 }
-                _ => end(schemes, name, &source, inputs)?,
+                _ => {
+                    let ended = end(schemes, name, &source, inputs)?;
+                    self.progress.advance(source.dims().0 as u64);
+                    ended
+                }
             };
             if matches!(weight, Weight::Quantized(_)) {
                 source.release();
@@ -148,6 +158,7 @@ impl Job<'_> {
                 }
             }
         }
+        self.progress.advance(self.config().mtp_layers as u64);
         writer.remove_step(MTP)?;
         state.steps.insert(MTP.into(), report);
         save(writer, state)?;

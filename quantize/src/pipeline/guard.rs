@@ -5,15 +5,17 @@ use super::job::{Job, TargetSize};
 use super::search::{Tried, aim};
 use super::state::{Attempt, State, save};
 use crate::allocation::{self, Menu};
-use crate::calibration::Sequences;
+use crate::calibration::{PROMPTS, Sequences};
 use crate::error::{Error, Result};
 use crate::groups::{self, WeightGroup};
 use crate::memory;
-use crate::quality::{Limits, nats};
+use crate::on_the_fly::rounded_weights;
+use crate::quality::{Judge, Limits, Text, nats};
 use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_formats::nq::Writer;
-use nq_formats::{Progress, human_bytes, mapping};
+use nq_formats::{Bits, Progress, WeightStore, human_bytes, mapping};
+use nq_load::load;
 use nq_model::names::{EMBEDDING, HEAD};
 use nq_runtime::ActivationChoice;
 
@@ -30,6 +32,11 @@ const LEFT_BY_TUNING: f64 = 0.6;
 
 /// Try schemes only if their predicted divergence is at most this many times the limit.
 const MOST_OVER_LIMIT: f64 = 1.3;
+
+/// Tokens on which a limit is looked at, and how many times as large as the limit their divergence is that nothing else
+/// will bring there: methods halve it, and texts differ by less than that.
+pub(super) const GLANCE: usize = 1024;
+const FAR: f64 = 10.0;
 
 /// What to do after a measurement.
 pub(super) enum Next {
@@ -67,6 +74,54 @@ impl Attempt {
 }
 
 impl Job<'_> {
+    /// True if a limit on the divergence is looked at before the work begins: if bits are raised for it, and the device
+    /// holds whole models.
+    pub(super) fn looks_ahead(&self, streamed: bool) -> bool {
+        self.options.limits.max_kld.is_some()
+            && self.may_raise()
+            && !self.options.resume
+            && !streamed
+    }
+
+    /// Refuses a limit on the divergence from which 8 bits by rounding to nearest are far away, on a short text: so many bits
+    /// and no better method, or fewer, do not reach it either.
+    ///
+    /// # Errors
+    /// [`Error::Request`] with the divergence found; errors of loading and measuring.
+    pub(super) fn check_reach(&self) -> Result<()> {
+        let limit = self.options.limits.max_kld.unwrap_or(f64::INFINITY);
+        if !self.looks_ahead(self.is_streamed()?) {
+            return Ok(());
+        }
+        let ids = self.prompter()?.tokenizer().encode(PROMPTS)?;
+        let text = Sequences {
+            name: "prompts".into(),
+            ids: vec![ids],
+        };
+        let (config, files) = (self.config(), self.checkpoint.files());
+        let judge = Judge::new(config, files, Text::HeldOut(&text), GLANCE)?;
+        let rounded = rounded_weights(self.checkpoint, Schemes::defaults(Bits::B8))?;
+        let load = |store: &dyn WeightStore| -> Result<_> {
+            Ok(load(config, store, &self.options.load, &self.progress)?)
+        };
+        let source = judge.record(load(self.checkpoint.store())?.as_ref(), &self.progress)?;
+        mapping::trim_heap();
+        let found = source.compare(load(&rounded)?.as_ref(), &self.progress)?;
+        mapping::trim_heap();
+        let kld = found.report.against.map_or(0.0, |a| a.kld.mean);
+        if kld <= FAR * limit {
+            return Ok(());
+        }
+        Err(Error::Request {
+            what: "limit on the KL divergence",
+            expected: format!(
+                "{} or more, which 8-bit weights have on a short text",
+                nats(kld)
+            ),
+            found: nats(limit),
+        })
+    }
+
     /// The schemes to begin with, or to continue with after a run that was killed or failed.
     pub(super) fn first_schemes(
         &self,

@@ -2,6 +2,7 @@
 
 use super::ends::end;
 use super::job::Job;
+use super::plan::{FINISHED_LAYERS, LAYERS};
 use super::state::{State, StepReport, key, save, step_name};
 use crate::calibration::Sequences;
 use crate::error::Result;
@@ -45,65 +46,87 @@ impl Job<'_> {
             None => None,
         };
         let tokens = calibration.map_or(0, Sequences::tokens) as u64;
+        let finished = self.finished(writer, state, schemes)?;
+        if let (Some(stream), 1..) = (&mut stream, finished) {
+            // The layers that follow are calibrated on what these make of the text.
+            (self.progress).begin(
+                FINISHED_LAYERS,
+                finished as u64 * tokens,
+                Unit::Layers(tokens),
+            );
+            for index in 0..finished {
+                let Some(staged) = writer.staged(&step_name(index))? else {
+                    unreachable!("counted among the finished ones")
+                };
+                let weights = staged_layer(&staged, config, index)?;
+                let mut pass = RowProgress {
+                    width: config.hidden_size,
+                    progress: &self.progress,
+                };
+                stepper.layer(index, &weights, stream, &mut pass)?;
+            }
+            self.progress.end();
+        }
         let linears = config.layers().map(|l| l.linears().len()).max();
         let share = tokens.max(linears.unwrap_or(0) as u64); // of a layer's rounding
         let parts = 2 * tokens + share;
-        (self.progress).begin(
-            "quantizing layers",
-            layers as u64 * parts,
-            Unit::Layers(parts),
-        );
-        for index in 0..layers {
+        (self.progress).begin(LAYERS, layers as u64 * parts, Unit::Layers(parts));
+        self.progress.kept(finished as u64 * parts);
+        for index in finished..layers {
             let step = step_name(index);
-            let key = key(config, schemes, index + 1);
-            let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
-            let staged = if valid { writer.staged(&step)? } else { None };
-            let kept = staged.is_some();
-            let weights = match staged {
-                Some(staged) => staged_layer(&staged, config, index)?,
-                None => {
-                    let of_layer = schemes.of_layer(config, index);
-                    let done = self.quantize_layer(
-                        index,
-                        stream.as_ref(),
-                        stepper.as_mut(),
-                        &of_layer,
-                        share,
-                    )?;
-                    for f in &done.fallbacks {
-                        self.progress.note(f);
-                    }
-                    let report = StepReport {
-                        rows: done.rows,
-                        fallbacks: done.fallbacks,
-                        key,
-                    };
-                    // Write the report before the weights, so that every staged step has one. A step
-                    // staged under another key is removed before that.
-                    writer.remove_step(&step)?;
-                    state.steps.insert(step.clone(), report);
-                    save(writer, state)?;
-                    let params = params(index, &done.weights);
-                    (self.progress).time(STAGING, || writer.put(&step, &params))?;
-                    drop(params);
-                    done.weights
-                }
+            let of_layer = schemes.of_layer(config, index);
+            let done =
+                self.quantize_layer(index, stream.as_ref(), stepper.as_mut(), &of_layer, share)?;
+            for f in &done.fallbacks {
+                self.progress.note(f);
+            }
+            let report = StepReport {
+                rows: done.rows,
+                fallbacks: done.fallbacks,
+                key: key(config, schemes, index + 1),
             };
+            // Write the report before the weights, so that every staged step has one. A step staged under another key is
+            // removed before that.
+            writer.remove_step(&step)?;
+            state.steps.insert(step.clone(), report);
+            state.took = self.progress.took();
+            save(writer, state)?;
+            let params = params(index, &done.weights);
+            (self.progress).time(STAGING, || writer.put(&step, &params))?;
+            drop(params);
             if let Some(stream) = &mut stream {
-                // A layer that was there counts once it has run: its pace is another than that of those to come.
                 let mut pass = RowProgress {
                     width: config.hidden_size,
-                    progress: if kept { &() } else { &self.progress },
+                    progress: &self.progress,
                 };
-                let run = || stepper.layer(index, &weights, stream, &mut pass);
+                let run = || stepper.layer(index, &done.weights, stream, &mut pass);
                 self.progress.time(RUNNING, run)?;
-            }
-            if kept {
-                self.progress.kept(parts);
             }
         }
         self.progress.end();
         Ok(stream)
+    }
+
+    /// How many layers, from the first on, are staged under `schemes`.
+    ///
+    /// # Errors
+    /// A step that cannot be read.
+    pub(super) fn finished(
+        &self,
+        writer: &Writer,
+        state: &State,
+        schemes: &Schemes,
+    ) -> Result<usize> {
+        let config = self.config();
+        for index in 0..config.num_hidden_layers {
+            let step = step_name(index);
+            let key = key(config, schemes, index + 1);
+            let valid = state.steps.get(&step).is_some_and(|s| s.key == key);
+            if !valid || writer.staged(&step)?.is_none() {
+                return Ok(index);
+            }
+        }
+        Ok(config.num_hidden_layers)
     }
 
     /// The calibration text looked up in the rounded embedding. Most rows of a large vocabulary

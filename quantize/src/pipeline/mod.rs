@@ -14,6 +14,7 @@ mod guard;
 mod job;
 mod kept;
 mod layers;
+mod pace;
 mod plan;
 mod search;
 mod state;
@@ -123,6 +124,10 @@ impl Job<'_> {
         Account::of_all_gpus().begin();
         self.device_estimate()?;
         let (checkpoint, options) = (self.checkpoint, self.options);
+        if !options.resume {
+            self.announce(&self.stages()?);
+        }
+        self.check_reach()?;
         let mut source = options.source.clone();
         if source.sha256.is_empty() {
             source.sha256 = hash::weights_sha256(checkpoint.files(), &self.progress)?;
@@ -148,9 +153,12 @@ impl Job<'_> {
         };
         state.forget_missing(&writer.sets()?);
         self.say_what_is_resumed(&writer, &state);
-        let stages = self.stages_after(&state);
-        let stages: Vec<_> = stages.iter().map(|s| (s.name, s.seconds)).collect();
-        self.progress.plan(&stages);
+        if options.resume {
+            self.progress.resume(state.took.clone());
+            let schemes = self.resumed_schemes(&state);
+            let finished = self.finished(&writer, &state, &schemes)?;
+            self.announce(&self.stages_after(&state, finished)?);
+        }
         let (calibration, held_out) = self.texts(&writer, &mut state)?;
         mapping::trim_heap();
         let mut schemes = self.first_schemes(&writer, &mut state, calibration.as_ref())?;
@@ -212,11 +220,14 @@ impl Job<'_> {
         self.prepare_tuning(writer, state, schemes)?;
         if !self.is_staged(writer, state, schemes)? {
             let stream = self.quantize_layers(writer, state, schemes, calibration)?;
-            (self.progress).begin("quantizing embedding and head", 1, Unit::Items);
+            let config = self.config();
+            let tables = if config.tie_word_embeddings { 1 } else { 2 };
+            let rows = (tables * config.vocab_size + config.mtp_layers) as u64;
+            (self.progress).begin(plan::ENDS, rows, Unit::Items);
             let ended = self.quantize_ends(writer, state, schemes, stream);
+            let ended = ended.and_then(|()| self.quantize_mtp(writer, state, schemes));
             self.progress.end();
             ended?;
-            self.quantize_mtp(writer, state, schemes)?;
         }
         mapping::trim_heap();
         let measure = |state: &mut State| -> Result<(Option<Measured>, QuantizationRecord)> {
@@ -356,6 +367,21 @@ impl Job<'_> {
             allocation: self.choices(state, schemes).unwrap_or_default(),
             tuning: state.tuning.as_ref().and_then(Tuning::report),
             self_noise: state.noise,
+        }
+    }
+
+    /// Tells which stages are to come.
+    fn announce(&self, stages: &[PlannedStage]) {
+        let stages: Vec<_> = stages.iter().map(|s| (s.name, s.seconds)).collect();
+        self.progress.plan(&stages);
+    }
+
+    /// The schemes that a resumed run was at.
+    fn resumed_schemes(&self, state: &State) -> Schemes {
+        Schemes {
+            overrides: (state.overrides.clone())
+                .unwrap_or_else(|| self.options.schemes.overrides.clone()),
+            ..self.options.schemes.clone()
         }
     }
 

@@ -1,158 +1,244 @@
-//! The stages of a run, with an estimate of the time that each will take on a CPU.
+//! The stages of a run, with an estimate of the time that each will take.
 //!
-//! The work of a stage is counted in multiplications of its products and of attention. Its time follows from the
-//! speed of a product on this machine, measured in a moment, and from the share of that speed that such a stage
-//! is estimated to reach.
+//! What a stage does is counted: bytes that it reads, multiplications of its products, weights that it rounds. Its time
+//! follows from the [`Pace`] of the device. A resumed run goes by the times of the one before.
 
+use super::guard::GLANCE;
 use super::job::Job;
-use super::state::State;
-use crate::calibration::CalibrationSource;
+use super::pace::{Pace, Pass, Rounding, paths};
+use super::state::{self, State};
+use crate::calibration::{CalibrationSource, sampling_slots};
+use crate::error::Result;
 use crate::groups::{self, Place};
-use crate::memory;
-use crate::methods::Needs;
-use crate::quality;
+use crate::methods::{Needs, TRIED_ROWS};
+use crate::quality::{self, NOISE_WINDOWS};
 use crate::sensitivity;
-use nq_formats::trellis::Code;
-use nq_formats::{Scheme, TrellisScheme};
-use nq_kernels::Isa;
-use nq_kernels::matrix::{Target, Threads, View, multiply};
-use nq_load::device::Device;
-use nq_model::DType;
+use nq_formats::Scheme;
 use serde::Serialize;
-use std::time::Instant;
 
 /// A stage of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PlannedStage {
-    /// Its name, as its progress is shown.
+    /// Its name, as its progress is shown. Stages that occur several times are listed as often.
     pub name: &'static str,
-    /// Estimated seconds; 0 on a GPU, whose speed is known only once it runs.
+    /// Estimated seconds.
     pub seconds: f64,
 }
 
-/// Stages that a resumed run may not need.
-const SAMPLING_CALIBRATION: &str = "sampling calibration text";
-const SAMPLING_HELD_OUT: &str = "sampling held-out text";
+/// Stages, as their progress is shown.
+pub(super) const HASHING: &str = "hash source";
+const LOADING: &str = "loading weights";
+pub(super) const SAMPLING_CALIBRATION: &str = "sampling calibration text";
+pub(super) const SAMPLING_HELD_OUT: &str = "sampling held-out text";
+pub(super) const SAMPLING_PROBE: &str = "sampling text to probe with";
 const MEASURING_SENSITIVITY: &str = "measuring sensitivity";
+pub(super) const FINISHED_LAYERS: &str = "running finished layers";
+pub(super) const LAYERS: &str = "quantizing layers";
+pub(super) const ENDS: &str = "quantizing embedding and head";
+const STREAMING: &str = "running the source layer by layer";
+const REFERENCE: &str = "reference";
+const DIVERGENCE: &str = "KL divergence";
+const WRITING: &str = "write";
+/// The stages of tuning, with the share of its time that each takes.
+const TUNING: [(&str, f64); 4] = [
+    ("moving both models to the device", 0.02),
+    ("sampling text that tuning is checked on", 0.03),
+    ("tuning", 0.9),
+    ("rounding the tuned weights", 0.05),
+];
 
-/// Shares of a product's speed that stages reach, estimated from the times of runs of Qwen3-0.6B on two cores: of those
-/// that multiply bf16 weights, on a CPU that has such products first.
-const SAMPLING: [f64; 2] = [1.1, 0.6];
-const LAYERS: [f64; 2] = [1.05, 0.7];
-const ROUNDING: f64 = 0.1;
-const MEASURING: f64 = 2.0; // of three passes in 8-bit products
-const SENSITIVITY: f64 = 0.7;
+/// The share of a layer's time for which it runs as rounded, which a resumed run does again.
+const FINISHED: f64 = 0.25;
 
-/// Multiplications in whose time a weight is searched in a trellis, by code and bits: two cores that multiply 95 * 10^9
-/// numbers a second search 650,000 weights in 4 bits (`2026-11-26-trellis-encoding-cpu.csv`).
-fn search(scheme: TrellisScheme) -> f64 {
-    let thousands = match (scheme.code(), scheme.bits()) {
-        (Code::Octagon, b) if b < 2.5 => 209.0,
-        (Code::Octagon, b) if b < 3.0 => 275.0,
-        (Code::Octagon, _) => 320.0,
-        (Code::Sum, b) if b < 3.0 => 61.0,
-        (Code::Sum, b) if b < 4.0 => 85.0,
-        (Code::Sum, b) if b < 5.0 => 157.0,
-        (Code::Sum, _) => 218.0,
-    };
-    146_000.0 * 338.0 / thousands
-}
-
-/// Side of the product whose speed is measured.
-const SIDE: usize = 1024;
-
-/// Multiplications of the products of a model.
-struct ProductWork {
-    /// In the layers, for a token, attention included.
+/// Work on the weights of a model.
+#[derive(Default)]
+struct WeightWork {
+    /// Multiplications in the layers, for a token, attention included; and in the head.
     layers: f64,
-    /// In the head, for a token.
     head: f64,
-    /// Of the method, which goes through the columns of every weight once for each of them, and of searching trellises.
-    rounding: f64,
-    /// The same for embedding and head.
-    rounding_ends: f64,
+    /// Weights of the layers.
+    weights: f64,
+    /// Rounding the layers; and the embedding and the head.
+    rounding: Rounding,
+    ends: Rounding,
 }
 
 impl Job<'_> {
     /// The stages that the run goes through, if no limit on the quality makes it begin again.
-    pub fn stages(&self) -> Vec<PlannedStage> {
-        let o = self.options;
-        let on_cpu = matches!(Device::choose(o.load.device), Ok(Device::Cpu));
-        let speed = if on_cpu { speed() } else { f64::INFINITY };
-        let bf16 = memory::dense_type(self.checkpoint) == DType::BF16;
-        let slower = usize::from(!(bf16 && Isa::Avx512Bf16.available()));
-        let (sampling, layers) = (SAMPLING[slower], LAYERS[slower]);
+    ///
+    /// # Errors
+    /// An absent device.
+    pub fn stages(&self) -> Result<Vec<PlannedStage>> {
+        let pace = Pace::new(self.gpu()?, self.checkpoint)?;
+        Ok(self.stages_at(&pace, self.is_streamed()?))
+    }
+
+    /// The same at a known pace; `streamed`: the source is run layer by layer where the result is measured.
+    fn stages_at(&self, pace: &Pace, streamed: bool) -> Vec<PlannedStage> {
+        let (o, config) = (self.options, self.config());
         let work = self.work();
-        let (n, length) = self.shape();
-        let calibration = (n * length) as f64;
-        let (n, length) = quality::held_out_shape(self.config(), self.eval_tokens());
-        let held_out = (n * length) as f64;
         let all = work.layers + work.head;
-        let stage = |name, multiplications: f64, share: f64| PlannedStage {
-            name,
-            seconds: 2.0 * multiplications / (share * speed),
+        let pass = |tokens: f64| Pass {
+            layers: config.num_hidden_layers as f64,
+            weights: work.weights,
+            multiplications: tokens * work.layers,
         };
+        let source = self.checkpoint.store().file_bytes() as f64;
+        let result = self.estimate().file_bytes as f64;
+        let calibration = self.shape();
+        let held_out = quality::held_out_shape(config, self.eval_tokens());
+        let tokens = |(n, length): (usize, usize)| (n * length) as f64;
+        let sample = |shape: (usize, usize)| {
+            let slots = sampling_slots(config, shape.0, shape.1, pace.together);
+            let steps = shape.0.div_ceil(slots) * shape.1;
+            pace.sample(steps as f64, source, tokens(shape) * all)
+        };
+        let measure = |tokens: f64| {
+            let logits = tokens / 2.0 * config.vocab_size as f64;
+            pace.measure(tokens * all, logits)
+        };
+        let from_source = o.calibration == CalibrationSource::SelfSampled && calibration.0 > 0;
+        let load = (LOADING, pace.loaded * source);
+
         let mut stages = Vec::new();
-        if calibration > 0.0 && o.calibration == CalibrationSource::SelfSampled {
-            stages.push(stage(SAMPLING_CALIBRATION, calibration * all, sampling));
+        if self.looks_ahead(streamed) {
+            let glance = GLANCE as f64;
+            stages.extend([load, (REFERENCE, measure(2.0 * glance))]);
+            stages.extend([load, (DIVERGENCE, measure(glance))]);
+        }
+        if o.source.sha256.is_empty() {
+            stages.push((HASHING, pace.hashed * source));
+        }
+        if from_source || self.samples_held_out() {
+            stages.push(load);
+        }
+        if from_source {
+            stages.push((SAMPLING_CALIBRATION, sample(calibration)));
         }
         if self.samples_held_out() {
-            stages.push(stage(SAMPLING_HELD_OUT, held_out * all, sampling));
+            stages.push((SAMPLING_HELD_OUT, sample(held_out)));
         }
-        let mut layers = stage("quantizing layers", 2.0 * calibration * work.layers, layers);
-        layers.seconds += stage("", work.rounding, ROUNDING).seconds;
         if o.target.is_some() {
-            let groups = groups::groups(self.config()).len();
-            let (n, length) = sensitivity::shape(self.config(), groups, self.eval_tokens());
-            let rows = sensitivity::rows(self.config(), n * length, calibration as usize);
-            let of_layer = work.layers / self.config().num_hidden_layers as f64;
-            stages.push(stage(
-                MEASURING_SENSITIVITY,
-                rows as f64 * of_layer,
-                SENSITIVITY,
-            ));
+            let groups = groups::groups(config).len();
+            let shape = sensitivity::shape(config, groups, self.eval_tokens());
+            let rows = sensitivity::rows(config, shape.0 * shape.1, calibration.0 * calibration.1);
+            let of_layer = work.layers / config.num_hidden_layers as f64;
+            stages.extend([load, (SAMPLING_PROBE, sample(shape))]);
+            stages.push((MEASURING_SENSITIVITY, pace.probed * rows as f64 * of_layer));
         }
-        stages.push(layers);
-        stages.push(stage(
-            "quantizing embedding and head",
-            work.rounding_ends,
-            ROUNDING,
-        ));
+        let calibrated = match self.method.needs() {
+            Needs::Nothing => 0.0,
+            _ => pace.gather(pass(tokens(calibration))) + pace.run(pass(tokens(calibration))),
+        };
+        stages.push((LAYERS, calibrated + pace.round(work.rounding)));
+        stages.push((ENDS, pace.round(work.ends)));
         if o.tuning.is_some() {
-            stages.push(PlannedStage {
-                name: "tuning",
-                seconds: self.tuning_seconds(on_cpu),
-            });
+            let seconds = self.tuning_seconds(pace.on_cpu);
+            stages.extend(TUNING.map(|(name, share)| (name, share * seconds)));
         }
         if o.measure {
-            stages.push(stage("KL divergence", 3.0 * held_out * all, MEASURING));
+            if streamed {
+                stages.push((STREAMING, pace.run(pass(tokens(held_out)))));
+            } else {
+                let noise = tokens((held_out.0.min(NOISE_WINDOWS), held_out.1));
+                stages.extend([
+                    load,
+                    (REFERENCE, 2.0 * measure(noise)),
+                    (DIVERGENCE, measure(noise)),
+                ]);
+            }
+            stages.push((LOADING, pace.loaded * result));
+            stages.push((DIVERGENCE, 2.0 * measure(tokens(held_out))));
         }
-        stages
+        stages.push((WRITING, pace.written * result));
+        let planned = |(name, seconds)| PlannedStage { name, seconds };
+        stages.into_iter().map(planned).collect()
     }
 
-    /// The stages that are left of a run whose texts and sensitivity `state` may hold.
-    pub(super) fn stages_after(&self, state: &State) -> Vec<PlannedStage> {
+    /// The stages that are left of a run that `state` is from, `finished` of whose layers are staged, at the pace that it
+    /// had.
+    ///
+    /// # Errors
+    /// An absent device.
+    pub(super) fn stages_after(&self, state: &State, finished: usize) -> Result<Vec<PlannedStage>> {
+        let pace = Pace::new(self.gpu()?, self.checkpoint)?;
+        Ok(self.stages_left(&pace, self.is_streamed()?, state, finished))
+    }
+
+    fn stages_left(
+        &self,
+        pace: &Pace,
+        streamed: bool,
+        state: &State,
+        finished: usize,
+    ) -> Vec<PlannedStage> {
+        let mut stages = self.stages_at(pace, streamed);
+        let layers = self.config().num_hidden_layers;
+        let share = finished as f64 / layers as f64;
+        let took = |name: &str| state.took.get(name).filter(|t| t.share > 0.0);
+        // What took longer than estimated lets the others take longer too.
+        let (mut estimated, mut taken) = (0.0, 0.0);
+        for (name, took) in &state.took {
+            let named = stages.iter().filter(|s| s.name == name);
+            let occurrences = named.clone().count() as f64;
+            if occurrences > 0.0 {
+                let seconds: f64 = named.map(|s| s.seconds).sum();
+                estimated += seconds / occurrences * took.share;
+                taken += took.seconds;
+            }
+        }
+        let slower = if estimated > 0.0 {
+            taken / estimated
+        } else {
+            1.0
+        };
+        for stage in &mut stages {
+            stage.seconds = match took(stage.name) {
+                Some(took) if stage.name == LAYERS => took.seconds / took.share,
+                _ => slower * stage.seconds,
+            };
+        }
+        let ended = state.steps.contains_key(state::ENDS);
         let there = |name: &str| match name {
+            HASHING => true,
             SAMPLING_CALIBRATION => state.calibration.is_some(),
             SAMPLING_HELD_OUT => state.held_out.is_some(),
-            MEASURING_SENSITIVITY => state.menus.is_some(),
+            SAMPLING_PROBE | MEASURING_SENSITIVITY => state.menus.is_some(),
+            REFERENCE => state.noise.is_some(),
+            LAYERS => ended && finished == layers,
+            ENDS => ended,
             _ => false,
         };
-        let mut stages = self.stages();
-        stages.retain(|s| !there(s.name));
-        stages
+        let mut left: Vec<PlannedStage> = Vec::new();
+        for mut stage in stages.into_iter().filter(|s| !there(s.name)) {
+            // A model that was loaded for texts that are there.
+            let idle = left.last().is_some_and(|s| s.name == LOADING);
+            if idle && matches!(stage.name, LOADING | LAYERS) {
+                left.pop();
+            }
+            if stage.name == LAYERS {
+                let again = FINISHED * share * stage.seconds;
+                stage.seconds *= 1.0 - share;
+                if again > 0.0 && self.shape().0 > 0 {
+                    left.push(PlannedStage {
+                        name: FINISHED_LAYERS,
+                        seconds: again,
+                    });
+                }
+            }
+            left.push(stage);
+        }
+        left
     }
 
-    fn work(&self) -> ProductWork {
+    fn work(&self) -> WeightWork {
         let config = self.config();
         let attention = 2 * config.num_attention_heads * config.head_dim * self.shape().1 / 2;
-        let mut work = ProductWork {
+        let mut work = WeightWork {
             layers: (config.num_hidden_layers * attention) as f64,
             head: (config.vocab_size * config.hidden_size) as f64,
-            rounding: 0.0,
-            rounding_ends: 0.0,
+            ..WeightWork::default()
         };
-        let by_columns = self.method.needs() != Needs::Nothing;
         for group in groups::groups(config) {
             let in_layer = matches!(group.place, Place::Layer { .. });
             for (name, (rows, cols)) in &group.weights {
@@ -162,17 +248,23 @@ impl Job<'_> {
                     _ => 1.0,
                 };
                 let elements = (rows * cols) as f64;
-                let columns = (*cols).min(4 * config.hidden_size) as f64;
-                let trellis = self.options.schemes.of(name).and_then(Scheme::trellis);
-                // As shares of the speed that rounding reaches.
-                let searched = trellis.map_or(0.0, |scheme| ROUNDING * search(scheme));
-                let rounding = elements * (if by_columns { columns } else { 0.0 } + searched);
-                match in_layer {
+                let rounding = match in_layer {
                     true => {
                         work.layers += used * elements;
-                        work.rounding += rounding;
+                        work.weights += elements;
+                        let tried = self.method.trials() * (*rows).min(TRIED_ROWS) * cols;
+                        work.rounding.fitted += tried as f64;
+                        &mut work.rounding
                     }
-                    false => work.rounding_ends += rounding,
+                    false => &mut work.ends,
+                };
+                match self.options.schemes.of(name).and_then(Scheme::trellis) {
+                    Some(scheme) => rounding.paths += elements * paths(scheme),
+                    None => rounding.fitted += elements,
+                }
+                if self.method.corrects() {
+                    let columns = (*cols).min(4 * config.hidden_size);
+                    rounding.columns += elements * columns as f64;
                 }
             }
         }
@@ -180,22 +272,97 @@ impl Job<'_> {
     }
 }
 
-/// Multiplications and additions per second of a product of f32 on all threads: the best of a few.
-fn speed() -> f64 {
-    let (a, b) = (vec![1.0f32; SIDE * SIDE], vec![0.5f32; SIDE * SIDE]);
-    let mut c = vec![0.0f32; SIDE * SIDE];
-    let mut best = f64::INFINITY;
-    for _ in 0..3 {
-        let begin = Instant::now();
-        multiply(
-            Target::new(&mut c, SIDE),
-            false,
-            1.0,
-            View::new(&a, SIDE, SIDE),
-            View::new(&b, SIDE, SIDE),
-            Threads::All,
-        );
-        best = best.min(begin.elapsed().as_secs_f64());
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::calibration::Sequences;
+    use crate::methods;
+    use crate::pipeline::QuantizeOptions;
+    use crate::pipeline::state::StoredText;
+    use crate::schemes::Codes;
+    use crate::stages::{Stages, Took};
+    use nq_formats::synth;
+    use nq_formats::trellis::Code;
+    use nq_formats::{Bits, Checkpoint};
+    use nq_model::Preset;
+    use std::sync::OnceLock;
+
+    /// Runs `test` with a run of a published shape with the tokens that a GPU calibrates on.
+    fn with_job(name: &str, codes: Codes, test: impl FnOnce(&Job<'_>, &Checkpoint)) {
+        let config = Preset::find(name).unwrap().config();
+        let checkpoint = synth::checkpoint(name, &config, 0).unwrap();
+        let options = QuantizeOptions {
+            calib_tokens: Some(32_768),
+            eval_tokens: Some(8192),
+            ..QuantizeOptions::new(&config, codes, "out").unwrap()
+        };
+        let job = Job {
+            checkpoint: &checkpoint,
+            options: &options,
+            method: methods::by_name("gptq").unwrap(),
+            progress: Stages::new(&()),
+            device: OnceLock::new(),
+        };
+        test(&job, &checkpoint);
     }
-    2.0 * (SIDE * SIDE * SIDE) as f64 / best.max(1e-9)
+
+    /// Seconds of whole runs on an H200, as records have them: 2026-11-23-gpu-quantize.csv, 2026-11-26-trellis-gptq-8b.csv,
+    /// 2026-11-26-gpu-gptq-27b.csv.
+    #[test]
+    fn estimates_on_a_gpu_are_within_a_third_of_recorded_times() {
+        let trellis = Codes::of_bits(4.0, Some(Code::Octagon)).unwrap();
+        let four = Codes::Integer(Bits::B4);
+        for (name, codes, seconds) in [
+            ("qwen3-0.6b", four, 23.2),
+            ("qwen3-8b", trellis, 369.3),
+            ("qwen3.5-27b", four, 588.3),
+            ("qwen3-30b-a3b", four, 746.5),
+            ("qwen3.5-35b-a3b", four, 888.3),
+        ] {
+            with_job(name, codes, |job, checkpoint| {
+                let pace = Pace::of_gpu(132, checkpoint);
+                let stages = job.stages_at(&pace, false);
+                let total: f64 = stages.iter().map(|s| s.seconds).sum();
+                let ratio = total / seconds;
+                println!("{name}: {total:.0} s estimated, {seconds} s recorded: {stages:?}");
+                assert!(
+                    (0.7..1.3).contains(&ratio),
+                    "{name}: {total:.0} s: {stages:?}"
+                );
+            });
+        }
+    }
+
+    /// A run that went at half the speed goes on so, without what is there.
+    #[test]
+    fn a_resumed_run_goes_by_the_pace_that_it_had() {
+        with_job("qwen3-0.6b", Codes::Integer(Bits::B4), |job, checkpoint| {
+            let pace = Pace::of_gpu(132, checkpoint);
+            let all = job.stages_at(&pace, false);
+            let seconds = |stages: &[PlannedStage], name: &str| -> f64 {
+                let named = stages.iter().filter(|s| s.name == name);
+                named.map(|s| s.seconds).sum()
+            };
+            let took = |name: &str, share: f64| {
+                let seconds = 2.0 * share * seconds(&all, name);
+                (name.to_owned(), Took { seconds, share })
+            };
+            let state = State {
+                calibration: Some(StoredText::new(&Sequences {
+                    name: "self".into(),
+                    ids: vec![vec![1]],
+                })),
+                took: [took(SAMPLING_CALIBRATION, 1.0), took(LAYERS, 0.25)].into(),
+                ..State::default()
+            };
+            let left = job.stages_left(&pace, false, &state, 7);
+            let names: Vec<&str> = left.iter().map(|s| s.name).collect();
+            let begin = [LOADING, SAMPLING_HELD_OUT, FINISHED_LAYERS, LAYERS, ENDS];
+            assert_eq!(names[..5], begin);
+            let near = |a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-6, "{a}, expected {b}");
+            near(seconds(&left, LAYERS), 1.5 * seconds(&all, LAYERS));
+            near(seconds(&left, ENDS), 2.0 * seconds(&all, ENDS));
+            near(seconds(&left, DIVERGENCE), 2.0 * seconds(&all, DIVERGENCE));
+        });
+    }
 }

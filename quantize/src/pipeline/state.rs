@@ -6,6 +6,7 @@ use crate::device_memory::SampledFrom;
 use crate::error::Result;
 use crate::report::LayerReport;
 use crate::schemes::Schemes;
+use crate::stages::Took;
 use crate::train::record::Tuning;
 use nq_evals::KldStats;
 use nq_formats::nq::Writer;
@@ -42,6 +43,8 @@ pub(super) struct State {
     pub(super) kept: Vec<Kept>,
     /// Reports of finished steps, by name.
     pub(super) steps: BTreeMap<String, StepReport>,
+    /// How long stages took so far.
+    pub(super) took: BTreeMap<String, Took>,
     /// Tuning, once its schedule is chosen.
     #[serde(default)]
     pub(super) tuning: Option<Tuning>,

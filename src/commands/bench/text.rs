@@ -11,7 +11,6 @@ use crate::texts;
 use anyhow::{Context, bail};
 use nq_evals::DraftRow;
 use nq_evals::bench::{self, Answer, DraftBy, Machine, TextSpec};
-use nq_formats::adapter::Lora;
 use nq_formats::{Checkpoint, Progress};
 use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
 use std::collections::HashMap;

@@ -8,7 +8,7 @@ use crate::flags::Global;
 use crate::library::{check_quantizable, place};
 use crate::model;
 use crate::terminal::{
-    Terminal, about, human_bytes, leave_interrupted, on_signals, print_line, say, shell_word,
+    Terminal, human_bytes, leave_interrupted, on_signals, print_line, say, shell_word, time_plan,
 };
 use anyhow::Context;
 pub use args::QuantizeArgs;
@@ -16,7 +16,7 @@ use nq_formats::Progress;
 use nq_formats::adapter::Adapter;
 use nq_formats::nq::{SourceRecord, staging};
 use nq_formats::trellis::Code;
-use nq_quantize::pipeline::{Job, PlannedStage, QuantizeOptions};
+use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::train::untrainable;
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
 use std::path::Path;
@@ -69,9 +69,11 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let estimate = job.estimate();
     let parameters = model.checkpoint.config().parameters();
     let mut lines = plan(&model.name, parameters, &options, &estimate);
-    // What is left of an interrupted run is known once its work was read: progress shows it.
-    if args.dry_run || !args.resume {
-        lines.extend(time_plan(&job.stages()));
+    // A run says it itself: what is left of an interrupted one is known once its work was read.
+    if args.dry_run {
+        let stages = job.stages()?;
+        let stages: Vec<_> = stages.iter().map(|s| (s.name, s.seconds)).collect();
+        lines.extend(time_plan(&stages));
     }
     match job.device_estimate()? {
         Some(device) => lines.push(device_plan(&device)),
@@ -140,7 +142,7 @@ fn dry_run(
     let tuning = job.tuning_estimate()?;
     if global.json {
         let mut json = serde_json::to_value(estimate)?;
-        json["stages"] = serde_json::to_value(job.stages())?;
+        json["stages"] = serde_json::to_value(job.stages()?)?;
         json["tuning"] = serde_json::to_value(tuning)?;
         json["device"] = serde_json::to_value(job.device_estimate()?)?;
         json["out"] = target.out.display().to_string().into();
@@ -154,23 +156,6 @@ fn dry_run(
     };
     lines.push(format!("out: {}{there}", target.out.display()));
     Ok(print_line(&lines.join("\n"))?)
-}
-
-/// A line about the time of a run, if its stages can be estimated.
-fn time_plan(stages: &[PlannedStage]) -> Option<String> {
-    let total: f64 = stages.iter().map(|s| s.seconds).sum();
-    // Less than a tenth is not worth a mention.
-    let long = stages.iter().filter(|s| s.seconds >= 0.1 * total);
-    let long: Vec<String> = long
-        .map(|s| format!("{} {:.0} %", s.name, 100.0 * s.seconds / total))
-        .collect();
-    (total > 0.0).then(|| {
-        format!(
-            "time: {} at the speed this machine has now ({})",
-            about(total),
-            long.join(", ")
-        )
-    })
 }
 
 /// A line about the GPU memory that a run takes.
@@ -237,5 +222,5 @@ fn trade(code: Code) -> String {
              GPUs twice"
         }
     };
-    format!("speed, beside 4-bit integers: {speeds}")
+    format!("speed, compared with 4-bit integers: {speeds}")
 }

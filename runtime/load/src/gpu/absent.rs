@@ -32,6 +32,10 @@ pub(crate) fn first() -> Result<usize, String> {
     count()
 }
 
+pub fn multiprocessors(ordinal: usize) -> Result<usize> {
+    absent(ordinal)
+}
+
 pub fn check(_: &ModelConfig) -> Result<()> {
     absent(0)
 }

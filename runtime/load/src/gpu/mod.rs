@@ -8,7 +8,9 @@ mod here;
 #[path = "present.rs"]
 mod here;
 
-pub use here::{GpuMeter, check, driver_needed, found, memory, moments, products, sizes};
+pub use here::{
+    GpuMeter, check, driver_needed, found, memory, moments, multiprocessors, products, sizes,
+};
 pub(crate) use here::{count, first, load, load_eagle, load_mtp, load_parallel, run, stepper};
 
 use nq_formats::TrellisScheme;

@@ -99,6 +99,14 @@ pub fn memory(ordinal: usize) -> Result<GpuMemory> {
     })
 }
 
+/// Number of streaming multiprocessors of GPU `ordinal`.
+///
+/// # Errors
+/// [`Error::Device`](nq_runtime::Error::Device) if there is none; errors of the driver.
+pub fn multiprocessors(ordinal: usize) -> Result<usize> {
+    Ok(Gpu::open(ordinal)?.info().multiprocessors)
+}
+
 /// Refuses models of sizes that no kernel of a GPU serves.
 ///
 /// # Errors
