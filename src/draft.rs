@@ -408,7 +408,7 @@ fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> Result<(String, u64
     let spec = shorter(spec, longest_context(draft.checkpoint.config()));
     let memory = at_load::memory(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
     let words = format!(
-        "{} for the draft model {}, {} of it for its context",
+        "{} for the draft model {}, {} of which are for its context",
         human_bytes(memory.peak),
         draft.name,
         human_bytes(memory.kv)

@@ -145,7 +145,7 @@ impl Source {
                 Some(name) => Error::Malformed {
                     path: self.files.path(name),
                     what: "model".into(),
-                    expected: format!("a GGUF file, or {CONFIG} beside it"),
+                    expected: format!("a GGUF file, or {CONFIG} next to it"),
                     found: "neither".into(),
                 },
                 None => Error::Missing {

@@ -25,7 +25,7 @@ impl Object<'_> {
             // As transformers reads it, rope_parameters then counts for nothing, its base neither.
             Some((None, ..)) if beside.is_none() && theta(&parameters).is_some() => {
                 let expected =
-                    "a base in rope_scaling or beside it, as it replaces rope_parameters";
+                    "a base in rope_scaling or next to it, as it replaces rope_parameters";
                 return Err(self.bad("rope_theta", expected.into(), "none there".into()));
             }
             Some((theta, ..)) => *theta,

@@ -358,7 +358,11 @@ fn what_is_not_supported_is_refused_by_name() {
     put("notes.txt", "no model");
     names(
         Checkpoint::open(&dir.path().join("notes.txt")),
-        &["notes.txt", "expected a GGUF file", "config.json beside it"],
+        &[
+            "notes.txt",
+            "expected a GGUF file",
+            "config.json next to it",
+        ],
     );
     put("config.json", "[]");
     names(open(), &["config.json", "object"]);

@@ -175,13 +175,13 @@ fn can_be_scored(model: &ServedModel, generation: &Generation) -> Result<(), Api
             return Err(names.refused(Refused::ContextFull { prompt, ctx }));
         }
         if prompt + answer < 2 {
-            let what = "expected two tokens or more beside max_tokens 0, found one";
+            let what = "expected two tokens or more with max_tokens 0, found one";
             return Err(ApiError::field(names.prompt, what));
         }
     }
     let sampling = &generation.sampling;
     if sampling.frequency_penalty != 0.0 || sampling.presence_penalty != 0.0 {
-        let why = "nq scores no prompt beside frequency_penalty or presence_penalty";
+        let why = "nq scores no prompt with frequency_penalty or presence_penalty";
         return Err(ApiError::unsupported("echo", why));
     }
     Ok(())

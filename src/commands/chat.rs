@@ -398,7 +398,7 @@ fn load(
         let memory = at_load::memory(checkpoint, schemes, spec)?;
         let beside = adapter_bytes(checkpoint.config(), loras, spec.max_rows)?;
         terminal.note(&format!(
-            "memory: {} on a CPU once the context of {} tokens is full, {} of it for the context",
+            "memory: {} on a CPU once the context of {} tokens is full, {} of which are for the context",
             human_bytes(memory.peak + beside as u64),
             spec.ctx,
             human_bytes(memory.kv)

@@ -611,7 +611,7 @@ fn the_memory_said_is_the_memory_taken() {
             said.lines()
                 .next()
                 .unwrap()
-                .ends_with(&format!("{context} of it for the context")),
+                .ends_with(&format!("{context} of which are for the context")),
             "{said}"
         );
         let said: f64 = said.split(' ').next().unwrap().parse().unwrap();

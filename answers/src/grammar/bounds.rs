@@ -77,7 +77,7 @@ impl Multiples {
         let first = all.next().filter(|_| self.composes)?;
         let common = all.try_fold(first?, |common, next| common.common(next?));
         common.is_none().then(|| {
-            format!("expected a common multiple of at most {MOST_UNITS} units beside allOf, anyOf, oneOf and $ref")
+            format!("expected a common multiple of at most {MOST_UNITS} units together with allOf, anyOf, oneOf and $ref")
         })
     }
 }
@@ -93,7 +93,7 @@ pub(super) fn uncounted(map: &Map<String, Value>) -> Option<String> {
         || map.get("additionalProperties") != Some(&Value::Bool(false));
     (free && least > certain).then(|| {
         format!(
-            "expected at most {certain}, one more than are required, beside names that are not listed, found {least}"
+            "expected at most {certain}, one more than are required, together with names that are not listed, found {least}"
         )
     })
 }

@@ -105,7 +105,7 @@ impl ChatTemplate {
     pub fn from_files(files: &Files) -> Result<Self> {
         Self::find(files)?.ok_or_else(|| {
             let why = format!(
-                "expected a chat_template, found none here and no {TEMPLATE_FILE} beside it"
+                "expected a chat_template, found none here and no {TEMPLATE_FILE} next to it"
             );
             text_error(&files.path(TOKENIZER_CONFIG_FILE), why)
         })

@@ -415,7 +415,7 @@ function welcome() {
   ];
   return node("div", { className: "welcome" },
     node("p", {}, (facts ?? []).filter(Boolean).join(" · ")),
-    node("p", {}, "Chats are kept in this browser alone."));
+    node("p", {}, "Chats are kept in this browser only."));
 }
 
 function begin() {

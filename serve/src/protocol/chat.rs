@@ -75,7 +75,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
     let goes_on: bool = fields.take("continue_final_message")?.unwrap_or(false);
     let begins: Option<bool> = fields.take("add_generation_prompt")?;
     if begins == Some(goes_on) {
-        let what = format!("expected {} beside continue_final_message", !goes_on);
+        let what = format!("expected {} with continue_final_message", !goes_on);
         return Err(ApiError::field("add_generation_prompt", what));
     }
     let continues = goes_on || prefix;

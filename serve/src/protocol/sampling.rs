@@ -126,7 +126,7 @@ pub(crate) fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiErr
     match (wanted, top) {
         (false, Some(1..)) => Err(ApiError::field(
             "top_logprobs",
-            "expected logprobs to be true beside it",
+            "expected logprobs to be true with it",
         )),
         (false, _) => Ok(None),
         (true, top) => Ok(Some(top.unwrap_or(0))),

@@ -182,7 +182,7 @@ pub fn choice(value: Option<Value>, tools: &mut Tools, field: &str) -> Result<Ch
     };
     match choice {
         Choice::Required | Choice::Named(_) if tools.list.is_empty() => {
-            Err(ApiError::field(field, "expected tools beside it"))
+            Err(ApiError::field(field, "expected tools with it"))
         }
         choice => Ok(choice),
     }

@@ -197,7 +197,7 @@ impl Loadable {
             if needed > free {
                 let help = (draft > 0).then(|| {
                     format!(
-                        "this needs {} of memory, {} of it for drafts (--draft none), and {} are free",
+                        "this needs {} of memory, {} of which are for drafts (--draft none), and {} are free",
                         human_bytes(needed),
                         human_bytes(draft),
                         human_bytes(free)
