@@ -12,7 +12,7 @@
 )]
 
 use super::kv::KvView;
-use super::linear::float::{self, Units};
+use super::linear::float::{self, GEMV_COLUMNS, GEMV_TOGETHER, Units};
 use super::linear::input::Prepared;
 use super::linear::int8;
 use super::linear::pack::PanelWeight;
@@ -62,12 +62,6 @@ pub(crate) type Decode = unsafe fn(
 /// See [`attention::prefill`].
 pub(crate) type Prefill =
     unsafe fn(KvView<'_>, KvView<'_>, &[*const f32], &[usize], f32, &[*mut f32], &mut [f32]);
-
-/// Most columns of an f32 GEMV kernel.
-pub(crate) const GEMV_COLUMNS: usize = 4;
-
-/// Panels that an f32 GEMV kernel takes at a time, by columns - 1: with three sums or more that do not wait for each other.
-pub(crate) const GEMV_TOGETHER: [usize; GEMV_COLUMNS] = [4, 2, 1, 1];
 
 /// Most panels that matrix product kernels take at a time.
 pub(crate) const PANELS: usize = 2;

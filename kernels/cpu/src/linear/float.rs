@@ -10,8 +10,13 @@ use super::fetch::fetch_ahead;
 use super::input::Prepared;
 use super::pack::{PackedZeros, PanelWeight, UnitCodes};
 use crate::simd::{LANES, Simd};
-use crate::table::GEMV_COLUMNS;
 use std::ops::Range;
+
+/// Most columns of an f32 GEMV kernel.
+pub(crate) const GEMV_COLUMNS: usize = 4;
+
+/// Panels that an f32 GEMV kernel takes at a time, by columns - 1: with three sums or more that do not wait for each other.
+pub(crate) const GEMV_TOGETHER: [usize; GEMV_COLUMNS] = [4, 2, 1, 1];
 
 /// Conversion of a unit of 4 bytes to floats.
 pub(crate) trait Units {

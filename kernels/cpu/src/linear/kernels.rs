@@ -5,13 +5,14 @@
 //! `Table`. The first row whose predicates hold is chosen.
 
 use super::float::{Byte, Five, Nibble, Six, Units};
+use super::float::{GEMV_COLUMNS, GEMV_TOGETHER};
 use super::input::Prepared;
 use super::kernel::{LinearKernel, share};
 use super::pack::{PanelWeight, UnitCodes};
 use super::trellis;
 use crate::memory::Buffer;
 use crate::simd::{LANES, Simd};
-use crate::table::{Dot, Dots, GEMV_COLUMNS, GEMV_TOGETHER, KernelTable, PANELS};
+use crate::table::{Dot, Dots, KernelTable, PANELS};
 use crate::{simd, with_scratch};
 use nq_formats::{Bits, Group};
 use nq_kernels::isa::Isa;

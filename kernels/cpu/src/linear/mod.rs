@@ -393,7 +393,7 @@ impl Cpu {
         epilogue: Epilogue,
     ) {
         let m = x.len() / w.in_features;
-        let many = m > super::table::GEMV_COLUMNS;
+        let many = m > float::GEMV_COLUMNS;
         with_scratch!(Vec<Prepared>, |inputs| {
             let (parts, _) = self.prepare_parts(parts, w, x, (inputs, 0), &mut Vec::new());
             let pass = LinearPass {
