@@ -1,19 +1,17 @@
 //! EAGLE-3 heads: read as published, drafts as the published computation gives them, answers unchanged.
 
-use crate::common::published::{Published, ask, published, streams};
+use crate::common::published::{Published, ask, published, streams, two_answers};
 use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, WeightStore, Zeros};
 use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
 use nq_model::names::EMBEDDING;
-use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    ActivationChoice, DraftedBy, Engine, EngineKind, KvType, LoadOptions, Sampler, SamplingParams,
-    Session, SessionSpec, Speculation,
+    ActivationChoice, DraftedBy, Engine, EngineKind, KvType, LoadOptions, Session, SessionSpec,
+    Speculation,
 };
 use serde_json::json;
-use std::ops::ControlFlow;
 use std::sync::Arc;
 
 const HEADS: (usize, usize, usize) = (6, 2, 16);
@@ -113,41 +111,20 @@ fn drafts_change_no_answer() {
     let eagle = load(&published(&c, "midlayer", HEADS, 5), (&c, &store)).unwrap();
     let prompt = tokens(40, 8);
     for temperature in [0.0, 0.7] {
-        let params = SamplingParams {
-            temperature,
-            ..SamplingParams::greedy()
-        };
         let answer = |drafts: bool| {
             let mut session = session(&*engine, &eagle);
             let speculation = drafts.then(|| {
                 let drafter = eagle.drafter(&mut *session).unwrap();
                 Speculation::new(drafter).always()
             });
-            let mut sequence = Sequence::new(&mut *session, 0).with_drafts(speculation);
-            let mut all = Vec::new();
-            // Two answers in a row: the second continues what the cache holds.
-            for n in [60, 50] {
-                let text = [&prompt[..], &all].concat();
-                let mut sampler = Sampler::new(params, 3).unwrap();
-                let limits = Limits {
-                    stop: &[],
-                    max_tokens: n,
-                    interrupt: None,
-                };
-                let each = &mut |_| ControlFlow::Continue(());
-                let made = generate(
-                    &mut *session,
-                    &mut sequence,
-                    &text,
-                    &mut sampler,
-                    &limits,
-                    each,
-                );
-                let made = made.unwrap();
-                assert_eq!(made.stats.drafted > 0, drafts, "{:?}", made.stats);
-                all.extend(made.tokens);
-            }
-            all
+            two_answers(
+                &mut *session,
+                speculation,
+                &prompt,
+                temperature,
+                [60, 50],
+                1,
+            )
         };
         assert_eq!(answer(true), answer(false));
     }

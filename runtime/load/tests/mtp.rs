@@ -1,17 +1,12 @@
 //! Drafts by a model's MTP layer: those of the published computation, and answers unchanged.
 
 use crate::common::mtp::{Published, check_forks, session};
-use crate::common::published::ask;
+use crate::common::published::{ask, two_answers};
 use crate::common::{Store, feed, hybrid, nq, options, tokens};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
-use nq_runtime::generate::{Limits, Sequence, generate};
-use nq_runtime::{
-    ActivationChoice, EngineKind, LoadOptions, Sampler, SamplingParams, Session, SessionSpec,
-    Speculation,
-};
-use std::ops::ControlFlow;
+use nq_runtime::{ActivationChoice, EngineKind, LoadOptions, Session, SessionSpec, Speculation};
 
 fn configs() -> [ModelConfig; 3] {
     [("qwen35", true), ("qwen35", false), ("qwen35moe", false)].map(|(gguf, tied)| ModelConfig {
@@ -116,41 +111,20 @@ fn drafts_change_no_answer() {
         let layer = StreamDrafts::mtp((&config, &store), None, &auto).unwrap();
         // Copies from a text that repeats itself are drafted beside.
         for (prompt, temperature) in [(tokens(40, 8), 0.0), (tokens(20, 8).repeat(2), 0.7)] {
-            let params = SamplingParams {
-                temperature,
-                ..SamplingParams::greedy()
-            };
             let answer = |drafts: bool| {
                 let mut session = session(&*engine);
                 let speculation = drafts.then(|| {
                     let drafter = layer.drafter(&mut *session).unwrap();
                     Speculation::new(drafter).always().with_copies()
                 });
-                let mut sequence = Sequence::new(&mut *session, 0).with_drafts(speculation);
-                let mut all = Vec::new();
-                // Two answers in a row: the second continues what the cache holds.
-                for n in [60, 50] {
-                    let text = [&prompt[..], &all].concat();
-                    let mut sampler = Sampler::new(params, 3).unwrap();
-                    let limits = Limits {
-                        stop: &[],
-                        max_tokens: n,
-                        interrupt: None,
-                    };
-                    let each = &mut |_| ControlFlow::Continue(());
-                    let made = generate(
-                        &mut *session,
-                        &mut sequence,
-                        &text,
-                        &mut sampler,
-                        &limits,
-                        each,
-                    );
-                    let made = made.unwrap();
-                    assert_eq!(made.stats.drafted > 0, drafts, "{:?}", made.stats);
-                    all.extend(made.tokens);
-                }
-                all
+                two_answers(
+                    &mut *session,
+                    speculation,
+                    &prompt,
+                    temperature,
+                    [60, 50],
+                    1,
+                )
             };
             assert_eq!(answer(true), answer(false));
         }

@@ -5,10 +5,15 @@ use nq_formats::{Weight, WeightStore};
 use nq_kernels::rng::Philox;
 use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
+use nq_runtime::generate::{Limits, Sequence, generate};
 use nq_runtime::interface::Draft;
-use nq_runtime::{DraftedBy, Drafter, Engine, KvType, LoadOptions, Observer, Session, SessionSpec};
+use nq_runtime::{
+    DraftedBy, Drafter, Engine, KvType, LoadOptions, Observer, Sampler, SamplingParams, Session,
+    SessionSpec, Speculation,
+};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 /// Tokens that a head drafts.
@@ -296,4 +301,40 @@ pub(crate) fn ask(
     drafter.draft(&mut drafts).unwrap();
     let [draft] = drafts;
     draft.tokens
+}
+
+/// Two answers in a row of at most so many tokens each, of which the second continues what the cache holds; with drafts or
+/// without. Checks that there were `drafted` drafts or more for each, or none without them.
+pub(crate) fn two_answers(
+    session: &mut dyn Session,
+    speculation: Option<Speculation>,
+    prompt: &[u32],
+    temperature: f32,
+    lengths: [usize; 2],
+    drafted: usize,
+) -> Vec<u32> {
+    let params = SamplingParams {
+        temperature,
+        ..SamplingParams::greedy()
+    };
+    let drafts = speculation.is_some();
+    let mut sequence = Sequence::new(session, 0).with_drafts(speculation);
+    let mut all = Vec::new();
+    for max_tokens in lengths {
+        let text = [prompt, &all].concat();
+        let mut sampler = Sampler::new(params, 3).unwrap();
+        let limits = Limits {
+            stop: &[],
+            max_tokens,
+            interrupt: None,
+        };
+        let each = &mut |_| ControlFlow::Continue(());
+        let made = generate(session, &mut sequence, &text, &mut sampler, &limits, each).unwrap();
+        match drafts {
+            true => assert!(made.stats.drafted >= drafted, "{:?}", made.stats),
+            false => assert_eq!(made.stats.drafted, 0),
+        }
+        all.extend(made.tokens);
+    }
+    all
 }
