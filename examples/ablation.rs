@@ -14,7 +14,7 @@ use nq_quantize::fit::{Fit, Power};
 use nq_quantize::methods::Method;
 use nq_quantize::methods::awq::Awq;
 use nq_quantize::methods::awq_gptq::AwqGptq;
-use nq_quantize::methods::gptq::{Gptq, Importance, Order};
+use nq_quantize::methods::gptq::{ActOrder, Gptq, Importance};
 use nq_quantize::methods::rtn::Rtn;
 use nq_quantize::{CalibrationSource, Job, Limits, QuantizeOptions, Schemes};
 use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
@@ -23,7 +23,7 @@ use std::path::PathBuf;
 fn variants() -> Vec<(&'static str, Box<dyn Method>)> {
     let gptq = Gptq {
         damping: 0.01,
-        order: Order::Columns,
+        order: ActOrder::Columns,
         fit: Fit::clip(),
         importance: Importance::Squares,
     };
@@ -35,7 +35,7 @@ fn variants() -> Vec<(&'static str, Box<dyn Method>)> {
         ..fit
     };
     let groups = Gptq {
-        order: Order::Groups,
+        order: ActOrder::Groups,
         ..gptq
     };
     let both = |gptq| {

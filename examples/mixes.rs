@@ -13,7 +13,7 @@ use nq_formats::{Bits, Checkpoint, Scheme};
 use nq_model::names::{Shape, is_layer_linear, parameters};
 use nq_quantize::methods::awq::Awq;
 use nq_quantize::methods::awq_gptq::AwqGptq;
-use nq_quantize::methods::gptq::{Gptq, Importance, Order};
+use nq_quantize::methods::gptq::{ActOrder, Gptq, Importance};
 use nq_quantize::methods::{self, Method};
 use nq_quantize::{CalibrationSource, Job, Limits, QuantizeOptions, Schemes};
 use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
@@ -22,7 +22,7 @@ use std::path::PathBuf;
 /// The methods of the library, and variants of gptq without a name there.
 fn method(name: &str) -> anyhow::Result<Box<dyn Method>> {
     let gptq = Gptq::default();
-    let order = Order::Groups;
+    let order = ActOrder::Groups;
     let importance = Importance::Remaining;
     Ok(match name {
         "groups" => Box::new(Gptq { order, ..gptq }),

@@ -172,7 +172,7 @@ fn families_are_quantized_to_trellises() {
             assert_eq!(planned["file_bytes"], made["tensor_bytes"], "{family}");
             let again = [&command[..], &["--dry-run", "--force"]].concat();
             let told = stdout(&nq(home.path(), &again));
-            assert!(told.contains("beside 4-bit integers"), "{told}");
+            assert!(told.contains("compared with 4-bit integers"), "{told}");
             made["quality"]["kld"]["mean"].as_f64().unwrap()
         };
         let six = quantize("six", &["--bits", "6", "--simple"]);

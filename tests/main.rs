@@ -5,6 +5,7 @@ mod cli;
 mod common;
 mod cuda;
 mod direction;
+mod dry_run;
 mod embed;
 mod eval_bench;
 mod experts;

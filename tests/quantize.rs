@@ -27,7 +27,7 @@ fn command_of(model: &Path, out: &Path, more: &[&str]) -> Command {
     command
 }
 
-fn quantize(out: &Path, more: &[&str]) -> Output {
+pub(crate) fn quantize(out: &Path, more: &[&str]) -> Output {
     quantize_of(Path::new("demo"), out, more)
 }
 
@@ -55,7 +55,7 @@ fn short_demo(dir: &Path) -> PathBuf {
     to
 }
 
-fn report(output: &Output) -> Value {
+pub(crate) fn report(output: &Output) -> Value {
     let error = String::from_utf8_lossy(&output.stderr);
     let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}\n{error}"));
     sizes_are_named(&report);
@@ -346,12 +346,9 @@ fn auto_tunes_only_what_can_keep_the_limit() {
         let error = String::from_utf8_lossy(&made.stderr).into_owned();
         (made, error)
     };
-    let (hopeless, error) = run("0.000001", &[]);
+    let (hopeless, error) = run("0.00005", &[]);
     assert_eq!(hopeless.status.code(), Some(1));
-    assert!(
-        error.contains("not tuned, as 0.000001 is wanted"),
-        "{error}"
-    );
+    assert!(error.contains("not tuned, as 0.00005 is wanted"), "{error}");
     assert!(error.contains("is predicted to reach"), "{error}");
     assert!(!error.contains("tuning took"), "{error}");
     assert!(!out.exists());
@@ -364,73 +361,6 @@ fn auto_tunes_only_what_can_keep_the_limit() {
     let report = report(&made);
     assert!(kld(&report) <= 0.2);
     assert!(in_the_bytes_of_int4(&report));
-}
-
-#[test]
-fn a_dry_run_writes_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("x");
-    let output = quantize(&out, &["--dry-run", "--bits", "8"]);
-    assert_eq!(output.status.code(), Some(0));
-    assert!(report(&output)["peak_bytes"].as_u64().unwrap() > 0);
-    assert!(report(&output)["tuning"].is_null());
-    let output = quantize(&out, &["--dry-run", "--method", "auto"]);
-    let tuning = report(&output)["tuning"].take();
-    assert_eq!(tuning["on_cpu"], true);
-    assert_eq!(tuning["plan"]["codes"], true);
-    // At least latent weights, gradients, two moments and the teacher, in f32.
-    let bytes = tuning["plan"]["device_bytes"].as_u64().unwrap();
-    assert!(bytes > 5 * 4 * 13_900_000 && bytes <= tuning["limit_bytes"].as_u64().unwrap());
-    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-}
-
-/// The stages to come are known beforehand, and how long they may take.
-#[test]
-fn a_dry_run_lists_the_stages() {
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("x");
-    let stages = |more: &[&str]| -> Vec<String> {
-        let report = report(&quantize(&out, &[&["--dry-run"], more].concat()));
-        let all = report["stages"].as_array().unwrap().iter();
-        all.map(|s| {
-            assert!(s["seconds"].as_f64().unwrap() > 0.0, "{report}");
-            s["name"].as_str().unwrap().to_owned()
-        })
-        .collect()
-    };
-    let load = "loading weights";
-    let text = ["hash source", load, "sampling calibration text"];
-    let made = ["quantizing layers", "quantizing embedding and head"];
-    let write = ["write"];
-    let measured = [load, "reference", "KL divergence", load, "KL divergence"];
-    assert_eq!(
-        stages(&[]),
-        [
-            &text[..],
-            &["sampling held-out text"],
-            &made,
-            &measured,
-            &write
-        ]
-        .concat()
-    );
-    assert_eq!(
-        stages(&["--no-measure"]),
-        [&text[..], &made, &write].concat()
-    );
-    let sensitivity = [load, "sampling text to probe with", "measuring sensitivity"];
-    assert_eq!(
-        stages(&["--no-measure", "--target-size", "9MB"]),
-        [&text[..], &sensitivity, &made, &write].concat()
-    );
-    let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
-    let said = command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
-    let said = said.arg(&out).output().unwrap();
-    let said = String::from_utf8_lossy(&said.stdout).into_owned();
-    assert!(
-        said.contains("time: about ") && said.contains(made[0]),
-        "{said}"
-    );
 }
 
 /// What was not measured is not claimed, in the report or in the file.
@@ -667,33 +597,6 @@ fn resuming_nothing_is_said() {
     let partial = dir.path().join("x.partial");
     let expected = format!("no unfinished work in {}", partial.display());
     assert!(error.contains(&expected), "{error}");
-}
-
-/// A dry run prints its plan on stdout, with the folder and whether it is
-/// free.
-#[test]
-fn a_dry_run_says_where_the_result_would_go() {
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("x");
-    let plan = |more: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
-        command.args(["quantize", "demo", "--device", "cpu", "--dry-run", "--out"]);
-        let output = command.arg(&out).args(more).output().unwrap();
-        assert_eq!(output.status.code(), Some(0));
-        String::from_utf8(output.stdout).unwrap()
-    };
-    let free = plan(&[]);
-    assert!(
-        free.ends_with(&format!("out: {}\n", out.display())),
-        "{free}"
-    );
-    assert!(
-        free.contains("4-bit mix, 8.50 MB") && free.contains("memory: "),
-        "{free}"
-    );
-    std::fs::create_dir(&out).unwrap();
-    assert!(plan(&[]).contains("needs --force"));
-    assert!(plan(&["--force"]).contains("replaced"));
 }
 
 /// Calibration files that cannot be read, or are too short, are reported.

@@ -139,7 +139,12 @@ impl Worker<'_> {
             self.jobs.insert(id, job);
             return Some(client);
         };
-        if let Err(e) = session.adapt(slot, &job.request.adapters) {
+        // What an engine adds to every sequence stays where requests cannot choose.
+        let chosen = match self.options.adapters.is_empty() {
+            true => Ok(()),
+            false => session.adapt(slot, &job.request.adapters),
+        };
+        if let Err(e) = chosen {
             self.seats.free.push(slot);
             self.jobs.insert(id, job);
             self.finish(batch, id, Finish::Failed(Failure::Model(e.to_string())));
