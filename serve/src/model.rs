@@ -110,7 +110,9 @@ impl ServedModel {
     ) -> Result<Vec<AppliedAdapter>, ApiError> {
         let there = self.engine.options().adapters.len();
         asked.sort_by_key(|a| a.adapter);
-        let wrong = |a: &AppliedAdapter| a.adapter >= there || !(a.scale.abs() <= MOST_SCALE);
+        let wrong = |a: &AppliedAdapter| {
+            a.adapter >= there || a.scale.is_nan() || a.scale.abs() > MOST_SCALE
+        };
         let twice = asked
             .windows(2)
             .any(|pair| pair[0].adapter == pair[1].adapter);

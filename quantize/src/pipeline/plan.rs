@@ -324,7 +324,6 @@ mod tests {
                 let stages = job.stages_at(&pace, false);
                 let total: f64 = stages.iter().map(|s| s.seconds).sum();
                 let ratio = total / seconds;
-                println!("{name}: {total:.0} s estimated, {seconds} s recorded: {stages:?}");
                 assert!(
                     (0.7..1.3).contains(&ratio),
                     "{name}: {total:.0} s: {stages:?}"

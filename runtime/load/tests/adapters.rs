@@ -196,7 +196,9 @@ fn quantized_weights_stay_as_they_are_beside_an_adapter() {
             (ActivationChoice::Auto, KernelSet::Fused, 5e-2),
         ] {
             let plain = load(&base, activations, kernels);
-            let adapted = plain.with_adapters(&[made.lora.clone()], &[]).unwrap();
+            let adapted = plain
+                .with_adapters(std::slice::from_ref(&made.lora), &[])
+                .unwrap();
             let off = off(&logits(&adapted, true), &expected);
             assert!(off < most, "{kind}, {activations}, {kernels}: off by {off}");
             assert_eq!(logits(&adapted, false), logits(&plain, false), "{kind}");
@@ -270,7 +272,9 @@ fn a_sequence_changes_its_adapters_while_it_is_empty() {
     };
     let refused = error(session(plain.as_ref(), 1).as_mut(), 0, &applied(0, 1.0));
     assert!(refused.contains("adapters below 0"), "{refused}");
-    let engine = plain.with_adapters(&[made.lora.clone()], &[]).unwrap();
+    let engine = plain
+        .with_adapters(std::slice::from_ref(&made.lora), &[])
+        .unwrap();
     let mut session = session(engine.as_ref(), 1);
     let refused = error(session.as_mut(), 0, &applied(1, 1.0));
     assert!(refused.contains("adapters below 1"), "{refused}");
