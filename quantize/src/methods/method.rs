@@ -111,7 +111,7 @@ pub trait Method: Send + Sync {
         false
     }
 
-    /// How many scales of inputs it tries, each on [`TRIED_ROWS`] rows of a weight at most; for estimates of time.
+    /// How many scales of inputs it tries, each on `TRIED_ROWS` rows of a weight at most; for estimates of time.
     fn trials(&self) -> usize {
         0
     }
