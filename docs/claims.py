@@ -63,7 +63,7 @@ CLAIMS = [
     (README, "this builds nq, quantizes the demo model and asks the result a question", "docs/commands.py: first", None),
     (README, "It has 14 million parameters", "tests/inspect.rs: 13_900_544", None),
     (README, "Every command has `--help`", "docs/commands.py: \"--help\"", None),
-    (README, "`nq quantize MODEL --dry-run` says what a run takes before it begins", "tests/quantize.rs: a_dry_run_lists_the_stages", None),
+    (README, "`nq quantize MODEL --dry-run` says what a run takes before it begins", "tests/dry_run.rs: a_dry_run_lists_the_stages", None),
     (README, "has twice the divergence", "benches/records/2026-11-22-mixes.csv",
      lambda: 1.8 < float(row("2026-11-21-methods.csv", method="gptq", tensor_bytes="8502784")["mean_kld"])
      / float(row("2026-11-22-mixes.csv", command="--bits 4")["kld_700k"]) < 2.2),
