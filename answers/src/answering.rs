@@ -82,7 +82,7 @@ pub struct Answer {
     pub stop_text: Option<String>,
     /// Counts and times.
     pub stats: Stats,
-    /// It as a message of the chat.
+    /// The answer as a message of the chat.
     pub message: Message,
 }
 
@@ -119,7 +119,7 @@ struct Read {
 }
 
 impl<'m> Answering<'m> {
-    /// Before the first token.
+    /// An answer of which nothing has been drawn yet.
     ///
     /// # Errors
     /// Sampling settings out of range; [`Error::Format`] for a format that no answer can be held to.
@@ -165,6 +165,9 @@ impl<'m> Answering<'m> {
 
     /// Draws the answer to `prompt`, or its rest, until it ends. After [`StopReason::ContextFull`] it may be called
     /// again with a shorter prompt, which the answer so far then follows.
+    ///
+    /// # Errors
+    /// Errors of the session and the sampler; [`Error::Constraint`] if the answer cannot be held to its format any further.
     pub fn run(
         &mut self,
         session: &mut dyn Session,

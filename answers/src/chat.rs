@@ -33,7 +33,7 @@ pub struct Thinking {
 impl Thinking {
     /// Tokens of thinking at low effort, for models whose template knows no efforts.
     pub const LOW: usize = 1024;
-    /// Those at medium effort.
+    /// Tokens of thinking at medium effort.
     pub const MEDIUM: usize = 8192;
 
     /// Most tokens of thinking: those that were asked for, or those of the effort, but at most `most`.

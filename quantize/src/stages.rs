@@ -41,7 +41,7 @@ struct StageState {
 struct Current {
     name: String,
     begun: Instant,
-    /// Units of it: in all, done by now, and those that are in `took` or were there before.
+    /// Units of its work: all, those done by now, and those that `took` counts or that were there before.
     total: u64,
     at: u64,
     counted: u64,

@@ -48,13 +48,13 @@ pub(super) struct Pace {
 
 /// A pass over text through the layers of a model.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pass {
+pub(super) struct TextPass {
     pub(super) layers: f64,
     pub(super) weights: f64,
     pub(super) multiplications: f64,
 }
 
-/// What rounding weights does.
+/// The work of rounding weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rounding {
     /// Weights whose ranges are searched, counted once for each search.
@@ -115,7 +115,7 @@ impl Pace {
         })
     }
 
-    /// Of a CPU that does so many multiplications a second in products.
+    /// The pace of a CPU whose products do `speed` multiplications per second.
     fn of_cpu(speed: f64, checkpoint: &Checkpoint) -> Self {
         let bf16 = memory::dense_type(checkpoint) == DType::BF16;
         let slower = usize::from(!(bf16 && Isa::Avx512Bf16.available()));
@@ -142,7 +142,7 @@ impl Pace {
         }
     }
 
-    /// Of a GPU with so many multiprocessors.
+    /// The pace of a GPU with so many multiprocessors.
     pub(super) fn of_gpu(multiprocessors: usize, checkpoint: &Checkpoint) -> Self {
         let slower = H200 / multiprocessors.max(1) as f64;
         // Experts are unpacked one by one.
@@ -175,12 +175,12 @@ impl Pace {
     }
 
     /// Seconds of a pass.
-    pub(super) fn run(&self, pass: Pass) -> f64 {
+    pub(super) fn run(&self, pass: TextPass) -> f64 {
         self.layer * pass.layers + self.weight * pass.weights + self.run * pass.multiplications
     }
 
     /// Seconds of gathering statistics of inputs in a pass.
-    pub(super) fn gather(&self, pass: Pass) -> f64 {
+    pub(super) fn gather(&self, pass: TextPass) -> f64 {
         self.gathering * self.run(pass)
     }
 

@@ -5,7 +5,7 @@
 
 use super::guard::GLANCE;
 use super::job::Job;
-use super::pace::{Pace, Pass, Rounding, paths};
+use super::pace::{Pace, Rounding, TextPass, paths};
 use super::state::{self, State};
 use crate::calibration::{CalibrationSource, sampling_slots};
 use crate::error::Result;
@@ -78,7 +78,7 @@ impl Job<'_> {
         let (o, config) = (self.options, self.config());
         let work = self.work();
         let all = work.layers + work.head;
-        let pass = |tokens: f64| Pass {
+        let pass = |tokens: f64| TextPass {
             layers: config.num_hidden_layers as f64,
             weights: work.weights,
             multiplications: tokens * work.layers,

@@ -37,7 +37,7 @@ pub(super) fn filtered(source: &str) -> String {
 struct Chain {
     /// Where it begins in the output.
     start: Option<usize>,
-    /// It is more than a single operand, so that a filter behind it needs brackets around it.
+    /// The expression is more than a single operand, so that a filter behind it needs brackets around it.
     compound: bool,
     /// The right side of a `%` has begun, whose bracket is to be closed.
     right: bool,

@@ -97,7 +97,7 @@ pub(super) fn expressions(source: &str) -> impl Iterator<Item = Range<usize>> {
 struct Tag {
     /// Where the statement's name stands.
     name: Option<Range<usize>>,
-    /// What is behind that, up to the signs that end it.
+    /// What follows the name, up to the signs that end the tag.
     inside: Range<usize>,
 }
 

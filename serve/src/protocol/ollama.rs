@@ -35,7 +35,7 @@ pub fn chat(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError
         .map(one_message)
         .collect::<Result<_, _>>()?;
     let tools = chat::tools(&mut fields)?;
-    let asked = Asked::read(model, &mut fields, "messages")?;
+    let asked = OllamaRequest::read(model, &mut fields, "messages")?;
     asked.parsed(model, fields, Answered::Message, messages, tools)
 }
 
@@ -48,7 +48,7 @@ pub fn generate(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiE
     let prompt: String = fields.take("prompt")?.unwrap_or_default();
     let system: Option<String> = fields.take("system")?;
     let raw: bool = fields.take("raw")?.unwrap_or(false);
-    let mut asked = Asked::read(model, &mut fields, "prompt")?;
+    let mut asked = OllamaRequest::read(model, &mut fields, "prompt")?;
     if raw && !prompt.is_empty() {
         if asked.format.is_some() {
             let why = "nq constrains no answer to a raw prompt";
@@ -75,14 +75,14 @@ pub fn generate(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiE
 }
 
 /// What both routes read.
-struct Asked {
+struct OllamaRequest {
     partial: Generation,
     thinking: Thinking,
     format: Option<Format>,
     stream: bool,
 }
 
-impl Asked {
+impl OllamaRequest {
     fn read(
         model: &Arc<ServedModel>,
         fields: &mut Fields,
@@ -120,7 +120,7 @@ impl Asked {
                 return Err(ApiError::field("format", what));
             }
         };
-        Ok(Asked {
+        Ok(OllamaRequest {
             partial,
             thinking: thinking::of_ollama(fields)?,
             format,

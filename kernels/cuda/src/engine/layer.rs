@@ -13,18 +13,18 @@ pub(super) type CudaLayer = Layer<DeviceLinear, Buffer<f32>>;
 /// The layers of a model, or the one that drafts.
 pub(super) struct CudaLayers {
     pub(super) all: Vec<CudaLayer>,
-    /// Of each layer, its number among those that keep what it keeps of sequences: pages, or states.
+    /// The number of each layer among those that keep the same of a sequence: pages, or states.
     places: Vec<usize>,
     /// Rows of the projections of rates, of the layers with recurrences.
     pub(super) rates: Vec<HalfRows>,
-    /// Of each layer the rows of its router, if it has a mixture that runs here as one stack.
+    /// The rows of each layer's router, if the layer has a mixture that runs here as one stack.
     pub(super) routers: Vec<Option<HalfRows>>,
     /// Experts of the first layers that run on the CPU.
     pub(super) host: HostExperts,
 }
 
 impl CudaLayers {
-    /// Those of a model of shape `config`, still without their weights.
+    /// The layers of a model of shape `config`, still without their weights.
     pub(super) fn new(config: &ModelConfig) -> Self {
         let mut next = [0; 2];
         let place = |spec| {

@@ -98,10 +98,10 @@ pub(super) struct Pass<'a> {
     pub(super) rows: Rows<'a>,
     pub(super) inputs: Inputs<'a>,
     pub(super) sequences: Sequences<'a>,
-    /// Of one of several GPUs.
+    /// What this GPU exchanges with others, if it is one of several.
     pub(super) ranks: Option<&'a mut RankRows>,
     pub(super) observer: Option<&'a mut dyn Observer>,
-    /// Of a layer that drafts.
+    /// How the layer drafts, if it is one that drafts.
     pub(super) drafting: Option<Drafting<'a>>,
     pub(super) state: PassState,
 }
@@ -112,9 +112,9 @@ pub(super) struct Rows<'a> {
     pub(super) qkv: &'a mut Buffer<f32>, // [rows, widest products of a mixer]
     /// `[rows, 2 value heads]`, of models with recurrences, unless these compute them.
     pub(super) rates: Option<&'a mut Buffer<f32>>,
-    /// Of mixtures.
+    /// Buffers of experts, if the model is a mixture.
     pub(super) experts: Option<&'a mut ExpertRows>,
-    /// Of streams that a drafter reads.
+    /// Where the streams go that a drafter reads.
     pub(super) taps: Option<&'a mut Taps>,
 }
 

@@ -15,7 +15,7 @@ pub(super) trait Lines: Copy {
     unsafe fn value(self, line: usize, i: usize) -> f32;
     /// The factor of the vector of position `at`.
     unsafe fn scale(self, at: usize) -> f32;
-    /// Those of 16 positions.
+    /// The scales of 16 positions.
     unsafe fn scales<S: Simd>(self, s: S, at: usize) -> S::F;
 }
 

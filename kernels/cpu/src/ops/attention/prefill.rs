@@ -146,7 +146,7 @@ fn unseen<S: Simd>(s: S, at: usize, limit: &[f32; LANES]) -> S::F {
     // SAFETY: an array of 16.
     let limit = unsafe { s.load(limit.as_ptr()) };
     let past = s.sub(s.splat((at + 1) as f32), limit);
-    // The lesser of it and 1.
+    // Between 0 and 1, by maxima alone: this module has no minimum.
     let past = s.max(past, s.splat(0.0));
     s.neg(s.max(s.neg(past), s.splat(-1.0)))
 }

@@ -2,7 +2,7 @@
 
 use crate::{MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 
-/// What is fused in a pass.
+/// Which operations a pass fuses.
 #[derive(Clone, Copy)]
 pub(in crate::engine) struct Fused {
     /// One kernel may run all layers.

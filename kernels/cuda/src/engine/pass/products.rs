@@ -50,7 +50,7 @@ impl Product<'_> {
         stream.timed(key, w.bytes(), || queue(stream))
     }
 
-    /// Of few rows in f32.
+    /// Multiplies few rows in f32.
     fn few(
         self,
         x: &Buffer<f32>,
@@ -64,13 +64,13 @@ impl Product<'_> {
         })
     }
 
-    /// Of the rows of a step in FP16.
+    /// Multiplies the rows of a step in FP16.
     pub(super) fn step(self, x: &Buffer<u16>, out: StepOutput<'_>) -> Result<()> {
         self.timed(|stream| stream.gemm_step(self.w, x, out, self.m))
     }
 
-    /// Of many rows: by the reference kernels the `full` f32 rows, if those are given and these are asked for; otherwise
-    /// the FP16 rows `half`.
+    /// Multiplies many rows: the f32 rows `full` by the reference kernels, if both are asked for; otherwise the FP16 rows
+    /// `half`.
     pub(in crate::engine) fn many(
         self,
         full: Option<&Buffer<f32>>,
