@@ -11,12 +11,11 @@ use nq_runtime::{
     SessionSpec,
 };
 use std::hint::black_box;
-use std::path::Path;
 
 const PROMPT: usize = 512;
 
 fn end_to_end(c: &mut Criterion) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let folder = nq_testkit::demo();
     let int8 = ActivationChoice::Int8 { group: 32 };
     let int16 = ActivationChoice::Int16 { group: 128 };
     for (bits, activations) in [

@@ -15,7 +15,7 @@ use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, IsaChoice};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -178,7 +178,7 @@ fn cases() -> Vec<Case> {
     ];
     weights.extend([DType::F32, DType::F16, DType::BF16].map(|d| weight::dense(d, SHAPE)));
     let codes = ["trellis4 octagon", "trellis3 octagon", "trellis6 sum"];
-    weights.extend(codes.map(|scheme| weight::trellis(scheme, SHAPE)));
+    weights.extend(codes.map(|scheme| weight::trellis(scheme, Dims::new(SHAPE.0, SHAPE.1))));
     let mut cases = Vec::new();
     for kernel in KERNELS.iter().flat_map(|k| k.iter()) {
         if !kernel.isa.available() {
@@ -317,7 +317,7 @@ mod weight {
         AffineScheme, AffineWeight, QuantizedWeight, Tensor, Weight, ZeroPoints, Zeros,
     };
     use nq_kernels::rng::Philox;
-    use nq_model::DType;
+    use nq_model::{DType, Dims};
 
     pub(super) fn values(n: usize) -> Vec<f32> {
         let mut rng = Philox::new(1, 1);
@@ -347,7 +347,7 @@ mod weight {
         Weight::Dense(tensor.expect("as long as the shape says"))
     }
 
-    pub(super) fn trellis(scheme: &str, dims: (usize, usize)) -> Weight {
+    pub(super) fn trellis(scheme: &str, dims: Dims) -> Weight {
         let scheme = scheme.parse().expect("a scheme");
         let weight = random_trellis(4, "weight", dims, scheme).expect("whole blocks of inputs");
         Weight::Quantized(QuantizedWeight::Trellis(weight))
@@ -370,7 +370,14 @@ mod weight {
             .into_iter()
             .map(|v| half::f16::from_f32(0.01 + 0.001 * v))
             .collect();
-        let weight = AffineWeight::new(scheme, (out, inp), packed.into(), scales, zeros, None);
+        let weight = AffineWeight::new(
+            scheme,
+            Dims::new(out, inp),
+            packed.into(),
+            scales,
+            zeros,
+            None,
+        );
         Weight::Quantized(QuantizedWeight::Affine(weight.expect("consistent parts")))
     }
 }

@@ -12,7 +12,7 @@ from records import ROOT, USED, record, row, rows
 
 # Pages whose numbers are versions of programs, or measurements beside their records.
 CARD = re.compile(r"(?:8|12|16|24|32|48|80) GB")  # a card by its memory
-NO_MANUAL = ("docs/lab/", "docs/releases/", "docs/agents.md")
+NO_MANUAL = ("docs/lab/", "docs/agents.md")
 MANUAL = "docs/"
 README = "README.md"
 QUESTIONS = "docs/README.md"
@@ -47,10 +47,10 @@ def schemas():
 
 # Page, words on it, what holds them (files from the root, `file: name` for a name in it), and what must be true of the record.
 CLAIMS = [
-    (README, "between 2 and 8 bits per weight", "formats/src/scheme.rs: Bits; kernels/cpu/tests/trellis.rs", None),
+    (README, "in 2 to 8 bits each instead of 16", "formats/src/scheme.rs: Bits; kernels/cpu/tests/trellis.rs", None),
     (README, "measures what that costs in quality, and writes the measurement into the file",
      "tests/quantize.rs: a_run_without_measuring_says_so_in_the_file", None),
-    (README, "OpenAI's and Anthropic's APIs", "tests/clients/run", None),
+    (README, "OpenAI's, Anthropic's and Ollama's APIs", "tests/clients/run; serve/tests/ollama.rs", None),
     (README, "It needs neither Python nor the CUDA toolkit", "packaging/try: try_program", None),
     (README, "it runs GPTQ, AWQ, FP8 and GGUF files as they are", "formats/tests/packages.rs: gptq_is_read_as_gptqmodel_reads_it; "
      "tests/format_logits.rs: exact_formats_give_the_same_logits", None),
@@ -69,11 +69,19 @@ CLAIMS = [
      / float(row("2026-11-22-mixes.csv", command="--bits 4")["kld_700k"]) < 2.2),
     (README, "were tried on pairs of H200 with NVLink alone", "benches/records/2026-11-26-two-gpus.csv", None),
     (README, "a test that does, such as one of a GPU, prints that it was skipped", "testkit/src/lib.rs: skipped", None),
+    ("docs/cards.md", "within 15 %", "src/fit/tests.rs: speeds_of_another_card_are_within_15_percent", None),
+    ("docs/cards.md", "nine tenths of the published one", "src/fit/cards.rs: READ: f64 = 0.9", None),
+    ("docs/cards.md", "reach 20 tokens a second", "src/fit.rs: ENOUGH: f64 = 20.0", None),
+    ("docs/cards.md", "a divergence below 0.001", "src/fit.rs: UNNOTICED: f64 = 1e-3", None),
     ("docs/cards.md", "0.8 GB of the card are left to its driver", "docs/figures.py: TAKEN = 0.8e9", None),
     ("docs/cards.md", "25.8 GB in the unit of all other sizes here", "docs/figures.py: gib * 2**30", lambda: f"{24 * 2**30 / 1e9:.1f}" == "25.8"),
     ("docs/cards.md", "3 % of the weights", "docs/figures.py: 0.03 * weights", None),
     ("docs/cards.md", "by the plan that nq makes before it loads a model", "quantize/tests/cards.rs: the_table_of_cards_is_what_plans_say", None),
     ("docs/chat.md", "the answer is the same as without drafts", "runtime/load/tests/hybrids.rs: answers_with_drafts_are_those_without; runtime/load/tests/eagle.rs: drafts_change_no_answer", None),
+    ("docs/cards.md", "a divergence\nbelow 0.03", "src/fit.rs: FAIR: f64 = 0.03", None),
+    ("docs/comparing.md", "mean, median, 99 % and 99.9 % with their standard errors", "evals/tests/protocols.rs: comparison_is_the_definition", None),
+    ("docs/comparing.md", "rounded to 16 bits, which shifts a mean divergence by less than 0.000001", "evals/src/reference.rs: F16", None),
+    ("docs/comparing.md", "16 windows of a model with 150,000 tokens take 5 GB", "evals/src/rank/mod.rs: pub const WINDOWS: usize = 16", None),
     ("docs/comparing.md", "its 99 % quantile", "evals/tests/protocols.rs: comparison_is_the_definition", None),
     ("docs/developing.md", "about 69 MB larger than its base", "benches/records/2026-11-23-build-time.csv", None),
     ("docs/embedding.md", "On a CPU the same command gives the same bits, whatever the number of threads",
@@ -86,6 +94,12 @@ CLAIMS = [
      "benches/records/2026-11-21-methods.csv; benches/records/2026-11-22-mixes.csv; benches/records/2026-11-26-trellis-files.csv", None),
     ("docs/gpu.md", "waits for another for 20 seconds gives up with an error", "kernels/cuda/layers.cuh: LIMIT = 19", None),
     ("docs/hybrids.md", "if 70 % of what the layer drafts is right", "benches/records/2026-11-28-draft-heads.csv", None),
+    ("docs/images.md", "in at most 10 seconds, without redirects", "serve/src/images.rs: FETCH_TIME: Duration = Duration::from_secs(10)", None),
+    ("docs/images.md", "is kept too (256 MB of the images seen last)", "answers/src/images.rs: kept: 256_000_000", None),
+    ("docs/images.md", "A file may have up to 20 MB and 67 million pixels, and one side may be up to 200 times as long as the other",
+     "pictures/src/decode.rs: bytes: 20_000_000; pictures/tests/main.rs: limits_are_held_before_decoding", None),
+    ("docs/images.md", "within 4 of 255 levels",
+     "pictures/tests/main.rs: pictures_are_those_of_the_published_processor", None),
     ("docs/library.md", "several threads may use one model", "python/tests/test_nq.py: thread", None),
     ("docs/offline.md", "It connects only to the hub, to download what you name", "formats/tests/hub.rs: no_hub_is_noticed_fast", None),
     ("docs/quantizing.md", "is 0.0148 with 32,768 tokens, 0.0150 with 16,384, 0.0155 with 8,192 and 0.0167 with 2,048",
@@ -97,7 +111,7 @@ CLAIMS = [
     ("docs/quantizing.md", "continues an interrupted run", "tests/quantize.rs: a_run_killed_in_the_middle_of_layers_resumes_to_the_same_bytes", None),
     ("docs/serving.md", "at most 40 % of free memory, 90 % on a GPU", "serve/src/room.rs: { free / 10 * 9 } else { free / 5 * 2 }", None),
     ("docs/serving.md", "| none, 8GB |", "src/commands/serve: 8GB", None),
-    ("docs/serving.md", "the limit of 8 MB holds for what they contain",
+    ("docs/serving.md", "the limit of 32 MB holds for what they contain",
      "serve/tests/transport.rs: compressed_bodies_are_decoded_within_the_limit", None),
     ("docs/serving.md", "at most 256 responses and 32 MB per client and 128 MB in all",
      "serve/tests/conversations.rs: responses_are_kept_for_their_client", None),

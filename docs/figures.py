@@ -423,7 +423,7 @@ def drafts():
 def fields(file, name):
     """The fields of a report and their meaning, from the structure that is written as JSON."""
     text = (ROOT / file).read_text()
-    body = re.search(rf"pub struct {name} {{\n(.*?)\n}}", text, re.S)[1]
+    body = re.search(rf"pub(?:\(crate\))? struct {name} {{\n(.*?)\n}}", text, re.S)[1]
     lines, doc, flat = [], [], False
     for line in map(str.strip, body.splitlines()):
         renamed = re.search(r'rename = "(\w+)"', line)
@@ -434,7 +434,7 @@ def fields(file, name):
             key = renamed[1] if renamed else None
             if key:
                 doc.append(f"\0{key}")
-        elif line.startswith("pub "):
+        elif line.startswith("pub ") or line.startswith("pub(crate) "):
             key = next((d[1:] for d in doc if d.startswith("\0")), line.split()[1].rstrip(":"))
             meaning = " ".join(d for d in doc if not d.startswith("\0")).replace("|", "\\|")
             meaning = re.sub(r"\[(`[^`]+`)\]", r"\1", meaning)
@@ -470,6 +470,14 @@ def json_depth_comparison():
 
 def json_bench():
     return fields("evals/src/report.rs", "BenchRow")
+
+
+def json_fit():
+    return fields("src/fit.rs", "FileRow")
+
+
+def json_record():
+    return fields("evals/src/record.rs", "Record")
 
 
 # Made by claims.py, of all pages.

@@ -202,7 +202,7 @@ def unwrapped(lines):
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 # Lines about times and memory, which no two runs have alike.
-TIMES = re.compile(r"(nq: (memory|time)|took|of it)\b")
+TIMES = re.compile(r"(nq: (memory|time)|took|mostly)\b")
 # A line about sampled text: how many of its numbers two texts have alike (not those of single tokens), and within what
 # share.
 SAMPLED = {"KL divergence": (1, 0.3), "same best token": (1, 0.1), "perplexity": (0, 0), "noise floor": (0, 0)}

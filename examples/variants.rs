@@ -11,7 +11,7 @@ use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Tensor, files};
 use nq_model::names::{EMBEDDING, HEAD, in_layer, layer_of};
-use nq_model::{DType, NormSpec, Product, Source};
+use nq_model::{DType, InputSource, NormSpec, Product};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -146,7 +146,7 @@ fn main() -> anyhow::Result<()> {
     // In one layer before attention, in another before the MLP.
     let mut layers = [1, 3].into_iter();
     for product in config.layer(0).products() {
-        if let Source::Norm(kind) = product.source
+        if let InputSource::Norm(kind) = product.source
             && let Some(layer) = layers.next()
         {
             let norm = config.layer(layer).norm(kind);

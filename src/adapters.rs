@@ -1,16 +1,55 @@
 //! Adapters of a model that is run: merged into one that is not quantized, beside the weights of one that is.
 
+use crate::library::AdapterFile;
+use crate::names::FoundModel;
 use nq_formats::adapter::{Adapter, Lora};
+use nq_formats::nq::SourceRecord;
 use nq_formats::{Checkpoint, Progress};
 use nq_load::device::Device;
 use nq_runtime::{AppliedAdapter, Engine, LoadOptions};
 use std::sync::Arc;
 
+/// Opens the adapters in `files`, which the model's source then names.
+///
+/// # Errors
+/// Files that cannot be read or hold no adapter.
+pub(crate) fn open(
+    model: &mut FoundModel,
+    files: &[AdapterFile],
+) -> nq_formats::Result<Vec<Adapter>> {
+    let mut adapters = Vec::new();
+    for AdapterFile { path, weight } in files {
+        adapters.push(Adapter::open(path, *weight)?);
+        let place = path.canonicalize().unwrap_or_else(|_| path.clone());
+        model.source = format!("{} with {weight} x {}", model.source, place.display());
+    }
+    Ok(adapters)
+}
+
+/// The record of a model that is quantized with the adapters in `files`. It has their hashes: work is resumed only with
+/// the same ones.
+///
+/// # Errors
+/// Files that cannot be read.
+pub(crate) fn record(
+    model: &FoundModel,
+    files: &[AdapterFile],
+) -> nq_formats::Result<SourceRecord> {
+    let mut name = model.source.clone();
+    for file in files {
+        name += &format!(" (sha256 {})", Adapter::sha256(&file.path)?);
+    }
+    Ok(SourceRecord {
+        name,
+        ..SourceRecord::default()
+    })
+}
+
 /// The model with `adapters` merged into it or, if its weights are quantized, what is to be beside them.
 ///
 /// # Errors
 /// An adapter of another model; two that cannot be together; one that can only be merged, if the model is quantized.
-pub fn adapt(
+pub(crate) fn adapt(
     checkpoint: Checkpoint,
     adapters: Vec<Adapter>,
 ) -> nq_formats::Result<(Checkpoint, Vec<Lora>)> {
@@ -25,18 +64,18 @@ pub fn adapt(
 /// Refuses adapters beside a model's weights on a device that does not have them, before anything is loaded.
 ///
 /// # Errors
-/// A GPU.
-pub fn check_device(options: &LoadOptions) -> nq_runtime::Result<()> {
+/// Several GPUs.
+pub(crate) fn check_device(options: &LoadOptions) -> nq_runtime::Result<()> {
     match Device::choose(options.device)? {
-        Device::Cpu => Ok(()),
-        device => Err(nq_runtime::Error::no_adapters(&device.to_string())),
+        Device::Cpu | Device::Cuda(_) => Ok(()),
+        device @ Device::Gpus(_) => Err(nq_runtime::Error::no_adapters(&device.to_string())),
     }
 }
 
 /// Loads a model, with all of `beside` added to whatever it computes.
 ///
 /// # Errors
-/// Errors of loading; adapters on a GPU.
+/// Errors of loading; adapters that the device computes merged only.
 pub fn load(
     checkpoint: &Checkpoint,
     beside: &[Lora],
@@ -55,7 +94,7 @@ pub fn load(
 /// The engine's model, with all of `loras` added to whatever it computes.
 ///
 /// # Errors
-/// A device that does not have adapters.
+/// Adapters that the device computes merged only.
 pub fn beside(engine: &dyn Engine, loras: &[Lora]) -> nq_runtime::Result<Arc<dyn Engine>> {
     let applied = |adapter| AppliedAdapter {
         adapter,

@@ -22,7 +22,7 @@ const STYLES: Styles = Styles::styled()
 /// Quantizes Qwen and Llama language models to 3 to 8 bits with measured quality, and runs them fast.
 #[derive(Parser)]
 #[command(name = "nq", version = version(), styles = STYLES, propagate_version = true)]
-pub struct Cli {
+pub(crate) struct Cli {
     #[command(subcommand)]
     pub command: Command,
     #[command(flatten)]
@@ -36,7 +36,7 @@ pub enum Command {
     /// Talk to a model
     #[command(visible_alias = "run")]
     Chat(commands::chat::ChatArgs),
-    /// Serve models to many clients over HTTP, in OpenAI's and Anthropic's protocols
+    /// Serve models over HTTP, in OpenAI's, Anthropic's and Ollama's protocols
     Serve(commands::serve::ServeArgs),
     /// Compute embedding vectors of texts
     Embed(commands::embed::EmbedArgs),
@@ -44,17 +44,21 @@ pub enum Command {
     Rerank(commands::rerank::RerankArgs),
     /// Measure perplexity and, against a reference, KL divergence
     Eval(commands::eval::EvalArgs),
+    /// Rank quantized files of a model: which is closest to the source at its size
+    Rank(commands::rank::RankArgs),
     /// Measure tokens per second and compare them with the memory bandwidth
     Bench(commands::bench::BenchArgs),
-    /// Write a checkpoint in another format, without a change of its values if that format allows
+    /// Write a checkpoint in another format, exactly where that can hold its values
     Convert(commands::convert::ConvertArgs),
+    /// Say which files of a model fit this machine or a card, and what they reach there
+    Fit(commands::fit::FitArgs),
     /// Show the contents of a checkpoint
     Inspect(commands::inspect::InspectArgs),
     /// Download a model from the hub into its cache
     Pull(commands::models::PullArgs),
-    /// List the models in nq's own folder
-    List,
-    /// Remove a model from nq's own folder
+    /// List models: nq's own and downloads, or those in a folder
+    List(commands::models::ListArgs),
+    /// Remove a model of nq's own folder or a download
     Rm(commands::models::RmArgs),
     /// Check this machine and say what to do about problems
     Doctor,
@@ -87,7 +91,8 @@ const RUNNING: [&str; 8] = [
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
 /// not name them.
-const OF_NO_USE: [(&str, &[&[&str]]); 10] = [
+const OF_NO_USE: [(&str, &[&[&str]]); 12] = [
+    ("rank", &[&["adapter", "verbose"]]),
     ("embed", &[&["json"]]),
     ("pull", &[&RUNNING, &["adapter", "verbose"]]),
     ("list", &[&RUNNING, &["adapter", "offline", "verbose"]]),
@@ -104,6 +109,17 @@ const OF_NO_USE: [(&str, &[&[&str]]); 10] = [
         &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
     ),
     ("inspect", &[&RUNNING, &["verbose"]]),
+    (
+        "fit",
+        &[&[
+            "adapter",
+            "split",
+            "cpu-experts",
+            "activations",
+            "kernels",
+            "verbose",
+        ]],
+    ),
     ("convert", &[&RUNNING, &["verbose"]]),
     (
         "synth",
@@ -174,6 +190,7 @@ const EVERYDAY: [(&str, &[&str]); 5] = [
         &[
             "model",
             "models",
+            "models_dir",
             "host",
             "port",
             "api_key_file",
@@ -214,8 +231,11 @@ const EVERYDAY: [(&str, &[&str]); 5] = [
     ),
 ];
 
+/// Shared flags that `nq -h` explains.
+const EVERYDAY_SHARED: &[&str] = &["device", "threads", "adapter", "offline", "json", "verbose"];
+
 /// Ends of the subcommands' help.
-const EXAMPLES: [(&str, &str); 16] = [
+const EXAMPLES: [(&str, &str); 18] = [
     (
         "quantize",
         "nq quantize demo --bits 4\n\
@@ -233,6 +253,7 @@ const EXAMPLES: [(&str, &str); 16] = [
         "serve",
         "nq serve demo\n\
          nq serve Qwen3-0.6B-int4 --parallel 32 --ctx 8192\n\
+         nq serve --models-dir /data/models --idle 15m\n\
          nq serve ./model --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan",
     ),
     (
@@ -250,6 +271,11 @@ const EXAMPLES: [(&str, &str); 16] = [
          nq eval demo --protocol llama --text book.txt --json",
     ),
     (
+        "rank",
+        "nq rank demo demo-int4\n\
+         nq rank Qwen/Qwen3-0.6B --list files.txt --report ranking.html",
+    ),
+    (
         "bench",
         "nq bench demo-int4\n\
          nq bench --preset qwen3-8b --bits 4 -p 512 -n 64 --depth 4096",
@@ -264,8 +290,14 @@ const EXAMPLES: [(&str, &str); 16] = [
         "inspect",
         "nq inspect demo-int4\nnq inspect model.gguf --verify",
     ),
+    (
+        "fit",
+        "nq fit qwen3:8b\n\
+         nq fit Qwen/Qwen3-32B --gpu \"RTX 4090\" --context 16384\n\
+         nq fit qwen3-30b-a3b --gpu \"2 x RTX 3090\" --clients 4",
+    ),
     ("pull", "nq pull Qwen/Qwen3-0.6B"),
-    ("list", "nq list\nnq list --json"),
+    ("list", "nq list\nnq list /data/models --json"),
     ("rm", "nq rm demo-int4"),
     ("doctor", "nq doctor"),
     ("synth", "nq synth qwen3-0.6b ./random"),
@@ -281,6 +313,9 @@ const EXAMPLES: [(&str, &str); 16] = [
 fn program() -> clap::Command {
     let plain = Cli::command();
     let shared: Vec<clap::Arg> = plain.get_arguments().cloned().collect();
+    let plain = plain
+        .mut_args(|arg| first_sentence(arg, Some(EVERYDAY_SHARED)))
+        .after_help("`nq --help` has all shared options, `nq COMMAND -h` those of a command.");
     EXAMPLES.iter().fold(plain, |program, (name, lines)| {
         let of_no_use = OF_NO_USE.iter().find(|(known, _)| known == name);
         let is_of_use = |a: &&clap::Arg| {
@@ -358,7 +393,7 @@ fn leave(said: &clap::Error) -> ! {
 }
 
 /// Exits as clap does for conflicting flags.
-pub fn refuse(conflict: &Conflict) -> ! {
+pub(crate) fn refuse(conflict: &Conflict) -> ! {
     let mut program = program();
     program.build();
     let command = program
@@ -391,10 +426,12 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Embed(args) => commands::embed::run(&args, &global),
         Command::Rerank(args) => commands::rerank::run(&args, &global),
         Command::Eval(args) => commands::eval::run(&args, &global),
+        Command::Rank(args) => commands::rank::run(&args, &global),
         Command::Bench(args) => commands::bench::run(&args, &global),
         Command::Convert(args) => commands::convert::run(&args, &global),
+        Command::Fit(args) => commands::fit::run(&args, &global),
         Command::Inspect(args) => commands::inspect::run(&args, &global),
-        Command::List => commands::models::list(&global),
+        Command::List(args) => commands::models::list(&args, &global),
         Command::Pull(args) => commands::models::pull(&args, &global),
         Command::Rm(args) => commands::models::remove(&args),
         Command::Doctor => commands::doctor::run(&global),
@@ -425,8 +462,8 @@ fn version() -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    /// Lines that `-h` may take.
-    const SCREEN: usize = 45;
+    /// Lines of 100 columns that `-h` may take.
+    const SCREEN: usize = 38;
 
     use super::{EVERYDAY, OF_NO_USE, RUNNING, program};
     use clap::FromArgMatches;
@@ -480,6 +517,8 @@ mod tests {
             assert_eq!(explained, None);
         }
         let help = built.render_help().to_string();
+        assert!(help.lines().count() <= SCREEN, "{help}");
+        let help = built.render_long_help().to_string();
         for flag in &named {
             assert!(help.lines().any(|l| first(l).starts_with(flag)), "{help}");
         }

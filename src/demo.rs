@@ -5,7 +5,7 @@ use nq_formats::{Checkpoint, Files};
 use nq_model::ModelConfig;
 
 /// Name of the built-in model in messages.
-pub const LABEL: &str = "demo";
+pub(crate) const LABEL: &str = "demo";
 
 #[cfg(demo)]
 macro_rules! asset {
@@ -40,14 +40,14 @@ pub fn files() -> Option<Files> {
 }
 
 /// True if a model has the shape of the demo model, whatever it was quantized to.
-pub fn is_demo(config: &ModelConfig) -> bool {
+pub(crate) fn is_demo(config: &ModelConfig) -> bool {
     let demo = files().and_then(|files| Checkpoint::open_files(files).ok());
     demo.is_some_and(|demo| demo.config() == config)
 }
 
 /// Text sampled from the demo model at temperature 1: on this text, the model's perplexity is its
 /// own entropy.
-pub fn eval_text() -> Option<&'static str> {
+pub(crate) fn eval_text() -> Option<&'static str> {
     #[cfg(demo)]
     return Some(include_str!("../assets/demo-eval.txt"));
     #[cfg(not(demo))]

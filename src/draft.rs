@@ -1,25 +1,20 @@
 //! The choice of a drafter for speculative decoding: `--draft`.
 
-use crate::at_load::{self, at_load, longest_context};
+use crate::at_load::{self, at_load};
 use crate::library::{Error, Result};
 use crate::names;
 use nq_formats::eagle::EagleHead;
-use nq_formats::{Bits, Checkpoint, Progress, Task, human_bytes};
-use nq_load::StreamDrafts;
-use nq_load::device::Device;
+use nq_formats::{Bits, Checkpoint, Progress, human_bytes};
+use nq_load::{Drafts, StreamDrafts};
 use nq_model::names::HEAD;
 use nq_model::{ModelConfig, mtp};
 use nq_quantize::schemes::Schemes;
 use nq_quantize::{OnTheFly, draft_head, draft_head_bytes};
 use nq_runtime::speculation::check_drafts;
-use nq_runtime::{
-    ActivationChoice, DeviceMemory, DraftLayer, DraftModel, DraftedBy, Engine, LoadOptions,
-    Session, SessionSpec, Speculation, Tokenizer,
-};
+use nq_runtime::{DraftLayer, DraftedBy, LoadOptions, Session, SessionSpec, Tokenizer};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::Arc;
 
 /// Where drafts come from: what `--draft` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +46,7 @@ fn eagle_schemes() -> Schemes {
 }
 
 /// What drafts for sessions whose drafter is `from`, or `weights` if it has any.
-pub fn drafted_by(from: Option<&DraftFrom>, weights: Option<&DraftWeights>) -> DraftedBy {
+pub(crate) fn drafted_by(from: Option<&DraftFrom>, weights: Option<&DraftWeights>) -> DraftedBy {
     match (from, weights) {
         (_, Some(weights)) => weights.drafted_by(),
         (None | Some(DraftFrom::None), None) => DraftedBy::Nothing,
@@ -83,26 +78,22 @@ impl FromStr for DraftFrom {
     }
 }
 
-/// The drafter with weights that `checkpoint` has of its own and is used unless something else is asked for: an MTP layer, where
-/// answers with drafts are those without, which a CPU with quantized weights gives. Not of mixtures, of which each row of a step
-/// reads other experts, nor where weights are quantized at load, which reads the head twice then.
+/// The drafter with weights that `checkpoint` has of its own and is used unless something else is asked for.
 ///
 /// # Errors
 /// An absent device.
-pub fn by_default(checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Option<DraftWeights>> {
-    let quantized = checkpoint.store().quantization().is_some();
-    let rounds = options.activations == ActivationChoice::Auto;
-    let on_cpu = Device::choose(options.device)? == Device::Cpu;
-    let writes = *checkpoint.task() == Task::Generate;
-    let dense = checkpoint.config().experts.is_none();
-    Ok(match writes && dense && quantized && rounds && on_cpu {
+pub(crate) fn by_default(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+) -> Result<Option<DraftWeights>> {
+    Ok(match Drafts::by_own_layer(checkpoint, options)? {
         true => DraftWeights::mtp(checkpoint),
         false => None,
     })
 }
 
 /// A draft model that is not loaded yet.
-pub struct DraftCheckpoint {
+pub(crate) struct DraftCheckpoint {
     pub name: String,
     pub checkpoint: Checkpoint,
     pub schemes: Option<Schemes>,
@@ -137,12 +128,6 @@ impl DraftCheckpoint {
         })
     }
 
-    /// Bytes of keys and values of the draft model's session, on a CPU, for a target's session of `spec`.
-    pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
-        let config = self.checkpoint.config();
-        nq_cpu::plan::kv_bytes(config, &shorter(spec, longest_context(config))) as u64
-    }
-
     /// Loads it on the device of its target.
     pub fn load(
         &self,
@@ -159,14 +144,14 @@ impl DraftCheckpoint {
             .map_err(|e| Error::from(e).within(format!("--draft {}", self.name)))?;
         Ok(Drafts::Model {
             vocab: target_vocab.min(config.vocab_size),
-            ctx: longest_context(config),
+            ctx: config.longest_context(),
             engine,
         })
     }
 }
 
 /// A drafter with weights of its own that is not loaded yet.
-pub enum DraftWeights {
+pub(crate) enum DraftWeights {
     /// A draft model.
     Model(Box<DraftCheckpoint>),
     /// An EAGLE-3 head.
@@ -246,7 +231,7 @@ impl DraftWeights {
     }
 
     /// What drafts for sessions of its target.
-    pub fn drafted_by(&self) -> DraftedBy {
+    pub(crate) fn drafted_by(&self) -> DraftedBy {
         match self {
             DraftWeights::Model(_) => DraftedBy::Tokens,
             DraftWeights::Eagle3 { head, .. } => DraftedBy::Layer(DraftLayer::eagle3(&head.config)),
@@ -265,33 +250,24 @@ impl DraftWeights {
         match self {
             DraftWeights::Model(draft) => draft.load(options, config.vocab_size, progress),
             DraftWeights::Eagle3 { folder, head } => {
-                let loaded = StreamDrafts::eagle(head, (config, store), options);
+                let loaded = StreamDrafts::eagle(head, config, store, options);
                 let named = |e| Error::from(e).within(eagle(folder));
-                Ok(Drafts::Eagle(loaded.map_err(named)?))
+                Ok(Drafts::Layer(loaded.map_err(named)?))
             }
             DraftWeights::Mtp { .. } => {
                 let load = || {
                     let head = draft_head(target)?;
-                    Ok(StreamDrafts::mtp((config, store), head.as_ref(), options)?)
+                    Ok(StreamDrafts::mtp(config, store, head.as_ref(), options)?)
                 };
                 let loaded = load().map_err(|e: Error| e.within("--draft mtp"))?;
-                Ok(Drafts::Mtp(loaded))
+                Ok(Drafts::Layer(loaded))
             }
-        }
-    }
-
-    /// Bytes of keys and values of a session of its own, on a CPU, for a target's session of `spec`. Those of a layer are in
-    /// the session that it drafts for.
-    pub fn kv_bytes(&self, spec: &SessionSpec) -> u64 {
-        match self {
-            DraftWeights::Model(draft) => draft.kv_bytes(spec),
-            DraftWeights::Eagle3 { .. } | DraftWeights::Mtp { .. } => 0,
         }
     }
 
     /// The CPU memory that it needs in addition to its `target` and a session of that, which is of `spec`, as text and in
     /// bytes.
-    pub fn memory(&self, target: &ModelConfig, spec: &SessionSpec) -> Result<(String, u64)> {
+    pub(crate) fn memory(&self, target: &ModelConfig, spec: &SessionSpec) -> Result<(String, u64)> {
         let (what, bytes) = match self {
             DraftWeights::Model(draft) => return memory_of(draft, spec),
             // Codes of 4 bits, and for each 64 of them a scale of 16 and a zero point of 4.
@@ -311,77 +287,13 @@ impl DraftWeights {
     }
 }
 
-/// A loaded drafter.
-#[derive(Clone)]
-pub enum Drafts {
-    /// Prompt lookup.
-    Ngram,
-    /// A draft model.
-    Model {
-        engine: Arc<dyn Engine>,
-        /// Number of tokens that it shares with its target.
-        vocab: usize,
-        /// The longest context that it was trained for.
-        ctx: usize,
-    },
-    /// An EAGLE-3 head.
-    Eagle(StreamDrafts),
-    /// The model's MTP layer.
-    Mtp(StreamDrafts),
-}
-
-impl Drafts {
-    /// Drafts for `session`. Unless they were `asked` for, nothing is said where they do not pay.
-    ///
-    /// # Errors
-    /// If there is no room for a session of a draft model.
-    pub fn speculation(
-        &self,
-        session: &mut dyn Session,
-        asked: bool,
-    ) -> nq_runtime::Result<Speculation> {
-        let speculation = match self {
-            Drafts::Ngram => Speculation::ngram(),
-            Drafts::Eagle(eagle) => Speculation::new(eagle.drafter(session)?).with_copies(),
-            Drafts::Mtp(mtp) => Speculation::new(mtp.drafter(session)?).with_copies(),
-            Drafts::Model { engine, vocab, ctx } => {
-                let own = engine.session(shorter(&session.spec(), *ctx))?;
-                let model = DraftModel::new(own, *vocab);
-                Speculation::new(Box::new(model)).with_copies()
-            }
-        };
-        Ok(match asked {
-            true => speculation,
-            false => speculation.quietly(),
-        })
-    }
-
-    /// What a session of its own takes of a GPU's memory beside a target's session of `spec`: a draft model has one.
-    pub fn device_memory(&self, spec: &SessionSpec) -> DeviceMemory {
-        let own = match self {
-            Drafts::Model { engine, ctx, .. } => engine.device_memory(&shorter(spec, *ctx)),
-            Drafts::Ngram | Drafts::Eagle(_) | Drafts::Mtp(_) => None,
-        };
-        own.unwrap_or_default()
-    }
-}
-
-/// The session of a draft model that was trained for contexts of `ctx` tokens, for a target's session of `spec`: as many slots
-/// and pages.
-fn shorter(spec: &SessionSpec, ctx: usize) -> SessionSpec {
-    SessionSpec {
-        ctx: spec.ctx.min(ctx),
-        ..*spec
-    }
-}
-
 /// The drafter for a model's sessions: `loaded`, if it has weights, or prompt lookup. Unless one is requested by `from`, there is
 /// one only if answers with drafts are the same as without. If a drafter was requested and answers may differ, `progress` gets
 /// a note.
 ///
 /// # Errors
 /// If a drafter was requested and the device cannot check drafts.
-pub fn drafts(
+pub(crate) fn drafts(
     from: Option<&DraftFrom>,
     session: &dyn Session,
     device: &str,
@@ -389,10 +301,7 @@ pub fn drafts(
     loaded: Option<Drafts>,
 ) -> Result<Option<Drafts>> {
     Ok(match from {
-        None => {
-            let exact = session.exact_rows() > 1 && session.exact_rows() >= session.draft_rows();
-            exact.then(|| loaded.unwrap_or(Drafts::Ngram))
-        }
+        None => Drafts::unasked(session, loaded),
         Some(DraftFrom::None) => None,
         Some(_) => {
             let inexact = check_drafts(session, device);
@@ -405,7 +314,7 @@ pub fn drafts(
 
 /// The CPU memory that a draft model needs in addition to its target's, as text and in bytes.
 fn memory_of(draft: &DraftCheckpoint, spec: &SessionSpec) -> Result<(String, u64)> {
-    let spec = shorter(spec, longest_context(draft.checkpoint.config()));
+    let spec = spec.of_draft_model(draft.checkpoint.config().longest_context());
     let memory = at_load::memory(&draft.checkpoint, draft.schemes.as_ref(), &spec)?;
     let words = format!(
         "{} for the draft model {}, {} of which are for its context",

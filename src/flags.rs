@@ -1,6 +1,8 @@
 //! Flags that several subcommands have, and what their values mean.
 
+use crate::library::AdapterFile;
 use crate::terminal::say;
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use nq_kernels::{Isa, IsaChoice, KernelSet};
 use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, Split};
@@ -25,7 +27,7 @@ pub(crate) fn arguments() -> impl Iterator<Item = &'static OsString> {
 /// Flags that every subcommand takes.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Shared options")]
-pub struct Global {
+pub(crate) struct Global {
     /// Where to run: auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,1 or cuda:all
     #[arg(long, global = true, default_value = "auto")]
     pub device: DeviceChoice,
@@ -58,7 +60,7 @@ pub struct Global {
     /// CPU instruction set
     #[arg(long, global = true, value_enum, default_value_t = IsaArg::Auto)]
     pub isa: IsaArg,
-    /// A LoRA or DoRA adapter of the model: PEFT's folder, or a GGUF file; W multiplies it [default of W: 1]. It is merged
+    /// A LoRA or DoRA adapter: PEFT's folder, or a GGUF file. W multiplies it [default of W: 1]. It is merged
     /// into an unquantized model, and stays beside the weights of a quantized one. NAME=FOLDER, for serve, leaves the model as
     /// it is, and clients ask for NAME (repeatable)
     #[arg(
@@ -81,7 +83,7 @@ pub struct Global {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum KernelArg {
+pub(crate) enum KernelArg {
     /// The fastest for the device
     Fused,
     /// Plain, unfused
@@ -89,7 +91,7 @@ pub enum KernelArg {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum IsaArg {
+pub(crate) enum IsaArg {
     /// The best available
     Auto,
     /// Plain Rust
@@ -108,7 +110,7 @@ pub enum IsaArg {
 
 /// A value of `--adapter`.
 #[derive(Clone, Debug)]
-pub struct AdapterArg {
+pub(crate) struct AdapterArg {
     /// The name that clients ask for it by.
     pub name: Option<String>,
     /// The folder or file.
@@ -118,8 +120,23 @@ pub struct AdapterArg {
 }
 
 impl Global {
+    /// The adapters, for a command that has one model, to which all of them apply.
+    pub(crate) fn adapter_files(&self) -> anyhow::Result<Vec<AdapterFile>> {
+        let file = |AdapterArg { name, path, weight }: &AdapterArg| match name {
+            Some(name) => bail!(
+                "--adapter {name}={}: names are for `nq serve`",
+                path.display()
+            ),
+            None => Ok(AdapterFile {
+                path: path.clone(),
+                weight: *weight,
+            }),
+        };
+        self.adapters.iter().map(file).collect()
+    }
+
     /// The same for a further model, which the adapters are not for.
-    pub fn without_adapters(&self) -> Global {
+    pub(crate) fn without_adapters(&self) -> Global {
         Global {
             adapters: Vec::new(),
             ..self.clone()
@@ -127,7 +144,7 @@ impl Global {
     }
 
     /// Prints a note if there are more threads than cores.
-    pub fn note_threads(&self) {
+    pub(crate) fn note_threads(&self) {
         let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
         if let Some(threads) = self.threads.filter(|&n| n > cores) {
             say(&format!(
@@ -137,7 +154,7 @@ impl Global {
     }
 
     /// Prints a note on why the CPU is used if there is a GPU and `--device` does not ask for the CPU.
-    pub fn note_gpu(&self) {
+    pub(crate) fn note_gpu(&self) {
         if self.device != DeviceChoice::Auto {
             return;
         }
@@ -149,7 +166,7 @@ impl Global {
     }
 
     /// The library's load options for these flags.
-    pub fn load_options(&self) -> LoadOptions {
+    pub(crate) fn load_options(&self) -> LoadOptions {
         LoadOptions {
             device: self.device,
             threads: self.threads,
@@ -178,7 +195,7 @@ impl Global {
 /// Flags of a subcommand that contradict one another in a way that clap's rules cannot express: the program ends
 /// as clap ends it.
 #[derive(Debug)]
-pub struct Conflict {
+pub(crate) struct Conflict {
     pub subcommand: &'static str,
     pub message: String,
 }
@@ -192,7 +209,7 @@ impl fmt::Display for Conflict {
 impl std::error::Error for Conflict {}
 
 /// The error of flags of `subcommand` that contradict one another.
-pub fn conflict(subcommand: &'static str, message: impl Into<String>) -> anyhow::Error {
+pub(crate) fn conflict(subcommand: &'static str, message: impl Into<String>) -> anyhow::Error {
     let message = message.into();
     Conflict {
         subcommand,
@@ -202,7 +219,7 @@ pub fn conflict(subcommand: &'static str, message: impl Into<String>) -> anyhow:
 }
 
 /// Parses the bits that a model is quantized to at load; 16 for none.
-pub fn parse_load_bits(s: &str) -> Result<u32, String> {
+pub(crate) fn parse_load_bits(s: &str) -> Result<u32, String> {
     match s {
         "3" | "4" | "5" | "6" | "8" | "16" => Ok(s.parse().expect("a number")),
         _ => Err("expected 3, 4, 5, 6, 8 or 16".into()),
@@ -210,13 +227,9 @@ pub fn parse_load_bits(s: &str) -> Result<u32, String> {
 }
 
 /// Parses the bits of the KV cache; 32 is for comparison with f32 references.
-pub fn parse_kv(s: &str) -> Result<KvType, String> {
-    match s {
-        "8" => Ok(KvType::Int8),
-        "16" => Ok(KvType::F16),
-        "32" => Ok(KvType::F32),
-        _ => Err("expected 8, 16 or 32".into()),
-    }
+pub(crate) fn parse_kv(s: &str) -> Result<KvType, String> {
+    let kind = s.parse().ok().and_then(KvType::of_bits);
+    kind.ok_or_else(|| "expected 8, 16 or 32".into())
 }
 
 fn parse_adapter(s: &str) -> Result<AdapterArg, String> {
@@ -250,7 +263,7 @@ fn parse_threads(s: &str) -> Result<usize, String> {
 }
 
 /// Bytes: a number with a unit, such as `4GB` or `512MiB`.
-pub fn parse_size(s: &str) -> Result<u64, String> {
+pub(crate) fn parse_size(s: &str) -> Result<u64, String> {
     const UNITS: [(&str, f64); 7] = [
         ("KiB", 1024.0),
         ("MiB", 1_048_576.0),

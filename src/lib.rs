@@ -32,21 +32,23 @@
 
 pub use nq_answers::{Answer, Call, Choice as ToolChoice, End, Format, Piece, Prompt};
 pub use nq_evals::{Comparison, EvalReport, EvalSpec, Protocol};
-pub use nq_formats::{Bits, Progress, TrellisScheme, Unit};
+pub use nq_formats::export::ExportFormat;
+pub use nq_formats::{Bits, Group, Progress, TrellisScheme, Unit, Zeros};
 pub use nq_quantize::{
     CalibrationSource, Codes, Effort, Limits as QualityLimits, QuantizeOptions, QuantizeReport,
-    TargetSize, TuneOptions,
+    Recipe, TargetSize, TuneOptions, group_named,
 };
+pub use nq_runtime::chat_template::integers;
 pub use nq_runtime::embedding::{DEFAULT_TASK, Purpose};
 pub use nq_runtime::{
-    ActivationChoice, DeviceChoice, LoadOptions, Message, SamplingChoices, SamplingParams, Stats,
-    StopReason, TokenLogprobs,
+    ActivationChoice, DeviceChoice, KvType, LoadOptions, Message, SamplingChoices, SamplingParams,
+    Stats, StopReason, TokenLogprobs,
 };
 
 pub use draft::DraftFrom;
 pub use library::{
-    AdapterFile, Chat, Embedder, Error, ErrorKind, Model, OpenOptions, Reranker, Result, quantize,
-    quantize_with,
+    AdapterFile, Chat, Embedder, Error, ErrorKind, Model, OpenOptions, QuantizeSource, Reranker,
+    Result, quantize, quantize_with,
 };
 #[cfg(feature = "cli")]
 pub use program::program;
@@ -74,7 +76,11 @@ mod cli;
 #[cfg(feature = "cli")]
 mod commands;
 #[cfg(feature = "cli")]
+mod fit;
+#[cfg(feature = "cli")]
 mod flags;
+#[cfg(feature = "cli")]
+mod machine;
 #[cfg(feature = "cli")]
 mod model;
 #[cfg(feature = "cli")]

@@ -1,13 +1,13 @@
 //! The model that MODEL names, with its adapters, and what commands say of it.
 
-use crate::adapters::adapt;
+use crate::adapters::{self, adapt};
 use crate::demo;
-use crate::flags::{AdapterArg, Global};
+use crate::flags::Global;
 use crate::library::Error;
-pub use crate::names::{DEFAULT_ID, FoundModel, fetch, models_dir};
+pub use crate::names::{DEFAULT_ID, FoundModel, Stored, fetch, models_dir, stored_in};
 use crate::names::{find, note_left_over, open_hub};
 use anyhow::{Context, bail};
-use nq_formats::adapter::{Adapter, Lora};
+use nq_formats::adapter::Lora;
 use nq_formats::gguf::BlockType;
 use nq_formats::import::exl3;
 use nq_formats::{Checkpoint, Progress, Task, human_bytes};
@@ -25,14 +25,14 @@ pub fn open<M: AsRef<OsStr> + ?Sized>(
         None => open_default(global, progress),
     };
     let mut model = model?;
-    let adapters = adapters(&mut model, global)?;
+    let adapters = adapters::open(&mut model, &global.adapter_files()?)?;
     model.checkpoint = model.checkpoint.with_adapters(adapters)?;
     note_left_over(&model, progress);
     Ok(model)
 }
 
 /// A model that is run and not made into another.
-pub struct ToRun {
+pub(crate) struct ToRun {
     /// The model.
     pub model: FoundModel,
     /// Adapters beside its weights, which are quantized.
@@ -40,33 +40,16 @@ pub struct ToRun {
 }
 
 /// As [`open`], for a command that runs the model: adapters of a quantized one stay beside its weights.
-pub fn open_to_run<M: AsRef<OsStr> + ?Sized>(
+pub(crate) fn open_to_run<M: AsRef<OsStr> + ?Sized>(
     model: Option<&M>,
     global: &Global,
     progress: &dyn Progress,
 ) -> anyhow::Result<ToRun> {
     let mut model = open(model, &global.without_adapters(), progress)?;
-    let adapters = adapters(&mut model, global)?;
+    let adapters = adapters::open(&mut model, &global.adapter_files()?)?;
     let (checkpoint, beside) = adapt(model.checkpoint, adapters)?;
     model.checkpoint = checkpoint;
     Ok(ToRun { model, beside })
-}
-
-/// The adapters of the command line, which the model's source then names.
-fn adapters(model: &mut FoundModel, global: &Global) -> anyhow::Result<Vec<Adapter>> {
-    let mut adapters = Vec::new();
-    for AdapterArg { name, path, weight } in &global.adapters {
-        if let Some(name) = name {
-            bail!(
-                "--adapter {name}={}: names are for `nq serve`",
-                path.display()
-            );
-        }
-        adapters.push(Adapter::open(path, *weight)?);
-        let place = path.canonicalize().unwrap_or_else(|_| path.clone());
-        model.source = format!("{} with {weight} x {}", model.source, place.display());
-    }
-    Ok(adapters)
 }
 
 /// The sampling settings that a model's `generation_config.json` says.
@@ -84,7 +67,7 @@ pub fn sampling(checkpoint: &Checkpoint) -> anyhow::Result<SamplingParams> {
 
 /// The default model of `nq chat`: the quantized copy of the default model
 /// in nq's folder (4 bits before 8), otherwise that of [`open`].
-pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<ToRun> {
+pub(crate) fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result<ToRun> {
     let name = DEFAULT_ID.rsplit('/').next().unwrap_or(DEFAULT_ID);
     for bits in [4, 8] {
         let copy = models_dir()?.join(format!("{name}-int{bits}"));
@@ -96,7 +79,7 @@ pub fn open_for_chat(global: &Global, progress: &dyn Progress) -> anyhow::Result
 }
 
 /// Refuses an embedding model for a command that generates text.
-pub fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
+pub(crate) fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
     match model.checkpoint.task() {
         Task::Embed(_) => bail!(
             "{}: an embedding model, which generates no text; use `nq embed` or `nq serve`",
@@ -108,7 +91,7 @@ pub fn check_writes(model: &FoundModel) -> anyhow::Result<()> {
 
 /// Says of GGUF types that have no kernel, and of EXL3, what they run as, where that takes notably more memory than
 /// the file.
-pub fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
+pub(crate) fn note_growth(checkpoint: &Checkpoint, progress: &dyn Progress) {
     if checkpoint.store().format() == exl3::METHOD {
         progress.note(&format!(
             "EXL3's codes have no kernel and run as FP16: {} of weights in files take {}",

@@ -2,9 +2,9 @@
 
 use crate::demo;
 use crate::library::error::{Error, Result};
+use nq_formats::files::CONFIG;
 use nq_formats::hub::{Hub, HubId, HubOptions};
-use nq_formats::left_over;
-use nq_formats::{Checkpoint, Progress};
+use nq_formats::{Checkpoint, Files, Progress, gguf, left_over};
 use nq_model::Preset;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -28,25 +28,35 @@ pub const DEFAULT_ID: &str = "Qwen/Qwen3-0.6B";
 /// # Errors
 /// [`ErrorKind::NoModel`](crate::ErrorKind) if none of these variables is set.
 pub fn models_dir() -> Result<PathBuf> {
+    own_dir("models", "XDG_DATA_HOME", ".local/share")
+}
+
+/// The folder for what can be computed again: `NQ_HOME/cache`, otherwise `XDG_CACHE_HOME/nq/cache`, otherwise
+/// `~/.cache/nq/cache`.
+///
+/// # Errors
+/// [`ErrorKind::NoModel`](crate::ErrorKind) if none of these variables is set.
+#[cfg(feature = "cli")]
+pub(crate) fn cache_dir() -> Result<PathBuf> {
+    own_dir("cache", "XDG_CACHE_HOME", ".cache")
+}
+
+/// A folder in that of nq: `NQ_HOME`, otherwise the folder `nq` in that of the variable `xdg`, otherwise in `usual` of the
+/// home folder.
+fn own_dir(name: &str, xdg: &str, usual: &str) -> Result<PathBuf> {
     let var = |name| {
         std::env::var_os(name)
             .filter(|v| !v.is_empty())
             .map(PathBuf::from)
     };
     if let Some(home) = var("NQ_HOME") {
-        return Ok(home.join("models"));
+        return Ok(home.join(name));
     }
-    let data = match var("XDG_DATA_HOME") {
-        Some(dir) => dir,
-        None => match var("HOME") {
-            Some(home) => home.join(".local/share"),
-            None => {
-                let why = "no place for models: set HOME, XDG_DATA_HOME or NQ_HOME";
-                return Err(Error::no_model(why));
-            }
-        },
-    };
-    Ok(data.join("nq/models"))
+    let base = var(xdg).or_else(|| Some(var("HOME")?.join(usual)));
+    let base = base.ok_or_else(|| {
+        Error::no_model(format!("no place for {name}: set HOME, {xdg} or NQ_HOME"))
+    })?;
+    Ok(base.join("nq").join(name))
 }
 
 /// Opens the model that `model` names; `offline` keeps it from using the network.
@@ -111,7 +121,7 @@ pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Fou
 }
 
 /// Hub ids of models that are no presets, or whose names are not those of their presets.
-const PUBLISHED: [&str; 8] = [
+const PUBLISHED: [&str; 13] = [
     "Qwen/Qwen3-Coder-30B-A3B-Instruct",
     "Qwen/Qwen3-Embedding-0.6B",
     "Qwen/Qwen3-Embedding-4B",
@@ -120,6 +130,11 @@ const PUBLISHED: [&str; 8] = [
     "Qwen/Qwen3-Reranker-4B",
     "Qwen/Qwen3-Reranker-8B",
     "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-VL-2B-Instruct",
+    "Qwen/Qwen3-VL-4B-Instruct",
+    "Qwen/Qwen3-VL-8B-Instruct",
+    "Qwen/Qwen3-VL-32B-Instruct",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct",
 ];
 
 /// Who publishes GGUF files of a model, as `OWNER/NAME-GGUF`.
@@ -127,7 +142,7 @@ const GGUF_OWNER: &str = "unsloth";
 
 /// The hub id of a model that goes by its bare name, or by its name in ollama: `Qwen3-0.6B`, `qwen3:0.6b`, `llama3.2:3b`;
 /// with a kind of GGUF file behind it, that of such a file: `qwen3:0.6b:q4_K_M`, `qwen3:0.6b-q4_K_M`.
-fn published(name: &str) -> Option<String> {
+pub(crate) fn published(name: &str) -> Option<String> {
     if let Some(id) = whole(name) {
         return Some(id.to_owned());
     }
@@ -189,6 +204,74 @@ fn alike(model: &str) -> Result<Option<String>> {
         .map(|(_, name)| name))
 }
 
+/// A model in a folder of models.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// Its path in the folder, without `.gguf` and the number of a split file: `Qwen3-8B-int4`, `owner/Qwen3-8B-GGUF`.
+    pub name: String,
+    /// What [`find`] opens.
+    pub path: PathBuf,
+}
+
+/// Folders within one another that are searched for models: programs that download models keep them as
+/// `OWNER/NAME/FILE.gguf`.
+const DEEPEST: usize = 3;
+
+/// The models in `folder`, by name: folders with a `config.json` or with one GGUF model, and GGUF files beside others.
+/// Hidden files and what an interrupted run has left (`.partial`) are passed over.
+///
+/// # Errors
+/// A folder that cannot be listed, or that is a model itself.
+pub fn stored_in(folder: &Path) -> Result<Vec<Stored>> {
+    if folder.join(CONFIG).exists() {
+        return Err(Error::no_model(format!(
+            "{}: expected a folder of models, found a model",
+            folder.display()
+        )));
+    }
+    let mut found = Vec::new();
+    search(folder, "", &mut found)?;
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(found)
+}
+
+/// Adds the models below `folder`, which is called `name` in the folder that is searched.
+fn search(folder: &Path, name: &str, found: &mut Vec<Stored>) -> Result<()> {
+    let mut entries = match Files::Folder(folder.into()).names() {
+        // Whoever opens it as a model is told why it cannot be listed.
+        Err(_) if !name.is_empty() => {
+            let (name, path) = (name.to_owned(), folder.to_owned());
+            found.push(Stored { name, path });
+            return Ok(());
+        }
+        listed => listed?,
+    };
+    entries.retain(|entry| !entry.starts_with('.') && !entry.ends_with(".partial"));
+    let within = |entry: &str| match name {
+        "" => entry.to_owned(),
+        _ => format!("{name}/{entry}"),
+    };
+    let files = gguf::models(&entries);
+    let is_model = files.len() == 1 || entries.iter().any(|entry| entry == CONFIG);
+    if !name.is_empty() && is_model {
+        let (name, path) = (name.to_owned(), folder.to_owned());
+        found.push(Stored { name, path });
+        return Ok(());
+    }
+    found.extend(files.into_iter().map(|model| Stored {
+        name: within(&model.name),
+        path: folder.join(model.file),
+    }));
+    let depth = name.split('/').filter(|part| !part.is_empty()).count();
+    for entry in entries.iter().filter(|_| depth < DEEPEST) {
+        let path = folder.join(entry);
+        if path.is_dir() {
+            search(&path, &within(entry), found)?;
+        }
+    }
+    Ok(())
+}
+
 /// The path of the hub's model `id`, downloaded unless the cache has it.
 ///
 /// # Errors
@@ -203,7 +286,7 @@ pub fn fetch(id: &str, offline: bool, progress: &dyn Progress) -> Result<PathBuf
 ///
 /// # Errors
 /// Errors of [`fetch`] and of reading the files.
-pub fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<FoundModel> {
+pub(crate) fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<FoundModel> {
     let path = fetch(id, offline, progress)?;
     // In the cache, a file's real name is its hash; the id has its usual name.
     let name = HubId::parse(id).map_or_else(|| id.to_owned(), |id| id.name());
@@ -215,7 +298,7 @@ pub fn open_hub(id: &str, offline: bool, progress: &dyn Progress) -> Result<Foun
 }
 
 /// Says once what the model's files hold and nq does not use.
-pub fn note_left_over(model: &FoundModel, progress: &dyn Progress) {
+pub(crate) fn note_left_over(model: &FoundModel, progress: &dyn Progress) {
     for line in left_over::lines(model.checkpoint.left_over()) {
         progress.note(&format!("{}: not used: {line}", model.name));
     }
@@ -255,7 +338,8 @@ fn open_path(path: &Path) -> Result<FoundModel> {
 
 #[cfg(test)]
 mod tests {
-    use super::published;
+    use super::{Stored, published, stored_in};
+    use std::fs;
 
     #[test]
     fn names_from_elsewhere_are_known() {
@@ -286,5 +370,55 @@ mod tests {
         ] {
             assert_eq!(published(name), None, "{name}");
         }
+    }
+
+    #[test]
+    fn a_folder_of_models_names_each_by_its_place() {
+        let root = tempfile::tempdir().expect("a folder");
+        let root = root.path();
+        for file in [
+            "own-int4/config.json",
+            "own-int4/model.safetensors",
+            "own-int8.partial/config.json",
+            ".cache/config.json",
+            "a-Q4_K_M.gguf",
+            "b-00001-of-00002.gguf",
+            "b-00002-of-00002.gguf",
+            "mmproj-F16.gguf",
+            "owner/one-GGUF/one-Q4_K_M.gguf",
+            "owner/one-GGUF/mmproj-F16.gguf",
+            "owner/two-GGUF/two-Q4_K_M.gguf",
+            "owner/two-GGUF/two-Q8_0-00002-of-00003.gguf",
+            "owner/two-GGUF/two-Q8_0-00003-of-00003.gguf",
+            "too/deep/to/be/config.json",
+            "notes/read.me",
+        ] {
+            let path = root.join(file);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, []).expect("a file");
+        }
+        let found = stored_in(root).expect("models");
+        let expected = [
+            ("a-Q4_K_M", "a-Q4_K_M.gguf"),
+            ("b", "b-00001-of-00002.gguf"),
+            ("own-int4", "own-int4"),
+            ("owner/one-GGUF", "owner/one-GGUF"),
+            (
+                "owner/two-GGUF/two-Q4_K_M",
+                "owner/two-GGUF/two-Q4_K_M.gguf",
+            ),
+            (
+                "owner/two-GGUF/two-Q8_0",
+                "owner/two-GGUF/two-Q8_0-00002-of-00003.gguf",
+            ),
+        ];
+        let expected = expected.map(|(name, path)| Stored {
+            name: name.to_owned(),
+            path: root.join(path),
+        });
+        assert_eq!(found, expected);
+        let error = stored_in(&root.join("own-int4")).expect_err("a model");
+        assert!(error.to_string().contains("found a model"), "{error}");
+        assert!(stored_in(&root.join("none")).is_err());
     }
 }

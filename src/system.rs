@@ -7,7 +7,7 @@ use std::path::Path;
 pub use nq_runtime::host::{available_memory, total_memory};
 
 /// The processor's name, if the system tells it.
-pub fn cpu_name() -> Option<String> {
+pub(crate) fn cpu_name() -> Option<String> {
     let info = fs::read_to_string("/proc/cpuinfo").ok()?;
     let keys = ["model name", "Model", "CPU part"];
     keys.iter().find_map(|key| {
@@ -23,7 +23,7 @@ pub fn cpu_name() -> Option<String> {
 ///
 /// # Errors
 /// A message with both figures.
-pub fn check_memory(needed: u64, help: &str) -> anyhow::Result<()> {
+pub(crate) fn check_memory(needed: u64, help: &str) -> anyhow::Result<()> {
     match available_memory() {
         Some(available) if needed > available => anyhow::bail!(
             "this needs {} of memory, and {} are free: {help}",
@@ -36,7 +36,7 @@ pub fn check_memory(needed: u64, help: &str) -> anyhow::Result<()> {
 
 /// Bytes of last-level cache: the sum over the caches of the highest level among the
 /// machine's CPUs. 0 if the system does not say.
-pub fn last_level_cache() -> u64 {
+pub(crate) fn last_level_cache() -> u64 {
     let Ok(cpus) = fs::read_dir("/sys/devices/system/cpu") else {
         return 0;
     };

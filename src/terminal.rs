@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 use unicode_width::UnicodeWidthStr;
 
 /// Exit code after an interrupt.
-pub const INTERRUPTED: u8 = 130;
+pub(crate) const INTERRUPTED: u8 = 130;
 
 /// Exits as an interrupt does, without leaving temporary files.
-pub fn leave_interrupted() -> ! {
+pub(crate) fn leave_interrupted() -> ! {
     nq_formats::durable::remove_temporaries();
     std::process::exit(INTERRUPTED.into());
 }
@@ -33,7 +33,7 @@ static ON_SIGNAL: Mutex<Option<Box<dyn Fn() + Send>>> = Mutex::new(None);
 ///
 /// # Errors
 /// If the system refuses a handler.
-pub fn leave_on_signals() -> anyhow::Result<()> {
+pub(crate) fn leave_on_signals() -> anyhow::Result<()> {
     ctrlc::set_handler(
         || match &*ON_SIGNAL.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(action) => action(),
@@ -44,7 +44,7 @@ pub fn leave_on_signals() -> anyhow::Result<()> {
 }
 
 /// Lets signals do this from now on.
-pub fn on_signals(action: impl Fn() + Send + 'static) {
+pub(crate) fn on_signals(action: impl Fn() + Send + 'static) {
     *ON_SIGNAL.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(action));
 }
 
@@ -54,7 +54,7 @@ const SILENCE: f64 = 30.0;
 /// Draws stages on stderr, or prints a line about them now and then if that is no terminal; each note is
 /// printed once.
 #[derive(Default)]
-pub struct Terminal {
+pub(crate) struct Terminal {
     stage: Mutex<Option<RunningStage>>,
     plan: Mutex<StagePlan>,
     said: Mutex<HashSet<String>>,
@@ -72,13 +72,13 @@ struct RunningStage {
 }
 
 impl RunningStage {
-    fn work(&self) -> Work {
+    fn work(&self) -> Progressed {
         let total = self.bar.length().unwrap_or(0);
         let (new, all) = (
             self.bar.position().saturating_sub(self.kept),
             total.saturating_sub(self.kept),
         );
-        Work {
+        Progressed {
             done: (new as f64 / all.max(1) as f64).min(1.0),
             seconds: self.begun.elapsed().as_secs_f64(),
         }
@@ -87,7 +87,7 @@ impl RunningStage {
 
 /// How far a stage is, without what was there from an earlier run.
 #[derive(Clone, Copy)]
-struct Work {
+struct Progressed {
     /// The share that is done.
     done: f64,
     /// Seconds that it took.
@@ -124,7 +124,7 @@ impl StagePlan {
         self.next = self.at.map_or(self.next, |at| at + 1);
     }
 
-    fn end(&mut self, work: Work) {
+    fn end(&mut self, work: Progressed) {
         if let Some(at) = self.at.take() {
             self.stages[at].took = work.seconds;
         }
@@ -132,7 +132,7 @@ impl StagePlan {
 
     /// Seconds left of all stages; `None` where nothing is known. What took longer than estimated lets the rest take
     /// longer too.
-    fn left(&self, work: Work) -> Option<f64> {
+    fn left(&self, work: Progressed) -> Option<f64> {
         let at = self.at?;
         let now = self.stages[at].estimate;
         let tells = work.done > TELLING;
@@ -177,7 +177,7 @@ pub fn about(seconds: f64) -> String {
 }
 
 /// A line about the time of stages, if it can be estimated.
-pub fn time_plan(stages: &[(&str, f64)]) -> Option<String> {
+pub(crate) fn time_plan(stages: &[(&str, f64)]) -> Option<String> {
     let total: f64 = stages.iter().map(|s| s.1).sum();
     // Less than a tenth is not worth a mention.
     let long = stages.iter().filter(|s| s.1 >= 0.1 * total);
@@ -319,7 +319,7 @@ impl Progress for Terminal {
 }
 
 /// True if `error` means that the reader of our output is gone.
-pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
+pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
         .filter_map(|e| e.downcast_ref::<io::Error>())
@@ -328,7 +328,7 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
 
 /// Prints text and a line break on stdout. Unlike with `println!`, a reader that is gone is an error
 /// to return, not a panic.
-pub fn print_line(text: &str) -> io::Result<()> {
+pub(crate) fn print_line(text: &str) -> io::Result<()> {
     let print = || -> io::Result<()> {
         let mut out = io::stdout().lock();
         writeln!(out, "{}", printable(text))?;
@@ -342,7 +342,7 @@ pub fn print_line(text: &str) -> io::Result<()> {
 
 /// Prints text and a line break on stderr, with the middle of long lines left out. Unlike with
 /// `eprintln!`, a reader that is gone causes no panic: it must not cost the work that a note is about.
-pub fn say(text: &str) {
+pub(crate) fn say(text: &str) {
     let text = printable(text);
     let _ = writeln!(io::stderr().lock(), "{}", few_lines(&text));
 }
@@ -378,7 +378,7 @@ fn few_lines(text: &str) -> String {
 const LONGEST: usize = 1000;
 
 /// `text` without its middle if it has more than `most` characters; says how much was left out.
-pub fn shortened(text: &str, most: usize) -> Cow<'_, str> {
+pub(crate) fn shortened(text: &str, most: usize) -> Cow<'_, str> {
     let count = text.chars().count();
     if count <= most {
         return text.into();
@@ -392,7 +392,7 @@ pub fn shortened(text: &str, most: usize) -> Cow<'_, str> {
 }
 
 /// `text` with control characters, except line feed and tab, escaped as `\u001b`.
-pub fn printable(text: &str) -> Cow<'_, str> {
+pub(crate) fn printable(text: &str) -> Cow<'_, str> {
     let harms = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
     if !text.contains(harms) {
         return text.into();
@@ -409,14 +409,14 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 }
 
 /// Columns of the terminal on stdout; `None` if stdout is not a terminal or its width is unknown.
-pub fn width() -> Option<usize> {
+pub(crate) fn width() -> Option<usize> {
     let dumb = std::env::var_os("TERM").is_some_and(|v| v == "dumb");
     let (width, _) = terminal_size::terminal_size_of(io::stdout()).filter(|_| !dumb)?;
     Some(usize::from(width.0))
 }
 
 /// True if text on this stream may have colours: a terminal that has them, of a user who wants them.
-pub fn has_colours(stream: &impl IsTerminal) -> bool {
+pub(crate) fn has_colours(stream: &impl IsTerminal) -> bool {
     let off = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty())
         || std::env::var_os("TERM").is_some_and(|v| v == "dumb");
     stream.is_terminal() && !off
@@ -424,7 +424,7 @@ pub fn has_colours(stream: &impl IsTerminal) -> bool {
 
 /// `text` with lines broken between words at `width` columns, if there is a width; all but its first line begin
 /// with `indent` spaces.
-pub fn filled(text: &str, width: Option<usize>, indent: usize) -> String {
+pub(crate) fn filled(text: &str, width: Option<usize>, indent: usize) -> String {
     let Some(width) = width.filter(|w| *w > 2 * indent) else {
         return text.into();
     };
@@ -446,7 +446,7 @@ pub fn filled(text: &str, width: Option<usize>, indent: usize) -> String {
 }
 
 /// The stream for notes: stderr with control characters escaped, and notes of nq in grey where colours are.
-pub struct Notes {
+pub(crate) struct Notes {
     colours: bool,
 }
 
@@ -479,7 +479,7 @@ impl Write for Notes {
 }
 
 /// `text` as a word for a shell: quoted if necessary.
-pub fn shell_word(text: &str) -> Cow<'_, str> {
+pub(crate) fn shell_word(text: &str) -> Cow<'_, str> {
     let plain = |c: char| c.is_alphanumeric() || "._-/+=:,@%".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         text.into()
@@ -491,8 +491,8 @@ pub fn shell_word(text: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::{
-        Planned, Progress, StagePlan, Terminal, Unit, Work, about, filled, printable, shell_word,
-        shortened,
+        Planned, Progress, Progressed, StagePlan, Terminal, Unit, about, filled, printable,
+        shell_word, shortened,
     };
 
     #[test]
@@ -513,8 +513,8 @@ mod tests {
     }
 
     /// What is done of a stage in a run that began it.
-    fn done(done: f64, seconds: f64) -> Work {
-        Work { done, seconds }
+    fn done(done: f64, seconds: f64) -> Progressed {
+        Progressed { done, seconds }
     }
 
     fn plan_of(estimates: [(&str, f64); 3]) -> StagePlan {

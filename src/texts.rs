@@ -52,7 +52,7 @@ pub fn load(
 }
 
 /// The name of WikiText-2 in place of a file.
-pub const WIKITEXT_NAME: &str = "wikitext2";
+pub(crate) const WIKITEXT_NAME: &str = "wikitext2";
 
 /// WikiText-2 on the hub.
 const WIKITEXT: (&str, &str) = (
@@ -89,7 +89,7 @@ fn wikitext(offline: bool, progress: &dyn Progress) -> anyhow::Result<String> {
 }
 
 /// The text built into the program.
-pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
+pub(crate) fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
     let text = demo::eval_text().context(
         "no text to evaluate on: this build has none (feature `demo` is off); give one with --text FILE or --text wikitext2",
     )?;
@@ -104,7 +104,7 @@ pub fn built_in(max_bytes: Option<usize>) -> anyhow::Result<Text> {
 ///
 /// # Errors
 /// Errors of reading; a text that is longer.
-pub fn read_bounded(input: impl Read, most: u64) -> std::io::Result<Vec<u8>> {
+pub(crate) fn read_bounded(input: impl Read, most: u64) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     input.take(most + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > most {

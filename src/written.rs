@@ -1,6 +1,6 @@
 //! What was written, opened again: it must be read as its source is.
 
-use anyhow::{Context, bail};
+use crate::library::{Error, Result};
 use nq_formats::{Checkpoint, Progress};
 use nq_model::{Delta, ModelConfig};
 use nq_runtime::tokenizer::TOKENIZER_FILE;
@@ -17,20 +17,24 @@ const LAST: u32 = 512;
 ///
 /// # Errors
 /// What differs; what was written cannot be opened.
-pub fn check(
+pub(crate) fn check(
     source: &Checkpoint,
     path: &Path,
     out: &Path,
     progress: &dyn Progress,
-) -> anyhow::Result<Checkpoint> {
-    let written = Checkpoint::open(path)
-        .with_context(|| format!("{}: what was written cannot be read", out.display()))?;
-    let differs = |what: &str, of: String, found: String| {
+) -> Result<Checkpoint> {
+    let written = Checkpoint::open(path).map_err(|e| {
+        Error::from(e).within(format!(
+            "{}: what was written cannot be read",
+            out.display()
+        ))
+    })?;
+    let differs = |what: &str, wanted: String, found: String| {
         let (root, out) = (source.files().root(), out.display());
-        bail!(
-            "{out}: {what} is read otherwise than in {}: {of} there, {found} here",
+        Err(Error::differs(format!(
+            "{out}: {what} is read otherwise than in {}: {wanted} there, {found} here",
             root.display()
-        )
+        )))
     };
     let (ours, theirs) = (shape(source), shape(&written));
     if ours != theirs {
@@ -40,8 +44,8 @@ pub fn check(
         return Ok(written);
     }
     let (ours, theirs) = (tokenizer(source)?, tokenizer(&written)?);
-    if let Some((of, found)) = other_token(&ours, &theirs) {
-        return differs("a token", of, found);
+    if let Some((wanted, found)) = other_token(&ours, &theirs) {
+        return differs("a token", wanted, found);
     }
     let special: Vec<u32> = (0..=ours.max_id())
         .filter(|&id| ours.token_bytes().is_special(id) != theirs.token_bytes().is_special(id))
@@ -55,25 +59,29 @@ pub fn check(
         ));
     }
     for text in [PROBE.to_owned(), last_tokens(&ours)] {
-        let (of, found) = (ours.encode(&text)?, theirs.encode(&text)?);
-        if of != found {
-            let at = of.iter().zip(&found).take_while(|(a, b)| a == b).count();
+        let (wanted, found) = (ours.encode(&text)?, theirs.encode(&text)?);
+        if wanted != found {
+            let at = wanted
+                .iter()
+                .zip(&found)
+                .take_while(|(a, b)| a == b)
+                .count();
             let some = |ids: &[u32]| {
                 let ids = &ids[at.min(ids.len())..];
                 format!("{:?} after {at} tokens", &ids[..ids.len().min(4)])
             };
-            return differs("a text", some(&of), some(&found));
+            return differs("a text", some(&wanted), some(&found));
         }
     }
     let chat = [Message::new("user", "Name a river.")];
-    let render = |checkpoint: &Checkpoint| -> anyhow::Result<Option<String>> {
+    let render = |checkpoint: &Checkpoint| -> Result<Option<String>> {
         let template = ChatTemplate::find(checkpoint.files())?;
         // A template may refuse this chat, in both.
         Ok(template.and_then(|t| t.render(&chat, None, true, None).ok()))
     };
-    let (of, found) = (render(source)?, render(&written)?);
-    if of != found {
-        return differs("a chat", format!("{of:?}"), format!("{found:?}"));
+    let (wanted, found) = (render(source)?, render(&written)?);
+    if wanted != found {
+        return differs("a chat", format!("{wanted:?}"), format!("{found:?}"));
     }
     let ends = written.eos_token_ids();
     for id in source.eos_token_ids() {
@@ -99,7 +107,7 @@ fn shape(checkpoint: &Checkpoint) -> ModelConfig {
     }
 }
 
-fn tokenizer(checkpoint: &Checkpoint) -> anyhow::Result<Tokenizer> {
+fn tokenizer(checkpoint: &Checkpoint) -> Result<Tokenizer> {
     Ok(Tokenizer::from_files(checkpoint.files())?)
 }
 

@@ -134,7 +134,18 @@ fn flags_that_make_no_sense_are_exit_code_2() {
                 "--format",
                 "awq",
             ],
-            "--format nq",
+            "--target-bpw: expected a format in which",
+        ),
+        (
+            &[
+                "quantize",
+                "no-such",
+                "--format",
+                "gptq",
+                "--head-bits",
+                "8",
+            ],
+            "--head-bits: expected 16, which loaders of GPTQ need",
         ),
         // A negative number is a value, not a flag.
         (&["chat", "no-such", "--seed", "-1"], "invalid digit"),
@@ -267,7 +278,7 @@ fn a_models_path_need_not_be_utf8_and_the_list_has_bits() {
     use std::os::unix::ffi::OsStrExt;
 
     let home = tempfile::tempdir().expect("a folder");
-    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let demo = nq_testkit::demo();
     let odd = home.path().join(OsStr::from_bytes(b"\xff model"));
     let own = home.path().join("models/plain");
     for to in [&odd, &own] {

@@ -10,12 +10,14 @@
 use nq_evals::{EvalSpec, Protocol, compare, kld_rows};
 use nq_formats::{Bits, Checkpoint, synth};
 use nq_load::load;
-use nq_model::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, find};
-use nq_quantize::{CalibrationSource, Job, QuantizeOptions, Schemes, quantize_at_load};
+use nq_model::{DType, ModelConfig, find};
+use nq_quantize::{CalibrationSource, Job, QuantizeOptions, Recipe, Schemes, quantize_at_load};
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted,
-    Session, SessionSpec, Tokenizer,
+    ActivationChoice, Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Session,
+    Tokenizer,
 };
+use nq_testkit::models::{delta, experts, rope, tiny};
+use nq_testkit::sessions::{chunk, session_spec};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -39,7 +41,7 @@ fn pair(bits: Bits) -> Option<Pair> {
     if !has_gpu() {
         return None;
     }
-    let demo = || Checkpoint::open(&assets().join("demo")).expect("it is part of the sources");
+    let demo = || Checkpoint::open(&nq_testkit::demo()).expect("it is part of the sources");
     let engine = |device, activations| {
         let checkpoint =
             quantize_at_load(demo(), Schemes::defaults(bits)).expect("the schemes fit");
@@ -60,26 +62,15 @@ fn pair(bits: Bits) -> Option<Pair> {
 }
 
 fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
-    let spec = SessionSpec {
-        slots: 3,
-        ctx: 256,
-        pages: None,
-        kv,
-        max_rows: 256,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    engine.session(spec).expect("it fits")
+    engine
+        .session(session_spec(3, 256, kv, 256))
+        .expect("it fits")
 }
 
 /// Logits for one chunk in each of some slots.
 fn forward(session: &mut dyn Session, chunks: &[(usize, &[u32])]) -> Vec<f32> {
     let chunks: Vec<Chunk<'_>> = (chunks.iter())
-        .map(|&(slot, tokens)| Chunk {
-            slot,
-            tokens,
-            logits: LogitsWanted::All,
-        })
+        .map(|&(slot, tokens)| chunk(slot, tokens, LogitsWanted::All))
         .collect();
     session
         .forward(&chunks, None)
@@ -179,43 +170,21 @@ fn an_int8_cache_costs_little() {
 /// A small hybrid whose widths the GPU serves: a layer with a recurrence and one with gated attention.
 fn hybrid(gguf: &str) -> ModelConfig {
     let architecture = find(|a| a.gguf, gguf).expect("an architecture");
-    let experts = architecture.router().map(|_| Experts {
-        count: 4,
-        per_token: 2,
-        width: 256,
-        normalized: true,
-        shared: 256,
-    });
+    let experts = architecture.router().map(|_| experts(4, 256, 256));
     ModelConfig {
-        architecture,
         hidden_size: 256,
         intermediate_size: 512,
         experts,
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads: 4,
-            key_dim: 128,
-            value_dim: 128,
-            conv: 4,
-            interval: 2,
-            tiled: false,
-        }),
+        delta: Some(delta(4, 128, 2)),
         num_hidden_layers: 4,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 256,
         vocab_size: 512,
         max_position_embeddings: 1024,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(64),
-            scaling: RopeScaling::None,
-        },
-        tie_word_embeddings: false,
+        rope: rope(1e7, Some(64)),
         mtp_layers: 1,
         eos_token_ids: vec![300],
         dtype: Some(DType::BF16),
+        ..tiny(gguf)
     }
 }
 
@@ -227,8 +196,8 @@ fn differing(a: &Checkpoint, b: &Checkpoint) -> f64 {
             let (name, dims) = (linear.name(index), linear.dims(config));
             let [a, b] = [a, b].map(|c| {
                 let weight = c.store().matrix(&name, dims).expect("a weight");
-                let mut values = vec![0.0; dims.0 * dims.1];
-                for (row, values) in values.chunks_exact_mut(dims.1).enumerate() {
+                let mut values = vec![0.0; dims.rows * dims.cols];
+                for (row, values) in values.chunks_exact_mut(dims.cols).enumerate() {
                     weight.dequantize_row(row, values).expect("a row");
                 }
                 values
@@ -258,7 +227,11 @@ fn hybrids_are_quantized_as_on_the_cpu() {
         for &method in methods {
             let run = |device: DeviceChoice| {
                 let out = home.path().join(format!("{method} {device:?}"));
-                let mut options = QuantizeOptions {
+                let recipe = Recipe {
+                    simple: true,
+                    ..Bits::B4.into()
+                };
+                let options = QuantizeOptions {
                     method: method.into(),
                     calibration: CalibrationSource::File(text.clone()),
                     calib_tokens: Some(2048),
@@ -269,9 +242,8 @@ fn hybrids_are_quantized_as_on_the_cpu() {
                         activations: ActivationChoice::F32,
                         ..LoadOptions::default()
                     },
-                    ..QuantizeOptions::new(&config, Bits::B4, &out).expect("options")
+                    ..QuantizeOptions::new(&config, recipe, &out).expect("options")
                 };
-                options.simple();
                 let job = Job::new(&source, &options, &()).expect("it is possible");
                 let report = job.run().expect("it is quantized");
                 (report, Checkpoint::open(&out).expect("it was written"))

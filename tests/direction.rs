@@ -4,8 +4,9 @@ use cargo_metadata::{DependencyKind, MetadataCommand};
 use std::path::Path;
 
 /// Each crate may use those before it.
-const ORDER: [&str; 18] = [
+const ORDER: [&str; 19] = [
     "nq-model",
+    "nq-pictures",
     "nq-formats",
     "nq-kernels",
     "nq-runtime",
@@ -105,6 +106,7 @@ fn the_library_does_without_the_command_line() {
         "nq-kernels",
         "nq-load",
         "nq-model",
+        "nq-pictures",
         "nq-quantize",
         "nq-runtime",
         "serde_json",
@@ -144,6 +146,38 @@ fn libraries_do_not_use_what_belongs_to_the_binary() {
     }
 }
 
+/// A library without tests, or without examples in its docs, says so: each is a program to link, or a run of rustdoc, for
+/// nothing. One with them does not leave them out.
+#[test]
+fn libraries_are_tested_where_they_have_tests() {
+    let metadata = MetadataCommand::new()
+        .manifest_path(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
+    let libraries = metadata.packages.iter().flat_map(|p| &p.targets);
+    for library in libraries.filter(|t| t.is_lib()) {
+        let sources = sources(library.src_path.as_std_path().parent().expect("a folder"));
+        let has = |what: &dyn Fn(&str) -> bool| sources.lines().any(|l| what(l.trim_start()));
+        let tests = has(&|l| l == "#[test]");
+        assert_eq!(library.test, tests, "tests of {}", library.name);
+        let examples = has(&|l| l.starts_with("//! ```") || l.starts_with("/// ```"));
+        assert_eq!(library.doctest, examples, "examples of {}", library.name);
+    }
+}
+
+/// All Rust code below a folder.
+fn sources(folder: &Path) -> String {
+    let entries = std::fs::read_dir(folder).expect("a folder");
+    let paths = entries.map(|e| e.expect("an entry").path());
+    let code = paths.map(|path| match path.extension() {
+        _ if path.is_dir() => sources(&path),
+        Some(e) if e == "rs" => std::fs::read_to_string(&path).expect("UTF-8"),
+        _ => String::new(),
+    });
+    code.collect()
+}
+
 /// The tests of a crate are one program, so a file that no module names would not be run, without a word.
 #[test]
 fn every_file_of_tests_is_in_a_program() {
@@ -152,10 +186,11 @@ fn every_file_of_tests_is_in_a_program() {
         .no_deps()
         .exec()
         .expect("cargo metadata");
-    let mut alone = 0;
+    let (mut programs, mut alone) = (0, 0);
     for package in &metadata.packages {
         let tests = package.targets.iter().filter(|t| t.is_test());
         let roots: Vec<&Path> = tests.map(|t| t.src_path.as_std_path()).collect();
+        programs += roots.len();
         alone += roots
             .iter()
             .filter(|r| !r.ends_with("tests/main.rs"))
@@ -171,6 +206,7 @@ fn every_file_of_tests_is_in_a_program() {
         alone <= 2,
         "{alone} programs beside those of all tests of a crate, each of which links nq once more"
     );
+    assert!(programs <= 12, "{programs} programs of tests");
 }
 
 /// Fails for a file beside or below `parent`, a file with modules, that it does not name.

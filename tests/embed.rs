@@ -3,6 +3,7 @@
 
 use crate::common::{command, nq, stderr, stdout};
 use nq_llm::{DEFAULT_TASK, DeviceChoice, OpenOptions, Purpose};
+use nq_testkit::compare::cosine;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -104,11 +105,6 @@ fn library(folder: &Path) -> nq_llm::Model {
     let mut options = OpenOptions::default();
     options.load.device = DeviceChoice::Cpu;
     nq_llm::Model::open_with(folder, &options, &()).unwrap()
-}
-
-fn cosine(a: &[f64], b: &[f64]) -> f64 {
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
 
 const TEXTS: [&str; 3] = [

@@ -95,10 +95,6 @@ fn what_a_format_cannot_hold_is_refused_before_any_work() {
             &["--format", "gguf", "--bits", "8", "--asym"],
             &["GGUF", "no zero-points", "int8 g32 asymmetric"],
         ),
-        (
-            &["--format", "gptq", "--head-bits", "8"],
-            &["--head-bits", "loaders of GPTQ need"],
-        ),
     ] {
         let mut args = QUANTIZE.to_vec();
         args.extend(["--out", out.to_str().unwrap()]);

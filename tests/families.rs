@@ -2,7 +2,8 @@
 
 use crate::common::{nq, stderr, stdout};
 use nq_formats::synth;
-use nq_model::{DType, Delta, Experts, ModelConfig, Rope, RopeScaling, find};
+use nq_model::{DType, ModelConfig, find};
+use nq_testkit::models::{delta, experts, rope, tiny};
 use serde_json::Value;
 use std::path::Path;
 
@@ -16,44 +17,21 @@ fn report(home: &Path, args: &[&str]) -> Value {
 
 fn config(gguf: &str) -> ModelConfig {
     let architecture = find(|a| a.gguf, gguf).unwrap();
-    let experts = architecture.router().map(|_| Experts {
-        count: 4,
-        per_token: 2,
-        width: 128,
-        normalized: true,
-        shared: 128,
-    });
-    let delta = architecture.has_delta().then_some(Delta {
-        key_heads: 2,
-        value_heads: 4,
-        key_dim: 32,
-        value_dim: 32,
-        conv: 4,
-        interval: 2,
-        tiled: false,
-    });
+    let experts = architecture.router().map(|_| experts(4, 128, 128));
+    let delta = architecture.has_delta().then_some(delta(4, 32, 2));
     ModelConfig {
-        architecture,
         hidden_size: 128,
         intermediate_size: 256,
         experts,
         delta,
-        num_hidden_layers: 2,
         num_attention_heads: 8,
-        num_key_value_heads: 2,
-        head_dim: 16,
         vocab_size: 512,
         max_position_embeddings: 1024,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e5,
-            dims: delta.map(|_| 4),
-            scaling: RopeScaling::None,
-        },
-        tie_word_embeddings: false,
+        rope: rope(1e5, delta.map(|_| 4)),
         mtp_layers: usize::from(delta.is_some()),
         eos_token_ids: vec![300],
         dtype: Some(DType::BF16),
+        ..tiny(gguf)
     }
 }
 

@@ -9,10 +9,8 @@ use nq_formats::gguf::BlockType;
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros};
 use nq_model::names::{is_layer_linear, parameters};
 use nq_quantize::requantize;
-use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitsWanted,
-    SessionSpec,
-};
+use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, LogitsWanted};
+use nq_testkit::sessions::{chunk, session_spec};
 use serde_json::Value;
 use std::path::Path;
 
@@ -38,22 +36,14 @@ fn logits(checkpoint: &Checkpoint) -> Vec<f32> {
     };
     let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &()).unwrap();
     let tokens = tokens();
-    let spec = SessionSpec {
-        slots: 1,
-        ctx: tokens.len(),
-        pages: None,
-        kv: KvType::F32,
-        max_rows: tokens.len(),
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    let mut session = engine.session(spec).unwrap();
-    let chunk = Chunk {
-        slot: 0,
-        tokens: &tokens,
-        logits: LogitsWanted::All,
-    };
-    session.forward(&[chunk], None).unwrap().data.to_vec()
+    let mut session = engine
+        .session(session_spec(1, tokens.len(), KvType::F32, tokens.len()))
+        .unwrap();
+    session
+        .forward(&[chunk(0, &tokens, LogitsWanted::All)], None)
+        .unwrap()
+        .data
+        .to_vec()
 }
 
 /// The demo model with all Linears in one scheme, embedding and head unquantized.

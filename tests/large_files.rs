@@ -83,7 +83,7 @@ fn measure() {
     let folder = dir.path().join("8b");
     fs::create_dir(&folder).unwrap();
     let config = Preset::find("qwen3-8b").unwrap().config();
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let demo = nq_testkit::demo();
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         fs::copy(demo.join(name), folder.join(name)).unwrap();
     }

@@ -129,6 +129,7 @@ fn demo(draft: &str) -> Model {
         },
         bits: Some(Bits::B4),
         draft: Some(draft.parse().unwrap()),
+        ..OpenOptions::default()
     };
     Model::open_with("demo", &options, &()).unwrap()
 }

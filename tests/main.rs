@@ -11,14 +11,19 @@ mod eval_bench;
 mod experts;
 mod export;
 mod families;
+mod fit;
 mod format_logits;
 mod hostile;
+#[cfg(all(feature = "demo", target_os = "linux"))]
+mod images;
 mod inspect;
 mod large_files;
 mod library;
+mod machine;
 #[cfg(all(feature = "demo", target_os = "linux"))]
 mod pty;
 mod quantize;
+mod rank;
 mod reports;
 mod serve;
 mod template_interrupt;

@@ -41,7 +41,7 @@ const AUTO: [&str; 6] = ["--method", "auto", "--tune-steps", "2", "--tune-batch"
 
 /// The demo model with 128 positions, in `dir`: tuning uses texts as long as the model's context.
 fn short_demo(dir: &Path) -> PathBuf {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let source = nq_testkit::demo();
     let to = dir.join("short");
     std::fs::create_dir(&to).unwrap();
     for entry in std::fs::read_dir(source).unwrap() {
@@ -93,7 +93,7 @@ fn untied(dir: &Path) -> PathBuf {
     assert!((13_000_000..14_000_000).contains(&config.parameters()));
     let to = dir.join("untied");
     synth::write(&to, &config, 1, &()).unwrap();
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let demo = nq_testkit::demo();
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(demo.join(name), to.join(name)).unwrap();
     }
@@ -159,16 +159,24 @@ fn a_failed_guard_keeps_its_work_and_resuming_gives_the_same_bytes() {
 #[test]
 fn a_limit_that_nothing_reaches_is_refused_at_once() {
     let dir = tempfile::tempdir().unwrap();
-    let refused = quantize(&dir.path().join("x"), &["--max-kld", "0.000001"]);
-    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert_eq!(refused.status.code(), Some(1), "{error}");
-    let expected = "which 8-bit weights have on a short text, found 0.000001";
-    assert!(error.contains(expected), "{error}");
+    let target = ["--target-bpw", "6", "--min-top1", "99.99%"];
+    for (limit, found) in [
+        (&["--max-kld", "0.000001"][..], "0.000001"),
+        (&["--min-top1", "0.9999"], "0.9999"),
+        (&target, "0.9999"),
+    ] {
+        let refused = quantize(&dir.path().join("x"), limit);
+        let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{error}");
+        let expected = format!("which 8-bit weights have on a short text, found {found}");
+        assert!(error.contains(&expected), "{error}");
+        assert!(!dir.path().join("x.partial").exists());
+    }
 }
 
 /// An adapter that adds `value` to each weight of the first layer's queries.
 pub(crate) fn write_adapter(folder: &Path, value: f32) {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let demo = nq_testkit::demo();
     let demo = Checkpoint::open(&demo).unwrap();
     let config = demo.config();
     let tensor = |shape: [usize; 2], value| {

@@ -127,7 +127,7 @@ fn memory_for_less_than_a_state_is_refused() {
     let config = config.to_string();
     let config = nq_formats::config::parse(std::path::Path::new("c"), config.as_bytes()).unwrap();
     nq_formats::synth::write(&hybrid, &config, 1, &()).unwrap();
-    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let demo = nq_testkit::demo();
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(demo.join(name), hybrid.join(name)).unwrap();
     }
@@ -348,6 +348,92 @@ fn other_models_are_found_at_once_and_loaded_when_they_are_asked_for() {
         ("--keep-loaded", "b", "no model \"b\""),
     ] {
         let output = nq(&[flag, model]).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(why), "{said}");
+    }
+}
+
+/// A folder's models are offered by their places in it, each loaded when it is asked for; what cannot be opened is named.
+#[test]
+fn models_are_served_from_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let models = folder.path();
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    for place in ["small", "owner/other"] {
+        let place = models.join(place);
+        std::fs::create_dir_all(&place).unwrap();
+        for file in std::fs::read_dir(&demo).unwrap() {
+            let file = file.unwrap();
+            std::os::unix::fs::symlink(file.path(), place.join(file.file_name())).unwrap();
+        }
+    }
+    std::fs::create_dir(models.join("broken")).unwrap();
+    std::fs::write(models.join("broken/config.json"), "{").unwrap();
+    let program = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nq"));
+        command.env_remove("NQ_API_KEY").args(args);
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        command.stderr(Stdio::piped());
+        command
+    };
+    let path = models.to_str().unwrap();
+    let serve = ["serve", "--device", "cpu", "--port", "0"];
+    let flags = ["--models-dir", path, "--alias", "gpt-5=owner/other"];
+    let mut served = Served::of(program(&[&serve[..], &flags].concat()));
+    let said = served.said.clone();
+    assert!(
+        said.contains("loaded at first use: owner/other, small"),
+        "{said}"
+    );
+    assert!(said.contains("broken is not served: "), "{said}");
+    let loaded = || {
+        let models = json(&ask(&served.address, "/v1/models", "", ""))["data"].clone();
+        let of_one = |model: &serde_json::Value| {
+            let id = model["id"].as_str().unwrap().to_owned();
+            (id, model["loaded"].as_bool().unwrap())
+        };
+        models
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(of_one)
+            .collect::<Vec<_>>()
+    };
+    let all = |other: bool, small: bool| {
+        let all = [("owner/other", other), ("gpt-5", other), ("small", small)];
+        all.map(|(name, loaded)| (name.to_owned(), loaded)).to_vec()
+    };
+    assert_eq!(loaded(), all(false, false));
+    let chat = CHAT.replacen('{', r#"{"model":"small","#, 1);
+    let answer = json(&ask(&served.address, "/v1/chat/completions", "", &chat));
+    assert_eq!(answer["model"], "small");
+    assert_eq!(loaded(), all(false, true));
+    // The first is for requests without a model.
+    let answer = json(&ask(&served.address, "/v1/chat/completions", "", CHAT));
+    assert_eq!(answer["model"], "owner/other");
+    assert_eq!(loaded(), all(true, true));
+    let one = json(&ask(&served.address, "/v1/models/owner/other", "", ""));
+    assert_eq!(one["id"], "owner/other");
+    served.stop();
+
+    let listed = program(&["list", path, "--json"]).output().unwrap();
+    let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let row = |i: usize| (&listed[i]["name"], listed[i]["problem"].is_string());
+    assert_eq!(row(0), (&"broken".into(), true));
+    assert_eq!(row(1), (&"owner/other".into(), false));
+    assert_eq!(row(2), (&"small".into(), false));
+    for (flags, why) in [
+        (
+            vec![path],
+            "a folder of 3 models, which --models-dir serves",
+        ),
+        (vec!["--models-dir", "/nowhere/at/all"], "/nowhere/at/all"),
+        (
+            vec!["demo", "--served-name", "small", "--models-dir", path],
+            "small is the name of two models",
+        ),
+    ] {
+        let output = program(&[&serve[..], &flags].concat()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && said.contains(why), "{said}");
     }

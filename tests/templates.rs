@@ -3,7 +3,6 @@
 use nq_formats::Files;
 use nq_runtime::chat_template::{Isolation, isolate};
 use nq_runtime::{ChatTemplate, Message};
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,10 +29,6 @@ fn render(source: &str) -> nq_runtime::Result<String> {
     isolated();
     let template = ChatTemplate::from_source("t.jinja", source)?;
     template.render(&[Message::new("user", "x")], None, true, None)
-}
-
-fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).into()
 }
 
 /// Each of these cases once hung, aborted or filled the memory of the program.
@@ -109,7 +104,7 @@ fn a_template_goes_on_after_one_rendering_failed() {
 #[test]
 fn the_demo_template_renders_alike_and_fast() {
     isolated();
-    let template = ChatTemplate::from_files(&Files::Folder(repository().join("assets/demo")));
+    let template = ChatTemplate::from_files(&Files::Folder(nq_testkit::demo()));
     let template = template.unwrap();
     let messages = [
         Message::new("user", "a \u{1b}\" é \u{10fffd}"),

@@ -4,7 +4,7 @@ use crate::grammar::{Format, Start};
 use crate::hold::ThinkingBudget;
 use crate::output::ReaderOptions;
 use nq_runtime::Message;
-use nq_runtime::chat_template::Switches;
+use nq_runtime::chat_template::{Switches, integers};
 use serde_json::{Value, json};
 
 /// Which tools the model may call.
@@ -34,7 +34,7 @@ impl Thinking {
     /// Tokens of thinking at low effort, for models whose template knows no efforts.
     pub const LOW: usize = 1024;
     /// Tokens of thinking at medium effort.
-    pub const MEDIUM: usize = 8192;
+    pub(crate) const MEDIUM: usize = 8192;
 
     /// Most tokens of thinking: those that were asked for, or those of the effort, but at most `most`.
     pub fn tokens(&self, reads_effort: bool, most: Option<usize>) -> Option<usize> {
@@ -53,6 +53,8 @@ impl Thinking {
 pub struct Chat {
     /// Its messages.
     pub messages: Vec<Message>,
+    /// Tokens of the images in its messages, in their order.
+    pub images: Vec<usize>,
     /// Its tools, in the format of OpenAI's chat.
     pub tools: Vec<Value>,
     /// Which of them the model may call.
@@ -76,8 +78,10 @@ pub struct Chat {
 pub struct Prompt {
     /// As text.
     pub text: String,
-    /// As tokens.
+    /// As tokens, in which an image has as many as [`Chat::images`] says.
     pub tokens: Vec<u32>,
+    /// Index of the first token of each image.
+    pub images: Vec<usize>,
     /// The tokens at its end that the answer begins with.
     pub begun: Vec<u32>,
 }
@@ -102,6 +106,7 @@ impl Asked {
             prompt: Prompt {
                 text: String::new(),
                 tokens,
+                images: Vec::new(),
                 begun: Vec::new(),
             },
             reader: ReaderOptions {
@@ -148,16 +153,30 @@ impl Chat {
     }
 }
 
-/// Names of tools, and schemas of their arguments; `name`: of this tool alone.
+/// Names of tools, and schemas of their arguments, with plain numbers; `name`: of this tool alone.
 pub(crate) fn signatures(tools: &[Value], name: Option<&str>) -> Vec<(String, Value)> {
     let function = |tool: &Value| {
         let called = tool["function"]["name"].as_str().unwrap_or_default();
         let schema = match &tool["function"]["parameters"] {
             Value::Null => json!({"type": "object"}),
-            schema => schema.clone(),
+            schema => integers::numbers(schema),
         };
         name.is_none_or(|n| n == called)
             .then(|| (called.to_owned(), schema))
     };
     tools.iter().filter_map(function).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grammars_compute_with_numbers_of_any_length() {
+        let tool =
+            r#"{"function": {"name": "f", "parameters": {"maximum": 18446744073709551616}}}"#;
+        let tool: Value = serde_json::from_slice(&integers::marked(tool.as_bytes())).unwrap();
+        let schema = json!({"maximum": 18446744073709551616.0});
+        assert_eq!(signatures(&[tool], None), [("f".to_owned(), schema)]);
+    }
 }

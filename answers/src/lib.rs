@@ -14,6 +14,7 @@ mod dialect;
 mod error;
 pub mod grammar;
 mod hold;
+pub mod images;
 pub mod output;
 mod text;
 
@@ -23,5 +24,6 @@ pub use dialect::ToolPrompt;
 pub use error::{Error, Result};
 pub use grammar::{Format, Start};
 pub use hold::{Constraint, Hold, ThinkingBudget};
+pub use images::{Image, Sight, SightOptions};
 pub use output::{Piece, Reader, ReaderOptions, Tagged};
 pub use text::ModelText;

@@ -6,8 +6,10 @@ use crate::grammar::{Conformant, Format, Grammars, Start};
 use crate::hold::ThinkingBudget;
 use crate::output::{CallForm, CallParser, ReaderOptions, Tools};
 use nq_formats::Checkpoint;
+use nq_model::vision::VisionConfig;
+use nq_runtime::chat_template::integers;
 use nq_runtime::{ChatTemplate, Error, Message, Result, Tokenizer};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::sync::OnceLock;
 
 /// A model's tokenizer and chat template, how it thinks and calls tools, and the tokens that end its answers.
@@ -16,6 +18,8 @@ pub struct ModelText {
     template: Option<ChatTemplate>,
     stop: Vec<u32>,
     vocab: usize,
+    /// The token that stands for an image's rows, of a model that sees.
+    image_pad: Option<u32>,
     // Found out by rendering, so only once they are needed.
     tool_prompt: OnceLock<ToolPrompt>,
     dialect: OnceLock<Dialect>,
@@ -33,7 +37,13 @@ impl ModelText {
         tokenizer.check_vocab(vocab)?;
         let template = ChatTemplate::find(checkpoint.files())?;
         let stop = checkpoint.eos_token_ids();
-        Ok(ModelText::new(tokenizer, template, stop, vocab))
+        Ok(ModelText::new(tokenizer, template, stop, vocab).seeing(checkpoint.vision()))
+    }
+
+    /// With a tower of this shape.
+    pub fn seeing(mut self, vision: Option<&VisionConfig>) -> Self {
+        self.image_pad = vision.map(|vision| vision.tokens.pad);
+        self
     }
 
     /// The text side of a model with logits for `vocab` tokens, of which `stop` end an answer.
@@ -48,6 +58,7 @@ impl ModelText {
             template,
             stop: stop.to_vec(),
             vocab,
+            image_pad: None,
             tool_prompt: OnceLock::new(),
             dialect: OnceLock::new(),
             grammars: OnceLock::new(),
@@ -101,15 +112,15 @@ impl ModelText {
     }
 
     fn tool_prompt(&self) -> ToolPrompt {
-        let of = || self.template.as_ref().map(ToolPrompt::of);
+        let found = || self.template.as_ref().map(ToolPrompt::of);
         *self
             .tool_prompt
-            .get_or_init(|| of().unwrap_or(ToolPrompt::Described))
+            .get_or_init(|| found().unwrap_or(ToolPrompt::Described))
     }
 
     fn dialect(&self) -> &Dialect {
-        let of = || self.template.as_ref().map(Dialect::of);
-        self.dialect.get_or_init(|| of().unwrap_or_default())
+        let found = || self.template.as_ref().map(Dialect::of);
+        self.dialect.get_or_init(|| found().unwrap_or_default())
     }
 
     /// Where the constraint on the answer to `prompt` begins.
@@ -230,7 +241,7 @@ impl ModelText {
         })?;
         let tools = chat.shown().map(<[Value]>::to_vec);
         let (mut messages, tools) = (chat.messages, tools.as_deref());
-        let bytes = messages.iter().map(|m| m.text().len()).sum();
+        let bytes = messages.iter().map(Message::text_bytes).sum();
         self.tokenizer.check_bytes(bytes, most)?;
         let last = if chat.continues { messages.pop() } else { None };
         let calls = |m: &Message| m.role == "tool" || m.extra.contains_key("tool_calls");
@@ -253,7 +264,8 @@ impl ModelText {
         let control = self.tokenizer.control_tokens();
         let prompt = template.prompt(control, &messages, tools, true, switches)?;
         let mut text = prompt.text().into_owned();
-        let mut tokens = self.tokenizer.encode_prompt_within(&prompt, most)?;
+        let tokens = self.tokenizer.encode_prompt_within(&prompt, most)?;
+        let (mut tokens, images) = self.with_images(tokens, &chat.images, most)?;
         let mut begun = Vec::new();
         if last.is_none() && thinking.budget == Some(0) && text.trim_end().ends_with("<think>") {
             // A template that opens thinking whatever it is told.
@@ -283,9 +295,41 @@ impl ModelText {
         }
         Ok(Prompt {
             tokens,
+            images,
             text,
             begun,
         })
+    }
+
+    /// Gives the images in a prompt as many pads as each has tokens, and says where they begin. Pads that users wrote
+    /// are text, so those that are there are the template's.
+    fn with_images(
+        &self,
+        tokens: Vec<u32>,
+        images: &[usize],
+        most: usize,
+    ) -> Result<(Vec<u32>, Vec<usize>)> {
+        let is_pad = |token: &u32| Some(*token) == self.image_pad;
+        let shown = tokens.iter().filter(|t| is_pad(t)).count();
+        if shown != images.len() {
+            return Err(Error::Request {
+                what: "images of a chat",
+                expected: format!("{shown}, as many as the template shows"),
+                found: images.len().to_string(),
+            });
+        }
+        let at_least = tokens.len() - shown + images.iter().sum::<usize>();
+        if at_least > most {
+            return Err(Error::TooLong { at_least, most });
+        }
+        let (mut all, mut places) = (Vec::with_capacity(at_least), Vec::with_capacity(shown));
+        let mut sizes = images.iter();
+        for token in tokens {
+            let size = is_pad(&token).then(|| sizes.next()).flatten();
+            places.extend(size.map(|_| all.len()));
+            all.extend(std::iter::repeat_n(token, size.copied().unwrap_or(1)));
+        }
+        Ok((all, places))
     }
 }
 
@@ -298,13 +342,26 @@ fn described(messages: Vec<Message>, tools: Option<&[Value]>) -> Vec<Message> {
             for call in &calls {
                 let function = &call["function"];
                 let call = json!({"name": function["name"], "arguments": function["arguments"]});
+                let call = integers::unmarked(call.to_string());
                 text += &format!("\n{}\n{call}\n{}", CallParser::OPEN, CallParser::CLOSE);
             }
             message.content = text.trim_start().into();
         }
         if message.role == "tool" {
-            let text = format!("<tool_response>\n{}\n</tool_response>", message.text());
-            message = Message::new("user", text);
+            let (open, close) = ("<tool_response>\n", "\n</tool_response>");
+            let content = match message.content {
+                Value::Array(mut parts) => {
+                    parts.insert(0, json!({"type": "text", "text": open}));
+                    parts.push(json!({"type": "text", "text": close}));
+                    parts.into()
+                }
+                text => (open.to_owned() + text.as_str().unwrap_or_default() + close).into(),
+            };
+            message = Message {
+                role: "user".into(),
+                content,
+                extra: Map::new(),
+            };
         }
         out.push(message);
     }
@@ -314,7 +371,7 @@ fn described(messages: Vec<Message>, tools: Option<&[Value]>) -> Vec<Message> {
     let mut text =
         String::from("You may call functions. Their signatures are JSON schemas:\n<tools>\n");
     for tool in tools {
-        text += &format!("{tool}\n");
+        text += &format!("{}\n", integers::unmarked(tool.to_string()));
     }
     text += "</tools>\nTo call one, answer with a JSON object of its name and arguments:\n\
              <tool_call>\n{\"name\": <name>, \"arguments\": <object>}\n</tool_call>";

@@ -1,7 +1,9 @@
 //! Tokens per second, beside what the machine's memory allows.
 
+mod image;
 mod text;
 
+pub use image::{ImageSpec, image};
 pub use text::{Answer, DraftBy, OpenDrafter, TextSpec, text};
 
 use crate::error::{Error, Result};
@@ -287,6 +289,7 @@ impl Sample {
             note: None,
             measurement_error: None,
             drafts: None,
+            image: None,
             breakdown: None,
         };
         machine.judge(&mut row);

@@ -120,15 +120,18 @@ mod tests {
 
     #[test]
     fn buckets_are_the_scored_parts_between_powers_of_two() {
-        let of = |scored: Range<usize>| -> Vec<(usize, usize)> {
+        let split = |scored: Range<usize>| -> Vec<(usize, usize)> {
             let found = buckets(&scored).into_iter();
             found.map(|r| (r.start, r.end)).collect()
         };
-        assert_eq!(of(0..127), [(0, 127)]);
-        assert_eq!(of(0..128), [(0, 128)]);
-        assert_eq!(of(0..129), [(0, 128), (128, 129)]);
-        assert_eq!(of(0..1023), [(0, 128), (128, 256), (256, 512), (512, 1023)]);
-        assert_eq!(of(300..511), [(300, 511)]);
-        assert_eq!(of(100..300), [(100, 128), (128, 256), (256, 300)]);
+        assert_eq!(split(0..127), [(0, 127)]);
+        assert_eq!(split(0..128), [(0, 128)]);
+        assert_eq!(split(0..129), [(0, 128), (128, 129)]);
+        assert_eq!(
+            split(0..1023),
+            [(0, 128), (128, 256), (256, 512), (512, 1023)]
+        );
+        assert_eq!(split(300..511), [(300, 511)]);
+        assert_eq!(split(100..300), [(100, 128), (128, 256), (256, 300)]);
     }
 }

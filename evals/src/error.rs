@@ -15,6 +15,9 @@ pub enum Error {
     /// A kernel failed.
     #[error(transparent)]
     Kernel(#[from] nq_kernels::Error),
+    /// A text or an image that cannot be read, with the reason.
+    #[error("{0}")]
+    Text(String),
     /// An invalid specification.
     #[error("{what}: expected {expected}, found {found}")]
     Spec {
@@ -83,6 +86,19 @@ pub enum Error {
         /// Windows that fit.
         fit: usize,
     },
+    /// A file of kept log-probabilities is not what it should be.
+    #[error("{}: expected {expected}, found {found}", path.display())]
+    Kept {
+        /// The file.
+        path: PathBuf,
+        /// What it should hold.
+        expected: String,
+        /// What it holds.
+        found: String,
+    },
+    /// A file could not be put into its place.
+    #[error(transparent)]
+    Format(#[from] nq_formats::Error),
     /// A report could not be written.
     #[error("{}: {cause}", path.display())]
     Write {

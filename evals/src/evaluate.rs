@@ -323,6 +323,23 @@ pub(crate) fn finish(
     nll: Vec<f64>,
     pairs: Vec<PairScore>,
 ) -> Result<Evaluation> {
+    let scored = spec.scored();
+    let tokens = scored.len();
+    let layer = |worst: usize| first_not_finite(engine, plan, worst / tokens);
+    figures(engine, spec, plan.windows(), scored, nll, pairs, layer)
+}
+
+/// The same of `windows` windows, of which the positions `scored` are scored; `layer` finds the first layer at fault from
+/// the index of the worst token.
+pub(crate) fn figures(
+    engine: &dyn Engine,
+    spec: &EvalSpec,
+    windows: usize,
+    scored: Range<usize>,
+    nll: Vec<f64>,
+    pairs: Vec<PairScore>,
+    layer: impl Fn(usize) -> Result<Option<usize>>,
+) -> Result<Evaluation> {
     let (mean, se) = stats::mean_and_se(nll.iter().copied());
     let ppl = mean.exp();
     let description = engine.description();
@@ -330,7 +347,7 @@ pub(crate) fn finish(
         ppl,
         ppl_se: ppl * se, // first order: d(e^m) = e^m dm
         tokens: nll.len(),
-        windows: plan.windows(),
+        windows,
         ctx: spec.ctx,
         protocol: spec.protocol,
         text: spec.text.clone(),
@@ -351,15 +368,14 @@ pub(crate) fn finish(
     ];
     if let Some((what, found)) = figures.into_iter().find(|(_, f)| !f.is_finite()) {
         let worst = (0..nll.len()).max_by(|&a, &b| nll[a].total_cmp(&nll[b]));
-        let window = worst.unwrap_or(0) / spec.scored().len();
-        let layer = first_not_finite(engine, plan, window)?;
+        let layer = layer(worst.unwrap_or(0))?;
         return Err(Error::ResultNotFinite { what, found, layer });
     }
     Ok(Evaluation {
         report,
         nll,
         pairs,
-        scored: spec.scored(),
+        scored,
     })
 }
 

@@ -33,6 +33,9 @@ pub mod bench;
 mod depth;
 mod error;
 mod evaluate;
+mod images;
+pub mod rank;
+mod record;
 mod reference;
 pub mod render;
 mod report;
@@ -45,10 +48,12 @@ mod windows;
 pub use depth::{DepthBucket, DepthComparison};
 pub use error::{Error, Result};
 pub use evaluate::{Evaluation, PairScore, Probability, WorstToken, compare, evaluate};
+pub use images::{SeeingModel, SeenEvaluation, evaluate_seen};
+pub use record::{RECORD_FORM, Record, RecordMachine, RecordModel};
 pub use reference::{Precision, ReferenceLogits, self_noise};
 pub use report::{
-    BenchRow, Breakdown, Comparison, DraftRow, EvalReport, KldStats, OpRow, Protocol,
+    BenchRow, Breakdown, Comparison, DraftRow, EvalReport, ImageTimes, KldStats, OpRow, Protocol,
 };
 pub use rows::kld_rows;
-pub use spread::{Over, StandardErrors};
+pub use spread::{Over, QuantileErrors, StandardErrors};
 pub use windows::EvalSpec;

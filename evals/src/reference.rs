@@ -1,5 +1,5 @@
-//! Keeps a reference's log-probabilities in memory, so that several candidates can be compared
-//! with one pass of the reference.
+//! Keeps a reference's log-probabilities, in memory or in a file, so that several candidates can be compared with one
+//! pass of the reference.
 
 use crate::error::{Error, Result};
 use crate::evaluate::{
@@ -8,22 +8,31 @@ use crate::evaluate::{
 use crate::report::KldStats;
 use crate::softmax;
 use crate::windows::{EvalSpec, LogitsRow, Plan};
+use bytes::Bytes;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use nq_formats::Progress;
+use nq_formats::durable::Beside;
+use nq_formats::files::map_file;
+use nq_formats::hash::sha256_hex;
 use nq_kernels::Error::NoKernel;
 use nq_runtime::{Engine, KvType};
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 /// How log-probabilities are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
     /// As computed, in f32.
     F32,
-    /// Rounded to 11 bits of mantissa. The rounding shifts a divergence by at most about 1e-6 nats
-    /// (half the variance of an error of up to `2^-12` in each log-probability
-    /// under the reference's distribution); the reference's own perplexity, best tokens and
+    /// Rounded to 11 bits of mantissa. The rounding shifts a mean divergence by at most about 1e-6 nats (half the
+    /// variance of an error of up to `2^-12` in each log-probability under the reference's distribution); that of a
+    /// single token by up to some thousandths of it, with either sign. The reference's own perplexity, best tokens and
     /// cross-entropies are stored exactly.
     F16,
 }
@@ -47,15 +56,62 @@ pub struct ReferenceLogits {
 }
 
 /// The numbers of each row that are stored exactly.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct ReferenceRow {
     nll: f64,
     top: u32,
+    /// Of a row in a file: the beginning of the SHA-256 of its bytes.
+    check: u64,
 }
 
 enum LogProbs {
     F32(Vec<f32>),
     F16(Vec<f16>),
+    /// `f16` in little-endian order, in a file that is mapped.
+    File(Bytes),
+}
+
+/// What a file of log-probabilities ends with, as JSON, before that JSON's length in 8 bytes and [`MAGIC`]. The
+/// log-probabilities, `[scored tokens, vocab]` in [`f16`], are at its beginning.
+#[derive(Serialize, Deserialize)]
+struct Footer {
+    key: String,
+    vocab: usize,
+    rows: Vec<ReferenceRow>,
+}
+
+/// The last bytes of a file of log-probabilities.
+const MAGIC: &[u8; 8] = b"NQLOGP 1";
+
+/// Most bytes of JSON for a row in [`Footer`], and for all else there.
+const FOOTER_ROW: usize = 80;
+
+/// Where the log-probabilities of a pass go.
+enum Target<'a> {
+    F32(&'a mut [f32]),
+    F16(&'a mut [f16]),
+    File(&'a File),
+}
+
+/// Log-probabilities of a row of logits, in the bytes of a file.
+fn file_bytes(logits: &[f32], lse: f64) -> Vec<u8> {
+    let exact: Vec<f32> = logits
+        .iter()
+        .map(|&x| (f64::from(x) - lse) as f32)
+        .collect();
+    let mut rounded = vec![f16::ZERO; exact.len()];
+    rounded.convert_from_f32_slice(&exact);
+    rounded.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+fn write_error(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+    let path = path.into();
+    |cause| Error::Write { path, cause }
+}
+
+/// The beginning of a SHA-256.
+fn check(bytes: &[u8]) -> u64 {
+    u64::from_str_radix(&sha256_hex(bytes)[..16], 16).unwrap_or(0)
 }
 
 impl ReferenceLogits {
@@ -92,33 +148,167 @@ impl ReferenceLogits {
             });
         }
         let n = plan.total() * vocab;
-        let mut log_probs = if 4 * numbers <= limit {
-            LogProbs::F32(vec![0.0; n])
+        let (log_probs, rows) = if 4 * numbers <= limit {
+            let mut all = vec![0.0; n];
+            let rows = Self::pass(reference, &plan, Target::F32(&mut all), progress)?;
+            (LogProbs::F32(all), rows)
         } else {
-            LogProbs::F16(vec![f16::ZERO; n])
+            let mut all = vec![f16::ZERO; n];
+            let rows = Self::pass(reference, &plan, Target::F16(&mut all), progress)?;
+            (LogProbs::F16(all), rows)
         };
+        Ok(ReferenceLogits {
+            spec: spec.clone(),
+            tokens: tokens[..plan.windows() * spec.ctx].to_vec(),
+            vocab,
+            log_probs,
+            rows,
+        })
+    }
+
+    /// Like [`ReferenceLogits::record`], in the file `path` as f16, from which [`ReferenceLogits::open`] reads them
+    /// again. The file appears whole or not at all. `key` tells it from those of other references, texts and
+    /// specifications.
+    ///
+    /// # Errors
+    /// Errors of [`crate::evaluate()`] and of writing the file.
+    pub fn record_to(
+        path: &Path,
+        key: &str,
+        reference: &dyn Engine,
+        tokens: &[u32],
+        spec: &EvalSpec,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let plan = Plan::new(tokens, spec, reference)?;
+        let vocab = reference.config().vocab_size;
+        let beside = Beside::new(path)?;
+        let rows = Self::pass(reference, &plan, Target::File(beside.file()), progress)?;
+        let key = key.to_owned();
+        let footer = serde_json::to_vec(&Footer { key, vocab, rows })
+            .map_err(std::io::Error::from)
+            .and_then(|json| {
+                let mut file = beside.file();
+                file.seek(SeekFrom::End(0))?;
+                file.write_all(&json)?;
+                file.write_all(&(json.len() as u64).to_le_bytes())?;
+                file.write_all(MAGIC)
+            });
+        footer.map_err(write_error(path))?;
+        Ok(beside.put()?)
+    }
+
+    /// The log-probabilities that [`ReferenceLogits::record_to`] wrote with the same key, tokens and specification for a
+    /// model of `vocab` tokens. The file is mapped, and every row compared with its hash.
+    ///
+    /// # Errors
+    /// [`Error::Kept`] for a file that is not whole, was changed, or was written for something else.
+    pub fn open(
+        path: &Path,
+        key: &str,
+        tokens: &[u32],
+        spec: &EvalSpec,
+        vocab: usize,
+    ) -> Result<Self> {
+        let refused = |expected: &str, found: String| Error::Kept {
+            path: path.into(),
+            expected: expected.into(),
+            found,
+        };
+        let windows = spec.windows(tokens.len())?;
+        let total = windows * spec.scored().len();
+        let bytes =
+            map_file(path).map_err(|e| refused("a file of log-probabilities", e.to_string()))?;
+        let data = 2 * total * vocab;
+        // The footer is bounded by what is expected before it is parsed.
+        let json = bytes.len().checked_sub(data + 16);
+        let json = json.filter(|&n| n <= FOOTER_ROW * (total + 8));
+        let ends = json.is_some_and(|n| {
+            let tail = &bytes[bytes.len() - 16..];
+            tail[..8] == (n as u64).to_le_bytes() && &tail[8..] == MAGIC
+        });
+        let (Some(json), true) = (json, ends) else {
+            let expected = format!("{data} bytes of log-probabilities and what they end with");
+            return Err(refused(&expected, format!("{} other bytes", bytes.len())));
+        };
+        let footer: Footer = serde_json::from_slice(&bytes[data..data + json])
+            .map_err(|e| refused("the account of its rows", e.to_string()))?;
+        if footer.key != key || footer.vocab != vocab || footer.rows.len() != total {
+            let found = format!(
+                "{} rows of {} for {}",
+                footer.rows.len(),
+                footer.vocab,
+                footer.key
+            );
+            return Err(refused(
+                &format!("{total} rows of {vocab} for {key}"),
+                found,
+            ));
+        }
+        let row = |i: usize| &bytes[2 * vocab * i..2 * vocab * (i + 1)];
+        let rows = &footer.rows;
+        let changed = (0..total)
+            .into_par_iter()
+            .find_first(|&i| check(row(i)) != rows[i].check);
+        if let Some(i) = changed {
+            return Err(refused(
+                "rows as they were written",
+                format!("a changed row {i}"),
+            ));
+        }
+        if rows.iter().any(|r| r.top as usize >= vocab) {
+            return Err(refused("best tokens of the vocabulary", "others".into()));
+        }
+        Ok(ReferenceLogits {
+            spec: spec.clone(),
+            tokens: tokens[..windows * spec.ctx].to_vec(),
+            vocab,
+            log_probs: LogProbs::File(bytes.slice(..data)),
+            rows: footer.rows,
+        })
+    }
+
+    /// Runs `reference` by `plan`.
+    fn pass(
+        reference: &dyn Engine,
+        plan: &Plan<'_>,
+        mut target: Target<'_>,
+        progress: &dyn Progress,
+    ) -> Result<Vec<ReferenceRow>> {
+        let vocab = reference.config().vocab_size;
         let mut rows = vec![ReferenceRow::default(); plan.total()];
         let mut sessions = [plan.session(reference)?];
         plan.run(&mut sessions, "reference", progress, |logits, places| {
             let found = score_rows(places, |i, place| {
                 row_nll("reference", logits[0].row(i), place)
             })?;
-            let kept: Vec<ReferenceRow> = found
+            let mut kept: Vec<ReferenceRow> = found
                 .iter()
                 .map(|r| ReferenceRow {
                     nll: r.nll,
                     top: r.top as u32,
+                    check: 0,
                 })
                 .collect();
-            scatter(&plan, places, &kept, &mut rows);
             // Places of one window are adjacent in the cache, so each window is one
             // contiguous part of it.
             for start in (0..places.len()).step_by(run_length(places)) {
                 let count = run_length(places);
-                let at = plan.index(places[start]) * vocab;
+                let first = plan.index(places[start]);
+                let at = first * vocab;
                 let row = |i: usize| (logits[0].row(start + i), found[start + i].lse);
-                match &mut log_probs {
-                    LogProbs::F32(all) => all[at..at + count * vocab]
+                match &mut target {
+                    Target::File(file) => kept[start..start + count]
+                        .par_iter_mut()
+                        .enumerate()
+                        .try_for_each(|(i, kept)| {
+                            let (x, lse) = row(i);
+                            let bytes = file_bytes(x, lse);
+                            kept.check = check(&bytes);
+                            file.write_all_at(&bytes, 2 * (at + i * vocab) as u64)
+                        })
+                        .map_err(write_error(Path::new("reference log-probabilities")))?,
+                    Target::F32(all) => all[at..at + count * vocab]
                         .par_chunks_exact_mut(vocab)
                         .enumerate()
                         .for_each(|(i, out)| {
@@ -127,7 +317,7 @@ impl ReferenceLogits {
                                 *o = (f64::from(x) - lse) as f32;
                             }
                         }),
-                    LogProbs::F16(all) => all[at..at + count * vocab]
+                    Target::F16(all) => all[at..at + count * vocab]
                         .par_chunks_exact_mut(vocab)
                         .enumerate()
                         .for_each_init(Vec::new, |scratch: &mut Vec<f32>, (i, out)| {
@@ -138,15 +328,10 @@ impl ReferenceLogits {
                         }),
                 }
             }
+            scatter(plan, places, &kept, &mut rows);
             Ok(())
         })?;
-        Ok(ReferenceLogits {
-            spec: spec.clone(),
-            tokens: tokens[..plan.windows() * spec.ctx].to_vec(),
-            vocab,
-            log_probs,
-            rows,
-        })
+        Ok(rows)
     }
 
     /// Compares a candidate with the recorded reference.
@@ -183,12 +368,18 @@ impl ReferenceLogits {
                             all[span].convert_to_f32_slice(scratch);
                             scratch
                         }
+                        LogProbs::File(all) => {
+                            let row = all[2 * span.start..2 * span.end].chunks_exact(2);
+                            scratch.clear();
+                            scratch.extend(row.map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()));
+                            scratch
+                        }
                     };
                     let y = logits[0].row(i);
                     let (_, x_max) = peak("reference", x, place)?;
                     let (top, y_max) = peak("model", y, place)?;
                     let d = softmax::divergence(y, y_max, x, x_max);
-                    let ReferenceRow { nll, top: best } = self.rows[at];
+                    let ReferenceRow { nll, top: best, .. } = self.rows[at];
                     Ok(score_pair(y, x, &d, place, top, best as usize, nll))
                 };
                 let scored: Vec<(f64, PairScore)> = places
@@ -206,6 +397,22 @@ impl ReferenceLogits {
         finish(engine, spec, &plan, nll, pairs)
     }
 
+    /// KL divergence of the recorded reference from itself with an unrounded KV cache and tokens fed in other portions,
+    /// which includes how the recording was rounded: the floor below which a divergence from it says nothing about the
+    /// weights. On a device with only rounded caches, only the portions differ.
+    pub fn floor(&self, reference: &dyn Engine, progress: &dyn Progress) -> Result<KldStats> {
+        let exact = otherwise(&self.spec);
+        let compared = match self.compare_with(reference, &exact, progress) {
+            Err(Error::Runtime(nq_runtime::Error::Kernel(NoKernel { .. }))) => {
+                let kv = self.spec.kv;
+                self.compare_with(reference, &EvalSpec { kv, ..exact }, progress)?
+            }
+            compared => compared?,
+        };
+        let against = compared.report.against;
+        Ok(against.map_or_else(KldStats::default, |c| c.kld))
+    }
+
     /// The specification of the recording.
     pub fn spec(&self) -> &EvalSpec {
         &self.spec
@@ -220,7 +427,7 @@ impl ReferenceLogits {
     pub fn precision(&self) -> Precision {
         match self.log_probs {
             LogProbs::F32(_) => Precision::F32,
-            LogProbs::F16(_) => Precision::F16,
+            LogProbs::F16(_) | LogProbs::File(_) => Precision::F16,
         }
     }
 
@@ -229,6 +436,7 @@ impl ReferenceLogits {
         match &self.log_probs {
             LogProbs::F32(v) => 4 * v.len() as u64,
             LogProbs::F16(v) => 2 * v.len() as u64,
+            LogProbs::File(v) => v.len() as u64,
         }
     }
 }
@@ -260,6 +468,15 @@ fn noise_spec(spec: &EvalSpec, vocab: usize) -> EvalSpec {
     }
 }
 
+/// The same with an unrounded KV cache and other portions.
+fn otherwise(spec: &EvalSpec) -> EvalSpec {
+    EvalSpec {
+        kv: KvType::F32,
+        rows: (spec.rows / 8).max(1) | 1, // odd, so that every kernel has other remainders
+        ..spec.clone()
+    }
+}
+
 /// KL divergence of `engine` from itself with an unrounded KV cache and tokens fed in
 /// different portions: the floor below which a divergence says nothing about the
 /// weights. It runs as many windows as fit 1 GiB of f32 log-probabilities; of a window that does not
@@ -272,11 +489,7 @@ pub fn self_noise(
 ) -> Result<KldStats> {
     let vocab = engine.config().vocab_size;
     let spec = noise_spec(spec, vocab);
-    let exact = EvalSpec {
-        kv: KvType::F32,
-        rows: (spec.rows / 8).max(1) | 1, // odd, so that every kernel has other remainders
-        ..spec.clone()
-    };
+    let exact = otherwise(&spec);
     let record = |spec| ReferenceLogits::record(engine, tokens, spec, u64::MAX, progress);
     let recorded = match record(&exact) {
         Err(Error::Runtime(nq_runtime::Error::Kernel(NoKernel { .. }))) => {

@@ -15,6 +15,8 @@ pub enum Protocol {
     /// `ctx - 2` are each scored against the next token: comparable with
     /// `llama-perplexity`.
     Llama,
+    /// Whole texts, of which every token behind the first is scored that stands for text and not for an image.
+    Texts,
 }
 
 impl fmt::Display for Protocol {
@@ -22,6 +24,7 @@ impl fmt::Display for Protocol {
         f.write_str(match self {
             Protocol::Hf => "hf",
             Protocol::Llama => "llama",
+            Protocol::Texts => "texts",
         })
     }
 }
@@ -94,7 +97,7 @@ pub struct KldStats {
 /// One row of `nq bench`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BenchRow {
-    /// `pp512` (prefill of 512 tokens) or `tg128` (128 decode steps).
+    /// `pp512` (prefill of 512 tokens), `tg128` (128 decode steps), `chat128`, or `image1024x1024` (decode steps behind an image).
     pub test: String,
     /// Tokens in the context before the test.
     pub depth: usize,
@@ -152,9 +155,27 @@ pub struct BenchRow {
     /// The result of speculative decoding; the row before this one has the same test without drafts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drafts: Option<DraftRow>,
+    /// The time until the first token behind an image; `tok_s` is then that of decoding behind it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<ImageTimes>,
     /// Time by operation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub breakdown: Option<Breakdown>,
+}
+
+/// Medians over the repeats of the parts of the time until the first token of a prompt with an image, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ImageTimes {
+    /// Tokens of the image.
+    pub tokens: usize,
+    /// From a file to the tower's patches: decoding, resizing, cutting.
+    pub pixels_ms: f64,
+    /// What the tower does.
+    pub encoding_ms: f64,
+    /// What the text model does with the image's tokens, in a prompt of nothing else.
+    pub prompt_ms: f64,
+    /// All of it.
+    pub first_token_ms: f64,
 }
 
 /// The result of a test with drafts.

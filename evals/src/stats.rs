@@ -36,7 +36,7 @@ pub fn quantile(ascending: &[f64], q: f64) -> f64 {
 }
 
 /// Sorts a copy ascending, by total order.
-pub fn sorted(samples: impl Iterator<Item = f64>) -> Vec<f64> {
+pub(crate) fn sorted(samples: impl Iterator<Item = f64>) -> Vec<f64> {
     let mut v: Vec<f64> = samples.collect();
     v.sort_unstable_by(f64::total_cmp);
     v

@@ -9,7 +9,12 @@ use std::ops::Range;
 
 /// Most bytes of one forward's logits. This limits the rows requested at once: 220 for
 /// Qwen3's vocabulary of 151,936.
-const LOGIT_BYTES: usize = 128 << 20;
+pub(crate) const LOGIT_BYTES: usize = 128 << 20;
+
+/// Rows of logits of `vocab` numbers that are requested at once.
+pub(crate) fn logit_rows(vocab: usize) -> usize {
+    (LOGIT_BYTES / (4 * vocab)).max(1)
+}
 
 /// The specification of a measurement.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,7 +51,7 @@ impl EvalSpec {
     /// `llama-perplexity`.
     pub fn scored(&self) -> Range<usize> {
         let first = match self.protocol {
-            Protocol::Hf => 0,
+            Protocol::Hf | Protocol::Texts => 0,
             Protocol::Llama => self.ctx / 2,
         };
         first..self.ctx.saturating_sub(1)
@@ -137,7 +142,7 @@ impl<'a> Plan<'a> {
                 found: format!("{} at token {i} of {}", used[i], spec.text),
             });
         }
-        let logit_rows = (LOGIT_BYTES / (4 * vocab)).max(1);
+        let logit_rows = logit_rows(vocab);
         let rows = spec.rows;
         Ok(Plan {
             tokens: used,

@@ -18,7 +18,7 @@ struct Demo {
 }
 
 static DEMO: LazyLock<Demo> = LazyLock::new(|| {
-    let checkpoint = Checkpoint::open(&repository().join("assets/demo")).unwrap();
+    let checkpoint = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let options = LoadOptions {
         device: DeviceChoice::Cpu,
         activations: ActivationChoice::F32,

@@ -1,10 +1,11 @@
 //! Windows, scoring and statistics, on an engine whose every logit is known.
 
 use crate::common::FakeEngine;
-use nq_evals::{Error, EvalReport, EvalSpec, Precision, Protocol, ReferenceLogits};
-use nq_evals::{compare, evaluate, self_noise};
+use nq_evals::{Error, EvalReport, EvalSpec, Evaluation, Precision, Protocol, ReferenceLogits};
+use nq_evals::{SeeingModel, compare, evaluate, evaluate_seen, self_noise};
 use nq_formats::tokenizer::Around;
-use nq_runtime::Engine;
+use nq_model::vision::ImageTokens;
+use nq_runtime::{Engine, ImagePrompt, KvType};
 
 const VOCAB: usize = 50;
 
@@ -23,7 +24,7 @@ fn log_softmax(row: &[f32]) -> Vec<f64> {
 /// The positions that a protocol scores, spelled out.
 fn scored(protocol: Protocol, ctx: usize) -> Vec<usize> {
     match protocol {
-        Protocol::Hf => (0..ctx - 1).collect(),
+        Protocol::Hf | Protocol::Texts => (0..ctx - 1).collect(),
         Protocol::Llama => (ctx / 2..ctx - 1).collect(),
     }
 }
@@ -440,4 +441,118 @@ fn windows_of_the_llama_protocol_begin_with_the_begin_token() {
     assert_eq!(begun(Protocol::Llama, vec![9]), [9, 1, 2, 9, 4, 5, 9]);
     assert_eq!(begun(Protocol::Hf, vec![9]), [9, 1, 2, 3, 4, 5, 6]);
     assert_eq!(begun(Protocol::Llama, vec![]), [9, 1, 2, 3, 4, 5, 6]);
+}
+
+/// Log-probabilities in a file compare as those in memory, and a file that is not what it should be is refused.
+#[test]
+fn log_probabilities_are_kept_in_files() {
+    let (reference, model) = (FakeEngine::new(VOCAB, 0.0), FakeEngine::new(VOCAB, 0.3));
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kept");
+    let tokens = text(77);
+    let spec = EvalSpec::new(Protocol::Hf, 16, "squares");
+    ReferenceLogits::record_to(&path, "key", &reference, &tokens, &spec, &()).unwrap();
+    let open =
+        |key: &str, spec: &EvalSpec, vocab| ReferenceLogits::open(&path, key, &tokens, spec, vocab);
+    let kept = open("key", &spec, VOCAB).unwrap();
+    assert_eq!(kept.precision(), Precision::F16);
+    // 16 bits a number, as much memory as that allows.
+    let limit = 2 * (4 * 15 * VOCAB) as u64;
+    let recorded = ReferenceLogits::record(&reference, &tokens, &spec, limit, &()).unwrap();
+    let [found, expected] = [&kept, &recorded].map(|r| r.compare(&model, &()).unwrap());
+    assert_eq!(found.nll, expected.nll);
+    assert_eq!(found.pairs, expected.pairs);
+    let exact = compare(&model, &reference, &tokens, &spec, &()).unwrap();
+    // Rounding shifts a token's divergence with either sign, and the mean hardly.
+    for (a, b) in found.pairs.iter().zip(&exact.pairs) {
+        assert!((a.kld - b.kld).abs() < 1e-5 + 5e-3 * b.kld);
+        assert_eq!(a.reference_nll, b.reference_nll);
+    }
+    let mean = |e: &Evaluation| e.report.against.as_ref().map_or(0.0, |c| c.kld.mean);
+    let shift = mean(&found) / mean(&exact) - 1.0;
+    assert!(shift.abs() < 1e-3, "{shift}");
+
+    let short = EvalSpec {
+        max_windows: Some(3),
+        ..spec.clone()
+    };
+    for (key, spec, vocab) in [
+        ("other", &spec, VOCAB),
+        ("key", &short, VOCAB),
+        ("key", &spec, 49),
+    ] {
+        let error = open(key, spec, vocab).err().unwrap();
+        assert!(matches!(error, Error::Kept { .. }), "{error}");
+    }
+    let whole = std::fs::read(&path).unwrap();
+    for at in [0, whole.len() / 3, whole.len() - 12, whole.len() - 1] {
+        let mut changed = whole.clone();
+        changed[at] ^= 64;
+        std::fs::write(&path, &changed).unwrap();
+        assert!(open("key", &spec, VOCAB).is_err(), "byte {at}");
+        std::fs::write(&path, &whole[..at]).unwrap();
+        assert!(open("key", &spec, VOCAB).is_err(), "{at} bytes");
+    }
+}
+
+/// Whole texts have the figures of windows of the same tokens, without those that stand for images.
+#[test]
+fn texts_are_scored_as_windows_without_images() {
+    let (engine, reference) = (FakeEngine::new(VOCAB, 0.1), FakeEngine::new(VOCAB, 0.0));
+    let images = ImageTokens {
+        pad: 7,
+        start: 3,
+        end: 11,
+    };
+    let texts = [text(9), text(30), [text(4), vec![3, 7, 7, 11, 5]].concat()];
+    let (mut nll, mut pairs, mut targets) = (Vec::new(), Vec::new(), vec![texts[0][0]]);
+    for ids in &texts {
+        let spec = EvalSpec::new(Protocol::Hf, ids.len(), "squares");
+        let whole = compare(&engine, &reference, ids, &spec, &()).unwrap();
+        for (i, target) in ids[1..].iter().enumerate() {
+            if ![7, 3, 11].contains(target) {
+                nll.push(whole.nll[i]);
+                pairs.push(whole.pairs[i]);
+                targets.push(*target);
+            }
+        }
+    }
+    assert!(nll.len() < texts.concat().len() - texts.len());
+    let prompt = |i: usize| Ok(ImagePrompt::text(texts[i].clone()));
+    let side = |engine| SeeingModel {
+        engine,
+        prompt: &prompt,
+        kv: KvType::F16,
+    };
+    for rows in [1, 4, 512] {
+        let spec = EvalSpec {
+            rows,
+            ..EvalSpec::new(Protocol::Texts, 30, "squares")
+        };
+        let measure = |reference: Option<SeeingModel<'_>>, spec: &EvalSpec| {
+            evaluate_seen(side(&engine), reference, 3, Some(images), spec, &())
+        };
+        let found = measure(Some(side(&reference)), &spec).unwrap();
+        assert_eq!(found.evaluation.nll, nll);
+        assert_eq!(found.evaluation.pairs, pairs);
+        assert_eq!(found.tokens, targets);
+        assert_eq!(
+            (
+                found.evaluation.report.tokens,
+                found.evaluation.report.windows
+            ),
+            (nll.len(), 3)
+        );
+        let worst = &found.evaluation.worst(&found.tokens, 1)[0];
+        let at = pairs.iter().position(|pair| pair.kld == worst.kld).unwrap();
+        assert_eq!(worst.target, targets[at + 1]);
+        let alone = measure(None, &spec).unwrap().evaluation;
+        assert_eq!((alone.nll, alone.pairs.len()), (nll.clone(), 0));
+        let short = EvalSpec { ctx: 29, ..spec };
+        let error = measure(None, &short).err().unwrap().to_string();
+        assert_eq!(
+            error,
+            "tokens of a text: expected 2 to 29, found 30 in text 1"
+        );
+    }
 }

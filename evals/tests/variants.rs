@@ -371,7 +371,7 @@ fn positions() {
 }
 
 /// Codes and scales of 4 bits in groups of 16, symmetric, of every Linear, and the values that they stand for.
-struct Rounded {
+struct RoundedLinear {
     codes: Vec<u8>,
     scales: Vec<f16>,
     matrix: Matrix,
@@ -379,8 +379,8 @@ struct Rounded {
 
 const GROUP: usize = 16;
 
-fn rounded(m: &Matrix) -> Rounded {
-    let mut out = Rounded {
+fn rounded(m: &Matrix) -> RoundedLinear {
+    let mut out = RoundedLinear {
         codes: Vec::new(),
         scales: Vec::new(),
         matrix: m.clone(),

@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::left_over::LeftOver;
 use crate::store::{TensorEntry, WeightStore};
 use crate::weight::Weight;
-use nq_model::ModelConfig;
 use nq_model::names::{EMBEDDING, HEAD, layer_of, parameters};
+use nq_model::{Dims, ModelConfig};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -25,7 +25,7 @@ const HARMLESS: [(&str, &str); 5] = [
     ("v_head.", "a value head is for training"),
     ("value_head.", "a value head is for training"),
 ];
-const HARMLESS_IF_QUANTIZED: [(&str, &str); 8] = [
+const HARMLESS_IF_QUANTIZED: [(&str, &str); 10] = [
     (".k_scale", CACHE),
     (".v_scale", CACHE),
     (".q_scale", CACHE),
@@ -34,33 +34,37 @@ const HARMLESS_IF_QUANTIZED: [(&str, &str); 8] = [
     (".input_scale", ACTIVATIONS),
     (".input_zero_point", ACTIVATIONS),
     (".input_global_scale", ACTIVATIONS),
+    ("_input_scale", ACTIVATIONS),
+    ("_input_global_scale", ACTIVATIONS),
 ];
 const SEVERAL: &str = "of an MTP layer that nq does not use";
 pub(crate) const CACHE: &str = "the cache of keys and values is kept in a type of nq's own";
 pub(crate) const ACTIVATIONS: &str = "activations are rounded by nq's own rules";
 
-/// True if `pattern` describes `name`: with a dot in front, it is the end of a name, otherwise the start.
+/// True if `pattern` describes `name`: with a dot or `_` in front, it is the end of a name, otherwise the start.
 fn describes(pattern: &str, name: &str) -> bool {
-    match pattern.starts_with('.') {
+    match pattern.starts_with(['.', '_']) {
         true => name.ends_with(pattern),
         false => name.starts_with(pattern) || name.contains(&format!(".{pattern}")),
     }
 }
 
-/// Accounts for all tensors of `store`, which has some of every layer: those that no parameter of `config` is read
-/// from.
+/// Accounts for all tensors of `store`, which has some of every layer: those that no parameter of `config`, and none of
+/// `others`, is read from.
 ///
 /// # Errors
 /// [`Error::Unsupported`], naming a tensor without which the numbers could be wrong.
 pub(crate) fn tensors(
     store: &dyn WeightStore,
     config: &ModelConfig,
+    others: &[String],
     root: &Path,
 ) -> Result<Vec<LeftOver>> {
     let entries = store.entries();
     let layers = config.num_hidden_layers;
-    let used: BTreeSet<String> = (parameters(config).into_iter())
-        .flat_map(|(name, _)| store.sources(&name))
+    let own = parameters(config).into_iter().map(|(name, _)| name);
+    let used: BTreeSet<String> = (own.chain(others.iter().cloned()))
+        .flat_map(|name| store.sources(&name))
         .collect();
     // GGUF files keep layers that predict several tokens at once behind the others.
     let beyond: BTreeSet<usize> = (entries.iter())
@@ -155,7 +159,7 @@ pub(crate) fn is_tied(
     if !config.tie_word_embeddings || !store.contains(HEAD) {
         return Ok(config.tie_word_embeddings);
     }
-    let dims = (config.vocab_size, config.hidden_size);
+    let dims = Dims::new(config.vocab_size, config.hidden_size);
     if let (Weight::Dense(head), Weight::Dense(embedding)) =
         (store.matrix(HEAD, dims)?, store.matrix(EMBEDDING, dims)?)
     {

@@ -12,8 +12,11 @@ use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::task::Task;
 use crate::tokenizer::{self, TOKENIZER};
+use crate::vision::{self, PatchMatrix};
 use nq_model::ModelConfig;
-use nq_model::names::{HEAD, layer_of};
+use nq_model::names::{EMBEDDING, HEAD, layer_of};
+use nq_model::vision::VisionConfig;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
@@ -81,6 +84,7 @@ impl Source {
 pub struct Checkpoint {
     files: Files,
     config: ModelConfig,
+    vision: Option<VisionConfig>,
     generation: GenerationDefaults,
     task: Task,
     store: Box<dyn WeightStore>,
@@ -108,11 +112,18 @@ impl Checkpoint {
                 ..config
             },
             files,
+            vision: None,
             generation,
             task,
             store,
             left_over: Vec::new(),
         }
+    }
+
+    /// The same with a tower that sees images, whose parameters the store has.
+    pub(crate) fn seeing(mut self, vision: Option<VisionConfig>) -> Self {
+        self.vision = vision;
+        self
     }
 
     /// Like [`Checkpoint::new`], for weights of a file, all of which must be accounted for. `left_over` is what
@@ -122,7 +133,14 @@ impl Checkpoint {
         let store = self.store.as_ref();
         self.config.tie_word_embeddings = account::is_tied(store, &self.config, &mut left_over)?;
         self.config.mtp_layers = mtp::stored_layers(store, &self.config, &mut left_over);
-        left_over.extend(account::tensors(store, &self.config, &self.files.root())?);
+        let tower = self.vision.iter().flat_map(VisionConfig::parameters);
+        let tower: Vec<String> = tower.map(|p| p.name).collect();
+        left_over.extend(account::tensors(
+            store,
+            &self.config,
+            &tower,
+            &self.files.root(),
+        )?);
         self.left_over = left_over;
         Ok(self)
     }
@@ -153,6 +171,11 @@ impl Checkpoint {
         let mut checkpoint = Checkpoint::new(files, config, generation, task, store);
         checkpoint.eos.extend(ends);
         checkpoint.eos = distinct(checkpoint.eos);
+        let (files, store) = (&checkpoint.files, checkpoint.store.as_ref());
+        checkpoint.vision = vision::read(files, &checkpoint.config, store, &mut left)?;
+        if let Some(vision) = &checkpoint.vision {
+            checkpoint.store = PatchMatrix::over(checkpoint.store, vision);
+        }
         checkpoint.accounted(left)
     }
 
@@ -180,6 +203,11 @@ impl Checkpoint {
     /// Model shape.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// The tower that sees pictures; `None` for a model that reads text alone, or whose files have no tower.
+    pub fn vision(&self) -> Option<&VisionConfig> {
+        self.vision.as_ref()
     }
 
     /// The task of the model, according to its files.
@@ -233,10 +261,53 @@ impl Checkpoint {
         self.store.entries().iter().map(|e| e.bytes).sum()
     }
 
-    /// `8 * tensor_bytes / parameters`: includes embedding and head; tied ones count once.
-    pub fn bits_per_weight(&self) -> f64 {
-        8.0 * self.tensor_bytes() as f64 / self.config.parameters() as f64
+    /// Bytes of the stored tensors of the tower that sees images; 0 without one.
+    pub fn tower_bytes(&self) -> u64 {
+        let parameters = self.vision.iter().flat_map(VisionConfig::parameters);
+        self.bytes_of(parameters.map(|p| p.name))
     }
+
+    /// Bytes of the stored tensors, by what they are for.
+    pub fn part_bytes(&self) -> PartBytes {
+        let tower = self.tower_bytes();
+        let embedding_and_head = self.bytes_of([EMBEDDING, HEAD].map(String::from).into_iter());
+        let entries = self.store.entries().into_iter();
+        let mtp = entries.filter(|e| nq_model::mtp::is_of_layer(&e.name, &self.config));
+        let mtp = mtp.map(|e| e.bytes).sum();
+        PartBytes {
+            body: self.tensor_bytes() - tower - embedding_and_head - mtp,
+            embedding_and_head,
+            mtp,
+            tower,
+        }
+    }
+
+    /// Bytes of the stored tensors that these parameters are read from.
+    fn bytes_of(&self, parameters: impl Iterator<Item = String>) -> u64 {
+        let own: BTreeSet<String> = parameters.flat_map(|p| self.store.sources(&p)).collect();
+        let entries = self.store.entries().into_iter();
+        let entries = entries.filter(|e| own.contains(&e.name));
+        entries.map(|e| e.bytes).sum()
+    }
+
+    /// `8 * bytes / parameters` of the text model: includes embedding and head; tied ones count once.
+    pub fn bits_per_weight(&self) -> f64 {
+        let bytes = self.tensor_bytes() - self.tower_bytes();
+        8.0 * bytes as f64 / self.config.parameters() as f64
+    }
+}
+
+/// Bytes of a checkpoint's tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartBytes {
+    /// The layers, with the norm behind them.
+    pub body: u64,
+    /// The embedding and the head, which may be one table.
+    pub embedding_and_head: u64,
+    /// The layer that predicts the token after the next.
+    pub mtp: u64,
+    /// The tower that sees images.
+    pub tower: u64,
 }
 
 /// The ids, each where it comes first.

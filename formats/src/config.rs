@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::keys::CONFIG;
 use crate::left_over::LeftOver;
 use crate::object::Object;
-use nq_model::{Architecture, DType, Experts, LayerSpec, Mixer, ModelConfig, NormKind};
+use nq_model::{Architecture, DType, Dims, Experts, LayerSpec, ModelConfig, NormKind};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -98,7 +98,7 @@ fn shape(
         vocab_size: obj.dim("vocab_size")?,
         max_position_embeddings: obj.dim("max_position_embeddings")?,
         rms_norm_eps: obj.epsilon()?,
-        rope: match architecture.rotated {
+        rope: match architecture.rotary_parts {
             1 => obj.whole_rope(head_dim)?,
             parts => obj.rope(head_dim, parts)?,
         },
@@ -118,7 +118,13 @@ fn shape(
     // Each dimension is in range; their product must be too, or sizes overflow later.
     let layer = |spec: &LayerSpec| -> u128 {
         let dims = spec.matrices().map(|l| l.dims(&cfg));
-        dims.map(|(out, inputs)| out as u128 * inputs as u128).sum()
+        dims.map(
+            |Dims {
+                 rows: out,
+                 cols: inputs,
+             }| out as u128 * inputs as u128,
+        )
+        .sum()
     };
     let largest = architecture.kinds.iter().map(layer).max().unwrap_or(0);
     let total = largest * cfg.num_hidden_layers as u128
@@ -130,7 +136,7 @@ fn shape(
             total.to_string(),
         ));
     }
-    let even = cfg.head_dim.is_multiple_of(2) && cfg.rotated().is_multiple_of(2);
+    let even = cfg.head_dim.is_multiple_of(2) && cfg.rotary_dims().is_multiple_of(2);
     if cfg.head_dim == 0 || !even {
         return Err(obj.bad(
             "head_dim",
@@ -298,8 +304,7 @@ impl Object<'_> {
         let biased = architecture.matrices().any(|l| l.bias);
         let norms = architecture.kinds.iter().flat_map(LayerSpec::norms);
         let head_norms = norms.into_iter().any(|n| n.kind == NormKind::Q);
-        let mut blocks = architecture.kinds.iter().flat_map(|k| k.blocks);
-        let gated = blocks.any(|b| matches!(b.mixer, Mixer::Attention(a) if a.gated));
+        let gated = architecture.has_gates();
         for (key, has, what) in [
             ("attn_output_gate", gated, "gates of attention's output"),
             ("attention_bias", biased, "biases in attention"),
@@ -383,8 +388,10 @@ impl Object<'_> {
             count,
             per_token,
             width: self.dim("moe_intermediate_size")?,
-            // Families with a shared expert divide unless told otherwise.
-            normalized: self.bool("norm_topk_prob")?.unwrap_or(shared > 0),
+            // Families with a shared expert divide unless told otherwise, and those that see.
+            normalized: self
+                .bool("norm_topk_prob")?
+                .unwrap_or(shared > 0 || !architecture.also.is_empty()),
             shared,
         }))
     }

@@ -6,7 +6,7 @@ use crate::shards::Shards;
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-use nq_model::{FLOATS, tensor_name};
+use nq_model::{Dims, FLOATS, tensor_name};
 
 /// The parameters of an unquantized checkpoint.
 pub(crate) struct DenseStore {
@@ -32,7 +32,7 @@ impl WeightStore for DenseStore {
         self.shards.require(&tensor_name(name), &FLOATS, &[len])
     }
 
-    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, Dims { rows, cols }: Dims) -> Result<Weight> {
         let tensor = self
             .shards
             .require(&tensor_name(name), &FLOATS, &[rows, cols])?;
@@ -44,7 +44,10 @@ impl WeightStore for DenseStore {
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
-        vec![tensor_name(name)]
+        match self.shards.contains(name) {
+            true => vec![name.into()], // the tensor of all experts of a layer
+            false => vec![tensor_name(name)],
+        }
     }
 
     fn is_bare(&self) -> bool {

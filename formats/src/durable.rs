@@ -26,21 +26,62 @@ pub fn write_private(path: &Path, fill: impl FnOnce(&mut Sink) -> Result<()>) ->
 }
 
 fn write_mode(path: &Path, mode: u32, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<()> {
-    let folder = parent(path);
-    sweep(&folder);
-    let temporary = tempfile::Builder::new()
-        .prefix(PREFIX)
-        .suffix(SUFFIX)
-        .permissions(permissions(mode))
-        .tempfile_in(&folder)
-        .map_err(|e| Error::io(path, "create", e))?;
-    let _live = Live::begin(temporary.path(), temporary.as_file());
-    let mut sink = Sink::new(temporary.as_file().try_clone(), path)?;
+    let beside = Beside::with_mode(path, mode)?;
+    let mut sink = Sink::new(beside.file().try_clone(), path)?;
     fill(&mut sink)?;
     sink.finish()?;
-    let renamed = temporary.persist(path);
-    renamed.map_err(|e| Error::io(path, "rename into place", e.error))?;
-    sync_folder(&folder)
+    beside.put()
+}
+
+/// A file that is written beside its place, in any order, and put there once it is whole; dropped before that, it is
+/// removed.
+pub struct Beside {
+    place: PathBuf,
+    temporary: tempfile::NamedTempFile,
+    _live: Live,
+}
+
+impl Beside {
+    /// An empty one for `place`, whose folder must be there.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be created.
+    pub fn new(place: &Path) -> Result<Self> {
+        Beside::with_mode(place, 0o666)
+    }
+
+    fn with_mode(place: &Path, mode: u32) -> Result<Self> {
+        let folder = parent(place);
+        sweep(&folder);
+        let temporary = tempfile::Builder::new()
+            .prefix(PREFIX)
+            .suffix(SUFFIX)
+            .permissions(permissions(mode))
+            .tempfile_in(&folder)
+            .map_err(|e| Error::io(place, "create", e))?;
+        Ok(Beside {
+            place: place.into(),
+            _live: Live::begin(temporary.path(), temporary.as_file()),
+            temporary,
+        })
+    }
+
+    /// What is written so far.
+    pub fn file(&self) -> &File {
+        self.temporary.as_file()
+    }
+
+    /// Puts it into its place, over any old one.
+    ///
+    /// # Errors
+    /// [`Error::Space`] if the disk is full, other [`Error::Io`]; an old file is then untouched.
+    pub fn put(self) -> Result<()> {
+        let synced = self.file().sync_all();
+        synced.map_err(|e| Error::io(&self.place, "sync", e))?;
+        let renamed = self.temporary.persist(&self.place);
+        renamed.map_err(|e| Error::io(&self.place, "rename into place", e.error))?;
+        sync_folder(&parent(&self.place))
+    }
 }
 
 /// Like `write_file`, with the complete contents.
@@ -93,6 +134,7 @@ pub(crate) fn temporary_folder(parent: &Path) -> Result<TemporaryFolder> {
 pub struct Unchecked {
     place: PathBuf,
     form: Form,
+    force: bool,
     folder: TemporaryFolder,
 }
 
@@ -105,6 +147,7 @@ impl Unchecked {
         Ok(Unchecked {
             place: place.into(),
             form,
+            force,
             folder: temporary_folder(&parent)?,
         })
     }
@@ -115,17 +158,28 @@ impl Unchecked {
         self.folder.path().join(name.unwrap_or("out".as_ref()))
     }
 
-    /// Puts what was written into its place, instead of what is there.
+    /// Puts what was written into its place, instead of what is there; beside a file those that were written beside it.
     ///
     /// # Errors
-    /// [`Error::Io`]; what is there stays.
+    /// [`Error::Io`]; [`Error::Exists`] for a file beside it that must not be replaced. What is there stays.
     pub fn put(self) -> Result<()> {
         match self.form {
             Form::Folder => rename_folder(&self.path(), &self.place),
             Form::File => {
-                let renamed = fs::rename(self.path(), &self.place);
-                renamed.map_err(|e| Error::io(&self.place, "rename into place", e))?;
-                sync_folder(&parent(&self.place))
+                let folder = parent(&self.place);
+                let mut places = Vec::new();
+                for file in list(self.folder.path())? {
+                    let place = folder.join(file.file_name());
+                    check_destination(&place, Form::File, self.force)?;
+                    places.push((file.path(), place));
+                }
+                // The file itself last: it is complete with what is beside it.
+                places.sort_by_key(|(_, place)| *place == self.place);
+                for (from, place) in places {
+                    let renamed = fs::rename(from, &place);
+                    renamed.map_err(|e| Error::io(&place, "rename into place", e))?;
+                }
+                sync_folder(&folder)
             }
         }
     }
@@ -294,6 +348,13 @@ pub enum Form {
     Folder,
 }
 
+/// What lies in a folder.
+pub(crate) fn list(folder: &Path) -> Result<Vec<fs::DirEntry>> {
+    fs::read_dir(folder)
+        .and_then(Iterator::collect)
+        .map_err(|e| Error::io(folder, "list", e))
+}
+
 /// Refuses a destination that exists. With `force` it may be replaced, but only by the same kind: a
 /// GGUF file (or an empty file) by a file; a folder, by a folder, if it is empty or holds a model (a
 /// config.json) and nothing but files that nq writes into such a folder. So a mistyped destination
@@ -397,15 +458,16 @@ pub(crate) const COPIED_BELOW: [&str; 4] = [
 ];
 
 /// True for the name of a file that goes with a model's weights and config.json into a folder that nq
-/// writes: of its tokenizer, its templates, its embeddings and its licence.
+/// writes: of its tokenizer, its templates, its images, its embeddings and its licence.
 pub(crate) fn is_copied(name: &str) -> bool {
-    const NAMES: [&str; 13] = [
+    const NAMES: [&str; 14] = [
         "added_tokens.json",
         "chat_template.jinja",
         "chat_template.json",
         task::PROMPTS,
         GENERATION_CONFIG,
         "merges.txt",
+        crate::vision::PREPROCESSOR,
         task::MODULES,
         "sentence_bert_config.json",
         "special_tokens_map.json",

@@ -26,7 +26,7 @@ use crate::tensor::Tensor;
 use crate::weight::Weight;
 use bytes::Bytes;
 use nq_model::names::{EMBEDDING, HEAD};
-use nq_model::{DType, LLAMA, ModelConfig, Rope};
+use nq_model::{DType, Dims, LLAMA, ModelConfig, Rope};
 use std::path::{Path, PathBuf};
 
 /// Number of residual streams that a head reads.
@@ -209,13 +209,13 @@ impl Overlay for HalvedStore {
         &self.0
     }
 
-    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, Dims { rows, cols }: Dims) -> Result<Weight> {
         let mut halves = HALVES.iter().enumerate();
         let part = halves.find_map(|(half, suffix)| Some((half, name.strip_suffix(suffix)?)));
         let Some((half, whole)) = part else {
-            return self.0.matrix(name, (rows, cols));
+            return self.0.matrix(name, Dims::new(rows, cols));
         };
-        let Weight::Dense(whole) = self.0.matrix(whole, (rows, 2 * cols))? else {
+        let Weight::Dense(whole) = self.0.matrix(whole, Dims::new(rows, 2 * cols))? else {
             unreachable!("the store is dense");
         };
         Ok(Weight::Dense(columns(&whole, half * cols, cols)?))

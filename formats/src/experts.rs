@@ -5,7 +5,6 @@
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::files::{CONFIG, Files};
-use crate::import::fp8::STACK_SCALES;
 use crate::mapping;
 use crate::pack::pack_rows;
 use crate::scheme::{Scales, Zeros};
@@ -16,7 +15,7 @@ use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, Z
 use bytes::Bytes;
 use half::f16;
 use nq_model::names::{expert_name, in_experts, stack};
-use nq_model::{Experts, LinearKind, LinearSpec, ModelConfig};
+use nq_model::{Dims, Experts, LinearKind, LinearSpec, ModelConfig};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -59,8 +58,12 @@ impl Weight {
     /// # Panics
     /// If the number of rows is not a multiple of `experts`.
     pub fn unstack(&self, experts: usize) -> impl Iterator<Item = Weight> {
-        let rows = self.dims().0 / experts.max(1);
-        assert_eq!(rows * experts, self.dims().0, "rows of {experts} experts");
+        let rows = self.dims().rows / experts.max(1);
+        assert_eq!(
+            rows * experts,
+            self.dims().rows,
+            "rows of {experts} experts"
+        );
         (0..experts).map(move |e| self.rows(e * rows..(e + 1) * rows))
     }
 
@@ -77,7 +80,7 @@ impl Weight {
             found: format!("{found} at place {place}"),
         };
         let differ = |place: usize| Err(unlike(place, parts[place].scheme_name()));
-        let rows = parts.iter().map(|p| p.dims().0).sum();
+        let rows = parts.iter().map(|p| p.dims().rows).sum();
         match parts.first() {
             None => Err(Error::Weight {
                 what: "a stack of weights",
@@ -129,28 +132,28 @@ impl Weight {
 
 fn affine_rows(a: &AffineWeight, rows: Range<usize>) -> AffineWeight {
     let (scheme, cols, groups) = (a.scheme(), a.in_features(), a.groups());
-    let of = |width: usize| rows.start * width..rows.end * width;
+    let part = |width: usize| rows.start * width..rows.end * width;
     let values = |kept: GroupValues| match (kept, scheme.scales) {
         (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) => {
             GroupValues::TwoLevel {
-                small: small.slice(of(two.bits.bytes(groups))),
-                of_spans: of_spans[of(two.span.count(cols))].into(),
+                small: small.slice(part(two.bits.bytes(groups))),
+                of_spans: of_spans[part(two.span.count(cols))].into(),
             }
         }
-        (GroupValues::Half(values), _) => GroupValues::Half(values[of(groups)].into()),
+        (GroupValues::Half(values), _) => GroupValues::Half(values[part(groups)].into()),
         (kept, _) => kept,
     };
     let whole = a.parts();
-    let zeros = |z: Bytes| z.slice(of(scheme.value_bits().bytes(groups)));
+    let zeros = |z: Bytes| z.slice(part(scheme.value_bits().bytes(groups)));
     let parts = Parts {
-        codes: whole.codes.slice(of(scheme.bits.bytes(cols))),
+        codes: whole.codes.slice(part(scheme.bits.bytes(cols))),
         scales: values(whole.scales),
         zeros: whole.zeros.map(zeros),
         offsets: whole.offsets.map(values),
         levels: whole.levels,
         g_idx: whole.g_idx,
     };
-    let part = AffineWeight::assemble(scheme, (rows.len(), cols), parts);
+    let part = AffineWeight::assemble(scheme, Dims::new(rows.len(), cols), parts);
     part.expect("whole rows of a weight are one")
 }
 
@@ -188,7 +191,7 @@ fn stack_affine(parts: &[&AffineWeight]) -> Result<AffineWeight> {
         Zeros::Offset => ZeroPoints::Offset(offsets.into()),
     };
     let order = first.g_idx().map(Into::into);
-    let dims = (rows, first.in_features());
+    let dims = Dims::new(rows, first.in_features());
     AffineWeight::new(scheme, dims, codes.into(), scales.into(), zeros, order)
 }
 
@@ -197,7 +200,7 @@ pub(crate) struct Gathered {
     inner: Box<dyn WeightStore>,
     experts: Experts,
     root: PathBuf,
-    /// Names of tensors that hold the weights of all experts of a layer.
+    /// Names under which the weights of all experts of a layer are kept in one tensor.
     fused_tensors: BTreeSet<String>,
     /// The experts that are kept apart, by the name of a layer's: how many tensors they have.
     apart: BTreeMap<String, usize>,
@@ -205,6 +208,9 @@ pub(crate) struct Gathered {
 
 /// Tensors that hold gate and up, or down, of all experts of a layer, within the layer's experts.
 const FUSED: [&str; 2] = ["gate_up_proj", "down_proj"];
+
+/// What follows such a tensor's name where its codes are packed.
+pub(crate) const PACKED_STACK: &str = "_packed";
 
 /// The tensor that holds the stack `name`, with another one if gate and up are one.
 fn fused_name(name: &str, kind: LinearKind) -> String {
@@ -261,8 +267,9 @@ impl Gathered {
         let mut fused_tensors = BTreeSet::new();
         let mut apart: BTreeMap<String, usize> = BTreeMap::new();
         for name in names {
-            if in_experts(name).is_some_and(|(_, rest)| FUSED.contains(&rest)) {
-                fused_tensors.insert(name.into());
+            let fused = name.strip_suffix(PACKED_STACK).unwrap_or(name);
+            if in_experts(fused).is_some_and(|(_, rest)| FUSED.contains(&rest)) {
+                fused_tensors.insert(fused.into());
             } else if let Some((layer, _)) = expert_of(name) {
                 *apart.entry(layer.into()).or_default() += 1;
             }
@@ -281,12 +288,37 @@ impl Gathered {
         stack(name).filter(|_| !self.inner.contains(name))
     }
 
+    /// The weights of the experts of a layer, if a file keeps them with inputs before outputs, `[experts, in, out]`, as
+    /// those of Qwen3-VL do.
+    fn turned(&self, name: &str, [count, out, inputs]: [usize; 3]) -> Result<Option<Weight>> {
+        let shape = [count, inputs, out];
+        let there = |e: &TensorEntry| e.name == name && e.shape == shape;
+        if !self.inner.entries().iter().any(there) {
+            return Ok(None);
+        }
+        let Some(tensor) = self.inner.tensor(name, &shape)? else {
+            return Ok(None);
+        };
+        let size = tensor.dtype().size();
+        let mut data = Vec::with_capacity(tensor.data().len());
+        for expert in tensor.data().chunks_exact(out * inputs * size) {
+            for row in 0..out {
+                let column = expert.chunks_exact(out * size);
+                column.for_each(|values| data.extend_from_slice(&values[row * size..][..size]));
+            }
+        }
+        let dims = vec![count * out, inputs];
+        Tensor::new(tensor.dtype(), dims, data.into()).map(|t| Some(Weight::Dense(t)))
+    }
+
     /// Builds a stack from a file that stores the experts' weights in tensors `[experts, out, in]`, with
     /// gate above up.
     fn fused(
         &self,
-        (name, linear): (&str, &LinearSpec),
-        (rows, cols): (usize, usize),
+        name: &str,
+        linear: &LinearSpec,
+        Dims { rows, cols }: Dims,
+        exactly: bool,
     ) -> Result<Option<Weight>> {
         let out = rows / self.experts.count;
         let (height, first) = match linear.kind {
@@ -296,11 +328,11 @@ impl Gathered {
         };
         let tensor = fused_name(name, linear.kind);
         let shape = [self.experts.count, height, cols];
-        let Some(stack) = self.inner.tensor(&tensor, &shape)? else {
-            return Ok(None);
+        let stack = match self.inner.experts(&tensor, shape, exactly) {
+            Err(e) => self.turned(&tensor, shape)?.ok_or(e)?,
+            Ok(Some(stack)) => stack,
+            Ok(None) => return Ok(None),
         };
-        let all = vec![shape[0] * shape[1], stack.shape()[2]];
-        let stack = Weight::Dense(Tensor::new(stack.dtype(), all, stack.data().clone())?);
         if height == out {
             return Ok(Some(stack));
         }
@@ -313,11 +345,11 @@ impl Gathered {
     fn gather(
         &self,
         name: &str,
-        (rows, cols): (usize, usize),
-        read: impl Fn(&str, (usize, usize)) -> Result<Weight>,
+        Dims { rows, cols }: Dims,
+        read: impl Fn(&str, Dims) -> Result<Weight>,
     ) -> Result<Weight> {
         let count = self.experts.count;
-        let each = (rows / count, cols);
+        let each = Dims::new(rows / count, cols);
         let one = |e: usize| read(&expert_name(name, e), each);
         let parts = (0..count).map(one).collect::<Result<Vec<_>>>()?;
         Weight::stack(&parts).map_err(|e| match e {
@@ -369,21 +401,21 @@ impl Overlay for Gathered {
         }
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         let Some(stack) = self.stack(name) else {
             return self.inner.matrix(name, dims);
         };
-        match self.fused((name, stack), dims)? {
+        match self.fused(name, stack, dims, false)? {
             Some(weight) => Ok(weight),
             None => self.gather(name, dims, |name, dims| self.inner.matrix(name, dims)),
         }
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+    fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         let Some(stack) = self.stack(name) else {
             return self.inner.stored(name, dims);
         };
-        if let Some(weight) = self.fused((name, stack), dims)? {
+        if let Some(weight) = self.fused(name, stack, dims, true)? {
             return Ok(StoredWeight::Canonical(weight));
         }
         // If any expert's numbers do not fit a scheme of nq, all are compared as floats.
@@ -417,7 +449,7 @@ impl Overlay for Gathered {
         };
         let fused = fused_name(name, linear.kind);
         match self.fused_tensors.contains(&fused) {
-            true => vec![format!("{fused}{STACK_SCALES}"), fused],
+            true => self.inner.sources(&fused),
             false if !self.apart.contains_key(experts_of(name)) => Vec::new(),
             false => (0..self.experts.count)
                 .flat_map(|e| self.inner.sources(&expert_name(name, e)))
@@ -428,7 +460,7 @@ impl Overlay for Gathered {
 
 /// A weight's values in f32.
 fn floats(weight: &StoredWeight) -> Result<Weight> {
-    let (rows, cols) = weight.dims();
+    let Dims { rows, cols } = weight.dims();
     let mut values = vec![0.0; rows * cols];
     for (row, values) in values.chunks_mut(cols.max(1)).enumerate() {
         weight.dequantize_row(row, values)?;

@@ -83,8 +83,8 @@ pub(crate) const CONFIG: &[Key] = &[
     key("decoder_sparse_step", No, MIXTURES, |c| c.experts.and(some(1)), "mixtures: other values than 1 are refused"),
     key("mlp_only_layers", No, MIXTURES, |c| c.experts.and(some([0; 0])), "mixtures: layers listed there are refused"),
     // Readers take a part for hybrids where nothing is said, also of heads that are rotated whole.
-    key("", May("rope.dimension_count"), ALL, |c| in_part(c).then(|| c.rotated().into()), ""),
-    key("partial_rotary_factor", No, ALL, |c| in_part(c).then(|| (c.rotated() as f64 / c.head_dim as f64).into()), "the part of a head that is rotated; 1 if absent, 0.25 in hybrids"),
+    key("", May("rope.dimension_count"), ALL, |c| in_part(c).then(|| c.rotary_dims().into()), ""),
+    key("partial_rotary_factor", No, ALL, |c| in_part(c).then(|| (c.rotary_dims() as f64 / c.head_dim as f64).into()), "the part of a head that is rotated; 1 if absent, 0.25 in hybrids"),
     key("mtp_num_hidden_layers", May("nextn_predict_layers"), HYBRIDS, |c| some(c.mtp_layers), "hybrids: 1 if there is an MTP layer, to draft with; more are not used"),
     key("mtp_use_dedicated_embeddings", No, HYBRIDS, NOT, "hybrids: an MTP layer with an embedding of its own is not used"),
     key("full_attention_interval", May("full_attention_interval"), HYBRIDS, |c| some(c.delta?.interval), "hybrids: every so many layers, one has attention"),
@@ -153,7 +153,7 @@ fn number(v: f64) -> Value {
 
 /// True if files have to say which part of a head is rotated.
 fn in_part(c: &ModelConfig) -> bool {
-    c.rope.dims.is_some() || c.architecture.rotated > 1
+    c.rope.dims.is_some() || c.architecture.rotary_parts > 1
 }
 
 fn scaling(c: &ModelConfig) -> Option<Value> {
@@ -207,6 +207,7 @@ pub(crate) const ROPE: &[KeyUse] = &[
     ("mscale_all_dim", "see `mscale`"),
     ("low_freq_factor", "`llama3`: waves longer than the original length by it are stretched fully"),
     ("high_freq_factor", "`llama3`: waves shorter than the original length by it stay"),
+    ("mrope_section", "how many frequencies follow time, row and column of a token of an image, in turn; a third each if absent"),
     ("attn_factor", "multiplies the factor, as in vLLM (transformers ignores it)"),
 ];
 
@@ -272,11 +273,31 @@ pub(crate) const UNUSED: &[KeyUse] = &[
     ("pretraining_tp", NOTHING), ("problem_type", NOTHING), ("resid_pdrop", TRAINING),
     ("return_dict", NOTHING), ("return_dict_in_generate", NOTHING), ("router_aux_loss_coef", TRAINING),
     ("image_token_id", IMAGES), ("language_model_only", IMAGES),
-    ("mamba_ssm_dtype", STATE), ("mrope_interleaved", COORDINATES),
-    ("mrope_section", COORDINATES), ("sliding_window", WINDOW),
+    ("mamba_ssm_dtype", STATE), ("mrope_interleaved", COORDINATES), ("sliding_window", WINDOW),
     ("video_token_id", IMAGES), ("vision_config", IMAGES), ("vision_end_token_id", IMAGES),
     ("vision_start_token_id", IMAGES), ("task_specific_params", NOTHING), ("transformers_version", NOTHING),
     ("unsloth_fixed", NOTHING), ("unsloth_version", NOTHING), ("use_bfloat16", NOTHING), ("use_cache", NOTHING),
+];
+
+/// Keys of `preprocessor_config.json` that nq reads.
+#[rustfmt::skip]
+pub(crate) const PREPROCESSOR: &[KeyUse] = &[
+    ("size", "`shortest_edge` and `longest_edge` are the pixels of a whole image at least and at most"),
+    ("min_pixels", "the same, in older files"), ("max_pixels", "the same"),
+    ("image_mean", "subtracted from red, green and blue, which are 0 to 1; one half if absent"),
+    ("image_std", "what the differences are divided by; one half if absent"),
+    ("patch_size", "must be what config.json says"), ("temporal_patch_size", "must be what config.json says"),
+    ("merge_size", "must be what config.json says"), ("do_resize", "false is refused"),
+    ("do_rescale", "false is refused"), ("do_normalize", "false is refused"), ("do_convert_rgb", "false is refused"),
+    ("resample", "other methods than bicubic (3) are refused"), ("rescale_factor", "must be 1/255"),
+];
+
+/// Keys of `preprocessor_config.json` that change nothing in what nq computes.
+#[rustfmt::skip]
+pub(crate) const PREPROCESSOR_UNUSED: &[KeyUse] = &[
+    ("auto_map", NOTHING), ("crop_size", NOTHING), ("data_format", NOTHING), ("default_to_square", NOTHING),
+    ("device", NOTHING), ("disable_grouping", NOTHING), ("image_processor_type", NOTHING),
+    ("input_data_format", NOTHING), ("processor_class", NOTHING), ("return_tensors", NOTHING),
 ];
 /// Why a key is left over that no list has.
 pub(crate) const UNKNOWN: &str = "a key that nq does not know";
@@ -284,8 +305,9 @@ const NOTHING: &str = "concerns other programs";
 const TRAINING: &str = "is for training";
 const PROMPT: &str = "prompts are as templates and tokenizers make them";
 const LENGTH: &str = "lengths are set by --ctx and --max-tokens";
-const IMAGES: &str = "images are not read";
-const COORDINATES: &str = "the coordinates of a position are equal in text";
+const IMAGES: &str = "what sees images is read if the files have it";
+const COORDINATES: &str =
+    "the coordinates of a position are equal in text, and take frequencies in turn in images";
 const STATE: &str = "the state of recurrences is f32";
 const DIVIDED: &str = "tokenizer.json says how texts are divided";
 const SPELLED: &str = "answers are spelled as their tokens are";
@@ -322,6 +344,8 @@ pub fn table() -> String {
         ("`rope_parameters`, `rope_scaling`", ROPE),
         ("generation_config.json", GENERATION),
         ("config.json, generation_config.json", UNUSED),
+        ("preprocessor_config.json", PREPROCESSOR),
+        ("preprocessor_config.json", PREPROCESSOR_UNUSED),
         ("tokenizer_config.json", TOKENIZER),
         ("tokenizer_config.json", TOKENIZER_UNUSED),
     ];

@@ -8,12 +8,13 @@
 //!
 //! ```
 //! use nq_formats::Checkpoint;
+//! use nq_model::Dims;
 //! use std::path::Path;
 //!
 //! let checkpoint = Checkpoint::open(Path::new("../assets/demo"))?;
 //! assert_eq!(checkpoint.config().num_hidden_layers, 5);
 //! let config = checkpoint.config();
-//! let shape = (config.intermediate_size, config.hidden_size);
+//! let shape = Dims::new(config.intermediate_size, config.hidden_size);
 //! let weight = checkpoint.store().matrix("model.layers.0.mlp.up_proj", shape)?;
 //! assert_eq!(weight.dims(), shape);
 //! # Ok::<(), nq_formats::Error>(())
@@ -64,6 +65,7 @@ mod tensor;
 pub mod tokenizer;
 pub mod trellis;
 mod units;
+pub mod vision;
 mod weight;
 
 pub use checkpoint::Checkpoint;

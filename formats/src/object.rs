@@ -64,9 +64,14 @@ impl<'a> Object<'a> {
 
     /// The keys that nobody asked for; `file` is their place in messages.
     pub(crate) fn left_over(&self, file: &str) -> Vec<LeftOver> {
+        self.left_over_but(file, keys::UNUSED)
+    }
+
+    /// The keys that nobody asked for and that are not known to be `unused`.
+    pub(crate) fn left_over_but(&self, file: &str, unused: &[keys::KeyUse]) -> Vec<LeftOver> {
         let asked = self.asked.borrow();
         let unasked = self.map.iter().filter(|(k, _)| !asked.contains(*k));
-        let mut left = keys::unknown(file, keys::UNUSED, unasked);
+        let mut left = keys::unknown(file, unused, unasked);
         left.append(&mut self.within.borrow_mut());
         left
     }

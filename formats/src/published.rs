@@ -3,13 +3,12 @@
 //! has them.
 
 use crate::error::{Error, Result};
-use crate::nq::record;
-use crate::store::{Overlay, WeightStore};
+use crate::store::{OWN_FORMAT, Overlay, WeightStore};
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use nq_model::names::{is_less_one, layer_matrix, layer_vector};
-use nq_model::{Architecture, Delta, LinearKind, ModelConfig, VectorKind, tensor_name};
+use nq_model::{Architecture, Delta, Dims, LinearKind, ModelConfig, VectorKind, tensor_name};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
@@ -46,7 +45,7 @@ impl Published {
         root: PathBuf,
     ) -> Box<dyn WeightStore> {
         match config.delta {
-            Some(delta) if inner.format() != record::METHOD => Box::new(Published {
+            Some(delta) if inner.format() != OWN_FORMAT => Box::new(Published {
                 architecture: config.architecture,
                 inner,
                 delta,
@@ -98,7 +97,7 @@ impl Published {
     }
 
     fn matrix_part(&self, part: &FusedPart, cols: usize) -> Result<Weight> {
-        let whole = self.inner.matrix(&part.fused, (part.rows, cols))?;
+        let whole = self.inner.matrix(&part.fused, Dims::new(part.rows, cols))?;
         let piece = |&(first, rows): &(usize, usize)| whole.rows(first..first + rows);
         let pieces: Vec<Weight> = part.pieces.iter().map(piece).collect();
         Weight::stack(&pieces)
@@ -157,17 +156,19 @@ impl Overlay for Published {
         }
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         match self.part(name) {
             None => self.inner.matrix(name, dims),
-            Some(part) => self.matrix_part(&part, dims.1),
+            Some(part) => self.matrix_part(&part, dims.cols),
         }
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+    fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         match self.part(name) {
             None => self.inner.stored(name, dims),
-            Some(part) => self.matrix_part(&part, dims.1).map(StoredWeight::Canonical),
+            Some(part) => self
+                .matrix_part(&part, dims.cols)
+                .map(StoredWeight::Canonical),
         }
     }
 

@@ -4,9 +4,17 @@
 use crate::error::Result;
 use crate::object::{MAX_DIM, Object};
 use nq_model::{Rope, RopeScaling};
+use serde_json::Value;
 
-/// What one of the two objects says: the base, how it stretches, and how many values of a head are rotated.
-type OneRope = (Option<f64>, RopeScaling, Option<usize>);
+/// What one of the two objects says.
+#[derive(Clone, Copy, Default)]
+struct OneRope {
+    theta: Option<f64>,
+    scaling: RopeScaling,
+    /// Values of a head that are rotated.
+    dims: Option<usize>,
+    sections: Option<[usize; 3]>,
+}
 
 impl Object<'_> {
     /// The rotary embedding of heads of `head_dim` values, which are rotated in the first of `parts` parts if no
@@ -17,18 +25,20 @@ impl Object<'_> {
     /// [`crate::Error::Malformed`] for missing, mistyped or contradictory keys.
     pub(crate) fn rope(&self, head_dim: usize, parts: usize) -> Result<Rope> {
         let beside = self.f64("rope_theta")?;
-        let beside_part = self.rotated(head_dim)?;
+        let beside_part = self.rotary_dims(head_dim)?;
         let one = |key| self.object(key, |o| o.one_rope(self, beside, head_dim));
         let (parameters, scaling) = (one("rope_parameters")?, one("rope_scaling")?);
-        let theta = |rope: &Option<OneRope>| rope.as_ref().and_then(|r| r.0);
+        let theta = |rope: &Option<OneRope>| rope.and_then(|r| r.theta);
         let given = match &scaling {
             // As transformers reads it, rope_parameters then counts for nothing, its base neither.
-            Some((None, ..)) if beside.is_none() && theta(&parameters).is_some() => {
+            Some(OneRope { theta: None, .. })
+                if beside.is_none() && theta(&parameters).is_some() =>
+            {
                 let expected =
                     "a base in rope_scaling or next to it, as it replaces rope_parameters";
                 return Err(self.bad("rope_theta", expected.into(), "none there".into()));
             }
-            Some((theta, ..)) => *theta,
+            Some(rope) => rope.theta,
             None => theta(&parameters),
         };
         let theta = given.or(beside);
@@ -37,13 +47,18 @@ impl Object<'_> {
         if !(theta.is_finite() && theta > 0.0) {
             return Err(self.bad("rope_theta", "a positive number".into(), theta.to_string()));
         }
-        let (_, scaling, part) =
-            (scaling.or(parameters)).unwrap_or((None, RopeScaling::None, None));
-        let dims = part.or(beside_part).unwrap_or(head_dim / parts);
-        Ok(Rope {
+        let rope = scaling.or(parameters).unwrap_or_default();
+        let dims = rope.dims.or(beside_part).unwrap_or(head_dim / parts);
+        let even = Rope {
             theta,
             dims: Some(dims).filter(|&d| d != head_dim),
-            scaling,
+            scaling: rope.scaling,
+            sections: None,
+        };
+        let thirds = even.sections(dims / 2);
+        Ok(Rope {
+            sections: rope.sections.filter(|said| *said != thirds),
+            ..even
         })
     }
 
@@ -64,7 +79,7 @@ impl Object<'_> {
     }
 
     /// The number of values of a head that `partial_rotary_factor` says are rotated.
-    fn rotated(&self, head_dim: usize) -> Result<Option<usize>> {
+    fn rotary_dims(&self, head_dim: usize) -> Result<Option<usize>> {
         const KEY: &str = "partial_rotary_factor";
         let Some(part) = self.f64(KEY)? else {
             return Ok(None);
@@ -108,9 +123,24 @@ impl Object<'_> {
             .or(beside)
             .filter(|t| scaling != RopeScaling::None && *t <= 1.0)
         {
-            None => Ok((theta, scaling, self.rotated(head_dim)?)),
+            None => Ok(OneRope {
+                theta,
+                scaling,
+                dims: self.rotary_dims(head_dim)?,
+                sections: self.sections()?,
+            }),
             Some(base) => Err(self.bad("rope_theta", "more than 1".into(), base.to_string())),
         }
+    }
+
+    /// The frequencies of a position's coordinates.
+    fn sections(&self) -> Result<Option<[usize; 3]>> {
+        let read = |v: &Value| -> Option<[usize; 3]> {
+            let sections = v.as_array()?.iter().map(Value::as_u64);
+            let bounded = sections.map(|n| n.filter(|n| *n <= MAX_DIM).map(|n| n as usize));
+            bounded.collect::<Option<Vec<usize>>>()?.try_into().ok()
+        };
+        self.typed("mrope_section", "three numbers", read)
     }
 
     fn llama3(&self) -> Result<RopeScaling> {

@@ -89,7 +89,7 @@ impl SafetensorsFile {
         };
         let data = bytes.slice(LENGTH + length..);
         let Header { metadata, tensors } = Header::parse(path, header)?;
-        let tensors = check_layout(path, tensors, (LENGTH + length, data.len()))?;
+        let tensors = check_layout(path, tensors, LENGTH + length, data.len())?;
         Ok(SafetensorsFile {
             path: path.into(),
             file_bytes: bytes.len() as u64,
@@ -234,7 +234,8 @@ impl<'de> Visitor<'de> for HeaderVisitor<'_> {
 fn check_layout(
     path: &Path,
     mut tensors: Vec<(String, RawInfo)>,
-    (header_len, data_len): (usize, usize),
+    header_len: usize,
+    data_len: usize,
 ) -> Result<BTreeMap<String, Info>> {
     tensors.sort_by_key(|(_, t)| t.data_offsets);
     // A file whose tensors are consistent with each other, but go on after its end, was cut off.

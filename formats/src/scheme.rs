@@ -8,6 +8,7 @@
 
 use crate::error::{Error, Result};
 use crate::trellis::TrellisScheme;
+use nq_model::Dims;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
@@ -296,7 +297,8 @@ pub struct Held {
 
 impl Scheme {
     /// What a weight `[out, in]` takes as it is stored.
-    pub const fn stored(self, (out, inputs): (usize, usize)) -> Held {
+    pub const fn stored(self, dims: Dims) -> Held {
+        let (out, inputs) = dims.pair();
         Held {
             bits: self.bits(),
             bytes: self.bytes(out, inputs),
@@ -304,7 +306,7 @@ impl Scheme {
     }
 
     /// What a weight `[out, in]` takes on a GPU: that of [`AffineScheme::held_on_gpu`]; of a trellis its own.
-    pub fn held_on_gpu(self, dims: (usize, usize)) -> Held {
+    pub fn held_on_gpu(self, dims: Dims) -> Held {
         match self {
             Scheme::Affine(scheme) => Scheme::from(scheme.held_on_gpu()).stored(dims),
             Scheme::Trellis(_) => self.stored(dims),

@@ -16,7 +16,7 @@ use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
-use nq_model::{ModelConfig, Parameter, Width, in_layer, names};
+use nq_model::{Dims, ModelConfig, Parameter, Width, in_layer, names};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -162,7 +162,7 @@ impl Shard {
             let cut = Cut {
                 rows: std::iter::once(self.head_rows(c)).collect(),
                 cols: all_of(c.hidden_size),
-                dims: (c.vocab_size, c.hidden_size),
+                dims: Dims::new(c.vocab_size, c.hidden_size),
             };
             cuts.insert(names::head(c).into(), cut);
         }
@@ -189,7 +189,7 @@ impl Shard {
         Cut {
             rows: self.ranges(len, c),
             cols: all_of(1),
-            dims: (len.of(c), 1),
+            dims: Dims::new(len.of(c), 1),
         }
     }
 
@@ -258,7 +258,7 @@ struct Cut {
     rows: Ranges,
     cols: Ranges,
     /// Of the whole parameter.
-    dims: (usize, usize),
+    dims: Dims,
 }
 
 /// All of `n`.
@@ -300,8 +300,8 @@ impl Overlay for ShardStore<'_> {
         let Some(cut) = self.cuts.get(name) else {
             return self.inner.vector(&self.inner_name(name), len);
         };
-        let whole = self.inner.vector(&self.inner_name(name), cut.dims.0)?;
-        if is_all(&cut.rows, cut.dims.0) {
+        let whole = self.inner.vector(&self.inner_name(name), cut.dims.rows)?;
+        if is_all(&cut.rows, cut.dims.rows) {
             return Ok(whole);
         }
         let size = whole.dtype().size();
@@ -309,7 +309,7 @@ impl Overlay for ShardStore<'_> {
         Tensor::new(whole.dtype(), vec![data.len() / size], data)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         let Some(cut) = self.cuts.get(name) else {
             return self.inner.matrix(&self.inner_name(name), dims);
         };
@@ -397,15 +397,15 @@ impl Weight {
     /// that it does not have.
     pub fn columns(&self, cols: Range<usize>) -> Result<Weight> {
         let dims = self.dims();
-        if cols.end > dims.1 || cols.is_empty() {
+        if cols.end > dims.cols || cols.is_empty() {
             return Err(Error::Weight {
                 what: "columns of a weight",
-                expected: format!("some of {}", dims.1),
+                expected: format!("some of {}", dims.cols),
                 found: format!("{} to {}", cols.start, cols.end),
             });
         }
         let cut = Cut {
-            rows: all_of(dims.0),
+            rows: all_of(dims.rows),
             cols: std::iter::once(cols).collect(),
             dims,
         };
@@ -420,8 +420,8 @@ impl Cut {
     /// [`Error::Weight`] if it cuts through what inputs have in common.
     fn of(&self, whole: &Weight) -> Result<Weight> {
         let (all_rows, all_cols) = (
-            is_all(&self.rows, self.dims.0),
-            is_all(&self.cols, self.dims.1),
+            is_all(&self.rows, self.dims.rows),
+            is_all(&self.cols, self.dims.cols),
         );
         if all_rows && all_cols {
             return Ok(whole.clone());
@@ -429,13 +429,13 @@ impl Cut {
         match whole {
             Weight::Dense(t) => {
                 let size = t.dtype().size();
-                let data = rows_of(t.data(), self.dims.1 * size, &self.rows);
+                let data = rows_of(t.data(), self.dims.cols * size, &self.rows);
                 let data = match all_cols {
                     true => data,
                     false => {
                         let cols: Ranges =
                             (self.cols.iter().map(|c| c.start * size..c.end * size)).collect();
-                        cols_of(&data, self.dims.1 * size, &cols).into()
+                        cols_of(&data, self.dims.cols * size, &cols).into()
                     }
                 };
                 let count = |ranges: &[Range<usize>]| ranges.iter().map(Range::len).sum();
@@ -459,7 +459,7 @@ impl Cut {
 
     /// The columns as groups of `group` inputs.
     fn groups(&self, what: &'static str, group: Group) -> Result<Ranges> {
-        let n = self.dims.1;
+        let n = self.dims.cols;
         let (size, count) = (group.size(n).max(1), group.count(n));
         if is_all(&self.cols, n) || group == Group::Channel {
             return Ok(all_of(count));
@@ -482,7 +482,7 @@ impl Cut {
     }
 
     fn affine(&self, a: &AffineWeight) -> Result<AffineWeight> {
-        let (scheme, n) = (a.scheme(), self.dims.1);
+        let (scheme, n) = (a.scheme(), self.dims.cols);
         if a.g_idx().is_some() && !is_all(&self.cols, n) {
             return Err(Error::Weight {
                 what: "inputs of several devices",
@@ -533,6 +533,10 @@ impl Cut {
             g_idx: whole.g_idx,
         };
         let count = |ranges: &[Range<usize>]| ranges.iter().map(Range::len).sum();
-        AffineWeight::assemble(scheme, (count(&self.rows), count(&self.cols)), parts)
+        AffineWeight::assemble(
+            scheme,
+            Dims::new(count(&self.rows), count(&self.cols)),
+            parts,
+        )
     }
 }

@@ -29,7 +29,7 @@ pub struct Shards {
 }
 
 /// The prefix of tensor names in a causal model, which a model saved without a head lacks.
-const PREFIX: &str = "model.";
+pub(crate) const PREFIX: &str = "model.";
 
 #[derive(Deserialize)]
 struct ShardIndex {
@@ -256,7 +256,7 @@ fn belongs(name: &str, weight: &str) -> bool {
 }
 
 /// The prefix of a text model's tensors within a model that also sees images.
-const TEXT_PREFIX: &str = "model.language_model.";
+pub(crate) const TEXT_PREFIX: &str = "model.language_model.";
 
 /// The prefix of an MTP layer's tensors.
 const MTP: &str = "mtp.";
@@ -265,6 +265,10 @@ const MTP: &str = "mtp.";
 pub(crate) fn full_name(stored: &str, bare: bool) -> String {
     if let Some(rest) = stored.strip_prefix(TEXT_PREFIX) {
         return format!("{PREFIX}{rest}");
+    }
+    // As files of the first transformers that knew such models name the tower.
+    if stored.starts_with("visual.") {
+        return format!("{PREFIX}{stored}");
     }
     // Some programs put this before all that a model has besides its head.
     if let Some(rest) = stored.strip_prefix(PREFIX).filter(|r| r.starts_with(MTP)) {

@@ -6,8 +6,12 @@ use crate::scheme::Scheme;
 use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
+use nq_model::Dims;
 use std::borrow::Cow;
 use std::path::Path;
+
+/// The name of nq's own format, whose parameters are as nq runs them.
+pub(crate) const OWN_FORMAT: &str = "nq";
 
 /// A tensor as stored in a file, for listings.
 #[derive(Clone, Debug)]
@@ -44,7 +48,7 @@ pub trait WeightStore: Send + Sync {
     ///
     /// # Errors
     /// [`crate::Error::Tensor`] if it is absent, or its shape is not `[out_features, in_features]`.
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight>;
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight>;
 
     /// The scheme of the weight `name`, if the file states it apart from the weight's tensors;
     /// `None` if it does not, or if the weight is unquantized.
@@ -63,9 +67,21 @@ pub trait WeightStore: Send + Sync {
         Ok(None)
     }
 
+    /// The weights of the experts of a layer, those of each below those of the one before it, if the files keep them in
+    /// one tensor `[experts, out, in]` of this name, with or without scales beside it; `exactly`: with values as they
+    /// are stored, otherwise as kernels hold them.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] if it, or a tensor of its scales, has another type or shape.
+    fn experts(&self, name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> {
+        let _ = exactly;
+        let tensor = self.tensor(name, &shape)?;
+        Ok(tensor.map(|tensor| Weight::Dense(tensor.stacked())))
+    }
+
     /// The weight exactly as stored in the file, possibly in a form that no kernel can run; for
     /// comparisons.
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+    fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         self.matrix(name, dims).map(StoredWeight::Canonical)
     }
 
@@ -141,10 +157,13 @@ overlay! {
     format() -> &'static str = |s| s.inner().format();
     contains(name: &str) -> bool = |s| s.inner().contains(&s.inner_name(name));
     vector(name: &str, len: usize) -> Result<Tensor> = |s| s.inner().vector(&s.inner_name(name), len);
-    matrix(name: &str, dims: (usize, usize)) -> Result<Weight> = |s| s.inner().matrix(&s.inner_name(name), dims);
+    matrix(name: &str, dims: Dims) -> Result<Weight> = |s| s.inner().matrix(&s.inner_name(name), dims);
     scheme(name: &str) -> Option<Scheme> = |s| s.inner().scheme(&s.inner_name(name));
     tensor(name: &str, shape: &[usize]) -> Result<Option<Tensor>> = |s| s.inner().tensor(name, shape);
-    stored(name: &str, dims: (usize, usize)) -> Result<StoredWeight> = |s| s.matrix(name, dims).map(StoredWeight::Canonical);
+    experts(name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> = |s| {
+        s.inner().experts(name, shape, exactly)
+    };
+    stored(name: &str, dims: Dims) -> Result<StoredWeight> = |s| s.matrix(name, dims).map(StoredWeight::Canonical);
     sources(name: &str) -> Vec<String> = |s| s.inner().sources(&s.inner_name(name));
     exactness(name: &str) -> Exactness = |s| s.inner().exactness(&s.inner_name(name));
     is_bare() -> bool = |s| s.inner().is_bare();

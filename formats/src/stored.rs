@@ -3,6 +3,7 @@
 use crate::blocks::BlockWeight;
 use crate::error::Result;
 use crate::weight::Weight;
+use nq_model::Dims;
 
 /// A weight `[out, in]` with exactly the numbers stored in its file.
 #[derive(Clone, Debug)]
@@ -16,10 +17,10 @@ pub enum StoredWeight {
 
 impl StoredWeight {
     /// `(out_features, in_features)`.
-    pub fn dims(&self) -> (usize, usize) {
+    pub fn dims(&self) -> Dims {
         match self {
             StoredWeight::Canonical(w) => w.dims(),
-            StoredWeight::GgufBlocks(b) => (b.out_features(), b.in_features()),
+            StoredWeight::GgufBlocks(b) => Dims::new(b.out_features(), b.in_features()),
         }
     }
 

@@ -21,7 +21,7 @@ use half::{bf16, f16};
 use nq_model::names::{
     Shape, expert_name, is_less_one, layer_vector, parameter_of, parameters, stack, tensor_name,
 };
-use nq_model::{Architecture, DType, ModelConfig, VectorKind};
+use nq_model::{Architecture, DType, Dims, ModelConfig, VectorKind};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -207,8 +207,9 @@ struct RandomStore {
 }
 
 impl RandomStore {
-    fn source(&self) -> (&Architecture, u64) {
-        (self.config.architecture, self.seed)
+    /// The parameter `name` in files of the model.
+    fn drawn(&self, name: &str, shape: Vec<usize>) -> Tensor {
+        random_tensor(self.config.architecture, self.seed, name, shape)
     }
 
     /// Refuses parameters that the model does not have.
@@ -251,10 +252,10 @@ fn random_bytes(seed: u64, name: &str, n: usize) -> Vec<u8> {
 pub fn random_trellis(
     seed: u64,
     name: &str,
-    (rows, cols): (usize, usize),
+    Dims { rows, cols }: Dims,
     scheme: TrellisScheme,
 ) -> Result<TrellisWeight> {
-    scheme.check((rows, cols))?;
+    scheme.check(Dims::new(rows, cols))?;
     let bytes = |what: &str, n: usize| random_bytes(seed, &format!("{name} {what}"), n);
     // The deviation of a sum of four uniform bytes, of a pair's first too: 1 + 1/2 + 1/2 of a byte's variance.
     let bytes_of_value = if scheme.code().width() == 1 { 4.0 } else { 2.0 };
@@ -267,7 +268,7 @@ pub fn random_trellis(
     let words = rows.div_ceil(STRIP) * scheme.strip_bytes(cols);
     TrellisWeight::new(
         scheme,
-        (rows, cols),
+        Dims::new(rows, cols),
         bytes("codes", words).into(),
         bytes("scales", rows).into_iter().map(near).collect(),
         // Weights of the same inputs share their signs, as those that nq makes.
@@ -285,7 +286,7 @@ pub fn random_trellis(
 pub fn random_quantized(
     seed: u64,
     name: &str,
-    (rows, cols): (usize, usize),
+    Dims { rows, cols }: Dims,
     scheme: AffineScheme,
 ) -> Result<AffineWeight> {
     scheme.check()?;
@@ -340,7 +341,7 @@ pub fn random_quantized(
         levels: (scheme.levels == Levels::Table).then(|| (0..=most).map(level).collect()),
         g_idx: None,
     };
-    AffineWeight::assemble(scheme, (rows, cols), parts)
+    AffineWeight::assemble(scheme, Dims::new(rows, cols), parts)
 }
 
 /// How the values of a parameter are spread.
@@ -372,7 +373,8 @@ fn values_of(architecture: &Architecture, name: &str, dimensions: usize) -> Dist
 /// The random bf16 tensor of the parameter `name` in files of a model of an architecture, drawn with a
 /// seed.
 pub fn random_tensor(
-    (architecture, seed): (&Architecture, u64),
+    architecture: &Architecture,
+    seed: u64,
     name: &str,
     shape: Vec<usize>,
 ) -> Tensor {
@@ -394,10 +396,10 @@ impl WeightStore for RandomStore {
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         self.check(name, Shape::Vector(len))?;
-        Ok(random_tensor(self.source(), name, vec![len]))
+        Ok(self.drawn(name, vec![len]))
     }
 
-    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, Dims { rows, cols }: Dims) -> Result<Weight> {
         let shape = Shape::Matrix(rows, cols);
         self.check(name, shape)?;
         Ok(match (self.scheme_of)(name) {
@@ -406,20 +408,19 @@ impl WeightStore for RandomStore {
                     Some(_) => tensors_of(name, shape, &self.config),
                     None => vec![(name.to_owned(), shape)],
                 };
-                let drawn = |(name, shape): &(String, Shape)| {
-                    Weight::Dense(random_tensor(self.source(), name, shape.dims()))
-                };
+                let drawn =
+                    |(name, shape): &(String, Shape)| Weight::Dense(self.drawn(name, shape.dims()));
                 match tensors.as_slice() {
                     [one] => drawn(one),
                     experts => Weight::stack(&experts.iter().map(drawn).collect::<Vec<_>>())?,
                 }
             }
             Some(Scheme::Affine(scheme)) => {
-                let weight = random_quantized(self.seed, name, (rows, cols), scheme)?;
+                let weight = random_quantized(self.seed, name, Dims::new(rows, cols), scheme)?;
                 Weight::Quantized(QuantizedWeight::Affine(weight))
             }
             Some(Scheme::Trellis(scheme)) => {
-                let weight = random_trellis(self.seed, name, (rows, cols), scheme)?;
+                let weight = random_trellis(self.seed, name, Dims::new(rows, cols), scheme)?;
                 Weight::Quantized(QuantizedWeight::Trellis(weight))
             }
         })
@@ -430,7 +431,7 @@ impl WeightStore for RandomStore {
         let stored = self.parameters.get(name);
         let stored = stored.map(|&s| stored_shape(name, s, &self.config));
         let same = stored.is_some_and(|s| s == shape);
-        Ok(same.then(|| random_tensor(self.source(), name, shape.to_vec())))
+        Ok(same.then(|| self.drawn(name, shape.to_vec())))
     }
 
     fn entries(&self) -> Vec<TensorEntry> {
@@ -655,7 +656,7 @@ mod tests {
         ] {
             let group = Group::Size(64);
             let scheme = AffineScheme::new(bits, group, zeros);
-            let draw = |seed| random_quantized(seed, "a", (64, 320), scheme).unwrap();
+            let draw = |seed| random_quantized(seed, "a", Dims::new(64, 320), scheme).unwrap();
             let (a, again, other) = (draw(1), draw(1), draw(2));
             assert_eq!(a.codes(), again.codes());
             assert_ne!(a.codes(), other.codes());

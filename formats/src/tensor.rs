@@ -39,6 +39,14 @@ impl Tensor {
         Self::new(DType::F32, shape, Bytes::from_owner(ByteVec(values)))
     }
 
+    /// The matrices of a tensor `[n, rows, cols]`, each below the one before it; other tensors as they are.
+    pub(crate) fn stacked(mut self) -> Self {
+        if let [n, rows, cols] = self.shape[..] {
+            self.shape = vec![n * rows, cols];
+        }
+        self
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype

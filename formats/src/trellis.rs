@@ -12,6 +12,7 @@
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use half::f16;
+use nq_model::Dims;
 use serde::{Deserialize, Serialize};
 use std::f32::consts::FRAC_1_SQRT_2;
 use std::fmt;
@@ -153,11 +154,11 @@ impl TrellisScheme {
 
     /// Every scheme, by code and bits.
     pub fn all() -> impl Iterator<Item = TrellisScheme> {
-        let of = |code: Code| {
+        let widths = |code: Code| {
             let steps = code.steps().iter();
             steps.map(move |&step_bits| TrellisScheme { code, step_bits })
         };
-        Code::ALL.into_iter().flat_map(of)
+        Code::ALL.into_iter().flat_map(widths)
     }
 
     /// The code.
@@ -218,7 +219,12 @@ impl TrellisScheme {
     ///
     /// # Errors
     /// [`Error::Weight`] unless `in_features` is a multiple of [`BLOCK`] above 0.
-    pub fn check(self, (_, in_features): (usize, usize)) -> Result<()> {
+    pub fn check(
+        self,
+        Dims {
+            cols: in_features, ..
+        }: Dims,
+    ) -> Result<()> {
         if in_features > 0 && in_features.is_multiple_of(BLOCK) {
             return Ok(());
         }
@@ -341,12 +347,13 @@ impl TrellisWeight {
     /// multiple of [`BLOCK`].
     pub fn new(
         scheme: TrellisScheme,
-        (out_features, in_features): (usize, usize),
+        dims: Dims,
         words: Bytes,
         row_scales: Arc<[f16]>,
         input_scales: Arc<[f16]>,
     ) -> Result<Self> {
-        scheme.check((out_features, in_features))?;
+        let (out_features, in_features) = dims.pair();
+        scheme.check(Dims::new(out_features, in_features))?;
         let strips = out_features.div_ceil(STRIP);
         let bytes = strips.checked_mul(scheme.strip_bytes(in_features));
         let lengths = [

@@ -7,6 +7,7 @@ use crate::tensor::Tensor;
 use crate::trellis::TrellisWeight;
 use bytes::Bytes;
 use half::f16;
+use nq_model::Dims;
 use std::sync::Arc;
 
 /// The weight of a Linear or an embedding, `[out, in]` row-major.
@@ -40,11 +41,15 @@ impl QuantizedWeight {
 
 impl Weight {
     /// `(out_features, in_features)`.
-    pub fn dims(&self) -> (usize, usize) {
+    pub fn dims(&self) -> Dims {
         match self {
-            Weight::Dense(t) => (t.shape()[0], t.shape()[1]),
-            Weight::Quantized(QuantizedWeight::Affine(a)) => (a.out_features(), a.in_features()),
-            Weight::Quantized(QuantizedWeight::Trellis(t)) => (t.out_features(), t.in_features()),
+            Weight::Dense(t) => Dims::new(t.shape()[0], t.shape()[1]),
+            Weight::Quantized(QuantizedWeight::Affine(a)) => {
+                Dims::new(a.out_features(), a.in_features())
+            }
+            Weight::Quantized(QuantizedWeight::Trellis(t)) => {
+                Dims::new(t.out_features(), t.in_features())
+            }
         }
     }
 
@@ -163,7 +168,7 @@ impl AffineWeight {
     /// order); otherwise input `i` is in group `i / group size`.
     pub fn new(
         scheme: AffineScheme,
-        dims: (usize, usize),
+        dims: Dims,
         codes: Bytes,
         scales: Arc<[f16]>,
         zeros: ZeroPoints,
@@ -191,11 +196,8 @@ impl AffineWeight {
     /// [`Error::Scheme`] for parameters that do not fit together; [`Error::Weight`], naming the part that
     /// is missing, superfluous or has another length, a scale or offset that is not finite, or a
     /// `g_idx` entry past the last group.
-    pub fn assemble(
-        scheme: AffineScheme,
-        (out_features, in_features): (usize, usize),
-        parts: Parts,
-    ) -> Result<Self> {
+    pub fn assemble(scheme: AffineScheme, dims: Dims, parts: Parts) -> Result<Self> {
+        let (out_features, in_features) = dims.pair();
         scheme.check()?;
         let check = Check {
             scheme,

@@ -5,8 +5,8 @@ use crate::common::{self, Rng, names, random_dense, tiny_config};
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, GenerationDefaults, Result, Tensor, keys};
-use nq_model::DType;
 use nq_model::names::{EMBEDDING, HEAD, parameters};
+use nq_model::{DType, Dims};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -182,7 +182,7 @@ fn a_lone_head_serves_as_embedding() {
     let whole = AccountFolder::new().open().unwrap();
     let opened = lone.open().unwrap();
     assert!(opened.config().tie_word_embeddings);
-    let read = |c: &Checkpoint| c.store().matrix(EMBEDDING, (16, 8)).unwrap();
+    let read = |c: &Checkpoint| c.store().matrix(EMBEDDING, Dims::new(16, 8)).unwrap();
     common::assert_same(&read(&opened), &read(&whole));
     assert!(opened.left_over().is_empty());
     // In an untied model, the embedding is missing.
@@ -191,7 +191,7 @@ fn a_lone_head_serves_as_embedding() {
         .open()
         .unwrap();
     names(
-        untied.store().matrix(EMBEDDING, (16, 8)),
+        untied.store().matrix(EMBEDDING, Dims::new(16, 8)),
         &[&embedding, "no such tensor"],
     );
 }

@@ -13,7 +13,8 @@ use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
 use nq_formats::{Checkpoint, Tensor, synth};
 use nq_model::names::{EMBEDDING, HEAD, parameters};
-use nq_model::{Delta, Experts, ModelConfig, Preset, Rope, Shape};
+use nq_model::{Dims, Experts, ModelConfig, Preset, Rope, Shape};
+use nq_testkit::models::delta;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -42,15 +43,7 @@ pub(crate) fn config(preset: &str) -> ModelConfig {
             shared: if e.shared > 0 { 24 } else { 0 },
             ..e
         }),
-        delta: whole.delta.map(|_| Delta {
-            key_heads: 2,
-            value_heads: 6,
-            key_dim: 8,
-            value_dim: 8,
-            conv: 4,
-            interval: 2,
-            tiled: false,
-        }),
+        delta: whole.delta.map(|_| delta(6, 8, 2)),
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
@@ -141,7 +134,7 @@ fn same(what: &str, a: &Checkpoint, b: &Checkpoint) {
         let values = |c: &Checkpoint| match shape {
             Shape::Vector(len) => c.store().vector(&name, len).unwrap().to_f32().unwrap(),
             Shape::Matrix(rows, cols) => {
-                let weight = c.store().stored(&name, (rows, cols)).unwrap();
+                let weight = c.store().stored(&name, Dims::new(rows, cols)).unwrap();
                 let mut all = vec![0.0; rows * cols];
                 for (row, out) in all.chunks_mut(cols).enumerate() {
                     weight.dequantize_row(row, out).unwrap();
@@ -468,11 +461,11 @@ fn heads_and_embeddings_are_changed_together_or_apart() {
         ..config("qwen3-8b")
     };
     let all = model(&at("tied"), &tied);
-    let of = |name: &str| format!("{name}.weight");
-    let embedding = all[&of(EMBEDDING)].clone();
+    let weight_name = |name: &str| format!("{name}.weight");
+    let embedding = all[&weight_name(EMBEDDING)].clone();
     let apart = {
         let mut apart = all.clone();
-        apart.insert(of(HEAD), embedding.clone());
+        apart.insert(weight_name(HEAD), embedding.clone());
         apart
     };
     let mut rng = Rng(11);
@@ -543,7 +536,7 @@ fn heads_and_embeddings_are_changed_together_or_apart() {
         );
         let mut expected = apart.clone();
         after.into_iter().for_each(|(name, t)| {
-            expected.insert(of(name), t.clone());
+            expected.insert(weight_name(name), t.clone());
         });
         let out = at(&format!("{case} after"));
         with(&at("tied"), &out, &expected);

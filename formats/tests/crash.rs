@@ -1,11 +1,12 @@
 //! Writing survives a kill at any moment, a full disk, a second process and leftovers of earlier
 //! runs. Children are this test program run again (see [`child`]).
 
-use crate::common::{Rng, assets, names, random_affine, random_dense};
+use crate::common::{Rng, names, random_affine, random_dense};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions, verify};
 use nq_formats::{
     AffineScheme, Bits, Checkpoint, Files, Group, QuantizedWeight, Result, Weight, Zeros,
 };
+use nq_model::Dims;
 use nq_model::names::{Shape, parameters};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ const FORCE: &str = "NQ_TEST_FORCE";
 const NO_ESTIMATE: &str = "NQ_TEST_NO_ESTIMATE";
 
 fn source() -> Files {
-    Files::Folder(assets().join("demo"))
+    Files::Folder(nq_testkit::demo())
 }
 
 fn plan() -> Value {
@@ -41,7 +42,7 @@ fn work(dest: &Path, options: WriterOptions) -> Result<()> {
         Opened::Writer(writer) => writer,
         Opened::Complete => return Ok(()),
     };
-    let demo = Checkpoint::open(&assets().join("demo"))?;
+    let demo = Checkpoint::open(&nq_testkit::demo())?;
     let scheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
     for (i, (name, shape)) in parameters(demo.config()).into_iter().enumerate() {
         if writer.staged(&name)?.is_some() {
@@ -54,7 +55,7 @@ fn work(dest: &Path, options: WriterOptions) -> Result<()> {
                 writer.put(&name, &[(name.clone(), Param::Vector(&tensor))])?;
             }
             Shape::Matrix(rows, cols) => {
-                let weight = random_affine(&mut rng, scheme, (rows, cols), false);
+                let weight = random_affine(&mut rng, scheme, Dims::new(rows, cols), false);
                 let weight = Weight::Quantized(QuantizedWeight::Affine(weight));
                 writer.put(&name, &[(name.clone(), Param::Matrix(&weight))])?;
             }

@@ -1,7 +1,7 @@
 //! Which destinations `force` may overwrite: a file with a file and a model with a model, nothing
 //! else.
 
-use crate::common::{assets, names};
+use crate::common::names;
 use nq_formats::durable::{Form, check_destination, check_writable};
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
@@ -81,7 +81,7 @@ fn only_its_like_is_replaced() {
 #[test]
 fn writers_touch_no_folder_of_other_things_and_no_source() {
     let dir = tempfile::tempdir().unwrap();
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let home = dir.path().join("home");
     fs::create_dir(&home).unwrap();
     folder_with(&home, &["letter.txt"]);
@@ -103,7 +103,7 @@ fn writers_touch_no_folder_of_other_things_and_no_source() {
 
     let source = dir.path().join("source");
     fs::create_dir(&source).unwrap();
-    for entry in fs::read_dir(assets().join("demo")).unwrap() {
+    for entry in fs::read_dir(nq_testkit::demo()).unwrap() {
         let entry = entry.unwrap();
         if entry.file_name() == "README.md" {
             continue; // no file that nq writes: refused earlier

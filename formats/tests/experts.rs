@@ -11,23 +11,18 @@ use nq_formats::{
     AffineScheme, Bits, Checkpoint, Exactness, Files, Group, Tensor, Weight, Zeros, nq,
 };
 use nq_model::names::{Shape, is_kept, is_layer_linear, parameters, stack};
-use nq_model::{DType, Experts, ModelConfig, Preset};
+use nq_model::{DType, Dims, ModelConfig, Preset};
+use nq_testkit::models::experts;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-fn small() -> ModelConfig {
+pub(crate) fn small() -> ModelConfig {
     ModelConfig {
         hidden_size: 128,
         intermediate_size: 80,
-        experts: Some(Experts {
-            count: 5,
-            per_token: 2,
-            width: 64,
-            normalized: true,
-            shared: 0,
-        }),
+        experts: Some(experts(5, 64, 0)),
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
@@ -39,7 +34,7 @@ fn small() -> ModelConfig {
 }
 
 /// Rewrites a folder's tensors: `change` gets all of them by name.
-fn rewritten(
+pub(crate) fn rewritten(
     from: &Path,
     to: &Path,
     change: impl FnOnce(&mut BTreeMap<String, Tensor>, &mut Map<String, Value>),
@@ -77,13 +72,13 @@ fn rewritten(
 fn assert_equal(a: &Checkpoint, b: &Checkpoint) {
     for (name, shape) in parameters(a.config()) {
         if let Shape::Matrix(rows, cols) = shape {
-            let [a, b] = [a, b].map(|m| m.store().matrix(&name, (rows, cols)).unwrap());
+            let [a, b] = [a, b].map(|m| m.store().matrix(&name, Dims::new(rows, cols)).unwrap());
             assert_same(&a, &b);
         }
     }
 }
 
-fn error(path: &Path) -> String {
+pub(crate) fn error(path: &Path) -> String {
     match Checkpoint::open(path) {
         Err(e) => e.to_string(),
         Ok(opened) => nq::verify(&opened).unwrap_err().to_string(),
@@ -200,7 +195,7 @@ fn fused_experts_in_fp8_have_scales_of_blocks() {
         let (Shape::Matrix(rows, cols), Some(_)) = (shape, stack(&name)) else {
             continue;
         };
-        let weight = opened.store().matrix(&name, (rows, cols)).unwrap();
+        let weight = opened.store().matrix(&name, Dims::new(rows, cols)).unwrap();
         assert_eq!(
             opened.store().exactness(&name),
             Exactness::ValuesRounded(DType::BF16)
@@ -273,7 +268,7 @@ fn every_format_holds_a_mixture() {
             let Shape::Matrix(rows, cols) = shape else {
                 continue;
             };
-            let w = opened.store().matrix(&name, (rows, cols)).unwrap();
+            let w = opened.store().matrix(&name, Dims::new(rows, cols)).unwrap();
             let dense = matches!(w, Weight::Dense(_));
             assert_eq!(dense, !is_layer_linear(&name), "{format:?}: {name}");
         }
@@ -380,8 +375,8 @@ fn experts_in_fp8_are_read() {
     let opened = Checkpoint::open(&fp8).unwrap();
     nq::verify_values(&opened).unwrap();
     let name = "model.layers.0.mlp.experts.up_proj";
-    let weight = opened.store().matrix(name, (5 * 64, 128)).unwrap();
-    let stored = opened.store().stored(name, (5 * 64, 128)).unwrap();
+    let weight = opened.store().matrix(name, Dims::new(5 * 64, 128)).unwrap();
+    let stored = opened.store().stored(name, Dims::new(5 * 64, 128)).unwrap();
     let (mut a, mut b) = ([0.0; 128], [0.0; 128]);
     weight.dequantize_row(3 * 64 + 1, &mut a).unwrap();
     stored.dequantize_row(3 * 64 + 1, &mut b).unwrap();

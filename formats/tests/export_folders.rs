@@ -1,6 +1,6 @@
 //! compressed-tensors, GPTQ and AWQ folders, read back by the formats' own formulas.
 
-use crate::common::{assets, names};
+use crate::common::names;
 use half::f16;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
@@ -9,14 +9,14 @@ use nq_formats::{
     AffineScheme, AffineWeight, Bits, Checkpoint, Exactness, Files, Group, QuantizedWeight, Result,
     Tensor, Weight, ZeroPoints, Zeros,
 };
-use nq_model::DType;
 use nq_model::names::{Shape, is_layer_linear, parameters};
+use nq_model::{DType, Dims};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
 /// A weight of pseudo-random codes, scales and zero-points.
-fn random(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> Weight {
+fn random(scheme: AffineScheme, Dims { rows, cols }: Dims, order: bool) -> Weight {
     let mut state = 1u32;
     let mut next = |n: u32| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -40,14 +40,14 @@ fn random(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> We
     let scale = |_| f16::from_f32((1 + next(1000)) as f32 / 16384.0);
     let scales: Vec<f16> = (0..rows * groups).map(scale).collect();
     let g_idx = order.then(|| (0..cols).map(|i| (i % groups) as u32).collect());
-    let dims = (rows, cols);
+    let dims = Dims::new(rows, cols);
     let weight = AffineWeight::new(scheme, dims, codes.into(), scales.into(), zeros, g_idx);
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
 /// A folder in nq's format with the demo model's shape and random Linears, each of its own scheme.
 fn folder(dir: &Path, scheme: impl Fn(&str) -> (AffineScheme, bool)) -> Checkpoint {
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let out = dir.join("nq");
     let options = WriterOptions::default();
     let opened = Writer::open(&out, demo.files(), &Value::Null, options).unwrap();
@@ -64,9 +64,9 @@ fn folder(dir: &Path, scheme: impl Fn(&str) -> (AffineScheme, bool)) -> Checkpoi
             Shape::Matrix(rows, cols) => {
                 let weight = if is_layer_linear(&name) {
                     let (scheme, order) = scheme(&name);
-                    random(scheme, (rows, cols), order)
+                    random(scheme, Dims::new(rows, cols), order)
                 } else {
-                    demo.store().matrix(&name, (rows, cols)).unwrap()
+                    demo.store().matrix(&name, Dims::new(rows, cols)).unwrap()
                 };
                 writer
                     .put(&step, &[(name, Param::Matrix(&weight))])
@@ -102,10 +102,10 @@ fn field(word: u32, bits: usize, i: usize) -> i32 {
 }
 
 /// Reads Linear `x` of a folder: `(input, output) -> weight`.
-type Reader = fn(&Shards, x: &str, bits: usize, symmetric: bool, (usize, usize)) -> Vec<f32>;
+type Reader = fn(&Shards, x: &str, bits: usize, symmetric: bool, Dims) -> Vec<f32>;
 
-fn read_compressed(s: &Shards, x: &str, bits: usize, sym: bool, dims: (usize, usize)) -> Vec<f32> {
-    let (rows, cols) = dims;
+fn read_compressed(s: &Shards, x: &str, bits: usize, sym: bool, dims: Dims) -> Vec<f32> {
+    let Dims { rows, cols } = dims;
     let get = |part: &str| s.get(&format!("{x}.{part}")).unwrap();
     let per = 32 / bits;
     let packed = words(&get("weight_packed"));
@@ -136,7 +136,7 @@ fn read_compressed(s: &Shards, x: &str, bits: usize, sym: bool, dims: (usize, us
     out
 }
 
-fn read_gptq(s: &Shards, x: &str, bits: usize, _: bool, (rows, cols): (usize, usize)) -> Vec<f32> {
+fn read_gptq(s: &Shards, x: &str, bits: usize, _: bool, Dims { rows, cols }: Dims) -> Vec<f32> {
     let get = |part: &str| s.get(&format!("{x}.{part}")).unwrap();
     let per = 32 / bits;
     let (packed, zeros, g_idx) = (
@@ -159,7 +159,7 @@ fn read_gptq(s: &Shards, x: &str, bits: usize, _: bool, (rows, cols): (usize, us
     out
 }
 
-fn read_awq(s: &Shards, x: &str, _: usize, _: bool, (rows, cols): (usize, usize)) -> Vec<f32> {
+fn read_awq(s: &Shards, x: &str, _: usize, _: bool, Dims { rows, cols }: Dims) -> Vec<f32> {
     // The nibble of a word that holds column o % 8: the inverse of 0 2 4 6 1 3 5 7.
     const NIBBLE: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
     let get = |part: &str| s.get(&format!("{x}.{part}")).unwrap();
@@ -208,8 +208,14 @@ fn check(format: ExportFormat, read: Reader, scheme: AffineScheme, order: bool) 
             continue;
         }
         let symmetric = scheme.zeros == Zeros::None;
-        let theirs = read(&shards, &name, scheme.bits.width(), symmetric, (rows, cols));
-        let ours = source.store().matrix(&name, (rows, cols)).unwrap();
+        let theirs = read(
+            &shards,
+            &name,
+            scheme.bits.width(),
+            symmetric,
+            Dims::new(rows, cols),
+        );
+        let ours = source.store().matrix(&name, Dims::new(rows, cols)).unwrap();
         let mut row = vec![0f32; cols];
         for (r, theirs) in theirs.chunks(cols).enumerate() {
             ours.dequantize_row(r, &mut row).unwrap();
@@ -343,7 +349,7 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
         "model.layers.0.mlp.down_proj"
     );
     assert_eq!(groups["group_1"]["weights"]["num_bits"], 8);
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     names(
         write(&demo, Awq, &dir.path().join("d")),
         &["unquantized model in AWQ"],

@@ -6,7 +6,8 @@ use nq_formats::files::Files;
 use nq_formats::shards::Shards;
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros, nq, synth};
 use nq_model::names::is_layer_linear;
-use nq_model::{DType, Delta, Experts, ModelConfig, Preset, Rope, RopeScaling};
+use nq_model::{DType, Dims, Experts, ModelConfig, Preset};
+use nq_testkit::models::{delta, rope};
 use serde_json::Value;
 use std::path::Path;
 
@@ -22,26 +23,14 @@ fn config(preset: &str, dtype: DType) -> ModelConfig {
             shared: 32,
             ..e
         }),
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads: 6,
-            key_dim: 16,
-            value_dim: 16,
-            conv: 4,
-            interval: 2,
-            tiled: false,
-        }),
+        delta: Some(delta(6, 16, 2)),
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
         head_dim: 16,
         vocab_size: 300,
         max_position_embeddings: 4096,
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(4),
-            scaling: RopeScaling::None,
-        },
+        rope: rope(1e7, Some(4)),
         eos_token_ids: vec![299],
         dtype: Some(dtype),
         ..whole
@@ -98,7 +87,7 @@ fn heads_that_are_rotated_whole_stay_so() {
         let source = synth::checkpoint("m", &config, 3).unwrap();
         let out = dir.path().join(format!("{dims:?}.gguf"));
         let written = written(&source, ExportFormat::Gguf, &out);
-        assert_eq!(written.config().rotated(), dims.unwrap_or(16));
+        assert_eq!(written.config().rotary_dims(), dims.unwrap_or(16));
     }
 }
 
@@ -230,13 +219,14 @@ fn unlike(source: &Checkpoint, out: &Path) {
                 vectors.push((name.clone(), source.store().vector(&name, n).unwrap()))
             }
             Shape::Matrix(rows, cols) if name == "model.layers.0.linear_attn.in_proj_z" => {
-                let other = synth::random_quantized(1, &name, (rows, cols), eight).unwrap();
+                let other =
+                    synth::random_quantized(1, &name, Dims::new(rows, cols), eight).unwrap();
                 let other =
                     nq_formats::Weight::Quantized(nq_formats::QuantizedWeight::Affine(other));
                 matrices.push((name, other));
             }
             Shape::Matrix(rows, cols) => {
-                let weight = source.store().matrix(&name, (rows, cols)).unwrap();
+                let weight = source.store().matrix(&name, Dims::new(rows, cols)).unwrap();
                 matrices.push((name, weight));
             }
         }

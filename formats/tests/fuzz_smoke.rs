@@ -13,8 +13,8 @@ use nq_formats::serialize::write_tensors;
 use nq_formats::{
     AffineScheme, Bits, Checkpoint, Files, Group, QuantizedWeight, Tensor, Weight, Zeros,
 };
-use nq_model::DType;
 use nq_model::names::{Shape, expert_name, is_layer_linear, parameters, stack};
+use nq_model::{DType, Dims};
 use std::fs;
 use std::path::Path;
 
@@ -86,22 +86,9 @@ fn mutate(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     data
 }
 
-/// Runs `target`, called `name`, on every file of `fuzz/seeds/NAME`, every seed and `rounds` mutations
-/// of each. If NQ_FUZZ_CORPUS names a folder, writes the seeds there for libFuzzer.
+/// Runs `target`, called `name`, on every file of `fuzz/seeds/NAME`, every seed and `rounds` mutations of each.
 fn run(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>], rounds: usize) {
-    if let Some(corpus) = std::env::var_os("NQ_FUZZ_CORPUS") {
-        let folder = Path::new(&corpus).join(name);
-        fs::create_dir_all(&folder).unwrap();
-        for (i, seed) in seeds.iter().enumerate() {
-            fs::write(folder.join(format!("seed-{i}")), seed).unwrap();
-        }
-    }
-    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
-    let kept: Vec<_> = fs::read_dir(kept.join(name)).unwrap().collect();
-    assert!(!kept.is_empty(), "{name}");
-    for file in kept {
-        target(&fs::read(file.unwrap().path()).unwrap());
-    }
+    nq_testkit::fuzz::replay(name, target, seeds);
     let mut rng = Rng(1);
     for seed in seeds {
         target(seed);
@@ -130,7 +117,7 @@ fn safetensors_files() {
 
 #[test]
 fn configs() {
-    let demo = |name: &str| fs::read(assets().join("demo").join(name)).unwrap();
+    let demo = |name: &str| fs::read(nq_testkit::demo().join(name)).unwrap();
     let yarn = format!(
         r#"{{{},"rope_scaling":{{"rope_type":"yarn","factor":4.0,
         "original_max_position_embeddings":32}}}}"#,
@@ -196,7 +183,7 @@ fn nq_seed(scheme: AffineScheme, with_g_idx: bool) -> Vec<u8> {
                 Param::Vector(&vector)
             }
             Shape::Matrix(r, c) => {
-                let weight = random_affine(&mut rng, scheme, (r, c), with_g_idx);
+                let weight = random_affine(&mut rng, scheme, Dims::new(r, c), with_g_idx);
                 matrix = Weight::Quantized(QuantizedWeight::Affine(weight));
                 Param::Matrix(&matrix)
             }

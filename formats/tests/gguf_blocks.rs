@@ -3,7 +3,7 @@
 
 use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::{Exactness, Tensor};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::fs;
 use std::path::Path;
 
@@ -31,7 +31,8 @@ fn dequantization_is_identical_bit_for_bit() {
         // As one row, and as rows of one block each.
         for rows in [1, expected.len() / kind.elements()] {
             let cols = expected.len() / rows;
-            let weight = BlockWeight::new(kind, (rows, cols), data.clone().into()).unwrap();
+            let weight =
+                BlockWeight::new(kind, Dims::new(rows, cols), data.clone().into()).unwrap();
             let mut row = vec![f32::NAN; cols];
             for (r, expected) in expected.chunks(cols).enumerate() {
                 weight.dequantize_row(r, &mut row);
@@ -68,14 +69,14 @@ fn floats_are_identical_bit_for_bit() {
 fn canonical_weights_round_only_scale_products() {
     for kind in quantized() {
         let (data, expected) = fixture(kind);
-        let dims = (expected.len() / kind.elements(), kind.elements());
+        let dims = Dims::new(expected.len() / kind.elements(), kind.elements());
         let weight = BlockWeight::new(kind, dims, data.into()).unwrap();
         let affine = weight.to_affine().unwrap();
         let layout = kind.layout().unwrap();
         assert_eq!(affine.scheme(), layout.scheme());
-        let mut row = vec![f32::NAN; dims.1];
+        let mut row = vec![f32::NAN; dims.cols];
         let mut changed = 0;
-        for (r, expected) in expected.chunks(dims.1).enumerate() {
+        for (r, expected) in expected.chunks(dims.cols).enumerate() {
             affine.dequantize_row(r, &mut row);
             for (i, (w, e)) in row.iter().zip(expected).enumerate() {
                 let (s, o) = affine.affine(r, i / layout.group as usize);
@@ -110,16 +111,18 @@ fn canonical_weights_round_only_scale_products() {
 fn wrong_lengths_and_types_are_refused() {
     let new = |kind: BlockType, dims, n: usize| BlockWeight::new(kind, dims, vec![0; n].into());
     let message = |r: nq_formats::Result<BlockWeight>| r.unwrap_err().to_string();
-    assert!(new(BlockType::Q8_0, (2, 64), 136).is_ok());
-    assert!(message(new(BlockType::Q8_0, (2, 64), 135)).contains("136 bytes of Q8_0 [2, 64]"));
-    assert!(message(new(BlockType::Q8_0, (2, 48), 102)).contains("whole rows"));
-    assert!(message(new(BlockType::F32, (1, 1), 4)).contains("one of Q4_0"));
+    assert!(new(BlockType::Q8_0, Dims::new(2, 64), 136).is_ok());
+    assert!(
+        message(new(BlockType::Q8_0, Dims::new(2, 64), 135)).contains("136 bytes of Q8_0 [2, 64]")
+    );
+    assert!(message(new(BlockType::Q8_0, Dims::new(2, 48), 102)).contains("whole rows"));
+    assert!(message(new(BlockType::F32, Dims::new(1, 1), 4)).contains("one of Q4_0"));
     let inf = [0x00, 0x7c]
         .iter()
         .chain(&[0; 16])
         .copied()
         .collect::<Vec<u8>>();
-    let weight = BlockWeight::new(BlockType::Q4_0, (1, 32), inf.into()).unwrap();
+    let weight = BlockWeight::new(BlockType::Q4_0, Dims::new(1, 32), inf.into()).unwrap();
     let error = weight.to_affine().unwrap_err().to_string();
     assert!(
         error.contains("scales") && error.contains("inf in row 0, group 0"),

@@ -1,6 +1,6 @@
 //! GGUF files that are truncated, contradict themselves or are of another kind are refused by name.
 
-use crate::common::{assets, names};
+use crate::common::names;
 use nq_formats::Files;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{Array, BlockType, GgufFile, GgufPlan, Value};
@@ -233,7 +233,7 @@ fn tensors_are_checked() {
 fn model(change: impl FnOnce(&mut GgufPlan)) -> (tempfile::TempDir, Result<Checkpoint>) {
     let dir = tempfile::tempdir().unwrap();
     let whole = dir.path().join("whole.gguf");
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     export(
         &demo,
         ExportFormat::Gguf,
@@ -455,7 +455,7 @@ proptest! {
 /// Splits `whole` into `count` files named as a set; `change` may break the keys of one.
 fn split(dir: &Path, count: u16, change: impl Fn(u16, &mut GgufPlan)) {
     let whole = dir.join("whole.gguf");
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let options = ExportOptions {
         force: true,
         ..ExportOptions::default()
@@ -495,7 +495,7 @@ fn split(dir: &Path, count: u16, change: impl Fn(u16, &mut GgufPlan)) {
 fn split_sets_open_from_any_file_or_the_folder() {
     let dir = tempfile::tempdir().unwrap();
     split(dir.path(), 3, |_, _| ());
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     for name in ["", "m-00001-of-00003.gguf", "m-00003-of-00003.gguf"] {
         let path = dir.path().join(name);
         let result = Checkpoint::open(&path);
@@ -574,7 +574,7 @@ fn folders_of_several_models_ask_which() {
 fn agrees_with_the_gguf_crate() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(FILE);
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let options = ExportOptions {
         mix: nq_formats::export::Mix::Q4KM,
         ..ExportOptions::default()

@@ -1,19 +1,19 @@
 //! The demo model written as GGUF files reads back as the same model.
 
-use crate::common::{self, assets, names, shared};
+use crate::common::{self, names, shared};
 use nq_formats::Files;
 use nq_formats::export::Mix;
 use nq_formats::export::{Change, ExportFormat, ExportOptions, ExportReport, export};
 use nq_formats::gguf::{BlockType, GgufFile, encode};
 use nq_formats::{Checkpoint, Exactness, Weight};
-use nq_model::DType;
 use nq_model::names::{Shape, parameters};
+use nq_model::{DType, Dims};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 fn demo() -> Checkpoint {
-    Checkpoint::open(&assets().join("demo")).unwrap()
+    Checkpoint::open(&nq_testkit::demo()).unwrap()
 }
 
 fn write(source: &Checkpoint, out: &Path, mix: Mix) -> ExportReport {
@@ -43,8 +43,8 @@ fn worst_difference(a: &Checkpoint, b: &Checkpoint) -> f64 {
         let Shape::Matrix(rows, cols) = shape else {
             continue;
         };
-        let x = a.store().stored(&name, (rows, cols)).unwrap();
-        let y = b.store().stored(&name, (rows, cols)).unwrap();
+        let x = a.store().stored(&name, Dims::new(rows, cols)).unwrap();
+        let y = b.store().stored(&name, Dims::new(rows, cols)).unwrap();
         let (mut p, mut q) = (vec![0f32; cols], vec![0f32; cols]);
         let (mut error, mut power) = (0f64, 0f64);
         for row in 0..rows {
@@ -141,7 +141,7 @@ fn a_pattern_with_marks_keeps_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("source");
     fs::create_dir(&folder).unwrap();
-    for entry in fs::read_dir(common::assets().join("demo")).unwrap() {
+    for entry in fs::read_dir(nq_testkit::demo()).unwrap() {
         let path = entry.unwrap().path();
         fs::copy(&path, folder.join(path.file_name().unwrap())).unwrap();
     }
@@ -260,7 +260,7 @@ fn the_mix_gives_more_bits_where_they_count() {
     assert_eq!(read.store().exactness("model.embed_tokens"), rounded);
     let Weight::Quantized(_) = read
         .store()
-        .matrix("model.embed_tokens", (4096, 512))
+        .matrix("model.embed_tokens", Dims::new(4096, 512))
         .unwrap()
     else {
         panic!("a quantized weight");

@@ -5,7 +5,8 @@ use nq_formats::gguf::value::{Array, Value};
 use nq_formats::gguf::{BlockType, GgufFile, GgufPlan};
 use nq_formats::{Checkpoint, synth};
 use nq_model::names::{Shape, parameters};
-use nq_model::{DType, Delta, ModelConfig, Preset, Rope, RopeScaling};
+use nq_model::{DType, Dims, ModelConfig, Preset, RopeScaling};
+use nq_testkit::models::{delta, rope};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -109,20 +110,8 @@ fn hybrids_of_ollama_are_those_of_llama_cpp() {
     let dir = tempfile::tempdir().unwrap();
     let config = ModelConfig {
         num_hidden_layers: 4,
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads: 4,
-            key_dim: 16,
-            value_dim: 16,
-            conv: 4,
-            interval: 2,
-            tiled: false,
-        }),
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(8),
-            scaling: RopeScaling::None,
-        },
+        delta: Some(delta(4, 16, 2)),
+        rope: rope(1e7, Some(8)),
         ..small("qwen3.5-9b")
     };
     let path = written(dir.path(), &config);
@@ -131,12 +120,14 @@ fn hybrids_of_ollama_are_those_of_llama_cpp() {
     let heads = |values: &[i32]| Value::Array(Array::of_i32s(values));
     let key = "qwen35.attention.head_count_kv";
     let short = |name: &str| name.replace("ssm_dt.bias", "ssm_dt");
+    let three = plain.config().rope.sections(4).map(|n| n as i32);
     let images = ["v.blk.0.attn_qkv.weight", "v.patch_embed.weight"];
     rewritten(
         &path,
         &out,
         &[
             (key, heads(&[0, 1, 0, 1])),
+            ("qwen35.rope.dimension_sections", heads(&three)),
             ("qwen35.rope.mrope_interleaved", Value::Bool(true)),
             ("qwen35.ssm.v_head_reordered", Value::Bool(true)),
         ],
@@ -150,14 +141,21 @@ fn hybrids_of_ollama_are_those_of_llama_cpp() {
     for (name, shape) in parameters(plain.config()) {
         match shape {
             Shape::Vector(n) => {
-                let of = |c: &Checkpoint| c.store().vector(&name, n).unwrap().to_f32().unwrap();
-                assert_eq!(of(&plain), of(&found), "{name}");
+                let vector = |c: &Checkpoint| c.store().vector(&name, n).unwrap().to_f32().unwrap();
+                assert_eq!(vector(&plain), vector(&found), "{name}");
             }
             Shape::Matrix(rows, cols) => {
-                let of = |c: &Checkpoint| c.store().matrix(&name, (rows, cols)).unwrap();
-                crate::common::assert_same(&of(&plain), &of(&found));
+                let matrix =
+                    |c: &Checkpoint| c.store().matrix(&name, Dims::new(rows, cols)).unwrap();
+                crate::common::assert_same(&matrix(&plain), &matrix(&found));
             }
         }
+    }
+    for wrong in [&three[..2], &[2, 1, 1, 1], &[2, 1, 1, 0, 0]] {
+        let wrong = [("qwen35.rope.dimension_sections", heads(wrong))];
+        rewritten(&path, &out, &wrong, short, &[]);
+        let error = Checkpoint::open(&out).err().unwrap().to_string();
+        assert!(error.contains("time, row, column"), "{error}");
     }
     for wrong in [heads(&[1, 1, 0, 1]), heads(&[0, 1, 0, 2])] {
         rewritten(&path, &out, &[(key, wrong)], short, &[]);

@@ -1,12 +1,12 @@
 //! What a GGUF file says is applied, refused by name or listed: files of the demo model with more in them.
 
-use crate::common::{assets, names};
+use crate::common::names;
 use nq_formats::export::Mix;
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::gguf::{Array, BlockType, GgufFile, GgufPlan, Value};
 use nq_formats::{Checkpoint, Result, Task};
-use nq_model::RopeScaling;
 use nq_model::names::{EMBEDDING, HEAD};
+use nq_model::{Dims, RopeScaling};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -15,7 +15,7 @@ use std::sync::LazyLock;
 static DEMO: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("demo.gguf");
-    let source = Checkpoint::open(&assets().join("demo")).unwrap();
+    let source = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let options = ExportOptions {
         mix: Mix::All(BlockType::F16),
         ..ExportOptions::default()
@@ -92,8 +92,11 @@ fn a_classifier_of_yes_and_no_ranks() {
     let opened = opened.unwrap();
     assert_eq!(opened.task(), &Task::Rerank);
     assert!(!opened.config().tie_word_embeddings);
-    let head = opened.store().matrix(HEAD, (4096, 512)).unwrap();
-    let embedding = opened.store().matrix(EMBEDDING, (4096, 512)).unwrap();
+    let head = opened.store().matrix(HEAD, Dims::new(4096, 512)).unwrap();
+    let embedding = opened
+        .store()
+        .matrix(EMBEDDING, Dims::new(4096, 512))
+        .unwrap();
     let (mut row, mut own) = (vec![0.0; 512], vec![0.0; 512]);
     for id in 0..4096 {
         head.dequantize_row(id, &mut row).unwrap();
@@ -200,7 +203,7 @@ fn templates_for_tools_are_kept() {
     let dir = tempfile::tempdir().unwrap();
     let source = dir.path().join("source");
     fs::create_dir_all(source.join("additional_chat_templates")).unwrap();
-    for entry in fs::read_dir(assets().join("demo")).unwrap() {
+    for entry in fs::read_dir(nq_testkit::demo()).unwrap() {
         let entry = entry.unwrap();
         fs::copy(entry.path(), source.join(entry.file_name())).unwrap();
     }

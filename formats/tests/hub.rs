@@ -293,6 +293,39 @@ fn a_model_is_fetched_once_into_the_standard_cache() {
     assert_eq!(Hub::new(offline).fetch_model(REPO, &()).unwrap(), folder);
 }
 
+/// A shape is told by its file alone; the model is no more there than before.
+#[test]
+fn a_shape_is_fetched_without_weights() {
+    let server = Server::start(model());
+    let cache = tempfile::tempdir().unwrap();
+    let hub = Hub::new(options(&server.endpoint, cache.path()));
+    let config = hub.fetch_config(REPO, &()).unwrap();
+    assert_eq!(fs::read(&config).unwrap(), model()["config.json"]);
+    let asked = server.requests();
+    let of_weights = |r: &String| r.contains("safetensors");
+    assert!(
+        !asked.is_empty() && !asked.iter().any(of_weights),
+        "{asked:?}"
+    );
+    assert_eq!(hub.fetch_config(REPO, &()).unwrap(), config);
+    assert_eq!(server.requests(), [""; 0]);
+    assert_eq!(hub.cached(REPO).unwrap(), None);
+    let folder = hub.fetch_model(REPO, &()).unwrap();
+    assert_eq!(config, folder.join("config.json"));
+
+    let elsewhere = tempfile::tempdir().unwrap();
+    let offline = HubOptions {
+        offline: true,
+        ..options("http://127.0.0.1:1", elsewhere.path())
+    };
+    let refused = Hub::new(offline).fetch_config(REPO, &());
+    fails(
+        refused,
+        HubProblem::Offline,
+        &["config.json is not in the cache"],
+    );
+}
+
 /// What says how an embedding is made lies in a folder of its own.
 #[test]
 fn the_files_of_an_embedding_model_come_along() {
@@ -546,6 +579,26 @@ fn gguf_repositories_give_a_file() {
     assert!(path.with_file_name("m-IQ4_XS-00002-of-00002.gguf").exists());
 }
 
+/// The tower that sees images comes along with its text model: the smallest file of 16 bits.
+#[test]
+fn a_gguf_model_brings_its_tower() {
+    let towers = ["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"];
+    let mut files = BTreeMap::from(towers.map(|name| (name, name.into())));
+    files.insert("m-Q4_0.gguf", b"GGUF".to_vec());
+    let server = Server::start(files);
+    let cache = tempfile::tempdir().unwrap();
+    let hub = Hub::new(options(&server.endpoint, cache.path()));
+    let path = hub.fetch_model(REPO, &()).unwrap();
+    assert!(path.ends_with("m-Q4_0.gguf"));
+    let there = towers.map(|name| path.with_file_name(name).exists());
+    assert_eq!(there, [false, true, false]);
+    assert_eq!(hub.cached("Some/Model-1B:Q4_0").unwrap(), Some(path));
+    names(
+        hub.fetch_model("Some/Model-1B:F16", &()),
+        &["no GGUF file of F16", "m-Q4_0.gguf"],
+    );
+}
+
 #[test]
 fn the_environment_is_honoured() {
     let vars = |pairs: &[(&'static str, &'static str)]| {
@@ -602,10 +655,10 @@ fn the_environment_is_honoured() {
     );
     let file = "https://huggingface.co/a/b/resolve/main/c.gguf?download=true";
     assert_eq!(parse(file), id("a/b", "main", Some("c.gguf")));
-    let of = |text| HubId::parse(text).map(|id| (id.name(), id.kind));
+    let parsed = |text| HubId::parse(text).map(|id| (id.name(), id.kind));
     let name = |name: &str, kind: Option<&str>| Some((name.to_owned(), kind.map(String::from)));
-    assert_eq!(of("a/B-GGUF:Q4_K_M"), name("B-Q4_K_M", Some("Q4_K_M")));
-    assert_eq!(of("a/b/c.gguf@v2"), name("c", None));
+    assert_eq!(parsed("a/B-GGUF:Q4_K_M"), name("B-Q4_K_M", Some("Q4_K_M")));
+    assert_eq!(parsed("a/b/c.gguf@v2"), name("c", None));
     for bad in [
         "a",
         "a/",

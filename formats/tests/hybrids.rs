@@ -7,47 +7,26 @@ use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
 use nq_formats::{Checkpoint, Tensor, synth};
 use nq_model::names::parameters;
-use nq_model::{DType, Delta, ModelConfig, Rope, RopeScaling, Shape, find};
+use nq_model::{DType, Dims, ModelConfig, Shape};
+use nq_testkit::models::{rope, tiny};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
 fn config(gguf: &str) -> ModelConfig {
+    let tiny = tiny(gguf);
     ModelConfig {
-        architecture: find(|a| a.gguf, gguf).unwrap(),
-        hidden_size: 32,
-        intermediate_size: 48,
         experts: None,
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads: 6,
-            key_dim: 8,
-            value_dim: 8,
-            conv: 4,
-            interval: 2,
-            tiled: false,
-        }),
         num_hidden_layers: 4,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 16,
-        vocab_size: 300,
-        max_position_embeddings: 4096,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(4),
-            scaling: RopeScaling::None,
-        },
+        rope: rope(1e7, tiny.delta.map(|_| 4)),
         tie_word_embeddings: true,
-        mtp_layers: 0,
-        eos_token_ids: vec![299],
         dtype: Some(DType::BF16),
+        ..tiny
     }
 }
 
 /// A folder of a random model and its config.json.
-fn folder(gguf: &str) -> (tempfile::TempDir, Value) {
+pub(crate) fn folder(gguf: &str) -> (tempfile::TempDir, Value) {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("m");
     synth::write(&root, &config(gguf), 4, &()).unwrap();
@@ -55,7 +34,7 @@ fn folder(gguf: &str) -> (tempfile::TempDir, Value) {
     (dir, serde_json::from_slice(&json).unwrap())
 }
 
-fn tensors(root: &Path) -> Vec<(String, Tensor)> {
+pub(crate) fn tensors(root: &Path) -> Vec<(String, Tensor)> {
     let shards = Shards::open(&Files::Folder(root.into())).unwrap();
     let all = shards
         .names()
@@ -63,7 +42,7 @@ fn tensors(root: &Path) -> Vec<(String, Tensor)> {
     all.collect()
 }
 
-fn write(root: &Path, config: &Value, tensors: &[(String, Tensor)]) {
+pub(crate) fn write(root: &Path, config: &Value, tensors: &[(String, Tensor)]) {
     fs::create_dir_all(root).unwrap();
     fs::write(root.join("config.json"), config.to_string()).unwrap();
     write_tensors(
@@ -83,7 +62,8 @@ fn same(a: &Checkpoint, b: &Checkpoint) {
                 assert_eq!(x.to_f32().unwrap(), y.to_f32().unwrap(), "{name}");
             }
             Shape::Matrix(rows, cols) => {
-                let [x, y] = [a, b].map(|c| c.store().matrix(&name, (rows, cols)).unwrap());
+                let [x, y] =
+                    [a, b].map(|c| c.store().matrix(&name, Dims::new(rows, cols)).unwrap());
                 let row = |w: &nq_formats::Weight, r| {
                     let mut values = vec![0.0; cols];
                     w.dequantize_row(r, &mut values).unwrap();

@@ -5,10 +5,10 @@ use crate::adapters::{
     write,
 };
 use crate::common::{Rng, names};
-use nq_formats::adapter::{Adapter, Lora};
+use nq_formats::adapter::{Adapter, Lora, LoraRows};
 use nq_formats::{Checkpoint, Error, Weight};
-use nq_model::DType;
 use nq_model::names::{EMBEDDING, HEAD};
+use nq_model::{DType, Dims};
 use serde_json::json;
 use std::path::Path;
 
@@ -53,20 +53,26 @@ fn products_beside_a_weight_are_what_a_merge_adds() {
                         let Some(sum) = lora.product(c, layer, product).unwrap() else {
                             continue;
                         };
-                        let (a, (ranks, cols)) = (values(&sum.a), sum.a.dims());
+                        let (a, Dims { rows: ranks, cols }) = (values(&sum.a), sum.a.dims());
                         assert!(ranks >= RANK * product.linears.len());
-                        for (linear, b) in product.linears.iter().zip(&sum.b) {
+                        for (linear, own) in product.linears.iter().zip(&sum.b) {
+                            let LoraRows { b, first } = own;
+                            let (a, rank) = (&a[first * cols..], b.dims().cols);
+                            if rank == 0 {
+                                continue;
+                            }
+                            assert!(first + rank <= ranks);
                             found += 1;
                             let (name, dims) = (linear.name(layer), linear.dims(c));
-                            assert_eq!((b.dims(), cols), ((dims.0, ranks), dims.1));
+                            assert_eq!((b.dims(), cols), (Dims::new(dims.rows, rank), dims.cols));
                             let weight =
                                 |c: &Checkpoint| values(&c.store().matrix(&name, dims).unwrap());
                             let (w, expected, b) = (weight(&base), weight(&merged), values(b));
                             let most = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
                             for (i, expected) in expected.iter().enumerate() {
                                 let (row, col) = (i / cols, i % cols);
-                                let term = |k: usize| b[row * ranks + k] * a[k * cols + col];
-                                let sum = w[i] + (0..ranks).map(term).sum::<f32>();
+                                let term = |k: usize| b[row * rank + k] * a[k * cols + col];
+                                let sum = w[i] + (0..rank).map(term).sum::<f32>();
                                 let off = (sum - expected).abs();
                                 assert!(off <= 2e-6 * most, "{family}, {adapter}, {name}: {off}");
                             }
@@ -115,7 +121,7 @@ fn values_keep_the_narrowest_type_that_holds_them() {
         peft(&at(name), &whole.collect(), json!({}));
         let lora = beside(&at("m"), &at(name)).unwrap();
         let sum = lora.product(&c, 1, down.unwrap()).unwrap().unwrap();
-        for weight in [&sum.a, &sum.b[0]] {
+        for weight in [&sum.a, &sum.b[0].b] {
             let Weight::Dense(t) = weight else { panic!() };
             assert_eq!(t.dtype(), expected, "{name}");
         }

@@ -11,7 +11,8 @@ use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
 use nq_formats::{Checkpoint, Tensor, WeightStore, nq, synth};
 use nq_model::names::{layer_parameters, stack, tensor_name};
-use nq_model::{Delta, Experts, ModelConfig, Preset, Rope, RopeScaling, Shape, mtp};
+use nq_model::{Dims, Experts, ModelConfig, Preset, Shape, mtp};
+use nq_testkit::models::{delta, rope};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,26 +31,14 @@ fn config(preset: &str) -> ModelConfig {
             shared: 32,
             ..e
         }),
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads: 4,
-            key_dim: 8,
-            value_dim: 8,
-            conv: 4,
-            interval: 2,
-            tiled: false,
-        }),
+        delta: Some(delta(4, 8, 2)),
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
         head_dim: 16,
         vocab_size: 300,
         max_position_embeddings: 4096,
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(4),
-            scaling: RopeScaling::None,
-        },
+        rope: rope(1e7, Some(4)),
         mtp_layers: 1,
         eos_token_ids: vec![299],
         ..whole
@@ -110,7 +99,7 @@ fn values(store: &dyn WeightStore, name: &str, shape: Shape) -> Vec<f32> {
     match shape {
         Shape::Vector(n) => store.vector(name, n).unwrap().to_f32().unwrap(),
         Shape::Matrix(rows, cols) => {
-            let weight = store.matrix(name, (rows, cols)).unwrap();
+            let weight = store.matrix(name, Dims::new(rows, cols)).unwrap();
             let mut all = vec![0.0; rows * cols];
             for (r, row) in all.chunks_mut(cols).enumerate() {
                 weight.dequantize_row(r, row).unwrap();
@@ -160,7 +149,10 @@ fn the_layer_is_that_of_a_model_of_one_layer() {
             let gains: Vec<f32> = stored.iter().map(|v| v + 1.0).collect();
             assert_eq!(values(checkpoint.store(), name, Shape::Vector(32)), gains);
         }
-        assert_eq!(view.matrix(mtp::FC, (32, 64)).unwrap().dims(), (32, 64));
+        assert_eq!(
+            view.matrix(mtp::FC, Dims::new(32, 64)).unwrap().dims(),
+            Dims::new(32, 64)
+        );
     }
 }
 
@@ -417,7 +409,10 @@ fn tensors_of_the_layer_are_checked() {
         let checkpoint = folder.open().unwrap();
         let read = mtp::parameters(checkpoint.config()).try_for_each(|(name, shape)| match shape {
             Shape::Vector(n) => checkpoint.store().vector(&name, n).map(drop),
-            Shape::Matrix(rows, cols) => checkpoint.store().matrix(&name, (rows, cols)).map(drop),
+            Shape::Matrix(rows, cols) => checkpoint
+                .store()
+                .matrix(&name, Dims::new(rows, cols))
+                .map(drop),
         });
         names(read, &[name, "[2, 3]"]);
     }

@@ -1,7 +1,7 @@
 //! nq's own folder: contents are read back unchanged, sizes are those of the scheme, and
 //! contradictions between record and tensors are refused by name.
 
-use crate::common::{Rng, assert_same, assets, names, random_affine, random_dense, tiny_config};
+use crate::common::{Rng, assert_same, names, random_affine, random_dense, tiny_config};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
@@ -9,7 +9,7 @@ use nq_formats::{
     TwoLevel, Weight, ZeroPoints, Zeros, nq, pack,
 };
 use nq_model::names::{Shape, parameters};
-use nq_model::{DType, ModelConfig};
+use nq_model::{DType, Dims, ModelConfig};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ fn write_model(
     dest: &Path,
     source: &Files,
     config: &ModelConfig,
-    mut quantize: impl FnMut(&str, (usize, usize)) -> Weight,
+    mut quantize: impl FnMut(&str, Dims) -> Weight,
 ) -> nq::Written {
     let writer = writer(dest, source, OPTIONS);
     let mut rng = Rng(5);
@@ -49,7 +49,7 @@ fn write_model(
                 writer.put(&name, &[(name.clone(), Param::Vector(&tensor))])
             }
             Shape::Matrix(rows, cols) => {
-                let weight = quantize(&name, (rows, cols));
+                let weight = quantize(&name, Dims::new(rows, cols));
                 writer.put(&name, &[(name.clone(), Param::Matrix(&weight))])
             }
         }
@@ -62,7 +62,7 @@ fn write_model(
     writer.finish(record, &()).unwrap()
 }
 
-fn affine(rng: &mut Rng, scheme: AffineScheme, dims: (usize, usize)) -> Weight {
+fn affine(rng: &mut Rng, scheme: AffineScheme, dims: Dims) -> Weight {
     Weight::Quantized(QuantizedWeight::Affine(random_affine(
         rng, scheme, dims, false,
     )))
@@ -71,8 +71,8 @@ fn affine(rng: &mut Rng, scheme: AffineScheme, dims: (usize, usize)) -> Weight {
 /// The sizes that the demo model must have at 4 bits.
 #[test]
 fn demo_sizes() {
-    let source = Files::Folder(assets().join("demo"));
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let source = Files::Folder(nq_testkit::demo());
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let cases = [
         (scheme(Bits::B4, 128, Zeros::None), 8_226_304),
         (scheme(Bits::B4, 64, Zeros::Integer), 8_502_784),
@@ -106,7 +106,7 @@ fn demo_sizes() {
         ] {
             assert_eq!(
                 fs::read(dest.join(file)).unwrap(),
-                fs::read(assets().join("demo").join(file)).unwrap()
+                fs::read(nq_testkit::demo().join(file)).unwrap()
             );
         }
         assert!(!dir.path().join("out.partial").exists());
@@ -142,7 +142,7 @@ fn tiny_model(dir: &Path, layers: AffineScheme) -> (std::path::PathBuf, BTreeMap
     let mut kept = BTreeMap::new();
     write_model(&dest, &Files::Folder(dir.into()), &config, |name, dims| {
         let weight = match name {
-            "model.embed_tokens" => Weight::Dense(random_dense(&mut rng, &[dims.0, dims.1])),
+            "model.embed_tokens" => Weight::Dense(random_dense(&mut rng, &[dims.rows, dims.cols])),
             "model.layers.0.mlp.up_proj" => {
                 affine(&mut rng, scheme(Bits::B8, 4, Zeros::None), dims)
             }
@@ -435,7 +435,14 @@ fn held(a: &AffineWeight) -> Weight {
         other => other.clone(),
     };
     let (scales, g_idx) = (a.scales().into(), a.g_idx().map(Into::into));
-    let held = AffineWeight::new(scheme, (rows, cols), codes.into(), scales, zeros, g_idx);
+    let held = AffineWeight::new(
+        scheme,
+        Dims::new(rows, cols),
+        codes.into(),
+        scales,
+        zeros,
+        g_idx,
+    );
     Weight::Quantized(QuantizedWeight::Affine(held.unwrap()))
 }
 
@@ -496,7 +503,7 @@ proptest! {
     #[test]
     fn weights_survive_a_folder(
         scheme in any_scheme(),
-        dims in (1usize..9, 1usize..150),
+        (rows, cols) in (1usize..9, 1usize..150),
         with_g_idx in any::<bool>(),
         seed in any::<u64>(),
     ) {
@@ -504,7 +511,7 @@ proptest! {
         fs::write(dir.path().join("config.json"), tiny_config("")).unwrap();
         let source = Files::Folder(dir.path().into());
         let writer = writer(&dir.path().join("out"), &source, OPTIONS);
-        let mut rng = Rng(seed);
+        let (mut rng, dims) = (Rng(seed), Dims::new(rows, cols));
         let weight = random_affine(&mut rng, scheme, dims, with_g_idx);
         let weight = Weight::Quantized(QuantizedWeight::Affine(weight));
         writer.put("s", &[("x".into(), Param::Matrix(&weight))]).unwrap();
@@ -515,8 +522,8 @@ proptest! {
         prop_assert_eq!(read.g_idx().is_some(), with_g_idx);
         prop_assert_eq!(scheme.to_string().parse::<AffineScheme>().unwrap(), scheme);
         // The form that devices hold has the same values, bit for bit.
-        let (held, mut a, mut b) = (held(&read), vec![0.0; dims.1], vec![0.0; dims.1]);
-        for row in 0..dims.0 {
+        let (held, mut a, mut b) = (held(&read), vec![0.0; dims.cols], vec![0.0; dims.cols]);
+        for row in 0..dims.rows {
             read.dequantize_row(row, &mut a);
             held.dequantize_row(row, &mut b).unwrap();
             prop_assert_eq!(&a, &b);

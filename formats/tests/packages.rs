@@ -3,8 +3,8 @@
 
 use nq_formats::hash::sha256_hex;
 use nq_formats::{Checkpoint, Exactness};
-use nq_model::DType;
 use nq_model::names::{Shape, is_layer_linear, parameters};
+use nq_model::{DType, Dims};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -39,7 +39,7 @@ fn check(name: &str) {
             store.exactness(&parameter),
             Exactness::ValuesRounded(DType::BF16)
         );
-        let weight = store.matrix(&parameter, (rows, cols)).unwrap();
+        let weight = store.matrix(&parameter, Dims::new(rows, cols)).unwrap();
         let mut bytes = Vec::new();
         let mut row = vec![0f32; cols];
         for r in 0..rows {

@@ -6,7 +6,7 @@ use nq_formats::Files;
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::shards::Shards;
 use nq_formats::{Checkpoint, Weight};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::fs;
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn check_demo(checkpoint: &Checkpoint) {
     let norm = store.vector("model.norm", 512).unwrap();
     assert_eq!((norm.dtype(), norm.shape()), (DType::BF16, &[512][..]));
     let q = store
-        .matrix("model.layers.4.self_attn.q_proj", (512, 512))
+        .matrix("model.layers.4.self_attn.q_proj", Dims::new(512, 512))
         .unwrap();
     let Weight::Dense(q) = q else {
         panic!("a dense weight")
@@ -35,7 +35,7 @@ fn check_demo(checkpoint: &Checkpoint) {
     assert!(values.iter().all(|v| v.is_finite()));
     assert!(values.iter().any(|v| *v != 0.0));
     names(
-        store.matrix("model.layers.4.self_attn.q_proj", (512, 256)),
+        store.matrix("model.layers.4.self_attn.q_proj", Dims::new(512, 256)),
         &[
             "model-00002-of-00002.safetensors",
             "model.layers.4.self_attn.q_proj.weight",
@@ -51,7 +51,7 @@ fn check_demo(checkpoint: &Checkpoint) {
 
 #[test]
 fn demo_model_opens() {
-    check_demo(&Checkpoint::open(&assets().join("demo")).unwrap());
+    check_demo(&Checkpoint::open(&nq_testkit::demo()).unwrap());
     if let Some(folder) = shared("models/demo") {
         check_demo(&Checkpoint::open(&folder).unwrap());
     }
@@ -295,7 +295,7 @@ fn broken_shard_sets_are_named() {
 /// The demo model's folder with one key of a JSON file changed.
 fn demo_with(file: &str, key: &str, value: &str) -> nq_formats::Result<Checkpoint> {
     let dir = tempfile::tempdir().unwrap();
-    for entry in fs::read_dir(assets().join("demo")).unwrap() {
+    for entry in fs::read_dir(nq_testkit::demo()).unwrap() {
         let entry = entry.unwrap();
         fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
     }

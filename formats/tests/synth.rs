@@ -5,7 +5,7 @@ use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::synth;
 use nq_formats::{Checkpoint, Weight, nq};
 use nq_model::names::{Shape, parameters};
-use nq_model::{ARCHITECTURES, ModelConfig, Preset};
+use nq_model::{ARCHITECTURES, Dims, ModelConfig, Preset};
 use serde_json::Value;
 use std::fs;
 
@@ -74,7 +74,8 @@ fn folders_open_and_equal_the_weights_in_memory() {
                 assert!(a.to_f32().unwrap().iter().all(|v| (0.7..1.3).contains(v)));
             }
             Shape::Matrix(r, c) => {
-                let [a, b] = [&folder, &memory].map(|m| m.store().matrix(&name, (r, c)).unwrap());
+                let [a, b] =
+                    [&folder, &memory].map(|m| m.store().matrix(&name, Dims::new(r, c)).unwrap());
                 let (Weight::Dense(a), Weight::Dense(b)) = (a, b) else {
                     panic!("dense weights")
                 };
@@ -87,7 +88,7 @@ fn folders_open_and_equal_the_weights_in_memory() {
         assert_eq!(memory.files().require(&name).unwrap(), written, "{name}");
     }
     names(
-        memory.store().matrix("lm_head", (300, 47)),
+        memory.store().matrix("lm_head", Dims::new(300, 47)),
         &["m", "lm_head", "[300, 47]", "[300, 48]"],
     );
     names(memory.store().vector("x", 3), &["m", "x", "no such tensor"]);
@@ -118,8 +119,7 @@ fn folders_open_and_equal_the_weights_in_memory() {
 fn values_depend_on_seed_and_name_alone() {
     let shape = vec![256, 1111];
     let values = |seed, name| {
-        let source = (ARCHITECTURES[0], seed);
-        synth::random_tensor(source, name, shape.clone())
+        synth::random_tensor(ARCHITECTURES[0], seed, name, shape.clone())
             .to_f32()
             .unwrap()
     };

@@ -1,6 +1,6 @@
 //! A tokenizer must fit its model.
 
-use crate::common::{self, assets, names, shared, tiny_config};
+use crate::common::{self, names, shared, tiny_config};
 use nq_formats::{Checkpoint, Files, tokenizer};
 use serde_json::{Value, json};
 use std::fs;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 #[test]
 fn tokenizers_fit_their_models() {
-    let demo = assets().join("demo");
+    let demo = nq_testkit::demo();
     Checkpoint::open(&demo).unwrap().check_tokenizer().unwrap();
     let largest = |path: &Path| {
         tokenizer::largest_id(path, &fs::read(path).unwrap())

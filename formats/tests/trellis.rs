@@ -1,18 +1,19 @@
 //! Trellis weights: values as FORMAT.md defines them, whole folders, and parts that contradict each other.
 
-use crate::common::{Rng, assets, names, random_dense};
+use crate::common::{Rng, names, random_dense};
 use half::f16;
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::trellis::{BLOCK, Code, LANES, SEQUENCE, STRIP, TILE, TrellisScheme};
 use nq_formats::{
     Checkpoint, Files, QuantizedWeight, Scheme, StoredWeight, TrellisWeight, Weight, nq,
 };
+use nq_model::Dims;
 use nq_model::names::{Shape, parameters};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-fn random(rng: &mut Rng, scheme: TrellisScheme, (rows, cols): (usize, usize)) -> TrellisWeight {
+fn random(rng: &mut Rng, scheme: TrellisScheme, Dims { rows, cols }: Dims) -> TrellisWeight {
     let bytes = rows.div_ceil(STRIP) * scheme.strip_bytes(cols);
     let words: Vec<u8> = (0..bytes).map(|_| rng.next() as u8).collect();
     let mut scale = |least: f32| f16::from_f32(least + (rng.next() % 100) as f32 / 200.0);
@@ -22,7 +23,14 @@ fn random(rng: &mut Rng, scheme: TrellisScheme, (rows, cols): (usize, usize)) ->
         _ => scale(0.5),
     });
     let input_scales = input_scales.collect();
-    TrellisWeight::new(scheme, (rows, cols), words.into(), row_scales, input_scales).unwrap()
+    TrellisWeight::new(
+        scheme,
+        Dims::new(rows, cols),
+        words.into(),
+        row_scales,
+        input_scales,
+    )
+    .unwrap()
 }
 
 /// A weight's values in f64, bit by bit and sum by sum.
@@ -94,12 +102,12 @@ fn by_definition(w: &TrellisWeight) -> Vec<f64> {
 fn values_are_those_of_the_definition() {
     let mut rng = Rng(4);
     for scheme in TrellisScheme::all() {
-        let dims = (STRIP + 9, 2 * BLOCK);
+        let dims = Dims::new(STRIP + 9, 2 * BLOCK);
         let weight = random(&mut rng, scheme, dims);
         let expected = by_definition(&weight);
         let size = expected.iter().fold(0f64, |m, v| m.max(v.abs()));
-        let mut row = vec![0.0; dims.1];
-        for (r, expected) in expected.chunks_exact(dims.1).enumerate() {
+        let mut row = vec![0.0; dims.cols];
+        for (r, expected) in expected.chunks_exact(dims.cols).enumerate() {
             weight.dequantize_row(r, &mut row);
             for (a, b) in row.iter().zip(expected) {
                 assert!(
@@ -115,12 +123,12 @@ fn values_are_those_of_the_definition() {
 fn rows_are_shared_by_strips() {
     let mut rng = Rng(9);
     let scheme = TrellisScheme::of_bits(Code::Octagon, 3.5).unwrap();
-    let dims = (3 * STRIP - 5, BLOCK);
+    let dims = Dims::new(3 * STRIP - 5, BLOCK);
     let weight = Weight::Quantized(QuantizedWeight::Trellis(random(&mut rng, scheme, dims)));
     for (rows, shared) in [(128..379, true), (0..128, true), (100..228, false)] {
         let part = weight.rows(rows.clone());
         assert_eq!(matches!(part, Weight::Quantized(_)), shared, "{rows:?}");
-        let (mut a, mut b) = (vec![0.0; dims.1], vec![0.0; dims.1]);
+        let (mut a, mut b) = (vec![0.0; dims.cols], vec![0.0; dims.cols]);
         for (i, row) in rows.enumerate() {
             weight.dequantize_row(row, &mut a).unwrap();
             part.dequantize_row(i, &mut b).unwrap();
@@ -149,16 +157,19 @@ fn schemes_are_read_as_they_are_written() {
     ] {
         assert!(name.parse::<Scheme>().is_err(), "{name}");
     }
-    let of = |bits| TrellisScheme::of_bits(Code::Sum, bits).unwrap();
+    let sum_code = |bits| TrellisScheme::of_bits(Code::Sum, bits).unwrap();
     // 16 bits of a scale for each row and input, and rows filled up to strips.
-    assert_eq!(of(4.0).bytes(128, 256), 128 * 256 / 2 + 2 * (128 + 256));
-    assert_eq!(of(3.0).bytes(1, 128), 128 * 128 * 3 / 8 + 2 * 129);
+    assert_eq!(
+        sum_code(4.0).bytes(128, 256),
+        128 * 256 / 2 + 2 * (128 + 256)
+    );
+    assert_eq!(sum_code(3.0).bytes(1, 128), 128 * 128 * 3 / 8 + 2 * 129);
 }
 
 /// The demo model's shape with random trellis weights, as a folder.
 fn folder(dest: &Path, scheme: TrellisScheme) -> Vec<(String, Weight)> {
-    let source = Files::Folder(assets().join("demo"));
-    let demo = Checkpoint::open(&assets().join("demo")).unwrap();
+    let source = Files::Folder(nq_testkit::demo());
+    let demo = Checkpoint::open(&nq_testkit::demo()).unwrap();
     let opened = Writer::open(dest, &source, &Value::Null, WriterOptions::default()).unwrap();
     let Opened::Writer(writer) = opened else {
         panic!("nothing was complete")
@@ -171,7 +182,7 @@ fn folder(dest: &Path, scheme: TrellisScheme) -> Vec<(String, Weight)> {
                 writer.put(&name, &[(name.clone(), Param::Vector(&tensor))])
             }
             Shape::Matrix(rows, cols) => {
-                let weight = random(&mut rng, scheme, (rows, cols));
+                let weight = random(&mut rng, scheme, Dims::new(rows, cols));
                 let weight = Weight::Quantized(QuantizedWeight::Trellis(weight));
                 let put = writer.put(&name, &[(name.clone(), Param::Matrix(&weight))]);
                 kept.push((name, weight));
@@ -260,7 +271,13 @@ fn parts_that_do_not_fit_are_named() {
     let weight = |words: usize, of_rows: Vec<f32>, of_inputs: usize, cols: usize| {
         let halves = |v: Vec<f32>| v.into_iter().map(f16::from_f32).collect();
         let (of_rows, inputs) = (halves(of_rows), halves(vec![1.0; of_inputs]));
-        TrellisWeight::new(scheme, (rows, cols), vec![0; words].into(), of_rows, inputs)
+        TrellisWeight::new(
+            scheme,
+            Dims::new(rows, cols),
+            vec![0; words].into(),
+            of_rows,
+            inputs,
+        )
     };
     let bytes = 2 * 128 * 128 * 2 / 8;
     assert!(weight(bytes, vec![1.0; rows], cols, cols).is_ok());

@@ -10,7 +10,7 @@ use nq_formats::eagle::EagleConfig;
 use nq_formats::gguf::{BlockType, BlockWeight};
 use nq_formats::safetensors::SafetensorsFile;
 use nq_formats::{Checkpoint, Exactness, Files, GenerationDefaults, Result, nq, tokenizer};
-use nq_model::{ModelConfig, names};
+use nq_model::{Dims, ModelConfig, names};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -49,7 +49,7 @@ pub fn gguf(data: &[u8]) {
             && info.kind.layout().is_some()
             && rows.saturating_mul(cols) <= MOST
         {
-            dequantize(info.kind, (rows, cols), data);
+            dequantize(info.kind, Dims::new(rows, cols), data);
         }
     }
     assert_eq!(total, file.entries().map(|e| e.bytes).sum::<u64>());
@@ -76,13 +76,13 @@ pub fn blocks(data: &[u8]) {
     let blocks = data.len() / kind.bytes();
     if blocks > 0 {
         let data = Bytes::copy_from_slice(&data[..blocks * kind.bytes()]);
-        dequantize(kind, (1, blocks * kind.elements()), data);
+        dequantize(kind, Dims::new(1, blocks * kind.elements()), data);
     }
 }
 
 /// Dequantizes a tensor of an accepted file.
-fn dequantize(kind: BlockType, (rows, cols): (usize, usize), data: Bytes) {
-    let weight = BlockWeight::new(kind, (rows, cols), data).expect("the file's own shape");
+fn dequantize(kind: BlockType, Dims { rows, cols }: Dims, data: Bytes) {
+    let weight = BlockWeight::new(kind, Dims::new(rows, cols), data).expect("the file's own shape");
     let mut row = vec![0.0; cols];
     for r in 0..rows {
         weight.dequantize_row(r, &mut row);
@@ -274,8 +274,8 @@ fn read_all(checkpoint: &Checkpoint) {
         let names::Shape::Matrix(rows, cols) = shape else {
             continue;
         };
-        if let Ok(weight) = checkpoint.store().matrix(&name, (rows, cols)) {
-            assert_eq!(weight.dims(), (rows, cols));
+        if let Ok(weight) = checkpoint.store().matrix(&name, Dims::new(rows, cols)) {
+            assert_eq!(weight.dims(), Dims::new(rows, cols));
             let mut row = vec![0.0; cols];
             for r in 0..rows {
                 weight.dequantize_row(r, &mut row).expect("a float weight");

@@ -17,6 +17,7 @@
 //
 // Bytes: logits once (greedily only the best of each block of the head), twice more for
 // log-probabilities; the embedding's row.
+#include "rows.cuh"
 #include "shortlist.cuh"
 #include "weights.cuh"
 
@@ -487,7 +488,7 @@ DEVICE bool report(const float* logits, int vocab, int token, int most, Logprobs
 extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_constant__ AdvanceArgs p) {
     extern __shared__ uint4 dynamic_shared[];
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
-    release_successor();
+    launch_dependents();
     // Written before the step was queued, and by the step before: its first product lets nothing
     // overtake that.
     const int row = blockIdx.x;
@@ -498,7 +499,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void advance(const __grid_const
     philox(how.seed, position, how.stream, w0, w1);
     const double u = double(static_cast<unsigned long long>(w0) << 21 | w1 >> 11) * 0x1p-53;
     const int place = row * p.ring_size + (step.drawn & (p.ring_size - 1));
-    wait_for_predecessor();
+    wait_for_prerequisites();
 
     uint32_t chosen = choose(p, row, how, u, s);
     // Where the lists do not belong to the logits; tokens are followed to memory.

@@ -34,7 +34,7 @@
 struct AttentionArgs {
     const float* qkv;       // [m][HeadsOf<DIM>::width][DIM]
     HeadVectors vectors;
-    const float2* cos_sin;  // [positions][HeadsOf<DIM>::ROTATED / 2]
+    const float2* cos_sin;  // [positions][HeadsOf<DIM>::ROTARY_DIMS / 2]
     Cache cache;            // of this layer
     const Step* step;       // [m]: position of the new token, and its slot
     float* out;             // [m][heads][DIM]
@@ -51,7 +51,7 @@ struct AttentionArgs {
     int column_rows;        // of a group of columns: 8 or 4
     int nibbles;            // columns meet codes in the order of those of 4 bits
     float eps;
-    int late;               // release the successor only after the predecessor's end
+    int holds_dependents;   // dependents are launched only after the end of the prerequisites
 };
 
 constexpr int WARP_POSITIONS = 32;
@@ -137,7 +137,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const int kv = blockIdx.x, heads = p.heads / p.cache.kv_heads;
     const int sequence = blockIdx.z;
 
-    if (!p.late) release_successor();
+    if (!p.holds_dependents) launch_dependents();
     const int position = __ldcg(&p.step[sequence].position);
     const int slot = __ldcg(&p.step[sequence].slot);
     const int shared = SHARED ? min(__ldcg(p.shared + sequence), position / PAGE) : 0;
@@ -145,7 +145,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const int most = length <= LEAST_SPLIT ? 1 : min((length + LEAST_PART - 1) / LEAST_PART, int(gridDim.y));
     const int share = ((length + most - 1) / most + PAGE - 1) / PAGE * PAGE;
     const int splits = (length + share - 1) / share;
-    if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its predecessor
+    if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its prerequisites
     const int start = shared * PAGE + blockIdx.y * share;
     const int end = min(start + share, position + 1);
     // Rows of the run in front of this one; of their positions and this one those from `fresh_from`
@@ -199,12 +199,12 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     const uint32_t newest_page = p.cache.page(slot, position);
     request(start, p.cache.page(slot, start), 0);
     // What else no kernel of this step writes.
-    const float4* angles = Turn<DIM>::of(p.cos_sin + size_t(position) * (Of::ROTATED / 2), lane);
+    const float4* angles = Turn<DIM>::of(p.cos_sin + size_t(position) * (Of::ROTARY_DIMS / 2), lane);
     const Turn<DIM> turn(angles);
     const HeadGain<DIM> q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane);
 
-    wait_for_predecessor();
-    if (p.late) release_successor();
+    wait_for_prerequisites();
+    if (p.holds_dependents) launch_dependents();
     const int width = Of::width(p.heads, p.cache.kv_heads);
     const float* const qkv = p.qkv + size_t(sequence) * width * DIM;
     const int head0 = sequence * p.heads + kv * heads;   // of all sequences' query heads
@@ -240,7 +240,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         const int which = (job - heads) % 2, r = (job - heads) / 2, pos = fresh_from + r;
         v = add_bias(v, p.vectors, 1 + which, kv, lane);
         if (which == 0) {
-            const float4* const turns = angles - (position - pos) * (Of::ROTATED / 4);
+            const float4* const turns = angles - (position - pos) * (Of::ROTARY_DIMS / 4);
             v = ROWS == 1 ? turn_head(v, k_gain, turn, p.eps, lane) : turn_head(v, k_gain, Turn<DIM>(turns), p.eps, lane);
         }
         const Kept<DIM> kept = round_row<INT8>(v);

@@ -44,11 +44,88 @@ DEVICE float power_of_two(float x) {
     return y;
 }
 
+// Queries of rows g and g + 8 of the warp, as left operands: words i hold dims 32i + 8t .. + 7.
+template <int DIM>
+DEVICE void load_queries(uint32_t (&q)[DIM / 32][2][4], const PrefillArgs& p, const int (&mine)[2], int head, int t) {
+    using Of = HeadsOf<DIM>;
+    constexpr float SCALE = Of::SCALE;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = p.row0 + min(mine[r], p.count - 1);
+        const float* from = p.qkv + (size_t(row) * Of::width(p.heads, p.cache.kv_heads) + Of::query(head)) * DIM + 8 * t;
+#pragma unroll
+        for (int i = 0; i < DIM / 32; i++) {
+            const float4 a = *reinterpret_cast<const float4*>(from + 32 * i);
+            const float4 b = *reinterpret_cast<const float4*>(from + 32 * i + 4);
+            q[i][0][r] = half2_bits(__float22half2_rn(make_float2(a.x * SCALE, a.y * SCALE)));
+            q[i][0][r + 2] = half2_bits(__float22half2_rn(make_float2(a.z * SCALE, a.w * SCALE)));
+            q[i][1][r] = half2_bits(__float22half2_rn(make_float2(b.x * SCALE, b.y * SCALE)));
+            q[i][1][r + 2] = half2_bits(__float22half2_rn(make_float2(b.z * SCALE, b.w * SCALE)));
+        }
+    }
+}
+
+// Adds to s the products of the queries with 32 keys of a tile, its first or second `half`.
+template <bool INT8, int DIM>
+DEVICE void multiply_keys(float (&s)[4][4], const uint32_t (&q)[DIM / 32][2][4], const uint4* keys, int half, int g, int t) {
+    constexpr int BYTES = INT8 ? 1 : 2, KEY_UNITS = DIM / 16 * BYTES;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int r = half * 32 + 8 * (g / 2) + 2 * j + g % 2;
+#pragma unroll
+        for (int i = 0; i < DIM / 32; i++) {
+            // 16 bytes hold 8 dims, or of codes those of two lanes.
+            const int u = INT8 ? 2 * i + t / 2 : 4 * i + t;
+            const int8_t* from = reinterpret_cast<const int8_t*>(&keys[r * KEY_UNITS + (u ^ (r % 2 * (2 * BYTES)))]);
+            const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
+            mma_16816(s[j], q[i][0][0], q[i][0][1], q[i][0][2], q[i][0][3], w.x, w.y);
+            mma_16816(s[j], q[i][1][0], q[i][1][1], q[i][1][2], q[i][1][3], w.z, w.w);
+        }
+    }
+}
+
+// Adds to `out` the weighted values of the same positions.
+template <bool INT8, int DIM>
+DEVICE void add_values(float (&out)[DIM / 8][4], const uint32_t (&weight)[2][4], const uint4* values, int half, int g, int t) {
+    constexpr int VALUE_UNITS = PrefillShared<INT8, DIM>::TILE_POSITIONS * (INT8 ? 1 : 2) / 16;
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n++) {
+        const int d = 8 * n + g, u = INT8 ? half * 2 + t / 2 : half * 4 + t;
+        const int8_t* from = reinterpret_cast<const int8_t*>(&values[d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))]);
+        const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
+        mma_16816(out[n], weight[0][0], weight[1][0], weight[0][1], weight[1][1], w.x, w.y);
+        mma_16816(out[n], weight[0][2], weight[1][2], weight[0][3], weight[1][3], w.z, w.w);
+    }
+}
+
+// Divides the warp's sums by the sums of weights, of which each lane has a part, and stores them, gated.
+template <int DIM>
+DEVICE void store_outputs(const PrefillArgs& p, const int (&mine)[2], int head, int t, const float (&out)[DIM / 8][4], float (&total)[2]) {
+    using Of = HeadsOf<DIM>;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        total[r] += __shfl_xor_sync(~0u, total[r], 1);
+        total[r] += __shfl_xor_sync(~0u, total[r], 2);
+        if (mine[r] >= p.count) continue;
+        const float inv = 1.f / total[r];
+        const int row = p.row0 + mine[r];
+        const float* const gates = p.qkv + (size_t(row) * Of::width(p.heads, p.cache.kv_heads) + Of::gate(head)) * DIM + 2 * t;
+        __half* const to = p.out + size_t(row) * p.padded;
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n++) {
+            float2 v = make_float2(out[n][2 * r] * inv, out[n][2 * r + 1] * inv);
+            if constexpr (Of::GATED) {
+                const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * n);
+                v.x *= sigmoid(gate.x), v.y *= sigmoid(gate.y);
+            }
+            *reinterpret_cast<__half2*>(to + operand_index(head * DIM + 8 * n + 2 * t)) = __float22half2_rn(v);
+        }
+    }
+}
+
 template <bool INT8, int DIM>
 DEVICE void prefill(const PrefillArgs& p) {
-    using Of = HeadsOf<DIM>;
     using Shared = PrefillShared<INT8, DIM>;
-    constexpr float SCALE = Of::SCALE;
     constexpr int TILE_POSITIONS = Shared::TILE_POSITIONS;
     constexpr int BYTES = INT8 ? 1 : 2;
     constexpr int KEY_UNITS = DIM / 16 * BYTES;                      // 16-byte words of a key
@@ -91,23 +168,9 @@ DEVICE void prefill(const PrefillArgs& p) {
     };
     request(0);
 
-    // Queries of rows g and g + 8 of this warp: words i hold dims 32i + 8t .. + 7.
     uint32_t q[DIM / 32][2][4];   // [i][product][a0, a1, a2, a3]
     const int mine[2] = {query0 + warp * 16 + g, query0 + warp * 16 + g + 8};
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int row = p.row0 + min(mine[r], p.count - 1);
-        const float* from = p.qkv + (size_t(row) * Of::width(p.heads, p.cache.kv_heads) + Of::query(head)) * DIM + 8 * t;
-#pragma unroll
-        for (int i = 0; i < DIM / 32; i++) {
-            const float4 a = *reinterpret_cast<const float4*>(from + 32 * i);
-            const float4 b = *reinterpret_cast<const float4*>(from + 32 * i + 4);
-            q[i][0][r] = half2_bits(__float22half2_rn(make_float2(a.x * SCALE, a.y * SCALE)));
-            q[i][0][r + 2] = half2_bits(__float22half2_rn(make_float2(a.z * SCALE, a.w * SCALE)));
-            q[i][1][r] = half2_bits(__float22half2_rn(make_float2(b.x * SCALE, b.y * SCALE)));
-            q[i][1][r + 2] = half2_bits(__float22half2_rn(make_float2(b.z * SCALE, b.w * SCALE)));
-        }
-    }
+    load_queries<DIM>(q, p, mine, head, t);
 
     float top[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
     float out[DIM / 8][4] = {};
@@ -121,19 +184,7 @@ DEVICE void prefill(const PrefillArgs& p) {
             const int base = tile * TILE_POSITIONS + half * 32;
             if (base > last) break;
             float s[4][4] = {};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int r = half * 32 + 8 * (g / 2) + 2 * j + g % 2;
-#pragma unroll
-                for (int i = 0; i < DIM / 32; i++) {
-                    // 16 bytes hold 8 dims, or of codes those of two lanes.
-                    const int u = INT8 ? 2 * i + t / 2 : 4 * i + t;
-                    const int8_t* from = reinterpret_cast<const int8_t*>(&sm.keys[b][r * KEY_UNITS + (u ^ (r % 2 * (2 * BYTES)))]);
-                    const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
-                    mma_16816(s[j], q[i][0][0], q[i][0][1], q[i][0][2], q[i][0][3], w.x, w.y);
-                    mma_16816(s[j], q[i][1][0], q[i][1][1], q[i][1][2], q[i][1][3], w.z, w.w);
-                }
-            }
+            multiply_keys<INT8, DIM>(s, q, sm.keys[b], half, g, t);
             // True if all of the warp's queries see all of the positions.
             const bool seen = base + 31 <= p.position0 + query0 + warp * 16;
             uint32_t weight[2][4];   // [row g, row g + 8][pairs of positions]
@@ -182,36 +233,11 @@ DEVICE void prefill(const PrefillArgs& p) {
                     out[n][2] *= shrink[1], out[n][3] *= shrink[1];
                 }
             }
-#pragma unroll
-            for (int n = 0; n < DIM / 8; n++) {
-                const int d = 8 * n + g, u = INT8 ? half * 2 + t / 2 : half * 4 + t;
-                const int8_t* from = reinterpret_cast<const int8_t*>(&sm.values[b][d * VALUE_UNITS + (u ^ (d % 2 * (VALUE_UNITS / 2)))]);
-                const uint4 w = load_eight<INT8>(from + (INT8 ? t % 2 * 8 : 0));
-                mma_16816(out[n], weight[0][0], weight[1][0], weight[0][1], weight[1][1], w.x, w.y);
-                mma_16816(out[n], weight[0][2], weight[1][2], weight[0][3], weight[1][3], w.z, w.w);
-            }
+            add_values<INT8, DIM>(out, weight, sm.values[b], half, g, t);
         }
     }
 
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        total[r] += __shfl_xor_sync(~0u, total[r], 1);
-        total[r] += __shfl_xor_sync(~0u, total[r], 2);
-        if (mine[r] >= p.count) continue;
-        const float inv = 1.f / total[r];
-        const int row = p.row0 + mine[r];
-        const float* const gates = p.qkv + (size_t(row) * Of::width(p.heads, p.cache.kv_heads) + Of::gate(head)) * DIM + 2 * t;
-        __half* const to = p.out + size_t(row) * p.padded;
-#pragma unroll
-        for (int n = 0; n < DIM / 8; n++) {
-            float2 v = make_float2(out[n][2 * r] * inv, out[n][2 * r + 1] * inv);
-            if constexpr (Of::GATED) {
-                const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * n);
-                v.x *= sigmoid(gate.x), v.y *= sigmoid(gate.y);
-            }
-            *reinterpret_cast<__half2*>(to + operand_index(head * DIM + 8 * n + 2 * t)) = __float22half2_rn(v);
-        }
-    }
+    store_outputs<DIM>(p, mine, head, t, out, total);
 }
 
 #define PREFILL(name, int8, dim) \

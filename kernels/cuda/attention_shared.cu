@@ -80,13 +80,13 @@ DEVICE void attention_shared(const SharedArgs& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int kv = blockIdx.x, heads = p.heads / p.cache.kv_heads;
-    release_successor();
+    launch_dependents();
     const RowGroup* const group = p.groups + blockIdx.z;
     const int pages = __ldcg(&group->pages), slot = __ldcg(&group->slot);
     const int queries = min(__ldcg(&group->count) * heads, MOST_QUERIES);
     const int each = shared_each(pages, gridDim.y);
     const int start = blockIdx.y * each, end = min(start + each, pages);
-    if (queries == 0 || start >= end) return;   // block 0 of the first group has work: the kernel ends after its predecessor
+    if (queries == 0 || start >= end) return;   // block 0 of the first group has work: the kernel ends after its prerequisites
 
     auto request = [&](uint32_t page, PageShared<INT8>& to) {
         const size_t row0 = p.cache.head(page, kv) * PAGE;
@@ -122,7 +122,7 @@ DEVICE void attention_shared(const SharedArgs& p) {
         angles[i] = Turn<>::of(p.cos_sin + size_t(position) * (HEAD_DIM / 2), lane);
     }
 
-    wait_for_predecessor();
+    wait_for_prerequisites();
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         if (warp + i * SHARED_WARPS >= queries) break;

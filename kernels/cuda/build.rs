@@ -1,4 +1,5 @@
-//! Finds the machine code of the `.cu` files here, which the library embeds.
+//! Finds the machine code of the `.cu` files here, which the library embeds, and writes what they declare in Rust
+//! (`build/declarations.rs`).
 //!
 //! It comes from the crates in `kernels/prebuilt`, one for each family of GPUs. The manifest here says which sources
 //! it was compiled from; if they differ, or the crates hold other code, the build fails.
@@ -6,6 +7,9 @@
 //! looked for in `CUDA_HOME`, `CUDA_PATH`, `PATH`, `/usr/local/cuda` and the packages of a Python
 //! environment (`NQ_NVCC_VENV`, `VIRTUAL_ENV`), where pip installs it. `NQ_CUDA_ARCHS` limits the
 //! architectures during development, e.g. `90a`; such a library runs on those alone.
+
+#[path = "build/declarations.rs"]
+mod declarations;
 
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -28,6 +32,7 @@ or set NVCC to the compiler. Without the feature `cuda-source` nothing of this i
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=build");
     let sources = sources();
     for source in &sources {
         println!("cargo::rerun-if-changed={}", source.display());
@@ -46,7 +51,11 @@ fn main() {
         String::new()
     };
     let out = env::var_os("OUT_DIR").expect("cargo sets OUT_DIR");
-    fs::write(Path::new(&out).join("code.rs"), code + &list).expect("OUT_DIR can be written");
+    let write = |name: &str, text: &str| {
+        fs::write(Path::new(&out).join(name), text).expect("OUT_DIR can be written");
+    };
+    write("code.rs", &(code + &list));
+    write("declared.rs", &declared(&sources));
 }
 
 fn feature(name: &str) -> bool {
@@ -63,6 +72,28 @@ fn sources() -> Vec<PathBuf> {
         .collect();
     sources.sort();
     sources
+}
+
+/// The structures and constants of `sources` in Rust.
+fn declared(sources: &[PathBuf]) -> String {
+    let name = |path: &Path| {
+        path.file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned()
+    };
+    let read = |path: &PathBuf| {
+        let text = fs::read_to_string(path);
+        (
+            name(path),
+            text.unwrap_or_else(|e| fail(&format!("{}: {e}", path.display()))),
+        )
+    };
+    let texts: Vec<(String, String)> = sources.iter().map(read).collect();
+    let texts = texts
+        .iter()
+        .map(|(name, text)| (name.as_str(), text.as_str()));
+    declarations::rust(texts).unwrap_or_else(|e| fail(&e))
 }
 
 /// Code by target.
@@ -166,11 +197,11 @@ fn tools(compiler: &str, assembler: &str) -> String {
         let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
             fail(&format!("{text:?} is no version of a compiler"));
         };
-        format!("({major}, {minor})")
+        format!("Version::new({major}, {minor})")
     };
     format!(
-        "/// CUDA version of what made PTX.\nconst COMPILER: (i32, i32) = {};\n\
-         /// CUDA version of what made machine code.\nconst ASSEMBLER: (i32, i32) = {};\n",
+        "/// CUDA version of what made PTX.\nconst COMPILER: Version = {};\n\
+         /// CUDA version of what made machine code.\nconst ASSEMBLER: Version = {};\n",
         version(compiler),
         version(assembler)
     )

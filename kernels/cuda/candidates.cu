@@ -130,13 +130,13 @@ DEVICE void list_range(const Mine& mine, int n, float temperature, bool bad, Ran
 
 // Grid (RANGES, m).
 extern "C" __global__ __launch_bounds__(RANGE_THREADS) void candidates(const __grid_constant__ CandidateArgs p) {
-    release_successor();
+    launch_dependents();
     const int row = blockIdx.y;
     const Sampling how = p.sampling[row];   // written before the step was queued
     const Logits logits(p.logits, p.adjust, row, p.vocab, how);
     const int per = (p.vocab + RANGES - 1) / RANGES, start = blockIdx.x * per, n = max(0, min(per, p.vocab - start));
     const int rank = shortlist_rank(how, p.vocab, p.blocks);
-    wait_for_predecessor();
+    wait_for_prerequisites();
     // The head has found the best token.
     if (is_greedy(how) && !how.adjusts) return;
 

@@ -12,7 +12,7 @@
 //
 // A ring has room for two calls. Whoever writes for call n + 2 has read what all ranks wrote for call n + 1, which they did
 // after they had read everything of call n. So in every call each rank sends something to each other one. Places are counted on
-// the device, because one graph serves many calls; all ranks make the same calls.
+// the device, because one CUDA graph serves many calls; all ranks make the same calls.
 //
 // A rank waits a limited time for the others: then it gives up for good, and tells the host.
 //
@@ -165,8 +165,8 @@ struct Call {
 
 // Adds to x what all ranks have.
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_EACH) void all_reduce(const __grid_constant__ AllReduceArgs p) {
-    release_successor();
-    wait_for_predecessor();
+    launch_dependents();
+    wait_for_prerequisites();
     Call call(p.ranks);
     const int n = p.n / 4, step = gridDim.x * THREADS;
     const auto index = [&](int begin, int u) { return begin + u * step; };
@@ -235,8 +235,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_EACH) void all_reduce(co
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_EACH) void all_gather(const __grid_constant__ AllGatherArgs p) {
     __shared__ uint32_t at[MOST_RANKS];
     __shared__ unsigned long long bests[THREADS / 32];
-    release_successor();
-    wait_for_predecessor();
+    launch_dependents();
+    wait_for_prerequisites();
     Call call(p.ranks);
     if (threadIdx.x < p.ranks.ranks) at[threadIdx.x] = call.at(threadIdx.x);
     call.begin();

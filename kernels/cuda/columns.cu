@@ -14,7 +14,7 @@ struct ColumnsArgs {
     int inputs;          // a multiple of 8
     int spans;
     float eps;
-    int late;            // release the successor only after the predecessor's end
+    int holds_dependents; // dependents are launched only after the end of the prerequisites
 };
 
 constexpr int WARPS = 16;
@@ -27,9 +27,9 @@ DEVICE void columns(const ColumnsArgs& p) {
     const int row = blockIdx.x;
     const float* const x = p.x + size_t(row) * p.inputs;
     Columns* const to = static_cast<Columns*>(p.columns) + size_t(row / ROWS) * p.spans * 4;
-    if (!p.late) release_successor();
-    wait_for_predecessor();
-    if (p.late) release_successor();
+    if (!p.holds_dependents) launch_dependents();
+    wait_for_prerequisites();
+    if (p.holds_dependents) launch_dependents();
 
     float square = 0.f;
 #pragma unroll 2

@@ -1,9 +1,11 @@
 // What every kernel here shares: programmatic dependent launch, tensor-core products over
 // packed weights, and reductions of fixed order.
 //
-// Launch rule (sm_90 and newer): a kernel may read weights, which no kernel writes, before
-// `wait_for_predecessor`; everything that another kernel writes is read after it, through
-// L2 (`__ldcg`), because a line of this SM's L1 may be older than the predecessor.
+// Programmatic dependent launch (9.0 and newer): a kernel may start while the one before it in the stream, on which it
+// depends, still runs. Before `wait_for_prerequisites` it may read weights, which no kernel writes; everything that
+// another kernel writes is read after it, through L2 (`__ldcg`), because a line of this SM's L1 may be older. With
+// `launch_dependents` it lets the kernel behind it start. A kernel that does so only after its own wait (arguments call
+// this `holds_dependents`) keeps that kernel from overtaking what is in front of both.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -19,24 +21,15 @@
 #define SMALL_BLOCKS 0
 #endif
 
-// Where a decode step stands. In device memory: one graph serves every step.
-struct Step {
-    int position;    // of the token that is fed
-    int slot;        // its sequence's
-    uint32_t token;
-    int drawn;       // tokens sampled since the steps were queued
-    int behind;      // of a sequence's first row: rows in front of it that its states do not contain yet (`delta_step.cu`)
-};
-
-// Lets the next kernel of the stream start its blocks as soon as SMs have room.
-DEVICE void release_successor() {
+// Lets the next kernel of the stream, if it is a programmatic dependent launch, start its blocks as soon as SMs have room.
+DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 // Returns when every earlier kernel of the stream has finished and its writes are visible.
-DEVICE void wait_for_predecessor() {
+DEVICE void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -281,6 +281,19 @@ struct ScanShared {
 };
 static_assert(sizeof(ScanShared) % 16 == 0 && 2 * sizeof(ScanShared) <= 48 << 10);
 
+// Adds S^T k to the first half of x, and S^T q to the second, of all tokens of a chunk.
+DEVICE void multiply_state(float (&x)[4][4], const StateTile& state, const ScanShared& sm, int g, int t) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const Parts<4> s = left(state.s[2 * j], state.s[2 * j + 1]);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const uint2* const of = reinterpret_cast<const uint2*>(&sm.rows[n / 2][n % 2 * 8 + g][16 * j + 2 * t]);
+            mma_parts(x[n], s, right(of[0], of[4]));
+        }
+    }
+}
+
 extern "C" __global__ __launch_bounds__(SCAN_WARPS * 32) void delta_scan(const __grid_constant__ DeltaScanArgs p) {
     __shared__ __align__(16) ScanShared buffers[2];
     const DeltaLayer& layer = p.layer;
@@ -344,15 +357,7 @@ extern "C" __global__ __launch_bounds__(SCAN_WARPS * 32) void delta_scan(const _
         if (chunk + 1 < chunks) request(chunk + 1);
         // Lane (g, t) has of all sums values g and g + 8 of the warp's, and of each eight tokens 2t and the next.
         float x[4][4] = {};   // S^T k, then S^T q, of eight tokens each
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const Parts<4> s = left(state.s[2 * j], state.s[2 * j + 1]);
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const uint2* const of = reinterpret_cast<const uint2*>(&sm.rows[n / 2][n % 2 * 8 + g][16 * j + 2 * t]);
-                mma_parts(x[n], s, right(of[0], of[4]));
-            }
-        }
+        multiply_state(x, state, sm, g, t);
         float d[2][4], o[2][4];
 #pragma unroll
         for (int n = 0; n < 2; n++) {

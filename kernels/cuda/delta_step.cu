@@ -27,7 +27,7 @@ struct DeltaStepArgs {
     int column_rows;     // as in `attention_decode.cuh`
     int nibbles;
     int idle;            // the slot of rows whose results nobody uses
-    int late;            // release the successor only after the predecessor's end
+    int holds_dependents; // dependents are launched only after the end of the prerequisites
     int hidden;          // a multiple of 4
     float scale;         // of the products with `rates`
     float* kept;         // [slots][value_heads][KEPT]; null: states are brought forward by all rows
@@ -36,6 +36,50 @@ struct DeltaStepArgs {
 constexpr int STEP_WARPS = DELTA_DIM / 8;
 // Fours of inputs of `rates` that a thread multiplies, at most.
 constexpr int MOST_FOURS = 4;
+
+// Adds, of four inputs, their squares, and their products with the rows of b and of a.
+DEVICE void add_products(float (&sums)[3], float4 x, float4 gain, uint2* const (&rates)[2], int k) {
+    sums[0] += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+        const uint2 row = rates[w][k];
+        const float2 first = __half22float2(*reinterpret_cast<const __half2*>(&row.x)), second = __half22float2(*reinterpret_cast<const __half2*>(&row.y));
+        sums[1 + w] += x.x * gain.x * first.x + x.y * gain.y * first.y + x.z * gain.z * second.x + x.w * gain.w * second.y;
+    }
+}
+
+// Sums over the warp.
+DEVICE void add_lanes(float (&sums)[3]) {
+#pragma unroll
+    for (int m = 16; m > 0; m >>= 1) {
+#pragma unroll
+        for (int i = 0; i < 3; i++) sums[i] += __shfl_xor_sync(~0u, sums[i], m);
+    }
+}
+
+// The sums of all warps, of which lane l < 16 has those of warp l.
+DEVICE void add_warps(float (&sums)[3], const float (&of_warps)[STEP_WARPS][3], int lane) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) sums[i] = of_warps[lane % STEP_WARPS][i];
+#pragma unroll
+    for (int m = STEP_WARPS / 2; m > 0; m >>= 1) {
+#pragma unroll
+        for (int i = 0; i < 3; i++) sums[i] += __shfl_xor_sync(~0u, sums[i], m);
+    }
+}
+
+// Four outputs a lane of head h of a row, by a warp.
+DEVICE void store_output(const DeltaStepArgs& p, int row, int h, float4 y, int lane) {
+    const int at = h * DELTA_DIM + lane * 4;
+    if (p.half != nullptr) {
+        put_halves(p.half + size_t(row) * p.padded, at, y);
+    } else if (p.columns != nullptr) {
+        const int group = p.column_rows, slots = (row / group * p.layer.value_heads + h) * 2;
+        put_four(p.columns + size_t(slots) * (group == 8 ? sizeof(DigitColumns<8>) : sizeof(DigitColumns<4>)), group, row % group, p.nibbles, y, lane);
+    } else {
+        *reinterpret_cast<float4*>(p.out + size_t(row) * p.layer.value_heads * DELTA_DIM + at) = y;
+    }
+}
 
 extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const __grid_constant__ DeltaStepArgs p) {
     __shared__ __align__(16) float mixed[3][DELTA_DIM];   // q, k, v
@@ -48,7 +92,7 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int h = blockIdx.x, row0 = blockIdx.y;
 
-    if (!p.late) release_successor();
+    if (!p.holds_dependents) launch_dependents();
     const int position = __ldcg(&p.step[row0].position), slot = __ldcg(&p.step[row0].slot);
     if (row0 > 0 && __ldcg(&p.step[row0 - 1].slot) == slot && __ldcg(&p.step[row0 - 1].position) == position - 1) return;   // a run's first row runs it
     bool same = false;
@@ -94,8 +138,8 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
         __syncthreads();   // before rows of this step are kept in their place
     }
 
-    wait_for_predecessor();
-    if (p.late) release_successor();
+    wait_for_prerequisites();
+    if (p.holds_dependents) launch_dependents();
     if (checks && (behind > 0 || position == 0)) state.store(layer.matrix(slot, h), warp, lane);
 #pragma unroll 1
     for (int r = 0; r < rows; r++) {
@@ -132,34 +176,16 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
             for (int i = 0; i < MOST_FOURS; i++) {
                 const int k = threadIdx.x + i * STEP_WARPS * 32;
                 if (k >= fours) break;
-                const float4 of = x[i], gain = gains[k];
-                sums[0] += of.x * of.x + of.y * of.y + of.z * of.z + of.w * of.w;
-#pragma unroll
-                for (int w = 0; w < 2; w++) {
-                    const uint2 row = rates[w][k];
-                    const float2 first = __half22float2(*reinterpret_cast<const __half2*>(&row.x)), second = __half22float2(*reinterpret_cast<const __half2*>(&row.y));
-                    sums[1 + w] += of.x * gain.x * first.x + of.y * gain.y * first.y + of.z * gain.z * second.x + of.w * gain.w * second.y;
-                }
+                add_products(sums, x[i], gains[k], rates, k);
             }
-#pragma unroll
-            for (int m = 16; m > 0; m >>= 1) {
-#pragma unroll
-                for (int i = 0; i < 3; i++) sums[i] += __shfl_xor_sync(~0u, sums[i], m);
-            }
+            add_lanes(sums);
             if (lane < 3) rate_sums[warp][lane] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
         }
         __syncthreads();
         float2 of = gates;
         if (p.rates != nullptr) {
-            // Lane l < 16 has the sums of warp l.
             float sums[3];
-#pragma unroll
-            for (int i = 0; i < 3; i++) sums[i] = rate_sums[lane % STEP_WARPS][i];
-#pragma unroll
-            for (int m = STEP_WARPS / 2; m > 0; m >>= 1) {
-#pragma unroll
-                for (int i = 0; i < 3; i++) sums[i] += __shfl_xor_sync(~0u, sums[i], m);
-            }
+            add_warps(sums, rate_sums, lane);
             const float scale = p.scale * rsqrtf(sums[0] / p.hidden + layer.eps);
             of = layer.gates(sums[1] * scale, sums[2] * scale, h);
             of.x = expf(of.x);
@@ -177,15 +203,7 @@ extern "C" __global__ __launch_bounds__(STEP_WARPS * 32) void delta_step(const _
         if (warp == 0) {
             const float4 norm = __ldg(reinterpret_cast<const float4*>(layer.norm) + lane);
             const float4 y = gate_output(reinterpret_cast<const float4*>(outputs)[lane], z, norm, layer.eps);
-            const int row = row0 + r, at = h * DELTA_DIM + lane * 4;
-            if (p.half != nullptr) {
-                put_halves(p.half + size_t(row) * p.padded, at, y);
-            } else if (p.columns != nullptr) {
-                const int group = p.column_rows, slots = (row / group * layer.value_heads + h) * 2;
-                put_four(p.columns + size_t(slots) * (group == 8 ? sizeof(DigitColumns<8>) : sizeof(DigitColumns<4>)), group, row % group, p.nibbles, y, lane);
-            } else {
-                *reinterpret_cast<float4*>(p.out + size_t(row) * layer.value_heads * DELTA_DIM + at) = y;
-            }
+            store_output(p, row0 + r, h, y, lane);
         }
     }
     if (is_used && !checks) state.store(layer.matrix(slot, h), warp, lane);

@@ -84,8 +84,8 @@ DEVICE void experts(const ExpertsArgs& a, Meeting<WARPS>& meeting, Chosen& chose
     extern __shared__ __align__(128) uint4 shared[];
 
     // UP lets nothing overtake the kernel that scores: DOWN reads the scores before UP has ended.
-    if constexpr (EPI == SILU) wait_for_predecessor();
-    release_successor();
+    if constexpr (EPI == SILU) wait_for_prerequisites();
+    launch_dependents();
     static_assert(WARPS * 32 == MOST_EXPERTS);
     choose(chosen, a.scores + size_t(blockIdx.y) * a.experts, a.experts, a.per_token, a.normalized, a.shared);
 
@@ -93,7 +93,7 @@ DEVICE void experts(const ExpertsArgs& a, Meeting<WARPS>& meeting, Chosen& chose
     p.x += size_t(blockIdx.y) * a.x_stride;
     p.out += size_t(blockIdx.y) * a.out_stride;
     auto wait = [&] {
-        if constexpr (EPI != SILU) wait_for_predecessor();
+        if constexpr (EPI != SILU) wait_for_prerequisites();
     };
     if constexpr (AHEAD > 0) {
         const Share share = share_of<WARPS>(p, threadIdx.x / 32);

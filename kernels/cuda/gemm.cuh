@@ -55,7 +55,7 @@ struct GemmArgs {
     int padded;
     int epilogue;
     float scale;
-    int parts;           // `gemm_wgmma.cuh`: blocks that share a tile
+    int parts;           // split-k of `gemm_wgmma.cuh`: blocks that share a tile
 };
 
 // What a block of `count` rows of x, the `index`-th, takes.

@@ -46,7 +46,7 @@ struct GemmStepArgs {
     int row_groups;    // of 64 WR weight rows
     int depth;         // of the ring, from 2 to MOST_STAGES
     int epilogue;      // PARTS (as STORE), SILU or HEAD of `weights.cuh`
-    int parts;         // SILU, HEAD: 1
+    int parts;         // split-k: parts of the inputs, whose sums are stored apart; SILU, HEAD: 1
     float scale;
 };
 
@@ -91,7 +91,7 @@ struct GemmStep {
             barrier_fence();
         }
         __syncthreads();
-        release_successor();
+        launch_dependents();
         if (threadIdx.x / 32 == WARPS)
             self.copy();
         else
@@ -130,7 +130,7 @@ struct GemmStep {
             request_weights(at);
             at.next(p.depth, count, taken);
         }
-        wait_for_predecessor();
+        wait_for_prerequisites();
         for (int i = 0; i < p.depth && x.group < p.row_groups; i++) {
             request_x(x);
             x.next(p.depth, count, taken);
@@ -223,7 +223,7 @@ struct GemmStep {
             products_wait<0>();
             barrier_arrive_at(done, lane == 0);
             // Earlier readers of what is written now.
-            wait_for_predecessor();
+            wait_for_prerequisites();
 #pragma unroll
             for (int n = 0; n < N; n += 16) {
                 const float(&v)[8] = *reinterpret_cast<const float(*)[8]>(sums + n / 2);

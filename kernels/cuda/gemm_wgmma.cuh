@@ -9,7 +9,7 @@
 // A warpgroup is held up while its products run, so it makes its next operand while the others
 // multiply; they take turns, as they would else all multiply, and all prepare, at once.
 //
-// Where that makes too few blocks, a cluster of `parts` blocks shares each tile: every block takes a
+// Where that makes too few blocks (split-k), a cluster of `parts` blocks shares each tile: every block takes a
 // part of the inputs, leaves its sums in its shared memory, and adds up those of a part of the rows of
 // x in the order of the parts.
 //

@@ -52,12 +52,12 @@ struct GemvArgs {
     int spans;
     int groups;            // scale groups of a span
     int meta_bytes;        // of a record
-    int split;             // at most WARPS and spans
+    int split;             // split-k: warps that share a tile, at most WARPS and spans
     int inverse;           // 256 / split, rounded up: warp * inverse / 256 = warp / split
     int depth;             // of the ring, at most MOST_DEPTH
     float eps;
     float scale;           // of the product
-    int late;              // release the successor only after the predecessor's end
+    int holds_dependents;  // dependents are launched only after the end of the prerequisites
     int epilogue;
     int unused;
 };
@@ -495,10 +495,10 @@ DEVICE void gemv(const GemvArgs& p, Meeting<WARPS>& meeting) {
     using Row = PreparedRow<S::BITS>;
     extern __shared__ __align__(128) uint4 shared[];
     auto wait = [&] {
-        wait_for_predecessor();
-        if (p.late) release_successor();
+        wait_for_prerequisites();
+        if (p.holds_dependents) launch_dependents();
     };
-    if (!p.late) release_successor();
+    if (!p.holds_dependents) launch_dependents();
 
     if constexpr (AHEAD > 0) {
         const Share share = share_of<WARPS>(p, threadIdx.x / 32);

@@ -41,7 +41,7 @@ struct GemvBatchArgs {
     int spans;
     int groups;              // scale groups of a span
     int meta_bytes;          // of a record
-    int split;               // at most WARPS and pieces
+    int split;               // split-k: warps that share tiles, at most WARPS and pieces
     int inverse;             // 256 / split, rounded up: warp * inverse / 256 = warp / split
     int depth;               // of the ring, at most MOST_DEPTH; 1 only if no warp has more stages
     int epilogue;
@@ -80,7 +80,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     if (lane == 0) barrier_init(arrival);
 #endif
 
-    release_successor();
+    launch_dependents();
 
     const int step = gridDim.x * groups;
     const int first = group < groups ? blockIdx.x * groups + group : p.tiles;
@@ -110,7 +110,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
     for (int i = 0; i < p.depth; i++) request();
 
     if (p.epilogue == HEAD && lane < NB * 8) tops[warp][lane] = make_float2(-INFINITY, 0.f);
-    wait_for_predecessor();
+    wait_for_prerequisites();
 
 #if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
     uint32_t arrival_parity = 0;

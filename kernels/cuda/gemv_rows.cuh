@@ -35,7 +35,7 @@ struct GemvRowsArgs {
     int spans;
     int groups;              // scale groups of a span
     int meta_bytes;          // of a record
-    int parts;               // of the inputs, at most `spans`: blocks of a cluster
+    int parts;               // split-k: parts of the inputs, at most `spans`; blocks of a cluster
     int part_spans;          // most spans of a part
     int depth;               // of the ring, at most MOST_DEPTH
     int epilogue;
@@ -190,7 +190,7 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
     Sums* const met = reinterpret_cast<Sums*>(x + GROUPS * p.part_spans * 4);   // [WARPS], then [tiles that end here][parts]
     if (threadIdx.x == 0) barrier_init(&x_there);
     WeightRing ring(ring_at, barriers[warp], p.depth);
-    release_successor();
+    launch_dependents();
 
     const int begin_tile = begin / n, begin_stage = begin - begin_tile * n;
     int ahead = begin, ahead_stage = begin_stage;
@@ -213,7 +213,7 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
     for (int i = 0; i < p.depth; i++) request();
     if (p.epilogue == HEAD && lane < GROUPS * ROWS) tops[warp][lane] = make_float2(-INFINITY, 0.f);
     cluster_arrive();
-    wait_for_predecessor();
+    wait_for_prerequisites();
     cluster_wait();   // all blocks of the cluster have begun, and see this block's barriers
     if (threadIdx.x == 0) {
         const Columns* const from = static_cast<const Columns*>(p.columns) + first_span * 4;

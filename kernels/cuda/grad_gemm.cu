@@ -19,7 +19,7 @@ struct GradGemmArgs {
     long long stride_a, stride_b, stride_c;   // between products of the batch
     int m, n, k;
     int lda, ldb, ldc;
-    int splits;     // parts of k; C is then [batch][splits][m][n], contiguous
+    int splits;     // split-k: parts of k; C is then [batch][splits][m][n], contiguous
     int part;       // length of a part, a multiple of 16
     int vector_a;   // rows of A may be read 16 bytes at a time
     int vector_b;

@@ -89,7 +89,7 @@ struct LayersArgs {
                              // trellis codes [MOST_STRIP_PARTS][hidden]
     uint64_t* digits[2];     // without clusters: the words of inputs, SpanDigits [spans] or `BlockDigits`; of qkv or gate and up; of o or down
     uint32_t* epoch;         // of the step, from 1 on
-    const float2* cos_sin;   // [positions][HeadsOf<DIM>::ROTATED / 2]
+    const float2* cos_sin;   // [positions][HeadsOf<DIM>::ROTARY_DIMS / 2]
     const uint32_t* tables;  // as of `Cache`
     const Step* step;
     uint64_t* peers[MOST_RANKS];   // `parts` of each rank, those of o and behind them those of down; none of one alone

@@ -10,14 +10,14 @@
 
 struct NormStepArgs {
     float* x;            // [m][width]
-    const float* parts;  // [count][m][width], the sums of `gemm_step`
+    const float* parts;  // [count][m][width], the sums of `gemm_step` (split-k)
     const float* gain;   // [width]
     __half* half;        // [m][padded]
     int count;           // of parts
     int width;           // a multiple of 4
     int padded;
     float eps;
-    int late;            // release the successor only after the predecessor's end
+    int holds_dependents; // dependents are launched only after the end of the prerequisites
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -36,15 +36,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 8) void norm_step(const __grid_
     const float4* const parts = reinterpret_cast<const float4*>(p.parts) + size_t(m) * there;
     const size_t stride = size_t(gridDim.y) * there;
     if (blocks > 1) cluster_arrive();
-    if (!p.late) release_successor();
+    if (!p.holds_dependents) launch_dependents();
     for (int i = begin + threadIdx.x; i < end; i += THREADS) {
         if (i < there) copy_async(row + i - begin, p.gain + 4 * i);
         else row[i - begin] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     copy_commit();
     copy_wait<0>();
-    wait_for_predecessor();
-    if (p.late) release_successor();
+    wait_for_prerequisites();
+    if (p.holds_dependents) launch_dependents();
 
     float sum = 0.f;
 #pragma unroll 2

@@ -1,4 +1,4 @@
-// What the kernels over many rows share: where each row stands, and the cache.
+// What the kernels over rows share: where each row stands, and the cache.
 //
 // Heads have DIM values, 128 or 256, of which lane l of a warp holds 4l .. 4l+3 of each 128 (`Head`).
 #pragma once
@@ -13,7 +13,7 @@ constexpr int WIDE_HEAD_DIM = 256;
 template <int DIM>
 struct HeadsOf {
     static constexpr bool GATED = DIM == WIDE_HEAD_DIM;
-    static constexpr int ROTATED = DIM == WIDE_HEAD_DIM ? 64 : DIM;   // values that the rotary embedding turns
+    static constexpr int ROTARY_DIMS = DIM == WIDE_HEAD_DIM ? 64 : DIM;   // values that the rotary embedding turns
     static constexpr int EACH = GATED ? 2 : 1;
     static DEVICE int width(int heads, int kv_heads) { return heads * EACH + 2 * kv_heads; }
     static DEVICE int query(int head) { return head * EACH; }
@@ -42,8 +42,18 @@ DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 // A row of a batch: a token at a position of a sequence.
 struct Row {
-    int position;
-    int slot;
+    int position;   // Position in its sequence.
+    int slot;       // Its sequence.
+};
+
+// A row of a decode step. It lies in device memory, so that one CUDA graph serves every step.
+struct Step {
+    int position;     // Position of the token that is fed.
+    int slot;         // Its sequence.
+    uint32_t token;   // The token.
+    int drawn;        // Number of tokens sampled since the steps were queued.
+    int behind;       // Of a sequence's first row: the rows in front of it that an earlier step kept, and that the sequence's
+                      // states do not contain yet (`delta_step.cu`).
 };
 
 // Positions of a page of keys and values.
@@ -105,9 +115,9 @@ template <int DIM = HEAD_DIM>
 struct Turn {
     float4 first, second;
 
-    // From the row of a position, [HeadsOf<DIM>::ROTATED / 2] pairs.
+    // From the row of a position, [HeadsOf<DIM>::ROTARY_DIMS / 2] pairs.
     static DEVICE const float4* of(const float2* row, int lane) {
-        return reinterpret_cast<const float4*>(row) + lane % (HeadsOf<DIM>::ROTATED / 8) * 2;
+        return reinterpret_cast<const float4*>(row) + lane % (HeadsOf<DIM>::ROTARY_DIMS / 8) * 2;
     }
     DEVICE explicit Turn(const float4* at) : first(__ldg(at)), second(__ldg(at + 1)) {}
 };
@@ -115,7 +125,7 @@ struct Turn {
 // RMSNorm, if there is one, and rotary embedding of one head by one warp.
 template <int DIM = HEAD_DIM>
 DEVICE Head<DIM> turn_head(Head<DIM> v, const HeadGain<DIM>& gain, const Turn<DIM>& turn, float eps, int lane) {
-    constexpr int HALF = HeadsOf<DIM>::ROTATED / 8;   // lanes that hold one half of the pairs
+    constexpr int HALF = HeadsOf<DIM>::ROTARY_DIMS / 8;   // lanes that hold one half of the pairs
     if (gain.norm) {
         float squares = 0.f;
 #pragma unroll

@@ -9,25 +9,28 @@ constexpr int BIASED = 1;      // the row's biases are added
 constexpr int PENALIZED = 2;   // tokens seen are penalized, and counted
 constexpr int MASKED = 4;      // tokens whose bit is not set in the row's mask are excluded
 
+// A row's parameters for choosing tokens.
 struct Sampling {
-    float temperature;       // 0: the best token
-    float top_p;
-    float min_p;
-    float repetition;
-    float frequency;
-    float presence;
-    int top_k;               // 0: all
-    int adjusts;             // bits; 0: not at all
-    int logprobs;            // 0: none; else of the token chosen and one less than this of the best
-    uint32_t seed[2];
-    uint32_t stream[2];
-    uint32_t position[2];    // tokens before the first sampled one
+    float temperature;      // Divides the logits; 0 takes the best token.
+    float top_p;            // Keeps the fewest best tokens that have this probability together; 1 keeps all.
+    float min_p;            // Drops tokens below this share of the best one's probability.
+    float repetition;       // Divides positive and multiplies negative logits of tokens seen before.
+    float frequency;        // Subtracted from a token's logit once per occurrence in the answer.
+    float presence;         // Subtracted once from logits of tokens in the answer.
+    int top_k;              // Keeps this many best tokens; 0 keeps all.
+    int adjusts;            // Changes to the logits: a sum of `BIASED`, `PENALIZED` and `MASKED`.
+    int logprobs;           // 0: no log-probabilities; n > 0: those of the chosen token and of the n - 1 best tokens, at most
+                            // `MOST_LOGPROBS`.
+    uint32_t seed[2];       // Key of the random numbers, low word first.
+    uint32_t stream[2];     // Stream of the random numbers, low word first.
+    uint32_t position[2];   // Number of tokens before the first sampled one, low word first.
 };
 
+// Ranges that `candidates` cuts a vocabulary into.
 constexpr int RANGES = 128;
-constexpr int RANGE_LIST = 32;
-constexpr int RANGE_THREADS = 256;
-constexpr int RANGE_PER_THREAD = 8;   // so up to 262,144 tokens
+constexpr int RANGE_LIST = 32;        // tokens in a range's list
+constexpr int RANGE_THREADS = 256;    // of a range
+constexpr int RANGE_PER_THREAD = 8;   // tokens: so up to 262,144 of all
 
 // The best of a range of tokens.
 struct Range {
@@ -144,11 +147,11 @@ struct Logits {
     }
 };
 
-// Log-probabilities of the model's own distribution.
-constexpr int MOST_LOGPROBS = 20;
+constexpr int MOST_LOGPROBS = 20;   // of the best tokens, besides that of the chosen one
+// Log-probabilities in the model's own distribution, before any change of its logits.
 struct Logprobs {
-    float chosen;
-    int count;   // of the best ones
-    int ids[MOST_LOGPROBS];
-    float values[MOST_LOGPROBS];
+    float chosen;                  // Log-probability of the chosen token.
+    int count;                     // Number of best tokens that follow.
+    int ids[MOST_LOGPROBS];        // Their ids, best first.
+    float values[MOST_LOGPROBS];   // Their log-probabilities.
 };

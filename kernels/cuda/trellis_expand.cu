@@ -79,7 +79,7 @@ DEVICE void trellis_expand(const TrellisExpandArgs& p) {
     const int each = p.silu ? 2 : 1, strip = blockIdx.y * each, tile = blockIdx.x * EXPAND_WARPS + warp;
     uint32_t* const own = reinterpret_cast<uint32_t*>(dynamic_shared()) + warp * (each * C::WORDS * 32) + lane;
     const bool there = tile < p.tiles;
-    release_successor();
+    launch_dependents();
     const int2 place = __ldg(p.places + strip);
     for (int s = 0; there && s < each; s++) {
         const uint32_t* const from = reinterpret_cast<const uint32_t*>(p.words) + (size_t(strip + s) * p.tiles + tile) * (C::WORDS * 32);
@@ -96,7 +96,7 @@ DEVICE void trellis_expand(const TrellisExpandArgs& p) {
         }
     }
     const __half* const scales = p.row_scales + size_t(strip) * STRIP + g;
-    wait_for_predecessor();   // it may read what is here
+    wait_for_prerequisites();   // it may read what is here
 
     // Record by record: its rows g and g + 8 are those of one strip, or of gate and up.
     const int rows = p.silu ? 8 : 16;
@@ -122,8 +122,8 @@ DEVICE void trellis_expand(const TrellisExpandArgs& p) {
 template <class C>
 DEVICE void trellis_embed(const TrellisEmbedArgs& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = blockIdx.x;
-    release_successor();
-    wait_for_predecessor();
+    launch_dependents();
+    wait_for_prerequisites();
     const uint32_t token = __ldcg(p.tokens + size_t(i) * p.stride);
     const int row = token % STRIP;
     const uint32_t* const strip = p.words + size_t(token / STRIP) * p.tiles * (C::WORDS * 32);

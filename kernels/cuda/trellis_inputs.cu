@@ -32,7 +32,7 @@ struct TrellisInputsArgs {
     int padded;
     int group;              // rows of a group: 4 or 16
     float eps;
-    int late;               // release the successor only after the predecessor's end
+    int holds_dependents;   // dependents are launched only after the end of the prerequisites
 };
 
 struct TrellisTurnArgs {
@@ -54,7 +54,7 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
     float* const meeting = row + p.inputs / 32 * (32 + PAD);   // [3][INPUTS_WARPS]
     auto pair_at = [&](int k) -> float2& { return *reinterpret_cast<float2*>(row + k + k / 32 * PAD); };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = blockIdx.x;
-    if (!p.late) release_successor();
+    if (!p.holds_dependents) launch_dependents();
     if (m >= p.m) return;
 
     // A lane has two pairs of inputs of a block; their factors wait where their values will be.
@@ -71,8 +71,8 @@ DEVICE void trellis_inputs(const TrellisInputsArgs& p) {
             pair_at(k) = f;
         }
     }
-    wait_for_predecessor();
-    if (p.late) release_successor();
+    wait_for_prerequisites();
+    if (p.holds_dependents) launch_dependents();
 
     float most = 0.f, square = 0.f;
 #pragma unroll 2
@@ -144,8 +144,8 @@ constexpr int TURN_WARPS = 8;
 extern "C" __global__ __launch_bounds__(TURN_WARPS * 32) void trellis_turn(const __grid_constant__ TrellisTurnArgs p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const size_t row = size_t(blockIdx.x) * p.padded;
-    release_successor();
-    wait_for_predecessor();
+    launch_dependents();
+    wait_for_prerequisites();
 #pragma unroll 2
     for (int block = warp * BLOCK; block < p.padded; block += TURN_WARPS * BLOCK) {
         uint2 out = make_uint2(0, 0);

@@ -56,7 +56,7 @@ struct TrellisRowsArgs {
     int padded;
     int epilogue;               // Epilogue
     float eps;                  // of RMSNorm
-    int late;                   // release the successor only after the predecessor's end
+    int holds_dependents;       // dependents are launched only after the end of the prerequisites
 };
 
 constexpr int ROWS_SHARED = 96 << 10;
@@ -241,7 +241,7 @@ DEVICE void trellis_rows(const TrellisRowsArgs& p) {
     const int units = p.strips * tiles, blocks = gridDim.x, number = blockIdx.x, whole = units / blocks, rest = units % blocks;
     const int begin = number * whole + min(number, rest), count = whole + (number < rest);
 
-    if (!p.late) release_successor();
+    if (!p.holds_dependents) launch_dependents();
     const uint8_t* const words_of = reinterpret_cast<const uint8_t*>(p.words) + size_t(begin) * C::UNIT + lane * 16;
     constexpr int RUNS = C::WORDS / 4;
     // Requests the words of a unit, counted from `begin`.
@@ -278,8 +278,8 @@ DEVICE void trellis_rows(const TrellisRowsArgs& p) {
     const OwnRow<C::OCTAGON, WARPS> row_of_x = {p, reinterpret_cast<float*>(own), meeting, tiles * TILE, warp, lane};
     if (owns) row_of_x.factors();
 
-    wait_for_predecessor();
-    if (p.late) release_successor();
+    wait_for_prerequisites();
+    if (p.holds_dependents) launch_dependents();
     if (owns) row_of_x.digits(own_step);
 
 #pragma unroll

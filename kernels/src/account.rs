@@ -54,7 +54,7 @@ impl Account {
         let held = self.0.held.fetch_add(taken, Ordering::Relaxed) + taken;
         self.0.most.fetch_max(held, Ordering::Relaxed);
         Held {
-            of: self.clone(),
+            account: self.clone(),
             taken,
         }
     }
@@ -79,7 +79,7 @@ impl Account {
 #[derive(Debug)]
 #[must_use = "what is dropped is no longer held"]
 pub struct Held {
-    of: Account,
+    account: Account,
     taken: usize,
 }
 
@@ -91,14 +91,14 @@ impl Held {
 
     /// Takes another `bytes`, held as long as these.
     pub fn add(&mut self, bytes: usize) {
-        let mut more = self.of.hold(bytes);
+        let mut more = self.account.hold(bytes);
         self.taken += std::mem::take(&mut more.taken);
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.of.0.held.fetch_sub(self.taken, Ordering::Relaxed);
+        self.account.0.held.fetch_sub(self.taken, Ordering::Relaxed);
     }
 }
 

@@ -15,6 +15,16 @@ pub enum KvType {
 }
 
 impl KvType {
+    /// The type of so many bits a value; `None` if there is none.
+    pub const fn of_bits(bits: u32) -> Option<Self> {
+        match bits {
+            8 => Some(KvType::Int8),
+            16 => Some(KvType::F16),
+            32 => Some(KvType::F32),
+            _ => None,
+        }
+    }
+
     /// Bytes of one head's key (or value) at one position.
     pub const fn bytes(self, head_dim: usize) -> usize {
         match self {

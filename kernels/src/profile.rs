@@ -1,5 +1,6 @@
 //! Where the time of a forward pass goes: calls, seconds and bytes per operation.
 
+use nq_model::Dims;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +14,7 @@ pub struct Profile {
 }
 
 /// Operation, kernel and shape, as in [`OpTiming`].
-pub type Key = (&'static str, &'static str, (usize, usize));
+pub type Key = (&'static str, &'static str, Dims);
 
 #[derive(Default)]
 struct OpTotal {
@@ -30,7 +31,7 @@ pub struct OpTiming {
     /// The kernel that ran it.
     pub kernel: &'static str,
     /// `(out, in)` of a Linear; `(heads, head_dim)` of attention; `(1, width)` otherwise.
-    pub shape: (usize, usize),
+    pub shape: Dims,
     /// Number of calls.
     pub calls: u64,
     /// Total wall time in seconds.
@@ -76,7 +77,7 @@ impl Profile {
         begin: Option<Instant>,
         op: &'static str,
         kernel: &'static str,
-        shape: (usize, usize),
+        shape: Dims,
         bytes: usize,
     ) {
         if let Some(begin) = begin {

@@ -8,7 +8,7 @@ use nq_formats::Weight;
 /// # Errors
 /// If a dense weight is not of a float type.
 pub fn linear(x: &[f32], w: &Weight, y: &mut [f32]) -> crate::Result<()> {
-    let (out, inp) = w.dims();
+    let (out, inp) = w.dims().pair();
     let mut row = vec![0.0; inp];
     for o in 0..out {
         w.dequantize_row(o, &mut row)?;

@@ -3,7 +3,7 @@
 //! tests, benches and `--breakdown` iterate them.
 
 use nq_formats::{AffineScheme, QuantizedWeight, Scheme, TrellisScheme, Weight};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::fmt;
 use std::ops::RangeInclusive;
 
@@ -144,7 +144,8 @@ impl WeightKind {
     }
 
     /// Bytes of a weight `[out, inputs]` of this kind in canonical form, as it is read.
-    pub fn bytes(self, (out, inputs): (usize, usize)) -> usize {
+    pub fn bytes(self, dims: Dims) -> usize {
+        let (out, inputs) = dims.pair();
         match self {
             WeightKind::Dense(dtype) => out * inputs * dtype.size(),
             WeightKind::Affine { scheme, .. } => scheme.bytes(out, inputs),

@@ -13,7 +13,9 @@ such as `Qwen/Qwen3-0.6B`, which is downloaded. Notes go to the logger `nq`. Err
 """
 
 import asyncio
+import base64
 import html
+import io
 import json
 import logging
 import os
@@ -21,7 +23,7 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, TypedDict, Union, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Optional, Protocol, TypedDict, Union, overload
 
 from . import _nq
 from ._nq import Error, __version__
@@ -35,7 +37,15 @@ Path = Union[str, "os.PathLike[str]"]
 """A name or a path."""
 
 Messages = Union[str, Sequence[Mapping[str, Any]]]
-"""A user's message, or a chat: `[{"role": "user", "content": "Hello!"}]`."""
+"""A user's message, or a chat: `[{"role": "user", "content": "Hello!"}]`. A message may have `images`, a list."""
+
+
+class _PILImage(Protocol):
+    def save(self, fp: Any, format: Optional[str] = None) -> None: ...
+
+
+Image = Union[bytes, str, "os.PathLike[str]", "_PILImage"]
+"""An image: the bytes or the path of a PNG, JPEG, WebP, GIF or BMP file, or an image of PIL."""
 
 Progress = Callable[[str, int, int], object]
 """Called with a stage's name, how much of it is done, and all of it."""
@@ -203,6 +213,8 @@ class ChatSettings(Settings, total=False):
     parameters are a JSON schema."""
     tool_choice: Optional[str]
     """auto, none, required, or the name of the tool to call."""
+    images: Optional[Sequence[Image]]
+    """Images of the last message, for a model that sees."""
 
 
 class Model:
@@ -210,10 +222,12 @@ class Model:
 
     `device` is auto (the first GPU, otherwise the CPU), cpu, cuda, cuda:N, or several GPUs as cuda:0,1 or cuda:all;
     `threads` are those of a CPU, one per core if it is None. `ctx` is the number of tokens that a chat has room for, by default at most 8192. `bits` quantizes an
-    unquantized model while it is loaded, to 3, 4, 5, 6 or 8; `nq.quantize` gives better quality. `activations` is how
-    inputs of the linear layers are rounded: auto, f32, bf16, int8 or int16. `draft` is what drafts tokens, so that answers
-    come sooner: ngram (the text so far), mtp (the model's own layer), a smaller model's name, eagle3:FOLDER or none; if it is
-    None, mtp or ngram where answers stay exactly the same, as on CPUs. `progress` hears of downloads and loading.
+    unquantized model while it is loaded, to 3, 4, 5, 6 or 8; `nq.quantize` gives better quality. `kv` is the bits of
+    keys and values, 8 or 16 (32 for comparison). `cpu_experts` is the number of layers whose experts stay with the CPU,
+    if the model is a mixture on a GPU; as few as possible if it is None. `activations` is how inputs of the linear layers
+    are rounded: auto, f32, bf16, int8 or int16. `draft` is what drafts tokens, so that answers come sooner: ngram (the text
+    so far), mtp (the model's own layer), a smaller model's name, eagle3:FOLDER or none; if it is None, mtp or ngram where
+    answers stay exactly the same, as on CPUs. `progress` hears of downloads and loading.
 
     In a `with` block it is closed at its end.
     """
@@ -226,7 +240,9 @@ class Model:
         threads: Optional[int] = None,
         ctx: Optional[int] = None,
         bits: Optional[int] = None,
+        kv: int = 16,
         activations: str = "auto",
+        cpu_experts: Optional[int] = None,
         draft: Optional[Path] = None,
         progress: Optional[Progress] = None,
     ) -> None:
@@ -235,7 +251,9 @@ class Model:
             "threads": threads,
             "ctx": ctx,
             "bits": bits,
+            "kv": kv,
             "activations": activations,
+            "cpu_experts": cpu_experts,
             "draft": None if draft is None else os.fspath(draft),
         }
         self._model = _nq.Model(os.fspath(name), how, _reporter(progress))
@@ -251,11 +269,11 @@ class Model:
     def with_adapters(self, adapters: Union[Sequence[Path], Mapping[Path, float]]) -> "Model":
         """The same model with LoRA adapters, PEFT's folders or GGUF files, each multiplied by its number in a mapping.
 
-        Both share the weights, which may be quantized and stay as they are. On a CPU.
+        Both share the weights, which may be quantized and stay as they are. This works on CPUs and, but for mixtures of
+        experts, on one GPU.
         """
-        weighed = adapters.items() if isinstance(adapters, Mapping) else [(path, 1.0) for path in adapters]
         model = Model.__new__(Model)
-        model._model = self._model.with_adapters([(os.fspath(path), float(weight)) for path, weight in weighed])
+        model._model = self._model.with_adapters(_weighed(adapters))
         model._device = self._device
         return model
 
@@ -304,7 +322,8 @@ class Model:
         What the messages have in common with those of the last call is not computed again. `help(nq.ChatSettings)`
         explains the settings.
         """
-        return self._answer(_messages(messages), stream, on_piece, settings, ChatSettings)
+        images = settings.pop("images", None)
+        return self._answer(_messages(messages, images), stream, on_piece, settings, ChatSettings)
 
     async def chat_async(
         self, messages: Messages, *, on_piece: Optional[OnPiece] = None, **settings: "Unpack[ChatSettings]"
@@ -435,10 +454,40 @@ class Model:
         return report
 
 
-def _messages(messages: Messages) -> str:
+def _weighed(adapters: Union[Sequence[Path], Mapping[Path, float]]) -> list[tuple[str, float]]:
+    pairs = adapters.items() if isinstance(adapters, Mapping) else [(path, 1.0) for path in adapters]
+    return [(os.fspath(path), float(weight)) for path, weight in pairs]
+
+
+def _messages(messages: Messages, images: Optional[Sequence[Image]] = None) -> str:
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    return json.dumps([dict(message) for message in messages])
+    chat = [dict(message) for message in messages]
+    if images and chat:
+        chat[-1]["images"] = [*chat[-1].get("images", ()), *images]
+    return json.dumps([_with_images(message) for message in chat])
+
+
+def _with_images(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its images among the parts of its content."""
+    images = message.pop("images", None)
+    if images:
+        parts = [{"type": "image_url", "image_url": {"url": _url(image)}} for image in images]
+        message["content"] = [*parts, {"type": "text", "text": message.get("content") or ""}]
+    return message
+
+
+def _url(image: Image) -> str:
+    if isinstance(image, (str, os.PathLike)):
+        with open(image, "rb") as file:
+            data = file.read()
+    elif isinstance(image, (bytes, bytearray, memoryview)):
+        data = bytes(image)
+    else:
+        made = io.BytesIO()
+        image.save(made, format="PNG")
+        data = made.getvalue()
+    return "data:;base64," + base64.b64encode(data).decode()
 
 
 def _texts(texts: Sequence[str]) -> list[str]:
@@ -454,7 +503,13 @@ def quantize(
     bits: float = 4,
     trellis: Optional[str] = None,
     method: str = "gptq",
+    clip: bool = False,
     simple: bool = False,
+    group_size: Union[int, Literal["channel"], None] = None,
+    zero_points: Optional[bool] = None,
+    head_bits: Optional[int] = None,
+    format: str = "nq",
+    adapters: Union[Sequence[Path], Mapping[Path, float]] = (),
     force: bool = False,
     resume: bool = False,
     measure: bool = True,
@@ -462,27 +517,45 @@ def quantize(
     min_top1: Optional[float] = None,
     target_bytes: Optional[int] = None,
     target_bpw: Optional[float] = None,
+    calib: Optional[Path] = None,
     calib_tokens: Optional[int] = None,
+    eval_text: Optional[Path] = None,
     eval_tokens: Optional[int] = None,
+    budget: Optional[float] = None,
+    tune_steps: Optional[int] = None,
+    tune_batch: int = 32,
+    device_memory: Optional[int] = None,
     seed: int = 0,
     device: str = "auto",
     threads: Optional[int] = None,
     progress: Optional[Progress] = None,
 ) -> dict[str, Any]:
-    """Quantizes an unquantized model into the folder `out`; the report that `nq quantize --json` prints.
+    """Quantizes an unquantized model into the folder or file `out`; the report that `nq quantize --json` prints.
 
     `bits` is 3, 4, 5, 6 or 8; with `trellis` "octagon", which makes trellis codes, 2, 2.5, 3, 3.5, 4, 5 or 6, with "sum"
     2, 3, 4, 5 or 6. `method` is gptq, rtn (plain rounding, the fastest), another of `nq quantize --method`, or
-    auto: gptq, then tuned while that helps. `simple` gives all layers one scheme instead of a mix. `force` replaces what
+    auto: gptq, then tuned while that helps; `clip` searches the clipping range of each group for rtn. `simple` gives all
+    layers one scheme instead of a mix, and so do `group_size` (inputs that share a scale: 32, 64, 128 or "channel"),
+    `zero_points` (whether a group has one) and `head_bits` (of embedding and head: 3, 4, 5, 6, 8, or 16 for unquantized).
+    `format` is nq, gguf, compressed-tensors, gptq or awq. `adapters`, LoRA adapters as for `Model.with_adapters`, are
+    merged into the model first. `force` replaces what
     is at `out`; `resume` continues an interrupted run. `measure` compares the result with the source on text that the
     source samples; a result that misses `max_kld` or `min_top1` is not written. `target_bytes` and `target_bpw` choose
-    schemes by measured sensitivity for a size.
+    schemes by measured sensitivity for a size. `calib` is a .txt or .jsonl file to calibrate on, `eval_text` one to measure
+    on, instead of text that the source samples. `budget` is the minutes that tuning may take, and `tune_steps`, of
+    `tune_batch` sequences each, a number of steps instead. `device_memory` is the bytes of a GPU that may be used.
     """
     how = {
         "bits": bits,
         "trellis": trellis,
         "method": method,
+        "clip": clip,
         "simple": simple,
+        "group_size": None if group_size is None else str(group_size),
+        "zero_points": zero_points,
+        "head_bits": head_bits,
+        "format": format,
+        "adapters": _weighed(adapters),
         "force": force,
         "resume": resume,
         "measure": measure,
@@ -490,8 +563,14 @@ def quantize(
         "min_top1": min_top1,
         "target_bytes": target_bytes,
         "target_bpw": target_bpw,
+        "calib": None if calib is None else os.fspath(calib),
         "calib_tokens": calib_tokens,
+        "eval_text": None if eval_text is None else os.fspath(eval_text),
         "eval_tokens": eval_tokens,
+        "budget": budget,
+        "tune_steps": tune_steps,
+        "tune_batch": tune_batch,
+        "device_memory": device_memory,
         "seed": seed,
         "device": device,
         "threads": threads,

@@ -1,17 +1,17 @@
 //! A loaded model.
 
 use crate::error::{Error, to_python};
+use crate::question::{Question, Request, messages, wrong};
 use crate::stream::Stream;
 use crate::watch::{Reporter, watched};
 use nq_llm::{
-    AdapterFile, Bits, Chat, DEFAULT_TASK, Embedder, EvalSpec, Format, LoadOptions, Message,
-    OpenOptions, Piece, Protocol, Purpose, Reranker, ToolChoice,
+    AdapterFile, Bits, Chat, DEFAULT_TASK, Embedder, EvalSpec, Format, KvType, LoadOptions,
+    OpenOptions, Protocol, Purpose, Reranker, ToolChoice, integers,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use serde_json::{Value, json};
-use std::ops::ControlFlow;
+use serde_json::Value;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -59,7 +59,9 @@ pub(crate) struct Loading {
     threads: Option<usize>,
     ctx: Option<usize>,
     bits: Option<u32>,
+    kv: u32,
     activations: String,
+    cpu_experts: Option<usize>,
     draft: Option<String>,
 }
 
@@ -195,18 +197,10 @@ fn lock<T>(kept: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The error of an argument that is not the JSON that it should be.
-fn wrong(what: &'static str) -> impl Fn(serde_json::Error) -> PyErr {
-    move |e| PyValueError::new_err(format!("{what}: {e}"))
-}
-
-fn messages(text: &str) -> PyResult<Vec<Message>> {
-    serde_json::from_str(text).map_err(wrong("messages"))
-}
-
 /// Tools in the format of OpenAI's chat.
 fn tools(text: Option<&str>) -> PyResult<Vec<Value>> {
-    let tools = text.map(serde_json::from_str).transpose();
+    let tools = text.map(|text| serde_json::from_slice(&integers::marked(text.as_bytes())));
+    let tools = tools.transpose();
     Ok(tools.map_err(wrong("tools"))?.unwrap_or_default())
 }
 
@@ -215,72 +209,6 @@ fn schema(text: &str) -> PyResult<Format> {
         Value::Bool(true) => Format::Object,
         schema => Format::Schema(schema),
     })
-}
-
-/// What is asked for: a chat's messages as JSON, or the tokens of a text to continue.
-#[derive(FromPyObject)]
-pub(crate) enum Request {
-    #[pyo3(transparent)]
-    Messages(String),
-    #[pyo3(transparent)]
-    Tokens(Vec<u32>),
-}
-
-/// [`Request`], read.
-pub(crate) enum Question {
-    Messages(Vec<Message>),
-    Tokens(Vec<u32>),
-}
-
-impl Question {
-    fn read(request: Request) -> PyResult<Self> {
-        Ok(match request {
-            Request::Messages(text) => Question::Messages(messages(&text)?),
-            Request::Tokens(tokens) => Question::Tokens(tokens),
-        })
-    }
-
-    /// The answer as JSON; `each` gets its text in pieces.
-    pub(crate) fn answer(
-        &self,
-        chat: &mut Chat,
-        mut each: impl FnMut(&str),
-    ) -> nq_llm::Result<String> {
-        let answer = match self {
-            Question::Messages(messages) => chat.answer(messages, each),
-            Question::Tokens(tokens) => chat.continue_tokens(tokens, |piece| {
-                if let Piece::Text(text) = piece {
-                    each(text);
-                }
-                ControlFlow::Continue(())
-            }),
-        }?;
-        let logprob = |l: &nq_llm::TokenLogprobs| json!([l.token, l.logprob, l.top]);
-        let call = |c: &nq_llm::Call| json!({"name": c.name, "arguments": c.arguments});
-        let stats = answer.stats;
-        let usage = json!({
-            "prompt_tokens": stats.prompt_tokens,
-            "cached_tokens": stats.reused_tokens,
-            "completion_tokens": stats.tokens,
-            "drafted_tokens": stats.drafted,
-            "accepted_tokens": stats.accepted,
-            "first_token_seconds": stats.first_token.as_secs_f64(),
-            "decode_seconds": stats.decode.as_secs_f64(),
-        });
-        let answer = json!({
-            "whole": answer.whole(),
-            "thinking": answer.thinking,
-            "text": answer.text,
-            "calls": answer.calls.iter().map(call).collect::<Value>(),
-            "tokens": answer.tokens,
-            "logprobs": answer.logprobs.iter().map(logprob).collect::<Value>(),
-            "stop_reason": answer.end.name(),
-            "stop_text": answer.stop_text,
-            "usage": usage,
-            "message": answer.message,
-        });
-        Ok(answer.to_string())
-    }
 }
 
 #[pymethods]
@@ -296,8 +224,10 @@ impl PyModel {
             device: how.device.parse().map_err(PyValueError::new_err)?,
             activations: how.activations.parse().map_err(PyValueError::new_err)?,
             threads: how.threads,
+            cpu_experts: how.cpu_experts,
             ..LoadOptions::default()
         };
+        let kv = KvType::of_bits(how.kv);
         let bits = how.bits.map(Bits::try_from).transpose();
         let draft = how.draft.map(|from| from.parse()).transpose();
         let wrong = |why: String| PyValueError::new_err(format!("draft: {why}"));
@@ -305,6 +235,7 @@ impl PyModel {
             load,
             bits: bits.map_err(|e| PyValueError::new_err(e.to_string()))?,
             draft: draft.map_err(wrong)?,
+            kv: kv.ok_or_else(|| PyValueError::new_err("kv: expected 8, 16 or 32"))?,
         };
         let interrupt = AtomicBool::new(false);
         let load = |progress: &Reporter<'_>| nq_llm::Model::open_with(name, &options, progress);

@@ -1,7 +1,7 @@
 //! An answer that comes in pieces.
 
 use crate::error::to_python;
-use crate::model::Question;
+use crate::question::Question;
 use crate::watch::{STACK, TICK};
 use nq_llm::{Chat, Result};
 use pyo3::prelude::*;

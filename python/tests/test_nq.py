@@ -85,10 +85,51 @@ class Quantizing(unittest.TestCase):
             nq.quantize("demo", out, bits=8, method="rtn", measure=False, force=True)
             self.assertEqual(nq.Model(out, device="cpu").name, "demo-int8")
 
+    def test_reads_texts_to_calibrate_and_to_measure_on(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out, text = Path(folder) / "out", Path(folder) / "river.txt"
+            text.write_text("A river runs to the sea. " * 2000)
+            report = nq.quantize(
+                "demo", out, method="gptq", simple=True, device="cpu",
+                calib=text, calib_tokens=512, eval_text=text, eval_tokens=512,
+            )
+            self.assertEqual(report["quality"]["text"], "river.txt")
+            config = json.loads((out / "config.json").read_text())
+            calibration = config["quantization_config"]["calibration"]
+            self.assertEqual((calibration["name"], calibration["tokens"]), ("river.txt", 512))
+
+    def test_makes_other_formats_of_a_model_with_an_adapter(self):
+        with tempfile.TemporaryDirectory() as folder:
+            adapter, file = Path(folder) / "adapter", Path(folder) / "demo.gguf"
+            adapter.mkdir()
+            write_adapter(adapter)
+            how = {"method": "rtn", "clip": True, "format": "gguf", "measure": False, "device": "cpu"}
+            report = nq.quantize("demo", file, zero_points=False, head_bits=8, adapters={adapter: 1.0}, **how)
+            self.assertEqual((report["format"], report["method"]), ("gguf", "rtn-clip"))
+            self.assertEqual(os.listdir(folder).count("demo.gguf.nq"), 0)
+            plain = Path(folder) / "plain.gguf"
+            nq.quantize("demo", plain, zero_points=False, head_bits=8, **how)
+            adapted, unchanged = (nq.Model(path, device="cpu", kv=8) for path in [file, plain])
+            self.assertNotEqual(*(bytes(model.logits([1, 2, 3])) for model in [adapted, unchanged]))
+            self.assertTrue(adapted.chat("Hello!", temperature=0.0, max_tokens=4).tokens)
+
     def test_refuses_what_does_not_fit(self):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
-            for wrong, text in [({"bits": 7}, "7"), ({"method": "magic"}, "gptq"), ({"device": "tpu"}, "cuda:N")]:
+            for wrong, text in [
+                ({"bits": 7}, "7"),
+                ({"method": "magic"}, "gptq"),
+                ({"device": "tpu"}, "cuda:N"),
+                ({"budget": 1}, "auto"),
+                ({"method": "auto", "budget": -1}, "minutes"),
+                ({"method": "auto", "budget": 1, "tune_steps": 1}, "both"),
+                ({"method": "auto", "tune_steps": 0}, "more than 0"),
+                ({"group_size": 48}, "32, 64, 128 or channel"),
+                ({"format": "onnx"}, "nq, gguf, compressed-tensors, gptq, awq"),
+                ({"format": "gptq", "head_bits": 8}, "loaders of GPTQ"),
+                ({"trellis": "octagon", "format": "gguf"}, "nq, which alone has trellis codes"),
+                ({"target_bpw": 5.0, "simple": True}, "one for all layers"),
+            ]:
                 with self.assertRaisesRegex(ValueError, text):
                     nq.quantize("demo", out, **wrong)
             with self.assertRaises(TypeError):
@@ -136,7 +177,7 @@ class Talking(unittest.TestCase):
         self.assertEqual(self.model.chat(chat, stop=[word], **settings), answer[:answer.index(word)])
 
         chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And a lake?"}]
-        self.assertTrue(self.model.chat(chat, max_tokens=4).tokens)
+        self.assertTrue(self.model.chat(chat, temperature=0.0, max_tokens=4).tokens)
 
     def test_adapters_are_beside_the_weights(self):
         chat = [{"role": "user", "content": "Tell me about a river."}]
@@ -186,7 +227,7 @@ class Talking(unittest.TestCase):
                     for _ in self.model.chat(f"{i} " + "river " * 900, stream=stream, max_tokens=64):
                         pass
             timer.join()
-            self.assertTrue(self.model.chat("Hello!", max_tokens=4).tokens)
+            self.assertTrue(self.model.chat("Hello!", temperature=0.0, max_tokens=4).tokens)
 
     def test_wrong_arguments(self):
         for wrong in [{"temperature": -1.0}, {"top_p": 2.0}]:
@@ -201,6 +242,21 @@ class Talking(unittest.TestCase):
         for stream in [False, True]:
             with self.assertRaisesRegex(nq.Error, "context"):
                 list(self.model.chat("river " * 1500, stream=stream))
+
+    def test_images_are_files_bytes_or_those_of_pil(self):
+        file = Path(__file__).parents[2] / "pictures/tests/fixtures/gray.png"
+
+        class Picture:
+            def save(self, fp, format=None):
+                fp.write(file.read_bytes())
+
+        for image in (file, str(file), file.read_bytes(), Picture()):
+            with self.assertRaisesRegex(nq.Error, "demo.* reads text alone here"):
+                self.model.chat("What is it?", images=[image])
+            with self.assertRaisesRegex(nq.Error, "reads text alone here"):
+                self.model.chat([{"role": "user", "content": "What is it?", "images": [image]}])
+        with self.assertRaises(FileNotFoundError):
+            self.model.chat("What is it?", images=["there/is/none.png"])
 
     def test_a_model_that_generates_text_does_not_embed(self):
         with self.assertRaisesRegex(nq.Error, "demo: not an embedding model"):
@@ -320,7 +376,7 @@ class Answering(unittest.TestCase):
         self.assertIn(json.loads(call.arguments)["river"], ["Rhine", "Nile"])
         self.assertIn("look_up(", answer._repr_html_())
         result = {"role": "tool", "name": "look_up", "content": "1,230 km"}
-        last = self.model.chat([*RIVER, answer.message, result], tools=[LOOK_UP], tool_choice="none", max_tokens=4)
+        last = self.model.chat([*RIVER, answer.message, result], tools=[LOOK_UP], tool_choice="none", temperature=0.0, max_tokens=4)
         self.assertTrue(last.tokens)
         self.assertEqual(last.calls, [])
 
@@ -348,7 +404,7 @@ class Answering(unittest.TestCase):
 
     def test_a_closed_model_is_used_no_more(self):
         with nq.Model("demo", device="cpu") as model:
-            stream = model.chat(RIVER, stream=True, max_tokens=4)
+            stream = model.chat(RIVER, stream=True, temperature=0.0, max_tokens=4)
             next(stream)
         # What was begun goes on to its end.
         self.assertTrue(list(stream))

@@ -71,7 +71,7 @@ pub struct Menu {
 }
 
 /// For each menu, the index of the chosen candidate.
-pub type Chosen = Vec<usize>;
+pub(crate) type Chosen = Vec<usize>;
 
 /// Most steps that the range from the smallest to the largest model is divided into.
 const STEPS: u64 = 1 << 16;
@@ -103,8 +103,8 @@ impl LossTable {
         let units: Vec<Vec<usize>> = menus
             .iter()
             .map(|m| {
-                let of = |c: &Candidate| (c.bytes - least(m)).div_ceil(unit) as usize;
-                m.candidates.iter().map(of).collect()
+                let units = |c: &Candidate| (c.bytes - least(m)).div_ceil(unit) as usize;
+                m.candidates.iter().map(units).collect()
             })
             .collect();
         let steps: usize = units.iter().filter_map(|u| u.iter().max()).sum();
@@ -188,8 +188,8 @@ pub fn best(menus: &[Menu]) -> Chosen {
 
 /// Total loss of a choice.
 pub fn loss(menus: &[Menu], chosen: &[usize]) -> f64 {
-    let of = |(m, &i): (&Menu, &usize)| m.candidates[i].loss;
-    menus.iter().zip(chosen).map(of).sum()
+    let loss = |(m, &i): (&Menu, &usize)| m.candidates[i].loss;
+    menus.iter().zip(chosen).map(loss).sum()
 }
 
 /// The report's rows for `chosen`.
@@ -204,7 +204,7 @@ pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
 }
 
 /// `base` with the smallest candidate for each of `groups`: no choice takes fewer bytes.
-pub fn smallest(base: &Schemes, groups: &[WeightGroup], candidates: &[Scheme]) -> Schemes {
+pub(crate) fn smallest(base: &Schemes, groups: &[WeightGroup], candidates: &[Scheme]) -> Schemes {
     let mut schemes = base.clone();
     for group in groups {
         let fitting = candidates.iter().filter(|s| group.fits(**s));
@@ -218,7 +218,7 @@ pub fn smallest(base: &Schemes, groups: &[WeightGroup], candidates: &[Scheme]) -
 }
 
 /// `base` with the chosen schemes.
-pub fn apply(base: &Schemes, menus: &[Menu], chosen: &[usize]) -> Schemes {
+pub(crate) fn apply(base: &Schemes, menus: &[Menu], chosen: &[usize]) -> Schemes {
     let mut schemes = base.clone();
     for (menu, &i) in menus.iter().zip(chosen) {
         for weight in &menu.weights {
@@ -299,14 +299,14 @@ mod tests {
         let fitting = |preset: &str| {
             let config = nq_model::Preset::find(preset).unwrap().config();
             let all = groups(&config);
-            let of = |part: &str| {
+            let fits = |part: &str| {
                 let name = format!("model.layers.0.{part}");
                 let group = all.iter().find(|g| g.weights.iter().any(|w| w.0 == name));
                 let group = group.unwrap();
                 assert!(candidates(Bits::B4).iter().all(|s| group.fits(*s)));
                 group.fits(super_blocks.into())
             };
-            ["linear_attn.out_proj", "mlp.up_proj"].map(of)
+            ["linear_attn.out_proj", "mlp.up_proj"].map(fits)
         };
         assert_eq!(fitting("qwen3.5-4b"), [false, true]);
         // As many value heads as key heads: the order is the same everywhere.

@@ -63,12 +63,12 @@ pub struct Sequences {
 
 impl Sequences {
     /// Number of tokens of all sequences.
-    pub fn tokens(&self) -> usize {
+    pub(crate) fn tokens(&self) -> usize {
         self.ids.iter().map(Vec::len).sum()
     }
 
     /// SHA-256 over all ids as little-endian u32.
-    pub fn sha256(&self) -> String {
+    pub(crate) fn sha256(&self) -> String {
         let bytes: Vec<u8> = self
             .ids
             .iter()
@@ -79,7 +79,7 @@ impl Sequences {
     }
 
     /// Their description for a file's record.
-    pub fn record(&self) -> CalibrationRecord {
+    pub(crate) fn record(&self) -> CalibrationRecord {
         CalibrationRecord {
             name: self.name.clone(),
             sha256: self.sha256(),
@@ -185,11 +185,12 @@ pub(crate) fn sampling_slots(
 ///
 /// # Errors
 /// Errors of the engine, the template or the tokenizer.
-pub fn sample(
+pub(crate) fn sample(
     engine: &dyn Engine,
     prompter: &Prompter,
     stage: &str,
-    (n, length): (usize, usize),
+    n: usize,
+    length: usize,
     seed: u64,
     progress: &dyn Progress,
 ) -> Result<Sequences> {
@@ -233,7 +234,7 @@ pub fn sample(
 /// # Errors
 /// [`Error::Io`] or [`Error::Text`] if the file cannot be read, is too long, is not UTF-8, has a line
 /// without `text` or `messages`, or is shorter than one sequence; errors of the model's template.
-pub fn read(path: &Path, prompter: &Prompter, (n, length): (usize, usize)) -> Result<Sequences> {
+pub fn read(path: &Path, prompter: &Prompter, n: usize, length: usize) -> Result<Sequences> {
     let text = text(path)?;
     let fail = |why: String| Error::Text {
         path: path.into(),
@@ -351,7 +352,7 @@ mod tests {
     use nq_model::Preset;
 
     fn demo() -> Files {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/demo");
+        let root = nq_testkit::demo();
         Files::Folder(root)
     }
 
@@ -405,11 +406,11 @@ mod tests {
         )
         .unwrap();
         let p = prompter();
-        let all = read(&path, &p, (1000, 16)).unwrap();
+        let all = read(&path, &p, 1000, 16).unwrap();
         assert_eq!(all.name, "a.jsonl");
         assert_eq!(all.ids[0][0], p.document);
         assert!(all.ids.iter().all(|s| s.len() == 16));
-        let some = read(&path, &p, (2, 16)).unwrap();
+        let some = read(&path, &p, 2, 16).unwrap();
         assert_eq!(some.ids[0], all.ids[0]);
         assert_eq!(some.ids[1], all.ids[all.ids.len() / 2]);
         assert_ne!(some.sha256(), all.sha256());
@@ -426,14 +427,14 @@ mod tests {
         let line = line.replace('\n', " ");
         std::fs::write(&path, &line).unwrap();
         let p = prompter();
-        let ids = read(&path, &p, (1, 12)).unwrap().ids.concat();
+        let ids = read(&path, &p, 1, 12).unwrap().ids.concat();
         let text = p.tokenizer.decode(&ids, false);
         assert!(text.starts_with("<|im_start|>user\nhello <"), "{text}");
         let end = p.tokenizer.token_id("<|im_end|>").unwrap();
         assert!(!ids.contains(&end), "what a message quotes is text");
         // This template looks for thinking in every answer, and so refuses one that is null.
         std::fs::write(&path, format!("\n{}", line.replace("\"yes\"", "null"))).unwrap();
-        let error = read(&path, &p, (1, 12)).unwrap_err().to_string();
+        let error = read(&path, &p, 1, 12).unwrap_err().to_string();
         assert!(error.contains("c.jsonl: line 2: "), "{error}");
     }
 
@@ -443,7 +444,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let long = dir.path().join("long.txt");
         File::create(&long).unwrap().set_len(5 << 30).unwrap();
-        let error = read(&long, &prompter(), (4, 16)).unwrap_err().to_string();
+        let error = read(&long, &prompter(), 4, 16).unwrap_err().to_string();
         assert!(error.contains("expected at most 1.00 GB"), "{error}");
     }
 
@@ -454,14 +455,14 @@ mod tests {
         let check = |name: &str, contents: &[u8], expected: &str| {
             let path = dir.path().join(name);
             std::fs::write(&path, contents).unwrap();
-            let error = read(&path, &p, (4, 16)).unwrap_err().to_string();
+            let error = read(&path, &p, 4, 16).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains(name), "{error}");
         };
         check("a.txt", b"short", "at least one sequence of 16 tokens");
         check("b.txt", &[0xff; 100], "expected UTF-8");
         check("c.csv", b"a,b", "expected a .txt or .jsonl file");
         check("d.jsonl", b"{\"text\": \"a\"}\n{\"txt\": 1}\n", "line 2");
-        let missing = read(&dir.path().join("no.txt"), &p, (4, 16)).unwrap_err();
+        let missing = read(&dir.path().join("no.txt"), &p, 4, 16).unwrap_err();
         assert!(missing.to_string().contains("no.txt"));
     }
 }

@@ -18,7 +18,7 @@ use nq_kernels::Account;
 use nq_kernels::grad::SCRATCH;
 use nq_kernels::registry::WeightKind;
 use nq_load::gpu::GpuSizes;
-use nq_model::{DType, ModelConfig};
+use nq_model::{DType, Dims, ModelConfig};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -226,7 +226,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &DeviceWork<'_>, rows: usize) ->
     let _pass = run(a, c, rows)?;
     for product in c.largest_layer().products() {
         for linear in product.linears {
-            let (out, inputs) = linear.dims(c);
+            let (out, inputs) = linear.dims(c).pair();
             round(a, out / product.shares(c), inputs, work);
         }
     }
@@ -240,11 +240,11 @@ fn round(a: &Account, out: usize, n: usize, work: &DeviceWork<'_>) {
     drop(a.hold((work.sizes.factor)(n)));
     // The weight, once as it is and once permuted, codes, errors of a block and parameters.
     drop(a.hold(9 * values + (512 + 8 * groups) * out));
-    let of = work
+    let trellis = work
         .trellises
         .iter()
-        .map(|s| (work.sizes.trellis)(*s, (out, n)));
-    if let Some(bytes) = of.max() {
+        .map(|s| (work.sizes.trellis)(*s, Dims::new(out, n)));
+    if let Some(bytes) = trellis.max() {
         // Beside the moments, those of transformed inputs.
         drop(a.hold(4 * n * n + bytes));
     }
@@ -279,7 +279,7 @@ mod tests {
         engine: |c, kinds, spec| {
             let all = names::parameters(c).into_iter();
             let bytes = all.map(|(name, shape)| match shape {
-                Shape::Matrix(out, inputs) => kinds(&name).bytes((out, inputs)),
+                Shape::Matrix(out, inputs) => kinds(&name).bytes(Dims::new(out, inputs)),
                 Shape::Vector(n) => 4 * n,
             });
             Ok(DeviceMemory {
@@ -287,10 +287,11 @@ mod tests {
                 kv: 4 * c.num_hidden_layers * c.kv_dim() * spec.ctx * spec.slots,
                 scratch: 64 * 10 * c.vocab_size,
                 free: 0,
+                on_host: false,
             })
         },
         factor: |n| 8 * n * (n + 128),
-        trellis: |_, (out, n)| 13 * out * n + (1 << 30),
+        trellis: |_, Dims { rows: out, cols: n }| 13 * out * n + (1 << 30),
     };
 
     /// Common GPU sizes: 8B fits 12 GB, of which the driver takes a part, and 32B fits 80 GB. On a small

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// The grids of a layer's Linears.
-pub type Grids = BTreeMap<LinearKind, Grid>;
+pub(crate) type Grids = BTreeMap<LinearKind, Grid>;
 
 /// Scale, zero-point and offset of one group, as stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -86,12 +86,12 @@ impl Grid {
     }
 
     /// How scales are kept, if in two levels.
-    pub fn two_level(&self) -> Option<TwoLevel> {
+    pub(crate) fn two_level(&self) -> Option<TwoLevel> {
         self.scheme.scales.into()
     }
 
     /// Number of spans in a row of `cols` columns: 0 if every group has an f16 scale of its own.
-    pub fn spans(&self, cols: usize) -> usize {
+    pub(crate) fn spans(&self, cols: usize) -> usize {
         self.two_level().map_or(0, |two| two.span.count(cols))
     }
 
@@ -152,8 +152,8 @@ impl Grid {
         }
         let per_span = params.len().div_ceil(spans.len());
         for (params, factors) in params.chunks_mut(per_span).zip(spans) {
-            let greatest = |of: fn(&GroupParams) -> f32| {
-                self.factor(params.iter().map(of).fold(0.0, |m, v| v.abs().max(m)))
+            let greatest = |part: fn(&GroupParams) -> f32| {
+                self.factor(params.iter().map(part).fold(0.0, |m, v| v.abs().max(m)))
             };
             *factors = SpanFactors {
                 scale: greatest(|p| p.scale),
@@ -177,7 +177,7 @@ impl Grid {
     }
 
     /// The greatest code.
-    pub fn max_code(&self) -> u8 {
+    pub(crate) fn max_code(&self) -> u8 {
         self.scheme.bits.max_code()
     }
 
@@ -290,13 +290,6 @@ impl Rounded {
         pieces.collect()
     }
 
-    /// Appends the rows of `more`, which must have the same width and grid.
-    pub fn append(&mut self, more: Rounded) {
-        self.codes.extend_from_slice(&more.codes);
-        self.params.extend_from_slice(&more.params);
-        self.spans.extend_from_slice(&more.spans);
-    }
-
     /// Writes the values of row `row` to `out` (`cols` long).
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let size = self.grid.group().size(self.cols);
@@ -327,7 +320,7 @@ impl Rounded {
 
 /// Some rows of a [`Rounded`], for writing.
 #[derive(Debug)]
-pub struct RowsMut<'a> {
+pub(crate) struct RowsMut<'a> {
     /// `[rows, cols]`
     pub codes: &'a mut [u8],
     /// `[rows, groups]`

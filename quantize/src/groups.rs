@@ -2,7 +2,7 @@
 
 use nq_formats::{Group, Scheme};
 use nq_model::names::{EMBEDDING, HEAD};
-use nq_model::{LinearKind, ModelConfig, Product, mtp};
+use nq_model::{Dims, LinearKind, ModelConfig, Product, mtp};
 
 /// Weights that share one scheme, because a kernel reads them as one matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,7 +12,7 @@ pub struct WeightGroup {
     /// Its place in the model.
     pub place: Place,
     /// Names and dimensions `(out, in)` of its weights.
-    pub weights: Vec<(String, (usize, usize))>,
+    pub weights: Vec<(String, Dims)>,
     /// Inputs of a head whose place differs between formats: a scheme's groups and spans must not reach beyond it.
     /// `None` if inputs have the same order everywhere.
     pub head: Option<usize>,
@@ -38,14 +38,14 @@ pub enum Place {
 
 impl WeightGroup {
     /// Bytes of the group under `scheme`.
-    pub fn bytes(&self, scheme: Scheme) -> u64 {
-        let bytes = |w: &(String, (usize, usize))| scheme.bytes(w.1.0, w.1.1) as u64;
+    pub(crate) fn bytes(&self, scheme: Scheme) -> u64 {
+        let bytes = |w: &(String, Dims)| scheme.bytes(w.1.rows, w.1.cols) as u64;
         self.weights.iter().map(bytes).sum()
     }
 
     /// True if whole groups of `scheme`, and whole spans, fill the rows of all weights, and each of their heads where these
     /// are moved; blocks of a trellis need only fill rows, as no format that moves heads has them.
-    pub fn fits(&self, scheme: Scheme) -> bool {
+    pub(crate) fn fits(&self, scheme: Scheme) -> bool {
         let scheme = match scheme {
             Scheme::Affine(scheme) => scheme,
             Scheme::Trellis(scheme) => {
@@ -55,7 +55,7 @@ impl WeightGroup {
         let lengths = [Some(scheme.group), scheme.scales.span()];
         let fills = |length| match length {
             Group::Channel => true,
-            Group::Size(n) => (self.weights.iter().map(|w| w.1.1))
+            Group::Size(n) => (self.weights.iter().map(|w| w.1.cols))
                 .chain(self.head)
                 .all(|inputs| inputs.is_multiple_of(n as usize)),
         };
@@ -65,7 +65,7 @@ impl WeightGroup {
 
 /// All groups of a model, in running order: the embedding first, an untied head last.
 pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
-    let ends = (config.vocab_size, config.hidden_size);
+    let ends = Dims::new(config.vocab_size, config.hidden_size);
     let tied = config.tie_word_embeddings;
     let mut groups = vec![WeightGroup {
         name: if tied {
@@ -117,7 +117,7 @@ fn moved_head(config: &ModelConfig, product: &Product) -> Option<usize> {
 
 /// The groups of an MTP layer and of the Linear before it. No sensitivity is measured for them, and nothing is chosen: an
 /// answer is the same whatever drafts are.
-pub fn mtp_groups(config: &ModelConfig) -> Vec<WeightGroup> {
+pub(crate) fn mtp_groups(config: &ModelConfig) -> Vec<WeightGroup> {
     let Some(layer) = mtp::config(config) else {
         return Vec::new();
     };
@@ -135,7 +135,7 @@ pub fn mtp_groups(config: &ModelConfig) -> Vec<WeightGroup> {
     let hidden = config.hidden_size;
     let fc = group(
         "mtp fc".into(),
-        vec![(mtp::FC.into(), (hidden, 2 * hidden))],
+        vec![(mtp::FC.into(), Dims::new(hidden, 2 * hidden))],
     );
     let products = layer.layer(0).products().into_iter().map(product);
     [fc].into_iter().chain(products).collect()

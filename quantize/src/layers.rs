@@ -10,7 +10,7 @@ use crate::schemes::LayerSchemes;
 use crate::second_order::{InputStats, LayerStats};
 use nq_formats::{Progress, Scheme, Tensor, Weight};
 use nq_kernels::{Routes, reference};
-use nq_model::{LinearSpec, ModelConfig, Product, Source};
+use nq_model::{InputSource, LinearSpec, ModelConfig, Product};
 use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 
 /// Share of the diagonal's mean that is added to the moments of a tied head's inputs, since the
@@ -19,7 +19,7 @@ use nq_runtime::{Hidden, LayerStepper, LayerWeights, Observer};
 pub(crate) const LOOKED_UP: f32 = 1.0;
 
 /// Gathers the second moments of the inputs of each of a layer's products.
-pub struct Gather<'a> {
+pub(crate) struct Gather<'a> {
     products: Vec<&'static Product>,
     moments: Vec<Vec<Moments>>, // of each product's inputs
     hits: Hits,
@@ -28,7 +28,7 @@ pub struct Gather<'a> {
 
 /// How many rows were routed to each expert.
 #[derive(Debug, Default)]
-pub struct Hits {
+pub(crate) struct Hits {
     by_expert: Vec<usize>,
     rows: usize,
     per_token: usize,
@@ -54,7 +54,7 @@ impl Hits {
     }
 
     /// Describes experts that got less than a tenth of an equal share; `None` if there are none.
-    pub fn rare(&self) -> Option<String> {
+    pub(crate) fn rare(&self) -> Option<String> {
         let experts = self.by_expert.len();
         let few = self.rows * self.per_token / (10 * experts.max(1));
         let rare = self.by_expert.iter().filter(|&&n| n < few);
@@ -72,7 +72,7 @@ impl Hits {
 
 impl<'a> Gather<'a> {
     /// For layer `layer` of a model of this shape; `progress` advances by rows.
-    pub fn new(
+    pub(crate) fn new(
         config: &ModelConfig,
         layer: usize,
         needs: Needs,
@@ -92,7 +92,7 @@ impl<'a> Gather<'a> {
     }
 
     /// The statistics, and the rows that each expert got.
-    pub fn finish(self) -> (LayerStats, Hits) {
+    pub(crate) fn finish(self) -> (LayerStats, Hits) {
         let stats = |own: Vec<Moments>| own.into_iter().map(InputStats::from).collect();
         (self.moments.into_iter().map(stats).collect(), self.hits)
     }
@@ -132,7 +132,7 @@ impl Observer for Gather<'_> {
 }
 
 /// An observer that only advances the progress by rows.
-pub struct RowProgress<'a> {
+pub(crate) struct RowProgress<'a> {
     /// Width of the residual stream.
     pub width: usize,
     /// Receives the number of rows.
@@ -164,8 +164,8 @@ pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Resul
     });
     let linears = linears.collect::<Result<_>>()?;
     let norms = spec.products().into_iter().filter_map(|p| match p.source {
-        Source::Norm(kind) => Some(kind),
-        Source::Heads(_) | Source::Rows(_) | Source::Fixed => None,
+        InputSource::Norm(kind) => Some(kind),
+        InputSource::Heads(_) | InputSource::Rows(_) | InputSource::Fixed => None,
     });
     let norms = norms.map(|kind| Ok((kind, weights.norm(kind).to_f32()?)));
     Ok(FloatLayer {
@@ -314,7 +314,7 @@ pub(crate) fn head_inputs(
 ///
 /// # Errors
 /// Errors of the stepper, e.g. for activations that overflow.
-pub fn gather(
+pub(crate) fn gather(
     stepper: &mut dyn LayerStepper,
     index: usize,
     weights: &LayerWeights,

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use nq_formats::Weight;
 use nq_kernels::matrix::{PACKED, Target, Threads, View, multiply};
+use nq_model::Dims;
 use rayon::prelude::*;
 
 /// A row-major f32 matrix.
@@ -32,7 +33,7 @@ impl Matrix {
     /// [`Error::NotFinite`] with `name` and the first NaN or infinity; a dense weight that is not of a
     /// float type.
     pub(crate) fn from_weight(name: &str, weight: &Weight) -> Result<Self> {
-        let (rows, cols) = weight.dims();
+        let Dims { rows, cols } = weight.dims();
         let mut m = Matrix::zeros(rows, cols);
         m.data
             .par_chunks_mut(cols.max(1))
@@ -156,7 +157,7 @@ impl Moments {
     }
 
     /// Adds `share` times the mean of the diagonal to each of its elements.
-    pub fn raise(&mut self, share: f32) {
+    pub(crate) fn raise(&mut self, share: f32) {
         let (n, step) = (self.n, if self.full { self.n + 1 } else { 1 });
         let diagonal = self.sum.iter().step_by(step);
         let more = share * diagonal.sum::<f32>() / n.max(1) as f32;
@@ -213,7 +214,7 @@ const BLOCKS: [usize; 2] = [256, 32];
 
 /// Bytes that [`inverse_factor`] takes for `n` inputs, its result included: an f64 matrix, the factor, the two
 /// products of a block of rows with those above, and what threads pack.
-pub fn factor_bytes(n: usize) -> usize {
+pub(crate) fn factor_bytes(n: usize) -> usize {
     (8 + 4) * n * n + 2 * 8 * n * BLOCKS[0].min(n) + rayon::current_num_threads() * PACKED
 }
 
@@ -222,7 +223,12 @@ pub fn factor_bytes(n: usize) -> usize {
 ///
 /// `U` is the inverse of the factor `R` of `H = R R^T` (R upper triangular): the inverse of the Cholesky
 /// factor of the reversed matrix, reversed. Computed in f64.
-pub fn inverse_factor(h: &Matrix, order: &[usize], damping: f64, noise: f64) -> Option<Matrix> {
+pub(crate) fn inverse_factor(
+    h: &Matrix,
+    order: &[usize],
+    damping: f64,
+    noise: f64,
+) -> Option<Matrix> {
     let n = order.len();
     let at = |i: usize| order[n - 1 - i];
     let mut inverse = vec![0f64; n * n];

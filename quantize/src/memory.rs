@@ -16,7 +16,7 @@ use nq_formats::{Checkpoint, Scheme, Weight};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
 use nq_model::names::{self, EMBEDDING, Shape};
-use nq_model::{DType, ModelConfig, Product};
+use nq_model::{DType, Dims, ModelConfig, Product};
 use nq_runtime::weights::Kinds;
 use nq_runtime::{DraftedBy, KvType, LayerWeights, SessionSpec};
 use serde::Serialize;
@@ -93,7 +93,7 @@ impl Estimate {
             stage,
             running: sampling.max(measuring),
             quantizing,
-            file_bytes: file_bytes(checkpoint, work.schemes),
+            file_bytes: file_bytes(checkpoint, work.schemes) + checkpoint.tower_bytes(),
         }
     }
 }
@@ -175,9 +175,9 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
 
     // The embedding or head as read and as written. With moments, also a piece in f32, its
     // codes, its errors and their product with the moments, besides the moments and their factor.
-    let (dims, n) = ((c.vocab_size, c.hidden_size), c.hidden_size);
-    let piece = 14 * (dims.0 * dims.1).min(PIECE);
-    let end = dtype.size() * dims.0 * dims.1 + rounded(EMBEDDING, dims);
+    let (dims, n) = (Dims::new(c.vocab_size, c.hidden_size), c.hidden_size);
+    let piece = 14 * dims.elements().min(PIECE);
+    let end = dtype.size() * dims.elements() + rounded(EMBEDDING, dims);
     drop(a.hold(end + if_hessian(piece) + if_moments_here(factor_bytes(n))));
 
     let of_product = |p: &&Product| 4 * p.shares(c) * p.inputs(c).pow(2);
@@ -199,7 +199,7 @@ fn quantize(a: &Account, c: &ModelConfig, work: &Work<'_>, dtype: DType) {
             .schemes
             .of(&linear.name(0))
             .unwrap_or(work.schemes.linears);
-        let (out, inputs) = linear.dims(c);
+        let (out, inputs) = linear.dims(c).pair();
         // A copy of the moments, freed like all but the factor before columns are rounded, which works on
         // row tiles of each thread.
         drop(a.hold(if_moments_here(4 * inputs.pow(2) + factor_bytes(inputs))));
@@ -233,13 +233,13 @@ pub fn dense_type(checkpoint: &Checkpoint) -> DType {
     }
 }
 
-/// Bytes of all tensors to be written. What is kept has the type that it is read as, which differs within a model: gains
+/// Bytes of all tensors of the text model to be written. What is kept has the type that it is read as, which differs within a model: gains
 /// of norms that the source holds less 1 are f32.
 pub fn file_bytes(checkpoint: &Checkpoint, schemes: &Schemes) -> u64 {
     let (store, dense) = (checkpoint.store(), dense_type(checkpoint));
     let bytes = |(name, shape): (String, Shape)| match (shape, schemes.of(&name)) {
         (Shape::Matrix(out, inputs), Some(scheme)) => scheme.bytes(out, inputs),
-        (Shape::Matrix(out, inputs), None) => match store.matrix(&name, (out, inputs)) {
+        (Shape::Matrix(out, inputs), None) => match store.matrix(&name, Dims::new(out, inputs)) {
             Ok(weight) => weight.bytes(),
             Err(_) => out * inputs * dense.size(),
         },

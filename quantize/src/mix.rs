@@ -14,7 +14,7 @@ use crate::groups::{self, Place, WeightGroup};
 use crate::linalg::Matrix;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
-use nq_formats::{Bits, Scheme, TrellisScheme};
+use nq_formats::{Bits, Scheme};
 use nq_kernels::rng::Philox;
 use nq_model::{LinearKind, ModelConfig};
 
@@ -63,23 +63,6 @@ pub fn least(bits: Bits) -> Bits {
     bits.min(Bits::B4)
 }
 
-/// The schemes that nq chooses by default for `bits`: at fewer than 8 a mix.
-pub fn usual(config: &ModelConfig, bits: Bits) -> Result<Schemes> {
-    let mixing = (bits < Bits::B8).then(|| allocation::candidates(least(bits)));
-    let others = allocation::candidates(bits);
-    initial(config, Schemes::defaults(bits), mixing.as_deref(), &others)
-}
-
-/// The schemes that nq chooses by default for trellises of `linears`: a mix at their size, of which no weight gets more
-/// than a bit less.
-///
-/// # Errors
-/// None for the shape of a model that was opened.
-pub fn usual_trellis(config: &ModelConfig, linears: TrellisScheme) -> Result<Schemes> {
-    let mixing = allocation::trellis_candidates(linears.code(), linears.bits() - 1.0);
-    initial(config, Schemes::trellis(linears), Some(&mixing), &[])
-}
-
 /// The schemes that a run begins with: `base`, or a mix of the schemes `mixing` at its size; schemes that do
 /// not fit a weight's rows give way to those of `others`.
 pub fn initial(
@@ -96,7 +79,7 @@ pub fn initial(
 }
 
 fn elements(group: &WeightGroup) -> usize {
-    group.weights.iter().map(|w| w.1.0 * w.1.1).sum()
+    group.weights.iter().map(|w| w.1.rows * w.1.cols).sum()
 }
 
 /// How much an error in a group's values matters, relative to an error in a gate in the middle of
@@ -152,16 +135,18 @@ mod tests {
             assert!(o(0) > 4.0 && o(0) >= o(9));
             assert!(bits(EMBEDDING) < 8.0);
             // Weights that a kernel reads as one matrix have one scheme.
-            let of = |part: &str| mix.of(&format!("model.layers.5.self_attn.{part}_proj"));
-            assert!(of("q") == of("k") && of("k") == of("v"));
+            let scheme = |part: &str| mix.of(&format!("model.layers.5.self_attn.{part}_proj"));
+            assert!(scheme("q") == scheme("k") && scheme("k") == scheme("v"));
             mix.check(&config).unwrap();
         }
     }
 
     #[test]
     fn errors_fall_by_four_a_bit() {
-        let of = |bits| error(crate::schemes::default_scheme(bits).into()).unwrap();
-        let errors: Vec<f64> = [Bits::B3, Bits::B4, Bits::B5, Bits::B6].map(of).into();
+        let error_at = |bits| error(crate::schemes::default_scheme(bits).into()).unwrap();
+        let errors: Vec<f64> = [Bits::B3, Bits::B4, Bits::B5, Bits::B6]
+            .map(error_at)
+            .into();
         assert!(errors.windows(2).all(|e| e[1] < 0.45 * e[0]), "{errors:?}");
     }
 }

@@ -11,17 +11,17 @@ use crate::schemes::{Schemes, default_scheme};
 use nq_formats::{
     AffineScheme, Bits, Checkpoint, Exactness, Overlay, Scheme, StoredWeight, Weight, WeightStore,
 };
-use nq_model::{ModelConfig, names};
+use nq_model::{Dims, ModelConfig, names};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 /// Quantizes the weights of another store.
 pub struct OnTheFly<'a> {
-    source: Source<'a>,
+    source: Origin<'a>,
     rule: Rule,
 }
 
-enum Source<'a> {
+enum Origin<'a> {
     Own(Box<dyn WeightStore>),
     Lent(&'a dyn WeightStore),
 }
@@ -53,13 +53,13 @@ impl OnTheFly<'_> {
     /// unchanged.
     pub fn new(source: Box<dyn WeightStore>, schemes: Schemes) -> Self {
         OnTheFly {
-            source: Source::Own(source),
+            source: Origin::Own(source),
             rule: Rule::Unquantized(schemes),
         }
     }
 
     /// Reads the weight `name` and rounds it if the rule says so.
-    fn round(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
+    fn round(&self, name: &str, dims: Dims) -> nq_formats::Result<Weight> {
         let weight = self.inner().matrix(name, dims)?;
         let Some(scheme) = self.rule.scheme(name, &weight) else {
             return Ok(weight);
@@ -96,7 +96,7 @@ pub fn draft_head(checkpoint: &Checkpoint) -> Result<Option<Weight>> {
     let (c, name) = (checkpoint.config(), names::head(checkpoint.config()));
     let head = checkpoint
         .store()
-        .matrix(name, (c.vocab_size, c.hidden_size))?;
+        .matrix(name, Dims::new(c.vocab_size, c.hidden_size))?;
     match &head {
         Weight::Quantized(q) if q.scheme().bits() <= Scheme::from(DRAFT_HEAD).bits() => Ok(None),
         head => {
@@ -113,7 +113,7 @@ const DRAFT_HEAD: AffineScheme = default_scheme(Bits::B4);
 
 /// Most bytes of [`draft_head`] of a model of this shape.
 pub fn draft_head_bytes(c: &ModelConfig) -> usize {
-    let dims = (c.vocab_size, c.hidden_size);
+    let dims = Dims::new(c.vocab_size, c.hidden_size);
     Scheme::from(DRAFT_HEAD).stored(dims).bytes
 }
 
@@ -125,7 +125,7 @@ pub fn requantize(checkpoint: Checkpoint, schemes: BTreeMap<String, AffineScheme
 
 fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
     checkpoint.over(|store| {
-        let source = Source::Own(store);
+        let source = Origin::Own(store);
         Box::new(OnTheFly { source, rule })
     })
 }
@@ -134,7 +134,7 @@ fn rounded(checkpoint: Checkpoint, rule: Rule) -> Checkpoint {
 pub(crate) fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Result<OnTheFly<'_>> {
     schemes.check(checkpoint.config())?;
     Ok(OnTheFly {
-        source: Source::Lent(checkpoint.store()),
+        source: Origin::Lent(checkpoint.store()),
         rule: Rule::Unquantized(schemes),
     })
 }
@@ -142,12 +142,12 @@ pub(crate) fn rounded_weights(checkpoint: &Checkpoint, schemes: Schemes) -> Resu
 impl Overlay for OnTheFly<'_> {
     fn inner(&self) -> &dyn WeightStore {
         match &self.source {
-            Source::Own(store) => store.as_ref(),
-            Source::Lent(store) => *store,
+            Origin::Own(store) => store.as_ref(),
+            Origin::Lent(store) => *store,
         }
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> nq_formats::Result<Weight> {
         let Rule::Named(_, kept) = &self.rule else {
             return self.round(name, dims);
         };
@@ -162,7 +162,7 @@ impl Overlay for OnTheFly<'_> {
         Ok(weight)
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<StoredWeight> {
+    fn stored(&self, name: &str, dims: Dims) -> nq_formats::Result<StoredWeight> {
         match &self.rule {
             Rule::Named(schemes, _) if !schemes.contains_key(name) => {
                 self.inner().stored(name, dims)

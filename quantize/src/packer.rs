@@ -4,10 +4,11 @@ use crate::error::Result;
 use crate::grid::{Grid, GroupParams, Rounded, SpanFactors};
 use half::f16;
 use nq_formats::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight, Zeros, pack};
+use nq_model::Dims;
 
 /// A weight put together from rounded pieces of its rows, in canonical form.
 #[derive(Clone, Debug)]
-pub struct Packer {
+pub(crate) struct Packer {
     grid: Grid,
     cols: usize,
     rows: usize,
@@ -43,7 +44,7 @@ impl PackedValues {
 
 impl Packer {
     /// No rows yet, of `cols` columns.
-    pub fn new(grid: Grid, cols: usize) -> Self {
+    pub(crate) fn new(grid: Grid, cols: usize) -> Self {
         Packer {
             grid,
             cols,
@@ -56,7 +57,7 @@ impl Packer {
     }
 
     /// Appends rows, of the same grid and columns.
-    pub fn push(&mut self, rows: &Rounded) {
+    pub(crate) fn push(&mut self, rows: &Rounded) {
         debug_assert!(rows.grid == self.grid && rows.cols == self.cols);
         let scheme = self.grid.scheme();
         let codes = pack::pack_rows(scheme.bits, &rows.codes, self.cols);
@@ -79,7 +80,7 @@ impl Packer {
     }
 
     /// Appends what another of the same grid and columns has.
-    pub fn append(&mut self, more: Packer) {
+    pub(crate) fn append(&mut self, more: Packer) {
         debug_assert!(more.grid == self.grid && more.cols == self.cols);
         self.codes.extend(more.codes);
         self.scales.append(more.scales);
@@ -89,7 +90,7 @@ impl Packer {
     }
 
     /// The weight.
-    pub fn finish(self) -> Result<Weight> {
+    pub(crate) fn finish(self) -> Result<Weight> {
         let (grid, scheme) = (self.grid, self.grid.scheme());
         let parts = Parts {
             codes: self.codes.into(),
@@ -99,15 +100,15 @@ impl Packer {
             levels: None,
             g_idx: None,
         };
-        let weight = AffineWeight::assemble(scheme, (self.rows, self.cols), parts)?;
+        let weight = AffineWeight::assemble(scheme, Dims::new(self.rows, self.cols), parts)?;
         Ok(Weight::Quantized(QuantizedWeight::Affine(weight)))
     }
 }
 
-/// What `of` names of a group and its span.
-fn values(rows: &Rounded, of: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -> PackedValues {
-    let half = |p: &GroupParams| f16::from_f32(of(*p, SpanFactors::default()).0);
-    let factors = |s: &SpanFactors| of(GroupParams::default(), *s).1;
+/// What `parts` names of a group and its span.
+fn values(rows: &Rounded, parts: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -> PackedValues {
+    let half = |p: &GroupParams| f16::from_f32(parts(*p, SpanFactors::default()).0);
+    let factors = |s: &SpanFactors| parts(GroupParams::default(), *s).1;
     match rows.grid.two_level() {
         None => PackedValues {
             half: rows.params.iter().map(half).collect(),
@@ -115,7 +116,7 @@ fn values(rows: &Rounded, of: impl Fn(GroupParams, SpanFactors) -> (f32, f16)) -
         },
         Some(two) => PackedValues {
             half: rows.spans.iter().map(factors).collect(),
-            small: pack::pack_rows(two.bits, &rows.small(of), rows.groups()),
+            small: pack::pack_rows(two.bits, &rows.small(parts), rows.groups()),
         },
     }
 }

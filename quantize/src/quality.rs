@@ -22,6 +22,11 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// True if there is one.
+    pub(crate) fn any(&self) -> bool {
+        *self != Limits::default()
+    }
+
     /// The limits that `report` misses, in words.
     pub fn broken(&self, report: &EvalReport) -> Vec<String> {
         let mut broken = Vec::new();
@@ -73,7 +78,7 @@ pub enum Text<'a> {
 
 /// A measurement with its worst positions as text.
 #[derive(Clone, Debug)]
-pub struct Measured {
+pub(crate) struct Measured {
     /// The figures.
     pub evaluation: Evaluation,
     /// The worst positions.
@@ -94,7 +99,7 @@ pub(crate) const NOISE_WINDOWS: usize = 2;
 
 /// A text on which results are measured against their source, by llama.cpp's protocol:
 /// windows of 512 tokens whose second half is scored.
-pub struct Judge {
+pub(crate) struct Judge {
     tokenizer: Tokenizer,
     ids: Vec<u32>,
     spec: EvalSpec,
@@ -105,7 +110,12 @@ impl Judge {
     ///
     /// # Errors
     /// A text or tokenizer that cannot be read.
-    pub fn new(config: &ModelConfig, files: &Files, text: Text<'_>, tokens: usize) -> Result<Self> {
+    pub(crate) fn new(
+        config: &ModelConfig,
+        files: &Files,
+        text: Text<'_>,
+        tokens: usize,
+    ) -> Result<Self> {
         let tokenizer = Tokenizer::from_files(files)?;
         let (windows, ctx) = held_out_shape(config, tokens);
         let (ids, name) = match text {
@@ -133,7 +143,7 @@ impl Judge {
     ///
     /// # Errors
     /// A text shorter than a window.
-    pub fn windows(&self) -> Result<Vec<Vec<u32>>> {
+    pub(crate) fn windows(&self) -> Result<Vec<Vec<u32>>> {
         let n = self.spec.windows(self.ids.len())?;
         let windows = self.ids.chunks_exact(self.spec.ctx).take(n);
         Ok(windows.map(<[u32]>::to_vec).collect())
@@ -144,7 +154,7 @@ impl Judge {
     ///
     /// # Errors
     /// A text shorter than a window; errors of evaluation.
-    pub fn noise(&self, source: &dyn Engine, progress: &dyn Progress) -> Result<KldStats> {
+    pub(crate) fn noise(&self, source: &dyn Engine, progress: &dyn Progress) -> Result<KldStats> {
         let mut spec = self.spec.clone();
         spec.max_windows = spec.max_windows.map(|n| n.min(NOISE_WINDOWS));
         Ok(self_noise(source, &self.ids, &spec, progress)?)
@@ -169,7 +179,7 @@ impl Judge {
     ///
     /// # Errors
     /// A text shorter than a window; errors of evaluation.
-    pub fn measure(
+    pub(crate) fn measure(
         &self,
         engine: &dyn Engine,
         source: &dyn Engine,

@@ -13,6 +13,7 @@ use crate::trellis;
 use half::f16;
 use nq_formats::trellis::STRIP;
 use nq_formats::{Progress, QuantizedWeight, Scheme, TrellisScheme, TrellisWeight, Weight};
+use nq_model::Dims;
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -152,7 +153,7 @@ pub(crate) fn by_pieces(
     scheme: Scheme,
     progress: &dyn Progress,
 ) -> Result<(Weight, LayerReport, Vec<String>)> {
-    let (out, cols) = source.dims();
+    let Dims { rows: out, cols } = source.dims();
     // Whole strips of a trellis.
     let piece = (PIECE / cols).max(1).next_multiple_of(STRIP);
     let mut all: Option<Rounding> = None;
@@ -235,7 +236,7 @@ impl Rounding {
         let weight = match self.packing {
             RoundedRows::Affine(packer) => packer.finish()?,
             RoundedRows::Trellis(rows) => {
-                let dims = (rows.row_scales.len(), rows.input_scales.len());
+                let dims = Dims::new(rows.row_scales.len(), rows.input_scales.len());
                 let words = rows.words.into();
                 let of_rows = rows.row_scales.into();
                 let weight =

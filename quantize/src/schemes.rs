@@ -7,11 +7,11 @@ use nq_formats::trellis::{BLOCK, Code};
 use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros, nq};
 use nq_kernels::registry::WeightKind;
 use nq_model::names::{EMBEDDING, HEAD, Shape, is_kept, is_layer_linear, parameters};
-use nq_model::{DType, LinearKind, LinearSpec, ModelConfig};
+use nq_model::{DType, Dims, LinearKind, LinearSpec, ModelConfig};
 use std::collections::BTreeMap;
 
 /// The schemes of a layer's Linears.
-pub type LayerSchemes = BTreeMap<LinearKind, Scheme>;
+pub(crate) type LayerSchemes = BTreeMap<LinearKind, Scheme>;
 
 /// Schemes by weight.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +26,17 @@ pub struct Schemes {
 
 /// The sizes of groups that nq makes, besides whole rows.
 pub const GROUP_SIZES: [u32; 3] = [32, 64, 128];
+
+/// The group that commands call 32, 64, 128 or channel; `None` for other words.
+pub fn group_named(word: &str) -> Option<Group> {
+    match word {
+        "channel" => Some(Group::Channel),
+        size => {
+            let size = size.parse().ok().filter(|size| GROUP_SIZES.contains(size));
+            size.map(Group::Size)
+        }
+    }
+}
 
 /// The scheme that `nq quantize` uses for Linears by default.
 pub const fn default_scheme(bits: Bits) -> AffineScheme {
@@ -54,6 +65,22 @@ impl Schemes {
             head: Some(head_scheme(Bits::B8).into()),
             overrides: BTreeMap::new(),
         }
+    }
+
+    /// 8-bit codes in the longest groups that fill every weight of the model.
+    pub(crate) fn of_8_bits(config: &ModelConfig) -> Self {
+        let in_groups = |group| {
+            let scheme = AffineScheme::new(Bits::B8, group, Zeros::None).into();
+            Schemes {
+                linears: scheme,
+                head: Some(scheme),
+                overrides: BTreeMap::new(),
+            }
+        };
+        let sizes = GROUP_SIZES.into_iter().rev().map(Group::Size);
+        let mut all = sizes.map(in_groups);
+        let fits = all.find(|schemes| schemes.check(config).is_ok());
+        fits.unwrap_or_else(|| in_groups(Group::Channel))
     }
 
     /// Trellises: `linears` for Linears, and two bits more, at most 6, for the head.
@@ -90,7 +117,7 @@ impl Schemes {
     }
 
     /// True if any weight is in a trellis.
-    pub fn have_trellis(&self) -> bool {
+    pub(crate) fn have_trellis(&self) -> bool {
         self.all().any(|s| s.trellis().is_some())
     }
 
@@ -116,7 +143,7 @@ impl Schemes {
 
     /// The schemes with those of `others` where scales of a span of inputs do not fill the rows of a
     /// weight: of those that do, the one of the fewest bytes that has as many bits, or more.
-    pub fn fitted(mut self, config: &ModelConfig, others: &[Scheme]) -> Self {
+    pub(crate) fn fitted(mut self, config: &ModelConfig, others: &[Scheme]) -> Self {
         let all = groups::groups(config).into_iter();
         for group in all.chain(groups::mtp_groups(config)) {
             let known = group.weights.first().and_then(|w| self.of(&w.0));
@@ -148,10 +175,12 @@ impl Schemes {
     }
 
     /// The schemes of a layer's Linears.
-    pub fn of_layer(&self, config: &ModelConfig, layer: usize) -> LayerSchemes {
+    pub(crate) fn of_layer(&self, config: &ModelConfig, layer: usize) -> LayerSchemes {
         let linears = config.layer(layer).linears().into_iter();
-        let of = |linear: &LinearSpec| self.of(&linear.name(layer)).unwrap_or(self.linears);
-        linears.map(|linear| (linear.kind, of(linear))).collect()
+        let scheme = |linear: &LinearSpec| self.of(&linear.name(layer)).unwrap_or(self.linears);
+        linears
+            .map(|linear| (linear.kind, scheme(linear)))
+            .collect()
     }
 
     /// The sizes of groups that divide the inputs of every weight that is quantized, in words.
@@ -184,7 +213,7 @@ impl Schemes {
             let scheme = match scheme {
                 Scheme::Affine(scheme) => scheme,
                 Scheme::Trellis(scheme) => {
-                    let Err(_) = scheme.check((0, cols)) else {
+                    let Err(_) = scheme.check(Dims::new(0, cols)) else {
                         continue;
                     };
                     return Err(Error::Request {
@@ -247,10 +276,10 @@ impl Codes {
             let mut bits_known: Vec<f32> = known.iter().map(|codes| codes.bits()).collect();
             bits_known.sort_by(f32::total_cmp);
             let names: Vec<String> = bits_known.iter().map(f32::to_string).collect();
-            let of = trellis.map_or(String::new(), |code| format!(" of the trellis code {code}"));
+            let code = trellis.map_or(String::new(), |code| format!(" of the trellis code {code}"));
             Error::Request {
                 what: "bits",
-                expected: format!("{}{of}", names.join(", ")),
+                expected: format!("{}{code}", names.join(", ")),
                 found: bits.to_string(),
             }
         })
@@ -348,13 +377,17 @@ mod tests {
                 .unwrap_err()
                 .to_string()
         };
+        let fine = |config: &ModelConfig| Schemes::of_8_bits(config).linears.group();
+        assert_eq!(fine(&config), Group::Size(128));
         config.intermediate_size = 3008;
         assert_eq!(
             refused(&config),
             "group size: expected a divisor of the 3008 inputs of model.layers.0.mlp.down_proj \
              (32 or 64 or channel would fit every weight), found 128"
         );
+        assert_eq!(fine(&config), Group::Size(64));
         config.intermediate_size = 3000;
+        assert_eq!(fine(&config), Group::Channel);
         assert!(refused(&config).contains("(channel would fit every weight)"));
     }
 }

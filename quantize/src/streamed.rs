@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) const ROWS: usize = 64;
 
 /// An [`Engine`] for one text.
-pub struct Streamed {
+pub(crate) struct Streamed {
     inner: Arc<Inner>,
     description: EngineDescription,
 }
@@ -35,7 +35,7 @@ impl Streamed {
     ///
     /// # Errors
     /// Errors of reading or running the layers.
-    pub fn new(
+    pub(crate) fn new(
         mut stepper: Box<dyn LayerStepper>,
         store: &dyn WeightStore,
         texts: &[Vec<u32>],
@@ -105,13 +105,13 @@ impl Engine for Streamed {
             spec,
             fed: vec![Vec::new(); spec.slots],
             host: Vec::new(),
-            of: Arc::clone(&self.inner),
+            inner: Arc::clone(&self.inner),
         }))
     }
 }
 
 struct StreamedSession {
-    of: Arc<Inner>,
+    inner: Arc<Inner>,
     spec: SessionSpec,
     fed: Vec<Vec<u32>>, // by slot
     host: Vec<f32>,
@@ -121,7 +121,7 @@ impl StreamedSession {
     /// Where in the stream the text that begins with `tokens` starts.
     fn start(&self, tokens: &[u32]) -> nq_runtime::Result<usize> {
         let mut start = 0;
-        for text in &self.of.texts {
+        for text in &self.inner.texts {
             if text.starts_with(tokens) {
                 return Ok(start);
             }
@@ -136,9 +136,9 @@ impl StreamedSession {
 
     /// Appends the logits of `rows` of the stream to those on the host.
     fn push_logits(&mut self, rows: std::ops::Range<usize>) -> nq_runtime::Result<()> {
-        let h = self.of.config.hidden_size;
-        let mut head = (self.of.head.lock()).unwrap_or_else(PoisonError::into_inner);
-        let hidden = &self.of.hidden[rows.start * h..rows.end * h];
+        let h = self.inner.config.hidden_size;
+        let mut head = (self.inner.head.lock()).unwrap_or_else(PoisonError::into_inner);
+        let hidden = &self.inner.hidden[rows.start * h..rows.end * h];
         for rows in hidden.chunks(ROWS * h) {
             self.host.extend_from_slice(head.logits(rows)?);
         }
@@ -189,7 +189,7 @@ impl Session for StreamedSession {
         }
         Ok(Logits {
             data: &self.host,
-            vocab: self.of.config.vocab_size,
+            vocab: self.inner.config.vocab_size,
         })
     }
 }

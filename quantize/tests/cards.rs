@@ -5,10 +5,10 @@ use nq_formats::trellis::Code;
 use nq_formats::{Bits, TrellisScheme};
 use nq_load::gpu;
 use nq_model::names::EMBEDDING;
-use nq_model::{DType, ModelConfig, Preset};
-use nq_quantize::mix;
-use nq_quantize::schemes::Schemes;
-use nq_runtime::{DraftedBy, KvType, SessionSpec};
+use nq_model::{DType, Dims, ModelConfig, Preset};
+use nq_quantize::{Recipe, Schemes};
+use nq_runtime::{KvType, SessionSpec};
+use nq_testkit::sessions::session_spec;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -33,15 +33,13 @@ const MODELS: [&str; 16] = [
 
 /// Flags of `nq quantize`, and the schemes that they choose.
 fn files(c: &ModelConfig) -> [(&'static str, Schemes); 4] {
-    let trellis = |bits| {
-        let linears = TrellisScheme::of_bits(Code::Octagon, bits).unwrap();
-        mix::usual_trellis(c, linears).unwrap()
-    };
+    let usual = |recipe: Recipe| recipe.schemes(c).unwrap().0;
+    let trellis = |bits| usual(TrellisScheme::of_bits(Code::Octagon, bits).unwrap().into());
     [
         ("--trellis --bits 3", trellis(3.0)),
         ("--trellis", trellis(4.0)),
-        ("--bits 4", mix::usual(c, Bits::B4).unwrap()),
-        ("--bits 8", mix::usual(c, Bits::B8).unwrap()),
+        ("--bits 4", usual(Bits::B4.into())),
+        ("--bits 8", usual(Bits::B8.into())),
     ]
 }
 
@@ -53,22 +51,14 @@ fn the_table_of_cards_is_what_plans_say() {
         let c = Preset::find(name).expect("a published shape").config();
         for (file, schemes) in files(&c) {
             let kinds = |name: &str| schemes.kind(name, DType::BF16);
-            let embedding = kinds(EMBEDDING).bytes((c.vocab_size, c.hidden_size));
+            let embedding = kinds(EMBEDDING).bytes(Dims::new(c.vocab_size, c.hidden_size));
             for kv in [KvType::F16, KvType::Int8] {
                 for thousands in [4, 8, 16, 32, 64, 128, 256] {
                     let ctx = 1024 * thousands;
                     if ctx > c.max_position_embeddings {
                         continue;
                     }
-                    let spec = SessionSpec {
-                        slots: 1,
-                        ctx,
-                        pages: None,
-                        kv,
-                        max_rows: SessionSpec::prompt_rows(false),
-                        snapshots: None,
-                        drafts: DraftedBy::Nothing,
-                    };
+                    let spec = session_spec(1, ctx, kv, SessionSpec::prompt_rows(false));
                     let plan = (sizes.engine)(&c, &kinds, &spec).unwrap();
                     let (weights, kept, buffers) = (plan.weights, plan.kv, plan.scratch);
                     writeln!(

@@ -166,8 +166,7 @@ impl Error {
         Error::Unsupported {
             engine: "nq",
             what: "adapters beside a model's weights",
-            expected: "the CPU (--device cpu), or the unquantized model, which --adapter FOLDER is merged \
-                       into"
+            expected: "one GPU, the CPU (--device cpu), or the unquantized model, which --adapter FOLDER is merged into"
                 .into(),
             found: device.into(),
         }

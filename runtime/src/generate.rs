@@ -3,7 +3,7 @@
 use crate::batch::decode;
 use crate::detokenizer::Detokenizer;
 use crate::error::{Error, Result};
-use crate::interface::{Chunk, Logits, LogitsWanted, Session};
+use crate::interface::{Chunk, Logits, LogitsWanted, PlacedImage, Session};
 use crate::sampler::Sampler;
 use crate::speculation::{DraftCounts, Speculation};
 use crate::states::{pass_end, resting_points};
@@ -18,6 +18,10 @@ use std::time::{Duration, Instant};
 pub struct Sequence {
     slot: usize,
     tokens: Vec<u32>,
+    /// The images among `tokens`.
+    shown: Vec<PlacedImage>,
+    /// Those of the prompts that follow.
+    images: Vec<PlacedImage>,
     speculation: Option<Speculation>,
 }
 
@@ -27,8 +31,7 @@ impl Sequence {
         session.truncate(slot, 0);
         Sequence {
             slot,
-            tokens: Vec::new(),
-            speculation: None,
+            ..Sequence::default()
         }
     }
 
@@ -55,15 +58,33 @@ impl Sequence {
         &self.tokens
     }
 
+    /// Has these images, in order, in the prompts that follow, in place of the tokens there.
+    pub fn show(&mut self, images: Vec<PlacedImage>) {
+        self.images = images;
+    }
+
     /// Keeps the part of the cache that `prompt` begins with, as far as the session can be cut there, and returns
     /// its length: less than the prompt's, as the last token must be fed for its logits.
-    fn reuse(&mut self, session: &mut dyn Session, prompt: &[u32]) -> usize {
+    fn reuse(&mut self, session: &mut dyn Session, prompt: &[u32]) -> Result<usize> {
         let most = prompt.len().saturating_sub(1);
         let same = self.tokens.iter().zip(&prompt[..most]);
         let common = same.take_while(|(a, b)| a == b).count();
+        let alike = |(a, b): &(&PlacedImage, &PlacedImage)| {
+            a.at == b.at && a.image.digest == b.image.digest
+        };
+        let both = self.shown.iter().zip(&self.images);
+        let seen = both.take_while(alike).count();
+        let others = self
+            .shown
+            .get(seen)
+            .into_iter()
+            .chain(self.images.get(seen));
+        let common = others.map(|image| image.at).fold(common, usize::min);
         let reached = session.truncate(self.slot, common);
         self.tokens.truncate(reached);
-        reached
+        session.show(self.slot, &self.images)?;
+        self.shown.clone_from(&self.images);
+        Ok(reached)
     }
 }
 
@@ -209,7 +230,7 @@ pub fn resume(
         stop: StopReason::MaxTokens,
         stats: Stats {
             prompt_tokens: prompt.len(),
-            reused_tokens: sequence.reuse(session, prompt),
+            reused_tokens: sequence.reuse(session, prompt)?,
             ..Stats::default()
         },
     };

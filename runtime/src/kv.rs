@@ -164,9 +164,9 @@ impl PageTables {
             rows.chunk_by(|a, b| page(a, pages).is_some() && page(a, pages) == page(b, pages));
         let (mut apart, mut groups) = (0, Vec::new());
         for part in parts {
-            let (reads, of) = self.best_prefixes(part, pages + 1);
+            let (reads, prefixes) = self.best_prefixes(part, pages + 1);
             apart += reads;
-            groups.extend(of);
+            groups.extend(prefixes);
         }
         match saved(&together) {
             reads if reads >= apart && reads > 0 => (reads, vec![together]),

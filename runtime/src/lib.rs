@@ -19,6 +19,7 @@ mod encoder;
 mod error;
 pub mod generate;
 pub mod host;
+pub mod images;
 pub mod interface;
 pub mod kv;
 pub mod models;
@@ -26,6 +27,7 @@ pub mod rerank;
 pub mod rope;
 pub mod sampler;
 pub mod speculation;
+pub mod stacks;
 pub mod states;
 pub mod stepper;
 mod stop;
@@ -39,10 +41,12 @@ pub use detokenizer::Detokenizer;
 pub use encoder::{Encoder, Row};
 pub use error::{Error, Result};
 pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
+pub use images::ImagePrompt;
 pub use interface::{
     ActivationChoice, AppliedAdapter, Chunk, DeviceChoice, DeviceMemory, DraftLayer, DraftedBy,
-    Drafter, Engine, EngineDescription, EngineKind, LoadOptions, Logits, LogitsWanted, Observer,
-    Ordinals, Pages, Session, SessionSpec, Split, StepsAhead, Streams,
+    Drafter, Engine, EngineDescription, EngineKind, ImageRows, LoadOptions, Logits, LogitsWanted,
+    Observer, Ordinals, Pages, PlacedImage, Session, SessionSpec, Split, StepsAhead, Streams,
+    Tower,
 };
 pub use models::LayerWeights;
 pub use nq_kernels::pages::KvType;

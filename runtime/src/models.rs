@@ -4,7 +4,9 @@ use crate::error::Result;
 use nq_formats::{Tensor, Weight, WeightStore};
 use nq_model::forward::VectorSpec;
 use nq_model::names::{self, EMBEDDING, NORM};
-use nq_model::{LayerSpec, LinearKind, LinearSpec, ModelConfig, NormKind, Product, VectorKind};
+use nq_model::{
+    Dims, LayerSpec, LinearKind, LinearSpec, ModelConfig, NormKind, Product, VectorKind,
+};
 use std::collections::BTreeMap;
 
 /// The canonical weights of one layer.
@@ -102,12 +104,12 @@ impl LayerWeights {
 
 /// Reads the embedding `[vocab, hidden]`.
 pub fn embedding(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
-    Ok(store.matrix(EMBEDDING, (config.vocab_size, config.hidden_size))?)
+    Ok(store.matrix(EMBEDDING, Dims::new(config.vocab_size, config.hidden_size))?)
 }
 
 /// Reads the head `[vocab, hidden]`: the embedding if they are tied.
 pub fn head(store: &dyn WeightStore, config: &ModelConfig) -> Result<Weight> {
-    let dims = (config.vocab_size, config.hidden_size);
+    let dims = Dims::new(config.vocab_size, config.hidden_size);
     Ok(store.matrix(names::head(config), dims)?)
 }
 

@@ -1,7 +1,7 @@
 //! The states of recurrences, which cannot be cut: which of a sequence's earlier ones are kept.
 
 use nq_kernels::DeltaShape;
-use nq_model::{LayerSpec, Mixer, ModelConfig};
+use nq_model::{LayerSpec, ModelConfig};
 
 /// Snapshots: states of sequences at earlier lengths, so that a sequence can be cut or forked there. A snapshot
 /// belongs to all sequences that begin with its tokens in this session, and is there until none of them has these
@@ -54,7 +54,8 @@ impl Snapshots {
     pub fn due(
         &mut self,
         slot: usize,
-        (position, rows): (usize, usize),
+        position: usize,
+        rows: usize,
         least: usize,
     ) -> Option<(usize, usize)> {
         let end = position + rows;
@@ -208,8 +209,7 @@ pub fn pass_end(points: &[usize], from: usize, to: usize) -> usize {
 
 /// True for a layer whose sequences have a state of fixed size.
 pub fn is_recurrent(spec: &LayerSpec) -> bool {
-    let mut mixers = spec.blocks.iter().map(|b| &b.mixer);
-    mixers.any(|m| matches!(m, Mixer::Delta(_)))
+    spec.recurrence().is_some()
 }
 
 /// The shape of the model's recurrences, if it has any.
@@ -244,10 +244,10 @@ mod tests {
         let mut s = Snapshots::new(10, 3, 4);
         s.want(0, 20);
         s.want(0, 8);
-        assert_eq!(s.due(0, (0, 7), 1), None);
+        assert_eq!(s.due(0, 0, 7, 1), None);
         // The last of several, and each is asked for once.
-        assert_eq!(s.due(0, (7, 30), 1), Some((13, 10)));
-        assert_eq!(s.due(0, (37, 30), 1), None);
+        assert_eq!(s.due(0, 7, 30, 1), Some((13, 10)));
+        assert_eq!(s.due(0, 37, 30, 1), None);
         assert_eq!([s.reach(0, 19), s.reach(0, 20), s.reach(1, 20)], [0, 20, 0]);
         s.share(0, 1, 25);
         s.share(0, 2, 19);
@@ -256,10 +256,10 @@ mod tests {
         assert_eq!([s.reach(0, 99), s.reach(1, 99)], [0, 20]);
         // One that is there is not taken again.
         s.want(1, 20);
-        assert_eq!(s.due(1, (0, 30), 1), None);
+        assert_eq!(s.due(1, 0, 30, 1), None);
         // A kernel needs some rows in front of one.
         s.want(1, 32);
-        assert_eq!(s.due(1, (30, 5), 3), None);
+        assert_eq!(s.due(1, 30, 5, 3), None);
         s.cut(1, 19);
         assert_eq!(s.count(), (0, 3));
     }

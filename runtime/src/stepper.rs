@@ -27,7 +27,7 @@ impl Hidden {
     /// # Errors
     /// [`Error::Request`] for a token id past the vocabulary.
     pub fn embed(embedding: &Weight, sequences: &[Vec<u32>]) -> Result<Self> {
-        let (vocab, width) = embedding.dims();
+        let (vocab, width) = embedding.dims().pair();
         let tokens = sequences.concat();
         check_tokens(&tokens, vocab)?;
         let mut data = vec![0.0; tokens.len() * width];
@@ -60,7 +60,7 @@ impl Hidden {
     ///
     /// # Errors
     /// [`Error::Request`] if they are not.
-    pub fn check_rows(&self, width: usize, rows: &Range<usize>) -> Result<()> {
+    pub(crate) fn check_rows(&self, width: usize, rows: &Range<usize>) -> Result<()> {
         self.check(width)?;
         let all: usize = self.lengths.iter().sum();
         if rows.start <= rows.end && rows.end <= all {

@@ -64,12 +64,6 @@ impl StopTexts {
     pub fn ended_by(&self) -> Option<&str> {
         self.found.map(|i| self.texts[i].as_str())
     }
-
-    /// Bytes pushed until the answer ended that are not part of it: the stop text and what was pushed
-    /// with it.
-    pub fn cut_bytes(&self) -> usize {
-        if self.has_ended() { self.held.len() } else { 0 }
-    }
 }
 
 #[cfg(test)]
@@ -101,7 +95,12 @@ mod tests {
                     (expected, by),
                     "by {size}"
                 );
-                assert_eq!(out.len() + stops.cut_bytes(), pushed, "by {size}");
+                let cut = if stops.has_ended() {
+                    stops.held.len()
+                } else {
+                    0
+                };
+                assert_eq!(out.len() + cut, pushed, "by {size}");
             }
         };
         check(&["END"], "one END two", "one ", Some("END"));

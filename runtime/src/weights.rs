@@ -4,7 +4,7 @@ use crate::error::Result;
 use nq_formats::{Held, Progress, Scheme, Unit, Weight, WeightStore, human_bytes};
 use nq_kernels::Activations;
 use nq_kernels::registry::WeightKind;
-use nq_model::{ModelConfig, names};
+use nq_model::{Dims, ModelConfig, names};
 use std::collections::BTreeMap;
 
 /// Bits of one code, or of one value of an unquantized weight; those of a trellis rounded up.
@@ -30,7 +30,7 @@ pub fn weight_kinds(
     let mut kinds = BTreeMap::new();
     for (name, shape) in names::parameters(config) {
         if let names::Shape::Matrix(out, inputs) = shape {
-            let kind = WeightKind::of(&store.matrix(&name, (out, inputs))?);
+            let kind = WeightKind::of(&store.matrix(&name, Dims::new(out, inputs))?);
             kinds.insert(name, kind);
         }
     }
@@ -49,7 +49,7 @@ impl Census {
     pub fn add(&mut self, weights: &[&Weight], activations: Activations) {
         let mut all = 0;
         for w in weights {
-            let (out, inputs) = w.dims();
+            let (out, inputs) = w.dims().pair();
             *self.parameters.entry(bits(w)).or_default() += out * inputs;
             all += out * inputs;
         }
@@ -84,14 +84,14 @@ impl Census {
 pub fn held_otherwise(
     config: &ModelConfig,
     store: &dyn WeightStore,
-    held: fn(Scheme, (usize, usize)) -> Held,
+    held: fn(Scheme, Dims) -> Held,
 ) -> Option<[String; 2]> {
     let (mut file, mut memory, mut widths) = (0, 0, Vec::new());
     for (name, shape) in names::parameters(config) {
         let (names::Shape::Matrix(rows, cols), Some(scheme)) = (shape, store.scheme(&name)) else {
             continue;
         };
-        let as_held = held(scheme, (rows, cols));
+        let as_held = held(scheme, Dims::new(rows, cols));
         file += scheme.bytes(rows, cols) as u64;
         memory += as_held.bytes as u64;
         let width = (scheme.bits(), as_held.bits);
@@ -114,7 +114,7 @@ pub fn held_otherwise(
 pub fn note_held(
     config: &ModelConfig,
     store: &dyn WeightStore,
-    held: fn(Scheme, (usize, usize)) -> Held,
+    held: fn(Scheme, Dims) -> Held,
     progress: &dyn Progress,
 ) {
     if let Some([words, sizes]) = held_otherwise(config, store, held) {
@@ -153,7 +153,7 @@ impl<'a> LoadProgress<'a> {
     /// Counts `weight`, now on the device, and releases its source, which is not needed again.
     pub fn add(&mut self, weight: &Weight) {
         weight.release();
-        let (out, inputs) = weight.dims();
+        let (out, inputs) = weight.dims().pair();
         self.done = (self.done + (out * inputs) as u64).min(self.parameters);
         let share = u128::from(self.bytes) * u128::from(self.done);
         let at = (share / u128::from(self.parameters.max(1))) as u64;

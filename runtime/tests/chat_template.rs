@@ -5,7 +5,7 @@
 use nq_formats::Files;
 use nq_runtime::chat_template::Switches;
 use nq_runtime::{ChatTemplate, Message, Tokenizer};
-use nq_testkit::{repository, shared};
+use nq_testkit::shared;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
@@ -76,11 +76,11 @@ fn qwen35_renderings_are_jinja2s() {
         let messages: Vec<Message> = serde_json::from_value(chat["messages"].clone()).unwrap();
         let settings = fixture["settings"].as_array().unwrap().iter();
         for (setting, expected) in settings.zip(case[3].as_array().unwrap()) {
-            let of = |name: &str| setting["switches"][name].clone();
+            let switch = |name: &str| setting["switches"][name].clone();
             let switches = Switches {
-                enable_thinking: of("enable_thinking").as_bool(),
-                preserve_thinking: of("preserve_thinking").as_bool(),
-                reasoning_effort: of("reasoning_effort").as_str().map(String::from),
+                enable_thinking: switch("enable_thinking").as_bool(),
+                preserve_thinking: switch("preserve_thinking").as_bool(),
+                reasoning_effort: switch("reasoning_effort").as_str().map(String::from),
             };
             let prompt = setting["prompt"].as_bool().unwrap();
             let tools = (case[2] == true).then_some(tools);
@@ -139,12 +139,12 @@ fn answers_go_into_the_history() {
              {{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}<assistant>{{{{ '<think>\\n' }}}}"
         )
     };
-    let of = |answer: &str| ChatTemplate::from_source("t", &source(answer)).unwrap();
+    let template = |answer: &str| ChatTemplate::from_source("t", &source(answer)).unwrap();
     // A template that reads the field alone, and one that reads the content alone.
-    let field = of("<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}");
+    let field = template("<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}");
     let (first, second) = two_turns(&field);
     assert!(second.starts_with(&(first + said + "<user>b")), "{second}");
-    let content = of("{{ m.content.split('</think>')[-1].lstrip('\\n') }}");
+    let content = template("{{ m.content.split('</think>')[-1].lstrip('\\n') }}");
     let (_, second) = two_turns(&content);
     assert!(second.contains("<assistant>because<user>b"), "{second}");
     // An answer without thinking is the text.
@@ -195,7 +195,7 @@ fn qwen3_template_in_the_tokenizer_config() {
 
 #[test]
 fn demo_template() {
-    let files = Files::Folder(repository().join("assets/demo"));
+    let files = Files::Folder(nq_testkit::demo());
     let template = ChatTemplate::from_files(&files).unwrap();
     let messages = chat(&[
         ("user", "a"),
@@ -384,7 +384,7 @@ fn chains_of_operators_fit_the_stack() {
 /// template joins parts.
 #[test]
 fn control_tokens_in_messages_are_text() {
-    let files = Files::Folder(repository().join("assets/demo"));
+    let files = Files::Folder(nq_testkit::demo());
     let template = ChatTemplate::from_files(&files).unwrap();
     let tokenizer = Tokenizer::from_files(&files).unwrap();
     let control = tokenizer.control_tokens();

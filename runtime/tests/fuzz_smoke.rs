@@ -5,9 +5,8 @@
 mod text_targets;
 
 use nq_kernels::rng::Philox;
+use nq_testkit::fuzz::replay;
 use serde_json::json;
-use std::fs;
-use std::path::Path;
 
 /// Changes a few bytes, or inserts some of `tokens`.
 fn mutate(rng: &mut Philox, seed: &[u8], tokens: &[&str]) -> Vec<u8> {
@@ -28,24 +27,6 @@ fn mutate(rng: &mut Philox, seed: &[u8], tokens: &[&str]) -> Vec<u8> {
         }
     }
     data
-}
-
-/// Runs `target`, called `name`, on every file of `fuzz/seeds/NAME`. If NQ_FUZZ_CORPUS names a
-/// folder, writes `seeds` there for libFuzzer.
-fn replay(name: &str, target: fn(&[u8]), seeds: &[&str]) {
-    if let Some(corpus) = std::env::var_os("NQ_FUZZ_CORPUS") {
-        let folder = Path::new(&corpus).join(name);
-        fs::create_dir_all(&folder).unwrap();
-        for (i, seed) in seeds.iter().enumerate() {
-            fs::write(folder.join(format!("seed-{i}")), seed).unwrap();
-        }
-    }
-    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
-    let kept: Vec<_> = fs::read_dir(kept.join(name)).unwrap().collect();
-    assert!(!kept.is_empty(), "{name}");
-    for file in kept {
-        target(&fs::read(file.unwrap().path()).unwrap());
-    }
 }
 
 #[test]

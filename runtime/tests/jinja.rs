@@ -61,6 +61,16 @@ fn integers_of_any_length_keep_their_digits() {
             format!("id={digits} {digits};of=[{digits}] [{digits}];")
         );
     }
+    let source = "{{ messages[0].n | tojson }} {{ messages[0].n }} {{ tools | tojson }}";
+    let template = ChatTemplate::from_source("t.jinja", source).unwrap();
+    let message = integers::marked(br#"[{"role": "user", "n": [-0, -0.0, -0e0]}]"#);
+    let message: Vec<Message> = serde_json::from_slice(&message).unwrap();
+    let tools = r#"[{"maximum": 18446744073709551616, "minimum": -0}]"#;
+    let tools: Vec<Value> = serde_json::from_slice(&integers::marked(tools.as_bytes())).unwrap();
+    let found = template.render(&message, Some(&tools), true, None);
+    let expected =
+        r#"[0, -0.0, -0.0] [0, -0.0, -0.0] [{"maximum": 18446744073709551616, "minimum": 0}]"#;
+    assert_eq!(found.unwrap(), expected);
     let template = ChatTemplate::from_source("t.jinja", "{{ messages[0].n + 1 }}").unwrap();
     let message = integers::marked(br#"[{"role": "user", "n": 18446744073709551616}]"#);
     let message: Vec<Message> = serde_json::from_slice(&message).unwrap();

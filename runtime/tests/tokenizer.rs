@@ -16,7 +16,7 @@ fn open(folder: PathBuf) -> Tokenizer {
 }
 
 fn demo() -> Tokenizer {
-    open(repository().join("assets/demo"))
+    open(nq_testkit::demo())
 }
 
 fn json_lines(path: &Path) -> Vec<serde_json::Value> {

@@ -3,6 +3,8 @@
 use nq_answers::ToolPrompt;
 use nq_formats::hash::sha256_hex;
 use nq_formats::{Checkpoint, Error, Files, Scheme, Task, nq};
+use nq_model::Shape;
+use nq_model::vision::VisionConfig;
 use nq_runtime::ChatTemplate;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,6 +62,8 @@ pub struct About {
     pub switches_thinking: bool,
     /// True if a request can say how much is thought, and the template tells the model.
     pub reads_effort: bool,
+    /// What it sees images with, if it does.
+    pub tower: Option<AboutTower>,
 }
 
 impl About {
@@ -100,6 +104,7 @@ impl About {
             tools: template.is_some_and(|t| ToolPrompt::of(t).is_templates()),
             switches_thinking: template.is_some_and(ChatTemplate::switches_thinking),
             reads_effort: template.is_some_and(ChatTemplate::reads_effort),
+            tower: AboutTower::of(checkpoint, u64::MAX),
         }
     }
 
@@ -123,6 +128,66 @@ impl About {
             "tools": self.tools,
             "switches_thinking": self.switches_thinking,
             "reads_effort": self.reads_effort,
+            "vision": self.tower.as_ref().map(AboutTower::json),
+            "input_modalities": if self.tower.is_some() { &["text", "image"][..] } else { &["text"] },
+        })
+    }
+}
+
+/// What is known of the tower of a model that sees.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AboutTower {
+    /// Its shape, and the sizes of images.
+    pub config: VisionConfig,
+    /// Tokens of an image at most.
+    pub most_tokens: u64,
+    /// Bytes of its tensors.
+    pub bytes: u64,
+}
+
+impl AboutTower {
+    /// The tower in the files of a model, if there is one, whose images have `most` tokens at most.
+    pub fn of(checkpoint: &Checkpoint, most: u64) -> Option<Self> {
+        let config = checkpoint.vision()?;
+        Some(AboutTower {
+            most_tokens: most.min(config.most_tokens()),
+            bytes: checkpoint.tower_bytes(),
+            config: config.clone(),
+        })
+    }
+
+    /// Number of its parameters.
+    pub fn parameters(&self) -> usize {
+        let shapes = self.config.parameters().into_iter().map(|p| p.shape);
+        let sizes = shapes.map(|shape| match shape {
+            Shape::Vector(n) => n,
+            Shape::Matrix(rows, columns) => rows * columns,
+        });
+        sizes.sum()
+    }
+
+    /// Pixels of a side of the square that becomes a token.
+    pub fn token_side(&self) -> usize {
+        self.config.patch_size * self.config.spatial_merge_size
+    }
+
+    /// Tokens of an image at least.
+    pub fn least_tokens(&self) -> u64 {
+        let least = self
+            .config
+            .pixels
+            .least
+            .div_ceil(self.token_side().pow(2) as u64);
+        least.min(self.most_tokens)
+    }
+
+    /// The same for a client.
+    pub fn json(&self) -> Value {
+        let c = &self.config;
+        json!({
+            "parameters": self.parameters(), "bytes": self.bytes, "blocks": c.depth, "hidden_size": c.hidden_size,
+            "heads": c.num_heads, "patch_size": c.patch_size, "token_side": self.token_side(),
+            "min_tokens": self.least_tokens(), "max_tokens": self.most_tokens,
         })
     }
 }

@@ -28,7 +28,7 @@ const HEADER: usize = 8 + 32 + 32;
 const SUFFIX: &str = ".kv";
 
 /// Name of a page.
-pub type Key = [u8; 32];
+pub(crate) type Key = [u8; 32];
 
 /// The name of the states at the end of a page.
 pub(crate) fn state_key(page: &Key) -> Key {

@@ -68,7 +68,7 @@ impl ApiError {
     }
 
     /// A field that nq does not support (400).
-    pub fn unsupported(param: &str, why: &str) -> Self {
+    pub(crate) fn unsupported(param: &str, why: &str) -> Self {
         ApiError {
             code: Some("unsupported_parameter"),
             ..ApiError::field(param, why)
@@ -89,7 +89,7 @@ impl ApiError {
     }
 
     /// The client lacks access (401 or 403).
-    pub fn denied(status: u16, message: impl Into<String>, code: &'static str) -> Self {
+    pub(crate) fn denied(status: u16, message: impl Into<String>, code: &'static str) -> Self {
         let kind = match status {
             401 => "authentication_error",
             _ => "permission_error",
@@ -101,7 +101,7 @@ impl ApiError {
     }
 
     /// A request that is too large, too slow or of the wrong kind: `status` says which.
-    pub fn bounds(status: u16, message: impl Into<String>) -> Self {
+    pub(crate) fn bounds(status: u16, message: impl Into<String>) -> Self {
         ApiError::new(status, "invalid_request_error", message)
     }
 
@@ -115,7 +115,7 @@ impl ApiError {
     }
 
     /// The server has too much to do at present (503).
-    pub fn busy(message: impl Into<String>) -> Self {
+    pub(crate) fn busy(message: impl Into<String>) -> Self {
         ApiError {
             code: Some("busy"),
             retry_after: Some(Duration::from_secs(5)),

@@ -2,12 +2,13 @@
 
 use crate::engine::{Answers, Client, Event, Finish, Refused, Request};
 use crate::error::ApiError;
+use crate::images::SeenImage;
 use crate::model::ServedModel;
 use crate::names::Names;
 use nq_answers::grammar::{Conformant, Format, Start};
 use nq_answers::output::{ContentTokens, Piece, Reader, ReaderOptions};
 use nq_answers::{Constraint, ThinkingBudget};
-use nq_runtime::{LogitBias, SamplingParams, TokenLogprobs};
+use nq_runtime::{LogitBias, PlacedImage, SamplingParams, TokenLogprobs};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,6 +17,12 @@ use std::time::Instant;
 pub struct Generation {
     /// The prompts, at least one.
     pub prompts: Vec<Vec<u32>>,
+    /// The images of the first prompt.
+    pub images: Vec<SeenImage>,
+    /// Index of the first token of each.
+    pub places: Vec<usize>,
+    /// The images as the text model reads them, once `encode` was called.
+    pub encoded: Vec<PlacedImage>,
     /// Number of answers to each prompt.
     pub n: usize,
     /// How tokens are chosen.
@@ -46,9 +53,12 @@ pub struct Generation {
 
 impl Generation {
     /// One answer to no prompt yet, with the model's own settings.
-    pub fn of(model: &ServedModel) -> Self {
+    pub(crate) fn of(model: &ServedModel) -> Self {
         Generation {
             prompts: Vec::new(),
+            images: Vec::new(),
+            places: Vec::new(),
+            encoded: Vec::new(),
             n: 1,
             sampling: model.sampling(),
             bias: LogitBias::default(),
@@ -66,6 +76,28 @@ impl Generation {
             },
             schemas: Vec::new(),
         }
+    }
+
+    /// Has the model's tower make rows of the images, until `stop` says so: slow work, beside which the engine's goes on.
+    ///
+    /// # Errors
+    /// An image that cannot be decoded, by its place; errors of the tower.
+    pub(crate) fn encode(
+        &mut self,
+        model: &ServedModel,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<(), ApiError> {
+        let Some(sight) = model.sight() else {
+            return Ok(());
+        };
+        let both = self.images.iter().zip(&self.places);
+        let placed = both.map(|(seen, &at)| match sight.rows(&seen.image, stop) {
+            Ok(image) => Ok(PlacedImage { at, image }),
+            Err(nq_answers::Error::Runtime(e)) => Err(e.into()),
+            Err(e) => Err(ApiError::field(&seen.place, e.to_string())),
+        });
+        self.encoded = placed.collect::<Result<_, ApiError>>()?;
+        Ok(())
     }
 }
 
@@ -249,6 +281,10 @@ pub fn start(
     };
     let request = |index: usize| Request {
         prompt: scored(index).0.to_vec(),
+        images: match index < n {
+            true => generation.encoded.clone(),
+            false => Vec::new(),
+        },
         sampling: generation.sampling,
         stream: (index % n) as u64,
         bias: generation.bias.clone(),
@@ -338,7 +374,7 @@ fn constraint(
 
 impl AnswerStream {
     /// The next event; `None` once all answers have ended.
-    pub async fn next(&mut self) -> Option<Output> {
+    pub(crate) async fn next(&mut self) -> Option<Output> {
         while self.choices.iter().any(|c| !c.over) {
             let (index, event) = self.answers.next().await?;
             if let Some(output) = self.take(index, event) {
@@ -349,7 +385,7 @@ impl AnswerStream {
     }
 
     /// Token counts so far.
-    pub fn usage(&self) -> Usage {
+    pub(crate) fn usage(&self) -> Usage {
         Usage {
             reasoning: self
                 .choices

@@ -11,6 +11,7 @@ pub mod engine;
 pub mod error;
 pub mod generation;
 pub mod http;
+pub mod images;
 pub mod metrics;
 pub mod model;
 pub mod models;
@@ -19,7 +20,7 @@ pub mod prefix;
 pub mod protocol;
 pub mod reading;
 pub mod room;
-pub mod scheduler;
+pub(crate) mod scheduler;
 
 pub use about::About;
 pub use disk::{ModelPages, PageStore};

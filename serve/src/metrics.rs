@@ -187,7 +187,7 @@ impl Metrics {
     }
 
     /// Counts a refused request.
-    pub fn refuse(&self, reason: &'static str) {
+    pub(crate) fn refuse(&self, reason: &'static str) {
         self.refused.get_or_create(&Reason { reason }).inc();
     }
 

@@ -1,9 +1,9 @@
 //! A model that is served: its text side and its engine.
 
-use crate::about::About;
+use crate::about::{About, AboutTower};
 use crate::engine::{Engine, EngineOptions};
 use crate::error::ApiError;
-use nq_answers::ModelText;
+use nq_answers::{ModelText, Sight};
 use nq_formats::{Checkpoint, Task};
 use nq_runtime::embedding::EmbeddingTexts;
 use nq_runtime::rerank::Reranker;
@@ -27,6 +27,7 @@ pub struct ModelParts {
     reads: Reads,
     engine: Engine,
     about: About,
+    sight: Option<Sight>,
 }
 
 /// What a model can compute from a text besides a continuation.
@@ -74,6 +75,7 @@ impl ServedModel {
         let engine = Engine::start(open, text.vocab(), options)?;
         let about = About {
             device: Some(device),
+            tower: None,
             ..About::of(checkpoint, &name, text.template(), engine.spec().ctx)
         };
         let parts = ModelParts {
@@ -83,6 +85,7 @@ impl ServedModel {
             text,
             sampling,
             engine,
+            sight: None,
         };
         Ok(ServedModel {
             name,
@@ -207,6 +210,20 @@ impl ServedModel {
         &self.about
     }
 
+    /// How it sees, if it does.
+    pub fn sight(&self) -> Option<&Sight> {
+        self.sight.as_ref()
+    }
+
+    /// Has it see images, by a tower that is described.
+    pub fn set_sight(&mut self, sight: Sight, tower: AboutTower) {
+        // Nobody has it yet under another name.
+        if let Some(parts) = Arc::get_mut(&mut self.parts) {
+            parts.about.tower = Some(tower);
+            parts.sight = Some(sight);
+        }
+    }
+
     /// Notes that its weights were quantized to so many bits when they were loaded.
     pub fn quantized_at_load(&mut self, bits: Option<u32>) {
         // Nobody has it yet under another name.
@@ -217,7 +234,7 @@ impl ServedModel {
 }
 
 /// A message with additional fields for the template.
-pub fn message(role: &str, content: String, extra: Map<String, Value>) -> Message {
+pub fn message(role: &str, content: impl Into<Value>, extra: Map<String, Value>) -> Message {
     Message {
         role: role.to_owned(),
         content: content.into(),

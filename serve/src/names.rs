@@ -23,7 +23,7 @@ impl Names {
 
     /// An error of reading a prompt: the words of one that is longer than anybody counts are those of one that is
     /// too long.
-    pub fn read(self, error: nq_runtime::Error, ctx: usize) -> ApiError {
+    pub(crate) fn read(self, error: nq_runtime::Error, ctx: usize) -> ApiError {
         match error {
             nq_runtime::Error::TooLong { at_least, .. } => self.full(at_least, ctx, " or more"),
             error => error.into(),
@@ -32,7 +32,7 @@ impl Names {
 
     /// A prompt that does not fit, in the words that clients look for: on these, they shorten a conversation.
     fn full(self, prompt: usize, ctx: usize, more: &str) -> ApiError {
-        let of = match self.prompt {
+        let noun = match self.prompt {
             "messages" => "messages",
             _ => "prompt",
         };
@@ -41,8 +41,8 @@ impl Names {
             param: Some(self.prompt.to_owned()),
             overflow: Some((prompt as u32, ctx as u32 - 1)),
             ..ApiError::invalid(format!(
-                "This model's maximum context length is {ctx} tokens. However, your {of} resulted in {prompt} \
-                 tokens{more}. Please reduce the length of the {of}: at least one token is for the answer."
+                "This model's maximum context length is {ctx} tokens. However, your {noun} resulted in {prompt} \
+                 tokens{more}. Please reduce the length of the {noun}: at least one token is for the answer."
             ))
         }
     }

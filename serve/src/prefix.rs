@@ -35,7 +35,7 @@ struct SequenceEntry {
 
 /// The part of a prompt that a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeldPrefix {
+pub(crate) struct HeldPrefix {
     /// The slot.
     pub slot: usize,
     /// Number of tokens that can be taken over.
@@ -44,7 +44,7 @@ pub struct HeldPrefix {
 
 /// Sequences by their tokens.
 #[derive(Debug, Default)]
-pub struct PrefixTree {
+pub(crate) struct PrefixTree {
     roots: HashMap<u64, usize>,
     nodes: Vec<Node>,
     free: Vec<usize>,
@@ -55,7 +55,7 @@ pub struct PrefixTree {
 impl PrefixTree {
     /// Puts the sequence in `slot`, with `tokens`, into the tree of `salt`, replacing the slot's previous
     /// entry. If it is `kept`, [`PrefixTree::oldest`] may return it.
-    pub fn insert(&mut self, salt: u64, tokens: &[u32], slot: usize, kept: bool) {
+    pub(crate) fn insert(&mut self, salt: u64, tokens: &[u32], slot: usize, kept: bool) {
         self.remove(slot);
         let mut at = match self.roots.get(&salt) {
             Some(&root) => root,
@@ -98,7 +98,7 @@ impl PrefixTree {
     }
 
     /// Marks the sequence in `slot` as just used.
-    pub fn touch(&mut self, slot: usize) {
+    pub(crate) fn touch(&mut self, slot: usize) {
         self.clock += 1;
         if let Some(entry) = self.entries.get_mut(&slot) {
             entry.used = self.clock;
@@ -106,13 +106,13 @@ impl PrefixTree {
     }
 
     /// The slot with the longest beginning of `tokens`.
-    pub fn peek(&self, salt: u64, tokens: &[u32]) -> Option<HeldPrefix> {
+    pub(crate) fn peek(&self, salt: u64, tokens: &[u32]) -> Option<HeldPrefix> {
         self.best(salt, tokens, |_, common| common)
     }
 
     /// The slot whose sequence another one with `tokens` can go on from at the greatest length: that is
     /// `reach(slot, common)`, at most `common`, if the two have `common` tokens in common.
-    pub fn best(
+    pub(crate) fn best(
         &self,
         salt: u64,
         tokens: &[u32],
@@ -173,7 +173,7 @@ impl PrefixTree {
     }
 
     /// Removes the sequence in `slot`; false if there is none.
-    pub fn remove(&mut self, slot: usize) -> bool {
+    pub(crate) fn remove(&mut self, slot: usize) -> bool {
         let Some(entry) = self.entries.remove(&slot) else {
             return false;
         };
@@ -184,7 +184,7 @@ impl PrefixTree {
 
     /// Kept sequences that are beginnings of `tokens`, and so redundant beside a sequence of these
     /// tokens.
-    pub fn beginnings(&self, salt: u64, tokens: &[u32]) -> Vec<usize> {
+    pub(crate) fn beginnings(&self, salt: u64, tokens: &[u32]) -> Vec<usize> {
         let mut found = Vec::new();
         let Some(&root) = self.roots.get(&salt) else {
             return found;
@@ -206,7 +206,7 @@ impl PrefixTree {
 
     /// The kept slot to give up next, except `spared`: the least recently used; with several salts, of a
     /// salt with more than half of all kept tokens, if there is one.
-    pub fn oldest(&self, spared: Option<usize>) -> Option<usize> {
+    pub(crate) fn oldest(&self, spared: Option<usize>) -> Option<usize> {
         let mut tokens: HashMap<u64, usize> = HashMap::new();
         for entry in self.entries.values().filter(|e| e.kept) {
             *tokens.entry(entry.salt).or_default() += entry.len;
@@ -222,7 +222,7 @@ impl PrefixTree {
     }
 
     /// Number of kept sequences, and of their tokens.
-    pub fn kept(&self) -> (usize, usize) {
+    pub(crate) fn kept(&self) -> (usize, usize) {
         let kept = self.entries.values().filter(|e| e.kept);
         kept.fold((0, 0), |(n, tokens), e| (n + 1, tokens + e.len))
     }
@@ -406,14 +406,14 @@ mod tests {
                     list.insert(slot, (salt, tokens));
                 }
                 _ => {
-                    let of = |(s, held): &(u64, Vec<u32>)| {
+                    let shared = |(s, held): &(u64, Vec<u32>)| {
                         if *s == salt { common(held, &tokens) } else { 0 }
                     };
-                    let longest = list.values().map(of).max().unwrap_or(0);
+                    let longest = list.values().map(shared).max().unwrap_or(0);
                     let found = tree.peek(salt, &tokens);
                     assert_eq!(found.map_or(0, |f| f.len), longest);
                     if let Some(found) = found {
-                        assert_eq!(of(&list[&found.slot]), longest);
+                        assert_eq!(shared(&list[&found.slot]), longest);
                     }
                 }
             }

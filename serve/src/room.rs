@@ -1,7 +1,10 @@
 //! How the memory that is free for sequences is divided: among models and, within one, between keys and values and
 //! snapshots of recurrences' states.
 
+use nq_formats::human_bytes;
 use nq_kernels::pages::PAGE;
+use nq_runtime::{DeviceMemory, SessionSpec};
+use std::fmt;
 
 /// Slots that keep sequences for later prompts, per request in progress; and where each takes a state of fixed size,
 /// which is large.
@@ -23,13 +26,13 @@ pub fn slots(parallel: usize, recurrent: bool) -> usize {
 
 /// What a session takes, in bytes.
 #[derive(Clone, Copy, Debug)]
-pub struct SessionBytes {
+struct SessionBytes {
     /// A page of keys and values.
-    pub page: u64,
+    page: u64,
     /// A snapshot of a sequence's states; 0 without recurrences.
-    pub snapshot: u64,
+    snapshot: u64,
     /// The states of all slots.
-    pub states: u64,
+    states: u64,
 }
 
 /// What decides how much a model's sequences get.
@@ -43,6 +46,8 @@ pub struct Wanted {
     pub ctx: Option<usize>,
     /// See [`Wanted::ctx`].
     pub trained: usize,
+    /// Bytes that others will take of a computer's memory: images.
+    pub beside: u64,
     /// Models that share the memory.
     pub models: u64,
     /// Requests at once.
@@ -51,22 +56,22 @@ pub struct Wanted {
 
 /// What a model's sequences get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+struct Room {
     /// Bytes that all models may use.
-    pub usable: u64,
+    usable: u64,
     /// Bytes for this one's keys and values, if no others are given.
-    pub share: u64,
+    share: u64,
     /// Snapshots.
-    pub snapshots: u64,
+    snapshots: u64,
     /// Pages.
-    pub pages: usize,
+    pages: usize,
     /// Positions of a sequence.
-    pub ctx: usize,
+    ctx: usize,
 }
 
 impl Room {
     /// Divides `free` bytes, of a GPU or of the computer, which has other uses for its memory.
-    pub fn new(free: u64, on_gpu: bool, bytes: SessionBytes, wanted: Wanted) -> Self {
+    fn new(free: u64, on_gpu: bool, bytes: SessionBytes, wanted: Wanted) -> Self {
         let usable = if on_gpu { free / 10 * 9 } else { free / 5 * 2 };
         let share = (usable / wanted.models).saturating_sub(bytes.states);
         let snapshots = match (bytes.snapshot, wanted.state_memory) {
@@ -99,6 +104,163 @@ impl Room {
     }
 }
 
+/// The session in which a model serves.
+#[derive(Clone, Copy, Debug)]
+pub struct ServedSession {
+    /// Its size.
+    pub spec: SessionSpec,
+    /// Bytes of its pages and states, and of those of a drafter.
+    pub bytes: u64,
+}
+
+impl ServedSession {
+    /// Plans the number and length of sequences, the pages and the snapshots of sessions that are otherwise as `least`, of an
+    /// engine that takes what `engine` says ([`Engine::device_memory`](nq_runtime::Engine::device_memory)), beside sessions of
+    /// a drafter, which take what `drafts` says.
+    ///
+    /// # Errors
+    /// [`RoomError`] for a sequence that does not fit, for sizes in `wanted` that are no use or not there, and for an engine
+    /// that does not say what memory a session takes.
+    pub fn plan(
+        engine: impl Fn(&SessionSpec) -> Option<DeviceMemory>,
+        least: &SessionSpec,
+        drafts: impl Fn(&SessionSpec) -> DeviceMemory,
+        wanted: Wanted,
+    ) -> Result<Self, RoomError> {
+        let spec = |ctx: usize, pages: usize, snapshots: usize| SessionSpec {
+            ctx,
+            pages: Some(pages),
+            snapshots: Some(snapshots),
+            ..*least
+        };
+        let memory = |spec: &SessionSpec| engine(spec).ok_or(RoomError::Unknown);
+        let bytes = |pages: usize, snapshots: usize| {
+            let spec = spec(PAGE, pages, snapshots);
+            // A drafter has a page for each.
+            Ok((memory(&spec)?.kv + drafts(&spec).kv) as u64)
+        };
+        let one = bytes(1, 0)?;
+        let (page, snapshot) = (bytes(2, 0)? - one, bytes(1, 1)? - one);
+        let bytes = SessionBytes {
+            page,
+            snapshot,
+            states: one - page,
+        };
+        let whole = spec(wanted.ctx.unwrap_or(wanted.trained), 1, 0);
+        let device = memory(&whole)?;
+        let on_gpu = !device.on_host;
+        let free = match on_gpu {
+            true => (device.free).saturating_sub(device.scratch + drafts(&whole).scratch),
+            false => device
+                .free
+                .saturating_sub(usize::try_from(wanted.beside).unwrap_or(usize::MAX)),
+        } as u64;
+        let room = Room::new(free, on_gpu, bytes, wanted);
+        room.check(free, on_gpu, bytes, wanted)?;
+        let snapshots = usize::try_from(room.snapshots).unwrap_or(usize::MAX);
+        Ok(ServedSession {
+            spec: spec(room.ctx, room.pages, snapshots),
+            bytes: page * room.pages as u64 + bytes.states + room.snapshots * snapshot,
+        })
+    }
+}
+
+impl Room {
+    /// Refuses room that is too little for a sequence, and sizes in `wanted` that are no use or not there.
+    fn check(
+        &self,
+        free: u64,
+        on_gpu: bool,
+        bytes: SessionBytes,
+        wanted: Wanted,
+    ) -> Result<(), RoomError> {
+        let less = |given: &u64| (1..bytes.snapshot).contains(given);
+        if let Some(given) = wanted.state_memory.filter(less) {
+            return Err(RoomError::Useless(format!(
+                "--state-memory: a state takes {}, and {} are there for it: nothing could be drafted, and no \
+                 prompt kept; 0 asks for that, and a larger one helps",
+                human_bytes(bytes.snapshot),
+                human_bytes(given)
+            )));
+        }
+        let short = |needed, free, help| {
+            let help = Some(help);
+            Err(RoomError::Short { needed, free, help })
+        };
+        let pages = self.ctx.div_ceil(PAGE);
+        if self.pages < pages || self.pages == 0 {
+            let one = bytes.page * pages.max(1) as u64;
+            let room = wanted.kv_memory.unwrap_or(self.share);
+            let what = format!(
+                "a sequence of {} tokens takes {} of keys and values, and {} are there for them: a \
+                 smaller --ctx or a larger --kv-memory helps",
+                self.ctx.max(PAGE),
+                human_bytes(one),
+                human_bytes(room)
+            );
+            return match wanted.kv_memory {
+                Some(_) => Err(RoomError::Useless(what)),
+                None => short(one, room, what),
+            };
+        }
+        if let Some(given) = wanted.kv_memory.filter(|&given| given > free && !on_gpu) {
+            let what = format!(
+                "--kv-memory: {} are free on this machine",
+                human_bytes(free)
+            );
+            return short(given, free, what);
+        }
+        if let Some(given) = wanted.state_memory.filter(|&given| given > self.usable) {
+            let what = format!(
+                "--state-memory: {} are free for it",
+                human_bytes(self.usable)
+            );
+            return short(given, self.usable, what);
+        }
+        Ok(())
+    }
+}
+
+/// Why there is no room for a model's sequences.
+#[derive(Debug)]
+pub enum RoomError {
+    /// The engine does not say what memory a session takes.
+    Unknown,
+    /// A size that was given is too small to be of use.
+    Useless(String),
+    /// Memory is short.
+    Short {
+        /// Bytes that are needed.
+        needed: u64,
+        /// Bytes that are there.
+        free: u64,
+        /// What it is that does not fit, with a remedy, if one is known.
+        help: Option<String>,
+    },
+}
+
+impl fmt::Display for RoomError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RoomError::Unknown => {
+                f.write_str("the device does not say what memory a session takes")
+            }
+            RoomError::Useless(what) => f.write_str(what),
+            RoomError::Short {
+                help: Some(help), ..
+            } => f.write_str(help),
+            RoomError::Short { needed, free, .. } => write!(
+                f,
+                "this needs {} of memory, and {} are free",
+                human_bytes(*needed),
+                human_bytes(*free)
+            ),
+        }
+    }
+}
+
+impl std::error::Error for RoomError {}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,6 +271,7 @@ mod tests {
         state_memory: None,
         ctx: None,
         trained: 40_960,
+        beside: 0,
         models: 1,
         parallel: 4,
     };

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// Whether a request may begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Admission {
+pub(crate) enum Admission {
     /// It may begin now.
     Now,
     /// It must wait for a reason of its own: others may begin before it.
@@ -24,7 +24,7 @@ pub enum Admission {
 
 /// Waiting requests, by client. `K` identifies a client, `R` a request.
 #[derive(Debug)]
-pub struct Queue<K, R> {
+pub(crate) struct Queue<K, R> {
     waiting: HashMap<K, VecDeque<R>>,
     /// Clients with waiting requests, the next one first.
     turns: VecDeque<K>,
@@ -41,7 +41,7 @@ impl<K, R> Default for Queue<K, R> {
 
 impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
     /// Appends a request to its client's queue.
-    pub fn push(&mut self, client: K, request: R) {
+    pub(crate) fn push(&mut self, client: K, request: R) {
         self.of(client).push_back(request);
     }
 
@@ -61,7 +61,7 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
     }
 
     /// Removes a request that no longer waits; false if it was not in the queue.
-    pub fn remove(&mut self, client: K, request: R) -> bool {
+    pub(crate) fn remove(&mut self, client: K, request: R) -> bool {
         let Some(queue) = self.waiting.get_mut(&client) else {
             return false;
         };
@@ -77,7 +77,7 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
 
     /// The next request that `admit` lets begin: the first admitted one of the client whose turn it is,
     /// otherwise of the next client. The client is then the last in turn.
-    pub fn next(&mut self, mut admit: impl FnMut(R) -> Admission) -> Option<R> {
+    pub(crate) fn next(&mut self, mut admit: impl FnMut(R) -> Admission) -> Option<R> {
         for turn in 0..self.turns.len() {
             let client = self.turns[turn];
             let waiting = self.waiting.get(&client).into_iter().flatten();
@@ -98,19 +98,14 @@ impl<K: Copy + Eq + std::hash::Hash, R: Copy + Eq> Queue<K, R> {
     }
 
     /// Number of waiting requests.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.waiting.values().map(VecDeque::len).sum()
-    }
-
-    /// True if no request waits.
-    pub fn is_empty(&self) -> bool {
-        self.waiting.is_empty()
     }
 }
 
 /// Rows of prompts in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
+pub(crate) struct Rows {
     /// Rows for prompts that must be cut.
     pub some: usize,
     /// Most rows for a prompt that fits whole, which then gets all of them.
@@ -119,7 +114,7 @@ pub struct Rows {
 
 /// Divides rows among prompts with `wanted` rows left each, in the order they came: half of `some`
 /// for the first, the others for the shortest, which gets all its rows if that finishes it.
-pub fn share(rows: Rows, wanted: &[usize]) -> Vec<usize> {
+pub(crate) fn share(rows: Rows, wanted: &[usize]) -> Vec<usize> {
     let mut shares = vec![0; wanted.len()];
     let mut shortest: Vec<usize> = (0..wanted.len()).collect();
     shortest.sort_by_key(|&i| wanted[i]);
@@ -142,7 +137,7 @@ pub fn share(rows: Rows, wanted: &[usize]) -> Vec<usize> {
 
 /// Estimates how many rows of prompts fit a time, learned from past steps.
 #[derive(Clone, Debug)]
-pub struct Pace {
+pub(crate) struct Pace {
     /// Seconds for rows of prompts.
     prompts: FittedLine,
     /// Seconds for a step without prompts.
@@ -152,7 +147,7 @@ pub struct Pace {
 
 /// How long prompts may delay others.
 #[derive(Clone, Copy, Debug)]
-pub struct PaceLimits {
+pub(crate) struct PaceLimits {
     /// Longest time that decoding requests wait for a prompt to be computed whole.
     pub to_finish: Duration,
     /// Longest step of prompts alone: new and cancelled requests are not noticed for as long.
@@ -169,7 +164,7 @@ const STEPS: f64 = 1.8;
 
 impl Pace {
     /// An estimate before any step.
-    pub fn new(limits: PaceLimits) -> Self {
+    pub(crate) fn new(limits: PaceLimits) -> Self {
         Pace {
             prompts: FittedLine::default(),
             decode: None,
@@ -178,7 +173,7 @@ impl Pace {
     }
 
     /// Learns from a step that took `took`, with `decoding` sequences and `rows` rows of prompts.
-    pub fn learn(&mut self, took: Duration, decoding: usize, rows: usize) {
+    pub(crate) fn learn(&mut self, took: Duration, decoding: usize, rows: usize) {
         let took = took.as_secs_f64();
         let decode = self.decode.unwrap_or(0.0);
         match (decoding, rows) {
@@ -197,7 +192,7 @@ impl Pace {
     /// Rows of prompts for the next step beside `decoding` sequences: those that take less than two of
     /// their steps, and those that finish within [`PaceLimits::to_finish`]; cutting so short a
     /// prompt would delay others for longer.
-    pub fn rows(&self, decoding: usize) -> Rows {
+    pub(crate) fn rows(&self, decoding: usize) -> Rows {
         let within = |seconds: f64| self.prompts.within(seconds).unwrap_or(0);
         let some = match decoding {
             0 => within(self.limits.alone.as_secs_f64()),
@@ -211,7 +206,7 @@ impl Pace {
 
     /// Estimated time until a request of `rows` rows and `tokens` tokens would finish:
     /// for telling a client when to try again.
-    pub fn estimate(&self, rows: usize, tokens: usize) -> Duration {
+    pub(crate) fn estimate(&self, rows: usize, tokens: usize) -> Duration {
         let rows = self.prompts.at(rows as f64).unwrap_or(0.0);
         let decode = self.decode.unwrap_or(0.0) * tokens as f64;
         Duration::from_secs_f64((rows + decode).clamp(0.0, 3600.0))
@@ -289,7 +284,7 @@ mod tests {
             order.push(next);
         }
         assert_eq!(order, [0, 10, 20, 1, 11, 2, 3, 4]);
-        assert!(queue.is_empty());
+        assert_eq!(queue.len(), 0);
     }
 
     #[test]

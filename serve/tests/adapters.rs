@@ -4,13 +4,17 @@ use crate::common::{self, COMPLETIONS, Running, demo, load, named, with};
 use nq_formats::adapter::{Adapter, Lora};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, Tensor, TensorEntry, Weight, WeightStore};
+use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
-use nq_runtime::{AppliedAdapter, DeviceChoice, Engine, LoadOptions};
-use nq_serve::{EngineOptions, HttpLimits, Models, Security};
+use nq_model::Dims;
+
+use nq_runtime::{AppliedAdapter, DeviceChoice, Engine, LoadOptions, Session, Speculation};
+use nq_serve::{EngineOptions, HttpLimits, Models, OpenDrafts, PageStore, Security};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 const RANK: usize = 4;
 
@@ -41,7 +45,7 @@ impl WeightStore for Merged {
         self.base.store().vector(name, len)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> nq_formats::Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> nq_formats::Result<Weight> {
         match self.matrices.get(name) {
             Some(weight) => Ok(weight.clone()),
             None => self.base.store().matrix(name, dims),
@@ -68,10 +72,10 @@ fn adapter(folder: &Path, seed: usize) -> Merged {
     let (mut tensors, mut matrices) = (Vec::new(), BTreeMap::new());
     for layer in 0..c.num_hidden_layers {
         for linear in c.layer(layer).matrices() {
-            let (name, (rows, cols)) = (linear.name(layer), linear.dims(&c));
+            let (name, Dims { rows, cols }) = (linear.name(layer), linear.dims(&c));
             let seed = seed + tensors.len();
             let (a, b) = (values(seed, RANK * cols), values(seed + 1, rows * RANK));
-            let mut merged = match base.store().matrix(&name, (rows, cols)).unwrap() {
+            let mut merged = match base.store().matrix(&name, Dims::new(rows, cols)).unwrap() {
                 Weight::Dense(t) => t.to_f32().unwrap(),
                 other => panic!("{}", other.scheme_name()),
             };
@@ -243,6 +247,47 @@ fn what_was_computed_with_an_adapter_is_kept_for_that_adapter() {
     ] {
         assert_eq!(cached(&more) > 0, shared, "{more}: the first time");
         assert!(cached(&more) > 0, "{more}: the second time");
+    }
+}
+
+/// Prompts of some pages come from a disk after a restart, and drafts that are not the adapter's are checked with it.
+#[test]
+fn texts_are_the_same_after_a_restart_and_with_drafts() {
+    let folder = tempfile::tempdir().unwrap();
+    let [one, two] = ["one", "two"].map(|name| folder.path().join(name));
+    adapter(&one, 1);
+    adapter(&two, 1000);
+    let prompt = PROMPTS.map(|p| p.repeat(3)).join(" ");
+    let asked = [json!({}), json!({"model": "one"}), json!({"model": "two"})];
+    let texts = |server: &Running| {
+        let answers = asked.iter().map(|more| text_of(server, &prompt, more));
+        answers.map(|a| text(&a).to_owned()).collect::<Vec<_>>()
+    };
+    let plain = EngineOptions {
+        prefix_cache: false,
+        ..EngineOptions::default()
+    };
+    let expected = texts(&adapted(&one, &two, plain));
+    assert!(expected[0] != expected[1] && expected[1] != expected[2]);
+    for restarted in [false, true] {
+        let store = PageStore::open(&folder.path().join("pages"), 1 << 30, Arc::new(())).unwrap();
+        let drafts = |_: &mut dyn Session| Ok(Speculation::ngram().always());
+        let options = EngineOptions {
+            disk: Some(store.of_model(b"demo")),
+            drafts: Some(OpenDrafts::new(drafts, Arc::new(()))),
+            ..EngineOptions::default()
+        };
+        let server = adapted(&one, &two, options);
+        assert_eq!(texts(&server), expected, "restarted: {restarted}");
+        let engine = server.model.engine();
+        assert!(engine.metrics().drafted_tokens.get() > 0);
+        let restored = engine.metrics().restored_tokens.get() as usize;
+        let least = if restarted { asked.len() * PAGE } else { 0 };
+        assert!(
+            restored >= least && (restored > 0) == restarted,
+            "{restored}"
+        );
+        engine.close(Duration::from_secs(10));
     }
 }
 

@@ -434,7 +434,7 @@ fn schemas_of_popular_clients_are_served() {
         json!({"type": "object", "properties": {"r": r}, "required": ["r"],
             "$defs": {"Kind": {"enum": ["a", "b"], "type": "string"}}})
     };
-    let of = |r: Value| json!({"type": "object", "properties": {"r": r}, "required": ["r"]});
+    let required = |r: Value| json!({"type": "object", "properties": {"r": r}, "required": ["r"]});
     for (schema, fits) in [
         (
             record(json!({"type": "string"})),
@@ -454,7 +454,7 @@ fn schemas_of_popular_clients_are_served() {
             r.as_object().unwrap().keys().all(|k| k.starts_with('x'))
         }),
         (
-            of(
+            required(
                 json!({"type": "array", "items": {"enum": [1]}, "uniqueItems": true, "maxItems": 2}),
             ),
             |r| r.is_array(),
@@ -468,7 +468,9 @@ fn schemas_of_popular_clients_are_served() {
         assert!(fits(&value["r"]), "{schema}: {value}");
     }
     // The pattern, and why.
-    let response = ask(&of(json!({"type": "string", "pattern": "^(?!\\.)a$"})));
+    let response = ask(&required(
+        json!({"type": "string", "pattern": "^(?!\\.)a$"}),
+    ));
     let (_, _, message) = response.error();
     assert!(
         message.contains("(?!\\.)") && message.contains("look-around"),

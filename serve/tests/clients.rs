@@ -217,7 +217,7 @@ fn images_in_results_become_words_and_those_of_users_are_refused() {
     let response = server.post(RESPONSES, &with(base(RESPONSES), &asked));
     assert_eq!(
         (response.status, response.error().0),
-        (400, "input[0].content[0].type".into())
+        (400, "input[0].content[0]".into())
     );
 
     let used = json!({"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "w", "input": {}}]});
@@ -311,7 +311,9 @@ fn lists_of_prompts_are_answered_one_by_one() {
         assert_eq!(both["choices"][i]["index"], i);
         assert_eq!(text(&both, i), text(one, 0));
     }
-    let sum = |of: &str| once["usage"][of].as_u64().unwrap() + twice["usage"][of].as_u64().unwrap();
+    let sum = |field: &str| {
+        once["usage"][field].as_u64().unwrap() + twice["usage"][field].as_u64().unwrap()
+    };
     assert_eq!(both["usage"]["prompt_tokens"], sum("prompt_tokens"));
     let lists = ask(json!([[1, 2], [3]]), json!({"max_tokens": 2}));
     assert_eq!(lists["choices"].as_array().unwrap().len(), 2);

@@ -1,12 +1,9 @@
 //! Kept sequences that cannot be cut everywhere: prompts that share a part of them get the same answers.
 
-#[path = "../../runtime/load/tests/common/cut.rs"]
-mod cut;
-
 use crate::common;
-use cut::Cut;
-use nq_runtime::{DraftedBy, KvType, Session, SessionSpec};
+use nq_runtime::{KvType, Session};
 use nq_serve::{Engine, EngineOptions, Event, Finish, PageStore, Request};
+use nq_testkit::sessions::{Cut, session_spec};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,20 +12,8 @@ fn engine(every: usize, options: EngineOptions) -> Engine {
     let model = common::load();
     let vocab = model.config().vocab_size;
     let open = Box::new(move || {
-        let session = model.session(SessionSpec {
-            slots: 5,
-            ctx: 700,
-            pages: None,
-            kv: KvType::F16,
-            max_rows: 128,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
-        })?;
-        Ok(Box::new(Cut {
-            session,
-            every,
-            short: Arc::default(),
-        }) as Box<dyn Session>)
+        let session = model.session(session_spec(5, 700, KvType::F16, 128))?;
+        Ok(Box::new(Cut::new(session, every)) as Box<dyn Session>)
     });
     Engine::start(open, vocab, options).unwrap()
 }

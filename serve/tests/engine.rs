@@ -3,12 +3,10 @@
 
 use nq_answers::Constraint;
 use nq_runtime::interface::Draft;
-use nq_runtime::{
-    Chunk, DraftedBy, Drafter, Error, KvType, Logits, Observer, Result, Session, SessionSpec,
-    Speculation,
-};
+use nq_runtime::{Drafter, Error, KvType, Result, Session, Speculation};
 use nq_serve::engine::{Failure, Refused};
 use nq_serve::{Answers, Client, Engine, EngineOptions, Event, Finish, OpenDrafts, Request};
+use nq_testkit::sessions::{self, FakeSession, greedy, session_spec};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -32,113 +30,17 @@ struct Log {
     opened: AtomicUsize,
 }
 
-struct Fake {
-    spec: SessionSpec,
-    step: Duration,
-    sequences: Vec<Vec<u32>>,
-    logits: Vec<f32>,
-    log: Arc<Log>,
-    /// Sequences can be cut only at multiples of this, and where they end.
-    every: usize,
-}
-
 /// Logits that change with any change of `tokens`; the two harmful tokens are never the best.
 fn logits_after(tokens: &[u32]) -> Vec<f32> {
-    let mix = |h: u64, x: u64| (h ^ x).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
-    let hash = tokens.iter().fold(1, |h, &t| mix(h, u64::from(t) + 1));
-    (0..VOCAB as u64)
-        .map(|i| match i as u32 {
-            NAN | PANIC => -1e9,
-            _ => (mix(hash, i + 7) >> 40) as f32 / (1 << 22) as f32,
-        })
-        .collect()
+    let mut logits = sessions::logits_after(tokens, VOCAB);
+    logits[NAN as usize] = -1e9;
+    logits[PANIC as usize] = -1e9;
+    logits
 }
 
 /// The answer that the fake gives to a prompt by itself.
 fn expected(prompt: &[u32], n: usize) -> Vec<u32> {
-    let mut tokens = prompt.to_vec();
-    for _ in 0..n {
-        let logits = logits_after(&tokens);
-        let best = (0..VOCAB)
-            .max_by(|&a, &b| logits[a].total_cmp(&logits[b]))
-            .unwrap();
-        tokens.push(best as u32);
-    }
-    tokens.split_off(prompt.len())
-}
-
-impl Session for Fake {
-    fn spec(&self) -> SessionSpec {
-        self.spec
-    }
-
-    fn len(&self, slot: usize) -> usize {
-        self.sequences[slot].len()
-    }
-
-    fn truncate(&mut self, slot: usize, len: usize) -> usize {
-        let len = self.reach(slot, len);
-        self.sequences[slot].truncate(len);
-        self.sequences[slot].len()
-    }
-
-    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
-        let len = self.reach(from, len);
-        self.sequences[to] = self.sequences[from][..len].to_vec();
-        Ok(len)
-    }
-
-    fn reach(&self, slot: usize, len: usize) -> usize {
-        match len < self.sequences[slot].len() {
-            true => len / self.every * self.every,
-            false => self.sequences[slot].len(),
-        }
-    }
-
-    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
-        unreachable!("only logits are asked for")
-    }
-
-    fn exact_rows(&self) -> usize {
-        8
-    }
-
-    fn forward(
-        &mut self,
-        chunks: &[Chunk<'_>],
-        _: Option<&mut dyn Observer>,
-    ) -> Result<Logits<'_>> {
-        std::thread::sleep(self.step);
-        let rows: usize = chunks.iter().map(|c| c.tokens.len()).sum();
-        self.log.rows.fetch_add(rows, Ordering::Relaxed);
-        self.log.most.fetch_max(rows, Ordering::Relaxed);
-        assert!(rows <= self.spec.max_rows);
-        assert!(
-            chunks.iter().all(|c| !c.tokens.contains(&PANIC)),
-            "a panic as asked"
-        );
-        let bad = |c: &&Chunk<'_>| c.tokens.contains(&NAN);
-        if chunks.iter().any(|c| bad(&c)) {
-            return Err(Error::NotFinite {
-                what: "output",
-                layer: 0,
-            });
-        }
-        self.logits.clear();
-        for c in chunks {
-            let wanted = c.logits.rows(c.tokens.len());
-            for (row, &token) in c.tokens.iter().enumerate() {
-                self.sequences[c.slot].push(token);
-                if wanted.contains(&row) {
-                    self.logits.extend(logits_after(&self.sequences[c.slot]));
-                }
-            }
-        }
-        Ok(Logits {
-            data: &self.logits,
-            vocab: VOCAB,
-        })
-    }
+    greedy(prompt, n, logits_after)
 }
 
 fn engine(step_ms: u64, options: EngineOptions) -> (Engine, Arc<Log>) {
@@ -148,26 +50,29 @@ fn engine(step_ms: u64, options: EngineOptions) -> (Engine, Arc<Log>) {
 /// An engine whose session's sequences can be cut only at multiples of `every` tokens.
 fn engine_cut_at(every: usize, step_ms: u64, options: EngineOptions) -> (Engine, Arc<Log>) {
     let log = Arc::new(Log::default());
-    let spec = SessionSpec {
-        slots: options.parallel + 4,
-        ctx: 400,
-        pages: None,
-        kv: KvType::F16,
-        max_rows: 64,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
+    let spec = session_spec(options.parallel + 4, 400, KvType::F16, 64);
     let of_session = Arc::clone(&log);
     let open = Box::new(move || {
         of_session.opened.fetch_add(1, Ordering::Relaxed);
-        Ok(Box::new(Fake {
-            spec,
-            step: Duration::from_millis(step_ms),
-            sequences: vec![Vec::new(); spec.slots],
-            logits: Vec::new(),
-            log: Arc::clone(&of_session),
-            every,
-        }) as Box<dyn Session>)
+        let log = Arc::clone(&of_session);
+        let mut session = FakeSession::new(spec, VOCAB, logits_after);
+        (session.every, session.exact_rows) = (every, 8);
+        session.before = Box::new(move |chunks| {
+            std::thread::sleep(Duration::from_millis(step_ms));
+            let rows = chunks.iter().map(|c| c.tokens.len()).sum();
+            log.rows.fetch_add(rows, Ordering::Relaxed);
+            log.most.fetch_max(rows, Ordering::Relaxed);
+            let has = |token| chunks.iter().any(|c| c.tokens.contains(&token));
+            assert!(!has(PANIC), "a panic as asked");
+            match has(NAN) {
+                true => Err(Error::NotFinite {
+                    what: "output",
+                    layer: 0,
+                }),
+                false => Ok(()),
+            }
+        });
+        Ok(Box::new(session) as Box<dyn Session>)
     });
     (Engine::start(open, VOCAB, options).unwrap(), log)
 }

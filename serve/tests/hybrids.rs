@@ -3,11 +3,11 @@
 use nq_formats::synth;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
-use nq_model::{Delta, ModelConfig, Rope, RopeScaling, find};
-use nq_runtime::{
-    ActivationChoice, DeviceChoice, DraftedBy, KvType, LoadOptions, LogitBias, SessionSpec,
-};
+use nq_model::ModelConfig;
+use nq_runtime::{ActivationChoice, DeviceChoice, KvType, LoadOptions, LogitBias, SessionSpec};
 use nq_serve::{Engine, EngineOptions, Event, Finish, PageStore, Request};
+use nq_testkit::models::{delta, rope, tiny};
+use nq_testkit::sessions::session_spec;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,35 +21,15 @@ const ANSWER: usize = 12;
 /// A small model with recurrences in three of four layers.
 fn config() -> ModelConfig {
     ModelConfig {
-        architecture: find(|a| a.gguf, "qwen35").unwrap(),
         hidden_size: 96,
         intermediate_size: 160,
-        experts: None,
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads: 6,
-            key_dim: 16,
-            value_dim: 16,
-            conv: 4,
-            interval: 4,
-            tiled: false,
-        }),
+        delta: Some(delta(6, 16, 4)),
         num_hidden_layers: 5,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 32,
         vocab_size: VOCAB as usize,
-        max_position_embeddings: 4096,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(8),
-            scaling: RopeScaling::None,
-        },
-        tie_word_embeddings: false,
-        mtp_layers: 0,
+        rope: rope(1e7, Some(8)),
         eos_token_ids: vec![300],
-        dtype: None,
+        ..tiny("qwen35")
     }
 }
 
@@ -66,13 +46,8 @@ fn engine(snapshots: Option<usize>, engine_options: EngineOptions) -> Engine {
     let model = nq_load::load(&config, made.store(), &options, &()).unwrap();
     let open = Box::new(move || {
         model.session(SessionSpec {
-            slots: 8,
-            ctx: 2000,
-            pages: None,
-            kv: KvType::F32,
-            max_rows: 700,
             snapshots,
-            drafts: DraftedBy::Nothing,
+            ..session_spec(8, 2000, KvType::F32, 700)
         })
     });
     Engine::start(open, config.vocab_size, engine_options).unwrap()
@@ -271,7 +246,7 @@ fn random_conversations_get_the_answers_of_each_alone() {
     let mut talks: Vec<Vec<Vec<u32>>> = vec![vec![systems[0].clone()], vec![systems[1].clone()]];
     for step in 0..60 {
         let mut prompts = Vec::new();
-        let mut of = Vec::new();
+        let mut turns = Vec::new();
         for _ in 0..1 + below(3) {
             let at = below(talks.len());
             let mut talk = talks[at].clone();
@@ -286,14 +261,14 @@ fn random_conversations_get_the_answers_of_each_alone() {
             }
             talk.push(turn(1000 + step, 5 + below(120)));
             prompts.push(chat(&talk));
-            of.push(talk);
+            turns.push(talk);
         }
         if below(4) == 0 {
             let request = Request::new(prompts[0].clone(), 200);
             drop(cached.submit(vec![request]).unwrap());
         }
         let found = ask_all(&cached, &prompts);
-        for ((prompt, mut talk), (answer, reused)) in prompts.iter().zip(of).zip(found) {
+        for ((prompt, mut talk), (answer, reused)) in prompts.iter().zip(turns).zip(found) {
             assert!(reused < prompt.len());
             assert_eq!(answer, ask(&plain, prompt).0, "step {step}");
             let last = talk.last_mut().unwrap();

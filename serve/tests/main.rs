@@ -11,6 +11,7 @@ mod engine;
 mod hostile;
 mod http;
 mod hybrids;
+mod images;
 mod load;
 mod models;
 mod ollama;

@@ -213,8 +213,8 @@ fn aliases_name_models_and_pinned_ones_stay() {
     for name in ["a", "b"] {
         models.add(name, Box::new(Demo(name, Arc::clone(&memory))));
     }
-    for (alias, of) in [("a", "b"), ("gpt", "nothing")] {
-        assert!(models.alias(alias, of).is_err(), "{alias} of {of}");
+    for (alias, model) in [("a", "b"), ("gpt", "nothing")] {
+        assert!(models.alias(alias, model).is_err(), "{alias} of {model}");
     }
     models.alias("gpt-5", "b").unwrap();
     models.alias("anthropic/claude", "b").unwrap();
@@ -225,14 +225,14 @@ fn aliases_name_models_and_pinned_ones_stay() {
     let server = Running::all(models, other, Security::default(), HttpLimits::default());
     assert_eq!(server.json(CHAT, &chat("gpt-5", 3))["model"], "b");
     let list = server.get("/v1/models").json();
-    let of = |key: &str| -> Vec<Value> {
+    let values = |key: &str| -> Vec<Value> {
         let data = list["data"].as_array().unwrap();
         data.iter().map(|m| m[key].clone()).collect()
     };
-    assert_eq!(of("id"), ["a", "b", "gpt-5", "anthropic/claude"]);
-    assert_eq!(of("root"), ["a", "b", "b", "b"]);
-    assert_eq!(of("loaded"), [false, true, true, true]);
-    assert_eq!(of("pinned"), [false, true, true, true]);
+    assert_eq!(values("id"), ["a", "b", "gpt-5", "anthropic/claude"]);
+    assert_eq!(values("root"), ["a", "b", "b", "b"]);
+    assert_eq!(values("loaded"), [false, true, true, true]);
+    assert_eq!(values("pinned"), [false, true, true, true]);
     let one = server.get("/v1/models/anthropic/claude").json();
     assert_eq!(
         (&one["id"], &one["max_model_len"]),

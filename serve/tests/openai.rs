@@ -2,6 +2,7 @@
 
 use crate::common::{self, CHAT, Running, beginning, user};
 use nq_serve::{HttpLimits, Security};
+use nq_testkit::sessions::session_spec;
 use serde_json::{Value, json};
 
 fn chat(content: &str) -> Value {
@@ -301,7 +302,7 @@ fn what_is_wrong_is_named() {
         ),
         (
             json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}),
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url.url",
         ),
     ] {
         let (found, code, _) = refused(with(chat("x"), more.clone()));
@@ -496,15 +497,7 @@ fn a_model_without_a_template_serves_completions() {
         ..nq_runtime::LoadOptions::default()
     };
     let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &()).unwrap();
-    let spec = nq_runtime::SessionSpec {
-        slots: 2,
-        ctx: 256,
-        pages: None,
-        kv: nq_runtime::KvType::F16,
-        max_rows: 64,
-        snapshots: None,
-        drafts: nq_runtime::DraftedBy::Nothing,
-    };
+    let spec = session_spec(2, 256, nq_runtime::KvType::F16, 64);
     let options = nq_serve::EngineOptions {
         parallel: 2,
         ..nq_serve::EngineOptions::default()

@@ -3,8 +3,10 @@
 use crate::common::{self, Running, demo};
 use nq_formats::{Checkpoint, Files};
 use nq_runtime::rerank::Reranker;
-use nq_runtime::{DraftedBy, Encoder, SessionSpec, Tokenizer};
+use nq_runtime::{Encoder, Tokenizer};
 use nq_serve::{EngineOptions, HttpLimits, Models, Security};
+use nq_testkit::compare::cosine;
+use nq_testkit::sessions::session_spec;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -32,11 +34,6 @@ fn vectors(answer: &Value) -> Vec<Vec<f64>> {
     let data = answer["data"].as_array().unwrap();
     let numbers = |d: &Value| serde_json::from_value(d["embedding"].clone()).unwrap();
     data.iter().map(numbers).collect()
-}
-
-fn cosine(a: &[f64], b: &[f64]) -> f64 {
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
 
 #[test]
@@ -205,15 +202,7 @@ fn documents_are_scored_and_sorted() {
     }
     let tokens: usize = prompts.iter().map(Vec::len).sum();
     assert_eq!(answer["usage"]["prompt_tokens"], tokens);
-    let session = common::load().session(SessionSpec {
-        slots: 1,
-        ctx: 1024,
-        pages: None,
-        kv: nq_runtime::KvType::F16,
-        max_rows: 1024,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    });
+    let session = common::load().session(session_spec(1, 1024, nq_runtime::KvType::F16, 1024));
     let mut encoder = Encoder::new(session.unwrap(), reranker.row());
     let mut scores = Vec::new();
     let mut each = |_, logits: &[f32]| {

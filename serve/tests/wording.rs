@@ -138,7 +138,7 @@ fn errors_name_fields_that_requests_have() {
         (
             MESSAGES,
             json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]}),
-            "messages[0].content[1].type",
+            "messages[0].content[1].source",
         ),
         (
             RESPONSES,

@@ -5,20 +5,21 @@ mod events;
 mod local;
 mod remote;
 
+pub use local::LocalModel;
 pub use nq_answers::End;
 pub use remote::Remote;
 
 use super::Overflow;
 use anyhow::Context;
 use local::Local;
-use nq_answers::ModelText;
+use nq_answers::images::message_with_images;
 use nq_runtime::thinking::Part;
-use nq_runtime::{Message, SamplingParams, Session, Speculation, Stats};
+use nq_runtime::{Message, SamplingParams, Stats};
 use std::sync::atomic::AtomicBool;
 
 /// Settings that a user may change between turns.
 #[derive(Clone, Debug)]
-pub struct ChatSettings {
+pub(crate) struct ChatSettings {
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Most tokens in an answer; `None`: as many as the context holds.
@@ -34,7 +35,7 @@ pub struct ChatSettings {
 }
 
 /// An event while an answer is generated.
-pub enum ChatEvent<'e> {
+pub(crate) enum ChatEvent<'e> {
     /// A piece of text.
     Piece(Part, &'e str),
     /// A note for the user.
@@ -43,7 +44,7 @@ pub enum ChatEvent<'e> {
 
 /// An answer.
 #[derive(Clone, Debug)]
-pub struct Turn {
+pub(crate) struct Turn {
     /// The thinking, without its tags.
     pub thinking: String,
     /// The answer.
@@ -55,7 +56,7 @@ pub struct Turn {
 }
 
 /// Receives the events of an answer.
-pub type OnEvent<'e> = dyn FnMut(ChatEvent<'_>) -> anyhow::Result<()> + 'e;
+pub(crate) type OnEvent<'e> = dyn FnMut(ChatEvent<'_>) -> anyhow::Result<()> + 'e;
 
 /// Generates answers: a model in this process, or a server.
 trait Answerer {
@@ -83,18 +84,20 @@ trait Answerer {
 pub struct Chat {
     system: Option<String>,
     messages: Vec<Message>,
+    /// Files of images that go with the next message.
+    attached: Vec<Vec<u8>>,
     /// Settings.
     pub settings: ChatSettings,
 }
 
 impl Chat {
     /// The system prompt.
-    pub fn system(&self) -> Option<&str> {
+    pub(crate) fn system(&self) -> Option<&str> {
         self.system.as_deref()
     }
 
     /// Sets or removes the system prompt.
-    pub fn set_system(&mut self, system: Option<String>) {
+    pub(crate) fn set_system(&mut self, system: Option<String>) {
         self.system = system;
     }
 
@@ -104,9 +107,15 @@ impl Chat {
         system.chain(self.messages.iter().cloned()).collect()
     }
 
+    /// Has the bytes of an image's file go with the next message.
+    pub(crate) fn attach(&mut self, image: Vec<u8>) {
+        self.attached.push(image);
+    }
+
     /// Removes all messages but the system prompt.
     pub fn clear(&mut self) {
         self.messages.clear();
+        self.attached.clear();
     }
 
     /// Replaces all messages; a system message at the start becomes the system prompt.
@@ -145,23 +154,16 @@ impl Chat {
 }
 
 /// A chat and its answerer.
-pub struct Conversation<'m> {
+pub(crate) struct Conversation<'m> {
     /// The chat.
     pub chat: Chat,
     answerer: Box<dyn Answerer + 'm>,
 }
 
 impl<'m> Conversation<'m> {
-    /// An empty conversation in slot 0 of `session`, whose answers `drafts` drafts; `raw`: without the model's template.
-    pub fn new(
-        text: &'m ModelText,
-        raw: bool,
-        (session, drafts): (Box<dyn Session>, Option<Speculation>),
-        system: Option<String>,
-        settings: ChatSettings,
-    ) -> Self {
-        let local = Local::new(text, raw, session, drafts);
-        Conversation::with(Box::new(local), system, settings)
+    /// An empty conversation in slot 0 of a session of `model`.
+    pub fn new(model: LocalModel<'m>, system: Option<String>, settings: ChatSettings) -> Self {
+        Conversation::with(Box::new(Local::new(model)), system, settings)
     }
 
     /// An empty conversation with a server's model.
@@ -178,6 +180,7 @@ impl<'m> Conversation<'m> {
             chat: Chat {
                 system,
                 messages: Vec::new(),
+                attached: Vec::new(),
                 settings,
             },
             answerer,
@@ -185,21 +188,21 @@ impl<'m> Conversation<'m> {
     }
 
     /// Number of tokens in the cache, and how many fit.
-    pub fn context(&self) -> (usize, usize) {
+    pub(crate) fn context(&self) -> (usize, usize) {
         self.answerer.context()
     }
 
     /// Why the setting of this name would have no effect here.
-    pub fn refuses(&self, setting: &str) -> Option<&'static str> {
+    pub(crate) fn refuses(&self, setting: &str) -> Option<&'static str> {
         self.answerer.refuses(setting)
     }
 
     /// True if the model gets texts without a template.
-    pub fn is_raw(&self) -> bool {
+    pub(crate) fn is_raw(&self) -> bool {
         self.answerer.is_raw()
     }
 
-    /// Adds a user's message and answers it. If that fails, the message is not kept.
+    /// Adds a user's message, with the images that are attached, and answers it. If that fails, the message is not kept.
     ///
     /// # Errors
     /// A context too small for the message; errors of the template, the sampler and the
@@ -210,10 +213,13 @@ impl<'m> Conversation<'m> {
         interrupt: &AtomicBool,
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<Turn> {
-        self.chat.messages.push(Message::new("user", text));
+        let message = message_with_images(&self.chat.attached, text)?;
+        self.chat.messages.push(message);
+        let attached = std::mem::take(&mut self.chat.attached);
         let turn = self.answerer.answer(&mut self.chat, interrupt, on_event);
         if turn.is_err() {
             self.chat.messages.pop();
+            self.chat.attached = attached;
         }
         turn
     }
@@ -222,7 +228,7 @@ impl<'m> Conversation<'m> {
     ///
     /// # Errors
     /// If there is none; otherwise errors of [`Conversation::ask`], and the previous answer stays.
-    pub fn regenerate(
+    pub(crate) fn regenerate(
         &mut self,
         interrupt: &AtomicBool,
         on_event: &mut OnEvent<'_>,

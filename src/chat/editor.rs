@@ -43,7 +43,7 @@ impl ConditionalEventHandler for ClearFirst {
 }
 
 /// Completes commands, the settings of `/set` and the files of `/save` and `/load`.
-pub struct Commands {
+pub(crate) struct Commands {
     colours: bool,
 }
 
@@ -102,7 +102,7 @@ fn candidates(typed: &str) -> (usize, Vec<String>) {
             let mut names = COMMANDS.iter().map(|c| c.name);
             (start, beginning(&mut names, rest))
         }
-        "/save" | "/load" => {
+        "/save" | "/load" | "/image" => {
             let path = rest.strip_prefix("--force ").unwrap_or(rest).trim_start();
             files(typed.len() - path.len(), path)
         }

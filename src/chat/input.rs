@@ -9,15 +9,15 @@ const BLOCK: &str = "\"\"\"";
 /// Joins lines to entries: a line that ends in a backslash continues in the next one, and
 /// between two `"""` every line break is kept.
 #[derive(Debug, Default)]
-pub struct Lines {
+pub(crate) struct EntryReader {
     text: String,
     in_block: bool,
     open: bool,
 }
 
-impl Lines {
+impl EntryReader {
     /// True inside an unfinished entry.
-    pub fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.open
     }
 
@@ -73,7 +73,7 @@ impl Lines {
 
 /// A parsed entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Entry {
+pub(crate) enum Entry {
     /// Nothing was typed.
     Empty,
     /// A message, and the thinking mode that it selects with `/think` or `/no_think`.
@@ -102,6 +102,8 @@ pub enum Command {
     },
     /// Read a chat from a file, or the last one.
     Load(Option<String>),
+    /// Have an image of this file go with the next message.
+    Image(String),
     /// Show or set the system prompt.
     System(Option<String>),
     /// Show all settings, or set one.
@@ -115,7 +117,7 @@ pub enum Command {
 }
 
 /// A command in the list of `/help`.
-pub struct Listed {
+pub(crate) struct Listed {
     /// Its word.
     pub name: &'static str,
     arguments: &'static str,
@@ -139,7 +141,7 @@ const fn listed(
 }
 
 /// All commands.
-pub const COMMANDS: [Listed; 11] = [
+pub(crate) const COMMANDS: [Listed; 12] = [
     listed(
         "/help",
         "[COMMAND]",
@@ -169,6 +171,12 @@ pub const COMMANDS: [Listed; 11] = [
         "[FILE]",
         "continue a saved chat, or the last one",
         "Every chat in a terminal is kept after each answer, until the next chat's first.",
+    ),
+    listed(
+        "/image",
+        "FILE",
+        "an image that goes with the next message",
+        "PNG, JPEG, WebP, GIF or BMP; several commands for several images. /regen and saved chats have them too.",
     ),
     listed("/system", "[TEXT]", "show or set the system prompt", ""),
     listed(
@@ -207,7 +215,7 @@ pub fn settings() -> impl Iterator<Item = &'static str> {
 }
 
 /// Help for all commands, or for one, in lines of `width` columns.
-pub fn help(command: Option<&str>, width: Option<usize>) -> String {
+pub(crate) fn help(command: Option<&str>, width: Option<usize>) -> String {
     let line = |c: &Listed| {
         let call = format!("{} {}", c.name, c.arguments);
         filled(&format!("{call:<22} {}", c.does), width, 23)
@@ -258,7 +266,7 @@ pub fn parse(text: &str) -> Entry {
 
 /// A message without a final `/think` or `/no_think`, and what that selects. Other messages are
 /// returned unchanged.
-pub fn thinking_switch(text: &str) -> (&str, Option<bool>) {
+pub(crate) fn thinking_switch(text: &str) -> (&str, Option<bool>) {
     for (word, on) in [("/no_think", false), ("/think", true)] {
         match text.trim_end().strip_suffix(word) {
             Some(rest) if rest.is_empty() || rest.ends_with(char::is_whitespace) => {
@@ -303,6 +311,7 @@ fn command(word: &str, rest: &str) -> Result<Command, String> {
         },
         "/no_think" => bare(Command::Think(false, None)),
         "/load" => Ok(Command::Load((!rest.is_empty()).then(|| rest.to_owned()))),
+        "/image" => file(rest).map(Command::Image),
         "/save" => {
             let forced = rest.strip_prefix("--force");
             let path = file(forced.unwrap_or(rest).trim())?;
@@ -329,7 +338,7 @@ mod tests {
     use super::*;
 
     fn entries(lines: &[&str]) -> Vec<String> {
-        let mut reader = Lines::default();
+        let mut reader = EntryReader::default();
         lines.iter().filter_map(|l| reader.push(l)).collect()
     }
 
@@ -347,7 +356,7 @@ mod tests {
         assert_eq!(entries(&["\"\"\"", "\"\"\""]), [""]);
         assert_eq!(entries(&["\"\"\"\na\nb\n\"\"\"", "c"]), ["a\nb", "c"]);
         assert_eq!(entries(&["say \"\"\" twice"]), ["say \"\"\" twice"]);
-        let mut reader = Lines::default();
+        let mut reader = EntryReader::default();
         assert_eq!(reader.push("a\\"), None);
         assert!(reader.is_open());
         reader.clear();
@@ -367,6 +376,7 @@ mod tests {
         let check = |text, command| assert_eq!(parse(text), Entry::Command(command), "{text}");
         check("/help", Command::Help(None));
         let about = |word: &str| Command::Help(Some(word.into()));
+        check("/image ~/a b.png", Command::Image("~/a b.png".into()));
         check("/help save", about("/save"));
         check("/set --help", about("/set"));
         check("/load", Command::Load(None));

@@ -9,7 +9,7 @@ static ANSWERING: AtomicBool = AtomicBool::new(false);
 static STOP: AtomicBool = AtomicBool::new(false);
 
 /// From now on, signals stop answers first.
-pub fn install() {
+pub(crate) fn install() {
     on_signals(|| {
         if ANSWERING.load(Ordering::SeqCst) && !STOP.swap(true, Ordering::SeqCst) {
             return;
@@ -19,12 +19,12 @@ pub fn install() {
 }
 
 /// True once the current answer should stop.
-pub fn is_asked_for() -> bool {
+pub(crate) fn is_asked_for() -> bool {
     ANSWERING.load(Ordering::SeqCst) && STOP.load(Ordering::SeqCst)
 }
 
 /// While this exists, an interrupt stops the answer instead of the program.
-pub struct Answering(());
+pub(crate) struct Answering(());
 
 impl Answering {
     /// Begins an answer.
@@ -35,7 +35,7 @@ impl Answering {
     }
 
     /// A flag that is set once the answer should stop.
-    pub fn flag(&self) -> &'static AtomicBool {
+    pub(crate) fn flag(&self) -> &'static AtomicBool {
         &STOP
     }
 }

@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The kind of standard input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Input {
+pub(crate) enum StandardInput {
     /// A user types.
     Terminal,
     /// A file, a pipe or a socket: input meant to be read.
@@ -26,14 +26,14 @@ pub enum Input {
 }
 
 /// The kind of standard input.
-pub fn kind(stdin: &Stdin) -> Input {
+pub fn kind(stdin: &Stdin) -> StandardInput {
     if stdin.is_terminal() {
-        return Input::Terminal;
+        return StandardInput::Terminal;
     }
     let file = stdin.as_fd().try_clone_to_owned().map(File::from);
     match file.and_then(|f| f.metadata()).map(|m| m.file_type()) {
-        Ok(t) if t.is_file() || t.is_fifo() || t.is_socket() => Input::Text,
-        _ => Input::Nothing,
+        Ok(t) if t.is_file() || t.is_fifo() || t.is_socket() => StandardInput::Text,
+        _ => StandardInput::Nothing,
     }
 }
 
@@ -68,7 +68,7 @@ pub fn read(waiting: &str) -> anyhow::Result<String> {
 ///
 /// # Errors
 /// Errors of [`read`], naming the file.
-pub fn read_file(path: &Path) -> anyhow::Result<String> {
+pub(crate) fn read_file(path: &Path) -> anyhow::Result<String> {
     let read = || -> anyhow::Result<String> {
         let bytes = read_bounded(File::open(path)?, MOST)?;
         String::from_utf8(bytes).context("it is not UTF-8")

@@ -13,7 +13,7 @@ const RESET: &str = "\x1b[0m";
 
 /// How thinking is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Thinking {
+pub(crate) enum Thinking {
     /// Not shown.
     Hidden,
     /// Dimmed, before the answer.
@@ -25,7 +25,7 @@ pub enum Thinking {
 }
 
 /// Writes one answer.
-pub struct Printer<'a> {
+pub(crate) struct Printer<'a> {
     out: &'a mut dyn Write,
     err: &'a mut dyn Write,
     thinking: Thinking,
@@ -93,7 +93,7 @@ impl<'a> Printer<'a> {
     }
 
     /// Ends the answer's last line, if it has one.
-    pub fn finish(&mut self) -> io::Result<()> {
+    pub(crate) fn finish(&mut self) -> io::Result<()> {
         self.end_sign();
         self.leave()?;
         if self.last == Some(Part::Answer) {
@@ -108,7 +108,7 @@ impl<'a> Printer<'a> {
     }
 
     /// Makes room for a note on stderr: ends the line that a person reads. An answer that is data stays as it is.
-    pub fn before_note(&mut self) -> io::Result<()> {
+    pub(crate) fn before_note(&mut self) -> io::Result<()> {
         match (self.raw, self.last) {
             (true, Some(Part::Answer)) => self.out.flush(),
             _ => self.finish(),

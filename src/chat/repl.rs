@@ -1,14 +1,17 @@
 //! The conversation in a terminal: reads entries, runs commands, prints answers.
 
 use super::conversation::{ChatEvent, Conversation, End, Turn};
-use super::input::{Command, Entry, Lines, help, parse};
+use super::input::{Command, Entry, EntryReader, help, parse};
 use super::interrupt::Answering;
 use super::printer::{Printer, Thinking};
 use super::{Overflow, editor, report, saved};
 use crate::terminal::{INTERRUPTED, Notes, filled, has_colours, print_line, printable, say, width};
+use crate::texts::read_bounded;
 use anyhow::{Context, bail};
+use nq_pictures::Limits;
 use nq_runtime::{Engine, Error as RuntimeError, Stats, StopReason};
 use rustyline::error::ReadlineError;
+use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,7 +21,7 @@ use std::time::Duration;
 const LAST_CHAT: &str = "last_chat.json";
 
 /// A conversation and its display settings.
-pub struct Repl<'m> {
+pub(crate) struct Repl<'m> {
     /// The conversation.
     pub conversation: Conversation<'m>,
     /// The engine, if the model runs in this process.
@@ -39,7 +42,7 @@ pub struct Repl<'m> {
 
 /// Which figures follow an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Figures {
+pub(crate) enum Figures {
     /// None.
     Quiet,
     /// The number of tokens and their rate.
@@ -50,7 +53,7 @@ pub enum Figures {
 
 /// Sums over all answers of a process.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Totals {
+pub(crate) struct Totals {
     /// The last answer.
     last: Option<(Stats, End)>,
     /// Read bandwidth of the memory with the weights, in bytes per second, measured once: on a busy machine
@@ -82,7 +85,7 @@ fn note(err: &mut dyn Write, text: &str) -> io::Result<()> {
 
 /// What to do after an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flow {
+pub(crate) enum Flow {
     /// Read the next entry.
     Continue,
     /// Quit.
@@ -92,7 +95,7 @@ pub enum Flow {
 impl Repl<'_> {
     /// Answers one message and prints the answer; the message may switch thinking on or off. With
     /// `json`, stdout gets one object at the end instead of the text.
-    pub fn answer_once(
+    pub(crate) fn answer_once(
         &mut self,
         text: &str,
         switch: Option<bool>,
@@ -134,7 +137,7 @@ impl Repl<'_> {
                 path.display()
             ));
         }
-        let mut lines = Lines::default();
+        let mut lines = EntryReader::default();
         let mut interrupted = false;
         let code = loop {
             let prompt = if lines.is_open() { "... " } else { ">>> " };
@@ -208,7 +211,7 @@ impl Repl<'_> {
     }
 
     /// Executes an entry. Answers go to `out`, everything else to `err`.
-    pub fn handle(
+    pub(crate) fn handle(
         &mut self,
         entry: &str,
         out: &mut dyn Write,
@@ -255,6 +258,14 @@ impl Repl<'_> {
                 self.show_messages(err)?;
                 note(err, &format!("{n} messages from {}", path.display()))?;
             }
+            Entry::Command(Command::Image(path)) => {
+                let path = saved::at_home(&path);
+                self.attach(&path)?;
+                note(
+                    err,
+                    &format!("{} goes with the next message", path.display()),
+                )?;
+            }
             Entry::Command(Command::System(None)) => match self.conversation.chat.system() {
                 Some(text) => writeln!(err, "{text}")?,
                 None => note(err, "there is no system prompt")?,
@@ -278,6 +289,22 @@ impl Repl<'_> {
             Entry::Command(Command::Stats) => self.show_stats(err)?,
         }
         Ok(Flow::Continue)
+    }
+
+    /// Has the image in a file go with the next message.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no image or exceeds the limits; `--raw`.
+    pub(crate) fn attach(&mut self, path: &Path) -> anyhow::Result<()> {
+        if self.conversation.is_raw() {
+            bail!("--raw reads no images");
+        }
+        let limits = Limits::default();
+        let file = File::open(path).and_then(|file| read_bounded(file, limits.bytes as u64));
+        let bytes = file.with_context(|| path.display().to_string())?;
+        nq_pictures::header(&bytes, &limits).with_context(|| path.display().to_string())?;
+        self.conversation.chat.attach(bytes);
+        Ok(())
     }
 
     /// Interprets an entry: for a model without a template, everything but commands is text.
@@ -334,8 +361,9 @@ impl Repl<'_> {
         match self.figures {
             Figures::Quiet => {}
             Figures::Brief => {
-                let context = self.conversation.context();
-                note(err, &report::brief(&turn.stats, turn.end, context))?;
+                let (used, capacity) = self.conversation.context();
+                let line = report::brief(&turn.stats, turn.end, used, capacity);
+                note(err, &line)?;
             }
             Figures::All => {
                 let line = self.all_figures(&turn.stats, turn.end);
@@ -367,7 +395,14 @@ impl Repl<'_> {
         for message in self.conversation.chat.messages() {
             let text = message.text();
             match message.role.as_str() {
-                "user" => writeln!(err, ">>> {text}")?,
+                "user" => {
+                    let images = message
+                        .content
+                        .as_array()
+                        .map_or(0, |parts| parts.len() - 1);
+                    let images = "[image] ".repeat(images);
+                    writeln!(err, ">>> {images}{text}")?;
+                }
                 "assistant" => {
                     // As a template does, which strips the thinking.
                     let answer = text.rsplit("</think>").next().unwrap_or(text).trim();

@@ -6,8 +6,8 @@ use nq_runtime::{Stats, StopReason};
 /// Share of the context from which the line after an answer says how full it is.
 const FULL: f64 = 0.5;
 
-/// The line after an answer. `context`: tokens in the cache, and how many fit.
-pub fn brief(stats: &Stats, end: End, (used, capacity): (usize, usize)) -> String {
+/// The line after an answer; `used` tokens of `capacity` that fit are in the cache.
+pub(crate) fn brief(stats: &Stats, end: End, used: usize, capacity: usize) -> String {
     let mut line = format!("{} tokens", stats.tokens);
     if let Some(rate) = stats.tokens_per_second() {
         line += &format!(", {rate:.1} tok/s");
@@ -105,7 +105,7 @@ mod tests {
             drafted.contains(", 1.50 drafted tokens accepted per step (6 of 10);"),
             "{drafted}"
         );
-        let short = |used| brief(&stats, most, (used, 100));
+        let short = |used| brief(&stats, most, used, 100);
         assert_eq!(short(49), "11 tokens, 5.0 tok/s; ended by --max-tokens");
         assert_eq!(
             short(63),

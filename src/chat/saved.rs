@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 const MOST: u64 = 64_000_000;
 
 /// `path` with a `~` at its start replaced by the user's home, as a shell does.
-pub fn at_home(path: &str) -> PathBuf {
+pub(crate) fn at_home(path: &str) -> PathBuf {
     let home = std::env::var_os("HOME").filter(|h| !h.is_empty());
     match (path.strip_prefix('~'), home) {
         (Some(rest), Some(home)) if rest.is_empty() || rest.starts_with('/') => {
@@ -26,7 +26,12 @@ pub fn at_home(path: &str) -> PathBuf {
 ///
 /// # Errors
 /// A file that exists already, unless forced; errors of writing.
-pub fn save(path: &Path, force: bool, model: &str, messages: &[Message]) -> anyhow::Result<()> {
+pub(crate) fn save(
+    path: &Path,
+    force: bool,
+    model: &str,
+    messages: &[Message],
+) -> anyhow::Result<()> {
     if path.exists() && !force {
         bail!("{} exists: /save --force overwrites it", path.display());
     }

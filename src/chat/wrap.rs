@@ -11,7 +11,7 @@ const FENCE: &str = "```";
 
 /// Wraps lines. Every character is shown at once: if the word that it belongs to turns out to be too long for
 /// its line, the word is taken back and begins the next line.
-pub struct Wrap {
+pub(crate) struct Wrap {
     /// Columns per line; `None` does not wrap.
     width: Option<usize>,
     /// Columns before the word.
@@ -64,7 +64,7 @@ impl Wrap {
     }
 
     /// Returns the rest, at the end of the text.
-    pub fn finish(&mut self) -> String {
+    pub(crate) fn finish(&mut self) -> String {
         self.word.clear();
         self.column = 0;
         self.fence = false;

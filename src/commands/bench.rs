@@ -1,5 +1,6 @@
 //! `nq bench`: tokens per second beside the machine's measured bandwidth.
 
+mod image;
 mod text;
 
 use super::synth::parse_preset;
@@ -7,22 +8,22 @@ use crate::adapters;
 use crate::at_load;
 use crate::draft::DraftFrom;
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
+use crate::machine;
 use crate::model::{self, ToRun};
 use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use nq_cpu::{BandwidthBuffer, Cpu};
-use nq_evals::BenchRow;
 use nq_evals::bench::{self, BenchSpec, Machine};
+use nq_evals::{BenchRow, Record};
 use nq_formats::adapter::Lora;
 use nq_formats::synth;
 use nq_formats::trellis::Code;
 use nq_formats::{Bits, Checkpoint, Progress, nq};
 use nq_load::device::Device;
 use nq_model::Preset;
-use nq_quantize::mix;
-use nq_quantize::{Codes, Schemes};
+use nq_quantize::{Codes, Recipe};
 use nq_runtime::{Engine, EngineKind, KvType, LoadOptions, SamplingParams, Tokenizer};
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -34,7 +35,7 @@ use std::process::ExitCode;
 /// Flags of `nq bench`.
 #[derive(Args, Debug)]
 #[command(allow_negative_numbers = true)]
-pub struct BenchArgs {
+pub(crate) struct BenchArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: Qwen/Qwen3-0.6B]
     #[arg(conflicts_with = "preset")]
     pub model: Option<OsString>,
@@ -75,9 +76,16 @@ pub struct BenchArgs {
     /// Show time, bandwidth and calls per operation
     #[arg(long)]
     pub breakdown: bool,
+    /// Write the figures, with the machine and hashes of the model's files, to this file, as others can use them
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
     /// Skip the chat test
     #[arg(long)]
     pub no_chat: bool,
+    /// Also measure an image of this size, such as 1024x1024: its pixels, its encoding, the first token behind it, and
+    /// decoding
+    #[arg(long, value_name = "WxH", conflicts_with_all = ["preset", "text", "engine"], value_parser = image::parse)]
+    pub image: Option<image::ImageSize>,
     /// Bits of the KV cache: 8, 16 or 32 [default: 16; 32 for candle, which supports no other]
     #[arg(long, value_parser = parse_kv)]
     pub kv: Option<KvType>,
@@ -127,7 +135,7 @@ impl BenchArgs {
 
 /// Engines by their command-line names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum EngineArg {
+pub(crate) enum EngineArg {
     /// nq's own
     Nq,
     /// candle-transformers, the baseline, in a build with the feature `candle`
@@ -194,6 +202,8 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let device = Device::choose(global.device)?;
     let spec = args.spec(device);
+    let tower = (args.image).map(|_| image::tower(&model, args, device, global, &terminal));
+    let tower = tower.transpose()?;
     let options = LoadOptions {
         engine: match args.engine {
             EngineArg::Nq => EngineKind::Nq,
@@ -225,11 +235,43 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
         let row = streaming(engine, tokenizer, &sampling, &spec, machine, &terminal)?;
         rows.push(row);
     }
-    show(&model, engine, machine, rows, global, &terminal)
+    if let Some((size, tower)) = args.image.zip(tower) {
+        rows.push(image::measure(
+            size,
+            tower.as_ref(),
+            engine,
+            &spec,
+            machine,
+            &terminal,
+        )?);
+    }
+    show(args, &model, engine, machine, rows, global, &terminal)
 }
 
-/// Prints rows; a row above the machine's limit makes the exit code 1.
+/// What `--record` says of how the figures were measured.
+fn protocol(args: &BenchArgs) -> String {
+    let mut kind = if args.text.is_some() {
+        " --text".to_owned()
+    } else {
+        String::new()
+    };
+    if let Some(size) = args.image {
+        kind = format!(" --image {size}");
+    }
+    format!(
+        "nq bench{kind} -p {} -n {} --depth {} --batch {} --repeats {}, keys and values {}",
+        args.prompt_tokens,
+        args.gen_tokens,
+        args.depth,
+        args.batch,
+        args.repeats,
+        args.kv()
+    )
+}
+
+/// Prints rows and writes the record that is wanted; a row above the machine's limit makes the exit code 1.
 fn show(
+    args: &BenchArgs,
     model: &BenchModel,
     engine: &dyn Engine,
     machine: Machine<'_>,
@@ -242,6 +284,15 @@ fn show(
         print_line(&serde_json::to_string_pretty(&rows)?)?;
     } else {
         print_line(&table(model, engine, machine, &rows))?;
+    }
+    if let Some(path) = &args.record {
+        let of_model =
+            machine::record_model(&model.name, &model.codes, &model.checkpoint, terminal)?;
+        let record = Record {
+            speed: rows.clone(),
+            ..machine::record(protocol(args), vec![of_model])
+        };
+        machine::write_record(path, &record)?;
     }
     let failed = rows.iter().filter_map(|r| r.measurement_error.as_ref());
     let failures = failed.inspect(|why| terminal.note(&format!("measurement error: {why}")));
@@ -305,14 +356,15 @@ fn open(args: &BenchArgs, global: &Global, terminal: &Terminal) -> anyhow::Resul
         });
     };
     let layers = preset.config().num_hidden_layers;
-    random(preset, layers, (codes(args)?, args.simple), 0)
+    random(preset, layers, codes(args)?, args.simple, 0)
 }
 
 /// Random weights of a preset with so many layers.
 fn random(
     preset: &Preset,
     layers: usize,
-    (codes, simple): (Option<Codes>, bool),
+    codes: Option<Codes>,
+    simple: bool,
     seed: u64,
 ) -> anyhow::Result<BenchModel> {
     let mut config = preset.config();
@@ -322,26 +374,25 @@ fn random(
         format!("{} of {layers} layers (random weights)", preset.name)
     };
     config.num_hidden_layers = layers;
-    let schemes = match (codes, simple) {
-        (None, _) => {
-            let checkpoint = synth::checkpoint(&name, &config, seed)?;
-            let codes = nq::called_in(&checkpoint)?;
-            return Ok(BenchModel {
-                name,
-                codes,
-                checkpoint,
-                loras: Vec::new(),
-            });
-        }
-        (Some(Codes::Integer(bits)), true) => Schemes::defaults(bits),
-        (Some(Codes::Integer(bits)), false) => mix::usual(&config, bits)?,
-        (Some(Codes::Trellis(scheme)), true) => Schemes::trellis(scheme),
-        (Some(Codes::Trellis(scheme)), false) => mix::usual_trellis(&config, scheme)?,
+    let Some(codes) = codes else {
+        let checkpoint = synth::checkpoint(&name, &config, seed)?;
+        let codes = nq::called_in(&checkpoint)?;
+        return Ok(BenchModel {
+            name,
+            codes,
+            checkpoint,
+            loras: Vec::new(),
+        });
     };
+    let recipe = Recipe {
+        simple,
+        ..codes.into()
+    };
+    let (schemes, _) = recipe.schemes(&config)?;
     schemes.check(&config)?;
-    let called = schemes.called(codes.map(Codes::bits));
-    let of = move |name: &str| schemes.of(name);
-    let checkpoint = synth::quantized_checkpoint(&name, &config, seed, of)?;
+    let called = schemes.called(Some(codes.bits()));
+    let scheme = move |name: &str| schemes.of(name);
+    let checkpoint = synth::quantized_checkpoint(&name, &config, seed, scheme)?;
     Ok(BenchModel {
         name,
         codes: called,
@@ -496,6 +547,7 @@ fn table(
             ));
         }
         notes.extend(r.drafts.as_ref().map(|d| text::line(&r.test, d)));
+        notes.extend(r.image.as_ref().map(|times| image::line(&r.test, times)));
         notes.extend(r.note.iter().map(|n| format!("{}: {n}", r.test)));
     }
     for note in notes {

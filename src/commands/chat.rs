@@ -1,12 +1,12 @@
 //! `nq chat`: a conversation in the terminal, or a single answer for a script.
 
 use crate::adapters;
-use crate::at_load::{self, at_load, longest_context};
+use crate::at_load::{self, SightBytes, at_load, sight};
 use crate::chat::Overflow;
-use crate::chat::conversation::{ChatSettings, Conversation, Remote};
+use crate::chat::conversation::{ChatSettings, Conversation, LocalModel, Remote};
 use crate::chat::input::thinking_switch;
 use crate::chat::interrupt;
-use crate::chat::piped::{self, Input};
+use crate::chat::piped::{self, StandardInput};
 use crate::chat::printer::Thinking;
 use crate::chat::repl::{Figures, Repl, Totals};
 use crate::demo;
@@ -17,7 +17,7 @@ use crate::model::{self, ToRun};
 use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;
-use nq_answers::ModelText;
+use nq_answers::{ModelText, SightOptions};
 use nq_cpu::adapter_bytes;
 use nq_formats::adapter::Lora;
 use nq_formats::{Checkpoint, Progress};
@@ -40,10 +40,10 @@ const DEFAULT_CTX: usize = 8192;
 /// Flags of `nq chat`.
 #[derive(Args, Debug)]
 #[command(allow_negative_numbers = true)]
-pub struct ChatArgs {
+pub(crate) struct ChatArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the quantized Qwen3-0.6B]
     pub model: Option<OsString>,
-    /// Talk to the model of the server at this address; MODEL is then its name there.
+    /// Talk to a model of the server at this address. MODEL is then its name there.
     /// NQ_API_KEY holds the key, if one is needed
     #[arg(
         long,
@@ -61,6 +61,9 @@ pub struct ChatArgs {
     /// Like -p, with the text of this file
     #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
     pub file: Option<PathBuf>,
+    /// An image that goes with the prompt, or with the first message; may be given several times
+    #[arg(long, value_name = "FILE", conflicts_with = "raw")]
+    pub image: Vec<PathBuf>,
     /// System prompt
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
@@ -117,10 +120,10 @@ pub struct ChatArgs {
     /// Bits of the KV cache: 8, 16 or 32
     #[arg(long, default_value = "16", value_parser = parse_kv)]
     pub kv: KvType,
-    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
-    /// the layer that Qwen3.5 and its like have for it, a smaller MODEL with the same tokenizer drafts,
-    /// eagle3:FOLDER asks an EAGLE-3 head made for the model, none turns it off [default: mtp or else ngram where
-    /// answers stay exactly the same, as on CPUs; else none]
+    /// Speculative decoding, which speeds up answers: ngram, mtp, MODEL, eagle3:FOLDER or none. With ngram, drafts come
+    /// from the text so far (prompt lookup); with mtp, from the layer that Qwen3.5 to 3.8 and Qwen3-Next have for it; with
+    /// MODEL, from a smaller model with the same tokenizer; with eagle3, from an EAGLE-3 head made for the model; none
+    /// turns it off [default: mtp or else ngram where answers stay exactly the same, as on CPUs; else none]
     #[arg(long, value_name = "FROM")]
     pub draft: Option<DraftFrom>,
     /// What to do when the context is full
@@ -137,13 +140,18 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if let Some(url) = &args.server {
         return remote(args, global, url, question, &terminal);
     }
-    let Opened {
+    let ChatModel {
         name,
         checkpoint,
         schemes,
         loras,
     } = open(args, global, &terminal)?;
+    let checkpoint = Arc::new(checkpoint);
     let config = checkpoint.config();
+    let sight = sight(&checkpoint, &global.load_options(), SightOptions::default());
+    if let (Some(_), None) = (args.image.first(), &sight) {
+        return Err(nq_answers::Error::Blind(name).into());
+    }
     let sampling = sampling(args, model::sampling(&checkpoint)?)?;
     let ctx = context_length(args.ctx, config)?;
     let tokenizer = Tokenizer::from_files(checkpoint.files())?;
@@ -161,7 +169,8 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         terminal.note("--no-think has no effect: this model's template cannot turn thinking off");
     }
     let stop = checkpoint.eos_token_ids();
-    let text = ModelText::new(tokenizer, template, stop, config.vocab_size);
+    let text =
+        ModelText::new(tokenizer, template, stop, config.vocab_size).seeing(checkpoint.vision());
     let draft = match &args.draft {
         Some(from) => DraftWeights::open(from, &checkpoint, args.bits, global.offline, &terminal)?,
         None => draft::by_default(&checkpoint, &global.load_options())?,
@@ -195,16 +204,17 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
         &checkpoint,
         schemes.as_ref(),
         &loras,
-        (&spec, &options),
+        &spec,
+        &options,
         global,
         &terminal,
     )?;
     let mut session = engine.session(spec)?;
     let device = &engine.description().device;
-    let of = args.draft.as_ref();
-    let drafts = draft::drafts(of, session.as_ref(), device, &terminal, loaded)?;
+    let asked = args.draft.as_ref();
+    let drafts = draft::drafts(asked, session.as_ref(), device, &terminal, loaded)?;
     let drafts = drafts
-        .map(|d| d.speculation(session.as_mut(), of.is_some()))
+        .map(|d| d.speculation(session.as_mut(), asked.is_some()))
         .transpose()?;
     if global.verbose {
         terminal.note(&sampling.to_string());
@@ -219,14 +229,19 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let mut repl = Repl {
         conversation: Conversation::new(
-            &text,
-            args.raw,
-            (session, drafts),
+            LocalModel {
+                name: &name,
+                text: &text,
+                sight: sight.as_ref(),
+                raw: args.raw,
+                session,
+                drafts,
+            },
             args.system.clone(),
             settings,
         ),
         engine: Some(engine.as_ref()),
-        model: name,
+        model: name.clone(),
         shown: shown_thinking(),
         hide_thinking: args.hide_thinking,
         figures: figures(args, global),
@@ -240,6 +255,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
              River (1931).",
         );
     }
+    args.image.iter().try_for_each(|path| repl.attach(path))?;
     talk(&mut repl, question, &place, ctx, global, &terminal)
 }
 
@@ -309,6 +325,7 @@ fn remote(
         folder: folder(),
     };
     let ctx = repl.conversation.context().1;
+    args.image.iter().try_for_each(|path| repl.attach(path))?;
     talk(&mut repl, question, url, ctx, global, terminal)
 }
 
@@ -328,12 +345,12 @@ fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
         None => args.prompt.clone(),
     };
     let piped = match (piped::kind(&io::stdin()), &given) {
-        (Input::Terminal, None) => return Ok(None),
-        (Input::Text, Some(_)) => piped::read(
+        (StandardInput::Terminal, None) => return Ok(None),
+        (StandardInput::Text, Some(_)) => piped::read(
             "waiting for the end of standard input, which goes with the prompt (`< /dev/null` keeps \
              it out)",
         )?,
-        (Input::Text, None) => piped::read("waiting for a prompt on standard input")?,
+        (StandardInput::Text, None) => piped::read("waiting for a prompt on standard input")?,
         _ => String::new(),
     };
     if args.raw {
@@ -354,7 +371,7 @@ fn question(args: &ChatArgs) -> anyhow::Result<Option<Question>> {
 }
 
 /// The model that answers.
-struct Opened {
+struct ChatModel {
     name: String,
     checkpoint: Checkpoint,
     /// If it is quantized at load.
@@ -363,7 +380,7 @@ struct Opened {
     loras: Vec<Lora>,
 }
 
-fn open(args: &ChatArgs, global: &Global, terminal: &Terminal) -> anyhow::Result<Opened> {
+fn open(args: &ChatArgs, global: &Global, terminal: &Terminal) -> anyhow::Result<ChatModel> {
     let (opened, bits) = match &args.model {
         Some(name) => (model::open_to_run(Some(name), global, terminal)?, args.bits),
         None => {
@@ -377,7 +394,7 @@ fn open(args: &ChatArgs, global: &Global, terminal: &Terminal) -> anyhow::Result
     let ToRun { model, beside } = opened;
     model::check_writes(&model)?;
     let (checkpoint, schemes) = at_load(model.checkpoint, bits, terminal)?;
-    Ok(Opened {
+    Ok(ChatModel {
         name: model.name,
         checkpoint,
         schemes,
@@ -390,7 +407,8 @@ fn load(
     checkpoint: &Checkpoint,
     schemes: Option<&Schemes>,
     loras: &[Lora],
-    (spec, options): (&SessionSpec, &LoadOptions),
+    spec: &SessionSpec,
+    options: &LoadOptions,
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<Arc<dyn Engine>> {
@@ -403,11 +421,14 @@ fn load(
             spec.ctx,
             human_bytes(memory.kv)
         ));
+        if let Some(images) = SightBytes::plan(checkpoint, &SightOptions::default())? {
+            terminal.note(&format!("memory: {images}, once there is an image"));
+        }
     }
     model::note_growth(checkpoint, terminal);
     let engine = adapters::load(checkpoint, loras, options, terminal)?;
     if global.verbose
-        && let Some(memory) = engine.device_memory(spec)
+        && let Some(memory) = engine.device_memory(spec).filter(|m| !m.on_host)
     {
         terminal.note(&format!(
             "memory: {} of weights on the GPU, {} for the context, {} for activations; {} free",
@@ -446,7 +467,7 @@ fn sampling(args: &ChatArgs, model: SamplingParams) -> anyhow::Result<SamplingPa
 
 /// Number of positions to reserve, at most as many as the model was trained for.
 fn context_length(asked: Option<usize>, config: &ModelConfig) -> anyhow::Result<usize> {
-    let trained = longest_context(config);
+    let trained = config.longest_context();
     match asked {
         None => Ok(trained.min(DEFAULT_CTX)),
         Some(n) if (2..=trained).contains(&n) => Ok(n),

@@ -13,6 +13,7 @@ use nq_formats::export::{
 };
 use nq_formats::gguf::BlockType;
 use nq_formats::{Checkpoint, Exactness, nq};
+use nq_model::Dims;
 use nq_model::names::{Shape, parameters};
 use nq_quantize::requantize;
 use serde_json::{Value, json};
@@ -23,7 +24,7 @@ use std::process::ExitCode;
 
 /// Flags of `nq convert`.
 #[derive(Args, Debug)]
-pub struct ConvertArgs {
+pub(crate) struct ConvertArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
     #[arg(value_name = "IN")]
     pub model: OsString,
@@ -48,7 +49,7 @@ pub struct ConvertArgs {
 
 /// Formats by their command-line names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum FormatArg {
+pub(crate) enum FormatArg {
     /// nq's own folder
     Nq,
     /// One GGUF file, for llama.cpp
@@ -72,18 +73,12 @@ impl FormatArg {
             FormatArg::Awq => ExportFormat::Awq,
         }
     }
-
-    /// Its name on the command line and in reports.
-    pub fn word(self) -> String {
-        let value = self.to_possible_value();
-        value.map_or_else(String::new, |v| v.get_name().to_owned())
-    }
 }
 
 /// GGUF tensor types by their command-line names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
-pub enum TypeArg {
+pub(crate) enum TypeArg {
     /// 32-bit floats
     F32,
     /// 16-bit floats
@@ -204,7 +199,7 @@ fn unannounced(report: &ExportReport, differences: &[Difference]) -> Option<Stri
 fn stored_scheme(checkpoint: &Checkpoint, name: &str) -> nq_formats::Result<String> {
     let all = parameters(checkpoint.config());
     let dims = all.into_iter().find_map(|(n, shape)| match shape {
-        Shape::Matrix(rows, cols) if n == name => Some((rows, cols)),
+        Shape::Matrix(rows, cols) if n == name => Some(Dims { rows, cols }),
         _ => None,
     });
     let stored = checkpoint.store().stored(name, dims.unwrap_or_default())?;
@@ -325,7 +320,7 @@ fn report_json(
     });
     json!({
         "out": args.out,
-        "format": args.format.word(),
+        "format": args.format.format().word(),
         "bits_per_weight": 8.0 * report.tensor_bytes as f64 / source.config().parameters() as f64,
         "tensor_bytes": report.tensor_bytes,
         "file_bytes": report.file_bytes,

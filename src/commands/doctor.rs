@@ -1,6 +1,7 @@
 //! `nq doctor`: a report on this machine, with remedies for problems.
 
 use crate::flags::Global;
+use crate::machine;
 use crate::model;
 use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line};
@@ -206,23 +207,14 @@ fn cpu(
     })
 }
 
-/// Buffer size of the short bandwidth measurement.
-const BANDWIDTH_BYTES: u64 = 512 << 20;
-
 fn memory(
     options: &nq_runtime::LoadOptions,
     terminal: &Terminal,
     problems: &mut Vec<Problem>,
 ) -> anyhow::Result<MemoryFindings> {
-    use nq_formats::{Progress, Unit};
     let available = system::available_memory();
-    let read_gb_s = if available.is_none_or(|a| a > 2 * BANDWIDTH_BYTES) {
-        terminal.begin("memory bandwidth", 1, Unit::Items);
-        let cpu = nq_cpu::open(options)?;
-        let measured = cpu.read_bandwidth(&cpu.bandwidth_buffer(BANDWIDTH_BYTES as usize));
-        terminal.end();
-        Some(measured.best / 1e9)
-    } else {
+    let read_gb_s = machine::read_gb_s(options, terminal)?;
+    if read_gb_s.is_none() {
         problems.push(Problem {
             problem: format!(
                 "{} of memory are free: too little to measure its bandwidth",
@@ -231,8 +223,7 @@ fn memory(
             remedy: "close other programs; Qwen3-0.6B at 4 bits needs about 1 GB, 8B about 6 GB"
                 .into(),
         });
-        None
-    };
+    }
     Ok(MemoryFindings {
         total_bytes: system::total_memory(),
         available_bytes: available,
@@ -240,32 +231,9 @@ fn memory(
     })
 }
 
-/// The NVIDIA driver's version, if one is loaded.
-fn driver() -> Option<String> {
-    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
-    let line = text.lines().next()?;
-    let version = line
-        .split_whitespace()
-        .find(|w| w.contains('.') && w.chars().all(|c| c.is_ascii_digit() || c == '.'))?;
-    Some(version.to_owned())
-}
-
-/// Names of the GPUs that the driver lists.
-fn devices() -> Vec<String> {
-    let Ok(gpus) = std::fs::read_dir("/proc/driver/nvidia/gpus") else {
-        return Vec::new();
-    };
-    let model = |path: PathBuf| {
-        let text = std::fs::read_to_string(path.join("information")).ok()?;
-        let line = text.lines().find_map(|l| l.strip_prefix("Model:"))?;
-        Some(line.trim().to_owned())
-    };
-    gpus.flatten().filter_map(|g| model(g.path())).collect()
-}
-
 fn gpu(problems: &mut Vec<Problem>) -> GpuFindings {
     let built_in = gpu::BUILT_IN;
-    let (driver, devices) = (driver(), devices());
+    let (driver, devices) = (machine::driver(), machine::devices());
     if let (Some(version), false) = (&driver, built_in) {
         problems.push(Problem {
             problem: format!(

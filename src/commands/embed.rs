@@ -23,7 +23,7 @@ const BLOCK: (usize, usize) = (256, 16 << 20);
 
 /// Flags of `nq embed`.
 #[derive(Args, Debug)]
-pub struct EmbedArgs {
+pub(crate) struct EmbedArgs {
     /// An embedding model: a folder, a hub id such as Qwen/Qwen3-Embedding-0.6B or a name from `nq list`
     pub model: OsString,
     /// Texts [default: lines of standard input]
@@ -70,8 +70,16 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let mut out = VectorOutput::create(args.out.as_deref(), dimensions)?;
     let mut session = Session::new(&checkpoint, Row::Hidden, &args.read, global, &terminal)?;
     let begun = Instant::now();
-    let reading = (&mut lines, &texts, &purpose);
-    let (count, tokens) = match write_all(args, reading, &mut session, &mut out, &terminal) {
+    let written = write_all(
+        args,
+        &mut lines,
+        &texts,
+        &purpose,
+        &mut session,
+        &mut out,
+        &terminal,
+    );
+    let (count, tokens) = match written {
         Ok(counts) => counts,
         Err(e) => return Err(out.left(e)),
     };
@@ -86,7 +94,9 @@ pub fn run(args: &EmbedArgs, global: &Global) -> anyhow::Result<ExitCode> {
 /// Embeds all lines and writes the vectors; returns the number of texts and of their tokens.
 fn write_all(
     args: &EmbedArgs,
-    (lines, texts, purpose): (&mut Lines, &EmbeddingTexts, &Purpose),
+    lines: &mut Lines,
+    texts: &EmbeddingTexts,
+    purpose: &Purpose,
     session: &mut Session,
     out: &mut VectorOutput,
     terminal: &Terminal,

@@ -1,5 +1,7 @@
 //! `nq eval`: perplexity, and KL divergence against a reference.
 
+mod images;
+
 use crate::adapters;
 use crate::flags::{Global, arguments, conflict, parse_kv};
 use crate::model::{self, FoundModel, ToRun};
@@ -7,13 +9,14 @@ use crate::terminal::{Terminal, human_bytes, shell_word, width};
 use crate::texts::{self, Text};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
+use images::{ChatReader, SeenBy, SeenTexts};
 use nq_evals::render::{
     self, Document, Reference, Section, WorstLine, depth_kld_cell, errors_line, protocol_line,
     verdicts,
 };
 use nq_evals::{
     DepthBucket, EvalReport, EvalSpec, Evaluation, KldStats, Precision, Protocol, ReferenceLogits,
-    StandardErrors, WorstToken, compare, evaluate, self_noise,
+    SeenEvaluation, StandardErrors, WorstToken, compare, evaluate, self_noise,
 };
 use nq_formats::durable::check_writable;
 use nq_formats::{Progress, nq};
@@ -27,13 +30,14 @@ use std::sync::Arc;
 /// Flags of `nq eval`.
 #[derive(Args, Debug)]
 #[command(allow_negative_numbers = true)]
-pub struct EvalArgs {
+pub(crate) struct EvalArgs {
     /// One or more of: demo, a folder, a hub id, a name from `nq list` [default: Qwen/Qwen3-0.6B]
     pub models: Vec<OsString>,
     /// Compare with this model, token by token
     #[arg(long, value_name = "REF")]
     pub against: Option<OsString>,
-    /// Text to evaluate on: a file, or wikitext2 for WikiText-2 from the hub [default: a text that is built in]
+    /// Text to evaluate on: a file, wikitext2 for WikiText-2 from the hub, or a .jsonl of chats, which may hold images
+    /// [default: a text that is built in]
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
     /// Read only this many bytes of the text
@@ -61,7 +65,7 @@ pub struct EvalArgs {
 
 /// Evaluation protocols.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ProtocolArg {
+pub(crate) enum ProtocolArg {
     /// Non-overlapping windows, every token but the first scored
     Hf,
     /// Windows of 512, the second half scored
@@ -91,6 +95,8 @@ struct EvalModel {
     model: FoundModel,
     engine: Arc<dyn Engine>,
     tokenizer: Tokenizer,
+    /// How it reads chats, if they are measured.
+    reader: Option<ChatReader>,
 }
 
 /// One model's results, for JSON and documents.
@@ -139,12 +145,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
         check_report(path)?; // before hours of work, not after
     }
-    if let Some(threads) = global.threads {
-        // Rows of logits are scored on rayon's threads. An existing pool is kept.
-        let _ = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build_global();
-    }
+    score_threads(global);
     let terminal = Terminal::new();
     // All are opened before hours of work on the first one.
     let names: Vec<Option<&OsStr>> = match args.models.as_slice() {
@@ -159,12 +160,27 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
         .into_iter()
         .map(open)
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let text = texts::load(
-        args.text.as_deref(),
-        args.text_bytes,
-        global.offline,
-        &terminal,
-    )?;
+    let jsonl = |path: &&Path| path.extension().is_some_and(|e| e == "jsonl");
+    let chats = args.text.as_deref().filter(jsonl);
+    if chats.is_some()
+        && (args.by_depth || args.text_bytes.is_some() || args.protocol != ProtocolArg::Hf)
+    {
+        let why = "chats are measured whole: --by-depth, --text-bytes and --protocol are for texts, and --windows takes the first chats";
+        return Err(conflict("eval", why.to_owned()));
+    }
+    let chats = chats
+        .map(|path| SeenTexts::read(path, args.windows))
+        .transpose()?;
+    let text = match &chats {
+        Some(chats) => chats.text(),
+        None => texts::load(
+            args.text.as_deref(),
+            args.text_bytes,
+            global.offline,
+            &terminal,
+        )?,
+    };
+    let load = |model, options: &LoadOptions| load(model, options, chats.is_some(), &terminal);
     let reference = match against {
         Some(model) => {
             // References are never rounded while loading.
@@ -172,7 +188,7 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
                 activations: ActivationChoice::F32,
                 ..global.load_options()
             };
-            Some(load(model, &options, &terminal)?)
+            Some(load(model, &options)?)
         }
         None => None,
     };
@@ -186,8 +202,11 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let mut outcomes = Vec::new();
     for model in models {
-        let loaded = load(model, &global.load_options(), &terminal)?;
-        outcomes.push(bench.measure(&loaded, &terminal)?);
+        let loaded = load(model, &global.load_options())?;
+        outcomes.push(match &chats {
+            Some(chats) => bench.measure_chats(chats, &loaded, &terminal)?,
+            None => bench.measure(&loaded, &terminal)?,
+        });
     }
     bench.print(&outcomes, global)?;
     if let Some(path) = &args.report {
@@ -197,9 +216,20 @@ pub fn run(args: &EvalArgs, global: &Global) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Scores rows of logits, which rayon's threads do, on as many threads as models run on.
+pub(super) fn score_threads(global: &Global) {
+    if let Some(threads) = global.threads {
+        // An existing pool is kept.
+        let _ = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global();
+    }
+}
+
 fn load(
     ToRun { model, beside }: ToRun,
     options: &LoadOptions,
+    chats: bool,
     terminal: &Terminal,
 ) -> anyhow::Result<EvalModel> {
     model::check_writes(&model)?;
@@ -211,10 +241,13 @@ fn load(
     model::note_growth(checkpoint, terminal);
     let engine = adapters::load(checkpoint, &beside, options, terminal)
         .with_context(|| model.source.clone())?;
+    let reader = chats.then(|| ChatReader::new(checkpoint, options, terminal));
+    let reader = reader.transpose()?;
     Ok(EvalModel {
         model,
         engine,
         tokenizer,
+        reader,
     })
 }
 
@@ -244,11 +277,11 @@ impl Workbench<'_> {
         }
         let spec = self.spec(loaded, tokens.len(), terminal);
         let tokens = spec.begun(tokens, loaded.tokenizer.around());
-        let of = || loaded.model.source.clone();
+        let name = || loaded.model.source.clone();
         let engine = loaded.engine.as_ref();
         let mut noise = None;
         let evaluation = match &self.reference {
-            None => evaluate(engine, &tokens, &spec, terminal).with_context(of)?,
+            None => evaluate(engine, &tokens, &spec, terminal).with_context(name)?,
             Some(reference) => {
                 let few = EvalSpec {
                     max_windows: Some(spec.max_windows.unwrap_or(NOISE_WINDOWS).min(NOISE_WINDOWS)),
@@ -264,30 +297,45 @@ impl Workbench<'_> {
                     self.recorded = record(reference, &tokens, &spec, terminal)?;
                 }
                 match &self.recorded {
-                    Some(recorded) => recorded.compare(engine, terminal).with_context(of)?,
+                    Some(recorded) => recorded.compare(engine, terminal).with_context(name)?,
                     None => compare(engine, reference.engine.as_ref(), &tokens, &spec, terminal)
-                        .with_context(of)?,
+                        .with_context(name)?,
                 }
             }
         };
-        let worst = evaluation
-            .worst(&tokens, WORST)
-            .into_iter()
-            .map(|w| {
-                let line = decode(&w, &loaded.tokenizer);
-                (w, line)
-            })
-            .collect();
-        let checkpoint = &loaded.model.checkpoint;
-        Ok(Outcome {
-            name: loaded.model.name.clone(),
-            bytes: checkpoint.tensor_bytes(),
-            bits_per_weight: checkpoint.bits_per_weight(),
-            description: engine.description().clone(),
-            evaluation,
-            worst,
-            self_noise: noise,
-        })
+        Ok(Outcome::new(loaded, evaluation, &tokens, noise))
+    }
+
+    fn measure_chats(
+        &mut self,
+        chats: &SeenTexts,
+        loaded: &EvalModel,
+        terminal: &Terminal,
+    ) -> anyhow::Result<Outcome> {
+        let spec = match &self.spec {
+            Some(spec) => spec,
+            None => {
+                let spec = chats.spec(loaded, self.args.ctx, self.args.kv)?;
+                self.spec.insert(spec)
+            }
+        };
+        let measure = |model, kv, reference, most| {
+            chats.measure(SeenBy { model, kv }, reference, most, spec, terminal)
+        };
+        let side = |kv| self.reference.as_ref().map(|model| SeenBy { model, kv });
+        let noise = self
+            .reference
+            .as_ref()
+            .map(|reference| -> anyhow::Result<_> {
+                let found = measure(reference, spec.kv, side(KvType::F32), NOISE_WINDOWS)?;
+                let against = found.evaluation.report.against;
+                Ok(against.map_or_else(KldStats::default, |c| c.kld))
+            });
+        let noise = noise.transpose()?;
+        let seen = measure(loaded, spec.kv, side(spec.kv), usize::MAX);
+        let SeenEvaluation { evaluation, tokens } =
+            seen.with_context(|| loaded.model.source.clone())?;
+        Ok(Outcome::new(loaded, evaluation, &tokens, noise))
     }
 
     /// The requested context or the protocol's, at most what the models were trained for.
@@ -297,13 +345,13 @@ impl Workbench<'_> {
         }
         let protocol = Protocol::from(self.args.protocol);
         let ctx = self.args.ctx.unwrap_or_else(|| {
-            let usual = match protocol {
-                Protocol::Hf if self.args.by_depth => DEEP.min(tokens),
-                Protocol::Hf => 2048,
-                Protocol::Llama => 512,
+            let usual = match self.args.protocol {
+                ProtocolArg::Hf if self.args.by_depth => DEEP.min(tokens),
+                ProtocolArg::Hf => 2048,
+                ProtocolArg::Llama => 512,
             };
-            let of = |l: &EvalModel| l.model.checkpoint.config().max_position_embeddings;
-            let most = of(loaded).min(self.reference.as_ref().map_or(usize::MAX, of));
+            let limit = |l: &EvalModel| l.model.checkpoint.config().max_position_embeddings;
+            let most = limit(loaded).min(self.reference.as_ref().map_or(usize::MAX, limit));
             if most < usual && !self.args.by_depth {
                 terminal.note(&format!(
                     "windows of {most} tokens, the model's limit, instead of the usual {usual}: \
@@ -402,7 +450,7 @@ impl Workbench<'_> {
 }
 
 /// The time of now; empty for a clock past the year 9999, which has no date.
-fn date() -> String {
+pub(super) fn date() -> String {
     let now = jiff::Timestamp::try_from(std::time::SystemTime::now());
     now.map_or_else(
         |_| String::new(),
@@ -414,7 +462,7 @@ fn date() -> String {
 }
 
 /// The command line of this process, quoted for a shell.
-fn command_line() -> String {
+pub(super) fn command_line() -> String {
     let words: Vec<String> = arguments()
         .map(|w| shell_word(&w.to_string_lossy()).into_owned())
         .collect();
@@ -422,7 +470,7 @@ fn command_line() -> String {
 }
 
 /// Checks, as far as possible beforehand, that a report can be written to `path`.
-fn check_report(path: &Path) -> anyhow::Result<()> {
+pub(super) fn check_report(path: &Path) -> anyhow::Result<()> {
     let folder = match path.parent() {
         Some(p) if p != Path::new("") => p,
         _ => Path::new("."),
@@ -472,6 +520,30 @@ fn decode(w: &WorstToken, tokenizer: &Tokenizer) -> WorstLine {
 }
 
 impl Outcome {
+    /// The results of a model on a text of these tokens.
+    fn new(
+        loaded: &EvalModel,
+        evaluation: Evaluation,
+        tokens: &[u32],
+        self_noise: Option<KldStats>,
+    ) -> Self {
+        let worst = evaluation.worst(tokens, WORST).into_iter();
+        let worst = worst.map(|w| {
+            let line = decode(&w, &loaded.tokenizer);
+            (w, line)
+        });
+        let checkpoint = &loaded.model.checkpoint;
+        Outcome {
+            name: loaded.model.name.clone(),
+            bytes: checkpoint.tensor_bytes(),
+            bits_per_weight: checkpoint.bits_per_weight(),
+            description: loaded.engine.description().clone(),
+            worst: worst.collect(),
+            evaluation,
+            self_noise,
+        }
+    }
+
     fn json<'a>(&'a self, reference: Option<&'a str>, by_depth: bool) -> Json<'a> {
         Json {
             model: &self.name,
@@ -507,7 +579,7 @@ impl Outcome {
 
 /// Explains the rows of a comparison whose names are not self-explanatory.
 const LEGEND: &str = "\
-KLD floor: mean KLD of the reference from itself, with its KV cache in f32 and the text fed in pieces of other sizes
+KLD floor: mean KLD of the reference from itself, with its KV cache in f32 and, but for chats, the text fed in pieces of other sizes
 RMS dp: root mean square of the change in the probability of the text's tokens";
 
 /// The table, with figures as rows and models as columns, which is readable with several models.
@@ -550,11 +622,11 @@ fn table(document: &Document<'_>) -> Vec<String> {
 }
 
 /// Assumed number of columns if the terminal does not say.
-const USUAL_WIDTH: usize = 100;
+pub(super) const USUAL_WIDTH: usize = 100;
 
 /// Formats rows with at most `most` columns of text: if the cells do not fit side by side, in blocks
 /// below one another, each with the rows' names.
-fn blocks(rows: &[Vec<String>], most: usize) -> Vec<String> {
+pub(super) fn blocks(rows: &[Vec<String>], most: usize) -> Vec<String> {
     let columns = rows.first().map_or(0, Vec::len);
     let width = |c: usize| rows.iter().map(|r| r[c].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();

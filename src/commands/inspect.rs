@@ -1,19 +1,20 @@
 //! `nq inspect`: shows the contents of a checkpoint.
 
-use crate::at_load::longest_context;
+use crate::at_load::SightBytes;
 use crate::flags::Global;
 use crate::model;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
 use anyhow::bail;
 use clap::Args;
+use nq_answers::SightOptions;
 use nq_cpu::state_bytes;
 use nq_formats::left_over::{self, LeftOver};
 use nq_formats::nq::{self, QuantizationRecord};
 use nq_formats::{Checkpoint, Files, Scheme, Task, TensorEntry};
 use nq_runtime::weights::held_otherwise;
 use nq_runtime::{ChatTemplate, SamplingParams, Tokenizer, is_recurrent, tokenizer};
-use nq_serve::About;
-use serde::Serialize;
+use nq_serve::about::{About, AboutTower};
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::ffi::OsString;
 use std::fmt::{self, Write};
@@ -21,7 +22,7 @@ use std::process::ExitCode;
 
 /// Flags of `nq inspect`.
 #[derive(Args, Debug)]
-pub struct InspectArgs {
+pub(crate) struct InspectArgs {
     /// demo, a folder, a file, a hub id or a name from `nq list`
     pub model: OsString,
     /// Also read every value of every parameter, the tokenizer and the chat template, fail if a value is not
@@ -58,6 +59,8 @@ struct Report {
     tensor_bytes: u64,
     file_bytes: u64,
     bits_per_weight: f64,
+    /// What it sees images with, and the memory that this takes; null for a model that reads text alone.
+    vision: Option<VisionReport>,
     config: Map<String, Value>,
     quantization: Option<Value>,
     verified: bool,
@@ -72,6 +75,20 @@ struct Report {
 struct TemplateReport {
     tools: bool,
     switches_thinking: bool,
+}
+
+/// What a model sees images with.
+#[derive(Serialize)]
+struct VisionReport {
+    #[serde(flatten, serialize_with = "described")]
+    tower: AboutTower,
+    /// With the options that commands have by default.
+    memory: SightBytes,
+}
+
+/// A tower as servers describe it.
+fn described<S: Serializer>(tower: &AboutTower, serializer: S) -> Result<S::Ok, S::Error> {
+    tower.json().serialize(serializer)
 }
 
 /// One stored tensor.
@@ -95,9 +112,14 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let record = nq::record(checkpoint)?;
     let template = ChatTemplate::find(checkpoint.files()).ok().flatten();
-    let context = longest_context(checkpoint.config());
+    let context = checkpoint.config().longest_context();
     let about = About::of(checkpoint, &opened.name, template.as_ref(), context);
     let row = |e: TensorEntry| row(e, record.as_ref());
+    let memory = SightBytes::plan(checkpoint, &SightOptions::default())?;
+    let vision = about
+        .tower
+        .zip(memory)
+        .map(|(tower, memory)| VisionReport { tower, memory });
     let report = Report {
         name: opened.name,
         source: opened.source,
@@ -114,6 +136,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
         tensor_bytes: checkpoint.tensor_bytes(),
         file_bytes: checkpoint.store().file_bytes(),
         bits_per_weight: checkpoint.bits_per_weight(),
+        vision,
         config: nq_formats::config::to_json(checkpoint.config()),
         quantization: checkpoint.store().quantization().cloned(),
         verified: args.verify,
@@ -254,6 +277,26 @@ fn describe(
             out,
             "  MTP layer        {mtp} of the parameters; only drafts need it"
         )?;
+    }
+    if let Some(VisionReport { tower, memory }) = &report.vision {
+        let (t, side) = (&tower.config, tower.token_side());
+        writeln!(
+            out,
+            "  tower            {} blocks, hidden {}, {} heads of {}; {} parameters ({})",
+            t.depth,
+            t.hidden_size,
+            t.num_heads,
+            t.head_dim(),
+            tower.parameters(),
+            human_bytes(tower.bytes)
+        )?;
+        writeln!(
+            out,
+            "  images           {} to {} tokens, one for {side} x {side} pixels",
+            tower.least_tokens(),
+            tower.most_tokens
+        )?;
+        writeln!(out, "  memory           {memory}")?;
     }
     writeln!(out, "  parameters       {}", report.parameters)?;
     if c.experts.is_some() {

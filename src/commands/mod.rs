@@ -1,15 +1,17 @@
 //! One file per subcommand, with its flags and its code.
 
-pub mod bench;
+pub(crate) mod bench;
 pub mod chat;
 pub mod convert;
-pub mod doctor;
+pub(crate) mod doctor;
 pub mod embed;
 pub mod eval;
-pub mod inspect;
+pub(crate) mod fit;
+pub(crate) mod inspect;
 pub mod models;
 pub mod quantize;
+pub(crate) mod rank;
 pub mod reading;
 pub mod rerank;
 pub mod serve;
-pub mod synth;
+pub(crate) mod synth;

@@ -1,7 +1,7 @@
 //! `nq list` and `nq rm`: nq's own model folder; `nq pull`: the hub's cache.
 
 use crate::flags::Global;
-use crate::model;
+use crate::model::{self, Stored};
 use crate::terminal::{Terminal, human_bytes, print_line, printable, say, shortened};
 use anyhow::{Context, bail};
 use clap::Args;
@@ -22,11 +22,21 @@ enum StoredIn {
     Nq,
     /// The hub's cache.
     Hub,
+    /// A folder that the command line names.
+    Folder,
+}
+
+/// Flags of `nq list`.
+#[derive(Args, Debug)]
+pub struct ListArgs {
+    /// A folder whose models to list, by the names that `nq serve --models-dir` gives them [default: nq's own, and
+    /// the hub's cache]
+    pub folder: Option<PathBuf>,
 }
 
 /// Flags of `nq rm`.
 #[derive(Args, Debug)]
-pub struct RmArgs {
+pub(crate) struct RmArgs {
     /// A name from `nq list`; OWNER/NAME is a download
     pub name: String,
     /// Do not ask for confirmation
@@ -36,13 +46,13 @@ pub struct RmArgs {
 
 /// Flags of `nq pull`.
 #[derive(Args, Debug)]
-pub struct PullArgs {
+pub(crate) struct PullArgs {
     /// A hub id: OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME/FILE.gguf for one of its files
     pub id: String,
 }
 
 /// Runs `nq pull`.
-pub fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
+pub(crate) fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let path = model::fetch(&args.id, global.offline, &Terminal::new())?;
     // Reports a model that nq cannot read now, not when it is first used.
     let file_bytes = Checkpoint::open(&path)?.store().file_bytes();
@@ -58,7 +68,7 @@ pub fn pull(args: &PullArgs, global: &Global) -> anyhow::Result<ExitCode> {
 /// Most characters in the reason why a model cannot be read.
 const LONGEST_REASON: usize = 300;
 
-/// One model of nq's folder or of the hub's cache.
+/// One model of a folder or of the hub's cache.
 #[derive(Serialize)]
 struct ModelRow {
     /// Its name, or its hub id.
@@ -78,21 +88,34 @@ struct ModelRow {
 }
 
 /// Runs `nq list`.
-pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
-    let dir = model::models_dir()?;
-    let cache = HubOptions::from_env().cache;
-    let mut rows = rows(&dir)?;
-    rows.extend(downloads(&cache)?);
+pub(crate) fn list(args: &ListArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    let (rows, places, none) = match &args.folder {
+        Some(folder) => {
+            let rows = rows(model::stored_in(folder)?, StoredIn::Folder);
+            let place = folder.display();
+            (rows, format!("in {place}"), format!("no models in {place}"))
+        }
+        None => {
+            let dir = model::models_dir()?;
+            let cache = HubOptions::from_env().cache;
+            let mut rows = rows(own(&dir)?, StoredIn::Nq);
+            rows.extend(downloads(&cache)?);
+            let (dir, cache) = (dir.display(), cache.display());
+            (
+                rows,
+                format!("in {dir}; downloads, by OWNER/NAME, in {cache}"),
+                format!(
+                    "no models in {dir}, where `nq quantize` writes, and no downloads in {cache}"
+                ),
+            )
+        }
+    };
     if global.json {
         print_line(&serde_json::to_string_pretty(&rows)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     if rows.is_empty() {
-        say(&format!(
-            "nq: no models in {}, where `nq quantize` writes, and no downloads in {}",
-            dir.display(),
-            cache.display()
-        ));
+        say(&format!("nq: {none}"));
         return Ok(ExitCode::SUCCESS);
     }
     let width = rows
@@ -122,20 +145,25 @@ pub fn list(global: &Global) -> anyhow::Result<ExitCode> {
         );
     }
     print_line(&table)?;
-    say(&format!(
-        "in {}; downloads, by OWNER/NAME, in {}",
-        dir.display(),
-        cache.display()
-    ));
+    say(&places);
     Ok(ExitCode::SUCCESS)
 }
 
-fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
+/// What lies in nq's own folder, unfinished models too.
+fn own(dir: &Path) -> anyhow::Result<Vec<Stored>> {
+    let named = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        Some(Stored { name, path })
+    };
+    let mut own: Vec<Stored> = children(dir)?.into_iter().filter_map(named).collect();
+    own.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(own)
+}
+
+/// What each model's files say.
+fn rows(models: Vec<Stored>, place: StoredIn) -> Vec<ModelRow> {
     let mut rows = Vec::new();
-    for path in children(dir)? {
-        let Some(name) = path.file_name().and_then(|n| n.to_str()).map(String::from) else {
-            continue;
-        };
+    for Stored { name, path } in models {
         let opened = Checkpoint::open(&path);
         let record = opened.as_ref().ok().and_then(|c| record(c).ok()?);
         let kld = record
@@ -160,7 +188,7 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
         };
         rows.push(ModelRow {
             name,
-            place: StoredIn::Nq,
+            place,
             format,
             codes: record.map(|r| r.codes()),
             file_bytes: size_of_tree(&path),
@@ -170,8 +198,7 @@ fn rows(dir: &Path) -> anyhow::Result<Vec<ModelRow>> {
             problem,
         });
     }
-    rows.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(rows)
+    rows
 }
 
 /// How the hub's cache names the folders of models: `models--OWNER--NAME`.

@@ -1,7 +1,6 @@
 //! Texts that a model reads and does not continue: their flags, where they come from, and the model's
 //! session.
 
-use crate::at_load::longest_context;
 use crate::flags::{Global, parse_load_bits};
 use crate::library::{LONGEST_TEXT, session_for_texts};
 use crate::model;
@@ -21,7 +20,7 @@ const LINE: u64 = 4 << 20;
 
 /// Flags of the commands that read texts.
 #[derive(Args, Debug)]
-pub struct ReadArgs {
+pub(crate) struct ReadArgs {
     /// Read the texts from this file, one per line; - is standard input
     #[arg(short, long, value_name = "FILE", conflicts_with = "texts")]
     pub file: Option<PathBuf>,
@@ -37,7 +36,7 @@ pub struct ReadArgs {
 }
 
 /// A model that reads texts.
-pub struct Session {
+pub(crate) struct Session {
     /// Reads them.
     pub encoder: Encoder,
     /// Makes tokens of them.
@@ -56,7 +55,7 @@ impl Session {
         terminal: &Terminal,
     ) -> anyhow::Result<Self> {
         let config = checkpoint.config();
-        let trained = longest_context(config);
+        let trained = config.longest_context();
         let ctx = match args.ctx {
             None => trained.min(LONGEST_TEXT),
             Some(n) if (2..=trained).contains(&n) => n,
@@ -82,7 +81,7 @@ impl Session {
     }
 
     /// Refuses a text that has no token or too many.
-    pub fn check_length(&self, line: &Line, tokens: &[u32]) -> anyhow::Result<()> {
+    pub(crate) fn check_length(&self, line: &Line, tokens: &[u32]) -> anyhow::Result<()> {
         let (place, n, most) = (&line.place, tokens.len(), self.ctx);
         match n {
             0 => bail!("{place}: the text has no tokens"),
@@ -95,7 +94,7 @@ impl Session {
 }
 
 /// A text and its source.
-pub struct Line {
+pub(crate) struct Line {
     /// The source, for messages, e.g. a file and a line.
     pub place: String,
     /// Its number, from 0.
@@ -108,7 +107,7 @@ pub struct Line {
 
 /// Texts of the command line, or the lines of a file. If the first line is a JSON object, every line is one,
 /// and its `text` is the text.
-pub struct Lines {
+pub(crate) struct Lines {
     given: Option<std::vec::IntoIter<String>>,
     reader: Box<dyn BufRead>,
     name: String,

@@ -19,7 +19,7 @@ const MOST: (usize, usize) = (1 << 20, 256 << 20);
 
 /// Flags of `nq rerank`.
 #[derive(Args, Debug)]
-pub struct RerankArgs {
+pub(crate) struct RerankArgs {
     /// A reranker: a folder, a hub id such as Qwen/Qwen3-Reranker-0.6B or a name from `nq list`
     pub model: OsString,
     /// Documents [default: lines of standard input]

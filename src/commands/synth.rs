@@ -14,7 +14,7 @@ use std::time::Instant;
 /// Flags of `nq synth`.
 #[derive(Args, Debug)]
 #[command(allow_negative_numbers = true)]
-pub struct SynthArgs {
+pub(crate) struct SynthArgs {
     #[arg(help = presets(), value_parser = parse_preset)]
     pub preset: Preset,
     /// Folder to write; must not exist
@@ -31,7 +31,7 @@ fn presets() -> String {
 }
 
 /// Parses the name of a preset, for flags.
-pub fn parse_preset(name: &str) -> Result<Preset, String> {
+pub(crate) fn parse_preset(name: &str) -> Result<Preset, String> {
     Preset::find(name).ok_or_else(|| format!("expected one of {}", presets()))
 }
 

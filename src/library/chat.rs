@@ -1,16 +1,17 @@
 //! Chats.
 
 use super::{Error, Model, Result};
-use crate::at_load::longest_context;
+use nq_answers::Sight;
+use nq_answers::images::{Image, message_with_images};
 use nq_answers::{
     Answer, Answering, Asked, Choice, Drawing, Format, OnPiece, Piece, Start, Tagged, Thinking,
 };
 use nq_formats::Task;
-use nq_runtime::{KvType, Message, SamplingParams, Sequence, Session, SessionSpec};
+use nq_runtime::{Message, SamplingParams, Sequence, Session, SessionSpec};
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Positions of a chat, if the model has as many.
 const CONTEXT: usize = 8192;
@@ -51,7 +52,7 @@ impl Chat {
             let why = "an embedding model, which generates no text";
             return Err(Error::unsuited(format!("{}: {why}", model.name())));
         }
-        let trained = longest_context(model.checkpoint().config());
+        let trained = model.checkpoint().config().longest_context();
         let ctx = ctx.unwrap_or(CONTEXT.min(trained));
         if !(2..=trained).contains(&ctx) {
             let error = nq_runtime::Error::Request {
@@ -65,7 +66,7 @@ impl Chat {
             slots: 1,
             ctx,
             pages: None,
-            kv: KvType::F16,
+            kv: model.kv(),
             max_rows: model.engine().description().prompt_rows().min(ctx),
             snapshots: None,
             drafts: model.drafted_by(),
@@ -100,11 +101,29 @@ impl Chat {
         &self.messages
     }
 
+    /// Like [`Chat::ask`], about images, given as the bytes of their files: PNG, JPEG, WebP, GIF or BMP.
+    ///
+    /// # Errors
+    /// A model that reads text alone; bytes that are no image, or exceed limits; errors of [`Chat::answer`].
+    pub fn ask_about(
+        &mut self,
+        images: &[impl AsRef<[u8]>],
+        text: &str,
+        each: impl FnMut(&str),
+    ) -> Result<String> {
+        let message = message_with_images(images, text)?;
+        self.ask_message(message, each)
+    }
+
     /// Answers a message; `each` gets the text in pieces as it comes, what was thought between `<think>` and
     /// `</think>`. If that fails, the message is not kept.
     pub fn ask(&mut self, text: &str, each: impl FnMut(&str)) -> Result<String> {
+        self.ask_message(Message::new("user", text), each)
+    }
+
+    fn ask_message(&mut self, message: Message, each: impl FnMut(&str)) -> Result<String> {
         let mut messages = std::mem::take(&mut self.messages);
-        messages.push(Message::new("user", text));
+        messages.push(message);
         // Each answer draws from its own stream: the same message gets another one.
         let stream = self.answers;
         self.answers += 1;
@@ -151,6 +170,7 @@ impl Chat {
             format: self.format.clone().map(|format| (format, Start::Answer)),
             ..Asked::continuation(tokens.to_vec(), self.stop.clone())
         };
+        self.see(&asked, &[])?;
         self.draw(&asked, 0, &mut each)
     }
 
@@ -160,7 +180,7 @@ impl Chat {
         stream: u64,
         each: &mut OnPiece<'_>,
     ) -> Result<Answer> {
-        let asked = self.model.ask(
+        let (asked, images) = self.model.ask(
             nq_answers::Chat {
                 messages: messages.to_vec(),
                 tools: self.tools.clone(),
@@ -175,7 +195,17 @@ impl Chat {
             },
             2 * self.session.spec().ctx,
         )?;
+        self.see(&asked, &images)?;
         self.draw(&asked, stream, each)
+    }
+
+    /// Has the sequence take images, which are encoded here, at their places in a prompt.
+    fn see(&mut self, asked: &Asked, images: &[Image]) -> Result<()> {
+        let stop = || self.interrupt.load(Ordering::Relaxed);
+        let placed = |sight: &Sight| sight.placed(images, &asked.prompt.images, &stop);
+        let placed = self.model.sight().map(placed).transpose()?;
+        self.sequence.show(placed.unwrap_or_default());
+        Ok(())
     }
 
     fn draw(&mut self, asked: &Asked, stream: u64, each: &mut OnPiece<'_>) -> Result<Answer> {

@@ -37,6 +37,8 @@ enum Cause {
     NoModel(String),
     #[error("{0}")]
     Unsuited(String),
+    #[error("{0}")]
+    Differs(String),
     #[error(transparent)]
     Format(nq_formats::Error),
     #[error(transparent)]
@@ -60,6 +62,11 @@ impl Error {
     /// A model that is not made for what was asked of it, as `why` explains.
     pub(crate) fn unsuited(why: impl Into<String>) -> Self {
         Error(Cause::Unsuited(why.into()))
+    }
+
+    /// What was written is not read as its source is, as `how` says.
+    pub(crate) fn differs(how: impl Into<String>) -> Self {
+        Error(Cause::Differs(how.into()))
     }
 
     /// The error in a part of the work that `what` names.
@@ -87,8 +94,13 @@ impl Error {
             Cause::Run(e) => of_run(e),
             Cause::Quantize(e) => of_quantize(e),
             Cause::Evaluate(e) => of_evaluation(e),
-            Cause::Answer(nq_answers::Error::Format(_)) => ErrorKind::Argument,
-            Cause::Answer(_) => ErrorKind::Other,
+            Cause::Answer(nq_answers::Error::Blind(_)) => ErrorKind::Unsuited,
+            Cause::Answer(
+                nq_answers::Error::Format(_)
+                | nq_answers::Error::Image(_)
+                | nq_answers::Error::NoImage(_),
+            ) => ErrorKind::Argument,
+            Cause::Answer(_) | Cause::Differs(_) => ErrorKind::Other,
             Cause::Within { error, .. } => error.kind(),
         }
     }

@@ -5,6 +5,7 @@ mod chat;
 pub(crate) mod error;
 mod model;
 mod reading;
+mod target;
 
 pub use adapted::AdapterFile;
 pub use chat::Chat;
@@ -14,23 +15,46 @@ pub use reading::{Embedder, Reranker};
 #[cfg(feature = "cli")]
 pub(crate) use reading::{LONGEST_TEXT, session_for_texts};
 
+use crate::adapters;
 use crate::names;
 use nq_formats::{Progress, Task};
 use nq_load::device::Device;
 use nq_load::gpu;
 use nq_model::ModelConfig;
-use nq_quantize::{Codes, Job, QuantizeOptions, QuantizeReport};
+use nq_quantize::{Job, QuantizeOptions, QuantizeReport, Recipe};
 use nq_runtime::{DeviceChoice, LoadOptions};
 use std::path::{Path, PathBuf};
+pub(crate) use target::Target;
 
-/// Quantizes the unquantized model `source`, a folder, file or name as [`Model::open`] takes, into the folder `out`
-/// as `nq quantize --bits BITS` does, with `--trellis` for trellis codes, and measures the result against the source.
-pub fn quantize(
-    source: impl AsRef<Path>,
+/// An unquantized model, named as [`Model::open`] takes it, and the adapters that are merged into it first.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantizeSource<'a> {
+    /// A folder, file or name.
+    pub name: &'a Path,
+    /// Adapters.
+    pub adapters: &'a [AdapterFile],
+}
+
+impl<'a, P: AsRef<Path> + ?Sized> From<&'a P> for QuantizeSource<'a> {
+    fn from(name: &'a P) -> Self {
+        QuantizeSource {
+            name: name.as_ref(),
+            adapters: &[],
+        }
+    }
+}
+
+/// Quantizes `source` into the folder or file `out` as `nq quantize` does, and measures the result against the source.
+/// Bits, such as [`Bits::B4`](nq_formats::Bits::B4), are a recipe.
+///
+/// # Errors
+/// Those of [`quantize_with`].
+pub fn quantize<'a>(
+    source: impl Into<QuantizeSource<'a>>,
     out: impl Into<PathBuf>,
-    codes: impl Into<Codes>,
+    recipe: impl Into<Recipe>,
 ) -> Result<QuantizeReport> {
-    quantize_with(source, out, codes, |_| {}, &())
+    quantize_with(source, out, recipe, |_| {}, &())
 }
 
 /// Like [`quantize`], with options that `change` has changed; `progress` hears of the stages.
@@ -39,26 +63,41 @@ pub fn quantize(
 /// A source that cannot be read or is quantized already, an output that exists (unless
 /// [`QuantizeOptions::force`] is set), options that do not fit the model, a quality that misses
 /// [`QuantizeOptions::limits`]; errors of the device and the disk.
-pub fn quantize_with(
-    source: impl AsRef<Path>,
+pub fn quantize_with<'a>(
+    source: impl Into<QuantizeSource<'a>>,
     out: impl Into<PathBuf>,
-    codes: impl Into<Codes>,
+    recipe: impl Into<Recipe>,
     change: impl FnOnce(&mut QuantizeOptions),
     progress: &dyn Progress,
 ) -> Result<QuantizeReport> {
-    let model = names::find(source.as_ref().as_os_str(), false, progress)?;
+    let QuantizeSource { name, adapters } = source.into();
+    let mut model = names::find(name.as_os_str(), false, progress)?;
+    let opened = adapters::open(&mut model, adapters)?;
+    model.checkpoint = model.checkpoint.with_adapters(opened)?;
     names::note_left_over(&model, progress);
     check_quantizable(&model)?;
     let config = model.checkpoint.config();
-    let mut options = QuantizeOptions::new(config, codes, out)?;
-    options.source.name.clone_from(&model.source);
+    let recipe = recipe.into();
+    let mut target = Target {
+        format: recipe.format,
+        out: out.into(),
+        force: false,
+    };
+    let mut options = QuantizeOptions::new(config, recipe, target.folder())?;
+    options.source = adapters::record(&model, adapters)?;
     change(&mut options);
+    target.force = options.force;
+    if let Some(cost) = target.check(&model.checkpoint, &options.schemes)? {
+        progress.note(&cost);
+    }
     place(config, &mut options.load, progress)?;
     if let Some(parent) = options.out.parent() {
         std::fs::create_dir_all(parent)
             .map_err(|cause| nq_quantize::Error::io(parent, "create", cause))?;
     }
-    Ok(Job::new(&model.checkpoint, &options, progress)?.run()?)
+    let mut report = Job::new(&model.checkpoint, &options, progress)?.run()?;
+    target.write(&mut report, progress)?;
+    Ok(report)
 }
 
 /// Refuses a model that generates no text.

@@ -1,15 +1,17 @@
 //! A loaded model.
 
 use super::{Chat, Embedder, Error, Reranker, Result};
-use crate::at_load::{at_load, longest_context};
-use crate::draft::{self, DraftFrom, DraftWeights, Drafts};
+use crate::at_load::{at_load, sight};
+use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::names;
-use nq_answers::{Asked, ModelText, Prompt, Thinking};
+use nq_answers::images::{Image, SightOptions, taken};
+use nq_answers::{Asked, ModelText, Prompt, Sight, Thinking};
 use nq_evals::{EvalReport, EvalSpec, Protocol};
 use nq_formats::{Bits, Checkpoint, Progress, Task, nq};
+use nq_load::Drafts;
 use nq_runtime::{
-    ChatTemplate, Chunk, DraftedBy, Engine, LoadOptions, LogitsWanted, Message, SamplingParams,
-    Session, SessionSpec, Speculation, Tokenizer,
+    ChatTemplate, Chunk, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted, Message,
+    SamplingParams, Session, SessionSpec, Speculation, Tokenizer,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -29,11 +31,15 @@ pub struct Model(
 /// What a model and its chats share.
 pub(super) struct Loaded {
     name: String,
-    checkpoint: Checkpoint,
+    checkpoint: Arc<Checkpoint>,
+    /// How it sees, if it does.
+    sight: Option<Sight>,
     text: ModelText,
     pub(super) engine: Arc<dyn Engine>,
     /// What drafts, if that was asked for.
     asked: Option<DraftFrom>,
+    /// The type of the keys and values of chats.
+    kv: KvType,
     drafted_by: DraftedBy,
     /// The drafter, if it has weights.
     drafts: Option<Drafts>,
@@ -50,6 +56,8 @@ pub struct OpenOptions {
     /// What drafts the tokens of answers, which come sooner where drafts are right. `None`: the model's MTP layer, or else
     /// the text so far, where answers stay exactly the same, as on CPUs.
     pub draft: Option<DraftFrom>,
+    /// The type of the keys and values of chats: in 8 bits a context takes half as much memory.
+    pub kv: KvType,
 }
 
 impl Model {
@@ -81,9 +89,11 @@ impl Model {
             Some(from) => DraftWeights::open(from, &checkpoint, bits, false, progress)?,
             None => draft::by_default(&checkpoint, &options.load)?,
         };
+        let checkpoint = Arc::new(checkpoint);
         let load = |weights: &DraftWeights| weights.load(&options.load, &checkpoint, progress);
         let loaded = Loaded {
             text: text_of(&checkpoint)?,
+            sight: sight(&checkpoint, &options.load, SightOptions::default()),
             drafts: weights.as_ref().map(load).transpose()?,
             drafted_by: draft::drafted_by(options.draft.as_ref(), weights.as_ref()),
             engine: nq_load::load(
@@ -93,6 +103,7 @@ impl Model {
                 progress,
             )?,
             asked: options.draft.clone(),
+            kv: options.kv,
             name: found.name,
             checkpoint,
         };
@@ -102,6 +113,11 @@ impl Model {
     /// Its short name, such as `demo` or `Qwen3-0.6B`.
     pub fn name(&self) -> &str {
         &self.0.name
+    }
+
+    /// The type of the keys and values of chats.
+    pub(super) fn kv(&self) -> KvType {
+        self.0.kv
     }
 
     /// What it runs on, such as `cpu (avx512)`.
@@ -161,13 +177,24 @@ impl Model {
         }
     }
 
-    /// What the model reads of a chat.
-    pub(super) fn ask(&self, chat: nq_answers::Chat, most: usize) -> Result<Asked> {
+    /// How it sees, if it does.
+    pub(super) fn sight(&self) -> Option<&Sight> {
+        self.0.sight.as_ref()
+    }
+
+    /// What the model reads of a chat, and the images in its messages.
+    pub(super) fn ask(
+        &self,
+        mut chat: nq_answers::Chat,
+        most: usize,
+    ) -> Result<(Asked, Vec<Image>)> {
+        let images = taken(self.sight(), self.name(), &mut chat.messages)?;
+        chat.images = images.iter().map(Image::tokens).collect();
         if self.text().template().is_none() {
             // Says where there should be one.
             ChatTemplate::from_files(self.checkpoint().files())?;
         }
-        Ok(self.text().ask(chat, most)?)
+        Ok((self.text().ask(chat, most)?, images))
     }
 
     /// The tokens of a text, with those that the model's tokenizer puts around one; names of control tokens, such as
@@ -204,8 +231,8 @@ impl Model {
             },
             ..nq_answers::Chat::default()
         };
-        let most = longest_context(self.checkpoint().config());
-        Ok(self.ask(chat, most)?.prompt)
+        let most = self.checkpoint().config().longest_context();
+        Ok(self.ask(chat, most)?.0.prompt)
     }
 
     /// The logits after each of `tokens`, row by row, `[tokens, vocab]`: computed in a session of their own.
@@ -215,7 +242,7 @@ impl Model {
     /// device.
     pub fn logits(&self, tokens: &[u32]) -> Result<Vec<f32>> {
         self.check_tokens(tokens)?;
-        let trained = longest_context(self.checkpoint().config());
+        let trained = self.checkpoint().config().longest_context();
         if !(1..=trained).contains(&tokens.len()) {
             return Err(Error::from(nq_runtime::Error::Request {
                 what: "tokens",

@@ -1,7 +1,6 @@
 //! Texts that a model reads and does not continue: vectors and scores.
 
 use super::{Error, Model, Result};
-use crate::at_load::longest_context;
 use nq_formats::Task;
 use nq_kernels::pages::PAGE;
 use nq_runtime::embedding::{EmbeddingTexts, Purpose, unit};
@@ -31,7 +30,11 @@ pub(crate) fn session_for_texts(ctx: usize, rows: usize) -> SessionSpec {
 
 /// An encoder for texts of up to 8192 tokens, if the model takes as many.
 fn encoder(model: &Model, row: Row) -> Result<Encoder> {
-    let ctx = longest_context(model.checkpoint().config()).min(LONGEST_TEXT);
+    let ctx = model
+        .checkpoint()
+        .config()
+        .longest_context()
+        .min(LONGEST_TEXT);
     let rows = model.engine().description().prompt_rows();
     let session = model.engine().session(session_for_texts(ctx, rows))?;
     Ok(Encoder::new(session, row))

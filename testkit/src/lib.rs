@@ -1,7 +1,23 @@
 //! What the tests of several crates use. A crate that depends on this one for its tests has the demo model unpacked.
+//!
+//! What needs a crate of nq's stands behind a feature, so that the tests of the first crates need not wait for the last:
+//! `models` for shapes of small models, `sees` for one that sees, `weights` for random weights, `sessions` for sessions.
 
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
+
+pub mod compare;
+#[cfg(feature = "weights")]
+pub mod delta;
+pub mod fuzz;
+#[cfg(feature = "models")]
+pub mod models;
+#[cfg(feature = "sees")]
+pub mod sees;
+#[cfg(feature = "sessions")]
+pub mod sessions;
+#[cfg(feature = "weights")]
+pub mod weights;
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -14,6 +30,11 @@ pub fn repository() -> &'static Path {
 /// The folder with the demo model, in `demo`, and what was measured with it.
 pub fn assets() -> PathBuf {
     repository().join("assets")
+}
+
+/// The demo model's folder.
+pub fn demo() -> PathBuf {
+    assets().join("demo")
 }
 
 /// A file or folder of the test data beside the repository, or in `NQ_SHARED`; `None`, said in print, where it is absent.

@@ -3,6 +3,7 @@
 #![cfg(all(feature = "demo", target_os = "linux"))]
 
 mod daily;
+use crate::common::peak;
 use crate::pty::Pty;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
@@ -590,21 +591,11 @@ fn the_memory_said_is_the_memory_taken() {
         (["--kv", "16", "--ctx", "1024"], "5.24 MB"),
         (["--kv", "8", "--ctx", "512"], "1.33 MB"),
     ] {
-        let mut child = nq(&home)
-            .args(args)
+        let mut command = nq(&home);
+        let command = (command.args(args))
             .args(["-v", "-p", "Tell me about rivers.", "--seed", "3"])
-            .args(["--min-p", "0.1", "--max-tokens", "2000"])
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let status = format!("/proc/{}/status", child.id());
-        let mut peak = 0.0;
-        while child.try_wait().unwrap().is_none() {
-            peak = resident_peak(&status).unwrap_or(peak);
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        let output = child.wait_with_output().unwrap();
+            .args(["--min-p", "0.1", "--max-tokens", "2000"]);
+        let (peak, output) = peak(command);
         let notes = err(&output);
         let (_, said) = notes.split_once("nq: memory: ").unwrap();
         assert!(
@@ -618,12 +609,4 @@ fn the_memory_said_is_the_memory_taken() {
         let off = peak / said - 1.0;
         assert!(off.abs() < 0.15, "said {said} MB, took {peak:.1} MB");
     }
-}
-
-/// Peak resident memory in MB of a process that is still running.
-fn resident_peak(status: &str) -> Option<f64> {
-    let status = std::fs::read_to_string(status).ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
-    let kib: f64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
-    Some(kib * 1024.0 / 1e6)
 }

@@ -1,5 +1,6 @@
 """Coding agents as they come from npm, against `nq serve` with models that write what a task needs: each reads a file,
-edits it, runs a command and answers, streaming, with thinking and without, and goes on with the conversation.
+edits it, runs a command and answers, streaming, with thinking and without, and goes on with the conversation. Claude
+Code also looks at a screenshot.
 
 agents.py NQ NPM_FOLDER [NAME...]
 """
@@ -19,12 +20,15 @@ from scripted import call
 NQ, NPM, NAMES = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:]
 ROOT = Path(tempfile.mkdtemp(prefix="agents-"))
 LIMIT = 400
+IMAGES = Path(__file__).resolve().parents[2] / "pictures/tests/fixtures"
 
 
 class Agent:
     """One agent: its program, the calls its tools want, and its settings."""
 
     xml = False
+    sees = False
+    thinks = [True, False]
 
     def __init__(self, url):
         self.url = url
@@ -183,6 +187,23 @@ class ClaudeCode(Agent):
                 "--permission-mode", "acceptEdits", "--allowedTools", "Read,Edit,Bash"]
 
 
+class ClaudeCodeSees(ClaudeCode):
+    name = "claude-sees"
+    sees = True
+    thinks = [False]
+
+    def texts(self):
+        look = call("Read", {"file_path": str(self.work / "screenshot.png")})
+        return ['{"title": "A picture"}', look, "The screenshot is there: MODE."]
+
+    def run(self, thinking):
+        self.work.mkdir(parents=True)
+        self.home.mkdir()
+        shutil.copy(IMAGES / "rgb-300x200.png", self.work / "screenshot.png")
+        out = self.ask("What does screenshot.png show?", thinking, False)
+        assert "The screenshot is there: at once" in out, out
+
+
 class Codex(Agent):
     name = "codex"
 
@@ -212,7 +233,7 @@ wire_api = "responses"
         return ["codex", "exec", *common, *(["resume", "--last"] if again else []), prompt]
 
 
-AGENTS = [OpenCode, Pi, QwenCode, ClaudeCode, Codex]
+AGENTS = [OpenCode, Pi, QwenCode, ClaudeCode, ClaudeCodeSees, Codex]
 
 
 def serve(names):
@@ -236,11 +257,11 @@ def main():
     chosen = [a for a in AGENTS if not NAMES or a.name in NAMES]
     for agent in chosen:
         made = agent("")
-        scripted.build(ROOT / made.name / "model", made.texts(), xml=made.xml)
+        scripted.build(ROOT / made.name / "model", made.texts(), xml=made.xml, sees=made.sees)
     server, url = serve([a.name for a in chosen])
     try:
         for agent in chosen:
-            for thinking in [True, False]:
+            for thinking in agent.thinks:
                 began = time.monotonic()
                 agent(url).run(thinking)
                 print(f"ok: {agent.name}, thinking {'on' if thinking else 'off'} ({time.monotonic() - began:.0f} s)", flush=True)

@@ -67,7 +67,7 @@ for model in MODELS:
         return "It is on."
 
     for seed in range(40):
-        settings = {"max_tokens": 300, "seed": seed, "parallel_tool_calls": False}
+        settings = {"max_tokens": 300, "temperature": 1.0, "seed": seed, "parallel_tool_calls": False}
         made = agent.run_sync("A play?", model_settings=settings)
         assert isinstance(made.output, Play), model
         if seen:

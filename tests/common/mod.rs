@@ -1,6 +1,8 @@
 //! Helpers of the tests that run the real binary.
 
 use std::path::Path;
+#[cfg(target_os = "linux")]
+use std::process::Stdio;
 use std::process::{Command, Output};
 
 /// Runs `nq` with a model folder and caches of its own, so that nothing outside is seen or changed.
@@ -19,6 +21,29 @@ pub(crate) fn command(home: &Path, args: &[&str]) -> Command {
         .env("HF_ENDPOINT", "http://127.0.0.1:9") // nothing listens there
         .env("NO_COLOR", "1");
     command
+}
+
+/// Runs a command: its peak resident memory in MB, and its output.
+#[cfg(target_os = "linux")]
+pub(crate) fn peak(command: &mut Command) -> (f64, Output) {
+    let mut child =
+        (command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()).expect("nq runs");
+    let status = format!("/proc/{}/status", child.id());
+    let mut peak = 0.0;
+    while child.try_wait().expect("it can be waited for").is_none() {
+        peak = resident_peak(&status).unwrap_or(peak);
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    (peak, child.wait_with_output().expect("its output"))
+}
+
+/// Peak resident memory in MB of a process that is still running.
+#[cfg(target_os = "linux")]
+fn resident_peak(status: &str) -> Option<f64> {
+    let status = std::fs::read_to_string(status).ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    let kib: f64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib * 1024.0 / 1e6)
 }
 
 pub(crate) fn stdout(out: &Output) -> String {

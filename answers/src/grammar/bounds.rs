@@ -113,16 +113,37 @@ mod tests {
                 .count();
             (alone, multiples.unbounded_together().is_some())
         };
-        let of = |multiple: f64| json!({"multipleOf": multiple});
+        let multiple_of = |multiple: f64| json!({"multipleOf": multiple});
         let all = json!({"allOf": []});
-        assert_eq!(taken(&[of(10_000.0), of(0.01), of(0.5)]), (0, false));
-        assert_eq!(taken(&[of(10_001.0), of(0.000_012_34)]), (2, false));
-        assert_eq!(taken(&[of(4_294_967_295.0), of(1e300)]), (2, false));
+        assert_eq!(
+            taken(&[multiple_of(10_000.0), multiple_of(0.01), multiple_of(0.5)]),
+            (0, false)
+        );
+        assert_eq!(
+            taken(&[multiple_of(10_001.0), multiple_of(0.000_012_34)]),
+            (2, false)
+        );
+        assert_eq!(
+            taken(&[multiple_of(4_294_967_295.0), multiple_of(1e300)]),
+            (2, false)
+        );
         // Side by side they are apart, put together they are one.
-        assert_eq!(taken(&[of(9_999.0), of(9_998.0)]), (0, false));
-        assert_eq!(taken(&[of(9_999.0), of(9_998.0), all.clone()]), (0, true));
-        assert_eq!(taken(&[of(1000.0), of(0.01), all.clone()]), (0, true));
-        assert_eq!(taken(&[of(6.0), of(0.5), of(4.0), all]), (0, false));
+        assert_eq!(
+            taken(&[multiple_of(9_999.0), multiple_of(9_998.0)]),
+            (0, false)
+        );
+        assert_eq!(
+            taken(&[multiple_of(9_999.0), multiple_of(9_998.0), all.clone()]),
+            (0, true)
+        );
+        assert_eq!(
+            taken(&[multiple_of(1000.0), multiple_of(0.01), all.clone()]),
+            (0, true)
+        );
+        assert_eq!(
+            taken(&[multiple_of(6.0), multiple_of(0.5), multiple_of(4.0), all]),
+            (0, false)
+        );
     }
 
     #[test]

@@ -101,7 +101,7 @@ impl Grammars {
     ///
     /// # Errors
     /// If no token ends an answer, or one is past the vocabulary.
-    pub fn new(
+    pub(crate) fn new(
         tokenizer: &Tokenizer,
         vocab: usize,
         stop: &[u32],

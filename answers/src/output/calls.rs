@@ -9,7 +9,7 @@
 //! text: nothing that a model wrote is lost.
 
 use super::arguments::{Arguments, Progress, quoted};
-use super::json_call::{Head, call, head};
+use super::json_call::{CallHead, call, head};
 use super::piece::{Piece, join};
 use super::signature::{Tools, Types, typed};
 use super::tags::{
@@ -125,9 +125,9 @@ const AFTER_FUNCTION: [&str; 4] = [
 
 impl CallParser {
     /// The text that begins a call.
-    pub const OPEN: &'static str = tags::OPEN;
+    pub(crate) const OPEN: &'static str = tags::OPEN;
     /// The text that ends it.
-    pub const CLOSE: &'static str = tags::CLOSE;
+    pub(crate) const CLOSE: &'static str = tags::CLOSE;
 
     /// A parser for an answer that may call `tools`.
     pub fn new(tools: Tools) -> Self {
@@ -185,8 +185,8 @@ impl CallParser {
             }
             CallState::Text | CallState::Block => self.emit(&rest, out),
             CallState::Head(lead) => match head(&rest) {
-                Head::Open(Some(name)) if cut && !lead.bare => self.start(name, out),
-                Head::Open(None) if cut && !lead.bare => {}
+                CallHead::Open(Some(name)) if cut && !lead.bare => self.start(name, out),
+                CallHead::Open(None) if cut && !lead.bare => {}
                 _ => self.emit(&(lead.text + &rest), out),
             },
             CallState::Whole(lead, _) => self.whole(lead, &rest, out),
@@ -353,8 +353,8 @@ impl CallParser {
     /// A JSON object at the beginning of a line, without an opening tag.
     fn bare(&self, at: usize) -> Found {
         match head(&self.held[at..]) {
-            Head::Open(_) if !self.last => Found::Unknown,
-            Head::Named(name, _) if self.tools.schema(&name).is_some() => Found::Json(0),
+            CallHead::Open(_) if !self.last => Found::Unknown,
+            CallHead::Named(name, _) if self.tools.schema(&name).is_some() => Found::Json(0),
             _ => Found::Nothing,
         }
     }
@@ -388,14 +388,14 @@ impl CallParser {
 
     fn head(&mut self, lead: Lead, out: &mut Vec<Piece>) -> bool {
         match head(&self.held) {
-            Head::Named(name, at) if !lead.bare => {
+            CallHead::Named(name, at) if !lead.bare => {
                 let arguments = Arguments::with_integers(self.tools.integers(&name));
                 self.start(name, out);
                 self.held.drain(..at);
                 self.state = CallState::Arguments(arguments);
                 true
             }
-            Head::Open(_) => {
+            CallHead::Open(_) => {
                 self.state = CallState::Head(lead);
                 false
             }

@@ -8,7 +8,7 @@ use serde_json::Deserializer;
 use std::collections::HashSet;
 
 /// The beginning of a JSON call.
-pub(super) enum Head {
+pub(super) enum CallHead {
     /// Incomplete; the name, if it is there.
     Open(Option<String>),
     /// A name, and where its arguments, an object, begin.
@@ -18,14 +18,14 @@ pub(super) enum Head {
 }
 
 /// Reads `{"name": "...", "arguments": {` in that order.
-pub(super) fn head(text: &str) -> Head {
+pub(super) fn head(text: &str) -> CallHead {
     let mut rest = text;
     // The text must be a beginning of what is expected, otherwise it has another form.
     let open = |rest: &str, wanted: &str, name: Option<&str>| {
         if wanted.starts_with(rest) {
-            Head::Open(name.map(str::to_owned))
+            CallHead::Open(name.map(str::to_owned))
         } else {
-            Head::Other
+            CallHead::Other
         }
     };
     for wanted in ["{", "\"name\"", ":"] {
@@ -51,10 +51,14 @@ pub(super) fn head(text: &str) -> Head {
     });
     let Some(end) = end else {
         let long = inner.len() > MOST_NAME;
-        return if long { Head::Other } else { Head::Open(None) };
+        return if long {
+            CallHead::Other
+        } else {
+            CallHead::Open(None)
+        };
     };
     let Ok(name) = serde_json::from_str::<String>(&rest[..end + 2]) else {
-        return Head::Other;
+        return CallHead::Other;
     };
     rest = inner[end + 1..].trim_start();
     match rest.strip_prefix(',') {
@@ -64,15 +68,15 @@ pub(super) fn head(text: &str) -> Head {
     let keys = ["\"arguments\"", "\"parameters\""];
     match keys.iter().find_map(|key| rest.strip_prefix(key)) {
         Some(after) => rest = after.trim_start(),
-        None if keys.iter().any(|key| key.starts_with(rest)) => return Head::Open(Some(name)),
-        None => return Head::Other,
+        None if keys.iter().any(|key| key.starts_with(rest)) => return CallHead::Open(Some(name)),
+        None => return CallHead::Other,
     }
     match rest.strip_prefix(':') {
         Some(after) => rest = after.trim_start(),
         None => return open(rest, ":", Some(&name)),
     }
     if rest.starts_with('{') {
-        Head::Named(name, text.len() - rest.len())
+        CallHead::Named(name, text.len() - rest.len())
     } else {
         open(rest, "{", Some(&name))
     }

@@ -108,7 +108,7 @@ impl Reader {
     }
 
     /// True while thinking.
-    pub fn is_thinking(&self) -> bool {
+    pub(crate) fn is_thinking(&self) -> bool {
         self.thinking.as_ref().is_some_and(Splitter::is_thinking)
     }
 

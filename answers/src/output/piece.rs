@@ -54,8 +54,11 @@ pub(super) fn join(out: &mut Vec<Piece>, piece: Piece) {
         | (Some(Piece::Reasoning(last)), Piece::Reasoning(text)) => last.push_str(&text),
         (
             Some(Piece::CallArguments { index, text: last }),
-            Piece::CallArguments { index: of, text },
-        ) if *index == of => last.push_str(&text),
+            Piece::CallArguments {
+                index: continued,
+                text,
+            },
+        ) if *index == continued => last.push_str(&text),
         (_, piece) => out.push(piece),
     }
 }

@@ -29,8 +29,10 @@ impl Tools {
 
     /// The types that a tool's schema allows for a parameter; any if it does not say.
     pub(super) fn types(&self, name: &str, parameter: &str) -> Types {
-        let of = |root| of_parameter(root, root, parameter, 0);
-        self.schema(name).and_then(of).unwrap_or(Types::ANY)
+        let parameter_types = |root| of_parameter(root, root, parameter, 0);
+        self.schema(name)
+            .and_then(parameter_types)
+            .unwrap_or(Types::ANY)
     }
 
     /// The places of a tool's arguments that are integers where they are numbers: `days`, `trip/days` inside an object,
@@ -58,8 +60,9 @@ impl Tools {
 
     /// True if a tool has this parameter, as far as its schema says.
     pub(super) fn has(&self, name: &str, parameter: &str) -> bool {
-        let of = |root| of_parameter(root, root, parameter, 0);
-        self.schema(name).is_none_or(|root| of(root).is_some())
+        let parameter_types = |root| of_parameter(root, root, parameter, 0);
+        self.schema(name)
+            .is_none_or(|root| parameter_types(root).is_some())
     }
 }
 
@@ -190,8 +193,8 @@ fn types(root: &Value, schema: &Value, depth: usize) -> Types {
     if depth > MOST_DEPTH {
         return Types::ANY;
     }
-    let all = |list: &[Value], of: &dyn Fn(&Value) -> Types| {
-        list.iter().map(of).fold(Types::NONE, Types::or)
+    let all = |list: &[Value], each: &dyn Fn(&Value) -> Types| {
+        list.iter().map(each).fold(Types::NONE, Types::or)
     };
     let named = |name: &Value| name.as_str().map_or(Types::ANY, Types::named);
     let inner = |schema: &Value| types(root, schema, depth + 1);
@@ -270,7 +273,7 @@ pub(super) fn typed(text: &str, types: Types, integers: &HashSet<String>) -> Str
             _ => {}
         }
     }
-    let begins = |c, of| types.has(of) && value.starts_with(c);
+    let begins = |c, kind| types.has(kind) && value.starts_with(c);
     let slipped = begins('{', Types::OBJECT) || begins('[', Types::LIST);
     match mended(value, integers).filter(|_| slipped) {
         Some(json) => json,

@@ -187,7 +187,7 @@ pub fn text(
         let mut took = [0.0; 2];
         for (stream, &(prompt, n)) in answers.iter().enumerate() {
             let mut run = |sequence: &mut Sequence| {
-                decode(session.as_mut(), sequence, spec, (prompt, n), stream as u64)
+                decode(session.as_mut(), sequence, spec, prompt, n, stream as u64)
             };
             let (without, with) = (run(&mut plain)?, run(&mut drafted)?);
             took[0] += without.stats.decode.as_secs_f64();
@@ -254,7 +254,8 @@ fn decode(
     session: &mut dyn Session,
     sequence: &mut Sequence,
     spec: &TextSpec<'_>,
-    (prompt, n): (&[u32], usize),
+    prompt: &[u32],
+    n: usize,
     stream: u64,
 ) -> Result<Generated> {
     let sampling = match spec.answer {

@@ -21,21 +21,18 @@ th:first-child,td:first-child,td.text,th.text{text-align:left}td:first-child,th:
 td:not(.text),td:first-child,th{white-space:nowrap}td.after{min-width:13rem}svg{width:100%;min-width:34rem;max-width:54rem;height:auto}\
 .note{color:var(--note);font-size:.92em}.note p{margin:.35rem 0}\
 .dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}summary{cursor:pointer}\
-@media(max-width:40rem){svg{min-width:0}table{font-size:.82rem}td,td:not(.text),td:first-child,th{white-space:normal;\
-padding:.25rem}th:not(:first-child),td.after{overflow-wrap:anywhere}td.after{min-width:5rem}}";
+@media(max-width:60rem){td:not(.text),td:first-child,th{white-space:normal}td.after{min-width:8rem}}\
+@media(max-width:40rem){svg{min-width:0}table,tbody,tr,td{display:block}thead{display:none}\
+tr{border-bottom:1px solid var(--line);padding:.5rem 0}tr>td{border:0;padding:.1rem 0;overflow-wrap:anywhere;overflow:hidden}\
+td,td.text{text-align:right}td:empty{display:none}\
+td::before{content:attr(data-head);float:left;margin-right:1rem;color:var(--note)}tr>td:first-child{position:static;font-weight:bold;text-align:left}}";
 
 /// The document as self-contained HTML.
 ///
 /// # Errors
 /// [`crate::Error::Plot`] if a plot cannot be drawn.
 pub fn html(document: &Document<'_>) -> Result<String> {
-    let mut out = String::from("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">");
-    let title = escape(&title(document));
-    let _ = write!(
-        out,
-        "<meta name=\"viewport\" content=\"width=device-width\"><title>{title}</title>\
-         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
-    );
+    let mut out = begin(&title(document));
     match &verdicts(document)[..] {
         [one] => {
             let _ = writeln!(out, "<p class=\"lead\">{}</p>", sentence(one));
@@ -150,8 +147,18 @@ pub fn html(document: &Document<'_>) -> Result<String> {
     Ok(out)
 }
 
+/// The beginning of a page, up to its title.
+pub(super) fn begin(title: &str) -> String {
+    let title = escape(title);
+    format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width\"><title>{title}</title>\
+         <style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
+    )
+}
+
 /// A heading, what is shown, and a plot.
-fn section(out: &mut String, heading: &str, note: &str, plot: &str) {
+pub(super) fn section(out: &mut String, heading: &str, note: &str, plot: &str) {
     let _ = writeln!(
         out,
         "<h2>{heading}</h2>\n<p class=\"note\">{note}</p>\n<div class=\"scroll\">{plot}</div>"
@@ -213,7 +220,7 @@ fn push_model(out: &mut String, i: usize, model: &Section<'_>, by_depth: bool) {
 }
 
 /// What a cell of a table holds.
-enum Cell {
+pub(super) enum Cell {
     Number,
     /// Text, whose line breaks are kept.
     Text,
@@ -224,7 +231,7 @@ enum Cell {
 }
 
 /// A table; `kind` says what a cell holds, by its row and column.
-fn push_table(
+pub(super) fn push_table(
     out: &mut String,
     head: &[impl AsRef<str>],
     rows: &[Vec<String>],
@@ -237,34 +244,42 @@ fn push_table(
     };
     out.push_str("<div class=\"scroll\"><table><thead><tr>");
     for (i, h) in head.iter().enumerate() {
-        let _ = write!(out, "<th{}>{}</th>", class(&kind(0, i)), escape(h.as_ref()));
+        // Headings may break behind these signs where a screen is narrow.
+        let head = escape(h.as_ref());
+        let head = head.replace('/', "/<wbr>").replace(':', ":<wbr>");
+        let _ = write!(out, "<th{}>{head}</th>", class(&kind(0, i)));
     }
     out.push_str("</tr></thead><tbody>\n");
     for (r, row) in rows.iter().enumerate() {
         out.push_str("<tr>");
-        for (i, cell) in row.iter().enumerate() {
+        for (i, (cell, head)) in row.iter().zip(head).enumerate() {
             let kind = kind(r, i);
+            // A phone shows each row as a list, in which headings stand before their values.
+            let head = match escape(head.as_ref()) {
+                head if head.is_empty() => head,
+                head => format!(" data-head=\"{head}\""),
+            };
             let dot = match kind {
                 Cell::Model(i) => dot(i),
                 _ => String::new(),
             };
-            let shown = escape(cell).replace('\n', "<br>");
-            let _ = write!(out, "<td{}>{dot}{shown}</td>", class(&kind));
+            let shown = sentence(cell).replace('\n', "<br>");
+            let _ = write!(out, "<td{}{head}>{dot}{shown}</td>", class(&kind));
         }
         out.push_str("</tr>\n");
     }
     out.push_str("</tbody></table></div>\n");
 }
 
-/// A sentence, whose figures are not broken over lines.
-fn sentence(text: &str) -> String {
+/// Text whose figures are not broken over lines, but before their errors.
+pub(super) fn sentence(text: &str) -> String {
     escape(text)
-        .replace(" ± ", "&nbsp;±&nbsp;")
+        .replace(" ± ", " ±&nbsp;")
         .replace(" %", "&nbsp;%")
 }
 
 /// Escapes text for HTML.
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

@@ -5,11 +5,13 @@ mod html;
 mod markdown;
 mod numbers;
 mod plots;
+mod ranking;
 mod verdict;
 
 pub use document::{Document, Reference, Section, WorstLine};
 pub use html::html;
 pub use markdown::markdown;
+pub use ranking::{frontier_line, ranking_tables, write_ranking};
 pub use verdict::verdicts;
 
 use crate::depth::{DepthBucket, DepthComparison};
@@ -45,6 +47,11 @@ pub fn write(path: &Path, document: &Document<'_>) -> Result<()> {
         DocumentForm::Markdown => markdown(document),
         DocumentForm::Html => html(document)?,
     };
+    put(path, &contents)
+}
+
+/// Writes a document beside its place and renames it into that.
+fn put(path: &Path, contents: &str) -> Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".tmp{}", std::process::id()));
     let temporary = path.with_file_name(name);
@@ -228,6 +235,16 @@ pub fn protocol_line(e: &Evaluation) -> String {
     let scored = match r.protocol {
         crate::Protocol::Hf => "every token but the first of a window",
         crate::Protocol::Llama => "the second half of a window",
+        crate::Protocol::Texts => {
+            return format!(
+                "{} whole {} of up to {} tokens, {} tokens scored (every one but a text's first and those of images); KV cache {}",
+                r.windows,
+                if r.windows == 1 { "text" } else { "texts" },
+                r.ctx,
+                r.tokens,
+                r.kv
+            );
+        }
     };
     let windows = if r.windows == 1 { "window" } else { "windows" };
     format!(

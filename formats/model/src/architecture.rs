@@ -1,7 +1,7 @@
 //! A row of the table of architectures.
 
 use super::dimensions::{Delta, Experts, RopeScaling};
-use super::layer::{LayerSpec, LinearSpec, Mixer, Parameter};
+use super::layer::{LayerSpec, LinearSpec, Parameter};
 use std::fmt;
 
 /// A family of models with the same kinds of layers.
@@ -25,7 +25,7 @@ pub struct Architecture {
     /// True if `head_dim` may be absent from config.json, and is then `hidden_size / num_attention_heads`.
     pub heads_split_hidden: bool,
     /// Heads are rotated in the first of this many parts, unless a config says otherwise.
-    pub rotated: usize,
+    pub rotary_parts: usize,
     /// True if Hugging Face files hold the gains of the final norm less 1.
     pub norm_less_one: bool,
     /// True if Hugging Face files hold the inputs of a recurrence in two matrices: `in_proj_qkvz`, for each key
@@ -66,7 +66,7 @@ impl Architecture {
     }
 
     /// True if `class` is the class of its models.
-    pub fn is_class(&self, class: &str) -> bool {
+    pub(crate) fn is_class(&self, class: &str) -> bool {
         self.class == class || self.also.iter().any(|(c, _)| *c == class)
     }
 
@@ -77,14 +77,19 @@ impl Architecture {
 
     /// True if some of its layers have a recurrence.
     pub fn has_delta(&self) -> bool {
-        let mut blocks = self.kinds.iter().flat_map(|k| k.blocks);
-        blocks.any(|b| matches!(b.mixer, Mixer::Delta(_)))
+        self.kinds.iter().any(|k| k.recurrence().is_some())
     }
 
     /// True if its layers have a shared expert.
     pub fn shares_expert(&self) -> bool {
-        let mut blocks = self.kinds.iter().flat_map(|k| k.blocks);
-        blocks.any(|b| matches!(b.mixer, Mixer::Experts(e) if e.shared.is_some()))
+        let mut experts = self.kinds.iter().filter_map(LayerSpec::experts);
+        experts.any(|(_, e)| e.shared.is_some())
+    }
+
+    /// True if gates stand behind the queries of its attention.
+    pub fn has_gates(&self) -> bool {
+        let mut attention = self.kinds.iter().filter_map(LayerSpec::attention);
+        attention.any(|a| a.gated)
     }
 
     /// The Linear that scores the experts of its layers, if they have any.

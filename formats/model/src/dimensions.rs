@@ -61,12 +61,24 @@ pub struct Rope {
     pub dims: Option<usize>,
     /// Extension beyond the trained length.
     pub scaling: RopeScaling,
+    /// How many frequencies follow time, row and column of a token of an image (`mrope_section`); `None`: a third
+    /// each. Rows and columns have every third frequency, from the second and the third on, until they have as many.
+    pub sections: Option<[usize; 3]>,
+}
+
+impl Rope {
+    /// [`Rope::sections`] of `pairs` frequencies.
+    pub fn sections(&self, pairs: usize) -> [usize; 3] {
+        let thirds = [pairs.div_ceil(3), (pairs + 1) / 3, pairs / 3];
+        self.sections.unwrap_or(thirds)
+    }
 }
 
 /// How rotary frequencies are stretched for longer contexts.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum RopeScaling {
     /// Not stretched.
+    #[default]
     None,
     /// YaRN (arXiv 2309.00071), as Qwen3 documents it.
     Yarn {

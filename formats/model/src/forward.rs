@@ -131,7 +131,7 @@ impl VectorSpec {
     pub fn len(&self, c: &ModelConfig) -> usize {
         match self {
             VectorSpec::Norm(norm) => norm.len.of(c),
-            VectorSpec::Bias(linear) => linear.dims(c).0,
+            VectorSpec::Bias(linear) => linear.dims(c).rows,
             VectorSpec::Row(row) => row.len.of(c),
         }
     }
@@ -417,7 +417,7 @@ impl<L, N> Layer<L, N> {
     pub fn bytes_per_token(&self, c: &ModelConfig, bytes: impl Fn(&L) -> usize) -> usize {
         let (count, routed) = c.experts.map_or((1, 1), |e| (e.count, e.per_token));
         let shares = c.experts.is_some_and(|e| e.shared > 0);
-        let of = |block: &Block<L, N>| -> usize {
+        let block_bytes = |block: &Block<L, N>| -> usize {
             let sum = |linears: Vec<&L>| linears.into_iter().map(&bytes).sum::<usize>();
             let all = sum(block.mixer.linears()) + sum(block.mixer.kept());
             match &block.mixer {
@@ -430,7 +430,7 @@ impl<L, N> Layer<L, N> {
                 Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => all,
             }
         };
-        self.blocks.iter().map(of).sum()
+        self.blocks.iter().map(block_bytes).sum()
     }
 
     /// Its weights that can be quantized, in the order they run.
@@ -472,7 +472,10 @@ impl<L, N> Layer<L, N> {
                 norm,
                 mixer: Mix::Attention(attention),
             } => (norm, attention),
-            _ => unreachable!("layers that draft begin with attention"),
+            Block {
+                mixer: Mix::Delta(_) | Mix::Mlp(_) | Mix::Experts(_),
+                ..
+            } => unreachable!("layers that draft begin with attention"),
         }
     }
 
@@ -480,8 +483,26 @@ impl<L, N> Layer<L, N> {
     pub fn recurrence(&self) -> Option<&Delta<L, N>> {
         self.blocks.iter().find_map(|b| match &b.mixer {
             Mix::Delta(delta) => Some(delta),
-            _ => None,
+            Mix::Attention(_) | Mix::Mlp(_) | Mix::Experts(_) => None,
         })
+    }
+
+    /// Its experts, if it has some.
+    pub fn experts(&self) -> Option<&Experts<L>> {
+        self.blocks.iter().find_map(|b| match &b.mixer {
+            Mix::Experts(experts) => Some(experts),
+            Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => None,
+        })
+    }
+
+    /// Drops the shared expert, which a device has behind the others.
+    pub fn drop_shared_expert(&mut self) {
+        for block in &mut self.blocks {
+            match &mut block.mixer {
+                Mix::Experts(experts) => experts.shared = None,
+                Mix::Attention(_) | Mix::Delta(_) | Mix::Mlp(_) => {}
+            }
+        }
     }
 
     /// Runs the layer over the rows of a pass.

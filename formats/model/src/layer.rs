@@ -164,13 +164,13 @@ pub struct Product {
     /// Its Linears, in the order of their outputs.
     pub linears: &'static [LinearSpec],
     /// The operation that produces its input.
-    pub source: Source,
+    pub source: InputSource,
 }
 
 /// The operation that produces a product's input. A method can divide an element of that input by a
 /// scale there and multiply the product's weights by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum InputSource {
     /// A norm, through its gains.
     Norm(NormKind),
     /// Attention over the heads of this Linear's outputs: query heads of a group share a head.
@@ -246,7 +246,8 @@ pub(super) const fn linear(
     kind: LinearKind,
     suffix: &'static str,
     gguf: &'static str,
-    (out, inputs): (Width, Width),
+    out: Width,
+    inputs: Width,
 ) -> LinearSpec {
     LinearSpec {
         kind,
@@ -264,24 +265,26 @@ pub(super) const fn biased(
     kind: LinearKind,
     suffix: &'static str,
     gguf: &'static str,
-    dims: (Width, Width),
+    out: Width,
+    inputs: Width,
 ) -> LinearSpec {
     LinearSpec {
         bias: true,
-        ..linear(kind, suffix, gguf, dims)
+        ..linear(kind, suffix, gguf, out, inputs)
     }
 }
 
-/// Like [`linear`], for a stack over experts; `dims` are those of one expert.
+/// Like [`linear`], for a stack over experts; the dimensions are those of one expert.
 pub(super) const fn stack(
     kind: LinearKind,
     suffix: &'static str,
     gguf: &'static str,
-    dims: (Width, Width),
+    out: Width,
+    inputs: Width,
 ) -> LinearSpec {
     LinearSpec {
         stacked: true,
-        ..linear(kind, suffix, gguf, dims)
+        ..linear(kind, suffix, gguf, out, inputs)
     }
 }
 
@@ -442,10 +445,23 @@ impl Mixer {
         }
     }
 
-    /// The product that scores its experts, if it has any.
-    fn router(&self) -> Option<&Product> {
+    fn attention(&self) -> Option<&AttentionSpec> {
         match self {
-            Mixer::Experts(e) => Some(&e.router),
+            Mixer::Attention(a) => Some(a),
+            Mixer::Delta(_) | Mixer::Mlp(_) | Mixer::Experts(_) => None,
+        }
+    }
+
+    fn recurrence(&self) -> Option<&DeltaSpec> {
+        match self {
+            Mixer::Delta(d) => Some(d),
+            Mixer::Attention(_) | Mixer::Mlp(_) | Mixer::Experts(_) => None,
+        }
+    }
+
+    fn experts(&self) -> Option<&ExpertsSpec> {
+        match self {
+            Mixer::Experts(e) => Some(e),
             Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
         }
     }
@@ -483,8 +499,24 @@ impl LayerSpec {
 
     /// The Linear that scores the experts, if there are any.
     pub fn router(&self) -> Option<&'static LinearSpec> {
-        let mut routers = self.blocks.iter().filter_map(|b| b.mixer.router());
-        routers.next().map(|p| &p.linears[0])
+        self.experts()
+            .map(|(_, experts)| &experts.router.linears[0])
+    }
+
+    /// Its attention, if it has one.
+    pub fn attention(&self) -> Option<&'static AttentionSpec> {
+        self.blocks.iter().find_map(|b| b.mixer.attention())
+    }
+
+    /// Its recurrence, if it has one: its sequences then have a state of fixed size.
+    pub fn recurrence(&self) -> Option<&'static DeltaSpec> {
+        self.blocks.iter().find_map(|b| b.mixer.recurrence())
+    }
+
+    /// Its experts, if it has some, with the norm before them.
+    pub fn experts(&self) -> Option<(&'static NormSpec, &'static ExpertsSpec)> {
+        let with_norm = |b: &'static Block| Some((&b.norm, b.mixer.experts()?));
+        self.blocks.iter().find_map(with_norm)
     }
 
     /// The products that are never quantized: routers and the like.

@@ -19,22 +19,25 @@ mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod shape;
+pub mod vision;
 
 pub use architecture::{Architecture, Preset};
 pub use dimensions::{Delta, Experts, Rope, RopeScaling};
 pub use dtype::{DType, FLOATS};
 pub use layer::{
-    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, LAYERS, LayerSpec, LinearKind,
-    LinearSpec, Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec, Source,
+    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LAYERS, LayerSpec,
+    LinearKind, LinearSpec, Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec,
     VectorKind, VectorRow, Width, expert_name, in_layer, parameter_of, tensor_name,
 };
 pub use llama::LLAMA;
-pub use shape::{ModelConfig, Shape};
+pub use shape::{Dims, ModelConfig, Shape};
 
 /// Every architecture.
 pub static ARCHITECTURES: &[&Architecture] = &[
     &qwen3::QWEN3,
     &qwen3::QWEN3_MOE,
+    &qwen3::QWEN3_VL,
+    &qwen3::QWEN3_VL_MOE,
     &qwen3_5::QWEN3_5,
     &qwen3_5::QWEN3_5_MOE,
     &qwen3_5::QWEN3_NEXT,
@@ -134,16 +137,16 @@ mod tests {
                     (c.layers()).flat_map(|l| l.products().into_iter().map(move |p| (l, p)))
                 {
                     let inputs = product.inputs(&c);
-                    assert!(product.linears.iter().all(|l| l.dims(&c).1 == inputs));
+                    assert!(product.linears.iter().all(|l| l.dims(&c).cols == inputs));
                     match product.source {
-                        Source::Norm(kind) => assert_eq!(layer.norm(kind).len.of(&c), inputs),
-                        Source::Rows(kind) => {
-                            assert_eq!(kind.dims(&c).0, inputs * product.shares(&c));
+                        InputSource::Norm(kind) => assert_eq!(layer.norm(kind).len.of(&c), inputs),
+                        InputSource::Rows(kind) => {
+                            assert_eq!(kind.dims(&c).rows, inputs * product.shares(&c));
                         }
-                        Source::Fixed => {}
-                        Source::Heads(kind) => {
+                        InputSource::Fixed => {}
+                        InputSource::Heads(kind) => {
                             let groups = c.num_attention_heads / c.num_key_value_heads;
-                            assert_eq!(kind.dims(&c).0 * groups, inputs);
+                            assert_eq!(kind.dims(&c).rows * groups, inputs);
                         }
                     }
                 }

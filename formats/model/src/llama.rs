@@ -3,8 +3,8 @@
 use super::architecture::{Architecture, Preset, all_alike};
 use super::dimensions::RopeScaling;
 use super::layer::{
-    AttentionSpec, Block, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind, NormSpec, Product,
-    Source, Width, linear, norm,
+    AttentionSpec, Block, InputSource, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind, NormSpec,
+    Product, Width, linear, norm,
 };
 
 /// The norm before attention.
@@ -17,11 +17,11 @@ pub(super) const ATTENTION_NORM: NormSpec =
 pub(super) const QKV: Product = Product {
     name: "qkv",
     linears: &[
-        linear(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::Heads, Width::Hidden)),
-        linear(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
-        linear(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
+        linear(LinearKind::Q, "self_attn.q_proj", "attn_q", Width::Heads, Width::Hidden),
+        linear(LinearKind::K, "self_attn.k_proj", "attn_k", Width::KvHeads, Width::Hidden),
+        linear(LinearKind::V, "self_attn.v_proj", "attn_v", Width::KvHeads, Width::Hidden),
     ],
-    source: Source::Norm(NormKind::Attention),
+    source: InputSource::Norm(NormKind::Attention),
 };
 
 /// The output projection of attention.
@@ -29,9 +29,9 @@ pub(super) const QKV: Product = Product {
 pub(super) const O: Product = Product {
     name: "o",
     linears: &[
-        linear(LinearKind::O, "self_attn.o_proj", "attn_output", (Width::Hidden, Width::Heads)),
+        linear(LinearKind::O, "self_attn.o_proj", "attn_output", Width::Hidden, Width::Heads),
     ],
-    source: Source::Heads(LinearKind::V),
+    source: InputSource::Heads(LinearKind::V),
 };
 
 /// The norm before the MLP.
@@ -47,17 +47,17 @@ pub(super) const MLP: Block = Block {
         gate_up: Product {
             name: "gate_up",
             linears: &[
-                linear(LinearKind::Gate, "mlp.gate_proj", "ffn_gate", (Width::Mlp, Width::Hidden)),
-                linear(LinearKind::Up, "mlp.up_proj", "ffn_up", (Width::Mlp, Width::Hidden)),
+                linear(LinearKind::Gate, "mlp.gate_proj", "ffn_gate", Width::Mlp, Width::Hidden),
+                linear(LinearKind::Up, "mlp.up_proj", "ffn_up", Width::Mlp, Width::Hidden),
             ],
-            source: Source::Norm(NormKind::Mlp),
+            source: InputSource::Norm(NormKind::Mlp),
         },
         down: Product {
             name: "down",
             linears: &[
-                linear(LinearKind::Down, "mlp.down_proj", "ffn_down", (Width::Hidden, Width::Mlp)),
+                linear(LinearKind::Down, "mlp.down_proj", "ffn_down", Width::Hidden, Width::Mlp),
             ],
-            source: Source::Rows(LinearKind::Up),
+            source: InputSource::Rows(LinearKind::Up),
         },
     }),
 };
@@ -86,7 +86,7 @@ pub static LLAMA: Architecture = Architecture {
     }],
     kind_of: all_alike,
     heads_split_hidden: true,
-    rotated: 1,
+    rotary_parts: 1,
     norm_less_one: false,
     fused_delta: false,
     mtp_unsaid: false,
@@ -94,18 +94,23 @@ pub static LLAMA: Architecture = Architecture {
     gguf_tiled: false,
     presets: &[
         Preset {
-            head_dim: 64,
-            scaling: stretched(32.0),
-            tied: true,
-            ..preset(("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct"), (2048, 8192), 16, 32)
+            name: "llama-3.2-1b", hub_id: "meta-llama/Llama-3.2-1B-Instruct",
+            hidden: 2048, intermediate: 8192, layers: 16, heads: 32, head_dim: 64,
+            scaling: stretched(32.0), tied: true,
+            ..llama_8b()
         },
         Preset {
-            scaling: stretched(32.0),
-            tied: true,
-            ..preset(("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct"), (3072, 8192), 28, 24)
+            name: "llama-3.2-3b", hub_id: "meta-llama/Llama-3.2-3B-Instruct",
+            hidden: 3072, intermediate: 8192, layers: 28, heads: 24,
+            scaling: stretched(32.0), tied: true,
+            ..llama_8b()
         },
-        preset(("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"), (4096, 14336), 32, 32),
-        preset(("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct"), (8192, 28672), 80, 64),
+        llama_8b(),
+        Preset {
+            name: "llama-3.3-70b", hub_id: "meta-llama/Llama-3.3-70B-Instruct",
+            hidden: 8192, intermediate: 28672, layers: 80, heads: 64,
+            ..llama_8b()
+        },
     ],
 };
 
@@ -119,24 +124,18 @@ const fn stretched(factor: f64) -> RopeScaling {
     }
 }
 
-/// A published size: names, widths of the residual stream and the MLP, layers and query heads.
-/// Other values are Llama 3.1's.
-const fn preset(
-    (name, hub_id): (&'static str, &'static str),
-    (hidden, intermediate): (usize, usize),
-    layers: usize,
-    heads: usize,
-) -> Preset {
+/// Llama 3.1 8B; other sizes are as it is where they say nothing else.
+const fn llama_8b() -> Preset {
     Preset {
-        name,
-        hub_id,
+        name: "llama-3.1-8b",
+        hub_id: "meta-llama/Llama-3.1-8B-Instruct",
         architecture: &LLAMA,
-        hidden,
-        intermediate,
+        hidden: 4096,
+        intermediate: 14336,
         experts: None,
         delta: None,
-        layers,
-        heads,
+        layers: 32,
+        heads: 32,
         kv_heads: 8,
         head_dim: 128,
         vocab: 128_256,

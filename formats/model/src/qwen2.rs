@@ -12,9 +12,9 @@ const ATTENTION: Block = Block {
     mixer: Mixer::Attention(AttentionSpec {
         qkv: Product {
             linears: &[
-                biased(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::Heads, Width::Hidden)),
-                biased(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
-                biased(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
+                biased(LinearKind::Q, "self_attn.q_proj", "attn_q", Width::Heads, Width::Hidden),
+                biased(LinearKind::K, "self_attn.k_proj", "attn_k", Width::KvHeads, Width::Hidden),
+                biased(LinearKind::V, "self_attn.v_proj", "attn_v", Width::KvHeads, Width::Hidden),
             ],
             ..llama::QKV
         },
@@ -37,7 +37,7 @@ pub(super) static QWEN2: Architecture = Architecture {
     }],
     kind_of: all_alike,
     heads_split_hidden: true,
-    rotated: 1,
+    rotary_parts: 1,
     norm_less_one: false,
     fused_delta: false,
     mtp_unsaid: false,
@@ -45,52 +45,62 @@ pub(super) static QWEN2: Architecture = Architecture {
     gguf_tiled: false,
     presets: &[
         Preset {
-            head_dim: 64,
-            vocab: 151_936,
-            ..preset(("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct"), (896, 4864), 24, (14, 2), true)
+            name: "qwen2.5-0.5b", hub_id: "Qwen/Qwen2.5-0.5B-Instruct",
+            hidden: 896, intermediate: 4864, layers: 24, heads: 14, kv_heads: 2,
+            head_dim: 64, vocab: 151_936, tied: true,
+            ..qwen2_7b()
         },
         Preset {
-            vocab: 151_936,
-            ..preset(("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"), (1536, 8960), 28, (12, 2), true)
+            name: "qwen2.5-1.5b", hub_id: "Qwen/Qwen2.5-1.5B-Instruct",
+            hidden: 1536, intermediate: 8960, layers: 28, heads: 12, kv_heads: 2,
+            vocab: 151_936, tied: true,
+            ..qwen2_7b()
         },
         Preset {
-            vocab: 151_936,
-            ..preset(("qwen2.5-3b", "Qwen/Qwen2.5-3B-Instruct"), (2048, 11008), 36, (16, 2), true)
+            name: "qwen2.5-3b", hub_id: "Qwen/Qwen2.5-3B-Instruct",
+            hidden: 2048, intermediate: 11008, layers: 36, heads: 16, kv_heads: 2,
+            vocab: 151_936, tied: true,
+            ..qwen2_7b()
         },
-        preset(("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"), (3584, 18944), 28, (28, 4), false),
-        preset(("qwen2.5-14b", "Qwen/Qwen2.5-14B-Instruct"), (5120, 13824), 48, (40, 8), false),
-        preset(("qwen2.5-32b", "Qwen/Qwen2.5-32B-Instruct"), (5120, 27648), 64, (40, 8), false),
-        preset(("qwen2.5-72b", "Qwen/Qwen2.5-72B-Instruct"), (8192, 29568), 80, (64, 8), false),
+        qwen2_7b(),
+        Preset {
+            name: "qwen2.5-14b", hub_id: "Qwen/Qwen2.5-14B-Instruct",
+            hidden: 5120, intermediate: 13824, layers: 48, heads: 40, kv_heads: 8,
+            ..qwen2_7b()
+        },
+        Preset {
+            name: "qwen2.5-32b", hub_id: "Qwen/Qwen2.5-32B-Instruct",
+            hidden: 5120, intermediate: 27648, layers: 64, heads: 40, kv_heads: 8,
+            ..qwen2_7b()
+        },
+        Preset {
+            name: "qwen2.5-72b", hub_id: "Qwen/Qwen2.5-72B-Instruct",
+            hidden: 8192, intermediate: 29568, layers: 80, heads: 64, kv_heads: 8,
+            ..qwen2_7b()
+        },
     ],
 };
 
-/// A published size: names, widths of the residual stream and the MLP, layers, heads of queries and of
-/// keys. Other values are those of the larger sizes.
-const fn preset(
-    (name, hub_id): (&'static str, &'static str),
-    (hidden, intermediate): (usize, usize),
-    layers: usize,
-    (heads, kv_heads): (usize, usize),
-    tied: bool,
-) -> Preset {
+/// Qwen2.5 7B; other sizes are as it is where they say nothing else.
+const fn qwen2_7b() -> Preset {
     Preset {
-        name,
-        hub_id,
+        name: "qwen2.5-7b",
+        hub_id: "Qwen/Qwen2.5-7B-Instruct",
         architecture: &QWEN2,
-        hidden,
-        intermediate,
+        hidden: 3584,
+        intermediate: 18944,
         experts: None,
         delta: None,
-        layers,
-        heads,
-        kv_heads,
+        layers: 28,
+        heads: 28,
+        kv_heads: 4,
         head_dim: 128,
         vocab: 152_064,
         positions: 32_768,
         eps: 1e-6,
         theta: 1e6,
         scaling: RopeScaling::None,
-        tied,
+        tied: false,
         eos: &[151_645],
     }
 }

@@ -3,8 +3,8 @@
 use super::architecture::{Architecture, Preset, all_alike};
 use super::dimensions::{Experts, RopeScaling};
 use super::layer::{
-    AttentionSpec, Block, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, Mixer, NormKind, Product,
-    Source, Width, linear, norm, stack,
+    AttentionSpec, Block, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind, Mixer,
+    NormKind, Product, Width, linear, norm, stack,
 };
 use super::llama;
 
@@ -35,25 +35,69 @@ pub(super) static QWEN3: Architecture = Architecture {
     }],
     kind_of: all_alike,
     heads_split_hidden: false,
-    rotated: 1,
+    rotary_parts: 1,
     norm_less_one: false,
     fused_delta: false,
     mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: false,
     presets: &[
-        preset(("qwen3-0.6b", "Qwen/Qwen3-0.6B"), (1024, 3072), 28, 16, true),
-        preset(("qwen3-1.7b", "Qwen/Qwen3-1.7B"), (2048, 6144), 28, 16, true),
-        preset(("qwen3-4b", "Qwen/Qwen3-4B"), (2560, 9728), 36, 32, true),
-        preset(("qwen3-8b", "Qwen/Qwen3-8B"), (4096, 12288), 36, 32, false),
-        preset(("qwen3-14b", "Qwen/Qwen3-14B"), (5120, 17408), 40, 40, false),
-        preset(("qwen3-32b", "Qwen/Qwen3-32B"), (5120, 25600), 64, 64, false),
         Preset {
-            positions: 262_144,
-            theta: 5e6,
-            ..preset(("qwen3-4b-2507", "Qwen/Qwen3-4B-Instruct-2507"), (2560, 9728), 36, 32, true)
+            name: "qwen3-0.6b", hub_id: "Qwen/Qwen3-0.6B",
+            hidden: 1024, intermediate: 3072, layers: 28, heads: 16, tied: true,
+            ..qwen3_8b()
+        },
+        Preset {
+            name: "qwen3-1.7b", hub_id: "Qwen/Qwen3-1.7B",
+            hidden: 2048, intermediate: 6144, layers: 28, heads: 16, tied: true,
+            ..qwen3_8b()
+        },
+        Preset {
+            name: "qwen3-4b", hub_id: "Qwen/Qwen3-4B",
+            hidden: 2560, intermediate: 9728, layers: 36, heads: 32, tied: true,
+            ..qwen3_8b()
+        },
+        qwen3_8b(),
+        Preset {
+            name: "qwen3-14b", hub_id: "Qwen/Qwen3-14B",
+            hidden: 5120, intermediate: 17408, layers: 40, heads: 40,
+            ..qwen3_8b()
+        },
+        Preset {
+            name: "qwen3-32b", hub_id: "Qwen/Qwen3-32B",
+            hidden: 5120, intermediate: 25600, layers: 64, heads: 64,
+            ..qwen3_8b()
+        },
+        Preset {
+            name: "qwen3-4b-2507", hub_id: "Qwen/Qwen3-4B-Instruct-2507",
+            hidden: 2560, intermediate: 9728, layers: 36, heads: 32,
+            positions: 262_144, theta: 5e6, tied: true,
+            ..qwen3_8b()
         },
     ],
+};
+
+/// Qwen3-VL, whose text model is Qwen3 (arXiv 2511.21631).
+pub(super) static QWEN3_VL: Architecture = Architecture {
+    family: "Qwen3-VL",
+    title: "Qwen3-VL dense",
+    class: "Qwen3VLForConditionalGeneration",
+    model_type: "qwen3_vl_text",
+    also: &[("Qwen3VLForConditionalGeneration", "qwen3_vl")],
+    gguf: "qwen3vl",
+    presets: &[],
+    ..QWEN3
+};
+
+pub(super) static QWEN3_VL_MOE: Architecture = Architecture {
+    family: "Qwen3-VL",
+    title: "Qwen3-VL mixture-of-experts",
+    class: "Qwen3VLMoeForConditionalGeneration",
+    model_type: "qwen3_vl_moe_text",
+    also: &[("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe")],
+    gguf: "qwen3vlmoe",
+    presets: &[],
+    ..QWEN3_MOE
 };
 
 /// Scores of experts.
@@ -61,9 +105,9 @@ pub(super) static QWEN3: Architecture = Architecture {
 pub(super) const ROUTER: Product = Product {
     name: "router",
     linears: &[
-        linear(LinearKind::Router, "mlp.gate", "ffn_gate_inp", (Width::Experts, Width::Hidden)),
+        linear(LinearKind::Router, "mlp.gate", "ffn_gate_inp", Width::Experts, Width::Hidden),
     ],
-    source: Source::Norm(NormKind::Mlp),
+    source: InputSource::Norm(NormKind::Mlp),
 };
 
 /// Gates and ups of experts.
@@ -71,10 +115,10 @@ pub(super) const ROUTER: Product = Product {
 pub(super) const GATE_UP: Product = Product {
     name: "gate_up",
     linears: &[
-        stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", (Width::Expert, Width::Hidden)),
-        stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", (Width::Expert, Width::Hidden)),
+        stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", Width::Expert, Width::Hidden),
+        stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", Width::Expert, Width::Hidden),
     ],
-    source: Source::Norm(NormKind::Mlp),
+    source: InputSource::Norm(NormKind::Mlp),
 };
 
 /// Downs of experts.
@@ -82,9 +126,9 @@ pub(super) const GATE_UP: Product = Product {
 pub(super) const DOWN: Product = Product {
     name: "down",
     linears: &[
-        stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", (Width::Hidden, Width::Expert)),
+        stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", Width::Hidden, Width::Expert),
     ],
-    source: Source::Rows(LinearKind::Up),
+    source: InputSource::Rows(LinearKind::Up),
 };
 
 const EXPERTS: Block = Block {
@@ -110,65 +154,69 @@ pub(super) static QWEN3_MOE: Architecture = Architecture {
     }],
     kind_of: all_alike,
     heads_split_hidden: false,
-    rotated: 1,
+    rotary_parts: 1,
     norm_less_one: false,
     fused_delta: false,
     mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: false,
     presets: &[
-        mixture(("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"), (2048, 6144), 48, (32, 4), (128, 768)),
-        mixture(("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B"), (4096, 12288), 94, (64, 4), (128, 1536)),
+        qwen3_30b(),
         Preset {
-            positions: 262_144,
-            theta: 1e7,
-            ..mixture(("qwen3-480b-a35b", "Qwen/Qwen3-Coder-480B-A35B-Instruct"), (6144, 8192), 62, (96, 8), (160, 2560))
+            name: "qwen3-235b-a22b", hub_id: "Qwen/Qwen3-235B-A22B",
+            hidden: 4096, intermediate: 12288, layers: 94, heads: 64, kv_heads: 4,
+            experts: experts(128, 1536),
+            ..qwen3_30b()
+        },
+        Preset {
+            name: "qwen3-480b-a35b", hub_id: "Qwen/Qwen3-Coder-480B-A35B-Instruct",
+            hidden: 6144, intermediate: 8192, layers: 62, heads: 96, kv_heads: 8,
+            positions: 262_144, theta: 1e7,
+            experts: experts(160, 2560),
+            ..qwen3_30b()
         },
     ],
 };
 
-/// A published mixture: names, widths of the residual stream and of a (nonexistent) dense MLP,
-/// layers, heads of queries and of keys, experts and their width. Other values are the same for all.
-const fn mixture(
-    names: (&'static str, &'static str),
-    widths: (usize, usize),
-    layers: usize,
-    (heads, kv_heads): (usize, usize),
-    (count, width): (usize, usize),
-) -> Preset {
+/// Qwen3 30B-A3B, whose dense MLP exists in its configuration only; other mixtures are as it is where they say nothing
+/// else.
+const fn qwen3_30b() -> Preset {
     Preset {
+        name: "qwen3-30b-a3b",
+        hub_id: "Qwen/Qwen3-30B-A3B",
         architecture: &QWEN3_MOE,
-        kv_heads,
-        experts: Some(Experts {
-            count,
-            per_token: 8,
-            width,
-            normalized: true,
-            shared: 0,
-        }),
-        ..preset(names, widths, layers, heads, false)
+        hidden: 2048,
+        intermediate: 6144,
+        experts: experts(128, 768),
+        layers: 48,
+        kv_heads: 4,
+        ..qwen3_8b()
     }
 }
 
-/// A published size: names, widths of the residual stream and the MLP, layers and query heads.
-/// Other values are the same for all.
-const fn preset(
-    (name, hub_id): (&'static str, &'static str),
-    (hidden, intermediate): (usize, usize),
-    layers: usize,
-    heads: usize,
-    tied: bool,
-) -> Preset {
+/// `count` experts of `width`, of which a token takes eight.
+const fn experts(count: usize, width: usize) -> Option<Experts> {
+    Some(Experts {
+        count,
+        per_token: 8,
+        width,
+        normalized: true,
+        shared: 0,
+    })
+}
+
+/// Qwen3 8B; other sizes are as it is where they say nothing else.
+const fn qwen3_8b() -> Preset {
     Preset {
-        name,
-        hub_id,
+        name: "qwen3-8b",
+        hub_id: "Qwen/Qwen3-8B",
         architecture: &QWEN3,
-        hidden,
-        intermediate,
+        hidden: 4096,
+        intermediate: 12288,
         experts: None,
         delta: None,
-        layers,
-        heads,
+        layers: 36,
+        heads: 32,
         kv_heads: 8,
         head_dim: 128,
         vocab: 151_936,
@@ -176,7 +224,7 @@ const fn preset(
         eps: 1e-6,
         theta: 1e6,
         scaling: RopeScaling::None,
-        tied,
+        tied: false,
         eos: &[151_645],
     }
 }

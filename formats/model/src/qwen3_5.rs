@@ -4,9 +4,9 @@
 use super::architecture::{Architecture, Preset, hybrid};
 use super::dimensions::{Delta, Experts, RopeScaling};
 use super::layer::{
-    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, LayerSpec, LinearKind, Mixer, MlpSpec,
-    NormKind, NormSpec, Product, SharedSpec, Source, VectorKind, VectorRow, Width, linear, norm,
-    norm_less_one,
+    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind,
+    Mixer, MlpSpec, NormKind, NormSpec, Product, SharedSpec, VectorKind, VectorRow, Width, linear,
+    norm, norm_less_one,
 };
 
 #[rustfmt::skip]
@@ -24,18 +24,18 @@ const DELTA: Block = Block {
         inputs: Product {
             name: "qkvz",
             linears: &[
-                linear(LinearKind::DeltaQkv, "linear_attn.in_proj_qkv", "attn_qkv", (Width::DeltaChannels, Width::Hidden)),
-                linear(LinearKind::DeltaZ, "linear_attn.in_proj_z", "attn_gate", (Width::DeltaValues, Width::Hidden)),
+                linear(LinearKind::DeltaQkv, "linear_attn.in_proj_qkv", "attn_qkv", Width::DeltaChannels, Width::Hidden),
+                linear(LinearKind::DeltaZ, "linear_attn.in_proj_z", "attn_gate", Width::DeltaValues, Width::Hidden),
             ],
-            source: Source::Norm(NormKind::Attention),
+            source: InputSource::Norm(NormKind::Attention),
         },
         rates: Product {
             name: "ba",
             linears: &[
-                linear(LinearKind::DeltaB, "linear_attn.in_proj_b", "ssm_beta", (Width::DeltaHeads, Width::Hidden)),
-                linear(LinearKind::DeltaA, "linear_attn.in_proj_a", "ssm_alpha", (Width::DeltaHeads, Width::Hidden)),
+                linear(LinearKind::DeltaB, "linear_attn.in_proj_b", "ssm_beta", Width::DeltaHeads, Width::Hidden),
+                linear(LinearKind::DeltaA, "linear_attn.in_proj_a", "ssm_alpha", Width::DeltaHeads, Width::Hidden),
             ],
-            source: Source::Norm(NormKind::Attention),
+            source: InputSource::Norm(NormKind::Attention),
         },
         conv: VectorRow { kind: VectorKind::Conv, suffix: "linear_attn.conv1d", gguf: "ssm_conv1d", len: Width::DeltaTaps },
         decay: VectorRow { kind: VectorKind::Decay, suffix: "linear_attn.A_log", gguf: "ssm_a", len: Width::DeltaHeads },
@@ -44,9 +44,9 @@ const DELTA: Block = Block {
         out: Product {
             name: "delta_out",
             linears: &[
-                linear(LinearKind::DeltaOut, "linear_attn.out_proj", "ssm_out", (Width::Hidden, Width::DeltaValues)),
+                linear(LinearKind::DeltaOut, "linear_attn.out_proj", "ssm_out", Width::Hidden, Width::DeltaValues),
             ],
-            source: Source::Fixed,
+            source: InputSource::Fixed,
         },
     }),
 };
@@ -58,11 +58,11 @@ const ATTENTION: Block = Block {
         qkv: Product {
             name: "qkv",
             linears: &[
-                linear(LinearKind::Q, "self_attn.q_proj", "attn_q", (Width::GatedHeads, Width::Hidden)),
-                linear(LinearKind::K, "self_attn.k_proj", "attn_k", (Width::KvHeads, Width::Hidden)),
-                linear(LinearKind::V, "self_attn.v_proj", "attn_v", (Width::KvHeads, Width::Hidden)),
+                linear(LinearKind::Q, "self_attn.q_proj", "attn_q", Width::GatedHeads, Width::Hidden),
+                linear(LinearKind::K, "self_attn.k_proj", "attn_k", Width::KvHeads, Width::Hidden),
+                linear(LinearKind::V, "self_attn.v_proj", "attn_v", Width::KvHeads, Width::Hidden),
             ],
-            source: Source::Norm(NormKind::Attention),
+            source: InputSource::Norm(NormKind::Attention),
         },
         head_norms: Some(HeadNorms {
             q: norm_less_one(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
@@ -89,25 +89,25 @@ const EXPERTS: Block = Block {
             score: Product {
                 name: "shared_score",
                 linears: &[
-                    linear(LinearKind::SharedScore, "mlp.shared_expert_gate", "ffn_gate_inp_shexp", (Width::One, Width::Hidden)),
+                    linear(LinearKind::SharedScore, "mlp.shared_expert_gate", "ffn_gate_inp_shexp", Width::One, Width::Hidden),
                 ],
-                source: Source::Norm(NormKind::Mlp),
+                source: InputSource::Norm(NormKind::Mlp),
             },
             mlp: MlpSpec {
                 gate_up: Product {
                     name: "shared_gate_up",
                     linears: &[
-                        linear(LinearKind::SharedGate, "mlp.shared_expert.gate_proj", "ffn_gate_shexp", (Width::SharedExpert, Width::Hidden)),
-                        linear(LinearKind::SharedUp, "mlp.shared_expert.up_proj", "ffn_up_shexp", (Width::SharedExpert, Width::Hidden)),
+                        linear(LinearKind::SharedGate, "mlp.shared_expert.gate_proj", "ffn_gate_shexp", Width::SharedExpert, Width::Hidden),
+                        linear(LinearKind::SharedUp, "mlp.shared_expert.up_proj", "ffn_up_shexp", Width::SharedExpert, Width::Hidden),
                     ],
-                    source: Source::Norm(NormKind::Mlp),
+                    source: InputSource::Norm(NormKind::Mlp),
                 },
                 down: Product {
                     name: "shared_down",
                     linears: &[
-                        linear(LinearKind::SharedDown, "mlp.shared_expert.down_proj", "ffn_down_shexp", (Width::Hidden, Width::SharedExpert)),
+                        linear(LinearKind::SharedDown, "mlp.shared_expert.down_proj", "ffn_down_shexp", Width::Hidden, Width::SharedExpert),
                     ],
-                    source: Source::Rows(LinearKind::SharedUp),
+                    source: InputSource::Rows(LinearKind::SharedUp),
                 },
             },
         }),
@@ -128,20 +128,36 @@ pub(super) static QWEN3_5: Architecture = Architecture {
     ],
     kind_of: hybrid,
     heads_split_hidden: false,
-    rotated: 4,
+    rotary_parts: 4,
     norm_less_one: true,
     fused_delta: false,
     mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: true,
     presets: &[
-        preset(("qwen3.5-0.8b", "Qwen/Qwen3.5-0.8B"), (1024, 3584), 24, (8, 2), 16, true),
-        preset(("qwen3.5-2b", "Qwen/Qwen3.5-2B"), (2048, 6144), 24, (8, 2), 16, true),
-        preset(("qwen3.5-4b", "Qwen/Qwen3.5-4B"), (2560, 9216), 32, (16, 4), 32, true),
-        preset(("qwen3.5-9b", "Qwen/Qwen3.5-9B"), (4096, 12288), 32, (16, 4), 32, false),
-        preset(("qwen3.5-27b", "Qwen/Qwen3.5-27B"), (5120, 17408), 64, (24, 4), 48, false),
-        preset(("qwen3.6-27b", "Qwen/Qwen3.6-27B"), (5120, 17408), 64, (24, 4), 48, false),
-        preset(("qwen3.8-27b", "Qwen/Qwen3.8-27B"), (5120, 17408), 64, (24, 4), 48, false),
+        Preset {
+            name: "qwen3.5-0.8b", hub_id: "Qwen/Qwen3.5-0.8B",
+            hidden: 1024, intermediate: 3584, layers: 24, heads: 8, kv_heads: 2, delta: delta(16), tied: true,
+            ..qwen3_5_27b()
+        },
+        Preset {
+            name: "qwen3.5-2b", hub_id: "Qwen/Qwen3.5-2B",
+            hidden: 2048, intermediate: 6144, layers: 24, heads: 8, kv_heads: 2, delta: delta(16), tied: true,
+            ..qwen3_5_27b()
+        },
+        Preset {
+            name: "qwen3.5-4b", hub_id: "Qwen/Qwen3.5-4B",
+            hidden: 2560, intermediate: 9216, layers: 32, heads: 16, kv_heads: 4, delta: delta(32), tied: true,
+            ..qwen3_5_27b()
+        },
+        Preset {
+            name: "qwen3.5-9b", hub_id: "Qwen/Qwen3.5-9B",
+            hidden: 4096, intermediate: 12288, layers: 32, heads: 16, kv_heads: 4, delta: delta(32),
+            ..qwen3_5_27b()
+        },
+        qwen3_5_27b(),
+        Preset { name: "qwen3.6-27b", hub_id: "Qwen/Qwen3.6-27B", ..qwen3_5_27b() },
+        Preset { name: "qwen3.8-27b", hub_id: "Qwen/Qwen3.8-27B", ..qwen3_5_27b() },
     ],
 };
 
@@ -156,17 +172,27 @@ pub(super) static QWEN3_5_MOE: Architecture = Architecture {
     kinds: MIXTURES,
     kind_of: hybrid,
     heads_split_hidden: false,
-    rotated: 4,
+    rotary_parts: 4,
     norm_less_one: true,
     fused_delta: false,
     mtp_unsaid: false,
     gguf_pairs: false,
     gguf_tiled: true,
     presets: &[
-        mixture(("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B"), 2048, 40, 16, 32, (256, 8, 512)),
-        mixture(("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B"), 2048, 40, 16, 32, (256, 8, 512)),
-        mixture(("qwen3.5-122b-a10b", "Qwen/Qwen3.5-122B-A10B"), 3072, 48, 32, 64, (256, 8, 1024)),
-        mixture(("qwen3.5-397b-a17b", "Qwen/Qwen3.5-397B-A17B"), 4096, 60, 32, 64, (512, 10, 1024)),
+        qwen3_5_35b(),
+        Preset { name: "qwen3.6-35b-a3b", hub_id: "Qwen/Qwen3.6-35B-A3B", ..qwen3_5_35b() },
+        Preset {
+            name: "qwen3.5-122b-a10b", hub_id: "Qwen/Qwen3.5-122B-A10B",
+            hidden: 3072, intermediate: 1024, layers: 48, heads: 32, delta: delta(64),
+            experts: experts(256, 8, 1024),
+            ..qwen3_5_35b()
+        },
+        Preset {
+            name: "qwen3.5-397b-a17b", hub_id: "Qwen/Qwen3.5-397B-A17B",
+            hidden: 4096, intermediate: 1024, layers: 60, heads: 32, delta: delta(64),
+            experts: experts(512, 10, 1024),
+            ..qwen3_5_35b()
+        },
     ],
 };
 
@@ -181,15 +207,15 @@ pub(super) static QWEN3_NEXT: Architecture = Architecture {
     kinds: MIXTURES,
     kind_of: hybrid,
     heads_split_hidden: false,
-    rotated: 4,
+    rotary_parts: 4,
     norm_less_one: true,
     fused_delta: true,
     mtp_unsaid: true,
     gguf_pairs: false,
     gguf_tiled: false,
     presets: &[
-        next(("qwen3-next-80b-a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct")),
-        next(("qwen3-coder-next", "Qwen/Qwen3-Coder-Next")),
+        qwen3_next_80b(),
+        Preset { name: "qwen3-coder-next", hub_id: "Qwen/Qwen3-Coder-Next", ..qwen3_next_80b() },
     ],
 };
 
@@ -202,83 +228,83 @@ const MIXTURES: &[LayerSpec] = &[
     },
 ];
 
-/// A published size: names, widths of the residual stream and the MLP, layers, heads of queries and of
-/// keys in attention, heads of values in recurrences. Other values are the same for all.
-const fn preset(
-    (name, hub_id): (&'static str, &'static str),
-    (hidden, intermediate): (usize, usize),
-    layers: usize,
-    (heads, kv_heads): (usize, usize),
-    value_heads: usize,
-    tied: bool,
-) -> Preset {
+/// Qwen3.5 27B; other sizes are as it is where they say nothing else.
+const fn qwen3_5_27b() -> Preset {
     Preset {
-        name,
-        hub_id,
+        name: "qwen3.5-27b",
+        hub_id: "Qwen/Qwen3.5-27B",
         architecture: &QWEN3_5,
-        hidden,
-        intermediate,
+        hidden: 5120,
+        intermediate: 17408,
         experts: None,
-        delta: Some(Delta {
-            key_heads: 16,
-            value_heads,
-            key_dim: 128,
-            value_dim: 128,
-            conv: 4,
-            interval: 4,
-            tiled: false,
-        }),
-        layers,
-        heads,
-        kv_heads,
+        delta: delta(48),
+        layers: 64,
+        heads: 24,
+        kv_heads: 4,
         head_dim: 256,
         vocab: 248_320,
         positions: 262_144,
         eps: 1e-6,
         theta: 1e7,
         scaling: RopeScaling::None,
-        tied,
+        tied: false,
         eos: &[248_046],
     }
 }
 
-/// A published mixture: names, width of the residual stream, layers, query heads, heads of values, and
-/// experts: how many, how many for a token, and their width, which is the shared one's too.
-const fn mixture(
-    names: (&'static str, &'static str),
-    hidden: usize,
-    layers: usize,
-    heads: usize,
-    value_heads: usize,
-    (count, per_token, width): (usize, usize, usize),
-) -> Preset {
+/// A recurrence with `value_heads` heads of values.
+const fn delta(value_heads: usize) -> Option<Delta> {
+    Some(Delta {
+        key_heads: 16,
+        value_heads,
+        key_dim: 128,
+        value_dim: 128,
+        conv: 4,
+        interval: 4,
+        tiled: false,
+    })
+}
+
+/// Qwen3.5 35B-A3B, whose shared expert has the width of the others; other mixtures are as it is where they say nothing
+/// else.
+const fn qwen3_5_35b() -> Preset {
     Preset {
+        name: "qwen3.5-35b-a3b",
+        hub_id: "Qwen/Qwen3.5-35B-A3B",
         architecture: &QWEN3_5_MOE,
-        experts: Some(Experts {
-            count,
-            per_token,
-            width,
-            normalized: true,
-            shared: width,
-        }),
-        ..preset(
-            names,
-            (hidden, width),
-            layers,
-            (heads, 2),
-            value_heads,
-            false,
-        )
+        hidden: 2048,
+        intermediate: 512,
+        experts: experts(256, 8, 512),
+        delta: delta(32),
+        layers: 40,
+        heads: 16,
+        kv_heads: 2,
+        ..qwen3_5_27b()
     }
 }
 
-/// The published size of Qwen3-Next.
-const fn next(names: (&'static str, &'static str)) -> Preset {
+/// `count` experts of `width`, of which a token takes `per_token`, and a shared one as wide.
+const fn experts(count: usize, per_token: usize, width: usize) -> Option<Experts> {
+    Some(Experts {
+        count,
+        per_token,
+        width,
+        normalized: true,
+        shared: width,
+    })
+}
+
+/// Qwen3-Next 80B-A3B.
+const fn qwen3_next_80b() -> Preset {
     Preset {
+        name: "qwen3-next-80b-a3b",
+        hub_id: "Qwen/Qwen3-Next-80B-A3B-Instruct",
         architecture: &QWEN3_NEXT,
         intermediate: 5120,
+        experts: experts(512, 10, 512),
+        layers: 48,
         vocab: 151_936,
         eos: &[151_645],
-        ..mixture(names, 2048, 48, 16, 32, (512, 10, 512))
+        ..qwen3_5_35b()
     }
 }

@@ -1,8 +1,8 @@
 //! The shape of a model, and the table's dimensions in a model of that shape.
 
 use super::architecture::{Architecture, Preset};
-use super::dimensions::{Delta, Experts, Rope};
-use super::layer::{LayerSpec, LinearKind, LinearSpec, Mixer, Parameter, Product, Source, Width};
+use super::dimensions::{Delta, Experts, Rope, RopeScaling};
+use super::layer::{InputSource, LayerSpec, LinearKind, LinearSpec, Parameter, Product, Width};
 use crate::dtype::DType;
 
 /// The shape of a model. Dimensions are in elements.
@@ -42,6 +42,32 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// The type of the weights according to the config.
     pub dtype: Option<DType>,
+}
+
+/// The dimensions of a matrix `[rows, cols]`. A Linear's are `[out_features, in_features]`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Dims {
+    /// Rows: outputs of a Linear.
+    pub rows: usize,
+    /// Columns: inputs of a Linear.
+    pub cols: usize,
+}
+
+impl Dims {
+    /// `[rows, cols]`.
+    pub const fn new(rows: usize, cols: usize) -> Self {
+        Dims { rows, cols }
+    }
+
+    /// Rows and columns, for code that has other names for them.
+    pub const fn pair(self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    /// Number of elements.
+    pub const fn elements(self) -> usize {
+        self.rows * self.cols
+    }
 }
 
 /// A parameter's shape.
@@ -84,15 +110,27 @@ impl ModelConfig {
 
     /// Width of the gates of all heads together; 0 if heads have none.
     pub fn gate_dim(&self) -> usize {
-        let mut blocks = self.architecture.kinds.iter().flat_map(|k| k.blocks);
-        match blocks.any(|b| matches!(b.mixer, Mixer::Attention(a) if a.gated)) {
+        match self.architecture.has_gates() {
             true => self.q_dim(),
             false => 0,
         }
     }
 
+    /// Number of positions that the model was trained for, with the scaling of its rotary embedding.
+    pub fn longest_context(&self) -> usize {
+        let trained = self.max_position_embeddings;
+        match self.rope.scaling {
+            RopeScaling::None | RopeScaling::Llama3 { .. } => trained,
+            RopeScaling::Yarn {
+                factor,
+                original_max_position_embeddings: original,
+                ..
+            } => trained.max((factor * original as f64) as usize),
+        }
+    }
+
     /// Values of a head that are rotated.
-    pub fn rotated(&self) -> usize {
+    pub fn rotary_dims(&self) -> usize {
         self.rope.dims.unwrap_or(self.head_dim)
     }
 
@@ -151,7 +189,7 @@ impl ModelConfig {
     }
 
     /// The sum over its layers of what `value` returns for a layer.
-    pub fn over_layers(&self, value: impl Fn(&LayerSpec) -> usize) -> usize {
+    pub(crate) fn over_layers(&self, value: impl Fn(&LayerSpec) -> usize) -> usize {
         let kinds: Vec<usize> = self.architecture.kinds.iter().map(value).collect();
         let kind_of = self.architecture.kind_of;
         let layers = 0..self.num_hidden_layers;
@@ -179,11 +217,12 @@ impl Preset {
             rms_norm_eps: self.eps,
             rope: Rope {
                 theta: self.theta,
-                dims: match self.architecture.rotated {
+                dims: match self.architecture.rotary_parts {
                     1 => None,
                     parts => Some(self.head_dim / parts),
                 },
                 scaling: self.scaling,
+                sections: None,
             },
             tie_word_embeddings: self.tied,
             mtp_layers: usize::from(self.delta.is_some()),
@@ -218,8 +257,8 @@ impl Width {
 
 impl LinearSpec {
     /// `(out_features, in_features)` in a model of shape `c`; for a stack, those of all experts.
-    pub fn dims(&self, c: &ModelConfig) -> (usize, usize) {
-        (self.copies(c) * self.out.of(c), self.inputs.of(c))
+    pub fn dims(&self, c: &ModelConfig) -> Dims {
+        Dims::new(self.copies(c) * self.out.of(c), self.inputs.of(c))
     }
 
     /// Number of weights that it stacks: the experts, or 1.
@@ -233,8 +272,7 @@ impl LinearSpec {
 
     /// Number of elements of its weight.
     pub fn elements(&self, c: &ModelConfig) -> usize {
-        let (out, inputs) = self.dims(c);
-        out * inputs
+        self.dims(c).elements()
     }
 }
 
@@ -243,7 +281,7 @@ impl LinearKind {
     ///
     /// # Panics
     /// If no kind of its layers has such a Linear.
-    pub fn dims(self, c: &ModelConfig) -> (usize, usize) {
+    pub fn dims(self, c: &ModelConfig) -> Dims {
         let mut all = c.architecture.matrices();
         let spec = all.find(|l| l.kind == self);
         spec.unwrap_or_else(|| panic!("layers without {self}"))
@@ -255,8 +293,8 @@ impl Product {
     /// Number of its inputs: each expert has its own activations between up and down.
     pub fn shares(&self, c: &ModelConfig) -> usize {
         match self.source {
-            Source::Rows(_) => self.linears[0].copies(c),
-            Source::Norm(_) | Source::Heads(_) | Source::Fixed => 1,
+            InputSource::Rows(_) => self.linears[0].copies(c),
+            InputSource::Norm(_) | InputSource::Heads(_) | InputSource::Fixed => 1,
         }
     }
 
@@ -273,10 +311,10 @@ impl Parameter {
             Parameter::Norm(n) => Shape::Vector(n.len.of(c)),
             Parameter::Vector(v) => Shape::Vector(v.len.of(c)),
             Parameter::Linear(l) => {
-                let (out, inputs) = l.dims(c);
-                Shape::Matrix(out, inputs)
+                let Dims { rows, cols } = l.dims(c);
+                Shape::Matrix(rows, cols)
             }
-            Parameter::Bias(l) => Shape::Vector(l.dims(c).0),
+            Parameter::Bias(l) => Shape::Vector(l.dims(c).rows),
         }
     }
 }

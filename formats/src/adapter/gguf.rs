@@ -1,12 +1,10 @@
 //! Adapters in GGUF files: `lora_a` and `lora_b` of matrices.
 
-use super::Adapter;
-use super::parts::{Parts, Product, Values};
+use super::parts::{Adapter, Parts, Product, Values};
 use crate::error::{Error, Result};
 use crate::gguf::{GgufFile, MAGIC, names};
 use crate::published::Form;
 use crate::tensor::Tensor;
-use nq_model::DType;
 use nq_model::names::EMBEDDING;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -42,18 +40,12 @@ pub(super) fn open(path: &Path) -> Result<Adapter> {
         let mut parts = [".weight.lora_a", ".weight.lora_b"].iter().enumerate();
         let part = parts.find_map(|(i, end)| Some((i, tensor.strip_suffix(end)?)));
         let known = part.and_then(|(i, name)| Some((i, names::from_gguf(architecture, name)?)));
-        let dtype = [
-            ("F32", DType::F32),
-            ("F16", DType::F16),
-            ("BF16", DType::BF16),
-        ];
-        let dtype = dtype.iter().find(|(name, _)| *name == info.kind.name());
-        let (Some((i, name)), Some((_, dtype))) = (known, dtype) else {
+        let (Some((i, name)), Some(dtype)) = (known, info.kind.float()) else {
             let what = format!("tensor {tensor} ({})", info.kind);
             let why = "nq merges lora_a and lora_b of Linears, in floats";
             return Err(unsupported(what, why));
         };
-        let part = Tensor::new(*dtype, info.shape.clone(), file.data(info))?;
+        let part = Tensor::new(dtype, info.shape.clone(), file.data(info))?;
         if let Some(value) = part.to_f32()?.iter().find(|v| !v.is_finite()) {
             return Err(Error::Tensor {
                 path: path.into(),

@@ -1,12 +1,11 @@
 //! Adapters that are not merged: what they add to a model's products, to be computed beside them.
 
 use super::merged::rounded;
-use super::parts::View;
-use super::{Adapter, parameters_with_head};
-use crate::error::Result;
+use super::parts::{Adapter, LoraFactors, View, parameters_with_head};
+use crate::error::{Error, Result};
 use crate::weight::Weight;
 use half::{bf16, f16};
-use nq_model::{DType, LinearKind, ModelConfig, Product};
+use nq_model::{DType, Dims, LinearKind, ModelConfig, Product};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A LoRA adapter of a model: with an input `x` of a Linear `W`, `y = W x + B (A x)`.
@@ -16,35 +15,49 @@ pub struct Lora {
     linears: BTreeMap<(usize, LinearKind), Vec<LoraFactors>>,
 }
 
-/// What an adapter adds to one Linear: `B A`.
-#[derive(Clone, Debug)]
-pub struct LoraFactors {
-    /// `A`, `[rank, in]`
-    pub a: Vec<f32>,
-    /// `B`, `[out, rank]`, times the adapter's scale.
-    pub b: Vec<f32>,
-    /// Columns of `B`, rows of `A`.
-    pub rank: usize,
-}
-
 /// What an adapter adds to a product, whose Linears have one input: `B (A x)`.
 #[derive(Clone, Debug)]
 pub struct LoraProduct {
     /// The rows of `A` of all its Linears, `[ranks, in]`.
     pub a: Weight,
-    /// For each Linear, `[out, ranks]`: its `B` in the columns of its own `A`, and zeros.
-    pub b: Vec<Weight>,
+    /// The `B` of each Linear.
+    pub b: Vec<LoraRows>,
 }
 
-/// Columns of [`LoraProduct::b`] are a multiple of this, as kernels want them.
+/// The `B` of a Linear of a product.
+#[derive(Clone, Debug)]
+pub struct LoraRows {
+    /// `[out, rank]`; without columns if nothing is added to the Linear.
+    pub b: Weight,
+    /// The first row of the product's `A` that it is multiplied by.
+    pub first: usize,
+}
+
+/// A product of a model's layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ProductKey {
+    layer: usize,
+    /// Kind of its first Linear.
+    pub first: LinearKind,
+}
+
+impl ProductKey {
+    /// The key of `product` in layer `layer`.
+    pub fn new(layer: usize, product: &Product) -> Self {
+        let first = product.linears[0].kind;
+        ProductKey { layer, first }
+    }
+}
+
+/// Columns of [`LoraRows::b`] are a multiple of this, as kernels want them.
 const RANKS: usize = 16;
 
 impl Adapter {
     /// The adapter for a model of this shape, whose weights may be quantized and stay as they are.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported), naming what can only be merged: DoRA, whole parameters and trained tokens, and what is
-    /// added to experts, embedding or head; [`Error::Tensor`](crate::Error::Tensor) for an adapter of another model.
+    /// [`Error::Unsupported`], naming what can only be merged: DoRA, whole parameters and trained tokens, and what is
+    /// added to experts, embedding or head; [`Error::Tensor`] for an adapter of another model.
     pub fn lora(&self, config: &ModelConfig) -> Result<Lora> {
         self.check(config)?;
         let merge = "beside a model's weights, products are added to Linears of layers; \
@@ -63,7 +76,7 @@ impl Adapter {
         for layer in 0..config.num_hidden_layers {
             let own = config.layer(layer).matrices();
             for linear in own.filter(|l| !l.stacked) {
-                let (name, (rows, cols)) = (linear.name(layer), linear.dims(config));
+                let (name, Dims { rows, cols }) = (linear.name(layer), linear.dims(config));
                 let factors = view.factors(&name, rows, cols)?;
                 if !factors.is_empty() {
                     linears.insert((layer, linear.kind), factors);
@@ -82,6 +95,26 @@ impl Adapter {
 }
 
 impl Lora {
+    /// Calls `each` with everything that is added to products of the model that the adapter was read for, and where.
+    ///
+    /// # Errors
+    /// Those of `each`.
+    pub fn each_product<E: From<Error>>(
+        &self,
+        config: &ModelConfig,
+        mut each: impl FnMut(ProductKey, LoraProduct) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for layer in 0..config.num_hidden_layers {
+            let spec = config.layer(layer);
+            for product in spec.products().into_iter().chain(spec.kept_products()) {
+                if let Some(found) = self.product(config, layer, product)? {
+                    each(ProductKey::new(layer, product), found)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// What is added to `product` of layer `layer`; `None` for nothing.
     ///
     /// # Errors
@@ -99,31 +132,32 @@ impl Lora {
                 .map_or(&[][..], Vec::as_slice)
         });
         let own: Vec<&[LoraFactors]> = own.collect();
-        let ranks: usize = own.iter().copied().flatten().map(|f| f.rank).sum();
-        let Some(cols) = product.linears.first().map(|l| l.dims(config).1) else {
+        if own.iter().all(|factors| factors.is_empty()) {
+            return Ok(None);
+        }
+        let Some(cols) = product.linears.first().map(|l| l.dims(config).cols) else {
             return Ok(None);
         };
-        if ranks == 0 {
-            return Ok(None);
-        }
-        let ranks = ranks.next_multiple_of(RANKS);
-        let mut a: Vec<f32> = Vec::with_capacity(ranks * cols);
-        let mut b = Vec::with_capacity(own.len());
+        let (mut a, mut b): (Vec<f32>, Vec<LoraRows>) = (Vec::new(), Vec::new());
         for (linear, factors) in product.linears.iter().zip(own) {
-            let rows = linear.dims(config).0;
-            let mut values = vec![0.0; rows * ranks];
+            let (first, rows) = (a.len() / cols, linear.dims(config).rows);
+            let rank = factors.iter().map(|f| f.rank).sum::<usize>();
+            let rank = rank.next_multiple_of(RANKS);
+            let mut values = vec![0.0; rows * rank];
             for factors in factors {
-                let (first, rank) = (a.len() / cols, factors.rank);
+                let at = a.len() / cols - first;
                 a.extend_from_slice(&factors.a);
                 let each = values
-                    .chunks_exact_mut(ranks)
-                    .zip(factors.b.chunks_exact(rank));
-                each.for_each(|(row, b)| row[first..first + rank].copy_from_slice(b));
+                    .chunks_exact_mut(rank)
+                    .zip(factors.b.chunks_exact(factors.rank));
+                each.for_each(|(row, b)| row[at..at + factors.rank].copy_from_slice(b));
             }
-            b.push(narrowest(values, vec![rows, ranks])?);
+            a.resize((first + rank) * cols, 0.0);
+            let values = narrowest(values, vec![rows, rank])?;
+            b.push(LoraRows { b: values, first });
         }
-        a.resize(ranks * cols, 0.0);
-        let a = narrowest(a, vec![ranks, cols])?;
+        let shape = vec![a.len() / cols, cols];
+        let a = narrowest(a, shape)?;
         Ok(Some(LoraProduct { a, b }))
     }
 }

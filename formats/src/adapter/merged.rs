@@ -1,16 +1,15 @@
 //! A store with adapters merged into its weights.
 
-use super::Adapter;
-use super::parts::View;
+use super::parts::{Adapter, View};
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::store::{Overlay, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use half::{bf16, f16};
-use nq_model::DType;
 use nq_model::ModelConfig;
 use nq_model::names::{EMBEDDING, HEAD};
+use nq_model::{DType, Dims};
 use rayon::prelude::*;
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -76,8 +75,8 @@ impl Adapted {
     }
 
     /// The weight with what the adapters add, rounded to its own type.
-    fn merged(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
-        let weight = self.store.matrix(self.base(name), (rows, cols))?;
+    fn merged(&self, name: &str, Dims { rows, cols }: Dims) -> Result<Weight> {
+        let weight = self.store.matrix(self.base(name), Dims::new(rows, cols))?;
         let (true, Weight::Dense(tensor)) = (self.is_changed(name), &weight) else {
             return Ok(weight);
         };
@@ -164,7 +163,7 @@ impl Overlay for Adapted {
         Ok(own)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         self.merged(name, dims)
     }
 

@@ -19,35 +19,12 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::hash::sha256_hex;
-use crate::left_over::LeftOver;
-use crate::published::Form;
-pub use lora::{Lora, LoraFactors, LoraProduct};
+pub use lora::{Lora, LoraProduct, LoraRows, ProductKey};
 use merged::Adapted;
-use nq_model::names::{EMBEDDING, HEAD, Shape, parameters};
-use nq_model::{Architecture, ModelConfig};
-use parts::{Parts, View};
+pub use parts::{Adapter, LoraFactors};
 pub(crate) use peft::CONFIG;
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
-
-/// One adapter.
-pub struct Adapter {
-    path: PathBuf,
-    form: Form,
-    /// The architecture that a GGUF adapter names.
-    architecture: Option<&'static Architecture>,
-    /// `scale B A`, by the names of its kind of file.
-    sums: Parts,
-    /// What takes the place of the model's own values; NaN where nothing does.
-    whole: Parts,
-    /// Rows of the embedding in place of the model's, which are the head's too if that is the embedding; NaN for others.
-    tokens: Parts,
-    /// Lengths of rows; NaN for rows that keep theirs.
-    magnitudes: Parts,
-    /// True if a head that is the embedding remains it when the adapter changes the embedding.
-    keeps_tied: bool,
-    left_over: Vec<LeftOver>,
-}
+use std::path::Path;
 
 impl Adapter {
     /// Opens PEFT's folder or a GGUF file. `weight` multiplies what it adds.
@@ -105,61 +82,6 @@ impl Adapter {
         });
         Ok(sha256_hex(lines.collect::<Result<String>>()?.as_bytes()))
     }
-
-    fn is_dora(&self) -> bool {
-        self.magnitudes.names().next().is_some()
-    }
-
-    fn unsupported(&self, what: String, why: &str) -> Error {
-        Error::Unsupported {
-            path: self.path.clone(),
-            what,
-            why: why.into(),
-        }
-    }
-
-    fn parts(&self) -> [&Parts; 4] {
-        [&self.whole, &self.tokens, &self.sums, &self.magnitudes]
-    }
-
-    /// True if a head that is the embedding no longer is it with the adapter.
-    fn sets_apart(&self) -> bool {
-        let of_both = [&self.whole, &self.sums, &self.magnitudes];
-        let mut names = of_both.iter().flat_map(|parts| parts.names());
-        names.any(|name| name == HEAD || (name == EMBEDDING && !self.keeps_tied))
-    }
-
-    /// Checks that every part is of a parameter of the model, and of its shape.
-    fn check(&self, config: &ModelConfig) -> Result<()> {
-        if let Some(other) = self.architecture.filter(|a| *a != config.architecture) {
-            let what = format!("an adapter of {} models", other.title);
-            let why = format!("the model is {}", config.architecture.title);
-            return Err(self.unsupported(what, &why));
-        }
-        let all = parameters_with_head(config);
-        for parts in self.parts() {
-            let view = View::new(parts, self.form, config);
-            let used: BTreeSet<String> = (all.iter())
-                .flat_map(|(name, _)| view.sources(name))
-                .collect();
-            if let Some(name) = parts.names().find(|name| !used.contains(*name)) {
-                let expected = format!("a parameter of a {} model", config.architecture.title);
-                return Err(parts.error(name, expected, "another name".into()));
-            }
-            all.iter()
-                .try_for_each(|(name, shape)| view.check(name, *shape))?;
-        }
-        Ok(())
-    }
-}
-
-/// The parameters of a model, and its head where that is the embedding: an adapter sets them apart.
-fn parameters_with_head(c: &ModelConfig) -> Vec<(String, Shape)> {
-    let mut all = parameters(c);
-    if c.tie_word_embeddings {
-        all.push((HEAD.into(), Shape::Matrix(c.vocab_size, c.hidden_size)));
-    }
-    all
 }
 
 impl Checkpoint {

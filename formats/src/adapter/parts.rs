@@ -1,19 +1,106 @@
 //! What an adapter holds, as a store of weights of its own kind of file, and as parameters of a model.
 
-use super::lora::LoraFactors;
 use crate::error::{Error, Result};
 use crate::experts::Gathered;
 use crate::gguf::order::{Heads, apart, pairs_of};
+use crate::left_over::LeftOver;
 use crate::published::{Form, Published};
 use crate::store::{TensorEntry, WeightStore};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-use nq_model::names::Shape;
-use nq_model::{Architecture, ModelConfig, parameter_of};
+use nq_model::names::{EMBEDDING, HEAD, Shape, parameters};
+use nq_model::{Architecture, Dims, ModelConfig, parameter_of};
 use rayon::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// One adapter.
+pub struct Adapter {
+    pub(super) path: PathBuf,
+    pub(super) form: Form,
+    /// The architecture that a GGUF adapter names.
+    pub(super) architecture: Option<&'static Architecture>,
+    /// `scale B A`, by the names of its kind of file.
+    pub(super) sums: Parts,
+    /// What takes the place of the model's own values; NaN where nothing does.
+    pub(super) whole: Parts,
+    /// Rows of the embedding in place of the model's, which are the head's too if that is the embedding; NaN for others.
+    pub(super) tokens: Parts,
+    /// Lengths of rows; NaN for rows that keep theirs.
+    pub(super) magnitudes: Parts,
+    /// True if a head that is the embedding remains it when the adapter changes the embedding.
+    pub(super) keeps_tied: bool,
+    pub(super) left_over: Vec<LeftOver>,
+}
+
+impl Adapter {
+    pub(super) fn is_dora(&self) -> bool {
+        self.magnitudes.names().next().is_some()
+    }
+
+    pub(super) fn unsupported(&self, what: String, why: &str) -> Error {
+        Error::Unsupported {
+            path: self.path.clone(),
+            what,
+            why: why.into(),
+        }
+    }
+
+    pub(super) fn parts(&self) -> [&Parts; 4] {
+        [&self.whole, &self.tokens, &self.sums, &self.magnitudes]
+    }
+
+    /// True if a head that is the embedding no longer is it with the adapter.
+    pub(super) fn sets_apart(&self) -> bool {
+        let of_both = [&self.whole, &self.sums, &self.magnitudes];
+        let mut names = of_both.iter().flat_map(|parts| parts.names());
+        names.any(|name| name == HEAD || (name == EMBEDDING && !self.keeps_tied))
+    }
+
+    /// Checks that every part is of a parameter of the model, and of its shape.
+    pub(super) fn check(&self, config: &ModelConfig) -> Result<()> {
+        if let Some(other) = self.architecture.filter(|a| *a != config.architecture) {
+            let what = format!("an adapter of {} models", other.title);
+            let why = format!("the model is {}", config.architecture.title);
+            return Err(self.unsupported(what, &why));
+        }
+        let all = parameters_with_head(config);
+        for parts in self.parts() {
+            let view = View::new(parts, self.form, config);
+            let used: BTreeSet<String> = (all.iter())
+                .flat_map(|(name, _)| view.sources(name))
+                .collect();
+            if let Some(name) = parts.names().find(|name| !used.contains(*name)) {
+                let expected = format!("a parameter of a {} model", config.architecture.title);
+                return Err(parts.error(name, expected, "another name".into()));
+            }
+            all.iter()
+                .try_for_each(|(name, shape)| view.check(name, *shape))?;
+        }
+        Ok(())
+    }
+}
+
+/// The parameters of a model, and its head where that is the embedding: an adapter sets them apart.
+pub(super) fn parameters_with_head(c: &ModelConfig) -> Vec<(String, Shape)> {
+    let mut all = parameters(c);
+    if c.tie_word_embeddings {
+        all.push((HEAD.into(), Shape::Matrix(c.vocab_size, c.hidden_size)));
+    }
+    all
+}
+
+/// What an adapter adds to one Linear: `B A`.
+#[derive(Clone, Debug)]
+pub struct LoraFactors {
+    /// `A`, `[rank, in]`
+    pub a: Vec<f32>,
+    /// `B`, `[out, rank]`, times the adapter's scale.
+    pub b: Vec<f32>,
+    /// Columns of `B`, rows of `A`.
+    pub rank: usize,
+}
 
 /// `scale B A` of a matrix, or of each matrix of a stack.
 pub(super) struct Product {
@@ -96,14 +183,14 @@ impl Parts {
 
 impl Product {
     /// Rows and columns, of all experts.
-    fn dims(&self) -> (usize, usize) {
+    fn dims(&self) -> Dims {
         let columns = self.a.len() / (self.experts * self.rank);
-        (self.b.len() / self.rank, columns)
+        Dims::new(self.b.len() / self.rank, columns)
     }
 
     /// `[experts * out, in]`, summed in f64.
     fn values(&self, weight: f64) -> Vec<f32> {
-        let (rows, cols) = self.dims();
+        let Dims { rows, cols } = self.dims();
         let out = rows / self.experts;
         let mut values = vec![0.0; rows * cols];
         let each = values
@@ -190,9 +277,9 @@ impl View {
         match shape {
             _ if !self.contains(name) => Ok(()),
             Shape::Matrix(rows, _) if self.parts.by_row => {
-                self.shapes.matrix(name, (rows, 1)).map(drop)
+                self.shapes.matrix(name, Dims::new(rows, 1)).map(drop)
             }
-            Shape::Matrix(rows, cols) => self.shapes.matrix(name, (rows, cols)).map(drop),
+            Shape::Matrix(rows, cols) => self.shapes.matrix(name, Dims::new(rows, cols)).map(drop),
             Shape::Vector(len) => self.shapes.vector(name, len).map(drop),
         }
     }
@@ -211,7 +298,7 @@ impl View {
 
     /// The values for a matrix with its rows, but not its columns, in the model's order.
     fn rows(&self, name: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
-        let Weight::Dense(tensor) = self.store.matrix(name, (rows, cols))? else {
+        let Weight::Dense(tensor) = self.store.matrix(name, Dims::new(rows, cols))? else {
             return Err(self.parts.error(name, "floats".into(), "codes".into()));
         };
         let heads = Heads::of_rows(&self.config, name);
@@ -238,7 +325,7 @@ impl View {
             // The rows of `B` are the matrix's, and go wherever those go.
             let scale = product.scale * self.parts.weight;
             let scaled = product.b.iter().map(|b| (scale * f64::from(*b)) as f32);
-            let shape = vec![product.dims().0, product.rank];
+            let shape = vec![product.dims().rows, product.rank];
             let b = Values::Whole(Tensor::from_f32(shape, scaled.collect())?);
             let parts = Parts::sums(&self.parts.path, BTreeMap::from([(source, b)]));
             let view = View::new(&parts, self.form, &self.config);
@@ -285,22 +372,22 @@ impl Raw {
     fn values(&self, name: &str, rows: usize, cols: usize) -> Result<Vec<f32>> {
         let found = self.parts.all.get(name);
         let dims = match found {
-            None => (rows, cols),
+            None => Dims::new(rows, cols),
             Some(Values::Product(product)) => product.dims(),
             Some(Values::Rows(places, t)) => {
                 if let Some(place) = places.iter().find(|p| **p >= rows) {
                     let expected = format!("tokens below {rows}");
                     return Err(self.parts.error(name, expected, place.to_string()));
                 }
-                (rows, t.shape().get(1).copied().unwrap_or(1))
+                Dims::new(rows, t.shape().get(1).copied().unwrap_or(1))
             }
             Some(Values::Whole(t)) => match *t.shape() {
-                [rows] => (rows, 1),
-                [rows, cols] => (rows, cols),
-                _ => (t.len(), 1),
+                [rows] => Dims::new(rows, 1),
+                [rows, cols] => Dims::new(rows, cols),
+                _ => Dims::new(t.len(), 1),
             },
         };
-        if dims != (rows, cols) {
+        if dims != Dims::new(rows, cols) {
             let (expected, found) = (format!("{:?}", (rows, cols)), format!("{dims:?}"));
             return Err(self.parts.error(name, expected, found));
         }
@@ -341,7 +428,7 @@ impl WeightStore for Raw {
         Err(self.parts.error(name, format!("[{len}]"), found))
     }
 
-    fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, Dims { rows, cols }: Dims) -> Result<Weight> {
         let values = self.values(name, rows, cols)?;
         let tensor = Tensor::from_f32(vec![rows, values.len() / rows.max(1)], values)?;
         let pairs = self.pairs.filter(|(a, _)| pairs_of(a, name));

@@ -1,7 +1,6 @@
 //! PEFT's folders: what their configuration says of an adapter, and what their tensors are.
 
-use super::Adapter;
-use super::parts::{Parts, Product, Values};
+use super::parts::{Adapter, Parts, Product, Values};
 use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::left_over::LeftOver;

@@ -32,7 +32,7 @@ pub struct BlockLayout {
 }
 
 /// `(block, codes, scales, offsets)`.
-pub type Unpack = fn(&[u8], &mut [u8], &mut [f32], &mut [f32]);
+pub(crate) type Unpack = fn(&[u8], &mut [u8], &mut [f32], &mut [f32]);
 
 impl BlockLayout {
     /// The canonical scheme.
@@ -50,9 +50,9 @@ impl BlockLayout {
 
     /// Dequantizes one block into `out`, which has its length. `scratch` keeps its buffers from call
     /// to call.
-    pub fn dequantize(&self, block: &[u8], scratch: &mut Scratch, out: &mut [f32]) {
+    pub(crate) fn dequantize(&self, block: &[u8], scratch: &mut BlockBuffers, out: &mut [f32]) {
         let groups = out.len() / self.group as usize;
-        let Scratch {
+        let BlockBuffers {
             codes,
             scales,
             offsets,
@@ -80,7 +80,7 @@ impl BlockLayout {
 
 /// Buffers of [`BlockLayout::dequantize`].
 #[derive(Default)]
-pub struct Scratch {
+pub(crate) struct BlockBuffers {
     codes: Vec<u8>,
     scales: Vec<f32>,
     offsets: Vec<f32>,

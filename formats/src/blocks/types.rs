@@ -2,6 +2,7 @@
 
 use super::grids;
 use super::{self as blocks, BlockLayout};
+use nq_model::DType;
 use std::fmt;
 
 /// Defines the enum and its table from one list: name, number in files, elements and bytes of a
@@ -103,6 +104,16 @@ impl BlockType {
     /// Every known type.
     pub fn all() -> impl Iterator<Item = BlockType> {
         ALL.iter().copied()
+    }
+
+    /// The element type, if elements are floats of their own.
+    pub(crate) fn float(self) -> Option<DType> {
+        match self {
+            BlockType::F32 => Some(DType::F32),
+            BlockType::F16 => Some(DType::F16),
+            BlockType::BF16 => Some(DType::BF16),
+            _ => None,
+        }
     }
 
     /// The type with this number in files, if known.

@@ -1,6 +1,6 @@
 //! A weight in GGUF blocks: its exact numbers, and its conversion to a canonical weight.
 
-use super::Scratch;
+use super::BlockBuffers;
 use super::types::BlockType;
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
@@ -9,7 +9,7 @@ use crate::scheme::Bits;
 use crate::weight::{AffineWeight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use rayon::prelude::*;
 
 /// A quantized weight `[out, in]` in GGUF blocks of an integer type, as stored in a file.
@@ -27,11 +27,8 @@ impl BlockWeight {
     /// # Errors
     /// [`Error::Weight`] for a type without integer blocks, rows that are not a whole number of
     /// blocks, or data of another length.
-    pub fn new(
-        kind: BlockType,
-        (out_features, in_features): (usize, usize),
-        data: Bytes,
-    ) -> Result<Self> {
+    pub fn new(kind: BlockType, dims: Dims, data: Bytes) -> Result<Self> {
+        let (out_features, in_features) = dims.pair();
         if kind.layout().is_none() {
             let readable = BlockType::all().filter(|t| t.layout().is_some());
             let names: Vec<_> = readable.map(BlockType::name).collect();
@@ -90,7 +87,7 @@ impl BlockWeight {
     /// arithmetic: no scale is rounded.
     pub fn dequantize_row(&self, row: usize, out: &mut [f32]) {
         let layout = self.kind.layout().expect("checked by new");
-        let mut scratch = Scratch::default();
+        let mut scratch = BlockBuffers::default();
         let blocks = self.row(row).chunks_exact(self.kind.bytes());
         for (block, out) in blocks.zip(out.chunks_exact_mut(self.kind.elements())) {
             layout.dequantize(block, &mut scratch, out);
@@ -151,7 +148,7 @@ impl BlockWeight {
         };
         AffineWeight::new(
             layout.scheme(),
-            (rows, cols),
+            Dims::new(rows, cols),
             packed.into(),
             scales.into(),
             zeros,

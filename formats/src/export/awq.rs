@@ -5,7 +5,7 @@ use super::packing::{codes, even_codes, transposed_scales, uniform, word, zero_p
 use crate::exactness::Exactness;
 use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::weight::AffineWeight;
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use serde_json::json;
 
 pub(super) const PACKING: Packing = Packing {
@@ -21,7 +21,7 @@ pub(super) const PACKING: Packing = Packing {
 /// For each nibble of a word, the column of eight that it holds.
 const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
-fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), order: bool) -> Result<(), String> {
+fn holds(scheme: AffineScheme, Dims { rows, cols }: Dims, order: bool) -> Result<(), String> {
     even_codes(scheme)?;
     if scheme.bits != Bits::B4 {
         return Err("it has 4 bits only".into());

@@ -5,7 +5,7 @@ use super::packing::{codes, even_codes, float_bytes, word, zero_points};
 use crate::exactness::Exactness;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::weight::AffineWeight;
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use serde_json::{Map, Value, json};
 
 pub(super) const PACKING: Packing = Packing {
@@ -18,7 +18,7 @@ pub(super) const PACKING: Packing = Packing {
     describe,
 };
 
-fn holds(scheme: AffineScheme, (_, cols): (usize, usize), _order: bool) -> Result<(), String> {
+fn holds(scheme: AffineScheme, Dims { cols, .. }: Dims, _order: bool) -> Result<(), String> {
     even_codes(scheme)?;
     if scheme.zeros == Zeros::Offset {
         return Err("zero-points are integers there, not offsets".into());

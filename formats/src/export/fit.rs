@@ -8,6 +8,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::gguf::affine as blocks;
 use crate::scheme::{AffineScheme, Bits, Group, Zeros};
+use nq_model::Dims;
 use nq_model::names::{Shape, is_layer_linear, parameters};
 use std::collections::BTreeMap;
 
@@ -71,7 +72,7 @@ impl ExportFormat {
     /// [`Error::Scheme`], naming the first that may not fit, with the reason.
     pub fn check<'a>(
         self,
-        linears: impl IntoIterator<Item = (&'a str, AffineScheme, (usize, usize))>,
+        linears: impl IntoIterator<Item = (&'a str, AffineScheme, Dims)>,
     ) -> Result<()> {
         let holds = match (self.packing(), self) {
             (Some(packing), _) => packing.holds,
@@ -130,11 +131,11 @@ pub fn requantization(
             continue;
         };
         if is_layer_linear(&name) {
-            let weight = store.matrix(&name, (rows, cols))?;
+            let weight = store.matrix(&name, Dims::new(rows, cols))?;
             let a = affine(&weight);
             linears.push(SourceLinear {
                 name,
-                dims: (rows, cols),
+                dims: Dims::new(rows, cols),
                 scheme: a.map(|a| a.scheme()),
                 order: a.is_some_and(|a| a.g_idx().is_some()),
                 fits: a.is_some_and(|a| packing.fits(a, dense).is_ok()),
@@ -174,7 +175,7 @@ pub fn requantization(
 /// A Linear of the source.
 struct SourceLinear {
     name: String,
-    dims: (usize, usize),
+    dims: Dims,
     scheme: Option<AffineScheme>, // None: unquantized
     order: bool,                  // whether it has an activation order
     fits: bool,
@@ -184,7 +185,7 @@ struct SourceLinear {
 fn most_common<'a>(linears: impl IntoIterator<Item = &'a SourceLinear>) -> Option<AffineScheme> {
     let mut counts: Vec<(AffineScheme, usize)> = Vec::new();
     for l in linears {
-        let values = l.dims.0 * l.dims.1;
+        let values = l.dims.rows * l.dims.cols;
         let scheme = l.scheme?;
         match counts.iter_mut().find(|(s, _)| *s == scheme) {
             Some((_, n)) => *n += values,
@@ -200,7 +201,7 @@ fn nearest(
     format: ExportFormat,
     packing: &Packing,
     source: Option<AffineScheme>,
-    dims: (usize, usize),
+    dims: Dims,
 ) -> AffineScheme {
     let zeros_fit = |s: &AffineScheme| format != ExportFormat::Gptq || s.zeros == Zeros::None;
     if let Some(s) = source.filter(|s| zeros_fit(s) && (packing.holds)(*s, dims, false).is_ok()) {
@@ -215,7 +216,7 @@ fn nearest(
         Some(Group::Size(n)) => Group::Size(n.max(32)),
         Some(Group::Channel) => Group::Channel,
         None => {
-            let whole = |n: &&u32| dims.1.is_multiple_of(**n as usize);
+            let whole = |n: &&u32| dims.cols.is_multiple_of(**n as usize);
             let size = GROUPS.iter().find(whole);
             size.map_or(Group::Channel, |&n| Group::Size(n))
         }

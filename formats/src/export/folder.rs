@@ -21,6 +21,7 @@ use crate::nq::copy_files;
 use crate::object::json_object;
 use crate::progress::Progress;
 use crate::serialize::{MAX_SHARD, ShardLayout, TensorSpec};
+use crate::shards::{PREFIX, TEXT_PREFIX};
 use crate::store::WeightStore;
 use crate::stored::StoredWeight;
 use crate::synth::stored_shape;
@@ -29,7 +30,8 @@ use crate::weight::{AffineWeight, QuantizedWeight, Weight};
 use nq_model::names::{
     Shape, expert_name, is_kept, is_layer_linear, layer_vector, stack, tensor_name,
 };
-use nq_model::{DType, ModelConfig};
+use nq_model::vision::{PATCH_EMBED, POSITIONS, TowerParameter, VisionConfig};
+use nq_model::{DType, Dims, ModelConfig};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -60,10 +62,10 @@ struct Origin {
 }
 
 impl Origin {
-    fn dims(&self) -> (usize, usize) {
+    fn dims(&self) -> Dims {
         match self.shape {
-            Shape::Matrix(rows, cols) => (rows, cols),
-            Shape::Vector(len) => (1, len),
+            Shape::Matrix(rows, cols) => Dims::new(rows, cols),
+            Shape::Vector(len) => Dims::new(1, len),
         }
     }
 
@@ -76,17 +78,17 @@ impl Origin {
     }
 
     /// The weights written for the parameter `name`, by their names in the folder.
-    fn of(name: &str, dims: (usize, usize), config: &ModelConfig) -> Vec<(String, Origin)> {
+    fn of(name: &str, dims: Dims, config: &ModelConfig) -> Vec<(String, Origin)> {
         let origin = |rows| Origin {
             parameter: name.into(),
-            shape: Shape::Matrix(dims.0, dims.1),
+            shape: Shape::Matrix(dims.rows, dims.cols),
             rows,
         };
         let Some(linear) = stack(name) else {
-            return vec![(name.into(), origin(0..dims.0))];
+            return vec![(name.into(), origin(0..dims.rows))];
         };
         let count = linear.copies(config);
-        let each = dims.0 / count.max(1);
+        let each = dims.rows / count.max(1);
         let expert = |e: usize| {
             let name = expert_name(name, e);
             (name, origin(e * each..(e + 1) * each))
@@ -141,10 +143,13 @@ pub(super) fn export(
                 let source = TensorSource::Dense(origin);
                 plan.put(tensor_name(&name), dtype, as_stored, source);
             }
-            Shape::Matrix(rows, cols) => plan.put_matrix(name, (rows, cols))?,
+            Shape::Matrix(rows, cols) => plan.put_matrix(name, Dims::new(rows, cols))?,
         }
     }
     plan.check_quantized()?;
+    if let Some(vision) = checkpoint.vision() {
+        plan.add_tower(vision)?;
+    }
     plan.write(progress)
 }
 
@@ -195,14 +200,14 @@ impl FolderPlan<'_> {
     }
 
     /// Adds a matrix, or each expert's of a stack: packed if it is a quantized Linear of a layer.
-    fn put_matrix(&mut self, name: String, dims: (usize, usize)) -> Result<()> {
+    fn put_matrix(&mut self, name: String, dims: Dims) -> Result<()> {
         let store = self.store;
         let weight = store.matrix(&name, dims)?;
         let linear = is_layer_linear(&name) || hybrid::is_fused_linear(&name);
         let packs = linear && affine(&weight).is_some();
         let (mut kept, mut bytes) = (Exactness::Exact, 0);
         for (own, origin) in Origin::of(&name, dims, self.checkpoint.config()) {
-            let weight = if origin.rows.len() == dims.0 {
+            let weight = if origin.rows.len() == dims.rows {
                 weight.clone()
             } else {
                 weight.rows(origin.rows.clone())
@@ -268,6 +273,50 @@ impl FolderPlan<'_> {
             rounded => rounded,
         };
         Ok((kept, bytes))
+    }
+
+    /// Makes the plan of a text model that of a model that sees, with the tower as the source has it.
+    fn add_tower(&mut self, vision: &VisionConfig) -> Result<()> {
+        let whole = |name: &str| match name.strip_prefix(PREFIX) {
+            Some(rest) => format!("{TEXT_PREFIX}{rest}"),
+            None => name.into(),
+        };
+        let sources = std::mem::take(&mut self.sources).into_iter();
+        self.sources = sources
+            .map(|(name, source)| (whole(&name), source))
+            .collect();
+        let specs = self.specs.iter_mut().map(|spec| &mut spec.name);
+        let linears = self.linears.iter_mut().map(|linear| &mut linear.name);
+        specs.chain(linears).for_each(|name| *name = whole(name));
+        for TowerParameter { name, shape } in vision.parameters() {
+            let (dtype, rows, stored_as) = match shape {
+                Shape::Vector(len) => (self.store.vector(&name, len)?.dtype(), 1, shape.dims()),
+                Shape::Matrix(rows, cols) => {
+                    let dtype = match self.store.matrix(&name, Dims::new(rows, cols))? {
+                        Weight::Dense(tensor) => tensor.dtype(),
+                        Weight::Quantized(_) => self.dense,
+                    };
+                    match name == PATCH_EMBED {
+                        true => (dtype, rows, vision.patch_kernel().to_vec()),
+                        false => (dtype, rows, shape.dims()),
+                    }
+                }
+            };
+            if stored_as.len() == 2 && name != POSITIONS {
+                let (name, scheme) = (name.clone(), None);
+                self.linears.push(Linear { name, scheme });
+            }
+            let rows = 0..rows;
+            let tensor = tensor_name(&name);
+            let parameter = name;
+            let origin = Origin {
+                parameter,
+                shape,
+                rows,
+            };
+            self.put(tensor, dtype, stored_as, TensorSource::Dense(origin));
+        }
+        Ok(())
     }
 
     /// # Errors
@@ -363,7 +412,9 @@ fn config_json(checkpoint: &Checkpoint, dense: DType, quantization: Value) -> Re
     let files = checkpoint.files();
     let mut config = json_object(&files.path(CONFIG), &files.require(CONFIG)?)?;
     let shape = checkpoint.config();
-    if shape.delta.is_some() {
+    if checkpoint.vision().is_some() {
+        config = hybrid::whole_config(config, shape);
+    } else if shape.delta.is_some() {
         config = hybrid::text_config(config, shape);
     }
     let tied = shape.tie_word_embeddings;
@@ -390,7 +441,7 @@ fn dense_bytes(
     dtype: DType,
     recent: &mut Recent<StoredWeight>,
 ) -> Result<Vec<u8>> {
-    let (name, cols) = (&origin.parameter, origin.dims().1);
+    let (name, cols) = (&origin.parameter, origin.dims().cols);
     let mut out = Vec::with_capacity(origin.rows.len() * cols * dtype.size());
     let mut values = vec![0f32; cols];
     if matches!(origin.shape, Shape::Vector(_)) {

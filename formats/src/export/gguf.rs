@@ -17,7 +17,7 @@ use crate::stored::StoredWeight;
 use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
 use nq_model::names::{Shape, is_kept, layer_vector, parameters, stack};
-use nq_model::{DType, ModelConfig, RopeScaling, VectorKind, tensor_name};
+use nq_model::{DType, Dims, ModelConfig, RopeScaling, VectorKind, tensor_name};
 use rayon::prelude::*;
 use std::path::Path;
 
@@ -38,17 +38,17 @@ fn for_width(kind: BlockType, cols: usize) -> BlockType {
 }
 
 /// How a parameter is written to the file.
-struct ParameterPlan {
-    name: String, // Hugging Face
-    shape: Shape,
-    kind: BlockType,
-    how: How,
-    from: String,
-    change: Change,
+pub(super) struct ParameterPlan {
+    pub(super) name: String, // Hugging Face
+    pub(super) shape: Shape,
+    pub(super) kind: BlockType,
+    pub(super) how: How,
+    pub(super) from: String,
+    pub(super) change: Change,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum How {
+pub(super) enum How {
     /// Copies the source's bytes.
     Copy,
     /// Reorders its codes.
@@ -193,8 +193,8 @@ fn plan(
             continue;
         };
         let weight = match rates_of(&name) {
-            None => store.stored(&name, (rows, cols))?,
-            Some([b, _]) => store.stored(&b, (rows / 2, cols))?,
+            None => store.stored(&name, Dims::new(rows, cols))?,
+            Some([b, _]) => store.stored(&b, Dims::new(rows / 2, cols))?,
         };
         if is_kept(&name) || rates_of(&name).is_some() {
             // Readers of this format expect F32 here, which holds every float exactly.
@@ -260,7 +260,7 @@ fn plan(
 }
 
 /// The type that holds a weight's numbers, and how to write it; `None` if no type does.
-fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exactness)> {
+pub(super) fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exactness)> {
     let exact = |kind, how| Some((kind, how, Exactness::Exact));
     let a = match weight {
         StoredWeight::GgufBlocks(b) => return exact(b.kind(), How::Copy),
@@ -276,7 +276,12 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
         StoredWeight::Canonical(Weight::Quantized(QuantizedWeight::Trellis(_))) => return None,
     };
     let scheme = a.scheme();
-    holds(scheme, (a.out_features(), cols), a.g_idx().is_some()).ok()?;
+    holds(
+        scheme,
+        Dims::new(a.out_features(), cols),
+        a.g_idx().is_some(),
+    )
+    .ok()?;
     if let Some(kind) = affine::kind_of(scheme) {
         // Readers of blocks round no products of scales, where the canonical weight has f16.
         let change = match scheme.scales.is_half() {
@@ -309,7 +314,7 @@ fn own_type(weight: &StoredWeight, cols: usize) -> Option<(BlockType, How, Exact
 /// order; the error says why not. 8-bit codes with offsets fit if all are below 32 (Q5_1).
 pub(super) fn holds(
     scheme: AffineScheme,
-    (_, cols): (usize, usize),
+    Dims { cols, .. }: Dims,
     order: bool,
 ) -> Result<(), String> {
     if order {
@@ -352,7 +357,7 @@ fn nearest(weight: &StoredWeight, cols: usize) -> BlockType {
     for_width(kind, cols)
 }
 
-fn most_common(plans: &[ParameterPlan]) -> BlockType {
+pub(super) fn most_common(plans: &[ParameterPlan]) -> BlockType {
     let matrices = || {
         plans
             .iter()
@@ -364,7 +369,7 @@ fn most_common(plans: &[ParameterPlan]) -> BlockType {
 }
 
 /// Writes a parameter, its rows in the order that the architecture's files have.
-fn write_parameter(
+pub(super) fn write_parameter(
     checkpoint: &Checkpoint,
     plan: &ParameterPlan,
     tensor: &TensorPlan,
@@ -448,10 +453,10 @@ fn rates_of(name: &str) -> Option<[String; 2]> {
 fn write_rates(
     checkpoint: &Checkpoint,
     [b, a]: [String; 2],
-    (rows, cols): (usize, usize),
+    Dims { rows, cols }: Dims,
     sink: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
-    let dims = (rows / 2, cols);
+    let dims = Dims::new(rows / 2, cols);
     let parts = [b, a].map(|name| checkpoint.store().stored(&name, dims));
     let [b, a] = parts;
     let (b, a) = (b?, a?);
@@ -480,7 +485,7 @@ fn write_rows(
         Shape::Matrix(rows, cols) => (rows, cols),
     };
     if let Some(names) = rates_of(&plan.name) {
-        return write_rates(checkpoint, names, (rows, cols), sink);
+        return write_rates(checkpoint, names, Dims::new(rows, cols), sink);
     }
     let heads = columns_of(checkpoint.config(), &plan.name);
     // Each row's bytes, whose blocks are within heads.
@@ -495,7 +500,9 @@ fn write_rows(
             sink(&rows)
         }
     };
-    let weight = checkpoint.store().stored(&plan.name, (rows, cols))?;
+    let weight = checkpoint
+        .store()
+        .stored(&plan.name, Dims::new(rows, cols))?;
     let row_bytes = (tensor.bytes() / rows as u64) as usize;
     let wrap = |e: Error| e.in_tensor(checkpoint.files().root(), &plan.name);
     match (plan.how, &weight) {

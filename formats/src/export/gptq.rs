@@ -5,7 +5,7 @@ use super::packing::{codes, even_codes, transposed_scales, uniform, word, zero_p
 use crate::exactness::Exactness;
 use crate::scheme::{AffineScheme, Zeros};
 use crate::weight::AffineWeight;
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use serde_json::{Map, Value, json};
 
 pub(super) const PACKING: Packing = Packing {
@@ -18,7 +18,7 @@ pub(super) const PACKING: Packing = Packing {
     describe,
 };
 
-fn holds(scheme: AffineScheme, (rows, cols): (usize, usize), _order: bool) -> Result<(), String> {
+fn holds(scheme: AffineScheme, Dims { rows, cols }: Dims, _order: bool) -> Result<(), String> {
     even_codes(scheme)?;
     let per_word = 32 / scheme.bits.width();
     if scheme.zeros == Zeros::Offset {

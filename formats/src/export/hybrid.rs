@@ -14,7 +14,7 @@ use crate::weight::{AffineWeight, QuantizedWeight, Weight, ZeroPoints};
 use crate::{mtp, pack};
 use half::f16;
 use nq_model::names::{Shape, is_less_one, parameters};
-use nq_model::{Delta, ModelConfig};
+use nq_model::{Delta, Dims, ModelConfig};
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -86,25 +86,26 @@ impl<'a> AsPublished<'a> {
 
     /// The value heads in the rows of a parameter, or in its columns, if the store has them in another order.
     fn heads(&self, name: &str) -> [Option<Heads>; 2] {
-        let of: [fn(&ModelConfig, &str) -> Option<Heads>; 2] = [Heads::of_rows, Heads::of_columns];
-        of.map(|of| of(self.config, name).filter(|_| self.is_tiled()))
+        let sides: [fn(&ModelConfig, &str) -> Option<Heads>; 2] =
+            [Heads::of_rows, Heads::of_columns];
+        sides.map(|heads| heads(self.config, name).filter(|_| self.is_tiled()))
     }
 
     /// The matrix that `read` returns, its value heads in the order of folders.
     fn grouped(
         &self,
         name: &str,
-        dims: (usize, usize),
-        read: impl Fn(&str, (usize, usize)) -> Result<Weight>,
+        dims: Dims,
+        read: impl Fn(&str, Dims) -> Result<Weight>,
     ) -> Result<Weight> {
         let weight = read(name, dims)?;
         match self.heads(name) {
             [Some(heads), _] => {
-                let runs = runs(&heads.grouped_from(dims.0));
+                let runs = runs(&heads.grouped_from(dims.rows));
                 let rows: Vec<Weight> = runs.into_iter().map(|run| weight.rows(run)).collect();
                 Weight::stack(&rows)
             }
-            [_, Some(heads)] => columns(&weight, &heads.grouped_from(dims.1), heads.each()),
+            [_, Some(heads)] => columns(&weight, &heads.grouped_from(dims.cols), heads.each()),
             _ => return Ok(weight),
         }
         .map_err(|e| e.in_tensor(&self.root, name))
@@ -145,13 +146,13 @@ impl<'a> AsPublished<'a> {
     fn read(
         &self,
         name: &str,
-        (rows, cols): (usize, usize),
-        read: impl Fn(&str, (usize, usize)) -> Result<Weight>,
+        Dims { rows, cols }: Dims,
+        read: impl Fn(&str, Dims) -> Result<Weight>,
     ) -> Result<Weight> {
         let Some((delta, pair)) = self.pair(name) else {
-            return self.grouped(name, (rows, cols), read);
+            return self.grouped(name, Dims::new(rows, cols), read);
         };
-        let part = |i: usize| self.grouped(&pair.names[i], (pair.rows[i], cols), &read);
+        let part = |i: usize| self.grouped(&pair.names[i], Dims::new(pair.rows[i], cols), &read);
         let whole = [0, 1].map(part);
         let [first, second] = whole;
         let whole = [first?, second?];
@@ -192,11 +193,11 @@ impl Overlay for AsPublished<'_> {
         Tensor::from_f32(vec![len], less_one)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         self.read(name, dims, |name, dims| self.inner.matrix(name, dims))
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+    fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         match (self.pair(name), self.heads(name)) {
             (None, [None, None]) => self.inner.stored(name, dims),
             _ => Overlay::matrix(self, name, dims).map(StoredWeight::Canonical),
@@ -223,7 +224,7 @@ const OF_WHOLE: [&str; 6] = [
     "transformers_version",
 ];
 
-/// The config.json of the text model alone, of a hybrid of shape `c`.
+/// The config.json of the text model alone, of a model of shape `c`.
 pub(super) fn text_config(mut whole: Map<String, Value>, c: &ModelConfig) -> Map<String, Value> {
     let mut text = match whole.shift_remove(TEXT) {
         Some(Value::Object(mut text)) if !text.is_empty() => {
@@ -241,9 +242,36 @@ pub(super) fn text_config(mut whole: Map<String, Value>, c: &ModelConfig) -> Map
     let class = vec![c.architecture.class];
     text.insert("architectures".into(), class.into());
     text.insert("model_type".into(), c.architecture.model_type.into());
-    text.insert(mtp::LAYERS_KEY.into(), c.mtp_layers.into());
+    if c.delta.is_some() {
+        text.insert(mtp::LAYERS_KEY.into(), c.mtp_layers.into());
+    }
     text.shift_remove(VALUE_HEADS);
     text
+}
+
+/// Keys of the whole of a model that sees.
+const IMAGES: [&str; 4] = [
+    "image_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+];
+
+/// The config.json of a model that sees, whose text model has the shape `c`.
+pub(super) fn whole_config(config: Map<String, Value>, c: &ModelConfig) -> Map<String, Value> {
+    let mut text = text_config(config.clone(), c);
+    let mut whole = config;
+    if !whole.contains_key(TEXT) {
+        text.retain(|key, _| !IMAGES.contains(&key.as_str()));
+        whole.retain(|key, _| IMAGES.contains(&key.as_str()));
+    }
+    text.shift_remove("architectures");
+    for (class, model_type) in c.architecture.also {
+        whole.insert("architectures".into(), vec![*class].into());
+        whole.insert("model_type".into(), (*model_type).into());
+    }
+    whole.insert(TEXT.into(), text.into());
+    whole
 }
 
 /// Numbers that follow each other, as ranges.
@@ -260,7 +288,7 @@ fn runs(all: &[usize]) -> Vec<Range<usize>> {
 
 /// A matrix with its column `from[i]` at place `i`; those of a head of `each` columns stay together.
 fn columns(weight: &Weight, from: &[usize], each: usize) -> Result<Weight> {
-    let (rows, cols) = weight.dims();
+    let Dims { rows, cols } = weight.dims();
     let a = match weight {
         Weight::Dense(t) => {
             let size = t.dtype().size();
@@ -314,7 +342,14 @@ fn columns(weight: &Weight, from: &[usize], each: usize) -> Result<Weight> {
         ZeroPoints::Offset(o) => ZeroPoints::Offset(halves(o)),
     };
     let codes = moved(scheme.bits, a.codes(), from).into();
-    let moved = AffineWeight::new(scheme, (rows, cols), codes, halves(a.scales()), zeros, None)?;
+    let moved = AffineWeight::new(
+        scheme,
+        Dims::new(rows, cols),
+        codes,
+        halves(a.scales()),
+        zeros,
+        None,
+    )?;
     Ok(Weight::Quantized(QuantizedWeight::Affine(moved)))
 }
 

@@ -14,6 +14,7 @@ pub mod gguf;
 mod gptq;
 mod hybrid;
 mod mix;
+mod mmproj;
 pub mod nq;
 mod options;
 mod packing;
@@ -50,9 +51,14 @@ pub fn export(
     checkpoint.files().check_apart(out)?;
     let folder = parent(out);
     std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
-    match (format.packing(), format) {
-        (Some(packing), _) => folder::export(checkpoint, out, packing, progress),
-        (None, ExportFormat::Gguf) => gguf::export(checkpoint, out, options, progress),
-        (None, _) => nq::export(checkpoint, out, options, progress),
+    let mut report = match (format.packing(), format) {
+        (Some(packing), _) => folder::export(checkpoint, out, packing, progress)?,
+        (None, ExportFormat::Gguf) => gguf::export(checkpoint, out, options, progress)?,
+        (None, _) => return nq::export(checkpoint, out, options, progress),
+    };
+    if let (Some(vision), ExportFormat::Gguf) = (checkpoint.vision(), format) {
+        let note = mmproj::export(checkpoint, vision, out, options.force, progress)?;
+        report.notes.push(note);
     }
+    Ok(report)
 }

@@ -10,8 +10,8 @@ use crate::progress::Progress;
 use crate::store::WeightStore;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-use nq_model::mtp;
 use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters, parameters};
+use nq_model::{Dims, mtp};
 use serde_json::json;
 use std::path::Path;
 
@@ -65,6 +65,7 @@ pub fn export(
     if config.mtp_layers > 0 {
         stage("mtp", mtp::parameters(config).collect())?;
     }
+    writer.put_tower(checkpoint)?;
     let root = checkpoint.files().root();
     let record = QuantizationRecord {
         method: format!("converted from {}", store.format()),
@@ -100,10 +101,10 @@ fn stage(
         match *shape {
             Shape::Vector(len) => vectors.push((name.clone(), store.vector(name, len)?)),
             Shape::Matrix(rows, cols) => {
-                let weight = store.matrix(name, (rows, cols))?;
+                let weight = store.matrix(name, Dims::new(rows, cols))?;
                 exported.push(Exported {
                     name: name.clone(),
-                    from: store.stored(name, (rows, cols))?.scheme_name(),
+                    from: store.stored(name, Dims::new(rows, cols))?.scheme_name(),
                     to: weight.scheme_name(),
                     change: Change::Kept(store.exactness(name)),
                     bytes: weight.bytes() as u64,

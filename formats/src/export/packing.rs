@@ -5,7 +5,7 @@ use crate::pack;
 use crate::scheme::{AffineScheme, Bits, Zeros};
 use crate::weight::{AffineWeight, ZeroPoints};
 use half::{bf16, f16};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use serde_json::Value;
 
 /// One tensor of a packed Linear.
@@ -34,7 +34,7 @@ pub(super) struct Packing {
     pub(super) uniform: bool,
     /// Checks that the format can hold weights `[out, in]` of a scheme, with or without an activation
     /// order; the error says why not.
-    pub(super) holds: fn(AffineScheme, (usize, usize), bool) -> Result<(), String>,
+    pub(super) holds: fn(AffineScheme, Dims, bool) -> Result<(), String>,
     /// Checks that the format can hold this weight, whose scheme it supports, and says how exactly. The
     /// type is that of unquantized parameters.
     pub(super) check: fn(&AffineWeight, DType) -> Result<Exactness, String>,
@@ -49,7 +49,7 @@ pub(super) struct Packing {
 impl Packing {
     /// Says how exactly the format can hold the weight; the error says why it cannot.
     pub(super) fn fits(&self, a: &AffineWeight, dense: DType) -> Result<Exactness, String> {
-        let dims = (a.out_features(), a.in_features());
+        let dims = Dims::new(a.out_features(), a.in_features());
         (self.holds)(a.scheme(), dims, a.g_idx().is_some())?;
         (self.check)(a, dense)
     }

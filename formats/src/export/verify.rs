@@ -4,6 +4,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::gguf::order::Heads;
 use crate::progress::{Progress, Unit};
+use nq_model::Dims;
 use nq_model::names::{Shape, parameters};
 use rayon::prelude::*;
 use std::borrow::Cow;
@@ -89,8 +90,8 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, progress: &dyn Progress) -> Resul
                 (x.dtype().to_string(), y.dtype().to_string(), sums)
             }
             Shape::Matrix(rows, cols) => {
-                let x = a.store().stored(&name, (rows, cols))?;
-                let y = b.store().stored(&name, (rows, cols))?;
+                let x = a.store().stored(&name, Dims::new(rows, cols))?;
+                let y = b.store().stored(&name, Dims::new(rows, cols))?;
                 let part = |start: usize| -> Result<Sums> {
                     let (mut p, mut q) = (vec![0f32; cols], vec![0f32; cols]);
                     let mut sums = Sums::default();

@@ -67,7 +67,7 @@ pub fn candidates(least: Bits, widths: impl IntoIterator<Item = usize>) -> Vec<A
 }
 
 /// A weight to be written as blocks of a type that holds its numbers.
-pub struct Blocks<'a> {
+pub(crate) struct Blocks<'a> {
     weight: &'a AffineWeight,
     kind: BlockType,
     parts: Parts,
@@ -76,7 +76,7 @@ pub struct Blocks<'a> {
 impl<'a> Blocks<'a> {
     /// `weight` as `kind`: its own (`kind_of`), or one without super-blocks whose blocks its groups
     /// are made of.
-    pub fn new(weight: &'a AffineWeight, kind: BlockType) -> Self {
+    pub(crate) fn new(weight: &'a AffineWeight, kind: BlockType) -> Self {
         Blocks {
             weight,
             kind,
@@ -85,7 +85,7 @@ impl<'a> Blocks<'a> {
     }
 
     /// Writes the blocks of row `row` into `out`.
-    pub fn row(&self, row: usize, out: &mut [u8]) {
+    pub(crate) fn row(&self, row: usize, out: &mut [u8]) {
         let mut codes = vec![0u8; self.weight.in_features()];
         let bits = self.weight.scheme().bits;
         pack::unpack_row(bits, self.weight.row_codes(row), &mut codes);
@@ -168,9 +168,14 @@ impl<'a> Blocks<'a> {
     }
 
     /// The f16 of a super-block and the small integers of its `N` groups, as they are kept.
-    fn small<const N: usize>(&self, of: &GroupValues, row: usize, block: usize) -> (f16, [u8; N]) {
+    fn small<const N: usize>(
+        &self,
+        values: &GroupValues,
+        row: usize,
+        block: usize,
+    ) -> (f16, [u8; N]) {
         let (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) =
-            (of, self.weight.scheme().scales)
+            (values, self.weight.scheme().scales)
         else {
             unreachable!("super-blocks are of schemes in two levels");
         };
@@ -215,10 +220,11 @@ pub(super) fn scales_and_minima(scales: [u8; 8], minima: [u8; 8]) -> [u8; 12] {
 mod tests {
     use super::*;
     use crate::gguf::BlockWeight;
+    use nq_model::Dims;
     use proptest::prelude::*;
 
     /// A weight `[rows, cols]` of `scheme`, all parts made of `seed`.
-    fn weight(scheme: AffineScheme, (rows, cols): (usize, usize), seed: u64) -> AffineWeight {
+    fn weight(scheme: AffineScheme, Dims { rows, cols }: Dims, seed: u64) -> AffineWeight {
         let mut state = seed;
         let mut next = move || {
             state = (state.wrapping_mul(6_364_136_223_846_793_005)).wrapping_add(1);
@@ -254,7 +260,7 @@ mod tests {
             levels: None,
             g_idx: None,
         };
-        AffineWeight::assemble(scheme, (rows, cols), parts).unwrap()
+        AffineWeight::assemble(scheme, Dims::new(rows, cols), parts).unwrap()
     }
 
     proptest! {
@@ -262,7 +268,7 @@ mod tests {
         #[test]
         fn blocks_keep_every_part(seed in any::<u64>(), rows in 1usize..4, blocks in 1usize..4) {
             for (kind, scheme) in SCHEMES {
-                let dims = (rows, blocks * kind.elements());
+                let dims = Dims::new(rows, blocks * kind.elements());
                 let weight = weight(scheme, dims, seed);
                 let row_bytes = blocks * kind.bytes();
                 let mut data = vec![0; rows * row_bytes];
@@ -270,10 +276,10 @@ mod tests {
                 for (row, out) in data.chunks_mut(row_bytes).enumerate() {
                     written.row(row, out);
                 }
-                prop_assert_eq!(data.len(), scheme.bytes(dims.0, dims.1));
+                prop_assert_eq!(data.len(), scheme.bytes(dims.rows, dims.cols));
                 let read = BlockWeight::new(kind, dims, data.into()).unwrap();
                 let read = read.to_affine().unwrap();
-                let (mut a, mut b) = (vec![0.0; dims.1], vec![0.0; dims.1]);
+                let (mut a, mut b) = (vec![0.0; dims.cols], vec![0.0; dims.cols]);
                 for row in 0..rows {
                     weight.dequantize_row(row, &mut a);
                     read.dequantize_row(row, &mut b);

@@ -1,6 +1,7 @@
 //! `config.json` and `generation_config.json` from GGUF metadata.
 
 use super::file::GgufFile;
+use super::metadata::DEEPSTACK_LAYERS;
 use super::names::ROPE_FACTORS;
 use super::tokenizer::{END_TOKENS, TokenKind, Vocabulary};
 use super::value::malformed;
@@ -86,14 +87,14 @@ pub(super) fn config(
         _ => Ok(()),
     };
     equal("attention.value_length", head_dim)?;
-    let rotated = match optional("rope.dimension_count")? {
-        Some(n) if architecture.rotated > 1 => n,
+    let rotary_dims = match optional("rope.dimension_count")? {
+        Some(n) if architecture.rotary_parts > 1 => n,
         _ => {
             equal(
                 "rope.dimension_count",
-                head_dim / architecture.rotated as u64,
+                head_dim / architecture.rotary_parts as u64,
             )?;
-            head_dim / architecture.rotated as u64
+            head_dim / architecture.rotary_parts as u64
         }
     };
     let rows = shape.first().copied().unwrap_or(0) as u64;
@@ -122,6 +123,17 @@ pub(super) fn config(
         (BlockType::BF16, "bfloat16"),
     ];
     let dtype = dtype.iter().find(|(t, _)| *t == kind).map(|(_, name)| name);
+    let mut stretch = match factors {
+        None => rope_scaling(file, key)?,
+        Some(factors) => llama3(file, factors, theta, head_dim)?,
+    };
+    if let Some(sections) = sections(file, architecture)? {
+        if stretch.is_null() {
+            stretch = json!({ "rope_type": "default" });
+        }
+        stretch["mrope_section"] = sections.into();
+        stretch["mrope_interleaved"] = true.into();
+    }
     let config = json!({
         "architectures": [architecture.class],
         "bos_token_id": file.u64("tokenizer.ggml.bos_token_id")?,
@@ -133,10 +145,7 @@ pub(super) fn config(
         "num_key_value_heads": kv_heads,
         "pad_token_id": file.u64("tokenizer.ggml.padding_token_id")?,
         "rms_norm_eps": decimal(eps),
-        "rope_scaling": match factors {
-            None => rope_scaling(file, key)?,
-            Some(factors) => llama3(file, factors, (theta, head_dim))?,
-        },
+        "rope_scaling": stretch,
         "rope_theta": decimal(theta),
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
@@ -164,12 +173,30 @@ pub(super) fn config(
         config.insert("norm_topk_prob".into(), true.into());
     }
     if architecture.has_delta() {
-        let part = rotated as f64 / head_dim.max(1) as f64;
+        let part = rotary_dims as f64 / head_dim.max(1) as f64;
         config.insert("partial_rotary_factor".into(), part.into());
         delta(file, architecture, &mut config)?;
         config.entry(mtp::LAYERS_KEY).or_insert(0.into());
     }
     Ok(config)
+}
+
+/// How many frequencies follow time, row and column of a token of an image, in files of models that see: llama.cpp writes
+/// four numbers, the last a 0, Ollama three.
+fn sections(file: &GgufFile, architecture: &Architecture) -> Result<Option<Vec<i32>>> {
+    let key = format!("{}.rope.dimension_sections", architecture.gguf);
+    let Some(array) = file.array(&key)?.filter(|_| !architecture.also.is_empty()) else {
+        return Ok(None);
+    };
+    let sections: Option<Vec<i32>> = array.i32s().map(|all| all.take(5).collect());
+    match sections.as_deref() {
+        Some([time, row, column] | [time, row, column, 0]) => Ok(Some(vec![*time, *row, *column])),
+        found => {
+            let expected = "time, row, column and perhaps a 0".into();
+            let found = found.map_or("another type".into(), |all| format!("{all:?}"));
+            Err(malformed(file.path(), &key, expected, found))
+        }
+    }
 }
 
 /// Layers but MTP layers, which stand behind the others.
@@ -260,7 +287,7 @@ fn delta(
 /// The `rope_scaling` of kind llama3 that gives these divisors of the frequencies, which files keep alone. Its factor is
 /// the divisor of the lowest frequency. Between the bounds, the waves of a frequency within the original length
 /// decide; only the quotients of that length and of the bounds count, so that the lower bound is 1.
-fn llama3(file: &GgufFile, factors: &[f32], (theta, head_dim): (f64, u64)) -> Result<Value> {
+fn llama3(file: &GgufFile, factors: &[f32], theta: f64, head_dim: u64) -> Result<Value> {
     let factor = f64::from(factors.last().copied().unwrap_or(1.0));
     let frequency = |i: usize| theta.powf(-2.0 * i as f64 / head_dim as f64);
     let scaling = |high: f64, length: u64| RopeScaling::Llama3 {
@@ -323,9 +350,10 @@ const READ: &[&str] = &[
     "attention.recurrent_layers",
     "classifier.output_labels",
     "pooling_type",
-    "rope.dimension_sections", // coordinates of a position, which are equal in text
+    "rope.dimension_sections",
     "rope.freq_base",
-    "rope.mrope_interleaved", // and their order
+    "rope.mrope_interleaved", // they are in turn in every model that nq runs
+    DEEPSTACK_LAYERS,         // the tower's file says the same
     "rope.scaling.attn_factor",
     "rope.scaling.factor",
     "rope.scaling.finetuned", // whether a context was stretched before or after training changes nothing

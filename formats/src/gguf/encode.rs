@@ -5,7 +5,7 @@
 //! Scales are rounded to their stored form before codes are rounded for the last time.
 
 use super::affine::scales_and_minima;
-use crate::blocks::{BlockType, Scratch};
+use crate::blocks::{BlockBuffers, BlockType};
 use crate::error::{Error, Result};
 use half::f16;
 
@@ -80,7 +80,7 @@ fn is_finite(kind: BlockType, blocks: &[u8]) -> bool {
         return kind != BlockType::F16
             || halves.copied().all(|h| f16::from_le_bytes(h).is_finite());
     };
-    let (mut scratch, mut values) = (Scratch::default(), vec![0.0; kind.elements()]);
+    let (mut scratch, mut values) = (BlockBuffers::default(), vec![0.0; kind.elements()]);
     blocks.chunks_exact(kind.bytes()).all(|block| {
         layout.dequantize(block, &mut scratch, &mut values);
         values.iter().all(|v| v.is_finite())

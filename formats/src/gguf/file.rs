@@ -1,7 +1,7 @@
 //! Reads one GGUF file: header, metadata and tensor table, fully checked in the mapped bytes, and
 //! zero-copy views of its tensors. Arrays are not decoded until they are asked for.
 
-use super::value::{Array, Reader, Value, malformed};
+use super::value::{Array, Value, ValueReader, malformed};
 use crate::blocks::BlockType;
 use crate::error::{Error, Result};
 use crate::files::incomplete;
@@ -60,7 +60,7 @@ impl GgufFile {
     /// the key, length or count that is wrong; [`Error::Tensor`] for a tensor of unknown
     /// type, absurd shape, or an offset that is misaligned, overlapping or out of range.
     pub fn parse(path: &Path, bytes: Bytes) -> Result<Self> {
-        let mut reader = Reader::new(path, bytes.clone());
+        let mut reader = ValueReader::new(path, bytes.clone());
         let (version, tensors, entries) = header(path, &mut reader)?;
         let metadata = read_metadata(path, &mut reader, entries)?;
         let alignment = alignment(path, &metadata)?;
@@ -75,7 +75,9 @@ impl GgufFile {
             path,
             table,
             alignment,
-            (data.len() as u64, bytes.len() as u64, start as u64),
+            data.len() as u64,
+            bytes.len() as u64,
+            start as u64,
         )?;
         Ok(GgufFile {
             path: path.into(),
@@ -228,7 +230,7 @@ impl GgufFile {
 }
 
 /// Reads version, number of tensors, number of metadata entries.
-fn header(path: &Path, reader: &mut Reader<'_>) -> Result<(u32, u64, u64)> {
+fn header(path: &Path, reader: &mut ValueReader<'_>) -> Result<(u32, u64, u64)> {
     let magic = reader.take("magic", 4)?;
     if magic != MAGIC {
         let found = format!("{:?}", magic.escape_ascii().to_string());
@@ -264,7 +266,7 @@ fn header(path: &Path, reader: &mut Reader<'_>) -> Result<(u32, u64, u64)> {
 
 fn read_metadata(
     path: &Path,
-    reader: &mut Reader<'_>,
+    reader: &mut ValueReader<'_>,
     entries: u64,
 ) -> Result<BTreeMap<String, Value>> {
     let mut metadata = BTreeMap::new();
@@ -304,7 +306,7 @@ struct Raw {
     offset: u64,
 }
 
-fn read_table(path: &Path, reader: &mut Reader<'_>, count: u64) -> Result<Vec<Raw>> {
+fn read_table(path: &Path, reader: &mut ValueReader<'_>, count: u64) -> Result<Vec<Raw>> {
     let mut table = Vec::with_capacity(count as usize); // at most the file's length / MIN_TENSOR
     for i in 0..count {
         let name = reader.name(&format!("name of tensor {i}"))?;
@@ -371,7 +373,9 @@ fn check_layout(
     path: &Path,
     mut table: Vec<Raw>,
     alignment: u64,
-    (length, file, start): (u64, u64, u64),
+    length: u64,
+    file: u64,
+    start: u64,
 ) -> Result<BTreeMap<String, TensorInfo>> {
     table.sort_by_key(|t| t.offset);
     // A file whose tensors follow each other as they must, but go on after its end, was cut off.

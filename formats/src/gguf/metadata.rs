@@ -25,6 +25,9 @@ const TEMPLATES: [(&str, &str); 3] = [
     ("rag", "additional_chat_templates/rag.jinja"),
 ];
 
+/// Layers of the text model to whose output a tower adds rows.
+pub(super) const DEEPSTACK_LAYERS: &str = "n_deepstack_layers";
+
 /// Version of the block layouts, the value of `general.quantization_version`.
 const QUANTIZATION_VERSION: u32 = 2;
 
@@ -67,11 +70,14 @@ pub fn describe_model(plan: &mut GgufPlan, checkpoint: &Checkpoint, name: &str, 
     if matches!(checkpoint.task(), Task::Embed(_)) {
         plan.set(key("pooling_type"), LAST_TOKEN as u32);
     }
-    if c.architecture.gguf_tiled {
-        // A third each for the three coordinates of a position, which are equal in text.
-        let pairs = c.rotated() as i32 / 2;
-        let sections = [(pairs + 2) / 3, (pairs + 1) / 3, pairs / 3, 0];
+    if !c.architecture.also.is_empty() {
+        // Shares of the three coordinates of a position, which are equal in text.
+        let [time, row, column] = c.rope.sections(c.rotary_dims() / 2);
+        let sections = [time, row, column, 0].map(|n| n as i32); // below 2^28
         plan.set(key("rope.dimension_sections"), Array::of_i32s(&sections));
+    }
+    if let Some(vision) = checkpoint.vision().filter(|v| !v.deepstack.is_empty()) {
+        plan.set(key(DEEPSTACK_LAYERS), vision.deepstack.len() as u32);
     }
     plan.set(key("attention.layer_norm_rms_epsilon"), c.rms_norm_eps);
     plan.set(key("rope.freq_base"), c.rope.theta as f32);

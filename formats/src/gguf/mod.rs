@@ -1,5 +1,5 @@
 //! GGUF files, versions 2 and 3: one file, or a split set, holds weights, configuration,
-//! tokenizer and chat template; other files beside it are not read.
+//! tokenizer and chat template; beside it, a file called `mmproj` may hold the tower that sees images.
 //!
 //! `file` parses, [`crate::blocks`] takes integer blocks apart and turns them into
 //! canonical weights, `affine` writes those as blocks, `config` and `tokenizer` rebuild the files that other formats
@@ -11,6 +11,7 @@ mod config;
 pub mod encode;
 pub mod file;
 pub mod metadata;
+pub(crate) mod mmproj;
 pub mod names;
 pub(crate) mod order;
 mod store;
@@ -21,6 +22,7 @@ pub mod writer;
 pub use crate::blocks::{BlockType, BlockWeight};
 pub use file::{GgufFile, MAGIC};
 pub(crate) use names::ROPE_FACTORS;
+pub use store::{NamedFile, models};
 pub(crate) use store::{find, open};
 pub use value::{Array, Value};
 pub use writer::GgufPlan;

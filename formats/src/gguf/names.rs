@@ -37,7 +37,8 @@ const NEXTN: [(&str, &str); 4] = [
 fn translate(
     name: &str,
     mut outside: impl Iterator<Item = (&'static str, &'static str)>,
-    (prefix, other): (&str, &str),
+    prefix: &str,
+    other: &str,
     within: impl Fn(&Parameter) -> (Cow<'static, str>, Cow<'static, str>),
     architecture: &Architecture,
 ) -> Option<String> {
@@ -68,20 +69,21 @@ pub fn to_gguf(architecture: &Architecture, layers: usize, name: &str) -> Option
     let behind = behind.map(|suffix| in_layer(layers, suffix));
     let name = behind.as_deref().unwrap_or(name);
     let within = |p: &Parameter| (p.suffix(), p.gguf());
-    translate(name, MODEL.into_iter(), PREFIXES, within, architecture)
+    translate(
+        name,
+        MODEL.into_iter(),
+        PREFIXES.0,
+        PREFIXES.1,
+        within,
+        architecture,
+    )
 }
 
 /// The Hugging Face name of a GGUF parameter: the inverse of [`to_gguf`] for a model without an MTP layer.
 pub fn from_gguf(architecture: &Architecture, name: &str) -> Option<String> {
     let outside = MODEL.into_iter().map(|(hf, gguf)| (gguf, hf));
     let within = |p: &Parameter| (p.gguf(), p.suffix());
-    translate(
-        name,
-        outside,
-        (PREFIXES.1, PREFIXES.0),
-        within,
-        architecture,
-    )
+    translate(name, outside, PREFIXES.1, PREFIXES.0, within, architecture)
 }
 
 #[cfg(test)]

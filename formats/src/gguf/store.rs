@@ -3,6 +3,7 @@
 use super::architecture::{Pooling, architecture, pooling};
 use super::config::{self, CLASSIFIER};
 use super::file::{GgufFile, MAGIC};
+use super::mmproj::{self, WithTower};
 use super::names::{self, ROPE_FACTORS};
 use super::order::{apart, pairs_of};
 use super::tokenizer::{self, Vocabulary};
@@ -20,10 +21,11 @@ use crate::store::{TensorEntry, WeightStore};
 use crate::stored::StoredWeight;
 use crate::task::{MODULES, POOLING, Task};
 use crate::tensor::Tensor;
+use crate::vision::PREPROCESSOR;
 use crate::weight::{QuantizedWeight, Weight};
 use bytes::Bytes;
 use nq_model::names::{EMBEDDING, HEAD, NORM, layer_vector, stack, tensor_name};
-use nq_model::{Architecture, DType, Delta, VectorKind};
+use nq_model::{Architecture, Delta, Dims, VectorKind};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -49,29 +51,54 @@ pub(crate) fn find(files: &Files, weights: Option<&str>) -> Result<Option<String
         return Ok(None);
     }
     let mut found = Vec::new();
-    for name in names.into_iter().filter(|n| n.ends_with(SUFFIX)) {
-        if is_gguf(&name)? {
+    for name in names {
+        if name.ends_with(SUFFIX) && is_gguf(&name)? {
             found.push(name);
         }
     }
-    let Some(first) = found.first() else {
-        return Ok(None);
-    };
-    let one_set = found.len() == 1
-        || Split::parse(first)
-            // The number that a name says is compared before anything is as long as it.
-            .filter(|s| s.count == found.len() as u64)
-            .is_some_and(|s| (0..).zip(&found).all(|(i, name)| s.name(i) == *name));
-    if one_set {
-        Ok(Some(first.clone()))
-    } else {
-        Err(malformed(
+    match models(&found).as_slice() {
+        [] => Ok(None),
+        [one] => Ok(Some(one.file.clone())),
+        _ => Err(malformed(
             &files.root(),
             "weights",
             "one GGUF model; name its file".into(),
             found.join(", "),
-        ))
+        )),
     }
+}
+
+/// A model among the files of a folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedFile {
+    /// The file's name without `.gguf` and, if it is one of a split set, without its number.
+    pub name: String,
+    /// The file, or the first of the split set that is there.
+    pub file: String,
+}
+
+/// The models among `files`, names in order, by what the names say: a split set is one model, and a file with a tower
+/// (`mmproj`) is none.
+pub fn models(files: &[String]) -> Vec<NamedFile> {
+    let mut found: Vec<NamedFile> = Vec::new();
+    let mut last: Option<Split> = None;
+    for file in files.iter().filter(|f| !mmproj::is_mmproj(f)) {
+        let Some(whole) = file.strip_suffix(SUFFIX) else {
+            continue;
+        };
+        let split = Split::parse(file);
+        let continues = last
+            .as_ref()
+            .zip(split.as_ref())
+            .is_some_and(|(a, b)| a.stem == b.stem && a.count == b.count);
+        if !continues {
+            let name = split.as_ref().map_or(whole, |s| &s.stem).to_owned();
+            let file = file.clone();
+            found.push(NamedFile { name, file });
+        }
+        last = split;
+    }
+    found
 }
 
 /// The name of one file of a split set: `STEM-00001-of-00003.gguf`.
@@ -167,7 +194,7 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         Some(info) => {
             let len = [info.shape.iter().product()];
             let (stored, kind, bytes) = store.require(ROPE_FACTORS, &len)?;
-            let values = match float(kind) {
+            let values = match kind.float() {
                 Some(dtype) => Tensor::new(dtype, len.to_vec(), bytes)?.to_f32()?,
                 None => return Err(store.error(&stored, "F32".into(), kind.name().into())),
             };
@@ -187,6 +214,15 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     if own("embed_tokens").or(own("shared_head_head")).is_some() {
         json.insert(mtp::DEDICATED.into(), true.into());
     }
+    let mut left = Vec::new();
+    let tower = mmproj::find(source.files(), name, architecture, &mut left)?;
+    let preprocessor = match &tower {
+        Some(tower) => {
+            let tokens = first.strings("tokenizer.ggml.tokens")?;
+            Some(mmproj::describe(tower, tokens, &mut json)?)
+        }
+        None => None,
+    };
     let eos = config::eos_ids(&first, &vocabulary)?;
     let generation = config::generation(&first, &eos)?;
     let contents = |map: Map<String, Value>| -> Bytes { Value::Object(map).to_string().into() };
@@ -195,8 +231,10 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
         file: first,
         config: contents(json),
         generation: contents(generation),
+        preprocessor: preprocessor.map(|json| json.to_string().into()),
     };
-    let (config, mut left) = crate::config::read(&metadata.root(), &metadata.config)?;
+    let (config, unused) = crate::config::read(&metadata.root(), &metadata.config)?;
+    left.extend(unused);
     left.extend(config::left_over(&metadata.file, architecture));
     let generation = GenerationDefaults::parse(&metadata.root(), &metadata.generation)?;
     store.layers = config.num_hidden_layers;
@@ -206,8 +244,14 @@ pub(crate) fn open(source: &Source, name: &str) -> Result<Checkpoint> {
     store.quantization = store.describe_quantization()?;
     let files = Files::Virtual(Arc::new(metadata));
     let task = Task::of(&files, false)?;
-    let store = Published::over(Box::new(store), &config, Form::Gguf, files.root());
-    Checkpoint::new(files, config, generation, task, store).accounted(left)
+    let mut store = Published::over(Box::new(store), &config, Form::Gguf, files.root());
+    let mut vision = None;
+    if let Some(tower) = tower {
+        store = WithTower::over(store, tower)?;
+        vision = crate::vision::read(&files, &config, store.as_ref(), &mut left)?;
+    }
+    let checkpoint = Checkpoint::new(files, config, generation, task, store);
+    checkpoint.seeing(vision).accounted(left)
 }
 
 /// Opens the file `name` and, if it is one of several, the others in order.
@@ -278,9 +322,9 @@ struct GgufStore {
 
 impl GgufStore {
     /// The head of a reranker: that of the model it was made from, with the classifier's rows.
-    fn ranking_head(&self, (rows, cols): (usize, usize)) -> Result<Weight> {
+    fn ranking_head(&self, Dims { rows, cols }: Dims) -> Result<Weight> {
         let own = self.by_name.contains_key("output.weight");
-        let base = match self.blocks(if own { HEAD } else { EMBEDDING }, (rows, cols))? {
+        let base = match self.blocks(if own { HEAD } else { EMBEDDING }, Dims::new(rows, cols))? {
             Stored::Dense(tensor) => StoredWeight::Canonical(Weight::Dense(tensor)),
             Stored::Blocks(_, blocks) => StoredWeight::GgufBlocks(blocks),
         };
@@ -288,7 +332,7 @@ impl GgufStore {
         let mut chunks = values.chunks_mut(cols.max(1)).enumerate();
         chunks.try_for_each(|(row, out)| base.dequantize_row(row, out))?;
         let (kind, bytes) = self.require_stored(CLASSIFIER, &[self.labels.len(), cols])?;
-        let Some(dtype) = float(kind) else {
+        let Some(dtype) = kind.float() else {
             let expected = "F32, F16 or BF16".into();
             return Err(self.error(CLASSIFIER, expected, kind.name().into()));
         };
@@ -333,7 +377,7 @@ impl GgufStore {
 
     /// The shape of a matrix in the file: stacks of experts have a dimension for the experts, a single row
     /// none.
-    fn shape(&self, name: &str, (rows, cols): (usize, usize)) -> Vec<usize> {
+    fn shape(&self, name: &str, Dims { rows, cols }: Dims) -> Vec<usize> {
         match stack(name) {
             None if rows == 1 => vec![cols],
             Some(_) => vec![self.experts, rows / self.experts.max(1), cols],
@@ -367,7 +411,7 @@ impl GgufStore {
         let infos = self.files.iter().flat_map(|f| f.tensors().values());
         let mut dense = true;
         for info in infos {
-            dense &= float(info.kind).is_some();
+            dense &= info.kind.float().is_some();
             *types.entry(info.kind.name()).or_default() += 1;
         }
         let first = &self.files[0];
@@ -383,15 +427,15 @@ impl GgufStore {
         }))
     }
 
-    fn blocks(&self, name: &str, dims: (usize, usize)) -> Result<Stored> {
+    fn blocks(&self, name: &str, dims: Dims) -> Result<Stored> {
         let (stored, kind, bytes) = self.require(name, &self.shape(name, dims))?;
         let wrap = |e: Error| e.in_tensor(self.path(&stored), &stored);
         let bytes = match pairs_of(self.architecture, name) {
-            true => apart(&bytes, dims.0, self.head_dim).into(),
+            true => apart(&bytes, dims.rows, self.head_dim).into(),
             false => bytes,
         };
-        match float(kind) {
-            Some(dtype) => Tensor::new(dtype, vec![dims.0, dims.1], bytes)
+        match kind.float() {
+            Some(dtype) => Tensor::new(dtype, vec![dims.rows, dims.cols], bytes)
                 .map(Stored::Dense)
                 .map_err(wrap),
             None => BlockWeight::new(kind, dims, bytes)
@@ -404,16 +448,6 @@ impl GgufStore {
 enum Stored {
     Dense(Tensor),
     Blocks(String, BlockWeight),
-}
-
-/// The element type of a float tensor.
-fn float(kind: BlockType) -> Option<DType> {
-    let floats = [
-        (BlockType::F32, DType::F32),
-        (BlockType::F16, DType::F16),
-        (BlockType::BF16, DType::BF16),
-    ];
-    floats.into_iter().find(|(t, _)| *t == kind).map(|(_, d)| d)
 }
 
 impl WeightStore for GgufStore {
@@ -445,14 +479,14 @@ impl WeightStore for GgufStore {
             _ => vec![len],
         };
         let (stored, kind, bytes) = self.require(name, &shape)?;
-        let Some(dtype) = float(kind) else {
+        let Some(dtype) = kind.float() else {
             let expected = "F32, F16 or BF16".into();
             return Err(self.error(&stored, expected, kind.name().into()));
         };
         Tensor::new(dtype, vec![len], bytes)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         if self.is_ranking_head(name) {
             return self.ranking_head(dims);
         }
@@ -465,7 +499,7 @@ impl WeightStore for GgufStore {
         }
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+    fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         if self.is_ranking_head(name) {
             return self.ranking_head(dims).map(StoredWeight::Canonical);
         }
@@ -509,6 +543,8 @@ struct Metadata {
     file: GgufFile,
     config: Bytes,
     generation: Bytes,
+    /// Beside a tower.
+    preprocessor: Option<Bytes>,
     /// Tells embedding models and rerankers from others.
     pooling: Pooling,
 }
@@ -521,13 +557,16 @@ impl VirtualFiles for Metadata {
     fn names(&self) -> Vec<String> {
         let all = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG];
         let pooled = (self.pooling != Pooling::None).then_some(MODULES);
-        all.into_iter().chain(pooled).map(String::from).collect()
+        let sees = self.preprocessor.is_some().then_some(PREPROCESSOR);
+        let all = all.into_iter().chain(pooled).chain(sees);
+        all.map(String::from).collect()
     }
 
     fn get(&self, name: &str) -> Result<Option<Bytes>> {
         Ok(match name {
             CONFIG => Some(self.config.clone()),
             GENERATION_CONFIG => Some(self.generation.clone()),
+            PREPROCESSOR => self.preprocessor.clone(),
             TOKENIZER => Some(tokenizer::tokenizer_json(&self.file)?.into()),
             TOKENIZER_CONFIG => Some(tokenizer::tokenizer_config_json(&self.file)?.into()),
             MODULES if self.pooling == Pooling::Last => Some(POOLED.into()),

@@ -115,7 +115,7 @@ const MERGES: &str = "tokenizer.ggml.merges";
 
 /// Kind of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TokenKind {
+pub(crate) enum TokenKind {
     /// Text, in the alphabet of byte-level BPE.
     Normal,
     /// Structure (`<|im_start|>`), matched before BPE and not shown to users.
@@ -128,7 +128,7 @@ pub enum TokenKind {
 
 impl TokenKind {
     /// Its number in files.
-    pub const fn id(self) -> i32 {
+    pub(crate) const fn id(self) -> i32 {
         match self {
             TokenKind::Normal => 1,
             TokenKind::Control => 3,
@@ -145,7 +145,7 @@ impl TokenKind {
 }
 
 /// A file's tokens by id.
-pub struct Vocabulary<'a> {
+pub(crate) struct Vocabulary<'a> {
     pre: &'static Pre,
     tokens: Vec<&'a str>,
     kinds: Vec<TokenKind>,
@@ -157,7 +157,7 @@ impl<'a> Vocabulary<'a> {
     /// # Errors
     /// [`Error::Unsupported`] for a tokenizer other than byte-level BPE with a known pre-tokenizer;
     /// [`Error::Malformed`] for keys that are absent, mistyped or of different lengths.
-    pub fn read(file: &'a GgufFile) -> Result<Self> {
+    pub(crate) fn read(file: &'a GgufFile) -> Result<Self> {
         let unsupported = |what: String, why: String| Error::Unsupported {
             path: file.path().into(),
             what,
@@ -214,17 +214,12 @@ impl<'a> Vocabulary<'a> {
     }
 
     /// Number of ids.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// True if there are no tokens.
-    pub fn is_empty(&self) -> bool {
-        self.tokens.is_empty()
-    }
-
     /// Id, text and kind of every token.
-    pub fn iter(&self) -> impl Iterator<Item = (u32, &'a str, TokenKind)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &'a str, TokenKind)> {
         let both = self.tokens.iter().zip(&self.kinds);
         both.enumerate().map(|(i, (t, k))| (i as u32, *t, *k))
     }

@@ -238,6 +238,26 @@ impl Array {
         }
     }
 
+    /// An array of 32-bit floats.
+    pub fn of_f32s(values: &[f32]) -> Self {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        Array {
+            element: kind::F32,
+            count: values.len() as u64,
+            bytes: bytes.into(),
+        }
+    }
+
+    /// An array of truth values.
+    pub fn of_bools(values: &[bool]) -> Self {
+        let bytes: Vec<u8> = values.iter().map(|v| u8::from(*v)).collect();
+        Array {
+            element: kind::BOOL,
+            count: values.len() as u64,
+            bytes: bytes.into(),
+        }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> u64 {
         self.count
@@ -302,15 +322,15 @@ impl fmt::Display for Array {
 }
 
 /// Reads values from the front of a file; checks every length against the bytes left.
-pub(super) struct Reader<'a> {
+pub(super) struct ValueReader<'a> {
     path: &'a Path,
     bytes: Bytes,
     at: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> ValueReader<'a> {
     pub(super) fn new(path: &'a Path, bytes: Bytes) -> Self {
-        Reader { path, bytes, at: 0 }
+        ValueReader { path, bytes, at: 0 }
     }
 
     pub(super) fn position(&self) -> usize {

@@ -13,6 +13,7 @@ pub use options::HubOptions;
 use crate::durable::{COPIED_BELOW, is_copied};
 use crate::durable::{check_space, parent, sync_folder, write_bytes};
 use crate::error::{Error, HubProblem, Result};
+use crate::gguf::mmproj::{choose, is_mmproj};
 use crate::progress::{Progress, Unit};
 use crate::shards::{INDEX, SINGLE};
 use client::{Client, Remote};
@@ -234,7 +235,21 @@ impl Hub {
                 return Err(client.error(HubProblem::NotFound, detail));
             }
         };
+        let model = weights
+            .first()
+            .filter(|name| name.ends_with(".gguf"))
+            .cloned();
         fetch(weights)?;
+        if let Some(model) = model {
+            let mut towers = Vec::new();
+            for name in names.iter().filter(|name| is_mmproj(name)) {
+                towers.push((*name, client.head(&info.sha, name)?.size));
+            }
+            if let Some(tower) = choose(&model, &towers) {
+                progress.note(&format!("{tower}: with the tower that sees images"));
+                fetch(vec![tower.into()])?;
+            }
+        }
         sync_folder(&snapshot)?;
         let reference = self.root(id).join("refs").join(&id.revision);
         create(&parent(&reference))?;
@@ -334,11 +349,8 @@ enum Weights {
 fn weight_files(id: &HubId, names: &[&str]) -> Weights {
     let has = |name: &str| names.contains(&name);
     let ending = |suffix: &str| -> Vec<&str> {
-        names
-            .iter()
-            .copied()
-            .filter(|n| n.ends_with(suffix))
-            .collect()
+        let models = names.iter().copied().filter(|n| !is_mmproj(n));
+        models.filter(|n| n.ends_with(suffix)).collect()
     };
     if let Some(file) = &id.file {
         return if has(file) {
@@ -395,9 +407,9 @@ fn split_set(first: &str) -> Vec<String> {
     let numbered = first
         .strip_suffix(".gguf")
         .and_then(|stem| stem.rsplit_once("-00001-of-"));
-    match numbered.and_then(|(stem, of)| Some((stem, of, of.parse::<u32>().ok()?))) {
-        Some((stem, of, count)) if count <= 1000 => (1..=count)
-            .map(|i| format!("{stem}-{i:05}-of-{of}.gguf"))
+    match numbered.and_then(|(stem, digits)| Some((stem, digits, digits.parse::<u32>().ok()?))) {
+        Some((stem, digits, count)) if count <= 1000 => (1..=count)
+            .map(|i| format!("{stem}-{i:05}-of-{digits}.gguf"))
             .collect(),
         _ => vec![first.into()],
     }

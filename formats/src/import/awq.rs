@@ -13,14 +13,14 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
-use nq_model::{DType, FLOATS};
+use nq_model::{DType, Dims, FLOATS};
 use rayon::prelude::*;
 
 /// The `quant_method` of this format.
 pub const METHOD: &str = "awq";
 
 /// For each nibble of a word, the output that it holds.
-pub const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+pub(crate) const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 const BITS: Bits = Bits::B4;
 
@@ -86,10 +86,10 @@ impl Layout for Awq {
         &self,
         shards: &Shards,
         name: &str,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
     ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}.{suffix}");
-        check_dims(shards, &tensor("qweight"), (BITS, self.group), cols)?;
+        check_dims(shards, &tensor("qweight"), BITS, self.group, cols)?;
         if !rows.is_multiple_of(8) {
             let expected = "outputs that 8 divides".into();
             return Err(shards.error(&tensor("qweight"), expected, format!("{rows} outputs")));

@@ -21,12 +21,12 @@ use crate::left_over::LeftOver;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
 use crate::tensor::Tensor;
-use nq_model::{DType, FLOATS};
+use nq_model::{DType, Dims, FLOATS};
 use serde_json::Value;
 use std::fmt;
 
 /// The `quant_method` of this format.
-pub const METHOD: &str = "compressed-tensors";
+pub(crate) const METHOD: &str = "compressed-tensors";
 
 /// How the weights of one of the `config_groups` are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +73,7 @@ struct CompressedTensors {
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for a format, type or strategy that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
-pub fn open(mut source: Source) -> Result<Checkpoint> {
+pub(crate) fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = QuantizationConfig::new(&source);
     const FORMATS: [&str; 5] = [
         "pack-quantized",
@@ -280,10 +280,10 @@ impl Layout for CompressedTensors {
         &self,
         shards: &Shards,
         name: &str,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
     ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}{suffix}");
-        check_shape(shards, &tensor(SHAPE), (rows, cols))?;
+        check_shape(shards, &tensor(SHAPE), Dims::new(rows, cols))?;
         let GroupScheme { bits, strategy, .. } = self.scheme(shards, name, cols)?;
         let group = match strategy {
             Strategy::Group(n) => Group::Size(n),
@@ -299,7 +299,7 @@ impl Layout for CompressedTensors {
             if have == want {
                 words.data().clone()
             } else {
-                trim_rows(bits, words.data(), (have, want), cols).into()
+                trim_rows(bits, words.data(), have, want, cols).into()
             }
         } else {
             let signed = shards.require(&tensor(".weight"), &[DType::I8], &[rows, cols])?;
@@ -357,7 +357,7 @@ fn unsigned(tensor: &Tensor) -> Vec<u8> {
 }
 
 /// Cuts rows of `have` bytes to the `want` bytes that their codes take.
-fn trim_rows(bits: Bits, data: &[u8], (have, want): (usize, usize), cols: usize) -> Vec<u8> {
+fn trim_rows(bits: Bits, data: &[u8], have: usize, want: usize, cols: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(data.len() / have.max(1) * want);
     for row in data.chunks(have) {
         out.extend_from_slice(&row[..want]);
@@ -372,7 +372,7 @@ fn trim_rows(bits: Bits, data: &[u8], (have, want): (usize, usize), cols: usize)
 }
 
 /// Checks the shape that the file states for a weight before packing.
-fn check_shape(shards: &Shards, name: &str, (rows, cols): (usize, usize)) -> Result<()> {
+fn check_shape(shards: &Shards, name: &str, Dims { rows, cols }: Dims) -> Result<()> {
     let Some(tensor) = shards.get(name) else {
         return Ok(());
     };

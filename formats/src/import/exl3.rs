@@ -20,7 +20,7 @@ use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::trellis::{BLOCK, state, transform};
 use half::f16;
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use rayon::prelude::*;
 
 /// The `quant_method` of this format.
@@ -167,7 +167,7 @@ impl Exl3Tensors<'_> {
     }
 
     /// The scales of inputs or outputs: values, or signs alone.
-    fn scales(&self, (values, signs): (&str, &str), n: usize) -> Result<Vec<f32>> {
+    fn scales(&self, values: &str, signs: &str, n: usize) -> Result<Vec<f32>> {
         let name = self.name;
         let values = format!("{name}{values}");
         let signs = format!("{name}{signs}");
@@ -189,7 +189,7 @@ impl Exl3Tensors<'_> {
     }
 
     /// The code of a weight, checked against the shape of its trellis.
-    fn coding(&self, (rows, cols): (usize, usize)) -> Result<(Coding, Tensor)> {
+    fn coding(&self, Dims { rows, cols }: Dims) -> Result<(Coding, Tensor)> {
         let tensor = format!("{}{TRELLIS}", self.name);
         let code = self.code()?;
         let fits = |n: usize| n > 0 && n.is_multiple_of(BLOCK);
@@ -218,13 +218,13 @@ impl Exl3Tensors<'_> {
     /// The values of a weight `[rows, cols]`, in elements of `N` bytes; `encode` converts an f32 to one.
     fn expand<const N: usize>(
         &self,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {
-        let (coding, trellis) = self.coding((rows, cols))?;
-        let of_inputs = self.scales((".suh", ".su"), cols)?;
-        let of_outputs = self.scales((".svh", ".sv"), rows)?;
+        let (coding, trellis) = self.coding(Dims::new(rows, cols))?;
+        let of_inputs = self.scales(".suh", ".su", cols)?;
+        let of_outputs = self.scales(".svh", ".sv", rows)?;
         let width = 8 * coding.half_bits;
         let across = rows / TILE;
         let mut bytes = vec![0; rows * cols * N];
@@ -288,7 +288,7 @@ impl Expansion for Exl3 {
         &self,
         shards: &Shards,
         name: &str,
-        dims: (usize, usize),
+        dims: Dims,
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {

@@ -10,7 +10,7 @@ use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use half::{bf16, f16};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use serde_json::Value;
 
 /// The type to which values are rounded where they are held.
@@ -41,7 +41,7 @@ pub(super) trait Expansion: Send + Sync {
         &self,
         shards: &Shards,
         name: &str,
-        dims: (usize, usize),
+        dims: Dims,
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor>;
@@ -52,12 +52,18 @@ pub(super) trait Expansion: Send + Sync {
         false
     }
 
-    /// The tensor `name` of the weights of all experts of a layer, if there is one, expanded if it is in the format's codes.
+    /// The values of such a tensor; `None` if it is none.
     ///
     /// # Errors
     /// Those of [`Expansion::expand`].
-    fn stack(&self, shards: &Shards, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        shards.floats(name, shape)
+    fn stack(
+        &self,
+        _shards: &Shards,
+        _name: &str,
+        _shape: [usize; 3],
+        _exactly: bool,
+    ) -> Result<Option<Tensor>> {
+        Ok(None)
     }
 }
 
@@ -99,7 +105,7 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
         self.is_expanded(name) || self.dense.contains(name)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         let (expansion, shards) = (&self.expansion, &self.dense.shards);
         let tensor = match (self.is_expanded(name), E::HELD) {
             (false, _) => return self.dense.matrix(name, dims),
@@ -115,7 +121,7 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
         Ok(Weight::Dense(tensor))
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
+    fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         if !self.is_expanded(name) {
             return self.dense.stored(name, dims);
         }
@@ -125,14 +131,19 @@ impl<E: Expansion> Overlay for ExpandedStore<E> {
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
-        match self.is_expanded(name) {
+        let is_stack = self.expansion.is_stack(&self.dense.shards, name);
+        match is_stack || self.is_expanded(name) {
             true => self.expansion.sources(name),
             false => self.dense.sources(name),
         }
     }
 
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        self.expansion.stack(&self.dense.shards, name, shape)
+    fn experts(&self, name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> {
+        let shards = &self.dense.shards;
+        match self.expansion.stack(shards, name, shape, exactly)? {
+            None => self.dense.experts(name, shape, exactly),
+            Some(tensor) => Ok(Some(Weight::Dense(tensor.stacked()))),
+        }
     }
 
     fn exactness(&self, name: &str) -> Exactness {

@@ -15,15 +15,15 @@
 //! | `X_scale_inv` | F32 or BF16 `[experts, ceil(out / 128), ceil(in / 128)]` |
 
 use super::expanded::{ExpandedType, Expansion, open_with};
+use super::floats::ScaledFp8;
+pub use super::floats::e4m3;
 use super::modelopt::small_floats;
 use super::quantization::QuantizationConfig;
 use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::shards::Shards;
 use crate::tensor::Tensor;
-use half::bf16;
-use nq_model::{DType, FLOATS, tensor_name};
-use rayon::prelude::*;
+use nq_model::{DType, Dims, FLOATS, tensor_name};
 
 /// The `quant_method` of this format.
 pub const METHOD: &str = "fp8";
@@ -32,7 +32,7 @@ pub const METHOD: &str = "fp8";
 const SCALES: &str = ".weight_scale_inv";
 
 /// The same for a tensor of all experts.
-pub(crate) const STACK_SCALES: &str = "_scale_inv";
+const STACK_SCALES: &str = "_scale_inv";
 
 struct Fp8 {
     /// Rows and columns of a block.
@@ -68,22 +68,6 @@ pub fn open(mut source: Source) -> Result<Checkpoint> {
     open_with(source, Fp8 { block })
 }
 
-/// The value of an FP8 E4M3 number (OCP 8-bit floating point specification): sign, 4 exponent
-/// bits with bias 7, 3 mantissa bits; no infinities, and NaN if all other bits are set.
-pub fn e4m3(byte: u8) -> f32 {
-    let mantissa = f32::from(byte & 7);
-    let magnitude = match (byte >> 3) & 15 {
-        15 if byte & 7 == 7 => f32::NAN,
-        0 => mantissa / 512.0,
-        e => (1.0 + mantissa / 8.0) * f32::powi(2.0, i32::from(e) - 7),
-    };
-    if byte & 0x80 == 0 {
-        magnitude
-    } else {
-        -magnitude
-    }
-}
-
 impl Expansion for Fp8 {
     const FORMAT: &'static str = METHOD;
     const HELD: ExpandedType = ExpandedType::Bf16;
@@ -98,32 +82,46 @@ impl Expansion for Fp8 {
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
-        vec![tensor_name(name), format!("{name}{SCALES}")]
+        // A name stands for one weight or for those of all experts.
+        let of_weight = [tensor_name(name), format!("{name}{SCALES}")];
+        let of_stack = [name.to_owned(), format!("{name}{STACK_SCALES}")];
+        of_weight.into_iter().chain(of_stack).collect()
     }
 
     fn expand<const N: usize>(
         &self,
         shards: &Shards,
         name: &str,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
         dtype: DType,
         encode: impl Fn(f32) -> [u8; N] + Sync,
     ) -> Result<Tensor> {
         let (down, across) = (rows.div_ceil(self.block.0), cols.div_ceil(self.block.1));
         let scale = format!("{name}{SCALES}");
         let scales = shards.require(&scale, &FLOATS, &[down, across])?;
-        let names = (&tensor_name(name)[..], &scale[..]);
-        let scales = (self.block, scales.to_f32()?);
-        dequantize(shards, names, &[rows, cols], scales, dtype, encode)
+        let scaled = ScaledFp8 {
+            shards,
+            codes: &tensor_name(name),
+            scale: &scale,
+            shape: &[rows, cols],
+            rows: self.block.0,
+            cols: self.block.1,
+            scales: scales.to_f32()?,
+        };
+        scaled.expand(dtype, encode)
     }
 
-    fn stack(&self, shards: &Shards, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
-        let &[experts, rows, cols] = shape else {
-            return shards.floats(name, shape);
-        };
+    fn stack(
+        &self,
+        shards: &Shards,
+        name: &str,
+        shape: [usize; 3],
+        exactly: bool,
+    ) -> Result<Option<Tensor>> {
         if !self.is_stack(shards, name) {
-            return shards.floats(name, shape);
+            return Ok(None);
         }
+        let [experts, rows, cols] = shape;
         let blocks = [
             experts,
             rows.div_ceil(self.block.0),
@@ -131,50 +129,15 @@ impl Expansion for Fp8 {
         ];
         let scale = format!("{name}{STACK_SCALES}");
         let scales = shards.require(&scale, &FLOATS, &blocks)?.to_f32()?;
-        let encode = |v| bf16::from_f32(v).to_le_bytes();
-        let (names, scales) = ((name, &scale[..]), (self.block, scales));
-        dequantize(shards, names, shape, scales, DType::BF16, encode).map(Some)
+        let scaled = ScaledFp8 {
+            shards,
+            codes: name,
+            scale: &scale,
+            shape: &shape,
+            rows: self.block.0,
+            cols: self.block.1,
+            scales,
+        };
+        scaled.held(exactly).map(Some)
     }
-}
-
-/// The FP8 tensor `[rows, cols]` or `[experts, rows, cols]` of the first name, times `scales` of the second, one for each
-/// `block` (rows, columns) of a matrix, in elements of `N` bytes; `encode` converts an f32 to one.
-///
-/// # Errors
-/// A missing or misshapen tensor; values or scales that are not finite.
-pub(super) fn dequantize<const N: usize>(
-    shards: &Shards,
-    (name, scale_name): (&str, &str),
-    shape: &[usize],
-    (block, scales): ((usize, usize), Vec<f32>),
-    dtype: DType,
-    encode: impl Fn(f32) -> [u8; N] + Sync,
-) -> Result<Tensor> {
-    let tensor = shards.require(name, &[DType::F8E4M3], shape)?;
-    let mut sides = shape.iter().rev().copied();
-    let (cols, height) = (sides.next().unwrap_or(0), sides.next().unwrap_or(0));
-    let (down, across) = (height.div_ceil(block.0), cols.div_ceil(block.1));
-    if let Some(i) = scales.iter().position(|s| !s.is_finite()) {
-        let found = format!("{} in block {}, {}", scales[i], i / across, i % across);
-        return Err(shards.error(scale_name, "finite values".into(), found));
-    }
-    let table: Vec<f32> = (0..=255).map(e4m3).collect();
-    if let Some(i) = tensor.data().iter().position(|b| b & 0x7F == 0x7F) {
-        let found = format!("NaN in row {}, column {}", i / cols, i % cols);
-        return Err(shards.error(name, "finite values".into(), found));
-    }
-    let mut bytes = vec![0; tensor.len() * N];
-    bytes
-        .par_chunks_mut(cols.max(1) * N)
-        .enumerate()
-        .for_each(|(r, out)| {
-            let row = &tensor.data()[r * cols..(r + 1) * cols];
-            let place = r / height * down + r % height / block.0;
-            let scales = &scales[place * across..][..across];
-            let values = row.iter().enumerate();
-            for ((i, b), o) in values.zip(out.as_chunks_mut::<N>().0) {
-                *o = encode(table[usize::from(*b)] * scales[i / block.1]);
-            }
-        });
-    Tensor::new(dtype, shape.to_vec(), bytes.into())
 }

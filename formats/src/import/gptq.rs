@@ -15,7 +15,7 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::scheme::{Bits, Group};
 use crate::shards::Shards;
-use nq_model::{DType, FLOATS};
+use nq_model::{DType, Dims, FLOATS};
 use rayon::prelude::*;
 use serde_json::Value;
 
@@ -146,11 +146,11 @@ impl Layout for Gptq {
         &self,
         shards: &Shards,
         name: &str,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
     ) -> Result<ImportedWeight> {
         let tensor = |suffix: &str| format!("{name}.{suffix}");
         let (bits, group) = self.scheme(shards, name, cols)?;
-        check_dims(shards, &tensor("qweight"), (bits, group), cols)?;
+        check_dims(shards, &tensor("qweight"), bits, group, cols)?;
         let pf = per_word(bits);
         let groups = group.count(cols);
         if !rows.is_multiple_of(pf) {

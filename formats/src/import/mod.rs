@@ -2,7 +2,7 @@
 //! their layout becomes nq's canonical one.
 
 pub mod awq;
-pub mod compressed_tensors;
+pub(crate) mod compressed_tensors;
 pub mod exl3;
 mod expanded;
 mod floats;
@@ -26,7 +26,7 @@ use crate::stored::StoredWeight;
 use crate::tensor::Tensor;
 use crate::weight::{QuantizedWeight, Weight};
 use half::f16;
-use nq_model::{DType, tensor_name};
+use nq_model::{DType, Dims, tensor_name};
 use rotation::Rotation;
 use serde_json::Value;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ pub(crate) trait Layout: Send + Sync {
     fn scales(&self) -> &'static str;
 
     /// Reads a quantized weight `[out_features, in_features]`.
-    fn read(&self, shards: &Shards, name: &str, dims: (usize, usize)) -> Result<ImportedWeight>;
+    fn read(&self, shards: &Shards, name: &str, dims: Dims) -> Result<ImportedWeight>;
 }
 
 /// True if every scale fits an f16.
@@ -93,45 +93,79 @@ impl<L: Layout> ImportStore<L> {
             .flatten()
     }
 
-    fn parts(&self, name: &str, dims: (usize, usize)) -> Result<Option<ImportedWeight>> {
+    fn parts(&self, name: &str, dims: Dims) -> Result<Option<ImportedWeight>> {
         let parts = match self.float(name) {
-            Some(floats::SmallFloat::Fp8) => return Ok(None),
-            Some(nvfp4) => nvfp4.read(&self.dense.shards, name, dims)?,
+            Some(float) if float.is_fp8() => return Ok(None),
+            Some(nvfp4) => return self.nvfp4(nvfp4, name, &[dims.rows, dims.cols]).map(Some),
             None if !self.layout.is_quantized(&self.dense.shards, name) => return Ok(None),
             None => self.layout.read(&self.dense.shards, name, dims)?,
         };
-        // Checked before any value is used: scales decide how a weight is read.
+        let scales = format!("{name}{}", self.layout.scales());
+        self.finite(parts, &scales, dims.rows).map(Some)
+    }
+
+    fn nvfp4(
+        &self,
+        float: floats::SmallFloat,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<ImportedWeight> {
+        let parts = float.read(&self.dense.shards, name, shape)?;
+        let rows = shape.iter().rev().skip(1).product();
+        self.finite(parts, &format!("{name}{}", float.parts()[1]), rows)
+    }
+
+    /// The parts, if all scales are finite, which the tensor `tensor` holds. They decide how a weight is read, so that
+    /// this is known before any value is used.
+    fn finite(&self, parts: ImportedWeight, tensor: &str, rows: usize) -> Result<ImportedWeight> {
         if let Some((i, s)) = (0..).zip(&parts.scales).find(|(_, s)| !s.is_finite()) {
-            let tensor = format!("{name}{}", self.layout.scales());
-            let groups = (parts.scales.len() / dims.0.max(1)).max(1);
+            let groups = (parts.scales.len() / rows.max(1)).max(1);
             let found = format!("{s} in row {}, group {}", i / groups, i % groups);
             return Err(self
                 .dense
                 .shards
-                .error(&tensor, "finite values".into(), found));
+                .error(tensor, "finite values".into(), found));
         }
-        Ok(Some(parts))
+        Ok(parts)
+    }
+
+    /// The weight that parts make: in f32 if `exactly` and a scale does not fit an f16.
+    fn made(&self, name: &str, parts: ImportedWeight, dims: Dims, exactly: bool) -> Result<Weight> {
+        if exactly && !fit_f16(&parts.scales) {
+            return parts.into_dense(dims).map(Weight::Dense);
+        }
+        let affine = parts.into_affine(dims);
+        let affine = affine.map_err(|e| self.dense.shards.wrap(name, e))?;
+        Ok(Weight::Quantized(QuantizedWeight::Affine(affine)))
     }
 
     /// The weight times its rotations.
-    fn rotated(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn with_rotations(&self, name: &str, dims: Dims) -> Result<Weight> {
         let mut weight = match self.parts(name, dims)? {
             Some(parts) => Weight::Dense(parts.into_dense(dims)?),
             None => self.plain(name, dims)?,
         };
         for rotation in self.layout.rotations(name) {
-            let rotated = rotation.apply(&weight);
-            weight = rotated.map_err(|e| self.dense.shards.wrap(&tensor_name(name), e))?;
+            weight = (rotation.apply(&weight))
+                .map_err(|e| self.dense.shards.wrap(&tensor_name(name), e))?;
         }
         Ok(weight)
     }
 
-    fn plain(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
-        if self.float(name) == Some(floats::SmallFloat::Fp8) {
-            let tensor = floats::fp8(&self.dense.shards, name, dims, false)?;
-            return Ok(Weight::Dense(tensor));
+    /// The FP8 weight, or those of all experts, of this name and shape.
+    fn fp8(&self, name: &str, shape: &[usize], exactly: bool) -> Result<Option<Weight>> {
+        let Some(float) = self.float(name).filter(|float| float.is_fp8()) else {
+            return Ok(None);
+        };
+        let tensor = float.fp8(&self.dense.shards, name, shape, exactly)?;
+        Ok(Some(Weight::Dense(tensor.stacked())))
+    }
+
+    fn plain(&self, name: &str, dims: Dims) -> Result<Weight> {
+        match self.fp8(name, &[dims.rows, dims.cols], false)? {
+            Some(weight) => Ok(weight),
+            None => self.dense.matrix(name, dims),
         }
-        self.dense.matrix(name, dims)
     }
 }
 
@@ -145,39 +179,46 @@ impl<L: Layout> Overlay for ImportStore<L> {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.float(name).is_some()
+        // The name of a stack of experts may be that of the tensor that holds it.
+        self.float(name).is_some_and(|float| !float.is_stack())
             || self.layout.is_quantized(&self.dense.shards, name)
             || self.dense.contains(name)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         if !self.layout.rotations(name).is_empty() {
-            return self.rotated(name, dims);
+            return self.with_rotations(name, dims);
         }
         let Some(parts) = self.parts(name, dims)? else {
             return self.plain(name, dims);
         };
-        let affine = parts
-            .into_affine(dims)
-            .map_err(|e| self.dense.shards.wrap(name, e))?;
-        Ok(Weight::Quantized(QuantizedWeight::Affine(affine)))
+        self.made(name, parts, dims, false)
     }
 
-    fn stored(&self, name: &str, dims: (usize, usize)) -> Result<StoredWeight> {
-        match self.parts(name, dims)? {
-            _ if !self.layout.rotations(name).is_empty() => {
-                self.rotated(name, dims).map(StoredWeight::Canonical)
+    fn experts(&self, name: &str, shape: [usize; 3], exactly: bool) -> Result<Option<Weight>> {
+        let dims = Dims::new(shape[0] * shape[1], shape[2]);
+        match self.float(name) {
+            None => self.dense.experts(name, shape, exactly),
+            Some(float) if float.is_fp8() => self.fp8(name, &shape, exactly),
+            Some(float) => {
+                let parts = self.nvfp4(float, name, &shape)?;
+                self.made(name, parts, dims, exactly).map(Some)
             }
-            Some(parts) if !fit_f16(&parts.scales) => {
-                let tensor = parts.into_dense(dims)?;
-                Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
-            }
-            None if self.float(name).is_some() => {
-                let tensor = floats::fp8(&self.dense.shards, name, dims, true)?;
-                Ok(StoredWeight::Canonical(Weight::Dense(tensor)))
-            }
-            _ => Overlay::matrix(self, name, dims).map(StoredWeight::Canonical),
         }
+    }
+
+    fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
+        if !self.layout.rotations(name).is_empty() {
+            return self.with_rotations(name, dims).map(StoredWeight::Canonical);
+        }
+        let weight = match self.parts(name, dims)? {
+            Some(parts) => self.made(name, parts, dims, true)?,
+            None => match self.fp8(name, &[dims.rows, dims.cols], true)? {
+                Some(weight) => weight,
+                None => self.dense.matrix(name, dims)?,
+            },
+        };
+        Ok(StoredWeight::Canonical(weight))
     }
 
     fn sources(&self, name: &str) -> Vec<String> {
@@ -196,18 +237,12 @@ impl<L: Layout> Overlay for ImportStore<L> {
 
     fn exactness(&self, name: &str) -> Exactness {
         if let Some(kind) = self.float(name) {
-            let parts = || {
-                kind.read(
-                    &self.dense.shards,
-                    name,
-                    kind.dims(&self.dense.shards, name)?,
-                )
-                .ok()
-            };
-            return match kind {
-                floats::SmallFloat::Fp8 => Exactness::ValuesRounded(DType::BF16),
-                _ if parts().is_some_and(|p| fit_f16(&p.scales)) => Exactness::Exact,
-                _ => Exactness::ScalesRounded(DType::F16),
+            let shards = &self.dense.shards;
+            let parts = || kind.read(shards, name, &kind.shape(shards, name)?).ok();
+            return match kind.is_fp8() {
+                true => Exactness::ValuesRounded(DType::BF16),
+                false if parts().is_some_and(|p| fit_f16(&p.scales)) => Exactness::Exact,
+                false => Exactness::ScalesRounded(DType::F16),
             };
         }
         let scales = self
@@ -281,7 +316,8 @@ pub(crate) fn listed_groups(
 pub(crate) fn check_dims(
     shards: &Shards,
     tensor: &str,
-    (bits, group): (Bits, Group),
+    bits: Bits,
+    group: Group,
     cols: usize,
 ) -> Result<()> {
     let pf = per_word(bits);

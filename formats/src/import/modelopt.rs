@@ -9,6 +9,7 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::error::Result;
 use crate::left_over::LeftOver;
 use crate::shards::Shards;
+use nq_model::Dims;
 use serde_json::Value;
 
 /// The `quant_method` of this format.
@@ -95,7 +96,7 @@ impl Layout for SmallFloats {
         ".weight_scale"
     }
 
-    fn read(&self, shards: &Shards, name: &str, _: (usize, usize)) -> Result<ImportedWeight> {
+    fn read(&self, shards: &Shards, name: &str, _: Dims) -> Result<ImportedWeight> {
         Err(shards.error(name, "NVFP4 or FP8".into(), "other codes".into()))
     }
 }

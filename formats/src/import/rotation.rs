@@ -5,8 +5,8 @@ use super::quantization::QuantizationConfig;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use crate::weight::Weight;
-use nq_model::LAYERS;
 use nq_model::names::{EMBEDDING, HEAD};
+use nq_model::{Dims, LAYERS};
 use rayon::prelude::*;
 use regex::Regex;
 use serde_json::{Map, Value};
@@ -157,7 +157,7 @@ impl Rotation {
     /// # Errors
     /// [`Error::Weight`] for a width that is no power of two or does not divide the weight's.
     pub(crate) fn apply(&self, weight: &Weight) -> Result<Weight> {
-        let (rows, cols) = weight.dims();
+        let Dims { rows, cols } = weight.dims();
         let mut values = vec![0f32; rows * cols];
         let mut chunks = values.chunks_mut(cols.max(1)).enumerate();
         chunks.try_for_each(|(row, out)| weight.dequantize_row(row, out))?;

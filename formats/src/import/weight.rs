@@ -7,6 +7,7 @@ use crate::tensor::Tensor;
 use crate::weight::{AffineWeight, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
+use nq_model::Dims;
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ pub(crate) struct ImportedWeight {
 }
 
 impl ImportedWeight {
-    pub(super) fn into_affine(self, (rows, cols): (usize, usize)) -> Result<AffineWeight> {
+    pub(super) fn into_affine(self, Dims { rows, cols }: Dims) -> Result<AffineWeight> {
         let groups = self.group.count(cols);
         // If all zero-points are at the midpoint, the scheme is symmetric: the same numbers in fewer
         // bytes.
@@ -45,11 +46,18 @@ impl ImportedWeight {
             None => ZeroPoints::None,
         };
         let scales = self.scales.iter().map(|&s| f16::from_f32(s)).collect();
-        AffineWeight::new(scheme, (rows, cols), self.codes, scales, zeros, self.g_idx)
+        AffineWeight::new(
+            scheme,
+            Dims::new(rows, cols),
+            self.codes,
+            scales,
+            zeros,
+            self.g_idx,
+        )
     }
 
     /// `s * (q - z)` in f32, with the scales' full precision.
-    pub(super) fn into_dense(self, (rows, cols): (usize, usize)) -> Result<Tensor> {
+    pub(super) fn into_dense(self, Dims { rows, cols }: Dims) -> Result<Tensor> {
         let groups = self.group.count(cols);
         let size = self.group.size(cols).max(1);
         let stride = self.bits.bytes(cols);

@@ -23,7 +23,7 @@ use crate::trellis::{self, TrellisWeight};
 use crate::weight::{AffineWeight, GroupValues, Parts, QuantizedWeight, Weight};
 use bytes::Bytes;
 use half::f16;
-use nq_model::{DType, ModelConfig, tensor_name};
+use nq_model::{DType, Dims, ModelConfig, tensor_name};
 use rayon::prelude::*;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -126,7 +126,7 @@ impl Overlay for NqStore {
         self.dense.contains(name) || self.dense.shards.contains(&codes)
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         match self.record.scheme(name) {
             Some(scheme) => read_quantized(&self.dense.shards, name, scheme, dims),
             None => self.dense.matrix(name, dims),
@@ -155,7 +155,7 @@ impl Overlay for NqStore {
 /// refused.
 fn layout(
     stored: TensorScheme,
-    (rows, cols): (usize, usize),
+    Dims { rows, cols }: Dims,
 ) -> Vec<(&'static str, DType, Vec<usize>)> {
     let scheme = match stored.scheme {
         Scheme::Affine(scheme) => scheme,
@@ -197,12 +197,7 @@ fn layout(
 }
 
 /// Assembles the weight `name` from its parts.
-fn read_quantized(
-    shards: &Shards,
-    name: &str,
-    stored: TensorScheme,
-    dims: (usize, usize),
-) -> Result<Weight> {
+fn read_quantized(shards: &Shards, name: &str, stored: TensorScheme, dims: Dims) -> Result<Weight> {
     // If groups or spans have no inputs, shapes would divide by zero.
     let valid = match stored.scheme {
         Scheme::Affine(scheme) => scheme.check(),
@@ -259,7 +254,11 @@ fn read_quantized(
         offsets: group_values(part::OFFSETS, part::SPAN_OFFSETS)?,
         levels: bytes(part::LEVELS)?.map(|b| b[..].into()),
         g_idx: if stored.g_idx {
-            Some(read_group_index(shards, &full(part::GROUP_INDEX), dims.1)?)
+            Some(read_group_index(
+                shards,
+                &full(part::GROUP_INDEX),
+                dims.cols,
+            )?)
         } else {
             None
         },
@@ -386,7 +385,7 @@ pub fn verify_values(checkpoint: &Checkpoint) -> Result<()> {
         match shape {
             Shape::Vector(len) => check(&name, 0, &store.vector(&name, len)?.to_f32()?)?,
             Shape::Matrix(rows, cols) => {
-                let weight = store.matrix(&name, (rows, cols))?;
+                let weight = store.matrix(&name, Dims::new(rows, cols))?;
                 // The first bad row, independent of the number of threads.
                 let bad = (0..rows).into_par_iter().map_init(
                     || vec![0.0; cols],
@@ -407,7 +406,7 @@ fn verify_store(store: &dyn WeightStore, config: &ModelConfig) -> Result<()> {
     for (name, shape) in parameters(config) {
         match shape {
             Shape::Vector(len) => store.vector(&name, len).map(drop)?,
-            Shape::Matrix(rows, cols) => store.matrix(&name, (rows, cols)).map(drop)?,
+            Shape::Matrix(rows, cols) => store.matrix(&name, Dims::new(rows, cols)).map(drop)?,
         }
     }
     Ok(())

@@ -3,6 +3,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
 use crate::scheme::{AffineScheme, Bits, Group, Levels, Scales, Scheme, Zeros};
+use crate::store::OWN_FORMAT;
 use crate::trellis::TrellisScheme;
 use crate::weight::QuantizedWeight;
 use nq_model::names::{is_layer_linear, parameters};
@@ -14,7 +15,7 @@ use std::fmt;
 use std::path::Path;
 
 /// The `quant_method` of the format.
-pub const METHOD: &str = "nq";
+pub const METHOD: &str = OWN_FORMAT;
 /// The first version: schemes of 4 or 8 bits with an f16 scale per group and even steps.
 pub(crate) const FIRST_VERSION: u32 = 1;
 /// The newest version that this crate reads: with trellis codes. A folder has the oldest version that allows its

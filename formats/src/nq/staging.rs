@@ -10,7 +10,7 @@
 //! finished       hash of the result's config.json, written just before the final rename
 //! ```
 
-use crate::durable::parent;
+use crate::durable::{list, parent};
 use crate::error::{Error, Result};
 use crate::files::CONFIG;
 use crate::hash;
@@ -136,12 +136,6 @@ pub(super) fn pretty(value: &Value) -> Vec<u8> {
     let mut text = serde_json::to_vec_pretty(value).expect("string keys");
     text.push(b'\n');
     text
-}
-
-pub(super) fn list(folder: &Path) -> Result<Vec<fs::DirEntry>> {
-    fs::read_dir(folder)
-        .and_then(Iterator::collect)
-        .map_err(|e| Error::io(folder, "list", e))
 }
 
 pub(super) fn create(folder: &Path) -> Result<()> {

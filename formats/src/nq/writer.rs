@@ -5,13 +5,13 @@
 
 use super::record::{QuantizationRecord, TensorScheme};
 use super::staging::{
-    FINISHED, FOLDER, PLAN, STATE, STEP_SUFFIX, create, discard, is_complete, list, lock, pretty,
+    FINISHED, FOLDER, PLAN, STATE, STEP_SUFFIX, create, discard, is_complete, lock, pretty,
     read_json, remove, remove_file, set_folder, sets, staged_work, staging,
 };
 use super::{NqStore, parts, read_quantized, verify};
 use crate::checkpoint::Checkpoint;
 use crate::durable::{
-    COPIED_BELOW, Form, available, check_destination, check_space, is_copied, parent,
+    COPIED_BELOW, Form, available, check_destination, check_space, is_copied, list, parent,
     rename_folder, sync_folder, write_bytes,
 };
 use crate::error::{Error, Result};
@@ -25,7 +25,8 @@ use crate::shards::Shards;
 use crate::tensor::Tensor;
 use crate::weight::Weight;
 use nq_model::names::HEAD;
-use nq_model::{FLOATS, tensor_name};
+use nq_model::vision::TowerParameter;
+use nq_model::{Dims, FLOATS, Shape, tensor_name};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -33,6 +34,9 @@ use std::path::{Path, PathBuf};
 
 /// The key of a step's `__metadata__` that holds the schemes of its matrices.
 const SCHEMES: &str = "nq_schemes";
+
+/// The step that stages the tower that sees images.
+const TOWER: &str = "tower";
 
 /// A parameter to be staged.
 #[derive(Clone, Copy, Debug)]
@@ -299,6 +303,33 @@ impl Writer {
         write_tensors(&self.step_path(step)?, &tensors, &metadata)
     }
 
+    /// Stages the tower that sees images, as `checkpoint` has it, if there is one and it is not staged yet.
+    ///
+    /// # Errors
+    /// A missing or misshapen tensor; errors of [`Writer::put`].
+    pub fn put_tower(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let Some(vision) = checkpoint.vision() else {
+            return Ok(());
+        };
+        if self.staged(TOWER)?.is_some() {
+            return Ok(());
+        }
+        let store = checkpoint.store();
+        let (mut vectors, mut matrices) = (Vec::new(), Vec::new());
+        for TowerParameter { name, shape, .. } in vision.parameters() {
+            match shape {
+                Shape::Vector(len) => vectors.push((name.clone(), store.vector(&name, len)?)),
+                Shape::Matrix(rows, cols) => {
+                    let weight = store.matrix(&name, Dims::new(rows, cols))?;
+                    matrices.push((name, weight));
+                }
+            }
+        }
+        let vectors = vectors.iter().map(|(n, t)| (n.clone(), Param::Vector(t)));
+        let matrices = matrices.iter().map(|(n, w)| (n.clone(), Param::Matrix(w)));
+        self.put(TOWER, &vectors.chain(matrices).collect::<Vec<_>>())
+    }
+
     /// The finished step with this name, if any.
     ///
     /// # Errors
@@ -449,11 +480,11 @@ impl Staged {
     ///
     /// # Errors
     /// [`Error::Tensor`] if it is not in this step or has other dimensions.
-    pub fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    pub fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         match self.schemes.get(name) {
             Some(Some(scheme)) => read_quantized(&self.shards, name, *scheme, dims),
             _ => {
-                let shape = [dims.0, dims.1];
+                let shape = [dims.rows, dims.cols];
                 let tensor = self.shards.require(&tensor_name(name), &FLOATS, &shape)?;
                 Ok(Weight::Dense(tensor))
             }

@@ -6,7 +6,7 @@ use nq_formats::{
     AffineScheme, AffineWeight, Bits, GroupValues, Levels, Parts, Scales, Tensor, Weight, Zeros,
     pack,
 };
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::sync::Arc;
 
 pub(crate) use nq_testkit::{assets, shared};
@@ -67,7 +67,7 @@ impl Rng {
 pub(crate) fn random_affine(
     rng: &mut Rng,
     scheme: AffineScheme,
-    (rows, cols): (usize, usize),
+    Dims { rows, cols }: Dims,
     with_g_idx: bool,
 ) -> AffineWeight {
     let groups = scheme.group.count(cols);
@@ -105,13 +105,13 @@ pub(crate) fn random_affine(
             .then(|| (0..1 << scheme.bits.width()).map(&mut level).collect()),
         g_idx: with_g_idx.then(|| (0..cols).map(|_| rng.below(groups) as u32).collect()),
     };
-    AffineWeight::assemble(scheme, (rows, cols), parts).unwrap()
+    AffineWeight::assemble(scheme, Dims::new(rows, cols), parts).unwrap()
 }
 
 /// Asserts that two weights are the same, part by part and value by value.
 #[track_caller]
 pub(crate) fn assert_same(a: &Weight, b: &Weight) {
-    let (rows, cols) = a.dims();
+    let Dims { rows, cols } = a.dims();
     assert_eq!(a.dims(), b.dims());
     assert_eq!(a.scheme_name(), b.scheme_name());
     assert_eq!(a.bytes(), b.bytes());

@@ -5,8 +5,8 @@ use half::{bf16, f16};
 use nq_formats::Exactness;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, Tensor, nq};
-use nq_model::DType;
 use nq_model::names::{Shape, is_layer_linear, parameters, tensor_name};
+use nq_model::{DType, Dims};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -342,7 +342,10 @@ impl Folder {
         assert_eq!(opened.store().format(), format);
         nq::verify(&opened).unwrap();
         for (name, n) in &self.expected {
-            let weight = opened.store().matrix(name, (n.rows, n.cols)).unwrap();
+            let weight = opened
+                .store()
+                .matrix(name, Dims::new(n.rows, n.cols))
+                .unwrap();
             assert_eq!(opened.store().exactness(name), Exactness::Exact, "{name}");
             if !scheme.is_empty() {
                 assert_eq!(weight.scheme_name(), scheme, "{name}");

@@ -4,8 +4,8 @@ use crate::common::{Rng, names, random_dense};
 use half::f16;
 use nq_formats::serialize::write_tensors;
 use nq_formats::{Checkpoint, Exactness, Tensor, Weight, nq};
-use nq_model::DType;
 use nq_model::names::{Shape, is_layer_linear, parameters};
+use nq_model::{DType, Dims};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::fs;
@@ -50,7 +50,7 @@ const KINDS: [Kind; 7] = [
 fn random(
     rng: &mut Rng,
     kind: Kind,
-    (rows, cols): (usize, usize),
+    Dims { rows, cols }: Dims,
 ) -> (Vec<(String, Tensor)>, Vec<f64>) {
     let (half_bits, code, signs_alone) = kind;
     let width = 8 * half_bits;
@@ -158,7 +158,7 @@ fn weights_are_those_of_exllamav3() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("config.json"), CONFIG).unwrap();
     let config = nq_formats::config::parse(Path::new("c"), CONFIG.as_bytes()).unwrap();
-    let of = |code: &str, part: &str| fixture.tensor(&format!("{code}.{part}")).unwrap();
+    let part_of = |code: &str, part: &str| fixture.tensor(&format!("{code}.{part}")).unwrap();
     let layer = "model.layers.0.self_attn";
     let weights = [
         (format!("{layer}.q_proj"), "first"),
@@ -171,7 +171,7 @@ fn weights_are_those_of_exllamav3() {
             ("suh", DType::F16),
             ("svh", DType::F16),
         ] {
-            let from = of(code, part);
+            let from = part_of(code, part);
             let data = from.data().to_vec().into();
             let tensor = Tensor::new(dtype, from.shape().to_vec(), data).unwrap();
             tensors.push((format!("{name}.{part}"), tensor));
@@ -188,8 +188,8 @@ fn weights_are_those_of_exllamav3() {
     write_tensors(&path, &tensors, &BTreeMap::new()).unwrap();
     let opened = Checkpoint::open(dir.path()).unwrap();
     for (name, code) in &weights {
-        let stored = opened.store().stored(name, (128, 128)).unwrap();
-        let (halves, _) = of(code, "columns").data().as_chunks::<2>();
+        let stored = opened.store().stored(name, Dims::new(128, 128)).unwrap();
+        let (halves, _) = part_of(code, "columns").data().as_chunks::<2>();
         let columns: Vec<f32> = (halves.iter())
             .map(|b| f16::from_le_bytes(*b).to_f32())
             .collect();
@@ -220,7 +220,7 @@ fn weights_are_expanded_as_the_format_says() {
         match shape {
             Shape::Matrix(rows, cols) if is_layer_linear(&name) || name == "lm_head" => {
                 let kind = kinds.next().unwrap();
-                let (parts, values) = random(&mut rng, kind, (rows, cols));
+                let (parts, values) = random(&mut rng, kind, Dims::new(rows, cols));
                 tensors.extend(parts.into_iter().map(|(s, t)| (format!("{name}{s}"), t)));
                 expected.insert(name, ((rows, cols), values));
             }
@@ -240,10 +240,10 @@ fn weights_are_expanded_as_the_format_says() {
     nq::verify(&opened).unwrap();
     for (name, (dims, values)) in &expected {
         let store = opened.store();
-        let weight = store.matrix(name, *dims).unwrap();
+        let weight = store.matrix(name, Dims::new(dims.0, dims.1)).unwrap();
         assert!(matches!(&weight, Weight::Dense(t) if t.dtype() == DType::F16));
         assert_eq!(store.exactness(name), Exactness::ValuesRounded(DType::F16));
-        let stored = store.stored(name, *dims).unwrap();
+        let stored = store.stored(name, Dims::new(dims.0, dims.1)).unwrap();
         let size = values.iter().fold(0f64, |m, v| m.max(v.abs()));
         let mut row = vec![0f32; dims.1];
         for (r, values) in values.chunks_exact(dims.1).enumerate() {

@@ -4,7 +4,7 @@ use super::encode::*;
 use super::{CHANNEL, config_groups, packed_settings};
 use crate::common::names;
 use nq_formats::{Checkpoint, Exactness, Tensor, Weight, nq};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::fs;
 
 /// Values of FP4 (E2M1): a sign, two bits of exponent with bias 1, one of mantissa.
@@ -76,7 +76,7 @@ fn nvfp4_of_two_tools() {
         let opened = folder.open();
         nq::verify(&opened).unwrap();
         for (name, n) in &folder.expected {
-            let dims = (n.rows, n.cols);
+            let dims = Dims::new(n.rows, n.cols);
             let weight = opened.store().matrix(name, dims).unwrap();
             assert_eq!(weight.scheme_name(), "int8 g16 symmetric");
             let stored = opened.store().stored(name, dims).unwrap();
@@ -191,7 +191,7 @@ fn fp8_with_a_scale_for_a_tensor_a_row_or_a_block() {
             nq::verify(&opened).unwrap();
             assert_eq!(opened.store().format(), method);
             for (name, n) in &folder.expected {
-                let dims = (n.rows, n.cols);
+                let dims = Dims::new(n.rows, n.cols);
                 let weight = opened.store().matrix(name, dims).unwrap();
                 assert!(matches!(&weight, Weight::Dense(t) if t.dtype() == DType::BF16));
                 let stored = opened.store().stored(name, dims).unwrap();

@@ -10,7 +10,7 @@ use crate::common::names;
 use encode::*;
 use nq_formats::Exactness;
 use nq_formats::{Checkpoint, Tensor, Weight, nq};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::fs;
 
 fn gptq_settings(extra: &str, bits: usize, group: i64) -> String {
@@ -101,8 +101,8 @@ fn values_are_checked_before_they_are_used() {
         folder.replace(&format!("{name}.g_idx"), index(last));
         let opened = folder.open();
         for found in [
-            opened.store().stored(name, (32, 32)).map(drop),
-            opened.store().matrix(name, (32, 32)).map(drop),
+            opened.store().stored(name, Dims::new(32, 32)).map(drop),
+            opened.store().matrix(name, Dims::new(32, 32)).map(drop),
         ] {
             names(found, &parts);
             names(nq::verify(&opened), &["q_proj"]);
@@ -343,8 +343,8 @@ fn rounded_scales_are_said() {
     for (name, n) in &folder.expected {
         let store = opened.store();
         assert_eq!(store.exactness(name), Exactness::ScalesRounded(DType::F16));
-        let weight = store.matrix(name, (n.rows, n.cols)).unwrap();
-        let stored = store.stored(name, (n.rows, n.cols)).unwrap();
+        let weight = store.matrix(name, Dims::new(n.rows, n.cols)).unwrap();
+        let stored = store.stored(name, Dims::new(n.rows, n.cols)).unwrap();
         let (mut near, mut exact) = (vec![0.0; n.cols], vec![0.0; n.cols]);
         for o in 0..n.rows {
             weight.dequantize_row(o, &mut near).unwrap();
@@ -418,7 +418,7 @@ fn fp8_blocks() {
     nq::verify(&opened).unwrap();
     assert_eq!(opened.store().format(), "fp8");
     for (name, n) in &folder.expected {
-        let dims = (n.rows, n.cols);
+        let dims = Dims::new(n.rows, n.cols);
         let weight = opened.store().matrix(name, dims).unwrap();
         let stored = opened.store().stored(name, dims).unwrap();
         assert!(matches!(&weight, Weight::Dense(t) if t.dtype() == DType::BF16));

@@ -6,7 +6,7 @@ use super::{CHANNEL, config_groups, gptq_settings, packed_settings};
 use nq_formats::Tensor;
 use nq_formats::left_over::LeftOver;
 use nq_model::names::is_layer_linear;
-use nq_model::{DType, mtp};
+use nq_model::{DType, Dims, mtp};
 
 const HYBRID: &str = r#""architectures":["Qwen3_5ForCausalLM"],"model_type":"qwen3_5_text","hidden_size":32,
 "intermediate_size":64,"num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,
@@ -95,14 +95,14 @@ fn small_floats_are_read() {
                 let weight = folder
                     .open()
                     .store()
-                    .matrix(name, (n.rows, n.cols))
+                    .matrix(name, Dims::new(n.rows, n.cols))
                     .unwrap();
                 let mut row = vec![0.0; n.cols];
                 for o in 0..n.rows {
                     weight.dequantize_row(o, &mut row).unwrap();
                     let codes = &n.codes[o * n.cols..][..n.cols];
-                    let of = |&c: &u32| 0.5 * nq_formats::import::fp8::e4m3(c as u8);
-                    let want: Vec<f32> = codes.iter().map(of).collect();
+                    let value = |&c: &u32| 0.5 * nq_formats::import::fp8::e4m3(c as u8);
+                    let want: Vec<f32> = codes.iter().map(value).collect();
                     assert_eq!(row, want, "{name}, row {o}");
                 }
             }

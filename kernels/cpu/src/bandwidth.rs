@@ -58,7 +58,7 @@ impl Cpu {
     /// Measures the bandwidth of reading the packed codes of `weights`, at most 1 GiB of them, like
     /// [`Cpu::read_bandwidth`]. Weights that fit into a cache are read from
     /// there. `None` if none is packed.
-    pub fn weights_bandwidth<'a>(
+    pub(crate) fn weights_bandwidth<'a>(
         &self,
         weights: impl Iterator<Item = &'a Linear>,
     ) -> Option<Bandwidth> {

@@ -17,7 +17,9 @@ mod table;
 pub mod team;
 
 pub use bandwidth::{Bandwidth, BandwidthBuffer};
-pub use engine::{CpuEngine, CpuLayers, adapter_bytes, open, plan, state_bytes, stepper_bytes};
+pub use engine::{
+    CpuEngine, CpuLayers, CpuTower, adapter_bytes, open, plan, state_bytes, stepper_bytes,
+};
 pub use kv::{KvPages, KvSequence};
 pub use linear::{Epilogue, Linear, held_bits};
 pub use ops::{DeltaRows, DeltaVectors, FEW_ROWS, Span, state_len};

@@ -1,9 +1,11 @@
 //! Gated DeltaNet compared with its formulas in f64, on every instruction set.
 
-use crate::common::delta::{EPS, Vectors, reference, rows, shape, shapes, vectors};
-use crate::common::{Guarded, cpu, isas, nmse};
+use crate::common::{Guarded, cpu, isas, view};
 use nq_cpu::{Cpu, DeltaRows, Span, state_len};
 use nq_kernels::DeltaShape;
+use nq_model::Dims;
+use nq_testkit::compare::nmse;
+use nq_testkit::delta::{EPS, Vectors, reference, rows, shape, shapes, vectors};
 
 /// Runs one sequence in pieces of these lengths: outputs and state.
 fn in_pieces(
@@ -31,7 +33,7 @@ fn in_pieces(
         };
         cpu.delta(
             shape,
-            &w.view(),
+            &view(w),
             rows,
             &[span],
             &mut [state.values()],
@@ -102,12 +104,12 @@ fn a_batch_equals_its_sequences() {
                 let history = [a.clone(), b.clone()];
                 let [_, state] = in_pieces(cpu(isa, 1), &shape, &w, &history, &pieces);
                 states.push(state);
-                let of = span.row..span.row + span.len;
-                a.extend(&qkvz[of.start * stride..of.end * stride]);
-                b.extend(&ba[of.start * 2 * shape.value_heads..of.end * 2 * shape.value_heads]);
+                let own = span.row..span.row + span.len;
+                a.extend(&qkvz[own.start * stride..own.end * stride]);
+                b.extend(&ba[own.start * 2 * shape.value_heads..own.end * 2 * shape.value_heads]);
                 let pieces = [span.position, span.len];
                 let [out, state] = in_pieces(cpu(isa, 1), &shape, &w, &[a, b], &pieces);
-                expected[of.start * values..of.end * values]
+                expected[own.start * values..own.end * values]
                     .copy_from_slice(&out[span.position * values..]);
                 expected_states.push(state);
             }
@@ -118,13 +120,13 @@ fn a_batch_equals_its_sequences() {
                     qkvz: &mut qkvz,
                     ba: &ba,
                 };
-                let mut of: Vec<&mut [f32]> = states.iter_mut().map(|s| &mut s[..]).collect();
+                let mut in_place: Vec<&mut [f32]> = states.iter_mut().map(|s| &mut s[..]).collect();
                 cpu(isa, threads).delta(
                     &shape,
-                    &w.view(),
+                    &view(&w),
                     rows,
                     &spans,
-                    &mut of,
+                    &mut in_place,
                     EPS,
                     out.values(),
                 );
@@ -177,7 +179,7 @@ fn keeps_what_is_not_a_number() {
             };
             cpu(isa, 2).delta(
                 &shape,
-                &w.view(),
+                &view(&w),
                 rows,
                 &[span],
                 &mut [&mut state],
@@ -202,6 +204,6 @@ fn is_profiled_once_per_pass() {
     let timings = cpu.profile().stop();
     assert_eq!(timings.len(), 1);
     let t = &timings[0];
-    assert_eq!((t.op, t.calls, t.shape), ("delta", 2, (2, 16)));
+    assert_eq!((t.op, t.calls, t.shape), ("delta", 2, Dims::new(2, 16)));
     assert_eq!(t.bytes, 2 * 4 * state_len(&shape) as u64);
 }

@@ -1,14 +1,14 @@
 //! Every Linear kernel in the CPU's registry compared with the reference.
 
-use crate::common::{
-    Guarded, affine, cpu, dense, held_as_others, isas, nmse, normal, schemes, shuffled_groups,
-};
+use crate::common::{Guarded, cpu, isas, shuffled_groups};
 use nq_cpu::linear::kernels::KERNELS;
 use nq_cpu::{Epilogue, Linear};
 use nq_formats::{AffineScheme, Bits, Group, QuantizedWeight, Weight, Zeros};
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, reference};
-use nq_model::DType;
+use nq_model::{DType, Dims};
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{affine, dense, held_as_others, normal, schemes};
 
 const ROWS: [usize; 7] = [1, 2, 3, 8, 16, 17, 33];
 const GROUPS: [Group; 5] = [
@@ -37,7 +37,7 @@ const BOUND: f64 = 1e-11;
 /// The values that the kernel's activations represent: rounded in the order in which the weight's
 /// groups take them.
 fn seen(x: &[f32], w: &Weight, activations: Activations) -> Vec<f32> {
-    let k = w.dims().1;
+    let k = w.dims().cols;
     let mut seen = x.to_vec();
     let Weight::Quantized(QuantizedWeight::Affine(a)) = w else {
         reference::round_activations(&mut seen, k, activations);
@@ -58,7 +58,7 @@ fn seen(x: &[f32], w: &Weight, activations: Activations) -> Vec<f32> {
 /// Runs one case on an instruction set with 1, 2 and 3 threads, twice each, and compares
 /// outputs `rows` with the reference.
 fn check(isa: Isa, w: &Weight, activations: Activations, m: usize, rows: &[usize]) {
-    let (out, inp) = w.dims();
+    let (out, inp) = w.dims().pair();
     let x = normal(m * inp, (out * 31 + inp * 7 + m) as u64);
     let describe = || {
         format!(
@@ -336,7 +336,7 @@ fn stacked_parts_and_epilogues() {
                 let mut start = 0;
                 for w in &parts {
                     let x = seen(&x, w, activations);
-                    let rows = w.dims().0;
+                    let rows = w.dims().rows;
                     let mut y = vec![0.0; m * rows];
                     reference::linear(&x, w, &mut y).unwrap();
                     for (i, y) in y.chunks_exact(rows).enumerate() {
@@ -443,7 +443,7 @@ fn packed_rows_are_the_canonical_ones() {
         ));
     }
     for w in &weights {
-        let (out, inp) = w.dims();
+        let (out, inp) = w.dims().pair();
         let linear = Linear::new(cpu, &[w, w], Activations::F32, KernelSet::Fused).unwrap();
         let (mut a, mut b) = (vec![0.0; inp], vec![0.0; inp]);
         for r in 0..out {
@@ -486,8 +486,12 @@ fn planned_bytes_are_the_packed_bytes() {
     for w in affine.chain(dense) {
         let packed = Linear::new(cpu, &[&w], Activations::F32, KernelSet::Fused).unwrap();
         let kind = WeightKind::of(&w);
-        assert_eq!(Linear::bytes_of(kind, (out, inp)), packed.bytes(), "{kind}");
-        assert_eq!(kind.bytes((out, inp)), w.bytes(), "{kind}");
+        assert_eq!(
+            Linear::bytes_of(kind, Dims::new(out, inp)),
+            packed.bytes(),
+            "{kind}"
+        );
+        assert_eq!(kind.bytes(Dims::new(out, inp)), w.bytes(), "{kind}");
     }
 }
 

@@ -1,10 +1,13 @@
 //! Norms, rotary embedding, attention and the cache compared with the reference, on every
 //! instruction set.
 
-use crate::common::{Guarded, cpu, isas, nmse, normal};
+use crate::common::{Guarded, cpu, isas};
 use nq_cpu::{KvPages, KvSequence, Span};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::{Isa, reference};
+use nq_model::Dims;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::normal;
 
 #[test]
 fn rms_norm() {
@@ -406,7 +409,7 @@ fn profile_counts_only_while_on() {
     cpu.rms_norm(&x, &w, 1e-6, &mut y);
     assert_eq!(timings.len(), 1);
     let t = &timings[0];
-    assert_eq!((t.op, t.calls, t.shape), ("rms_norm", 2, (1, 16)));
+    assert_eq!((t.op, t.calls, t.shape), ("rms_norm", 2, Dims::new(1, 16)));
     assert_eq!(t.bytes, 2 * 4 * 64);
     assert!(t.seconds > 0.0);
     assert!(cpu.profile().stop().is_empty());

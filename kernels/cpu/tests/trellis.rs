@@ -1,6 +1,6 @@
 //! Linears in trellis codes compared with their formula in f64, on every instruction set of this machine.
 
-use crate::common::{self, Guarded, affine, cpu, isas, nmse, normal, trellis};
+use crate::common::{self, Guarded, cpu, isas};
 use nq_cpu::linear::kernels::KERNELS;
 use nq_cpu::{Epilogue, Linear};
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TILE};
@@ -10,7 +10,9 @@ use nq_formats::{
 };
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Isa, Routes, reference};
-use nq_model::Experts;
+use nq_model::{Dims, Experts};
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{affine, normal, trellis};
 
 const ACTIVATIONS: [Activations; 9] = [
     Activations::F32,
@@ -129,7 +131,7 @@ fn expected(
 }
 
 fn product(isa: Isa, threads: usize, w: &Weight, x: &[f32], activations: Activations) -> Vec<f32> {
-    let (out, inp) = w.dims();
+    let (out, inp) = w.dims().pair();
     let cpu = cpu(isa, threads);
     let linear = Linear::new(cpu, &[w], activations, KernelSet::Fused).unwrap();
     let mut y = Guarded::new(&vec![f32::NAN; x.len() / inp * out]);
@@ -147,17 +149,16 @@ fn same(a: &[f32], b: &[f32]) -> bool {
 fn products_are_those_of_the_formula() {
     let shapes = [(1, 128), (40, 256), (130, 384), (300, 512)];
     for (i, scheme) in TrellisScheme::all().enumerate() {
-        for shape in [shapes[i % 4], shapes[(i + 2) % 4]] {
-            let w = trellis(scheme, shape, i as u64, 5);
+        for (out, inp) in [shapes[i % 4], shapes[(i + 2) % 4]] {
+            let w = trellis(scheme, Dims::new(out, inp), i as u64, 5);
             let quads = quads(inner(&w));
-            let (out, inp) = shape;
             let all = integers(33 * inp, i as u64);
             for activations in ACTIVATIONS {
                 let expected = expected(inner(&w), &quads, &all, activations);
                 for isa in isas() {
                     let mut first: Option<Vec<f32>> = None;
                     for m in ROWS {
-                        let describe = format!("{scheme} {shape:?} {activations} m={m} {isa}");
+                        let describe = format!("{scheme} {out} x {inp} {activations} m={m} {isa}");
                         let x = &all[..m * inp];
                         let y = product(isa, 1, &w, x, activations);
                         let error = nmse(&y, &expected[..m * out]);
@@ -178,7 +179,12 @@ fn products_are_those_of_the_formula() {
 /// Every row of many is bit for bit what it is alone.
 #[test]
 fn rows_do_not_depend_on_their_number() {
-    let w = trellis("trellis4 octagon".parse().unwrap(), (200, 384), 3, 4);
+    let w = trellis(
+        "trellis4 octagon".parse().unwrap(),
+        Dims::new(200, 384),
+        3,
+        4,
+    );
     let x = normal(250 * 384, 8);
     for isa in isas() {
         for activations in [
@@ -203,12 +209,12 @@ fn rows_do_not_depend_on_their_number() {
 fn exact_activations_are_those_of_the_rows() {
     for scheme in TrellisScheme::all() {
         let (out, inp) = (150, 512);
-        let w = trellis(scheme, (out, inp), 1, 2);
+        let w = trellis(scheme, Dims::new(out, inp), 1, 2);
         let t = inner(&w);
         let scales = normal(inp, 9).into_iter().map(half::f16::from_f32);
         let w = TrellisWeight::new(
             scheme,
-            (out, inp),
+            Dims::new(out, inp),
             t.words().clone(),
             t.row_scales().into(),
             scales.collect(),
@@ -234,14 +240,14 @@ fn stacked_parts_and_epilogues() {
     let scheme = |name: &str| name.parse::<TrellisScheme>().unwrap();
     let int4 = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
     let parts = [
-        trellis(scheme("trellis4 octagon"), (150, inp), 1, 1),
-        trellis(scheme("trellis3.5 octagon"), (40, inp), 2, 1),
-        trellis(scheme("trellis6 sum"), (128, inp), 3, 2),
+        trellis(scheme("trellis4 octagon"), Dims::new(150, inp), 1, 1),
+        trellis(scheme("trellis3.5 octagon"), Dims::new(40, inp), 2, 1),
+        trellis(scheme("trellis6 sum"), Dims::new(128, inp), 3, 2),
         affine(int4, 90, inp, None, 4),
     ];
-    let up = trellis(scheme("trellis3 sum"), (150, inp), 5, 1);
+    let up = trellis(scheme("trellis3 sum"), Dims::new(150, inp), 5, 1);
     let refs: Vec<&Weight> = parts.iter().collect();
-    let n: usize = parts.iter().map(|p| p.dims().0).sum();
+    let n: usize = parts.iter().map(|p| p.dims().rows).sum();
     for isa in isas() {
         let cpu = cpu(isa, 2);
         for activations in [ACTIVATIONS[0], ACTIVATIONS[2], ACTIVATIONS[8]] {
@@ -255,7 +261,7 @@ fn stacked_parts_and_epilogues() {
                     .collect();
                 let row = |i: usize| {
                     let parts = separate.iter().zip(&parts);
-                    parts.flat_map(move |(y, p)| y[i * p.dims().0..][..p.dims().0].to_vec())
+                    parts.flat_map(move |(y, p)| y[i * p.dims().rows..][..p.dims().rows].to_vec())
                 };
                 let expected: Vec<f32> = (0..m).flat_map(row).collect();
                 let mut y = Guarded::new(&vec![f32::NAN; m * n]);
@@ -288,9 +294,9 @@ fn stacked_parts_and_epilogues() {
 fn experts() {
     let (experts, inp, width, out) = (4, 256, 256, 128);
     let scheme: TrellisScheme = "trellis3 octagon".parse().unwrap();
-    let gate = trellis(scheme, (experts * width, inp), 1, 1);
-    let up = trellis(scheme, (experts * width, inp), 2, 1);
-    let down = trellis(scheme, (experts * out, width), 3, 3);
+    let gate = trellis(scheme, Dims::new(experts * width, inp), 1, 1);
+    let up = trellis(scheme, Dims::new(experts * width, inp), 2, 1);
+    let down = trellis(scheme, Dims::new(experts * out, width), 3, 3);
     let routing = Experts {
         count: experts,
         per_token: 2,
@@ -305,22 +311,28 @@ fn experts() {
             let x = normal(m * inp, 12);
             let mut results = Vec::new();
             for kernels in [KernelSet::Reference, KernelSet::Fused] {
-                let of = |parts: &[&Weight]| {
+                let stacked = |parts: &[&Weight]| {
                     Linear::of_experts(cpu, parts, experts, Activations::F32, kernels).unwrap()
                 };
                 let mut y = vec![0.0; m * out];
-                cpu.experts(&of(&[&gate, &up]), &of(&[&down]), &routes, &x, &mut y)
-                    .unwrap();
+                cpu.experts(
+                    &stacked(&[&gate, &up]),
+                    &stacked(&[&down]),
+                    &routes,
+                    &x,
+                    &mut y,
+                )
+                .unwrap();
                 results.push(y);
             }
             let error = nmse(&results[1], &results[0]);
             assert!(error < BOUND, "{isa} m={m}: {error:e}");
             // Integers: a row gets the same with and without others.
             let rounded = Activations::Int8 { group: 128 };
-            let of = |parts: &[&Weight]| {
+            let stacked = |parts: &[&Weight]| {
                 Linear::of_experts(cpu, parts, experts, rounded, KernelSet::Fused).unwrap()
             };
-            let (first, second) = (of(&[&gate, &up]), of(&[&down]));
+            let (first, second) = (stacked(&[&gate, &up]), stacked(&[&down]));
             let mut y = vec![0.0; m * out];
             cpu.experts(&first, &second, &routes, &x, &mut y).unwrap();
             let error = nmse(&y, &results[0]);
@@ -340,7 +352,7 @@ fn packed_rows_are_the_canonical_ones() {
     let cpu = cpu(Isa::Scalar, 2);
     for scheme in TrellisScheme::all() {
         let (out, inp) = (140, 256);
-        let w = trellis(scheme, (out, inp), 1, 2);
+        let w = trellis(scheme, Dims::new(out, inp), 1, 2);
         let linear = Linear::new(cpu, &[&w, &w], Activations::F32, KernelSet::Fused).unwrap();
         let (mut a, mut b) = (vec![0.0; inp], vec![0.0; inp]);
         for r in 0..out {
@@ -351,7 +363,10 @@ fn packed_rows_are_the_canonical_ones() {
             }
         }
         let kind = WeightKind::of(&w);
-        assert_eq!(2 * Linear::bytes_of(kind, (out, inp)), linear.bytes());
+        assert_eq!(
+            2 * Linear::bytes_of(kind, Dims::new(out, inp)),
+            linear.bytes()
+        );
         // Beside the stored bytes, scales of rows that fill a panel.
         assert_eq!(linear.bytes(), 2 * (w.bytes() + 2 * 4));
         for isa in isas() {
@@ -378,7 +393,12 @@ fn packed_rows_are_the_canonical_ones() {
 /// A value that is not finite shows in every output.
 #[test]
 fn damage_shows() {
-    let w = trellis("trellis4 octagon".parse().unwrap(), (20, 2 * BLOCK), 1, 1);
+    let w = trellis(
+        "trellis4 octagon".parse().unwrap(),
+        Dims::new(20, 2 * BLOCK),
+        1,
+        1,
+    );
     for isa in isas() {
         for activations in ACTIVATIONS {
             for bad in [f32::NAN, f32::INFINITY] {

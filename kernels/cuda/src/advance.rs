@@ -4,77 +4,36 @@ use super::driver::{
     Address, Buffer, Checked, Gpu, LaunchShape, Mapped, Operands, Staging, Stream,
 };
 use super::kernel::kernels;
-use super::linear::{DeviceLinear, PackedArgs};
+use super::linear::DeviceLinear;
 use super::rows::Step;
+use crate::cuda::advance::AdvanceArgs;
+use crate::cuda::candidates::CandidateArgs;
+use crate::cuda::sampling::{self, RANGE_PER_THREAD, RANGE_THREADS, RANGES};
+use crate::cuda::weights::PackedWeight;
 use bytemuck::{Pod, Zeroable};
 use nq_kernels::{Error, Result};
 
-/// Written instead of a token if the logits are not finite.
-pub const NOT_FINITE: u32 = 0xffff_fffe;
-/// Written instead of a token if mask and biases leave none.
-pub const NONE_ALLOWED: u32 = 0xffff_fffd;
+pub use crate::cuda::sampling::{Logprobs, Sampling};
 
-/// A row's parameters for choosing tokens: `Sampling` of `cuda/sampling.cuh`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
-#[repr(C)]
-pub struct Sampling {
-    /// Divides the logits; 0 takes the best token.
-    pub temperature: f32,
-    /// Keeps the fewest best tokens that have this probability together; 1 keeps all.
-    pub top_p: f32,
-    /// Drops tokens below this share of the best one's probability.
-    pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens seen before.
-    pub repetition: f32,
-    /// Subtracted from a token's logit once per occurrence in the answer.
-    pub frequency: f32,
-    /// Subtracted once from logits of tokens in the answer.
-    pub presence: f32,
-    /// Keeps this many best tokens; 0 keeps all.
-    pub top_k: i32,
-    /// Changes to the logits: a sum of [`Sampling::BIASED`], [`Sampling::PENALIZED`] and
-    /// [`Sampling::MASKED`].
-    pub adjusts: i32,
-    /// 0: no log-probabilities; n > 0: those of the chosen token and of the n - 1 best tokens, at most
-    /// [`MOST_LOGPROBS`].
-    pub logprobs: i32,
-    /// Key of the random numbers, low word first.
-    pub seed: [u32; 2],
-    /// Stream of the random numbers, low word first.
-    pub stream: [u32; 2],
-    /// Number of tokens before the first sampled one, low word first.
-    pub position: [u32; 2],
-}
+/// Written instead of a token if the logits are not finite.
+pub const NOT_FINITE: u32 = crate::cuda::advance::NOT_FINITE;
+/// Written instead of a token if mask and biases leave none.
+pub const NONE_ALLOWED: u32 = crate::cuda::advance::NONE_ALLOWED;
 
 impl Sampling {
     /// The row's biases are added to its logits.
-    pub const BIASED: i32 = 1;
+    pub const BIASED: i32 = sampling::BIASED as i32;
     /// Tokens seen before are penalized, and counted.
-    pub const PENALIZED: i32 = 2;
+    pub const PENALIZED: i32 = sampling::PENALIZED as i32;
     /// Tokens that the row's mask does not allow are excluded.
-    pub const MASKED: i32 = 4;
+    pub const MASKED: i32 = sampling::MASKED as i32;
 }
 
 /// Most tokens whose log-probabilities are given besides that of the chosen one.
-pub const MOST_LOGPROBS: usize = 20;
+pub const MOST_LOGPROBS: usize = sampling::MOST_LOGPROBS;
 /// Largest vocabulary for which [`Stream::advance`] finds the [`MOST_LOGPROBS`] best tokens: that
 /// many of its 2,048 groups hold no more tokens than its list.
 const MOST_RANKED: usize = 4096 / MOST_LOGPROBS * 2048;
-
-/// Log-probabilities in the model's own distribution, before any change of its logits: `Logprobs`
-/// of `cuda/sampling.cuh`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
-#[repr(C)]
-pub struct Logprobs {
-    /// Log-probability of the chosen token.
-    pub chosen: f32,
-    /// Number of best tokens that follow.
-    pub count: u32,
-    /// Their ids, best first.
-    pub ids: [u32; MOST_LOGPROBS],
-    /// Their log-probabilities.
-    pub values: [f32; MOST_LOGPROBS],
-}
 
 /// Settings that change logits before a token is chosen, one row per sequence; read if the row's
 /// [`Sampling`] says so. Rows are written in order with a stream's other work.
@@ -106,19 +65,10 @@ impl<T: Pod> StagedRows<T> {
     }
 }
 
-/// `Adjustments` of `cuda/sampling.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AdjustArgs {
-    bias: Address,
-    mask: Address,
-    seen: Address,
-}
-
 impl Adjustments {
     /// Set in the state of a token that occurs in the prompt; the lower bits count occurrences in the
     /// answer.
-    const IN_PROMPT: u16 = 1 << 15;
+    const IN_PROMPT: u16 = sampling::IN_PROMPT as u16;
 
     /// Allocates rows for `rows` sequences, all empty.
     ///
@@ -201,11 +151,11 @@ impl Adjustments {
     }
 
     /// The arguments for `rows` rows, checked as operands of `o`.
-    fn args(&self, o: &Operands<'_>, vocab: usize, rows: usize) -> Result<AdjustArgs> {
+    fn args(&self, o: &Operands<'_>, vocab: usize, rows: usize) -> Result<sampling::Adjustments> {
         if self.vocab != vocab {
             return o.refuse("tokens of adjustments", vocab, self.vocab);
         }
-        Ok(AdjustArgs {
+        Ok(sampling::Adjustments {
             bias: o.of("biases", &self.bias.values, &[rows, vocab])?,
             mask: o.of("masks", &self.mask.values, &[rows, vocab.div_ceil(32)])?,
             seen: o.of("tokens seen", &self.seen.values, &[rows, vocab])?,
@@ -213,26 +163,18 @@ impl Adjustments {
     }
 }
 
-/// Number of ranges that [`Stream::candidates`] cuts a vocabulary into, threads per range and tokens
-/// per thread.
-const RANGES: usize = 128;
-const RANGE_THREADS: usize = 256;
-const RANGE_PER_THREAD: usize = 8;
-/// Largest vocabulary that it supports.
+/// Largest vocabulary that [`Stream::candidates`] supports.
 const MOST_LISTED: usize = RANGES * RANGE_THREADS * RANGE_PER_THREAD;
 
-/// Number of tokens in a range's list, and in the short list of all.
-const RANGE_LIST: usize = 32;
-const SHORT_LIST: usize = 128;
-/// Size of the lists in 8-byte words: `Range` and `Shortlist` of `cuda/sampling.cuh`.
-const RANGE_WORDS: usize = 2 + RANGE_LIST;
-const SHORT_WORDS: usize = 2 + SHORT_LIST;
+/// Size of the lists in 8-byte words.
+const RANGE_WORDS: usize = size_of::<sampling::Range>() / 8;
+const SHORT_WORDS: usize = size_of::<sampling::Shortlist>() / 8;
 
 /// The lists that [`Stream::candidates`] writes.
 pub struct Candidates {
     vocab: usize,
     ranges: Buffer<u64>,
-    short: Buffer<u64>,
+    shortlists: Buffer<u64>,
 }
 
 impl Candidates {
@@ -246,7 +188,7 @@ impl Candidates {
             Ok(Some(Candidates {
                 vocab,
                 ranges: gpu.zeros("candidates", rows * RANGES * RANGE_WORDS)?,
-                short: gpu.zeros("candidates", rows * SHORT_WORDS)?,
+                shortlists: gpu.zeros("candidates", rows * SHORT_WORDS)?,
             }))
         } else {
             Ok(None)
@@ -260,7 +202,7 @@ impl Candidates {
         }
         Ok((
             o.of("ranges", &self.ranges, &[rows, RANGES, RANGE_WORDS])?,
-            o.of("short lists", &self.short, &[rows, SHORT_WORDS])?,
+            o.of("short lists", &self.shortlists, &[rows, SHORT_WORDS])?,
         ))
     }
 }
@@ -309,44 +251,6 @@ kernels! {
         bench "sampling";
 }
 
-/// `CandidateArgs` of `cuda/candidates.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CandidateArgs {
-    logits: Address,
-    best: Address,
-    sampling: Address,
-    adjust: AdjustArgs,
-    ranges: Address,
-    short: Address,
-    vocab: i32,
-    blocks: i32,
-}
-
-/// `AdvanceArgs` of `cuda/advance.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AdvanceArgs {
-    logits: Address,
-    best: Address,
-    sampling: Address,
-    adjust: AdjustArgs,
-    step: Address,
-    ring: Address,
-    logprobs: Address,
-    ranges: Address,
-    short: Address,
-    embedding: PackedArgs,
-    x: Address,
-    ids: Address,
-    blocks: i32,
-    vocab: i32,
-    ring_size: i32,
-    idle: i32,
-    positions: i32,
-    pad: i32,
-}
-
 impl Stream {
     /// Lists the tokens that sampling may choose from, for `m` sequences: few of all, or the best
     /// of each range of the vocabulary. `logits` are `[m, vocab]`, `best` is `[m, blocks]` as in
@@ -368,18 +272,18 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("candidates");
         o.at_most("vocabulary", MOST_LISTED, vocab)?;
-        let (ranges, short) = to.args(&o, vocab, m)?;
+        let (ranges, shortlists) = to.args(&o, vocab, m)?;
         let args = CandidateArgs {
             logits: o.of("logits", logits, &[m, vocab])?,
             best: o.of("best", best, &[m, blocks])?,
             sampling: o.of("sampling", sampling, &[m])?,
             adjust: adjust.args(&o, vocab, m)?,
             ranges,
-            short,
+            shortlists,
             vocab: vocab as i32,
             blocks: blocks as i32,
         };
-        let shape = LaunchShape::new((RANGES, m, 1), RANGE_THREADS).overlapping();
+        let shape = LaunchShape::new([RANGES, m, 1], RANGE_THREADS).overlapping();
         // SAFETY: the operands were checked.
         unsafe { self.launch(&CANDIDATES, shape, &args) }
     }
@@ -402,10 +306,10 @@ impl Stream {
             return o.refuse("ring", "a power of two", a.ring_len);
         }
         let lists = a.candidates.map(|c| c.args(&o, vocab, m)).transpose()?;
-        let (ranges, short) = lists.unwrap_or((Address::NULL, Address::NULL));
+        let (ranges, shortlists) = lists.unwrap_or((Address::NULL, Address::NULL));
         // Of trellis codes another kernel looks up the rows.
         let embedding = match a.embedding.is_trellis() {
-            true => PackedArgs::zeroed(),
+            true => PackedWeight::zeroed(),
             false => a.embedding.args(&o)?,
         };
         let args = AdvanceArgs {
@@ -417,7 +321,7 @@ impl Stream {
             ring: o.mapped("ring", a.ring, &[m, a.ring_len])?,
             logprobs: o.mapped("log-probabilities", a.logprobs, &[m, a.ring_len])?,
             ranges,
-            short,
+            shortlists,
             embedding,
             x: o.of("x", a.x, &[m, width])?,
             ids: o.optional("ids", a.ids.map(Checked::values), &[vocab])?,
@@ -426,9 +330,9 @@ impl Stream {
             ring_size: a.ring_len as i32,
             idle: a.idle as i32,
             positions: bounds.places.positions as i32,
-            pad: 0,
+            padding: [0; 1],
         };
-        let shape = LaunchShape::new((m, 1, 1), 1024)
+        let shape = LaunchShape::new([m, 1, 1], 1024)
             // `Shared` of the kernel: list, histogram, partial sums.
             .shared(8 * (4096 + 256 + 32 + 32) + 64)
             .overlapping();
@@ -436,8 +340,8 @@ impl Stream {
         // position past those of the steps.
         unsafe { self.launch(&ADVANCE, shape, &args)? };
         if a.embedding.is_trellis() {
-            let tokens = (a.step.values(), Step::TOKEN);
-            return self.trellis_embed(a.embedding, tokens, a.x, m);
+            let tokens = a.step.values();
+            return self.trellis_embed(a.embedding, tokens, Step::TOKEN, a.x, m);
         }
         Ok(())
     }

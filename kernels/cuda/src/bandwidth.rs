@@ -1,7 +1,8 @@
 //! Measures how fast the device's memory can be read, the limit to compare products with.
 
-use super::driver::{Address, Gpu, LaunchShape, Mark};
+use super::driver::{Gpu, LaunchShape, Mark};
 use super::kernel::kernels;
+use crate::cuda::reference::ReadArgs;
 use nq_kernels::Result;
 
 kernels! {
@@ -9,15 +10,6 @@ kernels! {
         test "kernels/cuda/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
     READ_ALL: ReadArgs = "read_all" in "reference.cu",
         test "kernels/cuda/tests/cuda/driver.rs::memory_is_read_at_a_likely_rate", bench "read_all";
-}
-
-/// `ReadArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ReadArgs {
-    x: Address,
-    out: Address,
-    words: u64,
 }
 
 impl Gpu {
@@ -43,7 +35,7 @@ impl Gpu {
             out: o.of("sum", &out, &[1])?,
             words: (x.bytes() / 16) as u64,
         };
-        let shape = LaunchShape::new((self.info().multiprocessors * 8, 1, 1), 512);
+        let shape = LaunchShape::new([self.info().multiprocessors * 8, 1, 1], 512);
         // SAFETY: the kernel writes `words` 16-byte words of x.
         unsafe { stream.launch(&FILL_ALL, shape, &args)? };
         let mut marks: Vec<Mark> = Vec::new();

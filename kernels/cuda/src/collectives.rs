@@ -4,7 +4,11 @@
 use super::driver::{Address, Buffer, Common, Gpu, LaunchShape, Mapped, Operands, Stream};
 use super::kernel::kernels;
 use super::partial_sums::PartialSums;
+use crate::cuda::collectives::{
+    self, AllGatherArgs, AllReduceArgs, BLOCKS_EACH, RankArgs, RankTurn, THREADS,
+};
 use nq_kernels::{Error, Result};
+use nq_model::Dims;
 use std::ops::Range;
 
 kernels! {
@@ -15,56 +19,13 @@ kernels! {
 }
 
 /// Most ranks of a model: `MOST_RANKS` of `cuda/collectives.cu`.
-pub const MOST_RANKS: usize = 8;
-/// `THREADS` and `BLOCKS_EACH` of `cuda/collectives.cu`.
-const THREADS: usize = 256;
-const BLOCKS_EACH: usize = 2;
+pub const MOST_RANKS: usize = collectives::MOST_RANKS;
 /// Values of a vector.
 const VECTOR: usize = 4;
 /// Most blocks of a rank that shares its GPU with others, whose kernels need room beside it.
 const BLOCKS_BESIDE: usize = 8;
 /// Vectors of a row that a block takes at a time, of which [`Stream::all_gather`] finds the greatest value.
 const SEGMENT: usize = 2 * THREADS;
-
-/// `RankArgs` of `cuda/collectives.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RankArgs {
-    inbox: Address,
-    out: [Address; MOST_RANKS],
-    turn: Address,
-    lost: Address,
-    ring: i32,
-    rank: i32,
-    ranks: i32,
-}
-
-/// `AllReduceArgs` of `cuda/collectives.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AllReduceArgs {
-    ranks: RankArgs,
-    x: Address,
-    parts: Address,
-    n: i32,
-    count: i32,
-    clear: i32,
-}
-
-/// `AllGatherArgs` of `cuda/collectives.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AllGatherArgs {
-    ranks: RankArgs,
-    from: Address,
-    to: Address,
-    best: Address,
-    rows: i32,
-    width: i32,
-    segments: i32,
-    first: [i32; MOST_RANKS],
-    columns: [i32; MOST_RANKS],
-}
 
 /// Which part of a model a GPU has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +45,7 @@ pub struct Rank {
 #[derive(Clone)]
 pub struct Inbox {
     rings: Common<f32>, // [ranks, ring]
-    of: Rank,
+    place: Rank,
     most: usize,
 }
 
@@ -93,20 +54,20 @@ impl Inbox {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`]; [`Error::Shape`] for a rank that does not exist.
-    pub fn new(gpu: &Gpu, of: Rank, most: usize) -> Result<Self> {
-        if of.ranks > MOST_RANKS || of.rank >= of.ranks {
+    pub fn new(gpu: &Gpu, place: Rank, most: usize) -> Result<Self> {
+        if place.ranks > MOST_RANKS || place.rank >= place.ranks {
             return Err(Error::Shape {
                 op: "collectives",
                 what: "rank",
                 expected: format!("one of at most {MOST_RANKS}"),
-                found: format!("{} of {}", of.rank, of.ranks),
+                found: format!("{} of {}", place.rank, place.ranks),
             });
         }
         let most = most.max(1).next_multiple_of(VECTOR);
-        let values = of.ranks * ring(most);
+        let values = place.ranks * ring(most);
         Ok(Inbox {
-            rings: Common::new(gpu, "values of other GPUs", values, of.through_host)?,
-            of,
+            rings: Common::new(gpu, "values of other GPUs", values, place.through_host)?,
+            place,
             most,
         })
     }
@@ -119,7 +80,7 @@ fn ring(most: usize) -> usize {
 
 /// What a rank needs for collective operations: its inbox, and those of the others.
 pub struct Collectives {
-    of: Rank,
+    place: Rank,
     most: usize,
     inboxes: Vec<Inbox>,
     turn: Buffer<u32>, // `RankTurn`
@@ -127,7 +88,7 @@ pub struct Collectives {
 }
 
 /// Words of `RankTurn` of `cuda/collectives.cu`.
-const TURN: usize = 2 + MOST_RANKS;
+const TURN: usize = size_of::<RankTurn>() / 4;
 
 impl Collectives {
     /// Those of the rank that `inboxes[rank]` belongs to.
@@ -135,23 +96,23 @@ impl Collectives {
     /// # Errors
     /// [`Error::DeviceMemory`]; [`Error::Shape`] if these are not the inboxes of all ranks in order, of one size.
     pub fn new(gpu: &Gpu, rank: usize, inboxes: Vec<Inbox>) -> Result<Self> {
-        let own = inboxes.get(rank).map(|own| (own.of, own.most));
+        let own = inboxes.get(rank).map(|own| (own.place, own.most));
         let fits = |(r, inbox): (usize, &Inbox)| {
-            let of = Rank {
+            let place = Rank {
                 rank: r,
-                ..inbox.of
+                ..inbox.place
             };
             own.is_some_and(|(own, most)| {
-                let alike = (own.ranks, own.through_host) == (of.ranks, of.through_host);
-                alike && inbox.of == of && inbox.most == most
+                let alike = (own.ranks, own.through_host) == (place.ranks, place.through_host);
+                alike && inbox.place == place && inbox.most == most
             })
         };
         match own {
-            Some((of, most))
-                if inboxes.len() == of.ranks && inboxes.iter().enumerate().all(fits) =>
+            Some((place, most))
+                if inboxes.len() == place.ranks && inboxes.iter().enumerate().all(fits) =>
             {
                 Ok(Collectives {
-                    of,
+                    place,
                     most,
                     inboxes,
                     turn: gpu.zeros("activations", TURN)?,
@@ -179,20 +140,21 @@ impl Collectives {
             turn: o.of("turn", &self.turn, &[TURN])?,
             lost: o.mapped("lost", &self.lost, &[1])?,
             ring: (ring(self.most) / VECTOR) as i32,
-            rank: self.of.rank as i32,
-            ranks: self.of.ranks as i32,
+            rank: self.place.rank as i32,
+            ranks: self.place.ranks as i32,
+            padding: [0; 1],
         };
         for (out, inbox) in args.out.iter_mut().zip(&self.inboxes) {
-            let shape = [self.of.ranks, ring(self.most)];
+            let shape = [self.place.ranks, ring(self.most)];
             *out = o.common("values of ranks", &inbox.rings, 0, &shape)?;
         }
-        args.inbox = args.out[self.of.rank];
+        args.inbox = args.out[self.place.rank];
         Ok(args)
     }
 
     /// Blocks of a call for `wanted`: all are on the device at once, as they wait for blocks of other ranks.
     fn blocks(&self, gpu: &Gpu, wanted: usize) -> usize {
-        let most = match self.of.beside {
+        let most = match self.place.beside {
             true => BLOCKS_BESIDE,
             false => BLOCKS_EACH * gpu.info().multiprocessors,
         };
@@ -238,8 +200,9 @@ impl Stream {
         x: &mut Buffer<f32>,
         share: Share<'_>,
         to: &Collectives,
-        (m, width): (usize, usize),
+        dims: Dims,
     ) -> Result<()> {
+        let (m, width) = dims.pair();
         let o = self.operands("all_reduce");
         let n = m * width;
         o.at_most("values", to.most, n)?;
@@ -260,21 +223,18 @@ impl Stream {
             n: n as i32,
             count: count as i32,
             clear: i32::from(clear),
+            padding: [0; 1],
         };
         let blocks = to.blocks(self.gpu(), n.div_ceil(VECTOR * THREADS));
-        let shape = LaunchShape::new((blocks, 1, 1), THREADS).overlapping();
+        let shape = LaunchShape::new([blocks, 1, 1], THREADS).overlapping();
         // SAFETY: the operands were checked. Blocks of a launch do not wait for each other.
         unsafe { self.launch(&ALL_REDUCE, shape, &args) }
     }
 
     /// Gives all ranks the columns of each of rows `[m, width]`; the last bit of values is dropped. Each rank must make
     /// the same calls.
-    pub fn all_gather(
-        &self,
-        rows: Gathered<'_>,
-        to: &Collectives,
-        (m, width): (usize, usize),
-    ) -> Result<()> {
+    pub fn all_gather(&self, rows: Gathered<'_>, to: &Collectives, dims: Dims) -> Result<()> {
+        let (m, width) = dims.pair();
         let o = self.operands("all_gather");
         let Gathered {
             from,
@@ -282,9 +242,9 @@ impl Stream {
             columns,
             best,
         } = rows;
-        let (own, segments) = (to.of.rank, gathered_best_len(width));
-        if columns.len() != to.of.ranks {
-            return o.refuse("ranks", to.of.ranks, columns.len());
+        let (own, segments) = (to.place.rank, gathered_best_len(width));
+        if columns.len() != to.place.ranks {
+            return o.refuse("ranks", to.place.ranks, columns.len());
         }
         o.multiple("width", VECTOR, width)?;
         let (mut first, mut count) = ([0; MOST_RANKS], [0; MOST_RANKS]);
@@ -315,9 +275,10 @@ impl Stream {
             segments: segments as i32,
             first,
             columns: count,
+            padding: [0; 1],
         };
         let blocks = to.blocks(self.gpu(), m * segments);
-        let shape = LaunchShape::new((blocks, 1, 1), THREADS).overlapping();
+        let shape = LaunchShape::new([blocks, 1, 1], THREADS).overlapping();
         // SAFETY: the operands were checked. Blocks of a launch do not wait for each other.
         unsafe { self.launch(&ALL_GATHER, shape, &args) }
     }

@@ -10,6 +10,12 @@ use super::pack::SPAN;
 use super::prefill::SequenceRows;
 use super::product::Norm;
 use super::rows::{MOST_RUN, Places, Row, RowsOut, Step, shape};
+use crate::cuda::delta_rows::{
+    self, CopyStatesArgs, DeltaChunksArgs, DeltaConvArgs, DeltaGateArgs, DeltaScanArgs, MOST_SPANS,
+};
+use crate::cuda::delta_state::{self, DeltaLayer};
+use crate::cuda::delta_step::{DeltaSettleArgs, DeltaStepArgs};
+use crate::cuda::layers::LayerRecurrence;
 use nq_kernels::delta::DeltaShape;
 use nq_kernels::grad::{
     DELTA_CHUNK as CHUNK, DELTA_CHUNK_VALUES as CHUNK_PARTS, DELTA_INPUTS as INPUTS,
@@ -17,15 +23,13 @@ use nq_kernels::grad::{
 use nq_kernels::{Error, Result};
 
 /// The width of a head of keys and of values that the kernels serve.
-pub const DELTA_DIM: usize = 128;
+pub const DELTA_DIM: usize = delta_state::DELTA_DIM;
 /// `CONV` of `cuda/delta_state.cuh`: the width of the convolution that the kernels serve.
-pub const CONV: usize = 4;
+pub const CONV: usize = delta_state::CONV;
 /// `KEPT` of `cuda/delta_state.cuh`: values that are kept of a step's rows, for each head of values.
 const KEPT: usize = MOST_RUN * (2 * DELTA_DIM + 4);
 /// `SCAN_PARTS` of `cuda/delta_rows.cu`.
 const SCAN_PARTS: usize = 2;
-/// `MOST_SPANS` of `cuda/delta_rows.cu`.
-const MOST_SPANS: usize = 64;
 /// Most inputs of the projections of rates that steps compute where they need them: `MOST_FOURS` of `cuda/delta_step.cu`
 /// fours of each thread.
 pub const MOST_RATE_INPUTS: usize = 4 * 4 * 4 * DELTA_DIM;
@@ -139,13 +143,13 @@ impl DeviceStates {
         // Sizes that no memory has are refused by whoever allocates them, not wrapped to small ones.
         let places = shape.layers.saturating_mul(shape.places);
         let heads = d.key_heads.saturating_mul(2).saturating_add(d.value_heads);
-        let of = |sizes: [usize; 2]| sizes.into_iter().fold(places, usize::saturating_mul);
+        let all = |sizes: [usize; 2]| sizes.into_iter().fold(places, usize::saturating_mul);
         let kept = [shape.kept, d.value_heads, KEPT];
         let kept = kept.into_iter().fold(shape.layers, usize::saturating_mul);
         let what = "states of recurrences";
         Ok(DeviceStates {
-            matrices: gpu.zeros(what, of([d.value_heads, DELTA_DIM * DELTA_DIM]))?,
-            inputs: gpu.zeros(what, of([INPUTS * DELTA_DIM, heads]))?,
+            matrices: gpu.zeros(what, all([d.value_heads, DELTA_DIM * DELTA_DIM]))?,
+            inputs: gpu.zeros(what, all([INPUTS * DELTA_DIM, heads]))?,
             kept: gpu.zeros(what, kept)?,
             shape,
         })
@@ -174,22 +178,6 @@ impl DeviceStates {
     }
 }
 
-/// `DeltaLayer` of `cuda/delta_state.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct LayerArgs {
-    conv: Address,
-    decay: Address,
-    dt_bias: Address,
-    norm: Address,
-    matrices: Address,
-    inputs: Address,
-    key_heads: i32,
-    value_heads: i32,
-    tiled: i32,
-    eps: f32,
-}
-
 impl LayerStates<'_> {
     /// Bytes that a row of a step reads and writes.
     pub fn bytes_per_row(&self) -> usize {
@@ -214,18 +202,27 @@ impl LayerStates<'_> {
     }
 
     /// The argument, checked as operands of `o`, for rows of up to `slots` sequences.
-    fn args(&self, o: &Operands<'_>, of: &DeltaVectors<'_>, slots: usize) -> Result<LayerArgs> {
+    fn args(
+        &self,
+        o: &Operands<'_>,
+        vectors: &DeltaVectors<'_>,
+        slots: usize,
+    ) -> Result<DeltaLayer> {
         let StatesShape {
             delta: d, places, ..
         } = self.states.shape;
         o.at_most("sequences of rows", places, slots)?;
         let (matrices, inputs) = (places * d.value_heads, places * INPUTS * d.channels());
         let each = DELTA_DIM * DELTA_DIM;
-        Ok(LayerArgs {
-            conv: o.of("weights of the convolution", of.conv, &[d.channels(), CONV])?,
-            decay: o.of("rates of decay", of.decay, &[d.value_heads])?,
-            dt_bias: o.of("biases of time steps", of.dt_bias, &[d.value_heads])?,
-            norm: o.of("gain of the output", of.norm, &[DELTA_DIM])?,
+        Ok(DeltaLayer {
+            conv: o.of(
+                "weights of the convolution",
+                vectors.conv,
+                &[d.channels(), CONV],
+            )?,
+            decay: o.of("rates of decay", vectors.decay, &[d.value_heads])?,
+            dt_bias: o.of("biases of time steps", vectors.dt_bias, &[d.value_heads])?,
+            norm: o.of("gain of the output", vectors.norm, &[DELTA_DIM])?,
             matrices: o.part(
                 "states",
                 &self.states.matrices,
@@ -241,19 +238,9 @@ impl LayerStates<'_> {
             key_heads: d.key_heads as i32,
             value_heads: d.value_heads as i32,
             tiled: i32::from(d.tiled),
-            eps: of.eps,
+            eps: vectors.eps,
         })
     }
-}
-
-/// `LayerRecurrence` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct RecurrenceArgs {
-    layer: LayerArgs,
-    rates: Address,
-    kept: Address,
-    scale: f32,
 }
 
 impl LayerStates<'_> {
@@ -263,144 +250,36 @@ impl LayerStates<'_> {
         o: &Operands<'_>,
         vectors: &DeltaVectors<'_>,
         rates: &HalfRows,
-        (slots, hidden): (usize, usize),
-    ) -> Result<RecurrenceArgs> {
+        slots: usize,
+        hidden: usize,
+    ) -> Result<LayerRecurrence> {
         let (rows, scale) = rates.args(o, 2 * self.delta().value_heads, hidden)?;
-        Ok(RecurrenceArgs {
-            layer: self.args(o, vectors, slots)?,
+        Ok(LayerRecurrence {
+            delta: self.args(o, vectors, slots)?,
             rates: rows,
             // The last slot is the idle one, of which no rows are kept.
             kept: self.kept(o, slots.saturating_sub(1))?,
             scale,
+            padding: [0; 1],
         })
     }
 }
 
 kernels! {
-    DELTA_STEP: StepArgs = "delta_step" in "delta_step.cu",
+    DELTA_STEP: DeltaStepArgs = "delta_step" in "delta_step.cu",
         test "kernels/cuda/tests/cuda/delta.rs::steps", bench "delta";
-    DELTA_SETTLE: SettleArgs = "delta_settle" in "delta_step.cu",
+    DELTA_SETTLE: DeltaSettleArgs = "delta_settle" in "delta_step.cu",
         test "kernels/cuda/tests/cuda/delta.rs::rows_are_taken_back", bench "delta";
-    DELTA_CONV: ConvArgs = "delta_conv" in "delta_rows.cu",
+    DELTA_CONV: DeltaConvArgs = "delta_conv" in "delta_rows.cu",
         test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
-    DELTA_CHUNKS: ChunksArgs = "delta_chunks" in "delta_rows.cu",
+    DELTA_CHUNKS: DeltaChunksArgs = "delta_chunks" in "delta_rows.cu",
         test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
-    DELTA_SCAN: ScanArgs = "delta_scan" in "delta_rows.cu",
+    DELTA_SCAN: DeltaScanArgs = "delta_scan" in "delta_rows.cu",
         test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
-    DELTA_GATE: GateArgs = "delta_gate" in "delta_rows.cu",
+    DELTA_GATE: DeltaGateArgs = "delta_gate" in "delta_rows.cu",
         test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
-    COPY_STATES: CopyArgs = "copy_states" in "delta_rows.cu",
+    COPY_STATES: CopyStatesArgs = "copy_states" in "delta_rows.cu",
         test "kernels/cuda/tests/cuda/delta.rs::many_rows", bench "delta";
-}
-
-/// `DeltaStepArgs` of `cuda/delta_step.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct StepArgs {
-    layer: LayerArgs,
-    qkvz: Address,
-    ba: Address,
-    x: Address,
-    gain: Address,
-    rates: Address,
-    step: Address,
-    out: Address,
-    half: Address,
-    columns: Address,
-    m: i32,
-    padded: i32,
-    column_rows: i32,
-    nibbles: i32,
-    idle: i32,
-    late: i32,
-    hidden: i32,
-    scale: f32,
-    kept: Address,
-}
-
-/// `DeltaSettleArgs` of `cuda/delta_step.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SettleArgs {
-    matrices: Address,
-    kept: Address,
-    value_heads: i32,
-    places: i32,
-    slots: i32,
-    slot: i32,
-    place: i32,
-    count: i32,
-}
-
-/// `DeltaConvArgs` of `cuda/delta_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ConvArgs {
-    layer: LayerArgs,
-    qkvz: Address,
-    rows: Address,
-    mixed: Address,
-    m: i32,
-}
-
-/// `DeltaSpan` of `cuda/delta_rows.cu`.
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-struct SpanArgs {
-    row: i32,
-    count: i32,
-    position: i32,
-    slot: i32,
-    mark: i32,
-    place: i32,
-    chunk: i32,
-}
-
-/// `DeltaChunksArgs` of `cuda/delta_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ChunksArgs {
-    layer: LayerArgs,
-    mixed: Address,
-    ba: Address,
-    parts: Address,
-    spans: [SpanArgs; MOST_SPANS],
-}
-
-/// `DeltaScanArgs` of `cuda/delta_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ScanArgs {
-    layer: LayerArgs,
-    mixed: Address,
-    qkvz: Address,
-    parts: Address,
-    out: Address,
-    spans: [SpanArgs; MOST_SPANS],
-}
-
-/// `DeltaGateArgs` of `cuda/delta_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GateArgs {
-    layer: LayerArgs,
-    o: Address,
-    qkvz: Address,
-    out: Address,
-    half: Address,
-    m: i32,
-    padded: i32,
-}
-
-/// `CopyStatesArgs` of `cuda/delta_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CopyArgs {
-    parts: [Address; 2],
-    words: [i32; 2],
-    places: i32,
-    from: i32,
-    to: i32,
 }
 
 impl Stream {
@@ -408,8 +287,9 @@ impl Stream {
     /// sequence, at consecutive positions: from its products `qkvz` ([`DeltaRows`]) and `rates` to the norm of its output
     /// times `silu(z)`, `[m, values]`. States are brought forward, but for the slot `idle`; where rows are kept
     /// ([`StatesShape::kept`]), those of a sequence with several rows stay in front of them, until a later step is told
-    /// how many of these rows were right ([`Step::behind`]), or [`Stream::settle_states`]. With `late`, the next kernel does
-    /// not start before the previous one has ended.
+    /// how many of these rows were right ([`Step::behind`]), or [`Stream::settle_states`]. With
+    /// `holds_dependents`, the next kernel (a programmatic dependent launch) does not start before the previous one has
+    /// ended.
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand does not fit; errors of the driver.
@@ -422,7 +302,7 @@ impl Stream {
         states: LayerStates<'_>,
         out: AttentionOutput<'_>,
         (m, idle): (usize, usize),
-        late: bool,
+        holds_dependents: bool,
     ) -> Result<()> {
         let o = self.operands("delta_step");
         let d = states.delta();
@@ -434,16 +314,16 @@ impl Stream {
         let (mut hidden, mut scale, mut shared) = (0, 1.0, 0);
         match rates {
             Rates::Products(products) => ba = o.of("rates", products, &[m, 2 * d.value_heads])?,
-            Rates::Of(of, norm, w) => {
+            Rates::Of(stream, norm, w) => {
                 o.multiple("inputs of rates", 4, w.inputs())?;
                 o.at_most("inputs of rates", MOST_RATE_INPUTS, w.inputs())?;
                 (hidden, shared) = (w.inputs(), 8 * w.inputs());
-                x = o.of("x", of, &[m, hidden])?;
+                x = o.of("x", stream, &[m, hidden])?;
                 gain = norm.gain(&o, hidden)?;
                 (rows, scale) = w.args(&o, 2 * d.value_heads, hidden)?;
             }
         }
-        let args = StepArgs {
+        let args = DeltaStepArgs {
             layer,
             qkvz: o.of("qkvz", qkvz, &[m, d.channels() + d.values()])?,
             ba,
@@ -459,12 +339,12 @@ impl Stream {
             column_rows: out.column_rows,
             nibbles: out.nibbles,
             idle: idle as i32,
-            late: i32::from(late),
+            holds_dependents: i32::from(holds_dependents),
             hidden: hidden as i32,
             scale,
             kept,
         };
-        let shape = shape((d.value_heads, m), 4 * DELTA_DIM)
+        let shape = shape([d.value_heads, m], 4 * DELTA_DIM)
             .shared(shared)
             .overlapping();
         // SAFETY: the operands were checked, and that the steps' slots have states.
@@ -478,7 +358,7 @@ impl Stream {
     /// [`Error::Shape`] if an operand does not fit; errors of the driver.
     pub fn delta_rows(
         &self,
-        of: DeltaRows<'_>,
+        buffers: DeltaRows<'_>,
         spans: &[DeltaSpan],
         vectors: &DeltaVectors<'_>,
         states: LayerStates<'_>,
@@ -487,25 +367,30 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("delta_rows");
         let d = states.delta();
-        let places = of.rows.bounds();
+        let places = buffers.rows.bounds();
         let layer = states.args(&o, vectors, places.slots)?;
-        let qkvz = o.of("qkvz", of.qkvz, &[m, d.channels() + d.values()])?;
-        let ba = o.of("rates", of.ba, &[m, 2 * d.value_heads])?;
-        let mixed = o.of("queries, keys and values", of.mixed, &[m, d.channels()])?;
-        let scanned = o.of("outputs", of.scanned, &[m, d.values()])?;
-        let conv = ConvArgs {
+        let qkvz = o.of("qkvz", buffers.qkvz, &[m, d.channels() + d.values()])?;
+        let ba = o.of("rates", buffers.ba, &[m, 2 * d.value_heads])?;
+        let mixed = o.of(
+            "queries, keys and values",
+            buffers.mixed,
+            &[m, d.channels()],
+        )?;
+        let scanned = o.of("outputs", buffers.scanned, &[m, d.values()])?;
+        let conv = DeltaConvArgs {
             layer,
             qkvz,
-            rows: o.of("rows", of.rows.values(), &[m])?,
+            rows: o.of("rows", buffers.rows.values(), &[m])?,
             mixed,
             m: m as i32,
+            padding: [0; 1],
         };
         let heads = 2 * d.key_heads + d.value_heads;
         // SAFETY: the operands were checked, and that the rows' slots have states.
-        unsafe { self.launch(&DELTA_CONV, shape((m.div_ceil(8), heads), 256), &conv)? };
+        unsafe { self.launch(&DELTA_CONV, shape([m.div_ceil(8), heads], 256), &conv)? };
         let mut chunk = 0;
         for some in spans.chunks(MOST_SPANS) {
-            let mut of_spans = [SpanArgs::default(); MOST_SPANS];
+            let mut of_spans = [delta_rows::DeltaSpan::default(); MOST_SPANS];
             let mut most = 0;
             for (to, span) in of_spans.iter_mut().zip(some) {
                 *to = span.args(&o, m, places, states.states.shape.places)?;
@@ -513,18 +398,22 @@ impl Stream {
                 chunk += span.chunks();
                 most = most.max(span.chunks());
             }
-            let parts = o.of("chunks", of.chunks, &[chunk, d.value_heads, CHUNK_PARTS])?;
-            let args = ChunksArgs {
+            let parts = o.of(
+                "chunks",
+                buffers.chunks,
+                &[chunk, d.value_heads, CHUNK_PARTS],
+            )?;
+            let args = DeltaChunksArgs {
                 layer,
                 mixed,
                 ba,
                 parts,
                 spans: of_spans,
             };
-            let grid = LaunchShape::new((most, d.key_heads, some.len()), 128);
+            let grid = LaunchShape::new([most, d.key_heads, some.len()], 128);
             // SAFETY: the operands were checked, and that the spans' rows and chunks are there.
             unsafe { self.launch(&DELTA_CHUNKS, grid, &args)? };
-            let args = ScanArgs {
+            let args = DeltaScanArgs {
                 layer,
                 mixed,
                 qkvz,
@@ -532,13 +421,13 @@ impl Stream {
                 out: scanned,
                 spans: of_spans,
             };
-            let grid = (d.value_heads * SCAN_PARTS, some.len());
+            let grid = [d.value_heads * SCAN_PARTS, some.len()];
             // SAFETY: the operands were checked, and that the spans' rows, chunks and places are there.
             unsafe { self.launch(&DELTA_SCAN, shape(grid, DELTA_DIM), &args)? };
         }
         let padded = d.values().next_multiple_of(SPAN);
         let (full, half) = out.addresses(&o, m, d.values())?;
-        let args = GateArgs {
+        let args = DeltaGateArgs {
             layer,
             o: scanned,
             qkvz,
@@ -551,7 +440,7 @@ impl Stream {
         unsafe {
             self.launch(
                 &DELTA_GATE,
-                shape((m.div_ceil(8), d.value_heads), 256),
+                shape([m.div_ceil(8), d.value_heads], 256),
                 &args,
             )
         }
@@ -584,7 +473,7 @@ impl Stream {
         )?;
         o.at_most("kept rows", MOST_RUN, count)?;
         let whole = |all: &Buffer<f32>| o.of("states", all, &[all.len()]);
-        let args = SettleArgs {
+        let args = DeltaSettleArgs {
             matrices: whole(&states.matrices)?,
             kept: whole(&states.kept)?,
             value_heads: d.value_heads as i32,
@@ -594,7 +483,7 @@ impl Stream {
             place: place as i32,
             count: count as i32,
         };
-        let shape = shape((d.value_heads, layers), 4 * DELTA_DIM);
+        let shape = shape([d.value_heads, layers], 4 * DELTA_DIM);
         // SAFETY: place, slot and rows are there.
         unsafe { self.launch(&DELTA_SETTLE, shape, &args) }
     }
@@ -613,7 +502,7 @@ impl Stream {
         } = states.shape;
         o.at_least("places", from.max(to) + 1, places)?;
         let whole = |all: &Buffer<f32>| o.of("states", all, &[all.len()]);
-        let args = CopyArgs {
+        let args = CopyStatesArgs {
             parts: [whole(&states.matrices)?, whole(&states.inputs)?],
             words: [
                 d.value_heads * DELTA_DIM * DELTA_DIM / 4,
@@ -623,9 +512,10 @@ impl Stream {
             places: places as i32,
             from: from as i32,
             to: to as i32,
+            padding: [0; 1],
         };
         // SAFETY: both places are there.
-        unsafe { self.launch(&COPY_STATES, shape((32, layers), 256), &args) }
+        unsafe { self.launch(&COPY_STATES, shape([32, layers], 256), &args) }
     }
 }
 
@@ -637,7 +527,13 @@ impl DeltaSpan {
     }
 
     /// The argument, checked against `m` rows, which stand within `there`, and `places` states.
-    fn args(&self, o: &Operands<'_>, m: usize, there: &Places, places: usize) -> Result<SpanArgs> {
+    fn args(
+        &self,
+        o: &Operands<'_>,
+        m: usize,
+        there: &Places,
+        places: usize,
+    ) -> Result<delta_rows::DeltaSpan> {
         let SequenceRows {
             row,
             count,
@@ -654,7 +550,7 @@ impl DeltaSpan {
             o.at_most("rows in front of a snapshot", count, mark)?;
             o.at_least("places", place.saturating_add(1), places)?;
         }
-        Ok(SpanArgs {
+        Ok(delta_rows::DeltaSpan {
             row: row as i32,
             count: count as i32,
             position: position as i32,

@@ -1,19 +1,22 @@
 //! The experts of a mixture: for each row those with the best router scores, chosen on the device.
 
 use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
-use super::gemv::{GEMV_WARPS, GemvArgs, GemvPlan};
+use super::gemv::{GEMV_WARPS, GemvPlan};
 use super::kernel::{Instance, kernels, kind_index, names};
-use super::linear::{DeviceLinear, PackedShape, WeightSizes};
+use super::linear::{DeviceLinear, PackedShape};
 use super::pack::{PackedKind, SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Asked, Epilogue, Norm};
+use crate::cuda::choose;
+use crate::cuda::experts::ExpertsArgs;
+use crate::cuda::gemv::GemvArgs;
 use nq_kernels::Result;
 use nq_model::Experts;
 
 /// Most experts in a layer (`cuda/choose.cuh`).
-pub const MOST_EXPERTS: usize = 512;
+pub const MOST_EXPERTS: usize = choose::MOST_EXPERTS;
 /// Most experts per row.
-pub const MOST_CHOSEN: usize = 32;
+pub const MOST_CHOSEN: usize = choose::MOST_CHOSEN;
 
 kernels! {
     EXPERTS: ExpertsArgs = "experts" in "experts.cu",
@@ -22,22 +25,6 @@ kernels! {
     EXPERTS_SHORT: ExpertsArgs = "experts_short" in "experts.cu",
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_rows", bench "experts",
         instances names!(schemes "experts"; "_short");
-}
-
-/// `ExpertsArgs` of `cuda/experts.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ExpertsArgs {
-    product: GemvArgs,
-    scores: Address,
-    experts: i32,
-    per_token: i32,
-    part: i32,
-    tiles: i32,
-    normalized: i32,
-    x_stride: i32,
-    out_stride: i32,
-    shared: i32,
 }
 
 /// `sizeof(Chosen)` of `cuda/choose.cuh`.
@@ -87,7 +74,7 @@ impl Stream {
         // Ensures that each expert's values are whole spans.
         o.multiple("width of an expert", SPAN, experts.width)?;
         let tiles = 2 * experts.width / TILE;
-        check(&o, experts, (w.rows(), 2 * experts.width), m)?;
+        check(&o, experts, w.rows(), 2 * experts.width, m)?;
         let launch = Launch {
             epilogue: Epilogue::Silu,
             x: o.of("x", x, &[m, w.inputs()])?,
@@ -117,7 +104,7 @@ impl Stream {
         let o = self.operands("experts_down");
         let outputs = w.rows() / stacked(experts).max(1);
         o.multiple("outputs of an expert", TILE, outputs)?;
-        check(&o, experts, (w.rows(), outputs), m)?;
+        check(&o, experts, w.rows(), outputs, m)?;
         let inputs = gated_width(experts);
         let launch = Launch {
             epilogue: Epilogue::Add,
@@ -163,20 +150,19 @@ impl Stream {
                 out: launch.out,
                 best: Address::NULL,
                 inputs: launch.strides.0 as i32,
-                sizes: WeightSizes {
-                    rows: (launch.tiles * TILE) as i32,
-                    tiles: launch.tiles as i32,
-                    spans: launch.spans as i32,
-                    ..w.sizes()
-                },
+                rows: (launch.tiles * TILE) as i32,
+                tiles: launch.tiles as i32,
+                spans: launch.spans as i32,
+                groups: w.kind().groups() as i32,
+                meta_bytes: w.kind().meta_bytes() as i32,
                 split: plan.cut.split as i32,
                 inverse: 256usize.div_ceil(plan.cut.split) as i32,
                 depth: plan.depth as i32,
                 eps: launch.eps,
                 scale,
-                late: 0,
+                holds_dependents: 0,
                 epilogue: launch.epilogue as i32,
-                pad: 0,
+                unused: 0,
             },
             scores: o.of("scores", scores, &[m, stacked(experts)])?,
             experts: stacked(experts) as i32,
@@ -188,7 +174,7 @@ impl Stream {
             out_stride: launch.strides.1 as i32,
             shared: i32::from(experts.shared > 0),
         };
-        let shape = LaunchShape::new((plan.cut.blocks, m, 1), GEMV_WARPS * 32)
+        let shape = LaunchShape::new([plan.cut.blocks, m, 1], GEMV_WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         // SAFETY: the operands were checked; a chosen index is below the number of experts, whose records
@@ -219,7 +205,8 @@ struct Launch {
 pub(super) fn check(
     o: &Operands<'_>,
     e: &Experts,
-    (rows, each): (usize, usize),
+    rows: usize,
+    each: usize,
     m: usize,
 ) -> Result<()> {
     o.at_least("rows", 1, m)?;

@@ -1,8 +1,7 @@
 //! Products of many rows at once.
 
-use super::driver::{
-    Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream, TensorMap, has_small_blocks,
-};
+use super::Version;
+use super::driver::{Address, Buffer, Gpu, GpuInfo, LaunchShape, Stream, has_small_blocks};
 use super::kernel::{kernels, names};
 use super::linear::{DeviceLinear, PackedShape, WeightSizes};
 use super::pack::{PackedKind, SPAN, TILE};
@@ -10,6 +9,8 @@ use super::product::{
     Asked, Epilogue, Inputs, OutputAddresses, OutputMemory, Product, ProductOutput, RowBlocks,
     boxes, cheapest,
 };
+use crate::cuda::gemm::{GemmArgs, LARGE_ROOM, SMALL_ROOM};
+use crate::cuda::gemm_wgmma::WgmmaArgs;
 use nq_kernels::Result;
 use std::ops::Range;
 
@@ -43,35 +44,6 @@ kernels! {
     GEMM_WGMMA: WgmmaArgs = "gemm_wgmma" in "gemm_wgmma.cu",
         test "kernels/cuda/tests/cuda/mod.rs::products_of_many_rows_in_real_shapes", bench "gemm",
         instances names!(kinds "gemm"; "_64x64", "_64x128", "_192x128");
-}
-
-/// `GemmArgs` of `cuda/gemm.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GemmArgs {
-    codes: Address,
-    meta: Address,
-    x: Address,
-    y: Address,
-    half: Address,
-    of_experts: Address,
-    m: i32,
-    sizes: WeightSizes,
-    padded: i32,
-    epilogue: i32,
-    scale: f32,
-    parts: i32,
-}
-
-/// `WgmmaArgs` of `cuda/gemm_wgmma.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct WgmmaArgs {
-    x: TensorMap,
-    codes: TensorMap,
-    meta: TensorMap,
-    p: GemmArgs,
-    pad: [i32; 10],
 }
 
 /// An instance of `cuda/gemm.cu`, in the order of [`GEMM`]'s names: each warp multiplies tiles of weights by all
@@ -124,8 +96,6 @@ const INSTANCES: [MmaInstance; 4] = [
 /// Threads of a team.
 const TEAM: usize = 128;
 /// Shared memory that teams have on a multiprocessor, where blocks have little ([`has_small_blocks`]) and elsewhere.
-const SMALL_ROOM: usize = 98_304;
-const LARGE_ROOM: usize = 163_840;
 /// More rows of x than this are multiplied by weights that were rounded to FP16.
 const EXACT_ROWS: usize = 16;
 /// Microseconds until the sums of one more team are added up.
@@ -147,31 +117,33 @@ pub(super) struct GemmPlan {
 impl GemmPlan {
     /// A product with `w` in `columns` blocks of rows of x. None without room.
     fn of(
-        (instance, teams): (usize, usize),
+        instance: usize,
+        teams: usize,
         info: &GpuInfo,
         columns: usize,
         w: &PackedShape,
     ) -> Option<Self> {
         let room = info.shared_memory;
-        let of = &INSTANCES[instance];
+        let kernel = &INSTANCES[instance];
         // `STAGE` and `STAGES` of `Gemm`; afterwards, the sums of all teams but one.
-        let stage = of.rows * 128 + of.tiles * w.kind.bits() * 128;
+        let stage = kernel.rows * 128 + kernel.tiles * w.kind.bits() * 128;
         let all = if has_small_blocks(room) {
             SMALL_ROOM
         } else {
             LARGE_ROOM
         };
-        let stages = (all / of.teams / stage).clamp(2, 4);
-        let sums = (teams - 1) * of.tiles * TILE * of.rows * size_of::<f32>();
+        let stages = (all / kernel.teams / stage).clamp(2, 4);
+        let sums = (teams - 1) * kernel.tiles * TILE * kernel.rows * size_of::<f32>();
         let shared = (teams * stages * stage).max(sums);
-        let resident = (all / shared).min(of.teams / teams) * teams;
+        let resident = (all / shared).min(kernel.teams / teams) * teams;
         if shared > room {
             return None;
         }
         // Of the multiprocessor that has most to do.
-        let blocks = (columns * w.tiles.div_ceil(of.tiles)).div_ceil(info.multiprocessors.max(1));
+        let blocks =
+            (columns * w.tiles.div_ceil(kernel.tiles)).div_ceil(info.multiprocessors.max(1));
         let turns = (blocks * teams).div_ceil(resident.max(teams));
-        let busy = ((blocks * teams) as f64 * of.work).max(turns as f64 * of.step);
+        let busy = ((blocks * teams) as f64 * kernel.work).max(turns as f64 * kernel.step);
         let steps = 4.0 * w.spans as f64 / teams as f64;
         let time = busy * steps + (teams - 1) as f64 * JOINING;
         Some(GemmPlan {
@@ -188,7 +160,9 @@ impl GemmPlan {
         let plans = Self::instances(blocks)
             .flat_map(|i| [1, 2, 4].map(|teams| (i, teams)))
             .filter(|&(i, teams)| teams <= INSTANCES[i].teams.min(w.spans.max(1)))
-            .filter_map(|of| Self::of(of, info, blocks.columns(INSTANCES[of.0].rows), w));
+            .filter_map(|(i, teams)| {
+                Self::of(i, teams, info, blocks.columns(INSTANCES[i].rows), w)
+            });
         cheapest(plans.map(|plan| (plan.time, plan)))
     }
 
@@ -291,7 +265,7 @@ impl WgmmaPlan {
     pub(super) fn new(gpu: &Gpu, w: &PackedShape, blocks: RowBlocks) -> Option<Self> {
         let info = gpu.info();
         let few = matches!(blocks, RowBlocks::Of(m) if m <= EXACT_ROWS);
-        if few || info.capability != (9, 0) {
+        if few || info.capability != Version::new(9, 0) {
             return None;
         }
         let plan = Self::fastest(info.multiprocessors, w, blocks)?;
@@ -303,22 +277,27 @@ impl WgmmaPlan {
     /// The fastest on so many multiprocessors.
     fn fastest(multiprocessors: usize, w: &PackedShape, blocks: RowBlocks) -> Option<Self> {
         let most = (4 * w.spans / LEAST_STEPS).max(1);
-        cheapest(WGMMA_INSTANCES.iter().enumerate().flat_map(|(i, of)| {
-            let most = match blocks {
-                RowBlocks::Of(_) => most.min(of.most_parts),
-                RowBlocks::Sorted { rows, .. } => usize::from(rows == of.rows),
-            };
-            let columns = blocks.columns(of.rows);
-            let parts = PARTS.into_iter().filter(move |&p| p <= most);
-            parts.map(move |parts| {
-                let plan = WgmmaPlan {
-                    instance: i,
-                    columns,
-                    parts,
-                };
-                (of.time(multiprocessors, columns, w, parts), plan)
-            })
-        }))
+        cheapest(
+            WGMMA_INSTANCES
+                .iter()
+                .enumerate()
+                .flat_map(|(i, instance)| {
+                    let most = match blocks {
+                        RowBlocks::Of(_) => most.min(instance.most_parts),
+                        RowBlocks::Sorted { rows, .. } => usize::from(rows == instance.rows),
+                    };
+                    let columns = blocks.columns(instance.rows);
+                    let parts = PARTS.into_iter().filter(move |&p| p <= most);
+                    parts.map(move |parts| {
+                        let plan = WgmmaPlan {
+                            instance: i,
+                            columns,
+                            parts,
+                        };
+                        (instance.time(multiprocessors, columns, w, parts), plan)
+                    })
+                }),
+        )
     }
 }
 
@@ -343,12 +322,9 @@ impl ManyRowsPlan {
 /// Rows that a block of [`Stream::gemm_experts`] takes if experts have `mean` rows on average: rows are dealt
 /// unevenly, and few experts should need a second block.
 pub(super) fn rows_of_experts(gpu: &Gpu, mean: usize) -> usize {
-    let most = match gpu.info().capability {
-        (9, 0) => 128,
-        // Blocks of 128 are faster by a fifth, if they are full.
-        _ if mean >= 128 => 128,
-        _ => 64,
-    };
+    // Elsewhere blocks of 128 are faster by a fifth, if they are full.
+    let large = gpu.info().capability == Version::new(9, 0) || mean >= 128;
+    let most = if large { 128 } else { 64 };
     [8, 16, 64]
         .into_iter()
         .find(|&n| 2 * mean <= n)
@@ -398,7 +374,11 @@ impl Stream {
             half: to.half,
             of_experts,
             m: p.m as i32,
-            sizes,
+            rows: sizes.rows,
+            tiles: sizes.tiles,
+            spans: sizes.spans,
+            groups: sizes.groups,
+            meta_bytes: sizes.meta_bytes,
             padded: (sizes.rows as usize / 2).next_multiple_of(SPAN) as i32,
             epilogue: to.epilogue as i32,
             scale,
@@ -406,33 +386,33 @@ impl Stream {
         };
         match plan {
             ManyRowsPlan::Warpgroups(plan) => {
-                let of = &WGMMA_INSTANCES[plan.instance];
+                let kernel = &WGMMA_INSTANCES[plan.instance];
                 args.parts = plan.parts as i32;
                 // A box has at most 256 elements; with 16-bit weights, a step takes 2,048 bytes of a tile.
                 let element = if kind.bits() == 16 { 8 } else { 4 };
                 let codes_box = (kind.code_bytes() / 4, element);
-                let (size, from) = ((of.rows, of.groups * 4), (args.x, codes, meta));
+                let (size, from) = ((kernel.rows, kernel.groups * 4), (args.x, codes, meta));
                 let [x, codes, meta] = boxes(p, from, size, codes_box)?;
                 let args = WgmmaArgs {
                     x,
                     codes,
                     meta,
                     p: args,
-                    pad: [0; 10],
+                    padding: [0; 10],
                 };
-                let grid = (plan.parts * plan.columns, tiles.div_ceil(size.1), 1);
-                let shape = LaunchShape::new(grid, of.groups * 128 + 32)
-                    .shared(of.shared(kind))
+                let grid = [plan.parts * plan.columns, tiles.div_ceil(size.1), 1];
+                let shape = LaunchShape::new(grid, kernel.groups * 128 + 32)
+                    .shared(kernel.shared(kind))
                     .clusters_of(plan.parts);
                 // SAFETY: by the caller; the boxes are those of the kernel.
                 unsafe { self.launch(GEMM_WGMMA.of_kind(plan.instance, kind), shape, &args) }
             }
             ManyRowsPlan::Warps(plan) => {
-                let grid = (
+                let grid = [
                     plan.columns,
                     tiles.div_ceil(INSTANCES[plan.instance].tiles),
                     1,
-                );
+                ];
                 let shape = LaunchShape::new(grid, plan.teams * TEAM).shared(plan.shared);
                 // SAFETY: by the caller.
                 unsafe { self.launch(GEMM.of_kind(plan.instance, kind), shape, &args) }

@@ -1,6 +1,7 @@
 //! The products of a decode step of 17 to 64 sequences, and the norms between them.
 
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream, TensorMap};
+use super::Version;
+use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::kernel::{kernels, names};
 use super::linear::{DeviceLinear, PackedShape};
 use super::pack::{PackedKind, SPAN};
@@ -9,6 +10,8 @@ use super::product::{
     Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, boxes,
     cheapest,
 };
+use crate::cuda::gemm_step::{GemmStepArgs, MOST_STAGES};
+use crate::cuda::norm_step::NormStepArgs;
 use nq_kernels::{Error, Result};
 
 /// Most sequences that [`Stream::gemm_step`] supports.
@@ -38,45 +41,6 @@ kernels! {
     NORM_STEP: NormStepArgs = "norm_step" in "norm_step.cu",
         test "kernels/cuda/tests/cuda/wide.rs::norms_add_what_products_left_in_parts",
         bench "gemm_step";
-}
-
-/// `NormStepArgs` of `cuda/norm_step.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct NormStepArgs {
-    x: Address,
-    parts: Address,
-    gain: Address,
-    half: Address,
-    count: i32,
-    width: i32,
-    padded: i32,
-    eps: f32,
-    late: i32,
-}
-
-/// `GemmStepArgs` of `cuda/gemm_step.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct GemmStepArgs {
-    x: TensorMap,
-    codes: TensorMap,
-    meta: TensorMap,
-    y: Address,
-    half: Address,
-    best: Address,
-    m: i32,
-    rows: i32,
-    spans: i32,
-    groups: i32,
-    meta_bytes: i32,
-    padded: i32,
-    row_groups: i32,
-    depth: i32,
-    epilogue: i32,
-    parts: i32,
-    scale: f32,
-    pad: [i32; 15],
 }
 
 /// An instance of `cuda/gemm_step.cu`.
@@ -111,9 +75,6 @@ const INSTANCES: [StepInstance; 7] = [
 
 /// Microseconds that each part adds to the next kernel.
 const PART_COST: f64 = 0.2;
-
-/// `MOST_STAGES` of `cuda/gemm_step.cuh`.
-const MOST_STAGES: usize = 16;
 
 /// Shared memory left for the norms before and after, which run on the same multiprocessor.
 const LEFT_TO_NORMS: usize = 24 << 10;
@@ -184,7 +145,7 @@ impl Gpu {
     /// True if [`Stream::gemm_step`] and [`Stream::norm_step`] run on this device: on compute capability
     /// 9.0, if this build has machine code for it.
     pub fn takes_wide_steps(&self) -> bool {
-        self.info().capability == (9, 0) && self.has_kernel(&NORM_STEP.instance(0))
+        self.info().capability == Version::new(9, 0) && self.has_kernel(&NORM_STEP.instance(0))
     }
 }
 
@@ -256,7 +217,7 @@ impl Stream {
         let element = if kind.bits() == 4 { 4 } else { 8 };
         let (size, from) = ((instance.rows, instance.groups * 4), (p.x()?, codes, meta));
         let [x, codes, meta] = boxes(p, from, size, (bytes, element))?;
-        let of = w.sizes();
+        let sizes = w.sizes();
         let args = GemmStepArgs {
             x,
             codes,
@@ -265,19 +226,19 @@ impl Stream {
             half: to.half,
             best: to.best,
             m: p.m as i32,
-            rows: of.rows,
-            spans: of.spans,
-            groups: of.groups,
-            meta_bytes: of.meta_bytes,
+            rows: sizes.rows,
+            spans: sizes.spans,
+            groups: sizes.groups,
+            meta_bytes: sizes.meta_bytes,
             padded: (w.rows() / 2).next_multiple_of(SPAN) as i32,
             row_groups: w.tiles().div_ceil(size.1) as i32,
             depth: depth as i32,
             epilogue: to.epilogue as i32,
             parts: plan.parts as i32,
             scale,
-            pad: [0; 15],
+            padding: [0; 15],
         };
-        let shape = LaunchShape::new((plan.taken * plan.parts, 1, 1), instance.groups * 128 + 32)
+        let shape = LaunchShape::new([plan.taken * plan.parts, 1, 1], instance.groups * 128 + 32)
             .shared(shared)
             .overlapping();
         // SAFETY: the operands were checked; the boxes are those of the kernel.
@@ -285,8 +246,9 @@ impl Stream {
     }
 
     /// Adds the parts of `sums` `[parts, m, width]`, if given, to the residuals `x` `[m, width]`,
-    /// and normalizes them: `half` `[m, width padded to 256]` in FP16, in operand order. `late`
-    /// keeps the next kernels from starting before the previous one has ended.
+    /// and normalizes them: `half` `[m, width padded to 256]` in FP16, in operand order. With
+    /// `holds_dependents`, the next kernels (programmatic dependent launches) do not start before the previous one has
+    /// ended.
     ///
     /// # Errors
     /// [`Error::NoKernel`] unless [`Gpu::takes_wide_steps`]; [`Error::Shape`] if an operand does
@@ -298,7 +260,7 @@ impl Stream {
         norm: Norm<'_>,
         half: &mut Buffer<u16>,
         m: usize,
-        late: bool,
+        holds_dependents: bool,
     ) -> Result<()> {
         const THREADS: usize = 128;
         let o = self.operands("norm_step");
@@ -326,11 +288,12 @@ impl Stream {
             width: width as i32,
             padded: padded as i32,
             eps: norm.eps,
-            late: i32::from(late),
+            holds_dependents: i32::from(holds_dependents),
+            padding: [0; 1],
         };
         // With 1,024 values or more, a thread has two vectors.
         let blocks = (width / (8 * THREADS)).clamp(1, 4);
-        let shape = LaunchShape::new((blocks, m, 1), THREADS)
+        let shape = LaunchShape::new([blocks, m, 1], THREADS)
             .shared((padded / 4).div_ceil(blocks) * 16)
             .overlapping()
             .clusters_of(blocks);

@@ -1,12 +1,14 @@
 //! One row of activations times a packed weight: the products of a decode step.
 
-use super::driver::{Address, Buffer, GpuInfo, LaunchShape, Stream};
+use super::driver::{Buffer, GpuInfo, LaunchShape, Stream};
 use super::kernel::{Instance, kernels, kind_index, names};
-use super::linear::{DeviceLinear, PackedShape, WeightSizes};
+use super::linear::{DeviceLinear, PackedShape};
 use super::pack::PackedKind;
 use super::product::{
     Asked, Epilogue, Inputs, Norm, OutputAddresses, OutputMemory, Product, ProductOutput, cheapest,
 };
+use crate::cuda::gemv::GemvArgs;
+pub(super) use crate::cuda::gemv::WARPS as GEMV_WARPS;
 use nq_kernels::Result;
 
 /// Output of a step's product of `m` sequences.
@@ -45,30 +47,6 @@ kernels! {
         instances names!(schemes "gemv"; "_short");
 }
 
-/// `GemvArgs` of `cuda/gemv.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct GemvArgs {
-    pub(super) codes: Address,
-    pub(super) meta: Address,
-    pub(super) x: Address,
-    pub(super) gain: Address,
-    pub(super) out: Address,
-    pub(super) best: Address,
-    pub(super) inputs: i32,
-    pub(super) sizes: WeightSizes,
-    pub(super) split: i32,
-    pub(super) inverse: i32,
-    pub(super) depth: i32,
-    pub(super) eps: f32,
-    pub(super) scale: f32,
-    pub(super) late: i32,
-    pub(super) epilogue: i32,
-    pub(super) pad: i32,
-}
-
-/// Warps of a block of `cuda/gemv.cu`.
-pub(super) const GEMV_WARPS: usize = 16;
 /// Most spans per warp, of 4 to 8 bits, for the kernel that keeps them in registers: measured
 /// on an H200.
 const fn short_spans(bits: usize) -> usize {
@@ -180,8 +158,8 @@ impl GemvPlan {
 }
 
 impl Stream {
-    /// Multiplies one row of activations `x` `[inputs]` by `w`: a kernel of a decode step. `late` keeps
-    /// the next kernel from starting before the previous one has ended.
+    /// Multiplies one row of activations `x` `[inputs]` by `w`: a kernel of a decode step. With `holds_dependents`,
+    /// the next kernel (a programmatic dependent launch) does not start before the previous one has ended.
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
@@ -190,12 +168,18 @@ impl Stream {
         w: &DeviceLinear,
         x: &Buffer<f32>,
         output: GemvOutput<'_>,
-        late: bool,
+        holds_dependents: bool,
     ) -> Result<()> {
         let head = matches!(output, GemvOutput::Head(..));
         let asked = Asked::Row { head };
         let p = Product::new(self.operands("gemv"), w, Inputs::Full(x), 1, asked);
-        self.multiply(Product { late, ..p }, output.into())
+        self.multiply(
+            Product {
+                holds_dependents,
+                ..p
+            },
+            output.into(),
+        )
     }
 
     /// The launch of [`Stream::gemv`].
@@ -207,6 +191,7 @@ impl Stream {
     ) -> Result<()> {
         let (o, w) = (&p.o, p.w);
         let (codes, meta, scale) = w.operands(o)?;
+        let sizes = w.sizes();
         let args = GemvArgs {
             codes,
             meta,
@@ -215,17 +200,21 @@ impl Stream {
             out: to.y,
             best: to.best,
             inputs: w.inputs() as i32,
-            sizes: w.sizes(),
+            rows: sizes.rows,
+            tiles: sizes.tiles,
+            spans: sizes.spans,
+            groups: sizes.groups,
+            meta_bytes: sizes.meta_bytes,
             split: plan.cut.split as i32,
             inverse: 256usize.div_ceil(plan.cut.split) as i32,
             depth: plan.depth as i32,
             eps: to.eps(),
             scale,
-            late: i32::from(p.late),
+            holds_dependents: i32::from(p.holds_dependents),
             epilogue: to.epilogue as i32,
-            pad: 0,
+            unused: 0,
         };
-        let shape = LaunchShape::new((plan.cut.blocks, 1, 1), GEMV_WARPS * 32)
+        let shape = LaunchShape::new([plan.cut.blocks, 1, 1], GEMV_WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         // SAFETY: the operands were checked.

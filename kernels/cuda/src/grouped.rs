@@ -1,7 +1,7 @@
 //! The experts of a mixture for many rows at once: rows are sorted by expert, so that each expert's weights
 //! are read once for all of its rows (a grouped product).
 
-use super::driver::{Address, Buffer, Gpu, Stream};
+use super::driver::{Buffer, Gpu, Stream};
 use super::experts::{check, chosen, stacked};
 use super::gemm::{GemmOutput, rows_of_experts};
 use super::kernel::kernels;
@@ -10,6 +10,7 @@ use super::pack::{SPAN, TILE};
 use super::plan::ProductPlan;
 use super::product::{Asked, Inputs, Product, ProductOutput, RowBlocks};
 use super::rows::shape;
+use crate::cuda::grouped::{CombineArgs, GatherArgs, RoutesArgs};
 use nq_kernels::Result;
 use nq_model::Experts;
 
@@ -22,48 +23,6 @@ kernels! {
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
     COMBINE_EXPERTS: CombineArgs = "combine_experts" in "grouped.cu",
         test "kernels/cuda/tests/cuda/experts.rs::experts_of_many_rows", bench "grouped";
-}
-
-/// `RoutesArgs` of `cuda/grouped.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RoutesArgs {
-    scores: Address,
-    chosen: Address,
-    weights: Address,
-    places: Address,
-    blocks: Address,
-    m: i32,
-    experts: i32,
-    per_token: i32,
-    normalized: i32,
-    block_rows: i32,
-    most_blocks: i32,
-    shared: i32,
-    pad: i32,
-}
-
-/// `GatherArgs` of `cuda/grouped.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GatherArgs {
-    x: Address,
-    sorted: Address,
-    places: Address,
-    words: i32,
-    per_token: i32,
-}
-
-/// `CombineArgs` of `cuda/grouped.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CombineArgs {
-    y: Address,
-    weights: Address,
-    places: Address,
-    x: Address,
-    width: i32,
-    per_token: i32,
 }
 
 /// Rows sorted by expert, and what their experts make of them. A row has `per_token` routes; `routes`
@@ -159,7 +118,7 @@ impl Stream {
         });
         let p = Product::new(o, w, Inputs::Half(x), routes, asked);
         let plan = ProductPlan::checked(&o, PackedShape { tiles, ..w.shape() }, asked)?;
-        let to = ProductOutput::from(output).written(&o, (routes, rows), plan.shares())?;
+        let to = ProductOutput::from(output).written(&o, routes, rows, plan.shares())?;
         let sizes = WeightSizes {
             rows: rows as i32,
             tiles: tiles as i32,
@@ -188,7 +147,7 @@ impl Stream {
     ) -> Result<()> {
         let o = self.operands("group_rows");
         let (k, padded) = (chosen(e), rows.hidden.next_multiple_of(SPAN));
-        check(&o, e, (stacked(e), 1), m)?;
+        check(&o, e, stacked(e), 1, m)?;
         let grouped = Grouped::new(self.gpu(), e, m);
         o.at_most("blocks", u16::MAX.into(), grouped.blocks)?;
         let args = RoutesArgs {
@@ -204,7 +163,7 @@ impl Stream {
             block_rows: grouped.block_rows as i32,
             most_blocks: grouped.blocks as i32,
             shared: i32::from(e.shared > 0),
-            pad: 0,
+            padding: [0; 1],
         };
         let gather = GatherArgs {
             x: o.of("x", x, &[m, padded])?,
@@ -216,9 +175,9 @@ impl Stream {
         // SAFETY: the operands were checked; a chosen index is below the number of experts, and places are a
         // permutation of the routes.
         unsafe {
-            self.launch(&CHOOSE_EXPERTS, shape((m, 1), super::MOST_EXPERTS), &args)?;
-            self.launch(&SORT_ROUTES, shape((1, 1), super::MOST_EXPERTS), &args)?;
-            self.launch(&GATHER_ROWS, shape((m, 1), 256), &gather)?;
+            self.launch(&CHOOSE_EXPERTS, shape([m, 1], super::MOST_EXPERTS), &args)?;
+            self.launch(&SORT_ROUTES, shape([1, 1], super::MOST_EXPERTS), &args)?;
+            self.launch(&GATHER_ROWS, shape([m, 1], 256), &gather)?;
         }
         rows.grouped = grouped;
         Ok(())
@@ -234,7 +193,7 @@ impl Stream {
         let (e, k) = (grouped.experts, chosen(&grouped.experts));
         let o = self.operands("grouped_up");
         o.multiple("width of an expert", SPAN, e.width)?;
-        check(&o, &e, (w.rows(), 2 * e.width), grouped.m)?;
+        check(&o, &e, w.rows(), 2 * e.width, grouped.m)?;
         let (x, output) = (&rows.sorted, GemmOutput::Silu(&mut rows.gated));
         let blocks = (grouped.blocks, grouped.block_rows);
         // SAFETY: `group_rows` wrote the blocks.
@@ -264,7 +223,7 @@ impl Stream {
         let (e, k) = (grouped.experts, chosen(&grouped.experts));
         let o = self.operands("grouped_down");
         o.multiple("outputs of an expert", TILE, hidden)?;
-        check(&o, &e, (w.rows(), hidden), grouped.m)?;
+        check(&o, &e, w.rows(), hidden, grouped.m)?;
         let combine = CombineArgs {
             y: o.of("y", &rows.y, &[grouped.m, k, hidden])?,
             weights: o.of("weights of experts", &rows.weights, &[grouped.m, k])?,
@@ -285,7 +244,7 @@ impl Stream {
                 &rows.blocks,
                 blocks,
             )?;
-            self.launch(&COMBINE_EXPERTS, shape((grouped.m, 1), 256), &combine)
+            self.launch(&COMBINE_EXPERTS, shape([grouped.m, 1], 256), &combine)
         }
     }
 }

@@ -18,12 +18,12 @@ impl HalfRows {
     /// # Errors
     /// [`Error::DeviceMemory`](nq_kernels::Error::DeviceMemory); weights without f32 values.
     pub fn new(gpu: &Gpu, parts: &[&Weight]) -> Result<Self> {
-        let inputs = parts.first().map_or(0, |w| w.dims().1);
-        let rows = parts.iter().map(|w| w.dims().0).sum::<usize>();
+        let inputs = parts.first().map_or(0, |w| w.dims().cols);
+        let rows = parts.iter().map(|w| w.dims().rows).sum::<usize>();
         let mut values = vec![0f32; rows * inputs];
         let mut to = values.chunks_exact_mut(inputs.max(1));
         for w in parts {
-            for (row, to) in (0..w.dims().0).zip(&mut to) {
+            for (row, to) in (0..w.dims().rows).zip(&mut to) {
                 w.dequantize_row(row, to)?;
             }
         }

@@ -1,5 +1,6 @@
 //! Which kernels products launch, in which shape and with which arguments, on imagined devices.
 
+use super::Version;
 use super::driver::trace::{imagined, launches};
 use super::driver::{Buffer, Checked, Gpu, StreamOptions};
 use super::*;
@@ -11,12 +12,12 @@ use nq_model::Experts;
 use std::fmt::Write as _;
 
 /// Compute capability, multiprocessors, KiB of shared memory of a block; and a hash of all that the device launches.
-const DEVICES: [((i32, i32), usize, usize, u64); 5] = [
-    ((8, 0), 108, 163, 0x3bc9_50e6_91ca_c6b4),
-    ((8, 6), 84, 99, 0x26a3_f66e_1835_d8bc),
-    ((9, 0), 132, 227, 0xe6b8_58fe_888e_1d69),
-    ((10, 0), 148, 227, 0x7b34_9875_b763_b28b),
-    ((12, 0), 170, 99, 0x9273_b507_1018_ec46),
+const DEVICES: [(Version, usize, usize, u64); 5] = [
+    (Version::new(8, 0), 108, 163, 0x3bc9_50e6_91ca_c6b4),
+    (Version::new(8, 6), 84, 99, 0x26a3_f66e_1835_d8bc),
+    (Version::new(9, 0), 132, 227, 0xe6b8_58fe_888e_1d69),
+    (Version::new(10, 0), 148, 227, 0x7b34_9875_b763_b28b),
+    (Version::new(12, 0), 170, 99, 0x9273_b507_1018_ec46),
 ];
 
 /// Outputs and inputs.
@@ -116,7 +117,7 @@ impl Trace {
                 parts.paired = epilogue == 2;
             }
             if m <= 17 {
-                let late = epilogue % 2 == 0;
+                let holds_dependents = epilogue % 2 == 0;
                 for one in [true, false] {
                     let out = match epilogue {
                         0 => GemvOutput::Store(norm, y),
@@ -125,9 +126,9 @@ impl Trace {
                         _ => GemvOutput::Head(norm, y, best),
                     };
                     let done = match (one, m) {
-                        (true, 1) => s.gemv(w, x.0, out, late),
+                        (true, 1) => s.gemv(w, x.0, out, holds_dependents),
                         (true, _) => continue,
-                        _ => s.gemv_batch(w, x.0, out, columns, m, late),
+                        _ => s.gemv_batch(w, x.0, out, columns, m, holds_dependents),
                     };
                     self.note(format_args!("gemv {one} {epilogue} {case}"), done);
                 }
@@ -180,8 +181,8 @@ impl Trace {
     /// Experts of `m` rows, each alone and sorted by expert.
     fn experts(&mut self, e: &Experts, hidden: usize, kind: PackedKind, m: usize) {
         let all = stacked(e);
-        let up = DeviceLinear::zeros(&self.gpu, kind, (&[all * 2 * e.width], hidden)).unwrap();
-        let down = DeviceLinear::zeros(&self.gpu, kind, (&[all * hidden], e.width)).unwrap();
+        let up = DeviceLinear::zeros(&self.gpu, kind, &[all * 2 * e.width], hidden).unwrap();
+        let down = DeviceLinear::zeros(&self.gpu, kind, &[all * hidden], e.width).unwrap();
         let (x, gain, scores) = (
             &mut self.zeros(m * hidden),
             self.zeros(hidden),
@@ -210,7 +211,7 @@ impl Trace {
     fn all(mut self) -> String {
         for (rows, inputs) in SHAPES {
             for kind in kinds() {
-                let mut w = DeviceLinear::zeros(&self.gpu, kind, (&[rows], inputs)).unwrap();
+                let mut w = DeviceLinear::zeros(&self.gpu, kind, &[rows], inputs).unwrap();
                 let x = self.zeros(2048 * inputs);
                 let half = self.zeros(2048 * inputs.next_multiple_of(256));
                 ROWS.iter()
@@ -246,7 +247,7 @@ fn products_launch_what_was_measured() {
     for (capability, multiprocessors, kib, expected) in DEVICES {
         let text = Trace::new(imagined(capability, multiprocessors, kib)).all();
         if let Some(folder) = std::env::var_os("NQ_LAUNCHES") {
-            let file = format!("{}.{}", capability.0, capability.1);
+            let file = capability.to_string();
             std::fs::write(std::path::Path::new(&folder).join(file), &text).unwrap();
         }
         // FNV-1a.
@@ -254,7 +255,7 @@ fn products_launch_what_was_measured() {
             (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
         });
         if found != expected {
-            others.push(format!("{capability:?}: {found:#x}"));
+            others.push(format!("{capability}: {found:#x}"));
         }
     }
     assert!(others.is_empty(), "other launches: {others:#?}");

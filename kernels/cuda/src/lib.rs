@@ -12,6 +12,14 @@ mod attention;
 mod bandwidth;
 mod batch;
 mod collectives;
+/// What the CUDA sources declare, a module for each of them, which `build.rs` writes. Some of it only kernels use.
+#[allow(dead_code, unreachable_pub, clippy::empty_docs)]
+mod cuda {
+    include!(concat!(env!("OUT_DIR"), "/declared.rs"));
+}
+#[cfg(test)]
+#[path = "../build/declarations.rs"]
+mod declarations;
 mod delta;
 mod driver;
 #[forbid(unsafe_code)]
@@ -43,8 +51,8 @@ pub use advance::{
 };
 pub use attention::{
     AttentionOutput, AttentionScratch, AttentionShape, Cascade, CascadeShape, DevicePages,
-    HEAD_DIM, Heads, LayerPages, PageEntry, PageStaging, PagesShape, WIDE_HEAD_DIM, WIDE_ROTATED,
-    rotated,
+    HEAD_DIM, Heads, LayerPages, PageEntry, PageStaging, PagesShape, WIDE_HEAD_DIM,
+    WIDE_ROTARY_DIMS, rotary_dims,
 };
 pub use batch::best_len;
 pub use batch::columns::{Columns, MOST_SEQUENCES};
@@ -54,15 +62,17 @@ pub use delta::{
     MOST_RATE_INPUTS, Rates, StatesShape,
 };
 pub use driver::{
-    Buffer, Checked, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark, Pinned,
-    Stream, StreamOptions, Strided, check_device, device_count, driver_needed,
+    Buffer, Checked, CopiedRows, Followed, Gpu, GpuInfo, Graph, HostStage, HostWork, Mapped, Mark,
+    Pinned, Stream, StreamOptions, Strided, Version, check_device, device_count, driver_needed,
 };
-pub use engine::{CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, planned, served};
+pub use engine::{
+    CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, placed, planned, served,
+};
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
 pub use gemm::GemmOutput;
 pub use gemm_step::{MOST_WIDE_SEQUENCES, StepOutput, wide_best_len};
 pub use gemv::GemvOutput;
-pub use grad::{CudaOps, GemmPrecision};
+pub use grad::{CudaOps, GemmPrecision, LowRank};
 pub use grouped::GroupedRows;
 pub use half_rows::HalfRows;
 pub use kernel::KernelRow;

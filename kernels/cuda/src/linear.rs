@@ -4,9 +4,11 @@ use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Staging, Stream
 use super::kernel::kernels;
 use super::pack::{PackedKind, Packing, SPAN, Stack, TILE};
 use super::trellis::stack::{TrellisParts, upload, weights};
-use bytemuck::{Pod, Zeroable};
+use crate::cuda::reference::LinearReferenceArgs;
+use crate::cuda::weights::PackedWeight;
 use nq_formats::Weight;
 use nq_kernels::{Error, Result};
+use nq_model::Dims;
 
 /// The sizes of a packed weight, or of the part of one that a launch reads.
 #[derive(Clone, Copy, Debug)]
@@ -40,26 +42,8 @@ pub struct DeviceLinear {
     pub(super) trellis: Option<TrellisParts>,
 }
 
-/// `PackedWeight` of `cuda/weights.cuh`.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-pub(crate) struct PackedArgs {
-    pub(crate) codes: Address,
-    pub(crate) meta: Address,
-    pub(crate) rows: i32,
-    pub(crate) inputs: i32,
-    pub(crate) spans: i32,
-    pub(crate) bits: i32,
-    pub(crate) zero: i16,
-    pub(crate) two_level: i16,
-    pub(crate) groups: i32,
-    pub(crate) meta_bytes: i32,
-    pub(crate) scale: f32,
-}
-
 /// Sizes of a weight that the arguments of products have in a row.
 #[derive(Clone, Copy)]
-#[repr(C)]
 pub(super) struct WeightSizes {
     pub(super) rows: i32,
     pub(super) tiles: i32,
@@ -104,15 +88,14 @@ impl Uploader {
     /// [`Error::DeviceMemory`].
     pub fn pack(&mut self, parts: &[&Weight], stack: Stack, plain: bool) -> Result<DeviceLinear> {
         let packing = Packing::new(parts, stack, plain)?;
-        let heights: Vec<usize> = parts.iter().map(|w| w.dims().0).collect();
-        let dims = (&heights[..], packing.inputs());
-        let kind = packing.kind();
-        let mut linear = DeviceLinear::zeros(&self.gpu, kind, dims)?;
-        if let Some(of) = &mut linear.trellis {
+        let heights: Vec<usize> = parts.iter().map(|w| w.dims().rows).collect();
+        let (kind, inputs) = (packing.kind(), packing.inputs());
+        let mut linear = DeviceLinear::zeros(&self.gpu, kind, &heights, inputs)?;
+        if let Some(trellis) = &mut linear.trellis {
             let (stream, staging) = (&self.stream, &mut self.staging);
             let codes = &mut linear.codes;
             let weights = weights(parts)?;
-            let scales = upload(of, (&weights, stack), |at, words| {
+            let scales = upload(trellis, &weights, stack, |at, words| {
                 for (i, piece) in words.chunks(STAGING).enumerate() {
                     let host = staging.turn();
                     host.values_mut()?[..piece.len()].copy_from_slice(piece);
@@ -159,10 +142,10 @@ impl DeviceLinear {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`].
-    pub fn zeros(gpu: &Gpu, kind: PackedKind, dims: (&[usize], usize)) -> Result<Self> {
-        let (rows, inputs) = (dims.0.iter().sum::<usize>(), dims.1);
+    pub fn zeros(gpu: &Gpu, kind: PackedKind, heights: &[usize], inputs: usize) -> Result<Self> {
+        let rows = heights.iter().sum();
         let trellis = match kind {
-            PackedKind::Trellis(scheme) => Some(TrellisParts::zeros(gpu, scheme, dims)?),
+            PackedKind::Trellis(scheme) => Some(TrellisParts::zeros(gpu, scheme, heights)?),
             _ => None,
         };
         let shape = PackedShape::new(kind, rows, inputs);
@@ -176,7 +159,7 @@ impl DeviceLinear {
         };
         let (codes, meta) = match kind {
             PackedKind::Trellis(scheme) => {
-                let (codes, meta) = TrellisParts::bytes(scheme, dims);
+                let (codes, meta) = TrellisParts::bytes(scheme, heights, inputs);
                 (gpu.zeros("weights", codes)?, gpu.zeros("weights", meta)?)
             }
             _ => (room(kind.code_bytes())?, room(kind.meta_bytes())?),
@@ -196,7 +179,7 @@ impl DeviceLinear {
     pub(super) fn of_halves(
         codes: &Buffer<u8>,
         meta: &Buffer<u8>,
-        (rows, inputs): (usize, usize),
+        Dims { rows, cols: inputs }: Dims,
     ) -> Self {
         DeviceLinear {
             shape: PackedShape::new(PackedKind::Fp16, rows, inputs),
@@ -267,10 +250,10 @@ impl DeviceLinear {
     }
 
     /// The argument of kernels for any kind, checked as an operand of `o`.
-    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<PackedArgs> {
+    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<PackedWeight> {
         let (codes, meta, scale) = self.operands(o)?;
         let (kind, sizes) = (self.kind(), self.sizes());
-        Ok(PackedArgs {
+        Ok(PackedWeight {
             codes,
             meta,
             rows: sizes.rows,
@@ -289,17 +272,6 @@ impl DeviceLinear {
 kernels! {
     LINEAR_REFERENCE: LinearReferenceArgs = "linear_reference" in "reference.cu",
         test "kernels/cuda/tests/cuda/mod.rs::products_of_many_rows", bench "linear_reference";
-}
-
-/// `LinearReferenceArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct LinearReferenceArgs {
-    w: PackedArgs,
-    x: Address,
-    y: Address,
-    m: i32,
-    add: i32,
 }
 
 impl Stream {
@@ -324,7 +296,7 @@ impl Stream {
             m: m as i32,
             add: i32::from(add),
         };
-        let shape = LaunchShape::new((w.rows.div_ceil(8), m.div_ceil(8), 1), 256);
+        let shape = LaunchShape::new([w.rows.div_ceil(8), m.div_ceil(8), 1], 256);
         // SAFETY: the operands were checked.
         unsafe { self.launch(&LINEAR_REFERENCE, shape, &args) }
     }

@@ -7,13 +7,13 @@ use nq_formats::trellis::TrellisScheme;
 use nq_formats::{AffineWeight, Bits, Group, QuantizedWeight, Weight, ZeroPoints, Zeros};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use rayon::prelude::*;
 
 /// Rows of a tile.
 pub const TILE: usize = 16;
 /// Inputs of a span.
-pub const SPAN: usize = 256;
+pub const SPAN: usize = crate::cuda::weights::SPAN;
 
 /// The place of input `k` of a row in operand order, in which rows of FP16 activations are stored
 /// (`operand_index` of `cuda/common.cuh`): a permutation of each 32 inputs.
@@ -47,7 +47,7 @@ impl PackedKind {
     /// # Errors
     /// [`Error::NoKernel`] for a dense weight that is not of a float type.
     pub fn of(weight: &Weight) -> Result<Self> {
-        Self::new(WeightKind::of(weight), weight.dims().1)
+        Self::new(WeightKind::of(weight), weight.dims().cols)
     }
 
     /// The kind that weights with this many inputs pack to: their own if kernels read it, otherwise
@@ -271,10 +271,10 @@ impl<'a> Packing<'a> {
         let first = *parts
             .first()
             .ok_or_else(|| shape("stacked weights", "at least one".into(), "none".into()))?;
-        let (height, inputs) = first.dims();
+        let (height, inputs) = first.dims().pair();
         for part in parts {
-            if part.dims().1 != inputs {
-                let found = part.dims().1.to_string();
+            if part.dims().cols != inputs {
+                let found = part.dims().cols.to_string();
                 return Err(shape(
                     "inputs of a stacked weight",
                     inputs.to_string(),
@@ -282,9 +282,9 @@ impl<'a> Packing<'a> {
                 ));
             }
             let interleaved = stack == Stack::Interleave;
-            if interleaved && (part.dims().0 != height || !height.is_multiple_of(8)) {
+            if interleaved && (part.dims().rows != height || !height.is_multiple_of(8)) {
                 let expected = format!("{height}, a multiple of 8, like the first");
-                let found = part.dims().0.to_string();
+                let found = part.dims().rows.to_string();
                 return Err(shape("rows of an interleaved weight", expected, found));
             }
         }
@@ -305,7 +305,7 @@ impl<'a> Packing<'a> {
             kind,
             parts: parts.to_vec(),
             stack,
-            rows: parts.iter().map(|p| p.dims().0).sum(),
+            rows: parts.iter().map(|p| p.dims().rows).sum(),
             inputs,
             exponent,
         })
@@ -376,7 +376,7 @@ impl<'a> Packing<'a> {
         }
         let mut at = row;
         for part in &self.parts {
-            let n = part.dims().0;
+            let n = part.dims().rows;
             if at < n {
                 return Some((part, at));
             }
@@ -662,7 +662,7 @@ fn common_exponent(parts: &[&Weight]) -> Result<i32> {
 
 /// The greatest magnitude in a weight; NaN is ignored.
 fn greatest_of(w: &Weight) -> Result<f32> {
-    let (rows, inputs) = w.dims();
+    let Dims { rows, cols: inputs } = w.dims();
     (0..rows)
         .into_par_iter()
         .map_init(

@@ -9,7 +9,7 @@ use super::gemm_step::{StepPlan, check_wide};
 use super::gemv::GemvPlan;
 use super::linear::PackedShape;
 use super::pack::SPAN;
-use super::product::{Asked, Product, ProductOutput};
+use super::product::{Asked, Product, ProductOutput, Shares};
 use nq_kernels::Result;
 
 /// The kernel of a product, and how it is cut.
@@ -64,15 +64,16 @@ impl ProductPlan {
         }
     }
 
-    /// Parts in which sums are left, and best values per row of a head: those of each block.
-    pub(super) fn shares(&self) -> (usize, usize) {
-        match self {
+    /// What the plan leaves in pieces.
+    pub(super) fn shares(&self) -> Shares {
+        let (parts, bests) = match self {
             ProductPlan::Row(plan) => (1, plan.cut.blocks),
             ProductPlan::Rows(plan) => (1, plan.blocks),
             ProductPlan::Groups(plan) => (1, plan.blocks),
             ProductPlan::Step(plan) => (plan.parts, plan.taken),
             ProductPlan::Many(_) => (1, 0),
-        }
+        };
+        Shares { parts, bests }
     }
 
     /// How its kernel takes `m` rows in columns.
@@ -106,7 +107,7 @@ impl Stream {
         }
         p.check()?;
         let plan = ProductPlan::checked(&p.o, p.w.shape(), p.asked)?;
-        let to = output.written(&p.o, (p.m, p.w.rows()), plan.shares())?;
+        let to = output.written(&p.o, p.m, p.w.rows(), plan.shares())?;
         match (&plan, p.columns) {
             (ProductPlan::Row(plan), _) => self.multiply_row(&p, plan, &to),
             (ProductPlan::Step(plan), _) => self.multiply_step(&p, plan, &to),

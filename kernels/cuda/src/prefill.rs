@@ -1,9 +1,10 @@
 //! Attention for many rows of one sequence.
 
-use super::attention::{CacheArgs, HEAD_DIM, LayerPages, row_heads};
-use super::driver::{Address, Buffer, LaunchShape, Stream};
+use super::attention::{HEAD_DIM, LayerPages, row_heads};
+use super::driver::{Buffer, LaunchShape, Stream};
 use super::kernel::kernels;
 use super::pack::SPAN;
+use crate::cuda::attention_prefill::PrefillArgs;
 use nq_kernels::Result;
 
 /// New tokens of one sequence among the rows of a batch.
@@ -24,21 +25,6 @@ kernels! {
         test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_prefill",
         instances &["attention_prefill_fp16", "attention_prefill_int8",
                     "attention_prefill_wide_fp16", "attention_prefill_wide_int8"];
-}
-
-/// `PrefillArgs` of `cuda/attention_prefill.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct PrefillArgs {
-    qkv: Address,
-    cache: CacheArgs,
-    out: Address,
-    row0: i32,
-    count: i32,
-    position0: i32,
-    slot: i32,
-    heads: i32,
-    padded: i32,
 }
 
 impl Stream {
@@ -84,7 +70,7 @@ impl Stream {
         // `PrefillShared`: two buffers of keys and values of a tile, and of scales.
         let positions = 64 * HEAD_DIM / dim;
         let bytes = if cache.is_int8() { 1 } else { 2 };
-        let shape = LaunchShape::new((count.div_ceil(64), heads, 1), 128)
+        let shape = LaunchShape::new([count.div_ceil(64), heads, 1], 128)
             .shared(4 * positions * dim * bytes + 8 * positions);
         let kernel = ATTENTION_PREFILL.instance(cache.instance());
         // SAFETY: the operands were checked, and that the rows are in the cache.

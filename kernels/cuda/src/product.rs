@@ -2,10 +2,11 @@
 //! computes it.
 
 use super::batch::columns::Columns;
-use super::driver::{Address, BoxedMatrix, Buffer, Operands, TensorMap};
+use super::driver::{Address, BoxedMatrix, Buffer, Operands};
 use super::linear::DeviceLinear;
 use super::pack::SPAN;
 use super::partial_sums::PartialSums;
+use crate::cuda::wgmma::TensorMap;
 use nq_kernels::Result;
 
 /// What becomes of sums: `Epilogue` of `cuda/weights.cuh`.
@@ -38,8 +39,8 @@ pub(super) struct Product<'a> {
     pub(super) asked: Asked,
     /// Of kernels that read columns.
     pub(super) columns: Option<&'a Columns>,
-    /// Keeps the next kernel from starting before the previous one has ended.
-    pub(super) late: bool,
+    /// Keeps the next kernel (a programmatic dependent launch) from starting before the previous one has ended.
+    pub(super) holds_dependents: bool,
 }
 
 /// Where a product goes, and what of its inputs is normalized.
@@ -82,14 +83,23 @@ impl OutputAddresses<'_> {
     }
 }
 
+/// What a plan leaves in pieces.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shares {
+    /// Parts in which sums are left.
+    pub(super) parts: usize,
+    /// Best values per row of a head: those of each block.
+    pub(super) bests: usize,
+}
+
 impl<'a> ProductOutput<'a> {
-    /// The addresses for `m` rows of a weight with so many outputs. The plan leaves sums in so many parts, and so many
-    /// best values a row.
+    /// The addresses for `m` rows of a weight with `rows` outputs.
     pub(super) fn written(
         self,
         o: &Operands<'_>,
-        (m, rows): (usize, usize),
-        (parts, bests): (usize, usize),
+        m: usize,
+        rows: usize,
+        shares: Shares,
     ) -> Result<OutputAddresses<'a>> {
         let (epilogue, none) = (self.epilogue, Address::NULL);
         let width = rows / if epilogue == Epilogue::Silu { 2 } else { 1 };
@@ -98,8 +108,8 @@ impl<'a> ProductOutput<'a> {
         let (y, half, best) = match self.to {
             OutputMemory::Full(to) => (y(to)?, none, none),
             OutputMemory::Half(to) => (none, o.of("FP16 outputs", to, &[m, padded])?, none),
-            OutputMemory::Head(to, best) => (y(to)?, none, o.of("best", best, &[m, bests])?),
-            OutputMemory::Parts(sums) => (sums.written(o, parts, m, rows)?, none, none),
+            OutputMemory::Head(to, best) => (y(to)?, none, o.of("best", best, &[m, shares.bests])?),
+            OutputMemory::Parts(sums) => (sums.written(o, shares.parts, m, rows)?, none, none),
         };
         Ok(OutputAddresses {
             epilogue,
@@ -148,7 +158,7 @@ impl<'a> Product<'a> {
             m,
             asked,
             columns: None,
-            late: false,
+            holds_dependents: false,
         }
     }
 

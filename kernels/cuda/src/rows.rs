@@ -2,40 +2,18 @@
 
 use super::driver::{Address, Buffer, Checked, Followed, LaunchShape, Operands, Stream};
 use super::kernel::{Kernel, kernels};
-use super::linear::{DeviceLinear, PackedArgs};
+use super::linear::DeviceLinear;
 use super::pack::SPAN;
-use bytemuck::{Pod, Zeroable};
+use crate::cuda::put::{MOST_WORDS, PutArgs};
+use crate::cuda::reference::{EmbedArgs, NormArgs, ScaleRowsArgs, SiluArgs};
+use bytemuck::Pod;
 use nq_kernels::Result;
+use nq_model::Dims;
 
 /// Most rows of one sequence in a step (`cuda/attention_decode.cuh`).
-pub const MOST_RUN: usize = 16;
+pub const MOST_RUN: usize = crate::cuda::attention_decode::MOST_RUN;
 
-/// A token's place: `Row` of `cuda/rows.cuh`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C)]
-pub struct Row {
-    /// Position in its sequence.
-    pub position: i32,
-    /// Its sequence.
-    pub slot: i32,
-}
-
-/// State of a row in a decode step: `Step` of `cuda/common.cuh`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C)]
-pub struct Step {
-    /// Position of the token that is fed.
-    pub position: i32,
-    /// Its sequence.
-    pub slot: i32,
-    /// The token.
-    pub token: u32,
-    /// Number of tokens sampled since the steps were queued.
-    pub drawn: i32,
-    /// Of a sequence's first row: the rows in front of it that an earlier step kept, and that the sequence's states do
-    /// not contain yet ([`Stream::delta_step`]).
-    pub behind: i32,
-}
+pub use crate::cuda::rows::{Row, Step};
 
 impl Step {
     /// The word that is the token.
@@ -93,8 +71,8 @@ impl Followed for Step {
 }
 
 /// Launch shape of a kernel that starts when the previous one has ended.
-pub(super) fn shape(grid: (usize, usize), threads: usize) -> LaunchShape {
-    LaunchShape::new((grid.0, grid.1, 1), threads)
+pub(super) fn shape([x, y]: [usize; 2], threads: usize) -> LaunchShape {
+    LaunchShape::new([x, y, 1], threads)
 }
 
 /// Output of a row-wise kernel: f32, FP16 padded to whole spans and in operand order
@@ -149,65 +127,8 @@ kernels! {
         test "kernels/cuda/tests/cuda/rows.rs::norms", bench "rows";
     SILU_MUL: SiluArgs = "silu_mul" in "reference.cu",
         test "kernels/cuda/tests/cuda/rows.rs::gates_times_ups", bench "rows";
-    SCALE_ROWS: ScaleArgs = "scale_rows" in "reference.cu",
+    SCALE_ROWS: ScaleRowsArgs = "scale_rows" in "reference.cu",
         test "kernels/cuda/tests/cuda/rows.rs::scaled_rows", bench "rows";
-}
-
-/// `MOST_WORDS` of `cuda/put.cu`.
-const MOST_WORDS: usize = 80;
-
-/// `PutArgs` of `cuda/put.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct PutArgs {
-    to: Address,
-    words: i32,
-    value: [u32; MOST_WORDS],
-}
-
-/// `EmbedArgs` and `EmbedStepArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct EmbedArgs {
-    w: PackedArgs,
-    /// Token ids, or steps.
-    tokens: Address,
-    x: Address,
-}
-
-/// `NormArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct NormArgs {
-    x: Address,
-    rows: Address,
-    gain: Address,
-    y: Address,
-    half: Address,
-    width: i32,
-    padded: i32,
-    eps: f32,
-}
-
-/// `SiluArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SiluArgs {
-    x: Address,
-    y: Address,
-    half: Address,
-    width: i32,
-    padded: i32,
-}
-
-/// `ScaleRowsArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ScaleArgs {
-    scores: Address,
-    full: Address,
-    half: Address,
-    width: i32,
 }
 
 impl Stream {
@@ -228,11 +149,12 @@ impl Stream {
                 to: o.part("values", to, at + i * together, &[some.len()])?,
                 words: (size_of_val(some) / 4) as i32,
                 value: [0; MOST_WORDS],
+                padding: [0; 1],
             };
             let bytes: &[u8] = bytemuck::cast_slice(some);
             bytemuck::cast_slice_mut(&mut args.value)[..bytes.len()].copy_from_slice(bytes);
             // SAFETY: the values are inside the buffer.
-            unsafe { self.launch(&PUT, shape((1, 1), MOST_WORDS), &args)? };
+            unsafe { self.launch(&PUT, shape([1, 1], MOST_WORDS), &args)? };
         }
         Ok(())
     }
@@ -251,7 +173,7 @@ impl Stream {
         let o = self.operands("embed");
         o.at_most("bound of tokens", embedding.rows(), *tokens.bounds())?;
         let tokens = (tokens.values(), 0);
-        self.look_up((&EMBED, shape((m, 1), 256)), embedding, tokens, x, m)
+        self.look_up((&EMBED, shape([m, 1], 256)), embedding, tokens, x, m)
     }
 
     /// Rows of `embedding` by a kernel for packed weights, or that for trellis codes: token i is the word at `at` of
@@ -265,7 +187,7 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         if embedding.is_trellis() {
-            return self.trellis_embed(embedding, (tokens, at), x, m);
+            return self.trellis_embed(embedding, tokens, at, x, m);
         }
         let o = self.operands("embed");
         let args = EmbedArgs {
@@ -290,27 +212,24 @@ impl Stream {
         m: usize,
         eps: f32,
     ) -> Result<()> {
-        self.copy_normed(x, rows, (Some((gain, eps)), gain.len()), out, m)
+        self.copy_normed(x, rows, Some((gain, eps)), gain.len(), out, m)
     }
 
     /// Copies `m` rows `[m, width]` to each of `out`, unchanged but for rounding.
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
-    pub fn convert_rows(
-        &self,
-        x: &Buffer<f32>,
-        out: &RowsOut<'_>,
-        (m, width): (usize, usize),
-    ) -> Result<()> {
-        self.copy_normed(x, None, (None, width), out, m)
+    pub fn convert_rows(&self, x: &Buffer<f32>, out: &RowsOut<'_>, dims: Dims) -> Result<()> {
+        let (m, width) = dims.pair();
+        self.copy_normed(x, None, None, width, out, m)
     }
 
     fn copy_normed(
         &self,
         x: &Buffer<f32>,
         rows: Option<&Checked<u32>>,
-        (norm, width): (Option<(&Buffer<f32>, f32)>, usize),
+        norm: Option<(&Buffer<f32>, f32)>,
+        width: usize,
         out: &RowsOut<'_>,
         m: usize,
     ) -> Result<()> {
@@ -327,9 +246,10 @@ impl Stream {
             width: width as i32,
             padded: width.next_multiple_of(SPAN) as i32,
             eps: norm.map_or(0.0, |(_, eps)| eps),
+            padding: [0; 1],
         };
         // SAFETY: the operands were checked; x has every listed row.
-        unsafe { self.launch(&RMS_NORM, shape((m, 1), 256), &args) }
+        unsafe { self.launch(&RMS_NORM, shape([m, 1], 256), &args) }
     }
 
     /// `silu(gate) * up` for rows `[m, 2 * width]` of interleaved gate and up values.
@@ -355,33 +275,30 @@ impl Stream {
             padded: width.next_multiple_of(SPAN) as i32,
         };
         // SAFETY: the operands were checked.
-        unsafe { self.launch(&SILU_MUL, shape((m, 1), 256), &args) }
+        unsafe { self.launch(&SILU_MUL, shape([m, 1], 256), &args) }
     }
 
     /// Multiplies each of `m` rows of `width` values by the sigmoid of its score: rows in f32, in FP16, or both.
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
-    pub fn scale_rows(
-        &self,
-        scores: &Buffer<f32>,
-        rows: &RowsOut<'_>,
-        (m, width): (usize, usize),
-    ) -> Result<()> {
+    pub fn scale_rows(&self, scores: &Buffer<f32>, rows: &RowsOut<'_>, dims: Dims) -> Result<()> {
+        let (m, width) = dims.pair();
         let o = self.operands("scale_rows");
         if rows.half.is_some() {
             o.multiple("width", SPAN, width)?;
         }
         let (full, half) = rows.addresses(&o, m, width)?;
-        let args = ScaleArgs {
+        let args = ScaleRowsArgs {
             scores: o.of("scores", scores, &[m])?,
             full,
             half,
             width: width as i32,
+            padding: [0; 1],
         };
         let threads = width.next_multiple_of(32).clamp(32, 256);
         // SAFETY: the operands were checked.
-        unsafe { self.launch(&SCALE_ROWS, shape((m, 1), threads).overlapping(), &args) }
+        unsafe { self.launch(&SCALE_ROWS, shape([m, 1], threads).overlapping(), &args) }
     }
 
     /// Looks up the embeddings of the step's `m` tokens: the residuals `x` `[m, width]`.
@@ -398,7 +315,7 @@ impl Stream {
         let o = self.operands("embed_step");
         let width = embedding.inputs();
         o.at_most("bound of tokens", embedding.rows(), step.bounds().tokens)?;
-        let shape = shape((width.div_ceil(256), m), 256);
+        let shape = shape([width.div_ceil(256), m], 256);
         let tokens = (step.values(), Step::TOKEN);
         self.look_up((&EMBED_STEP, shape), embedding, tokens, x, m)
     }

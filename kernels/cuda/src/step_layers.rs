@@ -6,6 +6,7 @@ mod limits;
 mod scratch;
 mod sizes;
 
+use super::Version;
 use super::attention::{HEAD_DIM, WIDE_HEAD_DIM};
 use super::driver::{Buffer, Checked, Gpu, GpuInfo, LaunchShape, PartTimes, Stream};
 use super::experts::chosen;
@@ -14,7 +15,7 @@ use super::linear::DeviceLinear;
 use super::pack::PackedKind;
 use super::rows::Step;
 use super::trellis;
-use args::{LayerArgs, LayersArgs, LayersRoom};
+use crate::cuda::layers::{LayerArgs, LayersArgs, LayersRoom};
 pub use layer::{StepLayer, StepMixer};
 use limits::{
     CLUSTER, HEAD_BYTES, MOST_LAYERS, MOST_PAGES, MOST_RING, MOST_SOURCES, PAGE_STAGE, PHASES,
@@ -23,7 +24,7 @@ use limits::{
 use nq_formats::trellis::STRIP;
 use nq_kernels::Result;
 use nq_kernels::pages::PAGE;
-use nq_model::Experts;
+use nq_model::{Dims, Experts};
 pub use scratch::{LayersInbox, LayersScratch};
 pub use sizes::LayersSizes;
 use std::sync::Arc;
@@ -128,8 +129,12 @@ struct SharedMemory {
 }
 
 /// Blocks of a cluster on devices of this compute capability, as in `cuda/layers_cluster.cuh`.
-fn cluster_of(capability: (i32, i32)) -> usize {
-    if capability == (9, 0) { CLUSTER } else { 1 }
+fn cluster_of(capability: Version) -> usize {
+    if capability == Version::new(9, 0) {
+        CLUSTER
+    } else {
+        1
+    }
 }
 
 /// The weights for which there are instances.
@@ -351,7 +356,7 @@ impl LayersPlan {
     fn shape(&self) -> LaunchShape {
         // Those that multiply, and those that ask for copies: `Copies::WARPS` of `cuda/layers_cluster.cuh`.
         let warps = WARPS + if self.cluster == 1 { 4 } else { 1 };
-        LaunchShape::new((self.blocks, 1, 1), warps * 32)
+        LaunchShape::new([self.blocks, 1, 1], warps * 32)
             .shared(self.shared.bytes)
             .overlapping()
             .clusters_of(self.cluster)
@@ -514,9 +519,11 @@ impl Stream {
             window: plan.shared.window as i32,
             eps: first.eps,
             layer: all,
+            before_layer: [0; 1],
         };
         let [qkv, o, gate_up, down, _] = plan.sizes.shapes();
-        let shapes = [qkv, (heads, head_dim), o, gate_up, down];
+        let shapes =
+            [qkv, (heads, head_dim), o, gate_up, down].map(|(rows, cols)| Dims { rows, cols });
         let timed = self.gpu().is_profiling();
         let times = Arc::clone(&scratch.times);
         let kind = plan.weights.name();
@@ -527,7 +534,11 @@ impl Stream {
             (0..PHASES).flat_map(|i| [wait(i), work(i)]).collect()
         };
         // Weights are read all the time: no part counts their bytes.
-        let key = ("start and end of layers", "fused", (layers.len(), hidden));
+        let key = (
+            "start and end of layers",
+            "fused",
+            Dims::new(layers.len(), hidden),
+        );
         let parts = plan
             .weights
             .are_timed()

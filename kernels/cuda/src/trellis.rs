@@ -11,11 +11,15 @@ use super::driver::{Address, Buffer, LaunchShape, Operands, Stream};
 use super::kernel::{Instance, Kernel, kernels};
 use super::linear::DeviceLinear;
 use super::pack::{PackedKind, SPAN, TILE};
-use super::product::{Asked, Epilogue, Inputs, OutputAddresses, Product, ProductOutput};
+use super::product::{Asked, Epilogue, Inputs, OutputAddresses, Product, ProductOutput, Shares};
+use crate::cuda::trellis_expand::{EXPAND_WARPS, TrellisEmbedArgs, TrellisExpandArgs};
+use crate::cuda::trellis_inputs::{TrellisInputsArgs, TrellisTurnArgs};
+use crate::cuda::trellis_rows::{ROWS_SHARED, TrellisRowsArgs};
 use bytemuck::Pod;
 use nq_formats::trellis::TILE as COLUMNS;
 use nq_formats::trellis::{BLOCK, Code, LANES, STRIP, TrellisScheme};
 use nq_kernels::Result;
+use nq_model::Dims;
 use room::{GROUPS, TrellisRoom, digit_bytes, grouped};
 use stack::TrellisParts;
 
@@ -23,10 +27,6 @@ use stack::TrellisParts;
 pub const MOST_ROWS: usize = 64;
 /// Threads of the kernels of products, by group.
 const THREADS: [usize; 2] = [512, 256];
-/// Warps of a block of `cuda/trellis_expand.cu`.
-const EXPAND_WARPS: usize = 8;
-/// Most shared memory of a product, without a row of x: that of `cuda/trellis_rows.cu`.
-const ROWS_SHARED: usize = 96 << 10;
 /// Most inputs of a product: the sum of their digits has 32 bits.
 const MOST_INPUTS: usize = 32_768;
 
@@ -78,108 +78,20 @@ fn index_of(scheme: TrellisScheme) -> usize {
 }
 
 kernels! {
-    TRELLIS_INPUTS: InputsArgs = "trellis_inputs" in "trellis_inputs.cu",
+    TRELLIS_INPUTS: TrellisInputsArgs = "trellis_inputs" in "trellis_inputs.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
         instances &["trellis_inputs_sum", "trellis_inputs_octagon"];
-    TRELLIS_TURN: TurnArgs = "trellis_turn" in "trellis_inputs.cu",
+    TRELLIS_TURN: TrellisTurnArgs = "trellis_turn" in "trellis_inputs.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis";
-    TRELLIS_ROWS: RowsArgs = "trellis_rows" in "trellis_rows.cu",
+    TRELLIS_ROWS: TrellisRowsArgs = "trellis_rows" in "trellis_rows.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::products_of_a_step", bench "trellis",
         instances codes!("trellis_rows"; "_4", "_16");
-    TRELLIS_EXPAND: ExpandArgs = "trellis_expand" in "trellis_expand.cu",
+    TRELLIS_EXPAND: TrellisExpandArgs = "trellis_expand" in "trellis_expand.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::products_of_many_rows", bench "trellis",
         instances codes!("trellis_expand");
     TRELLIS_EMBED: TrellisEmbedArgs = "trellis_embed" in "trellis_expand.cu",
         test "kernels/cuda/tests/cuda/trellis.rs::embeddings", bench "trellis",
         instances codes!("trellis_embed");
-}
-
-/// `TrellisInputsArgs` of `cuda/trellis.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct InputsArgs {
-    x: Address,
-    half: Address,
-    gain: Address,
-    scales: Address,
-    digits: Address,
-    steps: Address,
-    m: i32,
-    inputs: i32,
-    padded: i32,
-    group: i32,
-    eps: f32,
-    late: i32,
-}
-
-/// `TrellisRowsArgs` of `cuda/trellis.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RowsArgs {
-    words: Address,
-    row_scales: Address,
-    places: Address,
-    digits: Address,
-    steps: Address,
-    x: Address,
-    gain: Address,
-    scales: Address,
-    out: Address,
-    half: Address,
-    best: Address,
-    parts: Address,
-    m: i32,
-    rows: i32,
-    strips: i32,
-    tiles: i32,
-    padded: i32,
-    epilogue: i32,
-    eps: f32,
-    late: i32,
-}
-
-/// `TrellisExpandArgs` of `cuda/trellis.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ExpandArgs {
-    words: Address,
-    row_scales: Address,
-    places: Address,
-    codes: Address,
-    strips: i32,
-    tiles: i32,
-    spans: i32,
-    silu: i32,
-    first_row: i32,
-    pad: i32,
-}
-
-/// `TrellisTurnArgs` of `cuda/trellis.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct TurnArgs {
-    x: Address,
-    scales: Address,
-    out: Address,
-    m: i32,
-    inputs: i32,
-    padded: i32,
-    pad: i32,
-}
-
-/// `TrellisEmbedArgs` of `cuda/trellis.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct TrellisEmbedArgs {
-    words: Address,
-    row_scales: Address,
-    scales: Address,
-    tokens: Address,
-    x: Address,
-    m: i32,
-    inputs: i32,
-    tiles: i32,
-    stride: i32,
 }
 
 /// A trellis weight as an operand.
@@ -297,7 +209,11 @@ impl Stream {
         if matches!(p.asked, Asked::Many(_)) && p.m > self.trellis_room(&p.o)?.sizes.rows {
             return self.trellis_many(p, &operand, output);
         }
-        let to = output.written(&p.o, (p.m, p.w.rows()), (1, parts.strips))?;
+        let shares = Shares {
+            parts: 1,
+            bests: parts.strips,
+        };
+        let to = output.written(&p.o, p.m, p.w.rows(), shares)?;
         self.trellis_rows(p, &operand, &to)
     }
 
@@ -348,7 +264,7 @@ impl Stream {
             shared = with_row;
             (digits, steps) = (Address::NULL, Address::NULL);
         } else {
-            let args = InputsArgs {
+            let args = TrellisInputsArgs {
                 x: full,
                 half,
                 gain,
@@ -360,12 +276,12 @@ impl Stream {
                 padded: padded as i32,
                 group: group as i32,
                 eps,
-                late: i32::from(p.late),
+                holds_dependents: i32::from(p.holds_dependents),
             };
             // `trellis_inputs.cu`: a row, padded against bank conflicts.
             let row = inputs * 5 + 256;
             o.at_most("bytes of a row of x", has_room, row)?;
-            let shape = LaunchShape::new((m, 1, 1), 512).shared(row).overlapping();
+            let shape = LaunchShape::new([m, 1, 1], 512).shared(row).overlapping();
             let prepare = TRELLIS_INPUTS.instance(usize::from(code == Code::Octagon));
             // SAFETY: the operands were checked.
             unsafe { self.launch(prepare, shape, &args)? };
@@ -376,7 +292,7 @@ impl Stream {
         let blocks = units
             .div_ceil(THREADS[which] / LANES)
             .clamp(1, o.gpu().info().multiprocessors);
-        let args = RowsArgs {
+        let args = TrellisRowsArgs {
             words: w.words(o)?,
             row_scales: w.row_scales(o)?,
             places: w.places(o)?,
@@ -400,10 +316,10 @@ impl Stream {
             padded: (w.w.rows() / 2).next_multiple_of(SPAN) as i32,
             epilogue: to.epilogue as i32,
             eps,
-            // Otherwise the kernel before was late already.
-            late: i32::from(p.late && owns),
+            // Otherwise the kernel before held its dependents already.
+            holds_dependents: i32::from(p.holds_dependents && owns),
         };
-        let shape = LaunchShape::new((blocks, groups, 1), THREADS[which])
+        let shape = LaunchShape::new([blocks, groups, 1], THREADS[which])
             .shared(shared)
             .overlapping();
         // SAFETY: the operands were checked.
@@ -425,19 +341,19 @@ impl Stream {
             inputs.div_ceil(SPAN),
             rows.div_ceil(TILE),
         );
-        let args = TurnArgs {
+        let args = TrellisTurnArgs {
             x: p.x()?,
             scales: w.input_scales(o)?,
             out: o.of("transformed x", &room.turned, &[m, padded])?,
             m: m as i32,
             inputs: inputs as i32,
             padded: padded as i32,
-            pad: 0,
+            padding: [0; 1],
         };
-        let shape = LaunchShape::new((m, 1, 1), 256).overlapping();
+        let shape = LaunchShape::new([m, 1, 1], 256).overlapping();
         // SAFETY: the operands were checked.
         unsafe { self.launch(&TRELLIS_TURN, shape, &args)? };
-        let args = ExpandArgs {
+        let args = TrellisExpandArgs {
             words: w.words(o)?,
             row_scales: w.row_scales(o)?,
             places: w.places(o)?,
@@ -451,16 +367,17 @@ impl Stream {
             spans: spans as i32,
             silu: i32::from(w.parts.paired),
             first_row: 0,
-            pad: 0,
+            padding: [0; 1],
         };
         let each = if w.parts.paired { 2 } else { 1 };
         let words = w.parts.scheme.words() * LANES * size_of::<u32>();
-        let shape = LaunchShape::new((spans, w.parts.strips / each, 1), EXPAND_WARPS * 32)
+        let shape = LaunchShape::new([spans, w.parts.strips / each, 1], EXPAND_WARPS * 32)
             .shared(EXPAND_WARPS * each * words)
             .overlapping();
         // SAFETY: the operands were checked.
         unsafe { self.launch(w.instance(&TRELLIS_EXPAND, 0), shape, &args)? };
-        let expanded = DeviceLinear::of_halves(&room.expanded, &room.no_meta, (rows, inputs));
+        let expanded =
+            DeviceLinear::of_halves(&room.expanded, &room.no_meta, Dims::new(rows, inputs));
         let p = Product {
             w: &expanded,
             x: Inputs::Half(&room.turned),
@@ -474,7 +391,8 @@ impl Stream {
     pub(super) fn trellis_embed<T: Pod>(
         &self,
         embedding: &DeviceLinear,
-        (tokens, at): (&Buffer<T>, usize),
+        tokens: &Buffer<T>,
+        at: usize,
         x: &mut Buffer<f32>,
         m: usize,
     ) -> Result<()> {
@@ -492,7 +410,7 @@ impl Stream {
             tiles: (inputs / COLUMNS) as i32,
             stride: (size_of::<T>() / size_of::<u32>()) as i32,
         };
-        let shape = LaunchShape::new((m, 1, 1), EXPAND_WARPS * 32).overlapping();
+        let shape = LaunchShape::new([m, 1, 1], EXPAND_WARPS * 32).overlapping();
         // SAFETY: the operands were checked; callers answer for the tokens.
         unsafe { self.launch(operand.instance(&TRELLIS_EMBED, 0), shape, &args) }
     }

@@ -7,18 +7,21 @@
 #![forbid(unsafe_code)]
 
 mod cpu;
+mod dense;
+mod head;
 mod stepper;
 mod turned;
 
 pub use cpu::CpuOps;
-pub use stepper::{hold_head, hold_layer, hold_work, stepper};
+pub use head::hold_head;
+pub use stepper::{hold_layer, hold_work, stepper};
 
 use nq_kernels::Routes;
 use nq_kernels::grad::{Allocate, DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps};
 use nq_model::forward::{
     Delta, Experts, HeadVectors, Layer, Operand, Packed, Projection, Shared, Verbs,
 };
-use nq_model::{LinearSpec, ModelConfig, Product};
+use nq_model::{Dims, LinearSpec, ModelConfig, Product};
 use nq_runtime::states::{delta_shape, shape_of};
 use nq_runtime::{Error, Result};
 use std::marker::PhantomData;
@@ -139,7 +142,8 @@ impl<O: Allocate> Workspace<O> {
     pub fn new(
         ops: &O,
         config: &ModelConfig,
-        (batch, seq): (usize, usize),
+        batch: usize,
+        seq: usize,
         largest: usize,
     ) -> Result<Self> {
         let c = config;
@@ -206,7 +210,7 @@ pub enum Seen<'a, O: Allocate> {
 }
 
 /// Observer of a pass.
-pub type Shown<'a, O> = dyn FnMut(Seen<'_, O>) -> Result<()> + 'a;
+pub(crate) type Shown<'a, O> = dyn FnMut(Seen<'_, O>) -> Result<()> + 'a;
 
 impl<'a, O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Pass<'a, O, M, G> {
     /// A pass from the residual stream `x` to `out`, over `(batch, seq)`: sequences and tokens of each.
@@ -264,7 +268,7 @@ pub fn multiply<O: LayerOps, M: Load<O>>(
 ) -> Result<()> {
     debug_assert_eq!(w.linear.len(), to.len(), "{}", w.spec.name);
     for ((linear, weight), to) in w.spec.linears.iter().zip(&w.linear).zip(to) {
-        let (n, k) = linear.dims(c);
+        let Dims { rows: n, cols: k } = linear.dims(c);
         let product = Gemm {
             accumulate: add,
             ..Gemm::linear(rows, n, k)
@@ -289,9 +293,11 @@ pub fn ones<O: Allocate>(ops: &O, c: &ModelConfig, rows: usize) -> Result<O::Flo
 /// Adds to each of the first `rows` rows of queries, keys and values its bias, if they have biases; `ones`
 /// `[rows]` spreads them.
 pub fn add_biases<O: LayerOps, G: AsRef<O::Floats>>(
-    (ops, c): (&O, &ModelConfig),
+    ops: &O,
+    c: &ModelConfig,
     biases: &[G],
-    (ones, rows): (&O::Floats, usize),
+    ones: &O::Floats,
+    rows: usize,
     to: [&mut O::Floats; 3],
 ) -> Result<()> {
     let widths = [c.q_dim(), c.kv_dim(), c.kv_dim()];
@@ -319,7 +325,14 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
         };
         self.blocks += 1;
         let (hidden, eps) = (work.config.hidden_size, work.config.rms_norm_eps);
-        ops.rms_norm(from, norm.as_ref(), &mut work.h, inv, (rows, hidden), eps)?;
+        ops.rms_norm(
+            from,
+            norm.as_ref(),
+            &mut work.h,
+            inv,
+            Dims::new(rows, hidden),
+            eps,
+        )?;
         Ok(ops.copy((from, 0), (to, 0), rows * hidden)?)
     }
 
@@ -336,7 +349,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
         if matches!(to, Projection::Mixer | Projection::Gated) {
             (self.shown)(Seen::Input(w.spec, 0, &work.h))?;
         }
-        let outputs = |linear: &LinearSpec| linear.dims(c).0;
+        let outputs = |linear: &LinearSpec| linear.dims(c).rows;
         // The Linears of a recurrence's product are one weight here.
         let all = w.spec.linears.iter().map(outputs).sum();
         let (q, kv, width) = (c.q_dim(), c.kv_dim(), outputs(&w.spec.linears[0]));
@@ -376,9 +389,11 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
         let shape = |heads| HeadShape::whole(batch, seq, heads, c.head_dim);
         let (qs, ks) = (shape(c.num_attention_heads), shape(c.num_key_value_heads));
         add_biases(
-            (ops, c),
+            ops,
+            c,
             &vectors.biases,
-            (&work.ones, batch * seq),
+            &work.ones,
+            batch * seq,
             [&mut tape.q, &mut tape.k, &mut work.kv],
         )?;
         let (turns, eps, norms) = (&work.cos_sin, c.rms_norm_eps, vectors.norms.as_ref());
@@ -403,11 +418,11 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
         )?;
         ops.rows_to_heads(&work.kv, &mut tape.vh, ks)?;
         let values = AttentionProducts::of(c, batch, seq).values;
-        attention_weights(ops, c, (batch, seq), tape, &mut work.p)?;
+        attention_weights(ops, c, batch, seq, tape, &mut work.p)?;
         ops.gemm(values, &work.p, &tape.vh, &mut work.heads)?;
         ops.heads_to_rows(&work.heads, &mut tape.o, qs)?;
         if vectors.gated {
-            let each = (batch * seq * c.q_dim(), 1);
+            let each = Dims::new(batch * seq * c.q_dim(), 1);
             ops.scale_rows(&work.gates, &mut tape.o, each)?;
         }
         Ok(())
@@ -486,7 +501,7 @@ impl<O: LayerOps, M: Load<O>, G: AsRef<O::Floats>> Verbs for Pass<'_, O, M, G> {
 
     fn weigh(&mut self, shared: &Shared<Vec<M>>) -> Result<()> {
         let (rows, work) = (self.rows(), &mut *self.work);
-        let shape = (rows, shared.mlp.down.spec.inputs(&work.config));
+        let shape = Dims::new(rows, shared.mlp.down.spec.inputs(&work.config));
         let scores = &buffers(&mut work.experts).weights;
         Ok((self.ops).scale_rows(scores, &mut work.wide, shape)?)
     }
@@ -566,7 +581,8 @@ impl AttentionProducts {
 pub fn attention_weights<O: LayerOps>(
     ops: &O,
     c: &ModelConfig,
-    (batch, seq): (usize, usize),
+    batch: usize,
+    seq: usize,
     tape: &Tape<O>,
     p: &mut O::Floats,
 ) -> Result<()> {

@@ -1,16 +1,18 @@
 //! The layer stepper in f32: the residual stream stays on the host, and one piece of it at a time
 //! goes through a layer. Second moments of the inputs of Linears are summed and kept on the device.
 
+use super::dense::Dense;
+use super::head::OpsHead;
 use super::turned::Turned;
-use super::{Load, Pass, Seen, Shown, Tape, Workspace};
+use super::{Pass, Seen, Shown, Tape, Workspace};
 use nq_formats::{Tensor, Weight};
 use nq_kernels::Account;
 use nq_kernels::grad::{Allocate, Gemm, LayerOps, delta_state_bytes};
 use nq_model::forward::{self, VectorSpec};
 use nq_model::{LinearKind, LinearSpec, ModelConfig, NormKind, Product};
-use nq_runtime::checks::all_finite;
 use nq_runtime::interface::Observer;
 use nq_runtime::models::LayerWeights;
+use nq_runtime::stacks::Stacks;
 use nq_runtime::states::shape_of;
 use nq_runtime::stepper::{
     Cut, Head, Hidden, LayerDevice, LayerPiece, LayerStepper, ProductMoments, Stepper,
@@ -30,7 +32,10 @@ pub fn hold_work(
     seq: usize,
 ) -> Result<impl Sized> {
     let state = shape_of(c).map_or(0, |shape| delta_state_bytes(&shape));
-    Ok((account.hold(state), Room::new(account, c, rows, seq)?))
+    Ok((
+        account.hold(state),
+        PieceBuffers::new(account, c, rows, seq)?,
+    ))
 }
 
 /// Counts a layer on an account.
@@ -39,24 +44,14 @@ pub fn hold_work(
 /// Never, as an account has no limit.
 pub fn hold_layer(account: &Account, c: &ModelConfig) -> Result<impl Sized> {
     let dense = |n: usize| Ok::<_, Error>(Dense::<Account>(account.floats("weights", n)?));
-    let product = |p: &Product| {
-        let each = |l: &LinearSpec| vec![l.elements(c) / l.copies(c); l.copies(c)];
-        p.linears.iter().flat_map(each).map(dense).collect()
+    let spec = c.largest_layer();
+    let product = |p: &'static Product| {
+        let stacks = Stacks::apart(spec).of_product(p).into_iter();
+        let copies = stacks.flat_map(|s| vec![s.copy_dims(c).elements(); s.copies(c)]);
+        copies.map(dense).collect()
     };
-    let layer: DenseLayer<Account> =
-        DenseLayer::new(0, c.largest_layer(), product, |v| dense(v.len(c)))?;
+    let layer: DenseLayer<Account> = DenseLayer::new(0, spec, product, |v| dense(v.len(c)))?;
     Ok(layer)
-}
-
-/// Counts on an account the head and the buffers for `rows` rows of its input.
-///
-/// # Errors
-/// Never, as an account has no limit.
-pub fn hold_head(account: &Account, c: &ModelConfig, rows: usize) -> Result<impl Sized> {
-    let weight = account.floats("head", c.vocab_size * c.hidden_size)?;
-    let gains = account.floats("norm", c.hidden_size)?;
-    let room = HeadRoom::new(account, (c.vocab_size, c.hidden_size), rows)?;
-    Ok((weight, gains, room))
 }
 
 /// The layer stepper on the device of `ops`. It passes up to `rows` rows through a layer at once,
@@ -74,11 +69,11 @@ struct FullPrecision<O: LayerOps> {
     ops: Arc<O>,
     config: ModelConfig,
     rows: usize,
-    room: Option<Room<O>>,
+    room: Option<PieceBuffers<O>>,
 }
 
 /// Buffers for a piece: up to `rows` rows of sequences of up to `seq` tokens.
-struct Room<O: Allocate> {
+struct PieceBuffers<O: Allocate> {
     rows: usize,
     seq: usize,
     work: Workspace<O>,
@@ -87,88 +82,19 @@ struct Room<O: Allocate> {
     out: O::Floats, // [rows, hidden]
 }
 
-impl<O: Allocate> Room<O> {
+impl<O: Allocate> PieceBuffers<O> {
     fn new(ops: &O, c: &ModelConfig, rows: usize, seq: usize) -> Result<Self> {
         // With shorter sequences there are more of them, but their scores take less memory.
         let batch = rows.div_ceil(seq.max(1));
         let rows = batch * seq;
         let stream = || ops.floats("residual stream", rows * c.hidden_size);
-        Ok(Room {
+        Ok(PieceBuffers {
             rows,
             seq,
-            work: Workspace::new(ops, c, (batch, seq), 0)?,
+            work: Workspace::new(ops, c, batch, seq, 0)?,
             tape: Tape::new(ops, c, rows)?,
             x: stream()?,
             out: stream()?,
-        })
-    }
-}
-
-/// A weight whose values are on the device.
-struct Dense<O: Allocate>(O::Floats);
-
-impl<O: LayerOps> Load<O> for Dense<O> {
-    fn load<'a>(&'a self, _: &O, _: &'a mut O::Floats) -> nq_kernels::Result<&'a O::Floats> {
-        Ok(&self.0)
-    }
-}
-
-impl<O: LayerOps> AsRef<O::Floats> for Dense<O> {
-    fn as_ref(&self) -> &O::Floats {
-        &self.0
-    }
-}
-
-impl<O: LayerOps> Dense<O> {
-    fn matrix(ops: &O, name: &str, weight: &Weight) -> Result<Self> {
-        Self::rows_of(ops, name, weight, weight.dims().0, |row| row)
-    }
-
-    /// A matrix of `rows` rows, of which row `r` is row `from(r)` of `weight`.
-    fn rows_of(
-        ops: &O,
-        name: &str,
-        weight: &Weight,
-        rows: usize,
-        from: impl Fn(usize) -> usize + Sync,
-    ) -> Result<Self> {
-        let row = |row: usize, values: &mut [f32]| finite_row(name, weight, from(row), values);
-        Ok(Dense(ops.rows("weights", (rows, weight.dims().1), row)?))
-    }
-
-    /// The rows of some weights of one width, one after another.
-    fn joined(ops: &O, parts: &[(String, &Weight)]) -> Result<Self> {
-        let rows = parts.iter().map(|(_, w)| w.dims().0).sum();
-        let cols = parts.first().map_or(0, |(_, w)| w.dims().1);
-        let row = |mut row: usize, values: &mut [f32]| {
-            for (name, weight) in parts {
-                match weight.dims().0 {
-                    rows if row >= rows => row -= rows,
-                    _ => return finite_row(name, weight, row, values),
-                }
-            }
-            Ok(())
-        };
-        Ok(Dense(ops.rows("weights", (rows, cols), row)?))
-    }
-
-    fn vector(ops: &O, values: &[f32]) -> Result<Self> {
-        let mut to = ops.floats("norm", values.len())?;
-        ops.write(&mut to, values)?;
-        Ok(Dense(to))
-    }
-}
-
-/// Writes row `row` of the weight `name` to `values`, if they are finite.
-fn finite_row(name: &str, weight: &Weight, row: usize, values: &mut [f32]) -> Result<()> {
-    weight.dequantize_row(row, values)?;
-    if all_finite(values) {
-        Ok(())
-    } else {
-        Err(Error::Request {
-            what: "weights",
-            expected: format!("finite numbers in {name}"),
-            found: format!("NaN or infinity in row {row}"),
         })
     }
 }
@@ -182,7 +108,8 @@ fn pack<O: LayerOps>(
     weights: &LayerWeights,
 ) -> Result<DenseLayer<O>> {
     let order = Turned::new(c);
-    let product = |product: &Product| -> Result<Vec<Dense<O>>> {
+    let stacks = Stacks::apart(weights.spec);
+    let product = |product: &'static Product| -> Result<Vec<Dense<O>>> {
         let named = |l: &LinearSpec| (l.name(index), weights.linear(l.kind));
         let all = product.linears.iter();
         match product.linears[0].kind {
@@ -193,12 +120,14 @@ fn pack<O: LayerOps>(
             }
             LinearKind::Q => heads(ops, c, order, &all.map(named).collect::<Vec<_>>()),
             _ => {
-                let each = all.flat_map(|l| {
-                    let parts = weights.linear(l.kind).unstack(l.copies(c));
-                    parts.into_iter().map(|part| (l.name(index), part))
-                });
-                each.map(|(name, part)| Dense::matrix(ops, &name, &part))
-                    .collect()
+                let mut each = Vec::new();
+                for stack in stacks.of_product(product) {
+                    let name = stack.linear.name(index);
+                    for part in stack.weight(weights)?.unstack(stack.copies(c)) {
+                        each.push(Dense::matrix(ops, &name, &part)?);
+                    }
+                }
+                Ok(each)
             }
         }
     };
@@ -229,18 +158,18 @@ fn heads<O: LayerOps>(
     for (i, (name, weight)) in linears.iter().enumerate() {
         // Behind the queries of each head stand its gates.
         let each = if i == 0 {
-            weight.dims().0 / q_dim * d
+            weight.dims().rows / q_dim * d
         } else {
             d
         };
-        let rows = weight.dims().0 / each * d;
+        let rows = weight.dims().rows / each * d;
         all.push(Dense::rows_of(ops, name, weight, rows, |row| match i {
             2 => row,
             _ => row / d * each + order.source(row % d),
         })?);
     }
     if let Some((name, weight)) = linears.first()
-        && weight.dims().0 == 2 * q_dim
+        && weight.dims().rows == 2 * q_dim
     {
         let gate = |row: usize| row / d * 2 * d + d + row % d;
         all.push(Dense::rows_of(ops, name, weight, q_dim, gate)?);
@@ -354,7 +283,12 @@ where
             return Ok(());
         }
         self.room = None;
-        self.room = Some(Room::new(self.ops.as_ref(), &self.config, rows, seq)?);
+        self.room = Some(PieceBuffers::new(
+            self.ops.as_ref(),
+            &self.config,
+            rows,
+            seq,
+        )?);
         Ok(())
     }
 
@@ -414,68 +348,8 @@ where
 
     fn head(&mut self, norm: &Tensor, head: &Weight, rows: usize) -> Result<Box<dyn Head>> {
         self.room = None;
-        let ops = Arc::clone(&self.ops);
-        let (vocab, hidden) = head.dims();
-        Ok(Box::new(OpsHead {
-            weight: Dense::matrix(ops.as_ref(), "head", head)?,
-            gains: Dense::vector(ops.as_ref(), &norm.to_f32()?)?,
-            room: HeadRoom::new(ops.as_ref(), (vocab, hidden), rows)?,
-            host: Vec::new(),
-            shape: (vocab, hidden),
-            eps: self.config.rms_norm_eps,
-            ops,
-        }))
-    }
-}
-
-/// Buffers for up to `rows` rows at the head.
-struct HeadRoom<O: Allocate> {
-    x: O::Floats,      // [rows, hidden]
-    normed: O::Floats, // [rows, hidden]
-    inv: O::Floats,    // [rows]
-    logits: O::Floats, // [rows, vocab]
-}
-
-impl<O: Allocate> HeadRoom<O> {
-    fn new(ops: &O, (vocab, hidden): (usize, usize), rows: usize) -> Result<Self> {
-        let floats = |n: usize| ops.floats("logits", rows * n);
-        Ok(HeadRoom {
-            x: floats(hidden)?,
-            normed: floats(hidden)?,
-            inv: floats(1)?,
-            logits: floats(vocab)?,
-        })
-    }
-}
-
-struct OpsHead<O: LayerOps> {
-    ops: Arc<O>,
-    weight: Dense<O>, // [vocab, hidden]
-    gains: Dense<O>,  // [hidden]
-    room: HeadRoom<O>,
-    host: Vec<f32>,        // [rows, vocab]
-    shape: (usize, usize), // of the weight
-    eps: f32,
-}
-
-impl<O: LayerOps + Send + Sync> Head for OpsHead<O>
-where
-    O::Floats: Send,
-{
-    fn logits(&mut self, x: &[f32]) -> Result<&[f32]> {
-        let (ops, (vocab, hidden)) = (self.ops.as_ref(), self.shape);
-        let rows = x.len() / hidden.max(1);
-        self.host.resize(rows * vocab, 0.0);
-        if rows > 0 {
-            let (room, shape) = (&mut self.room, (rows, hidden));
-            let (gains, normed, inv) = (&self.gains.0, &mut room.normed, &mut room.inv);
-            ops.write(&mut room.x, x)?;
-            ops.rms_norm(&room.x, gains, normed, inv, shape, self.eps)?;
-            let product = Gemm::linear(rows, vocab, hidden);
-            ops.gemm(product, normed, &self.weight.0, &mut room.logits)?;
-            ops.read(&room.logits, &mut self.host)?;
-        }
-        Ok(&self.host)
+        let (ops, eps) = (Arc::clone(&self.ops), self.config.rms_norm_eps);
+        Ok(Box::new(OpsHead::new(ops, norm, head, rows, eps)?))
     }
 }
 
@@ -489,10 +363,9 @@ mod tests {
     use nq_model::Preset;
     use nq_runtime::interface::{ActivationChoice, DeviceChoice, LoadOptions};
     use nq_runtime::models;
-    use std::path::Path;
 
     fn demo() -> Checkpoint {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/demo");
+        let root = nq_testkit::demo();
         Checkpoint::open(&root).unwrap()
     }
 

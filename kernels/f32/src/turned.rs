@@ -11,20 +11,20 @@ use nq_runtime::rope::Rotary;
 #[derive(Clone, Copy)]
 pub(super) struct Turned {
     dim: usize,
-    rotated: usize,
+    rotary_dims: usize,
 }
 
 impl Turned {
     pub(super) fn new(c: &ModelConfig) -> Self {
         Turned {
             dim: c.head_dim,
-            rotated: c.rotated(),
+            rotary_dims: c.rotary_dims(),
         }
     }
 
     /// Where value `i` of a head stands in weights.
     pub(super) fn source(self, i: usize) -> usize {
-        let (half, turned) = (self.dim / 2, self.rotated / 2);
+        let (half, turned) = (self.dim / 2, self.rotary_dims / 2);
         let (upper, i) = (i / half, i % half);
         match i < turned {
             true => upper * turned + i,
@@ -42,7 +42,7 @@ impl Turned {
 
     /// Pairs of cosine and sine for the first `positions` positions, `[positions, dim / 2]`.
     pub(super) fn pairs(self, c: &ModelConfig, positions: usize) -> Vec<[f32; 2]> {
-        let (half, turned) = (self.dim / 2, self.rotated / 2);
+        let (half, turned) = (self.dim / 2, self.rotary_dims / 2);
         let table = Rotary::new(c).pairs(positions);
         let rows = table.chunks_exact(turned.max(1));
         rows.flat_map(|row| {
@@ -59,14 +59,17 @@ mod tests {
 
     #[test]
     fn halves_of_turned_values_face_each_other() {
-        let order = |dim, rotated| {
-            let order = Turned { dim, rotated };
+        let order = |dim, rotary_dims| {
+            let order = Turned { dim, rotary_dims };
             (0..dim).map(|i| order.source(i)).collect::<Vec<_>>()
         };
         assert_eq!(order(8, 8), [0, 1, 2, 3, 4, 5, 6, 7]);
         assert_eq!(order(8, 4), [0, 1, 4, 5, 2, 3, 6, 7]);
         let values: Vec<f32> = (0..16).map(|i| i as f32).collect();
-        let order = Turned { dim: 8, rotated: 4 };
+        let order = Turned {
+            dim: 8,
+            rotary_dims: 4,
+        };
         let expected = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15];
         assert_eq!(order.apply(&values), expected.map(|i| i as f32));
     }

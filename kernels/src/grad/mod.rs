@@ -14,6 +14,7 @@ pub use delta::{
 use crate::account::{Account, Held};
 use crate::error::{Error, Result};
 use crate::second_order::SecondOrder;
+use nq_model::Dims;
 use std::sync::Arc;
 
 /// Most bytes that products take for themselves: on a GPU, sums of their parts, or cuBLAS's
@@ -311,7 +312,7 @@ pub trait Buffers: Allocate {
     fn rows<E: From<Error> + Send>(
         &self,
         what: &'static str,
-        dims: (usize, usize),
+        dims: Dims,
         fill: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<Self::Floats, E>;
     /// Reads to the host, from index 0 on.
@@ -373,7 +374,7 @@ pub trait LayerOps: Buffers {
         gain: &Self::Floats,
         y: &mut Self::Floats,
         inv: &mut Self::Floats,
-        shape: (usize, usize),
+        shape: Dims,
         eps: f32,
     ) -> Result<()>;
 
@@ -392,7 +393,7 @@ pub trait LayerOps: Buffers {
         dx: &mut Self::Floats,
         add: bool,
         dgain: &mut Self::Floats,
-        shape: (usize, usize),
+        shape: Dims,
     ) -> Result<()>;
 
     /// RMSNorm of every head if there is a gain for it, then the rotation by its position (of halves, as in
@@ -467,19 +468,14 @@ pub trait LayerOps: Buffers {
     ) -> Result<()>;
 
     /// Multiplies each row of `x` by the sigmoid of its score; `shape` = (rows, width).
-    fn scale_rows(
-        &self,
-        scores: &Self::Floats,
-        x: &mut Self::Floats,
-        shape: (usize, usize),
-    ) -> Result<()>;
+    fn scale_rows(&self, scores: &Self::Floats, x: &mut Self::Floats, shape: Dims) -> Result<()>;
 
     /// A gated DeltaNet (formulas: [`Mixer::Delta`](nq_model::Mixer::Delta)) over whole sequences: `out`
     /// `[rows, values]` is each head's output after RMSNorm, times `silu(z)`. Besides the errors of [`Buffers`],
     /// [`Error::NoKernel`] for heads of widths that the device does not serve.
     fn delta(
         &self,
-        of: DeltaInputs<'_, Self::Floats>,
+        inputs: DeltaInputs<'_, Self::Floats>,
         work: &mut DeltaWork<Self::Floats>,
         out: &mut Self::Floats,
     ) -> Result<()>;
@@ -503,7 +499,7 @@ pub trait GradOps: LayerOps {
         teacher: &Self::Floats,
         logits: &mut Self::Floats,
         loss: &mut Self::Floats,
-        shape: (usize, usize),
+        shape: Dims,
         weight: f32,
     ) -> Result<()>;
 

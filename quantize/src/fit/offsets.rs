@@ -143,7 +143,7 @@ fn inverse(scale: f32) -> f32 {
 /// Weighted squared error of `w` under `p`.
 fn error(grid: &Grid, p: GroupParams, w: &[f32], importance: &[f32]) -> f32 {
     let (inverse, max) = (inverse(p.scale), f32::from(grid.max_code()));
-    let of = |w: f32, h: f32| {
+    let weighted = |w: f32, h: f32| {
         let e = code(w, inverse, p.offset, max) * p.scale + p.offset - w;
         h * e * e
     };
@@ -152,7 +152,7 @@ fn error(grid: &Grid, p: GroupParams, w: &[f32], importance: &[f32]) -> f32 {
     let (importance_of_whole, rest_of_it) = importance.as_chunks::<LANES>();
     let mut add = |w: &[f32; LANES], h: &[f32; LANES]| {
         for ((sum, &w), &h) in sums.iter_mut().zip(w).zip(h) {
-            *sum += of(w, h);
+            *sum += weighted(w, h);
         }
     };
     match importance.is_empty() {
@@ -160,7 +160,7 @@ fn error(grid: &Grid, p: GroupParams, w: &[f32], importance: &[f32]) -> f32 {
         false => (whole.iter().zip(importance_of_whole)).for_each(|(w, h)| add(w, h)),
     }
     for (i, (sum, &w)) in sums.iter_mut().zip(rest).enumerate() {
-        *sum += of(w, rest_of_it.get(i).copied().unwrap_or(1.0));
+        *sum += weighted(w, rest_of_it.get(i).copied().unwrap_or(1.0));
     }
     sums.iter().sum()
 }
@@ -254,11 +254,11 @@ mod tests {
         let mut spans = vec![SpanFactors::default(); grid.spans(w.len())];
         fit.row(grid, w, h, &mut params, &mut spans);
         let size = grid.group().size(w.len());
-        let of = |(i, (&w, &h)): (usize, (&f32, &f32))| {
+        let weighted = |(i, (&w, &h)): (usize, (&f32, &f32))| {
             let p = params[i / size];
             f64::from(h) * f64::from(w - p.value(grid.code(p, w))).powi(2)
         };
-        w.iter().zip(h).enumerate().map(of).sum()
+        w.iter().zip(h).enumerate().map(weighted).sum()
     }
 
     /// Rows of super-blocks, one after another with values of their own size.
@@ -313,8 +313,8 @@ mod tests {
             );
         }
         // An f16 for each group costs more bytes and errs hardly less.
-        let of = |kind| row_error(Fit::clip(), &grid(kind), &w, &h);
-        let (q4_k, q4_1) = (of(BlockType::Q4_K), of(BlockType::Q4_1));
+        let error = |kind| row_error(Fit::clip(), &grid(kind), &w, &h);
+        let (q4_k, q4_1) = (error(BlockType::Q4_K), error(BlockType::Q4_1));
         assert!(q4_k < 1.1 * q4_1, "Q4_K {q4_k}, Q4_1 {q4_1}");
     }
 

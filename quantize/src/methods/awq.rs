@@ -16,7 +16,7 @@ use crate::grid::{Grid, Grids};
 use crate::linalg::Matrix;
 use crate::second_order::LayerStats;
 use crate::second_order::{Hessian, InputStats};
-use nq_model::{NormKind, Product, Source};
+use nq_model::{InputSource, NormKind, Product};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -77,14 +77,14 @@ impl Method for Awq {
         let mut folded: BTreeMap<NormKind, Vec<f32>> = BTreeMap::new();
         let products = layer.spec.products().into_iter().zip(inputs);
         let shares = products.flat_map(|(product, inputs)| {
-            let of = inputs.len();
+            let experts = inputs.len();
             let each = inputs.iter_mut().enumerate();
             each.map(move |(expert, stats)| {
                 (
                     ProductShare {
                         product,
                         expert,
-                        of,
+                        experts,
                     },
                     stats,
                 )
@@ -92,11 +92,11 @@ impl Method for Awq {
         });
         for (share, stats) in shares {
             let heads = match share.product.source {
-                Source::Heads(values) => {
+                InputSource::Heads(values) => {
                     let (queries, values) = (stats.mean_square.len(), layer.linear(values).rows);
                     Some((queries / layer.head_dim, values / layer.head_dim))
                 }
-                Source::Norm(kind) => {
+                InputSource::Norm(kind) => {
                     if let Some(scales) = folded.get(&kind) {
                         stats.divide(scales)?;
                         continue;
@@ -104,8 +104,8 @@ impl Method for Awq {
                     None
                 }
                 // Nothing divides the input by scales.
-                Source::Fixed => continue,
-                Source::Rows(_) => None,
+                InputSource::Fixed => continue,
+                InputSource::Rows(_) => None,
             };
             let rms = tie(&stats.mean_square, heads, layer.head_dim);
             let Some(scales) = self.search(layer, share, stats, &rms, grids)? else {
@@ -114,7 +114,7 @@ impl Method for Awq {
             fold(layer, share, &scales);
             stats.divide(&scales)?;
             changed = true;
-            if let Source::Norm(kind) = share.product.source {
+            if let InputSource::Norm(kind) = share.product.source {
                 folded.insert(kind, scales);
             }
         }
@@ -148,7 +148,7 @@ impl Awq {
         let samples: Vec<(Matrix, Grid)> = linears
             .map(|l| {
                 let weight = layer.linear(l.kind);
-                let most = (TRIED_ROWS / share.of).max(LEAST_SAMPLE);
+                let most = (TRIED_ROWS / share.experts).max(LEAST_SAMPLE);
                 (
                     sample(weight, share.rows(weight.rows), most),
                     grids[&l.kind],
@@ -265,18 +265,18 @@ fn scale_columns(rows: &mut [f32], scales: &[f32]) {
     }
 }
 
-/// A product, or the part of it that belongs to expert `expert` of `of`, which has its own input.
+/// A product, or the part of it that belongs to expert `expert` of `experts`, which has its own input.
 #[derive(Clone, Copy)]
 struct ProductShare<'a> {
     product: &'a Product,
     expert: usize,
-    of: usize,
+    experts: usize,
 }
 
 impl ProductShare<'_> {
     /// Its rows in a weight of `rows` rows.
     fn rows(&self, rows: usize) -> Range<usize> {
-        let each = rows / self.of;
+        let each = rows / self.experts;
         self.expert * each..(self.expert + 1) * each
     }
 
@@ -300,7 +300,7 @@ fn fold(layer: &mut FloatLayer, share: ProductShare<'_>, scales: &[f32]) {
         }
     };
     match share.product.source {
-        Source::Norm(kind) => {
+        InputSource::Norm(kind) => {
             for (gain, s) in layer.norms.get_mut(&kind).into_iter().flatten().zip(scales) {
                 *gain /= s;
             }
@@ -312,7 +312,7 @@ fn fold(layer: &mut FloatLayer, share: ProductShare<'_>, scales: &[f32]) {
                 }
             }
         }
-        Source::Heads(kind) => {
+        InputSource::Heads(kind) => {
             let d = layer.head_dim;
             let values = layer.linear_mut(kind);
             let (rows, cols) = (values.rows, values.cols);
@@ -323,11 +323,11 @@ fn fold(layer: &mut FloatLayer, share: ProductShare<'_>, scales: &[f32]) {
                 divide_rows(bias, 1, &scale_of);
             }
         }
-        Source::Rows(kind) => {
+        InputSource::Rows(kind) => {
             let rows = layer.linear_mut(kind);
             let cols = rows.cols;
             divide_rows(share.values(rows), cols, &|i| scales[i]);
         }
-        Source::Fixed => unreachable!("no scales are searched for it"),
+        InputSource::Fixed => unreachable!("no scales are searched for it"),
     }
 }

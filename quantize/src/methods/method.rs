@@ -70,7 +70,7 @@ impl FloatLayer {
     ///
     /// # Panics
     /// If the layer has no such Linear.
-    pub fn linear_mut(&mut self, kind: LinearKind) -> &mut Matrix {
+    pub(crate) fn linear_mut(&mut self, kind: LinearKind) -> &mut Matrix {
         (self.linears.get_mut(&kind)).unwrap_or_else(|| panic!("a layer without {kind}"))
     }
 }

@@ -8,6 +8,7 @@ use crate::grid::{Grid, Rounded};
 use crate::linalg::{Matrix, read_row};
 use crate::packer::Packer;
 use nq_formats::Weight;
+use nq_model::Dims;
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
@@ -85,7 +86,7 @@ pub(crate) fn round_rows(
     fit: Fit,
     importance: &[f32],
 ) -> Result<(Weight, f64)> {
-    let (rows, cols) = weight.dims();
+    let Dims { rows, cols } = weight.dims();
     // Rows per work item: enough to hide the hand-over, few enough to share evenly.
     const PIECE: usize = 16;
     let starts: Vec<usize> = (0..rows).step_by(PIECE).collect();

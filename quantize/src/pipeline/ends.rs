@@ -12,8 +12,8 @@ use crate::second_order::InputStats;
 use crate::trellis;
 use nq_formats::nq::{Param, Writer};
 use nq_formats::{Progress, Scheme, Weight, hash};
-use nq_model::mtp;
 use nq_model::names::{EMBEDDING, HEAD, NORM, Shape};
+use nq_model::{Dims, mtp};
 use nq_runtime::Hidden;
 use nq_runtime::models;
 
@@ -96,7 +96,7 @@ impl Job<'_> {
                 }
                 _ => {
                     let ended = end(schemes, name, &source, inputs)?;
-                    self.progress.advance(source.dims().0 as u64);
+                    self.progress.advance(source.dims().rows as u64);
                     ended
                 }
             };
@@ -120,8 +120,8 @@ impl Job<'_> {
     pub(super) fn mtp_key(&self, schemes: &Schemes) -> Option<String> {
         let groups = groups::mtp_groups(self.config());
         let weights = groups.iter().flat_map(|g| &g.weights);
-        let of: Vec<_> = weights.map(|(name, _)| schemes.of(name)).collect();
-        (!of.is_empty()).then(|| hash::sha256_hex(format!("{of:?}").as_bytes()))
+        let chosen: Vec<_> = weights.map(|(name, _)| schemes.of(name)).collect();
+        (!chosen.is_empty()).then(|| hash::sha256_hex(format!("{chosen:?}").as_bytes()))
     }
 
     /// Rounds an MTP layer, if there is one, to nearest and stages it: calibration does not run it.
@@ -148,7 +148,7 @@ impl Job<'_> {
             match shape {
                 Shape::Vector(len) => vectors.push((name.clone(), store.vector(&name, len)?)),
                 Shape::Matrix(rows, cols) => {
-                    let source = store.matrix(&name, (rows, cols))?;
+                    let source = store.matrix(&name, Dims::new(rows, cols))?;
                     let (weight, row) = end(schemes, &name, &source, None)?;
                     if matches!(weight, Weight::Quantized(_)) {
                         source.release();

@@ -13,8 +13,9 @@ use crate::on_the_fly::rounded_weights;
 use crate::quality::{Judge, Limits, Text, nats};
 use crate::schemes::Schemes;
 use crate::sensitivity;
+use nq_evals::Comparison;
 use nq_formats::nq::Writer;
-use nq_formats::{Bits, Progress, WeightStore, human_bytes, mapping};
+use nq_formats::{Progress, WeightStore, human_bytes, mapping};
 use nq_load::load;
 use nq_model::names::{EMBEDDING, HEAD};
 use nq_runtime::ActivationChoice;
@@ -33,7 +34,7 @@ const LEFT_BY_TUNING: f64 = 0.6;
 /// Try schemes only if their predicted divergence is at most this many times the limit.
 const MOST_OVER_LIMIT: f64 = 1.3;
 
-/// Tokens on which a limit is looked at, and how many times as large as the limit their divergence is that nothing else
+/// Tokens on which limits are looked at, and how many times as large as a limit their divergence is that nothing else
 /// will bring there: methods halve it, and texts differ by less than that.
 pub(super) const GLANCE: usize = 1024;
 const FAR: f64 = 10.0;
@@ -73,23 +74,45 @@ impl Attempt {
     }
 }
 
+/// The first of the limits that 8-bit weights are far away from, as `found` on a short text of `positions`. As disagreement of best
+/// tokens grows with the size of changes and divergence with its square, it is far at the root of what divergences may
+/// be; and as it is counted on few positions, it is taken two standard errors lower than found (those of the root of a
+/// count are one half).
+fn far(limits: &Limits, found: &Comparison, positions: usize) -> Option<Error> {
+    const ON: &str = "which 8-bit weights have on a short text";
+    let (kld, same, positions) = (found.kld.mean, found.same_top1, positions as f64);
+    let count = (((1.0 - same) * positions).sqrt() - 1.0).max(0.0).powi(2);
+    // NaN is near to no limit.
+    let near = |limit: &f64| kld <= FAR * limit;
+    if let Some(limit) = limits.max_kld.filter(|limit| !near(limit)) {
+        return Some(Error::Request {
+            what: "limit on the KL divergence",
+            expected: format!("{} or more, {ON}", nats(kld)),
+            found: nats(limit),
+        });
+    }
+    let near = |limit: &f64| count <= FAR.sqrt() * (1.0 - limit) * positions;
+    let limit = limits.min_top1.filter(|limit| !near(limit))?;
+    Some(Error::Request {
+        what: "limit on the share of same best tokens",
+        expected: format!("{same:.4} or less, {ON}"),
+        // 99.99% is .9998999999999999.
+        found: ((limit * 1e6).round() / 1e6).to_string(),
+    })
+}
+
 impl Job<'_> {
-    /// True if a limit on the divergence is looked at before the work begins: if bits are raised for it, and the device
-    /// holds whole models.
+    /// True if limits are looked at before the work begins: if there are any, and the device holds whole models.
     pub(super) fn looks_ahead(&self, streamed: bool) -> bool {
-        self.options.limits.max_kld.is_some()
-            && self.may_raise()
-            && !self.options.resume
-            && !streamed
+        self.options.limits.any() && !self.options.resume && !streamed
     }
 
-    /// Refuses a limit on the divergence from which 8 bits by rounding to nearest are far away, on a short text: so many bits
-    /// and no better method, or fewer, do not reach it either.
+    /// Refuses limits from which 8 bits by rounding to nearest are far away, on a short text: so many bits and no better
+    /// method, or fewer, do not reach them either.
     ///
     /// # Errors
-    /// [`Error::Request`] with the divergence found; errors of loading and measuring.
+    /// [`Error::Request`] with what was found; errors of loading and measuring.
     pub(super) fn check_reach(&self) -> Result<()> {
-        let limit = self.options.limits.max_kld.unwrap_or(f64::INFINITY);
         if !self.looks_ahead(self.is_streamed()?) {
             return Ok(());
         }
@@ -100,7 +123,7 @@ impl Job<'_> {
         };
         let (config, files) = (self.config(), self.checkpoint.files());
         let judge = Judge::new(config, files, Text::HeldOut(&text), GLANCE)?;
-        let rounded = rounded_weights(self.checkpoint, Schemes::defaults(Bits::B8))?;
+        let rounded = rounded_weights(self.checkpoint, Schemes::of_8_bits(config))?;
         let load = |store: &dyn WeightStore| -> Result<_> {
             Ok(load(config, store, &self.options.load, &self.progress)?)
         };
@@ -108,18 +131,9 @@ impl Job<'_> {
         mapping::trim_heap();
         let found = source.compare(load(&rounded)?.as_ref(), &self.progress)?;
         mapping::trim_heap();
-        let kld = found.report.against.map_or(0.0, |a| a.kld.mean);
-        if kld <= FAR * limit {
-            return Ok(());
-        }
-        Err(Error::Request {
-            what: "limit on the KL divergence",
-            expected: format!(
-                "{} or more, which 8-bit weights have on a short text",
-                nats(kld)
-            ),
-            found: nats(limit),
-        })
+        let report = found.report;
+        let far = |found| far(&self.options.limits, found, report.tokens);
+        report.against.as_ref().and_then(far).map_or(Ok(()), Err)
     }
 
     /// The schemes to begin with, or to continue with after a run that was killed or failed.
@@ -364,10 +378,10 @@ impl Job<'_> {
         groups
     }
 
-    /// Bytes of all tensors that `target` allows.
+    /// Bytes of all tensors of the text model that `target` allows.
     fn budget(&self, target: TargetSize) -> u64 {
         match target {
-            TargetSize::Bytes(n) => n,
+            TargetSize::Bytes(n) => n.saturating_sub(self.checkpoint.tower_bytes()),
             TargetSize::BitsPerWeight(x) => (x * self.config().parameters() as f64 / 8.0) as u64,
         }
     }
@@ -402,8 +416,8 @@ impl Job<'_> {
         let config = self.config();
         let groups = self.chosen_groups();
         let prompter = self.prompter()?;
-        let shape = sensitivity::shape(config, groups.len(), self.eval_tokens());
-        let text = self.probe_text(&prompter, shape, state)?;
+        let (n, length) = sensitivity::shape(config, groups.len(), self.eval_tokens());
+        let text = self.probe_text(&prompter, n, length, state)?;
         mapping::trim_heap();
         let mut stepper = self.stepper(ActivationChoice::F32)?;
         sensitivity::Probe {
@@ -426,8 +440,44 @@ impl Job<'_> {
         }
     }
 
-    /// Bytes of all tensors under `schemes`.
+    /// Bytes of all tensors of the text model under `schemes`.
     pub(super) fn bytes(&self, schemes: &Schemes) -> u64 {
         memory::file_bytes(self.checkpoint, schemes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nq_evals::KldStats;
+
+    #[test]
+    fn limits_far_from_8_bit_weights_are_named() {
+        let found = |mean, same_top1| Comparison {
+            kld: KldStats {
+                mean,
+                ..KldStats::default()
+            },
+            same_top1,
+            rms_dp: 0.0,
+            ppl_ref: 1.0,
+            ln_ppl_ratio: 0.0,
+            ln_ppl_ratio_se: 0.0,
+        };
+        let named = |max_kld, min_top1, found: Comparison| {
+            let limits = Limits { max_kld, min_top1 };
+            far(&limits, &found, 512).map(|e| e.to_string())
+        };
+        let usual = || found(0.000_37, 0.9873);
+        assert_eq!(named(Some(0.000_04), Some(0.998), usual()), None);
+        let kld = named(Some(0.000_03), Some(0.9999), usual()).unwrap();
+        assert!(kld.contains("expected 0.00037 or more") && kld.ends_with("found 0.00003"));
+        let top1 = named(Some(0.02), Some(0.9999), usual()).unwrap();
+        assert!(top1.contains("expected 0.9873 or less") && top1.ends_with("found 0.9999"));
+        assert!(named(None, Some(1.0), usual()).is_some());
+        // One of 512 positions may be chance; all the same are no obstacle to the highest share.
+        assert_eq!(named(None, Some(1.0), found(0.000_37, 511.0 / 512.0)), None);
+        assert_eq!(named(None, Some(1.0), found(0.0, 1.0)), None);
+        assert!(named(Some(1.0), None, found(f64::NAN, 1.0)).is_some());
     }
 }

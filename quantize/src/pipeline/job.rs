@@ -1,15 +1,14 @@
 //! A quantization to be run: the request, checked against the model.
 
-use crate::allocation;
 use crate::calibration::{self, CALIBRATION_TOKENS, CalibrationSource, EVAL_TOKENS, SEQUENCE};
 use crate::device_memory::DeviceEstimate;
 use crate::error::{Error, Result};
 use crate::groups;
 use crate::memory;
 use crate::methods::{self, Method, Needs};
-use crate::mix;
 use crate::quality::{self, Limits};
-use crate::schemes::{Codes, Schemes};
+use crate::recipe::Recipe;
+use crate::schemes::Schemes;
 use crate::stages::Stages;
 use crate::train::{TuneOptions, refused, untrainable};
 use nq_formats::nq::SourceRecord;
@@ -72,38 +71,30 @@ pub struct QuantizeOptions {
 }
 
 impl QuantizeOptions {
-    /// The options of `nq quantize --bits BITS --out OUT`, or with `--trellis` too, for a model of this shape, on the
-    /// first GPU or else the CPU: at fewer than 8 bits a mix of schemes.
+    /// The options of `nq quantize` for a model of this shape, on the first GPU or else the CPU. Of bits or codes alone,
+    /// those of `nq quantize --bits BITS --out OUT`: at fewer than 8 bits a mix of schemes.
     ///
     /// # Errors
-    /// None for the shape of a model that was opened.
+    /// [`Error::Request`] and [`Error::Format`] for a recipe that contradicts itself or that its format cannot hold; none
+    /// for bits alone.
     pub fn new(
         config: &ModelConfig,
-        codes: impl Into<Codes>,
+        recipe: impl Into<Recipe>,
         out: impl Into<PathBuf>,
     ) -> Result<Self> {
-        let (bits, schemes, candidates) = match codes.into() {
-            Codes::Integer(bits) => (
-                bits.width() as f32,
-                mix::usual(config, bits)?,
-                allocation::candidates(bits),
-            ),
-            Codes::Trellis(linears) => (
-                linears.bits(),
-                mix::usual_trellis(config, linears)?,
-                allocation::trellis_candidates(linears.code(), linears.bits()),
-            ),
-        };
+        let recipe = recipe.into();
+        recipe.check()?;
+        let (schemes, candidates) = recipe.schemes(config)?;
         Ok(QuantizeOptions {
-            bits,
+            bits: recipe.codes.bits(),
             schemes,
             candidates,
-            target: None,
-            head_fixed: false,
+            target: recipe.target,
+            head_fixed: recipe.head_bits.is_some(),
             method: "gptq".into(),
             calibration: CalibrationSource::SelfSampled,
             calib_tokens: None,
-            tuning: None,
+            tuning: recipe.tuning,
             seed: 0,
             limits: Limits::default(),
             measure: true,
@@ -123,12 +114,6 @@ impl QuantizeOptions {
     pub fn called(&self, schemes: &Schemes) -> String {
         let as_asked = self.target.is_none() && schemes.overrides == self.schemes.overrides;
         schemes.called(as_asked.then_some(self.bits))
-    }
-
-    /// One scheme for all layers and 8 bits for embedding and head, as `--simple` asks for; a target size begins with
-    /// these too.
-    pub fn simple(&mut self) {
-        self.schemes.overrides.clear();
     }
 }
 
@@ -200,8 +185,7 @@ impl<'a> Job<'a> {
                 found: method.name().into(),
             });
         }
-        let limited = options.limits.max_kld.is_some() || options.limits.min_top1.is_some();
-        if limited && !options.measure {
+        if options.limits.any() && !options.measure {
             return Err(Error::Request {
                 what: "limits on the quality",
                 expected: "a run that measures it".into(),
@@ -311,9 +295,8 @@ impl<'a> Job<'a> {
     /// True if a missed limit leads to measuring sensitivity. A target size is kept whatever the
     /// limits are.
     pub(super) fn may_raise(&self) -> bool {
-        let (options, limits) = (self.options, self.options.limits);
-        let limited = limits.max_kld.is_some() || limits.min_top1.is_some();
-        limited && options.target.is_none() && !options.candidates.is_empty()
+        let options = self.options;
+        options.limits.any() && options.target.is_none() && !options.candidates.is_empty()
     }
 
     pub(super) fn source_engine(&self) -> Result<Arc<dyn nq_runtime::Engine>> {

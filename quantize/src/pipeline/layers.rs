@@ -134,7 +134,7 @@ impl Job<'_> {
     /// are.
     fn embed(&self, schemes: &Schemes, text: &Sequences) -> Result<Hidden> {
         let embedding = models::embedding(self.checkpoint.store(), self.config())?;
-        let (vocab, width) = embedding.dims();
+        let (vocab, width) = embedding.dims().pair();
         let ids: BTreeSet<u32> = text.ids.iter().flatten().copied().collect();
         if ids.last().is_some_and(|&id| id as usize >= vocab) {
             // `embed` refuses a token past the vocabulary with a named error.

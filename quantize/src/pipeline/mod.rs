@@ -36,6 +36,7 @@ use nq_formats::nq::{self, Opened, QuantizationRecord, SourceRecord, Writer, Wri
 use nq_formats::{Checkpoint, Progress, Tensor, Unit, Weight, hash, mapping};
 use nq_kernels::Account;
 use nq_load::load;
+use nq_model::Dims;
 use nq_model::names::{self, Shape};
 pub use plan::PlannedStage;
 use rayon::prelude::*;
@@ -107,9 +108,9 @@ impl Job<'_> {
                     let values = store.vector(&name, n)?.to_f32()?;
                     (1, Weight::Dense(Tensor::from_f32(vec![1, n], values)?))
                 }
-                Shape::Matrix(rows, cols) => (rows, store.matrix(&name, (rows, cols))?),
+                Shape::Matrix(rows, cols) => (rows, store.matrix(&name, Dims::new(rows, cols))?),
             };
-            let cols = weight.dims().1;
+            let cols = weight.dims().cols;
             (0..rows).into_par_iter().try_for_each_init(
                 || vec![0.0; cols],
                 |values, row| read_row(&name, &weight, row, values),
@@ -130,7 +131,7 @@ impl Job<'_> {
         self.check_reach()?;
         let mut source = options.source.clone();
         if source.sha256.is_empty() {
-            source.sha256 = hash::weights_sha256(checkpoint.files(), &self.progress)?;
+            source.sha256 = hash::weights_sha256(checkpoint, &self.progress)?;
         }
         let writer_options = WriterOptions {
             resume: options.resume,
@@ -164,13 +165,20 @@ impl Job<'_> {
         let mut schemes = self.first_schemes(&writer, &mut state, calibration.as_ref())?;
         let (measured, record) = loop {
             self.enter(&mut writer, &mut state, &schemes)?;
-            let texts = (calibration.as_ref(), held_out.as_ref());
-            let (measured, record) = self.attempt(&writer, &mut state, &schemes, &source, texts)?;
+            let (calibration, held_out) = (calibration.as_ref(), held_out.as_ref());
+            let (measured, record) = self.attempt(
+                &writer,
+                &mut state,
+                &schemes,
+                &source,
+                calibration,
+                held_out,
+            )?;
             let broken = match &measured {
                 Some(measured) => options.limits.broken(&measured.evaluation.report),
                 None => Vec::new(),
             };
-            match self.decide(&writer, &mut state, &schemes, &broken, calibration.as_ref())? {
+            match self.decide(&writer, &mut state, &schemes, &broken, calibration)? {
                 Next::Done => break (measured, record),
                 Next::Schemes(next) => schemes = next,
                 Next::Hopeless(more) => {
@@ -215,7 +223,8 @@ impl Job<'_> {
         state: &mut State,
         schemes: &Schemes,
         source: &SourceRecord,
-        (calibration, held_out): (Option<&Sequences>, Option<&Sequences>),
+        calibration: Option<&Sequences>,
+        held_out: Option<&Sequences>,
     ) -> Result<(Option<Measured>, QuantizationRecord)> {
         self.prepare_tuning(writer, state, schemes)?;
         if !self.is_staged(writer, state, schemes)? {
@@ -229,6 +238,7 @@ impl Job<'_> {
             self.progress.end();
             ended?;
         }
+        writer.put_tower(self.checkpoint)?;
         mapping::trim_heap();
         let measure = |state: &mut State| -> Result<(Option<Measured>, QuantizationRecord)> {
             let mut record = self.record(state, source, calibration, schemes);

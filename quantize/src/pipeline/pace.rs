@@ -17,7 +17,7 @@ use std::time::Instant;
 
 /// Seconds of a unit of work.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pace {
+pub(super) struct StagePace {
     /// Most sequences that are sampled together, where the device bounds them.
     pub(super) together: Option<usize>,
     pub(super) on_cpu: bool,
@@ -56,7 +56,7 @@ pub(super) struct TextPass {
 
 /// The work of rounding weights.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Rounding {
+pub(super) struct RoundingWork {
     /// Weights whose ranges are searched, counted once for each search.
     pub(super) fitted: f64,
     /// Columns that errors go to, over all weights.
@@ -103,15 +103,15 @@ pub(super) fn paths(scheme: TrellisScheme) -> f64 {
 /// Multiprocessors of an H200.
 const H200: f64 = 132.0;
 
-impl Pace {
+impl StagePace {
     /// That of a GPU by its ordinal, or of the CPU.
     ///
     /// # Errors
     /// An absent GPU.
     pub(super) fn new(gpu: Option<usize>, checkpoint: &Checkpoint) -> Result<Self> {
         Ok(match gpu {
-            Some(gpu) => Pace::of_gpu(gpu::multiprocessors(gpu)?, checkpoint),
-            None => Pace::of_cpu(speed(), checkpoint),
+            Some(gpu) => StagePace::of_gpu(gpu::multiprocessors(gpu)?, checkpoint),
+            None => StagePace::of_cpu(speed(), checkpoint),
         })
     }
 
@@ -120,7 +120,7 @@ impl Pace {
         let bf16 = memory::dense_type(checkpoint) == DType::BF16;
         let slower = usize::from(!(bf16 && Isa::Avx512Bf16.available()));
         let one = 1.0 / speed;
-        Pace {
+        StagePace {
             together: None,
             on_cpu: true,
             hashed: HASHED * one,
@@ -147,7 +147,7 @@ impl Pace {
         let slower = H200 / multiprocessors.max(1) as f64;
         // Experts are unpacked one by one.
         let mixture = checkpoint.config().experts.is_some();
-        Pace {
+        StagePace {
             together: gpu::sizes().ok().map(|sizes| sizes.together),
             on_cpu: false,
             hashed: 0.4e-9,
@@ -190,7 +190,7 @@ impl Pace {
     }
 
     /// Seconds of rounding.
-    pub(super) fn round(&self, work: Rounding) -> f64 {
+    pub(super) fn round(&self, work: RoundingWork) -> f64 {
         self.fitted * work.fitted + self.column * work.columns + self.path * work.paths
     }
 }

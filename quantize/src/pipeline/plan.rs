@@ -5,7 +5,7 @@
 
 use super::guard::GLANCE;
 use super::job::Job;
-use super::pace::{Pace, Rounding, TextPass, paths};
+use super::pace::{RoundingWork, StagePace, TextPass, paths};
 use super::state::{self, State};
 use crate::calibration::{CalibrationSource, sampling_slots};
 use crate::error::Result;
@@ -14,6 +14,7 @@ use crate::methods::{Needs, TRIED_ROWS};
 use crate::quality::{self, NOISE_WINDOWS};
 use crate::sensitivity;
 use nq_formats::Scheme;
+use nq_model::Dims;
 use serde::Serialize;
 
 /// A stage of a run.
@@ -59,8 +60,8 @@ struct WeightWork {
     /// Weights of the layers.
     weights: f64,
     /// Rounding the layers; and the embedding and the head.
-    rounding: Rounding,
-    ends: Rounding,
+    rounding: RoundingWork,
+    ends: RoundingWork,
 }
 
 impl Job<'_> {
@@ -69,12 +70,12 @@ impl Job<'_> {
     /// # Errors
     /// An absent device.
     pub fn stages(&self) -> Result<Vec<PlannedStage>> {
-        let pace = Pace::new(self.gpu()?, self.checkpoint)?;
+        let pace = StagePace::new(self.gpu()?, self.checkpoint)?;
         Ok(self.stages_at(&pace, self.is_streamed()?))
     }
 
     /// The same at a known pace; `streamed`: the source is run layer by layer where the result is measured.
-    fn stages_at(&self, pace: &Pace, streamed: bool) -> Vec<PlannedStage> {
+    fn stages_at(&self, pace: &StagePace, streamed: bool) -> Vec<PlannedStage> {
         let (o, config) = (self.options, self.config());
         let work = self.work();
         let all = work.layers + work.head;
@@ -161,13 +162,13 @@ impl Job<'_> {
     /// # Errors
     /// An absent device.
     pub(super) fn stages_after(&self, state: &State, finished: usize) -> Result<Vec<PlannedStage>> {
-        let pace = Pace::new(self.gpu()?, self.checkpoint)?;
+        let pace = StagePace::new(self.gpu()?, self.checkpoint)?;
         Ok(self.stages_left(&pace, self.is_streamed()?, state, finished))
     }
 
     fn stages_left(
         &self,
-        pace: &Pace,
+        pace: &StagePace,
         streamed: bool,
         state: &State,
         finished: usize,
@@ -241,7 +242,7 @@ impl Job<'_> {
         };
         for group in groups::groups(config) {
             let in_layer = matches!(group.place, Place::Layer { .. });
-            for (name, (rows, cols)) in &group.weights {
+            for (name, Dims { rows, cols }) in &group.weights {
                 // A token goes through a few of a layer's experts.
                 let used = match &config.experts {
                     Some(e) if name.contains("experts") => e.per_token as f64 / e.count as f64,
@@ -320,7 +321,7 @@ mod tests {
             ("qwen3.5-35b-a3b", four, 888.3),
         ] {
             with_job(name, codes, |job, checkpoint| {
-                let pace = Pace::of_gpu(132, checkpoint);
+                let pace = StagePace::of_gpu(132, checkpoint);
                 let stages = job.stages_at(&pace, false);
                 let total: f64 = stages.iter().map(|s| s.seconds).sum();
                 let ratio = total / seconds;
@@ -336,7 +337,7 @@ mod tests {
     #[test]
     fn a_resumed_run_goes_by_the_pace_that_it_had() {
         with_job("qwen3-0.6b", Codes::Integer(Bits::B4), |job, checkpoint| {
-            let pace = Pace::of_gpu(132, checkpoint);
+            let pace = StagePace::of_gpu(132, checkpoint);
             let all = job.stages_at(&pace, false);
             let seconds = |stages: &[PlannedStage], name: &str| -> f64 {
                 let named = stages.iter().filter(|s| s.name == name);

@@ -20,15 +20,15 @@ pub(super) struct Tried {
 /// proportional to it. `None` without a choice whose figures are finite.
 pub(super) fn aim(tried: &[Tried]) -> Option<f64> {
     let usable = |t: &&Tried| t.predicted.is_finite() && t.measured.is_finite();
-    let of = |holds: bool| {
+    let those = |holds: bool| {
         let alike = tried.iter().filter(usable);
         alike.filter(move |t| (t.measured <= 1.0) == holds)
     };
     // Compare predictions, which do not scatter as measurements do.
-    let holding = of(true).max_by(|a, b| a.predicted.total_cmp(&b.predicted));
-    let broken = of(false).min_by(|a, b| a.predicted.total_cmp(&b.predicted));
+    let holding = those(true).max_by(|a, b| a.predicted.total_cmp(&b.predicted));
+    let broken = those(false).min_by(|a, b| a.predicted.total_cmp(&b.predicted));
     let nearest = holding.or(broken)?;
-    let missed = of(false).filter(|t| t.aimed).count();
+    let missed = those(false).filter(|t| t.aimed).count();
     let share = AIM.powi(1 + missed as i32);
     let Some((a, b)) = holding
         .zip(broken)

@@ -38,7 +38,7 @@ impl Job<'_> {
         if let (CalibrationSource::File(path), None) = (&o.calibration, &calibration)
             && n > 0
         {
-            let text = calibration::read(path, &prompter, (n, length))?;
+            let text = calibration::read(path, &prompter, n, length)?;
             if text.ids.len() < n {
                 self.progress.note(&format!(
                     "{}: calibrated on all of its {} tokens, fewer than the {} requested",
@@ -51,22 +51,24 @@ impl Job<'_> {
         }
         if sample_calibration || sample_held_out {
             let engine = self.sampling_engine(state)?;
-            let sample = |stage, shape, seed| {
+            let sample = |stage, n, length, seed| {
                 calibration::sample(
                     engine.as_ref(),
                     &prompter,
                     stage,
-                    shape,
+                    n,
+                    length,
                     seed,
                     &self.progress,
                 )
             };
             if sample_calibration {
-                calibration = Some(sample("sampling calibration text", (n, length), o.seed)?);
+                calibration = Some(sample("sampling calibration text", n, length, o.seed)?);
             }
             if sample_held_out {
-                let shape = quality::held_out_shape(self.config(), self.eval_tokens());
-                held_out = Some(sample("sampling held-out text", shape, o.seed ^ HELD_OUT)?);
+                let (n, length) = quality::held_out_shape(self.config(), self.eval_tokens());
+                let seed = o.seed ^ HELD_OUT;
+                held_out = Some(sample("sampling held-out text", n, length, seed)?);
             }
         }
         if state.calibration.is_none() || state.held_out.is_none() {
@@ -81,7 +83,8 @@ impl Job<'_> {
     pub(super) fn probe_text(
         &self,
         prompter: &Prompter,
-        shape: (usize, usize),
+        n: usize,
+        length: usize,
         state: &mut State,
     ) -> Result<Sequences> {
         let engine = self.sampling_engine(state)?;
@@ -89,7 +92,8 @@ impl Job<'_> {
             engine.as_ref(),
             prompter,
             "sampling text to probe with",
-            shape,
+            n,
+            length,
             self.options.seed ^ PROBE,
             &self.progress,
         )

@@ -22,6 +22,7 @@ use nq_formats::{Group, Progress, TrellisScheme, Unit, Weight, human_bytes};
 use nq_kernels::grad::{GradOps, GradWork};
 use nq_kernels::rng::Philox;
 use nq_load::device::Device;
+use nq_model::Dims;
 use nq_model::names::{EMBEDDING, HEAD, NORM};
 use nq_runtime::host::total_memory;
 use rayon::prelude::*;
@@ -105,7 +106,7 @@ const FILE_SEQUENCES: usize = 4096;
 const SHARE: f64 = 0.95;
 
 /// A tuning to be run on some device.
-struct Work<'a> {
+struct TuningWork<'a> {
     job: &'a Job<'a>,
     limit: u64,
     most: Most,
@@ -116,7 +117,7 @@ struct Work<'a> {
     key: String,
 }
 
-impl GradWork for Work<'_> {
+impl GradWork for TuningWork<'_> {
     type Output = Result<()>;
 
     fn run<O: GradOps>(self, ops: &O) -> Result<()> {
@@ -184,7 +185,7 @@ impl Job<'_> {
         let staged = self.staged(writer)?;
         let limit = self.tuning_limit()?;
         let device = Device::choose(self.options.load.device)?;
-        let work = Work {
+        let work = TuningWork {
             job: self,
             limit,
             most: self.most(self.gpu()?),
@@ -235,9 +236,9 @@ impl Job<'_> {
         };
         let limit = self.tuning_limit()?;
         let length = SEQUENCE.min(config.max_position_embeddings);
-        let passes = (most.pass, most.slots);
+        let (pass, slots) = (most.pass, most.slots);
         let codes = self.codes(group)?;
-        let plan = MemoryPlan::new(most.on_cpu, config, length, codes, limit, passes)?;
+        let plan = MemoryPlan::new(most.on_cpu, config, length, codes, limit, pass, slots)?;
         let fits = plan.bytes <= limit;
         Ok(Some(TuningEstimate {
             on_cpu: most.on_cpu,
@@ -247,9 +248,9 @@ impl Job<'_> {
         }))
     }
 
-    fn tune_on<O: GradOps>(&self, ops: &O, work: Work<'_>) -> Result<()> {
+    fn tune_on<O: GradOps>(&self, ops: &O, work: TuningWork<'_>) -> Result<()> {
         let start = Instant::now();
-        let Work {
+        let TuningWork {
             limit,
             most,
             options,
@@ -267,8 +268,8 @@ impl Job<'_> {
             ..Tuning::default()
         };
         let codes = self.codes(least_group(&staged))?;
-        let passes = (most.pass, most.slots);
-        let plan = MemoryPlan::new(most.on_cpu, config, length, codes, limit, passes)?;
+        let (pass, slots) = (most.pass, most.slots);
+        let plan = MemoryPlan::new(most.on_cpu, config, length, codes, limit, pass, slots)?;
         if plan.bytes > limit {
             let why = format!(
                 "not tuned: that takes {} bytes on {}, of which {limit} may be used",
@@ -351,13 +352,15 @@ impl Job<'_> {
             return Ok(StudentCodes::Groups(group));
         }
         let (most, cols) = nearest_rows();
-        let shape = (most.min(self.config().parameters().div_ceil(cols)), cols);
+        let rows = most.min(self.config().parameters().div_ceil(cols));
         let search = match self.gpu()? {
             // The weights, their blocks, and these with the values of codes.
-            None => Some(24 * shape.0 * cols),
+            None => Some(24 * rows * cols),
             Some(_) => {
                 let bytes = nq_load::gpu::sizes()?.trellis;
-                TrellisScheme::all().map(|s| bytes(s, shape)).max()
+                TrellisScheme::all()
+                    .map(|s| bytes(s, Dims { rows, cols }))
+                    .max()
             }
         };
         let search = search.unwrap_or(0);
@@ -455,7 +458,7 @@ impl Job<'_> {
             .map(|index| staged_layer(&open(&step_name(index))?, config, index))
             .collect::<Result<_>>()?;
         let ends = open(ENDS)?;
-        let dims = (config.vocab_size, config.hidden_size);
+        let dims = Dims::new(config.vocab_size, config.hidden_size);
         Ok(Canonical {
             layers,
             final_norm: ends.vector(NORM, config.hidden_size)?,
@@ -476,11 +479,9 @@ impl Job<'_> {
         let prompter = Prompter::new(files, config.vocab_size, eos, &self.progress)?;
         let file = match &self.options.calibration {
             CalibrationSource::SelfSampled => None,
-            CalibrationSource::File(path) => Some(calibration::read(
-                path,
-                &prompter,
-                (FILE_SEQUENCES, length),
-            )?),
+            CalibrationSource::File(path) => {
+                Some(calibration::read(path, &prompter, FILE_SEQUENCES, length)?)
+            }
         };
         Ok(Box::new(move |first, n| {
             let mut all = prompter.beginnings(n, seed.wrapping_add(first))?;
@@ -549,7 +550,7 @@ fn note_tuned(
     let (Some(row), Weight::Quantized(_)) = (row, tuned) else {
         return Ok(());
     };
-    let (n, cols) = source.dims();
+    let Dims { rows: n, cols } = source.dims();
     // Each thread keeps a buffer for rows: one allocated per row would be mapped anew every
     // time.
     let room = || (vec![0.0; cols], vec![0.0; cols]);

@@ -71,13 +71,13 @@ impl Hessian for Matrix {
                 inverse_factor(&h, d.order, d.damping, d.noise)
             }
         };
-        Ok(factor.map(|u| Box::new(HostFactor { of: self, u }) as Box<dyn Factor>))
+        Ok(factor.map(|u| Box::new(HostFactor { moments: self, u }) as Box<dyn Factor>))
     }
 }
 
 /// `U`, on the host, and the moments that it is of.
 struct HostFactor<'a> {
-    of: &'a Matrix,
+    moments: &'a Matrix,
     u: Matrix,
 }
 
@@ -124,7 +124,7 @@ impl Factor for HostFactor<'_> {
         weight: &Matrix,
         scales: &[f32],
     ) -> Result<TrellisRounded> {
-        let moments = Some((&self.u, self.of));
+        let moments = Some((&self.u, self.moments));
         Ok(on_host(trellis, weight, scales, moments))
     }
 }

@@ -37,7 +37,7 @@ impl InputStats {
     }
 
     /// The same statistics, with second moments on the GPU of this ordinal, if there are any.
-    pub fn moved_to(self, gpu: usize) -> Result<Self> {
+    pub(crate) fn moved_to(self, gpu: usize) -> Result<Self> {
         let Some(moments) = self.hessian.as_ref().and_then(|h| h.host()) else {
             return Ok(self);
         };

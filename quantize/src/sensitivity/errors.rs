@@ -9,6 +9,7 @@ use crate::methods::rtn;
 use crate::second_order::InputStats;
 use nq_formats::trellis::BLOCK;
 use nq_formats::{Scheme, TrellisScheme, Weight};
+use nq_model::Dims;
 
 /// Most rows of a weight on which its output errors are sampled.
 pub(super) const SAMPLE: usize = 256;
@@ -51,7 +52,7 @@ impl Found {
         importance: &[f32],
         candidates: &[Scheme],
     ) -> Result<()> {
-        let scale = weight.dims().0 as f64 / rows.rows.max(1) as f64;
+        let scale = weight.dims().rows as f64 / rows.rows.max(1) as f64;
         let error = |scheme: Scheme| -> Result<f64> {
             let scheme = match scheme {
                 Scheme::Affine(scheme) => scheme,
@@ -116,7 +117,7 @@ pub(super) fn sample(name: &str, weight: &Weight) -> Result<Matrix> {
 
 /// Up to `most` rows of the weight `name`, evenly spread.
 pub(super) fn sample_of(name: &str, weight: &Weight, most: usize) -> Result<Matrix> {
-    let (out, cols) = weight.dims();
+    let Dims { rows: out, cols } = weight.dims();
     let n = out.min(most);
     let mut rows = Matrix::zeros(n, cols);
     for i in 0..n {

@@ -152,7 +152,7 @@ impl<'r> SensitivityRun<'r> {
             }
             weights.linears.insert(kind, Weight::stack(&parts)?);
             if let (0, Some(tried)) = (i, tried) {
-                let first = weight.rows(0..weight.dims().0 / all);
+                let first = weight.rows(0..weight.dims().rows / all);
                 found.add_method(&sample(name, &first)?, tried, &stats[0])?;
             }
         }
@@ -172,7 +172,7 @@ impl<'r> SensitivityRun<'r> {
         let round = |(product, known): (&Product, &Vec<InputStats>)| {
             let linear = &product.linears[0];
             let (name, weight) = (linear.name(index), source.linear(linear.kind));
-            let first = weight.rows(0..weight.dims().0 / known.len());
+            let first = weight.rows(0..weight.dims().rows / known.len());
             by_method(self.probe, &name, &sample(&name, &first)?, &known[0])
         };
         let products = source.spec.products().into_iter();

@@ -11,7 +11,7 @@ use crate::error::Result;
 use nq_f32::{AttentionProducts, Load, Pass, Tape, Workspace, attention_weights};
 use nq_kernels::grad::{Allocate, Gemm, GradOps, HeadShape, Occurrences};
 use nq_model::forward::{Attention, Block, Mix, Mlp, Packed};
-use nq_model::{LayerSpec, ModelConfig};
+use nq_model::{Dims, LayerSpec, ModelConfig};
 
 /// Most logits held at once, per model.
 const LOGITS: usize = 1 << 26;
@@ -83,7 +83,7 @@ impl<O: Allocate> Graph<O> {
             batch,
             seq,
             head_rows,
-            f: Workspace::new(ops, c, (batch, seq), largest_weight(c))?,
+            f: Workspace::new(ops, c, batch, seq, largest_weight(c))?,
             ids: ops.ids("tokens", rows)?,
             xs,
             saved,
@@ -165,7 +165,8 @@ impl<O: GradOps> Graph<O> {
     pub(crate) fn take_outputs(
         &mut self,
         ops: &O,
-        (outputs, first): (&O::Floats, usize),
+        outputs: &O::Floats,
+        first: usize,
         row: usize,
         n: usize,
     ) -> Result<()> {
@@ -175,7 +176,8 @@ impl<O: GradOps> Graph<O> {
     }
 
     /// Like [`Graph::divergence`]; also adds its gradient, times `share`, to that in `student`.
-    pub fn gradient(
+    #[cfg(test)]
+    pub(crate) fn gradient(
         &mut self,
         ops: &O,
         teacher: &Model<O>,
@@ -188,7 +190,7 @@ impl<O: GradOps> Graph<O> {
         self.gradient_towards(ops, teacher, student, tokens, share)
     }
 
-    /// Like [`Graph::gradient`], with the teacher's outputs that were taken for each of `tokens`.
+    /// Like `gradient`, with the teacher's outputs that were taken for each of `tokens`.
     pub(crate) fn gradient_towards(
         &mut self,
         ops: &O,
@@ -204,8 +206,8 @@ impl<O: GradOps> Graph<O> {
         for layer in (0..self.config.num_hidden_layers).rev() {
             for Block { norm, mixer } in student.layers[layer].blocks.iter_mut().rev() {
                 match mixer {
-                    Mix::Attention(a) => self.attention_gradient(ops, norm, a, (layer, rows))?,
-                    Mix::Mlp(mlp) => self.mlp_gradient(ops, norm, mlp, (layer, rows))?,
+                    Mix::Attention(a) => self.attention_gradient(ops, norm, a, layer, rows)?,
+                    Mix::Mlp(mlp) => self.mlp_gradient(ops, norm, mlp, layer, rows)?,
                     Mix::Delta(_) | Mix::Experts(_) => {
                         return Err(refused(untrainable(&self.config).unwrap_or("this layer")));
                     }
@@ -260,7 +262,14 @@ impl<O: GradOps> Graph<O> {
         }
         let last = &self.xs[self.config.num_hidden_layers];
         let (norm, eps) = (&model.final_norm.value, self.config.rms_norm_eps);
-        ops.rms_norm(last, norm, &mut self.f.h, &mut self.inv, (rows, width), eps)?;
+        ops.rms_norm(
+            last,
+            norm,
+            &mut self.f.h,
+            &mut self.inv,
+            Dims::new(rows, width),
+            eps,
+        )?;
         Ok(())
     }
 
@@ -287,7 +296,7 @@ impl<O: GradOps> Graph<O> {
 
     /// Writes the loss of each row to `to`; leaves the gradient times `weight` in `logits`.
     fn losses(&mut self, ops: &O, weight: f32, to: &mut [f32]) -> Result<()> {
-        let shape = (to.len(), self.config.vocab_size);
+        let shape = Dims::new(to.len(), self.config.vocab_size);
         ops.kl_divergence(
             &self.reference,
             &mut self.logits,
@@ -338,7 +347,7 @@ impl<O: GradOps> Graph<O> {
             student.head_mut().accumulate(ops, &self.dw)?;
         }
         let x = &self.xs[self.config.num_hidden_layers];
-        let (saved, shape) = ((x, &self.inv), (rows, hidden));
+        let (saved, shape) = ((x, &self.inv), Dims::new(rows, hidden));
         let dx = (&mut self.dx, false);
         norm_gradient(ops, &mut student.final_norm, saved, &self.dh, dx, shape)?;
         Ok(sum(&losses) / rows as f64)
@@ -350,10 +359,11 @@ impl<O: GradOps> Graph<O> {
         ops: &O,
         norm: &mut Values<O>,
         mlp: &mut Mlp<Vec<DeviceMatrix<O>>>,
-        (layer, rows): (usize, usize),
+        layer: usize,
+        rows: usize,
     ) -> Result<()> {
         let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
-        let (shape, values) = ((rows, c.hidden_size), rows * c.intermediate_size);
+        let (shape, values) = (Dims::new(rows, c.hidden_size), rows * c.intermediate_size);
         let mut product = Products {
             ops,
             c,
@@ -377,15 +387,16 @@ impl<O: GradOps> Graph<O> {
         ops: &O,
         norm: &mut Values<O>,
         attention: &mut Attention<Vec<DeviceMatrix<O>>, Values<O>>,
-        (layer, rows): (usize, usize),
+        layer: usize,
+        rows: usize,
     ) -> Result<()> {
         let (qs, ks) = (
             self.heads(rows, self.config.num_attention_heads),
             self.heads(rows, self.config.num_key_value_heads),
         );
         let (c, f, s) = (&self.config, &mut self.f, &mut self.saved[layer]);
-        let shape = (rows / self.seq, self.seq);
-        let a = AttentionProducts::of(c, shape.0, shape.1);
+        let (batch, seq) = (rows / self.seq, self.seq);
+        let a = AttentionProducts::of(c, batch, seq);
         let mut product = Products {
             ops,
             c,
@@ -396,7 +407,7 @@ impl<O: GradOps> Graph<O> {
         product.gradient(&mut attention.o, &[&self.dx], &s.o, &mut f.wide)?;
         ops.rows_to_heads(&f.wide, &mut f.heads, qs)?;
 
-        attention_weights(ops, c, shape, s, &mut f.p)?;
+        attention_weights(ops, c, batch, seq, s, &mut f.p)?;
         ops.gemm(a.values_grad, &f.p, &f.heads, &mut f.kv)?;
         ops.heads_to_rows(&f.kv, &mut self.dv, ks)?;
         ops.gemm(a.weights_grad, &f.heads, &s.vh, &mut self.dp)?;
@@ -422,7 +433,7 @@ impl<O: GradOps> Graph<O> {
             }
         }
 
-        let (x, shape) = (&self.xs[layer], (rows, c.hidden_size));
+        let (x, shape) = (&self.xs[layer], Dims::new(rows, c.hidden_size));
         let (gain, eps) = (&norm.value, c.rms_norm_eps);
         ops.rms_norm(x, gain, &mut f.h, &mut s.inv1, shape, eps)?;
         let dqkv = [&f.wide, &self.dk, &self.dv];
@@ -454,7 +465,7 @@ impl<O: GradOps> Products<'_, O> {
         let ops = self.ops;
         let linears = product.spec.linears.iter().zip(&mut product.linear).zip(dy);
         for (i, ((linear, weight), dy)) in linears.enumerate() {
-            let (n, k) = linear.dims(self.c);
+            let Dims { rows: n, cols: k } = linear.dims(self.c);
             if weight.is_tuned() {
                 let g = Gemm::weight_grad(self.rows, n, k);
                 match weight.gradient() {
@@ -482,7 +493,7 @@ fn norm_gradient<O: GradOps>(
     (x, inv): (&O::Floats, &O::Floats),
     dy: &O::Floats,
     (dx, add): (&mut O::Floats, bool),
-    shape: (usize, usize),
+    shape: Dims,
 ) -> Result<()> {
     if let Some(state) = &mut norm.state {
         ops.rms_norm_grad(x, &norm.value, inv, dy, dx, add, &mut state.grad, shape)?;

@@ -8,15 +8,15 @@
 //! state is kept. The file's format does not change.
 //!
 //! The forward of a layer is the runtime's ([`nq_f32`]), whose tape the backward
-//! in [`graph`] uses; this module adds operations for the backward and for sampling ([`sample`]).
+//! in [`graph`] uses; this module adds operations for the backward and for sampling (`sample`).
 
 pub mod graph;
 pub mod params;
-use nq_model::ModelConfig;
+use nq_model::{Mixer, ModelConfig};
 
 pub mod plan;
 pub mod record;
-pub mod sample;
+pub(crate) mod sample;
 pub mod strays;
 #[cfg(test)]
 mod tests;
@@ -29,10 +29,15 @@ pub use record::Tuning;
 
 /// What keeps a model from being tuned, if anything does: training supports attention and one MLP per layer.
 pub fn untrainable(c: &ModelConfig) -> Option<&'static str> {
-    match (c.experts, c.delta) {
-        (Some(_), _) => Some("a mixture of experts"),
-        (_, Some(_)) => Some("a model with recurrences"),
-        (None, None) => None,
+    let blocks = c.architecture.kinds.iter().flat_map(|k| k.blocks);
+    blocks.rev().find_map(|b| untrainable_mixer(&b.mixer))
+}
+
+fn untrainable_mixer(mixer: &Mixer) -> Option<&'static str> {
+    match mixer {
+        Mixer::Attention(_) | Mixer::Mlp(_) => None,
+        Mixer::Experts(_) => Some("a mixture of experts"),
+        Mixer::Delta(_) => Some("a model with recurrences"),
     }
 }
 

@@ -12,7 +12,7 @@ use nq_formats::{AffineWeight, QuantizedWeight, Tensor, Weight, WeightStore, Zer
 use nq_kernels::grad::{Allocate, GradOps, Rounding};
 use nq_model::forward::{self, VectorSpec};
 use nq_model::names::{self, EMBEDDING, HEAD, NORM, Shape};
-use nq_model::{ModelConfig, Product};
+use nq_model::{Dims, ModelConfig, Product};
 use nq_runtime::{LayerWeights, models};
 use rayon::prelude::*;
 
@@ -43,14 +43,14 @@ enum Codes<O: Allocate> {
 }
 
 /// The unpacked parts of a quantized weight.
-struct Parts {
+struct UnpackedParts {
     codes: Vec<u8>,
     scales: Vec<f32>,
     zeros: Vec<f32>,
     group: usize,
 }
 
-fn parts(w: &AffineWeight) -> Parts {
+fn parts(w: &AffineWeight) -> UnpackedParts {
     let (rows, cols, groups) = (w.out_features(), w.in_features(), w.groups());
     let scheme = w.scheme();
     let mut codes = vec![0; rows * cols];
@@ -59,7 +59,7 @@ fn parts(w: &AffineWeight) -> Parts {
     let middle = scheme.bits.midpoint();
     let zero = |row, group| w.zero_point(row, group).unwrap_or(middle);
     let at = |i: usize| f32::from(zero(i / groups, i % groups));
-    Parts {
+    UnpackedParts {
         codes,
         scales: w.scales().iter().map(|s| s.to_f32()).collect(),
         zeros: (0..rows * groups).into_par_iter().map(at).collect(),
@@ -72,7 +72,12 @@ fn parts(w: &AffineWeight) -> Parts {
 const LATENT_REACH: f32 = 0.45;
 
 /// Initial latent weights: in the cells that the method chose, towards `source`'s values.
-fn latent_values(name: &str, source: &Weight, p: &Parts, shape: Rounding) -> Result<Vec<f32>> {
+fn latent_values(
+    name: &str,
+    source: &Weight,
+    p: &UnpackedParts,
+    shape: Rounding,
+) -> Result<Vec<f32>> {
     let cols = shape.cols;
     let mut latent = vec![0.0; shape.elements()];
     let rows = latent.par_chunks_mut(cols).enumerate();
@@ -124,14 +129,14 @@ impl<O: GradOps> DeviceMatrix<O> {
 
     /// A student's weight: tuned if it is quantized in groups that fill its rows, without float
     /// offsets, else as it is. `source` is what it was rounded from.
-    pub fn student(
+    pub(crate) fn student(
         ops: &O,
         name: &str,
         weight: &Weight,
         source: &Weight,
         codes: bool,
     ) -> Result<Self> {
-        let (rows, cols) = weight.dims();
+        let Dims { rows, cols } = weight.dims();
         let w = match weight {
             Weight::Quantized(QuantizedWeight::Affine(w)) => w,
             Weight::Quantized(QuantizedWeight::Trellis(w)) if codes || rows <= MOST_ROWS => {
@@ -193,7 +198,7 @@ impl<O: GradOps> DeviceMatrix<O> {
     }
 
     /// Adds the gradient at the weight's values to those of its other parameters.
-    pub fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
+    pub(crate) fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
         let t = match self {
             DeviceMatrix::Dense(_) => return Ok(()),
             DeviceMatrix::Trellis(t) => return t.accumulate(ops, dw),
@@ -335,7 +340,12 @@ pub(crate) fn both_models<O: Allocate>(
         let n = match shape {
             Shape::Matrix(rows, cols) => {
                 match group {
-                    None => trellises.push(TunedTrellis::zeros(ops, &name, (rows, cols), codes)?),
+                    None => trellises.push(TunedTrellis::zeros(
+                        ops,
+                        &name,
+                        Dims::new(rows, cols),
+                        codes,
+                    )?),
                     Some(group) => {
                         let shape = Rounding {
                             rows,
@@ -461,7 +471,7 @@ impl<O: GradOps> Model<O> {
     }
 
     /// [`Model::values`], mutable.
-    pub fn values_mut(&mut self) -> Vec<&mut Values<O>> {
+    pub(crate) fn values_mut(&mut self) -> Vec<&mut Values<O>> {
         let mut all = self.embedding.values_mut();
         all.extend(self.head.iter_mut().flat_map(DeviceMatrix::values_mut));
         for layer in &mut self.layers {

@@ -67,7 +67,7 @@ pub(crate) fn default_seconds(parameters: usize, on_cpu: bool) -> f64 {
 
 /// Measured times of the parts of a tuning, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Pace {
+pub(crate) struct Pace {
     /// One training sequence, including its sampling.
     pub sequence: f64,
     /// One step, without its sequences and searches.
@@ -141,7 +141,7 @@ pub(crate) fn schedule(seconds: f64, pace: Pace, pass: usize) -> Option<Schedule
 
 /// What the weights of a student are rounded to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StudentCodes {
+pub(crate) enum StudentCodes {
     /// Integers; the least size of a group of inputs.
     Groups(usize),
     /// Trellises, at least some.
@@ -167,7 +167,7 @@ pub struct MemoryPlan {
 
 impl MemoryPlan {
     /// The tuned parameters, in words.
-    pub fn what(&self) -> &'static str {
+    pub(crate) fn what(&self) -> &'static str {
         if self.codes {
             "codes, scales and gains"
         } else {
@@ -180,13 +180,14 @@ impl MemoryPlan {
     ///
     /// # Errors
     /// Never, as an account has no limit.
-    pub fn new(
+    pub(crate) fn new(
         on_cpu: bool,
         config: &ModelConfig,
         length: usize,
         codes: StudentCodes,
         limit: u64,
-        (most_pass, most_slots): (usize, usize),
+        most_pass: usize,
+        most_slots: usize,
     ) -> Result<Self> {
         let halves = |most: usize| std::iter::successors(Some(most), |&n| (n > 1).then_some(n / 2));
         let small = config.parameters() <= LARGE;
@@ -243,7 +244,7 @@ mod tests {
                     search: 0.0,
                     check: 8.0 * sequence,
                 };
-                let of = |s: Schedule| {
+                let time = |s: Schedule| {
                     s.steps as f64 * (s.batch as f64 * pace.sequence + pace.step)
                         + (s.checks + 1) as f64 * pace.check
                 };
@@ -251,10 +252,10 @@ mod tests {
                     assert!(seconds / sequence < LEAST_STEPS as f64 * 7.0 * 1.3 + 24.0);
                     continue;
                 };
-                assert!(of(s) <= seconds, "{s:?}");
+                assert!(time(s) <= seconds, "{s:?}");
                 assert!((LEAST_STEPS..=MOST_STEPS).contains(&s.steps), "{s:?}");
                 // Uses as many steps as allowed, or most of the time.
-                assert!(s.steps == MOST_STEPS || of(s) > 0.75 * seconds, "{s:?}");
+                assert!(s.steps == MOST_STEPS || time(s) > 0.75 * seconds, "{s:?}");
             }
         }
         let quick = Pace {
@@ -311,8 +312,8 @@ mod tests {
     fn large_models_tune_scales_alone_where_codes_do_not_fit() {
         let plan = |preset: &str, limit: u64| {
             let config = Preset::find(preset).unwrap().config();
-            let (codes, most) = (StudentCodes::Groups(64), (32, 1024));
-            let plan = MemoryPlan::new(false, &config, 512, codes, limit << 30, most).unwrap();
+            let codes = StudentCodes::Groups(64);
+            let plan = MemoryPlan::new(false, &config, 512, codes, limit << 30, 32, 1024).unwrap();
             (plan.codes, plan.bytes <= limit << 30)
         };
         assert_eq!(plan("qwen3-0.6b", 100), (true, true));

@@ -6,12 +6,12 @@ use super::values::Values;
 use crate::error::{Error, Result};
 use nq_f32::{Load, add_biases, multiply, ones};
 use nq_kernels::grad::{Allocate, Draw, Gemm, GradOps, HeadShape, OneShape, UNKNOWN};
-use nq_model::ModelConfig;
 use nq_model::forward::{Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs};
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::rope::Rotary;
 
 /// Keys, values and activations of sequences that are sampled together.
-pub struct Sampler<O: Allocate> {
+pub(crate) struct Sampler<O: Allocate> {
     config: ModelConfig,
     slots: usize,
     length: usize,
@@ -39,7 +39,7 @@ impl<O: Allocate> Sampler<O> {
     ///
     /// # Errors
     /// If the device has not enough memory.
-    pub fn new(ops: &O, config: &ModelConfig, slots: usize, length: usize) -> Result<Self> {
+    pub(crate) fn new(ops: &O, config: &ModelConfig, slots: usize, length: usize) -> Result<Self> {
         let c = config;
         let floats = |n| ops.floats("sampling text", slots * n);
         let caches = || {
@@ -78,25 +78,26 @@ impl<O: Allocate> Sampler<O> {
 
 impl<O: GradOps> Sampler<O> {
     /// Number of sequences sampled together.
-    pub fn slots(&self) -> usize {
+    pub(crate) fn slots(&self) -> usize {
         self.slots
     }
 
     /// The teacher's outputs after the final norm at every token that was sampled last,
     /// `[beginnings, length, hidden]`.
-    pub fn outputs(&self) -> &O::Floats {
+    pub(crate) fn outputs(&self) -> &O::Floats {
         &self.outputs
     }
 
     /// Continues up to as many beginnings as there are slots to the full length, at
     /// temperature 1. Longer beginnings are cut, and [`UNKNOWN`] tokens in them are drawn. Sequence `i`
     /// draws from stream `stream + i` of `seed`. Returns `[beginnings, length]`.
-    pub fn sample(
+    pub(crate) fn sample(
         &mut self,
         ops: &O,
         teacher: &Model<O>,
         beginnings: &[Vec<u32>],
-        (seed, stream): (u64, u64),
+        seed: u64,
+        stream: u64,
     ) -> Result<Vec<u32>> {
         let (batch, length) = (beginnings.len().min(self.slots), self.length);
         let mut ids = vec![UNKNOWN; batch * length];
@@ -136,8 +137,13 @@ impl<O: GradOps> Sampler<O> {
         let table = model.embedding.load(ops, &mut self.w)?;
         let (rows, hidden) = ((batch, self.length, t), self.config.hidden_size);
         ops.embed(table, &self.ids, rows, &mut self.x, hidden)?;
-        let of = self;
-        let mut step = Step { ops, of, batch, t };
+        let sampler = self;
+        let mut step = Step {
+            ops,
+            sampler,
+            batch,
+            t,
+        };
         model.layers.iter().try_for_each(|l| l.run(&mut step))
     }
 
@@ -145,7 +151,7 @@ impl<O: GradOps> Sampler<O> {
     fn output(&mut self, ops: &O, model: &Model<O>, batch: usize, t: usize) -> Result<()> {
         let c = &self.config;
         let (norm, inv) = (&model.final_norm.value, &mut self.inv);
-        let shape = (batch, c.hidden_size);
+        let shape = Dims::new(batch, c.hidden_size);
         ops.rms_norm(&self.x, norm, &mut self.h, inv, shape, c.rms_norm_eps)?;
         let places = HeadShape {
             capacity: self.length,
@@ -167,7 +173,7 @@ impl<O: GradOps> Sampler<O> {
 /// A step over token `t` of `batch` sequences.
 struct Step<'a, O: GradOps> {
     ops: &'a O,
-    of: &'a mut Sampler<O>,
+    sampler: &'a mut Sampler<O>,
     batch: usize,
     t: usize,
 }
@@ -178,8 +184,11 @@ impl<O: GradOps> Verbs for Step<'_, O> {
     type Error = Error;
 
     fn norm(&mut self, norm: &Values<O>) -> Result<()> {
-        let (ops, s) = (self.ops, &mut *self.of);
-        let (shape, eps) = ((self.batch, s.config.hidden_size), s.config.rms_norm_eps);
+        let (ops, s) = (self.ops, &mut *self.sampler);
+        let (shape, eps) = (
+            Dims::new(self.batch, s.config.hidden_size),
+            s.config.rms_norm_eps,
+        );
         Ok(ops.rms_norm(&s.x, &norm.value, &mut s.h, &mut s.inv, shape, eps)?)
     }
 
@@ -190,7 +199,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         w: &Packed<Vec<DeviceMatrix<O>>>,
         to: Projection,
     ) -> Result<()> {
-        let (ops, s, batch) = (self.ops, &mut *self.of, self.batch);
+        let (ops, s, batch) = (self.ops, &mut *self.sampler, self.batch);
         let (c, h) = (&s.config, &s.h);
         match to {
             Projection::Mixer => {
@@ -213,7 +222,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         vectors: &HeadVectors<Values<O>>,
         _o: &Packed<Vec<DeviceMatrix<O>>>,
     ) -> Result<()> {
-        let (ops, s, batch, t) = (self.ops, &mut *self.of, self.batch, self.t);
+        let (ops, s, batch, t) = (self.ops, &mut *self.sampler, self.batch, self.t);
         let (c, inv, turns) = (&s.config, &mut s.inv, &s.cos_sin);
         let (keys, values) = (&mut s.keys[layer], &mut s.values[layer]);
         let shape = |heads, capacity, at| HeadShape {
@@ -225,7 +234,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         let qs = shape(c.num_attention_heads, 1, 0);
         let ks = shape(c.num_key_value_heads, s.length, t);
         let qkv = [&mut s.q, &mut s.k, &mut s.up];
-        add_biases((ops, c), &vectors.biases, (&s.ones, batch), qkv)?;
+        add_biases(ops, c, &vectors.biases, &s.ones, batch, qkv)?;
         let norms = vectors.norms.as_ref();
         let (q_gain, k_gain) = (norms.map(|n| &n[0].value), norms.map(|n| &n[1].value));
         let eps = c.rms_norm_eps;
@@ -271,7 +280,7 @@ impl<O: GradOps> Verbs for Step<'_, O> {
         operand: Operand,
         w: &Packed<Vec<DeviceMatrix<O>>>,
     ) -> Result<()> {
-        let s = &mut *self.of;
+        let s = &mut *self.sampler;
         let from = match operand {
             Operand::Attended => &s.q,
             Operand::Gated => &s.act,

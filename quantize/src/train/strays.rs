@@ -24,7 +24,13 @@ const LONGEST: u32 = 3;
 impl Strays {
     /// The given tokens of a sequence of `length` tokens: `begin`, then stray
     /// tokens below `vocab`, and [`UNKNOWN`] wherever the teacher chooses.
-    pub fn scatter(&self, begin: &[u32], length: usize, vocab: u32, mut rng: Philox) -> Vec<u32> {
+    pub(crate) fn scatter(
+        &self,
+        begin: &[u32],
+        length: usize,
+        vocab: u32,
+        mut rng: Philox,
+    ) -> Vec<u32> {
         let mut ids = vec![UNKNOWN; length];
         let known = begin.len().min(length);
         ids[..known].copy_from_slice(&begin[..known]);

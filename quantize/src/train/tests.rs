@@ -18,33 +18,18 @@ use nq_formats::{
 use nq_kernels::grad::UNKNOWN;
 use nq_kernels::rng::Philox;
 use nq_model::forward::Mix;
-use nq_model::{ARCHITECTURES, LinearKind, ModelConfig, NormKind, Rope, RopeScaling, find};
+use nq_model::{Dims, LinearKind, ModelConfig, NormKind, find};
 use nq_runtime::LayerWeights;
+use nq_testkit::models::tiny;
 use std::collections::BTreeMap;
 
 fn config(tied: bool) -> ModelConfig {
     ModelConfig {
-        architecture: ARCHITECTURES[0],
-        hidden_size: 32,
-        intermediate_size: 48,
-        experts: None,
-        delta: None,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 16,
         vocab_size: 40,
         max_position_embeddings: 64,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e4,
-            dims: None,
-            scaling: RopeScaling::None,
-        },
         tie_word_embeddings: tied,
-        mtp_layers: 0,
         eos_token_ids: vec![39],
-        dtype: None,
+        ..tiny("qwen3")
     }
 }
 
@@ -56,7 +41,8 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
         let mut rng = Philox::new(seed, stream);
         (0..n).map(|_| mean + std * rng.normal()).collect()
     };
-    let mut matrix = |(out, inp): (usize, usize), gain: f32| {
+    let mut matrix = |dims: Dims, gain: f32| {
+        let (out, inp) = dims.pair();
         let values = normal(out * inp, 0.0, gain / (inp as f32).sqrt());
         Weight::Dense(Tensor::from_f32(vec![out, inp], values).unwrap())
     };
@@ -69,8 +55,9 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
                 .collect()
         })
         .collect();
-    let embedding = matrix((c.vocab_size, c.hidden_size), 2.0);
-    let head = (!c.tie_word_embeddings).then(|| matrix((c.vocab_size, c.hidden_size), 2.0));
+    let embedding = matrix(Dims::new(c.vocab_size, c.hidden_size), 2.0);
+    let head =
+        (!c.tie_word_embeddings).then(|| matrix(Dims::new(c.vocab_size, c.hidden_size), 2.0));
     let mut vector = |n: usize, mean: f32| Tensor::from_f32(vec![n], normal(n, mean, 0.2)).unwrap();
     Canonical {
         layers: layers
@@ -82,7 +69,7 @@ fn random(c: &ModelConfig, seed: u64) -> Canonical {
                     .map(|n| (n.kind, vector(n.len.of(c), 1.0)))
                     .collect(),
                 biases: (spec.biased())
-                    .map(|l| (l.kind, vector(l.dims(c).0, 0.0)))
+                    .map(|l| (l.kind, vector(l.dims(c).rows, 0.0)))
                     .collect(),
                 vectors: BTreeMap::new(),
             })
@@ -357,7 +344,7 @@ fn check_outputs_of_sampling(c: ModelConfig) {
     let teacher = Model::teacher(&ops, &c, &source).unwrap();
     let mut sampler = Sampler::new(&ops, &c, 3, 8).unwrap();
     let begin = vec![vec![1], vec![2, 3, 4], vec![5; 9]];
-    let text = sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap();
+    let text = sampler.sample(&ops, &teacher, &begin, 9, 0).unwrap();
     let gradient = |known: bool| {
         let mut model = Model::student(&ops, &c, &quantized, &source, true).unwrap();
         let mut graph = Graph::new(&ops, &c, 2, 8).unwrap();
@@ -365,8 +352,8 @@ fn check_outputs_of_sampling(c: ModelConfig) {
         let tokens = [&text[16..], &text[8..16]].concat();
         let loss = if known {
             for (row, first) in [(0, 16), (8, 8)] {
-                let outputs = (sampler.outputs(), first);
-                graph.take_outputs(&ops, outputs, row, 8).unwrap();
+                let outputs = sampler.outputs();
+                graph.take_outputs(&ops, outputs, first, row, 8).unwrap();
             }
             graph.gradient_towards(&ops, &teacher, &mut model, &tokens, 1.0)
         } else {
@@ -447,15 +434,12 @@ fn sampled_text_follows_the_model() {
     let teacher = Model::teacher(&ops, &c, &source).unwrap();
     let mut sampler = Sampler::new(&ops, &c, 4, 12).unwrap();
     let begin = vec![vec![1], vec![2, 3, 4], vec![5; 20], vec![6, UNKNOWN, 7]];
-    let text = sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap();
+    let text = sampler.sample(&ops, &teacher, &begin, 9, 0).unwrap();
     assert_eq!(text.len(), 4 * 12);
     assert_eq!(text[12..15], [2, 3, 4]);
     assert_eq!(text[24..36], [5; 12]);
     assert_eq!((text[36], text[38]), (6, 7));
-    assert_eq!(
-        text,
-        sampler.sample(&ops, &teacher, &begin, (9, 0)).unwrap()
-    );
+    assert_eq!(text, sampler.sample(&ops, &teacher, &begin, 9, 0).unwrap());
     let mut graph = Graph::new(&ops, &c, 4, 12).unwrap();
     let logits = graph.all_logits(&ops, &teacher, &text).unwrap();
     let mut followed = 0;

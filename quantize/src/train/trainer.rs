@@ -118,7 +118,7 @@ pub struct Check {
 }
 
 /// Returns beginnings of sequences: `n` of them, from number `first` of an endless list.
-pub type Beginnings<'a> = dyn Fn(u64, usize) -> Result<Vec<Vec<u32>>> + 'a;
+pub(crate) type Beginnings<'a> = dyn Fn(u64, usize) -> Result<Vec<Vec<u32>>> + 'a;
 
 /// Tuning on one device.
 pub struct Trainer<'a, O: GradOps> {
@@ -172,7 +172,7 @@ impl Saves {
 
 /// The header of a checkpoint, besides its tensors.
 #[derive(Serialize, Deserialize)]
-struct Header {
+struct TrainingState {
     settings: Settings,
     step: usize,
     checks: Vec<Check>,
@@ -249,9 +249,8 @@ impl<'a, O: GradOps> Trainer<'a, O> {
                 *begin = s.strays.scatter(begin, s.length, vocab, rng);
             }
         }
-        let seed = (s.seed, first);
         self.sampler
-            .sample(self.ops, &self.teacher, &beginnings, seed)
+            .sample(self.ops, &self.teacher, &beginnings, s.seed, first)
     }
 
     /// The sequences of a pass, from `index` on of the endless training text, and in the graph the
@@ -271,14 +270,15 @@ impl<'a, O: GradOps> Trainer<'a, O> {
             }
             let at = (i % slots) as usize * length;
             out.extend_from_slice(&self.text[at..at + length]);
-            let outputs = (self.sampler.outputs(), at);
-            self.graph.take_outputs(self.ops, outputs, row, length)?;
+            let outputs = self.sampler.outputs();
+            self.graph
+                .take_outputs(self.ops, outputs, at, row, length)?;
         }
         Ok(out)
     }
 
     /// Measures how long the parts of a tuning take. Tuned values do not change.
-    pub fn pace(&mut self) -> Result<Pace> {
+    pub(crate) fn pace(&mut self) -> Result<Pace> {
         let (pass, slots) = (self.graph.batch(), self.sampler.slots());
         let start = Instant::now();
         let tokens = self.text(0)?;
@@ -522,7 +522,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         for (name, values) in &self.best {
             put(format!("{name}/best"), values.clone())?;
         }
-        let header = Header {
+        let header = TrainingState {
             settings: self.settings.clone(),
             step: self.step,
             checks: self.checks.clone(),
@@ -539,14 +539,14 @@ impl<'a, O: GradOps> Trainer<'a, O> {
     ///
     /// # Errors
     /// A checkpoint that is damaged; errors of the device.
-    pub fn take_up(&mut self, path: &Path) -> Result<bool> {
+    pub(crate) fn take_up(&mut self, path: &Path) -> Result<bool> {
         if !path.exists() {
             return Ok(false);
         }
         let bytes = files::map_file(path).map_err(|e| Error::io(path, "open", e))?;
         let file = SafetensorsFile::parse(path, bytes)?;
         let header = file.metadata().get(HEADER).map_or("", String::as_str);
-        let Ok(header) = serde_json::from_str::<Header>(header) else {
+        let Ok(header) = serde_json::from_str::<TrainingState>(header) else {
             return Ok(false);
         };
         if header.settings != self.settings {
@@ -593,7 +593,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
 pub(crate) fn settings_of(path: &Path) -> Option<Settings> {
     let bytes = files::map_file(path).ok()?;
     let file = SafetensorsFile::parse(path, bytes).ok()?;
-    let header: Header = serde_json::from_str(file.metadata().get(HEADER)?).ok()?;
+    let header: TrainingState = serde_json::from_str(file.metadata().get(HEADER)?).ok()?;
     Some(header.settings)
 }
 

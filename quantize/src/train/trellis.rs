@@ -1,7 +1,7 @@
 //! Weights in trellis codes while they are tuned.
 //!
 //! The search for the nearest path takes longer than a step. So latent weights get the gradient of the values at every
-//! step, and codes and scales of rows are found again once in a while ([`Nearest`]): they follow from the latent weights
+//! step, and codes and scales of rows are found again once in a while (`Nearest`): they follow from the latent weights
 //! alone. Where these do not fit the device, scales of rows are tuned. Scales of inputs stay: gains of norms, and scales
 //! of rows of the products before, do what they could.
 
@@ -11,9 +11,10 @@ use crate::linalg::Matrix;
 use half::f16;
 use nq_formats::{QuantizedWeight, TrellisScheme, TrellisWeight, Weight};
 use nq_kernels::grad::{Allocate, Gemm, GradOps};
+use nq_model::Dims;
 
 /// Finds the codes and scales of rows that are nearest to a weight.
-pub type Nearest<'a> = dyn Fn(&Matrix, TrellisScheme) -> Result<TrellisWeight> + 'a;
+pub(crate) type Nearest<'a> = dyn Fn(&Matrix, TrellisScheme) -> Result<TrellisWeight> + 'a;
 
 /// How far latent weights start from the trellis's values towards the source's, as a share of the way.
 const REACH: f32 = 0.5;
@@ -28,7 +29,7 @@ pub(super) const MOST_ROWS: usize = 65_535;
 /// A weight in a trellis code.
 pub struct TunedTrellis<O: Allocate> {
     scheme: Option<TrellisScheme>, // none on an account of memory
-    dims: (usize, usize),
+    dims: Dims,
     values: O::Floats, // [rows, cols], without the scales of rows if these are tuned
     /// Latent weights `[rows, cols]` or scales of rows `[rows]`.
     pub(super) tuned: Values<O>,
@@ -36,15 +37,15 @@ pub struct TunedTrellis<O: Allocate> {
 
 impl<O: Allocate> TunedTrellis<O> {
     /// Allocates a weight; its codes are tuned if `codes`, else its scales.
-    pub(super) fn zeros(ops: &O, name: &str, dims: (usize, usize), codes: bool) -> Result<Self> {
+    pub(super) fn zeros(ops: &O, name: &str, dims: Dims, codes: bool) -> Result<Self> {
         let (part, kind, n) = match codes {
-            true => ("latent", Kind::Latent, dims.0 * dims.1),
-            false => ("scales", Kind::Scale, dims.0),
+            true => ("latent", Kind::Latent, dims.rows * dims.cols),
+            false => ("scales", Kind::Scale, dims.rows),
         };
         Ok(TunedTrellis {
             scheme: None,
             dims,
-            values: ops.floats("weights", dims.0 * dims.1)?,
+            values: ops.floats("weights", dims.rows * dims.cols)?,
             tuned: Values::zeros(ops, format!("{name}.{part}"), kind, n, true)?,
         })
     }
@@ -66,11 +67,11 @@ impl<O: GradOps> TunedTrellis<O> {
         source: &Weight,
         codes: bool,
     ) -> Result<Self> {
-        let dims = (w.out_features(), w.in_features());
+        let dims = Dims::new(w.out_features(), w.in_features());
         let mut trellis = Self::zeros(ops, name, dims, codes)?;
         trellis.scheme = Some(w.scheme());
         if !codes {
-            let units = with_scales(w, &vec![1.0; dims.0])?;
+            let units = with_scales(w, &vec![1.0; dims.rows])?;
             trellis.set(ops, &units)?;
             let scales: Vec<f32> = w.row_scales().iter().map(|s| s.to_f32()).collect();
             trellis.tuned.start(ops, &scales)?;
@@ -96,7 +97,7 @@ impl<O: GradOps> TunedTrellis<O> {
             return Ok(None);
         };
         let data = self.tuned.to_host(ops)?;
-        let (rows, cols) = self.dims;
+        let Dims { rows, cols } = self.dims;
         nearest(&Matrix { rows, cols, data }, scheme).map(Some)
     }
 
@@ -117,7 +118,7 @@ impl<O: GradOps> TunedTrellis<O> {
 
     /// Adds the gradient of the values, `dw`, to that of scales, if these are tuned.
     pub(super) fn accumulate(&mut self, ops: &O, dw: &O::Floats) -> Result<()> {
-        let (rows, cols) = self.dims;
+        let Dims { rows, cols } = self.dims;
         let codes = self.codes();
         if let Some(state) = self.tuned.state.as_mut().filter(|_| !codes) {
             let mut dots = Gemm::linear(1, 1, cols).add();
@@ -136,8 +137,8 @@ impl<O: GradOps> TunedTrellis<O> {
         if self.codes() {
             return Ok(&self.values);
         }
-        let mut scaled = Gemm::input_grad(1, 1, self.dims.1);
-        scaled.batch = self.dims.0;
+        let mut scaled = Gemm::input_grad(1, 1, self.dims.cols);
+        scaled.batch = self.dims.rows;
         ops.gemm(scaled, &self.tuned.value, &self.values, scratch)?;
         Ok(scratch)
     }
@@ -145,7 +146,7 @@ impl<O: GradOps> TunedTrellis<O> {
 
 /// The same codes with other scales of rows.
 fn with_scales(w: &TrellisWeight, scales: &[f32]) -> Result<TrellisWeight> {
-    let dims = (w.out_features(), w.in_features());
+    let dims = Dims::new(w.out_features(), w.in_features());
     let scales = scales.iter().map(|&s| f16::from_f32(s)).collect();
     let (words, inputs) = (w.words().clone(), w.input_scales().into());
     Ok(TrellisWeight::new(w.scheme(), dims, words, scales, inputs)?)

@@ -94,7 +94,7 @@ impl<O: Allocate> Values<O> {
 
 impl<O: GradOps> Values<O> {
     /// Takes one step of Adam, if it is tuned.
-    pub fn step(&mut self, ops: &O, adam: Adam) -> Result<()> {
+    pub(crate) fn step(&mut self, ops: &O, adam: Adam) -> Result<()> {
         if let Some(s) = &mut self.state {
             let n = self.len;
             ops.adam(

@@ -12,6 +12,7 @@ use nq_formats::trellis::{
     BLOCK, Code, LANES, SEQUENCE, STRIP, TILE, place, transform, word_place,
 };
 use nq_formats::{TrellisScheme, TrellisWeight};
+use nq_model::Dims;
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -32,7 +33,7 @@ pub fn round(
     inputs: Option<&InputStats>,
     scheme: TrellisScheme,
 ) -> Result<(TrellisWeight, Vec<String>)> {
-    scheme.check((weight.rows, weight.cols))?;
+    scheme.check(Dims::new(weight.rows, weight.cols))?;
     let mut fallbacks = Vec::new();
     let signs: Vec<f32> = (0..weight.cols).map(sign).collect();
     let moments = match inputs.filter(|i| i.hessian.is_some()) {
@@ -56,7 +57,7 @@ pub fn round(
     let words = rounded.words.iter().flat_map(|w| w.to_le_bytes());
     let weight = TrellisWeight::new(
         scheme,
-        (weight.rows, weight.cols),
+        Dims::new(weight.rows, weight.cols),
         words.collect::<Vec<u8>>().into(),
         scales.into_iter().map(f16::from_f32).collect(),
         signs.into_iter().map(f16::from_f32).collect(),
@@ -91,7 +92,7 @@ pub fn nearest(
     scheme: TrellisScheme,
     equal: Option<&InputStats>,
 ) -> Result<TrellisWeight> {
-    let dims @ (rows, cols) = (weight.rows, weight.cols);
+    let dims @ Dims { rows, cols } = Dims::new(weight.rows, weight.cols);
     scheme.check(dims)?;
     let trellis = Trellis::new(scheme);
     let signs: Vec<f32> = (0..cols).map(sign).collect();

@@ -65,8 +65,10 @@ mod candle;
 pub mod device;
 mod drafts;
 pub mod gpu;
+mod tower;
 
-pub use drafts::StreamDrafts;
+pub use drafts::{Drafts, StreamDrafts};
+pub use tower::tower;
 
 use device::Device;
 use nq_cpu::{CpuEngine, CpuLayers};

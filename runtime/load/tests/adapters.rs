@@ -1,26 +1,19 @@
 //! Adapters beside a model's weights: a row with one gets the logits of the model that the adapter is merged into in full
 //! precision, a row without one those of a model without adapters, bit for bit, whatever else a step computes.
 
+use crate::common::adapted::made;
 use crate::common::{
     Store, distance, feed, hybrid, nq, session, small_config, small_mixture, tokens,
 };
-use nq_formats::adapter::{Adapter, Lora};
-use nq_formats::serialize::write_tensors;
-use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
+use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
-use nq_kernels::rng::Philox;
 use nq_model::{ModelConfig, find};
 use nq_runtime::{
     ActivationChoice, AppliedAdapter, Chunk, DeviceChoice, Engine, LoadOptions, LogitsWanted,
     Session,
 };
-use serde_json::json;
-use std::collections::BTreeMap;
-use std::fs;
+use nq_testkit::sessions::chunk;
 use std::sync::Arc;
-
-const RANK: usize = 4;
-const ALPHA: usize = 8;
 
 /// A model of every family.
 fn families() -> Vec<(&'static str, ModelConfig)> {
@@ -39,64 +32,16 @@ fn families() -> Vec<(&'static str, ModelConfig)> {
     ]
 }
 
-/// A random adapter of those Linears of a model that `chosen` takes, by their names, as read from PEFT's folder; and the
-/// weights with it merged in f32.
-struct Made {
-    lora: Lora,
-    merged: Store,
-}
-
-fn made(c: &ModelConfig, base: &Store, seed: u64, chosen: impl Fn(&str) -> bool) -> Made {
-    let mut merged = base.dequantized();
-    let (mut tensors, mut rng) = (Vec::new(), Philox::new(seed, 9));
-    let mut random = |n: usize| (0..n).map(|_| 0.1 * rng.normal()).collect::<Vec<f32>>();
-    for layer in 0..c.num_hidden_layers {
-        let own = c.layer(layer).matrices().filter(|l| !l.stacked);
-        for linear in own.filter(|l| chosen(l.suffix)) {
-            let (name, (rows, cols)) = (linear.name(layer), linear.dims(c));
-            let (a, b) = (random(RANK * cols), random(rows * RANK));
-            let Weight::Dense(t) = &merged.matrices[&name] else {
-                unreachable!("dequantized")
-            };
-            let mut values = t.to_f32().unwrap();
-            for (i, value) in values.iter_mut().enumerate() {
-                let (row, col) = (i / cols, i % cols);
-                let term = |k: usize| f64::from(b[row * RANK + k]) * f64::from(a[k * cols + col]);
-                let sum = (0..RANK).map(term).sum::<f64>();
-                *value = (f64::from(*value) + ALPHA as f64 / RANK as f64 * sum) as f32;
-            }
-            let t = Tensor::from_f32(vec![rows, cols], values).unwrap();
-            merged.matrices.insert(name.clone(), Weight::Dense(t));
-            for (part, values, shape) in [("A", a, [RANK, cols]), ("B", b, [rows, RANK])] {
-                let full = format!("base_model.model.{name}.lora_{part}.weight");
-                tensors.push((full, Tensor::from_f32(shape.to_vec(), values).unwrap()));
-            }
-        }
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let config = json!({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA});
-    fs::write(
-        folder.path().join("adapter_config.json"),
-        config.to_string(),
-    )
-    .unwrap();
-    let file = folder.path().join("adapter_model.safetensors");
-    write_tensors(&file, &tensors, &BTreeMap::new()).unwrap();
-    let lora = Adapter::open(folder.path(), 1.0).unwrap().lora(c).unwrap();
-    Made { lora, merged }
-}
-
-fn applied(adapter: usize, scale: f32) -> Vec<AppliedAdapter> {
+pub(crate) fn applied(adapter: usize, scale: f32) -> Vec<AppliedAdapter> {
     vec![AppliedAdapter { adapter, scale }]
 }
 
 /// All logits of one forward of several sequences, by slot.
-fn together(session: &mut dyn Session, texts: &[&[u32]]) -> Vec<Vec<f32>> {
-    let chunks = texts.iter().enumerate().map(|(slot, tokens)| Chunk {
-        slot,
-        tokens,
-        logits: LogitsWanted::All,
-    });
+pub(crate) fn together(session: &mut dyn Session, texts: &[&[u32]]) -> Vec<Vec<f32>> {
+    let chunks = texts
+        .iter()
+        .enumerate()
+        .map(|(slot, tokens)| chunk(slot, tokens, LogitsWanted::All));
     let chunks: Vec<Chunk<'_>> = chunks.collect();
     let logits = session.forward(&chunks, None).unwrap();
     let (vocab, mut rest) = (logits.vocab, logits.data);
@@ -110,7 +55,7 @@ fn together(session: &mut dyn Session, texts: &[&[u32]]) -> Vec<Vec<f32>> {
 }
 
 /// The greatest difference, relative to the greatest logit.
-fn off(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn off(a: &[f32], b: &[f32]) -> f32 {
     distance(a, b) / b.iter().fold(0f32, |m, v| m.max(v.abs()))
 }
 
@@ -133,20 +78,20 @@ fn rows_get_what_a_merged_model_gives_and_others_the_bits_of_a_model_without() {
         adapted.adapt(2, &applied(1, 1.0)).unwrap();
         adapted.adapt(3, &applied(0, 1.0)).unwrap();
         let mut without = session(plain.as_ref(), 4);
-        let (first, second) = (nq(&c, &one.merged), nq(&c, &two.merged));
-        let engines = [&first, &plain, &second, &first];
-        let mut merged = engines.map(|e| session(e.as_ref(), 4));
+        let stores = [&one.merged, &base, &two.merged, &one.merged];
+        let mut merged = stores.map(|s| session(nq(&c, s).as_ref(), 4));
+        // The same models, whose weights are rounded otherwise in their last bits.
+        let mut nudged = stores.map(|s| session(nq(&c, &s.nudged()).as_ref(), 4));
+        let (mut worst, mut moved) = (0f32, 0f32);
         // A prompt each, then a token of each.
         for step in [texts, vec![&[1], &[2], &[3], &[4]]] {
             let found = together(adapted.as_mut(), &step);
             let bits = together(without.as_mut(), &step);
             assert_eq!(found[1], bits[1], "{family}: without an adapter");
-            for (slot, merged) in merged.iter_mut().enumerate() {
+            for (slot, (merged, nudged)) in merged.iter_mut().zip(&mut nudged).enumerate() {
                 let expected = feed(merged.as_mut(), slot, step[slot]);
-                let off = off(&found[slot], &expected);
-                // Recurrences make differences of roundings larger.
-                let most = if c.delta.is_some() { 1e-4 } else { 1e-5 };
-                assert!(off < most, "{family}: slot {slot} is off by {off}");
+                worst = worst.max(off(&found[slot], &expected));
+                moved = moved.max(off(&feed(nudged.as_mut(), slot, step[slot]), &expected));
             }
             for slot in [0, 2, 3] {
                 let off = off(&found[slot], &bits[slot]);
@@ -156,6 +101,13 @@ fn rows_get_what_a_merged_model_gives_and_others_the_bits_of_a_model_without() {
                 );
             }
         }
+        // Recurrences make more of differences of rounding, of the weights' as of these.
+        assert!(
+            worst < 3.0 * moved,
+            "{family}: off by {worst}, and {moved} by rounding"
+        );
+        let most = if c.delta.is_some() { 1e-4 } else { 1e-5 };
+        assert!(moved < most, "{family}: rounding moves logits by {moved}");
     }
 }
 
@@ -250,12 +202,11 @@ fn bits_do_not_depend_on_pieces_or_on_other_rows() {
             let reached = session.fork(1, 2, 24).unwrap();
             assert_eq!(reached, 24, "{family}");
             let next = together(session.as_mut(), &[&[7], &[8]]);
-            let chunk = Chunk {
-                slot: 2,
-                tokens: &[8],
-                logits: LogitsWanted::All,
-            };
-            let forked = session.forward(&[chunk], None).unwrap().data.to_vec();
+            let forked = session
+                .forward(&[chunk(2, &[8], LogitsWanted::All)], None)
+                .unwrap()
+                .data
+                .to_vec();
             assert_eq!(forked, next[1], "{family}: a fork");
         }
     }

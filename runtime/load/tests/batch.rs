@@ -6,20 +6,16 @@ use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_model::ModelConfig;
 use nq_runtime::{
-    Batch, Chunk, Continuation, DraftModel, DraftedBy, Engine, Error, KvType, Logits, Observer,
-    Pages, Piece, Result, Sampler, SamplingParams, Session, SessionSpec, Speculation, StepsAhead,
+    Batch, Continuation, DraftModel, Engine, Error, KvType, Pages, Piece, Sampler, SamplingParams,
+    Session, SessionSpec, Speculation,
 };
+use nq_testkit::sessions::{Cut, piece, session_spec};
 use std::ops::ControlFlow;
 
 fn spec(slots: usize, pages: Option<usize>) -> SessionSpec {
     SessionSpec {
-        slots,
-        ctx: 3 * PAGE,
         pages,
-        kv: KvType::F16,
-        max_rows: 256,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
+        ..session_spec(slots, 3 * PAGE, KvType::F16, 256)
     }
 }
 
@@ -77,52 +73,6 @@ fn free(session: &mut dyn Session) -> Option<usize> {
     session.pages().map(|pages| pages.free())
 }
 
-/// A session that takes f32 products of few rows for exact: they differ by less than ever changes a
-/// draw here.
-struct Exact(Box<dyn Session>);
-
-impl Session for Exact {
-    fn spec(&self) -> SessionSpec {
-        self.0.spec()
-    }
-
-    fn len(&self, slot: usize) -> usize {
-        self.0.len(slot)
-    }
-
-    fn truncate(&mut self, slot: usize, len: usize) -> usize {
-        self.0.truncate(slot, len)
-    }
-
-    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
-        self.0.fork(from, to, len)
-    }
-
-    fn hidden(&mut self, chunks: &[Chunk<'_>], out: &mut Vec<f32>) -> Result<()> {
-        self.0.hidden(chunks, out)
-    }
-
-    fn pages(&mut self) -> Option<&mut dyn Pages> {
-        self.0.pages()
-    }
-
-    fn forward(
-        &mut self,
-        chunks: &[Chunk<'_>],
-        observer: Option<&mut dyn Observer>,
-    ) -> Result<Logits<'_>> {
-        self.0.forward(chunks, observer)
-    }
-
-    fn exact_rows(&self) -> usize {
-        8
-    }
-
-    fn ahead(&mut self) -> Option<&mut dyn StepsAhead> {
-        self.0.ahead()
-    }
-}
-
 /// `steps` steps of a batch in which up to SLOTS sequences begin, fork, end, are cancelled and run out of
 /// pages and positions, at random.
 fn at_random<const SLOTS: usize>(
@@ -132,7 +82,14 @@ fn at_random<const SLOTS: usize>(
     mut drafts: Option<Speculation>,
 ) {
     let pages = SLOTS + 1;
-    let mut session = Exact(engine.session(spec(SLOTS, Some(pages))).expect("it fits"));
+    // It takes f32 products of few rows for exact: they differ by less than ever changes a draw here.
+    let mut session = Cut {
+        exact_rows: Some(8),
+        ..Cut::new(
+            engine.session(spec(SLOTS, Some(pages))).expect("it fits"),
+            1,
+        )
+    };
     let mut alone = engine.session(spec(1, None)).expect("it fits");
     let mut known: Vec<Option<Known>> = (0..SLOTS).map(|_| None).collect();
     let mut running = [false; SLOTS];
@@ -198,13 +155,13 @@ fn at_random<const SLOTS: usize>(
             }
         }
         let pieces: Vec<Piece<'_>> = (prompts.iter())
-            .map(|(slot, fed)| Piece {
-                slot: *slot,
-                tokens: fed,
-                then: Some(Continuation {
-                    sampler: known[*slot].as_ref().expect("just made").sampler(),
-                    tokens: 1 + d / 64 % 400,
-                }),
+            .map(|(slot, fed)| {
+                piece(
+                    *slot,
+                    fed,
+                    known[*slot].as_ref().expect("just made").sampler(),
+                    1 + d / 64 % 400,
+                )
             })
             .collect();
         let result = batch.step(pieces, &mut |slot, token| {
@@ -323,30 +280,30 @@ fn many_share(engine: &dyn Engine, rounds: bool) {
             } else {
                 0
             };
-            let mut of = text[..shared].to_vec();
-            of.extend(tokens(1 + slot % 4, 30 + slot as u64));
+            let mut known = text[..shared].to_vec();
+            known.extend(tokens(1 + slot % 4, 30 + slot as u64));
             Known {
                 params: SamplingParams::greedy(),
                 stream: slot as u64,
-                prompt: of.len(),
-                tokens: of,
+                prompt: known.len(),
+                tokens: known,
             }
         })
         .collect();
     let prompts: Vec<Vec<u32>> = known.iter().map(|k| k.tokens.clone()).collect();
     let mut batch = Batch::new(&mut *session);
     let mut pieces: Vec<Piece<'_>> = (known.iter().enumerate())
-        .map(|(slot, k)| Piece {
-            slot,
-            tokens: &prompts[slot][if slot < MANY {
-                text.len() - slot % 3
-            } else {
-                0
-            }..],
-            then: Some(Continuation {
-                sampler: k.sampler(),
-                tokens: 24,
-            }),
+        .map(|(slot, k)| {
+            piece(
+                slot,
+                &prompts[slot][if slot < MANY {
+                    text.len() - slot % 3
+                } else {
+                    0
+                }..],
+                k.sampler(),
+                24,
+            )
         })
         .collect();
     while !pieces.is_empty() || batch.running() > 0 {
@@ -376,13 +333,13 @@ fn failures_stay_alone(engine: &dyn Engine, poison: u32) {
     let mut failed = Vec::new();
     let mut batch = Batch::new(&mut *session);
     let mut pieces: Vec<Piece<'_>> = (prompts.iter().enumerate())
-        .map(|(slot, tokens)| Piece {
-            slot,
-            tokens,
-            then: Some(Continuation {
-                sampler: Sampler::new(SamplingParams::greedy(), 0).expect("valid"),
-                tokens: 20,
-            }),
+        .map(|(slot, tokens)| {
+            piece(
+                slot,
+                tokens,
+                Sampler::new(SamplingParams::greedy(), 0).expect("valid"),
+                20,
+            )
         })
         .collect();
     while !pieces.is_empty() || batch.running() > 0 {

@@ -1,18 +1,18 @@
 //! Sessions that cannot be cut everywhere: who cuts them feeds what is missing, and nothing else changes.
 
 use crate::common;
-use crate::common::cut::Cut;
 use crate::common::oracle::{Futures, oracle};
 use crate::common::published::published;
 use crate::common::{Store, feed, options, small_config, tokens};
 use nq_cpu::FEW_ROWS;
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_model::ModelConfig;
-use nq_runtime::generate::{Limits, Sequence, generate};
+use nq_runtime::generate::Sequence;
 use nq_runtime::{
-    ActivationChoice, Batch, Continuation, DraftModel, DraftedBy, Encoder, Engine, EngineKind,
-    KvType, LoadOptions, Piece, Row, Sampler, SamplingParams, Session, SessionSpec, Speculation,
+    ActivationChoice, Batch, DraftModel, DraftedBy, Encoder, Engine, EngineKind, KvType,
+    LoadOptions, Piece, Row, Sampler, SamplingParams, Session, SessionSpec, Speculation,
 };
+use nq_testkit::sessions::{Cut, answer, limits, piece, session_spec};
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -40,22 +40,13 @@ fn load(config: &ModelConfig, bits: Bits) -> (Arc<dyn Engine>, Store) {
 }
 
 fn spec(slots: usize, max_rows: usize) -> SessionSpec {
-    SessionSpec {
-        slots,
-        ctx: 300,
-        pages: None,
-        kv: KvType::F16,
-        max_rows,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    }
+    session_spec(slots, 300, KvType::F16, max_rows)
 }
 
 fn cut(engine: &dyn Engine, spec: SessionSpec, every: usize, short: &Arc<AtomicUsize>) -> Cut {
     Cut {
-        session: engine.session(spec).unwrap(),
-        every,
         short: Arc::clone(short),
+        ..Cut::new(engine.session(spec).unwrap(), every)
     }
 }
 
@@ -81,13 +72,7 @@ fn talk(session: &mut dyn Session, drafts: Option<Speculation>) -> Vec<Vec<u32>>
             ..SamplingParams::greedy()
         };
         let mut sampler = Sampler::new(params, 0).unwrap();
-        let limits = Limits {
-            stop: &[],
-            max_tokens: 35,
-            interrupt: None,
-        };
-        let each = &mut |_| ControlFlow::Continue(());
-        let answer = generate(session, &mut sequence, &prompt, &mut sampler, &limits, each);
+        let answer = answer(session, &mut sequence, &prompt, &mut sampler, &limits(35));
         answers.push(answer.unwrap().tokens);
         assert_eq!(sequence.tokens().len(), session.len(0));
     }
@@ -150,13 +135,13 @@ fn a_batch_stays() {
         }
         let mut batch = Batch::new(session).with_drafts(speculation.as_mut());
         let mut pieces: Vec<Piece<'_>> = (0..3)
-            .map(|slot| Piece {
-                slot,
-                tokens: &prompts[slot][prompts[slot].len() - 1..],
-                then: Some(Continuation {
-                    sampler: Sampler::new(SamplingParams::greedy(), slot as u64).unwrap(),
-                    tokens: 50 + slot,
-                }),
+            .map(|slot| {
+                piece(
+                    slot,
+                    &prompts[slot][prompts[slot].len() - 1..],
+                    Sampler::new(SamplingParams::greedy(), slot as u64).unwrap(),
+                    50 + slot,
+                )
             })
             .collect();
         let mut drawn = vec![Vec::new(); 3];

@@ -1,6 +1,5 @@
 //! Drafts on a device that draws tokens itself, a fake one.
 
-use crate::common;
 use crate::common::device::{DEPTH, Device, VOCAB, alone, piece};
 use crate::common::oracle::{Futures, oracle, reading_oracle};
 use nq_kernels::rng::Philox;
@@ -284,7 +283,7 @@ fn greedy() -> nq_runtime::Sampler {
 fn greedy_text(prompt: &[u32], n: usize) -> Vec<u32> {
     let (mut sampler, mut text) = (greedy(), prompt.to_vec());
     for _ in 0..n {
-        let logits = common::device::logits_after(&text);
+        let logits = nq_testkit::sessions::logits_after(&text, VOCAB);
         text.push(sampler.sample(&logits).unwrap());
     }
     text[prompt.len()..].to_vec()

@@ -1,16 +1,17 @@
 //! EAGLE-3 heads: read as published, drafts as the published computation gives them, answers unchanged.
 
-use crate::common::published::{Published, ask, published, streams, two_answers};
+use crate::common::published::{PublishedHead, ask, published, streams, two_answers};
 use crate::common::{Store, feed, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, WeightStore, Zeros};
 use nq_load::StreamDrafts;
-use nq_model::ModelConfig;
 use nq_model::names::EMBEDDING;
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
     ActivationChoice, DraftedBy, Engine, EngineKind, KvType, LoadOptions, Session, SessionSpec,
     Speculation,
 };
+use nq_testkit::sessions::session_spec;
 use serde_json::json;
 use std::sync::Arc;
 
@@ -36,18 +37,16 @@ fn target(c: &ModelConfig) -> (Arc<dyn Engine>, Store) {
 
 fn session(engine: &dyn Engine, head: &StreamDrafts) -> Box<dyn Session> {
     let spec = SessionSpec {
-        slots: 2,
-        ctx: 300,
-        pages: None,
-        kv: KvType::F32,
-        max_rows: 300,
-        snapshots: None,
         drafts: DraftedBy::Layer(head.layer()),
+        ..session_spec(2, 300, KvType::F32, 300)
     };
     engine.session(spec).unwrap()
 }
 
-fn load(head: &Published, (c, store): (&ModelConfig, &Store)) -> nq_runtime::Result<StreamDrafts> {
+fn load(
+    head: &PublishedHead,
+    (c, store): (&ModelConfig, &Store),
+) -> nq_runtime::Result<StreamDrafts> {
     head.load((c, store), &options(EngineKind::Nq))
 }
 
@@ -57,7 +56,7 @@ fn drafts_are_those_of_the_published_computation() {
     let c = model();
     let (engine, store) = target(&c);
     let embedding = store
-        .matrix(EMBEDDING, (c.vocab_size, c.hidden_size))
+        .matrix(EMBEDDING, Dims::new(c.vocab_size, c.hidden_size))
         .unwrap();
     for (layer, taps, before_residual) in [
         ("midlayer", None, false),
@@ -134,7 +133,7 @@ fn drafts_change_no_answer() {
 fn hostile_heads_are_refused() {
     let c = model();
     let (_, store) = target(&c);
-    let refused = |change: &dyn Fn(&mut Published), words: &[&str]| {
+    let refused = |change: &dyn Fn(&mut PublishedHead), words: &[&str]| {
         let mut head = published(&c, "midlayer", HEADS, 5);
         change(&mut head);
         let error = load(&head, (&c, &store))
@@ -207,7 +206,7 @@ fn hostile_heads_are_refused() {
         &|h| h.tensors.get_mut("fc.weight").unwrap().0 = vec![96, 72],
         &["fc.weight", "[48, 144]", "[96, 72]"],
     );
-    let nan = |h: &mut Published| h.tensors.get_mut("norm.weight").unwrap().1[3] = f32::NAN;
+    let nan = |h: &mut PublishedHead| h.tensors.get_mut("norm.weight").unwrap().1[3] = f32::NAN;
     let mut head = published(&c, "midlayer", HEADS, 5);
     nan(&mut head);
     let (engine, store) = target(&c);

@@ -7,7 +7,8 @@ use nq_model::ModelConfig;
 use nq_model::names::HEAD;
 use nq_runtime::embedding::unit;
 use nq_runtime::rerank::shared_beginning;
-use nq_runtime::{DraftedBy, Encoder, Error, KvType, Row, SessionSpec};
+use nq_runtime::{Encoder, Error, KvType, Row, SessionSpec};
+use nq_testkit::sessions::session_spec;
 
 /// A model whose logits are what its head reads: the head is the identity.
 fn transparent(seed: u64) -> (ModelConfig, Store) {
@@ -75,13 +76,8 @@ fn what_runs_together_makes_no_difference() {
         (5, 64, Some(9)),
     ] {
         let spec = SessionSpec {
-            slots,
-            ctx: 64,
             pages,
-            kv: KvType::F32,
-            max_rows,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
+            ..session_spec(slots, 64, KvType::F32, max_rows)
         };
         let mut encoder = Encoder::new(engine.session(spec).unwrap(), Row::Hidden);
         let found = encode(&mut encoder, 0, &texts());

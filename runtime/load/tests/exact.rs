@@ -10,9 +10,9 @@ use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::{Isa, IsaChoice};
 use nq_model::{DType, ModelConfig};
 use nq_runtime::{
-    ActivationChoice, Chunk, DraftedBy, Engine, EngineKind, KvType, LoadOptions, LogitsWanted,
-    Session, SessionSpec,
+    ActivationChoice, Chunk, Engine, EngineKind, KvType, LoadOptions, LogitsWanted, Session,
 };
+use nq_testkit::sessions::{chunk, session_spec};
 use std::sync::Arc;
 
 /// A dense model, one whose heads are no whole vectors, a mixture, and hybrids without and with experts.
@@ -126,25 +126,12 @@ fn load(model: &(String, ModelConfig, Store, ActivationChoice), isa: IsaChoice) 
 }
 
 fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
-    let spec = SessionSpec {
-        slots: 3,
-        ctx: 640,
-        pages: None,
-        kv,
-        max_rows: 640,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    engine.session(spec).unwrap()
+    engine.session(session_spec(3, 640, kv, 640)).unwrap()
 }
 
 /// The bits of the logits of further tokens of some sequences, one after another.
 fn bits(s: &mut dyn Session, parts: &[(usize, &[u32])]) -> Vec<u32> {
-    let chunk = |&(slot, tokens)| Chunk {
-        slot,
-        tokens,
-        logits: LogitsWanted::All,
-    };
+    let chunk = |&(slot, tokens)| chunk(slot, tokens, LogitsWanted::All);
     let chunks: Vec<Chunk<'_>> = parts.iter().map(chunk).collect();
     let logits = s.forward(&chunks, None).unwrap();
     logits.data.iter().map(|v| v.to_bits()).collect()

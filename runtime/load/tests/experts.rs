@@ -2,12 +2,16 @@
 //! of experts that are read.
 
 use crate::common::{
-    Store, candle, distance, feed, nq, options, session, small_config, small_mixture, tokens,
+    Store, candle, distance, feed, hybrid, nq, options, session, small_config, small_mixture,
+    tokens,
 };
+use nq_cpu::plan::{WeightSource, hold_model};
 use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
-use nq_kernels::{KernelSet, Routes};
-use nq_model::{LinearKind, ModelConfig, in_layer};
+use nq_kernels::registry::WeightKind;
+use nq_kernels::{Account, KernelSet, Routes};
+use nq_model::{Dims, Experts, LinearKind, ModelConfig, in_layer};
 use nq_runtime::{Chunk, EngineKind, LoadOptions, LogitsWanted, Observer};
+use nq_testkit::sessions::chunk;
 
 /// Logits are of order 1; two f32 implementations agree to this.
 const CLOSE: f32 = 2e-5;
@@ -53,7 +57,7 @@ fn every_expert_counts() {
     let name = in_layer(1, "mlp.experts.down_proj");
     for expert in 0..9 {
         let mut without = store.clone();
-        let (rows, cols) = without.matrices[&name].dims();
+        let Dims { rows, cols } = without.matrices[&name].dims();
         let mut values = vec![0.0; rows * cols];
         for (row, values) in values.chunks_exact_mut(cols).enumerate() {
             if row / 48 != expert {
@@ -85,11 +89,7 @@ fn cuts_batches_threads_and_kernels_change_nothing() {
     }
     let mut batch = session(&*engine, 3);
     let texts: Vec<Vec<u32>> = (0..3).map(|i| tokens(4 + 5 * i, i as u64)).collect();
-    let chunk = |(slot, tokens)| Chunk {
-        slot,
-        tokens,
-        logits: LogitsWanted::All,
-    };
+    let chunk = |(slot, tokens)| chunk(slot, tokens, LogitsWanted::All);
     let chunks: Vec<Chunk<'_>> = texts
         .iter()
         .map(Vec::as_slice)
@@ -214,11 +214,7 @@ fn observers_see_every_row_through_every_expert() {
     let config = small_mixture(2, true);
     let engine = nq(&config, &Store::random(&config, 6));
     let text = tokens(5, 0);
-    let chunk = Chunk {
-        slot: 0,
-        tokens: &text,
-        logits: LogitsWanted::All,
-    };
+    let chunk = chunk(0, &text, LogitsWanted::All);
     let mut seen = SeenRoutes::default();
     let mut watched = session(&*engine, 1);
     let logits = watched.forward(&[chunk], Some(&mut seen)).unwrap();
@@ -248,12 +244,40 @@ fn a_router_that_is_no_number_is_reported_with_its_layer() {
     store.matrices.insert(name, Weight::Dense(tensor));
     let engine = nq(&config, &store);
     let text = tokens(3, 0);
-    let chunk = Chunk {
-        slot: 0,
-        tokens: &text,
-        logits: LogitsWanted::Last,
-    };
+    let chunk = chunk(0, &text, LogitsWanted::Last);
     let mut s = session(&*engine, 1);
     let error = s.forward(&[chunk], None).map(|l| l.rows()).unwrap_err();
     assert!(error.to_string().contains("layer 1"), "{error}");
+}
+
+/// What is planned for a mixture on a CPU is what its weights take, byte for byte: of experts whose rows do not fill panels,
+/// and of a shared expert in another scheme than theirs.
+#[test]
+fn planned_mixtures_take_what_was_planned() {
+    let scheme = AffineScheme::new;
+    let int4 = scheme(Bits::B4, Group::Size(32), Zeros::Integer);
+    for shared in [
+        int4,
+        scheme(Bits::B8, Group::Size(24), Zeros::Offset),
+        scheme(Bits::B8, Group::Channel, Zeros::None),
+    ] {
+        let config = hybrid("qwen35moe", 4, true);
+        // With all experts chosen, a token reads all weights.
+        let experts = config.experts.map(|e| Experts {
+            per_token: e.count,
+            width: 40,
+            ..e
+        });
+        let config = ModelConfig { experts, ..config };
+        let dense = Store::random(&config, 11);
+        let mut store = dense.quantized(int4);
+        let others = dense.quantized(shared).matrices.into_iter();
+        let own = others.filter(|(name, _)| name.contains("shared_expert."));
+        store.matrices.extend(own);
+        let account = Account::host();
+        let kinds = |name: &str| WeightKind::of(&store.matrices[name]);
+        let planned = hold_model(&account, &config, &kinds, WeightSource::Made, 0);
+        let taken = nq(&config, &store).bytes_per_token();
+        assert_eq!(planned.bytes(), taken, "{shared}");
+    }
 }

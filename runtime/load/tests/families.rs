@@ -5,7 +5,8 @@ use crate::common::{distance, hybrid, options};
 use nq_formats::export::{ExportFormat, ExportOptions, export};
 use nq_formats::{Checkpoint, synth};
 use nq_model::{Architecture, DType, ModelConfig, Rope, RopeScaling, find};
-use nq_runtime::{Chunk, DraftedBy, EngineKind, KvType, LogitsWanted, Session, SessionSpec};
+use nq_runtime::{EngineKind, KvType, LogitsWanted, Session};
+use nq_testkit::sessions::{chunk, session_spec};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -56,6 +57,7 @@ fn models() -> Vec<(String, ModelConfig)> {
                     theta: 5e5,
                     dims: None,
                     scaling,
+                    sections: None,
                 },
                 tie_word_embeddings: tied,
                 mtp_layers: 0,
@@ -82,24 +84,13 @@ fn models() -> Vec<(String, ModelConfig)> {
 fn logits(checkpoint: &Checkpoint, tokens: &[u32], piece: usize) -> Vec<f32> {
     let (config, store) = (checkpoint.config(), checkpoint.store());
     let engine = nq_load::load(config, store, &options(EngineKind::Nq), &()).unwrap();
-    let spec = SessionSpec {
-        slots: 1,
-        ctx: 64,
-        pages: None,
-        kv: KvType::F32,
-        max_rows: 64,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
+    let spec = session_spec(1, 64, KvType::F32, 64);
     let mut session: Box<dyn Session> = engine.session(spec).unwrap();
     let mut all = Vec::new();
     for tokens in tokens.chunks(piece) {
-        let chunk = Chunk {
-            slot: 0,
-            tokens,
-            logits: LogitsWanted::All,
-        };
-        let found = session.forward(&[chunk], None).unwrap();
+        let found = session
+            .forward(&[chunk(0, tokens, LogitsWanted::All)], None)
+            .unwrap();
         all.extend((0..found.rows()).map(|i| found.row(i).to_vec()));
     }
     let rows = &all[all.len() - 3..];

@@ -9,9 +9,10 @@ use nq_model::{
 };
 use nq_runtime::weights::weight_kinds;
 use nq_runtime::{
-    ActivationChoice, Chunk, DraftedBy, EngineKind, Error, Hidden, KvType, LayerWeights,
-    LoadOptions, Logits, LogitsWanted, Observer, SessionSpec,
+    ActivationChoice, Chunk, EngineKind, Error, Hidden, KvType, LayerWeights, LoadOptions, Logits,
+    LogitsWanted, Observer, SessionSpec,
 };
+use nq_testkit::sessions::{chunk, session_spec};
 
 /// Logits are of order 1; two f32 implementations agree to this.
 const CLOSE: f32 = 2e-5;
@@ -88,11 +89,7 @@ fn a_batch_equals_separate_runs() {
         };
         let chunks: Vec<Chunk<'_>> = order
             .iter()
-            .map(|&slot| Chunk {
-                slot,
-                tokens: part(slot),
-                logits: LogitsWanted::All,
-            })
+            .map(|&slot| chunk(slot, part(slot), LogitsWanted::All))
             .collect();
         let together = batch.forward(&chunks, None).unwrap().data.to_vec();
         let separate: Vec<f32> = order
@@ -246,15 +243,7 @@ fn rounding_the_cache_costs_little() {
     let engine = nq(&config, &Store::random(&config, 5));
     let text = tokens(50, 8);
     let run = |kv| {
-        let spec = SessionSpec {
-            slots: 1,
-            ctx: 50,
-            pages: None,
-            kv,
-            max_rows: 50,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
-        };
+        let spec = session_spec(1, 50, kv, 50);
         feed(&mut *engine.session(spec).unwrap(), 0, &text)
     };
     let exact = run(KvType::F32);
@@ -295,11 +284,7 @@ fn an_observer_sees_every_input_in_order() {
     let engine = nq(&config, &store);
     let text = tokens(12, 4);
     let mut seen = Recorder::default();
-    let chunk = Chunk {
-        slot: 0,
-        tokens: &text,
-        logits: LogitsWanted::Window(3..7),
-    };
+    let chunk = chunk(0, &text, LogitsWanted::Window(3..7));
     let mut s = session(&*engine, 1);
     let logits = s.forward(&[chunk], Some(&mut seen)).unwrap().data.to_vec();
     let whole = feed(&mut *session(&*engine, 1), 0, &text);
@@ -368,15 +353,7 @@ fn layer_by_layer_equals_the_whole_forward() {
     let logits = stepper.head(norm, &head, &hidden, 0..rows).unwrap();
     let mut at = 0;
     for text in &texts {
-        let spec = SessionSpec {
-            slots: 1,
-            ctx: 700,
-            pages: None,
-            kv: KvType::F32,
-            max_rows: 700,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
-        };
+        let spec = session_spec(1, 700, KvType::F32, 700);
         let want = feed(&mut *engine.session(spec).unwrap(), 0, text);
         let d = distance(&logits[at..at + want.len()], &want);
         assert!(d < CLOSE, "{} tokens: {d}", text.len());
@@ -406,8 +383,12 @@ fn a_profile_counts_every_operation() {
         ("down", 3 * layers),
         ("head", 3),
     ] {
-        let of = timings.iter().filter(|t| t.op == op);
-        assert_eq!(of.map(|t| t.calls).sum::<u64>(), calls, "{op}: {timings:?}");
+        let timed = timings.iter().filter(|t| t.op == op);
+        assert_eq!(
+            timed.map(|t| t.calls).sum::<u64>(),
+            calls,
+            "{op}: {timings:?}"
+        );
     }
     feed(&mut *s, 0, &[1]);
     assert!(engine.stop_profile().is_empty());
@@ -424,11 +405,7 @@ fn what_does_not_fit_is_refused_before_anything_changes() {
     let mut refuse = |chunks: &[(usize, &[u32], LogitsWanted)], expected: &str| {
         let chunks: Vec<Chunk<'_>> = chunks
             .iter()
-            .map(|(slot, tokens, logits)| Chunk {
-                slot: *slot,
-                tokens,
-                logits: logits.clone(),
-            })
+            .map(|(slot, tokens, logits)| chunk(*slot, tokens, logits.clone()))
             .collect();
         let found = s.forward(&chunks, None).map(|l: Logits<'_>| l.rows());
         let found = found.expect_err(expected).to_string();
@@ -471,19 +448,17 @@ fn numbers_that_overflow_are_located() {
     let poison = |name: &str| {
         let mut store = good.clone();
         let w = store.matrices.get_mut(name).unwrap();
-        let (out, inputs) = w.dims();
+        let (out, inputs) = w.dims().pair();
         let values = vec![f32::MAX; out * inputs];
         let t = nq_formats::Tensor::from_f32(vec![out, inputs], values).unwrap();
         *w = nq_formats::Weight::Dense(t);
         let engine = nq(&config, &store);
         let mut s = session(&*engine, 1);
         let text = tokens(5, 1);
-        let chunk = Chunk {
-            slot: 0,
-            tokens: &text,
-            logits: LogitsWanted::Last,
-        };
-        let error = s.forward(&[chunk], None).map(|l| l.rows()).expect_err(name);
+        let error = s
+            .forward(&[chunk(0, &text, LogitsWanted::Last)], None)
+            .map(|l| l.rows())
+            .expect_err(name);
         assert_eq!(s.len(0), 0, "{name}");
         error
     };
@@ -501,15 +476,7 @@ fn candle_names_what_it_does_not_do() {
     let config = small_config();
     let store = Store::random(&config, 15);
     let engine = candle(&config, &store);
-    let spec = SessionSpec {
-        slots: 1,
-        ctx: 64,
-        pages: None,
-        kv: KvType::F32,
-        max_rows: 64,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
+    let spec = session_spec(1, 64, KvType::F32, 64);
     let refused = |spec| engine.session(spec).err().expect("refused").to_string();
     assert!(refused(SessionSpec { slots: 2, ..spec }).contains("slots: expected 1, found 2"));
     assert!(
@@ -521,11 +488,7 @@ fn candle_names_what_it_does_not_do() {
     );
     assert!(refused(SessionSpec { ctx: 257, ..spec }).contains("at most 256 positions"));
     let mut s = engine.session(spec).unwrap();
-    let chunk = Chunk {
-        slot: 0,
-        tokens: &[1],
-        logits: LogitsWanted::Last,
-    };
+    let chunk = chunk(0, &[1], LogitsWanted::Last);
     let error = s
         .forward(&[chunk], Some(&mut ()))
         .map(|l| l.rows())

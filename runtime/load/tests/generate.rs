@@ -5,9 +5,10 @@ use nq_formats::{Files, Progress};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::generate::{generate, generate_text};
 use nq_runtime::{
-    Chunk, DraftedBy, Error, KvType, Limits, Logits, LogitsWanted, Observer, Result, Sampler,
-    SamplingParams, Sequence, Session, SessionSpec, StopReason, Tokenizer,
+    Chunk, Error, KvType, Limits, LogitsWanted, Result, Sampler, SamplingParams, Sequence,
+    StopReason, Tokenizer,
 };
+use nq_testkit::sessions::{self, FakeSession, answer, limits, logits_after, session_spec};
 use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -15,135 +16,37 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const VOCAB: usize = 50;
 
-/// A session that computes nothing but a hash of each sequence.
-struct Fake {
-    spec: SessionSpec,
-    sequences: Vec<Vec<u32>>,
-    logits: Vec<f32>,
-    /// Number of rows of every forward.
-    rows: Vec<usize>,
-    /// Index of the forward that fails, counted from 0.
-    fail_at: Option<usize>,
+fn fake(slots: usize, ctx: usize, max_rows: usize) -> FakeSession {
+    let spec = session_spec(slots, ctx, KvType::F16, max_rows);
+    let mut session = FakeSession::new(spec, VOCAB, |tokens| logits_after(tokens, VOCAB));
+    session.before = Box::new(last_rows);
+    session
 }
 
-impl Fake {
-    fn new(slots: usize, ctx: usize, max_rows: usize) -> Self {
-        Fake {
-            spec: SessionSpec {
-                slots,
-                ctx,
-                pages: None,
-                kv: KvType::F16,
-                max_rows,
-                snapshots: None,
-                drafts: DraftedBy::Nothing,
-            },
-            sequences: vec![Vec::new(); slots],
-            logits: Vec::new(),
-            rows: Vec::new(),
-            fail_at: None,
-        }
-    }
-}
-
-/// Logits that change with any change of `tokens`.
-fn logits_after(tokens: &[u32]) -> Vec<f32> {
-    let mix = |h: u64, x: u64| (h ^ x).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
-    let hash = tokens.iter().fold(1, |h, &t| mix(h, u64::from(t) + 1));
-    (0..VOCAB as u64)
-        .map(|i| (mix(hash, i + 7) >> 40) as f32 / (1 << 22) as f32)
-        .collect()
-}
-
-fn best(logits: &[f32]) -> u32 {
-    (0..logits.len()).fold(0, |b, i| if logits[i] > logits[b] { i } else { b }) as u32
+/// Logits of other rows than the last are not needed.
+fn last_rows(chunks: &[Chunk<'_>]) -> Result<()> {
+    let needed = |c: &Chunk<'_>| matches!(c.logits, LogitsWanted::Last | LogitsWanted::None);
+    assert!(
+        !chunks.is_empty() && chunks.iter().all(needed),
+        "{chunks:?}"
+    );
+    Ok(())
 }
 
 /// The greedy continuation of `prompt` by `n` tokens.
 fn greedy(prompt: &[u32], n: usize) -> Vec<u32> {
-    let mut tokens = prompt.to_vec();
-    for _ in 0..n {
-        tokens.push(best(&logits_after(&tokens)));
-    }
-    tokens[prompt.len()..].to_vec()
-}
-
-impl Session for Fake {
-    fn spec(&self) -> SessionSpec {
-        self.spec
-    }
-
-    fn len(&self, slot: usize) -> usize {
-        self.sequences[slot].len()
-    }
-
-    fn truncate(&mut self, slot: usize, len: usize) -> usize {
-        self.sequences[slot].truncate(len);
-        self.sequences[slot].len()
-    }
-
-    fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
-        self.sequences[to] = self.sequences[from][..len].to_vec();
-        Ok(len)
-    }
-
-    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> Result<()> {
-        unreachable!("only logits are asked for")
-    }
-
-    fn forward(
-        &mut self,
-        chunks: &[Chunk<'_>],
-        _: Option<&mut dyn Observer>,
-    ) -> Result<Logits<'_>> {
-        let rows: usize = chunks.iter().map(|c| c.tokens.len()).sum();
-        assert!(rows > 0 && rows <= self.spec.max_rows, "{rows} rows");
-        if self.fail_at == Some(self.rows.len()) {
-            return Err(Error::Logits {
-                found: "a test".into(),
-            });
-        }
-        self.rows.push(rows);
-        self.logits.clear();
-        for c in chunks {
-            assert!(!c.tokens.is_empty());
-            let sequence = &mut self.sequences[c.slot];
-            sequence.extend_from_slice(c.tokens);
-            assert!(sequence.len() <= self.spec.ctx, "beyond the context");
-            match c.logits {
-                LogitsWanted::Last => self.logits.extend(logits_after(sequence)),
-                LogitsWanted::None => {}
-                _ => panic!("no other rows are needed"),
-            }
-        }
-        Ok(Logits {
-            data: &self.logits,
-            vocab: VOCAB,
-        })
-    }
-}
-
-fn limits(max_tokens: usize) -> Limits<'static> {
-    Limits {
-        stop: &[],
-        max_tokens,
-        interrupt: None,
-    }
+    sessions::greedy(prompt, n, |tokens| logits_after(tokens, VOCAB))
 }
 
 fn sampler() -> Sampler {
     Sampler::new(SamplingParams::greedy(), 0).unwrap()
 }
 
-fn go(_: u32) -> ControlFlow<()> {
-    ControlFlow::Continue(())
-}
-
 #[test]
 fn answers_follow_the_model_in_any_chunking() {
     let prompt: Vec<u32> = (0..23).collect();
     for rows in [1, 2, 7, 22, 23, 24, 100] {
-        let mut session = Fake::new(3, 200, rows);
+        let mut session = fake(3, 200, rows);
         let mut sequence = Sequence::new(&mut session, 2);
         let mut seen = Vec::new();
         let answer = generate(
@@ -175,17 +78,16 @@ fn answers_follow_the_model_in_any_chunking() {
 /// and only its rest is computed.
 #[test]
 fn common_prefixes_are_kept() {
-    let mut session = Fake::new(1, 300, 64);
+    let mut session = fake(1, 300, 64);
     let mut sequence = Sequence::new(&mut session, 0);
     let mut ask = |prompt: &[u32], reused: usize| {
         session.rows.clear();
-        let answer = generate(
+        let answer = answer(
             &mut session,
             &mut sequence,
             prompt,
             &mut sampler(),
             &limits(5),
-            &mut go,
         )
         .unwrap();
         assert_eq!(answer.tokens, greedy(prompt, 5));
@@ -218,7 +120,7 @@ fn stop_tokens_end_the_answer_and_are_left_out() {
         if free[..at].contains(&stop) {
             continue;
         }
-        let mut session = Fake::new(1, 100, 8);
+        let mut session = fake(1, 100, 8);
         let mut sequence = Sequence::new(&mut session, 0);
         let stops = [1000, stop];
         let limits = Limits {
@@ -248,16 +150,15 @@ fn stop_tokens_end_the_answer_and_are_left_out() {
 #[test]
 fn the_context_ends_the_answer() {
     let prompt = [1, 2, 3];
-    let mut session = Fake::new(1, 10, 8);
+    let mut session = fake(1, 10, 8);
     let mut sequence = Sequence::new(&mut session, 0);
     let mut ask = |prompt: &[u32], max| {
-        generate(
+        answer(
             &mut session,
             &mut sequence,
             prompt,
             &mut sampler(),
             &limits(max),
-            &mut go,
         )
     };
     let answer = ask(&prompt, 100).unwrap();
@@ -292,7 +193,7 @@ fn the_context_ends_the_answer() {
 fn interrupts_leave_the_sequence_usable() {
     let prompt: Vec<u32> = (0..20).collect();
     let free = greedy(&prompt, 10);
-    let mut session = Fake::new(1, 100, 4);
+    let mut session = fake(1, 100, 4);
     let mut sequence = Sequence::new(&mut session, 0);
     let flag = AtomicBool::new(false);
     let with_flag = Limits {
@@ -325,13 +226,12 @@ fn interrupts_leave_the_sequence_usable() {
         assert_eq!(session.sequences[0], sequence.tokens());
     }
     flag.store(false, Ordering::Relaxed);
-    let again = generate(
+    let again = answer(
         &mut session,
         &mut sequence,
         &prompt,
         &mut sampler(),
         &with_flag,
-        &mut go,
     )
     .unwrap();
     assert_eq!(again.tokens, free);
@@ -341,22 +241,20 @@ fn interrupts_leave_the_sequence_usable() {
 fn failures_leave_the_sequence_in_step() {
     let prompt: Vec<u32> = (0..20).collect();
     for fail_at in 0..9 {
-        let mut session = Fake::new(1, 100, 6);
+        let mut session = fake(1, 100, 6);
         let mut sequence = Sequence::new(&mut session, 0);
-        session.fail_at = Some(fail_at);
-        let mut ask = |session: &mut Fake| {
-            let limits = limits(8);
-            generate(
-                session,
-                &mut sequence,
-                &prompt,
-                &mut sampler(),
-                &limits,
-                &mut go,
-            )
+        let mut forwards = 0..fail_at;
+        session.before = Box::new(move |chunks| match forwards.next() {
+            Some(_) => last_rows(chunks),
+            None => Err(Error::Logits {
+                found: "a test".into(),
+            }),
+        });
+        let mut ask = |session: &mut FakeSession| {
+            answer(session, &mut sequence, &prompt, &mut sampler(), &limits(8))
         };
         ask(&mut session).unwrap_err();
-        session.fail_at = None;
+        session.before = Box::new(last_rows);
         let answer = ask(&mut session).unwrap();
         assert_eq!(answer.tokens, greedy(&prompt, 8), "{fail_at}");
     }
@@ -364,7 +262,7 @@ fn failures_leave_the_sequence_in_step() {
 
 #[test]
 fn times_are_split_at_the_first_token() {
-    let mut session = Fake::new(1, 100, 6);
+    let mut session = fake(1, 100, 6);
     let mut sequence = Sequence::new(&mut session, 0);
     let sleep = |_| {
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -392,7 +290,7 @@ fn times_are_split_at_the_first_token() {
 fn text_comes_in_whole_characters() {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/demo");
     let tokenizer = Tokenizer::from_files(&Files::Folder(demo)).unwrap();
-    let mut session = Fake::new(1, 400, 8);
+    let mut session = fake(1, 400, 8);
     let mut sequence = Sequence::new(&mut session, 0);
     let pieces = Cell::new(String::new());
     let answer = generate_text(
@@ -435,7 +333,7 @@ fn batches_do_not_change_sequences() {
     };
     let run = |slots, rows| {
         let count = Count::default();
-        let mut session = Fake::new(slots, 20, rows);
+        let mut session = fake(slots, 20, rows);
         let found = sample_sequences(&mut session, &request, &count).unwrap();
         let sampled: usize = prompts
             .iter()
@@ -452,7 +350,9 @@ fn batches_do_not_change_sequences() {
         let mut sampler = Sampler::new(request.sampling, i as u64).unwrap();
         sampler.begin(&prompts[i]);
         for at in own..20 {
-            let expected = sampler.sample(&logits_after(&sequence[..at])).unwrap();
+            let expected = sampler
+                .sample(&logits_after(&sequence[..at], VOCAB))
+                .unwrap();
             assert_eq!(sequence[at], expected);
         }
     }
@@ -468,7 +368,7 @@ fn batches_do_not_change_sequences() {
         },
         ..request
     };
-    let found = sample_sequences(&mut Fake::new(4, 20, 64), &other, &()).unwrap();
+    let found = sample_sequences(&mut fake(4, 20, 64), &other, &()).unwrap();
     assert_ne!(found, alone);
 }
 
@@ -483,7 +383,7 @@ fn batches_end_at_stop_tokens() {
         stop: &[stop],
         sampling: SamplingParams::default(),
     };
-    let found = sample_sequences(&mut Fake::new(7, 60, 64), &request, &()).unwrap();
+    let found = sample_sequences(&mut fake(7, 60, 64), &request, &()).unwrap();
     let mut early = 0;
     for sequence in &found {
         let sampled = &sequence[2..];
@@ -507,7 +407,7 @@ fn batches_refuse_what_does_not_fit() {
         stop: &[],
         sampling: SamplingParams::default(),
     };
-    let run = |r| sample_sequences(&mut Fake::new(2, 10, 8), &r, &());
+    let run = |r| sample_sequences(&mut fake(2, 10, 8), &r, &());
     assert_eq!(run(request(&prompts[..1], 11)).unwrap()[0].len(), 11);
     assert!(matches!(
         run(request(&prompts[..1], 12)).unwrap_err(),

@@ -2,9 +2,10 @@
 
 use nq_formats::Checkpoint;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Encoder, Engine, KvType, LoadOptions,
-    LogitsWanted, Row, SessionSpec,
+    ActivationChoice, DeviceChoice, Encoder, Engine, KvType, LoadOptions, LogitsWanted, Row,
+    SessionSpec,
 };
+use nq_testkit::sessions::{chunk, session_spec};
 use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
@@ -51,15 +52,7 @@ fn demo() -> Arc<dyn Engine> {
 }
 
 fn spec(ctx: usize) -> SessionSpec {
-    SessionSpec {
-        slots: 1,
-        ctx,
-        pages: None,
-        kv: KvType::F32,
-        max_rows: ctx,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    }
+    session_spec(1, ctx, KvType::F32, ctx)
 }
 
 #[test]
@@ -67,12 +60,9 @@ fn logits_match() {
     let engine = demo();
     for prompt in golden().logits {
         let mut session = engine.session(spec(prompt.ids.len())).unwrap();
-        let chunk = Chunk {
-            slot: 0,
-            tokens: &prompt.ids,
-            logits: LogitsWanted::All,
-        };
-        let logits = session.forward(&[chunk], None).unwrap();
+        let logits = session
+            .forward(&[chunk(0, &prompt.ids, LogitsWanted::All)], None)
+            .unwrap();
         assert_eq!(logits.rows(), prompt.ids.len());
         for (i, want) in prompt.logsumexp.iter().enumerate() {
             let row = logits.row(i);
@@ -100,12 +90,9 @@ fn greedy_continuations_match() {
         let mut session = engine.session(spec(1024)).unwrap();
         let mut next = prompt.ids.clone();
         for (step, &token) in want.ids.iter().enumerate() {
-            let chunk = Chunk {
-                slot: 0,
-                tokens: &next,
-                logits: LogitsWanted::Last,
-            };
-            let logits = session.forward(&[chunk], None).unwrap();
+            let logits = session
+                .forward(&[chunk(0, &next, LogitsWanted::Last)], None)
+                .unwrap();
             let row = logits.row(0);
             let best = (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]));
             let best = best.unwrap();

@@ -8,13 +8,13 @@ use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_model::ModelConfig;
-use nq_runtime::generate::{Limits, Sequence, generate};
+use nq_runtime::generate::Sequence;
 use nq_runtime::models::LayerWeights;
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, EngineKind, Error, Hidden, KvType,
-    LoadOptions, LogitsWanted, Sampler, SamplingParams, Session, SessionSpec, Speculation,
+    ActivationChoice, DeviceChoice, Engine, EngineKind, Error, Hidden, KvType, LoadOptions,
+    LogitsWanted, Sampler, SamplingParams, Session, Speculation,
 };
-use std::ops::ControlFlow;
+use nq_testkit::sessions::{answer, chunk, limits, session_spec};
 use std::sync::Arc;
 
 const POISON: u32 = 77;
@@ -37,16 +37,9 @@ fn load_exact(config: &ModelConfig) -> Arc<dyn Engine> {
 }
 
 fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
-    let spec = SessionSpec {
-        slots,
-        ctx: 700,
-        pages: None,
-        kv: KvType::F32,
-        max_rows: 700,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    engine.session(spec).unwrap()
+    engine
+        .session(session_spec(slots, 700, KvType::F32, 700))
+        .unwrap()
 }
 
 fn configs() -> [ModelConfig; 2] {
@@ -72,11 +65,7 @@ fn sequences_do_not_see_each_other() {
             let mut chunks = Vec::new();
             for (slot, &n) in step.iter().enumerate().filter(|(_, n)| **n > 0) {
                 let at = together.len(slot);
-                chunks.push(Chunk {
-                    slot,
-                    tokens: &texts[slot][at..at + n],
-                    logits: LogitsWanted::All,
-                });
+                chunks.push(chunk(slot, &texts[slot][at..at + n], LogitsWanted::All));
             }
             let logits = together.forward(&chunks, None).unwrap();
             let mut row = 0;
@@ -171,11 +160,7 @@ fn states_are_cut_within_rows_that_were_checked() {
         for slot in [0, 1] {
             feed(&mut *s, slot, &first);
         }
-        let chunks = [0, 1].map(|slot| Chunk {
-            slot,
-            tokens: &drafted[..4 + slot],
-            logits: LogitsWanted::All,
-        });
+        let chunks = [0, 1].map(|slot| chunk(slot, &drafted[..4 + slot], LogitsWanted::All));
         s.forward(&chunks, None).unwrap();
         assert_eq!(s.fork(1, 2, first.len() + 2).unwrap(), first.len() + 2);
         assert_eq!(s.truncate(0, first.len() + 2), first.len() + 2);
@@ -200,13 +185,7 @@ fn answers_with_drafts_are_those_without() {
                 ..SamplingParams::greedy()
             };
             let mut sampler = Sampler::new(params, 0).unwrap();
-            let limits = Limits {
-                stop: &[],
-                max_tokens: 120,
-                interrupt: None,
-            };
-            let each = &mut |_| ControlFlow::Continue(());
-            let made = generate(&mut *s, &mut sequence, &prompt, &mut sampler, &limits, each);
+            let made = answer(&mut *s, &mut sequence, &prompt, &mut sampler, &limits(120));
             made.unwrap()
         };
         let plain = answer(None);
@@ -250,12 +229,10 @@ fn pages_and_states_move_to_another_session() {
         // Without the states it is no sequence yet.
         assert_eq!(s.reach(1, PAGE), 0);
         assert_eq!(s.fork(1, 0, PAGE).unwrap(), 0);
-        let chunk = Chunk {
-            slot: 1,
-            tokens: &first[PAGE..],
-            logits: LogitsWanted::None,
-        };
-        let refused = s.forward(&[chunk], None).map(|_| ()).unwrap_err();
+        let refused = s
+            .forward(&[chunk(1, &first[PAGE..], LogitsWanted::None)], None)
+            .map(|_| ())
+            .unwrap_err();
         assert!(refused.to_string().contains("states"), "{refused}");
         let pages = s.pages().unwrap();
         assert!(pages.write_state(1, &state[1..]).is_err());
@@ -333,11 +310,7 @@ fn failures_leave_no_state_behind() {
         let wanted = feed(&mut *s, 0, &good);
         feed(&mut *s, 1, &good);
         let bad = [good[0], POISON, good[1]];
-        let chunk = |slot, tokens| Chunk {
-            slot,
-            tokens,
-            logits: LogitsWanted::All,
-        };
+        let chunk = |slot, tokens| chunk(slot, tokens, LogitsWanted::All);
         let chunks = [chunk(0, &bad[..])];
         let failed = s.forward(&chunks, None).map(|_| ()).unwrap_err();
         assert!(

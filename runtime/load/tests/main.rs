@@ -20,3 +20,4 @@ mod mtp;
 mod rope;
 mod shards;
 mod speculation;
+mod vision;

@@ -1,6 +1,6 @@
 //! Drafts by a model's MTP layer: those of the published computation, and answers unchanged.
 
-use crate::common::mtp::{Published, check_forks, session};
+use crate::common::mtp::{PublishedLayer, check_forks, session};
 use crate::common::published::{ask, two_answers};
 use crate::common::{Store, feed, hybrid, nq, options, tokens};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
@@ -21,11 +21,11 @@ fn drafts_are_those_of_the_published_computation() {
     for config in configs() {
         let store = Store::random(&config, 9);
         let engine = nq(&config, &store);
-        let published = Published {
+        let published = PublishedLayer {
             config: &config,
             store: &store,
         };
-        let layer = StreamDrafts::mtp((&config, &store), None, &options(EngineKind::Nq)).unwrap();
+        let layer = StreamDrafts::mtp(&config, &store, None, &options(EngineKind::Nq)).unwrap();
         let mut session = session(&*engine);
         let mut drafter = layer.drafter(&mut *session).unwrap();
         // Of `text`, the session holds `fed` tokens at most, and the layer sees those from `from` on.
@@ -53,11 +53,11 @@ fn pages_go_to_the_sequences_that_are_drafted_for() {
     let config = configs()[0].clone();
     let store = Store::random(&config, 9);
     let engine = nq(&config, &store);
-    let published = Published {
+    let published = PublishedLayer {
         config: &config,
         store: &store,
     };
-    let layer = StreamDrafts::mtp((&config, &store), None, &options(EngineKind::Nq)).unwrap();
+    let layer = StreamDrafts::mtp(&config, &store, None, &options(EngineKind::Nq)).unwrap();
     let spec = SessionSpec {
         pages: Some(4),
         ..session(&*engine).spec()
@@ -88,11 +88,11 @@ fn forks_know_what_the_layer_saw_of_the_other_sequence() {
     for config in configs() {
         let store = Store::random(&config, 9);
         let engine = nq(&config, &store);
-        let published = Published {
+        let published = PublishedLayer {
             config: &config,
             store: &store,
         };
-        let layer = StreamDrafts::mtp((&config, &store), None, &options(EngineKind::Nq)).unwrap();
+        let layer = StreamDrafts::mtp(&config, &store, None, &options(EngineKind::Nq)).unwrap();
         check_forks(&published, (&*engine, &layer), || session(&*engine), 1e-3);
     }
 }
@@ -108,7 +108,7 @@ fn drafts_change_no_answer() {
             ..options(EngineKind::Nq)
         };
         let engine = nq_load::load(&config, &store, &auto, &()).unwrap();
-        let layer = StreamDrafts::mtp((&config, &store), None, &auto).unwrap();
+        let layer = StreamDrafts::mtp(&config, &store, None, &auto).unwrap();
         // Copies from a text that repeats itself are drafted beside.
         for (prompt, temperature) in [(tokens(40, 8), 0.0), (tokens(20, 8).repeat(2), 0.7)] {
             let answer = |drafts: bool| {
@@ -135,7 +135,7 @@ fn drafts_change_no_answer() {
 fn models_without_such_a_layer_are_refused() {
     let config = hybrid("qwen35", 4, false);
     let store = Store::random(&config, 9);
-    let refused = StreamDrafts::mtp((&config, &store), None, &options(EngineKind::Nq)).err();
+    let refused = StreamDrafts::mtp(&config, &store, None, &options(EngineKind::Nq)).err();
     let refused = refused.expect("an error").to_string();
     assert!(refused.contains("mtp_num_hidden_layers"), "{refused}");
 }

@@ -12,6 +12,7 @@ fn qwen3(scaling: RopeScaling) -> Rotary {
             theta: 1e6,
             dims: None,
             scaling,
+            sections: None,
         },
         ..small_config()
     })
@@ -86,6 +87,7 @@ fn yarn_survives_an_empty_range() {
             theta: 1e6,
             dims: None,
             scaling,
+            sections: None,
         },
         ..small_config()
     };

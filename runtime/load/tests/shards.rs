@@ -3,7 +3,7 @@
 use crate::common::{Store, hybrid, small_config, small_mixture};
 use nq_formats::{AffineScheme, Bits, Group, Shard, Weight, WeightStore, Zeros};
 use nq_model::names::layer_of;
-use nq_model::{Delta, LinearKind, ModelConfig, Parameter, Preset, find};
+use nq_model::{Delta, Dims, LinearKind, ModelConfig, Parameter, Preset, find};
 
 /// Which of `ranks` parts has row `row` of the outputs of a Linear (or of a bias), by its heads.
 fn owner_of_row(kind: LinearKind, row: usize, c: &ModelConfig, ranks: usize) -> Option<usize> {
@@ -62,7 +62,7 @@ fn owner_of_col(kind: LinearKind, col: usize, c: &ModelConfig, ranks: usize) -> 
 }
 
 fn values(w: &Weight) -> Vec<Vec<f32>> {
-    let (rows, cols) = w.dims();
+    let Dims { rows, cols } = w.dims();
     let mut all = vec![vec![0.0; cols]; rows];
     for (row, values) in all.iter_mut().enumerate() {
         w.dequantize_row(row, values).unwrap();
@@ -100,11 +100,11 @@ fn check(name: &str, c: &ModelConfig, store: &Store, ranks: usize) {
                 if let Parameter::Bias(linear) = parameter {
                     let named = linear.bias_name(layer);
                     let all = store
-                        .vector(&named, linear.dims(c).0)
+                        .vector(&named, linear.dims(c).rows)
                         .unwrap()
                         .to_f32()
                         .unwrap();
-                    let found = part.vector(&named, linear.dims(&config).0).unwrap();
+                    let found = part.vector(&named, linear.dims(&config).rows).unwrap();
                     let rows = all.iter().enumerate();
                     let rows = rows.filter(|(r, _)| mine(owner_of_row(linear.kind, *r, c, ranks)));
                     let expected: Vec<f32> = rows.map(|(_, v)| *v).collect();
@@ -129,7 +129,7 @@ fn check(name: &str, c: &ModelConfig, store: &Store, ranks: usize) {
                 }
             }
         }
-        let embedding = ("model.embed_tokens", (c.vocab_size, c.hidden_size));
+        let embedding = ("model.embed_tokens", Dims::new(c.vocab_size, c.hidden_size));
         let whole = values(&store.matrix(embedding.0, embedding.1).unwrap());
         assert!(
             values(&part.matrix(embedding.0, embedding.1).unwrap()) == whole,
@@ -182,13 +182,13 @@ fn parts_are_those_of_their_heads() {
         ("hybrid mixture", hybrid("qwen35moe", true)),
     ] {
         let plain = Store::random(&c, 7);
-        let of = |bits, group, zeros| plain.quantized(AffineScheme::new(bits, group, zeros));
+        let scheme = |bits, group, zeros| plain.quantized(AffineScheme::new(bits, group, zeros));
         for (scheme, store) in [
             ("f32", plain.clone()),
-            ("int4", of(Bits::B4, Group::Size(64), Zeros::Integer)),
-            ("int3", of(Bits::B3, Group::Size(32), Zeros::Offset)),
-            ("int6", of(Bits::B6, Group::Size(32), Zeros::Integer)),
-            ("int8", of(Bits::B8, Group::Channel, Zeros::None)),
+            ("int4", scheme(Bits::B4, Group::Size(64), Zeros::Integer)),
+            ("int3", scheme(Bits::B3, Group::Size(32), Zeros::Offset)),
+            ("int6", scheme(Bits::B6, Group::Size(32), Zeros::Integer)),
+            ("int8", scheme(Bits::B8, Group::Channel, Zeros::None)),
             ("mixed", plain.mixed()),
         ] {
             check(&format!("{name} {scheme}"), &c, &store, 2);
@@ -228,7 +228,7 @@ fn what_cannot_be_divided_is_refused_by_name() {
     let shard = Shard::tensors(1, 2);
     let part = shard.store(&store, &c).unwrap();
     let found = part
-        .matrix("model.layers.0.mlp.down_proj", (48, 40))
+        .matrix("model.layers.0.mlp.down_proj", Dims::new(48, 40))
         .err()
         .unwrap()
         .to_string();
@@ -330,13 +330,13 @@ fn key_heads_are_copied() {
         assert_eq!(config.num_key_value_heads, heads.len());
         let part = shard.store(&store, &c).unwrap();
         for (index, name) in [(0, "self_attn.k_proj"), (0, "self_attn.v_proj")] {
-            let dims = (c.num_key_value_heads * c.head_dim, c.hidden_size);
+            let dims = Dims::new(c.num_key_value_heads * c.head_dim, c.hidden_size);
             let whole = store.matrix(&format!("model.layers.{layer}.{name}"), dims);
             let whole = values(&whole.unwrap());
             let expected: Vec<Vec<f32>> = (heads.iter())
                 .flat_map(|h| whole[h * c.head_dim..(h + 1) * c.head_dim].to_vec())
                 .collect();
-            let dims = (heads.len() * c.head_dim, c.hidden_size);
+            let dims = Dims::new(heads.len() * c.head_dim, c.hidden_size);
             let found = part.matrix(&format!("model.layers.{index}.{name}"), dims);
             assert!(values(&found.unwrap()) == expected, "{name}, {shard:?}");
         }
@@ -355,7 +355,7 @@ fn heads_are_divided_by_tokens() {
     let shard = Shard::tensors(1, 2);
     assert_eq!(shard.head_rows(&c), 48..96);
     let part = shard.store(&store, &c).unwrap();
-    let dims = (c.vocab_size, c.hidden_size);
+    let dims = Dims::new(c.vocab_size, c.hidden_size);
     let whole = values(&store.matrix("lm_head", dims).unwrap());
     assert!(values(&part.matrix("lm_head", dims).unwrap()) == whole[48..]);
     let odd = ModelConfig {
@@ -373,7 +373,7 @@ fn heads_are_divided_by_tokens() {
 #[test]
 fn columns_keep_their_scheme() {
     let c = small_config();
-    let dims = (c.hidden_size, c.intermediate_size);
+    let dims = Dims::new(c.hidden_size, c.intermediate_size);
     let name = "model.layers.0.mlp.down_proj";
     let scheme = |bits, group| AffineScheme::new(bits, Group::Size(group), Zeros::Integer);
     for (bits, group) in [(Bits::B4, 8), (Bits::B5, 16), (Bits::B8, 32)] {
@@ -381,15 +381,15 @@ fn columns_keep_their_scheme() {
         let store = Store::random(&c, 5).quantized(scheme);
         let whole = store.matrix(name, dims).unwrap();
         let all = values(&whole);
-        for cols in [0..32, 32..dims.1] {
+        for cols in [0..32, 32..dims.cols] {
             let part = whole.columns(cols.clone()).unwrap();
             assert_eq!(part.scheme_name(), whole.scheme_name());
-            assert_eq!(part.dims(), (dims.0, cols.len()));
+            assert_eq!(part.dims(), Dims::new(dims.rows, cols.len()));
             for (part, row) in values(&part).iter().zip(&all) {
                 assert_eq!(part, &row[cols.clone()]);
             }
         }
-        for within in [0..33, 31..dims.1, 0..dims.1 + 1, 0..0] {
+        for within in [0..33, 31..dims.cols, 0..dims.cols + 1, 0..0] {
             assert!(whole.columns(within.clone()).is_err(), "{within:?}");
         }
     }

@@ -6,10 +6,10 @@ use nq_model::ModelConfig;
 use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    ActivationChoice, Batch, Continuation, Costs, DraftModel, DraftedBy, Drafter, Engine,
-    EngineKind, KvType, LoadOptions, LogitBias, Piece, Sampler, SamplingParams, Session,
-    SessionSpec, Speculation,
+    ActivationChoice, Batch, Costs, DraftModel, Drafter, Engine, EngineKind, KvType, LoadOptions,
+    LogitBias, Piece, Sampler, SamplingParams, Session, Speculation,
 };
+use nq_testkit::sessions::{answer, piece, session_spec};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,16 +33,7 @@ fn stores(config: &ModelConfig) -> [(&'static str, Store); 3] {
 }
 
 fn session(engine: &dyn Engine, kv: KvType, ctx: usize) -> Box<dyn Session> {
-    let spec = SessionSpec {
-        slots: 2,
-        ctx,
-        pages: None,
-        kv,
-        max_rows: 400,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    engine.session(spec).unwrap()
+    engine.session(session_spec(2, ctx, kv, 400)).unwrap()
 }
 
 /// How an answer is made.
@@ -124,16 +115,9 @@ fn load(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
 
 /// Drafts by a model whose prompts are computed in parts.
 fn by_model(engine: &dyn Engine, ctx: usize) -> Speculation {
-    let spec = SessionSpec {
-        slots: 4,
-        ctx,
-        pages: None,
-        kv: KvType::Int8,
-        max_rows: 25,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    let session = engine.session(spec).unwrap();
+    let session = engine
+        .session(session_spec(4, ctx, KvType::Int8, 25))
+        .unwrap();
     let vocab = engine.config().vocab_size;
     Speculation::new(Box::new(DraftModel::new(session, vocab)))
 }
@@ -241,16 +225,9 @@ fn drafts_change_no_batch() {
     let [(_, int4), (_, int8), _] = stores(&config);
     let (target, like) = (load(&config, &int4), load(&config, &int8));
     let run = |mut speculation: Option<Speculation>| {
-        let spec = SessionSpec {
-            slots: 3,
-            ctx: 300,
-            pages: None,
-            kv: KvType::F16,
-            max_rows: 200,
-            snapshots: None,
-            drafts: DraftedBy::Nothing,
-        };
-        let mut session = target.session(spec).unwrap();
+        let mut session = target
+            .session(session_spec(3, 300, KvType::F16, 200))
+            .unwrap();
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(30 + 9 * i, 5 + i as u64)).collect();
         if let Some(speculation) = &mut speculation {
             // The third goes without.
@@ -258,13 +235,13 @@ fn drafts_change_no_batch() {
         }
         let mut batch = Batch::new(&mut *session).with_drafts(speculation.as_mut());
         let mut pieces: Vec<Piece<'_>> = (0..3)
-            .map(|slot| Piece {
-                slot,
-                tokens: &prompts[slot],
-                then: Some(Continuation {
-                    sampler: Sampler::new(sampled(0.2, 1.1, 8), slot as u64).unwrap(),
-                    tokens: 40 + slot,
-                }),
+            .map(|slot| {
+                piece(
+                    slot,
+                    &prompts[slot],
+                    Sampler::new(sampled(0.2, 1.1, 8), slot as u64).unwrap(),
+                    40 + slot,
+                )
             })
             .collect();
         let mut drawn = vec![Vec::new(); 3];
@@ -340,12 +317,11 @@ fn drafts_switch_themselves_off() {
         let mut sequence = Sequence::new(&mut *session, 0).with_drafts(Some(drafts));
         let mut sampler = Sampler::new(SamplingParams::greedy(), 0).unwrap();
         let mut notes = Vec::new();
-        for answer in 0..3 {
-            let prompt = [prompt(), vec![answer]].concat();
+        for last in 0..3 {
+            let prompt = [prompt(), vec![last]].concat();
             let limits = limits(100, &[]);
-            let each = &mut |_| ControlFlow::Continue(());
             let (session, prompt) = (&mut *session, &prompt);
-            generate(session, &mut sequence, prompt, &mut sampler, &limits, each).unwrap();
+            answer(session, &mut sequence, prompt, &mut sampler, &limits).unwrap();
             notes.extend(sequence.speculation().unwrap().take_note());
         }
         assert!(notes.len() == 1 && notes[0].contains(why), "{notes:?}");

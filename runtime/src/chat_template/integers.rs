@@ -1,12 +1,13 @@
-//! Integers of more than 64 bits, which JSON values in Rust do not hold and Python's do: a model is to see the
-//! digits that it wrote in an earlier call.
+//! Integers that JSON values in Rust do not hold and Python's do, those of more than 64 bits: a model is to see the
+//! digits that it wrote in an earlier call, and those of its tools' schemas.
 //!
 //! In a JSON text, [`marked`] puts such an integer into an object with a key of its own. The template engine gets
-//! the integer from it, and [`unmarked`] puts the digits back into a text.
+//! the integer from it, [`unmarked`] puts the digits back into a text, and [`numbers`] makes a number of it again for
+//! code that computes. `-0`, which is the integer 0 in Python and a float in Rust, becomes 0.
 
 use minijinja::value::{Object, ObjectRepr, Value as Jinja};
 use serde::{Serialize, Serializer};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ const CLOSE: &str = "\"}";
 /// Most digits, as in Python, whose conversions are bounded too.
 const MAX_DIGITS: usize = 4300;
 
-/// The JSON text with integers of more than 64 bits as objects that hold their digits.
+/// The JSON text with integers of more than 64 bits as objects that hold their digits, and `-0` as 0.
 pub fn marked(json: &[u8]) -> Cow<'_, [u8]> {
     let (mut out, mut copied, mut at) = (Vec::new(), 0, 0);
     while let Some(byte) = json.get(at) {
@@ -28,11 +29,15 @@ pub fn marked(json: &[u8]) -> Cow<'_, [u8]> {
             b'-' | b'0'..=b'9' => {
                 let in_number = |b: &&u8| b.is_ascii_digit() || b"+-.eE".contains(b);
                 let length = rest.iter().take_while(in_number).count();
-                if is_long(&rest[..length]) {
+                let number = &rest[..length];
+                let parts = match number {
+                    b"-0" => Some(["", "0", ""].map(str::as_bytes)),
+                    _ if is_long(number) => Some([OPEN.as_bytes(), number, CLOSE.as_bytes()]),
+                    _ => None,
+                };
+                if let Some(parts) = parts {
                     out.extend_from_slice(&json[copied..at]);
-                    out.extend_from_slice(OPEN.as_bytes());
-                    out.extend_from_slice(&rest[..length]);
-                    out.extend_from_slice(CLOSE.as_bytes());
+                    out.extend(parts.concat());
                     copied = at + length;
                 }
                 length
@@ -66,6 +71,25 @@ pub fn unmarked(json: String) -> String {
     out
 }
 
+/// A value from a marked text with its integers as numbers, which are floats if they have more than 64 bits.
+pub fn numbers(value: &Value) -> Value {
+    match value {
+        Value::Array(list) => list.iter().map(numbers).collect(),
+        Value::Object(map) => match digits(map) {
+            Some(digits) => digits.parse::<f64>().map_or(Value::Null, Value::from),
+            None => map.iter().map(|(k, v)| (k.clone(), numbers(v))).collect(),
+        },
+        other => other.clone(),
+    }
+}
+
+/// The digits of the integer that a marked object is.
+fn digits(map: &Map<String, Value>) -> Option<&str> {
+    let only = map.get(KEY).filter(|_| map.len() == 1);
+    only.and_then(Value::as_str)
+        .filter(|digits| is_long(digits.as_bytes()))
+}
+
 /// Bytes of the string that a JSON text begins with, with its quotes; all if it does not end.
 fn string(json: &[u8]) -> usize {
     let mut escaped = false;
@@ -97,14 +121,10 @@ impl Serialize for Unmarked<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self.0 {
             Value::Array(list) => serializer.collect_seq(list.iter().map(Unmarked)),
-            Value::Object(map) => {
-                let only = map.get(KEY).filter(|_| map.len() == 1);
-                let digits = only.and_then(Value::as_str);
-                match digits.filter(|digits| is_long(digits.as_bytes())) {
-                    Some(digits) => integer(digits).serialize(serializer),
-                    None => serializer.collect_map(map.iter().map(|(k, v)| (k, Unmarked(v)))),
-                }
-            }
+            Value::Object(map) => match digits(map) {
+                Some(digits) => integer(digits).serialize(serializer),
+                None => serializer.collect_map(map.iter().map(|(k, v)| (k, Unmarked(v)))),
+            },
             other => other.serialize(serializer),
         }
     }
@@ -156,6 +176,13 @@ mod tests {
         ] {
             assert_eq!(marked(same.as_bytes()), same.as_bytes());
         }
+        let zeros = marked(br#"[-0, -0.0, -0e1, -01, {"-0": -0}, "-0"]"#).into_owned();
+        assert_eq!(zeros, br#"[0, -0.0, -0e1, -01, {"-0": 0}, "-0"]"#);
+        let schema = r#"{"maximum": 18446744073709551616, "enum": [-9223372036854775809, 1]}"#;
+        let plain: Value = serde_json::from_str(schema).unwrap();
+        let value: Value = serde_json::from_slice(&marked(schema.as_bytes())).unwrap();
+        assert_ne!(value, plain);
+        assert_eq!(numbers(&value), plain);
         for same in [
             r#"{"$nq::integer":"5"}"#,
             r#"{"$nq::integer":"18446744073709551616"#,

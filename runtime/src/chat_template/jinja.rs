@@ -3,7 +3,7 @@
 
 use super::integers::Unmarked;
 use super::memory::{STACK, limit_note};
-use super::{filters, json, python, source};
+use super::{filters, json, percent, python, source};
 use jiff::tz::TimeZone;
 use minijinja::value::{Serde, Value as Jinja};
 use minijinja::{Environment, ErrorKind};
@@ -129,7 +129,12 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     env.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
     env.set_fuel(Some(MAX_INSTRUCTIONS));
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    env.set_unknown_method_callback(|state, value, name, args| match (value.as_str(), name) {
+        (Some(pattern), "format") => percent::format_method(pattern, args).map(Jinja::from),
+        _ => python::method(state, value, name, args),
+    });
     python::install(&mut env);
+    percent::install(&mut env);
     filters::install(&mut env);
     env.add_filter("tojson", json::tojson);
     env.add_function("raise_exception", |message: String| -> Result<Jinja, _> {

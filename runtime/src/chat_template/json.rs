@@ -110,7 +110,7 @@ impl Style {
             ValueKind::String => self.string(value.as_str().unwrap_or_default(), out),
             ValueKind::Seq => {
                 let items: Vec<Value> = value.try_iter()?.collect();
-                self.enclosed(('[', ']'), &items, depth, out, |item, out| {
+                self.enclosed('[', ']', &items, depth, out, |item, out| {
                     self.dump(item, depth + 1, out)
                 })?;
             }
@@ -123,7 +123,7 @@ impl Style {
                 if self.sorted {
                     entries.sort_by(|a, b| a.0.cmp(&b.0));
                 }
-                self.enclosed(('{', '}'), &entries, depth, out, |(key, item), out| {
+                self.enclosed('{', '}', &entries, depth, out, |(key, item), out| {
                     self.string(key, out);
                     out.push_str(&self.behind_key);
                     self.dump(item, depth + 1, out)
@@ -136,7 +136,8 @@ impl Style {
 
     fn enclosed<T>(
         &self,
-        (open, close): (char, char),
+        open: char,
+        close: char,
         items: &[T],
         depth: usize,
         out: &mut String,

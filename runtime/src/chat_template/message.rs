@@ -1,11 +1,16 @@
 //! A message of a chat.
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 
 /// Fields of a message that hold what a model thought, under the names that clients give them.
 pub(super) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// An image among the parts of a message's content.
+pub fn image_part() -> Value {
+    json!({"type": "image"})
+}
 
 /// One message of a chat.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -45,8 +50,16 @@ impl Message {
         Cow::Owned(message)
     }
 
-    /// The content if it is plain text, otherwise an empty string.
+    /// The content if it is plain text, the last of its texts if there are images before it, otherwise an empty string.
     pub fn text(&self) -> &str {
-        self.content.as_str().unwrap_or_default()
+        let last = || self.content.as_array()?.last()?["text"].as_str();
+        self.content.as_str().or_else(last).unwrap_or_default()
+    }
+
+    /// Bytes of all texts of its content.
+    pub fn text_bytes(&self) -> usize {
+        let parts = self.content.as_array().into_iter().flatten();
+        let texts = parts.filter_map(|part| part["text"].as_str());
+        texts.chain(self.content.as_str()).map(str::len).sum()
     }
 }

@@ -14,9 +14,10 @@ mod percent;
 pub(crate) mod prompt;
 mod python;
 mod source;
+mod tags;
 mod worker;
 
-pub use message::Message;
+pub use message::{Message, image_part};
 pub use prompt::Prompt;
 pub use worker::{Isolation, isolate, serve};
 

@@ -1,10 +1,13 @@
-//! Python's `%`, which formats if there is a string on its left. The engine computes with numbers alone there, so
-//! that a template's `a % b` becomes `a | percent_of_python(b)` before it is compiled.
+//! How Python formats: `pattern % values`, the filter `format`, which is the same, and `pattern.format(values)`.
+//!
+//! The engine computes with numbers alone on both sides of a `%`, so that a template's `a % b` becomes
+//! `a | percent_of_python(b)` before it is compiled. And where it pads a text it counts bytes, not characters, so that
+//! texts are padded here.
 
-use super::python::{MAX_PADDED, text};
-use super::source::{expressions, string};
+use super::python::{Align, MAX_PADDED, aligned, repr, text};
+use super::tags::{expressions, string};
 use minijinja::formatting::{FormatStyle, format};
-use minijinja::value::{Tuple, Value, ValueKind};
+use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, context};
 
 const FILTER: &str = "percent_of_python";
@@ -17,6 +20,7 @@ const MAX_OPERATORS: usize = 1000;
 
 pub(super) fn install(env: &mut Environment<'static>) {
     env.add_filter(FILTER, percent);
+    env.add_filter("format", format_filter);
 }
 
 /// The source with the filter in place of each `%`.
@@ -161,7 +165,37 @@ fn percent(state: &State<'_, '_>, left: &Value, right: &Value) -> Result<Value, 
     }
 }
 
-/// The pattern with values in its fields. The engine formats each of them.
+/// Jinja2's `pattern | format(values)`.
+fn format_filter(pattern: &Value, values: Rest<Value>, named: Kwargs) -> Result<String, Error> {
+    let is_named = named.args().next().is_some();
+    let right = match is_named {
+        true if !values.is_empty() => return Err(invalid("format: values with and without names")),
+        true => Value::from(named),
+        false => Value::from(Tuple::from(values.0)),
+    };
+    formatted(&text(pattern)?, &right)
+}
+
+/// Adds widths to those of a pattern so far.
+fn widen(all: &mut usize, width: usize) -> Result<(), Error> {
+    *all = all.saturating_add(width);
+    match *all <= MAX_PADDED {
+        true => Ok(()),
+        false => Err(invalid(format!(
+            "expected widths up to {MAX_PADDED} together, found {all}"
+        ))),
+    }
+}
+
+/// The number that a text of digits is: 0 if it is empty.
+fn number(digits: &str) -> usize {
+    match digits.trim_start_matches('0') {
+        "" => 0,
+        digits => digits.parse().unwrap_or(usize::MAX),
+    }
+}
+
+/// The pattern with values in its fields. The engine formats those that are numbers.
 fn formatted(pattern: &str, right: &Value) -> Result<String, Error> {
     let mut values = match right.downcast_object_ref::<Tuple>() {
         Some(_) => right.try_iter()?.collect(),
@@ -192,18 +226,14 @@ fn formatted(pattern: &str, right: &Value) -> Result<String, Error> {
         let end = end.ok_or_else(|| invalid("%: a field without its letter"))?;
         let length = style[end..].chars().next().map_or(0, char::len_utf8);
         let (letter, behind) = style[end..].split_at(length);
-        for number in style[..end].split(|c: char| !c.is_ascii_digit()) {
-            let number = number.trim_start_matches('0');
-            let wide = if number.is_empty() {
-                Ok(0)
-            } else {
-                number.parse()
-            };
-            widths = wide.unwrap_or(usize::MAX).saturating_add(widths);
+        for digits in style[..end].split(|c: char| !c.is_ascii_digit()) {
+            widen(&mut widths, number(digits))?;
         }
-        if widths > MAX_PADDED {
-            let what = format!("%: expected widths up to {MAX_PADDED} together, found {widths}");
-            return Err(invalid(what));
+        rest = behind;
+        if let "s" | "r" = letter {
+            let shown = if letter == "s" { text } else { repr };
+            out += &text_field(&style[..end], &shown(&value)?)?;
+            continue;
         }
         let whole = |x: f64| Value::from(x.trunc() as i128);
         let (letter, value) = match (letter, value.kind()) {
@@ -211,18 +241,118 @@ fn formatted(pattern: &str, right: &Value) -> Result<String, Error> {
                 ("d", f64::try_from(value).map(whole)?)
             }
             ("u", _) => ("d", value),
-            // Lists and the like are shown as Python shows them.
-            ("s", ValueKind::Number | ValueKind::Bool | ValueKind::String) => ("s", value),
-            ("s", _) => ("s", Value::from(text(&value)?)),
             (letter, _) => (letter, value),
         };
         let single = format!("%{}{letter}", &style[..end]);
         out += &format(FormatStyle::Printf, &single, &[value])?;
-        rest = behind;
     }
     // A mapping may have more.
     if values.next().is_some() && !named && right.kind() != ValueKind::Map {
         return Err(invalid("%: more values than fields"));
     }
     Ok(out + rest)
+}
+
+/// A field for a text: what stands between `%` and its letter is flags, a width, and most characters behind a dot.
+fn text_field(style: &str, shown: &str) -> Result<String, Error> {
+    let style = style.trim_end_matches(['h', 'l', 'L']);
+    let numbers = style.trim_start_matches(['#', '0', '-', ' ', '+']);
+    let flags = &style[..style.len() - numbers.len()];
+    let (width, most) = match numbers.split_once('.') {
+        Some((width, most)) => (width, Some(most)),
+        None => (numbers, None),
+    };
+    let digits = |part: &str| part.bytes().all(|b| b.is_ascii_digit());
+    if !digits(width) || !most.is_none_or(digits) {
+        return Err(invalid(format!("%: a field that is not one, %{style}")));
+    }
+    let end = most.and_then(|most| shown.char_indices().nth(number(most)));
+    let cut = end.map_or(shown, |(at, _)| &shown[..at]);
+    let side = match flags.contains('-') {
+        true => Align::Left,
+        false => Align::Right,
+    };
+    Ok(aligned(cut, number(width), side, ' '))
+}
+
+/// Python's `pattern.format(values)`: the engine formats each field, and what it leaves too narrow is padded again.
+pub(super) fn format_method(pattern: &str, values: &[Value]) -> Result<String, Error> {
+    let (mut out, mut rest, mut widths, mut next) = (String::new(), pattern, 0, 0);
+    while let Some(at) = rest.find(['{', '}']) {
+        out += &rest[..at];
+        let field = &rest[at..];
+        if field.starts_with("{{") || field.starts_with("}}") {
+            out += &field[..1];
+            rest = &field[2..];
+            continue;
+        }
+        let (inner, behind) = match field[1..].split_once('}') {
+            Some((inner, behind)) if field.starts_with('{') && !inner.contains('{') => {
+                (inner, behind)
+            }
+            _ => return Err(invalid("format: expected fields in single braces")),
+        };
+        rest = behind;
+        let (name, spec) = inner.split_once(':').unwrap_or((inner, ""));
+        let has_name = name.starts_with(|c: char| !".[!".contains(c));
+        let name = match has_name {
+            true => name.to_owned(),
+            false => format!("{next}{name}"),
+        };
+        next += usize::from(!has_name);
+        let one = |spec: &str| {
+            format(
+                FormatStyle::StrFormat,
+                &format!("{{{name}:{spec}}}"),
+                values,
+            )
+        };
+        let layout = FieldSpec::read(spec);
+        widen(&mut widths, layout.width)?;
+        let found = one(spec)?;
+        out += &match found.chars().count() < layout.width {
+            true => aligned(&one(layout.rest)?, layout.width, layout.side, layout.fill),
+            false => found,
+        };
+    }
+    Ok(out + rest)
+}
+
+/// How a field of `str.format` is padded.
+struct FieldSpec<'a> {
+    fill: char,
+    side: Align,
+    width: usize,
+    /// What is behind the width.
+    rest: &'a str,
+}
+
+impl<'a> FieldSpec<'a> {
+    fn read(spec: &'a str) -> Self {
+        let side = |c: char| match c {
+            '<' => Some(Align::Left),
+            '>' | '=' => Some(Align::Right),
+            '^' => Some(Align::Both),
+            _ => None,
+        };
+        let mut chars = spec.chars();
+        let (first, second) = (chars.next(), chars.next());
+        let (fill, given, behind) = match (first, first.and_then(side), second.and_then(side)) {
+            (Some(fill), _, Some(side)) => (fill, Some(side), &spec[fill.len_utf8() + 1..]),
+            (_, Some(side), _) => (' ', Some(side), &spec[1..]),
+            _ => (' ', None, spec),
+        };
+        let behind = behind.trim_start_matches(['+', '-', ' ', 'z', '#']);
+        let end = behind.find(|c: char| !c.is_ascii_digit());
+        let (digits, rest) = behind.split_at(end.unwrap_or(behind.len()));
+        FieldSpec {
+            fill: match given {
+                None if digits.starts_with('0') => '0',
+                _ => fill,
+            },
+            side: given.unwrap_or(Align::Left),
+            width: number(digits),
+            rest,
+        }
+    }
 }

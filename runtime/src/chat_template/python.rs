@@ -1,11 +1,12 @@
 //! What Jinja2 inherits from Python and the template engine does not know: how values are printed, methods of
 //! strings and lists, and the filters and tests that differ.
 
-use super::percent;
-use super::source::LOOPED;
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State};
 use std::fmt::Write;
+
+/// The filter that what a loop is over goes through.
+pub(super) const LOOPED: &str = "looped_over";
 
 /// Most levels of a value that is printed; Python's own limit is near.
 const MAX_DEPTH: usize = 500;
@@ -16,7 +17,6 @@ pub(super) fn install(env: &mut Environment<'static>) {
         out.write_str(&text(value)?)
             .map_err(|_| Error::from(ErrorKind::WriteFailure))
     });
-    env.set_unknown_method_callback(method);
     env.add_filter("length", length);
     env.add_filter("count", length);
     env.add_filter("default", default);
@@ -25,7 +25,6 @@ pub(super) fn install(env: &mut Environment<'static>) {
     env.add_filter("int", int);
     env.add_filter("float", float);
     env.add_filter("string", |value: &Value| text(value));
-    percent::install(env);
     env.add_filter("join", join);
     env.add_filter("trim", |value: &Value, chars: Option<String>| {
         Ok::<_, Error>(strip(&text(value)?, chars.as_deref(), true, true).to_owned())
@@ -68,15 +67,21 @@ fn invalid(what: impl Into<String>) -> Error {
 pub(super) fn text(value: &Value) -> Result<String, Error> {
     match value.as_str() {
         Some(s) => Ok(s.to_owned()),
-        None => {
-            let mut out = String::new();
-            repr(value, MAX_DEPTH, &mut out)?;
-            Ok(out)
-        }
+        None => repr(value),
     }
 }
 
-fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
+/// Python's `repr(value)`.
+///
+/// # Errors
+/// Values that nest too deeply.
+pub(super) fn repr(value: &Value) -> Result<String, Error> {
+    let mut out = String::new();
+    write_repr(value, MAX_DEPTH, &mut out)?;
+    Ok(out)
+}
+
+fn write_repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     let deeper = || {
         depth
             .checked_sub(1)
@@ -97,7 +102,7 @@ fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
                 if items > 0 {
                     out.push_str(", ");
                 }
-                repr(&item, deeper()?, out)?;
+                write_repr(&item, deeper()?, out)?;
                 items += 1;
             }
             if tuple && items == 1 {
@@ -115,9 +120,9 @@ fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
                 if i > 0 {
                     out.push_str(", ");
                 }
-                repr(&key, deeper()?, out)?;
+                write_repr(&key, deeper()?, out)?;
                 out.push_str(": ");
-                repr(&value.get_item(&key)?, deeper()?, out)?;
+                write_repr(&value.get_item(&key)?, deeper()?, out)?;
             }
             out.push('}');
         }
@@ -306,7 +311,7 @@ fn capitalized(s: &str, between: impl Fn(char) -> bool) -> String {
 
 /// Calls a method that the engine does not know: those of Python's strings and lists here, others in
 /// minijinja-contrib.
-fn method(
+pub(super) fn method(
     state: &mut State<'_, '_>,
     value: &Value,
     name: &str,
@@ -480,21 +485,48 @@ fn padded(s: &str, how: &str, args: &[Value]) -> Result<String, Error> {
             "{how}: expected a width up to {MAX_PADDED}, found {width}"
         )));
     }
-    let missing = width.saturating_sub(s.chars().count());
-    let fill = |n: usize| fill.unwrap_or(' ').to_string().repeat(n);
+    let fill = fill.unwrap_or(' ');
     Ok(match how {
-        "ljust" => format!("{s}{}", fill(missing)),
-        "rjust" => format!("{}{s}", fill(missing)),
+        "ljust" => aligned(s, width, Align::Left, fill),
+        "rjust" => aligned(s, width, Align::Right, fill),
         // As CPython does: an odd one goes to the left if the width is odd too.
         "center" => {
-            let left = missing / 2 + (missing & width & 1);
-            format!("{}{s}{}", fill(left), fill(missing - left))
+            let missing = width.saturating_sub(s.chars().count());
+            let right = width - missing / 2 - (missing & width & 1);
+            aligned(
+                &aligned(s, right, Align::Left, fill),
+                width,
+                Align::Right,
+                fill,
+            )
         }
         _ => {
             let (sign, digits) = s.split_at(usize::from(s.starts_with(['+', '-'])));
-            format!("{sign}{}{digits}", "0".repeat(missing))
+            let width = width.saturating_sub(sign.len());
+            format!("{sign}{}", aligned(digits, width, Align::Right, '0'))
         }
     })
+}
+
+/// On which side of its place a text stands.
+#[derive(Clone, Copy)]
+pub(super) enum Align {
+    Left,
+    Right,
+    /// In the middle: one character that is over goes to the right.
+    Both,
+}
+
+/// The text in a place of `width` characters.
+pub(super) fn aligned(text: &str, width: usize, side: Align, fill: char) -> String {
+    let missing = width.saturating_sub(text.chars().count());
+    let left = match side {
+        Align::Left => 0,
+        Align::Right => missing,
+        Align::Both => missing / 2,
+    };
+    let fill = |n: usize| fill.to_string().repeat(n);
+    format!("{}{text}{}", fill(left), fill(missing - left))
 }
 
 #[cfg(test)]

@@ -85,7 +85,7 @@ pub struct DraftLayer {
     /// Width of a head.
     pub head_dim: usize,
     /// Values of a head that turn with the position.
-    pub rotated: usize,
+    pub rotary_dims: usize,
     /// Of the products that attention begins with.
     pub qkv: usize,
     /// Width of the MLP, or of the shared expert.
@@ -111,7 +111,7 @@ impl DraftLayer {
             taps: 1,
             heads: (c.num_attention_heads, c.num_key_value_heads),
             head_dim: c.head_dim,
-            rotated: c.rotated(),
+            rotary_dims: c.rotary_dims(),
             qkv: c.gate_dim() + c.q_dim() + 2 * c.kv_dim(),
             mlp: c.mlp_width().max(c.experts.map_or(0, |e| e.shared)),
             experts: c.experts,
@@ -128,7 +128,7 @@ impl DraftLayer {
             taps: TAPS,
             heads: (heads, kv_heads),
             head_dim: c.head_dim,
-            rotated: c.rope.dims.unwrap_or(c.head_dim),
+            rotary_dims: c.rope.dims.unwrap_or(c.head_dim),
             qkv: (heads + 2 * kv_heads) * c.head_dim,
             mlp: c.intermediate_size,
             experts: None,

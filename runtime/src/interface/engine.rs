@@ -28,7 +28,7 @@ pub trait Engine: Send + Sync {
         None
     }
 
-    /// Memory that weights and a session take on a device with its own memory; `None` on others.
+    /// Memory that weights and a session take on the device; `None` if the engine does not say.
     fn device_memory(&self, _spec: &SessionSpec) -> Option<DeviceMemory> {
         None
     }
@@ -113,7 +113,7 @@ impl fmt::Display for EngineDescription {
     }
 }
 
-/// Use of a device's own memory, in bytes.
+/// Use of a device's memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Weights.
@@ -124,6 +124,23 @@ pub struct DeviceMemory {
     pub scratch: usize,
     /// Free memory at the time of asking.
     pub free: usize,
+    /// True if it is the computer's memory, which has other uses too.
+    pub on_host: bool,
+}
+
+/// Where a model's weights will be on GPUs of which so much is free.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed {
+    /// Memory on the GPU of which most is taken.
+    pub memory: DeviceMemory,
+    /// The first layers whose experts are on the CPU.
+    pub on_host: usize,
+    /// Bytes of these experts.
+    pub host_bytes: usize,
+    /// Bytes of weights on GPUs that one token reads.
+    pub read: usize,
+    /// Bytes of weights on the CPU that one token reads.
+    pub host_read: usize,
 }
 
 impl DeviceMemory {

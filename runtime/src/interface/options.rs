@@ -283,7 +283,7 @@ mod tests {
             let scales: Vec<half::f16> = vec![half::f16::ONE; 128];
             let weight = nq_formats::TrellisWeight::new(
                 scheme,
-                (128, 128),
+                nq_model::Dims::new(128, 128),
                 words.into(),
                 scales.clone().into(),
                 scales.into(),

@@ -6,7 +6,8 @@ use super::chunk::{Chunk, Logits};
 use super::drafts::{DraftedBy, Streams};
 use super::observer::Observer;
 use super::pages::Pages;
-use crate::error::Result;
+use super::tower::PlacedImage;
+use crate::error::{Error, Result};
 use nq_kernels::pages::{KvType, PAGE};
 
 /// Size of a session.
@@ -39,6 +40,15 @@ impl SessionSpec {
     /// with more rows, and which expands weights in trellis codes once for all of them.
     pub fn prompt_rows(on_cpu: bool) -> usize {
         if on_cpu { 512 } else { 2048 }
+    }
+
+    /// The session of a model that drafts for this one and was trained for contexts of `ctx` tokens: as many slots and
+    /// pages.
+    pub fn of_draft_model(&self, ctx: usize) -> Self {
+        SessionSpec {
+            ctx: self.ctx.min(ctx),
+            ..*self
+        }
     }
 
     /// Number of pages for keys and values.
@@ -87,6 +97,52 @@ pub trait Session: Send {
     fn adapt(&mut self, slot: usize, adapters: &[AppliedAdapter]) -> Result<()> {
         let _ = slot;
         AppliedAdapter::check(adapters, 0)
+    }
+
+    /// Checks `applied` for the sequence in `slot` of a session whose engine has `adapters` adapters.
+    ///
+    /// # Errors
+    /// Those of [`AppliedAdapter::check`]; [`Error::Request`] for a slot that there is none of, or a sequence with tokens.
+    fn check_adapters(
+        &self,
+        slot: usize,
+        applied: &[AppliedAdapter],
+        adapters: usize,
+    ) -> Result<()> {
+        AppliedAdapter::check(applied, adapters)?;
+        let slots = self.spec().slots;
+        let (expected, found) = if slot >= slots {
+            (format!("a slot below {slots}"), format!("slot {slot}"))
+        } else if self.len(slot) > 0 {
+            let found = format!("{} tokens in slot {slot}", self.len(slot));
+            ("an empty sequence".into(), found)
+        } else {
+            return Ok(());
+        };
+        Err(Error::Request {
+            what: "adapters of a sequence",
+            expected,
+            found,
+        })
+    }
+
+    /// Has these images in the sequence in `slot`: all that it has, in order, those of its present tokens included. They
+    /// must be there before the tokens that they take the place of are fed; a fork of the sequence has the same ones, a
+    /// cut forgets those behind it. Tokens, pages and masks count as without images.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for images that do not fit the model; [`Error::Unsupported`] on devices that read text alone.
+    fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
+        let _ = slot;
+        match images.len() {
+            0 => Ok(()),
+            n => Err(Error::Unsupported {
+                engine: "nq",
+                what: "images",
+                expected: "the CPU, where images run in this version (--device cpu)".into(),
+                found: format!("{n} on another device"),
+            }),
+        }
     }
 
     /// The length that [`Session::truncate`] and [`Session::fork`] reach in a sequence if they are asked for `len`.

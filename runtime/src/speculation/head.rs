@@ -6,7 +6,7 @@ use nq_formats::Weight;
 use nq_formats::eagle::{EagleHead, Half, TAPS};
 use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::HEAD;
-use nq_model::{LinearKind, LinearSpec, ModelConfig, NormKind, Product};
+use nq_model::{Dims, LinearKind, LinearSpec, ModelConfig, NormKind, Product};
 
 /// Drafts with `head` for `session`, whose residual streams it reads from now on.
 ///
@@ -48,12 +48,13 @@ impl<L, N> HeadWeights<L, N> {
     /// # Errors
     /// A missing or misshapen tensor; errors of the two functions.
     pub fn read(
-        (head, c): (&EagleHead, &ModelConfig),
+        head: &EagleHead,
+        c: &ModelConfig,
         mut linear: impl FnMut(&'static str, &[&Weight]) -> Result<L>,
         mut norm: impl FnMut(Vec<f32>) -> Result<N>,
     ) -> Result<Self> {
         let (h, spec, store) = (c.hidden_size, c.layer(0), head.store.as_ref());
-        let mut read = |name: &'static str, parts: Vec<(String, (usize, usize))>| {
+        let mut read = |name: &'static str, parts: Vec<(String, Dims)>| {
             let read = |(part, dims): &(String, _)| store.matrix(part, *dims);
             let weights: Vec<Weight> = parts.iter().map(read).collect::<Result<_, _>>()?;
             linear(name, &weights.iter().collect::<Vec<_>>())
@@ -66,7 +67,7 @@ impl<L, N> HeadWeights<L, N> {
         };
         let part = |l: &LinearSpec| (head.name(&format!(".{}", l.suffix)), l.dims(c));
         Ok(HeadWeights {
-            fc: read("fc", vec![(head.name("fc"), (h, TAPS * h))])?,
+            fc: read("fc", vec![(head.name("fc"), Dims::new(h, TAPS * h))])?,
             embedding_norm: gains(".input_layernorm")?,
             qkv_of_embedding: read("qkv of embedding", qkv(spec.products()[0], Half::Embedding))?,
             layer: Layer::new(
@@ -89,7 +90,7 @@ impl<L, N> HeadWeights<L, N> {
             norm: gains("norm")?,
             head: read(
                 "draft head",
-                vec![(HEAD.to_owned(), (head.config.draft_vocab_size, h))],
+                vec![(HEAD.to_owned(), Dims::new(head.config.draft_vocab_size, h))],
             )?,
         })
     }

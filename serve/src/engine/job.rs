@@ -4,6 +4,7 @@ use super::saved::Restore;
 use super::{Event, Finish, Request};
 use nq_answers::Hold;
 use nq_runtime::{Result, Sampler};
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -22,6 +23,8 @@ pub(super) struct Job {
     pub(super) tokens: Vec<u32>,
     /// Its slot, if it has one.
     pub(super) slot: Option<usize>,
+    /// True once the session has its images in the slot.
+    pub(super) shown: bool,
     /// Tokens that the session holds, while the batch does not have the sequence.
     pub(super) fed: usize,
     /// Lengths of its prompt at which its state is kept, in order.
@@ -80,6 +83,7 @@ impl Job {
             cancelled,
             sampler: Some(sampler),
             slot: None,
+            shown: false,
             fed: 0,
             points: Vec::new(),
             restore: None,
@@ -89,6 +93,24 @@ impl Job {
             last: None,
             phase: Phase::Queue,
         })
+    }
+
+    /// What its first `len` tokens are told from those of other sequences by: tokens in place of an image have numbers
+    /// of their own, made of the digest of what the tower sees.
+    pub(super) fn keys(&self, len: usize) -> Cow<'_, [u32]> {
+        let mut keys = Cow::Borrowed(&self.tokens[..len]);
+        for image in self.request.images.iter().filter(|image| image.at < len) {
+            let place = image.at..image.end().min(len);
+            let words = image.image.digest.chunks_exact(4).cycle();
+            for (key, word) in keys.to_mut()[place].iter_mut().zip(words) {
+                let word = word
+                    .iter()
+                    .fold(0, |word, &byte| word << 8 | u32::from(byte));
+                // No token has this bit.
+                *key = word | 1 << 31;
+            }
+        }
+        keys
     }
 
     /// Number of tokens drawn.

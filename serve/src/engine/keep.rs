@@ -18,7 +18,7 @@ impl Worker<'_> {
         self.options.disk.as_ref()
     }
 
-    /// Records that a slot now keeps `tokens`.
+    /// Records that a slot now keeps the tokens with these keys ([`Job::keys`]).
     pub(super) fn keep_on_disk(
         &mut self,
         session: &mut dyn Session,
@@ -103,7 +103,7 @@ impl Worker<'_> {
             return;
         };
         let most = job.tokens.len() - 1;
-        let mut keys = disk.keys(job.request.client.salt, &job.tokens[..most]);
+        let mut keys = disk.keys(job.request.client.salt, &job.keys(most));
         let mut found = disk.beginning(&keys);
         let held = job.fed / PAGE;
         let (mut state, mut more) = (None, 0);

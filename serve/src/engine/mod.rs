@@ -20,7 +20,8 @@ use crate::disk::ModelPages;
 use crate::metrics::Metrics;
 use nq_answers::{Constraint, ThinkingBudget};
 use nq_runtime::{
-    AppliedAdapter, LogitBias, Row, SamplingParams, Session, SessionSpec, TokenLogprobs,
+    AppliedAdapter, LogitBias, PlacedImage, Row, SamplingParams, Session, SessionSpec,
+    TokenLogprobs,
 };
 use sha2::{Digest, Sha256};
 use std::fmt;
@@ -57,6 +58,16 @@ pub struct EngineOptions {
     pub adapters: Vec<u64>,
 }
 
+impl EngineOptions {
+    /// Those for a GPU, which computes more rows of a prompt in the time of a few, or for a CPU.
+    pub fn of_device(on_gpu: bool) -> Self {
+        EngineOptions {
+            least_rows: if on_gpu { 64 } else { 16 },
+            ..EngineOptions::default()
+        }
+    }
+}
+
 impl Default for EngineOptions {
     fn default() -> Self {
         EngineOptions {
@@ -87,6 +98,8 @@ pub struct Client {
 pub struct Request {
     /// Token ids, at least one and fewer than the context.
     pub prompt: Vec<u32>,
+    /// The images that take the places of tokens in it, in order.
+    pub images: Vec<PlacedImage>,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Selects one of the seed's independent streams of random numbers.
@@ -118,6 +131,7 @@ impl Request {
     pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
         Request {
             prompt,
+            images: Vec::new(),
             sampling: SamplingParams::greedy(),
             stream: 0,
             bias: LogitBias::default(),
@@ -256,7 +270,7 @@ pub struct Engine {
 }
 
 /// Opens the session of an engine: once, and again after a panic in it.
-pub type OpenSession = Box<dyn FnMut() -> nq_runtime::Result<Box<dyn Session>> + Send>;
+pub(crate) type OpenSession = Box<dyn FnMut() -> nq_runtime::Result<Box<dyn Session>> + Send>;
 
 impl Engine {
     /// Starts the thread over the session that `open` returns, for a model with `vocab` tokens. Slots
@@ -305,7 +319,7 @@ impl Engine {
         let (of_thread, its_options) = (Arc::clone(&shared), options.clone());
         let thread = std::thread::Builder::new()
             .name("nq-engine".into())
-            .spawn(move || worker::run((session, drafts), open, &received, &of_thread, its_options))
+            .spawn(move || worker::run(session, drafts, open, &received, &of_thread, its_options))
             .map_err(|e| nq_runtime::Error::Device {
                 device: "engine thread".into(),
                 why: e.to_string(),

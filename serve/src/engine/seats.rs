@@ -43,9 +43,9 @@ impl Worker<'_> {
         if !self.seats.sharing || !self.options.prefix_cache {
             return None;
         }
-        let tokens = &job.tokens[..job.tokens.len() - 1];
+        let keys = job.keys(job.tokens.len() - 1);
         let reach = |slot, common| session.reach(slot, common);
-        (self.seats.tree).best(job.request.client.salt, tokens, reach)
+        (self.seats.tree).best(job.request.client.salt, &keys, reach)
     }
 
     /// True if a request whose prompt is being computed will offer so many more of the tokens of another that this one
@@ -56,12 +56,12 @@ impl Worker<'_> {
         let Some(job) = self.jobs.get(&id) else {
             return false;
         };
-        let tokens = &job.tokens[..job.tokens.len() - 1];
+        let keys = job.keys(job.tokens.len() - 1);
         let alike = |other: &&Job| {
             other.phase.fills() && other.request.client.salt == job.request.client.salt
         };
         for other in self.seated().filter(alike) {
-            let same = common(&other.tokens, tokens);
+            let same = common(&other.keys(other.tokens.len()), &keys);
             let offered = match recurrent {
                 true => *(other.points.iter().rev().find(|&&p| p <= same)).unwrap_or(&0),
                 false => same,
@@ -150,7 +150,7 @@ impl Worker<'_> {
             self.finish(batch, id, Finish::Failed(Failure::Model(e.to_string())));
             return None;
         }
-        job.fed = 0;
+        (job.fed, job.shown) = (0, false);
         if let Some(found) = found.filter(|f| session.len(f.slot) >= f.len) {
             match session.fork(found.slot, slot, found.len) {
                 // What the session could not share is computed.
@@ -163,8 +163,8 @@ impl Worker<'_> {
         job.phase = Phase::Prompt;
         self.find_on_disk(session, slot, &mut job);
         // Another prompt has parted from this one there, so more of them may.
-        let tokens = &job.tokens[..job.tokens.len() - 1];
-        let parts = self.seats.tree.peek(job.request.client.salt, tokens);
+        let keys = job.keys(job.tokens.len() - 1);
+        let parts = self.seats.tree.peek(job.request.client.salt, &keys);
         let parts = parts.map(|found| found.len);
         job.points
             .extend(parts.filter(|&len| len >= job.fed + WORTH_A_SNAPSHOT));
@@ -205,10 +205,10 @@ impl Worker<'_> {
             && self.options.prefix_cache
             && self.seats.sharing
         {
-            let tokens = &job.tokens[..job.fed];
+            let keys = job.keys(job.fed);
             self.seats
                 .tree
-                .insert(job.request.client.salt, tokens, slot, false);
+                .insert(job.request.client.salt, &keys, slot, false);
         }
     }
 
@@ -229,18 +229,18 @@ impl Worker<'_> {
             self.seats.clear(session, slot);
             return;
         }
-        let (salt, tokens) = (job.request.client.salt, &job.tokens[..len]);
+        let (salt, keys) = (job.request.client.salt, &job.keys(len));
         self.seats.tree.remove(slot);
-        for shorter in self.seats.tree.beginnings(salt, tokens) {
+        for shorter in self.seats.tree.beginnings(salt, keys) {
             self.seats.clear(session, shorter);
         }
-        let twin = self.seats.tree.peek(salt, tokens).filter(|f| f.len == len);
+        let twin = self.seats.tree.peek(salt, keys).filter(|f| f.len == len);
         match twin {
             // Another slot already holds all of it.
             Some(_) => self.seats.clear(session, slot),
             None => {
-                self.seats.tree.insert(salt, tokens, slot, true);
-                self.keep_on_disk(session, salt, tokens, slot);
+                self.seats.tree.insert(salt, keys, slot, true);
+                self.keep_on_disk(session, salt, keys, slot);
             }
         }
     }

@@ -24,6 +24,7 @@ impl Worker<'_> {
     /// Runs a step of all requests that have a slot.
     pub(super) fn step(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         self.constrain(batch);
+        self.show_images(batch);
         let read = self.read(batch)?;
         let decoding = batch.running();
         let fed = self.plan(batch);
@@ -37,9 +38,9 @@ impl Worker<'_> {
         }
         let mut drawn: Vec<(usize, Result<u32>)> = Vec::new();
         let mut pieces = Vec::with_capacity(fed.len());
-        let mut of: Vec<(u64, usize, bool)> = Vec::with_capacity(fed.len());
+        let mut progress: Vec<(u64, usize, bool)> = Vec::with_capacity(fed.len());
         for fed in fed {
-            of.push((fed.id, fed.to, fed.then.is_some()));
+            progress.push((fed.id, fed.to, fed.then.is_some()));
             let job = &self.jobs[&fed.id];
             // What may follow under a constraint is known one token at a time.
             let drafts = batch.speculation().filter(|_| !job.hold.is_constrained());
@@ -61,7 +62,7 @@ impl Worker<'_> {
             for ran in batch.ran() {
                 self.pace.learn(ran.took, ran.decoding, ran.prompt_rows);
             }
-            for &(id, to, continues) in &of {
+            for &(id, to, continues) in &progress {
                 self.fed(id, to, continues);
             }
         }
@@ -71,7 +72,26 @@ impl Worker<'_> {
         self.count_drafts(batch);
         match result {
             Ok(()) => Ok(()),
-            Err(e) => self.refused(batch, &of, e),
+            Err(e) => self.refused(batch, &progress, e),
+        }
+    }
+
+    /// Has the session take the images of prompts whose slots hold all of them that is known.
+    fn show_images(&mut self, batch: &mut Batch<'_>) {
+        let unseen =
+            |job: &Job| job.phase == Phase::Prompt && !job.shown && !job.request.images.is_empty();
+        let mut failed = Vec::new();
+        for (&id, job) in self.jobs.iter_mut().filter(|(_, job)| unseen(job)) {
+            job.shown = true;
+            let shown = job
+                .slot
+                .map(|s| batch.session().show(s, &job.request.images));
+            if let Some(Err(e)) = shown {
+                failed.push((id, e));
+            }
+        }
+        for (id, e) in failed {
+            self.finish(batch, id, Finish::Failed(Failure::Model(e.to_string())));
         }
     }
 

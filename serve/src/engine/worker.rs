@@ -41,7 +41,8 @@ pub(super) struct Worker<'e> {
 
 /// The thread's main function: serves until told to close, or until nobody can send commands.
 pub(super) fn run(
-    (mut session, mut drafts): (Box<dyn Session>, Option<Speculation>),
+    mut session: Box<dyn Session>,
+    mut drafts: Option<Speculation>,
     mut open: OpenSession,
     commands: &Receiver<EngineCommand>,
     shared: &EngineShared,

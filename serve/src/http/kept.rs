@@ -2,7 +2,7 @@
 
 use super::App;
 use super::paging::Paging;
-use super::routes::{failure, json_response, json_text};
+use super::response::{failure, json_response, json_text};
 use crate::engine::Client;
 use crate::error::ApiError;
 use crate::protocol::items;

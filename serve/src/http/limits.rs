@@ -32,7 +32,8 @@ pub struct HttpLimits {
 impl Default for HttpLimits {
     fn default() -> Self {
         HttpLimits {
-            body: 8 << 20,
+            // Agents send all images of a conversation again with each turn.
+            body: 32 << 20,
             body_time: Duration::from_secs(60),
             body_pause: Duration::from_secs(10),
             bodies: 64 << 20,

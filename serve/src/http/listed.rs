@@ -2,7 +2,7 @@
 
 use super::App;
 use super::paging::Paging;
-use super::routes::{failure, json_response};
+use super::response::{failure, json_response};
 use crate::about::About;
 use crate::error::ApiError;
 use crate::models::Listed;

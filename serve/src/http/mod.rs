@@ -11,6 +11,7 @@ mod noted;
 mod openapi;
 mod page;
 mod paging;
+mod response;
 mod room;
 mod routes;
 mod server;
@@ -22,14 +23,14 @@ pub use noted::Report;
 pub use server::{Server, Stopper};
 
 use crate::models::Models;
-use crate::protocol::kept::Kept;
+use crate::protocol::kept::KeptResponses;
 use crate::protocol::reading::Rules;
 use noted::Ledger;
-use room::Room;
+use room::BodyRoom;
 use std::sync::Arc;
 
 /// State that all requests share.
-pub struct App {
+pub(crate) struct App {
     /// Models by name.
     pub models: Arc<Models>,
     /// Access control.
@@ -39,9 +40,9 @@ pub struct App {
     /// How requests are read.
     pub rules: Rules,
     /// Responses that requests may refer to.
-    pub kept: Arc<Kept>,
+    pub kept: Arc<KeptResponses>,
     /// What requests had that nq does not know.
     ledger: Ledger,
     /// What requests may take before a model is asked.
-    room: Arc<Room>,
+    room: Arc<BodyRoom>,
 }

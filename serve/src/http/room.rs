@@ -29,7 +29,7 @@ const CLIENTS: usize = 256;
 const LITTER: usize = 64;
 
 /// The room of a server.
-pub(super) struct Room {
+pub(super) struct BodyRoom {
     bytes: Arc<Semaphore>,
     /// Large bodies that are read at once.
     large: Arc<Semaphore>,
@@ -43,6 +43,8 @@ pub(super) struct Room {
 struct ClientShare {
     bytes: Arc<Semaphore>,
     threads: Arc<Semaphore>,
+    /// Requests whose images are made rows of at once.
+    seeing: Arc<Semaphore>,
 }
 
 /// A request's place in the room. Clones are of the same place, which is free once all have gone.
@@ -50,16 +52,16 @@ struct ClientShare {
 pub(super) struct RoomPlace(Arc<Taken>);
 
 struct Taken {
-    room: Arc<Room>,
+    room: Arc<BodyRoom>,
     share: Arc<ClientShare>,
     held: Mutex<Vec<OwnedSemaphorePermit>>,
 }
 
-impl Room {
+impl BodyRoom {
     /// Room for `bytes` of bodies, half of it for one client.
     pub(super) fn new(bytes: usize) -> Arc<Self> {
         let units = (bytes / UNIT).clamp(2, u32::MAX as usize);
-        Arc::new(Room {
+        Arc::new(BodyRoom {
             bytes: Arc::new(Semaphore::new(units)),
             large: Arc::new(Semaphore::new(1)),
             shares: Mutex::default(),
@@ -79,6 +81,7 @@ impl Room {
             let share = Arc::new(ClientShare {
                 bytes: Arc::new(Semaphore::new(self.share)),
                 threads: Arc::new(Semaphore::new(THREADS)),
+                seeing: Arc::new(Semaphore::new(1)),
             });
             shares.insert(client.id, Arc::downgrade(&share));
             share
@@ -147,9 +150,37 @@ impl RoomPlace {
             true => Some(Arc::clone(&room.large).acquire_owned().await),
             false => None,
         };
+        self.run((own, large), f).await
+    }
+
+    /// Runs the making of rows from images on a thread of its own, of one request of the same client at a time, beside its
+    /// other work. The work is told by what it gets whether the future has been dropped, and ends early then: whoever
+    /// sends images and leaves keeps nobody waiting.
+    ///
+    /// # Errors
+    /// Those of the work; a panic in it.
+    pub(super) async fn see<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&dyn Fn() -> bool) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let own = Arc::clone(&self.0.share.seeing).acquire_owned().await;
+        let waits = Arc::new(());
+        let waited_for = Arc::downgrade(&waits);
+        let done = self.run(own, move || f(&|| waited_for.strong_count() == 0));
+        let done = done.await;
+        drop(waits);
+        done
+    }
+
+    /// Runs slow work on a thread of its own, which holds `permits` and this place until it is done.
+    async fn run<T: Send + 'static>(
+        &self,
+        permits: impl Send + 'static,
+        f: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
         let place = self.clone();
         let done = tokio::task::spawn_blocking(move || {
-            let _until_it_is_done = (place, own, large);
+            let _until_it_is_done = (place, permits);
             f()
         });
         let panicked = |_| Err(ApiError::internal("the request could not be read: a panic"));
@@ -189,7 +220,7 @@ mod tests {
     #[test]
     fn one_client_leaves_others_their_room() {
         run(async {
-            let room = Room::new(8 << 20);
+            let room = BodyRoom::new(8 << 20);
             let (a, b) = (room.place(client(1)), room.place(client(1)));
             a.hold(3 << 20, NOW).await.unwrap();
             assert_eq!(b.hold(2 << 20, NOW).await.unwrap_err().status, 503);
@@ -208,7 +239,7 @@ mod tests {
     #[test]
     fn work_is_done_for_those_who_wait() {
         run(async {
-            let room = Room::new(8 << 20);
+            let room = BodyRoom::new(8 << 20);
             let place = room.place(client(1));
             place.hold(1 << 20, NOW).await.unwrap();
             let (go, wait) = std::sync::mpsc::channel::<()>();
@@ -237,6 +268,27 @@ mod tests {
             go.send(()).unwrap();
             assert!(first.await.unwrap().unwrap());
             assert_eq!(ran.load(Ordering::Relaxed), 0);
+            // Work on images is told that nobody waits for it any more, and the client's next waits for its end.
+            let (began, begins) = tokio::sync::oneshot::channel();
+            let left = tokio::spawn({
+                let place = place.clone();
+                async move {
+                    let look = move |gone: &dyn Fn() -> bool| {
+                        began
+                            .send(gone())
+                            .map_err(|_| ApiError::internal("nobody"))?;
+                        while !gone() {
+                            std::thread::yield_now();
+                        }
+                        Ok(())
+                    };
+                    place.see(look).await
+                }
+            });
+            assert!(!begins.await.unwrap(), "somebody waits for it");
+            left.abort();
+            assert!(left.await.is_err());
+            assert!(!place.see(|gone| Ok(gone())).await.unwrap());
             let failed: Result<(), _> = place.work(|| panic!("as asked")).await;
             assert_eq!(failed.unwrap_err().status, 500);
         });

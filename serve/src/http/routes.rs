@@ -3,6 +3,7 @@
 use super::body::{self, Ending};
 use super::census;
 use super::connections::Working;
+use super::response::{failure, json_body, json_response};
 use super::room::RoomPlace;
 use super::stream::{self, Silence, patient};
 use super::{App, kept, listed, openapi, page};
@@ -23,7 +24,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Extension, Router};
-use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER, VARY};
+use hyper::header::{CONTENT_TYPE, HeaderValue, VARY};
 use hyper::{HeaderMap, Method, StatusCode};
 use nq_runtime::{AppliedAdapter, Row};
 use serde::Deserialize;
@@ -265,10 +266,10 @@ async fn generate(
         false => (fields.peek("stream") == true, Framing::Events),
     };
     let reading = Arc::clone(fields.reading());
-    let of = Arc::clone(&app);
+    let state = Arc::clone(&app);
     let mut begun = Box::pin(async move {
-        let model = named.model(&of).await?;
-        begin(model, client, fields, (parse, place), deadline).await
+        let model = named.model(&state).await?;
+        begin(model, client, fields, parse, place, deadline).await
     });
     let (stream, parsed) = match timeout(app.limits.keep_alive, &mut begun).await {
         Ok(Ok(begun)) => begun,
@@ -319,7 +320,8 @@ async fn begin(
     model: Arc<ServedModel>,
     client: Client,
     fields: Fields,
-    (parse, place): (Parse, RoomPlace),
+    parse: Parse,
+    place: RoomPlace,
     deadline: Option<Instant>,
 ) -> Result<(generation::AnswerStream, Parsed), ApiError> {
     if model.embedding().is_some() {
@@ -332,13 +334,39 @@ async fn begin(
         });
     }
     // Templates, tokenizers and grammars take their time, and may panic: not here.
+    let reader = Arc::clone(&model);
+    let read = move || {
+        let parsed = parse(&reader, fields)?;
+        match parsed.generation.images.is_empty() {
+            true => started(&reader, parsed, client, deadline).map(Ok),
+            false => Ok(Err(parsed)),
+        }
+    };
+    let mut parsed = match place.work(read).await? {
+        Ok(begun) => return Ok(begun),
+        Err(parsed) => parsed,
+    };
+    // Images take longer than others should wait for their turn to be read.
+    let sees = Arc::clone(&model);
+    let encode = move |gone: &dyn Fn() -> bool| {
+        let stop = || gone() || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        parsed.generation.encode(&sees, &stop).map(|()| parsed)
+    };
+    let parsed = place.see(encode).await?;
     place
-        .work(move || {
-            let parsed = parse(&model, fields)?;
-            let stream = generation::start(&model, &parsed.generation, client, deadline)?;
-            Ok((stream, parsed))
-        })
+        .work(move || started(&model, parsed, client, deadline))
         .await
+}
+
+/// Sends what was read to the engine.
+fn started(
+    model: &Arc<ServedModel>,
+    parsed: Parsed,
+    client: Client,
+    deadline: Option<Instant>,
+) -> Result<(generation::AnswerStream, Parsed), ApiError> {
+    let stream = generation::start(model, &parsed.generation, client, deadline)?;
+    Ok((stream, parsed))
 }
 
 /// The model that a request is for.
@@ -418,9 +446,9 @@ where
         Ok(asked) => asked,
         Err(e) => return failure(&e),
     };
-    let of = Arc::clone(&app);
+    let state = Arc::clone(&app);
     let mut woken = Box::pin(async move {
-        let model = named.model(&of).await?;
+        let model = named.model(&state).await?;
         let reader = Arc::clone(&model);
         let read = place.work(move || read(&reader, fields)).await?;
         Ok((model, read, place))
@@ -570,37 +598,4 @@ async fn no_route(request: Request) -> Response {
 async fn no_method(request: Request) -> Response {
     let what = format!("{} is not for {}", request.uri().path(), request.method());
     failure(&ApiError::bounds(405, what))
-}
-
-/// The response for an error; [`worded`] writes its body.
-pub(super) fn failure(error: &ApiError) -> Response {
-    let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut response = json_text(status, String::new());
-    response.extensions_mut().insert(error.clone());
-    if let Some(after) = error.retry_after {
-        let seconds = after.as_secs_f64().ceil().max(1.0) as u64;
-        response.headers_mut().insert(RETRY_AFTER, seconds.into());
-    }
-    if error.status == 401 {
-        let challenge = HeaderValue::from_static("Bearer");
-        response.headers_mut().insert("www-authenticate", challenge);
-    }
-    response
-}
-
-pub(super) fn json_response(status: StatusCode, value: &Value) -> Response {
-    json_text(status, value.to_string())
-}
-
-pub(super) fn json_text(status: StatusCode, json: String) -> Response {
-    json_body(status, Body::from(json))
-}
-
-fn json_body(status: StatusCode, json: Body) -> Response {
-    let mut response = Response::new(json);
-    *response.status_mut() = status;
-    let headers: &mut HeaderMap = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    headers.insert("cache-control", HeaderValue::from_static("no-store"));
-    response
 }

@@ -3,7 +3,7 @@
 use super::connections::{ConnectionEntry, Connections};
 use super::limits::HttpLimits;
 use super::noted::{Ledger, Report};
-use super::room::Room;
+use super::room::BodyRoom;
 use super::routes::{Peer, router};
 use super::{App, Security};
 use crate::models::Models;
@@ -77,7 +77,7 @@ impl Server {
                 rules: Rules::default(),
                 kept: Arc::default(),
                 ledger: Ledger::new(Box::new(|_| {})),
-                room: Room::new(limits.bodies),
+                room: BodyRoom::new(limits.bodies),
             },
             idle: None,
             stop,
@@ -199,7 +199,7 @@ async fn unload(models: Arc<Models>, idle: Duration) {
 
 /// Gives back to the system what the allocator keeps of large bodies and of connections that have gone, as long as
 /// it is polled.
-async fn sweep(room: Arc<Room>) {
+async fn sweep(room: Arc<BodyRoom>) {
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
         if room.is_littered() {

@@ -2,8 +2,8 @@
 
 import { Written } from "./markdown.js";
 import {
-  add, asMarkdown, conversations, create, drop, exported, imported, path, remove, save, saveSettings, settings, show,
-  siblings, touch, watch,
+  add, asMarkdown, conversations, create, drop, exported, imported, path, remove, said, save, saveSettings, settings,
+  show, siblings, touch, watch,
 } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
@@ -14,12 +14,18 @@ const NUMBERS = [
 /// What a chat may have of its own.
 const OWN = ["system", ...NUMBERS, "more"];
 const SETTINGS = [...OWN, "thinking", "theme", "key", "remember"];
+/// Pixels of the longer side, and characters as a data: URL, of an image that is kept as it is: browsers have little room
+/// for a page.
+const LARGE_SIDE = 2048;
+const LARGE_URL = 1_000_000;
 /// Milliseconds between two times that an answer under way is kept.
 const KEEPING = 1000;
 
 let current = conversations[0] ?? create();
 /// The models of the server, as it lists them.
 let served = [];
+/// The images of the next message, as data: URLs.
+let attached = [];
 /// What ends the answer under way, by the id of its conversation.
 const running = new Map();
 
@@ -93,7 +99,7 @@ function setting(name) {
 function request(messages, continued) {
   const body = {
     model: $("model").value || undefined,
-    messages: messages.map(({ role, content }) => ({ role, content })),
+    messages: messages.map((message) => ({ role: message.role, content: said(message) })),
     stream: true,
     stream_options: { include_usage: true },
     chat_template_kwargs: settings.thinking ? undefined : { enable_thinking: false },
@@ -162,8 +168,65 @@ async function answer(parent, continued) {
 }
 
 function ask(text) {
-  if (running.has(current.id) || !text.trim()) return;
-  answer(add(current, current.head, "user", text.trim()));
+  if (running.has(current.id) || !(text.trim() || attached.length)) return;
+  const images = attached;
+  attached = [];
+  attachments();
+  answer(add(current, current.head, "user", text.trim(), images));
+}
+
+const sees = () => served.find((m) => m.id === $("model").value)?.input_modalities?.includes("image") ?? false;
+
+/// The images of the next message, each with what takes it away.
+function attachments() {
+  $("attach").hidden = !sees();
+  $("images").replaceChildren(...attached.flatMap((src, i) => [
+    node("img", { src, alt: `Image ${i + 1}` }),
+    button("×", `Remove image ${i + 1}`, () => {
+      attached.splice(i, 1);
+      attachments();
+    }),
+  ]));
+}
+
+const asUrl = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.addEventListener("load", () => resolve(reader.result));
+  reader.addEventListener("error", () => reject(reader.error));
+  reader.readAsDataURL(file);
+});
+
+/// An image as a data: URL; a large one is made smaller.
+async function imageUrl(file) {
+  const url = await asUrl(file);
+  const image = new Image();
+  image.src = url;
+  await image.decode();
+  const { naturalWidth: width, naturalHeight: height } = image;
+  const scale = Math.min(1, LARGE_SIDE / Math.max(width, height));
+  if (scale === 1 && url.length <= LARGE_URL) return url;
+  const canvas = node("canvas", { width: Math.max(1, Math.round(width * scale)), height: Math.max(1, Math.round(height * scale)) });
+  const context = canvas.getContext("2d");
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.9);
+}
+
+/// Attaches the images among files to the next message.
+async function attach(files) {
+  const images = [...files].filter((file) => file.type.startsWith("image/"));
+  if (!images.length) return;
+  if (!sees()) return note(`${$("model").value} reads text alone.`, true);
+  for (const file of images) {
+    try {
+      attached.push(await imageUrl(file));
+      note("");
+    } catch {
+      note(`${file.name}: this browser cannot read the image.`, true);
+    }
+  }
+  attachments();
 }
 
 function button(text, title, action) {
@@ -249,7 +312,12 @@ function fill(element, message) {
   const busy = isRunning(message);
   if (message.role === "user") text.element.textContent = message.content;
   else text.show(message.content, busy);
+  text.element.hidden = !message.content && message.images?.length > 0;
   const parts = [];
+  if (message.images?.length) {
+    const images = message.images.map((src, i) => node("img", { src, alt: `Image ${i + 1}` }));
+    parts.push(node("div", { className: "images" }, ...images));
+  }
   const seconds = Math.round((Date.now() - message.made) / 1000);
   if (message.reasoning) {
     const open = element.querySelector("details")?.open ?? false;
@@ -275,8 +343,8 @@ function edit(message) {
   text.setAttribute("aria-label", "Edit message");
   const asks = message.role === "user";
   const done = () => {
-    if (!text.value.trim()) return;
-    const edited = add(current, message.parent, message.role, text.value.trim());
+    if (!text.value.trim() && !message.images?.length) return;
+    const edited = add(current, message.parent, message.role, text.value.trim(), message.images);
     if (asks) return void answer(edited);
     keep(current);
     render();
@@ -458,6 +526,7 @@ async function models() {
     $("models").replaceChildren(...data.map(state));
     if (!current.head) render();
     fullness();
+    attachments();
     note("");
   } catch (e) {
     note(e.message, true);
@@ -555,6 +624,26 @@ function bind() {
     }
   });
   $("ask").addEventListener("submit", submit);
+  $("attach").addEventListener("click", () => $("image-files").click());
+  $("image-files").addEventListener("change", async () => {
+    await attach($("image-files").files);
+    $("image-files").value = "";
+    text.focus();
+  });
+  text.addEventListener("paste", (event) => {
+    if (!event.clipboardData.files.length) return;
+    event.preventDefault();
+    attach(event.clipboardData.files);
+  });
+  const main = document.querySelector("main");
+  for (const [name, over] of [["dragover", true], ["dragleave", false], ["drop", false]]) {
+    main.addEventListener(name, (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault();
+      main.classList.toggle("over", over);
+      if (name === "drop") attach(event.dataTransfer.files);
+    });
+  }
   $("stop").addEventListener("click", () => running.get(current.id)?.abort());
   $("new").addEventListener("click", begin);
   $("search").addEventListener("input", list);
@@ -578,6 +667,7 @@ function bind() {
   $("model").addEventListener("change", () => {
     set("model", $("model").value);
     if (!current.head) render();
+    attachments();
     fullness();
   });
   $("settings-open").addEventListener("click", () => {

@@ -145,12 +145,13 @@ export function remove(id) {
   write("localStorage", PLACE + id, undefined);
 }
 
-/// Adds a message behind `parent` (null: at the beginning) and shows it.
-export function add(conversation, parent, role, content) {
+/// Adds a message behind `parent` (null: at the beginning) and shows it; its images are data: URLs.
+export function add(conversation, parent, role, content, images = []) {
   const node = { id: name(), parent, role, content, made: Date.now() };
+  if (images.length) node.images = images;
   conversation.nodes[node.id] = node;
   conversation.head = node.id;
-  if (role === "user" && !conversation.title) conversation.title = content.slice(0, 60);
+  if (role === "user" && !conversation.title) conversation.title = (content || "Image").slice(0, 60);
   touch(conversation, node);
   return node;
 }
@@ -178,17 +179,26 @@ export function show(conversation, node) {
   conversation.head = node.id;
 }
 
+/// What a message says, as OpenAI's API has it: its text, or its images and its text.
+export function said({ content, images }) {
+  if (!images?.length) return content;
+  return [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: content }];
+}
+
 /// A conversation as it is in a file, which `/load` of `nq chat` reads too.
 export function exported(conversation, model) {
-  const messages = path(conversation).map(({ role, content }) => ({ role, content }));
+  const messages = path(conversation).map((message) => ({ role: message.role, content: said(message) }));
   const { title, nodes, head, own } = conversation;
   return { model, title, messages, nodes, head, own };
 }
 
 /// The shown branch of a conversation as Markdown.
 export function asMarkdown(conversation) {
-  const said = path(conversation).map(({ role, content }) => `## ${role === "user" ? "User" : "Assistant"}\n\n${content}\n`);
-  return [`# ${conversation.title}\n`, ...said].join("\n");
+  const parts = path(conversation).map(({ role, content, images = [] }) => {
+    const shown = images.map((url) => `![](${url})\n\n`).join("");
+    return `## ${role === "user" ? "User" : "Assistant"}\n\n${shown}${content}\n`;
+  });
+  return [`# ${conversation.title}\n`, ...parts].join("\n");
 }
 
 /// The conversations of a file: those that were exported here, or one that `nq chat` saved.
@@ -199,11 +209,21 @@ export function imported(text, file) {
   return all.map((one) => conversationOf(one, file));
 }
 
+/// A message of a file with its text and its images apart.
+function taken(message) {
+  if (!Array.isArray(message?.content)) return message;
+  const texts = message.content.filter((part) => part?.type === "text").map((part) => part.text);
+  const images = message.content.filter((part) => part?.type === "image_url").map((part) => part.image_url?.url);
+  return { role: message.role, content: texts.join("\n"), images };
+}
+
 function conversationOf(read, file) {
   const refuse = () => {
     throw new Error(`${file}: expected a conversation that was exported here or saved by nq chat`);
   };
-  const plain = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
+  const isImage = (url) => typeof url === "string" && url.startsWith("data:image/");
+  const plain = (m) =>
+    ["user", "assistant"].includes(m?.role) && typeof m.content === "string" && (m.images ?? []).every(isImage);
   const conversation = { id: name(), title: String(read?.title ?? "").slice(0, 60), nodes: {}, head: null };
   const own = Object.entries(read?.own ?? {}).filter(([, value]) => typeof value === "string");
   if (own.length) conversation.own = Object.fromEntries(own);
@@ -215,8 +235,8 @@ function conversationOf(read, file) {
     while (rest.length) {
       const ready = rest.filter((n) => plain(n) && ids.has(n.parent) && !ids.has(n.id));
       if (!ready.length) refuse();
-      for (const { id, parent, role, content, made } of ready) {
-        const node = { id: name(), parent: ids.get(parent), role, content, made: Number(made) || 0 };
+      for (const { id, parent, role, content, images, made } of ready) {
+        const node = { id: name(), parent: ids.get(parent), role, content, images, made: Number(made) || 0 };
         conversation.nodes[node.id] = node;
         ids.set(id, node.id);
       }
@@ -226,11 +246,11 @@ function conversationOf(read, file) {
   } else {
     // A saved chat may begin with its system prompt, which is a setting here.
     const list = Array.isArray(read) ? read : read?.messages;
-    const messages = Array.isArray(list) ? list.filter((m) => m?.role !== "system") : [];
+    const messages = Array.isArray(list) ? list.filter((m) => m?.role !== "system").map(taken) : [];
     if (!messages.length || !messages.every(plain)) refuse();
-    for (const { role, content } of messages) add(conversation, conversation.head, role, content);
+    for (const { role, content, images } of messages) add(conversation, conversation.head, role, content, images);
   }
-  conversation.title ||= path(conversation)[0].content.slice(0, 60);
+  conversation.title ||= (path(conversation)[0].content || "Image").slice(0, 60);
   conversations.unshift(conversation);
   touch(conversation);
   return conversation;

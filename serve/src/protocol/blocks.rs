@@ -6,7 +6,7 @@ use nq_answers::output::Piece;
 
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AnswerBlock {
+pub(crate) enum AnswerBlock {
     /// Thinking.
     Reasoning(String),
     /// Text.
@@ -24,7 +24,7 @@ pub enum AnswerBlock {
 
 /// A change that a piece of an answer makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub(crate) enum Change {
     /// The block with this index begins.
     Open(usize),
     /// The block with this index grows by this text.
@@ -35,19 +35,19 @@ pub enum Change {
 
 /// The blocks of one answer.
 #[derive(Clone, Debug, Default)]
-pub struct Blocks {
+pub(crate) struct Blocks {
     list: Vec<AnswerBlock>,
     open: bool,
 }
 
 impl Blocks {
     /// All blocks so far.
-    pub fn list(&self) -> &[AnswerBlock] {
+    pub(crate) fn list(&self) -> &[AnswerBlock] {
         &self.list
     }
 
     /// Adds pieces. `call` is the prefix of calls' ids.
-    pub fn push(&mut self, pieces: Vec<Piece>, call: &str) -> Vec<Change> {
+    pub(crate) fn push(&mut self, pieces: Vec<Piece>, call: &str) -> Vec<Change> {
         let mut changes = Vec::new();
         for piece in pieces {
             let same = matches!(
@@ -87,7 +87,7 @@ impl Blocks {
     }
 
     /// Ends the last block, if it has not ended yet.
-    pub fn close(&mut self) -> Option<Change> {
+    pub(crate) fn close(&mut self) -> Option<Change> {
         std::mem::take(&mut self.open).then(|| Change::Close(self.list.len() - 1))
     }
 }

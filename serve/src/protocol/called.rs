@@ -2,7 +2,7 @@
 //! that the protocol describes itself.
 
 use super::client_tools;
-use super::fields::{Fields, Kind};
+use super::fields::{Fields, ObjectKind};
 use super::tools::{self, Tools};
 use crate::error::ApiError;
 use nq_answers::output::completed;
@@ -26,7 +26,7 @@ enum CalledAs {
 /// What the tools are that the model reads as functions: it calls one in a namespace by both names, and one that
 /// takes a text (`custom`) with an object of it.
 #[derive(Debug, Default)]
-pub struct Called {
+pub(crate) struct Called {
     others: HashMap<String, CalledAs>,
     /// The namespace and the name of those that have one.
     namespaces: HashMap<String, (String, String)>,
@@ -34,7 +34,7 @@ pub struct Called {
 
 impl Called {
     /// Adds a tool that is served, of this type.
-    pub fn read(
+    pub(crate) fn read(
         &mut self,
         tools: &mut Tools,
         kind: &str,
@@ -58,15 +58,15 @@ impl Called {
         for mut tool in inner {
             let reading = Arc::clone(tool.reading());
             let (what, words) = match tool.kind("function")? {
-                Kind::Served(kind) if kind != "namespace" => {
+                ObjectKind::Served(kind) if kind != "namespace" => {
                     // The first one says what all are for.
                     let about = Some((name.as_str(), description.take()));
                     self.add(tools, &kind, tool, about)?;
                     continue;
                 }
-                Kind::Served(kind) => (kind, "the tool"),
-                Kind::Dropped => continue,
-                Kind::LeftOut(what, words) => (what, words),
+                ObjectKind::Served(kind) => (kind, "the tool"),
+                ObjectKind::Dropped => continue,
+                ObjectKind::LeftOut(what, words) => (what, words),
             };
             reading.left_out_and_told(tool.place(), &what, words);
         }
@@ -162,7 +162,7 @@ impl Called {
     }
 
     /// A call as an item without its id and status; `arguments`: those so far.
-    pub fn item(&self, call: &str, name: &str, arguments: &str) -> Value {
+    pub(crate) fn item(&self, call: &str, name: &str, arguments: &str) -> Value {
         let (namespace, own) = match self.namespaces.get(name) {
             Some((namespace, own)) => (Some(namespace), own.as_str()),
             None => (None, name),

@@ -2,13 +2,16 @@
 
 use super::fields::Fields;
 use super::reading::Reading;
+use super::sent::Place;
 use super::streaming::{Told, streaming};
-use super::text::{Place, text};
+use super::text::content;
 use super::thinking;
+use super::tool_choice::tool_choice;
 use super::tools::{self, Tools, made};
 use super::{Parsed, Shape, SseEvent, now, openai_usage, sampling, unique};
 use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Output, Usage};
+use crate::images;
 use crate::model::{ServedModel, message};
 use crate::names::Names;
 use nq_answers::grammar::{Format, unenforced};
@@ -71,7 +74,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
         true => (function_call, "function_call"),
         false => (choice, "tool_choice"),
     };
-    let choice = tools::choice(choice, &mut tools, asked)?;
+    let choice = tool_choice(choice, &mut tools, asked)?;
     let goes_on: bool = fields.take("continue_final_message")?.unwrap_or(false);
     let begins: Option<bool> = fields.take("add_generation_prompt")?;
     if begins == Some(goes_on) {
@@ -147,7 +150,7 @@ pub(super) fn tools(fields: &mut Fields) -> Result<Tools, ApiError> {
 /// Errors of the template.
 pub fn render(
     model: &Arc<ServedModel>,
-    chat: ChatRequest,
+    mut chat: ChatRequest,
     partial: Generation,
 ) -> Result<Generation, ApiError> {
     let named = match &chat.choice {
@@ -161,7 +164,9 @@ pub fn render(
         let what = "this model has no chat template: it serves /v1/completions";
         return Err(ApiError::invalid(what));
     }
+    let images = images::seen(model, &mut chat.messages, &chat.reading)?;
     let asked = nq_answers::Chat {
+        images: images.iter().map(|seen| seen.image.tokens()).collect(),
         messages: told(chat.messages, &chat.reading.found().told),
         tools: chat.tools.list,
         choice: chat.choice,
@@ -194,6 +199,8 @@ pub fn render(
     }
     Ok(Generation {
         prompts: vec![asked.prompt.tokens],
+        images,
+        places: asked.prompt.images,
         begun: asked.prompt.begun,
         thinking: asked.thinking,
         reader: asked.reader,
@@ -301,13 +308,13 @@ fn one_message(mut fields: Fields) -> Result<(Message, bool), ApiError> {
         }
     };
     let mut extra = Map::new();
-    let place = if role == "tool" {
-        Place::Result
-    } else {
-        Place::Message
+    let place = match role {
+        "tool" => Place::Result,
+        "user" => Place::Message,
+        _ => Place::Text,
     };
-    let content: Value = fields.take("content")?.unwrap_or_default();
-    let content = text(content, &fields.name("content"), place, &reading)?;
+    let given: Value = fields.take("content")?.unwrap_or_default();
+    let content = content(given, &fields.name("content"), place, &reading)?;
     let newer: Option<Value> = fields.take("reasoning")?;
     let older: Option<Value> = fields.take("reasoning_content")?;
     let calls = fields.objects("tool_calls", "chat.call", usize::MAX)?;

@@ -3,15 +3,13 @@
 
 use super::chat::{ChatRequest, render};
 use super::fields::Fields;
-use super::items::{conversation, listed, read_input};
+use super::items::{conversation, listed, read_input, summary_content};
 use super::tools::Tools;
 use super::{Parsed, Shape, SseEvent, now, sampling, thinking, unique};
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
 use crate::model::ServedModel;
 use crate::names::Names;
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 use nq_answers::Choice;
 use nq_answers::output::Piece;
 use nq_runtime::Message;
@@ -27,9 +25,6 @@ const NAMES: Names = Names {
 const ASK: &str = "Summarize our conversation for someone who goes on with it and has my messages alone: what was \
                    found, decided and done, the names and values that matter, and what is left to do. Write nothing \
                    but the summary.";
-
-/// What the content of an item of this server's begins with.
-const MARK: &str = "nq:";
 
 /// Reads a request.
 ///
@@ -81,13 +76,6 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
     })
 }
 
-/// The summary in an item of type `compaction`; `None` if another server made it, which alone can read it.
-pub(super) fn summary(content: &str) -> Option<String> {
-    let text = String::from_utf8(STANDARD.decode(content).ok()?).ok()?;
-    let text = text.strip_prefix(MARK)?;
-    Some(format!("[summary of the conversation so far]\n{text}"))
-}
-
 /// The format of the answer.
 struct Compaction {
     id: String,
@@ -123,7 +111,7 @@ impl Shape for Compaction {
     }
 
     fn whole(&mut self, usage: Usage) -> Value {
-        let content = STANDARD.encode(format!("{MARK}{}", self.summary.trim()));
+        let content = summary_content(self.summary.trim());
         let mut output = std::mem::take(&mut self.kept);
         output.push(json!({
             "type": "compaction", "id": unique("cmp_"), "encrypted_content": content,

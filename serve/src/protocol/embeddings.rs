@@ -19,7 +19,7 @@ const MOST_TEXTS: usize = 2048;
 /// Texts or tokens, alone or in a list.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Input {
+enum EmbeddingInput {
     Text(String),
     Texts(Vec<String>),
     Tokens(Vec<u32>),
@@ -31,13 +31,13 @@ pub struct Embeddings {
     /// Token ids of each text.
     pub texts: Vec<Vec<u32>>,
     dimensions: usize,
-    written: Written,
+    written: AnswerForm,
     begun: Instant,
 }
 
 /// The form of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Written {
+enum AnswerForm {
     /// OpenAI's.
     Numbers,
     /// OpenAI's, with the numbers' bytes as text.
@@ -54,8 +54,8 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Embeddings, Api
     let mut fields = fields.under("embeddings")?;
     let format: Option<String> = fields.take("encoding_format")?;
     let written = match format.as_deref() {
-        None | Some("float") => Written::Numbers,
-        Some("base64") => Written::Base64,
+        None | Some("float") => AnswerForm::Numbers,
+        Some("base64") => AnswerForm::Base64,
         Some(other) => {
             let what = format!("expected float or base64, found {other:?}");
             return Err(ApiError::field("encoding_format", what));
@@ -68,8 +68,11 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Embeddings, Api
 ///
 /// # Errors
 /// Those of [`parse`].
-pub fn parse_ollamas(model: &Arc<ServedModel>, fields: Fields) -> Result<Embeddings, ApiError> {
-    read(model, fields.under("ollama.embed")?, Written::Ollama)
+pub(crate) fn parse_ollamas(
+    model: &Arc<ServedModel>,
+    fields: Fields,
+) -> Result<Embeddings, ApiError> {
+    read(model, fields.under("ollama.embed")?, AnswerForm::Ollama)
 }
 
 /// Checks that the model makes embeddings.
@@ -84,7 +87,11 @@ fn check(model: &ServedModel) -> Result<&EmbeddingTexts, ApiError> {
 }
 
 /// Reads what both protocols have.
-fn read(model: &ServedModel, mut fields: Fields, written: Written) -> Result<Embeddings, ApiError> {
+fn read(
+    model: &ServedModel,
+    mut fields: Fields,
+    written: AnswerForm,
+) -> Result<Embeddings, ApiError> {
     let texts = check(model)?;
     let width = model.width();
     let dimensions = fields.count("dimensions", 1, width)?.unwrap_or(width);
@@ -95,22 +102,22 @@ fn read(model: &ServedModel, mut fields: Fields, written: Written) -> Result<Emb
     let input = fields.require("input")?;
     fields.finish()?;
     let count = match &input {
-        Input::Text(_) | Input::Tokens(_) => 1,
-        Input::Texts(texts) => texts.len(),
-        Input::TokenLists(lists) => lists.len(),
+        EmbeddingInput::Text(_) | EmbeddingInput::Tokens(_) => 1,
+        EmbeddingInput::Texts(texts) => texts.len(),
+        EmbeddingInput::TokenLists(lists) => lists.len(),
     };
     if !(1..=MOST_TEXTS).contains(&count) {
         let what = format!("expected 1 to {MOST_TEXTS} texts, found {count}");
         return Err(ApiError::field("input", what));
     }
     let encoded = match input {
-        Input::Text(text) => vec![encode(&text)?],
-        Input::Texts(texts) => {
+        EmbeddingInput::Text(text) => vec![encode(&text)?],
+        EmbeddingInput::Texts(texts) => {
             let texts = texts.iter().map(encode);
             texts.collect::<nq_runtime::Result<_>>()?
         }
-        Input::Tokens(tokens) => vec![tokens],
-        Input::TokenLists(lists) => lists,
+        EmbeddingInput::Tokens(tokens) => vec![tokens],
+        EmbeddingInput::TokenLists(lists) => lists,
     };
     for (i, tokens) in encoded.iter().enumerate() {
         too_long(model, "input", i, tokens)?;
@@ -137,17 +144,17 @@ pub fn answer(
         let wrong = |e: String| ApiError::internal(e);
         let vector = unit(row, asked.dimensions).map_err(|e| wrong(e.to_string()))?;
         let written = match asked.written {
-            Written::Base64 => {
+            AnswerForm::Base64 => {
                 let bytes: Vec<u8> = vector.iter().flat_map(|x| x.to_le_bytes()).collect();
                 to_string(&STANDARD.encode(bytes))
             }
-            Written::Numbers | Written::Ollama => to_string(&vector),
+            AnswerForm::Numbers | AnswerForm::Ollama => to_string(&vector),
         };
         written.map_err(|e| wrong(e.to_string()))
     };
     let vectors: Vec<String> = rows.iter().map(vector).collect::<Result<_, _>>()?;
     let name = json!(model.name());
-    if asked.written == Written::Ollama {
+    if asked.written == AnswerForm::Ollama {
         let (vectors, took) = (vectors.join(","), nanoseconds(asked.begun.elapsed()));
         return Ok(format!(
             r#"{{"model":{name},"embeddings":[{vectors}],"total_duration":{took},"load_duration":0,"prompt_eval_count":{tokens}}}"#

@@ -21,7 +21,7 @@ pub struct Fields {
 
 /// What an object's `type` makes of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub(crate) enum ObjectKind {
     /// It is read as an object of this type.
     Served(String),
     /// It is dropped: no answer changes.
@@ -35,7 +35,7 @@ impl Fields {
     ///
     /// # Errors
     /// A body that is not a JSON object.
-    pub fn parse(body: &[u8], reading: Arc<Reading>) -> Result<Self, ApiError> {
+    pub(crate) fn parse(body: &[u8], reading: Arc<Reading>) -> Result<Self, ApiError> {
         // Some Windows programs write this mark before UTF-8.
         let body = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
         match serde_json::from_slice(body) {
@@ -54,7 +54,7 @@ impl Fields {
     ///
     /// # Errors
     /// A value that is not an object; errors of [`Fields::under`].
-    pub fn of(
+    pub(crate) fn of(
         value: Value,
         place: &str,
         table: &str,
@@ -76,7 +76,7 @@ impl Fields {
     ///
     /// # Errors
     /// A field that is refused, by name.
-    pub fn under(mut self, table: &str) -> Result<Self, ApiError> {
+    pub(crate) fn under(mut self, table: &str) -> Result<Self, ApiError> {
         self.table = Table::named(table);
         for (field, value) in std::mem::take(&mut self.map) {
             if value.is_null() {
@@ -112,22 +112,22 @@ impl Fields {
     }
 
     /// The reading that these fields belong to.
-    pub fn reading(&self) -> &Arc<Reading> {
+    pub(crate) fn reading(&self) -> &Arc<Reading> {
         &self.reading
     }
 
     /// A field's name with the prefix.
-    pub fn name(&self, field: &str) -> String {
+    pub(crate) fn name(&self, field: &str) -> String {
         format!("{}{field}", self.place)
     }
 
     /// The place of the object itself.
-    pub fn place(&self) -> &str {
+    pub(crate) fn place(&self) -> &str {
         self.place.strip_suffix('.').unwrap_or(&self.place)
     }
 
     /// True if the table serves such a field.
-    pub fn has(&self, field: &str) -> bool {
+    pub(crate) fn has(&self, field: &str) -> bool {
         self.table.field(field) == Use::Served
     }
 
@@ -136,14 +136,14 @@ impl Fields {
     ///
     /// # Errors
     /// A type that is refused.
-    pub fn kind(&mut self, otherwise: &str) -> Result<Kind, ApiError> {
+    pub(crate) fn kind(&mut self, otherwise: &str) -> Result<ObjectKind, ApiError> {
         let kind: String = self.take("type")?.unwrap_or_else(|| otherwise.to_owned());
         let name = self.name("type");
         let left_out = match self.table.kind(&kind) {
-            Use::Served => return Ok(Kind::Served(kind)),
+            Use::Served => return Ok(ObjectKind::Served(kind)),
             Use::NoEffect | Use::Only(_) => {
                 self.map.clear();
-                return Ok(Kind::Dropped);
+                return Ok(ObjectKind::Dropped);
             }
             Use::LeftOut(words) => words,
             Use::Refused(why) | Use::RefusedRest(why) => {
@@ -167,14 +167,14 @@ impl Fields {
             None => kind,
         };
         self.map.clear();
-        Ok(Kind::LeftOut(what, left_out))
+        Ok(ObjectKind::LeftOut(what, left_out))
     }
 
     /// Takes a field; `None` if it is absent or null.
     ///
     /// # Errors
     /// A value of another type; the message says where, and what was found.
-    pub fn take<T: DeserializeOwned>(&mut self, field: &str) -> Result<Option<T>, ApiError> {
+    pub(crate) fn take<T: DeserializeOwned>(&mut self, field: &str) -> Result<Option<T>, ApiError> {
         debug_assert!(self.has(field), "no table has {}", self.name(field));
         match self.map.remove(field) {
             None | Some(Value::Null) => Ok(None),
@@ -198,14 +198,14 @@ impl Fields {
     ///
     /// # Errors
     /// Errors of [`Fields::take`]; an absent field.
-    pub fn require<T: DeserializeOwned>(&mut self, field: &str) -> Result<T, ApiError> {
+    pub(crate) fn require<T: DeserializeOwned>(&mut self, field: &str) -> Result<T, ApiError> {
         let name = self.name(field);
         let found = self.take(field)?;
         found.ok_or_else(|| ApiError::field(&name, "expected a value, found none"))
     }
 
     /// Takes an object with a table of its own.
-    pub fn object(&mut self, field: &str, table: &str) -> Result<Option<Fields>, ApiError> {
+    pub(crate) fn object(&mut self, field: &str, table: &str) -> Result<Option<Fields>, ApiError> {
         let name = self.name(field);
         let value: Option<Value> = self.take(field)?;
         value
@@ -217,7 +217,7 @@ impl Fields {
     ///
     /// # Errors
     /// Errors of [`Fields::of`]; a longer list.
-    pub fn objects(
+    pub(crate) fn objects(
         &mut self,
         field: &str,
         table: &str,
@@ -237,7 +237,7 @@ impl Fields {
     ///
     /// # Errors
     /// Errors of [`Fields::take`]; a number outside the limits.
-    pub fn number(&mut self, field: &str) -> Result<Option<f32>, ApiError> {
+    pub(crate) fn number(&mut self, field: &str) -> Result<Option<f32>, ApiError> {
         let (name, (least, most)) = (self.name(field), self.table.limits(field));
         match self.take::<f64>(field)? {
             Some(x) if !(least..=most).contains(&x) => Err(ApiError::field(
@@ -252,7 +252,7 @@ impl Fields {
     ///
     /// # Errors
     /// Errors of [`Fields::take`]; a number that is no integer.
-    pub fn integer(&mut self, field: &str) -> Result<Option<i128>, ApiError> {
+    pub(crate) fn integer(&mut self, field: &str) -> Result<Option<i128>, ApiError> {
         let name = self.name(field);
         let number: Option<serde_json::Number> = self.take(field)?;
         let Some(number) = number else {
@@ -270,7 +270,7 @@ impl Fields {
     ///
     /// # Errors
     /// Errors of [`Fields::integer`]; one outside the limits.
-    pub fn count(
+    pub(crate) fn count(
         &mut self,
         field: &str,
         least: usize,
@@ -302,7 +302,7 @@ impl Fields {
     }
 
     /// A field as the client sent it; null if it is absent.
-    pub fn peek(&self, field: &str) -> &Value {
+    pub(crate) fn peek(&self, field: &str) -> &Value {
         self.map.get(field).unwrap_or(&Value::Null)
     }
 
@@ -318,7 +318,7 @@ impl Fields {
     ///
     /// # Errors
     /// The first such field.
-    pub fn finish(self) -> Result<(), ApiError> {
+    pub(crate) fn finish(self) -> Result<(), ApiError> {
         match self.map.keys().next() {
             None => Ok(()),
             Some(field) => Err(ApiError::internal(format!(
@@ -346,12 +346,12 @@ fn asks_nothing(value: &Value) -> bool {
     }
 }
 
-/// The fields of a body, with [marked](integers) integers in conversations, which models are shown; numbers elsewhere
-/// are computed with.
+/// The fields of a body, with [marked](integers) integers in what models are shown, conversations and tools; numbers
+/// elsewhere are computed with.
 fn with_integers(mut map: Map<String, Value>, body: &[u8]) -> Map<String, Value> {
     if let Cow::Owned(marked) = integers::marked(body) {
         let mut marked: Map<String, Value> = serde_json::from_slice(&marked).unwrap_or_default();
-        for field in ["messages", "input"] {
+        for field in ["messages", "input", "tools", "functions"] {
             map.extend(marked.remove(field).map(|value| (field.to_owned(), value)));
         }
     }
@@ -374,6 +374,16 @@ mod tests {
 
     fn fields(body: &Value) -> Result<Fields, ApiError> {
         Fields::parse(body.to_string().as_bytes(), Arc::default())
+    }
+
+    #[test]
+    fn conversations_and_tools_keep_the_digits_of_integers() {
+        let body = br#"{"tools": [{"maximum": 18446744073709551616}], "messages": [-0, -0.0], "seed": -0}"#;
+        let read = Fields::parse(body, Arc::default()).unwrap();
+        let text = |field: &str| integers::unmarked(read.map[field].to_string());
+        assert_eq!(text("tools"), r#"[{"maximum":18446744073709551616}]"#);
+        assert_eq!(text("messages"), "[0,-0.0]");
+        assert_eq!(read.map["seed"], -0.0);
     }
 
     #[test]

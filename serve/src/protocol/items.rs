@@ -1,16 +1,21 @@
 //! The items of a conversation in `/v1/responses`: messages, calls and their results, thinking.
 
-use super::compaction;
-use super::fields::{Fields, Kind};
+use super::fields::{Fields, ObjectKind};
 use super::kept::Item;
 use super::reading::{Reading, plain};
-use super::text::{Place, text};
+use super::sent::Place;
+use super::text::content as read;
 use super::tools::{self, made};
 use crate::error::ApiError;
 use crate::model::message;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use nq_runtime::Message;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
+
+/// What the content of an item of type `compaction` of this server's begins with.
+const MARK: &str = "nq:";
 
 /// Most items in one request, with those of responses before it.
 const MOST: usize = 16_384;
@@ -97,9 +102,9 @@ pub(super) fn read_input(
         let place = format!("input[{i}]");
         let mut item = Fields::of(item.value(), &place, "item", reading)?;
         let kind = match item.kind("message")? {
-            Kind::Served(kind) => kind,
-            Kind::Dropped => continue,
-            Kind::LeftOut(what, words) => {
+            ObjectKind::Served(kind) => kind,
+            ObjectKind::Dropped => continue,
+            ObjectKind::LeftOut(what, words) => {
                 reading.left_out_and_told(&place, &what, words);
                 continue;
             }
@@ -116,12 +121,11 @@ pub(super) fn read_input(
                         return Err(ApiError::field(&format!("{place}.role"), what));
                     }
                 };
-                let content = text(
-                    content,
-                    &format!("{place}.content"),
-                    Place::Message,
-                    reading,
-                )?;
+                let at = match role {
+                    "user" => Place::Message,
+                    _ => Place::Text,
+                };
+                let content = read(content, &format!("{place}.content"), at, reading)?;
                 let mut extra = Map::new();
                 if let Some(thinking) = thinking.take().filter(|_| role == "assistant") {
                     extra.insert("reasoning_content".into(), thinking.into());
@@ -149,7 +153,7 @@ pub(super) fn read_input(
             }
             "compaction" => {
                 let content: Option<String> = item.take("encrypted_content")?;
-                match content.as_deref().and_then(compaction::summary) {
+                match content.as_deref().and_then(summary) {
                     Some(summary) => out.push(Message::new("user", summary)),
                     None => reading.left_out_and_told(&place, &kind, "an item"),
                 }
@@ -165,13 +169,13 @@ pub(super) fn read_input(
                 let content = match (kind.as_str(), output) {
                     ("shell_call_output", Value::Array(runs)) => {
                         let runs: Vec<String> = runs.iter().map(run).collect();
-                        runs.join("\n")
+                        runs.join("\n").into()
                     }
                     ("apply_patch_call_output", Value::Null) => {
-                        item.take("status")?.unwrap_or_default()
+                        item.take::<String>("status")?.unwrap_or_default().into()
                     }
                     (_, output) => {
-                        text(output, &format!("{place}.output"), Place::Result, reading)?
+                        read(output, &format!("{place}.output"), Place::Result, reading)?
                     }
                 };
                 let mut extra = Map::new();
@@ -259,4 +263,16 @@ pub(crate) fn listed(item: &Item, id: &str, index: usize) -> Value {
 /// Text of an answer as a part of its item.
 pub(super) fn text_part(text: &str) -> Value {
     json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+}
+
+/// The summary in an item of type `compaction`; `None` if another server made it, which alone can read it.
+fn summary(content: &str) -> Option<String> {
+    let text = String::from_utf8(STANDARD.decode(content).ok()?).ok()?;
+    let text = text.strip_prefix(MARK)?;
+    Some(format!("[summary of the conversation so far]\n{text}"))
+}
+
+/// The content of an item of type `compaction` with the summary `text`, as [`summary`] reads it.
+pub(super) fn summary_content(text: &str) -> String {
+    STANDARD.encode(format!("{MARK}{text}"))
 }

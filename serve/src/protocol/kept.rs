@@ -58,9 +58,9 @@ impl Item {
 
 /// The responses that are kept, the oldest first.
 #[derive(Debug, Default)]
-pub struct Kept(Mutex<VecDeque<Response>>);
+pub struct KeptResponses(Mutex<VecDeque<Response>>);
 
-impl Kept {
+impl KeptResponses {
     fn list(&self) -> MutexGuard<'_, VecDeque<Response>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_client_sees_its_own_and_can_forget_it() {
-        let kept = Kept::default();
+        let kept = KeptResponses::default();
         kept.keep(
             1,
             &response("a", "x"),
@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn the_oldest_go_where_room_is_short() {
-        let kept = Kept::default();
+        let kept = KeptResponses::default();
         for i in 0..MOST_OF_ONE + 5 {
             kept.keep(1, &response(&i.to_string(), "x"), Vec::new());
         }

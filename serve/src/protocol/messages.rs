@@ -3,10 +3,13 @@
 use super::blocks::{AnswerBlock, Blocks, Change};
 use super::chat::{ChatRequest, render};
 use super::client_tools;
-use super::fields::{Fields, Kind};
+use super::fields::{Fields, ObjectKind};
+use super::images;
 use super::reading::Reading;
-use super::text::{Place, text, words};
+use super::sent::{ContentPart, Place, joined};
+use super::text::{content as read, text, words};
 use super::thinking;
+use super::tool_choice::tool_choice;
 use super::tools::{self, Tools, made};
 use super::{Parsed, Shape, SseEvent, rfc3339, sampling, unique};
 use crate::error::ApiError;
@@ -80,7 +83,7 @@ fn prompt(
     let reading = Arc::clone(fields.reading());
     let mut messages = Vec::new();
     if let Some(system) = fields.take::<Value>("system")? {
-        let text = text(system, "system", Place::Message, &reading)?;
+        let text = text(system, "system", &reading)?;
         messages.push(Message::new("system", text));
     }
     let turns = fields.objects("messages", "messages.turn", MOST)?;
@@ -166,7 +169,7 @@ fn choice(fields: &mut Fields, tools: &mut Tools) -> Result<(Choice, bool), ApiE
         other => json!(other),
     };
     fields.finish()?;
-    Ok((tools::choice(Some(word), tools, "tool_choice")?, !one))
+    Ok((tool_choice(Some(word), tools, "tool_choice")?, !one))
 }
 
 /// Reads a turn: tool results in it become separate messages.
@@ -190,14 +193,22 @@ fn read_turn(mut fields: Fields, out: &mut Vec<Message>) -> Result<(), ApiError>
             return Err(ApiError::field(&place, what));
         }
     };
-    let (mut texts, mut thinking, mut calls) = (Vec::new(), String::new(), Vec::new());
+    let at = match role.as_str() {
+        "user" => Place::Message,
+        _ => Place::Text,
+    };
+    let (mut parts, mut thinking, mut calls) = (Vec::new(), String::new(), Vec::new());
     for (i, block) in blocks.into_iter().enumerate() {
         let place = format!("{place}[{i}]");
+        if images::is_image(&block) {
+            parts.push(images::part(block, &place, at, &reading)?);
+            continue;
+        }
         let mut block = Fields::of(block, &place, "block", &reading)?;
         let kind = match block.kind("text")? {
-            Kind::Served(kind) => kind,
-            Kind::Dropped => continue,
-            Kind::LeftOut(what, words) => {
+            ObjectKind::Served(kind) => kind,
+            ObjectKind::Dropped => continue,
+            ObjectKind::LeftOut(what, words) => {
                 reading.left_out_and_told(&place, &what, words);
                 continue;
             }
@@ -226,7 +237,7 @@ fn read_turn(mut fields: Fields, out: &mut Vec<Message>) -> Result<(), ApiError>
                 out.push(message("tool", content, extra));
             }
             ("text" | "document" | "search_result", _) => {
-                texts.extend(shown(&kind, block, Place::Message)?);
+                parts.extend(shown(&kind, block, Place::Message)?.map(ContentPart::Text));
             }
             (kind, _) => {
                 let why = format!("nq serves no blocks of type {kind:?} here");
@@ -241,30 +252,35 @@ fn read_turn(mut fields: Fields, out: &mut Vec<Message>) -> Result<(), ApiError>
     if !calls.is_empty() {
         extra.insert("tool_calls".into(), calls.into());
     }
-    if !texts.is_empty() || !extra.is_empty() {
-        out.push(message(&role, texts.join("\n"), extra));
+    if !parts.is_empty() || !extra.is_empty() {
+        out.push(message(&role, joined(parts), extra));
     }
     Ok(())
 }
 
-/// A tool's result as text.
-fn result(content: Value, place: &str, reading: &Arc<Reading>) -> Result<String, ApiError> {
+/// The content of a tool's result.
+fn result(content: Value, place: &str, reading: &Arc<Reading>) -> Result<Value, ApiError> {
     let Value::Array(blocks) = content else {
-        return text(content, place, Place::Result, reading);
+        return read(content, place, Place::Result, reading);
     };
-    let mut texts = Vec::with_capacity(blocks.len());
+    let mut parts = Vec::with_capacity(blocks.len());
     for (i, block) in blocks.into_iter().enumerate() {
-        let mut block = Fields::of(block, &format!("{place}[{i}]"), "block.result", reading)?;
-        match block.kind("text")? {
-            Kind::Served(kind) => texts.extend(shown(&kind, block, Place::Result)?),
-            Kind::Dropped => {}
-            Kind::LeftOut(what, words_) => {
-                reading.left_out(block.place(), &what);
-                texts.push(words(words_));
-            }
+        let place = format!("{place}[{i}]");
+        if images::is_image(&block) {
+            parts.push(images::part(block, &place, Place::Result, reading)?);
+            continue;
         }
+        let mut block = Fields::of(block, &place, "block.result", reading)?;
+        parts.extend(match block.kind("text")? {
+            ObjectKind::Served(kind) => shown(&kind, block, Place::Result)?.map(ContentPart::Text),
+            ObjectKind::Dropped => None,
+            ObjectKind::LeftOut(what, words_) => {
+                reading.left_out(block.place(), &what);
+                Some(ContentPart::Text(words(words_)))
+            }
+        });
     }
-    Ok(texts.join("\n"))
+    Ok(joined(parts))
 }
 
 /// A block that is text, or has some.
@@ -277,7 +293,7 @@ fn shown(kind: &str, mut block: Fields, at: Place) -> Result<Option<String>, Api
     let (source, content): (Option<Value>, Option<Value>) =
         (block.take("source")?, block.take("content")?);
     let source = source.unwrap_or_default();
-    let inner = |value: Value, name: &str| text(value, &block.name(name), at, &reading);
+    let inner = |value: Value, name: &str| text(value, &block.name(name), &reading);
     let body = match (kind, source["type"].as_str()) {
         ("search_result", _) => inner(content.unwrap_or_default(), "content")?,
         (_, Some("text")) => inner(source["data"].clone(), "source.data")?,

@@ -9,6 +9,7 @@ pub mod compaction;
 pub mod completions;
 pub mod embeddings;
 pub mod fields;
+mod images;
 pub(crate) mod items;
 pub mod kept;
 pub mod messages;
@@ -17,11 +18,13 @@ pub mod reading;
 pub mod rerank;
 pub mod responses;
 pub mod sampling;
-pub mod streaming;
-pub mod table;
+pub(crate) mod sent;
+pub(crate) mod streaming;
+pub(crate) mod table;
 pub mod text;
 pub mod thinking;
 pub mod tokens;
+mod tool_choice;
 pub mod tools;
 
 use crate::error::ApiError;
@@ -44,7 +47,7 @@ pub struct SseEvent {
 
 impl SseEvent {
     /// JSON data without an event name.
-    pub fn data(data: &Value) -> Self {
+    pub(crate) fn data(data: &Value) -> Self {
         SseEvent {
             name: None,
             data: unmarked(data.to_string()),
@@ -52,7 +55,7 @@ impl SseEvent {
     }
 
     /// JSON data with the event's name as its `type`.
-    pub fn typed(name: &'static str, mut data: Value) -> Self {
+    pub(crate) fn typed(name: &'static str, mut data: Value) -> Self {
         data["type"] = name.into();
         SseEvent {
             name: Some(name),
@@ -72,7 +75,7 @@ pub enum Framing {
 
 impl Framing {
     /// The type of the content.
-    pub fn content_type(self) -> &'static str {
+    pub(crate) fn content_type(self) -> &'static str {
         match self {
             Framing::Events => "text/event-stream",
             Framing::Lines => "application/x-ndjson",
@@ -80,7 +83,7 @@ impl Framing {
     }
 
     /// A sign of life that says nothing: a comment, or white space before a line.
-    pub fn ping(self) -> &'static [u8] {
+    pub(crate) fn ping(self) -> &'static [u8] {
         match self {
             Framing::Events => b": keep-alive\n\n",
             Framing::Lines => b" ",
@@ -88,7 +91,7 @@ impl Framing {
     }
 
     /// Writes an event.
-    pub fn write(self, event: &SseEvent, out: &mut String) {
+    pub(crate) fn write(self, event: &SseEvent, out: &mut String) {
         match (self, event.name) {
             (Framing::Lines, _) => *out += &event.data,
             (Framing::Events, None) => *out += &format!("data: {}\n", event.data),
@@ -137,7 +140,7 @@ pub struct Parsed {
 }
 
 /// A unique name: `chatcmpl-...`.
-pub fn unique(prefix: &str) -> String {
+pub(crate) fn unique(prefix: &str) -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     // Each state has its own keys, drawn by the system.
     let mut hasher = RandomState::new().build_hasher();
@@ -154,7 +157,7 @@ pub fn now() -> u64 {
 }
 
 /// A time in seconds since 1970 as text; one that the calendar does not reach is 1970.
-pub fn rfc3339(seconds: i64) -> String {
+pub(crate) fn rfc3339(seconds: i64) -> String {
     jiff::Timestamp::from_second(seconds)
         .unwrap_or(jiff::Timestamp::UNIX_EPOCH)
         .to_string()

@@ -2,6 +2,8 @@
 
 use super::chat::{self, ChatRequest, render};
 use super::fields::Fields;
+use super::images;
+use super::sent::Place;
 use super::thinking;
 use super::tools::{Tools, made, object};
 use super::{Framing, Parsed, Shape, SseEvent, rfc3339, sampling};
@@ -18,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The version of Ollama whose routes these are like: clients look for features by it.
-pub const VERSION: &str = "0.12.6";
+pub(crate) const VERSION: &str = "0.12.6";
 
 /// Most messages in one request.
 const MOST_MESSAGES: usize = 4096;
@@ -48,11 +50,16 @@ pub fn generate(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiE
     let prompt: String = fields.take("prompt")?.unwrap_or_default();
     let system: Option<String> = fields.take("system")?;
     let raw: bool = fields.take("raw")?.unwrap_or(false);
+    let given: Vec<String> = fields.take("images")?.unwrap_or_default();
     let mut asked = OllamaRequest::read(model, &mut fields, "prompt")?;
     if raw && !prompt.is_empty() {
         if asked.format.is_some() {
             let why = "nq constrains no answer to a raw prompt";
             return Err(ApiError::unsupported("format", why));
+        }
+        if !given.is_empty() {
+            let why = "nq reads images in prompts that go through the template";
+            return Err(ApiError::unsupported("images", why));
         }
         let tokens = model.tokenizer().encode_within(&prompt, model.counted());
         let tokens = tokens.map_err(|e| asked.partial.names.read(e, model.context()))?;
@@ -63,7 +70,8 @@ pub fn generate(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiE
     let mut messages = Vec::new();
     if !prompt.is_empty() {
         messages.extend(system.map(|text| Message::new("system", text)));
-        messages.push(Message::new("user", prompt));
+        let given = images::beside(given, "images", prompt, Place::Message, fields.reading())?;
+        messages.push(message("user", given, Map::new()));
     }
     asked.parsed(
         model,
@@ -188,6 +196,18 @@ fn one_message(mut fields: Fields) -> Result<Message, ApiError> {
     }
     let content: Option<String> = fields.take("content")?;
     let thinking: Option<String> = fields.take("thinking")?;
+    let given: Vec<String> = fields.take("images")?.unwrap_or_default();
+    let at = match role.as_str() {
+        "user" => Place::Message,
+        "tool" => Place::Result,
+        _ if given.is_empty() => Place::Text,
+        _ => {
+            let why = "nq reads images in messages of users and results of tools";
+            return Err(ApiError::unsupported(&fields.name("images"), why));
+        }
+    };
+    let name = fields.name("images");
+    let content = images::beside(given, &name, content.unwrap_or_default(), at, &reading)?;
     let mut extra = Map::new();
     let mut calls = Vec::new();
     for mut call in fields.objects("tool_calls", "ollama.call", usize::MAX)? {
@@ -218,7 +238,7 @@ fn one_message(mut fields: Fields) -> Result<Message, ApiError> {
         }
     }
     fields.finish()?;
-    Ok(message(&role, content.unwrap_or_default(), extra))
+    Ok(message(&role, content, extra))
 }
 
 /// A model's entry in the list, from its card in OpenAI's.
@@ -249,10 +269,25 @@ pub fn shown(card: &Value) -> Value {
     let able = [("tools", "tools"), ("switches_thinking", "thinking")];
     let able = able.iter().filter(|(key, _)| card[key] == true);
     capabilities.extend(able.map(|(_, word)| word));
+    let modalities = card["input_modalities"].as_array().into_iter().flatten();
+    capabilities.extend(modalities.filter(|m| *m == "image").map(|_| "vision"));
     let created = card["created"].as_i64().unwrap_or_default();
+    let mut info =
+        json!({"general.architecture": "nq", "nq.context_length": card["max_model_len"]});
+    if let Some(tower) = card["vision"].as_object() {
+        let keys = [
+            ("block_count", "blocks"),
+            ("embedding_length", "hidden_size"),
+            ("attention.head_count", "heads"),
+            ("patch_size", "patch_size"),
+            ("max_tokens", "max_tokens"),
+        ];
+        keys.iter()
+            .for_each(|(theirs, ours)| info[format!("nq.vision.{theirs}")] = tower[*ours].clone());
+    }
     json!({
         "modelfile": "", "parameters": "", "template": "", "details": details(card),
-        "model_info": {"general.architecture": "nq", "nq.context_length": card["max_model_len"]},
+        "model_info": info,
         "capabilities": capabilities, "modified_at": rfc3339(created),
     })
 }

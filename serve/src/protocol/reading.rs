@@ -1,8 +1,9 @@
 //! What reading a request finds beside its fields: names that nq does not know, and what it leaves out.
 
+use super::sent::SentImage;
 use crate::engine::Client;
 use crate::error::ApiError;
-use crate::protocol::kept::Kept;
+use crate::protocol::kept::KeptResponses;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,6 +19,8 @@ pub struct Rules {
     pub strict: bool,
     /// Most tokens of thinking in an answer.
     pub reasoning_budget: Option<usize>,
+    /// Hosts that images are fetched from, in small letters.
+    pub image_hosts: Vec<String>,
 }
 
 /// The reading of one request.
@@ -28,13 +31,14 @@ pub struct Reading {
     /// Who asks.
     pub client: Client,
     /// Responses that clients may refer to.
-    pub kept: Arc<Kept>,
+    pub kept: Arc<KeptResponses>,
     noted: Mutex<Noted>,
+    images: Mutex<Vec<SentImage>>,
 }
 
 /// What was found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Noted {
+pub(crate) struct Noted {
     /// Names that no table has: `messages[].nonsense`.
     pub unknown: BTreeSet<String>,
     /// What is left out: `tools[4] web_search`.
@@ -45,13 +49,27 @@ pub struct Noted {
 
 impl Reading {
     /// A reading by these rules.
-    pub fn new(rules: Rules, client: Client, kept: Arc<Kept>) -> Self {
+    pub(crate) fn new(rules: Rules, client: Client, kept: Arc<KeptResponses>) -> Self {
         Reading {
             rules,
             client,
             kept,
             noted: Mutex::default(),
+            images: Mutex::default(),
         }
+    }
+
+    /// Notes an image, and returns its number.
+    pub(crate) fn sent_image(&self, image: SentImage) -> usize {
+        let mut images = self.images.lock().unwrap_or_else(PoisonError::into_inner);
+        images.push(image);
+        images.len() - 1
+    }
+
+    /// The images that were noted.
+    pub(crate) fn take_images(&self) -> Vec<SentImage> {
+        let mut images = self.images.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut images)
     }
 
     fn noted(&self) -> MutexGuard<'_, Noted> {
@@ -59,7 +77,7 @@ impl Reading {
     }
 
     /// What was found so far.
-    pub fn found(&self) -> Noted {
+    pub(crate) fn found(&self) -> Noted {
         self.noted().clone()
     }
 
@@ -67,7 +85,7 @@ impl Reading {
     ///
     /// # Errors
     /// By strict rules, it is refused.
-    pub fn unknown(&self, name: &str) -> Result<(), ApiError> {
+    pub(crate) fn unknown(&self, name: &str) -> Result<(), ApiError> {
         if self.rules.strict {
             let why = "nq does not know this parameter, and --strict refuses what it does not know";
             return Err(ApiError::unsupported(name, why));
@@ -80,7 +98,7 @@ impl Reading {
     }
 
     /// Notes that `what` at `place` is left out; its place says it to the model, if it is in a text.
-    pub fn left_out(&self, place: &str, what: &str) {
+    pub(crate) fn left_out(&self, place: &str, what: &str) {
         let mut noted = self.noted();
         if noted.left_out.len() < MOST {
             let line = format!("{} {}", plain(place), plain(what));

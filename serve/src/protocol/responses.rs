@@ -8,6 +8,7 @@ use super::items::{conversation, read_input, text_part};
 use super::kept::Item;
 use super::reading::Reading;
 use super::thinking;
+use super::tool_choice::tool_choice;
 use super::tools;
 use super::{Parsed, Shape, SseEvent, now, sampling, unique};
 use crate::error::ApiError;
@@ -55,7 +56,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
     let mut tools = tools::read(given, "function", |tools, kind, tool| {
         called.read(tools, kind, tool)
     })?;
-    let choice = tools::choice(fields.take("tool_choice")?, &mut tools, "tool_choice")?;
+    let choice = tool_choice(fields.take("tool_choice")?, &mut tools, "tool_choice")?;
     let max_tokens = fields.limit("max_output_tokens", 1)?;
     let stream = fields.take("stream")?.unwrap_or(false);
     let chat = ChatRequest {

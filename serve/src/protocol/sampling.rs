@@ -18,7 +18,10 @@ const MOST_BIASES: usize = 1024;
 ///
 /// # Errors
 /// A value outside its limits, by name.
-pub fn params(fields: &mut Fields, model: SamplingParams) -> Result<SamplingParams, ApiError> {
+pub(crate) fn params(
+    fields: &mut Fields,
+    model: SamplingParams,
+) -> Result<SamplingParams, ApiError> {
     let top_k =
         match fields.integer("top_k")? {
             // As in vLLM, -1 keeps all.

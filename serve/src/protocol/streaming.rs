@@ -10,7 +10,7 @@ use serde_json::Value;
 ///
 /// # Errors
 /// Options that nq does not serve.
-pub fn streaming(fields: &mut Fields) -> Result<(bool, Told), ApiError> {
+pub(crate) fn streaming(fields: &mut Fields) -> Result<(bool, Told), ApiError> {
     let streams = fields.take("stream")?.unwrap_or(false);
     let Some(mut options) = fields.object("stream_options", "stream_options")? else {
         return Ok((streams, Told::Never));
@@ -35,7 +35,7 @@ pub fn streaming(fields: &mut Fields) -> Result<(bool, Told), ApiError> {
 
 /// Where a stream reports the tokens used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
+pub(crate) enum Told {
     /// Nowhere.
     Never,
     /// In a separate chunk at the end (`include_usage`).
@@ -46,7 +46,7 @@ pub enum Told {
 
 impl Told {
     /// Writes the usage so far into a chunk with a part of an answer.
-    pub fn so_far(self, chunk: &mut Value, usage: Usage) {
+    pub(crate) fn so_far(self, chunk: &mut Value, usage: Usage) {
         match self {
             Told::Never => {}
             Told::Last => chunk["usage"] = Value::Null,

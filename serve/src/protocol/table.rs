@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 
 /// What nq does with a name.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Use<'a> {
+pub(crate) enum Use<'a> {
     /// It reads it.
     Served,
     /// It accepts and drops it: no answer changes.
@@ -33,8 +33,7 @@ pub enum Use<'a> {
 
 /// What nq does with the fields of one object.
 #[derive(Debug, Default)]
-pub struct Table {
-    name: String,
+pub(crate) struct Table {
     /// Served fields and their schemas, in order.
     served: Map<String, Value>,
     required: Vec<String>,
@@ -69,7 +68,7 @@ impl Other {
 
 impl Table {
     /// The table of this name, one of `fields.json`'s; an empty one if there is none.
-    pub fn named(name: &str) -> &'static Table {
+    pub(crate) fn named(name: &str) -> &'static Table {
         static NONE: OnceLock<Table> = OnceLock::new();
         let found = tables().get(name);
         debug_assert!(found.is_some(), "no table {name}");
@@ -77,7 +76,7 @@ impl Table {
     }
 
     /// What nq does with a field.
-    pub fn field(&self, name: &str) -> Use<'_> {
+    pub(crate) fn field(&self, name: &str) -> Use<'_> {
         if self.served.contains_key(name) {
             return Use::Served;
         }
@@ -89,7 +88,7 @@ impl Table {
     }
 
     /// The least and the most that a number may be, of which a schema may also allow other values.
-    pub fn limits(&self, name: &str) -> (f64, f64) {
+    pub(crate) fn limits(&self, name: &str) -> (f64, f64) {
         let schema = self.served.get(name).unwrap_or(&Value::Null);
         let schema = schema["oneOf"].get(0).unwrap_or(schema);
         let limit = |key: &str| schema[key].as_f64();
@@ -100,12 +99,12 @@ impl Table {
     }
 
     /// What nq does with an object of this `type`.
-    pub fn kind(&self, name: &str) -> Use<'_> {
+    pub(crate) fn kind(&self, name: &str) -> Use<'_> {
         self.types.get(name).map_or(Use::Unknown, Other::as_use)
     }
 
     /// What to call an object that is left out because its `type` is unknown, if the table knows such objects.
-    pub fn rest(&self) -> Option<&str> {
+    pub(crate) fn rest(&self) -> Option<&str> {
         match &self.rest {
             Some(Other::LeftOut(what)) => Some(what),
             _ => None,
@@ -113,7 +112,7 @@ impl Table {
     }
 
     /// The JSON schema of an object with these fields.
-    pub fn schema(&self) -> Value {
+    pub(crate) fn schema(&self) -> Value {
         let mut properties: Map<String, Value> = Map::new();
         for (name, schema) in &self.served {
             properties.insert(name.clone(), expanded(schema));
@@ -148,16 +147,10 @@ impl Table {
         }
         schema
     }
-
-    /// The table's name, its served fields and those that it knows otherwise.
-    pub fn names(&self) -> (&str, impl Iterator<Item = &str>, impl Iterator<Item = &str>) {
-        let served = self.served.keys().map(String::as_str);
-        (&self.name, served, self.uses.keys().map(String::as_str))
-    }
 }
 
 /// A schema with the objects that have tables written out.
-pub fn expanded(schema: &Value) -> Value {
+pub(crate) fn expanded(schema: &Value) -> Value {
     match schema {
         Value::Array(list) => list.iter().map(expanded).collect(),
         Value::Object(map) => match map.get("$table").and_then(Value::as_str) {
@@ -177,7 +170,7 @@ pub fn expanded(schema: &Value) -> Value {
 /// A table as the file has it.
 #[derive(Deserialize, Default)]
 #[serde(default, deny_unknown_fields)]
-struct Written {
+struct TableSource {
     extends: Vec<String>,
     served: Map<String, Value>,
     required: Vec<String>,
@@ -203,7 +196,8 @@ fn tables() -> &'static HashMap<String, Table> {
     static TABLES: OnceLock<HashMap<String, Table>> = OnceLock::new();
     TABLES.get_or_init(|| {
         // A test reads the file, which is part of the program.
-        let written = serde_json::from_str::<HashMap<String, Written>>(include_str!("fields.json"));
+        let written =
+            serde_json::from_str::<HashMap<String, TableSource>>(include_str!("fields.json"));
         let written = written.unwrap_or_default();
         let table = |name: &String| (name.clone(), gathered(name, &written));
         written.keys().map(table).collect()
@@ -211,11 +205,8 @@ fn tables() -> &'static HashMap<String, Table> {
 }
 
 /// A table with those that it extends; its own entries come first.
-fn gathered(name: &str, all: &HashMap<String, Written>) -> Table {
-    let mut table = Table {
-        name: name.to_owned(),
-        ..Table::default()
-    };
+fn gathered(name: &str, all: &HashMap<String, TableSource>) -> Table {
+    let mut table = Table { ..Table::default() };
     let Some(own) = all.get(name) else {
         return table;
     };
@@ -288,7 +279,7 @@ mod tests {
     /// The file is read whole, no name is in it twice, and every table that it names is there.
     #[test]
     fn the_file_is_what_it_says() {
-        let written: HashMap<String, Written> =
+        let written: HashMap<String, TableSource> =
             serde_json::from_str(include_str!("fields.json")).unwrap();
         assert_eq!(written.len(), tables().len());
         fn named(value: &Value, out: &mut Vec<String>) {
@@ -337,18 +328,18 @@ mod tests {
         // A count of tokens drops what the same request to an answer has.
         assert_eq!(Table::named("count_tokens").field("stream"), Use::NoEffect);
         assert!(matches!(
-            Table::named("part").kind("image_url"),
+            Table::named("part").kind("input_audio"),
             Use::Refused(_)
         ));
         let result = Table::named("part.result");
-        assert_eq!(result.kind("image_url"), Use::LeftOut("image"));
+        assert_eq!(result.kind("input_audio"), Use::LeftOut("audio"));
         assert_eq!(
             (result.kind("new"), result.rest()),
             (Use::Unknown, Some("part"))
         );
         let schema = chat.schema();
-        let of = &schema["properties"]["thinking"];
-        assert_eq!(of["properties"]["budget_tokens"]["type"], "integer");
-        assert_eq!(of["example"]["type"], "disabled");
+        let thinking = &schema["properties"]["thinking"];
+        assert_eq!(thinking["properties"]["budget_tokens"]["type"], "integer");
+        assert_eq!(thinking["example"]["type"], "disabled");
     }
 }

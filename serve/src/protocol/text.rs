@@ -1,65 +1,68 @@
-//! Content as text: what models of text alone read of a message's parts.
+//! The content of messages: texts, and images where they may be.
 
-use super::fields::{Fields, Kind};
+use super::fields::{Fields, ObjectKind};
+use super::images;
 use super::reading::Reading;
+use super::sent::{ContentPart, Place, joined};
 use crate::error::ApiError;
 use serde_json::Value;
 use std::sync::Arc;
-
-/// Where content stands, which decides what becomes of parts that are no text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// In a message: they are refused, because somebody asks about them.
-    Message,
-    /// In a tool's result: the model has chosen the tool, and is told that it cannot see them.
-    Result,
-}
 
 /// What stands in a text for what was left out of it.
 pub fn words(what: &str) -> String {
     format!("[{what}: this model reads text alone]")
 }
 
-/// Content as text: null, a string, or a list of parts.
+/// Content as text alone: null, a string, or a list of parts.
 ///
 /// # Errors
-/// A part that is not text, in a message.
-pub fn text(
+/// A part that is not text.
+pub fn text(content: Value, place: &str, reading: &Arc<Reading>) -> Result<String, ApiError> {
+    let content = self::content(content, place, Place::Text, reading)?;
+    Ok(content.as_str().unwrap_or_default().to_owned())
+}
+
+/// Content: null, a string, or a list of parts, as a template reads it.
+///
+/// # Errors
+/// A part that is neither text nor an image, in a message; errors of an image.
+pub fn content(
     content: Value,
     place: &str,
     at: Place,
     reading: &Arc<Reading>,
-) -> Result<String, ApiError> {
+) -> Result<Value, ApiError> {
     let table = match at {
-        Place::Message => "part",
+        Place::Text | Place::Message => "part",
         Place::Result => "part.result",
     };
     let parts = match content {
-        Value::Null => return Ok(String::new()),
-        Value::String(text) => return Ok(text),
+        Value::Null => return Ok("".into()),
+        Value::String(text) => return Ok(text.into()),
         Value::Array(parts) => parts,
         // Some clients give a tool's result as it is.
-        object @ Value::Object(_) if at == Place::Result => return Ok(object.to_string()),
+        object @ Value::Object(_) if at == Place::Result => return Ok(object.to_string().into()),
         _ => return Err(ApiError::field(place, "expected a text or a list of parts")),
     };
-    let mut texts = Vec::with_capacity(parts.len());
+    let mut all = Vec::with_capacity(parts.len());
     for (i, part) in parts.into_iter().enumerate() {
-        let part = match part {
-            Value::String(text) => {
-                texts.push(text);
-                continue;
+        let place = format!("{place}[{i}]");
+        match part {
+            Value::String(text) => all.push(ContentPart::Text(text)),
+            part if images::is_image(&part) => all.push(images::part(part, &place, at, reading)?),
+            part => {
+                let part = Fields::of(part, &place, table, reading)?;
+                all.extend(of_part(part)?.map(ContentPart::Text));
             }
-            part => Fields::of(part, &format!("{place}[{i}]"), table, reading)?,
-        };
-        texts.extend(of_part(part)?);
+        }
     }
-    Ok(texts.join("\n"))
+    Ok(joined(all))
 }
 
 /// The text of a part; `None` if it has none.
 fn of_part(mut part: Fields) -> Result<Option<String>, ApiError> {
     match part.kind("text")? {
-        Kind::Served(kind) => {
+        ObjectKind::Served(kind) => {
             let refusal: Option<String> = part.take("refusal")?;
             let text = match kind.as_str() {
                 "refusal" => refusal,
@@ -67,8 +70,8 @@ fn of_part(mut part: Fields) -> Result<Option<String>, ApiError> {
             };
             Ok(text)
         }
-        Kind::Dropped => Ok(None),
-        Kind::LeftOut(what, word) => {
+        ObjectKind::Dropped => Ok(None),
+        ObjectKind::LeftOut(what, word) => {
             part.reading().left_out(part.place(), &what);
             Ok(Some(words(word)))
         }

@@ -1,10 +1,8 @@
-//! Tools in the format of OpenAI's chat, and the choice among them.
+//! Tools in the format of OpenAI's chat.
 
-use super::client_tools;
-use super::fields::{Fields, Kind};
+use super::fields::{Fields, ObjectKind};
 use super::reading::Reading;
 use crate::error::ApiError;
-use nq_answers::Choice;
 use nq_runtime::chat_template::integers;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
@@ -35,9 +33,9 @@ pub fn read(
     let mut tools = Tools::default();
     for mut tool in given {
         match tool.kind(otherwise)? {
-            Kind::Served(kind) => read(&mut tools, &kind, tool)?,
-            Kind::Dropped => {}
-            Kind::LeftOut(what, words) => {
+            ObjectKind::Served(kind) => read(&mut tools, &kind, tool)?,
+            ObjectKind::Dropped => {}
+            ObjectKind::LeftOut(what, words) => {
                 let reading = Arc::clone(tool.reading());
                 reading.left_out_and_told(tool.place(), &what, words);
             }
@@ -108,7 +106,7 @@ impl Tools {
     }
 
     /// Keeps the tools of these names.
-    fn keep(&mut self, names: &[&str]) {
+    pub(super) fn keep(&mut self, names: &[&str]) {
         let kept = |tool: &Value| {
             let name = tool["function"]["name"].as_str().unwrap_or_default();
             names.contains(&name)
@@ -123,69 +121,6 @@ impl Tools {
 /// What names in a namespace begin with, where the model reads them.
 pub fn within(namespace: &str) -> String {
     format!("{namespace}.")
-}
-
-/// Reads `tool_choice`, the value of `field`; where it allows some tools alone, the others are not shown.
-///
-/// # Errors
-/// An invalid choice, or an unknown tool.
-pub fn choice(value: Option<Value>, tools: &mut Tools, field: &str) -> Result<Choice, ApiError> {
-    let wrong = || {
-        let what = "expected auto, none, required, allowed_tools or a function";
-        ApiError::field(field, what)
-    };
-    let named = |value: &Value| {
-        let inner = [
-            &value["function"]["name"],
-            &value["custom"]["name"],
-            &value["name"],
-        ];
-        let name = (inner.iter().find_map(|n| n.as_str()))
-            .or_else(|| client_tools::name(value["type"].as_str()?))?;
-        match value["namespace"].as_str() {
-            Some(namespace) => Some(within(namespace) + name),
-            None => Some(name.to_owned()),
-        }
-    };
-    let word = |word: &str| match word {
-        "auto" => Some(Choice::Auto),
-        "none" => Some(Choice::None),
-        "required" | "any" => Some(Choice::Required),
-        _ => None,
-    };
-    let choice = match &value {
-        None => Choice::Auto,
-        Some(Value::String(text)) => word(text).ok_or_else(wrong)?,
-        Some(object) => match (object["type"].as_str(), named(object)) {
-            (Some("allowed_tools"), _) => {
-                let inner = object.get("allowed_tools").unwrap_or(object);
-                let list = inner["tools"].as_array().ok_or_else(wrong)?;
-                let names: Vec<String> = list.iter().filter_map(named).collect();
-                tools.keep(&names.iter().map(String::as_str).collect::<Vec<_>>());
-                let mode = inner["mode"].as_str().unwrap_or("auto");
-                word(mode).ok_or_else(wrong)?
-            }
-            (_, Some(name))
-                if tools
-                    .list
-                    .iter()
-                    .any(|t| t["function"]["name"] == name.as_str()) =>
-            {
-                Choice::Named(name)
-            }
-            (_, Some(name)) => {
-                let what = format!("expected one of the tools, found {name}");
-                return Err(ApiError::field(field, what));
-            }
-            (kind, None) => kind.and_then(word).ok_or_else(wrong)?,
-        },
-    };
-    match choice {
-        Choice::Required | Choice::Named(_) if tools.list.is_empty() => {
-            Err(ApiError::field(field, "expected tools with it"))
-        }
-        choice => Ok(choice),
-    }
 }
 
 /// The object that a call's arguments are, with [marked](integers) integers; `None` if they are cut off or something

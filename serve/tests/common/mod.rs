@@ -2,12 +2,15 @@
 
 #![allow(unreachable_pub, reason = "a module of tests")]
 
+pub mod sees;
+
 use bytes::Bytes;
 use nq_formats::task::{MODULES, POOLING};
 use nq_formats::{Checkpoint, Files, VirtualFiles};
-use nq_runtime::{DeviceChoice, DraftedBy, KvType, LoadOptions, SessionSpec};
+use nq_runtime::{DeviceChoice, KvType, LoadOptions, SessionSpec};
 use nq_serve::protocol::reading::Rules;
 use nq_serve::{EngineOptions, HttpLimits, Models, Security, ServedModel, Server, Stopper};
+use nq_testkit::sessions::session_spec;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -81,13 +84,8 @@ pub fn named(
     options: EngineOptions,
 ) -> ServedModel {
     let spec = SessionSpec {
-        slots: 2 * options.parallel,
-        ctx: 1024,
         pages,
-        kv: KvType::F16,
-        max_rows: 256,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
+        ..session_spec(2 * options.parallel, 1024, KvType::F16, 256)
     };
     ServedModel::new(name, checkpoint(), engine, spec, options).unwrap()
 }
@@ -199,15 +197,7 @@ pub fn reranker(options: EngineOptions) -> Arc<ServedModel> {
 }
 
 fn serving(name: &str, checkpoint: &Checkpoint, options: EngineOptions) -> ServedModel {
-    let spec = SessionSpec {
-        slots: 2 * options.parallel,
-        ctx: 1024,
-        pages: None,
-        kv: KvType::F16,
-        max_rows: 256,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
+    let spec = session_spec(2 * options.parallel, 1024, KvType::F16, 256);
     ServedModel::new(name, checkpoint, load(), spec, options).unwrap()
 }
 

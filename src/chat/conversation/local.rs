@@ -6,11 +6,12 @@
 use super::{Answerer, Chat, ChatEvent, End, OnEvent, Turn};
 use crate::chat::Overflow;
 use anyhow::bail;
-use nq_answers::{Answering, Asked, Drawing, ModelText, Piece, Thinking};
+use nq_answers::images::{Image, Sight, taken};
+use nq_answers::{Answering, Asked, Drawing, Error, ModelText, Piece, Thinking};
 use nq_runtime::thinking::Part;
 use nq_runtime::{ChatTemplate, Message, Sequence, Session, Speculation, StopReason};
 use std::ops::ControlFlow;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// All messages in the form for the model.
 enum PromptForm {
@@ -20,13 +21,32 @@ enum PromptForm {
     TooLong(usize),
 }
 
+/// A model in this process.
+pub struct LocalModel<'m> {
+    /// Its name.
+    pub name: &'m str,
+    /// Its text side.
+    pub text: &'m ModelText,
+    /// How it sees, if it does.
+    pub sight: Option<&'m Sight>,
+    /// True if it gets texts without a template.
+    pub raw: bool,
+    /// What it runs in.
+    pub session: Box<dyn Session>,
+    /// What drafts for it.
+    pub drafts: Option<Speculation>,
+}
+
 /// A model, and the cache that holds most of the messages.
 pub(super) struct Local<'m> {
+    name: &'m str,
     text: &'m ModelText,
-    /// True if the model gets texts without a template.
+    sight: Option<&'m Sight>,
     raw: bool,
     session: Box<dyn Session>,
     sequence: Sequence,
+    /// The images of the prompt.
+    images: Vec<Image>,
     /// Number of answers: each draws from its own stream, so that regenerating one gives another.
     streams: u64,
 }
@@ -50,6 +70,7 @@ impl Answerer for Local<'_> {
                 )
             }
         };
+        self.show(&asked, interrupt)?;
         let drawing = Drawing {
             sampling: chat.settings.sampling,
             stream: self.streams,
@@ -76,7 +97,10 @@ impl Answerer for Local<'_> {
             }
             on_event(ChatEvent::Note(dropped(1)))?;
             match self.fitting_prompt(chat, answering.tokens().len(), on_event)? {
-                PromptForm::Fits(shorter) => asked = shorter,
+                PromptForm::Fits(shorter) => {
+                    asked = shorter;
+                    self.show(&asked, interrupt)?;
+                }
                 PromptForm::TooLong(_) => break full,
             }
         };
@@ -124,21 +148,29 @@ impl Answerer for Local<'_> {
 }
 
 impl<'m> Local<'m> {
-    /// In slot 0 of `session`, with what drafts there; `raw`: without the model's template.
-    pub(super) fn new(
-        text: &'m ModelText,
-        raw: bool,
-        mut session: Box<dyn Session>,
-        drafts: Option<Speculation>,
-    ) -> Self {
-        let sequence = Sequence::new(session.as_mut(), 0).with_drafts(drafts);
+    /// In slot 0 of the model's session.
+    pub(super) fn new(model: LocalModel<'m>) -> Self {
+        let mut session = model.session;
+        let sequence = Sequence::new(session.as_mut(), 0).with_drafts(model.drafts);
         Local {
-            text,
-            raw,
+            name: model.name,
+            text: model.text,
+            sight: model.sight,
+            raw: model.raw,
             session,
             sequence,
+            images: Vec::new(),
             streams: 0,
         }
+    }
+
+    /// Encodes the images of the prompt, which the sequence then has at their places.
+    fn show(&mut self, asked: &Asked, interrupt: &AtomicBool) -> anyhow::Result<()> {
+        let stop = || interrupt.load(Ordering::Relaxed);
+        let placed = |sight: &Sight| sight.placed(&self.images, &asked.prompt.images, &stop);
+        let placed = self.sight.map(placed).transpose().map_err(untyped)?;
+        self.sequence.show(placed.unwrap_or_default());
+        Ok(())
     }
 
     /// The prompt, with room for `more` tokens and an answer; drops the oldest
@@ -156,14 +188,14 @@ impl<'m> Local<'m> {
         let prompt = loop {
             let may_drop = chat.settings.overflow == Overflow::DropOldest;
             let asked = match self.prompt(chat, 2 * capacity) {
-                Err(nq_runtime::Error::TooLong { at_least, .. }) => {
+                Err(Error::Runtime(nq_runtime::Error::TooLong { at_least, .. })) => {
                     if may_drop && chat.drop_oldest() {
                         count += 1;
                         continue;
                     }
                     break PromptForm::TooLong(at_least + more);
                 }
-                prompt => prompt?,
+                prompt => prompt.map_err(untyped)?,
             };
             let tokens = asked.prompt.tokens.len();
             if tokens + room > capacity && may_drop && chat.drop_oldest() {
@@ -183,14 +215,16 @@ impl<'m> Local<'m> {
     }
 
     /// The prompt made from all messages, of at most `most` tokens.
-    fn prompt(&self, chat: &Chat, most: usize) -> nq_runtime::Result<Asked> {
-        let (messages, stop) = (chat.messages(), chat.settings.stop.clone());
+    fn prompt(&mut self, chat: &Chat, most: usize) -> Result<Asked, Error> {
+        let (mut messages, stop) = (chat.messages(), chat.settings.stop.clone());
         if self.raw {
             let text: String = messages.iter().map(Message::text).collect();
             let tokens = self.text.tokenizer().encode_whole_within(&text, most)?;
             return Ok(Asked::continuation(tokens, stop));
         }
+        self.images = taken(self.sight, self.name, &mut messages)?;
         let chat = nq_answers::Chat {
+            images: self.images.iter().map(Image::tokens).collect(),
             messages,
             thinking: Thinking {
                 switches: chat.settings.thinking.into(),
@@ -199,7 +233,7 @@ impl<'m> Local<'m> {
             stop,
             ..nq_answers::Chat::default()
         };
-        self.text.ask(chat, most)
+        Ok(self.text.ask(chat, most)?)
     }
 }
 
@@ -211,9 +245,9 @@ fn dropped(turns: usize) -> String {
 }
 
 /// An error of the runtime as such, for those who look for some of them.
-fn untyped(error: nq_answers::Error) -> anyhow::Error {
+fn untyped(error: Error) -> anyhow::Error {
     match error {
-        nq_answers::Error::Runtime(e) => e.into(),
+        Error::Runtime(e) => e.into(),
         other => other.into(),
     }
 }

@@ -102,7 +102,7 @@ impl Remote {
 
     /// Takes a seed that nobody has chosen: the server chooses one itself, because some know seeds of 32 bits
     /// alone.
-    pub fn leave_seed(&mut self, seed: u64) {
+    pub(crate) fn leave_seed(&mut self, seed: u64) {
         self.sampling.seed = seed;
     }
 

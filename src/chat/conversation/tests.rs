@@ -1,12 +1,11 @@
 use super::*;
+use nq_answers::ModelText;
 use nq_formats::Files;
-use nq_runtime::{
-    ChatTemplate, Chunk, DraftedBy, KvType, Logits, LogitsWanted, Observer, SessionSpec,
-    StopReason, Tokenizer,
-};
+use nq_runtime::{ChatTemplate, KvType, StopReason, Tokenizer};
+use nq_testkit::sessions::{FakeSession, session_spec};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A template that strips earlier thinking and inserts an empty one if thinking is off, like
 /// Qwen3's.
@@ -19,99 +18,44 @@ const TEMPLATE: &str = "\
 {{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}";
 
 fn tokenizer() -> Arc<Tokenizer> {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+    let demo = nq_testkit::demo();
     Arc::new(Tokenizer::from_files(&Files::Folder(demo)).unwrap())
 }
 
-/// A session whose model thinks, then repeats the last user's message and the number of users'
-/// messages it sees; the system prompt `long` makes it write a long text.
-struct Parrot {
-    tokenizer: Arc<Tokenizer>,
-    spec: SessionSpec,
-    held: Vec<u32>,
-    logits: Vec<f32>,
-    fed: Arc<std::sync::atomic::AtomicUsize>,
-}
-
-impl Parrot {
-    fn next(&self) -> u32 {
-        let header = self.tokenizer.encode("<|im_start|>assistant\n").unwrap();
-        let at = self
-            .held
-            .windows(header.len())
-            .rposition(|w| w == header)
-            .expect("a generation prompt");
-        let before = self.tokenizer.decode(&self.held[..at], false);
-        let users: Vec<&str> = before.split("<|im_start|>user\n").skip(1).collect();
-        let last = users.last().unwrap().split("<|im_end|>").next().unwrap();
-        let words = if before.contains("system\nlong") {
-            400
-        } else {
-            1
-        };
-        let answer = format!("{} of {}: {last}", "word ".repeat(words), users.len());
-        let off = self.tokenizer.encode("<think>\n\n</think>\n\n").unwrap();
-        let said = &self.held[at + header.len()..];
-        let thought = if before.contains("system\ndeep") {
-            "hm ".repeat(40) + "hm"
-        } else {
-            "hm".into()
-        };
-        let close = self.tokenizer.encode("\n</think>\n\n").unwrap();
-        let closed = said.windows(close.len()).position(|w| w == close);
-        let (said, answer) = match (said.strip_prefix(off.as_slice()), closed) {
-            (Some(said), _) => (said, answer),
-            (None, Some(at)) => (&said[at + close.len()..], answer),
-            (None, None) => (said, format!("<think>\n{thought}\n</think>\n\n{answer}")),
-        };
-        let answer = self.tokenizer.encode(&answer).unwrap();
-        let end = self.tokenizer.token_id("<|im_end|>").unwrap();
-        answer.get(said.len()).copied().unwrap_or(end)
-    }
-}
-
-impl Session for Parrot {
-    fn spec(&self) -> SessionSpec {
-        self.spec
-    }
-
-    fn len(&self, _: usize) -> usize {
-        self.held.len()
-    }
-
-    fn truncate(&mut self, _: usize, len: usize) -> usize {
-        self.held.truncate(len);
-        self.held.len()
-    }
-
-    fn fork(&mut self, _: usize, _: usize, _: usize) -> nq_runtime::Result<usize> {
-        unreachable!("there is one slot")
-    }
-
-    fn hidden(&mut self, _: &[Chunk<'_>], _: &mut Vec<f32>) -> nq_runtime::Result<()> {
-        unreachable!("only logits are asked for")
-    }
-
-    fn forward(
-        &mut self,
-        chunks: &[Chunk<'_>],
-        _: Option<&mut dyn Observer>,
-    ) -> nq_runtime::Result<Logits<'_>> {
-        let chunk = &chunks[0];
-        self.held.extend_from_slice(chunk.tokens);
-        assert!(self.held.len() <= self.spec.ctx);
-        self.fed.fetch_add(chunk.tokens.len(), Ordering::Relaxed);
-        self.logits.clear();
-        if chunk.logits == LogitsWanted::Last {
-            self.logits.resize(4096, 0.0);
-            let next = self.next() as usize;
-            self.logits[next] = 1.0;
-        }
-        Ok(Logits {
-            data: &self.logits,
-            vocab: 4096,
-        })
-    }
+/// The token after those that are `held`, of a model that thinks, then repeats the last user's message and the number of
+/// users' messages it sees; the system prompt `long` makes it write a long text.
+fn parrot(tokenizer: &Tokenizer, held: &[u32]) -> u32 {
+    let header = tokenizer.encode("<|im_start|>assistant\n").unwrap();
+    let at = held
+        .windows(header.len())
+        .rposition(|w| w == header)
+        .expect("a generation prompt");
+    let before = tokenizer.decode(&held[..at], false);
+    let users: Vec<&str> = before.split("<|im_start|>user\n").skip(1).collect();
+    let last = users.last().unwrap().split("<|im_end|>").next().unwrap();
+    let words = if before.contains("system\nlong") {
+        400
+    } else {
+        1
+    };
+    let answer = format!("{} of {}: {last}", "word ".repeat(words), users.len());
+    let off = tokenizer.encode("<think>\n\n</think>\n\n").unwrap();
+    let said = &held[at + header.len()..];
+    let thought = if before.contains("system\ndeep") {
+        "hm ".repeat(40) + "hm"
+    } else {
+        "hm".into()
+    };
+    let close = tokenizer.encode("\n</think>\n\n").unwrap();
+    let closed = said.windows(close.len()).position(|w| w == close);
+    let (said, answer) = match (said.strip_prefix(off.as_slice()), closed) {
+        (Some(said), _) => (said, answer),
+        (None, Some(at)) => (&said[at + close.len()..], answer),
+        (None, None) => (said, format!("<think>\n{thought}\n</think>\n\n{answer}")),
+    };
+    let answer = tokenizer.encode(&answer).unwrap();
+    let end = tokenizer.token_id("<|im_end|>").unwrap();
+    answer.get(said.len()).copied().unwrap_or(end)
 }
 
 /// A conversation and its model, for tests.
@@ -136,22 +80,18 @@ impl Bench {
     }
 
     fn talk(&self, ctx: usize, system: Option<&str>, overflow: Overflow) -> Talk<'_> {
-        let fed = Arc::default();
-        let session = Parrot {
-            tokenizer: Arc::clone(&self.tokenizer),
-            spec: SessionSpec {
-                slots: 1,
-                ctx,
-                pages: None,
-                kv: KvType::F16,
-                max_rows: 64,
-                snapshots: None,
-                drafts: DraftedBy::Nothing,
-            },
-            held: Vec::new(),
-            logits: Vec::new(),
-            fed: Arc::clone(&fed),
-        };
+        let (fed, tokenizer) = (Arc::new(AtomicUsize::new(0)), Arc::clone(&self.tokenizer));
+        let mut session =
+            FakeSession::new(session_spec(1, ctx, KvType::F16, 64), 4096, move |held| {
+                let mut logits = vec![0.0; 4096];
+                logits[parrot(&tokenizer, held) as usize] = 1.0;
+                logits
+            });
+        let counted = Arc::clone(&fed);
+        session.before = Box::new(move |chunks| {
+            counted.fetch_add(chunks[0].tokens.len(), Ordering::Relaxed);
+            Ok(())
+        });
         let settings = ChatSettings {
             sampling: SamplingParams::greedy(),
             max_tokens: None,
@@ -161,9 +101,16 @@ impl Bench {
             stop: Vec::new(),
         };
         let system = system.map(String::from);
-        let session = (Box::new(session) as _, None);
+        let model = LocalModel {
+            name: "parrot",
+            text: &self.text,
+            sight: None,
+            raw: false,
+            session: Box::new(session),
+            drafts: None,
+        };
         Talk {
-            conversation: Conversation::new(&self.text, false, session, system, settings),
+            conversation: Conversation::new(model, system, settings),
             notes: Vec::new(),
             fed,
         }
@@ -173,7 +120,7 @@ impl Bench {
 struct Talk<'m> {
     conversation: Conversation<'m>,
     notes: Vec<String>,
-    fed: Arc<std::sync::atomic::AtomicUsize>,
+    fed: Arc<AtomicUsize>,
 }
 
 impl Talk<'_> {
@@ -418,4 +365,29 @@ fn an_interrupted_answer_is_kept_and_its_thinking_closed() {
     let text = talk.conversation.chat.messages()[1].text().to_owned();
     assert!(text.contains("</think>"), "{text}");
     assert_eq!(talk.ask("two").unwrap().answer, "word  of 2: two");
+}
+
+/// An image stays attached if the message fails, and goes into the chat as other programs write it.
+#[test]
+fn images_go_with_one_message() {
+    let bench = Bench::new();
+    let mut talk = bench.talk(1000, None, Overflow::Stop);
+    let file = "pictures/tests/fixtures/gray.png";
+    let image = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+    talk.conversation.chat.attach(image);
+    for _ in 0..2 {
+        let e = talk.ask("what is it?").unwrap_err().to_string();
+        assert!(e.starts_with("parrot reads text alone"), "{e}");
+        assert!(talk.conversation.chat.messages().is_empty());
+    }
+    let attached = &talk.conversation.chat.attached;
+    let message = message_with_images(attached, "what is it?").unwrap();
+    assert_eq!(message.text(), "what is it?");
+    let url = message.content[0]["image_url"]["url"].as_str().unwrap();
+    assert!(url.starts_with("data:image/png;base64,iVBOR"), "{url}");
+    talk.conversation.chat.clear();
+    assert!(talk.ask("one").is_ok());
+    talk.conversation.chat.attach(b"no image".to_vec());
+    let e = talk.ask("what is it?").unwrap_err().to_string();
+    assert!(e.starts_with("no picture"), "{e}");
 }

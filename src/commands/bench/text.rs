@@ -3,8 +3,7 @@
 use super::super::synth::parse_preset;
 use super::{BenchArgs, BenchModel, Meter, codes, random, show};
 use crate::adapters;
-use crate::at_load::longest_context;
-use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights, Drafts};
+use crate::draft::{DraftCheckpoint, DraftFrom, DraftWeights};
 use crate::flags::{Global, conflict};
 use crate::terminal::Terminal;
 use crate::texts;
@@ -12,6 +11,7 @@ use anyhow::{Context, bail};
 use nq_evals::DraftRow;
 use nq_evals::bench::{self, Answer, DraftBy, Machine, TextSpec};
 use nq_formats::{Checkpoint, Progress};
+use nq_load::Drafts;
 use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -45,7 +45,7 @@ pub(super) fn run(
             (prompt.to_vec(), rest.to_vec())
         }
     };
-    let positions = longest_context(checkpoint.config());
+    let positions = checkpoint.config().longest_context();
     if replayed && prompt.len() + 1 >= positions {
         bail!(
             "the text before the answer has {} tokens: expected fewer than the model's {positions} \
@@ -98,12 +98,7 @@ pub(super) fn run(
         drafts: (
             match &drafts {
                 Drafts::Ngram => DraftBy::Ngram,
-                Drafts::Eagle(head) => DraftBy::Head {
-                    open: Box::new(|session| Ok(head.drafter(session)?)),
-                    layer: head.layer(),
-                    vocab: checkpoint.config().vocab_size,
-                },
-                Drafts::Mtp(layer) => DraftBy::Head {
+                Drafts::Layer(layer) => DraftBy::Head {
                     open: Box::new(|session| Ok(layer.drafter(session)?)),
                     layer: layer.layer(),
                     vocab: checkpoint.config().vocab_size,
@@ -126,7 +121,7 @@ pub(super) fn run(
         cache_bytes: meter.cache_bytes()?,
     };
     let rows = bench::text(engine, &spec, machine, terminal)?.into();
-    show(model, engine, machine, rows, global, terminal)
+    show(args, model, engine, machine, rows, global, terminal)
 }
 
 fn read(path: &Path) -> anyhow::Result<String> {
@@ -242,7 +237,7 @@ fn drafts(
             let layers = args
                 .draft_layers
                 .unwrap_or(preset.config().num_hidden_layers);
-            let model = random(&preset, layers, (codes(args)?, true), 1)?;
+            let model = random(&preset, layers, codes(args)?, true, 1)?;
             DraftCheckpoint {
                 name: model.name,
                 checkpoint: model.checkpoint,

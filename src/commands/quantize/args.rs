@@ -6,16 +6,16 @@ use crate::flags::{Global, conflict, parse_size};
 use anyhow::{Context, bail};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
+use nq_formats::export::ExportFormat;
 use nq_formats::nq::SourceRecord;
 use nq_formats::trellis::Code;
-use nq_formats::{AffineScheme, Bits, Group, Scheme, Zeros};
+use nq_formats::{Bits, Group, Zeros};
 use nq_model::ModelConfig;
-use nq_quantize::allocation;
 use nq_quantize::methods::{self, METHODS};
-use nq_quantize::mix;
 use nq_quantize::pipeline::QuantizeOptions;
-use nq_quantize::schemes::{GROUP_SIZES, default_scheme, head_scheme};
-use nq_quantize::{CalibrationSource, Codes, Effort, Limits, Schemes, TargetSize, TuneOptions};
+use nq_quantize::{
+    CalibrationSource, Codes, Effort, Limits, Recipe, TargetSize, TuneOptions, group_named,
+};
 use std::ffi::OsString;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -31,8 +31,8 @@ pub struct QuantizeArgs {
     /// are expected to lose least quality, at the size of one scheme for all layers with an 8-bit embedding and head
     #[arg(long, default_value = "4", value_parser = parse_bits)]
     pub bits: f32,
-    /// Trellis codes, of 2, 2.5, 3, 3.5, 4, 5 or 6 bits, instead of integer codes: two fifths less divergence in the
-    /// same bytes. CPUs read prompts more slowly, those with AVX2 alone decode at 0.3 of the speed, GPUs at 0.55 to
+    /// Trellis codes instead of integers: two fifths less divergence in the same bytes. Their --bits are 2, 2.5, 3,
+    /// 3.5, 4, 5 or 6. CPUs read prompts more slowly, those with AVX2 alone decode at 0.3 of the speed, GPUs at 0.55 to
     /// 0.7; GPUs hold experts as FP16. Embedding and head get two bits more. `--trellis=sum` (2, 3, 4, 5 or 6) has a
     /// tenth less divergence than octagon, the default, and products take twice the time
     #[arg(long, value_name = "CODE", num_args = 0..=1, require_equals = true, default_missing_value = "octagon",
@@ -74,20 +74,20 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "X",
           conflicts_with_all = ["group_size", "asym", "sym", "simple"])]
     pub target_bpw: Option<f64>,
-    /// The same for a total size of all tensors, e.g. 400MB
+    /// Choose the bits of each weight so that all tensors take this much, e.g. 400MB
     #[arg(long, value_name = "SIZE", value_parser = parse_size,
           conflicts_with_all = ["target_bpw", "group_size", "asym", "sym", "simple"])]
     pub target_size: Option<u64>,
     /// Search the clipping range of each group (rtn; always on for awq and gptq)
     #[arg(long)]
     pub clip: bool,
-    /// Folder or file to write [default: a folder in nq's own model folder, by the name of --name]
+    /// Folder or file to write [default: by --name, in nq's own folder]
     #[arg(long, value_name = "PATH")]
     pub out: Option<PathBuf>,
-    /// Name in nq's own model folder, as `nq list` shows it [default: the model's, and what was asked for]
+    /// Name in `nq list` [default: the model's, and what was asked for]
     #[arg(long, conflicts_with = "out", value_parser = parse_name)]
     pub name: Option<String>,
-    /// Format to write; quality is measured on the same weights in nq's own format
+    /// Format to write. Quality is measured on the same weights in nq's own format
     #[arg(long, value_enum, default_value_t = FormatArg::Nq)]
     pub format: FormatArg,
     /// Replace an existing output
@@ -102,8 +102,8 @@ pub struct QuantizeArgs {
     /// Seed of everything random
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Raise bits until the mean KL divergence from the source, in nats per token, is at most this
-    /// (e.g. 0.02), or fail; with a target size, bits are not raised
+    /// Raise bits until the mean KL divergence from the source is at most this, e.g. 0.02. It is in nats per token. If
+    /// no bits suffice, nothing is written; with a target size, bits are not raised
     #[arg(long, value_name = "X", value_parser = parse_kld)]
     pub max_kld: Option<f64>,
     /// The same until the best token agrees at this share of positions, e.g. 0.95 or 95%
@@ -203,13 +203,7 @@ fn parse_tokens(s: &str) -> Result<usize, String> {
 }
 
 fn parse_group(s: &str) -> Result<Group, String> {
-    match s {
-        "channel" => Ok(Group::Channel),
-        size => match size.parse() {
-            Ok(size) if GROUP_SIZES.contains(&size) => Ok(Group::Size(size)),
-            _ => Err("expected 32, 64, 128 or channel".into()),
-        },
-    }
+    group_named(s).ok_or_else(|| "expected 32, 64, 128 or channel".into())
 }
 
 /// An error unless `path` is a file that can be read, before there is work that it would cost.
@@ -224,12 +218,11 @@ fn check_text(path: &Path, flag: &str) -> anyhow::Result<()> {
 impl QuantizeArgs {
     /// Refuses flags that contradict each other in ways clap's own rules cannot tell.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        if let Err(e) = self.codes() {
-            return Err(conflict("quantize", format!("--{e}")));
-        }
-        if self.trellis.is_some() && self.format != FormatArg::Nq {
-            let what = "--trellis: only nq's own format has trellis codes: expected --format nq";
-            return Err(conflict("quantize", what));
+        match self.recipe().and_then(|recipe| recipe.check()) {
+            Err(e @ nq_quantize::Error::Request { .. }) => {
+                return Err(conflict("quantize", format!("--{e}")));
+            }
+            checked => checked?,
         }
         let tuning = [
             (self.tune_steps.is_some(), "--tune-steps"),
@@ -238,13 +231,6 @@ impl QuantizeArgs {
         let given = tuning.into_iter().find(|(given, _)| *given);
         if let Some((_, flag)) = given.filter(|_| self.method != AUTO) {
             return Err(conflict("quantize", format!("{flag} needs --method auto")));
-        }
-        if self.target().is_some() && !self.chooses() {
-            return Err(conflict(
-                "quantize",
-                "--target-bpw and --target-size choose among schemes: expected --format nq, or gguf \
-                 without --method auto",
-            ));
         }
         if let CalibrationSource::File(path) = self.calibration() {
             check_text(&path, "--calib")?;
@@ -261,23 +247,16 @@ impl QuantizeArgs {
             .map_or(Ok(()), |path| check_text(path, "--eval-text"))
     }
 
-    /// The options of the library for these flags, with `schemes`, written to `out`.
+    /// The options of the library for these flags and a model of this shape, written to `out`.
     pub(super) fn options(
         &self,
         global: &Global,
-        schemes: Schemes,
-        candidates: Vec<Scheme>,
+        config: &ModelConfig,
         out: PathBuf,
         source: SourceRecord,
-    ) -> QuantizeOptions {
-        QuantizeOptions {
-            bits: schemes.linears.bits(),
-            schemes,
-            candidates,
-            target: self.target(),
-            head_fixed: self.head_bits.is_some(),
+    ) -> nq_quantize::Result<QuantizeOptions> {
+        Ok(QuantizeOptions {
             method: self.method().into(),
-            tuning: self.tuning(),
             calibration: self.calibration(),
             calib_tokens: self.calib_tokens,
             seed: self.seed,
@@ -288,13 +267,13 @@ impl QuantizeArgs {
             measure: !self.no_measure,
             eval_text: self.eval_text.clone(),
             eval_tokens: self.eval_tokens,
-            out,
             force: self.force,
             resume: self.resume,
             source,
             load: global.load_options(),
             device_memory: self.device_memory,
-        }
+            ..QuantizeOptions::new(config, self.recipe()?, out)?
+        })
     }
 
     fn calibration(&self) -> CalibrationSource {
@@ -313,9 +292,24 @@ impl QuantizeArgs {
         method.clip.filter(|_| self.clip).unwrap_or(method.name)
     }
 
-    fn target(&self) -> Option<TargetSize> {
+    /// What the flags ask for.
+    pub(super) fn recipe(&self) -> nq_quantize::Result<Recipe> {
         let bits = self.target_bpw.map(TargetSize::BitsPerWeight);
-        self.target_size.map(TargetSize::Bytes).or(bits)
+        let zeros = match (self.asym, self.sym) {
+            (true, _) => Some(Zeros::Integer),
+            (_, true) => Some(Zeros::None),
+            _ => None,
+        };
+        Ok(Recipe {
+            format: self.format.format(),
+            tuning: self.tuning(),
+            simple: self.simple,
+            group: self.group_size,
+            zeros,
+            head_bits: self.head_bits,
+            target: self.target_size.map(TargetSize::Bytes).or(bits),
+            ..Codes::of_bits(self.bits, self.trellis)?.into()
+        })
     }
 
     fn tuning(&self) -> Option<TuneOptions> {
@@ -332,185 +326,34 @@ impl QuantizeArgs {
         (self.method == AUTO).then_some(TuneOptions { effort })
     }
 
-    fn codes(&self) -> nq_quantize::Result<Codes> {
-        Codes::of_bits(self.bits, self.trellis)
-    }
-
-    /// The schemes to begin with, where each weight may have its own.
-    fn schemes(&self) -> anyhow::Result<Schemes> {
-        let bits = match self.codes()? {
-            Codes::Integer(bits) => bits,
-            Codes::Trellis(linears) => {
-                let usual = Schemes::trellis(linears);
-                let head = match self.head_bits {
-                    None => usual.head,
-                    Some(16) => None,
-                    Some(8) => Some(head_scheme(Bits::B8).into()),
-                    Some(bits) => match Codes::of_bits(bits as f32, self.trellis)? {
-                        Codes::Trellis(scheme) => Some(scheme.into()),
-                        Codes::Integer(_) => None,
-                    },
-                };
-                return Ok(Schemes { head, ..usual });
-            }
-        };
-        let (default, head) = self.usual(default_scheme(bits), self.head_bits)?;
-        let zeros = match (self.asym, self.sym) {
-            (true, _) => Zeros::Integer,
-            (_, true) => Zeros::None,
-            _ => default.zeros,
-        };
-        let group = self.group_size.unwrap_or(default.group);
-        let super_blocks = self.format == FormatArg::Gguf && !default.scales.is_half();
-        let linears = match (zeros, group) == (default.zeros, default.group) {
-            true => default,
-            // Super-blocks have groups and offsets of their own; the other blocks take these.
-            false if super_blocks => AffineScheme::new(bits, group, zeros),
-            false => AffineScheme {
-                group,
-                zeros,
-                ..default
-            },
-        };
-        Ok(Schemes {
-            linears: linears.into(),
-            head: head.map(Scheme::from),
-            ..Schemes::defaults(default.bits)
-        })
-    }
-
-    /// The schemes of Linears and of embedding and head without the other flags, `own` being nq's.
-    fn usual(
-        &self,
-        own: AffineScheme,
-        head_bits: Option<u32>,
-    ) -> anyhow::Result<(AffineScheme, Option<AffineScheme>)> {
-        let (linears, head) = self.format.schemes(own, head_bits, self.mixes())?;
-        // Tuning knows integer zero-points, which fit blocks without super-blocks.
-        let tuned = self.format == FormatArg::Gguf && self.method == AUTO;
-        let group = Group::Size(32);
-        Ok((
-            if tuned {
-                AffineScheme { group, ..own }
-            } else {
-                linears
-            },
-            head,
-        ))
-    }
-
-    /// True if each weight may have a scheme of its own.
-    fn chooses(&self) -> bool {
-        match self.format {
-            FormatArg::Nq => true,
-            FormatArg::Gguf => self.method != AUTO,
-            _ => false,
-        }
-    }
-
-    /// True if flags ask for one scheme for all layers.
-    fn is_one(&self) -> bool {
-        let layers = self.simple || self.asym || self.sym || self.group_size.is_some();
-        layers || self.head_bits.is_some()
-    }
-
-    /// True if layers, embedding and head get a mix of schemes, that is, if no flag asks for one scheme.
-    fn mixes(&self) -> bool {
-        let mixes = self.chooses() && !self.is_one();
-        mixes && self.target().is_none() && self.bits < 8.0
-    }
-
-    /// The schemes that the run begins with, and those among which weights can choose if these do not do.
-    pub(super) fn initial(&self, config: &ModelConfig) -> anyhow::Result<(Schemes, Vec<Scheme>)> {
-        let base = self.schemes()?;
-        let Scheme::Affine(linears) = base.linears else {
-            let schemes = match (base.linears.trellis(), self.mixes()) {
-                (Some(linears), true) => mix::usual_trellis(config, linears)?,
-                _ => base,
-            };
-            let code = self.trellis.unwrap_or(Code::Octagon);
-            return Ok((schemes, allocation::trellis_candidates(code, self.bits)));
-        };
-        let bits = linears.bits;
-        let mixing = self
-            .mixes()
-            .then(|| self.candidates(config, mix::least(bits)));
-        let candidates = self.candidates(config, bits);
-        let schemes = mix::initial(config, base, mixing.as_deref(), &candidates)?;
-        Ok((schemes, candidates))
-    }
-
-    /// The schemes of at least `least` bits among which weights can choose; empty if the flags leave no choice.
-    fn candidates(&self, config: &ModelConfig, least: Bits) -> Vec<Scheme> {
-        match self.chooses() {
-            true => self.format.candidates(config, least),
-            false => Vec::new(),
-        }
-    }
-
     /// The folder's name in nq's own model folder: the model and what differs from the format's
     /// defaults.
-    pub(super) fn default_name(&self, model: &str, schemes: &Schemes) -> anyhow::Result<String> {
-        let mut name = match self.trellis {
-            None => format!("{model}-int{}", self.bits),
-            Some(Code::Octagon) => format!("{model}-trellis{}", self.bits),
-            Some(Code::Sum) => format!("{model}-trellis{}-sum", self.bits),
-        };
-        let (linears, head) = match schemes.linears {
-            Scheme::Affine(scheme) => {
-                let (linears, head) = self.usual(default_scheme(scheme.bits), None)?;
-                (Scheme::from(linears), head.map(Scheme::from))
-            }
-            Scheme::Trellis(scheme) => (scheme.into(), Schemes::trellis(scheme).head),
-        };
-        if self.simple {
-            name += "-simple";
-        }
+    pub(super) fn default_name(&self, model: &str) -> anyhow::Result<String> {
+        let recipe = self.recipe()?;
+        let mut name = format!("{model}-{}", recipe.label()?);
         if self.method == AUTO {
             name += "-auto";
         }
         if self.method() != "gptq" {
             name += &format!("-{}", self.method());
         }
-        if schemes.linears.group() != linears.group() {
-            name += &format!("-{}", schemes.linears.group());
+        name += &recipe.differences()?;
+        if recipe.format != ExportFormat::Nq {
+            name += &format!(".{}", recipe.format.word());
         }
-        let zeros = |s: Scheme| s.affine().map(|s| s.zeros);
-        if zeros(schemes.linears) != zeros(linears) {
-            name += match zeros(schemes.linears) {
-                Some(Zeros::None) => "-sym",
-                _ => "-asym",
-            };
-        }
-        if schemes.head != head {
-            let bits = schemes.head.map_or(16.0, Scheme::bits);
-            name += &format!("-head{bits}");
-        }
-        match self.target() {
-            Some(TargetSize::Bytes(n)) => name += &format!("-{n}bytes"),
-            Some(TargetSize::BitsPerWeight(x)) => name += &format!("-{x}bpw"),
-            None => {}
-        }
-        Ok(name + self.format.suffix())
+        Ok(name)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Bits, Global, QuantizeArgs, QuantizeOptions, SourceRecord, parse_share};
+    use super::{QuantizeArgs, parse_share};
     use clap::Parser;
-    use nq_model::Preset;
 
     #[derive(Parser)]
     struct Program {
         #[command(flatten)]
         args: QuantizeArgs,
-    }
-
-    #[derive(Parser)]
-    struct Shared {
-        #[command(flatten)]
-        global: Global,
     }
 
     #[test]
@@ -537,27 +380,7 @@ mod tests {
         ] {
             let words = ["nq", "demo"].into_iter().chain(flags.split_whitespace());
             let Program { args } = Program::try_parse_from(words).unwrap();
-            let schemes = args.schemes().unwrap();
-            assert_eq!(args.default_name("demo", &schemes).unwrap(), expected);
-        }
-    }
-
-    /// A program that asks the library gets what the command makes.
-    #[test]
-    fn the_library_has_the_defaults_of_the_command() {
-        for preset in ["qwen3-0.6b", "qwen3-8b"] {
-            let config = Preset::find(preset).unwrap().config();
-            for bits in Bits::ALL {
-                let flag = u32::from(bits).to_string();
-                let words = ["nq", "demo", "--bits", &flag];
-                let Program { args } = Program::try_parse_from(words).unwrap();
-                let Shared { global } = Shared::try_parse_from(["nq"]).unwrap();
-                let (schemes, candidates) = args.initial(&config).unwrap();
-                let source = SourceRecord::default();
-                let command = args.options(&global, schemes, candidates, "out".into(), source);
-                let library = QuantizeOptions::new(&config, bits, "out").unwrap();
-                assert_eq!(format!("{command:?}"), format!("{library:?}"));
-            }
+            assert_eq!(args.default_name("demo").unwrap(), expected);
         }
     }
 

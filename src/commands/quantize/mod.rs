@@ -2,10 +2,11 @@
 
 mod args;
 mod report;
-mod target;
 
+use crate::adapters;
+use crate::commands::convert::summary_lines;
 use crate::flags::Global;
-use crate::library::{check_quantizable, place};
+use crate::library::{Error as ProgramError, Target, check_quantizable, place};
 use crate::model;
 use crate::terminal::{
     Terminal, human_bytes, leave_interrupted, on_signals, print_line, say, shell_word, time_plan,
@@ -13,15 +14,13 @@ use crate::terminal::{
 use anyhow::Context;
 pub use args::QuantizeArgs;
 use nq_formats::Progress;
-use nq_formats::adapter::Adapter;
-use nq_formats::nq::{SourceRecord, staging};
+use nq_formats::nq::staging;
 use nq_formats::trellis::Code;
 use nq_quantize::pipeline::{Job, QuantizeOptions};
 use nq_quantize::train::untrainable;
 use nq_quantize::{DeviceEstimate, Error, Estimate, TargetSize};
 use std::path::Path;
 use std::process::ExitCode;
-use target::Target;
 
 /// Runs `nq quantize`.
 pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
@@ -29,35 +28,27 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let terminal = Terminal::new();
     let model = model::open(args.model.as_deref(), global, &terminal)?;
     check_quantizable(&model)?;
-    let (schemes, candidates) = args.initial(model.checkpoint.config())?;
     let (out, call) = match &args.out {
         Some(out) => (out.clone(), out.display().to_string()),
         None => {
             let name = match &args.name {
                 Some(name) => name.clone(),
-                None => args.default_name(&model.name, &schemes)?,
+                None => args.default_name(&model.name)?,
             };
             (model::models_dir()?.join(&name), name)
         }
     };
     let target = Target {
-        format: args.format,
+        format: args.format.format(),
         out,
         force: args.force,
     };
-    if let Some(cost) = target.check(&model.checkpoint, &schemes)? {
+    let source = adapters::record(&model, &global.adapter_files()?)?;
+    let mut options = args.options(global, model.checkpoint.config(), target.folder(), source)?;
+    let cost = target.check(&model.checkpoint, &options.schemes);
+    if let Some(cost) = cost.map_err(ProgramError::untyped)? {
         terminal.note(&cost);
     }
-    // Work is resumed only with adapters that are the same ones.
-    let mut name = model.source.clone();
-    for adapter in &global.adapters {
-        name += &format!(" (sha256 {})", Adapter::sha256(&adapter.path)?);
-    }
-    let source = SourceRecord {
-        name,
-        ..SourceRecord::default()
-    };
-    let mut options = args.options(global, schemes, candidates, target.folder(), source);
     let untrainable = untrainable(model.checkpoint.config()).filter(|_| options.tuning.is_some());
     if let Some(found) = untrainable {
         terminal.note(&format!("{found} is not tuned: --method auto is gptq here"));
@@ -109,8 +100,16 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
         }
         Err(e) => return Err(e.into()),
     };
-    let written = target.write(&mut report, &terminal)?;
-    let mut closing: Vec<String> = written.iter().map(|l| report::row("written", l)).collect();
+    let own = format!(
+        "in nq's own format: {} in files",
+        human_bytes(report.file_bytes)
+    );
+    let written = target.write(&mut report, &terminal);
+    let mut closing = Vec::new();
+    if let Some(written) = written.map_err(ProgramError::untyped)? {
+        let lines = summary_lines(&written).into_iter().chain([own]);
+        closing.extend(lines.map(|line| report::row("written", &line)));
+    }
     closing.push(format!("\nTalk to it:  nq chat {}", shell_word(&call)));
     report::show(&report, &closing, global)?;
     Ok(ExitCode::SUCCESS)

@@ -138,7 +138,7 @@ fn cost_lines(report: &QuantizeReport) -> Vec<String> {
         .map(|s| format!("{} {:.1} s", s.name, s.seconds))
         .collect();
     if !slow.is_empty() {
-        lines.push(row("of it", slow.join(", ")));
+        lines.push(row("mostly", slow.join(", ")));
     }
     lines
 }

@@ -3,30 +3,28 @@
 
 use super::ServeArgs;
 use crate::adapters::check_device;
-use crate::at_load::{self, at_load, longest_context};
-use crate::draft::{self, DraftFrom, DraftWeights, Drafts};
+use crate::at_load::{self, SightBytes, at_load, sight};
+use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{AdapterArg, Global};
 use crate::library::Error;
 use crate::model;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
+use nq_answers::{Sight, SightOptions};
 use nq_cpu::adapter_bytes;
 use nq_formats::adapter::{Adapter, Lora};
 use nq_formats::hash::sha256_hex;
 use nq_formats::{Checkpoint, Progress, Task};
 use nq_kernels::pages::PAGE;
+use nq_load::Drafts;
 use nq_load::device::Device;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{ChatTemplate, DeviceMemory, Engine, KvType, LoadOptions, SessionSpec};
-use nq_serve::about::{self, About};
-use nq_serve::room::{self, Room, SessionBytes, Wanted};
+use nq_serve::about::{self, About, AboutTower};
+use nq_serve::room::{self, RoomError, ServedSession, Wanted};
 use nq_serve::{EngineOptions, LoadError, ModelSource, OpenDrafts, PageStore, ServedModel};
-use std::fmt;
 use std::sync::Arc;
-
-/// Least prompt tokens computed together, if prompts have that many.
-const LEAST_ROWS: (usize, usize) = (16, 64);
 
 /// Settings for loading all models.
 #[derive(Clone)]
@@ -38,6 +36,7 @@ pub(super) struct LoadingSettings {
     kv: KvType,
     kv_memory: Option<u64>,
     state_memory: Option<u64>,
+    sight: SightOptions,
     /// Number of models that share the memory for keys and values.
     models: u64,
     /// Keys and values on disk, which survive the server.
@@ -70,10 +69,13 @@ impl LoadingSettings {
                 parallel: args.parallel.into(),
                 queue: args.queue.into(),
                 prefix_cache: !args.no_prefix_cache,
-                least_rows: if on_gpu { LEAST_ROWS.1 } else { LEAST_ROWS.0 },
-                ..EngineOptions::default()
+                ..EngineOptions::of_device(on_gpu)
             },
             ctx: args.ctx,
+            sight: SightOptions {
+                tokens: args.image_tokens,
+                ..SightOptions::default()
+            },
             kv: args.kv,
             kv_memory: args.kv_memory,
             state_memory: args.state_memory,
@@ -87,7 +89,7 @@ impl LoadingSettings {
 /// A model on disk, or built in.
 pub(super) struct Loadable {
     name: String,
-    checkpoint: Checkpoint,
+    checkpoint: Arc<Checkpoint>,
     /// Schemes for quantizing it at load.
     schemes: Option<Schemes>,
     /// The drafter that was asked for.
@@ -119,7 +121,7 @@ impl Loadable {
     ) -> anyhow::Result<Self> {
         let (checkpoint, schemes) = at_load(model.checkpoint, settings.bits, &**terminal)?;
         model::note_growth(&checkpoint, &**terminal);
-        let trained = longest_context(checkpoint.config());
+        let trained = checkpoint.config().longest_context();
         if let Some(n) = settings.ctx.filter(|n| !(2..=trained).contains(n)) {
             bail!("--ctx: expected 2 to {trained}, the model's longest, found {n}");
         }
@@ -129,7 +131,7 @@ impl Loadable {
         };
         Ok(Loadable {
             name: name.map_or(model.name, str::to_owned),
-            checkpoint,
+            checkpoint: Arc::new(checkpoint),
             schemes,
             asked: settings.draft.clone(),
             draft,
@@ -151,7 +153,7 @@ impl Loadable {
     /// With adapters beside its weights.
     ///
     /// # Errors
-    /// An adapter of another model, or one that can only be merged; a GPU.
+    /// An adapter of another model, or one that can only be merged; several GPUs.
     pub(super) fn with_adapters(mut self, adapters: &[AdapterArg]) -> anyhow::Result<Self> {
         if !adapters.is_empty() {
             check_device(&self.settings.load)?;
@@ -180,11 +182,12 @@ impl Loadable {
     /// Loads it and reports the memory reserved.
     ///
     /// # Errors
-    /// [`Short`] if it does not fit the memory.
+    /// [`RoomError::Short`] if it does not fit the memory.
     pub(super) fn load(&self) -> anyhow::Result<Loaded> {
         let options = &self.settings.load;
         let (checkpoint, schemes) = (&self.checkpoint, self.schemes.as_ref());
         let loras = self.loras()?;
+        let mut beside = 0;
         if Device::choose(options.device)? == Device::Cpu {
             let least = self.spec(PAGE, 1);
             let running = at_load::memory(checkpoint, schemes, &least)?;
@@ -192,18 +195,27 @@ impl Loadable {
             let draft = draft.map(|d| d.memory(checkpoint.config(), &least));
             let draft = draft.transpose()?.map_or(0, |(_, bytes)| bytes);
             let adapters = adapter_bytes(checkpoint.config(), &loras, least.max_rows)?;
-            let needed = running.peak + draft + adapters as u64;
+            let images = SightBytes::plan(checkpoint, &self.settings.sight)?;
+            beside = images.as_ref().map_or(0, SightBytes::total);
+            let needed = running.peak + draft + adapters as u64 + beside;
             let free = available_memory().unwrap_or(u64::MAX);
             if needed > free {
-                let help = (draft > 0).then(|| {
+                let drafts = "for drafts (--draft none)";
+                let images = "for images (a smaller --image-tokens helps)";
+                let parts = [(draft, drafts), (beside, images)].into_iter();
+                let parts = parts.filter(|(bytes, _)| *bytes > 0);
+                let parts: Vec<String> = parts
+                    .map(|(bytes, what)| format!("{} of which are {what}, ", human_bytes(bytes)))
+                    .collect();
+                let help = (!parts.is_empty()).then(|| {
                     format!(
-                        "this needs {} of memory, {} of which are for drafts (--draft none), and {} are free",
+                        "this needs {} of memory, {}and {} are free",
                         human_bytes(needed),
-                        human_bytes(draft),
+                        parts.concat(),
                         human_bytes(free)
                     )
                 });
-                return Err(Short { needed, free, help }.into());
+                return Err(RoomError::Short { needed, free, help }.into());
             }
         }
         let (config, store) = (checkpoint.config(), checkpoint.store());
@@ -214,7 +226,13 @@ impl Loadable {
         drop(loras);
         let device = engine.description().device.clone();
         let drafts = self.drafts(engine.as_ref())?;
-        let (spec, kv_bytes) = self.plan(engine.as_ref(), drafts.as_ref())?;
+        // Before the session takes its share of what is free.
+        let sight = sight(&self.checkpoint, &self.settings.load, self.settings.sight);
+        sight.as_ref().map(Sight::load).transpose()?;
+        let ServedSession {
+            spec,
+            bytes: kv_bytes,
+        } = self.session(engine.as_ref(), drafts.as_ref(), beside)?;
         let parallel = self.settings.engine.parallel;
         let read_once_from = engine.read_once_from(&spec, parallel);
         let mut options = self.settings.engine.clone();
@@ -233,6 +251,9 @@ impl Loadable {
         }
         let mut model = ServedModel::new(&self.name, checkpoint, engine, spec, options)?;
         model.quantized_at_load(self.bits_at_load());
+        if let (Some(sight), Some(tower)) = (sight, self.tower()) {
+            model.set_sight(sight, tower);
+        }
         let pages = spec.page_count();
         let sharing = match (self.settings.engine.prefix_cache, read_once_from) {
             (false, _) => "; nothing is kept for prompts to come".to_owned(),
@@ -313,6 +334,13 @@ impl Loadable {
         self.schemes.as_ref().and(self.settings.bits)
     }
 
+    /// The tower that it sees with, on a CPU.
+    fn tower(&self) -> Option<AboutTower> {
+        let settings = &self.settings;
+        let on_cpu = matches!(Device::choose(settings.load.device), Ok(Device::Cpu));
+        AboutTower::of(&self.checkpoint, settings.sight.tokens).filter(|_| on_cpu)
+    }
+
     /// The size of a session without snapshots.
     fn spec(&self, ctx: usize, pages: usize) -> SessionSpec {
         let on_gpu = !matches!(Device::choose(self.settings.load.device), Ok(Device::Cpu));
@@ -328,124 +356,32 @@ impl Loadable {
         }
     }
 
-    /// The number and length of sequences, the pages and snapshots for them, and the bytes of both.
-    fn plan(
+    /// The session in which it serves, `beside` as many bytes of memory for images.
+    fn session(
         &self,
         engine: &dyn Engine,
         drafts: Option<&Drafts>,
-    ) -> anyhow::Result<(SessionSpec, u64)> {
-        let settings = &self.settings;
-        let trained = longest_context(self.checkpoint.config());
+        beside: u64,
+    ) -> Result<ServedSession, RoomError> {
+        let (settings, config) = (&self.settings, self.checkpoint.config());
         let of_drafts = |spec: &SessionSpec| {
             drafts.map_or_else(DeviceMemory::default, |d| d.device_memory(spec))
         };
-        let bytes = |pages: usize, snapshots: usize| -> anyhow::Result<u64> {
-            let spec = SessionSpec {
-                snapshots: Some(snapshots),
-                ..self.spec(PAGE, pages)
-            };
-            // A drafter has a page for each.
-            Ok(match engine.device_memory(&spec) {
-                Some(memory) => (memory.kv + of_drafts(&spec).kv) as u64,
-                None => {
-                    let schemes = self.schemes.as_ref();
-                    let own = at_load::memory(&self.checkpoint, schemes, &spec)?.kv;
-                    own + self.draft.as_ref().map_or(0, |d| d.kv_bytes(&spec))
-                }
-            })
-        };
-        let least = bytes(1, 0)?;
-        let (page_bytes, snapshot_bytes) = (bytes(2, 0)? - least, bytes(1, 1)? - least);
-        let states = least - page_bytes;
-        let longest = settings.ctx.unwrap_or(trained);
-        let whole = self.spec(longest, 1);
-        let (free, on_gpu) = match engine.device_memory(&whole) {
-            Some(memory) => {
-                let scratch = memory.scratch + of_drafts(&whole).scratch;
-                (memory.free.saturating_sub(scratch) as u64, true)
-            }
-            None => (available_memory().unwrap_or(u64::MAX), false),
-        };
-        let bytes = SessionBytes {
-            page: page_bytes,
-            snapshot: snapshot_bytes,
-            states,
-        };
+        if config.delta.is_none() && settings.state_memory.is_some() {
+            let name = &self.name;
+            (self.terminal).note(&format!("--state-memory: {name} has no recurrences"));
+        }
         let wanted = Wanted {
             kv_memory: settings.kv_memory,
             state_memory: settings.state_memory,
             ctx: settings.ctx,
-            trained,
+            trained: config.longest_context(),
+            beside,
             models: settings.models,
             parallel: settings.engine.parallel,
         };
-        let Room {
-            usable,
-            share,
-            snapshots,
-            pages,
-            ctx,
-        } = Room::new(free, on_gpu, bytes, wanted);
-        let less = |bytes: &u64| (1..snapshot_bytes).contains(bytes);
-        if let Some(bytes) = settings.state_memory.filter(less) {
-            bail!(
-                "--state-memory: a state takes {}, and {} are there for it: nothing could be drafted, and no \
-                 prompt kept; 0 asks for that, and a larger one helps",
-                human_bytes(snapshot_bytes),
-                human_bytes(bytes)
-            );
-        }
-        if snapshot_bytes == 0 && settings.state_memory.is_some() {
-            let name = &self.name;
-            (self.terminal).note(&format!("--state-memory: {name} has no recurrences"));
-        }
-        let one = page_bytes * ctx.div_ceil(PAGE).max(1) as u64;
-        if pages < ctx.div_ceil(PAGE) || pages == 0 {
-            let room = settings.kv_memory.unwrap_or(share);
-            let what = format!(
-                "a sequence of {} tokens takes {} of keys and values, and {} are there for them: a \
-                 smaller --ctx or a larger --kv-memory helps",
-                ctx.max(PAGE),
-                human_bytes(one),
-                human_bytes(room)
-            );
-            if settings.kv_memory.is_some() {
-                bail!(what);
-            }
-            return Err(Short {
-                needed: one,
-                free: room,
-                help: Some(what),
-            }
-            .into());
-        }
-        if let Some(bytes) = settings.kv_memory.filter(|&bytes| bytes > free && !on_gpu) {
-            let what = format!(
-                "--kv-memory: {} are free on this machine",
-                human_bytes(free)
-            );
-            return Err(Short {
-                needed: bytes,
-                free,
-                help: Some(what),
-            }
-            .into());
-        }
-        if let Some(bytes) = settings.state_memory.filter(|&bytes| bytes > usable) {
-            let what = format!("--state-memory: {} are free for it", human_bytes(usable));
-            return Err(Short {
-                needed: bytes,
-                free: usable,
-                help: Some(what),
-            }
-            .into());
-        }
-        let spec = SessionSpec {
-            snapshots: Some(usize::try_from(snapshots)?),
-            ..self.spec(ctx, pages)
-        };
-        let bytes = page_bytes * pages as u64 + states + snapshots * snapshot_bytes;
-        Ok((spec, bytes))
+        let memory = |spec: &SessionSpec| engine.device_memory(spec);
+        ServedSession::plan(memory, &self.spec(PAGE, 1), of_drafts, wanted)
     }
 }
 
@@ -472,44 +408,20 @@ impl ModelSource for Loadable {
         let template = ChatTemplate::find(self.checkpoint.files());
         // What is wrong with a template is told when the model is loaded.
         let template = template.ok().flatten();
-        let trained = longest_context(self.checkpoint.config());
+        let trained = self.checkpoint.config().longest_context();
         let context = self.settings.ctx.unwrap_or(trained);
         Some(About {
             bits_at_load: self.bits_at_load(),
+            tower: self.tower(),
             ..About::of(&self.checkpoint, &self.name, template.as_ref(), context)
         })
     }
 }
 
-/// The error of a model that does not fit the memory.
-#[derive(Debug)]
-struct Short {
-    needed: u64,
-    free: u64,
-    /// A remedy, if one is known.
-    help: Option<String>,
-}
-
-impl fmt::Display for Short {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.help {
-            Some(help) => f.write_str(help),
-            None => write!(
-                f,
-                "this needs {} of memory, and {} are free",
-                human_bytes(self.needed),
-                human_bytes(self.free)
-            ),
-        }
-    }
-}
-
-impl std::error::Error for Short {}
-
 /// The figures of a memory error; `None` for other errors.
 fn short_of(e: &anyhow::Error) -> Option<LoadError> {
-    let (needed, free) = match (e.downcast_ref::<Short>(), e.downcast_ref()) {
-        (Some(short), _) => (short.needed, short.free),
+    let (needed, free) = match (e.downcast_ref(), e.downcast_ref()) {
+        (Some(RoomError::Short { needed, free, .. }), _) => (*needed, *free),
         (
             _,
             Some(nq_runtime::Error::Memory {

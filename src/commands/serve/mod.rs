@@ -4,12 +4,13 @@ mod loading;
 
 use crate::draft::{DraftFrom, DraftWeights};
 use crate::flags::{Global, parse_kv, parse_load_bits, parse_size};
-use crate::model::{self, ToRun};
+use crate::model::{self, Stored, ToRun};
 use crate::terminal::{Terminal, leave_interrupted, on_signals, print_line, shell_word};
 use anyhow::{Context, bail};
 use clap::Args;
 use loading::{Loadable, Loaded, LoadingSettings};
 use nq_formats::{Progress, Task, mapping};
+use nq_load::device::Device;
 use nq_runtime::KvType;
 use nq_serve::protocol::reading::Rules;
 use nq_serve::{HttpLimits, Models, Security, Server};
@@ -18,7 +19,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,14 +27,16 @@ use std::time::Duration;
 
 /// Flags of `nq serve`.
 #[derive(Args, Debug)]
-pub struct ServeArgs {
+pub(crate) struct ServeArgs {
     /// demo, a folder, a hub id or a name from `nq list` [default: the
-    /// quantized Qwen3-0.6B, unless --model names others]
+    /// quantized Qwen3-0.6B, unless --model or --models-dir names others]
     pub model: Option<OsString>,
-    /// Another model, loaded on its first request: its name for clients, and a folder or any
-    /// other MODEL
+    /// Another model, loaded on its first request, and its name for clients
     #[arg(long = "model", value_name = "NAME=MODEL", value_parser = parse_named)]
     pub models: Vec<(String, String)>,
+    /// Serve every model in this folder, each loaded on its first request. Its name is its path there, without .gguf
+    #[arg(long, value_name = "FOLDER")]
+    pub models_dir: Option<PathBuf>,
     /// Another name of a model: clients may ask for NAME and get MODEL, a name that is served
     #[arg(long, value_name = "NAME=MODEL", value_parser = parse_named)]
     pub alias: Vec<(String, String)>,
@@ -46,7 +49,7 @@ pub struct ServeArgs {
     /// Port to listen on; 0 takes a free one
     #[arg(long, default_value_t = 8080)]
     pub port: u16,
-    /// File with the keys that clients may use, one per line; NQ_API_KEY holds another
+    /// File with the keys that clients may use, one per line. NQ_API_KEY holds another
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Another name of this machine, besides localhost and its addresses
@@ -68,8 +71,8 @@ pub struct ServeArgs {
     /// Context length of a sequence in tokens [default: the model's, as far as memory allows]
     #[arg(long, value_name = "N")]
     pub ctx: Option<usize>,
-    /// Memory for keys and values of all sequences of a model [default: as much as they can fill, at most
-    /// 40 % of free memory on a CPU and 90 % on a GPU, shared by all models]
+    /// Memory for keys and values of all sequences of a model. By default as much as they can fill, at most
+    /// 40 % of free memory on a CPU and 90 % on a GPU, shared by all models
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub kv_memory: Option<u64>,
     /// Memory for states of sequences at earlier lengths, for a model with recurrences [default: an eighth of that for
@@ -82,10 +85,10 @@ pub struct ServeArgs {
     /// Quantize an unquantized model at load: 3, 4, 5, 6, 8 or 16 (keep it)
     #[arg(long, value_parser = parse_load_bits)]
     pub bits: Option<u32>,
-    /// Speculative decoding, which speeds up answers: ngram drafts from the text so far (prompt lookup), mtp by
-    /// the layer that Qwen3.5 and its like have for it, a smaller model with the same tokenizer drafts for MODEL,
-    /// eagle3:FOLDER asks an EAGLE-3 head made for it, none turns it off [default: mtp or else ngram where
-    /// answers stay exactly the same, as on CPUs; else none]
+    /// Speculative decoding, which speeds up answers: ngram, mtp, MODEL, eagle3:FOLDER or none. With ngram, drafts come
+    /// from the text so far (prompt lookup); with mtp, from the layer that Qwen3.5 to 3.8 and Qwen3-Next have for it; with
+    /// MODEL, from a smaller model with the same tokenizer as the model served; with eagle3, from an EAGLE-3 head made for
+    /// it; none turns it off [default: mtp or else ngram where answers stay exactly the same, as on CPUs; else none]
     #[arg(long, value_name = "FROM")]
     pub draft: Option<DraftFrom>,
     /// Do not keep keys and values of prompts for later requests
@@ -101,6 +104,13 @@ pub struct ServeArgs {
     /// Most tokens of thinking in an answer; requests may ask for fewer. 0 turns thinking off
     #[arg(long, value_name = "N")]
     pub reasoning_budget: Option<usize>,
+    /// Most tokens of an image; larger images are made smaller
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=65_536))]
+    pub image_tokens: u64,
+    /// Hosts that images may be fetched from, if requests give their http addresses: only where they resolve to
+    /// public addresses, and without redirects. Otherwise requests hold their images
+    #[arg(long, value_name = "HOST,...", value_delimiter = ',')]
+    pub image_hosts: Vec<String>,
     /// Unload models that nobody has used for this time, such as 15m; their next requests load them again
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub idle: Option<Duration>,
@@ -157,6 +167,11 @@ pub fn run(args: &ServeArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let rules = Rules {
         strict: args.strict,
         reasoning_budget: args.reasoning_budget,
+        image_hosts: args
+            .image_hosts
+            .iter()
+            .map(|host| host.to_ascii_lowercase())
+            .collect(),
     };
     let notes = Arc::clone(&terminal);
     let server = server
@@ -192,8 +207,7 @@ struct Reserved {
     read_once_from: Option<usize>,
 }
 
-/// MODEL, loaded, and the models of `--model`, found. Without MODEL, only those of `--model`; without
-/// either, the default model.
+/// MODEL, loaded, and the models of `--model` and `--models-dir`, found; the default model, if none of them is given.
 fn models(
     args: &ServeArgs,
     global: &Global,
@@ -207,8 +221,11 @@ fn models(
         ..global.clone()
     };
     let first = match &args.model {
-        Some(name) => Some(model::open(Some(name), global, &**terminal)?),
-        None if args.models.is_empty() => {
+        Some(name) => {
+            let opened = model::open(Some(name), global, &**terminal);
+            Some(opened.map_err(|e| or_models_in(e, Path::new(name)))?)
+        }
+        None if args.models.is_empty() && args.models_dir.is_none() => {
             let ToRun { model, beside } = model::open_for_chat(global, &**terminal)?;
             if !beside.is_empty() {
                 bail!(
@@ -220,7 +237,13 @@ fn models(
         None if args.served_name.is_some() => bail!("--served-name: there is no MODEL to name"),
         None => None,
     };
-    let count = usize::from(first.is_some()) + args.models.len();
+    // A folder may hold any number, so that memory is planned for one of them; others are loaded beside it if they fit.
+    let folder = usize::from(args.models_dir.is_some());
+    let count = usize::from(first.is_some()) + args.models.len() + folder;
+    if count > 1 || folder > 0 {
+        let device = Device::choose(global.load_options().device)?;
+        device.single("several models in one server")?;
+    }
     let settings = LoadingSettings::new(args, global, count, terminal)?;
     let mut models = Models::default();
     let mut served = Served {
@@ -232,7 +255,7 @@ fn models(
     let draft = match (&args.draft, &first) {
         (Some(from), None) if from.has_weights() => {
             bail!(
-                "--draft: expected a MODEL to draft for; models of --model use prompt lookup only"
+                "--draft: expected a MODEL to draft for; models that are loaded later use prompt lookup only"
             )
         }
         (Some(from), Some(first)) => DraftWeights::open(
@@ -271,7 +294,7 @@ fn models(
             served.adapters.push(adapter.clone());
         }
     } else if !named.is_empty() {
-        bail!("--adapter: expected a MODEL that it is for; those of --model have none");
+        bail!("--adapter: expected a MODEL that it is for; models that are loaded later have none");
     }
     for (name, path) in &args.models {
         if served.names.contains(name) {
@@ -286,6 +309,34 @@ fn models(
         models.add(name, Box::new(model));
         served.names.push(name.clone());
     }
+    if let Some(folder) = &args.models_dir {
+        for Stored { name, path } in model::stored_in(folder).context("--models-dir")? {
+            if served.names.contains(&name) {
+                bail!(
+                    "--models-dir {}: {name} is the name of two models",
+                    folder.display()
+                );
+            }
+            let opened = model::open(Some(&path), &global.without_adapters(), &**terminal)
+                .and_then(|model| Loadable::new(Some(&name), model, &settings, terminal));
+            match opened {
+                Ok(model) => {
+                    if served.names.is_empty() {
+                        served.task = model.task();
+                    }
+                    models.add(&name, Box::new(model));
+                    served.names.push(name);
+                }
+                Err(e) => terminal.note(&format!("{name} is not served: {e:#}")),
+            }
+        }
+        if served.names.is_empty() {
+            bail!(
+                "--models-dir {}: expected models, found none that can be served",
+                folder.display()
+            );
+        }
+    }
     for (alias, name) in &args.alias {
         let aliased = models.alias(alias, name);
         aliased.with_context(|| format!("--alias {alias}={name}"))?;
@@ -296,6 +347,18 @@ fn models(
             .with_context(|| format!("--keep-loaded {name}"))?;
     }
     Ok((models, served))
+}
+
+/// The error of a MODEL that is none, with advice if it is a folder of models.
+fn or_models_in(error: anyhow::Error, folder: &Path) -> anyhow::Error {
+    match model::stored_in(folder) {
+        Ok(models) if !models.is_empty() => error.context(format!(
+            "{}: a folder of {} models, which --models-dir serves",
+            folder.display(),
+            models.len()
+        )),
+        _ => error,
+    }
 }
 
 /// Bytes of a file of keys.

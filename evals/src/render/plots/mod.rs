@@ -6,7 +6,7 @@ mod sizes;
 mod windows;
 
 pub(super) use divergence::{Histogram, kld_distribution, kld_exceeded};
-pub(super) use sizes::size_against_quality;
+pub(super) use sizes::{SizedFile, size_against_quality, sizes};
 pub(super) use windows::{by_window, kld_by_depth, perplexity_by_depth};
 
 use crate::error::{Error, Result};

@@ -17,43 +17,61 @@ struct PlotMark<'a> {
     bar: (f64, f64),
 }
 
-/// A mark for every model: its bytes and its mean KL divergence, both on logarithmic axes, with two standard errors
-/// up and down, the best of each size joined by a line, the source, and the ranges of the yardstick behind. Without a
-/// reference: perplexity.
-pub(in crate::render) fn size_against_quality(document: &Document<'_>) -> Result<String> {
-    let by_kld = document.reference.is_some();
-    let least = 1e-9; // the reference itself has none
-    let mark = |m: &Section<'_>| -> (f64, f64) {
+/// A file of the plot, in its own units.
+pub(in crate::render) struct SizedFile<'a> {
+    /// Its name.
+    pub(in crate::render) name: &'a str,
+    /// Its bytes.
+    pub(in crate::render) bytes: u64,
+    /// Its mean KL divergence, or its perplexity.
+    pub(in crate::render) value: f64,
+    /// The standard error of that.
+    pub(in crate::render) se: f64,
+}
+
+impl<'a> SizedFile<'a> {
+    fn of_section(m: &'a Section<'_>) -> Self {
         let (r, errors) = (&m.evaluation.report, m.evaluation.errors());
-        match &r.against {
-            Some(c) => (c.kld.mean.max(least), errors.kld),
+        let (value, se) = match &r.against {
+            Some(c) => (c.kld.mean, errors.kld),
             None => (r.ppl, errors.ppl),
+        };
+        SizedFile {
+            name: &m.name,
+            bytes: m.bytes,
+            value,
+            se,
         }
-    };
+    }
+}
+
+/// The models of a document by size; see [`sizes`].
+pub(in crate::render) fn size_against_quality(document: &Document<'_>) -> Result<String> {
+    let files: Vec<SizedFile<'_>> = document.models.iter().map(SizedFile::of_section).collect();
+    let source = document.reference.as_ref();
+    sizes(&files, source.map(|r| (r.name.as_str(), r.bytes)))
+}
+
+/// A mark for every file: its bytes and its mean KL divergence, both on logarithmic axes, with two standard errors
+/// up and down, the best of each size joined by a line, the source with its bytes, and the ranges of the yardstick
+/// behind. Without a source: perplexity.
+pub(in crate::render) fn sizes(
+    files: &[SizedFile<'_>],
+    source: Option<(&str, u64)>,
+) -> Result<String> {
+    let by_kld = source.is_some();
+    let least = 1e-9; // the reference itself has none
     let scale = |v: f64| if by_kld { v.max(least).log10() } else { v };
-    let of = |m: &'_ Section<'_>| {
-        let (value, se) = mark(m);
-        let bar = (scale(value - 2.0 * se), scale(value + 2.0 * se));
-        (m.bytes as f64 / 1e6, scale(value), bar)
-    };
-    let marks: Vec<PlotMark<'_>> = document
-        .models
+    let marks: Vec<PlotMark<'_>> = files
         .iter()
-        .map(|m| {
-            let (x, y, bar) = of(m);
-            let name = m.name.as_str();
-            PlotMark {
-                name,
-                x: x.log10(),
-                y,
-                bar,
-            }
+        .map(|f| PlotMark {
+            name: f.name,
+            x: (f.bytes as f64 / 1e6).log10(),
+            y: scale(f.value),
+            bar: (scale(f.value - 2.0 * f.se), scale(f.value + 2.0 * f.se)),
         })
         .collect();
-    let source = document
-        .reference
-        .as_ref()
-        .map(|r| (format!("{}: 0", r.name), (r.bytes as f64 / 1e6).log10()));
+    let source = source.map(|(name, bytes)| (format!("{name}: 0"), (bytes as f64 / 1e6).log10()));
     let (left, right) = padded(marks.iter().map(|m| m.x).chain(source.iter().map(|s| s.1)));
     let room = 0.05f64.max(0.04 * (right - left));
     let across = left - room..right + room;

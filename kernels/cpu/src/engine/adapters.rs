@@ -4,10 +4,10 @@
 
 use crate::{Cpu, Epilogue, Linear};
 use nq_formats::Weight;
-use nq_formats::adapter::{Lora, LoraProduct};
+use nq_formats::adapter::{Lora, LoraProduct, LoraRows, ProductKey};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Activations, KernelSet};
-use nq_model::{LinearKind, ModelConfig, Product};
+use nq_model::{Dims, LinearKind, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::interface::AppliedAdapter;
 use std::collections::BTreeMap;
@@ -26,45 +26,24 @@ pub(super) struct CpuAdapters {
     pub(super) applied: Vec<AppliedAdapter>,
 }
 
-/// Which product of a model is meant.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ProductKey {
-    layer: usize,
-    /// Kind of its first Linear.
-    first: LinearKind,
-}
-
-impl ProductKey {
-    /// The key of `product` in layer `layer`.
-    pub(super) fn new(layer: usize, product: &Product) -> Self {
-        let first = product.linears[0].kind;
-        ProductKey { layer, first }
-    }
-}
-
 /// What is added to a product.
 pub(crate) struct Addition {
     /// `[ranks, in]`
     a: Linear,
-    /// `[out, ranks]`
-    b: Linear,
+    /// Of its Linears to which something is added.
+    parts: Vec<AddedLinear>,
+    /// Outputs of the product.
+    out: usize,
 }
 
-/// Calls `each` with everything that `lora` adds to the model's products, and where.
-fn each_product(
-    config: &ModelConfig,
-    lora: &Lora,
-    mut each: impl FnMut(ProductKey, LoraProduct) -> Result<()>,
-) -> Result<()> {
-    for layer in 0..config.num_hidden_layers {
-        let spec = config.layer(layer);
-        for product in spec.products().into_iter().chain(spec.kept_products()) {
-            if let Some(found) = lora.product(config, layer, product)? {
-                each(ProductKey::new(layer, product), found)?;
-            }
-        }
-    }
-    Ok(())
+/// What is added to a Linear of a product.
+struct AddedLinear {
+    /// `[out, rank]`
+    b: Linear,
+    /// The first of the rows of `A` that it is multiplied by.
+    low: usize,
+    /// Its first output among those of the product.
+    start: usize,
 }
 
 /// Bytes that `loras` take beside a model: packed, and in a session whose forwards have up to `rows` rows.
@@ -74,11 +53,12 @@ fn each_product(
 pub fn adapter_bytes(config: &ModelConfig, loras: &[Lora], rows: usize) -> Result<usize> {
     let (mut packed, mut widths) = (0, Widths::default());
     for lora in loras {
-        each_product(config, lora, |key, LoraProduct { a, b }| {
+        lora.each_product(config, |key, LoraProduct { a, b }| -> Result<()> {
             let bytes = |w: &Weight| Linear::bytes_of(WeightKind::of(w), w.dims());
-            packed += bytes(&a) + b.iter().map(bytes).sum::<usize>();
-            let (ranks, input) = a.dims();
-            widths.include(key, ranks, input, b.iter().map(|b| b.dims().0).sum());
+            let parts = b.iter().map(|part| &part.b);
+            let added = parts.clone().filter(|b| b.dims().cols > 0);
+            packed += bytes(&a) + added.map(bytes).sum::<usize>();
+            widths.include(key, a.dims(), parts.map(|b| b.dims().rows).sum());
             Ok(())
         })?;
     }
@@ -89,8 +69,8 @@ impl CpuAdapters {
     /// The largest sizes of their products.
     pub(super) fn widths(&self) -> Widths {
         let mut widths = Widths::default();
-        for (&key, Addition { a, b }) in self.packed.iter().flat_map(|adapter| &adapter.products) {
-            widths.include(key, b.in_features(), a.in_features(), b.out_features());
+        for (&key, Addition { a, out, .. }) in self.packed.iter().flat_map(|own| &own.products) {
+            widths.include(key, Dims::new(a.out_features(), a.in_features()), *out);
         }
         widths
     }
@@ -105,14 +85,24 @@ impl CpuAdapter {
         lora: &Lora,
     ) -> Result<Self> {
         let mut products = BTreeMap::new();
-        each_product(config, lora, |key, LoraProduct { a, b }| {
-            let b: Vec<&Weight> = b.iter().collect();
-            let pack = |parts: &[&Weight]| -> Result<Linear> {
-                let linear = Linear::new(cpu, parts, Activations::F32, kernels)?;
+        lora.each_product(config, |key, LoraProduct { a, b }| -> Result<()> {
+            let pack = |weight: &Weight| -> Result<Linear> {
+                let linear = Linear::new(cpu, &[weight], Activations::F32, kernels)?;
                 Ok(linear.named("adapter"))
             };
-            let (a, b) = (pack(&[&a])?, pack(&b)?);
-            products.insert(key, Addition { a, b });
+            let (mut parts, mut out) = (Vec::new(), 0);
+            for LoraRows { b, first } in &b {
+                if b.dims().cols > 0 {
+                    parts.push(AddedLinear {
+                        b: pack(b)?,
+                        low: *first,
+                        start: out,
+                    });
+                }
+                out += b.dims().rows;
+            }
+            let a = pack(&a)?;
+            products.insert(key, Addition { a, parts, out });
             Ok(())
         })?;
         Ok(CpuAdapter { products })
@@ -184,20 +174,41 @@ impl AdaptedBatch {
         y: &mut [f32],
         scratch: &mut AdapterScratch,
     ) -> Result<()> {
-        for (Addition { a, b }, rows) in self.additions(key) {
-            let (input, ranks, out) = (a.in_features(), b.in_features(), b.out_features());
+        for (Addition { a, parts, out }, rows) in self.additions(key) {
+            let (input, ranks) = (a.in_features(), a.out_features());
             for rows in rows.chunks(TOGETHER) {
                 let gathered = &mut scratch.gathered[..rows.len() * input];
-                let low = &mut scratch.low[..rows.len() * ranks];
-                let sums = &mut scratch.sums[..rows.len() * out];
                 for (place, row) in rows.iter().zip(gathered.chunks_exact_mut(input)) {
                     row.copy_from_slice(&x[place.row * input..][..input]);
                 }
+                let low = &mut scratch.low[..rows.len() * ranks];
                 cpu.linear(a, gathered, low, Epilogue::Store)?;
-                cpu.linear(b, low, sums, Epilogue::Store)?;
-                for (place, sums) in rows.iter().zip(sums.chunks_exact(out)) {
-                    let y = y[place.row * out..][..out].iter_mut();
-                    y.zip(sums).for_each(|(y, sum)| *y += place.scale * sum);
+                for (place, low) in rows.iter().zip(low.chunks_exact_mut(ranks)) {
+                    low.iter_mut().for_each(|v| *v *= place.scale);
+                }
+                for AddedLinear {
+                    b,
+                    low: first,
+                    start,
+                } in parts
+                {
+                    let (rank, n) = (b.in_features(), b.out_features());
+                    let at = |place: &AdaptedRow| place.row * out + start;
+                    if let [place] = rows {
+                        let y = &mut y[at(place)..][..n];
+                        cpu.linear(b, &low[*first..][..rank], y, Epilogue::Add)?;
+                        continue;
+                    }
+                    let own = &mut scratch.own[..rows.len() * rank];
+                    let sums = &mut scratch.sums[..rows.len() * n];
+                    for (own, low) in own.chunks_exact_mut(rank).zip(low.chunks_exact(ranks)) {
+                        own.copy_from_slice(&low[*first..][..rank]);
+                    }
+                    cpu.linear(b, own, sums, Epilogue::Store)?;
+                    for (place, sums) in rows.iter().zip(sums.chunks_exact(n)) {
+                        let y = y[at(place)..][..n].iter_mut();
+                        y.zip(sums).for_each(|(y, sum)| *y += sum);
+                    }
                 }
             }
         }
@@ -215,6 +226,7 @@ pub(crate) struct AdapterScratch {
     pub(super) gate_up: Vec<f32>,
     gathered: Vec<f32>, // [TOGETHER, inputs]
     low: Vec<f32>,      // [TOGETHER, ranks]
+    own: Vec<f32>,      // [TOGETHER, ranks], of a Linear
     sums: Vec<f32>,     // [TOGETHER, outputs]
 }
 
@@ -229,18 +241,18 @@ pub(super) struct Widths {
 
 impl Widths {
     /// Makes room for a product.
-    fn include(&mut self, key: ProductKey, ranks: usize, input: usize, out: usize) {
+    fn include(&mut self, key: ProductKey, a: Dims, out: usize) {
         if matches!(key.first, LinearKind::Gate | LinearKind::SharedGate) {
             self.gate_up = self.gate_up.max(out);
         }
-        self.input = self.input.max(input);
-        self.ranks = self.ranks.max(ranks);
+        self.input = self.input.max(a.cols);
+        self.ranks = self.ranks.max(a.rows);
         self.out = self.out.max(out);
     }
 
     /// Bytes of an [`AdapterScratch`] for up to `rows` rows.
     pub(super) fn bytes(&self, rows: usize) -> usize {
-        let each = TOGETHER * (self.input + self.ranks + self.out);
+        let each = TOGETHER * (self.input + 2 * self.ranks + self.out);
         size_of::<f32>() * (rows * self.gate_up + each)
     }
 }
@@ -253,6 +265,7 @@ impl AdapterScratch {
             gate_up: zeros(rows * widths.gate_up),
             gathered: zeros(TOGETHER * widths.input),
             low: zeros(TOGETHER * widths.ranks),
+            own: zeros(TOGETHER * widths.ranks),
             sums: zeros(TOGETHER * widths.out),
         }
     }

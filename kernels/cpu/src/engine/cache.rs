@@ -39,7 +39,8 @@ impl LayerCache {
         c: &ModelConfig,
         spec: &LayerSpec,
         kv: KvType,
-        (states, pages): (usize, usize),
+        states: usize,
+        pages: usize,
     ) -> Self {
         if is_recurrent(spec) {
             let len = state_len(&delta_shape(c));

@@ -36,16 +36,17 @@ impl EagleModel {
     /// A missing or misshapen tensor.
     pub fn load(
         head: &EagleHead,
-        (model, target): (&ModelConfig, &dyn WeightStore),
+        model: &ModelConfig,
+        target: &dyn WeightStore,
         options: &LoadOptions,
     ) -> Result<Self> {
         let (cpu, config) = (super::open(options)?, head.config.layer(model));
         let mut census = Census::default();
         let linear = |product: &'static str, parts: &[&Weight]| {
-            pack(&cpu, options, (product, 1), parts, &mut census)
+            pack(&cpu, options, product, 1, parts, &mut census)
         };
         Ok(EagleModel {
-            weights: HeadWeights::read((head, &config), linear, Ok)?,
+            weights: HeadWeights::read(head, &config, linear, Ok)?,
             embedding: match head.has_embedding {
                 true => models::embedding(head.store.as_ref(), model)?,
                 false => models::embedding(target, model)?,

@@ -40,7 +40,8 @@ impl KeptRows {
         &mut self,
         layer: usize,
         spans: impl Iterator<Item = (usize, Span)>,
-        (qkvz, ba): (&[f32], &[f32]),
+        qkvz: &[f32],
+        ba: &[f32],
         rows: usize,
     ) {
         if self.sequences.is_empty() {

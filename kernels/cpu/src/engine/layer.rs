@@ -1,48 +1,53 @@
 //! A layer on the CPU, for sessions and for the layer stepper.
 
-use super::adapters::{AdaptedBatch, AdapterScratch, CpuAdapters, ProductKey};
+use super::adapters::{AdaptedBatch, AdapterScratch, CpuAdapters};
 use super::cache::LayerCache;
 use super::kept::KeptRows;
 use super::weights::{CpuLayer, delta_vectors};
 use crate::{Cpu, DeltaRows, Epilogue, KvSequence, Linear, Span};
 use nq_formats::Weight;
+use nq_formats::adapter::ProductKey;
 use nq_kernels::pages::PAGE;
 use nq_kernels::{Activations, Routes};
 use nq_model::forward::{
     self, Delta, Experts, HeadVectors, Operand, Packed, Projection, Shared, VectorSpec, Verbs,
 };
 use nq_model::{ModelConfig, Product};
+use nq_runtime::images::Coordinates;
 use nq_runtime::interface::{AppliedAdapter, LoadOptions, Observer};
 use nq_runtime::models::LayerWeights;
 use nq_runtime::rope::Rotary;
+use nq_runtime::stacks::Stacks;
 use nq_runtime::states::delta_shape;
 use nq_runtime::weights::Census;
 use nq_runtime::{Error, Result};
+use std::ops::Range;
 
 /// Repacks `weights` as layer `index`, counting them in `census`.
 pub(crate) fn pack_layer(
-    (cpu, config): (&Cpu, &ModelConfig),
+    cpu: &Cpu,
+    config: &ModelConfig,
     options: &LoadOptions,
     index: usize,
     weights: &LayerWeights,
     census: &mut Census,
 ) -> Result<CpuLayer> {
+    let stacks = Stacks::apart(weights.spec);
     let linear = |product: &'static Product| {
-        let parts = weights.product(product);
-        let spec = &product.linears[0];
+        let parts = stacks.of_product(product);
+        let copies = parts.first().map_or(1, |part| part.copies(config));
+        let parts: Vec<_> = parts
+            .iter()
+            .map(|part| part.weight(weights))
+            .collect::<Result<_>>()?;
+        let parts: Vec<&Weight> = parts.iter().map(|part| &**part).collect();
         if weights.spec.kept_products().contains(&product) {
             // The weights that choose experts, and the like, are neither rounded, whatever the options say, nor
             // counted.
             let linear = Linear::new(cpu, &parts, Activations::F32, options.kernels)?;
             return Ok(linear.named(product.name));
         }
-        pack(
-            cpu,
-            options,
-            (product.name, spec.copies(config)),
-            &parts,
-            census,
-        )
+        pack(cpu, options, product.name, copies, &parts, census)
     };
     let vector = |vector: VectorSpec| weights.values(vector);
     CpuLayer::new(index, weights.spec, linear, vector)
@@ -60,7 +65,8 @@ pub(crate) fn layer_bytes(config: &ModelConfig, layer: &CpuLayer) -> usize {
 pub fn pack(
     cpu: &Cpu,
     options: &LoadOptions,
-    (name, experts): (&'static str, usize),
+    name: &'static str,
+    experts: usize,
     parts: &[&Weight],
     census: &mut Census,
 ) -> Result<Linear> {
@@ -183,7 +189,7 @@ impl Verbs for Pass<'_> {
         if let Some(kept) = &mut self.kept {
             let spans = self.batch.slots.iter().zip(&self.batch.spans);
             let spans = spans.map(|(&slot, &span)| (slot, span));
-            kept.keep(layer, spans, (qkvz, ba), m);
+            kept.keep(layer, spans, qkvz, ba, m);
         }
         let vectors = delta_vectors(delta);
         // In two parts where states are kept on the way, which changes no bit.
@@ -275,7 +281,7 @@ impl Pass<'_> {
         let first = if vectors.gated { q_dim } else { 0 };
         let (m, stride) = (batch.rows(), first + q_dim + 2 * kv_dim);
         let qkv = &mut self.scratch.qkv[..m * stride];
-        let (table, rows) = ((&batch.cos_sin[..], c.rotated() / 2), &batch.row_ids);
+        let (table, rows) = ((&batch.cos_sin[..], c.rotary_dims() / 2), &batch.row_ids);
         for row in qkv
             .chunks_exact_mut(stride)
             .filter(|_| !vectors.biases.is_empty())
@@ -355,7 +361,7 @@ impl Batch {
             spans: Vec::with_capacity(slots),
             slots: Vec::with_capacity(slots),
             marks: Vec::with_capacity(slots),
-            cos_sin: Vec::with_capacity(rows * config.rotated() / 2),
+            cos_sin: Vec::with_capacity(rows * config.rotary_dims() / 2),
             row_ids: Vec::with_capacity(rows),
             adapted: AdaptedBatch::default(),
         }
@@ -371,8 +377,15 @@ impl Batch {
         self.adapted.clear();
     }
 
-    /// Adds `len` rows of the sequence in `slot`, from `position` on.
-    pub(crate) fn push(&mut self, rotary: &Rotary, slot: usize, position: usize, len: usize) {
+    /// Adds the rows of the sequence in `slot` at `positions`, each of which stands where `coordinates` say.
+    pub(crate) fn push(
+        &mut self,
+        rotary: &Rotary,
+        slot: usize,
+        positions: Range<usize>,
+        coordinates: impl Fn(usize) -> Coordinates,
+    ) {
+        let (position, len) = (positions.start, positions.len());
         let (row, half) = (self.rows(), rotary.inv_freq().len());
         self.spans.push(Span { row, len, position });
         self.slots.push(slot);
@@ -380,8 +393,8 @@ impl Batch {
         self.row_ids.extend(row..row + len);
         self.cos_sin.resize((row + len) * half, (0.0, 0.0));
         let table = self.cos_sin[row * half..].chunks_exact_mut(half.max(1));
-        for (i, out) in table.enumerate() {
-            rotary.row(position + i, out);
+        for (position, out) in positions.zip(table) {
+            rotary.row_at(coordinates(position), out);
         }
     }
 
@@ -408,7 +421,7 @@ impl Batch {
 
     /// The rows of each sequence before its mark, or behind it. Without one, all are before it.
     fn part(&self, part: MarkSide) -> Vec<Span> {
-        let of = |(span, mark): (&Span, &Option<StateMark>)| {
+        let keep = |(span, mark): (&Span, &Option<StateMark>)| {
             let before = mark.as_ref().map_or(span.len, |m| m.rows);
             match part {
                 MarkSide::First => Span {
@@ -422,7 +435,7 @@ impl Batch {
                 },
             }
         };
-        self.spans.iter().zip(&self.marks).map(of).collect()
+        self.spans.iter().zip(&self.marks).map(keep).collect()
     }
 
     /// Number of rows.

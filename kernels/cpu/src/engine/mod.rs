@@ -11,6 +11,7 @@ pub mod plan;
 mod session;
 mod stepper;
 mod stream_drafts;
+mod tower;
 mod weights;
 
 pub use adapters::adapter_bytes;
@@ -18,19 +19,20 @@ pub use cache::state_bytes;
 pub(crate) use session::session_bytes;
 pub use stepper::CpuLayers;
 pub use stepper::stepper_bytes;
+pub use tower::CpuTower;
 
-use crate::{Cpu, TeamOptions};
+use crate::{Cpu, Linear, TeamOptions};
 use adapters::{CpuAdapter, CpuAdapters};
 use layer::{layer_bytes, pack, pack_layer};
 use model::CpuModel;
 use nq_formats::adapter::Lora;
-use nq_formats::{AffineScheme, Progress, Scheme, WeightStore};
+use nq_formats::{AffineScheme, Progress, Scheme, Weight, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use nq_runtime::host::available_memory;
 use nq_runtime::interface::{
-    AppliedAdapter, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+    AppliedAdapter, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
 };
 use nq_runtime::kv::least_prefix;
 use nq_runtime::models::{self, LayerWeights};
@@ -85,7 +87,7 @@ impl CpuEngine {
         let mut census = Census::default();
         // Load the largest weight first: it is held twice while nothing else is held yet.
         let head_weight = models::head(store, config)?;
-        let head = pack(&cpu, options, ("head", 1), &[&head_weight], &mut census)?;
+        let head = pack(&cpu, options, "head", 1, &[&head_weight], &mut census)?;
         done.add(&head_weight);
         drop(head_weight);
         let embedding = if config.tie_word_embeddings {
@@ -98,7 +100,8 @@ impl CpuEngine {
         for index in 0..config.num_hidden_layers {
             let weights = LayerWeights::read(store, config, index)?;
             layers.push(pack_layer(
-                (&cpu, config),
+                &cpu,
+                config,
                 options,
                 index,
                 &weights,
@@ -176,6 +179,21 @@ impl Engine for CpuEngine {
             let m = &self.model;
             let linears = m.layers.iter().flat_map(CpuLayer::linears).chain([&m.head]);
             Some(m.cpu.weights_bandwidth(linears)?.best)
+        })
+    }
+
+    fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
+        let m = &self.model;
+        let linears = m.layers.iter().flat_map(CpuLayer::linears).chain([&m.head]);
+        let kept = m.layers.iter().flat_map(CpuLayer::kept);
+        let embedding = m.embedding.as_ref().map_or(0, Weight::bytes);
+        let (kv, scratch) = session_bytes(&m.config, spec);
+        Some(DeviceMemory {
+            weights: linears.chain(kept).map(Linear::bytes).sum::<usize>() + embedding,
+            kv,
+            scratch: scratch + self.adapters.widths().bytes(spec.max_rows),
+            free: available_memory().map_or(usize::MAX, |bytes| bytes as usize),
+            on_host: true,
         })
     }
 

@@ -44,7 +44,7 @@ pub(super) fn embed<'a>(
     tokens: impl Iterator<Item = &'a u32>,
     x: &mut [f32],
 ) -> Result<()> {
-    let h = embedding.dims().1;
+    let h = embedding.dims().cols;
     for (&token, x) in tokens.zip(x.chunks_exact_mut(h)) {
         embedding.dequantize_row(token as usize, x)?;
     }

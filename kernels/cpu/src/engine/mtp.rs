@@ -7,8 +7,8 @@ use super::weights::CpuLayer;
 use crate::{Cpu, Epilogue, Linear};
 use nq_formats::mtp::LayerStore;
 use nq_formats::{Weight, WeightStore};
-use nq_model::ModelConfig;
 use nq_model::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, NORM};
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::interface::LoadOptions;
 use nq_runtime::models::LayerWeights;
@@ -46,14 +46,14 @@ impl MtpModel {
     ) -> Result<Self> {
         let (cpu, h, mut census) = (super::open(options)?, config.hidden_size, Census::default());
         let gains = |name: &str| -> Result<Vec<f32>> { Ok(store.vector(name, h)?.to_f32()?) };
-        let fc = store.matrix(FC, (h, 2 * h))?;
+        let fc = store.matrix(FC, Dims::new(h, 2 * h))?;
         let weights = LayerWeights::read(&LayerStore::new(store), &config, 0)?;
-        let head = head.map(|w| pack(&cpu, options, ("draft head", 1), &[w], &mut census));
+        let head = head.map(|w| pack(&cpu, options, "draft head", 1, &[w], &mut census));
         Ok(MtpModel {
             head: head.transpose()?,
             rotary: Rotary::new(&config),
-            fc: pack(&cpu, options, ("mtp fc", 1), &[&fc], &mut census)?,
-            layer: pack_layer((&cpu, &config), options, 0, &weights, &mut census)?,
+            fc: pack(&cpu, options, "mtp fc", 1, &[&fc], &mut census)?,
+            layer: pack_layer(&cpu, &config, options, 0, &weights, &mut census)?,
             embedding_norm: gains(EMBEDDING_NORM)?,
             hidden_norm: gains(HIDDEN_NORM)?,
             norm: gains(NORM)?,

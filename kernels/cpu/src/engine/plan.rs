@@ -2,13 +2,17 @@
 //! loading and running, on an account.
 
 use super::session_bytes;
+use super::tower::Scratch;
 use crate::Linear;
 use nq_formats::{Checkpoint, Files};
+use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Held};
-use nq_model::ModelConfig;
 use nq_model::names::{self, EMBEDDING};
+use nq_model::vision::POSITIONS;
+use nq_model::{Dims, LinearSpec, ModelConfig, Shape};
 use nq_runtime::Result;
-use nq_runtime::interface::SessionSpec;
+use nq_runtime::interface::{DeviceMemory, SessionSpec};
+use nq_runtime::stacks::Stacks;
 use nq_runtime::weights::{Kinds, weight_kinds};
 
 /// The smallest unit of memory that is mapped, in bytes.
@@ -18,7 +22,7 @@ const PAGE: usize = 4096;
 const DISTINCT: usize = 8192;
 
 /// The resident program, its threads, and a tokenizer of a few thousand tokens.
-const BASE: u64 = 22 << 20;
+pub const BASE: u64 = 22 << 20;
 
 /// Memory of a tokenizer, in bytes per byte of its file.
 const TOKENIZER: u64 = 9;
@@ -42,7 +46,10 @@ pub fn hold_model(
     source: WeightSource,
     tokens: usize,
 ) -> Held {
-    let (head, dims) = (kinds(names::head(c)), (c.vocab_size, c.hidden_size));
+    let (head, dims) = (
+        kinds(names::head(c)),
+        Dims::new(c.vocab_size, c.hidden_size),
+    );
     let read = account.hold(head.bytes(dims));
     let mut held = account.hold(Linear::bytes_of(head, dims));
     drop(read);
@@ -57,21 +64,65 @@ pub fn hold_model(
     }
     for layer in 0..c.num_hidden_layers {
         let spec = c.layer(layer);
-        let linears = spec.matrices();
-        let linears = linears.map(|l| (kinds(&l.name(layer)), l.dims(c)));
-        let linears: Vec<_> = linears.collect();
-        let read = linears.iter().map(|(kind, dims)| kind.bytes(*dims)).sum();
+        let kind = |l: &LinearSpec| kinds(&l.name(layer));
+        let read = spec.matrices().map(|l| kind(l).bytes(l.dims(c))).sum();
         let _read = account.hold(read);
-        linears
-            .into_iter()
-            .for_each(|(kind, dims)| held.add(Linear::bytes_of(kind, dims)));
+        for product in spec.kept_products().into_iter().chain(spec.products()) {
+            for stack in Stacks::apart(spec).of_product(product) {
+                let one = Linear::bytes_of(stack.kind(kind), stack.copy_dims(c));
+                held.add(stack.copies(c) * one);
+            }
+        }
         let norms = spec.norms().into_iter().map(|n| n.len.of(c));
         let others = spec.vectors().into_iter().map(|v| v.len.of(c));
-        let biases = spec.biased().map(|l| l.dims(c).0);
+        let biases = spec.biased().map(|l| l.dims(c).rows);
         (norms.chain(biases).chain(others)).for_each(|n| held.add(size_of::<f32>() * n));
     }
     held.add(size_of::<f32>() * c.hidden_size);
     held
+}
+
+/// Bytes of weights of these kinds that one token reads, as [`Engine::bytes_per_token`](nq_runtime::Engine::bytes_per_token)
+/// of the loaded model: of experts, the chosen ones.
+pub fn bytes_per_token(c: &ModelConfig, kinds: Kinds<'_>) -> usize {
+    let chosen = c.experts.map_or(1, |e| e.per_token);
+    let layer = |layer: usize| {
+        let spec = c.layer(layer);
+        let product = |product| -> usize {
+            let stacks = Stacks::apart(spec).of_product(product).into_iter();
+            let bytes = stacks.map(|stack| {
+                let kind = stack.kind(|l| kinds(&l.name(layer)));
+                let read = stack.copies(c).min(chosen);
+                read * Linear::bytes_of(kind, stack.copy_dims(c))
+            });
+            bytes.sum()
+        };
+        let products = spec.kept_products().into_iter().chain(spec.products());
+        let norms = spec.norms().into_iter().map(|n| n.len.of(c));
+        let others = spec.vectors().into_iter().map(|v| v.len.of(c));
+        let biases = spec.biased().map(|l| l.dims(c).rows);
+        let values: usize = norms.chain(biases).chain(others).sum();
+        products.map(product).sum::<usize>() + size_of::<f32>() * values
+    };
+    let dims = Dims::new(c.vocab_size, c.hidden_size);
+    let head = Linear::bytes_of(kinds(names::head(c)), dims);
+    let layers = (0..c.num_hidden_layers).map(layer);
+    layers.sum::<usize>() + size_of::<f32>() * c.hidden_size + head
+}
+
+/// Memory of a model whose matrices, in mapped files, are of these kinds, and of a session of it.
+pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> DeviceMemory {
+    let account = Account::host();
+    let tokens = spec.slots * spec.ctx;
+    let _model = hold_model(&account, c, kinds, WeightSource::Mapped, tokens);
+    let (kv, scratch) = session_bytes(c, spec);
+    DeviceMemory {
+        weights: account.held(),
+        kv,
+        scratch,
+        free: 0,
+        on_host: true,
+    }
 }
 
 /// Counts on `account` a session whose sequences are filled to the last position, and which
@@ -87,9 +138,13 @@ pub fn hold_session(
     account.hold(kv + scratch + logits)
 }
 
-/// Bytes of keys and values, and of the states of recurrences, of a session on the CPU.
-pub fn kv_bytes(c: &ModelConfig, spec: &SessionSpec) -> usize {
-    session_bytes(c, spec).0
+/// Most bytes held while a model of shape `c`, whose weights are of these kinds, is loaded and run in sessions of `spec`, which
+/// ask for the logits of one row at a time; besides the program.
+pub fn peak(c: &ModelConfig, kinds: Kinds<'_>, source: WeightSource, spec: &SessionSpec) -> u64 {
+    let account = Account::host();
+    let _model = hold_model(&account, c, kinds, source, spec.slots * spec.ctx);
+    let _session = hold_session(&account, c, spec, 1);
+    account.peak() as u64
 }
 
 /// Memory for running a model, in bytes.
@@ -113,23 +168,17 @@ pub fn running(
     spec: &SessionSpec,
 ) -> Result<Running> {
     let c = checkpoint.config();
-    let run = |kinds: Kinds<'_>, source| {
-        let account = Account::host();
-        let _model = hold_model(&account, c, kinds, source, spec.slots * spec.ctx);
-        let _session = hold_session(&account, c, spec, 1);
-        account.peak() as u64
-    };
     let peak = match at_load {
-        Some(kinds) => run(kinds, WeightSource::Made),
+        Some(kinds) => peak(c, kinds, WeightSource::Made, spec),
         None => {
             let kinds = weight_kinds(c, checkpoint.store())?;
-            run(&|name| kinds[name], WeightSource::Mapped)
+            peak(c, &|name| kinds[name], WeightSource::Mapped, spec)
         }
     };
     let (program, mapped) = program_bytes(checkpoint);
     Ok(Running {
         peak: program + mapped + peak,
-        kv: kv_bytes(c, spec) as u64,
+        kv: session_bytes(c, spec).0 as u64,
     })
 }
 
@@ -148,4 +197,46 @@ pub fn program_bytes(checkpoint: &Checkpoint) -> (u64, u64) {
         _ => 0,
     };
     (BASE + tokenizer, mapped)
+}
+
+/// Memory that seeing images takes beside a text model, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TowerBytes {
+    /// The tower's weights.
+    pub weights: u64,
+    /// An image while it is encoded: its patches, what they go through, and the rows that become of them.
+    pub encoding: u64,
+}
+
+/// Memory of the tower of `checkpoint`, if it has one, and of an image of as many as `tokens` tokens.
+///
+/// # Errors
+/// A missing or misshapen tensor.
+pub fn tower(checkpoint: &Checkpoint, tokens: u64) -> Result<Option<TowerBytes>> {
+    let Some(c) = checkpoint.vision() else {
+        return Ok(None);
+    };
+    let mut weights = 0;
+    for parameter in c.parameters() {
+        weights += match parameter.shape {
+            Shape::Vector(n) => size_of::<f32>() * n,
+            Shape::Matrix(out, inputs) => {
+                let dims = Dims::new(out, inputs);
+                let kind = WeightKind::of(&checkpoint.store().matrix(&parameter.name, dims)?);
+                match parameter.name == POSITIONS {
+                    true => kind.bytes(dims), // rows of it are read, as of an embedding
+                    false => Linear::bytes_of(kind, dims),
+                }
+            }
+        };
+    }
+    let tokens = tokens.min(c.most_tokens()) as usize;
+    let patches = tokens * c.merged();
+    let rows = tokens * (1 + c.deepstack.len());
+    let values = patches * c.patch_values() + rows * c.out_hidden_size;
+    let encoding = Scratch::bytes(c, patches) + size_of::<f32>() * values;
+    Ok(Some(TowerBytes {
+        weights: weights as u64,
+        encoding: encoding as u64,
+    }))
 }

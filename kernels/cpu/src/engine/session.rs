@@ -11,9 +11,10 @@ use super::stream_drafts::{Forks, StreamDrafts, draft_page_bytes};
 use crate::{Epilogue, FEW_ROWS, Span};
 use nq_model::ModelConfig;
 use nq_runtime::checks::{all_finite, check_bytes, check_chunks, check_finite, check_states};
+use nq_runtime::images::SequenceImages;
 use nq_runtime::interface::{
-    AppliedAdapter, Chunk, DraftedBy, Drafter, Logits, Observer, Pages, Session, SessionSpec,
-    StreamHead, Streams, Tapped,
+    AppliedAdapter, Chunk, DraftedBy, Drafter, Logits, Observer, Pages, PlacedImage, Session,
+    SessionSpec, StreamHead, Streams, Tapped,
 };
 use nq_runtime::kv::{PageCopy, PageTables};
 use nq_runtime::states::Snapshots;
@@ -25,6 +26,7 @@ pub(super) struct CpuSession {
     model: Arc<CpuModel>,
     adapters: CpuAdapters,
     adapted: Vec<Vec<AppliedAdapter>>, // [slots]
+    images: Vec<SequenceImages>,       // [slots]
     spec: SessionSpec,
     tables: PageTables,
     caches: Vec<LayerCache>, // [layers]
@@ -114,13 +116,11 @@ impl CpuSession {
         scratch.adapters = AdapterScratch::new(&adapters.widths(), spec.max_rows);
         CpuSession {
             adapted: vec![adapters.applied.clone(); spec.slots],
+            images: vec![SequenceImages::default(); spec.slots],
             adapters,
             tables: PageTables::new(&spec),
             caches: (c.layers())
-                .map(|layer| {
-                    let room = (places(&spec), spec.page_count());
-                    LayerCache::new(c, layer, spec.kv, room)
-                })
+                .map(|layer| LayerCache::new(c, layer, spec.kv, places(&spec), spec.page_count()))
                 .collect(),
             snapshots: Snapshots::new(spec.slots, spec.snapshot_count(), spec.slots),
             kept: KeptRows::default(),
@@ -149,6 +149,20 @@ impl CpuSession {
         let x = &mut self.x[..self.batch.rows() * model.config.hidden_size];
         let tokens = chunks.iter().flat_map(|c| c.tokens);
         model.embed(tokens, x)?;
+        let h = model.config.hidden_size;
+        // Shows the rows of images, level by level, to the rows of the stream in their places.
+        let (batch, images) = (&self.batch, &self.images);
+        let show = |x: &mut [f32], level: usize, each: fn((&mut f32, &f32))| {
+            for (chunk, span) in chunks.iter().zip(batch.spans()) {
+                let images = &images[chunk.slot];
+                let x = x[span.row * h..].chunks_exact_mut(h).take(span.len);
+                for (i, x) in x.enumerate().filter(|_| !images.is_empty()) {
+                    let row = images.row(span.position + i, level).unwrap_or_default();
+                    x.iter_mut().zip(row).for_each(each);
+                }
+            }
+        };
+        show(x, 0, |(x, row)| *x = *row);
         for (index, layer) in model.layers.iter().enumerate() {
             let mut pass = Pass {
                 cpu: &model.cpu,
@@ -163,10 +177,10 @@ impl CpuSession {
                 kept: Some(&mut self.kept),
             };
             layer.run(&mut pass)?;
+            show(x, index + 1, |(x, row)| *x += row);
             if locate {
                 check_finite(index, x)?;
             } else if self.taps.after.contains(&(index + 1)) {
-                let h = model.config.hidden_size;
                 for (chunk, span) in chunks.iter().zip(self.batch.spans()) {
                     let x = &x[span.row * h..(span.row + span.len) * h];
                     self.taps.keep(chunk.slot, index + 1, x, h);
@@ -199,12 +213,15 @@ impl CpuSession {
                 let hidden = self.model.config.hidden_size;
                 self.taps.extend(chunk.slot, position, rows, hidden);
             }
+            let images = &self.images[chunk.slot];
+            let coordinates = |index| images.coordinates(index);
+            let positions = position..position + rows;
             self.batch
-                .push(&self.model.rotary, chunk.slot, position, rows);
+                .push(&self.model.rotary, chunk.slot, positions, coordinates);
             for applied in &self.adapted[chunk.slot] {
                 self.batch.adapt(&self.adapters, applied);
             }
-            if let Some((before, place)) = self.snapshots.due(chunk.slot, (position, rows), 1) {
+            if let Some((before, place)) = self.snapshots.due(chunk.slot, position, rows, 1) {
                 self.batch.mark(before, place);
             }
         }
@@ -381,6 +398,9 @@ impl Session for CpuSession {
             self.stateless[slot] = false;
         }
         self.snapshots.cut(slot, len);
+        if len == 0 || len < self.tables.len(slot) {
+            self.images[slot].truncate(len);
+        }
         self.tables.truncate(slot, len);
         let hidden = self.model.config.hidden_size;
         self.taps.truncate(slot, len, hidden);
@@ -391,6 +411,7 @@ impl Session for CpuSession {
         self.tables.fork(from, to, len)?;
         if from != to {
             self.adapted[to] = self.adapted[from].clone();
+            self.images[to] = self.images[from].clone();
         }
         self.snapshots.cut(to, 0);
         self.stateless[to] = false;
@@ -408,31 +429,30 @@ impl Session for CpuSession {
         };
         self.snapshots.share(from, to, reached);
         self.tables.truncate(to, reached);
+        self.images[to].truncate(reached);
         self.fork_streams(from, to, reached);
         Ok(reached)
     }
 
     fn adapt(&mut self, slot: usize, adapters: &[AppliedAdapter]) -> Result<()> {
-        AppliedAdapter::check(adapters, self.adapters.packed.len())?;
-        let (expected, found) = match slot < self.spec.slots {
-            false => (
-                format!("a slot below {}", self.spec.slots),
-                format!("slot {slot}"),
-            ),
-            true if self.tables.len(slot) > 0 => (
-                "an empty sequence".into(),
-                format!("{} tokens in slot {slot}", self.tables.len(slot)),
-            ),
-            true => {
-                self.adapted[slot] = adapters.to_vec();
-                return Ok(());
+        self.check_adapters(slot, adapters, self.adapters.packed.len())?;
+        self.adapted[slot] = adapters.to_vec();
+        Ok(())
+    }
+
+    fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
+        let shown = SequenceImages::new(images, self.model.config.hidden_size)?;
+        match self.images.get_mut(slot) {
+            Some(images) => *images = shown,
+            None => {
+                return Err(Error::Request {
+                    what: "images of a sequence",
+                    expected: format!("a slot below {}", self.spec.slots),
+                    found: format!("slot {slot}"),
+                });
             }
-        };
-        Err(Error::Request {
-            what: "adapters of a sequence",
-            expected,
-            found,
-        })
+        }
+        Ok(())
     }
 
     fn reach(&self, slot: usize, len: usize) -> usize {

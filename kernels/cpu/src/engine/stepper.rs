@@ -52,7 +52,7 @@ impl CpuLayers {
             cpu: Arc::new(super::open(options)?),
             rotary: Rotary::new(config),
             kv_type,
-            cache: caches(config, kv_type, (0, 0)),
+            cache: caches(config, kv_type, 0, 0),
             tables: Vec::new(),
             batch: Batch::with_capacity(config, ROWS, 0),
             scratch: Scratch::new(config, ROWS),
@@ -85,7 +85,7 @@ impl LayerDevice for CpuLayers {
         let ends = pieces.iter().flat_map(|p| &p.chunks).map(|c| c.0 + c.1);
         let pages = ends.max().unwrap_or(0).div_ceil(PAGE);
         if self.tables.len() < slots || self.tables.first().is_some_and(|t| t.len() < pages) {
-            self.cache = caches(&self.config, self.kv_type, (slots, slots * pages));
+            self.cache = caches(&self.config, self.kv_type, slots, slots * pages);
             let table = |slot: usize| {
                 (slot * pages..(slot + 1) * pages)
                     .map(|p| p as u32)
@@ -99,7 +99,8 @@ impl LayerDevice for CpuLayers {
     fn pack(&self, index: usize, weights: &LayerWeights) -> Result<CpuLayer> {
         let census = &mut Census::default();
         pack_layer(
-            (&self.cpu, &self.config),
+            &self.cpu,
+            &self.config,
             &self.options,
             index,
             weights,
@@ -116,7 +117,8 @@ impl LayerDevice for CpuLayers {
     ) -> Result<()> {
         self.batch.clear();
         for (slot, &(position, len)) in piece.chunks.iter().enumerate() {
-            self.batch.push(&self.rotary, slot, position, len);
+            self.batch
+                .push(&self.rotary, slot, position..position + len, |i| [i; 3]);
             if position == 0 {
                 self.cache.iter_mut().for_each(|cache| cache.clear(slot));
             }
@@ -140,7 +142,7 @@ impl LayerDevice for CpuLayers {
         let census = &mut Census::default();
         Ok(Box::new(CpuHead {
             cpu: Arc::clone(&self.cpu),
-            head: pack(&self.cpu, &self.options, ("head", 1), &[head], census)?,
+            head: pack(&self.cpu, &self.options, "head", 1, &[head], census)?,
             norm: norm.to_f32()?,
             eps: self.config.rms_norm_eps,
             normed: Vec::new(),
@@ -149,15 +151,21 @@ impl LayerDevice for CpuLayers {
     }
 }
 
-/// A cache for layers with attention, and one for those with recurrences.
-fn caches(c: &ModelConfig, kv: KvType, size: (usize, usize)) -> [LayerCache; 2] {
+/// A cache for layers with attention, of `pages` pages, and one for those with recurrences, of `states` states.
+fn caches(c: &ModelConfig, kv: KvType, states: usize, pages: usize) -> [LayerCache; 2] {
     let kinds = c.architecture.kinds.iter();
-    let of = |recurrent: bool| {
+    let cache = |recurrent: bool| {
         let found = kinds.clone().find(|k| is_recurrent(k) == recurrent);
         // The other is never used.
-        LayerCache::new(c, found.unwrap_or(&c.architecture.kinds[0]), kv, size)
+        LayerCache::new(
+            c,
+            found.unwrap_or(&c.architecture.kinds[0]),
+            kv,
+            states,
+            pages,
+        )
     };
-    [of(false), of(true)]
+    [cache(false), cache(true)]
 }
 
 struct CpuHead {

@@ -161,7 +161,7 @@ impl<H: DraftHead> DraftState<H> {
     fn new(head: Arc<H>, spec: &SessionSpec) -> Self {
         let c = head.config();
         DraftState {
-            cache: LayerCache::new(c, c.layer(0), DRAFT_KV, (0, spec.page_count())),
+            cache: LayerCache::new(c, c.layer(0), DRAFT_KV, 0, spec.page_count()),
             tables: PageTables::new(spec),
             slots: (0..spec.slots).map(|_| Slot::default()).collect(),
             ctx: spec.ctx,
@@ -242,8 +242,14 @@ impl<H: DraftHead> DraftState<H> {
             let parts = new.chunks(ROWS).zip(slot.streams.chunks(ROWS * width));
             for (i, (tokens, streams)) in parts.enumerate() {
                 let input = self.head.input(tokens, streams)?;
-                let cache = (&mut self.cache, &self.tables.all()[draft.slot..][..1]);
-                slot.last = run(&*self.head, cache, slot.fed.len() + i * ROWS, input)?;
+                let tables = &self.tables.all()[draft.slot..][..1];
+                slot.last = run(
+                    &*self.head,
+                    &mut self.cache,
+                    tables,
+                    slot.fed.len() + i * ROWS,
+                    input,
+                )?;
             }
             slot.fed.extend_from_slice(new);
             slot.streams.clear();
@@ -257,7 +263,8 @@ impl<H: DraftHead> DraftState<H> {
 /// Returns what the layer makes of the last; of the others only keys and values are needed.
 fn run(
     head: &impl DraftHead,
-    (cache, tables): (&mut LayerCache, &[Vec<u32>]),
+    cache: &mut LayerCache,
+    tables: &[Vec<u32>],
     position: usize,
     mut input: Input,
 ) -> Result<Vec<f32>> {
@@ -269,7 +276,9 @@ fn run(
     let parts = [(0..rows - 1, others), (rows - 1..rows, &mut *last)];
     for (part, x) in parts.into_iter().filter(|(part, _)| !part.is_empty()) {
         let mut batch = Batch::with_capacity(c, part.len(), 1);
-        batch.push(head.rotary(), 0, position + part.start, part.len());
+        // Drafts count tokens: where images stand changes what is guessed, and nothing else.
+        let positions = position + part.start..position + part.end;
+        batch.push(head.rotary(), 0, positions, |i| [i; 3]);
         let qkv = input.qkv.as_ref().map(|qkv| {
             let width = qkv.len() / rows;
             &qkv[part.start * width..part.end * width]
@@ -313,7 +322,7 @@ impl<H: DraftHead> DraftState<H> {
                 }
                 // The rows of drafted tokens are written over by those of the text.
                 let input = head.drafted_input(token, made)?;
-                made = run(&**head, (&mut self.cache, table), at, input)?;
+                made = run(&**head, &mut self.cache, table, at, input)?;
                 at += 1;
             }
         }

@@ -12,6 +12,7 @@ use crate::table::PANELS;
 use crate::{Cpu, with_scratch};
 use nq_kernels::routing::Routes;
 use nq_kernels::{Error, Result};
+use nq_model::Dims;
 use std::ops::Range;
 
 /// Rows routed to one expert, at most [`PASS_ROWS`].
@@ -82,7 +83,7 @@ impl Cpu {
             None => return Ok(()),
         };
         let bytes = jobs.len() * (gate_up.bytes + down.bytes) / gate_up.experts;
-        let shape = (gate_up.out_features / 2, gate_up.in_features);
+        let shape = Dims::new(gate_up.out_features / 2, gate_up.in_features);
         self.profile.end(begin, "experts", kernel, shape, bytes);
         Ok(())
     }
@@ -92,7 +93,7 @@ impl Cpu {
     ///
     /// # Errors
     /// [`Error::Shape`] if there is no such expert or a slice's length is wrong.
-    pub fn gated_by(
+    pub(crate) fn gated_by(
         &self,
         gate_up: &Linear,
         expert: usize,
@@ -113,7 +114,7 @@ impl Cpu {
         for (x, y) in x.chunks(PASS_ROWS * k).zip(y.chunks_mut(PASS_ROWS * width)) {
             match &parts[0].weight {
                 Body::Packed(..) => {
-                    self.linear_pass((gate_up, parts), x, y, width, Epilogue::SiluMul);
+                    self.linear_pass(gate_up, parts, x, y, width, Epilogue::SiluMul);
                 }
                 Body::Canonical(_) => {
                     let own = gate_up.canonical(expert);
@@ -145,7 +146,7 @@ impl Cpu {
             } = scratch;
             let gated = gated.reserve(all * width);
             let k = gate_up.in_features;
-            let parts = self.prepare(gate_up, jobs, (gathered, prepared), one, |job, to| {
+            let parts = self.prepare(gate_up, jobs, gathered, prepared, one, |job, to| {
                 for (to, &(row, _)) in to.chunks_exact_mut(k).zip(&job.rows) {
                     to.copy_from_slice(&x[row * k..(row + 1) * k]);
                 }
@@ -162,7 +163,7 @@ impl Cpu {
                 }
             });
             let gated = &*gated;
-            let parts = self.prepare(down, jobs, (gathered, prepared), false, |job, to| {
+            let parts = self.prepare(down, jobs, gathered, prepared, false, |job, to| {
                 to.copy_from_slice(&gated[job.values(width)]);
             });
             let passes = passes_of(self, jobs, &parts, prepared, down.out_features);
@@ -182,7 +183,8 @@ impl Cpu {
         &self,
         w: &'a Linear,
         jobs: &[RoutedRows],
-        (gathered, prepared): (&mut Buffer<f32>, &mut Vec<Prepared>),
+        gathered: &mut Buffer<f32>,
+        prepared: &mut Vec<Prepared>,
         one: bool,
         gather: impl Fn(&RoutedRows, &mut [f32]),
     ) -> Vec<Vec<PassPart<'a>>> {
@@ -194,8 +196,8 @@ impl Cpu {
                 layouts.clear();
                 gather(job, x);
             }
-            let at = (&mut *prepared, next);
-            let (parts, end) = self.prepare_parts(w.expert(job.expert), w, x, at, &mut layouts);
+            let stack = w.expert(job.expert);
+            let (parts, end) = self.prepare_parts(stack, w, x, prepared, next, &mut layouts);
             next = end;
             parts
         });

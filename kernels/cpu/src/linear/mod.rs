@@ -30,6 +30,7 @@ use kernel::LinearKernel;
 use nq_formats::Weight;
 use nq_kernels::registry::{Activations, KernelSet, WeightKind};
 use nq_kernels::{Error, Result, reference};
+use nq_model::Dims;
 use pack::PanelWeight;
 pub use pack::held_bits;
 use std::ops::Range;
@@ -119,13 +120,13 @@ impl Linear {
         activations: Activations,
         kernels: KernelSet,
     ) -> Result<Self> {
-        let in_features = parts.first().map_or(0, |w| w.dims().1);
-        if let Some(w) = parts.iter().find(|w| w.dims().1 != in_features) {
+        let in_features = parts.first().map_or(0, |w| w.dims().cols);
+        if let Some(w) = parts.iter().find(|w| w.dims().cols != in_features) {
             return Err(Error::Shape {
                 op: "linear",
                 what: "inputs of a stacked weight",
                 expected: in_features.to_string(),
-                found: w.dims().1.to_string(),
+                found: w.dims().cols.to_string(),
             });
         }
         let mut stacked = Vec::new();
@@ -133,8 +134,12 @@ impl Linear {
         for expert in 0..experts {
             start = 0;
             for &whole in parts {
-                let rows = whole.dims().0 / experts;
-                assert_eq!(rows * experts, whole.dims().0, "rows of {experts} experts");
+                let rows = whole.dims().rows / experts;
+                assert_eq!(
+                    rows * experts,
+                    whole.dims().rows,
+                    "rows of {experts} experts"
+                );
                 let part = match experts {
                     1 => whole.clone(),
                     _ => whole.rows(expert * rows..(expert + 1) * rows),
@@ -164,7 +169,7 @@ impl Linear {
     }
 
     /// Bytes that [`Linear::new`] takes for a weight `[out, inputs]` of this kind with fused kernels.
-    pub fn bytes_of(kind: WeightKind, dims: (usize, usize)) -> usize {
+    pub fn bytes_of(kind: WeightKind, dims: Dims) -> usize {
         PanelWeight::bytes_of(kind, dims)
     }
 
@@ -345,7 +350,7 @@ impl Cpu {
             if matches!(w.parts[0].weight, Body::Canonical(_)) {
                 self.linear_reference(w, x, y, width, epilogue)?;
             } else {
-                self.linear_pass((w, &w.parts), x, y, width, epilogue);
+                self.linear_pass(w, &w.parts, x, y, width, epilogue);
             }
         }
         let kernel = match &w.parts[0].weight {
@@ -353,7 +358,8 @@ impl Cpu {
             Body::Canonical(_) => REFERENCE,
         };
         let bytes = w.bytes * m.div_ceil(PASS_ROWS);
-        self.profile.end(begin, w.name, kernel, (n, k), bytes);
+        self.profile
+            .end(begin, w.name, kernel, Dims::new(n, k), bytes);
         Ok(())
     }
 
@@ -386,7 +392,8 @@ impl Cpu {
     /// One pass over packed parts of `w` for at most [`PASS_ROWS`] rows.
     fn linear_pass(
         &self,
-        (w, parts): (&Linear, &[StackPart]),
+        w: &Linear,
+        parts: &[StackPart],
         x: &[f32],
         y: &mut [f32],
         width: usize,
@@ -395,7 +402,7 @@ impl Cpu {
         let m = x.len() / w.in_features;
         let many = m > float::GEMV_COLUMNS;
         with_scratch!(Vec<Prepared>, |inputs| {
-            let (parts, _) = self.prepare_parts(parts, w, x, (inputs, 0), &mut Vec::new());
+            let (parts, _) = self.prepare_parts(parts, w, x, inputs, 0, &mut Vec::new());
             let pass = LinearPass {
                 table: self.table,
                 parts: &parts,
@@ -426,7 +433,8 @@ impl Cpu {
         parts: &'a [StackPart],
         w: &Linear,
         x: &[f32],
-        (inputs, first): (&mut Vec<Prepared>, usize),
+        inputs: &mut Vec<Prepared>,
+        first: usize,
         layouts: &mut Vec<Layout>,
     ) -> (Vec<PassPart<'a>>, usize) {
         let m = x.len() / w.in_features;

@@ -28,7 +28,7 @@ use nq_formats::{
 };
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
-use nq_model::DType;
+use nq_model::{DType, Dims};
 use std::sync::Arc;
 
 /// The content of a unit.
@@ -290,8 +290,8 @@ impl PanelWeight {
 
     /// Bytes that a weight `[rows, inputs]` of this kind takes in panels, including its order of inputs;
     /// without the padding of inputs that some kernels need.
-    pub(crate) fn bytes_of(kind: WeightKind, (rows, inputs): (usize, usize)) -> usize {
-        let dims = (rows, inputs);
+    pub(crate) fn bytes_of(kind: WeightKind, Dims { rows, cols: inputs }: Dims) -> usize {
+        let dims = Dims::new(rows, inputs);
         let rows = rows.next_multiple_of(LANES);
         match kind {
             WeightKind::Trellis(scheme) => 4 * trellis_words(scheme, dims) + 2 * (rows + inputs),

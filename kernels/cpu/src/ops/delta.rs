@@ -18,6 +18,7 @@ use crate::memory::{Buffer, SharedSlice};
 use crate::simd::LANES;
 use crate::{Cpu, with_scratch};
 use nq_kernels::delta::DeltaShape;
+use nq_model::Dims;
 
 /// Number of f32 values of a sequence's state in one layer: the matrices, as tiles `[value_heads,
 /// value_dim / 16 rounded up, key_dim, 16]`, then the last inputs of the convolution
@@ -103,7 +104,7 @@ impl Cpu {
         });
         pass.gate(qkvz, eps, out);
         let bytes = size_of::<f32>() * state_len(shape) * spans.len();
-        let heads = (shape.value_heads, shape.value_dim);
+        let heads = Dims::new(shape.value_heads, shape.value_dim);
         self.profile
             .end(begin, "delta", self.isa.name(), heads, bytes);
     }

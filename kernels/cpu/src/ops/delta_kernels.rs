@@ -151,14 +151,13 @@ fn update<S: Simd, const MORE: bool>(
     let (nexts, last_next) = next[..n].as_chunks::<2>();
     for (((lines, k), q), next) in twos.iter_mut().zip(keys).zip(queries).zip(nexts) {
         let ([a, b], [first, second]) = (lines, sums);
-        let by = (decay, delta);
         sums = [
-            update_line::<S, MORE>(s, a, by, [k[0], q[0], next[0]], first),
-            update_line::<S, MORE>(s, b, by, [k[1], q[1], next[1]], second),
+            update_line::<S, MORE>(s, a, decay, delta, [k[0], q[0], next[0]], first),
+            update_line::<S, MORE>(s, b, decay, delta, [k[1], q[1], next[1]], second),
         ];
     }
     for (((line, &k), &q), &next) in rest.iter_mut().zip(last_key).zip(last_query).zip(last_next) {
-        sums[0] = update_line::<S, MORE>(s, line, (decay, delta), [k, q, next], sums[0]);
+        sums[0] = update_line::<S, MORE>(s, line, decay, delta, [k, q, next], sums[0]);
     }
     let [[o, product], [other_o, other_product]] = sums;
     (s.add(o, other_o), s.add(product, other_product))
@@ -170,7 +169,8 @@ fn update<S: Simd, const MORE: bool>(
 fn update_line<S: Simd, const MORE: bool>(
     s: S,
     line: &mut [f32; LANES],
-    (decay, delta): (S::F, S::F),
+    decay: S::F,
+    delta: S::F,
     [k, q, next]: [f32; 3],
     [o, product]: [S::F; 2],
 ) -> [S::F; 2] {

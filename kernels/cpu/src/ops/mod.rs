@@ -10,6 +10,7 @@ use super::simd::LANES;
 use super::{Cpu, KvSequence, with_scratch};
 use attention::{CHUNK, Partial};
 pub use delta::{DeltaRows, DeltaVectors, state_len};
+use nq_model::Dims;
 
 /// Consecutive new tokens of one sequence within a batch's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +21,15 @@ pub struct Span {
     pub len: usize,
     /// Position of the first row in its sequence.
     pub position: usize,
+}
+
+/// Which positions of its sequence a row of a span sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Visible {
+    /// Its own and those before it.
+    Before,
+    /// All up to the span's last.
+    Whole,
 }
 
 /// Most rows of a span that attention computes one by one, if heads are whole vectors; more share what they read. The
@@ -45,8 +55,39 @@ impl Cpu {
                     (self.table.rms_norm)(&x[span], weight, eps, y);
                 }
             });
-        self.profile
-            .end(begin, "rms_norm", self.isa.name(), (1, n), 4 * x.len());
+        self.profile.end(
+            begin,
+            "rms_norm",
+            self.isa.name(),
+            Dims::new(1, n),
+            4 * x.len(),
+        );
+    }
+
+    /// GELU of each value in the form with tanh, in place: `x / 2 (1 + tanh(z / 2))` is `x sigmoid(z)`, and that is
+    /// `silu(z)` by `z / x`, which is never 0.
+    pub(crate) fn gelu_tanh(&self, x: &mut [f32]) {
+        const SCALE: f32 = 1.595_769; // 2 sqrt(2 / pi)
+        const CUBE: f32 = 0.044_715;
+        let begin = self.profile.begin();
+        self.team().run_chunks(x, SMALL, |_, values| {
+            let mut inverse = [0.0; 64];
+            for values in values.chunks_mut(inverse.len()) {
+                for (x, inverse) in values.iter_mut().zip(&mut inverse) {
+                    let ratio = SCALE * (1.0 + CUBE * *x * *x);
+                    *x *= ratio;
+                    *inverse = 1.0 / ratio;
+                }
+                (self.table.silu_mul)(values, &inverse[..values.len()]);
+            }
+        });
+        self.profile.end(
+            begin,
+            "gelu",
+            self.isa.name(),
+            Dims::new(1, x.len()),
+            4 * x.len(),
+        );
     }
 
     /// Per-head RMSNorm, if there are gains `[head_dim]` for it, then rotary embedding, of `heads`
@@ -82,7 +123,7 @@ impl Cpu {
         let bytes = 4 * rows * heads * d;
         let isa = self.isa.name();
         self.profile
-            .end(begin, "turn_heads", isa, (heads, d), bytes);
+            .end(begin, "turn_heads", isa, Dims::new(heads, d), bytes);
     }
 
     /// Causal attention of one sequence's new tokens over its cache, which already holds
@@ -157,7 +198,8 @@ impl Cpu {
                     let q = &qkv[span.row * stride..];
                     self.attend_few(q, stride, &[first], heads, &kv[i..=i], y);
                 } else {
-                    self.attend_many(&qkv[span.row * stride..], stride, span, heads, kv[i], y);
+                    let q = &qkv[span.row * stride..];
+                    self.attend(q, stride, span, heads, kv[i], Visible::Before, y);
                 }
             };
             if spans.len() < 2 * self.threads() {
@@ -169,7 +211,7 @@ impl Cpu {
         }
         let bytes_of = |(i, &span)| cache_bytes(span, kv[i]);
         let bytes = spans.iter().enumerate().map(bytes_of).sum();
-        let shape = (heads, head_dim);
+        let shape = Dims::new(heads, head_dim);
         self.profile
             .end(begin, "attention", self.isa.name(), shape, bytes);
     }
@@ -261,19 +303,26 @@ impl Cpu {
         });
     }
 
-    /// Many tokens: a task is a key head and a tile of (row, query head) pairs.
+    /// Attention of many tokens of one sequence: a task is a key head and a tile of (row, query head) pairs. The first row
+    /// of `q` is the span's, whatever its [`Span::row`].
+    ///
+    /// # Panics
+    /// If the cache has no room for the span's positions, or its heads do not divide `heads`.
     #[allow(clippy::too_many_arguments, reason = "one flat description")]
-    fn attend_many(
+    pub(crate) fn attend(
         &self,
         q: &[f32],
         stride: usize,
         span: Span,
         heads: usize,
         kv: KvSequence<'_>,
+        visible: Visible,
         y: &mut [f32],
     ) {
         let d = kv.pages().head_dim();
         let kv_heads = kv.pages().kv_heads();
+        let end = span.position + span.len;
+        assert!(heads.is_multiple_of(kv_heads) && end <= kv.capacity() && span.len > 0);
         let group = heads / kv_heads;
         let panels = self.table.query_panels;
         let tile = panels * LANES;
@@ -300,9 +349,12 @@ impl Cpu {
                         let at = row * heads * d + column;
                         // SAFETY: each query's output is written by one task.
                         ys[j] = unsafe { y.part(at..at + d) }.as_mut_ptr();
-                        limits[j] = span.position + row + 1;
+                        limits[j] = match visible {
+                            Visible::Before => span.position + row + 1,
+                            Visible::Whole => end,
+                        };
                     }
-                    // SAFETY: limits are within the capacity that `attention` checked; the
+                    // SAFETY: limits are within the capacity checked above; the
                     // pointers are to `d` floats each; this CPU has the table's
                     // instructions.
                     unsafe {

@@ -92,17 +92,19 @@ impl StepCase<'_> {
         let mut scratch = AttentionScratch::new(&t.gpu, heads, kv_heads, m)?;
         let mut out = t.gpu.zeros("a benchmark", m * heads * HEAD_DIM)?;
         let mut cascade = Cascade::new(&t.gpu, m, places)?;
-        let sizes = (heads / kv_heads, kv_heads);
+        let each = heads / kv_heads;
         let shared = match &self.together {
-            Some(prefix) => cascade.write(&t.stream, std::slice::from_ref(prefix), sizes)?,
+            Some(prefix) => {
+                cascade.write(&t.stream, std::slice::from_ref(prefix), each, kv_heads)?
+            }
             None => None,
         };
         let shape = AttentionShape {
             m,
             splits: AttentionScratch::splits(&t.gpu, kv_heads, m, self.positions),
-            late: false,
+            holds_dependents: false,
             runs: self.runs,
-            shared: shared.map(|of| (&cascade, of)),
+            shared: shared.map(|prefixes| (&cascade, prefixes)),
         };
         t.chained(what, bytes, |turn| {
             let out = AttentionOutput::Full(&mut out);
@@ -234,22 +236,23 @@ pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
         for (_, out, inp) in model.products() {
             weights.push(t.weights(Scheme::Int4, out, inp)?);
         }
-        let of = |product: usize, layer: usize| &weights[product][layer % weights[product].len()];
+        let weight =
+            |product: usize, layer: usize| &weights[product][layer % weights[product].len()];
         let gain = t.gpu.upload("a benchmark", &vec![1.0; model.hidden])?;
         let pages = Layers::new(t, model, KvType::F16, 1, PAGE)?;
         let layers: Vec<StepLayer<'_>> = (0..LAYERS)
             .map(|i| StepLayer {
                 norm: &gain,
                 mixer: StepMixer::Attention {
-                    qkv: of(0, i),
+                    qkv: weight(0, i),
                     heads: pages.heads(model.heads),
                     cache: pages.pages.layer(i),
                 },
-                o: of(1, i),
+                o: weight(1, i),
                 mlp_norm: &gain,
                 router: None,
-                gate_up: of(2, i),
-                down: of(3, i),
+                gate_up: weight(2, i),
+                down: weight(3, i),
             })
             .collect();
         let Some(plan) = LayersPlan::new(&t.gpu, &layers, None)? else {
@@ -278,7 +281,8 @@ pub(crate) fn step_layers(t: &mut Timing) -> Result<()> {
         let mut scratch = LayersScratch::new(&t.gpu, sizes)?;
         let mut x = t.gpu.upload("a benchmark", &vec![0.5; model.hidden])?;
         let bytes = (0..4).flat_map(|p| (0..LAYERS).map(move |i| (p, i)));
-        let bytes = bytes.map(|(p, i)| of(p, i).bytes()).sum::<usize>() + LAYERS * pages.bytes(80);
+        let bytes =
+            bytes.map(|(p, i)| weight(p, i).bytes()).sum::<usize>() + LAYERS * pages.bytes(80);
         t.chained(
             &format!("{} {LAYERS} layers int4", model.name),
             bytes,

@@ -100,7 +100,7 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
             };
             let bytes = 4 * m * (3 * shape.channels() + 3 * shape.values());
             t.alone(&format!("{name} delta_rows {m} rows"), bytes, |turn| {
-                let of = DeltaRows {
+                let inputs = DeltaRows {
                     qkvz: &qkvz,
                     ba: &ba,
                     rows: &rows,
@@ -113,7 +113,8 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
                     half: Some(&mut half),
                 };
                 let layer = states.layer(turn % LAYERS);
-                t.stream.delta_rows(of, &[span], &vectors(), layer, &out, m)
+                t.stream
+                    .delta_rows(inputs, &[span], &vectors(), layer, &out, m)
             })?;
         }
         let bytes = LAYERS * states.layer(0).bytes_per_row();

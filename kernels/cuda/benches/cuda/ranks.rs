@@ -5,6 +5,7 @@ use nq_cuda::{
     Buffer, Collectives, Gathered, Gpu, Inbox, Rank, Share, Stream, StreamOptions, device_count,
 };
 use nq_kernels::Result;
+use nq_model::Dims;
 
 /// Sums in a recorded graph, and runs of the graph.
 const CHAIN: usize = 64;
@@ -44,7 +45,7 @@ impl Member {
         let (columns, from) = match what {
             Exchange::Sums => {
                 let share = Share::Cleared(own);
-                return stream.all_reduce(rows, share, collectives, (m, width));
+                return stream.all_reduce(rows, share, collectives, Dims::new(m, width));
             }
             Exchange::Halves => ([0..width / 2, width / 2..width], Some(&*own)),
             Exchange::Handover => ([0..width, 0..0], None),
@@ -55,7 +56,7 @@ impl Member {
             columns: &columns,
             best: None,
         };
-        stream.all_gather(gathered, collectives, (m, width))
+        stream.all_gather(gathered, collectives, Dims::new(m, width))
     }
 }
 
@@ -93,13 +94,13 @@ fn measure(
     what: Exchange,
     (m, width): (usize, usize),
 ) -> Result<()> {
-    let of = |rank| Rank {
+    let member = |rank| Rank {
         rank,
         ranks: 2,
         through_host,
         beside: false,
     };
-    let inbox = |r: usize| Inbox::new(&gpus[r], of(r), m * width);
+    let inbox = |r: usize| Inbox::new(&gpus[r], member(r), m * width);
     let inboxes = vec![inbox(0)?, inbox(1)?];
     let mut members = Vec::new();
     for (r, gpu) in gpus.iter().enumerate() {

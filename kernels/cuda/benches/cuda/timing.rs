@@ -6,7 +6,7 @@ use nq_formats::{
     Zeros,
 };
 use nq_kernels::Result;
-use nq_model::DType;
+use nq_model::{DType, Dims};
 
 /// Operations in a recorded graph, and runs of the graph.
 const CHAIN: usize = 24;
@@ -112,7 +112,7 @@ impl Scheme {
             levels: None,
             g_idx: None,
         };
-        let weight = AffineWeight::assemble(scheme, (out, inp), parts);
+        let weight = AffineWeight::assemble(scheme, Dims::new(out, inp), parts);
         Weight::Quantized(QuantizedWeight::Affine(
             weight.expect("a weight of these sizes"),
         ))
@@ -151,8 +151,7 @@ impl Timing {
         inp: usize,
     ) -> Result<Vec<DeviceLinear>> {
         let weight = scheme.weight(out, inp);
-        let bytes =
-            DeviceLinear::zeros(&self.gpu, PackedKind::of(&weight)?, (&[out], inp))?.bytes();
+        let bytes = DeviceLinear::zeros(&self.gpu, PackedKind::of(&weight)?, &[out], inp)?.bytes();
         let copies = (3 * self.gpu.info().l2_bytes).div_ceil(bytes).clamp(1, 96);
         let mut uploader = Uploader::new(&self.gpu)?;
         let all: Result<Vec<_>> = (0..copies)
@@ -194,7 +193,7 @@ impl Timing {
         self.print(what, seconds / ALONE as f64, bytes);
         if kernels.len() > 1 {
             for k in kernels {
-                let (blocks, threads) = k.shape;
+                let (blocks, threads) = k.shape.pair();
                 let calls = k.calls as f64 / ALONE as f64;
                 let name = format!("  {calls} x {} ({blocks} blocks of {threads})", k.kernel);
                 self.print(&name, k.seconds / k.calls as f64, 0);

@@ -10,6 +10,7 @@ use nq_kernels::grad::{
     Rounding, UNKNOWN,
 };
 use nq_kernels::second_order::{ColumnBlock, Damped, FitShape, TrellisRows};
+use nq_model::Dims;
 
 /// Sequences in a step, and tokens per sequence.
 const BATCH: usize = 4;
@@ -63,7 +64,7 @@ impl Training<'_> {
         let mut inv = self.floats(ROWS)?;
         self.time("clear", 4 * n, |_| ops.clear(&mut y, n))?;
         self.time("copy", 8 * n, |_| ops.copy((&x, 0), (&mut y, 0), n))?;
-        let shape = (ROWS, h);
+        let shape = Dims::new(ROWS, h);
         self.time("norm", 8 * n, |_| {
             ops.rms_norm(&x, &gain, &mut y, &mut inv, shape, 1e-6)
         })?;
@@ -136,7 +137,13 @@ impl Training<'_> {
         let (teacher, mut logits) = (self.floats(n)?, self.floats(n)?);
         let mut loss = self.floats(ROWS)?;
         self.time("divergence", 12 * n, |_| {
-            ops.kl_divergence(&teacher, &mut logits, &mut loss, (ROWS, VOCAB), 1.0)
+            ops.kl_divergence(
+                &teacher,
+                &mut logits,
+                &mut loss,
+                Dims::new(ROWS, VOCAB),
+                1.0,
+            )
         })?;
         let mut ids = ops.ids("a benchmark", ROWS)?;
         let draw = Draw {
@@ -260,7 +267,7 @@ pub(crate) fn second_order(t: &mut Timing) -> Result<()> {
             refits: 1,
             symmetric: false,
         };
-        let mut groups = Groups::new(&ops, (rows, n), 128, 15)?;
+        let mut groups = Groups::new(&ops, Dims::new(rows, n), 128, 15)?;
         t.alone(&what("fit_groups"), 4 * rows * n, |_| {
             ops.fit_groups(fit, &weight, 0..n, &importance, &mut groups, 0)
         })?;

@@ -8,6 +8,7 @@ use nq_cuda::{
 use nq_formats::trellis::{Code, TrellisScheme, TrellisWeight};
 use nq_formats::{QuantizedWeight, Weight};
 use nq_kernels::Result;
+use nq_model::Dims;
 
 /// Products of Qwen3-8B and 0.6B: outputs, inputs, and whether they are gate and up.
 const PRODUCTS: [(&str, usize, usize); 8] = [
@@ -29,7 +30,7 @@ fn weight(scheme: TrellisScheme, out: usize, inputs: usize) -> Weight {
     let half = half::f16::from_f32;
     let weight = TrellisWeight::new(
         scheme,
-        (out, inputs),
+        Dims::new(out, inputs),
         words.into(),
         vec![half(0.01); out].into(),
         vec![half(1.0); inputs].into(),
@@ -57,7 +58,8 @@ fn copies(t: &Timing, product: &str, parts: &[Weight]) -> Result<Vec<DeviceLinea
 }
 
 pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
-    let of = |code, bits| TrellisScheme::of_bits(code, bits).expect("a scheme of this width");
+    let scheme_of =
+        |code, bits| TrellisScheme::of_bits(code, bits).expect("a scheme of this width");
     let sizes = TrellisSizes {
         rows: 64,
         many: 512,
@@ -89,7 +91,7 @@ pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
             .collect();
         let mut all = vec![("int4 g128".to_string(), copies(t, product, &int4)?)];
         for (code, bits) in schemes {
-            let scheme = of(code, bits);
+            let scheme = scheme_of(code, bits);
             let parts: Vec<Weight> = heights.iter().map(|&h| weight(scheme, h, inputs)).collect();
             all.push((scheme.to_string(), copies(t, product, &parts)?));
         }

@@ -1,20 +1,16 @@
 //! Attention over pages with which several sequences of a step begin: the pages are read once for all
 //! of them, as in cascade attention (FlashInfer, arXiv 2501.01005, section 3.1.2).
 
-use super::args::AttentionArgs;
-use super::heads::{HEAD_DIM, HeadVectors};
+use super::heads::HEAD_DIM;
 use super::pages::LayerPages;
+use crate::cuda::attention_decode::AttentionArgs;
+use crate::cuda::attention_shared::{MOST_GROUP, RowGroup, SHARED_WARPS as WARPS, SharedArgs};
 use crate::driver::{Address, Buffer, Checked, Followed, Gpu, LaunchShape, Operands, Stream};
 use crate::kernel::kernels;
 use crate::rows::Places;
-use bytemuck::{Pod, Zeroable};
 use nq_kernels::Result;
 use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
 
-/// `MOST_GROUP` of `cuda/attention_shared.cu`.
-const MOST_GROUP: usize = 32;
-/// `SHARED_WARPS` of `cuda/attention_shared.cu`.
-const WARPS: usize = 8;
 /// Most query heads in a group, for one key head.
 const MOST_QUERIES: usize = 8 * WARPS;
 /// Most parts that shared pages are split into.
@@ -40,24 +36,14 @@ impl CascadeShape {
     }
 }
 
-/// `RowGroup` of `cuda/attention_shared.cu`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-struct RowGroup {
-    slot: i32,
-    pages: i32,
-    count: i32,
-    rows: [i32; MOST_GROUP],
-}
-
 /// The kernel skips rows that a step does not have.
 impl Followed for RowGroup {
     type Bounds = Places;
 
-    fn is_within(&self, of: &Places) -> bool {
+    fn is_within(&self, places: &Places) -> bool {
         let up_to = |v: i32, most: usize| usize::try_from(v).is_ok_and(|v| v <= most);
-        up_to(self.slot, of.slots.saturating_sub(1))
-            && up_to(self.pages, of.positions / PAGE)
+        up_to(self.slot, places.slots.saturating_sub(1))
+            && up_to(self.pages, places.positions / PAGE)
             && up_to(self.count, MOST_GROUP)
             && self.rows.iter().all(|&row| row >= 0)
     }
@@ -71,7 +57,7 @@ impl Cascade {
     pub fn new(gpu: &Gpu, rows: usize, places: Places) -> Result<Self> {
         let what = "groups of rows";
         Ok(Cascade {
-            groups: Checked::new(gpu, what, rows.max(1), RowGroup::zeroed(), places)?,
+            groups: Checked::new(gpu, what, rows.max(1), RowGroup::default(), places)?,
             pages: gpu.zeros(what, rows)?,
         })
     }
@@ -104,7 +90,8 @@ impl Cascade {
         &mut self,
         stream: &Stream,
         prefixes: &[SharedPrefix],
-        (heads, kv_heads): (usize, usize),
+        heads: usize,
+        kv_heads: usize,
     ) -> Result<Option<CascadeShape>> {
         let o = stream.operands("attention_shared");
         o.at_most("query heads of a key head", 8, heads)?;
@@ -136,7 +123,7 @@ impl Cascade {
             .next_power_of_two()
             .min(self.groups.values().len());
         o.at_least("groups", groups.len(), used)?;
-        groups.resize(used, RowGroup::zeroed());
+        groups.resize(used, RowGroup::default());
         stream.write_checked(&mut self.groups, &groups)?;
         stream.put(&mut self.pages, 0, &pages)?;
         let longest = prefixes.iter().map(|p| p.pages).max().unwrap_or(1);
@@ -159,56 +146,38 @@ kernels! {
         instances &["attention_shared_fp16", "attention_shared_int8"];
 }
 
-/// `SharedArgs` of `cuda/attention_shared.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SharedArgs {
-    qkv: Address,
-    vectors: HeadVectors,
-    cos_sin: Address,
-    cache: super::CacheArgs,
-    step: Address,
-    groups: Address,
-    partial: Address,
-    tops: Address,
-    m: i32,
-    heads: i32,
-    parts: i32,
-    first: i32,
-    eps: f32,
-}
-
 impl Stream {
     /// The part of attention over shared pages. Its results go behind the first
-    /// `splits` parts in the scratch memory of `of`, whose operands were checked.
+    /// `splits` parts in the scratch memory attention `attention`, whose operands were checked.
     pub(super) fn attention_shared(
         &self,
         cascade: &Cascade,
         shape: CascadeShape,
         m: usize,
         splits: usize,
-        of: &AttentionArgs,
+        attention: &AttentionArgs,
         cache: LayerPages<'_>,
     ) -> Result<()> {
         let o = self.operands("attention_shared");
         cascade.groups.bounds().check(&o, cache.places())?;
         let int8 = cache.is_int8();
         let args = SharedArgs {
-            qkv: of.qkv,
-            vectors: of.vectors,
-            cos_sin: of.cos_sin,
-            cache: of.cache,
-            step: of.step,
+            qkv: attention.qkv,
+            vectors: attention.vectors,
+            cos_sin: attention.cos_sin,
+            cache: attention.cache,
+            step: attention.step,
             groups: o.of("groups of rows", cascade.groups.values(), &[shape.groups])?,
-            partial: of.partial,
-            tops: of.tops,
+            partial: attention.partial,
+            tops: attention.tops,
             m: m as i32,
-            heads: of.heads,
-            parts: of.parts,
+            heads: attention.heads,
+            parts: attention.parts,
             first: splits as i32,
-            eps: of.eps,
+            eps: attention.eps,
+            padding: [0; 1],
         };
-        let grid = (cache.kv_heads(), shape.splits, shape.groups);
+        let grid = [cache.kv_heads(), shape.splits, shape.groups];
         let launch = LaunchShape::new(grid, 32 * WARPS)
             .shared(Cascade::shared_memory(int8))
             .overlapping();

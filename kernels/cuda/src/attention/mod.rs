@@ -1,6 +1,5 @@
 //! Attention on the device, for the rows of a step: its inputs, outputs and launchers.
 
-mod args;
 pub(super) mod cascade;
 mod heads;
 pub(super) mod pages;
@@ -13,13 +12,15 @@ use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::pack::SPAN;
 use super::rows::{MOST_RUN, Row, Step, shape};
-use args::AttentionArgs;
+use crate::cuda::append::AppendArgs;
+use crate::cuda::attention_decode::{AttentionArgs, LEAST_SPLIT, MOST_SPLITS};
+use crate::cuda::reference::AttendArgs;
+use crate::cuda::rows::HeadVectors;
 pub use cascade::{Cascade, CascadeShape};
-pub use heads::{HEAD_DIM, WIDE_HEAD_DIM, WIDE_ROTATED, rotated};
-pub(super) use heads::{HeadVectors, row_heads};
+pub(super) use heads::row_heads;
+pub use heads::{HEAD_DIM, WIDE_HEAD_DIM, WIDE_ROTARY_DIMS, rotary_dims};
 use nq_kernels::Result;
 use nq_kernels::pages::PAGE;
-pub(super) use pages::CacheArgs;
 pub use pages::{DevicePages, LayerPages, PageEntry, PageStaging, PagesShape};
 
 /// Parameters of a layer's attention.
@@ -68,7 +69,7 @@ impl Heads<'_> {
             cos_sin: o.of(
                 "rotary table",
                 self.cos_sin,
-                &[positions, rotated(width) / 2],
+                &[positions, rotary_dims(width) / 2],
             )?,
         })
     }
@@ -82,9 +83,9 @@ pub struct AttentionShape<'a> {
     /// [`AttentionScratch::splits`] for the longest sequence; fewer are made where parts of shared pages leave no
     /// room for more.
     pub splits: usize,
-    /// Keeps the next kernel from starting before the previous one has ended, so that its early
-    /// requests do not delay this kernel's operands.
-    pub late: bool,
+    /// Keeps the next kernel (a programmatic dependent launch) from starting before the previous one has ended, so that
+    /// its early requests do not delay this kernel's operands.
+    pub holds_dependents: bool,
     /// True if consecutive rows may belong to one sequence: up to [`MOST_RUN`], at consecutive
     /// positions. If false, each row is a sequence of its own.
     pub runs: bool,
@@ -162,12 +163,8 @@ impl AttentionScratch {
     const WIDE: usize = 78_992;
     const WIDE_RUN_FP16: usize = 94_416;
     const WIDE_RUN_INT8: usize = 86_736;
-    /// `LEAST_SPLIT` of `cuda/attention_decode.cuh`.
-    const LEAST_SPLIT: usize = 256;
     /// `LEAST_PART` of `cuda/attention_decode.cuh`.
     const LEAST_PART: usize = PAGE;
-    /// `MOST_SPLITS` of `cuda/attention_decode.cuh`.
-    const MOST_SPLITS: usize = 64;
 
     /// Allocates it for steps of up to `sequences` rows, with `heads` query heads, of which wide ones count
     /// twice, and `kv_heads` key heads.
@@ -195,7 +192,7 @@ impl AttentionScratch {
     /// Most parts of a context: as many as two blocks per multiprocessor can take.
     fn most_splits(gpu: &Gpu, kv_heads: usize, m: usize) -> usize {
         let blocks = 2 * gpu.info().multiprocessors;
-        (blocks / (kv_heads * m).max(1)).clamp(1, Self::MOST_SPLITS)
+        (blocks / (kv_heads * m).max(1)).clamp(1, MOST_SPLITS)
     }
 
     /// Number of parts of a context for which a step of `m` sequences starts blocks, if the longest has
@@ -203,7 +200,7 @@ impl AttentionScratch {
     /// serve a growing sequence.
     pub fn splits(gpu: &Gpu, kv_heads: usize, m: usize, positions: usize) -> usize {
         let wanted = match positions {
-            ..=Self::LEAST_SPLIT => 1,
+            ..=LEAST_SPLIT => 1,
             _ => positions.div_ceil(Self::LEAST_PART).next_power_of_two(),
         };
         wanted.min(Self::most_splits(gpu, kv_heads, m))
@@ -230,31 +227,6 @@ kernels! {
     ATTENTION_RUN_REST: AttentionArgs = "attention_run_rest" in "attention_decode.cu",
         test "kernels/cuda/tests/cuda/attention.rs::attention", bench "attention_run",
         instances &["attention_run_rest_fp16", "attention_run_rest_int8"];
-}
-
-/// `AppendArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AppendArgs {
-    qkv: Address,
-    rows: Address,
-    vectors: HeadVectors,
-    cos_sin: Address,
-    cache: CacheArgs,
-    m: i32,
-    heads: i32,
-    eps: f32,
-}
-
-/// `AttendArgs` of `cuda/reference.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AttendArgs {
-    qkv: Address,
-    rows: Address,
-    cache: CacheArgs,
-    out: Address,
-    heads: i32,
 }
 
 impl Stream {
@@ -284,9 +256,10 @@ impl Stream {
             m: m as i32,
             heads: heads.heads as i32,
             eps: heads.eps,
+            padding: [0; 1],
         };
         let kernel = APPEND.instance(cache.instance());
-        let grid = (m.div_ceil(8), heads.heads + 2 * kv_heads);
+        let grid = [m.div_ceil(8), heads.heads + 2 * kv_heads];
         // SAFETY: the operands were checked, and that the rows are in the cache.
         unsafe { self.launch(kernel, shape(grid, 256), &args) }
     }
@@ -316,9 +289,10 @@ impl Stream {
             cache: cache.args(&o)?,
             out: o.of("out", out, &[m, heads, HEAD_DIM])?,
             heads: heads as i32,
+            padding: [0; 1],
         };
         // SAFETY: see `append`.
-        unsafe { self.launch(&ATTENTION_REFERENCE, shape((m, heads), HEAD_DIM), &args) }
+        unsafe { self.launch(&ATTENTION_REFERENCE, shape([m, heads], HEAD_DIM), &args) }
     }
 
     /// Attention of the step's `m` tokens. `qkv` are their products `[m, (heads + 2 kv_heads) *
@@ -341,7 +315,7 @@ impl Stream {
         let AttentionShape {
             m,
             splits,
-            late,
+            holds_dependents,
             runs,
             shared,
         } = shape;
@@ -354,8 +328,8 @@ impl Stream {
             o.at_most("width of a head that shares pages", HEAD_DIM, dim)?;
         }
         o.at_least("splits", 1, splits)?;
-        let shared_splits = shared.map_or(0, |(_, of)| of.splits());
-        let splits = splits.min(AttentionScratch::MOST_SPLITS - shared_splits);
+        let shared_splits = shared.map_or(0, |(_, cut)| cut.splits());
+        let splits = splits.min(MOST_SPLITS - shared_splits);
         let parts = splits + shared_splits;
         let shared_pages = match shared {
             Some((cascade, _)) => cascade.row_pages(&o, m)?,
@@ -385,11 +359,11 @@ impl Stream {
             column_rows: out.column_rows,
             nibbles: out.nibbles,
             eps: heads.eps,
-            late: i32::from(late),
+            holds_dependents: i32::from(holds_dependents),
         };
         let int8 = cache.is_int8();
-        if let Some((cascade, of)) = shared {
-            self.attention_shared(cascade, of, m, splits, &args, cache)?;
+        if let Some((cascade, cut)) = shared {
+            self.attention_shared(cascade, cut, m, splits, &args, cache)?;
         }
         let jobs = match has_small_blocks(self.gpu().info().shared_memory) {
             true => 0,
@@ -410,7 +384,7 @@ impl Stream {
             (_, true, false) => (64, AttentionScratch::WIDE_RUN_FP16),
             (_, true, true) => (64, AttentionScratch::WIDE_RUN_INT8),
         };
-        let shape = LaunchShape::new((kv_heads, splits, m), threads)
+        let shape = LaunchShape::new([kv_heads, splits, m], threads)
             .shared(shared_memory)
             .overlapping();
         // SAFETY: the operands were checked, and that the steps are in the cache.

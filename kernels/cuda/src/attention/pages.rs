@@ -1,12 +1,16 @@
 //! Keys and values on the device, in pages.
 
 use super::heads::{HEAD_DIM, WIDE_HEAD_DIM};
+use crate::cuda::pages::{self, CopyPageArgs, MOST_ENTRIES, SetPagesArgs};
+use crate::cuda::rows::{self, Cache};
 use crate::driver::{Address, Buffer, Gpu, Operands, Pinned, Stream};
 use crate::kernel::kernels;
 use crate::rows::{Places, shape};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::{Error, Result};
 use std::ops::Range;
+
+const _: () = assert!(PAGE == rows::PAGE);
 
 /// Keys and values of all layers and sequences, in pages of [`PAGE`] positions.
 ///
@@ -77,19 +81,6 @@ pub struct PageStaging {
 pub struct LayerPages<'a> {
     pages: &'a DevicePages,
     layer: usize,
-}
-
-/// `Cache` of `cuda/rows.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct CacheArgs {
-    pub(crate) keys: Address,
-    pub(crate) values: Address,
-    pub(crate) key_scales: Address,
-    pub(crate) value_scales: Address,
-    pub(crate) tables: Address,
-    kv_heads: i32,
-    pub(crate) table_len: i32,
 }
 
 impl DevicePages {
@@ -191,8 +182,8 @@ impl DevicePages {
     ) -> Result<(usize, usize)> {
         o.at_most("page", self.shape.pages - 1, page as usize)?;
         let (codes, rows) = (self.part_bytes(), self.shape.page_rows());
-        let of = |scales: &Pinned<u16>| scales.len() * 2;
-        let staged = staging.codes.len() + staging.scales.as_ref().map_or(0, of);
+        let bytes = |scales: &Pinned<u16>| scales.len() * 2;
+        let staged = staging.codes.len() + staging.scales.as_ref().map_or(0, bytes);
         o.at_least("bytes of staging", self.page_bytes(), staged)?;
         o.at_most("bytes of staging", self.page_bytes(), staged)?;
         Ok((codes, rows))
@@ -256,7 +247,7 @@ impl LayerPages<'_> {
     }
 
     /// The argument, checked as operands of `o`.
-    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<CacheArgs> {
+    pub(crate) fn args(&self, o: &Operands<'_>) -> Result<Cache> {
         let pages = self.pages;
         let rows = (pages.shape.pages + 1) * pages.shape.page_rows();
         let row = self.layer * rows;
@@ -269,7 +260,7 @@ impl LayerPages<'_> {
             ),
             None => (Address::NULL, Address::NULL),
         };
-        Ok(CacheArgs {
+        Ok(Cache {
             keys: codes(&pages.keys)?,
             values: codes(&pages.values)?,
             key_scales: k,
@@ -286,29 +277,6 @@ kernels! {
         test "kernels/cuda/tests/cuda/attention.rs::copied_pages", bench "pages";
     COPY_PAGE: CopyPageArgs = "copy_page" in "pages.cu",
         test "kernels/cuda/tests/cuda/attention.rs::copied_pages", bench "pages";
-}
-
-/// `MOST_ENTRIES` of `cuda/pages.cu`.
-const MOST_ENTRIES: usize = 256;
-
-/// `SetPagesArgs` of `cuda/pages.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SetPagesArgs {
-    tables: Address,
-    count: i32,
-    entries: [[u32; 2]; MOST_ENTRIES],
-}
-
-/// `CopyPageArgs` of `cuda/pages.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CopyPageArgs {
-    parts: [Address; 4],
-    words: [i32; 4],
-    pages: i32,
-    from: u32,
-    to: u32,
 }
 
 impl Stream {
@@ -331,13 +299,15 @@ impl Stream {
             let mut args = SetPagesArgs {
                 tables: o.of("page tables", &pages.tables, &[pages.tables.len()])?,
                 count: some.len() as i32,
-                entries: [[0; 2]; MOST_ENTRIES],
+                entries: [pages::PageEntry::default(); MOST_ENTRIES],
+                padding: [0; 1],
             };
             for (to, e) in args.entries.iter_mut().zip(some) {
-                *to = [(e.slot * pages.table_len + e.index) as u32, e.page];
+                to.at = (e.slot * pages.table_len + e.index) as u32;
+                to.page = e.page;
             }
             // SAFETY: the entries are in the tables.
-            unsafe { self.launch(&SET_PAGES, shape((1, 1), MOST_ENTRIES), &args)? };
+            unsafe { self.launch(&SET_PAGES, shape([1, 1], MOST_ENTRIES), &args)? };
         }
         Ok(())
     }
@@ -359,14 +329,15 @@ impl Stream {
         };
         let (words, scale_words) = ((bytes / 16) as i32, (2 * sizes.page_rows() / 16) as i32);
         let args = CopyPageArgs {
-            parts: [whole(&pages.keys)?, whole(&pages.values)?, k, v],
+            part: [whole(&pages.keys)?, whole(&pages.values)?, k, v],
             words: [words, words, scale_words, scale_words],
             pages: sizes.pages as i32 + 1,
             from,
             to,
+            padding: [0; 1],
         };
         // SAFETY: both pages are in the pool.
-        unsafe { self.launch(&COPY_PAGE, shape((16, sizes.layers), 256), &args) }
+        unsafe { self.launch(&COPY_PAGE, shape([16, sizes.layers], 256), &args) }
     }
 
     /// Appends to `out` the keys, values and scales of `page` in all layers, [`DevicePages::page_bytes`]

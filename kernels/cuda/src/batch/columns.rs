@@ -8,8 +8,7 @@ use nq_kernels::Result;
 /// Most sequences in one step.
 pub const MOST_SEQUENCES: usize = 16;
 
-/// `MOST_DEPTH` of `cuda/ring.cuh`.
-pub(super) const MOST_DEPTH: usize = 8;
+pub(super) use crate::cuda::ring::MOST_DEPTH;
 
 /// How many rows of activations are columns of one tensor-core product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,7 +106,8 @@ impl Columns {
         &self,
         o: &Operands<'_>,
         w: &DeviceLinear,
-        (m, group): (usize, ColumnGroup),
+        m: usize,
+        group: ColumnGroup,
     ) -> Result<Address> {
         let bytes = m.div_ceil(group.rows()) * group.bytes(w.kind().bits(), w.spans());
         o.of("columns", &self.words, &[bytes])

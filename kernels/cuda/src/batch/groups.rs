@@ -1,17 +1,15 @@
 //! The product of rows in groups of eight, for up to 16 rows and any device.
 
 use super::columns::{ColumnGroup, MOST_DEPTH, PreparedColumns};
+use crate::cuda::gemv_batch::{GemvBatchArgs, TILES, WARPS};
 use crate::driver::{Address, GpuInfo, LaunchShape, Stream};
 use crate::kernel::{kernels, names};
-use crate::linear::{PackedShape, WeightSizes};
+use crate::linear::PackedShape;
 use crate::product::{OutputAddresses, Product, cheapest};
 use nq_kernels::Result;
 
 /// Rows of a group, which are columns of a tensor-core product.
 const GROUP: usize = ColumnGroup::Eight.rows();
-/// Warps of a block, and tiles for which it holds x (`cuda/gemv_batch.cu`).
-const WARPS: usize = 8;
-const TILES: usize = 4;
 
 /// How a product is cut: see `cuda/gemv_batch.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -79,26 +77,6 @@ kernels! {
         instances names!(kinds "gemv_batch"; "_8", "_16");
 }
 
-/// `GemvBatchArgs` of `cuda/gemv_batch.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GemvBatchArgs {
-    codes: Address,
-    meta: Address,
-    columns: Address,
-    factors: Address,
-    out: Address,
-    best: Address,
-    m: i32,
-    sizes: WeightSizes,
-    split: i32,
-    inverse: i32,
-    depth: i32,
-    epilogue: i32,
-    scale: f32,
-    pad: i32,
-}
-
 impl Stream {
     /// Multiplies the rows in `x`, in launches of as many groups as `plan` says.
     pub(super) fn multiply_groups(
@@ -111,11 +89,12 @@ impl Stream {
         let (w, m) = (p.w, p.m);
         let together = plan.groups * GROUP;
         let kernel = GEMV_BATCH.of_kind(plan.groups - 1, w.kind());
-        let shape = LaunchShape::new((plan.blocks, 1, 1), WARPS * 32)
+        let shape = LaunchShape::new([plan.blocks, 1, 1], WARPS * 32)
             .shared(plan.shared)
             .overlapping();
         let group_bytes = ColumnGroup::Eight.bytes(w.kind().bits(), w.spans());
         let (codes, meta, scale) = w.operands(&p.o)?;
+        let sizes = w.sizes();
         for first in (0..m).step_by(together) {
             let further = |from: Address, bytes: usize| match from {
                 Address::NULL => from,
@@ -129,13 +108,17 @@ impl Stream {
                 out: further(to.y, to.width * size_of::<f32>()),
                 best: further(to.best, plan.blocks * size_of::<[f32; 2]>()),
                 m: (m - first).min(together) as i32,
-                sizes: w.sizes(),
+                rows: sizes.rows,
+                tiles: sizes.tiles,
+                spans: sizes.spans,
+                groups: sizes.groups,
+                meta_bytes: sizes.meta_bytes,
                 split: plan.split as i32,
                 inverse: 256usize.div_ceil(plan.split) as i32,
                 depth: plan.depth as i32,
                 epilogue: to.epilogue as i32,
                 scale,
-                pad: 0,
+                padding: [0; 1],
             };
             // SAFETY: the operands were checked, for all rows.
             unsafe { self.launch(kernel, shape, &args)? };

@@ -6,12 +6,13 @@ pub(crate) mod groups;
 pub(crate) mod rows;
 
 use self::columns::{ColumnGroup, Columns, ColumnsTarget, PreparedColumns};
-use super::driver::{Address, Buffer, Gpu, LaunchShape, Operands, Stream};
+use super::driver::{Buffer, Gpu, LaunchShape, Operands, Stream};
 use super::gemv::GemvOutput;
 use super::kernel::kernels;
 use super::linear::DeviceLinear;
 use super::plan::ProductPlan;
 use super::product::{Asked, Inputs, OutputAddresses, Product};
+use crate::cuda::columns::ColumnsArgs;
 use nq_kernels::Result;
 
 impl Columns {
@@ -28,7 +29,7 @@ impl Columns {
         }
         let group = ProductPlan::checked(o, w.shape(), Asked::Columns(m))?.group(m);
         Ok(ColumnsTarget {
-            words: self.address(o, w, (m, group))?,
+            words: self.address(o, w, m, group)?,
             rows: group.rows() as i32,
             nibbles: i32::from(w.kind().order() == 4),
         })
@@ -44,7 +45,7 @@ pub fn best_len(gpu: &Gpu, w: &DeviceLinear, m: usize) -> Result<usize> {
         1 => Asked::Row { head: true },
         _ => Asked::Columns(m),
     };
-    Ok(ProductPlan::new(gpu, w.shape(), asked)?.map_or(1, |plan| plan.shares().1))
+    Ok(ProductPlan::new(gpu, w.shape(), asked)?.map_or(1, |plan| plan.shares().bests))
 }
 
 kernels! {
@@ -59,24 +60,10 @@ kernels! {
         ];
 }
 
-/// `ColumnsArgs` of `cuda/columns.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ColumnsArgs {
-    x: Address,
-    gain: Address,
-    columns: Address,
-    factors: Address,
-    inputs: i32,
-    spans: i32,
-    eps: f32,
-    late: i32,
-}
-
 impl Stream {
     /// Multiplies `m` rows of activations `x` `[m, inputs]` by `w`, reading `w` once: two kernels
-    /// of a decode step of several sequences. `columns` is scratch. `late` keeps the next
-    /// kernels from starting before the previous one has ended.
+    /// of a decode step of several sequences. `columns` is scratch. With `holds_dependents`, the next
+    /// kernels (programmatic dependent launches) do not start before the previous one has ended.
     ///
     /// # Errors
     /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
@@ -87,12 +74,12 @@ impl Stream {
         output: GemvOutput<'_>,
         columns: &mut Columns,
         m: usize,
-        late: bool,
+        holds_dependents: bool,
     ) -> Result<()> {
         let (o, asked) = (self.operands("gemv_batch"), Asked::Columns(m));
         let p = Product {
             columns: Some(columns),
-            late,
+            holds_dependents,
             ..Product::new(o, w, Inputs::Full(x), m, asked)
         };
         self.multiply(p, output.into())
@@ -130,7 +117,7 @@ impl Stream {
     ) -> Result<()> {
         let (o, w, m, group) = (&p.o, p.w, p.m, plan.group(p.m));
         let prepared = PreparedColumns {
-            words: columns.address(o, w, (m, group))?,
+            words: columns.address(o, w, m, group)?,
             factors: o.optional("factors", to.norm.map(|_| &columns.factors), &[m])?,
         };
         if !matches!(p.x, Inputs::Prepared) {
@@ -142,7 +129,7 @@ impl Stream {
                 inputs: w.inputs() as i32,
                 spans: w.spans() as i32,
                 eps: to.eps(),
-                late: i32::from(p.late),
+                holds_dependents: i32::from(p.holds_dependents),
             };
             let parts = match to.norm {
                 Some(_) => 1,
@@ -153,7 +140,7 @@ impl Stream {
                 group == ColumnGroup::Four,
             );
             let kernel = COLUMNS.instance(order - 2 + 3 * usize::from(few));
-            let shape = LaunchShape::new((m, parts, 1), 512).overlapping();
+            let shape = LaunchShape::new([m, parts, 1], 512).overlapping();
             // SAFETY: the operands were checked.
             unsafe { self.launch(kernel, shape, &args)? };
         }

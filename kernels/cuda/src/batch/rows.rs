@@ -1,15 +1,14 @@
 //! The product of up to 16 rows with integer codes, for devices with clusters of blocks.
 
 use super::columns::{ColumnGroup, MOST_DEPTH, MOST_SEQUENCES, PreparedColumns};
-use crate::driver::{Address, Gpu, LaunchShape, Stream};
+use crate::cuda::gemv_rows::{GemvRowsArgs, WARPS};
+use crate::driver::{Gpu, LaunchShape, Stream};
 use crate::kernel::{Instance, SCHEMES, kernels, kind_index, names};
-use crate::linear::{PackedShape, WeightSizes};
+use crate::linear::PackedShape;
 use crate::pack::PackedKind;
 use crate::product::{OutputAddresses, Product};
 use nq_kernels::Result;
 
-/// `WARPS` of `cuda/gemv_rows.cu`.
-const WARPS: usize = 12;
 /// Parts that inputs are cut into, one for each block of a cluster.
 const PARTS: [usize; 4] = [1, 2, 4, 8];
 /// Most spans of x that one block alone has: with more, two blocks are faster.
@@ -103,7 +102,7 @@ impl RowsPlan {
     }
 
     fn shape(&self) -> LaunchShape {
-        LaunchShape::new((self.blocks, 1, 1), WARPS * 32)
+        LaunchShape::new([self.blocks, 1, 1], WARPS * 32)
             .shared(self.shared)
             .overlapping()
             .clusters_of(self.parts)
@@ -126,24 +125,6 @@ kernels! {
         instances names!(schemes "gemv_rows"; "_4", "_8", "_16");
 }
 
-/// `GemvRowsArgs` of `cuda/gemv_rows.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GemvRowsArgs {
-    codes: Address,
-    meta: Address,
-    columns: Address,
-    factors: Address,
-    out: Address,
-    best: Address,
-    m: i32,
-    sizes: WeightSizes,
-    parts: i32,
-    part_spans: i32,
-    depth: i32,
-    epilogue: i32,
-}
-
 impl Stream {
     /// Multiplies the rows in `x`.
     pub(super) fn multiply_rows(
@@ -155,6 +136,7 @@ impl Stream {
     ) -> Result<()> {
         let (w, m) = (p.w, p.m);
         let (codes, meta, _) = w.operands(&p.o)?;
+        let sizes = w.sizes();
         let args = GemvRowsArgs {
             codes,
             meta,
@@ -163,7 +145,11 @@ impl Stream {
             out: to.y,
             best: to.best,
             m: m as i32,
-            sizes: w.sizes(),
+            rows: sizes.rows,
+            tiles: sizes.tiles,
+            spans: sizes.spans,
+            groups: sizes.groups,
+            meta_bytes: sizes.meta_bytes,
             parts: plan.parts as i32,
             part_spans: plan.part_spans as i32,
             depth: DEPTH as i32,

@@ -207,7 +207,9 @@ impl Blas {
     pub(crate) unsafe fn product(
         &self,
         g: Gemm,
-        (a, b, c): (Side, Side, Side),
+        a: Side,
+        b: Side,
+        c: Side,
         tf32: bool,
     ) -> Result<()> {
         let failed = |why: String| Error::Cuda {

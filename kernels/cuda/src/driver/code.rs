@@ -1,5 +1,6 @@
 //! The kernels' code: which of a build's targets a device runs, and which driver that needs.
 
+use super::info::Version;
 use nq_kernels::{Error, Result};
 use std::borrow::Cow;
 
@@ -25,7 +26,7 @@ const MOST_BYTES: usize = 256 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CodeTarget {
     name: &'static str,
-    capability: (i32, i32),
+    capability: Version,
     ptx: bool,
     exact: bool,
 }
@@ -37,7 +38,7 @@ impl CodeTarget {
         let number: i32 = digits.parse().ok()?;
         Some(CodeTarget {
             name,
-            capability: (number / 10, number % 10),
+            capability: Version::new(number / 10, number % 10),
             ptx: kind == "compute",
             exact: digits != arch,
         })
@@ -53,20 +54,20 @@ impl CodeTarget {
         self.ptx
     }
 
-    fn runs_on(&self, capability: (i32, i32)) -> bool {
+    fn runs_on(&self, capability: Version) -> bool {
         if self.exact {
             return self.capability == capability;
         }
-        self.capability <= capability && (self.ptx || self.capability.0 == capability.0)
+        self.capability <= capability && (self.ptx || self.capability.major == capability.major)
     }
 
     /// CUDA version of the oldest driver that supports it: machine code needs the assembler's major
     /// version, PTX the compiler's version.
-    fn driver(&self) -> (i32, i32) {
+    fn driver(&self) -> Version {
         if self.ptx {
             return COMPILER;
         }
-        (ASSEMBLER.0, 0)
+        Version::new(ASSEMBLER.major, 0)
     }
 
     /// The fatbins.
@@ -89,14 +90,14 @@ pub(crate) fn targets() -> impl Iterator<Item = CodeTarget> {
 }
 
 /// The best of `targets` for a device: machine code if there is any, and the newest.
-fn best(targets: impl Iterator<Item = CodeTarget>, capability: (i32, i32)) -> Option<CodeTarget> {
+fn best(targets: impl Iterator<Item = CodeTarget>, capability: Version) -> Option<CodeTarget> {
     targets
         .filter(|t| t.runs_on(capability))
         .max_by_key(|t| (!t.ptx, t.capability, t.exact))
 }
 
 /// The name of the code that a device of `capability` runs; `None` if there is none.
-pub(super) fn name_of_code(capability: (i32, i32)) -> Option<&'static str> {
+pub(super) fn name_of_code(capability: Version) -> Option<&'static str> {
     best(targets(), capability).map(|target| target.name)
 }
 
@@ -105,44 +106,40 @@ pub(super) fn name_of_code(capability: (i32, i32)) -> Option<&'static str> {
 ///
 /// # Errors
 /// The reason why it cannot be used, and what can be done.
-pub(super) fn target_for(capability: (i32, i32), driver: i32) -> Result<CodeTarget, String> {
-    let (major, minor) = capability;
+pub(super) fn target_for(capability: Version, driver: i32) -> Result<CodeTarget, String> {
     let Some(target) = best(targets(), capability) else {
         let names: Vec<&str> = targets().map(|t| t.name).collect();
         return Err(format!(
-            "it has compute capability {major}.{minor}, for which this build has no code (it has {}); \
+            "it has compute capability {capability}, for which this build has no code (it has {}); \
              8.0 or newer is needed",
             names.join(", ")
         ));
     };
     let needed = target.driver();
-    if (driver / 1000, driver % 1000 / 10) < needed {
+    if Version::of_cuda(driver) < needed {
         return Err(too_old(driver, needed));
     }
     Ok(target)
 }
 
 /// The error for a driver of CUDA version `driver` if `needed` is the oldest supported.
-pub(super) fn too_old(driver: i32, needed: (i32, i32)) -> String {
+pub(super) fn too_old(driver: i32, needed: Version) -> String {
     format!(
-        "the NVIDIA driver is too old: it is for CUDA {}.{}, and this build's kernels need one for \
-         {}.{} (driver {} or newer)",
-        driver / 1000,
-        driver % 1000 / 10,
-        needed.0,
-        needed.1,
+        "the NVIDIA driver is too old: it is for CUDA {}, and this build's kernels need one for \
+         {needed} (driver {} or newer)",
+        Version::of_cuda(driver),
         release(needed)
     )
 }
 
 /// Release number of the oldest driver that this build's machine code needs, e.g. 580.
 pub fn driver_needed() -> u32 {
-    release((ASSEMBLER.0, 0))
+    release(Version::new(ASSEMBLER.major, 0))
 }
 
 /// The first Linux driver that supports a CUDA version (CUDA Toolkit Release Notes, table 3).
-fn release((major, minor): (i32, i32)) -> u32 {
-    match (major, minor) {
+fn release(cuda: Version) -> u32 {
+    match (cuda.major, cuda.minor) {
         (..=12, 0) => 525,
         (12, 1) => 530,
         (12, 2) => 535,
@@ -207,7 +204,7 @@ fn split(mut all: &[u8]) -> Result<Vec<Cow<'static, [u8]>>, String> {
 mod tests {
     use super::*;
 
-    fn chosen(names: &[&'static str], capability: (i32, i32)) -> Option<&'static str> {
+    fn chosen(names: &[&'static str], capability: Version) -> Option<&'static str> {
         let targets = names.iter().map(|name| CodeTarget::of(name).unwrap());
         best(targets, capability).map(|t| t.name)
     }
@@ -234,26 +231,28 @@ mod tests {
             ((12, 1), Some("sm_120")),
             ((13, 0), Some("compute_100")),
         ] {
-            assert_eq!(chosen(&all, capability), name, "{capability:?}");
+            let (major, minor) = capability;
+            let found = chosen(&all, Version::new(major, minor));
+            assert_eq!(found, name, "{capability:?}");
         }
     }
 
     #[test]
     fn a_driver_that_is_too_old_is_told_which_is_needed() {
-        let why = too_old(12_040, (13, 0));
+        let why = too_old(12_040, Version::new(13, 0));
         assert!(why.contains("CUDA 12.4"), "{why}");
         assert!(why.contains("driver 580 or newer"), "{why}");
         let target = targets().next().expect("this build has code");
-        let old = (target.driver().0 - 1) * 1000;
+        let old = (target.driver().major - 1) * 1000;
         let why = target_for(target.capability, old).unwrap_err();
         assert!(why.contains("too old"), "{why}");
-        let new = (target.driver().0 + 1) * 1000;
+        let new = (target.driver().major + 1) * 1000;
         assert_eq!(target_for(target.capability, new), Ok(target));
     }
 
     #[test]
     fn a_device_without_code_is_told_so() {
-        let why = target_for((7, 5), 99_000).unwrap_err();
+        let why = target_for(Version::new(7, 5), 99_000).unwrap_err();
         assert!(why.contains("7.5"), "{why}");
     }
 

@@ -2,6 +2,7 @@
 
 use super::code::{CodeTarget, target_for, too_old};
 use super::errors::check;
+use super::info::Version;
 use cudarc::driver::{result, sys};
 use nq_kernels::{Error, Result};
 
@@ -24,7 +25,7 @@ pub fn device_count() -> Result<usize> {
     check("starting the CUDA driver", result::init())?;
     let version = driver_version()?;
     if version < OLDEST_DRIVER {
-        return Err(none(too_old(version, (OLDEST_DRIVER / 1000, 0))));
+        return Err(none(too_old(version, Version::of_cuda(OLDEST_DRIVER))));
     }
     let count = check("counting devices", result::device::get_count())?;
     match count {
@@ -76,15 +77,15 @@ pub(super) fn driver_version() -> Result<i32> {
     Ok(version)
 }
 
-/// Compute capability, e.g. (9, 0).
-pub(super) fn capability(device: sys::CUdevice) -> Result<(i32, i32)> {
+/// Its compute capability.
+pub(super) fn capability(device: sys::CUdevice) -> Result<Version> {
     use sys::CUdevice_attribute_enum as A;
     let get = |attribute| {
         // SAFETY: the device is valid; one integer is written.
         let value = unsafe { result::device::get_attribute(device, attribute) };
         check("asking for a GPU's properties", value)
     };
-    let capability = (
+    let capability = Version::new(
         get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
         get(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     );

@@ -4,6 +4,7 @@ use super::code::{CodeTarget, name_of_code};
 use super::errors::check;
 use super::found::{capability, code_for, driver_version, find};
 use super::info::GpuInfo;
+use super::info::Version;
 use super::launch::{Attributes, LaunchShape};
 use crate::kernel::{Instance, KernelRow, MOST_INSTANCES};
 use cudarc::driver::sys::{self, CUresult};
@@ -376,15 +377,16 @@ impl Inner {
             result::device::get_name(self.device),
         )?;
         let shared_memory = get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        let capability = capability(self.device)?;
         self.info = GpuInfo {
             ordinal: self.info.ordinal,
             name: name.trim_end_matches('\0').into(),
-            capability: capability(self.device)?,
+            capability,
             multiprocessors: get(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
-            shared_memory: match (capability(self.device)?, shared_memory) {
-                // It runs code of 8.6, which is made for as much as that has.
-                ((8, 7), room) => room.min(99 << 10),
-                (_, room) => room,
+            // 8.7 runs code of 8.6, which is made for as much as that has.
+            shared_memory: match capability == Version::new(8, 7) {
+                true => shared_memory.min(99 << 10),
+                false => shared_memory,
             },
             l2_bytes: get(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
             memory,

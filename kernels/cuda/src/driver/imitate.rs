@@ -7,6 +7,7 @@
 
 use super::code::{SOURCES, unpack};
 use super::info::GpuInfo;
+use super::info::Version;
 use super::launch::LaunchShape;
 use nq_kernels::{Error, Result};
 use sha2::{Digest, Sha256};
@@ -17,23 +18,23 @@ use std::sync::OnceLock;
 const VARIABLE: &str = "NQ_IMITATE";
 
 /// What runs the code.
-const HOST: (i32, i32) = (9, 0);
+const HOST: Version = Version::new(9, 0);
 
 /// Compute capability, code and most shared memory of a block in bytes of what can be imitated. The code of 12.0
 /// is that of 9.0 without what only 9.0 has, as no compiler makes code for 9.0 from a newer virtual architecture.
 /// 9.0 itself is there so that code of another compiler can be compared within one build.
-const IMITATED: [((i32, i32), &str, usize); 5] = [
-    ((8, 0), "compute_80-sm_90", 163 << 10),
-    ((8, 6), "compute_86-sm_90", 99 << 10),
-    ((8, 9), "compute_86-sm_90", 99 << 10),
-    ((9, 0), "sm_90a", 227 << 10),
-    ((12, 0), "compute_90-sm_90", 99 << 10),
+const IMITATED: [(Version, &str, usize); 5] = [
+    (Version::new(8, 0), "compute_80-sm_90", 163 << 10),
+    (Version::new(8, 6), "compute_86-sm_90", 99 << 10),
+    (Version::new(8, 9), "compute_86-sm_90", 99 << 10),
+    (Version::new(9, 0), "sm_90a", 227 << 10),
+    (Version::new(12, 0), "compute_90-sm_90", 99 << 10),
 ];
 
 /// What the variable asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Imitation {
-    capability: (i32, i32),
+    capability: Version,
     target: &'static str,
     shared_memory: usize,
     folder: PathBuf,
@@ -67,12 +68,12 @@ impl Imitation {
     fn read(text: &str) -> Result<Self, String> {
         let row = text.split_once(':').and_then(|(capability, folder)| {
             let (major, minor) = capability.split_once('.')?;
-            let capability = (major.parse().ok()?, minor.parse().ok()?);
+            let capability = Version::new(major.parse().ok()?, minor.parse().ok()?);
             let row = IMITATED.iter().find(|row| row.0 == capability)?;
             (!folder.is_empty()).then_some((row, folder))
         });
         let Some((&(capability, target, shared_memory), folder)) = row else {
-            let all = IMITATED.map(|((major, minor), ..)| format!("{major}.{minor}"));
+            let all = IMITATED.map(|(capability, ..)| capability.to_string());
             return Err(format!(
                 "{text:?} is not one of {}, a colon and a folder",
                 all.join(", ")
@@ -90,20 +91,18 @@ impl Imitation {
     ///
     /// # Errors
     /// [`Error::Cuda`] if the device does not run the code.
-    pub(super) fn instead_of(&self, real: (i32, i32)) -> Result<(i32, i32)> {
+    pub(super) fn instead_of(&self, real: Version) -> Result<Version> {
         if real == HOST {
             return Ok(self.capability);
         }
-        let (major, minor) = real;
         Err(error(format!(
-            "the GPU has compute capability {major}.{minor}; only those of 9.0 imitate others"
+            "the GPU has compute capability {real}; only those of 9.0 imitate others"
         )))
     }
 
     /// Changes a device's properties to those of what it imitates. Its name says so, and with it every report.
     pub(super) fn describe(&self, info: &mut GpuInfo) {
-        let (major, minor) = self.capability;
-        info.name += &format!(", imitates {major}.{minor}");
+        info.name += &format!(", imitates {}", self.capability);
         info.capability = self.capability;
         info.shared_memory = self.shared_memory;
     }
@@ -118,7 +117,7 @@ impl Imitation {
                 "{name} takes {bytes} bytes of shared memory of {most}"
             )));
         }
-        if shape.cluster > 1 && self.capability < (9, 0) {
+        if shape.cluster > 1 && self.capability < HOST {
             return Err(error(format!("{name} runs in clusters")));
         }
         Ok(())
@@ -164,7 +163,10 @@ mod tests {
     fn the_variable_names_a_capability_and_a_folder() {
         let read = Imitation::read("8.9:/a:b").unwrap();
         assert_eq!(read.folder, Path::new("/a:b"));
-        assert_eq!((read.capability, read.target), ((8, 9), "compute_86-sm_90"));
+        assert_eq!(
+            (read.capability, read.target),
+            (Version::new(8, 9), "compute_86-sm_90")
+        );
         for wrong in ["", "8.6", "8.6:", "86:/a", "7.5:/a", "9.1:/a", "8.x:/a"] {
             let why = Imitation::read(wrong).unwrap_err();
             assert!(why.contains("8.0, 8.6, 8.9, 9.0, 12.0"), "{why}");
@@ -190,7 +192,7 @@ mod tests {
 
     #[test]
     fn what_the_imitated_device_could_not_run_is_refused() {
-        let shape = LaunchShape::new((1, 1, 1), 32).shared(99 << 10);
+        let shape = LaunchShape::new([1, 1, 1], 32).shared(99 << 10);
         let allow = |text: &str, fixed, shape| {
             let imitation = Imitation::read(text).unwrap();
             imitation.allow("gemv", fixed, shape).is_ok()

@@ -1,6 +1,7 @@
 //! How kernels are launched.
 
 use super::info::GpuInfo;
+use super::info::Version;
 use cudarc::driver::sys;
 
 /// Launch configuration of a kernel.
@@ -14,10 +15,10 @@ pub(crate) struct LaunchShape {
 }
 
 impl LaunchShape {
-    /// `grid` blocks of `threads` threads, which start when the previous kernel has ended.
-    pub(crate) fn new(grid: (usize, usize, usize), threads: usize) -> Self {
+    /// `x` by `y` by `z` blocks of `threads` threads, which start when the previous kernel has ended.
+    pub(crate) fn new([x, y, z]: [usize; 3], threads: usize) -> Self {
         LaunchShape {
-            grid,
+            grid: (x, y, z),
             threads,
             shared: 0,
             overlap: false,
@@ -59,7 +60,8 @@ impl Attributes {
         // SAFETY: structures of integers and unions of them; all zero is valid.
         let all: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
         let mut attributes = Attributes { all, count: 0 };
-        if shape.overlap && info.capability >= (9, 0) && info.driver >= RECORDS_OVERLAP {
+        if shape.overlap && info.capability >= Version::new(9, 0) && info.driver >= RECORDS_OVERLAP
+        {
             let to = attributes.next(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
             to.programmaticStreamSerializationAllowed = 1;
         }

@@ -164,12 +164,12 @@ impl Operands<'_> {
         }
     }
 
-    /// An error unless `found` is a nonzero multiple of `of`.
-    pub(crate) fn multiple(&self, what: &'static str, of: usize, found: usize) -> Result<()> {
-        if found > 0 && found.is_multiple_of(of) {
+    /// An error unless `found` is a nonzero multiple of `unit`.
+    pub(crate) fn multiple(&self, what: &'static str, unit: usize, found: usize) -> Result<()> {
+        if found > 0 && found.is_multiple_of(unit) {
             Ok(())
         } else {
-            self.refuse(what, format!("a multiple of {of}"), found)
+            self.refuse(what, format!("a multiple of {unit}"), found)
         }
     }
 }

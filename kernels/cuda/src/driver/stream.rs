@@ -11,6 +11,7 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use nq_kernels::profile::Key;
 use nq_kernels::{Error, Result};
+use nq_model::Dims;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::ptr;
@@ -234,7 +235,11 @@ impl Stream {
         }
         let blocks = shape.grid.0 * shape.grid.1 * shape.grid.2;
         self.between_events(
-            (kernel.row.name, kernel.name(), (blocks, shape.threads)),
+            (
+                kernel.row.name,
+                kernel.name(),
+                Dims::new(blocks, shape.threads),
+            ),
             0,
             None,
             launch,

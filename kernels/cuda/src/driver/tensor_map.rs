@@ -2,6 +2,7 @@
 
 use super::gpu::Gpu;
 use super::memory::Address;
+use crate::cuda::wgmma::TensorMap;
 use cudarc::driver::sys::{self, CUtensorMapDataType as Type, CUtensorMapSwizzle as Swizzle};
 use nq_kernels::{Error, Result};
 
@@ -21,14 +22,9 @@ pub(crate) struct BoxedMatrix {
     pub(crate) swizzled: bool,
 }
 
-/// `TensorMap` of `cuda/wgmma.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(crate) struct TensorMap(pub(super) [u64; 16]);
-
 impl TensorMap {
     /// The map of no matrix.
-    pub(crate) const NONE: TensorMap = TensorMap([0; 16]);
+    pub(crate) const NONE: TensorMap = TensorMap { words: [0; 16] };
 }
 
 impl Gpu {
@@ -80,6 +76,6 @@ impl Gpu {
             what: "describing a matrix",
             why: format!("{} x {}: {e}", matrix.rows, matrix.width),
         })?;
-        Ok(TensorMap(map.opaque))
+        Ok(TensorMap { words: map.opaque })
     }
 }

@@ -2,8 +2,10 @@
 
 use super::gpu::Gpu;
 use super::info::GpuInfo;
+use super::info::Version;
 use super::launch::LaunchShape;
-use super::tensor_map::{BoxedMatrix, TensorMap};
+use super::tensor_map::BoxedMatrix;
+use crate::cuda::wgmma::TensorMap;
 use crate::kernel::Instance;
 use nq_kernels::account::Account;
 use std::cell::{Cell, RefCell};
@@ -17,7 +19,7 @@ thread_local! {
 }
 
 /// A dry device of this compute capability, number of multiprocessors and shared memory of a block, in KiB.
-pub(crate) fn imagined(capability: (i32, i32), multiprocessors: usize, shared_kib: usize) -> Gpu {
+pub(crate) fn imagined(capability: Version, multiprocessors: usize, shared_kib: usize) -> Gpu {
     let info = GpuInfo {
         name: NAME.into(),
         capability,
@@ -45,10 +47,10 @@ pub(super) fn address() -> u64 {
 }
 
 /// True if the build for this device has the kernel: it follows from conditions in the sources.
-pub(super) fn has_kernel(name: &str, (major, minor): (i32, i32)) -> bool {
+pub(super) fn has_kernel(name: &str, capability: Version) -> bool {
     match name {
-        "gemv_rows" => major >= 9,
-        "gemm_wgmma" | "gemm_step" | "norm_step" => (major, minor) == (9, 0),
+        "gemv_rows" => capability.major >= 9,
+        "gemm_wgmma" | "gemm_step" | "norm_step" => capability == Version::new(9, 0),
         _ => true,
     }
 }
@@ -75,5 +77,5 @@ pub(super) fn tensor_map(m: &BoxedMatrix) -> TensorMap {
     for (word, size) in words[1..].iter_mut().zip(sizes) {
         *word = size as u64;
     }
-    TensorMap(words)
+    TensorMap { words }
 }

@@ -144,12 +144,12 @@ mod tests {
     #[test]
     fn stages_are_by_free_memory() {
         let dense = Preset::find("qwen3-8b").unwrap().config();
-        let of = |free: &[usize]| stages(&dense, free).unwrap();
-        assert_eq!(of(&[80, 80]), [0..18, 18..36]);
-        assert_eq!(of(&[24, 12]), [0..24, 24..36]);
-        assert_eq!(of(&[100, 0, 0]), [0..34, 34..35, 35..36]);
-        assert_eq!(of(&[0, 0, 100]), [0..1, 1..2, 2..36]);
-        assert_eq!(of(&[0, 0]), [0..1, 1..36]);
+        let divided = |free: &[usize]| stages(&dense, free).unwrap();
+        assert_eq!(divided(&[80, 80]), [0..18, 18..36]);
+        assert_eq!(divided(&[24, 12]), [0..24, 24..36]);
+        assert_eq!(divided(&[100, 0, 0]), [0..34, 34..35, 35..36]);
+        assert_eq!(divided(&[0, 0, 100]), [0..1, 1..2, 2..36]);
+        assert_eq!(divided(&[0, 0]), [0..1, 1..36]);
         let hybrid = Preset::find("qwen3.5-4b").unwrap().config();
         let interval = hybrid.delta.unwrap().interval;
         for free in [[80, 80], [24, 12], [1, 100]] {

@@ -9,7 +9,7 @@ use nq_cpu::Cpu;
 use nq_cpu::engine::layer::pack;
 use nq_formats::Progress;
 use nq_kernels::Routes;
-use nq_model::{Block, Experts, LayerSpec, Mixer, ModelConfig, Product};
+use nq_model::{Experts, ExpertsSpec, LayerSpec, ModelConfig, Product};
 use nq_runtime::host::available_memory;
 use nq_runtime::interface::LoadOptions;
 use nq_runtime::models::LayerWeights;
@@ -31,10 +31,7 @@ struct HostLayer {
 
 /// True for the products of `spec` that hold the weights of experts.
 pub(super) fn is_of_experts(spec: &LayerSpec, product: &Product) -> bool {
-    spec.blocks.iter().any(|block| match &block.mixer {
-        Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => false,
-        Mixer::Experts(e) => e.gate_up == *product || e.down == *product,
-    })
+    (spec.experts()).is_some_and(|(_, e)| e.gate_up == *product || e.down == *product)
 }
 
 impl HostExperts {
@@ -81,16 +78,8 @@ impl HostExperts {
         options: &LoadOptions,
         weights: &LayerWeights,
     ) -> Result<()> {
-        let mut blocks = weights
-            .spec
-            .blocks
-            .iter()
-            .map(|Block { norm, mixer }| match mixer {
-                Mixer::Experts(experts) => Some((norm, &experts.gate_up, &experts.down)),
-                Mixer::Attention(_) | Mixer::Delta(_) | Mixer::Mlp(_) => None,
-            });
-        let (Some(experts), Some((norm, gate_up, down))) =
-            (config.experts, blocks.find_map(|of_experts| of_experts))
+        let (Some(experts), Some((norm, ExpertsSpec { gate_up, down, .. }))) =
+            (config.experts, weights.spec.experts())
         else {
             unreachable!("`wanted` lets no other model through");
         };
@@ -99,9 +88,15 @@ impl HostExperts {
             None => Arc::clone(self.cpu.insert(Arc::new(nq_cpu::open(options)?))),
         };
         let packed = |product: &'static Product| {
-            let name = (product.name, experts.count);
             let parts = weights.product(product);
-            pack(&cpu, options, name, &parts, &mut Census::default())
+            pack(
+                &cpu,
+                options,
+                product.name,
+                experts.count,
+                &parts,
+                &mut Census::default(),
+            )
         };
         let (gate_up, down) = (packed(gate_up)?, packed(down)?);
         let gain = weights.norm(norm.kind).to_f32()?;

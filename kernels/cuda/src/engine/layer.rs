@@ -1,10 +1,11 @@
 //! The weights of a layer on a GPU, and the mixtures that its kernels run.
 
-use super::host_experts::HostExperts;
+use super::host_experts::{HostExperts, is_of_experts};
 use crate::{Buffer, DeviceLinear, HalfRows, MOST_EXPERTS};
 use nq_kernels::registry::WeightKind;
-use nq_model::forward::{Layer, Mix};
+use nq_model::forward::Layer;
 use nq_model::{Experts, LayerSpec, LinearKind, ModelConfig, Product};
+use nq_runtime::stacks::{self, StackedLinear, Stacks};
 use nq_runtime::states::is_recurrent;
 
 /// The weights of a layer; gate and up are interleaved.
@@ -53,55 +54,9 @@ impl CudaLayers {
 
     /// The mixtures of layers of a model of shape `config`, as their stacks are.
     pub(super) fn stacks(&self, config: &ModelConfig) -> Option<Experts> {
-        let mut blocks = self.all.iter().flat_map(|l| &l.blocks);
-        blocks.find_map(|block| match &block.mixer {
-            Mix::Experts(experts) => Some(mixture(config, experts)),
-            _ => None,
-        })
+        let mut experts = self.all.iter().filter_map(CudaLayer::experts);
+        experts.next().map(|experts| mixture(config, experts))
     }
-}
-
-/// Drops the shared expert of a layer whose stacks have it.
-pub(super) fn drop_shared(layer: &mut CudaLayer) {
-    for block in &mut layer.blocks {
-        if let Mix::Experts(experts) = &mut block.mixer {
-            experts.shared = None;
-        }
-    }
-}
-
-/// The weights of all experts of a mixture, each with that of the shared expert.
-const WITH_SHARED: [(LinearKind, LinearKind); 4] = [
-    (LinearKind::Router, LinearKind::SharedScore),
-    (LinearKind::Gate, LinearKind::SharedGate),
-    (LinearKind::Up, LinearKind::SharedUp),
-    (LinearKind::Down, LinearKind::SharedDown),
-];
-
-/// The weight of the shared expert that stands behind that of all others, if the shared expert stands in their stacks.
-pub(super) fn shared_behind(kind: LinearKind) -> Option<LinearKind> {
-    let pair = WITH_SHARED.into_iter().find(|(all, _)| *all == kind);
-    pair.map(|(_, own)| own)
-}
-
-/// True if the product is one of the shared expert alone.
-pub(super) fn is_of_shared(product: &Product) -> bool {
-    let kind = product.linears[0].kind;
-    WITH_SHARED.iter().any(|(_, own)| *own == kind)
-}
-
-/// True if the shared expert of a layer stands behind the others in their stacks, of which it then is one that all rows go
-/// through: fewer kernels than one for itself. It follows from the shape `c` and the kinds of the layer's weights, so
-/// that plans and models decide alike.
-pub(super) fn stacks_shared(
-    c: &ModelConfig,
-    spec: &LayerSpec,
-    kind: impl Fn(LinearKind) -> WeightKind,
-) -> bool {
-    let shares = spec.matrices().any(|l| l.kind == LinearKind::SharedGate);
-    let fits = c.experts.is_some_and(|e| largest_mixture(&e).shared > 0);
-    let alike = |(all, own)| kind(all).stacked(kind(own)).is_some();
-    shares && fits && WITH_SHARED.into_iter().all(alike)
 }
 
 /// The mixture that kernels run for a layer: with the shared expert, if the layer's stacks have it.
@@ -120,9 +75,64 @@ pub(super) fn mixture(
 
 /// The largest mixture that [`mixture`] gives.
 pub(super) fn largest_mixture(shape: &Experts) -> Experts {
-    let stacks = shape.shared == shape.width && shape.count < MOST_EXPERTS;
-    Experts {
-        shared: if stacks { shape.shared } else { 0 },
-        ..*shape
+    stacks::largest_mixture(shape, MOST_EXPERTS)
+}
+
+/// Which weights of a layer are on the device, and in which matrices.
+pub(super) struct HeldLayer {
+    spec: &'static LayerSpec,
+    stacks: Stacks,
+    /// The experts are in the computer's memory.
+    experts_on_host: bool,
+}
+
+impl HeldLayer {
+    /// It follows from the shape `c` and the kinds of the layer's weights, so that plans and models decide alike.
+    pub(super) fn new(
+        c: &ModelConfig,
+        spec: &'static LayerSpec,
+        experts_on_host: bool,
+        kind: impl Fn(LinearKind) -> WeightKind,
+    ) -> Self {
+        HeldLayer {
+            spec,
+            stacks: match experts_on_host {
+                true => Stacks::apart(spec),
+                false => Stacks::with_shared(c, spec, MOST_EXPERTS, kind),
+            },
+            experts_on_host,
+        }
+    }
+
+    /// The parts of the matrix of `product`; none if it has none here.
+    pub(super) fn parts(&self, product: &'static Product) -> Vec<StackedLinear> {
+        match self.experts_on_host && is_of_experts(self.spec, product) {
+            true => Vec::new(),
+            false => self.stacks.of_product(product),
+        }
+    }
+
+    /// True for products whose kernels do not read trellis codes.
+    pub(super) fn is_plain(&self, product: &Product) -> bool {
+        is_of_experts(self.spec, product)
+    }
+
+    /// True if the shared expert stands behind the others.
+    pub(super) fn has_shared(&self) -> bool {
+        self.stacks.have_shared()
+    }
+
+    /// True if a shared expert has products of its own beside experts on the device.
+    pub(super) fn runs_shared_apart(&self) -> bool {
+        let shared = self.spec.experts().and_then(|(_, e)| e.shared.as_ref());
+        shared.is_some() && !self.experts_on_host && !self.has_shared()
+    }
+
+    /// The Linears that score the experts, if these and the shared expert, if there is one, are one mixture here.
+    pub(super) fn router(&self) -> Option<StackedLinear> {
+        let (_, experts) = self.spec.experts()?;
+        let whole = !self.experts_on_host && !self.runs_shared_apart();
+        let stack = whole.then(|| self.stacks.of_product(&experts.router));
+        stack?.into_iter().next()
     }
 }

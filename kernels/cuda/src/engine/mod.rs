@@ -1,5 +1,6 @@
 //! The GPU engine: nq's own forward over the kernels of this crate.
 
+mod adapters;
 mod division;
 mod host_experts;
 mod layer;
@@ -14,22 +15,24 @@ mod session;
 mod streams;
 mod weights;
 
-use crate::{Cascade, Gpu, GpuInfo, MOST_WIDE_SEQUENCES};
+use crate::{Cascade, Gpu};
+use adapters::{AdapterWidths, CudaAdapters, merged_only};
 pub use model::check_shape;
 use model::{CudaModel, key_copies, note_copies};
+use nq_formats::adapter::Lora;
 use nq_formats::{Progress, Shard, WeightStore};
+use nq_kernels::KernelSet;
 use nq_kernels::profile::OpTiming;
-use nq_kernels::{Account, KernelSet};
 use nq_model::ModelConfig;
 use nq_runtime::interface::{
-    ActivationChoice, DeviceMemory, Engine, EngineDescription, LoadOptions, Session, SessionSpec,
+    ActivationChoice, AppliedAdapter, DeviceMemory, Engine, EngineDescription, LoadOptions,
+    Session, SessionSpec,
 };
 use nq_runtime::kv::least_prefix;
-use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 pub use parallel::ParallelEngine;
 use part::GpuPart;
-use request::Request;
+pub use plan::{placed, planned};
 use session::CudaSession;
 use session::step::least_shared_pages;
 use session::step_rows::most_together;
@@ -39,34 +42,11 @@ pub use streams::{CudaEagle, CudaMtp};
 /// [`Engine`] on a GPU.
 pub struct CudaEngine {
     model: Arc<CudaModel>,
+    adapters: CudaAdapters,
+    /// Copies of each key head.
+    key_copies: usize,
     description: EngineDescription,
     bandwidth: OnceLock<Option<f64>>,
-}
-
-/// Bytes of GPU memory that a model whose matrices are of these kinds and a session of it will take,
-/// on a GPU whose steps take the most sequences.
-///
-/// # Errors
-/// A weight that no kernel serves; a type of keys and values that the device does not support.
-pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<DeviceMemory> {
-    let c = &served(c).config(c)?;
-    let info = &GpuInfo {
-        multiprocessors: 132,
-        shared_memory: 227 << 10,
-        ..GpuInfo::default()
-    };
-    let request = Request {
-        info,
-        together: MOST_WIDE_SEQUENCES,
-        config: c,
-        kernels: KernelSet::Fused,
-        head: &weights::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, None)?,
-        trellis: weights::has_trellis(c, kinds),
-        part: None,
-        weights: weights::weight_bytes(c, kinds, None, 0, None)?,
-        session: Some(spec),
-    };
-    request.plan()
 }
 
 /// The whole of a model of shape `c`, with as many copies of its key heads as the kernels need.
@@ -86,19 +66,23 @@ impl CudaEngine {
         ordinal: usize,
         progress: &dyn Progress,
     ) -> Result<Self> {
-        let on = (Gpu::open(ordinal)?, None);
+        let gpu = Gpu::open(ordinal)?;
         if key_copies(config) == 1 {
-            return Self::load_on(on, config, store, options, progress);
+            return Self::load_on(gpu, None, config, store, options, progress);
         }
         note_copies(config, progress);
         let whole = served(config);
         let (shape, copied) = (whole.config(config)?, whole.store(store, config)?);
-        Self::load_on(on, &shape, &copied, options, progress)
+        Ok(CudaEngine {
+            key_copies: whole.key_copies,
+            ..Self::load_on(gpu, None, &shape, &copied, options, progress)?
+        })
     }
 
     /// As [`CudaEngine::load`], for a whole model or a part of one.
     fn load_on(
-        (gpu, part): (Gpu, Option<GpuPart>),
+        gpu: Gpu,
+        part: Option<GpuPart>,
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -119,7 +103,7 @@ impl CudaEngine {
             );
         }
         let device = gpu.info().to_string();
-        let (model, bits) = CudaModel::load((gpu, part), config, store, options, progress)?;
+        let (model, bits) = CudaModel::load(gpu, part, config, store, options, progress)?;
         let description = EngineDescription {
             engine: "nq".into(),
             device,
@@ -138,6 +122,8 @@ impl CudaEngine {
         };
         Ok(CudaEngine {
             model: Arc::new(model),
+            adapters: CudaAdapters::default(),
+            key_copies: 1,
             description,
             bandwidth: OnceLock::new(),
         })
@@ -147,9 +133,10 @@ impl CudaEngine {
 impl CudaEngine {
     /// Opens a session, if there is room for it.
     fn open_session(&self, spec: SessionSpec) -> Result<CudaSession> {
-        let model = &self.model;
-        model.request(&spec).check(model.gpu.free_memory()?)?;
-        CudaSession::new(model.clone(), spec)
+        let (model, adapters) = (&self.model, &self.adapters);
+        let request = model.request(&spec, adapters.widths);
+        request.check(model.gpu.free_memory()?)?;
+        CudaSession::new(model.clone(), adapters.clone(), spec)
     }
 }
 
@@ -183,9 +170,9 @@ impl Engine for CudaEngine {
     fn device_memory(&self, spec: &SessionSpec) -> Option<DeviceMemory> {
         let model = &self.model;
         Some(DeviceMemory {
-            weights: model.weights,
+            weights: model.weights + self.adapters.bytes,
             free: model.gpu.free_memory().ok()?,
-            ..model.request(spec).plan().ok()?
+            ..model.request(spec, self.adapters.widths).plan().ok()?
         })
     }
 
@@ -198,6 +185,26 @@ impl Engine for CudaEngine {
         let seats = sequences.min(self.sampled_together()?);
         let least = least_shared_pages(model.config.num_key_value_heads);
         Cascade::fits(&model.gpu, spec.kv).then(|| least_prefix(seats, least))?
+    }
+
+    fn with_adapters(
+        &self,
+        adapters: &[Lora],
+        applied: &[AppliedAdapter],
+    ) -> Result<Arc<dyn Engine>> {
+        let (model, key_copies) = (&self.model, self.key_copies);
+        if key_copies > 1 {
+            return Err(merged_only(format!(
+                "a model whose key heads are kept {key_copies} times"
+            )));
+        }
+        Ok(Arc::new(CudaEngine {
+            model: Arc::clone(model),
+            key_copies,
+            adapters: CudaAdapters::new(&model.gpu, &model.config, adapters, applied)?,
+            description: self.description.clone(),
+            bandwidth: self.bandwidth.clone(),
+        }))
     }
 
     fn session(&self, spec: SessionSpec) -> Result<Box<dyn Session>> {

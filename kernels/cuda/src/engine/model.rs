@@ -1,7 +1,8 @@
 //! A model's weights on a GPU.
 
-use super::host_experts::{HostExperts, is_of_experts};
-use super::layer::{CudaLayer, CudaLayers, drop_shared, is_of_shared, stacks_shared};
+use super::adapters::AdapterWidths;
+use super::host_experts::HostExperts;
+use super::layer::{CudaLayer, CudaLayers, HeldLayer};
 use super::part::GpuPart;
 use super::pass::Context;
 use super::request::Request;
@@ -11,19 +12,20 @@ use crate::pack::{SPAN, TILE};
 use crate::{
     Buffer, CONV, DELTA_DIM, DeviceLinear, DevicePages, DeviceStates, Gpu, HEAD_DIM, HalfRows,
     HostStage, MOST_CHOSEN, MOST_EXPERTS, MOST_RATE_INPUTS, PackedKind, Stack, Stream, Uploader,
-    WIDE_HEAD_DIM, rotated,
+    WIDE_HEAD_DIM, rotary_dims,
 };
-use nq_formats::{Progress, Scheme, Shard, Tensor, Weight, WeightStore, human_bytes};
+use nq_formats::{Progress, Scheme, Shard, Weight, WeightStore, human_bytes};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
-use nq_model::forward::{Layer, Mix, VectorSpec};
+use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, LinearKind, Mixer, ModelConfig, Product};
+use nq_model::{DType, LinearKind, ModelConfig, Product};
 use nq_runtime::interface::{LoadOptions, SessionSpec};
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;
 use nq_runtime::weights::{Census, LoadProgress, note_held};
 use nq_runtime::{Error, Result};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 /// A model packed for a GPU.
@@ -93,104 +95,50 @@ impl Slower {
     }
 }
 
-/// Packs the weights of layer `index`, without its experts if they are on the CPU; those in trellis codes as FP16 if
-/// `plain`.
+/// Packs the weights of layer `index`, as far as they are `held` on the device; those in trellis codes as FP16 if `plain`.
 pub(super) fn pack_layer(
-    (uploader, config): (&mut Uploader, &ModelConfig),
+    uploader: &mut Uploader,
     index: usize,
     weights: &LayerWeights,
-    (experts_on_host, plain): (bool, bool),
+    held: &HeldLayer,
+    plain: bool,
     slower: &mut Slower,
 ) -> Result<CudaLayer> {
     let gpu = uploader.gpu().clone();
-    let kind = |kind| WeightKind::of(weights.linear(kind));
-    let stacks = match !experts_on_host && stacks_shared(config, weights.spec, kind) {
-        true => Some(Stacks::with_shared(weights)?),
-        false => None,
-    };
     let linear = |product: &'static Product| {
-        if let Some(parts) = stacks.as_ref().and_then(|s| s.parts(product)) {
-            return match &parts[..] {
-                [] => Ok(no_weight(&gpu)?),
-                parts => slower.pack(uploader, parts, stack(product), true),
-            };
-        }
-        if experts_on_host && is_of_experts(weights.spec, product) {
+        let parts = held.parts(product).into_iter();
+        let parts = parts.map(|part| part.weight(weights));
+        let parts = parts.collect::<Result<Vec<Cow<'_, Weight>>>>()?;
+        if parts.is_empty() {
             return Ok(no_weight(&gpu)?);
         }
-        let plain = plain || is_of_experts(weights.spec, product);
-        slower.pack(uploader, &weights.product(product), stack(product), plain)
+        let parts: Vec<&Weight> = parts.iter().map(|part| &**part).collect();
+        let plain = plain || held.is_plain(product);
+        slower.pack(uploader, &parts, stack(product), plain)
     };
     let vector = |vector: VectorSpec| Ok(gpu.upload("a norm", &weights.values(vector)?)?);
     let mut layer: CudaLayer = Layer::new(index, weights.spec, linear, vector)?;
-    let shares = weights.linears.contains_key(&LinearKind::SharedGate);
-    slower.apart += usize::from(shares && !experts_on_host && stacks.is_none());
-    if stacks.is_some() {
-        drop_shared(&mut layer);
+    slower.apart += usize::from(held.runs_shared_apart());
+    if held.has_shared() {
+        layer.drop_shared_expert();
     }
     Ok(layer)
 }
 
-/// The weights of a mixture with its shared expert behind the others.
-struct Stacks {
-    router: Weight,
-    gate: Weight,
-    up: Weight,
-    down: Weight,
-}
-
-impl Stacks {
-    /// Those of a layer of which [`stacks_shared`] says so.
-    fn with_shared(weights: &LayerWeights) -> Result<Self> {
-        let stack = |all, own| -> Result<Weight> {
-            let parts = match [weights.linear(all), weights.linear(own)] {
-                [Weight::Dense(a), Weight::Dense(b)] if a.dtype() != b.dtype() => {
-                    [floats(a)?, floats(b)?]
-                }
-                parts => parts.map(Weight::clone),
-            };
-            Ok(Weight::stack(&parts)?)
-        };
-        Ok(Stacks {
-            router: stack(LinearKind::Router, LinearKind::SharedScore)?,
-            gate: stack(LinearKind::Gate, LinearKind::SharedGate)?,
-            up: stack(LinearKind::Up, LinearKind::SharedUp)?,
-            down: stack(LinearKind::Down, LinearKind::SharedDown)?,
-        })
-    }
-
-    /// The parts of `product`, none where they are in another; `None` if it has nothing to do with experts.
-    fn parts(&self, product: &Product) -> Option<Vec<&Weight>> {
-        match product.linears[0].kind {
-            LinearKind::Router => Some(vec![&self.router]),
-            LinearKind::Gate => Some(vec![&self.gate, &self.up]),
-            LinearKind::Down => Some(vec![&self.down]),
-            _ => is_of_shared(product).then(Vec::new),
-        }
-    }
-}
-
-/// The values of `w` as f32.
-fn floats(w: &Tensor) -> Result<Weight> {
-    let values = Tensor::from_f32(w.shape().to_vec(), w.to_f32()?)?;
-    Ok(Weight::Dense(values))
-}
-
-/// The weights that score the experts of a layer, if it has a mixture whose shared expert, if there is one, is in
-/// its stacks.
-fn router_of<'w>(layer: &CudaLayer, weights: &'w LayerWeights) -> Option<Vec<&'w Weight>> {
-    let stacks = layer.blocks.iter().any(|block| match &block.mixer {
-        Mix::Experts(experts) => experts.shared.is_none(),
-        _ => false,
-    });
-    let score = |kind| weights.linears.get(&kind);
-    let parts = [LinearKind::Router, LinearKind::SharedScore].into_iter();
-    stacks.then(|| parts.filter_map(score).collect())
+/// What of a layer of these weights is on the device.
+pub(super) fn held_layer(
+    c: &ModelConfig,
+    weights: &LayerWeights,
+    experts_on_host: bool,
+) -> HeldLayer {
+    HeldLayer::new(c, weights.spec, experts_on_host, |kind| {
+        WeightKind::of(weights.linear(kind))
+    })
 }
 
 /// How the outputs of a product's Linears are laid out: interleaved if an epilogue takes them in
 /// pairs.
-fn stack(product: &Product) -> Stack {
+pub(super) fn stack(product: &Product) -> Stack {
     match product.linears[0].kind {
         LinearKind::Gate | LinearKind::SharedGate => Stack::Interleave,
         _ => Stack::Concat,
@@ -201,7 +149,8 @@ impl CudaModel {
     /// Reads and packs a model, if there is room for it and for `session`; also returns the
     /// bits of most weights.
     pub(super) fn load(
-        (gpu, part): (Gpu, Option<GpuPart>),
+        gpu: Gpu,
+        part: Option<GpuPart>,
         config: &ModelConfig,
         store: &dyn WeightStore,
         options: &LoadOptions,
@@ -258,16 +207,18 @@ impl CudaModel {
             head: &weights::head(&dry, config, &kinds, part)?,
             trellis,
             part,
+            adapters: AdapterWidths::default(),
             weights: 0,
             session: options.session.as_ref(),
         };
         let free = gpu.free_memory()?.saturating_sub(options.reserved);
         let (on_host, weights) = request.split(cpu_experts, free, |on_host| {
-            weight_bytes(config, &kinds, stored, on_host, part)
+            Ok(weight_bytes(config, &kinds, stored, on_host, part)?.held)
         })?;
         if on_host > 0 {
             // The CPU packs weights in about as many bytes as the GPU.
-            HostExperts::check_memory(weight_bytes(config, &kinds, stored, 0, part)? - weights)?;
+            let all = weight_bytes(config, &kinds, stored, 0, part)?.held;
+            HostExperts::check_memory(all - weights)?;
         }
         let mut uploader = Uploader::new(&gpu)?;
 
@@ -302,20 +253,16 @@ impl CudaModel {
             if experts_on_host {
                 layers.host.add(config, options, &weights)?;
             }
-            for block in weights.spec.blocks {
-                if let Mixer::Delta(delta) = &block.mixer {
-                    (layers.rates).push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
-                }
+            if let Some(delta) = weights.spec.recurrence() {
+                (layers.rates).push(HalfRows::new(&gpu, &weights.product(&delta.rates))?);
             }
-            let layer = pack_layer(
-                (&mut uploader, config),
-                index,
-                &weights,
-                (experts_on_host, plain),
-                &mut slower,
-            )?;
-            let router = (!experts_on_host).then(|| router_of(&layer, &weights));
-            let router = router.flatten().map(|parts| HalfRows::new(&gpu, &parts));
+            let held = held_layer(config, &weights, experts_on_host);
+            let layer = pack_layer(&mut uploader, index, &weights, &held, plain, &mut slower)?;
+            let router = held.router().map(|router| {
+                let parts: Vec<&Weight> =
+                    router.linears().map(|l| weights.linear(l.kind)).collect();
+                HalfRows::new(&gpu, &parts)
+            });
             layers.routers.push(router.transpose()?);
             layers.all.push(layer);
             weights.linears.values().for_each(|w| done.add(w));
@@ -352,8 +299,12 @@ impl CudaModel {
         Ok((model, census.bits()))
     }
 
-    /// The request that plans a session of this model.
-    pub(super) fn request<'a>(&'a self, session: &'a SessionSpec) -> Request<'a> {
+    /// The request that plans a session of this model with adapters.
+    pub(super) fn request<'a>(
+        &'a self,
+        session: &'a SessionSpec,
+        adapters: AdapterWidths,
+    ) -> Request<'a> {
         Request {
             info: self.gpu.info(),
             together: most_together(&self.gpu),
@@ -362,6 +313,7 @@ impl CudaModel {
             head: &self.head,
             trellis: self.trellis,
             part: self.part,
+            adapters,
             weights: 0,
             session: Some(session),
         }
@@ -442,14 +394,14 @@ pub(super) fn note_copies(c: &ModelConfig, progress: &dyn Progress) {
 
 /// Refuses shapes that the kernels do not serve.
 pub fn check_shape(config: &ModelConfig, kernels: KernelSet) -> Result<()> {
-    let (gated, turned) = (config.gate_dim() > 0, config.rotated());
+    let (gated, turned) = (config.gate_dim() > 0, config.rotary_dims());
     match (config.head_dim, gated) {
         (HEAD_DIM, false) | (WIDE_HEAD_DIM, true) => {}
         (found, false) => return refuse("head_dim", "128", found),
         (found, true) => return refuse("head_dim of attention with gates", "256", found),
     }
-    if turned != rotated(config.head_dim) {
-        let expected = rotated(config.head_dim).to_string();
+    if turned != rotary_dims(config.head_dim) {
+        let expected = rotary_dims(config.head_dim).to_string();
         return refuse(
             "values of a head that turn with the position",
             &expected,

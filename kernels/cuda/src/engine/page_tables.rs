@@ -8,7 +8,8 @@ use nq_runtime::kv::{PageCopy, PageTables};
 /// pages and the changes of the device's page tables, of which `placed` is a copy.
 pub(super) fn reserve_pages(
     stream: &Stream,
-    (tables, placed): (&mut PageTables, &mut [Vec<u32>]),
+    tables: &mut PageTables,
+    placed: &mut [Vec<u32>],
     pages: &mut DevicePages,
     growth: impl Iterator<Item = (usize, usize)> + Clone,
 ) -> Result<()> {

@@ -132,8 +132,8 @@ impl ParallelEngine {
                 rank: place(rank),
                 split,
             };
-            let on = (gpus[rank].clone(), Some(part));
-            CudaEngine::load_on(on, &shape, &weights, options, progress)
+            let gpu = gpus[rank].clone();
+            CudaEngine::load_on(gpu, Some(part), &shape, &weights, options, progress)
         };
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(ranks)
@@ -169,8 +169,8 @@ impl ParallelEngine {
                     "cuda:{} ({ranks} x {}, sm_{}{}{})",
                     numbers.join(","),
                     info.name,
-                    info.capability.0,
-                    info.capability.1,
+                    info.capability.major,
+                    info.capability.minor,
                     match split {
                         Split::Tensors => "",
                         Split::Layers => ", by layers",
@@ -248,6 +248,7 @@ impl Engine for ParallelEngine {
             kv,
             scratch,
             free,
+            on_host: false,
         })
     }
 

@@ -1,11 +1,13 @@
 //! The layers of a model, or a layer that drafts, over the rows of a step or of prompts: what the verbs of a layer are on
 //! a GPU. [`Fused`] says which of them are one kernel.
 
+mod added;
 mod experts;
 mod fused;
 mod observed;
 mod products;
 
+use super::adapters::Adapted;
 use super::layer::{CudaLayer, CudaLayers};
 use super::session::buffers::{ExpertRows, RecurrentRows};
 use super::session::rank_rows::{
@@ -13,19 +15,21 @@ use super::session::rank_rows::{
 };
 use super::session::taps::Taps;
 use crate::{
-    AttentionScratch, AttentionShape, Buffer, Cascade, CascadeShape, Checked, DeltaRows, DeltaSpan,
-    DeltaVectors, DeviceLinear, DevicePages, DeviceStates, GemmOutput, Heads, HostStage,
-    LayerPages, LayerStates, Norm, Rates, Row, RowsOut, Step, StepOutput, Stream, Strided,
+    AttentionScratch, AttentionShape, Buffer, Cascade, CascadeShape, Checked, CopiedRows,
+    DeltaRows, DeltaSpan, DeltaVectors, DeviceLinear, DevicePages, DeviceStates, GemmOutput, Heads,
+    HostStage, LayerPages, LayerStates, Norm, Rates, Row, RowsOut, Step, StepOutput, Stream,
+    Strided,
 };
 pub(super) use fused::{Fused, Sums};
+use nq_formats::adapter::ProductKey;
 use nq_kernels::{Error, KernelSet, Result};
-use nq_model::ModelConfig;
 use nq_model::forward::{
     Delta, DeltaParameters, Experts, HeadVectors, Operand, Packed, Projection, Shared, Verbs,
 };
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::interface::Observer;
 pub(super) use observed::fetch;
-use products::Head;
+use products::{AddedInput, Head};
 pub(super) use products::{Inputs, Product};
 
 /// What all layers of a pass share.
@@ -103,6 +107,8 @@ pub(super) struct Pass<'a> {
     pub(super) observer: Option<&'a mut dyn Observer>,
     /// How the layer drafts, if it is one that drafts.
     pub(super) drafting: Option<Drafting<'a>>,
+    /// What is added to the products of rows that have adapters.
+    pub(super) adapted: Option<Adapted<'a>>,
     pub(super) state: PassState,
 }
 
@@ -184,8 +190,8 @@ fn experts_of<'a>(experts: &'a mut Option<&mut ExpertRows>) -> &'a mut ExpertRow
 
 impl<'a> Pass<'a> {
     /// Rows of the residual stream, and their width.
-    fn size(&self) -> (usize, usize) {
-        (self.m, self.on.config.hidden_size)
+    fn size(&self) -> Dims {
+        Dims::new(self.m, self.on.config.hidden_size)
     }
 
     /// Gives the residual stream to other ranks, or takes it from them.
@@ -225,15 +231,15 @@ impl<'a> Pass<'a> {
             name: "head",
             w,
             m: self.m,
-            late: false,
+            holds_dependents: false,
         };
         let to = match self.ranks.as_mut().and_then(|r| r.head_logits()) {
             Some(part) => Head::Part(part),
             None => Head::Whole(logits, best),
         };
         (self.inputs).head(product, self.rows.x, on.norm(gain), to)?;
-        let size = (self.m, on.config.vocab_size);
-        gather_logits(on.stream, self.ranks.as_deref(), (logits, Some(best)), size)
+        let size = Dims::new(self.m, on.config.vocab_size);
+        gather_logits(on.stream, self.ranks.as_deref(), logits, Some(best), size)
     }
 
     /// Appends keys and values of rows that go no further through a layer that drafts.
@@ -248,8 +254,8 @@ impl<'a> Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// A product, whose kernel keeps the next one from starting early if `late`, or in a layer that drafts.
-    fn product<'b>(&self, w: &'b Packed<DeviceLinear>, late: bool) -> Product<'b>
+    /// A product, whose kernel keeps the next one from starting early if `holds_dependents`, or in a layer that drafts.
+    fn product<'b>(&self, w: &'b Packed<DeviceLinear>, holds_dependents: bool) -> Product<'b>
     where
         'a: 'b,
     {
@@ -259,7 +265,7 @@ impl<'a> Pass<'a> {
             name: w.spec.name,
             w: &w.linear,
             m: self.m,
-            late: late || self.drafting.is_some(),
+            holds_dependents: holds_dependents || self.drafting.is_some(),
         }
     }
 
@@ -279,7 +285,14 @@ impl<'a> Pass<'a> {
                 at: row * width,
                 stride: width,
             };
-            stream.copy_rows((from, at(self.m - 1)), (to, at(0)), (1, width))
+            stream.copy_rows(CopiedRows {
+                from,
+                begin: at(self.m - 1),
+                to,
+                end: at(0),
+                rows: 1,
+                width,
+            })
         };
         copy(attended, last.attended, config.q_dim())?;
         copy(self.rows.x, last.x, config.hidden_size)?;
@@ -305,14 +318,15 @@ impl Verbs for Pass<'_> {
         let (on, m, x) = (self.on, self.m, &mut *self.rows.x);
         let normed = &mut halves.normed;
         let pending = std::mem::take(&mut self.state.pending);
-        let key = ("norm", "fused", (m, on.config.hidden_size));
+        let key = ("norm", "fused", Dims::new(m, on.config.hidden_size));
         on.stream.timed(key, 0, || match sums {
             Some(sums) => {
                 // No kernel may overtake the previous step's sampler, on which early reads of the attention
                 // kernel depend: the first kernel of a step ensures that.
-                let late = !pending;
+                let holds_dependents = !pending;
                 let sums = pending.then_some(&**sums);
-                on.stream.norm_step(x, sums, on.norm(gain), normed, m, late)
+                on.stream
+                    .norm_step(x, sums, on.norm(gain), normed, m, holds_dependents)
             }
             None => {
                 let out = RowsOut {
@@ -341,8 +355,9 @@ impl Verbs for Pass<'_> {
         }
         // No kernel may overtake the previous step's sampler, on which early reads of the attention
         // kernel depend: the first product of a step ensures that.
-        let late = layer == 0 && to == Projection::Mixer;
-        let (norm, product) = (self.on.norm(norm), self.product(w, late));
+        let holds_dependents = layer == 0 && to == Projection::Mixer;
+        let (on, key) = (self.on, ProductKey::new(layer, w.spec));
+        let (norm, product) = (on.norm(norm), self.product(w, holds_dependents));
         let Rows {
             x,
             qkv,
@@ -350,14 +365,29 @@ impl Verbs for Pass<'_> {
             experts,
             ..
         } = &mut self.rows;
+        let added = AddedInput::Normed(x, norm);
         let y = match to {
-            Projection::Gated => return self.inputs.gate(product, x, norm),
+            Projection::Gated => match self.adapted.as_mut().filter(|a| a.changes(key)) {
+                None => return self.inputs.gate(product, x, norm),
+                // Adapters add to gate and up before these are multiplied.
+                Some(adapted) => {
+                    let mut gate_up = adapted.rows.gate_up.share();
+                    self.inputs.store(product, x, norm, &mut gate_up)?;
+                    let from = (&mut self.inputs, added);
+                    adapted.add((&on, product.m), key, from, &mut gate_up)?;
+                    return self.inputs.gate_products(product, &gate_up);
+                }
+            },
             Projection::Mixer => &mut **qkv,
             Projection::Rates => rates_of(rates),
             Projection::Scores => &mut experts_of(experts).scores,
             Projection::SharedScore => &mut experts_of(experts).shared,
         };
-        self.inputs.store(product, x, norm, y)
+        self.inputs.store(product, x, norm, y)?;
+        match &mut self.adapted {
+            Some(adapted) => adapted.add((&on, product.m), key, (&mut self.inputs, added), y),
+            None => Ok(()),
+        }
     }
 
     fn attend(
@@ -368,7 +398,7 @@ impl Verbs for Pass<'_> {
     ) -> Result<()> {
         let (on, m, qkv) = (self.on, self.m, &mut *self.rows.qkv);
         let (stream, heads, cache) = (on.stream, on.heads(vectors), on.cache(layer));
-        let size = (heads.heads, on.config.head_dim);
+        let size = Dims::new(heads.heads, on.config.head_dim);
         // Only the device knows how many keys and values are read.
         let key = ("attention", "fused", size);
         match &mut self.sequences {
@@ -383,11 +413,12 @@ impl Verbs for Pass<'_> {
                     Some(drafting) => (true, drafting.last.is_some()),
                     None => (false, false),
                 };
-                let (out, late) = self.inputs.attended(&o.linear, if keeps { 1 } else { m });
+                let (out, holds_dependents) =
+                    self.inputs.attended(&o.linear, if keeps { 1 } else { m });
                 let shape = AttentionShape {
                     m,
                     splits: *splits,
-                    late: late || drafts,
+                    holds_dependents: holds_dependents || drafts,
                     runs: *runs && m > 1,
                     shared: *shared,
                 };
@@ -429,18 +460,26 @@ impl Verbs for Pass<'_> {
         let (on, m, qkv) = (self.on, self.m, &*self.rows.qkv);
         let (stream, states) = (on.stream, on.recurrent(layer));
         let vectors = on.delta(&delta.vectors);
-        let key = ("recurrence", "fused", (m, on.config.hidden_size));
+        let key = ("recurrence", "fused", Dims::new(m, on.config.hidden_size));
         match &mut self.sequences {
             Sequences::Step { step, .. } => {
                 let rates = match self.fused.rates {
                     true => Rates::Of(self.rows.x, on.norm(norm), on.layers.rates(layer)),
                     false => Rates::Products(rates_of(&mut self.rows.rates)),
                 };
-                let (out, late) = self.inputs.attended(&delta.out.linear, m);
+                let (out, holds_dependents) = self.inputs.attended(&delta.out.linear, m);
                 let idle = on.pages.idle_slot();
                 stream.timed(key, m * states.bytes_per_row(), || {
                     let products = (qkv, rates);
-                    stream.delta_step(products, step, &vectors, states, out, (m, idle), late)
+                    stream.delta_step(
+                        products,
+                        step,
+                        &vectors,
+                        states,
+                        out,
+                        (m, idle),
+                        holds_dependents,
+                    )
                 })
             }
             Sequences::Prompts {
@@ -488,7 +527,7 @@ impl Verbs for Pass<'_> {
     }
 
     fn weigh(&mut self, shared: &Shared<DeviceLinear>) -> Result<()> {
-        let size = (self.m, shared.mlp.down.linear.inputs());
+        let size = Dims::new(self.m, shared.mlp.down.linear.inputs());
         let scores = &experts_of(&mut self.rows.experts).shared;
         (self.on.stream).scale_rows(scores, &self.inputs.gated(), size)
     }
@@ -499,6 +538,7 @@ impl Verbs for Pass<'_> {
             Operand::Gated => self.show(layer, w.spec, |f| &f.gated)?,
         }
         let (product, size) = (self.product(w, false), self.size());
+        let (on, key) = (self.on, ProductKey::new(layer, w.spec));
         let sharing = std::mem::take(&mut self.state.sharing);
         let (stream, x) = (self.on.stream, &mut *self.rows.x);
         if self.fused.sums == Sums::Written
@@ -519,10 +559,17 @@ impl Verbs for Pass<'_> {
         {
             product.step(halves.operand(operand), StepOutput::Parts(sums))?;
             self.state.pending = !reduce_parts(stream, x, sums, &self.ranks, size)?;
-            return Ok(());
+        } else {
+            (self.inputs).add(product, operand, added_to(x, &mut self.ranks))?;
+            self.reduce()?;
         }
-        (self.inputs).add(product, operand, added_to(x, &mut self.ranks))?;
-        self.reduce()
+        match &mut self.adapted {
+            Some(adapted) => {
+                let from = (&mut self.inputs, AddedInput::Operand(operand));
+                adapted.add((&on, product.m), key, from, self.rows.x)
+            }
+            None => Ok(()),
+        }
     }
 
     fn end_layer(&mut self, layer: usize) -> Result<()> {

@@ -1,19 +1,138 @@
 //! The GPU memory that a model and its sessions will take, before any of it is allocated: their constructors are run on a
 //! device that only counts. [`super::weights`] counts weights.
 
+use super::division::shards;
+use super::part::GpuPart;
 use super::request::Request;
 use super::session::memory::SessionMemory;
-use crate::Gpu;
+use super::weights::{self, WeightBytes, layer_bytes, weight_bytes};
+use super::{AdapterWidths, served};
+use crate::{Gpu, GpuInfo, MOST_WIDE_SEQUENCES, Rank};
 use nq_formats::human_bytes;
-use nq_kernels::Account;
 use nq_kernels::pages::KvType;
-use nq_runtime::interface::{DeviceMemory, DraftedBy, SessionSpec};
+use nq_kernels::{Account, KernelSet};
+use nq_model::{ModelConfig, in_layer, names};
+use nq_runtime::interface::{DeviceMemory, DraftedBy, Placed, SessionSpec, Split};
+use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 
 /// Suggested contexts are multiples of this.
 const CTX_STEP: usize = 256;
 /// Most bits per weight, scales included, of a model of 4-bit weights; for suggestions.
 const INT4_BITS: usize = 5;
+
+/// Asks for a session of a model of shape `c`, or of a part of one, on a GPU whose steps take the most sequences. Its
+/// weights are not counted yet.
+fn request<T>(
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    part: Option<GpuPart>,
+    spec: &SessionSpec,
+    ask: impl FnOnce(Request<'_>) -> Result<T>,
+) -> Result<T> {
+    let info = &GpuInfo {
+        multiprocessors: 132,
+        shared_memory: 227 << 10,
+        ..GpuInfo::default()
+    };
+    ask(Request {
+        info,
+        together: MOST_WIDE_SEQUENCES,
+        config: c,
+        kernels: KernelSet::Fused,
+        head: &weights::head(&Gpu::dry(info.clone(), Account::gpu()), c, kinds, part)?,
+        trellis: weights::has_trellis(c, kinds),
+        part,
+        adapters: AdapterWidths::default(),
+        weights: 0,
+        session: Some(spec),
+    })
+}
+
+/// Bytes of GPU memory that a model whose matrices are of these kinds and a session of it will take,
+/// on a GPU whose steps take the most sequences.
+///
+/// # Errors
+/// A weight that no kernel serves; a type of keys and values that the device does not support.
+pub fn planned(c: &ModelConfig, kinds: Kinds<'_>, spec: &SessionSpec) -> Result<DeviceMemory> {
+    let c = &served(c).config(c)?;
+    let weights = weight_bytes(c, kinds, None, 0, None)?.held;
+    request(c, kinds, None, spec, |r| Request { weights, ..r }.plan())
+}
+
+/// Places a model whose matrices are of these kinds, and a session of it, as loading does: on one GPU with as few experts on
+/// the CPU as its `free` bytes require, on several with some of the layers each.
+///
+/// # Errors
+/// [`Error::DeviceMemory`] if it does not fit; [`Error::Unsupported`] for fewer layers than GPUs; errors of [`planned`].
+pub fn placed(
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    spec: &SessionSpec,
+    free: &[usize],
+) -> Result<Placed> {
+    let whole = &served(c).config(c)?;
+    let all = weight_bytes(whole, kinds, None, 0, None)?;
+    if let [free] = *free {
+        let gpu = Gpu::dry(GpuInfo::default(), Account::gpu());
+        let experts = |layer| -> Result<usize> {
+            let bytes = |on_host| layer_bytes(&gpu, whole, kinds, layer, on_host);
+            Ok(bytes(false)?.held - bytes(true)?.held)
+        };
+        // The bytes that go with the experts of the first layers.
+        let mut moved = vec![0];
+        for layer in (0..c.num_hidden_layers).filter(|_| c.experts.is_some()) {
+            moved.push(moved[layer] + experts(layer)?);
+        }
+        return request(whole, kinds, None, spec, |r| {
+            let weights = |on_host: usize| Ok(all.held - moved[on_host]);
+            let (on_host, weights) = r.split(None, free, weights)?;
+            let here = weight_bytes(whole, kinds, None, on_host, None)?;
+            let memory = Request { weights, ..r }.plan()?;
+            Ok(Placed {
+                memory: DeviceMemory { free, ..memory },
+                on_host,
+                host_bytes: all.held - weights,
+                read: here.read,
+                host_read: all.read - here.read,
+            })
+        });
+    }
+    let mut fullest = DeviceMemory::default();
+    for (shard, &free) in shards(Split::Layers, c, free)?.iter().zip(free) {
+        let first = shard.layers.as_ref().map_or(0, |layers| layers.start);
+        let kinds = |name: &str| match names::split_layer(name) {
+            Some((layer, rest)) => kinds(&in_layer(first + layer, rest)),
+            None => kinds(name),
+        };
+        let part = Some(GpuPart {
+            rank: Rank {
+                rank: shard.rank,
+                ranks: shard.ranks,
+                through_host: false,
+                beside: false,
+            },
+            split: Split::Layers,
+        });
+        let shape = &shard.config(c)?;
+        let WeightBytes { held: weights, .. } = weight_bytes(shape, &kinds, None, 0, part)?;
+        let memory = request(shape, &kinds, part, spec, |r| {
+            let wanted = Request { weights, ..r };
+            wanted.check(free)?;
+            wanted.plan()
+        })?;
+        if memory.total() > fullest.total() {
+            fullest = DeviceMemory { free, ..memory };
+        }
+    }
+    Ok(Placed {
+        memory: fullest,
+        on_host: 0,
+        host_bytes: 0,
+        read: all.read,
+        host_read: 0,
+    })
+}
 
 impl Request<'_> {
     /// The memory that the request takes.

@@ -1,5 +1,6 @@
 //! What is asked of the memory of a GPU.
 
+use super::adapters::AdapterWidths;
 use super::part::GpuPart;
 use crate::{DeviceLinear, GpuInfo};
 use nq_kernels::KernelSet;
@@ -24,6 +25,8 @@ pub(super) struct Request<'a> {
     pub(super) trellis: bool,
     /// Which part of a model it is.
     pub(super) part: Option<GpuPart>,
+    /// Its adapters.
+    pub(super) adapters: AdapterWidths,
     /// Bytes of weights still to be loaded.
     pub(super) weights: usize,
     /// The session.

@@ -11,7 +11,10 @@ mod states;
 pub(super) mod step;
 pub(super) mod step_rows;
 pub(super) mod taps;
+#[cfg(test)]
+mod tests;
 
+use super::adapters::{AdaptedSequences, AdapterRows, CudaAdapters};
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
 use super::streams::StreamRun;
@@ -26,7 +29,8 @@ use memory::SessionMemory;
 use nq_kernels::KernelSet;
 use nq_runtime::checks::{all_finite, check_chunks, check_states};
 use nq_runtime::interface::{
-    Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead, StreamHead, Streams,
+    AppliedAdapter, Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead,
+    StreamHead, Streams,
 };
 use nq_runtime::kv::PageTables;
 use nq_runtime::states::Snapshots;
@@ -43,6 +47,9 @@ pub(super) struct CudaSession {
     stream: Stream,
     graphs: Graphs,
     model: Arc<CudaModel>,
+    adapters: CudaAdapters,
+    adapted: AdaptedSequences,
+    adapter_rows: Option<AdapterRows>,
     spec: SessionSpec,
     tables: PageTables,
     /// Copy of the device's page tables, by slot.
@@ -54,7 +61,7 @@ pub(super) struct CudaSession {
     behind: Vec<Option<usize>>,
     /// By slot, true if pages were appended, whose states are missing.
     stateless: Vec<bool>,
-    cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
+    cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotary_dims / 2]
     step: StepRows,
     many: ManyRows,
     /// Of a rank of several.
@@ -74,12 +81,17 @@ pub(super) struct CudaSession {
 }
 
 impl CudaSession {
-    pub(super) fn new(model: Arc<CudaModel>, spec: SessionSpec) -> Result<Self> {
+    pub(super) fn new(
+        model: Arc<CudaModel>,
+        adapters: CudaAdapters,
+        spec: SessionSpec,
+    ) -> Result<Self> {
         let gpu = &model.gpu;
         let c = &model.config;
-        let memory = SessionMemory::new(gpu, &model.request(&spec), &spec)?;
+        let request = model.request(&spec, adapters.widths);
+        let memory = SessionMemory::new(gpu, &request, &spec)?;
         let mut cos_sin = memory.cos_sin;
-        let positions = cos_sin.len() / (c.rotated() / 2);
+        let positions = cos_sin.len() / (c.rotary_dims() / 2);
         let slots = memory.pages.places().slots;
         let rows = memory.step.rows().max(spec.max_rows);
         let experts_host = match (&c.experts, model.layers.host.layers()) {
@@ -96,6 +108,9 @@ impl CudaSession {
                 beside: model.part.is_some_and(|part| part.rank.beside),
             })?,
             graphs: Graphs::default(),
+            adapted: AdaptedSequences::new(&adapters.applied, spec.slots),
+            adapter_rows: memory.adapters,
+            adapters,
             tables: PageTables::new(&spec),
             placed: vec![Vec::new(); spec.slots],
             pages: memory.pages,
@@ -146,8 +161,8 @@ impl CudaSession {
 
     /// Makes room for more positions of sequences, given as (slot, positions).
     fn reserve(&mut self, growth: impl Iterator<Item = (usize, usize)> + Clone) -> Result<()> {
-        let tables = (&mut self.tables, &mut self.placed[..]);
-        reserve_pages(&self.stream, tables, &mut self.pages, growth)
+        let (tables, placed) = (&mut self.tables, &mut self.placed[..]);
+        reserve_pages(&self.stream, tables, placed, &mut self.pages, growth)
     }
 }
 
@@ -189,6 +204,9 @@ impl Session for CudaSession {
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.tables.fork(from, to, len)?;
+        if from != to {
+            self.adapted.applied[to] = self.adapted.applied[from].clone();
+        }
         self.snapshots.cut(to, 0);
         self.behind[to] = None;
         self.stateless[to] = false;
@@ -222,6 +240,12 @@ impl Session for CudaSession {
             drafting.fork(from, to, reached)?;
         }
         Ok(reached)
+    }
+
+    fn adapt(&mut self, slot: usize, adapters: &[AppliedAdapter]) -> Result<()> {
+        self.check_adapters(slot, adapters, self.adapters.len())?;
+        self.adapted.applied[slot] = adapters.to_vec();
+        Ok(())
     }
 
     fn reach(&self, slot: usize, len: usize) -> usize {
@@ -335,7 +359,7 @@ impl Streams for CudaSession {
                 found: "another one".into(),
             });
         };
-        let (run, tapped) = StreamRun::new(head, model, &self.stream, (spec, memory))?;
+        let (run, tapped) = StreamRun::new(head, model, &self.stream, spec, memory)?;
         let taps = |streams| Taps::new(head.taps.clone(), model.config.hidden_size, streams);
         let [of_steps, of_many] = tapped.map(taps);
         self.step.taps = Some(of_steps);

@@ -1,29 +1,29 @@
 //! The GPU memory that a model's weights will take, before they are read: they are reserved on a device that only counts.
 
-use super::host_experts::is_of_experts;
-use super::layer::{CudaLayer, drop_shared, is_of_shared, shared_behind, stacks_shared};
+use super::layer::{CudaLayer, HeldLayer};
 use super::part::GpuPart;
-use crate::{DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
+use crate::{Buffer, DeviceLinear, Gpu, GpuInfo, HalfRows, PackedKind};
 use nq_formats::{TensorEntry, WeightStore};
 use nq_kernels::Account;
 use nq_kernels::registry::WeightKind;
-use nq_model::forward::{Block, Layer, Mix, VectorSpec};
+use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, LinearKind, LinearSpec, ModelConfig, Product};
+use nq_model::{DType, Dims, ModelConfig, Product};
 use nq_runtime::Result;
+use nq_runtime::stacks::StackedLinear;
 use nq_runtime::states::{is_recurrent, shape_of};
 use nq_runtime::weights::Kinds;
 use std::collections::BTreeMap;
 
 /// Reserves the matrix `name` of a model, of shape `dims`.
-fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: (usize, usize)) -> Result<DeviceLinear> {
-    let kind = PackedKind::new(kinds(name), dims.1)?;
-    Ok(DeviceLinear::zeros(gpu, kind, (&[dims.0], dims.1))?)
+fn matrix(gpu: &Gpu, kinds: Kinds<'_>, name: &str, dims: Dims) -> Result<DeviceLinear> {
+    let kind = PackedKind::new(kinds(name), dims.cols)?;
+    Ok(DeviceLinear::zeros(gpu, kind, &[dims.rows], dims.cols)?)
 }
 
 /// An empty weight, in the place of experts that are on the CPU.
 pub(super) fn no_weight(gpu: &Gpu) -> nq_kernels::Result<DeviceLinear> {
-    DeviceLinear::zeros(gpu, PackedKind::Fp16, (&[], 0))
+    DeviceLinear::zeros(gpu, PackedKind::Fp16, &[], 0)
 }
 
 /// True if matrices of the model are in trellis codes.
@@ -44,7 +44,68 @@ pub(super) fn head(
     part: Option<GpuPart>,
 ) -> Result<DeviceLinear> {
     let rows = part.map_or(c.vocab_size, |part| part.head_rows(c).len());
-    matrix(gpu, kinds, names::head(c), (rows, c.hidden_size))
+    matrix(gpu, kinds, names::head(c), Dims::new(rows, c.hidden_size))
+}
+
+/// Bytes of packed weights.
+#[derive(Clone, Copy, Default)]
+pub(super) struct WeightBytes {
+    /// All of them.
+    pub(super) held: usize,
+    /// Those that one token reads, of experts the chosen ones; 0 for layers that are scaled by their stored sizes.
+    pub(super) read: usize,
+}
+
+/// Bytes that layer `index` takes on `gpu`, which only counts, with its experts or without.
+///
+/// # Errors
+/// A weight that no kernel serves.
+pub(super) fn layer_bytes(
+    gpu: &Gpu,
+    c: &ModelConfig,
+    kinds: Kinds<'_>,
+    index: usize,
+    on_host: bool,
+) -> Result<WeightBytes> {
+    let before = gpu.account().held();
+    let spec = c.layer(index);
+    let held = HeldLayer::new(c, spec, on_host, |kind| {
+        kinds(&spec.linear(kind).name(index))
+    });
+    let vector = |vector: VectorSpec| -> Result<_> { Ok(gpu.zeros("a norm", vector.len(c))?) };
+    let pack = |product: &'static Product| {
+        let parts = held.parts(product);
+        if parts.is_empty() {
+            return Ok(no_weight(gpu)?);
+        }
+        let heights: Vec<usize> = parts.iter().map(|part| part.rows(c)).collect();
+        let inputs = product.inputs(c);
+        let kind = |part: &StackedLinear| part.kind(|l| kinds(&l.name(index)));
+        let kind = match PackedKind::of_stack(parts.iter().map(kind), inputs)? {
+            kind if held.is_plain(product) => kind.without_trellis(),
+            kind => kind,
+        };
+        Ok(DeviceLinear::zeros(gpu, kind, &heights, inputs)?)
+    };
+    let mut layer: CudaLayer = Layer::new(index, spec, pack, vector)?;
+    if held.has_shared() {
+        layer.drop_shared_expert();
+    }
+    let delta = shape_of(c).filter(|_| is_recurrent(spec));
+    let router = held.router().map_or(0, |router| router.rows(c));
+    let rates = delta.map_or(0, |d| 2 * d.value_heads);
+    // Memory of no bytes takes some too, so what does not exist is not reserved.
+    let halves = |rows: usize| {
+        let bytes = HalfRows::bytes(rows, c.hidden_size);
+        let reserved = (rows > 0).then(|| gpu.zeros::<u8>("a weight", bytes));
+        reserved.transpose()
+    };
+    let _halves = (halves(rates)?, halves(router)?);
+    let vectors = layer.vectors().map(Buffer::bytes).sum::<usize>();
+    Ok(WeightBytes {
+        held: gpu.account().held() - before,
+        read: vectors + layer.bytes_per_token(c, DeviceLinear::bytes),
+    })
 }
 
 /// Bytes that packed weights of these kinds take, without the experts of the first `on_host` layers. If
@@ -59,73 +120,33 @@ pub(super) fn weight_bytes(
     stored: Option<&[u64]>,
     on_host: usize,
     part: Option<GpuPart>,
-) -> Result<usize> {
+) -> Result<WeightBytes> {
     let account = Account::gpu();
     let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
-    let layer = |index: usize, on_host: bool| -> Result<usize> {
-        let before = account.held();
-        let spec = c.layer(index);
-        let kind = |kind: LinearKind| kinds(&spec.linear(kind).name(index));
-        let stacks = !on_host && stacks_shared(c, spec, kind);
-        let vector = |vector: VectorSpec| -> Result<_> { Ok(gpu.zeros("a norm", vector.len(c))?) };
-        let pack = |product: &'static Product| {
-            let apart = on_host && is_of_experts(spec, product) || stacks && is_of_shared(product);
-            if apart {
-                return Ok(no_weight(gpu)?);
-            }
-            let behind = |l: &LinearSpec| shared_behind(l.kind).filter(|_| stacks);
-            let height = |l: &LinearSpec| {
-                let more = behind(l).map_or(0, |shared| spec.linear(shared).dims(c).0);
-                l.dims(c).0 + more
-            };
-            let heights: Vec<usize> = product.linears.iter().map(height).collect();
-            let inputs = product.inputs(c);
-            let parts = product.linears.iter().map(|l| {
-                let stacked = behind(l).and_then(|shared| kind(l.kind).stacked(kind(shared)));
-                stacked.unwrap_or_else(|| kind(l.kind))
-            });
-            let kind = match PackedKind::of_stack(parts, inputs)? {
-                kind if is_of_experts(spec, product) => kind.without_trellis(),
-                kind => kind,
-            };
-            Ok(DeviceLinear::zeros(gpu, kind, (&heights, inputs))?)
-        };
-        let mut layer: CudaLayer = Layer::new(index, spec, pack, vector)?;
-        if stacks {
-            drop_shared(&mut layer);
-        }
-        let delta = shape_of(c).filter(|_| is_recurrent(spec));
-        let routes = |block: &Block<_, _>| match &block.mixer {
-            Mix::Experts(experts) => experts.shared.is_none() && !on_host,
-            _ => false,
-        };
-        let router = (c.experts.filter(|_| layer.blocks.iter().any(routes)))
-            .map_or(0, |e| e.count + usize::from(stacks));
-        let rates = delta.map_or(0, |d| 2 * d.value_heads);
-        // Memory of no bytes takes some too, so what does not exist is not reserved.
-        let halves = |rows: usize| {
-            let bytes = HalfRows::bytes(rows, c.hidden_size);
-            let reserved = (rows > 0).then(|| gpu.zeros::<u8>("a weight", bytes));
-            reserved.transpose()
-        };
-        let _halves = (halves(rates)?, halves(router)?);
-        Ok(account.held() - before)
-    };
+    let layer = |index: usize, on_host: bool| layer_bytes(gpu, c, kinds, index, on_host);
     let layers = match stored {
         Some(stored) => {
-            let (whole, bare) = (layer(0, false)? as u128, layer(0, true)? as u128);
+            let (whole, bare) = (layer(0, false)?.held as u128, layer(0, true)?.held as u128);
             let sizes = stored.iter().enumerate();
             let all: u128 = sizes
                 .map(|(i, &size)| if i < on_host { bare } else { whole } * u128::from(size))
                 .sum();
-            all.div_ceil(stored[0].into()) as usize
+            WeightBytes {
+                held: all.div_ceil(stored[0].into()) as usize,
+                read: 0,
+            }
         }
-        None => (0..c.num_hidden_layers)
-            .map(|i| layer(i, i < on_host))
-            .sum::<Result<usize>>()?,
+        None => {
+            let mut all = WeightBytes::default();
+            for index in 0..c.num_hidden_layers {
+                let WeightBytes { held, read } = layer(index, index < on_host)?;
+                (all.held, all.read) = (all.held + held, all.read + read);
+            }
+            all
+        }
     };
-    let _norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
-    let _head = head(gpu, c, kinds, part)?;
+    let norm = gpu.zeros::<f32>("a norm", c.hidden_size)?;
+    let head = head(gpu, c, kinds, part)?;
     let _embedding = if c.tie_word_embeddings {
         None
     } else {
@@ -133,10 +154,13 @@ pub(super) fn weight_bytes(
             gpu,
             kinds,
             EMBEDDING,
-            (c.vocab_size, c.hidden_size),
+            Dims::new(c.vocab_size, c.hidden_size),
         )?)
     };
-    Ok(layers + account.held())
+    Ok(WeightBytes {
+        held: layers.held + account.held(),
+        read: layers.read + norm.bytes() + head.bytes(),
+    })
 }
 
 /// The kinds of all Linears of the layers, by name, if the store knows their schemes without reading

@@ -1,60 +1,28 @@
 //! Products of f32 matrices, by cuBLAS or by `cuda/grad_gemm.cu`.
 
 use super::{BENCH, CudaOps, GemmPrecision, TEST, THREADS, blocks};
-use crate::driver::{Address, Side};
+use crate::cuda::grad_gemm::{GradGemmArgs, GradGemmSumArgs, TILE};
+use crate::driver::{Address, Buffer, LaunchShape, Side, Stream};
 use crate::kernel::kernels;
 use nq_kernels::Result;
 use nq_kernels::grad::Gemm;
+use std::ops::Range;
 
-/// Side of a block's tile of C (`cuda/grad_gemm.cu`).
-const TILE: usize = 128;
 /// The shortest part of k that is worth a block of its own, and the most parts.
 const PART: usize = 512;
 const PARTS: usize = 32;
 
 kernels! {
-    GEMM: GemmArgs = "grad_gemm" in "grad_gemm.cu", test TEST, bench BENCH,
+    GEMM: GradGemmArgs = "grad_gemm" in "grad_gemm.cu", test TEST, bench BENCH,
         instances &[
             "grad_gemm_nn_3", "grad_gemm_nt_3", "grad_gemm_tn_3", "grad_gemm_tt_3",
             "grad_gemm_nn_1", "grad_gemm_nt_1", "grad_gemm_tn_1", "grad_gemm_tt_1",
         ];
-    SUM: SumArgs = "grad_gemm_sum" in "grad_gemm.cu", test TEST, bench BENCH;
+    SUM: GradGemmSumArgs = "grad_gemm_sum" in "grad_gemm.cu", test TEST, bench BENCH;
 }
 
-/// `GradGemmArgs` of `cuda/grad_gemm.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GemmArgs {
-    a: Address,
-    b: Address,
-    c: Address,
-    stride_a: i64,
-    stride_b: i64,
-    stride_c: i64,
-    m: i32,
-    n: i32,
-    k: i32,
-    lda: i32,
-    ldb: i32,
-    ldc: i32,
-    splits: i32,
-    part: i32,
-    vector_a: i32,
-    vector_b: i32,
-    accumulate: i32,
-    alpha: f32,
-}
-
-/// `GradGemmSumArgs` of `cuda/grad_gemm.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SumArgs {
-    x: Address,
-    c: Address,
-    n: i64,
-    parts: i32,
-    accumulate: i32,
-}
+/// The instance of [`GEMM`] that multiplies rows of A by rows of B in full precision.
+const BY_ROWS: usize = 1;
 
 impl CudaOps {
     /// The product of matrices that may be parts of larger ones; those of a batch follow one
@@ -66,7 +34,7 @@ impl CudaOps {
         if let Some(blas) = &self.blas {
             let tf32 = self.precision == GemmPrecision::Tf32;
             // SAFETY: by contract.
-            return unsafe { blas.product(g, (a, b, c), tf32) };
+            return unsafe { blas.product(g, a, b, c, tf32) };
         }
         // SAFETY: by contract.
         unsafe { self.own_product(g, a, b, c) }
@@ -97,7 +65,7 @@ impl CudaOps {
             let aligned = s.at.is_aligned(16) && s.ld.is_multiple_of(4);
             i32::from(aligned && (g.batch == 1 || elements.is_multiple_of(4)))
         };
-        let args = GemmArgs {
+        let args = GradGemmArgs {
             a: a.at,
             b: b.at,
             c: if splits == 1 { c.at } else { parts },
@@ -119,7 +87,7 @@ impl CudaOps {
         };
         let one = usize::from(self.precision == GemmPrecision::Tf32);
         let kernel = GEMM.instance(4 * one + 2 * usize::from(g.ta) + usize::from(g.tb));
-        let grid = (g.n.div_ceil(TILE), g.m.div_ceil(TILE), g.batch * splits);
+        let grid = [g.n.div_ceil(TILE), g.m.div_ceil(TILE), g.batch * splits];
         // SAFETY: by contract; scratch holds the parts of C.
         unsafe { self.launch(kernel, grid, THREADS, &args)? };
         match splits {
@@ -141,7 +109,7 @@ impl CudaOps {
         parts: usize,
         accumulate: bool,
     ) -> Result<()> {
-        let args = SumArgs {
+        let args = GradGemmSumArgs {
             x,
             c,
             n: n as i64,
@@ -150,5 +118,55 @@ impl CudaOps {
         };
         // SAFETY: by contract.
         unsafe { self.launch(&SUM, blocks(n, THREADS), THREADS, &args) }
+    }
+}
+
+/// What a matrix of low rank adds to rows of a product: `scale low B`.
+pub struct LowRank<'a> {
+    /// `[m, ranks]`
+    pub low: &'a Buffer<f32>,
+    /// `[out, ranks]`
+    pub b: &'a Buffer<f32>,
+    /// Columns of `b`, a multiple of 16.
+    pub ranks: usize,
+    /// The rows of `low` and of the product.
+    pub rows: Range<usize>,
+    /// What they are multiplied by.
+    pub scale: f32,
+}
+
+impl Stream {
+    /// Adds to rows of `y` `[m, out]`, in f32.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
+    pub fn add_low_rank(&self, added: &LowRank<'_>, y: &mut Buffer<f32>) -> Result<()> {
+        let o = self.operands("add_low_rank");
+        let (ranks, m, first) = (added.ranks, added.rows.len(), added.rows.start);
+        o.multiple("ranks", 16, ranks)?;
+        let n = added.b.len() / ranks;
+        let args = GradGemmArgs {
+            a: o.part("low", added.low, first * ranks, &[m, ranks])?,
+            b: o.of("b", added.b, &[n, ranks])?,
+            c: o.part("y", y, first * n, &[m, n])?,
+            stride_a: 0,
+            stride_b: 0,
+            stride_c: 0,
+            m: m as i32,
+            n: n as i32,
+            k: ranks as i32,
+            lda: ranks as i32,
+            ldb: ranks as i32,
+            ldc: n as i32,
+            splits: 1,
+            part: ranks as i32,
+            vector_a: 1,
+            vector_b: 1,
+            accumulate: 1,
+            alpha: added.scale,
+        };
+        let shape = LaunchShape::new([n.div_ceil(TILE), m.div_ceil(TILE), 1], THREADS);
+        // SAFETY: the operands were checked; rows of ranks are whole vectors of 16 bytes.
+        unsafe { self.launch(GEMM.instance(BY_ROWS), shape, &args) }
     }
 }

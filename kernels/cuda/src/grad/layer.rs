@@ -1,46 +1,37 @@
 //! A layer's operations, forward and backward: launchers of `cuda/grad_rows.cu`.
 
 use super::{BENCH, CudaOps, TEST, THREADS, blocks};
+use crate::cuda::grad_rows::{
+    GradEmbedArgs, GradEmbedGradArgs, GradGainArgs, GradHeadsArgs, GradNormArgs, GradNormGradArgs,
+    GradRopeArgs, GradSiluArgs, GradSoftmaxArgs, GradTurnBackArgs, Heads,
+};
 use crate::driver::{Address, Buffer, Operands, Side};
 use crate::kernel::kernels;
 use crate::rows::RowsOut;
 use nq_kernels::Result;
 use nq_kernels::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences};
 use nq_kernels::second_order::SecondOrder;
+use nq_model::Dims;
 use std::sync::Arc;
 
 kernels! {
     EMBED: GradEmbedArgs = "grad_embed" in "grad_rows.cu", test TEST, bench BENCH;
-    EMBED_GRAD: EmbedGradArgs = "grad_embed_grad" in "grad_rows.cu", test TEST, bench BENCH;
-    RMS_NORM: NormArgs = "grad_rms_norm" in "grad_rows.cu", test TEST, bench BENCH;
-    RMS_NORM_GRAD: NormGradArgs = "grad_rms_norm_grad" in "grad_rows.cu", test TEST, bench BENCH;
-    GAIN: GainArgs = "grad_gain" in "grad_rows.cu", test TEST, bench BENCH;
-    ROPE: RopeArgs = "grad_rope" in "grad_rows.cu", test TEST, bench BENCH;
-    TURN_BACK: TurnBackArgs = "grad_turn_back" in "grad_rows.cu", test TEST, bench BENCH;
-    HEADS: MoveArgs = "grad_heads" in "grad_rows.cu", test TEST, bench BENCH;
-    SOFTMAX: SoftmaxArgs = "grad_softmax" in "grad_rows.cu", test TEST, bench BENCH;
-    SOFTMAX_GRAD: SoftmaxArgs = "grad_softmax_grad" in "grad_rows.cu", test TEST, bench BENCH;
-    SILU: SiluArgs = "grad_silu" in "grad_rows.cu", test TEST, bench BENCH;
-    SILU_GRAD: SiluArgs = "grad_silu_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    EMBED_GRAD: GradEmbedGradArgs = "grad_embed_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    RMS_NORM: GradNormArgs = "grad_rms_norm" in "grad_rows.cu", test TEST, bench BENCH;
+    RMS_NORM_GRAD: GradNormGradArgs = "grad_rms_norm_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    GAIN: GradGainArgs = "grad_gain" in "grad_rows.cu", test TEST, bench BENCH;
+    ROPE: GradRopeArgs = "grad_rope" in "grad_rows.cu", test TEST, bench BENCH;
+    TURN_BACK: GradTurnBackArgs = "grad_turn_back" in "grad_rows.cu", test TEST, bench BENCH;
+    HEADS: GradHeadsArgs = "grad_heads" in "grad_rows.cu", test TEST, bench BENCH;
+    SOFTMAX: GradSoftmaxArgs = "grad_softmax" in "grad_rows.cu", test TEST, bench BENCH;
+    SOFTMAX_GRAD: GradSoftmaxArgs = "grad_softmax_grad" in "grad_rows.cu", test TEST, bench BENCH;
+    SILU: GradSiluArgs = "grad_silu" in "grad_rows.cu", test TEST, bench BENCH;
+    SILU_GRAD: GradSiluArgs = "grad_silu_grad" in "grad_rows.cu", test TEST, bench BENCH;
 }
 
-/// `Heads` of `cuda/grad_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct HeadArgs {
-    batch: i32,
-    seq: i32,
-    heads: i32,
-    dim: i32,
-    capacity: i32,
-    at: i32,
-    position: i32,
-    pad: i32,
-}
-
-impl From<HeadShape> for HeadArgs {
+impl From<HeadShape> for Heads {
     fn from(s: HeadShape) -> Self {
-        HeadArgs {
+        Heads {
             batch: s.batch as i32,
             seq: s.seq as i32,
             heads: s.heads as i32,
@@ -51,120 +42,6 @@ impl From<HeadShape> for HeadArgs {
             pad: 0,
         }
     }
-}
-
-/// `GradEmbedArgs` of `cuda/grad_rows.cu`; those below are from the same file.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GradEmbedArgs {
-    table: Address,
-    ids: Address,
-    x: Address,
-    stride: i32,
-    offset: i32,
-    width: i32,
-    tokens: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct EmbedGradArgs {
-    dx: Address,
-    rows: Address,
-    tokens: Address,
-    starts: Address,
-    table: Address,
-    width: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct NormArgs {
-    x: Address,
-    gain: Address,
-    y: Address,
-    inv: Address,
-    rows: i64,
-    width: i32,
-    eps: f32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct NormGradArgs {
-    x: Address,
-    gain: Address,
-    inv: Address,
-    dy: Address,
-    dx: Address,
-    rows: i64,
-    width: i32,
-    add: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GainArgs {
-    x: Address,
-    inv: Address,
-    dy: Address,
-    part: Address,
-    rows: i64,
-    width: i32,
-    rows_of_part: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RopeArgs {
-    x: Address,
-    gain: Address,
-    cos_sin: Address,
-    y: Address,
-    inv: Address,
-    s: HeadArgs,
-    eps: f32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct TurnBackArgs {
-    dy: Address,
-    cos_sin: Address,
-    dx: Address,
-    s: HeadArgs,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct MoveArgs {
-    x: Address,
-    y: Address,
-    s: HeadArgs,
-    to_rows: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SoftmaxArgs {
-    s: Address,
-    p: Address,
-    rows: i64,
-    seq: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SiluArgs {
-    gate: Address,
-    up: Address,
-    dout: Address,
-    out: Address,
-    n: i64,
 }
 
 /// The operands of the gradient of a norm of rows; `dy` and `dx` may be the same.
@@ -191,7 +68,7 @@ impl CudaOps {
         let parts = rows.div_ceil(rows_of_part);
         let scratch = self.scratch(parts * width)?;
         let part = o.of("partial sums", &scratch, &[parts, width])?;
-        let gain = GainArgs {
+        let gain = GradGainArgs {
             x: n.x,
             inv: n.inv,
             dy: n.dy,
@@ -200,7 +77,7 @@ impl CudaOps {
             width: width as i32,
             rows_of_part: rows_of_part as i32,
         };
-        let args = NormGradArgs {
+        let args = GradNormGradArgs {
             x: n.x,
             gain: n.gain,
             inv: n.inv,
@@ -210,7 +87,7 @@ impl CudaOps {
             width: width as i32,
             add: i32::from(n.add),
         };
-        let grid = (width.div_ceil(THREADS), parts, 1);
+        let grid = [width.div_ceil(THREADS), parts, 1];
         // SAFETY: by contract; scratch holds the parts. The gain's sums read dy before dx may
         // replace it.
         unsafe {
@@ -225,7 +102,7 @@ impl CudaOps {
     /// # Safety
     /// Both hold as many values as the shape has.
     unsafe fn move_heads(&self, x: Address, y: Address, s: HeadShape, to_rows: bool) -> Result<()> {
-        let args = MoveArgs {
+        let args = GradHeadsArgs {
             x,
             y,
             s: s.into(),
@@ -277,7 +154,7 @@ impl LayerOps for CudaOps {
             tokens: tokens as i32,
         };
         // SAFETY: the operands were checked; the kernel uses no id past the table.
-        unsafe { self.launch(&EMBED, (rows, 1, 1), 128, &args) }
+        unsafe { self.launch(&EMBED, [rows, 1, 1], 128, &args) }
     }
 
     fn embed_grad(
@@ -298,7 +175,7 @@ impl LayerOps for CudaOps {
         };
         let upload = |values: &[u32]| self.gpu.upload("tokens by id", values);
         let (row_list, token_list, start_list) = (upload(rows)?, upload(tokens)?, upload(starts)?);
-        let args = EmbedGradArgs {
+        let args = GradEmbedGradArgs {
             dx: o.of("dx", dx, &[rows.len(), width])?,
             rows: o.of("rows", &row_list, &[rows.len()])?,
             tokens: o.of("tokens", &token_list, &[tokens.len()])?,
@@ -309,7 +186,7 @@ impl LayerOps for CudaOps {
         };
         // SAFETY: the operands were checked; the lists are consistent by construction and outlive
         // the kernel, which is waited for.
-        unsafe { self.launch(&EMBED_GRAD, (tokens.len(), 1, 1), 128, &args)? };
+        unsafe { self.launch(&EMBED_GRAD, [tokens.len(), 1, 1], 128, &args)? };
         self.synchronize()
     }
 
@@ -319,11 +196,11 @@ impl LayerOps for CudaOps {
         gain: &Buffer<f32>,
         y: &mut Buffer<f32>,
         inv: &mut Buffer<f32>,
-        (rows, width): (usize, usize),
+        Dims { rows, cols: width }: Dims,
         eps: f32,
     ) -> Result<()> {
         let o = self.operands("rms_norm");
-        let args = NormArgs {
+        let args = GradNormArgs {
             x: o.of("x", x, &[rows, width])?,
             gain: o.of("gain", gain, &[width])?,
             y: o.of("y", y, &[rows, width])?,
@@ -345,7 +222,7 @@ impl LayerOps for CudaOps {
         dx: &mut Buffer<f32>,
         add: bool,
         dgain: &mut Buffer<f32>,
-        (rows, width): (usize, usize),
+        Dims { rows, cols: width }: Dims,
     ) -> Result<()> {
         let o = self.operands("rms_norm_grad");
         let n = NormGrad {
@@ -376,7 +253,7 @@ impl LayerOps for CudaOps {
         let o = self.operands("head_norm_rope");
         o.at_most("positions", s.capacity, s.at + s.seq)?;
         let heads = s.rows() * s.heads;
-        let args = RopeArgs {
+        let args = GradRopeArgs {
             x: o.of("x", x, &[s.values()])?,
             gain: match gain {
                 Some(gain) => o.of("gain", gain, &[s.dim])?,
@@ -402,7 +279,7 @@ impl LayerOps for CudaOps {
     ) -> Result<()> {
         let o = self.operands("head_rope_grad");
         o.at_most("positions", s.capacity, s.at + s.seq)?;
-        let args = TurnBackArgs {
+        let args = GradTurnBackArgs {
             dy: o.of("dy", dy, &[s.room()])?,
             cos_sin: o.of("cos_sin", cos_sin, &[s.position + s.seq, s.dim])?,
             dx: o.of("dx", dx, &[s.values()])?,
@@ -428,7 +305,7 @@ impl LayerOps for CudaOps {
         o.at_most("positions", s.capacity, s.at + s.seq)?;
         let heads = s.rows() * s.heads;
         let dx = o.of("dx", dx, &[s.values()])?;
-        let args = TurnBackArgs {
+        let args = GradTurnBackArgs {
             dy: o.of("dy", dy, &[s.room()])?,
             cos_sin: o.of("cos_sin", cos_sin, &[s.position + s.seq, s.dim])?,
             dx,
@@ -469,7 +346,7 @@ impl LayerOps for CudaOps {
     }
 
     fn causal_softmax(&self, s: &mut Buffer<f32>, rows: usize, seq: usize) -> Result<()> {
-        let args = SoftmaxArgs {
+        let args = GradSoftmaxArgs {
             s: (self.operands("causal_softmax")).of("scores", s, &[rows, seq])?,
             p: Address::NULL,
             rows: rows as i64,
@@ -488,7 +365,7 @@ impl LayerOps for CudaOps {
         seq: usize,
     ) -> Result<()> {
         let o = self.operands("softmax_grad");
-        let args = SoftmaxArgs {
+        let args = GradSoftmaxArgs {
             s: o.of("dp", dp, &[rows, seq])?,
             p: o.of("p", p, &[rows, seq])?,
             rows: rows as i64,
@@ -507,7 +384,7 @@ impl LayerOps for CudaOps {
         n: usize,
     ) -> Result<()> {
         let o = self.operands("silu_mul");
-        let args = SiluArgs {
+        let args = GradSiluArgs {
             gate: o.of("gate", gate, &[n])?,
             up: o.of("up", up, &[n])?,
             dout: Address::NULL,
@@ -519,12 +396,7 @@ impl LayerOps for CudaOps {
     }
 
     /// Each row takes a block, however short it is.
-    fn scale_rows(
-        &self,
-        scores: &Buffer<f32>,
-        x: &mut Buffer<f32>,
-        shape: (usize, usize),
-    ) -> Result<()> {
+    fn scale_rows(&self, scores: &Buffer<f32>, x: &mut Buffer<f32>, shape: Dims) -> Result<()> {
         let rows = RowsOut {
             full: Some(x),
             half: None,
@@ -549,7 +421,7 @@ impl LayerOps for CudaOps {
         n: usize,
     ) -> Result<()> {
         let o = self.operands("silu_mul_grad");
-        let args = SiluArgs {
+        let args = GradSiluArgs {
             gate: o.of("gate", gate, &[n])?,
             up: o.of("up", up, &[n])?,
             dout: o.of("dout", dout, &[n])?,

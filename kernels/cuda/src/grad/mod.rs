@@ -5,12 +5,16 @@ pub(super) mod gemm;
 pub(super) mod layer;
 pub(super) mod train;
 
+pub use gemm::LowRank;
+
 use super::delta::DeviceStates;
 use super::driver::{Address, Blas, Buffer, Gpu, LaunchShape, Operands, Staging, Stream};
 use super::kernel::{Instance, kernels};
+use crate::cuda::grad_rows::GradCopyArgs;
 use nq_kernels::delta::DeltaShape;
 use nq_kernels::grad::{Allocate, Buffers};
 use nq_kernels::{Error, Result};
+use nq_model::Dims;
 use rayon::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -47,22 +51,13 @@ const STAGED: usize = 4 << 20;
 
 /// Threads of a block for elementwise work, and for warps that take a row each.
 const THREADS: usize = 256;
-/// A grid with one block per `of` values.
-fn blocks(n: usize, of: usize) -> (usize, usize, usize) {
-    (n.div_ceil(of).max(1), 1, 1)
+/// A grid with one block per `each` values.
+fn blocks(n: usize, each: usize) -> [usize; 3] {
+    [n.div_ceil(each).max(1), 1, 1]
 }
 
 kernels! {
-    COPY: CopyArgs = "grad_copy" in "grad_rows.cu", test TEST, bench BENCH;
-}
-
-/// `GradCopyArgs` of `cuda/grad_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct CopyArgs {
-    from: Address,
-    to: Address,
-    n: i64,
+    COPY: GradCopyArgs = "grad_copy" in "grad_rows.cu", test TEST, bench BENCH;
 }
 
 impl CudaOps {
@@ -114,12 +109,12 @@ impl CudaOps {
     unsafe fn launch<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
-        grid: (usize, usize, usize),
+        grid: [usize; 3],
         threads: usize,
         args: &A,
     ) -> Result<()> {
         // SAFETY: by contract.
-        unsafe { self.launch_shared(kernel, grid, (threads, 0), args) }
+        unsafe { self.launch_shared(kernel, grid, threads, 0, args) }
     }
 
     /// Launches with `threads` threads per block and bytes of shared memory.
@@ -129,8 +124,9 @@ impl CudaOps {
     pub(super) unsafe fn launch_shared<A: Copy>(
         &self,
         kernel: impl Into<Instance<A>>,
-        grid: (usize, usize, usize),
-        (threads, shared): (usize, usize),
+        grid: [usize; 3],
+        threads: usize,
+        shared: usize,
         args: &A,
     ) -> Result<()> {
         let shape = LaunchShape::new(grid, threads).shared(shared);
@@ -152,7 +148,7 @@ impl CudaOps {
     /// # Safety
     /// Both hold `n` values; `from` may be null, for zeros.
     unsafe fn copy_values(&self, from: Address, to: Address, n: usize) -> Result<()> {
-        let args = CopyArgs {
+        let args = GradCopyArgs {
             from,
             to,
             n: n as i64,
@@ -193,7 +189,7 @@ impl Buffers for CudaOps {
     fn rows<E: From<Error> + Send>(
         &self,
         what: &'static str,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
         fill: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<Buffer<f32>, E> {
         let mut to = self.gpu.zeros(what, rows * cols)?;

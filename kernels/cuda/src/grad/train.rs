@@ -2,87 +2,22 @@
 //! `cuda/grad_sample.cu` and of the KL divergence in `cuda/grad_rows.cu`.
 
 use super::{BENCH, CudaOps, TEST, THREADS, blocks};
-use crate::driver::{Address, Buffer, Operands};
+use crate::cuda::grad_rounding::{GradAdamArgs, GradRoundingArgs};
+use crate::cuda::grad_rows::GradKlArgs;
+use crate::cuda::grad_sample::{GradAttendArgs, GradSampleArgs};
+use crate::driver::{Buffer, Operands};
 use crate::kernel::{Kernel, kernels};
 use nq_kernels::Result;
 use nq_kernels::grad::{Adam, Draw, GradOps, OneShape, Rounding};
+use nq_model::Dims;
 
 kernels! {
-    KL: KlArgs = "grad_kl" in "grad_rows.cu", test TEST, bench BENCH;
-    ROUND: RoundingArgs = "grad_round" in "grad_rounding.cu", test TEST, bench BENCH;
-    ROUND_GRAD: RoundingArgs = "grad_round_grad" in "grad_rounding.cu", test TEST, bench BENCH;
-    ADAM: AdamArgs = "grad_adam" in "grad_rounding.cu", test TEST, bench BENCH;
-    ATTEND: AttendArgs = "grad_attend" in "grad_sample.cu", test TEST, bench BENCH;
-    SAMPLE: SampleArgs = "grad_sample" in "grad_sample.cu", test TEST, bench BENCH;
-}
-
-/// `GradKlArgs` of `cuda/grad_rows.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct KlArgs {
-    teacher: Address,
-    logits: Address,
-    loss: Address,
-    vocab: i32,
-    weight: f32,
-}
-
-/// `GradRoundingArgs` of `cuda/grad_rounding.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RoundingArgs {
-    latent: Address,
-    codes: Address,
-    scales: Address,
-    zeros: Address,
-    dw: Address,
-    w: Address,
-    dscales: Address,
-    groups: i64,
-    group: i32,
-    max_code: f32,
-}
-
-/// `GradAdamArgs` of `cuda/grad_rounding.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AdamArgs {
-    value: Address,
-    mean: Address,
-    square: Address,
-    grad: Address,
-    n: i64,
-    step: [f32; 6],
-}
-
-/// `GradAttendArgs` of `cuda/grad_sample.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct AttendArgs {
-    q: Address,
-    keys: Address,
-    values: Address,
-    out: Address,
-    heads: i32,
-    kv_heads: i32,
-    dim: i32,
-    capacity: i32,
-    seen: i32,
-    scale: f32,
-}
-
-/// `GradSampleArgs` of `cuda/grad_sample.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SampleArgs {
-    logits: Address,
-    ids: Address,
-    seed: u64,
-    stream: u64,
-    vocab: i32,
-    stride: i32,
-    offset: i32,
-    pad: i32,
+    KL: GradKlArgs = "grad_kl" in "grad_rows.cu", test TEST, bench BENCH;
+    ROUND: GradRoundingArgs = "grad_round" in "grad_rounding.cu", test TEST, bench BENCH;
+    ROUND_GRAD: GradRoundingArgs = "grad_round_grad" in "grad_rounding.cu", test TEST, bench BENCH;
+    ADAM: GradAdamArgs = "grad_adam" in "grad_rounding.cu", test TEST, bench BENCH;
+    ATTEND: GradAttendArgs = "grad_attend" in "grad_sample.cu", test TEST, bench BENCH;
+    SAMPLE: GradSampleArgs = "grad_sample" in "grad_sample.cu", test TEST, bench BENCH;
 }
 
 /// The operands of rounding; each operation uses some of them.
@@ -98,10 +33,10 @@ struct RoundingOperands<'a> {
 }
 
 impl RoundingOperands<'_> {
-    fn args(&self, o: &Operands<'_>, shape: Rounding) -> Result<RoundingArgs> {
+    fn args(&self, o: &Operands<'_>, shape: Rounding) -> Result<GradRoundingArgs> {
         o.multiple("columns", shape.group.max(1), shape.cols)?;
         let (all, groups) = (&[shape.elements()], &[shape.groups()]);
-        Ok(RoundingArgs {
+        Ok(GradRoundingArgs {
             latent: o.optional("latent", self.latent, all)?,
             codes: o.optional("codes", self.codes, all)?,
             scales: o.optional("scales", self.scales, groups)?,
@@ -120,7 +55,7 @@ impl CudaOps {
     fn rounding(
         &self,
         op: &'static str,
-        kernel: &'static Kernel<RoundingArgs>,
+        kernel: &'static Kernel<GradRoundingArgs>,
         shape: Rounding,
         operands: &RoundingOperands<'_>,
     ) -> Result<()> {
@@ -137,11 +72,11 @@ impl GradOps for CudaOps {
         teacher: &Buffer<f32>,
         logits: &mut Buffer<f32>,
         loss: &mut Buffer<f32>,
-        (rows, vocab): (usize, usize),
+        Dims { rows, cols: vocab }: Dims,
         weight: f32,
     ) -> Result<()> {
         let o = self.operands("kl_divergence");
-        let args = KlArgs {
+        let args = GradKlArgs {
             teacher: o.of("teacher", teacher, &[rows, vocab])?,
             logits: o.of("logits", logits, &[rows, vocab])?,
             loss: o.of("loss", loss, &[rows])?,
@@ -149,7 +84,7 @@ impl GradOps for CudaOps {
             weight,
         };
         // SAFETY: all operands were checked.
-        unsafe { self.launch(&KL, (rows, 1, 1), THREADS, &args) }
+        unsafe { self.launch(&KL, [rows, 1, 1], THREADS, &args) }
     }
 
     fn round(
@@ -240,20 +175,18 @@ impl GradOps for CudaOps {
         n: usize,
     ) -> Result<()> {
         let o = self.operands("adam");
-        let args = AdamArgs {
+        let args = GradAdamArgs {
             value: o.of("values", value, &[n])?,
             mean: o.of("means", mean, &[n])?,
             square: o.of("squares", square, &[n])?,
             grad: o.of("gradient", grad, &[n])?,
             n: n as i64,
-            step: [
-                step.rate,
-                step.beta1,
-                step.beta2,
-                step.correction1,
-                step.correction2,
-                step.epsilon,
-            ],
+            rate: step.rate,
+            beta1: step.beta1,
+            beta2: step.beta2,
+            correction1: step.correction1,
+            correction2: step.correction2,
+            epsilon: step.epsilon,
         };
         // SAFETY: all operands were checked.
         unsafe { self.launch(&ADAM, blocks(n, THREADS), THREADS, &args) }
@@ -271,7 +204,7 @@ impl GradOps for CudaOps {
         o.at_most("positions", s.capacity, s.seen)?;
         o.multiple("query heads", s.kv_heads.max(1), s.heads)?;
         let cache = &[s.batch, s.kv_heads, s.capacity, s.dim];
-        let args = AttendArgs {
+        let args = GradAttendArgs {
             q: o.of("q", q, &[s.batch, s.heads, s.dim])?,
             keys: o.of("keys", keys, cache)?,
             values: o.of("values", values, cache)?,
@@ -283,15 +216,15 @@ impl GradOps for CudaOps {
             seen: s.seen as i32,
             scale: 1.0 / (s.dim as f32).sqrt(),
         };
-        let shape = (128, 4 * s.seen);
+        let grid = [s.heads, s.batch, 1];
         // SAFETY: all operands were checked; shared memory holds the scores.
-        unsafe { self.launch_shared(&ATTEND, (s.heads, s.batch, 1), shape, &args) }
+        unsafe { self.launch_shared(&ATTEND, grid, 128, 4 * s.seen, &args) }
     }
 
     fn sample(&self, logits: &Buffer<f32>, ids: &mut Buffer<u32>, d: Draw) -> Result<()> {
         let o = self.operands("sample");
         o.at_least("stride", d.offset + 1, d.stride)?;
-        let args = SampleArgs {
+        let args = GradSampleArgs {
             logits: o.of("logits", logits, &[d.batch, d.vocab])?,
             ids: o.of("ids", ids, &[d.batch, d.stride])?,
             seed: d.seed,
@@ -302,6 +235,6 @@ impl GradOps for CudaOps {
             pad: 0,
         };
         // SAFETY: both operands were checked; the kernel is made for 256 threads.
-        unsafe { self.launch(&SAMPLE, (d.batch, 1, 1), 256, &args) }
+        unsafe { self.launch(&SAMPLE, [d.batch, 1, 1], 256, &args) }
     }
 }

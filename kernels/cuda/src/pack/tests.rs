@@ -7,6 +7,7 @@ use nq_formats::{
     AffineScheme, AffineWeight, Bits, Group, GroupValues, Parts, QuantizedWeight, Tensor, Weight,
     Zeros,
 };
+use nq_model::Dims;
 
 /// In product j of a chunk, lane t has inputs 8t + 4j ..: two at 2t, two at 8 + 2t
 /// (`mma_16816`).
@@ -86,7 +87,7 @@ fn what_no_kernel_reads_is_held_as_halves() {
             g_idx: act_order.then(|| (0..cols).map(|i| (i % (cols / group)) as u32).collect()),
         };
         let scheme = AffineScheme::new(bits, Group::Size(group as u32), Zeros::None);
-        let affine = AffineWeight::assemble(scheme, (rows, cols), parts).unwrap();
+        let affine = AffineWeight::assemble(scheme, Dims::new(rows, cols), parts).unwrap();
         Weight::Quantized(QuantizedWeight::Affine(affine))
     };
     let dense = |w: &Weight| {
@@ -160,7 +161,7 @@ fn codes_and_scales_in_two_levels_lie_as_documented() {
                 levels: None,
                 g_idx: None,
             };
-            let affine = AffineWeight::assemble(scheme, (rows, cols), parts).unwrap();
+            let affine = AffineWeight::assemble(scheme, Dims::new(rows, cols), parts).unwrap();
             let weight = Weight::Quantized(QuantizedWeight::Affine(affine));
             let packing = Packing::new(&[&weight], Stack::Concat, false).unwrap();
             let kind = packing.kind();

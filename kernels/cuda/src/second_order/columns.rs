@@ -2,17 +2,20 @@
 //! `cuda/round_columns.cu`).
 
 use super::{BENCH, MEASURES, Permutation, ROUNDING, THREADS, cover, runs};
+use crate::cuda::fit_groups::FitGroupsArgs;
+use crate::cuda::round_columns::{
+    COLUMNS, DiagonalArgs, DivideMomentsArgs, DotArgs, PermuteColumnsArgs, ROWS as BLOCK_ROWS,
+    RoundColumnsArgs, RoundingErrorArgs,
+};
 use crate::driver::{Address, Buffer, Operands, Side};
 use crate::grad::CudaOps;
 use crate::kernel::kernels;
 use nq_kernels::Result;
 use nq_kernels::grad::{Buffers, Gemm};
 use nq_kernels::second_order::{ColumnBlock, FitShape};
+use nq_model::Dims;
 use std::ops::Range;
 
-/// Number of columns that the kernel takes at once, and rows of a block.
-const COLUMNS: usize = 128;
-const BLOCK_ROWS: usize = 16;
 /// Number of blocks that sum a product of two vectors.
 const PARTS: usize = 1024;
 
@@ -38,107 +41,12 @@ pub type CodeColumns = Buffer<u8>;
 
 kernels! {
     FIT_GROUPS: FitGroupsArgs = "fit_groups" in "fit_groups.cu", test ROUNDING, bench BENCH;
-    PERMUTE_COLUMNS: PermuteArgs = "permute_columns" in "round_columns.cu", test ROUNDING, bench BENCH;
+    PERMUTE_COLUMNS: PermuteColumnsArgs = "permute_columns" in "round_columns.cu", test ROUNDING, bench BENCH;
     ROUND_COLUMNS: RoundColumnsArgs = "round_columns" in "round_columns.cu", test ROUNDING, bench BENCH;
-    ROUNDING_ERROR: ErrorArgs = "rounding_error" in "round_columns.cu", test MEASURES, bench BENCH;
+    ROUNDING_ERROR: RoundingErrorArgs = "rounding_error" in "round_columns.cu", test MEASURES, bench BENCH;
     DOT_PARTS: DotArgs = "dot_parts" in "round_columns.cu", test MEASURES, bench BENCH;
-    DIVIDE_MOMENTS: DivideArgs = "divide_moments" in "round_columns.cu", test MEASURES, bench BENCH;
+    DIVIDE_MOMENTS: DivideMomentsArgs = "divide_moments" in "round_columns.cu", test MEASURES, bench BENCH;
     DIAGONAL: DiagonalArgs = "diagonal" in "round_columns.cu", test ROUNDING, bench BENCH;
-}
-
-/// `FitGroupsArgs` of `cuda/fit_groups.cu`; those below are of `cuda/round_columns.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct FitGroupsArgs {
-    w: Address,
-    h: Address,
-    scales: Address,
-    zeros: Address,
-    rows: i64,
-    ld: i32,
-    at: i32,
-    columns: i32,
-    group: i32,
-    groups: i32,
-    first: i32,
-    symmetric: i32,
-    steps: i32,
-    power: i32,
-    refits: i32,
-    least: f32,
-    max_code: f32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct PermuteArgs {
-    from: Address,
-    order: Address,
-    to: Address,
-    n: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RoundColumnsArgs {
-    w: Address,
-    u: Address,
-    order: Address,
-    scales: Address,
-    zeros: Address,
-    codes: Address,
-    errors: Address,
-    rows: i32,
-    n: i32,
-    group: i32,
-    groups: i32,
-    start: i32,
-    len: i32,
-    max_code: f32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ErrorArgs {
-    w: Address,
-    codes: Address,
-    scales: Address,
-    zeros: Address,
-    e: Address,
-    n: i32,
-    group: i32,
-    groups: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DotArgs {
-    a: Address,
-    b: Address,
-    parts: Address,
-    n: i64,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DivideArgs {
-    h: Address,
-    s: Address,
-    to: Address,
-    n: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DiagonalArgs {
-    h: Address,
-    to: Address,
-    n: i32,
-    pad: i32,
 }
 
 impl Groups {
@@ -148,7 +56,7 @@ impl Groups {
     /// Too little memory.
     pub fn new(
         ops: &CudaOps,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
         group: usize,
         max_code: u8,
     ) -> Result<Self> {
@@ -222,9 +130,9 @@ impl CudaOps {
             least: fit.least,
             max_code: f32::from(g.max_code),
         };
-        let grid = ((g.rows * count).div_ceil(THREADS / 32), 1, 1);
+        let grid = [(g.rows * count).div_ceil(THREADS / 32), 1, 1];
         // SAFETY: the operands were checked.
-        unsafe { self.launch_shared(&FIT_GROUPS, grid, (THREADS, 0), &args) }
+        unsafe { self.launch_shared(&FIT_GROUPS, grid, THREADS, 0, &args) }
     }
 
     /// `[rows, n]`: the columns of `w` in the order `order`.
@@ -241,7 +149,7 @@ impl CudaOps {
         let n = order.len();
         let to = self.gpu().zeros("a weight to be rounded", rows * n)?;
         for run in runs(rows) {
-            let args = PermuteArgs {
+            let args = PermuteColumnsArgs {
                 from: o.part("weights", w, run.start * n, &[run.len(), n])?,
                 order: o.of("order", &order.0, &[n])?,
                 to: o.part("permuted weights", &to, run.start * n, &[run.len(), n])?,
@@ -250,7 +158,7 @@ impl CudaOps {
             };
             let grid = cover(n, run.len());
             // SAFETY: the operands were checked; the order lists valid columns.
-            unsafe { self.launch_shared(&PERMUTE_COLUMNS, grid, (THREADS, 0), &args)? };
+            unsafe { self.launch_shared(&PERMUTE_COLUMNS, grid, THREADS, 0, &args)? };
         }
         Ok(to)
     }
@@ -331,11 +239,11 @@ impl CudaOps {
             max_code: f32::from(g.max_code),
             pad: 0,
         };
-        let shape = (32 * BLOCK_ROWS, 4 * COLUMNS * COLUMNS);
-        let grid = (g.rows.div_ceil(BLOCK_ROWS), 1, 1);
+        let (threads, shared) = (32 * BLOCK_ROWS, 4 * COLUMNS * COLUMNS);
+        let grid = [g.rows.div_ceil(BLOCK_ROWS), 1, 1];
         // SAFETY: the operands were checked, and the caller checked that the places are columns; shared
         // memory holds the block of U.
-        unsafe { self.launch_shared(&ROUND_COLUMNS, grid, shape, &args) }
+        unsafe { self.launch_shared(&ROUND_COLUMNS, grid, threads, shared, &args) }
     }
 
     /// Subtracts from later columns what a block's errors contribute to them.
@@ -392,7 +300,7 @@ impl CudaOps {
         let e = self.gpu().zeros("errors of rounding", g.values())?;
         for run in runs(g.rows) {
             let (at, group) = (run.start * g.cols, run.start * g.groups());
-            let args = ErrorArgs {
+            let args = RoundingErrorArgs {
                 w: o.part("weights", w, at, &[run.len(), g.cols])?,
                 codes: o.part("codes", codes, at, &[run.len(), g.cols])?,
                 scales: scales.plus(4 * group),
@@ -405,7 +313,7 @@ impl CudaOps {
             };
             let grid = cover(g.cols, run.len());
             // SAFETY: the operands were checked.
-            unsafe { self.launch_shared(&ROUNDING_ERROR, grid, (THREADS, 0), &args)? };
+            unsafe { self.launch_shared(&ROUNDING_ERROR, grid, THREADS, 0, &args)? };
         }
         Ok(e)
     }
@@ -424,7 +332,7 @@ impl CudaOps {
             n: n as i64,
         };
         // SAFETY: the operands were checked; there is a part for each block.
-        unsafe { self.launch_shared(&DOT_PARTS, (PARTS, 1, 1), (THREADS, 0), &args)? };
+        unsafe { self.launch_shared(&DOT_PARTS, [PARTS, 1, 1], THREADS, 0, &args)? };
         self.synchronize()?;
         let mut sums = vec![0.0; PARTS];
         parts.read(0, &mut sums)?;
@@ -440,7 +348,7 @@ impl CudaOps {
         let o = self.operands("divide_moments");
         let s = self.gpu().upload("scales of inputs", s)?;
         let to = self.gpu().zeros("second moments", n * n)?;
-        let args = DivideArgs {
+        let args = DivideMomentsArgs {
             h: o.of("moments", h, &[n, n])?,
             s: o.of("scales", &s, &[n])?,
             to: o.of("divided moments", &to, &[n, n])?,
@@ -448,7 +356,7 @@ impl CudaOps {
             pad: 0,
         };
         // SAFETY: the operands were checked.
-        unsafe { self.launch_shared(&DIVIDE_MOMENTS, cover(n, n), (THREADS, 0), &args)? };
+        unsafe { self.launch_shared(&DIVIDE_MOMENTS, cover(n, n), THREADS, 0, &args)? };
         self.synchronize()?;
         Ok(to)
     }
@@ -467,7 +375,7 @@ impl CudaOps {
             pad: 0,
         };
         // SAFETY: the operands were checked.
-        unsafe { self.launch_shared(&DIAGONAL, cover(n, 1), (THREADS, 0), &args)? };
+        unsafe { self.launch_shared(&DIAGONAL, cover(n, 1), THREADS, 0, &args)? };
         self.synchronize()?;
         let mut values = vec![0.0; n];
         to.read(0, &mut values)?;

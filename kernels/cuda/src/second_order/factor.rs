@@ -1,92 +1,32 @@
 //! The factor with which GPTQ rounds (`cuda/factor.cu`).
 
 use super::{BENCH, ROUNDING, THREADS, check_order, cover};
+use crate::cuda::factor::{
+    FactorDiagonalArgs, FactorEmitArgs, FactorGatherArgs, FactorPanelArgs, FactorTilesArgs, SIDE,
+};
 use crate::driver::{Address, Buffer, Operands};
 use crate::grad::CudaOps;
 use crate::kernel::{Instance, kernels};
 use nq_kernels::Result;
 use nq_kernels::second_order::Damped;
 
-/// Side of a tile of `cuda/factor.cu`.
-const SIDE: usize = 64;
 const TILE: usize = SIDE * SIDE;
 /// Bytes of the two tiles that a block holds, with row strides of 66 and 65.
 const TILES_SHARED: usize = 2 * SIDE * (SIDE + 2) * 8;
 const DIAGONAL_SHARED: usize = 2 * SIDE * (SIDE + 1) * 8;
 
 kernels! {
-    GATHER: GatherArgs = "factor_gather" in "factor.cu", test ROUNDING, bench BENCH;
+    GATHER: FactorGatherArgs = "factor_gather" in "factor.cu", test ROUNDING, bench BENCH;
     FACTOR_DIAGONAL: FactorDiagonalArgs = "factor_diagonal" in "factor.cu", test ROUNDING, bench BENCH;
-    TILES: Tiles = "factor_tiles" in "factor.cu", test ROUNDING, bench BENCH,
+    TILES: FactorTilesArgs = "factor_tiles" in "factor.cu", test ROUNDING, bench BENCH,
         instances &["factor_tiles_nn", "factor_tiles_nt"];
-    PANEL: PanelArgs = "factor_panel" in "factor.cu", test ROUNDING, bench BENCH;
-    EMIT: EmitArgs = "factor_emit" in "factor.cu", test ROUNDING, bench BENCH;
+    PANEL: FactorPanelArgs = "factor_panel" in "factor.cu", test ROUNDING, bench BENCH;
+    EMIT: FactorEmitArgs = "factor_emit" in "factor.cu", test ROUNDING, bench BENCH;
 }
 
 /// Instances of [`TILES`]: with B unchanged, and transposed.
 const NN: usize = 0;
 const NT: usize = 1;
-
-/// `FactorTilesArgs` of `cuda/factor.cu`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Tiles {
-    a: Address,
-    b: Address,
-    c: Address,
-    alpha: f64,
-    lda: i32,
-    ldb: i32,
-    ldc: i32,
-    lower: i32,
-    accumulate: i32,
-    pad: i32,
-}
-
-/// `FactorGatherArgs` of `cuda/factor.cu`; those below are from the same file.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct GatherArgs {
-    h: Address,
-    order: Address,
-    dead: Address,
-    a: Address,
-    fill: f64,
-    damping: f64,
-    noise: f64,
-    n: i32,
-    np: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct FactorDiagonalArgs {
-    a: Address,
-    inverse: Address,
-    flag: Address,
-    np: i32,
-    k: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct PanelArgs {
-    from: Address,
-    to: Address,
-    ld: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct EmitArgs {
-    a: Address,
-    inverse: Address,
-    u: Address,
-    flag: Address,
-    n: i32,
-    np: i32,
-}
 
 /// A factorization in progress.
 struct Factorization<'a> {
@@ -178,7 +118,7 @@ impl Factorization<'_> {
         let (gpu, n) = (self.ops.gpu(), d.order.len());
         let order = gpu.upload("order of columns", d.order)?;
         let dead = gpu.upload("order of columns", d.dead)?;
-        let args = GatherArgs {
+        let args = FactorGatherArgs {
             h: o.of("moments", h, &[n, n])?,
             order: o.of("order", &order, &[n])?,
             dead: o.of("dead", &dead, &[n])?,
@@ -192,7 +132,7 @@ impl Factorization<'_> {
         // SAFETY: the operands were checked, and the order lists valid inputs.
         unsafe {
             let grid = cover(self.np, self.np);
-            (self.ops).launch_shared(&GATHER, grid, (THREADS, 0), &args)?;
+            (self.ops).launch_shared(&GATHER, grid, THREADS, 0, &args)?;
         }
         self.ops.synchronize()
     }
@@ -201,16 +141,16 @@ impl Factorization<'_> {
     /// The tiles are inside the operands, which have `[rows]` by `[cols]` of them.
     unsafe fn tiles(
         &self,
-        kernel: Instance<Tiles>,
-        grid: (usize, usize),
-        args: &Tiles,
+        kernel: Instance<FactorTilesArgs>,
+        [rows, cols]: [usize; 2],
+        args: &FactorTilesArgs,
     ) -> Result<()> {
-        if grid.0 * grid.1 == 0 {
+        if rows * cols == 0 {
             return Ok(());
         }
-        let shape = (THREADS, TILES_SHARED);
+        let grid = [rows, cols, 1];
         // SAFETY: by contract; shared memory holds two tiles.
-        unsafe { (self.ops).launch_shared(kernel, (grid.0, grid.1, 1), shape, args) }
+        unsafe { (self.ops).launch_shared(kernel, grid, THREADS, TILES_SHARED, args) }
     }
 
     /// Computes column `k` of L, and subtracts its contribution from the columns behind it.
@@ -226,13 +166,13 @@ impl Factorization<'_> {
         let below = self.np / SIDE - k - 1;
         // SAFETY: block k is inside A and the inverses; shared memory holds both tiles.
         unsafe {
-            let shape = (THREADS, DIAGONAL_SHARED);
-            (self.ops).launch_shared(&FACTOR_DIAGONAL, (1, 1, 1), shape, &args)?;
+            let shared = DIAGONAL_SHARED;
+            (self.ops).launch_shared(&FACTOR_DIAGONAL, [1; 3], THREADS, shared, &args)?;
         }
         if below == 0 {
             return Ok(());
         }
-        let panel = Tiles {
+        let panel = FactorTilesArgs {
             a: self.tile(k + 1, k),
             b: self.diagonal(k),
             c: self.tile(k + 1, k),
@@ -244,7 +184,7 @@ impl Factorization<'_> {
             accumulate: 0,
             pad: 0,
         };
-        let behind = Tiles {
+        let behind = FactorTilesArgs {
             b: self.tile(k + 1, k),
             c: self.tile(k + 1, k + 1),
             alpha: -1.0,
@@ -256,8 +196,8 @@ impl Factorization<'_> {
         // SAFETY: `below` tiles of column k, one column of tiles that are also A; and the
         // lower triangle to the right of and below them.
         unsafe {
-            self.tiles(TILES.instance(NT), (1, below), &panel)?;
-            self.tiles(TILES.instance(NT), (below * (below + 1) / 2, 1), &behind)
+            self.tiles(TILES.instance(NT), [1, below], &panel)?;
+            self.tiles(TILES.instance(NT), [below * (below + 1) / 2, 1], &behind)
         }
     }
 
@@ -265,7 +205,7 @@ impl Factorization<'_> {
     fn invert_column(&self, k: usize) -> Result<()> {
         let ld = self.np as i32;
         let below = self.np / SIDE - k - 1;
-        let row = Tiles {
+        let row = FactorTilesArgs {
             a: self.diagonal(k),
             b: self.tile(k, 0),
             c: self.tile(k, 0),
@@ -278,24 +218,24 @@ impl Factorization<'_> {
             pad: 0,
         };
         // SAFETY: the k tiles left of the diagonal, one row of tiles that are also B.
-        unsafe { self.tiles(TILES.instance(NN), (k, 1), &row)? };
+        unsafe { self.tiles(TILES.instance(NN), [k, 1], &row)? };
         if below == 0 {
             return Ok(());
         }
-        let args = PanelArgs {
+        let args = FactorPanelArgs {
             from: self.tile(k + 1, k),
             to: self.at.panel,
             ld,
             pad: 0,
         };
-        let left = Tiles {
+        let left = FactorTilesArgs {
             a: self.at.panel,
             c: self.tile(k + 1, 0),
             alpha: -1.0,
             accumulate: 1,
             ..row
         };
-        let own = Tiles {
+        let own = FactorTilesArgs {
             b: self.diagonal(k),
             c: self.tile(k + 1, k),
             ldb: SIDE as i32,
@@ -305,10 +245,10 @@ impl Factorization<'_> {
         // SAFETY: the panel has room for all rows; `below` rows of tiles below row k, in columns
         // up to k.
         unsafe {
-            let rows = (below * SIDE, 1, 1);
-            (self.ops).launch_shared(&PANEL, rows, (SIDE, 0), &args)?;
-            self.tiles(TILES.instance(NN), (k, below), &left)?;
-            self.tiles(TILES.instance(NN), (1, below), &own)
+            let rows = [below * SIDE, 1, 1];
+            (self.ops).launch_shared(&PANEL, rows, SIDE, 0, &args)?;
+            self.tiles(TILES.instance(NN), [k, below], &left)?;
+            self.tiles(TILES.instance(NN), [1, below], &own)
         }
     }
 
@@ -317,7 +257,7 @@ impl Factorization<'_> {
             .ops
             .gpu()
             .zeros("the factor of second moments", n * n)?;
-        let args = EmitArgs {
+        let args = FactorEmitArgs {
             a: self.at.a,
             inverse: self.at.inverse,
             u: o.of("factor", &u, &[n, n])?,
@@ -326,7 +266,7 @@ impl Factorization<'_> {
             np: self.np as i32,
         };
         // SAFETY: U is [n, n], and A and the inverses cover it.
-        unsafe { (self.ops).launch_shared(&EMIT, cover(n, n), (THREADS, 0), &args)? };
+        unsafe { (self.ops).launch_shared(&EMIT, cover(n, n), THREADS, 0, &args)? };
         Ok(u)
     }
 }

@@ -57,8 +57,8 @@ fn runs(rows: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
 }
 
 /// A grid of blocks that covers `n` columns of `rows` rows.
-fn cover(n: usize, rows: usize) -> (usize, usize, usize) {
-    (n.div_ceil(THREADS), rows, 1)
+fn cover(n: usize, rows: usize) -> [usize; 3] {
+    [n.div_ceil(THREADS), rows, 1]
 }
 
 const THREADS: usize = 256;

@@ -9,6 +9,7 @@ use nq_kernels::second_order::{
     Changes, Damped, DeviceMoments, Factor, Rounded, SecondOrder, TrellisRounded, TrellisRows,
     WeightCodes, WeightColumns,
 };
+use nq_model::Dims;
 use std::fmt;
 use std::sync::Arc;
 
@@ -75,7 +76,7 @@ impl DeviceMoments for GpuMoments {
         let rows = n / self.width().max(1);
         let w = ops.gpu().upload("a weight", weight)?;
         let codes = ops.gpu().upload("codes", rounded.codes)?;
-        let shape = (rows, self.width());
+        let shape = Dims::new(rows, self.width());
         let mut groups = Groups::new(ops, shape, rounded.group, rounded.max_code)?;
         groups.scales.write(0, rounded.scales)?;
         groups.zeros.write(0, rounded.zeros)?;
@@ -122,7 +123,7 @@ impl Factor for GpuFactor<'_> {
         let (ops, n, fit) = (&self.source.ops, self.source.width(), c.fit);
         let order = Permutation::new(ops, c.order)?;
         let weight = ops.gpu().upload("a weight", c.weight)?;
-        let mut groups = Groups::new(ops, (c.rows, n), c.group, c.max_code)?;
+        let mut groups = Groups::new(ops, Dims::new(c.rows, n), c.group, c.max_code)?;
         let mut importance = ops.gpu().upload("importance of columns", c.importance)?;
         if let Some((scales, zeros)) = c.chosen {
             groups.scales.write(0, scales)?;

@@ -2,6 +2,10 @@
 //! later columns, and scales.
 
 use super::{BENCH, MOST_ROWS, THREADS};
+use crate::cuda::trellis_search::{
+    SEARCH_THREADS, STATES, TrellisDotsArgs, TrellisErrorsArgs, TrellisSearchArgs,
+    TrellisTransformArgs,
+};
 use crate::driver::{Address, Buffer, Operands, Side};
 use crate::grad::CudaOps;
 use crate::kernel::{Instance, kernels};
@@ -11,8 +15,8 @@ use nq_formats::trellis::{BLOCK, Code, LANES, SEQUENCE, STRIP, TILE};
 use nq_kernels::Result;
 use nq_kernels::grad::{Gemm, LayerOps};
 use nq_kernels::second_order::{TrellisRounded, TrellisRows};
+use nq_model::Dims;
 
-const SEARCH_THREADS: usize = 512;
 /// Blocks that a multiprocessor runs at once, where shared memory allows it.
 const RESIDENT: usize = 2;
 /// Most multiprocessors that are used, which bounds the memory for costs.
@@ -21,75 +25,22 @@ const MOST_MULTIPROCESSORS: usize = 192;
 const MOST_ROOM: usize = 227 << 10;
 /// Shared memory that a multiprocessor keeps for each block, in bytes.
 const RESERVED: usize = 1 << 10;
-const STATES: usize = 1 << 16;
 
 const TEST: &str = "quantize/tests/cuda/second_order.rs::the_gpu_rounds_to_trellises_as_the_host";
 
 kernels! {
-    SEARCH: SearchArgs = "trellis_search" in "trellis_search.cu", test TEST, bench BENCH,
+    SEARCH: TrellisSearchArgs = "trellis_search" in "trellis_search.cu", test TEST, bench BENCH,
         instances &["trellis_search_sum_1", "trellis_search_sum_2", "trellis_search_sum_4",
             "trellis_search_octagon_2", "trellis_search_octagon_4"];
-    ERRORS: ErrorsArgs = "trellis_errors" in "trellis_search.cu", test TEST, bench BENCH;
-    TRANSFORM: TransformArgs = "trellis_transform" in "trellis_search.cu", test TEST, bench BENCH;
-    DOTS: DotsArgs = "trellis_dots" in "trellis_search.cu", test TEST, bench BENCH;
+    ERRORS: TrellisErrorsArgs = "trellis_errors" in "trellis_search.cu", test TEST, bench BENCH;
+    TRANSFORM: TrellisTransformArgs = "trellis_transform" in "trellis_search.cu", test TEST, bench BENCH;
+    DOTS: TrellisDotsArgs = "trellis_dots" in "trellis_search.cu", test TEST, bench BENCH;
 }
 
 /// Sequences that a block searches side by side, with the index of the instance that does and the time that it takes
 /// while as many blocks run as fit: a tile of 4,096 rows of 8 (octagon) or 6 bits a step on an H200, in 100 us.
 const SUMS: &[(usize, usize, usize)] = &[(4, 2, 33), (2, 1, 29), (1, 0, 27)];
 const OCTAGONS: &[(usize, usize, usize)] = &[(4, 4, 24), (2, 3, 18)];
-
-/// `TrellisSearchArgs` of `cuda/trellis_search.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct SearchArgs {
-    values: Address,
-    scales: Address,
-    columns: Address,
-    words: Address,
-    errors: Address,
-    history: Address,
-    rows: i32,
-    n: i32,
-    start: i32,
-    step_bits: i32,
-    window: i32,
-    groups: i32,
-}
-
-/// `TrellisErrorsArgs` of `cuda/trellis_search.cu`; those below are from the same file.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ErrorsArgs {
-    errors: Address,
-    u: Address,
-    rows: i32,
-    n: i32,
-    start: i32,
-    pad: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct TransformArgs {
-    from: Address,
-    to: Address,
-    signs: Address,
-    diagonal: Address,
-    n: i32,
-    columns: i32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct DotsArgs {
-    weighted: Address,
-    w: Address,
-    values: Address,
-    dots: Address,
-    n: i32,
-    pad: i32,
-}
 
 /// How a weight's sequences are spread over blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -113,7 +64,8 @@ const fn tails(scheme: TrellisScheme) -> usize {
 fn ways(
     scheme: TrellisScheme,
     rows: usize,
-    (multiprocessors, room): (usize, usize),
+    multiprocessors: usize,
+    room: usize,
 ) -> impl Iterator<Item = (usize, Spread)> {
     let ways = match scheme.code() {
         Code::Sum => SUMS,
@@ -135,8 +87,13 @@ fn ways(
 }
 
 /// The quickest of the [`ways`]; `None` if there is none.
-fn spread(scheme: TrellisScheme, rows: usize, device: (usize, usize)) -> Option<Spread> {
-    let best = ways(scheme, rows, device).min_by_key(|(time, _)| *time);
+fn spread(
+    scheme: TrellisScheme,
+    rows: usize,
+    multiprocessors: usize,
+    room: usize,
+) -> Option<Spread> {
+    let best = ways(scheme, rows, multiprocessors, room).min_by_key(|(time, _)| *time);
     best.map(|(_, spread)| spread)
 }
 
@@ -166,19 +123,13 @@ struct TrellisRounding<'a> {
 
 impl CudaOps {
     /// Most bytes of device memory that [`CudaOps::round_to_trellis`] takes for a weight `[rows, n]`.
-    pub fn trellis_bytes(scheme: TrellisScheme, (rows, n): (usize, usize)) -> usize {
-        let device = (MOST_MULTIPROCESSORS, MOST_ROOM);
-        let history = ways(scheme, rows, device).map(|(_, s)| s.history(scheme));
+    pub fn trellis_bytes(scheme: TrellisScheme, Dims { rows, cols: n }: Dims) -> usize {
+        let ways = ways(scheme, rows, MOST_MULTIPROCESSORS, MOST_ROOM);
+        let history = ways.map(|(_, s)| s.history(scheme));
         let search = 2 * (STATES * scheme.code().width() + history.max().unwrap_or(0));
         // The values chosen, and then, beside the weight, their products with the moments.
         let words = rows.div_ceil(STRIP) * scheme.strip_bytes(n);
         12 * rows * n + words + search + (4 * TILE + 20) * rows
-    }
-
-    /// Multiprocessors, and bytes of shared memory for a block.
-    fn room(&self) -> (usize, usize) {
-        let info = self.gpu().info();
-        (info.multiprocessors, info.shared_memory)
     }
 
     /// The moments `h` `[n, n]`, with another diagonal, of inputs that are multiplied by `signs` and transformed.
@@ -198,7 +149,7 @@ impl CudaOps {
         let signs = self.gpu().upload("signs of inputs", signs)?;
         let diagonal = self.gpu().upload("a diagonal", diagonal)?;
         let to = self.gpu().zeros("second moments", n * n)?;
-        let args = TransformArgs {
+        let args = TrellisTransformArgs {
             from: o.of("moments", h, &[n, n])?,
             to: o.of("transformed moments", &to, &[n, n])?,
             signs: o.of("signs", &signs, &[n])?,
@@ -206,17 +157,17 @@ impl CudaOps {
             n: n as i32,
             columns: 0,
         };
-        let rest = TransformArgs {
+        let rest = TrellisTransformArgs {
             from: args.to,
             diagonal: Address::NULL,
             columns: 1,
             ..args
         };
-        let grid = (n / BLOCK, n, 1);
+        let grid = [n / BLOCK, n, 1];
         // SAFETY: the operands were checked, and lines are whole blocks.
         unsafe {
-            self.launch_shared(&TRANSFORM, grid, (BLOCK, 0), &args)?;
-            self.launch_shared(&TRANSFORM, grid, (BLOCK, 0), &rest)?;
+            self.launch_shared(&TRANSFORM, grid, BLOCK, 0, &args)?;
+            self.launch_shared(&TRANSFORM, grid, BLOCK, 0, &rest)?;
         }
         self.synchronize()?;
         Ok(to)
@@ -238,9 +189,11 @@ impl CudaOps {
         let n = weight.weight.len() / rows.max(1);
         o.multiple("inputs", BLOCK, n)?;
         o.at_most("window", scheme.steps() / 2, weight.window)?;
-        let Some(spread) = spread(scheme, rows, self.room()) else {
+        let info = self.gpu().info();
+        let (multiprocessors, room) = (info.multiprocessors, info.shared_memory);
+        let Some(spread) = spread(scheme, rows, multiprocessors, room) else {
             let expected = format!("{} bytes for {scheme}", shared(scheme, 1));
-            return o.refuse("shared memory of a block", expected, self.room().1);
+            return o.refuse("shared memory of a block", expected, room);
         };
         let values = (0..=u16::MAX).flat_map(|state| {
             let values = scheme.code().values(state);
@@ -281,9 +234,9 @@ impl TrellisRounding<'_> {
     /// Rounds the tile from column `start` on, and leaves its values and errors.
     fn search(&self, o: &Operands<'_>, start: usize) -> Result<()> {
         let (scheme, spread) = (self.scheme, self.spread);
-        let kernel: Instance<SearchArgs> = SEARCH.instance(spread.instance);
+        let kernel: Instance<TrellisSearchArgs> = SEARCH.instance(spread.instance);
         let width = scheme.code().width();
-        let args = SearchArgs {
+        let args = TrellisSearchArgs {
             values: o.of("values", &self.table, &[STATES, width])?,
             scales: o.of("scales", &self.scales, &[self.rows])?,
             columns: o.of("weights", &self.columns, &[self.rows, self.n])?,
@@ -297,9 +250,9 @@ impl TrellisRounding<'_> {
             window: self.window as i32,
             groups: (self.rows.div_ceil(STRIP) * LANES / spread.side) as i32,
         };
-        let shape = (SEARCH_THREADS, shared(scheme, spread.side));
+        let (grid, shared) = ([spread.blocks, 1, 1], shared(scheme, spread.side));
         // SAFETY: the operands were checked; words are those of whole strips, and each block has its costs.
-        unsafe { (self.ops).launch_shared(kernel, (spread.blocks, 1, 1), shape, &args) }
+        unsafe { (self.ops).launch_shared(kernel, grid, SEARCH_THREADS, shared, &args) }
     }
 
     /// Subtracts from later columns what the errors of the tile from `start` on contribute to them.
@@ -308,7 +261,7 @@ impl TrellisRounding<'_> {
         if end == n {
             return Ok(());
         }
-        let args = ErrorsArgs {
+        let args = TrellisErrorsArgs {
             errors: o.of("errors", &self.errors, &[self.rows, TILE])?,
             u: o.of("factor", u, &[n, n])?,
             rows: self.rows as i32,
@@ -316,9 +269,9 @@ impl TrellisRounding<'_> {
             start: start as i32,
             pad: 0,
         };
-        let grid = (self.rows.div_ceil(THREADS / 32), 1, 1);
+        let grid = [self.rows.div_ceil(THREADS / 32), 1, 1];
         // SAFETY: the operands were checked.
-        unsafe { (self.ops).launch_shared(&ERRORS, grid, (THREADS, 0), &args)? };
+        unsafe { (self.ops).launch_shared(&ERRORS, grid, THREADS, 0, &args)? };
         let product = Gemm {
             m: self.rows,
             n: n - end,
@@ -352,7 +305,7 @@ impl TrellisRounding<'_> {
         ops.gemm(Gemm::linear(rows, n, n), &self.columns, h, &mut weighted)?;
         let weight = ops.gpu().upload("a weight", weight)?;
         let dots: Buffer<f64> = ops.gpu().zeros("sums of rows", 2 * rows)?;
-        let args = DotsArgs {
+        let args = TrellisDotsArgs {
             weighted: o.of("weighted values", &weighted, &[rows, n])?,
             w: o.of("weights", &weight, &[rows, n])?,
             values: o.of("values", &self.columns, &[rows, n])?,
@@ -361,7 +314,7 @@ impl TrellisRounding<'_> {
             pad: 0,
         };
         // SAFETY: the operands were checked.
-        unsafe { ops.launch_shared(&DOTS, (rows, 1, 1), (THREADS, 0), &args)? };
+        unsafe { ops.launch_shared(&DOTS, [rows, 1, 1], THREADS, 0, &args)? };
         ops.synchronize()?;
         let mut sums = vec![0.0; 2 * rows];
         dots.read(0, &mut sums)?;
@@ -387,10 +340,11 @@ mod tests {
             (sum(6), 4096, h100, 4),
             (sum(2), 4096, h100, 1),
         ] {
-            let found = spread(scheme, rows, device).unwrap();
+            let (multiprocessors, room) = device;
+            let found = spread(scheme, rows, multiprocessors, room).unwrap();
             assert_eq!(found.side, side, "{scheme} {rows} {device:?}");
             let groups = rows / STRIP * LANES / side;
-            assert!(shared(scheme, side) <= device.1, "{scheme}");
+            assert!(shared(scheme, side) <= room, "{scheme}");
             let fitting = device.1 / shared(scheme, side);
             assert_eq!(
                 found.blocks,
@@ -399,6 +353,6 @@ mod tests {
             );
             assert!(SEARCH.row.instances[found.instance].ends_with(&side.to_string()));
         }
-        assert_eq!(spread(sum(2), 4096, (128, 99 << 10)), None);
+        assert_eq!(spread(sum(2), 4096, 128, 99 << 10), None);
     }
 }

@@ -1,46 +1,15 @@
 //! The arguments of the kernel of all layers.
 
 use super::layer::{StepLayer, StepMixer};
-use super::limits::{MOST_LAYERS, PRODUCTS};
-use super::sizes::{LayersSizes, ProductShape};
-use crate::attention::HeadVectors;
-use crate::collectives::MOST_RANKS;
-use crate::delta::RecurrenceArgs;
+use super::sizes::LayersSizes;
+use crate::cuda::layers::{LayerArgs, LayerArgsUnion, LayerAttention, RecordKind};
+use crate::cuda::rows::HeadVectors;
 use crate::driver::{Address, Operands};
 use crate::kernel::{TWO_LEVEL, kind_index};
 use crate::pack::PackedKind;
 use crate::rows::Places;
 use crate::trellis;
 use nq_kernels::Result;
-
-/// `LayerAttention` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct AttentionArgs {
-    pub(super) vectors: HeadVectors,
-    pub(super) keys: Address,
-    pub(super) values: Address,
-    pub(super) key_scales: Address,
-    pub(super) value_scales: Address,
-}
-
-/// The union of `LayerArgs` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) union MixerArgs {
-    pub(super) attention: AttentionArgs,
-    pub(super) recurrence: RecurrenceArgs,
-}
-
-/// `RecordKind` of `cuda/layers.cuh`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub(super) struct RecordKind {
-    pub(super) scheme: u8,
-    pub(super) groups: u8,
-    pub(super) meta_bytes: u16,
-    pub(super) codes_bytes: u32,
-}
 
 impl RecordKind {
     pub(super) fn of(kind: PackedKind) -> Self {
@@ -54,75 +23,6 @@ impl RecordKind {
     }
 }
 
-/// `LayerArgs` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct LayerArgs {
-    pub(super) codes: [Address; 4],
-    pub(super) meta: [Address; 4],
-    pub(super) gains: [Address; 2],
-    pub(super) kind: [RecordKind; 4],
-    pub(super) recurrent: i32,
-    pub(super) router_scale: f32,
-    pub(super) router: Address,
-    pub(super) mixer: MixerArgs,
-}
-
-/// `LayersRoom` of `cuda/layers.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(super) struct LayersRoom {
-    pub(super) digits: [i32; 2],
-    pub(super) x: i32,
-    pub(super) sums: i32,
-    pub(super) queries: i32,
-    pub(super) ring: i32,
-}
-
-/// `LayersArgs` of `cuda/layers.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct LayersArgs {
-    pub(super) x: Address,
-    pub(super) qkv: Address,
-    pub(super) attended: Address,
-    pub(super) gated: Address,
-    pub(super) scores: Address,
-    pub(super) parts: [Address; 2],
-    pub(super) digits: [Address; 2],
-    pub(super) epoch: Address,
-    pub(super) cos_sin: Address,
-    pub(super) tables: Address,
-    pub(super) step: Address,
-    pub(super) peers: [Address; MOST_RANKS],
-    pub(super) lost: Address,
-    pub(super) times: Address,
-    pub(super) at: LayersRoom,
-    pub(super) shape: [ProductShape; PRODUCTS],
-    pub(super) rank: i32,
-    pub(super) ranks: i32,
-    pub(super) table_len: i32,
-    pub(super) layers: i32,
-    pub(super) hidden: i32,
-    pub(super) heads: i32,
-    pub(super) kv_heads: i32,
-    pub(super) group: i32,
-    pub(super) key_heads: i32,
-    pub(super) value_heads: i32,
-    pub(super) tiled: i32,
-    pub(super) experts: i32,
-    pub(super) chosen: i32,
-    pub(super) shared_expert: i32,
-    pub(super) normalized: i32,
-    pub(super) up_tiles: i32,
-    pub(super) down_spans: i32,
-    pub(super) stage: i32,
-    pub(super) depth: i32,
-    pub(super) window: i32,
-    pub(super) eps: f32,
-    pub(super) layer: [LayerArgs; MOST_LAYERS],
-}
-
 impl LayerArgs {
     pub(super) fn none() -> Self {
         LayerArgs {
@@ -133,8 +33,8 @@ impl LayerArgs {
             recurrent: 0,
             router_scale: 1.0,
             router: Address::NULL,
-            mixer: MixerArgs {
-                attention: AttentionArgs {
+            union: LayerArgsUnion {
+                attention: LayerAttention {
                     vectors: HeadVectors::NONE,
                     keys: Address::NULL,
                     values: Address::NULL,
@@ -164,7 +64,7 @@ impl LayerArgs {
             StepMixer::Attention { heads, cache, .. } => {
                 places.check(o, cache.places())?;
                 let kept = cache.args(o)?;
-                args.mixer.attention = AttentionArgs {
+                args.union.attention = LayerAttention {
                     vectors: heads.args(o, *cache)?.vectors,
                     keys: kept.keys,
                     values: kept.values,
@@ -179,8 +79,8 @@ impl LayerArgs {
                 ..
             } => {
                 args.recurrent = 1;
-                let sizes = (places.slots, hidden);
-                args.mixer.recurrence = states.recurrence(o, vectors, rates, sizes)?;
+                let slots = places.slots;
+                args.union.recurrence = states.recurrence(o, vectors, rates, slots, hidden)?;
             }
         }
         if let Some(router) = layer.router {

@@ -47,10 +47,10 @@ pub(super) struct RankArgs {
 
 impl LayersInbox {
     /// Of the parts of o (0), behind which those of down are, or of down (1).
-    fn address(&self, o: &Operands<'_>, of: usize, hidden: usize) -> Result<Address> {
+    fn address(&self, o: &Operands<'_>, which: usize, hidden: usize) -> Result<Address> {
         let count = self.ranks * self.most;
-        let dims = [2 - of, count, hidden];
-        o.common("parts", &self.parts, of * count * hidden, &dims)
+        let dims = [2 - which, count, hidden];
+        o.common("parts", &self.parts, which * count * hidden, &dims)
     }
 }
 
@@ -82,8 +82,8 @@ impl LayersScratch {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`]; [`Error::Shape`] for a rank that does not exist.
-    pub fn of_rank(gpu: &Gpu, sizes: LayersSizes, of: Rank) -> Result<Self> {
-        let Rank { rank, ranks, .. } = of;
+    pub fn of_rank(gpu: &Gpu, sizes: LayersSizes, member: Rank) -> Result<Self> {
+        let Rank { rank, ranks, .. } = member;
         if ranks > MOST_RANKS || rank >= ranks {
             let expected = format!("one of at most {MOST_RANKS}");
             return refuse("rank", expected, format!("{rank} of {ranks}"));
@@ -102,7 +102,7 @@ impl LayersScratch {
             epoch: gpu.upload("activations", &[1])?,
             times: Arc::new(gpu.mapped("times", 2 * PHASES, 0)?),
             inbox: LayersInbox {
-                parts: Common::new(gpu, "activations", parts, of.through_host)?,
+                parts: Common::new(gpu, "activations", parts, member.through_host)?,
                 most,
                 rank,
                 ranks,
@@ -185,13 +185,13 @@ mod tests {
             intermediate: 512,
             trellis: false,
         };
-        let of = Rank {
+        let member = Rank {
             rank,
             ranks,
             through_host: false,
             beside: true,
         };
-        LayersScratch::of_rank(gpu, sizes, of)
+        LayersScratch::of_rank(gpu, sizes, member)
     }
 
     #[test]

@@ -5,6 +5,7 @@ use super::limits::{
     PRODUCTS, WARPS,
 };
 use crate::attention::row_heads;
+use crate::cuda::layers::ProductShape;
 use crate::experts::{MOST_EXPERTS, chosen, stacked};
 use nq_formats::trellis::{BLOCK, STRIP, TILE};
 use nq_kernels::delta::DeltaShape;
@@ -154,14 +155,6 @@ impl LayersSizes {
     }
 }
 
-/// `ProductShape` of `cuda/layers.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(super) struct ProductShape {
-    pub(super) tiles: i32,
-    pub(super) spans: i32,
-}
-
 impl ProductShape {
     /// True if the records can be dealt to `blocks` blocks: each has some, or there would be parts that nobody
     /// writes, and no tile has too many parts.
@@ -178,6 +171,7 @@ mod tests {
     use super::super::limits::TEAM;
     use super::super::{SharedMemory, cluster_of, stages_ahead};
     use super::*;
+    use crate::Version;
     use crate::driver::GpuInfo;
 
     /// The published dense models.
@@ -264,11 +258,11 @@ mod tests {
         let kib = 1 << 10;
         // As many blocks as clusters take on an H200, and on devices with fewer multiprocessors; A100; RTX 3060 to 5090.
         for (capability, room, blocks) in [
-            ((9, 0), 227 * kib, &[120, 104, 72][..]),
-            ((8, 0), 163 * kib, &[108]),
-            ((8, 6), 99 * kib, &[28, 82]),
-            ((8, 9), 99 * kib, &[60, 128]),
-            ((12, 0), 99 * kib, &[70, 170]),
+            (Version::new(9, 0), 227 * kib, &[120, 104, 72][..]),
+            (Version::new(8, 0), 163 * kib, &[108]),
+            (Version::new(8, 6), 99 * kib, &[28, 82]),
+            (Version::new(8, 9), 99 * kib, &[60, 128]),
+            (Version::new(12, 0), 99 * kib, &[70, 170]),
         ] {
             let info = GpuInfo {
                 capability,

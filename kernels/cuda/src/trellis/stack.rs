@@ -23,11 +23,7 @@ fn strips(heights: &[usize]) -> usize {
 
 impl TrellisParts {
     /// Allocates the parts of a stack of `heights` rows.
-    pub(crate) fn zeros(
-        gpu: &Gpu,
-        scheme: TrellisScheme,
-        (heights, _): (&[usize], usize),
-    ) -> Result<Self> {
+    pub(crate) fn zeros(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize]) -> Result<Self> {
         let strips = strips(heights);
         Ok(TrellisParts {
             scheme,
@@ -38,10 +34,7 @@ impl TrellisParts {
     }
 
     /// Bytes of codes and of scales.
-    pub(crate) fn bytes(
-        scheme: TrellisScheme,
-        (heights, inputs): (&[usize], usize),
-    ) -> (usize, usize) {
+    pub(crate) fn bytes(scheme: TrellisScheme, heights: &[usize], inputs: usize) -> (usize, usize) {
         let strips = strips(heights);
         // A size that no memory has is refused, not wrapped to a small one.
         (
@@ -110,7 +103,8 @@ fn order(heights: &[usize], stack: Stack) -> Vec<(usize, usize, usize)> {
 /// `[strips, STRIP]`, zeros of rows that do not exist, and behind them those of inputs.
 pub(crate) fn upload(
     parts: &mut TrellisParts,
-    (weights, stack): (&[&TrellisWeight], Stack),
+    weights: &[&TrellisWeight],
+    stack: Stack,
     mut write: impl FnMut(usize, &[u8]) -> Result<()>,
 ) -> Result<Vec<u16>> {
     let heights: Vec<usize> = weights.iter().map(|w| w.out_features()).collect();

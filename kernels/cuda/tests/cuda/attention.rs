@@ -1,16 +1,17 @@
 //! Attention: one token per sequence, many tokens, and compared with the reference kernel.
 
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
-use crate::common::{nmse, normal};
 use half::f16;
 use nq_cpu::KvPages;
 use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
     HEAD_DIM, Heads, MOST_RUN, PageEntry, PagesShape, Row, SequenceRows, Step, StepBounds, Stream,
-    WIDE_HEAD_DIM, operand_index, rotated,
+    WIDE_HEAD_DIM, operand_index, rotary_dims,
 };
 use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
 use nq_kernels::reference;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::normal;
 use std::ops::Range;
 
 /// One layer's heads, and sequences of random queries, keys and values.
@@ -36,7 +37,7 @@ impl Case {
     /// With heads of `dim`.
     pub(super) fn of(dim: usize, heads: usize, kv_heads: usize, kv: KvType, len: usize) -> Self {
         let gain = |seed| -> Vec<f32> { normal(dim, seed).iter().map(|v| 1.0 + 0.3 * v).collect() };
-        let pairs = rotated(dim) / 2;
+        let pairs = rotary_dims(dim) / 2;
         let angle = |p: usize, i: usize| p as f64 * 1e6f64.powf(-(i as f64) / pairs as f64);
         let capacity = len.next_multiple_of(PAGE);
         let table = (0..capacity * pairs)
@@ -88,7 +89,7 @@ impl Case {
             if let Some(gains) = &self.gains {
                 reference::rms_norm(x, &gains[kind], 1e-6, &mut v);
             }
-            let turned = rotated(d);
+            let turned = rotary_dims(d);
             reference::rope(
                 &mut v[..turned],
                 &self.table[position * turned / 2..(position + 1) * turned / 2],
@@ -249,8 +250,8 @@ impl<'a> AttentionCheck<'a> {
 
     /// The selected rows, out of rows of `stride` values.
     fn pick(&self, all: &[f32], stride: usize) -> Vec<f32> {
-        let of = |&r: &usize| all[r * stride..][..self.width()].to_vec();
-        self.rows.iter().flat_map(of).collect()
+        let row = |&r: &usize| all[r * stride..][..self.width()].to_vec();
+        self.rows.iter().flat_map(row).collect()
     }
 
     /// Compares `found` with the expected values, with `factor` times the usual tolerance.
@@ -347,7 +348,7 @@ impl<'a> AttentionCheck<'a> {
             let shape = AttentionShape {
                 m: 1,
                 splits: AttentionScratch::splits(self.gpu, kv_heads, 1, r + 1),
-                late: r % 2 == 0,
+                holds_dependents: r % 2 == 0,
                 runs: false,
                 shared: None,
             };
@@ -425,14 +426,16 @@ impl<'a> AttentionCheck<'a> {
             let shares =
                 together && prefix.pages > 0 && run > 1 && Cascade::fits(self.gpu, self.case.kv);
             let prefixes = if shares { vec![prefix] } else { Vec::new() };
-            let sizes = (heads / kv_heads, kv_heads);
-            let of = cascade.write(&self.stream, &prefixes, sizes).unwrap();
+            let each = heads / kv_heads;
+            let shape = cascade
+                .write(&self.stream, &prefixes, each, kv_heads)
+                .unwrap();
             let shape = AttentionShape {
                 m,
                 splits: AttentionScratch::splits(self.gpu, kv_heads, m, from + run),
-                late: run % 2 == 0,
+                holds_dependents: run % 2 == 0,
                 runs: true,
-                shared: of.map(|of| (&cascade, of)),
+                shared: shape.map(|shape| (&cascade, shape)),
             };
             self.stream
                 .attention_decode(

@@ -2,10 +2,9 @@
 
 use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
 use super::{
-    EDGES, GUARD, as_multiplied, as_normalized, as_on_device, finish, gpu, guarded, is_sanitizing,
-    kinds, pack, weights,
+    EDGES, GUARD, INT4, INT8, as_multiplied, as_normalized, as_on_device, assert_best, finish, gpu,
+    guarded, is_sanitizing, kinds, pack, some_rows, weights,
 };
-use crate::common::{affine, dense, nmse, normal};
 use half::f16;
 use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Checked, Columns, GemvOutput, Gpu, HEAD_DIM,
@@ -15,6 +14,8 @@ use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::pages::KvType;
 use nq_kernels::reference;
 use nq_model::DType;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{affine, dense, normal};
 
 /// Numbers of sequences that kernels are tested with.
 const SEQUENCES: [usize; 8] = [1, 2, 3, 7, 8, 9, 13, 16];
@@ -37,7 +38,7 @@ fn activations(m: usize, inp: usize, seed: u64) -> Vec<f32> {
 
 /// Checks a product of several rows in all its forms, on the weight's `rows`.
 fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
-    let (out, inp) = w.dims();
+    let (out, inp) = w.dims().pair();
     let packed = pack(gpu, &[w], Stack::Concat);
     let w = &as_on_device(w);
     let x = activations(MOST_SEQUENCES, inp, 71);
@@ -47,12 +48,12 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         w.dequantize_row(r, row).unwrap();
     }
     let product = |x: &[f32]| -> Vec<f32> {
-        let of = |row: &[f32]| reference::dot(x, row);
-        matrix.chunks(inp).map(of).collect()
+        let product = |row: &[f32]| reference::dot(x, row);
+        matrix.chunks(inp).map(product).collect()
     };
     let pick = |y: &[f32]| -> Vec<f32> {
-        let of = |y: &[f32]| -> Vec<f32> { rows.iter().map(|&r| y[r]).collect() };
-        y.chunks(out).flat_map(of).collect()
+        let permuted = |y: &[f32]| -> Vec<f32> { rows.iter().map(|&r| y[r]).collect() };
+        y.chunks(out).flat_map(permuted).collect()
     };
     let each = |f: &dyn Fn(&[f32]) -> Vec<f32>| -> Vec<f32> { x.chunks(inp).flat_map(f).collect() };
     let normalized = each(&|x| product(&as_normalized(w, x, &gain)));
@@ -99,25 +100,7 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
                 Some(&found) == last.as_ref(),
                 "{name}: head differs from store"
             );
-            let mut bests = vec![[0f32; 2]; best.len()];
-            best.read(0, &mut bests).unwrap();
-            let better = |a: (f32, usize), b: (f32, usize)| {
-                if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
-                    b
-                } else {
-                    a
-                }
-            };
-            let start = (f32::NEG_INFINITY, usize::MAX);
-            for (bests, row) in bests.chunks(blocks).zip(found.chunks(out)) {
-                let from_blocks = bests.iter().map(|b| (b[0], b[1].to_bits() as usize));
-                let from_logits = row.iter().copied().zip(0..);
-                assert_eq!(
-                    from_blocks.fold(start, better),
-                    from_logits.fold(start, better),
-                    "{name}: the best"
-                );
-            }
+            assert_best(&best, blocks, &found, &name);
         }
 
         // Added to a residual, without a norm.
@@ -156,21 +139,15 @@ fn products_of_several_sequences_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
-    let (int4, int8) = (
-        scheme(Bits::B4, 64, Zeros::Integer),
-        scheme(Bits::B8, 128, Zeros::None),
-    );
     for (i, (out, inp)) in [(1024, 3072), (4096, 1024), (4096, 12288), (5120, 25600)]
         .into_iter()
         .enumerate()
     {
         let seed = i as u64;
-        let mut rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
-        rows.extend([0, out - 1]);
+        let rows = some_rows(out);
         for w in [
-            affine(int4, out, inp, None, seed),
-            affine(int8, out, inp, None, seed),
+            affine(INT4, out, inp, None, seed),
+            affine(INT8, out, inp, None, seed),
             dense(DType::BF16, out, inp, seed),
         ] {
             check(&gpu, &stream, &w, &rows);
@@ -196,14 +173,14 @@ fn gates_and_ups_of_several_sequences() {
         weights(width, inp, 41).into_iter().zip(ups).collect()
     });
     let (out, inp) = MANY_RECORDS;
-    let of = |scheme, seed| affine(scheme, out / 2, inp, None, seed);
+    let half = |scheme, seed| affine(scheme, out / 2, inp, None, seed);
     let large: Vec<(Weight, Weight)> = [Bits::B4, Bits::B8]
         .map(|bits| AffineScheme::new(bits, Group::Size(64), Zeros::Integer))
-        .map(|scheme| (of(scheme, 41), of(scheme, 43)))
+        .map(|scheme| (half(scheme, 41), half(scheme, 43)))
         .into();
     for pairs in small.into_iter().chain([large]) {
         for (gate, up) in &pairs {
-            let (width, inp) = gate.dims();
+            let (width, inp) = gate.dims().pair();
             let packed = pack(&gpu, &[gate, up], Stack::Interleave);
             let x = activations(MOST_SEQUENCES, inp, 75);
             let ones = vec![1f32; inp];
@@ -274,15 +251,15 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
         })
         .collect();
     let steps = Checked::upload(gpu, "a test", &steps, step_bounds(&cache)).unwrap();
-    let of = |&p: &usize| case.qkv[p * width..(p + 1) * width].to_vec();
-    let qkv: Vec<f32> = last.iter().flat_map(of).collect();
+    let row = |&p: &usize| case.qkv[p * width..(p + 1) * width].to_vec();
+    let qkv: Vec<f32> = last.iter().flat_map(row).collect();
     let qkv = gpu.upload("a test", &qkv).unwrap();
     let mut scratch = AttentionScratch::new(gpu, heads, case.kv_heads, m).unwrap();
     let longest = lengths.iter().copied().max().unwrap();
     let shape = AttentionShape {
         m,
         splits: AttentionScratch::splits(gpu, case.kv_heads, m, longest),
-        late: false,
+        holds_dependents: false,
         runs: false,
         shared: None,
     };

@@ -2,13 +2,13 @@
 
 use super::attention::{Case, LAYER, Uploaded, new_cache, step_bounds};
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
-use crate::common::nmse;
 use half::f16;
 use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Cascade, Checked, DevicePages, Gpu,
     HEAD_DIM, PageEntry, Row, Step, Stream, operand_index,
 };
 use nq_kernels::pages::{KvType, PAGE, SharedPrefix};
+use nq_testkit::compare::nmse;
 
 /// Rows at positions of one case's sequence: each in its own slot, with its first `pages` pages
 /// shared with another slot.
@@ -24,8 +24,8 @@ struct Together<'a> {
 impl Together<'_> {
     /// The number of pages that the row shares with another.
     fn pages(&self, row: usize) -> usize {
-        let of = self.prefixes.iter().find(|p| p.rows.contains(&row));
-        of.map_or(0, |p| p.pages)
+        let sharing = self.prefixes.iter().find(|p| p.rows.contains(&row));
+        sharing.map_or(0, |p| p.pages)
     }
 
     /// A cache that holds the positions before each row's.
@@ -55,8 +55,8 @@ impl Together<'_> {
             }));
         }
         let width = case.width();
-        let of = |r: &Row| &case.qkv[r.position as usize * width..][..width];
-        let qkv: Vec<f32> = rows.iter().flat_map(of).copied().collect();
+        let row = |r: &Row| &case.qkv[r.position as usize * width..][..width];
+        let qkv: Vec<f32> = rows.iter().flat_map(row).copied().collect();
         let mut qkv = self.gpu.upload("a test", &qkv).unwrap();
         let places = Checked::upload(self.gpu, "a test", &rows, cache.places()).unwrap();
         let heads = self.on_device.settings();
@@ -73,10 +73,12 @@ impl Together<'_> {
         let cache = self.fill();
         let bounds = step_bounds(&cache);
         let mut cascade = Cascade::new(self.gpu, m, cache.places()).unwrap();
-        let sizes = (heads / kv_heads, kv_heads);
+        let each = heads / kv_heads;
         let prefixes = if cascades { &self.prefixes[..] } else { &[] };
-        let of = cascade.write(&self.stream, prefixes, sizes).unwrap();
-        assert_eq!(of.is_some(), cascades);
+        let prefixes_shape = cascade
+            .write(&self.stream, prefixes, each, kv_heads)
+            .unwrap();
+        assert_eq!(prefixes_shape.is_some(), cascades);
         let steps: Vec<Step> = (self.positions.iter().enumerate())
             .map(|(slot, &position)| Step {
                 position: position as i32,
@@ -94,9 +96,9 @@ impl Together<'_> {
         let shape = AttentionShape {
             m,
             splits: AttentionScratch::splits(self.gpu, kv_heads, m, longest),
-            late: false,
+            holds_dependents: false,
             runs: false,
-            shared: of.map(|shape| (&cascade, shape)),
+            shared: prefixes_shape.map(|shape| (&cascade, shape)),
         };
         let settings = self.on_device.settings();
         let mut run = |out: AttentionOutput<'_>| {
@@ -194,8 +196,8 @@ fn groups_outside_the_cache_are_refused() {
     let mut write = |slot, pages, rows: Vec<usize>, heads| {
         let prefix = SharedPrefix { slot, pages, rows };
         cascade
-            .write(&stream, &[prefix], (heads, 2))
-            .map(|of| of.is_some())
+            .write(&stream, &[prefix], heads, 2)
+            .map(|written| written.is_some())
     };
     assert_eq!(write(1, 2, vec![0, 2], 2).ok(), Some(true));
     assert!(write(3, 2, vec![0, 1], 2).is_err());

@@ -2,8 +2,6 @@
 //! many rows in pieces; states that are copied, and written on the way.
 
 use super::{GUARD, finish, gpu, guarded, is_sanitizing};
-use crate::common::delta::{EPS, Vectors, reference, rows, shape, vectors};
-use crate::common::{dense, nmse, normal};
 use half::f16;
 use nq_cuda::{
     AttentionOutput, Buffer, Checked, DeltaRows, DeltaSpan, DeltaVectors, DeviceStates, Gpu,
@@ -12,6 +10,9 @@ use nq_cuda::{
 };
 use nq_kernels::{DeltaShape, reference};
 use nq_model::DType;
+use nq_testkit::compare::nmse;
+use nq_testkit::delta::{EPS, Vectors, reference, rows, shape, vectors};
+use nq_testkit::weights::{dense, normal};
 
 const LAYERS: usize = 2;
 const LAYER: usize = 1;
@@ -68,9 +69,9 @@ impl<'a> DeltaCheck<'a> {
     /// Steps keep rows of the first `kept` slots.
     fn keeping(gpu: &'a Gpu, shape: DeltaShape, len: usize, kept: usize) -> Self {
         let w: Vectors = vectors(&shape);
-        let of = rows(&shape, len, 1);
-        let expected = reference(&shape, &w, &of);
-        let [qkvz, ba] = of;
+        let inputs = rows(&shape, len, 1);
+        let expected = reference(&shape, &w, &inputs);
+        let [qkvz, ba] = inputs;
         let sizes = StatesShape {
             delta: shape,
             layers: LAYERS,
@@ -103,15 +104,15 @@ impl<'a> DeltaCheck<'a> {
 
     /// Products of the sequence's rows at `positions`, in this order.
     fn products(&self, positions: &[usize]) -> (Buffer<f32>, Buffer<f32>) {
-        let of = |all: &[f32], width: usize| {
+        let last = |all: &[f32], width: usize| {
             let rows = positions.iter().flat_map(|&p| &all[p * width..][..width]);
             let rows: Vec<f32> = rows.copied().collect();
             self.gpu.upload("a test", &rows).unwrap()
         };
         let stride = self.shape.channels() + self.shape.values();
         (
-            of(&self.qkvz, stride),
-            of(&self.ba, 2 * self.shape.value_heads),
+            last(&self.qkvz, stride),
+            last(&self.ba, 2 * self.shape.value_heads),
         )
     }
 
@@ -202,7 +203,7 @@ impl<'a> DeltaCheck<'a> {
         let mut full = guarded(self.gpu, &vec![GUARD; m * width]);
         let padded = width.next_multiple_of(256);
         let mut half = self.gpu.zeros::<u16>("a test", m * padded).unwrap();
-        let of = DeltaRows {
+        let inputs = DeltaRows {
             qkvz: &qkvz,
             ba: &ba,
             rows: &rows,
@@ -216,7 +217,7 @@ impl<'a> DeltaCheck<'a> {
         };
         let layer = self.states.layer(LAYER);
         (self.stream)
-            .delta_rows(of, &spans, &self.vectors(), layer, &out, m)
+            .delta_rows(inputs, &spans, &self.vectors(), layer, &out, m)
             .unwrap();
         let found = finish(&self.stream, &full);
         let mut halves = vec![0u16; m * padded];

@@ -1,6 +1,7 @@
 //! Copies, graphs and memory: errors, waiting, and lifetimes.
 
 use super::{dense, gpu, pack};
+use nq_cuda::{CopiedRows, Version};
 use nq_cuda::{GemvOutput, Gpu, HostWork, Norm, Stack, Strided, table};
 use nq_model::DType;
 use std::sync::Arc;
@@ -16,8 +17,16 @@ fn rows_are_copied() {
     let strided = |at, stride| Strided { at, stride };
     for recorded in [false, true] {
         let mut to = gpu.upload("a test", &[-1f32; 30]).unwrap();
-        let mut copy =
-            || stream.copy_rows((&from, strided(3, 9)), (&mut to, strided(1, 7)), (4, 5));
+        let mut copy = || {
+            stream.copy_rows(CopiedRows {
+                from: &from,
+                begin: strided(3, 9),
+                to: &mut to,
+                end: strided(1, 7),
+                rows: 4,
+                width: 5,
+            })
+        };
         match recorded {
             false => copy().unwrap(),
             true => {
@@ -38,8 +47,14 @@ fn rows_are_copied() {
         }
         // Nothing of no rows, past no end, and no row into the next one.
         let mut copy = |from_at, to_at, rows, width| {
-            let to = (&mut to, strided(to_at, 7));
-            stream.copy_rows((&from, strided(from_at, 9)), to, (rows, width))
+            stream.copy_rows(CopiedRows {
+                from: &from,
+                begin: strided(from_at, 9),
+                to: &mut to,
+                end: strided(to_at, 7),
+                rows,
+                width,
+            })
         };
         copy(50, 50, 0, 5).unwrap();
         copy(9, 1, 4, 5).unwrap_err();
@@ -196,7 +211,7 @@ fn the_table_is_the_device_s() {
     let of_warps = |n: &&str| {
         n.starts_with("gemm_") && !n.contains('x') && (n.ends_with("_64") || n.ends_with("_128"))
     };
-    if gpu.info().capability == (9, 0) {
+    if gpu.info().capability == Version::new(9, 0) {
         assert!(absent.iter().all(of_warps), "{absent:?}")
     } else {
         assert!(absent.iter().all(only_hopper), "{absent:?}")

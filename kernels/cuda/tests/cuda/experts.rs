@@ -1,11 +1,12 @@
 //! The experts that rows are routed to.
 
-use super::{GUARD, finish, gpu, guarded, is_sanitizing, kinds, pack};
-use crate::common::{affine, dense, nmse, normal};
+use super::{GUARD, INT4, INT8, finish, gpu, guarded, is_sanitizing, kinds, pack, scheme};
 use nq_cuda::{Gpu, GroupedRows, Norm, RowsOut, Stack, Stream, gated_width, stacked};
-use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
+use nq_formats::{Bits, Weight, Zeros};
 use nq_kernels::{Routes, reference};
 use nq_model::{DType, Experts};
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{affine, dense, normal};
 
 /// Numbers of rows that kernels are tested with.
 const ROWS: [usize; 5] = [1, 2, 3, 16, 33];
@@ -169,8 +170,8 @@ fn sharing(e: Experts) -> Experts {
     }
 }
 
-#[test]
-fn experts_of_rows() {
+/// Runs a check on experts of every kind of weight.
+fn with_every_kind(check: fn(&Gpu, &Stream, &Stacks, usize, &Experts)) {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
     for (i, scheme) in kinds().into_iter().enumerate() {
@@ -193,26 +194,13 @@ fn experts_of_rows() {
 }
 
 #[test]
+fn experts_of_rows() {
+    with_every_kind(check);
+}
+
+#[test]
 fn experts_of_many_rows() {
-    let Some(gpu) = gpu() else { return };
-    let stream = gpu.stream().unwrap();
-    for (i, scheme) in kinds().into_iter().enumerate() {
-        let e = experts(5, 1 + i % 3, 256, i % 2 == 0);
-        let hidden = 320 + 16 * (i % 4);
-        let make = |out, inp, seed| affine(scheme, out, inp, None, seed);
-        for e in [e, sharing(e)]
-            .into_iter()
-            .take(1 + usize::from(i % 4 == 3))
-        {
-            check_many(&gpu, &stream, &Stacks::new(hidden, &e, make), hidden, &e);
-        }
-    }
-    for dtype in [DType::F16, DType::BF16] {
-        let make = |out, inp, seed| dense(dtype, out, inp, seed);
-        for e in [experts(3, 2, 512, true), sharing(experts(4, 2, 256, true))] {
-            check_many(&gpu, &stream, &Stacks::new(272, &e, make), 272, &e);
-        }
-    }
+    with_every_kind(check_many);
 }
 
 /// Widths of Qwen3-30B-A3B and of 480B, with fewer experts.
@@ -223,18 +211,9 @@ fn experts_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (hidden, e, scheme) in [
-        (
-            2048,
-            experts(12, 8, 768, true),
-            scheme(Bits::B4, 64, Zeros::Integer),
-        ),
-        (
-            2048,
-            experts(12, 8, 768, true),
-            scheme(Bits::B8, 128, Zeros::None),
-        ),
+        (2048, experts(12, 8, 768, true), INT4),
+        (2048, experts(12, 8, 768, true), INT8),
         (
             6144,
             experts(3, 2, 2560, true),

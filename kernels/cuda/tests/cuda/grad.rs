@@ -11,6 +11,7 @@ use nq_kernels::grad::{
     Occurrences, OneShape, Rounding, UNKNOWN,
 };
 use nq_kernels::rng::Philox;
+use nq_model::Dims;
 
 /// The GPU with nq's products and, if it is installed, with cuBLAS's.
 fn ops(precision: GemmPrecision) -> Vec<CudaOps> {
@@ -111,11 +112,11 @@ fn norms<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     let (rows, width) = (70, 200);
     let (x, gain, dy) = (on.f(rows * width, 4), on.f(width, 5), on.f(rows * width, 6));
     let (mut y, mut inv) = (on.f(rows * width, 7), on.f(rows, 8));
-    ops.rms_norm(&x, &gain, &mut y, &mut inv, (rows, width), 1e-6)
+    ops.rms_norm(&x, &gain, &mut y, &mut inv, Dims::new(rows, width), 1e-6)
         .unwrap();
     let mut dgain = on.f(width, 9);
     let mut dx = on.f(rows * width, 10);
-    let shape = (rows, width);
+    let shape = Dims::new(rows, width);
     ops.rms_norm_grad(&x, &gain, &inv, &dy, &mut dx, true, &mut dgain, shape)
         .unwrap();
     let out = vec![
@@ -206,7 +207,8 @@ fn silu<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
 fn scaled<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
     let case = |(rows, width): (usize, usize)| {
         let (scores, mut x) = (on.f(rows, 47), on.f(rows * width, 48));
-        on.0.scale_rows(&scores, &mut x, (rows, width)).unwrap();
+        on.0.scale_rows(&scores, &mut x, Dims::new(rows, width))
+            .unwrap();
         ("scale_rows", 1e-6, vec![on.r(&x, rows * width)])
     };
     [(70, 48), (1000, 1), (3, 700)]
@@ -303,8 +305,14 @@ fn divergence<O: GradOps>(on: &On<'_, O>) -> Vec<Case> {
         on.f(rows * vocab, 27),
         on.f(rows, 28),
     );
-    ops.kl_divergence(&teacher, &mut logits, &mut loss, (rows, vocab), 0.25)
-        .unwrap();
+    ops.kl_divergence(
+        &teacher,
+        &mut logits,
+        &mut loss,
+        Dims::new(rows, vocab),
+        0.25,
+    )
+    .unwrap();
     vec![(
         "kl_divergence",
         2e-6,
@@ -565,15 +573,15 @@ fn rows_arrive_as_they_are_made() {
         values.iter_mut().enumerate().for_each(number);
         Ok::<_, nq_kernels::Error>(())
     };
-    let made = gpu.rows("a test", (rows, cols), fill).unwrap();
+    let made = gpu.rows("a test", Dims::new(rows, cols), fill).unwrap();
     let values = get(&gpu, &made, rows * cols);
-    let expected = CpuOps.rows("a test", (rows, cols), fill).unwrap();
+    let expected = CpuOps.rows("a test", Dims::new(rows, cols), fill).unwrap();
     assert!(values == expected);
-    let wide = gpu.rows("a test", (2, 5 << 20), fill).unwrap();
+    let wide = gpu.rows("a test", Dims::new(2, 5 << 20), fill).unwrap();
     assert_eq!(get(&gpu, &wide, 10 << 20)[(5 << 20) + 3], 10.0);
     let refuse = |row: usize, _: &mut [f32]| match row {
         2999 => Err(nq_kernels::Error::DeviceMemory { what: "row 2999" }),
         _ => Ok(()),
     };
-    assert!(gpu.rows("a test", (rows, cols), refuse).is_err());
+    assert!(gpu.rows("a test", Dims::new(rows, cols), refuse).is_err());
 }

@@ -2,8 +2,6 @@
 
 use super::attention::{Case, Uploaded, new_cache, step_bounds};
 use super::{finish, gpu, guarded, is_sanitizing, pack};
-use crate::common::delta::{self, EPS};
-use crate::common::{affine, dense, nmse, normal, trellis, two_level};
 use nq_cuda::{
     AttentionOutput, AttentionScratch, AttentionShape, Buffer, Checked, DeltaVectors, DeviceLinear,
     DevicePages, DeviceStates, GemvOutput, Gpu, HalfRows, LayersPlan, LayersScratch, LayersSizes,
@@ -14,7 +12,10 @@ use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, Scheme, TrellisScheme, Zeros};
 use nq_kernels::DeltaShape;
 use nq_kernels::pages::KvType;
-use nq_model::{DType, Experts};
+use nq_model::{DType, Dims, Experts};
+use nq_testkit::compare::nmse;
+use nq_testkit::delta::{self, EPS};
+use nq_testkit::weights::{affine, dense, normal, trellis, two_level};
 
 const KV_HEADS: usize = 8;
 const SLOT: usize = 1;
@@ -81,7 +82,7 @@ impl LayerWeights {
         // Parts of a product in trellis codes have the same scales of inputs.
         let weight = |which: usize, out, inp, seed| match schemes[which] {
             Scheme::Affine(scheme) => affine(scheme, out, inp, None, seed),
-            Scheme::Trellis(scheme) => trellis(scheme, (out, inp), seed, which as u64),
+            Scheme::Trellis(scheme) => trellis(scheme, Dims::new(out, inp), seed, which as u64),
         };
         let gain = |seed| {
             let values: Vec<f32> = normal(hidden, seed).iter().map(|v| 1.0 + 0.3 * v).collect();
@@ -206,7 +207,7 @@ impl Plain {
                 let shape = AttentionShape {
                     m: 1,
                     splits: AttentionScratch::splits(stream.gpu(), case.kv_heads, 1, positions),
-                    late: false,
+                    holds_dependents: false,
                     runs: false,
                     shared: None,
                 };
@@ -429,7 +430,7 @@ fn hybrid_shape(key_heads: usize, value_heads: usize) -> DeltaShape {
 fn all_layers_at_once() {
     let Some(gpu) = gpu() else { return };
     let scheme = |zeros, group| AffineScheme::new(Bits::B4, group, zeros);
-    let of = |hidden, heads, mlp| LayersShape {
+    let sizes = |hidden, heads, mlp| LayersShape {
         hidden,
         heads,
         mlp,
@@ -444,34 +445,34 @@ fn all_layers_at_once() {
     if !is_sanitizing() {
         // As in 0.6B, 1.7B and 4B, except for the number of layers; then each number of query heads for a
         // key head.
-        check(&gpu, of(1024, 16, 3072), usual, f16, 3);
-        check(&gpu, of(2048, 16, 6144), usual, f16, 3);
-        check(&gpu, of(2560, 32, 9728), usual, f16, 2);
-        check(&gpu, of(1280, 40, 4352), usual, f16, 3);
-        check(&gpu, of(1280, 64, 6400), usual, f16, 3);
+        check(&gpu, sizes(1024, 16, 3072), usual, f16, 3);
+        check(&gpu, sizes(2048, 16, 6144), usual, f16, 3);
+        check(&gpu, sizes(2560, 32, 9728), usual, f16, 2);
+        check(&gpu, sizes(1280, 40, 4352), usual, f16, 3);
+        check(&gpu, sizes(1280, 64, 6400), usual, f16, 3);
         // Up to contexts of which each source has several pages.
-        check(&gpu, of(256, 16, 1024), usual, f16, 4200);
-        check(&gpu, of(256, 16, 1024), usual, int8, 4200);
-        check(&gpu, of(512, 32, 1024), usual, f16, 2200);
-        check(&gpu, of(1024, 16, 3072), mix, f16, 3);
-        check(&gpu, of(2048, 16, 6144), other_mix, f16, 3);
-        check(&gpu, of(1280, 64, 6400), mix, int8, 3);
+        check(&gpu, sizes(256, 16, 1024), usual, f16, 4200);
+        check(&gpu, sizes(256, 16, 1024), usual, int8, 4200);
+        check(&gpu, sizes(512, 32, 1024), usual, f16, 2200);
+        check(&gpu, sizes(1024, 16, 3072), mix, f16, 3);
+        check(&gpu, sizes(2048, 16, 6144), other_mix, f16, 3);
+        check(&gpu, sizes(1280, 64, 6400), mix, int8, 3);
         for kv in [f16, int8] {
-            check(&gpu, of(512, 40, 1024), usual, kv, 300);
-            check(&gpu, of(512, 64, 1024), usual, kv, 300);
+            check(&gpu, sizes(512, 40, 1024), usual, kv, 300);
+            check(&gpu, sizes(512, 64, 1024), usual, kv, 300);
         }
     }
-    check(&gpu, of(256, 16, 1280), mix, f16, 3);
-    check(&gpu, of(512, 32, 768), other_mix, f16, 3);
+    check(&gpu, sizes(256, 16, 1280), mix, f16, 3);
+    check(&gpu, sizes(512, 32, 768), other_mix, f16, 3);
     for kv in [f16, int8] {
         let biased = |heads, len| Case::biased(heads, KV_HEADS, kv, len);
-        check_case(&gpu, of(256, 16, 1280), usual, biased(16, 140));
-        check_case(&gpu, of(512, 40, 768), usual, biased(40, 5));
+        check_case(&gpu, sizes(256, 16, 1280), usual, biased(16, 140));
+        check_case(&gpu, sizes(512, 40, 768), usual, biased(40, 5));
     }
     for zeros in [Zeros::None, Zeros::Integer, Zeros::Offset] {
         for group in [Group::Size(64), Group::Size(128), Group::Channel] {
-            check(&gpu, of(256, 16, 1280), &[scheme(zeros, group)], f16, 3);
-            check(&gpu, of(512, 32, 768), &[scheme(zeros, group)], int8, 3);
+            check(&gpu, sizes(256, 16, 1280), &[scheme(zeros, group)], f16, 3);
+            check(&gpu, sizes(512, 32, 768), &[scheme(zeros, group)], int8, 3);
         }
     }
 }
@@ -479,7 +480,7 @@ fn all_layers_at_once() {
 #[test]
 fn all_layers_of_trellis_codes_at_once() {
     let Some(gpu) = gpu() else { return };
-    let of = |hidden, heads, mlp| LayersShape {
+    let sizes = |hidden, heads, mlp| LayersShape {
         hidden,
         heads,
         mlp,
@@ -493,12 +494,18 @@ fn all_layers_of_trellis_codes_at_once() {
     let mix = [octagon(4.0), sum, octagon(3.0), octagon(3.5), octagon(2.5)];
     if !is_sanitizing() {
         // As in 0.6B, 4B and 8B, except for the number of layers.
-        check(&gpu, of(1024, 16, 3072), &all, KvType::F16, 3);
-        check(&gpu, of(2560, 32, 9728), &mix, KvType::F16, 3);
-        check(&gpu, of(4096, 32, 12288), &[octagon(4.0)], KvType::F16, 3);
-        check(&gpu, of(1280, 40, 4352), &mix, KvType::Int8, 200);
+        check(&gpu, sizes(1024, 16, 3072), &all, KvType::F16, 3);
+        check(&gpu, sizes(2560, 32, 9728), &mix, KvType::F16, 3);
+        check(
+            &gpu,
+            sizes(4096, 32, 12288),
+            &[octagon(4.0)],
+            KvType::F16,
+            3,
+        );
+        check(&gpu, sizes(1280, 40, 4352), &mix, KvType::Int8, 200);
     }
-    check(&gpu, of(1024, 16, 1280), &mix, KvType::F16, 140);
+    check(&gpu, sizes(1024, 16, 1280), &mix, KvType::F16, 140);
 }
 
 #[test]
@@ -545,7 +552,7 @@ fn all_layers_of_mixtures_at_once() {
         normalized: shared == 0,
         shared,
     };
-    let check = |hidden, heads, of: Experts, hybrid: bool, schemes: &[_], len| {
+    let check = |hidden, heads, routed: Experts, hybrid: bool, schemes: &[_], len| {
         let case = match hybrid {
             true => Case::of(WIDE_HEAD_DIM, heads, 2, KvType::F16, len),
             false => Case::new(heads, 4, KvType::F16, len),
@@ -553,9 +560,9 @@ fn all_layers_of_mixtures_at_once() {
         let shape = LayersShape {
             hidden,
             heads,
-            mlp: of.width,
+            mlp: routed.width,
             delta: hybrid.then(|| hybrid_shape(heads, 2 * heads)),
-            experts: Some(of),
+            experts: Some(routed),
         };
         check_case(&gpu, shape, schemes, case);
     };
@@ -584,7 +591,7 @@ fn layers_that_do_not_run_at_once() {
     let case = Case::new(shape.heads, KV_HEADS, KvType::F16, 8);
     let on_device = Uploaded::new(&gpu, &case);
     let kept = Kept::new(&gpu, &stream, shape, &case);
-    let of = |schemes| {
+    let planned = |schemes| {
         let w = LayerWeights::new(&gpu, (shape, &case), schemes, 1);
         let layer = w.layer(0, &on_device, &kept);
         LayersPlan::new(&gpu, &[layer], None).unwrap().is_some()
@@ -593,11 +600,11 @@ fn layers_that_do_not_run_at_once() {
     let scheme = |bits, group| Scheme::from(affine(bits, group));
     let two_level = Scheme::from(affine(Bits::B5, 32).two_level(Bits::B8));
     let usual = scheme(Bits::B4, 64);
-    assert!(of([usual; 4]));
-    assert!(of([two_level; 4]));
-    assert!(!of([scheme(Bits::B8, 64); 4]));
-    assert!(!of([scheme(Bits::B4, 32); 4]));
-    assert!(!of([usual, usual, usual, two_level]));
+    assert!(planned([usual; 4]));
+    assert!(planned([two_level; 4]));
+    assert!(!planned([scheme(Bits::B8, 64); 4]));
+    assert!(!planned([scheme(Bits::B4, 32); 4]));
+    assert!(!planned([usual, usual, usual, two_level]));
     // Wide heads with keys and values in int8.
     let case = Case::of(WIDE_HEAD_DIM, 4, 2, KvType::Int8, 8);
     let shape = LayersShape {

@@ -18,7 +18,6 @@ mod sampling;
 mod trellis;
 mod wide;
 
-use crate::common::{affine, dense, held_as_others, nmse, normal, schemes, two_level};
 use half::f16;
 use nq_cuda::{
     Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, Places, RowsOut, Stack, Step,
@@ -27,9 +26,19 @@ use nq_cuda::{
 use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::reference;
 use nq_model::DType;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{affine, dense, held_as_others, normal, schemes, two_level};
 
 /// Numbers of rows of activations that kernels are tested with.
 const ROWS: [usize; 8] = [1, 2, 3, 8, 16, 17, 33, 130];
+/// The schemes that nq writes.
+const INT4: AffineScheme = scheme(Bits::B4, 64, Zeros::Integer);
+const INT8: AffineScheme = scheme(Bits::B8, 128, Zeros::None);
+
+const fn scheme(bits: Bits, group: u32, zeros: Zeros) -> AffineScheme {
+    AffineScheme::new(bits, Group::Size(group), zeros)
+}
+
 const GUARD: f32 = f32::from_bits(0x7fc0_beef);
 const GUARDS: usize = 64;
 
@@ -200,7 +209,6 @@ fn products_of_many_rows_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (seed, (m, out, inp)) in [
         (512, 6144, 4096),
         (333, 49_000, 1000),
@@ -212,10 +220,7 @@ fn products_of_many_rows_in_real_shapes() {
     .into_iter()
     .enumerate()
     {
-        let rows: Vec<usize> = (0..64)
-            .map(|k| (k * 7919 + 13) % out)
-            .chain([0, out - 1])
-            .collect();
+        let rows = some_rows(out);
         let seed = seed as u64;
         let quantized =
             |bits, group, zeros| affine(scheme(bits, group, zeros), out, inp, None, seed);
@@ -305,7 +310,7 @@ fn as_normalized(w: &Weight, x: &[f32], gain: &[f32]) -> Vec<f32> {
 
 /// Checks a step's product in all its forms.
 fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
-    let (out, inp) = w.dims();
+    let (out, inp) = w.dims().pair();
     let name = format!("gemv {} [{out}, {inp}]", w.scheme_name());
     let room = gpu.info().shared_memory;
     if matches!(w, Weight::Dense(_)) && 4 * inp > room {
@@ -383,6 +388,12 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
         Some(&found) == last.as_ref(),
         "{name}: head differs from store"
     );
+    assert_best(&best, best.len(), &found, &name);
+}
+
+/// The best logit and its token in each row of blocks' bests are those of the row's `logits`.
+#[track_caller]
+fn assert_best(best: &Buffer<[f32; 2]>, blocks: usize, logits: &[f32], name: &str) {
     let mut bests = vec![[0f32; 2]; best.len()];
     best.read(0, &mut bests).unwrap();
     let better = |a: (f32, usize), b: (f32, usize)| {
@@ -392,14 +403,39 @@ fn check_gemv(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize]) {
             a
         }
     };
-    let from_blocks = bests.iter().map(|b| (b[0], b[1].to_bits() as usize));
-    let from_logits = found.iter().copied().zip(0..);
     let start = (f32::NEG_INFINITY, usize::MAX);
-    assert_eq!(
-        from_blocks.fold(start, better),
-        from_logits.fold(start, better),
-        "{name}: the best"
-    );
+    let out = logits.len() / (bests.len() / blocks);
+    for (bests, row) in bests.chunks(blocks).zip(logits.chunks(out)) {
+        let from_blocks = bests.iter().map(|b| (b[0], b[1].to_bits() as usize));
+        let from_logits = row.iter().copied().zip(0..);
+        assert_eq!(
+            from_blocks.fold(start, better),
+            from_logits.fold(start, better),
+            "{name}: the best"
+        );
+    }
+}
+
+/// Rows `[m, inp]` of FP16 values, and the same `[m, inp padded to 256]` in operand order.
+fn activations(m: usize, inp: usize, seed: u64) -> (Vec<f32>, Vec<u16>) {
+    let x: Vec<f16> = normal(m * inp, seed)
+        .into_iter()
+        .map(f16::from_f32)
+        .collect();
+    let padded = inp.next_multiple_of(256);
+    let mut halves = vec![0u16; m * padded];
+    for (x, h) in x.chunks(inp).zip(halves.chunks_mut(padded)) {
+        x.iter()
+            .enumerate()
+            .for_each(|(k, v)| h[operand_index(k)] = v.to_bits());
+    }
+    (x.into_iter().map(f16::to_f32).collect(), halves)
+}
+
+/// Rows of a product with `out` of them, the first and the last among these.
+fn some_rows(out: usize) -> Vec<usize> {
+    let spread = (0..64).map(|k| (k * 7919 + 13) % out);
+    spread.chain([0, out - 1]).collect()
 }
 
 #[test]
@@ -429,23 +465,15 @@ fn products_of_a_step_in_real_shapes() {
         (6144, 4096),
         (5120, 25600),
     ];
-    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     for (i, (out, inp)) in shapes.into_iter().enumerate() {
-        let mut rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
-        rows.extend([0, out - 1]);
+        let rows = some_rows(out);
         let small = |bits, zeros| {
             let scheme = scheme(bits, 64, zeros).two_level(Bits::B8);
             affine(scheme, out, inp, None, i as u64)
         };
         let all = [
-            affine(
-                scheme(Bits::B4, 64, Zeros::Integer),
-                out,
-                inp,
-                None,
-                i as u64,
-            ),
-            affine(scheme(Bits::B8, 128, Zeros::None), out, inp, None, i as u64),
+            affine(INT4, out, inp, None, i as u64),
+            affine(INT8, out, inp, None, i as u64),
             small(Bits::B4, Zeros::Integer),
             small(Bits::B5, Zeros::Integer),
             small(Bits::B6, Zeros::None),

@@ -3,11 +3,12 @@
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 
 use super::{finish, gpu, guarded};
-use crate::common::normal;
 use nq_cuda::{
     Buffer, Collectives, Gathered, Gpu, Inbox, Rank, Share, Stream, StreamOptions, device_count,
     gathered_best_len,
 };
+use nq_model::Dims;
+use nq_testkit::weights::normal;
 use std::ops::Range;
 
 /// Most rows and their width.
@@ -90,7 +91,7 @@ fn sums_over_ranks() {
                 let share = Share::Cleared(&mut member.share);
                 member
                     .stream
-                    .all_reduce(x, share, &member.sums, (m, SIZE.1))
+                    .all_reduce(x, share, &member.sums, Dims::new(m, SIZE.1))
                     .unwrap();
             }
             for (r, (member, x)) in members.iter().zip(&rows).enumerate() {
@@ -142,7 +143,7 @@ fn columns_of_ranks() {
             rows[0] = f32::NAN;
             rows[split[1] / 2 + 1] = 9.0;
             rows[split[1] / 2 + 2] = 9.0;
-            let has = |c: usize| columns.iter().any(|of| of.contains(&c));
+            let has = |c: usize| columns.iter().any(|part| part.contains(&c));
             let all = (0..m * width).map(|i| {
                 if has(i % width) {
                     sent(rows[i])
@@ -155,17 +156,19 @@ fn columns_of_ranks() {
             let each = (width / 4).div_ceil(segments) * 4;
             let best_of = |row: usize, segment: usize| {
                 let columns = segment * each..((segment + 1) * each).min(width);
-                let of = columns
+                let values = columns
                     .filter(|&c| has(c))
                     .map(|c| (c, rows[row * width + c]));
-                of.filter(|(_, v)| !v.is_nan())
-                    .fold(None, |best: Option<(usize, f32)>, (c, v)| {
+                values.filter(|(_, v)| !v.is_nan()).fold(
+                    None,
+                    |best: Option<(usize, f32)>, (c, v)| {
                         let v = sent(v);
                         match best {
                             Some((_, most)) if most >= v => best,
                             _ => Some((c, v)),
                         }
-                    })
+                    },
+                )
             };
             // Nothing is copied or freed while a rank waits for another.
             let in_place = |r: usize| columns[r].len() == width && call % 2 == 0;
@@ -190,7 +193,7 @@ fn columns_of_ranks() {
                 };
                 let stream = &member.stream;
                 stream
-                    .all_gather(gathered, &member.sums, (m, width))
+                    .all_gather(gathered, &member.sums, Dims::new(m, width))
                     .unwrap();
             }
             // A sum of zeros, once all ranks gather: loading a kernel may wait for those that run.
@@ -198,7 +201,7 @@ fn columns_of_ranks() {
                 let (share, sums) = (Share::Cleared(&mut member.share), &member.sums);
                 member
                     .stream
-                    .all_reduce(to, share, sums, (m.min(2), SIZE.1))
+                    .all_reduce(to, share, sums, Dims::new(m.min(2), SIZE.1))
                     .unwrap();
             }
             for (r, (member, (to, best, _))) in members.iter().zip(&outs).enumerate() {
@@ -245,7 +248,7 @@ fn a_rank_that_waits_in_vain_gives_up() {
         let share = Share::Cleared(&mut alone.share);
         alone
             .stream
-            .all_reduce(&mut x, share, &alone.sums, (m, SIZE.1))
+            .all_reduce(&mut x, share, &alone.sums, Dims::new(m, SIZE.1))
             .unwrap();
     }
     finish(&alone.stream, &x);
@@ -278,13 +281,23 @@ fn inboxes_of_other_models_are_refused() {
     let (mut x, mut share) = (zeros(6 * SIZE.1), zeros(6 * SIZE.1));
     assert!(
         stream
-            .all_reduce(&mut x, Share::Cleared(&mut share), &sums, (6, SIZE.1))
+            .all_reduce(
+                &mut x,
+                Share::Cleared(&mut share),
+                &sums,
+                Dims::new(6, SIZE.1)
+            )
             .is_err()
     );
     let mut short = zeros(5 * SIZE.1 - 1);
     assert!(
         stream
-            .all_reduce(&mut x, Share::Cleared(&mut short), &sums, (5, SIZE.1))
+            .all_reduce(
+                &mut x,
+                Share::Cleared(&mut short),
+                &sums,
+                Dims::new(5, SIZE.1)
+            )
             .is_err()
     );
 }

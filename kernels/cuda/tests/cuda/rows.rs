@@ -1,10 +1,12 @@
 //! Operations on rows: norms of listed rows, gates times ups.
 
 use super::{GUARD, finish, gpu, guarded};
-use crate::common::{nmse, normal};
 use half::f16;
 use nq_cuda::{Checked, RowsOut, operand_index};
 use nq_kernels::reference;
+use nq_model::Dims;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::normal;
 
 /// The first `width` of `padded` values of FP16 rows in operand order; the others must be zero.
 fn in_order(halves: &[u16], width: usize, padded: usize) -> Vec<f32> {
@@ -114,7 +116,9 @@ fn scaled_rows() {
         full: Some(&mut full),
         half: Some(&mut half),
     };
-    stream.scale_rows(&on_device, &out, (m, width)).unwrap();
+    stream
+        .scale_rows(&on_device, &out, Dims::new(m, width))
+        .unwrap();
     let scale = |i: usize| 1.0 / (1.0 + (-scores[i / width]).exp());
     let expected: Vec<f32> = x.iter().enumerate().map(|(i, v)| v * scale(i)).collect();
     assert!(nmse(&finish(&stream, &full), &expected) < 1e-12);

@@ -2,13 +2,13 @@
 //! log-probabilities compared with a softmax in f64.
 
 use super::{gpu, is_sanitizing, pack};
-use crate::common::{dense, normal};
 use nq_cuda::{
     Adjustments, Advance, Buffer, Candidates, Checked, DeviceLinear, Gpu, Logprobs, MOST_LOGPROBS,
     Mapped, NONE_ALLOWED, NOT_FINITE, Places, Sampling, Stack, Step, StepBounds, Stream,
 };
 use nq_kernels::rng::Philox;
 use nq_model::DType;
+use nq_testkit::weights::{dense, normal};
 
 /// Number of sequences in a step.
 const M: usize = 3;
@@ -264,7 +264,8 @@ fn check_logprobs(said: &Logprobs, logits: &[f32], token: u32, top: usize, what:
     sorted.truncate(top);
     let n = said.count as usize;
     let expected: Vec<u32> = sorted.iter().map(|c| c.1).collect();
-    assert_eq!(said.ids[..n], expected, "{what}: the best");
+    let ids: Vec<u32> = said.ids[..n].iter().map(|&id| id as u32).collect();
+    assert_eq!(ids, expected, "{what}: the best");
     (said.values.iter().zip(&expected)).for_each(|(&value, &id)| close(value, id));
 }
 

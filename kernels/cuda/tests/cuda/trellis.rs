@@ -1,7 +1,6 @@
 //! Products with trellis codes.
 
-use super::{finish, gpu, guarded, is_sanitizing};
-use crate::common::{nmse, normal, trellis};
+use super::{activations, finish, gpu, guarded, is_sanitizing};
 use half::f16;
 use nq_cuda::{
     Buffer, Checked, Columns, DeviceLinear, GemmOutput, GemvOutput, Gpu, MOST_SEQUENCES,
@@ -11,6 +10,9 @@ use nq_cuda::{
 use nq_formats::trellis::Code;
 use nq_formats::{TrellisScheme, Weight};
 use nq_kernels::reference;
+use nq_model::Dims;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{normal, trellis};
 
 /// Against digits of 16 bits, of the greatest of a row.
 const DIGITS: f64 = 1e-8;
@@ -37,7 +39,7 @@ fn stream(gpu: &Gpu, inputs: usize, outputs: usize) -> Stream {
 
 /// Weights of these heights with the same scales of inputs.
 fn stack(scheme: TrellisScheme, heights: &[usize], inputs: usize, seed: u64) -> Vec<Weight> {
-    let one = |(i, &height)| trellis(scheme, (height, inputs), seed + i as u64, seed);
+    let one = |(i, &height)| trellis(scheme, Dims::new(height, inputs), seed + i as u64, seed);
     heights.iter().enumerate().map(one).collect()
 }
 
@@ -51,14 +53,14 @@ fn pack(gpu: &Gpu, parts: &[Weight], stack: Stack) -> DeviceLinear {
 
 /// The products of all rows of `parts` one below the other, in f64: `[m, rows]`.
 fn products(parts: &[Weight], x: &[f32]) -> Vec<f32> {
-    let inputs = parts[0].dims().1;
+    let inputs = parts[0].dims().cols;
     let mut row = vec![0f32; inputs];
-    let rows: usize = parts.iter().map(|w| w.dims().0).sum();
+    let rows: usize = parts.iter().map(|w| w.dims().rows).sum();
     let m = x.len() / inputs;
     let mut all = vec![0f32; m * rows];
     let mut at = 0;
     for w in parts {
-        for r in 0..w.dims().0 {
+        for r in 0..w.dims().rows {
             w.dequantize_row(r, &mut row).unwrap();
             for (i, x) in x.chunks(inputs).enumerate() {
                 let sum: f64 = row
@@ -157,9 +159,9 @@ fn check_step(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usize
     for m in STEPS {
         let what = format!("{scheme} {heights:?} x {inputs}, {m} rows");
         let n = m * rows;
-        let of = (gpu, stream);
+        let device = (gpu, stream);
         let y = step(
-            of,
+            device,
             &packed,
             &device_x,
             m,
@@ -167,7 +169,14 @@ fn check_step(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usize
             (Kind::Store, norm),
         );
         close(&format!("{what}, stored"), &y, &of_normed[..n], DIGITS);
-        let y = step(of, &packed, &device_x, m, &residual[..n], (Kind::Add, norm));
+        let y = step(
+            device,
+            &packed,
+            &device_x,
+            m,
+            &residual[..n],
+            (Kind::Add, norm),
+        );
         close(&format!("{what}, added"), &y, &added[..n], DIGITS);
         // The head's best.
         let strips = best_len(gpu, &packed, m).unwrap();
@@ -231,22 +240,6 @@ fn products_of_a_step_in_real_shapes() {
     );
 }
 
-/// FP16 rows in operand order, and their values.
-fn halves(m: usize, inputs: usize, seed: u64) -> (Vec<f32>, Vec<u16>) {
-    let x: Vec<f16> = normal(m * inputs, seed)
-        .into_iter()
-        .map(f16::from_f32)
-        .collect();
-    let padded = inputs.next_multiple_of(256);
-    let mut all = vec![0u16; m * padded];
-    for (x, to) in x.chunks(inputs).zip(all.chunks_mut(padded)) {
-        x.iter()
-            .enumerate()
-            .for_each(|(k, v)| to[operand_index(k)] = v.to_bits());
-    }
-    (x.into_iter().map(f16::to_f32).collect(), all)
-}
-
 /// Products of rows in FP16: by codes as they are, and by values in FP16.
 fn check_halves(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usize) {
     let parts = stack(scheme, heights, inputs, 17);
@@ -254,7 +247,7 @@ fn check_halves(gpu: &Gpu, scheme: TrellisScheme, heights: &[usize], inputs: usi
     let rows: usize = heights.iter().sum();
     let stream = &stream(gpu, inputs, rows);
     const MOST: usize = 130;
-    let (x, half) = halves(MOST, inputs, 18);
+    let (x, half) = activations(MOST, inputs, 18);
     let expected = products(&parts, &x);
     let residual = normal(MOST * rows, 19);
     let half = gpu.upload("a test", &half).unwrap();
@@ -329,7 +322,7 @@ fn gates_and_ups() {
             let stream = &stream(&gpu, inputs, 2 * width);
             let gain = vec![1f32; inputs];
             const MOST: usize = 70;
-            let (x, half) = halves(MOST, inputs, 28);
+            let (x, half) = activations(MOST, inputs, 28);
             let expected = gated(&products(&parts, &x), MOST);
             let of_normed = gated(&products(&parts, &normalized(&x, &gain)), MOST);
             let device_gain = gpu.upload("a test", &gain).unwrap();
@@ -341,8 +334,15 @@ fn gates_and_ups() {
             let fill = vec![0f32; MOST * width];
             for m in STEPS {
                 let n = m * width;
-                let of = (&gpu, stream);
-                let y = step(of, &packed, &device_x, m, &fill[..n], (Kind::Silu, norm));
+                let device = (&gpu, stream);
+                let y = step(
+                    device,
+                    &packed,
+                    &device_x,
+                    m,
+                    &fill[..n],
+                    (Kind::Silu, norm),
+                );
                 close(
                     &format!("silu {scheme} {width} x {inputs}, {m} rows"),
                     &y,
@@ -428,7 +428,7 @@ fn what_has_no_kernel_is_refused_by_name() {
     let Some(gpu) = gpu() else { return };
     let scheme = TrellisScheme::of_bits(Code::Octagon, 4.0).unwrap();
     let same = stack(scheme, &[128, 128], 128, 47);
-    let other = trellis(scheme, (128, 128), 99, 99);
+    let other = trellis(scheme, Dims::new(128, 128), 99, 99);
     let mut uploader = Uploader::new(&gpu).unwrap();
     let refused = uploader.pack(&[&same[0], &other], Stack::Concat, false);
     let message = refused.err().expect("scales differ").to_string();

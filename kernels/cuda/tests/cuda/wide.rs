@@ -1,17 +1,19 @@
 //! The kernels of a decode step of 17 to 64 sequences.
 
 use super::{
-    EDGES, GUARD, as_on_device, finish, gpu, guarded, is_sanitizing, kinds, pack, weights,
+    EDGES, GUARD, INT4, INT8, activations, as_on_device, assert_best, finish, gpu, guarded,
+    is_sanitizing, kinds, pack, some_rows, weights,
 };
-use crate::common::{affine, dense, nmse, normal};
 use half::f16;
 use nq_cuda::{
     Buffer, DeviceLinear, Gpu, MOST_WIDE_SEQUENCES, Norm, PartialSums, Stack, StepOutput, Stream,
     operand_index, wide_best_len,
 };
-use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
+use nq_formats::Weight;
 use nq_kernels::reference;
 use nq_model::DType;
+use nq_testkit::compare::nmse;
+use nq_testkit::weights::{affine, dense, normal};
 
 /// Numbers of sequences that kernels are tested with.
 const SEQUENCES: [usize; 8] = [17, 24, 31, 32, 33, 48, 63, 64];
@@ -25,22 +27,6 @@ fn hopper() -> Option<Gpu> {
         println!("skipped: no wide steps on {}", gpu.info());
         None
     }
-}
-
-/// Rows `[m, inp]` of FP16 values, and the same `[m, inp padded to 256]` in operand order.
-fn activations(m: usize, inp: usize, seed: u64) -> (Vec<f32>, Vec<u16>) {
-    let x: Vec<f16> = normal(m * inp, seed)
-        .into_iter()
-        .map(f16::from_f32)
-        .collect();
-    let padded = inp.next_multiple_of(256);
-    let mut halves = vec![0u16; m * padded];
-    for (x, h) in x.chunks(inp).zip(halves.chunks_mut(padded)) {
-        x.iter()
-            .enumerate()
-            .for_each(|(k, v)| h[operand_index(k)] = v.to_bits());
-    }
-    (x.into_iter().map(f16::to_f32).collect(), halves)
 }
 
 /// The sum of the parts, after checking that their buffer has no other values.
@@ -58,7 +44,7 @@ fn added(sums: &PartialSums, n: usize) -> Vec<f32> {
 
 /// Checks a product in all its forms but SILU, on the weight's `rows`.
 fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize], sequences: &[usize]) {
-    let (out, inp) = w.dims();
+    let (out, inp) = w.dims().pair();
     let packed = pack(gpu, &[w], Stack::Concat);
     let w = &as_on_device(w);
     let name = format!("gemm_step {} [{out}, {inp}]", w.scheme_name());
@@ -68,8 +54,8 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize], sequences: &[us
         w.dequantize_row(r, row).unwrap();
     }
     let products = |x: &[f32]| -> Vec<f32> {
-        let of = |row: &[f32]| reference::dot(x, row);
-        matrix.chunks(inp).map(of).collect()
+        let product = |row: &[f32]| reference::dot(x, row);
+        matrix.chunks(inp).map(product).collect()
     };
     let expected: Vec<f32> = x.chunks(inp).flat_map(products).collect();
     // s (q - z) is rounded to FP16 once; with offsets, s q + o is.
@@ -81,8 +67,8 @@ fn check(gpu: &Gpu, stream: &Stream, w: &Weight, rows: &[usize], sequences: &[us
     let halves = gpu.upload("a test", &halves).unwrap();
     for &m in sequences {
         let pick = |y: &[f32]| -> Vec<f32> {
-            let of = |y: &[f32]| -> Vec<f32> { rows.iter().map(|&r| y[r]).collect() };
-            y.chunks(out).flat_map(of).collect()
+            let permuted = |y: &[f32]| -> Vec<f32> { rows.iter().map(|&r| y[r]).collect() };
+            y.chunks(out).flat_map(permuted).collect()
         };
         let expected = &expected[..m * rows.len()];
         let mut last: Option<Vec<f32>> = None;
@@ -139,24 +125,8 @@ fn check_head(
     );
     let mut bests = vec![[0f32; 2]; best.len()];
     best.read(0, &mut bests).unwrap();
-    let better = |a: (f32, usize), b: (f32, usize)| {
-        if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 {
-            b
-        } else {
-            a
-        }
-    };
-    let start = (f32::NEG_INFINITY, usize::MAX);
-    for (bests, row) in bests.chunks(blocks).zip(stored.chunks(out)) {
-        assert!(bests.iter().all(|b| !b[0].is_nan()), "{name}: a block left");
-        let from_blocks = bests.iter().map(|b| (b[0], b[1].to_bits() as usize));
-        let from_logits = row.iter().copied().zip(0..);
-        assert_eq!(
-            from_blocks.fold(start, better),
-            from_logits.fold(start, better),
-            "{name} m {m}: the best"
-        );
-    }
+    assert!(bests.iter().all(|b| !b[0].is_nan()), "{name}: a block left");
+    assert_best(&best, blocks, stored, &format!("{name} m {m}"));
 }
 
 #[test]
@@ -180,11 +150,6 @@ fn products_of_many_sequences_in_real_shapes() {
         return;
     }
     let stream = gpu.stream().unwrap();
-    let scheme = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
-    let (int4, int8) = (
-        scheme(Bits::B4, 64, Zeros::Integer),
-        scheme(Bits::B8, 128, Zeros::None),
-    );
     for (i, (out, inp)) in [
         (1024, 2048),
         (1024, 3072),
@@ -201,11 +166,10 @@ fn products_of_many_sequences_in_real_shapes() {
     .enumerate()
     {
         let seed = i as u64;
-        let mut rows: Vec<usize> = (0..64).map(|k| (k * 7919 + 13) % out).collect();
-        rows.extend([0, out - 1]);
+        let rows = some_rows(out);
         for w in [
-            affine(int4, out, inp, None, seed),
-            affine(int8, out, inp, None, seed),
+            affine(INT4, out, inp, None, seed),
+            affine(INT8, out, inp, None, seed),
             dense(DType::BF16, out, inp, seed),
         ] {
             check(&gpu, &stream, &w, &rows, &[17, 32, 33, 64]);
@@ -306,12 +270,12 @@ fn norms_add_what_products_left_in_parts() {
                 reference::rms_norm(&expected, &gain, 1e-6, &mut normed);
                 let mut read = vec![0u16; m * padded];
                 half.read(0, &mut read).unwrap();
-                let of = |row: &[u16]| -> Vec<f32> {
+                let values_of = |row: &[u16]| -> Vec<f32> {
                     let value = |k: usize| f16::from_bits(row[operand_index(k)]).to_f32();
                     assert!((width..padded).all(|k| value(k) == 0.0), "{name}: padding");
                     (0..width).map(value).collect()
                 };
-                let values: Vec<f32> = read.chunks(padded).flat_map(of).collect();
+                let values: Vec<f32> = read.chunks(padded).flat_map(values_of).collect();
                 let error = nmse(&values, &normed);
                 assert!(error < 1e-6, "{name}: {error:e}");
             }

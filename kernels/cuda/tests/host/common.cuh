@@ -283,15 +283,8 @@ inline void wait_for(uint32_t barrier, uint32_t parity) {
     while ((barrier_at(barrier).phase & 1) == parity) yield();
 }
 DEVICE void barrier_fence() {}
-DEVICE void release_successor() {}
-DEVICE void wait_for_predecessor() {}
-
-struct Step {   // as in `common.cuh`
-    int position, slot;
-    uint32_t token;
-    int drawn;
-    int behind;
-};
+DEVICE void launch_dependents() {}
+DEVICE void wait_for_prerequisites() {}
 
 // Products on tensor cores: see `common.cuh` for what lanes hold.
 inline std::vector<std::array<std::array<uint32_t, 6>, 32>> operands;

@@ -5,6 +5,7 @@ use super::{CpuOps, VALUES, delta};
 use nq_kernels::Result;
 use nq_kernels::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences, enough};
 use nq_kernels::matrix::{Target, Threads, View, multiply};
+use nq_model::Dims;
 use rayon::prelude::*;
 
 /// Rows per piece of elementwise work.
@@ -114,7 +115,7 @@ impl LayerOps for CpuOps {
         gain: &Vec<f32>,
         y: &mut Vec<f32>,
         inv: &mut Vec<f32>,
-        (rows, width): (usize, usize),
+        Dims { rows, cols: width }: Dims,
         eps: f32,
     ) -> Result<()> {
         enough("rms_norm", "x", rows * width, x.len())?;
@@ -141,7 +142,7 @@ impl LayerOps for CpuOps {
         dx: &mut Vec<f32>,
         add: bool,
         dgain: &mut Vec<f32>,
-        (rows, width): (usize, usize),
+        Dims { rows, cols: width }: Dims,
     ) -> Result<()> {
         for (what, len) in [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())] {
             enough("rms_norm_grad", what, rows * width, len)?;
@@ -319,7 +320,7 @@ impl LayerOps for CpuOps {
         &self,
         scores: &Vec<f32>,
         x: &mut Vec<f32>,
-        (rows, width): (usize, usize),
+        Dims { rows, cols: width }: Dims,
     ) -> Result<()> {
         enough("scale_rows", "scores", rows, scores.len())?;
         enough("scale_rows", "x", rows * width, x.len())?;
@@ -333,11 +334,11 @@ impl LayerOps for CpuOps {
 
     fn delta(
         &self,
-        of: DeltaInputs<'_, Vec<f32>>,
+        inputs: DeltaInputs<'_, Vec<f32>>,
         _work: &mut DeltaWork<Vec<f32>>,
         out: &mut Vec<f32>,
     ) -> Result<()> {
-        delta::run(&of, out)
+        delta::run(&inputs, out)
     }
 
     fn silu_mul_grad(

@@ -12,6 +12,7 @@ mod train;
 use nq_kernels::Error;
 use nq_kernels::Result;
 use nq_kernels::grad::{Allocate, Buffers, enough};
+use nq_model::Dims;
 use rayon::prelude::*;
 
 /// The CPU, using rayon's threads.
@@ -53,7 +54,7 @@ impl Buffers for CpuOps {
     fn rows<E: From<Error> + Send>(
         &self,
         _what: &'static str,
-        (rows, cols): (usize, usize),
+        Dims { rows, cols }: Dims,
         fill: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<Vec<f32>, E> {
         let mut values = vec![0.0; rows * cols];

@@ -3,6 +3,9 @@
 use super::*;
 use nq_kernels::grad::*;
 use nq_kernels::rng::Philox;
+use nq_model::Dims;
+use nq_testkit::compare::nmse;
+use nq_testkit::delta::{EPS, reference, rows, shapes, vectors};
 
 fn random(n: usize, stream: u64) -> Vec<f32> {
     let mut rng = Philox::new(3, stream);
@@ -136,7 +139,7 @@ fn divergence_of_two_coins() {
     let mut biased = vec![3f32.ln(), 0.0]; // 3/4, 1/4
     let mut loss = vec![0.0];
     CpuOps
-        .kl_divergence(&half, &mut biased, &mut loss, (1, 2), 2.0)
+        .kl_divergence(&half, &mut biased, &mut loss, Dims::new(1, 2), 2.0)
         .unwrap();
     let expected = 0.5 * (0.5f32 / 0.75).ln() + 0.5 * (0.5f32 / 0.25).ln();
     assert!((loss[0] - expected).abs() < 1e-6);
@@ -175,6 +178,36 @@ fn operands_of_roundings_are_checked() {
                 Ok(()) => assert!(fits),
                 Err(e) => assert!(!fits && e.to_string().contains("zeros"), "{e}"),
             }
+        }
+    }
+}
+
+/// Gated DeltaNet over whole sequences, compared with its formulas in f64.
+#[test]
+fn whole_sequences_are_those_of_the_formulas() {
+    for shape in shapes() {
+        let (w, seq) = (vectors(&shape), 19);
+        let sequences = [1, 2].map(|seed| rows(&shape, seq, seed));
+        let both = |part: usize| [&sequences[0][part][..], &sequences[1][part][..]].concat();
+        let mut out = vec![0.0; 2 * seq * shape.values()];
+        let inputs = DeltaInputs {
+            shape,
+            batch: 2,
+            seq,
+            qkvz: &both(0),
+            ba: &both(1),
+            conv: &w.conv,
+            decay: &w.decay,
+            dt_bias: &w.dt_bias,
+            norm: &w.norm,
+            eps: EPS,
+        };
+        let mut work = DeltaWork::new(&CpuOps, &shape, (2, seq)).unwrap();
+        CpuOps.delta(inputs, &mut work, &mut out).unwrap();
+        let halves = out.chunks(seq * shape.values());
+        for (found, sequence) in halves.zip(&sequences) {
+            let e = nmse(found, &reference(&shape, &w, sequence));
+            assert!(e < 1e-10, "{shape:?}: {e:e}");
         }
     }
 }

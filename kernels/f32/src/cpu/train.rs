@@ -6,6 +6,7 @@ use half::f16;
 use nq_kernels::Result;
 use nq_kernels::grad::{Adam, Draw, GradOps, OneShape, Rounding, UNKNOWN, enough};
 use nq_kernels::rng::Philox;
+use nq_model::Dims;
 use rayon::prelude::*;
 
 /// The scale as stored.
@@ -19,7 +20,7 @@ impl GradOps for CpuOps {
         teacher: &Vec<f32>,
         logits: &mut Vec<f32>,
         loss: &mut Vec<f32>,
-        (rows, vocab): (usize, usize),
+        Dims { rows, cols: vocab }: Dims,
         weight: f32,
     ) -> Result<()> {
         enough("kl_divergence", "teacher", rows * vocab, teacher.len())?;

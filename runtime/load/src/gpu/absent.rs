@@ -10,8 +10,9 @@ use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::DeviceMoments;
 use nq_model::ModelConfig;
-use nq_runtime::interface::{Engine, LoadOptions, Ordinals};
+use nq_runtime::interface::{Engine, LoadOptions, Ordinals, Placed, SessionSpec};
 use nq_runtime::stepper::LayerStepper;
+use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
 use std::sync::Arc;
 
@@ -86,6 +87,10 @@ pub fn memory(ordinal: usize) -> Result<GpuMemory> {
 }
 
 pub fn sizes() -> Result<GpuSizes> {
+    absent(0)
+}
+
+pub fn place(_: &ModelConfig, _: Kinds<'_>, _: &SessionSpec, _: &[usize]) -> Result<Placed> {
     absent(0)
 }
 

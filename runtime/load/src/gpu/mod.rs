@@ -9,12 +9,12 @@ mod here;
 mod here;
 
 pub use here::{
-    GpuMeter, check, driver_needed, found, memory, moments, multiprocessors, products, sizes,
+    GpuMeter, check, driver_needed, found, memory, moments, multiprocessors, place, products, sizes,
 };
 pub(crate) use here::{count, first, load, load_eagle, load_mtp, load_parallel, run, stepper};
 
 use nq_formats::TrellisScheme;
-use nq_model::ModelConfig;
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::interface::{DeviceMemory, SessionSpec};
 use nq_runtime::weights::Kinds;
@@ -41,7 +41,7 @@ pub struct GpuSizes {
     /// Bytes taken by factoring the second moments of this many inputs, besides the result.
     pub factor: fn(usize) -> usize,
     /// Most bytes taken by rounding a weight of this shape to a trellis code, besides moments and their factor.
-    pub trellis: fn(TrellisScheme, (usize, usize)) -> usize,
+    pub trellis: fn(TrellisScheme, Dims) -> usize,
 }
 
 /// A GPU as its driver describes it.

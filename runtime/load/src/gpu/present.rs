@@ -3,7 +3,7 @@
 use super::{GpuFound, GpuMemory, GpuSizes};
 use nq_cuda::{
     CudaEagle, CudaEngine, CudaMtp, CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES,
-    ParallelEngine, check_device, check_shape, device_count, planned, served,
+    ParallelEngine, check_device, check_shape, device_count, placed, planned, served,
 };
 use nq_formats::eagle::EagleHead;
 use nq_formats::{Progress, Weight, WeightStore};
@@ -12,8 +12,9 @@ use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::{DeviceMoments, SecondOrder};
 use nq_model::ModelConfig;
 use nq_runtime::Result;
-use nq_runtime::interface::{Engine, LoadOptions, Ordinals};
+use nq_runtime::interface::{Engine, LoadOptions, Ordinals, Placed, SessionSpec};
 use nq_runtime::stepper::LayerStepper;
+use nq_runtime::weights::Kinds;
 use std::sync::Arc;
 
 fn ops(ordinal: usize, precision: GemmPrecision) -> Result<CudaOps> {
@@ -128,6 +129,19 @@ pub fn sizes() -> Result<GpuSizes> {
     })
 }
 
+/// Where a model whose matrices are of these kinds and a session of it would be on GPUs with so many bytes free. Needs no GPU.
+///
+/// # Errors
+/// [`Error::DeviceMemory`](nq_runtime::Error::DeviceMemory) if they do not fit; what no kernel serves.
+pub fn place(
+    config: &ModelConfig,
+    kinds: Kinds<'_>,
+    spec: &SessionSpec,
+    free: &[usize],
+) -> Result<Placed> {
+    placed(config, kinds, spec, free)
+}
+
 /// Runs `work` on GPU `ordinal`, whose f32 products round their operands to TF32.
 pub(crate) fn run<W: GradWork>(ordinal: usize, work: W) -> Result<W::Output> {
     Ok(work.run(&ops(ordinal, GemmPrecision::Tf32)?))
@@ -153,7 +167,7 @@ pub fn found() -> Result<Vec<GpuFound>> {
         found.push(GpuFound {
             name: info.name.clone(),
             memory_bytes: info.memory as u64,
-            capability: info.capability,
+            capability: (info.capability.major, info.capability.minor),
             multiprocessors: info.multiprocessors,
             driver_cuda: (info.driver / 1000, info.driver % 1000 / 10),
             multi_process: info.multi_process,

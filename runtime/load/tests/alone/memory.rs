@@ -1,6 +1,7 @@
 //! The GPU memory planned is the memory taken, byte for byte. Without a GPU the test prints that it is skipped;
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
+use crate::common::adapted::made;
 use crate::common::published::ask;
 use crate::common::{Store, feed, small_config, tokens, wide_hybrid};
 use nq_formats::trellis::Code;
@@ -9,8 +10,9 @@ use nq_kernels::{Account, KernelSet};
 use nq_load::{StreamDrafts, load};
 use nq_model::ModelConfig;
 use nq_runtime::{
-    Chunk, DeviceChoice, DraftLayer, DraftedBy, KvType, LoadOptions, LogitsWanted, SessionSpec,
+    DeviceChoice, DraftLayer, DraftedBy, KvType, LoadOptions, LogitsWanted, SessionSpec,
 };
+use nq_testkit::sessions::{chunk, session_spec};
 
 #[test]
 fn plans_are_what_is_taken() {
@@ -69,11 +71,19 @@ fn plans_are_what_is_taken() {
             ..LoadOptions::default()
         };
         let layer = DraftLayer::mtp(&config);
-        let mtp = layer.map(|_| StreamDrafts::mtp((&config, &store), None, &options).unwrap());
+        let mtp = layer.map(|_| StreamDrafts::mtp(&config, &store, None, &options).unwrap());
         let by_layer = layer.map_or(DraftedBy::Nothing, DraftedBy::Layer);
         let before = held();
         let engine = load(&config, &store, &options, &()).unwrap();
         let weights = held() - before;
+        let engine = match config.experts {
+            // Adapters are not in the way of anything else that is planned.
+            None => engine
+                .with_adapters(&[made(&config, &store, 1, |_| true).lora], &[])
+                .unwrap(),
+            Some(_) => engine,
+        };
+        let weights = weights.max(held() - before);
         for (slots, drafts) in [
             (1, DraftedBy::Nothing),
             (5, DraftedBy::Tokens),
@@ -81,13 +91,8 @@ fn plans_are_what_is_taken() {
             (40, by_layer),
         ] {
             let spec = SessionSpec {
-                slots,
-                ctx: 200,
-                pages: None,
-                kv,
-                max_rows: 96,
-                snapshots: None,
                 drafts,
+                ..session_spec(slots, 200, kv, 96)
             };
             let plan = engine.device_memory(&spec).unwrap();
             let model = (config.architecture.gguf, config.hidden_size, trellis);
@@ -112,11 +117,7 @@ fn plans_are_what_is_taken() {
             }
             assert_eq!(held() - before, plan.total(), "{what}, while it runs");
             let (text, mut rows) = (tokens(60, 3), Vec::new());
-            let chunk = Chunk {
-                slot: 0,
-                tokens: &text,
-                logits: LogitsWanted::All,
-            };
+            let chunk = chunk(0, &text, LogitsWanted::All);
             Account::of_all_gpus().begin();
             session.hidden(&[chunk], &mut rows).unwrap();
             assert_eq!(rows.len(), 60 * config.hidden_size, "{what}");

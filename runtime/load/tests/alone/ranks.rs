@@ -8,12 +8,11 @@ use crate::common::{Store, distance, feed, fused_config, gpu_engine, tokens, wid
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::{ARCHITECTURES, Experts, ModelConfig, find};
-use nq_runtime::batch::decode;
 use nq_runtime::{
-    Chunk, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session,
-    SessionSpec, Split,
+    Chunk, Engine, KvType, LoadOptions, LogitsWanted, Sampler, SamplingParams, Session, Split,
 };
-use std::ops::ControlFlow;
+use nq_testkit::models::experts;
+use nq_testkit::sessions::{chunk, drawn, session_spec};
 use std::sync::{Arc, MutexGuard};
 
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
@@ -48,16 +47,9 @@ fn load(config: &ModelConfig, store: &Store, device: &str, split: Split) -> Arc<
 }
 
 fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
-    let spec = SessionSpec {
-        slots,
-        ctx: 256,
-        pages: None,
-        kv: KvType::F16,
-        max_rows: 160,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    engine.session(spec).unwrap()
+    engine
+        .session(session_spec(slots, 256, KvType::F16, 160))
+        .unwrap()
 }
 
 /// Models of sizes that two ranks share, with their weights.
@@ -70,13 +62,7 @@ fn models() -> Vec<(String, ModelConfig, Store)> {
     };
     let mixture = ModelConfig {
         architecture: ARCHITECTURES[1],
-        experts: Some(Experts {
-            count: 6,
-            per_token: 2,
-            width: 512,
-            normalized: true,
-            shared: 0,
-        }),
+        experts: Some(experts(6, 512, 0)),
         ..fused_config()
     };
     let wide = |config: ModelConfig| ModelConfig {
@@ -182,11 +168,7 @@ fn two_ranks_agree_with_one_gpu() {
         for slots in [2, 16, 24] {
             let texts: Vec<Vec<u32>> = (0..slots).map(|i| tokens(3, i as u64)).collect();
             let chunks: Vec<Chunk<'_>> = (texts.iter().enumerate())
-                .map(|(slot, text)| Chunk {
-                    slot,
-                    tokens: &text[..1],
-                    logits: LogitsWanted::All,
-                })
+                .map(|(slot, text)| chunk(slot, &text[..1], LogitsWanted::All))
                 .collect();
             for slot in 0..slots {
                 ours.truncate(slot, 0);
@@ -223,12 +205,7 @@ fn ranks_draw_the_tokens_of_their_logits() {
         }
         let mut sampler = Sampler::new(SamplingParams::greedy(), 0).unwrap();
         sampler.begin(&[7]);
-        let mut drawn = Vec::new();
-        let each = &mut |token| {
-            drawn.push(token);
-            ControlFlow::Continue(())
-        };
-        decode(&mut *s, 1, 7, 24, &mut sampler, None, each).unwrap();
+        let drawn = drawn(&mut *s, 1, 7, 24, &mut sampler).unwrap();
         // Both run the same kernels, of one row.
         assert_eq!(drawn, expected, "{name}, {split:?}");
     }

@@ -3,23 +3,15 @@
 
 use nq_runtime::interface::{Drawn, Run};
 use nq_runtime::{
-    Chunk, Continuation, DraftedBy, Error, KvType, Logits, LogitsWanted, Observer, Piece, Result,
-    Sampler, SamplingParams, Session, SessionSpec, StepsAhead,
+    Chunk, Error, KvType, Logits, LogitsWanted, Observer, Piece, Result, Sampler, SamplingParams,
+    Session, SessionSpec, StepsAhead,
 };
+use nq_testkit::sessions::{logits_after, session_spec};
 use std::collections::VecDeque;
 use std::time::Duration;
 
 pub(crate) const VOCAB: usize = 40;
 pub(crate) const DEPTH: usize = 5;
-
-/// Logits that change with any change of `tokens`.
-pub(crate) fn logits_after(tokens: &[u32]) -> Vec<f32> {
-    let mix = |h: u64, x: u64| (h ^ x).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
-    let hash = tokens.iter().fold(1, |h, &t| mix(h, u64::from(t) + 1));
-    (0..VOCAB as u64)
-        .map(|i| (mix(hash, i + 7) >> 40) as f32 / (1 << 22) as f32)
-        .collect()
-}
 
 struct HeldSeat {
     slot: usize,
@@ -52,15 +44,7 @@ pub(crate) struct Device {
 impl Device {
     pub(crate) fn new(slots: usize, rows: usize, positions: usize) -> Self {
         Device {
-            spec: SessionSpec {
-                slots,
-                ctx: 60,
-                pages: None,
-                kv: KvType::F16,
-                max_rows: 100,
-                snapshots: None,
-                drafts: DraftedBy::Nothing,
-            },
+            spec: session_spec(slots, 60, KvType::F16, 100),
             positions,
             draft_rows: 1,
             every: 1,
@@ -141,7 +125,8 @@ impl Session for Device {
         for c in chunks {
             self.sequences[c.slot].extend_from_slice(c.tokens);
             if c.logits == LogitsWanted::Last {
-                self.logits.extend(logits_after(&self.sequences[c.slot]));
+                self.logits
+                    .extend(logits_after(&self.sequences[c.slot], VOCAB));
             }
         }
         Ok(Logits {
@@ -221,7 +206,7 @@ impl StepsAhead for Device {
             let sequence = &mut self.sequences[seat.slot];
             sequence.push(seat.token);
             assert!(sequence.len() <= self.spec.ctx, "beyond the context");
-            seat.token = seat.sampler.sample(&logits_after(sequence))?;
+            seat.token = seat.sampler.sample(&logits_after(sequence, VOCAB))?;
             drawn.push(seat.token);
         }
         self.rows.push(rows);
@@ -246,7 +231,7 @@ impl StepsAhead for Device {
                 }
                 sequence.push(token);
                 assert!(sequence.len() <= self.spec.ctx, "beyond the context");
-                drawn.push(sampler.clone().sample(&logits_after(sequence))?);
+                drawn.push(sampler.clone().sample(&logits_after(sequence, VOCAB))?);
             }
         }
         // A row in which nobody sits.
@@ -280,7 +265,11 @@ pub(crate) fn alone(stream: u64, prompt: &[u32], n: usize) -> Vec<u32> {
     sampler.begin(prompt);
     let mut tokens = prompt.to_vec();
     for _ in 0..n {
-        tokens.push(sampler.sample(&logits_after(&tokens)).expect("finite"));
+        tokens.push(
+            sampler
+                .sample(&logits_after(&tokens, VOCAB))
+                .expect("finite"),
+        );
     }
     tokens[prompt.len()..].to_vec()
 }
@@ -288,9 +277,5 @@ pub(crate) fn alone(stream: u64, prompt: &[u32], n: usize) -> Vec<u32> {
 pub(crate) fn piece(slot: usize, prompt: &[u32], stream: u64, tokens: usize) -> Piece<'_> {
     let mut sampler = sampler(stream);
     sampler.begin(prompt);
-    Piece {
-        slot,
-        tokens: prompt,
-        then: Some(Continuation { sampler, tokens }),
-    }
+    nq_testkit::sessions::piece(slot, prompt, sampler, tokens)
 }

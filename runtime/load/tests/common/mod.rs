@@ -1,7 +1,7 @@
 //! Random models for tests.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
-pub(crate) mod cut;
+pub(crate) mod adapted;
 pub(crate) mod device;
 pub(crate) mod mtp;
 pub(crate) mod oracle;
@@ -14,11 +14,14 @@ use nq_formats::{
 };
 use nq_kernels::rng::Philox;
 use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, is_kept};
-use nq_model::{ARCHITECTURES, DType, Delta, Experts, ModelConfig, Rope, RopeScaling, find};
+use nq_model::{ARCHITECTURES, DType, Delta, Dims, Experts, ModelConfig, Rope, find};
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, EngineKind, KvType, LoadOptions,
-    LogitsWanted, Session, SessionSpec,
+    ActivationChoice, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, Session,
 };
+pub(crate) use nq_testkit::compare::distance;
+use nq_testkit::models::{delta, experts, rope, tiny};
+pub(crate) use nq_testkit::sessions::feed;
+use nq_testkit::sessions::session_spec;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,27 +29,15 @@ use std::sync::Arc;
 /// A small model whose dimensions are all different.
 pub(crate) fn small_config() -> ModelConfig {
     ModelConfig {
-        architecture: ARCHITECTURES[0],
         hidden_size: 48,
         intermediate_size: 80,
-        experts: None,
-        delta: None,
         num_hidden_layers: 3,
         num_attention_heads: 8,
-        num_key_value_heads: 2,
-        head_dim: 16,
         vocab_size: 101,
         max_position_embeddings: 256,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e6,
-            dims: None,
-            scaling: RopeScaling::None,
-        },
-        tie_word_embeddings: false,
-        mtp_layers: 0,
+        rope: rope(1e6, None),
         eos_token_ids: vec![],
-        dtype: None,
+        ..tiny("qwen3")
     }
 }
 
@@ -68,43 +59,21 @@ pub(crate) fn small_mixture(per_token: usize, normalized: bool) -> ModelConfig {
 /// A small model with recurrences in three of four layers and gated attention in the fourth.
 pub(crate) fn hybrid(gguf: &str, value_heads: usize, tied: bool) -> ModelConfig {
     let architecture = find(|a| a.gguf, gguf).unwrap();
-    let experts = architecture.router().map(|_| Experts {
-        count: 6,
-        per_token: 2,
-        width: 32,
-        normalized: true,
-        shared: 48,
-    });
+    let experts = architecture.router().map(|_| experts(6, 32, 48));
     ModelConfig {
-        architecture,
         hidden_size: 96,
         intermediate_size: if experts.is_some() { 32 } else { 160 },
         experts,
-        delta: Some(Delta {
-            key_heads: 2,
-            value_heads,
-            key_dim: 16,
-            value_dim: 16,
-            conv: 4,
-            interval: 4,
-            tiled: false,
-        }),
+        delta: Some(delta(value_heads, 16, 4)),
         num_hidden_layers: 5,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: 32,
         vocab_size: 320,
         max_position_embeddings: 131_072,
-        rms_norm_eps: 1e-6,
-        rope: Rope {
-            theta: 1e7,
-            dims: Some(8),
-            scaling: RopeScaling::None,
-        },
+        rope: rope(1e7, Some(8)),
         tie_word_embeddings: tied,
-        mtp_layers: 0,
         eos_token_ids: vec![300],
         dtype: Some(DType::BF16),
+        ..tiny(gguf)
     }
 }
 
@@ -153,12 +122,13 @@ impl Store {
             let mut rng = Philox::new(seed, stream);
             (0..n).map(|_| mean + deviation * rng.normal()).collect()
         };
-        let mut matrix = |store: &mut Store, name: String, (out, inputs): (usize, usize)| {
+        let mut matrix = |store: &mut Store, name: String, dims: Dims| {
+            let (out, inputs) = dims.pair();
             let deviation = 1.0 / (inputs as f32).sqrt();
             let t = Tensor::from_f32(vec![out, inputs], normal(out * inputs, 0.0, deviation));
             store.matrices.insert(name, Weight::Dense(t.unwrap()));
         };
-        let vocab = (c.vocab_size, c.hidden_size);
+        let vocab = Dims::new(c.vocab_size, c.hidden_size);
         matrix(&mut store, EMBEDDING.into(), vocab);
         if !c.tie_word_embeddings {
             matrix(&mut store, HEAD.into(), vocab);
@@ -177,7 +147,7 @@ impl Store {
                 vector(norm.name(layer), norm.len.of(c), 1.0);
             }
             for linear in c.layer(layer).biased() {
-                vector(linear.bias_name(layer), linear.dims(c).0, 0.0);
+                vector(linear.bias_name(layer), linear.dims(c).rows, 0.0);
             }
             for row in c.layer(layer).vectors() {
                 vector(row.name(layer), row.len.of(c), 0.0);
@@ -212,7 +182,7 @@ impl Store {
     /// The same weights, but with NaN in `token`'s embedding.
     pub(crate) fn with_poison(mut self, token: u32) -> Self {
         let embedding = &self.matrices[EMBEDDING];
-        let (rows, width) = embedding.dims();
+        let Dims { rows, cols: width } = embedding.dims();
         let mut values = vec![0.0; rows * width];
         for (row, values) in values.chunks_exact_mut(width).enumerate() {
             embedding.dequantize_row(row, values).unwrap();
@@ -241,7 +211,7 @@ impl Store {
         for (name, w) in store.matrices.iter_mut().filter(quantized) {
             let dims = w.dims();
             let drawn = random_trellis(7, name, dims, scheme(name)).unwrap();
-            let mut row = vec![0f32; dims.1];
+            let mut row = vec![0f32; dims.cols];
             drawn.dequantize_row(0, &mut row);
             let squares: f32 = row.iter().map(|v| v * v).sum();
             // Rows of length 1 keep activations near 1.
@@ -297,7 +267,7 @@ impl Store {
     pub(crate) fn dequantized(&self) -> Self {
         let mut store = self.clone();
         for w in store.matrices.values_mut() {
-            let (out, inputs) = w.dims();
+            let (out, inputs) = w.dims().pair();
             let mut values = vec![0.0; out * inputs];
             for (row, values) in values.chunks_exact_mut(inputs).enumerate() {
                 w.dequantize_row(row, values).unwrap();
@@ -332,7 +302,7 @@ impl WeightStore for Store {
         Ok(t.clone())
     }
 
-    fn matrix(&self, name: &str, dims: (usize, usize)) -> Result<Weight> {
+    fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         let w = self.matrices.get(name).ok_or_else(|| Self::missing(name))?;
         assert_eq!(w.dims(), dims, "{name}");
         Ok(w.clone())
@@ -370,7 +340,7 @@ impl WeightStore for Store {
 /// The plainest rounding to `scheme`: scale and zero-point from each group's range. Scales in two levels
 /// have 8 bits and an f16 per row.
 pub(crate) fn round_to_nearest(w: &Weight, scheme: AffineScheme) -> Weight {
-    let (out, inputs) = w.dims();
+    let (out, inputs) = w.dims().pair();
     let (groups, size) = (scheme.group.count(inputs), scheme.group.size(inputs));
     let top = f32::from(scheme.bits.max_code());
     let (mut codes, mut scales, mut zeros) = (Vec::new(), Vec::new(), Vec::new());
@@ -429,7 +399,7 @@ pub(crate) fn round_to_nearest(w: &Weight, scheme: AffineScheme) -> Weight {
         levels: None,
         g_idx: None,
     };
-    let weight = AffineWeight::assemble(scheme, (out, inputs), parts);
+    let weight = AffineWeight::assemble(scheme, Dims::new(out, inputs), parts);
     Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
@@ -455,40 +425,15 @@ pub(crate) fn candle(config: &ModelConfig, store: &Store) -> Arc<dyn Engine> {
 
 /// A session of `slots` sequences with an f32 cache.
 pub(crate) fn session(engine: &dyn Engine, slots: usize) -> Box<dyn Session> {
-    let spec = SessionSpec {
-        slots,
-        ctx: 64,
-        pages: None,
-        kv: KvType::F32,
-        max_rows: 128,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    engine.session(spec).expect("it fits")
+    engine
+        .session(session_spec(slots, 64, KvType::F32, 128))
+        .expect("it fits")
 }
 
 /// `n` tokens of a reproducible text.
 pub(crate) fn tokens(n: usize, seed: u64) -> Vec<u32> {
     let mut rng = Philox::new(seed, 0);
     (0..n).map(|_| rng.next_u32() % 101).collect()
-}
-
-/// Appends `tokens` to `slot` in one forward: all logits `[tokens, vocab]`.
-pub(crate) fn feed(session: &mut dyn Session, slot: usize, tokens: &[u32]) -> Vec<f32> {
-    let chunk = Chunk {
-        slot,
-        tokens,
-        logits: LogitsWanted::All,
-    };
-    session.forward(&[chunk], None).unwrap().data.to_vec()
-}
-
-/// The greatest difference between two sets of logits.
-pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    a.iter()
-        .zip(b)
-        .fold(0.0, |m, (a, b)| f32::max(m, (a - b).abs()))
 }
 
 /// The model on the first GPU; `None`, said in print, where there is none and none is required.
@@ -520,14 +465,7 @@ pub(crate) fn fused_config() -> ModelConfig {
 
 /// A session of two short sequences.
 pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
-    let spec = SessionSpec {
-        slots: 2,
-        ctx: 64,
-        pages: None,
-        kv,
-        max_rows: 128,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    engine.session(spec).expect("it fits")
+    engine
+        .session(session_spec(2, 64, kv, 128))
+        .expect("it fits")
 }

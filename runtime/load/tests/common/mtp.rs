@@ -5,28 +5,22 @@ use super::{Store, feed, nq};
 use nq_formats::mtp::LayerStore;
 use nq_formats::{Tensor, Weight, WeightStore};
 use nq_load::StreamDrafts;
-use nq_model::ModelConfig;
 use nq_model::mtp::{self, EMBEDDING_NORM, FC, HIDDEN_NORM};
 use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, layer_parameters};
-use nq_runtime::{
-    Chunk, DraftLayer, DraftedBy, Engine, KvType, LogitsWanted, Session, SessionSpec,
-};
+use nq_model::{Dims, ModelConfig};
+use nq_runtime::{DraftLayer, DraftedBy, Engine, KvType, LogitsWanted, Session, SessionSpec};
+use nq_testkit::sessions::{chunk, session_spec};
 
 pub(crate) fn session(engine: &dyn Engine) -> Box<dyn Session> {
     let spec = SessionSpec {
-        slots: 2,
-        ctx: 300,
-        pages: None,
-        kv: KvType::F32,
-        max_rows: 300,
-        snapshots: None,
         drafts: DraftLayer::mtp(engine.config()).map_or(DraftedBy::Nothing, DraftedBy::Layer),
+        ..session_spec(2, 300, KvType::F32, 300)
     };
     engine.session(spec).unwrap()
 }
 
 fn row(w: &Weight, index: usize) -> Vec<f32> {
-    let mut values = vec![0.0; w.dims().1];
+    let mut values = vec![0.0; w.dims().cols];
     w.dequantize_row(index, &mut values).unwrap();
     values
 }
@@ -34,29 +28,26 @@ fn row(w: &Weight, index: usize) -> Vec<f32> {
 /// What the final norm gives for each token of `text`.
 fn hidden(engine: &dyn Engine, text: &[u32]) -> Vec<Vec<f32>> {
     let mut out = Vec::new();
-    let chunk = Chunk {
-        slot: 0,
-        tokens: text,
-        logits: LogitsWanted::All,
-    };
-    session(engine).hidden(&[chunk], &mut out).unwrap();
+    session(engine)
+        .hidden(&[chunk(0, text, LogitsWanted::All)], &mut out)
+        .unwrap();
     let rows = out.chunks(engine.config().hidden_size);
     rows.map(<[f32]>::to_vec).collect()
 }
 
 /// The layer's inputs, computed in f64, become the embeddings of a model of that layer alone, whose output is
 /// then what the layer drafts.
-pub(crate) struct Published<'a> {
+pub(crate) struct PublishedLayer<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) store: &'a Store,
 }
 
-impl Published<'_> {
+impl PublishedLayer<'_> {
     /// The input of the layer for `token` behind the hidden state `h`.
     fn input(&self, token: u32, h: &[f32]) -> Vec<f32> {
         let (c, store) = (self.config, self.store);
         let embedding = store
-            .matrix(EMBEDDING, (c.vocab_size, c.hidden_size))
+            .matrix(EMBEDDING, Dims::new(c.vocab_size, c.hidden_size))
             .unwrap();
         let norm = |x: &[f32], name: &str| -> Vec<f64> {
             let gains = store.vector(name, x.len()).unwrap().to_f32().unwrap();
@@ -73,7 +64,7 @@ impl Published<'_> {
         ]
         .concat();
         let fc = store
-            .matrix(FC, (c.hidden_size, 2 * c.hidden_size))
+            .matrix(FC, Dims::new(c.hidden_size, 2 * c.hidden_size))
             .unwrap();
         let product = |out: usize| {
             let row = row(&fc, out);
@@ -111,7 +102,7 @@ impl Published<'_> {
         for (name, shape) in layer_parameters(&layer, 0) {
             match shape {
                 Shape::Matrix(out, inputs) => {
-                    let w = view.matrix(&name, (out, inputs)).unwrap();
+                    let w = view.matrix(&name, Dims::new(out, inputs)).unwrap();
                     store.matrices.insert(name, w);
                 }
                 Shape::Vector(n) => {
@@ -152,7 +143,7 @@ impl Published<'_> {
 /// Forks of sequences: what was fed to `layer` of them and what waits is known behind the fork, with another text,
 /// too, and the sequence itself goes on. `cpu` gives the model's hidden states.
 pub(crate) fn check_forks(
-    published: &Published<'_>,
+    published: &PublishedLayer<'_>,
     (cpu, layer): (&dyn Engine, &StreamDrafts),
     open: impl Fn() -> Box<dyn Session>,
     tie: f32,

@@ -5,15 +5,14 @@ use nq_formats::{Weight, WeightStore};
 use nq_kernels::rng::Philox;
 use nq_load::StreamDrafts;
 use nq_model::ModelConfig;
-use nq_runtime::generate::{Limits, Sequence, generate};
+use nq_runtime::generate::Sequence;
 use nq_runtime::interface::Draft;
 use nq_runtime::{
-    DraftedBy, Drafter, Engine, KvType, LoadOptions, Observer, Sampler, SamplingParams, Session,
-    SessionSpec, Speculation,
+    Drafter, Engine, KvType, LoadOptions, Observer, Sampler, SamplingParams, Session, Speculation,
 };
+use nq_testkit::sessions::{answer, chunk, limits, session_spec};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::path::Path;
 
 /// Tokens that a head drafts.
@@ -21,7 +20,7 @@ pub(crate) const DRAFTED: usize = 40;
 const INNER: usize = 72;
 
 /// The weights of a head, by their published names.
-pub(crate) struct Published {
+pub(crate) struct PublishedHead {
     pub(crate) config: Value,
     pub(crate) tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     pub(crate) d2t: Vec<i64>,
@@ -35,7 +34,7 @@ pub(crate) fn published(
     layer: &str,
     heads: (usize, usize, usize),
     seed: u64,
-) -> Published {
+) -> PublishedHead {
     let (h, (query_heads, kv_heads, d)) = (c.hidden_size, heads);
     let mut stream = 0;
     let mut tensors = BTreeMap::new();
@@ -74,7 +73,7 @@ pub(crate) fn published(
     add(format!("{layer}.mlp.down_proj.weight"), vec![h, INNER]);
     add("norm.weight".into(), vec![h]);
     add("lm_head.weight".into(), vec![DRAFTED, h]);
-    Published {
+    PublishedHead {
         config: json!({
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": h,
             "intermediate_size": INNER, "num_hidden_layers": 1, "num_attention_heads": query_heads,
@@ -89,7 +88,7 @@ pub(crate) fn published(
     }
 }
 
-impl Published {
+impl PublishedHead {
     /// Writes config.json and model.safetensors to `folder`.
     fn write(&self, folder: &Path) {
         std::fs::write(folder.join("config.json"), self.config.to_string()).unwrap();
@@ -125,7 +124,7 @@ impl Published {
         let folder = tempfile::tempdir().unwrap();
         self.write(folder.path());
         let opened = EagleHead::open(folder.path())?;
-        StreamDrafts::eagle(&opened, (config, store), options)
+        StreamDrafts::eagle(&opened, config, store, options)
     }
 
     fn weight(&self, name: &str) -> &[f32] {
@@ -262,22 +261,15 @@ pub(crate) fn streams(
     }
     let h = engine.config().hidden_size;
     let mut seen = Streams(h, after, vec![vec![0.0; 3 * h]; text.len()]);
-    let spec = SessionSpec {
-        slots: 1,
-        ctx: text.len(),
-        pages: None,
-        kv,
-        max_rows: text.len(),
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    let mut session = engine.session(spec).unwrap();
-    let chunk = nq_runtime::Chunk {
-        slot: 0,
-        tokens: text,
-        logits: nq_runtime::LogitsWanted::Last,
-    };
-    session.forward(&[chunk], Some(&mut seen)).unwrap();
+    let mut session = engine
+        .session(session_spec(1, text.len(), kv, text.len()))
+        .unwrap();
+    session
+        .forward(
+            &[chunk(0, text, nq_runtime::LogitsWanted::Last)],
+            Some(&mut seen),
+        )
+        .unwrap();
     seen.2
 }
 
@@ -323,13 +315,14 @@ pub(crate) fn two_answers(
     for max_tokens in lengths {
         let text = [prompt, &all].concat();
         let mut sampler = Sampler::new(params, 3).unwrap();
-        let limits = Limits {
-            stop: &[],
-            max_tokens,
-            interrupt: None,
-        };
-        let each = &mut |_| ControlFlow::Continue(());
-        let made = generate(session, &mut sequence, &text, &mut sampler, &limits, each).unwrap();
+        let made = answer(
+            session,
+            &mut sequence,
+            &text,
+            &mut sampler,
+            &limits(max_tokens),
+        )
+        .unwrap();
         match drafts {
             true => assert!(made.stats.drafted >= drafted, "{:?}", made.stats),
             false => assert_eq!(made.stats.drafted, 0),

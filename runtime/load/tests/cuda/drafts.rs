@@ -6,12 +6,12 @@ use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::ModelConfig;
-use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
+use nq_runtime::generate::{Generated, Limits, Sequence, StopReason};
 use nq_runtime::{
     DraftModel, DraftedBy, Engine, KvType, Sampler, SamplingParams, Session, SessionSpec,
     Speculation,
 };
-use std::ops::ControlFlow;
+use nq_testkit::sessions::{answer, session_spec};
 use std::sync::{Arc, Mutex};
 
 fn config() -> ModelConfig {
@@ -46,13 +46,8 @@ fn gpu_of(config: &ModelConfig, scheme: Option<Bits>) -> Option<Arc<dyn Engine>>
 
 fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
     let spec = SessionSpec {
-        slots: 2,
-        ctx: 600,
-        pages: None,
-        kv,
-        max_rows: 300,
-        snapshots: None,
         drafts: DraftedBy::Tokens,
+        ..session_spec(2, 600, kv, 300)
     };
     engine.session(spec).expect("it fits")
 }
@@ -85,14 +80,12 @@ impl Setting<'_> {
             max_tokens: self.max,
             interrupt: None,
         };
-        let each = &mut |_| ControlFlow::Continue(());
-        let answer = generate(
+        let answer = answer(
             &mut *session,
             &mut sequence,
             self.prompt,
             &mut sampler,
             &limits,
-            each,
         )
         .unwrap();
         assert_eq!(sequence.tokens().len(), session.len(0));
@@ -156,9 +149,9 @@ fn settings() -> [(SamplingParams, Option<usize>); 4] {
 #[test]
 fn drafts_change_no_answer() {
     let (mut same, mut all) = (0, 0);
-    let of =
+    let widths =
         |config: ModelConfig| [Some(Bits::B4), Some(Bits::B8), None].map(|b| (config.clone(), b));
-    for (config, bits) in of(config()).into_iter().chain(of(hybrid())) {
+    for (config, bits) in widths(config()).into_iter().chain(widths(hybrid())) {
         let Some(engine) = gpu_of(&config, bits) else {
             return;
         };

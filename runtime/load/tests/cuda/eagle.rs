@@ -6,12 +6,13 @@ use crate::common::{Store, feed, fused_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, WeightStore, Zeros};
 use nq_kernels::KernelSet;
 use nq_load::StreamDrafts;
-use nq_model::ModelConfig;
 use nq_model::names::EMBEDDING;
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::{
-    Batch, Continuation, DeviceChoice, DraftedBy, Engine, Error, KvType, LoadOptions, Piece,
-    Result, Sampler, SamplingParams, Session, SessionSpec, Speculation,
+    Batch, DeviceChoice, DraftedBy, Engine, Error, KvType, LoadOptions, Result, Sampler,
+    SamplingParams, Session, SessionSpec, Speculation,
 };
+use nq_testkit::sessions::{piece, session_spec};
 use serde_json::json;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -48,13 +49,9 @@ fn session(
     pages: Option<usize>,
 ) -> Box<dyn Session> {
     let spec = SessionSpec {
-        slots: 3,
-        ctx: 1500,
         pages,
-        kv,
-        max_rows: 1000,
-        snapshots: None,
         drafts: head.map_or(DraftedBy::Nothing, |head| DraftedBy::Layer(head.layer())),
+        ..session_spec(3, 1500, kv, 1000)
     };
     engine.session(spec).unwrap()
 }
@@ -67,7 +64,7 @@ fn drafts_are_those_of_the_published_computation() {
         return;
     };
     let embedding = store
-        .matrix(EMBEDDING, (c.vocab_size, c.hidden_size))
+        .matrix(EMBEDDING, Dims::new(c.vocab_size, c.hidden_size))
         .unwrap();
     let (mut same, mut all) = (0, 0);
     for (taps, before_residual, kv) in [
@@ -161,14 +158,7 @@ fn answers(
             }
             let mut sampler = Sampler::new(SamplingParams::greedy(), 1).unwrap();
             sampler.begin(&prompts[slot]);
-            pieces.push(Piece {
-                slot,
-                tokens: &prompts[slot],
-                then: Some(Continuation {
-                    sampler,
-                    tokens: 90,
-                }),
-            });
+            pieces.push(piece(slot, &prompts[slot], sampler, 90));
         }
         let each = &mut |slot: usize, token: Result<u32>| match token {
             Ok(token) => {

@@ -6,13 +6,13 @@ use nq_formats::trellis::Code;
 use nq_formats::{AffineScheme, Bits, Group, Tensor, TrellisScheme, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::names::is_kept;
-use nq_model::{ARCHITECTURES, Experts, ModelConfig, Product, find};
-use nq_runtime::batch::decode;
+use nq_model::{ARCHITECTURES, Dims, Experts, ModelConfig, Product, find};
 use nq_runtime::{
-    ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, KvType, LoadOptions, LogitsWanted,
-    Observer, Sampler, SamplingParams, Session, SessionSpec,
+    ActivationChoice, Chunk, DeviceChoice, Engine, KvType, LoadOptions, LogitsWanted, Observer,
+    Sampler, SamplingParams, Session, SessionSpec,
 };
-use std::ops::ControlFlow;
+use nq_testkit::models::experts;
+use nq_testkit::sessions::{chunk, drawn, session_spec};
 
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
 const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
@@ -61,13 +61,7 @@ fn compare(
 fn mixture() -> ModelConfig {
     ModelConfig {
         architecture: ARCHITECTURES[1],
-        experts: Some(Experts {
-            count: 6,
-            per_token: 2,
-            width: 256,
-            normalized: true,
-            shared: 0,
-        }),
+        experts: Some(experts(6, 256, 0)),
         ..fused_config()
     }
 }
@@ -81,7 +75,7 @@ fn mixture_store(config: &ModelConfig, scheme: Option<AffineScheme>) -> Store {
     };
     for (name, weight) in &plain.matrices {
         if is_kept(name) {
-            let (rows, cols) = weight.dims();
+            let Dims { rows, cols } = weight.dims();
             let mut values = vec![0.0; rows * cols];
             for (row, values) in values.chunks_exact_mut(cols).enumerate() {
                 weight.dequantize_row(row, values).unwrap();
@@ -126,26 +120,15 @@ fn mixtures_agree_with_the_cpu() {
         }
         // The same row gives the same bits, whatever the other rows are.
         let alone = |slots: usize| {
-            let spec = SessionSpec {
-                slots,
-                ctx: 64,
-                pages: None,
-                kv: KvType::F16,
-                max_rows: 128,
-                snapshots: None,
-                drafts: DraftedBy::Nothing,
-            };
-            let mut s = gpu.session(spec).unwrap();
+            let mut s = gpu
+                .session(session_spec(slots, 64, KvType::F16, 128))
+                .unwrap();
             let texts: Vec<Vec<u32>> = (0..slots).map(|i| tokens(5, i as u64)).collect();
             for (slot, text) in texts.iter().enumerate() {
                 feed(&mut *s, slot, text);
             }
             let chunks: Vec<Chunk<'_>> = (0..slots)
-                .map(|slot| Chunk {
-                    slot,
-                    tokens: &texts[slot][..1],
-                    logits: LogitsWanted::All,
-                })
+                .map(|slot| chunk(slot, &texts[slot][..1], LogitsWanted::All))
                 .collect();
             s.forward(&chunks, None).unwrap().data.to_vec()
         };
@@ -210,14 +193,8 @@ fn experts_run_on_the_cpu() {
             let greedy = |engine: &dyn Engine| {
                 let mut sampler = Sampler::new(SamplingParams::greedy(), 0).expect("valid");
                 sampler.begin(&[7]);
-                let mut drawn = Vec::new();
-                let each = &mut |token| {
-                    drawn.push(token);
-                    ControlFlow::Continue(())
-                };
                 let mut s = fused_session(engine, KvType::F16);
-                decode(&mut *s, 0, 7, 24, &mut sampler, None, each).expect("it runs");
-                drawn
+                drawn(&mut *s, 0, 7, 24, &mut sampler).expect("it runs")
             };
             assert_eq!(greedy(&*gpu), greedy(&*gpu), "{what}: not the same again");
             assert_eq!(greedy(&*gpu)[..4], greedy(&*whole)[..4], "{what}");
@@ -336,9 +313,9 @@ fn key_heads_with_many_query_heads_agree_with_the_cpu() {
 
 #[test]
 fn trellis_codes_agree_with_the_cpu() {
-    let of = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();
-    let (three, four) = (of(Code::Octagon, 3.0), of(Code::Octagon, 4.0));
-    let six = of(Code::Sum, 6.0);
+    let trellis = |code, bits| TrellisScheme::of_bits(code, bits).unwrap();
+    let (three, four) = (trellis(Code::Octagon, 3.0), trellis(Code::Octagon, 4.0));
+    let six = trellis(Code::Sum, 6.0);
     for (tied, mixed) in [(true, true), (false, false)] {
         let config = ModelConfig {
             hidden_size: 384,
@@ -438,11 +415,7 @@ fn observers_see_what_the_cpu_shows() {
     let text = tokens(30, 1);
     let seen = |engine: &dyn Engine| {
         let mut all = Everything::default();
-        let chunk = nq_runtime::Chunk {
-            slot: 0,
-            tokens: &text,
-            logits: nq_runtime::LogitsWanted::All,
-        };
+        let chunk = chunk(0, &text, nq_runtime::LogitsWanted::All);
         let mut s = fused_session(engine, KvType::F16);
         s.forward(&[chunk], Some(&mut all)).expect("it runs");
         all.0
@@ -504,11 +477,7 @@ fn hidden_states_agree_with_the_cpu() {
             let mut ours = fused_session(&*gpu, KvType::F16);
             let mut theirs = fused_session(&*cpu, KvType::F16);
             let (long, short) = (tokens(60, 3), tokens(20, 4));
-            let chunk = |slot, tokens, logits| Chunk {
-                slot,
-                tokens,
-                logits,
-            };
+            let chunk = |slot, tokens, logits| chunk(slot, tokens, logits);
             let steps: [Vec<Chunk<'_>>; 5] = [
                 vec![chunk(0, &long[..21], LogitsWanted::Last)],
                 vec![chunk(0, &long[21..55], LogitsWanted::All)],
@@ -561,15 +530,10 @@ fn requests_that_do_not_fit_are_refused() {
     let Some(gpu) = gpu_engine(&config, &store, KernelSet::Fused) else {
         return;
     };
-    let spec = SessionSpec {
-        slots: 1,
-        ctx: 1 << 40,
-        pages: None,
-        kv: KvType::F16,
-        max_rows: 1,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    let e = gpu.session(spec).err().expect("it cannot fit").to_string();
+    let e = gpu
+        .session(session_spec(1, 1 << 40, KvType::F16, 1))
+        .err()
+        .expect("it cannot fit")
+        .to_string();
     assert!(e.contains("--ctx"), "{e}");
 }

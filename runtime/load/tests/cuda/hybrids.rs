@@ -6,15 +6,14 @@ use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
-use nq_model::{Delta, ModelConfig, Product, Rope};
-use nq_runtime::batch::decode;
+use nq_model::{Delta, Dims, ModelConfig, Product, Rope};
 use nq_runtime::{
     ActivationChoice, Chunk, DeviceChoice, DraftedBy, Engine, Hidden, KvType, LayerStepper,
     LayerWeights, LoadOptions, LogitsWanted, Observer, Sampler, SamplingParams, Session,
     SessionSpec,
 };
+use nq_testkit::sessions::{chunk, drawn, session_spec};
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
 const INT8: AffineScheme = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
@@ -40,7 +39,7 @@ fn store(config: &ModelConfig, scheme: Option<AffineScheme>) -> Store {
         .iter()
         .filter(|(name, _)| name.contains("mlp.gate"));
     for (name, weight) in routers.filter(|_| config.experts.is_some()) {
-        let (rows, cols) = weight.dims();
+        let Dims { rows, cols } = weight.dims();
         let mut values = vec![0.0; rows * cols];
         for (row, values) in values.chunks_exact_mut(cols).enumerate() {
             weight.dequantize_row(row, values).unwrap();
@@ -57,15 +56,7 @@ fn session(engine: &dyn Engine, kv: KvType, slots: usize) -> Box<dyn Session> {
 }
 
 fn spec(kv: KvType, slots: usize) -> SessionSpec {
-    SessionSpec {
-        slots,
-        ctx: 600,
-        pages: None,
-        kv,
-        max_rows: 300,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    }
+    session_spec(slots, 600, kv, 300)
 }
 
 /// Prompts, steps of one row and of several, of sequences alone and beside each other: the logits of the CPU.
@@ -136,11 +127,7 @@ fn sequences_do_not_see_each_other() {
         let chunks: Vec<Chunk<'_>> = texts
             .iter()
             .enumerate()
-            .map(|(slot, text)| Chunk {
-                slot,
-                tokens: &text[text.len() - width..],
-                logits: LogitsWanted::All,
-            })
+            .map(|(slot, text)| chunk(slot, &text[text.len() - width..], LogitsWanted::All))
             .collect();
         let found = s.forward(&chunks, None).unwrap().data.to_vec();
         for (i, text) in texts.iter().enumerate() {
@@ -283,12 +270,10 @@ fn pages_and_states_move_to_another_session() {
         assert_eq!(s.len(1), PAGE);
         assert_eq!(s.reach(1, PAGE), 0);
         assert_eq!(s.fork(1, 0, PAGE).unwrap(), 0);
-        let chunk = Chunk {
-            slot: 1,
-            tokens: &first[PAGE..],
-            logits: LogitsWanted::None,
-        };
-        let refused = s.forward(&[chunk], None).map(|_| ()).unwrap_err();
+        let refused = s
+            .forward(&[chunk(1, &first[PAGE..], LogitsWanted::None)], None)
+            .map(|_| ())
+            .unwrap_err();
         assert!(refused.to_string().contains("states"), "{refused}");
         let pages = s.pages().unwrap();
         assert!(pages.write_state(1, &state[1..]).is_err());
@@ -328,12 +313,7 @@ fn steps_ahead_draw_the_same() {
             sampler.begin(&prompt);
             let mut s = session(&*gpu, KvType::F16, 2);
             feed(&mut *s, 0, begin);
-            let mut drawn = Vec::new();
-            let each = &mut |token| {
-                drawn.push(token);
-                ControlFlow::Continue(())
-            };
-            decode(&mut *s, 0, *last, 24, &mut sampler, None, each).unwrap();
+            let drawn = drawn(&mut *s, 0, *last, 24, &mut sampler).unwrap();
             let title = config.architecture.title;
             assert_eq!(drawn, expected, "{title} {scheme}");
         }

@@ -2,6 +2,7 @@
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 #![allow(clippy::print_stdout, reason = "tests say what they skip")]
 
+mod adapters;
 mod drafts;
 mod eagle;
 mod engine;

@@ -1,19 +1,19 @@
 //! Drafts by a model's MTP layer on a GPU. Without one the tests say that they are skipped; `NQ_REQUIRE_CUDA=1` makes
 //! that a failure.
 
-use crate::common::mtp::{Published, check_forks};
+use crate::common::mtp::{PublishedLayer, check_forks};
 use crate::common::published::ask;
 use crate::common::{Store, feed, gpu_engine, nq, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_load::StreamDrafts;
-use nq_model::{Experts, ModelConfig};
-use nq_runtime::generate::{Limits, Sequence, generate};
+use nq_model::{Dims, Experts, ModelConfig};
+use nq_runtime::generate::Sequence;
 use nq_runtime::{
     DeviceChoice, DraftLayer, DraftedBy, Engine, LoadOptions, Sampler, SamplingParams, SessionSpec,
     Speculation,
 };
-use std::ops::ControlFlow;
+use nq_testkit::sessions::{answer, limits};
 
 fn config() -> ModelConfig {
     ModelConfig {
@@ -37,7 +37,7 @@ fn random(config: &ModelConfig) -> Store {
     let mut store = Store::random(config, 9);
     for (name, weight) in &mut store.matrices {
         if config.experts.is_some() && name.contains("mlp.gate") {
-            let (rows, cols) = weight.dims();
+            let Dims { rows, cols } = weight.dims();
             let mut values = vec![0.0; rows * cols];
             for (row, values) in values.chunks_exact_mut(cols).enumerate() {
                 weight.dequantize_row(row, values).unwrap();
@@ -85,11 +85,11 @@ fn drafts_are_those_of_the_published_computation() {
             return;
         };
         let cpu = nq(&config, &store);
-        let published = Published {
+        let published = PublishedLayer {
             config: &config,
             store: &store,
         };
-        let layer = StreamDrafts::mtp((&config, &store), None, &on_gpu()).unwrap();
+        let layer = StreamDrafts::mtp(&config, &store, None, &on_gpu()).unwrap();
         let mut session = gpu_session(&*engine);
         let mut drafter = layer.drafter(&mut *session).unwrap();
         let mut check = |slot: usize, text: &[u32], fed: usize, from: usize| {
@@ -123,11 +123,11 @@ fn forks_know_what_the_layer_saw_of_the_other_sequence() {
         return;
     };
     let cpu = nq(&config, &store);
-    let published = Published {
+    let published = PublishedLayer {
         config: &config,
         store: &store,
     };
-    let layer = StreamDrafts::mtp((&config, &store), None, &on_gpu()).unwrap();
+    let layer = StreamDrafts::mtp(&config, &store, None, &on_gpu()).unwrap();
     check_forks(&published, (&*cpu, &layer), || gpu_session(&*engine), 0.05);
 }
 
@@ -140,7 +140,7 @@ fn drafts_change_no_answer() {
     let Some(engine) = gpu_engine(&config, &store, KernelSet::Fused) else {
         return;
     };
-    let layer = StreamDrafts::mtp((&config, &store), None, &on_gpu()).unwrap();
+    let layer = StreamDrafts::mtp(&config, &store, None, &on_gpu()).unwrap();
     let prompt = tokens(40, 8);
     let answer = |drafts: bool| {
         let mut session = gpu_session(&*engine);
@@ -150,19 +150,12 @@ fn drafts_change_no_answer() {
         });
         let mut sequence = Sequence::new(&mut *session, 0).with_drafts(speculation);
         let mut sampler = Sampler::new(SamplingParams::greedy(), 3).unwrap();
-        let limits = Limits {
-            stop: &[],
-            max_tokens: 100,
-            interrupt: None,
-        };
-        let each = &mut |_| ControlFlow::Continue(());
-        let made = generate(
+        let made = answer(
             &mut *session,
             &mut sequence,
             &prompt,
             &mut sampler,
-            &limits,
-            each,
+            &limits(100),
         )
         .unwrap();
         assert_eq!(made.stats.drafted > 300, drafts, "{:?}", made.stats);

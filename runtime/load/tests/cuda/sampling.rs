@@ -6,10 +6,8 @@ use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::ModelConfig;
 use nq_runtime::batch::decode;
-use nq_runtime::{
-    Batch, Continuation, DraftedBy, Error, KvType, LogitBias, Piece, Sampler, SamplingParams,
-    SessionSpec,
-};
+use nq_runtime::{Batch, Error, KvType, LogitBias, Piece, Sampler, SamplingParams};
+use nq_testkit::sessions::{drawn, piece, session_spec};
 use std::ops::ControlFlow;
 
 const INT4: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(64), Zeros::Integer);
@@ -94,12 +92,7 @@ fn samples_as_the_host_does() {
             sampler.begin(&prompt);
             let mut ours = fused_session(&*gpu, KvType::F16);
             feed(&mut *ours, 0, &prompt[..2]);
-            let mut drawn = Vec::new();
-            let each = &mut |token| {
-                drawn.push(token);
-                ControlFlow::Continue(())
-            };
-            decode(&mut *ours, 0, prompt[2], STEPS, &mut sampler, None, each).expect("it runs");
+            let drawn = drawn(&mut *ours, 0, prompt[2], STEPS, &mut sampler).expect("it runs");
             assert_eq!(drawn.len(), STEPS);
             assert_eq!(ours.len(0), 2 + STEPS);
 
@@ -201,19 +194,11 @@ fn samples_as_the_host_does_under_masks_and_biases() {
                 let mut ours = fused_session(&*gpu, KvType::F16);
                 let mut chooser = sampler(params, 3, &[7, 9, 7], extras, vocab);
                 feed(&mut *ours, 0, &[7, 9]);
-                let mut drawn = Vec::new();
-                let each = &mut |token| {
-                    drawn.push(token);
-                    ControlFlow::Continue(())
-                };
                 // In two calls: what the first one counted is written anew.
-                decode(&mut *ours, 0, 7, STEPS / 2, &mut chooser, None, each).expect("it runs");
-                let last = drawn[STEPS / 2 - 1];
-                let each = &mut |token| {
-                    drawn.push(token);
-                    ControlFlow::Continue(())
-                };
-                decode(&mut *ours, 0, last, STEPS / 2, &mut chooser, None, each).expect("it runs");
+                let mut half = |token| drawn(&mut *ours, 0, token, STEPS / 2, &mut chooser);
+                let first = half(7).expect("it runs");
+                let second = half(first[STEPS / 2 - 1]).expect("it runs");
+                let drawn = [first, second].concat();
 
                 let mut theirs = fused_session(&*gpu, KvType::F16);
                 feed(&mut *theirs, 1, &[7]);
@@ -263,12 +248,7 @@ fn a_mask_that_allows_nothing_is_an_error() {
         assert_eq!((session.len(0), sampler.position()), (0, 1));
         mask[2] = 1 << 9;
         sampler.set_mask(Some(&mask));
-        let mut drawn = Vec::new();
-        let each = &mut |token| {
-            drawn.push(token);
-            ControlFlow::Continue(())
-        };
-        decode(&mut *session, 0, 3, 2, &mut sampler, None, each).expect("one is");
+        let drawn = drawn(&mut *session, 0, 3, 2, &mut sampler).expect("one is");
         assert_eq!(drawn, [73, 73]);
         // A mask for another vocabulary is refused before anything runs.
         sampler.set_mask(Some(&mask[1..]));
@@ -306,15 +286,7 @@ fn many_sequences_continue_as_each_alone() {
         },
         SamplingParams { min_p: 0.5, ..base },
     ];
-    let spec = SessionSpec {
-        slots: 64,
-        ctx: 160,
-        pages: None,
-        kv: KvType::F16,
-        max_rows: 128,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
+    let spec = session_spec(64, 160, KvType::F16, 128);
     const STEPS: usize = 20;
     for m in [1, 2, 5, 8, 9, 16, 17, 24, 33, 64] {
         for kinds in [&kinds[..1], &kinds[..]] {
@@ -334,13 +306,8 @@ fn many_sequences_continue_as_each_alone() {
                 }
             }
             let mut pieces: Vec<Piece<'_>> = (samplers.into_iter().zip(&prompts).enumerate())
-                .map(|(i, (sampler, prompt))| Piece {
-                    slot: slot(i),
-                    tokens: &prompt[prompt.len() - 1..],
-                    then: Some(Continuation {
-                        sampler,
-                        tokens: STEPS + 5,
-                    }),
+                .map(|(i, (sampler, prompt))| {
+                    piece(slot(i), &prompt[prompt.len() - 1..], sampler, STEPS + 5)
                 })
                 .collect();
             let mut drawn = vec![Vec::new(); m];
@@ -428,8 +395,7 @@ fn a_first_step_leaves_the_prompt_alone() {
     let mut ours = fused_session(&*gpu, KvType::F16);
     feed(&mut *ours, 0, &text[..11]);
     let mut sampler = Sampler::new(SamplingParams::greedy(), 0).expect("valid");
-    let each = &mut |_| ControlFlow::Continue(());
-    decode(&mut *ours, 0, text[11], 3, &mut sampler, None, each).expect("it runs");
+    drawn(&mut *ours, 0, text[11], 3, &mut sampler).expect("it runs");
     ours.truncate(0, 11);
     let d = distance(&feed(&mut *ours, 0, &text[11..]), &expected);
     assert!(d < 1.5e-2, "after a sampled one: {d}");

@@ -117,7 +117,8 @@ pub(super) unsafe fn gemm(
         table,
         w,
         panels,
-        (out, stride),
+        out,
+        stride,
         |quads, inputs, panels, out| {
             let groups = inputs.start / x.share..inputs.end / x.share;
             let dot = dots[panels - 1][x.width - 1];
@@ -159,7 +160,8 @@ pub(super) unsafe fn gemm_f32(
         table,
         w,
         panels,
-        (out, stride),
+        out,
+        stride,
         |quads, inputs, panels, out| {
             with_scratch!(Buffer<f32>, |tile| {
                 let tile = tile.reserve(panels * inputs.len() * LANES);
@@ -194,7 +196,8 @@ fn each_piece(
     table: &KernelTable,
     w: &PanelWeight,
     panels: Range<usize>,
-    (out, stride): (&mut [f32], usize),
+    out: &mut [f32],
+    stride: usize,
     f: impl Fn(&[u32], Range<usize>, usize, &mut [f32]),
 ) {
     let t = w.trellis();

@@ -6,6 +6,7 @@ use crate::team::{Team, spread};
 use half::f16;
 use nq_formats::TrellisWeight;
 use nq_formats::trellis::{self, Code, STRIP, TILE, TrellisScheme};
+use nq_model::Dims;
 use std::sync::Arc;
 
 /// Panels of a strip.
@@ -62,7 +63,7 @@ impl PackedTrellis {
 }
 
 /// Words of a weight `[rows, inputs]`, padded to strips.
-pub(crate) fn words(scheme: TrellisScheme, (rows, inputs): (usize, usize)) -> usize {
+pub(crate) fn words(scheme: TrellisScheme, Dims { rows, cols: inputs }: Dims) -> usize {
     rows.div_ceil(STRIP) * (inputs / TILE) * SEQUENCES * scheme.words()
 }
 
@@ -70,7 +71,7 @@ pub(crate) fn words(scheme: TrellisScheme, (rows, inputs): (usize, usize)) -> us
 pub(crate) fn pack(team: &Team, w: &TrellisWeight) -> Buffer<u32> {
     let scheme = w.scheme();
     let each = scheme.words();
-    let mut data = Buffer::weights(words(scheme, (w.out_features(), w.in_features())));
+    let mut data = Buffer::weights(words(scheme, Dims::new(w.out_features(), w.in_features())));
     let (from, _) = w.words().as_chunks::<4>();
     let tile = SEQUENCES * each;
     spread(team, &mut data, tile, |index, data| {

@@ -52,12 +52,12 @@ impl StripParts {
         }
     }
 
-    /// The words of part `part`, and those before its first.
+    /// The words of part `part`.
     ///
     /// # Safety
     /// The strip has the part.
     #[inline(always)]
-    unsafe fn at(self, part: usize) -> (*const u32, *const u32) {
+    unsafe fn at(self, part: usize) -> PartWords {
         let first = part >> self.shift << self.shift;
         let last = (1 << self.shift) - 1;
         let before = if part == first {
@@ -67,23 +67,31 @@ impl StripParts {
         };
         // SAFETY: by contract; a sequence is cyclic within its tile.
         unsafe {
-            (
-                self.strip.add(part * self.words),
-                self.strip.add((before + 1) * self.words - SEQUENCES),
-            )
+            PartWords {
+                own: self.strip.add(part * self.words),
+                before: self.strip.add((before + 1) * self.words - SEQUENCES),
+            }
         }
     }
+}
+
+/// Where the words of a part are.
+#[derive(Clone, Copy)]
+struct PartWords {
+    own: *const u32,
+    /// Those before its first.
+    before: *const u32,
 }
 
 /// One step of 16 sequences (half `half` of 32), as the four bytes of each state: the step of a part that ends
 /// before bit `end`.
 ///
 /// # Safety
-/// A part's words are at `words`, and the words before its first at `before`.
+/// `words` are those of a part.
 #[inline(always)]
 unsafe fn quads<S: Simd>(
     s: S,
-    (words, before): (*const u32, *const u32),
+    words: PartWords,
     end: usize,
     half: usize,
     multiplier: S::I,
@@ -92,11 +100,11 @@ unsafe fn quads<S: Simd>(
     // SAFETY: by contract. Where the second load is not used, none is made.
     let state = unsafe {
         let previous = if word == 0 {
-            before
+            words.before
         } else {
-            words.add((word - 1) * SEQUENCES)
+            words.own.add((word - 1) * SEQUENCES)
         };
-        let now = s.load_bits(words.add(word * SEQUENCES + half * LANES));
+        let now = s.load_bits(words.own.add(word * SEQUENCES + half * LANES));
         s.state(s.load_bits(previous.add(half * LANES)), now, end)
     };
     s.mul_i(state, multiplier)
@@ -145,7 +153,7 @@ pub(crate) unsafe fn gemv<
                 // SAFETY: by contract.
                 unsafe {
                     let sums = strip.piece::<C, N, M>(s, bits, piece, own.clone());
-                    add_piece(s, x, (block, group), sums, &mut y[piece * M..]);
+                    add_piece(s, x, block, group, sums, &mut y[piece * M..]);
                 }
             }
         }
@@ -153,7 +161,7 @@ pub(crate) unsafe fn gemv<
             // SAFETY: by contract.
             unsafe {
                 let sums = strip.piece::<C, N, M>(s, B, PIECE, own.clone());
-                add_piece(s, x, (block, group), sums, &mut y[PIECE * M..]);
+                add_piece(s, x, block, group, sums, &mut y[PIECE * M..]);
             }
         } });
     }
@@ -196,7 +204,7 @@ impl<I: Copy> Strip<I> {
                 // The next group's words, a share of them with each piece of this one.
                 let lines = |piece: usize| 2 * bits * piece * M / PANELS;
                 for line in lines(piece)..lines(piece + 1) {
-                    s.prefetch(words.0.wrapping_add(self.ahead + line * LANES));
+                    s.prefetch(words.own.wrapping_add(self.ahead + line * LANES));
                 }
                 let codes = self.codes.add(part * QUADS * 4 * C * N);
                 let mut xs = [[[s.splat_i(0); N]; C]; 2];
@@ -234,7 +242,8 @@ impl<I: Copy> Strip<I> {
 unsafe fn add_piece<S: Simd, const C: usize, const N: usize, const M: usize>(
     s: S,
     x: &Prepared,
-    (block, group): (usize, usize),
+    block: usize,
+    group: usize,
     acc: [[[[S::I; 4]; N]; C]; M],
     y: &mut [[[f32; LANES]; C]],
 ) {
@@ -247,7 +256,7 @@ unsafe fn add_piece<S: Simd, const C: usize, const N: usize, const M: usize>(
             let y = &mut y[panel][c];
             // SAFETY: by contract.
             unsafe {
-                let sum = add_group::<S, C, N>(s, s.load(y.as_ptr()), sums, x, (block, group, c));
+                let sum = add_group::<S, C, N>(s, s.load(y.as_ptr()), sums, x, block, group, c);
                 s.store(y.as_mut_ptr(), sum);
             }
         }
@@ -265,7 +274,9 @@ unsafe fn add_group<S: Simd, const C: usize, const N: usize>(
     y: S::F,
     sums: [S::I; N],
     x: &Prepared,
-    (block, group, c): (usize, usize, usize),
+    block: usize,
+    group: usize,
+    c: usize,
 ) -> S::F {
     let groups = x.groups;
     let at = (block * groups + group) * C + c;
@@ -393,8 +404,8 @@ pub(crate) unsafe fn dot<S: Simd, const P: usize, const C: usize, const N: usize
             }
             for p in 0..P {
                 for c in 0..C {
-                    let place = (block, group, c);
-                    y[p][c] = add_group::<S, C, N>(s, y[p][c], acc[p][c], x, place);
+                    let sums = acc[p][c];
+                    y[p][c] = add_group::<S, C, N>(s, y[p][c], sums, x, block, group, c);
                 }
             }
         }

@@ -6,6 +6,7 @@ use crate::engine::session::buffers::{ExpertRows, GROUPED_ROWS};
 use crate::engine::session::rank_rows::added_to;
 use crate::{Buffer, DeviceLinear, stacked};
 use nq_kernels::Result;
+use nq_model::Dims;
 use nq_model::forward::{Experts, Packed};
 
 impl Pass<'_> {
@@ -34,20 +35,28 @@ impl Pass<'_> {
         let x = &mut *self.rows.x;
         if let (Some(work), Some(stage)) = (on.layers.host.work(layer), on.host) {
             let (n, k) = (m * on.config.hidden_size, m * shape.count);
-            let key = ("experts on the CPU", "host", (shape.count, shape.width));
+            let key = (
+                "experts on the CPU",
+                "host",
+                Dims::new(shape.count, shape.width),
+            );
             return stream.timed(key, 0, || stream.on_host(stage, work, (x, n), (scores, k)));
         }
         let key = |w: &Packed<DeviceLinear>| {
             let linear = &w.linear;
             let rows = linear.rows() / all;
-            (w.spec.name, linear.kind().name(), (rows, linear.inputs()))
+            (
+                w.spec.name,
+                linear.kind().name(),
+                Dims::new(rows, linear.inputs()),
+            )
         };
         let (up, down) = (&experts.gate_up, &experts.down);
         if let (GROUPED_ROWS.., Inputs::Half { halves, .. }, Some(grouped)) =
             (m, &self.inputs, grouped)
         {
             let part = |w: &DeviceLinear| w.bytes() / all * all.min(m * each);
-            let routes = ("routes", "fused", (all, each));
+            let routes = ("routes", "fused", Dims::new(all, each));
             stream.timed(routes, 0, || {
                 stream.group_rows(&halves.normed, scores, grouped, shape, m)
             })?;

@@ -2,11 +2,21 @@
 
 use crate::engine::session::buffers::{FullRows, Halves};
 use crate::{
-    AttentionOutput, Buffer, Columns, DeviceLinear, GemmOutput, GemvOutput, Norm, PartialSums,
-    RowsOut, StepOutput, Stream,
+    AttentionOutput, Buffer, Columns, CopiedRows, DeviceLinear, GemmOutput, GemvOutput, Norm,
+    PartialSums, RowsOut, StepOutput, Stream, Strided,
 };
 use nq_kernels::{KernelSet, Result};
+use nq_model::Dims;
 use nq_model::forward::Operand;
+
+/// The inputs of a product that an adapter adds to.
+#[derive(Clone, Copy)]
+pub(in crate::engine) enum AddedInput<'a> {
+    /// The rows of the residual stream, normalized.
+    Normed(&'a Buffer<f32>, Norm<'a>),
+    /// What a mixer has made.
+    Operand(Operand),
+}
 
 /// Bytes of the weights behind attention from which on prefetching them slows down the reads of
 /// attention, as measured on an H200 (1.1 MB do not, 5.5 and 8.9 MB do).
@@ -20,6 +30,8 @@ pub(in crate::engine) enum Inputs<'a> {
         gated: &'a mut Buffer<f32>,    // [rows, intermediate]
         /// For several rows.
         columns: &'a mut Option<Columns>,
+        /// Attention leaves its output in the columns of the product that reads it, where that suits the product's weight.
+        prepares: bool,
     },
     /// In FP16.
     Half {
@@ -40,13 +52,13 @@ pub(in crate::engine) struct Product<'a> {
     pub(in crate::engine) w: &'a DeviceLinear,
     pub(in crate::engine) m: usize,
     /// Keeps the next kernel from starting before the previous one has ended.
-    pub(in crate::engine) late: bool,
+    pub(in crate::engine) holds_dependents: bool,
 }
 
 impl Product<'_> {
     fn timed(self, queue: impl FnOnce(&Stream) -> Result<()>) -> Result<()> {
         let (stream, w) = (self.stream, self.w);
-        let key = (self.name, w.kind().name(), (w.rows(), w.inputs()));
+        let key = (self.name, w.kind().name(), Dims::new(w.rows(), w.inputs()));
         stream.timed(key, w.bytes(), || queue(stream))
     }
 
@@ -57,10 +69,15 @@ impl Product<'_> {
         out: GemvOutput<'_>,
         columns: &mut Option<Columns>,
     ) -> Result<()> {
-        let Product { w, m, late, .. } = self;
+        let Product {
+            w,
+            m,
+            holds_dependents,
+            ..
+        } = self;
         self.timed(|stream| match columns {
-            Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, late),
-            _ => stream.gemv(w, x, out, late),
+            Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, holds_dependents),
+            _ => stream.gemv(w, x, out, holds_dependents),
         })
     }
 
@@ -139,6 +156,16 @@ impl Inputs<'_> {
         }
     }
 
+    /// Makes of the products `gate_up` `[m, 2 intermediate]` what [`Inputs::gate`] makes of their inputs.
+    pub(super) fn gate_products(
+        &mut self,
+        product: Product<'_>,
+        gate_up: &Buffer<f32>,
+    ) -> Result<()> {
+        let width = product.w.rows() / 2;
+        (product.stream).silu_mul(gate_up, &self.gated(), product.m, width)
+    }
+
     /// Adds the product of `operand` to `to`.
     pub(super) fn add(
         &mut self,
@@ -152,9 +179,12 @@ impl Inputs<'_> {
                 attended,
                 gated,
                 columns,
+                prepares,
             } => {
                 let operand = match (operand, &*columns) {
-                    (Operand::Attended, Some(columns)) if m > 1 && Columns::suit(w) => {
+                    (Operand::Attended, Some(columns))
+                        if m > 1 && *prepares && Columns::suit(w) =>
+                    {
                         return product.timed(|stream| stream.multiply_columns(w, columns, to, m));
                     }
                     (Operand::Attended, _) => attended,
@@ -165,6 +195,55 @@ impl Inputs<'_> {
             Inputs::Half { halves, full, .. } => {
                 let full = full.as_ref().map(|f| f.operand(operand));
                 product.many(full, halves.operand(operand), GemmOutput::Add(to))
+            }
+        }
+    }
+
+    /// Computes the products of rows with an adapter's `A`: `low` `[m, ranks]`. Of `zeros` there are as many for a step of
+    /// few rows.
+    pub(in crate::engine) fn low(
+        &mut self,
+        product: Product<'_>,
+        x: AddedInput<'_>,
+        low: &mut Buffer<f32>,
+        zeros: &Buffer<f32>,
+    ) -> Result<()> {
+        match self {
+            Inputs::Full {
+                attended,
+                gated,
+                columns,
+                ..
+            } => {
+                let operand = match x {
+                    AddedInput::Normed(x, norm) => {
+                        return product.few(x, GemvOutput::Store(norm, low), columns);
+                    }
+                    AddedInput::Operand(Operand::Attended) => attended,
+                    AddedInput::Operand(Operand::Gated) => gated,
+                };
+                // What is not normalized can only be added.
+                let n = product.m * product.w.rows();
+                let all = Strided { at: 0, stride: n };
+                product.stream.copy_rows(CopiedRows {
+                    from: zeros,
+                    begin: all,
+                    to: low,
+                    end: all,
+                    rows: 1,
+                    width: n,
+                })?;
+                product.few(operand, GemvOutput::Add(low), columns)
+            }
+            Inputs::Half { halves, full, .. } => {
+                let (full, half) = match x {
+                    AddedInput::Normed(..) => (full.as_ref().map(|f| &f.normed), &halves.normed),
+                    AddedInput::Operand(operand) => {
+                        let full = full.as_ref().map(|f| f.operand(operand));
+                        (full, halves.operand(operand))
+                    }
+                };
+                product.many(full, half, GemmOutput::Store(low))
             }
         }
     }
@@ -205,10 +284,13 @@ impl Inputs<'_> {
         match self {
             Inputs::Half { halves, .. } => (AttentionOutput::Half(&mut halves.attended), false),
             Inputs::Full {
-                attended, columns, ..
+                attended,
+                columns,
+                prepares,
+                ..
             } => {
                 let out = match columns {
-                    Some(columns) if m > 1 && Columns::suit(o) => {
+                    Some(columns) if m > 1 && *prepares && Columns::suit(o) => {
                         AttentionOutput::Columns(columns, o)
                     }
                     _ => AttentionOutput::Full(attended),

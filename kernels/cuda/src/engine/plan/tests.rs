@@ -1,16 +1,23 @@
 use super::*;
-use crate::engine::layer::stacks_shared;
-use crate::engine::weights::{head, stored_by_layer, weight_bytes};
-use crate::{DeviceLinear, GpuInfo, MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
+use crate::Version;
+use crate::engine::adapters::AdapterWidths;
+use crate::engine::layer::HeldLayer;
+use crate::engine::model::{held_layer, stack};
+use crate::engine::weights::{head, no_weight, stored_by_layer, weight_bytes};
+use crate::pack::Packing;
+use crate::{DeviceLinear, GpuInfo, HalfRows, MOST_SEQUENCES, MOST_WIDE_SEQUENCES};
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Scheme, TensorEntry, Weight,
+    AffineScheme, AffineWeight, Bits, Group, QuantizedWeight, Scheme, Tensor, TensorEntry, Weight,
     ZeroPoints, Zeros, trellis::Code,
 };
 use nq_kernels::KernelSet;
 use nq_kernels::registry::WeightKind;
-use nq_model::{DType, ModelConfig};
+use nq_model::forward::{Layer, VectorSpec};
+use nq_model::{DType, Dims, Experts, LinearSpec, ModelConfig, Product};
+use nq_runtime::LayerWeights;
 use nq_runtime::interface::DraftLayer;
 use nq_runtime::weights::Kinds;
+use nq_testkit::sessions::session_spec;
 
 /// Qwen3-8B's shape.
 fn config() -> ModelConfig {
@@ -20,28 +27,28 @@ fn config() -> ModelConfig {
 }
 
 fn spec(ctx: usize, kv: KvType) -> SessionSpec {
-    SessionSpec {
-        slots: 1,
-        ctx,
-        pages: None,
-        kv,
-        max_rows: 512,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    }
+    session_spec(1, ctx, kv, 512)
+}
+
+/// A weight of zeros.
+fn zeros(scheme: AffineScheme, dims: Dims) -> Weight {
+    let Dims { rows, cols } = dims;
+    let groups = rows * scheme.group.count(cols);
+    let packed = rows * scheme.bits.bytes(scheme.group.count(cols));
+    let zeros = match scheme.zeros {
+        Zeros::None => ZeroPoints::None,
+        Zeros::Integer => ZeroPoints::Integer(vec![0; packed].into()),
+        Zeros::Offset => ZeroPoints::Offset(vec![half::f16::ONE; groups].into()),
+    };
+    let codes = vec![0; rows * scheme.bits.bytes(cols)];
+    let scales = vec![half::f16::ONE; groups];
+    let weight = AffineWeight::new(scheme, dims, codes.into(), scales.into(), zeros, None);
+    Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
 }
 
 /// One weight of two rows of 64 inputs.
 fn weight(scheme: AffineScheme) -> Weight {
-    let zeros = match scheme.zeros {
-        Zeros::None => ZeroPoints::None,
-        Zeros::Integer => ZeroPoints::Integer(vec![0; 2].into()),
-        Zeros::Offset => ZeroPoints::Offset(vec![half::f16::ONE; 2].into()),
-    };
-    let codes = vec![0; 2 * scheme.bits.bytes(64)];
-    let scales = vec![half::f16::ONE; 2];
-    let weight = AffineWeight::new(scheme, (2, 64), codes.into(), scales.into(), zeros, None);
-    Weight::Quantized(QuantizedWeight::Affine(weight.unwrap()))
+    zeros(scheme, Dims::new(2, 64))
 }
 
 /// What plans count as one stack can be stacked, and packs to the kind that is counted; what cannot be stacked is counted
@@ -63,9 +70,11 @@ fn shared_experts_stack_where_their_weights_do() {
         }
     };
     let spec = config.layer(0);
-    let stacks =
-        |kinds: Kinds<'_>| stacks_shared(&config, spec, |kind| kinds(&spec.linear(kind).name(0)));
-    let bytes = |kinds: Kinds<'_>| weight_bytes(&config, kinds, None, 0, None).unwrap();
+    let stacks = |kinds: Kinds<'_>| {
+        let kind = |kind| kinds(&spec.linear(kind).name(0));
+        HeldLayer::new(&config, spec, false, kind).has_shared()
+    };
+    let bytes = |kinds: Kinds<'_>| weight_bytes(&config, kinds, None, 0, None).unwrap().held;
     for (experts, shared) in [
         (int4, int4),
         (int4, plain),
@@ -92,10 +101,110 @@ fn shared_experts_stack_where_their_weights_do() {
     }
 }
 
+/// What is planned for a mixture by the kinds of its weights is what their matrices take, byte for byte: with the shared
+/// expert behind the others where it can be, by itself where its scheme is another, and with the experts on the host.
+#[test]
+fn planned_mixtures_take_what_their_matrices_do() {
+    let preset = nq_model::Preset::find("qwen3.5-35b-a3b").unwrap();
+    let preset = preset.config();
+    let experts = preset.experts.map(|e| Experts {
+        count: 3,
+        per_token: 1,
+        width: 256,
+        shared: 256,
+        ..e
+    });
+    let config = ModelConfig {
+        hidden_size: 256,
+        vocab_size: 64,
+        num_hidden_layers: 4,
+        tie_word_embeddings: true,
+        experts,
+        ..preset
+    };
+    let scheme = AffineScheme::new;
+    let int4 = scheme(Bits::B4, Group::Size(64), Zeros::Integer);
+    for (shared, stands_behind) in [
+        (int4, true),
+        (scheme(Bits::B4, Group::Size(64), Zeros::None), true),
+        (scheme(Bits::B4, Group::Size(64), Zeros::Offset), false),
+        (scheme(Bits::B4, Group::Size(80), Zeros::Integer), false),
+        (scheme(Bits::B8, Group::Size(64), Zeros::Integer), false),
+        (scheme(Bits::B5, Group::Size(32), Zeros::None), false),
+    ] {
+        let scheme_of = |name: &str| match name {
+            name if name.contains("shared_expert.") => Some(shared),
+            name if name.contains("experts.") => Some(int4),
+            _ => None,
+        };
+        let kinds = |name: &str| match scheme_of(name) {
+            Some(scheme) => WeightKind::in_scheme(scheme.into(), false),
+            None => WeightKind::Dense(DType::F32),
+        };
+        for on_host in [0, 2] {
+            let account = Account::gpu();
+            let gpu = Gpu::dry(INFO.clone(), account.clone());
+            let mut kept = Vec::new();
+            for index in 0..config.num_hidden_layers {
+                let spec = config.layer(index);
+                let tensor = |shape: Vec<usize>| {
+                    let values = vec![0.0; shape.iter().product()];
+                    Tensor::from_f32(shape, values)
+                };
+                let linear = |l: &LinearSpec| {
+                    let dims = l.dims(&config);
+                    match scheme_of(&l.name(index)) {
+                        Some(scheme) => Ok(zeros(scheme, dims)),
+                        None => tensor(vec![dims.rows, dims.cols]).map(Weight::Dense),
+                    }
+                };
+                let vector = |v: VectorSpec| tensor(vec![v.len(&config)]);
+                let weights = LayerWeights::collect(spec, linear, vector).unwrap();
+                let held = held_layer(&config, &weights, index < on_host);
+                assert_eq!(held.has_shared(), stands_behind && index >= on_host);
+                let pack = |product: &'static Product| -> Result<DeviceLinear> {
+                    let parts = held.parts(product).into_iter();
+                    let parts: Vec<_> = parts.map(|p| p.weight(&weights)).collect::<Result<_>>()?;
+                    let parts: Vec<&Weight> = parts.iter().map(|part| &**part).collect();
+                    if parts.is_empty() {
+                        return Ok(no_weight(&gpu)?);
+                    }
+                    let packing = Packing::new(&parts, stack(product), held.is_plain(product))?;
+                    let rows: Vec<usize> = parts.iter().map(|w| w.dims().rows).collect();
+                    let (kind, inputs) = (packing.kind(), packing.inputs());
+                    Ok(DeviceLinear::zeros(&gpu, kind, &rows, inputs)?)
+                };
+                let vector = |v: VectorSpec| Ok(gpu.zeros::<f32>("a norm", v.len(&config))?);
+                let mut layer = Layer::new(index, spec, pack, vector).unwrap();
+                if held.has_shared() {
+                    layer.drop_shared_expert();
+                }
+                let rates = weights.spec.recurrence().map(|d| weights.product(&d.rates));
+                let router = held.router().map(|router| {
+                    let linears = router.linears();
+                    linears.map(|l| weights.linear(l.kind)).collect()
+                });
+                let halves = rates.into_iter().chain(router).map(|parts: Vec<&Weight>| {
+                    let rows = parts.iter().map(|w| w.dims().rows).sum();
+                    let bytes = HalfRows::bytes(rows, config.hidden_size);
+                    gpu.zeros::<u8>("a weight", bytes).unwrap()
+                });
+                kept.push((layer, halves.collect::<Vec<_>>()));
+            }
+            let _norm = gpu.zeros::<f32>("a norm", config.hidden_size).unwrap();
+            let _head = head(&gpu, &config, &kinds, None).unwrap();
+            let planned = weight_bytes(&config, &kinds, None, on_host, None)
+                .unwrap()
+                .held;
+            assert_eq!(planned, account.held(), "{shared}, {on_host} on the host");
+        }
+    }
+}
+
 static INFO: GpuInfo = GpuInfo {
     ordinal: 0,
     name: String::new(),
-    capability: (9, 0),
+    capability: Version::new(9, 0),
     multiprocessors: 132,
     shared_memory: 227 << 10,
     l2_bytes: 50 << 20,
@@ -131,6 +240,7 @@ impl PlannedModel {
             head: &self.head,
             trellis: false,
             part: None,
+            adapters: AdapterWidths::default(),
             weights,
             session: Some(session),
         }
@@ -348,7 +458,7 @@ fn a_session_counts_keys_and_values_and_rows() {
 #[test]
 fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
     let config = config();
-    let all = weight_bytes(&config, &bf16, None, 0, None).unwrap();
+    let all = weight_bytes(&config, &bf16, None, 0, None).unwrap().held;
     let parameters = 2 * config.parameters();
     assert!(
         (parameters..parameters + parameters / 100).contains(&all),
@@ -358,7 +468,9 @@ fn weights_are_counted_layer_by_layer_or_as_they_are_stored() {
     let stored = |last: u64| {
         let mut stored = vec![4; layers];
         stored[layers - 1] = last;
-        weight_bytes(&config, &bf16, Some(&stored), 0, None).unwrap()
+        weight_bytes(&config, &bf16, Some(&stored), 0, None)
+            .unwrap()
+            .held
     };
     assert_eq!(stored(4), all);
     let layer = 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288);

@@ -111,7 +111,7 @@ impl ManyRows {
             },
             head_in: gpu.zeros("activations", LOGIT_ROWS * padded(w.hidden))?,
             logits: f32s(LOGIT_ROWS * w.vocab)?,
-            experts: ExpertRows::new(gpu, (w.experts.as_ref(), w.hidden), m)?,
+            experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, m)?,
             full: match kernels {
                 KernelSet::Reference => Some(FullRows::new(gpu, w, m)?),
                 KernelSet::Fused => None,
@@ -183,7 +183,8 @@ impl ExpertRows {
     /// Allocates them for up to `rows` rows of `hidden` values; `None` without experts.
     pub(in crate::engine) fn new(
         gpu: &Gpu,
-        (experts, hidden): (Option<&Experts>, usize),
+        experts: Option<&Experts>,
+        hidden: usize,
         rows: usize,
     ) -> Result<Option<Self>> {
         let Some(experts) = experts else {

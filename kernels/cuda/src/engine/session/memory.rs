@@ -3,6 +3,7 @@
 use super::buffers::{ManyRows, Widths};
 use super::rank_rows::RankRows;
 use super::step_rows::{StepRows, most_rows};
+use crate::engine::adapters::AdapterRows;
 use crate::engine::request::Request;
 use crate::engine::streams::buffers::DraftMemory;
 use crate::{Buffer, DevicePages, DeviceStates, Gpu, PagesShape, StatesShape, TrellisRoom};
@@ -20,6 +21,7 @@ pub(in crate::engine) struct SessionMemory {
     pub(super) ranks: Option<RankRows>,
     pub(super) room: Option<TrellisRoom>,
     pub(super) drafts: Option<DraftMemory>,
+    pub(super) adapters: Option<AdapterRows>,
 }
 
 impl SessionMemory {
@@ -34,6 +36,7 @@ impl SessionMemory {
             kernels,
             head,
             trellis,
+            adapters,
             ..
         } = *request;
         let (w, rows) = (Widths::of(c), most_rows(spec, request.together));
@@ -50,7 +53,7 @@ impl SessionMemory {
         };
         let pages = DevicePages::new(gpu, shape)?;
         let places = pages.places();
-        let table = places.positions * c.rotated() / 2;
+        let table = places.positions * c.rotary_dims() / 2;
         let states = |delta| {
             let shape = StatesShape {
                 delta,
@@ -66,13 +69,14 @@ impl SessionMemory {
         let room = || TrellisRoom::new(gpu, w.trellis(many.max(rows)));
         let ranks = request
             .part
-            .map(|part| RankRows::new(gpu, c, part, (rows, many)));
+            .map(|part| RankRows::new(gpu, c, part, rows, many));
         let drafts = match spec.drafts {
             DraftedBy::Layer(layer) => Some(DraftMemory::new(gpu, layer, head, spec)?),
             DraftedBy::Nothing | DraftedBy::Tokens => None,
         };
         Ok(SessionMemory {
             drafts,
+            adapters: AdapterRows::new(gpu, adapters, many.max(rows))?,
             room: trellis.then(room).transpose()?,
             states: w.delta.map(states).transpose()?,
             ranks: ranks.transpose()?,

@@ -3,7 +3,7 @@
 use super::buffers::{LOGIT_ROWS, Widths};
 use crate::engine::part::GpuPart;
 use crate::{Buffer, Collectives, Gathered, Gpu, Inbox, LayersInbox, PartialSums, Share, Stream};
-use nq_model::ModelConfig;
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::interface::Split;
 use std::ops::Range;
@@ -49,7 +49,8 @@ impl RankRows {
         gpu: &Gpu,
         c: &ModelConfig,
         part: GpuPart,
-        (rows, many): (usize, usize),
+        rows: usize,
+        many: usize,
     ) -> Result<Self> {
         let (w, most) = (Widths::of(c), rows.max(many));
         let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
@@ -117,19 +118,20 @@ impl RankRows {
         stream: &Stream,
         ranks: Range<usize>,
         x: &mut Buffer<f32>,
-        (m, hidden): (usize, usize),
+        dims: Dims,
     ) -> nq_kernels::Result<()> {
+        let (m, hidden) = dims.pair();
         for rank in ranks {
-            let of = |r| if r == rank { 0..hidden } else { 0..0 };
-            let columns: Vec<Range<usize>> = (0..self.part.rank.ranks).map(of).collect();
+            let columns_of = |r| if r == rank { 0..hidden } else { 0..0 };
+            let columns: Vec<Range<usize>> = (0..self.part.rank.ranks).map(columns_of).collect();
             let rows = Gathered {
                 from: None,
                 to: &mut *x,
                 columns: &columns,
                 best: None,
             };
-            stream.timed(("all-gather", "fused", (m, hidden)), 0, || {
-                stream.all_gather(rows, self.collectives()?, (m, hidden))
+            stream.timed(("all-gather", "fused", Dims::new(m, hidden)), 0, || {
+                stream.all_gather(rows, self.collectives()?, Dims::new(m, hidden))
             })?;
         }
         Ok(())
@@ -151,7 +153,7 @@ pub(in crate::engine) fn hand_over(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: Option<&RankRows>,
-    size: (usize, usize),
+    size: Dims,
     what: Handover,
 ) -> nq_kernels::Result<()> {
     let Some(ranks) = ranks.filter(|r| r.is_stage()) else {
@@ -171,8 +173,9 @@ pub(in crate::engine) fn hand_over(
 pub(in crate::engine) fn gather_logits(
     stream: &Stream,
     ranks: Option<&RankRows>,
-    (logits, best): (&mut Buffer<f32>, Option<&mut Buffer<[f32; 2]>>),
-    size: (usize, usize),
+    logits: &mut Buffer<f32>,
+    best: Option<&mut Buffer<[f32; 2]>>,
+    size: Dims,
 ) -> nq_kernels::Result<()> {
     let Some((ranks, head)) = ranks.and_then(|r| Some((r, r.head.as_ref()?))) else {
         return Ok(());
@@ -204,7 +207,7 @@ pub(in crate::engine) fn reduce(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: &mut Option<&mut RankRows>,
-    size: (usize, usize),
+    size: Dims,
 ) -> nq_kernels::Result<()> {
     let Some(RankRows {
         shares: Some(shares),
@@ -224,7 +227,7 @@ pub(in crate::engine) fn reduce_written(
     stream: &Stream,
     x: &mut Buffer<f32>,
     ranks: &RankRows,
-    size: (usize, usize),
+    size: Dims,
 ) -> nq_kernels::Result<()> {
     let Some(shares) = &ranks.shares else {
         return Ok(());
@@ -240,7 +243,7 @@ pub(in crate::engine) fn reduce_parts(
     x: &mut Buffer<f32>,
     parts: &PartialSums,
     ranks: &Option<&mut RankRows>,
-    size: (usize, usize),
+    size: Dims,
 ) -> nq_kernels::Result<bool> {
     let Some(ranks) = ranks.as_deref().filter(|r| r.shares.is_some()) else {
         return Ok(false);

@@ -3,9 +3,11 @@
 use super::CudaSession;
 use super::buffers::{FullRows, LOGIT_ROWS, Widths};
 use super::rank_rows::{Handover, gather_logits, hand_over};
+use crate::engine::adapters::Adapted;
 use crate::engine::pass::{Fused, Inputs, Pass, PassState, Product, Rows, Sequences, fetch};
 use crate::{CONV, DeltaSpan, GemmOutput, Row, RowsOut, SequenceRows};
 use nq_kernels::KernelSet;
+use nq_model::Dims;
 use nq_runtime::interface::{Chunk, Observer};
 use std::time::Duration;
 
@@ -26,6 +28,9 @@ impl CudaSession {
             many,
             ranks,
             experts_host,
+            adapters,
+            adapted,
+            adapter_rows,
             ..
         } = self;
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
@@ -63,6 +68,7 @@ impl CudaSession {
                 None => None,
             },
             drafting: None,
+            adapted: Adapted::of_pass(adapters, &adapted.runs, adapter_rows),
             state: PassState::default(),
         };
         pass.hand_over(Handover::Begin)?;
@@ -77,7 +83,10 @@ impl CudaSession {
             return Ok(());
         }
         let m = chunks.iter().map(|c| c.tokens.len()).sum();
-        let (x, size) = (&mut self.many.x, (m, self.model.config.hidden_size));
+        let (x, size) = (
+            &mut self.many.x,
+            Dims::new(m, self.model.config.hidden_size),
+        );
         let ranks = self.ranks.as_ref();
         Ok(hand_over(&self.stream, x, ranks, size, Handover::Last)?)
     }
@@ -120,10 +129,16 @@ impl CudaSession {
                 name: "head",
                 w: &model.head,
                 m,
-                late: false,
+                holds_dependents: false,
             };
             product.many(normed, &many.head_in, out)?;
-            gather_logits(stream, ranks.as_ref(), (&mut many.logits, None), (m, vocab))?;
+            gather_logits(
+                stream,
+                ranks.as_ref(),
+                &mut many.logits,
+                None,
+                Dims::new(m, vocab),
+            )?;
             stream.read(&many.logits, 0, logits_host, 0..m * vocab)?;
             stream.synchronize()?;
             logits.extend_from_slice(&logits_host.values()?[..m * vocab]);
@@ -157,7 +172,7 @@ impl CudaSession {
                 slot: chunk.slot,
             };
             // The convolution's inputs in front of a snapshot must be rows of the pass.
-            let mark = (self.snapshots).due(chunk.slot, (position, count), CONV - 1);
+            let mark = (self.snapshots).due(chunk.slot, position, count, CONV - 1);
             // A snapshot whose place another of this pass gets is none any more.
             if let Some((_, taken)) = mark {
                 let earlier = spans
@@ -176,14 +191,18 @@ impl CudaSession {
             }));
             wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as u32));
         }
+        let sequences = spans.iter().map(|s| {
+            let rows = s.rows.row..s.rows.row + s.rows.count;
+            (s.rows.slot, rows)
+        });
+        self.adapted.begin(sequences);
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
         self.run_layers(&spans, tokens.len(), observer)?;
         if let (Some(drafting), Some(taps)) = (&self.drafting, &self.many.taps) {
             for (chunk, span) in chunks.iter().zip(&spans) {
-                let rows = span.rows;
-                let streams = (taps.streams(), rows.row);
-                drafting.take(rows.slot, rows.position, chunk.tokens, streams)?;
+                let (rows, streams) = (span.rows, taps.streams());
+                drafting.take(rows.slot, rows.position, chunk.tokens, streams, rows.row)?;
             }
         }
         Ok(wanted)

@@ -8,12 +8,13 @@ use super::CudaSession;
 use super::buffers::LOGIT_ROWS;
 use super::graphs::{StepEnd, StepKind};
 use super::step_rows::{RING, best_values, idle_step};
+use crate::engine::adapters::by_row;
 use crate::engine::pass::Fused;
 use crate::{
     Advance, AttentionScratch, CascadeShape, MOST_POSITIONS_AT_ONCE, MOST_RUN, MOST_SEQUENCES, Step,
 };
 use nq_kernels::pages::SharedPrefix;
-use nq_model::ModelConfig;
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::interface::{Chunk, LogitsWanted, Run, bucket};
 
@@ -31,9 +32,8 @@ pub(in crate::engine) fn least_shared_pages(kv_heads: usize) -> usize {
 const LEAST_RUN: usize = 3;
 
 /// Query heads per key head, and key heads.
-fn sizes_of_heads(c: &ModelConfig) -> (usize, usize) {
-    let kv_heads = c.num_key_value_heads;
-    (c.num_attention_heads / kv_heads, kv_heads)
+fn heads_per_key(c: &ModelConfig) -> usize {
+    c.num_attention_heads / c.num_key_value_heads
 }
 
 impl CudaSession {
@@ -49,7 +49,7 @@ impl CudaSession {
         let (model, step) = (&self.model, &mut self.step);
         let vocab = model.config.vocab_size;
         let blocks = best_values(&model.gpu, &model.head, vocab, m)?;
-        let key = ("sample", "fused", (m, vocab));
+        let key = ("sample", "fused", Dims::new(m, vocab));
         if lists && let Some(candidates) = &mut step.candidates {
             self.stream.timed(key, 4 * m * vocab, || {
                 self.stream.candidates(
@@ -102,6 +102,14 @@ impl CudaSession {
     /// and reserving shared memory cannot be. While profiling, each step is recorded anew, as each
     /// recording has its own events.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
+        if !self.adapted.runs.is_empty() {
+            // Which rows have adapters changes from step to step.
+            let kind = StepKind {
+                at_once: false,
+                ..kind
+            };
+            return Ok(self.queue_step(kind)?);
+        }
         let profiling = self.model.gpu.is_profiling();
         let shares = kind.shared.is_some();
         let warm = (kind.m, kind.at_once, kind.end, kind.runs, shares);
@@ -152,7 +160,7 @@ impl CudaSession {
         };
         let mut row = 0;
         for (slot, position, tokens) in runs {
-            drafting.take(slot, position, tokens, (taps.streams(), row))?;
+            drafting.take(slot, position, tokens, taps.streams(), row)?;
             row += tokens.len();
         }
         Ok(())
@@ -167,9 +175,11 @@ impl CudaSession {
         let seated: Vec<(usize, usize)> = seats
             .filter_map(|(row, seat)| Some((row, seat.slot?)))
             .collect();
-        let heads = sizes_of_heads(&self.model.config);
-        let prefixes = self.tables.prefixes(&seated, least_shared_pages(heads.1));
-        self.step.shared = cascade.write(&self.stream, &prefixes, heads)?;
+        let c = &self.model.config;
+        let least = least_shared_pages(c.num_key_value_heads);
+        let prefixes = self.tables.prefixes(&seated, least);
+        let (stream, kv_heads) = (&self.stream, c.num_key_value_heads);
+        self.step.shared = cascade.write(stream, &prefixes, heads_per_key(c), kv_heads)?;
         Ok(())
     }
 
@@ -179,8 +189,9 @@ impl CudaSession {
         let Some(cascade) = &mut self.step.cascade else {
             return Ok(None);
         };
-        let heads = sizes_of_heads(&self.model.config);
-        let least = least_shared_pages(heads.1);
+        let c = &self.model.config;
+        let kv_heads = c.num_key_value_heads;
+        let least = least_shared_pages(kv_heads);
         let mut end = 0;
         let prefixes = runs.iter().filter_map(|run| {
             let rows = end..end + run.tokens.len();
@@ -190,7 +201,7 @@ impl CudaSession {
         let prefixes: Vec<SharedPrefix> = prefixes.collect();
         match prefixes.is_empty() {
             true => Ok(None),
-            false => Ok(cascade.write(&self.stream, &prefixes, heads)?),
+            false => Ok(cascade.write(&self.stream, &prefixes, heads_per_key(c), kv_heads)?),
         }
     }
 
@@ -231,6 +242,8 @@ impl CudaSession {
             let with_logits = chunk.logits.rows(chunk.tokens.len());
             wanted.push(first + with_logits.start..first + with_logits.end);
         }
+        let slots = rows.iter().map(|step| Some(step.slot as usize));
+        self.adapted.begin(by_row(slots));
         let m = bucket(rows.len()).min(self.step.rows);
         let longest = rows.iter().map(|r| r.position as usize + 1).max();
         let kind = self.kind(m, longest.unwrap_or(1), StepEnd::Logits, true);

@@ -178,7 +178,7 @@ impl StepRows {
             cascade,
             shared: None,
             columns,
-            experts: ExpertRows::new(gpu, (w.experts.as_ref(), w.hidden), rows)?,
+            experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, rows)?,
             layers: match part.filter(|part| part.split == Split::Tensors) {
                 None => LayersScratch::new(gpu, sizes)?,
                 Some(part) => LayersScratch::of_rank(gpu, sizes, part.rank)?,

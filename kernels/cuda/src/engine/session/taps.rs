@@ -1,6 +1,6 @@
 //! Residual streams of a pass that a drafter reads.
 
-use crate::{Buffer, Stream, Strided};
+use crate::{Buffer, CopiedRows, Stream, Strided};
 use nq_kernels::Result;
 
 /// The streams of the latest pass after some of its layers.
@@ -31,15 +31,22 @@ impl Taps {
     ) -> Result<()> {
         let (hidden, taps) = (self.hidden, self.after.len());
         for tap in (0..taps).filter(|&tap| self.after[tap] == layer + 1) {
-            let from = Strided {
+            let begin = Strided {
                 at: 0,
                 stride: hidden,
             };
-            let to = Strided {
+            let end = Strided {
                 at: tap * hidden,
                 stride: taps * hidden,
             };
-            stream.copy_rows((x, from), (&mut self.streams, to), (m, hidden))?;
+            stream.copy_rows(CopiedRows {
+                from: x,
+                begin,
+                to: &mut self.streams,
+                end,
+                rows: m,
+                width: hidden,
+            })?;
         }
         Ok(())
     }

@@ -22,7 +22,7 @@ pub(in crate::engine) struct DraftMemory {
     pub(super) few: Few,
     pub(super) many: Many,
     pub(super) pages: DevicePages,
-    pub(super) cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
+    pub(super) cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotary_dims / 2]
     /// By slot, the streams of the last tokens, which have no keys and values yet: `[MOST_RUN, streams of a row]`.
     pub(super) held: Vec<Buffer<f32>>,
     /// The streams of the target's steps, and of its passes over many rows: `[rows, streams of a row]`.
@@ -56,7 +56,7 @@ impl DraftMemory {
         Ok(DraftMemory {
             few: Few::new(gpu, &layer, best, places)?,
             many: Many::new(gpu, &layer, places)?,
-            cos_sin: gpu.zeros(WHAT, places.positions * layer.rotated / 2)?,
+            cos_sin: gpu.zeros(WHAT, places.positions * layer.rotary_dims / 2)?,
             held: held.collect::<nq_kernels::Result<_>>()?,
             tapped: [streams(MOST_SEQUENCES)?, streams(spec.max_rows.max(1))?],
             pages,
@@ -135,7 +135,7 @@ impl Few {
             last: Last {
                 attended: f32s(q)?,
                 x: f32s(w.hidden)?,
-                experts: ExpertRows::new(gpu, (w.experts.as_ref(), w.hidden), 1)?,
+                experts: ExpertRows::new(gpu, w.experts.as_ref(), w.hidden, 1)?,
                 gated: f32s(w.mlp)?,
                 logits: f32s(w.drafted)?,
                 best: gpu.zeros(WHAT, best)?,

@@ -5,12 +5,12 @@ use super::{DraftModel, GpuHead, On, multiply, rows_at};
 use crate::engine::layer::CudaLayers;
 use crate::engine::model::refuse;
 use crate::{
-    Buffer, Checked, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm, RowsOut, Stack,
-    Uploader,
+    Buffer, Checked, CopiedRows, DeviceLinear, GemmOutput, GemvOutput, Gpu, HEAD_DIM, Norm,
+    RowsOut, Stack, Uploader,
 };
 use nq_formats::Weight;
 use nq_formats::eagle::{EagleConfig, EagleHead, TAPS};
-use nq_model::ModelConfig;
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::interface::DraftLayer;
 use nq_runtime::rope::Rotary;
 use nq_runtime::speculation::head::{EAGLE_NOT_FINITE, HeadWeights};
@@ -55,7 +55,7 @@ impl CudaEagle {
             layer,
             norm,
             head: draft_head,
-        } = HeadWeights::read((head, &config), linear, norm)?;
+        } = HeadWeights::read(head, &config, linear, norm)?;
         let embedding = match head.has_embedding {
             true => {
                 let embedding = nq_runtime::models::embedding(head.store.as_ref(), model)?;
@@ -139,8 +139,14 @@ impl CudaEagle {
             eps,
         )?;
         if self.norm_before_residual {
-            let to = (x, rows_at(0, width));
-            stream.copy_rows((&few.normed, rows_at(0, width)), to, (n, width))?;
+            stream.copy_rows(CopiedRows {
+                from: &few.normed,
+                begin: rows_at(0, width),
+                to: x,
+                end: rows_at(0, width),
+                rows: n,
+                width,
+            })?;
         }
         let out = GemvOutput::Add(&mut few.qkv);
         multiply(stream, &attention.qkv.linear, &few.normed, out, columns, n)
@@ -157,7 +163,7 @@ impl GpuHead for CudaEagle {
 
     fn many_input(&self, on: &mut On<'_>, n: usize) -> Result<()> {
         let (c, stream, many) = (&self.model.config, on.stream, &mut *on.many);
-        let taps = (n, TAPS * c.hidden_size);
+        let taps = Dims::new(n, TAPS * c.hidden_size);
         stream.convert_rows(&many.streams, &RowsOut::half(&mut many.half), taps)?;
         stream.gemm(&self.fc, &many.half, GemmOutput::Store(&mut many.x), n)?;
         let (stream_norm, attention) = self.model.layers.all[0].attention();
@@ -184,11 +190,14 @@ impl GpuHead for CudaEagle {
 
     fn few_input(&self, on: &mut On<'_>, held: &Buffer<f32>, n: usize) -> Result<()> {
         let (few, stream, width) = (&mut *on.few, on.stream, self.model.config.hidden_size);
-        let (zeros, x) = (
-            (&few.zeros, rows_at(0, width)),
-            (&mut few.x, rows_at(0, width)),
-        );
-        stream.copy_rows(zeros, x, (n, width))?;
+        stream.copy_rows(CopiedRows {
+            from: &few.zeros,
+            begin: rows_at(0, width),
+            to: &mut few.x,
+            end: rows_at(0, width),
+            rows: n,
+            width,
+        })?;
         let out = GemvOutput::Add(&mut few.x);
         multiply(stream, &self.fc, held, out, &mut few.columns, n)?;
         self.products(on, false, n)

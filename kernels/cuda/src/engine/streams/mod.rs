@@ -19,8 +19,8 @@ use super::model::CudaModel;
 use super::page_tables::reserve_pages;
 use super::pass::{Context, Drafting, Fused, Inputs, LastRow, Pass, PassState, Rows, Sequences};
 use crate::{
-    Advance, AttentionScratch, Buffer, Checked, Columns, DeviceLinear, DevicePages, GemvOutput,
-    Gpu, MOST_RUN, NOT_FINITE as NO_NUMBER, Norm, Row, Step, Stream, Strided, best_len,
+    Advance, AttentionScratch, Buffer, Checked, Columns, CopiedRows, DeviceLinear, DevicePages,
+    GemvOutput, Gpu, MOST_RUN, NOT_FINITE as NO_NUMBER, Norm, Row, Step, Stream, Strided, best_len,
 };
 use buffers::{DraftMemory, Few, Many, RING, ROWS};
 use nq_kernels::KernelSet;
@@ -91,6 +91,7 @@ impl<'a> On<'a> {
                 attended,
                 gated: &mut own.gated,
                 columns: &mut self.few.columns,
+                prepares: true,
             },
             sequences: Sequences::Step {
                 step: &mut self.few.step,
@@ -105,6 +106,7 @@ impl<'a> On<'a> {
                 has_qkv: H::MAKES_QKV,
                 last,
             }),
+            adapted: None,
             state: PassState::default(),
         }
     }
@@ -140,6 +142,7 @@ impl<'a> On<'a> {
                 has_qkv: H::MAKES_QKV,
                 last: None,
             }),
+            adapted: None,
             state: PassState::default(),
         }
     }
@@ -204,7 +207,8 @@ trait Run: Send {
         slot: usize,
         position: usize,
         tokens: &[u32],
-        streams: (&Buffer<f32>, usize),
+        streams: &Buffer<f32>,
+        row: usize,
     ) -> Result<()>;
 
     fn truncate(&mut self, slot: usize, len: usize);
@@ -224,11 +228,12 @@ impl StreamRun {
         head: &StreamHead,
         target: &Arc<CudaModel>,
         stream: &Stream,
-        on: (&SessionSpec, DraftMemory),
+        spec: &SessionSpec,
+        memory: DraftMemory,
     ) -> Result<(Self, [Buffer<f32>; 2])> {
         match (head.weights::<CudaMtp>(), head.weights::<CudaEagle>()) {
-            (Some(layer), _) => DraftState::open(&layer, target, stream, on),
-            (None, Some(eagle)) => DraftState::open(&eagle, target, stream, on),
+            (Some(layer), _) => DraftState::open(&layer, target, stream, spec, memory),
+            (None, Some(eagle)) => DraftState::open(&eagle, target, stream, spec, memory),
             (None, None) => unreachable!("a layer that drafts is an MTP layer or an EAGLE-3 head"),
         }
     }
@@ -244,9 +249,10 @@ impl StreamRun {
         slot: usize,
         position: usize,
         tokens: &[u32],
-        streams: (&Buffer<f32>, usize),
+        streams: &Buffer<f32>,
+        row: usize,
     ) -> Result<()> {
-        self.state().take(slot, position, tokens, streams)
+        self.state().take(slot, position, tokens, streams, row)
     }
 
     /// Knows of the sequence in `to` what it knows of the first `len` tokens of that in `from`.
@@ -287,7 +293,7 @@ struct DraftState<H> {
     few: Few,
     many: Many,
     pages: DevicePages,
-    cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotated / 2]
+    cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotary_dims / 2]
     tables: PageTables,
     placed: Vec<Vec<u32>>,
     slots: Vec<Slot>,
@@ -307,10 +313,10 @@ fn multiply(
     m: usize,
 ) -> Result<()> {
     // No kernel overtakes the one before its predecessor, on whose tokens early reads of attention depend.
-    let late = true;
+    let holds_dependents = true;
     match columns {
-        Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, late)?,
-        _ => stream.gemv(w, x, out, late)?,
+        Some(columns) if m > 1 => stream.gemv_batch(w, x, out, columns, m, holds_dependents)?,
+        _ => stream.gemv(w, x, out, holds_dependents)?,
     }
     Ok(())
 }
@@ -347,9 +353,14 @@ impl<H: GpuHead> Run for DraftState<H> {
         known.first = source.first;
         known.tokens = source.tokens[..all].to_vec();
         if all > rows {
-            let to = (&mut known.held, rows_at(0, width));
-            let from = (&source.held, rows_at(0, width));
-            self.stream.copy_rows(from, to, (all - rows, width))?;
+            self.stream.copy_rows(CopiedRows {
+                from: &source.held,
+                begin: rows_at(0, width),
+                to: &mut known.held,
+                end: rows_at(0, width),
+                rows: all - rows,
+                width,
+            })?;
         }
         Ok(())
     }
@@ -359,7 +370,8 @@ impl<H: GpuHead> Run for DraftState<H> {
         slot: usize,
         position: usize,
         tokens: &[u32],
-        (streams, row): (&Buffer<f32>, usize),
+        streams: &Buffer<f32>,
+        row: usize,
     ) -> Result<()> {
         self.truncate(slot, position);
         let width = self.head.model().sizes.streams();
@@ -376,9 +388,14 @@ impl<H: GpuHead> Run for DraftState<H> {
         known.tokens.extend_from_slice(tokens);
         let all = waiting + tokens.len();
         if all <= MOST_RUN {
-            let to = (&mut known.held, rows_at(waiting, width));
-            let from = (streams, rows_at(row, width));
-            return Ok(self.stream.copy_rows(from, to, (tokens.len(), width))?);
+            return Ok(self.stream.copy_rows(CopiedRows {
+                from: streams,
+                begin: rows_at(row, width),
+                to: &mut known.held,
+                end: rows_at(waiting, width),
+                rows: tokens.len(),
+                width,
+            })?);
         }
         // The next token is known of all rows but the last.
         if no_page(self.reserve(slot, all - 1))? {
@@ -389,18 +406,33 @@ impl<H: GpuHead> Run for DraftState<H> {
             let n = ROWS.min(all - 1 - at);
             let waited = waiting.saturating_sub(at).min(n);
             if waited > 0 {
-                let from = (&self.slots[slot].held, rows_at(at, width));
-                let to = (&mut self.many.streams, rows_at(0, width));
-                self.stream.copy_rows(from, to, (waited, width))?;
+                self.stream.copy_rows(CopiedRows {
+                    from: &self.slots[slot].held,
+                    begin: rows_at(at, width),
+                    to: &mut self.many.streams,
+                    end: rows_at(0, width),
+                    rows: waited,
+                    width,
+                })?;
             }
-            let from = (streams, rows_at(row + at + waited - waiting, width));
-            let to = (&mut self.many.streams, rows_at(waited, width));
-            self.stream.copy_rows(from, to, (n - waited, width))?;
+            self.stream.copy_rows(CopiedRows {
+                from: streams,
+                begin: rows_at(row + at + waited - waiting, width),
+                to: &mut self.many.streams,
+                end: rows_at(waited, width),
+                rows: n - waited,
+                width,
+            })?;
             self.feed_many(slot, n)?;
         }
-        let from = (streams, rows_at(row + tokens.len() - 1, width));
-        let to = (&mut self.slots[slot].held, rows_at(0, width));
-        Ok(self.stream.copy_rows(from, to, (1, width))?)
+        Ok(self.stream.copy_rows(CopiedRows {
+            from: streams,
+            begin: rows_at(row + tokens.len() - 1, width),
+            to: &mut self.slots[slot].held,
+            end: rows_at(0, width),
+            rows: 1,
+            width,
+        })?)
     }
 
     /// Drafts after the text of `draft`; nothing if the streams of its last tokens are unknown, or if there is no
@@ -454,7 +486,8 @@ impl<H: GpuHead> DraftState<H> {
         head: &Arc<H>,
         target: &Arc<CudaModel>,
         stream: &Stream,
-        (spec, memory): (&SessionSpec, DraftMemory),
+        spec: &SessionSpec,
+        memory: DraftMemory,
     ) -> Result<(StreamRun, [Buffer<f32>; 2])> {
         let (gpu, model) = (&target.gpu, head.model());
         if model.gpu.info().ordinal != gpu.info().ordinal {
@@ -513,7 +546,8 @@ impl<H: GpuHead> DraftState<H> {
     fn reserve(&mut self, slot: usize, rows: usize) -> Result<()> {
         reserve_pages(
             &self.stream,
-            (&mut self.tables, &mut self.placed[..]),
+            &mut self.tables,
+            &mut self.placed[..],
             &mut self.pages,
             [(slot, rows)].into_iter(),
         )

@@ -2,12 +2,12 @@
 
 use super::{DraftModel, GpuHead, On, multiply};
 use crate::engine::layer::CudaLayers;
-use crate::engine::model::{Slower, pack_layer};
+use crate::engine::model::{Slower, held_layer, pack_layer};
 use crate::{Buffer, DeviceLinear, GemmOutput, GemvOutput, Gpu, Norm, RowsOut, Stack, Uploader};
 use nq_formats::mtp::LayerStore;
 use nq_formats::{Tensor, Weight, WeightStore};
-use nq_model::ModelConfig;
 use nq_model::mtp::{EMBEDDING_NORM, FC, HIDDEN_NORM, NORM};
+use nq_model::{Dims, ModelConfig};
 use nq_runtime::interface::DraftLayer;
 use nq_runtime::models::LayerWeights;
 use nq_runtime::rope::Rotary;
@@ -41,7 +41,7 @@ impl CudaMtp {
         let gains = |name: &str| -> Result<Buffer<f32>> {
             Ok(gpu.upload("a norm", &store.vector(name, h)?.to_f32()?)?)
         };
-        let fc = store.matrix(FC, (h, 2 * h))?;
+        let fc = store.matrix(FC, Dims::new(h, 2 * h))?;
         let mut half = |first: usize| -> Result<DeviceLinear> {
             let part = columns(&fc, first..first + h)?;
             Ok(uploader.pack(&[&part], Stack::Concat, true)?)
@@ -50,10 +50,11 @@ impl CudaMtp {
         let weights = LayerWeights::read(&LayerStore::new(store), &config, 0)?;
         let mut layers = CudaLayers::new(&config);
         layers.all.push(pack_layer(
-            (&mut uploader, &config),
+            &mut uploader,
             0,
             &weights,
-            (false, true),
+            &held_layer(&config, &weights, false),
+            true,
             &mut Slower::default(),
         )?);
         let head = head.map(|w| uploader.pack(&[w], Stack::Concat, true));
@@ -100,7 +101,7 @@ fn columns(w: &Weight, cols: Range<usize>) -> Result<Weight> {
     if let Ok(part) = w.columns(cols.clone()) {
         return Ok(part);
     }
-    let (rows, inputs) = w.dims();
+    let Dims { rows, cols: inputs } = w.dims();
     let (mut row, mut values) = (vec![0.0; inputs], Vec::with_capacity(rows * cols.len()));
     for index in 0..rows {
         w.dequantize_row(index, &mut row)?;

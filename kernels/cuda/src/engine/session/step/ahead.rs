@@ -1,5 +1,6 @@
 //! Steps whose tokens the device draws.
 
+use crate::engine::adapters::by_row;
 use crate::engine::session::CudaSession;
 use crate::engine::session::graphs::{StepEnd, StepKind};
 use crate::engine::session::step_rows::{PENDING, RING, Seat, idle_step};
@@ -156,7 +157,10 @@ impl CudaSession {
             // The device writes these before the token.
             let said = self.step.logprobs.load(at);
             let n = (said.count as usize).min(MOST_LOGPROBS);
-            let top = said.ids.into_iter().zip(said.values).take(n).collect();
+            let top = (said.ids.into_iter().map(|id| id as u32))
+                .zip(said.values)
+                .take(n)
+                .collect();
             (said.chosen, top)
         });
         Ok(Drawn { token, logprobs })
@@ -249,6 +253,8 @@ impl StepsAhead for CudaSession {
             shared: self.step.shared,
             ..self.kind(m, longest.unwrap_or(1), end, false)
         };
+        let seated = self.step.seats[..m].iter().map(|seat| seat.slot);
+        self.adapted.begin(by_row(seated));
         self.run_step(kind)?;
         self.step.queued.push_back(self.step.seats[..m].to_vec());
         for seat in &mut self.step.seats[..m] {
@@ -286,6 +292,8 @@ impl StepsAhead for CudaSession {
         let m = bucket(rows).min(self.step.seats.len());
         samplings.resize(m, Sampling::default());
         self.write_sampling(0, &samplings)?;
+        self.adapted
+            .begin(by_row(seats.iter().map(|seat| seat.slot)));
         self.stream.put_checked(&mut self.step.step, 0, &steps)?;
         let end = match seats.iter().any(|s| s.lists) {
             true => StepEnd::Sampled,

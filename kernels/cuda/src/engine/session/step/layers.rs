@@ -1,5 +1,6 @@
 //! The layers of a step and its head, which a stream queues or records.
 
+use crate::engine::adapters::Adapted;
 use crate::engine::layer::CudaLayer;
 use crate::engine::model::CudaModel;
 use crate::engine::pass::{Context, Fused, Inputs, Pass, PassState, Rows, Sequences, Sums};
@@ -9,6 +10,7 @@ use crate::engine::session::rank_rows::{Handover, RankRows, hand_over};
 use crate::engine::session::step_rows::StepRows;
 use crate::{BlockLimit, LayersPlan, MOST_SEQUENCES, StepLayer, StepMixer};
 use nq_kernels::{Error, Result};
+use nq_model::Dims;
 use nq_model::forward::{Block, Mix};
 
 impl CudaSession {
@@ -23,6 +25,9 @@ impl CudaSession {
             step,
             ranks,
             experts_host,
+            adapters,
+            adapted,
+            adapter_rows,
             ..
         } = self;
         let on = model.context(
@@ -32,7 +37,7 @@ impl CudaSession {
             cos_sin,
             experts_host.as_ref(),
         );
-        let size = (kind.m, model.config.hidden_size);
+        let size = Dims::new(kind.m, model.config.hidden_size);
         hand_over(stream, &mut step.x, ranks.as_ref(), size, Handover::Begin)?;
         let at_once = kind.at_once && queue_at_once(&on, model, step, ranks.as_ref())?;
         let StepRows {
@@ -52,12 +57,22 @@ impl CudaSession {
             best,
             ..
         } = step;
-        let fused = Fused::in_step(kind.m);
+        let adapted = Adapted::of_pass(adapters, &adapted.runs, adapter_rows);
+        let fused = match adapted {
+            None => Fused::in_step(kind.m),
+            // What is added to rates is added to a product.
+            Some(_) => Fused {
+                rates: false,
+                ..Fused::in_step(kind.m)
+            },
+        };
         let inputs = match (fused.norms, wide) {
             (true, _) => Inputs::Full {
                 attended,
                 gated,
                 columns,
+                // Adapters read what attention has made, too.
+                prepares: adapted.is_none(),
             },
             (false, Some(wide)) => Inputs::Half {
                 halves: &mut wide.halves,
@@ -96,6 +111,7 @@ impl CudaSession {
             ranks: ranks.as_mut(),
             observer: None,
             drafting: None,
+            adapted,
             state: PassState::default(),
         };
         if !at_once {

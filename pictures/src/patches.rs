@@ -1,0 +1,112 @@
+//! The size that a model takes a picture in, and the patches that it is cut into.
+
+use crate::resize::resize;
+use crate::{Header, Limits, Pixels, Result, decode};
+use nq_model::vision::{CHANNELS, Grid, Patches, VisionConfig};
+use sha2::{Digest, Sha256};
+
+/// What a digest begins with; it changes with the values that are made of a file.
+const VERSION: &[u8] = b"nq-pictures 1";
+
+/// The patches that the picture with `header` becomes: its size rounded to whole squares of patches, within the least
+/// and most pixels of `model`, and of `most_tokens` rows for the text model at most. Transformers' `smart_resize`.
+pub fn grid(header: &Header, model: &VisionConfig, most_tokens: u64) -> Grid {
+    let side = (model.patch_size * model.spatial_merge_size) as f64;
+    let most = model
+        .pixels
+        .most
+        .min(most_tokens.saturating_mul(side as u64 * side as u64)) as f64;
+    let least = (model.pixels.least as f64).min(most);
+    let (height, width) = (f64::from(header.height), f64::from(header.width));
+    // Python rounds halves to the even neighbour.
+    let squares = |pixels: f64| (pixels / side).round_ties_even();
+    let (mut h, mut w) = (squares(height), squares(width));
+    if h * w * side * side > most {
+        let times = (height * width / most).sqrt();
+        h = (height / times / side).floor().max(1.0);
+        w = (width / times / side).floor().max(1.0);
+    } else if h * w * side * side < least {
+        let times = (least / (height * width)).sqrt();
+        h = (height * times / side).ceil();
+        w = (width * times / side).ceil();
+    }
+    Grid {
+        t: 1,
+        h: h as usize * model.spatial_merge_size,
+        w: w as usize * model.spatial_merge_size,
+    }
+}
+
+/// Decodes the picture in `bytes` and cuts it into the patches that the tower of `model` takes, as many as [`grid`]
+/// says. `stop` is asked now and then and ends the work.
+pub fn patches(
+    bytes: &[u8],
+    model: &VisionConfig,
+    most_tokens: u64,
+    limits: &Limits,
+    stop: &dyn Fn() -> bool,
+) -> Result<Patches> {
+    let grid = grid(&crate::header(bytes, limits)?, model, most_tokens);
+    let patch = model.patch_size;
+    let picture = resize(decode(bytes, limits, stop)?, grid.w * patch, grid.h * patch);
+    if stop() {
+        return Err(crate::Error::Stopped);
+    }
+    Ok(Patches {
+        grid,
+        digest: digest(&picture, model),
+        rows: rows(&picture, grid, model),
+    })
+}
+
+/// Tells files and the sizes in which they are seen apart, before anything is decoded.
+pub fn key(bytes: &[u8], grid: Grid) -> [u8; 32] {
+    let mut digest = Sha256::new_with_prefix(VERSION);
+    [grid.h, grid.w]
+        .iter()
+        .for_each(|n| digest.update((*n as u64).to_le_bytes()));
+    digest.update(bytes);
+    digest.finalize().into()
+}
+
+fn rows(picture: &Pixels, grid: Grid, model: &VisionConfig) -> Vec<f32> {
+    let patch = model.patch_size;
+    let values: [Vec<f32>; CHANNELS] = std::array::from_fn(|c| {
+        let (mean, std) = (model.pixels.mean[c] * 255.0, model.pixels.std[c] * 255.0);
+        (0..=255u8)
+            .map(|level| (f32::from(level) - mean) / std)
+            .collect()
+    });
+    let mut rows = Vec::with_capacity(grid.patches() * model.patch_values());
+    for (y, x) in grid.places(model.spatial_merge_size) {
+        for (channel, values) in values.iter().enumerate() {
+            let begin = rows.len();
+            for line in y * patch..(y + 1) * patch {
+                let first = (line * picture.width + x * patch) * CHANNELS + channel;
+                let levels = picture.levels[first..].iter().step_by(CHANNELS);
+                rows.extend(levels.take(patch).map(|&l| values[usize::from(l)]));
+            }
+            // A picture that does not move: every frame is the first.
+            let end = rows.len();
+            (1..model.temporal_patch_size).for_each(|_| rows.extend_from_within(begin..end));
+        }
+    }
+    rows
+}
+
+fn digest(picture: &Pixels, model: &VisionConfig) -> [u8; 32] {
+    let mut digest = Sha256::new_with_prefix(VERSION);
+    let sizes = [
+        picture.width,
+        picture.height,
+        model.patch_size,
+        model.spatial_merge_size,
+    ];
+    sizes
+        .iter()
+        .for_each(|s| digest.update((*s as u64).to_le_bytes()));
+    let values = model.pixels.mean.iter().chain(&model.pixels.std);
+    values.for_each(|v| digest.update(v.to_bits().to_le_bytes()));
+    digest.update(&picture.levels);
+    digest.finalize().into()
+}

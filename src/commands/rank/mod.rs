@@ -1,0 +1,532 @@
+//! `nq rank`: which file of a model is closest to its source at its size.
+
+mod kept;
+mod tasks;
+
+use super::eval::{USUAL_WIDTH, blocks, check_report, command_line, date, score_threads};
+use crate::at_load;
+use crate::flags::{Global, conflict, parse_size};
+use crate::model::{self, FoundModel};
+use crate::names::cache_dir;
+use crate::system;
+use crate::terminal::{Terminal, human_bytes, print_line, width};
+use crate::texts::{self, Text};
+use anyhow::{Context, bail};
+use clap::{Args, ValueEnum};
+use kept::RankCache;
+use nq_answers::{Chat, ModelText};
+use nq_evals::rank::{
+    Answers, FileFacts, FileFigures, KINDS, PROTOCOL, RankedFile, Ranking, SourceFigures,
+    TaskAnswers, TaskFigures, TextFigures, WINDOWS, equal_tokens, greedy_answers, mark_frontier,
+    prompts, text_spec,
+};
+use nq_evals::render::{self, DocumentForm, frontier_line, kld_cell, ranking_tables};
+use nq_evals::{Error, EvalSpec, KldStats, ReferenceLogits};
+use nq_formats::hash::{combined_sha256, hashed_files, sha256_hex};
+use nq_formats::{Progress, nq};
+use nq_load::device::Device;
+use nq_runtime::{ActivationChoice, DraftedBy, Engine, KvType, LoadOptions, Message, SessionSpec};
+use std::borrow::Cow;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use tasks::answer_tasks;
+
+/// Flags of `nq rank`.
+#[derive(Args, Debug)]
+pub(crate) struct RankArgs {
+    /// The unquantized model: demo, a folder, a file, a hub id or a name from `nq list`
+    pub source: OsString,
+    /// Its quantized files: folders, GGUF files, hub ids, names from `nq list`
+    pub files: Vec<OsString>,
+    /// Further files, one a line; lines that begin with # are skipped
+    #[arg(long, value_name = "FILE")]
+    pub list: Option<PathBuf>,
+    /// Order of the files
+    #[arg(long, value_enum, default_value_t = SortArg::Size)]
+    pub sort: SortArg,
+    /// Another text than the protocol's: a file, or wikitext2 for WikiText-2 from the hub
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
+    /// Most windows of the text, of 1,024 tokens each
+    #[arg(long, value_name = "N", default_value_t = WINDOWS, value_parser = parse_windows)]
+    pub windows: usize,
+    /// Most that is kept on disk from this and earlier runs, which is mostly sources' log-probabilities
+    #[arg(long, value_name = "SIZE", default_value = "12GB", value_parser = parse_size)]
+    pub keep: u64,
+    /// Write a report as self-contained .html
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
+}
+
+/// Orders of files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SortArg {
+    /// The smallest first
+    Size,
+    /// The closest to the source first
+    Kld,
+}
+
+/// Most windows that can be asked for: the tokens of as many are kept in memory.
+const MOST_WINDOWS: usize = 4096;
+
+/// Bytes of text read for a window: more than its tokens have.
+const WINDOW_BYTES: usize = 16 << 10;
+
+fn parse_windows(s: &str) -> Result<usize, String> {
+    let n = s.parse().ok().filter(|n| (1..=MOST_WINDOWS).contains(n));
+    n.ok_or_else(|| format!("expected 1 to {MOST_WINDOWS}"))
+}
+
+/// A model that was found, before it is loaded.
+struct Opened {
+    model: FoundModel,
+    text: ModelText,
+    facts: FileFacts,
+    /// What results depend on: its weights, its configuration, and how it is loaded.
+    key: String,
+    options: LoadOptions,
+}
+
+impl Opened {
+    fn new(model: FoundModel, options: LoadOptions, terminal: &Terminal) -> anyhow::Result<Self> {
+        model::check_writes(&model)?;
+        let checkpoint = &model.checkpoint;
+        let facts = FileFacts {
+            name: model.name.clone(),
+            source: model.source.clone(),
+            sha256: combined_sha256(&hashed_files(checkpoint, terminal)?),
+            format: checkpoint.store().format().into(),
+            bytes: checkpoint.tensor_bytes(),
+            parts: checkpoint.part_bytes(),
+            bits_per_weight: checkpoint.bits_per_weight(),
+        };
+        let config = serde_json::to_string(&nq_formats::config::to_json(checkpoint.config()))?;
+        // Neither changes a result.
+        let (threads, pin) = (None, false);
+        let how = LoadOptions {
+            threads,
+            pin,
+            ..options
+        };
+        let key = format!(
+            "{PROTOCOL}\nnq {}\nweights {}\n{config}\n{} {how:?}",
+            env!("CARGO_PKG_VERSION"),
+            facts.sha256,
+            Device::choose(options.device)?
+        );
+        Ok(Opened {
+            text: ModelText::open(checkpoint)?,
+            facts,
+            key,
+            options,
+            model,
+        })
+    }
+
+    /// Refuses a file of another model than `source`: the token ids of `texts` would mean something else.
+    fn check_of(&self, source: &Opened, texts: &[RankText]) -> anyhow::Result<()> {
+        let vocabulary = |o: &Opened| o.model.checkpoint.config().vocab_size;
+        if vocabulary(self) != vocabulary(source) {
+            bail!(
+                "{}: expected a file of {} with its vocabulary of {}, found {}",
+                self.facts.source,
+                source.facts.source,
+                vocabulary(source),
+                vocabulary(self)
+            );
+        }
+        for text in texts {
+            if self.text.tokenizer().encode_whole(&text.text)? != text.tokens {
+                bail!(
+                    "{}: expected a file of {}, found a tokenizer that reads the text {:?} differently",
+                    self.facts.source,
+                    source.facts.source,
+                    text.spec.text
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn load(&self, terminal: &Terminal) -> anyhow::Result<Arc<dyn Engine>> {
+        let checkpoint = &self.model.checkpoint;
+        nq::verify_values(checkpoint)?;
+        model::note_growth(checkpoint, terminal);
+        if Device::choose(self.options.device)? == Device::Cpu {
+            let session = SessionSpec {
+                slots: 1,
+                ctx: 1,
+                pages: None,
+                kv: KvType::F16,
+                max_rows: 1,
+                snapshots: None,
+                drafts: DraftedBy::Nothing,
+            };
+            let memory = at_load::memory(checkpoint, None, &session)?;
+            system::check_memory(
+                memory.peak,
+                "models are ranked one after the other, each as a whole",
+            )
+            .with_context(|| self.facts.source.clone())?;
+        }
+        let (config, store) = (checkpoint.config(), checkpoint.store());
+        nq_load::load(config, store, &self.options, terminal)
+            .with_context(|| self.facts.source.clone())
+    }
+}
+
+/// A text and how it is measured.
+struct RankText {
+    text: Cow<'static, str>,
+    tokens: Vec<u32>,
+    spec: EvalSpec,
+}
+
+impl RankText {
+    fn new(text: Text, source: &Opened, windows: usize) -> anyhow::Result<Self> {
+        let Text { name, mut text } = text;
+        let cut = text.floor_char_boundary(windows.saturating_mul(WINDOW_BYTES));
+        if cut < text.len() {
+            text = Cow::Owned(text[..cut].to_owned());
+        }
+        let tokens = source.text.tokenizer().encode_whole(&text)?;
+        let positions = source.model.checkpoint.config().max_position_embeddings;
+        Ok(RankText {
+            spec: text_spec(&name, tokens.len(), positions, windows),
+            tokens,
+            text,
+        })
+    }
+
+    /// What the source's log-probabilities depend on.
+    fn key(&self, source: &Opened) -> String {
+        let bytes: Vec<u8> = self.tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
+        format!(
+            "{}\ntokens {}\n{:?}",
+            source.key,
+            sha256_hex(&bytes),
+            self.spec
+        )
+    }
+}
+
+/// Runs `nq rank`.
+pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> {
+    if let Some(path) = &args.report {
+        if DocumentForm::of(path).ok() != Some(DocumentForm::Html) {
+            let found = path.display();
+            let why = format!("report: expected a file that ends in .html, found {found}");
+            return Err(conflict("rank", why));
+        }
+        check_report(path)?;
+    }
+    let mut names = args.files.clone();
+    if let Some(list) = &args.list {
+        let text = texts::whole(list)?;
+        let lines = text.lines().map(str::trim);
+        let lines = lines.filter(|l| !l.is_empty() && !l.starts_with('#'));
+        names.extend(lines.map(OsString::from));
+    }
+    if names.is_empty() {
+        return Err(conflict("rank", "expected files to rank, found none"));
+    }
+    score_threads(global);
+    let terminal = Terminal::new();
+    // All are opened, and found to be of one model, before hours of work on the first one.
+    let global = &global.without_adapters();
+    let open = |name: &OsString, options| {
+        let found = model::open(Some(name), global, &terminal)?;
+        Opened::new(found, options, &terminal)
+    };
+    let exact = LoadOptions {
+        activations: ActivationChoice::F32,
+        ..global.load_options()
+    };
+    let source = open(&args.source, exact)?;
+    let texts = read_texts(args, global, &source, &terminal)?;
+    let mut files = Vec::new();
+    for name in &names {
+        let file = open(name, global.load_options())?;
+        file.check_of(&source, &texts)?;
+        files.push(file);
+    }
+    tell_apart(&mut files);
+    let bench = Workbench {
+        kept: RankCache::open(cache_dir()?.join("rank"), args.keep)?,
+        source,
+        texts,
+        terminal,
+    };
+    let ranking = bench.rank(&files, args)?;
+    print(&ranking, global.json)?;
+    if let Some(path) = &args.report {
+        render::write_ranking(path, &ranking)?;
+        bench
+            .terminal
+            .note(&format!("report written to {}", path.display()));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The text of the protocol or another, then those of several kinds.
+fn read_texts(
+    args: &RankArgs,
+    global: &Global,
+    source: &Opened,
+    terminal: &Terminal,
+) -> anyhow::Result<Vec<RankText>> {
+    let bytes = args.windows * WINDOW_BYTES;
+    let bytes = args.text.as_ref().map(|_| bytes);
+    let text = texts::load(args.text.as_deref(), bytes, global.offline, terminal)?;
+    let mut texts = vec![RankText::new(text, source, args.windows)?];
+    for (name, text) in KINDS {
+        let (name, text) = (name.to_owned(), text.into());
+        texts.push(RankText::new(Text { name, text }, source, 1)?);
+    }
+    Ok(texts)
+}
+
+/// Names files by where they are from if two have the same name.
+fn tell_apart(files: &mut [Opened]) {
+    let names: Vec<String> = files.iter().map(|f| f.facts.name.clone()).collect();
+    for file in files {
+        if names.iter().filter(|n| **n == file.facts.name).count() > 1 {
+            file.facts.name.clone_from(&file.facts.source);
+        }
+    }
+}
+
+/// What the files of a run share.
+struct Workbench {
+    kept: RankCache,
+    source: Opened,
+    texts: Vec<RankText>,
+    terminal: Terminal,
+}
+
+/// The source's side of all comparisons.
+struct Recorded {
+    figures: SourceFigures,
+    /// By text.
+    logits: Vec<ReferenceLogits>,
+    /// What all of it depends on.
+    key: String,
+}
+
+impl Workbench {
+    fn rank(&self, files: &[Opened], args: &RankArgs) -> anyhow::Result<Ranking> {
+        let recorded = self.recorded()?;
+        let mut ranked = Vec::new();
+        for (i, file) in files.iter().enumerate() {
+            let at = format!("{} of {}: {}", i + 1, files.len(), file.facts.name);
+            let key = format!("{}\nfile\n{}", recorded.key, file.key);
+            let figures = match self.kept.read(&key, &self.terminal) {
+                Some(figures) => {
+                    self.terminal
+                        .note(&format!("{at}, measured by an earlier run"));
+                    figures
+                }
+                None => {
+                    self.terminal.note(&at);
+                    let figures = self.measure(file, &recorded)?;
+                    self.kept.write(&key, &figures)?;
+                    figures
+                }
+            };
+            ranked.push(RankedFile {
+                facts: file.facts.clone(),
+                frontier: false,
+                figures,
+            });
+        }
+        mark_frontier(&mut ranked);
+        ranked.sort_by(|a, b| match args.sort {
+            SortArg::Size => a.facts.bytes.cmp(&b.facts.bytes),
+            SortArg::Kld => a.kld().total_cmp(&b.kld()),
+        });
+        Ok(Ranking {
+            protocol: PROTOCOL.into(),
+            standard: args.text.is_none() && args.windows == WINDOWS,
+            program: format!("nq {}", env!("CARGO_PKG_VERSION")),
+            command: command_line(),
+            date: date(),
+            source: self.source.facts.clone(),
+            source_engine: recorded.figures.engine,
+            floor: recorded.figures.floor,
+            files: ranked,
+        })
+    }
+
+    /// The source's log-probabilities, floor and answers, of which only those are computed that no earlier run kept.
+    fn recorded(&self) -> anyhow::Result<Recorded> {
+        let keys: Vec<String> = self.texts.iter().map(|t| t.key(&self.source)).collect();
+        let prompts = self.prompts()?;
+        let key = sha256_hex(format!("{keys:?}{prompts:?}").as_bytes());
+        let key = format!("{}\ntexts and prompts {key}", self.source.key);
+        let mut engine = None;
+        let mut logits = Vec::new();
+        for (text, key) in self.texts.iter().zip(&keys) {
+            logits.push(self.logits(text, key, &mut engine)?);
+        }
+        let kept: Option<SourceFigures> = self.kept.read(&key, &self.terminal);
+        let figures = match kept.filter(|figures| figures.answer(&prompts)) {
+            Some(figures) => figures,
+            None => {
+                let engine = self.engine(&mut engine)?;
+                let figures = self.source_figures(engine, &logits, &prompts)?;
+                self.kept.write(&key, &figures)?;
+                figures
+            }
+        };
+        Ok(Recorded {
+            figures,
+            logits,
+            key,
+        })
+    }
+
+    /// The source's engine, loaded by the first who needs it.
+    fn engine<'e>(
+        &self,
+        engine: &'e mut Option<Arc<dyn Engine>>,
+    ) -> anyhow::Result<&'e dyn Engine> {
+        if engine.is_none() {
+            *engine = Some(self.source.load(&self.terminal)?);
+        }
+        engine.as_deref().context("the source was loaded")
+    }
+
+    fn logits(
+        &self,
+        text: &RankText,
+        key: &str,
+        engine: &mut Option<Arc<dyn Engine>>,
+    ) -> anyhow::Result<ReferenceLogits> {
+        let path = self.kept.path(key, "logits");
+        let vocab = self.source.model.checkpoint.config().vocab_size;
+        let open = || ReferenceLogits::open(&path, key, &text.tokens, &text.spec, vocab);
+        if path.exists() {
+            match open() {
+                Ok(logits) => {
+                    self.kept.used(&path);
+                    return Ok(logits);
+                }
+                Err(e @ Error::Kept { .. }) => {
+                    self.terminal.note(&format!("{e}; computing them again"));
+                }
+                Err(e) => return Err(e.into()),
+            }
+        }
+        let rows = text.spec.windows(text.tokens.len())? * text.spec.scored().len();
+        self.kept.make_room(2 * (rows * vocab) as u64)?;
+        let engine = self.engine(engine)?;
+        let RankText { tokens, spec, .. } = text;
+        ReferenceLogits::record_to(&path, key, engine, tokens, spec, &self.terminal)?;
+        Ok(open()?)
+    }
+
+    /// Tokens of the protocol's prompts: as chats, or as they are for a model without a chat template.
+    fn prompts(&self) -> anyhow::Result<Vec<Vec<u32>>> {
+        let most = self
+            .source
+            .model
+            .checkpoint
+            .config()
+            .max_position_embeddings;
+        let text = &self.source.text;
+        let tokens = |prompt: &str| {
+            Ok(match text.template() {
+                None => text.tokenizer().encode_whole(prompt)?,
+                Some(_) => {
+                    let messages = vec![Message::new("user", prompt)];
+                    let chat = Chat {
+                        messages,
+                        ..Chat::default()
+                    };
+                    text.ask(chat, most)?.prompt.tokens
+                }
+            })
+        };
+        prompts().map(tokens).collect()
+    }
+
+    fn source_figures(
+        &self,
+        engine: &dyn Engine,
+        logits: &[ReferenceLogits],
+        prompts: &[Vec<u32>],
+    ) -> anyhow::Result<SourceFigures> {
+        let mut floor = KldStats::default();
+        // The short texts tell it as well as the long one.
+        for logits in &logits[1..] {
+            let found = logits.floor(engine, &self.terminal)?;
+            if found.mean > floor.mean {
+                floor = found;
+            }
+        }
+        Ok(SourceFigures {
+            engine: engine.description().to_string(),
+            floor,
+            answers: greedy_answers(engine, prompts, self.source.text.stop(), &self.terminal)?,
+            tasks: self.tasks(engine)?,
+        })
+    }
+
+    /// Calls and JSON as the model writes them, which is asked in the source's words.
+    fn tasks(&self, engine: &dyn Engine) -> anyhow::Result<Option<TaskAnswers>> {
+        let text = &self.source.text;
+        let asked = || answer_tasks(engine, text, &self.terminal);
+        text.template().map(|_| asked()).transpose()
+    }
+
+    fn measure(&self, file: &Opened, recorded: &Recorded) -> anyhow::Result<FileFigures> {
+        let engine = file.load(&self.terminal)?;
+        let engine = engine.as_ref();
+        let compare = |logits: &ReferenceLogits| -> anyhow::Result<TextFigures> {
+            let compared = logits.compare(engine, &self.terminal);
+            Ok(compared.with_context(|| file.facts.source.clone())?.into())
+        };
+        let (text, kinds) = recorded.logits.split_first().context("there is a text")?;
+        let answers = &recorded.figures.answers;
+        Ok(FileFigures {
+            engine: engine.description().to_string(),
+            activations: engine.description().activations.clone(),
+            text: compare(text)?,
+            kinds: kinds.iter().map(compare).collect::<anyhow::Result<_>>()?,
+            answers: Answers::new(answers, equal_tokens(engine, answers, &self.terminal)?),
+            tasks: match &recorded.figures.tasks {
+                Some(source) => (self.tasks(engine)?).map(|found| TaskFigures::new(&found, source)),
+                None => None,
+            },
+        })
+    }
+}
+
+fn print(ranking: &Ranking, json: bool) -> anyhow::Result<()> {
+    if json {
+        return Ok(print_line(&serde_json::to_string_pretty(ranking)?)?);
+    }
+    let source = &ranking.source;
+    let mut lines = vec![format!(
+        "{}: {}, KLD floor {}; {}{}",
+        source.name,
+        human_bytes(source.bytes),
+        kld_cell(ranking.floor.mean),
+        ranking.protocol,
+        if ranking.standard {
+            ""
+        } else {
+            ", with another text or number of windows"
+        }
+    )];
+    for table in ranking_tables(ranking) {
+        lines.push(format!("\n{}", table.title));
+        let rows: Vec<Vec<String>> = std::iter::once(table.head).chain(table.rows).collect();
+        lines.extend(blocks(&rows, width().unwrap_or(USUAL_WIDTH)));
+    }
+    lines.push(format!("\n{}", frontier_line(ranking)));
+    Ok(print_line(&lines.join("\n"))?)
+}

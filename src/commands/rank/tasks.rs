@@ -1,0 +1,102 @@
+//! Has a model do the tasks of the protocol.
+
+use anyhow::Context;
+use nq_answers::{Answer, Answering, Chat, Choice, Drawing, Format, ModelText, Thinking};
+use nq_evals::rank::{RankTask, TaskAnswer, TaskAnswers, tasks};
+use nq_formats::{Progress, Unit};
+use nq_runtime::{
+    DraftedBy, Engine, KvType, Message, SamplingParams, Sequence, Session, SessionSpec,
+};
+use serde_json::json;
+use std::ops::ControlFlow;
+use std::sync::atomic::AtomicBool;
+
+/// Most tokens of an answer.
+const LONGEST: usize = 160;
+
+/// Most positions of a task and its answer.
+const CONTEXT: usize = 2048;
+
+/// Answers all tasks greedily, without thinking.
+///
+/// # Errors
+/// Errors of the template, the grammar and the engine.
+pub(super) fn answer_tasks(
+    engine: &dyn Engine,
+    text: &ModelText,
+    progress: &dyn Progress,
+) -> anyhow::Result<TaskAnswers> {
+    let ctx = CONTEXT.min(engine.config().max_position_embeddings);
+    let mut session = engine.session(SessionSpec {
+        slots: 1,
+        ctx,
+        pages: None,
+        kv: KvType::F16,
+        max_rows: engine.description().prompt_rows().min(ctx),
+        snapshots: None,
+        drafts: DraftedBy::Nothing,
+    })?;
+    let tasks = tasks()?;
+    progress.begin("calls and JSON", 2 * tasks.len() as u64, Unit::Items);
+    let mut found = TaskAnswers::default();
+    for task in &tasks {
+        for (held, answers) in [(false, &mut found.free), (true, &mut found.held)] {
+            let asked = chat(task, held);
+            let said = draw(session.as_mut(), text, asked, ctx);
+            let said = said.with_context(|| format!("the task {:?}", task.prompt))?;
+            answers.push(match (&task.tool, said.calls.first()) {
+                (Some(_), Some(call)) => TaskAnswer::new(task, Some(&call.name), &call.arguments),
+                _ => TaskAnswer::new(task, None, &said.text),
+            });
+            progress.advance(1);
+        }
+    }
+    progress.end();
+    Ok(found)
+}
+
+/// A task as a chat whose answer is `held` to the schema or not.
+fn chat(task: &RankTask, held: bool) -> Chat {
+    let tool = |t: &nq_evals::rank::TaskTool| {
+        json!({"type": "function", "function": {
+            "name": t.name, "description": t.description, "parameters": task.schema
+        }})
+    };
+    let schema = || Format::Schema(task.schema.clone());
+    Chat {
+        messages: vec![Message::new("user", &task.prompt)],
+        choice: match (&task.tool, held) {
+            (Some(_), true) => Choice::Required,
+            _ => Choice::Auto,
+        },
+        format: (task.tool.is_none() && held).then(schema),
+        tools: task.tool.iter().map(tool).collect(),
+        thinking: Thinking {
+            switches: Some(false).into(),
+            budget: Some(0),
+        },
+        ..Chat::default()
+    }
+}
+
+fn draw(
+    session: &mut dyn Session,
+    text: &ModelText,
+    chat: Chat,
+    ctx: usize,
+) -> anyhow::Result<Answer> {
+    let asked = text.ask(chat, ctx)?;
+    let interrupt = AtomicBool::new(false);
+    let drawing = Drawing {
+        sampling: SamplingParams::greedy(),
+        stream: 0,
+        logprobs: None,
+        max_tokens: LONGEST,
+        interrupt: &interrupt,
+    };
+    let mut answering = Answering::new(text, &asked, drawing)?;
+    let mut sequence = Sequence::new(session, 0);
+    let each = &mut |_: &_| ControlFlow::Continue(());
+    let end = answering.run(session, &mut sequence, &asked.prompt.tokens, each)?;
+    Ok(answering.finish(end, each))
+}

@@ -1,0 +1,485 @@
+//! Which files of a model fit a machine, and what they reach there: memory by the plans of loading and serving, speed
+//! computed from bandwidth and records ([`speed`]), quality from records.
+
+pub(crate) mod cards;
+pub(crate) mod speed;
+
+use nq_cpu::plan::{self, WeightSource};
+use nq_formats::trellis::Code;
+use nq_formats::{Bits, Checkpoint};
+use nq_kernels::pages::PAGE;
+use nq_kernels::registry::WeightKind;
+use nq_load::gpu;
+use nq_model::{DType, ModelConfig};
+use nq_quantize::{Codes, Recipe};
+use nq_runtime::interface::Placed;
+use nq_runtime::weights::weight_kinds;
+use nq_runtime::{DeviceMemory, DraftedBy, Error, KvType, SessionSpec};
+use nq_serve::room::{self, ServedSession, Wanted};
+use serde::Serialize;
+use speed::{Computed, Cores, Kernels};
+
+/// Bytes of a GPU's memory that its driver takes, as docs/cards.md says.
+pub(crate) const DRIVER: u64 = 800_000_000;
+
+/// Seconds that a layer whose experts are on the CPU takes at least: 0.39 ms of each of 48 (2026-11-23-gpu-mixture.csv).
+const HOST_LAYER: f64 = 0.39e-3;
+
+/// Tokens a second of one conversation that are enough to read along.
+const ENOUGH: f64 = 20.0;
+/// KL divergence, in nats, that nobody notices: the best token is another one in 1 of 100 places.
+const UNNOTICED: f64 = 1e-3;
+/// KL divergence, in nats, that is worth some speed where every file is slow: about that of 4 bits on the demo model.
+const FAIR: f64 = 0.03;
+
+/// How a figure is known, in the words of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) enum Known {
+    #[serde(rename = "measured")]
+    Measured,
+    #[serde(rename = "computed")]
+    Computed,
+    #[serde(rename = "from a record")]
+    Recorded,
+    #[serde(rename = "given")]
+    Given,
+}
+
+impl Known {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Known::Measured => "measured",
+            Known::Computed => "computed",
+            Known::Recorded => "from a record",
+            Known::Given => "given",
+        }
+    }
+}
+
+/// GPUs of one kind.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Cards {
+    pub(crate) name: String,
+    pub(crate) count: usize,
+    /// Bytes of each that are free for nq.
+    pub(crate) free_bytes: u64,
+    pub(crate) memory_known: Known,
+    /// 10^9 bytes that each reads in a second; `None` if nobody said.
+    pub(crate) read_gb_s: Option<f64>,
+    pub(crate) bandwidth_known: Known,
+    #[serde(skip)]
+    pub(crate) kernels: Kernels,
+}
+
+/// The computer itself.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Host {
+    pub(crate) free_bytes: u64,
+    pub(crate) memory_known: Known,
+    /// 10^9 bytes that are read in a second; `None` where that could not be measured.
+    pub(crate) read_gb_s: Option<f64>,
+    #[serde(skip)]
+    pub(crate) cores: Cores,
+}
+
+/// A machine, real or imagined. Without cards the model runs on the CPU.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Machine {
+    pub(crate) cards: Option<Cards>,
+    pub(crate) host: Host,
+}
+
+/// What a model is to be used for.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Use {
+    /// Positions of each conversation.
+    pub(crate) context: usize,
+    /// Conversations at once.
+    pub(crate) clients: usize,
+}
+
+/// A kind of file.
+pub(crate) struct FileKind {
+    /// Flags of `nq quantize` that make it; empty for the model as it is.
+    pub(crate) flags: &'static str,
+    /// What its codes are called in tables of speed and quality.
+    codes: String,
+    kinds: Box<dyn Fn(&str) -> WeightKind>,
+}
+
+impl FileKind {
+    /// The files that nq makes of a model of shape `c`, without those whose groups do not fit its rows.
+    ///
+    /// # Errors
+    /// None for the shape of a model that was opened.
+    pub(crate) fn all(c: &ModelConfig) -> anyhow::Result<Vec<Self>> {
+        let trellis = |bits| Codes::of_bits(bits, Some(Code::Octagon)).map(Recipe::from);
+        let simple = Recipe {
+            simple: true,
+            ..Bits::B4.into()
+        };
+        let recipes = [
+            ("--trellis --bits 2", "trellis 2", trellis(2.0)?),
+            ("--bits 3", "3", Bits::B3.into()),
+            ("--trellis --bits 3", "trellis 3", trellis(3.0)?),
+            ("--bits 4 --simple", "4 simple", simple),
+            ("--trellis", "trellis 4", trellis(4.0)?),
+            ("--bits 4", "4", Bits::B4.into()),
+            ("--bits 5", "5", Bits::B5.into()),
+            ("--bits 6", "6", Bits::B6.into()),
+            ("--bits 8", "8", Bits::B8.into()),
+        ];
+        let mut made = Vec::new();
+        for (flags, codes, recipe) in recipes {
+            made.push((flags, codes, recipe.schemes(c)?.0));
+        }
+        let made = made.into_iter().filter(|(.., s)| s.check(c).is_ok());
+        let files = made.map(|(flags, codes, schemes)| FileKind {
+            flags,
+            codes: codes.into(),
+            kinds: Box::new(move |name| schemes.kind(name, DType::BF16)),
+        });
+        let whole = FileKind {
+            flags: "",
+            codes: "16".into(),
+            kinds: Box::new(|_| WeightKind::Dense(DType::BF16)),
+        };
+        Ok(files.chain([whole]).collect())
+    }
+
+    /// The quantized model that is there.
+    ///
+    /// # Errors
+    /// A missing or misshapen tensor.
+    pub(crate) fn existing(checkpoint: &Checkpoint) -> nq_runtime::Result<Self> {
+        let c = checkpoint.config();
+        let kinds = weight_kinds(c, checkpoint.store())?;
+        let layer = c.layer(0).linears().last().map(|l| l.name(0));
+        let codes = match layer.and_then(|name| kinds.get(&name)) {
+            Some(WeightKind::Trellis(scheme)) => format!("trellis {}", scheme.bits()),
+            Some(WeightKind::Affine { scheme, .. }) => scheme.bits.width().to_string(),
+            Some(WeightKind::Dense(_)) | None => "16".into(),
+        };
+        Ok(FileKind {
+            flags: "",
+            codes,
+            kinds: Box::new(move |name| kinds[name]),
+        })
+    }
+}
+
+/// What a file takes and reaches. Bytes are planned, speeds computed, divergences from records.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct FileRow {
+    /// Flags of `nq quantize`; empty for the model as it is.
+    pub(crate) file: String,
+    /// Type of keys and values: `f16` or `int8`.
+    pub(crate) kv: String,
+    /// Whether it fits.
+    pub(crate) fits: bool,
+    /// Why it does not fit, or why nothing can be said.
+    pub(crate) why_not: Option<String>,
+    /// Bytes of weights, on a CPU as far as they stay in memory.
+    pub(crate) weights_bytes: usize,
+    /// Bytes of keys, values and states of all clients.
+    pub(crate) kv_bytes: usize,
+    /// Bytes of activations and tables.
+    pub(crate) buffers_bytes: usize,
+    /// Bytes needed in all, of the fullest GPU if there are several.
+    pub(crate) needed_bytes: u64,
+    /// Layers whose experts are on the CPU beside a GPU.
+    pub(crate) cpu_layers: usize,
+    /// Bytes of these experts.
+    pub(crate) cpu_bytes: usize,
+    /// Bytes of weights that a token reads.
+    pub(crate) read_bytes: usize,
+    /// Tokens a second of one conversation as it begins.
+    pub(crate) tok_s: Option<f64>,
+    /// Tokens a second of one conversation whose context is full.
+    pub(crate) tok_s_full: Option<f64>,
+    /// Tokens a second of all clients together.
+    pub(crate) tok_s_all: Option<f64>,
+    /// Tokens a second of a prompt of 512 tokens.
+    pub(crate) prompt_tok_s: Option<f64>,
+    /// The record in benches/records that speeds were computed from.
+    pub(crate) speed_record: Option<&'static str>,
+    /// KL divergence of such a file of the demo model.
+    pub(crate) kld: Option<f64>,
+    /// The record that it is from.
+    pub(crate) kld_record: Option<&'static str>,
+}
+
+/// The session of one conversation in `nq chat`, or, for several, of the server.
+fn session(c: &ModelConfig, wanted: Use, kv: KvType, on_cpu: bool) -> SessionSpec {
+    let Use { context, clients } = wanted;
+    let max_rows = SessionSpec::prompt_rows(on_cpu);
+    let one = SessionSpec {
+        slots: 1,
+        ctx: context,
+        pages: None,
+        kv,
+        max_rows: max_rows.min(context),
+        snapshots: None,
+        drafts: DraftedBy::Nothing,
+    };
+    if clients == 1 {
+        return one;
+    }
+    SessionSpec {
+        slots: room::slots(clients, c.delta.is_some()),
+        pages: Some(clients * context.div_ceil(PAGE)),
+        max_rows,
+        snapshots: Some(0),
+        ..one
+    }
+}
+
+/// Asks whether a server that has `memory` gives each of its clients a whole context; if it does not, says what is there.
+fn serves(
+    c: &ModelConfig,
+    wanted: Use,
+    spec: &SessionSpec,
+    memory: impl Fn(&SessionSpec) -> Option<DeviceMemory>,
+) -> Result<SessionSpec, String> {
+    let asked = Wanted {
+        kv_memory: None,
+        state_memory: None,
+        ctx: Some(wanted.context),
+        trained: c.longest_context(),
+        models: 1,
+        parallel: wanted.clients,
+        beside: 0,
+    };
+    let nothing = |_: &SessionSpec| DeviceMemory::default();
+    let served = ServedSession::plan(memory, spec, nothing, asked).map_err(|e| e.to_string())?;
+    let (pages, all) = (served.spec.page_count(), spec.page_count());
+    match pages < all {
+        true => Err(format!(
+            "a server has room for {} tokens of all clients together, of {}",
+            pages * PAGE,
+            all * PAGE
+        )),
+        false => Ok(served.spec),
+    }
+}
+
+impl FileRow {
+    /// What `file` takes and reaches on `machine`.
+    pub(crate) fn new(
+        c: &ModelConfig,
+        file: &FileKind,
+        kv: KvType,
+        wanted: Use,
+        machine: &Machine,
+    ) -> anyhow::Result<Self> {
+        let mut row = FileRow {
+            file: file.flags.to_owned(),
+            kv: kv.to_string(),
+            fits: true,
+            why_not: None,
+            weights_bytes: 0,
+            kv_bytes: 0,
+            buffers_bytes: 0,
+            needed_bytes: 0,
+            cpu_layers: 0,
+            cpu_bytes: 0,
+            read_bytes: 0,
+            tok_s: None,
+            tok_s_full: None,
+            tok_s_all: None,
+            prompt_tok_s: None,
+            speed_record: None,
+            kld: None,
+            kld_record: None,
+        };
+        // Whoever made a file that is here knows what it lost; records have files that nq makes.
+        let lost = quality(&file.codes).filter(|_| !file.flags.is_empty());
+        if let Some((kld, record)) = lost {
+            (row.kld, row.kld_record) = (Some(kld), Some(record));
+        } else if file.codes == "16" {
+            row.kld = Some(0.0);
+        }
+        match &machine.cards {
+            Some(cards) => row.on_cards(c, file, kv, wanted, machine, cards)?,
+            None => row.on_cpu(c, file, kv, wanted, &machine.host),
+        }
+        Ok(row)
+    }
+
+    fn refuse(&mut self, why: String) {
+        self.fits = false;
+        self.why_not.get_or_insert(why);
+    }
+
+    fn takes(&mut self, memory: DeviceMemory) {
+        self.weights_bytes = memory.weights;
+        self.kv_bytes = memory.kv;
+        self.buffers_bytes = memory.scratch;
+        self.needed_bytes = memory.total() as u64;
+    }
+
+    fn on_cpu(&mut self, c: &ModelConfig, file: &FileKind, kv: KvType, wanted: Use, host: &Host) {
+        let (codes, kinds) = (&*file.codes, &*file.kinds);
+        let mut spec = session(c, wanted, kv, true);
+        let planned = plan::planned(c, kinds, &spec);
+        if wanted.clients > 1 {
+            let free = (host.free_bytes as usize).saturating_sub(planned.weights);
+            let memory = |spec: &SessionSpec| {
+                let planned = plan::planned(c, kinds, spec);
+                Some(DeviceMemory { free, ..planned })
+            };
+            match serves(c, wanted, &spec, memory) {
+                Ok(served) => spec = served,
+                Err(why) => self.refuse(why),
+            }
+        }
+        self.takes(plan::planned(c, kinds, &spec));
+        self.needed_bytes = plan::BASE + plan::peak(c, kinds, WeightSource::Mapped, &spec);
+        self.read_bytes = plan::bytes_per_token(c, kinds);
+        if self.needed_bytes > host.free_bytes {
+            self.refuse("more memory than is free".into());
+        }
+        let Some(bandwidth) = host.read_gb_s.map(|b| 1e9 * b) else {
+            return;
+        };
+        let of_one = self.kv_bytes / wanted.clients;
+        let decode = |kv: usize| {
+            let bytes = (self.read_bytes + kv) as f64;
+            speed::on_cpu(c, codes, host.cores, bytes, bandwidth)
+        };
+        self.reaches(decode(0), decode(of_one));
+        self.prompt_tok_s = speed::prompt_on_cpu(c, codes, host.cores).map(|s| s.tok_s);
+    }
+
+    fn reaches(&mut self, first: Option<Computed>, full: Option<Computed>) {
+        self.tok_s = first.map(|s| s.tok_s);
+        self.tok_s_full = full.map(|s| s.tok_s);
+        self.speed_record = first.map(|s| s.record);
+    }
+
+    fn on_cards(
+        &mut self,
+        c: &ModelConfig,
+        file: &FileKind,
+        kv: KvType,
+        wanted: Use,
+        machine: &Machine,
+        cards: &Cards,
+    ) -> anyhow::Result<()> {
+        let (codes, kinds) = (&*file.codes, &*file.kinds);
+        let engine = gpu::sizes()?.engine;
+        let free = vec![cards.free_bytes as usize; cards.count];
+        let mut spec = session(c, wanted, kv, false);
+        let whole = match engine(c, kinds, &spec) {
+            Ok(whole) => whole,
+            Err(why) => {
+                self.refuse(why.to_string());
+                return Ok(());
+            }
+        };
+        // A server divides what the weights leave free.
+        if let (2.., [one]) = (wanted.clients, &free[..]) {
+            let free = one.saturating_sub(whole.weights);
+            let memory = |spec: &SessionSpec| {
+                let planned = engine(c, kinds, spec).ok()?;
+                Some(DeviceMemory { free, ..planned })
+            };
+            match serves(c, wanted, &spec, memory) {
+                Ok(served) => spec = served,
+                Err(why) if c.experts.is_none() => self.refuse(why),
+                Err(_) => {} // some experts may go to the CPU
+            }
+        }
+        let placed = match gpu::place(c, kinds, &spec, &free) {
+            Ok(placed) => placed,
+            Err(why) => {
+                self.takes(whole);
+                self.refuse(match why {
+                    Error::DeviceMemory { .. } => "more memory than the card has free".into(),
+                    other => other.to_string(),
+                });
+                return Ok(());
+            }
+        };
+        self.takes(placed.memory);
+        (self.cpu_layers, self.cpu_bytes) = (placed.on_host, placed.host_bytes);
+        self.read_bytes = placed.read + placed.host_read;
+        if placed.host_bytes as u64 > machine.host.free_bytes {
+            self.refuse("its experts take more than the computer's free memory".into());
+        }
+        let of_one = placed.memory.kv / wanted.clients;
+        let decode = |kv: usize| decode_on(c, codes, machine, cards, &placed, kv);
+        self.reaches(decode(0), decode(of_one));
+        if placed.on_host == 0 {
+            self.prompt_tok_s = speed::prompt_on_gpu(c, codes, cards.kernels).map(|s| s.tok_s);
+            let more = speed::together(c, wanted.clients).filter(|_| wanted.clients > 1);
+            self.tok_s_all = more.zip(self.tok_s).map(|(more, one)| more.tok_s * one);
+        }
+        Ok(())
+    }
+}
+
+/// Decode on GPUs, with experts on the CPU if some are there: a token passes all of them, one after the other.
+fn decode_on(
+    c: &ModelConfig,
+    codes: &str,
+    machine: &Machine,
+    cards: &Cards,
+    placed: &Placed,
+    kv: usize,
+) -> Option<Computed> {
+    let bytes = (placed.read + kv) as f64;
+    let there = speed::on_gpu(c, codes, cards.kernels, bytes, 1e9 * cards.read_gb_s?)?;
+    if placed.on_host == 0 {
+        return Some(there);
+    }
+    let reading = placed.host_read as f64 / (1e9 * machine.host.read_gb_s?);
+    let least = HOST_LAYER * placed.on_host as f64;
+    Some(Computed {
+        tok_s: 1.0 / (1.0 / there.tok_s + reading.hypot(least)),
+        record: "2026-11-23-gpu-mixture.csv",
+    })
+}
+
+/// KL divergence of files of the demo model with these codes, and its record.
+fn quality(codes: &str) -> Option<(f64, &'static str)> {
+    speed::lines(include_str!("fit/quality.csv")).find_map(|row| match row[..] {
+        [of_codes, kld, record] if of_codes == codes => Some((kld.parse().ok()?, record)),
+        _ => None,
+    })
+}
+
+/// The best of the rows that fit, among those whose loss a record has, if one has. Of those that are fast enough to read
+/// along: the fastest whose divergence nobody notices. If none is fast enough: the fastest of fair divergence. Where none
+/// has so little, the one of the least.
+pub(crate) fn best(rows: &[FileRow]) -> Option<&FileRow> {
+    // Keys and values in 8 bits cost quality too: only where others do not fit.
+    let first = |r: &&FileRow| {
+        let wider = |o: &FileRow| o.fits && o.file == r.file && o.kv == KvType::F16.to_string();
+        r.fits && (r.kv == KvType::F16.to_string() || !rows.iter().any(wider))
+    };
+    let mut among: Vec<&FileRow> = rows.iter().filter(first).collect();
+    // Unless there are none such, those that `keep` does.
+    let mut prefer = |keep: &dyn Fn(&FileRow) -> bool| -> bool {
+        let some = among.iter().any(|r| keep(r));
+        among.retain(|r| !some || keep(r));
+        some
+    };
+    prefer(&|r| r.kld.is_some());
+    let most = match prefer(&|r| r.tok_s_full.is_none_or(|s| s >= ENOUGH)) {
+        true => UNNOTICED,
+        false => FAIR,
+    };
+    let loss = |r: &FileRow| r.kld.unwrap_or(f64::MAX);
+    let good = prefer(&|r| loss(r) <= most);
+    // Of equal ones the first.
+    let speed = |r: &FileRow| r.tok_s_full.unwrap_or(0.0);
+    let by = |a: &&&FileRow, b: &&&FileRow| match good || a.kld.is_none() {
+        true => speed(b).total_cmp(&speed(a)),
+        false => loss(a).total_cmp(&loss(b)),
+    };
+    among.iter().min_by(by).copied()
+}
+
+#[cfg(test)]
+mod tests;

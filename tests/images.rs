@@ -1,0 +1,302 @@
+//! Models that see, through the real binary: what is said of them, and what they take.
+
+use crate::common::{command, nq, peak, stderr};
+use nq_answers::images::message_with_images;
+use nq_model::vision::VisionConfig;
+use nq_testkit::sees::{tower, write};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// A picture of one colour that changes from left to right, as a BMP file.
+fn bmp(width: u32, height: u32) -> Vec<u8> {
+    let line = (3 * width).next_multiple_of(4);
+    let mut file = b"BM".to_vec();
+    let fields = [54 + line * height, 0, 54, 40, width, height, 1 | 24 << 16];
+    let rest = [0, line * height, 2835, 2835, 0, 0];
+    let words = fields.into_iter().chain(rest);
+    words.for_each(|word| file.extend(word.to_le_bytes()));
+    for _ in 0..height {
+        file.extend((0..line).map(|x| (x * 7 % 251) as u8));
+    }
+    file
+}
+
+/// A model whose tower and images take far more memory than the text model and the program, and an image of as many
+/// tokens as it may have.
+fn large(folder: &Path) -> (PathBuf, PathBuf) {
+    let (model, image) = (folder.join("sees"), folder.join("image.bmp"));
+    write(&model, |tokens| {
+        let mut c = VisionConfig {
+            depth: 1,
+            hidden_size: 768,
+            intermediate_size: 1024,
+            num_heads: 12,
+            ..tower(tokens)
+        };
+        c.pixels.most = 1024 * 64;
+        c
+    });
+    std::fs::write(&image, bmp(256, 256)).unwrap();
+    (model, image)
+}
+
+#[test]
+fn inspect_says_what_a_model_sees_with() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, _) = large(home.path());
+    let model = model.to_str().unwrap();
+    let out = nq(home.path(), &["inspect", model, "--json"]);
+    assert!(out.status.success(), "{}", stderr(&out));
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let vision = &report["vision"];
+    let found = [
+        "blocks",
+        "hidden_size",
+        "token_side",
+        "min_tokens",
+        "max_tokens",
+    ];
+    assert_eq!(
+        found.map(|key| vision[key].as_u64().unwrap()),
+        [1, 768, 8, 4, 1024]
+    );
+    let of_tower = report["tensors"].as_array().unwrap().iter();
+    let of_tower = of_tower.filter(|t| t["name"].as_str().unwrap().starts_with("model.visual."));
+    let bytes: u64 = of_tower.map(|t| t["tensor_bytes"].as_u64().unwrap()).sum();
+    assert_eq!(vision["bytes"], bytes);
+    assert_eq!(vision["parameters"], bytes / 4);
+    let weights = vision["memory"]["weights_bytes"].as_u64().unwrap();
+    assert!(
+        (bytes..bytes * 11 / 10).contains(&weights),
+        "{weights} of {bytes}"
+    );
+    let out = nq(home.path(), &["inspect", model]);
+    let text = String::from_utf8(out.stdout).unwrap();
+    let line = "  images           4 to 1024 tokens, one for 8 x 8 pixels\n";
+    assert!(text.contains(line), "{text}");
+}
+
+/// The memory that `-v` says for images is what an image of the most tokens adds, to 15 %.
+#[test]
+fn the_memory_said_for_images_is_the_memory_taken() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, image) = large(home.path());
+    let run = |images: &[&str]| {
+        let [model, image] = [&model, &image].map(|path| path.to_str().unwrap());
+        let asked = [
+            "chat",
+            model,
+            "--device",
+            "cpu",
+            "-v",
+            "-p",
+            "Look.",
+            "--max-tokens",
+            "4",
+        ];
+        let asked = [&asked[..], &["--temperature", "0"]].concat();
+        let image: Vec<&str> = images.iter().flat_map(|flag| [*flag, image]).collect();
+        let (peak, output) = peak(&mut command(home.path(), &[asked, image].concat()));
+        (peak, stderr(&output))
+    };
+    let (without, _) = run(&[]);
+    let (with, said) = run(&["--image"]);
+    let line = said
+        .lines()
+        .find(|line| line.contains("for images: "))
+        .unwrap();
+    let parts: Vec<f64> = line
+        .split("for images: ")
+        .nth(1)
+        .unwrap()
+        .split(", ")
+        .map(|part| {
+            let (number, unit) = part.split_once(' ').unwrap();
+            assert!(unit.starts_with("MB"), "{line}");
+            number.parse().unwrap()
+        })
+        .take(2)
+        .collect();
+    let off = (with - without) / (parts[0] + parts[1]) - 1.0;
+    assert!(
+        off.abs() < 0.15,
+        "{line}: {without} MB without an image, {with} with one"
+    );
+}
+
+#[test]
+fn bench_measures_the_first_token_behind_an_image() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("sees");
+    write(&model, tower);
+    let bench = |more: &[&str]| {
+        let bench = [
+            "bench",
+            model.to_str().unwrap(),
+            "--device",
+            "cpu",
+            "-p",
+            "8",
+            "-n",
+            "4",
+        ];
+        let more = [&bench[..], &["--repeats", "2", "--no-chat"], more].concat();
+        nq(home.path(), &more)
+    };
+    let out = bench(&["--image", "32x24", "--json"]);
+    // A row that a busy machine makes invalid is still there.
+    let rows: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let names: Vec<&str> = (rows.as_array().unwrap().iter())
+        .map(|r| r["test"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["pp8", "tg4", "image32x24"]);
+    let (row, times) = (&rows[2], &rows[2]["image"]);
+    // Twelve squares of 8 by 8 pixels, between their start and end.
+    assert_eq!((&times["tokens"], &row["depth"]), (&12.into(), &14.into()));
+    let ms = |key: &str| times[key].as_f64().unwrap();
+    let parts = ["pixels_ms", "encoding_ms", "prompt_ms"].map(ms);
+    assert!(parts.iter().all(|ms| *ms > 0.0) && row["tok_s"].as_f64().unwrap() > 0.0);
+    assert!(parts.iter().all(|part| *part <= ms("first_token_ms")));
+    let table = bench(&["--image", "32x24"]);
+    let table = String::from_utf8(table.stdout).unwrap();
+    assert!(
+        table.contains("image32x24: 12 tokens; the first token behind it after "),
+        "{table}"
+    );
+
+    let blind = nq(
+        home.path(),
+        &["bench", "demo", "--device", "cpu", "--image", "32x24"],
+    );
+    assert!(
+        !blind.status.success() && stderr(&blind).contains("demo reads text alone"),
+        "{}",
+        stderr(&blind)
+    );
+    let sizes = bench(&["--image", "32"]);
+    assert!(
+        stderr(&sizes).contains("expected width x height"),
+        "{}",
+        stderr(&sizes)
+    );
+}
+
+/// Chats in a file: a message of a user with an image by a path or as a data URL, and an answer.
+fn chats(folder: &Path, image: &str) -> PathBuf {
+    let answered = |message: Value| {
+        let answer = json!({"role": "assistant", "content": "It is a river."});
+        json!({"messages": [message, answer]}).to_string()
+    };
+    let text = "What is it?";
+    let parts = json!([{"type": "image", "image": image}, {"type": "text", "text": text}]);
+    let rows = [
+        answered(json!({"role": "user", "content": parts})),
+        answered(json!(message_with_images(&[bmp(24, 24)], text).unwrap())),
+        json!({"messages": [{"role": "user", "content": "Name a river."}]}).to_string(),
+    ];
+    let path = folder.join("chats.jsonl");
+    std::fs::write(&path, rows.join("\n")).unwrap();
+    path
+}
+
+#[test]
+fn eval_measures_chats_with_images() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, pictures) = (home.path().join("sees"), home.path().join("data/pictures"));
+    write(&model, tower);
+    std::fs::create_dir_all(&pictures).unwrap();
+    std::fs::write(pictures.join("wide.bmp"), bmp(40, 16)).unwrap();
+    let mut other = bmp(40, 16);
+    other[54..]
+        .iter_mut()
+        .for_each(|level| *level = 255 - *level);
+    std::fs::write(pictures.join("other.bmp"), &other).unwrap();
+    std::fs::write(home.path().join("outside.bmp"), &other).unwrap();
+    std::os::unix::fs::symlink("../../outside.bmp", pictures.join("link.bmp")).unwrap();
+    let model = model.to_str().unwrap();
+    let eval = |image: &str, more: &[&str]| {
+        let path = chats(&home.path().join("data"), image);
+        let eval = [
+            "eval",
+            "--device",
+            "cpu",
+            "--json",
+            "--text",
+            path.to_str().unwrap(),
+        ];
+        nq(home.path(), &[&eval[..], more].concat())
+    };
+    let report = |image: &str, more: &[&str]| -> Value {
+        let out = eval(image, more);
+        assert!(out.status.success(), "{}", stderr(&out));
+        serde_json::from_slice::<Value>(&out.stdout).unwrap()[0].take()
+    };
+    let found = report("pictures/wide.bmp", &[model, "--against", model]);
+    assert_eq!(
+        (&found["windows"], &found["protocol"]),
+        (&3.into(), &"texts".into())
+    );
+    assert!(found["kld"]["max"].as_f64().unwrap() < 1e-9, "{found}");
+    // An image changes the figures, its place and what is around it being the same.
+    let seen = report("./pictures/other.bmp", &[model]);
+    assert_eq!(seen["tokens"], found["tokens"]);
+    assert_ne!(seen["ppl"], found["ppl"]);
+    // Losses by quantizing are measured.
+    let quantized = home.path().join("int4");
+    let quantize = [
+        "quantize",
+        model,
+        "--bits",
+        "4",
+        "--method",
+        "rtn",
+        "--group-size",
+        "32",
+        "--head-bits",
+        "16",
+        "--device",
+        "cpu",
+        "--out",
+    ];
+    let out = nq(
+        home.path(),
+        &[&quantize[..], &[quantized.to_str().unwrap()]].concat(),
+    );
+    assert!(out.status.success(), "{}", stderr(&out));
+    let lossy = report(
+        "pictures/wide.bmp",
+        &[quantized.to_str().unwrap(), "--against", model],
+    );
+    assert_eq!(lossy["tokens"], found["tokens"]);
+    assert!(lossy["kld"]["mean"].as_f64().unwrap() > 1e-6, "{lossy}");
+
+    for (image, models, expected) in [
+        ("../outside.bmp", &[model][..], "expected a path within"),
+        ("pictures/link.bmp", &[model], "expected a path within"),
+        ("/etc/hostname", &[model], "expected a path within"),
+        ("pictures", &[model], "expected a path within"),
+        (
+            "pictures/none.bmp",
+            &[model],
+            "line 1 of chats.jsonl: image \"pictures/none.bmp\"",
+        ),
+        ("pictures/wide.bmp", &["demo"], "reads text alone"),
+        (
+            "pictures/wide.bmp",
+            &[model, "--by-depth"],
+            "chats are measured whole",
+        ),
+        (
+            "pictures/wide.bmp",
+            &[model, "--ctx", "20"],
+            "tokens of a text: expected 2 to 20",
+        ),
+    ] {
+        let out = eval(image, models);
+        let said = stderr(&out);
+        assert!(
+            !out.status.success() && said.contains(expected),
+            "{image}: {said}"
+        );
+    }
+}
