@@ -1,16 +1,13 @@
 //! What is decided about a model before it is loaded: the bits that it is quantized to, and its context.
 
 use crate::library::Result;
-use crate::terminal::human_bytes;
 use nq_answers::images::{Sight, SightOptions};
-use nq_cpu::plan::{Running, TowerBytes, running, tower};
+use nq_cpu::plan::{Running, running};
 use nq_formats::{Bits, Checkpoint, Progress};
 use nq_load::device::Device;
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{LoadOptions, SessionSpec};
-use serde::Serialize;
-use std::fmt;
 use std::sync::Arc;
 
 /// The checkpoint, quantized at load if 4 or 8 bits are requested and it is unquantized, and the
@@ -54,53 +51,6 @@ pub(crate) fn sight(
         })
     };
     Some(Sight::new(vision, options, open))
-}
-
-/// What seeing images takes of memory beside a text model, in bytes.
-#[derive(Serialize)]
-pub(crate) struct SightBytes {
-    /// The tower's weights.
-    weights_bytes: u64,
-    /// An image of as many tokens as are allowed, while it is encoded.
-    largest_image_bytes: u64,
-    /// The rows of images that were seen lately.
-    kept_bytes: u64,
-}
-
-impl SightBytes {
-    /// All of it.
-    pub(crate) fn total(&self) -> u64 {
-        self.weights_bytes + self.largest_image_bytes + self.kept_bytes
-    }
-
-    /// What the model of `checkpoint` takes, if it sees.
-    ///
-    /// # Errors
-    /// A missing or misshapen tensor.
-    pub(crate) fn plan(
-        checkpoint: &Checkpoint,
-        options: &SightOptions,
-    ) -> nq_runtime::Result<Option<Self>> {
-        let bytes = |TowerBytes { weights, encoding }| SightBytes {
-            weights_bytes: weights,
-            largest_image_bytes: encoding,
-            kept_bytes: options.kept as u64,
-        };
-        Ok(tower(checkpoint, options.tokens)?.map(bytes))
-    }
-}
-
-impl fmt::Display for SightBytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} for images: {} of weights, {} for the largest one, {} for those seen lately",
-            human_bytes(self.total()),
-            human_bytes(self.weights_bytes),
-            human_bytes(self.largest_image_bytes),
-            human_bytes(self.kept_bytes)
-        )
-    }
 }
 
 /// Memory of a process that loads `checkpoint`, quantized at load by `schemes` if they are given, and runs it on the

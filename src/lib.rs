@@ -62,6 +62,7 @@ mod draft;
 mod library;
 mod names;
 mod templates;
+mod written;
 
 /// The examples of the page about programs.
 #[cfg(doctest)]
@@ -86,10 +87,10 @@ mod model;
 #[cfg(feature = "cli")]
 mod program;
 #[cfg(feature = "cli")]
+mod sight;
+#[cfg(feature = "cli")]
 mod system;
 #[cfg(feature = "cli")]
 mod terminal;
 #[cfg(feature = "cli")]
 mod texts;
-#[cfg(feature = "cli")]
-mod written;

@@ -1,7 +1,7 @@
 //! `nq chat`: a conversation in the terminal, or a single answer for a script.
 
 use crate::adapters;
-use crate::at_load::{self, SightBytes, at_load, sight};
+use crate::at_load::{self, at_load, sight};
 use crate::chat::Overflow;
 use crate::chat::conversation::{ChatSettings, Conversation, LocalModel, Remote};
 use crate::chat::input::thinking_switch;
@@ -14,6 +14,7 @@ use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{Global, conflict, parse_kv, parse_load_bits};
 use crate::library::Error;
 use crate::model::{self, ToRun};
+use crate::sight::SightBytes;
 use crate::terminal::{Terminal, has_colours, human_bytes};
 use anyhow::{Context, bail};
 use clap::Args;

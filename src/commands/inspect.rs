@@ -1,8 +1,8 @@
 //! `nq inspect`: shows the contents of a checkpoint.
 
-use crate::at_load::SightBytes;
 use crate::flags::Global;
 use crate::model;
+use crate::sight::SightBytes;
 use crate::terminal::{Terminal, human_bytes, print_line, shortened};
 use anyhow::bail;
 use clap::Args;

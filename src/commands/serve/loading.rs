@@ -3,11 +3,12 @@
 
 use super::ServeArgs;
 use crate::adapters::check_device;
-use crate::at_load::{self, SightBytes, at_load, sight};
+use crate::at_load::{self, at_load, sight};
 use crate::draft::{self, DraftFrom, DraftWeights};
 use crate::flags::{AdapterArg, Global};
 use crate::library::Error;
 use crate::model;
+use crate::sight::SightBytes;
 use crate::system::available_memory;
 use crate::terminal::{Terminal, human_bytes};
 use anyhow::{Context, bail};
