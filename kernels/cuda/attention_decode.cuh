@@ -120,55 +120,81 @@ static_assert(TAKES<false, MOST_RUN, 128, 84304 + JOBS> && TAKES<true, MOST_RUN,
 static_assert(TAKES<false, 1, 256, 78992> && TAKES<true, 1, 256, 78992>);
 static_assert(TAKES<false, MOST_RUN, 256, 94416> && TAKES<true, MOST_RUN, 256, 86736>);
 
-template <bool INT8, int ROWS, bool SHARED, int DIM = HEAD_DIM>
-DEVICE void attention_decode(const AttentionArgs& p) {
+// What turns and scales the heads of a step's queries and keys: no kernel of this step writes it.
+template <int DIM>
+struct HeadTurns {
+    const float4* angles;   // of the row's position; those of the positions in front lie in front
+    Turn<DIM> turn;
+    HeadGain<DIM> q_gain, k_gain;
+
+    DEVICE HeadTurns(const AttentionArgs& p, int position, int lane)
+        : angles(Turn<DIM>::of(p.cos_sin + size_t(position) * (HeadsOf<DIM>::ROTARY_DIMS / 2), lane)),
+          turn(angles), q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane) {}
+};
+
+// A block's part of a row's attention, in the order in which it runs: `request` of the first pass, `take_heads`, a `pass`
+// for every 128 (64) positions, then `store_all`, or `leave_part` and, in the last block of a head, `join`.
+template <bool INT8, int ROWS, bool SHARED, int DIM>
+struct SplitAttention {
     using Of = HeadsOf<DIM>;
     using Shared = AttentionShared<INT8, ROWS, DIM>;
-    constexpr int BYTES = INT8 ? 1 : 2;
-    constexpr int WARPS = Shared::WARPS, DIM_TILES = Shared::TILES, BLOCK_POSITIONS = AttentionBlock<DIM>::POSITIONS;
-    constexpr int EACH = Shared::EACH, EIGHTS = EACH / 8, LOADS = Shared::KEY_LOADS, VALUE_LOADS = Shared::VALUE_LOADS;
-    constexpr int BUFFERS = Shared::BUFFERS;
-    constexpr int PARTS = Head<DIM>::PARTS;
-    extern __shared__ uint4 dynamic_shared[];
-    Shared& sm = *reinterpret_cast<Shared*>(dynamic_shared);
+    static constexpr int BYTES = INT8 ? 1 : 2;
+    static constexpr int WARPS = Shared::WARPS, DIM_TILES = Shared::TILES, POSITIONS = AttentionBlock<DIM>::POSITIONS;
+    static constexpr int EACH = Shared::EACH, EIGHTS = EACH / 8, LOADS = Shared::KEY_LOADS, VALUE_LOADS = Shared::VALUE_LOADS;
+    static constexpr int BUFFERS = Shared::BUFFERS;
+    static constexpr int PARTS = Head<DIM>::PARTS;
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int g = lane / 4, t = lane % 4;
-    const int kv = blockIdx.x, heads = p.heads / p.cache.kv_heads;
-    const int sequence = blockIdx.z;
-
-    if (!p.holds_dependents) launch_dependents();
-    const int position = __ldcg(&p.step[sequence].position);
-    const int slot = __ldcg(&p.step[sequence].slot);
-    const int shared = SHARED ? min(__ldcg(p.shared + sequence), position / PAGE) : 0;
-    const int length = position + 1 - shared * PAGE;   // what this kernel reads
-    const int most = length <= LEAST_SPLIT ? 1 : min((length + LEAST_PART - 1) / LEAST_PART, int(gridDim.y));
-    const int share = ((length + most - 1) / most + PAGE - 1) / PAGE * PAGE;
-    const int splits = (length + share - 1) / share;
-    if (blockIdx.y >= splits) return;   // block 0 of the head has work: the kernel ends after its prerequisites
-    const int start = shared * PAGE + blockIdx.y * share;
-    const int end = min(start + share, position + 1);
+    const AttentionArgs& p;
+    Shared& sm;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int kv = blockIdx.x, sequence = blockIdx.z, heads = p.heads / p.cache.kv_heads;
+    int position, slot;
+    int shared;        // pages in front that `attention_shared` reads
+    int splits;        // parts of the positions that this kernel reads
+    int start, end;    // positions of this block's part
     // Rows of the run in front of this one; of their positions and this one those from `fresh_from`
-    // on lie in this block's split.
-    int before = 0;
-    if constexpr (ROWS > 1) {
-        bool same = false;
-        if (lane < ROWS - 1 && lane < sequence) {
-            const Step* const at = p.step + sequence - 1 - lane;
-            same = __ldcg(&at->slot) == slot && __ldcg(&at->position) == position - 1 - lane;
-        }
-        before = __ffs(~__ballot_sync(~0u, same)) - 1;
+    // on lie in this block's part.
+    int fresh_from, fresh_rows;
+    const float* qkv;  // of this row
+    int head0;         // of all sequences' query heads
+    float top = -INFINITY, total = 0.f;    // of head g, over all warps
+    float out[DIM_TILES][4] = {};          // dims 32 warp + 8n + 2t, + 1: of high and of low parts
+
+    DEVICE SplitAttention(const AttentionArgs& p, Shared& sm) : p(p), sm(sm) {
+        position = __ldcg(&p.step[sequence].position);
+        slot = __ldcg(&p.step[sequence].slot);
+        shared = SHARED ? min(__ldcg(p.shared + sequence), position / PAGE) : 0;
+        const int length = position + 1 - shared * PAGE;   // what this kernel reads
+        const int most = length <= LEAST_SPLIT ? 1 : min((length + LEAST_PART - 1) / LEAST_PART, int(gridDim.y));
+        const int share = ((length + most - 1) / most + PAGE - 1) / PAGE * PAGE;
+        splits = (length + share - 1) / share;
+        start = shared * PAGE + blockIdx.y * share;
+        end = min(start + share, position + 1);
+        qkv = p.qkv + size_t(sequence) * Of::width(p.heads, p.cache.kv_heads) * DIM;
+        head0 = sequence * p.heads + kv * heads;
     }
-    const int fresh_from = max(start, position - before), fresh_rows = max(end - fresh_from, 0);
+
+    DEVICE void find_run() {
+        int before = 0;
+        if constexpr (ROWS > 1) {
+            bool same = false;
+            if (lane < ROWS - 1 && lane < sequence) {
+                const Step* const at = p.step + sequence - 1 - lane;
+                same = __ldcg(&at->slot) == slot && __ldcg(&at->position) == position - 1 - lane;
+            }
+            before = __ffs(~__ballot_sync(~0u, same)) - 1;
+        }
+        fresh_from = max(start, position - before), fresh_rows = max(end - fresh_from, 0);
+    }
 
     // Keys of this warp's 32 positions: column n of product j is position
     // base + 32 warp + 8 (n / 2) + 2j + n % 2, so that lane (g, t) ends with the scores of
     // positions 8t .. 8t+7. Load i holds dims EACH (4i + t) and on.
     // Values: dims 32 warp + 8n + g, positions base + EACH (4c + t) and on.
-    auto request = [&](int base, uint32_t page, int buffer) {
+    DEVICE void request(int base, uint32_t page, int buffer) {
         const size_t head = p.cache.head(page, kv);
         const int at = base % PAGE;   // zero where a pass covers a page
-        const size_t row0 = head * PAGE + (BLOCK_POSITIONS < PAGE ? at : 0);
+        const size_t row0 = head * PAGE + (POSITIONS < PAGE ? at : 0);
         if (base + 32 * warp < end) {
             const int8_t* from = static_cast<const int8_t*>(p.cache.keys) + (row0 + 32 * warp + 8 * (g / 2) + g % 2) * DIM * BYTES + t * 16;
 #pragma unroll
@@ -184,7 +210,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
         copy_commit();
         const int there = (end - base + 31) / 32 * 32;   // positions that the cache has
-        const int8_t* from = static_cast<const int8_t*>(p.cache.values) + ((head * DIM + 8 * DIM_TILES * warp + g) * PAGE + (BLOCK_POSITIONS < PAGE ? at : 0)) * BYTES + t * 16;
+        const int8_t* from = static_cast<const int8_t*>(p.cache.values) + ((head * DIM + 8 * DIM_TILES * warp + g) * PAGE + (POSITIONS < PAGE ? at : 0)) * BYTES + t * 16;
 #pragma unroll 1
         for (int c = 0; c < VALUE_LOADS && EACH * 4 * c < there; c++) {
             if (EACH * (4 * c + t) < there) {
@@ -195,53 +221,37 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             from += 64;
         }
         copy_commit();
-    };
-    const uint32_t newest_page = p.cache.page(slot, position);
-    request(start, p.cache.page(slot, start), 0);
-    // What else no kernel of this step writes.
-    const float4* angles = Turn<DIM>::of(p.cos_sin + size_t(position) * (Of::ROTARY_DIMS / 2), lane);
-    const Turn<DIM> turn(angles);
-    const HeadGain<DIM> q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane);
+    }
 
-    wait_for_prerequisites();
-    if (p.holds_dependents) launch_dependents();
-    const int width = Of::width(p.heads, p.cache.kv_heads);
-    const float* const qkv = p.qkv + size_t(sequence) * width * DIM;
-    const int head0 = sequence * p.heads + kv * heads;   // of all sequences' query heads
-
-    // Jobs 0 .. heads - 1: queries; then the new key and the new value of each row of the run. Those
-    // of many rows are requested together, and wait in shared memory: the code for each once
-    // stays short, as every step reads it anew.
-    constexpr int ROUNDS = (8 + 2 * ROWS + WARPS - 1) / WARPS;
-    const int jobs = heads + 2 * fresh_rows;
-    auto load_job = [&](int job) {
+    // Jobs 0 .. heads - 1: queries; then the new key and the new value of each row of the run.
+    DEVICE Head<DIM> load_job(int job) const {
         const int which = (job - heads) % 2;
         const int head = job < heads ? Of::query(kv * heads + job) : Of::key(p.heads, which * p.cache.kv_heads + kv);
         // Rows in front of this one lie in front of it in `qkv`.
         const int back = job < heads ? 0 : position - fresh_from - (job - heads) / 2;
-        return Head<DIM>::load(qkv + (head - back * width) * DIM, lane);
-    };
-    auto keep_job = [&](int job, Head<DIM> v) {
-        if (job < heads) {
-            v = add_bias(v, p.vectors, 0, kv * heads + job, lane);
-            v = turn_head(v, q_gain, turn, p.eps, lane);
-            constexpr float s = Of::SCALE;
+        return Head<DIM>::load(qkv + (head - back * Of::width(p.heads, p.cache.kv_heads)) * DIM, lane);
+    }
+    DEVICE void keep_query(int job, Head<DIM> v, const HeadTurns<DIM>& turns) {
+        v = add_bias(v, p.vectors, 0, kv * heads + job, lane);
+        v = turn_head(v, turns.q_gain, turns.turn, p.eps, lane);
+        constexpr float s = Of::SCALE;
 #pragma unroll
-            for (int j = 0; j < PARTS; j++) {
-                const float4 x = v.part[j];
-                uint2 hi, lo;
-                split_pair(x.x * s, x.y * s, hi.x, lo.x);
-                split_pair(x.z * s, x.w * s, hi.y, lo.y);
-                reinterpret_cast<uint2*>(sm.q[0][job])[j * 32 + lane] = hi;
-                reinterpret_cast<uint2*>(sm.q[1][job])[j * 32 + lane] = lo;
-            }
-            return;
+        for (int j = 0; j < PARTS; j++) {
+            const float4 x = v.part[j];
+            uint2 hi, lo;
+            split_pair(x.x * s, x.y * s, hi.x, lo.x);
+            split_pair(x.z * s, x.w * s, hi.y, lo.y);
+            reinterpret_cast<uint2*>(sm.q[0][job])[j * 32 + lane] = hi;
+            reinterpret_cast<uint2*>(sm.q[1][job])[j * 32 + lane] = lo;
         }
+    }
+    DEVICE void keep_job(int job, Head<DIM> v, const HeadTurns<DIM>& turns, uint32_t newest_page) {
+        if (job < heads) return keep_query(job, v, turns);
         const int which = (job - heads) % 2, r = (job - heads) / 2, pos = fresh_from + r;
         v = add_bias(v, p.vectors, 1 + which, kv, lane);
         if (which == 0) {
-            const float4* const turns = angles - (position - pos) * (Of::ROTARY_DIMS / 4);
-            v = ROWS == 1 ? turn_head(v, k_gain, turn, p.eps, lane) : turn_head(v, k_gain, Turn<DIM>(turns), p.eps, lane);
+            const float4* const angles = turns.angles - (position - pos) * (Of::ROTARY_DIMS / 4);
+            v = ROWS == 1 ? turn_head(v, turns.k_gain, turns.turn, p.eps, lane) : turn_head(v, turns.k_gain, Turn<DIM>(angles), p.eps, lane);
         }
         const Kept<DIM> kept = round_row<INT8>(v);
 #pragma unroll
@@ -251,154 +261,133 @@ DEVICE void attention_decode(const AttentionArgs& p) {
         }
         if (INT8 && lane == 0) sm.fresh_scale[which][r] = kept.scale;
         if (pos == position) store_row<INT8>(p.cache, which, p.cache.head(newest_page, kv), position % PAGE, kept, lane);
-    };
-    if constexpr (ROWS > 1 && !TOGETHER<ROWS, DIM>) {
+    }
+    // Those of many rows are requested together, and wait in shared memory: the code for each once
+    // stays short, as every step reads it anew.
+    DEVICE void take_heads(const HeadTurns<DIM>& turns, uint32_t newest_page) {
+        constexpr int ROUNDS = (8 + 2 * ROWS + WARPS - 1) / WARPS;
+        const int jobs = heads + 2 * fresh_rows;
+        if constexpr (ROWS > 1 && !TOGETHER<ROWS, DIM>) {
 #pragma unroll 1
-        for (int job = warp; job < jobs; job += WARPS) keep_job(job, load_job(job));
-    } else {
-        Head<DIM> fresh[ROUNDS];
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++)
-            if (warp + i * WARPS < jobs) fresh[i] = load_job(warp + i * WARPS);
-        if constexpr (ROWS == 1) {
-#pragma unroll
-            for (int i = 0; i < ROUNDS; i++)
-                if (warp + i * WARPS < jobs) keep_job(warp + i * WARPS, fresh[i]);
+            for (int job = warp; job < jobs; job += WARPS) keep_job(job, load_job(job), turns, newest_page);
         } else {
+            Head<DIM> fresh[ROUNDS];
 #pragma unroll
             for (int i = 0; i < ROUNDS; i++)
-                if (warp + i * WARPS < jobs) sm.jobs[warp + i * WARPS][lane] = fresh[i];
+                if (warp + i * WARPS < jobs) fresh[i] = load_job(warp + i * WARPS);
+            if constexpr (ROWS == 1) {
+#pragma unroll
+                for (int i = 0; i < ROUNDS; i++)
+                    if (warp + i * WARPS < jobs) keep_job(warp + i * WARPS, fresh[i], turns, newest_page);
+            } else {
+#pragma unroll
+                for (int i = 0; i < ROUNDS; i++)
+                    if (warp + i * WARPS < jobs) sm.jobs[warp + i * WARPS][lane] = fresh[i];
 #pragma unroll 1
-            for (int job = warp; job < jobs; job += WARPS) keep_job(job, sm.jobs[job][lane]);   // the lane's own
+                for (int job = warp; job < jobs; job += WARPS) keep_job(job, sm.jobs[job][lane], turns, newest_page);   // the lane's own
+            }
+        }
+        __syncthreads();
+    }
+
+    // What a warp's 32 positions of a pass come to, for head g and positions 8t .. 8t+7.
+    struct Scores {
+        float score[8];
+        float value_scale[8];   // of int8
+        float peak = -INFINITY;
+    };
+    // Puts what the run's rows have among positions `from` .. `to` in the place of what was loaded: the new keys and
+    // values are not yet readable from the cache.
+    DEVICE void put_new_keys(int buffer, int mine, int from, int to) {
+#pragma unroll 1
+        for (int pos = max(from, mine); pos < min(to, mine + WARP_POSITIONS); pos++) {
+            const int at = pos - mine;
+            if (at / 8 == g / 2 && at % 2 == g % 2) {
+#pragma unroll
+                for (int i = 0; i < LOADS; i++)
+                    sm.keys[buffer][warp][at % 8 / 2][i][lane] = sm.fresh[0][pos - fresh_from][4 * i + t];
+            }
         }
     }
-    __syncthreads();
-
-    float top = -INFINITY, total = 0.f;    // of head g, over all warps
-    float out[DIM_TILES][4] = {};          // dims 32 warp + 8n + 2t, + 1: of high and of low parts
-    int buffer = 0;
-
+    DEVICE void put_new_values(int buffer, int base, int from, int to) {
 #pragma unroll 1
-    for (int base = start; base < end; base += BLOCK_POSITIONS) {
-        const int mine = base + 32 * warp;          // this warp's positions
-        // New rows among this pass's positions.
-        const int new_from = max(fresh_from, base), new_end = min(end, base + BLOCK_POSITIONS);
-        float score[8];
-        float value_scale[8];
-        float peak = -INFINITY;
-        const uint32_t next_page = base + BLOCK_POSITIONS < end ? p.cache.page(slot, base + BLOCK_POSITIONS) : 0;
-        if constexpr (BUFFERS == 2) {
-            if (base + BLOCK_POSITIONS < end) {
-                request(base + BLOCK_POSITIONS, next_page, buffer ^ 1);
-            } else {
-                copy_commit();
-                copy_commit();
-            }
-        }
-        copy_wait<2 * BUFFERS - 1>();
-        if (INT8) __syncwarp();   // scales are other lanes' copies
-        if (mine < end) {
-            // The new keys are not yet readable from the cache.
-#pragma unroll 1
-            for (int pos = max(new_from, mine); pos < min(new_end, mine + WARP_POSITIONS); pos++) {
-                const int at = pos - mine;
-                if (at / 8 == g / 2 && at % 2 == g % 2) {
-#pragma unroll
-                    for (int i = 0; i < LOADS; i++)
-                        sm.keys[buffer][warp][at % 8 / 2][i][lane] = sm.fresh[0][pos - fresh_from][4 * i + t];
-                }
-            }
-            float s[4][4] = {};
-#pragma unroll 1
-            for (int i = 0; i < LOADS; i++) {
-                uint4 hi[EIGHTS], lo[EIGHTS];
-#pragma unroll
-                for (int h = 0; h < EIGHTS; h++) {
-                    hi[h] = sm.q[0][g][EIGHTS * (4 * i + t) + h];
-                    lo[h] = sm.q[1][g][EIGHTS * (4 * i + t) + h];
-                }
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const uint4 loaded = sm.keys[buffer][warp][j][i][lane];
-#pragma unroll
-                    for (int h = 0; h < EIGHTS; h++) {
-                        const uint4 w = eight_of<INT8>(loaded, h);
-                        mma_16816(s[j], hi[h].x, lo[h].x, hi[h].y, lo[h].y, w.x, w.y);
-                        mma_16816(s[j], hi[h].z, lo[h].z, hi[h].w, lo[h].w, w.z, w.w);
-                    }
-                }
-            }
-            uint4 key_scales, value_scales;   // of positions 8t .. 8t+7
-            if constexpr (INT8) {
-                key_scales = sm.scales[buffer][warp][0][t];
-                value_scales = sm.scales[buffer][warp][1][t];
-            }
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                float v = s[i / 2][i % 2] + s[i / 2][i % 2 + 2];
-                const int pos = mine + 8 * t + i;
-                if constexpr (INT8) {
-                    const bool fresh = pos >= fresh_from && pos < end;
-                    const int r = fresh ? pos - fresh_from : 0;
-                    v *= __half2float(fresh ? sm.fresh_scale[0][r] : reinterpret_cast<const __half*>(&key_scales)[i]);
-                    value_scale[i] = __half2float(fresh ? sm.fresh_scale[1][r] : reinterpret_cast<const __half*>(&value_scales)[i]);
-                }
-                score[i] = pos < end ? v : -INFINITY;
-                peak = fmaxf(peak, score[i]);
-            }
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-        }
-        if (t == 0) sm.top[warp][g] = peak;
-        __syncthreads();
-        peak = top;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, sm.top[w][g]);
-        const float shrink = exp2f(top - peak);   // top = -inf at first: 0
-        top = peak;
-        float sum = 0.f;
-        if (mine < end) {
-            uint32_t hi[4], lo[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float a = exp2f(score[2 * i] - top), b = exp2f(score[2 * i + 1] - top);
-                sum += a + b;
-                if constexpr (INT8) a *= value_scale[2 * i], b *= value_scale[2 * i + 1];
-                split_pair(a, b, hi[i], lo[i]);
-            }
-            sm.weights[warp][0][lane] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-            sm.weights[warp][1][lane] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-        } else if (EIGHTS > 1) {
-            // A load of values may reach into these positions.
-            sm.weights[warp][0][lane] = sm.weights[warp][1][lane] = make_uint4(0, 0, 0, 0);
-        }
-        if (t == 0) sm.sum[warp][g] = sum;
-        copy_wait<2 * BUFFERS - 2>();
-#pragma unroll 1
-        for (int pos = new_from; pos < new_end; pos++) {
+        for (int pos = from; pos < to; pos++) {
             const int newest_at = pos - base;
             if (newest_at % (4 * EACH) / EACH != t) continue;
 #pragma unroll
             for (int n = 0; n < DIM_TILES; n++) {
-                uint4* const to = &sm.values[buffer][warp][newest_at / (4 * EACH)][n][lane];
+                uint4* const place = &sm.values[buffer][warp][newest_at / (4 * EACH)][n][lane];
                 const int at = newest_at % EACH, dim = 8 * (DIM_TILES * warp + n) + g;
-                const uint4* const from = sm.fresh[1][pos - fresh_from];
+                const uint4* const fresh = sm.fresh[1][pos - fresh_from];
                 if constexpr (INT8)
-                    reinterpret_cast<int8_t*>(to)[at] = reinterpret_cast<const int8_t*>(from)[dim];
+                    reinterpret_cast<int8_t*>(place)[at] = reinterpret_cast<const int8_t*>(fresh)[dim];
                 else
-                    reinterpret_cast<__half*>(to)[at] = reinterpret_cast<const __half*>(from)[dim];
+                    reinterpret_cast<__half*>(place)[at] = reinterpret_cast<const __half*>(fresh)[dim];
             }
         }
-        __syncthreads();
-        total *= shrink;
+    }
+    // The scores of this warp's positions, which begin at `mine`.
+    DEVICE void score(Scores& of, int buffer, int mine) {
+        float s[4][4] = {};
+#pragma unroll 1
+        for (int i = 0; i < LOADS; i++) {
+            uint4 hi[EIGHTS], lo[EIGHTS];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total += sm.sum[w][g];
+            for (int h = 0; h < EIGHTS; h++) {
+                hi[h] = sm.q[0][g][EIGHTS * (4 * i + t) + h];
+                lo[h] = sm.q[1][g][EIGHTS * (4 * i + t) + h];
+            }
 #pragma unroll
-        for (int n = 0; n < DIM_TILES; n++)
+            for (int j = 0; j < 4; j++) {
+                const uint4 loaded = sm.keys[buffer][warp][j][i][lane];
 #pragma unroll
-            for (int i = 0; i < 4; i++) out[n][i] *= shrink;
+                for (int h = 0; h < EIGHTS; h++) {
+                    const uint4 w = eight_of<INT8>(loaded, h);
+                    mma_16816(s[j], hi[h].x, lo[h].x, hi[h].y, lo[h].y, w.x, w.y);
+                    mma_16816(s[j], hi[h].z, lo[h].z, hi[h].w, lo[h].w, w.z, w.w);
+                }
+            }
+        }
+        uint4 key_scales, value_scales;   // of positions 8t .. 8t+7
+        if constexpr (INT8) {
+            key_scales = sm.scales[buffer][warp][0][t];
+            value_scales = sm.scales[buffer][warp][1][t];
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float v = s[i / 2][i % 2] + s[i / 2][i % 2 + 2];
+            const int pos = mine + 8 * t + i;
+            if constexpr (INT8) {
+                const bool fresh = pos >= fresh_from && pos < end;
+                const int r = fresh ? pos - fresh_from : 0;
+                v *= __half2float(fresh ? sm.fresh_scale[0][r] : reinterpret_cast<const __half*>(&key_scales)[i]);
+                of.value_scale[i] = __half2float(fresh ? sm.fresh_scale[1][r] : reinterpret_cast<const __half*>(&value_scales)[i]);
+            }
+            of.score[i] = pos < end ? v : -INFINITY;
+            of.peak = fmaxf(of.peak, of.score[i]);
+        }
+        of.peak = fmaxf(of.peak, __shfl_xor_sync(~0u, of.peak, 1));
+        of.peak = fmaxf(of.peak, __shfl_xor_sync(~0u, of.peak, 2));
+    }
+    // The softmax weights of this warp's positions, to shared memory; their sum.
+    DEVICE float weigh(const Scores& of) {
+        uint32_t hi[4], lo[4];
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float a = exp2f(of.score[2 * i] - top), b = exp2f(of.score[2 * i + 1] - top);
+            sum += a + b;
+            if constexpr (INT8) a *= of.value_scale[2 * i], b *= of.value_scale[2 * i + 1];
+            split_pair(a, b, hi[i], lo[i]);
+        }
+        sm.weights[warp][0][lane] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        sm.weights[warp][1][lane] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        return sum;
+    }
+    // Adds the values of a pass's positions, by their weights, to this warp's dims.
+    DEVICE void add_values(int buffer, int base) {
 #pragma unroll 2
         for (int c = 0; c < VALUE_LOADS && EACH * 4 * c < end - base; c++) {
             uint4 hi[EIGHTS], lo[EIGHTS];
@@ -419,31 +408,84 @@ DEVICE void attention_decode(const AttentionArgs& p) {
                 }
             }
         }
-        if (base + BLOCK_POSITIONS < end) {
-            if constexpr (BUFFERS == 1) request(base + BLOCK_POSITIONS, next_page, 0);
+    }
+    // Positions from `base` on, as many as a pass covers.
+    DEVICE void pass(int base, int buffer) {
+        const int mine = base + 32 * warp;   // this warp's positions
+        // New rows among this pass's positions.
+        const int new_from = max(fresh_from, base), new_end = min(end, base + POSITIONS);
+        const bool last = base + POSITIONS >= end;
+        const uint32_t next_page = last ? 0 : p.cache.page(slot, base + POSITIONS);
+        if constexpr (BUFFERS == 2) {
+            if (!last) {
+                request(base + POSITIONS, next_page, buffer ^ 1);
+            } else {
+                copy_commit();
+                copy_commit();
+            }
+        }
+        copy_wait<2 * BUFFERS - 1>();
+        if (INT8) __syncwarp();   // scales are other lanes' copies
+        Scores scores;
+        if (mine < end) {
+            put_new_keys(buffer, mine, new_from, new_end);
+            score(scores, buffer, mine);
+        }
+        if (t == 0) sm.top[warp][g] = scores.peak;
+        __syncthreads();
+        float peak = top;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, sm.top[w][g]);
+        const float shrink = exp2f(top - peak);   // top = -inf at first: 0
+        top = peak;
+        float sum = 0.f;
+        if (mine < end) {
+            sum = weigh(scores);
+        } else if (EIGHTS > 1) {
+            // A load of values may reach into these positions.
+            sm.weights[warp][0][lane] = sm.weights[warp][1][lane] = make_uint4(0, 0, 0, 0);
+        }
+        if (t == 0) sm.sum[warp][g] = sum;
+        copy_wait<2 * BUFFERS - 2>();
+        put_new_values(buffer, base, new_from, new_end);
+        __syncthreads();
+        total *= shrink;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) total += sm.sum[w][g];
+#pragma unroll
+        for (int n = 0; n < DIM_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) out[n][i] *= shrink;
+        add_values(buffer, base);
+        if (!last) {
+            if constexpr (BUFFERS == 1) request(base + POSITIONS, next_page, 0);
             __syncthreads();   // the weights are read
         }
-        buffer ^= BUFFERS - 1;
     }
 
-    float* const to = p.out + size_t(head0) * DIM;
-    __half* const half = p.half + size_t(sequence) * p.padded;
     // The gate of output `dim` of all this block's heads, and those that follow.
-    auto gates_at = [&](int dim) { return qkv + Of::gate(kv * heads + dim / DIM) * DIM + dim % DIM; };
+    DEVICE const float* gates_at(int dim) const { return qkv + Of::gate(kv * heads + dim / DIM) * DIM + dim % DIM; }
     // Two outputs, the first of which is `dim`, of all this block's heads.
-    auto store_half = [&](int dim, float x, float y) {
-        *reinterpret_cast<__half2*>(half + operand_index(kv * heads * DIM + dim)) =
+    DEVICE void store_half(int dim, float x, float y) const {
+        *reinterpret_cast<__half2*>(p.half + size_t(sequence) * p.padded + operand_index(kv * heads * DIM + dim)) =
             __float22half2_rn(make_float2(clamp_half(x), clamp_half(y)));
-    };
+    }
     // 128 outputs, the `part`-th of all this block's heads, four a lane, by a warp.
-    auto store_columns = [&](int part, float4 v) {
-        const int rows = p.column_rows, slot = ((sequence / rows * p.heads + kv * heads) * PARTS + part) * 2;
-        put_four(p.columns + size_t(slot) * (rows == 8 ? sizeof(DigitColumns<8>) : sizeof(DigitColumns<4>)), rows, sequence % rows, p.nibbles, v, lane);
-    };
-    const int joined = shared == 0 ? splits : splits + (shared - 1) / shared_each(shared, p.shared_splits) + 1;
-    if (joined == 1) {
+    DEVICE void store_columns(int part, float4 v) const {
+        const int rows = p.column_rows, at = ((sequence / rows * p.heads + kv * heads) * PARTS + part) * 2;
+        put_four(p.columns + size_t(at) * (rows == 8 ? sizeof(DigitColumns<8>) : sizeof(DigitColumns<4>)), rows, sequence % rows, p.nibbles, v, lane);
+    }
+    DEVICE float* outputs() const { return p.out + size_t(head0) * DIM; }
+
+    // Parts of a head that are joined: this kernel's, and those of `attention_shared`.
+    DEVICE int parts() const { return shared == 0 ? splits : splits + (shared - 1) / shared_each(shared, p.shared_splits) + 1; }
+    // Where the j-th of them lies.
+    DEVICE int part_at(int j) const { return SHARED && j >= splits ? int(gridDim.y) + j - splits : j; }
+
+    // The outputs of heads that this block has read all positions of.
+    DEVICE void store_all() {
         const float inv = 1.f / total;
-        float* const outputs = reinterpret_cast<float*>(sm.keys);   // [heads][DIM], for columns: keys have been read
+        float* const staged = reinterpret_cast<float*>(sm.keys);   // [heads][DIM], for columns: keys have been read
 #pragma unroll
         for (int n = 0; n < DIM_TILES; n++) {
             const int dim = g * DIM + 8 * (DIM_TILES * warp + n) + 2 * t;
@@ -457,77 +499,112 @@ DEVICE void attention_decode(const AttentionArgs& p) {
             if (g < heads && p.half != nullptr)
                 store_half(dim, v.x, v.y);
             else if (g < heads)
-                *reinterpret_cast<float2*>((p.columns != nullptr ? outputs : to) + dim) = v;
+                *reinterpret_cast<float2*>((p.columns != nullptr ? staged : outputs()) + dim) = v;
         }
         if (p.columns == nullptr) return;
         __syncthreads();
-        for (int part = warp; part < heads * PARTS; part += WARPS) store_columns(part, reinterpret_cast<const float4*>(outputs)[part * 32 + lane]);
-        return;
+        for (int part = warp; part < heads * PARTS; part += WARPS) store_columns(part, reinterpret_cast<const float4*>(staged)[part * 32 + lane]);
     }
-    const float4* const parts = p.partial + size_t(head0) * p.parts * (DIM / 4);
-    // Where the j-th part to be joined lies.
-    auto part_at = [&](int j) { return SHARED && j >= splits ? int(gridDim.y) + j - splits : j; };
-    if (g < heads) {
-        float2* part = reinterpret_cast<float2*>(p.partial + (size_t(head0 + g) * p.parts + blockIdx.y) * (DIM / 4));
+
+    // Leaves this block's part for the last block of the head; true if that is this one.
+    DEVICE bool leave_part() {
+        if (g < heads) {
+            float2* part = reinterpret_cast<float2*>(p.partial + (size_t(head0 + g) * p.parts + blockIdx.y) * (DIM / 4));
 #pragma unroll
-        for (int n = 0; n < DIM_TILES; n++)
-            __stcg(part + 4 * (DIM_TILES * warp + n) + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
-        if (warp == 0 && t == 0) __stcg(p.tops + size_t(head0 + g) * p.parts + blockIdx.y, make_float2(top, total));
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        int* arrived = p.arrived + sequence * p.cache.kv_heads + kv;
-        sm.last = atomicAdd(arrived, 1) == splits - 1;
-        if (sm.last) *arrived = 0;
-    }
-    __syncthreads();
-    if (!sm.last) return;
-    __threadfence();
-    for (int head = warp; head < heads; head += WARPS) {
-        constexpr int EACH = MOST_SPLITS / 32;
-        float2 part[EACH];
-        float peak = -INFINITY, sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int j = 32 * i + lane;
-            part[i] = j < joined ? __ldcg(p.tops + size_t(head0 + head) * p.parts + part_at(j)) : make_float2(-INFINITY, 0.f);
-            peak = fmaxf(peak, part[i].x);
+            for (int n = 0; n < DIM_TILES; n++)
+                __stcg(part + 4 * (DIM_TILES * warp + n) + t, make_float2(out[n][0] + out[n][2], out[n][1] + out[n][3]));
+            if (warp == 0 && t == 0) __stcg(p.tops + size_t(head0 + g) * p.parts + blockIdx.y, make_float2(top, total));
         }
-#pragma unroll
-        for (int m = 16; m > 0; m >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, m));
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            part[i].x = exp2f(part[i].x - peak);
-            sum = fmaf(part[i].x, part[i].y, sum);
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int* arrived = p.arrived + sequence * p.cache.kv_heads + kv;
+            sm.last = atomicAdd(arrived, 1) == splits - 1;
+            if (sm.last) *arrived = 0;
         }
-        const float inv = 1.f / warp_sum(sum);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) sm.share[head][32 * i + lane] = part[i].x * inv;
+        __syncthreads();
+        return sm.last;
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < heads * (DIM / 4); i += WARPS * 32) {
-        const int head = i / (DIM / 4);
-        const float4* from = parts + size_t(head) * p.parts * (DIM / 4) + i % (DIM / 4);
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+
+    // Each part's share in a head's result, a head at a time by a warp.
+    DEVICE void weigh_parts(int joined) {
+        for (int head = warp; head < heads; head += WARPS) {
+            constexpr int EACH = MOST_SPLITS / 32;
+            float2 part[EACH];
+            float peak = -INFINITY, sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const int j = 32 * i + lane;
+                part[i] = j < joined ? __ldcg(p.tops + size_t(head0 + head) * p.parts + part_at(j)) : make_float2(-INFINITY, 0.f);
+                peak = fmaxf(peak, part[i].x);
+            }
+#pragma unroll
+            for (int m = 16; m > 0; m >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, m));
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                part[i].x = exp2f(part[i].x - peak);
+                sum = fmaf(part[i].x, part[i].y, sum);
+            }
+            const float inv = 1.f / warp_sum(sum);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) sm.share[head][32 * i + lane] = part[i].x * inv;
+        }
+        __syncthreads();
+    }
+    // The outputs of this block's heads, from all parts.
+    DEVICE void join(int joined) {
+        __threadfence();
+        weigh_parts(joined);
+        const float4* const partial = p.partial + size_t(head0) * p.parts * (DIM / 4);
+        for (int i = threadIdx.x; i < heads * (DIM / 4); i += WARPS * 32) {
+            const int head = i / (DIM / 4);
+            const float4* from = partial + size_t(head) * p.parts * (DIM / 4) + i % (DIM / 4);
+            float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 16
-        for (int j = 0; j < joined; j++) {
-            const float4 part = __ldcg(from + part_at(j) * (DIM / 4));
-            const float f = sm.share[head][j];
-            v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
-            v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);
-        }
-        if constexpr (Of::GATED) {
-            const float4 gate = __ldcg(reinterpret_cast<const float4*>(gates_at(4 * i)));
-            v.x *= sigmoid(gate.x), v.y *= sigmoid(gate.y), v.z *= sigmoid(gate.z), v.w *= sigmoid(gate.w);
-        }
-        if (p.half != nullptr) {
-            store_half(4 * i, v.x, v.y);
-            store_half(4 * i + 2, v.z, v.w);
-        } else if (p.columns != nullptr) {
-            store_columns(i / 32, v);
-        } else {
-            reinterpret_cast<float4*>(to)[i] = v;
+            for (int j = 0; j < joined; j++) {
+                const float4 part = __ldcg(from + part_at(j) * (DIM / 4));
+                const float f = sm.share[head][j];
+                v.x = fmaf(f, part.x, v.x), v.y = fmaf(f, part.y, v.y);
+                v.z = fmaf(f, part.z, v.z), v.w = fmaf(f, part.w, v.w);
+            }
+            if constexpr (Of::GATED) {
+                const float4 gate = __ldcg(reinterpret_cast<const float4*>(gates_at(4 * i)));
+                v.x *= sigmoid(gate.x), v.y *= sigmoid(gate.y), v.z *= sigmoid(gate.z), v.w *= sigmoid(gate.w);
+            }
+            if (p.half != nullptr) {
+                store_half(4 * i, v.x, v.y);
+                store_half(4 * i + 2, v.z, v.w);
+            } else if (p.columns != nullptr) {
+                store_columns(i / 32, v);
+            } else {
+                reinterpret_cast<float4*>(outputs())[i] = v;
+            }
         }
     }
+};
+
+template <bool INT8, int ROWS, bool SHARED, int DIM = HEAD_DIM>
+DEVICE void attention_decode(const AttentionArgs& p) {
+    using Block = SplitAttention<INT8, ROWS, SHARED, DIM>;
+    extern __shared__ uint4 dynamic_shared[];
+    if (!p.holds_dependents) launch_dependents();
+    Block block(p, *reinterpret_cast<typename Block::Shared*>(dynamic_shared));
+    if (blockIdx.y >= block.splits) return;   // block 0 of the head has work: the kernel ends after its prerequisites
+    block.find_run();
+    const uint32_t newest_page = p.cache.page(block.slot, block.position);
+    block.request(block.start, p.cache.page(block.slot, block.start), 0);
+    const HeadTurns<DIM> turns(p, block.position, block.lane);
+
+    wait_for_prerequisites();
+    if (p.holds_dependents) launch_dependents();
+    block.take_heads(turns, newest_page);
+    int buffer = 0;
+#pragma unroll 1
+    for (int base = block.start; base < block.end; base += Block::POSITIONS) {
+        block.pass(base, buffer);
+        buffer ^= Block::BUFFERS - 1;
+    }
+    const int joined = block.parts();
+    if (joined == 1) return block.store_all();
+    if (block.leave_part()) block.join(joined);
 }
