@@ -22,7 +22,7 @@ td:not(.text),td:first-child,th{white-space:nowrap}td.after{min-width:13rem}svg{
 .note{color:var(--note);font-size:.92em}.note p{margin:.35rem 0}\
 .dot{display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.45em}summary{cursor:pointer}\
 @media(max-width:60rem){td:not(.text),td:first-child,th{white-space:normal}td.after{min-width:8rem}}\
-@media(max-width:40rem){svg{min-width:0}table,tbody,tr,td{display:block}thead{display:none}\
+@media(max-width:40rem){table,tbody,tr,td{display:block}thead{display:none}\
 tr{border-bottom:1px solid var(--line);padding:.5rem 0}tr>td{border:0;padding:.1rem 0;overflow-wrap:anywhere;overflow:hidden}\
 td,td.text{text-align:right}td:empty{display:none}\
 td::before{content:attr(data-head);float:left;margin-right:1rem;color:var(--note)}tr>td:first-child{position:static;font-weight:bold;text-align:left}}";
