@@ -49,10 +49,26 @@ pub(super) fn hybrid(delta: Option<&Delta>, index: usize) -> usize {
     usize::from((index + 1).is_multiple_of(interval))
 }
 
-/// The [`Architecture::kind_of`] of models whose layers are all alike.
-pub(super) fn all_alike(_: Option<&Delta>, _: usize) -> usize {
-    0
-}
+/// A model whose layers are all alike, without anything particular: architectures state what they have beside
+/// their names and layers.
+pub(super) const PLAIN: Architecture = Architecture {
+    family: "",
+    title: "",
+    class: "",
+    model_type: "",
+    also: &[],
+    gguf: "",
+    kinds: &[],
+    kind_of: |_, _| 0,
+    heads_split_hidden: false,
+    rotary_parts: 1,
+    norm_less_one: false,
+    fused_delta: false,
+    mtp_unsaid: false,
+    gguf_pairs: false,
+    gguf_tiled: false,
+    presets: &[],
+};
 
 impl Architecture {
     /// All matrices of its kinds of layers.

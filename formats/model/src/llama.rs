@@ -1,6 +1,6 @@
 //! Llama 3, 3.1, 3.2 and 3.3 (arXiv 2407.21783), whose blocks other families have too.
 
-use super::architecture::{Architecture, Preset, all_alike};
+use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::RopeScaling;
 use super::layer::{
     AttentionSpec, Block, InputSource, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind, NormSpec,
@@ -79,19 +79,12 @@ pub static LLAMA: Architecture = Architecture {
     title: "Llama 3",
     class: "LlamaForCausalLM",
     model_type: "llama",
-    also: &[],
     gguf: "llama",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, MLP],
     }],
-    kind_of: all_alike,
     heads_split_hidden: true,
-    rotary_parts: 1,
-    norm_less_one: false,
-    fused_delta: false,
-    mtp_unsaid: false,
     gguf_pairs: true,
-    gguf_tiled: false,
     presets: &[
         Preset {
             name: "llama-3.2-1b", hub_id: "meta-llama/Llama-3.2-1B-Instruct",
@@ -112,6 +105,7 @@ pub static LLAMA: Architecture = Architecture {
             ..llama_8b()
         },
     ],
+    ..PLAIN
 };
 
 /// The published stretch of the context from 8,192 positions.

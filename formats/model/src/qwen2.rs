@@ -1,7 +1,7 @@
 //! Qwen2.5 (arXiv 2412.15115), and Qwen2, which has the same layers: queries, keys and values have
 //! biases, and heads have no norms.
 
-use super::architecture::{Architecture, Preset, all_alike};
+use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::RopeScaling;
 use super::layer::{AttentionSpec, Block, LayerSpec, LinearKind, Mixer, Product, Width, biased};
 use super::llama;
@@ -30,19 +30,11 @@ pub(super) static QWEN2: Architecture = Architecture {
     title: "Qwen2.5",
     class: "Qwen2ForCausalLM",
     model_type: "qwen2",
-    also: &[],
     gguf: "qwen2",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, llama::MLP],
     }],
-    kind_of: all_alike,
     heads_split_hidden: true,
-    rotary_parts: 1,
-    norm_less_one: false,
-    fused_delta: false,
-    mtp_unsaid: false,
-    gguf_pairs: false,
-    gguf_tiled: false,
     presets: &[
         Preset {
             name: "qwen2.5-0.5b", hub_id: "Qwen/Qwen2.5-0.5B-Instruct",
@@ -79,6 +71,7 @@ pub(super) static QWEN2: Architecture = Architecture {
             ..qwen2_7b()
         },
     ],
+    ..PLAIN
 };
 
 /// Qwen2.5 7B; other sizes are as it is where they say nothing else.

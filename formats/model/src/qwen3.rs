@@ -1,6 +1,6 @@
 //! Qwen3, dense and mixtures of experts (arXiv 2505.09388).
 
-use super::architecture::{Architecture, Preset, all_alike};
+use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::{Experts, RopeScaling};
 use super::layer::{
     AttentionSpec, Block, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind, Mixer,
@@ -28,19 +28,10 @@ pub(super) static QWEN3: Architecture = Architecture {
     title: "Qwen3 dense",
     class: "Qwen3ForCausalLM",
     model_type: "qwen3",
-    also: &[],
     gguf: "qwen3",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, llama::MLP],
     }],
-    kind_of: all_alike,
-    heads_split_hidden: false,
-    rotary_parts: 1,
-    norm_less_one: false,
-    fused_delta: false,
-    mtp_unsaid: false,
-    gguf_pairs: false,
-    gguf_tiled: false,
     presets: &[
         Preset {
             name: "qwen3-0.6b", hub_id: "Qwen/Qwen3-0.6B",
@@ -75,6 +66,7 @@ pub(super) static QWEN3: Architecture = Architecture {
             ..qwen3_8b()
         },
     ],
+    ..PLAIN
 };
 
 /// Qwen3-VL, whose text model is Qwen3 (arXiv 2511.21631).
@@ -147,19 +139,10 @@ pub(super) static QWEN3_MOE: Architecture = Architecture {
     title: "Qwen3 mixture-of-experts",
     class: "Qwen3MoeForCausalLM",
     model_type: "qwen3_moe",
-    also: &[],
     gguf: "qwen3moe",
     kinds: &[LayerSpec {
         blocks: &[ATTENTION, EXPERTS],
     }],
-    kind_of: all_alike,
-    heads_split_hidden: false,
-    rotary_parts: 1,
-    norm_less_one: false,
-    fused_delta: false,
-    mtp_unsaid: false,
-    gguf_pairs: false,
-    gguf_tiled: false,
     presets: &[
         qwen3_30b(),
         Preset {
@@ -176,6 +159,7 @@ pub(super) static QWEN3_MOE: Architecture = Architecture {
             ..qwen3_30b()
         },
     ],
+    ..PLAIN
 };
 
 /// Qwen3 30B-A3B, whose dense MLP exists in its configuration only; other mixtures are as it is where they say nothing

@@ -1,7 +1,7 @@
 //! Qwen3.5, 3.6 and 3.8, dense and mixtures of experts, and Qwen3-Next: gated DeltaNets in most layers and
 //! gated attention in every fourth (transformers' `qwen3_5`, `qwen3_5_moe` and `qwen3_next`).
 
-use super::architecture::{Architecture, Preset, hybrid};
+use super::architecture::{Architecture, PLAIN, Preset, hybrid};
 use super::dimensions::{Delta, Experts, RopeScaling};
 use super::layer::{
     AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind,
@@ -127,12 +127,8 @@ pub(super) static QWEN3_5: Architecture = Architecture {
         LayerSpec { blocks: &[ATTENTION, MLP] },
     ],
     kind_of: hybrid,
-    heads_split_hidden: false,
     rotary_parts: 4,
     norm_less_one: true,
-    fused_delta: false,
-    mtp_unsaid: false,
-    gguf_pairs: false,
     gguf_tiled: true,
     presets: &[
         Preset {
@@ -159,25 +155,17 @@ pub(super) static QWEN3_5: Architecture = Architecture {
         Preset { name: "qwen3.6-27b", hub_id: "Qwen/Qwen3.6-27B", ..qwen3_5_27b() },
         Preset { name: "qwen3.8-27b", hub_id: "Qwen/Qwen3.8-27B", ..qwen3_5_27b() },
     ],
+    ..PLAIN
 };
 
 #[rustfmt::skip]
 pub(super) static QWEN3_5_MOE: Architecture = Architecture {
-    family: "Qwen3.5",
     title: "Qwen3.5 and 3.6 mixture-of-experts",
     class: "Qwen3_5MoeForCausalLM",
     model_type: "qwen3_5_moe_text",
     also: &[("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")],
     gguf: "qwen35moe",
     kinds: MIXTURES,
-    kind_of: hybrid,
-    heads_split_hidden: false,
-    rotary_parts: 4,
-    norm_less_one: true,
-    fused_delta: false,
-    mtp_unsaid: false,
-    gguf_pairs: false,
-    gguf_tiled: true,
     presets: &[
         qwen3_5_35b(),
         Preset { name: "qwen3.6-35b-a3b", hub_id: "Qwen/Qwen3.6-35B-A3B", ..qwen3_5_35b() },
@@ -194,6 +182,7 @@ pub(super) static QWEN3_5_MOE: Architecture = Architecture {
             ..qwen3_5_35b()
         },
     ],
+    ..QWEN3_5
 };
 
 #[rustfmt::skip]
@@ -205,18 +194,14 @@ pub(super) static QWEN3_NEXT: Architecture = Architecture {
     also: &[],
     gguf: "qwen3next",
     kinds: MIXTURES,
-    kind_of: hybrid,
-    heads_split_hidden: false,
-    rotary_parts: 4,
-    norm_less_one: true,
     fused_delta: true,
     mtp_unsaid: true,
-    gguf_pairs: false,
     gguf_tiled: false,
     presets: &[
         qwen3_next_80b(),
         Preset { name: "qwen3-coder-next", hub_id: "Qwen/Qwen3-Coder-Next", ..qwen3_next_80b() },
     ],
+    ..QWEN3_5
 };
 
 const MIXTURES: &[LayerSpec] = &[
