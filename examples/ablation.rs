@@ -16,7 +16,7 @@ use nq_quantize::methods::awq::Awq;
 use nq_quantize::methods::awq_gptq::AwqGptq;
 use nq_quantize::methods::gptq::{ActOrder, Gptq, Importance};
 use nq_quantize::methods::rtn::Rtn;
-use nq_quantize::{CalibrationSource, Job, Limits, QuantizeOptions, Schemes};
+use nq_quantize::{CalibrationSource, Job, QualityLimits, QuantizeOptions, Schemes};
 use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
 use std::path::PathBuf;
 
@@ -143,7 +143,7 @@ fn main() -> anyhow::Result<()> {
                 calib_tokens: Some(32_768),
                 tuning: None,
                 seed: 0,
-                limits: Limits::default(),
+                limits: QualityLimits::default(),
                 measure: true,
                 eval_text: Some(text.into()),
                 eval_tokens: Some(tokens.parse()?),

@@ -7,8 +7,8 @@ use anyhow::Context;
 use nq_formats::Checkpoint;
 use nq_runtime::generate::generate_text;
 use nq_runtime::{
-    ChatTemplate, DraftedBy, KvType, Limits, LoadOptions, Message, Sampler, SamplingParams,
-    Sequence, SessionSpec, Speculation, Tokenizer,
+    ChatTemplate, DraftedBy, GenerationLimits, KvType, LoadOptions, Message, Sampler,
+    SamplingParams, Sequence, SessionSpec, Speculation, Tokenizer,
 };
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -44,7 +44,7 @@ fn main() -> anyhow::Result<()> {
         },
         0,
     )?;
-    let limits = Limits {
+    let limits = GenerationLimits {
         stop: checkpoint.eos_token_ids(),
         max_tokens: 200,
         interrupt: None,

@@ -15,7 +15,7 @@ use nq_quantize::methods::awq::Awq;
 use nq_quantize::methods::awq_gptq::AwqGptq;
 use nq_quantize::methods::gptq::{ActOrder, Gptq, Importance};
 use nq_quantize::methods::{self, Method};
-use nq_quantize::{CalibrationSource, Job, Limits, QuantizeOptions, Schemes};
+use nq_quantize::{CalibrationSource, Job, QualityLimits, QuantizeOptions, Schemes};
 use nq_runtime::{ActivationChoice, DeviceChoice, LoadOptions};
 use std::path::PathBuf;
 
@@ -92,7 +92,7 @@ fn main() -> anyhow::Result<()> {
             calib_tokens: Some(32_768),
             tuning: None,
             seed: 0,
-            limits: Limits::default(),
+            limits: QualityLimits::default(),
             measure: true,
             eval_text: Some(text.into()),
             eval_tokens: Some(tokens.parse()?),

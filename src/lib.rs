@@ -30,13 +30,13 @@
     )
 )]
 
-pub use nq_answers::{Answer, Call, Choice as ToolChoice, End, Format, Piece, Prompt};
+pub use nq_answers::{Answer, Call, End, Format, Piece, Prompt, ToolChoice};
 pub use nq_evals::{Comparison, EvalReport, EvalSpec, Protocol};
 pub use nq_formats::export::ExportFormat;
 pub use nq_formats::{Bits, Group, Progress, TrellisScheme, Unit, Zeros};
 pub use nq_quantize::{
-    CalibrationSource, Codes, Effort, Limits as QualityLimits, QuantizeOptions, QuantizeReport,
-    Recipe, TargetSize, TuneOptions, group_named,
+    CalibrationSource, Codes, Effort, QualityLimits, QuantizeOptions, QuantizeReport, Recipe,
+    TargetSize, TuneOptions, group_named,
 };
 pub use nq_runtime::chat_template::integers;
 pub use nq_runtime::embedding::{DEFAULT_TASK, Purpose};

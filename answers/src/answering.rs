@@ -7,7 +7,8 @@ use crate::output::{Piece, Reader, completed};
 use crate::text::ModelText;
 use nq_runtime::generate::resume;
 use nq_runtime::{
-    Limits, Message, Sampler, SamplingParams, Sequence, Session, Stats, StopReason, TokenLogprobs,
+    GenerationLimits, Message, Sampler, SamplingParams, Sequence, Session, Stats, StopReason,
+    TokenLogprobs,
 };
 use serde_json::{Value, json};
 use std::ops::ControlFlow;
@@ -230,7 +231,7 @@ impl<'m> Answering<'m> {
         run: usize,
         each: &mut OnPiece<'_>,
     ) -> Result<StopReason> {
-        let limits = Limits {
+        let limits = GenerationLimits {
             stop: self.model.stop(),
             max_tokens: run,
             interrupt: Some(self.drawing.interrupt),

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 /// Which tools the model may call.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub enum Choice {
+pub enum ToolChoice {
     /// Any tool, or none.
     #[default]
     Auto,
@@ -50,7 +50,7 @@ impl Thinking {
 
 /// A chat that is to be answered.
 #[derive(Clone, Debug, Default)]
-pub struct Chat {
+pub struct ChatInput {
     /// Its messages.
     pub messages: Vec<Message>,
     /// Tokens of the images in its messages, in their order.
@@ -58,7 +58,7 @@ pub struct Chat {
     /// Its tools, in the format of OpenAI's chat.
     pub tools: Vec<Value>,
     /// Which of them the model may call.
-    pub choice: Choice,
+    pub choice: ToolChoice,
     /// True if one call may be made at most.
     pub one_call: bool,
     /// How much the model thinks.
@@ -78,7 +78,7 @@ pub struct Chat {
 pub struct Prompt {
     /// As text.
     pub text: String,
-    /// As tokens, in which an image has as many as [`Chat::images`] says.
+    /// As tokens, in which an image has as many as [`ChatInput::images`] says.
     pub tokens: Vec<u32>,
     /// Index of the first token of each image.
     pub images: Vec<usize>,
@@ -119,10 +119,10 @@ impl Asked {
     }
 }
 
-impl Chat {
+impl ChatInput {
     /// The tools that the model is shown.
     pub(crate) fn shown(&self) -> Option<&[Value]> {
-        let shown = self.choice != Choice::None && !self.tools.is_empty();
+        let shown = self.choice != ToolChoice::None && !self.tools.is_empty();
         shown.then_some(self.tools.as_slice())
     }
 
@@ -130,16 +130,16 @@ impl Chat {
     pub(crate) fn whole_format(&self) -> Option<Format> {
         let several = !self.one_call;
         match (&self.choice, &self.format) {
-            (Choice::Required, _) => Some(Format::Calls {
+            (ToolChoice::Required, _) => Some(Format::Calls {
                 tools: signatures(&self.tools, None),
                 several,
             }),
-            (Choice::Named(name), _) => Some(Format::Calls {
+            (ToolChoice::Named(name), _) => Some(Format::Calls {
                 tools: signatures(&self.tools, Some(name)),
                 several: false,
             }),
             // A grammar or a pattern is of the whole answer, calls included.
-            (Choice::Auto, Some(answer @ (Format::Object | Format::Schema(_))))
+            (ToolChoice::Auto, Some(answer @ (Format::Object | Format::Schema(_))))
                 if self.shown().is_some() =>
             {
                 Some(Format::CallsOr {

@@ -1,7 +1,7 @@
 //! Answers, whoever asks for them: the prompt that a model's template makes of a chat, thinking and its budget, tools and
 //! their calls, grammars, stop texts, and the loop from a prompt to an answer.
 //!
-//! [`ModelText::ask`] makes an [`Asked`] of a [`Chat`]. [`Answering`] answers it over a session, with drafts; a server draws
+//! [`ModelText::ask`] makes an [`Asked`] of a [`ChatInput`]. [`Answering`] answers it over a session, with drafts; a server draws
 //! many answers at once by itself, with the same [`Hold`] and [`Reader`] for each.
 //!
 //! A part of nq that may change in any version: programs use `nq-llm`.
@@ -19,7 +19,7 @@ pub mod output;
 mod text;
 
 pub use answering::{Answer, Answering, Call, Drawing, End, OnPiece};
-pub use chat::{Asked, Chat, Choice, Prompt, Thinking};
+pub use chat::{Asked, ChatInput, Prompt, Thinking, ToolChoice};
 pub use dialect::ToolPrompt;
 pub use error::{Error, Result};
 pub use grammar::{Format, Start};

@@ -1,6 +1,6 @@
 //! The text side of a model: how it is asked, and how its answers are read.
 
-use crate::chat::{Asked, Chat, Choice, Prompt, Thinking, signatures};
+use crate::chat::{Asked, ChatInput, Prompt, Thinking, ToolChoice, signatures};
 use crate::dialect::{Dialect, ToolPrompt};
 use crate::grammar::{Conformant, Format, Grammars, Start};
 use crate::hold::ThinkingBudget;
@@ -175,8 +175,8 @@ impl ModelText {
     /// # Errors
     /// [`Error::TooLong`] for a chat of more tokens; a template that refuses the chat; [`Error::Request`] for a model
     /// without one.
-    pub fn ask(&self, chat: Chat, most: usize) -> Result<Asked> {
-        let must_call = matches!(chat.choice, Choice::Required | Choice::Named(_));
+    pub fn ask(&self, chat: ChatInput, most: usize) -> Result<Asked> {
+        let must_call = matches!(chat.choice, ToolChoice::Required | ToolChoice::Named(_));
         let format = chat.whole_format();
         let calls = chat.shown().map(|tools| Tools {
             list: signatures(tools, None),
@@ -233,7 +233,7 @@ impl ModelText {
 
     /// Renders the chat as text and tokens, with the assistant's turn begun or, if the answer `continues` the
     /// last message, with that message's text at its end.
-    fn prompt(&self, chat: Chat, thinking: &Thinking, most: usize) -> Result<Prompt> {
+    fn prompt(&self, chat: ChatInput, thinking: &Thinking, most: usize) -> Result<Prompt> {
         let template = self.template.as_ref().ok_or_else(|| Error::Request {
             what: "chat",
             expected: "a model with a chat template".into(),

@@ -4,7 +4,7 @@ mod image;
 mod text;
 
 pub use image::{ImageSpec, image};
-pub use text::{Answer, DraftBy, OpenDrafter, TextSpec, text};
+pub use text::{BenchAnswer, DraftBy, OpenDrafter, TextSpec, text};
 
 use crate::error::{Error, Result};
 use crate::report::{BenchRow, Breakdown, OpRow};
@@ -14,8 +14,9 @@ use nq_formats::{Progress, Unit, human_bytes};
 use nq_kernels::rng::Philox;
 use nq_runtime::generate::{generate, rewind};
 use nq_runtime::{
-    Batch, Chunk, Continuation, Detokenizer, DraftedBy, Engine, Generated, KvType, Limits,
-    LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec, Tokenizer,
+    Batch, Chunk, Continuation, Detokenizer, DraftedBy, Engine, Generated, GenerationLimits,
+    KvType, LogitsWanted, Piece, Sampler, SamplingParams, Sequence, Session, SessionSpec,
+    Tokenizer,
 };
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -500,7 +501,7 @@ fn answer(
     tokenizer: &Tokenizer,
     out: &mut dyn Write,
 ) -> Result<Generated> {
-    let limits = Limits {
+    let limits = GenerationLimits {
         stop: &[],
         max_tokens: n,
         interrupt: None,

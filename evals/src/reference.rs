@@ -87,7 +87,7 @@ const MAGIC: &[u8; 8] = b"NQLOGP 1";
 const FOOTER_ROW: usize = 80;
 
 /// Where the log-probabilities of a pass go.
-enum Target<'a> {
+enum PassTarget<'a> {
     F32(&'a mut [f32]),
     F16(&'a mut [f16]),
     File(&'a File),
@@ -150,11 +150,11 @@ impl ReferenceLogits {
         let n = plan.total() * vocab;
         let (log_probs, rows) = if 4 * numbers <= limit {
             let mut all = vec![0.0; n];
-            let rows = Self::pass(reference, &plan, Target::F32(&mut all), progress)?;
+            let rows = Self::pass(reference, &plan, PassTarget::F32(&mut all), progress)?;
             (LogProbs::F32(all), rows)
         } else {
             let mut all = vec![f16::ZERO; n];
-            let rows = Self::pass(reference, &plan, Target::F16(&mut all), progress)?;
+            let rows = Self::pass(reference, &plan, PassTarget::F16(&mut all), progress)?;
             (LogProbs::F16(all), rows)
         };
         Ok(ReferenceLogits {
@@ -183,7 +183,7 @@ impl ReferenceLogits {
         let plan = Plan::new(tokens, spec, reference)?;
         let vocab = reference.config().vocab_size;
         let beside = Beside::new(path)?;
-        let rows = Self::pass(reference, &plan, Target::File(beside.file()), progress)?;
+        let rows = Self::pass(reference, &plan, PassTarget::File(beside.file()), progress)?;
         let key = key.to_owned();
         let footer = serde_json::to_vec(&Footer { key, vocab, rows })
             .map_err(std::io::Error::from)
@@ -272,7 +272,7 @@ impl ReferenceLogits {
     fn pass(
         reference: &dyn Engine,
         plan: &Plan<'_>,
-        mut target: Target<'_>,
+        mut target: PassTarget<'_>,
         progress: &dyn Progress,
     ) -> Result<Vec<ReferenceRow>> {
         let vocab = reference.config().vocab_size;
@@ -298,7 +298,7 @@ impl ReferenceLogits {
                 let at = first * vocab;
                 let row = |i: usize| (logits[0].row(start + i), found[start + i].lse);
                 match &mut target {
-                    Target::File(file) => kept[start..start + count]
+                    PassTarget::File(file) => kept[start..start + count]
                         .par_iter_mut()
                         .enumerate()
                         .try_for_each(|(i, kept)| {
@@ -308,7 +308,7 @@ impl ReferenceLogits {
                             file.write_all_at(&bytes, 2 * (at + i * vocab) as u64)
                         })
                         .map_err(write_error(Path::new("reference log-probabilities")))?,
-                    Target::F32(all) => all[at..at + count * vocab]
+                    PassTarget::F32(all) => all[at..at + count * vocab]
                         .par_chunks_exact_mut(vocab)
                         .enumerate()
                         .for_each(|(i, out)| {
@@ -317,7 +317,7 @@ impl ReferenceLogits {
                                 *o = (f64::from(x) - lse) as f32;
                             }
                         }),
-                    Target::F16(all) => all[at..at + count * vocab]
+                    PassTarget::F16(all) => all[at..at + count * vocab]
                         .par_chunks_exact_mut(vocab)
                         .enumerate()
                         .for_each_init(Vec::new, |scratch: &mut Vec<f32>, (i, out)| {

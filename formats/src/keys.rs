@@ -16,7 +16,7 @@ pub(crate) const TILED: &str = "tiled";
 pub(crate) type KeyUse = (&'static str, &'static str);
 
 /// A key of `config.json` that nq reads, what says the same in a GGUF file, and what nq writes of a model under either.
-pub(crate) struct Key {
+pub(crate) struct ConfigKey {
     /// Empty for what GGUF files alone say.
     pub(crate) name: &'static str,
     pub(crate) gguf: Gguf,
@@ -54,13 +54,13 @@ type Written = fn(&ModelConfig) -> Option<Value>;
 const NOT: Written = |_| None;
 
 #[rustfmt::skip]
-const fn key(name: &'static str, gguf: Gguf, models: Models, value: Written, what: &'static str) -> Key {
-    Key { name, gguf, models, value, what }
+const fn key(name: &'static str, gguf: Gguf, models: Models, value: Written, what: &'static str) -> ConfigKey {
+    ConfigKey { name, gguf, models, value, what }
 }
 
 /// Keys of `config.json` that nq reads.
 #[rustfmt::skip]
-pub(crate) const CONFIG: &[Key] = &[
+pub(crate) const CONFIG: &[ConfigKey] = &[
     key("architectures", No, ALL, |c| some([c.architecture.class]), "the model's class, which must be one that nq runs"),
     key("model_type", No, ALL, |c| some(c.architecture.model_type), "the same"),
     key("num_hidden_layers", No, ALL, |c| some(c.num_hidden_layers), "layers; files with more are refused"),

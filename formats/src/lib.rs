@@ -74,7 +74,7 @@ pub use error::{Error, HubProblem, Result};
 pub use exactness::Exactness;
 pub use files::{Files, VirtualFiles};
 pub use progress::{Progress, Unit};
-pub use scheme::{AffineScheme, Bits, Group, Held, Levels, Scales, Scheme, TwoLevel, Zeros};
+pub use scheme::{AffineScheme, Bits, Group, HeldSize, Levels, Scales, Scheme, TwoLevel, Zeros};
 pub use shard::Shard;
 pub use store::{Overlay, TensorEntry, WeightStore};
 pub use stored::StoredWeight;

@@ -13,46 +13,46 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// A checkpoint format: how to detect it by content, and how to open it.
-struct Format {
+struct CheckpointFormat {
     detect: fn(&Source) -> bool,
     open: fn(Source) -> Result<Checkpoint>,
 }
 
 /// Every format that can be opened; the first that detects itself is used.
-const FORMATS: &[Format] = &[
-    Format {
+const FORMATS: &[CheckpointFormat] = &[
+    CheckpointFormat {
         detect: |s| s.gguf.is_some(),
         open: |s| gguf::open(&s, s.gguf.as_deref().unwrap_or_default()),
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.config.is_some() && s.quantization.is_none(),
         open: dense::open,
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.quant_method() == Some(nq::METHOD),
         open: nq::open,
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.quant_method() == Some(gptq::METHOD),
         open: gptq::open,
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.quant_method() == Some(awq::METHOD),
         open: awq::open,
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.quant_method() == Some(compressed_tensors::METHOD),
         open: compressed_tensors::open,
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.quant_method() == Some(fp8::METHOD),
         open: fp8::open,
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.quant_method() == Some(exl3::METHOD),
         open: exl3::open,
     },
-    Format {
+    CheckpointFormat {
         detect: |s| s.quant_method() == Some(modelopt::METHOD),
         open: modelopt::open,
     },

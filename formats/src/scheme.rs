@@ -288,7 +288,7 @@ impl Scheme {
 
 /// How much of a weight a device holds.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Held {
+pub struct HeldSize {
     /// Bits of a code, or of a value.
     pub bits: f32,
     /// Bytes of the weight.
@@ -297,16 +297,16 @@ pub struct Held {
 
 impl Scheme {
     /// What a weight `[out, in]` takes as it is stored.
-    pub const fn stored(self, dims: Dims) -> Held {
+    pub const fn stored(self, dims: Dims) -> HeldSize {
         let (out, inputs) = dims.pair();
-        Held {
+        HeldSize {
             bits: self.bits(),
             bytes: self.bytes(out, inputs),
         }
     }
 
     /// What a weight `[out, in]` takes on a GPU: that of [`AffineScheme::held_on_gpu`]; of a trellis its own.
-    pub fn held_on_gpu(self, dims: Dims) -> Held {
+    pub fn held_on_gpu(self, dims: Dims) -> HeldSize {
         match self {
             Scheme::Affine(scheme) => Scheme::from(scheme.held_on_gpu()).stored(dims),
             Scheme::Trellis(_) => self.stored(dims),

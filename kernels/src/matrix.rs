@@ -68,7 +68,7 @@ impl<'a, T> View<'a, T> {
 
 /// Where a product goes: columns `cols` of all rows of a row-major matrix.
 #[derive(Debug)]
-pub struct Target<'a, T> {
+pub struct ProductTarget<'a, T> {
     /// The rows of the matrix, contiguous.
     pub data: &'a mut [T],
     /// Columns of the matrix.
@@ -77,10 +77,10 @@ pub struct Target<'a, T> {
     pub cols: Range<usize>,
 }
 
-impl<'a, T> Target<'a, T> {
+impl<'a, T> ProductTarget<'a, T> {
     /// All of a matrix with `cols` columns.
     pub fn new(data: &'a mut [T], cols: usize) -> Self {
-        Target {
+        ProductTarget {
             data,
             stride: cols,
             cols: 0..cols,
@@ -107,7 +107,7 @@ impl Real for f64 {}
 /// # Panics
 /// If the shapes do not match.
 pub fn multiply<T: Real>(
-    c: Target<'_, T>,
+    c: ProductTarget<'_, T>,
     add: bool,
     alpha: T,
     a: View<'_, T>,
@@ -248,7 +248,7 @@ mod tests {
                 };
                 let view_b = View::new(&b, n + 2, k).part(1..n + 1, 0..k).transposed();
                 let mut got = c.clone();
-                let to = Target {
+                let to = ProductTarget {
                     data: &mut got,
                     stride: n + 3,
                     cols: 2..n + 2,
@@ -283,7 +283,7 @@ mod tests {
         let product = |threads| {
             let mut c = vec![0f32; m * n];
             let (a, b) = (View::new(&a, m, k), View::new(&b, k, n));
-            multiply(Target::new(&mut c, n), false, 1.0, a, b, threads);
+            multiply(ProductTarget::new(&mut c, n), false, 1.0, a, b, threads);
             c
         };
         let alone = product(Threads::One);

@@ -1,7 +1,7 @@
 //! From a file's bytes to 8-bit red, green and blue, upright and without transparency.
 
 use crate::error::{Error, Result};
-use crate::format::Format;
+use crate::format::PictureFormat;
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageBuffer, ImageDecoder, ImageFormat, ImageReader, Luma, LumaA};
 use image::{Pixel, Rgb, Rgba};
@@ -36,7 +36,7 @@ impl Default for Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Its format, by its content.
-    pub format: Format,
+    pub format: PictureFormat,
     /// Pixels of a row, once it is upright.
     pub width: u32,
     /// Number of rows, once it is upright.
@@ -62,13 +62,13 @@ pub fn header(bytes: &[u8], limits: &Limits) -> Result<Header> {
 /// Decodes the first picture in `bytes`: upright by its EXIF orientation, transparent pixels over white, of 16 bits
 /// the upper 8, colours as they stand whatever their profile. `stop` is asked now and then and ends the work.
 pub fn decode(bytes: &[u8], limits: &Limits, stop: &dyn Fn() -> bool) -> Result<Pixels> {
-    let Opened {
+    let OpenedPicture {
         header,
         orientation,
         decoder,
     } = open(bytes, limits, stop)?;
     let format = header.format;
-    if format == Format::Jpeg && !jpeg_ends(bytes) {
+    if format == PictureFormat::Jpeg && !jpeg_ends(bytes) {
         return Err(Error::Truncated);
     }
     let found = decoder.total_bytes();
@@ -92,14 +92,18 @@ pub fn decode(bytes: &[u8], limits: &Limits, stop: &dyn Fn() -> bool) -> Result<
     })
 }
 
-struct Opened<'a> {
+struct OpenedPicture<'a> {
     header: Header,
     orientation: Orientation,
     decoder: Box<dyn ImageDecoder + 'a>,
 }
 
 /// Reads the header of the picture in `bytes`.
-fn open<'a>(bytes: &'a [u8], limits: &Limits, stop: &'a dyn Fn() -> bool) -> Result<Opened<'a>> {
+fn open<'a>(
+    bytes: &'a [u8],
+    limits: &Limits,
+    stop: &'a dyn Fn() -> bool,
+) -> Result<OpenedPicture<'a>> {
     if bytes.len() > limits.bytes {
         return Err(Error::Bytes {
             found: bytes.len(),
@@ -108,11 +112,11 @@ fn open<'a>(bytes: &'a [u8], limits: &Limits, stop: &'a dyn Fn() -> bool) -> Res
     }
     let found = image::guess_format(bytes);
     let format = match found {
-        Ok(ImageFormat::Png) => Format::Png,
-        Ok(ImageFormat::Jpeg) => Format::Jpeg,
-        Ok(ImageFormat::WebP) => Format::WebP,
-        Ok(ImageFormat::Gif) => Format::Gif,
-        Ok(ImageFormat::Bmp) => Format::Bmp,
+        Ok(ImageFormat::Png) => PictureFormat::Png,
+        Ok(ImageFormat::Jpeg) => PictureFormat::Jpeg,
+        Ok(ImageFormat::WebP) => PictureFormat::WebP,
+        Ok(ImageFormat::Gif) => PictureFormat::Gif,
+        Ok(ImageFormat::Bmp) => PictureFormat::Bmp,
         Ok(other) => return Err(Error::Format(format!("{other:?}"))),
         Err(_) => return Err(Error::Format(beginning(bytes))),
     };
@@ -153,7 +157,7 @@ fn open<'a>(bytes: &'a [u8], limits: &Limits, stop: &'a dyn Fn() -> bool) -> Res
     } else {
         (width, height)
     };
-    Ok(Opened {
+    Ok(OpenedPicture {
         header: Header {
             format,
             width,
@@ -164,7 +168,7 @@ fn open<'a>(bytes: &'a [u8], limits: &Limits, stop: &'a dyn Fn() -> bool) -> Res
     })
 }
 
-fn refused(format: Format, e: &image::ImageError) -> Error {
+fn refused(format: PictureFormat, e: &image::ImageError) -> Error {
     match e {
         image::ImageError::IoError(e) if e.kind() == std::io::ErrorKind::TimedOut => Error::Stopped,
         other => Error::Decoding {

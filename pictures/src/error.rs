@@ -1,6 +1,6 @@
 //! The one error type of this crate.
 
-use crate::format::Format;
+use crate::format::PictureFormat;
 
 /// Shorthand for this crate's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -52,7 +52,7 @@ pub enum Error {
     #[error("{format} picture: {reason}")]
     Decoding {
         /// Its format, by its content.
-        format: Format,
+        format: PictureFormat,
         /// What the decoder says.
         reason: String,
     },

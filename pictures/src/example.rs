@@ -1,7 +1,7 @@
 //! A picture to measure with.
 
 use crate::error::{Error, Result};
-use crate::format::Format;
+use crate::format::PictureFormat;
 use image::codecs::png::PngEncoder;
 use image::{ExtendedColorType, ImageEncoder};
 
@@ -20,7 +20,7 @@ pub fn example(width: u32, height: u32) -> Result<Vec<u8>> {
     match written {
         Ok(()) => Ok(file),
         Err(e) => Err(Error::Decoding {
-            format: Format::Png,
+            format: PictureFormat::Png,
             reason: e.to_string(),
         }),
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 /// The formats that are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum PictureFormat {
     /// Also animated ones, whose first picture counts.
     Png,
     /// With any subsampling, progressive ones, in gray and in CMYK.
@@ -17,7 +17,7 @@ pub enum Format {
     Bmp,
 }
 
-impl Format {
+impl PictureFormat {
     /// Its name on the web.
     pub fn media_type(self) -> &'static str {
         match self {
@@ -30,7 +30,7 @@ impl Format {
     }
 }
 
-impl fmt::Display for Format {
+impl fmt::Display for PictureFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Png => "PNG",

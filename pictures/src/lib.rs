@@ -22,5 +22,5 @@ mod resize;
 pub use decode::{Header, Limits, Pixels, decode, header};
 pub use error::{Error, Result};
 pub use example::example;
-pub use format::Format;
+pub use format::PictureFormat;
 pub use patches::{grid, key, patches};

@@ -3,7 +3,7 @@
 mod hostile;
 
 use nq_model::vision::{Grid, ImageTokens, PixelSpec, VisionConfig};
-use nq_pictures::{Error, Format, Header, Limits, decode, grid, header, patches};
+use nq_pictures::{Error, Header, Limits, PictureFormat, decode, grid, header, patches};
 use std::path::{Path, PathBuf};
 
 const NEVER: &dyn Fn() -> bool = &|| false;
@@ -132,7 +132,7 @@ fn sizes_are_those_of_the_published_processor() {
     let model = model(16, [65_536, 16_777_216]);
     for [height, width, h, w] in sizes {
         let header = Header {
-            format: Format::Png,
+            format: PictureFormat::Png,
             width,
             height,
         };
@@ -153,7 +153,7 @@ fn sizes_are_those_of_the_published_processor() {
 fn fewer_tokens_make_a_smaller_picture() {
     let model = model(16, [65_536, 16_777_216]);
     let header = Header {
-        format: Format::Png,
+        format: PictureFormat::Png,
         width: 1920,
         height: 1080,
     };

@@ -23,7 +23,7 @@ const WINDOWS: [(&str, Protocol, usize); 2] =
 /// A loaded model, and what of its memory the next call may use again.
 #[pyclass(frozen, name = "Model", module = "nq._nq")]
 pub(crate) struct PyModel {
-    held: Arc<Held>,
+    held: Arc<HeldModel>,
     name: String,
     device: String,
     ctx: Option<usize>,
@@ -34,7 +34,7 @@ pub(crate) struct PyModel {
 }
 
 /// What a model and its streams share.
-struct Held {
+struct HeldModel {
     /// The model, until it is closed.
     model: Mutex<Option<nq_llm::Model>>,
     /// The chat of the last answer, whose cache holds what was said. An answer takes it, and another that comes
@@ -42,7 +42,7 @@ struct Held {
     chat: Mutex<Option<Chat>>,
 }
 
-impl Held {
+impl HeldModel {
     /// Keeps a chat for the next answer, unless the model was closed meanwhile.
     fn keep(&self, chat: Chat) {
         if lock(&self.model).is_some() {
@@ -152,7 +152,7 @@ impl PyModel {
         PyModel {
             name: model.name().to_owned(),
             device: model.device().to_owned(),
-            held: Arc::new(Held {
+            held: Arc::new(HeldModel {
                 model: Mutex::new(Some(model)),
                 chat: Mutex::default(),
             }),

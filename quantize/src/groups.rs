@@ -10,7 +10,7 @@ pub struct WeightGroup {
     /// Name for tables, e.g. `layers.3 q k v`.
     pub name: String,
     /// Its place in the model.
-    pub place: Place,
+    pub place: GroupPlace,
     /// Names and dimensions `(out, in)` of its weights.
     pub weights: Vec<(String, Dims)>,
     /// Inputs of a head whose place differs between formats: a scheme's groups and spans must not reach beyond it.
@@ -20,7 +20,7 @@ pub struct WeightGroup {
 
 /// The place of a group in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum GroupPlace {
     /// The Linears of one product of a layer.
     Layer {
         /// Layer, counted from 0.
@@ -74,7 +74,7 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
             "embedding"
         }
         .into(),
-        place: Place::Embedding,
+        place: GroupPlace::Embedding,
         weights: vec![(EMBEDDING.into(), ends)],
         head: None,
     }];
@@ -83,7 +83,7 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
             let linears = product.linears.iter();
             groups.push(WeightGroup {
                 name: format!("layers.{index} {}", product.words()),
-                place: Place::Layer {
+                place: GroupPlace::Layer {
                     index,
                     product: place,
                 },
@@ -95,7 +95,7 @@ pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
     if !tied {
         groups.push(WeightGroup {
             name: "head".into(),
-            place: Place::Head,
+            place: GroupPlace::Head,
             weights: vec![(HEAD.into(), ends)],
             head: None,
         });
@@ -123,7 +123,7 @@ pub(crate) fn mtp_groups(config: &ModelConfig) -> Vec<WeightGroup> {
     };
     let group = |name: String, weights| WeightGroup {
         name,
-        place: Place::Mtp,
+        place: GroupPlace::Mtp,
         weights,
         head: None,
     };

@@ -55,7 +55,7 @@ pub use grid::{Grid, GroupParams, Rounded};
 pub use memory::Estimate;
 pub use on_the_fly::{OnTheFly, draft_head, draft_head_bytes, quantize_at_load, requantize};
 pub use pipeline::{Job, QuantizeOptions, TargetSize};
-pub use quality::Limits;
+pub use quality::QualityLimits;
 pub use recipe::Recipe;
 pub use report::{Choice, LayerReport, QuantizeReport, TuningReport, WorstToken};
 pub use schemes::{Codes, Schemes, group_named};

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use nq_formats::Weight;
-use nq_kernels::matrix::{PACKED, Target, Threads, View, multiply};
+use nq_kernels::matrix::{PACKED, ProductTarget, Threads, View, multiply};
 use nq_model::Dims;
 use rayon::prelude::*;
 
@@ -139,7 +139,7 @@ impl Moments {
             let pieces = self.sum.par_chunks_mut(MOMENT_ROWS * n).enumerate();
             pieces.for_each(|(i, sum)| {
                 let (start, end) = (i * MOMENT_ROWS, i * MOMENT_ROWS + sum.len() / n);
-                let to = Target {
+                let to = ProductTarget {
                     data: sum,
                     stride: n,
                     cols: 0..end,
@@ -274,7 +274,7 @@ fn invert_cholesky(a: &mut [f64], n: usize, blocks: &[usize]) -> Option<()> {
             let (from, to) = (i * block, (i + 1) * block);
             let a = own.part(0..rows, 0..to).transposed();
             let x = x.part(from..to, 0..to);
-            multiply(Target::new(l, rows), false, 1.0, x, a, Threads::One);
+            multiply(ProductTarget::new(l, rows), false, 1.0, x, a, Threads::One);
         });
         let l = View::new(&l, start, rows);
         let mut lx = vec![0.0; start * rows]; // (L X)^T
@@ -283,19 +283,19 @@ fn invert_cholesky(a: &mut [f64], n: usize, blocks: &[usize]) -> Option<()> {
             let (from, to) = (i * block, (i + 1) * block);
             let x = x.part(from..start, from..to).transposed();
             let l = l.part(from..start, 0..rows);
-            multiply(Target::new(lx, rows), false, 1.0, x, l, Threads::One);
+            multiply(ProductTarget::new(lx, rows), false, 1.0, x, l, Threads::One);
         });
 
         let diagonal = (0..rows).flat_map(|i| &a[i * n + start..][..rows]);
         let mut c: Vec<f64> = diagonal.copied().collect();
-        let to = Target::new(&mut c, rows);
+        let to = ProductTarget::new(&mut c, rows);
         multiply(to, true, -1.0, l.transposed(), l, Threads::All);
         invert_cholesky(&mut c, rows, smaller)?;
         for (i, c) in c.chunks_exact_mut(rows).enumerate() {
             c[i + 1..].fill(0.0);
             a[i * n + start..][..rows].copy_from_slice(c);
         }
-        let to = Target {
+        let to = ProductTarget {
             data: a,
             stride: n,
             cols: 0..start,
@@ -341,7 +341,7 @@ pub(crate) fn add_product(
     let k = rows.len();
     let m = a.len() / k;
     let b = b.view().part(rows, from..dst_cols);
-    let to = Target {
+    let to = ProductTarget {
         data: dst,
         stride: dst_cols,
         cols: from..dst_cols,
@@ -352,7 +352,7 @@ pub(crate) fn add_product(
 /// `a b` on one thread.
 pub(crate) fn product(a: &Matrix, b: &Matrix) -> Matrix {
     let mut c = Matrix::zeros(a.rows, b.cols);
-    let to = Target::new(&mut c.data, b.cols);
+    let to = ProductTarget::new(&mut c.data, b.cols);
     multiply(to, false, 1.0, a.view(), b.view(), Threads::One);
     c
 }
@@ -379,7 +379,7 @@ pub fn quadratic_error(e: &Matrix, h: &Matrix) -> f64 {
                 for (inputs, times) in [(start..end, 1.0), (end..n, 2.0)] {
                     let left = all.part(0..rows, inputs.clone());
                     let right = h.view().part(inputs, start..end);
-                    let to = Target::new(product, end - start);
+                    let to = ProductTarget::new(product, end - start);
                     multiply(to, times > 1.0, times, left, right, Threads::One);
                 }
                 for (e, product) in e.chunks_exact(n).zip(product.chunks_exact(end - start)) {
@@ -449,7 +449,14 @@ mod tests {
         }
         let product = |a: View<'_, f32>, b: View<'_, f32>| {
             let mut c = vec![0.0; n * n];
-            multiply(Target::new(&mut c, n), false, 1.0, a, b, Threads::All);
+            multiply(
+                ProductTarget::new(&mut c, n),
+                false,
+                1.0,
+                a,
+                b,
+                Threads::All,
+            );
             c
         };
         let hu = product(permuted.view(), u.view().transposed());

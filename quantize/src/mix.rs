@@ -10,7 +10,7 @@ use crate::allocation::{self, Candidate, Menu};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::Grid;
-use crate::groups::{self, Place, WeightGroup};
+use crate::groups::{self, GroupPlace, WeightGroup};
 use crate::linalg::Matrix;
 use crate::methods::rtn;
 use crate::schemes::Schemes;
@@ -86,7 +86,7 @@ fn elements(group: &WeightGroup) -> usize {
 /// the model, as measured on models of this kind: errors of the first layer affect everything after
 /// it, and nothing after the head compensates for its errors.
 fn importance(config: &ModelConfig, group: &WeightGroup) -> f64 {
-    let Place::Layer { index, product } = group.place else {
+    let GroupPlace::Layer { index, product } = group.place else {
         return 2.0;
     };
     let kind = config.layer(index).products()[product].linears[0].kind;

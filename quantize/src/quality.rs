@@ -14,17 +14,17 @@ use std::path::Path;
 
 /// Limits on the measured quality.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Limits {
+pub struct QualityLimits {
     /// Largest mean KL divergence, in nats.
     pub max_kld: Option<f64>,
     /// Smallest share of positions at which the best token is the same, 0 to 1.
     pub min_top1: Option<f64>,
 }
 
-impl Limits {
+impl QualityLimits {
     /// True if there is one.
     pub(crate) fn any(&self) -> bool {
-        *self != Limits::default()
+        *self != QualityLimits::default()
     }
 
     /// The limits that `report` misses, in words.

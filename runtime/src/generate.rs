@@ -108,7 +108,7 @@ pub fn rewind(session: &mut dyn Session, slot: usize, text: &[u32]) -> Result<()
 
 /// Conditions that end an answer.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits<'a> {
+pub struct GenerationLimits<'a> {
     /// Tokens that end it; they are not part of the answer.
     pub stop: &'a [u32],
     /// Most tokens to sample.
@@ -118,7 +118,7 @@ pub struct Limits<'a> {
     pub interrupt: Option<&'a AtomicBool>,
 }
 
-impl Limits<'_> {
+impl GenerationLimits<'_> {
     fn interrupted(&self) -> bool {
         self.interrupt.is_some_and(|i| i.load(Ordering::Relaxed))
     }
@@ -129,11 +129,11 @@ impl Limits<'_> {
 pub enum StopReason {
     /// The model sampled this stop token.
     Eos(u32),
-    /// [`Limits::max_tokens`] tokens were sampled.
+    /// [`GenerationLimits::max_tokens`] tokens were sampled.
     MaxTokens,
     /// The context has no position left.
     ContextFull,
-    /// [`Limits::interrupt`] was set, or the receiver of the tokens stopped.
+    /// [`GenerationLimits::interrupt`] was set, or the receiver of the tokens stopped.
     Interrupted,
 }
 
@@ -205,7 +205,7 @@ pub fn generate(
     sequence: &mut Sequence,
     prompt: &[u32],
     sampler: &mut Sampler,
-    limits: &Limits<'_>,
+    limits: &GenerationLimits<'_>,
     each: &mut dyn FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Generated> {
     sampler.begin(prompt);
@@ -219,7 +219,7 @@ pub fn resume(
     sequence: &mut Sequence,
     prompt: &[u32],
     sampler: &mut Sampler,
-    limits: &Limits<'_>,
+    limits: &GenerationLimits<'_>,
     each: &mut dyn FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Generated> {
     let start = Instant::now();
@@ -300,7 +300,7 @@ pub fn generate_text(
     prompt: &[u32],
     tokenizer: &Tokenizer,
     sampler: &mut Sampler,
-    limits: &Limits<'_>,
+    limits: &GenerationLimits<'_>,
     each: &mut dyn FnMut(&str) -> ControlFlow<()>,
 ) -> Result<Generated> {
     let mut detokenizer = Detokenizer::new(tokenizer, true);
@@ -345,7 +345,7 @@ fn prefill<'s>(
     session: &'s mut dyn Session,
     sequence: &mut Sequence,
     prompt: &[u32],
-    limits: &Limits<'_>,
+    limits: &GenerationLimits<'_>,
 ) -> Result<Option<Logits<'s>>> {
     let slot = sequence.slot;
     let rows = session.spec().max_rows.max(1);

@@ -40,7 +40,7 @@ pub use chat_template::{ChatTemplate, Message};
 pub use detokenizer::Detokenizer;
 pub use encoder::{Encoder, Row};
 pub use error::{Error, Result};
-pub use generate::{Generated, Limits, Sequence, Stats, StopReason};
+pub use generate::{Generated, GenerationLimits, Sequence, Stats, StopReason};
 pub use images::ImagePrompt;
 pub use interface::{
     ActivationChoice, AppliedAdapter, Chunk, DeviceChoice, DeviceMemory, DraftLayer, DraftedBy,

@@ -1,7 +1,7 @@
 //! Loading on any device: kinds of weights, counting them, and reporting progress.
 
 use crate::error::Result;
-use nq_formats::{Held, Progress, Scheme, Unit, Weight, WeightStore, human_bytes};
+use nq_formats::{HeldSize, Progress, Scheme, Unit, Weight, WeightStore, human_bytes};
 use nq_kernels::Activations;
 use nq_kernels::registry::WeightKind;
 use nq_model::{Dims, ModelConfig, names};
@@ -84,7 +84,7 @@ impl Census {
 pub fn held_otherwise(
     config: &ModelConfig,
     store: &dyn WeightStore,
-    held: fn(Scheme, Dims) -> Held,
+    held: fn(Scheme, Dims) -> HeldSize,
 ) -> Option<[String; 2]> {
     let (mut file, mut memory, mut widths) = (0, 0, Vec::new());
     for (name, shape) in names::parameters(config) {
@@ -114,7 +114,7 @@ pub fn held_otherwise(
 pub fn note_held(
     config: &ModelConfig,
     store: &dyn WeightStore,
-    held: fn(Scheme, Dims) -> Held,
+    held: fn(Scheme, Dims) -> HeldSize,
     progress: &dyn Progress,
 ) {
     if let Some([words, sizes]) = held_otherwise(config, store, held) {

@@ -28,10 +28,10 @@ const HEADER: usize = 8 + 32 + 32;
 const SUFFIX: &str = ".kv";
 
 /// Name of a page.
-pub(crate) type Key = [u8; 32];
+pub(crate) type PageKey = [u8; 32];
 
 /// The name of the states at the end of a page.
-pub(crate) fn state_key(page: &Key) -> Key {
+pub(crate) fn state_key(page: &PageKey) -> PageKey {
     Sha256::new()
         .chain_update(page)
         .chain_update("state")
@@ -49,7 +49,7 @@ pub struct PageStore {
 
 #[derive(Default)]
 struct PageIndex {
-    files: HashMap<Key, HeldPage>,
+    files: HashMap<PageKey, HeldPage>,
     bytes: u64,
     clock: u64,
     /// True after an error: nothing is written any more.
@@ -65,7 +65,7 @@ struct HeldPage {
 #[derive(Clone)]
 pub struct ModelPages {
     store: Arc<PageStore>,
-    identity: Key,
+    identity: PageKey,
 }
 
 impl std::fmt::Debug for ModelPages {
@@ -120,7 +120,7 @@ impl PageStore {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn path(&self, key: &Key) -> PathBuf {
+    fn path(&self, key: &PageKey) -> PathBuf {
         let name: String = key.iter().map(|b| format!("{b:02x}")).collect();
         self.folder.join(name + SUFFIX)
     }
@@ -151,7 +151,7 @@ impl PageStore {
 }
 
 impl PageIndex {
-    fn add(&mut self, key: Key, bytes: u64) {
+    fn add(&mut self, key: PageKey, bytes: u64) {
         self.remove(&key);
         self.clock += 1;
         self.bytes += bytes;
@@ -159,7 +159,7 @@ impl PageIndex {
         self.files.insert(key, HeldPage { bytes, used });
     }
 
-    fn remove(&mut self, key: &Key) {
+    fn remove(&mut self, key: &PageKey) {
         if let Some(held) = self.files.remove(key) {
             self.bytes -= held.bytes;
         }
@@ -174,11 +174,11 @@ impl ModelPages {
     }
 
     /// The names of all whole pages of a sequence.
-    pub fn keys(&self, salt: u64, tokens: &[u32]) -> Vec<Key> {
+    pub fn keys(&self, salt: u64, tokens: &[u32]) -> Vec<PageKey> {
         let begin = Sha256::new()
             .chain_update(self.identity)
             .chain_update(salt.to_le_bytes());
-        let mut last: Key = begin.finalize().into();
+        let mut last: PageKey = begin.finalize().into();
         let pages = tokens.chunks_exact(PAGE).map(|page| {
             let mut hash = Sha256::new().chain_update(last);
             for token in page {
@@ -191,9 +191,9 @@ impl ModelPages {
     }
 
     /// Counts how many of the first pages exist, and marks them as just used.
-    pub fn beginning(&self, keys: &[Key]) -> usize {
+    pub fn beginning(&self, keys: &[PageKey]) -> usize {
         let mut index = self.store.index();
-        let there = |key: &&Key| index.files.contains_key(*key);
+        let there = |key: &&PageKey| index.files.contains_key(*key);
         let found = keys.iter().take_while(there).count();
         // In reverse order: pages are useless without the pages before them.
         for key in keys[..found].iter().rev() {
@@ -207,7 +207,7 @@ impl ModelPages {
     }
 
     /// Reads the page with this name, of `bytes` bytes; `None` if it does not exist or is damaged.
-    pub fn read(&self, key: &Key, bytes: usize) -> Option<Vec<u8>> {
+    pub fn read(&self, key: &PageKey, bytes: usize) -> Option<Vec<u8>> {
         let path = self.store.path(key);
         let why = match read(&path, key, bytes) {
             Ok(page) => return Some(page),
@@ -223,7 +223,7 @@ impl ModelPages {
     }
 
     /// Writes a page, whole or not at all. After an error, nothing is written any more.
-    pub fn write(&self, key: &Key, page: &[u8]) {
+    pub fn write(&self, key: &PageKey, page: &[u8]) {
         let store = &*self.store;
         if store.index().broken {
             return;
@@ -262,7 +262,7 @@ fn make_private(folder: &Path) -> io::Result<()> {
 }
 
 /// The name, size and last use of a page; `None` for a file being written or already removed.
-fn look(path: &Path) -> Result<Option<(Key, u64, SystemTime)>, String> {
+fn look(path: &Path) -> Result<Option<(PageKey, u64, SystemTime)>, String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name.starts_with(".nq-") {
         return Ok(None);
@@ -292,7 +292,7 @@ fn look(path: &Path) -> Result<Option<(Key, u64, SystemTime)>, String> {
 }
 
 /// The 32 bytes of a name.
-fn parse(name: &str) -> Option<Key> {
+fn parse(name: &str) -> Option<PageKey> {
     let mut key = [0; 32];
     let digits = name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     if name.len() != 64 || !digits {
@@ -304,7 +304,7 @@ fn parse(name: &str) -> Option<Key> {
     Some(key)
 }
 
-fn check_header(header: &[u8], key: &Key) -> Result<(), String> {
+fn check_header(header: &[u8], key: &PageKey) -> Result<(), String> {
     if header[..8] != *MAGIC {
         return Err("of no version that this nq reads".into());
     }
@@ -316,7 +316,7 @@ fn check_header(header: &[u8], key: &Key) -> Result<(), String> {
 }
 
 /// The digest in a page's header, by which its contents belong to its name.
-fn digest(key: &Key, page: &[u8]) -> Key {
+fn digest(key: &PageKey, page: &[u8]) -> PageKey {
     let hash = Sha256::new().chain_update(key).chain_update(page);
     hash.finalize().into()
 }
@@ -345,7 +345,7 @@ impl From<io::Error> for Wrong {
     }
 }
 
-fn read(path: &Path, key: &Key, bytes: usize) -> Result<Vec<u8>, Wrong> {
+fn read(path: &Path, key: &PageKey, bytes: usize) -> Result<Vec<u8>, Wrong> {
     // A pipe that was put there would block whoever opens it.
     if !path.symlink_metadata()?.is_file() {
         return Err(Wrong::Content("no file".into()));

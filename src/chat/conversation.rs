@@ -63,7 +63,7 @@ trait Answerer {
     /// Answers the last message, and adds the answer to the messages.
     fn answer(
         &mut self,
-        chat: &mut Chat,
+        chat: &mut ChatState,
         interrupt: &AtomicBool,
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<Turn>;
@@ -81,7 +81,7 @@ trait Answerer {
 }
 
 /// Messages and settings.
-pub struct Chat {
+pub struct ChatState {
     system: Option<String>,
     messages: Vec<Message>,
     /// Files of images that go with the next message.
@@ -90,7 +90,7 @@ pub struct Chat {
     pub settings: ChatSettings,
 }
 
-impl Chat {
+impl ChatState {
     /// The system prompt.
     pub(crate) fn system(&self) -> Option<&str> {
         self.system.as_deref()
@@ -156,7 +156,7 @@ impl Chat {
 /// A chat and its answerer.
 pub(crate) struct Conversation<'m> {
     /// The chat.
-    pub chat: Chat,
+    pub chat: ChatState,
     answerer: Box<dyn Answerer + 'm>,
 }
 
@@ -177,7 +177,7 @@ impl<'m> Conversation<'m> {
         settings: ChatSettings,
     ) -> Self {
         Conversation {
-            chat: Chat {
+            chat: ChatState {
                 system,
                 messages: Vec::new(),
                 attached: Vec::new(),

@@ -4,7 +4,7 @@ use super::{Error, Model, Result};
 use nq_answers::Sight;
 use nq_answers::images::{Image, message_with_images};
 use nq_answers::{
-    Answer, Answering, Asked, Choice, Drawing, Format, OnPiece, Piece, Start, Tagged, Thinking,
+    Answer, Answering, Asked, Drawing, Format, OnPiece, Piece, Start, Tagged, Thinking, ToolChoice,
 };
 use nq_formats::Task;
 use nq_runtime::{Message, SamplingParams, Sequence, Session, SessionSpec};
@@ -37,7 +37,7 @@ pub struct Chat {
     /// "description": ..., "parameters": a JSON schema}}`.
     pub tools: Vec<Value>,
     /// Which of the tools it may call.
-    pub tool_choice: Choice,
+    pub tool_choice: ToolChoice,
     /// The format that answers have: a JSON schema, a pattern or a grammar.
     pub format: Option<Format>,
     /// The number of most probable tokens to report with the log-probabilities of each token; `None` computes none.
@@ -83,7 +83,7 @@ impl Chat {
             thinking_budget: None,
             stop: Vec::new(),
             tools: Vec::new(),
-            tool_choice: Choice::Auto,
+            tool_choice: ToolChoice::Auto,
             format: None,
             logprobs: None,
             interrupt: Arc::default(),
@@ -181,7 +181,7 @@ impl Chat {
         each: &mut OnPiece<'_>,
     ) -> Result<Answer> {
         let (asked, images) = self.model.ask(
-            nq_answers::Chat {
+            nq_answers::ChatInput {
                 messages: messages.to_vec(),
                 tools: self.tools.clone(),
                 choice: self.tool_choice.clone(),
@@ -191,7 +191,7 @@ impl Chat {
                 },
                 format: self.format.clone(),
                 stop: self.stop.clone(),
-                ..nq_answers::Chat::default()
+                ..nq_answers::ChatInput::default()
             },
             2 * self.session.spec().ctx,
         )?;

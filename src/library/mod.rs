@@ -24,7 +24,7 @@ use nq_model::ModelConfig;
 use nq_quantize::{Job, QuantizeOptions, QuantizeReport, Recipe};
 use nq_runtime::{DeviceChoice, LoadOptions};
 use std::path::{Path, PathBuf};
-pub(crate) use target::Target;
+pub(crate) use target::QuantizeTarget;
 
 /// An unquantized model, named as [`Model::open`] takes it, and the adapters that are merged into it first.
 #[derive(Clone, Copy, Debug)]
@@ -78,7 +78,7 @@ pub fn quantize_with<'a>(
     check_quantizable(&model)?;
     let config = model.checkpoint.config();
     let recipe = recipe.into();
-    let mut target = Target {
+    let mut target = QuantizeTarget {
         format: recipe.format,
         out: out.into(),
         force: false,

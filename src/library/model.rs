@@ -185,7 +185,7 @@ impl Model {
     /// What the model reads of a chat, and the images in its messages.
     pub(super) fn ask(
         &self,
-        mut chat: nq_answers::Chat,
+        mut chat: nq_answers::ChatInput,
         most: usize,
     ) -> Result<(Asked, Vec<Image>)> {
         let images = taken(self.sight(), self.name(), &mut chat.messages)?;
@@ -222,14 +222,14 @@ impl Model {
         tools: &[Value],
         thinking: Option<bool>,
     ) -> Result<Prompt> {
-        let chat = nq_answers::Chat {
+        let chat = nq_answers::ChatInput {
             messages: messages.to_vec(),
             tools: tools.to_vec(),
             thinking: Thinking {
                 switches: thinking.into(),
                 budget: None,
             },
-            ..nq_answers::Chat::default()
+            ..nq_answers::ChatInput::default()
         };
         let most = self.checkpoint().config().longest_context();
         Ok(self.ask(chat, most)?.0.prompt)

@@ -15,13 +15,13 @@ use nq_quantize::{QuantizeReport, Schemes};
 use std::path::{Path, PathBuf};
 
 /// Destination and format of the result.
-pub(crate) struct Target {
+pub(crate) struct QuantizeTarget {
     pub(crate) format: ExportFormat,
     pub(crate) out: PathBuf,
     pub(crate) force: bool,
 }
 
-impl Target {
+impl QuantizeTarget {
     /// The folder of the quantized model: the destination, or one beside it.
     pub(crate) fn folder(&self) -> PathBuf {
         match self.format {
@@ -113,7 +113,7 @@ impl Target {
 /// The folder or file written, and the number of parameters of the model.
 fn write_from(
     folder: &Path,
-    target: &Target,
+    target: &QuantizeTarget,
     progress: &dyn Progress,
 ) -> Result<(ExportReport, usize)> {
     let options = ExportOptions {

@@ -11,14 +11,14 @@ use nq_formats::{Progress, Unit};
 use nq_runtime::generate::generate;
 use nq_runtime::interface::Drafter;
 use nq_runtime::{
-    DraftLayer, DraftModel, DraftedBy, Engine, Generated, KvType, Limits, Sampler, SamplingParams,
-    Sequence, Session, SessionSpec, Speculation,
+    DraftLayer, DraftModel, DraftedBy, Engine, Generated, GenerationLimits, KvType, Sampler,
+    SamplingParams, Sequence, Session, SessionSpec, Speculation,
 };
 use replay::{Replay, Told};
 use std::ops::ControlFlow;
 
 /// The text that a measurement decodes.
-pub enum Answer<'a> {
+pub enum BenchAnswer<'a> {
     /// The model's own answers to each prompt.
     Own {
         /// Prompts, as tokens.
@@ -68,7 +68,7 @@ pub enum DraftBy<'a> {
 /// A measurement of speculative decoding.
 pub struct TextSpec<'a> {
     /// The text to decode.
-    pub answer: Answer<'a>,
+    pub answer: BenchAnswer<'a>,
     /// The drafter and its name.
     pub drafts: (DraftBy<'a>, &'a str),
     /// Tokens to draft in each step, whether that pays or not; `None`: as many as pay.
@@ -83,10 +83,10 @@ impl TextSpec<'_> {
     /// Each prompt with the tokens of its answer.
     fn answers(&self) -> Vec<(&[u32], usize)> {
         match &self.answer {
-            Answer::Own {
+            BenchAnswer::Own {
                 prompts, tokens, ..
             } => prompts.iter().map(|p| (&p[..], *tokens)).collect(),
-            Answer::Replayed { prompt, answer, .. } => vec![(*prompt, answer.len())],
+            BenchAnswer::Replayed { prompt, answer, .. } => vec![(*prompt, answer.len())],
         }
     }
 
@@ -110,7 +110,8 @@ impl TextSpec<'_> {
     /// A session, which draws the known answer if there is one.
     fn session(&self, engine: &dyn Engine, right: Option<f64>) -> Result<Box<dyn Session>> {
         let session = engine.session(self.session_spec(engine.description().prompt_rows()))?;
-        let (Answer::Replayed { prompt, answer, .. }, Some(right)) = (&self.answer, right) else {
+        let (BenchAnswer::Replayed { prompt, answer, .. }, Some(right)) = (&self.answer, right)
+        else {
             return Ok(session);
         };
         let text = [*prompt, *answer].concat();
@@ -124,7 +125,7 @@ impl TextSpec<'_> {
             DraftBy::Head { open, vocab, .. } => {
                 let drafter = open(session)?;
                 Speculation::new(match self.answer {
-                    Answer::Replayed {
+                    BenchAnswer::Replayed {
                         prompt,
                         answer,
                         right: Some(right),
@@ -139,8 +140,8 @@ impl TextSpec<'_> {
             }
             DraftBy::Model { engine, vocab } => {
                 let right = match self.answer {
-                    Answer::Replayed { right, .. } => right,
-                    Answer::Own { .. } => None,
+                    BenchAnswer::Replayed { right, .. } => right,
+                    BenchAnswer::Own { .. } => None,
                 };
                 let session = self.session(*engine, right)?;
                 Speculation::new(Box::new(DraftModel::new(session, *vocab)))
@@ -177,7 +178,7 @@ pub fn text(
     let _stage = StageGuard::begin(progress, &test, rounds, Unit::Items);
     let mut row = DraftRow {
         from: spec.drafts.1.to_owned(),
-        replayed: matches!(spec.answer, Answer::Replayed { .. }),
+        replayed: matches!(spec.answer, BenchAnswer::Replayed { .. }),
         exact: inexact.is_none(),
         ..DraftRow::default()
     };
@@ -259,10 +260,10 @@ fn decode(
     stream: u64,
 ) -> Result<Generated> {
     let sampling = match spec.answer {
-        Answer::Own { sampling, .. } => sampling,
-        Answer::Replayed { .. } => SamplingParams::greedy(),
+        BenchAnswer::Own { sampling, .. } => sampling,
+        BenchAnswer::Replayed { .. } => SamplingParams::greedy(),
     };
-    let limits = Limits {
+    let limits = GenerationLimits {
         stop: &[],
         max_tokens: n,
         interrupt: None,

@@ -374,7 +374,7 @@ impl<L, N> Layer<L, N> {
             let linear = linear(spec)?;
             Ok(Packed { spec, linear })
         };
-        let mut block = |spec: &'static crate::Block| -> Result<_, E> {
+        let mut block = |spec: &'static crate::BlockSpec| -> Result<_, E> {
             let norm = vector(VectorSpec::Norm(&spec.norm))?;
             let mixer = match &spec.mixer {
                 Mixer::Attention(a) => Mix::Attention(Attention {

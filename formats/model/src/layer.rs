@@ -48,12 +48,12 @@ pub fn expert_name(stack: &str, expert: usize) -> String {
 #[derive(Clone, Copy, Debug)]
 pub struct LayerSpec {
     /// Its blocks.
-    pub blocks: &'static [Block],
+    pub blocks: &'static [BlockSpec],
 }
 
 /// A step of a layer, which changes the residual stream: `x += mixer(norm(x))`.
 #[derive(Clone, Copy, Debug)]
-pub struct Block {
+pub struct BlockSpec {
     /// The norm of the mixer's input.
     pub norm: NormSpec,
     /// What is added.
@@ -515,7 +515,7 @@ impl LayerSpec {
 
     /// Its experts, if it has some, with the norm before them.
     pub fn experts(&self) -> Option<(&'static NormSpec, &'static ExpertsSpec)> {
-        let with_norm = |b: &'static Block| Some((&b.norm, b.mixer.experts()?));
+        let with_norm = |b: &'static BlockSpec| Some((&b.norm, b.mixer.experts()?));
         self.blocks.iter().find_map(with_norm)
     }
 
@@ -561,7 +561,7 @@ impl LayerSpec {
             })
         }
         let mut all = Vec::new();
-        for Block { norm, mixer } in self.blocks {
+        for BlockSpec { norm, mixer } in self.blocks {
             all.push(Parameter::Norm(*norm));
             all.extend(mixer.kept().into_iter().flat_map(linears));
             for (place, product) in mixer.products().into_iter().enumerate() {

@@ -25,7 +25,7 @@ pub use architecture::{Architecture, Preset};
 pub use dimensions::{Delta, Experts, Rope, RopeScaling};
 pub use dtype::{DType, FLOATS};
 pub use layer::{
-    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LAYERS, LayerSpec,
+    AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LAYERS, LayerSpec,
     LinearKind, LinearSpec, Mixer, MlpSpec, NormKind, NormSpec, Parameter, Product, SharedSpec,
     VectorKind, VectorRow, Width, expert_name, in_layer, parameter_of, tensor_name,
 };

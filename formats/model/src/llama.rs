@@ -3,8 +3,8 @@
 use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::RopeScaling;
 use super::layer::{
-    AttentionSpec, Block, InputSource, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind, NormSpec,
-    Product, Width, linear, norm,
+    AttentionSpec, BlockSpec, InputSource, LayerSpec, LinearKind, Mixer, MlpSpec, NormKind,
+    NormSpec, Product, Width, linear, norm,
 };
 
 /// The norm before attention.
@@ -41,7 +41,7 @@ pub(super) const MLP_NORM: NormSpec =
 
 /// A SwiGLU.
 #[rustfmt::skip]
-pub(super) const MLP: Block = Block {
+pub(super) const MLP: BlockSpec = BlockSpec {
     norm: MLP_NORM,
     mixer: Mixer::Mlp(MlpSpec {
         gate_up: Product {
@@ -62,7 +62,7 @@ pub(super) const MLP: Block = Block {
     }),
 };
 
-const ATTENTION: Block = Block {
+const ATTENTION: BlockSpec = BlockSpec {
     norm: ATTENTION_NORM,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: QKV,

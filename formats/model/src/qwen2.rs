@@ -3,11 +3,13 @@
 
 use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::RopeScaling;
-use super::layer::{AttentionSpec, Block, LayerSpec, LinearKind, Mixer, Product, Width, biased};
+use super::layer::{
+    AttentionSpec, BlockSpec, LayerSpec, LinearKind, Mixer, Product, Width, biased,
+};
 use super::llama;
 
 #[rustfmt::skip]
-const ATTENTION: Block = Block {
+const ATTENTION: BlockSpec = BlockSpec {
     norm: llama::ATTENTION_NORM,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: Product {

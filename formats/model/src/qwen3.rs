@@ -3,13 +3,13 @@
 use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::{Experts, RopeScaling};
 use super::layer::{
-    AttentionSpec, Block, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind, Mixer,
+    AttentionSpec, BlockSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind, Mixer,
     NormKind, Product, Width, linear, norm, stack,
 };
 use super::llama;
 
 #[rustfmt::skip]
-const ATTENTION: Block = Block {
+const ATTENTION: BlockSpec = BlockSpec {
     norm: llama::ATTENTION_NORM,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: llama::QKV,
@@ -123,7 +123,7 @@ pub(super) const DOWN: Product = Product {
     source: InputSource::Rows(LinearKind::Up),
 };
 
-const EXPERTS: Block = Block {
+const EXPERTS: BlockSpec = BlockSpec {
     norm: llama::MLP_NORM,
     mixer: Mixer::Experts(ExpertsSpec {
         router: ROUTER,

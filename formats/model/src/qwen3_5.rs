@@ -4,9 +4,9 @@
 use super::architecture::{Architecture, PLAIN, Preset, hybrid};
 use super::dimensions::{Delta, Experts, RopeScaling};
 use super::layer::{
-    AttentionSpec, Block, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind,
-    Mixer, MlpSpec, NormKind, NormSpec, Product, SharedSpec, VectorKind, VectorRow, Width, linear,
-    norm, norm_less_one,
+    AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec,
+    LinearKind, Mixer, MlpSpec, NormKind, NormSpec, Product, SharedSpec, VectorKind, VectorRow,
+    Width, linear, norm, norm_less_one,
 };
 
 #[rustfmt::skip]
@@ -18,7 +18,7 @@ const MLP_NORM: NormSpec =
     norm_less_one(NormKind::Mlp, "post_attention_layernorm", "post_attention_norm", Width::Hidden);
 
 #[rustfmt::skip]
-const DELTA: Block = Block {
+const DELTA: BlockSpec = BlockSpec {
     norm: MIXER_NORM,
     mixer: Mixer::Delta(DeltaSpec {
         inputs: Product {
@@ -52,7 +52,7 @@ const DELTA: Block = Block {
 };
 
 #[rustfmt::skip]
-const ATTENTION: Block = Block {
+const ATTENTION: BlockSpec = BlockSpec {
     norm: MIXER_NORM,
     mixer: Mixer::Attention(AttentionSpec {
         qkv: Product {
@@ -73,13 +73,13 @@ const ATTENTION: Block = Block {
     }),
 };
 
-const MLP: Block = Block {
+const MLP: BlockSpec = BlockSpec {
     norm: MLP_NORM,
     mixer: super::llama::MLP.mixer,
 };
 
 #[rustfmt::skip]
-const EXPERTS: Block = Block {
+const EXPERTS: BlockSpec = BlockSpec {
     norm: MLP_NORM,
     mixer: Mixer::Experts(ExpertsSpec {
         router: super::qwen3::ROUTER,

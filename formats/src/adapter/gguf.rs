@@ -1,6 +1,6 @@
 //! Adapters in GGUF files: `lora_a` and `lora_b` of matrices.
 
-use super::parts::{Adapter, Parts, Product, Values};
+use super::parts::{Adapter, AdapterPart, LoraProduct, Parts};
 use crate::error::{Error, Result};
 use crate::gguf::{GgufFile, MAGIC, names};
 use crate::published::Form;
@@ -65,7 +65,7 @@ pub(super) fn open(path: &Path) -> Result<Adapter> {
             let shapes = format!("{name} of shapes {:?}, {:?}", a.shape(), b.shape());
             return Err(unsupported(shapes, "they have one rank"));
         };
-        sums.insert(name, Values::Product(product));
+        sums.insert(name, AdapterPart::Product(product));
     }
     let none = BTreeMap::new;
     Ok(Adapter {
@@ -83,7 +83,7 @@ pub(super) fn open(path: &Path) -> Result<Adapter> {
 
 /// The product of `lora_a` `[rank, in]` and `lora_b` `[out, rank]`, of each expert in stacks, with another dimension in
 /// front. Those of an embedding are `[vocab, rank]` and `[hidden, rank]`. `None` if the shapes do not fit each other.
-fn product(name: &str, a: &Tensor, b: &Tensor, alpha: f64) -> Result<Option<Product>> {
+fn product(name: &str, a: &Tensor, b: &Tensor, alpha: f64) -> Result<Option<LoraProduct>> {
     let (mut first, mut second) = (a.to_f32()?, b.to_f32()?);
     let (experts, rank) = match (a.shape(), b.shape()) {
         (&[_, rank], &[hidden, other]) if name == EMBEDDING && rank == other => {
@@ -106,7 +106,7 @@ fn product(name: &str, a: &Tensor, b: &Tensor, alpha: f64) -> Result<Option<Prod
         true => 1.0,
         false => alpha / rank as f64,
     };
-    Ok(Some(Product {
+    Ok(Some(LoraProduct {
         a: first,
         b: second,
         experts,

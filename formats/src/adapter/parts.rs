@@ -103,7 +103,7 @@ pub struct LoraFactors {
 }
 
 /// `scale B A` of a matrix, or of each matrix of a stack.
-pub(super) struct Product {
+pub(super) struct LoraProduct {
     /// `[experts, rank, in]`
     pub(super) a: Vec<f32>,
     /// `[experts, out, rank]`
@@ -114,8 +114,8 @@ pub(super) struct Product {
 }
 
 /// A part of an adapter.
-pub(super) enum Values {
-    Product(Product),
+pub(super) enum AdapterPart {
+    Product(LoraProduct),
     Whole(Tensor),
     /// Some rows of a matrix.
     Rows(Vec<usize>, Tensor),
@@ -125,7 +125,7 @@ pub(super) enum Values {
 #[derive(Clone)]
 pub(super) struct Parts {
     path: PathBuf,
-    all: Arc<BTreeMap<String, Values>>,
+    all: Arc<BTreeMap<String, AdapterPart>>,
     /// The value where an adapter says nothing.
     blank: f32,
     /// True for one value for each row.
@@ -136,7 +136,7 @@ pub(super) struct Parts {
 
 impl Parts {
     /// What is added to a model's values.
-    pub(super) fn sums(path: &Path, all: BTreeMap<String, Values>) -> Self {
+    pub(super) fn sums(path: &Path, all: BTreeMap<String, AdapterPart>) -> Self {
         Parts {
             path: path.into(),
             all: Arc::new(all),
@@ -147,7 +147,7 @@ impl Parts {
     }
 
     /// What takes the place of a model's values.
-    pub(super) fn replacing(path: &Path, all: BTreeMap<String, Values>) -> Self {
+    pub(super) fn replacing(path: &Path, all: BTreeMap<String, AdapterPart>) -> Self {
         Parts {
             blank: f32::NAN,
             ..Self::sums(path, all)
@@ -155,7 +155,7 @@ impl Parts {
     }
 
     /// Lengths that rows get.
-    pub(super) fn lengths(path: &Path, all: BTreeMap<String, Values>) -> Self {
+    pub(super) fn lengths(path: &Path, all: BTreeMap<String, AdapterPart>) -> Self {
         Parts {
             by_row: true,
             ..Self::replacing(path, all)
@@ -181,7 +181,7 @@ impl Parts {
     }
 }
 
-impl Product {
+impl LoraProduct {
     /// Rows and columns, of all experts.
     fn dims(&self) -> Dims {
         let columns = self.a.len() / (self.experts * self.rank);
@@ -319,14 +319,14 @@ impl View {
     pub(super) fn factors(&self, name: &str, rows: usize, cols: usize) -> Result<Vec<LoraFactors>> {
         let mut all = Vec::new();
         for source in self.sources(name) {
-            let Some(Values::Product(product)) = self.parts.all.get(&source) else {
+            let Some(AdapterPart::Product(product)) = self.parts.all.get(&source) else {
                 continue;
             };
             // The rows of `B` are the matrix's, and go wherever those go.
             let scale = product.scale * self.parts.weight;
             let scaled = product.b.iter().map(|b| (scale * f64::from(*b)) as f32);
             let shape = vec![product.dims().rows, product.rank];
-            let b = Values::Whole(Tensor::from_f32(shape, scaled.collect())?);
+            let b = AdapterPart::Whole(Tensor::from_f32(shape, scaled.collect())?);
             let parts = Parts::sums(&self.parts.path, BTreeMap::from([(source, b)]));
             let view = View::new(&parts, self.form, &self.config);
             all.push(LoraFactors {
@@ -373,15 +373,15 @@ impl Raw {
         let found = self.parts.all.get(name);
         let dims = match found {
             None => Dims::new(rows, cols),
-            Some(Values::Product(product)) => product.dims(),
-            Some(Values::Rows(places, t)) => {
+            Some(AdapterPart::Product(product)) => product.dims(),
+            Some(AdapterPart::Rows(places, t)) => {
                 if let Some(place) = places.iter().find(|p| **p >= rows) {
                     let expected = format!("tokens below {rows}");
                     return Err(self.parts.error(name, expected, place.to_string()));
                 }
                 Dims::new(rows, t.shape().get(1).copied().unwrap_or(1))
             }
-            Some(Values::Whole(t)) => match *t.shape() {
+            Some(AdapterPart::Whole(t)) => match *t.shape() {
                 [rows] => Dims::new(rows, 1),
                 [rows, cols] => Dims::new(rows, cols),
                 _ => Dims::new(t.len(), 1),
@@ -396,9 +396,9 @@ impl Raw {
         }
         Ok(match found {
             None => vec![self.parts.blank; rows * cols],
-            Some(Values::Product(product)) => product.values(self.parts.weight),
-            Some(Values::Whole(t)) => t.to_f32()?,
-            Some(Values::Rows(places, t)) => {
+            Some(AdapterPart::Product(product)) => product.values(self.parts.weight),
+            Some(AdapterPart::Whole(t)) => t.to_f32()?,
+            Some(AdapterPart::Rows(places, t)) => {
                 let mut values = vec![self.parts.blank; rows * cols];
                 for (&place, row) in places.iter().zip(t.to_f32()?.chunks(cols.max(1))) {
                     values[place * cols..][..cols].copy_from_slice(row);
@@ -420,9 +420,9 @@ impl WeightStore for Raw {
 
     fn vector(&self, name: &str, len: usize) -> Result<Tensor> {
         let found = match self.parts.all.get(name) {
-            Some(Values::Whole(t)) if t.len() == len => return Ok(t.clone()),
-            Some(Values::Whole(t)) => format!("{:?}", t.shape()),
-            Some(Values::Product(_) | Values::Rows(..)) => "a change of a matrix".into(),
+            Some(AdapterPart::Whole(t)) if t.len() == len => return Ok(t.clone()),
+            Some(AdapterPart::Whole(t)) => format!("{:?}", t.shape()),
+            Some(AdapterPart::Product(_) | AdapterPart::Rows(..)) => "a change of a matrix".into(),
             None => "none".into(),
         };
         Err(self.parts.error(name, format!("[{len}]"), found))
@@ -442,7 +442,7 @@ impl WeightStore for Raw {
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         let name = parameter_of(name).unwrap_or(name);
         match (self.parts.all.get(name), shape) {
-            (Some(Values::Product(p)), &[experts, out, cols]) => {
+            (Some(AdapterPart::Product(p)), &[experts, out, cols]) => {
                 if p.experts != experts {
                     let expected = format!("{experts} experts");
                     return Err(self.parts.error(name, expected, p.experts.to_string()));
@@ -451,8 +451,8 @@ impl WeightStore for Raw {
                 let cols = values.len() / (experts * out).max(1);
                 Tensor::from_f32(vec![experts, out, cols], values).map(Some)
             }
-            (Some(Values::Whole(t)), shape) if t.shape() == shape => Ok(Some(t.clone())),
-            (Some(Values::Whole(t)), shape) => {
+            (Some(AdapterPart::Whole(t)), shape) if t.shape() == shape => Ok(Some(t.clone())),
+            (Some(AdapterPart::Whole(t)), shape) => {
                 let (expected, found) = (format!("{shape:?}"), format!("{:?}", t.shape()));
                 Err(self.parts.error(name, expected, found))
             }

@@ -1,6 +1,6 @@
 //! PEFT's folders: what their configuration says of an adapter, and what their tensors are.
 
-use super::parts::{Adapter, Parts, Product, Values};
+use super::parts::{Adapter, AdapterPart, LoraProduct, Parts};
 use crate::error::{Error, Result};
 use crate::files::Files;
 use crate::left_over::LeftOver;
@@ -141,10 +141,10 @@ struct Read<'a> {
     modules: &'a BTreeMap<String, Module>,
     /// True if the model has no head, and its parameters are named without `model.`.
     bare: bool,
-    sums: BTreeMap<String, Values>,
-    whole: BTreeMap<String, Values>,
-    tokens: BTreeMap<String, Values>,
-    magnitudes: BTreeMap<String, Values>,
+    sums: BTreeMap<String, AdapterPart>,
+    whole: BTreeMap<String, AdapterPart>,
+    tokens: BTreeMap<String, AdapterPart>,
+    magnitudes: BTreeMap<String, AdapterPart>,
 }
 
 impl Read<'_> {
@@ -170,7 +170,7 @@ impl Read<'_> {
             (true, Some(magnitude)) => {
                 let values = floats(self.shards, magnitude)?;
                 let len = values.len();
-                let values = Values::Whole(Tensor::from_f32(vec![len], values)?);
+                let values = AdapterPart::Whole(Tensor::from_f32(vec![len], values)?);
                 self.magnitudes.insert(name.clone(), values);
             }
             (false, None) => {}
@@ -181,7 +181,8 @@ impl Read<'_> {
             }
         }
         if let Some(product) = product {
-            self.sums.insert(name.clone(), Values::Product(product));
+            self.sums
+                .insert(name.clone(), AdapterPart::Product(product));
         }
         if let Some((tensor, values)) = parts.get(&Part::Tokens) {
             let rows = self.rule.tokens(&called);
@@ -192,10 +193,10 @@ impl Read<'_> {
             }
             let checked = self.whole(tensor, values)?;
             self.tokens
-                .insert(name.clone(), Values::Rows(rows, checked));
+                .insert(name.clone(), AdapterPart::Rows(rows, checked));
         }
         if let Some((tensor, values)) = parts.get(&Part::Whole) {
-            let values = Values::Whole(self.whole(tensor, values)?);
+            let values = AdapterPart::Whole(self.whole(tensor, values)?);
             self.whole.insert(name, values);
         }
         Ok(())
@@ -269,7 +270,7 @@ impl Read<'_> {
         }
     }
 
-    fn product(&self, called: &str, experts: bool, a: Matrix, b: Matrix) -> Result<Product> {
+    fn product(&self, called: &str, experts: bool, a: Matrix, b: Matrix) -> Result<LoraProduct> {
         let said = self.rule.rank(called);
         let (experts, rank) = match said.filter(|_| experts) {
             Some(rank) if a.rows.is_multiple_of(rank) => (a.rows / rank, rank),
@@ -286,7 +287,7 @@ impl Read<'_> {
         let column = |e: usize, k: usize| k * experts + e;
         let row = |e: usize, r: usize| (0..rank).map(move |k| (r, column(e, k)));
         let order = (0..experts).flat_map(|e| (0..b.rows).flat_map(move |r| row(e, r)));
-        Ok(Product {
+        Ok(LoraProduct {
             b: order.map(|(r, c)| b.values[r * b.cols + c]).collect(),
             a: a.values,
             experts,

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::PathBuf;
 
 /// Where one file of a repository is.
-struct Place {
+struct FilePlace {
     /// The repository's folder in the cache.
     root: PathBuf,
     /// Its address at the hub, of files and, behind `/api/`, of their list.
@@ -33,7 +33,7 @@ impl Hub {
     ) -> Result<PathBuf> {
         let folder = format!("datasets--{}", repo.replace('/', "--"));
         let address = format!("datasets/{repo}");
-        let place = Place {
+        let place = FilePlace {
             root: self.options.cache.join(folder),
             listed: address.clone(),
             address,
@@ -48,7 +48,7 @@ impl Hub {
     /// As of [`Hub::fetch_model`]; [`HubProblem::NotFound`] for repositories of GGUF files, which often have none.
     pub fn fetch_config(&self, id: &str, progress: &dyn Progress) -> Result<PathBuf> {
         let id = super::parse(id)?;
-        let place = Place {
+        let place = FilePlace {
             root: self.root(&id),
             address: id.repo.clone(),
             listed: format!("models/{}", id.repo),
@@ -57,8 +57,8 @@ impl Hub {
         self.fetch_one(&place, CONFIG, progress)
     }
 
-    fn fetch_one(&self, place: &Place, file: &str, progress: &dyn Progress) -> Result<PathBuf> {
-        let Place {
+    fn fetch_one(&self, place: &FilePlace, file: &str, progress: &dyn Progress) -> Result<PathBuf> {
+        let FilePlace {
             root,
             address,
             listed,

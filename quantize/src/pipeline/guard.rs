@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::groups::{self, WeightGroup};
 use crate::memory;
 use crate::on_the_fly::rounded_weights;
-use crate::quality::{Judge, Limits, Text, nats};
+use crate::quality::{Judge, QualityLimits, Text, nats};
 use crate::schemes::Schemes;
 use crate::sensitivity;
 use nq_evals::Comparison;
@@ -50,7 +50,7 @@ pub(super) enum Next {
 }
 
 impl Attempt {
-    pub(super) fn holds(&self, limits: &Limits) -> bool {
+    pub(super) fn holds(&self, limits: &QualityLimits) -> bool {
         // A figure of NaN keeps no limit.
         limits.max_kld.is_none_or(|x| self.kld <= x)
             && limits.min_top1.is_none_or(|y| self.same_top1 >= y)
@@ -64,7 +64,7 @@ impl Attempt {
 
     /// The divergence at which all limits are kept, given that disagreement of best tokens grows with
     /// the size of changes, and divergence with its square.
-    fn limit(&self, limits: &Limits) -> f64 {
+    fn limit(&self, limits: &QualityLimits) -> f64 {
         let by_top1 = limits.min_top1.map(|y| {
             let found = (1.0 - self.same_top1).max(f64::MIN_POSITIVE);
             self.kld * ((1.0 - y) / found).powi(2)
@@ -78,7 +78,7 @@ impl Attempt {
 /// tokens grows with the size of changes and divergence with its square, it is far at the root of what divergences may
 /// be; and as it is counted on few positions, it is taken two standard errors lower than found (those of the root of a
 /// count are one half).
-fn far(limits: &Limits, found: &Comparison, positions: usize) -> Option<Error> {
+fn far(limits: &QualityLimits, found: &Comparison, positions: usize) -> Option<Error> {
     const ON: &str = "which 8-bit weights have on a short text";
     let (kld, same, positions) = (found.kld.mean, found.same_top1, positions as f64);
     let count = (((1.0 - same) * positions).sqrt() - 1.0).max(0.0).powi(2);
@@ -465,7 +465,7 @@ mod tests {
             ln_ppl_ratio_se: 0.0,
         };
         let named = |max_kld, min_top1, found: Comparison| {
-            let limits = Limits { max_kld, min_top1 };
+            let limits = QualityLimits { max_kld, min_top1 };
             far(&limits, &found, 512).map(|e| e.to_string())
         };
         let usual = || found(0.000_37, 0.9873);

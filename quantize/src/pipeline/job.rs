@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::groups;
 use crate::memory;
 use crate::methods::{self, Method, Needs};
-use crate::quality::{self, Limits};
+use crate::quality::{self, QualityLimits};
 use crate::recipe::Recipe;
 use crate::schemes::Schemes;
 use crate::stages::Stages;
@@ -49,7 +49,7 @@ pub struct QuantizeOptions {
     /// Seed of everything random.
     pub seed: u64,
     /// Limits on the measured quality.
-    pub limits: Limits,
+    pub limits: QualityLimits,
     /// Measures the quality of the result. If not, the file says so.
     pub measure: bool,
     /// Text for measuring quality; `None`: held-out text sampled from the model.
@@ -96,7 +96,7 @@ impl QuantizeOptions {
             calib_tokens: None,
             tuning: recipe.tuning,
             seed: 0,
-            limits: Limits::default(),
+            limits: QualityLimits::default(),
             measure: true,
             eval_text: None,
             eval_tokens: None,

@@ -10,7 +10,7 @@ use crate::memory;
 use nq_formats::trellis::Code;
 use nq_formats::{Checkpoint, TrellisScheme};
 use nq_kernels::Isa;
-use nq_kernels::matrix::{Target, Threads, View, multiply};
+use nq_kernels::matrix::{ProductTarget, Threads, View, multiply};
 use nq_load::gpu;
 use nq_model::DType;
 use std::time::Instant;
@@ -206,7 +206,7 @@ fn speed() -> f64 {
     let mut c = vec![0.0f32; SIDE * SIDE];
     let mut product = || {
         multiply(
-            Target::new(&mut c, SIDE),
+            ProductTarget::new(&mut c, SIDE),
             false,
             1.0,
             View::new(&a, SIDE, SIDE),

@@ -9,7 +9,7 @@ use super::pace::{RoundingWork, StagePace, TextPass, paths};
 use super::state::{self, State};
 use crate::calibration::{CalibrationSource, sampling_slots};
 use crate::error::Result;
-use crate::groups::{self, Place};
+use crate::groups::{self, GroupPlace};
 use crate::methods::{Needs, TRIED_ROWS};
 use crate::quality::{self, NOISE_WINDOWS};
 use crate::sensitivity;
@@ -241,7 +241,7 @@ impl Job<'_> {
             ..WeightWork::default()
         };
         for group in groups::groups(config) {
-            let in_layer = matches!(group.place, Place::Layer { .. });
+            let in_layer = matches!(group.place, GroupPlace::Layer { .. });
             for (name, Dims { rows, cols }) in &group.weights {
                 // A token goes through a few of a layer's experts.
                 let used = match &config.experts {

@@ -5,7 +5,7 @@ use super::probe::{LOGITS, PROBE, Probe};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
-use crate::groups::{Place, WeightGroup};
+use crate::groups::{GroupPlace, WeightGroup};
 use crate::layers::{self, LOOKED_UP, RowProgress, head_inputs};
 use crate::linalg::Matrix;
 use crate::methods::{Needs, Problem, rtn};
@@ -70,7 +70,7 @@ impl<'r> SensitivityRun<'r> {
         let mut variants = vec![Variant::Source];
         // Reserved at once, as growing would hold all streams twice.
         (stream.data).reserve_exact(stream.data.len() * (probe.groups.len() + 1));
-        if let Some(g) = group_at(probe.groups, Place::Embedding) {
+        if let Some(g) = group_at(probe.groups, GroupPlace::Embedding) {
             let (weight, _) = rtn::round_rows(EMBEDDING, embedding, grid, Fit::clip(), &[])?;
             join(&mut stream, Hidden::embed(&weight, probe.text)?);
             variants.push(Variant::Group(g));
@@ -102,7 +102,7 @@ impl<'r> SensitivityRun<'r> {
         pass(self.stepper, self.probe, index, &source, &mut self.stream)?;
         let mut all = source.clone();
         for (product, linears) in source.spec.products().into_iter().enumerate() {
-            let Some(g) = group_at(self.probe.groups, Place::Layer { index, product }) else {
+            let Some(g) = group_at(self.probe.groups, GroupPlace::Layer { index, product }) else {
                 continue;
             };
             let tried = tried.as_ref().map(|t| &t[product]);
@@ -189,7 +189,7 @@ impl<'r> SensitivityRun<'r> {
         let end = self.end(embedding)?;
         let (together, first) = self.score(&end)?;
         self.score_head(&end, &first)?;
-        let place = group_at(self.probe.groups, Place::Embedding);
+        let place = group_at(self.probe.groups, GroupPlace::Embedding);
         if let (Some(g), false) = (place, self.config.tie_word_embeddings) {
             let rows = sample(EMBEDDING, embedding)?;
             self.found[g].add_weight(embedding, &rows, &[], self.probe.candidates)?;
@@ -211,13 +211,13 @@ impl<'r> SensitivityRun<'r> {
             ModelEnd {
                 norm,
                 head: embedding.clone(),
-                group: group_at(groups, Place::Embedding).map(|g| (g, EMBEDDING)),
+                group: group_at(groups, GroupPlace::Embedding).map(|g| (g, EMBEDDING)),
             }
         } else {
             ModelEnd {
                 norm,
                 head: models::head(store, self.config)?,
-                group: group_at(groups, Place::Head).map(|g| (g, HEAD)),
+                group: group_at(groups, GroupPlace::Head).map(|g| (g, HEAD)),
             }
         })
     }
@@ -317,7 +317,7 @@ impl<'r> SensitivityRun<'r> {
 }
 
 /// Index in the list of the group at this place.
-fn group_at(groups: &[WeightGroup], place: Place) -> Option<usize> {
+fn group_at(groups: &[WeightGroup], place: GroupPlace) -> Option<usize> {
     groups.iter().position(|g| g.place == place)
 }
 

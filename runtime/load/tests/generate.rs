@@ -5,8 +5,8 @@ use nq_formats::{Files, Progress};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
 use nq_runtime::generate::{generate, generate_text};
 use nq_runtime::{
-    Chunk, Error, KvType, Limits, LogitsWanted, Result, Sampler, SamplingParams, Sequence,
-    StopReason, Tokenizer,
+    Chunk, Error, GenerationLimits, KvType, LogitsWanted, Result, Sampler, SamplingParams,
+    Sequence, StopReason, Tokenizer,
 };
 use nq_testkit::sessions::{self, FakeSession, answer, limits, logits_after, session_spec};
 use std::cell::Cell;
@@ -123,7 +123,7 @@ fn stop_tokens_end_the_answer_and_are_left_out() {
         let mut session = fake(1, 100, 8);
         let mut sequence = Sequence::new(&mut session, 0);
         let stops = [1000, stop];
-        let limits = Limits {
+        let limits = GenerationLimits {
             stop: &stops,
             ..limits(30)
         };
@@ -196,7 +196,7 @@ fn interrupts_leave_the_sequence_usable() {
     let mut session = fake(1, 100, 4);
     let mut sequence = Sequence::new(&mut session, 0);
     let flag = AtomicBool::new(false);
-    let with_flag = Limits {
+    let with_flag = GenerationLimits {
         interrupt: Some(&flag),
         ..limits(10)
     };

@@ -3,7 +3,7 @@
 use crate::common::{Store, options, small_config, tokens};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_model::ModelConfig;
-use nq_runtime::generate::{Generated, Limits, Sequence, StopReason, generate};
+use nq_runtime::generate::{Generated, GenerationLimits, Sequence, StopReason, generate};
 use nq_runtime::interface::Draft;
 use nq_runtime::{
     ActivationChoice, Batch, Costs, DraftModel, Drafter, Engine, EngineKind, KvType, LoadOptions,
@@ -14,8 +14,8 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-fn limits(max_tokens: usize, stop: &[u32]) -> Limits<'_> {
-    Limits {
+fn limits(max_tokens: usize, stop: &[u32]) -> GenerationLimits<'_> {
+    GenerationLimits {
         stop,
         max_tokens,
         interrupt: None,
@@ -51,7 +51,7 @@ impl Setting<'_> {
     fn answer(
         &self,
         prompt: &[u32],
-        limits: &Limits<'_>,
+        limits: &GenerationLimits<'_>,
         drafts: Option<Speculation>,
     ) -> (Generated, usize) {
         let mut session = session(self.engine, KvType::F16, self.ctx);
@@ -85,7 +85,7 @@ impl Setting<'_> {
     fn check(
         &self,
         prompt: &[u32],
-        limits: &Limits<'_>,
+        limits: &GenerationLimits<'_>,
         drafters: &[&dyn Fn() -> Speculation],
     ) -> (Generated, usize) {
         let (plain, end) = self.answer(prompt, limits, None);

@@ -18,7 +18,7 @@ mod tags;
 mod worker;
 
 pub use message::{Message, image_part};
-pub use prompt::Prompt;
+pub use prompt::RenderedChat;
 pub use worker::{Isolation, isolate, serve};
 
 use crate::error::{Error, Result};
@@ -232,8 +232,8 @@ impl ChatTemplate {
         tools: Option<&[Value]>,
         add_generation_prompt: bool,
         switches: impl Into<Switches>,
-    ) -> Result<Prompt> {
-        Prompt::new(control, messages, tools, |messages, tools| {
+    ) -> Result<RenderedChat> {
+        RenderedChat::new(control, messages, tools, |messages, tools| {
             self.render(messages, tools, add_generation_prompt, switches)
         })
     }

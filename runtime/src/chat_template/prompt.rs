@@ -12,13 +12,13 @@ const MARKS: std::ops::RangeInclusive<char> = '\u{100000}'..='\u{10fffd}';
 
 /// A rendered chat. See [`ChatTemplate::prompt`](super::ChatTemplate::prompt).
 #[derive(Clone, Debug)]
-pub struct Prompt {
+pub struct RenderedChat {
     text: String,
     /// The character after the first character of each quoted control token; `None` if there are none.
     mark: Option<char>,
 }
 
-impl Prompt {
+impl RenderedChat {
     /// Renders messages in which the `control` tokens are marked.
     pub(super) fn new(
         control: &ControlTokens,
@@ -31,7 +31,7 @@ impl Prompt {
         visit(messages, tools, &mut |s| quotes(&mut found, s));
         if !found {
             let text = render(messages, tools)?;
-            return Ok(Prompt { text, mark: None });
+            return Ok(RenderedChat { text, mark: None });
         }
         let mut used = HashSet::new();
         visit(messages, tools, &mut |s| {
@@ -52,7 +52,7 @@ impl Prompt {
             let tools = tools.iter();
             tools.map(|t| marked_value(t, control, mark)).collect()
         });
-        Ok(Prompt {
+        Ok(RenderedChat {
             text: render(&marked, tools.as_deref())?,
             mark: Some(mark),
         })

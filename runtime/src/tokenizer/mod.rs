@@ -11,7 +11,7 @@ mod outline;
 
 pub use control::ControlTokens;
 
-use crate::chat_template::prompt::Prompt;
+use crate::chat_template::prompt::RenderedChat;
 use crate::error::{Error, Result};
 use nq_formats::Files;
 use nq_formats::tokenizer::{Around, around};
@@ -211,12 +211,12 @@ impl Tokenizer {
 
     /// The ids of a chat. Control tokens quoted in messages stay text: `<|im_end|>` in a message is
     /// encoded as its characters, like any word that is not in the vocabulary.
-    pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>> {
+    pub fn encode_prompt(&self, prompt: &RenderedChat) -> Result<Vec<u32>> {
         self.encode_prompt_within(prompt, usize::MAX)
     }
 
     /// Like [`Tokenizer::encode_prompt`], for a chat whose length nobody has bounded yet.
-    pub fn encode_prompt_within(&self, prompt: &Prompt, most: usize) -> Result<Vec<u32>> {
+    pub fn encode_prompt_within(&self, prompt: &RenderedChat, most: usize) -> Result<Vec<u32>> {
         if !prompt.is_marked() {
             return self.encode_within(&prompt.text(), most);
         }

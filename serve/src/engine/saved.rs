@@ -1,12 +1,12 @@
 //! What the engine knows of pages on disk: which are still to be written, which are being read back, and whether that pays.
 
-use crate::disk::Key;
+use crate::disk::PageKey;
 use std::time::Duration;
 
 /// A kept sequence whose pages may not all be on disk.
 pub(super) struct Unsaved {
     pub(super) slot: usize,
-    pub(super) keys: Vec<Key>,
+    pub(super) keys: Vec<PageKey>,
     /// Number of pages on disk.
     pub(super) saved: usize,
     /// Numbers of whole pages at whose ends it has states that are to be written behind the pages.
@@ -46,8 +46,8 @@ impl RestoreTimes {
 
 /// Pages of a prompt that are being read back, and the states that belong to their end.
 pub(super) struct Restore {
-    pub(super) keys: std::vec::IntoIter<Key>,
-    pub(super) state: Option<Key>,
+    pub(super) keys: std::vec::IntoIter<PageKey>,
+    pub(super) state: Option<PageKey>,
 }
 
 #[cfg(test)]

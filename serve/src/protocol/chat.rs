@@ -2,7 +2,7 @@
 
 use super::fields::Fields;
 use super::reading::Reading;
-use super::sent::Place;
+use super::sent::ContentPlace;
 use super::streaming::{Told, streaming};
 use super::text::content;
 use super::thinking;
@@ -15,8 +15,8 @@ use crate::images;
 use crate::model::{ServedModel, message};
 use crate::names::Names;
 use nq_answers::grammar::{Format, unenforced};
-use nq_answers::{Choice, Thinking};
 use nq_answers::{Piece, ReaderOptions};
+use nq_answers::{Thinking, ToolChoice};
 use nq_runtime::{Message, TokenLogprobs, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub struct ChatRequest {
     /// Its tools.
     pub tools: Tools,
     /// Which tools the model may call.
-    pub choice: Choice,
+    pub choice: ToolChoice,
     /// True if several calls may be made at once.
     pub several_calls: bool,
     /// How much the model may think.
@@ -154,7 +154,7 @@ pub fn render(
     partial: Generation,
 ) -> Result<Generation, ApiError> {
     let named = match &chat.choice {
-        Choice::Named(name) => Some(name.as_str()),
+        ToolChoice::Named(name) => Some(name.as_str()),
         _ => None,
     };
     let shown = chat.tools.list.iter().zip(chat.tools.schemas);
@@ -165,7 +165,7 @@ pub fn render(
         return Err(ApiError::invalid(what));
     }
     let images = images::seen(model, &mut chat.messages, &chat.reading)?;
-    let asked = nq_answers::Chat {
+    let asked = nq_answers::ChatInput {
         images: images.iter().map(|seen| seen.image.tokens()).collect(),
         messages: told(chat.messages, &chat.reading.found().told),
         tools: chat.tools.list,
@@ -309,9 +309,9 @@ fn one_message(mut fields: Fields) -> Result<(Message, bool), ApiError> {
     };
     let mut extra = Map::new();
     let place = match role {
-        "tool" => Place::Result,
-        "user" => Place::Message,
-        _ => Place::Text,
+        "tool" => ContentPlace::Result,
+        "user" => ContentPlace::Message,
+        _ => ContentPlace::Text,
     };
     let given: Value = fields.take("content")?.unwrap_or_default();
     let content = content(given, &fields.name("content"), place, &reading)?;

@@ -10,7 +10,7 @@ use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
 use crate::model::ServedModel;
 use crate::names::Names;
-use nq_answers::Choice;
+use nq_answers::ToolChoice;
 use nq_answers::output::Piece;
 use nq_runtime::Message;
 use serde_json::{Value, json};
@@ -49,7 +49,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
     let chat = ChatRequest {
         messages,
         tools: Tools::default(),
-        choice: Choice::None,
+        choice: ToolChoice::None,
         several_calls: false,
         thinking: thinking::read(&mut fields)?,
         format: None,

@@ -2,7 +2,7 @@
 
 use super::fields::Fields;
 use super::reading::Reading;
-use super::sent::{ContentPart, ImageSource, Place, SentImage, joined};
+use super::sent::{ContentPart, ContentPlace, ImageSource, SentImage, joined};
 use crate::error::ApiError;
 use serde_json::Value;
 use std::sync::Arc;
@@ -24,12 +24,12 @@ pub(super) fn is_image(part: &Value) -> bool {
 pub(super) fn part(
     part: Value,
     place: &str,
-    at: Place,
+    at: ContentPlace,
     reading: &Arc<Reading>,
 ) -> Result<ContentPart, ApiError> {
     let mut part = Fields::of(part, place, "part.image", reading)?;
     let kind: String = part.require("type")?;
-    if at == Place::Text {
+    if at == ContentPlace::Text {
         let why =
             format!("nq reads images in messages of users and results of tools, found {kind:?}");
         return Err(ApiError::unsupported(&part.name("type"), &why));
@@ -68,7 +68,7 @@ pub(super) fn part(
         kind,
         source,
         low_detail: detail.as_deref() == Some("low"),
-        in_result: at == Place::Result,
+        in_result: at == ContentPlace::Result,
     })))
 }
 
@@ -99,7 +99,7 @@ pub(super) fn beside(
     images: Vec<String>,
     name: &str,
     text: String,
-    at: Place,
+    at: ContentPlace,
     reading: &Reading,
 ) -> Result<Value, ApiError> {
     let mut parts = Vec::with_capacity(images.len() + 1);
@@ -114,7 +114,7 @@ pub(super) fn beside(
             kind: "image".into(),
             source,
             low_detail: false,
-            in_result: at == Place::Result,
+            in_result: at == ContentPlace::Result,
         })));
     }
     parts.push(ContentPart::Text(text));

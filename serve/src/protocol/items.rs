@@ -3,7 +3,7 @@
 use super::fields::{Fields, ObjectKind};
 use super::kept::Item;
 use super::reading::{Reading, plain};
-use super::sent::Place;
+use super::sent::ContentPlace;
 use super::text::content as read;
 use super::tools::{self, made};
 use crate::error::ApiError;
@@ -122,8 +122,8 @@ pub(super) fn read_input(
                     }
                 };
                 let at = match role {
-                    "user" => Place::Message,
-                    _ => Place::Text,
+                    "user" => ContentPlace::Message,
+                    _ => ContentPlace::Text,
                 };
                 let content = read(content, &format!("{place}.content"), at, reading)?;
                 let mut extra = Map::new();
@@ -174,9 +174,12 @@ pub(super) fn read_input(
                     ("apply_patch_call_output", Value::Null) => {
                         item.take::<String>("status")?.unwrap_or_default().into()
                     }
-                    (_, output) => {
-                        read(output, &format!("{place}.output"), Place::Result, reading)?
-                    }
+                    (_, output) => read(
+                        output,
+                        &format!("{place}.output"),
+                        ContentPlace::Result,
+                        reading,
+                    )?,
                 };
                 let mut extra = Map::new();
                 let mut id: Option<Value> = item.take("call_id")?;

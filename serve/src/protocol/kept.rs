@@ -17,7 +17,7 @@ const MOST_OF_ONE: usize = 256;
 
 /// A response that is kept.
 #[derive(Clone, Debug)]
-struct Response {
+struct KeptResponse {
     owner: u64,
     id: String,
     /// All items of the conversation up to its end: its input and its output.
@@ -58,10 +58,10 @@ impl Item {
 
 /// The responses that are kept, the oldest first.
 #[derive(Debug, Default)]
-pub struct KeptResponses(Mutex<VecDeque<Response>>);
+pub struct KeptResponses(Mutex<VecDeque<KeptResponse>>);
 
 impl KeptResponses {
-    fn list(&self) -> MutexGuard<'_, VecDeque<Response>> {
+    fn list(&self) -> MutexGuard<'_, VecDeque<KeptResponse>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -72,7 +72,7 @@ impl KeptResponses {
         items.extend(output.map(Item::new));
         let text = whole.to_string();
         // Items are counted with every response that has them, so that the sum is never too small.
-        let response = Response {
+        let response = KeptResponse {
             owner,
             id: whole["id"].as_str().unwrap_or_default().to_owned(),
             bytes: items.iter().map(Item::bytes).sum::<usize>() + text.len(),
@@ -85,7 +85,7 @@ impl KeptResponses {
         }
         let mut list = self.list();
         list.push_back(response);
-        let own = |list: &VecDeque<Response>| {
+        let own = |list: &VecDeque<KeptResponse>| {
             let own = list.iter().filter(|r| r.owner == owner);
             own.fold((0, 0), |(n, bytes), r| (n + 1, bytes + r.bytes))
         };

@@ -6,7 +6,7 @@ use super::client_tools;
 use super::fields::{Fields, ObjectKind};
 use super::images;
 use super::reading::Reading;
-use super::sent::{ContentPart, Place, joined};
+use super::sent::{ContentPart, ContentPlace, joined};
 use super::text::{content as read, text, words};
 use super::thinking;
 use super::tool_choice::tool_choice;
@@ -16,7 +16,7 @@ use crate::error::ApiError;
 use crate::generation::{Ending, Generation, Output, Usage};
 use crate::model::{ServedModel, message};
 use crate::names::Names;
-use nq_answers::Choice;
+use nq_answers::ToolChoice;
 use nq_answers::grammar::Format;
 use nq_answers::output::ReaderOptions;
 use nq_runtime::Message;
@@ -152,9 +152,9 @@ fn schema(mut fields: Fields) -> Result<Format, ApiError> {
     Ok(Format::Schema(schema))
 }
 
-fn choice(fields: &mut Fields, tools: &mut Tools) -> Result<(Choice, bool), ApiError> {
+fn choice(fields: &mut Fields, tools: &mut Tools) -> Result<(ToolChoice, bool), ApiError> {
     let Some(mut fields) = fields.object("tool_choice", "messages.choice")? else {
-        return Ok((Choice::Auto, true));
+        return Ok((ToolChoice::Auto, true));
     };
     let kind: String = fields.require("type")?;
     let one = fields.take("disable_parallel_tool_use")?.unwrap_or(false);
@@ -194,8 +194,8 @@ fn read_turn(mut fields: Fields, out: &mut Vec<Message>) -> Result<(), ApiError>
         }
     };
     let at = match role.as_str() {
-        "user" => Place::Message,
-        _ => Place::Text,
+        "user" => ContentPlace::Message,
+        _ => ContentPlace::Text,
     };
     let (mut parts, mut thinking, mut calls) = (Vec::new(), String::new(), Vec::new());
     for (i, block) in blocks.into_iter().enumerate() {
@@ -237,7 +237,7 @@ fn read_turn(mut fields: Fields, out: &mut Vec<Message>) -> Result<(), ApiError>
                 out.push(message("tool", content, extra));
             }
             ("text" | "document" | "search_result", _) => {
-                parts.extend(shown(&kind, block, Place::Message)?.map(ContentPart::Text));
+                parts.extend(shown(&kind, block, ContentPlace::Message)?.map(ContentPart::Text));
             }
             (kind, _) => {
                 let why = format!("nq serves no blocks of type {kind:?} here");
@@ -261,18 +261,20 @@ fn read_turn(mut fields: Fields, out: &mut Vec<Message>) -> Result<(), ApiError>
 /// The content of a tool's result.
 fn result(content: Value, place: &str, reading: &Arc<Reading>) -> Result<Value, ApiError> {
     let Value::Array(blocks) = content else {
-        return read(content, place, Place::Result, reading);
+        return read(content, place, ContentPlace::Result, reading);
     };
     let mut parts = Vec::with_capacity(blocks.len());
     for (i, block) in blocks.into_iter().enumerate() {
         let place = format!("{place}[{i}]");
         if images::is_image(&block) {
-            parts.push(images::part(block, &place, Place::Result, reading)?);
+            parts.push(images::part(block, &place, ContentPlace::Result, reading)?);
             continue;
         }
         let mut block = Fields::of(block, &place, "block.result", reading)?;
         parts.extend(match block.kind("text")? {
-            ObjectKind::Served(kind) => shown(&kind, block, Place::Result)?.map(ContentPart::Text),
+            ObjectKind::Served(kind) => {
+                shown(&kind, block, ContentPlace::Result)?.map(ContentPart::Text)
+            }
             ObjectKind::Dropped => None,
             ObjectKind::LeftOut(what, words_) => {
                 reading.left_out(block.place(), &what);
@@ -284,7 +286,7 @@ fn result(content: Value, place: &str, reading: &Arc<Reading>) -> Result<Value, 
 }
 
 /// A block that is text, or has some.
-fn shown(kind: &str, mut block: Fields, at: Place) -> Result<Option<String>, ApiError> {
+fn shown(kind: &str, mut block: Fields, at: ContentPlace) -> Result<Option<String>, ApiError> {
     let reading = Arc::clone(block.reading());
     if kind == "text" {
         return block.require("text").map(Some);
@@ -298,7 +300,7 @@ fn shown(kind: &str, mut block: Fields, at: Place) -> Result<Option<String>, Api
         ("search_result", _) => inner(content.unwrap_or_default(), "content")?,
         (_, Some("text")) => inner(source["data"].clone(), "source.data")?,
         (_, Some("content")) => inner(source["content"].clone(), "source.content")?,
-        _ if at == Place::Result => {
+        _ if at == ContentPlace::Result => {
             reading.left_out(block.place(), "document");
             return Ok(Some(words("document")));
         }

@@ -3,7 +3,7 @@
 use super::chat::{self, ChatRequest, render};
 use super::fields::Fields;
 use super::images;
-use super::sent::Place;
+use super::sent::ContentPlace;
 use super::thinking;
 use super::tools::{Tools, made, object};
 use super::{Framing, Parsed, Shape, SseEvent, rfc3339, sampling};
@@ -13,7 +13,7 @@ use crate::model::{ServedModel, message};
 use crate::names::Names;
 use nq_answers::grammar::Format;
 use nq_answers::output::{Piece, ReaderOptions};
-use nq_answers::{Choice, Thinking};
+use nq_answers::{Thinking, ToolChoice};
 use nq_runtime::Message;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -70,7 +70,13 @@ pub fn generate(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiE
     let mut messages = Vec::new();
     if !prompt.is_empty() {
         messages.extend(system.map(|text| Message::new("system", text)));
-        let given = images::beside(given, "images", prompt, Place::Message, fields.reading())?;
+        let given = images::beside(
+            given,
+            "images",
+            prompt,
+            ContentPlace::Message,
+            fields.reading(),
+        )?;
         messages.push(message("user", given, Map::new()));
     }
     asked.parsed(
@@ -154,7 +160,7 @@ impl OllamaRequest {
             let chat = ChatRequest {
                 messages,
                 tools,
-                choice: Choice::Auto,
+                choice: ToolChoice::Auto,
                 several_calls: true,
                 thinking: self.thinking.clone(),
                 format: self.format.take(),
@@ -198,9 +204,9 @@ fn one_message(mut fields: Fields) -> Result<Message, ApiError> {
     let thinking: Option<String> = fields.take("thinking")?;
     let given: Vec<String> = fields.take("images")?.unwrap_or_default();
     let at = match role.as_str() {
-        "user" => Place::Message,
-        "tool" => Place::Result,
-        _ if given.is_empty() => Place::Text,
+        "user" => ContentPlace::Message,
+        "tool" => ContentPlace::Result,
+        _ if given.is_empty() => ContentPlace::Text,
         _ => {
             let why = "nq reads images in messages of users and results of tools";
             return Err(ApiError::unsupported(&fields.name("images"), why));

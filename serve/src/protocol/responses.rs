@@ -107,7 +107,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
     };
     Ok(Parsed {
         generation: render(model, chat, partial)?,
-        shape: Box::new(Response {
+        shape: Box::new(ResponsesFormat {
             model: model.name().to_owned(),
             id: unique("resp_"),
             created: now(),
@@ -196,7 +196,7 @@ fn format(fields: &mut Fields) -> Result<Option<Format>, ApiError> {
 }
 
 /// The formats of this protocol.
-struct Response {
+struct ResponsesFormat {
     model: String,
     id: String,
     created: u64,
@@ -212,7 +212,7 @@ struct Response {
     kept: Option<(Arc<Reading>, Vec<Item>)>,
 }
 
-impl Response {
+impl ResponsesFormat {
     fn frame(&self, status: &str, usage: Option<Usage>, error: Value) -> Value {
         let mut frame = json!({
             "id": self.id,
@@ -408,7 +408,7 @@ impl Response {
     }
 }
 
-impl Shape for Response {
+impl Shape for ResponsesFormat {
     fn begin(&mut self, _: Usage) -> Vec<SseEvent> {
         let frame = json!({"response": self.frame("in_progress", None, Value::Null)});
         vec![

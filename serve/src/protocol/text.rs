@@ -3,7 +3,7 @@
 use super::fields::{Fields, ObjectKind};
 use super::images;
 use super::reading::Reading;
-use super::sent::{ContentPart, Place, joined};
+use super::sent::{ContentPart, ContentPlace, joined};
 use crate::error::ApiError;
 use serde_json::Value;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub fn words(what: &str) -> String {
 /// # Errors
 /// A part that is not text.
 pub fn text(content: Value, place: &str, reading: &Arc<Reading>) -> Result<String, ApiError> {
-    let content = self::content(content, place, Place::Text, reading)?;
+    let content = self::content(content, place, ContentPlace::Text, reading)?;
     Ok(content.as_str().unwrap_or_default().to_owned())
 }
 
@@ -29,19 +29,21 @@ pub fn text(content: Value, place: &str, reading: &Arc<Reading>) -> Result<Strin
 pub fn content(
     content: Value,
     place: &str,
-    at: Place,
+    at: ContentPlace,
     reading: &Arc<Reading>,
 ) -> Result<Value, ApiError> {
     let table = match at {
-        Place::Text | Place::Message => "part",
-        Place::Result => "part.result",
+        ContentPlace::Text | ContentPlace::Message => "part",
+        ContentPlace::Result => "part.result",
     };
     let parts = match content {
         Value::Null => return Ok("".into()),
         Value::String(text) => return Ok(text.into()),
         Value::Array(parts) => parts,
         // Some clients give a tool's result as it is.
-        object @ Value::Object(_) if at == Place::Result => return Ok(object.to_string().into()),
+        object @ Value::Object(_) if at == ContentPlace::Result => {
+            return Ok(object.to_string().into());
+        }
         _ => return Err(ApiError::field(place, "expected a text or a list of parts")),
     };
     let mut all = Vec::with_capacity(parts.len());

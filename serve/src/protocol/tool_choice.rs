@@ -3,7 +3,7 @@
 use super::client_tools;
 use super::tools::{Tools, within};
 use crate::error::ApiError;
-use nq_answers::Choice;
+use nq_answers::ToolChoice;
 use serde_json::Value;
 
 /// Reads `tool_choice`, the value of `field`; where it allows some tools alone, the others are not shown.
@@ -14,7 +14,7 @@ pub(super) fn tool_choice(
     value: Option<Value>,
     tools: &mut Tools,
     field: &str,
-) -> Result<Choice, ApiError> {
+) -> Result<ToolChoice, ApiError> {
     let wrong = || {
         let what = "expected auto, none, required, allowed_tools or a function";
         ApiError::field(field, what)
@@ -33,13 +33,13 @@ pub(super) fn tool_choice(
         }
     };
     let word = |word: &str| match word {
-        "auto" => Some(Choice::Auto),
-        "none" => Some(Choice::None),
-        "required" | "any" => Some(Choice::Required),
+        "auto" => Some(ToolChoice::Auto),
+        "none" => Some(ToolChoice::None),
+        "required" | "any" => Some(ToolChoice::Required),
         _ => None,
     };
     let choice = match &value {
-        None => Choice::Auto,
+        None => ToolChoice::Auto,
         Some(Value::String(text)) => word(text).ok_or_else(wrong)?,
         Some(object) => match (object["type"].as_str(), named(object)) {
             (Some("allowed_tools"), _) => {
@@ -56,7 +56,7 @@ pub(super) fn tool_choice(
                     .iter()
                     .any(|t| t["function"]["name"] == name.as_str()) =>
             {
-                Choice::Named(name)
+                ToolChoice::Named(name)
             }
             (_, Some(name)) => {
                 let what = format!("expected one of the tools, found {name}");
@@ -66,7 +66,7 @@ pub(super) fn tool_choice(
         },
     };
     match choice {
-        Choice::Required | Choice::Named(_) if tools.list.is_empty() => {
+        ToolChoice::Required | ToolChoice::Named(_) if tools.list.is_empty() => {
             Err(ApiError::field(field, "expected tools with it"))
         }
         choice => Ok(choice),

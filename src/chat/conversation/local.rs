@@ -3,7 +3,7 @@
 //! Each turn renders all messages again, because templates strip earlier thinking, and feeds only the part of
 //! the result that is not in the cache.
 
-use super::{Answerer, Chat, ChatEvent, End, OnEvent, Turn};
+use super::{Answerer, ChatEvent, ChatState, End, OnEvent, Turn};
 use crate::chat::Overflow;
 use anyhow::bail;
 use nq_answers::images::{Image, Sight, taken};
@@ -54,7 +54,7 @@ pub(super) struct Local<'m> {
 impl Answerer for Local<'_> {
     fn answer(
         &mut self,
-        chat: &mut Chat,
+        chat: &mut ChatState,
         interrupt: &AtomicBool,
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<Turn> {
@@ -177,7 +177,7 @@ impl<'m> Local<'m> {
     /// turns for that if the settings say so.
     fn fitting_prompt(
         &mut self,
-        chat: &mut Chat,
+        chat: &mut ChatState,
         more: usize,
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<PromptForm> {
@@ -215,7 +215,7 @@ impl<'m> Local<'m> {
     }
 
     /// The prompt made from all messages, of at most `most` tokens.
-    fn prompt(&mut self, chat: &Chat, most: usize) -> Result<Asked, Error> {
+    fn prompt(&mut self, chat: &ChatState, most: usize) -> Result<Asked, Error> {
         let (mut messages, stop) = (chat.messages(), chat.settings.stop.clone());
         if self.raw {
             let text: String = messages.iter().map(Message::text).collect();
@@ -223,7 +223,7 @@ impl<'m> Local<'m> {
             return Ok(Asked::continuation(tokens, stop));
         }
         self.images = taken(self.sight, self.name, &mut messages)?;
-        let chat = nq_answers::Chat {
+        let chat = nq_answers::ChatInput {
             images: self.images.iter().map(Image::tokens).collect(),
             messages,
             thinking: Thinking {
@@ -231,7 +231,7 @@ impl<'m> Local<'m> {
                 budget: chat.settings.thinking_budget,
             },
             stop,
-            ..nq_answers::Chat::default()
+            ..nq_answers::ChatInput::default()
         };
         Ok(self.text.ask(chat, most)?)
     }

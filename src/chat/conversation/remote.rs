@@ -1,7 +1,7 @@
 //! Answers from a server that speaks OpenAI's chat protocol.
 
 use super::events::Events;
-use super::{Answerer, Chat, ChatEvent, ChatSettings, End, OnEvent, Turn};
+use super::{Answerer, ChatEvent, ChatSettings, ChatState, End, OnEvent, Turn};
 use anyhow::{Context, bail};
 use nq_runtime::thinking::Part;
 use nq_runtime::{Message, SamplingParams, Stats, StopReason};
@@ -250,7 +250,7 @@ fn sampling(said: &Value) -> SamplingParams {
 impl Answerer for Remote {
     fn answer(
         &mut self,
-        chat: &mut Chat,
+        chat: &mut ChatState,
         interrupt: &AtomicBool,
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<Turn> {

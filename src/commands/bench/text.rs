@@ -9,7 +9,7 @@ use crate::terminal::Terminal;
 use crate::texts;
 use anyhow::{Context, bail};
 use nq_evals::DraftRow;
-use nq_evals::bench::{self, Answer, DraftBy, Machine, TextSpec};
+use nq_evals::bench::{self, BenchAnswer, DraftBy, Machine, TextSpec};
 use nq_formats::{Checkpoint, Progress};
 use nq_load::Drafts;
 use nq_runtime::{Engine, LoadOptions, SamplingParams, Tokenizer};
@@ -71,12 +71,12 @@ pub(super) fn run(
         );
     }
     let answer = match replayed {
-        true => Answer::Replayed {
+        true => BenchAnswer::Replayed {
             prompt: &prompt,
             answer: &answer,
             right: args.draft_right,
         },
-        false => Answer::Own {
+        false => BenchAnswer::Own {
             prompts: &pieces,
             tokens: args.gen_tokens,
             sampling: SamplingParams::from_defaults(checkpoint.generation()),

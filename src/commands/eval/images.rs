@@ -5,7 +5,7 @@ use crate::terminal::Terminal;
 use crate::texts::{self, Text, read_bounded};
 use anyhow::{Context, bail};
 use nq_answers::images::{Image, Sight, SightOptions, from_data_url};
-use nq_answers::{Chat, ModelText, Prompt};
+use nq_answers::{ChatInput, ModelText, Prompt};
 use nq_evals::{EvalSpec, Protocol, SeeingModel, SeenEvaluation, evaluate_seen};
 use nq_formats::Checkpoint;
 use nq_runtime::chat_template::image_part;
@@ -66,9 +66,9 @@ impl ChatReader {
     /// The tokens of a chat, and its images, which are not decoded. An assistant's last message ends it as it is.
     fn asked(&self, texts: &SeenTexts, index: usize) -> anyhow::Result<(Prompt, Vec<Image>)> {
         let read = || {
-            let mut chat = Chat {
+            let mut chat = ChatInput {
                 messages: texts.chats[index].clone(),
-                ..Chat::default()
+                ..ChatInput::default()
             };
             let images = self.images(texts, &mut chat.messages)?;
             chat.images = images.iter().map(Image::tokens).collect();

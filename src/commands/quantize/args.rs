@@ -14,7 +14,7 @@ use nq_model::ModelConfig;
 use nq_quantize::methods::{self, METHODS};
 use nq_quantize::pipeline::QuantizeOptions;
 use nq_quantize::{
-    CalibrationSource, Codes, Effort, Limits, Recipe, TargetSize, TuneOptions, group_named,
+    CalibrationSource, Codes, Effort, QualityLimits, Recipe, TargetSize, TuneOptions, group_named,
 };
 use std::ffi::OsString;
 use std::fs::File;
@@ -260,7 +260,7 @@ impl QuantizeArgs {
             calibration: self.calibration(),
             calib_tokens: self.calib_tokens,
             seed: self.seed,
-            limits: Limits {
+            limits: QualityLimits {
                 max_kld: self.max_kld,
                 min_top1: self.min_top1,
             },

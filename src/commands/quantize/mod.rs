@@ -6,7 +6,7 @@ mod report;
 use crate::adapters;
 use crate::commands::convert::summary_lines;
 use crate::flags::Global;
-use crate::library::{Error as ProgramError, Target, check_quantizable, place};
+use crate::library::{Error as ProgramError, QuantizeTarget, check_quantizable, place};
 use crate::model;
 use crate::terminal::{
     Terminal, human_bytes, leave_interrupted, on_signals, print_line, say, shell_word, time_plan,
@@ -38,7 +38,7 @@ pub fn run(args: &QuantizeArgs, global: &Global) -> anyhow::Result<ExitCode> {
             (model::models_dir()?.join(&name), name)
         }
     };
-    let target = Target {
+    let target = QuantizeTarget {
         format: args.format.format(),
         out,
         force: args.force,
@@ -133,7 +133,7 @@ fn say_how_to_resume(out: &Path) {
 /// Prints the plan, `lines` and more, or all of it as JSON.
 fn dry_run(
     job: &Job<'_>,
-    target: &Target,
+    target: &QuantizeTarget,
     mut lines: Vec<String>,
     estimate: &Estimate,
     global: &Global,

@@ -1,7 +1,7 @@
 //! Has a model do the tasks of the protocol.
 
 use anyhow::Context;
-use nq_answers::{Answer, Answering, Chat, Choice, Drawing, Format, ModelText, Thinking};
+use nq_answers::{Answer, Answering, ChatInput, Drawing, Format, ModelText, Thinking, ToolChoice};
 use nq_evals::rank::{RankTask, TaskAnswer, TaskAnswers, tasks};
 use nq_formats::{Progress, Unit};
 use nq_runtime::{
@@ -56,18 +56,18 @@ pub(super) fn answer_tasks(
 }
 
 /// A task as a chat whose answer is `held` to the schema or not.
-fn chat(task: &RankTask, held: bool) -> Chat {
+fn chat(task: &RankTask, held: bool) -> ChatInput {
     let tool = |t: &nq_evals::rank::TaskTool| {
         json!({"type": "function", "function": {
             "name": t.name, "description": t.description, "parameters": task.schema
         }})
     };
     let schema = || Format::Schema(task.schema.clone());
-    Chat {
+    ChatInput {
         messages: vec![Message::new("user", &task.prompt)],
         choice: match (&task.tool, held) {
-            (Some(_), true) => Choice::Required,
-            _ => Choice::Auto,
+            (Some(_), true) => ToolChoice::Required,
+            _ => ToolChoice::Auto,
         },
         format: (task.tool.is_none() && held).then(schema),
         tools: task.tool.iter().map(tool).collect(),
@@ -75,14 +75,14 @@ fn chat(task: &RankTask, held: bool) -> Chat {
             switches: Some(false).into(),
             budget: Some(0),
         },
-        ..Chat::default()
+        ..ChatInput::default()
     }
 }
 
 fn draw(
     session: &mut dyn Session,
     text: &ModelText,
-    chat: Chat,
+    chat: ChatInput,
     ctx: usize,
 ) -> anyhow::Result<Answer> {
     let asked = text.ask(chat, ctx)?;

@@ -4,7 +4,7 @@ use super::rows::{self, inverse_rms};
 use super::{CpuOps, VALUES, delta};
 use nq_kernels::Result;
 use nq_kernels::grad::{DeltaInputs, DeltaWork, Gemm, HeadShape, LayerOps, Occurrences, enough};
-use nq_kernels::matrix::{Target, Threads, View, multiply};
+use nq_kernels::matrix::{ProductTarget, Threads, View, multiply};
 use nq_model::Dims;
 use rayon::prelude::*;
 
@@ -21,7 +21,7 @@ fn product(g: &Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
         }
     };
     let (a, b) = (op(a, g.m, g.k, g.ta), op(b, g.k, g.n, g.tb));
-    let c = Target::new(c, g.n);
+    let c = ProductTarget::new(c, g.n);
     multiply(c, g.accumulate, g.alpha, a, b, Threads::All);
 }
 

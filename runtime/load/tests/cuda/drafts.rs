@@ -6,7 +6,7 @@ use crate::common::{Store, feed, fused_config, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::KernelSet;
 use nq_model::ModelConfig;
-use nq_runtime::generate::{Generated, Limits, Sequence, StopReason};
+use nq_runtime::generate::{Generated, GenerationLimits, Sequence, StopReason};
 use nq_runtime::{
     DraftModel, DraftedBy, Engine, KvType, Sampler, SamplingParams, Session, SessionSpec,
     Speculation,
@@ -75,7 +75,7 @@ impl Setting<'_> {
         let mut session = session(self.engine, self.kv);
         let mut sequence = Sequence::new(&mut *session, 0).with_drafts(drafts);
         let mut sampler = self.sampler();
-        let limits = Limits {
+        let limits = GenerationLimits {
             stop: self.stop,
             max_tokens: self.max,
             interrupt: None,
