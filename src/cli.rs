@@ -78,234 +78,101 @@ pub enum Command {
 }
 
 /// Flags for how a model is run.
+#[rustfmt::skip]
 const RUNNING: [&str; 8] = [
-    "device",
-    "split",
-    "threads",
-    "pin",
-    "cpu-experts",
-    "activations",
-    "kernels",
-    "isa",
+    "device", "split", "threads", "pin", "cpu-experts", "activations", "kernels", "isa",
 ];
 
 /// Flags of [`Global`] that make no difference to a subcommand: they are taken, but its help does
 /// not name them.
+#[rustfmt::skip]
 const OF_NO_USE: [(&str, &[&[&str]]); 12] = [
     ("rank", &[&["adapter", "verbose"]]),
     ("embed", &[&["json"]]),
     ("pull", &[&RUNNING, &["adapter", "verbose"]]),
     ("list", &[&RUNNING, &["adapter", "offline", "verbose"]]),
-    (
-        "rm",
-        &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
-    ),
-    (
-        "completions",
-        &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
-    ),
-    (
-        "man",
-        &[&RUNNING, &["adapter", "offline", "json", "verbose"]],
-    ),
+    ("rm", &[&RUNNING, &["adapter", "offline", "json", "verbose"]]),
+    ("completions", &[&RUNNING, &["adapter", "offline", "json", "verbose"]]),
+    ("man", &[&RUNNING, &["adapter", "offline", "json", "verbose"]]),
     ("inspect", &[&RUNNING, &["verbose"]]),
-    (
-        "fit",
-        &[&[
-            "adapter",
-            "split",
-            "cpu-experts",
-            "activations",
-            "kernels",
-            "verbose",
-        ]],
-    ),
+    ("fit", &[&["adapter", "split", "cpu-experts", "activations", "kernels", "verbose"]]),
     ("convert", &[&RUNNING, &["verbose"]]),
-    (
-        "synth",
-        &[&[
-            "device",
-            "split",
-            "pin",
-            "cpu-experts",
-            "activations",
-            "kernels",
-            "isa",
-            "adapter",
-            "offline",
-            "verbose",
-        ]],
-    ),
-    (
-        "doctor",
-        &[&[
-            "adapter",
-            "split",
-            "cpu-experts",
-            "activations",
-            "kernels",
-            "offline",
-            "verbose",
-        ]],
-    ),
+    ("synth", &[
+        &["device", "split", "pin", "cpu-experts", "activations", "kernels", "isa", "adapter", "offline", "verbose"],
+    ]),
+    ("doctor", &[&["adapter", "split", "cpu-experts", "activations", "kernels", "offline", "verbose"]]),
 ];
 
 /// Flags that `-h` explains, of subcommands with more than fit a screen; `--help` explains all.
+#[rustfmt::skip]
 const EVERYDAY: [(&str, &[&str]); 5] = [
-    (
-        "quantize",
-        &[
-            "model",
-            "bits",
-            "trellis",
-            "method",
-            "target_size",
-            "max_kld",
-            "out",
-            "name",
-            "format",
-            "dry_run",
-            "resume",
-            "force",
-        ],
-    ),
-    (
-        "chat",
-        &[
-            "model",
-            "prompt",
-            "system",
-            "no_think",
-            "temperature",
-            "max_tokens",
-            "ctx",
-            "kv",
-            "bits",
-            "draft",
-            "server",
-        ],
-    ),
-    (
-        "serve",
-        &[
-            "model",
-            "models",
-            "models_dir",
-            "host",
-            "port",
-            "api_key_file",
-            "parallel",
-            "ctx",
-            "kv",
-            "kv_memory",
-            "bits",
-            "draft",
-        ],
-    ),
-    (
-        "eval",
-        &[
-            "models",
-            "against",
-            "protocol",
-            "text",
-            "text_bytes",
-            "by_depth",
-            "report",
-        ],
-    ),
-    (
-        "bench",
-        &[
-            "model",
-            "preset",
-            "bits",
-            "trellis",
-            "simple",
-            "prompt_tokens",
-            "gen_tokens",
-            "depth",
-            "batch",
-            "text",
-        ],
-    ),
+    ("quantize", &[
+        "model", "bits", "trellis", "method", "target_size", "max_kld", "out", "name", "format", "dry_run",
+        "resume", "force",
+    ]),
+    ("chat", &[
+        "model", "prompt", "system", "no_think", "temperature", "max_tokens", "ctx", "kv", "bits", "draft",
+        "server",
+    ]),
+    ("serve", &[
+        "model", "models", "models_dir", "host", "port", "api_key_file", "parallel", "ctx", "kv", "kv_memory",
+        "bits", "draft",
+    ]),
+    ("eval", &["models", "against", "protocol", "text", "text_bytes", "by_depth", "report"]),
+    ("bench", &[
+        "model", "preset", "bits", "trellis", "simple", "prompt_tokens", "gen_tokens", "depth", "batch", "text",
+    ]),
 ];
 
 /// Shared flags that `nq -h` explains.
 const EVERYDAY_SHARED: &[&str] = &["device", "threads", "adapter", "offline", "json", "verbose"];
 
 /// Ends of the subcommands' help.
+#[rustfmt::skip]
 const EXAMPLES: [(&str, &str); 18] = [
-    (
-        "quantize",
+    ("quantize",
         "nq quantize demo --bits 4\n\
          nq quantize Qwen/Qwen3-0.6B --target-size 400MB --max-kld 0.05\n\
-         nq quantize ./model --format gptq --out ./model-gptq",
-    ),
-    (
-        "chat",
+         nq quantize ./model --format gptq --out ./model-gptq"),
+    ("chat",
         "nq chat demo\n\
          nq chat Qwen3-0.6B-int4 -p \"Why is the sky blue?\" --no-think\n\
          nq chat demo --raw -p \"Once upon a time\" --stop \"The end\"\n\
-         cat notes.txt | nq chat demo -p \"Summarize:\" --quiet",
-    ),
-    (
-        "serve",
+         cat notes.txt | nq chat demo -p \"Summarize:\" --quiet"),
+    ("serve",
         "nq serve demo\n\
          nq serve Qwen3-0.6B-int4 --parallel 32 --ctx 8192\n\
          nq serve --models-dir /data/models --idle 15m\n\
-         nq serve ./model --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan",
-    ),
-    (
-        "embed",
+         nq serve ./model --host 0.0.0.0 --api-key-file keys.txt --allow-host box.lan"),
+    ("embed",
         "nq embed Qwen/Qwen3-Embedding-0.6B --query \"What is the capital of France?\"\n\
-         nq embed ./embedder -f passages.jsonl --out passages.npy --dimensions 256",
-    ),
-    (
-        "rerank",
-        "nq rerank Qwen/Qwen3-Reranker-0.6B --query \"Who wrote it?\" -f passages.txt --top 10",
-    ),
-    (
-        "eval",
+         nq embed ./embedder -f passages.jsonl --out passages.npy --dimensions 256"),
+    ("rerank", "nq rerank Qwen/Qwen3-Reranker-0.6B --query \"Who wrote it?\" -f passages.txt --top 10"),
+    ("eval",
         "nq eval demo-int4 --against demo --report report.html\n\
-         nq eval demo --protocol llama --text book.txt --json",
-    ),
-    (
-        "rank",
+         nq eval demo --protocol llama --text book.txt --json"),
+    ("rank",
         "nq rank demo demo-int4\n\
-         nq rank Qwen/Qwen3-0.6B --list files.txt --report ranking.html",
-    ),
-    (
-        "bench",
+         nq rank Qwen/Qwen3-0.6B --list files.txt --report ranking.html"),
+    ("bench",
         "nq bench demo-int4\n\
-         nq bench --preset qwen3-8b --bits 4 -p 512 -n 64 --depth 4096",
-    ),
-    (
-        "convert",
+         nq bench --preset qwen3-8b --bits 4 -p 512 -n 64 --depth 4096"),
+    ("convert",
         "nq convert demo demo.gguf --format gguf\n\
          nq convert demo-int4 demo-int4.gguf --format gguf --requantize\n\
-         nq convert model.gguf ./model --format nq --verify",
-    ),
-    (
-        "inspect",
-        "nq inspect demo-int4\nnq inspect model.gguf --verify",
-    ),
-    (
-        "fit",
+         nq convert model.gguf ./model --format nq --verify"),
+    ("inspect", "nq inspect demo-int4\nnq inspect model.gguf --verify"),
+    ("fit",
         "nq fit qwen3:8b\n\
          nq fit Qwen/Qwen3-32B --gpu \"RTX 4090\" --context 16384\n\
-         nq fit qwen3-30b-a3b --gpu \"2 x RTX 3090\" --clients 4",
-    ),
+         nq fit qwen3-30b-a3b --gpu \"2 x RTX 3090\" --clients 4"),
     ("pull", "nq pull Qwen/Qwen3-0.6B"),
     ("list", "nq list\nnq list /data/models --json"),
     ("rm", "nq rm demo-int4"),
     ("doctor", "nq doctor"),
     ("synth", "nq synth qwen3-0.6b ./random"),
     ("man", "nq man /usr/share/man/man1"),
-    (
-        "completions",
-        "nq completions bash > ~/.local/share/bash-completion/completions/nq",
-    ),
+    ("completions", "nq completions bash > ~/.local/share/bash-completion/completions/nq"),
 ];
 
 /// The command line with its help: `nq --help` explains the flags of [`Global`]; the help of a

@@ -121,20 +121,12 @@ pub fn find(model: &OsStr, offline: bool, progress: &dyn Progress) -> Result<Fou
 }
 
 /// Hub ids of models that are no presets, or whose names are not those of their presets.
+#[rustfmt::skip]
 const PUBLISHED: [&str; 13] = [
-    "Qwen/Qwen3-Coder-30B-A3B-Instruct",
-    "Qwen/Qwen3-Embedding-0.6B",
-    "Qwen/Qwen3-Embedding-4B",
-    "Qwen/Qwen3-Embedding-8B",
-    "Qwen/Qwen3-Reranker-0.6B",
-    "Qwen/Qwen3-Reranker-4B",
-    "Qwen/Qwen3-Reranker-8B",
-    "Qwen/Qwen3-4B-Instruct-2507",
-    "Qwen/Qwen3-VL-2B-Instruct",
-    "Qwen/Qwen3-VL-4B-Instruct",
-    "Qwen/Qwen3-VL-8B-Instruct",
-    "Qwen/Qwen3-VL-32B-Instruct",
-    "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Embedding-4B",
+    "Qwen/Qwen3-Embedding-8B", "Qwen/Qwen3-Reranker-0.6B", "Qwen/Qwen3-Reranker-4B", "Qwen/Qwen3-Reranker-8B",
+    "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-4B-Instruct",
+    "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-32B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct",
 ];
 
 /// Who publishes GGUF files of a model, as `OWNER/NAME-GGUF`.

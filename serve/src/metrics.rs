@@ -6,7 +6,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::{Metric, Registry, Unit};
 
 /// A label with a reason why a request ended or was refused.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -61,131 +61,51 @@ pub struct Metrics {
     pub request_time: Histogram,
 }
 
+/// A metric that is registered under that name.
+fn registered<M: Metric + Clone + Default>(r: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    r.register(name, help, metric.clone());
+    metric
+}
+
+/// A histogram of seconds that is registered under that name.
+fn seconds(r: &mut Registry, name: &str, help: &str) -> Histogram {
+    let histogram = Histogram::new(exponential_buckets(0.000_5, 2.0, 20));
+    r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+    histogram
+}
+
 impl Default for Metrics {
+    #[rustfmt::skip]
     fn default() -> Self {
-        let histogram = || Histogram::new(exponential_buckets(0.000_5, 2.0, 20));
-        let mut metrics = Metrics {
-            registry: Registry::with_prefix("nq"),
-            running: Gauge::default(),
-            waiting: Gauge::default(),
-            pages: Gauge::default(),
-            pages_free: Gauge::default(),
-            snapshots: Gauge::default(),
-            snapshots_free: Gauge::default(),
-            kept_tokens: Gauge::default(),
-            prompt_tokens: Counter::default(),
-            cached_tokens: Counter::default(),
-            restored_tokens: Counter::default(),
-            generated_tokens: Counter::default(),
-            drafted_tokens: Counter::default(),
-            accepted_tokens: Counter::default(),
-            preemptions: Counter::default(),
-            finished: Family::default(),
-            refused: Family::default(),
-            queue_time: histogram(),
-            first_token: histogram(),
-            inter_token: histogram(),
-            request_time: histogram(),
-        };
-        metrics.register();
-        metrics
+        let mut r = Registry::with_prefix("nq");
+        Metrics {
+            running: registered(&mut r, "num_requests_running", "Requests that have a slot"),
+            waiting: registered(&mut r, "num_requests_waiting", "Requests in the queue"),
+            pages: registered(&mut r, "kv_pages", "Pages of keys and values"),
+            pages_free: registered(&mut r, "kv_pages_free", "Pages in no sequence"),
+            snapshots: registered(&mut r, "state_snapshots", "Places for states of sequences at earlier lengths"),
+            snapshots_free: registered(&mut r, "state_snapshots_free", "Such places without a state"),
+            kept_tokens: registered(&mut r, "prefix_cache_tokens", "Tokens of ended sequences that are kept"),
+            prompt_tokens: registered(&mut r, "prompt_tokens", "Tokens of prompts"),
+            cached_tokens: registered(&mut r, "prefix_cache_hit_tokens", "Prompt tokens not computed again"),
+            restored_tokens: registered(&mut r, "prefix_cache_disk_tokens", "Prompt tokens read back from disk"),
+            generated_tokens: registered(&mut r, "generation_tokens", "Tokens drawn"),
+            drafted_tokens: registered(&mut r, "spec_decode_num_draft_tokens", "Tokens drafted and checked"),
+            accepted_tokens: registered(&mut r, "spec_decode_num_accepted_tokens", "Drafted tokens that were right"),
+            preemptions: registered(&mut r, "num_preemptions", "Requests that began again"),
+            finished: registered(&mut r, "requests_finished", "Requests that ended, by reason"),
+            refused: registered(&mut r, "requests_refused", "Requests refused, by reason"),
+            queue_time: seconds(&mut r, "request_queue_time", "Time in the queue"),
+            first_token: seconds(&mut r, "time_to_first_token", "From arrival to the first token"),
+            inter_token: seconds(&mut r, "inter_token_latency", "Between two tokens of a request"),
+            request_time: seconds(&mut r, "request_latency", "From arrival to the end"),
+            registry: r,
+        }
     }
 }
 
 impl Metrics {
-    fn register(&mut self) {
-        let r = &mut self.registry;
-        let m = (&self.running, &self.waiting);
-        r.register(
-            "num_requests_running",
-            "Requests that have a slot",
-            m.0.clone(),
-        );
-        r.register("num_requests_waiting", "Requests in the queue", m.1.clone());
-        r.register("kv_pages", "Pages of keys and values", self.pages.clone());
-        r.register(
-            "kv_pages_free",
-            "Pages in no sequence",
-            self.pages_free.clone(),
-        );
-        r.register(
-            "state_snapshots",
-            "Places for states of sequences at earlier lengths",
-            self.snapshots.clone(),
-        );
-        r.register(
-            "state_snapshots_free",
-            "Such places without a state",
-            self.snapshots_free.clone(),
-        );
-        r.register(
-            "prefix_cache_tokens",
-            "Tokens of ended sequences that are kept",
-            self.kept_tokens.clone(),
-        );
-        for (name, help, counter) in [
-            ("prompt_tokens", "Tokens of prompts", &self.prompt_tokens),
-            (
-                "prefix_cache_hit_tokens",
-                "Prompt tokens not computed again",
-                &self.cached_tokens,
-            ),
-            (
-                "prefix_cache_disk_tokens",
-                "Prompt tokens read back from disk",
-                &self.restored_tokens,
-            ),
-            ("generation_tokens", "Tokens drawn", &self.generated_tokens),
-            (
-                "spec_decode_num_draft_tokens",
-                "Tokens drafted and checked",
-                &self.drafted_tokens,
-            ),
-            (
-                "spec_decode_num_accepted_tokens",
-                "Drafted tokens that were right",
-                &self.accepted_tokens,
-            ),
-            (
-                "num_preemptions",
-                "Requests that began again",
-                &self.preemptions,
-            ),
-        ] {
-            r.register(name, help, counter.clone());
-        }
-        r.register(
-            "requests_finished",
-            "Requests that ended, by reason",
-            self.finished.clone(),
-        );
-        r.register(
-            "requests_refused",
-            "Requests refused, by reason",
-            self.refused.clone(),
-        );
-        for (name, help, histogram) in [
-            ("request_queue_time", "Time in the queue", &self.queue_time),
-            (
-                "time_to_first_token",
-                "From arrival to the first token",
-                &self.first_token,
-            ),
-            (
-                "inter_token_latency",
-                "Between two tokens of a request",
-                &self.inter_token,
-            ),
-            (
-                "request_latency",
-                "From arrival to the end",
-                &self.request_time,
-            ),
-        ] {
-            r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
-        }
-    }
-
     /// Counts a refused request.
     pub(crate) fn refuse(&self, reason: &'static str) {
         self.refused.get_or_create(&Reason { reason }).inc();

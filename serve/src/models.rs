@@ -465,43 +465,14 @@ impl Models {
 /// A model's state as metrics, like those of its engine.
 fn states(listed: &Listed<'_>) -> String {
     let about = listed.about;
+    #[rustfmt::skip]
     let samples = [
-        (
-            "loaded",
-            "gauge",
-            "1 while it is in memory",
-            f64::from(listed.model.is_some()),
-        ),
-        (
-            "pinned",
-            "gauge",
-            "1 if it stays once it is loaded",
-            f64::from(listed.pinned),
-        ),
-        (
-            "idle_seconds",
-            "gauge",
-            "Time since it was last used",
-            listed.idle.as_secs_f64(),
-        ),
-        (
-            "loads",
-            "counter",
-            "How often it was loaded",
-            listed.loads as f64,
-        ),
-        (
-            "context_tokens",
-            "gauge",
-            "Most tokens of a sequence",
-            about.map_or(0.0, |a| a.context as f64),
-        ),
-        (
-            "bits_per_weight",
-            "gauge",
-            "Bits of a stored weight on average",
-            about.map_or(0.0, |a| a.bits_per_weight),
-        ),
+        ("loaded", "gauge", "1 while it is in memory", f64::from(listed.model.is_some())),
+        ("pinned", "gauge", "1 if it stays once it is loaded", f64::from(listed.pinned)),
+        ("idle_seconds", "gauge", "Time since it was last used", listed.idle.as_secs_f64()),
+        ("loads", "counter", "How often it was loaded", listed.loads as f64),
+        ("context_tokens", "gauge", "Most tokens of a sequence", about.map_or(0.0, |a| a.context as f64)),
+        ("bits_per_weight", "gauge", "Bits of a stored weight on average", about.map_or(0.0, |a| a.bits_per_weight)),
     ];
     let text = samples.map(|(name, kind, help, value)| {
         let total = if kind == "counter" { "_total" } else { "" };

@@ -340,17 +340,10 @@ fn folders(problems: &mut Vec<Problem>) -> Vec<UsedFolder> {
 }
 
 /// Environment variables that affect nq.
+#[rustfmt::skip]
 const VARIABLES: [&str; 10] = [
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-    "HF_TOKEN",
-    "NQ_HOME",
-    "XDG_DATA_HOME",
-    "NO_COLOR",
-    "NQ_CUBLAS",
-    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN", "NQ_HOME", "XDG_DATA_HOME", "NO_COLOR",
+    "NQ_CUBLAS", "CUDA_VISIBLE_DEVICES",
 ];
 
 fn environment() -> Vec<Variable> {

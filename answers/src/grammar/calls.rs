@@ -130,25 +130,10 @@ impl ParameterShape {
 }
 
 /// Keywords that say nothing of parameters, and those that [`shapes`] reads.
+#[rustfmt::skip]
 const READ: [&str; 18] = [
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "$ref",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$defs",
-    "definitions",
-    "$schema",
-    "$id",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "examples",
-    "x-guidance",
+    "type", "properties", "required", "additionalProperties", "$ref", "allOf", "anyOf", "oneOf", "$defs",
+    "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "x-guidance",
 ];
 
 /// The alternatives that a schema allows for a tool's parameters.

@@ -230,16 +230,10 @@ pub(super) fn compact(schema: Value, space: &str) -> Result<Value, String> {
 }
 
 /// Keywords beside which an object's properties are not all that there is to say about it.
+#[rustfmt::skip]
 const COMPOSED: [&str; 9] = [
-    "additionalProperties",
-    "patternProperties",
-    "propertyNames",
-    "unevaluatedProperties",
-    "minProperties",
-    "anyOf",
-    "oneOf",
-    "if",
-    "$ref",
+    "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "minProperties",
+    "anyOf", "oneOf", "if", "$ref",
 ];
 
 /// True if `properties` has all names that are `required`.
@@ -293,17 +287,9 @@ fn closed(schema: &Value) -> Value {
 }
 
 /// Formats of strings that llguidance holds answers to.
+#[rustfmt::skip]
 const FORMATS: [&str; 10] = [
-    "date-time",
-    "time",
-    "date",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uuid",
-    "uri",
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 ];
 
 /// Formats of the standard that it does not know, each with one that allows less.

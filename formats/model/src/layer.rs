@@ -260,34 +260,6 @@ pub(super) const fn linear(
     }
 }
 
-/// Like [`linear`], for one whose outputs a bias is added to.
-pub(super) const fn biased(
-    kind: LinearKind,
-    suffix: &'static str,
-    gguf: &'static str,
-    out: Width,
-    inputs: Width,
-) -> LinearSpec {
-    LinearSpec {
-        bias: true,
-        ..linear(kind, suffix, gguf, out, inputs)
-    }
-}
-
-/// Like [`linear`], for a stack over experts; the dimensions are those of one expert.
-pub(super) const fn stack(
-    kind: LinearKind,
-    suffix: &'static str,
-    gguf: &'static str,
-    out: Width,
-    inputs: Width,
-) -> LinearSpec {
-    LinearSpec {
-        stacked: true,
-        ..linear(kind, suffix, gguf, out, inputs)
-    }
-}
-
 /// Like [`linear`], for a norm.
 pub(super) const fn norm(
     kind: NormKind,
@@ -301,19 +273,6 @@ pub(super) const fn norm(
         gguf,
         len,
         less_one: false,
-    }
-}
-
-/// Like [`norm`], for one of whose gains files hold what they exceed 1 by.
-pub(super) const fn norm_less_one(
-    kind: NormKind,
-    suffix: &'static str,
-    gguf: &'static str,
-    len: Width,
-) -> NormSpec {
-    NormSpec {
-        less_one: true,
-        ..norm(kind, suffix, gguf, len)
     }
 }
 
@@ -605,6 +564,19 @@ impl Product {
 }
 
 impl LinearSpec {
+    /// One whose outputs a bias is added to.
+    pub(super) const fn with_bias(self) -> Self {
+        LinearSpec { bias: true, ..self }
+    }
+
+    /// A stack over experts, each of these dimensions.
+    pub(super) const fn of_experts(self) -> Self {
+        LinearSpec {
+            stacked: true,
+            ..self
+        }
+    }
+
     /// The full name of its weight in layer `layer`, without `.weight`.
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)
@@ -629,6 +601,14 @@ impl VectorRow {
 }
 
 impl NormSpec {
+    /// One of whose gains files hold what they exceed 1 by.
+    pub(super) const fn held_less_one(self) -> Self {
+        NormSpec {
+            less_one: true,
+            ..self
+        }
+    }
+
     /// The full name of its gains in layer `layer`, without `.weight`.
     pub fn name(&self, layer: usize) -> String {
         in_layer(layer, self.suffix)

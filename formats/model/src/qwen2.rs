@@ -4,7 +4,7 @@
 use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::RopeScaling;
 use super::layer::{
-    AttentionSpec, BlockSpec, LayerSpec, LinearKind, Mixer, Product, Width, biased,
+    AttentionSpec, BlockSpec, LayerSpec, LinearKind, Mixer, Product, Width, linear,
 };
 use super::llama;
 
@@ -14,9 +14,9 @@ const ATTENTION: BlockSpec = BlockSpec {
     mixer: Mixer::Attention(AttentionSpec {
         qkv: Product {
             linears: &[
-                biased(LinearKind::Q, "self_attn.q_proj", "attn_q", Width::Heads, Width::Hidden),
-                biased(LinearKind::K, "self_attn.k_proj", "attn_k", Width::KvHeads, Width::Hidden),
-                biased(LinearKind::V, "self_attn.v_proj", "attn_v", Width::KvHeads, Width::Hidden),
+                linear(LinearKind::Q, "self_attn.q_proj", "attn_q", Width::Heads, Width::Hidden).with_bias(),
+                linear(LinearKind::K, "self_attn.k_proj", "attn_k", Width::KvHeads, Width::Hidden).with_bias(),
+                linear(LinearKind::V, "self_attn.v_proj", "attn_v", Width::KvHeads, Width::Hidden).with_bias(),
             ],
             ..llama::QKV
         },
@@ -77,25 +77,12 @@ pub(super) static QWEN2: Architecture = Architecture {
 };
 
 /// Qwen2.5 7B; other sizes are as it is where they say nothing else.
+#[rustfmt::skip]
 const fn qwen2_7b() -> Preset {
     Preset {
-        name: "qwen2.5-7b",
-        hub_id: "Qwen/Qwen2.5-7B-Instruct",
-        architecture: &QWEN2,
-        hidden: 3584,
-        intermediate: 18944,
-        experts: None,
-        delta: None,
-        layers: 28,
-        heads: 28,
-        kv_heads: 4,
-        head_dim: 128,
-        vocab: 152_064,
-        positions: 32_768,
-        eps: 1e-6,
-        theta: 1e6,
-        scaling: RopeScaling::None,
-        tied: false,
-        eos: &[151_645],
+        name: "qwen2.5-7b", hub_id: "Qwen/Qwen2.5-7B-Instruct", architecture: &QWEN2,
+        hidden: 3584, intermediate: 18944, experts: None, delta: None, layers: 28, heads: 28, kv_heads: 4,
+        head_dim: 128, vocab: 152_064, positions: 32_768, eps: 1e-6, theta: 1e6, scaling: RopeScaling::None,
+        tied: false, eos: &[151_645],
     }
 }

@@ -4,7 +4,7 @@ use super::architecture::{Architecture, PLAIN, Preset};
 use super::dimensions::{Experts, RopeScaling};
 use super::layer::{
     AttentionSpec, BlockSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec, LinearKind, Mixer,
-    NormKind, Product, Width, linear, norm, stack,
+    NormKind, Product, Width, linear, norm,
 };
 use super::llama;
 
@@ -107,8 +107,8 @@ pub(super) const ROUTER: Product = Product {
 pub(super) const GATE_UP: Product = Product {
     name: "gate_up",
     linears: &[
-        stack(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", Width::Expert, Width::Hidden),
-        stack(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", Width::Expert, Width::Hidden),
+        linear(LinearKind::Gate, "mlp.experts.gate_proj", "ffn_gate_exps", Width::Expert, Width::Hidden).of_experts(),
+        linear(LinearKind::Up, "mlp.experts.up_proj", "ffn_up_exps", Width::Expert, Width::Hidden).of_experts(),
     ],
     source: InputSource::Norm(NormKind::Mlp),
 };
@@ -118,7 +118,7 @@ pub(super) const GATE_UP: Product = Product {
 pub(super) const DOWN: Product = Product {
     name: "down",
     linears: &[
-        stack(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", Width::Hidden, Width::Expert),
+        linear(LinearKind::Down, "mlp.experts.down_proj", "ffn_down_exps", Width::Hidden, Width::Expert).of_experts(),
     ],
     source: InputSource::Rows(LinearKind::Up),
 };
@@ -164,16 +164,11 @@ pub(super) static QWEN3_MOE: Architecture = Architecture {
 
 /// Qwen3 30B-A3B, whose dense MLP exists in its configuration only; other mixtures are as it is where they say nothing
 /// else.
+#[rustfmt::skip]
 const fn qwen3_30b() -> Preset {
     Preset {
-        name: "qwen3-30b-a3b",
-        hub_id: "Qwen/Qwen3-30B-A3B",
-        architecture: &QWEN3_MOE,
-        hidden: 2048,
-        intermediate: 6144,
-        experts: experts(128, 768),
-        layers: 48,
-        kv_heads: 4,
+        name: "qwen3-30b-a3b", hub_id: "Qwen/Qwen3-30B-A3B", architecture: &QWEN3_MOE,
+        hidden: 2048, intermediate: 6144, experts: experts(128, 768), layers: 48, kv_heads: 4,
         ..qwen3_8b()
     }
 }
@@ -190,25 +185,12 @@ const fn experts(count: usize, width: usize) -> Option<Experts> {
 }
 
 /// Qwen3 8B; other sizes are as it is where they say nothing else.
+#[rustfmt::skip]
 const fn qwen3_8b() -> Preset {
     Preset {
-        name: "qwen3-8b",
-        hub_id: "Qwen/Qwen3-8B",
-        architecture: &QWEN3,
-        hidden: 4096,
-        intermediate: 12288,
-        experts: None,
-        delta: None,
-        layers: 36,
-        heads: 32,
-        kv_heads: 8,
-        head_dim: 128,
-        vocab: 151_936,
-        positions: 40_960,
-        eps: 1e-6,
-        theta: 1e6,
-        scaling: RopeScaling::None,
-        tied: false,
-        eos: &[151_645],
+        name: "qwen3-8b", hub_id: "Qwen/Qwen3-8B", architecture: &QWEN3,
+        hidden: 4096, intermediate: 12288, experts: None, delta: None, layers: 36, heads: 32, kv_heads: 8,
+        head_dim: 128, vocab: 151_936, positions: 40_960, eps: 1e-6, theta: 1e6, scaling: RopeScaling::None,
+        tied: false, eos: &[151_645],
     }
 }

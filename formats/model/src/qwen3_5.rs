@@ -6,16 +6,16 @@ use super::dimensions::{Delta, Experts, RopeScaling};
 use super::layer::{
     AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, HeadNorms, InputSource, LayerSpec,
     LinearKind, Mixer, MlpSpec, NormKind, NormSpec, Product, SharedSpec, VectorKind, VectorRow,
-    Width, linear, norm, norm_less_one,
+    Width, linear, norm,
 };
 
 #[rustfmt::skip]
 const MIXER_NORM: NormSpec =
-    norm_less_one(NormKind::Attention, "input_layernorm", "attn_norm", Width::Hidden);
+    norm(NormKind::Attention, "input_layernorm", "attn_norm", Width::Hidden).held_less_one();
 
 #[rustfmt::skip]
 const MLP_NORM: NormSpec =
-    norm_less_one(NormKind::Mlp, "post_attention_layernorm", "post_attention_norm", Width::Hidden);
+    norm(NormKind::Mlp, "post_attention_layernorm", "post_attention_norm", Width::Hidden).held_less_one();
 
 #[rustfmt::skip]
 const DELTA: BlockSpec = BlockSpec {
@@ -65,8 +65,8 @@ const ATTENTION: BlockSpec = BlockSpec {
             source: InputSource::Norm(NormKind::Attention),
         },
         head_norms: Some(HeadNorms {
-            q: norm_less_one(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head),
-            k: norm_less_one(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head),
+            q: norm(NormKind::Q, "self_attn.q_norm", "attn_q_norm", Width::Head).held_less_one(),
+            k: norm(NormKind::K, "self_attn.k_norm", "attn_k_norm", Width::Head).held_less_one(),
         }),
         gated: true,
         o: super::llama::O,
@@ -214,26 +214,13 @@ const MIXTURES: &[LayerSpec] = &[
 ];
 
 /// Qwen3.5 27B; other sizes are as it is where they say nothing else.
+#[rustfmt::skip]
 const fn qwen3_5_27b() -> Preset {
     Preset {
-        name: "qwen3.5-27b",
-        hub_id: "Qwen/Qwen3.5-27B",
-        architecture: &QWEN3_5,
-        hidden: 5120,
-        intermediate: 17408,
-        experts: None,
-        delta: delta(48),
-        layers: 64,
-        heads: 24,
-        kv_heads: 4,
-        head_dim: 256,
-        vocab: 248_320,
-        positions: 262_144,
-        eps: 1e-6,
-        theta: 1e7,
-        scaling: RopeScaling::None,
-        tied: false,
-        eos: &[248_046],
+        name: "qwen3.5-27b", hub_id: "Qwen/Qwen3.5-27B", architecture: &QWEN3_5,
+        hidden: 5120, intermediate: 17408, experts: None, delta: delta(48), layers: 64, heads: 24,
+        kv_heads: 4, head_dim: 256, vocab: 248_320, positions: 262_144, eps: 1e-6, theta: 1e7,
+        scaling: RopeScaling::None, tied: false, eos: &[248_046],
     }
 }
 
@@ -252,18 +239,12 @@ const fn delta(value_heads: usize) -> Option<Delta> {
 
 /// Qwen3.5 35B-A3B, whose shared expert has the width of the others; other mixtures are as it is where they say nothing
 /// else.
+#[rustfmt::skip]
 const fn qwen3_5_35b() -> Preset {
     Preset {
-        name: "qwen3.5-35b-a3b",
-        hub_id: "Qwen/Qwen3.5-35B-A3B",
-        architecture: &QWEN3_5_MOE,
-        hidden: 2048,
-        intermediate: 512,
-        experts: experts(256, 8, 512),
-        delta: delta(32),
-        layers: 40,
-        heads: 16,
-        kv_heads: 2,
+        name: "qwen3.5-35b-a3b", hub_id: "Qwen/Qwen3.5-35B-A3B", architecture: &QWEN3_5_MOE,
+        hidden: 2048, intermediate: 512, experts: experts(256, 8, 512), delta: delta(32), layers: 40,
+        heads: 16, kv_heads: 2,
         ..qwen3_5_27b()
     }
 }
@@ -280,16 +261,11 @@ const fn experts(count: usize, per_token: usize, width: usize) -> Option<Experts
 }
 
 /// Qwen3-Next 80B-A3B.
+#[rustfmt::skip]
 const fn qwen3_next_80b() -> Preset {
     Preset {
-        name: "qwen3-next-80b-a3b",
-        hub_id: "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        architecture: &QWEN3_NEXT,
-        intermediate: 5120,
-        experts: experts(512, 10, 512),
-        layers: 48,
-        vocab: 151_936,
-        eos: &[151_645],
+        name: "qwen3-next-80b-a3b", hub_id: "Qwen/Qwen3-Next-80B-A3B-Instruct", architecture: &QWEN3_NEXT,
+        intermediate: 5120, experts: experts(512, 10, 512), layers: 48, vocab: 151_936, eos: &[151_645],
         ..qwen3_5_35b()
     }
 }

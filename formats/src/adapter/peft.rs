@@ -377,23 +377,11 @@ struct Rule {
 }
 
 /// Keys that say how an adapter was trained, or what its tensors show by themselves.
+#[rustfmt::skip]
 const TOLD_OTHERWISE: [&str; 16] = [
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_dropout",
-    "megatron_core",
-    "modules_to_save",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "target_modules",
-    "task_type",
+    "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "modules_to_save", "peft_version",
+    "qalora_group_size", "revision", "target_modules", "task_type",
 ];
 
 /// Starts of training that leave the model as it was published, and those that change it: what they train is added to

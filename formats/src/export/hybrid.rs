@@ -215,13 +215,9 @@ impl Overlay for AsPublished<'_> {
 }
 
 /// Keys that describe the whole of a model that also sees images, and that its text model needs.
+#[rustfmt::skip]
 const OF_WHOLE: [&str; 6] = [
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "pad_token_id",
-    "torch_dtype",
-    "transformers_version",
+    "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype", "transformers_version",
 ];
 
 /// The config.json of the text model alone, of a model of shape `c`.
@@ -250,11 +246,9 @@ pub(super) fn text_config(mut whole: Map<String, Value>, c: &ModelConfig) -> Map
 }
 
 /// Keys of the whole of a model that sees.
+#[rustfmt::skip]
 const IMAGES: [&str; 4] = [
-    "image_token_id",
-    "vision_config",
-    "vision_end_token_id",
-    "vision_start_token_id",
+    "image_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id",
 ];
 
 /// The config.json of a model that sees, whose text model has the shape `c`.

@@ -35,33 +35,13 @@ struct Gptq {
 }
 
 /// Keys of the settings that record how the file was made, or concern other programs.
+#[rustfmt::skip]
 const RECORDS: &[&str] = &[
-    "act_group_aware",
-    "backend",
-    "batch_size",
-    "block_name_to_quantize",
-    "cache_block_outputs",
-    "damp_auto_increment",
-    "damp_percent",
-    "dataset",
-    "disable_exllama",
-    "exllama_config",
-    "is_marlin_format",
-    "lm_head",
-    "max_input_length",
-    "meta",
-    "model_file_base_name",
-    "model_name_or_path",
-    "model_seqlen",
-    "module_name_preceding_first_block",
-    "modules_in_block_to_quantize",
-    "mse",
-    "pad_token_id",
-    "static_groups",
-    "tokenizer",
-    "true_sequential",
-    "use_cuda_fp16",
-    "use_exllama",
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "exllama_config", "is_marlin_format",
+    "lm_head", "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "pad_token_id", "static_groups",
+    "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 ];
 
 /// Opens a checkpoint whose `quant_method` is `gptq`.

@@ -16,13 +16,9 @@ use serde_json::Value;
 pub const METHOD: &str = "modelopt";
 
 /// The algorithms whose weights are stored as small floats with scales and nothing else.
+#[rustfmt::skip]
 const ALGORITHMS: [&str; 6] = [
-    "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "FP8_PB_WO",
-    "MIXED_PRECISION",
-    "NVFP4",
-    "W4A16_NVFP4",
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION", "NVFP4", "W4A16_NVFP4",
 ];
 
 /// Weights of which each is unquantized or in small floats, as its tensors show.

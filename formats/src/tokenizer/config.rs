@@ -18,14 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Control tokens by which chat templates end a turn.
+#[rustfmt::skip]
 const TURN_ENDS: [&str; 8] = [
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<|end_of_turn|>",
-    "<end_of_turn>",
-    "<|end_of_text|>",
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|end_of_text|>",
     "<|endoftext|>",
 ];
 

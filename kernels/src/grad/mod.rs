@@ -60,28 +60,17 @@ impl Gemm {
     /// `dx [m, k] = dy [m, n] W`, W stored `[n, k]`: the gradient of a Linear's input.
     pub fn input_grad(m: usize, n: usize, k: usize) -> Self {
         Gemm {
-            m,
-            n: k,
-            k: n,
-            batch: 1,
-            ta: false,
             tb: false,
-            alpha: 1.0,
-            accumulate: false,
+            ..Gemm::linear(m, k, n)
         }
     }
 
     /// `dW [n, k] = dy^T x`, from dy `[m, n]` and x `[m, k]`: the gradient of a Linear's weight.
     pub fn weight_grad(m: usize, n: usize, k: usize) -> Self {
         Gemm {
-            m: n,
-            n: k,
-            k: m,
-            batch: 1,
             ta: true,
             tb: false,
-            alpha: 1.0,
-            accumulate: false,
+            ..Gemm::linear(n, k, m)
         }
     }
 

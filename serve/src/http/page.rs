@@ -5,47 +5,16 @@ use axum::response::Response;
 use hyper::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue};
 
 /// Path, content type and text of each file.
+#[rustfmt::skip]
 pub(super) const FILES: [(&str, &str, &str); 8] = [
-    (
-        "/",
-        "text/html; charset=utf-8",
-        include_str!("../page/index.html"),
-    ),
-    (
-        "/page/style.css",
-        "text/css; charset=utf-8",
-        include_str!("../page/style.css"),
-    ),
-    (
-        "/page/app.js",
-        "text/javascript; charset=utf-8",
-        include_str!("../page/app.js"),
-    ),
-    (
-        "/page/store.js",
-        "text/javascript; charset=utf-8",
-        include_str!("../page/store.js"),
-    ),
-    (
-        "/page/markdown.js",
-        "text/javascript; charset=utf-8",
-        include_str!("../page/markdown.js"),
-    ),
-    (
-        "/page/marked.js",
-        "text/javascript; charset=utf-8",
-        include_str!("../page/marked.js"),
-    ),
-    (
-        "/page/math.js",
-        "text/javascript; charset=utf-8",
-        include_str!("../page/math.js"),
-    ),
-    (
-        "/page/highlight.js",
-        "text/javascript; charset=utf-8",
-        include_str!("../page/highlight.js"),
-    ),
+    ("/", "text/html; charset=utf-8", include_str!("../page/index.html")),
+    ("/page/style.css", "text/css; charset=utf-8", include_str!("../page/style.css")),
+    ("/page/app.js", "text/javascript; charset=utf-8", include_str!("../page/app.js")),
+    ("/page/store.js", "text/javascript; charset=utf-8", include_str!("../page/store.js")),
+    ("/page/markdown.js", "text/javascript; charset=utf-8", include_str!("../page/markdown.js")),
+    ("/page/marked.js", "text/javascript; charset=utf-8", include_str!("../page/marked.js")),
+    ("/page/math.js", "text/javascript; charset=utf-8", include_str!("../page/math.js")),
+    ("/page/highlight.js", "text/javascript; charset=utf-8", include_str!("../page/highlight.js")),
 ];
 
 /// Content security policy of the page: it may run its own files and contact its own server, nothing

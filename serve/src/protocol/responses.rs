@@ -139,15 +139,9 @@ pub(crate) fn error_event(error: &ApiError) -> SseEvent {
 }
 
 /// Fields that the answer repeats as they came.
+#[rustfmt::skip]
 const REPEATED: [&str; 8] = [
-    "instructions",
-    "metadata",
-    "tools",
-    "tool_choice",
-    "text",
-    "reasoning",
-    "truncation",
-    "user",
+    "instructions", "metadata", "tools", "tool_choice", "text", "reasoning", "truncation", "user",
 ];
 
 /// A number of a few digits: those of an f32, not those of its neighbour among the f64.
