@@ -5,9 +5,9 @@
 
 use anyhow::Context;
 use nq_formats::Checkpoint;
-use nq_runtime::generate::generate_text;
+use nq_runtime::generate::generate;
 use nq_runtime::{
-    ChatTemplate, DraftedBy, GenerationLimits, KvType, LoadOptions, Message, Sampler,
+    ChatTemplate, Detokenizer, DraftedBy, GenerationLimits, KvType, LoadOptions, Message, Sampler,
     SamplingParams, Sequence, SessionSpec, Speculation, Tokenizer,
 };
 use std::ops::ControlFlow;
@@ -52,18 +52,19 @@ fn main() -> anyhow::Result<()> {
     // Tokens that repeat the text are checked several at once: the answer is the same.
     let drafts = Some(Speculation::ngram());
     let mut sequence = Sequence::new(session.as_mut(), 0).with_drafts(drafts);
-    let answer = generate_text(
+    let mut detokenizer = Detokenizer::new(&tokenizer, true);
+    let answer = generate(
         session.as_mut(),
         &mut sequence,
         &tokenizer.encode(&chat)?,
-        &tokenizer,
         &mut sampler,
         &limits,
-        &mut |piece| {
-            print!("{piece}");
+        &mut |token| {
+            print!("{}", detokenizer.push(token).unwrap_or_default());
             ControlFlow::Continue(())
         },
     )?;
+    print!("{}", detokenizer.flush().unwrap_or_default());
     let rate = answer
         .stats
         .tokens_per_second()

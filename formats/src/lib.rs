@@ -22,9 +22,9 @@
 
 #![forbid(unsafe_op_in_unsafe_fn)]
 
-pub mod account;
+mod account;
 pub mod adapter;
-pub mod blocks;
+mod blocks;
 pub mod checkpoint;
 pub mod config;
 mod dense;
@@ -65,7 +65,7 @@ mod tensor;
 pub mod tokenizer;
 pub mod trellis;
 mod units;
-pub mod vision;
+mod vision;
 mod weight;
 
 pub use checkpoint::Checkpoint;

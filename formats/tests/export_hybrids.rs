@@ -6,34 +6,18 @@ use nq_formats::files::Files;
 use nq_formats::shards::Shards;
 use nq_formats::{AffineScheme, Bits, Checkpoint, Group, Zeros, nq, synth};
 use nq_model::names::is_layer_linear;
-use nq_model::{DType, Dims, Experts, ModelConfig, Preset};
-use nq_testkit::models::{delta, rope};
+use nq_model::{DType, Dims, ModelConfig};
+use nq_testkit::models::{delta, hybrid_of};
 use serde_json::Value;
 use std::path::Path;
 
 fn config(preset: &str, dtype: DType) -> ModelConfig {
-    let whole = Preset::find(preset).unwrap().config();
     ModelConfig {
         hidden_size: 64,
         intermediate_size: 96,
-        experts: whole.experts.map(|e| Experts {
-            count: 3,
-            per_token: 2,
-            width: 32,
-            shared: 32,
-            ..e
-        }),
         delta: Some(delta(6, 16, 2)),
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 16,
-        vocab_size: 300,
-        max_position_embeddings: 4096,
-        rope: rope(1e7, Some(4)),
-        eos_token_ids: vec![299],
         dtype: Some(dtype),
-        ..whole
+        ..hybrid_of(preset)
     }
 }
 

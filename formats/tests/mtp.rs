@@ -11,8 +11,8 @@ use nq_formats::serialize::write_tensors;
 use nq_formats::shards::Shards;
 use nq_formats::{Checkpoint, Tensor, WeightStore, nq, synth};
 use nq_model::names::{layer_parameters, stack, tensor_name};
-use nq_model::{Dims, Experts, ModelConfig, Preset, Shape, mtp};
-use nq_testkit::models::{delta, rope};
+use nq_model::{Dims, ModelConfig, Shape, mtp};
+use nq_testkit::models::hybrid_of;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,28 +20,9 @@ use std::path::{Path, PathBuf};
 
 /// A small model of the family of a preset, with an MTP layer.
 fn config(preset: &str) -> ModelConfig {
-    let whole = Preset::find(preset).unwrap().config();
     ModelConfig {
-        hidden_size: 32,
-        intermediate_size: 64,
-        experts: whole.experts.map(|e| Experts {
-            count: 3,
-            per_token: 2,
-            width: 32,
-            shared: 32,
-            ..e
-        }),
-        delta: Some(delta(4, 8, 2)),
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 16,
-        vocab_size: 300,
-        max_position_embeddings: 4096,
-        rope: rope(1e7, Some(4)),
         mtp_layers: 1,
-        eos_token_ids: vec![299],
-        ..whole
+        ..hybrid_of(preset)
     }
 }
 

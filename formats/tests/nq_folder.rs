@@ -1,7 +1,9 @@
 //! nq's own folder: contents are read back unchanged, sizes are those of the scheme, and
 //! contradictions between record and tensors are refused by name.
 
-use crate::common::{Rng, assert_same, names, random_affine, random_dense, tiny_config};
+use crate::common::{
+    Rng, assert_same, names, random_affine, random_dense, refuses_settings, tiny_config,
+};
 use nq_formats::nq::{Opened, Param, QuantizationRecord, TensorScheme, Writer, WriterOptions};
 use nq_formats::serialize::write_tensors;
 use nq_formats::{
@@ -291,15 +293,8 @@ fn broken_parts_are_named() {
 fn records_that_disagree_with_the_tensors_are_named() {
     let dir = tempfile::tempdir().unwrap();
     let (dest, _) = tiny_model(dir.path(), scheme(Bits::B4, 8, Zeros::Integer));
-    let path = dest.join("config.json");
-    let original: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    let refused = |expect: &[&str], change: &dyn Fn(&mut Value)| {
-        let mut config = original.clone();
-        change(&mut config["quantization_config"]);
-        fs::write(&path, config.to_string()).unwrap();
-        let checked = Checkpoint::open(&dest).and_then(|c| nq::verify(&c));
-        names(checked, expect);
-    };
+    let refused =
+        |expect: &[&str], change: &dyn Fn(&mut Value)| refuses_settings(&dest, expect, change);
     let file = "config.json";
     refused(&[file, "version", "an integer"], &|q| {
         q["version"] = json!("1")

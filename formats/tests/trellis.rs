@@ -1,6 +1,6 @@
 //! Trellis weights: values as FORMAT.md defines them, whole folders, and parts that contradict each other.
 
-use crate::common::{Rng, names, random_dense};
+use crate::common::{Rng, names, random_dense, refuses_settings};
 use half::f16;
 use nq_formats::nq::{Opened, Param, QuantizationRecord, Writer, WriterOptions};
 use nq_formats::trellis::{BLOCK, Code, LANES, SEQUENCE, STRIP, TILE, TrellisScheme};
@@ -235,13 +235,8 @@ fn folders_hold_trellises_and_refuse_what_contradicts_them() {
     assert_eq!(original["quantization_config"]["version"], json!(3));
     let linears = json!({"trellis": "octagon", "bits": 2.5});
     assert_eq!(original["quantization_config"]["linears"], linears);
-    let refused = |expect: &[&str], change: &dyn Fn(&mut Value)| {
-        let mut config = original.clone();
-        change(&mut config["quantization_config"]);
-        fs::write(&path, config.to_string()).unwrap();
-        let checked = Checkpoint::open(&dest).and_then(|c| nq::verify(&c));
-        names(checked, expect);
-    };
+    let refused =
+        |expect: &[&str], change: &dyn Fn(&mut Value)| refuses_settings(&dest, expect, change);
     let file = "config.json";
     refused(
         &[file, "linears", "version 2", "trellis2.5 octagon"],

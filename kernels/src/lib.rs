@@ -8,7 +8,7 @@
 
 pub mod account;
 pub mod delta;
-pub mod error;
+mod error;
 pub mod grad;
 pub mod isa;
 pub mod math;

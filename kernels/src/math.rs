@@ -9,6 +9,10 @@ pub fn nearest(x: f32) -> f32 {
     (x + INTEGERS) - INTEGERS
 }
 
+/// Factors of the powers of x in the series of e^x, from the sixth to the first, and its 1; before them comes 1 / 7!.
+#[rustfmt::skip]
+pub const EXP_TERMS: [f32; 7] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
+
 /// `e^x` within 2 units in the last place for x between -87 and 88; zero below, `e^88` above.
 ///
 /// Range reduction to `|r| <= ln(2) / 2` and the Taylor series to degree 7.
@@ -22,15 +26,7 @@ pub fn exp(x: f32) -> f32 {
     let n = shifted - INTEGERS;
     let r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
     let mut p = 1.0 / 5040.0;
-    for c in [
-        1.0 / 720.0,
-        1.0 / 120.0,
-        1.0 / 24.0,
-        1.0 / 6.0,
-        0.5,
-        1.0,
-        1.0,
-    ] {
+    for c in EXP_TERMS {
         p = p * r + c;
     }
     let exponent = shifted

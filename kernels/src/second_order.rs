@@ -7,7 +7,7 @@
 use crate::error::Result;
 use nq_formats::TrellisScheme;
 use std::fmt::Debug;
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 
 /// A device of [`crate::grad`] that rounds with second moments.
@@ -179,7 +179,7 @@ pub struct TrellisRounded {
 }
 
 /// Squared norms of a weight and of its changes by rounding, in values and in mean outputs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Changes {
     /// Squared norm of the weight.
     pub weight: f64,
@@ -189,4 +189,13 @@ pub struct Changes {
     pub outputs: f64,
     /// Squared norm of the outputs' changes.
     pub output_change: f64,
+}
+
+impl AddAssign for Changes {
+    fn add_assign(&mut self, more: Changes) {
+        self.weight += more.weight;
+        self.change += more.change;
+        self.outputs += more.outputs;
+        self.output_change += more.output_change;
+    }
 }

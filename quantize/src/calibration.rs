@@ -232,7 +232,7 @@ pub(crate) fn sample(
 /// otherwise `n` of them spread evenly.
 ///
 /// # Errors
-/// [`Error::Io`] or [`Error::Text`] if the file cannot be read, is too long, is not UTF-8, has a line
+/// [`Error::Format`] or [`Error::Text`] if the file cannot be read, is too long, is not UTF-8, has a line
 /// without `text` or `messages`, or is shorter than one sequence; errors of the model's template.
 pub fn read(path: &Path, prompter: &Prompter, n: usize, length: usize) -> Result<Sequences> {
     let text = text(path)?;
@@ -323,13 +323,13 @@ const MOST: u64 = 1_000_000_000;
 /// A whole text of at most 1 GB.
 ///
 /// # Errors
-/// [`Error::Io`] if it cannot be read; [`Error::Text`] if it is longer or not UTF-8.
+/// [`Error::Format`] if it cannot be read; [`Error::Text`] if it is longer or not UTF-8.
 pub(crate) fn text(path: &Path) -> Result<String> {
     let fail = |why: String| Error::Text {
         path: path.into(),
         why,
     };
-    let failed = |e| Error::io(path, "read", e);
+    let failed = |e| nq_formats::Error::io(path, "read", e);
     let file = File::open(path).map_err(failed)?;
     let mut bytes = Vec::new();
     // A length that is known is compared before it is read.

@@ -18,16 +18,6 @@ pub enum Error {
     /// An operation on a device failed.
     #[error(transparent)]
     Kernels(#[from] nq_kernels::Error),
-    /// The operating system refused an operation on a file.
-    #[error("{}: {action}: {cause}", path.display())]
-    Io {
-        /// The file or folder.
-        path: PathBuf,
-        /// The action that failed, e.g. "read".
-        action: &'static str,
-        /// The system's error.
-        cause: std::io::Error,
-    },
     /// A weight contains NaN or infinity.
     #[error("{tensor}: expected finite weights, found {found} in row {row}, column {column}")]
     NotFinite {
@@ -82,15 +72,6 @@ impl Error {
         match self {
             Error::Runtime(e) | Error::Evals(nq_evals::Error::Runtime(e)) => e.is_not_finite(),
             _ => false,
-        }
-    }
-
-    /// Wraps an I/O error with the file and the action that failed.
-    pub fn io(path: impl Into<PathBuf>, action: &'static str, cause: std::io::Error) -> Self {
-        Error::Io {
-            path: path.into(),
-            action,
-            cause,
         }
     }
 }

@@ -20,30 +20,30 @@
 
 #![forbid(unsafe_code)]
 
-pub mod allocation;
+mod allocation;
 pub mod calibration;
 pub mod device_memory;
 pub mod error;
 pub mod fit;
 pub mod grid;
-pub mod groups;
-pub mod layers;
+mod groups;
+mod layers;
 pub mod linalg;
 pub mod memory;
 pub mod methods;
-pub mod mix;
-pub mod on_the_fly;
+mod mix;
+mod on_the_fly;
 pub(crate) mod packer;
 pub mod pipeline;
-pub mod quality;
-pub mod recipe;
+mod quality;
+mod recipe;
 pub mod report;
 mod rounding;
 pub mod schemes;
 pub mod second_order;
-pub mod sensitivity;
-pub mod stages;
-pub mod streamed;
+mod sensitivity;
+mod stages;
+mod streamed;
 pub mod train;
 pub mod trellis;
 

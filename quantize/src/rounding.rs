@@ -8,7 +8,7 @@ use crate::methods::rtn::{self, Rtn};
 use crate::methods::{Method, Needs, Problem};
 use crate::packer::Packer;
 use crate::report::LayerReport;
-use crate::second_order::{Errors, InputStats};
+use crate::second_order::{Changes, InputStats};
 use crate::trellis;
 use half::f16;
 use nq_formats::trellis::STRIP;
@@ -35,7 +35,7 @@ struct TrellisRows {
 pub(crate) struct Rounding {
     packing: RoundedRows,
     bits: u32,
-    errors: Errors,
+    errors: Changes,
     method: &'static str,
     /// The method that was asked for, which names what was made by several.
     asked: &'static str,
@@ -67,10 +67,10 @@ pub(crate) fn round(
             let outcome = method.round(&problem)?;
             let errors = match inputs.and_then(|i| i.hessian.as_ref()) {
                 Some(hessian) => hessian.errors(weight, &outcome.rounded)?,
-                None => Errors {
+                None => Changes {
                     weight: weight.square_norm(),
                     change: outcome.rounded.change(weight).square_norm(),
-                    ..Errors::default()
+                    ..Changes::default()
                 },
             };
             let mut packer = Packer::new(outcome.rounded.grid, weight.cols);
@@ -100,10 +100,10 @@ pub(crate) fn round(
                     *c -= w;
                 }
             });
-            let mut errors = Errors {
+            let mut errors = Changes {
                 weight: weight.square_norm(),
                 change: change.square_norm(),
-                ..Errors::default()
+                ..Changes::default()
             };
             if let Some(hessian) = inputs.and_then(|i| i.hessian.as_ref()) {
                 errors.outputs = hessian.quadratic_error(weight)?;
@@ -225,7 +225,15 @@ impl Rounding {
 
     /// The weight's row of the report.
     pub(crate) fn report(&self, name: &str) -> LayerReport {
-        self.errors.report(name, self.bits, self.method)
+        let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
+        let e = &self.errors;
+        LayerReport {
+            name: name.into(),
+            bits: self.bits,
+            method: self.method.into(),
+            rel_error: ratio(e.change, e.weight),
+            output_error: (e.outputs > 0.0).then(|| ratio(e.output_change, e.outputs)),
+        }
     }
 
     /// The weight in canonical form, and deviations from the request.

@@ -1,13 +1,11 @@
 //! The loop from a prompt to an answer, over any [`Session`].
 
 use crate::batch::decode;
-use crate::detokenizer::Detokenizer;
 use crate::error::{Error, Result};
 use crate::interface::{Chunk, Logits, LogitsWanted, PlacedImage, Session};
 use crate::sampler::Sampler;
 use crate::speculation::{DraftCounts, Speculation};
 use crate::states::{pass_end, resting_points};
-use crate::tokenizer::Tokenizer;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -290,36 +288,6 @@ pub fn resume(
     sequence.tokens.extend_from_slice(&answer.tokens);
     sequence.tokens.truncate(session.len(sequence.slot));
     result.map(|()| answer)
-}
-
-/// [`generate`] with the answer as text: each piece, made of whole characters, goes to `each` as
-/// it comes. Tokens marked special are left out.
-pub fn generate_text(
-    session: &mut dyn Session,
-    sequence: &mut Sequence,
-    prompt: &[u32],
-    tokenizer: &Tokenizer,
-    sampler: &mut Sampler,
-    limits: &GenerationLimits<'_>,
-    each: &mut dyn FnMut(&str) -> ControlFlow<()>,
-) -> Result<Generated> {
-    let mut detokenizer = Detokenizer::new(tokenizer, true);
-    let answer = generate(
-        session,
-        sequence,
-        prompt,
-        sampler,
-        limits,
-        &mut |token| match detokenizer.push(token) {
-            Some(piece) => each(&piece),
-            None => ControlFlow::Continue(()),
-        },
-    );
-    if let Some(rest) = detokenizer.flush() {
-        // The answer is complete: there is nothing left to stop.
-        let _ = each(&rest);
-    }
-    answer
 }
 
 fn check_prompt(prompt: &[u32], capacity: usize) -> Result<()> {

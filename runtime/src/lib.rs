@@ -6,7 +6,7 @@
 //!
 //! A part of nq that may change in any version: programs use `nq-llm`.
 //!
-//! [`generate::generate_text`] makes an answer from a session's logits, a [`Batch`] several at once.
+//! [`generate::generate`] makes an answer from a session's logits, a [`Batch`] several at once.
 
 #![forbid(unsafe_code)]
 

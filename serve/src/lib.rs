@@ -6,17 +6,17 @@
 #![forbid(unsafe_code)]
 
 pub mod about;
-pub mod disk;
+mod disk;
 pub mod engine;
-pub mod error;
-pub mod generation;
-pub mod http;
-pub mod images;
-pub mod metrics;
-pub mod model;
-pub mod models;
-pub mod names;
-pub mod prefix;
+mod error;
+mod generation;
+mod http;
+mod images;
+mod metrics;
+mod model;
+mod models;
+mod names;
+mod prefix;
 pub mod protocol;
 pub mod reading;
 pub mod room;

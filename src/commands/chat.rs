@@ -220,14 +220,7 @@ pub fn run(args: &ChatArgs, global: &Global) -> anyhow::Result<ExitCode> {
     if global.verbose {
         terminal.note(&sampling.to_string());
     }
-    let settings = ChatSettings {
-        sampling,
-        max_tokens: args.max_tokens,
-        thinking: args.no_think.then_some(false),
-        thinking_budget: None,
-        overflow: args.on_overflow,
-        stop: args.stop.clone(),
-    };
+    let settings = settings(args, sampling);
     let mut repl = Repl {
         conversation: Conversation::new(
             LocalModel {
@@ -306,14 +299,7 @@ fn remote(
     if args.seed.is_none() {
         remote.leave_seed(sampling.seed);
     }
-    let settings = ChatSettings {
-        sampling,
-        max_tokens: args.max_tokens,
-        thinking: args.no_think.then_some(false),
-        thinking_budget: None,
-        overflow: args.on_overflow,
-        stop: args.stop.clone(),
-    };
+    let settings = settings(args, sampling);
     let model = remote.model().to_owned();
     let mut repl = Repl {
         conversation: Conversation::remote(remote, args.system.clone(), settings),
@@ -337,6 +323,17 @@ fn folder() -> Option<PathBuf> {
 
 /// A message to answer for a script, and the thinking mode that it selects.
 type Question = (String, Option<bool>);
+
+fn settings(args: &ChatArgs, sampling: SamplingParams) -> ChatSettings {
+    ChatSettings {
+        sampling,
+        max_tokens: args.max_tokens,
+        thinking: args.no_think.then_some(false),
+        thinking_budget: None,
+        overflow: args.on_overflow,
+        stop: args.stop.clone(),
+    }
+}
 
 /// The single message to answer: `-p`, piped text, or both. `None` if there is a user to
 /// talk to.

@@ -181,7 +181,6 @@ fn of_quantize(error: &nq_quantize::Error) -> ErrorKind {
         nq_quantize::Error::Format(e) => of_format(e),
         nq_quantize::Error::Runtime(e) => of_run(e),
         nq_quantize::Error::Evals(e) => of_evaluation(e),
-        nq_quantize::Error::Io { cause, .. } => ErrorKind::System(cause.kind()),
         nq_quantize::Error::Request { .. } => ErrorKind::Argument,
         nq_quantize::Error::Guard { .. } => ErrorKind::Quality,
         _ => ErrorKind::Other,

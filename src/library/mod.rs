@@ -93,7 +93,7 @@ pub fn quantize_with<'a>(
     place(config, &mut options.load, progress)?;
     if let Some(parent) = options.out.parent() {
         std::fs::create_dir_all(parent)
-            .map_err(|cause| nq_quantize::Error::io(parent, "create", cause))?;
+            .map_err(|cause| nq_formats::Error::io(parent, "create", cause))?;
     }
     let mut report = Job::new(&model.checkpoint, &options, progress)?.run()?;
     target.write(&mut report, progress)?;

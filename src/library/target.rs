@@ -100,7 +100,7 @@ impl QuantizeTarget {
             ))
         })?;
         std::fs::remove_dir_all(&folder)
-            .map_err(|cause| nq_quantize::Error::io(&folder, "remove", cause))?;
+            .map_err(|cause| nq_formats::Error::io(&folder, "remove", cause))?;
         report.out.clone_from(&self.out);
         report.format = self.format.word().to_owned();
         report.tensor_bytes = written.tensor_bytes;

@@ -1,6 +1,6 @@
 //! Shapes of small models of every family.
 
-use nq_model::{Delta, Experts, ModelConfig, Rope, RopeScaling, find};
+use nq_model::{Delta, Experts, ModelConfig, Preset, Rope, RopeScaling, find};
 
 /// A model of two layers, of the family that GGUF files call by this name: with experts and recurrences if the family has
 /// them, in sizes that no kernel can take for each other.
@@ -29,6 +29,30 @@ pub fn tiny(gguf: &str) -> ModelConfig {
         mtp_layers: 0,
         eos_token_ids: vec![299],
         dtype: None,
+    }
+}
+
+/// A model of two layers of the family of a hybrid's preset, with gated heads of 16 numbers.
+///
+/// # Panics
+/// If there is no such preset.
+pub fn hybrid_of(preset: &str) -> ModelConfig {
+    let whole = Preset::find(preset).unwrap_or_else(|| panic!("no preset is {preset}"));
+    let whole = whole.config();
+    ModelConfig {
+        hidden_size: 32,
+        intermediate_size: 64,
+        experts: whole.experts.map(|_| experts(3, 32, 32)),
+        delta: Some(delta(4, 8, 2)),
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        vocab_size: 300,
+        max_position_embeddings: 4096,
+        rope: rope(1e7, Some(4)),
+        eos_token_ids: vec![299],
+        ..whole
     }
 }
 

@@ -3,8 +3,8 @@
 use nq_runtime::batch::decode;
 use nq_runtime::generate::{Generated, generate};
 use nq_runtime::{
-    Chunk, Continuation, DraftedBy, KvType, Limits, Logits, LogitsWanted, Observer, Pages, Piece,
-    Result, Sampler, Sequence, Session, SessionSpec, StepsAhead, Streams,
+    Chunk, Continuation, DraftedBy, GenerationLimits, KvType, Logits, LogitsWanted, Observer,
+    Pages, Piece, Result, Sampler, Sequence, Session, SessionSpec, StepsAhead, Streams,
 };
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -44,8 +44,8 @@ pub fn feed(session: &mut dyn Session, slot: usize, tokens: &[u32]) -> Vec<f32> 
 }
 
 /// The end of an answer after so many tokens.
-pub fn limits(max_tokens: usize) -> Limits<'static> {
-    Limits {
+pub fn limits(max_tokens: usize) -> GenerationLimits<'static> {
+    GenerationLimits {
         stop: &[],
         max_tokens,
         interrupt: None,
@@ -70,7 +70,7 @@ pub fn answer(
     sequence: &mut Sequence,
     prompt: &[u32],
     sampler: &mut Sampler,
-    limits: &Limits<'_>,
+    limits: &GenerationLimits<'_>,
 ) -> Result<Generated> {
     let each = &mut |_| ControlFlow::Continue(());
     generate(session, sequence, prompt, sampler, limits, each)

@@ -6,7 +6,7 @@
 //! scale are exact in f32: an 11-bit significand times at most 8 bits.
 
 mod grids;
-pub mod types;
+mod types;
 pub mod weight;
 
 pub(crate) use grids::FP4_VALUES;

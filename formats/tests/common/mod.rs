@@ -3,10 +3,13 @@
 use bytes::Bytes;
 use half::f16;
 use nq_formats::{
-    AffineScheme, AffineWeight, Bits, GroupValues, Levels, Parts, Scales, Tensor, Weight, Zeros,
-    pack,
+    AffineScheme, AffineWeight, Bits, Checkpoint, GroupValues, Levels, Parts, Scales, Tensor,
+    Weight, Zeros, nq, pack,
 };
 use nq_model::{DType, Dims};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 
 pub(crate) use nq_testkit::{assets, shared};
@@ -39,6 +42,18 @@ pub(crate) fn names<T>(result: Result<T, nq_formats::Error>, parts: &[&str]) {
     for part in parts {
         assert!(message.contains(part), "{part:?} is not in: {message}");
     }
+}
+
+/// Asserts that the quantized folder `dest` is refused with each of `parts` after `change` of its quantization's settings.
+#[track_caller]
+pub(crate) fn refuses_settings(dest: &Path, parts: &[&str], change: &dyn Fn(&mut Value)) {
+    let path = dest.join("config.json");
+    let original = fs::read(&path).unwrap();
+    let mut config: Value = serde_json::from_slice(&original).unwrap();
+    change(&mut config["quantization_config"]);
+    fs::write(&path, config.to_string()).unwrap();
+    names(Checkpoint::open(dest).and_then(|c| nq::verify(&c)), parts);
+    fs::write(&path, original).unwrap();
 }
 
 /// A generator for test values (SplitMix64).

@@ -5,16 +5,16 @@
 //! spreads itself over the team. An output element is always computed by one thread in
 //! one order, so results do not depend on the number of threads.
 
-pub mod bandwidth;
+mod bandwidth;
 #[forbid(unsafe_code)]
 pub mod engine;
-pub mod kv;
+mod kv;
 pub mod linear;
 mod memory;
-pub mod ops;
+mod ops;
 mod simd;
 mod table;
-pub mod team;
+mod team;
 
 pub use bandwidth::{Bandwidth, BandwidthBuffer};
 pub use engine::{

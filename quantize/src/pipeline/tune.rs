@@ -586,7 +586,9 @@ const TUNED: &str = "+tuned";
 fn remove_checkpoint(writer: &Writer) -> Result<()> {
     let path = writer.scratch_path(CHECKPOINT);
     match std::fs::remove_file(&path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(&path, "remove", e)),
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(nq_formats::Error::io(&path, "remove", e).into())
+        }
         _ => Ok(()),
     }
 }

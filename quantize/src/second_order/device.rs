@@ -1,7 +1,7 @@
 //! Rounding on a device that keeps second moments: they stay where they were summed, and only a
 //! weight, its codes and its groups' parameters are transferred.
 
-use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian, TrellisRounded};
+use super::{Changes, ColumnBlock, Columns, Damped, Factor, Hessian, TrellisRounded};
 use crate::error::Result;
 use crate::fit::{Fit, Power};
 use crate::grid::{Grid, GroupParams, Rounded};
@@ -45,7 +45,7 @@ impl Hessian for DeviceHessian {
         Ok(self.0.quadratic_error(&e.data, e.rows)?)
     }
 
-    fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors> {
+    fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Changes> {
         let scales: Vec<f32> = rounded.params.iter().map(|p| p.scale).collect();
         let zeros: Vec<f32> = rounded.params.iter().map(zero_of).collect();
         let codes = kernels::WeightCodes {
@@ -55,13 +55,7 @@ impl Hessian for DeviceHessian {
             group: rounded.grid.group().size(self.width()),
             max_code: rounded.grid.max_code(),
         };
-        let found = self.0.errors(&weight.data, codes)?;
-        Ok(Errors {
-            weight: found.weight,
-            change: found.change,
-            outputs: found.outputs,
-            output_change: found.output_change,
-        })
+        Ok(self.0.errors(&weight.data, codes)?)
     }
 
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>> {

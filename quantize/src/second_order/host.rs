@@ -1,6 +1,6 @@
 //! Rounding on the host: factors of [`crate::linalg`], and rows in tiles on all threads.
 
-use super::{ColumnBlock, Columns, Damped, Errors, Factor, Hessian, TrellisRounded};
+use super::{Changes, ColumnBlock, Columns, Damped, Factor, Hessian, TrellisRounded};
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded, RowsMut};
@@ -32,9 +32,9 @@ impl Hessian for Matrix {
         Ok(quadratic_error(e, self))
     }
 
-    fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors> {
+    fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Changes> {
         let change = rounded.change(weight);
-        Ok(Errors {
+        Ok(Changes {
             weight: weight.square_norm(),
             change: change.square_norm(),
             outputs: quadratic_error(weight, self),

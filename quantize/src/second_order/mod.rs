@@ -3,21 +3,19 @@
 //! columns and the weighting in the search for ranges, and they are the same on both.
 
 mod device;
-pub mod host;
+mod host;
 mod stats;
 
 pub use stats::{InputStats, LayerStats};
 
-pub use nq_kernels::second_order::{ColumnBlock, TrellisRounded};
+pub use nq_kernels::second_order::{Changes, ColumnBlock, TrellisRounded};
 
 use crate::error::Result;
 use crate::fit::Fit;
 use crate::grid::{Grid, Rounded};
 use crate::linalg::Matrix;
-use crate::report::LayerReport;
 use crate::trellis::Trellis;
 use std::fmt::Debug;
-use std::ops::AddAssign;
 use std::sync::Arc;
 
 /// `E[x x^T]` of a Linear's inputs, `[in, in]`: half the Hessian of the output's squared error
@@ -39,7 +37,7 @@ pub trait Hessian: Debug + Send + Sync {
     fn quadratic_error(&self, e: &Matrix) -> Result<f64>;
 
     /// Norms of a weight and of the change that rounding makes, in values and in outputs.
-    fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Errors>;
+    fn errors(&self, weight: &Matrix, rounded: &Rounded) -> Result<Changes>;
 
     /// The moments of `x_i / s_i`.
     fn divided(&self, s: &[f32]) -> Result<Arc<dyn Hessian>>;
@@ -113,42 +111,6 @@ impl Columns<'_> {
     /// True if groups' ranges are chosen from the original weights.
     fn fits_before(&self) -> bool {
         self.blocks.iter().all(|b| b.begins.is_none())
-    }
-}
-
-/// Squared norms of a weight and of its change by rounding, in values and in mean outputs.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Errors {
-    /// Squared norm of the weight's values.
-    pub weight: f64,
-    /// Squared norm of the values' changes.
-    pub change: f64,
-    /// Squared norm of the weight's outputs.
-    pub outputs: f64,
-    /// Squared norm of the outputs' changes.
-    pub output_change: f64,
-}
-
-impl Errors {
-    /// The weight's row of the report. Without moments, the output error is unknown.
-    pub(crate) fn report(&self, name: &str, bits: u32, method: &str) -> LayerReport {
-        let ratio = |a: f64, b: f64| if b > 0.0 { (a / b).sqrt() } else { 0.0 };
-        LayerReport {
-            name: name.into(),
-            bits,
-            method: method.into(),
-            rel_error: ratio(self.change, self.weight),
-            output_error: (self.outputs > 0.0).then(|| ratio(self.output_change, self.outputs)),
-        }
-    }
-}
-
-impl AddAssign for Errors {
-    fn add_assign(&mut self, more: Errors) {
-        self.weight += more.weight;
-        self.change += more.change;
-        self.outputs += more.outputs;
-        self.output_change += more.output_change;
     }
 }
 

@@ -15,9 +15,9 @@ pub mod params;
 use nq_model::{Mixer, ModelConfig};
 
 pub mod plan;
-pub mod record;
+mod record;
 pub(crate) mod sample;
-pub mod strays;
+mod strays;
 #[cfg(test)]
 mod tests;
 pub mod trainer;

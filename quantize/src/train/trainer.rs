@@ -543,7 +543,7 @@ impl<'a, O: GradOps> Trainer<'a, O> {
         if !path.exists() {
             return Ok(false);
         }
-        let bytes = files::map_file(path).map_err(|e| Error::io(path, "open", e))?;
+        let bytes = files::map_file(path).map_err(|e| nq_formats::Error::io(path, "open", e))?;
         let file = SafetensorsFile::parse(path, bytes)?;
         let header = file.metadata().get(HEADER).map_or("", String::as_str);
         let Ok(header) = serde_json::from_str::<TrainingState>(header) else {

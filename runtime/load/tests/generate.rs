@@ -3,13 +3,12 @@
 
 use nq_formats::{Files, Progress};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
-use nq_runtime::generate::{generate, generate_text};
+use nq_runtime::generate::generate;
 use nq_runtime::{
-    Chunk, Error, GenerationLimits, KvType, LogitsWanted, Result, Sampler, SamplingParams,
-    Sequence, StopReason, Tokenizer,
+    Chunk, Detokenizer, Error, GenerationLimits, KvType, LogitsWanted, Result, Sampler,
+    SamplingParams, Sequence, StopReason, Tokenizer,
 };
 use nq_testkit::sessions::{self, FakeSession, answer, limits, logits_after, session_spec};
-use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -292,21 +291,22 @@ fn text_comes_in_whole_characters() {
     let tokenizer = Tokenizer::from_files(&Files::Folder(demo)).unwrap();
     let mut session = fake(1, 400, 8);
     let mut sequence = Sequence::new(&mut session, 0);
-    let pieces = Cell::new(String::new());
-    let answer = generate_text(
+    let mut detokenizer = Detokenizer::new(&tokenizer, true);
+    let mut text = String::new();
+    let answer = generate(
         &mut session,
         &mut sequence,
         &[1],
-        &tokenizer,
         &mut sampler(),
         &limits(200),
-        &mut |piece| {
-            pieces.set(pieces.take() + piece);
+        &mut |token| {
+            text.extend(detokenizer.push(token));
             ControlFlow::Continue(())
         },
     )
     .unwrap();
-    assert_eq!(pieces.take(), tokenizer.decode(&answer.tokens, true));
+    text.extend(detokenizer.flush());
+    assert_eq!(text, tokenizer.decode(&answer.tokens, true));
 }
 
 #[derive(Default)]

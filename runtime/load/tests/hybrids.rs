@@ -2,7 +2,7 @@
 //! that a failure leaves behind.
 
 use crate::common::oracle::{Futures, oracle};
-use crate::common::{Store, distance, feed, hybrid, options, tokens};
+use crate::common::{Store, distance, feed, hybrid, options, restore, tokens};
 use nq_cpu::FEW_ROWS;
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_kernels::pages::PAGE;
@@ -223,22 +223,7 @@ fn pages_and_states_move_to_another_session() {
         assert!(matches!(elsewhere, Err(Error::Request { .. })));
 
         let mut s = session(&*engine, 2);
-        let pages = s.pages().unwrap();
-        pages.append(1, &page).unwrap();
-        assert_eq!(s.len(1), PAGE);
-        // Without the states it is no sequence yet.
-        assert_eq!(s.reach(1, PAGE), 0);
-        assert_eq!(s.fork(1, 0, PAGE).unwrap(), 0);
-        let refused = s
-            .forward(&[chunk(1, &first[PAGE..], LogitsWanted::None)], None)
-            .map(|_| ())
-            .unwrap_err();
-        assert!(refused.to_string().contains("states"), "{refused}");
-        let pages = s.pages().unwrap();
-        assert!(pages.write_state(1, &state[1..]).is_err());
-        pages.write_state(1, &state).unwrap();
-        assert_eq!([s.reach(1, PAGE), s.snapshots().0], [PAGE, 1]);
-        feed(&mut *s, 1, &first[PAGE..]);
+        restore(&mut *s, &page, &state, &first);
         assert_eq!(feed(&mut *s, 1, &more), behind);
         assert_eq!(s.truncate(1, PAGE + 3), PAGE);
         // A sequence without its states goes back to where it has some.

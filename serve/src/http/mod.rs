@@ -3,7 +3,7 @@
 mod body;
 mod census;
 mod connections;
-pub mod guard;
+mod guard;
 mod kept;
 mod limits;
 mod listed;

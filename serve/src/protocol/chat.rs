@@ -527,21 +527,8 @@ impl Shape for ChatFormat {
     }
 
     fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
-        let mut events = Vec::new();
-        if self.told != Told::Never {
-            let mut chunk = self.frame("chat.completion.chunk", json!([]));
-            chunk["usage"] = openai_usage(usage);
-            events.push(SseEvent::data(&chunk));
-        }
-        events.push(SseEvent {
-            name: None,
-            data: "[DONE]".into(),
-        });
-        events
-    }
-
-    fn fail(&mut self, error: &ApiError) -> Vec<SseEvent> {
-        vec![SseEvent::data(&error.body())]
+        let frame = self.frame("chat.completion.chunk", json!([]));
+        self.told.at_end(frame, usage)
     }
 
     fn collect(&mut self, output: Output) {

@@ -98,10 +98,6 @@ impl Shape for Compaction {
         vec![SseEvent::data(&self.whole(usage))]
     }
 
-    fn fail(&mut self, error: &ApiError) -> Vec<SseEvent> {
-        vec![SseEvent::data(&error.body())]
-    }
-
     fn collect(&mut self, output: Output) {
         for piece in output.pieces {
             if let Piece::Text(text) = piece {

@@ -315,21 +315,7 @@ impl Shape for Completion {
     }
 
     fn end(&mut self, usage: Usage) -> Vec<SseEvent> {
-        let mut events = Vec::new();
-        if self.told != Told::Never {
-            let mut chunk = self.frame(json!([]));
-            chunk["usage"] = openai_usage(usage);
-            events.push(SseEvent::data(&chunk));
-        }
-        events.push(SseEvent {
-            name: None,
-            data: "[DONE]".into(),
-        });
-        events
-    }
-
-    fn fail(&mut self, error: &ApiError) -> Vec<SseEvent> {
-        vec![SseEvent::data(&error.body())]
+        self.told.at_end(self.frame(json!([])), usage)
     }
 
     fn collect(&mut self, output: Output) {

@@ -1,31 +1,31 @@
 //! The protocols that clients speak: one file each, all using one internal request
 //! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
 
-pub mod blocks;
-pub mod called;
-pub mod chat;
+mod blocks;
+mod called;
+mod chat;
 mod client_tools;
-pub mod compaction;
-pub mod completions;
-pub mod embeddings;
-pub mod fields;
+mod compaction;
+mod completions;
+mod embeddings;
+mod fields;
 mod images;
 pub(crate) mod items;
-pub mod kept;
-pub mod messages;
-pub mod ollama;
+mod kept;
+mod messages;
+mod ollama;
 pub mod reading;
-pub mod rerank;
-pub mod responses;
-pub mod sampling;
+mod rerank;
+mod responses;
+mod sampling;
 pub(crate) mod sent;
 pub(crate) mod streaming;
 pub(crate) mod table;
-pub mod text;
-pub mod thinking;
-pub mod tokens;
+mod text;
+mod thinking;
+mod tokens;
 mod tool_choice;
-pub mod tools;
+mod tools;
 
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};
@@ -120,7 +120,9 @@ pub trait Shape: Send {
     fn end(&mut self, usage: Usage) -> Vec<SseEvent>;
 
     /// An error in the middle of a stream.
-    fn fail(&mut self, error: &ApiError) -> Vec<SseEvent>;
+    fn fail(&mut self, error: &ApiError) -> Vec<SseEvent> {
+        vec![SseEvent::data(&error.body())]
+    }
 
     /// Collects a piece of an answer that is sent as a whole.
     fn collect(&mut self, output: Output);

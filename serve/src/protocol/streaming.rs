@@ -1,7 +1,7 @@
 //! `stream` and `stream_options` of OpenAI's chat and completions.
 
 use super::fields::Fields;
-use super::openai_usage;
+use super::{SseEvent, openai_usage};
 use crate::error::ApiError;
 use crate::generation::Usage;
 use serde_json::Value;
@@ -52,5 +52,19 @@ impl Told {
             Told::Last => chunk["usage"] = Value::Null,
             Told::Always => chunk["usage"] = openai_usage(usage),
         }
+    }
+
+    /// The events at the end of a stream: `chunk` with the usage, where it is asked for, and that this was all.
+    pub(crate) fn at_end(self, mut chunk: Value, usage: Usage) -> Vec<SseEvent> {
+        let mut events = Vec::new();
+        if self != Told::Never {
+            chunk["usage"] = openai_usage(usage);
+            events.push(SseEvent::data(&chunk));
+        }
+        events.push(SseEvent {
+            name: None,
+            data: "[DONE]".into(),
+        });
+        events
     }
 }

@@ -39,11 +39,7 @@ pub struct LocalModel<'m> {
 
 /// A model, and the cache that holds most of the messages.
 pub(super) struct Local<'m> {
-    name: &'m str,
-    text: &'m ModelText,
-    sight: Option<&'m Sight>,
-    raw: bool,
-    session: Box<dyn Session>,
+    model: LocalModel<'m>,
     sequence: Sequence,
     /// The images of the prompt.
     images: Vec<Image>,
@@ -61,7 +57,7 @@ impl Answerer for Local<'_> {
         let mut asked = match self.fitting_prompt(chat, 0, on_event)? {
             PromptForm::Fits(asked) => asked,
             PromptForm::TooLong(tokens) => {
-                let ctx = self.session.spec().ctx;
+                let ctx = self.model.session.spec().ctx;
                 bail!(
                     "the chat has {tokens} tokens, {} more than the context of {ctx} tokens has \
                      room for before an answer; {}",
@@ -79,12 +75,12 @@ impl Answerer for Local<'_> {
             interrupt,
         };
         self.streams += 1;
-        let mut answering = Answering::new(self.text, &asked, drawing).map_err(untyped)?;
+        let mut answering = Answering::new(self.model.text, &asked, drawing).map_err(untyped)?;
         let full = End::Generated(StopReason::ContextFull);
         let mut failed = None;
         let end = loop {
             let end = answering.run(
-                self.session.as_mut(),
+                self.model.session.as_mut(),
                 &mut self.sequence,
                 &asked.prompt.tokens,
                 &mut |piece| tell(piece, on_event, &mut failed),
@@ -112,7 +108,7 @@ impl Answerer for Local<'_> {
             on_event(ChatEvent::Note(note))?;
         }
         if answer.end == full {
-            let capacity = self.session.spec().ctx;
+            let capacity = self.model.session.spec().ctx;
             on_event(ChatEvent::Note(format!(
                 "the context of {capacity} tokens is full: the answer is cut off; {}",
                 chat.what_helps(false)
@@ -129,36 +125,33 @@ impl Answerer for Local<'_> {
     }
 
     fn context(&self) -> (usize, usize) {
-        (self.sequence.tokens().len(), self.session.spec().ctx)
+        (self.sequence.tokens().len(), self.model.session.spec().ctx)
     }
 
     fn refuses(&self, setting: &str) -> Option<&'static str> {
-        let template = self.text.template();
+        let template = self.model.text.template();
         let switches = template.is_some_and(ChatTemplate::switches_thinking);
         match setting {
-            "thinking" | "hide_thinking" if self.raw => Some("--raw does not tell thinking apart"),
+            "thinking" | "hide_thinking" if self.model.raw => {
+                Some("--raw does not tell thinking apart")
+            }
             "thinking" if !switches => Some("this model's template cannot switch thinking"),
             _ => None,
         }
     }
 
     fn is_raw(&self) -> bool {
-        self.raw
+        self.model.raw
     }
 }
 
 impl<'m> Local<'m> {
     /// In slot 0 of the model's session.
-    pub(super) fn new(model: LocalModel<'m>) -> Self {
-        let mut session = model.session;
-        let sequence = Sequence::new(session.as_mut(), 0).with_drafts(model.drafts);
+    pub(super) fn new(mut model: LocalModel<'m>) -> Self {
+        let drafts = model.drafts.take();
         Local {
-            name: model.name,
-            text: model.text,
-            sight: model.sight,
-            raw: model.raw,
-            session,
-            sequence,
+            sequence: Sequence::new(model.session.as_mut(), 0).with_drafts(drafts),
+            model,
             images: Vec::new(),
             streams: 0,
         }
@@ -168,7 +161,7 @@ impl<'m> Local<'m> {
     fn show(&mut self, asked: &Asked, interrupt: &AtomicBool) -> anyhow::Result<()> {
         let stop = || interrupt.load(Ordering::Relaxed);
         let placed = |sight: &Sight| sight.placed(&self.images, &asked.prompt.images, &stop);
-        let placed = self.sight.map(placed).transpose().map_err(untyped)?;
+        let placed = self.model.sight.map(placed).transpose().map_err(untyped)?;
         self.sequence.show(placed.unwrap_or_default());
         Ok(())
     }
@@ -181,7 +174,7 @@ impl<'m> Local<'m> {
         more: usize,
         on_event: &mut OnEvent<'_>,
     ) -> anyhow::Result<PromptForm> {
-        let capacity = self.session.spec().ctx;
+        let capacity = self.model.session.spec().ctx;
         let wanted = chat.settings.max_tokens.unwrap_or(usize::MAX);
         let room = more + wanted.clamp(1, (capacity / 4).max(1));
         let mut count = 0;
@@ -217,12 +210,16 @@ impl<'m> Local<'m> {
     /// The prompt made from all messages, of at most `most` tokens.
     fn prompt(&mut self, chat: &ChatState, most: usize) -> Result<Asked, Error> {
         let (mut messages, stop) = (chat.messages(), chat.settings.stop.clone());
-        if self.raw {
+        if self.model.raw {
             let text: String = messages.iter().map(Message::text).collect();
-            let tokens = self.text.tokenizer().encode_whole_within(&text, most)?;
+            let tokens = self
+                .model
+                .text
+                .tokenizer()
+                .encode_whole_within(&text, most)?;
             return Ok(Asked::continuation(tokens, stop));
         }
-        self.images = taken(self.sight, self.name, &mut messages)?;
+        self.images = taken(self.model.sight, self.model.name, &mut messages)?;
         let chat = nq_answers::ChatInput {
             images: self.images.iter().map(Image::tokens).collect(),
             messages,
@@ -233,7 +230,7 @@ impl<'m> Local<'m> {
             stop,
             ..nq_answers::ChatInput::default()
         };
-        Ok(self.text.ask(chat, most)?)
+        Ok(self.model.text.ask(chat, most)?)
     }
 }
 

@@ -7,6 +7,7 @@
 //! become single instructions.
 
 use half::f16;
+use nq_kernels::math::EXP_TERMS;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -232,15 +233,7 @@ pub(crate) trait Simd: Copy {
         let r = self.fma(n, self.splat(-LN2_HIGH), x);
         let r = self.fma(n, self.splat(-LN2_LOW), r);
         let mut p = self.splat(1.0 / 5040.0);
-        for c in [
-            1.0 / 720.0,
-            1.0 / 120.0,
-            1.0 / 24.0,
-            1.0 / 6.0,
-            0.5,
-            1.0,
-            1.0,
-        ] {
+        for c in EXP_TERMS {
             p = self.fma(p, r, self.splat(c));
         }
         self.scale2(p, n)

@@ -12,16 +12,17 @@ use nq_formats::{
     Tensor, TensorEntry, TrellisScheme, TrellisWeight, Weight, WeightStore, Zeros, pack, product,
     synth::random_trellis,
 };
+use nq_kernels::pages::PAGE;
 use nq_kernels::rng::Philox;
 use nq_model::names::{EMBEDDING, HEAD, NORM, Shape, is_kept};
 use nq_model::{ARCHITECTURES, DType, Delta, Dims, Experts, ModelConfig, Rope, find};
 use nq_runtime::{
-    ActivationChoice, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, Session,
+    ActivationChoice, DeviceChoice, Engine, EngineKind, KvType, LoadOptions, LogitsWanted, Session,
 };
 pub(crate) use nq_testkit::compare::distance;
 use nq_testkit::models::{delta, experts, rope, tiny};
 pub(crate) use nq_testkit::sessions::feed;
-use nq_testkit::sessions::session_spec;
+use nq_testkit::sessions::{chunk, session_spec};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -468,4 +469,23 @@ pub(crate) fn fused_session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session>
     engine
         .session(session_spec(2, 64, kv, 128))
         .expect("it fits")
+}
+
+/// Gives slot 1 of a hybrid's session the page that `text` begins with, then its states, without which it is no sequence,
+/// and feeds it the rest of `text`.
+pub(crate) fn restore(s: &mut dyn Session, page: &[u8], state: &[u8], text: &[u32]) {
+    s.pages().unwrap().append(1, page).unwrap();
+    assert_eq!(s.len(1), PAGE);
+    assert_eq!(s.reach(1, PAGE), 0);
+    assert_eq!(s.fork(1, 0, PAGE).unwrap(), 0);
+    let refused = s
+        .forward(&[chunk(1, &text[PAGE..], LogitsWanted::None)], None)
+        .map(|_| ())
+        .unwrap_err();
+    assert!(refused.to_string().contains("states"), "{refused}");
+    let pages = s.pages().unwrap();
+    assert!(pages.write_state(1, &state[1..]).is_err());
+    pages.write_state(1, state).unwrap();
+    assert_eq!([s.reach(1, PAGE), s.snapshots().0], [PAGE, 1]);
+    feed(s, 1, &text[PAGE..]);
 }

@@ -1,7 +1,7 @@
 //! Models with recurrences on a GPU, compared with the CPU. Without a GPU the tests say that they are skipped;
 //! `NQ_REQUIRE_CUDA=1` makes that a failure.
 
-use crate::common::{Store, distance, feed, gpu_engine, nq, tokens, wide_hybrid};
+use crate::common::{Store, distance, feed, gpu_engine, nq, restore, tokens, wide_hybrid};
 use nq_formats::{AffineScheme, Bits, Group, Tensor, Weight, Zeros};
 use nq_kernels::KernelSet;
 use nq_kernels::pages::PAGE;
@@ -265,21 +265,7 @@ fn pages_and_states_move_to_another_session() {
         assert!(elsewhere.is_err());
 
         let mut s = gpu.session(spec(2)).unwrap();
-        let pages = s.pages().unwrap();
-        pages.append(1, &page).unwrap();
-        assert_eq!(s.len(1), PAGE);
-        assert_eq!(s.reach(1, PAGE), 0);
-        assert_eq!(s.fork(1, 0, PAGE).unwrap(), 0);
-        let refused = s
-            .forward(&[chunk(1, &first[PAGE..], LogitsWanted::None)], None)
-            .map(|_| ())
-            .unwrap_err();
-        assert!(refused.to_string().contains("states"), "{refused}");
-        let pages = s.pages().unwrap();
-        assert!(pages.write_state(1, &state[1..]).is_err());
-        pages.write_state(1, &state).unwrap();
-        assert_eq!([s.reach(1, PAGE), s.snapshots().0], [PAGE, 1]);
-        feed(&mut *s, 1, &first[PAGE..]);
+        restore(&mut *s, &page, &state, &first);
         let d = distance(&feed(&mut *s, 1, &more), &behind);
         assert!(d < 2e-2, "{d:e}");
         // A sequence without its states goes back to where it has some.
