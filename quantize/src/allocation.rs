@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 /// The schemes that nq's own files are chosen from, of at least `least` bits. Every device runs them:
 /// groups have 32 inputs or more.
-pub fn candidates(least: Bits) -> Vec<Scheme> {
+pub(crate) fn candidates(least: Bits) -> Vec<Scheme> {
     let plain = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
     let scheme = |bits, group, zeros| plain(bits, group, zeros).two_level(Bits::B8);
     let all = [
@@ -39,7 +39,7 @@ pub fn candidates(least: Bits) -> Vec<Scheme> {
 }
 
 /// The trellises of `code` that weights are chosen from, of at least `least` bits, and 8-bit codes above them.
-pub fn trellis_candidates(code: Code, least: f32) -> Vec<Scheme> {
+pub(crate) fn trellis_candidates(code: Code, least: f32) -> Vec<Scheme> {
     let trellis = trellises(code);
     let eight = AffineScheme::new(Bits::B8, Group::Size(128), Zeros::None);
     let all = trellis.map(Scheme::from).chain([eight.into()]);
@@ -50,7 +50,7 @@ pub fn trellis_candidates(code: Code, least: f32) -> Vec<Scheme> {
 
 /// A scheme that a group can have.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Candidate {
+pub(crate) struct Candidate {
     /// The scheme.
     pub scheme: Scheme,
     /// Bytes of the group under it.
@@ -61,7 +61,7 @@ pub struct Candidate {
 
 /// The candidates for one group, at least one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Menu {
+pub(crate) struct Menu {
     /// The group's name.
     pub group: String,
     /// Names of its weights.
@@ -177,7 +177,7 @@ pub(crate) fn within_loss(menus: &[Menu], limit: f64) -> Option<Chosen> {
 }
 
 /// The choice with the least total loss.
-pub fn best(menus: &[Menu]) -> Chosen {
+pub(crate) fn best(menus: &[Menu]) -> Chosen {
     let least = |m: &Menu| {
         let by_loss = |a: &&Candidate, b: &&Candidate| a.loss.total_cmp(&b.loss);
         let best = m.candidates.iter().min_by(by_loss);
@@ -187,13 +187,13 @@ pub fn best(menus: &[Menu]) -> Chosen {
 }
 
 /// Total loss of a choice.
-pub fn loss(menus: &[Menu], chosen: &[usize]) -> f64 {
+pub(crate) fn loss(menus: &[Menu], chosen: &[usize]) -> f64 {
     let loss = |(m, &i): (&Menu, &usize)| m.candidates[i].loss;
     menus.iter().zip(chosen).map(loss).sum()
 }
 
 /// The report's rows for `chosen`.
-pub fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
+pub(crate) fn choices(menus: &[Menu], chosen: &[usize]) -> Vec<Choice> {
     let row = |(m, &i): (&Menu, &usize)| Choice {
         group: m.group.clone(),
         scheme: m.candidates[i].scheme.to_string(),

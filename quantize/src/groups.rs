@@ -6,7 +6,7 @@ use nq_model::{Dims, LinearKind, ModelConfig, Product, mtp};
 
 /// Weights that share one scheme, because a kernel reads them as one matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WeightGroup {
+pub(crate) struct WeightGroup {
     /// Name for tables, e.g. `layers.3 q k v`.
     pub name: String,
     /// Its place in the model.
@@ -20,7 +20,7 @@ pub struct WeightGroup {
 
 /// The place of a group in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GroupPlace {
+pub(crate) enum GroupPlace {
     /// The Linears of one product of a layer.
     Layer {
         /// Layer, counted from 0.
@@ -64,7 +64,7 @@ impl WeightGroup {
 }
 
 /// All groups of a model, in running order: the embedding first, an untied head last.
-pub fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
+pub(crate) fn groups(config: &ModelConfig) -> Vec<WeightGroup> {
     let ends = Dims::new(config.vocab_size, config.hidden_size);
     let tied = config.tie_word_embeddings;
     let mut groups = vec![WeightGroup {

@@ -153,7 +153,11 @@ impl Observer for RowProgress<'_> {
 ///
 /// # Errors
 /// [`crate::Error::NotFinite`], which names the weight that contains NaN or infinity.
-pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Result<FloatLayer> {
+pub(crate) fn read(
+    index: usize,
+    weights: &LayerWeights,
+    config: &ModelConfig,
+) -> Result<FloatLayer> {
     let spec = weights.spec;
     let linears = spec.matrices().map(|linear| {
         let weight = weights.linear(linear.kind);
@@ -181,7 +185,7 @@ pub fn read(index: usize, weights: &LayerWeights, config: &ModelConfig) -> Resul
 }
 
 /// A quantized layer and its report.
-pub struct Quantized {
+pub(crate) struct Quantized {
     /// The weights to write and to run.
     pub weights: LayerWeights,
     /// One row for each Linear.
@@ -194,7 +198,7 @@ pub struct Quantized {
 ///
 /// # Errors
 /// Errors of [`read`] and of the method.
-pub fn quantize(
+pub(crate) fn quantize(
     method: &dyn Method,
     index: usize,
     source: &LayerWeights,
@@ -339,7 +343,7 @@ pub(crate) fn gather(
 }
 
 /// The layer's first quantized Linear, if any.
-pub fn quantized(weights: &LayerWeights) -> Option<&Weight> {
+pub(crate) fn quantized(weights: &LayerWeights) -> Option<&Weight> {
     let mut linears = weights.linears.values();
     linears.find(|w| !matches!(w, Weight::Dense(_)))
 }

@@ -23,7 +23,11 @@ use nq_model::{LinearKind, ModelConfig};
 ///
 /// # Errors
 /// None for schemes that can be made.
-pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[Scheme]) -> Result<Schemes> {
+pub(crate) fn mixed(
+    config: &ModelConfig,
+    base: &Schemes,
+    candidates: &[Scheme],
+) -> Result<Schemes> {
     let errors: Vec<f64> = candidates
         .iter()
         .map(|s| error(*s))
@@ -59,13 +63,13 @@ pub fn mixed(config: &ModelConfig, base: &Schemes, candidates: &[Scheme]) -> Res
 }
 
 /// The fewest bits in a mix at the size of `bits`: at 4 bits and more, nothing gets fewer than 4.
-pub fn least(bits: Bits) -> Bits {
+pub(crate) fn least(bits: Bits) -> Bits {
     bits.min(Bits::B4)
 }
 
 /// The schemes that a run begins with: `base`, or a mix of the schemes `mixing` at its size; schemes that do
 /// not fit a weight's rows give way to those of `others`.
-pub fn initial(
+pub(crate) fn initial(
     config: &ModelConfig,
     base: Schemes,
     mixing: Option<&[Scheme]>,

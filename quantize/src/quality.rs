@@ -69,7 +69,7 @@ pub(crate) fn nats(x: f64) -> String {
 
 /// Text for measuring quality.
 #[derive(Clone, Copy, Debug)]
-pub enum Text<'a> {
+pub(crate) enum Text<'a> {
     /// Sampled from the source, other than the calibration text.
     HeldOut(&'a Sequences),
     /// A file.

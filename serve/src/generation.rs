@@ -220,7 +220,7 @@ fn can_be_scored(model: &ServedModel, generation: &Generation) -> Result<(), Api
 }
 
 /// Answers as they come. Dropping it cancels them.
-pub struct AnswerStream {
+pub(crate) struct AnswerStream {
     /// Keeps the model loaded while it answers.
     _model: Arc<ServedModel>,
     answers: Answers,
@@ -232,7 +232,7 @@ pub struct AnswerStream {
 ///
 /// # Errors
 /// A format that is not supported; a request that the engine refuses.
-pub fn start(
+pub(crate) fn start(
     model: &Arc<ServedModel>,
     generation: &Generation,
     client: Client,

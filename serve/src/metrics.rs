@@ -122,7 +122,7 @@ impl Metrics {
 
 /// Combines the texts of several engines; each sample gets a label with its model's name. A family of
 /// metrics is described once, and its samples are grouped.
-pub fn together(texts: &[(String, String)]) -> String {
+pub(crate) fn together(texts: &[(String, String)]) -> String {
     // Each family's description and samples, in the order of the first text.
     let mut families: Vec<(String, String)> = Vec::new();
     for (nth, (name, text)) in texts.iter().enumerate() {

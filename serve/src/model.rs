@@ -234,7 +234,7 @@ impl ServedModel {
 }
 
 /// A message with additional fields for the template.
-pub fn message(role: &str, content: impl Into<Value>, extra: Map<String, Value>) -> Message {
+pub(crate) fn message(role: &str, content: impl Into<Value>, extra: Map<String, Value>) -> Message {
     Message {
         role: role.to_owned(),
         content: content.into(),

@@ -299,7 +299,7 @@ impl PrefixTree {
 }
 
 /// Length of the common beginning of two sequences.
-pub fn common(a: &[u32], b: &[u32]) -> usize {
+pub(crate) fn common(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 

@@ -6,8 +6,8 @@
 //! scale are exact in f32: an 11-bit significand times at most 8 bits.
 
 mod grids;
-mod types;
-pub mod weight;
+pub(crate) mod types;
+pub(crate) mod weight;
 
 pub(crate) use grids::FP4_VALUES;
 pub use types::BlockType;

@@ -17,7 +17,7 @@ pub(crate) mod order;
 mod store;
 pub mod tokenizer;
 pub mod value;
-mod writer;
+pub(crate) mod writer;
 
 pub use crate::blocks::{BlockType, BlockWeight};
 pub use file::{GgufFile, MAGIC};

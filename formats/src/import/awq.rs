@@ -17,7 +17,7 @@ use nq_model::{DType, Dims, FLOATS};
 use rayon::prelude::*;
 
 /// The `quant_method` of this format.
-pub const METHOD: &str = "awq";
+pub(crate) const METHOD: &str = "awq";
 
 /// For each nibble of a word, the output that it holds.
 pub(crate) const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
@@ -35,7 +35,7 @@ struct Awq {
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for a version or width that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
-pub fn open(mut source: Source) -> Result<Checkpoint> {
+pub(crate) fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = QuantizationConfig::new(&source);
     let version = settings.str("version")?.unwrap_or("gemm");
     if !version.eq_ignore_ascii_case("gemm") {

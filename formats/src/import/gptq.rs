@@ -20,7 +20,7 @@ use rayon::prelude::*;
 use serde_json::Value;
 
 /// The `quant_method` of this format.
-pub const METHOD: &str = "gptq";
+pub(crate) const METHOD: &str = "gptq";
 
 struct Gptq {
     bits: Bits,
@@ -49,7 +49,7 @@ const RECORDS: &[&str] = &[
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for a `checkpoint_format` or width that nq does not read;
 /// [`crate::Error::Malformed`] for missing settings; otherwise errors of [`Shards::open`].
-pub fn open(mut source: Source) -> Result<Checkpoint> {
+pub(crate) fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = QuantizationConfig::new(&source);
     // Files beside config.json name it `format`.
     let format = settings.str("checkpoint_format")?;

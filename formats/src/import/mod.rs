@@ -1,14 +1,14 @@
 //! Safetensors checkpoints quantized by other tools, one source file per format. Codes are kept;
 //! their layout becomes nq's canonical one.
 
-mod awq;
+pub(crate) mod awq;
 pub(crate) mod compressed_tensors;
 pub mod exl3;
 mod expanded;
 mod floats;
 pub mod fp8;
-mod gptq;
-mod modelopt;
+pub(crate) mod gptq;
+pub(crate) mod modelopt;
 mod quantization;
 mod rotation;
 mod weight;

@@ -13,7 +13,7 @@ use nq_model::Dims;
 use serde_json::Value;
 
 /// The `quant_method` of this format.
-pub const METHOD: &str = "modelopt";
+pub(crate) const METHOD: &str = "modelopt";
 
 /// The algorithms whose weights are stored as small floats with scales and nothing else.
 #[rustfmt::skip]
@@ -35,7 +35,7 @@ pub(super) fn small_floats(source: Source, format: &'static str) -> Result<Check
 ///
 /// # Errors
 /// [`crate::Error::Unsupported`], naming it, for another algorithm; otherwise errors of [`Shards::open`].
-pub fn open(mut source: Source) -> Result<Checkpoint> {
+pub(crate) fn open(mut source: Source) -> Result<Checkpoint> {
     let settings = QuantizationConfig::new(&source);
     let Some(algorithm) = settings.str("quant_algo")? else {
         return Err(settings.malformed("quant_algo", "the name of an algorithm"));

@@ -3,7 +3,7 @@
 //! columns and the weighting in the search for ranges, and they are the same on both.
 
 mod device;
-mod host;
+pub(crate) mod host;
 mod stats;
 
 pub use stats::{InputStats, LayerStats};

@@ -27,7 +27,7 @@ use nq_formats::Unit;
 use nq_model::ModelConfig;
 use nq_runtime::{LayerStepper, models};
 use probe::LOGITS;
-pub use probe::Probe;
+pub(crate) use probe::Probe;
 use run::SensitivityRun;
 
 /// Most tokens of a window. The second half is scored.
@@ -38,7 +38,7 @@ const WORK: u64 = 40_000_000_000_000;
 
 /// (number, length) of the windows to measure on: `tokens` tokens in all, if `WORK` allows, and
 /// from 2 to 16 windows.
-pub fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usize) {
+pub(crate) fn shape(config: &ModelConfig, groups: usize, tokens: usize) -> (usize, usize) {
     let length = WINDOW.min(config.max_position_embeddings);
     let window = config.trunk_parameters() as u64 / 2 * groups as u64 * length as u64;
     let n = (WORK / window.max(1)).min((tokens / length) as u64);
@@ -107,7 +107,7 @@ impl Probe<'_> {
 }
 
 /// Bytes of the streams of all variants, and of the layers and the head besides.
-pub fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
+pub(crate) fn bytes(config: &ModelConfig, groups: usize, tokens: usize) -> usize {
     let (n, length) = shape(config, groups, tokens);
     let stream = 4 * n * length * config.hidden_size;
     let streams = (groups + 5) * stream; // with the source's own, all layers' and copies

@@ -11,7 +11,7 @@ pub(super) const PROBE: AffineScheme = AffineScheme::new(Bits::B4, Group::Size(3
 pub(super) const LOGITS: usize = 64 << 20;
 
 /// A measurement to be made.
-pub struct Probe<'a> {
+pub(crate) struct Probe<'a> {
     /// The source's weights.
     pub store: &'a dyn WeightStore,
     /// Sequences to measure on, all of one length.

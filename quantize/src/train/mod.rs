@@ -15,9 +15,9 @@ pub mod params;
 use nq_model::{Mixer, ModelConfig};
 
 pub mod plan;
-mod record;
+pub(crate) mod record;
 pub(crate) mod sample;
-mod strays;
+pub(crate) mod strays;
 #[cfg(test)]
 mod tests;
 pub mod trainer;

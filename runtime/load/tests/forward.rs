@@ -4,7 +4,7 @@ use crate::common::{Store, candle, distance, feed, nq, options, session, small_c
 use nq_formats::{AffineScheme, Bits, Group, Zeros};
 use nq_load::load;
 use nq_model::{
-    ARCHITECTURES, Architecture, AttentionSpec, Block, HeadNorms, LayerSpec, LinearKind,
+    ARCHITECTURES, Architecture, AttentionSpec, BlockSpec, HeadNorms, LayerSpec, LinearKind,
     LinearSpec, Mixer, MlpSpec, ModelConfig, NormSpec, Product,
 };
 use nq_runtime::weights::weight_kinds;
@@ -519,7 +519,7 @@ fn renamed() -> &'static Architecture {
         linears: p.linears.iter().map(linear).collect::<Vec<_>>().leak(),
         ..p
     };
-    let block = |block: &Block| Block {
+    let block = |block: &BlockSpec| BlockSpec {
         norm: norm(block.norm),
         mixer: match block.mixer {
             Mixer::Attention(a) => Mixer::Attention(AttentionSpec {

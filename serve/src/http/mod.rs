@@ -3,7 +3,7 @@
 mod body;
 mod census;
 mod connections;
-mod guard;
+pub(crate) mod guard;
 mod kept;
 mod limits;
 mod listed;
@@ -19,7 +19,6 @@ mod stream;
 
 pub use guard::Security;
 pub use limits::HttpLimits;
-pub use noted::Report;
 pub use server::{Server, Stopper};
 
 use crate::models::Models;

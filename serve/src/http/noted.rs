@@ -19,7 +19,7 @@ struct Label {
 }
 
 /// Reports to the server's operator.
-pub type Report = Box<dyn Fn(&str) + Send + Sync>;
+pub(crate) type Report = Box<dyn Fn(&str) + Send + Sync>;
 
 /// Counts over all requests.
 pub(super) struct Ledger {

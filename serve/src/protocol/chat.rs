@@ -30,7 +30,7 @@ const NAMES: Names = Names {
 };
 
 /// A chat and its options, independent of the protocol.
-pub struct ChatRequest {
+pub(crate) struct ChatRequest {
     /// Its messages.
     pub messages: Vec<Message>,
     /// Its tools.
@@ -53,7 +53,7 @@ pub struct ChatRequest {
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
+pub(crate) fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("chat")?;
     let (messages, prefix) = messages(&mut fields)?;
     let mut tools = tools(&mut fields)?;
@@ -148,7 +148,7 @@ pub(super) fn tools(fields: &mut Fields) -> Result<Tools, ApiError> {
 ///
 /// # Errors
 /// Errors of the template.
-pub fn render(
+pub(crate) fn render(
     model: &Arc<ServedModel>,
     mut chat: ChatRequest,
     partial: Generation,
@@ -371,7 +371,7 @@ fn call(mut fields: Fields) -> Result<Value, ApiError> {
 }
 
 /// OpenAI's word for how an answer ended.
-pub fn finish_reason(ending: Ending) -> &'static str {
+pub(crate) fn finish_reason(ending: Ending) -> &'static str {
     match ending {
         Ending::Stop | Ending::StopString => "stop",
         Ending::Length => "length",

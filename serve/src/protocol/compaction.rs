@@ -30,7 +30,7 @@ const ASK: &str = "Summarize our conversation for someone who goes on with it an
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
+pub(crate) fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("compact")?;
     let reading = Arc::clone(fields.reading());
     let previous: Option<String> = fields.take("previous_response_id")?;

@@ -40,7 +40,7 @@ enum PromptInput {
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
+pub(crate) fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("completions")?;
     let added: bool = fields.take("add_special_tokens")?.unwrap_or(true);
     let encode = |text: &String| {

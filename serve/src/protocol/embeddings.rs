@@ -27,7 +27,7 @@ enum EmbeddingInput {
 }
 
 /// A request that has been read.
-pub struct Embeddings {
+pub(crate) struct Embeddings {
     /// Token ids of each text.
     pub texts: Vec<Vec<u32>>,
     dimensions: usize,
@@ -50,7 +50,7 @@ enum AnswerForm {
 ///
 /// # Errors
 /// If the model makes no embeddings, or a field is invalid or not supported.
-pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Embeddings, ApiError> {
+pub(crate) fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Embeddings, ApiError> {
     let mut fields = fields.under("embeddings")?;
     let format: Option<String> = fields.take("encoding_format")?;
     let written = match format.as_deref() {
@@ -134,7 +134,7 @@ fn read(
 ///
 /// # Errors
 /// A row that is no vector.
-pub fn answer(
+pub(crate) fn answer(
     model: &ServedModel,
     asked: &Embeddings,
     rows: &[Vec<f32>],

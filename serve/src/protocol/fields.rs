@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// The fields of an object that have not been read.
 #[derive(Clone, Debug)]
-pub struct Fields {
+pub(crate) struct Fields {
     map: Map<String, Value>,
     /// Prefix of field names in messages, for a nested object: empty, or `messages[0].`.
     place: String,

@@ -35,7 +35,7 @@ const MOST: usize = 16_384;
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
+pub(crate) fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("messages")?;
     // 0: the prompt is computed alone, so that it is cached for a later request.
     let max_tokens = fields.count("max_tokens", 0, usize::MAX)?;
@@ -68,7 +68,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
 }
 
 /// Counts the tokens of a prompt.
-pub fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
+pub(crate) fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let generation = prompt(model, fields.under("count_tokens")?, Generation::of(model))?;
     let tokens: usize = generation.prompts.iter().map(Vec::len).sum();
     Ok(json!({"input_tokens": tokens}))
@@ -317,7 +317,7 @@ fn shown(kind: &str, mut block: Fields, at: ContentPlace) -> Result<Option<Strin
 }
 
 /// An error in Anthropic's format.
-pub fn error(error: &ApiError) -> Value {
+pub(crate) fn error(error: &ApiError) -> Value {
     let kind = match error.status {
         400 | 405 | 415 | 431 => "invalid_request_error",
         401 => "authentication_error",
@@ -338,7 +338,7 @@ pub fn error(error: &ApiError) -> Value {
 }
 
 /// A model's card in Anthropic's form, from that of OpenAI's list.
-pub fn card(card: &Value) -> Value {
+pub(crate) fn card(card: &Value) -> Value {
     let created = card["created"].as_i64().unwrap_or_default();
     json!({
         "type": "model", "id": card["id"], "display_name": card["id"], "created_at": rfc3339(created),

@@ -1,31 +1,31 @@
 //! The protocols that clients speak: one file each, all using one internal request
 //! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
 
-mod blocks;
-mod called;
-mod chat;
+pub(crate) mod blocks;
+pub(crate) mod called;
+pub(crate) mod chat;
 mod client_tools;
-mod compaction;
-mod completions;
-mod embeddings;
-mod fields;
+pub(crate) mod compaction;
+pub(crate) mod completions;
+pub(crate) mod embeddings;
+pub(crate) mod fields;
 mod images;
 pub(crate) mod items;
-mod kept;
-mod messages;
-mod ollama;
+pub(crate) mod kept;
+pub(crate) mod messages;
+pub(crate) mod ollama;
 pub mod reading;
-mod rerank;
-mod responses;
-mod sampling;
+pub(crate) mod rerank;
+pub(crate) mod responses;
+pub(crate) mod sampling;
 pub(crate) mod sent;
 pub(crate) mod streaming;
 pub(crate) mod table;
-mod text;
-mod thinking;
-mod tokens;
+pub(crate) mod text;
+pub(crate) mod thinking;
+pub(crate) mod tokens;
 mod tool_choice;
-mod tools;
+pub(crate) mod tools;
 
 use crate::error::ApiError;
 use crate::generation::{Generation, Output, Usage};

@@ -29,7 +29,7 @@ const MOST_MESSAGES: usize = 4096;
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn chat(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
+pub(crate) fn chat(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("ollama.chat")?;
     let given = fields.objects("messages", "ollama.message", MOST_MESSAGES)?;
     let messages: Vec<Message> = given
@@ -45,7 +45,7 @@ pub fn chat(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn generate(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
+pub(crate) fn generate(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("ollama.generate")?;
     let prompt: String = fields.take("prompt")?.unwrap_or_default();
     let system: Option<String> = fields.take("system")?;
@@ -248,7 +248,7 @@ fn one_message(mut fields: Fields) -> Result<Message, ApiError> {
 }
 
 /// A model's entry in the list, from its card in OpenAI's.
-pub fn tag(card: &Value) -> Value {
+pub(crate) fn tag(card: &Value) -> Value {
     let created = card["created"].as_i64().unwrap_or_default();
     json!({
         "name": card["id"], "model": card["id"], "modified_at": rfc3339(created),
@@ -266,7 +266,7 @@ fn details(card: &Value) -> Value {
 }
 
 /// What `/api/show` says of a model, from its card in OpenAI's list.
-pub fn shown(card: &Value) -> Value {
+pub(crate) fn shown(card: &Value) -> Value {
     let mut capabilities = match card["task"].as_str() {
         Some("generate") => vec!["completion"],
         Some("embed") => vec!["embedding"],
@@ -299,7 +299,7 @@ pub fn shown(card: &Value) -> Value {
 }
 
 /// An error in Ollama's format.
-pub fn error(error: &ApiError) -> Value {
+pub(crate) fn error(error: &ApiError) -> Value {
     json!({"error": error.message})
 }
 

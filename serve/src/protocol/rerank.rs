@@ -24,7 +24,7 @@ enum Document {
 }
 
 /// A request that has been read.
-pub struct Rerank {
+pub(crate) struct Rerank {
     /// Token ids of each prompt.
     pub prompts: Vec<Vec<u32>>,
     documents: Option<Vec<String>>,
@@ -35,7 +35,7 @@ pub struct Rerank {
 ///
 /// # Errors
 /// For one that does not.
-pub fn reranker(model: &ServedModel) -> Result<&Reranker, ApiError> {
+pub(crate) fn reranker(model: &ServedModel) -> Result<&Reranker, ApiError> {
     model.reranker().ok_or_else(|| ApiError {
         code: Some("no_reranker"),
         ..ApiError::invalid(format!(
@@ -49,7 +49,7 @@ pub fn reranker(model: &ServedModel) -> Result<&Reranker, ApiError> {
 ///
 /// # Errors
 /// A model that is no reranker; a field that is wrong or not served, by name.
-pub fn parse(model: &ServedModel, fields: Fields) -> Result<Rerank, ApiError> {
+pub(crate) fn parse(model: &ServedModel, fields: Fields) -> Result<Rerank, ApiError> {
     let reranker = reranker(model)?;
     let mut fields = fields.under("rerank")?;
     let query: String = fields.require("query")?;
@@ -83,7 +83,7 @@ pub fn parse(model: &ServedModel, fields: Fields) -> Result<Rerank, ApiError> {
 }
 
 /// The answer, the best document first.
-pub fn answer(
+pub(crate) fn answer(
     model: &ServedModel,
     asked: &Rerank,
     rows: &[Vec<f32>],

@@ -29,7 +29,7 @@ const NAMES: Names = Names {
 ///
 /// # Errors
 /// An invalid or unsupported field, by name.
-pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
+pub(crate) fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiError> {
     let mut fields = fields.under("responses")?;
     let reading = Arc::clone(fields.reading());
     // The answer repeats these as they came.
@@ -124,7 +124,7 @@ pub fn parse(model: &Arc<ServedModel>, fields: Fields) -> Result<Parsed, ApiErro
 }
 
 /// Counts the tokens of a request's prompt.
-pub fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
+pub(crate) fn count(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let prompts = parse(model, fields)?.generation.prompts;
     let tokens: usize = prompts.iter().map(Vec::len).sum();
     Ok(json!({"object": "response.input_tokens", "input_tokens": tokens}))
@@ -145,7 +145,7 @@ const REPEATED: [&str; 8] = [
 ];
 
 /// A number of a few digits: those of an f32, not those of its neighbour among the f64.
-pub fn number(x: f32) -> Value {
+pub(crate) fn number(x: f32) -> Value {
     x.to_string()
         .parse::<f64>()
         .map_or(Value::Null, Value::from)

@@ -72,7 +72,7 @@ fn repetition(fields: &mut Fields, name: &str) -> Result<Option<f32>, ApiError> 
 ///
 /// # Errors
 /// A token or bias that is malformed, or too many of them.
-pub fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
+pub(crate) fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
     let Some(map) = fields.take::<Map<String, Value>>("logit_bias")? else {
         return Ok(LogitBias::default());
     };
@@ -99,7 +99,7 @@ pub fn bias(fields: &mut Fields) -> Result<LogitBias, ApiError> {
 ///
 /// # Errors
 /// Too many, too long or empty strings.
-pub fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
+pub(crate) fn stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiError> {
     let wrong = || ApiError::field(name, "expected a text or a list of texts");
     let stop: Vec<String> = match fields.take::<Value>(name)? {
         None => Vec::new(),

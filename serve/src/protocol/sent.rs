@@ -12,7 +12,7 @@ pub(crate) const INDEX: &str = "index";
 
 /// Where content stands, which decides what becomes of parts that are no text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ContentPlace {
+pub(crate) enum ContentPlace {
     /// In what a model was told or has written: they are refused.
     Text,
     /// In a message: images are read; others are refused, because somebody asks about them.

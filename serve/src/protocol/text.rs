@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::sync::Arc;
 
 /// What stands in a text for what was left out of it.
-pub fn words(what: &str) -> String {
+pub(crate) fn words(what: &str) -> String {
     format!("[{what}: this model reads text alone]")
 }
 
@@ -17,7 +17,11 @@ pub fn words(what: &str) -> String {
 ///
 /// # Errors
 /// A part that is not text.
-pub fn text(content: Value, place: &str, reading: &Arc<Reading>) -> Result<String, ApiError> {
+pub(crate) fn text(
+    content: Value,
+    place: &str,
+    reading: &Arc<Reading>,
+) -> Result<String, ApiError> {
     let content = self::content(content, place, ContentPlace::Text, reading)?;
     Ok(content.as_str().unwrap_or_default().to_owned())
 }
@@ -26,7 +30,7 @@ pub fn text(content: Value, place: &str, reading: &Arc<Reading>) -> Result<Strin
 ///
 /// # Errors
 /// A part that is neither text nor an image, in a message; errors of an image.
-pub fn content(
+pub(crate) fn content(
     content: Value,
     place: &str,
     at: ContentPlace,

@@ -10,7 +10,7 @@ use nq_runtime::chat_template::Switches;
 ///
 /// # Errors
 /// A value that is none of those known, by name.
-pub fn read(fields: &mut Fields) -> Result<Thinking, ApiError> {
+pub(crate) fn read(fields: &mut Fields) -> Result<Thinking, ApiError> {
     let mut budget = budget_of(fields)?;
     let mut preserve: Option<bool> = fields.take("preserve_thinking")?;
     let mut switch: Option<bool> = fields.take("enable_thinking")?;
@@ -67,13 +67,13 @@ fn budget_of(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
 
 /// An effort: thinking or not, and its name for a template.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Effort(Option<bool>, Option<String>);
+pub(crate) struct Effort(Option<bool>, Option<String>);
 
 /// Reads an effort.
 ///
 /// # Errors
 /// Another word.
-pub fn effort(fields: &mut Fields, field: &str) -> Result<Option<Effort>, ApiError> {
+pub(crate) fn effort(fields: &mut Fields, field: &str) -> Result<Option<Effort>, ApiError> {
     let name = fields.name(field);
     let Some(word) = fields.take::<String>(field)? else {
         return Ok(None);

@@ -16,7 +16,7 @@ const NAMES: Names = Names {
 ///
 /// # Errors
 /// An invalid field.
-pub fn tokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
+pub(crate) fn tokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let mut fields = fields.under("tokenize")?;
     let prompt: Option<String> = fields.take("prompt")?;
     let content: Option<String> = fields.take("content")?;
@@ -49,7 +49,7 @@ pub fn tokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiEr
 ///
 /// # Errors
 /// An invalid field.
-pub fn detokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
+pub(crate) fn detokenize(model: &Arc<ServedModel>, fields: Fields) -> Result<Value, ApiError> {
     let mut fields = fields.under("detokenize")?;
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;

@@ -15,7 +15,7 @@ const MOST_NAME: usize = 128;
 
 /// The tools that a model is shown.
 #[derive(Clone, Debug, Default)]
-pub struct Tools {
+pub(crate) struct Tools {
     /// In the format of OpenAI's chat.
     pub list: Vec<Value>,
     /// The names of their schemas' fields in the request, for errors.
@@ -25,7 +25,7 @@ pub struct Tools {
 
 /// Reads the tools of a request; `otherwise` is the type of those without one. `read` takes one that is served, of this
 /// type, and adds what it has. What else is there is left out, and the model is told so.
-pub fn read(
+pub(crate) fn read(
     given: Vec<Fields>,
     otherwise: &str,
     mut read: impl FnMut(&mut Tools, &str, Fields) -> Result<(), ApiError>,
@@ -49,7 +49,7 @@ impl Tools {
     ///
     /// # Errors
     /// An invalid name, or one given twice; no schema; too many tools.
-    pub fn add(&mut self, function: Fields, schema: &'static str) -> Result<(), ApiError> {
+    pub(crate) fn add(&mut self, function: Fields, schema: &'static str) -> Result<(), ApiError> {
         self.add_within("", function, schema)
     }
 
@@ -75,7 +75,7 @@ impl Tools {
     }
 
     /// Adds a tool; `place` is that of its name, `schema_place` that of its schema.
-    pub fn push(
+    pub(crate) fn push(
         &mut self,
         name: String,
         description: Option<String>,
@@ -119,13 +119,13 @@ impl Tools {
 }
 
 /// What names in a namespace begin with, where the model reads them.
-pub fn within(namespace: &str) -> String {
+pub(crate) fn within(namespace: &str) -> String {
     format!("{namespace}.")
 }
 
 /// The object that a call's arguments are, with [marked](integers) integers; `None` if they are cut off or something
 /// else.
-pub fn object(arguments: &str) -> Option<Map<String, Value>> {
+pub(crate) fn object(arguments: &str) -> Option<Map<String, Value>> {
     serde_json::from_slice(&integers::marked(arguments.as_bytes())).ok()
 }
 
@@ -134,7 +134,7 @@ pub fn object(arguments: &str) -> Option<Map<String, Value>> {
 ///
 /// # Errors
 /// A call without a name.
-pub fn made(
+pub(crate) fn made(
     id: Value,
     name: Option<String>,
     arguments: Option<Value>,

@@ -14,7 +14,7 @@ use crate::texts::{self, Text};
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use kept::RankCache;
-use nq_answers::{Chat, ModelText};
+use nq_answers::{ChatInput, ModelText};
 use nq_evals::rank::{
     Answers, FileFacts, FileFigures, KINDS, PROTOCOL, RankedFile, Ranking, SourceFigures,
     TaskAnswers, TaskFigures, TextFigures, WINDOWS, equal_tokens, greedy_answers, mark_frontier,
@@ -442,9 +442,9 @@ impl Workbench {
                 None => text.tokenizer().encode_whole(prompt)?,
                 Some(_) => {
                     let messages = vec![Message::new("user", prompt)];
-                    let chat = Chat {
+                    let chat = ChatInput {
                         messages,
-                        ..Chat::default()
+                        ..ChatInput::default()
                     };
                     text.ask(chat, most)?.prompt.tokens
                 }
