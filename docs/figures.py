@@ -15,7 +15,7 @@ import sys
 import claims
 import prose
 from pictures import EXL3, first_picture, ladder_picture
-from records import ROOT, percent, row, rows, table, whole
+from records import ROOT, percent, row, rows, sent_lines, table, whole
 
 CLAIMED = "claims.md"
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != CLAIMED)]
@@ -474,6 +474,22 @@ def json_bench():
 
 def json_fit():
     return fields("src/fit.rs", "FileRow")
+
+
+def ranked():
+    lines = []
+    for r in rows("2026-11-29-rank-demo.csv"):
+        lines.append([
+            ("* " if r["frontier"] == "1" else "") + f"`{r['file']}`", r["format"], f"{int(r['bytes']) / 1e6:.2f} MB",
+            f"{float(r['kld']):.4f} ± {float(r['kld_se']):.4f}", percent(r["same_top1"]),
+            percent(r["same_32"], 0),
+        ])
+    return table(["file", "format", "size", "KLD", "same best token", "answers"], lines)
+
+
+def sent():
+    lines = sent_lines()
+    return table(["model", "codes", "size", "figure", "protocol", "on", "nq"], lines) if lines else ["None has been sent yet."]
 
 
 def json_record():

@@ -6,7 +6,7 @@ pub(crate) mod speed;
 
 use nq_cpu::plan::{self, WeightSource};
 use nq_formats::trellis::Code;
-use nq_formats::{Bits, Checkpoint};
+use nq_formats::{Bits, Checkpoint, human_bytes};
 use nq_kernels::pages::PAGE;
 use nq_kernels::registry::WeightKind;
 use nq_load::gpu;
@@ -71,6 +71,37 @@ pub(crate) struct Cards {
     pub(crate) kernels: Kernels,
 }
 
+impl Cards {
+    /// One of which nothing but the memory will be known.
+    pub(crate) fn unnamed() -> Self {
+        Cards {
+            name: "a card".into(),
+            count: 1,
+            free_bytes: 0,
+            memory_known: Known::Given,
+            read_gb_s: None,
+            bandwidth_known: Known::Given,
+            kernels: cards::kernels(0.0),
+        }
+    }
+
+    /// What is known of them, for people.
+    pub(crate) fn line(&self) -> String {
+        let free = human_bytes(self.free_bytes);
+        let (memory, bandwidth) = (self.memory_known.word(), self.bandwidth_known.word());
+        let read = match self.read_gb_s {
+            Some(rate) => format!(", read at {rate:.0} GB/s ({bandwidth})"),
+            None => {
+                "; its bandwidth is not known, so no speed is computed (--gpu names a card)".into()
+            }
+        };
+        format!(
+            "{} x {}: {free} for nq ({memory}){read}",
+            self.count, self.name
+        )
+    }
+}
+
 /// The computer itself.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Host {
@@ -82,11 +113,37 @@ pub(crate) struct Host {
     pub(crate) cores: Cores,
 }
 
+impl Host {
+    /// What is known of it, for people.
+    pub(crate) fn line(&self) -> String {
+        let (free, known) = (human_bytes(self.free_bytes), self.memory_known.word());
+        let Cores { threads, isa } = self.cores;
+        let read = match self.read_gb_s {
+            Some(rate) => {
+                format!(", read at {rate:.1} GB/s by {threads} threads (measured, {isa} kernels)")
+            }
+            None => "; too little is free to measure its bandwidth".into(),
+        };
+        format!("this computer: {free} for nq ({known}){read}")
+    }
+}
+
 /// A machine, real or imagined. Without cards the model runs on the CPU.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Machine {
     pub(crate) cards: Option<Cards>,
     pub(crate) host: Host,
+}
+
+impl Machine {
+    /// Its name in a sentence.
+    pub(crate) fn place(&self) -> String {
+        match &self.cards {
+            Some(Cards { name, count: 1, .. }) => name.clone(),
+            Some(Cards { name, count, .. }) => format!("{count} x {name}"),
+            None => "this CPU".into(),
+        }
+    }
 }
 
 /// What a model is to be used for.
@@ -168,8 +225,41 @@ impl FileKind {
     }
 }
 
+/// What a model takes beside its text model and the session, in bytes.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct Beside {
+    /// Of the tower, the largest image and those that are kept.
+    pub(crate) images: u64,
+    /// Of the model's own layer that drafts.
+    pub(crate) drafts: u64,
+    /// Of adapters that are not merged.
+    pub(crate) adapters: u64,
+    #[serde(skip)]
+    pub(crate) drafted_by: DraftedBy,
+}
+
+impl Beside {
+    fn total(&self) -> u64 {
+        self.images + self.drafts + self.adapters
+    }
+
+    /// What of it there is, for people.
+    pub(crate) fn line(&self) -> Option<String> {
+        let parts = [
+            (self.images, "images"),
+            (self.drafts, "drafts"),
+            (self.adapters, "adapters"),
+        ];
+        let parts = parts.into_iter().filter(|(bytes, _)| *bytes > 0);
+        let parts: Vec<String> = parts
+            .map(|(bytes, what)| format!("{} for {what}", human_bytes(bytes)))
+            .collect();
+        (!parts.is_empty()).then(|| format!("beside the text model: {}", parts.join(", ")))
+    }
+}
+
 /// What a file takes and reaches. Bytes are planned, speeds computed, divergences from records.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct FileRow {
     /// Flags of `nq quantize`; empty for the model as it is.
     pub(crate) file: String,
@@ -203,94 +293,78 @@ pub(crate) struct FileRow {
     pub(crate) prompt_tok_s: Option<f64>,
     /// The record in benches/records that speeds were computed from.
     pub(crate) speed_record: Option<&'static str>,
+    /// Whether that record is of cards with other kernels.
+    pub(crate) of_other_kernels: bool,
     /// KL divergence of such a file of the demo model.
     pub(crate) kld: Option<f64>,
     /// The record that it is from.
     pub(crate) kld_record: Option<&'static str>,
 }
 
-/// The session of one conversation in `nq chat`, or, for several, of the server.
-fn session(c: &ModelConfig, wanted: Use, kv: KvType, on_cpu: bool) -> SessionSpec {
-    let Use { context, clients } = wanted;
-    let max_rows = SessionSpec::prompt_rows(on_cpu);
-    let one = SessionSpec {
-        slots: 1,
-        ctx: context,
-        pages: None,
-        kv,
-        max_rows: max_rows.min(context),
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    };
-    if clients == 1 {
-        return one;
-    }
-    SessionSpec {
-        slots: room::slots(clients, c.delta.is_some()),
-        pages: Some(clients * context.div_ceil(PAGE)),
-        max_rows,
-        snapshots: Some(0),
-        ..one
-    }
+/// What is asked: a model of shape `config` in some use on a machine.
+pub(crate) struct Asked<'a> {
+    pub(crate) config: &'a ModelConfig,
+    pub(crate) machine: &'a Machine,
+    pub(crate) wanted: Use,
+    pub(crate) beside: Beside,
 }
 
-/// Asks whether a server that has `memory` gives each of its clients a whole context; if it does not, says what is there.
-fn serves(
-    c: &ModelConfig,
-    wanted: Use,
-    spec: &SessionSpec,
-    memory: impl Fn(&SessionSpec) -> Option<DeviceMemory>,
-) -> Result<SessionSpec, String> {
-    let asked = Wanted {
-        kv_memory: None,
-        state_memory: None,
-        ctx: Some(wanted.context),
-        trained: c.longest_context(),
-        models: 1,
-        parallel: wanted.clients,
-        beside: 0,
-    };
-    let nothing = |_: &SessionSpec| DeviceMemory::default();
-    let served = ServedSession::plan(memory, spec, nothing, asked).map_err(|e| e.to_string())?;
-    let (pages, all) = (served.spec.page_count(), spec.page_count());
-    match pages < all {
-        true => Err(format!(
-            "a server has room for {} tokens of all clients together, of {}",
-            pages * PAGE,
-            all * PAGE
-        )),
-        false => Ok(served.spec),
+impl Asked<'_> {
+    /// The session of one conversation in `nq chat`, or, for several, of the server.
+    fn session(&self, kv: KvType) -> SessionSpec {
+        let Use { context, clients } = self.wanted;
+        let max_rows = SessionSpec::prompt_rows(self.machine.cards.is_none());
+        let one = SessionSpec {
+            kv,
+            drafts: self.beside.drafted_by,
+            ..SessionSpec::of_one(context, max_rows.min(context))
+        };
+        if clients == 1 {
+            return one;
+        }
+        SessionSpec {
+            slots: room::slots(clients, self.config.delta.is_some()),
+            pages: Some(clients * context.div_ceil(PAGE)),
+            max_rows,
+            snapshots: Some(0),
+            ..one
+        }
     }
-}
 
-impl FileRow {
-    /// What `file` takes and reaches on `machine`.
-    pub(crate) fn new(
-        c: &ModelConfig,
-        file: &FileKind,
-        kv: KvType,
-        wanted: Use,
-        machine: &Machine,
-    ) -> anyhow::Result<Self> {
+    /// Asks whether a server that has `memory` gives each of its clients a whole context; if it does not, says what is there.
+    fn serves(
+        &self,
+        spec: &SessionSpec,
+        memory: impl Fn(&SessionSpec) -> Option<DeviceMemory>,
+    ) -> Result<SessionSpec, String> {
+        let asked = Wanted {
+            kv_memory: None,
+            state_memory: None,
+            ctx: Some(self.wanted.context),
+            trained: self.config.longest_context(),
+            models: 1,
+            parallel: self.wanted.clients,
+            beside: self.beside.total(),
+        };
+        let nothing = |_: &SessionSpec| DeviceMemory::default();
+        let served =
+            ServedSession::plan(memory, spec, nothing, asked).map_err(|e| e.to_string())?;
+        let (pages, all) = (served.spec.page_count() * PAGE, spec.page_count() * PAGE);
+        match pages < all {
+            true => Err(format!(
+                "a server has room for {pages} tokens of all clients together, of {all}"
+            )),
+            false => Ok(served.spec),
+        }
+    }
+
+    /// What `file` takes and reaches, with keys and values of type `kv`.
+    pub(crate) fn row(&self, file: &FileKind, kv: KvType) -> anyhow::Result<FileRow> {
         let mut row = FileRow {
             file: file.flags.to_owned(),
             kv: kv.to_string(),
             fits: true,
-            why_not: None,
-            weights_bytes: 0,
-            kv_bytes: 0,
-            buffers_bytes: 0,
-            needed_bytes: 0,
-            cpu_layers: 0,
-            cpu_bytes: 0,
-            read_bytes: 0,
-            tok_s: None,
-            tok_s_full: None,
-            tok_s_all: None,
-            prompt_tok_s: None,
-            speed_record: None,
-            kld: None,
-            kld_record: None,
+            ..FileRow::default()
         };
         // Whoever made a file that is here knows what it lost; records have files that nq makes.
         let lost = quality(&file.codes).filter(|_| !file.flags.is_empty());
@@ -299,11 +373,156 @@ impl FileRow {
         } else if file.codes == "16" {
             row.kld = Some(0.0);
         }
-        match &machine.cards {
-            Some(cards) => row.on_cards(c, file, kv, wanted, machine, cards)?,
-            None => row.on_cpu(c, file, kv, wanted, &machine.host),
+        match &self.machine.cards {
+            Some(cards) => self.on_cards(&mut row, file, kv, cards)?,
+            None => self.on_cpu(&mut row, file, kv),
         }
         Ok(row)
+    }
+
+    fn on_cpu(&self, row: &mut FileRow, file: &FileKind, kv: KvType) {
+        let (c, kinds, host) = (self.config, &*file.kinds, &self.machine.host);
+        let mut spec = self.session(kv);
+        if self.wanted.clients > 1 {
+            let weights = plan::planned(c, kinds, &spec).weights;
+            let free = (host.free_bytes as usize).saturating_sub(weights);
+            let memory = |spec: &SessionSpec| {
+                let planned = plan::planned(c, kinds, spec);
+                Some(DeviceMemory { free, ..planned })
+            };
+            match self.serves(&spec, memory) {
+                Ok(served) => spec = served,
+                Err(why) => row.refuse(why),
+            }
+        }
+        row.takes(plan::planned(c, kinds, &spec));
+        let peak = plan::peak(c, kinds, WeightSource::Mapped, &spec);
+        row.needed_bytes = plan::BASE + peak + self.beside.total();
+        row.read_bytes = plan::bytes_per_token(c, kinds);
+        if row.needed_bytes > host.free_bytes {
+            row.refuse("more memory than is free".into());
+        }
+        let Some(bandwidth) = host.read_gb_s.map(|b| 1e9 * b) else {
+            return;
+        };
+        let weights = row.read_bytes;
+        row.reaches(self, |kv| {
+            speed::on_cpu(c, &file.codes, host.cores, (weights + kv) as f64, bandwidth)
+        });
+        row.prompt_tok_s = speed::prompt_on_cpu(c, &file.codes, host.cores).map(|s| s.tok_s);
+    }
+
+    fn on_cards(
+        &self,
+        row: &mut FileRow,
+        file: &FileKind,
+        kv: KvType,
+        cards: &Cards,
+    ) -> anyhow::Result<()> {
+        let (c, kinds, clients) = (self.config, &*file.kinds, self.wanted.clients);
+        let engine = gpu::sizes()?.engine;
+        let free = cards.free_bytes.saturating_sub(self.beside.total());
+        let free = vec![free as usize; cards.count];
+        let mut spec = self.session(kv);
+        let whole = match engine(c, kinds, &spec) {
+            Ok(whole) => whole,
+            Err(why) => {
+                row.refuse(why.to_string());
+                return Ok(());
+            }
+        };
+        // A server divides what the weights leave free.
+        if let (2.., [one]) = (clients, &free[..]) {
+            let free = one.saturating_sub(whole.weights);
+            let memory = |spec: &SessionSpec| {
+                let planned = engine(c, kinds, spec).ok()?;
+                Some(DeviceMemory { free, ..planned })
+            };
+            match self.serves(&spec, memory) {
+                Ok(served) => spec = served,
+                Err(why) if c.experts.is_none() => row.refuse(why),
+                Err(_) => {} // some experts may go to the CPU
+            }
+        }
+        let placed = match gpu::place(c, kinds, &spec, &free) {
+            Ok(placed) => placed,
+            Err(why) => {
+                row.takes(whole);
+                row.refuse(match why {
+                    Error::DeviceMemory { .. } => "more memory than the card has free".into(),
+                    other => other.to_string(),
+                });
+                return Ok(());
+            }
+        };
+        row.takes(placed.memory);
+        row.needed_bytes += self.beside.total();
+        (row.cpu_layers, row.cpu_bytes) = (placed.on_host, placed.host_bytes);
+        row.read_bytes = placed.read + placed.host_read;
+        if placed.host_bytes as u64 > self.machine.host.free_bytes {
+            row.refuse("its experts take more than the computer's free memory".into());
+        }
+        row.reaches(self, |kv| self.decode_on(&file.codes, cards, &placed, kv));
+        if placed.on_host == 0 {
+            row.prompt_tok_s = speed::prompt_on_gpu(c, &file.codes, cards.kernels).map(|s| s.tok_s);
+            let more = speed::together(c, clients).filter(|_| clients > 1);
+            row.tok_s_all = more.zip(row.tok_s).map(|(more, one)| more.tok_s * one);
+        }
+        Ok(())
+    }
+
+    /// Decode on GPUs, with experts on the CPU if some are there: a token passes all of them, one after the other.
+    fn decode_on(
+        &self,
+        codes: &str,
+        cards: &Cards,
+        placed: &Placed,
+        kv: usize,
+    ) -> Option<Computed> {
+        let bytes = (placed.read + kv) as f64;
+        let bandwidth = 1e9 * cards.read_gb_s?;
+        let there = speed::on_gpu(self.config, codes, cards.kernels, bytes, bandwidth)?;
+        if placed.on_host == 0 {
+            return Some(there);
+        }
+        let reading = placed.host_read as f64 / (1e9 * self.machine.host.read_gb_s?);
+        let least = HOST_LAYER * placed.on_host as f64;
+        Some(Computed {
+            tok_s: 1.0 / (1.0 / there.tok_s + reading.hypot(least)),
+            record: "2026-11-23-gpu-mixture.csv",
+            ..there
+        })
+    }
+}
+
+impl FileRow {
+    /// Its row in the table for people, with the speed of all clients if there are `several`.
+    pub(crate) fn line(&self, several: bool) -> String {
+        let figure = |value: Option<f64>| match value.filter(|_| self.fits) {
+            Some(v) if v < 10.0 => format!("{v:.1}"),
+            Some(v) => format!("{v:.0}"),
+            None => "–".to_owned(),
+        };
+        let fits = match (self.fits, self.cpu_layers) {
+            (true, 0) => "yes".to_owned(),
+            (true, n) => format!("with experts of {n} layers on the CPU"),
+            (false, _) => self.why_not.clone().unwrap_or_default(),
+        };
+        let file = match &*self.file {
+            "" => "as it is",
+            flags => flags,
+        };
+        let mut cells = vec![
+            file.to_owned(),
+            self.kv.clone(),
+            human_bytes(self.needed_bytes),
+            fits,
+        ];
+        cells.extend([self.tok_s, self.tok_s_full].map(figure));
+        cells.extend(several.then(|| figure(self.tok_s_all)));
+        cells.push(figure(self.prompt_tok_s));
+        cells.push(self.kld.map_or("–".into(), |v| format!("{v:.4}")));
+        format!("| {} |", cells.join(" | "))
     }
 
     fn refuse(&mut self, why: String) {
@@ -318,127 +537,14 @@ impl FileRow {
         self.needed_bytes = memory.total() as u64;
     }
 
-    fn on_cpu(&mut self, c: &ModelConfig, file: &FileKind, kv: KvType, wanted: Use, host: &Host) {
-        let (codes, kinds) = (&*file.codes, &*file.kinds);
-        let mut spec = session(c, wanted, kv, true);
-        let planned = plan::planned(c, kinds, &spec);
-        if wanted.clients > 1 {
-            let free = (host.free_bytes as usize).saturating_sub(planned.weights);
-            let memory = |spec: &SessionSpec| {
-                let planned = plan::planned(c, kinds, spec);
-                Some(DeviceMemory { free, ..planned })
-            };
-            match serves(c, wanted, &spec, memory) {
-                Ok(served) => spec = served,
-                Err(why) => self.refuse(why),
-            }
-        }
-        self.takes(plan::planned(c, kinds, &spec));
-        self.needed_bytes = plan::BASE + plan::peak(c, kinds, WeightSource::Mapped, &spec);
-        self.read_bytes = plan::bytes_per_token(c, kinds);
-        if self.needed_bytes > host.free_bytes {
-            self.refuse("more memory than is free".into());
-        }
-        let Some(bandwidth) = host.read_gb_s.map(|b| 1e9 * b) else {
-            return;
-        };
-        let of_one = self.kv_bytes / wanted.clients;
-        let decode = |kv: usize| {
-            let bytes = (self.read_bytes + kv) as f64;
-            speed::on_cpu(c, codes, host.cores, bytes, bandwidth)
-        };
-        self.reaches(decode(0), decode(of_one));
-        self.prompt_tok_s = speed::prompt_on_cpu(c, codes, host.cores).map(|s| s.tok_s);
-    }
-
-    fn reaches(&mut self, first: Option<Computed>, full: Option<Computed>) {
+    /// Speed, by bytes of keys and values that a token reads: of none, and of a conversation's whole context.
+    fn reaches(&mut self, asked: &Asked<'_>, decode: impl Fn(usize) -> Option<Computed>) {
+        let first = decode(0);
         self.tok_s = first.map(|s| s.tok_s);
-        self.tok_s_full = full.map(|s| s.tok_s);
+        self.tok_s_full = decode(self.kv_bytes / asked.wanted.clients).map(|s| s.tok_s);
         self.speed_record = first.map(|s| s.record);
+        self.of_other_kernels = first.is_some_and(|s| s.of_other_kernels);
     }
-
-    fn on_cards(
-        &mut self,
-        c: &ModelConfig,
-        file: &FileKind,
-        kv: KvType,
-        wanted: Use,
-        machine: &Machine,
-        cards: &Cards,
-    ) -> anyhow::Result<()> {
-        let (codes, kinds) = (&*file.codes, &*file.kinds);
-        let engine = gpu::sizes()?.engine;
-        let free = vec![cards.free_bytes as usize; cards.count];
-        let mut spec = session(c, wanted, kv, false);
-        let whole = match engine(c, kinds, &spec) {
-            Ok(whole) => whole,
-            Err(why) => {
-                self.refuse(why.to_string());
-                return Ok(());
-            }
-        };
-        // A server divides what the weights leave free.
-        if let (2.., [one]) = (wanted.clients, &free[..]) {
-            let free = one.saturating_sub(whole.weights);
-            let memory = |spec: &SessionSpec| {
-                let planned = engine(c, kinds, spec).ok()?;
-                Some(DeviceMemory { free, ..planned })
-            };
-            match serves(c, wanted, &spec, memory) {
-                Ok(served) => spec = served,
-                Err(why) if c.experts.is_none() => self.refuse(why),
-                Err(_) => {} // some experts may go to the CPU
-            }
-        }
-        let placed = match gpu::place(c, kinds, &spec, &free) {
-            Ok(placed) => placed,
-            Err(why) => {
-                self.takes(whole);
-                self.refuse(match why {
-                    Error::DeviceMemory { .. } => "more memory than the card has free".into(),
-                    other => other.to_string(),
-                });
-                return Ok(());
-            }
-        };
-        self.takes(placed.memory);
-        (self.cpu_layers, self.cpu_bytes) = (placed.on_host, placed.host_bytes);
-        self.read_bytes = placed.read + placed.host_read;
-        if placed.host_bytes as u64 > machine.host.free_bytes {
-            self.refuse("its experts take more than the computer's free memory".into());
-        }
-        let of_one = placed.memory.kv / wanted.clients;
-        let decode = |kv: usize| decode_on(c, codes, machine, cards, &placed, kv);
-        self.reaches(decode(0), decode(of_one));
-        if placed.on_host == 0 {
-            self.prompt_tok_s = speed::prompt_on_gpu(c, codes, cards.kernels).map(|s| s.tok_s);
-            let more = speed::together(c, wanted.clients).filter(|_| wanted.clients > 1);
-            self.tok_s_all = more.zip(self.tok_s).map(|(more, one)| more.tok_s * one);
-        }
-        Ok(())
-    }
-}
-
-/// Decode on GPUs, with experts on the CPU if some are there: a token passes all of them, one after the other.
-fn decode_on(
-    c: &ModelConfig,
-    codes: &str,
-    machine: &Machine,
-    cards: &Cards,
-    placed: &Placed,
-    kv: usize,
-) -> Option<Computed> {
-    let bytes = (placed.read + kv) as f64;
-    let there = speed::on_gpu(c, codes, cards.kernels, bytes, 1e9 * cards.read_gb_s?)?;
-    if placed.on_host == 0 {
-        return Some(there);
-    }
-    let reading = placed.host_read as f64 / (1e9 * machine.host.read_gb_s?);
-    let least = HOST_LAYER * placed.on_host as f64;
-    Some(Computed {
-        tok_s: 1.0 / (1.0 / there.tok_s + reading.hypot(least)),
-        record: "2026-11-23-gpu-mixture.csv",
-    })
 }
 
 /// KL divergence of files of the demo model with these codes, and its record.

@@ -83,7 +83,9 @@ fn files_are_ranked_and_what_was_measured_is_kept() {
     assert_eq!(logits.len(), 6, "the text and five kinds");
 
     let report = place.path("report.html");
-    let (ranking, notes) = place.rank(&[eight, four], &["--report", &report]);
+    let record = place.path("record.json");
+    let more = ["--report", &report, "--record", &record];
+    let (ranking, notes) = place.rank(&[eight, four], &more);
     assert!(notes.contains("1 of 2: 8\n"), "{notes}");
     assert!(
         notes.contains("2 of 2: 4, measured by an earlier run"),
@@ -133,6 +135,29 @@ fn files_are_ranked_and_what_was_measured_is_kept() {
     ] {
         assert!(page.contains(part), "{part}");
     }
+
+    // What is sent to others has the same figures, hashes and no paths.
+    let sent = fs::read_to_string(record).unwrap();
+    assert!(!sent.contains(place.0.path().to_str().unwrap()), "{sent}");
+    let sent: Value = serde_json::from_str(&sent).unwrap();
+    let protocol = sent["protocol"].as_str().unwrap();
+    assert!(protocol.starts_with("nq-rank 1: ") && protocol.ends_with(", 1 windows of 1024"));
+    let names: Vec<&Value> = (0..3).map(|i| &sent["models"][i]["name"]).collect();
+    assert_eq!(names, ["demo", "4", "8"]);
+    for (i, file) in files.iter().enumerate() {
+        assert_eq!(sent["quality"][i]["kld"], file["text"]["kld"]);
+        let hashes = &sent["models"][i + 1]["files"];
+        assert_eq!(hashes[0]["sha256"].as_str().map(str::len), Some(64));
+        let more = &sent["more"]["files"][i];
+        assert_eq!(
+            more["kinds"]["code"]["kld"],
+            file["kinds"][1]["kld"]["mean"]
+        );
+        assert_eq!(more["answers"]["same_32"], file["answers"]["same_32"]);
+        assert_eq!(more["tasks"], file["tasks"]);
+        assert!(more["answers"].get("equal_tokens").is_none());
+    }
+    assert_eq!(sent["more"]["floor"], ranking["floor"]);
 
     // What was changed on disk is computed again, with the same result.
     damage(&logits[0]);

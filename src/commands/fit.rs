@@ -1,24 +1,30 @@
 //! `nq fit`: which file of a model for a machine.
 
-use crate::fit::{Cards, FileKind, FileRow, Host, Known, Machine, Use, best, cards, speed::Cores};
+use crate::draft;
+use crate::fit::{
+    Asked, Beside, Cards, FileKind, FileRow, Host, Known, Machine, Use, best, cards, speed::Cores,
+};
 use crate::flags::{Global, parse_size};
+use crate::library::AdapterFile;
 use crate::machine;
 use crate::names::{find, models_dir, published};
+use crate::sight::SightBytes;
 use crate::system;
 use crate::terminal::{Terminal, human_bytes, print_line, shell_word};
 use anyhow::{Context, bail};
 use clap::Args;
-use nq_cpu::Cpu;
+use nq_answers::images::SightOptions;
+use nq_cpu::{Cpu, adapter_bytes};
+use nq_formats::adapter::Adapter;
 use nq_formats::hub::{Hub, HubId, HubOptions};
 use nq_formats::{Checkpoint, Progress, config};
 use nq_load::device::Device;
 use nq_load::gpu;
 use nq_model::{ModelConfig, Preset};
-use nq_runtime::KvType;
+use nq_runtime::{KvType, SessionSpec};
 use serde::Serialize;
 use serde_json::Value;
 use std::ffi::OsString;
-use std::fmt::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -58,8 +64,9 @@ struct ModelShape {
     /// How the shape is known.
     from: &'static str,
     config: ModelConfig,
-    /// The model, if it is quantized already.
-    quantized: Option<Checkpoint>,
+    /// The model, if it is here.
+    checkpoint: Option<Checkpoint>,
+    is_quantized: bool,
 }
 
 /// The output of `nq fit --json`.
@@ -72,6 +79,7 @@ struct Report<'a> {
     machine: &'a Machine,
     #[serde(flatten)]
     wanted: Use,
+    beside: Beside,
     files: &'a [FileRow],
     speeds_known: Known,
     divergences_known: Known,
@@ -104,46 +112,55 @@ pub fn run(args: &FitArgs, global: &Global) -> anyhow::Result<ExitCode> {
         );
     }
     let machine = machine_of(args, global, c, &terminal)?;
-    let files = match &shape.quantized {
-        Some(checkpoint) => vec![FileKind::existing(checkpoint)?],
-        None => FileKind::all(c)?,
+    let files = match &shape.checkpoint {
+        Some(checkpoint) if shape.is_quantized => vec![FileKind::existing(checkpoint)?],
+        _ => FileKind::all(c)?,
+    };
+    let beside = beside(&shape, global, machine.cards.is_none())?;
+    let asked = Asked {
+        config: c,
+        machine: &machine,
+        wanted,
+        beside,
     };
     let mut rows = Vec::new();
     for file in &files {
         for kv in [KvType::F16, KvType::Int8] {
-            rows.push(FileRow::new(c, file, kv, wanted, &machine)?);
+            rows.push(asked.row(file, kv)?);
         }
     }
-    let recommendation = best(&rows).map(|row| recommendation(&shape, row, wanted, &machine));
-    let found = recommendation.is_some();
-    if global.json {
-        print_line(&serde_json::to_string_pretty(&Report {
-            model: &shape.name,
-            shape_from: shape.from,
-            parameters: c.parameters(),
-            machine: &machine,
-            wanted,
-            files: &rows,
-            speeds_known: Known::Computed,
-            divergences_known: Known::Recorded,
-            recommendation,
-        })?)?;
-    } else {
-        print_line(&text(
-            &shape,
-            &machine,
-            wanted,
-            &rows,
-            recommendation.as_ref(),
-        )?)?;
-    }
-    Ok(ExitCode::from(u8::from(!found)))
+    let report = Report {
+        model: &shape.name,
+        shape_from: shape.from,
+        parameters: c.parameters(),
+        machine: &machine,
+        wanted,
+        beside,
+        files: &rows,
+        speeds_known: Known::Computed,
+        divergences_known: Known::Recorded,
+        recommendation: best(&rows).map(|row| recommendation(&shape, row, wanted, &machine)),
+    };
+    print_line(&match global.json {
+        true => serde_json::to_string_pretty(&report)?,
+        false => text(&report),
+    })?;
+    Ok(ExitCode::from(u8::from(report.recommendation.is_none())))
 }
 
 /// The shape of the model that MODEL names. Reads no weights, and downloads none.
 fn shape(args: &FitArgs, global: &Global, progress: &dyn Progress) -> anyhow::Result<ModelShape> {
     let name = args.model.to_string_lossy();
     let preset = |id: &str| Preset::all().find(|p| p.hub_id == id);
+    // One that is not here.
+    let shape = |model: String, name: String, from, config| ModelShape {
+        model,
+        name,
+        from,
+        config,
+        checkpoint: None,
+        is_quantized: false,
+    };
     let here = name == crate::demo::LABEL
         || Path::new(&args.model).exists()
         || (!name.contains(['/', '\\']) && models_dir()?.join(&*name).exists());
@@ -153,23 +170,17 @@ fn shape(args: &FitArgs, global: &Global, progress: &dyn Progress) -> anyhow::Re
         let is_quantized = found.checkpoint.store().quantization().is_some()
             || found.checkpoint.store().format() == "gguf";
         return Ok(ModelShape {
-            model: name.into_owned(),
-            name: found.name,
-            from: "its files",
-            config,
-            quantized: Some(found.checkpoint).filter(|_| is_quantized),
+            checkpoint: Some(found.checkpoint),
+            is_quantized,
+            ..shape(name.into_owned(), found.name, "its files", config)
         });
     }
     let id = published(&name).unwrap_or_else(|| name.clone().into_owned());
     let known = preset(&id).or_else(|| Preset::find(&name));
     if let Some(known) = known {
-        return Ok(ModelShape {
-            model: known.hub_id.into(),
-            name: known.hub_id.rsplit('/').next().unwrap_or(&id).into(),
-            from: "the published shape that nq knows",
-            config: known.config(),
-            quantized: None,
-        });
+        let short = known.hub_id.rsplit('/').next().unwrap_or(&id).into();
+        let from = "the published shape that nq knows";
+        return Ok(shape(known.hub_id.into(), short, from, known.config()));
     }
     let Some(parsed) = HubId::parse(&id) else {
         // Says what names there are.
@@ -187,13 +198,11 @@ fn shape(args: &FitArgs, global: &Global, progress: &dyn Progress) -> anyhow::Re
     options.offline |= global.offline;
     let path = Hub::new(options).fetch_config(&id, progress)?;
     let bytes = std::fs::metadata(&path).context("config.json")?.len();
+    let named = path.display();
     if bytes > LONGEST_CONFIG {
-        bail!(
-            "{}: expected at most {LONGEST_CONFIG} bytes, found {bytes}",
-            path.display()
-        );
+        bail!("{named}: expected at most {LONGEST_CONFIG} bytes, found {bytes}");
     }
-    let json = std::fs::read(&path).with_context(|| path.display().to_string())?;
+    let json = std::fs::read(&path).with_context(|| named.to_string())?;
     let config = config::parse(&path, &json)?;
     let value: Value = serde_json::from_slice(&json)?;
     if value.get("quantization_config").is_some() {
@@ -201,12 +210,38 @@ fn shape(args: &FitArgs, global: &Global, progress: &dyn Progress) -> anyhow::Re
             "{id}: its config.json describes quantized weights, whose sizes are in its files: name its source, or pull it first"
         );
     }
-    Ok(ModelShape {
-        name: parsed.name(),
-        model: id,
-        from: "its config.json",
-        config,
-        quantized: None,
+    Ok(shape(id, parsed.name(), "its config.json", config))
+}
+
+/// What the model takes beside its text model and a session, `on_cpu` or on cards, where images are not read and drafts are
+/// not made unless they are asked for.
+fn beside(shape: &ModelShape, global: &Global, on_cpu: bool) -> anyhow::Result<Beside> {
+    let c = &shape.config;
+    let mut loras = Vec::new();
+    for AdapterFile { path, weight } in global.adapter_files()? {
+        loras.push(Adapter::open(&path, weight)?.lora(c)?);
+    }
+    let rows = SessionSpec::prompt_rows(on_cpu);
+    let adapters = match shape.is_quantized {
+        true => adapter_bytes(c, &loras, rows)? as u64,
+        false => 0, // merged
+    };
+    let Some(checkpoint) = shape.checkpoint.as_ref().filter(|_| on_cpu) else {
+        return Ok(Beside {
+            adapters,
+            ..Beside::default()
+        });
+    };
+    let images = SightBytes::plan(checkpoint, &SightOptions::default())?;
+    let own = draft::by_default(checkpoint, &global.load_options())?;
+    let drafts = own
+        .as_ref()
+        .map(|d| d.memory(c, &SessionSpec::of_one(1, 1)));
+    Ok(Beside {
+        images: images.map_or(0, |images| images.total()),
+        drafts: drafts.transpose()?.map_or(0, |(_, bytes)| bytes),
+        drafted_by: own.map(|d| d.drafted_by()).unwrap_or_default(),
+        adapters,
     })
 }
 
@@ -218,44 +253,30 @@ fn machine_of(
     terminal: &Terminal,
 ) -> anyhow::Result<Machine> {
     let options = global.load_options();
-    let cards = match (&args.gpu, args.gpu_memory) {
-        (Some(cards), _) => Some(cards.clone()),
-        (None, Some(_)) if Device::choose(global.device)? == Device::Cpu => Some(Cards {
-            name: "a card".into(),
-            count: 1,
-            free_bytes: 0,
-            memory_known: Known::Given,
-            read_gb_s: None,
-            bandwidth_known: Known::Given,
-            kernels: cards::kernels(0.0),
-        }),
-        (None, _) => of_this_machine(Device::choose(global.device)?)?,
-    };
-    let cards = cards.map(|cards| match args.gpu_memory {
-        Some(free_bytes) => Cards {
-            free_bytes,
-            memory_known: Known::Given,
-            ..cards
+    let mut cards = match &args.gpu {
+        Some(cards) => Some(cards.clone()),
+        None => match of_this_machine(Device::choose(global.device)?)? {
+            None => args.gpu_memory.map(|_| Cards::unnamed()),
+            found => found,
         },
-        None => cards,
-    });
+    };
+    if let (Some(cards), Some(bytes)) = (&mut cards, args.gpu_memory) {
+        (cards.free_bytes, cards.memory_known) = (bytes, Known::Given);
+    }
     // A dense model on a card does not use the computer's memory.
     let read = match cards.is_none() || c.experts.is_some() {
         true => machine::read_gb_s(&options, terminal)?,
         false => None,
     };
+    let free = system::available_memory().map(|bytes| (bytes, Known::Measured));
+    let given = args.ram.map(|bytes| (bytes, Known::Given));
+    let (free_bytes, memory_known) =
+        (given.or(free)).context("--ram: this system does not say how much memory is free")?;
     Ok(Machine {
         cards,
         host: Host {
-            free_bytes: match args.ram {
-                Some(bytes) => bytes,
-                None => system::available_memory()
-                    .context("--ram: this system does not say how much memory is free")?,
-            },
-            memory_known: match args.ram {
-                Some(_) => Known::Given,
-                None => Known::Measured,
-            },
+            free_bytes,
+            memory_known,
             read_gb_s: read,
             cores: Cores {
                 threads: Cpu::new(options.threads, options.isa)?.threads(),
@@ -273,25 +294,22 @@ fn of_this_machine(device: Device) -> anyhow::Result<Option<Cards>> {
         Device::Gpus(several) => several.as_slice().to_vec(),
     };
     let found = gpu::found()?;
-    let mut cards: Option<Cards> = None;
+    let mut free_bytes = u64::MAX;
     for &ordinal in &ordinals {
-        let gpu = found.get(ordinal).context("a GPU that is not there")?;
-        let free_bytes = gpu::memory(ordinal)?.free;
-        let (major, minor) = gpu.capability;
-        let least = cards
-            .as_ref()
-            .map_or(free_bytes, |c| c.free_bytes.min(free_bytes));
-        cards = Some(Cards {
-            name: gpu.name.clone(),
-            count: ordinals.len(),
-            free_bytes: least,
-            memory_known: Known::Measured,
-            read_gb_s: gpu.bandwidth.map(|b| b / 1e9),
-            bandwidth_known: Known::Measured,
-            kernels: cards::kernels(f64::from(major) + f64::from(minor) / 10.0),
-        });
+        free_bytes = free_bytes.min(gpu::memory(ordinal)?.free);
     }
-    Ok(cards)
+    let last = ordinals.last().and_then(|&n| found.get(n));
+    let gpu = last.context("a GPU that is not there")?;
+    let (major, minor) = gpu.capability;
+    Ok(Some(Cards {
+        name: gpu.name.clone(),
+        count: ordinals.len(),
+        free_bytes,
+        memory_known: Known::Measured,
+        read_gb_s: gpu.bandwidth.map(|b| b / 1e9),
+        bandwidth_known: Known::Measured,
+        kernels: cards::kernels(f64::from(major) + f64::from(minor) / 10.0),
+    }))
 }
 
 /// The name of what `flags` make, for `nq quantize --name`.
@@ -307,48 +325,35 @@ fn recommendation<'a>(
     wanted: Use,
     machine: &Machine,
 ) -> Recommendation<'a> {
-    let kv = match row.kv.as_str() {
-        "int8" => " --kv 8",
-        _ => "",
-    };
     let whole = row.file.is_empty();
     let model = match whole {
         true => shell_word(&shape.model).into_owned(),
         false => made(&shape.name, &row.file),
     };
-    let run = match wanted.clients {
-        1 => format!("nq chat {model} --ctx {}{kv}", wanted.context),
-        n => format!(
-            "nq serve {model} --parallel {n} --ctx {}{kv}",
-            wanted.context
+    let Use { context, clients } = wanted;
+    let (run, each) = match clients {
+        1 => (format!("nq chat {model}"), String::new()),
+        n => (
+            format!("nq serve {model} --parallel {n}"),
+            format!(" for each of {n} clients"),
         ),
     };
-    let make = format!(
-        "nq quantize {} {} --name {model}",
-        shell_word(&shape.model),
-        row.file
-    );
-    let place = match &machine.cards {
-        Some(cards) => match cards.count {
-            1 => cards.name.clone(),
-            n => format!("{n} x {}", cards.name),
-        },
-        None => "this CPU".into(),
-    };
-    let what = match (whole, &shape.quantized) {
-        (true, Some(_)) => "the file as it is".to_owned(),
-        (true, None) => "the model as it is".to_owned(),
-        (false, _) => format!("the file of `{}`", row.file),
+    let kv = if row.kv == "int8" { " --kv 8" } else { "" };
+    let mut commands = vec![format!("{run} --ctx {context}{kv}")];
+    let (source, file) = (shell_word(&shape.model), &row.file);
+    let what = match whole {
+        true if shape.is_quantized => "the file as it is".to_owned(),
+        true => "the model as it is".to_owned(),
+        false => {
+            commands.insert(0, format!("nq quantize {source} {file} --name {model}"));
+            format!("the file of `{file}`")
+        }
     };
     let mut sentence = format!(
-        "For {} on {place}, take {what}: it needs {} with {} tokens of context{}",
+        "For {} on {}, take {what}: it needs {} with {context} tokens of context{each}",
         shape.name,
-        human_bytes(row.needed_bytes),
-        wanted.context,
-        match wanted.clients {
-            1 => String::new(),
-            n => format!(" for each of {n} clients"),
-        }
+        machine.place(),
+        human_bytes(row.needed_bytes)
     );
     if let Some(tok_s) = row.tok_s_full {
         sentence += &format!(" and should reach at least {tok_s:.0} tokens a second");
@@ -357,149 +362,67 @@ fn recommendation<'a>(
         sentence += &format!(", with the experts of {} layers on the CPU", row.cpu_layers);
     }
     Recommendation {
-        file: &row.file,
+        file,
         kv: &row.kv,
         sentence: sentence + ".",
-        commands: match whole {
-            true => vec![run],
-            false => vec![make, run],
-        },
+        commands,
     }
 }
 
 /// The report for people.
-fn text(
-    shape: &ModelShape,
-    machine: &Machine,
-    wanted: Use,
-    rows: &[FileRow],
-    recommendation: Option<&Recommendation<'_>>,
-) -> Result<String, std::fmt::Error> {
-    let mut out = String::new();
-    writeln!(
-        out,
+fn text(report: &Report<'_>) -> String {
+    let (machine, wanted) = (report.machine, report.wanted);
+    let mut lines = vec![format!(
         "{}: {:.1} billion parameters, by {}; {} tokens of context, {} at once",
-        shape.name,
-        shape.config.parameters() as f64 / 1e9,
-        shape.from,
+        report.model,
+        report.parameters as f64 / 1e9,
+        report.shape_from,
         wanted.context,
         wanted.clients
-    )?;
-    if let Some(cards) = &machine.cards {
-        write!(
-            out,
-            "{} x {}: {} for nq ({})",
-            cards.count,
-            cards.name,
-            human_bytes(cards.free_bytes),
-            cards.memory_known.word()
-        )?;
-        match cards.read_gb_s {
-            Some(rate) => writeln!(
-                out,
-                ", read at {rate:.0} GB/s ({})",
-                cards.bandwidth_known.word()
-            )?,
-            None => writeln!(
-                out,
-                "; its bandwidth is not known, so no speed is computed (--gpu names a card)"
-            )?,
-        }
-    }
+    )];
+    lines.extend(machine.cards.as_ref().map(Cards::line));
     let host = &machine.host;
     if machine.cards.is_none() || host.read_gb_s.is_some() {
-        write!(
-            out,
-            "this computer: {} for nq ({})",
-            human_bytes(host.free_bytes),
-            host.memory_known.word()
-        )?;
-        match host.read_gb_s {
-            Some(rate) => writeln!(
-                out,
-                ", read at {rate:.1} GB/s by {} threads (measured, {} kernels)",
-                host.cores.threads, host.cores.isa
-            )?,
-            None => writeln!(out, "; too little is free to measure its bandwidth")?,
-        }
+        lines.push(host.line());
     }
+    lines.extend(report.beside.line());
     let several = wanted.clients > 1;
     let all = if several { " tok/s of all |" } else { "" };
-    writeln!(
-        out,
+    lines.push(format!(
         "\n| file | keys and values | needs | fits | tok/s | at full context |{all} prompt tok/s | KL divergence |"
-    )?;
-    writeln!(
-        out,
-        "|---|---|---:|---|---:|---:|{}---:|---:|",
-        if several { "---:|" } else { "" }
-    )?;
-    for row in rows {
-        let figure = |value: Option<f64>| {
-            value.map_or("–".to_owned(), |v| match v {
-                v if v < 10.0 => format!("{v:.1}"),
-                v => format!("{v:.0}"),
-            })
-        };
-        let fits = match (row.fits, row.cpu_layers) {
-            (true, 0) => "yes".to_owned(),
-            (true, n) => format!("with experts of {n} layers on the CPU"),
-            (false, _) => row.why_not.clone().unwrap_or_default(),
-        };
-        let file = if row.file.is_empty() {
-            "as it is"
-        } else {
-            &row.file
-        };
-        let all = match several {
-            true => format!(" {} |", figure(row.tok_s_all)),
-            false => String::new(),
-        };
-        let (first, full, prompt) = match row.fits {
-            true => (row.tok_s, row.tok_s_full, row.prompt_tok_s),
-            false => (None, None, None),
-        };
-        writeln!(
-            out,
-            "| {file} | {} | {} | {fits} | {} | {} |{all} {} | {} |",
-            row.kv,
-            human_bytes(row.needed_bytes),
-            figure(first),
-            figure(full),
-            figure(prompt),
-            row.kld.map_or("–".into(), |v| format!("{v:.4}"))
-        )?;
-    }
-    let mut records: Vec<&str> = rows.iter().filter_map(|r| r.speed_record).collect();
+    ));
+    let all = if several { "---:|" } else { "" };
+    lines.push(format!("|---|---|---:|---|---:|---:|{all}---:|---:|"));
+    lines.extend(report.files.iter().map(|row| row.line(several)));
+    lines.push("\nMemory is planned, as loading plans it. –: not known.".into());
+    let mut records: Vec<&str> = report.files.iter().filter_map(|r| r.speed_record).collect();
     records.sort_unstable();
     records.dedup();
-    writeln!(
-        out,
-        "\nMemory is planned, as loading plans it. –: not known."
-    )?;
     if !records.is_empty() {
-        writeln!(
-            out,
+        lines.push(format!(
             "Speeds are computed, from the bandwidth and similar models in benches/records ({}).",
             records.join(", ")
-        )?;
+        ));
     }
-    writeln!(
-        out,
+    if report.files.iter().any(|row| row.of_other_kernels) {
+        lines.push(
+            "No record has such a model on the kernels of this card: its speeds rest on those of an H200, whose kernels are others."
+                .into(),
+        );
+    }
+    lines.push(
         "Divergences are from a record, of such files of the demo model; larger models usually lose less. `nq eval` measures yours."
-    )?;
-    match recommendation {
+            .into(),
+    );
+    match &report.recommendation {
         Some(found) => {
-            write!(out, "\n{}", found.sentence)?;
-            found
-                .commands
-                .iter()
-                .try_for_each(|command| write!(out, "\n  {command}"))?;
+            lines.push(format!("\n{}", found.sentence));
+            lines.extend(found.commands.iter().map(|command| format!("  {command}")));
         }
-        None => write!(
-            out,
+        None => lines.push(
             "\nNone of these fits: a shorter --context, fewer --clients or a smaller model may."
-        )?,
+                .into(),
+        ),
     }
-    Ok(out)
+    lines.join("\n")
 }

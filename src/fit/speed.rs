@@ -28,6 +28,18 @@ pub(crate) enum Kernels {
 pub(crate) struct Computed {
     pub(crate) tok_s: f64,
     pub(crate) record: &'static str,
+    /// Whether that was measured with other kernels than the machine's.
+    pub(crate) of_other_kernels: bool,
+}
+
+impl Computed {
+    fn by(record: &'static str, tok_s: f64) -> Self {
+        Computed {
+            tok_s,
+            record,
+            of_other_kernels: false,
+        }
+    }
 }
 
 /// A line of a table of data without its remarks.
@@ -134,15 +146,15 @@ fn nearest(
     shape: Workload,
 ) -> Option<&'static SpeedRow> {
     let of_kernels = |kernels| {
-        let alike = move |row: &&SpeedRow| {
-            let kind = (row.shape.recurrent, row.shape.mixture);
-            row.kernels == kernels
-                && row.codes == codes
-                && row.what == what
-                && kind == (shape.recurrent, shape.mixture)
+        let wanted = (kernels, codes, what, shape.recurrent, shape.mixture);
+        let kind = |row: &SpeedRow| {
+            let Workload {
+                recurrent, mixture, ..
+            } = row.shape;
+            (row.kernels, row.codes, row.what, recurrent, mixture)
         };
         let distance = |row: &&SpeedRow| (row.shape.weights / shape.weights).ln().abs();
-        let rows = ROWS.iter().filter(alike);
+        let rows = ROWS.iter().filter(|row| kind(row) == wanted);
         rows.min_by(|a, b| distance(a).total_cmp(&distance(b)))
     };
     let other = || of_kernels(Kernels::Hopper).filter(|_| !codes.starts_with("trellis"));
@@ -171,23 +183,22 @@ pub(crate) fn on_gpu(
 ) -> Option<Computed> {
     let shape = Workload::of(c);
     let find = |codes: &str, shape: Workload| nearest(kernels, codes, "decode", shape);
-    let (waits, record) = match find(alike(codes), shape) {
-        Some(row) => (row.waits(shape), row.record),
+    let (waits, row, record) = match find(alike(codes), shape) {
+        Some(row) => (row.waits(shape), row, row.record),
         None => {
             let row = find(SIMPLE, shape)?;
             // What these codes cost a dense model more.
-            let (other, simple) = (
-                find(alike(codes), shape.dense())?,
-                find(SIMPLE, shape.dense())?,
-            );
+            let dense = |codes| find(codes, shape.dense());
+            let (other, simple) = (dense(alike(codes))?, dense(SIMPLE)?);
             let more = other.waits(shape) - simple.waits(shape);
-            (row.waits(shape) + more.max(0.0), other.record)
+            (row.waits(shape) + more.max(0.0), row, other.record)
         }
     };
     let read = bytes / (bandwidth * REACHED * shape.layers);
     Some(Computed {
         tok_s: 1.0 / (shape.layers * (read * read + waits).sqrt()),
         record,
+        of_other_kernels: row.kernels != kernels,
     })
 }
 
@@ -201,14 +212,13 @@ pub(crate) fn together(c: &ModelConfig, clients: usize) -> Option<Computed> {
     let above = sizes.into_iter().find(|&n| n >= clients).unwrap_or(64);
     let below = sizes.into_iter().rev().find(|&n| n <= clients).unwrap_or(1);
     let (low, high) = (ratio(below)?, ratio(above)?);
-    let part = match above == below {
-        true => 0.0,
-        false => (clients as f64 / below as f64).ln() / (above as f64 / below as f64).ln(),
+    let steps = |n: usize| (n as f64 / below as f64).ln();
+    let part = if above == below {
+        0.0
+    } else {
+        steps(clients) / steps(above)
     };
-    Some(Computed {
-        tok_s: low * (high / low).powf(part),
-        record: one.record,
-    })
+    Some(Computed::by(one.record, low * (high / low).powf(part)))
 }
 
 /// Prompts of 512 tokens on an H100 or H200, which have as much arithmetic; `None` for others, of which no record has the speed.
@@ -216,10 +226,11 @@ pub(crate) fn prompt_on_gpu(c: &ModelConfig, codes: &str, kernels: Kernels) -> O
     let shape = Workload::of(c);
     let integer = !codes.starts_with("trellis") && kernels == Kernels::Hopper;
     let row = nearest(Kernels::Hopper, SIMPLE, "prompt", shape).filter(|_| integer)?;
-    Some(Computed {
-        tok_s: row.tok_s * row.shape.weights * row.shape.layers / (shape.weights * shape.layers),
-        record: row.record,
-    })
+    let all = |shape: Workload| shape.weights * shape.layers;
+    Some(Computed::by(
+        row.record,
+        row.tok_s * all(row.shape) / all(shape),
+    ))
 }
 
 /// A CPU's threads and instructions.
@@ -240,10 +251,7 @@ fn rate(isa: Isa, codes: &str, what: &str) -> Option<Computed> {
             return None;
         };
         let same = (of_isa, of_codes, of_what) == (isa.name(), codes, what);
-        same.then_some(Computed {
-            tok_s: rate.parse().ok()?,
-            record,
-        })
+        Some(Computed::by(record, rate.parse().ok()?)).filter(|_| same)
     })
 }
 
@@ -266,33 +274,26 @@ pub(crate) fn on_cpu(
     let reading = bytes / bandwidth;
     if layers.is_empty() {
         let record = rate(cores.isa, "4", "decode")?.record;
-        return Some(Computed {
-            tok_s: 1.0 / reading,
-            record,
-        });
+        return Some(Computed::by(record, 1.0 / reading));
     }
     let of_head = (c.vocab_size * c.hidden_size) as f64;
-    let Computed {
-        tok_s: each,
-        record,
-    } = rate(cores.isa, layers, "decode")?;
+    let each = rate(cores.isa, layers, "decode")?;
+    let head = rate(cores.isa, head, "decode")?;
     let seconds = |weights: f64, rate: f64| weights / (1e9 * rate * cores.threads as f64);
-    let head = rate(cores.isa, head, "decode")?.tok_s;
-    let computing = seconds(passed(c) - of_head, each) + seconds(of_head, head);
-    Some(Computed {
-        tok_s: (reading.powi(3) + computing.powi(3)).powf(-1.0 / 3.0),
-        record,
-    })
+    let computing = seconds(passed(c) - of_head, each.tok_s) + seconds(of_head, head.tok_s);
+    let both = reading.powi(3) + computing.powi(3);
+    Some(Computed::by(each.record, both.powf(-1.0 / 3.0)))
 }
 
 /// Prompts of 512 tokens on a CPU; `None` without a record of its instructions and codes.
 pub(crate) fn prompt_on_cpu(c: &ModelConfig, codes: &str, cores: Cores) -> Option<Computed> {
     let integer = matches!(codes, "3" | "4" | SIMPLE);
-    let Computed { tok_s, record } = rate(cores.isa, "4", "prompt").filter(|_| integer)?;
+    let known = rate(cores.isa, "4", "prompt").filter(|_| integer)?;
     let measured = Preset::find("qwen3-0.6b")?.config();
     let without_head = |c: &ModelConfig| passed(c) - (c.vocab_size * c.hidden_size) as f64;
-    Some(Computed {
-        tok_s: tok_s * cores.threads as f64 * without_head(&measured) / without_head(c),
-        record,
-    })
+    let here = known.tok_s * cores.threads as f64;
+    Some(Computed::by(
+        known.record,
+        here * without_head(&measured) / without_head(c),
+    ))
 }

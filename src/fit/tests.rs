@@ -45,8 +45,78 @@ const ONE: Use = Use {
 };
 
 fn row(preset: &str, flags: &str, wanted: Use, machine: &Machine) -> FileRow {
-    let c = shape(preset);
-    FileRow::new(&c, &file(&c, flags), KvType::F16, wanted, machine).expect("a row")
+    row_beside(preset, flags, wanted, machine, Beside::default())
+}
+
+fn row_beside(
+    preset: &str,
+    flags: &str,
+    wanted: Use,
+    machine: &Machine,
+    beside: Beside,
+) -> FileRow {
+    let config = &shape(preset);
+    let asked = Asked {
+        config,
+        machine,
+        wanted,
+        beside,
+    };
+    asked.row(&file(config, flags), KvType::F16).expect("a row")
+}
+
+/// Images, drafts and adapters take what they take, and a file that only just fits no longer does.
+#[test]
+fn what_is_beside_a_model_takes_memory_too() {
+    let mut cores = Machine {
+        cards: None,
+        host: host(50.0, 2, Isa::Avx512Bf16),
+    };
+    let beside = Beside {
+        images: 300_000_000,
+        drafts: 20_000_000,
+        adapters: 1_000_000,
+        ..Beside::default()
+    };
+    let said =
+        "beside the text model: 300.0 MB for images, 20.0 MB for drafts, 1.0 MB for adapters";
+    assert_eq!(beside.line().as_deref(), Some(said));
+    assert_eq!(Beside::default().line(), None);
+    let alone = row("qwen3-0.6b", "--bits 4", ONE, &cores);
+    cores.host.free_bytes = alone.needed_bytes;
+    assert!(row("qwen3-0.6b", "--bits 4", ONE, &cores).fits);
+    let both = row_beside("qwen3-0.6b", "--bits 4", ONE, &cores, beside);
+    assert_eq!(both.needed_bytes, alone.needed_bytes + 321_000_000);
+    assert!(!both.fits);
+    if gpu::BUILT_IN {
+        let adapters = Beside {
+            adapters: 1_000_000,
+            ..Beside::default()
+        };
+        let card = with("RTX 4090");
+        let alone = row("qwen3-8b", "--bits 4", ONE, &card);
+        let both = row_beside("qwen3-8b", "--bits 4", ONE, &card, adapters);
+        assert_eq!(both.needed_bytes, alone.needed_bytes + 1_000_000);
+    }
+}
+
+/// A hybrid on a card whose kernels no record has with hybrids: its speed is an H200's by bandwidth, and says so.
+#[test]
+fn a_speed_that_rests_on_other_kernels_says_so() {
+    if !gpu::BUILT_IN {
+        println!("skipped: no CUDA in this build");
+        return;
+    }
+    let on = |preset, card| row(preset, "--bits 4 --simple", ONE, &with(card));
+    for (preset, card, other) in [
+        ("qwen3.5-9b", "RTX 4090", true),
+        ("qwen3.5-9b", "H100 SXM", false),
+        ("qwen3-8b", "RTX 4090", false),
+    ] {
+        let found = on(preset, card);
+        assert!(found.tok_s.is_some(), "{preset} {card}");
+        assert_eq!(found.of_other_kernels, other, "{preset} {card}");
+    }
 }
 
 fn record(name: &str) -> String {
@@ -101,7 +171,13 @@ fn bytes_of_the_table_of_speeds_are_what_plans_say() {
                 .unwrap()
                 .into_iter()
                 .find(|f| f.codes == row[2]);
-            let spec = session(&c, ONE, KvType::F16, false);
+            let asked = Asked {
+                config: &c,
+                machine: &with("H200"),
+                wanted: ONE,
+                beside: Beside::default(),
+            };
+            let spec = asked.session(KvType::F16);
             let all = usize::MAX / 2;
             let placed = gpu::place(&c, &*file.expect("codes").kinds, &spec, &[all]).unwrap();
             row[5] = placed.read.to_string();

@@ -6,9 +6,7 @@ use crate::stats;
 use crate::windows::{LOGIT_BYTES, StageGuard};
 use nq_formats::{Progress, Unit};
 use nq_runtime::batch::{BatchRequest, sample_sequences};
-use nq_runtime::{
-    Chunk, DraftedBy, Engine, KvType, LogitsWanted, SamplingParams, Session, SessionSpec,
-};
+use nq_runtime::{Chunk, Engine, LogitsWanted, SamplingParams, Session, SessionSpec};
 use serde::{Deserialize, Serialize};
 
 /// Most tokens of an answer.
@@ -68,15 +66,17 @@ impl Answers {
 }
 
 fn session(engine: &dyn Engine, slots: usize, ctx: usize) -> Result<Box<dyn Session>> {
-    Ok(engine.session(SessionSpec {
-        slots,
-        ctx,
-        pages: None,
-        kv: KvType::F16,
-        max_rows: ROWS,
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    })?)
+    let one = SessionSpec::of_one(ctx, ROWS);
+    Ok(engine.session(SessionSpec { slots, ..one })?)
+}
+
+/// A part of the one sequence of a session.
+fn chunk(tokens: &[u32], logits: LogitsWanted) -> Chunk<'_> {
+    Chunk {
+        slot: 0,
+        tokens,
+        logits,
+    }
 }
 
 /// Answers `prompts` greedily with up to 300 tokens, or as many as the model has positions; `stop` are the tokens that
@@ -110,13 +110,11 @@ pub fn greedy_answers(
         sampling: SamplingParams::greedy(),
     };
     let sequences = sample_sequences(session.as_mut(), &request, progress)?;
-    let answer = |(prompt, sequence): (&Vec<u32>, Vec<u32>)| GreedyAnswer {
-        tokens: sequence[prompt.len()..]
-            .iter()
-            .copied()
-            .take(LONGEST)
-            .collect(),
-        prompt: prompt.clone(),
+    let answer = |(prompt, mut sequence): (&Vec<u32>, Vec<u32>)| {
+        let mut tokens = sequence.split_off(prompt.len());
+        tokens.truncate(LONGEST);
+        let prompt = sequence;
+        GreedyAnswer { prompt, tokens }
     };
     Ok(prompts.iter().zip(sequences).map(answer).collect())
 }
@@ -143,35 +141,14 @@ pub fn equal_tokens(
             continue;
         };
         for tokens in before.chunks(ROWS) {
-            let logits = LogitsWanted::None;
-            let slot = 0;
-            session.forward(
-                &[Chunk {
-                    slot,
-                    tokens,
-                    logits,
-                }],
-                None,
-            )?;
+            session.forward(&[chunk(tokens, LogitsWanted::None)], None)?;
         }
-        // The row after each of these tokens chooses the next of the answer.
-        let read = answer
-            .tokens
-            .iter()
-            .take(answer.tokens.len().saturating_sub(1));
-        let read: Vec<u32> = std::iter::once(last).chain(read).copied().collect();
+        // The row after each of these tokens chooses the next of the answer, which has as many.
+        let read = std::iter::once(last).chain(&answer.tokens);
+        let read: Vec<u32> = read.copied().take(answer.tokens.len()).collect();
         let mut same = 0;
         'answer: for (tokens, next) in read.chunks(rows).zip(answer.tokens.chunks(rows)) {
-            let logits = LogitsWanted::All;
-            let slot = 0;
-            let logits = session.forward(
-                &[Chunk {
-                    slot,
-                    tokens,
-                    logits,
-                }],
-                None,
-            )?;
+            let logits = session.forward(&[chunk(tokens, LogitsWanted::All)], None)?;
             for (i, &next) in next.iter().enumerate() {
                 let (top, _) = softmax::peak(logits.row(i)).ok_or(Error::NotFinite {
                     role: "model",

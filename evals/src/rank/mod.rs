@@ -16,6 +16,7 @@ use crate::spread::{QuantileErrors, StandardErrors};
 use crate::windows::EvalSpec;
 use nq_formats::checkpoint::PartBytes;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 /// The name and version of what is measured: figures of another version are not comparable.
 pub const PROTOCOL: &str = "nq-rank 1";
@@ -61,6 +62,14 @@ pub struct TextFigures {
     pub kld_errors: QuantileErrors,
     /// By position.
     pub by_depth: Vec<DepthBucket>,
+}
+
+impl TextFigures {
+    /// The mean KL divergence from the source.
+    pub fn kld(&self) -> f64 {
+        let against = self.report.against.as_ref();
+        against.map_or(f64::INFINITY, |c| c.kld.mean)
+    }
 }
 
 impl From<Evaluation> for TextFigures {
@@ -131,7 +140,7 @@ impl RankedFile {
 
     /// Its mean KL divergence on the text.
     pub fn kld(&self) -> f64 {
-        self.comparison().map_or(f64::INFINITY, |c| c.kld.mean)
+        self.figures.text.kld()
     }
 }
 
@@ -178,6 +187,35 @@ pub struct Ranking {
     pub floor: KldStats,
     /// The files, in the order they are shown.
     pub files: Vec<RankedFile>,
+}
+
+impl Ranking {
+    /// What a [`crate::Record`] has beside the reports of the text: the floor and, of each file, means by kind of text,
+    /// answers and tasks.
+    ///
+    /// # Errors
+    /// None for figures that were measured.
+    pub fn more(&self) -> serde_json::Result<Map<String, Value>> {
+        let mut files = Vec::new();
+        for RankedFile { facts, figures, .. } in &self.files {
+            let kld = |t: &TextFigures| json!({"kld": t.kld(), "kld_se": t.errors.kld});
+            let kinds = figures.kinds.iter();
+            let kinds: Map<String, Value> =
+                kinds.map(|k| (k.report.text.clone(), kld(k))).collect();
+            let mut answers = serde_json::to_value(&figures.answers)?;
+            if let Some(answers) = answers.as_object_mut() {
+                answers.retain(|_, figure| figure.is_number());
+            }
+            files.push(json!({
+                "bits_per_weight": facts.bits_per_weight, "text": kld(&figures.text), "kinds": kinds,
+                "answers": answers, "tasks": figures.tasks
+            }));
+        }
+        let floor = serde_json::to_value(self.floor)?;
+        Ok([("floor".into(), floor), ("files".into(), files.into())]
+            .into_iter()
+            .collect())
+    }
 }
 
 /// Marks the files of which none of at most their size is closer to the source; of equals, all.

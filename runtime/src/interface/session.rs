@@ -36,6 +36,16 @@ pub struct SessionSpec {
 const SNAPSHOTS: usize = 16;
 
 impl SessionSpec {
+    /// A session of one sequence of up to `ctx` positions, which takes `max_rows` tokens at once and drafts nothing.
+    pub fn of_one(ctx: usize, max_rows: usize) -> Self {
+        SessionSpec {
+            slots: 1,
+            ctx,
+            max_rows,
+            ..SessionSpec::default()
+        }
+    }
+
     /// Most tokens of prompts to compute together ([`SessionSpec::max_rows`]), on a CPU or on a GPU, whose products are faster
     /// with more rows, and which expands weights in trellis codes once for all of them.
     pub fn prompt_rows(on_cpu: bool) -> usize {

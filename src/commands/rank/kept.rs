@@ -70,13 +70,14 @@ impl RankCache {
         }
     }
 
-    /// Keeps a value, whole or not at all.
-    pub(super) fn write<T: Serialize>(&self, key: &str, value: &T) -> anyhow::Result<()> {
-        let key = key.to_owned();
-        let path = self.path(&key, "json");
-        let json = serde_json::to_string(&Entry { key, value })?;
+    /// Keeps a value, whole or not at all, and returns it.
+    pub(super) fn keep<T: Serialize>(&self, key: &str, value: T) -> anyhow::Result<T> {
+        let path = self.path(key, "json");
+        let (key, kept) = (key.to_owned(), &value);
+        let json = serde_json::to_string(&Entry { key, value: kept })?;
         let sum = sha256_hex(json.as_bytes());
-        Ok(write_bytes(&path, format!("{sum}\n{json}").as_bytes())?)
+        write_bytes(&path, format!("{sum}\n{json}").as_bytes())?;
+        Ok(value)
     }
 
     /// Marks a file as used now, so that others are removed before it.
@@ -149,7 +150,7 @@ mod tests {
         let kept = RankCache::open(folder.path().join("rank"), 1000).unwrap();
         assert_eq!(kept.read::<Vec<f64>>("a", &()), None);
         let value = vec![0.1, 1e-300, 3.0];
-        kept.write("a", &value).unwrap();
+        kept.keep("a", value.clone()).unwrap();
         assert_eq!(kept.read("a", &()), Some(value.clone()));
         assert_eq!(kept.read::<Vec<f64>>("b", &()), None);
         // Another key's figures, changed figures, and the beginning of a file.

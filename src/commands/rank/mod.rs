@@ -6,6 +6,7 @@ mod tasks;
 use super::eval::{USUAL_WIDTH, blocks, check_report, command_line, date, score_threads};
 use crate::at_load;
 use crate::flags::{Global, conflict, parse_size};
+use crate::machine;
 use crate::model::{self, FoundModel};
 use crate::names::cache_dir;
 use crate::system;
@@ -21,11 +22,12 @@ use nq_evals::rank::{
     prompts, text_spec,
 };
 use nq_evals::render::{self, DocumentForm, frontier_line, kld_cell, ranking_tables};
-use nq_evals::{Error, EvalSpec, KldStats, ReferenceLogits};
-use nq_formats::hash::{combined_sha256, hashed_files, sha256_hex};
+use nq_evals::{Error, EvalSpec, KldStats, Record, RecordModel, ReferenceLogits};
+use nq_formats::hash::{combined_sha256, sha256_hex};
 use nq_formats::{Progress, nq};
 use nq_load::device::Device;
-use nq_runtime::{ActivationChoice, DraftedBy, Engine, KvType, LoadOptions, Message, SessionSpec};
+use nq_model::ModelConfig;
+use nq_runtime::{ActivationChoice, Engine, LoadOptions, Message, SessionSpec};
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -58,6 +60,9 @@ pub(crate) struct RankArgs {
     /// Write a report as self-contained .html
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
+    /// Write the figures, with the machine and hashes of the files, to this file, as others can use them
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
 }
 
 /// Orders of files.
@@ -85,6 +90,7 @@ struct Opened {
     model: FoundModel,
     text: ModelText,
     facts: FileFacts,
+    recorded: RecordModel,
     /// What results depend on: its weights, its configuration, and how it is loaded.
     key: String,
     options: LoadOptions,
@@ -94,23 +100,21 @@ impl Opened {
     fn new(model: FoundModel, options: LoadOptions, terminal: &Terminal) -> anyhow::Result<Self> {
         model::check_writes(&model)?;
         let checkpoint = &model.checkpoint;
+        let codes = nq::called_in(checkpoint)?;
+        let recorded = machine::record_model(&model.name, &codes, checkpoint, terminal)?;
         let facts = FileFacts {
             name: model.name.clone(),
             source: model.source.clone(),
-            sha256: combined_sha256(&hashed_files(checkpoint, terminal)?),
+            sha256: combined_sha256(&recorded.files),
             format: checkpoint.store().format().into(),
             bytes: checkpoint.tensor_bytes(),
             parts: checkpoint.part_bytes(),
             bits_per_weight: checkpoint.bits_per_weight(),
         };
         let config = serde_json::to_string(&nq_formats::config::to_json(checkpoint.config()))?;
-        // Neither changes a result.
-        let (threads, pin) = (None, false);
-        let how = LoadOptions {
-            threads,
-            pin,
-            ..options
-        };
+        // Neither the number of threads nor where they run changes a result.
+        let mut how = options;
+        (how.threads, how.pin) = (None, false);
         let key = format!(
             "{PROTOCOL}\nnq {}\nweights {}\n{config}\n{} {how:?}",
             env!("CARGO_PKG_VERSION"),
@@ -120,31 +124,31 @@ impl Opened {
         Ok(Opened {
             text: ModelText::open(checkpoint)?,
             facts,
+            recorded,
             key,
             options,
             model,
         })
     }
 
+    fn config(&self) -> &ModelConfig {
+        self.model.checkpoint.config()
+    }
+
     /// Refuses a file of another model than `source`: the token ids of `texts` would mean something else.
     fn check_of(&self, source: &Opened, texts: &[RankText]) -> anyhow::Result<()> {
-        let vocabulary = |o: &Opened| o.model.checkpoint.config().vocab_size;
-        if vocabulary(self) != vocabulary(source) {
+        let (found, expected) = (self.config().vocab_size, source.config().vocab_size);
+        let (own, name) = (&self.facts.source, &source.facts.source);
+        if found != expected {
             bail!(
-                "{}: expected a file of {} with its vocabulary of {}, found {}",
-                self.facts.source,
-                source.facts.source,
-                vocabulary(source),
-                vocabulary(self)
+                "{own}: expected a file of {name} with its vocabulary of {expected}, found {found}"
             );
         }
         for text in texts {
             if self.text.tokenizer().encode_whole(&text.text)? != text.tokens {
+                let text = &text.spec.text;
                 bail!(
-                    "{}: expected a file of {}, found a tokenizer that reads the text {:?} differently",
-                    self.facts.source,
-                    source.facts.source,
-                    text.spec.text
+                    "{own}: expected a file of {name}, found a tokenizer that reads the text {text:?} differently"
                 );
             }
         }
@@ -156,24 +160,11 @@ impl Opened {
         nq::verify_values(checkpoint)?;
         model::note_growth(checkpoint, terminal);
         if Device::choose(self.options.device)? == Device::Cpu {
-            let session = SessionSpec {
-                slots: 1,
-                ctx: 1,
-                pages: None,
-                kv: KvType::F16,
-                max_rows: 1,
-                snapshots: None,
-                drafts: DraftedBy::Nothing,
-            };
-            let memory = at_load::memory(checkpoint, None, &session)?;
-            system::check_memory(
-                memory.peak,
-                "models are ranked one after the other, each as a whole",
-            )
-            .with_context(|| self.facts.source.clone())?;
+            let memory = at_load::memory(checkpoint, None, &SessionSpec::of_one(1, 1))?;
+            let how = "models are ranked one after the other, each as a whole";
+            system::check_memory(memory.peak, how).with_context(|| self.facts.source.clone())?;
         }
-        let (config, store) = (checkpoint.config(), checkpoint.store());
-        nq_load::load(config, store, &self.options, terminal)
+        nq_load::load(self.config(), checkpoint.store(), &self.options, terminal)
             .with_context(|| self.facts.source.clone())
     }
 }
@@ -193,7 +184,7 @@ impl RankText {
             text = Cow::Owned(text[..cut].to_owned());
         }
         let tokens = source.text.tokenizer().encode_whole(&text)?;
-        let positions = source.model.checkpoint.config().max_position_embeddings;
+        let positions = source.config().max_position_embeddings;
         Ok(RankText {
             spec: text_spec(&name, tokens.len(), positions, windows),
             tokens,
@@ -204,12 +195,8 @@ impl RankText {
     /// What the source's log-probabilities depend on.
     fn key(&self, source: &Opened) -> String {
         let bytes: Vec<u8> = self.tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
-        format!(
-            "{}\ntokens {}\n{:?}",
-            source.key,
-            sha256_hex(&bytes),
-            self.spec
-        )
+        let (key, tokens) = (&source.key, sha256_hex(&bytes));
+        format!("{key}\ntokens {tokens}\n{:?}", self.spec)
     }
 }
 
@@ -264,9 +251,11 @@ pub(crate) fn run(args: &RankArgs, global: &Global) -> anyhow::Result<ExitCode> 
     print(&ranking, global.json)?;
     if let Some(path) = &args.report {
         render::write_ranking(path, &ranking)?;
-        bench
-            .terminal
-            .note(&format!("report written to {}", path.display()));
+        let note = format!("report written to {}", path.display());
+        bench.terminal.note(&note);
+    }
+    if let Some(path) = &args.record {
+        machine::write_record(path, &record(&ranking, &bench.source, &files)?)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -278,8 +267,7 @@ fn read_texts(
     source: &Opened,
     terminal: &Terminal,
 ) -> anyhow::Result<Vec<RankText>> {
-    let bytes = args.windows * WINDOW_BYTES;
-    let bytes = args.text.as_ref().map(|_| bytes);
+    let bytes = args.text.as_ref().map(|_| args.windows * WINDOW_BYTES);
     let text = texts::load(args.text.as_deref(), bytes, global.offline, terminal)?;
     let mut texts = vec![RankText::new(text, source, args.windows)?];
     for (name, text) in KINDS {
@@ -323,23 +311,14 @@ impl Workbench {
         for (i, file) in files.iter().enumerate() {
             let at = format!("{} of {}: {}", i + 1, files.len(), file.facts.name);
             let key = format!("{}\nfile\n{}", recorded.key, file.key);
-            let figures = match self.kept.read(&key, &self.terminal) {
-                Some(figures) => {
-                    self.terminal
-                        .note(&format!("{at}, measured by an earlier run"));
-                    figures
-                }
-                None => {
-                    self.terminal.note(&at);
-                    let figures = self.measure(file, &recorded)?;
-                    self.kept.write(&key, &figures)?;
-                    figures
-                }
-            };
+            let kept: Option<FileFigures> = self.kept.read(&key, &self.terminal);
+            let earlier = kept.as_ref().map_or("", |_| ", measured by an earlier run");
+            self.terminal.note(&format!("{at}{earlier}"));
+            let measured = || self.kept.keep(&key, self.measure(file, &recorded)?);
             ranked.push(RankedFile {
                 facts: file.facts.clone(),
                 frontier: false,
-                figures,
+                figures: kept.map_or_else(measured, Ok)?,
             });
         }
         mark_frontier(&mut ranked);
@@ -377,8 +356,7 @@ impl Workbench {
             None => {
                 let engine = self.engine(&mut engine)?;
                 let figures = self.source_figures(engine, &logits, &prompts)?;
-                self.kept.write(&key, &figures)?;
-                figures
+                self.kept.keep(&key, figures)?
             }
         };
         Ok(Recorded {
@@ -406,7 +384,7 @@ impl Workbench {
         engine: &mut Option<Arc<dyn Engine>>,
     ) -> anyhow::Result<ReferenceLogits> {
         let path = self.kept.path(key, "logits");
-        let vocab = self.source.model.checkpoint.config().vocab_size;
+        let vocab = self.source.config().vocab_size;
         let open = || ReferenceLogits::open(&path, key, &text.tokens, &text.spec, vocab);
         if path.exists() {
             match open() {
@@ -430,25 +408,15 @@ impl Workbench {
 
     /// Tokens of the protocol's prompts: as chats, or as they are for a model without a chat template.
     fn prompts(&self) -> anyhow::Result<Vec<Vec<u32>>> {
-        let most = self
-            .source
-            .model
-            .checkpoint
-            .config()
-            .max_position_embeddings;
+        let most = self.source.config().max_position_embeddings;
         let text = &self.source.text;
         let tokens = |prompt: &str| {
-            Ok(match text.template() {
-                None => text.tokenizer().encode_whole(prompt)?,
-                Some(_) => {
-                    let messages = vec![Message::new("user", prompt)];
-                    let chat = ChatInput {
-                        messages,
-                        ..ChatInput::default()
-                    };
-                    text.ask(chat, most)?.prompt.tokens
-                }
-            })
+            if text.template().is_none() {
+                return Ok(text.tokenizer().encode_whole(prompt)?);
+            }
+            let mut chat = ChatInput::default();
+            chat.messages.push(Message::new("user", prompt));
+            Ok(text.ask(chat, most)?.prompt.tokens)
         };
         prompts().map(tokens).collect()
     }
@@ -483,8 +451,7 @@ impl Workbench {
     }
 
     fn measure(&self, file: &Opened, recorded: &Recorded) -> anyhow::Result<FileFigures> {
-        let engine = file.load(&self.terminal)?;
-        let engine = engine.as_ref();
+        let engine = &*file.load(&self.terminal)?;
         let compare = |logits: &ReferenceLogits| -> anyhow::Result<TextFigures> {
             let compared = logits.compare(engine, &self.terminal);
             Ok(compared.with_context(|| file.facts.source.clone())?.into())
@@ -503,6 +470,27 @@ impl Workbench {
             },
         })
     }
+}
+
+/// What `--record` writes: the figures of the text, and of the others their means.
+fn record(ranking: &Ranking, source: &Opened, files: &[Opened]) -> anyhow::Result<Record> {
+    let by_name = |f: &RankedFile| files.iter().find(|o| o.facts.name == f.facts.name);
+    let opened = ranking.files.iter().filter_map(by_name);
+    let models = std::iter::once(source).chain(opened);
+    let Some(first) = ranking.files.first() else {
+        bail!("expected a file that was ranked, found none");
+    };
+    let report = &first.figures.text.report;
+    let protocol = format!(
+        "{}: {}, {} windows of {}",
+        ranking.protocol, report.text, report.windows, report.ctx
+    );
+    let quality = ranking.files.iter().map(|f| f.figures.text.report.clone());
+    Ok(Record {
+        quality: quality.collect(),
+        more: ranking.more()?,
+        ..machine::record(protocol, models.map(|o| o.recorded.clone()).collect())
+    })
 }
 
 fn print(ranking: &Ranking, json: bool) -> anyhow::Result<()> {

@@ -4,9 +4,7 @@ use anyhow::Context;
 use nq_answers::{Answer, Answering, ChatInput, Drawing, Format, ModelText, Thinking, ToolChoice};
 use nq_evals::rank::{RankTask, TaskAnswer, TaskAnswers, tasks};
 use nq_formats::{Progress, Unit};
-use nq_runtime::{
-    DraftedBy, Engine, KvType, Message, SamplingParams, Sequence, Session, SessionSpec,
-};
+use nq_runtime::{Engine, Message, SamplingParams, Sequence, Session, SessionSpec};
 use serde_json::json;
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
@@ -27,15 +25,8 @@ pub(super) fn answer_tasks(
     progress: &dyn Progress,
 ) -> anyhow::Result<TaskAnswers> {
     let ctx = CONTEXT.min(engine.config().max_position_embeddings);
-    let mut session = engine.session(SessionSpec {
-        slots: 1,
-        ctx,
-        pages: None,
-        kv: KvType::F16,
-        max_rows: engine.description().prompt_rows().min(ctx),
-        snapshots: None,
-        drafts: DraftedBy::Nothing,
-    })?;
+    let rows = engine.description().prompt_rows().min(ctx);
+    let mut session = engine.session(SessionSpec::of_one(ctx, rows))?;
     let tasks = tasks()?;
     progress.begin("calls and JSON", 2 * tasks.len() as u64, Unit::Items);
     let mut found = TaskAnswers::default();
