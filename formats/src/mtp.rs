@@ -5,8 +5,9 @@ use crate::error::Result;
 use crate::left_over::LeftOver;
 use crate::object::Object;
 use crate::store::{Overlay, WeightStore};
+use crate::weight::Weight;
 use nq_model::mtp::{in_mtp_layer, parameters};
-use nq_model::{Architecture, ModelConfig, in_layer};
+use nq_model::{Architecture, Dims, ModelConfig, in_layer};
 use std::borrow::Cow;
 
 /// The key of config.json that says how many such layers a model has.
@@ -80,5 +81,9 @@ impl Overlay for LayerStore<'_> {
             // Of the whole model, beside its layers.
             None => name.into(),
         }
+    }
+
+    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+        self.0.matrix_in_levels(&self.inner_name(name), dims)
     }
 }

@@ -163,6 +163,13 @@ impl Overlay for Published {
         }
     }
 
+    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+        match self.part(name) {
+            None => self.inner.matrix_in_levels(name, dims),
+            Some(part) => self.matrix_part(&part, dims.cols),
+        }
+    }
+
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {
         match self.part(name) {
             None => self.inner.stored(name, dims),

@@ -320,6 +320,22 @@ impl Overlay for ShardStore<'_> {
         Ok(part)
     }
 
+    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+        let inner = self.inner_name(name);
+        let Some(cut) = self.cuts.get(name) else {
+            return self.inner.matrix_in_levels(&inner, dims);
+        };
+        let whole = self.inner.matrix_in_levels(&inner, cut.dims)?;
+        // A cut may go through a span of scales in two levels.
+        match cut.of(&whole) {
+            Ok(part) => {
+                whole.release();
+                Ok(part)
+            }
+            Err(_) => Overlay::matrix(self, name, dims),
+        }
+    }
+
     /// Those of the whole model, or of its layers, whose sizes tell how much larger one layer is than another.
     fn entries(&self) -> Vec<TensorEntry> {
         let entries = self.inner.entries().into_iter();

@@ -250,17 +250,10 @@ impl AffineWeight {
         }
     }
 
-    /// Bytes `[out, groups]` and f16 factors `[out]` of scales in two levels of 8 bits and one f16 per
-    /// row; `None` for other scales.
-    pub fn scales_of_rows(&self) -> Option<(&[u8], &[f16])> {
-        match self.two_level.as_deref() {
-            Some((GroupValues::TwoLevel { small, of_spans }, _))
-                if self.scheme.scales == TwoLevel::of_row(Bits::B8) =>
-            {
-                Some((small, of_spans))
-            }
-            _ => None,
-        }
+    /// Scales, and offsets if there are any, as they are stored where that is in two levels.
+    pub fn two_levels(&self) -> Option<(&GroupValues, Option<&GroupValues>)> {
+        let (scales, offsets) = self.two_level.as_deref()?;
+        Some((scales, offsets.as_ref()))
     }
 
     /// Bits, grouping and zero-points.
@@ -298,26 +291,36 @@ impl AffineWeight {
     /// or converted ones in `scratch`.
     pub fn held_row<'a>(&'a self, row: usize, scratch: &'a mut Vec<u8>) -> &'a [u8] {
         let held = self.scheme.held();
+        // The midpoint of fewer bits becomes the midpoint of more.
+        let shift = match self.scheme.zeros {
+            Zeros::None => held.bits.midpoint() - self.scheme.value_bits().midpoint(),
+            _ => 0,
+        };
+        self.row_in(held.bits, shift, row, scratch)
+    }
+
+    /// Packed values of the codes of one row in `bits`, which have room for them, each more by `shift`: the stored
+    /// codes, or converted ones in `scratch`.
+    pub fn row_in<'a>(
+        &'a self,
+        bits: Bits,
+        shift: u8,
+        row: usize,
+        scratch: &'a mut Vec<u8>,
+    ) -> &'a [u8] {
         let packed = self.row_codes(row);
-        if held.bits == self.scheme.bits {
+        if bits == self.scheme.bits && shift == 0 {
             return packed;
         }
         let n = self.in_features;
-        scratch.resize(n + held.bits.bytes(n), 0);
+        scratch.resize(n + bits.bytes(n), 0);
         let (codes, out) = scratch.split_at_mut(n);
         pack::unpack_row(self.scheme.bits, packed, codes);
-        match &self.levels {
-            Some(levels) => codes.iter_mut().for_each(|c| *c = levels[usize::from(*c)]),
-            None => {
-                // The midpoint of fewer bits becomes the midpoint of more.
-                let shift = match self.scheme.zeros {
-                    Zeros::None => held.bits.midpoint() - self.scheme.bits.midpoint(),
-                    _ => 0,
-                };
-                codes.iter_mut().for_each(|c| *c += shift);
-            }
+        if let Some(levels) = &self.levels {
+            codes.iter_mut().for_each(|c| *c = levels[usize::from(*c)]);
         }
-        pack::pack_row(held.bits, codes, out);
+        codes.iter_mut().for_each(|c| *c += shift);
+        pack::pack_row(bits, codes, out);
         out
     }
 

@@ -37,6 +37,23 @@ impl LayerWeights {
         )
     }
 
+    /// As [`LayerWeights::read`], with matrices of [`WeightStore::matrix_in_levels`].
+    ///
+    /// # Errors
+    /// As [`LayerWeights::read`].
+    pub fn read_in_levels(
+        store: &dyn WeightStore,
+        config: &ModelConfig,
+        index: usize,
+    ) -> Result<Self> {
+        let matrix = WeightStore::matrix_in_levels;
+        Self::collect(
+            config.layer(index),
+            |linear| Ok(matrix(store, &linear.name(index), linear.dims(config))?),
+            |vector| Ok(store.vector(&vector.name(index), vector.len(config))?),
+        )
+    }
+
     /// Collects the results of `linear` and `vector` for all parts of the layer.
     ///
     /// # Errors

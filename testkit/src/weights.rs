@@ -6,7 +6,7 @@ use nq_formats::pack::pack_rows;
 use nq_formats::trellis::STRIP;
 use nq_formats::{
     AffineScheme, AffineWeight, Bits, Group, GroupValues, Levels, Parts, QuantizedWeight, Scales,
-    Tensor, TrellisScheme, TrellisWeight, Weight, Zeros,
+    Tensor, TrellisScheme, TrellisWeight, TwoLevel, Weight, Zeros,
 };
 use nq_kernels::rng::Philox;
 use nq_model::{DType, Dims};
@@ -124,6 +124,26 @@ pub fn two_level(groups: &[Group]) -> Vec<AffineScheme> {
         kinds.map(|(bits, zeros)| AffineScheme::new(bits, group, zeros).two_level(Bits::B8))
     };
     groups.iter().flat_map(schemes).collect()
+}
+
+/// Schemes of GGUF's blocks of 256 with scales in two levels, Q4_K, Q6_K, Q5_K and Q3_K.
+pub fn blocks() -> Vec<AffineScheme> {
+    let scheme = |bits, group, zeros, of_scales| {
+        let span = Group::Size(256);
+        AffineScheme {
+            scales: Scales::TwoLevel(TwoLevel {
+                bits: of_scales,
+                span,
+            }),
+            ..AffineScheme::new(bits, Group::Size(group), zeros)
+        }
+    };
+    vec![
+        scheme(Bits::B4, 32, Zeros::Offset, Bits::B6),
+        scheme(Bits::B6, 16, Zeros::None, Bits::B8),
+        scheme(Bits::B5, 32, Zeros::Offset, Bits::B6),
+        scheme(Bits::B3, 16, Zeros::None, Bits::B8),
+    ]
 }
 
 /// Schemes that devices hold as other schemes: every width, kind of scale and table at least once.

@@ -91,6 +91,7 @@ const fn of_points(group: u32, unpack: super::Unpack) -> BlockLayout {
         group,
         offsets: false,
         plain_scales: false,
+        factors: None,
         unpack,
     }
 }
@@ -215,6 +216,7 @@ const fn ternary(unpack: super::Unpack) -> BlockLayout {
         group: 128, // two groups of the same scale: 256 is wider than kernels' groups
         offsets: false,
         plain_scales: true,
+        factors: None,
         unpack,
     }
 }

@@ -26,9 +26,26 @@ pub struct BlockLayout {
     pub offsets: bool,
     /// True if a group's scale is an f16; false if it is a product that may not fit one.
     pub plain_scales: bool,
+    /// Of scales (and offsets) that are small integers times an f16 of the block.
+    pub factors: Option<Factors>,
     /// Unpacks one block: canonical codes (one per element), scales and offsets (one
     /// per group; not written if the type has none).
     pub unpack: Unpack,
+}
+
+/// The f16 of a block that small integers are multiplied by.
+#[derive(Clone, Copy)]
+pub struct Factors {
+    /// Width of the block's codes, centred on its midpoint where there are no offsets.
+    width: Bits,
+    /// Where the factor of scales is, and that of offsets, in bytes.
+    at: &'static [usize],
+}
+
+impl Factors {
+    const fn new(width: Bits, at: &'static [usize]) -> Option<Self> {
+        Some(Factors { width, at })
+    }
 }
 
 /// `(block, codes, scales, offsets)`.
@@ -105,6 +122,7 @@ pub(super) const Q4_0: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
+    factors: None,
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         nibbles(&block[2..], codes);
@@ -117,6 +135,7 @@ pub(super) const Q4_1: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: true,
+    factors: None,
     unpack: |block, codes, scales, offsets| {
         scales[0] = f16_at(block, 0);
         offsets[0] = f16_at(block, 2);
@@ -137,6 +156,7 @@ pub(super) const Q5_0: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
+    factors: None,
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         nibbles(&block[6..], codes);
@@ -151,6 +171,7 @@ pub(super) const Q5_1: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: true,
+    factors: None,
     unpack: |block, codes, scales, offsets| {
         scales[0] = f16_at(block, 0);
         offsets[0] = f16_at(block, 2);
@@ -165,6 +186,7 @@ pub(super) const Q8_0: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
+    factors: None,
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         for (q, b) in codes.iter_mut().zip(&block[2..]) {
@@ -192,6 +214,7 @@ pub(super) const Q2_K: BlockLayout = BlockLayout {
     group: 16,
     offsets: true,
     plain_scales: false,
+    factors: Factors::new(Bits::B3, &[80, 82]),
     unpack: |block, codes, scales, offsets| {
         let (d, dmin) = (f16_at(block, 80), f16_at(block, 82));
         for (g, sm) in block[..16].iter().enumerate() {
@@ -209,6 +232,7 @@ pub(super) const Q3_K: BlockLayout = BlockLayout {
     group: 16,
     offsets: false,
     plain_scales: false,
+    factors: Factors::new(Bits::B3, &[108]),
     unpack: |block, codes, scales, _| {
         let (high, packed, d) = (&block[..32], &block[96..108], f16_at(block, 108));
         for (g, s) in scales.iter_mut().enumerate() {
@@ -246,6 +270,7 @@ pub(super) const Q4_K: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: false,
+    factors: Factors::new(Bits::B4, &[0, 2]),
     unpack: |block, codes, scales, offsets| {
         scales_and_minima(block, scales, offsets);
         for (codes, bytes) in codes.chunks_mut(64).zip(block[16..].chunks(32)) {
@@ -261,6 +286,7 @@ pub(super) const Q5_K: BlockLayout = BlockLayout {
     group: 32,
     offsets: true,
     plain_scales: false,
+    factors: Factors::new(Bits::B5, &[0, 2]),
     unpack: |block, codes, scales, offsets| {
         scales_and_minima(block, scales, offsets);
         let high = &block[16..48];
@@ -280,6 +306,7 @@ pub(super) const Q6_K: BlockLayout = BlockLayout {
     group: 16,
     offsets: false,
     plain_scales: false,
+    factors: Factors::new(Bits::B6, &[208]),
     unpack: |block, codes, scales, _| {
         let d = f16_at(block, 208);
         for (s, b) in scales.iter_mut().zip(&block[192..208]) {
@@ -313,6 +340,7 @@ pub(super) const IQ4_NL: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: true,
+    factors: None,
     unpack: |block, codes, scales, _| {
         scales[0] = f16_at(block, 0);
         nibbles(&block[2..], codes);
@@ -327,6 +355,7 @@ pub(super) const IQ4_XS: BlockLayout = BlockLayout {
     group: 32,
     offsets: false,
     plain_scales: false,
+    factors: None,
     unpack: |block, codes, scales, _| {
         let d = f16_at(block, 0);
         for (g, s) in scales.iter_mut().enumerate() {

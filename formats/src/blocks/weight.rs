@@ -1,12 +1,12 @@
 //! A weight in GGUF blocks: its exact numbers, and its conversion to a canonical weight.
 
-use super::BlockBuffers;
 use super::types::BlockType;
+use super::{BlockBuffers, Factors};
 use crate::error::{Error, Result};
 use crate::exactness::Exactness;
 use crate::pack;
-use crate::scheme::Bits;
-use crate::weight::{AffineWeight, ZeroPoints};
+use crate::scheme::{AffineScheme, Bits, Group, Scales, TwoLevel};
+use crate::weight::{AffineWeight, GroupValues, Parts, ZeroPoints};
 use bytes::Bytes;
 use half::f16;
 use nq_model::{DType, Dims};
@@ -155,7 +155,130 @@ impl BlockWeight {
             None,
         )
     }
+
+    /// As [`BlockWeight::to_affine`], but scales (and offsets) that are products are kept in two levels where a small
+    /// integer is multiplied by an f16 of the block: their values are the same.
+    ///
+    /// # Errors
+    /// As [`BlockWeight::to_affine`].
+    pub fn to_levels(&self) -> Result<AffineWeight> {
+        let layout = self.kind.layout().expect("checked by new");
+        let Some(Factors { width, at }) = layout.factors else {
+            return self.to_affine();
+        };
+        let (rows, cols) = (self.out_features, self.in_features);
+        let (block, group) = (self.kind.elements(), layout.group as usize);
+        let (groups, blocks, per_block) = (cols / group, cols / block, block / group);
+        // Scales without offsets are signed, and kept with the midpoint added.
+        let (bits, middle) = match layout.offsets {
+            true => (Bits::B6, 0.0),
+            false => (Bits::B8, 128.0),
+        };
+        let shift = match layout.offsets {
+            true => 0,
+            false => layout.bits.midpoint() - width.midpoint(),
+        };
+        let small = || vec![0u8; rows * bits.bytes(groups)];
+        let factors = || vec![f16::ZERO; rows * blocks];
+        let mut packed = vec![0u8; rows * width.bytes(cols)];
+        let (mut scales, mut of_scales) = (small(), factors());
+        let (mut offsets, mut of_offsets) = (small(), factors());
+        (packed.par_chunks_mut(width.bytes(cols)))
+            .zip(scales.par_chunks_mut(bits.bytes(groups)))
+            .zip(offsets.par_chunks_mut(bits.bytes(groups)))
+            .zip(of_scales.par_chunks_mut(blocks))
+            .zip(of_offsets.par_chunks_mut(blocks))
+            .enumerate()
+            .for_each(
+                |(row, ((((packed, scales), offsets), of_scales), of_offsets))| {
+                    let mut codes = vec![0u8; cols];
+                    let (mut s, mut o) = (vec![0f32; groups], vec![0f32; groups]);
+                    for (b, bytes) in self.row(row).chunks_exact(self.kind.bytes()).enumerate() {
+                        let mut bytes = bytes.to_vec();
+                        let mut factor = |i: usize| {
+                            at.get(i).map_or(f16::ZERO, |&at| {
+                                let place = &mut bytes[at..at + 2];
+                                let factor = f16::from_le_bytes([place[0], place[1]]);
+                                place.copy_from_slice(&f16::ONE.to_le_bytes());
+                                factor
+                            })
+                        };
+                        (of_scales[b], of_offsets[b]) = (factor(0), -factor(1));
+                        let of_block = b * per_block..(b + 1) * per_block;
+                        let codes = &mut codes[b * block..(b + 1) * block];
+                        (layout.unpack)(&bytes, codes, &mut s[of_block.clone()], &mut o[of_block]);
+                    }
+                    codes.iter_mut().for_each(|q| *q -= shift);
+                    pack::pack_row(width, &codes, packed);
+                    let integers: Vec<u8> = s.iter().map(|s| (s + middle) as u8).collect();
+                    pack::pack_row(bits, &integers, scales);
+                    let integers: Vec<u8> = o.iter().map(|o| -o as u8).collect();
+                    pack::pack_row(bits, &integers, offsets);
+                },
+            );
+        let levels = |small: Vec<u8>, factors: Vec<f16>| GroupValues::TwoLevel {
+            small: small.into(),
+            of_spans: factors.into(),
+        };
+        let offsets = layout.offsets.then(|| levels(offsets, of_offsets));
+        let parts = Parts {
+            codes: packed.into(),
+            scales: levels(scales, of_scales),
+            zeros: None,
+            offsets,
+            levels: None,
+            g_idx: None,
+        };
+        let span = Group::Size(block as u32);
+        let scheme = AffineScheme {
+            bits: width,
+            scales: Scales::TwoLevel(TwoLevel { bits, span }),
+            ..layout.scheme()
+        };
+        AffineWeight::assemble(scheme, Dims::new(rows, cols), parts)
+    }
 }
 
 // Blocks with an even number of codes start on a byte boundary when packed to 4 bits.
 const _: () = assert!(Bits::B4.bytes(32) == 16);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Scales in two levels give the values of scales that were multiplied, bit for bit, in as many bits as blocks have.
+    #[test]
+    fn levels_have_the_values_of_their_products() {
+        for (kind, bits) in [
+            (BlockType::Q2_K, 3),
+            (BlockType::Q3_K, 3),
+            (BlockType::Q4_K, 4),
+            (BlockType::Q5_K, 5),
+            (BlockType::Q6_K, 6),
+        ] {
+            let (rows, blocks) = (3, 2);
+            let dims = Dims::new(rows, blocks * kind.elements());
+            let mut data: Vec<u8> = (0..rows * blocks * kind.bytes())
+                .map(|i| (i * 7919 / 13 % 251) as u8)
+                .collect();
+            let factors = kind.layout().unwrap().factors.unwrap();
+            for (b, block) in data.chunks_mut(kind.bytes()).enumerate() {
+                for (i, &at) in factors.at.iter().enumerate() {
+                    let factor = f16::from_f32((b + i + 1) as f32 * 3.1e-3);
+                    block[at..at + 2].copy_from_slice(&factor.to_le_bytes());
+                }
+            }
+            let weight = BlockWeight::new(kind, dims, data.into()).unwrap();
+            let (products, levels) = (weight.to_affine().unwrap(), weight.to_levels().unwrap());
+            assert_eq!(levels.scheme().bits.width(), bits, "{kind}");
+            assert!(!levels.scheme().scales.is_half(), "{kind}");
+            let (mut a, mut b) = (vec![0.0; dims.cols], vec![0.0; dims.cols]);
+            for row in 0..rows {
+                products.dequantize_row(row, &mut a);
+                levels.dequantize_row(row, &mut b);
+                assert!(a.iter().any(|v| *v != 0.0));
+                assert_eq!(a, b, "{kind} row {row}");
+            }
+        }
+    }
+}

@@ -290,6 +290,13 @@ impl Overlay for WithTower {
         }
     }
 
+    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+        match self.stored_name(name) {
+            Some(_) => Overlay::matrix(self, name, dims),
+            None => self.inner.matrix_in_levels(name, dims),
+        }
+    }
+
     fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
         let Some(stored) = self.stored_name(name) else {
             return self.inner.matrix(name, dims);

@@ -22,7 +22,7 @@ use crate::stored::StoredWeight;
 use crate::task::{MODULES, POOLING, Task};
 use crate::tensor::Tensor;
 use crate::vision::PREPROCESSOR;
-use crate::weight::{QuantizedWeight, Weight};
+use crate::weight::{AffineWeight, QuantizedWeight, Weight};
 use bytes::Bytes;
 use nq_model::names::{EMBEDDING, HEAD, NORM, layer_vector, stack, tensor_name};
 use nq_model::{Architecture, Delta, Dims, VectorKind};
@@ -445,6 +445,26 @@ impl GgufStore {
     }
 }
 
+impl GgufStore {
+    fn read_matrix(
+        &self,
+        name: &str,
+        dims: Dims,
+        to_affine: fn(&BlockWeight) -> Result<AffineWeight>,
+    ) -> Result<Weight> {
+        if self.is_ranking_head(name) {
+            return self.ranking_head(dims);
+        }
+        match self.blocks(name, dims)? {
+            Stored::Dense(tensor) => Ok(Weight::Dense(tensor)),
+            Stored::Blocks(stored, blocks) => match to_affine(&blocks) {
+                Ok(affine) => Ok(Weight::Quantized(QuantizedWeight::Affine(affine))),
+                Err(e) => Err(e.in_tensor(self.path(&stored), &stored)),
+            },
+        }
+    }
+}
+
 enum Stored {
     Dense(Tensor),
     Blocks(String, BlockWeight),
@@ -487,16 +507,11 @@ impl WeightStore for GgufStore {
     }
 
     fn matrix(&self, name: &str, dims: Dims) -> Result<Weight> {
-        if self.is_ranking_head(name) {
-            return self.ranking_head(dims);
-        }
-        match self.blocks(name, dims)? {
-            Stored::Dense(tensor) => Ok(Weight::Dense(tensor)),
-            Stored::Blocks(stored, blocks) => match blocks.to_affine() {
-                Ok(affine) => Ok(Weight::Quantized(QuantizedWeight::Affine(affine))),
-                Err(e) => Err(e.in_tensor(self.path(&stored), &stored)),
-            },
-        }
+        self.read_matrix(name, dims, BlockWeight::to_affine)
+    }
+
+    fn matrix_in_levels(&self, name: &str, dims: Dims) -> Result<Weight> {
+        self.read_matrix(name, dims, BlockWeight::to_levels)
     }
 
     fn stored(&self, name: &str, dims: Dims) -> Result<StoredWeight> {

@@ -1,14 +1,17 @@
 //! Packs canonical weights into the device's layout (described in `cuda/weights.cuh`).
 
-use super::driver::GpuInfo;
+mod kind;
+
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use nq_formats::trellis::TrellisScheme;
-use nq_formats::{AffineWeight, Bits, Group, QuantizedWeight, Weight, ZeroPoints, Zeros};
+use nq_formats::pack::unpack_row;
+use nq_formats::{AffineWeight, Bits, GroupValues, QuantizedWeight, Scales, Weight, Zeros};
 use nq_kernels::registry::WeightKind;
 use nq_kernels::{Error, Result};
 use nq_model::{DType, Dims};
 use rayon::prelude::*;
+
+pub use kind::PackedKind;
 
 /// Rows of a tile.
 pub const TILE: usize = 16;
@@ -19,221 +22,6 @@ pub const SPAN: usize = crate::cuda::weights::SPAN;
 /// (`operand_index` of `cuda/common.cuh`): a permutation of each 32 inputs.
 pub fn operand_index(k: usize) -> usize {
     k & !31 | (k >> 2 & 1) << 4 | (k >> 1 & 1) << 3 | (k >> 3 & 3) << 1 | k & 1
-}
-
-/// The properties of a packed weight that select its kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PackedKind {
-    /// FP16 times a power of two.
-    Fp16,
-    /// Integer codes.
-    Affine {
-        /// Width of the codes.
-        bits: Bits,
-        /// Kind of zero-points.
-        zeros: Zeros,
-        /// Scale groups per span: 8, 4, 2, or 1 for wider groups.
-        groups: usize,
-        /// True if scales are bytes times an f16 of the row.
-        two_level: bool,
-    },
-    /// A trellis code, as files have it.
-    Trellis(TrellisScheme),
-}
-
-impl PackedKind {
-    /// The kind that `weight` packs to.
-    ///
-    /// # Errors
-    /// [`Error::NoKernel`] for a dense weight that is not of a float type.
-    pub fn of(weight: &Weight) -> Result<Self> {
-        Self::new(WeightKind::of(weight), weight.dims().cols)
-    }
-
-    /// The kind that weights with this many inputs pack to: their own if kernels read it, otherwise
-    /// FP16. Codes in groups of 16 and in activation order have no kernels.
-    pub fn new(kind: WeightKind, inputs: usize) -> Result<Self> {
-        let scheme = match kind {
-            WeightKind::Dense(dtype) if !dtype.is_float() => {
-                return Err(Error::NoKernel {
-                    op: "linear",
-                    scheme: kind.to_string(),
-                    activations: "f32".into(),
-                    device: "cuda".into(),
-                });
-            }
-            WeightKind::Affine { scheme, act_order } if !act_order => scheme.held_on_gpu(),
-            WeightKind::Trellis(scheme) => return Ok(PackedKind::Trellis(scheme)),
-            _ => return Ok(PackedKind::Fp16),
-        };
-        let groups = match scheme.group {
-            Group::Channel => 1,
-            Group::Size(n) if n as usize >= inputs => 1,
-            Group::Size(n @ (32 | 64 | 128)) => SPAN / n as usize,
-            Group::Size(n) if (n as usize).is_multiple_of(SPAN) => 1,
-            Group::Size(_) => return Ok(PackedKind::Fp16),
-        };
-        Ok(PackedKind::Affine {
-            bits: scheme.bits,
-            zeros: scheme.zeros,
-            groups,
-            two_level: !scheme.scales.is_half(),
-        })
-    }
-
-    /// The kind that a stack of weights with this many inputs packs to: that of its parts, or FP16
-    /// if they differ.
-    pub fn of_stack(kinds: impl IntoIterator<Item = WeightKind>, inputs: usize) -> Result<Self> {
-        let mut all = None;
-        for kind in kinds {
-            let kind = Self::new(kind, inputs)?;
-            all = Some(if all.is_none_or(|k| k == kind) {
-                kind
-            } else {
-                PackedKind::Fp16
-            });
-        }
-        Ok(all.unwrap_or(PackedKind::Fp16))
-    }
-
-    /// What kernels that do not read trellis codes read instead.
-    pub fn without_trellis(self) -> Self {
-        match self {
-            PackedKind::Trellis(_) => PackedKind::Fp16,
-            kind => kind,
-        }
-    }
-
-    /// Its name in breakdowns.
-    pub fn name(self) -> &'static str {
-        match self {
-            PackedKind::Fp16 => "fp16",
-            PackedKind::Trellis(_) => "trellis",
-            PackedKind::Affine { bits, .. } => match bits {
-                Bits::B4 => "int4",
-                Bits::B5 => "int5",
-                Bits::B6 => "int6",
-                _ => "int8",
-            },
-        }
-    }
-
-    /// Bits per code: 4, 5, 6, 8 or 16; 16 for trellis codes, which have no packed layout.
-    pub fn bits(self) -> usize {
-        match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 16,
-            PackedKind::Affine { bits, .. } => bits.width(),
-        }
-    }
-
-    /// `ORDER` of `cuda/weights.cuh`: 4, 8 or 16 bits, whose codes lie in the same order.
-    pub(super) fn order(self) -> usize {
-        match self.bits() {
-            bits @ (8 | 16) => bits,
-            _ => 4,
-        }
-    }
-
-    /// Number of stages in which kernels stream the codes of a record.
-    pub(super) fn stages(self) -> usize {
-        self.order() / 4
-    }
-
-    /// Bytes of codes in one of them.
-    pub(super) fn stage_bytes(self) -> usize {
-        self.code_bytes() / self.stages()
-    }
-
-    /// Bytes of codes in one record.
-    pub(crate) fn code_bytes(self) -> usize {
-        TILE * SPAN * self.bits() / 8
-    }
-
-    /// Bytes of scales and zero-points in one record.
-    pub(crate) fn meta_bytes(self) -> usize {
-        match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 0,
-            PackedKind::Affine {
-                bits,
-                zeros,
-                groups,
-                two_level,
-            } => {
-                let (rows, scale) = if two_level { (32, 16) } else { (0, 32) };
-                let zero = match (zeros, bits) {
-                    (Zeros::None, _) => 0,
-                    (Zeros::Integer, Bits::B4) => 8,
-                    (Zeros::Integer, _) => 16,
-                    (Zeros::Offset, _) => 32,
-                };
-                (rows + groups * (scale + zero)).next_multiple_of(16)
-            }
-        }
-    }
-
-    /// Bytes of a stage in the rings of `cuda/ring.cuh`: codes, and scales and zero-points of a record.
-    pub(super) fn ring_bytes(self, info: &GpuInfo) -> usize {
-        let align = if info.has_large_blocks() { 128 } else { 16 };
-        self.stage_bytes() + self.meta_room().next_multiple_of(align)
-    }
-
-    /// `META` of `cuda/weights.cuh`, padded to 16 bytes.
-    pub(super) fn meta_room(self) -> usize {
-        match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 0,
-            PackedKind::Affine {
-                bits,
-                zeros,
-                groups,
-                two_level,
-            } => PackedKind::Affine {
-                bits,
-                zeros,
-                groups: if groups == 8 { 8 } else { 4 },
-                two_level,
-            }
-            .meta_bytes(),
-        }
-    }
-
-    /// True if scales are in two levels.
-    pub(crate) fn is_two_level(self) -> bool {
-        matches!(
-            self,
-            PackedKind::Affine {
-                two_level: true,
-                ..
-            }
-        )
-    }
-
-    /// Scale groups per span; 1 without scales.
-    pub fn groups(self) -> usize {
-        match self {
-            PackedKind::Fp16 | PackedKind::Trellis(_) => 1,
-            PackedKind::Affine { groups, .. } => groups,
-        }
-    }
-
-    /// Bytes of a record's codes.
-    pub(super) fn codes_bytes(self) -> usize {
-        TILE * SPAN * self.bits() / 8
-    }
-
-    /// Number of the kind of zero-points in `cuda/weights.cuh`.
-    pub(crate) fn zero_code(self) -> usize {
-        match self {
-            PackedKind::Affine {
-                zeros: Zeros::Integer,
-                ..
-            } => 1,
-            PackedKind::Affine {
-                zeros: Zeros::Offset,
-                ..
-            } => 2,
-            _ => 0,
-        }
-    }
 }
 
 /// How the rows of several weights are stacked.
@@ -297,6 +85,30 @@ impl<'a> Packing<'a> {
             kind if plain => kind.without_trellis(),
             kind => kind,
         };
+        // Offsets of weights without zero-points are their scales times the midpoint.
+        let offsets = matches!(
+            kind,
+            PackedKind::Affine {
+                zeros: Zeros::Offset,
+                two_level: false,
+                ..
+            }
+        );
+        for part in parts.iter().filter(|_| offsets) {
+            if let Weight::Quantized(QuantizedWeight::Affine(a)) = part
+                && a.scheme().zeros == Zeros::None
+                && let Some(scale) = a.scales().iter().find(|s| {
+                    let middle = f32::from(a.scheme().value_bits().midpoint());
+                    s.to_f32().abs() * middle > f16::MAX.to_f32()
+                })
+            {
+                return Err(shape(
+                    "scales of a stacked weight",
+                    "offsets within f16".into(),
+                    scale.to_string(),
+                ));
+            }
+        }
         let exponent = match kind {
             PackedKind::Fp16 => common_exponent(parts)?,
             PackedKind::Affine { .. } | PackedKind::Trellis(_) => 0,
@@ -460,19 +272,22 @@ impl<'a> Packing<'a> {
     ) {
         let PackedKind::Affine {
             bits,
+            zeros,
             groups,
             two_level,
-            ..
         } = self.kind
         else {
             return;
         };
-        let mut scratch = Vec::new();
-        let source = if two_level {
-            a.row_codes(row)
-        } else {
-            a.held_row(row, &mut scratch)
+        let own = a.scheme();
+        // Without zero-points midpoints meet.
+        let shift = match own.zeros {
+            _ if !self.kind.is_centred() => 0,
+            Zeros::None => bits.midpoint() - own.value_bits().midpoint(),
+            _ => bits.midpoint(),
         };
+        let mut scratch = Vec::new();
+        let source = a.row_in(bits, shift, row, &mut scratch);
         // Planes of codes: the lowest four bits, then those above; or whole bytes.
         let (low, upper) = match bits {
             Bits::B8 => (source, &[][..]),
@@ -497,56 +312,111 @@ impl<'a> Packing<'a> {
                 _ => {}
             }
         }
-        let (small, of_row) = match a.scales_of_rows() {
-            Some((small, rows)) if two_level => (small, rows[row]),
-            _ => (&[][..], f16::ZERO),
+        let kept = a.two_levels().filter(|_| two_level);
+        let scales = kept.and_then(|(scales, _)| RowLevels::of(scales, a, row));
+        let offsets = kept.and_then(|(_, offsets)| RowLevels::of(offsets?, a, row));
+        // Signed scales have the midpoint of their bytes added.
+        let middle = if zeros == Zeros::None || groups == 16 {
+            128
+        } else {
+            0
         };
-        let scale_bytes = if two_level { 16 } else { 32 };
+        let added = match (own.scales, own.zeros) {
+            (Scales::TwoLevel(two), Zeros::None) => 128 - two.bits.midpoint(),
+            _ => middle,
+        };
+        let (scale_bytes, per_zero) = (if two_level { 16 } else { 32 }, (groups / 8).max(1));
         let in_row = a.groups();
-        let size = a.scheme().group.size(self.inputs).max(1);
+        let size = own.group.size(self.inputs).max(1);
+        let half = place.g * 2 + place.upper;
         for (span, meta) in meta.chunks_exact_mut(self.kind.meta_bytes()).enumerate() {
-            let mut meta = meta;
-            if two_level {
-                let (rows, rest) = meta.split_at_mut(32);
-                let to = (place.g * 2 + place.upper) * 2;
-                rows[to..to + 2].copy_from_slice(&of_row.to_le_bytes());
-                meta = rest;
+            let (rows, meta) = meta.split_at_mut(self.kind.rows_bytes());
+            for (rows, levels) in rows.chunks_exact_mut(32).zip([&scales, &offsets]) {
+                let factor = levels.as_ref().map_or(f16::ZERO, |l| l.factor(span));
+                rows[half * 2..half * 2 + 2].copy_from_slice(&factor.to_le_bytes());
             }
+            let (to_scales, to_points) = meta.split_at_mut(groups * scale_bytes);
             for group in 0..groups {
                 // The group of the first input in this part of the span.
                 let index = (span * SPAN + group * SPAN / groups) / size;
                 let at = group * 8 + place.g;
+                let point = group / per_zero * 8 + place.g;
                 if index >= in_row {
-                    if two_level && a.scheme().zeros == Zeros::None {
-                        meta[at * 2 + place.upper] = 128; // which stands for zero
+                    if two_level {
+                        to_scales[at * 2 + place.upper] = middle; // which stands for zero
                     }
                     continue;
                 }
-                if two_level {
-                    meta[at * 2 + place.upper] = small[row * in_row + index];
-                } else {
-                    let scale = a.scales()[row * in_row + index];
-                    let to = (at * 2 + place.upper) * 2;
-                    meta[to..to + 2].copy_from_slice(&scale.to_le_bytes());
+                match &scales {
+                    Some(levels) => {
+                        to_scales[at * 2 + place.upper] = levels.small[index].wrapping_add(added);
+                    }
+                    None => {
+                        let scale = a.scales()[row * in_row + index];
+                        let to = (at * 2 + place.upper) * 2;
+                        to_scales[to..to + 2].copy_from_slice(&scale.to_le_bytes());
+                    }
                 }
-                let zeros = &mut meta[groups * scale_bytes..];
-                match a.zeros() {
-                    ZeroPoints::None => {}
-                    ZeroPoints::Integer(_) => {
-                        let z = a.zero_point(row, index).unwrap_or_default();
+                match &offsets {
+                    Some(levels) => {
+                        to_points[point * 2 + place.upper] = levels.small[index];
+                    }
+                    _ if zeros == Zeros::Offset && !two_level => {
+                        let to = (point * 2 + place.upper) * 2;
+                        let offset = f16::from_f32(a.affine(row, index).1);
+                        to_points[to..to + 2].copy_from_slice(&offset.to_le_bytes());
+                    }
+                    _ if zeros == Zeros::Integer => {
+                        let middle = own.value_bits().midpoint();
+                        let z = a.zero_point(row, index).unwrap_or(middle);
                         match bits {
-                            Bits::B4 => zeros[at] |= z << (4 * place.upper),
-                            _ => zeros[at * 2 + place.upper] = z,
+                            Bits::B4 => to_points[point] |= z << (4 * place.upper),
+                            _ => to_points[point * 2 + place.upper] = z,
                         }
                     }
-                    ZeroPoints::Offset(o) => {
-                        let to = (at * 2 + place.upper) * 2;
-                        let offset = o[row * in_row + index];
-                        zeros[to..to + 2].copy_from_slice(&offset.to_le_bytes());
-                    }
+                    _ => {}
                 }
             }
         }
+    }
+}
+
+/// The scales or offsets of a row in two levels.
+struct RowLevels<'a> {
+    /// `[groups]`
+    small: Vec<u8>,
+    /// Of all spans of the row.
+    factors: &'a [f16],
+    /// Inputs that share one.
+    span: usize,
+}
+
+impl<'a> RowLevels<'a> {
+    /// Those of `values`, of weight `a`; `None` if they are not in two levels.
+    fn of(values: &'a GroupValues, a: &AffineWeight, row: usize) -> Option<Self> {
+        let (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) =
+            (values, a.scheme().scales)
+        else {
+            return None;
+        };
+        let (inputs, groups) = (a.in_features(), a.groups());
+        let (bytes, spans) = (two.bits.bytes(groups), two.span.count(inputs));
+        let mut unpacked = vec![0; groups];
+        unpack_row(
+            two.bits,
+            &small[row * bytes..(row + 1) * bytes],
+            &mut unpacked,
+        );
+        Some(RowLevels {
+            small: unpacked,
+            factors: &of_spans[row * spans..(row + 1) * spans],
+            span: two.span.size(inputs),
+        })
+    }
+
+    /// The factor of a span of 256 inputs.
+    fn factor(&self, span: usize) -> f16 {
+        self.factors[(span * SPAN / self.span.max(1)).min(self.factors.len() - 1)]
     }
 }
 

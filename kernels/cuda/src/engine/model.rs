@@ -19,7 +19,7 @@ use nq_kernels::registry::WeightKind;
 use nq_kernels::{Account, Activations, KernelSet};
 use nq_model::forward::{Layer, VectorSpec};
 use nq_model::names::{self, EMBEDDING};
-use nq_model::{DType, LinearKind, ModelConfig, Product};
+use nq_model::{DType, Dims, LinearKind, ModelConfig, Product};
 use nq_runtime::interface::{LoadOptions, SessionSpec};
 use nq_runtime::models::{self, LayerWeights};
 use nq_runtime::rope::Rotary;
@@ -85,9 +85,8 @@ impl Slower {
         }
         if self.held > 0 {
             progress.note(&format!(
-                "on this device {} of weights are held as {} of FP16: there are no kernels for \
-                 groups of 16 or activation order, nor for products whose parts differ in scheme or experts in trellis \
-                 codes",
+                "on this device {} of weights are held as {} of FP16: there are no kernels for activation order, some groups \
+                 of 16, products with parts that no scheme holds together, and experts in trellis codes",
                 human_bytes(self.stored as u64),
                 human_bytes(self.held as u64)
             ));
@@ -165,13 +164,17 @@ impl CudaModel {
         };
         let mut done = LoadProgress::begin(config, store, progress);
         let mut census = Census::default();
-        let head_weight = models::head(store, config)?;
+        let end = |name| {
+            let dims = Dims::new(config.vocab_size, config.hidden_size);
+            store.matrix_in_levels(name, dims)
+        };
+        let head_weight = end(names::head(config))?;
         let embedding_weight = if config.tie_word_embeddings {
             None
         } else {
-            Some(models::embedding(store, config)?)
+            Some(end(EMBEDDING)?)
         };
-        let first = LayerWeights::read(store, config, 0)?;
+        let first = LayerWeights::read_in_levels(store, config, 0)?;
         let linears = first
             .spec
             .matrices()
@@ -246,7 +249,7 @@ impl CudaModel {
         for index in 0..config.num_hidden_layers {
             let weights = match first.take() {
                 Some(weights) => weights,
-                None => LayerWeights::read(store, config, index)?,
+                None => LayerWeights::read_in_levels(store, config, index)?,
             };
             count(&weights.linears.values().collect::<Vec<_>>());
             let experts_on_host = index < on_host;

@@ -8,6 +8,7 @@ use nq_formats::{
     Zeros,
 };
 use nq_model::Dims;
+use nq_testkit::weights::{affine, blocks};
 
 /// In product j of a chunk, lane t has inputs 8t + 4j ..: two at 2t, two at 8 + 2t
 /// (`mma_16816`).
@@ -68,8 +69,7 @@ fn halves_lie_where_the_products_read_them() {
     }
 }
 
-/// Parts of different schemes, and those in groups of 16 or activation order, become the halves of
-/// their values.
+/// Parts that no kind of integers holds, in groups of 16 or activation order, become the halves of their values.
 #[test]
 fn what_no_kernel_reads_is_held_as_halves() {
     let (rows, cols) = (24, 320);
@@ -194,32 +194,128 @@ fn codes_and_scales_in_two_levels_lie_as_documented() {
     }
 }
 
-/// Weight [row][col] of a record of codes of 4, 5 or 6 bits with scales in two levels
-/// (`cuda/weights.cuh`).
+/// Weight [row][col] of a record of integer codes (`cuda/weights.cuh`).
 fn value(kind: PackedKind, codes: &[u8], meta: &[u8], row: usize, col: usize) -> f32 {
+    let PackedKind::Affine {
+        bits,
+        zeros,
+        groups,
+        two_level,
+    } = kind
+    else {
+        unreachable!("codes are integers")
+    };
     let (g, upper, unit, chunk) = (row % 8, row / 8, col / 64, col % 64 / 32);
     let (lane, high, byte) = (g * 4 + col % 32 / 8, col % 8 / 4, [0, 2, 1, 3][col % 4]);
-    let (width, j) = (kind.bits() - 4, chunk * 2 + upper);
-    let codes = &codes[unit * (512 + width * 128)..];
-    let mut code = codes[lane * 16 + j * 4 + byte] >> (4 * high) & 15;
-    for i in 0..width {
-        // Bits above four, a word a lane and width.
-        let bit = (2 * j + high) * width + i;
-        let word = lane * width + bit / 8;
-        code |= (codes[512 + word * 4 + byte] >> (bit % 8) & 1) << (4 + i);
+    let mut code;
+    if bits == Bits::B8 {
+        code = codes[(col / 32 * 32 + lane) * 16 + high * 8 + upper * 4 + col % 4];
+    } else {
+        let (width, j) = (bits.width() - 4, chunk * 2 + upper);
+        let codes = &codes[unit * (512 + width * 128)..];
+        code = codes[lane * 16 + j * 4 + byte] >> (4 * high) & 15;
+        for i in 0..width {
+            // Bits above four, a word a lane and width.
+            let bit = (2 * j + high) * width + i;
+            let word = lane * width + bit / 8;
+            code |= (codes[512 + word * 4 + byte] >> (bit % 8) & 1) << (4 + i);
+        }
     }
-    let (groups, at) = (kind.groups(), col * kind.groups() / SPAN * 8 + g);
-    let of_row = &meta[(g * 2 + upper) * 2..][..2];
-    let of_row = f16::from_le_bytes([of_row[0], of_row[1]]).to_f32();
-    let (small, zeros) = meta[32..].split_at(groups * 16);
-    let small = f32::from(small[at * 2 + upper]);
-    let (middle, zero) = match kind.bits() {
-        4 => (0.0, zeros[at] >> (4 * upper) & 15),
-        5 => (0.0, zeros[at * 2 + upper]),
-        _ => (128.0, 32),
+    let half =
+        |bytes: &[u8], at: usize| f16::from_le_bytes([bytes[at * 2], bytes[at * 2 + 1]]).to_f32();
+    let centred = zeros == Zeros::None || groups == 16;
+    let (at, of_row) = (col * groups / SPAN * 8 + g, g * 2 + upper);
+    let rows = if !two_level {
+        0
+    } else {
+        32 + 32 * usize::from(zeros == Zeros::Offset)
     };
-    let scale = f16::from_f32(of_row * (small - middle)).to_f32();
-    scale * (f32::from(code) - f32::from(zero))
+    let scales = &meta[rows..];
+    let points = &scales[groups * if two_level { 16 } else { 32 }..];
+    let product = |factor: f32, byte: f32| f16::from_f32(factor * byte).to_f32();
+    let scale = match two_level {
+        true => {
+            let middle = if centred { 128.0 } else { 0.0 };
+            product(
+                half(meta, of_row),
+                f32::from(scales[at * 2 + upper]) - middle,
+            )
+        }
+        false => half(scales, at * 2 + upper),
+    };
+    let zero = match (zeros, bits) {
+        (Zeros::Integer, Bits::B4) => points[at] >> (4 * upper) & 15,
+        (Zeros::Integer, _) => points[at * 2 + upper],
+        _ if centred => bits.midpoint(),
+        _ => 0,
+    };
+    let offset = match zeros {
+        Zeros::Offset if two_level => {
+            let at = if groups == 16 { at / 16 * 8 + g } else { at };
+            product(half(meta, 16 + of_row), points[at * 2 + upper].into())
+        }
+        Zeros::Offset => half(points, at * 2 + upper),
+        _ => 0.0,
+    };
+    scale * (f32::from(code) - f32::from(zero)) + offset
+}
+
+/// Parts that differ are packed in the kind of the fewest bytes that has the values of all.
+#[test]
+fn parts_that_differ_share_a_kind() {
+    let plain = |bits, group, zeros| AffineScheme::new(bits, Group::Size(group), zeros);
+    let [int4, int8] = [Bits::B4, Bits::B8].map(|bits| plain(bits, 64, Zeros::None));
+    let points = plain(Bits::B4, 128, Zeros::Integer);
+    let offsets = plain(Bits::B4, 32, Zeros::Offset);
+    let two_level = |bits, zeros| plain(bits, 64, zeros).two_level(Bits::B8);
+    let mixed = [
+        (Bits::B4, Zeros::Integer),
+        (Bits::B5, Zeros::Integer),
+        (Bits::B6, Zeros::None),
+    ];
+    let [mixed4, mixed5, mixed6] = mixed.map(|(bits, zeros)| two_level(bits, zeros));
+    let q4_k = blocks()[0];
+    let of_rows = AffineScheme::new(Bits::B4, Group::Channel, Zeros::Integer).two_level(Bits::B8);
+    for (schemes, bits) in [
+        (vec![int4, int8], 8),
+        (vec![int4, points], 4),
+        (vec![points, int8, plain(Bits::B3, 32, Zeros::None)], 8),
+        (vec![offsets, int8], 8),
+        (vec![mixed4, mixed5], 5),
+        (vec![mixed4, mixed6], 8),
+        (vec![of_rows, of_rows], 4),
+        (vec![q4_k, int8], 8),
+    ] {
+        let (rows, cols) = (24, 600);
+        let parts = schemes.iter().enumerate();
+        let parts: Vec<Weight> = parts
+            .map(|(i, s)| affine(*s, rows, cols, None, i as u64))
+            .collect();
+        let parts: Vec<&Weight> = parts.iter().collect();
+        let packing = Packing::new(&parts, Stack::Concat, false).unwrap();
+        let kind = packing.kind();
+        assert_eq!(kind.bits(), bits, "{schemes:?}");
+        // Scales stay in two levels where all have these, even if others took fewer bytes.
+        let mixed = schemes.iter().all(|s| *s == of_rows);
+        assert!(kind.is_two_level() || !mixed, "{schemes:?}");
+        let records = packing.tiles() * packing.spans();
+        let mut codes = vec![0xff; records * kind.code_bytes()];
+        let mut meta = vec![0xff; records * kind.meta_bytes()];
+        packing.pack(0, &mut codes, &mut meta).unwrap();
+        let mut expected = vec![0f32; cols];
+        for row in 0..packing.rows() {
+            parts[row / rows]
+                .dequantize_row(row % rows, &mut expected)
+                .unwrap();
+            for (col, expected) in expected.iter().enumerate() {
+                let record = row / TILE * packing.spans() + col / SPAN;
+                let codes = &codes[record * kind.code_bytes()..][..kind.code_bytes()];
+                let meta = &meta[record * kind.meta_bytes()..][..kind.meta_bytes()];
+                let found = value(kind, codes, meta, row % TILE, col % SPAN);
+                assert_eq!(found, *expected, "{schemes:?} row {row}, input {col}");
+            }
+        }
+    }
 }
 
 #[test]

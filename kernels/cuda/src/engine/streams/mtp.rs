@@ -47,7 +47,7 @@ impl CudaMtp {
             Ok(uploader.pack(&[&part], Stack::Concat, true)?)
         };
         let fc = [half(0)?, half(h)?];
-        let weights = LayerWeights::read(&LayerStore::new(store), &config, 0)?;
+        let weights = LayerWeights::read_in_levels(&LayerStore::new(store), &config, 0)?;
         let mut layers = CudaLayers::new(&config);
         layers.all.push(pack_layer(
             &mut uploader,
