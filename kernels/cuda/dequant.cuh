@@ -12,13 +12,19 @@
 template <class S>
 struct RawMeta {
     uint32_t scale, rows, zero;   // rows: of two levels, the scales of the rows
+    uint32_t zero_rows;           // and their offsets
 
     DEVICE void load(const uint8_t* record, int groups, int group, int g) {
         if constexpr (S::BITS != 16) {
-            GroupMeta<S> of;
-            of.load_zero(record, groups, group, g);
-            zero = of.zero;
             const int at = group * 8 + g;
+            if constexpr (S::ZERO == OFFSET && S::TWO_LEVEL) {
+                zero_rows = reinterpret_cast<const uint32_t*>(record)[8 + g];
+                zero = reinterpret_cast<const uint16_t*>(record + S::ROWS + groups * (8 * S::SCALE))[group / S::PER_ZERO * 8 + g];
+            } else {
+                GroupMeta<S> of;
+                of.load_zero(record, groups, group, g);
+                zero = of.zero;
+            }
             if constexpr (S::TWO_LEVEL) {
                 rows = reinterpret_cast<const uint32_t*>(record)[g];
                 scale = reinterpret_cast<const uint16_t*>(record + S::ROWS)[at];
@@ -30,7 +36,8 @@ struct RawMeta {
     DEVICE GroupMeta<S> group() const {
         GroupMeta<S> of;
         of.zero = zero;
-        if constexpr (S::TWO_LEVEL) of.scale = scale_products<S>(rows, scale);
+        if constexpr (S::ZERO == OFFSET && S::TWO_LEVEL) of.zero = scale_products<false>(zero_rows, zero);
+        if constexpr (S::TWO_LEVEL) of.scale = scale_products<GroupMeta<S>::SIGNED>(rows, scale);
         else of.scale = scale;
         return of;
     }
@@ -46,10 +53,14 @@ struct Dequant {
     __half2 zero[2];   // 1024 + z, or offsets
     __half2 high[2];   // -64 - z: for the high nibbles, which become 64 + q
 
-    // Of product j (16 inputs) of step `step` (64 inputs), from the record's scales.
-    DEVICE void load(const uint8_t* meta, int groups, int step, int j, int g) {
+    // The group of the inputs that a lane (g, t) has of product j (16 inputs) of step `step` (64 inputs).
+    static DEVICE int group_of(int groups, int step, int j, int t) {
+        return SLOT == 64 ? step % 4 * groups >> 2 : SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * 4 + j / 2 * 2 + t / 2;
+    }
+    // From the record's scales.
+    DEVICE void load(const uint8_t* meta, int groups, int step, int j, int g, int t) {
         if constexpr (BITS != 16) {
-            const int at = SLOT == 32 ? step % 4 * 2 + j / 2 : step % 4 * groups >> 2;
+            const int at = group_of(groups, step, j, t);
             GroupMeta<S> group;
             group.load_zero(meta, groups, at, g);
             group.load_scale(meta, at, g);
@@ -121,7 +132,7 @@ struct Dequant {
     DEVICE uint32_t from_low(uint32_t h, int row) const {
         const __half2 v = *reinterpret_cast<__half2*>(&h);
         if constexpr (ZERO == OFFSET) {
-            const __half2 q = __hsub2(v, __half2half2(__ushort_as_half(0x6400)));   // 1024
+            const __half2 q = __hsub2(v, __half2half2(__ushort_as_half(0x6400 + (S::CENTRED ? S::MIDDLE : 0))));   // 1024
             return half2_bits(__hfma2(q, scale[row], zero[row]));
         }
         const __half2 d = __hsub2(v, zero[row]);

@@ -56,6 +56,7 @@ struct GemmArgs {
     int epilogue;
     float scale;
     int parts;           // split-k of `gemm_wgmma.cuh`: blocks that share a tile
+    int scheme;          // of `with_block_scheme`
 };
 
 // What a block of `count` rows of x, the `index`-th, takes.
@@ -80,7 +81,7 @@ struct Gemm {
     static constexpr int CODE_BYTES = BITS * 128;            // of a tile in a stage
     static constexpr int STAGE = X_BYTES + BT * CODE_BYTES, FIT = TEAMS_ROOM / TEAMS / STAGE;
     static constexpr int STAGES = FIT < 2 ? 2 : FIT > 4 ? 4 : FIT;
-    using Operand = Dequant<S, SCALED>;
+    using Operand = Dequant<S, SCALED || SLOT == 16>;   // of which a product takes inputs of two slots
     static constexpr bool EXACT = Operand::EXACT;
 
     // Copies of a thread for a stage.
@@ -100,7 +101,7 @@ struct Gemm {
     }
 
     // Slots of a stage, and the products of each.
-    static constexpr int SLOTS = SLOT == 32 ? 2 : 1, PER_SLOT = 4 / SLOTS;
+    static constexpr int SLOTS = SLOT == 64 ? 1 : 2, PER_SLOT = 4 / SLOTS;
     // Products that a unit of codes holds.
     static constexpr int PER_UNIT = 16 / S::ORDER;
 
@@ -152,7 +153,7 @@ struct Gemm {
         };
 
         // Scales are read from memory a group of inputs before they are wanted.
-        const int same = SLOT == 32 || BITS == 16 ? 1 : 4 / p.groups;   // steps that share scales
+        const int same = SLOT != 64 || BITS == 16 ? 1 : 4 / p.groups;   // steps that share scales
         RawMeta<S> raw[RT][SLOTS];
         const uint8_t* const meta = p.meta + first_record * p.meta_bytes;
         uint32_t record[RT];
@@ -160,7 +161,7 @@ struct Gemm {
         for (int r = 0; r < RT; r++) record[r] = keep(min(wr * RT + r, last_tile) * p.spans * p.meta_bytes);
         auto read_scales = [&](int step, int s) {
             step = max(min(step, steps - 1), 0);
-            const int of = SLOT == 32 ? step % 4 * 2 + s : step % 4 * p.groups >> 2;
+            const int of = Operand::group_of(p.groups, step, s * 2, lane % 4);
 #pragma unroll
             for (int r = 0; r < RT; r++) raw[r][s].load(meta + (record[r] + uint32_t(step) / 4 * p.meta_bytes), p.groups, of, g);
         };
@@ -227,7 +228,7 @@ struct Gemm {
 #pragma unroll
                     for (int r = 0; r < RT; r++)
                         if (EXACT) scale[r] = make_float2(__low2float(of[r].scale[0]), __low2float(of[r].scale[1]));
-                    if (SLOT == 32 || (step + 1 & same - 1) == 0) {
+                    if (SLOT != 64 || (step + 1 & same - 1) == 0) {
 #pragma unroll
                         for (int r = 0; r < RT; r++) of[r].set(raw[r][s].group());
                         read_scales(step + (j == 3 ? 1 + same : 1), s);

@@ -48,9 +48,16 @@ struct GemmStepArgs {
     int epilogue;      // PARTS (as STORE), SILU or HEAD of `weights.cuh`
     int parts;         // split-k: parts of the inputs, whose sums are stored apart; SILU, HEAD: 1
     float scale;
+    int scheme;        // of `with_block_scheme`
 };
 
 constexpr int MOST_STAGES = 16;
+
+// One for all schemes of an instance.
+DEVICE uint64_t* step_barriers() {
+    __shared__ uint64_t barriers[2 * MOST_STAGES];
+    return barriers;
+}
 
 template <class S, int N, int WR>
 struct GemmStep {
@@ -77,7 +84,8 @@ struct GemmStep {
 
     static DEVICE void run(const GemmStepArgs& p) {
         extern __shared__ uint8_t raw[];
-        __shared__ uint64_t full[MOST_STAGES], empty[MOST_STAGES];
+        uint64_t* const full = step_barriers();
+        uint64_t* const empty = full + MOST_STAGES;
         // The copy engine's swizzle goes by address.
         uint8_t* const stages = raw + (1024 - shared_address(raw) % 1024) % 1024;
         const int part = blockIdx.x % p.parts;
@@ -157,9 +165,9 @@ struct GemmStep {
         uint32_t scales_at[4], zeros_at[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int at = (SLOT == 32 ? 2 * k : k * p.groups >> 2) * 8 + g;
-            scales_at[k] = keep(ring + META + warp * p.meta_bytes + S::ROWS + at * S::SCALE);
-            zeros_at[k] = keep(ring + META + warp * p.meta_bytes + S::ROWS + p.groups * (8 * S::SCALE) + at * S::ZERO_BYTES);
+            const int group = Operand::group_of(p.groups, k, 0, lane % 4);
+            scales_at[k] = keep(ring + META + warp * p.meta_bytes + S::ROWS + (group * 8 + g) * S::SCALE);
+            zeros_at[k] = keep(ring + META + warp * p.meta_bytes + S::ROWS + p.groups * (8 * S::SCALE) + (group / S::PER_ZERO * 8 + g) * S::ZERO_BYTES);
         }
         const uint32_t operand = keep(uint32_t(right_operand(stages))), operand_high = uint32_t(right_operand(stages) >> 32);
         const uint32_t full_at = keep(shared_address(full)), empty_at = keep(shared_address(empty)), end = p.depth * 8;
@@ -174,10 +182,10 @@ struct GemmStep {
             Unit<BITS> unit;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                if (BITS != 16 && (j == 0 || (SLOT == 32 && j == 2))) {
+                if (BITS != 16 && (j == 0 || (SLOT != 64 && j == 2))) {
                     GroupMeta<S> group;
-                    group.load_zero_shared(zeros_at[k] + stage + j / 2 * 8 * S::ZERO_BYTES);
-                    group.load_scale_shared(scales_at[k] + stage + j / 2 * 8 * S::SCALE, rows_at + stage);
+                    group.load_zero_shared(zeros_at[k] + stage + j / 2 * 8 * S::ZERO_BYTES, rows_at + stage);
+                    group.load_scale_shared(scales_at[k] + stage + j / 2 * 8 * S::PER_ZERO * S::SCALE, rows_at + stage);
                     of.set(group);
                 }
                 if (j % (16 / S::ORDER) == 0) {

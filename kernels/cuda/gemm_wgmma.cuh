@@ -30,6 +30,13 @@ struct WgmmaArgs {
     GemmArgs p;
 };
 
+// One for all schemes of an instance.
+template <int STAGES>
+DEVICE uint64_t* wgmma_barriers() {
+    __shared__ uint64_t barriers[2 * STAGES];
+    return barriers;
+}
+
 template <class S, int N, int WR, int STAGES>
 struct WgmmaGemm {
     static constexpr int BITS = S::BITS, SLOT = S::SLOT;
@@ -67,7 +74,8 @@ struct WgmmaGemm {
 
     static DEVICE void run(const WgmmaArgs& args) {
         extern __shared__ uint8_t raw[];
-        __shared__ uint64_t full[STAGES], empty[STAGES];
+        uint64_t* const full = wgmma_barriers<STAGES>();
+        uint64_t* const empty = full + STAGES;
         // The copy engine's swizzle goes by address.
         uint8_t* const stages = raw + (1024 - shared_address(raw) % 1024) % 1024;
         WgmmaGemm self{stages, full, empty, args};
@@ -113,7 +121,7 @@ struct WgmmaGemm {
         Operand of;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (j == 0 || (SLOT == 32 && j == 2)) of.load(meta, args.p.groups, first_step + step, j, lane / 4);
+            if (j == 0 || (SLOT != 64 && j == 2)) of.load(meta, args.p.groups, first_step + step, j, lane / 4, lane % 4);
             of.product(a[j], Operand::unit(mine, j, lane), j);
         }
         // Here, and not somewhere among the products.

@@ -59,7 +59,7 @@ struct GemvArgs {
     float scale;           // of the product
     int holds_dependents;  // dependents are launched only after the end of the prerequisites
     int epilogue;
-    int unused;
+    int scheme;            // of `with_block_scheme`
 };
 
 // A stage in registers.
@@ -321,13 +321,18 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
             if constexpr (SLOT == 64) {
                 const uint2 slot = load_shared_8(slot_at + span * uint32_t(sizeof(Digits)));
                 s = __uint_as_float(slot.x), sum = __uint_as_float(slot.y);
-            } else {
+            } else if constexpr (SLOT == 32) {
                 s = row[span].slots[2 * half + t / 2].x, sum = row[span].sums[4 * half + t];
+            } else {
+                s = row[span].slots[half].x * OPERAND_UNIT<S>, sum = t % 2 ? 0.f : row[span].sums[2 * half + t / 2];
             }
             const float2 sc = m.scales(half), z = m.zeros(half);
             if constexpr (ZERO == OFFSET) {
                 y[0] += sc.x * (s * sums.row(0)) + z.x * sum;
                 y[1] += sc.y * (s * sums.row(1)) + z.y * sum;
+            } else if constexpr (S::CENTRED) {
+                y[0] = fmaf(sc.x, s * sums.row(0), y[0]);
+                y[1] = fmaf(sc.y, s * sums.row(1), y[1]);
             } else {
                 y[0] = fmaf(sc.x, fmaf(s, sums.row(0), -z.x * sum), y[0]);
                 y[1] = fmaf(sc.y, fmaf(s, sums.row(1), -z.y * sum), y[1]);
@@ -420,6 +425,22 @@ DEVICE void multiply(const GemvArgs& p, const Share& share, PreparedRow<S::BITS>
                         mma_16832(sums.low, v.x, v.y, v.z, v.w, x.x, x.y);
                         mma_16832(sums.low, w.x, w.y, w.z, w.w, x.z, x.w);
                     }
+                }
+            } else if constexpr (SLOT == 16) {
+                // The halves of two chunks of 32 inputs are four slots.
+#pragma unroll
+                for (int unit = 0; unit < 4; unit++) {
+                    const uint32_t* b = reinterpret_cast<const uint32_t*>(row[span].words + unit * 8 + (g & 1) * 4 + t) + g / 4;
+                    const bool mine = t / 2 == g / 2 % 2;
+                    const uint32_t x0 = mine ? b[0] : 0, x1 = mine ? b[2] : 0;
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        uint32_t a[4];
+                        chunk_operand<S>(a, now.codes[unit], c);
+                        multiply_operand<S>(sums.low, a, g / 4 == c ? x0 : 0, g / 4 == c ? x1 : 0);
+                    }
+                    fold(sums, now.meta, unit, span);
+                    sums = IntegerSums();
                 }
             } else {
                 // Four chunks of 32 inputs are four slots.

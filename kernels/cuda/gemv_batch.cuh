@@ -46,10 +46,24 @@ struct GemvBatchArgs {
     int depth;               // of the ring, at most MOST_DEPTH; 1 only if no warp has more stages
     int epilogue;
     float scale;             // of the product
+    int scheme;              // of `with_block_scheme`
 };
 
 // Floats of a column of a tile's sums: padded, so that its rows lie in different banks.
 constexpr int SUM_STRIDE = 20;
+
+// A block's memory of fixed size, one for all schemes of an instance.
+template <int NB, int WARPS>
+struct BatchRoom {
+    uint64_t barriers[WARPS][MOST_DEPTH];
+    float2 tops[WARPS][NB * 8];
+    uint64_t arrivals[WARPS];   // of pieces of x
+};
+template <int NB, int WARPS>
+DEVICE BatchRoom<NB, WARPS>& batch_room() {
+    __shared__ BatchRoom<NB, WARPS> room;
+    return room;
+}
 
 template <class S, int NB, int WARPS, int TILES>
 DEVICE void gemv_batch(const GemvBatchArgs& p) {
@@ -71,11 +85,11 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
 
     extern __shared__ __align__(128) uint4 shared[];
     float* const sums = reinterpret_cast<float*>(shared + WARPS * p.depth * WeightRing::STAGE_WORDS);   // [WARPS][TILES][TILE_SUMS]
-    __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
-    __shared__ float2 tops[WARPS][NB * 8];
+    BatchRoom<NB, WARPS>& fixed = batch_room<NB, WARPS>();
+    auto& barriers = fixed.barriers;
+    auto& tops = fixed.tops;
 #if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
-    __shared__ uint64_t arrivals[WARPS];   // of pieces of x
-    uint64_t* const arrival = arrivals + warp;
+    uint64_t* const arrival = fixed.arrivals + warp;
     uint8_t* const piece_at = reinterpret_cast<uint8_t*>(sums + WARPS * TILES * TILE_SUMS) + warp * (NB * PIECE_BYTES);
     if (lane == 0) barrier_init(arrival);
 #endif
@@ -197,7 +211,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
             // sums of columns 2t and 2t + 1.
             constexpr int WORDS = BITS == 16 ? 4 : 2;
             uint4 x[SLOTS][NB][WORDS];
-            float2 x_scale[SLOTS][NB], x_sum[SLOTS][NB][SLOT == 32 ? 2 : 1];
+            float2 x_scale[SLOTS][NB], x_sum[SLOTS][NB][SLOT != 64 ? 2 : 1];
 #if __CUDA_ARCH__ >= 900 && !SMALL_BLOCKS
             // A lone piece stays where it is.
             const bool lone = end - begin == 1;
@@ -225,8 +239,8 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
                         x_scale[s][n] = load(reinterpret_cast<const float2*>(from.scales) + t);
                         const float2 a = load(reinterpret_cast<const float2*>(from.sums[0]) + t);
                         const float2 b = load(reinterpret_cast<const float2*>(from.sums[1]) + t);
-                        x_sum[s][n][0] = SLOT == 32 ? make_float2(a.x - b.x, a.y - b.y) : a;
-                        if constexpr (SLOT == 32) x_sum[s][n][1] = b;
+                        x_sum[s][n][0] = SLOT != 64 ? make_float2(a.x - b.x, a.y - b.y) : a;
+                        if constexpr (SLOT != 64) x_sum[s][n][1] = b;
                     }
                 }
 #pragma unroll
@@ -253,7 +267,7 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
 #pragma unroll
                 for (int i = 0; i < PARTS; i++) {
                     const int at = piece % STAGES * PARTS + i;
-                    meta[i].load(reinterpret_cast<const uint8_t*>(from + S::STAGE / 16), p.groups, SLOT == 32 ? at : at * p.groups >> 2, g);
+                    meta[i].load(reinterpret_cast<const uint8_t*>(from + S::STAGE / 16), p.groups, SLOT != 64 ? at : at * p.groups >> 2, g);
                 }
                 if constexpr (BITS == 16) {
 #pragma unroll
@@ -271,35 +285,40 @@ DEVICE void gemv_batch(const GemvBatchArgs& p) {
                         int high[NB][4] = {}, low[NB][4] = {};
 #pragma unroll
                         for (int c = 0; c < 2; c++) {
-                            uint32_t a0, a1, a2, a3;
+                            uint32_t a[4];
                             if constexpr (BITS < 8) {
-                                const Unit<BITS>& u = codes[s];
-                                a0 = u.bytes(2 * c, 0), a1 = u.bytes(2 * c + 1, 0), a2 = u.bytes(2 * c, 1), a3 = u.bytes(2 * c + 1, 1);
+                                chunk_operand<S>(a, codes[s], c);
                             } else {
                                 const uint4 v = codes[2 * s + c].words;
-                                a0 = v.x, a1 = v.y, a2 = v.z, a3 = v.w;
+                                a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
                             }
 #pragma unroll
-                            for (int n = 0; n < NB; n++) {
-                                const uint4 h = x[s][n][0], l = x[s][n][1];
-                                mma_16832(high[n], a0, a1, a2, a3, c ? h.z : h.x, c ? h.w : h.y);
-                                mma_16832(low[n], a0, a1, a2, a3, c ? l.z : l.x, c ? l.w : l.y);
-                            }
-                            if (SLOT == 64 && c == 0) continue;
-                            const GroupMeta<S>& m = meta[SLOT == 32 ? 2 * s + c : s];
-                            const float2 scale = m.scales(), zero = m.zeros();
+                            for (int part = 0; part < S::PER_ZERO; part++) {   // of the chunk, of one scale
+                                const bool mine = S::PER_ZERO == 1 || t / 2 == part;
 #pragma unroll
-                            for (int n = 0; n < NB; n++) {
-                                const float2 xs = x_scale[s][n], sum = x_sum[s][n][SLOT == 32 ? c : 0];
+                                for (int n = 0; n < NB; n++) {
+                                    const uint4 h = x[s][n][0], l = x[s][n][1];
+                                    multiply_operand<S>(high[n], a, mine ? c ? h.z : h.x : 0, mine ? c ? h.w : h.y : 0);
+                                    multiply_operand<S>(low[n], a, mine ? c ? l.z : l.x : 0, mine ? c ? l.w : l.y : 0);
+                                }
+                                if (SLOT == 64 && c == 0) continue;
+                                const GroupMeta<S>& m = meta[SLOT == 64 ? s : (2 * s + c) * S::PER_ZERO + part];
+                                const float2 scale = m.scales(), zero = m.zeros();
 #pragma unroll
-                                for (int i = 0; i < 4; i++) {
-                                    const float product = float(high[n][i] * 256 + low[n][i]) * (i % 2 ? xs.y : xs.x);
-                                    const float of = i % 2 ? sum.y : sum.x, sc = i / 2 ? scale.y : scale.x, z = i / 2 ? zero.y : zero.x;
-                                    if constexpr (ZERO == OFFSET)
-                                        y[j][n][i] += fmaf(sc, product, z * of);
-                                    else
-                                        y[j][n][i] = fmaf(sc, fmaf(-z, of, product), y[j][n][i]);
-                                    high[n][i] = low[n][i] = 0;
+                                for (int n = 0; n < NB; n++) {
+                                    const float2 xs = x_scale[s][n], sum = x_sum[s][n][SLOT != 64 ? c : 0];
+#pragma unroll
+                                    for (int i = 0; i < 4; i++) {
+                                        const float product = float(high[n][i] * 256 + low[n][i]) * ((i % 2 ? xs.y : xs.x) * OPERAND_UNIT<S>);
+                                        const float of = i % 2 ? sum.y : sum.x, sc = i / 2 ? scale.y : scale.x, z = i / 2 ? zero.y : zero.x;
+                                        if (ZERO == OFFSET && part == 0)
+                                            y[j][n][i] += fmaf(sc, product, z * of);
+                                        else if (ZERO == OFFSET || S::CENTRED)
+                                            y[j][n][i] = fmaf(sc, product, y[j][n][i]);
+                                        else
+                                            y[j][n][i] = fmaf(sc, fmaf(-z, of, product), y[j][n][i]);
+                                        high[n][i] = low[n][i] = 0;
+                                    }
                                 }
                             }
                         }

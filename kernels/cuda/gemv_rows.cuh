@@ -39,7 +39,9 @@ struct GemvRowsArgs {
     int part_spans;          // most spans of a part
     int depth;               // of the ring, at most MOST_DEPTH
     int epilogue;
+    int scheme;              // of `with_block_scheme`
 };
+
 
 #if __CUDA_ARCH__ >= 900
 
@@ -50,13 +52,15 @@ struct RowsProduct {
     static constexpr int BITS = S::BITS, SLOT = S::SLOT, SLOTS = 4 / S::STAGES, PARTS = SLOTS * 64 / SLOT, OUT = ROWS / 2;
     using Columns = DigitColumns<ROWS>;
     float y[GROUPS * OUT];
-    uint32_t scale_at[PARTS], zero_at[PARTS];
+    // Of each part, or of the first: the others follow.
+    static constexpr int PLACES = SLOT == 16 ? 1 : PARTS;
+    uint32_t scale_at[PLACES], zero_at[PLACES];
     const int lane, g, t;
 
     DEVICE RowsProduct(int groups, int lane) : lane(lane), g(lane / 4), t(lane % 4) {
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-            const int group = SLOT == 32 ? i : i * groups >> 2;
+        for (int i = 0; i < PLACES; i++) {
+            const int group = SLOT != 64 ? i : i * groups >> 2;
             scale_at[i] = keep(S::ROWS + (group * 8 + g) * S::SCALE);
             zero_at[i] = keep(S::ROWS + groups * (8 * S::SCALE) + (group * 8 + g) * S::ZERO_BYTES);
         }
@@ -79,13 +83,14 @@ struct RowsProduct {
         GroupMeta<S> of[PARTS];
 #pragma unroll
         for (int i = 0; i < PARTS; i++) {
-            uint32_t scale = scale_at[i], zero = zero_at[i];
+            uint32_t scale = scale_at[i % PLACES], zero = zero_at[i % PLACES];
+            if (SLOT == 16) scale += i * (8 * S::SCALE), zero += i / S::PER_ZERO * (8 * S::ZERO_BYTES);
             if (S::STAGES == 2 && half) {   // the second two slots of four
                 const uint32_t further = SLOT == 32 ? 4 : groups >> 1;
                 scale += further * (8 * S::SCALE), zero += further * (8 * S::ZERO_BYTES);
             }
             of[i].load_scale_shared(meta + scale, meta + g * 4);
-            of[i].load_zero_shared(meta + zero);
+            of[i].load_zero_shared(meta + zero, meta + g * 4);
         }
         constexpr uint32_t SLOT_BYTES = sizeof(Columns), SCALES = offsetof(Columns, scales), SUMS = offsetof(Columns, sums);
 #pragma unroll
@@ -100,54 +105,62 @@ struct RowsProduct {
                 if constexpr (ROWS == 8) {
                     xs[q] = as_float2(load_shared_8(at + SCALES + t * 8));
                     sum[q][0] = as_float2(load_shared_8(at + SUMS + t * 8));
-                    if (SLOT == 32) sum[q][1] = as_float2(load_shared_8(at + SUMS + 32 + t * 8));
+                    if (SLOT != 64) sum[q][1] = as_float2(load_shared_8(at + SUMS + 32 + t * 8));
                 } else {
                     xs[q].x = __uint_as_float(load_shared_4(at + SCALES + t * 4));
                     sum[q][0].x = __uint_as_float(load_shared_4(at + SUMS + t * 4));
-                    if (SLOT == 32) sum[q][1].x = __uint_as_float(load_shared_4(at + SUMS + 16 + t * 4));
+                    if (SLOT != 64) sum[q][1].x = __uint_as_float(load_shared_4(at + SUMS + 16 + t * 4));
                 }
-                if (SLOT == 32) sum[q][0].x -= sum[q][1].x, sum[q][0].y -= sum[q][1].y;
+                if (SLOT != 64) sum[q][0].x -= sum[q][1].x, sum[q][0].y -= sum[q][1].y;
             }
             int d[GROUPS][ROWS / 4][4] = {};
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                uint32_t a0, a1, a2, a3;
+                uint32_t a[4];
                 if constexpr (BITS < 8) {
-                    a0 = u[s].bytes(2 * c, 0), a1 = u[s].bytes(2 * c + 1, 0), a2 = u[s].bytes(2 * c, 1), a3 = u[s].bytes(2 * c + 1, 1);
+                    chunk_operand<S>(a, u[s], c);
                 } else {
                     const uint4 v = u[2 * s + c].words;
-                    a0 = v.x, a1 = v.y, a2 = v.z, a3 = v.w;
+                    a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
                 }
 #pragma unroll
-                for (int q = 0; q < GROUPS; q++)
+                for (int part = 0; part < S::PER_ZERO; part++) {   // of the chunk, of one scale
+                    const bool mine = S::PER_ZERO == 1 || t / 2 == part;
 #pragma unroll
-                    for (int i = 0; i < ROWS / 4; i++)
-                        mma_16832(d[q][i], a0, a1, a2, a3, c ? b[q][i].z : b[q][i].x, c ? b[q][i].w : b[q][i].y);
-                if (SLOT == 64 && c == 0) continue;
-                const GroupMeta<S>& m = of[SLOT == 32 ? 2 * s + c : s];
-                const float2 scale = m.scales(), zero = m.zeros();
-#pragma unroll
-                for (int q = 0; q < GROUPS; q++) {
-                    const float2 of_sum = sum[q][SLOT == 32 ? c : 0];
-#pragma unroll
-                    for (int i = 0; i < OUT; i++) {
-                        const bool second = ROWS == 8 && i % 2, upper = ROWS == 8 ? i / 2 : i;   // column, output
-                        const int high = ROWS == 8 ? d[q][0][i] : d[q][0][2 * upper];
-                        const int low = ROWS == 8 ? d[q][ROWS / 4 - 1][i] : d[q][0][2 * upper + 1];
-                        const int v = high * 256 + low;
-                        const float a = second ? xs[q].y : xs[q].x, total = second ? of_sum.y : of_sum.x;
-                        const float sc = upper ? scale.y : scale.x, z = upper ? zero.y : zero.x;
-                        float& to = y[q * OUT + i];
-                        if constexpr (S::ZERO == OFFSET)
-                            to += fmaf(sc, float(v) * a, z * total);
-                        else
-                            to = fmaf(sc, fmaf(float(v), a, -z * total), to);
-                    }
-                    if (SLOT == 32) {
+                    for (int q = 0; q < GROUPS; q++)
 #pragma unroll
                         for (int i = 0; i < ROWS / 4; i++)
+                            multiply_operand<S>(d[q][i], a, mine ? c ? b[q][i].z : b[q][i].x : 0, mine ? c ? b[q][i].w : b[q][i].y : 0);
+                    if (SLOT == 64 && c == 0) continue;
+                    const GroupMeta<S>& m = of[SLOT == 64 ? s : (2 * s + c) * S::PER_ZERO + part];
+                    const float2 scale = m.scales(), zero = m.zeros();
 #pragma unroll
-                            for (int j = 0; j < 4; j++) d[q][i][j] = 0;
+                    for (int q = 0; q < GROUPS; q++) {
+                        const float2 of_sum = sum[q][SLOT != 64 ? c : 0];
+#pragma unroll
+                        for (int i = 0; i < OUT; i++) {
+                            const bool second = ROWS == 8 && i % 2, upper = ROWS == 8 ? i / 2 : i;   // column, output
+                            const int high = ROWS == 8 ? d[q][0][i] : d[q][0][2 * upper];
+                            const int low = ROWS == 8 ? d[q][ROWS / 4 - 1][i] : d[q][0][2 * upper + 1];
+                            const int v = high * 256 + low;
+                            const float x = (second ? xs[q].y : xs[q].x) * OPERAND_UNIT<S>, total = second ? of_sum.y : of_sum.x;
+                            const float sc = upper ? scale.y : scale.x, z = upper ? zero.y : zero.x;
+                            float& to = y[q * OUT + i];
+                            if (S::ZERO == OFFSET && part == 0)
+                                to += fmaf(sc, float(v) * x, z * total);
+                            else if (S::ZERO == OFFSET || S::CENTRED)
+                                to = fmaf(sc, float(v) * x, to);
+                            else
+                                to = fmaf(sc, fmaf(float(v), x, -z * total), to);
+                        }
+                    }
+                    if (SLOT != 64) {
+#pragma unroll
+                        for (int q = 0; q < GROUPS; q++)
+#pragma unroll
+                            for (int i = 0; i < ROWS / 4; i++)
+#pragma unroll
+                                for (int j = 0; j < 4; j++) d[q][i][j] = 0;
                     }
                 }
             }
@@ -162,6 +175,19 @@ DEVICE float2 better(float2 a, float2 b) {
     return b.x > a.x || (b.x == a.x && __float_as_int(b.y) < __float_as_int(a.y)) ? b : a;
 }
 
+// A block's memory of fixed size, one for all schemes of an instance.
+template <int ROWS, int WARPS>
+struct RowsRoom {
+    uint64_t barriers[WARPS][MOST_DEPTH];
+    uint64_t x_there;
+    float2 tops[WARPS][ROWS];
+};
+template <int ROWS, int WARPS>
+DEVICE RowsRoom<ROWS, WARPS>& rows_room() {
+    __shared__ RowsRoom<ROWS, WARPS> room;
+    return room;
+}
+
 template <class S, int ROWS, int GROUPS, int WARPS>
 DEVICE void gemv_rows(const GemvRowsArgs& p) {
     constexpr int STAGES = S::STAGES, OUT = ROWS / 2, ALL = GROUPS * OUT;
@@ -174,9 +200,10 @@ DEVICE void gemv_rows(const GemvRowsArgs& p) {
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     extern __shared__ __align__(128) uint4 shared[];
-    __shared__ uint64_t barriers[WARPS][MOST_DEPTH];
-    __shared__ uint64_t x_there;
-    __shared__ float2 tops[WARPS][GROUPS * ROWS];
+    auto& room = rows_room<GROUPS * ROWS, WARPS>();
+    auto& barriers = room.barriers;
+    uint64_t& x_there = room.x_there;
+    auto& tops = room.tops;
     const int parts = p.parts, part = parts == 1 ? 0 : int(cluster_rank());
     const int cluster = blockIdx.x / parts, clusters = gridDim.x / parts;
     const int first_span = part * p.spans / parts, of_part = (part + 1) * p.spans / parts - first_span;

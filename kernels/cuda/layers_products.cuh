@@ -73,7 +73,8 @@ DEVICE void LayersBlock<S, HYBRID, EXPERTS, TIMED>::multiply(int l, int which) {
             case 2: add_records(int5_int_64_scales8()); break;
             case 3: add_records(int5_int_32_scales8()); break;
             case 4: add_records(int6_sym_64_scales8()); break;
-            default: add_records(int6_sym_32_scales8());
+            case 5: add_records(int6_sym_32_scales8()); break;
+            default: with_block_scheme(kind.scheme - 6, add_records);
             }
         }
         // A warp a tile, two lanes an output, each with the sums of every other warp.

@@ -125,10 +125,10 @@ struct Products {
     }
 };
 
-// Plain digits: codes of 4, 5 and 6 bits, with a scale for 32 inputs or more, in two levels.
+// Plain digits: codes of 4, 5 and 6 bits, with a scale for 16 inputs or more, in two levels.
 template <class S>
 struct Products<S, false> {
-    static constexpr int UNIT = 128 * S::BITS, HALVES = S::SLOT == 32 ? 2 : 1;
+    static constexpr int UNIT = 128 * S::BITS;
     const MetaAt<S> meta_at;
     const int lane, g, t;
     uint4 x[4] = {};   // by the lane's slot: its operand; zero in the places of the others
@@ -148,9 +148,19 @@ struct Products<S, false> {
         meta_at.load(m, meta);
         digits();
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
+        for (int half = 0; half < S::PASSES; half++) {
             int low[4] = {}, high[4] = {};
-            if constexpr (S::SLOT == 64) {
+            if constexpr (S::SLOT == 16) {
+                // Half g / 2 % 2 of chunk g / 4 of 32 inputs.
+                const uint32_t from = row + (2 * half + g % 2) * 64 + t * 16 + g / 4 * 8;
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    load_shared_8_if(x[c], t / 2 == g / 2 % 2 ? g / 4 : 2, c, from);
+                    uint32_t a[4];
+                    chunk_operand<S>(a, w[half], c);
+                    multiply_operand<S>(low, a, x[c].x, x[c].y);
+                }
+            } else if constexpr (S::SLOT == 64) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) load_shared_16_if(x[j], g / 2, j, row + lane * 16);
 #pragma unroll
@@ -169,12 +179,27 @@ struct Products<S, false> {
                     multiply(S::BITS == 4 ? high : low, w[2 * half + u], 1, x[2 * u].y, x[2 * u + 1].y);
                 }
             }
-            if (half == HALVES - 1) done();
-            const float4 slot = as_floats(load_shared_16(row + SLOTS + (S::SLOT == 64 ? t : 2 * half + t / 2) * 16));
-            const float sum = S::SLOT == 64 ? slot.y + slot.w : t % 2 ? slot.w : slot.y;
+            if (half == S::PASSES - 1) done();
+            const float4 slot = as_floats(load_shared_16(row + SLOTS + (S::SLOT == 64 ? t : S::SLOT == 32 ? 2 * half + t / 2 : half) * 16));
             const float2 sc = m.scales(half), z = m.zeros(half);
-            y[0] = fmaf(sc.x, fmaf(slot.x, value(low, high, 0), -z.x * sum), y[0]);
-            y[1] = fmaf(sc.y, fmaf(slot.x, value(low, high, 1), -z.y * sum), y[1]);
+            if constexpr (S::SLOT == 16) {
+                const float unit = slot.x * OPERAND_UNIT<S>;
+                y[0] = fmaf(sc.x, unit * value(low, high, 0), y[0]);
+                y[1] = fmaf(sc.y, unit * value(low, high, 1), y[1]);
+                if constexpr (S::ZERO == OFFSET) {   // of 32 inputs
+                    const float sum = t % 2 ? 0.f : t / 2 ? slot.w : slot.y;
+                    y[0] = fmaf(z.x, sum, y[0]), y[1] = fmaf(z.y, sum, y[1]);
+                }
+            } else {
+                const float sum = S::SLOT == 64 ? slot.y + slot.w : t % 2 ? slot.w : slot.y;
+                if constexpr (S::ZERO == OFFSET) {
+                    y[0] += fmaf(sc.x, slot.x * value(low, high, 0), z.x * sum);
+                    y[1] += fmaf(sc.y, slot.x * value(low, high, 1), z.y * sum);
+                } else {
+                    y[0] = fmaf(sc.x, fmaf(slot.x, value(low, high, 0), -z.x * sum), y[0]);
+                    y[1] = fmaf(sc.y, fmaf(slot.x, value(low, high, 1), -z.y * sum), y[1]);
+                }
+            }
         }
     }
 

@@ -17,17 +17,19 @@
 //   int8   4096 B: chunk c is 512 B, 16 B a lane = {g, g+8} inputs 0..3, {g, g+8} inputs 4..7
 //   fp16   8192 B: product j is 512 B, 16 B a lane = a0, a1, a2, a3 of `mma_16816`
 //
-// A slot is 64 inputs (32 for groups of 32): the span of inputs that share a scale and that
-// share one column pair of the right operand, see `gemv.cuh`.
+// A slot is 64 inputs (32 for groups of 32, 16 for groups of 16): the span of inputs that share a
+// scale and that share one column pair of the right operand, see `gemv.cuh`. Codes in slots of 16
+// count from the midpoint, whether there are offsets or not, and these are those of 32 inputs.
 //
-// Scales and zero-points of record (tile, span), G groups in a span (8, 4, 2; 1 if groups are
+// Scales and zero-points of record (tile, span), G groups in a span (16, 8, 4, 2; 1 if groups are
 // wider), padded to 16 bytes:
 //   f16 scales    [G][8 g][2]: rows g, g + 8
 //     or, in two levels, f16 [8 g][2] of the rows, then bytes [G][8 g][2] that they are multiplied
-//     by and rounded to f16; of symmetric weights less 128
+//     by and rounded to f16; of codes that count from the midpoint less 128
 //   int4 zeros    [G][8 g] bytes: low nibble row g, high nibble row g + 8
 //   int5 .. int8  [G][8 g][2] bytes
 //   f16 offsets   [G][8 g][2]
+//     or, in two levels, bytes [G or 8][8 g][2], for f16 [8 g][2] of the rows behind those of scales
 #pragma once
 
 #include "common.cuh"
@@ -49,12 +51,15 @@ struct Scheme {
     static constexpr int STAGES = BITS < 8 ? 1 : BITS / 4;     // a span streams in so many stages
     static constexpr int STAGE = SPAN * 2 * BITS / STAGES;     // bytes of codes
     static constexpr int UNIT = STAGE / 4;                     // four of them
-    // Bytes of a record's scales of rows; of the scales and zero-points of a group's two rows.
-    static constexpr int ROWS = TWO_LEVEL ? 32 : 0;
+    static constexpr bool CENTRED = SLOT == 16;                // codes count from the midpoint
+    static constexpr int PASSES = 64 / SLOT;                   // each over four slots of a span
+    // Bytes of a record's scales and offsets of rows; of the scales and zero-points of a group's two rows.
+    static constexpr int ROWS = !TWO_LEVEL ? 0 : ZERO == OFFSET ? 64 : 32;
     static constexpr int SCALE = TWO_LEVEL ? 2 : 4;
-    static constexpr int ZERO_BYTES = ZERO == OFFSET ? 4 : BITS == 4 ? 1 : 2;
+    static constexpr int ZERO_BYTES = ZERO == OFFSET ? (TWO_LEVEL ? 2 : 4) : BITS == 4 ? 1 : 2;
+    static constexpr int PER_ZERO = SLOT == 16 ? 2 : 1;        // groups of scales
     // Most bytes of scales and zero-points of one record.
-    static constexpr int META = BITS == 16 ? 0 : ROWS + SPAN / SLOT * 8 * (SCALE + (ZERO == SYM ? 0 : ZERO_BYTES));
+    static constexpr int META = BITS == 16 ? 0 : ROWS + SPAN / SLOT * 8 * (SCALE + (ZERO == SYM ? 0 : ZERO_BYTES / PER_ZERO));
     static constexpr int MIDDLE = 1 << (BITS - 1);             // the zero-point of symmetric weights
 };
 
@@ -66,7 +71,6 @@ using int4_int_32 = Scheme<4, INT, 32>;
 using int4_offset_32 = Scheme<4, OFFSET, 32>;
 using int8_sym_64 = Scheme<8, SYM, 64>;
 using int8_int_64 = Scheme<8, INT, 64>;
-using int8_offset_64 = Scheme<8, OFFSET, 64>;
 using int8_sym_32 = Scheme<8, SYM, 32>;
 using int8_int_32 = Scheme<8, INT, 32>;
 using int8_offset_32 = Scheme<8, OFFSET, 32>;
@@ -76,7 +80,25 @@ using int5_int_64_scales8 = Scheme<5, INT, 64, true>;
 using int5_int_32_scales8 = Scheme<5, INT, 32, true>;
 using int6_sym_64_scales8 = Scheme<6, SYM, 64, true>;
 using int6_sym_32_scales8 = Scheme<6, SYM, 32, true>;
+using int4_offset_32_scales8 = Scheme<4, OFFSET, 32, true>;
+using int5_offset_32_scales8 = Scheme<5, OFFSET, 32, true>;
+using int4_sym_16_scales8 = Scheme<4, SYM, 16, true>;
+using int6_sym_16_scales8 = Scheme<6, SYM, 16, true>;
+using int6_offset_16_scales8 = Scheme<6, OFFSET, 16, true>;
 using fp16 = Scheme<16, SYM, 64>;
+
+// Calls `run` with the scheme of this number among those of GGUF's blocks of 256, which are instances together: of Q4_K; Q5_K;
+// Q3_K; Q6_K; and of parts of several of these.
+template <class Run>
+DEVICE void with_block_scheme(int number, Run&& run) {
+    switch (number) {
+    case 0: return run(int4_offset_32_scales8());
+    case 1: return run(int5_offset_32_scales8());
+    case 2: return run(int4_sym_16_scales8());
+    case 3: return run(int6_sym_16_scales8());
+    default: return run(int6_offset_16_scales8());
+    }
+}
 
 // Calls KERNELS for the schemes of integer codes.
 #define INTEGER_SCHEMES(KERNELS) \
@@ -88,7 +110,6 @@ using fp16 = Scheme<16, SYM, 64>;
     KERNELS(int4_offset_32)      \
     KERNELS(int8_sym_64)         \
     KERNELS(int8_int_64)         \
-    KERNELS(int8_offset_64)      \
     KERNELS(int8_sym_32)         \
     KERNELS(int8_int_32)         \
     KERNELS(int8_offset_32)      \
@@ -146,21 +167,52 @@ struct Unit : UpperBits<BITS == 5 || BITS == 6 ? BITS - 4 : 0> {
             return ((shift < 0 ? of >> -shift : of << shift) & (WIDTH == 1 ? 0x10101010 : 0x30303030)) | low;
         }
     }
+    // As `bytes`, of 4 and 6 bits: signed, 16 or 4 times what a code is more than the midpoint.
+    DEVICE uint32_t signed_bytes(int j, int high) const {
+        const uint32_t word = j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
+        if constexpr (BITS == 4) {
+            return (high ? word : word << 4) & 0xf0f0f0f0 ^ 0x80808080;
+        } else {
+            const uint32_t low = (high ? word >> 2 : word << 2) & 0x3c3c3c3c;
+            const int n = 2 * j + high;
+            return ((this->upper[n / 4] << (6 - n % 4 * 2) & 0xc0c0c0c0) | low) ^ 0x80808080;
+        }
+    }
 };
 
-// The scales of rows g and g + 8, as two f16 in one word: those of the rows times two bytes,
-// rounded once.
+// The left operand of chunk c of a unit, of 32 inputs: codes, and where they count from the midpoint a multiple of them.
 template <class S>
+DEVICE void chunk_operand(uint32_t (&a)[4], const Unit<S::BITS>& unit, int c) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (S::CENTRED) a[i] = unit.signed_bytes(2 * c + i % 2, i / 2);
+        else a[i] = unit.bytes(2 * c + i % 2, i / 2);
+    }
+}
+template <class S>
+constexpr float OPERAND_UNIT = S::CENTRED ? 1.f / (256 >> S::BITS) : 1.f;
+
+// Adds the product of such an operand.
+template <class S>
+DEVICE void multiply_operand(int (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (S::CENTRED) mma_signed_16832(sums, a[0], a[1], a[2], a[3], b0, b1);
+    else mma_16832(sums, a[0], a[1], a[2], a[3], b0, b1);
+}
+
+// The scales of rows g and g + 8, as two f16 in one word: those of the rows times two bytes,
+// rounded once. SIGNED: times what these are more than 128.
+template <bool SIGNED>
 DEVICE uint32_t scale_products(uint32_t of_rows, uint32_t bytes) {
     // In [1024, 2048) the last bit of FP16 stands for 1.
     uint32_t h = __byte_perm(bytes, 0x64646464, 0x4140);
-    const __half2 zero = __half2half2(__ushort_as_half(S::ZERO == SYM ? 0x6480 : 0x6400));
+    const __half2 zero = __half2half2(__ushort_as_half(SIGNED ? 0x6480 : 0x6400));
     return half2_bits(__hmul2(__hsub2(*reinterpret_cast<__half2*>(&h), zero), *reinterpret_cast<__half2*>(&of_rows)));
 }
 
 // Scales and zero-points of one group of a tile for one lane: rows g and g + 8.
 template <class S>
 struct GroupMeta {
+    static constexpr bool SIGNED = S::ZERO == SYM || S::CENTRED;   // scales
     uint32_t scale;
     uint32_t zero;
 
@@ -174,27 +226,30 @@ struct GroupMeta {
     DEVICE void load_scale(const uint8_t* record, int group, int g) {
         const int at = group * 8 + g;
         if constexpr (S::TWO_LEVEL)
-            scale = scale_products<S>(reinterpret_cast<const uint32_t*>(record)[g], reinterpret_cast<const uint16_t*>(record + S::ROWS)[at]);
+            scale = scale_products<SIGNED>(reinterpret_cast<const uint32_t*>(record)[g], reinterpret_cast<const uint16_t*>(record + S::ROWS)[at]);
         else
             scale = reinterpret_cast<const uint32_t*>(record)[at];
     }
     DEVICE void load_zero(const uint8_t* record, int groups, int group, int g) {
-        const int at = group * 8 + g;
+        const int at = group / S::PER_ZERO * 8 + g;
         const uint8_t* z = record + S::ROWS + groups * (8 * S::SCALE);
-        if constexpr (S::ZERO == OFFSET) zero = reinterpret_cast<const uint32_t*>(z)[at];
+        if constexpr (S::ZERO == OFFSET && S::TWO_LEVEL)
+            zero = scale_products<false>(reinterpret_cast<const uint32_t*>(record)[8 + g], reinterpret_cast<const uint16_t*>(z)[at]);
+        if constexpr (S::ZERO == OFFSET && !S::TWO_LEVEL) zero = reinterpret_cast<const uint32_t*>(z)[at];
         if constexpr (S::ZERO == INT && S::BITS == 4) zero = z[at];
         if constexpr (S::ZERO == INT && S::BITS > 4) zero = reinterpret_cast<const uint16_t*>(z)[at];
     }
 
-    // By addresses in shared memory: of the scale, and of the rows' scales; of the zero-point.
+    // By addresses in shared memory: of the scale or zero-point, and of the rows' scales.
     DEVICE void load_scale_shared(uint32_t at, uint32_t rows_at) {
         if constexpr (S::TWO_LEVEL)
-            scale = scale_products<S>(load_shared_4(rows_at), load_shared_2(at));
+            scale = scale_products<SIGNED>(load_shared_4(rows_at), load_shared_2(at));
         else
             scale = load_shared_4(at);
     }
-    DEVICE void load_zero_shared(uint32_t at) {
-        if constexpr (S::ZERO == OFFSET) zero = load_shared_4(at);
+    DEVICE void load_zero_shared(uint32_t at, uint32_t rows_at) {
+        if constexpr (S::ZERO == OFFSET && S::TWO_LEVEL) zero = scale_products<false>(load_shared_4(rows_at + 32), load_shared_2(at));
+        if constexpr (S::ZERO == OFFSET && !S::TWO_LEVEL) zero = load_shared_4(at);
         if constexpr (S::ZERO == INT && S::BITS == 4) zero = load_shared_1(at);
         if constexpr (S::ZERO == INT && S::BITS > 4) zero = load_shared_2(at);
     }
@@ -212,16 +267,16 @@ struct GroupMeta {
     }
 };
 
-// The group of slot t (and, with slots of 32, of slot t + 4).
+// The groups of slots t, t + 4 and so on.
 template <class S>
 struct Meta {
-    static constexpr int N = S::SLOT == 32 ? 2 : 1;
+    static constexpr int N = S::PASSES;
     GroupMeta<S> of[N];
 
     // From a record.
     DEVICE void load(const uint8_t* record, int groups, int g, int t) {
 #pragma unroll
-        for (int i = 0; i < N; i++) of[i].load(record, groups, S::SLOT == 32 ? t + 4 * i : t * groups >> 2, g);
+        for (int i = 0; i < N; i++) of[i].load(record, groups, N > 1 ? t + 4 * i : t * groups >> 2, g);
     }
 
     DEVICE float2 scales(int i) const { return of[i].scales(); }
@@ -232,12 +287,13 @@ struct Meta {
 template <class S>
 struct MetaAt {
     uint32_t scale, zero, rows;
-    // With slots of 32 the lane's second group is that after the next three.
+    // With several slots the lane's next group is that after three others.
     static constexpr uint32_t SECOND = 4 * 8;
 
     DEVICE MetaAt(int groups, int g, int t) {
-        const uint32_t at = (S::SLOT == 32 ? t : t * groups >> 2) * 8 + g;
-        scale = keep(S::ROWS + at * S::SCALE), zero = keep(S::ROWS + groups * (8 * S::SCALE) + at * S::ZERO_BYTES);
+        const uint32_t group = S::PASSES > 1 ? t : t * groups >> 2;
+        scale = keep(S::ROWS + (group * 8 + g) * S::SCALE);
+        zero = keep(S::ROWS + groups * (8 * S::SCALE) + (group / S::PER_ZERO * 8 + g) * S::ZERO_BYTES);
         rows = g * 4;
     }
 
@@ -246,7 +302,7 @@ struct MetaAt {
 #pragma unroll
             for (int i = 0; i < Meta<S>::N; i++) {
                 to.of[i].load_scale_shared(record + scale + i * SECOND * S::SCALE, record + rows);
-                to.of[i].load_zero_shared(record + zero + i * SECOND * S::ZERO_BYTES);
+                to.of[i].load_zero_shared(record + zero + i * (SECOND / S::PER_ZERO) * S::ZERO_BYTES, record + rows);
             }
         }
     }
@@ -291,14 +347,20 @@ DEVICE float element(const PackedWeight& w, int row, int k) {
     }
     const uint8_t* meta = w.meta + record * w.meta_bytes;
     const int at = (k % SPAN * w.groups / SPAN) * 8 + g;
+    const bool centred = w.groups == 16;
     const __half* halves = reinterpret_cast<const __half*>(meta);
     float s = __half2float(halves[(w.two_level ? g : at) * 2 + upper]);
     if (w.two_level) {
-        meta += 32;
-        const float product = s * float(meta[at * 2 + upper] - (w.zero == SYM ? 128 : 0));   // exact
+        meta += w.zero == OFFSET ? 64 : 32;
+        const float product = s * float(meta[at * 2 + upper] - (w.zero == SYM || centred ? 128 : 0));   // exact
         s = __half2float(__float2half_rn(product));
     }
     const uint8_t* z = meta + w.groups * (w.two_level ? 16 : 32);
+    if (w.zero == OFFSET && w.two_level) {
+        const int byte = z[(centred ? at / 16 * 8 + g : at) * 2 + upper];
+        const float o = __half2float(__float2half_rn(__half2float(halves[16 + g * 2 + upper]) * float(byte)));
+        return fmaf(s, centred ? q - float(1 << w.bits - 1) : q, o);
+    }
     if (w.zero == OFFSET) return fmaf(s, q, __half2float(reinterpret_cast<const __half*>(z)[at * 2 + upper]));
     if (w.zero == SYM) return s * (q - float(1 << w.bits - 1));
     return s * (q - (w.bits == 4 ? float(z[at] >> (4 * upper) & 15) : float(z[at * 2 + upper])));

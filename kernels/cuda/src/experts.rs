@@ -162,7 +162,7 @@ impl Stream {
                 scale,
                 holds_dependents: 0,
                 epilogue: launch.epilogue as i32,
-                unused: 0,
+                scheme: w.kind().block_scheme().unwrap_or_default() as i32,
             },
             scores: o.of("scores", scores, &[m, stacked(experts)])?,
             experts: stacked(experts) as i32,

@@ -383,6 +383,8 @@ impl Stream {
             epilogue: to.epilogue as i32,
             scale,
             parts: 1,
+            scheme: sizes.scheme,
+            padding: [0; 1],
         };
         match plan {
             ManyRowsPlan::Warpgroups(plan) => {
@@ -398,7 +400,7 @@ impl Stream {
                     codes,
                     meta,
                     p: args,
-                    padding: [0; 10],
+                    padding: [0; 8],
                 };
                 let grid = [plan.parts * plan.columns, tiles.div_ceil(size.1), 1];
                 let shape = LaunchShape::new(grid, kernel.groups * 128 + 32)

@@ -236,7 +236,8 @@ impl Stream {
             epilogue: to.epilogue as i32,
             parts: plan.parts as i32,
             scale,
-            padding: [0; 15],
+            scheme: sizes.scheme,
+            padding: [0; 14],
         };
         let shape = LaunchShape::new([plan.taken * plan.parts, 1, 1], instance.groups * 128 + 32)
             .shared(shared)

@@ -212,7 +212,7 @@ impl Stream {
             scale,
             holds_dependents: i32::from(p.holds_dependents),
             epilogue: to.epilogue as i32,
-            unused: 0,
+            scheme: sizes.scheme,
         };
         let shape = LaunchShape::new([plan.cut.blocks, 1, 1], GEMV_WARPS * 32)
             .shared(plan.shared)

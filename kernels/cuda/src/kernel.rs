@@ -152,12 +152,12 @@ pub(super) use kernels;
 
 /// Number of kinds of packed weights for which kernels are compiled; the last is FP16.
 pub(super) const KINDS: usize = SCHEMES + 1;
-/// Of these, kinds of integer codes.
+/// Of these, kinds of integer codes; the last stands for those of blocks (`with_block_scheme` of `cuda/weights.cuh`).
 pub(super) const SCHEMES: usize = 18;
 /// The first of them are INT4 with a scale for 64 inputs or more; those from TWO_LEVEL on have scales in two
 /// levels.
 pub(super) const UNIFORM: usize = 3;
-pub(super) const TWO_LEVEL: usize = 12;
+pub(super) const TWO_LEVEL: usize = 11;
 
 /// Index of a kind in [`names`].
 pub(super) fn kind_index(kind: PackedKind) -> usize {
@@ -170,6 +170,9 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
     else {
         return KINDS - 1;
     };
+    if kind.block_scheme().is_some() {
+        return SCHEMES - 1;
+    }
     // Kernels read a scale per 32 inputs, or per 64.
     let slot = usize::from(groups == 8);
     if two_level {
@@ -184,7 +187,9 @@ pub(super) fn kind_index(kind: PackedKind) -> usize {
         Zeros::Integer => 1,
         Zeros::Offset => 2,
     };
-    (2 * bits + slot) * 3 + zeros
+    let index = (2 * bits + slot) * 3 + zeros;
+    // Offsets of INT8 are those of 32 inputs.
+    index - usize::from(index > 8)
 }
 
 /// Names of instances over packed weights, suffix by suffix, each in the order of [`kind_index`]: for
@@ -206,7 +211,6 @@ macro_rules! names {
             concat!($prefix, "_int4_offset_32", $suffix),
             concat!($prefix, "_int8_sym_64", $suffix),
             concat!($prefix, "_int8_int_64", $suffix),
-            concat!($prefix, "_int8_offset_64", $suffix),
             concat!($prefix, "_int8_sym_32", $suffix),
             concat!($prefix, "_int8_int_32", $suffix),
             concat!($prefix, "_int8_offset_32", $suffix),
@@ -216,6 +220,7 @@ macro_rules! names {
             concat!($prefix, "_int5_int_32_scales8", $suffix),
             concat!($prefix, "_int6_sym_64_scales8", $suffix),
             concat!($prefix, "_int6_sym_32_scales8", $suffix),
+            concat!($prefix, "_blocks", $suffix),
             $(concat!($prefix, $last, $suffix),)?
         ]
     };

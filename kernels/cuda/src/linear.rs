@@ -50,6 +50,8 @@ pub(super) struct WeightSizes {
     pub(super) spans: i32,
     pub(super) groups: i32,
     pub(super) meta_bytes: i32,
+    /// Among those of blocks.
+    pub(super) scheme: i32,
 }
 
 /// Number of bytes packed and copied at a time.
@@ -231,6 +233,7 @@ impl DeviceLinear {
             spans: spans as i32,
             groups: kind.groups() as i32,
             meta_bytes: kind.meta_bytes() as i32,
+            scheme: kind.block_scheme().unwrap_or_default() as i32,
         }
     }
 

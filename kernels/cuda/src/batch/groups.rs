@@ -118,7 +118,7 @@ impl Stream {
                 depth: plan.depth as i32,
                 epilogue: to.epilogue as i32,
                 scale,
-                padding: [0; 1],
+                scheme: sizes.scheme,
             };
             // SAFETY: the operands were checked, for all rows.
             unsafe { self.launch(kernel, shape, &args)? };

@@ -154,6 +154,8 @@ impl Stream {
             part_spans: plan.part_spans as i32,
             depth: DEPTH as i32,
             epilogue: to.epilogue as i32,
+            scheme: sizes.scheme,
+            padding: [0; 1],
         };
         // SAFETY: the operands were checked.
         unsafe { self.launch(instance(w.kind(), m), plan.shape(), &args) }

@@ -18,7 +18,7 @@ pub enum PackedKind {
         bits: Bits,
         /// Kind of zero-points.
         zeros: Zeros,
-        /// Scale groups per span: 8, 4, 2, or 1 for wider groups.
+        /// Scale groups per span: 16, 8, 4, 2, or 1 for wider groups.
         groups: usize,
         /// True if scales are bytes times an f16 of the row.
         two_level: bool,
@@ -105,16 +105,21 @@ impl PackedKind {
     /// The kinds of integer codes that kernels read.
     fn read() -> impl Iterator<Item = Self> {
         const GROUPS: &[usize] = &[1, 2, 4, 8];
-        const KINDS: [(Bits, Zeros, bool, &[usize]); 9] = [
+        const KINDS: [(Bits, Zeros, bool, &[usize]); 14] = [
             (Bits::B4, Zeros::None, false, GROUPS),
             (Bits::B4, Zeros::Integer, false, GROUPS),
             (Bits::B4, Zeros::Offset, false, GROUPS),
             (Bits::B8, Zeros::None, false, GROUPS),
             (Bits::B8, Zeros::Integer, false, GROUPS),
-            (Bits::B8, Zeros::Offset, false, GROUPS),
+            (Bits::B8, Zeros::Offset, false, &[8]),
             (Bits::B4, Zeros::Integer, true, GROUPS),
             (Bits::B5, Zeros::Integer, true, GROUPS),
             (Bits::B6, Zeros::None, true, GROUPS),
+            (Bits::B4, Zeros::Offset, true, &[8]),
+            (Bits::B5, Zeros::Offset, true, &[8]),
+            (Bits::B4, Zeros::None, true, &[16]),
+            (Bits::B6, Zeros::None, true, &[16]),
+            (Bits::B6, Zeros::Offset, true, &[16]),
         ];
         (KINDS.into_iter()).flat_map(|(bits, zeros, two_level, groups)| {
             groups.iter().map(move |&groups| PackedKind::Affine {
@@ -124,6 +129,27 @@ impl PackedKind {
                 two_level,
             })
         })
+    }
+
+    /// Number of a kind in `with_block_scheme` of `cuda/weights.cuh`, if it is one of these.
+    pub(crate) fn block_scheme(self) -> Option<usize> {
+        let PackedKind::Affine {
+            bits,
+            zeros,
+            groups,
+            two_level: true,
+        } = self
+        else {
+            return None;
+        };
+        match (bits, zeros, groups) {
+            (Bits::B4, Zeros::Offset, 8) => Some(0),
+            (Bits::B5, Zeros::Offset, 8) => Some(1),
+            (Bits::B4, Zeros::None, 16) => Some(2),
+            (Bits::B6, Zeros::None, 16) => Some(3),
+            (Bits::B6, Zeros::Offset, 16) => Some(4),
+            _ => None,
+        }
     }
 
     /// True if codes count from the midpoint: where there are no zero-points, and in groups of 16.

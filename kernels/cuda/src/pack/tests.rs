@@ -274,7 +274,9 @@ fn parts_that_differ_share_a_kind() {
         (Bits::B6, Zeros::None),
     ];
     let [mixed4, mixed5, mixed6] = mixed.map(|(bits, zeros)| two_level(bits, zeros));
-    let q4_k = blocks()[0];
+    let [q4_k, q6_k, q5_k, q3_k] = blocks()[..] else {
+        unreachable!("there are four")
+    };
     let of_rows = AffineScheme::new(Bits::B4, Group::Channel, Zeros::Integer).two_level(Bits::B8);
     for (schemes, bits) in [
         (vec![int4, int8], 8),
@@ -283,6 +285,12 @@ fn parts_that_differ_share_a_kind() {
         (vec![offsets, int8], 8),
         (vec![mixed4, mixed5], 5),
         (vec![mixed4, mixed6], 8),
+        (vec![q4_k], 4),
+        (vec![q6_k], 6),
+        (vec![q5_k, q4_k], 5),
+        (vec![q4_k, q4_k, q6_k], 6),
+        (vec![q3_k], 4),
+        (vec![q3_k, q5_k], 6),
         (vec![of_rows, of_rows], 4),
         (vec![q4_k, int8], 8),
     ] {

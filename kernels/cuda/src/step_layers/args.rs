@@ -15,7 +15,9 @@ impl RecordKind {
     pub(super) fn of(kind: PackedKind) -> Self {
         let (meta_bytes, codes_bytes) = (kind.meta_bytes(), kind.codes_bytes());
         RecordKind {
-            scheme: kind_index(kind).saturating_sub(TWO_LEVEL) as u8,
+            // Those of blocks follow one another.
+            scheme: (kind_index(kind) + kind.block_scheme().unwrap_or_default())
+                .saturating_sub(TWO_LEVEL) as u8,
             groups: kind.groups() as u8,
             meta_bytes: meta_bytes as u16,
             codes_bytes: codes_bytes as u32,

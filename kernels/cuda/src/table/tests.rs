@@ -344,7 +344,9 @@ fn kinds_have_the_names_of_their_instances() {
             (Zeros::Integer, "int"),
             (Zeros::Offset, "offset"),
         ] {
-            for (groups, slot) in [(8, 32), (4, 64), (2, 64), (1, 64)] {
+            let slots = [(8, 32), (4, 64), (2, 64), (1, 64)];
+            let all = if zero == "offset" && width == 8 { 1 } else { 4 };
+            for &(groups, slot) in &slots[..all] {
                 let kind = PackedKind::Affine {
                     bits,
                     zeros,
@@ -369,5 +371,18 @@ fn kinds_have_the_names_of_their_instances() {
             };
             check(kind, format!("k_{name}_{slot}_scales8_b"));
         }
+    }
+    for (bits, zeros, groups) in [
+        (Bits::B4, Zeros::Offset, 8),
+        (Bits::B6, Zeros::None, 16),
+        (Bits::B6, Zeros::Offset, 16),
+    ] {
+        let kind = PackedKind::Affine {
+            bits,
+            zeros,
+            groups,
+            two_level: true,
+        };
+        check(kind, "k_blocks_b".into());
     }
 }

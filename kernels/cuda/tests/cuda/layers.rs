@@ -15,7 +15,7 @@ use nq_kernels::pages::KvType;
 use nq_model::{DType, Dims, Experts};
 use nq_testkit::compare::nmse;
 use nq_testkit::delta::{self, EPS};
-use nq_testkit::weights::{affine, dense, normal, trellis, two_level};
+use nq_testkit::weights::{affine, blocks, dense, normal, trellis, two_level};
 
 const KV_HEADS: usize = 8;
 const SLOT: usize = 1;
@@ -464,6 +464,7 @@ fn all_layers_at_once() {
     }
     check(&gpu, sizes(256, 16, 1280), mix, f16, 3);
     check(&gpu, sizes(512, 32, 768), other_mix, f16, 3);
+    check(&gpu, sizes(512, 32, 768), &blocks(), f16, 3);
     for kv in [f16, int8] {
         let biased = |heads, len| Case::biased(heads, KV_HEADS, kv, len);
         check_case(&gpu, sizes(256, 16, 1280), usual, biased(16, 140));
@@ -537,6 +538,7 @@ fn all_layers_of_hybrids_at_once() {
     }
     check(512, (4, 2), (2, 8), 1280, &usual, 140);
     check(256, (4, 1), (8, 8), 1024, &mix, 12);
+    check(256, (4, 1), (8, 8), 1024, &blocks(), 12);
 }
 
 #[test]

@@ -27,7 +27,7 @@ use nq_formats::{AffineScheme, Bits, Group, Weight, Zeros};
 use nq_kernels::reference;
 use nq_model::DType;
 use nq_testkit::compare::nmse;
-use nq_testkit::weights::{affine, dense, held_as_others, normal, schemes, two_level};
+use nq_testkit::weights::{affine, blocks, dense, held_as_others, normal, schemes, two_level};
 
 /// Numbers of rows of activations that kernels are tested with.
 const ROWS: [usize; 8] = [1, 2, 3, 8, 16, 17, 33, 130];
@@ -86,6 +86,7 @@ fn kinds() -> Vec<AffineScheme> {
     all.extend(schemes(&groups));
     all.extend(schemes(&[Group::Channel]));
     all.extend(held_as_others(Group::Size(32)));
+    all.extend(blocks());
     all
 }
 
@@ -154,10 +155,10 @@ fn products_of_many_rows() {
             let start = normal(most * out, 8);
             for m in ROWS {
                 let name = format!("{} [{out}, {inp}] m {m}", w.scheme_name());
-                // With offsets, s q + o is rounded to FP16; in products of more than 16 rows every
-                // quantized weight is; other weights are exact.
+                // With offsets, s q + o is rounded to FP16, and so are weights in groups of 16; in products of more than 16
+                // rows every quantized weight is; other weights are exact.
                 let rounded = m > 16 && matches!(w, Weight::Quantized(_));
-                let tolerance = match name.contains("offset") {
+                let tolerance = match name.contains("offset") || name.contains("g16") {
                     true => 1e-6,
                     false if rounded => 2e-7,
                     false => 1e-11,
@@ -246,6 +247,8 @@ fn products_of_many_rows_in_real_shapes() {
             small(Bits::B4, 32, Zeros::Integer),
             small(Bits::B5, 64, Zeros::Integer),
             small(Bits::B6, 32, Zeros::None),
+            affine(blocks()[0], out, inp, None, seed),
+            affine(blocks()[1], out, inp, None, seed),
             dense(DType::F16, out, inp, seed),
         ] {
             let name = format!("gemm {} [{out}, {inp}] m {m}", w.scheme_name());
@@ -477,6 +480,8 @@ fn products_of_a_step_in_real_shapes() {
             small(Bits::B4, Zeros::Integer),
             small(Bits::B5, Zeros::Integer),
             small(Bits::B6, Zeros::None),
+            affine(blocks()[0], out, inp, None, i as u64),
+            affine(blocks()[1], out, inp, None, i as u64),
             dense(DType::BF16, out, inp, i as u64),
         ];
         for w in &all {
@@ -561,6 +566,53 @@ fn gates_and_ups() {
             expected.iter_mut().for_each(|v| *v = v.clamp(-most, most));
             let error = nmse(&found, &expected);
             assert!(error < 1e-6, "gemm silu {name}: {error:e}");
+        }
+    }
+}
+
+/// Parts of several schemes, and what holds them together, have the values of each.
+#[test]
+fn products_of_parts_that_differ() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let (out, inp) = (48, 1024);
+    let of = |scheme, seed| affine(scheme, out, inp, None, seed);
+    let [q4_k, q6_k, q5_k, ..] = blocks()[..] else {
+        unreachable!("there are more")
+    };
+    let int8 = scheme(Bits::B8, 32, Zeros::None);
+    for (kinds, bits) in [
+        ([q4_k, q6_k], 6),
+        ([q5_k, q4_k], 5),
+        ([q4_k, int8], 8),
+        (
+            [
+                scheme(Bits::B4, 64, Zeros::None),
+                scheme(Bits::B4, 32, Zeros::Integer),
+            ],
+            4,
+        ),
+    ] {
+        let parts = [of(kinds[0], 71), of(kinds[1], 73)];
+        let packed = pack(&gpu, &[&parts[0], &parts[1]], Stack::Concat);
+        assert_eq!(packed.kind().bits(), bits);
+        for m in [1, 5, 40] {
+            let x = normal(m * inp, 75);
+            let mut expected = vec![0f32; m * 2 * out];
+            for (i, part) in parts.iter().enumerate() {
+                let mut y = vec![0f32; m * out];
+                reference::linear(&x, part, &mut y).unwrap();
+                for (to, from) in expected.chunks_mut(2 * out).zip(y.chunks(out)) {
+                    to[i * out..(i + 1) * out].copy_from_slice(from);
+                }
+            }
+            let device_x = gpu.upload("a test", &x).unwrap();
+            let mut y = guarded(&gpu, &vec![GUARD; m * 2 * out]);
+            stream
+                .linear_reference(&packed, &device_x, &mut y, m, false)
+                .unwrap();
+            let error = nmse(&finish(&stream, &y), &expected);
+            assert!(error < 1e-9, "{} and {}: {error:e}", kinds[0], kinds[1]);
         }
     }
 }

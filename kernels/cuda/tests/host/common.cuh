@@ -288,17 +288,24 @@ DEVICE void wait_for_prerequisites() {}
 
 // Products on tensor cores: see `common.cuh` for what lanes hold.
 inline std::vector<std::array<std::array<uint32_t, 6>, 32>> operands;
+template <bool SIGNED = false>
 DEVICE void mma_16832(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     auto& all = operands[warp_of_grid()];
     const int lane = threadIdx.x % 32;
     all[lane] = {a0, a1, a2, a3, b0, b1};
     __syncwarp();
     auto byte = [](uint32_t word, int k) { return word >> 8 * (k % 4) & 255; };
-    auto left = [&](int row, int k) { return int(byte(all[row % 8 * 4 + k % 16 / 4][row / 8 + k / 16 * 2], k)); };
+    auto left = [&](int row, int k) {
+        const int v = byte(all[row % 8 * 4 + k % 16 / 4][row / 8 + k / 16 * 2], k);
+        return SIGNED ? int(int8_t(v)) : v;
+    };
     auto right = [&](int k, int column) { return int(int8_t(byte(all[column * 4 + k % 16 / 4][4 + k / 16], k))); };
     for (int i = 0; i < 4; i++)
         for (int k = 0; k < 32; k++) d[i] += left(lane / 4 + i / 2 * 8, k) * right(k, lane % 4 * 2 + i % 2);
     __syncwarp();
+}
+DEVICE void mma_signed_16832(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    mma_16832<true>(d, a0, a1, a2, a3, b0, b1);
 }
 
 DEVICE void mma_16816(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {

@@ -45,9 +45,12 @@ struct Case {
 struct Coding {
     int bits, zero, groups, scheme;
     bool two_level;
+    int scale_bytes() const { return two_level ? 16 : 32; }
+    int rows_bytes() const { return !two_level ? 0 : zero == OFFSET ? 64 : 32; }
+    int offsets() const { return groups == 16 ? 8 : groups; }   // of rows
     int meta_bytes() const {
-        const int zeros = zero == SYM ? 0 : zero == OFFSET ? 32 : bits == 4 ? 8 : 16;
-        return ((two_level ? 32 : 0) + groups * ((two_level ? 16 : 32) + zeros) + 15) / 16 * 16;
+        const int zeros = zero == SYM ? 0 : zero == OFFSET ? offsets() * scale_bytes() : groups * (bits == 4 ? 8 : 16);
+        return (rows_bytes() + groups * scale_bytes() + zeros + 15) / 16 * 16;
     }
 };
 
@@ -58,8 +61,11 @@ Coding coding(int groups, int) {
 // The nth product of a mix.
 template <>
 Coding coding<void>(int, int nth) {
-    const int scheme = nth * 5 % 6, bits = 4 + scheme / 2;
-    return {bits, bits == 6 ? SYM : INT, scheme % 2 ? 8 : 4, scheme, true};
+    const int scheme = nth * 5 % 11, bits = 4 + scheme / 2;
+    Coding of = {bits, bits == 6 ? SYM : INT, scheme % 2 ? 8 : 4, scheme, true};
+    if (scheme >= 6)
+        with_block_scheme(scheme - 6, [&](auto block) { of = {block.BITS, block.ZERO, 256 / block.SLOT, scheme, true}; });
+    return of;
 }
 
 // The code of the nth product, in the order of `with_code`.
@@ -177,9 +183,11 @@ struct Model {
             __half* const scales = reinterpret_cast<__half*>(at);
             for (int j = 0; j < (of.two_level ? 16 : of.groups * 16); j++)
                 scales[j] = __float2half(draw.between(.5f, 1.5f) * usual / (of.two_level ? 64 : 1));
-            at += of.two_level ? 32 : of.groups * 32;
-            for (int j = 0; of.two_level && j < of.groups * 16; j++) *at++ = (of.zero == SYM ? 128 : 0) + 40 + draw.bits() % 48;
-            for (int j = 0; of.zero == OFFSET && j < of.groups * 16; j++) reinterpret_cast<__half*>(at)[j] = __float2half(draw.between(-.005f, .005f));
+            for (int j = 16; j < of.rows_bytes() / 2; j++) scales[j] = __float2half(draw.between(-1e-4f, 1e-4f));
+            at += of.two_level ? of.rows_bytes() : of.groups * 32;
+            for (int j = 0; of.two_level && j < of.groups * 16; j++) *at++ = (of.zero == SYM || of.groups == 16 ? 128 : 0) + 40 + draw.bits() % 48;
+            for (int j = 0; of.two_level && of.zero == OFFSET && j < of.offsets() * 16; j++) at[j] = draw.bits() % 64;
+            for (int j = 0; !of.two_level && of.zero == OFFSET && j < of.groups * 16; j++) reinterpret_cast<__half*>(at)[j] = __float2half(draw.between(-.005f, .005f));
             for (int j = 0; of.zero == INT && j < of.groups * (of.bits == 4 ? 8 : 16); j++)
                 at[j] = of.bits == 4 ? 0x77 + (draw.bits() & 0x11) : (1 << of.bits - 1) - 1 + draw.bits() % 2;
         }
