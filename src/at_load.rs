@@ -4,7 +4,6 @@ use crate::library::Result;
 use nq_answers::images::{Sight, SightOptions};
 use nq_cpu::plan::{Running, running};
 use nq_formats::{Bits, Checkpoint, Progress};
-use nq_load::device::Device;
 use nq_quantize::quantize_at_load;
 use nq_quantize::schemes::Schemes;
 use nq_runtime::{LoadOptions, SessionSpec};
@@ -30,20 +29,16 @@ pub(crate) fn at_load(
     Ok((checkpoint, Some(schemes)))
 }
 
-/// How the model of a checkpoint sees, if it does and runs on a CPU, where images are read; its tower is loaded for the
-/// first image.
+/// How the model of a checkpoint sees, if it does; its tower is loaded for the first image.
 pub(crate) fn sight(
     checkpoint: &Arc<Checkpoint>,
     load: &LoadOptions,
     options: SightOptions,
 ) -> Option<Sight> {
     let vision = checkpoint.vision()?.clone();
-    if !matches!(Device::choose(load.device), Ok(Device::Cpu)) {
-        return None;
-    }
     let (checkpoint, load) = (Arc::clone(checkpoint), *load);
     let open = move || {
-        let tower = nq_load::tower(&checkpoint, &load, &())?;
+        let tower = nq_load::tower(&checkpoint, &load, options.tokens, &())?;
         tower.ok_or_else(|| nq_runtime::Error::Request {
             what: "tower",
             expected: "the weights that its configuration describes".into(),

@@ -18,8 +18,7 @@ pub enum Error {
     NoImage(String),
     /// Images for a model, by its name, that reads text alone.
     #[error(
-        "{0} reads text alone here: a model with a vision tower, such as Qwen/Qwen3.5-4B, sees images on a CPU \
-         (--device cpu)"
+        "{0} reads text alone here: a model with a vision tower, such as Qwen/Qwen3.5-4B, sees images"
     )]
     Blind(String),
     /// A schema, a grammar or tools that no answer can be held to.

@@ -10,7 +10,7 @@ struct AppendArgs {
     float* qkv;             // [m][HeadsOf<DIM>::width][DIM]
     const Row* rows;        // [m]
     HeadVectors vectors;
-    const float2* cos_sin;  // [positions][HeadsOf<DIM>::ROTARY_DIMS / 2]
+    const float2* cos_sin;  // [positions, then rows of images][HeadsOf<DIM>::ROTARY_DIMS / 2]
     Cache cache;
     int m;
     int heads;
@@ -57,7 +57,7 @@ DEVICE void append(const AppendArgs& p) {
     Head<DIM> v = Head<DIM>::load(at, lane);
     v = add_bias(v, p.vectors, which + 1, of_kind, lane);
     if (which < 1) {
-        const Turn<DIM> turn(Turn<DIM>::of(p.cos_sin + size_t(row.position) * (Of::ROTARY_DIMS / 2), lane));
+        const Turn<DIM> turn(Turn<DIM>::of(p.cos_sin + size_t(row.turn()) * (Of::ROTARY_DIMS / 2), lane));
         const HeadGain<DIM> gain(p.vectors.gains[which + 1], lane);
         v = turn_head(v, gain, turn, p.eps, lane);
     }

@@ -123,12 +123,12 @@ static_assert(TAKES<false, MOST_RUN, 256, 94416> && TAKES<true, MOST_RUN, 256, 8
 // What turns and scales the heads of a step's queries and keys: no kernel of this step writes it.
 template <int DIM>
 struct HeadTurns {
-    const float4* angles;   // of the row's position; those of the positions in front lie in front
+    const float4* angles;   // of the row's turn; those of the positions in front lie in front
     Turn<DIM> turn;
     HeadGain<DIM> q_gain, k_gain;
 
-    DEVICE HeadTurns(const AttentionArgs& p, int position, int lane)
-        : angles(Turn<DIM>::of(p.cos_sin + size_t(position) * (HeadsOf<DIM>::ROTARY_DIMS / 2), lane)),
+    DEVICE HeadTurns(const AttentionArgs& p, const Step& at, int position, int lane)
+        : angles(Turn<DIM>::of(p.cos_sin + size_t(position + __ldcg(&at.shift)) * (HeadsOf<DIM>::ROTARY_DIMS / 2), lane)),
           turn(angles), q_gain(p.vectors.gains[0], lane), k_gain(p.vectors.gains[1], lane) {}
 };
 
@@ -593,7 +593,7 @@ DEVICE void attention_decode(const AttentionArgs& p) {
     block.find_run();
     const uint32_t newest_page = p.cache.page(block.slot, block.position);
     block.request(block.start, p.cache.page(block.slot, block.start), 0);
-    const HeadTurns<DIM> turns(p, block.position, block.lane);
+    const HeadTurns<DIM> turns(p, p.step[block.sequence], block.position, block.lane);
 
     wait_for_prerequisites();
     if (p.holds_dependents) launch_dependents();

@@ -37,13 +37,6 @@ struct PrefillShared {
     __half value_scales[2][TILE_POSITIONS];
 };
 
-// 2^x; what is below the normal numbers becomes zero.
-DEVICE float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Queries of rows g and g + 8 of the warp, as left operands: words i hold dims 32i + 8t .. + 7.
 template <int DIM>
 DEVICE void load_queries(uint32_t (&q)[DIM / 32][2][4], const PrefillArgs& p, const int (&mine)[2], int head, int t) {
@@ -211,12 +204,12 @@ DEVICE void prefill(const PrefillArgs& p) {
                 const float raised = fmaxf(top[r], peak);
                 // A query that sees nothing yet keeps weight zero.
                 const float against = raised == -INFINITY ? 0.f : raised;
-                shrink[r] = power_of_two(top[r] - against);
+                shrink[r] = quick_exp2(top[r] - against);
                 top[r] = raised;
                 total[r] *= shrink[r];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    float x = power_of_two(score[2 * i] - against), y = power_of_two(score[2 * i + 1] - against);
+                    float x = quick_exp2(score[2 * i] - against), y = quick_exp2(score[2 * i + 1] - against);
                     total[r] += x + y;
                     if (INT8) {
                         x *= __half2float(sm.value_scales[b][half * 32 + 8 * t + 2 * i]);

@@ -132,9 +132,9 @@ struct SharedAttention {
             const int query = warp + i * SHARED_WARPS;
             if (query >= queries) break;
             const int row = min(__ldcg(group->rows + query / heads), p.m - 1), head = kv * heads + query % heads;
-            const int position = __ldcg(&p.step[row].position);
+            const int turn = __ldcg(&p.step[row].position) + __ldcg(&p.step[row].shift);
             to.from[i] = p.qkv + (size_t(row) * (p.heads + 2 * p.cache.kv_heads) + head) * HEAD_DIM;
-            to.angles[i] = Turn<>::of(p.cos_sin + size_t(position) * (HEAD_DIM / 2), lane);
+            to.angles[i] = Turn<>::of(p.cos_sin + size_t(turn) * (HEAD_DIM / 2), lane);
         }
         return to;
     }

@@ -224,6 +224,13 @@ DEVICE void mma_signed_16832(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// 2^x; what is below the normal numbers becomes zero.
+DEVICE float quick_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 DEVICE float warp_sum(float v) {
 #pragma unroll
     for (int m = 16; m > 0; m >>= 1) v += __shfl_xor_sync(~0u, v, m);
@@ -235,6 +242,15 @@ DEVICE float warp_sum(float v) {
 DEVICE uint4 load_matrices_at(uint32_t row) {
     uint4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(row)
+                 : "memory");
+    return v;
+}
+// Each turned: rows are columns.
+DEVICE uint4 load_turned_matrices_at(uint32_t row) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(row)
                  : "memory");

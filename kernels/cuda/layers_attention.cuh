@@ -27,13 +27,14 @@ constexpr int CHUNKS = PAGE / CHUNK;   // of a page
 // shares.
 struct AttentionShare {
     int position, slot;   // of the new token
+    int turn;             // its row of the rotary table
     int kv, source, sources;
     int first, pages;     // none, if there are not as many sources
 
     static DEVICE AttentionShare of(const Step& step, int kv_heads, int block, int blocks) {
         const int all = step.position / PAGE + 1;
         AttentionShare s;
-        s.position = step.position, s.slot = step.slot;
+        s.position = step.position, s.slot = step.slot, s.turn = step.position + step.shift;
         // Consecutive shares go to different clusters.
         const int nth = block % CLUSTER * (blocks / CLUSTER) + block / CLUSTER;
         s.kv = nth % kv_heads, s.source = nth / kv_heads;

@@ -136,7 +136,7 @@ struct LayersBlock {
 
     static DEVICE RecordKind kind_of(const LayersArgs& p, int l, int which) { return MIX || TRELLIS ? p.layer[l].kind[which] : p.layer[0].kind[0]; }
 
-    static DEVICE Step step_of(const LayersArgs& p) { return {__ldcg(&p.step->position), __ldcg(&p.step->slot), 0, 0, __ldcg(&p.step->behind)}; }
+    static DEVICE Step step_of(const LayersArgs& p) { return {__ldcg(&p.step->position), __ldcg(&p.step->slot), 0, 0, __ldcg(&p.step->behind), __ldcg(&p.step->shift)}; }
     static DEVICE AttentionShare attention_share(const LayersArgs& p) { return AttentionShare::of(step_of(p), p.kv_heads, blockIdx.x, gridDim.x); }
 
     // What all products and layers share.

@@ -44,6 +44,9 @@ DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 struct Row {
     int position;   // Position in its sequence.
     int slot;       // Its sequence.
+    int shift;      // Its row of the rotary table less its position: behind images it is fewer, in them a row of its own.
+
+    DEVICE int turn() const { return position + shift; }
 };
 
 // A row of a decode step. It lies in device memory, so that one CUDA graph serves every step.
@@ -54,6 +57,7 @@ struct Step {
     int drawn;        // Number of tokens sampled since the steps were queued.
     int behind;       // Of a sequence's first row: the rows in front of it that an earlier step kept, and that the sequence's
                       // states do not contain yet (`delta_step.cu`).
+    int shift;        // Its row of the rotary table less its position.
 };
 
 // Positions of a page of keys and values.

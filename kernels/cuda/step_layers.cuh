@@ -60,7 +60,7 @@ DEVICE void LayersBlock<S, HYBRID, EXPERTS, TIMED>::attend(int l) {
     static_assert(MOST_GROUP + 2 <= WARPS);
     const int group = p.group;
     if (warp < group + (mine.newest() ? 2 : 0)) {
-        const Turn<DIM> turn(Turn<DIM>::of(p.cos_sin + size_t(mine.position) * (Of::ROTARY_DIMS / 2), lane));
+        const Turn<DIM> turn(Turn<DIM>::of(p.cos_sin + size_t(mine.turn) * (Of::ROTARY_DIMS / 2), lane));
         // Queries, a key or a value, and which head of them.
         const int kind = max(0, warp - group + 1), of_kind = kind == 0 ? mine.kv * group + warp : mine.kv;
         const HeadGain<DIM> gain(layer.vectors.gains[min(kind, 1)], lane);

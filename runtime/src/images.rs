@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::interface::PlacedImage;
 use nq_model::vision::ImageTokens;
+use std::ops::Range;
 
 /// Time, row and column of a token: equal in text, where they count tokens.
 pub type Coordinates = [usize; 3];
@@ -39,9 +40,23 @@ impl SequenceImages {
         })
     }
 
-    /// True if there are none.
-    pub fn is_empty(&self) -> bool {
-        self.placed.is_empty()
+    /// Has them in `slot` of those `there`, in place of others.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for another slot.
+    pub fn show_in(self, there: &mut [Self], slot: usize) -> Result<()> {
+        let slots = there.len();
+        match there.get_mut(slot) {
+            Some(images) => {
+                *images = self;
+                Ok(())
+            }
+            None => Err(Error::Request {
+                what: "images of a sequence",
+                expected: format!("a slot below {slots}"),
+                found: format!("slot {slot}"),
+            }),
+        }
     }
 
     /// Forgets those of which the first `len` tokens of the sequence have none.
@@ -49,14 +64,22 @@ impl SequenceImages {
         self.placed.retain(|image| image.at < len);
     }
 
-    /// The row of the sequence's token `index`: at level 0 in place of its embedding, at level `n` what is added to the
-    /// stream behind the first `n` layers. `None` for text, and at levels that the image has not.
-    pub fn row(&self, index: usize, level: usize) -> Option<&[f32]> {
-        let after = self.placed.partition_point(|image| image.at <= index);
-        let PlacedImage { at, image } = self.placed.get(after.checked_sub(1)?)?;
-        let within = Some(index - at).filter(|i| *i < image.tokens())?;
-        let mut rows = image.rows.chunks_exact(self.hidden);
-        rows.nth(level * image.tokens() + within)
+    /// Width of a row.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// The rows of images in the places of the sequence's tokens `range`, image by image, behind the index of the first
+    /// of these tokens: at level 0 in place of embeddings, at level `n` what is added to the stream behind the first `n`
+    /// layers. None of images that have no such level.
+    pub fn rows(&self, range: Range<usize>, level: usize) -> impl Iterator<Item = (usize, &[f32])> {
+        self.placed.iter().filter_map(move |placed| {
+            let (start, end) = (range.start.max(placed.at), range.end.min(placed.end()));
+            let first = level * placed.image.tokens() + start.saturating_sub(placed.at);
+            let values = first * self.hidden..(first + end.saturating_sub(start)) * self.hidden;
+            let rows = placed.image.rows.get(values)?;
+            (!rows.is_empty()).then_some((start, rows))
+        })
     }
 
     /// Where the sequence's token `index` stands, as transformers' `get_rope_index` counts: an image begins where the

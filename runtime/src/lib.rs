@@ -33,6 +33,7 @@ pub mod stepper;
 mod stop;
 pub mod thinking;
 pub mod tokenizer;
+pub mod tower_parts;
 pub mod weights;
 
 pub use batch::{Batch, Continuation, Piece, Ran};

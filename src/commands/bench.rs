@@ -202,7 +202,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> anyhow::Result<ExitCode> {
     };
     let device = Device::choose(global.device)?;
     let spec = args.spec(device);
-    let tower = (args.image).map(|_| image::tower(&model, args, device, global, &terminal));
+    let tower = (args.image).map(|_| image::tower(&model, args, global, &terminal));
     let tower = tower.transpose()?;
     let options = LoadOptions {
         engine: match args.engine {

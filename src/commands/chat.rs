@@ -419,9 +419,11 @@ fn load(
             spec.ctx,
             human_bytes(memory.kv)
         ));
-        if let Some(images) = SightBytes::plan(checkpoint, &SightOptions::default())? {
-            terminal.note(&format!("memory: {images}, once there is an image"));
-        }
+    }
+    if global.verbose
+        && let Some(images) = SightBytes::plan(checkpoint, options, &SightOptions::default())?
+    {
+        terminal.note(&format!("memory: {images}, once there is an image"));
     }
     model::note_growth(checkpoint, terminal);
     let engine = adapters::load(checkpoint, loras, options, terminal)?;

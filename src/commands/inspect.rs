@@ -115,7 +115,7 @@ pub fn run(args: &InspectArgs, global: &Global) -> anyhow::Result<ExitCode> {
     let context = checkpoint.config().longest_context();
     let about = About::of(checkpoint, &opened.name, template.as_ref(), context);
     let row = |e: TensorEntry| row(e, record.as_ref());
-    let memory = SightBytes::plan(checkpoint, &SightOptions::default())?;
+    let memory = SightBytes::plan(checkpoint, &global.load_options(), &SightOptions::default())?;
     let vision = about
         .tower
         .zip(memory)

@@ -77,7 +77,7 @@ impl Trace {
         let room = Some(TrellisRoom::new(&gpu, sizes).unwrap());
         let options = StreamOptions {
             room,
-            beside: false,
+            ..StreamOptions::default()
         };
         Trace {
             stream: gpu.stream_with(options).unwrap(),
@@ -170,6 +170,7 @@ impl Trace {
             places: Places {
                 positions: 1,
                 slots: 1,
+                images: 0,
             },
             tokens: rows,
         };

@@ -44,6 +44,7 @@ mod rows;
 mod second_order;
 mod step_layers;
 mod table;
+mod tower;
 mod trellis;
 
 pub use advance::{
@@ -66,7 +67,8 @@ pub use driver::{
     Pinned, Stream, StreamOptions, Strided, Version, check_device, device_count, driver_needed,
 };
 pub use engine::{
-    CudaEagle, CudaEngine, CudaMtp, ParallelEngine, check_shape, placed, planned, served,
+    CudaEagle, CudaEngine, CudaMtp, CudaTower, ParallelEngine, check_shape, placed, planned,
+    planned_tower, served, unserved_tower,
 };
 pub use experts::{MOST_CHOSEN, MOST_EXPERTS, gated_width, stacked};
 pub use gemm::GemmOutput;
@@ -88,5 +90,6 @@ pub use step_layers::{
     StepLayer, StepMixer,
 };
 pub use table::table;
+pub use tower::{ImageGrid, ImageHeads, LayerNorm};
 pub use trellis::room::{TrellisRoom, TrellisSizes};
 pub use trellis::{MOST_ROWS as MOST_TRELLIS_ROWS, packed_weights};

@@ -27,12 +27,17 @@ pub struct Places {
     pub positions: usize,
     /// Number of sequences.
     pub slots: usize,
+    /// Rows of the rotary table behind those of positions, for rows of images.
+    pub images: usize,
 }
 
 impl Places {
-    fn has(&self, position: i32, slot: i32) -> bool {
+    fn has(&self, position: i32, slot: i32, shift: i32) -> bool {
         let below = |v: i32, n: usize| usize::try_from(v).is_ok_and(|v| v < n);
-        below(position, self.positions) && below(slot, self.slots)
+        let turn = position.saturating_add(shift);
+        below(position, self.positions)
+            && below(slot, self.slots)
+            && below(turn, self.positions + self.images)
     }
 
     /// Refuses places that are not all within `there`.
@@ -46,7 +51,7 @@ impl Followed for Row {
     type Bounds = Places;
 
     fn is_within(&self, places: &Places) -> bool {
-        places.has(self.position, self.slot)
+        places.has(self.position, self.slot, self.shift)
     }
 }
 
@@ -64,7 +69,8 @@ impl Followed for Step {
 
     fn is_within(&self, bounds: &StepBounds) -> bool {
         let behind = 0..=self.position.clamp(0, MOST_RUN as i32);
-        bounds.places.has(self.position, self.slot)
+        bounds.places.has(self.position, self.slot, self.shift)
+            && self.shift <= 0
             && (self.token as usize) < bounds.tokens
             && behind.contains(&self.behind)
     }
@@ -330,8 +336,13 @@ mod tests {
         let places = Places {
             positions: 5,
             slots: 2,
+            images: 0,
         };
-        let row = |position, slot| Row { position, slot };
+        let row = |position, slot| Row {
+            position,
+            slot,
+            ..Row::default()
+        };
         assert!(row(0, 0).is_within(&places) && row(4, 1).is_within(&places));
         for outside in [row(5, 0), row(0, 2), row(-1, 0), row(0, -1)] {
             assert!(!outside.is_within(&places), "{outside:?}");
@@ -343,6 +354,19 @@ mod tests {
             ..Step::default()
         };
         assert!(step(4, 2).is_within(&bounds));
+        let shifted = |shift| Row { shift, ..row(4, 0) };
+        let images = Places {
+            images: 2,
+            ..places
+        };
+        assert!(shifted(-4).is_within(&places) && shifted(2).is_within(&images));
+        assert!(!shifted(-5).is_within(&places) && !shifted(1).is_within(&places));
+        assert!(!shifted(3).is_within(&images) && !shifted(i32::MAX).is_within(&images));
+        let forward = Step {
+            shift: 1,
+            ..step(0, 2)
+        };
+        assert!(!forward.is_within(&bounds));
         assert!(!step(4, 3).is_within(&bounds) && !step(5, 2).is_within(&bounds));
     }
 }

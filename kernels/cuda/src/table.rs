@@ -5,10 +5,10 @@ use super::{
     advance, attention, bandwidth, batch, collectives, delta, experts, gemm, gemm_step, gemv, grad,
     grouped, linear,
 };
-use super::{prefill, rows, second_order, step_layers, trellis};
+use super::{prefill, rows, second_order, step_layers, tower, trellis};
 
 /// The rows of each file.
-static TABLE: [&[&KernelRow]; 27] = [
+static TABLE: [&[&KernelRow]; 28] = [
     advance::ROWS,
     attention::ROWS,
     attention::cascade::ROWS,
@@ -35,6 +35,7 @@ static TABLE: [&[&KernelRow]; 27] = [
     second_order::factor::ROWS,
     second_order::trellis::ROWS,
     step_layers::ROWS,
+    tower::ROWS,
     trellis::ROWS,
 ];
 

@@ -68,7 +68,7 @@ pub mod gpu;
 mod tower;
 
 pub use drafts::{Drafts, StreamDrafts};
-pub use tower::tower;
+pub use tower::{tower, tower_bytes};
 
 use device::Device;
 use nq_cpu::{CpuEngine, CpuLayers};

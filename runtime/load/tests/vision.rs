@@ -42,25 +42,25 @@ struct ExpectedCase {
     logits: Vec<Vec<f32>>,
 }
 
-const TOKENS: ImageTokens = ImageTokens {
+pub(crate) const TOKENS: ImageTokens = ImageTokens {
     pad: 303,
     start: 301,
     end: 302,
 };
 
 /// What is decoded behind each prompt.
-const DECODED: [u32; 4] = [11, 250, 33, 7];
+pub(crate) const DECODED: [u32; 4] = [11, 250, 33, 7];
 
 const STEP: usize = 29;
 
 /// The prompts: runs of text by their length, and images by their patches.
-enum Part {
+pub(crate) enum Part {
     Text(usize),
     Image(usize, usize),
 }
-use Part::{Image, Text};
+pub(crate) use Part::{Image, Text};
 
-fn cases() -> Vec<(&'static str, Vec<Part>)> {
+pub(crate) fn cases() -> Vec<(&'static str, Vec<Part>)> {
     vec![
         ("text", vec![Text(9)]),
         ("one", vec![Text(5), Image(4, 6), Text(7)]),
@@ -73,19 +73,29 @@ fn cases() -> Vec<(&'static str, Vec<Part>)> {
     ]
 }
 
-fn models() -> Vec<(&'static str, ModelConfig, Value)> {
-    let tower = |hidden: usize, heads: usize, mlp: usize, deepstack: &[usize]| {
-        let (kind, depth) = match deepstack {
-            [] => ("qwen3_5", 2),
-            _ => ("qwen3_vl", 3),
-        };
-        json!({
-            "model_type": kind, "depth": depth, "hidden_size": hidden, "num_heads": heads,
-            "intermediate_size": mlp, "patch_size": 4, "temporal_patch_size": 2,
-            "spatial_merge_size": 2, "num_position_embeddings": 64, "out_hidden_size": 96,
-            "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "deepstack_visual_indexes": deepstack,
-        })
+/// The configuration of a tower for a text model `out` wide.
+pub(crate) fn tower_config(
+    hidden: usize,
+    heads: usize,
+    mlp: usize,
+    deepstack: &[usize],
+    out: usize,
+) -> Value {
+    let (kind, depth) = match deepstack {
+        [] => ("qwen3_5", 2),
+        _ => ("qwen3_vl", 3),
     };
+    json!({
+        "model_type": kind, "depth": depth, "hidden_size": hidden, "num_heads": heads,
+        "intermediate_size": mlp, "patch_size": 4, "temporal_patch_size": 2,
+        "spatial_merge_size": 2, "num_position_embeddings": 64, "out_hidden_size": out,
+        "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "deepstack_visual_indexes": deepstack,
+    })
+}
+
+fn models() -> Vec<(&'static str, ModelConfig, Value)> {
+    let tower =
+        |hidden, heads, mlp, deepstack: &[usize]| tower_config(hidden, heads, mlp, deepstack, 96);
     let text = |gguf| {
         let mut config = hybrid(gguf, 4, false);
         // Eight frequencies that all change within a small image.
@@ -124,7 +134,7 @@ fn models() -> Vec<(&'static str, ModelConfig, Value)> {
 }
 
 /// Pixels of an image, which differ from patch to patch.
-fn patches(grid: Grid, c: &VisionConfig) -> Patches {
+pub(crate) fn patches(grid: Grid, c: &VisionConfig) -> Patches {
     let values = grid.patches() * c.patch_values();
     let value = |i: usize| ((i * i * 7 + i * 13 + grid.w) % 255) as f32 / 127.5 - 1.0;
     Patches {
@@ -175,7 +185,7 @@ fn fused(tensors: Vec<(String, Tensor)>, text: &ModelConfig) -> Vec<(String, Ten
 
 /// Writes a model as published ones are: a text model, whose matrices are scaled so that attention tells positions
 /// apart, and a tower.
-fn write(folder: &Path, text: &ModelConfig, tower: &Value) {
+pub(crate) fn write(folder: &Path, text: &ModelConfig, tower: &Value) {
     let plain = folder.with_extension("text");
     synth::write(&plain, text, 11, &()).unwrap();
     let path = plain.join("model.safetensors");
@@ -219,13 +229,13 @@ fn write(folder: &Path, text: &ModelConfig, tower: &Value) {
     }
     pair("merger.norm".into(), vec![h]);
     pair("merger.linear_fc1".into(), vec![4 * h, 4 * h]);
-    pair("merger.linear_fc2".into(), vec![96, 4 * h]);
+    pair("merger.linear_fc2".into(), vec![text.hidden_size, 4 * h]);
     let deepstack = tower["deepstack_visual_indexes"].as_array().unwrap();
     for place in 0..deepstack.len() {
         let name = |part: &str| format!("deepstack_merger_list.{place}.{part}");
         pair(name("norm"), vec![4 * h]);
         pair(name("linear_fc1"), vec![4 * h, 4 * h]);
-        pair(name("linear_fc2"), vec![96, 4 * h]);
+        pair(name("linear_fc2"), vec![text.hidden_size, 4 * h]);
     }
     for (stream, (name, shape)) in named.into_iter().enumerate() {
         let tensor = random(stream as u64, &shape);
@@ -264,7 +274,7 @@ fn write(folder: &Path, text: &ModelConfig, tower: &Value) {
 }
 
 /// A prompt of these parts; an image stands between tokens of its start and end.
-fn prompt(parts: &[Part], tower: &dyn Tower) -> ImagePrompt {
+pub(crate) fn prompt(parts: &[Part], tower: &dyn Tower) -> ImagePrompt {
     let c = tower.config();
     let (mut ids, mut images) = (Vec::new(), Vec::new());
     for part in parts {
@@ -287,14 +297,17 @@ fn prompt(parts: &[Part], tower: &dyn Tower) -> ImagePrompt {
     ImagePrompt::new(ids, images, TOKENS).unwrap()
 }
 
-fn session(engine: &dyn Engine) -> Box<dyn Session> {
-    engine
-        .session(session_spec(2, 128, KvType::F32, 64))
-        .unwrap()
+pub(crate) fn session(engine: &dyn Engine, kv: KvType) -> Box<dyn Session> {
+    engine.session(session_spec(2, 128, kv, 64)).unwrap()
 }
 
 /// Feeds tokens in pieces; returns all logits.
-fn feed(session: &mut dyn Session, slot: usize, tokens: &[u32], piece: usize) -> Vec<Vec<f32>> {
+pub(crate) fn feed(
+    session: &mut dyn Session,
+    slot: usize,
+    tokens: &[u32],
+    piece: usize,
+) -> Vec<Vec<f32>> {
     let mut all = Vec::new();
     for tokens in tokens.chunks(piece) {
         let found = session
@@ -305,7 +318,7 @@ fn feed(session: &mut dyn Session, slot: usize, tokens: &[u32], piece: usize) ->
     all
 }
 
-fn close(found: &[f32], wanted: &[f32], bar: f32, what: &str) {
+pub(crate) fn close(found: &[f32], wanted: &[f32], bar: f32, what: &str) {
     assert_eq!(found.len(), wanted.len(), "{what}");
     let most = wanted.iter().fold(0.0, |m, v| f32::max(m, v.abs()));
     let error = distance(found, wanted) / most;
@@ -324,7 +337,9 @@ fn models_that_see_are_as_transformers_computes_them() {
         let checkpoint = Checkpoint::open(&folder).unwrap();
         assert_eq!(checkpoint.left_over(), [], "{name}");
         let options = options(EngineKind::Nq);
-        let tower = nq_load::tower(&checkpoint, &options, &()).unwrap().unwrap();
+        let tower = nq_load::tower(&checkpoint, &options, 64, &())
+            .unwrap()
+            .unwrap();
         let Some(expected) = expected.get(name) else {
             assert!(kept.is_some(), "{name}: nothing expected");
             continue;
@@ -350,7 +365,7 @@ fn models_that_see_are_as_transformers_computes_them() {
             assert_eq!(positions, expected.positions, "{name}, {case}");
             let wanted = expected.logits.concat();
             for piece in [1, 3, 64] {
-                let mut session = session(engine.as_ref());
+                let mut session = session(engine.as_ref(), KvType::F32);
                 session.show(0, prompt.images()).unwrap();
                 let mut rows = feed(session.as_mut(), 0, prompt.ids(), piece);
                 rows.drain(..rows.len() - 3);
@@ -375,7 +390,9 @@ fn loaded(root: &Path) -> Vec<(Arc<dyn Tower>, Arc<dyn Engine>)> {
         write(&folder, &text, &tower);
         let checkpoint = Checkpoint::open(&folder).unwrap();
         let options = options(EngineKind::Nq);
-        let tower = nq_load::tower(&checkpoint, &options, &()).unwrap().unwrap();
+        let tower = nq_load::tower(&checkpoint, &options, 64, &())
+            .unwrap()
+            .unwrap();
         let engine = nq_load::load(checkpoint.config(), checkpoint.store(), &options, &());
         (tower, engine.unwrap())
     };
@@ -389,7 +406,7 @@ fn sequences_with_images_fork_and_are_cut_within_them() {
         let parts = [Text(3), Image(8, 4), Text(2), Image(2, 2), Text(4)];
         let prompt = prompt(&parts, tower.as_ref());
         let (ids, images) = (prompt.ids(), prompt.images());
-        let mut session = session(engine.as_ref());
+        let mut session = session(engine.as_ref(), KvType::F32);
         session.show(0, images).unwrap();
         let whole = feed(session.as_mut(), 0, ids, 64);
         let last = whole.last().unwrap();
@@ -412,7 +429,12 @@ fn sequences_with_images_fork_and_are_cut_within_them() {
         // Text in the slot of an image is text again.
         session.truncate(1, 0);
         let text = feed(session.as_mut(), 1, ids, 64);
-        let fresh = feed(self::session(engine.as_ref()).as_mut(), 0, ids, 64);
+        let fresh = feed(
+            self::session(engine.as_ref(), KvType::F32).as_mut(),
+            0,
+            ids,
+            64,
+        );
         assert_eq!(text, fresh);
         assert!(distance(text.last().unwrap(), last) > 1e-3);
     }
@@ -435,7 +457,9 @@ fn drafts_change_no_answer(root: &Path, (name, text, tower): &(&str, ModelConfig
     let checkpoint = Checkpoint::open(&folder).unwrap();
     let (config, store) = (checkpoint.config(), checkpoint.store());
     let options = options(EngineKind::Nq);
-    let tower = nq_load::tower(&checkpoint, &options, &()).unwrap().unwrap();
+    let tower = nq_load::tower(&checkpoint, &options, 64, &())
+        .unwrap()
+        .unwrap();
     let engine = nq_load::load(config, store, &options, &()).unwrap();
     let has_layer = config.mtp_layers > 0;
     let layer = has_layer.then(|| StreamDrafts::mtp(config, store, None, &options).unwrap());
@@ -444,7 +468,7 @@ fn drafts_change_no_answer(root: &Path, (name, text, tower): &(&str, ModelConfig
     let answer = |drafted: Option<bool>| {
         let spec = SessionSpec {
             drafts: DraftLayer::mtp(config).map_or(DraftedBy::Nothing, DraftedBy::Layer),
-            ..session(engine.as_ref()).spec()
+            ..session(engine.as_ref(), KvType::F32).spec()
         };
         let mut session = engine.session(spec).unwrap();
         let mut speculation = drafted.map(|by_layer| match by_layer {
@@ -518,7 +542,7 @@ fn what_is_no_image_of_the_model_is_refused() {
         at,
         image: Arc::clone(&image),
     };
-    let mut session = session(engine.as_ref());
+    let mut session = session(engine.as_ref(), KvType::F32);
     session.show(0, &[place(0), place(2)]).unwrap();
     assert!(
         session.show(0, &[place(0), place(1)]).is_err(),

@@ -141,7 +141,7 @@ pub trait Session: Send {
     /// cut forgets those behind it. Tokens, pages and masks count as without images.
     ///
     /// # Errors
-    /// [`Error::Request`] for images that do not fit the model; [`Error::Unsupported`] on devices that read text alone.
+    /// [`Error::Request`] for images that do not fit the model; [`Error::Unsupported`] of engines that read text alone.
     fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
         let _ = slot;
         match images.len() {
@@ -149,8 +149,8 @@ pub trait Session: Send {
             n => Err(Error::Unsupported {
                 engine: "nq",
                 what: "images",
-                expected: "the CPU, where images run in this version (--device cpu)".into(),
-                found: format!("{n} on another device"),
+                expected: "text, or nq's own engine (--engine nq)".into(),
+                found: format!("{n} for another engine"),
             }),
         }
     }

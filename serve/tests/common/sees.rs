@@ -37,7 +37,11 @@ pub fn seeing_by(
     let mut model = ServedModel::new("sees", &checkpoint, engine, spec, options).unwrap();
     let vision = checkpoint.vision().unwrap().clone();
     let about = AboutTower::of(&checkpoint, 40).unwrap();
-    let open = move || Ok(other(nq_load::tower(&checkpoint, &load, &())?.unwrap()));
+    let open = move || {
+        Ok(other(
+            nq_load::tower(&checkpoint, &load, 4096, &())?.unwrap(),
+        ))
+    };
     let sight = Sight::new(vision, SightOptions::default(), open);
     sight.load().unwrap();
     model.set_sight(sight, about);

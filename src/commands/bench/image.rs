@@ -3,11 +3,9 @@
 use super::{BenchArgs, BenchModel};
 use crate::flags::{Global, conflict};
 use crate::terminal::Terminal;
-use anyhow::bail;
 use nq_answers::SightOptions;
 use nq_evals::bench::{self, BenchSpec, ImageSpec, Machine};
 use nq_evals::{BenchRow, ImageTimes};
-use nq_load::device::Device;
 use nq_runtime::{Engine, Tower};
 use std::fmt;
 use std::sync::Arc;
@@ -44,18 +42,19 @@ pub(super) fn parse(s: &str) -> Result<ImageSize, String> {
 pub(super) fn tower(
     model: &BenchModel,
     args: &BenchArgs,
-    device: Device,
     global: &Global,
     terminal: &Terminal,
 ) -> anyhow::Result<Arc<dyn Tower>> {
-    if device != Device::Cpu {
-        bail!("--image: images run on the CPU in this version (--device cpu)");
-    }
     if args.gen_tokens == 0 {
         let why = "--image measures decoding behind an image too: -n is 0";
         return Err(conflict("bench", why));
     }
-    match nq_load::tower(&model.checkpoint, &global.load_options(), terminal)? {
+    match nq_load::tower(
+        &model.checkpoint,
+        &global.load_options(),
+        SightOptions::default().tokens,
+        terminal,
+    )? {
         Some(tower) => Ok(tower),
         None => Err(nq_answers::Error::Blind(model.name.clone()).into()),
     }

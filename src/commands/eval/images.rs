@@ -44,9 +44,10 @@ impl ChatReader {
         terminal: &Terminal,
     ) -> anyhow::Result<Self> {
         let text = ModelText::open(checkpoint)?;
-        let sight = nq_load::tower(checkpoint, options, terminal)?.map(|tower| {
+        let seen = SightOptions::default();
+        let sight = nq_load::tower(checkpoint, options, seen.tokens, terminal)?.map(|tower| {
             let config = tower.config().clone();
-            Sight::new(config, SightOptions::default(), move || Ok(tower.clone()))
+            Sight::new(config, seen, move || Ok(tower.clone()))
         });
         let most = checkpoint.config().max_position_embeddings;
         Ok(ChatReader { text, sight, most })

@@ -196,7 +196,7 @@ impl Loadable {
             let draft = draft.map(|d| d.memory(checkpoint.config(), &least));
             let draft = draft.transpose()?.map_or(0, |(_, bytes)| bytes);
             let adapters = adapter_bytes(checkpoint.config(), &loras, least.max_rows)?;
-            let images = SightBytes::plan(checkpoint, &self.settings.sight)?;
+            let images = SightBytes::plan(checkpoint, options, &self.settings.sight)?;
             beside = images.as_ref().map_or(0, SightBytes::total);
             let needed = running.peak + draft + adapters as u64 + beside;
             let free = available_memory().unwrap_or(u64::MAX);
@@ -335,11 +335,9 @@ impl Loadable {
         self.schemes.as_ref().and(self.settings.bits)
     }
 
-    /// The tower that it sees with, on a CPU.
+    /// The tower that it sees with.
     fn tower(&self) -> Option<AboutTower> {
-        let settings = &self.settings;
-        let on_cpu = matches!(Device::choose(settings.load.device), Ok(Device::Cpu));
-        AboutTower::of(&self.checkpoint, settings.sight.tokens).filter(|_| on_cpu)
+        AboutTower::of(&self.checkpoint, self.settings.sight.tokens)
     }
 
     /// The size of a session without snapshots.

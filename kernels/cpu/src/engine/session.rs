@@ -154,11 +154,10 @@ impl CpuSession {
         let (batch, images) = (&self.batch, &self.images);
         let show = |x: &mut [f32], level: usize, each: fn((&mut f32, &f32))| {
             for (chunk, span) in chunks.iter().zip(batch.spans()) {
-                let images = &images[chunk.slot];
-                let x = x[span.row * h..].chunks_exact_mut(h).take(span.len);
-                for (i, x) in x.enumerate().filter(|_| !images.is_empty()) {
-                    let row = images.row(span.position + i, level).unwrap_or_default();
-                    x.iter_mut().zip(row).for_each(each);
+                let tokens = span.position..span.position + span.len;
+                for (index, rows) in images[chunk.slot].rows(tokens, level) {
+                    let x = &mut x[(span.row + index - span.position) * h..];
+                    x.iter_mut().zip(rows).for_each(each);
                 }
             }
         };
@@ -442,17 +441,7 @@ impl Session for CpuSession {
 
     fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
         let shown = SequenceImages::new(images, self.model.config.hidden_size)?;
-        match self.images.get_mut(slot) {
-            Some(images) => *images = shown,
-            None => {
-                return Err(Error::Request {
-                    what: "images of a sequence",
-                    expected: format!("a slot below {}", self.spec.slots),
-                    found: format!("slot {slot}"),
-                });
-            }
-        }
-        Ok(())
+        shown.show_in(&mut self.images, slot)
     }
 
     fn reach(&self, slot: usize, len: usize) -> usize {

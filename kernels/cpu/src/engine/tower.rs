@@ -3,14 +3,17 @@
 use super::open;
 use crate::ops::Visible;
 use crate::{Cpu, Epilogue, KvPages, KvSequence, Linear, Span};
-use nq_formats::{Progress, Unit, Weight, WeightStore};
+use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::pages::{KvType, PAGE};
 use nq_kernels::{Activations, KernelSet};
 use nq_model::Dims;
-use nq_model::vision::{Grid, PATCH_EMBED, POSITIONS, Patches, TOWER, VisionConfig};
+use nq_model::vision::{Grid, POSITIONS, Patches, VisionConfig};
 use nq_runtime::checks::all_finite;
 use nq_runtime::host::available_memory;
 use nq_runtime::interface::{ImageRows, LoadOptions, Tower, check_patches};
+use nq_runtime::tower_parts::{
+    BiasedLinear, LayerNormParts, TowerBlock, TowerMerger, TowerParts, TowerReader,
+};
 use nq_runtime::{Error, Result};
 
 /// Epsilon of every LayerNorm of a tower.
@@ -26,71 +29,35 @@ const MLP_ROWS: usize = 1024;
 pub struct CpuTower {
     config: VisionConfig,
     cpu: Cpu,
-    patch_embed: Biased,
     positions: Weight, // [side * side, hidden]
-    blocks: Vec<Block>,
-    merger: Merger,
-    deepstack: Vec<Merger>, // behind the blocks that the shape names
+    parts: TowerParts<Linear, Vec<f32>>,
 }
 
-/// A Linear with the bias of its outputs.
-struct Biased {
-    linear: Linear,
-    bias: Vec<f32>,
-}
+type Biased = BiasedLinear<Linear, Vec<f32>>;
+type LayerNorm = LayerNormParts<Vec<f32>>;
+type Merger = TowerMerger<Linear, Vec<f32>>;
+type Block = TowerBlock<Linear, Vec<f32>>;
 
-struct LayerNorm {
-    gains: Vec<f32>,
-    bias: Vec<f32>,
-}
-
-/// Makes one row of the text model's width of neighbours, which are consecutive.
-struct Merger {
-    norm: LayerNorm, // of a patch, or of neighbours side by side
-    up: Biased,
-    down: Biased,
-}
-
-struct Block {
-    attention_norm: LayerNorm,
-    qkv: Biased,
-    out: Biased,
-    mlp_norm: LayerNorm,
-    up: Biased,
-    down: Biased,
-}
-
-/// Reads parameters of a tower, by their names behind [`TOWER`].
+/// Packs parameters of a tower.
 struct Reader<'a> {
     cpu: &'a Cpu,
     store: &'a dyn WeightStore,
     kernels: KernelSet,
 }
 
-impl Reader<'_> {
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        Ok(self
-            .store
-            .vector(&format!("{TOWER}{name}"), len)?
-            .to_f32()?)
-    }
+impl TowerReader for Reader<'_> {
+    type Linear = Linear;
+    type Vector = Vec<f32>;
 
-    fn norm(&self, name: &str, len: usize) -> Result<LayerNorm> {
-        Ok(LayerNorm {
-            gains: self.vector(name, len)?,
-            bias: self.vector(&format!("{name}.bias"), len)?,
-        })
-    }
-
-    /// The Linear `[out, inputs]`, which profiles list as `listed`.
-    fn linear(&self, name: &str, dims: Dims, listed: &'static str) -> Result<Biased> {
-        let weight = self.store.matrix(&format!("{TOWER}{name}"), dims)?;
+    fn linear(&mut self, name: &str, dims: Dims, listed: &'static str) -> Result<Linear> {
+        let weight = self.store.matrix(name, dims)?;
         let linear = Linear::new(self.cpu, &[&weight], Activations::F32, self.kernels)?;
         weight.release();
-        Ok(Biased {
-            linear: linear.named(listed),
-            bias: self.vector(&format!("{name}.bias"), dims.rows)?,
-        })
+        Ok(linear.named(listed))
+    }
+
+    fn vector(&mut self, name: &str, len: usize) -> Result<Vec<f32>> {
+        Ok(self.store.vector(name, len)?.to_f32()?)
     }
 }
 
@@ -106,52 +73,14 @@ impl CpuTower {
         progress: &dyn Progress,
     ) -> Result<Self> {
         let (c, cpu) = (config, open(options)?);
-        let (h, wide, merged) = (
-            c.hidden_size,
-            c.intermediate_size,
-            c.merged() * c.hidden_size,
-        );
-        let read = Reader {
+        let mut reader = Reader {
             cpu: &cpu,
             store,
             kernels: options.kernels,
         };
-        progress.begin("loading the tower", c.depth as u64, Unit::Items);
-        let block = |i: usize| -> Result<Block> {
-            let name = |suffix: &str| format!("blocks.{i}.{suffix}");
-            let block = Block {
-                attention_norm: read.norm(&name("norm1"), h)?,
-                qkv: read.linear(&name("attn.qkv"), Dims::new(3 * h, h), "tower qkv")?,
-                out: read.linear(&name("attn.proj"), Dims::new(h, h), "tower out")?,
-                mlp_norm: read.norm(&name("norm2"), h)?,
-                up: read.linear(&name("mlp.linear_fc1"), Dims::new(wide, h), "tower up")?,
-                down: read.linear(&name("mlp.linear_fc2"), Dims::new(h, wide), "tower down")?,
-            };
-            progress.advance(1);
-            Ok(block)
-        };
-        let blocks = (0..c.depth).map(block).collect::<Result<_>>()?;
-        progress.end();
-        let suffix = &PATCH_EMBED[TOWER.len()..];
-        let (patches, out) = (c.patch_values(), c.out_hidden_size);
-        let merger = |prefix: &str, width: usize| -> Result<Merger> {
-            let name = |suffix: &str| format!("{prefix}.{suffix}");
-            let up = Dims::new(merged, merged);
-            Ok(Merger {
-                norm: read.norm(&name("norm"), width)?,
-                up: read.linear(&name("linear_fc1"), up, "tower merge")?,
-                down: read.linear(&name("linear_fc2"), Dims::new(out, merged), "tower merge")?,
-            })
-        };
-        let deepstack = |i: usize| merger(&format!("deepstack_merger_list.{i}"), merged);
         Ok(CpuTower {
-            patch_embed: read.linear(suffix, Dims::new(h, patches), "tower patches")?,
-            positions: store.matrix(POSITIONS, Dims::new(c.position_side.pow(2), h))?,
-            blocks,
-            merger: merger("merger", h)?,
-            deepstack: (0..c.deepstack.len())
-                .map(deepstack)
-                .collect::<Result<_>>()?,
+            parts: TowerParts::read(c, &mut reader, progress)?,
+            positions: store.matrix(POSITIONS, Dims::new(c.position_side.pow(2), c.hidden_size))?,
             config: c.clone(),
             cpu,
         })
@@ -308,14 +237,19 @@ impl Tower for CpuTower {
             });
         }
         let mut s = Scratch::new(c, grid.patches());
-        self.product(&self.patch_embed, &patches.rows, &mut s.x, Epilogue::Store)?;
+        self.product(
+            &self.parts.patch_embed,
+            &patches.rows,
+            &mut s.x,
+            Epilogue::Store,
+        )?;
         self.add_positions(&grid, &mut s.x)?;
         let turns = self.turns(&grid);
         let level = grid.tokens(c.spatial_merge_size) * c.out_hidden_size;
         let mut rows = vec![0.0; level * (1 + c.deepstack.len())];
         let (first, mut others) = rows.split_at_mut(level);
-        let mut mergers = c.deepstack.iter().zip(&self.deepstack).peekable();
-        for (layer, block) in self.blocks.iter().enumerate() {
+        let mut mergers = c.deepstack.iter().zip(&self.parts.deepstack).peekable();
+        for (layer, block) in self.parts.blocks.iter().enumerate() {
             self.block(block, &turns, &mut s)?;
             if !all_finite(&s.x) {
                 let what = "the output of a tower's block";
@@ -327,7 +261,7 @@ impl Tower for CpuTower {
                 others = rest;
             }
         }
-        self.merge(&self.merger, &mut s, first)?;
+        self.merge(&self.parts.merger, &mut s, first)?;
         if !all_finite(&rows) {
             let (what, layer) = ("the rows of a tower's merger", c.depth - 1);
             return Err(Error::NotFinite { what, layer });

@@ -302,7 +302,10 @@ pub(crate) fn attention_prefill(t: &mut Timing) -> Result<()> {
             let qkv = vec![0.1f32; ROWS * width * HEAD_DIM];
             let mut qkv = t.gpu.upload("a benchmark", &qkv)?;
             let rows: Vec<Row> = (0..ROWS as i32)
-                .map(|position| Row { position, slot: 0 })
+                .map(|position| Row {
+                    position,
+                    ..Row::default()
+                })
                 .collect();
             let rows = Checked::upload(&t.gpu, "a benchmark", &rows, layers.pages.places())?;
             let what = |op: &str| format!("{} {op} {ROWS} rows {name}", model.name);

@@ -52,6 +52,7 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
         let places = Places {
             positions: 4096,
             slots: slots + 1,
+            images: 0,
         };
         let mut out = t.gpu.zeros("a benchmark", 64 * shape.values())?;
         // Of several sequences, and of one whose drafts are checked.
@@ -80,7 +81,10 @@ pub(crate) fn delta(t: &mut Timing) -> Result<()> {
             })?;
         }
         let rows: Vec<Row> = (0..M as i32)
-            .map(|position| Row { position, slot: 0 })
+            .map(|position| Row {
+                position,
+                ..Row::default()
+            })
             .collect();
         let rows = Checked::upload(&t.gpu, "a benchmark", &rows, places)?;
         let mut mixed = t.gpu.zeros("a benchmark", M * shape.channels())?;

@@ -16,6 +16,7 @@ mod products;
 mod ranks;
 mod rows;
 mod timing;
+mod tower;
 mod training;
 mod trellis;
 
@@ -24,7 +25,7 @@ type Bench = (
     fn(&mut timing::Timing) -> nq_kernels::Result<()>,
 );
 
-const BENCHES: [Bench; 21] = [
+const BENCHES: [Bench; 22] = [
     ("read_all", rows::read_all),
     ("gemv", products::gemv),
     ("gemv_batch", products::gemv_batch),
@@ -45,6 +46,7 @@ const BENCHES: [Bench; 21] = [
     ("sampling", rows::sampling),
     ("training", training::training),
     ("second_order", training::second_order),
+    ("tower", tower::tower),
     ("trellis", trellis::trellis),
 ];
 

@@ -20,6 +20,7 @@ fn bounds(slots: usize) -> StepBounds {
     let places = Places {
         positions: 4096,
         slots,
+        images: 0,
     };
     StepBounds {
         places,

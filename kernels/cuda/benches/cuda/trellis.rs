@@ -69,7 +69,7 @@ pub(crate) fn trellis(t: &mut Timing) -> Result<()> {
     let room = TrellisRoom::new(&t.gpu, sizes)?;
     let stream = t.gpu.stream_with(StreamOptions {
         room: Some(room),
-        beside: false,
+        ..StreamOptions::default()
     })?;
     let plain = std::mem::replace(&mut t.stream, stream);
     let schemes = [

@@ -246,6 +246,9 @@ impl Stream {
         let o = self.operands("append");
         rows.bounds().check(&o, cache.places())?;
         let HeadArgs { vectors, cos_sin } = heads.args(&o, cache)?;
+        let turns = cache.places().positions + rows.bounds().images;
+        let turns = [turns, rotary_dims(cache.head_dim()) / 2];
+        o.of("rotary table", heads.cos_sin, &turns)?;
         let (dim, kv_heads) = (cache.head_dim(), cache.kv_heads());
         let args = AppendArgs {
             qkv: o.of("qkv", qkv, &[m, row_heads(dim, heads.heads, kv_heads), dim])?,

@@ -199,6 +199,7 @@ impl DevicePages {
         Places {
             positions: self.table_len * PAGE,
             slots: self.shape.slots + 1,
+            images: 0,
         }
     }
 

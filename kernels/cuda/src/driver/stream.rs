@@ -26,14 +26,17 @@ impl Gpu {
 
     /// Creates a stream.
     pub fn stream_with(&self, options: StreamOptions) -> Result<Stream> {
-        let StreamOptions { room, beside } = options;
+        let StreamOptions { room, beside, last } = options;
         let create = || {
             #[cfg(test)]
             if super::trace::is_imagined(self) {
                 return Ok(ptr::null_mut());
             }
             self.0.bind()?;
-            let handle = result::stream::create(result::stream::StreamKind::NonBlocking);
+            let kind = result::stream::StreamKind::NonBlocking;
+            // The driver takes the least number that it knows.
+            let priority = if last { 0 } else { i32::MIN };
+            let handle = result::stream::create_with_priority(kind, priority);
             check("making a stream", handle)
         };
         let stream = Arc::new(StreamInner {
@@ -88,6 +91,8 @@ pub struct StreamOptions {
     /// GPU. A kernel then never holds the device's room while it waits for the one before it, and does not run
     /// alone.
     pub beside: bool,
+    /// True if blocks of other streams' kernels start before those of this one's.
+    pub last: bool,
 }
 
 /// A stream of work in order. Cloning shares it.

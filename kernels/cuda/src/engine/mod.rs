@@ -13,6 +13,7 @@ mod plan;
 mod request;
 mod session;
 mod streams;
+mod tower;
 mod weights;
 
 use crate::{Cascade, Gpu};
@@ -38,6 +39,7 @@ use session::step::least_shared_pages;
 use session::step_rows::most_together;
 use std::sync::{Arc, OnceLock};
 pub use streams::{CudaEagle, CudaMtp};
+pub use tower::{CudaTower, planned_tower, unserved_tower};
 
 /// [`Engine`] on a GPU.
 pub struct CudaEngine {

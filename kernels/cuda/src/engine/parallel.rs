@@ -19,7 +19,7 @@ use nq_kernels::profile::OpTiming;
 use nq_model::ModelConfig;
 use nq_runtime::interface::{
     Chunk, DeviceMemory, Drawn, Engine, EngineDescription, LoadOptions, Logits, Observer, Pages,
-    Run, Session, SessionSpec, Split, StepsAhead,
+    PlacedImage, Run, Session, SessionSpec, Split, StepsAhead,
 };
 use nq_runtime::sampler::Sampler;
 use nq_runtime::{Error, Result};
@@ -344,6 +344,10 @@ impl Session for ParallelSession {
 
     fn fork(&mut self, from: usize, to: usize, len: usize) -> Result<usize> {
         self.each(|rank| rank.fork(from, to, len))
+    }
+
+    fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
+        self.each(|rank| rank.show(slot, images))
     }
 
     fn reach(&self, slot: usize, len: usize) -> usize {

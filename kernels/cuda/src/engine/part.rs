@@ -14,6 +14,11 @@ pub(super) struct GpuPart {
 }
 
 impl GpuPart {
+    /// True if the first layer is among its own.
+    pub(super) fn begins(self) -> bool {
+        self.split == Split::Tensors || self.rank.rank == 0
+    }
+
     /// The rows of the head that it has.
     pub(super) fn head_rows(self, c: &ModelConfig) -> Range<usize> {
         let Rank { rank, ranks, .. } = self.rank;

@@ -2,6 +2,7 @@
 
 pub(super) mod buffers;
 mod graphs;
+mod images;
 pub(super) mod memory;
 mod pages;
 pub(super) mod rank_rows;
@@ -20,17 +21,19 @@ use super::page_tables::reserve_pages;
 use super::streams::StreamRun;
 use super::streams::buffers::DraftMemory;
 use crate::{
-    Buffer, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned, Stream,
+    Buffer, DevicePages, DeviceStates, Gpu, HostStage, Mark, PageStaging, Pinned, Places, Stream,
     StreamOptions,
 };
 use buffers::{LOGIT_ROWS, ManyRows};
 use graphs::Graphs;
+use images::SessionImages;
 use memory::SessionMemory;
 use nq_kernels::KernelSet;
 use nq_runtime::checks::{all_finite, check_chunks, check_states};
+use nq_runtime::images::SequenceImages;
 use nq_runtime::interface::{
-    AppliedAdapter, Chunk, Drafter, Logits, Observer, Pages, Session, SessionSpec, StepsAhead,
-    StreamHead, Streams,
+    AppliedAdapter, Chunk, Drafter, Logits, Observer, Pages, PlacedImage, Session, SessionSpec,
+    StepsAhead, StreamHead, Streams,
 };
 use nq_runtime::kv::PageTables;
 use nq_runtime::states::Snapshots;
@@ -50,6 +53,7 @@ pub(super) struct CudaSession {
     adapters: CudaAdapters,
     adapted: AdaptedSequences,
     adapter_rows: Option<AdapterRows>,
+    images: SessionImages,
     spec: SessionSpec,
     tables: PageTables,
     /// Copy of the device's page tables, by slot.
@@ -61,7 +65,7 @@ pub(super) struct CudaSession {
     behind: Vec<Option<usize>>,
     /// By slot, true if pages were appended, whose states are missing.
     stateless: Vec<bool>,
-    cos_sin: Buffer<[f32; 2]>, // [ctx padded, rotary_dims / 2]
+    cos_sin: Buffer<[f32; 2]>, // [ctx padded, then rows of images in a pass, rotary_dims / 2]
     step: StepRows,
     many: ManyRows,
     /// Of a rank of several.
@@ -91,8 +95,9 @@ impl CudaSession {
         let request = model.request(&spec, adapters.widths);
         let memory = SessionMemory::new(gpu, &request, &spec)?;
         let mut cos_sin = memory.cos_sin;
-        let positions = cos_sin.len() / (c.rotary_dims() / 2);
-        let slots = memory.pages.places().slots;
+        let Places {
+            positions, slots, ..
+        } = memory.pages.places();
         let rows = memory.step.rows().max(spec.max_rows);
         let experts_host = match (&c.experts, model.layers.host.layers()) {
             (Some(experts), 1..) => {
@@ -106,11 +111,13 @@ impl CudaSession {
             stream: gpu.stream_with(StreamOptions {
                 room: memory.room,
                 beside: model.part.is_some_and(|part| part.rank.beside),
+                last: false,
             })?,
             graphs: Graphs::default(),
             adapted: AdaptedSequences::new(&adapters.applied, spec.slots),
             adapter_rows: memory.adapters,
             adapters,
+            images: SessionImages::new(spec.slots),
             tables: PageTables::new(&spec),
             placed: vec![Vec::new(); spec.slots],
             pages: memory.pages,
@@ -195,6 +202,9 @@ impl Session for CudaSession {
             }
             self.snapshots.cut(slot, len);
         }
+        if len == 0 || len < self.tables.len(slot) {
+            self.images.shown[slot].truncate(len);
+        }
         self.tables.truncate(slot, len);
         if let Some(drafting) = &self.drafting {
             drafting.truncate(slot, len);
@@ -206,6 +216,7 @@ impl Session for CudaSession {
         self.tables.fork(from, to, len)?;
         if from != to {
             self.adapted.applied[to] = self.adapted.applied[from].clone();
+            self.images.shown[to] = self.images.shown[from].clone();
         }
         self.snapshots.cut(to, 0);
         self.behind[to] = None;
@@ -236,6 +247,7 @@ impl Session for CudaSession {
         };
         self.snapshots.share(from, to, reached);
         self.tables.truncate(to, reached);
+        self.images.shown[to].truncate(reached);
         if let Some(drafting) = &self.drafting {
             drafting.fork(from, to, reached)?;
         }
@@ -246,6 +258,11 @@ impl Session for CudaSession {
         self.check_adapters(slot, adapters, self.adapters.len())?;
         self.adapted.applied[slot] = adapters.to_vec();
         Ok(())
+    }
+
+    fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
+        let shown = SequenceImages::new(images, self.model.config.hidden_size)?;
+        shown.show_in(&mut self.images.shown, slot)
     }
 
     fn reach(&self, slot: usize, len: usize) -> usize {

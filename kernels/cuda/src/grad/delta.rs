@@ -34,11 +34,12 @@ impl CudaOps {
         };
         let row = |i: usize| Row {
             position: (i % seq) as i32,
-            slot: 0,
+            ..Row::default()
         };
         let places = Places {
             positions: seq,
             slots: 1,
+            images: 0,
         };
         let rows: Vec<Row> = (0..m).map(row).collect();
         let rows = Checked::upload(&self.gpu, "rows", &rows, places)?;

@@ -136,6 +136,30 @@ pub struct LowRank<'a> {
 }
 
 impl Stream {
+    /// Adds the first `n` values of `x` to those of `y` from `at` on.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](nq_kernels::Error::Shape) if an operand does not fit; errors of the driver.
+    pub(crate) fn add(
+        &self,
+        x: &Buffer<f32>,
+        y: &mut Buffer<f32>,
+        at: usize,
+        n: usize,
+    ) -> Result<()> {
+        let o = self.operands("add");
+        let args = GradGemmSumArgs {
+            x: o.of("x", x, &[n])?,
+            c: o.part("y", y, at, &[n])?,
+            n: n as i64,
+            parts: 1,
+            accumulate: 1,
+        };
+        let shape = LaunchShape::new([n.div_ceil(THREADS), 1, 1], THREADS);
+        // SAFETY: the operands were checked.
+        unsafe { self.launch(&SUM, shape, &args) }
+    }
+
     /// Adds to rows of `y` `[m, out]`, in f32.
     ///
     /// # Errors

@@ -271,6 +271,7 @@ impl<'a> AttentionCheck<'a> {
         let place = |p: usize| Row {
             position: p as i32,
             slot: SLOT as i32,
+            ..Row::default()
         };
         let places: Vec<Row> = part.clone().map(place).collect();
         let places = Checked::upload(self.gpu, "a test", &places, cache.places()).unwrap();
@@ -553,6 +554,7 @@ fn rows_outside_the_cache_are_refused() {
     let place = |position: usize, slot: i32| Row {
         position: position as i32,
         slot,
+        ..Row::default()
     };
     for outside in [place(PAGE, 0), place(0, 3), place(0, -1)] {
         let rows = Checked::upload(&gpu, "a test", &[outside], cache.places());

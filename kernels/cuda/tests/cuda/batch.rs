@@ -233,6 +233,7 @@ fn check_attention(gpu: &Gpu, case: &Case, lengths: &[usize]) {
             .map(|p| Row {
                 position: p as i32,
                 slot: slot_of(i) as i32,
+                ..Row::default()
             })
             .collect();
         let places = Checked::upload(gpu, "a test", &places, cache.places()).unwrap();

@@ -52,6 +52,7 @@ impl Together<'_> {
             rows.extend((from..position).map(|position| Row {
                 position: position as i32,
                 slot: slot as i32,
+                ..Row::default()
             }));
         }
         let width = case.width();

@@ -24,6 +24,7 @@ const SNAPSHOT: usize = SLOTS + 1;
 const PLACES: Places = Places {
     positions: 4096,
     slots: SLOTS + 1,
+    images: 0,
 };
 
 fn shapes() -> Vec<DeltaShape> {
@@ -191,6 +192,7 @@ impl<'a> DeltaCheck<'a> {
             places.extend((position..position + count).map(|p| Row {
                 position: p as i32,
                 slot: slot as i32,
+                ..Row::default()
             }));
         }
         let (m, width) = (positions.len(), self.shape.values());

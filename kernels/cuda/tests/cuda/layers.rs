@@ -316,7 +316,7 @@ fn check_case<S: Copy + Into<Scheme>>(gpu: &Gpu, shape: LayersShape, schemes: &[
     };
     let options = StreamOptions {
         room: trellis.then(|| TrellisRoom::new(gpu, room).unwrap()),
-        beside: false,
+        ..StreamOptions::default()
     };
     let stream = gpu.stream_with(options).unwrap();
     let mut turns = schemes.iter().cycle();

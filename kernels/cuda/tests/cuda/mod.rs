@@ -15,6 +15,7 @@ mod layers;
 mod ranks;
 mod rows;
 mod sampling;
+mod tower;
 mod trellis;
 mod wide;
 
@@ -640,6 +641,7 @@ fn embeddings() {
         let places = Places {
             positions: 1,
             slots: 1,
+            images: 0,
         };
         let bounds = |tokens| StepBounds { places, tokens };
         let step = |token| Step {

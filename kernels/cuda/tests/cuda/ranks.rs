@@ -34,7 +34,10 @@ fn members(gpus: &[Gpu], beside: bool, through_host: bool) -> Vec<Member> {
     let inboxes: Vec<Inbox> = gpus.iter().enumerate().map(inbox).collect();
     let member = |(r, gpu): (usize, &Gpu)| Member {
         stream: gpu
-            .stream_with(StreamOptions { beside, room: None })
+            .stream_with(StreamOptions {
+                beside,
+                ..StreamOptions::default()
+            })
             .unwrap(),
         sums: Collectives::new(gpu, r, inboxes.clone()).unwrap(),
         share: gpu.zeros("a test", SIZE.0 * SIZE.1).unwrap(),

@@ -9,7 +9,7 @@ use nq_testkit::compare::nmse;
 use nq_testkit::weights::normal;
 
 /// The first `width` of `padded` values of FP16 rows in operand order; the others must be zero.
-fn in_order(halves: &[u16], width: usize, padded: usize) -> Vec<f32> {
+pub(super) fn in_order(halves: &[u16], width: usize, padded: usize) -> Vec<f32> {
     let value = |row: &[u16], k: usize| f16::from_bits(row[operand_index(k)]).to_f32();
     let mut all = Vec::new();
     for row in halves.chunks_exact(padded) {

@@ -52,6 +52,7 @@ fn bounds(vocab: usize) -> StepBounds {
     let places = Places {
         positions: POSITIONS,
         slots: M + 1,
+        images: 0,
     };
     StepBounds {
         places,

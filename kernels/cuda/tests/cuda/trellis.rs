@@ -32,7 +32,7 @@ fn stream(gpu: &Gpu, inputs: usize, outputs: usize) -> Stream {
     let room = TrellisRoom::new(gpu, sizes).unwrap();
     gpu.stream_with(StreamOptions {
         room: Some(room),
-        beside: false,
+        ..StreamOptions::default()
     })
     .unwrap()
 }
@@ -400,6 +400,7 @@ fn embeddings() {
         let places = Places {
             positions: 1,
             slots: 1,
+            images: 0,
         };
         let steps = tokens.map(|token| Step {
             token,

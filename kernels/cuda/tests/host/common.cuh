@@ -147,6 +147,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) { return reduced(v, [](u
 inline unsigned __reduce_min_sync(unsigned, unsigned v) { return reduced(v, [](unsigned a, unsigned b) { return min(a, b); }); }
 inline int __reduce_max_sync(unsigned, int v) { return reduced(v, [](int a, int b) { return max(a, b); }); }
 inline int __reduce_add_sync(unsigned, int v) { return reduced(v, [](int a, int b) { return a + b; }); }
+inline bool __any_sync(unsigned, bool v) { return reduced(int(v), [](int a, int b) { return a | b; }); }
 inline bool __all_sync(unsigned, bool v) { return reduced(int(v), [](int a, int b) { return a & b; }); }
 inline unsigned __ballot_sync(unsigned, bool v) { return reduced(unsigned(v) << threadIdx.x % 32, [](unsigned a, unsigned b) { return a | b; }); }
 #define __ffs __builtin_ffs
@@ -170,6 +171,7 @@ inline float float_of(uint32_t v) {
 }
 inline int nearest(float v) { return int(nearbyintf(v)); }
 inline float quick_exp(float v) { return expf(v); }
+inline float quick_exp2(float v) { return exp2f(v); }
 inline float inverse_root(float v) { return 1.f / sqrtf(v); }
 inline float divided(float a, float b) { return a / b; }
 inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
@@ -241,6 +243,24 @@ DEVICE void load_shared_8_if(uint4& v, int which, int mine, uint32_t at) {
     const uint2 w = load_shared_8(at);
     v.x = w.x, v.y = w.y;
 }
+// Matrices of 8 x 8: see `common.cuh` for what lanes give and get.
+inline uint4 load_matrices(uint32_t row, bool turned) {
+    uint32_t words[4];
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        const int a = lane / 4, b = lane % 4 * 2;
+        uint32_t values[2] = {};
+        for (int r = 0; r < 8; r++) {
+            const uint32_t at = lane_value(row, 8 * i + r);
+            for (int e = 0; e < 2; e++)
+                if (turned ? r == b + e : r == a) values[e] = load_shared_2(at + 2 * (turned ? a : b + e));
+        }
+        words[i] = values[0] | values[1] << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+DEVICE uint4 load_matrices_at(uint32_t row) { return load_matrices(row, false); }
+DEVICE uint4 load_turned_matrices_at(uint32_t row) { return load_matrices(row, true); }
 DEVICE uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
 DEVICE uint2 load_stream_8(const void* p) { return *static_cast<const uint2*>(p); }
 DEVICE uint32_t load_stream_4(const void* p) { return *static_cast<const uint32_t*>(p); }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs kernels whose blocks wait for each other, and those of trellis codes, on the host: no GPU is needed.
+"""Runs kernels whose blocks wait for each other, and those of towers and of trellis codes, on the host: no GPU is needed.
 
     kernels/cuda/tests/host/run.py [FOLDER]      FOLDER: where sources and program are made
 
@@ -18,14 +18,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1]
 HEADERS = ["weights.cuh", "rows.cuh", "delta_state.cuh", "products.cuh", "choose.cuh"]
-HEADERS += ["activations.cuh", "trellis.cuh", "trellis_inputs.cu", "trellis_rows.cu", "trellis_expand.cu", "trellis_search.cuh"]
+HEADERS += ["activations.cuh", "trellis.cuh", "trellis_inputs.cu", "trellis_rows.cu", "trellis_expand.cu", "trellis_search.cuh", "tower.cu"]
 HEADERS += ["layers_cluster.cuh", "layers.cuh", "layers_attention.cuh", "layers_halves.cuh", "layers_delta.cuh", "layers_experts.cuh", "layers_trellis.cuh"]
 HEADERS += ["layers_block.cuh", "layers_inputs.cuh", "layers_products.cuh", "layers_requests.cuh", "layers_strips.cuh", "step_layers.cuh"]
 STAND_INS = ["common.cuh", "exchange.cuh"]
 # Blocks in clusters, and blocks alone (`layers_cluster.cuh`).
 DEVICES = {"9.0": ["-D__CUDA_ARCH__=900", "-D__CUDA_ARCH_FEAT_SM90_ALL=1"], "8.0": ["-D__CUDA_ARCH__=800"]}
 # What is the same for both is tested once.
-SOURCES = {"9.0": ["trellis", "trellis_search", "step_layers", "step_layers_ranks"], "8.0": ["step_layers", "step_layers_ranks"]}
+SOURCES = {"9.0": ["tower", "trellis", "trellis_search", "step_layers", "step_layers_ranks"], "8.0": ["step_layers", "step_layers_ranks"]}
 
 
 def include():

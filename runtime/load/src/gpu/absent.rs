@@ -5,12 +5,14 @@
 )]
 
 use super::{GpuFound, GpuMemory, GpuSizes};
+use nq_cpu::plan::TowerBytes;
 use nq_formats::eagle::EagleHead;
 use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::DeviceMoments;
 use nq_model::ModelConfig;
-use nq_runtime::interface::{Engine, LoadOptions, Ordinals, Placed, SessionSpec};
+use nq_model::vision::VisionConfig;
+use nq_runtime::interface::{Engine, LoadOptions, Ordinals, Placed, SessionSpec, Tower};
 use nq_runtime::stepper::LayerStepper;
 use nq_runtime::weights::Kinds;
 use nq_runtime::{Error, Result};
@@ -52,6 +54,28 @@ pub(crate) fn load_mtp(
     ordinal: usize,
 ) -> Result<()> {
     absent(ordinal)
+}
+
+pub(crate) fn load_tower(
+    _: &VisionConfig,
+    _: &dyn WeightStore,
+    _tokens: u64,
+    ordinal: usize,
+    _: &dyn Progress,
+) -> Result<Arc<dyn Tower>> {
+    absent(ordinal)
+}
+
+pub(crate) fn planned_tower(
+    _: &VisionConfig,
+    _: &dyn WeightStore,
+    _tokens: u64,
+) -> Result<TowerBytes> {
+    absent(0)
+}
+
+pub(crate) fn unserved_tower(_: &VisionConfig) -> Option<String> {
+    None
 }
 
 pub(crate) fn load(

@@ -11,7 +11,10 @@ mod here;
 pub use here::{
     GpuMeter, check, driver_needed, found, memory, moments, multiprocessors, place, products, sizes,
 };
-pub(crate) use here::{count, first, load, load_eagle, load_mtp, load_parallel, run, stepper};
+pub(crate) use here::{
+    count, first, load, load_eagle, load_mtp, load_parallel, load_tower, planned_tower, run,
+    stepper, unserved_tower,
+};
 
 use nq_formats::TrellisScheme;
 use nq_model::{Dims, ModelConfig};

@@ -2,17 +2,19 @@
 
 use super::{GpuFound, GpuMemory, GpuSizes};
 use nq_cuda::{
-    CudaEagle, CudaEngine, CudaMtp, CudaOps, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES,
+    CudaEagle, CudaEngine, CudaMtp, CudaOps, CudaTower, GemmPrecision, Gpu, MOST_WIDE_SEQUENCES,
     ParallelEngine, check_device, check_shape, device_count, placed, planned, served,
 };
+pub(crate) use nq_cuda::{planned_tower, unserved_tower};
 use nq_formats::eagle::EagleHead;
 use nq_formats::{Progress, Weight, WeightStore};
 use nq_kernels::KernelSet;
 use nq_kernels::grad::GradWork;
 use nq_kernels::second_order::{DeviceMoments, SecondOrder};
 use nq_model::ModelConfig;
+use nq_model::vision::VisionConfig;
 use nq_runtime::Result;
-use nq_runtime::interface::{Engine, LoadOptions, Ordinals, Placed, SessionSpec};
+use nq_runtime::interface::{Engine, LoadOptions, Ordinals, Placed, SessionSpec, Tower};
 use nq_runtime::stepper::LayerStepper;
 use nq_runtime::weights::Kinds;
 use std::sync::Arc;
@@ -51,6 +53,18 @@ pub(crate) fn load_mtp(
     ordinal: usize,
 ) -> Result<CudaMtp> {
     CudaMtp::load(&Gpu::open(ordinal)?, config, store, head)
+}
+
+/// Packs the tower of shape `config` for GPU `ordinal`, with memory for images of as many as `tokens` tokens.
+pub(crate) fn load_tower(
+    config: &VisionConfig,
+    store: &dyn WeightStore,
+    tokens: u64,
+    ordinal: usize,
+    progress: &dyn Progress,
+) -> Result<Arc<dyn Tower>> {
+    let tower = CudaTower::load(config, store, tokens, ordinal, progress)?;
+    Ok(Arc::new(tower))
 }
 
 /// Loads the engine of GPU `ordinal`.

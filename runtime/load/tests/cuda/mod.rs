@@ -7,5 +7,6 @@ mod drafts;
 mod eagle;
 mod engine;
 mod hybrids;
+mod images;
 mod mtp;
 mod sampling;

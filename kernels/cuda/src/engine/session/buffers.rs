@@ -99,7 +99,16 @@ impl ManyRows {
         let f32s = |n: usize| gpu.zeros::<f32>("activations", n);
         Ok(ManyRows {
             tokens: Checked::new(gpu, "activations", m, 0, w.vocab)?,
-            rows: Checked::new(gpu, "activations", m, Row::default(), places)?,
+            rows: Checked::new(
+                gpu,
+                "activations",
+                m,
+                Row::default(),
+                Places {
+                    images: m,
+                    ..places
+                },
+            )?,
             wanted: Checked::new(gpu, "activations", m, 0, m)?,
             x: f32s(m * w.hidden)?,
             qkv: f32s(m * w.qkv)?,

@@ -53,7 +53,7 @@ impl SessionMemory {
         };
         let pages = DevicePages::new(gpu, shape)?;
         let places = pages.places();
-        let table = places.positions * c.rotary_dims() / 2;
+        let table = (places.positions + many) * c.rotary_dims() / 2;
         let states = |delta| {
             let shape = StatesShape {
                 delta,

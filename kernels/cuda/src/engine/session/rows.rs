@@ -4,8 +4,9 @@ use super::CudaSession;
 use super::buffers::{FullRows, LOGIT_ROWS, Widths};
 use super::rank_rows::{Handover, gather_logits, hand_over};
 use crate::engine::adapters::Adapted;
+use crate::engine::part::GpuPart;
 use crate::engine::pass::{Fused, Inputs, Pass, PassState, Product, Rows, Sequences, fetch};
-use crate::{CONV, DeltaSpan, GemmOutput, Row, RowsOut, SequenceRows};
+use crate::{CONV, DeltaSpan, GemmOutput, RowsOut, SequenceRows};
 use nq_kernels::KernelSet;
 use nq_model::Dims;
 use nq_runtime::interface::{Chunk, Observer};
@@ -31,9 +32,11 @@ impl CudaSession {
             adapters,
             adapted,
             adapter_rows,
+            images,
             ..
         } = self;
         stream.embed(model.embedding(), &many.tokens, &mut many.x, m)?;
+        images.show(stream, spans, 0, &mut many.x, None)?;
         let on = model.context(
             stream,
             pages,
@@ -72,7 +75,14 @@ impl CudaSession {
             state: PassState::default(),
         };
         pass.hand_over(Handover::Begin)?;
-        (model.layers.all.iter()).try_for_each(|l| l.run(&mut pass))?;
+        let begins = model.part.is_none_or(GpuPart::begins);
+        for (index, layer) in model.layers.all.iter().enumerate() {
+            layer.run(&mut pass)?;
+            if begins {
+                let Rows { x, qkv, .. } = &mut pass.rows;
+                images.show(stream, spans, index + 1, x, Some(qkv))?;
+            }
+        }
         Ok(pass.hand_over(Handover::End)?)
     }
 
@@ -162,6 +172,7 @@ impl CudaSession {
         }
         let mut spans: Vec<DeltaSpan> = Vec::with_capacity(chunks.len());
         let (mut tokens, mut rows, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+        let mut turns = Vec::new();
         for chunk in chunks {
             let (row, position) = (tokens.len(), self.tables.len(chunk.slot));
             let count = chunk.tokens.len();
@@ -185,10 +196,7 @@ impl CudaSession {
                 mark,
             });
             tokens.extend_from_slice(chunk.tokens);
-            rows.extend((0..count).map(|i| Row {
-                position: (position + i) as i32,
-                slot: chunk.slot as i32,
-            }));
+            rows.extend(self.placed_rows(rows_of, &mut turns));
             wanted.extend(chunk.logits.rows(count).map(|i| (row + i) as u32));
         }
         let sequences = spans.iter().map(|s| {
@@ -198,6 +206,7 @@ impl CudaSession {
         self.adapted.begin(sequences);
         self.stream.write_checked(&mut self.many.tokens, &tokens)?;
         self.stream.write_checked(&mut self.many.rows, &rows)?;
+        self.write_turns(&turns)?;
         self.run_layers(&spans, tokens.len(), observer)?;
         if let (Some(drafting), Some(taps)) = (&self.drafting, &self.many.taps) {
             for (chunk, span) in chunks.iter().zip(&spans) {

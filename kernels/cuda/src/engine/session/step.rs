@@ -17,11 +17,20 @@ use nq_kernels::pages::SharedPrefix;
 use nq_model::{Dims, ModelConfig};
 use nq_runtime::Result;
 use nq_runtime::interface::{Chunk, LogitsWanted, Run, bucket};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Page reads per key head that reading shared pages once must save in a step to be worth one more
 /// kernel a layer (`benches/records/2026-11-22-cascade.csv`, and `2026-11-23-gpu-runs.csv` for rows of one
 /// sequence).
 const LEAST_SHARED: usize = 1024;
+
+/// Steps of the process so far.
+static STEPS: AtomicUsize = AtomicUsize::new(0);
+
+/// A number that changes with each step that is queued: who shares a GPU with sequences sees that they are at work.
+pub(in crate::engine) fn steps_queued() -> usize {
+    STEPS.load(Ordering::Relaxed)
+}
 
 /// [`LEAST_SHARED`] as reads of a page of all `kv_heads` key heads.
 pub(in crate::engine) fn least_shared_pages(kv_heads: usize) -> usize {
@@ -102,6 +111,7 @@ impl CudaSession {
     /// and reserving shared memory cannot be. While profiling, each step is recorded anew, as each
     /// recording has its own events.
     fn run_step(&mut self, kind: StepKind) -> Result<()> {
+        STEPS.fetch_add(1, Ordering::Relaxed);
         if !self.adapted.runs.is_empty() {
             // Which rows have adapters changes from step to step.
             let kind = StepKind {
@@ -221,6 +231,10 @@ impl CudaSession {
         rows <= most
             && chunks.iter().all(|c| c.tokens.len() <= MOST_RUN)
             && chunks.iter().any(|c| c.logits != LogitsWanted::None)
+            && !chunks.iter().any(|c| {
+                let position = self.tables.len(c.slot);
+                (self.images).among(c.slot, position..position + c.tokens.len())
+            })
     }
 
     /// Computes the logits of chunks that fit one step, while no sequence sits in its rows.
@@ -232,12 +246,14 @@ impl CudaSession {
         for chunk in chunks {
             let (first, position) = (rows.len(), self.tables.len(chunk.slot));
             let behind = self.rows_behind(chunk.slot) as i32;
+            let shift = self.images.shift(chunk.slot, position);
             rows.extend(chunk.tokens.iter().enumerate().map(|(i, &token)| Step {
                 position: (position + i) as i32,
                 slot: chunk.slot as i32,
                 token,
                 drawn: 0,
                 behind: if i == 0 { behind } else { 0 },
+                shift,
             }));
             let with_logits = chunk.logits.rows(chunk.tokens.len());
             wanted.push(first + with_logits.start..first + with_logits.end);

@@ -220,8 +220,7 @@ pub(super) fn idle_step(slot: usize, drawn: i32) -> Step {
     Step {
         position: 0,
         slot: slot as i32,
-        token: 0,
         drawn,
-        behind: 0,
+        ..Step::default()
     }
 }

@@ -561,6 +561,7 @@ impl<H: GpuHead> DraftState<H> {
         let row = |i: usize| Row {
             position: (done + i) as i32,
             slot: slot as i32,
+            ..Row::default()
         };
         let rows: Vec<Row> = (0..n).map(row).collect();
         stream.write_checked(&mut many.rows, &rows)?;

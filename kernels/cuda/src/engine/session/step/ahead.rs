@@ -128,6 +128,11 @@ impl CudaSession {
             tokens: run.tokens,
             logits: LogitsWanted::None,
         };
+        for run in runs {
+            let len = self.tables.len(run.slot);
+            let end = len + run.tokens.len();
+            self.images.check_text(run.slot, len..end)?;
+        }
         let chunks: Vec<Chunk<'a>> = runs.iter().map(chunk).collect();
         self.check_chunks(&chunks)
     }
@@ -197,6 +202,8 @@ impl StepsAhead for CudaSession {
 
     fn seat(&mut self, row: usize, slot: usize, token: u32, sampler: &Sampler) -> Result<()> {
         self.check(&[token], Some(sampler))?;
+        let position = self.tables.len(slot);
+        self.images.check_text(slot, position..position + 1)?;
         self.settle(slot)?;
         let seat = &self.step.seats[row];
         let drawn = match self.step.queued.is_empty() {
@@ -207,11 +214,12 @@ impl StepsAhead for CudaSession {
         self.write_sampling(row, &[sampling(sampler, drawn)])?;
         self.write_adjustments(row, sampler)?;
         let step = Step {
-            position: self.tables.len(slot) as i32,
+            position: position as i32,
             slot: slot as i32,
             token,
             drawn,
             behind: 0,
+            shift: self.images.shift(slot, position),
         };
         self.stream.put_checked(&mut self.step.step, row, &[step])?;
         self.step.written = true;
@@ -273,6 +281,7 @@ impl StepsAhead for CudaSession {
             let len = self.tables.len(run.slot);
             longest = longest.max(len + run.tokens.len());
             let behind = self.rows_behind(run.slot) as i32;
+            let shift = self.images.shift(run.slot, len);
             for (i, &token) in run.tokens.iter().enumerate() {
                 let drawn = draws(run.sampler, i);
                 steps.push(Step {
@@ -281,6 +290,7 @@ impl StepsAhead for CudaSession {
                     token,
                     drawn,
                     behind: if i == 0 { behind } else { 0 },
+                    shift,
                 });
                 seats.push(Seat::of(run.slot, run.sampler, drawn));
                 samplings.push(sampling(run.sampler, draws(run.sampler, 0)));

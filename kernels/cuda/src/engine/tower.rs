@@ -1,0 +1,355 @@
+//! The tower of a model that sees, on a GPU ([`nq_model::vision`]): inputs of products are FP16, the stream and sums f32.
+
+use super::session::buffers::padded;
+use super::session::step::steps_queued;
+use crate::{
+    Buffer, DeviceLinear, GemmOutput, Gpu, GpuInfo, ImageGrid, ImageHeads, LayerNorm, Mark,
+    PackedKind, Stack, Stream, StreamOptions, Uploader, operand_index,
+};
+use half::f16;
+use nq_cpu::plan::TowerBytes;
+use nq_formats::{Progress, WeightStore};
+use nq_kernels::Account;
+use nq_model::Dims;
+use nq_model::vision::{POSITIONS, Patches, VisionConfig};
+use nq_runtime::checks::all_finite;
+use nq_runtime::interface::{ImageRows, Tower, check_patches};
+use nq_runtime::tower_parts::{LayerNormParts, TowerMerger, TowerParts, TowerReader};
+use nq_runtime::{Error, Result};
+use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+/// Epsilon of every LayerNorm of a tower.
+const EPS: f32 = 1e-6;
+
+/// Base of the frequencies by which heads turn.
+const THETA: f64 = 10_000.0;
+
+/// [`Tower`] on a GPU.
+pub struct CudaTower {
+    config: VisionConfig,
+    // Dropped first: it waits for its work.
+    stream: Stream,
+    parts: Parts,
+    positions: Buffer<f32>, // [side side, hidden]
+    most: usize,            // patches of an image
+    rows: Mutex<TowerRows>,
+}
+
+type Parts = TowerParts<DeviceLinear, Buffer<f32>>;
+
+fn heads(c: &VisionConfig) -> ImageHeads {
+    ImageHeads {
+        count: c.num_heads,
+        dim: c.head_dim(),
+    }
+}
+
+/// Buffers that an image goes through.
+struct TowerRows {
+    x: Buffer<f32>,          // [patches, hidden], the stream
+    wide: Buffer<f32>, // [patches, 3 hidden or intermediate], what products of a block or a merger make
+    half: Buffer<u16>, // [patches, patch values or hidden] in operand order; of a merger [tokens, merged hidden]
+    beside: Buffer<u16>, // heads; [patches, intermediate] in operand order; of a merger [tokens, merged hidden]
+    turns: Buffer<[f32; 2]>, // [rows or columns, head_dim / 4]
+}
+
+impl TowerRows {
+    /// Allocates them for up to `patches`.
+    fn new(gpu: &Gpu, c: &VisionConfig, patches: usize) -> nq_kernels::Result<Self> {
+        let (n, h, wide) = (patches, c.hidden_size, c.intermediate_size);
+        let (tokens, merged) = (n / c.merged(), c.merged() * h);
+        let of_merger = tokens * padded(merged);
+        let widest = (n * wide.max(3 * h)).max(tokens * merged.max(c.out_hidden_size));
+        let operands = (n * padded(wide)).max(of_merger);
+        Ok(TowerRows {
+            x: gpu.zeros("an image", n * h)?,
+            wide: gpu.zeros("an image", widest)?,
+            half: gpu.zeros(
+                "an image",
+                (n * padded(h.max(c.patch_values()))).max(of_merger),
+            )?,
+            beside: gpu.zeros("an image", operands.max(heads(c).values(n)))?,
+            turns: gpu.zeros("an image", n * c.head_dim() / 4)?,
+        })
+    }
+}
+
+/// Packs parameters of a tower, or reserves them on a device that only counts.
+struct Reader<'a> {
+    gpu: &'a Gpu,
+    store: &'a dyn WeightStore,
+    uploader: Option<Uploader>,
+}
+
+impl TowerReader for Reader<'_> {
+    type Linear = DeviceLinear;
+    type Vector = Buffer<f32>;
+
+    fn linear(&mut self, name: &str, dims: Dims, _listed: &'static str) -> Result<DeviceLinear> {
+        let weight = self.store.matrix(name, dims)?;
+        let Some(uploader) = &mut self.uploader else {
+            let kind = PackedKind::of(&weight)?.without_trellis();
+            return Ok(DeviceLinear::zeros(
+                self.gpu,
+                kind,
+                &[dims.rows],
+                dims.cols,
+            )?);
+        };
+        let linear = uploader.pack(&[&weight], Stack::Concat, true)?;
+        weight.release();
+        Ok(linear)
+    }
+
+    fn vector(&mut self, name: &str, len: usize) -> Result<Buffer<f32>> {
+        let what = "a tower";
+        Ok(match self.uploader {
+            Some(_) => (self.gpu).upload(what, &self.store.vector(name, len)?.to_f32()?)?,
+            None => self.gpu.zeros(what, len)?,
+        })
+    }
+}
+
+/// Bytes of GPU memory of a tower of shape `c`, and of the largest image, of as many as `tokens` tokens.
+///
+/// # Errors
+/// A missing or misshapen tensor; a weight that no kernel serves.
+pub fn planned_tower(c: &VisionConfig, store: &dyn WeightStore, tokens: u64) -> Result<TowerBytes> {
+    let account = Account::gpu();
+    let gpu = &Gpu::dry(GpuInfo::default(), account.clone());
+    let mut reader = Reader {
+        gpu,
+        store,
+        uploader: None,
+    };
+    let parts = Parts::read(c, &mut reader, &())?;
+    let positions = gpu.zeros::<f32>("a tower", c.position_side.pow(2) * c.hidden_size)?;
+    let weights = account.held() as u64;
+    let rows = TowerRows::new(gpu, c, most_patches(c, tokens))?;
+    let encoding = account.held() as u64 - weights;
+    drop((parts, positions, rows));
+    Ok(TowerBytes { weights, encoding })
+}
+
+/// Patches of an image of as many as `tokens` tokens.
+fn most_patches(c: &VisionConfig, tokens: u64) -> usize {
+    tokens.min(c.most_tokens()) as usize * c.merged()
+}
+
+/// Why kernels do not serve towers of shape `c`, if they do not.
+pub fn unserved_tower(c: &VisionConfig) -> Option<String> {
+    let widths = [c.hidden_size, c.intermediate_size];
+    if !heads(c).are_served() {
+        return Some(format!("heads of {} values", c.head_dim()));
+    }
+    let odd = widths.into_iter().find(|n| !n.is_multiple_of(4))?;
+    Some(format!("rows of {odd} values"))
+}
+
+impl CudaTower {
+    /// Reads and packs the tower of shape `c` for device `ordinal`, with memory for images of as many as `tokens` tokens.
+    ///
+    /// # Errors
+    /// A missing or misshapen tensor; too little memory; errors of the driver.
+    pub fn load(
+        c: &VisionConfig,
+        store: &dyn WeightStore,
+        tokens: u64,
+        ordinal: usize,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let (gpu, width) = (&Gpu::open(ordinal)?, c.hidden_size);
+        let mut reader = Reader {
+            gpu,
+            store,
+            uploader: Some(Uploader::new(gpu)?),
+        };
+        let parts = Parts::read(c, &mut reader, progress)?;
+        reader.uploader.map(Uploader::finish).transpose()?;
+        let places = c.position_side.pow(2);
+        let table = store.matrix(POSITIONS, Dims::new(places, width))?;
+        let mut values = vec![0.0; places * width];
+        for (i, row) in values.chunks_exact_mut(width).enumerate() {
+            table.dequantize_row(i, row)?;
+        }
+        let most = most_patches(c, tokens);
+        Ok(CudaTower {
+            stream: gpu.stream_with(StreamOptions {
+                last: true,
+                ..StreamOptions::default()
+            })?,
+            parts,
+            positions: gpu.upload("a tower", &values)?,
+            rows: Mutex::new(TowerRows::new(gpu, c, most)?),
+            config: c.clone(),
+            most,
+        })
+    }
+
+    /// The rows `[tokens, out hidden]` that `merger` makes of the stream of `m` patches, to which it adds `pending`.
+    fn merge(
+        &self,
+        merger: &TowerMerger<DeviceLinear, Buffer<f32>>,
+        pending: Option<&Buffer<f32>>,
+        rows: &mut TowerRows,
+        m: usize,
+    ) -> Result<Vec<f32>> {
+        let (c, stream) = (&self.config, &self.stream);
+        let TowerRows {
+            x,
+            wide,
+            half,
+            beside,
+            ..
+        } = rows;
+        // A norm of one patch, or of those that become one row.
+        let of_norm = merger.norm.gains.len() / c.hidden_size;
+        let tokens = m / c.merged();
+        let norm = &layer_norm(&merger.norm);
+        stream.tower_norm(x, pending, norm, half, m / of_norm, c.merged() / of_norm)?;
+        stream.gemm(&merger.up.linear, half, GemmOutput::Store(wide), tokens)?;
+        stream.tower_gelu(wide, &merger.up.bias, beside, tokens, true)?;
+        stream.gemm(&merger.down.linear, beside, GemmOutput::Store(wide), tokens)?;
+        let mut bias = vec![0.0; c.out_hidden_size];
+        merger.down.bias.read(0, &mut bias)?;
+        let mut made = vec![0.0; tokens * c.out_hidden_size];
+        stream.synchronize()?;
+        wide.read(0, &mut made)?;
+        made.par_chunks_exact_mut(bias.len())
+            .for_each(|row| row.iter_mut().zip(&bias).for_each(|(y, b)| *y += b));
+        Ok(made)
+    }
+
+    /// Waits for a block but the latest. If steps of sequences were queued meanwhile, lets them have as long as it took.
+    fn give_way(&self, pace: &mut Pace) -> Result<()> {
+        if let Some(before) = pace.block.replace(self.stream.mark()?) {
+            before.wait()?;
+        }
+        if steps_queued() != pace.steps {
+            self.stream.synchronize()?;
+            std::thread::sleep(pace.since.elapsed());
+            pace.steps = steps_queued();
+        }
+        pace.since = Instant::now();
+        Ok(())
+    }
+}
+
+/// How far the blocks of an image are.
+struct Pace {
+    block: Option<Mark>,
+    steps: usize,
+    since: Instant,
+}
+
+fn layer_norm(norm: &LayerNormParts<Buffer<f32>>) -> LayerNorm<'_> {
+    LayerNorm {
+        gain: &norm.gains,
+        bias: &norm.bias,
+        eps: EPS,
+    }
+}
+
+/// Rows `[.., width]` in FP16 and operand order, zero past their values.
+fn operands(rows: &[f32], width: usize) -> Vec<u16> {
+    let across = padded(width);
+    let mut all = vec![0; rows.len() / width * across];
+    let both = all
+        .par_chunks_exact_mut(across)
+        .zip(rows.par_chunks_exact(width));
+    both.for_each(|(to, row)| {
+        for (k, v) in row.iter().enumerate() {
+            to[operand_index(k)] = f16::from_f32(*v).to_bits();
+        }
+    });
+    all
+}
+
+/// Cosines and sines `[positions, head_dim / 4]`.
+fn turns(positions: usize, head_dim: usize) -> Vec<[f32; 2]> {
+    let quarter = head_dim / 4;
+    let turn = |i: usize| {
+        let frequency = THETA.powf(-((i % quarter) as f64) / quarter as f64) as f32;
+        let (sin, cos) = f64::from((i / quarter) as f32 * frequency).sin_cos();
+        [cos as f32, sin as f32]
+    };
+    (0..positions * quarter).map(turn).collect()
+}
+
+impl Tower for CudaTower {
+    fn config(&self) -> &VisionConfig {
+        &self.config
+    }
+
+    /// Memory is allocated for the largest image when the tower is loaded.
+    fn encode_bytes(&self, _patches: usize) -> usize {
+        0
+    }
+
+    fn encode(&self, patches: &Patches) -> Result<ImageRows> {
+        let (c, grid, stream) = (&self.config, patches.grid, &self.stream);
+        check_patches(c, patches)?;
+        let m = grid.patches();
+        if m > self.most {
+            return Err(Error::Request {
+                what: "patches of an image",
+                expected: format!("at most {}, for which there is memory", self.most),
+                found: m.to_string(),
+            });
+        }
+        let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
+        let rows = &mut *rows;
+        let (heads, merge) = (heads(c), c.spatial_merge_size);
+        let image = ImageGrid { grid, merge };
+        (rows.half).write(0, &operands(&patches.rows, c.patch_values()))?;
+        (rows.turns).write(0, &turns(grid.h.max(grid.w), heads.dim))?;
+        let embed = &self.parts.patch_embed;
+        stream.gemm(&embed.linear, &rows.half, GemmOutput::Store(&mut rows.x), m)?;
+        stream.tower_positions(&mut rows.x, &embed.bias, &self.positions, image)?;
+        let mut pace = Pace {
+            block: None,
+            steps: steps_queued(),
+            since: Instant::now(),
+        };
+        let (mut pending, mut levels) = (None, Vec::new());
+        let mut mergers = c.deepstack.iter().zip(&self.parts.deepstack).peekable();
+        for (layer, block) in self.parts.blocks.iter().enumerate() {
+            let TowerRows {
+                x,
+                wide,
+                half,
+                beside,
+                turns,
+            } = rows;
+            stream.tower_norm(x, pending, &layer_norm(&block.attention_norm), half, m, 1)?;
+            stream.gemm(&block.qkv.linear, half, GemmOutput::Store(wide), m)?;
+            stream.tower_heads(wide, &block.qkv.bias, turns, beside, heads, image)?;
+            stream.tower_attention(beside, half, heads, m)?;
+            stream.gemm(&block.out.linear, half, GemmOutput::Add(x), m)?;
+            let added = Some(&block.out.bias);
+            stream.tower_norm(x, added, &layer_norm(&block.mlp_norm), half, m, 1)?;
+            stream.gemm(&block.up.linear, half, GemmOutput::Store(wide), m)?;
+            stream.tower_gelu(wide, &block.up.bias, beside, m, false)?;
+            stream.gemm(&block.down.linear, beside, GemmOutput::Add(x), m)?;
+            pending = Some(&block.down.bias);
+            if let Some((_, merger)) = mergers.next_if(|(behind, _)| **behind == layer) {
+                levels.extend(self.merge(merger, pending.take(), rows, m)?);
+            }
+            self.give_way(&mut pace)?;
+        }
+        let mut made = self.merge(&self.parts.merger, pending, rows, m)?;
+        made.append(&mut levels);
+        if !all_finite(&made) {
+            let (what, layer) = ("the rows of a tower's merger", c.depth - 1);
+            return Err(Error::NotFinite { what, layer });
+        }
+        Ok(ImageRows {
+            rows: made,
+            height: grid.h / merge,
+            width: grid.w / merge,
+            digest: patches.digest,
+        })
+    }
+}
