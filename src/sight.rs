@@ -1,8 +1,9 @@
 //! Memory for images, as plans and reports show it.
 
 use nq_answers::images::SightOptions;
-use nq_cpu::plan::{TowerBytes, tower};
+use nq_cpu::plan::TowerBytes;
 use nq_formats::{Checkpoint, human_bytes};
+use nq_runtime::LoadOptions;
 use serde::Serialize;
 use std::fmt;
 
@@ -29,6 +30,7 @@ impl SightBytes {
     /// A missing or misshapen tensor.
     pub(crate) fn plan(
         checkpoint: &Checkpoint,
+        load: &LoadOptions,
         options: &SightOptions,
     ) -> nq_runtime::Result<Option<Self>> {
         let bytes = |TowerBytes { weights, encoding }| SightBytes {
@@ -36,7 +38,7 @@ impl SightBytes {
             largest_image_bytes: encoding,
             kept_bytes: options.kept as u64,
         };
-        Ok(tower(checkpoint, options.tokens)?.map(bytes))
+        Ok(nq_load::tower_bytes(checkpoint, load, options.tokens)?.map(bytes))
     }
 }
 

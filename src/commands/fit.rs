@@ -232,8 +232,9 @@ fn beside(shape: &ModelShape, global: &Global, on_cpu: bool) -> anyhow::Result<B
             ..Beside::default()
         });
     };
-    let images = SightBytes::plan(checkpoint, &SightOptions::default())?;
-    let own = draft::by_default(checkpoint, &global.load_options())?;
+    let load = global.load_options();
+    let images = SightBytes::plan(checkpoint, &load, &SightOptions::default())?;
+    let own = draft::by_default(checkpoint, &load)?;
     let drafts = own
         .as_ref()
         .map(|d| d.memory(c, &SessionSpec::of_one(1, 1)));
