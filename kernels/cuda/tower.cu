@@ -8,12 +8,18 @@
 //   tower_gelu        half[i] = gelu(x[i] + bias)
 //
 // Patches stand in squares of merge x merge, row by row, and within a square row by row. All widths are multiples of 4.
-#include "tower.cuh"
+#include "exchange.cuh"
 
 // Where a patch of an image of so many columns stands.
 DEVICE int2 patch_place(int patch, int columns, int merge) {
     const int square = patch / (merge * merge), within = patch % (merge * merge);
     return make_int2(square / (columns / merge) * merge + within / merge, square % (columns / merge) * merge + within % merge);
+}
+
+// Values k .. k + 3 of a row in operand order; k is a multiple of 4.
+DEVICE void store_four(__half* row, int k, float4 v) {
+    *reinterpret_cast<__half2*>(row + operand_index(k)) = __float22half2_rn(make_float2(clamp_half(v.x), clamp_half(v.y)));
+    *reinterpret_cast<__half2*>(row + operand_index(k + 2)) = __float22half2_rn(make_float2(clamp_half(v.z), clamp_half(v.w)));
 }
 
 // Grid (m).
@@ -107,7 +113,6 @@ struct TowerHeadsArgs {
     int wide;
     int columns;
     int merge;
-    int matrices;          // dims of values in core matrices (`tower_wgmma.cu`), or 0
     float scale;
 };
 
@@ -116,33 +121,23 @@ extern "C" __global__ __launch_bounds__(256) void tower_heads(const __grid_const
     const int2 place = patch_place(row, p.columns, p.merge);
     for (int i = threadIdx.x; i < 3 * p.heads * pairs; i += 256) {
         const int head = i / pairs, j = i % pairs;   // of all three kinds
-        __half* const plane = p.out + size_t(head) * p.patches * p.wide;
-        const int kind = head / p.heads, tile = row / TOWER_KEYS, r = row % TOWER_KEYS;
-        auto put = [&](int d, float v) {
-            size_t to = size_t(row) * p.wide + d;
-            if (p.matrices && kind == 1) to = size_t(tile) * TOWER_KEYS * p.wide + d / 8 * 8 * TOWER_KEYS + r * 8 + d % 8;
-            if (p.matrices && kind == 2) {
-                if (d >= p.matrices) return;
-                to = size_t(tile) * TOWER_KEYS * p.matrices + r / 8 * 8 * p.matrices + d * 8 + r % 8;
-            }
-            plane[to] = __float2half(clamp_half(v));
-        };
+        __half* const to = p.out + (size_t(head) * p.patches + row) * p.wide;
         if (row >= p.m || j >= half) {
-            put(2 * j, 0.f), put(2 * j + 1, 0.f);
+            *reinterpret_cast<__half2*>(to + 2 * j) = __float22half2_rn(make_float2(0.f, 0.f));
             continue;
         }
         const float* const from = p.qkv + size_t(row) * 3 * p.heads * p.dim + head * p.dim;
         const float* const bias = p.bias + head * p.dim;
-        if (kind == 2) {
+        if (head >= 2 * p.heads) {
             const float2 v = *reinterpret_cast<const float2*>(from + 2 * j), b = *reinterpret_cast<const float2*>(bias + 2 * j);
-            put(2 * j, v.x + b.x), put(2 * j + 1, v.y + b.y);
+            *reinterpret_cast<__half2*>(to + 2 * j) = __float22half2_rn(make_float2(clamp_half(v.x + b.x), clamp_half(v.y + b.y)));
             continue;
         }
         const float a = from[j] + bias[j], b = from[half + j] + bias[half + j];
         const float2 turn = p.turns[(j < quarter ? place.x : place.y) * quarter + j % quarter];
-        const float scale = kind == 0 ? p.scale : 1.f;
-        put(j, (a * turn.x - b * turn.y) * scale);
-        put(half + j, (b * turn.x + a * turn.y) * scale);
+        const float scale = head < p.heads ? p.scale : 1.f;
+        to[j] = __float2half(clamp_half((a * turn.x - b * turn.y) * scale));
+        to[half + j] = __float2half(clamp_half((b * turn.x + a * turn.y) * scale));
     }
 }
 
@@ -183,7 +178,20 @@ extern "C" __global__ __launch_bounds__(256) void tower_gelu(const __grid_consta
     else gelu_row<false>(p);
 }
 
-// Grid (m / 128, heads). A warp takes 32 queries of a head.
+// Grid (m / 128, heads). A warp takes 32 queries of a head. Keys and values are those of `tower_heads`, of queries the
+// scores are logarithms to base 2. Bytes: 4 `wide` for a key and value, for every 128 queries of a head.
+struct TowerAttentionArgs {
+    const __half* heads;   // [3][heads][patches][wide]
+    __half* out;           // [m][padded]
+    int m;
+    int patches;           // a multiple of 64
+    int count;             // of heads
+    int dim;
+    int padded;
+};
+
+constexpr int TOWER_QUERIES = 128, TOWER_KEYS = 64;
+
 // DIM: of a head with its padding; of these, values have DIMS.
 template <int DIM, int DIMS>
 struct TowerAttention {

@@ -1,13 +1,12 @@
 //! Kernels of a tower over the patches of one image (`cuda/tower.cu`): what it has beside products.
 
-use super::driver::{Buffer, LaunchShape, Stream, Version};
+use super::driver::{Buffer, LaunchShape, Stream};
 use super::kernel::kernels;
 use super::pack::SPAN;
 use crate::cuda::tower::{
     TOWER_KEYS, TOWER_QUERIES, TowerAttentionArgs, TowerGeluArgs, TowerHeadsArgs, TowerNormArgs,
     TowerPositionsArgs,
 };
-use crate::cuda::tower_wgmma::{TOWER_GROUPS, TOWER_STAGES};
 use nq_kernels::Result;
 use nq_model::vision::Grid;
 use std::f32::consts::LOG2_E;
@@ -21,8 +20,6 @@ kernels! {
     GELU: TowerGeluArgs = "tower_gelu" in "tower.cu", test TEST, bench "tower";
     ATTENTION: TowerAttentionArgs = "tower_attention" in "tower.cu", test TEST, bench "tower",
         instances &["tower_attention_64", "tower_attention_80"];
-    WARPGROUPS: TowerAttentionArgs = "tower_warpgroups" in "tower_wgmma.cu", test TEST, bench "tower",
-        instances &["tower_warpgroups_64", "tower_warpgroups_80"];
 }
 
 /// The patches of an image, in squares of `merge` by `merge`.
@@ -44,12 +41,12 @@ pub struct ImageHeads {
 }
 
 impl ImageHeads {
-    /// The instance of kernels of attention that serves these heads, and the widths of keys and of values with padding.
-    fn instance(self) -> Option<(usize, [usize; 2])> {
+    /// The instance of [`ATTENTION`] that serves these heads, and their width with padding.
+    fn instance(self) -> Option<(usize, usize)> {
         let served = self.dim.is_multiple_of(4) && self.dim > 0;
         match self.dim {
-            ..=64 if served => Some((0, [64, 64])),
-            ..=72 if served => Some((1, [80, 72])),
+            ..=64 if served => Some((0, 64)),
+            ..=72 if served => Some((1, 80)),
             _ => None,
         }
     }
@@ -61,7 +58,7 @@ impl ImageHeads {
 
     /// Values of queries, keys and values of `m` patches.
     pub fn values(self, m: usize) -> usize {
-        let wide = self.instance().map_or(0, |(_, [wide, _])| wide);
+        let wide = self.instance().map_or(0, |(_, wide)| wide);
         3 * self.count * m.next_multiple_of(TOWER_KEYS) * wide
     }
 }
@@ -77,13 +74,6 @@ pub struct LayerNorm<'a> {
 }
 
 impl Stream {
-    /// True if attention is by products of warpgroups, which read keys and values in another order.
-    fn has_warpgroups(&self, instance: usize) -> bool {
-        let gpu = self.gpu();
-        gpu.info().capability == Version::new(9, 0)
-            && gpu.has_kernel(&WARPGROUPS.instance(instance))
-    }
-
     /// Adds to rows `x` `[patches, width]` a `bias` `[width]` and their positions, interpolated between those of `table`
     /// `[side side, width]`.
     ///
@@ -175,7 +165,7 @@ impl Stream {
         image: ImageGrid,
     ) -> Result<()> {
         let (o, ImageHeads { count, dim }) = (self.operands("tower_heads"), heads);
-        let Some((instance, [wide, of_values])) = heads.instance() else {
+        let Some((_, wide)) = heads.instance() else {
             return o.refuse("width of a head", "a multiple of 4 up to 72", dim);
         };
         let (grid, m) = (image.grid, image.grid.patches());
@@ -192,13 +182,7 @@ impl Stream {
             wide: wide as i32,
             columns: grid.w as i32,
             merge: image.merge as i32,
-            matrices: if self.has_warpgroups(instance) {
-                of_values as i32
-            } else {
-                0
-            },
             scale: LOG2_E / (dim as f32).sqrt(),
-            padding: [0; 1],
         };
         let shape = LaunchShape::new([patches, 1, 1], 256);
         // SAFETY: the operands were checked.
@@ -218,7 +202,7 @@ impl Stream {
         m: usize,
     ) -> Result<()> {
         let (o, ImageHeads { count, dim }) = (self.operands("tower_attention"), heads);
-        let Some((instance, [wide, of_values])) = heads.instance() else {
+        let Some((instance, wide)) = heads.instance() else {
             return o.refuse("width of a head", "a multiple of 4 up to 72", dim);
         };
         o.at_least("patches", 1, m)?;
@@ -234,30 +218,11 @@ impl Stream {
             padded: padded as i32,
             padding: [0; 1],
         };
-        let (kernel, queries, threads, shared) = match self.has_warpgroups(instance) {
-            // A ring of tiles, and barriers.
-            true => {
-                let stage = TOWER_KEYS * 2 * (wide + of_values) + 16;
-                let queries = 64 * TOWER_GROUPS;
-                (
-                    &WARPGROUPS,
-                    queries,
-                    128 * TOWER_GROUPS,
-                    TOWER_STAGES * stage,
-                )
-            }
-            // Two tiles of keys and two of values, whose rows are 16 bytes apart.
-            false => (
-                &ATTENTION,
-                TOWER_QUERIES,
-                128,
-                4 * TOWER_KEYS * (2 * wide + 16),
-            ),
-        };
-        let grid = [m.div_ceil(queries), count, 1];
-        let shape = LaunchShape::new(grid, threads).shared(shared);
+        // `TowerAttention`: two tiles of keys and two of values, whose rows are 16 bytes apart.
+        let shape = LaunchShape::new([m.div_ceil(TOWER_QUERIES), count, 1], 128)
+            .shared(4 * TOWER_KEYS * (2 * wide + 16));
         // SAFETY: the operands were checked.
-        unsafe { self.launch(kernel.instance(instance), shape, &args) }
+        unsafe { self.launch(ATTENTION.instance(instance), shape, &args) }
     }
 
     /// `half` `[m, width padded to 256]`, in FP16 and operand order: GELU of rows `x` `[m, width]` with `bias` `[width]`, by

@@ -64,7 +64,7 @@ void check(int dim, int wide) {
         for (int j = 0; j < dim / 4; j++) turns.push_back(make_float2(cosf(i / (j + 1.f)), sinf(i / (j + 1.f))));
     std::vector<__half> heads(3 * HEADS * PATCHES * wide, __float2half(7));
     const float scale = 1.4426950408889634f / sqrtf(dim);
-    launch(PATCHES, 256, 0, [&] { tower_heads({qkv.data(), biases.data(), turns.data(), heads.data(), M, PATCHES, HEADS, dim, wide, COLUMNS, MERGE, 0, scale}); });
+    launch(PATCHES, 256, 0, [&] { tower_heads({qkv.data(), biases.data(), turns.data(), heads.data(), M, PATCHES, HEADS, dim, wide, COLUMNS, MERGE, scale}); });
     right = true;
     for (int h = 0; h < 3 * HEADS; h++)
         for (int i = 0; i < PATCHES; i++)
