@@ -140,7 +140,7 @@ pub(crate) fn patches(grid: Grid, c: &VisionConfig) -> Patches {
     Patches {
         grid,
         rows: (0..values).map(value).collect(),
-        digest: [grid.h as u8 * 16 + grid.w as u8; 32],
+        digest: [(grid.h * 16 + grid.w) as u8; 32],
     }
 }
 
