@@ -487,6 +487,17 @@ def ranked():
     return table(["file", "format", "size", "KLD", "same best token", "answers"], lines)
 
 
+def agreement():
+    lines = []
+    for r in rows("2026-11-29-rank-agreement.csv"):
+        differs = float(r["nq_f32"]) / float(r["llama_f32"]) - 1 if float(r["llama_f32"]) > 1e-5 else None
+        lines.append([
+            r["file"], *(f"{float(r[column]):.5f}" for column in ("llama_as_run", "llama_f32", "nq_f32")),
+            "" if differs is None else f"{100 * differs:+.1f} %",
+        ])
+    return table(["file", "llama.cpp as it runs", "llama.cpp in F32", "nq in f32", "difference in F32"], lines)
+
+
 def sent():
     lines = sent_lines()
     return table(["model", "codes", "size", "figure", "protocol", "on", "nq"], lines) if lines else ["None has been sent yet."]
