@@ -79,7 +79,7 @@ fn what_is_beside_a_model_takes_memory_too() {
         ..Beside::default()
     };
     let said =
-        "beside the text model: 300.0 MB for images, 20.0 MB for drafts, 1.0 MB for adapters";
+        "beside the text model: 300.00 MB for images, 20.00 MB for drafts, 1.00 MB for adapters";
     assert_eq!(beside.line().as_deref(), Some(said));
     assert_eq!(Beside::default().line(), None);
     let alone = row("qwen3-0.6b", "--bits 4", ONE, &cores);
