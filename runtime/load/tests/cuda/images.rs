@@ -28,7 +28,7 @@ fn models() -> [(&'static str, ModelConfig, Value); 2] {
         ..rope(100.0, Some(64))
     };
     let hybrid = ModelConfig {
-        rope: turning.clone(),
+        rope: turning,
         mtp_layers: 1,
         ..wide_hybrid("qwen35", 2, false)
     };
