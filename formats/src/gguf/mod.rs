@@ -1,7 +1,7 @@
 //! GGUF files, versions 2 and 3: one file, or a split set, holds weights, configuration,
 //! tokenizer and chat template; beside it, a file called `mmproj` may hold the tower that sees images.
 //!
-//! `file` parses, [`crate::blocks`] takes integer blocks apart and turns them into
+//! `file` parses, `blocks` takes integer blocks apart and turns them into
 //! canonical weights, `affine` writes those as blocks, `config` and `tokenizer` rebuild the files that other formats
 //! keep beside their weights.
 

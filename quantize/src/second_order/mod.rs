@@ -1,5 +1,5 @@
 //! The dense algebra of second-order rounding, wherever the moments of inputs are kept: on the
-//! host ([`host`], any CPU) or on a device (`device`). The method decides the damping, the order of
+//! host (`host`, any CPU) or on a device (`device`). The method decides the damping, the order of
 //! columns and the weighting in the search for ranges, and they are the same on both.
 
 mod device;

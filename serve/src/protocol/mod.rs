@@ -1,5 +1,5 @@
 //! The protocols that clients speak: one file each, all using one internal request
-//! ([`crate::generation::Generation`]) and one kind of event ([`crate::generation::Output`]).
+//! (`Generation`) and one kind of event (`Output`).
 
 pub(crate) mod blocks;
 pub(crate) mod called;
