@@ -40,7 +40,7 @@ impl SequenceImages {
         })
     }
 
-    /// Has them in `slot` of those `there`, in place of others.
+    /// Makes these the images of `slot` in `there`, which has those of each slot.
     ///
     /// # Errors
     /// [`Error::Request`] for another slot.
@@ -62,6 +62,12 @@ impl SequenceImages {
     /// Forgets those of which the first `len` tokens of the sequence have none.
     pub fn truncate(&mut self, len: usize) {
         self.placed.retain(|image| image.at < len);
+    }
+
+    /// The greatest number of levels that an image has: one in place of embeddings, and those of the first layers.
+    pub fn levels(&self) -> usize {
+        let levels = |p: &PlacedImage| p.image.rows.len() / (p.image.tokens() * self.hidden);
+        self.placed.iter().map(levels).max().unwrap_or(0)
     }
 
     /// Width of a row.

@@ -385,14 +385,14 @@ impl<'a> Packing<'a> {
 struct RowLevels<'a> {
     /// `[groups]`
     small: Vec<u8>,
-    /// Of all spans of the row.
+    /// `[spans]`, the f16 of each span of the row.
     factors: &'a [f16],
-    /// Inputs that share one.
+    /// Inputs of a span.
     span: usize,
 }
 
 impl<'a> RowLevels<'a> {
-    /// Those of `values`, of weight `a`; `None` if they are not in two levels.
+    /// Those of row `row` among the `values` of weight `a`; `None` if these are not in two levels.
     fn of(values: &'a GroupValues, a: &AffineWeight, row: usize) -> Option<Self> {
         let (GroupValues::TwoLevel { small, of_spans }, Scales::TwoLevel(two)) =
             (values, a.scheme().scales)

@@ -32,8 +32,8 @@ pub fn tower(
     }))
 }
 
-/// Memory of the tower of `checkpoint`, if it has one, and of an image of as many as `tokens` tokens; and whether it is a
-/// GPU's.
+/// Memory of the tower of `checkpoint`, if it has one, and of an image of as many as `tokens` tokens, on the device that
+/// [`tower`] loads it to.
 ///
 /// # Errors
 /// As of [`tower`].

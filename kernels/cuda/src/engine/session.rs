@@ -18,6 +18,7 @@ mod tests;
 use super::adapters::{AdaptedSequences, AdapterRows, CudaAdapters};
 use super::model::CudaModel;
 use super::page_tables::reserve_pages;
+use super::part::GpuPart;
 use super::streams::StreamRun;
 use super::streams::buffers::DraftMemory;
 use crate::{
@@ -262,6 +263,17 @@ impl Session for CudaSession {
 
     fn show(&mut self, slot: usize, images: &[PlacedImage]) -> Result<()> {
         let shown = SequenceImages::new(images, self.model.config.hidden_size)?;
+        // Layers of other GPUs do not add rows of images.
+        let (levels, layers) = (shown.levels(), self.model.layers.all.len());
+        if levels > 1 + layers && self.model.part.is_none_or(GpuPart::begins) {
+            return Err(Error::Request {
+                what: "images of a sequence",
+                expected: format!(
+                    "rows for the first {layers} layers at most, which the first GPU has"
+                ),
+                found: format!("rows for the first {}", levels - 1),
+            });
+        }
         shown.show_in(&mut self.images.shown, slot)
     }
 

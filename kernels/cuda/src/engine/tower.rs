@@ -222,7 +222,8 @@ impl CudaTower {
         Ok(made)
     }
 
-    /// Waits for a block but the latest. If steps of sequences were queued meanwhile, lets them have as long as it took.
+    /// Waits for all blocks but the latest. If steps of sequences were queued meanwhile, the tower leaves the GPU to them
+    /// for as long as its own blocks took.
     fn give_way(&self, pace: &mut Pace) -> Result<()> {
         if let Some(before) = pace.block.replace(self.stream.mark()?) {
             before.wait()?;

@@ -146,9 +146,9 @@ fn check(gpu: &Gpu, heads: ImageHeads, grid: Grid) {
     };
     let mut wanted = vec![0.0; m * width];
     for head in 0..count {
-        let rows = |of: usize| -> Vec<f64> {
+        let rows = |kind: usize| -> Vec<f64> {
             let each = (0..m).flat_map(|row| (0..dim).map(move |d| (row, d)));
-            each.map(|(row, d)| turned(of * count + head, row, d))
+            each.map(|(row, d)| turned(kind * count + head, row, d))
                 .collect()
         };
         let (queries, keys) = (rows(0), rows(1));

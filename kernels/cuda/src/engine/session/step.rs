@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// sequence).
 const LEAST_SHARED: usize = 1024;
 
-/// Steps of the process so far.
+/// Steps that this process has queued so far.
 static STEPS: AtomicUsize = AtomicUsize::new(0);
 
 /// A number that changes with each step that is queued: who shares a GPU with sequences sees that they are at work.
